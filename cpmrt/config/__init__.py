@@ -1,0 +1,8 @@
+"""Settings of models, engines and requests: frozen, and validated where they are made."""
+
+from cpmrt.config.engine import EngineConfig
+from cpmrt.config.model import ModelConfig
+from cpmrt.config.rope import RopeConfig
+from cpmrt.config.sampling import MAX_LOGPROBS, SamplingParams
+
+__all__ = ["MAX_LOGPROBS", "EngineConfig", "ModelConfig", "RopeConfig", "SamplingParams"]

@@ -1,0 +1,50 @@
+"""The supported architectures: one row each. Rows differ in defaults and switches, not in code.
+
+A row holds what the Hugging Face configuration class assumes where config.json is silent. Sources: the configuration
+classes of transformers 5.23 (Llama, Qwen2, Qwen3) and of the MiniCPM model repositories (`MiniCPMConfig`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Class defaults and fixed traits of one decoder architecture."""
+
+    name: str
+    tie_word_embeddings: bool = False
+    max_position_embeddings: int = 2048
+    head_dim: int | None = None
+    """None: hidden_size / num_attention_heads."""
+    num_kv_heads: int | None = None
+    """None: as many as query heads."""
+    fixed_qkv_bias: bool = False
+    """q, k and v always carry a bias, whatever `attention_bias` says."""
+    qk_norm: bool = False
+    """RMSNorm over each query and key head before RoPE."""
+    mup: bool = False
+    """scale_emb, scale_depth and dim_model_base apply."""
+    bos_token_id: int | None = None
+    eos_token_id: int | None = None
+
+
+ARCHITECTURES = {
+    row.name: row
+    for row in (
+        Architecture("LlamaForCausalLM", bos_token_id=1, eos_token_id=2),
+        Architecture("MiniCPMForCausalLM", tie_word_embeddings=True, mup=True, bos_token_id=1, eos_token_id=2),
+        Architecture("Qwen2ForCausalLM", max_position_embeddings=32768, num_kv_heads=32, fixed_qkv_bias=True),
+        Architecture(
+            "Qwen3ForCausalLM", max_position_embeddings=32768, num_kv_heads=32, head_dim=128, qk_norm=True
+        ),
+    )
+}
+
+MODEL_TYPES = {
+    "llama": "LlamaForCausalLM",
+    "minicpm": "MiniCPMForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}

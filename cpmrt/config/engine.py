@@ -1,0 +1,65 @@
+"""How a model is loaded and run: everything that is not the checkpoint's own."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from cpmrt.dtypes import DType
+from cpmrt.errors import ConfigError
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_UNITS |= {"K": 2**10, "M": 2**20, "G": 2**30}
+
+
+def parse_bytes(text: str | int) -> int:
+    """Bytes from 8589934592, "8GiB", "8 GB" or "512MiB" (K, M and G alone are binary). Raises ConfigError."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(text))
+    if isinstance(text, bool) or not match or match[2].upper() not in _UNITS or float(match[1]) <= 0:
+        raise ConfigError("memory size", expected="a size such as 8GiB or 512MiB", actual=repr(text))
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Run-time settings. Raises ConfigError on a value out of range.
+
+    `max_context` in tokens (None: the model's own), `memory_budget` in bytes (None: what is free),
+    `prefill_chunk` in tokens, `max_sequences` = resident sequences that decode together.
+    """
+
+    executor: str = "auto"
+    dtype: str = "auto"
+    max_context: int | None = None
+    memory_budget: int | None = None
+    load_format: str = "auto"
+    seed: int = 0
+    prefill_chunk: int = 512
+    max_sequences: int = 1
+
+    def __post_init__(self) -> None:
+        _one_of("executor", self.executor, ("auto", "cuda", "reference"))
+        _one_of("load_format", self.load_format, ("auto", "safetensors", "dummy"))
+        if self.dtype != "auto":
+            DType.parse(self.dtype)
+        for name, low, high in (
+            ("max_context", 1, 2**31 - 1),
+            ("memory_budget", 1, 2**63),
+            ("prefill_chunk", 1, 2**20),
+            ("max_sequences", 1, 64),
+            ("seed", -(2**63), 2**64 - 1),
+        ):
+            value = getattr(self, name)
+            if value is None and name in ("max_context", "memory_budget"):
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+                raise ConfigError(name, expected=f"an integer in [{low}, {high}]", actual=repr(value))
+
+    def storage_dtype(self, checkpoint_dtype: DType | None) -> DType:
+        """The type of weights, KV and activations: the user's wish, else the checkpoint's, else bfloat16."""
+        return DType.parse(self.dtype) if self.dtype != "auto" else checkpoint_dtype or DType.BFLOAT16
+
+
+def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(name, expected=" | ".join(allowed), actual=repr(value))

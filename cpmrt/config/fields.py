@@ -1,0 +1,88 @@
+"""Typed reading of one JSON object, so that a bad field is an error that names it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import isfinite
+from typing import Any
+
+from cpmrt.errors import ConfigError
+
+REQUIRED: Any = object()
+
+
+class Fields:
+    """The fields of a JSON object from `source` (a file name for messages). null counts as absent."""
+
+    def __init__(self, data: Mapping[str, Any], source: str):
+        self.data, self.source = data, source
+
+    def fail(self, name: str, expected: str, fix: str | None = None) -> ConfigError:
+        """The error for a field that does not hold what it must."""
+        actual = repr(self.data[name]) if name in self.data else "nothing"
+        return ConfigError(f"{self.source}: {name}", expected=expected, actual=actual[:200], fix=fix)
+
+    def _value(self, name: str, default: Any) -> Any:
+        value = self.data.get(name)
+        if value is not None:
+            return value
+        if default is REQUIRED:
+            raise self.fail(name, "a value")
+        return None
+
+    def integer(self, name: str, default: Any = REQUIRED, low: int = 1, high: int = 2**31 - 1) -> Any:
+        """An integer in [low, high]; the default (any type) where the field is absent."""
+        value = self._value(name, default)
+        if value is None:
+            return default
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+            raise self.fail(name, f"an integer in [{low}, {high}]")
+        return value
+
+    def number(self, name: str, default: Any = REQUIRED, low: float = 0.0, high: float = 1e12) -> Any:
+        """A finite number in (low, high] as float; the default (any type) where the field is absent."""
+        value = self._value(name, default)
+        if value is None:
+            return default
+        ok = isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value)
+        if not ok or not low < value <= high:
+            raise self.fail(name, f"a number in ({low:g}, {high:g}]")
+        return float(value)
+
+    def boolean(self, name: str, default: bool) -> bool:
+        """true or false."""
+        value = self._value(name, default)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self.fail(name, "true or false")
+        return value
+
+    def text(self, name: str, default: Any = REQUIRED) -> Any:
+        """A string; the default (any type) where the field is absent."""
+        value = self._value(name, default)
+        if value is None:
+            return default
+        if not isinstance(value, str):
+            raise self.fail(name, "a string")
+        return value
+
+    def numbers(self, name: str, length: int) -> tuple[float, ...]:
+        """A list of `length` positive numbers."""
+        values = self._value(name, REQUIRED)
+        if not isinstance(values, list) or len(values) != length:
+            found = f"a list of {len(values)}" if isinstance(values, list) else repr(values)[:80]
+            raise ConfigError(f"{self.source}: {name}", expected=f"a list of {length} numbers", actual=found)
+        if not all(isinstance(v, (int, float)) and not isinstance(v, bool) and 0 < v < 1e9 for v in values):
+            raise ConfigError(f"{self.source}: {name}", expected="positive finite numbers", actual=repr(values)[:80])
+        return tuple(float(v) for v in values)
+
+    def token_ids(self, name: str, vocab_size: int) -> tuple[int, ...]:
+        """An id or a list of ids below `vocab_size`; empty where the field is absent."""
+        value = self.data.get(name)
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i < vocab_size for i in ids):
+            raise self.fail(name, f"token ids in [0, {vocab_size})")
+        return tuple(ids)

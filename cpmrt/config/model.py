@@ -1,0 +1,183 @@
+"""One decoder's shape and constants, read from a Hugging Face config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import sqrt
+from typing import Any
+
+from cpmrt.config.architectures import ARCHITECTURES, MODEL_TYPES, Architecture
+from cpmrt.config.fields import Fields
+from cpmrt.config.rope import RopeConfig
+from cpmrt.dtypes import DType
+from cpmrt.errors import ConfigError, UnsupportedModelError
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Everything the forward pass and the memory plan need to know. Sizes are element counts."""
+
+    architecture: str
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    tie_word_embeddings: bool
+    qkv_bias: bool
+    output_bias: bool
+    qk_norm: bool
+    scale_emb: float
+    residual_scale: float
+    """Every sublayer's output is multiplied by it before it is added: scale_depth / sqrt(layers)."""
+    logit_divisor: float
+    """The final hidden state is divided by it before the head: hidden_size / dim_model_base."""
+    dtype: DType | None
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    quantization: str | None
+
+    @property
+    def q_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def max_positions(self) -> int:
+        """Positions the rotary embedding was made for: past them the model is out of its range."""
+        limit, rope = self.max_position_embeddings, self.rope
+        if rope.kind in ("linear", "dynamic"):
+            return int(limit * max(rope.factor or 1.0, 1.0))
+        if rope.kind == "yarn":
+            return max(limit, int(rope.original_max_positions * (rope.factor or 1.0)))
+        return limit
+
+    @property
+    def default_context(self) -> int:
+        """The context without a wish of the user. Dynamic NTK changes every position once it stretches, so it is
+        stretched on demand only."""
+        return self.max_position_embeddings if self.rope.kind == "dynamic" else self.max_positions
+
+    @classmethod
+    def from_hf(
+        cls,
+        config: Mapping[str, Any],
+        generation_config: Mapping[str, Any] | None = None,
+        source: str = "config.json",
+    ) -> ModelConfig:
+        """From config.json's object, and generation_config.json's for further end-of-text ids.
+
+        `source` is the file name for messages. Raises ConfigError for a missing or malformed field,
+        UnsupportedModelError for an architecture or a feature that is not implemented.
+        """
+        row = _architecture(config, source)
+        fields = Fields(config, source)
+        _refuse_unsupported(fields)
+        hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+        layers, vocab = fields.integer("num_hidden_layers", high=10_000), fields.integer("vocab_size")
+        kv_heads, head_dim = _head_geometry(fields, row, hidden, heads)
+        max_positions = fields.integer("max_position_embeddings", row.max_position_embeddings)
+        bias = fields.boolean("attention_bias", False)
+        extra_eos = Fields(generation_config or {}, source.replace("config.json", "generation_config.json"))
+        eos = fields.token_ids("eos_token_id", vocab)
+        if not eos and row.eos_token_id is not None:
+            eos = (row.eos_token_id,)
+        bos = fields.token_ids("bos_token_id", vocab)[:1] or (row.bos_token_id,)
+        return cls(
+            architecture=row.name,
+            hidden_size=hidden,
+            intermediate_size=fields.integer("intermediate_size"),
+            num_layers=layers,
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            vocab_size=vocab,
+            max_position_embeddings=max_positions,
+            rms_norm_eps=fields.number("rms_norm_eps", 1e-6, high=1.0),
+            rope=RopeConfig.from_hf(config, source, head_dim, max_positions),
+            tie_word_embeddings=fields.boolean("tie_word_embeddings", row.tie_word_embeddings),
+            qkv_bias=bias or row.fixed_qkv_bias,
+            output_bias=bias and not row.fixed_qkv_bias,
+            qk_norm=row.qk_norm,
+            dtype=_dtype(fields),
+            bos_token_id=bos[0],
+            eos_token_ids=tuple(sorted({*eos, *extra_eos.token_ids("eos_token_id", vocab)})),
+            quantization=_quantization(fields),
+            **_mup_scales(fields, row, hidden, layers),
+        )
+
+
+def _architecture(config: Mapping[str, Any], source: str) -> Architecture:
+    names = config.get("architectures")
+    if names is None and isinstance(config.get("model_type"), str):
+        names = [MODEL_TYPES.get(config["model_type"], config["model_type"])]
+    if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
+        raise ConfigError(f"{source}: architectures", expected="a list of one name", actual=repr(names)[:200])
+    if names[0] not in ARCHITECTURES:
+        raise UnsupportedModelError(
+            f"{source}: architecture {names[0][:100]} is not supported", expected="one of " + ", ".join(ARCHITECTURES)
+        )
+    return ARCHITECTURES[names[0]]
+
+
+def _refuse_unsupported(fields: Fields) -> None:
+    activation = fields.text("hidden_act", "silu")
+    if activation not in ("silu", "swish"):
+        raise UnsupportedModelError(f"{fields.source}: hidden_act", expected="silu", actual=repr(activation))
+    if fields.boolean("mlp_bias", False):
+        raise UnsupportedModelError(f"{fields.source}: mlp_bias", expected="false", actual="true")
+    if fields.integer("num_experts", 0, low=0):
+        raise UnsupportedModelError(f"{fields.source}: mixture-of-experts layers (num_experts) are not supported")
+    if fields.boolean("use_sliding_window", False):
+        raise UnsupportedModelError(f"{fields.source}: use_sliding_window", expected="false", actual="true")
+    layer_types = fields.data.get("layer_types")
+    if isinstance(layer_types, list) and any(kind != "full_attention" for kind in layer_types):
+        raise UnsupportedModelError(f"{fields.source}: layer_types", expected="full_attention only")
+
+
+def _head_geometry(fields: Fields, row: Architecture, hidden: int, heads: int) -> tuple[int, int]:
+    default_kv = min(row.num_kv_heads, heads) if row.num_kv_heads else heads
+    kv_heads = fields.integer("num_key_value_heads", default_kv)
+    if heads % kv_heads:
+        raise fields.fail("num_key_value_heads", f"a divisor of num_attention_heads ({heads})")
+    head_dim = fields.integer("head_dim", row.head_dim)
+    if head_dim is None:
+        if hidden % heads:
+            raise fields.fail("hidden_size", f"a multiple of num_attention_heads ({heads}), or an explicit head_dim")
+        head_dim = hidden // heads
+    if head_dim % 2:
+        raise ConfigError(f"{fields.source}: head_dim", expected="an even number", actual=head_dim)
+    return kv_heads, head_dim
+
+
+def _mup_scales(fields: Fields, row: Architecture, hidden: int, layers: int) -> dict[str, float]:
+    if not row.mup:
+        return {"scale_emb": 1.0, "residual_scale": 1.0, "logit_divisor": 1.0}
+    return {
+        "scale_emb": fields.number("scale_emb", 1.0),
+        "residual_scale": fields.number("scale_depth", 1.0) / sqrt(layers),
+        "logit_divisor": hidden / fields.number("dim_model_base", 1.0),
+    }
+
+
+def _dtype(fields: Fields) -> DType | None:
+    name = fields.text("dtype", None) or fields.text("torch_dtype", None)
+    return DType.parse(name) if name else None
+
+
+def _quantization(fields: Fields) -> str | None:
+    section = fields.data.get("quantization_config")
+    if section is None:
+        return None
+    if not isinstance(section, Mapping):
+        raise fields.fail("quantization_config", "an object")
+    return str(section.get("quant_method", "unnamed"))

@@ -1,0 +1,119 @@
+"""Rotary embedding settings, read from every spelling that checkpoints use."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cpmrt.config.fields import Fields
+from cpmrt.errors import ConfigError, UnsupportedModelError
+
+KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+_ALIASES = {"su": "longrope", "ntk": "dynamic"}
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """One rotary embedding; fields that a kind does not use keep their defaults.
+
+    The formulas are in `cpmrt/models/rope.py`. `attention_factor` None means the kind's own rule.
+    """
+
+    kind: str = "default"
+    theta: float = 10000.0
+    factor: float | None = None
+    original_max_positions: int = 0
+    attention_factor: float | None = None
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any], source: str, head_dim: int, max_positions: int) -> RopeConfig:
+        """From `rope_parameters` (transformers 5) or `rope_scaling` + `rope_theta` (transformers 4).
+
+        The kind may be called `rope_type` or `type`. Raises ConfigError, UnsupportedModelError.
+        """
+        outer = Fields(config, source)
+        section = "rope_parameters" if config.get("rope_parameters") is not None else "rope_scaling"
+        scaling = config.get(section) or {}
+        if not isinstance(scaling, Mapping):
+            raise outer.fail(section, "an object or null")
+        if any(isinstance(value, Mapping) for value in scaling.values()):
+            raise UnsupportedModelError(f"{source}: {section}: one rotary embedding per layer type is not supported")
+        fields = Fields(scaling, f"{source}: {section}")
+        kind = _kind(fields)
+        theta = fields.number("rope_theta", None) or outer.number("rope_theta", 10000.0)
+        partial = fields.number("partial_rotary_factor", None) or outer.number("partial_rotary_factor", 1.0)
+        if partial != 1.0:
+            raise UnsupportedModelError(
+                f"{source}: partial_rotary_factor", expected="1.0", actual=partial
+            )
+        original = fields.integer("original_max_position_embeddings", None)
+        original = original or outer.integer("original_max_position_embeddings", None) or max_positions
+        own = _READERS[kind](fields, head_dim)
+        return cls(kind=kind, theta=theta, original_max_positions=original, **own)
+
+
+def _kind(fields: Fields) -> str:
+    named = [fields.text(key, None) for key in ("rope_type", "type")]
+    names = {_ALIASES.get(name, name) for name in named if name is not None}
+    if len(names) > 1:
+        raise ConfigError(f"{fields.source}: rope_type and type", expected="the same kind", actual=named)
+    kind: str = names.pop() if names else "default"
+    if kind not in KINDS:
+        raise UnsupportedModelError(f"{fields.source}: rope_type", expected=" | ".join(KINDS), actual=repr(kind))
+    return kind
+
+
+def _no_fields(fields: Fields, head_dim: int) -> dict[str, Any]:
+    return {}
+
+
+def _factor_only(fields: Fields, head_dim: int) -> dict[str, Any]:
+    return {"factor": fields.number("factor")}
+
+
+def _llama3(fields: Fields, head_dim: int) -> dict[str, Any]:
+    low, high = fields.number("low_freq_factor"), fields.number("high_freq_factor")
+    if not low < high:
+        raise fields.fail("high_freq_factor", f"more than low_freq_factor ({low})")
+    return {"factor": fields.number("factor"), "low_freq_factor": low, "high_freq_factor": high}
+
+
+def _yarn(fields: Fields, head_dim: int) -> dict[str, Any]:
+    return {
+        "factor": fields.number("factor", None),
+        "attention_factor": fields.number("attention_factor", None),
+        "beta_fast": fields.number("beta_fast", 32.0),
+        "beta_slow": fields.number("beta_slow", 1.0),
+        "mscale": fields.number("mscale", None),
+        "mscale_all_dim": fields.number("mscale_all_dim", None),
+        "truncate": fields.boolean("truncate", True),
+    }
+
+
+def _longrope(fields: Fields, head_dim: int) -> dict[str, Any]:
+    return {
+        "factor": fields.number("factor", None),
+        "attention_factor": fields.number("attention_factor", None),
+        "short_factor": fields.numbers("short_factor", head_dim // 2),
+        "long_factor": fields.numbers("long_factor", head_dim // 2),
+    }
+
+
+_READERS = {
+    "default": _no_fields,
+    "linear": _factor_only,
+    "dynamic": _factor_only,
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "longrope": _longrope,
+}

@@ -1,0 +1,131 @@
+"""The contract between the state machine and the hardware: steps are data, results are data.
+
+The engine submits steps; an executor carries them out in submission order. After a sequence's last prefill chunk its
+running state (last token, position, sampling counters, finished flag) lives with the executor, so a `Decode` names
+slots only, and the engine may submit further steps before it has waited for earlier ones. A step on a sequence that
+has finished meanwhile yields no tokens. A list of steps replays on any executor with the same results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from cpmrt.config import SamplingParams
+
+if TYPE_CHECKING:
+    from cpmrt.dtypes import F32
+
+
+@dataclass(frozen=True, slots=True)
+class Admit:
+    """Take a free slot for a new sequence.
+
+    `max_new_tokens` and `stop_token_ids` are resolved values: the executor finishes the sequence by them alone.
+    `seed` is a 64-bit integer, the Philox key of every token of the sequence.
+    """
+
+    slot: int
+    sampling: SamplingParams
+    seed: int
+    max_new_tokens: int
+    stop_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """Run prompt tokens at `position` .. `position + len(token_ids) - 1`; the last chunk samples the first token."""
+
+    slot: int
+    token_ids: tuple[int, ...]
+    position: int
+    is_last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Decode:
+    """One more token for each slot (a row each)."""
+
+    slots: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Speculate:
+    """Draft, verify and accept: one token or more for each slot."""
+
+    slots: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Give the slot back; its KV pages may be overwritten. A slot that nobody holds stays as it is."""
+
+    slot: int
+
+
+Step = Admit | Prefill | Decode | Speculate | Release
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities (natural log, of the raw logits) at one generated position."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+    """The most likely tokens with their log-probabilities, best first."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlotResult:
+    """What one step produced for one slot: no tokens if the sequence had finished before."""
+
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """One entry for each slot of the step, in its order (`Admit` and `Release` have none)."""
+
+    slots: tuple[SlotResult, ...] = ()
+
+
+class Pending(Protocol):
+    """A submitted step. `wait` blocks until it is done; it may be called again and gives the same result."""
+
+    def wait(self) -> StepResult: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorLimits:
+    """What the engine must respect when it makes steps."""
+
+    max_sequences: int
+    """Slots; a Decode step has at most this many rows."""
+    max_context: int
+    """Tokens (prompt and generated) one sequence may hold."""
+    prefill_chunk: int
+    """Most tokens of one Prefill step."""
+    run_ahead: int = 1
+    """Steps that may be in flight at once."""
+    num_draft: int = 0
+    """Draft tokens of a Speculate step; 0: the executor only decodes."""
+
+
+class Executor(Protocol):
+    """Owner of weights, KV pages and running state; carries out steps in order."""
+
+    @property
+    def limits(self) -> ExecutorLimits: ...
+
+    def submit(self, step: Step) -> Pending: ...
+
+    def prompt_logits(self, slot: int, token_ids: tuple[int, ...]) -> Iterator[F32]:
+        """Logits of every position, chunk after chunk of shape [chunk, V], through the pages of a free slot."""
+        ...
+
+    def close(self) -> None:
+        """Free everything; a closed executor refuses steps. May be called again."""
+        ...

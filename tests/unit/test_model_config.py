@@ -1,0 +1,207 @@
+"""ModelConfig.from_hf: every spelling, class defaults, and a clear error for everything else."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cpmrt.config import EngineConfig, ModelConfig, SamplingParams
+from cpmrt.config.engine import parse_bytes
+from cpmrt.dtypes import DType
+from cpmrt.errors import ConfigError, CpmrtError, RequestError, UnsupportedModelError
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "vocab_size": 1000,
+}
+
+
+def read(**changes):
+    config = {**LLAMA, **changes}
+    return ModelConfig.from_hf({key: value for key, value in config.items() if value is not ...})
+
+
+def test_class_defaults_of_each_architecture():
+    llama = read()
+    assert (llama.num_kv_heads, llama.head_dim, llama.max_position_embeddings) == (8, 32, 2048)
+    assert (llama.tie_word_embeddings, llama.qkv_bias, llama.qk_norm) == (False, False, False)
+    assert llama.eos_token_ids == (2,)
+    assert (llama.scale_emb, llama.residual_scale, llama.logit_divisor, llama.dtype) == (1, 1, 1, None)
+    minicpm = read(architectures=["MiniCPMForCausalLM"])
+    assert minicpm.tie_word_embeddings and minicpm.residual_scale == pytest.approx(2**-0.5)
+    assert minicpm.logit_divisor == 256
+    qwen2 = read(architectures=["Qwen2ForCausalLM"])
+    assert (qwen2.qkv_bias, qwen2.output_bias, qwen2.max_position_embeddings) == (True, False, 32768)
+    qwen3 = read(architectures=["Qwen3ForCausalLM"])
+    assert (qwen3.qk_norm, qwen3.head_dim, qwen3.q_size) == (True, 128, 1024)
+
+
+def test_minicpm4_8b(shared_data):
+    config = ModelConfig.from_hf(json.loads((shared_data / "minicpm4_8b_config.json").read_text()))
+    assert config.residual_scale == pytest.approx(0.247487, abs=1e-6)
+    assert (config.logit_divisor, config.scale_emb, config.num_kv_heads, config.head_dim) == (16, 12, 2, 128)
+    assert config.rope.kind == "longrope" and len(config.rope.long_factor) == 64
+    assert config.eos_token_ids == (2, 73440) and config.dtype is DType.BFLOAT16
+
+
+def test_minicpm3_is_refused_by_name(shared_data):
+    with pytest.raises(UnsupportedModelError, match="MiniCPM3ForCausalLM is not supported.*LlamaForCausalLM"):
+        ModelConfig.from_hf(json.loads((shared_data / "minicpm3_4b_config.json").read_text()))
+
+
+def test_minicpm5_has_an_explicit_head_dim():
+    config = read(hidden_size=1536, num_attention_heads=16, num_key_value_heads=2, head_dim=128)
+    assert (config.q_size, config.kv_size) == (2048, 256)
+
+
+YARN = {"factor": 4.0, "original_max_position_embeddings": 1024}
+
+
+@pytest.mark.parametrize("spelling", [
+    {"rope_theta": 5e5, "rope_scaling": {"type": "yarn", **YARN}},
+    {"rope_theta": 5e5, "rope_scaling": {"rope_type": "yarn", **YARN}},
+    {"rope_theta": 5e5, "rope_scaling": {"rope_type": "yarn", "type": "yarn", **YARN}},
+    {"rope_parameters": {"rope_type": "yarn", "rope_theta": 5e5, **YARN}},
+    {"rope_parameters": {"rope_type": "yarn", **YARN}, "rope_theta": 5e5},
+])  # fmt: skip
+def test_rope_spellings_mean_the_same(spelling):
+    rope = read(**spelling).rope
+    assert (rope.kind, rope.theta, rope.factor, rope.original_max_positions) == ("yarn", 5e5, 4.0, 1024)
+
+
+def test_su_is_longrope_and_null_is_default():
+    lists = {"short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
+    rope = read(rope_scaling={"type": "su", **lists}, original_max_position_embeddings=512).rope
+    assert (rope.kind, rope.original_max_positions) == ("longrope", 512)
+    assert read(rope_scaling=None).rope.kind == "default"
+
+
+@pytest.mark.parametrize(("key", "name"), [("dtype", "float16"), ("torch_dtype", "torch.float16")])
+def test_dtype_spellings(key, name):
+    assert read(**{key: name}).dtype is DType.FLOAT16
+
+
+def test_end_tokens_of_config_and_generation_config_are_joined():
+    config = ModelConfig.from_hf({**LLAMA, "eos_token_id": [2, 7]}, {"eos_token_id": 9})
+    assert config.eos_token_ids == (2, 7, 9)
+
+
+def test_position_limits():
+    assert read(rope_scaling={"type": "linear", "factor": 2.0}).max_positions == 4096
+    dynamic = read(rope_scaling={"type": "dynamic", "factor": 2.0})
+    assert (dynamic.max_positions, dynamic.default_context) == (4096, 2048)
+    assert read(rope_scaling={"type": "yarn", **YARN}).max_positions == 4096
+    llama3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    assert read(rope_scaling=llama3).max_positions == 2048
+
+
+@pytest.mark.parametrize(("changes", "error", "words"), [
+    ({"architectures": ["GPT2LMHeadModel"]}, UnsupportedModelError, "GPT2LMHeadModel"),
+    ({"architectures": []}, ConfigError, "architectures"),
+    ({"architectures": "LlamaForCausalLM"}, ConfigError, "architectures"),
+    ({"architectures": ..., "model_type": "mamba"}, UnsupportedModelError, "mamba"),
+    ({"architectures": ..., "model_type": 3}, ConfigError, "architectures"),
+    ({"hidden_size": ...}, ConfigError, "hidden_size"),
+    ({"hidden_size": None}, ConfigError, "hidden_size"),
+    ({"hidden_size": "256"}, ConfigError, "hidden_size"),
+    ({"hidden_size": -4}, ConfigError, "hidden_size"),
+    ({"hidden_size": True}, ConfigError, "hidden_size"),
+    ({"hidden_size": 2.5}, ConfigError, "hidden_size"),
+    ({"hidden_size": 10**30}, ConfigError, "hidden_size"),
+    ({"hidden_size": 255}, ConfigError, "hidden_size"),
+    ({"num_hidden_layers": 0}, ConfigError, "num_hidden_layers"),
+    ({"num_key_value_heads": 3}, ConfigError, "num_key_value_heads"),
+    ({"head_dim": 33}, ConfigError, "head_dim"),
+    ({"vocab_size": 0}, ConfigError, "vocab_size"),
+    ({"rms_norm_eps": 0}, ConfigError, "rms_norm_eps"),
+    ({"rms_norm_eps": float("nan")}, ConfigError, "rms_norm_eps"),
+    ({"eos_token_id": 5000}, ConfigError, "eos_token_id"),
+    ({"eos_token_id": ["x"]}, ConfigError, "eos_token_id"),
+    ({"tie_word_embeddings": "yes"}, ConfigError, "tie_word_embeddings"),
+    ({"hidden_act": "gelu"}, UnsupportedModelError, "hidden_act"),
+    ({"hidden_act": "fatrelu"}, UnsupportedModelError, "hidden_act"),
+    ({"mlp_bias": True}, UnsupportedModelError, "mlp_bias"),
+    ({"num_experts": 8}, UnsupportedModelError, "mixture"),
+    ({"use_sliding_window": True}, UnsupportedModelError, "sliding"),
+    ({"layer_types": ["sliding_attention"]}, UnsupportedModelError, "layer_types"),
+    ({"torch_dtype": "int8"}, ConfigError, "dtype"),
+    ({"quantization_config": 3}, ConfigError, "quantization_config"),
+    ({"partial_rotary_factor": 0.5}, UnsupportedModelError, "partial_rotary"),
+    ({"rope_scaling": [1]}, ConfigError, "rope_scaling"),
+    ({"rope_scaling": {"type": "spiral"}}, UnsupportedModelError, "spiral"),
+    ({"rope_scaling": {"type": "linear", "rope_type": "yarn", "factor": 2}}, ConfigError, "same kind"),
+    ({"rope_scaling": {"type": "linear"}}, ConfigError, "factor"),
+    ({"rope_scaling": {"type": "linear", "factor": "2"}}, ConfigError, "factor"),
+    ({"rope_scaling": {"type": "linear", "factor": float("inf")}}, ConfigError, "factor"),
+    ({"rope_scaling": {"type": "longrope"}}, ConfigError, "short_factor"),
+    ({"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}}, ConfigError, "short_factor"),
+    ({"rope_scaling": {"type": "longrope", "short_factor": ["a"] * 16}}, ConfigError, "short_factor"),
+    ({"rope_scaling": {"type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 1}},
+     ConfigError, "high_freq"),
+    ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, UnsupportedModelError, "layer type"),
+])  # fmt: skip
+def test_a_bad_field_is_named(changes, error, words):
+    with pytest.raises(error, match=words):
+        read(**changes)
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=8,
+)
+KEYS = st.sampled_from([*LLAMA, "rope_scaling", "rope_parameters", "rope_theta", "head_dim", "num_key_value_heads",
+                        "eos_token_id", "dtype", "quantization_config", "layer_types", "scale_depth"])  # fmt: skip
+
+
+@given(st.dictionaries(KEYS, JSON_VALUES, max_size=4), st.sampled_from(["LlamaForCausalLM", "MiniCPMForCausalLM"]))
+def test_any_json_is_read_or_refused(changes, architecture):
+    try:
+        config = ModelConfig.from_hf({**LLAMA, "architectures": [architecture], **changes})
+    except CpmrtError as error:
+        assert "\n" not in str(error) and len(str(error)) < 1000
+    else:
+        assert config.num_heads % config.num_kv_heads == 0 and config.max_positions >= 1
+
+
+@pytest.mark.parametrize(("text", "size"), [("8GiB", 2**33), ("8 GB", 8 * 10**9), ("512m", 2**29), (4096, 4096)])
+def test_parse_bytes(text, size):
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "8 parsecs", "0", True, "1e99GiB"])
+def test_parse_bytes_refuses(text):
+    with pytest.raises(ConfigError, match="8GiB"):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize("changes", [
+    {"executor": "tpu"}, {"dtype": "int4"}, {"max_context": 0}, {"max_context": "4096"}, {"memory_budget": -1},
+    {"load_format": "gguf"}, {"prefill_chunk": 0}, {"max_sequences": 65}, {"seed": None}, {"seed": 1.5},
+])  # fmt: skip
+def test_engine_config_names_the_bad_field(changes):
+    with pytest.raises(ConfigError, match=next(iter(changes))):
+        EngineConfig(**changes)
+
+
+@pytest.mark.parametrize("changes", [
+    {"max_new_tokens": 0}, {"max_new_tokens": 1.5}, {"temperature": -1}, {"temperature": float("nan")},
+    {"temperature": "hot"}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.1}, {"min_p": 2.0},
+    {"repetition_penalty": 0}, {"presence_penalty": float("inf")}, {"frequency_penalty": None}, {"seed": 2**64},
+    {"seed": 1.0}, {"stop": 3}, {"stop": [""]}, {"stop": [b"x"]}, {"stop_token_ids": [-1]}, {"stop_token_ids": ["a"]},
+    {"ignore_eos": 1}, {"logprobs": 21}, {"logprobs": True},
+])  # fmt: skip
+def test_sampling_params_name_the_bad_field(changes):
+    with pytest.raises(RequestError, match=next(iter(changes))):
+        SamplingParams(**changes)
+
+
+def test_sampling_params_take_lists_and_single_strings():
+    params = SamplingParams(stop="END", stop_token_ids=[3, 4])
+    assert (params.stop, params.stop_token_ids) == (("END",), (3, 4))
+    assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")
