@@ -1,0 +1,1 @@
+"""From a model's name to arrays: hub or folder, checkpoint files, tensors packed for an executor."""

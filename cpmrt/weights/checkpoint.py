@@ -1,0 +1,154 @@
+"""A checkpoint folder: which safetensors files make it up, and all their tensors by name."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+from cpmrt.dtypes import Array
+from cpmrt.errors import CheckpointError
+from cpmrt.weights.files import read_json
+from cpmrt.weights.names import listed, quoted
+from cpmrt.weights.safetensors import SafetensorsFile, TensorEntry
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+CONVERT_PICKLES = (
+    "pickled weights can run code and are not read; convert them in their folder: "
+    "pip install torch safetensors && "
+    'python -c "import glob, torch, safetensors.torch as s; w = {}; '
+    "[w.update(torch.load(f, map_location='cpu', weights_only=True)) "
+    "for f in sorted(glob.glob('{pattern}'))]; "
+    "s.save_file({k: v.contiguous().clone() for k, v in w.items()}, 'model.safetensors')\""
+)
+"""The way out of a .bin checkpoint; {pattern} stands for its files."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Checkpoint:
+    """All tensors of a folder, mapped and validated. Closes at the end of a `with` block."""
+
+    folder: Path
+    entries: Mapping[str, TensorEntry]
+    _files: Mapping[Path, SafetensorsFile]
+
+    @classmethod
+    def open(cls, folder: Path) -> Checkpoint:
+        """Open the files of `model.safetensors.index.json`, else `model.safetensors`, else the only one.
+
+        Raises CheckpointError: nothing to open, a file that is not valid, an index that contradicts them.
+        """
+        shard_of = _read_index(folder / INDEX_NAME) if os.path.exists(folder / INDEX_NAME) else None
+        names = sorted(set(shard_of.values())) if shard_of is not None else [_single_file(folder)]
+        files: dict[Path, SafetensorsFile] = {}
+        entries: dict[str, TensorEntry] = {}
+        with ExitStack() as opened:
+            for name in names:
+                file = opened.enter_context(SafetensorsFile.open(folder / name))
+                files[file.path] = file
+                for twice in file.entries.keys() & entries.keys():
+                    raise CheckpointError(
+                        f"{folder}: tensor {quoted(twice)} is in two files",
+                        actual=f"{entries[twice].path.name} and {name}",
+                    )
+                entries.update(file.entries)
+            if shard_of is not None:
+                _check_index(folder, shard_of, entries)
+            opened.pop_all()
+        return cls(folder, MappingProxyType(entries), files)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(entry.nbytes for entry in self.entries.values())
+
+    def view(self, name: str) -> Array:
+        """The tensor as a read-only array over its mapped file, as `SafetensorsFile.view` gives it."""
+        entry = self.entries.get(name)
+        if entry is None:
+            raise CheckpointError(f"{self.folder} has no tensor {quoted(name)}")
+        return self._files[entry.path].view(name)
+
+    def close(self) -> None:
+        """Unmap the files; arrays that view them stay valid. May be called again."""
+        for file in self._files.values():
+            file.close()
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """The tensor -> file name map of an index, each name a plain one inside the folder."""
+    weight_map = read_json(path, unique_keys=True).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(
+            f"{path}: weight_map", expected="an object of tensor and file names", actual=quoted(weight_map)
+        )
+    for tensor, name in weight_map.items():
+        # A name with a separator or a NUL could reach a file outside the folder.
+        if not isinstance(name, str) or not name.endswith(".safetensors") or any(c in name for c in "/\\\0"):
+            raise CheckpointError(
+                f"{path}: file of tensor {quoted(tensor)}",
+                expected="a plain name that ends with .safetensors",
+                actual=quoted(name),
+            )
+    return weight_map
+
+
+def _check_index(folder: Path, shard_of: Mapping[str, str], entries: Mapping[str, TensorEntry]) -> None:
+    for tensor, name in shard_of.items():
+        entry = entries.get(tensor)
+        if entry is None or entry.path.name != name:
+            raise CheckpointError(
+                f"{folder / INDEX_NAME}: tensor {quoted(tensor)}",
+                expected=f"it in {name}",
+                actual=f"it in {entry.path.name}" if entry else "it in no file",
+                fix="index and files are of different models: download them again",
+            )
+
+
+def _single_file(folder: Path) -> str:
+    """The name of the only safetensors file of a folder without an index. Raises CheckpointError."""
+    try:
+        present = sorted(path.name for path in folder.iterdir())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder} is not a folder that can be read: {error}") from error
+    if SINGLE_NAME in present:
+        return SINGLE_NAME
+    candidates = [name for name in present if name.endswith(".safetensors")]
+    if len(candidates) == 1:
+        return candidates[0]
+    if candidates:
+        raise CheckpointError(
+            f"{folder} has several safetensors files and no {INDEX_NAME}",
+            actual=listed([quoted(name) for name in candidates]),
+            fix="add the index, or leave one file",
+        )
+    raise _nothing_to_open(folder, present)
+
+
+def _nothing_to_open(folder: Path, present: Sequence[str]) -> CheckpointError:
+    found = listed([quoted(name) for name in present]) or "an empty folder"
+    pickles = [name for name in present if name.endswith((".bin", ".pt", ".pth"))]
+    if pickles:
+        # No file name goes into a command line that a user may paste: only a pattern.
+        stem = "pytorch_model*" if pickles[-1].startswith("pytorch_model") else "*"
+        fix = CONVERT_PICKLES.replace("{pattern}", stem + Path(pickles[-1]).suffix)
+    elif any(name.endswith(".gguf") for name in present):
+        fix = "GGUF is not read: download the safetensors files of the same model"
+    else:
+        fix = "name the folder that holds config.json and the weights"
+    return CheckpointError(
+        f"{folder} has no safetensors weights",
+        expected=f"{INDEX_NAME}, {SINGLE_NAME} or one other *.safetensors",
+        actual=found,
+        fix=fix,
+    )

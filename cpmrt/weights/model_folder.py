@@ -1,0 +1,61 @@
+"""A model as the user names it: its folder and its config."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cpmrt.config import ModelConfig
+from cpmrt.errors import ConfigError
+from cpmrt.weights import hub
+from cpmrt.weights.files import read_json
+
+BUNDLED = Path(__file__).parent.parent / "assets" / "demo"
+
+
+@dataclass(frozen=True)
+class ModelFolder:
+    """A local folder with config.json (and perhaps weights and a tokenizer), and what its config says."""
+
+    path: Path
+    raw_config: dict[str, Any]
+    config: ModelConfig
+
+    @property
+    def is_bundled(self) -> bool:
+        return self.path == BUNDLED
+
+    @classmethod
+    def open(
+        cls,
+        model: str | Path | None,
+        *,
+        revision: str | None = None,
+        weights: bool = True,
+        hf_overrides: Mapping[str, Any] | None = None,
+    ) -> ModelFolder:
+        """Resolve a folder or hub id (None: the bundled model) and read its config.
+
+        `weights` False fetches no weights from the hub. `hf_overrides` replace keys of config.json; an object is
+        merged key by key. Raises CheckpointError, ConfigError, UnsupportedModelError.
+        """
+        path = BUNDLED if model is None else hub.resolve(model, revision=revision, weights=weights)
+        source = path / "config.json"
+        raw_config = _merged(read_json(source), hf_overrides)
+        generation = path / "generation_config.json"
+        generation_config = read_json(generation) if generation.exists() else None
+        return cls(path, raw_config, ModelConfig.from_hf(raw_config, generation_config, str(source)))
+
+
+def _merged(config: dict[str, Any], overrides: Mapping[str, Any] | None) -> dict[str, Any]:
+    if overrides is None:
+        return config
+    if not isinstance(overrides, Mapping) or not all(isinstance(key, str) for key in overrides):
+        raise ConfigError("hf_overrides", expected="a dict of config.json keys", actual=repr(overrides)[:100])
+    merged = dict(config)
+    for key, value in overrides.items():
+        both_objects = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
+        merged[key] = {**merged[key], **value} if both_objects else value
+    return merged

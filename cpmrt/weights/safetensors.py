@@ -1,0 +1,212 @@
+"""The safetensors file format, read through a memory map: no tensor byte is touched before it is asked for.
+
+A file is the length of its header (8 bytes, little-endian), a JSON header with dtype, shape and place of each
+tensor, then the tensors back to back (format: https://github.com/huggingface/safetensors#format). The whole
+header is validated at once, so every view lies inside the file and no two views share a byte.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from cpmrt.dtypes import Array
+from cpmrt.errors import CheckpointError
+from cpmrt.weights.files import open_file, parse_object
+from cpmrt.weights.names import quoted
+
+MAX_HEADER_BYTES = 100_000_000
+"""The format's own limit."""
+_LENGTH_BYTES = 8
+_MAX_DIMS = 32
+"""What an array of NumPy 1 can have."""
+_MAX_BYTES = 2**63 - 1
+_DOWNLOAD_AGAIN = "the file may be cut or damaged: download it again"
+
+# dtype -> bits an element, and the type that holds its words (unsigned where NumPy lacks the type).
+_DTYPES: dict[str, tuple[int, np.dtype[Any]]] = {
+    "BOOL": (8, np.dtype(np.uint8)),
+    "U8": (8, np.dtype(np.uint8)),
+    "I8": (8, np.dtype(np.int8)),
+    "U16": (16, np.dtype("<u2")),
+    "I16": (16, np.dtype("<i2")),
+    "U32": (32, np.dtype("<u4")),
+    "I32": (32, np.dtype("<i4")),
+    "U64": (64, np.dtype("<u8")),
+    "I64": (64, np.dtype("<i8")),
+    "F16": (16, np.dtype("<f2")),
+    "BF16": (16, np.dtype("<u2")),
+    "F32": (32, np.dtype("<f4")),
+    "F64": (64, np.dtype("<f8")),
+    "C64": (64, np.dtype("<c8")),
+    "F8_E4M3": (8, np.dtype(np.uint8)),
+    "F8_E5M2": (8, np.dtype(np.uint8)),
+    "F8_E8M0": (8, np.dtype(np.uint8)),
+    "F8_E4M3FNUZ": (8, np.dtype(np.uint8)),
+    "F8_E5M2FNUZ": (8, np.dtype(np.uint8)),
+    "F6_E2M3": (6, np.dtype(np.uint8)),
+    "F6_E3M2": (6, np.dtype(np.uint8)),
+    "F4": (4, np.dtype(np.uint8)),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """Where one tensor lies: `nbytes` bytes at `offset` of the file `path` (absolute), row-major."""
+
+    name: str
+    dtype: str
+    """The format's name: "BF16", "F32", "I64", ..."""
+    shape: tuple[int, ...]
+    path: Path
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class SafetensorsFile:
+    """An open, mapped and validated file. Closes at the end of a `with` block."""
+
+    path: Path
+    entries: Mapping[str, TensorEntry]
+    metadata: Mapping[str, str]
+    _map: mmap.mmap
+
+    @classmethod
+    def open(cls, path: Path) -> SafetensorsFile:
+        """Map `path` and validate its header (milliseconds, whatever the size). Raises CheckpointError."""
+        with open_file(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            header = _read_header(file, path, size)
+            start = _LENGTH_BYTES + len(header)
+            fields = parse_object(header, f"{path}: header", unique_keys=True)
+            metadata = _metadata(path, fields.pop("__metadata__", {}))
+            entries = {name: _entry(path, name, value, start, size) for name, value in fields.items()}
+            _check_layout(path, entries.values(), start, size)
+            try:
+                mapped = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
+            except (OSError, ValueError) as error:
+                raise CheckpointError(f"{path} cannot be mapped: {error}") from error
+        return cls(path, MappingProxyType(entries), MappingProxyType(metadata), mapped)
+
+    def view(self, name: str) -> Array:
+        """The tensor as a read-only array over the mapped file: no copy.
+
+        bfloat16 comes as uint16 words, 8-bit floats and booleans as uint8; types of 4 and 6 bits as the flat
+        bytes they are packed in. Raises CheckpointError if there is no such tensor or the file is closed.
+        """
+        entry = self.entries.get(name)
+        if entry is None:
+            raise CheckpointError(f"{self.path} has no tensor {quoted(name)}")
+        if self._map.closed:
+            raise CheckpointError(f"{self.path} is closed")
+        bits, storage = _DTYPES[entry.dtype]
+        # frombuffer, unlike ndarray(buffer=...), keeps the map from being closed under a living array.
+        raw = np.frombuffer(self._map, dtype=np.uint8, count=entry.nbytes, offset=entry.offset)
+        return raw if bits % 8 else raw.view(storage).reshape(entry.shape)
+
+    def close(self) -> None:
+        """Unmap the file, or leave that to the last array that views it. May be called again."""
+        try:
+            self._map.close()
+        except BufferError:
+            return
+
+    def __enter__(self) -> SafetensorsFile:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def _read_header(file: BinaryIO, path: Path, size: int) -> bytes:
+    if size < _LENGTH_BYTES:
+        raise CheckpointError(
+            f"{path} is too short", expected="at least 8 bytes", actual=f"{size} bytes", fix=_DOWNLOAD_AGAIN
+        )
+    length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+    limit = min(MAX_HEADER_BYTES, size - _LENGTH_BYTES)
+    if not 0 < length <= limit:
+        raise CheckpointError(
+            f"{path}: header length", expected=f"1 to {limit} bytes", actual=length, fix=_DOWNLOAD_AGAIN
+        )
+    header = file.read(length)
+    if len(header) < length:
+        raise CheckpointError(f"{path} became shorter while it was read")
+    return header
+
+
+def _metadata(path: Path, value: object) -> dict[str, str]:
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: __metadata__", expected="an object", actual=quoted(value))
+    for key, text in value.items():
+        if not isinstance(text, str):
+            raise CheckpointError(f"{path}: __metadata__ entry {quoted(key)}", expected="a string", actual=quoted(text))
+    return value
+
+
+def _entry(path: Path, name: str, fields: object, start: int, size: int) -> TensorEntry:
+    """Validate one tensor of the header; `start` is where the tensors begin in the file of `size` bytes."""
+    where = f"{path}: tensor {quoted(name)}"
+    if not isinstance(fields, dict):
+        raise CheckpointError(where, expected="an object", actual=quoted(fields))
+    dtype = fields.get("dtype")
+    if not isinstance(dtype, str) or dtype not in _DTYPES:
+        raise CheckpointError(f"{where}: dtype", expected=" | ".join(_DTYPES), actual=quoted(dtype))
+    shape = _sizes(f"{where}: shape", fields.get("shape"))
+    offsets = _sizes(f"{where}: data_offsets", fields.get("data_offsets"))
+    if len(shape) > _MAX_DIMS:
+        raise CheckpointError(f"{where}: shape", expected=f"at most {_MAX_DIMS} dimensions", actual=len(shape))
+    bits = _DTYPES[dtype][0]
+    if prod(dim for dim in shape if dim) * bits > _MAX_BYTES * 8:
+        raise CheckpointError(f"{where}: shape is too large", actual=quoted(list(shape)))
+    if len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise CheckpointError(f"{where}: data_offsets", expected="[begin, end]", actual=quoted(list(offsets)))
+    if offsets[1] > size - start:
+        raise CheckpointError(
+            f"{where} reaches beyond the file",
+            expected=f"an end of at most {size - start}",
+            actual=quoted(offsets[1]),
+            fix=_DOWNLOAD_AGAIN,
+        )
+    nbytes, odd_bits = divmod(prod(shape) * bits, 8)
+    if odd_bits or nbytes != offsets[1] - offsets[0]:
+        raise CheckpointError(
+            f"{where}: data_offsets do not fit dtype and shape",
+            expected=f"{prod(shape) * bits / 8:g} bytes for {dtype} {list(shape)}",
+            actual=f"{offsets[1] - offsets[0]} bytes",
+        )
+    return TensorEntry(name, dtype, shape, path, start + offsets[0], nbytes)
+
+
+def _sizes(where: str, value: object) -> tuple[int, ...]:
+    """A JSON list of integers >= 0 (a bool is not one)."""
+    if not isinstance(value, list) or not all(type(item) is int and item >= 0 for item in value):
+        raise CheckpointError(where, expected="a list of integers >= 0", actual=quoted(value))
+    return tuple(value)
+
+
+def _check_layout(path: Path, entries: Iterable[TensorEntry], start: int, size: int) -> None:
+    """The tensors must fill the file to its last byte, without overlaps and holes."""
+    end = start
+    for entry in sorted(entries, key=lambda entry: (entry.offset, entry.nbytes)):
+        if entry.offset != end:
+            fault = "overlaps another tensor" if entry.offset < end else "leaves a hole before it"
+            raise CheckpointError(
+                f"{path}: tensor {quoted(entry.name)} {fault}",
+                expected=f"begin {end - start}",
+                actual=entry.offset - start,
+            )
+        end += entry.nbytes
+    if end != size:
+        raise CheckpointError(
+            f"{path} has bytes that belong to no tensor", expected=f"{end} bytes", actual=f"{size} bytes"
+        )
