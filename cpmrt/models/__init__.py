@@ -1,0 +1,1 @@
+"""Model forwards, written once against the op contract."""

@@ -1,0 +1,115 @@
+"""The decoder of the Llama, MiniCPM, Qwen2 and Qwen3 families: one forward, written once for every executor.
+
+Differences between families are values of `ModelConfig`, never branches on a name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from cpmrt.config import ModelConfig
+from cpmrt.ops import Ops, Rows
+from cpmrt.tensor_spec import BufferSpec, Source, TensorSpec
+
+Arrays = Mapping[str, Any]
+
+# Phases of a forward pass, for buffer lifetimes; those of a layer repeat.
+EMBED, QKV, ATTENTION, OUTPUT, GATE_UP, DOWN, HEAD = range(7)
+
+
+def tensor_specs(config: ModelConfig) -> tuple[TensorSpec, ...]:
+    """Every weight, packed as the forward reads it, with the checkpoint tensors it is made of."""
+    hidden, vocab = config.hidden_size, config.vocab_size
+    specs = [_single("embed_tokens", "model.embed_tokens.weight", vocab, hidden)]
+    for layer in range(config.num_layers):
+        specs.extend(_layer_specs(config, layer))
+    specs.append(_single("norm", "model.norm.weight", hidden))
+    if not config.tie_word_embeddings:
+        specs.append(_single("lm_head", "lm_head.weight", vocab, hidden))
+    return tuple(specs)
+
+
+def _layer_specs(config: ModelConfig, layer: int) -> Iterator[TensorSpec]:
+    hidden, inner = config.hidden_size, config.intermediate_size
+    ours, theirs = f"layers.{layer}", f"model.layers.{layer}"
+    qkv_rows = {"q": config.q_size, "k": config.kv_size, "v": config.kv_size}
+    yield _single(f"{ours}.attention_norm", f"{theirs}.input_layernorm.weight", hidden)
+    yield _fused(
+        f"{ours}.qkv", *((f"{theirs}.self_attn.{part}_proj.weight", rows, hidden) for part, rows in qkv_rows.items())
+    )
+    if config.qkv_bias:
+        yield _fused(
+            f"{ours}.qkv_bias", *((f"{theirs}.self_attn.{part}_proj.bias", rows) for part, rows in qkv_rows.items())
+        )
+    if config.qk_norm:
+        yield _single(f"{ours}.q_norm", f"{theirs}.self_attn.q_norm.weight", config.head_dim)
+        yield _single(f"{ours}.k_norm", f"{theirs}.self_attn.k_norm.weight", config.head_dim)
+    yield _single(f"{ours}.output", f"{theirs}.self_attn.o_proj.weight", hidden, config.q_size)
+    if config.output_bias:
+        yield _single(f"{ours}.output_bias", f"{theirs}.self_attn.o_proj.bias", hidden)
+    yield _single(f"{ours}.mlp_norm", f"{theirs}.post_attention_layernorm.weight", hidden)
+    yield _fused(
+        f"{ours}.gate_up", *((f"{theirs}.mlp.{part}_proj.weight", inner, hidden) for part in ("gate", "up"))
+    )
+    yield _single(f"{ours}.down", f"{theirs}.mlp.down_proj.weight", hidden, inner)
+
+
+def _single(name: str, source: str, *shape: int) -> TensorSpec:
+    return TensorSpec(name, shape, (Source(source, shape),))
+
+
+def _fused(name: str, *parts: tuple[Any, ...]) -> TensorSpec:
+    sources = tuple(Source(part[0], tuple(part[1:])) for part in parts)
+    rows = sum(source.shape[0] for source in sources)
+    return TensorSpec(name, (rows, *sources[0].shape[1:]), sources)
+
+
+def buffer_specs(config: ModelConfig, max_rows: int, logit_rows: int) -> tuple[BufferSpec, ...]:
+    """The workspace of a forward pass of at most `max_rows` rows, of which `logit_rows` reach the head."""
+    return (
+        BufferSpec("x", (max_rows, config.hidden_size), EMBED, HEAD),
+        BufferSpec("q", (max_rows, config.q_size), QKV, ATTENTION),
+        BufferSpec("attention", (max_rows, config.q_size), ATTENTION, OUTPUT),
+        BufferSpec("inner", (max_rows, config.intermediate_size), GATE_UP, DOWN),
+        BufferSpec("logits", (logit_rows, config.vocab_size), HEAD, HEAD, itemsize=4),
+    )
+
+
+def forward(
+    ops: Ops, config: ModelConfig, weights: Arrays, buffers: Arrays, rows: Rows, logit_rows: slice | None
+) -> None:
+    """Run the rows of one step through every layer; fill `buffers["logits"]` for `logit_rows` of them.
+
+    `buffers` are views with exactly the step's rows; `k_pages`, `v_pages` [layers, P, K, S, D] and `rope` are among
+    them. `logit_rows` None skips the head (a prefill chunk that is not the last).
+    """
+    x, q, attention, inner = (buffers[name] for name in ("x", "q", "attention", "inner"))
+    attend = ops.prefill_attention if rows.is_prefill else ops.decode_attention
+    eps, residual_scale = config.rms_norm_eps, config.residual_scale
+    softmax_scale = config.head_dim**-0.5
+    ops.embed(x, rows.token_ids, weights["embed_tokens"], config.scale_emb)
+    for layer in range(config.num_layers):
+        weight = _LayerWeights(weights, layer)
+        k_pages, v_pages = buffers["k_pages"][layer], buffers["v_pages"][layer]
+        ops.qkv(
+            q, k_pages, v_pages, x, weight["attention_norm"], weight["qkv"], weight["qkv_bias"],
+            weight["q_norm"], weight["k_norm"], buffers["rope"], rows, eps,
+        )  # fmt: skip
+        attend(attention, q, k_pages, v_pages, rows, softmax_scale)
+        ops.project_residual(x, attention, weight["output"], weight["output_bias"], residual_scale)
+        ops.gate_up(inner, x, weight["mlp_norm"], weight["gate_up"], eps)
+        ops.project_residual(x, inner, weight["down"], None, residual_scale)
+    if logit_rows is not None:
+        head = weights["embed_tokens" if config.tie_word_embeddings else "lm_head"]
+        ops.lm_head(buffers["logits"], x[logit_rows], weights["norm"], head, eps, config.logit_divisor)
+
+
+class _LayerWeights:
+    """One layer's weights by short name; None for those that the architecture does not have."""
+
+    def __init__(self, weights: Arrays, layer: int):
+        self.weights, self.prefix = weights, f"layers.{layer}."
+
+    def __getitem__(self, name: str) -> Any | None:
+        return self.weights.get(self.prefix + name)

@@ -1,0 +1,156 @@
+"""NumPy bodies of the ops: float32 arithmetic, rounded to the storage type where the fast path stores.
+
+Activations, weights and pages are float32 arrays that hold values of the storage type.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from cpmrt.dtypes import F32, Array, DType, round_to
+from cpmrt.memory.kv_pages import PAGE_SIZE
+from cpmrt.ops import Rows, check_shapes
+
+# BLAS picks its summation order by the shape of a product. Steps of at most 64 rows go through it in tiles of one fixed
+# shape, so that a row's result does not depend on how many other rows there are.
+_TILE_ROWS = 8
+_ROW_INVARIANT_ROWS = 64
+
+
+def rms_norm(x: F32, weight: F32, eps: float) -> F32:
+    """x / sqrt(mean(x^2) + eps) * weight over the last axis (arXiv 1910.07467)."""
+    mean_square: F32 = np.mean(np.square(x), axis=-1, keepdims=True, dtype=np.float32)
+    scale: F32 = np.reciprocal(np.sqrt(mean_square + np.float32(eps)))
+    normalised: F32 = x * scale * weight
+    return normalised
+
+
+def rotate(heads: F32, cos: F32, sin: F32) -> F32:
+    """RoPE with split halves. heads [T, heads, D]; cos, sin [T, D/2]."""
+    half = heads.shape[-1] // 2
+    first, second = heads[..., :half], heads[..., half:]
+    cos, sin = cos[:, None, :], sin[:, None, :]
+    return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+def linear(x: F32, weight: F32) -> F32:
+    """x [T, K] times weight [N, K] transposed."""
+    num_rows = x.shape[0]
+    if num_rows > _ROW_INVARIANT_ROWS:
+        product: F32 = x @ weight.T
+        return product
+    out = np.empty((num_rows, weight.shape[0]), np.float32)
+    tile = np.zeros((_TILE_ROWS, x.shape[1]), np.float32)
+    for start in range(0, num_rows, _TILE_ROWS):
+        rows = x[start : start + _TILE_ROWS]
+        tile[: len(rows)] = rows
+        out[start : start + _TILE_ROWS] = (tile @ weight.T)[: len(rows)]
+    return out
+
+
+def silu(x: F32) -> F32:
+    """x * sigmoid(x)."""
+    with np.errstate(over="ignore"):
+        gated: F32 = x / (np.float32(1.0) + np.exp(-x))
+    return gated
+
+
+def softmax(scores: F32) -> F32:
+    """Over the last axis."""
+    weights: F32 = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    weights /= weights.sum(axis=-1, keepdims=True)
+    return weights
+
+
+def gather(pages: F32, block_table: Array, length: int) -> F32:
+    """The first `length` tokens of a slot out of its pages: [K, length, D]."""
+    used = pages[block_table[: -(-length // PAGE_SIZE)]]
+    tokens: F32 = used.transpose(1, 0, 2, 3).reshape(pages.shape[1], -1, pages.shape[3])[:, :length]
+    return tokens
+
+
+class NumpyOps:
+    """`ops.protocol.Ops` in NumPy, storing values of `dtype`."""
+
+    def __init__(self, dtype: DType):
+        self.dtype = dtype
+
+    def embed(self, out: F32, token_ids: Array, table: F32, scale: float) -> None:
+        check_shapes("embed", out=out, token_ids=token_ids, table=table)
+        out[:] = round_to(table[token_ids] * np.float32(scale), self.dtype)
+
+    def qkv(
+        self,
+        q: F32,
+        k_pages: F32,
+        v_pages: F32,
+        x: F32,
+        norm: F32,
+        weight: F32,
+        bias: F32 | None,
+        q_norm: F32 | None,
+        k_norm: F32 | None,
+        rope: F32,
+        rows: Rows,
+        eps: float,
+    ) -> None:
+        check_shapes(
+            "qkv", q=q, k_pages=k_pages, v_pages=v_pages, x=x, norm=norm, weight=weight, bias=bias, q_norm=q_norm,
+            k_norm=k_norm, rope=rope, positions=rows.positions, slots=rows.slots, block_tables=rows.block_tables,
+        )  # fmt: skip
+        projected = linear(round_to(rms_norm(x, norm, eps), self.dtype), weight)
+        if bias is not None:
+            projected += bias
+        num_kv_heads, head_dim = k_pages.shape[1], k_pages.shape[3]
+        heads = projected.reshape(len(x), -1, head_dim)
+        q_heads = heads[:, : -2 * num_kv_heads]
+        k_heads, v_heads = heads[:, -2 * num_kv_heads : -num_kv_heads], heads[:, -num_kv_heads:]
+        if q_norm is not None and k_norm is not None:
+            q_heads, k_heads = rms_norm(q_heads, q_norm, eps), rms_norm(k_heads, k_norm, eps)
+        cos, sin = rope[:, rows.positions]
+        q[:] = round_to(rotate(q_heads, cos, sin), self.dtype).reshape(q.shape)
+        pages = rows.block_tables[rows.slots, rows.positions // PAGE_SIZE]
+        offsets = rows.positions % PAGE_SIZE
+        k_pages[pages, :, offsets] = round_to(rotate(k_heads, cos, sin), self.dtype)
+        v_pages[pages, :, offsets] = round_to(v_heads, self.dtype)
+
+    def decode_attention(self, out: F32, q: F32, k_pages: F32, v_pages: F32, rows: Rows, scale: float) -> None:
+        check_shapes("decode_attention", out=out, q=q, k_pages=k_pages, v_pages=v_pages, positions=rows.positions)
+        num_kv_heads, head_dim = k_pages.shape[1], k_pages.shape[3]
+        for row in range(len(q)):
+            block_table, length = rows.block_tables[rows.slots[row]], int(rows.positions[row]) + 1
+            keys, values = gather(k_pages, block_table, length), gather(v_pages, block_table, length)
+            groups = q[row].reshape(num_kv_heads, -1, head_dim)
+            weights = softmax(groups @ keys.transpose(0, 2, 1) * np.float32(scale))
+            out[row] = round_to((weights @ values).reshape(-1), self.dtype)
+
+    def prefill_attention(self, out: F32, q: F32, k_pages: F32, v_pages: F32, rows: Rows, scale: float) -> None:
+        check_shapes("prefill_attention", out=out, q=q, k_pages=k_pages, v_pages=v_pages, positions=rows.positions)
+        num_rows, num_kv_heads, head_dim = len(q), k_pages.shape[1], k_pages.shape[3]
+        block_table, length = rows.block_tables[rows.slots[0]], int(rows.positions[-1]) + 1
+        keys, values = gather(k_pages, block_table, length), gather(v_pages, block_table, length)
+        hidden = np.arange(length)[None, :] > rows.positions[:, None]
+        q_heads = q.reshape(num_rows, num_kv_heads, -1, head_dim)
+        out_heads = out.reshape(num_rows, num_kv_heads, -1, head_dim)
+        for head in range(num_kv_heads):
+            for member in range(q_heads.shape[2]):
+                scores = q_heads[:, head, member] @ keys[head].T * np.float32(scale)
+                scores[hidden] = -np.inf
+                out_heads[:, head, member] = round_to(softmax(scores) @ values[head], self.dtype)
+
+    def project_residual(self, x: F32, inner: F32, weight: F32, bias: F32 | None, scale: float) -> None:
+        check_shapes("project_residual", x=x, inner=inner, weight=weight, bias=bias)
+        added = linear(inner, weight)
+        if bias is not None:
+            added += bias
+        x[:] = round_to(x + np.float32(scale) * added, self.dtype)
+
+    def gate_up(self, out: F32, x: F32, norm: F32, weight: F32, eps: float) -> None:
+        check_shapes("gate_up", out=out, x=x, norm=norm, weight=weight)
+        both = linear(round_to(rms_norm(x, norm, eps), self.dtype), weight)
+        gate, up = both[:, : out.shape[1]], both[:, out.shape[1] :]
+        out[:] = round_to(silu(gate) * up, self.dtype)
+
+    def lm_head(self, logits: F32, x: F32, norm: F32, weight: F32, eps: float, divisor: float) -> None:
+        check_shapes("lm_head", logits=logits, x=x, norm=norm, weight=weight)
+        logits[:] = linear(round_to(rms_norm(x, norm, eps), self.dtype), weight) / np.float32(divisor)

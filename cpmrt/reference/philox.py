@@ -1,0 +1,44 @@
+"""Philox4x32-10, the counter-based random generator of the sampling chain.
+
+Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011), constants of the Random123 library.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+U32 = NDArray[np.uint32]
+
+_MULTIPLIERS = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
+_WEYL = 0x9E3779B9, 0xBB67AE85
+_LOW = np.uint64(0xFFFFFFFF)
+_ROUNDS = 10
+
+
+def philox(counters: U32, key: int) -> U32:
+    """Four random words for each counter. counters uint32 [n, 4]; key 64-bit; returns uint32 [n, 4]."""
+    c0, c1, c2, c3 = (counters[:, i].astype(np.uint64) for i in range(4))
+    key_low, key_high = key & 0xFFFFFFFF, key >> 32 & 0xFFFFFFFF
+    for _ in range(_ROUNDS):
+        product0, product1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0 = product1 >> np.uint64(32) ^ c1 ^ np.uint64(key_low)
+        c2 = product0 >> np.uint64(32) ^ c3 ^ np.uint64(key_high)
+        c1, c3 = product1 & _LOW, product0 & _LOW
+        key_low, key_high = key_low + _WEYL[0] & 0xFFFFFFFF, key_high + _WEYL[1] & 0xFFFFFFFF
+    return np.stack([c0, c1, c2, c3], axis=1).astype(np.uint32)
+
+
+def gumbel(seed: int, position: int, count: int) -> NDArray[np.float32]:
+    """Standard Gumbel noise float32 [count] of the token at `position`: entry i is word i % 4 of counter i // 4.
+
+    The counter is (i // 4, position, 0, 0), the key the seed. u = (top 23 bits + 1/2) / 2^23 is exact in float32
+    and never 0 or 1.
+    """
+    counters = np.zeros((-(-count // 4), 4), np.uint32)
+    counters[:, 0] = np.arange(len(counters), dtype=np.uint32)
+    counters[:, 1] = np.uint32(position)
+    words = philox(counters, seed & (2**64 - 1)).reshape(-1)[:count]
+    uniform = ((words >> np.uint32(9)).astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-23)
+    noise: NDArray[np.float32] = -np.log(-np.log(uniform))
+    return noise

@@ -1,0 +1,78 @@
+"""The definition of sampling: from one row of logits to one token. Every executor follows it.
+
+The chain, all in float32: repetition penalty (arXiv 1909.05858: positive logits of seen tokens are divided by it,
+negative ones multiplied; prompt and generated tokens count), presence and frequency penalty (OpenAI: subtracted once,
+and once for each occurrence; generated tokens only), temperature, top-k, top-p, min-p, and the arg max of logit plus
+Gumbel noise. The noise depends on (seed, position, token id) alone, so the token at a position is a function of its
+logits and the seed, however the steps are cut. Temperature 0 takes the arg max after the penalties.
+
+Every filter is a threshold, so tokens of equal probability stay or go together and no order among them matters.
+The lowest id wins a tie of the arg max.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from cpmrt.config import SamplingParams
+from cpmrt.dtypes import F32, Array
+from cpmrt.executor import TokenLogprobs
+from cpmrt.reference.philox import gumbel
+
+
+def sample(logits: F32, params: SamplingParams, seed: int, position: int, seen: Array, counts: Array) -> int:
+    """The token for `position`. logits [V]; seen bool [V]: in the prompt or generated; counts int [V]: generated."""
+    logits = penalise(logits, params, seen, counts)
+    if params.temperature == 0.0:
+        return int(np.argmax(logits))
+    logits = logits / np.float32(params.temperature)
+    kept = np.where(keep_mask(logits, params), logits, -np.inf)
+    return int(np.argmax(kept + gumbel(seed, position, len(logits))))
+
+
+def penalise(logits: F32, params: SamplingParams, seen: Array, counts: Array) -> F32:
+    """Apply the three penalties; the input array is not changed."""
+    if params.repetition_penalty != 1.0:
+        factor = np.float32(params.repetition_penalty)
+        logits = np.where(seen, np.where(logits > 0, logits / factor, logits * factor), logits)
+    if params.presence_penalty or params.frequency_penalty:
+        present = (counts > 0).astype(np.float32)
+        logits = logits - np.float32(params.presence_penalty) * present
+        logits = logits - np.float32(params.frequency_penalty) * counts.astype(np.float32)
+    return logits
+
+
+def keep_mask(logits: F32, params: SamplingParams) -> Array:
+    """Which tokens survive top-k, then top-p among those, then min-p. logits are after temperature."""
+    keep = np.ones(len(logits), bool)
+    if 0 < params.top_k < len(logits):
+        keep &= logits >= np.partition(logits, -params.top_k)[-params.top_k]
+    if params.top_p < 1.0:
+        keep &= logits >= _top_p_threshold(logits[keep], params.top_p)
+    if params.min_p > 0.0:
+        keep &= logits >= np.max(logits) + np.log(np.float32(params.min_p))
+    return keep
+
+
+def _top_p_threshold(logits: F32, top_p: float) -> float:
+    """The logit of the token at which the sum of probabilities, best first, reaches `top_p`."""
+    descending = -np.sort(-logits)
+    weights = np.exp(descending - descending[0])
+    mass = np.cumsum(weights, dtype=np.float32)
+    reached = int(np.searchsorted(mass, np.float32(top_p) * mass[-1]))
+    return float(descending[min(reached, len(descending) - 1)])
+
+
+def log_softmax(logits: F32) -> F32:
+    """Over the last axis, in float32."""
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    logprobs: F32 = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+    return logprobs
+
+
+def token_logprobs(logits: F32, token_id: int, count: int) -> TokenLogprobs:
+    """Of the chosen token and of the `count` best, from the raw logits [V]; ties in the order of ids."""
+    logprobs = log_softmax(logits)
+    best = np.argsort(-logprobs, kind="stable")[:count]
+    top = tuple((int(token), float(logprobs[token])) for token in best)
+    return TokenLogprobs(token_id, float(logprobs[token_id]), top)
