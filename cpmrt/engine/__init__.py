@@ -1,0 +1,7 @@
+"""The state machine: sequences in, steps out, results back. It sees host integers only."""
+
+from cpmrt.engine.engine import Engine
+from cpmrt.engine.sequence import Request, Sequence
+from cpmrt.engine.stats import GenerationStats
+
+__all__ = ["Engine", "GenerationStats", "Request", "Sequence"]

@@ -1,0 +1,57 @@
+"""One request and how far it has come."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from cpmrt.config import SamplingParams
+from cpmrt.executor import SlotResult
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt with everything that decides its continuation. `stop_token_ids` hold the model's end tokens too."""
+
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    seed: int
+    stop_token_ids: tuple[int, ...]
+
+    @property
+    def max_new_tokens(self) -> int:
+        return self.sampling.max_new_tokens
+
+
+class Phase(Enum):
+    """WAITING for a slot, then PREFILL until the last chunk is submitted, DECODE until FINISHED."""
+
+    WAITING = auto()
+    PREFILL = auto()
+    DECODE = auto()
+    FINISHED = auto()
+
+
+@dataclass(eq=False)
+class Sequence:
+    """A request in the engine. `transitions` alone changes phase, counts and tokens."""
+
+    request: Request
+    phase: Phase = Phase.WAITING
+    slot: int = -1
+    num_prefilled: int = 0
+    """Prompt tokens in submitted steps."""
+    num_in_flight: int = 0
+    """Submitted steps that will give at least one token unless the sequence finishes first."""
+    token_ids: list[int] = field(default_factory=list)
+    """Generated tokens."""
+    finish_reason: str | None = None
+    """"stop", "length" or "cancelled"."""
+    num_speculated_tokens: int = 0
+    num_speculations: int = 0
+    outbox: deque[SlotResult] = field(default_factory=deque)
+    """Results nobody has read yet."""
+    added_at: float = 0.0
+    first_token_at: float = 0.0
+    last_token_at: float = 0.0

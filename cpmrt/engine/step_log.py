@@ -1,0 +1,75 @@
+"""Steps with their results as JSON lines: the differential test between executors, and the form of a bug report."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import IO, Any
+
+from cpmrt.config import SamplingParams
+from cpmrt.errors import ConfigError
+from cpmrt.executor import (
+    Admit,
+    Decode,
+    Executor,
+    Prefill,
+    Release,
+    SlotResult,
+    Speculate,
+    Step,
+    StepResult,
+    TokenLogprobs,
+)
+
+_STEPS: dict[str, Any] = {kind.__name__: kind for kind in (Admit, Prefill, Decode, Speculate, Release)}
+
+
+class StepLog:
+    """An engine listener that writes each step and its result as one line."""
+
+    def __init__(self, file: IO[str]):
+        self._file = file
+
+    def __call__(self, step: Step, result: StepResult) -> None:
+        record = {"step": type(step).__name__, **asdict(step), "result": asdict(result)["slots"]}
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+
+
+def read_steps(path: Path) -> Iterator[tuple[Step, StepResult]]:
+    """Steps and recorded results of a log, in order. Raises ConfigError naming the line that is not one."""
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                record = json.loads(line)
+                yield _step(record), StepResult(tuple(_slot_result(entry) for entry in record["result"]))
+            except (ValueError, KeyError, TypeError) as error:
+                raise ConfigError(f"{path}, line {number}: not a step ({error})") from error
+
+
+def replay(steps: Iterable[Step], executor: Executor) -> Iterator[tuple[Step, StepResult]]:
+    """Submit recorded steps one after the other; each with the result this executor gives."""
+    for step in steps:
+        yield step, executor.submit(step).wait()
+
+
+def _step(record: dict[str, Any]) -> Step:
+    kind = _STEPS[record["step"]]
+    values = {field.name: _hashable(record[field.name]) for field in fields(kind)}
+    if kind is Admit:
+        values["sampling"] = SamplingParams(**values["sampling"])
+    step: Step = kind(**values)
+    return step
+
+
+def _slot_result(entry: dict[str, Any]) -> SlotResult:
+    logprobs = tuple(
+        TokenLogprobs(item["token_id"], item["logprob"], _hashable(item["top"])) for item in entry["logprobs"]
+    )
+    return SlotResult(tuple(entry["token_ids"]), logprobs)
+
+
+def _hashable(value: Any) -> Any:
+    return tuple(_hashable(item) for item in value) if isinstance(value, list) else value

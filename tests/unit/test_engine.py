@@ -1,0 +1,207 @@
+"""The state machine on a scripted executor: any schedule, chunking, run-ahead or draft gives the plain continuation."""
+
+import io
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scripted import ScriptedExecutor, next_token, plain_continuation
+
+from cpmrt.config import SamplingParams
+from cpmrt.engine import Engine, GenerationStats, Request
+from cpmrt.engine.step_log import StepLog, read_steps, replay
+from cpmrt.errors import ConfigError, ContextLengthError, RequestError
+from cpmrt.executor import Decode, ExecutorLimits, Prefill, Release, Speculate
+
+
+def request(prompt, *, new=8, seed=0, stop=()):
+    return Request(tuple(prompt), SamplingParams(max_new_tokens=new), seed, tuple(stop))
+
+
+def tokens_of(engine, seq):
+    return [token for result in engine.stream(seq) for token in result.token_ids]
+
+
+LIMITS = st.builds(
+    ExecutorLimits,
+    max_sequences=st.integers(1, 4),
+    max_context=st.just(64),
+    prefill_chunk=st.integers(1, 9),
+    run_ahead=st.integers(1, 4),
+    num_draft=st.sampled_from([0, 0, 1, 3, 7]),
+)
+REQUESTS = st.builds(
+    lambda prompt, new, seed, stop: (prompt, new, seed, stop),
+    st.lists(st.integers(0, 49), min_size=1, max_size=30),
+    st.integers(1, 30),
+    st.integers(0, 5),
+    st.sets(st.integers(0, 49), max_size=4),
+)
+
+
+@given(LIMITS, st.lists(REQUESTS, min_size=1, max_size=7), st.integers(0, 99), st.booleans())
+def test_every_schedule_gives_the_plain_continuation(limits, wanted, draft_seed, overshoot):
+    executor = ScriptedExecutor(limits, draft_seed, overshoot)
+    engine = Engine(executor)
+    sequences = [engine.add(request(p, new=n, seed=s, stop=stop)) for p, n, s, stop in wanted]
+    for seq, (prompt, new, seed, stop) in reversed(list(zip(sequences, wanted, strict=True))):
+        assert tokens_of(engine, seq) == plain_continuation(prompt, seed, new, stop)
+        assert seq.finish_reason == ("stop" if seq.token_ids[-1] in stop else "length")
+    while executor.queue:
+        executor.run_one()
+    assert not executor.running, "every slot is released"
+    assert executor.most_in_flight <= limits.run_ahead
+
+
+@given(LIMITS, st.lists(REQUESTS, min_size=2, max_size=5), st.data())
+def test_cancelled_sequences_leave_the_others_alone(limits, wanted, data):
+    engine = Engine(ScriptedExecutor(limits))
+    sequences = [engine.add(request(p, new=n, seed=s, stop=stop)) for p, n, s, stop in wanted]
+    victims = data.draw(st.sets(st.sampled_from(range(len(wanted))), min_size=1))
+    for victim in victims:
+        stream = engine.stream(sequences[victim])
+        for _ in range(data.draw(st.integers(0, 3))):
+            next(stream, None)
+        stream.close()
+        engine.finish(sequences[victim], "cancelled")
+        assert sequences[victim].finish_reason is not None
+    for index, (prompt, new, seed, stop) in enumerate(wanted):
+        if index not in victims:
+            assert tokens_of(engine, sequences[index]) == plain_continuation(prompt, seed, new, stop)
+
+
+def test_run_ahead_never_submits_more_decodes_than_tokens_are_wanted():
+    executor = ScriptedExecutor(ExecutorLimits(1, 64, 16, run_ahead=4))
+    engine = Engine(executor)
+    assert len(tokens_of(engine, engine.add(request([1, 2], new=3)))) == 3
+    assert sum(isinstance(step, Decode) for step in executor.steps) == 2
+
+
+def test_surplus_steps_after_an_end_token_give_nothing():
+    prompt = [1, 2, 3]
+    first = next_token(prompt, 0)
+    executor = ScriptedExecutor(ExecutorLimits(1, 64, 16, run_ahead=4))
+    engine = Engine(executor)
+    assert tokens_of(engine, engine.add(request(prompt, new=20, stop=[first]))) == [first]
+    assert tokens_of(engine, engine.add(request(prompt, new=2))) == plain_continuation(prompt, 0, 2, set())
+
+
+def test_decode_steps_come_between_the_chunks_of_a_long_prompt():
+    executor = ScriptedExecutor(ExecutorLimits(2, 64, 4))
+    engine = Engine(executor)
+    short = engine.add(request([1], new=20))
+    stream = engine.stream(short)
+    next(stream)
+    engine.add(request(range(20), new=2))
+    for _ in range(6):
+        next(stream)
+    kinds = [type(step) for step in executor.steps if isinstance(step, (Prefill, Decode))]
+    assert not any(kinds[i] is kinds[i + 1] is Prefill for i in range(1, len(kinds) - 1)), kinds
+
+
+def test_sequences_decode_in_one_step():
+    executor = ScriptedExecutor(ExecutorLimits(3, 64, 16))
+    engine = Engine(executor)
+    sequences = [engine.add(request([n], new=5)) for n in range(3)]
+    for seq in sequences:
+        tokens_of(engine, seq)
+    assert (Decode(slots=(0, 1, 2)) in executor.steps) and isinstance(executor.steps[-1], Release)
+
+
+def test_mean_accept_length_leaves_the_prefill_token_out():
+    executor = ScriptedExecutor(ExecutorLimits(1, 64, 16, num_draft=3))
+    engine = Engine(executor)
+    seq = engine.add(request([1, 2], new=20))
+    tokens_of(engine, seq)
+    num_steps = sum(isinstance(step, Speculate) for step in executor.steps)
+    assert GenerationStats.of(seq).mean_accept_length == pytest.approx(19 / num_steps)
+
+
+@pytest.mark.parametrize(("prompt", "new", "error"), [
+    ([], 4, RequestError),
+    ([1] * 60, 5, ContextLengthError),
+    ([1] * 65, 1, ContextLengthError),
+])  # fmt: skip
+def test_requests_that_cannot_run_are_refused_before_any_step(prompt, new, error):
+    executor = ScriptedExecutor(ExecutorLimits(1, 64, 16))
+    with pytest.raises(error, match="expected at"):
+        Engine(executor).add(request(prompt, new=new))
+    assert not executor.steps
+
+
+def test_a_request_that_fills_the_context_exactly_runs():
+    engine = Engine(ScriptedExecutor(ExecutorLimits(1, 64, 16)))
+    assert len(tokens_of(engine, engine.add(request([1] * 60, new=4)))) == 4
+
+
+class FailsOnce(ScriptedExecutor):
+    """Raises at one submission, as an interrupt or a device fault would."""
+
+    def __init__(self, limits, fail_at):
+        super().__init__(limits)
+        self.fail_at = fail_at
+
+    def submit(self, step):
+        self.fail_at -= 1
+        if self.fail_at == 0:
+            raise KeyboardInterrupt
+        return super().submit(step)
+
+
+@pytest.mark.parametrize("fail_at", range(1, 7))
+@pytest.mark.parametrize("run_ahead", [1, 3])
+def test_an_interrupted_step_ends_its_stream_and_nothing_else(fail_at, run_ahead):
+    engine = Engine(FailsOnce(ExecutorLimits(1, 64, 2, run_ahead=run_ahead), fail_at))
+    seq = engine.add(request([1, 2, 3], new=8))
+    with pytest.raises(KeyboardInterrupt):
+        tokens_of(engine, seq)
+    assert seq.finish_reason == "cancelled"
+    assert tokens_of(engine, engine.add(request([4, 5], new=6))) == plain_continuation([4, 5], 0, 6, set())
+
+
+@pytest.mark.parametrize("fail_at", range(3, 9))
+def test_an_interrupted_step_never_costs_another_sequence_a_token(fail_at):
+    engine = Engine(FailsOnce(ExecutorLimits(2, 64, 8), fail_at))
+    sequences = [engine.add(request([n], new=9)) for n in (1, 2)]
+    for seq in sequences:
+        try:
+            tokens_of(engine, seq)
+        except KeyboardInterrupt:
+            assert seq.finish_reason == "cancelled"
+    for seq, prompt in zip(sequences, ([1], [2]), strict=True):
+        whole = plain_continuation(prompt, 0, 9, set())
+        assert seq.token_ids == whole[: len(seq.token_ids)]
+        assert seq.finish_reason == "cancelled" or seq.token_ids == whole
+
+
+def test_closing_the_engine_cancels_what_runs_and_what_waits():
+    executor = ScriptedExecutor(ExecutorLimits(1, 64, 16, run_ahead=2))
+    engine = Engine(executor)
+    running, waiting = engine.add(request([1])), engine.add(request([2]))
+    stream = engine.stream(running)
+    next(stream)
+    engine.close()
+    engine.close()
+    stream.close()
+    assert executor.closed and running.finish_reason == waiting.finish_reason == "cancelled"
+
+
+@given(LIMITS, st.lists(REQUESTS, min_size=1, max_size=4))
+def test_a_step_log_replays(tmp_path_factory, limits, wanted):
+    text = io.StringIO()
+    engine = Engine(ScriptedExecutor(limits, draft_seed=3), StepLog(text))
+    for seq in [engine.add(request(p, new=n, seed=s, stop=stop)) for p, n, s, stop in wanted]:
+        tokens_of(engine, seq)
+    path = tmp_path_factory.mktemp("log") / "steps.jsonl"
+    path.write_text(text.getvalue())
+    recorded = list(read_steps(path))
+    replayed = list(replay((step for step, _ in recorded), ScriptedExecutor(limits, draft_seed=3)))
+    assert replayed == recorded
+
+
+@pytest.mark.parametrize("line", ["", "[]", "{}", "no json", '{"step": "Decode"}', '{"step": "Fly", "result": []}'])
+def test_a_line_that_is_no_step_is_named(tmp_path, line):
+    path = tmp_path / "steps.jsonl"
+    path.write_text(line + "\n")
+    with pytest.raises(ConfigError, match="line 1"):
+        list(read_steps(path))
