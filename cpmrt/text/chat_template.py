@@ -1,0 +1,178 @@
+"""Chat messages to a prompt, by the Jinja template of the checkpoint, as in Hugging Face's `apply_chat_template`.
+
+Formats: `chat_template.jinja` (the template), `chat_template.json` and `tokenizer_config.json` (key
+"chat_template": the template, or a list of {"name", "template"} with "default" and, for requests with tools,
+"tool_use").
+"""
+
+from __future__ import annotations
+
+import json
+import traceback
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import NoReturn
+
+from jinja2 import Template
+from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
+
+from cpmrt.errors import CheckpointError, RequestError
+from cpmrt.text.messages import checked_messages, checked_tools, plain
+from cpmrt.text.special_tokens import CONFIG_FILE, read_optional, read_special_tokens
+from cpmrt.text.template_sandbox import ChatEnvironment
+from cpmrt.weights.files import open_file
+from cpmrt.weights.names import quoted
+
+KEY = "chat_template"
+MAX_TEMPLATE_BYTES = 2**20
+
+
+class RefusedError(TemplateError):
+    """Raised by a template itself: it cannot render these messages."""
+
+
+class ChatTemplate:
+    """The chat template of a checkpoint; compiled once. Made by `ChatTemplate.open`."""
+
+    def __init__(self, templates: Mapping[str, str], path: Path, special_tokens: Mapping[str, object]):
+        if "default" not in templates:
+            raise CheckpointError(f"{path}: {KEY}", expected='one named "default"', actual=quoted(sorted(templates)))
+        self._path, self._special_tokens = path, dict(special_tokens)
+        self._environment = ChatEnvironment()
+        self._environment.set_filter("tojson", _to_json)
+        self._environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+        self._templates = {name: self._compile(source) for name, source in templates.items()}
+
+    @classmethod
+    def open(cls, folder: Path) -> ChatTemplate | None:
+        """The template in a checkpoint folder, None if it has none.
+
+        chat_template.jinja wins over chat_template.json, that over tokenizer_config.json. Raises CheckpointError
+        naming file and line if a template or a file is malformed.
+        """
+        path = folder / "chat_template.jinja"
+        if path.exists():
+            return cls({"default": _read_template(path)}, path, read_special_tokens(folder))
+        for path in (folder / "chat_template.json", folder / CONFIG_FILE):
+            value = read_optional(path).get(KEY)
+            if value is not None:
+                return cls(_named_templates(value, path), path, read_special_tokens(folder))
+        return None
+
+    def render(
+        self,
+        messages: object,
+        *,
+        tools: object = None,
+        add_generation_prompt: bool = True,
+        enable_thinking: bool | None = None,
+        **kwargs: object,
+    ) -> str:
+        """The prompt for a list of messages, dicts with `role` and `content` (a string or text parts).
+
+        `tools` are JSON schema functions (dicts). `enable_thinking` None leaves the variable undefined: the
+        template's own default. Other keyword arguments become variables of the template.
+        Raises RequestError if the messages are malformed or the template does not take them, CheckpointError if
+        the template does what no template may.
+        """
+        variables: dict[str, object] = {"documents": None, **self._special_tokens}
+        variables |= {name: plain(value, name) for name, value in kwargs.items()}
+        variables |= {
+            "messages": checked_messages(messages),
+            "tools": checked_tools(tools),
+            "add_generation_prompt": bool(add_generation_prompt),
+        }
+        if enable_thinking is not None:
+            variables["enable_thinking"] = bool(enable_thinking)
+        name = "tool_use" if variables["tools"] and "tool_use" in self._templates else "default"
+        try:
+            return self._run(self._templates[name], variables)
+        except Exception as error:
+            self._explain(error)
+
+    def _run(self, template: Template, variables: dict[str, object]) -> str:
+        allowance = self._environment.allowance
+        allowance.start(variables)
+        pieces: list[str] = []
+        for piece in template.generate(variables):
+            allowance.spend(len(piece))
+            pieces.append(piece)
+        return "".join(pieces)
+
+    def _compile(self, source: str) -> Template:
+        try:
+            code = self._environment.compile(source, filename=str(self._path))
+            return Template.from_code(self._environment, code, self._environment.make_globals(None))
+        except TemplateSyntaxError as error:
+            raise CheckpointError(f"{self._path}, line {error.lineno} of the template: {error.message}") from error
+        except Exception as error:  # what Jinja lets through, Python's compiler may still refuse
+            raise CheckpointError(f"{self._path}: the template cannot be compiled: {_reason(error)}") from error
+
+    def _explain(self, error: Exception) -> NoReturn:
+        """Say whose fault it is, with the line of the template."""
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if frame.filename == str(self._path)]
+        where = f"{self._path}, line {lines[-1]} of the template" if lines else str(self._path)
+        if isinstance(error, RefusedError):
+            raise RequestError(f"the chat template refuses the messages: {error.message}") from error
+        if isinstance(error, (SecurityError, RecursionError, MemoryError)):
+            raise CheckpointError(f"{where}: a chat template may not do this: {_reason(error)}") from error
+        raise RequestError(
+            f"the chat template cannot render these messages: {_reason(error)} ({where})",
+            fix="check the messages for what the template needs",
+        ) from error
+
+
+def _read_template(path: Path) -> str:
+    with open_file(path) as file:
+        raw = file.read(MAX_TEMPLATE_BYTES + 1)
+    try:
+        return _fitting(raw.decode("utf-8"), path)
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{path} is not UTF-8: byte {error.start} cannot be decoded") from error
+
+
+def _named_templates(value: object, path: Path) -> dict[str, str]:
+    if isinstance(value, str):
+        return {"default": _fitting(value, path)}
+    named: dict[str, str] = {}
+    for item in value if isinstance(value, list) else [value]:
+        name, source = (item.get("name"), item.get("template")) if isinstance(item, dict) else (None, None)
+        if not isinstance(name, str) or not isinstance(source, str):
+            raise CheckpointError(
+                f"{path}: {KEY}", expected="a string or a list of {name, template}", actual=quoted(item)
+            )
+        named[name] = _fitting(source, path)
+    return named
+
+
+def _fitting(source: str, path: Path) -> str:
+    if len(source) > MAX_TEMPLATE_BYTES:
+        raise CheckpointError(f"{path}: the chat template is too large", expected=f"at most {MAX_TEMPLATE_BYTES} bytes")
+    return source
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, SecurityError):
+        return str(error)[:300]
+    return f"{type(error).__name__}: {str(error)[:300]}"
+
+
+def _raise_exception(message: object) -> NoReturn:
+    raise RefusedError(str(message)[:1000])
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.now().strftime(format)
+
+
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """`tojson` as in Hugging Face: Jinja's own escapes HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -1,0 +1,295 @@
+"""Where chat templates run: they are programs from the network, so they reach nothing and end soon.
+
+Jinja's immutable sandbox keeps them from Python's internals and from the caller's data. On top of it loops and
+calls are counted, and every value a template makes is measured before it is kept, so that neither a nest of
+loops nor a string that doubles itself costs more than a fixed multiple of the conversation's size.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable
+from functools import wraps
+from types import GeneratorType
+from typing import Any
+
+from jinja2 import nodes
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+from jinja2.visitor import NodeTransformer
+
+SPARE_SIZE = 2**22  # characters and items that one value may have beyond those of the conversation
+DEADLINE_S = 10.0
+_TURN_COST = 128  # in characters, of one turn of a loop or one call
+_ITEM_COST = 8  # of one item of a list or dict
+_MAX_ARGUMENT = 100_000  # for the widths and counts that these functions and filters take
+_SIZED = {"safe_range", "center", "ljust", "rjust", "zfill", "batch", "slice", "round", "truncate", "to_bytes"}
+_MAX_INT_BITS = 4096
+_MAX_FORMATTED = 10_000  # characters that one number can take: widths of five digits are refused
+_REFUSED_FILTERS = {"wordwrap", "urlize", "xmlattr", "pprint", "striptags"}
+_REFUSED_METHODS = {"expandtabs", "translate", "encode", "format_map"}
+_WIDTH = re.compile(r"%[^a-zA-Z%]*(\*|\d{5})|\{[^}]*(\{|\d{5})")
+
+
+class LimitError(SecurityError):
+    """A template does more work than any chat needs."""
+
+
+class Allowance(threading.local):
+    """What the rendering in this thread may still spend."""
+
+    size: int = SPARE_SIZE
+    left: int = 16 * SPARE_SIZE
+    deadline: float = float("inf")
+
+    def start(self, conversation: object) -> None:
+        """Set the limits for one rendering of a conversation."""
+        self.size = SPARE_SIZE + 4 * self.measure(conversation, limit=2**31)
+        self.left, self.deadline = 16 * self.size, time.monotonic() + DEADLINE_S
+
+    def spend(self, size: int) -> None:
+        """Count characters or items made. Raises LimitError when there are too many, or the time is up."""
+        self.left -= size
+        if self.left < 0:
+            raise LimitError("it makes too much text or takes too many turns")
+        if time.monotonic() > self.deadline:
+            raise LimitError(f"it takes longer than {DEADLINE_S:g} s")
+
+    def measure(self, value: object, limit: int | None = None) -> int:
+        """Size of a value in characters, nested ones counted as often as they occur. Raises LimitError."""
+        limit = self.size if limit is None else limit
+        total, pending = 0, [value]
+        while pending:
+            item = pending.pop()
+            total += _ITEM_COST + (len(item) if isinstance(item, str) else 0)
+            if total > limit:
+                raise LimitError(f"it makes a value of more than {limit} characters")
+            if isinstance(item, dict):
+                pending += [*item.keys(), *item.values()]
+            elif isinstance(item, (list, tuple, set, frozenset)):
+                pending += item
+            elif isinstance(item, Namespace) and item is not value:
+                raise SecurityError("a namespace may not be kept inside another value")
+        return total
+
+    def keep(self, value: Any) -> Any:
+        """The value itself, measured and counted."""
+        self.measure(value)
+        self.spend(len(value) if isinstance(value, str) else _ITEM_COST)
+        if isinstance(value, (list, tuple, dict)):
+            self.spend(len(value) * _ITEM_COST)
+        return value
+
+
+class ChatNamespace(Namespace):
+    """`namespace()` of templates; it keeps no private names and no other namespaces."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        self, values = args[0], dict(*args[1:], **kwargs)
+        Namespace.__init__(self)
+        for name, value in values.items():
+            self[name] = value
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name.startswith("_"):
+            raise SecurityError(f"namespace attribute {name!r} starts with an underscore")
+        if isinstance(value, Namespace):
+            raise SecurityError("a namespace may not be kept inside another value")
+        super().__setitem__(name, value)
+
+
+class Generation(Extension):
+    """`{% generation %}...{% endgeneration %}` marks the assistant's tokens for training: here just its body."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja's interface)
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        """The body between the tags."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class ChatEnvironment(ImmutableSandboxedEnvironment):
+    """Jinja as Hugging Face's chat templates expect it, with bounds on time and memory."""
+
+    intercepted_binops = frozenset({"+", "*", "**", "%"})
+
+    def __init__(self) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols], optimized=False)
+        self.allowance = Allowance()
+        del self.globals["lipsum"]
+        self.globals["namespace"] = ChatNamespace
+        self.tests = {name: self._bounded_test(test) for name, test in self.tests.items()}
+        self.filters = {
+            name: self._bounded_filter(name, function)
+            for name, function in self.filters.items()
+            if name not in _REFUSED_FILTERS
+        }
+
+    def concat(self, parts: Iterable[str]) -> str:
+        """What a macro or a block has written, as one string."""
+        return str(self.join_text(*parts))
+
+    def join_text(self, *parts: object) -> str:
+        """The operator `~`."""
+        texts = [part if isinstance(part, str) else str(self.allowance.keep(part)) for part in parts]
+        self._fits(sum(map(len, texts)))
+        return "".join(texts)
+
+    def set_filter(self, name: str, function: Callable[..., Any]) -> None:
+        """Add a filter, its arguments and result bounded like those of Jinja's own."""
+        self.filters[name] = self._bounded_filter(name, function)
+
+    def turn(self) -> None:
+        """One turn of a loop, or one call."""
+        self.allowance.spend(_TURN_COST)
+
+    def keep(self, value: Any) -> Any:
+        """A list, tuple, dict or slice that the template makes."""
+        return self.allowance.keep(value)
+
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        """Every call in a template passes here."""
+        self = __self
+        if getattr(__obj, "__self__", None) is self:
+            return __obj(*args)
+        self.turn()
+        name, own = getattr(__obj, "__name__", ""), getattr(__obj, "__self__", None)
+        args = _countable(args) if name == "join" else args
+        self._check_arguments(name, own, args, kwargs)
+        return self.allowance.keep(super().call(__context, __obj, *args, **kwargs))
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """`+`, `*`, `**` and `%`, after a look at how large the result will be."""
+        if isinstance(left, int) and isinstance(right, int):
+            bits = left.bit_length() * (right if operator == "**" else 1) + right.bit_length()
+            if bits > _MAX_INT_BITS:
+                raise LimitError("it makes a number of more than a thousand digits")
+        elif operator == "*" and (isinstance(left, int) or isinstance(right, int)):
+            count, value = (left, right) if isinstance(left, int) else (right, left)
+            if not isinstance(value, float):
+                self._fits(max(count, 0) * (len(value) if isinstance(value, str) else self.allowance.measure(value)))
+        elif operator == "%" and isinstance(left, str):
+            self._check_format(left, right)
+        elif operator == "+":
+            self._fits(self.allowance.measure(left) + self.allowance.measure(right))
+        return self.allowance.keep(super().call_binop(context, operator, left, right))
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """Also keeps templates from the string methods whose result can be far larger than what goes in."""
+        if isinstance(obj, str) and attr in _REFUSED_METHODS:
+            return False
+        return super().is_safe_attribute(obj, attr, value)
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        """`str.format`, with a look at the widths in the format."""
+        wrapped = super().wrap_str_format(value)
+        if wrapped is None:
+            return None
+
+        def bounded(*args: Any, **kwargs: Any) -> str:
+            self._check_format(value.__self__, [*args, *kwargs.values()])
+            return wrapped(*args, **kwargs)
+
+        return bounded
+
+    def _generate(self, source: nodes.Template, *args: Any, **kwargs: Any) -> str:
+        return super()._generate(_Instrument().visit(source), *args, **kwargs)
+
+    def _bounded_filter(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        takes_context = hasattr(function, "jinja_pass_arg")
+
+        @wraps(function)  # keeps jinja's mark for functions that want the context
+        def bounded(*args: Any, **kwargs: Any) -> Any:
+            args = _countable(args) if name == "join" else args
+            own, *rest = args[1:] if takes_context else args
+            self._check_arguments(name, own, tuple(rest), kwargs)
+            return self.allowance.keep(function(*args, **kwargs))
+
+        return bounded
+
+    def _bounded_test(self, test: Any) -> Callable[..., Any]:
+        @wraps(test)
+        def bounded(*args: Any, **kwargs: Any) -> Any:
+            self.allowance.spend(1)
+            return test(*args, **kwargs)
+
+        return bounded
+
+    def _check_arguments(self, name: str, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Refuse a call whose arguments, or whose result, would be too large. `own` is the value it works on."""
+        given = [*args, *kwargs.values()]
+        size = self.allowance.measure(own) + sum(self.allowance.measure(value) for value in given)
+        if name in _SIZED and any(isinstance(value, int) and abs(value) > _MAX_ARGUMENT for value in given):
+            raise LimitError(f"it calls {name} with a number above {_MAX_ARGUMENT}")
+        if name == "replace" and isinstance(own, str) and len(given) > 1:
+            self._fits(len(own) + own.count(str(given[0])) * len(str(given[1])))
+        elif name == "join" and given:
+            parts, separator = (given[0], own) if isinstance(own, str) else (own, str(given[0]))
+            self._fits(size + (len(parts) if hasattr(parts, "__len__") else 0) * len(separator))
+        elif name == "indent":
+            width = given[0] if given else 4
+            unit = width if isinstance(width, int) else len(str(width))
+            self._fits(size + unit * (str(own).count("\n") + 1))
+        elif name == "tojson":
+            self._fits(size * sum(value if isinstance(value, int) else 1 for value in given))
+        elif name == "format":
+            self._check_format(str(own), given)
+        elif name == "sum" and not all(isinstance(value, (int, float, str, type(None))) for value in given):
+            raise LimitError("it sums up lists")
+
+    def _check_format(self, text: str, values: object) -> None:
+        if _WIDTH.search(text):
+            raise LimitError("it formats with a width of its own or one above 9999")
+        count = text.count("%") + text.count("{")
+        self._fits(len(text) + count * (self.allowance.measure(values) + _MAX_FORMATTED))
+
+    def _fits(self, size: int) -> None:
+        if size > self.allowance.size:
+            raise LimitError(f"it makes a value of more than {self.allowance.size} characters")
+        self.allowance.spend(size)
+
+
+def _countable(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Arguments with what filters such as `map` yield made into lists, so that it can be measured."""
+    return tuple(list(value) if isinstance(value, GeneratorType) else value for value in args)
+
+
+class _Instrument(NodeTransformer):
+    """Puts the environment's `turn`, `keep` and `join_text` into a parsed template."""
+
+    def visit_For(self, node: nodes.For) -> nodes.Node:
+        self.generic_visit(node)
+        node.body.insert(0, nodes.ExprStmt(_call("turn", [], node), lineno=node.lineno))
+        return node
+
+    def visit_List(self, node: nodes.List) -> nodes.Node:
+        return self._kept(node)
+
+    def visit_Dict(self, node: nodes.Dict) -> nodes.Node:
+        return self._kept(node)
+
+    def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:
+        return self._kept(node) if node.ctx == "load" else self.generic_visit(node)
+
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
+        return self._kept(node) if isinstance(node.arg, nodes.Slice) else self.generic_visit(node)
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        self.generic_visit(node)
+        return _call("join_text", node.nodes, node)
+
+    def _kept(self, node: nodes.Expr) -> nodes.Node:
+        self.generic_visit(node)
+        return _call("keep", [node], node)
+
+
+def _call(method: str, args: list[nodes.Expr], at: nodes.Node) -> nodes.Call:
+    function = nodes.EnvironmentAttribute(method, lineno=at.lineno)
+    return nodes.Call(function, args, [], None, None, lineno=at.lineno)

@@ -1,0 +1,84 @@
+"""The bytes that each token stands for, so that text can be put together one token at a time.
+
+The `tokenizers` library turns whole sequences into text. What a single token adds is asked from it once per
+token, behind an anchor: a token that means exactly its own text, so that a decoder which strips the space at the
+start of a sequence strips nothing here. A token that is not valid UTF-8 by itself is spelled in one of two ways,
+`<0xE4>` (SentencePiece byte fallback) or in the alphabet of byte-level BPE (GPT-2, where each of 256 printable
+characters stands for a byte).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_REPLACEMENT = "\ufffd"
+
+
+class TokenBytes:
+    """Bytes of tokens, by id, special tokens included; what is asked from the library is kept."""
+
+    def __init__(self, library: Any):
+        self._library = library
+        self._anchor = self._find_anchor()
+        self._anchor_text = self._decode(self._anchor)
+        self._inner: dict[int, bytes] = {}
+
+    def inner(self, token_id: int) -> bytes:
+        """What the token adds to a sequence that already has text; b"" for an id without a token."""
+        known = self._inner.get(token_id)
+        if known is None:
+            known = self._inner[token_id] = self._ask(token_id)
+        return known
+
+    def first(self, token_id: int) -> bytes:
+        """What the token adds as the first one of a sequence: without the space that a decoder may strip there."""
+        inner, alone = self.inner(token_id), self._decode([token_id])
+        text = inner.decode("utf-8", "replace")
+        if not text.endswith(alone):
+            return alone.encode()
+        return inner[len(text[: len(text) - len(alone)].encode()) :] if alone != text else inner
+
+    def join(self, token_ids: Iterable[int]) -> bytes:
+        """The bytes of a whole sequence."""
+        pieces: list[bytes] = []
+        at_start = True
+        for token_id in token_ids:
+            inner = self.inner(token_id)
+            pieces.append(self.first(token_id) if at_start else inner)
+            at_start = at_start and not inner
+        return b"".join(pieces)
+
+    def _ask(self, token_id: int) -> bytes:
+        token = self._library.id_to_token(token_id)
+        if token is None:
+            return b""
+        text = self._decode([*self._anchor, token_id])[len(self._anchor_text) :]
+        if _REPLACEMENT not in text:
+            return text.encode()
+        if match := _BYTE_TOKEN.fullmatch(token):
+            return bytes([int(match[1], 16)])
+        raw = bytes(_BYTE_OF[char] for char in token if char in _BYTE_OF)
+        return raw if len(raw) == len(token) and raw.decode("utf-8", "replace") == text else text.encode()
+
+    def _find_anchor(self) -> list[int]:
+        for token_id in range(self._library.get_vocab_size()):
+            token = self._library.id_to_token(token_id)
+            if token is not None and token.isalnum() and self._decode([token_id]) == token:
+                return [token_id]
+        return []
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return str(self._library.decode(token_ids, skip_special_tokens=False))
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Byte of each character, as in GPT-2: printable Latin-1 is itself, the rest follows from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_alphabet()

@@ -1,0 +1,190 @@
+"""The tokenizer of a checkpoint: Hugging Face `tokenizer.json`, run by the `tokenizers` library.
+
+`tokenizer_config.json`, `special_tokens_map.json` and `added_tokens.json` add what tokenizer.json leaves open:
+whether a prompt starts with BOS, which token ends a turn, and tokens added later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from cpmrt.errors import CheckpointError, RequestError
+from cpmrt.text.added_tokens import complete_added_tokens
+from cpmrt.text.special_tokens import CONFIG_FILE, read_optional, read_special_tokens
+from cpmrt.text.token_bytes import TokenBytes
+from cpmrt.weights.files import open_file, parse_object
+from cpmrt.weights.names import quoted
+
+MAX_TOKENIZER_BYTES = 256 * 2**20
+
+T = TypeVar("T")
+
+
+class Tokenizer:
+    """Text to token ids and back. Made by `Tokenizer.open`.
+
+    `bos_token_id` is None and `eos_token_ids` empty where the tokenizer's files name none; the model's own end
+    tokens (config.json, generation_config.json) are not among them. `vocab_size` counts all tokens, added ones
+    included; it may differ from the rows of the model's embedding.
+    """
+
+    def __init__(self, library: Any, folder: Path, *, vocab_size: int | None = None):
+        self._library, self._folder, self._rows = library, folder, vocab_size
+        names = read_special_tokens(folder)
+        self.bos_token_id = self._named(names.get("bos_token"), "bos_token")
+        eos_token_id = self._named(names.get("eos_token"), "eos_token")
+        self.eos_token_ids: tuple[int, ...] = () if eos_token_id is None else (eos_token_id,)
+        added = library.get_added_tokens_decoder()
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.vocab_size: int = library.get_vocab_size()
+        self._add_bos = read_optional(folder / CONFIG_FILE).get("add_bos_token")
+        if self._add_bos is not None and not isinstance(self._add_bos, bool):
+            raise CheckpointError(
+                f"{folder / CONFIG_FILE}: add_bos_token", expected="true or false", actual=quoted(self._add_bos)
+            )
+        if self._add_bos and self.bos_token_id is None:
+            raise CheckpointError(f"{folder / CONFIG_FILE}: add_bos_token is true but bos_token is not set")
+        self._bytes = self._run("be decoded", lambda: TokenBytes(library))
+
+    @classmethod
+    def open(cls, folder: Path, *, vocab_size: int | None = None) -> Tokenizer:
+        """The tokenizer in a checkpoint folder; `vocab_size` is the number of rows of the model's embedding.
+
+        A tokenizer may know more tokens than the model has rows (or fewer: rows are often padded); only a prompt
+        that needs such a token is refused, by `encode`. Raises CheckpointError if a file is missing or malformed,
+        or if two files give a token different ids.
+        """
+        path = folder / "tokenizer.json"
+        if not path.exists():
+            raise _missing(folder)
+        with open_file(path) as file:
+            raw = file.read(MAX_TOKENIZER_BYTES + 1)
+        if len(raw) > MAX_TOKENIZER_BYTES:
+            raise CheckpointError(f"{path} is too large", expected=f"at most {MAX_TOKENIZER_BYTES} bytes")
+        content = parse_object(raw, str(path))
+        library = _guarded(f"{path} cannot be read", lambda: _load(raw))
+        _guarded(f"{path} does not fit the files beside it", lambda: complete_added_tokens(library, folder, content))
+        return cls(library, folder, vocab_size=vocab_size)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text; special tokens written in it are read as such.
+
+        With `add_special_tokens`, BOS is put in front if tokenizer_config.json has add_bos_token true, or has no
+        such key and the post-processor of tokenizer.json does; but not if the text already begins with it.
+        Raises RequestError on text that is not valid Unicode or needs a token the model has no embedding for.
+        """
+        if not isinstance(text, str):
+            raise RequestError("text to encode", expected="a str", actual=type(text).__name__)
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                f"text to encode is not valid Unicode: lone surrogate U+{ord(text[error.start]):04X} "
+                f"at character {error.start}"
+            ) from error
+        ids = self._run("encode", lambda: self._encode(text, add_special_tokens))
+        if self._rows is not None and ids and max(ids) >= self._rows:
+            raise RequestError(
+                f"text to encode has token {quoted(self._library.id_to_token(max(ids)))}, which the model lacks",
+                expected=f"token ids below its vocab_size {self._rows}",
+                actual=max(ids),
+            )
+        return ids
+
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+        """The text of token ids. Ids without a token (padding rows of the model) add nothing.
+
+        Equal to the `tokenizers` library's on valid UTF-8. Of other bytes only the wrong ones become U+FFFD,
+        as in SentencePiece; the library gives up the valid characters next to them too.
+        Raises RequestError on what is not a token id.
+        """
+        wanted = [_checked(token_id) for token_id in ids]
+        if skip_special_tokens:
+            wanted = [token_id for token_id in wanted if token_id not in self.special_ids]
+        return self._run("decode", lambda: self._bytes.join(wanted)).decode("utf-8", "replace")
+
+    def token_bytes(self, token_id: int, *, first: bool = False) -> bytes:
+        """The bytes one token adds to a text, b"" for special tokens; `first`: nothing is in front of it.
+
+        Raises RequestError on what is not a token id.
+        """
+        if _checked(token_id) in self.special_ids:
+            return b""
+        ask = self._bytes.first if first else self._bytes.inner
+        return self._run("decode", lambda: ask(token_id))
+
+    def token_id(self, text: str) -> int | None:
+        """The id of the token with exactly this text, None if there is none."""
+        found = self._run("look up", lambda: self._library.token_to_id(text))
+        return None if found is None else int(found)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        plain = self._library.encode(text, add_special_tokens=False)
+        if not add_special_tokens:
+            return list(plain.ids)
+        full = self._library.post_process(plain, None, True)
+        ids, bos, add_bos = list(full.ids), self.bos_token_id, self._add_bos
+        has_front = full.special_tokens_mask[:1] == [1]
+        if has_front and ids[:1] == plain.ids[:1]:
+            return ids[1:]  # the text brings its own
+        if has_front and ids[0] == bos:
+            return ids[1:] if add_bos is False else ids
+        return [bos, *ids] if add_bos and bos is not None and plain.ids[:1] != [bos] else ids
+
+    def _named(self, text: object, name: str) -> int | None:
+        token_id = self.token_id(text) if isinstance(text, str) else None
+        if text is not None and token_id is None:
+            raise CheckpointError(
+                f"{self._folder}: {name} {quoted(text)} is not a token of tokenizer.json",
+                fix="take tokenizer.json and tokenizer_config.json from the same checkpoint",
+            )
+        return token_id
+
+    def _run(self, action: str, call: Callable[[], T]) -> T:
+        return _guarded(f"{self._folder / 'tokenizer.json'} cannot {action}", call)
+
+
+def _load(raw: bytes) -> Any:
+    from tokenizers import Tokenizer as Library  # imported here: `import cpmrt` stays light
+
+    library = Library.from_buffer(raw)
+    library.no_truncation()
+    library.no_padding()
+    return library
+
+
+def _guarded(what: str, call: Callable[[], T]) -> T:
+    """The result of a call into the Rust library, whose errors are plain Exceptions and, where it panics, worse."""
+    try:
+        return call()
+    except (CheckpointError, RequestError):
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise CheckpointError(
+            f"{what}: {str(error)[:300]}", fix="check that the file is complete (compare it with its source)"
+        ) from error
+
+
+def _missing(folder: Path) -> CheckpointError:
+    if (folder / "tokenizer.model").exists():
+        return CheckpointError(
+            f"{folder} has a tokenizer.model but no tokenizer.json",
+            fix=f"make one with transformers: AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained("
+            f"{str(folder)!r})",
+        )
+    return CheckpointError(f"{folder} has no tokenizer.json", fix="copy it from the model's repository")
+
+
+def _checked(token_id: int) -> int:
+    if not isinstance(token_id, int):
+        try:
+            token_id = int(token_id.__index__())
+        except (AttributeError, TypeError) as error:
+            raise RequestError("token id", expected="an integer", actual=quoted(token_id)) from error
+    if not 0 <= token_id < 2**32:
+        raise RequestError("token id", expected="an integer in [0, 2**32)", actual=token_id)
+    return token_id
