@@ -1,0 +1,232 @@
+"""The public entry: a model loaded, planned and ready to generate. The only file that picks an executor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cpmrt.config import EngineConfig, ModelConfig, SamplingParams
+from cpmrt.dtypes import F32, DType, to_float32
+from cpmrt.engine import Engine, Request
+from cpmrt.engine.engine import StepListener
+from cpmrt.errors import ContextLengthError, NoDeviceError, RequestError, UnsupportedModelError
+from cpmrt.generation import Completion, TextStream
+from cpmrt.memory.plan import MemoryPlan
+from cpmrt.models.decoder import tensor_specs
+from cpmrt.models.planning import fit_model, position_limit
+from cpmrt.reference.executor import LoadWeights, ReferenceExecutor
+from cpmrt.reference.host_memory import available_bytes
+from cpmrt.reference.sampling import log_softmax
+from cpmrt.text import ChatTemplate, Tokenizer
+from cpmrt.weights.checkpoint import Checkpoint
+from cpmrt.weights.dummy import dummy
+from cpmrt.weights.model_folder import ModelFolder
+from cpmrt.weights.pack import check, pack
+
+Prompt = str | Sequence[int]
+
+
+class LLM:
+    """A language model on one device, for one thread at a time.
+
+    `model` is a folder or a Hugging Face id; None is the bundled demo model. `executor`: "auto", "cuda" or
+    "reference" (NumPy). `dtype` of weights, KV and activations: "auto" (the checkpoint's), "bfloat16", "float16",
+    "float32". `max_context` in tokens and `memory_budget` in bytes bound the memory plan (None: the model's own
+    context, what is free). `load_format="dummy"` fills the config with seeded random weights. `hf_overrides` replace
+    keys of config.json. `on_step` is called with every step and its result (`engine.step_log.StepLog` writes them).
+
+    Raises CheckpointError, ConfigError, UnsupportedModelError, MemoryPlanError or NoDeviceError.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        revision: str | None = None,
+        executor: str = "auto",
+        dtype: str = "auto",
+        max_context: int | None = None,
+        memory_budget: int | None = None,
+        load_format: str = "auto",
+        seed: int = 0,
+        hf_overrides: Mapping[str, Any] | None = None,
+        prefill_chunk: int = 512,
+        max_sequences: int = 1,
+        on_step: StepListener | None = None,
+    ):
+        settings = EngineConfig(
+            executor, dtype, max_context, memory_budget, load_format, seed, prefill_chunk, max_sequences
+        )
+        is_dummy = load_format == "dummy"
+        folder = ModelFolder.open(model, revision=revision, weights=not is_dummy, hf_overrides=hf_overrides)
+        self.config: ModelConfig = folder.config
+        if self.config.quantization and not is_dummy:
+            raise UnsupportedModelError(
+                f"{folder.path}: the weights are quantised ({self.config.quantization})",
+                fix="use the 16-bit checkpoint of this model",
+            )
+        self._seed, self._num_requests = seed, 0
+        self.tokenizer = _open_tokenizer(folder, is_dummy)
+        self.chat_template = ChatTemplate.open(folder.path)
+        _check_executor(settings.executor, folder.is_bundled)
+        made = _reference_executor(folder, settings)
+        self._plan, self._executor = made.plan, made
+        self._engine = Engine(self._executor, on_step)
+
+    def generate(self, prompt: Prompt, params: SamplingParams | None = None) -> Completion:
+        """Continue a prompt (text, or token ids taken as they are). Raises RequestError, ContextLengthError."""
+        return self.stream(prompt, params).finish()
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> TextStream:
+        """The same, piece by piece; closing the stream cancels. Its `completion` holds the whole."""
+        return TextStream(self._engine, self.tokenizer, self._request(prompt, params or SamplingParams()))
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        enable_thinking: bool | None = None,
+        **template_kwargs: Any,
+    ) -> Completion:
+        """Answer a conversation: messages of {"role", "content"}, rendered by the checkpoint's chat template."""
+        prompt = self.chat_prompt(messages, tools=tools, enable_thinking=enable_thinking, **template_kwargs)
+        return self.generate(prompt, params)
+
+    def chat_prompt(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        enable_thinking: bool | None = None,
+        **template_kwargs: Any,
+    ) -> list[int]:
+        """Token ids of a conversation, ready for `stream`."""
+        if self.chat_template is None:
+            raise RequestError("the checkpoint has no chat template", fix="use generate, or add chat_template.jinja")
+        text = self.chat_template.render(messages, tools=tools, enable_thinking=enable_thinking, **template_kwargs)
+        return self._encode(text)
+
+    def logits(self, token_ids: Sequence[int]) -> F32:
+        """Logits at every position: float32 [T, V], in the model's vocabulary order."""
+        return np.concatenate(list(self._prompt_logits(token_ids)))
+
+    def score(self, token_ids: Sequence[int]) -> F32:
+        """Natural log-probability of each token after the first, given those before it: float32 [T - 1]."""
+        ids, parts, start = np.array(token_ids), list[F32](), 0
+        for logits in self._prompt_logits(token_ids):
+            following = ids[start + 1 : start + 1 + len(logits)]
+            parts.append(log_softmax(logits[: len(following)])[np.arange(len(following)), following])
+            start += len(logits)
+        return np.concatenate(parts)
+
+    @property
+    def plan(self) -> MemoryPlan:
+        """What was allocated, part by part; `str(plan)` is a table."""
+        return self._plan
+
+    @property
+    def max_context(self) -> int:
+        """Tokens a sequence may hold, prompt and new ones together."""
+        return self._engine.limits.max_context
+
+    def close(self) -> None:
+        """Free everything. May be called again."""
+        self._engine.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _prompt_logits(self, token_ids: Sequence[int]) -> Iterator[F32]:
+        ids = self._checked(token_ids)
+        if not ids:
+            raise RequestError("token_ids are empty", expected="at least one token", actual=0)
+        if len(ids) > self.max_context:
+            raise ContextLengthError(
+                "the tokens do not fit the context",
+                expected=f"at most {self.max_context}",
+                actual=len(ids),
+                fix="raise max_context",
+            )
+        return self._executor.prompt_logits(self._engine.free_slot(), ids)
+
+    def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
+        if not isinstance(params, SamplingParams):
+            raise RequestError("params", expected="SamplingParams", actual=type(params).__name__)
+        if params.stop and self.tokenizer is None:
+            raise RequestError("stop strings need a tokenizer", fix="use stop_token_ids")
+        ids = self._checked(self._encode(prompt) if isinstance(prompt, str) else prompt)
+        end_ids = () if params.ignore_eos else self._end_token_ids()
+        seed = params.seed if params.seed is not None else self._seed + self._num_requests
+        self._num_requests += 1
+        return Request(ids, params, seed % 2**64, tuple(sorted({*params.stop_token_ids, *end_ids})))
+
+    def _end_token_ids(self) -> tuple[int, ...]:
+        own = self.tokenizer.eos_token_ids if self.tokenizer else ()
+        return (*self.config.eos_token_ids, *own)
+
+    def _encode(self, text: str) -> list[int]:
+        if self.tokenizer is None:
+            raise RequestError("the checkpoint has no tokenizer", fix="pass token ids instead of text")
+        return self.tokenizer.encode(text)
+
+    def _checked(self, token_ids: Sequence[int]) -> tuple[int, ...]:
+        if isinstance(token_ids, np.ndarray):
+            token_ids = token_ids.tolist()
+        if not isinstance(token_ids, Sequence):
+            raise RequestError("prompt", expected="text or a list of token ids", actual=type(token_ids).__name__)
+        vocab = self.config.vocab_size
+        for index, token in enumerate(token_ids):
+            is_integer = isinstance(token, (int, np.integer)) and not isinstance(token, bool)
+            if not is_integer or not 0 <= token < vocab:
+                raise RequestError(f"prompt: token {index}", expected=f"an id in [0, {vocab})", actual=repr(token)[:80])
+        return tuple(int(token) for token in token_ids)
+
+
+def _open_tokenizer(folder: ModelFolder, is_dummy: bool) -> Tokenizer | None:
+    """Random weights need no tokenizer; a real checkpoint has one."""
+    if is_dummy and not (folder.path / "tokenizer.json").exists():
+        return None
+    return Tokenizer.open(folder.path, vocab_size=folder.config.vocab_size)
+
+
+def _check_executor(wish: str, is_bundled: bool) -> None:
+    if wish == "cuda":
+        raise NoDeviceError("this version has no CUDA executor", fix="pass executor='reference'")
+    if wish == "auto" and not is_bundled:
+        raise NoDeviceError(
+            "no GPU executor for this model, and the NumPy one is about a hundred times slower",
+            fix="pass executor='reference' to run it anyway",
+        )
+
+
+def _reference_executor(folder: ModelFolder, settings: EngineConfig) -> ReferenceExecutor:
+    dtype = settings.storage_dtype(folder.config.dtype)
+    budget = settings.memory_budget or available_bytes()
+    plan = fit_model(folder.config, settings, itemsize=DType.FLOAT32.itemsize, budget=budget)
+    limit = position_limit(folder.config, settings)
+    load = _weight_loader(folder, settings, dtype)
+    return ReferenceExecutor(folder.config, plan, dtype, settings.prefill_chunk, limit, load)
+
+
+def _weight_loader(folder: ModelFolder, settings: EngineConfig, dtype: DType) -> LoadWeights:
+    specs = tensor_specs(folder.config)
+
+    def load_dummy(weights: Mapping[str, F32]) -> None:
+        for spec in specs:
+            weights[spec.name][:] = to_float32(dummy(spec, dtype, settings.seed), dtype)
+
+    def load_checkpoint(weights: Mapping[str, F32]) -> None:
+        with Checkpoint.open(folder.path) as checkpoint:
+            check(specs, checkpoint)
+            for spec in specs:
+                weights[spec.name][:] = to_float32(pack(spec, checkpoint, dtype), dtype)
+
+    return load_dummy if settings.load_format == "dummy" else load_checkpoint

@@ -1,0 +1,244 @@
+"""The public API on small random checkpoints: text in and out, limits, cancellation, scores, errors."""
+
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from cpmrt import LLM, SamplingParams
+from cpmrt.config import ModelConfig
+from cpmrt.errors import (
+    CheckpointError,
+    ConfigError,
+    ContextLengthError,
+    CpmrtError,
+    MemoryPlanError,
+    NoDeviceError,
+    RequestError,
+    UnsupportedModelError,
+)
+from cpmrt.executor import Prefill
+from cpmrt.models.decoder import tensor_specs
+
+CONFIG = {
+    "architectures": ["MiniCPMForCausalLM"], "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 300, "scale_emb": 4,
+    "scale_depth": 1.4, "dim_model_base": 32, "max_position_embeddings": 256, "torch_dtype": "float32",
+    "eos_token_id": 2, "bos_token_id": 1,
+}  # fmt: skip
+TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[bot]{% endif %}"
+
+
+def write_tokenizer(folder):
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    vocab = {"<unk>": 0, "<s>": 1, "</s>": 2}
+    vocab |= {char: 3 + i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"add_bos_token": True, "bos_token": "<s>", "eos_token": "</s>", "chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoint")
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    random = np.random.default_rng(5)
+    tensors = {}
+    for spec in tensor_specs(ModelConfig.from_hf(CONFIG)):
+        for source in spec.sources:
+            spread = random.standard_normal(source.shape) * (source.shape[-1] ** -0.5 if len(source.shape) > 1 else 0.1)
+            tensors[source.name] = (spread + (len(source.shape) == 1)).astype(np.float32)
+    save_file(tensors, folder / "model.safetensors")
+    write_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def llm(checkpoint):
+    with LLM(checkpoint, executor="reference") as made:
+        yield made
+
+
+SAMPLED = SamplingParams(max_new_tokens=20, temperature=1.0, seed=7, ignore_eos=True)
+
+
+def test_generate_from_text_and_from_ids_agree(llm):
+    text = llm.generate("héllo", SAMPLED)
+    ids = llm.generate(llm.tokenizer.encode("héllo"), SAMPLED)
+    assert text.token_ids == ids.token_ids and text.text == ids.text
+    assert text.finish_reason == "length" and len(text.token_ids) == 20
+    assert text.stats.prompt_tokens == len("héllo".encode()) + 1 and text.stats.new_tokens == 20
+
+
+def test_stream_is_generate_in_pieces(llm):
+    pieces = list(llm.stream("abc", SAMPLED))
+    whole = llm.generate("abc", SAMPLED)
+    assert "".join(piece.text for piece in pieces) == whole.text
+    assert tuple(token for piece in pieces for token in piece.token_ids) == whole.token_ids
+
+
+def test_two_streams_in_turns_are_what_they_are_alone(checkpoint):
+    other = SamplingParams(max_new_tokens=15, temperature=1.0, seed=8, ignore_eos=True)
+    with LLM(checkpoint, executor="reference", max_sequences=2) as llm:
+        alone = [llm.generate("one", SAMPLED).token_ids, llm.generate("three", other).token_ids]
+        streams = [llm.stream("one", SAMPLED), llm.stream("three", other)]
+        together = [[], []]
+        for _ in range(25):
+            for stream, tokens in zip(streams, together, strict=True):
+                tokens.extend(next(stream, None).token_ids if len(tokens) < 15 else ())
+        for stream, tokens in zip(streams, together, strict=True):
+            tokens.extend(token for piece in stream for token in piece.token_ids)
+    assert [tuple(tokens) for tokens in together] == alone
+
+
+def test_closing_a_stream_cancels_it_and_frees_its_slot(llm):
+    with llm.stream("abc", SAMPLED) as stream:
+        next(stream)
+    assert stream.completion.finish_reason == "cancelled" and len(stream.completion.token_ids) == 1
+    assert llm.generate("abc", SAMPLED).finish_reason == "length"
+
+
+def test_a_stream_that_was_never_read_cancels_too(llm):
+    stream = llm.stream("abc", SAMPLED)
+    stream.close()
+    assert stream.completion.finish_reason == "cancelled"
+    assert llm.generate("abc", SAMPLED).finish_reason == "length"
+
+
+def test_the_prompt_chunks_do_not_show(checkpoint):
+    tokens = set()
+    for chunk in (1, 3, 512):
+        steps = []
+        with LLM(checkpoint, executor="reference", prefill_chunk=chunk, on_step=lambda *s: steps.append(s[0])) as llm:
+            tokens.add(llm.generate("a longer prompt", SAMPLED).token_ids)
+        assert max(len(step.token_ids) for step in steps if isinstance(step, Prefill)) == min(chunk, 16)
+    assert len(tokens) == 1
+
+
+def test_end_tokens_and_ignore_eos(llm):
+    params = SamplingParams(max_new_tokens=60, temperature=2.0, seed=3, ignore_eos=True)
+    free = llm.generate("x", params)
+    stop = free.token_ids[5]
+    cut = llm.generate("x", SamplingParams(max_new_tokens=60, temperature=2.0, seed=3, ignore_eos=True,
+                                           stop_token_ids=(stop,)))  # fmt: skip
+    end = free.token_ids.index(stop)
+    assert cut.token_ids == free.token_ids[: end + 1] and cut.finish_reason == "stop"
+    assert cut.text == llm.tokenizer.decode([1, *llm.tokenizer.encode("x")[1:], *free.token_ids[:end]])[1:]
+
+
+def test_stop_strings_cut_the_text(llm):
+    free = llm.generate("x", SAMPLED)
+    stop = free.text[4:7]
+    cut = llm.generate("x", SamplingParams(max_new_tokens=20, temperature=1.0, seed=7, ignore_eos=True, stop=stop))
+    assert cut.finish_reason == "stop"
+    assert cut.text == free.text[: free.text.index(stop)] and len(cut.token_ids) < 20
+
+
+def test_seeds(checkpoint):
+    with LLM(checkpoint, executor="reference", seed=1) as first, LLM(checkpoint, executor="reference", seed=1) as second:
+        params = SamplingParams(max_new_tokens=12, temperature=1.5)
+        runs = [[one.generate("s", params).token_ids for _ in range(3)] for one in (first, second)]
+    assert runs[0] == runs[1] and len(set(runs[0])) == 3, "a program repeats itself; its requests differ"
+
+
+def test_chat_renders_the_template_with_one_bos(llm):
+    ids = llm.chat_prompt([{"role": "user", "content": "hi"}])
+    assert llm.tokenizer.decode(ids) == "[user]hi[bot]" and ids[0] == 1 and ids.count(1) == 1
+    assert llm.chat([{"role": "user", "content": "hi"}], SAMPLED).token_ids == llm.generate(ids, SAMPLED).token_ids
+
+
+def test_logits_and_scores_are_those_of_generation(llm):
+    prompt = llm.tokenizer.encode("score me")
+    params = SamplingParams(max_new_tokens=6, logprobs=3, ignore_eos=True)
+    out = llm.generate(prompt, params)
+    ids = [*prompt, *out.token_ids]
+    logits, scores = llm.logits(ids), llm.score(ids)
+    assert logits.shape == (len(ids), 300) and logits.dtype == np.float32
+    assert scores.shape == (len(ids) - 1,) and scores.dtype == np.float32
+    assert tuple(logits[len(prompt) - 1 : -1].argmax(-1)) == out.token_ids
+    np.testing.assert_allclose([entry.logprob for entry in out.logprobs], scores[len(prompt) - 1 :], atol=2e-4)
+    for entry, token in zip(out.logprobs, out.token_ids, strict=True):
+        assert entry.token_id == token and entry.top[0][0] == token and len(entry.top) == 3
+    assert llm.score([5]).shape == (0,)
+
+
+def test_scoring_while_a_stream_runs_needs_a_free_slot(llm):
+    with llm.stream("abc", SAMPLED) as stream:
+        next(stream)
+        with pytest.raises(RequestError, match="slot"):
+            llm.logits([1, 2])
+    assert llm.logits([1, 2]).shape == (2, 300)
+
+
+def test_the_context_may_be_filled_to_the_last_token(checkpoint):
+    with LLM(checkpoint, executor="reference", max_context=32) as llm:
+        out = llm.generate([5] * 12, SamplingParams(max_new_tokens=20, ignore_eos=True))
+        assert len(out.token_ids) == 20
+        with pytest.raises(ContextLengthError, match="at most 20 new tokens"):
+            llm.generate([5] * 12, SamplingParams(max_new_tokens=21))
+        with pytest.raises(ContextLengthError):
+            llm.logits([5] * 33)
+
+
+def test_dummy_weights_need_neither_weights_nor_tokenizer(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    with LLM(tmp_path, executor="reference", load_format="dummy", dtype="bfloat16") as llm:
+        assert len(llm.generate([3, 4], SamplingParams(max_new_tokens=5, ignore_eos=True)).token_ids) == 5
+        for call in (lambda: llm.generate("text"), lambda: llm.generate([3], SamplingParams(stop="x"))):
+            with pytest.raises(RequestError, match="token"):
+                call()
+        with pytest.raises(RequestError, match="chat template"):
+            llm.chat([{"role": "user", "content": "hi"}])
+
+
+def test_overrides_reach_the_config(checkpoint):
+    with LLM(checkpoint, executor="reference", hf_overrides={"eos_token_id": 9, "max_position_embeddings": 64}) as llm:
+        assert llm.config.eos_token_ids == (9,) and llm.max_context == 64
+
+
+def test_closed_models_refuse(checkpoint):
+    llm = LLM(checkpoint, executor="reference")
+    llm.close()
+    llm.close()
+    with pytest.raises(NoDeviceError, match="closed"):
+        llm.generate([1, 2])
+
+
+@pytest.mark.parametrize(("arguments", "error", "words"), [
+    ({"executor": "cuda"}, NoDeviceError, "reference"),
+    ({"executor": "auto"}, NoDeviceError, "reference"),
+    ({"executor": "reference", "max_context": 257}, ConfigError, "at most 256"),
+    ({"executor": "reference", "memory_budget": 1000}, MemoryPlanError, "does not fit"),
+    ({"executor": "reference", "hf_overrides": {"vocab_size": 301}}, CheckpointError, "embed_tokens"),
+    ({"executor": "reference", "hf_overrides": {"num_hidden_layers": 3}}, CheckpointError, "missing"),
+    ({"executor": "reference", "hf_overrides": {"num_hidden_layers": 1}}, CheckpointError, "unexpected"),
+    ({"executor": "reference", "hf_overrides": {"tie_word_embeddings": False}}, CheckpointError, "lm_head"),
+    ({"executor": "reference", "hf_overrides": {"quantization_config": {"quant_method": "gptq"}}},
+     UnsupportedModelError, "gptq"),
+    ({"executor": "reference", "hf_overrides": "x"}, ConfigError, "hf_overrides"),
+])  # fmt: skip
+def test_a_wrong_setting_is_a_clear_error(checkpoint, arguments, error, words):
+    with pytest.raises(error, match=words):
+        LLM(checkpoint, **arguments)
+
+
+@pytest.mark.parametrize("prompt", ["", [], [300], [-1], [1.5], ["a"], [True], None, 5, "\ud800"])
+def test_a_wrong_prompt_is_a_clear_error(llm, prompt):
+    if prompt == "":
+        assert llm.generate(prompt, SAMPLED).stats.prompt_tokens == 1, "BOS alone"
+        return
+    with pytest.raises(CpmrtError):
+        llm.generate(prompt, SAMPLED)
+
+
+def test_unknown_arguments_are_refused(checkpoint):
+    with pytest.raises(TypeError, match="tensor_parallel"):
+        LLM(checkpoint, tensor_parallel=2)
+    with pytest.raises(RequestError, match="SamplingParams"):
+        LLM(checkpoint, executor="reference").generate("x", {"temperature": 1})
