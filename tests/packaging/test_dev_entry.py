@@ -1,0 +1,171 @@
+"""tools/dev.py on a toy project whose build backend lies beside it, so that pip needs no network."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+PYPROJECT = """\
+[build-system]
+requires = []
+build-backend = "backend"
+backend-path = ["."]
+"""
+
+BACKEND = '''\
+"""Builds an editable wheel of the toy package beside this file."""
+import pathlib
+import zipfile
+
+REQUIRES = ""
+
+
+def build_editable(wheel_directory, config_settings=None, metadata_directory=None):
+    files = {
+        "cpmrt.pth": str(pathlib.Path(__file__).parent),
+        "cpmrt-0.dist-info/METADATA": "Metadata-Version: 2.1\\nName: cpmrt\\nVersion: 0\\n" + REQUIRES,
+        "cpmrt-0.dist-info/WHEEL": "Wheel-Version: 1.0\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n",
+        "cpmrt-0.dist-info/entry_points.txt": "[console_scripts]\\ncpmrt = cpmrt:main\\n",
+        "cpmrt-0.dist-info/RECORD": "",
+    }
+    name = "cpmrt-0-py3-none-any.whl"
+    with zipfile.ZipFile(pathlib.Path(wheel_directory) / name, "w") as wheel:
+        for path, text in files.items():
+            wheel.writestr(path, text)
+    return name
+'''
+
+PACKAGE = '''\
+"""A cpmrt that says how it was called."""
+import os
+import sys
+
+
+def main():
+    print(os.getcwd(), *sys.argv[1:], sep="|")
+    return 7
+'''
+
+OFFLINE = {
+    "PIP_CONFIG_FILE": os.devnull,
+    "PIP_FIND_LINKS": "",
+    "PIP_INDEX_URL": "http://127.0.0.1:9/",
+    "PIP_RETRIES": "1",
+}
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A repository with tools/dev.py and the toy package."""
+    root = tmp_path / "a project"
+    (root / "tools").mkdir(parents=True)
+    (root / "elsewhere").mkdir()
+    shutil.copy(ROOT / "tools" / "dev.py", root / "tools")
+    (root / "pyproject.toml").write_text(PYPROJECT)
+    (root / "backend.py").write_text(BACKEND)
+    (root / "cpmrt.py").write_text(PACKAGE)
+    return root
+
+
+def start(project: Path, *arguments: str) -> subprocess.Popen[str]:
+    """Call dev.py by a relative path from a folder inside the project."""
+    return subprocess.Popen(
+        [sys.executable, os.path.join("..", "tools", "dev.py"), *arguments],
+        cwd=project / "elsewhere",
+        env={**{k: v for k, v in os.environ.items() if k != "PYTHONPATH"}, **OFFLINE},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def call(project: Path, *arguments: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of one call."""
+    process = start(project, *arguments)
+    out, err = process.communicate(timeout=120)
+    return process.returncode, out, err
+
+
+@pytest.fixture(scope="module")
+def dev() -> ModuleType:
+    """tools/dev.py as a module."""
+    spec = importlib.util.spec_from_file_location("dev", ROOT / "tools" / "dev.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("driver_version", "extra"),
+    [(0, ""), (11080, ""), (12000, "cuda12"), (12090, "cuda12"), (13000, "cuda13"), (14010, "cuda13")],
+)
+def test_the_driver_decides_the_cuda_extra(dev: ModuleType, driver_version: int, extra: str) -> None:
+    assert dev.cuda_extra(driver_version) == extra
+
+
+def test_extras_are_found_in_the_text_of_pyproject(dev: ModuleType) -> None:
+    extras = '[project.optional-dependencies] # these\ndev = [\n  "a=1",\n]\ncuda12=["b"]\n'
+    assert dev.defined_extras(f'[project]\nname = "x"\n{extras}[other]\ny = 1\n') == {"dev", "cuda12"}
+    assert "dev" in dev.defined_extras((ROOT / "pyproject.toml").read_text())
+
+
+def test_help_needs_no_venv(project: Path) -> None:
+    code, out, err = call(project, "--help")
+    assert (code, err) == (0, "")
+    assert "generate" in out and "test" in out
+    assert not (project / ".venv").exists()
+
+
+@pytest.mark.slow
+def test_first_call_installs_and_second_only_runs(project: Path) -> None:
+    expected = f"{project / 'elsewhere'}|generate|def f(|--json\n"
+    code, out, err = call(project, "generate", "def f(", "--json")
+    assert (code, out) == (7, expected), err
+    assert "making" in err and "installing" in err
+    assert call(project, "generate", "def f(", "--json") == (7, expected, "")
+
+
+@pytest.mark.slow
+def test_changed_project_and_broken_venv_are_mended(project: Path) -> None:
+    call(project, "plan")
+    (project / "pyproject.toml").write_text(PYPROJECT + "# changed\n")
+    code, _, err = call(project, "plan")
+    assert code == 7 and "installing" in err and "making" not in err
+    (project / ".venv" / "bin" / "python").unlink()
+    code, _, err = call(project, "plan")
+    assert code == 7 and "making" in err
+    (project / ".venv" / "cpmrt-install.json").write_text("{")
+    code, _, err = call(project, "plan")
+    assert code == 7 and "making" in err
+
+
+@pytest.mark.slow
+def test_concurrent_first_calls_install_once(project: Path) -> None:
+    calls = [start(project, "plan", str(number)) for number in range(3)]
+    results = [process.communicate(timeout=120) for process in calls]
+    assert [process.returncode for process in calls] == [7, 7, 7], results
+    assert sum("installing cpmrt" in err for _, err in results) == 1
+
+
+@pytest.mark.slow
+def test_unreachable_index_is_named_and_the_next_call_tries_again(project: Path) -> None:
+    backend = project / "backend.py"
+    backend.write_text(BACKEND.replace('REQUIRES = ""', 'REQUIRES = "Requires-Dist: not-on-this-disk\\n"'))
+    code, out, err = call(project, "plan")
+    assert (code, out) == (1, "")
+    assert "package index cannot be reached" in err and "No matching distribution found" in err
+    assert "pip could not install cpmrt (exit code 1)" in err.splitlines()[-1]
+    assert "Traceback" not in err
+    backend.write_text(BACKEND)
+    code, _, err = call(project, "plan")
+    assert code == 7 and "making" not in err

@@ -1,0 +1,33 @@
+"""`import cpmrt` is light: an embedding application pays for what it uses, when it uses it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+HEAVY = ("cupy", "torch", "tokenizers", "jinja2", "huggingface_hub", "rich")
+CHILD = """
+import json, sys, time
+begun = time.perf_counter()
+import cpmrt
+seconds = time.perf_counter() - begun
+print(json.dumps({"seconds": seconds, "modules": sorted(sys.modules)}))
+"""
+
+
+def import_once() -> tuple[float, list[str]]:
+    """Seconds that `import cpmrt` took in a fresh interpreter, and every module it holds afterwards."""
+    done = subprocess.run([sys.executable, "-c", CHILD], capture_output=True, text=True, timeout=60, check=True)
+    report = json.loads(done.stdout)
+    return report["seconds"], report["modules"]
+
+
+def test_import_pulls_in_nothing_heavy() -> None:
+    _, modules = import_once()
+    assert "cpmrt" in modules
+    assert [name for name in HEAVY if name in modules] == []
+
+
+def test_import_takes_under_300_ms() -> None:
+    assert min(import_once()[0] for _ in range(3)) < 0.3
