@@ -199,11 +199,11 @@ def _open_tokenizer(folder: ModelFolder, is_dummy: bool) -> Tokenizer | None:
 
 def _check_executor(wish: str, is_bundled: bool) -> None:
     if wish == "cuda":
-        raise NoDeviceError("this version has no CUDA executor", fix="pass executor='reference'")
+        raise NoDeviceError("this version has no CUDA executor", fix="use executor='reference' (--executor reference)")
     if wish == "auto" and not is_bundled:
         raise NoDeviceError(
             "no GPU executor for this model, and the NumPy one is about a hundred times slower",
-            fix="pass executor='reference' to run it anyway",
+            fix="use executor='reference' (--executor reference) to run it anyway",
         )
 
 

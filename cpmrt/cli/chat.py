@@ -1,0 +1,149 @@
+"""Talk with a model. The conversation is kept; when it outgrows the context its oldest turns are dropped, with a
+remark, but never the system message. Piped input is one question a line.
+
+Ctrl-C stops the answer, whose beginning stays in the conversation. At the prompt it leaves when pressed twice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+
+from cpmrt import LLM
+from cpmrt.cli.arguments import add_model_options, add_sampling_options, llm_arguments, sampling_params
+from cpmrt.cli.conversation import Conversation, fit
+from cpmrt.cli.listeners import StopOnInterrupt, StopRequestedError
+from cpmrt.cli.output import note, printable, write
+from cpmrt.cli.prompt_source import decoded
+from cpmrt.config import SamplingParams
+from cpmrt.errors import RequestError
+from cpmrt.generation import TextStream
+
+HELP = "/reset forgets the conversation, /exit (or Ctrl-D) leaves, Ctrl-C stops an answer"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this command."""
+    parser.add_argument("--system", metavar="TEXT", help="the system message")
+    parser.add_argument(
+        "--thinking", action=argparse.BooleanOptionalAction, help="let the model think first (default: its template's)"
+    )
+    add_model_options(parser)
+    add_sampling_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Answer until the input ends; 1 if a line of piped input could not be answered."""
+    params = sampling_params(args)
+    interrupt = StopOnInterrupt()
+    is_interactive = sys.stdin is not None and sys.stdin.isatty()
+    with LLM(**llm_arguments(args), on_step=interrupt) as llm:
+        chat = Chat(llm, Conversation(args.system), params, args.thinking, interrupt)
+        chat.check()
+        if is_interactive:
+            note(HELP)
+        num_failed = 0
+        for line in _typed_lines() if is_interactive else _piped_lines():
+            if line.strip() == "/exit":
+                break
+            num_failed += not chat.take(line)
+    return 1 if num_failed and not is_interactive else 0
+
+
+class Chat:
+    """Takes lines: a command that begins with a slash, or a question, whose answer it writes."""
+
+    def __init__(
+        self,
+        llm: LLM,
+        conversation: Conversation,
+        params: SamplingParams,
+        enable_thinking: bool | None,
+        interrupt: StopOnInterrupt,
+    ):
+        self._llm, self._conversation, self._params = llm, conversation, params
+        self._enable_thinking, self._interrupt = enable_thinking, interrupt
+
+    def check(self) -> None:
+        """Raise RequestError if the model cannot chat at all, or not with this system message."""
+        self._llm.chat_prompt(self._conversation.asked("?"), enable_thinking=self._enable_thinking)
+
+    def take(self, line: str) -> bool:
+        """False if it could not be answered; the reason has been shown then."""
+        line = line.strip()
+        if line == "/reset":
+            self._conversation.reset()
+            note("the conversation is forgotten")
+        elif line == "/help":
+            note(HELP)
+        elif re.fullmatch(r"/\w+", line):
+            note(f"{printable(line)} is no command: {HELP}")
+        elif line:
+            return self._answer(line)
+        return True
+
+    def _answer(self, question: str) -> bool:
+        try:
+            prompt, num_dropped = fit(self._llm, self._conversation, question, self._params, self._enable_thinking)
+            stream = self._llm.stream(prompt, self._params)
+            if num_dropped:
+                note(f"the conversation no longer fits the context: its oldest turns ({num_dropped}) are dropped")
+                self._conversation.drop_oldest(num_dropped)
+            answer = self._written(stream)
+        except RequestError as error:
+            note(f"cpmrt: error: {printable(str(error))}")
+            return False
+        if answer:
+            self._conversation.add(question, answer)
+        return True
+
+    def _written(self, stream: TextStream) -> str:
+        """Write the answer as it comes; what there is of it."""
+        with self._interrupt, stream:
+            try:
+                for piece in stream:
+                    write(piece.text)
+                    if self._interrupt.requested:
+                        break
+            except StopRequestedError:
+                stream.close()
+        completion = stream.completion
+        write("\n")
+        if completion.finish_reason == "length":
+            note(f"(stopped after --max-new-tokens {self._params.max_new_tokens})")
+        elif completion.finish_reason == "cancelled":
+            note("(stopped)")
+        return completion.text
+
+
+def _piped_lines() -> Iterator[str]:
+    """Until the end of the input. Raises RequestError on what is not UTF-8."""
+    for raw in sys.stdin.buffer if sys.stdin is not None else ():
+        yield decoded(raw, "standard input")
+
+
+def _typed_lines() -> Iterator[str]:
+    """Until Ctrl-D. Raises KeyboardInterrupt when Ctrl-C is pressed twice."""
+    with suppress(ImportError):  # not every Python has it
+        import readline  # noqa: F401 - gives input() its line editing
+    was_interrupted = False
+    while True:
+        try:
+            line = input("> ")
+        except EOFError:
+            write("\n")
+            return
+        except UnicodeDecodeError:
+            note("that was not UTF-8 text")
+            continue
+        except KeyboardInterrupt:
+            if was_interrupted:
+                raise
+            was_interrupted = True
+            note("\n(Ctrl-C again or /exit to leave)")
+            continue
+        was_interrupted = False
+        yield line

@@ -1,0 +1,49 @@
+"""Check this machine: what cpmrt finds, what is missing, and the command that mends it.
+
+The exit code is 0 if cpmrt can run here at all.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import asdict
+
+from cpmrt.cli import gpu_probes, host_probes
+from cpmrt.cli.finding import Finding, Status
+from cpmrt.cli.output import note, printable, write, write_json, write_table
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this command."""
+    parser.add_argument("--json", action="store_true", help="write one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print every finding; 1 if one of them keeps cpmrt from running."""
+    findings = list(_findings())
+    can_run = all(finding.status is not Status.BROKEN for finding in findings)
+    if args.json:
+        rows = [{**asdict(finding), "status": finding.status.value} for finding in findings]
+        write_json({"can_run": can_run, "findings": rows})
+        return 0 if can_run else 1
+    write_table([(f.subject, f.status.value, f.found) for f in findings], ("what", "state", "found"))
+    fixes = [finding for finding in findings if finding.fix]
+    if fixes:
+        write("\nto mend:\n" + "".join(f"  {printable(f.subject)}: {printable(f.fix)}\n" for f in fixes))
+    if not can_run:
+        note("cpmrt: error: cpmrt cannot run here; mend what is broken")
+    return 0 if can_run else 1
+
+
+def _findings() -> Iterator[Finding]:
+    yield from host_probes.versions()
+    yield from host_probes.required_packages()
+    driver = gpu_probes.driver()
+    yield from driver.findings
+    yield gpu_probes.nvml(driver)
+    yield from gpu_probes.cuda_wheels(driver)
+    yield gpu_probes.nvrtc(driver)
+    yield host_probes.cache_folder()
+    yield host_probes.bundled_model()
+    yield host_probes.executor()

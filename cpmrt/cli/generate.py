@@ -1,0 +1,96 @@
+"""Continue a prompt: the new text goes to standard output as it comes, a closing summary to standard error.
+
+The text ends with a newline, added where the model made none; --json has it exactly.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from contextlib import ExitStack
+from dataclasses import asdict
+from typing import Any
+
+from cpmrt import LLM
+from cpmrt.cli.arguments import (
+    add_logprobs_option,
+    add_model_options,
+    add_sampling_options,
+    llm_arguments,
+    sampling_params,
+)
+from cpmrt.cli.listeners import PrefillProgress, step_log, tell
+from cpmrt.cli.output import note, write, write_json
+from cpmrt.cli.prompt_source import add_prompt_options, read_prompt
+from cpmrt.config import EngineConfig, SamplingParams
+from cpmrt.engine import GenerationStats
+from cpmrt.generation import Completion
+from cpmrt.weights.model_folder import BUNDLED
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this command."""
+    add_prompt_options(parser)
+    add_model_options(parser)
+    add_sampling_options(parser)
+    add_logprobs_option(parser)
+    parser.add_argument("--json", action="store_true", help="write one JSON object when all is done, and nothing else")
+    parser.add_argument("--quiet", action="store_true", help="no closing summary")
+    parser.add_argument(
+        "--log-steps", metavar="FILE", help="write every step of the engine and its result as JSON lines"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Generate once."""
+    params = sampling_params(args)
+    prompt = read_prompt(args)
+    with ExitStack() as stack:
+        progress = PrefillProgress()
+        stack.callback(progress.stop)
+        log = (stack.enter_context(step_log(args.log_steps)),) if args.log_steps is not None else ()
+        llm = stack.enter_context(LLM(**llm_arguments(args), on_step=tell(progress, *log)))
+        completion = _generate(llm, prompt, params, progress, is_silent=args.json)
+    if args.json:
+        write_json(_record(args.model or str(BUNDLED), completion))
+    elif not args.quiet:
+        note(summary(completion))
+    return 0
+
+
+def _generate(
+    llm: LLM, prompt: str | list[int], params: SamplingParams, progress: PrefillProgress, *, is_silent: bool
+) -> Completion:
+    ids = llm.tokenizer.encode(prompt) if llm.tokenizer and isinstance(prompt, str) else prompt
+    with llm.stream(ids, params) as stream:
+        # A prompt of one step has no progress to show.
+        if sys.stderr.isatty() and len(ids) > EngineConfig.prefill_chunk:
+            progress.start(len(ids))
+        for piece in stream:
+            if not is_silent:
+                write(piece.text)
+    if not is_silent and not stream.completion.text.endswith("\n"):
+        write("\n")
+    return stream.completion
+
+
+def summary(completion: Completion) -> str:
+    """What a generation cost, on one line."""
+    stats = completion.stats
+    parts = [
+        f"prompt {stats.prompt_tokens} tokens in {stats.prefill_s:.2f} s ({stats.prefill_tokens_per_s:.1f} tok/s)",
+        f"new {stats.new_tokens} tokens in {stats.decode_s:.2f} s ({stats.decode_tokens_per_s:.1f} tok/s)",
+        f"finish: {completion.finish_reason}",
+    ]
+    if stats.mean_accept_length is not None:
+        parts.append(f"mean accept length {stats.mean_accept_length:.2f}")
+    return ", ".join(parts)
+
+
+def _record(model: str, completion: Completion) -> dict[str, Any]:
+    return {"model": model, **asdict(completion), "stats": _stats(completion.stats)}
+
+
+def _stats(stats: GenerationStats) -> dict[str, Any]:
+    rates = {name: getattr(stats, name) for name in ("prefill_tokens_per_s", "decode_tokens_per_s")}
+    return asdict(stats) | rates

@@ -1,0 +1,96 @@
+"""The command `cpmrt`: picks a command and turns every way it can end into an exit code.
+
+0: done. 1: a CpmrtError, one line on stderr. 2: wrong usage, one line on stderr. 130: Ctrl-C. 141: the reader of
+standard output went away (`| head`). Any other exception is a bug and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from cpmrt import __version__
+from cpmrt.cli.arguments import Parser, UsageError
+from cpmrt.cli.output import discard_stdout, note, printable
+from cpmrt.errors import CpmrtError
+
+COMMANDS = {
+    "generate": "continue a prompt",
+    "chat": "talk with a model",
+    "plan": "show the memory a model needs and the largest context that fits, from its config alone",
+    "inspect": "show what a checkpoint holds: sizes, tensors, tokenizer",
+    "doctor": "check this machine and say what is missing",
+}
+EXIT_ERROR, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_CLOSED_PIPE = 1, 2, 130, 141
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line (default: the program's own); the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    _open_missing_streams()
+    try:
+        code = _run(arguments)
+        sys.stdout.flush()
+        return code
+    except SystemExit as leaving:  # --help and --version
+        return _flushed(leaving.code if isinstance(leaving.code, int) else 0)
+    except UsageError as error:
+        note(f"cpmrt: error: {printable(str(error))}")
+        return EXIT_USAGE
+    except CpmrtError as error:
+        note(f"cpmrt: error: {printable(str(error))}")
+        return EXIT_ERROR
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        discard_stdout()
+        return EXIT_CLOSED_PIPE
+
+
+def _run(arguments: list[str]) -> int:
+    # Only the first argument is parsed here: the command's own parser needs imports that --help should not pay.
+    command = _parser().parse_args(arguments[:1]).command
+    module = importlib.import_module(f"cpmrt.cli.{command}")
+    parser = Parser(prog=f"cpmrt {command}", description=module.__doc__)
+    module.configure(parser)
+    code: int = module.run(parser.parse_args(arguments[1:]))
+    return code
+
+
+def _parser() -> Parser:
+    width = max(map(len, COMMANDS))
+    listing = "\n".join(f"  {name:<{width}}  {summary}" for name, summary in COMMANDS.items())
+    parser = Parser(
+        prog="cpmrt",
+        usage="cpmrt [--help] [--version] COMMAND ...",
+        description="MiniCPM language models without torch.",
+        epilog=f"commands:\n{listing}\n\n`cpmrt COMMAND --help` describes one.",
+    )
+    parser.add_argument("--version", action="version", version=f"cpmrt {__version__}")
+    parser.add_argument("command", metavar="COMMAND", choices=COMMANDS, help=argparse.SUPPRESS)
+    return parser
+
+
+def _flushed(code: int) -> int:
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        discard_stdout()
+        return EXIT_CLOSED_PIPE
+    return code
+
+
+def _open_missing_streams() -> None:
+    """Python leaves a stream None where the caller has closed it; what is written there then goes nowhere.
+
+    A terminal that cannot show a character gets a replacement instead of a crash.
+    """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - lives as long as the process
+        reconfigure = getattr(getattr(sys, name), "reconfigure", None)
+        if reconfigure:
+            reconfigure(errors="replace" if name == "stdout" else "backslashreplace")

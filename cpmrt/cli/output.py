@@ -1,0 +1,83 @@
+"""What commands write: text and tables to standard output, remarks to standard error."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from math import isfinite
+from typing import Any
+
+from cpmrt.errors import CpmrtError
+
+
+def write(text: str) -> None:
+    """Write to standard output at once. Raises BrokenPipeError, or CpmrtError on a full disk and the like."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        discard_stdout()
+        raise CpmrtError(f"standard output cannot be written: {error.strerror}") from error
+
+
+def note(text: str) -> None:
+    """One remark on standard error."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def discard_stdout() -> None:
+    """Let what is still buffered go nowhere, or the interpreter would complain about it at exit."""
+    try:
+        descriptor = sys.stdout.fileno()
+    except (OSError, ValueError, AttributeError):
+        return
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, descriptor)
+    os.close(null)
+
+
+def printable(text: str) -> str:
+    """Control characters escaped: a name in a file must not steer the terminal."""
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
+
+
+def write_json(value: Any) -> None:
+    """One JSON object and a newline; numbers that JSON lacks become null."""
+    write(json.dumps(_finite(value), indent=2 if sys.stdout.isatty() else None) + "\n")
+
+
+def write_table(rows: Sequence[Sequence[str]], header: Sequence[str] = ()) -> None:
+    """Rows in aligned columns: by rich on a terminal, which folds long cells; one line a row elsewhere."""
+    rows = [[printable(cell) for cell in row] for row in rows]
+    if sys.stdout.isatty():
+        _write_rich(rows, header)
+        return
+    every = [list(header), *rows] if header else rows
+    widths = [max(map(len, column)) for column in zip(*every, strict=True)]
+    lines = ("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)) for row in every)
+    write("".join(f"{line.rstrip()}\n" for line in lines))
+
+
+def _write_rich(rows: Sequence[Sequence[str]], header: Sequence[str]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, show_header=bool(header), pad_edge=False, header_style="bold")
+    for index in range(len(rows[0]) if rows else len(header)):
+        table.add_column(header[index] if header else "", overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    Console().print(table)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, (list, tuple)) else value

@@ -1,0 +1,221 @@
+"""The command line as a whole, and `cpmrt generate`: text, JSON, options, sources of the prompt."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from tiny_checkpoint import write_checkpoint
+
+import cpmrt
+from cpmrt import LLM, SamplingParams
+from cpmrt.cli.main import COMMANDS, main
+from cpmrt.cli.output import printable, write_json, write_table
+from cpmrt.engine.step_log import read_steps
+from cpmrt.executor import Prefill
+from cpmrt.weights.model_folder import BUNDLED
+
+ROOT = Path(__file__).resolve().parents[2]
+SAMPLING = ("--temperature", "1", "--max-new-tokens", "12", "--ignore-eos")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+
+
+@pytest.fixture
+def generate(checkpoint):
+    """Run `cpmrt generate` on the checkpoint."""
+    return lambda *arguments: main(["generate", "-m", str(checkpoint), "--executor", "reference", *arguments])
+
+
+@pytest.fixture
+def piped(monkeypatch):
+    """Make these bytes the standard input."""
+    return lambda raw: monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(raw), encoding="utf-8"))
+
+
+def expected(checkpoint, prompt="abc", *, seed=0, stop=(), logprobs=0):
+    with LLM(checkpoint, executor="reference") as llm:
+        params = SamplingParams(
+            max_new_tokens=12, temperature=1.0, ignore_eos=True, seed=seed, stop=stop, logprobs=logprobs
+        )
+        return llm.generate(prompt, params)
+
+
+def test_help_names_every_command(capsys):
+    assert main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"\n  {name} " in shown for name in COMMANDS)
+    for name in COMMANDS:
+        assert main([name, "--help"]) == 0
+        assert f"usage: cpmrt {name}" in capsys.readouterr().out
+
+
+def test_version(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"cpmrt {cpmrt.__version__}\n"
+
+
+def test_help_imports_no_command(tmp_path):
+    code = "import sys; from cpmrt.cli.main import main; main(['--help']); print([m for m in sys.modules if m in {!r}])"
+    heavy = {"rich", "tokenizers", "huggingface_hub", "cpmrt.cli.generate", "cpmrt.cli.doctor"}
+    done = subprocess.run(
+        [sys.executable, "-c", code.format(heavy)], capture_output=True, text=True, cwd=ROOT, timeout=60, check=True
+    )
+    assert done.stdout.endswith("\n[]\n")
+
+
+def test_generate_writes_the_text_and_a_summary(generate, checkpoint, capsys):
+    assert generate("abc", *SAMPLING) == 0
+    out, err = capsys.readouterr()
+    assert out == expected(checkpoint).text.rstrip("\n") + "\n"
+    assert err.count("\n") == 1 and "prompt 4 tokens" in err and "new 12 tokens" in err and "finish: length" in err
+    assert "tok/s" in err and "accept length" not in err
+
+
+def test_summary_names_the_accept_length_where_there_is_one():
+    from cpmrt.cli.generate import summary
+    from cpmrt.engine import GenerationStats
+    from cpmrt.generation import Completion
+
+    completion = Completion("x", (1,), "stop", (), GenerationStats(3, 9, 0.5, 2.0, 2.25))
+    assert summary(completion) == (
+        "prompt 3 tokens in 0.50 s (6.0 tok/s), new 9 tokens in 2.00 s (4.0 tok/s), finish: stop, "
+        "mean accept length 2.25"
+    )
+
+
+def test_quiet_says_nothing(generate, capsys):
+    assert generate("abc", "--quiet", "--max-new-tokens", "3") == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_json_is_one_object(generate, checkpoint, capsys):
+    assert generate("abc", *SAMPLING, "--seed", "7", "--logprobs", "2", "--json") == 0
+    out, err = capsys.readouterr()
+    record, whole = json.loads(out), expected(checkpoint, seed=7, logprobs=2)
+    assert err == ""
+    assert record["text"] == whole.text and record["token_ids"] == list(whole.token_ids)
+    assert record["finish_reason"] == "length" and record["model"] == str(checkpoint)
+    assert record["stats"]["prompt_tokens"] == 4 and record["stats"]["new_tokens"] == 12
+    assert record["stats"]["decode_tokens_per_s"] > 0
+    assert [entry["token_id"] for entry in record["logprobs"]] == record["token_ids"]
+    assert all(len(entry["top"]) == 2 and entry["logprob"] <= 0 for entry in record["logprobs"])
+
+
+def test_every_sampling_field_has_an_option(generate, capsys):
+    main(["generate", "--help"])
+    shown = capsys.readouterr().out
+    for field in fields(SamplingParams):
+        option = "stop-token-id" if field.name == "stop_token_ids" else field.name.replace("_", "-")
+        assert f"--{option} " in shown or f"--{option}\n" in shown
+
+
+def test_options_reach_the_request(generate, tmp_path):
+    log = tmp_path / "steps"
+    code = generate(
+        "abc", "--quiet", "--log-steps", str(log), "--max-new-tokens", "5", "--temperature", "0.5", "--top-k", "7",
+        "--top-p", "0.9", "--min-p", "0.01", "--repetition-penalty", "1.1", "--presence-penalty", "-1",
+        "--frequency-penalty", "0.25", "--stop", "zz", "--stop", "yy", "--stop-token-id", "258", "--seed", "11",
+    )  # fmt: skip
+    assert code == 0
+    admit = next(read_steps(log))[0]
+    assert admit.sampling == SamplingParams(
+        5, 0.5, 7, 0.9, 0.01, 1.1, -1.0, 0.25, stop=("zz", "yy"), stop_token_ids=(258,)
+    )
+    assert admit.seed == 11 and set(admit.stop_token_ids) == {2, 258}
+
+
+def test_the_step_log_holds_the_generation(generate, checkpoint, tmp_path, capsys):
+    log = tmp_path / "steps"
+    assert generate("abc", *SAMPLING, "--quiet", "--log-steps", str(log)) == 0
+    steps = list(read_steps(log))
+    tokens = [token for _, result in steps for slot in result.slots for token in slot.token_ids]
+    assert tokens == list(expected(checkpoint).token_ids)
+    assert next(step for step, _ in steps if isinstance(step, Prefill)).is_last
+
+
+def test_stop_string(generate, checkpoint, capsys):
+    text = expected(checkpoint).text
+    stop = next(char for char in text[3:] if char.isprintable() and char != "\ufffd" and char not in text[:3])
+    assert generate("abc", *SAMPLING, "--stop", stop, "--json") == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["text"] == text.partition(stop)[0] and record["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("text", ["abc", "héllo 世界 🙂\n", "[bold]not markup[/bold]"])
+def test_prompt_from_file_and_stdin_and_ids(generate, checkpoint, piped, tmp_path, capsys, text):
+    results = []
+    (tmp_path / "prompt").write_bytes(text.encode())
+    with LLM(checkpoint, executor="reference") as llm:
+        ids = ",".join(map(str, llm.tokenizer.encode(text)))
+    for arguments in (
+        [text],
+        ["--prompt-file", str(tmp_path / "prompt")],
+        ["--prompt-file", "-"],
+        [],
+        ["--prompt-ids", ids],
+    ):
+        piped(text.encode())
+        assert generate(*arguments, *SAMPLING, "--json") == 0
+        results.append(json.loads(capsys.readouterr().out)["token_ids"])
+    assert len(results[0]) == 12 and all(result == results[0] for result in results)
+
+
+def test_an_argument_wins_over_an_unread_pipe(generate, checkpoint, piped, capsys):
+    piped(b"something else")
+    assert generate("abc", *SAMPLING, "--quiet") == 0
+    assert capsys.readouterr().out == expected(checkpoint).text.rstrip("\n") + "\n"
+
+
+def test_dummy_weights_without_a_tokenizer(checkpoint, tmp_path, capsys):
+    (tmp_path / "config.json").write_bytes((checkpoint / "config.json").read_bytes())
+    model = ["-m", str(tmp_path), "--executor", "reference", "--load-format", "dummy"]
+    assert main(["generate", *model, "--prompt-ids", "1,5,9", "--max-new-tokens", "4", "--ignore-eos", "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["text"] == "" and len(record["token_ids"]) == 4
+
+
+def test_hf_overrides_and_dtype(generate, capsys):
+    options = ("--hf-overrides", '{"num_hidden_layers": 1}', "--load-format", "dummy", "--dtype", "bf16")
+    assert generate("abc", *options, "--memory-budget", "64MiB", "--max-new-tokens", "2", "--quiet") == 0
+
+
+def test_a_bug_keeps_its_traceback(monkeypatch, generate):
+    monkeypatch.setattr("cpmrt.cli.generate.read_prompt", lambda args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        generate("abc")
+
+
+def test_control_characters_are_escaped():
+    assert printable("a\x1b[31m\n世界") == "a\\x1b[31m\\n世界"
+
+
+def test_json_has_no_numbers_that_json_lacks(capsys):
+    write_json({"a": [float("-inf"), 1.5, (float("nan"), True)], "b": "世"})
+    assert json.loads(capsys.readouterr().out) == {"a": [None, 1.5, [None, True]], "b": "世"}
+
+
+def test_tables_are_aligned_without_a_terminal(capsys):
+    write_table([("a", "\x1b[1m"), ("bbb", "c")], ("x", "long"))
+    assert capsys.readouterr().out == "x    long\na    \\x1b[1m\nbbb  c\n"
+
+
+def test_tables_on_a_terminal_hold_no_markup(capsys, monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    write_table([("[red]a[/red]", "b")], ("x", "y"))
+    assert "[red]a[/red]" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(not (BUNDLED / "model.safetensors").exists(), reason="the bundled model is not there yet")
+def test_the_bundled_model_is_the_default(capsys):
+    assert main(["generate", "def read_lines(path):", "--max-new-tokens", "16", "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["text"] and record["model"] == str(BUNDLED)

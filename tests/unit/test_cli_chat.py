@@ -1,0 +1,230 @@
+"""`cpmrt chat`: turns through a pipe and on a terminal, commands, a full context, Ctrl-C."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tiny_checkpoint import write_checkpoint
+
+from cpmrt import LLM, SamplingParams
+from cpmrt.cli.conversation import Conversation, fit
+from cpmrt.cli.listeners import StopOnInterrupt, StopRequestedError
+from cpmrt.cli.main import main
+from cpmrt.errors import ContextLengthError
+from cpmrt.executor import Decode, Prefill, StepResult
+from cpmrt.weights.model_folder import BUNDLED
+
+ROOT = Path(__file__).resolve().parents[2]
+SAMPLING = ("--temperature", "1", "--ignore-eos", "--max-new-tokens", "8")
+PARAMS = SamplingParams(max_new_tokens=8, temperature=1.0, ignore_eos=True)
+# Long enough that a Ctrl-C always comes before the end.
+ENDLESS = ("--hf-overrides", '{"max_position_embeddings": 60000}', "--temperature", "1", "--ignore-eos",
+           "--max-new-tokens", "20000")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+
+
+@pytest.fixture
+def chat(checkpoint, monkeypatch):
+    """Run `cpmrt chat` on piped lines."""
+
+    def run(lines, *arguments):
+        raw = lines if isinstance(lines, bytes) else lines.encode()
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(raw), encoding="utf-8"))
+        return main(["chat", "-m", str(checkpoint), "--executor", "reference", *arguments])
+
+    return run
+
+
+@pytest.fixture
+def prompts(monkeypatch):
+    """The messages of every question that is asked."""
+    asked, chat_prompt = [], LLM.chat_prompt
+
+    def spy(self, messages, **options):
+        asked.append(([(m["role"], m["content"]) for m in messages], options["enable_thinking"]))
+        return chat_prompt(self, messages, **options)
+
+    monkeypatch.setattr(LLM, "chat_prompt", spy)
+    return asked
+
+
+def answers(checkpoint, questions, **options):
+    """What the API answers to the same conversation."""
+    messages, texts = [], []
+    with LLM(checkpoint, executor="reference", **options) as llm:
+        for question in questions:
+            messages.append({"role": "user", "content": question})
+            texts.append(llm.chat(messages, PARAMS).text)
+            messages.append({"role": "assistant", "content": texts[-1]})
+    return texts
+
+
+def test_piped_lines_are_turns(chat, checkpoint, capsys):
+    assert chat("one\n\ntwo\nthree", *SAMPLING) == 0
+    out = capsys.readouterr().out
+    assert out == "".join(f"{text}\n" for text in answers(checkpoint, ["one", "two", "three"]))
+
+
+def test_the_seed_repeats_a_chat(chat, checkpoint, capsys):
+    assert chat("one\ntwo\n", *SAMPLING, "--seed", "9") == 0
+    out = capsys.readouterr().out
+    assert out == "".join(f"{text}\n" for text in answers(checkpoint, ["one", "two"], seed=9))
+    assert out != "".join(f"{text}\n" for text in answers(checkpoint, ["one", "two"]))
+
+
+def test_commands(chat, prompts, capsys):
+    assert chat("one\n/reset\ntwo\n/help\n/what\n/usr/bin is?\n/exit\nnever\n", *SAMPLING, "--system", "Be kind.") == 0
+    err = capsys.readouterr().err
+    assert "forgotten" in err and "/reset forgets" in err and "/what is no command" in err
+    questions = [messages for messages, _ in prompts[1:]]
+    assert questions[:2] == [[("system", "Be kind."), ("user", "one")], [("system", "Be kind."), ("user", "two")]]
+    assert questions[2][-1] == ("user", "/usr/bin is?") and len(questions[2]) == 4 and len(questions) == 3
+
+
+@pytest.mark.parametrize(("option", "value"), [((), None), (("--thinking",), True), (("--no-thinking",), False)])
+def test_thinking(chat, prompts, option, value):
+    assert chat("one\n", *SAMPLING, *option) == 0
+    assert prompts[-1][1] is value
+
+
+def test_a_cut_answer_is_said_to_be_cut(chat, capsys):
+    assert chat("one\n", *SAMPLING) == 0
+    assert "(stopped after --max-new-tokens 8)" in capsys.readouterr().err
+
+
+def test_a_full_context_drops_the_oldest_turns_but_not_the_system_message(chat, prompts, capsys):
+    assert chat("first\nsecond\nthird\n", *SAMPLING, "--system", "S", "--max-context", "90") == 0
+    err = capsys.readouterr().err
+    assert err.count("the conversation no longer fits the context: its oldest turns (1) are dropped") >= 1
+    last = prompts[-1][0]
+    assert last[0] == ("system", "S") and last[-1] == ("user", "third") and ("user", "first") not in last
+
+
+def test_a_question_too_long_alone_is_refused_and_forgets_nothing(chat, prompts, capsys):
+    assert chat(f"first\n{'x' * 200}\nsecond\n", *SAMPLING, "--max-context", "100") == 1
+    out, err = capsys.readouterr()
+    assert out.count("\n") >= 2 and "cpmrt: error: the request does not fit the context" in err
+    assert [content for role, content in prompts[-1][0] if role == "user"] == ["first", "second"]
+
+
+def test_fit_drops_no_more_than_it_must(checkpoint):
+    conversation = Conversation("system")
+    for index in range(5):
+        conversation.add(f"question {index}", "x" * 30)
+    with LLM(checkpoint, executor="reference", max_context=200) as llm:
+        ids, skipped = fit(llm, conversation, "now?", PARAMS, None)
+        assert 0 < skipped < 5 and len(ids) <= 192 and conversation.num_turns == 5
+        assert len(llm.chat_prompt(conversation.asked("now?", skip=skipped - 1))) > 192
+        with pytest.raises(ContextLengthError):
+            llm.stream(fit(llm, conversation, "y" * 300, PARAMS, None)[0], PARAMS)
+
+
+def test_input_that_is_not_text(chat, capsys):
+    assert chat(b"one\n\xff\xfe\n", *SAMPLING) == 1
+    assert capsys.readouterr().err.splitlines()[-1].startswith("cpmrt: error: standard input is not UTF-8")
+
+
+def test_a_stop_between_prompt_chunks_leaves_the_engine_whole(checkpoint):
+    interrupt = StopOnInterrupt()
+    with LLM(checkpoint, executor="reference", prefill_chunk=4, on_step=interrupt) as llm:
+        expected = llm.generate("after", SamplingParams(max_new_tokens=8, seed=1)).token_ids
+        with interrupt, llm.stream("a prompt of several chunks", PARAMS) as stream:
+            os.kill(os.getpid(), signal.SIGINT)
+            with pytest.raises(StopRequestedError):
+                next(stream)
+        assert stream.completion.finish_reason == "cancelled" and stream.completion.token_ids == ()
+        assert llm.generate("after", SamplingParams(max_new_tokens=8, seed=1)).token_ids == expected
+
+
+def test_a_second_ctrl_c_interrupts_at_once_and_the_handler_goes_back():
+    before = signal.getsignal(signal.SIGINT)
+    interrupt = StopOnInterrupt()
+    with pytest.raises(KeyboardInterrupt), interrupt:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert interrupt.requested
+        interrupt(Decode((0,)), StepResult())
+        os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
+    interrupt(Prefill(0, (1,), 0, True), StepResult())
+
+
+def start(checkpoint, *arguments, **streams):
+    command = [sys.executable, "-m", "cpmrt", "chat", "-m", str(checkpoint), "--executor", "reference", *arguments]
+    return subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, **streams)
+
+
+def test_ctrl_c_stops_the_answer_and_not_the_program(checkpoint):
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with start(checkpoint, *ENDLESS, **pipes) as child:
+        for question in (b"one\n", b"two\n"):
+            child.stdin.write(question)
+            child.stdin.flush()
+            assert child.stdout.read(30)
+            child.send_signal(signal.SIGINT)
+            assert until(child.stderr.fileno(), b"(stopped)\n")
+        child.stdin.write(b"/help\n")
+        _, err = child.communicate(timeout=30)
+        assert child.returncode == 0 and b"/reset forgets" in err
+
+
+def until(descriptor, mark, seconds=30):
+    """What comes up to and with `mark`; fails if it does not come in time."""
+    seen, deadline = b"", time.monotonic() + seconds
+    while mark not in seen:
+        assert time.monotonic() < deadline, f"{mark!r} did not come: {seen!r}"
+        if select.select([descriptor], [], [], 0.2)[0]:
+            chunk = os.read(descriptor, 1)
+            assert chunk, f"{mark!r} did not come: {seen!r}"
+            seen += chunk
+    return seen
+
+
+def test_on_a_terminal(checkpoint):
+    """Prompt, answer, Ctrl-C during one, Ctrl-C twice at the prompt."""
+    ours, theirs = pty.openpty()
+    with start(checkpoint, *ENDLESS, stdin=theirs, stdout=theirs, stderr=theirs) as child:
+        os.close(theirs)
+        until(ours, b"> ")
+        os.write(ours, b"one\n")
+        until(ours, b"one\r\n")
+        os.read(ours, 1)
+        child.send_signal(signal.SIGINT)
+        until(ours, b"(stopped)")
+        until(ours, b"> ")
+        child.send_signal(signal.SIGINT)
+        until(ours, b"(Ctrl-C again or /exit to leave)")
+        until(ours, b"> ")
+        child.send_signal(signal.SIGINT)
+        assert child.wait(timeout=30) == 130
+    os.close(ours)
+
+
+@pytest.mark.parametrize("leave", [b"/exit\n", b"\x04"])
+def test_leaving_a_terminal(checkpoint, leave):
+    ours, theirs = pty.openpty()
+    with start(checkpoint, *SAMPLING, stdin=theirs, stdout=theirs, stderr=theirs) as child:
+        os.close(theirs)
+        until(ours, b"> ")
+        os.write(ours, leave)
+        assert child.wait(timeout=30) == 0
+    os.close(ours)
+
+
+@pytest.mark.skipif(not (BUNDLED / "model.safetensors").exists(), reason="the bundled model is not there yet")
+def test_the_bundled_model_chats(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"What does os.path.join do?\n")))
+    assert main(["chat", "--max-new-tokens", "16"]) == 0
+    assert capsys.readouterr().out.strip()

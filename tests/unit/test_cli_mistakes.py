@@ -1,0 +1,195 @@
+"""What users get wrong on the command line: each is one line on stderr, the right exit code and no traceback."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from tiny_checkpoint import CONFIG, write_checkpoint
+
+from cpmrt.cli.main import main
+
+Spoil = Callable[[Path], object]
+
+
+def nothing(folder: Path) -> None:
+    """Leave the checkpoint as it is."""
+
+
+def config(**changes: object) -> Spoil:
+    return lambda folder: (folder / "config.json").write_text(json.dumps(CONFIG | changes))
+
+
+def write(name: str, content: bytes) -> Spoil:
+    return lambda folder: (folder / name).write_bytes(content)
+
+
+def remove(name: str) -> Spoil:
+    return lambda folder: (folder / name).unlink()
+
+
+def empty(folder: Path) -> None:
+    for path in folder.iterdir():
+        path.unlink()
+
+
+def pickled(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def cut(folder: Path) -> None:
+    with (folder / "model.safetensors").open("r+b") as file:
+        file.truncate(5000)
+
+
+def no_template(folder: Path) -> None:
+    (folder / "tokenizer_config.json").write_text("{}")
+
+
+@dataclass
+class Mistake:
+    """A command line in which M is the checkpoint folder; what it must say, with which exit code."""
+
+    name: str
+    line: list[str]
+    says: str
+    code: int = 1
+    spoil: Spoil = nothing
+    stdin: bytes = b""
+
+
+G = ["generate", "-m", "M", "--executor", "reference", "--max-new-tokens", "4"]
+GP = [*G, "prompt"]
+MISTAKES = [
+    # The command line itself
+    Mistake("no command", [], "required: COMMAND", 2),
+    Mistake("unknown command", ["serve"], "invalid choice: 'serve'", 2),
+    Mistake("unknown option", [*GP, "--beam", "4"], "unrecognized arguments: --beam 4", 2),
+    Mistake("abbreviated option", [*GP, "--temp", "1"], "unrecognized arguments: --temp", 2),
+    Mistake("option without value", [*GP, "--top-k"], "--top-k: expected one argument", 2),
+    Mistake("text for a number", [*GP, "--top-k", "many"], "--top-k: invalid int value: 'many'", 2),
+    Mistake("fraction of a token", [*GP, "--max-new-tokens", "1.5"], "invalid int value: '1.5'", 2),
+    Mistake("two prompts", [*GP, "again"], "unrecognized arguments: again", 2),
+    Mistake("nonsense memory budget", [*GP, "--memory-budget", "lots"], "a size such as 8GiB", 2),
+    Mistake("negative memory budget", [*GP, "--memory-budget=-1"], "a size such as 8GiB", 2),
+    Mistake("nonsense GPU memory", ["plan", "M", "--gpu-memory", "8XB"], "a size such as 8GiB", 2),
+    Mistake("overrides are not JSON", [*GP, "--hf-overrides", "{num_layers: 1}"], "not valid JSON", 2),
+    Mistake("overrides are no object", [*GP, "--hf-overrides", "[1]"], "expected a JSON object", 2),
+    Mistake("deep overrides", [*GP, "--hf-overrides", "[" * 100_000], "JSON", 2),
+    Mistake("ids that are none", [*G, "--prompt-ids", "1,a"], "expected token ids such as 1,15,27", 2),
+    # The prompt
+    Mistake("no prompt", G, "there is no prompt", 2),
+    Mistake(
+        "argument and file", [*GP, "--prompt-file", "M/config.json"], "more than once (PROMPT and --prompt-file)", 2
+    ),
+    Mistake("file and ids", [*G, "--prompt-file", "-", "--prompt-ids", "1"], "(--prompt-file and --prompt-ids)", 2),
+    Mistake("empty piped prompt", [*G, "--prompt-file", "-"], "there is no prompt", 2),
+    Mistake("empty prompt", [*G, ""], "the prompt is empty", spoil=no_template),
+    Mistake("no prompt file", [*G, "--prompt-file", "M/absent"], "absent cannot be read: No such file"),
+    Mistake("folder as prompt file", [*G, "--prompt-file", "M"], "cannot be read: Is a directory"),
+    Mistake("binary prompt file", [*G, "--prompt-file", "M/p"], "not UTF-8 text: byte 1 ", spoil=write("p", b"a\xff")),
+    Mistake("endless prompt file", [*G, "--prompt-file", "/dev/zero"], "too large for a prompt"),
+    Mistake("binary pipe", G, "standard input is not UTF-8 text: byte 2", stdin=b"ab\xfe"),
+    Mistake("surrogate in the prompt", [*G, "a\udcff"], "lone surrogate"),
+    Mistake("prompt too long", [*G, "x" * 3000], "does not fit the context"),
+    Mistake("answer too long", [*GP, "--max-new-tokens", "5000"], "ask for at most"),
+    Mistake("id beyond the vocabulary", [*G, "--prompt-ids", "1,99999"], "an id in [0, 259)"),
+    Mistake(
+        "text without a tokenizer", [*GP, "--load-format", "dummy"], "no tokenizer", spoil=remove("tokenizer.json")
+    ),
+    # Sampling
+    Mistake("no new tokens", [*GP, "--max-new-tokens", "0"], "SamplingParams.max_new_tokens"),
+    Mistake("negative temperature", [*GP, "--temperature", "-1"], "SamplingParams.temperature"),
+    Mistake("infinite temperature", [*GP, "--temperature", "inf"], "SamplingParams.temperature"),
+    Mistake("temperature that is no number", [*GP, "--temperature", "nan"], "SamplingParams.temperature"),
+    Mistake("negative top-k", [*GP, "--top-k", "-1"], "SamplingParams.top_k"),
+    Mistake("top-p of nothing", [*GP, "--top-p", "0"], "SamplingParams.top_p"),
+    Mistake("min-p above one", [*GP, "--min-p", "2"], "SamplingParams.min_p"),
+    Mistake("zero repetition penalty", [*GP, "--repetition-penalty", "0"], "SamplingParams.repetition_penalty"),
+    Mistake("empty stop string", [*GP, "--stop", ""], "non-empty strings"),
+    Mistake("negative stop id", [*GP, "--stop-token-id", "-5"], "ids >= 0"),
+    Mistake("too many logprobs", [*GP, "--logprobs", "1000"], "SamplingParams.logprobs"),
+    Mistake("bad sampling in a chat", ["chat", "-m", "M", "--top-p", "7"], "SamplingParams.top_p"),
+    # Settings of the engine
+    Mistake("unknown executor", [*GP, "--executor", "tpu"], "expected auto | cuda | reference"),
+    Mistake("no CUDA executor", [*GP, "--executor", "cuda"], "no CUDA executor"),
+    Mistake("slow by default", ["generate", "-m", "M", "prompt"], "no GPU executor"),
+    Mistake("unknown dtype", [*GP, "--dtype", "int3"], "unknown dtype"),
+    Mistake("unknown dtype of a plan", ["plan", "M", "--dtype", "int3"], "unknown dtype"),
+    Mistake("unknown load format", [*GP, "--load-format", "gguf"], "expected auto | safetensors | dummy"),
+    Mistake("seed of 65 bits", [*GP, "--seed", str(2**64)], "seed: expected an integer"),
+    Mistake("context beyond the model", [*GP, "--max-context", "9999"], "beyond the model's positions"),
+    Mistake("context of nothing", [*GP, "--max-context", "0"], "max_context: expected an integer"),
+    Mistake("budget too small", [*GP, "--memory-budget", "1000"], "does not fit"),
+    Mistake("plan beyond the model", ["plan", "M", "--context", "9999"], "beyond the model's positions"),
+    Mistake("plan that does not fit", ["plan", "M", "--context", "2048", "--gpu-memory", "1MiB"], "2048 tokens"),
+    Mistake("plan of nobody", ["plan", "M", "--max-sequences", "0"], "max_sequences: expected an integer"),
+    Mistake("override of a wrong type", [*GP, "--hf-overrides", '{"hidden_size": "big"}'], "hidden_size"),
+    # The model
+    Mistake("no such folder", ["generate", "-m", "M/absent", "x"], "nothing there"),
+    Mistake("file for a folder", ["generate", "-m", "M/config.json", "x"], "expected a folder, got a file"),
+    Mistake("neither folder nor id", ["plan", "what is this"], "an existing folder or a hub id"),
+    Mistake("hub id while offline", ["plan", "openbmb/MiniCPM4-0.5B"], "offline mode is on"),
+    Mistake("revision of a folder", [*GP, "--revision", "main"], "which has no revision"),
+    Mistake("empty folder", GP, "config.json does not exist", spoil=empty),
+    Mistake("empty folder planned", ["plan", "M"], "config.json does not exist", spoil=empty),
+    Mistake("empty folder inspected", ["inspect", "M"], "config.json does not exist", spoil=empty),
+    Mistake("config that is no JSON", GP, "config.json is not valid JSON", spoil=write("config.json", b"{")),
+    Mistake("config inspected that is no JSON", ["inspect", "M"], "not valid JSON", spoil=write("config.json", b"{")),
+    Mistake("config that is a list", ["plan", "M"], "expected a JSON object", spoil=write("config.json", b"[1]")),
+    Mistake("unsupported architecture", GP, "GPT2LMHeadModel is not", spoil=config(architectures=["GPT2LMHeadModel"])),
+    Mistake("unsupported plan", ["plan", "M"], "is not supported", spoil=config(architectures=["Gemma"])),
+    Mistake("quantised", GP, "quantised (gptq)", spoil=config(quantization_config={"quant_method": "gptq"})),
+    Mistake("quantised plan", ["plan", "M"], "quantised", spoil=config(quantization_config={"quant_method": "awq"})),
+    Mistake("no weights", GP, "no safetensors weights", spoil=remove("model.safetensors")),
+    Mistake("pickled weights", GP, "pickled weights can run code", spoil=pickled),
+    Mistake("cut weights", GP, "cut or damaged", spoil=cut),
+    Mistake("weights that are text", GP, "header length", spoil=write("model.safetensors", b"not tensors")),
+    Mistake("weights of another model", GP, "missing", spoil=config(num_hidden_layers=4)),
+    Mistake("no tokenizer", GP, "has no tokenizer.json", spoil=remove("tokenizer.json")),
+    Mistake("tokenizer that is none", GP, "tokenizer.json", spoil=write("tokenizer.json", b"{}")),
+    Mistake("no chat template", ["chat", *G[1:]], "no chat template", spoil=no_template, stdin=b"hi\n"),
+    Mistake("broken chat template", ["chat", *G[1:]], "line 1", spoil=write("chat_template.jinja", b"{% if %}")),
+    # Files to write
+    Mistake("step log in no folder", [*GP, "--log-steps", "M/no/log"], "step log", spoil=nothing),
+    Mistake("step log that is a folder", [*GP, "--log-steps", "M"], "Is a directory"),
+    Mistake("step log on a full disk", [*GP, "--log-steps", "/dev/full"], "No space left"),
+]
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.name.replace(" ", "-"))
+def test_mistake(mistake: Mistake, tmp_path: Path, capsys, monkeypatch) -> None:
+    if "/dev/full" in mistake.line and not os.path.exists("/dev/full"):
+        pytest.skip("needs /dev/full")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(mistake.stdin), encoding="utf-8"))
+    folder = write_checkpoint(tmp_path / "model")
+    mistake.spoil(folder)
+    code = main([str(folder) + part[1:] if part[:2] in ("M", "M/") else part for part in mistake.line])
+    out, err = capsys.readouterr()
+    assert code == mistake.code, err
+    assert err.startswith("cpmrt: error: ") and err.endswith("\n") and err.count("\n") == 1, err
+    assert mistake.says in err and "Traceback" not in err
+    assert out == "" or mistake.name == "plan that does not fit"
+
+
+def test_hub_ids_come_from_the_cache_when_offline(tmp_path, capsys, monkeypatch):
+    """The cache layout of the hub: a snapshot folder, named by refs/main."""
+    home = tmp_path / "hub" / "models--org--tiny"
+    write_checkpoint(home / "snapshots" / "abc123")
+    (home / "refs").mkdir()
+    (home / "refs" / "main").write_text("abc123")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    assert main(["plan", "org/tiny"]) == 0
+    assert str(home / "snapshots" / "abc123") in capsys.readouterr().out
+    assert main(["generate", "-m", "org/tiny", "--executor", "reference", "abc", "--quiet"]) == 0
+    (home / "snapshots" / "abc123" / "model.safetensors").unlink()
+    assert main(["inspect", "org/tiny"]) == 0
+    assert capsys.readouterr().out.endswith("this version can run it once its weights are fetched\n")

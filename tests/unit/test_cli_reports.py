@@ -1,0 +1,292 @@
+"""`cpmrt plan`, `inspect` and `doctor`: figures that are right, JSON that parses, exit codes."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import subprocess
+from math import prod
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from safetensors.numpy import load_file, save_file
+from tiny_checkpoint import CONFIG, write_checkpoint
+
+from cpmrt import LLM
+from cpmrt.cli import gpu_probes, host_probes
+from cpmrt.cli.finding import Status
+from cpmrt.cli.main import main
+from cpmrt.weights.model_folder import BUNDLED
+
+NO_DRIVER = gpu_probes.Driver(0, ())
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+
+
+@pytest.fixture
+def json_of(capsys):
+    """Exit code and JSON object of a command."""
+
+    def run(*arguments):
+        code = main([*map(str, arguments), "--json"])
+        return code, json.loads(capsys.readouterr().out)
+
+    return run
+
+
+def test_plan_is_the_table_of_the_plan(checkpoint, capsys):
+    assert main(["plan", str(checkpoint)]) == 0
+    out, err = capsys.readouterr()
+    with LLM(checkpoint, executor="reference") as llm:  # float32, as the config says
+        assert out == f"{checkpoint}: MiniCPMForCausalLM, float32\n{llm.plan}\n" and err == ""
+
+
+def test_plan_needs_config_json_only(checkpoint, tmp_path, json_of):
+    (tmp_path / "config.json").write_bytes((checkpoint / "config.json").read_bytes())
+    code, record = json_of("plan", tmp_path, "--dtype", "bf16", "--context", 128, "--max-sequences", 3)
+    assert code == 0 and record["dtype"] == "bfloat16" and "fits" not in record
+    assert (record["max_context"], record["max_sequences"]) == (128, 3)
+    per_token = 2 * 2 * 2 * 32 * 2  # keys and values, layers, heads, head_dim, bytes
+    assert record["kv_bytes_per_token"] == per_token and record["part_bytes"]["KV pages"] == 3 * 128 * per_token
+    assert sum(record["part_bytes"].values()) == record["total_bytes"]
+
+
+@pytest.mark.parametrize(("dtype", "label"), [("auto", "bfloat16"), ("float16", "float16"), ("fp32", "float32")])
+def test_plan_takes_bfloat16_where_the_config_names_no_type(tmp_path, json_of, dtype, label):
+    config = {key: value for key, value in CONFIG.items() if key != "torch_dtype"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert json_of("plan", tmp_path, "--dtype", dtype)[1]["dtype"] == label
+
+
+def test_plan_finds_the_largest_context(checkpoint, json_of, capsys):
+    _, whole = json_of("plan", checkpoint)
+    budget = whole["total_bytes"] - 1
+    code, record = json_of("plan", checkpoint, "--gpu-memory", budget)
+    assert code == 0 and record["fits"] and record["total_bytes"] <= budget
+    assert record["max_context"] == record["largest_context"] < 2048
+    assert json_of("plan", checkpoint, "--gpu-memory", budget, "--context", record["largest_context"])[0] == 0
+    code, record = json_of("plan", checkpoint, "--gpu-memory", budget, "--context", record["largest_context"] + 64)
+    assert code == 1 and record["fits"] is False
+    assert main(["plan", str(checkpoint), "--gpu-memory", "8GiB"]) == 0
+    assert capsys.readouterr().out.endswith("largest context that fits 8.00 GiB: 2048 tokens\n")
+
+
+def test_plan_that_does_not_fit_is_shown_and_refused(checkpoint, capsys):
+    assert main(["plan", str(checkpoint), "--gpu-memory", "100KiB"]) == 1
+    out, err = capsys.readouterr()
+    assert "workspace" in out and out.endswith("largest context that fits 100.00 KiB: none\n")
+    assert err.startswith("cpmrt: error: the plan for 64 tokens of context does not fit") and err.count("\n") == 1
+
+
+def test_plan_of_a_real_config(shared_data, tmp_path, json_of):
+    (tmp_path / "config.json").write_bytes((shared_data / "minicpm4_8b_config.json").read_bytes())
+    code, record = json_of("plan", tmp_path, "--context", 131072, "--gpu-memory", "8GiB", "--hf-overrides",
+                           '{"max_position_embeddings": 131072}')  # fmt: skip
+    assert code == 1 and record["total_bytes"] > 16 * 2**30 and record["largest_context"] == 0
+
+
+def test_inspect_shows_every_part(checkpoint, capsys):
+    assert main(["inspect", str(checkpoint)]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    for shown in (
+        "architecture MiniCPMForCausalLM", "num_layers 2", "tensor_dtypes F32 20", "rope kind default, theta 10000.0",
+        "scales.scale_emb 4.0", "special_ids.eos 2", "tokenizer.vocab_size 259", "tokenizer.chat_template yes",
+        "2 model.layers.*.mlp.up_proj.weight F32 [128, 64] 64.00 KiB", "model.safetensors", "this version can run it",
+    ):  # fmt: skip
+        assert shown in out
+
+
+def test_inspect_json_holds_every_tensor(checkpoint, json_of):
+    code, record = json_of("inspect", checkpoint)
+    stored = load_file(checkpoint / "model.safetensors")
+    assert code == 0 and record["problems"] == []
+    assert {t["name"]: (t["shape"], t["bytes"]) for t in record["tensors"]} == {
+        name: (list(array.shape), array.nbytes) for name, array in stored.items()
+    }
+    assert record["parameters"] == sum(prod(array.shape) for array in stored.values())
+    assert record["tokenizer"] == {"vocab_size": 259, "bos": 1, "eos": [2], "chat_template": True}
+
+
+def test_inspect_lists_tensors_on_demand(checkpoint, capsys):
+    assert main(["inspect", str(checkpoint), "--tensors"]) == 0
+    out = capsys.readouterr().out
+    assert "model.layers.1.mlp.up_proj.weight" in out and "layers.*" not in out
+
+
+def broken(checkpoint, tmp_path, **config):
+    folder = write_checkpoint(tmp_path / "model")
+    (folder / "config.json").write_text(json.dumps(CONFIG | config))
+    return folder
+
+
+def test_inspect_of_an_unsupported_architecture(checkpoint, tmp_path, capsys, json_of):
+    folder = broken(checkpoint, tmp_path, architectures=["MambaForCausalLM"], state_size=16)
+    code, record = json_of("inspect", folder)
+    assert code == 0 and len(record["tensors"]) == 20 and "MambaForCausalLM is not supported" in record["problems"][0]
+    assert main(["inspect", str(folder)]) == 0
+    out = capsys.readouterr().out
+    assert "will not run: " in out and "config.state_size" in out and "can run it" not in out
+
+
+def test_inspect_of_quantised_weights(checkpoint, tmp_path, json_of):
+    folder = broken(checkpoint, tmp_path, quantization_config={"quant_method": "gptq", "bits": 4})
+    code, record = json_of("inspect", folder)
+    assert code == 0 and record["quantization"] == "gptq" and "gptq" in record["problems"][0]
+
+
+def test_inspect_lists_all_that_is_wrong(checkpoint, tmp_path, json_of):
+    folder = broken(checkpoint, tmp_path, num_hidden_layers=3)
+    (folder / "tokenizer.json").unlink()
+    code, record = json_of("inspect", folder)
+    problems = "\n".join(record["problems"])
+    assert code == 0 and "9 missing" in problems and "has no tokenizer.json" in problems
+
+
+def test_inspect_of_weights_that_are_not_read(checkpoint, tmp_path, json_of):
+    folder = broken(checkpoint, tmp_path)
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    code, record = json_of("inspect", folder)
+    assert code == 0 and record["tensors"] == [] and "no safetensors weights" in record["problems"][0]
+
+
+def test_names_in_a_checkpoint_do_not_steer_the_terminal(checkpoint, tmp_path, capsys):
+    folder = broken(checkpoint, tmp_path, architectures=["\x1b[2J"])
+    save_file(load_file(folder / "model.safetensors") | {"\x1b]0;owned\x07": load_file(folder / "model.safetensors")
+              ["model.norm.weight"]}, folder / "model.safetensors")  # fmt: skip
+    assert main(["inspect", str(folder)]) == 0
+    out, err = capsys.readouterr()
+    assert "\x1b" not in out + err and "\\x1b]0;owned\\x07" in out
+
+
+def test_doctor(capsys):
+    code = main(["doctor"])
+    out, err = capsys.readouterr()
+    assert code == 0 and err == ""
+    for subject in ("Python", "NumPy", "BLAS", "NVIDIA driver", "NVRTC", "cache folder", "bundled model", "cuda-core"):
+        assert subject in out
+    assert "this version runs on the NumPy reference executor" in out
+
+
+def test_doctor_json(json_of):
+    code, record = json_of("doctor")
+    assert code == 0 and record["can_run"] is True
+    assert {finding["status"] for finding in record["findings"]} <= {status.value for status in Status}
+    model = next(finding for finding in record["findings"] if finding["subject"] == "bundled model")
+    assert (model["status"] == "ok") == (BUNDLED / "model.safetensors").exists() and (model["status"] == "ok") != bool(
+        model["fix"]
+    )
+
+
+def test_doctor_fails_where_cpmrt_cannot_run(monkeypatch, capsys):
+    monkeypatch.setattr(host_probes, "installed_version", lambda package: None)
+    assert main(["doctor"]) == 1
+    out, err = capsys.readouterr()
+    assert "-m pip install tokenizers" in out and err.startswith("cpmrt: error: ") and err.count("\n") == 1
+
+
+def test_cache_folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("CPMRT_CACHE_DIR", str(tmp_path / "new"))
+    assert "not made yet" in host_probes.cache_folder().found
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "a.cubin").write_bytes(b"x" * 2048)
+    assert host_probes.cache_folder().found.endswith("new: 2.00 KiB, writable")
+    monkeypatch.setenv("CPMRT_CACHE_DIR", str(tmp_path / "new" / "a.cubin"))
+    blocked = host_probes.cache_folder()
+    assert blocked.status is Status.MISSING and "CPMRT_CACHE_DIR" in blocked.fix
+
+
+DRIVER_SOURCE = """
+#include <string.h>
+static int failure = FAILURE;
+int cuInit(unsigned flags) { return failure; }
+int cuDriverGetVersion(int *v) { *v = 12080; return 0; }
+int cuDeviceGetCount(int *n) { *n = 2; return 0; }
+int cuDeviceGet(int *d, int i) { *d = i; return 0; }
+int cuDeviceGetName(char *s, int n, int d) { strncpy(s, "Orin", n); return 0; }
+int cuDeviceTotalMem_v2(unsigned long *m, int d) { *m = 8ul << 30; return 0; }
+int cuDeviceGetAttribute(int *v, int a, int d) { *v = a == 75 ? 8 : 7; return 0; }
+int cuGetErrorName(int e, const char **s) { *s = "CUDA_ERROR_NO_DEVICE"; return 0; }
+"""
+
+
+def fake_driver(tmp_path, monkeypatch, failure):
+    """A libcuda that says what it is told to."""
+    source, library = tmp_path / "cuda.c", tmp_path / "libcuda.so.1"
+    source.write_text(DRIVER_SOURCE)
+    try:
+        command = ["cc", "-shared", "-fPIC", f"-DFAILURE={failure}", "-o", library, source]
+        subprocess.run(command, check=True, capture_output=True, timeout=60)
+    except FileNotFoundError:
+        pytest.skip("no C compiler")
+    load = ctypes.CDLL
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: load(str(library) if name == "libcuda.so.1" else name))
+
+
+def test_a_driver_that_works(tmp_path, monkeypatch):
+    fake_driver(tmp_path, monkeypatch, 0)
+    driver = gpu_probes.driver()
+    assert driver.cuda_version == 12080 and driver.findings[0].found == "works, CUDA 12.8"
+    assert [finding.found for finding in driver.findings[1:]] == ["Orin, compute capability 8.7, 8.00 GiB"] * 2
+    fixes = [finding.fix for finding in gpu_probes.cuda_wheels(driver) if finding.status is Status.UNUSED]
+    assert all("-m pip install " in fix for fix in fixes)
+
+
+def test_a_driver_without_a_device(tmp_path, monkeypatch):
+    fake_driver(tmp_path, monkeypatch, 100)
+    driver = gpu_probes.driver()
+    assert driver.cuda_version == 0 and "CUDA_ERROR_NO_DEVICE (100)" in driver.findings[0].found
+    assert driver.findings[0].fix.startswith("nvidia-smi")
+
+
+def test_no_driver(monkeypatch):
+    def absent(name):
+        raise OSError
+
+    monkeypatch.setattr(ctypes, "CDLL", absent)
+    driver = gpu_probes.driver()
+    assert driver.cuda_version == 0 and "not installed" in driver.findings[0].found and driver.findings[0].fix
+    assert gpu_probes.nvrtc(driver).status is Status.UNUSED
+
+
+@pytest.mark.parametrize(
+    ("series", "names"),
+    [
+        (12080, {"cupy-cuda12x", "nvidia-cuda-nvrtc-cu12", "nvidia-cublas-cu12", "cuda-core", "cuda-bindings"}),
+        (13000, {"cupy-cuda13x", "nvidia-cuda-nvrtc", "nvidia-cublas", "cuda-core", "cuda-bindings"}),
+    ],
+)
+def test_missing_wheels_are_named_for_the_driver(monkeypatch, series, names):
+    monkeypatch.setattr(gpu_probes, "distributions", list)
+    fixes = [finding.fix.split()[-1] for finding in gpu_probes.cuda_wheels(gpu_probes.Driver(series, ()))]
+    assert names <= set(fixes) and len(fixes) == 6
+    assert all(finding.fix == "" for finding in gpu_probes.cuda_wheels(NO_DRIVER))
+
+
+def test_installed_wheels_of_every_spelling(monkeypatch):
+    installed = ["cupy-cuda12x", "nvidia-cuda-nvrtc-cu12", "cuda-core", "nvidia-cublas", "cupyx-other"]
+    dists = [SimpleNamespace(metadata={"Name": name}, version="1.0", files=None) for name in installed]
+    monkeypatch.setattr(gpu_probes, "distributions", lambda: dists)
+    found = {finding.subject: finding.found for finding in gpu_probes.cuda_wheels(NO_DRIVER)}
+    assert found["cupy"] == "cupy-cuda12x 1.0" and found["nvidia-cublas"] == "nvidia-cublas 1.0"
+    assert found["nvidia-cuda-nvrtc"] == "nvidia-cuda-nvrtc-cu12 1.0" and "not installed" in found["cuda-bindings"]
+
+
+def test_nvrtc_of_a_wheel(tmp_path, monkeypatch):
+    source, library = tmp_path / "n.c", tmp_path / "libnvrtc.so.13"
+    source.write_text("int nvrtcVersion(int *major, int *minor) { *major = 13; *minor = 2; return 0; }")
+    try:
+        subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True, capture_output=True, timeout=60)
+    except FileNotFoundError:
+        pytest.skip("no C compiler")
+
+    class Packaged(type(Path())):
+        def locate(self):
+            return tmp_path / self.name
+
+    dist = SimpleNamespace(metadata={"Name": "nvidia-cuda-nvrtc"}, version="13.2", files=[Packaged(library.name)])
+    monkeypatch.setattr(gpu_probes, "distributions", lambda: [dist])
+    assert gpu_probes.nvrtc(NO_DRIVER).found == f"13.2 ({library})"
