@@ -27,6 +27,7 @@ from cpmrt.memory.plan import WEIGHT_PARTS, MemoryPlan
 from cpmrt.models.decoder import forward
 from cpmrt.models.rope import rope_table
 from cpmrt.ops import Rows
+from cpmrt.reference.blas_threads import BlasThreads
 from cpmrt.reference.ops import NumpyOps
 from cpmrt.reference.sampling import sample, token_logprobs
 
@@ -83,6 +84,7 @@ class ReferenceExecutor:
         self._buffers["rope"][:] = rope_table(config, plan.max_context, position_limit)
         layout = KVLayout.of(config, plan.max_context, plan.max_sequences)
         self._block_tables = np.array(layout.block_tables(), np.int32)
+        self._threads = BlasThreads(max(weight.size for weight in self._weights.values()))
         self._running: dict[int, _Running] = {}
         self._closed = False
         load(self._weights)
@@ -179,4 +181,5 @@ class ReferenceExecutor:
         buffers = {name: self._buffers[name][:count] for name in ("x", "q", "attention", "inner")}
         buffers |= {name: self._buffers[name] for name in ("k_pages", "v_pages", "rope")}
         buffers["logits"] = logits
-        forward(self._ops, self.config, self._weights, buffers, rows, logit_rows)
+        with self._threads.for_rows(count):
+            forward(self._ops, self.config, self._weights, buffers, rows, logit_rows)
