@@ -14,11 +14,11 @@ from cpmrt.engine import Engine, Request
 from cpmrt.engine.engine import StepListener
 from cpmrt.errors import ContextLengthError, NoDeviceError, RequestError, UnsupportedModelError
 from cpmrt.generation import Completion, TextStream
+from cpmrt.memory.host_memory import available_bytes
 from cpmrt.memory.plan import MemoryPlan
 from cpmrt.models.decoder import tensor_specs
 from cpmrt.models.planning import fit_model, position_limit
 from cpmrt.reference.executor import LoadWeights, ReferenceExecutor
-from cpmrt.reference.host_memory import available_bytes
 from cpmrt.reference.sampling import log_softmax
 from cpmrt.text import ChatTemplate, Tokenizer
 from cpmrt.weights.checkpoint import Checkpoint
