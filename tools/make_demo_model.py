@@ -1,0 +1,141 @@
+"""Trains the bundled demo model on permissively licensed text found on this machine.
+
+    python tools/make_demo_model.py all --minutes 15 --work build/demo --out cpmrt/assets/demo
+
+Stages, each reading what the one before left in the work folder: `corpus` collects sources and docstring
+facts, `tokenizer` learns the vocabulary and encodes, `train` trains, `export` writes and measures the result.
+Needs torch, tokenizers, safetensors and NumPy; a GPU for anything but `--tiny`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from demo_model.conversations import training_conversations
+from demo_model.corpus import write_corpus
+from demo_model.docstring_facts import Fact, collect_facts
+from demo_model.evaluation import Evaluator
+from demo_model.export import check_folder_size, write_checkpoint, write_json
+from demo_model.model_card import write_model_card
+from demo_model.network import NetworkConfig
+from demo_model.tokenizer import check_round_trip, encode_file, tokenizer_sample, train_tokenizer
+from demo_model.training import Trainer, TrainingPlan
+from tokenizers import Tokenizer
+
+STAGES = ("corpus", "tokenizer", "train", "export")
+
+
+def network_config(tiny: bool) -> NetworkConfig:
+    """The demo model's sizes, or very small ones."""
+    return NetworkConfig(vocab_size=1024, num_hidden_layers=2) if tiny else NetworkConfig()
+
+
+def training_plan(arguments: argparse.Namespace) -> TrainingPlan:
+    """The run that was asked for."""
+    if arguments.tiny:
+        return TrainingPlan(
+            arguments.minutes, arguments.seed, tokens_per_step=2048, short_length=128, long_length=512,
+            log_steps=5, evaluation_steps=10, evaluation_rows=16,
+        )  # fmt: skip
+    return TrainingPlan(arguments.minutes, arguments.seed, arguments.learning_rate)
+
+
+def device() -> torch.device:
+    """The GPU if there is one."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def make_corpus(arguments: argparse.Namespace) -> None:
+    """Sources, facts and conversations."""
+    work: Path = arguments.work
+    corpus = write_corpus(work, arguments.tiny)
+    write_json(work / "corpus.json", corpus)
+    facts = collect_facts()[:: 40 if arguments.tiny else 1]
+    write_json(work / "facts.json", {"facts": [asdict(fact) for fact in facts]})
+    with open(work / "chat.jsonl", "w", encoding="utf-8") as chat:
+        for text in training_conversations(facts, arguments.seed):
+            chat.write(json.dumps({"text": text}) + "\n")
+    print(f"corpus: {corpus['bytes']} bytes, {len(facts)} facts")
+
+
+def make_tokenizer(arguments: argparse.Namespace) -> None:
+    """The tokenizer and the token files."""
+    work: Path = arguments.work
+    vocab_size = network_config(arguments.tiny).vocab_size
+    tokenizer = train_tokenizer(tokenizer_sample(work), vocab_size)
+    if tokenizer.get_vocab_size() != vocab_size:
+        raise ValueError(f"the corpus gives {tokenizer.get_vocab_size()} tokens, not {vocab_size}: add text")
+    check_round_trip(tokenizer, arguments.seed)
+    tokenizer.save(str(work / "tokenizer.json"), pretty=False)
+    sizes: dict[str, object] = {
+        name: encode_file(tokenizer, work / f"{name}.jsonl", work / f"{name}.bin")
+        for name in ("train", "heldout", "chat")
+    }
+    write_json(work / "encoded.json", sizes)
+    print(f"tokenizer: {json.dumps(sizes)}")
+
+
+def train(arguments: argparse.Namespace) -> None:
+    """The fp32 weights."""
+    trainer = Trainer(network_config(arguments.tiny), training_plan(arguments), arguments.work, device())
+    summary = trainer.run()
+    run = {"date": datetime.date.today().isoformat(), "command": " ".join(["python", *sys.argv])}
+    write_json(arguments.work / "summary.json", {**run, **summary})
+    print(f"train: {json.dumps(summary)}")
+
+
+def export(arguments: argparse.Namespace) -> None:
+    """The checkpoint folder with its measured README."""
+    work: Path = arguments.work
+    config, plan = network_config(arguments.tiny), training_plan(arguments)
+    network = write_checkpoint(work, arguments.out, config, device())
+    tokenizer = Tokenizer.from_file(str(arguments.out / "tokenizer.json"))
+    facts = [Fact(**fact) for fact in json.loads((work / "facts.json").read_text())["facts"]]
+    evaluator = Evaluator(network, tokenizer, work, arguments.seed)
+    sampled = 20 if arguments.tiny else 1000
+    results: dict[str, object] = {
+        "held_out": evaluator.held_out((plan.short_length, plan.long_length)),
+        "facts": len(facts),
+        "facts_sampled": min(sampled, len(facts)),
+        "exact_answers": evaluator.exact_answers(facts, sampled),
+        "samples": evaluator.samples(),
+    }
+    write_json(work / "results.json", results)
+    write_model_card(work, arguments.out, config)
+    print(f"export: {check_folder_size(arguments.out)} bytes in {arguments.out}")
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    as_written = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_written)
+    parser.add_argument("stage", choices=(*STAGES, "all"))
+    parser.add_argument("--minutes", type=float, default=15.0, help="training time, compilation not counted")
+    parser.add_argument("--work", type=Path, default=Path("build/demo"), help="intermediate files")
+    parser.add_argument("--out", type=Path, default=Path("cpmrt/assets/demo"), help="the checkpoint")
+    parser.add_argument("--learning-rate", type=float, default=TrainingPlan.learning_rate)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--tiny", action="store_true", help="a smoke test: little text, two layers")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Runs one stage, or all in order."""
+    arguments = parse_arguments()
+    arguments.work.mkdir(parents=True, exist_ok=True)
+    stages = {"corpus": make_corpus, "tokenizer": make_tokenizer, "train": train, "export": export}
+    for name in STAGES if arguments.stage == "all" else (arguments.stage,):
+        begun = time.perf_counter()
+        stages[name](arguments)
+        print(f"{name} took {time.perf_counter() - begun:.1f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
