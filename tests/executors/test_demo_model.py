@@ -1,0 +1,107 @@
+"""The bundled model through the public API: it writes Python, answers, streams whole characters, fast and small."""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from cpmrt import LLM, SamplingParams
+from cpmrt.weights.model_folder import BUNDLED
+
+
+@pytest.fixture(scope="module")
+def demo():
+    with LLM() as llm:
+        yield llm
+
+
+def first_function(text):
+    """The source of the first complete function in `text`."""
+    lines = text.splitlines()
+    for end in range(len(lines), 1, -1):
+        try:
+            tree = ast.parse("\n".join(lines[:end]))
+        except SyntaxError:
+            continue
+        return next(node for node in tree.body if isinstance(node, ast.FunctionDef))
+    raise AssertionError("no function that parses in:\n" + text)
+
+
+def test_it_writes_a_function_that_parses_and_returns(demo):
+    prompt = "def read_lines(path):"
+    out = demo.generate(prompt, SamplingParams(max_new_tokens=128))
+    function = first_function(prompt + out.text)
+    assert function.name == "read_lines" and len(function.body) >= 2
+    assert any(isinstance(node, ast.Return) for node in ast.walk(function))
+
+
+def test_sampled_text_differs_by_seed_and_repeats_by_seed(demo):
+    texts = [
+        demo.generate("import os\n", SamplingParams(max_new_tokens=40, temperature=0.8, top_p=0.95, seed=seed)).text
+        for seed in (1, 2, 1)
+    ]
+    assert texts[0] == texts[2] != texts[1]
+
+
+@pytest.mark.parametrize(("question", "words"), [
+    ("What does os.path.join do?", "Join two or more pathname components"),
+    ("Explain json.dumps.", "Serialize ``obj`` to a JSON formatted"),
+    ("Who are you?", "demo model of cpmrt"),
+])  # fmt: skip
+def test_chat_says_what_is_true(demo, question, words):
+    out = demo.chat([{"role": "user", "content": question}], SamplingParams(max_new_tokens=80))
+    assert words in out.text and out.finish_reason == "stop"
+    assert out.token_ids[-1] in demo.config.eos_token_ids and "<|im_end|>" not in out.text
+
+
+def test_conversations_have_one_bos(demo):
+    ids = demo.chat_prompt([{"role": "user", "content": "hi"}])
+    assert ids[0] == demo.tokenizer.bos_token_id and ids.count(demo.tokenizer.bos_token_id) == 1
+
+
+@pytest.mark.parametrize("text", ["你好，世界", "🧑‍🚀🚀", "naïve café\r\n\tend"])
+def test_characters_outside_the_training_text_survive(demo, text):
+    ids = demo.tokenizer.encode(text)
+    assert demo.tokenizer.decode(ids) == text
+    out = demo.generate(f'greeting = "{text}"\nprint(', SamplingParams(max_new_tokens=8, temperature=2.0, seed=3))
+    assert out.text == out.text.encode().decode()
+
+
+def test_scores_prefer_python_to_noise(demo):
+    code = demo.tokenizer.encode("for line in lines:\n    print(line)\n")
+    noise = demo.tokenizer.encode("line lines print for in\n ( : ) line\n")
+    assert demo.score(code).mean() > demo.score(noise).mean() + 1
+
+
+def test_the_whole_context_can_be_used(demo):
+    prompt = demo.tokenizer.encode("import os\n" * 2000)[: demo.max_context - 4]
+    out = demo.generate(prompt, SamplingParams(max_new_tokens=4, ignore_eos=True))
+    assert len(out.token_ids) == 4 and demo.max_context == 4096
+
+
+def test_the_bundle_is_small():
+    assert sum(file.stat().st_size for file in BUNDLED.iterdir()) <= 16_000_000
+
+
+MEASURE = """
+import json, resource
+from cpmrt import LLM, SamplingParams
+llm = LLM()
+llm.generate("warm up", SamplingParams(max_new_tokens=4))
+rates = [llm.generate("def main():", SamplingParams(max_new_tokens=64, ignore_eos=True)).stats.decode_tokens_per_s
+         for _ in range(3)]
+llm.generate([5] * 2000, SamplingParams(max_new_tokens=1))
+print(json.dumps([max(rates), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024]))
+"""
+
+
+@pytest.mark.slow
+def test_speed_and_memory():
+    """At least 25 tokens a second and under 400 MB; the same figures as `cpmrt generate` prints."""
+    # A fresh process, so that neither pytest's memory nor its other tests' arrays count.
+    run = subprocess.run([sys.executable, "-c", MEASURE], capture_output=True, text=True, check=True, env=os.environ)
+    tokens_per_s, peak_mib = json.loads(run.stdout)
+    assert tokens_per_s >= 25 and peak_mib < 400, (tokens_per_s, peak_mib)
