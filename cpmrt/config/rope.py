@@ -39,25 +39,29 @@ class RopeConfig:
     def from_hf(cls, config: Mapping[str, Any], source: str, head_dim: int, max_positions: int) -> RopeConfig:
         """From `rope_parameters` (transformers 5) or `rope_scaling` + `rope_theta` (transformers 4).
 
-        The kind may be called `rope_type` or `type`. Raises ConfigError, UnsupportedModelError.
+        With both, as after an override, `rope_scaling` counts and a theta it does not name stays. The kind may be
+        called `rope_type` or `type`. Raises ConfigError, UnsupportedModelError.
         """
         outer = Fields(config, source)
-        section = "rope_parameters" if config.get("rope_parameters") is not None else "rope_scaling"
-        scaling = config.get(section) or {}
-        if not isinstance(scaling, Mapping):
-            raise outer.fail(section, "an object or null")
+        section = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+        scaling, parameters = config.get(section) or {}, config.get("rope_parameters") or {}
+        for name, value in ((section, scaling), ("rope_parameters", parameters)):
+            if not isinstance(value, Mapping):
+                raise outer.fail(name, "an object or null")
         if any(isinstance(value, Mapping) for value in scaling.values()):
             raise UnsupportedModelError(f"{source}: {section}: one rotary embedding per layer type is not supported")
         fields = Fields(scaling, f"{source}: {section}")
         kind = _kind(fields)
-        theta = fields.number("rope_theta", None) or outer.number("rope_theta", 10000.0)
+        theta = fields.number("rope_theta", None) or outer.number("rope_theta", None)
+        theta = theta or Fields(parameters, f"{source}: rope_parameters").number("rope_theta", 10000.0)
         partial = fields.number("partial_rotary_factor", None) or outer.number("partial_rotary_factor", 1.0)
         if partial != 1.0:
             raise UnsupportedModelError(
                 f"{source}: partial_rotary_factor", expected="1.0", actual=partial
             )
-        original = fields.integer("original_max_position_embeddings", None)
-        original = original or outer.integer("original_max_position_embeddings", None) or max_positions
+        # transformers prefers the outer key, which Phi-style configs carry.
+        original = outer.integer("original_max_position_embeddings", None)
+        original = original or fields.integer("original_max_position_embeddings", None) or max_positions
         own = _READERS[kind](fields, head_dim)
         return cls(kind=kind, theta=theta, original_max_positions=original, **own)
 

@@ -111,9 +111,9 @@ class ReferenceExecutor:
 
     def prompt_logits(self, slot: int, token_ids: tuple[int, ...]) -> Iterator[F32]:
         """Logits of every position, float32 [chunk, V] at a time."""
-        self._check_open()
         chunk = self._limits.prefill_chunk
         for start in range(0, len(token_ids), chunk):
+            self._check_open()
             tokens = token_ids[start : start + chunk]
             logits = np.empty((len(tokens), self.config.vocab_size), np.float32)
             self._forward(tokens, range(start, start + len(tokens)), (slot,) * len(tokens), True, slice(None), logits)

@@ -1,10 +1,11 @@
 """The definition of sampling: from one row of logits to one token. Every executor follows it.
 
-The chain, all in float32: repetition penalty (arXiv 1909.05858: positive logits of seen tokens are divided by it,
-negative ones multiplied; prompt and generated tokens count), presence and frequency penalty (OpenAI: subtracted once,
-and once for each occurrence; generated tokens only), temperature, top-k, top-p, min-p, and the arg max of logit plus
-Gumbel noise. The noise depends on (seed, position, token id) alone, so the token at a position is a function of its
-logits and the seed, however the steps are cut. Temperature 0 takes the arg max after the penalties.
+The chain: repetition penalty (arXiv 1909.05858: positive logits of seen tokens are divided by it, negative ones
+multiplied; prompt and generated tokens count), presence and frequency penalty (OpenAI: subtracted once, and once for
+each occurrence; generated tokens only), temperature, top-k, top-p, min-p, and the arg max of logit plus Gumbel noise.
+All is float32 but the sum of probabilities of top-p: 70,000 terms would drift. The noise depends on (seed, position,
+token id) alone, so the token at a position is a function of its logits and the seed, however the steps are cut.
+Temperature 0 takes the arg max after the penalties.
 
 Every filter is a threshold, so tokens of equal probability stay or go together and no order among them matters.
 The lowest id wins a tie of the arg max.
@@ -50,7 +51,7 @@ def keep_mask(logits: F32, params: SamplingParams) -> Array:
     if params.top_p < 1.0:
         keep &= logits >= _top_p_threshold(logits[keep], params.top_p)
     if params.min_p > 0.0:
-        keep &= logits >= np.max(logits) + np.log(np.float32(params.min_p))
+        keep &= logits >= np.max(logits) + np.float32(np.log(params.min_p))
     return keep
 
 
@@ -58,8 +59,8 @@ def _top_p_threshold(logits: F32, top_p: float) -> float:
     """The logit of the token at which the sum of probabilities, best first, reaches `top_p`."""
     descending = -np.sort(-logits)
     weights = np.exp(descending - descending[0])
-    mass = np.cumsum(weights, dtype=np.float32)
-    reached = int(np.searchsorted(mass, np.float32(top_p) * mass[-1]))
+    mass = np.cumsum(weights, dtype=np.float64)
+    reached = int(np.searchsorted(mass, top_p * mass[-1]))
     return float(descending[min(reached, len(descending) - 1)])
 
 
@@ -73,6 +74,6 @@ def log_softmax(logits: F32) -> F32:
 def token_logprobs(logits: F32, token_id: int, count: int) -> TokenLogprobs:
     """Of the chosen token and of the `count` best, from the raw logits [V]; ties in the order of ids."""
     logprobs = log_softmax(logits)
-    best = np.argsort(-logprobs, kind="stable")[:count]
+    best = np.argsort(-logits, kind="stable")[:count]
     top = tuple((int(token), float(logprobs[token])) for token in best)
     return TokenLogprobs(token_id, float(logprobs[token_id]), top)

@@ -1,0 +1,53 @@
+"""Seeded operands for calls of one op."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from cpmrt.dtypes import DType, round_to
+from cpmrt.memory.kv_pages import PAGE_SIZE
+from cpmrt.ops import Rows
+
+EPS = 1e-5
+
+
+class Data:
+    """Seeded operands whose values `dtype` can hold."""
+
+    def __init__(self, dtype: DType = DType.FLOAT32, seed: int = 0):
+        self.dtype, self.random = dtype, np.random.default_rng(seed)
+
+    def __call__(self, *shape: int, scale: float = 1.0, around: float = 0.0) -> Any:
+        values = self.random.standard_normal(shape) * scale + around
+        return round_to(values.astype(np.float32), self.dtype)
+
+    def weight(self, rows: int, columns: int) -> Any:
+        return self(rows, columns, scale=columns**-0.5)
+
+    def norm(self, size: int) -> Any:
+        return self(size, scale=0.2, around=1.0)
+
+    def tables(self, num_slots: int, pages: int) -> Any:
+        return self.random.permutation(num_slots * pages).reshape(num_slots, pages).astype(np.int32)
+
+
+def make_rows(positions: Any, slots: Any, tables: Any, is_prefill: bool = False) -> Rows:
+    positions, slots = np.asarray(positions), np.asarray(slots)
+    return Rows(np.zeros(len(positions), np.int64), positions, slots, tables, is_prefill)
+
+
+def rope_of(num_positions: int, head_dim: int) -> Any:
+    angles = np.arange(num_positions)[:, None] / 10000.0 ** (np.arange(head_dim // 2) * 2 / head_dim)
+    return np.stack([np.cos(angles), np.sin(angles)]).astype(np.float32)
+
+
+def filled_pages(data: Data, tables: Any, lengths: Any, kv_heads: int, head_dim: int) -> tuple[Any, Any]:
+    """Keys and values of the first `lengths[slot]` tokens of each slot; NaN everywhere else."""
+    k_pages, v_pages = (np.full((tables.size, kv_heads, PAGE_SIZE, head_dim), np.nan, np.float32) for _ in "kv")
+    for slot, length in enumerate(lengths):
+        for position in range(length):
+            page, offset = tables[slot, position // PAGE_SIZE], position % PAGE_SIZE
+            k_pages[page, :, offset], v_pages[page, :, offset] = data(kv_heads, head_dim), data(kv_heads, head_dim)
+    return k_pages, v_pages

@@ -1,0 +1,1 @@
+"""Golden files: cases, and Hugging Face transformers as the oracle."""

@@ -1,0 +1,137 @@
+"""The tiny models of the golden files: config.json as a checkpoint would carry it, and the context asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from reference.tiny_models import LLAMA, MINICPM
+
+NUM_PROMPT = 70
+"""More than a page of 64 tokens."""
+NUM_NEW = 26
+CONTEXT = NUM_PROMPT + NUM_NEW
+
+_SHORT_FACTOR = [1.0, 1.05, 1.2, 1.4, 1.7, 2.0, 2.5, 3.0]
+_LONG_FACTOR = [1.0, 1.3, 1.9, 2.8, 4.5, 6.0, 7.5, 8.0]
+_LISTS = {"short_factor": _SHORT_FACTOR, "long_factor": _LONG_FACTOR}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One golden file. `max_context` None: the model's own."""
+
+    name: str
+    config: dict[str, Any]
+    max_context: int | None = None
+
+
+def _changed(base: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """Keys replaced; a value None removes the key."""
+    return {key: value for key, value in (base | changes).items() if value is not None}
+
+
+def _new_spelling(base: dict[str, Any], rope: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """The names of transformers 5: rope_parameters and dtype."""
+    rope = {"rope_theta": 10000.0, "rope_type": "default"} | rope
+    return _changed(base, rope_theta=None, torch_dtype=None, dtype="float32", rope_parameters=rope, **changes)
+
+
+_QWEN2 = _changed(
+    LLAMA, architectures=["Qwen2ForCausalLM"], model_type="qwen2", torch_dtype="bfloat16", rms_norm_eps=1e-6,
+    rope_theta=1000000.0, use_sliding_window=False, sliding_window=256, max_window_layers=1, bos_token_id=3,
+)  # fmt: skip
+_QWEN3 = _new_spelling(
+    LLAMA, {"rope_theta": 1000000.0}, architectures=["Qwen3ForCausalLM"], model_type="qwen3", head_dim=32,
+    num_key_value_heads=1, attention_bias=False, layer_types=["full_attention"] * 2,
+)  # fmt: skip
+_MINIMAL = {
+    "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "vocab_size": 96,
+}  # fmt: skip
+
+CASES = (
+    Case("llama", LLAMA),
+    Case("llama_class_defaults", _MINIMAL),
+    Case("llama_tied", _changed(LLAMA, tie_word_embeddings=True, num_key_value_heads=1)),
+    Case("llama_bias", _changed(LLAMA, attention_bias=True)),
+    Case("llama_head_dim", _new_spelling(LLAMA, {"rope_theta": 5000000.0}, head_dim=32, eos_token_id=[1, 90])),
+    Case(
+        "rope_llama3",
+        _changed(
+            LLAMA,
+            rope_scaling={
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+        ),
+    ),  # fmt: skip
+    Case("rope_linear", _changed(LLAMA, rope_scaling={"type": "linear", "factor": 4.0})),
+    Case(
+        "rope_dynamic_native",
+        _changed(LLAMA, max_position_embeddings=128, rope_scaling={"type": "dynamic", "factor": 2.0}),
+    ),
+    Case(
+        "rope_dynamic_stretched",
+        _new_spelling(LLAMA, {"rope_type": "dynamic", "factor": 4.0}, max_position_embeddings=48),
+        max_context=CONTEXT,
+    ),
+    Case(
+        "rope_yarn",
+        _changed(LLAMA, rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}),
+    ),
+    Case(
+        "rope_yarn_mscale",
+        _new_spelling(
+            LLAMA,
+            {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+                "beta_fast": 4.0,
+                "beta_slow": 0.5,
+                "mscale": 1.4,
+                "mscale_all_dim": 0.7,
+                "truncate": False,
+            },
+        ),
+    ),  # fmt: skip
+    Case(
+        "rope_longrope_short",
+        _changed(
+            LLAMA,
+            max_position_embeddings=512,
+            rope_scaling={"type": "longrope", "original_max_position_embeddings": 128, **_LISTS},
+        ),
+        max_context=128,
+    ),
+    Case(
+        "rope_longrope_long",
+        _new_spelling(LLAMA, {"rope_type": "longrope", "original_max_position_embeddings": 64, **_LISTS}),
+        max_context=CONTEXT,
+    ),
+    Case("qwen2", _QWEN2),
+    Case("qwen2_tied", _changed(_QWEN2, tie_word_embeddings=True)),
+    Case("qwen3", _QWEN3),
+    Case("minicpm", MINICPM),
+    Case("minicpm_tied", _changed(MINICPM, tie_word_embeddings=None, torch_dtype="bfloat16", scale_emb=0.75)),
+    Case(
+        "minicpm_longrope",
+        _changed(
+            MINICPM,
+            rope_scaling={"rope_type": "longrope", "original_max_position_embeddings": 256, **_LISTS},
+        ),
+    ),
+    Case(
+        "minicpm_longrope_extended",
+        _changed(
+            MINICPM,
+            rope_theta=None,
+            rope_scaling={"type": "su", "original_max_position_embeddings": 64, **_LISTS},
+        ),
+        max_context=CONTEXT,
+    ),
+)
