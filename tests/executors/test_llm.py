@@ -27,7 +27,9 @@ CONFIG = {
     "scale_depth": 1.4, "dim_model_base": 32, "max_position_embeddings": 256, "torch_dtype": "float32",
     "eos_token_id": 2, "bos_token_id": 1,
 }  # fmt: skip
-TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[bot]{% endif %}"
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[bot]{% endif %}"
+)
 
 
 def write_tokenizer(folder):
@@ -52,8 +54,9 @@ def checkpoint(tmp_path_factory):
     tensors = {}
     for spec in tensor_specs(ModelConfig.from_hf(CONFIG)):
         for source in spec.sources:
-            spread = random.standard_normal(source.shape) * (source.shape[-1] ** -0.5 if len(source.shape) > 1 else 0.1)
-            tensors[source.name] = (spread + (len(source.shape) == 1)).astype(np.float32)
+            is_vector = len(source.shape) == 1
+            deviation = 0.1 if is_vector else source.shape[-1] ** -0.5
+            tensors[source.name] = (random.standard_normal(source.shape) * deviation + is_vector).astype(np.float32)
     save_file(tensors, folder / "model.safetensors")
     write_tokenizer(folder)
     return folder
@@ -111,11 +114,15 @@ def test_a_stream_that_was_never_read_cancels_too(llm):
     assert llm.generate("abc", SAMPLED).finish_reason == "length"
 
 
+def _append_to(steps):
+    return lambda step, _: steps.append(step)
+
+
 def test_the_prompt_chunks_do_not_show(checkpoint):
     tokens = set()
     for chunk in (1, 3, 512):
         steps = []
-        with LLM(checkpoint, executor="reference", prefill_chunk=chunk, on_step=lambda *s: steps.append(s[0])) as llm:
+        with LLM(checkpoint, executor="reference", prefill_chunk=chunk, on_step=_append_to(steps)) as llm:
             tokens.add(llm.generate("a longer prompt", SAMPLED).token_ids)
         assert max(len(step.token_ids) for step in steps if isinstance(step, Prefill)) == min(chunk, 16)
     assert len(tokens) == 1
@@ -141,9 +148,10 @@ def test_stop_strings_cut_the_text(llm):
 
 
 def test_seeds(checkpoint):
-    with LLM(checkpoint, executor="reference", seed=1) as first, LLM(checkpoint, executor="reference", seed=1) as second:
-        params = SamplingParams(max_new_tokens=12, temperature=1.5)
-        runs = [[one.generate("s", params).token_ids for _ in range(3)] for one in (first, second)]
+    params, runs = SamplingParams(max_new_tokens=12, temperature=1.5), []
+    for _ in range(2):
+        with LLM(checkpoint, executor="reference", seed=1) as llm:
+            runs.append([llm.generate("s", params).token_ids for _ in range(3)])
     assert runs[0] == runs[1] and len(set(runs[0])) == 3, "a program repeats itself; its requests differ"
 
 
