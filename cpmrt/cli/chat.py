@@ -82,7 +82,8 @@ class Chat:
         elif re.fullmatch(r"/\w+", line):
             note(f"{printable(line)} is no command: {HELP}")
         elif line:
-            return self._answer(line)
+            with self._interrupt:
+                return self._answer(line)
         return True
 
     def _answer(self, question: str) -> bool:
@@ -102,7 +103,7 @@ class Chat:
 
     def _written(self, stream: TextStream) -> str:
         """Write the answer as it comes; what there is of it."""
-        with self._interrupt, stream:
+        with stream:
             try:
                 for piece in stream:
                     write(piece.text)
