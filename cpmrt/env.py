@@ -12,3 +12,19 @@ def cache_dir() -> Path:
     if explicit:
         return Path(explicit)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cpmrt"
+
+
+def kernels_dir() -> Path | None:
+    """Where to take the CUDA sources from instead of the installed ones: `CPMRT_KERNELS_DIR`; None if unset."""
+    explicit = os.environ.get("CPMRT_KERNELS_DIR")
+    return Path(explicit) if explicit else None
+
+
+def cupy_cache_dir() -> Path:
+    """CuPy's own cache, which it creates on import: `CUPY_CACHE_DIR`, else `~/.cupy/kernel_cache`."""
+    return Path(os.environ.get("CUPY_CACHE_DIR") or os.path.expanduser("~/.cupy/kernel_cache"))
+
+
+def set_cupy_cache_dir(folder: Path) -> None:
+    """Make CuPy, where it is not imported yet, keep its cache in `folder`."""
+    os.environ["CUPY_CACHE_DIR"] = str(folder)

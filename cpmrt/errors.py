@@ -44,5 +44,9 @@ class KernelCompileError(CpmrtError):
     """NVRTC refused a kernel source, or what it needs to compile is not installed."""
 
 
+class DeviceError(CpmrtError):
+    """The GPU failed while it ran; the process's context is lost."""
+
+
 class NoDeviceError(CpmrtError):
     """No usable device for the executor that was asked for."""

@@ -13,6 +13,7 @@ from cpmrt.dtypes import F32, DType, to_float32
 from cpmrt.engine import Engine, Request
 from cpmrt.engine.engine import StepListener
 from cpmrt.errors import ContextLengthError, NoDeviceError, RequestError, UnsupportedModelError
+from cpmrt.executor import Executor
 from cpmrt.generation import Completion, TextStream
 from cpmrt.memory.host_memory import available_bytes
 from cpmrt.memory.plan import MemoryPlan
@@ -55,11 +56,14 @@ class LLM:
         hf_overrides: Mapping[str, Any] | None = None,
         prefill_chunk: int = 512,
         max_sequences: int = 1,
+        cuda_graphs: bool = True,
+        dependent_launch: bool = True,
         on_step: StepListener | None = None,
     ):
         settings = EngineConfig(
-            executor, dtype, max_context, memory_budget, load_format, seed, prefill_chunk, max_sequences
-        )
+            executor, dtype, max_context, memory_budget, load_format, seed, prefill_chunk, max_sequences,
+            cuda_graphs, dependent_launch,
+        )  # fmt: skip
         is_dummy = load_format == "dummy"
         folder = ModelFolder.open(model, revision=revision, weights=not is_dummy, hf_overrides=hf_overrides)
         self.config: ModelConfig = folder.config
@@ -71,9 +75,7 @@ class LLM:
         self._seed, self._num_requests = seed, 0
         self.tokenizer = _open_tokenizer(folder, is_dummy)
         self.chat_template = ChatTemplate.open(folder.path)
-        _check_executor(settings.executor, folder.is_bundled)
-        made = _reference_executor(folder, settings)
-        self._plan, self._executor = made.plan, made
+        self._executor, self._plan = _open_executor(folder, settings)
         self._engine = Engine(self._executor, on_step)
 
     def generate(self, prompt: Prompt, params: SamplingParams | None = None) -> Completion:
@@ -128,6 +130,11 @@ class LLM:
     def plan(self) -> MemoryPlan:
         """What was allocated, part by part; `str(plan)` is a table."""
         return self._plan
+
+    @property
+    def executor(self) -> Executor:
+        """What carries out the steps, for tools that drive it themselves; it is closed with this object."""
+        return self._executor
 
     @property
     def max_context(self) -> int:
@@ -197,23 +204,33 @@ def _open_tokenizer(folder: ModelFolder, is_dummy: bool) -> Tokenizer | None:
     return Tokenizer.open(folder.path, vocab_size=folder.config.vocab_size)
 
 
-def _check_executor(wish: str, is_bundled: bool) -> None:
-    if wish == "cuda":
-        raise NoDeviceError("this version has no CUDA executor", fix="use executor='reference' (--executor reference)")
-    if wish == "auto" and not is_bundled:
+def _open_executor(folder: ModelFolder, settings: EngineConfig) -> tuple[Executor, MemoryPlan]:
+    """A GPU if it can be used and nothing else was asked for; NumPy by wish, or for the bundled model."""
+    if settings.executor == "reference":
+        return _reference_executor(folder, settings)
+    from cpmrt.cuda.assembly import open_executor
+
+    try:
+        return open_executor(folder, settings)
+    except NoDeviceError as error:
+        if settings.executor == "cuda":
+            raise
+        if folder.is_bundled:
+            return _reference_executor(folder, settings)
         raise NoDeviceError(
-            "no GPU executor for this model, and the NumPy one is about a hundred times slower",
-            fix="use executor='reference' (--executor reference) to run it anyway",
-        )
+            f"{error.what}, and the NumPy executor is about a hundred times slower",
+            actual=error.actual,
+            fix="use executor='reference' (--executor reference) to run it anyway, or see `cpmrt doctor`",
+        ) from error
 
 
-def _reference_executor(folder: ModelFolder, settings: EngineConfig) -> ReferenceExecutor:
+def _reference_executor(folder: ModelFolder, settings: EngineConfig) -> tuple[Executor, MemoryPlan]:
     dtype = settings.storage_dtype(folder.config.dtype)
     budget = settings.memory_budget or available_bytes()
     plan = fit_model(folder.config, settings, itemsize=DType.FLOAT32.itemsize, budget=budget)
     limit = position_limit(folder.config, settings)
     load = _weight_loader(folder, settings, dtype)
-    return ReferenceExecutor(folder.config, plan, dtype, settings.prefill_chunk, limit, load)
+    return ReferenceExecutor(folder.config, plan, dtype, settings.prefill_chunk, limit, load), plan
 
 
 def _weight_loader(folder: ModelFolder, settings: EngineConfig, dtype: DType) -> LoadWeights:

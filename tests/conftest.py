@@ -58,3 +58,15 @@ def shared_data() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no shared data folder at {folder}")
     return folder
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cpmrt finds no GPU, whatever this machine has."""
+    from cpmrt.cuda import assembly
+    from cpmrt.errors import NoDeviceError
+
+    def absent() -> None:
+        raise NoDeviceError("no NVIDIA driver (libcuda.so.1)", fix="use executor='reference'")
+
+    monkeypatch.setattr(assembly, "open_device", absent)

@@ -30,6 +30,8 @@ usage: python3 tools/dev.py COMMAND [ARGUMENTS...]
                         run that cpmrt command: tools/dev.py generate "def read_lines(path):"
   test                  the whole check: ruff, mypy, import-linter, the fast tests, then the slow ones
   test PYTEST_ARGS...   only pytest, with these arguments, in the repository root
+  gpu [--quick] [--logs DIR]
+                        on a GPU machine: GPU tests, sanitizer and benchmark, with the packages of this Python
   --help                this text
 
 The first call makes .venv in the repository root and installs cpmrt there (editable), with the CUDA extra
@@ -255,6 +257,9 @@ def main(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(HELP)
         return 0
+    if arguments[0] == "gpu":
+        # No venv: the machine may have no network, and has its CUDA packages in this interpreter.
+        os.execv(sys.executable, [sys.executable, str(ROOT / "tools" / "gpu_check.py"), *arguments[1:]])
     if arguments[0] != "test":
         ensure_installed(set())
         # The console script and not `-m`: `-m` would put the caller's folder before the installed packages.

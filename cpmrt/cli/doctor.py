@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from cpmrt.cli import gpu_probes, host_probes
+from cpmrt.cli import gpu_probes, host_probes, kernel_probes
 from cpmrt.cli.finding import Finding, Status
 from cpmrt.cli.output import note, printable, write, write_json, write_table
 
@@ -45,5 +45,7 @@ def _findings() -> Iterator[Finding]:
     yield from gpu_probes.cuda_wheels(driver)
     yield gpu_probes.nvrtc(driver)
     yield host_probes.cache_folder()
+    yield kernel_probes.sources()
+    yield kernel_probes.cubins()
     yield host_probes.bundled_model()
     yield host_probes.executor()

@@ -8,7 +8,7 @@ from enum import Enum
 
 
 class Status(Enum):
-    """BROKEN keeps cpmrt from running; MISSING costs a part of it; UNUSED matters to no part of this version."""
+    """BROKEN keeps cpmrt from running; MISSING costs a part of it; UNUSED matters to nothing on this machine."""
 
     OK = "ok"
     MISSING = "missing"

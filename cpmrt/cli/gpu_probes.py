@@ -1,6 +1,6 @@
 """What `cpmrt doctor` looks at for CUDA: driver, devices, NVML, wheels, NVRTC. Nothing here imports CuPy.
 
-This version has no CUDA executor: whatever is absent costs nothing yet, and is reported as unused.
+A machine without a GPU needs none of it: what is absent there is reported as unused.
 """
 
 from __future__ import annotations
@@ -130,8 +130,9 @@ def _package(wheel: str, series: str) -> str:
 
 
 def _absent(subject: str, found: str, driver: Driver, package: str) -> Finding:
-    fix = pip_install(package) if driver.cuda_version else ""
-    return Finding(subject, Status.UNUSED, found if fix else f"{found}; of use with an NVIDIA driver only", fix)
+    if driver.cuda_version:
+        return Finding(subject, Status.MISSING, found, pip_install(package))
+    return Finding(subject, Status.UNUSED, f"{found}; of use with an NVIDIA driver only")
 
 
 def _nvrtc_libraries() -> Iterator[str]:

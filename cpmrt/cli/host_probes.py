@@ -15,7 +15,7 @@ import numpy as np
 import cpmrt
 from cpmrt.cli.finding import Finding, Status, pip_install
 from cpmrt.env import cache_dir
-from cpmrt.errors import CpmrtError
+from cpmrt.errors import CpmrtError, NoDeviceError
 from cpmrt.memory.plan import format_bytes
 from cpmrt.models.decoder import tensor_specs
 from cpmrt.text import Tokenizer
@@ -95,13 +95,15 @@ def bundled_model() -> Finding:
 
 
 def executor() -> Finding:
-    """What runs a model here."""
-    return Finding(
-        "executor",
-        Status.OK,
-        "auto: this version runs on the NumPy reference executor, for models other than the bundled one "
-        "on --executor reference only",
-    )
+    """What runs a model here where nothing else is asked for."""
+    from cpmrt.cuda.device import open_device
+
+    try:
+        device = open_device()
+    except NoDeviceError as error:
+        found = f"auto: NumPy, for the bundled model only; others need --executor reference ({error.what})"
+        return Finding("executor", Status.OK, found)
+    return Finding("executor", Status.OK, f"auto: CUDA on {device.name} ({device.arch})")
 
 
 def _blas() -> str:

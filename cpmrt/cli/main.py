@@ -22,6 +22,8 @@ COMMANDS = {
     "chat": "talk with a model",
     "plan": "show the memory a model needs and the largest context that fits, from its config alone",
     "inspect": "show what a checkpoint holds: sizes, tensors, tokenizer",
+    "bench": "measure speed and energy of a model, or of a shape with random weights",
+    "compile": "compile the CUDA kernels ahead of time, for this GPU or another",
     "doctor": "check this machine and say what is missing",
 }
 EXIT_ERROR, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_CLOSED_PIPE = 1, 2, 130, 141

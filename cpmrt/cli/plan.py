@@ -18,12 +18,16 @@ from cpmrt.cli.arguments import (
 )
 from cpmrt.cli.output import printable, write, write_json
 from cpmrt.config import EngineConfig
+from cpmrt.cuda.workspace import cuda_needs
 from cpmrt.dtypes import DType
 from cpmrt.errors import UnsupportedModelError
 from cpmrt.memory.kv_pages import PAGE_SIZE
 from cpmrt.memory.plan import MemoryPlan, check_budget, format_bytes, largest_context
-from cpmrt.models.planning import plan_model, position_limit
+from cpmrt.models.planning import ExecutorNeeds, plan_model, position_limit
 from cpmrt.weights.model_folder import ModelFolder
+
+# The workspace of attention depends a little on the device: that of an H200, where it is largest.
+_CAPABILITY, _NUM_SMS = 90, 132
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -70,7 +74,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _build(config: Any, settings: EngineConfig, dtype: DType, max_context: int) -> MemoryPlan:
-    return plan_model(config, settings, itemsize=dtype.itemsize, max_context=max_context)
+    needs = ExecutorNeeds()
+    if dtype is not DType.FLOAT32:  # which only the NumPy executor computes in
+        needs = cuda_needs(config, settings, capability=_CAPABILITY, num_sms=_NUM_SMS)
+    return plan_model(config, settings, itemsize=dtype.itemsize, max_context=max_context, needs=needs)
 
 
 def _text(title: str, plan: MemoryPlan, budget: int | None, largest: int | None) -> str:

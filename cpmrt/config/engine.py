@@ -25,7 +25,9 @@ class EngineConfig:
     """Run-time settings. Raises ConfigError on a value out of range.
 
     `max_context` in tokens (None: the model's own), `memory_budget` in bytes (None: what is free),
-    `prefill_chunk` in tokens, `max_sequences` = resident sequences that decode together.
+    `prefill_chunk` in tokens, `max_sequences` = resident sequences that decode together. `cuda_graphs` False
+    launches kernel by kernel; `dependent_launch` False keeps a kernel from starting while the one before it ends
+    (sm_90 and later). Neither changes a bit of the output.
     """
 
     executor: str = "auto"
@@ -36,6 +38,8 @@ class EngineConfig:
     seed: int = 0
     prefill_chunk: int = 512
     max_sequences: int = 1
+    cuda_graphs: bool = True
+    dependent_launch: bool = True
 
     def __post_init__(self) -> None:
         _one_of("executor", self.executor, ("auto", "cuda", "reference"))

@@ -101,8 +101,13 @@ def forward(
         ops.gate_up(inner, x, weight["mlp_norm"], weight["gate_up"], eps)
         ops.project_residual(x, inner, weight["down"], None, residual_scale)
     if logit_rows is not None:
-        head = weights["embed_tokens" if config.tie_word_embeddings else "lm_head"]
-        ops.lm_head(buffers["logits"], x[logit_rows], weights["norm"], head, eps, config.logit_divisor)
+        lm_head(ops, config, weights, buffers["logits"], x[logit_rows])
+
+
+def lm_head(ops: Ops, config: ModelConfig, weights: Arrays, logits: Any, x: Any) -> None:
+    """Logits of these rows of the last layer's output."""
+    head = weights["embed_tokens" if config.tie_word_embeddings else "lm_head"]
+    ops.lm_head(logits, x, weights["norm"], head, config.rms_norm_eps, config.logit_divisor)
 
 
 class _LayerWeights:

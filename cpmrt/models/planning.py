@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 from cpmrt.config import EngineConfig, ModelConfig
 from cpmrt.errors import ConfigError
 from cpmrt.memory.kv_pages import PAGE_SIZE, KVLayout
@@ -24,16 +27,44 @@ def position_limit(config: ModelConfig, engine: EngineConfig) -> int:
     return engine.max_context
 
 
-def plan_model(config: ModelConfig, engine: EngineConfig, *, itemsize: int, max_context: int) -> MemoryPlan:
+@dataclass(frozen=True)
+class ExecutorNeeds:
+    """What an executor keeps beside the model's own buffers.
+
+    `tables` of a context live for ever; `workspace` is one step's; a step has at most `max_rows` rows, of which
+    `logit_rows` reach the head (None: as many as the engine's settings say).
+    """
+
+    tables: Callable[[int], tuple[BufferSpec, ...]] = lambda max_context: ()
+    workspace: tuple[BufferSpec, ...] = ()
+    max_rows: int | None = None
+    logit_rows: int | None = None
+
+
+def plan_model(
+    config: ModelConfig,
+    engine: EngineConfig,
+    *,
+    itemsize: int,
+    max_context: int,
+    needs: ExecutorNeeds = ExecutorNeeds(),
+) -> MemoryPlan:
     """The plan for exactly `max_context` tokens a sequence; `itemsize` = bytes of a stored element."""
-    rows = max(engine.prefill_chunk, engine.max_sequences)
-    tables = (BufferSpec("rope", (2, max_context, config.head_dim // 2), EMBED, HEAD, itemsize=4),)
-    workspace = buffer_specs(config, rows, engine.max_sequences)
+    rows = needs.max_rows or max(engine.prefill_chunk, engine.max_sequences)
+    rope = BufferSpec("rope", (2, max_context, config.head_dim // 2), EMBED, HEAD, itemsize=4)
+    workspace = (*buffer_specs(config, rows, needs.logit_rows or engine.max_sequences), *needs.workspace)
     layout = KVLayout.of(config, max_context, engine.max_sequences)
-    return make_plan(tensor_specs(config), tables, workspace, layout, itemsize=itemsize)
+    return make_plan(tensor_specs(config), (rope, *needs.tables(max_context)), workspace, layout, itemsize=itemsize)
 
 
-def fit_model(config: ModelConfig, engine: EngineConfig, *, itemsize: int, budget: int) -> MemoryPlan:
+def fit_model(
+    config: ModelConfig,
+    engine: EngineConfig,
+    *,
+    itemsize: int,
+    budget: int,
+    needs: ExecutorNeeds = ExecutorNeeds(),
+) -> MemoryPlan:
     """The plan within `budget` bytes.
 
     An explicit `max_context` is kept or refused with MemoryPlanError; without one the context is the model's own, or
@@ -42,7 +73,7 @@ def fit_model(config: ModelConfig, engine: EngineConfig, *, itemsize: int, budge
     limit = position_limit(config, engine)
 
     def build(max_context: int) -> MemoryPlan:
-        return plan_model(config, engine, itemsize=itemsize, max_context=max_context)
+        return plan_model(config, engine, itemsize=itemsize, max_context=max_context, needs=needs)
 
     context = limit
     if engine.max_context is None:

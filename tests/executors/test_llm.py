@@ -231,7 +231,7 @@ def test_closed_models_refuse(checkpoint):
      UnsupportedModelError, "gptq"),
     ({"executor": "reference", "hf_overrides": "x"}, ConfigError, "hf_overrides"),
 ])  # fmt: skip
-def test_a_wrong_setting_is_a_clear_error(checkpoint, arguments, error, words):
+def test_a_wrong_setting_is_a_clear_error(no_gpu, checkpoint, arguments, error, words):
     with pytest.raises(error, match=words):
         LLM(checkpoint, **arguments)
 

@@ -118,8 +118,8 @@ MISTAKES = [
     Mistake("bad sampling in a chat", ["chat", "-m", "M", "--top-p", "7"], "SamplingParams.top_p"),
     # Settings of the engine
     Mistake("unknown executor", [*GP, "--executor", "tpu"], "expected auto | cuda | reference"),
-    Mistake("no CUDA executor", [*GP, "--executor", "cuda"], "no CUDA executor"),
-    Mistake("slow by default", ["generate", "-m", "M", "prompt"], "no GPU executor"),
+    Mistake("no GPU", [*GP, "--executor", "cuda"], "no NVIDIA driver"),
+    Mistake("slow by default", ["generate", "-m", "M", "prompt"], "a hundred times slower"),
     Mistake("unknown dtype", [*GP, "--dtype", "int3"], "unknown dtype"),
     Mistake("unknown dtype of a plan", ["plan", "M", "--dtype", "int3"], "unknown dtype"),
     Mistake("unknown load format", [*GP, "--load-format", "gguf"], "expected auto | safetensors | dummy"),
@@ -164,7 +164,7 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.name.replace(" ", "-"))
-def test_mistake(mistake: Mistake, tmp_path: Path, capsys, monkeypatch) -> None:
+def test_mistake(mistake: Mistake, tmp_path: Path, no_gpu, capsys, monkeypatch) -> None:
     if "/dev/full" in mistake.line and not os.path.exists("/dev/full"):
         pytest.skip("needs /dev/full")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)

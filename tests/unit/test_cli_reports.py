@@ -168,7 +168,7 @@ def test_doctor(capsys):
     assert code == 0 and err == ""
     for subject in ("Python", "NumPy", "BLAS", "NVIDIA driver", "NVRTC", "cache folder", "bundled model", "cuda-core"):
         assert subject in out
-    assert "this version runs on the NumPy reference executor" in out
+    assert "auto: NumPy, for the bundled model only" in out or "auto: CUDA on" in out
 
 
 def test_doctor_json(json_of):
@@ -231,7 +231,7 @@ def test_a_driver_that_works(tmp_path, monkeypatch):
     driver = gpu_probes.driver()
     assert driver.cuda_version == 12080 and driver.findings[0].found == "works, CUDA 12.8"
     assert [finding.found for finding in driver.findings[1:]] == ["Orin, compute capability 8.7, 8.00 GiB"] * 2
-    fixes = [finding.fix for finding in gpu_probes.cuda_wheels(driver) if finding.status is Status.UNUSED]
+    fixes = [finding.fix for finding in gpu_probes.cuda_wheels(driver) if finding.status is Status.MISSING]
     assert all("-m pip install " in fix for fix in fixes)
 
 

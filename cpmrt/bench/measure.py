@@ -1,0 +1,198 @@
+"""Times prefill and decode of one model through the engine, the way an application drives it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from copy import copy
+from dataclasses import dataclass, field
+from math import ceil
+from statistics import median
+from time import perf_counter
+
+from cpmrt.bench.samples import Span
+from cpmrt.bench.work import decode_bytes, prefill_flops
+from cpmrt.config import ModelConfig, SamplingParams
+from cpmrt.dtypes import F32
+from cpmrt.engine import Engine, Request, Sequence
+from cpmrt.executor import Admit, Decode, Executor, ExecutorLimits, Pending, Prefill, Speculate, Step, StepResult
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of a benchmark: `sequences` prompts of `prompt_tokens` random tokens, each continued greedily."""
+
+    prompt_tokens: int
+    new_tokens: int
+    sequences: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.prompt_tokens}:{self.new_tokens}" + (f":{self.sequences}" if self.sequences > 1 else "")
+
+
+@dataclass
+class Measurement:
+    """Medians over the repeats of one case. Rates are totals over its sequences.
+
+    `host_us_per_step` is what the host spends on a decode step beside waiting for results, `submit_us_per_step` the
+    part of it inside `Executor.submit`. `first_token_ms` is from a request to its first token. The spans are those of
+    every repeat, in seconds of `perf_counter`.
+    """
+
+    case: Case
+    prefill_s: float = 0.0
+    prefill_tokens_per_s: float = 0.0
+    prefill_tflops: float = 0.0
+    first_token_ms: float = 0.0
+    decode_tokens_per_s: float = 0.0
+    step_ms_p50: float = 0.0
+    step_ms_p99: float = 0.0
+    decode_gb_per_s: float = 0.0
+    host_us_per_step: float = 0.0
+    submit_us_per_step: float = 0.0
+    num_decoded: int = 0
+    step_ms: list[float] = field(default_factory=list, repr=False)
+    prefill_spans: list[Span] = field(default_factory=list, repr=False)
+    decode_spans: list[Span] = field(default_factory=list, repr=False)
+
+
+def measure(executor: Executor, config: ModelConfig, case: Case, *, repeats: int, itemsize: int) -> Measurement:
+    """Run the case once to warm up, then `repeats` times. `itemsize` = bytes of a stored weight or KV element.
+
+    Raises ContextLengthError if the case does not fit the executor's context.
+    """
+    runs = [_Run(executor, config, case, seed=index) for index in range(repeats + 1)][1:]
+    result = Measurement(case)
+    result.prefill_s = median(run.prefill_s for run in runs)
+    result.prefill_tokens_per_s = case.prompt_tokens * case.sequences / result.prefill_s
+    flops = prefill_flops(config, case.prompt_tokens) * case.sequences
+    result.prefill_tflops = flops / result.prefill_s / 1e12
+    result.first_token_ms = median(ms for run in runs for ms in run.first_token_ms)
+    result.prefill_spans = [(run.started, run.prefilled) for run in runs]
+    runs = [run for run in runs if run.step_s]
+    if runs:
+        _add_decode(result, runs, lambda run: decode_bytes(config, run.mean_context, case.sequences, itemsize))
+    return result
+
+
+def _add_decode(result: Measurement, runs: list[_Run], step_bytes: Callable[[_Run], int]) -> None:
+    result.step_ms = sorted(seconds * 1e3 for run in runs for seconds in run.step_s)
+    result.step_ms_p50 = median(result.step_ms)
+    result.step_ms_p99 = result.step_ms[ceil(len(result.step_ms) * 0.99) - 1]
+    result.decode_tokens_per_s = median(run.num_decoded / run.decode_s for run in runs)
+    result.decode_gb_per_s = median(step_bytes(run) * len(run.step_s) / run.decode_s for run in runs) / 1e9
+    result.submit_us_per_step = median(run.submit_s for run in runs) * 1e6
+    result.host_us_per_step = median(run.submit_s + run.bookkeeping_s for run in runs) * 1e6
+    result.num_decoded = sum(run.num_decoded for run in runs)
+    result.decode_spans = [(run.prefilled, run.prefilled + run.decode_s) for run in runs]
+
+
+class _Run:
+    """One pass over a case, timed by when each step's result arrives.
+
+    An executor works in order, so the time from one result to the next is the later step's own, as long as the engine
+    keeps it busy. Sequences that are already there decode between the chunks of the next prompt: those steps are in no
+    figure. Decode counts from the moment every sequence has its first token until the first of them ends. The first
+    steps of it are submitted before it begins, so that `submit_s` is of a submission and `bookkeeping_s` of a result.
+    """
+
+    def __init__(self, executor: Executor, config: ModelConfig, case: Case, seed: int):
+        timed = _TimedExecutor(executor)
+        engine = Engine(timed, self._note)
+        requests = list(_requests(executor.limits, config, case, seed))
+        self.prefill_s, self.num_decoded, self.step_s = 0.0, 0, list[float]()
+        self._decodes = False
+        self.started = self._last = perf_counter()
+        sequences = [engine.add(request) for request in requests]
+        while not all(seq.token_ids for seq in sequences):
+            engine.advance()
+        self.prefilled = self._last
+        self._decodes = True
+        at_start = sum(map(_context, sequences))
+        began, before = perf_counter(), copy(timed.times)
+        while all(seq.finish_reason is None for seq in sequences):
+            engine.advance()
+        self.decode_s = sum(self.step_s)
+        elapsed, times = perf_counter() - began, timed.times - before
+        self.submit_s = times.submit_s / max(times.num_submitted, 1)
+        self.bookkeeping_s = (elapsed - times.waited_s - times.submit_s) / max(len(self.step_s), 1)
+        self.mean_context = (at_start + sum(map(_context, sequences))) // (2 * case.sequences)
+        self._decodes = False
+        while not all(seq.finish_reason for seq in sequences):
+            engine.advance()
+        self.first_token_ms = [(seq.first_token_at - seq.added_at) * 1e3 for seq in sequences]
+
+    def _note(self, step: Step, result: StepResult) -> None:
+        now = perf_counter()
+        if isinstance(step, (Admit, Prefill)):
+            self.prefill_s += now - self._last
+        elif self._decodes and isinstance(step, (Decode, Speculate)):
+            self.step_s.append(now - self._last)
+            self.num_decoded += sum(len(slot.token_ids) for slot in result.slots)
+        self._last = now
+
+
+def _requests(limits: ExecutorLimits, config: ModelConfig, case: Case, seed: int) -> Iterator[Request]:
+    """Early sequences get some tokens more, for the steps they take while later prompts are read."""
+    source, chunks = random.Random(seed), -(-case.prompt_tokens // limits.prefill_chunk)
+    room = max(case.new_tokens, limits.max_context - case.prompt_tokens)
+    for later in reversed(range(case.sequences)):
+        prompt = tuple(source.choices(range(config.vocab_size), k=case.prompt_tokens))
+        sampling = SamplingParams(max_new_tokens=min(case.new_tokens + later * chunks, room), ignore_eos=True)
+        yield Request(prompt, sampling, seed, ())
+
+
+def _context(seq: Sequence) -> int:
+    return len(seq.request.prompt_ids) + len(seq.token_ids)
+
+
+@dataclass
+class _HostTimes:
+    """Running totals; submissions are those of decode steps."""
+
+    waited_s: float = 0.0
+    submit_s: float = 0.0
+    num_submitted: int = 0
+
+    def __sub__(self, earlier: _HostTimes) -> _HostTimes:
+        return _HostTimes(
+            self.waited_s - earlier.waited_s,
+            self.submit_s - earlier.submit_s,
+            self.num_submitted - earlier.num_submitted,
+        )
+
+
+class _TimedExecutor:
+    """Passes everything on, and adds up how long the host submits and how long it waits for results."""
+
+    def __init__(self, executor: Executor):
+        self._executor, self.times = executor, _HostTimes()
+
+    @property
+    def limits(self) -> ExecutorLimits:
+        return self._executor.limits
+
+    def submit(self, step: Step) -> Pending:
+        before = perf_counter()
+        pending = self._executor.submit(step)
+        if isinstance(step, (Decode, Speculate)):
+            self.times.submit_s += perf_counter() - before
+            self.times.num_submitted += 1
+        return _TimedPending(pending, self.times)
+
+    def prompt_logits(self, slot: int, token_ids: tuple[int, ...]) -> Iterator[F32]:
+        return self._executor.prompt_logits(slot, token_ids)
+
+    def close(self) -> None:
+        self._executor.close()
+
+
+class _TimedPending:
+    def __init__(self, pending: Pending, times: _HostTimes):
+        self._pending, self._times = pending, times
+
+    def wait(self) -> StepResult:
+        before = perf_counter()
+        result = self._pending.wait()
+        self._times.waited_s += perf_counter() - before
+        return result

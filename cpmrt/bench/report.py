@@ -1,0 +1,99 @@
+"""What a benchmark found, as data: the JSON file is this, the table and the plot are drawn from it."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import distributions
+from typing import Any
+
+from cpmrt import __version__
+from cpmrt.bench.measure import Measurement
+from cpmrt.bench.samples import Samples, Span
+
+_PACKAGES = ("numpy", "cupy", "cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc", "nvidia-cublas", "nvidia-ml-py")
+
+
+@dataclass(frozen=True)
+class PhaseReadings:
+    """Means of the device's readings over one phase of a case, all repeats; None for what the board does not tell."""
+
+    power_w: float | None
+    sm_clock_mhz: float | None
+    memory_clock_mhz: float | None
+    temperature_c: float | None
+    utilisation_percent: float | None
+    energy_j: float | None
+    joules_per_token: float | None
+    throttle_reasons: tuple[str, ...]
+
+    @classmethod
+    def of(cls, samples: Samples, spans: Sequence[Span], num_tokens: int) -> PhaseReadings:
+        """Over the spans, in which `num_tokens` were read or generated."""
+        energy = samples.energy_j(spans)
+        return cls(
+            samples.mean("power_w", spans),
+            samples.mean("sm_clock_mhz", spans),
+            samples.mean("memory_clock_mhz", spans),
+            samples.mean("temperature_c", spans),
+            samples.mean("utilisation_percent", spans),
+            energy,
+            energy / num_tokens if energy is not None and num_tokens else None,
+            samples.throttle_reasons(spans),
+        )
+
+
+@dataclass(frozen=True)
+class CaseReport:
+    """One case: its times, and the device meanwhile. `read_share` is of the read bandwidth, 1 at most."""
+
+    measurement: Measurement
+    read_share: float | None
+    prefill: PhaseReadings
+    decode: PhaseReadings
+
+    @classmethod
+    def of(cls, measurement: Measurement, samples: Samples, read_gb_per_s: float | None) -> CaseReport:
+        """Join a case with what was sampled during it."""
+        case = measurement.case
+        num_read = case.prompt_tokens * case.sequences * len(measurement.prefill_spans)
+        return cls(
+            measurement,
+            measurement.decode_gb_per_s / read_gb_per_s if read_gb_per_s else None,
+            PhaseReadings.of(samples, measurement.prefill_spans, num_read),
+            PhaseReadings.of(samples, measurement.decode_spans, measurement.num_decoded),
+        )
+
+
+@dataclass
+class Report:
+    """One run of the benchmark. Times in seconds unless named otherwise, sizes in bytes."""
+
+    model: str
+    executor: str
+    dtype: str
+    date: str
+    settings: dict[str, Any]
+    device: dict[str, Any]
+    load_s: float
+    plan_bytes: dict[str, int]
+    max_context: int
+    read_gb_per_s: float | None = None
+    process_to_first_token_s: float | None = None
+    cases: list[CaseReport] = field(default_factory=list)
+    samples: Samples = field(default_factory=Samples)
+
+    def record(self) -> dict[str, Any]:
+        """Everything, ready for JSON."""
+        return {"versions": versions(), **asdict(self)}
+
+
+def versions() -> dict[str, str]:
+    """Of cpmrt, Python and the packages that a number can depend on."""
+    found = {"cpmrt": __version__, "python": platform.python_version(), "system": platform.platform()}
+    for dist in distributions():
+        name = (dist.metadata["Name"] or "").lower()
+        if name.startswith(_PACKAGES):
+            found[name] = dist.version
+    return found

@@ -1,0 +1,48 @@
+"""Well-known model shapes for runs on random weights: config.json facts, nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cpmrt.errors import ConfigError
+
+_MINICPM4: dict[str, Any] = {
+    "architectures": ["MiniCPMForCausalLM"],
+    "vocab_size": 73448,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "scale_emb": 12,
+    "scale_depth": 1.4,
+    "dim_model_base": 256,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 1,
+    "eos_token_id": [2, 73440],
+}
+SHAPES: dict[str, dict[str, Any]] = {
+    "minicpm4-8b": _MINICPM4
+    | {
+        "hidden_size": 4096,
+        "intermediate_size": 16384,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": False,
+    },
+    "minicpm4-0.5b": _MINICPM4
+    | {
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+    },
+}
+
+
+def shape_config(name: str) -> dict[str, Any]:
+    """The config.json object of a named shape. Raises ConfigError. The position limit is raised to 131072."""
+    if name not in SHAPES:
+        raise ConfigError("unknown shape", expected=" | ".join(SHAPES), actual=repr(name))
+    return dict(SHAPES[name])

@@ -1,0 +1,28 @@
+"""How much a step must compute and read at least: the yardstick of every measured number."""
+
+from __future__ import annotations
+
+from cpmrt.config import ModelConfig
+from cpmrt.memory.kv_pages import KVLayout
+from cpmrt.models.decoder import tensor_specs
+
+
+def decode_bytes(config: ModelConfig, context: int, rows: int, itemsize: int) -> int:
+    """Bytes one decode step of `rows` sequences reads: every weight once, each sequence's keys and values once.
+
+    The embedding table counts only where it is also the head; its few rows and all activations are left out.
+    """
+    weights = sum(spec.num_elements for spec in tensor_specs(config))
+    if not config.tie_word_embeddings:
+        weights -= config.vocab_size * config.hidden_size
+    per_token = KVLayout.of(config, 1, 1).elements_per_token
+    return (weights + rows * context * per_token) * itemsize
+
+
+def prefill_flops(config: ModelConfig, num_tokens: int, start: int = 0) -> int:
+    """Floating-point operations of `num_tokens` prompt tokens behind `start` cached ones, the head once."""
+    layer = config.hidden_size * (2 * config.q_size + 2 * config.kv_size + 3 * config.intermediate_size)
+    linear = 2 * num_tokens * config.num_layers * layer
+    visible = num_tokens * start + num_tokens * (num_tokens + 1) // 2
+    attention = 4 * config.num_layers * config.q_size * visible
+    return linear + attention + 2 * config.hidden_size * config.vocab_size

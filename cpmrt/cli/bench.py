@@ -1,0 +1,118 @@
+"""Measure how fast a model runs here, and what it costs: prefill and decode speed, bandwidth, host time, energy.
+
+MODEL is a folder or a hub id; --shape is a well-known shape with random weights instead. The memory's read bandwidth
+is measured first; the device is watched meanwhile, as far as it tells of itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from cpmrt.bench import table
+from cpmrt.bench.measure import Case
+from cpmrt.bench.plot import check_can_plot, plot
+from cpmrt.bench.run import run_benchmark, shape_folder
+from cpmrt.bench.shapes import SHAPES
+from cpmrt.cli.arguments import UsageError, add_engine_options, add_hf_overrides, add_model_source
+from cpmrt.cli.output import note, printable, write, write_table
+from cpmrt.errors import CpmrtError
+from cpmrt.weights.model_folder import BUNDLED
+
+_PREFILL_CHUNK = 2048
+_ENGINE_FIELDS = ("executor", "dtype", "max_context", "memory_budget", "load_format", "seed", "prefill_chunk")
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this command."""
+    add_model_source(parser, positional=True)
+    parser.add_argument("--shape", choices=SHAPES, help="random weights in this shape, instead of MODEL")
+    parser.add_argument(
+        "--case", dest="cases", action="append", type=_case, metavar="P:N[:S]",
+        help="S sequences of P prompt and N new tokens; may be repeated (default: 1024:128)",
+    )  # fmt: skip
+    parser.add_argument("--repeats", type=_positive, default=3, metavar="N", help="of each case (default: %(default)s)")
+    parser.add_argument("--startup", action="store_true", help="also time a fresh process to its first token")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw power, clock and load over time as a PNG")
+    add_engine_options(parser, *_ENGINE_FIELDS)
+    parser.set_defaults(prefill_chunk=_PREFILL_CHUNK)
+    parser.add_argument(
+        "--max-sequences", type=_positive, metavar="N", help="slots for sequences (default: what the cases need)"
+    )
+    parser.add_argument("--no-graphs", action="store_true", help="launch kernel by kernel")
+    parser.add_argument("--no-pdl", action="store_true", help="no kernel starts before the one before it has ended")
+    add_hf_overrides(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure every case and show a table."""
+    if args.shape and args.model:
+        raise UsageError("MODEL and --shape exclude each other; see cpmrt bench --help")
+    for path in filter(None, (args.json, args.plot)):
+        _check_folder(path)
+    if args.plot:
+        check_can_plot()
+    cases = args.cases or [Case(1024, 128)]
+    with ExitStack() as stack:
+        settings = _settings(args, cases)
+        if args.shape:
+            settings |= {"model": stack.enter_context(shape_folder(args.shape)), "load_format": "dummy"}
+        report = run_benchmark(
+            args.shape or args.model or str(BUNDLED), settings, cases, repeats=args.repeats,
+            times_startup=args.startup, listener=lambda case: note(table.line(case)),
+        )  # fmt: skip
+    write(printable_lines(table.summary(report)))
+    write_table(table.rows(report), table.header())
+    if args.json:
+        _write_file(args.json, json.dumps(report.record(), indent=1))
+    if args.plot:
+        plot(report, args.plot)
+    return 0
+
+
+def printable_lines(text: str) -> str:
+    """Every line of a text made safe for a terminal."""
+    return "".join(f"{printable(line)}\n" for line in text.splitlines())
+
+
+def _settings(args: argparse.Namespace, cases: list[Case]) -> dict[str, Any]:
+    """Keyword arguments of LLM."""
+    settings = {name: getattr(args, name) for name in ("model", "revision", "hf_overrides", *_ENGINE_FIELDS)}
+    needed = max(case.sequences for case in cases)
+    if args.max_sequences is not None and args.max_sequences < needed:
+        raise UsageError(f"--max-sequences {args.max_sequences}: a case has {needed} sequences")
+    return settings | {
+        "max_sequences": args.max_sequences or needed,
+        "cuda_graphs": not args.no_graphs,
+        "dependent_launch": not args.no_pdl,
+    }
+
+
+def _case(text: str) -> Case:
+    numbers = text.split(":")
+    if len(numbers) not in (2, 3) or not all(number.isascii() and number.isdigit() for number in numbers):
+        raise argparse.ArgumentTypeError(f"expected PROMPT:NEW or PROMPT:NEW:SEQUENCES, got {text!r}")
+    return Case(*map(_positive, numbers))
+
+
+def _positive(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and 1 <= int(text) < 2**31):
+        raise argparse.ArgumentTypeError(f"expected a positive integer, got {text!r}")
+    return int(text)
+
+
+def _check_folder(path: Path) -> None:
+    """Better before the measurement than after it."""
+    if not path.parent.is_dir() or path.is_dir():
+        raise CpmrtError(f"{path} cannot be written", expected="a file in a folder that exists")
+
+
+def _write_file(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise CpmrtError(f"{path} cannot be written: {error.strerror}") from error

@@ -1,0 +1,104 @@
+"""Launch shapes of the attention kernels: splits, clusters, shared memory and workspace, from the model and device.
+
+Nothing here depends on the rows of a step, so that a row's result does not either.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+
+from cpmrt.memory.kv_pages import PAGE_SIZE
+
+_QUERY_TILE = 16  # rows of an m16n8k16 tile
+_PREFILL_TILE = 128
+_MOST_CLUSTERS = 32  # whose partial results one block merges for a row
+_SMALL_SHARED_MEMORY = (86, 89, 120)  # compute capabilities with 100 KB of shared memory a multiprocessor
+
+
+@dataclass(frozen=True)
+class DecodeAttentionPlan:
+    """How `decode_attention` is compiled and launched; `partials` (float32) and `arrivals` (int32) count elements.
+
+    `units` are the blocks that share a run of pages: one for each 16 query heads of each KV head.
+    """
+
+    constants: dict[str, int]
+    num_splits: int
+    units: int
+    cluster: int
+    resident_blocks: int
+    threads: int
+    shared_bytes: int
+    partials: int
+    arrivals: int
+
+    def grid(self, rows: int) -> tuple[int, int, int]:
+        """For a step of `rows` rows. It may depend on them: which block takes a run does not change the result."""
+        turns = 2 * self.resident_blocks // (self.units * rows * self.cluster)
+        return min(max(1, turns) * self.cluster, self.num_splits), self.units, rows
+
+
+@dataclass(frozen=True)
+class PrefillAttentionPlan:
+    """How `prefill_attention` is compiled and launched: grid (blocks_per_tile, tiles(rows)), block `threads`."""
+
+    constants: dict[str, int]
+    blocks_per_tile: int
+    rows_per_tile: int
+    threads: int
+    shared_bytes: int
+
+    def tiles(self, rows: int) -> int:
+        """Grid y for a bucket of `rows` rows."""
+        return ceil(rows / self.rows_per_tile)
+
+
+def plan_decode_attention(
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    max_context: int,
+    max_rows: int,
+    arch: int,
+    num_sms: int,
+    portable: bool = False,
+) -> DecodeAttentionPlan:
+    """arch: compute capability as 90; max_rows: the most rows of a step, at most 64; portable: without clusters.
+
+    One row alone should keep every multiprocessor reading: one run of pages for each. Clusters of 8 (sm_90 on) merge
+    partial results without going through memory; without them one block merges all runs, which more than 32 make slower
+    than they make the reading faster. A capacity of few pages needs few splits.
+    """
+    group = num_heads // num_kv_heads
+    tiles = ceil(group / _QUERY_TILE)
+    units = num_kv_heads * tiles
+    cluster = 8 if arch >= 90 and not portable else 1
+    stages = 2 if arch in _SMALL_SHARED_MEMORY else 3
+    wanted = min(num_sms // units, ceil(max_context / PAGE_SIZE), _MOST_CLUSTERS * cluster)
+    num_splits = max(1, wanted // cluster) * cluster
+    return DecodeAttentionPlan(
+        constants={"HEAD_DIM": head_dim, "GROUP": group, "STAGES": stages, "PORTABLE": int(portable)},
+        num_splits=num_splits,
+        units=units,
+        cluster=cluster,
+        resident_blocks=2 * num_sms,
+        threads=128,
+        shared_bytes=_QUERY_TILE * head_dim * 2 + stages * PAGE_SIZE * head_dim * 4,
+        partials=max_rows * units * (num_splits // cluster) * ceil(group / tiles) * head_dim * 5 // 4,
+        arrivals=max_rows * units * cluster,
+    )
+
+
+def plan_prefill_attention(*, num_heads: int, num_kv_heads: int, head_dim: int) -> PrefillAttentionPlan:
+    """Two heads of one KV head share a block where the group is even."""
+    group = num_heads // num_kv_heads
+    heads = 2 if group % 2 == 0 else 1
+    return PrefillAttentionPlan(
+        constants={"HEAD_DIM": head_dim, "GROUP": group},
+        blocks_per_tile=num_heads // heads,
+        rows_per_tile=_PREFILL_TILE // heads,
+        threads=128,
+        shared_bytes=(_PREFILL_TILE + 4 * PAGE_SIZE) * head_dim * 2,
+    )

@@ -1,0 +1,248 @@
+"""Dense products through cuBLASLt by ctypes, in or out of a stream capture (cupy refuses cuBLAS inside one).
+
+Y[M, N] = alpha * X[M, K] W[N, K]^T + beta * Y, row-major. cuBLASLt is column-major: in its eyes Y is D (N x M), W is
+A (K x N) taken transposed and X is B (K x M), each without a copy. Constants are those of cublasLt.h and
+library_types.h (https://docs.nvidia.com/cuda/cublas/#cublaslt-datatypes-reference).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_float, c_int, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
+from dataclasses import dataclass, field
+from typing import Any
+
+from cpmrt.dtypes import DType
+from cpmrt.errors import CpmrtError
+
+_SONAMES = ("libcublasLt.so.13", "libcublasLt.so.12", "/usr/local/cuda/lib64/libcublasLt.so")
+_DATA_TYPE = {DType.FLOAT16: 2, DType.BFLOAT16: 14}
+_FLOAT32, _COMPUTE_FLOAT32 = 0, 68
+_TRANSPOSE_A, _TRANSPOSED = 3, 1
+_MAX_WORKSPACE, _REDUCTION_MASK, _MIN_ALIGNMENTS = 1, 3, (5, 6, 7, 8)
+_REDUCE_IN_FLOAT32 = 2
+"""Of the split-K reductions the only one that rounds the result once."""
+_ALIGNMENT = 16
+_CANDIDATES = 8
+
+
+class CublasLtError(CpmrtError):
+    """cuBLASLt is absent, does not work here, or has no algorithm for a shape. The message is the reason."""
+
+
+class _Heuristic(ctypes.Structure):
+    """cublasLtMatmulHeuristicResult_t: an algorithm and what it needs."""
+
+    _fields_ = (
+        ("algorithm", c_uint64 * 8),
+        ("workspace_bytes", c_size_t),
+        ("status", c_int),
+        ("waves", c_float),
+        ("reserved", c_int * 4),
+    )
+
+
+@dataclass(eq=False)
+class MatmulPlan:
+    """A product of one shape: descriptors and the algorithms for it, the one to use first."""
+
+    num_rows: int
+    columns: int
+    inner: int
+    dtype: DType
+    algorithms: list[_Heuristic] = field(default_factory=list)
+    operation: c_void_p = field(default_factory=c_void_p)
+    w: c_void_p = field(default_factory=c_void_p)
+    x: c_void_p = field(default_factory=c_void_p)
+    y: c_void_p = field(default_factory=c_void_p)
+
+
+def load_library() -> Any:
+    """libcublasLt from the cuBLAS wheel, the toolkit or JetPack. Raises CublasLtError."""
+    try:
+        from cuda.pathfinder import load_nvidia_dynamic_lib
+
+        return ctypes.CDLL(load_nvidia_dynamic_lib("cublasLt").abs_path)
+    except (ImportError, OSError, RuntimeError):  # RuntimeError: the search found nothing
+        pass
+    for name in _SONAMES:
+        try:
+            return ctypes.CDLL(name)
+        except OSError:
+            continue
+    raise CublasLtError("cuBLASLt is not installed", fix="pip install nvidia-cublas (CUDA 12: nvidia-cublas-cu12)")
+
+
+class CublasLt:
+    """A handle and the plans made with it, for one stream at a time: they share the workspace.
+
+    `workspace` is the device address of `workspace_bytes` bytes, 256-byte aligned. Needs a current CUDA context.
+    `matmul` neither allocates nor waits, so it may be captured; `plan` and `tune` come before a capture. The first
+    algorithm that the library suggests is used until `tune` finds a faster one. `close()` destroys everything; the
+    plans are dead then.
+    """
+
+    def __init__(self, workspace: int, workspace_bytes: int, library: Any = None):
+        """Raises CublasLtError if the library is missing or does not work with this device and driver."""
+        self._library = library or load_library()
+        self._workspace, self._workspace_bytes = workspace, workspace_bytes
+        self._plans: dict[tuple[int, int, int, DType], MatmulPlan] = {}
+        self._handle = c_void_p()
+        _declare(self._library)
+        self._check("Create", ctypes.byref(self._handle))
+
+    @property
+    def version(self) -> int:
+        """Of the library: 130800 is 13.8."""
+        return int(self._library.cublasLtGetVersion())
+
+    def plan(self, num_rows: int, columns: int, inner: int, dtype: DType) -> MatmulPlan:
+        """The plan for Y [num_rows, columns] and X [num_rows, inner]; made once for a shape. Raises CublasLtError."""
+        key = (num_rows, columns, inner, dtype)
+        if key not in self._plans:
+            plan = MatmulPlan(*key)
+            try:
+                self._describe(plan)
+                self._choose(plan)
+            except CublasLtError:
+                self._destroy(plan)
+                raise
+            self._plans[key] = plan
+        return self._plans[key]
+
+    def matmul(
+        self, plan: MatmulPlan, y: int, x: int, w: int, stream: int, *, alpha: float = 1.0, beta: float = 0.0
+    ) -> None:
+        """y = alpha x w^T + beta y at these device addresses, rounded once; y is not read if beta is 0.
+
+        `stream` is a raw handle. alpha and beta are read during the call and fixed in a capture.
+        """
+        self._run(plan, plan.algorithms[0], (y, x, w), stream, alpha, beta)
+
+    def tune(self, plan: MatmulPlan, y: int, x: int, w: int, stream: Any, repeats: int = 10) -> None:
+        """Time the candidates on these operands (y is overwritten) and use the fastest from now on.
+
+        `stream` is a cupy stream. The library's own first choice stays unless another is 2 % faster.
+        """
+        from cupy.cuda import Event, get_elapsed_time
+
+        def milliseconds(algorithm: _Heuristic) -> float:
+            begin, end = Event(), Event()
+            self._run(plan, algorithm, (y, x, w), stream.ptr)
+            begin.record(stream)
+            for _ in range(repeats):
+                self._run(plan, algorithm, (y, x, w), stream.ptr)
+            end.record(stream)
+            end.synchronize()
+            return float(get_elapsed_time(begin, end))
+
+        times = [milliseconds(algorithm) for algorithm in plan.algorithms]
+        if min(times) < 0.98 * times[0]:
+            plan.algorithms.insert(0, plan.algorithms.pop(times.index(min(times))))
+
+    def close(self) -> None:
+        """Destroy the plans and the handle. May be called again."""
+        plans, self._plans = self._plans, {}
+        for plan in plans.values():
+            self._destroy(plan)
+        handle, self._handle = self._handle, c_void_p()
+        if handle:
+            self._library.cublasLtDestroy(handle)
+
+    def __enter__(self) -> CublasLt:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _check(self, function: str, *arguments: Any) -> None:
+        """Call `cublasLt<function>`. Raises CublasLtError."""
+        status = getattr(self._library, f"cublasLt{function}")(*arguments)
+        if status:
+            reason = self._library.cublasLtGetStatusString(status).decode(errors="replace")
+            raise CublasLtError(f"cublasLt{function} fails: {reason} (status {status})")
+
+    def _describe(self, plan: MatmulPlan) -> None:
+        self._check("MatmulDescCreate", ctypes.byref(plan.operation), _COMPUTE_FLOAT32, _FLOAT32)
+        transposed = c_int(_TRANSPOSED)
+        self._check("MatmulDescSetAttribute", plan.operation, _TRANSPOSE_A, ctypes.byref(transposed), 4)
+        for layout, rows, columns in (
+            (plan.w, plan.inner, plan.columns),
+            (plan.x, plan.inner, plan.num_rows),
+            (plan.y, plan.columns, plan.num_rows),
+        ):
+            self._check("MatrixLayoutCreate", ctypes.byref(layout), _DATA_TYPE[plan.dtype], rows, columns, rows)
+
+    def _choose(self, plan: MatmulPlan) -> None:
+        """Ask for algorithms that take any 16-byte aligned operands and round only the final sum."""
+        preference, count, found = c_void_p(), c_int(), (_Heuristic * _CANDIDATES)()
+        self._check("MatmulPreferenceCreate", ctypes.byref(preference))
+        try:
+            limit = c_uint64(self._workspace_bytes)
+            self._check("MatmulPreferenceSetAttribute", preference, _MAX_WORKSPACE, ctypes.byref(limit), 8)
+            words = [(_REDUCTION_MASK, _REDUCE_IN_FLOAT32), *((name, _ALIGNMENT) for name in _MIN_ALIGNMENTS)]
+            for name, value in words:
+                word = c_uint32(value)
+                self._check("MatmulPreferenceSetAttribute", preference, name, ctypes.byref(word), 4)
+            self._check(
+                "MatmulAlgoGetHeuristic", self._handle, plan.operation, plan.w, plan.x, plan.y, plan.y,
+                preference, _CANDIDATES, found, ctypes.byref(count),
+            )  # fmt: skip
+        finally:
+            self._library.cublasLtMatmulPreferenceDestroy(preference)
+        plan.algorithms = [result for result in found[: count.value] if result.status == 0]
+        if not plan.algorithms:
+            raise CublasLtError(
+                f"cuBLASLt has no algorithm for [{plan.num_rows}, {plan.inner}] x [{plan.columns}, {plan.inner}]^T "
+                f"in {plan.dtype.label}"
+            )
+
+    def _run(
+        self,
+        plan: MatmulPlan,
+        algorithm: _Heuristic,
+        operands: tuple[int, int, int],
+        stream: int,
+        alpha: float = 1.0,
+        beta: float = 0.0,
+    ) -> None:
+        y, x, w = operands
+        if (y | x | w) % _ALIGNMENT:
+            raise ValueError(f"operands of a product must be aligned to {_ALIGNMENT} bytes")
+        scale, keep = c_float(alpha), c_float(beta)
+        self._check(
+            "Matmul", self._handle, plan.operation, ctypes.addressof(scale), w, plan.w, x, plan.x,
+            ctypes.addressof(keep), y, plan.y, y, plan.y, ctypes.addressof(algorithm),
+            self._workspace, self._workspace_bytes, stream,
+        )  # fmt: skip
+
+    def _destroy(self, plan: MatmulPlan) -> None:
+        for layout in (plan.w, plan.x, plan.y):
+            if layout:
+                self._library.cublasLtMatrixLayoutDestroy(layout)
+        if plan.operation:
+            self._library.cublasLtMatmulDescDestroy(plan.operation)
+
+
+def _declare(library: Any) -> None:
+    """Argument types of every function that is called: ctypes would pass wide integers as 32 bits."""
+    pointer = c_void_p
+    signatures = {
+        "Create": [pointer],
+        "Destroy": [pointer],
+        "MatmulDescCreate": [pointer, c_int, c_int],
+        "MatmulDescSetAttribute": [pointer, c_int, pointer, c_size_t],
+        "MatmulDescDestroy": [pointer],
+        "MatrixLayoutCreate": [pointer, c_int, c_uint64, c_uint64, c_int64],
+        "MatrixLayoutDestroy": [pointer],
+        "MatmulPreferenceCreate": [pointer],
+        "MatmulPreferenceSetAttribute": [pointer, c_int, pointer, c_size_t],
+        "MatmulPreferenceDestroy": [pointer],
+        "MatmulAlgoGetHeuristic": [pointer] * 7 + [c_int, pointer, pointer],
+        "Matmul": [pointer] * 14 + [c_size_t, pointer],
+    }
+    for name, types in signatures.items():
+        getattr(library, f"cublasLt{name}").argtypes = types
+    library.cublasLtGetVersion.restype = c_size_t
+    library.cublasLtGetStatusString.argtypes = [c_int]
+    library.cublasLtGetStatusString.restype = ctypes.c_char_p

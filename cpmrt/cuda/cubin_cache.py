@@ -1,0 +1,96 @@
+"""The cache of compiled kernels: one file a cubin, whose name says what it was made from and what it holds.
+
+`<cache>/cubins/<key>.<compiler>.<content>.cubin`: `key` is the sha256 of the sources and options, `compiler` the NVRTC
+version, `content` the start of the sha256 of the file itself. So one rename publishes a cubin together with its
+checksum, whatever other processes do, and a truncated or altered file does not match its own name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+import threading
+import warnings
+from pathlib import Path
+
+from cpmrt import env
+
+_CONTENT_DIGITS = 32
+_COMPILER_UNKNOWN = "*"
+
+
+def find(key: str, compiler: str | None) -> Path | None:
+    """The intact cubin of `key`, by any version of the compiler if `compiler` is None; damaged ones are removed."""
+    for path in sorted(folder().glob(f"{key}.{compiler or _COMPILER_UNKNOWN}.*.cubin"), reverse=True):
+        if _is_intact(path):
+            return path
+        _remove(path)
+    return None
+
+
+def store(key: str, compiler: str, cubin: bytes) -> Path:
+    """Publish a cubin atomically. Where the cache cannot be written, it goes to a folder that dies with the process."""
+    name = f"{key}.{compiler}.{_digest(cubin)}.cubin"
+    target = folder()
+    try:
+        return _write(target, name, cubin)
+    except OSError as error:
+        return _write(_temporary_folder(target, error), name, cubin)
+
+
+def folder() -> Path:
+    """Where cubins are looked for and kept."""
+    configured = env.cache_dir() / "cubins"
+    stand_in = _stand_ins.get(configured)
+    return Path(stand_in.name) if stand_in else configured
+
+
+_stand_ins: dict[Path, tempfile.TemporaryDirectory[str]] = {}
+_stand_ins_lock = threading.Lock()
+
+
+def _temporary_folder(configured: Path, error: OSError) -> Path:
+    with _stand_ins_lock:
+        if configured not in _stand_ins:
+            _stand_ins[configured] = tempfile.TemporaryDirectory(prefix="cpmrt-cubins-")
+            warnings.warn(
+                f"compiled kernels cannot be kept in {configured} ({error.strerror}) and will be compiled again at "
+                "the next start; set CPMRT_CACHE_DIR to a folder that can be written",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return Path(_stand_ins[configured].name)
+
+
+def _write(target: Path, name: str, cubin: bytes) -> Path:
+    target.mkdir(parents=True, exist_ok=True)
+    descriptor, unfinished = tempfile.mkstemp(prefix=".unfinished-", dir=target)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(cubin)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, target / name)
+    except BaseException:
+        _remove(Path(unfinished))
+        raise
+    return target / name
+
+
+def _is_intact(path: Path) -> bool:
+    try:
+        return path.name.split(".")[-2] == _digest(path.read_bytes())
+    except OSError:
+        return False
+
+
+def _digest(cubin: bytes) -> str:
+    return hashlib.sha256(cubin).hexdigest()[:_CONTENT_DIGITS]
+
+
+def _remove(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError:
+        return

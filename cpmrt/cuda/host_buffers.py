@@ -1,0 +1,66 @@
+"""Page-locked host memory that the device reads and writes: command and result rings, the ring of the loader."""
+
+from __future__ import annotations
+
+import ctypes
+from math import prod
+from typing import Any
+
+import numpy as np
+from cupy.cuda import runtime
+from numpy.typing import DTypeLike
+
+from cpmrt.dtypes import Array
+from cpmrt.errors import MemoryPlanError
+
+
+class HostBuffer:
+    """`nbytes` zeroed bytes, page-locked and mapped. `close()`, or the end of a `with` block, frees them.
+
+    Arrays from `array` and work of the device that uses the buffer must be done by then: neither keeps it alive.
+    """
+
+    def __init__(self, nbytes: int):
+        """Raises MemoryPlanError if the host has no such memory."""
+        self.nbytes = nbytes
+        try:
+            self._address: int = runtime.hostAlloc(nbytes, runtime.hostAllocMapped | runtime.hostAllocPortable)
+        except runtime.CUDARuntimeError as error:
+            raise MemoryPlanError(f"{nbytes} bytes of page-locked host memory cannot be had: {error}") from error
+        ctypes.memset(self._address, 0, nbytes)
+
+    @property
+    def address(self) -> int:
+        """Where the host sees the buffer."""
+        if not self._address:
+            raise ValueError("the host buffer is closed")
+        return self._address
+
+    @property
+    def device_address(self) -> int:
+        """Where a kernel sees the buffer (the same number wherever addresses are unified)."""
+        return int(runtime.pointerGetAttributes(self.address).devicePointer)
+
+    def array(self, dtype: DTypeLike, shape: tuple[int, ...] | None = None, offset: int = 0) -> Array:
+        """A writable view from byte `offset` on; without a shape, a flat one of all that follows.
+
+        A structured dtype gives a ring of records. Raises ValueError if it does not fit.
+        """
+        item = np.dtype(dtype)
+        count = (self.nbytes - offset) // item.itemsize if shape is None else prod(shape)
+        if offset < 0 or offset + count * item.itemsize > self.nbytes:
+            raise ValueError(f"{count} x {item} at byte {offset} do not fit a host buffer of {self.nbytes} bytes")
+        memory: Any = (ctypes.c_uint8 * self.nbytes).from_address(self.address)
+        return np.frombuffer(memory, item, count, offset).reshape((count,) if shape is None else shape)
+
+    def close(self) -> None:
+        """Free the memory. May be called again."""
+        address, self._address = self._address, 0
+        if address:
+            runtime.freeHost(address)
+
+    def __enter__(self) -> HostBuffer:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()

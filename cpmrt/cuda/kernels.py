@@ -1,0 +1,118 @@
+"""Every kernel of the fast path, as data.
+
+A row is `KernelSpec(name, file, op, constants, hot)`: the kernel's name without its `_bf16` / `_fp16` suffix, its file
+in `kernels_cu`, the op of `ops/spec.py` that it computes or is a part of, and the compile-time sizes that the file asks
+for under `#ifndef`. A kernel that belongs to no op (the sampling chain) has op="" and says why in `reason`. `hot`
+promises no spills and no local memory.
+
+A file with compile-time sizes also has a row in `CONSTANTS`: the sets of values that it is built with ahead of time.
+The compile test takes the first set on every architecture and the others on a few.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSpec:
+    """One `extern "C" __global__` function."""
+
+    name: str
+    file: str
+    op: str
+    constants: tuple[str, ...] = ()
+    hot: bool = False
+    reason: str = ""
+
+
+_LINEAR = ("LINEAR", "IN_FEATURES", "TOKEN_TILES", "GROUP", "CLUSTER", "SPLIT_WARPS", "SMEM_BYTES")
+_ATTENTION = ("HEAD_DIM", "GROUP")
+_STEP = ("VOCAB", "HIDDEN")
+_PORTABLE_LINEAR = {"CLUSTER": 1, "SMEM_BYTES": 98304}
+_HEAD_64, _HEAD_128 = ({**_PORTABLE_LINEAR, "HEAD_DIM": size} for size in (64, 128))
+
+KERNELS: tuple[KernelSpec, ...] = (
+    KernelSpec("convert_float32", "convert.cu", "", reason="loading: weights stored as another type"),
+    KernelSpec("convert_16bit", "convert.cu", "", reason="loading: weights stored as another type"),
+    KernelSpec("read_bandwidth", "bandwidth.cu", "", hot=True, reason="what the device's memory gives at best"),
+    KernelSpec("fill_normal", "fill.cu", "", reason="random weights in place of a checkpoint"),
+    KernelSpec("gemm", "gemm.cu", "project_residual", ("TILE_N", "TILE_K", "STAGES"), hot=True),
+    KernelSpec("linear_qkv", "linear.cu", "qkv", (*_LINEAR, "HEAD_DIM"), hot=True),
+    KernelSpec("linear_residual", "linear.cu", "project_residual", _LINEAR, hot=True),
+    KernelSpec("linear_gate_up", "linear.cu", "gate_up", _LINEAR, hot=True),
+    KernelSpec("linear_head", "linear.cu", "lm_head", _LINEAR, hot=True),
+    KernelSpec(
+        "decode_attention", "decode_attention.cu", "decode_attention", (*_ATTENTION, "STAGES", "PORTABLE"), hot=True
+    ),
+    KernelSpec("prefill_attention", "prefill_attention.cu", "prefill_attention", _ATTENTION, hot=True),
+    KernelSpec("admit", "step.cu", "", _STEP, reason="bookkeeping: a new sequence in a slot"),
+    KernelSpec("step_begin", "step.cu", "", _STEP, hot=True, reason="bookkeeping: the rows of a decode step"),
+    KernelSpec("prefill_begin", "step.cu", "", _STEP, hot=True, reason="bookkeeping: the rows of a prefill chunk"),
+    KernelSpec("prefill_end", "step.cu", "", _STEP, reason="bookkeeping: a chunk without a token is done"),
+    KernelSpec("first_begin", "step.cu", "", _STEP, reason="bookkeeping: the row that the first token comes from"),
+    KernelSpec("sample", "sampling.cu", "", ("VOCAB", "PORTABLE"), hot=True, reason="the sampling chain"),
+    KernelSpec("embed", "embed.cu", "embed", ("HIDDEN",), hot=True),
+    KernelSpec("rms_norm", "norm.cu", "gate_up", ("HIDDEN",), hot=True),
+    KernelSpec("rope_append", "rope_append.cu", "qkv", ("HEAD_DIM",), hot=True),
+    KernelSpec("silu_mul", "activation.cu", "gate_up", ("INTERMEDIATE",), hot=True),
+    KernelSpec("residual_add", "residual.cu", "project_residual", ("HIDDEN",), hot=True),
+)
+
+CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
+    "gemm.cu": (
+        {"TILE_N": 128, "TILE_K": 32, "STAGES": 3},
+        {"TILE_N": 128, "TILE_K": 64, "STAGES": 3},
+        {"TILE_N": 256, "TILE_K": 32, "STAGES": 4},
+        {"TILE_N": 256, "TILE_K": 64, "STAGES": 3},
+        {"TILE_N": 256, "TILE_K": 64, "STAGES": 4},
+        {"TILE_N": 64, "TILE_K": 32, "STAGES": 3},
+    ),
+    "linear.cu": (
+        {"LINEAR": 0, "IN_FEATURES": 1024, "TOKEN_TILES": 1, "GROUP": 4, "SPLIT_WARPS": 8} | _HEAD_64,
+        {"LINEAR": 0, "IN_FEATURES": 4096, "TOKEN_TILES": 4, "GROUP": 3, "SPLIT_WARPS": 8} | _HEAD_128,
+        {"LINEAR": 1, "IN_FEATURES": 4096, "TOKEN_TILES": 1, "GROUP": 4, "SPLIT_WARPS": 8} | _PORTABLE_LINEAR,
+        {"LINEAR": 1, "IN_FEATURES": 4096, "TOKEN_TILES": 4, "GROUP": 4, "SPLIT_WARPS": 8} | _PORTABLE_LINEAR,
+        {"LINEAR": 2, "IN_FEATURES": 4096, "TOKEN_TILES": 1, "GROUP": 4, "SPLIT_WARPS": 1} | _PORTABLE_LINEAR,
+        {"LINEAR": 2, "IN_FEATURES": 1024, "TOKEN_TILES": 2, "GROUP": 4, "SPLIT_WARPS": 8} | _PORTABLE_LINEAR,
+        {"LINEAR": 3, "IN_FEATURES": 4096, "TOKEN_TILES": 2, "GROUP": 3, "SPLIT_WARPS": 1} | _PORTABLE_LINEAR,
+        {"LINEAR": 3, "IN_FEATURES": 1024, "TOKEN_TILES": 4, "GROUP": 5, "SPLIT_WARPS": 8} | _PORTABLE_LINEAR,
+    ),
+    "decode_attention.cu": (
+        {"HEAD_DIM": 128, "GROUP": 16, "STAGES": 3, "PORTABLE": 0},
+        {"HEAD_DIM": 128, "GROUP": 16, "STAGES": 3, "PORTABLE": 1},
+        {"HEAD_DIM": 128, "GROUP": 16, "STAGES": 2, "PORTABLE": 0},
+        {"HEAD_DIM": 64, "GROUP": 8, "STAGES": 3, "PORTABLE": 0},
+        {"HEAD_DIM": 64, "GROUP": 1, "STAGES": 2, "PORTABLE": 0},
+        {"HEAD_DIM": 96, "GROUP": 20, "STAGES": 3, "PORTABLE": 0},
+    ),
+    "prefill_attention.cu": (
+        {"HEAD_DIM": 128, "GROUP": 16},
+        {"HEAD_DIM": 128, "GROUP": 1},
+        {"HEAD_DIM": 96, "GROUP": 16},
+        {"HEAD_DIM": 64, "GROUP": 8},
+        {"HEAD_DIM": 64, "GROUP": 1},
+    ),
+    "step.cu": ({"VOCAB": 73448, "HIDDEN": 4096},),
+    "sampling.cu": (
+        {"VOCAB": 73448, "PORTABLE": 0},
+        {"VOCAB": 73448, "PORTABLE": 1},
+        {"VOCAB": 200_003, "PORTABLE": 0},
+    ),
+    "embed.cu": ({"HIDDEN": 4096}, {"HIDDEN": 64}),
+    "norm.cu": ({"HIDDEN": 4096}, {"HIDDEN": 64}, {"HIDDEN": 8192}),
+    "rope_append.cu": ({"HEAD_DIM": 128}, {"HEAD_DIM": 96}, {"HEAD_DIM": 64}),
+    "activation.cu": ({"INTERMEDIATE": 16384}, {"INTERMEDIATE": 64}),
+    "residual.cu": ({"HIDDEN": 4096}, {"HIDDEN": 64}),
+}
+
+
+def files() -> tuple[str, ...]:
+    """The sources that hold a kernel, each once, in the order of the table."""
+    return tuple(dict.fromkeys(spec.file for spec in KERNELS))
+
+
+def constant_sets(file: str) -> tuple[Mapping[str, int], ...]:
+    """The sets of compile-time sizes that `file` is built with ahead of time; one empty set if it needs none."""
+    return CONSTANTS.get(file, ({},))

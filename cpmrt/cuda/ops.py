@@ -1,0 +1,180 @@
+"""The op contract on a GPU: each op is one launch, or one fixed sequence of launches, on one stream.
+
+Steps of at most 64 rows take the fused kernels that stream the weights once; a prefill chunk goes through dense
+products with small kernels between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from cpmrt.config import ModelConfig
+from cpmrt.cuda.attention_plan import DecodeAttentionPlan, PrefillAttentionPlan
+from cpmrt.cuda.gemm import Gemm
+from cpmrt.cuda.launcher import Launcher
+from cpmrt.cuda.linear_plan import BLOCK_THREADS, DeviceLimits, plan_linear
+from cpmrt.ops import Rows, check_shapes
+
+_BLOCK = 256
+
+
+class CudaOps:
+    """`ops.protocol.Ops` on CuPy arrays of storage words. `scratch` holds the buffers of `workspace.py` by name."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        launcher: Launcher,
+        gemm: Gemm,
+        scratch: Mapping[str, Any],
+        limits: DeviceLimits,
+        decode_plan: DecodeAttentionPlan,
+        prefill_plan: PrefillAttentionPlan,
+    ):
+        self._config, self._launch, self._gemm, self._scratch = config, launcher, gemm, scratch
+        self._limits, self._decode_plan, self._prefill_plan = limits, decode_plan, prefill_plan
+
+    @cached_property
+    def _hidden(self) -> dict[str, int]:
+        return {"HIDDEN": self._config.hidden_size}
+
+    def embed(self, out: Any, token_ids: Any, table: Any, scale: float) -> None:
+        check_shapes("embed", out=out, token_ids=token_ids, table=table)
+        slots = self._scratch["slots"]
+        self._launch("embed.cu", "embed", self._hidden, len(out), 128, out, token_ids, slots, table, np.float32(scale))
+
+    def qkv(
+        self,
+        q: Any,
+        k_pages: Any,
+        v_pages: Any,
+        x: Any,
+        norm: Any,
+        weight: Any,
+        bias: Any | None,
+        q_norm: Any | None,
+        k_norm: Any | None,
+        rope: Any,
+        rows: Rows,
+        eps: float,
+    ) -> None:
+        check_shapes(
+            "qkv", q=q, k_pages=k_pages, v_pages=v_pages, x=x, norm=norm, weight=weight, bias=bias, q_norm=q_norm,
+            k_norm=k_norm, rope=rope, positions=rows.positions, slots=rows.slots, block_tables=rows.block_tables,
+        )  # fmt: skip
+        if not rows.is_prefill and q_norm is None:
+            self._fused_qkv(q, k_pages, v_pages, x, norm, weight, bias, rope, rows, eps)
+            return
+        raw = self._scratch["qkv"][: len(x)]
+        if rows.is_prefill:
+            normed = self._rms_norm(x, norm, eps)
+            self._gemm(raw, normed, weight)
+        else:
+            self._fused_qkv(raw, None, None, x, norm, weight, bias, rope, rows, eps)
+            bias = None
+        lanes = 4 if self._config.head_dim == 64 else 8
+        grid = -(-len(x) * (len(weight) // self._config.head_dim) * lanes // _BLOCK)
+        self._launch(
+            "rope_append.cu", "rope_append", {"HEAD_DIM": self._config.head_dim}, grid, _BLOCK,
+            q, k_pages, v_pages, raw, bias, q_norm, k_norm, rope, rows.positions, rows.slots, rows.block_tables,
+            np.int32(len(x)), *self._head_counts(), *_table_sizes(rows, rope), np.float32(eps),
+        )  # fmt: skip
+
+    def _fused_qkv(
+        self,
+        q: Any,
+        k_pages: Any | None,
+        v_pages: Any | None,
+        x: Any,
+        norm: Any,
+        weight: Any,
+        bias: Any | None,
+        rope: Any,
+        rows: Rows,
+        eps: float,
+    ) -> None:
+        """With null pages, q takes the projection as it is."""
+        self._linear(
+            "qkv", weight, x, q, k_pages, v_pages, x, norm, weight, bias, rope, rows.positions, rows.slots,
+            rows.block_tables, np.int32(len(x)), *self._head_counts(), *_table_sizes(rows, rope), np.float32(eps),
+        )  # fmt: skip
+
+    def decode_attention(self, out: Any, q: Any, k_pages: Any, v_pages: Any, rows: Rows, scale: float) -> None:
+        check_shapes("decode_attention", out=out, q=q, k_pages=k_pages, v_pages=v_pages, positions=rows.positions)
+        plan = self._decode_plan
+        self._launch(
+            "decode_attention.cu", "decode_attention", plan.constants, plan.grid(len(q)), plan.threads,
+            out, self._scratch["attention_partials"], self._scratch["attention_arrivals"], q, k_pages, v_pages,
+            rows.positions, rows.slots, rows.block_tables, None, None, np.int32(plan.num_splits),
+            np.int32(self._config.num_kv_heads), np.int32(rows.block_tables.shape[1]), np.float32(scale),
+            smem=plan.shared_bytes,
+        )  # fmt: skip
+
+    def prefill_attention(self, out: Any, q: Any, k_pages: Any, v_pages: Any, rows: Rows, scale: float) -> None:
+        check_shapes("prefill_attention", out=out, q=q, k_pages=k_pages, v_pages=v_pages, positions=rows.positions)
+        plan = self._prefill_plan
+        self._launch(
+            "prefill_attention.cu", "prefill_attention", plan.constants, (plan.blocks_per_tile, plan.tiles(len(q))),
+            plan.threads, out, q, k_pages, v_pages, rows.block_tables, self._scratch["chunk"],
+            np.int32(self._config.num_kv_heads), np.int32(rows.block_tables.shape[1]), np.float32(scale),
+            smem=plan.shared_bytes,
+        )  # fmt: skip
+
+    def project_residual(self, x: Any, inner: Any, weight: Any, bias: Any | None, scale: float) -> None:
+        sizes = check_shapes("project_residual", x=x, inner=inner, weight=weight, bias=bias)
+        if not self._is_chunk(x):
+            width, factor = np.int32(sizes["C"]), np.float32(scale)
+            self._linear("residual", weight, inner, x, inner, weight, bias, np.int32(len(x)), width, factor)
+        elif bias is None:
+            self._gemm(x, inner, weight, alpha=scale, beta=1.0)
+        else:
+            y = self._scratch["normed"][: len(x)]
+            self._gemm(y, inner, weight)
+            grid = -(-x.size // 8 // _BLOCK)
+            count, factor = np.int32(len(x)), np.float32(scale)
+            self._launch("residual.cu", "residual_add", self._hidden, grid, _BLOCK, x, y, bias, count, factor)
+
+    def gate_up(self, out: Any, x: Any, norm: Any, weight: Any, eps: float) -> None:
+        check_shapes("gate_up", out=out, x=x, norm=norm, weight=weight)
+        num_rows = np.int32(len(x))
+        if not self._is_chunk(x):
+            width = np.int32(self._config.intermediate_size)
+            self._linear("gate_up", weight, x, out, x, norm, weight, num_rows, width, np.float32(eps))
+            return
+        both = self._scratch["gate_up"][: len(x)]
+        self._gemm(both, self._rms_norm(x, norm, eps), weight)
+        constants = {"INTERMEDIATE": self._config.intermediate_size}
+        self._launch("activation.cu", "silu_mul", constants, -(-out.size // 8 // _BLOCK), _BLOCK, out, both, num_rows)
+
+    def lm_head(self, logits: Any, x: Any, norm: Any, weight: Any, eps: float, divisor: float) -> None:
+        check_shapes("lm_head", logits=logits, x=x, norm=norm, weight=weight)
+        counts = (np.int32(len(x)), np.int32(len(weight)))
+        self._linear("head", weight, x, logits, x, norm, weight, *counts, np.float32(eps), np.float32(divisor))
+
+    def _linear(self, product: str, weight: Any, source: Any, *args: Any) -> None:
+        out_features, in_features = weight.shape
+        plan = plan_linear(product, out_features, in_features, len(source), self._limits)
+        constants = plan.constants | ({"HEAD_DIM": self._config.head_dim} if product == "qkv" else {})
+        self._launch(
+            "linear.cu", f"linear_{product}", constants, plan.grid, BLOCK_THREADS, *args, smem=plan.shared_bytes
+        )
+
+    def _rms_norm(self, x: Any, norm: Any, eps: float) -> Any:
+        normed = self._scratch["normed"][: len(x)]
+        self._launch("norm.cu", "rms_norm", self._hidden, len(x), _BLOCK, normed, x, norm, np.float32(eps))
+        return normed
+
+    def _is_chunk(self, x: Any) -> bool:
+        return len(x) > 64
+
+    def _head_counts(self) -> tuple[np.int32, np.int32]:
+        return np.int32(self._config.num_heads), np.int32(self._config.num_kv_heads)
+
+
+def _table_sizes(rows: Rows, rope: Any) -> tuple[np.int32, np.int32]:
+    """Pages of a slot, positions of the rotary table."""
+    return np.int32(rows.block_tables.shape[1]), np.int32(rope.shape[1])

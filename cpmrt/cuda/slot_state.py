@@ -1,0 +1,155 @@
+"""What a step leaves on the device and exchanges with the host, as `kernels_cu/include/slot_state.cuh` has it.
+
+The host writes a command into a ring entry and launches; the kernels count entries by themselves. Every command is
+answered by one word a row in the entry of the result ring with the same index: low half of the command's number (from 1
+on) shifted left by 32, and a token id or NO_TOKEN. A word with the right number is complete, its log-probabilities too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from cpmrt.config.sampling import MAX_LOGPROBS
+from cpmrt.dtypes import Array
+from cpmrt.errors import RequestError
+from cpmrt.executor import Admit, Prefill, SlotResult, TokenLogprobs
+
+MAX_STOP_IDS = 32
+MAX_ROWS = 64
+RING_ENTRIES = 16
+"""Commands and results that may be outstanding: entry i may be written once command i - RING_ENTRIES is answered."""
+
+SEEN = np.uint32(0x80000000)
+"""In a word of token_counts [B, V]: the token stands in the prompt or was generated. The rest counts the latter."""
+NO_TOKEN = 0xFFFFFFFF
+ADMIT, PREFILL, DECODE = 1, 2, 3
+
+
+def _struct(alignment: int, *fields: tuple[Any, ...]) -> np.dtype[Any]:
+    """A C struct whose fields leave no gaps but at its end."""
+    packed = np.dtype(list(fields))
+    size = -(-packed.itemsize // alignment) * alignment
+    offsets = [packed.fields[name][1] for name in packed.names]  # type: ignore[index, union-attr]
+    formats = [packed.fields[name][0] for name in packed.names]  # type: ignore[index, union-attr]
+    return np.dtype({"names": list(packed.names or ()), "formats": formats, "offsets": offsets, "itemsize": size})
+
+
+SLOT_STATE = _struct(
+    16,
+    ("seed", "<u8"),
+    ("last_token", "<i4"),
+    ("position", "<i4"),
+    ("num_generated", "<i4"),
+    ("max_new_tokens", "<i4"),
+    ("finished", "<i4"),
+    ("top_k", "<i4"),
+    ("temperature", "<f4"),
+    ("top_p", "<f4"),
+    ("log_min_p", "<f4"),
+    ("repetition_penalty", "<f4"),
+    ("presence_penalty", "<f4"),
+    ("frequency_penalty", "<f4"),
+    ("num_logprobs", "<i4"),
+    ("num_stop_ids", "<i4"),
+    ("stop_ids", "<i4", (MAX_STOP_IDS,)),
+)
+COMMAND = _struct(
+    16,
+    ("kind", "<i4"),
+    ("num_rows", "<i4"),
+    ("slot", "<i4"),
+    ("start", "<i4"),
+    ("is_last", "<i4"),
+    ("reserved", "<i4", (3,)),
+)
+TOKEN_LOGPROBS = _struct(
+    16,
+    ("logprob", "<f4"),
+    ("num_top", "<i4"),
+    ("top_logprobs", "<f4", (MAX_LOGPROBS,)),
+    ("top_ids", "<i4", (MAX_LOGPROBS,)),
+)
+RESULT_RECORD = _struct(16, ("words", "<u8", (MAX_ROWS,)), ("logprobs", TOKEN_LOGPROBS, (MAX_ROWS,)))
+STEP_CONTEXT = _struct(16, ("next_entry", "<u8"), ("sequence", "<u8"))
+
+
+def command_bytes(prefill_chunk: int) -> int:
+    """Bytes of an entry of the command ring: a header, then a state, MAX_ROWS slots or a chunk of tokens."""
+    payload = max(SLOT_STATE.itemsize, 4 * MAX_ROWS, 4 * prefill_chunk)
+    return -(-(COMMAND.itemsize + payload) // 64) * 64
+
+
+def slot_state(step: Admit) -> Array:
+    """The state of a slot that nothing has run in yet. Raises RequestError for more stop ids than it holds."""
+    stop_ids = sorted(set(step.stop_token_ids))
+    if len(stop_ids) > MAX_STOP_IDS:
+        raise RequestError(
+            "too many stop token ids for the CUDA executor",
+            expected=f"at most {MAX_STOP_IDS}, those of the model among them",
+            actual=len(stop_ids),
+            fix="stop on strings, or use executor='reference'",
+        )
+    sampling = step.sampling
+    state = np.zeros((), SLOT_STATE)
+    for name in ("top_k", "temperature", "top_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
+        state[name] = getattr(sampling, name)
+    # As the oracle compares: top_p 1 in float64 is off, whatever float32 makes of a value just below it.
+    state["top_p"] = min(sampling.top_p, float(np.nextafter(np.float32(1), np.float32(0)))) if sampling.top_p < 1 else 1
+    state["log_min_p"] = np.log(np.float32(sampling.min_p)) if np.float32(sampling.min_p) > 0 else -np.inf
+    state["seed"] = step.seed & (2**64 - 1)
+    state["max_new_tokens"], state["num_logprobs"] = step.max_new_tokens, sampling.logprobs
+    state["last_token"], state["num_stop_ids"] = -1, len(stop_ids)
+    state["stop_ids"][: len(stop_ids)] = stop_ids
+    return state
+
+
+def write_admit(entry: Array, step: Admit) -> None:
+    """`entry` is a uint8 view of a command's bytes; so in the functions below. Raises as slot_state does."""
+    state = slot_state(step)
+    _write_header(entry, ADMIT, 0, step.slot)
+    entry[COMMAND.itemsize :][: SLOT_STATE.itemsize] = np.frombuffer(state.tobytes(), np.uint8)
+
+
+def write_prefill(entry: Array, step: Prefill, vocab_size: int) -> None:
+    """Raises RequestError for a token id that the model does not have: the device would read past its tables."""
+    tokens = np.array(step.token_ids, np.int64)
+    if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocab_size:
+        wrong = next(token for token in step.token_ids if not 0 <= token < vocab_size)
+        raise RequestError("the prompt holds an unknown token id", expected=f"0 to {vocab_size - 1}", actual=wrong)
+    _write_header(entry, PREFILL, len(tokens), step.slot, step.position, step.is_last)
+    entry[COMMAND.itemsize :].view(np.int32)[: len(tokens)] = tokens
+
+
+def write_decode(entry: Array, slots: Sequence[int]) -> None:
+    """One row for each slot."""
+    _write_header(entry, DECODE, len(slots))
+    entry[COMMAND.itemsize :].view(np.int32)[: len(slots)] = slots
+
+
+def _write_header(
+    entry: Array, kind: int, num_rows: int, slot: int = -1, start: int = 0, is_last: bool = False
+) -> None:
+    header = entry[: COMMAND.itemsize].view(COMMAND)
+    header[0] = (kind, num_rows, slot, start, is_last, (0, 0, 0))
+
+
+def is_answered(record: Any, number: int, num_rows: int) -> bool:
+    """Whether the first `num_rows` words of a result record belong to command `number` (from 1 on)."""
+    words = record["words"][:num_rows]
+    return bool((words >> np.uint64(32) == number & 0xFFFFFFFF).all())
+
+
+def read_row(record: Any, row: int, num_logprobs: int) -> SlotResult:
+    """What a row of an answered command produced; `num_logprobs` as its sequence asked for."""
+    token = int(record["words"][row]) & NO_TOKEN
+    if token == NO_TOKEN:
+        return SlotResult()
+    if not num_logprobs:
+        return SlotResult((token,))
+    entry = record["logprobs"][row]
+    count = int(entry["num_top"])
+    top = tuple(zip(entry["top_ids"][:count].tolist(), entry["top_logprobs"][:count].tolist(), strict=True))
+    return SlotResult((token,), (TokenLogprobs(token, float(entry["logprob"]), top),))

@@ -1,0 +1,67 @@
+"""Launches of the step's own kernels: commands in, rows set up, tokens sampled, results out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from cpmrt.config import ModelConfig
+from cpmrt.cuda.launcher import Launcher
+from cpmrt.cuda.rings import Rings
+
+_STEP = "step.cu"
+
+
+class StepKernels:
+    """`kernels_cu/step.cu` and `sampling.cu` on the arena's arrays."""
+
+    def __init__(self, launcher: Launcher, config: ModelConfig, arrays: Mapping[str, Any], rings: Rings):
+        self._launch, self._arrays = launcher, arrays
+        self._commands, self._results = rings.addresses
+        self._command_bytes = np.int32(rings.command_bytes)
+        self._constants = {"VOCAB": config.vocab_size, "HIDDEN": config.hidden_size}
+        self._sampling = {"VOCAB": config.vocab_size, "PORTABLE": 0}
+        self._hidden = config.hidden_size
+        capability = int(launcher.modules.arch.removeprefix("sm_"))
+        self._blocks_per_row = 8 if capability >= 90 else 1
+
+    def load(self) -> None:
+        """Load every kernel without running one."""
+        for name in ("admit", "step_begin", "prefill_begin", "prefill_end", "first_begin"):
+            self._launch.modules.kernel(_STEP, name, self._constants)
+        self._launch.modules.kernel("sampling.cu", "sample", self._sampling)
+
+    def admit(self) -> None:
+        a = self._arrays
+        self._step("admit", 1, 1024, a["slot_states"], a["token_counts"], self._results, a["step_context"], *self._in())
+
+    def step_begin(self, num_rows: int) -> None:
+        a = self._arrays
+        rows = (a["token_ids"], a["positions"], a["slots"], a["slot_states"])
+        self._step("step_begin", 1, 64, *rows, self._results, a["step_context"], *self._in(), np.int32(num_rows))
+
+    def prefill_begin(self, bucket: int) -> None:
+        a = self._arrays
+        rows = (a["token_ids"], a["positions"], a["slots"], a["chunk"], a["slot_states"], a["token_counts"])
+        self._step("prefill_begin", 1, 1024, *rows, a["step_context"], *self._in(), np.int32(bucket))
+
+    def prefill_end(self) -> None:
+        self._step("prefill_end", 1, 32, self._results, self._arrays["chunk"], self._arrays["step_context"])
+
+    def first_begin(self) -> None:
+        self._step("first_begin", -(-self._hidden // 8 // 128), 128, self._arrays["x"], self._arrays["chunk"])
+
+    def sample(self, num_rows: int) -> None:
+        a = self._arrays
+        self._launch(
+            "sampling.cu", "sample", self._sampling, (self._blocks_per_row, num_rows), 512,
+            self._results, a["slot_states"], a["token_counts"], a["logits"], a["slots"], a["step_context"],
+        )  # fmt: skip
+
+    def _step(self, name: str, grid: int, block: int, *args: Any) -> None:
+        self._launch(_STEP, name, self._constants, grid, block, *args)
+
+    def _in(self) -> tuple[np.uint64, np.int32]:
+        return self._commands, self._command_bytes

@@ -1,0 +1,101 @@
+"""What the CUDA executor needs in the arena beside weights, KV pages and the forward's own buffers.
+
+Pure sizes, without a device: `cpmrt plan` uses them too.
+"""
+
+from __future__ import annotations
+
+from cpmrt.config import EngineConfig, ModelConfig
+from cpmrt.cuda.attention_plan import plan_decode_attention
+from cpmrt.cuda.slot_state import SLOT_STATE
+from cpmrt.errors import UnsupportedModelError
+from cpmrt.memory.kv_pages import KVLayout
+from cpmrt.models.decoder import EMBED, GATE_UP, HEAD, QKV
+from cpmrt.models.planning import ExecutorNeeds
+from cpmrt.tensor_spec import BufferSpec
+
+MAX_ROWS = 64
+GEMM_WORKSPACE_BYTES = 32 << 20
+BUCKETS = (64, 128, 256, 512, 1024, 2048, 4096)
+
+
+def buckets(prefill_chunk: int) -> tuple[int, ...]:
+    """Chunk sizes that a prefill graph is captured for: the smallest that hold `prefill_chunk` tokens and less."""
+    smaller = [size for size in BUCKETS if size < prefill_chunk]
+    return (*smaller, next((size for size in BUCKETS if size >= prefill_chunk), prefill_chunk))
+
+
+def row_counts(max_sequences: int) -> tuple[int, ...]:
+    """Rows that a decode graph is captured for."""
+    smaller = [count for count in (1, 2, 4, 8, 16, 32, 64) if count < max_sequences]
+    return (*smaller, next(count for count in (1, 2, 4, 8, 16, 32, 64) if count >= max_sequences))
+
+
+def cuda_tables(
+    config: ModelConfig, engine: EngineConfig, max_context: int, *, capability: int, num_sms: int
+) -> tuple[BufferSpec, ...]:
+    """Buffers that live as long as the executor."""
+    sequences = engine.max_sequences
+    attention = plan_decode_attention(
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        max_context=max_context,
+        max_rows=MAX_ROWS,
+        arch=capability,
+        num_sms=num_sms,
+    )
+    pages = KVLayout.of(config, max_context, sequences).pages_per_sequence
+    return (
+        _table("block_tables", 4, sequences, pages),
+        _table("slot_states", 1, sequences, SLOT_STATE.itemsize),
+        _table("token_counts", 4, sequences, config.vocab_size),
+        _table("step_context", 8, 2),
+        _table("attention_partials", 4, attention.partials),
+        _table("attention_arrivals", 4, attention.arrivals),
+        _table("gemm_workspace", 1, GEMM_WORKSPACE_BYTES),
+    )
+
+
+def cuda_workspace(config: ModelConfig, max_rows: int) -> tuple[BufferSpec, ...]:
+    """Buffers of one step, of at most `max_rows` rows."""
+    qkv_size = config.q_size + 2 * config.kv_size
+    return (
+        BufferSpec("token_ids", (max_rows,), EMBED, HEAD, itemsize=4),
+        BufferSpec("positions", (max_rows,), EMBED, HEAD, itemsize=4),
+        BufferSpec("slots", (max_rows,), EMBED, HEAD, itemsize=4),
+        BufferSpec("chunk", (4,), EMBED, HEAD, itemsize=4),
+        BufferSpec("normed", (max_rows, config.hidden_size), QKV, GATE_UP),
+        BufferSpec("qkv", (max_rows, qkv_size), QKV, QKV),
+        BufferSpec("gate_up", (max_rows, 2 * config.intermediate_size), GATE_UP, GATE_UP),
+    )
+
+
+def _table(name: str, itemsize: int, *shape: int) -> BufferSpec:
+    return BufferSpec(name, shape, EMBED, HEAD, itemsize=itemsize)
+
+
+def cuda_needs(config: ModelConfig, engine: EngineConfig, *, capability: int, num_sms: int) -> ExecutorNeeds:
+    """All of it, for `models.planning`."""
+    max_rows = max(buckets(engine.prefill_chunk)[-1], MAX_ROWS)
+    return ExecutorNeeds(
+        tables=lambda max_context: cuda_tables(config, engine, max_context, capability=capability, num_sms=num_sms),
+        workspace=cuda_workspace(config, max_rows),
+        max_rows=max_rows,
+        logit_rows=row_counts(engine.max_sequences)[-1],
+    )
+
+
+def check_supported(config: ModelConfig) -> None:
+    """Raise UnsupportedModelError for a shape that the kernels do not take."""
+    wanted = {
+        "head_dim": (config.head_dim, (64, 96, 128), "64, 96 or 128"),
+        "hidden_size": (config.hidden_size % 64, (0,), "a multiple of 64"),
+        "intermediate_size": (config.intermediate_size % 64, (0,), "a multiple of 64"),
+        "num_attention_heads * head_dim": (config.q_size % 64, (0,), "a multiple of 64"),
+    }
+    for name, (value, allowed, expected) in wanted.items():
+        if value not in allowed:
+            raise UnsupportedModelError(
+                f"the CUDA executor does not take this {name}", expected=expected, fix="use executor='reference'"
+            )

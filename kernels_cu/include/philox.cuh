@@ -1,0 +1,28 @@
+// Philox4x32-10 and the Gumbel noise of the sampling chain, bit for bit as cpmrt/reference/philox.py up to the
+// logarithms.
+//
+// Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011), constants of the Random123 library.
+#pragma once
+#include "types.cuh"
+
+// Four random words of the counter (group, position, 0, 0).
+__device__ __forceinline__ uint4 philox(uint32_t group, uint32_t position, uint64_t seed) {
+  uint4 c = make_uint4(group, position, 0u, 0u);
+  uint32_t key_low = static_cast<uint32_t>(seed), key_high = static_cast<uint32_t>(seed >> 32);
+#pragma unroll
+  for (int round = 0; round < 10; round++) {
+    const uint64_t product0 = 0xD2511F53ull * c.x, product1 = 0xCD9E8D57ull * c.z;
+    c = make_uint4(static_cast<uint32_t>(product1 >> 32) ^ c.y ^ key_low, static_cast<uint32_t>(product1),
+                   static_cast<uint32_t>(product0 >> 32) ^ c.w ^ key_high, static_cast<uint32_t>(product0));
+    key_low += 0x9E3779B9u;
+    key_high += 0xBB67AE85u;
+  }
+  return c;
+}
+
+// (top 23 bits + 1/2) / 2^23: exact, never 0 or 1.
+__device__ __forceinline__ float uniform(uint32_t word) {
+  return (static_cast<float>(word >> 9) + 0.5f) * 0x1p-23f;
+}
+
+__device__ __forceinline__ float gumbel(uint32_t word) { return -logf(-logf(uniform(word))); }

@@ -1,0 +1,228 @@
+// y[T,N] = epilogue(norm(x)[T,K] W[N,K]^T) for T <= 8 NT rows: the stream of weights, the activations, the sum over K.
+//
+// A tile is 16 rows of W: rows lo .. lo+7 and hi .. hi+7, chosen by the caller. Tensor-core operand A is the tile, operand
+// B eight tokens, and k is permuted inside each 32: lane (g, t) holds k = 32 j + 8 t .. + 7 of rows lo+g and hi+g and of
+// token g, 16 contiguous bytes each. So W and x stay row-major and nothing is shuffled between lanes.
+// K is cut into units of 64, the units into kWarps * CLUSTER runs, one a warp: a warp streams its run of every tile of its
+// group through its own ring in shared memory and nobody else touches that ring. Every lane copies exactly the bytes that
+// it will read, so a ring needs no barrier at all, only the lane's own wait for its copies.
+// The sums of the runs meet in shared memory and are added in order. With SPLIT_WARPS = 1 a warp has whole tiles instead and
+// takes the runs one after the other: more to keep, but x of a step of many rows passes once for 8 times the tiles.
+// Runs, unit order and that order depend on K and CLUSTER alone, never on T, NT, GROUP or SPLIT_WARPS: a row's bits are the
+// same in every step.
+#pragma once
+#include "copy.cuh"
+#include "mma.cuh"
+
+#ifndef IN_FEATURES
+#error "IN_FEATURES (K, the columns of W) must be defined"
+#endif
+#ifndef TOKEN_TILES
+#error "TOKEN_TILES (NT, tiles of 8 tokens: 1, 2, 4 or 8) must be defined"
+#endif
+#ifndef GROUP
+#error "GROUP (tiles of 16 weight rows that share one pass over x) must be defined"
+#endif
+#ifndef CLUSTER
+#error "CLUSTER (blocks that split K: 1, or 2 from sm_90 on) must be defined"
+#endif
+#ifndef SPLIT_WARPS
+#error "SPLIT_WARPS (warps that share a tile and split its K: 8, or 1) must be defined"
+#endif
+#ifndef SMEM_BYTES
+#error "SMEM_BYTES (dynamic shared memory of the launch) must be defined"
+#endif
+
+constexpr int K = IN_FEATURES, NT = TOKEN_TILES;
+constexpr int kWarps = 8, kThreads = kWarps * 32;
+constexpr int kRowWarps = kWarps / SPLIT_WARPS;               // warps with tiles of their own
+constexpr int kUnits = K / 64;                                // units of 64 k in a row
+constexpr int kOwners = kWarps * CLUSTER;                     // runs of K; warps that share the work on x
+constexpr int kOwnUnits = (kUnits + kOwners - 1) / kOwners;   // units in a run, of x that a warp copies and normalises, at most
+constexpr int kTokens = 8 * NT;
+constexpr int kBlockTiles = GROUP * kRowWarps;                // tiles of a block (and its cluster) at a time
+constexpr int kPairs = GROUP * 64 / CLUSTER;                  // outputs (lo row, hi row, token) that a block finishes
+constexpr int kThreadPairs = (kPairs + kThreads - 1) / kThreads;
+constexpr int kUnitSplit = NT == 8 ? 2 : 1;                   // NT = 8 holds half a unit of x in registers at a time
+constexpr int kChunkBytes = 2048;                             // 16 rows x 64 k
+constexpr int kXUnitBytes = NT * 1024;                        // 8 NT tokens x 64 k
+
+// Shared memory: rings of weights | x | partial sums of the warps | sums of the blocks | norm weights | square sums | epilogue.
+constexpr int kPartialBytes = SPLIT_WARPS > 1 ? kWarps * GROUP * 512 : 0;
+constexpr int kExchangeBytes = CLUSTER == 1 ? 0 : CLUSTER * NT * kPairs * 8;
+constexpr int kNormBytes = LINEAR == 1 ? 0 : kWarps * kOwnUnits * 128;
+constexpr int kSquareBytes = kOwners * kTokens * 4;
+constexpr int kEpilogueBytes = kTokens * 16;
+constexpr int kFixedBytes = kPartialBytes + kExchangeBytes + kNormBytes + kSquareBytes + kEpilogueBytes;
+// x of the block's runs stays in shared memory for all its tiles if that leaves a quarter of the space to the weights.
+// Else it is streamed once a group: each warp its run through kStreamedUnits places, or, where all warps need all of it,
+// the block together, a stage of kWarps units at a time through two places.
+constexpr int kXLimit = SMEM_BYTES * 3 / 5 / (kWarps * kXUnitBytes);
+constexpr int kStreamedUnits = SPLIT_WARPS == 1 ? 2 : NT <= 2 && kXLimit >= 4 ? 4 : kXLimit >= 2 ? 2 : 1;
+constexpr int kResidentRing = SMEM_BYTES - kFixedBytes - kWarps * kOwnUnits * kXUnitBytes;
+constexpr bool kResident = kOwnUnits <= kStreamedUnits || kResidentRing >= SMEM_BYTES / 4 ||
+                           kResidentRing >= kWarps * kOwnUnits * GROUP * kChunkBytes;
+constexpr bool kStaged = !kResident && SPLIT_WARPS == 1;
+constexpr int kXSlots = kResident ? kOwnUnits : kStreamedUnits;   // units of x of each warp that are there at a time
+constexpr int kXBytes = kWarps * kXSlots * kXUnitBytes;
+constexpr int kSlots = (SMEM_BYTES - kFixedBytes - kXBytes) / (kWarps * kChunkBytes);
+constexpr int kRingBytes = kWarps * kSlots * kChunkBytes;
+constexpr int kXOffset = kRingBytes, kPartialOffset = kXOffset + kXBytes, kExchangeOffset = kPartialOffset + kPartialBytes;
+constexpr int kNormOffset = kExchangeOffset + kExchangeBytes, kSquareOffset = kNormOffset + kNormBytes;
+constexpr int kEpilogueOffset = kSquareOffset + kSquareBytes;
+
+constexpr int kNoGroup = 1 << 24;                 // past every group, and its tiles still fit an int
+
+// Copies that may still be in flight when a chunk is read: every chunk is one commit group, and a streamed unit of x is
+// part of the last group of the unit kXSlots before it, a stage of x of the first group of the stage before it.
+constexpr int kWeightPending = kUnitSplit == 1 ? kSlots - 1 : kSlots - GROUP;
+constexpr int kXPending = kStaged ? kWarps * GROUP - 1 : (kXSlots - 1) * GROUP;
+constexpr int kPending = kResident || kWeightPending < kXPending ? kWeightPending : kXPending;
+
+static_assert(K % 64 == 0, "K must be a multiple of 64");
+static_assert(NT == 1 || NT == 2 || NT == 4 || NT == 8, "NT must be 1, 2, 4 or 8");
+static_assert(SPLIT_WARPS == kWarps || (SPLIT_WARPS == 1 && LINEAR >= 2 && CLUSTER == 1 && kUnits % kWarps == 0),
+              "SPLIT_WARPS must be 8, or 1 for gate_up and head, CLUSTER 1 and K a multiple of 512");
+static_assert(CLUSTER == 1 || CLUSTER == 2, "CLUSTER must be 1 or 2");
+static_assert(kSlots >= 1 && kPending >= 0 && (kUnitSplit == 1 || kSlots >= GROUP), "SMEM_BYTES is too small for GROUP and NT");
+
+#if CLUSTER > 1
+#if defined(CPMRT_PORTABLE) || __CUDA_ARCH__ < 900
+#error "CLUSTER > 1 needs sm_90 or newer and no CPMRT_PORTABLE"
+#endif
+#define LINEAR_BOUNDS __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kThreads, NT <= 2 ? 2 : 1)
+__device__ __forceinline__ int block_rank() {
+  uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+__device__ __forceinline__ void group_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+// Arrives with nothing written before that the peer will read: no fence.
+__device__ __forceinline__ void group_announce() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+__device__ __forceinline__ void group_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+// The same shared address in block `rank` of the cluster.
+__device__ __forceinline__ uint32_t peer_address(uint32_t address, int rank) {
+  uint32_t remote;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
+  return remote;
+}
+__device__ __forceinline__ void store_peer(uint32_t address, float a) {
+  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(a) : "memory");
+}
+__device__ __forceinline__ void store_peer(uint32_t address, float a, float b) {
+  asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(a), "f"(b) : "memory");
+}
+#else
+#define LINEAR_BOUNDS __launch_bounds__(kThreads, NT <= 2 ? 2 : 1)
+__device__ __forceinline__ int block_rank() { return 0; }
+__device__ __forceinline__ void group_arrive() {}
+__device__ __forceinline__ void group_announce() {}
+__device__ __forceinline__ void group_wait() { __syncthreads(); }
+__device__ __forceinline__ uint32_t peer_address(uint32_t address, int) { return address; }
+__device__ __forceinline__ void store_peer(uint32_t address, float a) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(a) : "memory");
+}
+__device__ __forceinline__ void store_peer(uint32_t address, float a, float b) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(a), "f"(b) : "memory");
+}
+#endif
+
+// Without the hint the memory answers in 64-byte pieces: a large product took 73 us with it off and 67 with it on.
+__device__ __forceinline__ void copy_weights(uint32_t shared, const scalar_t* global) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
+}
+__device__ __forceinline__ uint4 load_shared(uint32_t address) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address) : "memory");
+  return v;
+}
+__device__ __forceinline__ void store_shared(uint32_t address, uint4 v) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+
+__device__ __forceinline__ void store_shared2(uint32_t address, float a, float b) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(a), "f"(b) : "memory");
+}
+__device__ __forceinline__ float2 load_shared2(uint32_t address) {
+  float2 v;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
+  return v;
+}
+__device__ __forceinline__ float load_shared_float(uint32_t address) {
+  float v;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(address) : "memory");
+  return v;
+}
+// Written by the kernel before this one: not through the read-only path.
+__device__ __forceinline__ uint4 load_written(const scalar_t* source) {
+  uint4 v;
+  asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(source) : "memory");
+  return v;
+}
+
+// The calling lane's place in the product.
+struct Lane {
+  uint32_t shared;          // start of dynamic shared memory
+  int warp, lane, token, quarter;   // token = g (also the row inside a tile half), quarter = t
+  int rank;                 // block of the cluster
+  int first_unit, units;    // what the warp reads of K: its run, or all
+  int own_unit, own_units;  // the units of x that the warp copies and normalises
+  __device__ __forceinline__ Lane() {
+    extern __shared__ __align__(1024) unsigned char memory[];
+    shared = shared_address(memory);
+    warp = threadIdx.x >> 5, lane = threadIdx.x & 31, token = lane >> 2, quarter = lane & 3;
+    rank = block_rank();
+    own_unit = (rank * kWarps + warp) * kOwnUnits;
+    // Not max(0, min(..)): with a comparison of the result NVRTC 13.0 makes that one VIMNMX with a predicate, which sm_90 refuses.
+    const int owner = rank * kWarps + warp, full_owners = kUnits / kOwnUnits;
+    own_units = kUnits % kOwners == 0 || owner < full_owners ? kOwnUnits : owner == full_owners ? kUnits % kOwnUnits : 0;
+    first_unit = SPLIT_WARPS == 1 ? 0 : own_unit;
+    units = SPLIT_WARPS == 1 ? kUnits : own_units;
+  }
+  // The first of the warp's tiles in a group of the block's.
+  __device__ __forceinline__ int tile(int group) const { return group * kBlockTiles + (SPLIT_WARPS == 1 ? warp * GROUP : 0); }
+};
+
+// The warp's stream of weight chunks: groups of GROUP tiles, for each its units, for each the tiles of the group.
+template <class Tiles>
+struct WeightStream {
+  const Lane& at;
+  const Tiles& tiles;
+  const scalar_t* column;   // row 0 of W at this lane's first k
+  uint32_t ring;
+  int group, unit = 0, tile = 0;   // the next chunk to copy
+  int slot = 0;                    // the next chunk to read, and where the next copy goes
+
+  __device__ __forceinline__ WeightStream(const Lane& lane, const Tiles& t, const scalar_t* weight)
+      : at(lane), tiles(t), column(weight + lane.first_unit * 64 + lane.quarter * 8), ring(lane.shared + lane.warp * kSlots * kChunkBytes),
+        group(lane.units > 0 ? blockIdx.x / CLUSTER : kNoGroup) {
+    for (int i = 0; i < kSlots; i++) {
+      copy_next();
+      cp_async_commit();
+    }
+  }
+
+  // Starts the copy of the next chunk into the slot that was read last. The caller commits.
+  __device__ __forceinline__ void copy_next() {
+    const int index = at.tile(group) + tile;
+    if (group < tiles.num_groups && index < tiles.num_tiles) {
+      const scalar_t* lo = column + static_cast<size_t>(tiles.lo(index, at.token)) * K + unit * 64;
+      const scalar_t* hi = column + static_cast<size_t>(tiles.hi(index, at.token)) * K + unit * 64;
+      const uint32_t to = ring + slot * kChunkBytes + at.lane * 16;
+      copy_weights(to, lo);
+      copy_weights(to + 512, lo + 32);
+      copy_weights(to + 1024, hi);
+      copy_weights(to + 1536, hi + 32);
+    }
+    if (++tile == GROUP) {
+      tile = 0;
+      if (++unit == at.units) unit = 0, group += gridDim.x / CLUSTER;
+    }
+    slot = slot + 1 == kSlots ? 0 : slot + 1;
+  }
+
+  // The lane's 16 bytes of row lo + g (half 0) or hi + g (half 1), k 32 j + 8 t .. of the chunk in `place`.
+  __device__ __forceinline__ uint4 read(int place, int half, int j) const {
+    return load_shared(ring + place * kChunkBytes + half * 1024 + j * 512 + at.lane * 16);
+  }
+};

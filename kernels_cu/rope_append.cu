@@ -1,0 +1,137 @@
+// From the raw q/k/v projection of a prefill chunk to rotated queries and appended keys and values.
+//
+//   formula   h = qkv[t, head] + bias[head]; q and k heads: h = h / sqrt(mean(h^2) + eps) * norm (where there is one),
+//             then out[d] = h[d] cos - h[d+D/2] sin, out[d+D/2] = h[d+D/2] cos + h[d] sin of position t;
+//             q[t, head] = out; k_pages, v_pages at (block_tables[slots[t]][p / 64], kv head, p % 64) = out, p = positions[t]
+//   operands  q (T, H*D) scalar_t; k_pages, v_pages (P, K, 64, D) scalar_t; qkv (T, (H + 2K) * D) scalar_t: q, k, v
+//             heads; bias ((H + 2K) * D), q_norm, k_norm (D) scalar_t or null; rope (2, M, D/2) float32: cos, sin;
+//             positions, slots (T) int32; block_tables (B, pages_per_sequence) int32. A row with slot -1 stores q only
+//   launch    grid ceil(T * (H + 2K) * LANES / 256) with LANES = 4 for D = 64, else 8; block 256; no shared memory
+//   numerics  float32, squares summed a lane's in order, then over lanes; each value rounded once
+//   oracle    NumpyOps.qkv after its product
+//   source    arXiv 2104.09864 (split halves)
+//   layout    a lane holds 8 elements of each half, so that a pair of a rotation is in one thread and every access takes
+//             16 bytes; the lanes of a head are neighbours, so its mean square is a few shuffles
+#include "copy.cuh"
+
+#ifndef HEAD_DIM
+#error "HEAD_DIM must be defined: elements of a head, 64, 96 or 128"
+#endif
+static_assert(HEAD_DIM == 64 || HEAD_DIM == 96 || HEAD_DIM == 128, "HEAD_DIM must be 64, 96 or 128");
+
+constexpr int kHalf = HEAD_DIM / 2;
+constexpr int kLanes = HEAD_DIM == 64 ? 4 : 8;
+constexpr int kPageTokens = 64;
+
+struct Halves {
+  float first[8], second[8];
+};
+
+__device__ __forceinline__ void load8(float (&out)[8], const scalar_t* source) {
+  const uint4 v = load16(source);
+  const uint32_t words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const float2 pair = unpack2(words[i]);
+    out[2 * i] = pair.x, out[2 * i + 1] = pair.y;
+  }
+}
+
+__device__ __forceinline__ void load8(float (&out)[8], const float* source) {
+  const float4 a = reinterpret_cast<const float4*>(source)[0], b = reinterpret_cast<const float4*>(source)[1];
+  out[0] = a.x, out[1] = a.y, out[2] = a.z, out[3] = a.w, out[4] = b.x, out[5] = b.y, out[6] = b.z, out[7] = b.w;
+}
+
+__device__ __forceinline__ void store8(scalar_t* target, const float (&v)[8]) {
+  store16(target, make_uint4(pack2(v[0], v[1]), pack2(v[2], v[3]), pack2(v[4], v[5]), pack2(v[6], v[7])));
+}
+
+__device__ __forceinline__ Halves load_halves(const scalar_t* source) {
+  Halves h;
+  load8(h.first, source);
+  load8(h.second, source + kHalf);
+  return h;
+}
+
+// All lanes of the head call it; those past its end bring zeros.
+__device__ __forceinline__ void normalise(Halves& h, const scalar_t* weight, float eps) {
+  float sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < 8; i++) sum += h.first[i] * h.first[i] + h.second[i] * h.second[i];
+#pragma unroll
+  for (int distance = kLanes / 2; distance > 0; distance /= 2) {
+    sum += __shfl_xor_sync(0xFFFFFFFFu, sum, distance);
+  }
+  const float scale = 1.0f / sqrtf(sum / HEAD_DIM + eps);
+  const Halves w = load_halves(weight);
+#pragma unroll
+  for (int i = 0; i < 8; i++) h.first[i] *= scale * w.first[i], h.second[i] *= scale * w.second[i];
+}
+
+__device__ __forceinline__ void rotate(Halves& h, const float* cos_row, const float* sin_row) {
+  float cosine[8], sine[8];
+  load8(cosine, cos_row);
+  load8(sine, sin_row);
+#pragma unroll
+  for (int i = 0; i < 8; i++) {
+    const float a = h.first[i], b = h.second[i];
+    h.first[i] = a * cosine[i] - b * sine[i];
+    h.second[i] = b * cosine[i] + a * sine[i];
+  }
+}
+
+// What an earlier kernel of the step wrote is not __restrict__: the compiler may move a load that it takes for one of
+// a constant before pdl_wait.
+extern "C" __global__ void __launch_bounds__(256)
+    KERNEL(rope_append)(scalar_t* __restrict__ q, scalar_t* __restrict__ k_pages, scalar_t* __restrict__ v_pages,
+                        const scalar_t* qkv, const scalar_t* __restrict__ bias,
+                        const scalar_t* __restrict__ q_norm, const scalar_t* __restrict__ k_norm,
+                        const float* __restrict__ rope, const int32_t* positions,
+                        const int32_t* slots, const int32_t* __restrict__ block_tables, int num_rows,
+                        int num_heads, int num_kv_heads, int pages_per_sequence, int max_context, float eps) {
+  pdl_launch_dependents();
+  pdl_wait();
+  const int all_heads = num_heads + 2 * num_kv_heads;
+  const int64_t item = (blockIdx.x * static_cast<int64_t>(256) + threadIdx.x) / kLanes;
+  // A warp stays whole for the shuffles: threads without work take the first row's first elements and store nothing.
+  const bool in_range = item < static_cast<int64_t>(num_rows) * all_heads;
+  const int row = in_range ? static_cast<int>(item / all_heads) : 0, head = in_range ? item % all_heads : 0;
+  const int lane_offset = threadIdx.x % kLanes * 8;
+  const bool works = in_range && lane_offset < kHalf;
+  const int offset = lane_offset < kHalf ? lane_offset : 0;
+
+  Halves h = load_halves(qkv + (static_cast<int64_t>(row) * all_heads + head) * HEAD_DIM + offset);
+  if (bias) {
+    const Halves b = load_halves(bias + head * HEAD_DIM + offset);
+#pragma unroll
+    for (int i = 0; i < 8; i++) h.first[i] += b.first[i], h.second[i] += b.second[i];
+  }
+  const bool is_query = head < num_heads, is_key = !is_query && head < num_heads + num_kv_heads;
+  const int position = positions[row], slot = slots[row];
+  if (q_norm) {
+    Halves normalised = h;
+    if (!works) {
+#pragma unroll
+      for (int i = 0; i < 8; i++) normalised.first[i] = 0.0f, normalised.second[i] = 0.0f;
+    }
+    normalise(normalised, (is_query ? q_norm : k_norm) + offset, eps);
+    if (is_query || is_key) h = normalised;
+  }
+  if (!works) return;
+  if (is_query || is_key) {
+    const float* cos_row = rope + static_cast<int64_t>(position) * kHalf + offset;
+    rotate(h, cos_row, cos_row + static_cast<int64_t>(max_context) * kHalf);
+  }
+  scalar_t* target;
+  if (is_query) {
+    target = q + (static_cast<int64_t>(row) * num_heads + head) * HEAD_DIM;
+  } else {
+    if (slot < 0) return;
+    const int page = block_tables[static_cast<int64_t>(slot) * pages_per_sequence + position / kPageTokens];
+    const int kv_head = (head - num_heads) % num_kv_heads;
+    const int64_t token = (static_cast<int64_t>(page) * num_kv_heads + kv_head) * kPageTokens + position % kPageTokens;
+    target = (is_key ? k_pages : v_pages) + token * HEAD_DIM;
+  }
+  store8(target + offset, h.first);
+  store8(target + offset + kHalf, h.second);
+}

@@ -1,0 +1,143 @@
+// Bookkeeping of steps: take a command out of the ring, set up the rows of the step, report steps without tokens.
+//
+//   formula   admit: state[slot] = command's, token_counts[slot] = 0;  step_begin, for each row: (token, position, slot)
+//             = (last_token, position++, slot) of its slot, or (0, 0, -1) for padding and finished sequences;
+//             prefill_begin, for each row i < count: (tokens[i], start + i, slot), seen[slot][tokens[i]] = true;
+//             first_begin: x[0] = x[count - 1]
+//   operands  token_ids, positions, slots (T) int32; chunk (4) int32: slot, start, count, is_last; states (B) SlotState;
+//             token_counts (B, VOCAB) uint32; results (16) ResultRecord and commands (16, command_bytes) in mapped host
+//             memory; context StepContext; x (T, HIDDEN) scalar_t
+//   launch    admit, prefill_begin: grid 1, block 1024; step_begin: grid 1, block 64; prefill_end: grid 1, block 32;
+//             first_begin: grid ceil(HIDDEN / 8 / 128), block 128; no shared memory
+//   numerics  integers; x is copied
+//   oracle    reference/executor.py ReferenceExecutor: Admit, _prefill, _decode
+//   source    original
+//   layout    one block: every launch takes one entry, and a few KB over the bus are bound by latency. The device
+//             counts entries by itself, so that a captured launch needs no new argument. Launched for another kind of
+//             command than the host wrote, a kernel traps: the rings are out of step and no result could be trusted
+#include "copy.cuh"
+#include "slot_state.cuh"
+
+#ifndef VOCAB
+#error "VOCAB must be defined: entries of the vocabulary"
+#endif
+#ifndef HIDDEN
+#error "HIDDEN must be defined: elements of a row of x, a multiple of 8"
+#endif
+static_assert(HIDDEN % 8 == 0, "HIDDEN must be a multiple of 8");
+
+// What an earlier kernel of the step wrote is not __restrict__: the compiler may move a load that it takes for one of
+// a constant before pdl_wait.
+
+// The host's memory: never from a cache.
+__device__ __forceinline__ int load_host(const int32_t* source) { return __ldcv(source); }
+
+__device__ __forceinline__ const int32_t* payload(const Command* command) {
+  return reinterpret_cast<const int32_t*>(command + 1);
+}
+
+// The next command of the ring. All threads of the only block call it.
+__device__ __forceinline__ const Command* take_command(StepContext* context, const uint8_t* commands,
+                                                       int command_bytes, CommandKind kind) {
+  const uint64_t entry = context->next_entry;
+  const uint8_t* at = commands + static_cast<int64_t>(entry % kRingEntries) * command_bytes;
+  const Command* command = reinterpret_cast<const Command*>(at);
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    context->next_entry = entry + 1;
+    context->sequence = entry + 1;
+    if (load_host(&command->kind) != kind) __trap();
+  }
+  __syncthreads();
+  return command;
+}
+
+extern "C" __global__ void KERNEL(admit)(SlotState* states, uint32_t* __restrict__ token_counts,
+                                         ResultRecord* __restrict__ results, StepContext* context,
+                                         const uint8_t* __restrict__ commands, int command_bytes) {
+  pdl_launch_dependents();
+  pdl_wait();
+  const Command* command = take_command(context, commands, command_bytes, kAdmit);
+  const int slot = load_host(&command->slot);
+  int32_t* state = reinterpret_cast<int32_t*>(states + slot);
+  if (threadIdx.x < sizeof(SlotState) / 4) state[threadIdx.x] = load_host(payload(command) + threadIdx.x);
+  uint32_t* counts = token_counts + static_cast<int64_t>(slot) * VOCAB;
+  for (int token = threadIdx.x; token < VOCAB; token += blockDim.x) counts[token] = 0;
+  if (threadIdx.x == 0) publish(results, context->sequence, 0, kNoToken, false);
+}
+
+// num_rows: rows of the launches that follow; the command may have fewer.
+extern "C" __global__ void KERNEL(step_begin)(int32_t* __restrict__ token_ids, int32_t* __restrict__ positions,
+                                              int32_t* __restrict__ slots, SlotState* states,
+                                              ResultRecord* __restrict__ results, StepContext* context,
+                                              const uint8_t* __restrict__ commands, int command_bytes,
+                                              int num_rows) {
+  pdl_launch_dependents();
+  pdl_wait();
+  const Command* command = take_command(context, commands, command_bytes, kDecode);
+  const int row = threadIdx.x;
+  if (row >= num_rows) return;
+  const int num_used = load_host(&command->num_rows), listed = load_host(payload(command) + row);
+  int token = 0, position = 0, slot = -1;
+  if (row < num_used) {
+    SlotState* state = states + listed;
+    if (state->finished) {
+      publish(results, context->sequence, row, kNoToken, false);
+    } else {
+      slot = listed;
+      token = state->last_token;
+      position = state->position;
+      state->position = position + 1;
+    }
+  }
+  token_ids[row] = token;
+  positions[row] = position;
+  slots[row] = slot;
+}
+
+// num_rows: rows of the bucket.
+extern "C" __global__ void KERNEL(prefill_begin)(int32_t* __restrict__ token_ids, int32_t* __restrict__ positions,
+                                                 int32_t* __restrict__ slots, int32_t* __restrict__ chunk,
+                                                 SlotState* states, uint32_t* __restrict__ token_counts,
+                                                 StepContext* context,
+                                                 const uint8_t* __restrict__ commands, int command_bytes,
+                                                 int num_rows) {
+  pdl_launch_dependents();
+  pdl_wait();
+  const Command* command = take_command(context, commands, command_bytes, kPrefill);
+  const int count = load_host(&command->num_rows), slot = load_host(&command->slot);
+  const int start = load_host(&command->start);
+  uint32_t* counts = token_counts + static_cast<int64_t>(slot) * VOCAB;
+  for (int row = threadIdx.x; row < num_rows; row += blockDim.x) {
+    const bool used = row < count;
+    const int token = used ? load_host(payload(command) + row) : 0;
+    token_ids[row] = token;
+    positions[row] = used ? start + row : 0;
+    slots[row] = used ? slot : -1;
+    // Nothing is generated before the prompt ends, so the count beside the flag is 0.
+    if (used) counts[token] = kSeen;
+  }
+  if (threadIdx.x == 0) {
+    states[slot].position = start + count;
+    chunk[0] = slot;
+    chunk[1] = start;
+    chunk[2] = count;
+    chunk[3] = load_host(&command->is_last);
+  }
+}
+
+// The last launch of a prefill: a chunk before the last has no token. After the last one the sampler reports.
+extern "C" __global__ void KERNEL(prefill_end)(ResultRecord* __restrict__ results, const int32_t* chunk,
+                                               const StepContext* context) {
+  pdl_launch_dependents();
+  pdl_wait();
+  if (threadIdx.x == 0 && !chunk[3]) publish(results, context->sequence, 0, kNoToken, false);
+}
+
+// slots[0] is the chunk's slot already.
+extern "C" __global__ void KERNEL(first_begin)(scalar_t* x, const int32_t* chunk) {
+  pdl_launch_dependents();
+  pdl_wait();
+  const int column = (blockIdx.x * blockDim.x + threadIdx.x) * 8, last = chunk[2] - 1;
+  if (column < HIDDEN && last > 0) store16(x + column, load16(x + static_cast<int64_t>(last) * HIDDEN + column));
+}

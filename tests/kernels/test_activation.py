@@ -1,0 +1,50 @@
+"""silu_mul against the NumPy op: odd widths, extreme gates, guards, row invariance."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cpmrt.dtypes import DType, round_to
+from cpmrt.ops import OPS
+from cpmrt.reference.ops import silu
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = [DType.BFLOAT16, DType.FLOAT16]
+GUARD = 256
+
+
+def run(cuda: Any, dtype: DType, gate_up: Any, pdl: bool = False) -> Any:
+    """silu(gate) * up; what lies around it must stay poison."""
+    rows, inner = len(gate_up), gate_up.shape[1] // 2
+    size = rows * inner
+    out = cuda.array(np.full(size + 2 * GUARD, np.nan, np.float32), dtype)
+    kernel = cuda.kernel("activation.cu", "silu_mul", dtype, INTERMEDIATE=inner)
+    kernel(-(-size // 2048), 256, out[GUARD:], cuda.array(gate_up, dtype), np.int32(rows), pdl=pdl)
+    result = cuda.numpy(out, dtype)
+    assert np.isnan(result[:GUARD]).all() and np.isnan(result[GUARD + size :]).all(), "wrote outside out"
+    return result[GUARD : GUARD + size].reshape(rows, inner)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("inner", [64, 200, 640, 4096])
+def test_rows_are_the_oracles(cuda: Any, dtype: DType, inner: int) -> None:
+    gate_up = round_to(np.random.default_rng(inner).standard_normal((37, 2 * inner), np.float32) * 4, dtype)
+    gate, up = gate_up[:, :inner], gate_up[:, inner:]
+    expected = round_to(silu(gate) * up, dtype)
+    out = run(cuda, dtype, gate_up)
+    assert np.linalg.norm(out - expected) <= OPS["gate_up"].tolerance[dtype] * np.linalg.norm(expected)
+    np.testing.assert_array_equal(run(cuda, dtype, gate_up, pdl=True), out)
+    for count in (1, 5, 32):
+        np.testing.assert_array_equal(run(cuda, dtype, gate_up[:count]), out[:count])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gates_of_every_size_stay_finite(cuda: Any, dtype: DType) -> None:
+    gates = np.array([-6e4, -1e3, -100, -88.5, -87.5, -20, -1e-6, 0, 1e-6, 20, 88, 100, 1e3, 6e4, 1, -1], np.float32)
+    gate_up = round_to(np.tile(np.stack([gates, np.ones(16, np.float32)]).reshape(1, -1), (3, 1)), dtype)
+    out = run(cuda, dtype, gate_up)
+    np.testing.assert_allclose(out, round_to(silu(gate_up[:, :16]), dtype), rtol=1e-2, atol=1e-6)

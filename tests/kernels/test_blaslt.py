@@ -1,0 +1,242 @@
+"""cuBLASLt by ctypes: on a stand-in library that carries out what the descriptors say, and on a device."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cpmrt.cuda import blaslt
+from cpmrt.cuda.blaslt import CublasLt, CublasLtError
+from cpmrt.dtypes import DType, from_float32, round_to, to_float32
+from cpmrt.ops import OPS
+
+DTYPES = [DType.BFLOAT16, DType.FLOAT16]
+STORED = {2: DType.FLOAT16, 14: DType.BFLOAT16}
+NOT_SUPPORTED = 15
+
+
+def contents(reference: Any) -> Any:
+    """The object behind ctypes.byref(object)."""
+    return reference._obj
+
+
+class StandIn:
+    """cuBLASLt as documented, on host memory: column-major, layouts by handle. Counts what is alive."""
+
+    def __init__(self, num_algorithms: int = 3, failing: str = ""):
+        self.num_algorithms, self.failing = num_algorithms, failing
+        self.alive: dict[int, Any] = {}
+        self.preferences: dict[int, int] = {}
+        self.num_searches = 0
+        for name in dir(type(self)):
+            if name.startswith("cublasLt"):
+                # ctypes functions take attributes such as argtypes; bound methods do not.
+                setattr(self, name, self._function(getattr(self, name), name))
+
+    def _function(self, method: Any, name: str) -> Any:
+        def call(*arguments: Any) -> Any:
+            types = getattr(call, "argtypes", None)
+            assert types is None or len(types) == len(arguments), name
+            return NOT_SUPPORTED if name == f"cublasLt{self.failing}" else method(*arguments)
+
+        return call
+
+    def _new(self, out: Any, value: Any) -> int:
+        contents(out).value = 1000 + len(self.alive)
+        assert contents(out).value not in self.alive
+        self.alive[contents(out).value] = value
+        return 0
+
+    def _drop(self, handle: Any) -> int:
+        del self.alive[handle.value]
+        return 0
+
+    def cublasLtCreate(self, out: Any) -> int:
+        return self._new(out, "handle")
+
+    def cublasLtMatmulDescCreate(self, out: Any, compute: int, scale: int) -> int:
+        assert (compute, scale) == (68, 0), "float32 sums and scales"
+        return self._new(out, {})
+
+    def cublasLtMatmulDescSetAttribute(self, handle: Any, name: int, value: Any, size: int) -> int:
+        assert size == ctypes.sizeof(contents(value))
+        self.alive[handle.value][name] = contents(value).value
+        return 0
+
+    def cublasLtMatrixLayoutCreate(self, out: Any, dtype: int, rows: int, columns: int, leading: int) -> int:
+        return self._new(out, (STORED[dtype], rows, columns, leading))
+
+    def cublasLtMatmulPreferenceCreate(self, out: Any) -> int:
+        return self._new(out, "preference")
+
+    def cublasLtMatmulPreferenceSetAttribute(self, handle: Any, name: int, value: Any, size: int) -> int:
+        assert self.alive[handle.value] == "preference" and size == ctypes.sizeof(contents(value))
+        self.preferences[name] = contents(value).value
+        return 0
+
+    def cublasLtMatmulAlgoGetHeuristic(self, *arguments: Any) -> int:
+        *_, requested, results, count = arguments
+        self.num_searches += 1
+        contents(count).value = min(self.num_algorithms, requested)
+        for index in range(contents(count).value):
+            results[index].algorithm[0] = index
+        return 0
+
+    cublasLtDestroy = cublasLtMatmulDescDestroy = cublasLtMatrixLayoutDestroy = cublasLtMatmulPreferenceDestroy = _drop
+
+    def cublasLtMatmul(self, *arguments: Any) -> int:
+        _, operation, alpha, a, a_layout, b, b_layout, beta, c, c_layout, d, d_layout, *_ = arguments
+        assert self.alive[operation.value] == {3: 1} and c == d and c_layout is d_layout
+        out = self._matrix(d, d_layout)
+        product = self._values(a, a_layout).T @ self._values(b, b_layout)
+        scale, keep = (ctypes.c_float.from_address(address).value for address in (alpha, beta))
+        sums = np.float32(scale) * product + (np.float32(keep) * self._values(c, c_layout) if keep else 0)
+        out[:] = from_float32(sums.astype(np.float32), self.alive[d_layout.value][0])
+        return 0
+
+    def cublasLtGetVersion(self) -> int:
+        return 130800
+
+    def cublasLtGetStatusString(self, status: int) -> bytes:
+        return b"CUBLAS_STATUS_NOT_SUPPORTED" if status == NOT_SUPPORTED else b"?"
+
+    def _matrix(self, address: int, layout: Any) -> Any:
+        dtype, rows, columns, leading = self.alive[layout.value]
+        words = np.frombuffer((ctypes.c_uint8 * (leading * columns * 2)).from_address(address), dtype.storage)
+        return words.reshape(columns, leading).T[:rows]
+
+    def _values(self, address: int, layout: Any) -> Any:
+        return to_float32(self._matrix(address, layout), self.alive[layout.value][0])
+
+
+def aligned(values: Any, dtype: DType) -> Any:
+    """Stored words at a multiple of 64 bytes."""
+    words = from_float32(np.asarray(values, np.float32), dtype)
+    memory = np.zeros(words.nbytes + 64, np.uint8)
+    begin = -memory.ctypes.data % 64
+    view = memory[begin : begin + words.nbytes].view(dtype.storage).reshape(words.shape)
+    view[:] = words
+    return view
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_descriptors_mean_the_product_of_rows(dtype: DType) -> None:
+    random = np.random.default_rng(0)
+    x, w, y = (aligned(random.standard_normal(shape), dtype) for shape in ((5, 64), (48, 64), (5, 48)))
+    before = to_float32(y.copy(), dtype)
+    with CublasLt(0, 1 << 20, StandIn()) as lt:
+        plan = lt.plan(5, 48, 64, dtype)
+        addresses = (y.ctypes.data, x.ctypes.data, w.ctypes.data)
+        product = to_float32(x, dtype) @ to_float32(w, dtype).T
+        lt.matmul(plan, *addresses, 0, alpha=0.25, beta=1.0)
+        assert np.allclose(to_float32(y, dtype), round_to(np.float32(0.25) * product + before, dtype), rtol=1e-2)
+        y[:] = 0x7FFF if dtype is DType.BFLOAT16 else np.nan
+        lt.matmul(plan, *addresses, 0)
+        assert np.allclose(to_float32(y, dtype), round_to(product, dtype), rtol=1e-2)
+
+
+def test_a_shape_is_planned_once_and_everything_is_destroyed() -> None:
+    library = StandIn()
+    with CublasLt(0, 123 << 10, library) as lt:
+        assert lt.version == 130800
+        plan = lt.plan(100, 64, 128, DType.BFLOAT16)
+        assert lt.plan(100, 64, 128, DType.BFLOAT16) is plan and library.num_searches == 1
+        assert lt.plan(100, 64, 128, DType.FLOAT16) is not plan
+        assert [algorithm.algorithm[0] for algorithm in plan.algorithms] == [0, 1, 2]
+        assert "preference" not in library.alive.values()
+    assert not library.alive
+    lt.close()
+
+
+def test_only_algorithms_that_round_once_are_asked_for() -> None:
+    library = StandIn()
+    with CublasLt(0, 123 << 10, library) as lt:
+        lt.plan(100, 64, 128, DType.BFLOAT16)
+    assert library.preferences == {1: 123 << 10, 3: 2, 5: 16, 6: 16, 7: 16, 8: 16}
+
+
+@pytest.mark.parametrize("failing", ["Create", "MatrixLayoutCreate", "MatmulAlgoGetHeuristic"])
+def test_a_failing_library_gives_its_reason_and_leaks_nothing(failing: str) -> None:
+    library = StandIn(failing=failing)
+    reason = f"cublasLt{failing} fails: CUBLAS_STATUS_NOT_SUPPORTED"
+    with pytest.raises(CublasLtError, match=reason), CublasLt(0, 0, library) as lt:
+        lt.plan(100, 64, 128, DType.BFLOAT16)
+    assert not library.alive
+
+
+def test_no_algorithm_is_a_reason_that_names_the_shape() -> None:
+    reason = r"no algorithm for \[100, 128\] x \[64, 128\]\^T in bfloat16"
+    with CublasLt(0, 0, StandIn(num_algorithms=0)) as lt, pytest.raises(CublasLtError, match=reason):
+        lt.plan(100, 64, 128, DType.BFLOAT16)
+
+
+def test_a_misaligned_operand_is_refused() -> None:
+    with CublasLt(0, 0, StandIn()) as lt, pytest.raises(ValueError, match="aligned to 16 bytes"):
+        lt.matmul(lt.plan(1, 16, 16, DType.BFLOAT16), 4096, 4096 + 8, 4096, 0)
+
+
+def test_a_missing_library_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blaslt, "_SONAMES", ("libcublasLt-absent.so",))
+    monkeypatch.setitem(__import__("sys").modules, "cuda.pathfinder", None)
+    with pytest.raises(CublasLtError, match="not installed; pip install nvidia-cublas"):
+        CublasLt(0, 0)
+
+
+@pytest.fixture
+def lt(cuda: Any) -> Any:
+    """cuBLASLt with 32 MiB of workspace."""
+    workspace = cuda.cupy.empty(32 << 20, np.uint8)
+    with CublasLt(workspace.data.ptr, workspace.nbytes) as library:
+        yield library
+        cuda.sync()
+
+
+def product_on(cuda: Any, lt: CublasLt, m: int, n: int, k: int, dtype: DType, tune: bool = False) -> tuple[Any, Any]:
+    """0.3 x w^T + y by the device and by NumPy; the guards of y must stay poison."""
+    random = np.random.default_rng(m)
+    x, w, y = (round_to(random.standard_normal(shape, np.float32), dtype) for shape in ((m, k), (n, k), (m, n)))
+    buffer = np.full(m * n + 512, np.nan, np.float32)
+    buffer[256:-256] = y.ravel()
+    out, x_device, w_device = cuda.array(buffer, dtype), cuda.array(x, dtype), cuda.array(w, dtype)
+    addresses = (out[256:].data.ptr, x_device.data.ptr, w_device.data.ptr)
+    plan = lt.plan(m, n, k, dtype)
+    if tune:
+        lt.tune(plan, *addresses, cuda.stream)
+        out[256:-256] = cuda.array(y.ravel(), dtype)
+        cuda.cupy.cuda.Device().synchronize()
+    lt.matmul(plan, *addresses, cuda.stream.ptr, alpha=0.3, beta=1.0)
+    result = cuda.numpy(out, dtype)
+    assert np.isnan(result[:256]).all() and np.isnan(result[-256:]).all()
+    return result[256:-256].reshape(m, n), np.float32(0.3) * (x @ w.T) + y
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tune", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(65, 80, 128), (512, 1024, 2048), (129, 4096, 4096)], ids=str)
+def test_products_on_the_device(cuda: Any, lt: CublasLt, shape: Any, dtype: DType, tune: bool) -> None:
+    result, expected = product_on(cuda, lt, *shape, dtype, tune)
+    error = np.linalg.norm(result - expected) / np.linalg.norm(expected)
+    assert error <= OPS["project_residual"].tolerance[dtype]
+
+
+@pytest.mark.gpu
+def test_a_captured_product_replays(cuda: Any, lt: CublasLt) -> None:
+    dtype, (m, n, k) = DType.BFLOAT16, (200, 512, 1024)
+    random = np.random.default_rng(2)
+    x, w = (round_to(random.standard_normal(shape, np.float32), dtype) for shape in ((m, k), (n, k)))
+    x_device, w_device = cuda.array(x, dtype), cuda.array(w, dtype)
+    y = cuda.array(np.full((m, n), np.nan, np.float32), dtype)
+    plan = lt.plan(m, n, k, dtype)
+    cuda.stream.begin_capture()
+    lt.matmul(plan, y.data.ptr, x_device.data.ptr, w_device.data.ptr, cuda.stream.ptr)
+    graph = cuda.stream.end_capture()
+    assert np.isnan(cuda.numpy(y, dtype)).all(), "ran during the capture"
+    graph.launch(cuda.stream)
+    first = cuda.numpy(y, dtype)
+    graph.launch(cuda.stream)
+    assert np.array_equal(cuda.numpy(y, dtype), first)
+    assert np.linalg.norm(first - x @ w.T) / np.linalg.norm(x @ w.T) <= OPS["project_residual"].tolerance[dtype]

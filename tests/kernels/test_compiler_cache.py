@@ -1,0 +1,263 @@
+"""The cubin cache: what makes a kernel compile again, what does not, and what may go wrong around it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from cpmrt.cuda import compiler, cubin_cache, nvrtc
+from cpmrt.cuda.source import kernels_folder, read_source
+from cpmrt.dtypes import DType
+from cpmrt.errors import KernelCompileError
+
+ROOT = Path(__file__).resolve().parents[2]
+KERNEL = """#include "outer.cuh"
+#ifdef CPMRT_BF16
+#define NAME scale_bf16
+#else
+#define NAME scale_fp16
+#endif
+extern "C" __global__ void NAME(float* out) { out[threadIdx.x] *= FACTOR * OUTER * INNER; }
+"""
+
+
+@pytest.fixture
+def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A kernel folder: two kernels, one of which includes a header that includes another."""
+    folder = tmp_path / "sources"
+    (folder / "include").mkdir(parents=True)
+    (folder / "scale.cu").write_text(KERNEL)
+    (folder / "plain.cu").write_text('extern "C" __global__ void plain(float* out) { *out = 1.0f; }\n')
+    (folder / "include" / "outer.cuh").write_text('#pragma once\n#include "inner.cuh"\n#define OUTER 2.0f\n')
+    (folder / "include" / "inner.cuh").write_text("#pragma once\n#define INNER 3.0f\n")
+    monkeypatch.setenv("CPMRT_KERNELS_DIR", str(folder))
+    monkeypatch.setenv("CPMRT_CACHE_DIR", str(tmp_path / "cache"))
+    return folder
+
+
+@pytest.fixture
+def fake_nvrtc(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """In place of NVRTC: cubins that say what they were made from; the list of compiled files."""
+    compiled: list[str] = []
+
+    def compile_cubin(source: object, options: object) -> tuple[bytes, str]:
+        compiled.append(source.file)  # type: ignore[attr-defined]
+        return f"cubin of {source} {options}".encode(), ""
+
+    monkeypatch.setattr(nvrtc, "compile_cubin", compile_cubin)
+    monkeypatch.setattr(nvrtc, "version", lambda: "13.5.37")
+    return compiled
+
+
+@pytest.fixture
+def fresh_nvrtc() -> Iterator[None]:
+    """Forget, before and after, which NVRTC was found."""
+    cached = [nvrtc.version, nvrtc._bindings, nvrtc._library, nvrtc._library_version, nvrtc._cuda_headers]
+    for function in cached:
+        function.cache_clear()
+    yield
+    for function in cached:
+        function.cache_clear()
+
+
+def build(file: str = "scale.cu", arch: str = "sm_90", dtype: DType = DType.BFLOAT16, factor: int = 4) -> Path:
+    return compiler.compile_module(file, arch, dtype, {"FACTOR": factor})
+
+
+def test_a_warm_start_compiles_nothing(sources: Path, fake_nvrtc: list[str]) -> None:
+    first = build()
+    assert build() == first and fake_nvrtc == ["scale.cu"]
+
+
+@pytest.mark.parametrize("header", ["outer.cuh", "inner.cuh"])
+def test_an_edited_header_recompiles_what_includes_it(sources: Path, fake_nvrtc: list[str], header: str) -> None:
+    first, other = build(), build("plain.cu")
+    path = sources / "include" / header
+    path.write_text(path.read_text() + "// edited\n")
+    assert build() != first and build("plain.cu") == other
+    assert fake_nvrtc == ["scale.cu", "plain.cu", "scale.cu"]
+
+
+@pytest.mark.parametrize("change", [{"arch": "sm_80"}, {"dtype": DType.FLOAT16}, {"factor": 5}])
+def test_every_option_is_part_of_the_key(sources: Path, fake_nvrtc: list[str], change: dict[str, object]) -> None:
+    assert build() != build(**change)  # type: ignore[arg-type]
+    assert len(fake_nvrtc) == 2
+
+
+def test_another_compiler_compiles_again(sources: Path, fake_nvrtc: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    build()
+    monkeypatch.setattr(nvrtc, "version", lambda: "12.9.86")
+    build()
+    assert len(fake_nvrtc) == 2
+
+
+def test_a_machine_without_nvrtc_takes_what_was_built_for_it(
+    sources: Path, fake_nvrtc: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = build()
+    monkeypatch.setattr(nvrtc, "version", lambda: None)
+    assert build() == first and len(fake_nvrtc) == 1
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("damage", [truncate, flip_a_bit, lambda path: path.write_bytes(b"")])
+def test_a_damaged_cubin_is_compiled_again(
+    sources: Path, fake_nvrtc: list[str], damage: Callable[[Path], object]
+) -> None:
+    path = build()
+    content = path.read_bytes()
+    damage(path)
+    assert build().read_bytes() == content and len(fake_nvrtc) == 2
+    assert build() == path and len(fake_nvrtc) == 2
+
+
+def test_a_cache_that_cannot_be_written_is_replaced_with_one_warning(
+    sources: Path, fake_nvrtc: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocked = tmp_path / "blocked"
+    blocked.write_text("a file where the folder should be")
+    monkeypatch.setenv("CPMRT_CACHE_DIR", str(blocked))
+    with pytest.warns(RuntimeWarning, match=r"cannot be kept in .*blocked.*CPMRT_CACHE_DIR") as warned:
+        paths = compiler.compile_all("sm_90", DType.BFLOAT16, [("scale.cu", {"FACTOR": 1}), ("plain.cu", {})])
+        assert all(path.read_bytes().startswith(b"cubin of") for path in paths)
+    assert len(warned) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert compiler.compile_module("plain.cu", "sm_90", DType.BFLOAT16, {}) == paths[1]
+    assert len(fake_nvrtc) == 2
+
+
+def test_nothing_unfinished_stays_behind(sources: Path, fake_nvrtc: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def full_disk(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full_disk)
+    with pytest.warns(RuntimeWarning, match="No space left"), pytest.raises(OSError, match="No space"):
+        build()
+    assert list(Path(os.environ["CPMRT_CACHE_DIR"]).rglob("*")) == [Path(os.environ["CPMRT_CACHE_DIR"]) / "cubins"]
+
+
+def test_the_order_of_compile_all_is_that_of_its_input(sources: Path, fake_nvrtc: list[str]) -> None:
+    modules = [("scale.cu", {"FACTOR": factor}) for factor in range(8)]
+    paths = compiler.compile_all("sm_90", DType.FLOAT16, modules)
+    assert paths == [build(dtype=DType.FLOAT16, factor=factor) for factor in range(8)]
+    assert len(fake_nvrtc) == 8
+
+
+def test_a_type_without_kernels_is_refused(sources: Path) -> None:
+    with pytest.raises(KernelCompileError, match="expected bfloat16 or float16, got float32"):
+        build(dtype=DType.FLOAT32)
+
+
+def test_a_missing_header_names_who_includes_it(sources: Path, fake_nvrtc: list[str]) -> None:
+    (sources / "include" / "inner.cuh").unlink()
+    with pytest.raises(KernelCompileError, match=r'header "inner\.cuh", which outer\.cuh includes, cannot be read'):
+        build()
+
+
+def test_a_folder_without_sources_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CPMRT_KERNELS_DIR", str(tmp_path))
+    with pytest.raises(KernelCompileError, match=r"no kernel sources: expected \*\.cu in .*CPMRT_KERNELS_DIR"):
+        kernels_folder()
+
+
+def test_headers_that_include_each_other_end(sources: Path) -> None:
+    (sources / "include" / "inner.cuh").write_text('#pragma once\n#include "outer.cuh"\n')
+    assert read_source("scale.cu").headers.keys() == {"outer.cuh", "inner.cuh"}
+
+
+def test_a_warm_start_does_not_load_nvrtc(sources: Path, needs_nvrtc_wheel: None) -> None:
+    build("plain.cu")
+    script = (
+        "import sys\nfrom cpmrt.cuda import compiler, nvrtc\nfrom cpmrt.dtypes import DType\n"
+        "compiler.compile_module('plain.cu', 'sm_90', DType.BFLOAT16, {'FACTOR': 4})\n"
+        "assert 'cuda.bindings' not in sys.modules and 'nvrtc' not in open('/proc/self/maps').read()\n"
+    )
+    subprocess.run([sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True, timeout=60)
+
+
+def test_processes_that_compile_at_once_share_one_cubin(sources: Path, needs_nvrtc_wheel: None) -> None:
+    script = (
+        "from cpmrt.cuda import compiler\nfrom cpmrt.dtypes import DType\n"
+        "print(compiler.compile_module('scale.cu', 'sm_90', DType.BFLOAT16, {'FACTOR': 4}))\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    running = [
+        subprocess.Popen([sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE, text=True)
+        for _ in range(4)
+    ]
+    paths = [process.communicate(timeout=120)[0].strip() for process in running]
+    assert all(process.returncode == 0 for process in running)
+    assert all(Path(path).read_bytes().startswith(b"\x7fELF") for path in paths)
+    names = [path.name for path in cubin_cache.folder().iterdir()]
+    assert {Path(path).name for path in paths} == set(names), "a process left another file behind"
+
+
+@pytest.fixture
+def needs_nvrtc_wheel(fresh_nvrtc: None) -> None:
+    wheel = nvrtc._wheel("nvidia-cuda-nvrtc", nvrtc._bindings_major())
+    try:
+        importlib.metadata.version(wheel)
+        importlib.metadata.version("cuda-bindings")
+    except importlib.metadata.PackageNotFoundError as error:
+        pytest.skip(f"no {error.name} wheel: pip install 'cpmrt[dev]'")
+
+
+def test_headers_of_another_version_are_refused_with_the_wheel_to_install(
+    sources: Path, needs_nvrtc_wheel: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cuda_runtime_api.h").write_text("#pragma once\n#define CUDART_VERSION  11080\n")
+    monkeypatch.setattr(nvrtc, "_header_candidates", lambda: iter([tmp_path]))
+    major, minor = nvrtc._library_version()
+    wheel = nvrtc._wheel("nvidia-cuda-runtime", major)
+    expected = rf'expected {major}\.{minor}, as NVRTC, got 11\.8 in .*pip install "{wheel}=={major}\.{minor}\.\*"'
+    with pytest.raises(KernelCompileError, match=expected):
+        build("plain.cu")
+
+
+def test_the_right_headers_are_found_behind_wrong_ones(
+    sources: Path, needs_nvrtc_wheel: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cuda_runtime_api.h").write_text("#define CUDART_VERSION 11080\n")
+    candidates = [tmp_path, tmp_path / "absent", *nvrtc._header_candidates()]
+    monkeypatch.setattr(nvrtc, "_header_candidates", lambda: iter(candidates))
+    assert build("plain.cu").read_bytes().startswith(b"\x7fELF")
+
+
+def test_a_missing_library_is_named_with_the_wheels_to_install(
+    sources: Path, needs_nvrtc_wheel: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from cuda import pathfinder
+
+    def not_found(_: str) -> None:
+        raise pathfinder.DynamicLibNotFoundError("no libnvrtc")
+
+    monkeypatch.setattr(pathfinder, "load_nvidia_dynamic_lib", not_found)
+    expected = r'NVRTC is not installed.*-m pip install "nvidia-cuda-nvrtc\S*==1\d\.\d\.\*" "nvidia-cuda-runtime'
+    with pytest.raises(KernelCompileError, match=expected):
+        build("plain.cu")
+
+
+def test_missing_bindings_are_named_with_the_wheel_to_install(
+    sources: Path, fresh_nvrtc: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    monkeypatch.setattr(nvrtc, "version", lambda: None)
+    with pytest.raises(KernelCompileError, match=r'cuda\.bindings cannot be imported.*pip install "cuda-bindings=='):
+        build("plain.cu")

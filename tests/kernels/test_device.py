@@ -1,0 +1,92 @@
+"""Which machines `open_device` refuses, and how; no GPU is touched: a stand-in answers for CuPy."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cpmrt.cuda.device import open_device
+from cpmrt.errors import NoDeviceError
+
+H200 = {
+    "name": b"NVIDIA H200", "major": 9, "minor": 0, "multiProcessorCount": 132, "l2CacheSize": 60 << 20,
+    "sharedMemPerBlockOptin": 232448, "totalGlobalMem": 141 << 30, "integrated": 0,
+}  # fmt: skip
+
+
+class CUDARuntimeError(RuntimeError):
+    pass
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, *, driver: int = 13000, count: Any = 1, **properties: Any) -> None:
+    """Put a cupy into sys.modules whose runtime has this driver and these GPUs."""
+
+    def get_count() -> int:
+        if isinstance(count, Exception):
+            raise count
+        return int(count)
+
+    runtime = SimpleNamespace(
+        CUDARuntimeError=CUDARuntimeError,
+        driverGetVersion=lambda: driver,
+        runtimeGetVersion=lambda: 13020,
+        getDeviceCount=get_count,
+        setDevice=lambda index: None,
+        getDeviceProperties=lambda index: {**H200, **properties},
+    )
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))
+
+
+def test_a_usable_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch)
+    device = open_device()
+    assert (device.arch, device.num_sms, device.name) == ("sm_90", 132, "NVIDIA H200")
+    assert device.driver_version == (13, 0) and not device.is_unified
+
+
+def test_a_unified_board_reports_what_the_host_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch, integrated=1, major=8, minor=7)
+    device = open_device()
+    assert device.arch == "sm_87" and device.is_unified and device.free_bytes() > 0
+
+
+@pytest.mark.parametrize(
+    ("machine", "message"),
+    [
+        ({"driver": 0}, r"no NVIDIA driver \(libcuda\.so\.1\); install the driver"),
+        ({"driver": 12080}, r"expected CUDA 13\.0 or newer, got CUDA 12\.8; .*cpmrt\[cuda12\]"),
+        ({"count": CUDARuntimeError("cudaErrorNoDevice: none")}, r"no GPU answers: got cudaErrorNoDevice.*nvidia-smi"),
+        ({"count": CUDARuntimeError("cudaErrorUnknown: 999")}, r"no GPU answers: got cudaErrorUnknown"),
+        ({"count": 0}, r"no GPU with index 0: got 0 GPU\(s\); check CUDA_VISIBLE_DEVICES"),
+        ({"major": 7, "minor": 5}, r"too old: expected compute capability 8\.0 .*, got 7\.5; use executor='reference'"),
+    ],
+)
+def test_each_refusal_says_what_to_change(
+    monkeypatch: pytest.MonkeyPatch, machine: dict[str, Any], message: str
+) -> None:
+    stand_in(monkeypatch, **machine)
+    with pytest.raises(NoDeviceError, match=message):
+        open_device()
+
+
+def test_without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(NoDeviceError, match=r"CuPy cannot be imported .*pip install \"cpmrt\[cuda13\]\""):
+        open_device()
+
+
+def test_an_unwritable_home_does_not_keep_cupy_from_importing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("not a folder")
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(blocked / "cache"))
+    monkeypatch.delitem(sys.modules, "cupy", raising=False)
+    written = (tmp_path / "cupy.py").write_text("raise ImportError('stop here')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(NoDeviceError, match="stop here"):
+        open_device()
+    assert written and os.access(os.environ["CUPY_CACHE_DIR"], os.W_OK)

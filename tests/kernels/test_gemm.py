@@ -1,0 +1,138 @@
+"""gemm against NumPy: edges of tiles, both types, every tile size, alpha and beta; and how a tile is chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cpmrt.cuda.gemm_tile import gemm_tile
+from cpmrt.cuda.kernels import constant_sets
+from cpmrt.dtypes import DType, round_to
+from cpmrt.ops import OPS
+
+DTYPES = [DType.BFLOAT16, DType.FLOAT16]
+GUARD = 256
+H200_SHARED, ORIN_SHARED, ADA_SHARED = 227 * 1024, 163 * 1024, 99 * 1024
+
+
+def run(
+    cuda: Any,
+    dtype: DType,
+    tile: Mapping[str, int],
+    x: np.ndarray[Any, Any],
+    w: np.ndarray[Any, Any],
+    y: np.ndarray[Any, Any] | None = None,
+    alpha: float = 1.0,
+    pdl: bool = False,
+) -> np.ndarray[Any, Any]:
+    """alpha x w^T, plus y where it is given; else over poison. What lies around the result must stay poison."""
+    (m, k), n = x.shape, w.shape[0]
+    shared = (128 + tile["TILE_N"]) * tile["TILE_K"] * 2 * tile["STAGES"]
+    if shared > cuda.device.shared_bytes_per_block:
+        pytest.skip(f"{shared} bytes of shared memory a block are more than this device has")
+    buffer = np.full(m * n + 2 * GUARD, np.nan, np.float32)
+    if y is not None:
+        buffer[GUARD:-GUARD] = y.ravel()
+    out = cuda.array(buffer, dtype)
+    gemm = cuda.kernel("gemm.cu", "gemm", dtype, **tile)
+    grid = -(-m // 128) * -(-n // tile["TILE_N"])
+    sizes = (np.int32(m), np.int32(n), np.int32(k), np.float32(alpha), np.float32(y is not None))
+    args = (out[GUARD:], cuda.array(x, dtype), cuda.array(w, dtype), *sizes)
+    gemm(grid, tile["TILE_N"], *args, smem=shared, pdl=pdl)
+    result: np.ndarray[Any, Any] = cuda.numpy(out, dtype)
+    assert np.isnan(result[:GUARD]).all() and np.isnan(result[-GUARD:]).all(), "stored outside y"
+    return result[GUARD:-GUARD].reshape(m, n)
+
+
+def integers(seed: int, *shape: int) -> np.ndarray[Any, Any]:
+    """Products of these sum up exactly in float32, in any order."""
+    return np.random.default_rng(seed).integers(-3, 4, shape).astype(np.float32)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile", constant_sets("gemm.cu"), ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "shape", [(1, 16, 32), (65, 80, 96), (128, 256, 64), (129, 272, 160), (300, 784, 1056), (2200, 64, 128)], ids=str
+)
+def test_every_element_is_exact(cuda: Any, tile: Mapping[str, int], dtype: DType, shape: tuple[int, int, int]) -> None:
+    m, n, k = shape
+    x, w, y = integers(1, m, k), integers(2, n, k), integers(3, m, n)
+    assert np.array_equal(run(cuda, dtype, tile, x, w), round_to(x @ w.T, dtype))
+    added = run(cuda, dtype, tile, x, w, y, alpha=0.375)
+    assert np.array_equal(added, round_to(np.float32(0.375) * (x @ w.T) + y, dtype))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_long_sum_is_within_tolerance(cuda: Any, dtype: DType) -> None:
+    random = np.random.default_rng(7)
+    x = round_to(random.standard_normal((200, 12288), np.float32), dtype)
+    w = round_to(random.standard_normal((512, 12288), np.float32) / 110, dtype)
+    y = round_to(random.standard_normal((200, 512), np.float32), dtype)
+    expected = np.float32(0.3) * (x @ w.T) + y
+    out = run(cuda, dtype, constant_sets("gemm.cu")[0], x, w, y, alpha=0.3)
+    error = np.linalg.norm(out - expected) / np.linalg.norm(expected)
+    assert error <= OPS["project_residual"].tolerance[dtype]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_has_the_same_bits_in_any_tile_and_company(cuda: Any, dtype: DType) -> None:
+    random = np.random.default_rng(9)
+    x, w = random.standard_normal((330, 1056), np.float32), random.standard_normal((400, 1056), np.float32)
+    whole = run(cuda, dtype, constant_sets("gemm.cu")[0], x, w)
+    for tile in constant_sets("gemm.cu"):
+        if (128 + tile["TILE_N"]) * tile["TILE_K"] * 2 * tile["STAGES"] <= cuda.device.shared_bytes_per_block:
+            for begin, end in ((0, 330), (0, 1), (70, 200), (329, 330)):
+                assert np.array_equal(run(cuda, dtype, tile, x[begin:end], w), whole[begin:end])
+
+
+@pytest.mark.gpu
+def test_dependent_launches_keep_the_order(cuda: Any) -> None:
+    tile, dtype = constant_sets("gemm.cu")[0], DType.BFLOAT16
+    gemm = cuda.kernel("gemm.cu", "gemm", dtype, **tile)
+    shared = (128 + tile["TILE_N"]) * tile["TILE_K"] * 2 * tile["STAGES"]
+    random = np.random.default_rng(3)
+    w = cuda.array(random.standard_normal((512, 512), np.float32) / 22, dtype)
+    results = []
+    for pdl in (False, True):
+        buffers = [
+            cuda.array(np.random.default_rng(4).standard_normal((256, 512), np.float32), dtype) for _ in range(2)
+        ]
+        for step in range(12):
+            source, target = buffers[step % 2], buffers[1 - step % 2]
+            sizes = (np.int32(256), np.int32(512), np.int32(512), np.float32(1), np.float32(0))
+            gemm(2 * 4, tile["TILE_N"], target, source, w, *sizes, smem=shared, pdl=pdl)
+        results.append(cuda.numpy(buffers[0]))
+    assert np.array_equal(*results)
+
+
+@given(
+    st.integers(1, 40_000), st.integers(1, 4000), st.integers(1, 1000), st.integers(4, 200),
+    st.sampled_from([H200_SHARED, ORIN_SHARED, ADA_SHARED]),
+)  # fmt: skip
+def test_a_chosen_tile_is_built_ahead_fits_and_covers(m: int, n: int, k: int, num_sms: int, shared: int) -> None:
+    tile = gemm_tile(m, 16 * n, 32 * k, num_sms, shared)
+    assert tile.constants in constant_sets("gemm.cu")
+    assert tile.shared_bytes <= shared
+    assert tile.grid == -(-m // 128) * -(-16 * n // tile.constants["TILE_N"])
+    assert tile.block == tile.constants["TILE_N"]
+
+
+def test_wide_products_take_wide_tiles_and_few_rows_narrow_ones() -> None:
+    assert gemm_tile(8192, 32768, 4096, 132, H200_SHARED).constants == {"TILE_N": 256, "TILE_K": 64, "STAGES": 4}
+    assert gemm_tile(8192, 32768, 4096, 16, ORIN_SHARED).constants == {"TILE_N": 256, "TILE_K": 64, "STAGES": 3}
+    assert gemm_tile(8192, 32768, 4096, 76, ADA_SHARED).constants == {"TILE_N": 256, "TILE_K": 32, "STAGES": 4}
+    assert gemm_tile(100, 4096, 4096, 132, H200_SHARED).constants["TILE_N"] == 64
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(0, 16, 32), (1, 24, 32), (1, 16, 48)])
+def test_a_shape_that_the_kernel_does_not_take_is_refused(m: int, n: int, k: int) -> None:
+    with pytest.raises(ValueError, match="multiples of 16 and K of 32"):
+        gemm_tile(m, n, k, 132, H200_SHARED)

@@ -1,0 +1,58 @@
+"""Kernel parameters as the driver reads them, and launches on a device."""
+
+from __future__ import annotations
+
+import ctypes
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cpmrt.cuda.launch import Kernel, Parameters
+from cpmrt.dtypes import DType
+
+
+def test_the_driver_reads_each_parameter_at_its_own_width() -> None:
+    array = SimpleNamespace(data=SimpleNamespace(ptr=0x7F00_DEAD_BEE0))
+    parameters = Parameters((array, np.int32(-5), np.float32(1.5), np.uint64(1 << 63), None))
+    pointers = (ctypes.c_void_p * 5).from_address(parameters.address)
+    types = (ctypes.c_uint64, ctypes.c_int32, ctypes.c_float, ctypes.c_uint64, ctypes.c_uint64)
+    read = [kind.from_address(pointer).value for kind, pointer in zip(types, pointers, strict=True)]
+    assert read == [0x7F00_DEAD_BEE0, -5, 1.5, 1 << 63, 0]
+
+
+@pytest.mark.parametrize("argument", [1, 1.0, True, "x"])
+def test_a_bare_number_is_refused(argument: Any) -> None:
+    with pytest.raises(TypeError, match="device arrays and NumPy scalars"):
+        Parameters((argument,))
+
+
+def test_the_limit_of_shared_memory_is_raised_once_and_only_when_needed() -> None:
+    limits: list[int] = []
+
+    class Raw:
+        def __setattr__(self, name: str, value: int) -> None:
+            limits.append(value)
+
+    kernel = Kernel("k", 0, Raw(), has_pdl=True)
+    for num_bytes in (0, 48 * 1024, 100_000, 100_000, 50_000, 200_000):
+        kernel.allow_shared_bytes(num_bytes)
+    assert limits == [100_000, 200_000]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pdl", [False, True])
+def test_launches_eager_and_captured_give_the_same(cuda: Any, pdl: bool) -> None:
+    count = 1000
+    fill = cuda.kernel("fill.cu", "fill_normal", DType.BFLOAT16)
+    eager, captured = (cuda.array(np.zeros(count, np.float32), DType.BFLOAT16) for _ in range(2))
+    scalars = (np.int64(count), np.uint64(7), np.float32(0.0), np.float32(1.0))
+    fill(4, 256, eager, *scalars, pdl=pdl)
+    cuda.stream.begin_capture()
+    fill(4, 256, captured, *scalars, pdl=pdl)
+    fill(4, 256, captured, *scalars, pdl=pdl)
+    graph = cuda.stream.end_capture()
+    graph.launch(cuda.stream)
+    np.testing.assert_array_equal(cuda.numpy(eager), cuda.numpy(captured))
+    assert np.std(cuda.numpy(captured, DType.BFLOAT16)) > 0.5

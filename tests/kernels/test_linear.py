@@ -1,0 +1,314 @@
+"""linear.cu against the NumPy ops: every epilogue, real shapes, both paths, bitwise row invariance, guards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cpmrt.cuda import compiler, nvrtc
+from cpmrt.cuda.linear_plan import BLOCK_THREADS, DeviceLimits, plan_linear, token_tiles
+from cpmrt.cuda.source import read_source
+from cpmrt.dtypes import DType, from_float32, round_to, to_float32
+from cpmrt.memory.kv_pages import PAGE_SIZE
+from cpmrt.ops import OPS, Rows
+from cpmrt.reference.ops import NumpyOps, linear, rms_norm
+
+DTYPES = [DType.BFLOAT16, DType.FLOAT16]
+ROWS = [1, 2, 5, 8, 12, 16, 31, 32, 33, 64]
+H200 = DeviceLimits(num_sms=132, shared_bytes=232448, clusters=True)
+ORIN = DeviceLimits(num_sms=16, shared_bytes=166912, clusters=False)
+RTX_4090 = DeviceLimits(num_sms=128, shared_bytes=101376, clusters=False)
+EPS, SCALE, DIVISOR = 1e-5, 0.37, 2.5
+MAX_CONTEXT = 256
+UNSTORED = (3, 7)  # rows with slot -1
+
+SMALL = {
+    "demo qkv": ("qkv", 768, 256, 64, 2),
+    "demo o": ("residual", 256, 512, 0, 0),
+    "demo gate_up": ("gate_up", 1280, 256, 0, 0),
+    "demo down": ("residual", 256, 640, 0, 0),
+    "demo head": ("head", 4096, 256, 0, 0),
+    "odd head": ("head", 1003, 320, 0, 0),
+    "one unit": ("residual", 16, 64, 0, 0),
+    "uneven qkv": ("qkv", 2688, 256, 64, 2),
+    "uneven o": ("residual", 2640, 640, 0, 0),
+    "uneven head": ("head", 2629, 320, 0, 0),
+    "96 qkv": ("qkv", 1152, 768, 96, 2),
+    "0.5B qkv": ("qkv", 1280, 1024, 64, 2),
+    "0.5B o": ("residual", 1024, 1024, 0, 0),
+    "0.5B gate_up": ("gate_up", 8192, 1024, 0, 0),
+    "0.5B down": ("residual", 1024, 4096, 0, 0),
+}
+LARGE = {
+    "8B qkv": ("qkv", 4608, 4096, 128, 2),
+    "8B o": ("residual", 4096, 4096, 0, 0),
+    "8B gate_up": ("gate_up", 32768, 4096, 0, 0),
+    "8B down": ("residual", 4096, 16384, 0, 0),
+    "8B head": ("head", 40001, 4096, 0, 0),
+}
+SHAPES = SMALL | LARGE
+
+
+@dataclass
+class Case:
+    """Operands for 64 rows as float32 that holds storage values, and the oracle's result for all of them."""
+
+    product: str
+    dtype: DType
+    out_features: int
+    in_features: int
+    head_dim: int
+    num_kv_heads: int
+    has_bias: bool
+    arrays: dict[str, Any]
+
+    @property
+    def num_heads(self) -> int:
+        return self.out_features // self.head_dim - 2 * self.num_kv_heads
+
+
+def make_case(name: str, dtype: DType, has_bias: bool = True) -> Case:
+    product, out_features, in_features, head_dim, num_kv_heads = SHAPES[name]
+    rng = np.random.default_rng(out_features + in_features)
+
+    def normal(*shape: int, spread: float = 1.0) -> Any:
+        return round_to(rng.standard_normal(shape, np.float32) * np.float32(spread), dtype)
+
+    arrays = {
+        "x": normal(64, in_features, spread=1.7),
+        "weight": normal(out_features, in_features, spread=in_features**-0.5),
+        "norm": round_to(1 + 0.25 * rng.standard_normal(in_features, np.float32), dtype),
+        "bias": normal(out_features, spread=0.3) if has_bias else None,
+        "residual": normal(64, out_features) if product == "residual" else None,
+        "positions": rng.integers(0, MAX_CONTEXT, 64).astype(np.int32),
+        "slots": np.arange(64, dtype=np.int32),
+        "block_tables": rng.permutation(64 * MAX_CONTEXT // PAGE_SIZE).astype(np.int32).reshape(64, -1),
+    }
+    arrays["slots"][list(UNSTORED)] = -1
+    arrays["positions"][UNSTORED[1]] = -1
+    if product == "qkv":
+        angles = rng.random((MAX_CONTEXT, head_dim // 2), np.float32) * np.float32(6.28)
+        arrays["rope"] = np.stack([np.cos(angles), np.sin(angles)])
+    return Case(product, dtype, out_features, in_features, head_dim, num_kv_heads, has_bias, arrays)
+
+
+def oracle(case: Case) -> Any:
+    """[64, outputs] float32; a qkv row is q, then the stored k and v."""
+    ops, a = NumpyOps(case.dtype), case.arrays
+    if case.product == "residual":
+        out = a["residual"].copy()
+        ops.project_residual(out, a["x"], a["weight"], a["bias"], SCALE)
+        return out
+    if case.product == "gate_up":
+        out = np.empty((64, case.out_features // 2), np.float32)
+        ops.gate_up(out, a["x"], a["norm"], a["weight"], EPS)
+        return out
+    if case.product == "head":
+        out = np.empty((64, case.out_features), np.float32)
+        ops.lm_head(out, a["x"], a["norm"], a["weight"], EPS, DIVISOR)
+        return out
+    kept = [row for row in range(64) if row not in UNSTORED]
+    rows = Rows(np.zeros(62, np.int32), a["positions"][kept], a["slots"][kept], a["block_tables"], False)
+    q = np.empty((62, case.num_heads * case.head_dim), np.float32)
+    k_pages = np.zeros((a["block_tables"].size, case.num_kv_heads, PAGE_SIZE, case.head_dim), np.float32)
+    v_pages = np.zeros_like(k_pages)
+    ops.qkv(
+        q, k_pages, v_pages, a["x"][kept], a["norm"], a["weight"], a["bias"], None, None, a["rope"], rows, EPS
+    )  # fmt: skip
+    out = np.zeros((64, case.out_features), np.float32)
+    out[kept] = np.concatenate([q, stored(k_pages, rows), stored(v_pages, rows)], axis=1)
+    return out
+
+
+def stored(pages: Any, rows: Rows) -> Any:
+    """What the rows' positions hold, [T, K * D]."""
+    found = pages[rows.block_tables[rows.slots, rows.positions // PAGE_SIZE], :, rows.positions % PAGE_SIZE]
+    return found.reshape(len(found), -1)
+
+
+class Launcher:
+    """Operands of a case on the device; `run` gives the words of the first `num_rows` output rows."""
+
+    def __init__(self, cuda: Any, case: Case, *, portable: bool):
+        self.cuda, self.case, self.portable = cuda, case, portable
+        self.device: dict[str, Any] = {}
+        for name, value in case.arrays.items():
+            as_is = value is None or name in ("positions", "slots", "block_tables", "rope")
+            self.device[name] = None if value is None else cuda.array(value, None if as_is else case.dtype)
+        sms, shared = cuda.device.num_sms, cuda.device.shared_bytes_per_block
+        self.limits = DeviceLimits(sms, shared, not portable and int(cuda.arch.removeprefix("sm_")) >= 90)
+
+    def run(self, num_rows: int, *, pdl: bool = False, raw: bool = False) -> Any:
+        case, d = self.case, self.device
+        plan = plan_linear(case.product, case.out_features, case.in_features, num_rows, self.limits)
+        constants = dict(plan.constants)
+        if self.portable:
+            constants["CPMRT_PORTABLE"] = 1
+        if case.head_dim:
+            constants["HEAD_DIM"] = case.head_dim
+        kernel = self.cuda.kernel("linear.cu", f"linear_{case.product}", case.dtype, **constants)
+
+        def launch(*args: Any) -> None:
+            kernel(plan.grid, BLOCK_THREADS, *args, smem=plan.shared_bytes, pdl=pdl)
+
+        rows, width = np.int32(num_rows), np.int32(case.out_features)
+        if case.product == "residual":
+            out = self.poisoned(65, case.out_features)
+            out[:num_rows] = d["residual"][:num_rows]
+            self.cuda.cupy.cuda.Device().synchronize()
+            launch(out, d["x"], d["weight"], d["bias"], rows, width, np.float32(SCALE))
+        elif case.product == "gate_up":
+            out = self.poisoned(65, case.out_features // 2)
+            launch(out, d["x"], d["norm"], d["weight"], rows, np.int32(case.out_features // 2), np.float32(EPS))
+        elif case.product == "head":
+            out = self.poisoned(65, case.out_features, DType.FLOAT32)
+            launch(out, d["x"], d["norm"], d["weight"], rows, width, np.float32(EPS), np.float32(DIVISOR))
+        else:
+            return self.run_qkv(launch, num_rows, raw)
+        words = self.cuda.numpy(out)
+        assert np.array_equal(
+            words[num_rows:], self.cuda.numpy(self.poisoned(65 - num_rows, words.shape[1], self.stored))
+        )
+        return words[:num_rows]
+
+    @property
+    def stored(self) -> DType:
+        return DType.FLOAT32 if self.case.product == "head" else self.case.dtype
+
+    def poisoned(self, rows: int, width: int, dtype: DType | None = None) -> Any:
+        return self.cuda.array(
+            np.full((rows, width), np.nan, np.float32), None if dtype is DType.FLOAT32 else self.case.dtype
+        )
+
+    def run_qkv(self, launch: Any, num_rows: int, raw: bool) -> Any:
+        case, d = self.case, self.device
+        width = case.out_features if raw else case.num_heads * case.head_dim
+        num_pages = case.arrays["block_tables"].size
+        q, k, v = (
+            self.poisoned(65, width),
+            *(self.poisoned(num_pages, case.num_kv_heads * PAGE_SIZE * case.head_dim) for _ in range(2)),
+        )
+        launch(
+            q, None if raw else k, None if raw else v, d["x"], d["norm"], d["weight"], d["bias"], d["rope"],
+            d["positions"], d["slots"], d["block_tables"], np.int32(num_rows), np.int32(case.num_heads),
+            np.int32(case.num_kv_heads), np.int32(MAX_CONTEXT // PAGE_SIZE), np.int32(MAX_CONTEXT), np.float32(EPS),
+        )  # fmt: skip
+        words = self.cuda.numpy(q)
+        nan = from_float32(np.full(1, np.nan, np.float32), case.dtype)[0]
+        assert (words[num_rows:] == nan).all()
+        if raw:
+            return words[:num_rows]
+        pages = [self.cuda.numpy(p).reshape(num_pages, case.num_kv_heads, PAGE_SIZE, case.head_dim) for p in (k, v)]
+        kept = [row for row in range(num_rows) if row not in UNSTORED]
+        a = case.arrays
+        rows = Rows(None, a["positions"][kept], a["slots"][kept], a["block_tables"], False)
+        out = np.zeros((num_rows, case.out_features), words.dtype)
+        out[kept] = np.concatenate([words[kept], stored(pages[0], rows), stored(pages[1], rows)], axis=1)
+        for page in pages:
+            assert (page != nan).sum() == len(kept) * case.num_kv_heads * case.head_dim
+        return out
+
+
+def relative_error(out: Any, expected: Any) -> float:
+    return float(np.linalg.norm(out.astype(np.float64) - expected) / np.linalg.norm(expected))
+
+
+def op_of(product: str) -> str:
+    return {"residual": "project_residual", "head": "lm_head"}.get(product, product)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("portable", [False, True], ids=["", "portable"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.label)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in LARGE else []) for name in SHAPES]
+)
+def test_against_the_op_and_bitwise_for_every_number_of_rows(
+    cuda: Any, name: str, dtype: DType, portable: bool
+) -> None:
+    case = make_case(name, dtype)
+    expected, launcher = oracle(case), Launcher(cuda, case, portable=portable)
+    widest = launcher.run(64)
+    values = to_float32(widest, launcher.stored)
+    kept = [row for row in range(64) if case.product != "qkv" or row not in UNSTORED]
+    for row in kept:
+        assert relative_error(values[row], expected[row]) < OPS[op_of(case.product)].tolerance[launcher.stored], row
+    for num_rows in ROWS:
+        assert np.array_equal(launcher.run(num_rows, pdl=True), widest[:num_rows]), num_rows
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["demo qkv", "demo o", "96 qkv", "0.5B down"])
+def test_without_bias(cuda: Any, name: str) -> None:
+    case = make_case(name, DType.BFLOAT16, has_bias=False)
+    kept = [row for row in range(64) if case.product != "qkv" or row not in UNSTORED]
+    out = to_float32(Launcher(cuda, case, portable=False).run(64), case.dtype)
+    assert relative_error(out[kept], oracle(case)[kept]) < 1e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [1, 12, 64])
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.label)
+def test_the_raw_projection(cuda: Any, dtype: DType, num_rows: int) -> None:
+    case = make_case("0.5B qkv", dtype)
+    a = case.arrays
+    normalised = round_to(rms_norm(a["x"], a["norm"], EPS), dtype)
+    expected = round_to(linear(normalised, a["weight"]) + a["bias"], dtype)[:num_rows]
+    out = to_float32(Launcher(cuda, case, portable=False).run(num_rows, raw=True), dtype)
+    assert relative_error(out, expected) < OPS["qkv"].tolerance[dtype]
+
+
+@pytest.mark.gpu
+def test_a_row_does_not_see_the_others(cuda: Any) -> None:
+    case = make_case("demo gate_up", DType.BFLOAT16)
+    launcher = Launcher(cuda, case, portable=False)
+    before = launcher.run(12)
+    case.arrays["x"][1:] = np.nan
+    assert np.array_equal(Launcher(cuda, case, portable=False).run(12)[0], before[0])
+
+
+@pytest.mark.parametrize("limits", [H200, ORIN, RTX_4090], ids=["H200", "Orin", "4090"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_order_of_a_sum_does_not_depend_on_the_rows(name: str, limits: DeviceLimits) -> None:
+    product, out_features, in_features, _, _ = SHAPES[name]
+    plans = [plan_linear(product, out_features, in_features, rows, limits) for rows in range(1, 65)]
+    assert len({plan.constants["CLUSTER"] for plan in plans}) == 1
+    for rows, plan in enumerate(plans, 1):
+        assert plan.constants["TOKEN_TILES"] == token_tiles(rows) >= rows / 8
+        assert plan.shared_bytes <= limits.shared_bytes and plan.grid % plan.constants["CLUSTER"] == 0
+        assert limits.clusters or plan.constants["CLUSTER"] == 1
+
+
+@pytest.mark.parametrize(("limits", "arch"), [(H200, "sm_90"), (H200, "sm_100"), (ORIN, "sm_87"), (RTX_4090, "sm_89")])
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_plan_compiles_without_spills(name: str, limits: DeviceLimits, arch: str) -> None:
+    if nvrtc.version() is None:
+        pytest.skip("no NVRTC: pip install 'cpmrt[dev]'")
+    product, out_features, in_features, head_dim, _ = SHAPES[name]
+    for rows in (8, 16, 32, 64):
+        constants = dict(plan_linear(product, out_features, in_features, rows, limits).constants)
+        if head_dim:
+            constants["HEAD_DIM"] = head_dim
+        options = [*compiler.options(arch, DType.BFLOAT16, constants), "--ptxas-options=-v"]
+        _, log = nvrtc.compile_cubin(read_source("linear.cu"), options)
+        assert "warning" not in log and " 0 bytes spill stores, 0 bytes spill loads" in log, (rows, log)
+
+
+@pytest.mark.parametrize("rows", [0, 65, -1])
+def test_a_step_has_1_to_64_rows(rows: int) -> None:
+    with pytest.raises(ValueError, match="1 to 64"):
+        token_tiles(rows)
+
+
+def test_lanes_meet_every_k_once_and_both_operands_agree() -> None:
+    """The order of k inside 32: what lane t holds as words 0-3 of row g meets the same k of the token."""
+    weights, tokens = np.random.default_rng(0).standard_normal((2, 8, 32))
+    total = np.zeros((8, 8))
+    for step in range(2):
+        for quarter in range(4):
+            held = [8 * quarter + 4 * step + word * 2 + half for word in range(2) for half in range(2)]
+            total += weights[:, held] @ tokens[:, held].T
+    np.testing.assert_allclose(total, weights @ tokens.T)

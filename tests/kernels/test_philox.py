@@ -1,0 +1,40 @@
+"""philox.cuh against reference/philox.py: the same bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cpmrt.cuda import compiler, nvrtc
+from cpmrt.cuda.source import KernelSource, kernels_folder
+from cpmrt.dtypes import DType
+from cpmrt.reference.philox import philox
+
+UNIFORMS = b"""#include "philox.cuh"
+extern "C" __global__ void KERNEL(uniforms)(float* out, int count, int position, uint64_t seed) {
+  const int group = blockIdx.x * blockDim.x + threadIdx.x;
+  const uint4 words = philox(group, position, seed);
+  const uint32_t parts[4] = {words.x, words.y, words.z, words.w};
+  for (int i = 0; i < 4; i++) if (group * 4 + i < count) out[group * 4 + i] = uniform(parts[i]);
+}"""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("seed", "position"), [(0, 0), (1, 2**31 - 1), (2**64 - 1, 77), (0x0123456789ABCDEF, 4096)])
+def test_uniforms_have_the_oracles_bits(cuda: Any, tmp_path: Path, seed: int, position: int) -> None:
+    headers = {name: (kernels_folder() / "include" / name).read_bytes() for name in ("philox.cuh", "types.cuh")}
+    source = KernelSource("uniforms.cu", UNIFORMS, headers)
+    cubin, _ = nvrtc.compile_cubin(source, compiler.options(cuda.arch, DType.BFLOAT16, {}))
+    (tmp_path / "uniforms.cubin").write_bytes(cubin)
+    raw = cuda.cupy.RawModule(path=str(tmp_path / "uniforms.cubin")).get_function("uniforms_bf16")
+    count = 4001
+    out = cuda.cupy.zeros(count, np.float32)
+    raw((8,), (128,), (out, np.int32(count), np.int32(position), np.uint64(seed)))
+    counters = np.zeros((-(-count // 4), 4), np.uint32)
+    counters[:, 0], counters[:, 1] = np.arange(len(counters)), position
+    words = philox(counters, seed).reshape(-1)[:count]
+    expected = ((words >> np.uint32(9)).astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-23)
+    assert cuda.cupy.asnumpy(out).tobytes() == expected.tobytes()

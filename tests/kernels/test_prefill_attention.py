@@ -1,0 +1,130 @@
+"""prefill_attention against the NumPy op: chunk starts and sizes around tiles and pages, groups, head sizes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cpmrt.cuda.attention_plan import plan_prefill_attention
+from cpmrt.dtypes import DType, round_to
+from cpmrt.memory.kv_pages import PAGE_SIZE
+from cpmrt.ops import OPS, Rows
+from cpmrt.reference.ops import NumpyOps
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = [DType.BFLOAT16, DType.FLOAT16]
+SLOT = 1
+GUARD = 256
+
+
+@dataclass
+class Case:
+    """`count` rows from `start` on in slot 1 of 3; cache that was never written is NaN."""
+
+    dtype: DType
+    start: int
+    q: Any
+    k_pages: Any
+    v_pages: Any
+    block_tables: Any
+
+    @property
+    def scale(self) -> float:
+        return float(self.k_pages.shape[3] ** -0.5)
+
+
+def make_case(
+    dtype: DType, group: int, kv_heads: int, head_dim: int, start: int, count: int, spread: float = 1.0
+) -> Case:
+    rng = np.random.default_rng(start * 7919 + count)
+    length = start + count
+    pages_per_sequence = -(-length // PAGE_SIZE) + 1
+    block_tables = rng.permutation(3 * pages_per_sequence + 2)[: 3 * pages_per_sequence].reshape(3, -1)
+    pages = np.full((2, 3 * pages_per_sequence + 2, kv_heads, PAGE_SIZE, head_dim), np.nan, np.float32)
+    for page in range(-(-length // PAGE_SIZE)):
+        used = min(PAGE_SIZE, length - page * PAGE_SIZE)
+        values = rng.standard_normal((2, kv_heads, used, head_dim), np.float32)
+        pages[:, block_tables[SLOT, page], :, :used] = round_to(values, dtype)
+    q = rng.standard_normal((count, group * kv_heads * head_dim), np.float32) * np.float32(spread)
+    return Case(dtype, start, round_to(q, dtype), pages[0], pages[1], block_tables.astype(np.int32))
+
+
+def run(cuda: Any, case: Case, bucket: int, *, slot: int = SLOT, pdl: bool = False) -> np.ndarray[Any, Any]:
+    """Rows of the bucket; those past the chunk must come back as NaN, the poison they were filled with."""
+    count, width = case.q.shape
+    num_kv_heads, head_dim = case.k_pages.shape[1], case.k_pages.shape[3]
+    plan = plan_prefill_attention(num_heads=width // head_dim, num_kv_heads=num_kv_heads, head_dim=head_dim)
+    kernel = cuda.kernel("prefill_attention.cu", "prefill_attention", case.dtype, **plan.constants)
+    q = np.full((bucket, width), np.nan, np.float32)
+    q[:count] = case.q
+    out = cuda.array(np.full(bucket * width + 2 * GUARD, np.nan, np.float32), case.dtype)
+    arrays = [cuda.array(values, case.dtype) for values in (q, case.k_pages, case.v_pages)]
+    kernel(
+        (plan.blocks_per_tile, plan.tiles(bucket)), plan.threads, out[GUARD:], *arrays, cuda.array(case.block_tables),
+        cuda.array(np.array([slot, case.start, count], np.int32)), np.int32(num_kv_heads),
+        np.int32(case.block_tables.shape[1]), np.float32(case.scale), smem=plan.shared_bytes, pdl=pdl,
+    )  # fmt: skip
+    result = cuda.numpy(out, case.dtype)
+    assert np.isnan(result[:GUARD]).all() and np.isnan(result[GUARD + bucket * width :]).all(), "wrote outside out"
+    return result[GUARD : GUARD + bucket * width].reshape(bucket, width)
+
+
+def assert_matches_oracle(out: np.ndarray[Any, Any], case: Case) -> None:
+    count = len(case.q)
+    expected = np.empty_like(case.q)
+    positions = np.arange(case.start, case.start + count, dtype=np.int32)
+    rows = Rows(np.zeros(count, np.int32), positions, np.full(count, SLOT), case.block_tables, True)
+    NumpyOps(case.dtype).prefill_attention(expected, case.q, case.k_pages, case.v_pages, rows, case.scale)
+    assert np.isfinite(out[:count]).all()
+    errors = np.linalg.norm(out[:count] - expected, axis=1) / np.linalg.norm(expected, axis=1)
+    limit = OPS["prefill_attention"].tolerance[case.dtype]
+    assert errors.max() <= limit, f"row {errors.argmax()}: {errors.max():.2e}"
+    assert np.isnan(out[count:]).all(), "stored rows past the chunk"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize(("group", "kv_heads"), [(1, 3), (2, 1), (5, 1), (8, 2), (16, 1)])
+def test_matches_the_numpy_op(cuda: Any, dtype: DType, group: int, kv_heads: int, head_dim: int) -> None:
+    case = make_case(dtype, group, kv_heads, head_dim, start=100, count=193)
+    assert_matches_oracle(run(cuda, case, 256), case)
+
+
+@pytest.mark.parametrize("group", [3, 4])
+@pytest.mark.parametrize("start", [0, 1, 63, 64, 1000])
+@pytest.mark.parametrize("count", [1, 65, 127, 128, 129, 500])
+def test_chunk_starts_and_sizes(cuda: Any, group: int, start: int, count: int) -> None:
+    case = make_case(DType.BFLOAT16, group, 1, 128, start, count)
+    assert_matches_oracle(run(cuda, case, 512), case)
+
+
+def test_a_long_context(cuda: Any) -> None:
+    case = make_case(DType.BFLOAT16, 4, 2, 128, start=4900, count=300)
+    assert_matches_oracle(run(cuda, case, 512), case)
+
+
+def test_a_bucket_that_is_no_multiple_of_the_tile(cuda: Any) -> None:
+    case = make_case(DType.FLOAT16, 2, 2, 64, start=7, count=90)
+    assert_matches_oracle(run(cuda, case, 90), case)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_large_scores_do_not_overflow(cuda: Any, dtype: DType) -> None:
+    case = make_case(dtype, 2, 1, 128, start=30, count=200, spread=300.0)
+    assert_matches_oracle(run(cuda, case, 256), case)
+
+
+def test_repeated_and_dependent_launches_give_the_same_bits(cuda: Any) -> None:
+    case = make_case(DType.BFLOAT16, 16, 2, 128, start=500, count=400)
+    once = run(cuda, case, 512)[:400]
+    assert np.array_equal(run(cuda, case, 512, pdl=True)[:400], once)
+    assert np.array_equal(run(cuda, case, 1024)[:400], once)
+
+
+def test_an_empty_slot_stores_nothing(cuda: Any) -> None:
+    case = make_case(DType.BFLOAT16, 2, 1, 64, start=0, count=70)
+    assert np.isnan(run(cuda, case, 128, slot=-1)).all()

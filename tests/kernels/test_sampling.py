@@ -1,0 +1,309 @@
+"""sampling.cu against the definition in reference/sampling.py: tokens, log-probabilities, the slot's new state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cpmrt.config import SamplingParams
+from cpmrt.cuda.slot_state import NO_TOKEN, RESULT_RECORD, RING_ENTRIES, SEEN, STEP_CONTEXT, read_row, slot_state
+from cpmrt.dtypes import DType
+from cpmrt.executor import Admit, SlotResult
+from cpmrt.reference.philox import gumbel
+from cpmrt.reference.sampling import keep_mask, penalise, sample, token_logprobs
+
+# The oracle subtracts infinities where a row is masked.
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")]
+
+THREADS = 512
+SEQUENCE = 2**32 + 21  # past 32 bits: the words hold its low half
+POISON = 0xDEAD_BEEF_0000_0000
+
+
+@dataclass
+class Row:
+    """One row with everything that decides its token."""
+
+    logits: Any
+    params: SamplingParams
+    seed: int
+    position: int
+    seen: Any
+    counts: Any
+    stop_token_ids: tuple[int, ...] = ()
+    num_generated: int = 0
+
+    @property
+    def token(self) -> int:
+        return sample(self.logits, self.params, self.seed, self.position, self.seen, self.counts)
+
+    def is_decided(self) -> bool:
+        """Whether no rounding can change the token: of a logarithm in the noise, or of a sum of probabilities."""
+        z = penalise(self.logits, self.params, self.seen, self.counts)
+        if self.params.temperature == 0:
+            return True
+        z = z / np.float32(self.params.temperature)
+        keep = keep_mask(z, self.params)
+        values = np.sort(np.where(keep, z + gumbel(self.seed, self.position, len(z)), -np.inf))
+        if keep.sum() > 1 and not values[-1] - values[-2] > 1e-4 * max(1.0, abs(values[-1])):
+            return False
+        return self.params.top_p >= 1 or self.is_top_p_decided(z)
+
+    def is_top_p_decided(self, z: Any) -> bool:
+        """Whether sums in float64 cross top_p at the same logit, with room on both sides."""
+        only_k = SamplingParams(temperature=1.0, top_k=self.params.top_k)
+        kept = -np.sort(-z[keep_mask(z, only_k)])
+        mass = np.cumsum(np.exp(kept.astype(np.float64) - kept[0]))
+        goals = np.float64(np.float32(self.params.top_p)) * mass[-1] * (1 + np.array([-1e-4, 0, 1e-4]))
+        crossings = kept[np.minimum(np.searchsorted(mass, goals), len(kept) - 1)]
+        both = SamplingParams(temperature=1.0, top_k=self.params.top_k, top_p=self.params.top_p)
+        return bool((crossings == z[keep_mask(z, both)].min()).all())
+
+
+@dataclass
+class Launched:
+    """What a launch left behind."""
+
+    states: Any
+    counts: Any
+    records: Any
+    rows: list[SlotResult] = field(default_factory=list)
+
+
+def launch(
+    cuda: Any, rows: list[Row], *, slots: list[int] | None = None, portable: bool = False, pdl: bool = False
+) -> Launched:
+    """Sample `rows`; row i belongs to slot i unless `slots` says otherwise (-1: padding)."""
+    vocab = len(rows[0].logits)
+    kernel = cuda.kernel("sampling.cu", "sample", DType.BFLOAT16, VOCAB=vocab, PORTABLE=int(portable))
+    slots = list(range(len(rows))) if slots is None else slots
+    num_slots = max(slots) + 2
+    states, counts = np.zeros(num_slots, slot_state(admit(rows[0])).dtype), np.zeros((num_slots, vocab), np.uint32)
+    states["last_token"] = -7
+    for row, slot in zip(rows, slots, strict=True):
+        if slot >= 0:
+            states[slot] = slot_state(admit(row))
+            states[slot]["position"], states[slot]["num_generated"] = row.position, row.num_generated
+            counts[slot] = np.where(row.seen, SEEN, 0) | row.counts.astype(np.uint32)
+    context = np.zeros(1, STEP_CONTEXT)
+    context["next_entry"] = context["sequence"] = SEQUENCE
+    words = np.full(RING_ENTRIES * RESULT_RECORD.itemsize // 8, POISON, np.uint64)
+    arrays = [cuda.array(a.view(np.uint8).reshape(-1)) for a in (words, states, counts)]
+    logits = cuda.array(np.stack([row.logits for row in rows]))
+    in_clusters = int(cuda.arch.removeprefix("sm_").rstrip("af")) >= 90 and not portable
+    grid = (8 if in_clusters else 1, len(rows))
+    kernel(grid, THREADS, *arrays, logits, cuda.array(np.array(slots, np.int32)), context_of(cuda, context), pdl=pdl)
+    raw = [np.ascontiguousarray(cuda.numpy(array)) for array in arrays]
+    records = raw[0].view(RESULT_RECORD)
+    record = records[(SEQUENCE - 1) % RING_ENTRIES]
+    done = [read_row(record, i, row.params.logprobs) for i, row in enumerate(rows) if slots[i] >= 0]
+    return Launched(raw[1].view(states.dtype), raw[2].view(np.uint32).reshape(counts.shape), records, done)
+
+
+def context_of(cuda: Any, context: Any) -> Any:
+    return cuda.array(context.view(np.uint8))
+
+
+def admit(row: Row) -> Admit:
+    return Admit(0, row.params, row.seed, row.params.max_new_tokens, row.stop_token_ids)
+
+
+def logits_of(kind: str, vocab: int, rng: np.random.Generator) -> Any:
+    values = rng.standard_normal(vocab)
+    shapes = {
+        "peaked": values * 3,
+        "flat": values * 0.05,
+        "ties": np.round(values * 4) / 4,
+        "equal": np.full(vocab, 1.5),
+        "one": np.where(np.arange(vocab) == vocab // 3, 40.0, values),
+        "masked": np.where(rng.random(vocab) < 0.6, -np.inf, values * 2),
+        "wide": values * 400,
+        "large": 1e6 + np.round(values * 8),
+        "negative": values * 2 - 50,
+        "around zero": values * 1e-5,
+    }
+    return shapes[kind].astype(np.float32)
+
+
+KINDS = ("peaked", "flat", "ties", "equal", "one", "masked", "wide", "large", "negative", "around zero")
+
+
+def random_rows(vocab: int, seed: int, count: int = 64, logprobs: int = 0) -> list[Row]:
+    """Rows with every mix of filters; about one in five is greedy."""
+    rng = np.random.default_rng(seed)
+    top_ks = (0, 0, 1, 2, 5, 50, vocab // 2, vocab - 1, vocab, 3 * vocab)
+    rows = []
+    for index in range(count):
+        params = SamplingParams(
+            max_new_tokens=1000,
+            temperature=float(rng.choice([0, 0.6, 1.0, 1.0, 1.7])),
+            top_k=int(rng.choice(top_ks)),
+            top_p=float(rng.choice([1.0, 1.0, 0.1, 0.5, 0.9, 0.95, 0.999])),
+            min_p=float(rng.choice([0.0, 0.0, 0.0, 0.02, 0.3, 1.0])),
+            repetition_penalty=float(rng.choice([1.0, 1.0, 1.2, 0.8])),
+            presence_penalty=float(rng.choice([0.0, 0.0, 0.7])),
+            frequency_penalty=float(rng.choice([0.0, 0.0, 0.3, -0.1])),
+            logprobs=logprobs,
+        )
+        counts = np.where(rng.random(vocab) < 0.05, rng.integers(1, 9, vocab), 0).astype(np.int32)
+        seen = (counts > 0) | (rng.random(vocab) < 0.1)
+        logits = logits_of(KINDS[index % len(KINDS)], vocab, rng)
+        position = int(rng.integers(0, 2**20))
+        rows.append(Row(logits, params, int(rng.integers(0, 2**63)) * 2 + 1, position, seen, counts))
+    return rows
+
+
+def simple_row(logits: Any, **settings: Any) -> Row:
+    vocab = len(logits)
+    params = SamplingParams(**{"max_new_tokens": 1000, **settings})
+    return Row(np.asarray(logits, np.float32), params, 5, 9, np.zeros(vocab, bool), np.zeros(vocab, np.int32))
+
+
+@pytest.mark.parametrize("portable", [False, True])
+@pytest.mark.parametrize("vocab", [4, 5, 997, 4096, 73448])
+def test_tokens_are_the_definitions(cuda: Any, vocab: int, portable: bool) -> None:
+    decided = 0
+    for seed in range(2 if vocab > 10_000 else 5):
+        rows = random_rows(vocab, seed)
+        for index, (row, got) in enumerate(zip(rows, launch(cuda, rows, portable=portable).rows, strict=True)):
+            if row.is_decided():
+                decided += 1
+                assert got.token_ids == (row.token,), f"row {index} ({KINDS[index % len(KINDS)]}): {row.params}"
+    assert decided > 100
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("vocab", [151_936, 200_003])
+def test_large_vocabularies(cuda: Any, vocab: int) -> None:
+    rows = random_rows(vocab, 3, count=20)
+    got = launch(cuda, rows).rows
+    checked = [(row.token, result.token_ids[0]) for row, result in zip(rows, got, strict=True) if row.is_decided()]
+    assert len(checked) > 8
+    assert all(expected == token for expected, token in checked)
+
+
+@pytest.mark.parametrize("vocab", [5, 997, 73448])
+def test_the_lowest_id_wins_a_greedy_tie(cuda: Any, vocab: int) -> None:
+    logits = np.full(vocab, -3.0, np.float32)
+    logits[[vocab - 1, vocab // 2, vocab - 3]] = 2.0
+    signed_zeros = np.where(np.arange(vocab) == 1, -0.0, np.where(np.arange(vocab) > 2, 0.0, -1.0))
+    rows = [simple_row(logits), simple_row(np.zeros(vocab)), simple_row(signed_zeros)]
+    got = [result.token_ids[0] for result in launch(cuda, rows).rows]
+    assert got == [vocab // 2 if vocab > 5 else 2, 0, 1]
+
+
+def test_equal_logits_leave_the_choice_to_the_noise(cuda: Any) -> None:
+    vocab = 1003
+    rows = []
+    for position in range(64):
+        row = simple_row(np.zeros(vocab), temperature=1.0, top_p=0.3)  # ties stay together: top_p drops nothing
+        row.position, row.seed = position * 7919, 2**64 - 1 - position
+        rows.append(row)
+    expected = [int(np.argmax(gumbel(row.seed, row.position, vocab))) for row in rows]
+    assert [result.token_ids[0] for result in launch(cuda, rows).rows] == expected
+    assert len(set(expected)) > 50
+
+
+@pytest.mark.parametrize("vocab", [5, 997, 73448])
+@pytest.mark.parametrize("count", [1, 20])
+def test_logprobs(cuda: Any, vocab: int, count: int) -> None:
+    rows = random_rows(vocab, 11, count=20, logprobs=count)
+    for row, result in zip(rows, launch(cuda, rows).rows, strict=True):
+        (entry,) = result.logprobs
+        expected = token_logprobs(row.logits, result.token_ids[0], count)
+        assert entry.token_id == result.token_ids[0]
+        np.testing.assert_allclose(entry.logprob, expected.logprob, rtol=1e-5, atol=2e-4)
+        got, wanted = np.array(entry.top), np.array(expected.top)
+        assert got.shape == (min(count, vocab), 2)
+        np.testing.assert_allclose(got[:, 1], wanted[:, 1], rtol=1e-5, atol=2e-4)
+        logits = row.logits[got[:, 0].astype(int)]
+        np.testing.assert_allclose(logits, row.logits[wanted[:, 0].astype(int)], rtol=1e-5, atol=1e-4)
+        order = list(zip(-got[:, 1], got[:, 0], strict=True))
+        assert order == sorted(order) and len(set(got[:, 0])) == len(got)
+
+
+@pytest.mark.parametrize("portable", [False, True])
+def test_a_row_does_not_depend_on_the_others(cuda: Any, portable: bool) -> None:
+    rows = random_rows(4099, 21, logprobs=3)
+    together = launch(cuda, rows, portable=portable).rows
+    for count in (1, 2, 5, 8, 12, 16, 31, 32):
+        part = slice(64 - count, None)
+        assert launch(cuda, rows[part], portable=portable).rows == together[part]
+
+
+def test_clusters_and_pdl_change_nothing(cuda: Any) -> None:
+    rows = random_rows(4099, 22, logprobs=2)
+    expected = launch(cuda, rows).rows
+    assert launch(cuda, rows, portable=True).rows == expected
+    assert launch(cuda, rows, pdl=True).rows == expected
+
+
+def with_state(row: Row, **changes: Any) -> Row:
+    for name, value in changes.items():
+        setattr(row, name, value)
+    return row
+
+
+def test_the_state_follows_the_token(cuda: Any) -> None:
+    vocab = 600
+    logits = np.arange(vocab, dtype=np.float32)  # greedy takes the last id
+    stops = tuple(range(100, 131)) + (vocab - 1,)
+    rows = [
+        simple_row(logits),
+        with_state(simple_row(logits), stop_token_ids=stops),
+        with_state(simple_row(logits), stop_token_ids=stops[:-1]),
+        with_state(simple_row(logits, max_new_tokens=4), num_generated=3),
+        with_state(simple_row(logits, max_new_tokens=5), num_generated=3),
+    ]
+    rows[2].counts[vocab - 1], rows[2].seen[vocab - 1] = 6, True
+    got = launch(cuda, rows)
+    states = got.states[: len(rows)]
+    assert states["last_token"].tolist() == [vocab - 1] * 5
+    assert states["finished"].tolist() == [0, 1, 0, 1, 0]
+    assert states["num_generated"].tolist() == [1, 1, 1, 4, 4]
+    assert states["position"].tolist() == [9] * 5
+    words = got.counts[: len(rows), vocab - 1]
+    assert words.tolist() == [int(SEEN) + count for count in (1, 1, 7, 1, 1)]
+    assert not got.counts[:, : vocab - 1].any()
+
+
+def untouched(records: Any, used: list[int]) -> Iterator[bool]:
+    entry = (SEQUENCE - 1) % RING_ENTRIES
+    for index, record in enumerate(records):
+        words = [word for row, word in enumerate(record["words"]) if index != entry or row not in used]
+        yield all(int(word) == POISON for word in words)
+
+
+def test_padding_rows_leave_everything_alone(cuda: Any) -> None:
+    rows = random_rows(997, 31, count=5)
+    rows[1].logits = np.full(997, np.nan, np.float32)
+    got = launch(cuda, rows, slots=[2, -1, 0, -1, 5])
+    alone = [launch(cuda, [rows[index]]).rows[0] for index in (0, 2, 4)]
+    assert got.rows == alone
+    assert [int(state["last_token"]) for state in got.states[[1, 3, 4, 6]]] == [-7] * 4
+    assert not got.counts[[1, 3, 4, 6]].any()
+    assert all(untouched(got.records, [0, 2, 4]))
+
+
+def test_words_carry_the_low_half_of_the_number(cuda: Any) -> None:
+    got = launch(cuda, [simple_row(np.arange(8))])
+    word = int(got.records[(SEQUENCE - 1) % RING_ENTRIES]["words"][0])
+    assert (word >> 32, word & NO_TOKEN) == (SEQUENCE & 0xFFFFFFFF, 7)
+
+
+def test_logits_of_nan_do_not_hang_or_leave_the_vocabulary(cuda: Any) -> None:
+    vocab = 997
+    logits = np.full(vocab, np.nan, np.float32)
+    infinite = np.where(np.arange(vocab) == 3, np.inf, 0.0)
+    rows = [
+        simple_row(values, temperature=temperature, top_k=top_k, top_p=top_p)
+        for values in (logits, infinite, np.full(vocab, -np.inf))
+        for temperature, top_k, top_p in ((0.0, 0, 1.0), (1.0, 40, 1.0), (1.0, 0, 0.5), (0.7, 40, 0.9))
+    ]
+    tokens = [result.token_ids[0] for result in launch(cuda, rows).rows]
+    assert all(0 <= token < vocab for token in tokens)
+    assert tokens[4] == 3

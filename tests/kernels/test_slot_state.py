@@ -1,0 +1,120 @@
+"""slot_state.py: its structs against the header's, and what goes into commands and comes out of results."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from cpmrt.config import SamplingParams
+from cpmrt.cuda import compiler, nvrtc
+from cpmrt.cuda import slot_state as ss
+from cpmrt.cuda.source import KernelSource, kernels_folder
+from cpmrt.dtypes import DType
+from cpmrt.errors import KernelCompileError, RequestError
+from cpmrt.executor import Admit, Prefill, SlotResult
+
+VOCAB, CHUNK = 64, 8
+STRUCTS = {
+    "SlotState": ss.SLOT_STATE,
+    "Command": ss.COMMAND,
+    "TokenLogprobs": ss.TOKEN_LOGPROBS,
+    "ResultRecord": ss.RESULT_RECORD,
+    "StepContext": ss.STEP_CONTEXT,
+}
+CONSTANTS = {
+    "kMaxStopIds": ss.MAX_STOP_IDS,
+    "kMaxLogprobs": ss.MAX_LOGPROBS,
+    "kMaxRows": ss.MAX_ROWS,
+    "kRingEntries": ss.RING_ENTRIES,
+    "kSeen": int(ss.SEEN),
+    "kNoToken": ss.NO_TOKEN,
+    "kAdmit": ss.ADMIT,
+    "kPrefill": ss.PREFILL,
+    "kDecode": ss.DECODE,
+}
+
+
+def compile_claims(claims: list[str]) -> None:
+    headers = {name: (kernels_folder() / "include" / name).read_bytes() for name in ("slot_state.cuh", "types.cuh")}
+    lines = ['#include "slot_state.cuh"', *(f'static_assert({claim}, "{claim}");' for claim in claims)]
+    source = KernelSource("claims.cu", "\n".join(lines).encode(), headers)
+    nvrtc.compile_cubin(source, compiler.options("sm_80", DType.BFLOAT16, {}))
+
+
+@pytest.fixture
+def needs_nvrtc() -> None:
+    if nvrtc.version() is None:
+        pytest.skip("no NVRTC: pip install 'cpmrt[dev]'")
+
+
+def claims_of_structs() -> list[str]:
+    claims = [f"{name} == {value}" for name, value in CONSTANTS.items()]
+    for struct, dtype in STRUCTS.items():
+        claims.append(f"sizeof({struct}) == {dtype.itemsize}")
+        for name, field in dtype.fields.items():
+            claims.append(f"__builtin_offsetof({struct}, {name}) == {field[1]}")
+            claims.append(f"sizeof({struct}::{name}) == {field[0].itemsize}")
+    return claims
+
+
+def test_the_dtypes_are_the_structs(needs_nvrtc: None) -> None:
+    compile_claims(claims_of_structs())
+
+
+def test_a_wrong_offset_would_be_seen(needs_nvrtc: None) -> None:
+    with pytest.raises(KernelCompileError, match="position"):
+        compile_claims(["__builtin_offsetof(SlotState, position) == 8"])
+
+
+def test_a_state_holds_the_request() -> None:
+    sampling = SamplingParams(
+        temperature=0.7, top_k=9, top_p=0.9, min_p=0.1, repetition_penalty=1.1, presence_penalty=0.2,
+        frequency_penalty=-0.3, logprobs=4,
+    )  # fmt: skip
+    state = ss.slot_state(Admit(2, sampling, -1, 17, (5, 3, 5)))
+    assert (state["seed"], state["max_new_tokens"], state["num_logprobs"]) == (2**64 - 1, 17, 4)
+    assert (state["last_token"], state["position"], state["num_generated"], state["finished"]) == (-1, 0, 0, 0)
+    assert state["stop_ids"][: state["num_stop_ids"]].tolist() == [3, 5]
+    for name in ("temperature", "top_k", "top_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
+        assert state[name] == np.float32(getattr(sampling, name))
+    assert state["log_min_p"] == np.log(np.float32(0.1))
+
+
+def test_filters_that_are_off_and_nearly_off() -> None:
+    off = ss.slot_state(Admit(0, SamplingParams(), 0, 1, ()))
+    assert (off["top_p"], off["log_min_p"], off["num_stop_ids"]) == (1, -np.inf, 0)
+    assert ss.slot_state(Admit(0, SamplingParams(top_p=1 - 1e-12), 0, 1, ()))["top_p"] < 1
+
+
+def test_too_many_stop_ids_are_refused() -> None:
+    ss.slot_state(Admit(0, SamplingParams(), 0, 1, tuple(range(32)) * 2))
+    with pytest.raises(RequestError, match="at most 32.*got 33"):
+        ss.slot_state(Admit(0, SamplingParams(), 0, 1, tuple(range(33))))
+
+
+@pytest.mark.parametrize("token", [-1, VOCAB, 2**40])
+def test_unknown_tokens_never_reach_the_device(token: int) -> None:
+    entry = np.zeros(ss.command_bytes(CHUNK), np.uint8)
+    with pytest.raises(RequestError, match=f"0 to 63, got {token}"):
+        ss.write_prefill(entry, Prefill(0, (1, token), 0, True), VOCAB)
+    assert not entry.any()
+
+
+@pytest.mark.parametrize("chunk", [1, 8, 100, 2048])
+def test_an_entry_holds_the_largest_command(chunk: int) -> None:
+    size = ss.command_bytes(chunk)
+    assert size % 64 == 0
+    entry = np.zeros(size, np.uint8)
+    ss.write_prefill(entry, Prefill(3, (7,) * chunk, 5, True), VOCAB)
+    ss.write_decode(entry, range(ss.MAX_ROWS))
+    ss.write_admit(entry, Admit(1, SamplingParams(), 0, 1, tuple(range(32))))
+
+
+def test_answers_are_told_apart_by_their_number() -> None:
+    record = np.zeros(1, ss.RESULT_RECORD)[0]
+    number = 2**32 + 5
+    assert not ss.is_answered(record, number, 1)
+    record["words"][:2] = [5 << 32 | 9, 5 << 32 | ss.NO_TOKEN]
+    assert ss.is_answered(record, number, 2) and not ss.is_answered(record, number, 3)
+    assert ss.read_row(record, 0, 0) == SlotResult((9,))
+    assert ss.read_row(record, 1, 3) == SlotResult()

@@ -1,0 +1,230 @@
+"""step.cu with the sampler against the bookkeeping of the reference executor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cpmrt.config import SamplingParams
+from cpmrt.cuda import slot_state as ss
+from cpmrt.dtypes import DType
+from cpmrt.executor import Admit, Decode, Prefill, Release, SlotResult, Step
+from cpmrt.reference.executor import ReferenceExecutor
+
+VOCAB, HIDDEN, SLOTS, CHUNK = 64, 64, 4, 8
+
+
+def logits_after(token: int, position: int) -> Any:
+    """What a model might say: a function of the row's token and position."""
+    values = np.random.default_rng([token, position]).standard_normal(VOCAB) * 3
+    return values.astype(np.float32)
+
+
+class Bookkeeping(ReferenceExecutor):
+    """The reference executor around `logits_after`; notes the rows of every forward."""
+
+    def __init__(self) -> None:
+        self.config = SimpleNamespace(vocab_size=VOCAB)  # type: ignore[assignment]
+        self._running, self._closed = {}, False
+        self._buffers = {"logits": np.zeros((ss.MAX_ROWS, VOCAB), np.float32)}
+        self.rows: list[tuple[int, int, int]] = []
+
+    def _forward(self, token_ids, positions, slots, is_prefill, logit_rows, logits) -> None:  # type: ignore[no-untyped-def]
+        self.rows = list(zip(map(int, token_ids), positions, slots, strict=True))
+        for index, (token, position, _) in enumerate(self.rows[logit_rows] if logit_rows else []):
+            logits[index] = logits_after(token, position)
+
+
+class DeviceSteps:
+    """The kernels of steps in the order of the executor, the forward left out. Rings lie on the device here."""
+
+    def __init__(self, cuda: Any, *, bucket: int = CHUNK, decode_rows: int = 8, pdl: bool = False):
+        self.cuda, self.bucket, self.decode_rows, self.pdl = cuda, bucket, decode_rows, pdl
+        self.number, self.stride = 0, ss.command_bytes(CHUNK)
+        zeros: dict[str, Any] = {
+            "states": np.zeros(SLOTS * ss.SLOT_STATE.itemsize, np.uint8),
+            "counts": np.full((SLOTS, VOCAB), 0x7FFF, np.uint32),
+            "results": np.zeros(ss.RING_ENTRIES * ss.RESULT_RECORD.itemsize, np.uint8),
+            "context": np.zeros(ss.STEP_CONTEXT.itemsize, np.uint8),
+            "chunk": np.full(4, -9, np.int32),
+        }
+        self.on_device = {name: cuda.array(values) for name, values in zeros.items()}
+        self.commands = np.zeros(ss.RING_ENTRIES * self.stride, np.uint8)
+        self.logprobs = [0] * SLOTS
+        self.rows: list[tuple[int, int, int]] = []
+
+    def launch(self, name: str, grid: Any, block: int, *args: Any) -> None:
+        file = "sampling.cu" if name == "sample" else "step.cu"
+        sizes = {"VOCAB": VOCAB, "PORTABLE": 1} if name == "sample" else {"VOCAB": VOCAB, "HIDDEN": HIDDEN}
+        arguments = [self.on_device[arg] if isinstance(arg, str) else arg for arg in args]
+        self.cuda.kernel(file, name, DType.BFLOAT16, **sizes)(grid, block, *arguments, pdl=self.pdl)
+
+    def begin(self, name: str, block: int, outputs: list[str], write: Callable[[Any], None], *sizes: int) -> None:
+        at = self.number % ss.RING_ENTRIES * self.stride
+        write(self.commands[at : at + self.stride])
+        self.number += 1
+        for column in ("token_ids", "positions", "slots"):
+            self.on_device[column] = self.cuda.array(np.full(ss.MAX_ROWS, -9, np.int32))
+        ring = self.cuda.array(self.commands)
+        self.launch(name, 1, block, *outputs, "context", ring, np.int32(self.stride), *map(np.int32, sizes))
+
+    def submit(self, step: Step) -> list[SlotResult]:
+        if isinstance(step, Admit):
+            self.begin("admit", 1024, ["states", "counts", "results"], lambda entry: ss.write_admit(entry, step))
+            self.logprobs[step.slot] = step.sampling.logprobs
+            assert self.answers([step.slot]) == [SlotResult()]
+            return []
+        if isinstance(step, Prefill):
+            return self.prefill(step)
+        return self.decode(step) if isinstance(step, Decode) else []
+
+    def prefill(self, step: Prefill) -> list[SlotResult]:
+        outputs = ["token_ids", "positions", "slots", "chunk", "states", "counts"]
+        self.begin("prefill_begin", 1024, outputs, lambda entry: ss.write_prefill(entry, step, VOCAB), self.bucket)
+        self.rows = self.rows_of(self.bucket)
+        chunk = self.cuda.numpy(self.on_device["chunk"]).tolist()
+        assert chunk == [step.slot, step.position, len(step.token_ids), int(step.is_last)]
+        self.launch("prefill_end", 1, 32, "results", "chunk", "context")
+        if step.is_last:
+            self.sample([self.used()[-1]])
+        return self.answers([step.slot])
+
+    def decode(self, step: Decode) -> list[SlotResult]:
+        outputs = ["token_ids", "positions", "slots", "states", "results"]
+        self.begin("step_begin", 64, outputs, lambda entry: ss.write_decode(entry, step.slots), self.decode_rows)
+        self.rows = self.rows_of(self.decode_rows)
+        self.sample(self.rows)
+        return self.answers(list(step.slots))
+
+    def sample(self, rows: list[tuple[int, int, int]]) -> None:
+        logits = np.full((len(rows), VOCAB), np.nan, np.float32)
+        for index, (token, position, slot) in enumerate(rows):
+            if slot >= 0:
+                logits[index] = logits_after(token, position)
+        device_logits = self.cuda.array(logits)
+        self.launch("sample", (1, len(rows)), 512, "results", "states", "counts", device_logits, "slots", "context")
+
+    def rows_of(self, count: int) -> list[tuple[int, int, int]]:
+        columns = [self.cuda.numpy(self.on_device[name]) for name in ("token_ids", "positions", "slots")]
+        assert all((column[count:] == -9).all() for column in columns), "rows past the step's were written"
+        return [tuple(map(int, row)) for row in zip(*(column[:count] for column in columns), strict=True)]  # type: ignore[misc]
+
+    def used(self) -> list[tuple[int, int, int]]:
+        unused = [row for row in self.rows if row[2] < 0]
+        assert unused == [(0, 0, -1)] * len(unused)
+        return [row for row in self.rows if row[2] >= 0]
+
+    def answers(self, slots: list[int]) -> list[SlotResult]:
+        records = np.ascontiguousarray(self.cuda.numpy(self.on_device["results"])).view(ss.RESULT_RECORD)
+        record = records[(self.number - 1) % ss.RING_ENTRIES]
+        assert ss.is_answered(record, self.number, len(slots))
+        return [ss.read_row(record, row, self.logprobs[slot]) for row, slot in enumerate(slots)]
+
+
+def random_sampling(rng: np.random.Generator) -> SamplingParams:
+    return SamplingParams(
+        temperature=float(rng.choice([0.0, 0.8])), top_k=int(rng.choice([0, 12])),
+        repetition_penalty=float(rng.choice([1.0, 1.3])), presence_penalty=float(rng.choice([0.0, 0.5])),
+        frequency_penalty=float(rng.choice([0.0, 0.4])), logprobs=int(rng.choice([0, 2])),
+    )  # fmt: skip
+
+
+def program(seed: int, num_sequences: int) -> Iterator[Step]:
+    """Sequences that come and go in random slots, with decode steps that outlive the finished ones."""
+    rng = np.random.default_rng(seed)
+    ready: list[int] = []
+    for _ in range(num_sequences):
+        slot = int(rng.integers(SLOTS))
+        if slot in ready:
+            ready.remove(slot)
+            yield Release(slot)
+        stops = tuple(int(token) for token in rng.integers(0, VOCAB, rng.choice([0, 3, 32])))
+        yield Admit(slot, random_sampling(rng), int(rng.integers(2**63)), int(rng.integers(1, 12)), stops)
+        prompt = tuple(int(token) for token in rng.integers(0, VOCAB, rng.integers(1, 3 * CHUNK)))
+        for start in range(0, len(prompt), CHUNK):
+            yield Prefill(slot, prompt[start : start + CHUNK], start, start + CHUNK >= len(prompt))
+            if ready and rng.random() < 0.5:
+                yield Decode(tuple(ready))
+        ready.append(slot)
+        rng.shuffle(ready)
+        for _ in range(int(rng.integers(2, 9))):
+            yield Decode(tuple(ready))
+
+
+def check(got: list[SlotResult], expected: tuple[SlotResult, ...]) -> None:
+    assert [result.token_ids for result in got] == [result.token_ids for result in expected]
+    for ours, theirs in zip(got, expected, strict=True):
+        for mine, other in zip(ours.logprobs, theirs.logprobs, strict=True):
+            assert [token for token, _ in mine.top] == [token for token, _ in other.top]
+            np.testing.assert_allclose(mine.logprob, other.logprob, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pdl", [False, True])
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_steps_follow_the_reference_executor(cuda: Any, seed: int, pdl: bool) -> None:
+    reference, device = Bookkeeping(), DeviceSteps(cuda, pdl=pdl)
+    surplus = tokens = 0
+    for step in program(seed, num_sequences=12):
+        reference.rows = device.rows = []
+        expected = reference.submit(step).wait().slots
+        check(device.submit(step), expected)
+        assert device.used() == reference.rows, step
+        tokens += sum(len(result.token_ids) for result in expected)
+        surplus += sum(not result.token_ids for result in expected) if isinstance(step, Decode) else 0
+    assert device.number > 2 * ss.RING_ENTRIES and tokens > 20 and surplus > 0
+    states = np.ascontiguousarray(cuda.numpy(device.on_device["states"])).view(ss.SLOT_STATE)
+    counts = cuda.numpy(device.on_device["counts"])
+    for slot, running in reference._running.items():
+        state = states[slot]
+        for name in ("position", "last_token", "num_generated", "finished"):
+            assert state[name] == getattr(running, name), (slot, name)
+        np.testing.assert_array_equal(
+            counts[slot], np.where(running.seen, ss.SEEN, 0) | running.counts.astype(np.uint32)
+        )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("decode_rows", [1, 2, 32, 64])
+def test_a_step_fits_every_number_of_rows(cuda: Any, decode_rows: int) -> None:
+    reference, device = Bookkeeping(), DeviceSteps(cuda, bucket=CHUNK + 3, decode_rows=decode_rows)
+    slots = tuple(range(min(decode_rows, SLOTS)))[::-1]
+    steps: list[Step] = [Admit(slot, SamplingParams(temperature=1.0), slot, 9, ()) for slot in slots]
+    steps += [Prefill(slot, (slot + 1, 5, 5), 0, True) for slot in slots] + [Decode(slots)] * 3
+    for step in steps:
+        reference.rows = device.rows = []
+        check(device.submit(step), reference.submit(step).wait().slots)
+        assert device.used() == reference.rows
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("count", [1, 2, 7])
+def test_the_head_gets_the_last_row_of_the_chunk(cuda: Any, count: int) -> None:
+    x = np.random.default_rng(0).standard_normal((7, HIDDEN)).astype(np.float32)
+    device_x, chunk = cuda.array(x, DType.FLOAT16), cuda.array(np.array([0, 0, count, 1], np.int32))
+    before = cuda.numpy(device_x, DType.FLOAT16)
+    kernel = cuda.kernel("step.cu", "first_begin", DType.FLOAT16, VOCAB=VOCAB, HIDDEN=HIDDEN)
+    kernel(1, 128, device_x, chunk)
+    after = cuda.numpy(device_x, DType.FLOAT16)
+    np.testing.assert_array_equal(after[0], before[count - 1])
+    np.testing.assert_array_equal(after[1:], before[1:])
+
+
+@pytest.mark.gpu
+def test_results_reach_the_host_through_mapped_memory(cuda: Any) -> None:
+    from cpmrt.cuda.host_buffers import HostBuffer
+
+    device = DeviceSteps(cuda)
+    size = ss.RING_ENTRIES * ss.RESULT_RECORD.itemsize
+    with HostBuffer(size) as results, HostBuffer(ss.RING_ENTRIES * device.stride) as commands:
+        device.on_device["results"] = np.uint64(results.device_address)
+        ss.write_admit(commands.array(np.uint8)[: device.stride], Admit(1, SamplingParams(), 0, 1, ()))
+        ring = np.uint64(commands.device_address)
+        device.launch("admit", 1, 1024, "states", "counts", "results", "context", ring, np.int32(device.stride))
+        cuda.sync()
+        record = results.array(ss.RESULT_RECORD)[0]
+        assert ss.is_answered(record, 1, 1) and ss.read_row(record, 0, 0) == SlotResult()

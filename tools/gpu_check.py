@@ -1,0 +1,257 @@
+"""The whole check of a machine with a GPU: its tests, the sanitizer, the benchmark. Called by `tools/dev.py gpu`.
+
+Runs from the source tree with this interpreter and the packages that it has: no network, no venv. Every stage has a
+time limit and a log; the end is one table and an exit code, 1 if anything failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TOOLKIT_BIN = Path("/usr/local/cuda/bin")
+SHOWN_OF_A_FAILURE = 30
+MEMORY_FOR_8B = 22 << 30
+
+# One test or a few of each kernel file: the sanitizer makes them ten to a hundred times slower.
+SANITIZED = {
+    "test_activation.py": ("test_gates_of_every_size_stay_finite",),
+    "test_bandwidth.py": ("test_every_word_is_read_once",),
+    "test_decode_attention.py": ("test_padding_rows_become_zeros", "test_slots_may_share_pages"),
+    "test_embed.py": ("test_padding_rows_become_zero_and_read_nothing",),
+    "test_gemm.py": ("test_dependent_launches_keep_the_order",),
+    "test_linear.py": ("test_without_bias",),
+    "test_loader.py": ("test_values_beyond_float16_are_flagged",),
+    "test_norm.py": ("test_rows_are_the_oracles",),
+    "test_prefill_attention.py": ("test_a_bucket_that_is_no_multiple_of_the_tile", "test_an_empty_slot_stores_nothing"),
+    "test_rope_append.py": ("test_a_row_does_not_depend_on_the_others",),
+    "test_sampling.py": ("test_the_state_follows_the_token", "test_padding_rows_leave_everything_alone"),
+    "test_step.py": ("test_the_head_gets_the_last_row_of_the_chunk",),
+}
+CASES_SMALL = ("--shape", "minicpm4-0.5b", "--case", "1024:256", "--max-context", "4096", "--startup")
+CASES_LARGE = ("--shape", "minicpm4-8b", "--case", "1024:128", "--case", "8192:64", "--case", "32768:64")
+CASES_TOGETHER = ("--shape", "minicpm4-8b", "--case", "1024:128:8", "--max-context", "4096")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a log says: whether all is well, and the numbers worth a place in the table."""
+
+    is_good: bool
+    numbers: str
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One command. `judge` reads its log. Without a command the stage cannot run here, for the reason in `note`."""
+
+    name: str
+    command: tuple[str, ...]
+    limit_s: int = 0
+    judge: Callable[[str], Verdict] = lambda log: Verdict(True, "")
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A row of the table."""
+
+    stage: str
+    outcome: str
+    seconds: float
+    numbers: str
+    failed: bool
+
+
+def judge_pytest(log: str) -> Verdict:
+    """By the closing line of pytest: something passed, nothing else but deselected tests."""
+    counts = re.findall(r"^=*\s*((?:\d+ [a-z]+(?:, )?)+) in [\d.]+s", log, re.MULTILINE)
+    if not counts:
+        return Verdict(False, "no summary")
+    found = dict(reversed(item.split(" ", 1)) for item in counts[-1].split(", "))
+    is_good = "passed" in found and not found.keys() & {"failed", "error", "errors", "skipped"}
+    return Verdict(is_good, counts[-1])
+
+
+def judge_sanitizer(log: str) -> Verdict:
+    """By the closing line of compute-sanitizer, and by pytest's."""
+    tests = judge_pytest(log)
+    summary = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: ((\d+) (?:errors?|hazards?)[^\n]*)", log)
+    if not summary:
+        return Verdict(False, f"no summary of the sanitizer; {tests.numbers}")
+    clean = all(int(count) == 0 for _, count in summary)
+    return Verdict(clean and tests.is_good, f"{summary[-1][0]}; {tests.numbers}")
+
+
+def bench_numbers(record: dict[str, object]) -> str:
+    """The gist of the benchmark's JSON."""
+    parts = []
+    for case in record["cases"]:  # type: ignore[attr-defined]
+        result, share = case["measurement"], case["read_share"]
+        shape = ":".join(str(result["case"][name]) for name in ("prompt_tokens", "new_tokens", "sequences"))
+        of_read = "" if share is None else f" ({share:.0%} of read)"
+        parts.append(
+            f"{shape} prefill {result['prefill_tokens_per_s']:,.0f}, decode {result['decode_tokens_per_s']:,.1f} tok/s"
+            f"{of_read}, host {result['host_us_per_step']:.1f} us"
+        )
+    startup = record["process_to_first_token_s"]
+    return "; ".join(parts) + (f"; first token after {startup:.2f} s" if startup is not None else "")
+
+
+def judge_bench(path: Path) -> Callable[[str], Verdict]:
+    """Reads the JSON at `path` that the benchmark has written, if it has."""
+
+    def judge(log: str) -> Verdict:
+        try:
+            return Verdict(True, bench_numbers(json.loads(path.read_text(encoding="utf-8"))))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            return Verdict(False, f"no result: {error}")
+
+    return judge
+
+
+def stages(logs: Path, *, quick: bool, gpu_bytes: int, sanitizer: str | None) -> list[Stage]:
+    """What to run, in order. `sanitizer` is the path of compute-sanitizer, None where it is not installed."""
+    pytest = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider")
+    marked = "gpu and not slow" if quick else "gpu"
+    found = [Stage("GPU tests", (*pytest, "-m", marked, *gpu_test_files()), 300 if quick else 1200, judge_pytest)]
+    selection = [f"tests/kernels/{file}::{test}" for file, tests in SANITIZED.items() for test in tests]
+    for tool in ("memcheck", "racecheck", "initcheck"):
+        command = (sanitizer or "", "--tool", tool, "--report-api-errors", "no", "--error-exitcode", "99")
+        stage = Stage(tool, (*command, *pytest, "-m", "gpu", *selection), 120 if quick else 600, judge_sanitizer)
+        found.append(stage if sanitizer else Stage(tool, (), note="compute-sanitizer is not installed"))
+    found.append(bench_stage("benchmark 0.5B", logs, CASES_SMALL))
+    if not quick and gpu_bytes < MEMORY_FOR_8B:
+        found.append(Stage("benchmark 8B", (), note=f"needs a GPU with {MEMORY_FOR_8B >> 30} GiB"))
+    elif not quick:
+        found.append(bench_stage("benchmark 8B", logs, (*CASES_LARGE, "--max-context", "33792")))
+        found.append(bench_stage("benchmark 8B, 8 together", logs, CASES_TOGETHER))
+    return found
+
+
+def bench_stage(name: str, logs: Path, options: Sequence[str]) -> Stage:
+    """`cpmrt bench` with its JSON beside the log."""
+    path = logs / f"{file_name(name)}.json"
+    path.unlink(missing_ok=True)
+    command = (sys.executable, "-m", "cpmrt", "bench", "--executor", "cuda", "--json", str(path), *options)
+    return Stage(name, command, 300, judge_bench(path))
+
+
+def gpu_test_files() -> list[str]:
+    """Files with tests marked `gpu`; the others would only have to be importable."""
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
+    return [str(path.relative_to(ROOT)) for path in files if "mark.gpu" in path.read_text(encoding="utf-8")]
+
+
+def run_stage(stage: Stage, logs: Path) -> Outcome:
+    """Run one command, its output to its log. It ends with everything that it started."""
+    if not stage.command:
+        return Outcome(stage.name, "NOT RUN", 0.0, stage.note, failed=False)
+    path, begun = logs / f"{file_name(stage.name)}.log", time.monotonic()
+    python_path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": python_path, "CPMRT_REQUIRE_GPU": "1", "HF_HUB_OFFLINE": "1"}
+    with path.open("wb") as log:
+        process = subprocess.Popen(
+            stage.command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            code: int | None = process.wait(stage.limit_s)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            end_group(process)
+    seconds, verdict = time.monotonic() - begun, stage.judge(path.read_text(encoding="utf-8", errors="replace"))
+    if code is None:
+        return Outcome(stage.name, f"TIMED OUT ({stage.limit_s} s)", seconds, verdict.numbers, failed=True)
+    if code or not verdict.is_good:
+        return Outcome(stage.name, f"FAILED (exit code {code})", seconds, verdict.numbers, failed=True)
+    return Outcome(stage.name, "ok", seconds, verdict.numbers, failed=False)
+
+
+def end_group(process: subprocess.Popen[bytes]) -> None:
+    """Kill what is left of the process's group."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def table(outcomes: Sequence[Outcome]) -> str:
+    """All stages in aligned columns."""
+    rows = [("stage", "outcome", "seconds", "numbers")]
+    rows += [(row.stage, row.outcome, f"{row.seconds:.1f}", row.numbers) for row in outcomes]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+    return "\n".join(lines)
+
+
+def file_name(stage: str) -> str:
+    """The stage's name as a file's."""
+    return re.sub(r"[^a-z0-9.]+", "-", stage.lower())
+
+
+def gpu_bytes() -> int:
+    """Memory of the first GPU, 0 where the driver finds none."""
+    try:
+        libcuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    device, size = ctypes.c_int(0), ctypes.c_size_t(0)
+    if libcuda.cuInit(0) or libcuda.cuDeviceGet(ctypes.byref(device), 0):
+        return 0
+    return size.value if libcuda.cuDeviceTotalMem_v2(ctypes.byref(size), device) == 0 else 0
+
+
+def find_sanitizer() -> str | None:
+    """compute-sanitizer on the PATH or in the CUDA toolkit."""
+    return shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path=str(TOOLKIT_BIN))
+
+
+def run_stages(found: Sequence[Stage], logs: Path) -> int:
+    """Run every stage even if one fails; 1 if any did."""
+    outcomes = []
+    for stage in found:
+        print(f"[{stage.name}] ...", flush=True)
+        outcome = run_stage(stage, logs)
+        outcomes.append(outcome)
+        print(f"[{stage.name}] {outcome.outcome}, {outcome.seconds:.1f} s  {outcome.numbers}", flush=True)
+        if outcome.failed:
+            tail = (logs / f"{file_name(stage.name)}.log").read_text(encoding="utf-8", errors="replace").splitlines()
+            print("\n".join(f"    {line}" for line in tail[-SHOWN_OF_A_FAILURE:]), flush=True)
+    print(f"\n{table(outcomes)}\nlogs: {logs}", flush=True)
+    return int(any(outcome.failed for outcome in outcomes))
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Parse the options and run; the exit code."""
+    parser = argparse.ArgumentParser(prog="tools/dev.py gpu", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="no slow tests, and the benchmark of the 0.5B shape only")
+    parser.add_argument("--logs", type=Path, default=ROOT / "build" / "gpu", metavar="DIR", help="default: build/gpu")
+    args = parser.parse_args(arguments)
+    memory = gpu_bytes()
+    if not memory:
+        print("tools/dev.py: gpu needs an NVIDIA GPU with a working driver; see nvidia-smi", file=sys.stderr)
+        return 1
+    logs = args.logs.resolve()
+    logs.mkdir(parents=True, exist_ok=True)
+    return run_stages(stages(logs, quick=args.quick, gpu_bytes=memory, sanitizer=find_sanitizer()), logs)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:
+        sys.exit(130)
