@@ -259,8 +259,9 @@ __device__ __forceinline__ void accumulate_runs(float (&sum)[GROUP][NT][4], Stre
   }
 }
 
-// The whole product. `epilogue` gives prepare(shared), look_up(), settle(), prefetch(nt, i, tile, row, token) for each output that a thread
-// will finish (not where warps have tiles of their own), and store(nt, i, tile, row, token, lo, hi).
+// The whole product. `epilogue` gives prepare(shared), look_up() and settle(), in this order, the last with a barrier
+// before the first store; prefetch(nt, i, tile, row, token) for each output that a thread will finish (not where warps
+// have tiles of their own); and store(nt, i, tile, row, token, lo, hi).
 template <bool kNorm, class Tiles, class Epilogue>
 __device__ __forceinline__ void linear_product(const Tiles& tiles, Epilogue& epilogue, const scalar_t* x, const scalar_t* norm,
                                                const scalar_t* weight, int T, float eps) {

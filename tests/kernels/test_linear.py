@@ -129,6 +129,11 @@ def stored(pages: Any, rows: Rows) -> Any:
     return found.reshape(len(found), -1)
 
 
+def bits(words: Any) -> Any:
+    """The same words as unsigned integers: a NaN is equal to itself, and -0 is not 0."""
+    return words.view(f"u{words.itemsize}")
+
+
 class Launcher:
     """Operands of a case on the device; `run` gives the words of the first `num_rows` output rows."""
 
@@ -169,9 +174,8 @@ class Launcher:
         else:
             return self.run_qkv(launch, num_rows, raw)
         words = self.cuda.numpy(out)
-        assert np.array_equal(
-            words[num_rows:], self.cuda.numpy(self.poisoned(65 - num_rows, words.shape[1], self.stored))
-        )
+        untouched = self.cuda.numpy(self.poisoned(65 - num_rows, words.shape[1], self.stored))
+        assert np.array_equal(bits(words[num_rows:]), bits(untouched))
         return words[:num_rows]
 
     @property
@@ -197,8 +201,8 @@ class Launcher:
             np.int32(case.num_kv_heads), np.int32(MAX_CONTEXT // PAGE_SIZE), np.int32(MAX_CONTEXT), np.float32(EPS),
         )  # fmt: skip
         words = self.cuda.numpy(q)
-        nan = from_float32(np.full(1, np.nan, np.float32), case.dtype)[0]
-        assert (words[num_rows:] == nan).all()
+        nan = bits(from_float32(np.full(1, np.nan, np.float32), case.dtype))
+        assert (bits(words[num_rows:]) == nan).all()
         if raw:
             return words[:num_rows]
         pages = [self.cuda.numpy(p).reshape(num_pages, case.num_kv_heads, PAGE_SIZE, case.head_dim) for p in (k, v)]
@@ -208,7 +212,7 @@ class Launcher:
         out = np.zeros((num_rows, case.out_features), words.dtype)
         out[kept] = np.concatenate([words[kept], stored(pages[0], rows), stored(pages[1], rows)], axis=1)
         for page in pages:
-            assert (page != nan).sum() == len(kept) * case.num_kv_heads * case.head_dim
+            assert (bits(page) != nan).sum() == len(kept) * case.num_kv_heads * case.head_dim
         return out
 
 
@@ -237,7 +241,7 @@ def test_against_the_op_and_bitwise_for_every_number_of_rows(
     for row in kept:
         assert relative_error(values[row], expected[row]) < OPS[op_of(case.product)].tolerance[launcher.stored], row
     for num_rows in ROWS:
-        assert np.array_equal(launcher.run(num_rows, pdl=True), widest[:num_rows]), num_rows
+        assert np.array_equal(bits(launcher.run(num_rows, pdl=True)), bits(widest[:num_rows])), num_rows
 
 
 @pytest.mark.gpu
@@ -267,7 +271,7 @@ def test_a_row_does_not_see_the_others(cuda: Any) -> None:
     launcher = Launcher(cuda, case, portable=False)
     before = launcher.run(12)
     case.arrays["x"][1:] = np.nan
-    assert np.array_equal(Launcher(cuda, case, portable=False).run(12)[0], before[0])
+    assert np.array_equal(bits(Launcher(cuda, case, portable=False).run(12)[0]), bits(before[0]))
 
 
 @pytest.mark.parametrize("limits", [H200, ORIN, RTX_4090], ids=["H200", "Orin", "4090"])
