@@ -222,11 +222,10 @@ __device__ __forceinline__ void merge_item(scalar_t* out, float* partials, int* 
 }
 
 extern "C" __global__ void CLUSTER_LAUNCH __launch_bounds__(kThreads, 2)
-KERNEL(decode_attention)(scalar_t* __restrict__ out, float* __restrict__ partials, int* __restrict__ arrivals,
-                         const scalar_t* __restrict__ q, const scalar_t* __restrict__ k_pages,
-                         const scalar_t* __restrict__ v_pages, const int* __restrict__ positions,
-                         const int* __restrict__ slots, const int* __restrict__ block_tables,
-                         const uint64_t* __restrict__ tree_masks, const int* __restrict__ tree_base, int num_splits,
+KERNEL(decode_attention)(scalar_t* __restrict__ out, float* partials, int* arrivals,
+                         const scalar_t* q, const scalar_t* k_pages, const scalar_t* v_pages, const int* positions,
+                         const int* slots, const int* __restrict__ block_tables, const uint64_t* tree_masks,
+                         const int* tree_base, int num_splits,
                          int num_kv_heads, int pages_per_sequence, float scale) {
   pdl_launch_dependents();
   pdl_wait();

@@ -150,7 +150,7 @@ __device__ __forceinline__ void store(scalar_t* y, float (&sums)[kFragmentsM][kF
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 256 / kThreads)
-    KERNEL(gemm)(scalar_t* __restrict__ y, const scalar_t* __restrict__ x, const scalar_t* __restrict__ w, int m, int n,
+    KERNEL(gemm)(scalar_t* y, const scalar_t* x, const scalar_t* __restrict__ w, int m, int n,
                  int k, float alpha, float beta) {
   extern __shared__ __align__(128) unsigned char shared[];
   pdl_launch_dependents();

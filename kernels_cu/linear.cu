@@ -30,6 +30,8 @@ struct QkvTiles {
   __device__ __forceinline__ int hi(int tile, int row) const { return lo(tile, row) + kHalf; }
 };
 
+// What an earlier kernel of the step wrote is not __restrict__: the compiler may move a load that it takes for one of
+// a constant before pdl_wait.
 struct QkvEpilogue {
   scalar_t *q, *k_pages, *v_pages;
   const scalar_t* bias;
@@ -109,9 +111,9 @@ struct QkvEpilogue {
 //   row's k and v are not stored; block_tables (B, pages_per_sequence) int32.
 // k_pages null: q (T, (H + 2 Kv) * D) takes the projection with its bias, unrotated, for models that normalise heads.
 extern "C" __global__ void LINEAR_BOUNDS KERNEL(linear_qkv)(
-    scalar_t* __restrict__ q, scalar_t* __restrict__ k_pages, scalar_t* __restrict__ v_pages, const scalar_t* __restrict__ x,
+    scalar_t* __restrict__ q, scalar_t* __restrict__ k_pages, scalar_t* __restrict__ v_pages, const scalar_t* x,
     const scalar_t* __restrict__ norm, const scalar_t* __restrict__ weight, const scalar_t* __restrict__ bias,
-    const float* __restrict__ rope, const int* __restrict__ positions, const int* __restrict__ slots,
+    const float* __restrict__ rope, const int* positions, const int* slots,
     const int* __restrict__ block_tables, int T, int num_heads, int num_kv_heads, int pages_per_sequence, int max_context,
     float eps) {
   pdl_launch_dependents();
@@ -156,7 +158,7 @@ struct ResidualEpilogue {
 
 // x += scale * (inner W^T + bias), in place, rounded once.  x (T, N); inner (T, K); weight (N, K); bias (N) or null.
 extern "C" __global__ void LINEAR_BOUNDS KERNEL(linear_residual)(
-    scalar_t* __restrict__ x, const scalar_t* __restrict__ inner, const scalar_t* __restrict__ weight,
+    scalar_t* x, const scalar_t* inner, const scalar_t* __restrict__ weight,
     const scalar_t* __restrict__ bias, int T, int N, float scale) {
   pdl_launch_dependents();
   const ConsecutiveTiles tiles{N / 16, (N / 16 + kBlockTiles - 1) / kBlockTiles};
@@ -188,7 +190,7 @@ struct GateUpEpilogue {
 
 // out = silu(n Wg^T) * (n Wu^T), n = round(norm(x)).  out (T, F); x (T, K); norm (K); weight (2 F, K): gate, then up rows.
 extern "C" __global__ void LINEAR_BOUNDS KERNEL(linear_gate_up)(
-    scalar_t* __restrict__ out, const scalar_t* __restrict__ x, const scalar_t* __restrict__ norm,
+    scalar_t* __restrict__ out, const scalar_t* x, const scalar_t* __restrict__ norm,
     const scalar_t* __restrict__ weight, int T, int F, float eps) {
   pdl_launch_dependents();
   const GateUpTiles tiles{F / 8, (F / 8 + kBlockTiles - 1) / kBlockTiles, F};
@@ -224,7 +226,7 @@ struct HeadEpilogue {
 
 // logits = n W^T / divisor, n = round(norm(x)).  logits (T, V) float32; x (T, K); norm (K); weight (V, K), any V.
 extern "C" __global__ void LINEAR_BOUNDS KERNEL(linear_head)(
-    float* __restrict__ logits, const scalar_t* __restrict__ x, const scalar_t* __restrict__ norm,
+    float* __restrict__ logits, const scalar_t* x, const scalar_t* __restrict__ norm,
     const scalar_t* __restrict__ weight, int T, int V, float eps, float divisor) {
   pdl_launch_dependents();
   const int num_tiles = (V + 15) / 16;

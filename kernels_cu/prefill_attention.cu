@@ -193,9 +193,8 @@ __device__ __forceinline__ void store_rows(scalar_t* out, WarpRows& rows, unsign
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 2)
-KERNEL(prefill_attention)(scalar_t* __restrict__ out, const scalar_t* __restrict__ q,
-                          const scalar_t* __restrict__ k_pages, const scalar_t* __restrict__ v_pages,
-                          const int* __restrict__ block_tables, const int* __restrict__ chunk, int num_kv_heads,
+KERNEL(prefill_attention)(scalar_t* __restrict__ out, const scalar_t* q, const scalar_t* k_pages,
+                          const scalar_t* v_pages, const int* __restrict__ block_tables, const int* chunk, int num_kv_heads,
                           int pages_per_sequence, float scale) {
   pdl_launch_dependents();
   pdl_wait();

@@ -22,7 +22,7 @@ _SMALL_MAX_GROUP = {1: 4, 2: 4, 4: 3, 8: 1}
 # read that much less.
 _CLUSTER_GAIN = 0.9
 # From so many rows on it pays that x passes once for eight times the tiles, at the price of a second set of sums.
-_ROW_SPLIT_TOKEN_TILES = 4
+_ROW_SPLIT_TOKEN_TILES = 8
 _ROW_SPLIT_TILES_PER_SM = 12
 
 

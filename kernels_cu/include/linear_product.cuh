@@ -234,21 +234,12 @@ __device__ __forceinline__ void finish_rows(const float (&sum)[GROUP][NT][4], co
       }
 }
 
-__device__ __forceinline__ void clear(float (&sums)[GROUP][NT][4]) {
-#pragma unroll
-  for (int t = 0; t < GROUP; t++)
-#pragma unroll
-    for (int i = 0; i < NT; i++) sums[t][i][0] = sums[t][i][1] = sums[t][i][2] = sums[t][i][3] = 0.0f;
-}
-
-// All runs of K in one warp, added as finish_split adds those of eight.
+// sum += all runs of K in one warp, added as finish_split adds those of eight.
 template <bool kNorm, class Stream>
 __device__ __forceinline__ void accumulate_runs(float (&sum)[GROUP][NT][4], Stream& weights, Activations& x, int& turn) {
-  clear(sum);
 #pragma unroll 1
   for (int run = 0; run < kWarps; run++) {
-    float acc[GROUP][NT][4];
-    clear(acc);
+    float acc[GROUP][NT][4] = {};
     accumulate<kNorm>(acc, weights, x, run * kOwnUnits, kOwnUnits, turn);
 #pragma unroll
     for (int t = 0; t < GROUP; t++)
@@ -292,13 +283,12 @@ __device__ __forceinline__ void linear_product(const Tiles& tiles, Epilogue& epi
           if (pair < kPairs && tile < tiles.num_tiles && token < T) epilogue.prefetch(nt, i, tile, pair >> 2 & 7, token);
         }
     }
-    float acc[GROUP][NT][4];
+    float acc[GROUP][NT][4] = {};
     if (SPLIT_WARPS == 1) {
       accumulate_runs<kNorm>(acc, weights, activations, turn);
       finish_rows(acc, at, epilogue, group, tiles.num_tiles, T);
       continue;
     }
-    clear(acc);
     accumulate<kNorm>(acc, weights, activations, 0, at.units, turn);
     if (group == first_group) epilogue.settle();   // a barrier comes before the stores
     finish_split(acc, at, epilogue, group, tiles.num_tiles, T, last);

@@ -239,7 +239,7 @@ def test_against_the_op_and_bitwise_for_every_number_of_rows(
     values = to_float32(widest, launcher.stored)
     kept = [row for row in range(64) if case.product != "qkv" or row not in UNSTORED]
     for row in kept:
-        assert relative_error(values[row], expected[row]) < OPS[op_of(case.product)].tolerance[launcher.stored], row
+        assert relative_error(values[row], expected[row]) < OPS[op_of(case.product)].tolerance[dtype], row
     for num_rows in ROWS:
         assert np.array_equal(bits(launcher.run(num_rows, pdl=True)), bits(widest[:num_rows])), num_rows
 
