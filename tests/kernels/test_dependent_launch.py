@@ -33,7 +33,7 @@ def disassembler() -> str:
 
 
 def early_loads(cubin: Path) -> list[str]:
-    """Plain global loads before the wait, of every function of a cubin. Copies of weights to shared memory are others."""
+    """Plain global loads before the wait, in all functions. Copies of weights to shared memory are not among them."""
     text = subprocess.run([disassembler(), "-c", str(cubin)], capture_output=True, text=True, check=True).stdout
     loads = []
     for function in re.split(r"\.section\s+\.text\.", text)[1:]:
