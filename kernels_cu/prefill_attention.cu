@@ -21,6 +21,14 @@
 //                come first, heads vary fastest: blocks in flight share pages through the L2.
 #include "attention.cuh"
 
+// An earlier kernel writes the chunk: as __restrict__ it might be loaded before pdl_wait. Below sm_90 nothing starts
+// early, and the promise saves a register that would be spilled.
+#if __CUDA_ARCH__ >= 900
+#define CHUNK_RESTRICT
+#else
+#define CHUNK_RESTRICT __restrict__
+#endif
+
 constexpr int kTileRows = 128;
 constexpr int kHeads = GROUP % 2 == 0 ? 2 : 1;
 constexpr int kRows = kTileRows / kHeads;  // consecutive positions of a block
@@ -193,8 +201,9 @@ __device__ __forceinline__ void store_rows(scalar_t* out, WarpRows& rows, unsign
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 2)
-KERNEL(prefill_attention)(scalar_t* __restrict__ out, const scalar_t* q, const scalar_t* k_pages,
-                          const scalar_t* v_pages, const int* __restrict__ block_tables, const int* chunk, int num_kv_heads,
+KERNEL(prefill_attention)(scalar_t* __restrict__ out, const scalar_t* __restrict__ q,
+                          const scalar_t* __restrict__ k_pages, const scalar_t* __restrict__ v_pages,
+                          const int* __restrict__ block_tables, const int* CHUNK_RESTRICT chunk, int num_kv_heads,
                           int pages_per_sequence, float scale) {
   pdl_launch_dependents();
   pdl_wait();
