@@ -4,10 +4,9 @@ import json
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from tiny_checkpoint import CONFIG, write_checkpoint
 
 from cpmrt import LLM, SamplingParams
-from cpmrt.config import ModelConfig
 from cpmrt.errors import (
     CheckpointError,
     ConfigError,
@@ -19,47 +18,14 @@ from cpmrt.errors import (
     UnsupportedModelError,
 )
 from cpmrt.executor import Prefill
-from cpmrt.models.decoder import tensor_specs
 
-CONFIG = {
-    "architectures": ["MiniCPMForCausalLM"], "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 300, "scale_emb": 4,
-    "scale_depth": 1.4, "dim_model_base": 32, "max_position_embeddings": 256, "torch_dtype": "float32",
-    "eos_token_id": 2, "bos_token_id": 1,
-}  # fmt: skip
-TEMPLATE = (
-    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[bot]{% endif %}"
-)
-
-
-def write_tokenizer(folder):
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    vocab = {"<unk>": 0, "<s>": 1, "</s>": 2}
-    vocab |= {char: 3 + i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    tokenizer = Tokenizer(models.BPE(vocab, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {"add_bos_token": True, "bos_token": "<s>", "eos_token": "</s>", "chat_template": TEMPLATE}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+# More tokens than the tokenizer knows, as in checkpoints with padded rows; and a context that is quickly full.
+SIZES = {"vocab_size": 300, "max_position_embeddings": 256}
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("checkpoint")
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    random = np.random.default_rng(5)
-    tensors = {}
-    for spec in tensor_specs(ModelConfig.from_hf(CONFIG)):
-        for source in spec.sources:
-            is_vector = len(source.shape) == 1
-            deviation = 0.1 if is_vector else source.shape[-1] ** -0.5
-            tensors[source.name] = (random.standard_normal(source.shape) * deviation + is_vector).astype(np.float32)
-    save_file(tensors, folder / "model.safetensors")
-    write_tokenizer(folder)
-    return folder
+    return write_checkpoint(tmp_path_factory.mktemp("checkpoint"), **SIZES)
 
 
 @pytest.fixture(scope="module")
@@ -195,7 +161,7 @@ def test_the_context_may_be_filled_to_the_last_token(checkpoint):
 
 
 def test_dummy_weights_need_neither_weights_nor_tokenizer(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | SIZES))
     with LLM(tmp_path, executor="reference", load_format="dummy", dtype="bfloat16") as llm:
         assert len(llm.generate([3, 4], SamplingParams(max_new_tokens=5, ignore_eos=True)).token_ids) == 5
         for call in (lambda: llm.generate("text"), lambda: llm.generate([3], SamplingParams(stop="x"))):
