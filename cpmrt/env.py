@@ -20,6 +20,16 @@ def kernels_dir() -> Path | None:
     return Path(explicit) if explicit else None
 
 
+def asks_for_portable_kernels() -> bool:
+    """Whether a newer GPU runs what sm_80 to sm_89 run, to test and time it: `CPMRT_PORTABLE`, if not empty or 0."""
+    return os.environ.get("CPMRT_PORTABLE", "") not in ("", "0")
+
+
+def api_key() -> str | None:
+    """What clients of `cpmrt serve` must send: `CPMRT_API_KEY`; None if unset or empty."""
+    return os.environ.get("CPMRT_API_KEY") or None
+
+
 def cupy_cache_dir() -> Path:
     """CuPy's own cache, which it creates on import: `CUPY_CACHE_DIR`, else `~/.cupy/kernel_cache`."""
     return Path(os.environ.get("CUPY_CACHE_DIR") or os.path.expanduser("~/.cupy/kernel_cache"))

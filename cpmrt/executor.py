@@ -23,7 +23,9 @@ class Admit:
     """Take a free slot for a new sequence.
 
     `max_new_tokens` and `stop_token_ids` are resolved values: the executor finishes the sequence by them alone.
-    `seed` is a 64-bit integer, the Philox key of every token of the sequence.
+    `seed` is a 64-bit integer, the Philox key of every token of the sequence. `block_table` has the number of the KV
+    page for each run of `page_size` positions that the sequence may reach; empty: the slot's table stays as it is, at
+    first its own run of pages.
     """
 
     slot: int
@@ -31,6 +33,15 @@ class Admit:
     seed: int
     max_new_tokens: int
     stop_token_ids: tuple[int, ...]
+    block_table: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Recall:
+    """Prompt tokens whose keys and values are in the slot's pages already: they only count for the penalties."""
+
+    slot: int
+    token_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +75,7 @@ class Release:
     slot: int
 
 
-Step = Admit | Prefill | Decode | Speculate | Release
+Step = Admit | Recall | Prefill | Decode | Speculate | Release
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +88,8 @@ class TokenLogprobs:
     """The most likely tokens with their log-probabilities, best first."""
 
 
-@dataclass(frozen=True, slots=True)
+# Results are not frozen: that makes a dataclass take three times as long to construct, and a step has one for each row.
+@dataclass(slots=True)
 class SlotResult:
     """What one step produced for one slot: no tokens if the sequence had finished before."""
 
@@ -85,15 +97,19 @@ class SlotResult:
     logprobs: tuple[TokenLogprobs, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepResult:
-    """One entry for each slot of the step, in its order (`Admit` and `Release` have none)."""
+    """One entry for each slot of the step, in its order (`Admit`, `Recall` and `Release` have none)."""
 
     slots: tuple[SlotResult, ...] = ()
 
 
 class Pending(Protocol):
     """A submitted step. `wait` blocks until it is done; it may be called again and gives the same result."""
+
+    def is_done(self) -> bool:
+        """Whether `wait` would return at once. Asked again and again, it raises what `wait` would raise."""
+        ...
 
     def wait(self) -> StepResult: ...
 
@@ -112,6 +128,12 @@ class ExecutorLimits:
     """Steps that may be in flight at once."""
     num_draft: int = 0
     """Draft tokens of a Speculate step; 0: the executor only decodes."""
+    max_logit_bias: int = 0
+    """Most entries of a request's logit_bias; 0: the executor has none."""
+    num_pages: int = 0
+    """KV pages that block tables may name, enough for `max_sequences` of `max_context` tokens; 0: tables are fixed."""
+    page_size: int = 64
+    """Tokens of a KV page."""
 
 
 class Executor(Protocol):
@@ -122,8 +144,11 @@ class Executor(Protocol):
 
     def submit(self, step: Step) -> Pending: ...
 
-    def prompt_logits(self, slot: int, token_ids: tuple[int, ...]) -> Iterator[F32]:
-        """Logits of every position, chunk after chunk of shape [chunk, V], through the pages of a free slot."""
+    def prompt_logits(self, slot: int, token_ids: tuple[int, ...], block_table: tuple[int, ...] = ()) -> Iterator[F32]:
+        """Logits of every position, chunk after chunk of shape [chunk, V], through the pages of a free slot.
+
+        `block_table` as in `Admit`.
+        """
         ...
 
     def close(self) -> None:

@@ -33,14 +33,34 @@ class Completion:
     stats: GenerationStats
 
 
+class AnswerText:
+    """The text of one request, out of the engine's results as they come; with `shown_ids` among special tokens."""
+
+    def __init__(self, tokenizer: Tokenizer | None, request: Request, shown_ids: frozenset[int] = frozenset()):
+        self._detokenizer = Detokenizer(tokenizer, request.prompt_ids, shown_ids) if tokenizer else None
+        self._stop, self._end_ids = StopStrings(request.sampling.stop), request.stop_token_ids
+
+    def push(self, result: SlotResult) -> tuple[str, bool]:
+        """Text that may be shown now, and whether a stop string ended it."""
+        if self._detokenizer is None:
+            return "", False
+        shown = [token for token in result.token_ids if token not in self._end_ids]
+        return self._stop.push(self._detokenizer.push(shown))
+
+    def flush(self) -> str:
+        """Text held back for a character or a stop string that never came."""
+        if self._detokenizer is None:
+            return ""
+        text, hit = self._stop.push(self._detokenizer.flush())
+        return text if hit else text + self._stop.flush()
+
+
 class TextStream(Iterator[Piece]):
     """Iterates over the pieces of one request; closing it (or leaving its `with` block) cancels the request."""
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer | None, request: Request):
-        self._engine, self._request = engine, request
-        self._sequence = engine.add(request)
-        self._detokenizer = Detokenizer(tokenizer, request.prompt_ids) if tokenizer else None
-        self._stop = StopStrings(request.sampling.stop)
+        self._engine, self._sequence = engine, engine.add(request)
+        self._text = AnswerText(tokenizer, request)
         self._token_ids: list[int] = []
         self._texts: list[str] = []
         self._logprobs: list[TokenLogprobs] = []
@@ -79,7 +99,7 @@ class TextStream(Iterator[Piece]):
 
     def _run(self) -> Iterator[Piece]:
         for result in self._engine.stream(self._sequence):
-            text, hit = self._text_of(result)
+            text, hit = self._text.push(result)
             if hit:
                 self._engine.finish(self._sequence, "stop")
                 # A sequence that ended by itself in this very step was still ended by its stop string.
@@ -87,7 +107,7 @@ class TextStream(Iterator[Piece]):
             yield self._piece(text, result)
             if hit:
                 return
-        rest = self._flush()
+        rest = self._text.flush()
         if rest:
             yield self._piece(rest, SlotResult())
 
@@ -96,16 +116,3 @@ class TextStream(Iterator[Piece]):
         self._token_ids.extend(result.token_ids)
         self._logprobs.extend(result.logprobs)
         return Piece(text, result.token_ids, result.logprobs)
-
-    def _text_of(self, result: SlotResult) -> tuple[str, bool]:
-        if self._detokenizer is None:
-            return "", False
-        shown = [token for token in result.token_ids if token not in self._request.stop_token_ids]
-        return self._stop.push(self._detokenizer.push(shown))
-
-    def _flush(self) -> str:
-        """Text held back for a character or a stop string that never came."""
-        if self._detokenizer is None:
-            return ""
-        text, hit = self._stop.push(self._detokenizer.flush())
-        return text if hit else text + self._stop.flush()

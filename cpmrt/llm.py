@@ -9,23 +9,17 @@ from typing import Any
 import numpy as np
 
 from cpmrt.config import EngineConfig, ModelConfig, SamplingParams
-from cpmrt.dtypes import F32, DType, to_float32
+from cpmrt.dtypes import F32
 from cpmrt.engine import Engine, Request
 from cpmrt.engine.engine import StepListener
-from cpmrt.errors import ContextLengthError, NoDeviceError, RequestError, UnsupportedModelError
+from cpmrt.errors import ContextLengthError, NoDeviceError, RequestError
 from cpmrt.executor import Executor
 from cpmrt.generation import Completion, TextStream
-from cpmrt.memory.host_memory import available_bytes
 from cpmrt.memory.plan import MemoryPlan
-from cpmrt.models.decoder import tensor_specs
-from cpmrt.models.planning import fit_model, position_limit
-from cpmrt.reference.executor import LoadWeights, ReferenceExecutor
+from cpmrt.reference import assembly as reference
 from cpmrt.reference.sampling import log_softmax
 from cpmrt.text import ChatTemplate, Tokenizer
-from cpmrt.weights.checkpoint import Checkpoint
-from cpmrt.weights.dummy import dummy
 from cpmrt.weights.model_folder import ModelFolder
-from cpmrt.weights.pack import check, pack
 
 Prompt = str | Sequence[int]
 
@@ -36,8 +30,11 @@ class LLM:
     `model` is a folder or a Hugging Face id; None is the bundled demo model. `executor`: "auto", "cuda" or
     "reference" (NumPy). `dtype` of weights, KV and activations: "auto" (the checkpoint's), "bfloat16", "float16",
     "float32". `max_context` in tokens and `memory_budget` in bytes bound the memory plan (None: the model's own
-    context, what is free). `load_format="dummy"` fills the config with seeded random weights. `hf_overrides` replace
-    keys of config.json. `on_step` is called with every step and its result (`engine.step_log.StepLog` writes them).
+    context, what is free). `lm_head_bits` 8 or 4 rounds the output head to that many bits.
+    `prefix_cache` (`engine.prefix_cache`) spares a prompt what an earlier one, or its answer, has computed already;
+    the bits that a prefill rounds off may then differ, as they do between values of `prefill_chunk`.
+    `load_format="dummy"` fills the config with seeded random weights. `hf_overrides` replace keys of config.json.
+    `on_step` is called with every step and its result (`engine.step_log.StepLog` writes them).
 
     Raises CheckpointError, ConfigError, UnsupportedModelError, MemoryPlanError or NoDeviceError.
     """
@@ -58,25 +55,22 @@ class LLM:
         max_sequences: int = 1,
         cuda_graphs: bool = True,
         dependent_launch: bool = True,
+        lm_head_bits: int | None = None,
+        prefix_cache: bool = True,
         on_step: StepListener | None = None,
     ):
         settings = EngineConfig(
             executor, dtype, max_context, memory_budget, load_format, seed, prefill_chunk, max_sequences,
-            cuda_graphs, dependent_launch,
+            cuda_graphs, dependent_launch, lm_head_bits, prefix_cache,
         )  # fmt: skip
         is_dummy = load_format == "dummy"
         folder = ModelFolder.open(model, revision=revision, weights=not is_dummy, hf_overrides=hf_overrides)
         self.config: ModelConfig = folder.config
-        if self.config.quantization and not is_dummy:
-            raise UnsupportedModelError(
-                f"{folder.path}: the weights are quantised ({self.config.quantization})",
-                fix="use the 16-bit checkpoint of this model",
-            )
         self._seed, self._num_requests = seed, 0
         self.tokenizer = _open_tokenizer(folder, is_dummy)
         self.chat_template = ChatTemplate.open(folder.path)
         self._executor, self._plan = _open_executor(folder, settings)
-        self._engine = Engine(self._executor, on_step)
+        self._engine = Engine(self._executor, on_step, prefix_cache=prefix_cache)
 
     def generate(self, prompt: Prompt, params: SamplingParams | None = None) -> Completion:
         """Continue a prompt (text, or token ids taken as they are). Raises RequestError, ContextLengthError."""
@@ -84,7 +78,7 @@ class LLM:
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> TextStream:
         """The same, piece by piece; closing the stream cancels. Its `completion` holds the whole."""
-        return TextStream(self._engine, self.tokenizer, self._request(prompt, params or SamplingParams()))
+        return TextStream(self._engine, self.tokenizer, self.request(prompt, params or SamplingParams()))
 
     def chat(
         self,
@@ -137,6 +131,11 @@ class LLM:
         return self._executor
 
     @property
+    def engine(self) -> Engine:
+        """The state machine, for a server that drives many requests; one thread at a time."""
+        return self._engine
+
+    @property
     def max_context(self) -> int:
         """Tokens a sequence may hold, prompt and new ones together."""
         return self._engine.limits.max_context
@@ -162,9 +161,14 @@ class LLM:
                 actual=len(ids),
                 fix="raise max_context",
             )
-        return self._executor.prompt_logits(self._engine.free_slot(), ids)
+        with self._engine.borrowed_slot(len(ids)) as (slot, block_table):
+            yield from self._executor.prompt_logits(slot, ids, block_table)
 
-    def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
+    def request(self, prompt: Prompt, params: SamplingParams) -> Request:
+        """What the engine takes: token ids, end tokens and seed made definite. Raises RequestError.
+
+        May be called by other threads than the one that drives the engine; so may `chat_prompt`.
+        """
         if not isinstance(params, SamplingParams):
             raise RequestError("params", expected="SamplingParams", actual=type(params).__name__)
         if params.stop and self.tokenizer is None:
@@ -207,7 +211,7 @@ def _open_tokenizer(folder: ModelFolder, is_dummy: bool) -> Tokenizer | None:
 def _open_executor(folder: ModelFolder, settings: EngineConfig) -> tuple[Executor, MemoryPlan]:
     """A GPU if it can be used and nothing else was asked for; NumPy by wish, or for the bundled model."""
     if settings.executor == "reference":
-        return _reference_executor(folder, settings)
+        return reference.open_executor(folder, settings)
     from cpmrt.cuda.assembly import open_executor
 
     try:
@@ -216,34 +220,9 @@ def _open_executor(folder: ModelFolder, settings: EngineConfig) -> tuple[Executo
         if settings.executor == "cuda":
             raise
         if folder.is_bundled:
-            return _reference_executor(folder, settings)
+            return reference.open_executor(folder, settings)
         raise NoDeviceError(
             f"{error.what}, and the NumPy executor is about a hundred times slower",
             actual=error.actual,
             fix="use executor='reference' (--executor reference) to run it anyway, or see `cpmrt doctor`",
         ) from error
-
-
-def _reference_executor(folder: ModelFolder, settings: EngineConfig) -> tuple[Executor, MemoryPlan]:
-    dtype = settings.storage_dtype(folder.config.dtype)
-    budget = settings.memory_budget or available_bytes()
-    plan = fit_model(folder.config, settings, itemsize=DType.FLOAT32.itemsize, budget=budget)
-    limit = position_limit(folder.config, settings)
-    load = _weight_loader(folder, settings, dtype)
-    return ReferenceExecutor(folder.config, plan, dtype, settings.prefill_chunk, limit, load), plan
-
-
-def _weight_loader(folder: ModelFolder, settings: EngineConfig, dtype: DType) -> LoadWeights:
-    specs = tensor_specs(folder.config)
-
-    def load_dummy(weights: Mapping[str, F32]) -> None:
-        for spec in specs:
-            weights[spec.name][:] = to_float32(dummy(spec, dtype, settings.seed), dtype)
-
-    def load_checkpoint(weights: Mapping[str, F32]) -> None:
-        with Checkpoint.open(folder.path) as checkpoint:
-            check(specs, checkpoint)
-            for spec in specs:
-                weights[spec.name][:] = to_float32(pack(spec, checkpoint, dtype), dtype)
-
-    return load_dummy if settings.load_format == "dummy" else load_checkpoint

@@ -7,24 +7,67 @@ from math import prod
 
 
 @dataclass(frozen=True, slots=True)
+class Packing:
+    """How a checkpoint holds a quantised matrix [N, K]: as several tensors, whose layout `format` names.
+
+    `format` is a row of `weights.packed_formats.FORMATS`. `group_size` in columns (K where one group is a whole row);
+    `symmetric`: every zero point is 8; `permuted`: the columns of a group are not neighbours; `v1_zeros`: zero points
+    are stored minus one.
+    """
+
+    format: str
+    group_size: int
+    symmetric: bool
+    permuted: bool = False
+    v1_zeros: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """How an executor holds a quantised weight [N, K]: codes of `bits` bits (4; 8 for a head), a scale for every
+    `group_size` columns, zero points unless `symmetric`, the order of the columns if `permuted`."""
+
+    bits: int
+    group_size: int
+    symmetric: bool = True
+    permuted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Source:
-    """One tensor of the checkpoint: Hugging Face name and shape."""
+    """One matrix or vector of the checkpoint: its shape, and the Hugging Face name of its tensor.
+
+    With a `packing` it is quantised; `name` is then that of the module, the common beginning of its tensors.
+    """
 
     name: str
     shape: tuple[int, ...]
+    packing: Packing | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """A weight as the executor holds it: the row-wise concatenation of `sources` (usually one)."""
+    """A weight as the executor holds it: the row-wise concatenation of `sources` (usually one).
+
+    Without a `quant` it is held in 16 bits, whatever its sources are; with one, sources in 16 bits are rounded to it.
+    """
 
     name: str
     shape: tuple[int, ...]
     sources: tuple[Source, ...]
+    quant: Quantization | None = None
 
     @property
     def num_elements(self) -> int:
         return prod(self.shape)
+
+    def num_bytes(self, itemsize: int) -> int:
+        """Bytes of all there is to read of it; `itemsize` = those of an element in 16 bits, and of a scale."""
+        if self.quant is None:
+            return self.num_elements * itemsize
+        num_groups = self.num_elements // self.quant.group_size
+        zeros = 0 if self.quant.symmetric else num_groups // 2
+        return self.num_elements * self.quant.bits // 8 + num_groups * itemsize + zeros
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,10 @@
 // positions      [T] int32; slots [T] int32; block_tables [B, pages_per_sequence] int32
 // tree_masks     [T] uint64 or null; tree_base [T] int32, read with tree_masks only
 // num_splits     into how many runs a long row's pages are cut, a multiple of kCluster
-// grid           (x, units, T), x any multiple of kCluster; block 128 in clusters of kCluster along x;
-//                shared memory 16 * D * 2 + STAGES * 64 * D * 4 bytes
+// grid           (kCluster * a, units * T, b) for a * b clusters of a row; block 128 in clusters of kCluster along x;
+//                shared memory 16 * D * 2 + STAGES * 64 * D * 4 bytes, and in clusters 5 * kHeads * D more
+// launched after linear_qkv or rope_append, which let this kernel start once all before them have finished: all but q
+//                and the keys that this step writes is read before pdl_wait, if the rows are few
 // numerics       scores, softmax and sums in float32 (exp2 with the scale folded in); the unnormalised weights are
 //                rounded to scalar_t for the product with v, the result is rounded once when stored
 // oracle         NumpyOps.decode_attention
@@ -23,12 +25,14 @@
 //                whose length depends on that row's length and the number of splits alone: a row's bits do not depend
 //                on its neighbours. Of each page a warp takes 16 keys through a ring of its own, filled with cp.async
 //                by the lanes that read it: no barrier in the stream. A partial is (normalised output, log2 of the sum
-//                of weights); the four warps are merged through shared memory, the blocks of a cluster through
-//                distributed shared memory, each block merging its own slice of the heads' outputs, and clusters
-//                through the workspace, where the last one to arrive merges the slice: one block that reads all
-//                partials, as without clusters (below sm_90), needs 10 us and more. Short rows stay in one cluster and
-//                never touch the workspace. x need not cover num_splits, clusters take several turns: a grid for 64
-//                rows of the longest context would be mostly blocks that start, find nothing and leave.
+//                of weights); the four warps are merged through shared memory, the blocks of a cluster by sending each
+//                other what belongs to the other's slice of the heads' outputs (stores that a barrier there counts: a
+//                barrier of the cluster costs a fence and a second one keeps blocks alive), and clusters through the
+//                workspace, where the last one to arrive merges the slice: one block that reads all partials, as
+//                without clusters (below sm_90), needs 10 us and more. Short rows stay in one cluster and never touch
+//                the workspace. The grid need not cover num_splits, clusters take several turns: a grid for 64 rows of
+//                the longest context would be mostly blocks that start, find nothing and leave. Those that have nothing
+//                to do come last.
 #include "attention.cuh"
 
 #ifndef STAGES
@@ -56,10 +60,12 @@ constexpr int kClusterPages = 4;
 constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / 32;
 constexpr int kKeys = kPageTokens / kWarps;  // keys of a page that a warp takes
+constexpr int kEarlyRows = 16;               // up to so many rows all blocks with work are there at once
 constexpr int kTiles = (GROUP + 15) / 16;    // blocks that share a KV head
 constexpr int kHeads = (GROUP + kTiles - 1) / kTiles;
 constexpr int kVectors = kHeads * HEAD_DIM / 4;  // float4 pieces of the block's output
-constexpr int kSlice = (kVectors + kCluster - 1) / kCluster;
+constexpr int kSlice = kVectors / kCluster;
+static_assert(kVectors % kCluster == 0, "slices are equal: peers count their bytes");
 constexpr int kTileBytes = kKeys * kRowBytes;
 constexpr int kStageBytes = 2 * kTileBytes;
 constexpr int kQueryBytes = 16 * kRowBytes;
@@ -83,7 +89,7 @@ struct Cut {
 
 // ---- merging partial results ----
 
-// A block's published partial: rows of kOutStride floats at the start of the ring, log_sums beside it.
+// A warp's published partial: rows of kOutStride floats at the start of its ring, log_sums beside it.
 __device__ __forceinline__ int published_offset(int vector) {
   return (vector / (HEAD_DIM / 4) * kOutStride + vector % (HEAD_DIM / 4) * 4) * 4;
 }
@@ -93,7 +99,7 @@ __device__ __forceinline__ void publish_warp(WarpState& state, float* out, float
   const int lane = threadIdx.x & 31;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const float sum = quad_sum(state.sum[half]), inverse = sum > 0.0f ? 1.0f / sum : 0.0f;
+    const float sum = quad_sum(state.sum[half]), inverse = sum > 0.0f ? reciprocal_fast(sum) : 0.0f;
     const int row = lane / 4 + half * 8;
     if (lane % 4 == 0) log_sums[row] = sum > 0.0f ? state.max[half] + log2_fast(sum) : kNoMaximum;
 #pragma unroll
@@ -105,17 +111,19 @@ __device__ __forceinline__ void publish_warp(WarpState& state, float* out, float
   }
 }
 
-// The four warps' partials become the block's, in warp 0's place: a thread reads and writes the same elements.
-__device__ __forceinline__ void merge_warps(unsigned char* ring, const float (&warp_log_sums)[kWarps][16],
-                      float* log_sums) {
-  for (int vector = threadIdx.x; vector < kVectors; vector += kThreads) {
-    const int row = vector / (HEAD_DIM / 4);
-    const Partial merged = merge<kWarps>(kWarps, [&](int warp) -> Partial {
-      const unsigned char* part = ring + warp * STAGES * kStageBytes;
-      return {*reinterpret_cast<const float4*>(part + published_offset(vector)), warp_log_sums[warp][row]};
-    });
-    *reinterpret_cast<float4*>(ring + published_offset(vector)) = merged.out;
-    if (vector % (HEAD_DIM / 4) == 0) log_sums[row] = merged.log_sum;
+// visit(vector, merged) for all vectors of the block's partial.
+template <typename Visit>
+__device__ __forceinline__ void merge_warps(const unsigned char* ring, const float (&warp_log_sums)[kWarps][16],
+                                            Visit visit) {
+#pragma unroll
+  for (int i = 0; i < (kVectors + kThreads - 1) / kThreads; ++i) {
+    const int vector = threadIdx.x + i * kThreads;
+    if (kVectors % kThreads != 0 && vector >= kVectors) continue;
+    visit(vector, merge<kWarps>(kWarps, [&](int warp) -> Partial {
+            const unsigned char* part = ring + warp * STAGES * kStageBytes;
+            return {*reinterpret_cast<const float4*>(part + published_offset(vector)),
+                    warp_log_sums[warp][vector / (HEAD_DIM / 4)]};
+          }));
   }
 }
 
@@ -148,14 +156,28 @@ __device__ __forceinline__ bool arrives_last(int* arrivals, int expected) {
   return last;
 }
 
-__device__ __forceinline__ void load_queries(uint32_t dst, const scalar_t* q, const Heads& heads) {
-  for (int index = threadIdx.x; index < 16 * kRowChunks; index += kThreads) {
-    const int row = index / kRowChunks, chunk = index % kRowChunks;
-    const bool exists = row < heads.count;
-    cp_async16(dst + swizzled(row, chunk), q + heads.offset + (exists ? index * 8 : 0), exists ? 16 : 0);
+// The query's tile in 16-byte pieces of each thread's, read through registers: not with the copies of the pages, which
+// nobody has to wait for then.
+struct Query {
+  static constexpr int kPieces = (16 * kRowChunks + kThreads - 1) / kThreads;
+  uint4 pieces[kPieces];
+
+  __device__ __forceinline__ void read(const scalar_t* q, const Heads& heads) {
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) {
+      const int index = threadIdx.x + i * kThreads;
+      pieces[i] = make_uint4(0, 0, 0, 0);
+      if (index / kRowChunks < heads.count) pieces[i] = load16_written(q + heads.offset + index * 8);
+    }
   }
-  cp_async_commit();
-}
+  __device__ __forceinline__ void store(unsigned char* tile) const {
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) {
+      const int index = threadIdx.x + i * kThreads;
+      if (index < 16 * kRowChunks) store16(tile + swizzled(index / kRowChunks, index % kRowChunks), pieces[i]);
+    }
+  }
+};
 
 __device__ __forceinline__ void store_zeros(scalar_t* out, const Heads& heads) {
   for (int i = threadIdx.x; i < kVectors; i += kThreads) {
@@ -163,108 +185,173 @@ __device__ __forceinline__ void store_zeros(scalar_t* out, const Heads& heads) {
   }
 }
 
-// A run of pages, by all warps: the block's partial stands at the start of the ring and in log_sums.
-__device__ __forceinline__ void attend_run(unsigned char* shared, float (&log_sums)[16], const scalar_t* q,
-                                           const Heads& heads, Stream stream, const Keys& keys, float scale) {
-  __shared__ float warp_log_sums[kWarps][16];
+// A run of pages, by all warps: their partials stand at the start of their rings and in log_sums.
+__device__ __forceinline__ void attend_run(unsigned char* shared, float (&log_sums)[kWarps][16], const scalar_t* q,
+                                           const Heads& heads, Stream stream, const Keys& keys, float scale,
+                                           bool is_early) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  unsigned char* ring = shared + kQueryBytes;
-  load_queries(shared_address(shared), q, heads);
-  for (int page = 0; page < STAGES; ++page) {
-    const int64_t offset = stream.locate(page);
-    stream.load(stream.k_tile(page), stream.k_rows + offset, page, keys.length);
-    stream.load(stream.k_tile(page) + kTileBytes, stream.v_rows + offset, page, keys.length);
+  Query query;
+  bool has_new = false;
+  // Where many blocks' pages fill the memory's queues the query goes first.
+  if (!is_early) {
+    pdl_wait();
+    query.read(q, heads);
   }
+  stream.fill(keys);
+  if (is_early) {
+    pdl_launch_dependents();
+    pdl_wait();
+    has_new = stream.fill_new(keys);
+    query.read(q, heads);
+  }
+  query.store(shared);
+  if (has_new) cp_async_wait_all();
   WarpState state = {};
   state.max[0] = state.max[1] = kNoMaximum;
-  cp_async_wait<2 * STAGES>();
   __syncthreads();
 #pragma unroll
   for (int step = 0; step < kDimSteps; ++step) {
     ldmatrix_x4(state.q[step], shared_address(shared) + swizzled(lane_row_a(lane), 2 * step + lane_chunk_a(lane)));
   }
   attend(state, stream, keys, scale * kLog2e);
-  publish_warp(state, reinterpret_cast<float*>(ring + warp * STAGES * kStageBytes), warp_log_sums[warp]);
+  unsigned char* ring = shared + kQueryBytes + warp * STAGES * kStageBytes;
+  publish_warp(state, reinterpret_cast<float*>(ring), log_sums[warp]);
   __syncthreads();
-  merge_warps(ring, warp_log_sums, log_sums);
 }
 
-// Merges `members` published partials, this block its slice, and stores them: to out if the row has no other cluster,
-// else to the workspace, from where the last cluster to arrive merges them into out.
-__device__ __forceinline__ void merge_item(scalar_t* out, float* partials, int* arrivals, const unsigned char* ring,
-                                           const float (&log_sums)[16], const Heads& heads, int rank, int members,
-                                           int cluster, int used_clusters) {
-  float* sums = partials + used_clusters * kVectors * 4;
-  const int first = rank * kSlice + threadIdx.x, end = min(kVectors, (rank + 1) * kSlice);
-  for (int vector = first; vector < end; vector += kThreads) {
-    const uint32_t out_address = shared_address(ring) + published_offset(vector);
-    const uint32_t sum_address = shared_address(&log_sums[vector / (HEAD_DIM / 4)]);
-    const Partial merged = merge<8>(members, [&](int i) {
-      return load_peer(peer_address(out_address, i), peer_address(sum_address, i));
-    });
+// Where a row's values go, by cluster of those that share it.
+struct Target {
+  scalar_t* out;
+  float* partials;
+  int cluster, used_clusters;
+
+  __device__ __forceinline__ float* log_sums() const { return partials + used_clusters * kVectors * 4; }
+
+  // To out if the row has no other cluster, else to the workspace.
+  __device__ __forceinline__ void keep(const Heads& heads, int vector, const Partial& merged) const {
     if (used_clusters == 1) {
       store_vector(out, heads, vector, merged.out);
     } else {
       __stcg(reinterpret_cast<float4*>(partials) + cluster * kVectors + vector, merged.out);
-      __stcg(sums + cluster * kVectors + vector, merged.log_sum);
+      __stcg(log_sums() + cluster * kVectors + vector, merged.log_sum);
     }
   }
-  cluster_arrive();
-  if (used_clusters > 1 && arrives_last(arrivals + rank, used_clusters)) {
-    for (int vector = first; vector < end; vector += kThreads) {
+
+  // By the last cluster: the merged slice, to out.
+  __device__ __forceinline__ void merge_clusters(const Heads& heads, int rank) const {
+    for (int vector = rank * kSlice + threadIdx.x; vector < (rank + 1) * kSlice; vector += kThreads) {
       const Partial merged = merge<kMergeBatch>(used_clusters, [&](int i) -> Partial {
         return {__ldcg(reinterpret_cast<const float4*>(partials) + i * kVectors + vector),
-                __ldcg(sums + i * kVectors + vector)};
+                __ldcg(log_sums() + i * kVectors + vector)};
       });
       store_vector(out, heads, vector, merged.out);
     }
   }
+};
+
+#ifdef IN_CLUSTERS
+constexpr int kReceivedOffset = kQueryBytes + kWarps * STAGES * kStageBytes;  // [peer][slice] outputs, then log sums
+constexpr int kReceivedBytes = 20 * kSlice;                                   // from each peer
+
+// The slices of the block's partial to the peers that merge them.
+__device__ __forceinline__ void send_slices(const unsigned char* shared, const float (&log_sums)[kWarps][16],
+                                            uint32_t barrier, int rank) {
+  const uint32_t received = shared_address(shared) + kReceivedOffset;
+  merge_warps(shared + kQueryBytes, log_sums, [&](int vector, const Partial& part) {
+    const int place = rank * kSlice + vector % kSlice;
+    send_partial(received + place * 16, received + kVectors * 16 + place * 4, barrier, vector / kSlice, part);
+  });
 }
+
+// The block's slice of what `members` peers have sent.
+__device__ __forceinline__ void merge_slices(const unsigned char* shared, const Heads& heads, const Target& target,
+                                             int rank, int members) {
+  const uint32_t received = shared_address(shared) + kReceivedOffset;
+  for (int i = threadIdx.x; i < kSlice; i += kThreads) {
+    const Partial merged = merge<8>(members, [&](int peer) {
+      const int place = peer * kSlice + i;
+      return received_partial(received + place * 16, received + kVectors * 16 + place * 4);
+    });
+    target.keep(heads, rank * kSlice + i, merged);
+  }
+}
+#endif
 
 extern "C" __global__ void CLUSTER_LAUNCH __launch_bounds__(kThreads, 2)
 KERNEL(decode_attention)(scalar_t* __restrict__ out, float* partials, int* arrivals,
                          const scalar_t* q, const scalar_t* k_pages, const scalar_t* v_pages, const int* positions,
-                         const int* slots, const int* __restrict__ block_tables, const uint64_t* tree_masks,
+                         const int* slots, const int* block_tables, const uint64_t* tree_masks,
                          const int* tree_base, int num_splits,
                          int num_kv_heads, int pages_per_sequence, float scale) {
-  pdl_launch_dependents();
-  pdl_wait();
   extern __shared__ __align__(128) unsigned char shared[];
-  __shared__ float log_sums[16];
-  unsigned char* ring = shared + kQueryBytes;
+  __shared__ float log_sums[kWarps][16];
   const int rank = blockIdx.x % kCluster, warp = threadIdx.x >> 5;
-  const int row = blockIdx.z, kv_head = blockIdx.y / kTiles, tile = blockIdx.y % kTiles;
-  const int slot = slots[row], position = positions[row];
+  const int first_cluster = blockIdx.z * (gridDim.x / kCluster) + blockIdx.x / kCluster;
+  const int num_clusters = gridDim.z * (gridDim.x / kCluster);
+  const int units = num_kv_heads * kTiles, num_rows = gridDim.y / units;
+  const int row = blockIdx.y / units, kv_head = blockIdx.y % units / kTiles, tile = blockIdx.y % kTiles;
+  const bool is_early = num_rows <= kEarlyRows;
+  // One row's few pages would wait 3 us and more behind the next kernel's weights: that one starts after their copies.
+  if (num_rows > 1) pdl_launch_dependents();
+  const int slot = __ldcg(slots + row), position = __ldcg(positions + row);
   const Heads heads = {(((int64_t)row * num_kv_heads + kv_head) * GROUP + tile * kHeads) * HEAD_DIM,
                        min(kHeads, GROUP - tile * kHeads)};
-  const Keys keys = keys_of_row(position, tree_masks, tree_base, row);
+  const int first = num_rows == 1 || !is_early ? position : first_written(positions, slots, slot, num_rows);
+  Keys keys = keys_of_row(position, first, tree_masks, tree_base, row);
+  if (!is_early) keys.old = keys.length;
   if (slot < 0 || keys.length <= 0) {
-    if (blockIdx.x == 0) store_zeros(out, heads);
+    pdl_wait();
+    if (rank == 0 && first_cluster == 0) store_zeros(out, heads);
     return;
   }
   const Cut cut(keys.length, num_splits);
+  if (first_cluster >= cut.clusters()) return;
+#ifdef IN_CLUSTERS
+  __shared__ uint64_t received;
+  const uint32_t barrier = shared_address(&received);
+  int turn = 0;
+  if (threadIdx.x == 0) {
+    mbarrier_init(barrier, 1);
+    mbarrier_init_fence();
+  }
+#endif
+  cluster_announce();
   const int64_t head_offset = (int64_t)(kv_head * kPageTokens + warp * kKeys) * HEAD_DIM;
   Stream stream = {k_pages + head_offset,
                    v_pages + head_offset,
                    (int64_t)num_kv_heads * kPageTokens * HEAD_DIM,
                    nullptr,
-                   shared_address(ring) + warp * STAGES * kStageBytes,
+                   shared_address(shared) + kQueryBytes + warp * STAGES * kStageBytes,
                    0,
                    0,
                    0};
-  const int64_t unit = (int64_t)row * gridDim.y + blockIdx.y;
-  for (int cluster = blockIdx.x / kCluster; cluster < cut.clusters(); cluster += gridDim.x / kCluster) {
-    const int run = cluster * kCluster + rank, first_page = run * cut.run_pages;
+  const int64_t unit = blockIdx.y;
+  Target target = {out, partials + unit * (num_splits / kCluster) * kVectors * 5, first_cluster, cut.clusters()};
+  for (; target.cluster < target.used_clusters; target.cluster += num_clusters) {
+    const bool is_first = target.cluster == first_cluster;
+    if (!is_first) cluster_barrier();  // rings and what was received have been read
+    const int run = target.cluster * kCluster + rank, first_page = run * cut.run_pages;
     if (run < cut.num_runs) {
       stream.block_table = block_tables + (int64_t)slot * pages_per_sequence + first_page;
       stream.first_key = first_page * kPageTokens + warp * kKeys;
       stream.num_pages = min(cut.run_pages, cut.num_pages - first_page);
-      attend_run(shared, log_sums, q, heads, stream, keys, scale);
+      attend_run(shared, log_sums, q, heads, stream, keys, scale, is_early);
     }
-    cluster_arrive();
-    cluster_wait();
-    merge_item(out, partials + unit * (num_splits / kCluster) * kVectors * 5, arrivals + unit * kCluster, ring,
-               log_sums, heads, rank, min(kCluster, cut.num_runs - cluster * kCluster), cluster, cut.clusters());
-    cluster_wait();
+    pdl_launch_dependents();
+    pdl_wait();
+#ifdef IN_CLUSTERS
+    const int members = min(kCluster, cut.num_runs - target.cluster * kCluster);
+    if (threadIdx.x == 0) mbarrier_arrive_expect(barrier, members * kReceivedBytes);
+    if (is_first) cluster_wait();  // the peers' barriers exist
+    if (run < cut.num_runs) send_slices(shared, log_sums, barrier, rank);
+    mbarrier_wait(barrier, turn++ & 1);
+    merge_slices(shared, heads, target, rank, members);
+#else
+    merge_warps(shared + kQueryBytes, log_sums,
+                [&](int vector, const Partial& merged) { target.keep(heads, vector, merged); });
+#endif
+    if (target.used_clusters > 1 && arrives_last(arrivals + unit * kCluster + rank, target.used_clusters)) {
+      target.merge_clusters(heads, rank);
+    }
   }
 }

@@ -25,6 +25,15 @@ __device__ __forceinline__ float2 normal_pair(unsigned radius_bits, unsigned ang
   return make_float2(radius * cosine, radius * sine);
 }
 
+// formula: out[i] = 64 random bits, a function of (seed, i) only.  operands: out (n) uint64.  oracle: none, they are codes.
+extern "C" __global__ void KERNEL(fill_words)(unsigned long long* __restrict__ out, int64_t n, unsigned long long seed) {
+  pdl_launch_dependents();
+  pdl_wait();
+  const int64_t stride = (int64_t)gridDim.x * blockDim.x;
+  for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n; i += stride)
+    out[i] = mix(seed + (i + 1) * 0x9e3779b97f4a7c15ull);
+}
+
 extern "C" __global__ void KERNEL(fill_normal)(scalar_t* __restrict__ out, int64_t n, unsigned long long seed,
                                                float mean, float deviation) {
   pdl_launch_dependents();

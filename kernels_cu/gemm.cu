@@ -1,8 +1,8 @@
 // Dense product of many rows with tensor cores: the stand-in for cuBLASLt where that library is absent.
 //
 //   formula   y[m, n] = round(alpha * sum_k x[m, k] w[n, k] + beta * y[m, n]);  y is not read if beta is 0
-//   operands  y (M, N) scalar_t row-major; x (M, K) scalar_t row-major; w (N, K) scalar_t row-major; 16-byte aligned.
-//             M any, N a multiple of 16, K a multiple of 32
+//   operands  y (M, N) scalar_t, its rows `stride` elements apart; x (M, K) scalar_t row-major; w (N, K) scalar_t row-major;
+//             16-byte aligned. M any, N a multiple of 16, K a multiple of 32, stride a multiple of 8
 //   launch    grid ceil(M / 128) * ceil(N / TILE_N), block TILE_N, shared (128 + TILE_N) * TILE_K * 2 * STAGES bytes
 //   numerics  fp32 accumulation in ascending k, one rounding at the store. A row's bits depend on its x, w, alpha, beta
 //             only: not on M, not on TILE_N, TILE_K or STAGES
@@ -116,7 +116,7 @@ struct Fragments {
 
 // Scales, adds and stores one warp's sums. A quad transposes four fragments, so that a lane owns 16 bytes of a row.
 __device__ __forceinline__ void store(scalar_t* y, float (&sums)[kFragmentsM][kFragmentsN][4], int row, int column,
-                                      int m, int n, float alpha, float beta) {
+                                      int m, int n, int stride, float alpha, float beta) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int i = 0; i < kFragmentsM * 2; i++) {
@@ -125,7 +125,7 @@ __device__ __forceinline__ void store(scalar_t* y, float (&sums)[kFragmentsM][kF
     for (int j = 0; j < kFragmentsN; j += 4) {
       const int y_column = column + (j + lane % 4) * 8;
       const bool inside = y_row < m && y_column < n;
-      scalar_t* place = y + (inside ? (int64_t)y_row * n + y_column : 0);
+      scalar_t* place = y + (inside ? (int64_t)y_row * stride + y_column : 0);
       uint32_t words[4] = {0, 0, 0, 0};
       if (beta != 0.f) {
         if (inside) {
@@ -151,7 +151,7 @@ __device__ __forceinline__ void store(scalar_t* y, float (&sums)[kFragmentsM][kF
 
 extern "C" __global__ void __launch_bounds__(kThreads, 256 / kThreads)
     KERNEL(gemm)(scalar_t* y, const scalar_t* x, const scalar_t* __restrict__ w, int m, int n,
-                 int k, float alpha, float beta) {
+                 int k, int stride, float alpha, float beta) {
   extern __shared__ __align__(128) unsigned char shared[];
   pdl_launch_dependents();
   const uint32_t x_shared = shared_address(shared), w_shared = x_shared + kTileM * kRowBytes;
@@ -209,5 +209,5 @@ extern "C" __global__ void __launch_bounds__(kThreads, 256 / kThreads)
       fragments[step % 2].multiply(sums);
     }
   }
-  store(y, sums, first_m + warp_m, first_n + warp_n, m, n, alpha, beta);
+  store(y, sums, first_m + warp_m, first_n + warp_n, m, n, stride, alpha, beta);
 }

@@ -81,7 +81,8 @@ __device__ __forceinline__ void rotate(Halves& h, const float* cos_row, const fl
 }
 
 // What an earlier kernel of the step wrote is not __restrict__: the compiler may move a load that it takes for one of
-// a constant before pdl_wait.
+// a constant before pdl_wait. The next kernel may start only after the wait: decode_attention reads early what is older
+// than this launch.
 extern "C" __global__ void __launch_bounds__(256)
     KERNEL(rope_append)(scalar_t* __restrict__ q, scalar_t* __restrict__ k_pages, scalar_t* __restrict__ v_pages,
                         const scalar_t* qkv, const scalar_t* __restrict__ bias,
@@ -89,8 +90,8 @@ extern "C" __global__ void __launch_bounds__(256)
                         const float* __restrict__ rope, const int32_t* positions,
                         const int32_t* slots, const int32_t* __restrict__ block_tables, int num_rows,
                         int num_heads, int num_kv_heads, int pages_per_sequence, int max_context, float eps) {
-  pdl_launch_dependents();
   pdl_wait();
+  pdl_launch_dependents();
   const int all_heads = num_heads + 2 * num_kv_heads;
   const int64_t item = (blockIdx.x * static_cast<int64_t>(256) + threadIdx.x) / kLanes;
   // A warp stays whole for the shuffles: threads without work take the first row's first elements and store nothing.

@@ -1,6 +1,6 @@
 // The sampling chain: from rows of raw logits to a token each, the slot's new state and the row's result.
 //
-//   formula   z = penalised logits / temperature; token = arg max over the tokens that survive top-k, then top-p among
+//   formula   z = biased and penalised logits / temperature; token = arg max over the tokens that survive top-k, then top-p among
 //             those, then min-p, of z + gumbel(seed, position, token); temperature 0: arg max of the penalised logits.
 //             The lowest id wins a tie. logprob = logit - max - log sum exp(logit - max), of the raw logits
 //   operands  results (16) ResultRecord in mapped host memory; states (B) SlotState; token_counts (B, VOCAB) uint32;
@@ -19,6 +19,7 @@
 #include "ordered_float.cuh"
 #include "philox.cuh"
 #include "row_blocks.cuh"
+#include "row_ending.cuh"
 #include "slot_state.cuh"
 
 #ifndef VOCAB
@@ -72,12 +73,13 @@ struct Cut {
 struct Row {
   const float* logits;
   const uint32_t* token_counts;
+  const SlotState* state;
   Shared* shared;
   uint64_t seed;
   float temperature, repetition_penalty, presence_penalty, frequency_penalty;
   float maximum;  // of z
   int position, block, parity;
-  bool has_penalties;
+  bool is_adjusted;  // by penalties or biases
 
   __device__ __forceinline__ int end_group() const { return min((block + 1) * kBlockGroups, kGroups); }
 
@@ -93,8 +95,9 @@ struct Row {
 
   // z of a token: the oracle's operations one by one.
   __device__ __forceinline__ float adjust(float logit, int token) const {
-    if (has_penalties) {
-      const uint32_t word = token_counts[token], count = word & ~kSeen;
+    if (is_adjusted) {
+      const uint32_t word = token_counts[token], count = word & ~(kSeen | kBiased);
+      if (word & kBiased) logit = __fadd_rn(logit, logit_bias_of(state, token));
       if (word & kSeen && repetition_penalty != 1.0f) {
         logit = logit > 0.0f ? __fdiv_rn(logit, repetition_penalty) : __fmul_rn(logit, repetition_penalty);
       }
@@ -331,20 +334,6 @@ __device__ __forceinline__ void write_logprobs(TokenLogprobs* out, Row& row, int
   }
 }
 
-// Warp 0 of a row's first block: what the token changes, and the row's result.
-__device__ __forceinline__ void finish_row(ResultRecord* results, SlotState* state, uint32_t* token_counts,
-                                           uint64_t sequence, int row, int token) {
-  const int lane = threadIdx.x;
-  const bool stops = __any_sync(0xFFFFFFFFu, lane < state->num_stop_ids && state->stop_ids[lane] == token);
-  if (lane != 0) return;
-  const int num_generated = state->num_generated + 1;
-  state->num_generated = num_generated;
-  state->last_token = token;
-  state->finished = stops || num_generated == state->max_new_tokens;
-  token_counts[token] = kSeen | (token_counts[token] + 1);
-  publish(results, sequence, row, token, state->num_logprobs > 0);
-}
-
 // What an earlier kernel of the step wrote is not __restrict__: the compiler may move a load that it takes for one of
 // a constant before pdl_wait.
 extern "C" __global__ void __launch_bounds__(kThreads, 1) ROW_BLOCKS
@@ -362,6 +351,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) ROW_BLOCKS
   Row row;
   row.logits = logits + static_cast<int64_t>(blockIdx.y) * VOCAB;
   row.token_counts = counts;
+  row.state = state;
   row.shared = &shared;
   row.seed = state->seed;
   row.temperature = state->temperature;
@@ -371,12 +361,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) ROW_BLOCKS
   row.position = state->position;
   row.block = blockIdx.x;
   row.parity = 0;
-  row.has_penalties =
-      row.repetition_penalty != 1.0f || row.presence_penalty != 0.0f || row.frequency_penalty != 0.0f;
+  row.is_adjusted = row.repetition_penalty != 1.0f || row.presence_penalty != 0.0f ||
+                    row.frequency_penalty != 0.0f || state->num_logit_biases > 0;
 
   const int top_k = state->top_k, num_logprobs = state->num_logprobs;
   const float top_p = state->top_p, log_min_p = state->log_min_p;
   const uint64_t sequence = context->sequence;
+  const Ending ending(state);
 
   uint64_t best = 0;
   row.for_each<false, 4>([&](float z, int token) { best = Larger::of(best, candidate(z, token)); });
@@ -391,5 +382,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) ROW_BLOCKS
     write_logprobs(out, row, token, num_logprobs);
   }
   // The last exchange ended with a barrier: every block has read the state, none is read from any more.
-  if (row.block == 0 && threadIdx.x < 32) finish_row(results, state, counts, sequence, blockIdx.y, token);
+  if (row.block == 0 && threadIdx.x < 32) {
+    finish_row(results, state, ending, counts, sequence, blockIdx.y, token, num_logprobs > 0);
+  }
 }

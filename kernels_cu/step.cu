@@ -1,16 +1,17 @@
 // Bookkeeping of steps: take a command out of the ring, set up the rows of the step, report steps without tokens.
 //
-//   formula   admit: state[slot] = command's, token_counts[slot] = 0;  step_begin, for each row: (token, position, slot)
+//   formula   admit: state[slot] = command's, token_counts[slot] = 0 or kBiased, block_tables[slot][i] = pages[i] for those given;
+//             recall: seen[slot][tokens[i]] = true;  step_begin, for each row: (token, position, slot)
 //             = (last_token, position++, slot) of its slot, or (0, 0, -1) for padding and finished sequences;
 //             prefill_begin, for each row i < count: (tokens[i], start + i, slot), seen[slot][tokens[i]] = true;
 //             first_begin: x[0] = x[count - 1]
 //   operands  token_ids, positions, slots (T) int32; chunk (4) int32: slot, start, count, is_last; states (B) SlotState;
-//             token_counts (B, VOCAB) uint32; results (16) ResultRecord and commands (16, command_bytes) in mapped host
+//             token_counts (B, VOCAB) uint32; block_tables (B, pages_per_sequence) int32; results (16) ResultRecord and commands (16, command_bytes) in mapped host
 //             memory; context StepContext; x (T, HIDDEN) scalar_t
-//   launch    admit, prefill_begin: grid 1, block 1024; step_begin: grid 1, block 64; prefill_end: grid 1, block 32;
+//   launch    admit, recall, prefill_begin: grid 1, block 1024; step_begin: grid 1, block 64; prefill_end: grid 1, block 32;
 //             first_begin: grid ceil(HIDDEN / 8 / 128), block 128; no shared memory
 //   numerics  integers; x is copied
-//   oracle    reference/executor.py ReferenceExecutor: Admit, _prefill, _decode
+//   oracle    reference/executor.py ReferenceExecutor: Admit, Recall, _prefill, _decode
 //   source    original
 //   layout    one block: every launch takes one entry, and a few KB over the bus are bound by latency. The device
 //             counts entries by itself, so that a captured launch needs no new argument. Launched for another kind of
@@ -24,6 +25,7 @@
 #ifndef HIDDEN
 #error "HIDDEN must be defined: elements of a row of x, a multiple of 8"
 #endif
+static_assert(sizeof(SlotState) / 4 <= 1024, "admit copies the state with one word a thread");
 static_assert(HIDDEN % 8 == 0, "HIDDEN must be a multiple of 8");
 
 // What an earlier kernel of the step wrote is not __restrict__: the compiler may move a load that it takes for one of
@@ -36,33 +38,66 @@ __device__ __forceinline__ const int32_t* payload(const Command* command) {
   return reinterpret_cast<const int32_t*>(command + 1);
 }
 
-// The next command of the ring. All threads of the only block call it.
-__device__ __forceinline__ const Command* take_command(StepContext* context, const uint8_t* commands,
-                                                       int command_bytes, CommandKind kind) {
+// The next command of the ring.
+__device__ __forceinline__ const Command* next_command(const StepContext* context, const uint8_t* commands,
+                                                       int command_bytes) {
+  const uint8_t* at = commands + static_cast<int64_t>(context->next_entry % kRingEntries) * command_bytes;
+  return reinterpret_cast<const Command*>(at);
+}
+
+// Counts the command, which must be of the kernel's kind. All threads of the only block call it, after next_command.
+__device__ __forceinline__ void take(StepContext* context, bool is_expected) {
   const uint64_t entry = context->next_entry;
-  const uint8_t* at = commands + static_cast<int64_t>(entry % kRingEntries) * command_bytes;
-  const Command* command = reinterpret_cast<const Command*>(at);
   __syncthreads();
   if (threadIdx.x == 0) {
     context->next_entry = entry + 1;
     context->sequence = entry + 1;
-    if (load_host(&command->kind) != kind) __trap();
+    if (!is_expected) __trap();
   }
   __syncthreads();
+}
+
+__device__ __forceinline__ const Command* take_command(StepContext* context, const uint8_t* commands,
+                                                       int command_bytes, CommandKind kind) {
+  const Command* command = next_command(context, commands, command_bytes);
+  take(context, threadIdx.x != 0 || load_host(&command->kind) == kind);
   return command;
 }
 
 extern "C" __global__ void KERNEL(admit)(SlotState* states, uint32_t* __restrict__ token_counts,
-                                         ResultRecord* __restrict__ results, StepContext* context,
-                                         const uint8_t* __restrict__ commands, int command_bytes) {
+                                         int32_t* __restrict__ block_tables, ResultRecord* __restrict__ results,
+                                         StepContext* context, const uint8_t* __restrict__ commands,
+                                         int command_bytes, int pages_per_sequence) {
   pdl_launch_dependents();
   pdl_wait();
   const Command* command = take_command(context, commands, command_bytes, kAdmit);
-  const int slot = load_host(&command->slot);
+  const int slot = load_host(&command->slot), num_pages = load_host(&command->num_rows);
   int32_t* state = reinterpret_cast<int32_t*>(states + slot);
   if (threadIdx.x < sizeof(SlotState) / 4) state[threadIdx.x] = load_host(payload(command) + threadIdx.x);
+  int32_t* pages = block_tables + static_cast<int64_t>(slot) * pages_per_sequence;
+  for (int page = threadIdx.x; page < num_pages; page += blockDim.x) {
+    pages[page] = load_host(payload(command) + sizeof(SlotState) / 4 + page);
+  }
   uint32_t* counts = token_counts + static_cast<int64_t>(slot) * VOCAB;
   for (int token = threadIdx.x; token < VOCAB; token += blockDim.x) counts[token] = 0;
+  __syncthreads();
+  if (threadIdx.x < states[slot].num_logit_biases) {
+    const uint32_t token = states[slot].biased_ids[threadIdx.x];
+    if (token < VOCAB) counts[token] = kBiased;
+  }
+  if (threadIdx.x == 0) publish(results, context->sequence, 0, kNoToken, false);
+}
+
+extern "C" __global__ void KERNEL(recall)(uint32_t* __restrict__ token_counts, ResultRecord* __restrict__ results,
+                                          StepContext* context, const uint8_t* __restrict__ commands,
+                                          int command_bytes) {
+  pdl_launch_dependents();
+  pdl_wait();
+  const Command* command = take_command(context, commands, command_bytes, kRecall);
+  const int count = load_host(&command->num_rows);
+  uint32_t* counts = token_counts + static_cast<int64_t>(load_host(&command->slot)) * VOCAB;
+  // Not atomic: whoever else writes the word writes the same.
+  for (int i = threadIdx.x; i < count; i += blockDim.x) counts[load_host(payload(command) + i)] |= kSeen;
   if (threadIdx.x == 0) publish(results, context->sequence, 0, kNoToken, false);
 }
 
@@ -74,10 +109,13 @@ extern "C" __global__ void KERNEL(step_begin)(int32_t* __restrict__ token_ids, i
                                               int num_rows) {
   pdl_launch_dependents();
   pdl_wait();
-  const Command* command = take_command(context, commands, command_bytes, kDecode);
+  const Command* command = next_command(context, commands, command_bytes);
   const int row = threadIdx.x;
+  // All reads of the host's memory at once: each takes a microsecond and more.
+  const int kind = load_host(&command->kind), num_used = load_host(&command->num_rows);
+  const int listed = row < num_rows ? load_host(payload(command) + row) : 0;
+  take(context, kind == kDecode);
   if (row >= num_rows) return;
-  const int num_used = load_host(&command->num_rows), listed = load_host(payload(command) + row);
   int token = 0, position = 0, slot = -1;
   if (row < num_used) {
     SlotState* state = states + listed;
@@ -114,8 +152,8 @@ extern "C" __global__ void KERNEL(prefill_begin)(int32_t* __restrict__ token_ids
     token_ids[row] = token;
     positions[row] = used ? start + row : 0;
     slots[row] = used ? slot : -1;
-    // Nothing is generated before the prompt ends, so the count beside the flag is 0.
-    if (used) counts[token] = kSeen;
+    // Not atomic: whoever else writes the word writes the same.
+    if (used) counts[token] |= kSeen;
   }
   if (threadIdx.x == 0) {
     states[slot].position = start + count;

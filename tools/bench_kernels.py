@@ -1,8 +1,10 @@
-"""Time each hot kernel alone at real shapes: python tools/bench_kernels.py --kernel linear [--rows 1,8] [--json FILE].
+"""Time each hot kernel alone, as the model launches it: python3 tools/bench_kernels.py [--kernel NAME] [--write].
 
-A measurement is a CUDA graph of launches over rotating copies of the weight, together larger than the L2, with
-dependent-launch edges; the number is the median of replays, divided by the launches. Bytes are the weight's. A family
-of kernels is one function in `FAMILIES` that yields `Case`s.
+A number is the median over replays of a CUDA graph with the launches of one kernel in a pass over the model's layers,
+divided by their count: its operands, sizes and dependent-launch edges are the model's own. There are so many layers
+that the L2 holds nothing of the pass before: weights stream from memory. What a pass leaves in the L2 in earnest (the
+activations) is found there here too. Shares are of the read bandwidth and of the fastest large product that are
+measured first. The steps' bookkeeping kernels are not here: they take commands, which only the executor writes.
 """
 
 from __future__ import annotations
@@ -10,170 +12,271 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
-from cpmrt.cuda.compiler import Modules
-from cpmrt.cuda.device import Device, open_device
-from cpmrt.cuda.launch import launch
-from cpmrt.cuda.linear_plan import BLOCK_THREADS, DeviceLimits, plan_linear
-from cpmrt.dtypes import DType
+import numpy as np  # noqa: E402
+from kernel_costs import Cost, Label, chunk_costs, product_costs, skinny_costs  # noqa: E402
+from kernel_table import Line, markdown, replaced  # noqa: E402
 
+from cpmrt.bench.run import shape_folder  # noqa: E402
+from cpmrt.cuda.bandwidth import read_bandwidth  # noqa: E402
+from cpmrt.cuda.device import open_device  # noqa: E402
+from cpmrt.cuda.gemm import Gemm  # noqa: E402
+from cpmrt.cuda.launch import launch  # noqa: E402
+from cpmrt.errors import CpmrtError  # noqa: E402
+from cpmrt.llm import LLM  # noqa: E402
+from cpmrt.ops import Rows  # noqa: E402
+
+README = ROOT / "kernels_cu" / "README.md"
+# So many layers that one kind of weight alone is larger than any L2.
+LAYERS = {"minicpm4-8b": 8, "minicpm4-0.5b": 64}
+SEQUENCES, SHORT, LONG, CHUNK = 64, 2048, 131072, 4096
+DECODE_KEYS = ((1, 1088), (8, 1088), (64, 1088), (1, 4096), (1, 32768), (1, 131072))
+PREFILL_STARTS = (0, 28672, 122880)
 REPLAYS = 15
-POOL_BYTES = 2 << 30
-
-LINEAR_SHAPES = {
-    "8B qkv": ("qkv", 4608, 4096, 128),
-    "8B o": ("residual", 4096, 4096, 0),
-    "8B gate_up": ("gate_up", 32768, 4096, 0),
-    "8B down": ("residual", 4096, 16384, 0),
-    "8B head": ("head", 73448, 4096, 0),
-    "0.5B qkv": ("qkv", 1280, 1024, 64),
-    "0.5B o": ("residual", 1024, 1024, 0),
-    "0.5B gate_up": ("gate_up", 8192, 1024, 0),
-    "0.5B down": ("residual", 1024, 4096, 0),
-    "0.5B head": ("head", 73448, 1024, 0),
-}
-NUM_KV_HEADS, MAX_CONTEXT, MAX_ROWS = 2, 4096, 64
+COLD_BYTES = 400 << 20
+MOST_LAUNCHES = 256
 
 
-@dataclass(frozen=True)
-class Case:
-    """One line of the table: `enqueue(i, pdl)` launches on the i-th of `copies` copies of its large operand."""
+class Sieve:
+    """Stands before the model's launcher and its products: only those with the wanted label pass. Counts all."""
 
-    name: str
-    rows: int
-    num_bytes: int
-    copies: int
-    enqueue: Callable[[int, bool], None]
+    def __init__(self, executor: Any):
+        self.launcher, self.library = executor._launcher, executor._gemm
+        self.own = Gemm(executor.device, self.launcher, None, use_library=False)
+        self.wanted: Label | None = None
+        self.counts: Counter[Label] = Counter()
+        self.uses_own = False
+        executor._forward._ops._launch = self
+        executor._forward._ops._gemm = self.product
+        executor._steps._launch = self
+
+    def __call__(self, file: str, name: str, sizes: Any, grid: Any, block: int, *args: Any, smem: int = 0) -> None:
+        if self._passes((name, 0, sizes.get("IN_FEATURES", 0))):
+            self.launcher(file, name, sizes, grid, block, *args, smem=smem)
+
+    def product(self, y: Any, x: Any, w: Any, *, alpha: float = 1.0, beta: float = 0.0) -> None:
+        """A product of a chunk."""
+        if self._passes(("gemm" if self.uses_own else "cuBLASLt", *w.shape)):
+            (self.own if self.uses_own else self.library)(y, x, w, alpha=alpha, beta=beta)
+
+    def _passes(self, label: Label) -> bool:
+        self.counts[label] += 1
+        return label == self.wanted
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.launcher, name)
 
 
-@dataclass(frozen=True)
 class Bench:
-    """The device, one stream, and a pool of random storage words that stands for weights."""
+    """A shape on the device, its kernels one by one. `ceilings` are of bytes and of operations, a second."""
 
-    cupy: Any
-    device: Device
-    stream: Any
-    modules: Modules
-    pool: Any
-    portable: bool
+    def __init__(self, shape: str, llm: LLM, ceilings: dict[str, float], wanted: str):
+        self.shape, self.config, self.executor = shape, llm.config, llm.executor
+        self.stream, self.arrays = self.executor._stream, self.executor._arrays
+        self.sieve = Sieve(self.executor)
+        self.ops = self.executor._forward._ops
+        self._ceilings, self._wanted = ceilings, wanted
+        self._fill()
 
-
-def linear_cases(bench: Bench, row_counts: list[int]) -> Iterator[Case]:
-    """Every product of linear.cu at the shapes of the 8B and the 0.5B model."""
-    cupy, words = bench.cupy, bench.cupy.uint16
-    activations = cupy.full(MAX_ROWS * 16384, 0x3F80, words)
-    out = cupy.zeros(MAX_ROWS * 73448 * 2, words)
-    pages = cupy.zeros((2, MAX_ROWS * NUM_KV_HEADS * 64 * 128), words)
-    rope = cupy.zeros(2 * MAX_CONTEXT * 64, cupy.float32)
-    slots = cupy.arange(MAX_ROWS, dtype=cupy.int32)
-    positions = slots + 1000
-    tables = cupy.ascontiguousarray(cupy.repeat(slots[:, None], MAX_CONTEXT // 64, axis=1))
-    capability = int(bench.device.arch.removeprefix("sm_"))
-    limits = DeviceLimits(
-        bench.device.num_sms, bench.device.shared_bytes_per_block, capability >= 90 and not bench.portable
-    )
-    eps = np.float32(1e-5)
-    for name, (product, out_features, in_features, head_dim) in LINEAR_SHAPES.items():
-        size = out_features * in_features
-        copies = max(2, min(64, bench.pool.size // size))
-        stride = min(size, (bench.pool.size - size) // (copies - 1) // 128 * 128)
+    def decode(self, row_counts: Iterable[int]) -> Iterator[Line]:
+        """The products and the sampler of a decode step."""
+        costs = skinny_costs(self.config)
         for rows in row_counts:
-            plan = plan_linear(product, out_features, in_features, rows, limits)
-            constants = plan.constants | ({"HEAD_DIM": head_dim} if head_dim else {})
-            if bench.portable:
-                constants["CPMRT_PORTABLE"] = 1
-            kernel = bench.modules.kernel("linear.cu", f"linear_{product}", constants)
-            count = np.int32(rows)
-            width = np.int32(out_features // 2 if product == "gate_up" else out_features)
+            self._set_rows(np.arange(rows), np.full(rows, SHORT - 1))
+            yield from self._each(partial(self.executor._forward.layers, rows, slice(None)), f"T={rows}", costs)
+            sampled = {("sample", 0, 0): Cost("sample", "byte", 4.0 * rows * self.config.vocab_size)}
+            yield from self._each(partial(self.executor._steps.sample, rows), f"T={rows}", sampled)
 
-            def arguments(
-                weight: Any, product: str = product, count: Any = count, width: Any = width, d: int = head_dim
-            ) -> tuple[Any, ...]:
-                if product == "residual":
-                    return out, activations, weight, None, count, width, np.float32(1e-3)
-                if product == "gate_up":
-                    return out, activations, activations, weight, count, width, eps
-                if product == "head":
-                    return out, activations, activations, weight, count, width, eps, np.float32(1)
-                heads = np.int32(int(width) // d - 2 * NUM_KV_HEADS)
-                state = (rope, positions, slots, tables, count, heads, np.int32(NUM_KV_HEADS))
-                sizes = (np.int32(MAX_CONTEXT // 64), np.int32(MAX_CONTEXT), eps)
-                return out, pages[0], pages[1], activations, activations, weight, None, *state, *sizes
+    def prefill(self) -> Iterator[Line]:
+        """Everything in a chunk but attention, the products by the library and by the own kernel."""
+        self._set_rows(np.zeros(CHUNK), np.arange(CHUNK))
+        layers, case = partial(self.executor._forward.layers, CHUNK, None), f"T={CHUNK}"
+        yield from self._each(layers, case, product_costs(self.config, CHUNK, "cuBLASLt"))
+        yield from self._each(layers, case, chunk_costs(self.config, CHUNK))
+        self.sieve.uses_own = True
+        yield from self._each(layers, case, product_costs(self.config, CHUNK, "gemm"))
 
-            def enqueue(
-                i: int,
-                pdl: bool,
-                kernel: Any = kernel,
-                plan: Any = plan,
-                stride: int = stride,
-                arguments: Any = arguments,
-            ) -> None:
-                weight = bench.pool[i * stride :]
-                launch(bench.stream, kernel, plan.grid, BLOCK_THREADS, plan.shared_bytes, arguments(weight), pdl=pdl)
+    def decode_attention(self, rows: int, keys: int) -> Iterator[Line]:
+        """Layers and slots take turns, so that no key is in the L2."""
+        config, pages = self.config, (self.arrays["k_pages"], self.arrays["v_pages"])
+        num_slots = len(self.arrays["block_tables"])
+        self._set_rows(np.arange(num_slots), np.full(num_slots, keys - 1))
+        tables, positions = self.arrays["block_tables"], self.arrays["positions"][:rows]
+        windows = [self.arrays["slots"][first : first + rows] for first in range(0, num_slots - rows + 1, rows)]
+        num_bytes = 4.0 * rows * keys * config.kv_size
+        turns = [(layer, slots) for slots in windows for layer in range(config.num_layers)]
+        turns = turns[: min(MOST_LAUNCHES, int(COLD_BYTES // num_bytes) + 1)]
 
-            yield Case(name, rows, size * 2, copies, enqueue)
+        def enqueue() -> None:
+            out, q = self.arrays["attention"][:rows], self.arrays["q"][:rows]
+            for layer, slots in turns:
+                step = Rows(self.arrays["token_ids"][:rows], positions, slots, tables, is_prefill=False)
+                self.ops.decode_attention(out, q, pages[0][layer], pages[1][layer], step, config.head_dim**-0.5)
+
+        cost = {("decode_attention", 0, 0): Cost("decode_attention", "byte", num_bytes)}
+        yield from self._each(enqueue, f"T={rows}, {keys:,} keys", cost)
+
+    def prefill_attention(self, start: int) -> Iterator[Line]:
+        """A chunk behind `start` keys."""
+        config, (rows, arrays) = self.config, (CHUNK, self.arrays)
+        self._set_chunk(start)
+        step = Rows(
+            arrays["token_ids"][:rows], arrays["positions"][:rows], arrays["slots"][:rows], arrays["block_tables"], True
+        )
+
+        def enqueue() -> None:
+            for layer in range(2):
+                pages = arrays["k_pages"][layer], arrays["v_pages"][layer]
+                out, q = arrays["attention"][:rows], arrays["q"][:rows]
+                self.ops.prefill_attention(out, q, *pages, step, config.head_dim**-0.5)
+
+        flops = 4.0 * config.q_size * rows * (start + (rows + 1) / 2)
+        name = self.ops._prefill_plan.kernel
+        yield from self._each(enqueue, f"T={rows} behind {start:,}", {(name, 0, 0): Cost(name, "FLOP", flops)})
+
+    def _each(self, enqueue: Callable[[], None], case: str, costs: dict[Label, Cost]) -> Iterator[Line]:
+        """A line for each kernel of what `enqueue` launches, as far as its cost is known and it was asked for."""
+        self.sieve.wanted = None
+        self.sieve.counts.clear()
+        enqueue()
+        for label, count in list(self.sieve.counts.items()):
+            if label not in costs or self._wanted not in costs[label].title:
+                continue
+            self.sieve.wanted = label
+            us = median_us(self.stream, enqueue) / count
+            title, unit, amount = costs[label]
+            rate = amount / us * 1e6
+            yield Line(self.shape, title, case, us, unit, rate, rate / self._ceilings[unit])
+
+    def _fill(self) -> None:
+        kernel = self.sieve.launcher.modules.kernel("fill.cu", "fill_normal", {})
+        for name in ("x", "q", "attention", "inner", "normed", "qkv", "gate_up", "k_pages", "v_pages"):
+            array = self.arrays[name]
+            args = (np.uint64(array.data.ptr), np.int64(array.size), np.uint64(1), np.float32(0), np.float32(1))
+            launch(self.stream, kernel, 1024, 256, 0, args)
+        self.stream.synchronize()
+
+    def _set_rows(self, slots: Any, positions: Any) -> None:
+        with self.stream:
+            self.arrays["slots"][: len(slots)].set(slots.astype(np.int32))
+            self.arrays["positions"][: len(positions)].set(positions.astype(np.int32))
+            self.arrays["token_ids"].fill(1)
+        self._set_chunk(0)
+
+    def _set_chunk(self, start: int) -> None:
+        with self.stream:
+            self.arrays["chunk"].set(np.array([0, start, CHUNK, 0], np.int32))
+        self.stream.synchronize()
 
 
-FAMILIES: dict[str, Callable[[Bench, list[int]], Iterator[Case]]] = {"linear": linear_cases}
+def median_us(stream: Any, enqueue: Callable[[], None]) -> float:
+    """Of a graph of everything that is enqueued, in microseconds."""
+    from cupy.cuda import Event, get_elapsed_time
 
-
-def microseconds(bench: Bench, case: Case) -> float:
-    """Median time of one launch inside a graph of `case.copies`."""
-    cupy = bench.cupy
-    case.enqueue(0, False)
-    bench.stream.synchronize()
-    bench.stream.begin_capture()
-    for i in range(case.copies):
-        case.enqueue(i, i > 0)
-    graph = bench.stream.end_capture()
+    enqueue()
+    stream.synchronize()
+    with stream:
+        stream.begin_capture()
+        enqueue()
+        graph = stream.end_capture()
     times = []
     for _ in range(REPLAYS + 2):
-        start, end = cupy.cuda.Event(), cupy.cuda.Event()
-        start.record(bench.stream)
-        graph.launch(bench.stream)
-        end.record(bench.stream)
+        start, end = Event(), Event()
+        start.record(stream)
+        graph.launch(stream)
+        end.record(stream)
         end.synchronize()
-        times.append(cupy.cuda.get_elapsed_time(start, end) * 1e3 / case.copies)
+        times.append(get_elapsed_time(start, end) * 1e3)
     return statistics.median(times[2:])
 
 
-def open_bench(portable: bool) -> Bench:
+@contextmanager
+def opened(shape: str, sequences: int, context: int, ceilings: dict[str, float], wanted: str) -> Iterator[Bench]:
+    """The shape with a few or with many layers, on random weights."""
+    overrides = {"num_hidden_layers": LAYERS[shape]}
+    with shape_folder(shape) as folder, LLM(
+        folder, executor="cuda", load_format="dummy", hf_overrides=overrides, max_context=context,
+        max_sequences=sequences, prefill_chunk=CHUNK if sequences == 1 else 64,
+    ) as llm:  # fmt: skip
+        yield Bench(shape, llm, ceilings, wanted)
+
+
+def lines_of(shape: str, ceilings: dict[str, float], wanted: str, row_counts: list[int]) -> Iterator[Line]:
+    """Every measurement of a shape."""
+    with opened(shape, SEQUENCES, SHORT, ceilings, wanted) as bench:
+        yield from bench.decode(row_counts)
+        for rows, keys in DECODE_KEYS:
+            if keys <= SHORT:
+                yield from bench.decode_attention(rows, keys)
+    with opened(shape, 1, LONG, ceilings, wanted) as bench:
+        for rows, keys in DECODE_KEYS:
+            if keys > SHORT:
+                yield from bench.decode_attention(rows, keys)
+        yield from bench.prefill()
+        for start in PREFILL_STARTS:
+            yield from bench.prefill_attention(start)
+
+
+def product_ceiling(device: Any) -> float:
+    """Operations a second of the library's product of [4096, 8192] and [16384, 8192]; 1 where it is absent."""
     import cupy
 
-    device = open_device()
+    from cpmrt.cuda.blaslt import CublasLt, CublasLtError
+    from cpmrt.dtypes import DType
+
+    rows, columns, depth = 4096, 16384, 8192
     stream = cupy.cuda.Stream(non_blocking=True)
-    # Sign and 8 bits of mantissa are random, the exponent is that of 1/128: finite sums, ordinary power draw.
-    tile = np.random.default_rng(0).integers(0, 1 << 16, 1 << 24, dtype=np.uint16) & 0x80FF | 0x3C00
-    pool = cupy.tile(cupy.asarray(tile), POOL_BYTES // 2 // tile.size)
-    cupy.cuda.Device().synchronize()
-    return Bench(cupy, device, stream, Modules(device.arch, DType.BFLOAT16), pool, portable)
+    words = np.random.default_rng(0).integers(0, 1 << 16, columns * depth, dtype=np.uint16) & 0x80FF | 0x3C00
+    w, y, workspace = cupy.asarray(words), cupy.empty(rows * columns, np.uint16), cupy.empty(32 << 20, np.uint8)
+    try:
+        with CublasLt(workspace.data.ptr, workspace.nbytes) as library:
+            plan = library.plan(rows, columns, depth, DType.BFLOAT16)
+            operands = (y.data.ptr, w.data.ptr, w.data.ptr)
+            us = median_us(stream, lambda: library.matmul(plan, *operands, stream.ptr))
+    except CublasLtError:
+        return 1.0
+    return 2e6 * rows * columns * depth / us
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kernel", choices=sorted(FAMILIES), required=True)
-    parser.add_argument("--rows", default="1,8,16,32,64", help="rows of a step, separated by commas")
-    parser.add_argument("--limit", type=float, default=4.55, help="read bandwidth of the device in TB/s")
-    parser.add_argument("--portable", action="store_true", help="the path of devices below sm_90")
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    bench = open_bench(options.portable)
-    table = []
-    for case in FAMILIES[options.kernel](bench, [int(rows) for rows in options.rows.split(",")]):
-        us = microseconds(bench, case)
-        rate = case.num_bytes / us / 1e3
-        percent = rate / options.limit / 10
-        table.append({"kernel": case.name, "rows": case.rows, "us": us, "GB/s": rate, "percent": percent})
-        print(f"{case.name:14s} T={case.rows:<3d} {us:8.2f} us {rate:6.0f} GB/s {percent:5.1f} %", flush=True)
+def main(arguments: list[str]) -> int:
+    """Measure and print; the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", action="append", choices=LAYERS, help="may be repeated (default: both)")
+    parser.add_argument("--kernel", default="", help="only kernels with this in their name")
+    parser.add_argument("--rows", default="1,8,64", help="rows of a decode step, separated by commas")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--write", action="store_true", help="put the table into kernels_cu/README.md")
+    options = parser.parse_args(arguments)
+    device = open_device()
+    ceilings = {"byte": read_bandwidth(device), "FLOP": product_ceiling(device)}
+    lines = []
+    for shape in options.shape or LAYERS:
+        for line in lines_of(shape, ceilings, options.kernel, [int(rows) for rows in options.rows.split(",")]):
+            print(line, flush=True)
+            lines.append(line)
     if options.json:
-        options.json.write_text(json.dumps(table, indent=1))
+        record = {"device": device.name, "ceilings": ceilings, "lines": [asdict(line) for line in lines]}
+        options.json.write_text(json.dumps(record, indent=1))
+    if options.write:
+        table = markdown(lines, f"{device.name}, {date.today()}", ceilings)
+        README.write_text(replaced(README.read_text(encoding="utf-8"), table), encoding="utf-8")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except CpmrtError as error:
+        sys.exit(f"tools/bench_kernels.py: {error}")

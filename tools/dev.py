@@ -26,7 +26,7 @@ PYTHON_VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
 HELP = """\
 usage: python3 tools/dev.py COMMAND [ARGUMENTS...]
 
-  generate, chat, plan, inspect, doctor, ...
+  generate, chat, serve, plan, inspect, doctor, ...
                         run that cpmrt command: tools/dev.py generate "def read_lines(path):"
   test                  the whole check: ruff, mypy, import-linter, the fast tests, then the slow ones
   test PYTEST_ARGS...   only pytest, with these arguments, in the repository root
@@ -35,8 +35,8 @@ usage: python3 tools/dev.py COMMAND [ARGUMENTS...]
   --help                this text
 
 The first call makes .venv in the repository root and installs cpmrt there (editable), with the CUDA extra
-that fits the NVIDIA driver if there is one; `test` also installs the development tools. It is done again only
-when pyproject.toml, the Python version or the driver changes. To start afresh, delete .venv."""
+that fits the NVIDIA driver if there is one; `serve` adds what the server needs, `test` the development tools.
+It is done again only when pyproject.toml, the Python version or the driver changes. To start afresh, delete .venv."""
 
 
 def fail(message: str, code: int = 1) -> NoReturn:
@@ -148,12 +148,14 @@ def ensure_installed(wanted: set[str]) -> None:
         if is_current(stamp, wanted):
             return
         ours = not stamp or (stamp.get("python"), stamp.get("root")) == (PYTHON_VERSION, str(ROOT))
+        kept = set(stamp.get("extras", ())) - {"cuda12", "cuda13"}
         if not (ours and venv_works()):
             make_venv()
+            kept = set()
         driver = cuda_driver_version(initialise=True)
         pyproject = pyproject_hash()
         available = defined_extras((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-        extras = tuple(sorted(wanted | ({cuda_extra(driver)} & available)))
+        extras = tuple(sorted(wanted | ((kept | {cuda_extra(driver)}) & available)))
         write_stamp(PYTHON_VERSION)
         pip_install(extras)
         write_stamp(PYTHON_VERSION, pyproject, driver, extras)
@@ -261,7 +263,7 @@ def main(arguments: list[str]) -> int:
         # No venv: the machine may have no network, and has its CUDA packages in this interpreter.
         os.execv(sys.executable, [sys.executable, str(ROOT / "tools" / "gpu_check.py"), *arguments[1:]])
     if arguments[0] != "test":
-        ensure_installed(set())
+        ensure_installed({"server"} if arguments[0] == "serve" else set())
         # The console script and not `-m`: `-m` would put the caller's folder before the installed packages.
         execute(str(VENV / "bin" / "cpmrt"), *arguments)
     ensure_installed({"dev"})

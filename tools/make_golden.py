@@ -2,6 +2,7 @@
 
     python tools/make_golden.py tiny      the tiny random models and the rotary frequencies
     python tools/make_golden.py demo      the bundled demo model (cpmrt/assets/demo)
+    python tools/make_golden.py quantised tiny quantised checkpoints of every format (tests/golden/quantised)
 
 Needs torch and transformers. Running it again gives the same bytes.
 """
@@ -25,6 +26,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from golden.cases import CASES, NUM_NEW, NUM_PROMPT, Case  # noqa: E402
 from golden.oracle import Oracle, hugging_face_config  # noqa: E402
+from golden.quantised import golden_arrays  # noqa: E402
+from reference.quantised_models import CASES as QUANTISED_CASES  # noqa: E402
+from reference.quantised_models import QUANTISED_GOLDEN  # noqa: E402
 from reference.tiny_models import GOLDEN, random_weights, unpacked  # noqa: E402
 
 from cpmrt.config import ModelConfig  # noqa: E402
@@ -40,20 +44,25 @@ DEMO_NEW = 64
 DEMO_LOGIT_POSITIONS = 4
 MIN_MARGIN = 5e-3
 MIN_DEMO_MARGIN = 2e-4
-MIN_DISTINCT = 8
+MIN_DISTINCT = 4
 MAX_SEEDS = 100
 
 
 def main() -> None:
     """Write what was asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("tiny", "demo"))
+    parser.add_argument("what", choices=("tiny", "demo", "quantised"))
     what = parser.parse_args().what
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     GOLDEN.mkdir(exist_ok=True)
     if what == "demo":
         write_demo()
+        return
+    if what == "quantised":
+        QUANTISED_GOLDEN.mkdir(exist_ok=True)
+        for case in QUANTISED_CASES:
+            write(f"quantised/{case.name}", "quantised", json.dumps(case.config), golden_arrays(case))
         return
     for case in CASES:
         write_tiny(case)

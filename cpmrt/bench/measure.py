@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from copy import copy
 from dataclasses import dataclass, field
 from math import ceil
+from operator import attrgetter
+from os import sched_yield
 from statistics import median
 from time import perf_counter
 
@@ -16,6 +17,7 @@ from cpmrt.config import ModelConfig, SamplingParams
 from cpmrt.dtypes import F32
 from cpmrt.engine import Engine, Request, Sequence
 from cpmrt.executor import Admit, Decode, Executor, ExecutorLimits, Pending, Prefill, Speculate, Step, StepResult
+from cpmrt.tensor_spec import TensorSpec
 
 
 @dataclass(frozen=True)
@@ -34,9 +36,11 @@ class Case:
 class Measurement:
     """Medians over the repeats of one case. Rates are totals over its sequences.
 
-    `host_us_per_step` is what the host spends on a decode step beside waiting for results, `submit_us_per_step` the
-    part of it inside `Executor.submit`. `first_token_ms` is from a request to its first token. The spans are those of
-    every repeat, in seconds of `perf_counter`.
+    `host_us_per_step` is what the host spends on a decode step beside waiting until its result is there: submitting,
+    reading the result, the engine and the benchmark's own clock; `host_us_p99` is the 99th percentile, in which the
+    monitor's readings and Python's garbage collector show. `submit_us_per_step` is the part inside `Executor.submit`.
+    `first_token_ms` is from a request to its first token. The spans are those of every repeat, in seconds of
+    `perf_counter`.
     """
 
     case: Case
@@ -49,6 +53,7 @@ class Measurement:
     step_ms_p99: float = 0.0
     decode_gb_per_s: float = 0.0
     host_us_per_step: float = 0.0
+    host_us_p99: float = 0.0
     submit_us_per_step: float = 0.0
     num_decoded: int = 0
     step_ms: list[float] = field(default_factory=list, repr=False)
@@ -56,8 +61,18 @@ class Measurement:
     decode_spans: list[Span] = field(default_factory=list, repr=False)
 
 
-def measure(executor: Executor, config: ModelConfig, case: Case, *, repeats: int, itemsize: int) -> Measurement:
-    """Run the case once to warm up, then `repeats` times. `itemsize` = bytes of a stored weight or KV element.
+def measure(
+    executor: Executor,
+    config: ModelConfig,
+    case: Case,
+    *,
+    repeats: int,
+    itemsize: int,
+    tensors: tuple[TensorSpec, ...] | None = None,
+) -> Measurement:
+    """Run the case once to warm up, then `repeats` times.
+
+    `itemsize` = bytes of a stored weight or KV element; `tensors` as in `work.decode_bytes`.
 
     Raises ContextLengthError if the case does not fit the executor's context.
     """
@@ -71,20 +86,28 @@ def measure(executor: Executor, config: ModelConfig, case: Case, *, repeats: int
     result.prefill_spans = [(run.started, run.prefilled) for run in runs]
     runs = [run for run in runs if run.step_s]
     if runs:
-        _add_decode(result, runs, lambda run: decode_bytes(config, run.mean_context, case.sequences, itemsize))
+        _add_decode(result, runs, lambda run: decode_bytes(config, run.mean_context, case.sequences, itemsize, tensors))
     return result
 
 
 def _add_decode(result: Measurement, runs: list[_Run], step_bytes: Callable[[_Run], int]) -> None:
     result.step_ms = sorted(seconds * 1e3 for run in runs for seconds in run.step_s)
     result.step_ms_p50 = median(result.step_ms)
-    result.step_ms_p99 = result.step_ms[ceil(len(result.step_ms) * 0.99) - 1]
+    result.step_ms_p99 = _p99(result.step_ms)
     result.decode_tokens_per_s = median(run.num_decoded / run.decode_s for run in runs)
     result.decode_gb_per_s = median(step_bytes(run) * len(run.step_s) / run.decode_s for run in runs) / 1e9
-    result.submit_us_per_step = median(run.submit_s for run in runs) * 1e6
-    result.host_us_per_step = median(run.submit_s + run.bookkeeping_s for run in runs) * 1e6
+    host_us = sorted(seconds * 1e6 for run in runs for seconds in run.host_s)
+    result.host_us_per_step, result.host_us_p99 = median(host_us), _p99(host_us)
+    result.submit_us_per_step = median(seconds for run in runs for seconds in run.submit_s) * 1e6
     result.num_decoded = sum(run.num_decoded for run in runs)
     result.decode_spans = [(run.prefilled, run.prefilled + run.decode_s) for run in runs]
+
+
+def _p99(ascending: list[float]) -> float:
+    return ascending[ceil(len(ascending) * 0.99) - 1]
+
+
+_finish_reason = attrgetter("finish_reason")
 
 
 class _Run:
@@ -92,15 +115,15 @@ class _Run:
 
     An executor works in order, so the time from one result to the next is the later step's own, as long as the engine
     keeps it busy. Sequences that are already there decode between the chunks of the next prompt: those steps are in no
-    figure. Decode counts from the moment every sequence has its first token until the first of them ends. The first
-    steps of it are submitted before it begins, so that `submit_s` is of a submission and `bookkeeping_s` of a result.
+    figure. Decode counts from the moment every sequence has its first token until the first of them ends.
     """
 
     def __init__(self, executor: Executor, config: ModelConfig, case: Case, seed: int):
         timed = _TimedExecutor(executor)
+        self._times, self._waited_before = timed.times, 0.0
         engine = Engine(timed, self._note)
         requests = list(_requests(executor.limits, config, case, seed))
-        self.prefill_s, self.num_decoded, self.step_s = 0.0, 0, list[float]()
+        self.prefill_s, self.step_s, self.host_s = 0.0, list[float](), list[float]()
         self._decodes = False
         self.started = self._last = perf_counter()
         sequences = [engine.add(request) for request in requests]
@@ -109,16 +132,16 @@ class _Run:
         self.prefilled = self._last
         self._decodes = True
         at_start = sum(map(_context, sequences))
-        began, before = perf_counter(), copy(timed.times)
-        while all(seq.finish_reason is None for seq in sequences):
+        while not any(map(_finish_reason, sequences)):
             engine.advance()
-        self.decode_s = sum(self.step_s)
-        elapsed, times = perf_counter() - began, timed.times - before
-        self.submit_s = times.submit_s / max(times.num_submitted, 1)
-        self.bookkeeping_s = (elapsed - times.waited_s - times.submit_s) / max(len(self.step_s), 1)
-        self.mean_context = (at_start + sum(map(_context, sequences))) // (2 * case.sequences)
+            for seq in sequences:
+                seq.outbox.clear()
+        at_end = sum(map(_context, sequences))
+        self.num_decoded, self.decode_s = at_end - at_start, sum(self.step_s)
+        self.submit_s = timed.times.submit_s
+        self.mean_context = (at_start + at_end) // (2 * case.sequences)
         self._decodes = False
-        while not all(seq.finish_reason for seq in sequences):
+        while not all(map(_finish_reason, sequences)):
             engine.advance()
         self.first_token_ms = [(seq.first_token_at - seq.added_at) * 1e3 for seq in sequences]
 
@@ -128,8 +151,8 @@ class _Run:
             self.prefill_s += now - self._last
         elif self._decodes and isinstance(step, (Decode, Speculate)):
             self.step_s.append(now - self._last)
-            self.num_decoded += sum(len(slot.token_ids) for slot in result.slots)
-        self._last = now
+            self.host_s.append(now - self._last - (self._times.waited_s - self._waited_before))
+        self._last, self._waited_before = now, self._times.waited_s
 
 
 def _requests(limits: ExecutorLimits, config: ModelConfig, case: Case, seed: int) -> Iterator[Request]:
@@ -148,22 +171,14 @@ def _context(seq: Sequence) -> int:
 
 @dataclass
 class _HostTimes:
-    """Running totals; submissions are those of decode steps."""
+    """All waiting together, and every submission of a decode step."""
 
     waited_s: float = 0.0
-    submit_s: float = 0.0
-    num_submitted: int = 0
-
-    def __sub__(self, earlier: _HostTimes) -> _HostTimes:
-        return _HostTimes(
-            self.waited_s - earlier.waited_s,
-            self.submit_s - earlier.submit_s,
-            self.num_submitted - earlier.num_submitted,
-        )
+    submit_s: list[float] = field(default_factory=list)
 
 
 class _TimedExecutor:
-    """Passes everything on, and adds up how long the host submits and how long it waits for results."""
+    """Passes everything on, and takes down how long the host submits and how long it waits for results."""
 
     def __init__(self, executor: Executor):
         self._executor, self.times = executor, _HostTimes()
@@ -176,12 +191,11 @@ class _TimedExecutor:
         before = perf_counter()
         pending = self._executor.submit(step)
         if isinstance(step, (Decode, Speculate)):
-            self.times.submit_s += perf_counter() - before
-            self.times.num_submitted += 1
+            self.times.submit_s.append(perf_counter() - before)
         return _TimedPending(pending, self.times)
 
-    def prompt_logits(self, slot: int, token_ids: tuple[int, ...]) -> Iterator[F32]:
-        return self._executor.prompt_logits(slot, token_ids)
+    def prompt_logits(self, slot: int, token_ids: tuple[int, ...], block_table: tuple[int, ...] = ()) -> Iterator[F32]:
+        return self._executor.prompt_logits(slot, token_ids, block_table)
 
     def close(self) -> None:
         self._executor.close()
@@ -191,8 +205,15 @@ class _TimedPending:
     def __init__(self, pending: Pending, times: _HostTimes):
         self._pending, self._times = pending, times
 
+    def is_done(self) -> bool:
+        return self._pending.is_done()
+
     def wait(self) -> StepResult:
+        """Waits here, so that only this is waiting, and what it takes to read a result that is there is not."""
         before = perf_counter()
-        result = self._pending.wait()
-        self._times.waited_s += perf_counter() - before
-        return result
+        while not self._pending.is_done():
+            sched_yield()
+            now = perf_counter()
+            self._times.waited_s += now - before
+            before = now
+        return self._pending.wait()

@@ -79,6 +79,7 @@ class Report:
     load_s: float
     plan_bytes: dict[str, int]
     max_context: int
+    quantization: list[str] = field(default_factory=list)
     read_gb_per_s: float | None = None
     process_to_first_token_s: float | None = None
     cases: list[CaseReport] = field(default_factory=list)

@@ -24,6 +24,7 @@ from cpmrt.dtypes import DType
 from cpmrt.errors import ContextLengthError, NoDeviceError
 from cpmrt.llm import LLM
 from cpmrt.reference.executor import ReferenceExecutor
+from cpmrt.weights.quantised_specs import quantisation_facts
 
 Listener = Callable[[CaseReport], None]
 
@@ -60,7 +61,8 @@ def run_benchmark(
             _check_cases(cases, llm.max_context)
             itemsize = (DType.FLOAT32 if report.executor == "reference" else DType.BFLOAT16).itemsize
             for case in cases:
-                result = measure(llm.executor, llm.config, case, repeats=repeats, itemsize=itemsize)
+                weights = llm.plan.tensors
+                result = measure(llm.executor, llm.config, case, repeats=repeats, itemsize=itemsize, tensors=weights)
                 report.cases.append(CaseReport.of(result, monitor.samples, bandwidth))
                 listener(report.cases[-1])
     if times_startup:
@@ -93,6 +95,7 @@ def _report(
         load_s=load_s,
         plan_bytes=llm.plan.part_bytes,
         max_context=llm.max_context,
+        quantization=quantisation_facts(llm.config.quantization, llm.plan.tensors),
     )
 
 

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from cpmrt.config import ModelConfig
+from collections.abc import Iterable
+
+from cpmrt.config import EngineConfig, ModelConfig
 from cpmrt.memory.kv_pages import KVLayout
-from cpmrt.models.decoder import tensor_specs
+from cpmrt.models.planning import weight_specs
+from cpmrt.tensor_spec import TensorSpec
 
 
-def decode_bytes(config: ModelConfig, context: int, rows: int, itemsize: int) -> int:
+def decode_bytes(
+    config: ModelConfig, context: int, rows: int, itemsize: int, tensors: Iterable[TensorSpec] | None = None
+) -> int:
     """Bytes one decode step of `rows` sequences reads: every weight once, each sequence's keys and values once.
 
     The embedding table counts only where it is also the head; its few rows and all activations are left out.
+    `tensors`: the weights as they are held (None: as config.json says).
     """
-    weights = sum(spec.num_elements for spec in tensor_specs(config))
-    if not config.tie_word_embeddings:
-        weights -= config.vocab_size * config.hidden_size
+    sizes = {spec.name: spec.num_bytes(itemsize) for spec in tensors or weight_specs(config, EngineConfig())}
+    if "lm_head" in sizes:
+        del sizes["embed_tokens"]
     per_token = KVLayout.of(config, 1, 1).elements_per_token
-    return (weights + rows * context * per_token) * itemsize
+    return sum(sizes.values()) + rows * context * per_token * itemsize
 
 
 def prefill_flops(config: ModelConfig, num_tokens: int, start: int = 0) -> int:

@@ -10,6 +10,7 @@ from typing import Any, NoReturn, Protocol
 
 from cpmrt.config import EngineConfig, SamplingParams
 from cpmrt.config.engine import parse_bytes
+from cpmrt.config.quantization import GROUP_SIZES
 from cpmrt.errors import ConfigError
 
 
@@ -71,6 +72,35 @@ def add_hf_overrides(parser: Options) -> None:
     )
 
 
+def add_prefix_cache(parser: Options) -> None:
+    """--no-prefix-cache."""
+    parser.add_argument(
+        "--no-prefix-cache", dest="prefix_cache", action="store_false",
+        help="compute every prompt whole, also where an earlier one began alike",
+    )  # fmt: skip
+
+
+def add_weight_bits(parser: Options) -> None:
+    """--weight-bits and --group-size, for models that are not quantised themselves."""
+    parser.add_argument(
+        "--weight-bits", type=int, choices=(4, 16), metavar="BITS",
+        help="as if the linear layers were quantised to 4 bits, symmetric (default: the model's own)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--group-size", type=int, choices=(-1, *GROUP_SIZES), default=128, metavar="N",
+        help="with --weight-bits 4: 32, 64, 128 or -1, a whole row (default: %(default)s)",
+    )  # fmt: skip
+
+
+def overrides_with_weight_bits(args: argparse.Namespace) -> dict[str, Any] | None:
+    """--hf-overrides, with the quantisation that --weight-bits asks for."""
+    overrides: dict[str, Any] | None = args.hf_overrides
+    if args.weight_bits is None:
+        return overrides
+    settings = {"quant_method": "gptq", "bits": 4, "group_size": args.group_size, "sym": True, "desc_act": False}
+    return (overrides or {}) | {"quantization_config": settings if args.weight_bits == 4 else None}
+
+
 # Option -> (type, metavar, help). The name is the field's, with dashes.
 _ENGINE_OPTIONS: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "executor": (str, "NAME", "auto, cuda or reference (NumPy)"),
@@ -81,6 +111,7 @@ _ENGINE_OPTIONS: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "seed": (int, "N", "of the first request's random numbers, each further one takes the next; and of dummy weights"),
     "prefill_chunk": (int, "TOKENS", "most prompt tokens of one step"),
     "max_sequences": (int, "N", "sequences that decode together"),
+    "lm_head_bits": (int, "BITS", "round the output head to 8 or 4 bits (default: leave it as it is)"),
 }
 _SAMPLING_OPTIONS: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "max_new_tokens": (int, "N", "stop after this many tokens"),
@@ -92,7 +123,8 @@ _SAMPLING_OPTIONS: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "presence_penalty": (float, "X", "subtract from the logits of tokens generated before"),
     "frequency_penalty": (float, "X", "the same, for each time they were generated"),
 }
-_LLM_ENGINE_FIELDS = ("executor", "dtype", "max_context", "memory_budget", "load_format", "seed")
+_LLM_ENGINE_FIELDS = ("executor", "dtype", "max_context", "memory_budget", "load_format", "seed", "lm_head_bits")
+_LLM_FIELDS = ("model", "revision", "hf_overrides", "prefix_cache")
 _NOT_FROM_OPTIONS = ("seed",)
 """Left to the engine's seed, so that one --seed repeats a whole run and the turns of a chat still differ."""
 
@@ -108,11 +140,12 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     add_model_source(group)
     add_engine_options(group, *_LLM_ENGINE_FIELDS)
     add_hf_overrides(group)
+    add_prefix_cache(group)
 
 
 def llm_arguments(args: argparse.Namespace) -> dict[str, Any]:
     """Keyword arguments of `LLM` from the options of `add_model_options`."""
-    return {name: getattr(args, name) for name in ("model", "revision", "hf_overrides", *_LLM_ENGINE_FIELDS)}
+    return {name: getattr(args, name) for name in (*_LLM_FIELDS, *_LLM_ENGINE_FIELDS)}
 
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
@@ -126,6 +159,10 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
         "--stop-token-id", dest="stop_token_ids", action="append", default=[], type=int, metavar="ID",
         help="end at this token; may be repeated",
     )  # fmt: skip
+    group.add_argument(
+        "--logit-bias", action="append", default=[], type=_token_bias, metavar="ID:X",
+        help="add X to the logit of this token; may be repeated",
+    )  # fmt: skip
     group.add_argument("--ignore-eos", action="store_true", help="go on past the model's end tokens")
 
 
@@ -138,6 +175,14 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
     """From the sampling options that the command has. Raises RequestError."""
     names = [field.name for field in fields(SamplingParams) if field.name not in _NOT_FROM_OPTIONS]
     return SamplingParams(**{name: getattr(args, name) for name in names if hasattr(args, name)})
+
+
+def _token_bias(text: str) -> tuple[int, float]:
+    token, _, bias = text.partition(":")
+    try:
+        return int(token), float(bias)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected TOKEN_ID:NUMBER, got {text[:100]!r}") from None
 
 
 def _add_fields(parser: Options, owner: Any, options: dict[str, tuple[Callable[[str], Any], str, str]]) -> None:

@@ -17,19 +17,29 @@ from cpmrt.bench.measure import Case
 from cpmrt.bench.plot import check_can_plot, plot
 from cpmrt.bench.run import run_benchmark, shape_folder
 from cpmrt.bench.shapes import SHAPES
-from cpmrt.cli.arguments import UsageError, add_engine_options, add_hf_overrides, add_model_source
+from cpmrt.cli.arguments import (
+    UsageError,
+    add_engine_options,
+    add_hf_overrides,
+    add_model_source,
+    add_weight_bits,
+    overrides_with_weight_bits,
+)
 from cpmrt.cli.output import note, printable, write, write_table
 from cpmrt.errors import CpmrtError
 from cpmrt.weights.model_folder import BUNDLED
 
 _PREFILL_CHUNK = 2048
-_ENGINE_FIELDS = ("executor", "dtype", "max_context", "memory_budget", "load_format", "seed", "prefill_chunk")
+_ENGINE_FIELDS = (
+    "executor", "dtype", "max_context", "memory_budget", "load_format", "seed", "prefill_chunk", "lm_head_bits",
+)  # fmt: skip
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command."""
     add_model_source(parser, positional=True)
     parser.add_argument("--shape", choices=SHAPES, help="random weights in this shape, instead of MODEL")
+    add_weight_bits(parser)
     parser.add_argument(
         "--case", dest="cases", action="append", type=_case, metavar="P:N[:S]",
         help="S sequences of P prompt and N new tokens; may be repeated (default: 1024:128)",
@@ -52,6 +62,8 @@ def run(args: argparse.Namespace) -> int:
     """Measure every case and show a table."""
     if args.shape and args.model:
         raise UsageError("MODEL and --shape exclude each other; see cpmrt bench --help")
+    if args.weight_bits and not args.shape and args.load_format != "dummy":
+        raise UsageError("--weight-bits needs random weights: --shape, or --load-format dummy")
     for path in filter(None, (args.json, args.plot)):
         _check_folder(path)
     if args.plot:
@@ -81,7 +93,8 @@ def printable_lines(text: str) -> str:
 
 def _settings(args: argparse.Namespace, cases: list[Case]) -> dict[str, Any]:
     """Keyword arguments of LLM."""
-    settings = {name: getattr(args, name) for name in ("model", "revision", "hf_overrides", *_ENGINE_FIELDS)}
+    settings = {name: getattr(args, name) for name in ("model", "revision", *_ENGINE_FIELDS)}
+    settings["hf_overrides"] = overrides_with_weight_bits(args)
     needed = max(case.sequences for case in cases)
     if args.max_sequences is not None and args.max_sequences < needed:
         raise UsageError(f"--max-sequences {args.max_sequences}: a case has {needed} sequences")

@@ -1,5 +1,5 @@
-"""Talk with a model. The conversation is kept; when it outgrows the context its oldest turns are dropped, with a
-remark, but never the system message. Piped input is one question a line.
+"""Talk with a model, here or behind a server (--url). The conversation is kept; when it outgrows the context its
+oldest turns are dropped, with a remark, but never the system message. Piped input is one question a line.
 
 Ctrl-C stops the answer, whose beginning stays in the conversation. At the prompt it leaves when pressed twice.
 """
@@ -12,15 +12,15 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 
-from cpmrt import LLM
-from cpmrt.cli.arguments import add_model_options, add_sampling_options, llm_arguments, sampling_params
-from cpmrt.cli.conversation import Conversation, fit
-from cpmrt.cli.listeners import StopOnInterrupt, StopRequestedError
+from cpmrt import LLM, env
+from cpmrt.cli.arguments import UsageError, add_model_options, add_sampling_options, llm_arguments, sampling_params
+from cpmrt.cli.conversation import Conversation
+from cpmrt.cli.listeners import StopAtOnce, StopOnInterrupt, StopRequestedError
+from cpmrt.cli.local import LocalModel, LocalStream
 from cpmrt.cli.output import note, printable, write
 from cpmrt.cli.prompt_source import decoded
-from cpmrt.config import SamplingParams
+from cpmrt.cli.remote import RemoteModel, RemoteStream
 from cpmrt.errors import RequestError
-from cpmrt.generation import TextStream
 
 HELP = "/reset forgets the conversation, /exit (or Ctrl-D) leaves, Ctrl-C stops an answer"
 
@@ -31,6 +31,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--thinking", action=argparse.BooleanOptionalAction, help="let the model think first (default: its template's)"
     )
+    parser.add_argument("--url", metavar="URL", help="of a running server (cpmrt serve) that has the model")
+    parser.add_argument("--api-key", metavar="KEY", help="of that server (default: $CPMRT_API_KEY)")
     add_model_options(parser)
     add_sampling_options(parser)
 
@@ -38,18 +40,27 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Answer until the input ends; 1 if a line of piped input could not be answered."""
     params = sampling_params(args)
+    if args.url is not None:
+        if args.model is not None:
+            raise UsageError("--url and --model exclude each other; see cpmrt chat --help")
+        remote = RemoteModel(args.url, args.api_key or env.api_key(), params, args.thinking)
+        return _talk(Chat(remote, Conversation(args.system), StopAtOnce(), params.max_new_tokens))
     interrupt = StopOnInterrupt()
-    is_interactive = sys.stdin is not None and sys.stdin.isatty()
     with LLM(**llm_arguments(args), on_step=interrupt) as llm:
-        chat = Chat(llm, Conversation(args.system), params, args.thinking, interrupt)
-        chat.check()
-        if is_interactive:
-            note(HELP)
-        num_failed = 0
-        for line in _typed_lines() if is_interactive else _piped_lines():
-            if line.strip() == "/exit":
-                break
-            num_failed += not chat.take(line)
+        local = LocalModel(llm, params, args.thinking)
+        return _talk(Chat(local, Conversation(args.system), interrupt, params.max_new_tokens))
+
+
+def _talk(chat: Chat) -> int:
+    is_interactive = sys.stdin is not None and sys.stdin.isatty()
+    chat.check()
+    if is_interactive:
+        note(HELP)
+    num_failed = 0
+    for line in _typed_lines() if is_interactive else _piped_lines():
+        if line.strip() == "/exit":
+            break
+        num_failed += not chat.take(line)
     return 1 if num_failed and not is_interactive else 0
 
 
@@ -58,18 +69,17 @@ class Chat:
 
     def __init__(
         self,
-        llm: LLM,
+        model: LocalModel | RemoteModel,
         conversation: Conversation,
-        params: SamplingParams,
-        enable_thinking: bool | None,
-        interrupt: StopOnInterrupt,
+        interrupt: StopOnInterrupt | StopAtOnce,
+        max_new_tokens: int,
     ):
-        self._llm, self._conversation, self._params = llm, conversation, params
-        self._enable_thinking, self._interrupt = enable_thinking, interrupt
+        self._model, self._conversation = model, conversation
+        self._interrupt, self._max_new_tokens = interrupt, max_new_tokens
 
     def check(self) -> None:
-        """Raise RequestError if the model cannot chat at all, or not with this system message."""
-        self._llm.chat_prompt(self._conversation.asked("?"), enable_thinking=self._enable_thinking)
+        """Raise CpmrtError if the model cannot chat at all."""
+        self._model.check(self._conversation)
 
     def take(self, line: str) -> bool:
         """False if it could not be answered; the reason has been shown then."""
@@ -88,12 +98,14 @@ class Chat:
 
     def _answer(self, question: str) -> bool:
         try:
-            prompt, num_dropped = fit(self._llm, self._conversation, question, self._params, self._enable_thinking)
-            stream = self._llm.stream(prompt, self._params)
+            stream, num_dropped = self._model.open(self._conversation, question)
             if num_dropped:
                 note(f"the conversation no longer fits the context: its oldest turns ({num_dropped}) are dropped")
                 self._conversation.drop_oldest(num_dropped)
             answer = self._written(stream)
+        except StopRequestedError:  # before the first piece, or at the very end
+            note("(stopped)")
+            return True
         except RequestError as error:
             note(f"cpmrt: error: {printable(str(error))}")
             return False
@@ -101,7 +113,7 @@ class Chat:
             self._conversation.add(question, answer)
         return True
 
-    def _written(self, stream: TextStream) -> str:
+    def _written(self, stream: LocalStream | RemoteStream) -> str:
         """Write the answer as it comes; what there is of it."""
         with stream:
             try:
@@ -111,13 +123,12 @@ class Chat:
                         break
             except StopRequestedError:
                 stream.close()
-        completion = stream.completion
         write("\n")
-        if completion.finish_reason == "length":
-            note(f"(stopped after --max-new-tokens {self._params.max_new_tokens})")
-        elif completion.finish_reason == "cancelled":
+        if stream.finish_reason == "length":
+            note(f"(stopped after --max-new-tokens {self._max_new_tokens})")
+        elif stream.finish_reason == "cancelled":
             note("(stopped)")
-        return completion.text
+        return stream.text
 
 
 def _piped_lines() -> Iterator[str]:

@@ -9,15 +9,17 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from cpmrt.config import ModelConfig, RopeConfig
-from cpmrt.errors import CpmrtError, UnsupportedModelError
+from cpmrt.config import EngineConfig, ModelConfig, RopeConfig
+from cpmrt.errors import CpmrtError
 from cpmrt.models.decoder import tensor_specs
+from cpmrt.models.planning import weight_specs
 from cpmrt.text import ChatTemplate, Tokenizer
 from cpmrt.weights import hub
 from cpmrt.weights.checkpoint import Checkpoint
 from cpmrt.weights.files import read_json
 from cpmrt.weights.model_folder import BUNDLED, ModelFolder
 from cpmrt.weights.pack import check
+from cpmrt.weights.quantised_specs import quantisation_summary
 
 _SIZES = (
     "num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size",
@@ -41,14 +43,14 @@ def report(model: str | None, revision: str | None, hf_overrides: Mapping[str, A
     except CpmrtError as error:
         problems.append(str(error))
     is_remote = model is not None and not Path(model).expanduser().is_dir()
-    tensors, files = _weights(path, config, problems, may_be_absent=is_remote)
+    tensors, files, quantization = _weights(path, config, problems, may_be_absent=is_remote)
     return {
         "model": str(path),
         "architecture": config.architecture if config else raw.get("architectures", raw.get("model_type")),
         "parameters": _num_parameters(config, tensors),
         "tensor_dtypes": dict(Counter(tensor["dtype"] for tensor in tensors)),
         "dtype": _dtype_label(config, raw),
-        "quantization": config.quantization if config else _quant_method(raw),
+        "quantization": quantization if config else _quant_method(raw),
         "sizes": {name: getattr(config, name) for name in _SIZES} if config else {},
         "rope": _used(asdict(config.rope)) if config else raw.get("rope_parameters", raw.get("rope_scaling")),
         "scales": {name: getattr(config, name) for name in _SCALES} if config else {},
@@ -63,29 +65,40 @@ def report(model: str | None, revision: str | None, hf_overrides: Mapping[str, A
 
 def _weights(
     path: Path, config: ModelConfig | None, problems: list[str], *, may_be_absent: bool
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Tensors and files of a checkpoint; whatever is wrong with them goes to `problems`."""
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, Any] | None]:
+    """Tensors, files and quantisation of a checkpoint; whatever is wrong with them goes to `problems`."""
     if may_be_absent and not any(path.glob("*.safetensors")):
-        return [], []
+        return [], [], _checked_quantization(config, None, problems)
     tensors: list[dict[str, Any]] = []
     files: dict[Path, int] = {}
+    quantization = None
     try:
         with Checkpoint.open(path) as checkpoint:
             for name, entry in checkpoint.entries.items():
                 shape = list(entry.shape)
                 tensors.append({"name": name, "dtype": entry.dtype, "shape": shape, "bytes": entry.nbytes})
                 files[entry.path] = entry.path.stat().st_size
-            if config is not None:
-                _check_runnable(path, config, checkpoint)
+            quantization = _checked_quantization(config, checkpoint, problems)
     except CpmrtError as error:
         problems.append(str(error))
-    return tensors, [{"name": file.name, "bytes": size} for file, size in files.items()]
+    return tensors, [{"name": file.name, "bytes": size} for file, size in files.items()], quantization
 
 
-def _check_runnable(path: Path, config: ModelConfig, checkpoint: Checkpoint) -> None:
-    if config.quantization:
-        raise UnsupportedModelError(f"{path}: the weights are quantised ({config.quantization})")
-    check(tensor_specs(config), checkpoint)
+def _checked_quantization(
+    config: ModelConfig | None, checkpoint: Checkpoint | None, problems: list[str]
+) -> dict[str, Any] | None:
+    """How the weights are quantised; tensors that are not what they must be go to `problems`."""
+    if config is None:
+        return None
+    settings = config.quantization
+    try:
+        specs = weight_specs(config, EngineConfig(), checkpoint)
+        if checkpoint is not None:
+            check(specs, checkpoint)
+    except CpmrtError as error:
+        problems.append(str(error))
+        return {"method": settings.method} if settings is not None else None
+    return quantisation_summary(settings, specs)
 
 
 def _tokenizer(path: Path, problems: list[str]) -> dict[str, Any]:

@@ -1,6 +1,8 @@
-"""Compile the CUDA kernels ahead of time into the cache, where later starts find them. Needs NVRTC, but no GPU.
+"""Compile the CUDA kernels of a model ahead of time, so that a later start compiles none. Needs NVRTC, but no GPU.
 
-For another machine: compile for its architecture with CPMRT_CACHE_DIR set, and copy that folder.
+MODEL is a folder or a hub id, --shape a well-known shape; without either it is every such shape and the bundled model.
+The kernels are those of a start with the same options. For another machine: name its architecture, compile with
+CPMRT_CACHE_DIR set, and copy that folder. They also depend on the number of multiprocessors, which --sms gives.
 """
 
 from __future__ import annotations
@@ -8,20 +10,34 @@ from __future__ import annotations
 import argparse
 import re
 import time
+from collections.abc import Iterator
 
-from cpmrt.cli.output import write
+from cpmrt.bench.shapes import SHAPES, shape_config
+from cpmrt.cli.arguments import (
+    UsageError,
+    add_engine_options,
+    add_hf_overrides,
+    add_model_source,
+    add_weight_bits,
+    overrides_with_weight_bits,
+)
+from cpmrt.cli.output import printable, write
+from cpmrt.config import EngineConfig, ModelConfig
 from cpmrt.cuda import cubin_cache
+from cpmrt.cuda.ahead_of_time import known_device, modules_of
+from cpmrt.cuda.assembly import storage_dtype
 from cpmrt.cuda.compiler import compile_all
-from cpmrt.cuda.device import open_device
-from cpmrt.cuda.kernels import constant_sets, files
+from cpmrt.cuda.device import Device, open_device
+from cpmrt.cuda.launcher import Module
 from cpmrt.dtypes import DType
 from cpmrt.errors import NoDeviceError
-
-_DTYPES = {"bfloat16": DType.BFLOAT16, "float16": DType.FLOAT16}
+from cpmrt.weights.model_folder import BUNDLED, ModelFolder
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command."""
+    add_model_source(parser, positional=True)
+    parser.add_argument("--shape", choices=SHAPES, help="the kernels of this shape, instead of MODEL")
     parser.add_argument(
         "--arch",
         action="append",
@@ -29,31 +45,76 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="SM",
         help="such as sm_87; may be repeated (default: this machine's GPU)",
     )
-    parser.add_argument("--dtype", choices=_DTYPES, help="one storage type only (default: both)")
+    parser.add_argument(
+        "--sms", type=_count, metavar="N", help="multiprocessors of that GPU (default: of the best known one)"
+    )
+    add_weight_bits(parser)
+    add_engine_options(parser, "dtype", "prefill_chunk", "max_sequences", "lm_head_bits")
+    add_hf_overrides(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Compile what the cache lacks. Raises KernelCompileError, or NoDeviceError without --arch and GPU."""
-    dtypes = [_DTYPES[args.dtype]] if args.dtype else list(_DTYPES.values())
-    modules = [(file, constants) for file in files() for constants in constant_sets(file)]
-    for arch in args.arch or [_architecture_of_gpu()]:
+    if args.shape and args.model:
+        raise UsageError("MODEL and --shape exclude each other; see cpmrt compile --help")
+    if args.sms and not args.arch:
+        raise UsageError("--sms needs --arch; see cpmrt compile --help")
+    settings = EngineConfig(
+        dtype=args.dtype,
+        prefill_chunk=args.prefill_chunk,
+        max_sequences=args.max_sequences,
+        lm_head_bits=args.lm_head_bits,
+    )
+    configs = list(_configs(args))
+    for device in [known_device(arch, args.sms) for arch in args.arch or ()] or [_this_gpu()]:
         before, started = set(cubin_cache.folder().glob("*.cubin")), time.monotonic()
-        paths = {path for dtype in dtypes for path in compile_all(arch, dtype, modules)}
+        wanted = _wanted(configs, settings, device)
+        paths = {path for dtype, modules in wanted for path in compile_all(device.arch, dtype, modules)}
         seconds = time.monotonic() - started
-        write(f"{arch}: {len(paths)} modules, {len(paths - before)} compiled now, {seconds:.1f} s\n")
+        write(
+            f"{device.arch}, {device.num_sms} multiprocessors ({printable(device.name)}): "
+            f"{len(paths)} modules, {len(paths - before)} compiled now, {seconds:.1f} s\n"
+        )
     write(f"in {cubin_cache.folder()}\n")
     return 0
 
 
+def _configs(args: argparse.Namespace) -> Iterator[ModelConfig]:
+    shapes = [args.shape] if args.shape else [] if args.model else list(SHAPES)
+    overrides = overrides_with_weight_bits(args)
+    for shape in shapes:
+        yield ModelConfig.from_hf(shape_config(shape) | (overrides or {}))
+    if not args.shape:
+        source = args.model or str(BUNDLED)
+        yield ModelFolder.open(source, revision=args.revision, weights=False, hf_overrides=overrides).config
+
+
+def _wanted(configs: list[ModelConfig], settings: EngineConfig, device: Device) -> Iterator[tuple[DType, list[Module]]]:
+    """What to compile for each storage type, each module once."""
+    wanted: dict[DType, dict[object, Module]] = {}
+    for config in configs:
+        dtype = storage_dtype(config, settings)
+        for file, sizes in modules_of(config, settings, device, dtype):
+            wanted.setdefault(dtype, {})[file, frozenset(sizes.items())] = file, sizes
+    for dtype, modules in wanted.items():
+        yield dtype, list(modules.values())
+
+
 def _architecture(text: str) -> str:
-    if not re.fullmatch(r"sm_\d{2,3}[af]?", text):
+    if not re.fullmatch(r"sm_\d{2,3}", text):
         raise argparse.ArgumentTypeError(f"expected an architecture such as sm_87, got {text!r}")
     return text
 
 
-def _architecture_of_gpu() -> str:
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and 1 <= int(text) <= 1024):
+        raise argparse.ArgumentTypeError(f"expected a positive integer, got {text!r}")
+    return int(text)
+
+
+def _this_gpu() -> Device:
     try:
-        return open_device().arch
+        return open_device()
     except NoDeviceError as error:
         fix = "name an architecture, as in: cpmrt compile --arch sm_87"
         raise NoDeviceError(error.what, expected=error.expected, actual=error.actual, fix=fix) from None

@@ -103,7 +103,8 @@ def executor() -> Finding:
     except NoDeviceError as error:
         found = f"auto: NumPy, for the bundled model only; others need --executor reference ({error.what})"
         return Finding("executor", Status.OK, found)
-    return Finding("executor", Status.OK, f"auto: CUDA on {device.name} ({device.arch})")
+    path = ", as on sm_80 to sm_89: CPMRT_PORTABLE is set" if device.is_portable else ""
+    return Finding("executor", Status.OK, f"auto: CUDA on {device.name} ({device.arch}{path})")
 
 
 def _blas() -> str:

@@ -13,6 +13,8 @@ from cpmrt.cli.checkpoint_report import report
 from cpmrt.cli.output import printable, write, write_json, write_table
 from cpmrt.memory.plan import format_bytes
 
+_NESTED = ("sizes", "scales", "special_ids", "tokenizer", "quantization")
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command."""
@@ -49,7 +51,7 @@ def _facts(found: dict[str, Any]) -> dict[str, Any]:
             continue
         if name == "config":
             facts |= {f"config.{key}": entry for key, entry in value.items() if not isinstance(entry, (dict, list))}
-        elif name in ("sizes", "scales", "special_ids", "tokenizer") and value:
+        elif name in _NESTED and isinstance(value, dict) and value:
             facts |= {key if name == "sizes" else f"{name}.{key}": entry for key, entry in value.items()}
         else:
             facts[name] = value

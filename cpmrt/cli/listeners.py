@@ -118,6 +118,22 @@ class StopOnInterrupt:
         self.requested = True
 
 
+class StopAtOnce:
+    """While its `with` block runs, Ctrl-C raises StopRequestedError there: for an answer whose engine is elsewhere."""
+
+    requested = False
+
+    def __enter__(self) -> StopAtOnce:
+        self._previous = signal.signal(signal.SIGINT, self._handle)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        signal.signal(signal.SIGINT, self._previous)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        raise StopRequestedError
+
+
 def _unwritable(path: str, error: Exception) -> CpmrtError:
     reason = getattr(error, "strerror", None) or error
     return CpmrtError(f"step log {path} cannot be written: {reason}", fix="choose another --log-steps file")

@@ -20,6 +20,7 @@ from cpmrt.errors import CpmrtError
 COMMANDS = {
     "generate": "continue a prompt",
     "chat": "talk with a model",
+    "serve": "answer over HTTP: an OpenAI-compatible API and a chat page",
     "plan": "show the memory a model needs and the largest context that fits, from its config alone",
     "inspect": "show what a checkpoint holds: sizes, tensors, tokenizer",
     "bench": "measure speed and energy of a model, or of a shape with random weights",

@@ -2,7 +2,8 @@
 
 from cpmrt.config.engine import EngineConfig
 from cpmrt.config.model import ModelConfig
+from cpmrt.config.quantization import WeightQuantization
 from cpmrt.config.rope import RopeConfig
 from cpmrt.config.sampling import MAX_LOGPROBS, SamplingParams
 
-__all__ = ["MAX_LOGPROBS", "EngineConfig", "ModelConfig", "RopeConfig", "SamplingParams"]
+__all__ = ["MAX_LOGPROBS", "EngineConfig", "ModelConfig", "RopeConfig", "SamplingParams", "WeightQuantization"]

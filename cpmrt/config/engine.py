@@ -27,7 +27,9 @@ class EngineConfig:
     `max_context` in tokens (None: the model's own), `memory_budget` in bytes (None: what is free),
     `prefill_chunk` in tokens, `max_sequences` = resident sequences that decode together. `cuda_graphs` False
     launches kernel by kernel; `dependent_launch` False keeps a kernel from starting while the one before it ends
-    (sm_90 and later). Neither changes a bit of the output.
+    (sm_90 and later). Neither changes a bit of the output. `lm_head_bits` 8 or 4 rounds the output head to that many
+    bits while it is loaded (None: it stays as it is). `prefix_cache` keeps the KV pages of ended sequences, as far as
+    nothing needs their room, for later prompts that begin alike.
     """
 
     executor: str = "auto"
@@ -40,12 +42,16 @@ class EngineConfig:
     max_sequences: int = 1
     cuda_graphs: bool = True
     dependent_launch: bool = True
+    lm_head_bits: int | None = None
+    prefix_cache: bool = True
 
     def __post_init__(self) -> None:
         _one_of("executor", self.executor, ("auto", "cuda", "reference"))
         _one_of("load_format", self.load_format, ("auto", "safetensors", "dummy"))
         if self.dtype != "auto":
             DType.parse(self.dtype)
+        if self.lm_head_bits not in (None, 4, 8) or isinstance(self.lm_head_bits, float):
+            raise ConfigError("lm_head_bits", expected="4 | 8, or nothing", actual=repr(self.lm_head_bits))
         for name, low, high in (
             ("max_context", 1, 2**31 - 1),
             ("memory_budget", 1, 2**63),

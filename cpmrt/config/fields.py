@@ -86,3 +86,23 @@ class Fields:
         if not all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i < vocab_size for i in ids):
             raise self.fail(name, f"token ids in [0, {vocab_size})")
         return tuple(ids)
+
+    def mapping(self, name: str) -> Mapping[str, Any]:
+        """An object; empty where the field is absent."""
+        value = self._value(name, None)
+        if value is None:
+            return {}
+        if not isinstance(value, Mapping):
+            raise self.fail(name, "an object")
+        return value
+
+    def names(self, name: str) -> list[str]:
+        """A list of texts, or of lists of them, as one list; empty where the field is absent."""
+        value = self._value(name, None)
+        if value is None:
+            return []
+        items: list[Any] = value if isinstance(value, list) else [None]
+        flat = [entry for item in items for entry in (item if isinstance(item, list) else [item])]
+        if not all(isinstance(entry, str) and entry for entry in flat):
+            raise self.fail(name, "a list of names")
+        return flat

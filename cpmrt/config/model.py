@@ -9,6 +9,8 @@ from typing import Any
 
 from cpmrt.config.architectures import ARCHITECTURES, MODEL_TYPES, Architecture
 from cpmrt.config.fields import Fields
+from cpmrt.config.quantization import WeightQuantization
+from cpmrt.config.quantization_reader import read_quantization
 from cpmrt.config.rope import RopeConfig
 from cpmrt.dtypes import DType
 from cpmrt.errors import ConfigError, UnsupportedModelError
@@ -41,7 +43,7 @@ class ModelConfig:
     dtype: DType | None
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
-    quantization: str | None
+    quantization: WeightQuantization | None
 
     @property
     def q_size(self) -> int:
@@ -73,10 +75,12 @@ class ModelConfig:
         config: Mapping[str, Any],
         generation_config: Mapping[str, Any] | None = None,
         source: str = "config.json",
+        quantize_config: Mapping[str, Any] | None = None,
     ) -> ModelConfig:
         """From config.json's object, and generation_config.json's for further end-of-text ids.
 
-        `source` is the file name for messages. Raises ConfigError for a missing or malformed field,
+        `quantize_config` is the object of a quantize_config.json, which GPTQ tools write. `source` is the path of
+        config.json, for messages. Raises ConfigError for a missing or malformed field,
         UnsupportedModelError for an architecture or a feature that is not implemented.
         """
         row = _architecture(config, source)
@@ -111,7 +115,7 @@ class ModelConfig:
             dtype=_dtype(fields),
             bos_token_id=bos[0],
             eos_token_ids=tuple(sorted({*eos, *extra_eos.token_ids("eos_token_id", vocab)})),
-            quantization=_quantization(fields),
+            quantization=read_quantization(config, source, quantize_config),
             **_mup_scales(fields, row, hidden, layers),
         )
 
@@ -172,12 +176,3 @@ def _mup_scales(fields: Fields, row: Architecture, hidden: int, layers: int) -> 
 def _dtype(fields: Fields) -> DType | None:
     name = fields.text("dtype", None) or fields.text("torch_dtype", None)
     return DType.parse(name) if name else None
-
-
-def _quantization(fields: Fields) -> str | None:
-    section = fields.data.get("quantization_config")
-    if section is None:
-        return None
-    if not isinstance(section, Mapping):
-        raise fields.fail("quantization_config", "an object")
-    return str(section.get("quant_method", "unnamed"))

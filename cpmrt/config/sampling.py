@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import isfinite
 
@@ -17,6 +18,7 @@ class SamplingParams:
     `seed` None takes the engine's seed plus the number of the request, so a run repeats as a whole.
     `stop` strings end the text before them; `stop_token_ids` and the model's own end tokens end it too, unless
     `ignore_eos` drops the latter. `logprobs` = n asks for the chosen token's log-probability and the n best.
+    `logit_bias` pairs token ids with what is added to their logits; not every executor takes it.
     """
 
     max_new_tokens: int = 128
@@ -32,11 +34,13 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int = 0
+    logit_bias: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         object.__setattr__(self, "stop", _tuple_of(stop, str, "stop"))
         object.__setattr__(self, "stop_token_ids", _tuple_of(self.stop_token_ids, int, "stop_token_ids"))
+        object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
         for name in _RANGES:
             value = getattr(self, name)
             if name != "seed" or value is not None:
@@ -70,6 +74,22 @@ def _check_number(name: str, value: object) -> None:
         ok = isinstance(value, int)
     if not ok or not low <= value <= high:  # type: ignore[operator]
         raise RequestError(f"SamplingParams.{name}", expected=expected, actual=repr(value))
+
+
+def _biases(pairs: object) -> tuple[tuple[int, float], ...]:
+    """Checked pairs, in the order of their token ids. A dict counts as its items."""
+    items = pairs.items() if isinstance(pairs, dict) else pairs
+    checked: dict[int, float] = {}
+    for pair in items if isinstance(items, Iterable) else [None]:
+        token, bias = pair if isinstance(pair, (tuple, list)) and len(pair) == 2 else (None, None)
+        is_token = isinstance(token, int) and not isinstance(token, bool) and 0 <= token < 2**31
+        is_bias = isinstance(bias, (int, float)) and not isinstance(bias, bool) and -100 <= bias <= 100
+        if not (is_token and is_bias):
+            raise RequestError(
+                "SamplingParams.logit_bias", expected="token ids with numbers in [-100, 100]", actual=repr(pair)[:80]
+            )
+        checked[token] = float(bias)  # type: ignore[index, arg-type]
+    return tuple(sorted(checked.items()))
 
 
 def _tuple_of(values: object, kind: type, name: str) -> tuple[object, ...]:

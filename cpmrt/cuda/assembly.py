@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
-from cpmrt.config import EngineConfig
+from cpmrt.config import EngineConfig, ModelConfig
 from cpmrt.cuda.compiler import Modules
 from cpmrt.cuda.device import Device, open_device
+from cpmrt.cuda.linear_plan import DeviceLimits
+from cpmrt.cuda.packed_w4 import PackedLayout
+from cpmrt.cuda.weights_w4 import layout_of
 from cpmrt.cuda.workspace import check_supported, cuda_needs
 from cpmrt.dtypes import DType
 from cpmrt.errors import ConfigError
 from cpmrt.executor import Executor
 from cpmrt.memory.plan import MemoryPlan, Region
-from cpmrt.models.decoder import tensor_specs
-from cpmrt.models.planning import fit_model, position_limit
+from cpmrt.models.planning import fit_model, position_limit, weight_specs
+from cpmrt.tensor_spec import TensorSpec
 from cpmrt.weights.checkpoint import Checkpoint
 from cpmrt.weights.model_folder import ModelFolder
 from cpmrt.weights.pack import check
@@ -30,23 +34,31 @@ def open_executor(folder: ModelFolder, settings: EngineConfig) -> tuple[Executor
     """
     device = open_device()
     check_supported(folder.config)
-    dtype = _storage_dtype(folder, settings)
+    config, dtype = folder.config, storage_dtype(folder.config, settings)
     budget = settings.memory_budget or max(device.free_bytes() - _RESERVED_BYTES, 1)
-    capability = int(device.arch.removeprefix("sm_"))
-    needs = cuda_needs(folder.config, settings, capability=capability, num_sms=device.num_sms)
-    plan = fit_model(folder.config, settings, itemsize=dtype.itemsize, budget=budget, needs=needs)
-    from cpmrt.cuda.executor import CudaExecutor
+    with ExitStack() as stack:
+        checkpoint = None
+        if settings.load_format != "dummy":
+            checkpoint = stack.enter_context(Checkpoint.open(folder.path))
+        specs = weight_specs(config, settings, checkpoint)
+        if checkpoint is not None:
+            check(specs, checkpoint)
+        limits = DeviceLimits.of(device)
+        needs = cuda_needs(config, settings, specs, capability=device.capability, limits=limits)
+        plan = fit_model(config, settings, itemsize=dtype.itemsize, budget=budget, needs=needs, specs=specs)
+        layouts = {spec.name: layout_of(spec, config, limits) for spec in specs if spec.quant is not None}
+        from cpmrt.cuda.executor import CudaExecutor
 
-    def load(arena: int, regions: Mapping[str, Region], device: Device, modules: Modules, stream: Any) -> None:
-        _load(folder, settings, arena, regions, device, modules, stream)
+        def load(arena: int, regions: Mapping[str, Region], device: Device, modules: Modules, stream: Any) -> None:
+            _load(specs, checkpoint, arena, regions, layouts, device, modules, stream, settings.seed)
 
-    limit = position_limit(folder.config, settings)
-    return CudaExecutor(folder.config, settings, plan, device, dtype, limit, load), plan
+        limit = position_limit(config, settings)
+        return CudaExecutor(config, settings, plan, device, dtype, limit, load), plan
 
 
-def _storage_dtype(folder: ModelFolder, settings: EngineConfig) -> DType:
-    """A checkpoint in float32 is held in bfloat16, which has its range; asking for float32 is refused."""
-    dtype = settings.storage_dtype(folder.config.dtype)
+def storage_dtype(config: ModelConfig, settings: EngineConfig) -> DType:
+    """A checkpoint in float32 is held in bfloat16, which has its range; asking for float32 is a ConfigError."""
+    dtype = settings.storage_dtype(config.dtype)
     if dtype is not DType.FLOAT32:
         return dtype
     if settings.dtype != "auto":
@@ -57,22 +69,24 @@ def _storage_dtype(folder: ModelFolder, settings: EngineConfig) -> DType:
 
 
 def _load(
-    folder: ModelFolder,
-    settings: EngineConfig,
+    specs: Sequence[TensorSpec],
+    checkpoint: Checkpoint | None,
     arena: int,
     regions: Mapping[str, Region],
+    layouts: Mapping[str, PackedLayout],
     device: Device,
     modules: Modules,
     stream: Any,
+    seed: int,
 ) -> None:
-    from cpmrt.cuda.dummy_fill import fill_dummy
-    from cpmrt.cuda.upload import stream_checkpoint
+    from cpmrt.cuda.checkpoint_stream import stream_checkpoint
+    from cpmrt.cuda.dummy_fill import fill_dummy, fill_dummy_packed
 
-    specs = tensor_specs(folder.config)
-    if settings.load_format == "dummy":
-        fill_dummy(arena, specs, regions, modules, stream, seed=settings.seed, num_sms=device.num_sms)
-        stream.synchronize()
+    if checkpoint is not None:
+        stream_checkpoint(arena, specs, checkpoint, regions, device, modules, layouts)
         return
-    with Checkpoint.open(folder.path) as checkpoint:
-        check(specs, checkpoint)
-        stream_checkpoint(arena, specs, checkpoint, regions, device, modules)
+    fill_dummy(arena, specs, regions, modules, stream, seed=seed, num_sms=device.num_sms)
+    if layouts:
+        sizes = {"seed": seed, "num_sms": device.num_sms}
+        fill_dummy_packed(arena, specs, regions, layouts, modules, stream, **sizes)
+    stream.synchronize()

@@ -35,19 +35,25 @@ class DecodeAttentionPlan:
 
     def grid(self, rows: int) -> tuple[int, int, int]:
         """For a step of `rows` rows. It may depend on them: which block takes a run does not change the result."""
-        turns = 2 * self.resident_blocks // (self.units * rows * self.cluster)
-        return min(max(1, turns) * self.cluster, self.num_splits), self.units, rows
+        clusters = 2 * self.resident_blocks // (self.units * rows * self.cluster)
+        clusters = min(max(1, clusters), self.num_splits // self.cluster)
+        return (self.cluster * clusters, self.units, 1) if rows == 1 else (self.cluster, self.units * rows, clusters)
 
 
 @dataclass(frozen=True)
 class PrefillAttentionPlan:
-    """How `prefill_attention` is compiled and launched: grid (blocks_per_tile, tiles(rows)), block `threads`."""
+    """How `kernel` of the file of that name is compiled and launched: grid (blocks_per_tile, tiles(rows)).
 
+    With `box_columns` it takes tensor maps of the pages, in boxes of a page's rows and so many columns.
+    """
+
+    kernel: str
     constants: dict[str, int]
     blocks_per_tile: int
     rows_per_tile: int
     threads: int
     shared_bytes: int
+    box_columns: int | None = None
 
     def tiles(self, rows: int) -> int:
         """Grid y for a bucket of `rows` rows."""
@@ -73,11 +79,13 @@ def plan_decode_attention(
     """
     group = num_heads // num_kv_heads
     tiles = ceil(group / _QUERY_TILE)
+    heads = ceil(group / tiles)
     units = num_kv_heads * tiles
     cluster = 8 if arch >= 90 and not portable else 1
     stages = 2 if arch in _SMALL_SHARED_MEMORY else 3
     wanted = min(num_sms // units, ceil(max_context / PAGE_SIZE), _MOST_CLUSTERS * cluster)
     num_splits = max(1, wanted // cluster) * cluster
+    received = 5 * heads * head_dim if cluster > 1 else 0
     return DecodeAttentionPlan(
         constants={"HEAD_DIM": head_dim, "GROUP": group, "STAGES": stages, "PORTABLE": int(portable)},
         num_splits=num_splits,
@@ -85,20 +93,40 @@ def plan_decode_attention(
         cluster=cluster,
         resident_blocks=2 * num_sms,
         threads=128,
-        shared_bytes=_QUERY_TILE * head_dim * 2 + stages * PAGE_SIZE * head_dim * 4,
-        partials=max_rows * units * (num_splits // cluster) * ceil(group / tiles) * head_dim * 5 // 4,
+        shared_bytes=_QUERY_TILE * head_dim * 2 + stages * PAGE_SIZE * head_dim * 4 + received,
+        partials=max_rows * units * (num_splits // cluster) * heads * head_dim * 5 // 4,
         arrivals=max_rows * units * cluster,
     )
 
 
-def plan_prefill_attention(*, num_heads: int, num_kv_heads: int, head_dim: int) -> PrefillAttentionPlan:
-    """Two heads of one KV head share a block where the group is even."""
+def plan_prefill_attention(*, num_heads: int, num_kv_heads: int, head_dim: int, arch: int) -> PrefillAttentionPlan:
+    """arch: compute capability as 90. Heads of one KV head share a block where the group allows."""
     group = num_heads // num_kv_heads
+    if arch == 90:
+        return _plan_prefill_wgmma(num_heads, group, head_dim)
     heads = 2 if group % 2 == 0 else 1
     return PrefillAttentionPlan(
+        kernel="prefill_attention",
         constants={"HEAD_DIM": head_dim, "GROUP": group},
         blocks_per_tile=num_heads // heads,
         rows_per_tile=_PREFILL_TILE // heads,
         threads=128,
         shared_bytes=(_PREFILL_TILE + 4 * PAGE_SIZE) * head_dim * 2,
+    )
+
+
+def _plan_prefill_wgmma(num_heads: int, group: int, head_dim: int) -> PrefillAttentionPlan:
+    """The sizes that `prefill_attention_wgmma.cu` chooses: 64 rows a warpgroup, three stages of two pages."""
+    warpgroups = 3 if head_dim == 64 else 2
+    heads = warpgroups if group % warpgroups == 0 else 1
+    tile_rows, stages = 64 * warpgroups, 3
+    barriers = 4 * stages + 1
+    return PrefillAttentionPlan(
+        kernel="prefill_attention_wgmma",
+        constants={"HEAD_DIM": head_dim, "GROUP": group},
+        blocks_per_tile=num_heads // heads,
+        rows_per_tile=tile_rows // heads,
+        threads=(warpgroups + 1) * 128,
+        shared_bytes=(tile_rows + stages * 4 * PAGE_SIZE) * head_dim * 2 + barriers * 8,
+        box_columns=32 if head_dim == 96 else 64,
     )

@@ -23,7 +23,6 @@ _MAX_WORKSPACE, _REDUCTION_MASK, _MIN_ALIGNMENTS = 1, 3, (5, 6, 7, 8)
 _REDUCE_IN_FLOAT32 = 2
 """Of the split-K reductions the only one that rounds the result once."""
 _ALIGNMENT = 16
-_CANDIDATES = 8
 
 
 class CublasLtError(CpmrtError):
@@ -44,13 +43,19 @@ class _Heuristic(ctypes.Structure):
 
 @dataclass(eq=False)
 class MatmulPlan:
-    """A product of one shape: descriptors and the algorithms for it, the one to use first."""
+    """A product of one shape: descriptors, and the algorithm that the library suggests first.
+
+    Rows of Y are `stride` elements apart.
+
+    Another one may be some percent faster alone, but a prefill runs at the power limit, where all take the same time.
+    """
 
     num_rows: int
     columns: int
     inner: int
     dtype: DType
-    algorithms: list[_Heuristic] = field(default_factory=list)
+    stride: int
+    algorithm: _Heuristic = field(default_factory=_Heuristic)
     operation: c_void_p = field(default_factory=c_void_p)
     w: c_void_p = field(default_factory=c_void_p)
     x: c_void_p = field(default_factory=c_void_p)
@@ -77,16 +82,15 @@ class CublasLt:
     """A handle and the plans made with it, for one stream at a time: they share the workspace.
 
     `workspace` is the device address of `workspace_bytes` bytes, 256-byte aligned. Needs a current CUDA context.
-    `matmul` neither allocates nor waits, so it may be captured; `plan` and `tune` come before a capture. The first
-    algorithm that the library suggests is used until `tune` finds a faster one. `close()` destroys everything; the
-    plans are dead then.
+    `matmul` neither allocates nor waits, so it may be captured; `plan` comes before a capture. `close()` destroys
+    everything; the plans are dead then.
     """
 
     def __init__(self, workspace: int, workspace_bytes: int, library: Any = None):
         """Raises CublasLtError if the library is missing or does not work with this device and driver."""
         self._library = library or load_library()
         self._workspace, self._workspace_bytes = workspace, workspace_bytes
-        self._plans: dict[tuple[int, int, int, DType], MatmulPlan] = {}
+        self._plans: dict[tuple[int, int, int, DType, int], MatmulPlan] = {}
         self._handle = c_void_p()
         _declare(self._library)
         self._check("Create", ctypes.byref(self._handle))
@@ -96,9 +100,12 @@ class CublasLt:
         """Of the library: 130800 is 13.8."""
         return int(self._library.cublasLtGetVersion())
 
-    def plan(self, num_rows: int, columns: int, inner: int, dtype: DType) -> MatmulPlan:
-        """The plan for Y [num_rows, columns] and X [num_rows, inner]; made once for a shape. Raises CublasLtError."""
-        key = (num_rows, columns, inner, dtype)
+    def plan(self, num_rows: int, columns: int, inner: int, dtype: DType, stride: int | None = None) -> MatmulPlan:
+        """The plan for Y [num_rows, columns] and X [num_rows, inner]; made once for a shape. Raises CublasLtError.
+
+        Y may be columns of a wider matrix, whose rows are `stride` elements apart.
+        """
+        key = (num_rows, columns, inner, dtype, stride or columns)
         if key not in self._plans:
             plan = MatmulPlan(*key)
             try:
@@ -117,28 +124,14 @@ class CublasLt:
 
         `stream` is a raw handle. alpha and beta are read during the call and fixed in a capture.
         """
-        self._run(plan, plan.algorithms[0], (y, x, w), stream, alpha, beta)
-
-    def tune(self, plan: MatmulPlan, y: int, x: int, w: int, stream: Any, repeats: int = 10) -> None:
-        """Time the candidates on these operands (y is overwritten) and use the fastest from now on.
-
-        `stream` is a cupy stream. The library's own first choice stays unless another is 2 % faster.
-        """
-        from cupy.cuda import Event, get_elapsed_time
-
-        def milliseconds(algorithm: _Heuristic) -> float:
-            begin, end = Event(), Event()
-            self._run(plan, algorithm, (y, x, w), stream.ptr)
-            begin.record(stream)
-            for _ in range(repeats):
-                self._run(plan, algorithm, (y, x, w), stream.ptr)
-            end.record(stream)
-            end.synchronize()
-            return float(get_elapsed_time(begin, end))
-
-        times = [milliseconds(algorithm) for algorithm in plan.algorithms]
-        if min(times) < 0.98 * times[0]:
-            plan.algorithms.insert(0, plan.algorithms.pop(times.index(min(times))))
+        if (y | x | w) % _ALIGNMENT:
+            raise ValueError(f"operands of a product must be aligned to {_ALIGNMENT} bytes")
+        scale, keep = c_float(alpha), c_float(beta)
+        self._check(
+            "Matmul", self._handle, plan.operation, ctypes.addressof(scale), w, plan.w, x, plan.x,
+            ctypes.addressof(keep), y, plan.y, y, plan.y, ctypes.addressof(plan.algorithm),
+            self._workspace, self._workspace_bytes, stream,
+        )  # fmt: skip
 
     def close(self) -> None:
         """Destroy the plans and the handle. May be called again."""
@@ -166,16 +159,16 @@ class CublasLt:
         self._check("MatmulDescCreate", ctypes.byref(plan.operation), _COMPUTE_FLOAT32, _FLOAT32)
         transposed = c_int(_TRANSPOSED)
         self._check("MatmulDescSetAttribute", plan.operation, _TRANSPOSE_A, ctypes.byref(transposed), 4)
-        for layout, rows, columns in (
-            (plan.w, plan.inner, plan.columns),
-            (plan.x, plan.inner, plan.num_rows),
-            (plan.y, plan.columns, plan.num_rows),
+        for layout, rows, columns, leading in (
+            (plan.w, plan.inner, plan.columns, plan.inner),
+            (plan.x, plan.inner, plan.num_rows, plan.inner),
+            (plan.y, plan.columns, plan.num_rows, plan.stride),
         ):
-            self._check("MatrixLayoutCreate", ctypes.byref(layout), _DATA_TYPE[plan.dtype], rows, columns, rows)
+            self._check("MatrixLayoutCreate", ctypes.byref(layout), _DATA_TYPE[plan.dtype], rows, columns, leading)
 
     def _choose(self, plan: MatmulPlan) -> None:
-        """Ask for algorithms that take any 16-byte aligned operands and round only the final sum."""
-        preference, count, found = c_void_p(), c_int(), (_Heuristic * _CANDIDATES)()
+        """Ask for an algorithm that takes any 16-byte aligned operands and rounds only the final sum."""
+        preference, count = c_void_p(), c_int()
         self._check("MatmulPreferenceCreate", ctypes.byref(preference))
         try:
             limit = c_uint64(self._workspace_bytes)
@@ -186,35 +179,15 @@ class CublasLt:
                 self._check("MatmulPreferenceSetAttribute", preference, name, ctypes.byref(word), 4)
             self._check(
                 "MatmulAlgoGetHeuristic", self._handle, plan.operation, plan.w, plan.x, plan.y, plan.y,
-                preference, _CANDIDATES, found, ctypes.byref(count),
+                preference, 1, ctypes.byref(plan.algorithm), ctypes.byref(count),
             )  # fmt: skip
         finally:
             self._library.cublasLtMatmulPreferenceDestroy(preference)
-        plan.algorithms = [result for result in found[: count.value] if result.status == 0]
-        if not plan.algorithms:
+        if not count.value or plan.algorithm.status:
             raise CublasLtError(
                 f"cuBLASLt has no algorithm for [{plan.num_rows}, {plan.inner}] x [{plan.columns}, {plan.inner}]^T "
                 f"in {plan.dtype.label}"
             )
-
-    def _run(
-        self,
-        plan: MatmulPlan,
-        algorithm: _Heuristic,
-        operands: tuple[int, int, int],
-        stream: int,
-        alpha: float = 1.0,
-        beta: float = 0.0,
-    ) -> None:
-        y, x, w = operands
-        if (y | x | w) % _ALIGNMENT:
-            raise ValueError(f"operands of a product must be aligned to {_ALIGNMENT} bytes")
-        scale, keep = c_float(alpha), c_float(beta)
-        self._check(
-            "Matmul", self._handle, plan.operation, ctypes.addressof(scale), w, plan.w, x, plan.x,
-            ctypes.addressof(keep), y, plan.y, y, plan.y, ctypes.addressof(algorithm),
-            self._workspace, self._workspace_bytes, stream,
-        )  # fmt: skip
 
     def _destroy(self, plan: MatmulPlan) -> None:
         for layout in (plan.w, plan.x, plan.y):

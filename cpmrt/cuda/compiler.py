@@ -13,12 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from cpmrt.cuda import cubin_cache, nvrtc
+from cpmrt.cuda.device import LOST_CONTEXT, OUT_OF_MEMORY, device_fault
 from cpmrt.cuda.launch import Kernel
 from cpmrt.cuda.source import KernelSource, read_source
 from cpmrt.dtypes import DType
 from cpmrt.errors import KernelCompileError
 
 _PDL_CAPABILITY = 90
+# Instructions that only this architecture has need the "a"; a cubin of sm_90 runs on no other either.
+_TARGETS = {"sm_90": "sm_90a"}
 _SUFFIXES = {DType.BFLOAT16: "bf16", DType.FLOAT16: "fp16"}
 
 
@@ -26,7 +29,7 @@ def options(arch: str, dtype: DType, constants: Mapping[str, int]) -> tuple[str,
     """The compiler's options. They hold no path, so that a cache can be copied to another machine."""
     sizes = sorted(constants.items())
     return (
-        f"-arch={arch}",
+        f"-arch={_TARGETS.get(arch, arch)}",
         "-std=c++17",
         "-lineinfo",
         f"-DCPMRT_{suffix(dtype).upper()}",
@@ -77,14 +80,18 @@ class Modules:
     def kernel(self, file: str, name: str, constants: Mapping[str, int]) -> Kernel:
         """The kernel `name` (without suffix) of `file` with these compile-time sizes, on the current device.
 
-        Raises KernelCompileError if it does not compile, does not load or is not there.
+        Raises KernelCompileError if it does not compile, does not load or is not there; DeviceError after a fault.
         """
         full_name = f"{name}_{suffix(self.dtype)}"
-        raw = self._module(file, constants).get_function(full_name)
+        module = self._module(file, constants)
         try:
+            raw = module.get_function(full_name)
             return Kernel(full_name, raw.kernel.ptr, raw, has_pdl=_capability(self.arch) >= _PDL_CAPABILITY)
         except Exception as error:  # CuPy's driver error classes cannot be named without importing it
-            raise KernelCompileError(f"{full_name} of {file} does not load for {self.arch}: {error}") from error
+            if getattr(error, "status", None) in LOST_CONTEXT | {OUT_OF_MEMORY}:
+                raise device_fault(error) from error
+            what = f"{full_name} of {file} does not load for {self.arch}: {error}"
+            raise KernelCompileError(what, fix=f"delete the compiled kernels in {cubin_cache.folder()}") from error
 
     def _module(self, file: str, constants: Mapping[str, int]) -> Any:
         import cupy

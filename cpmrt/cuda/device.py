@@ -5,24 +5,37 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from cpmrt import env
-from cpmrt.errors import NoDeviceError
+from cpmrt.errors import CpmrtError, DeviceError, MemoryPlanError, NoDeviceError
 from cpmrt.memory.host_memory import available_bytes
 
 MIN_CAPABILITY = 80
+_PORTABLE_CAPABILITY, _PORTABLE_SHARED_BYTES = 86, 101376
+"""The least of sm_80 to sm_89: what fits there runs on all of them."""
+OUT_OF_MEMORY = 2
+"""cudaErrorMemoryAllocation and CUDA_ERROR_OUT_OF_MEMORY."""
+LOST_CONTEXT = frozenset((700, 702, 710, *range(714, 720), 999))
+"""Of cuda.h: after these a context refuses every call. An illegal address is 700, a failed launch 719."""
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One GPU. Sizes in bytes; `driver_version` is the newest CUDA version that the driver knows, such as (13, 0)."""
+    """One GPU. Sizes in bytes; `driver_version` is the newest CUDA version that the driver knows, such as (13, 0).
+
+    `capability` is the compute capability whose features the kernels use, as 90: that of `arch`, but on the portable
+    path less.
+    """
 
     index: int
     name: str
     arch: str
+    capability: int
     num_sms: int
     l2_bytes: int
     shared_bytes_per_block: int
@@ -30,13 +43,18 @@ class Device:
     is_unified: bool
     driver_version: tuple[int, int]
 
+    @property
+    def is_portable(self) -> bool:
+        """Whether kernels, compiled for `arch`, do without what came with sm_90 (see `env`)."""
+        return self.arch != f"sm_{self.capability}"
+
     def free_bytes(self) -> int:
         """What can be allocated now. Where CPU and GPU share memory, the driver counts page cache as used."""
         import cupy
 
         if self.is_unified:
             return available_bytes()
-        with cupy.cuda.Device(self.index):
+        with device_faults(), cupy.cuda.Device(self.index):
             free: int = cupy.cuda.runtime.memGetInfo()[0]
         return free
 
@@ -65,17 +83,42 @@ def open_device(index: int = 0) -> Device:
             actual=f"{capability // 10}.{capability % 10}",
             fix="use executor='reference' or another GPU",
         )
+    shared_bytes = properties["sharedMemPerBlockOptin"]
+    is_portable = capability >= 90 and env.asks_for_portable_kernels()
     return Device(
         index=index,
         name=name,
         arch=f"sm_{capability}",
+        capability=_PORTABLE_CAPABILITY if is_portable else capability,
         num_sms=properties["multiProcessorCount"],
         l2_bytes=properties["l2CacheSize"],
-        shared_bytes_per_block=properties["sharedMemPerBlockOptin"],
+        shared_bytes_per_block=min(shared_bytes, _PORTABLE_SHARED_BYTES) if is_portable else shared_bytes,
         total_bytes=properties["totalGlobalMem"],
         is_unified=bool(properties["integrated"]),
         driver_version=driver,
     )
+
+
+@contextmanager
+def device_faults() -> Iterator[None]:
+    """Turn the errors of CuPy's calls into MemoryPlanError where the GPU has no memory left, else into DeviceError."""
+    import cupy
+
+    try:
+        yield
+    except (cupy.cuda.runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError) as error:
+        raise device_fault(error) from error
+
+
+def device_fault(error: Any) -> CpmrtError:
+    """What a CUDARuntimeError or CUDADriverError means to the user."""
+    if error.status == OUT_OF_MEMORY:
+        return MemoryPlanError(
+            "the GPU has less free memory than was planned for",
+            actual=str(error),
+            fix="end what else uses it (nvidia-smi), or choose a smaller max_context or memory_budget",
+        )
+    return DeviceError(f"the GPU failed: {error}", fix="make a new process")
 
 
 def _usable_driver(runtime: Any) -> tuple[int, int]:

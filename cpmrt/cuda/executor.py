@@ -2,44 +2,48 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import cupy
 import numpy as np
 
 from cpmrt.config import EngineConfig, ModelConfig
-from cpmrt.cuda.attention_plan import plan_decode_attention, plan_prefill_attention
 from cpmrt.cuda.compiler import Modules, compile_all
-from cpmrt.cuda.device import Device
+from cpmrt.cuda.device import Device, device_faults
 from cpmrt.cuda.gemm import Gemm
 from cpmrt.cuda.graphs import Graphs
 from cpmrt.cuda.launcher import Launcher
-from cpmrt.cuda.linear_plan import DeviceLimits
-from cpmrt.cuda.ops import CudaOps
 from cpmrt.cuda.rings import Nothing, Rings
-from cpmrt.cuda.slot_state import write_admit, write_prefill
-from cpmrt.cuda.step_kernels import StepKernels
-from cpmrt.cuda.workspace import MAX_ROWS, buckets, row_counts
+from cpmrt.cuda.slot_state import MAX_LOGIT_BIAS, write_admit, write_prefill, write_recall
+from cpmrt.cuda.step_forward import StepForward
+from cpmrt.cuda.step_kernels import StepKernels, step_modules
+from cpmrt.cuda.weights_w4 import held_weights
+from cpmrt.cuda.workspace import buckets, row_counts
 from cpmrt.dtypes import F32, DType
 from cpmrt.errors import ConfigError, NoDeviceError
-from cpmrt.executor import Admit, Decode, ExecutorLimits, Pending, Prefill, Release, Step
+from cpmrt.executor import Admit, Decode, ExecutorLimits, Pending, Prefill, Recall, Release, Step
 from cpmrt.memory.arena import Arena
-from cpmrt.memory.kv_pages import KVLayout
-from cpmrt.memory.plan import WEIGHT_PARTS, MemoryPlan
-from cpmrt.models.decoder import forward, lm_head
+from cpmrt.memory.kv_pages import PAGE_SIZE, KVLayout
+from cpmrt.memory.plan import MemoryPlan
 from cpmrt.models.rope import rope_table
-from cpmrt.ops import Rows
 
 LoadWeights = Callable[[int, Mapping[str, Any], Device, Modules, Any], None]
 _RUN_AHEAD = 4
-_ROW_BUFFERS = ("x", "q", "attention", "inner")
 _TYPES = {
     "rope": np.float32, "logits": np.float32, "attention_partials": np.float32, "block_tables": np.int32,
     "attention_arrivals": np.int32, "token_ids": np.int32, "positions": np.int32, "slots": np.int32,
     "chunk": np.int32, "token_counts": np.uint32, "slot_states": np.uint8, "step_context": np.uint64,
-    "gemm_workspace": np.uint8,
+    "gemm_workspace": np.uint8, "w4_arrivals": np.int32, "w4_rows": np.uint8, "w4_partials": np.uint8,
+    "w4_staging": np.uint8,
 }  # fmt: skip
+_PIECES = {".codes": np.uint8, ".perm": np.int32}
+"""Of quantised weights, by the end of their names."""
+_ZEROED = (
+    "step_context", "attention_arrivals", "slot_states", "token_counts", "chunk", "token_ids", "w4_arrivals",
+)  # fmt: skip
 
 
 class CudaExecutor:
@@ -60,28 +64,47 @@ class CudaExecutor:
         load: LoadWeights,
     ):
         self.config, self.plan, self.device = config, plan, device
-        self._limits = ExecutorLimits(plan.max_sequences, plan.max_context, engine.prefill_chunk, _RUN_AHEAD)
+        self._layout = layout = KVLayout.of(config, plan.max_context, plan.max_sequences)
+        self._limits = ExecutorLimits(
+            plan.max_sequences, plan.max_context, engine.prefill_chunk, _RUN_AHEAD,
+            max_logit_bias=MAX_LOGIT_BIAS, num_pages=layout.num_pages, page_size=PAGE_SIZE,
+        )  # fmt: skip
         self._stream = cupy.cuda.Stream(non_blocking=True)
         self._modules = Modules(device.arch, dtype)
         self._buckets, self._row_counts = buckets(engine.prefill_chunk), row_counts(engine.max_sequences)
         self._num_logprobs: dict[int, int] = {}
+        self._closed, self._resources = False, ExitStack()
+        try:
+            with device_faults():
+                self._start(engine, position_limit, load)
+        except BaseException:
+            self._resources.close()
+            raise
+
+    def _start(self, engine: EngineConfig, position_limit: int, load: LoadWeights) -> None:
+        """Allocate, load and capture. What is not freed with the last reference to it goes into `_resources`."""
+        plan, device = self.plan, self.device
         self._memory = cupy.cuda.Memory(plan.total_bytes)
         pointer = cupy.cuda.MemoryPointer(self._memory, 0)
         self._arena = Arena(plan, cupy.ndarray((plan.total_bytes,), cupy.uint8, pointer))
-        self._arrays = {
-            region.name: self._arena.array(region.name, _TYPES.get(region.name, np.uint16)) for region in plan.regions
+        self._arrays: dict[str, Any] = {
+            region.name: self._arena.array(region.name, _type_of(region.name)) for region in plan.regions
         }
-        self._weights = {name: self._arrays[name] for name in self._arrays if plan.region(name).part in WEIGHT_PARTS}
-        self._rings = Rings(self._stream, self._buckets[-1])
-        self._launcher = launcher = Launcher(self._stream, self._modules, use_pdl=engine.dependent_launch)
-        self._gemm = Gemm(device, launcher, self._arrays["gemm_workspace"])
-        self._ops = self._make_ops(launcher)
-        self._steps = StepKernels(launcher, config, self._arrays, self._rings)
-        self._fill_tables(position_limit)
+        self._arrays |= held_weights(plan.tensors, self._arrays)
+        self._rings = Rings(self._stream, self._buckets[-1], self._layout.pages_per_sequence)
+        self._resources.callback(self._rings.close)
+        use_pdl = engine.dependent_launch and not device.is_portable
+        self._launcher = launcher = Launcher(self._stream, self._modules, use_pdl=use_pdl)
+        self._gemm = Gemm(device, launcher, self._arrays["gemm_workspace"], use_library=not device.is_portable)
+        self._resources.callback(self._gemm.close)
+        self._forward = StepForward(self.config, device, launcher, self._gemm, self._arrays, plan.max_context)
+        self._steps = StepKernels(launcher, self.config, self._arrays, self._rings, device)
+        # What passes through the workspace while loading is gone before the tables there are filled.
         load(pointer.ptr, {region.name: region for region in plan.regions}, device, self._modules, self._stream)
+        self._fill_tables(position_limit)
         self._graphs = Graphs(self._stream, enabled=engine.cuda_graphs)
+        self._resources.callback(self._graphs.close)
         self._capture()
-        self._closed = False
 
     @property
     def limits(self) -> ExecutorLimits:
@@ -90,9 +113,17 @@ class CudaExecutor:
     def submit(self, step: Step) -> Pending:
         """Start the step. Raises RequestError for what the device cannot hold, NoDeviceError after `close`."""
         self._check_open()
+        if isinstance(step, Decode):
+            slots = step.slots
+            self._rings.write_decode(slots)
+            self._graphs.run(("decode", _at_least(len(slots), self._row_counts)))
+            return self._rings.sent(len(slots), self._logprobs_of(slots))
         if isinstance(step, Admit):
+            self._layout.check_table(step.block_table)
             write_admit(self._rings.next_entry(), step)
-            self._num_logprobs[step.slot] = step.sampling.logprobs
+            self._num_logprobs.pop(step.slot, None)
+            if step.sampling.logprobs:
+                self._num_logprobs[step.slot] = step.sampling.logprobs
             self._graphs.run("admit")
             return self._rings.sent(1, ())
         if isinstance(step, Prefill):
@@ -100,30 +131,38 @@ class CudaExecutor:
             self._graphs.run(("prefill", _at_least(len(step.token_ids), self._buckets)))
             if step.is_last:
                 self._graphs.run("first")
-            return self._rings.sent(1, (self._num_logprobs[step.slot],))
-        if isinstance(step, Decode):
-            self._rings.write_decode(step.slots)
-            self._graphs.run(("decode", _at_least(len(step.slots), self._row_counts)))
-            return self._rings.sent(len(step.slots), tuple(self._num_logprobs[slot] for slot in step.slots))
+            return self._rings.sent(1, self._logprobs_of((step.slot,)))
+        if isinstance(step, Recall):
+            write_recall(self._rings.next_entry(), step, self.config.vocab_size)
+            self._graphs.run("recall")
+            return self._rings.sent(1, ())
         if isinstance(step, Release):
             return Nothing()
         raise ConfigError("the CUDA executor does not draft yet", expected="Decode steps", actual=type(step).__name__)
 
-    def prompt_logits(self, slot: int, token_ids: tuple[int, ...]) -> Iterator[F32]:
+    def prompt_logits(self, slot: int, token_ids: tuple[int, ...], block_table: tuple[int, ...] = ()) -> Iterator[F32]:
         """Logits of every position, float32 [chunk, V] at a time."""
-        group = len(self._arrays["logits"])
+        self._layout.check_table(block_table)
+        self._check_open()
+        if block_table:
+            with device_faults(), self._stream:
+                self._arrays["block_tables"][slot, : len(block_table)].set(np.array(block_table, np.int32))
         for start in range(0, len(token_ids), self._limits.prefill_chunk):
             self._check_open()
-            tokens = token_ids[start : start + self._limits.prefill_chunk]
-            self._set_rows(slot, tokens, start)
-            self._layers(_at_least(len(tokens), self._buckets), None)
-            logits = np.empty((len(tokens), self.config.vocab_size), np.float32)
-            for first in range(0, len(tokens), group):
-                rows = self._arrays["x"][first : min(first + group, len(tokens))]
-                out = self._arrays["logits"][: len(rows)]
-                lm_head(self._ops, self.config, self._weights, out, rows)
-                logits[first : first + len(rows)] = out.get(stream=self._stream)
+            with device_faults():
+                logits = self._chunk_logits(slot, token_ids[start : start + self._limits.prefill_chunk], start)
             yield logits
+
+    def _chunk_logits(self, slot: int, tokens: tuple[int, ...], start: int) -> F32:
+        self._set_rows(slot, tokens, start)
+        self._forward.layers(_at_least(len(tokens), self._buckets), None)
+        logits, group = np.empty((len(tokens), self.config.vocab_size), np.float32), len(self._arrays["logits"])
+        for first in range(0, len(tokens), group):
+            rows = self._arrays["x"][first : min(first + group, len(tokens))]
+            out = self._arrays["logits"][: len(rows)]
+            self._forward.head(out, rows)
+            logits[first : first + len(rows)] = out.get(stream=self._stream)
+        return logits
 
     def close(self) -> None:
         """Free graphs, arena and host memory, also after a fault of the device."""
@@ -134,55 +173,42 @@ class CudaExecutor:
             self._stream.synchronize()
         except cupy.cuda.runtime.CUDARuntimeError:
             return  # the context is lost, and all its memory with it
-        self._graphs.close()
-        self._gemm.close()
-        self._rings.close()
-        self._arrays, self._weights = {}, {}
-        del self._arena, self._memory, self._ops, self._steps
+        self._resources.close()
+        self._arrays = {}
+        del self._arena, self._memory, self._forward, self._steps
+
+    def _logprobs_of(self, slots: tuple[int, ...]) -> tuple[int, ...]:
+        """How many each slot's sequence asked for; mostly nobody asked for any."""
+        if not self._num_logprobs:
+            return (0,) * len(slots)
+        return tuple(self._num_logprobs.get(slot, 0) for slot in slots)
 
     def _check_open(self) -> None:
         if self._closed:
             raise NoDeviceError("the executor is closed", fix="make a new LLM")
 
-    def _make_ops(self, launcher: Launcher) -> CudaOps:
-        config, device = self.config, self.device
-        heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-        capability = int(device.arch.removeprefix("sm_"))
-        decode_plan = plan_decode_attention(
-            num_heads=heads,
-            num_kv_heads=kv_heads,
-            head_dim=head_dim,
-            max_context=self.plan.max_context,
-            max_rows=MAX_ROWS,
-            arch=capability,
-            num_sms=device.num_sms,
-        )
-        limits = DeviceLimits(device.num_sms, device.shared_bytes_per_block, clusters=capability >= 90)
-        prefill_plan = plan_prefill_attention(num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim)
-        return CudaOps(config, launcher, self._gemm, self._arrays, limits, decode_plan, prefill_plan)
-
     def _fill_tables(self, position_limit: int) -> None:
-        layout = KVLayout.of(self.config, self.plan.max_context, self.plan.max_sequences)
         with self._stream:
-            for name in ("step_context", "attention_arrivals", "slot_states", "token_counts", "chunk", "token_ids"):
-                self._arrays[name].fill(0)
+            for name in _ZEROED:
+                if name in self._arrays:
+                    self._arrays[name].fill(0)
             self._arrays["positions"].fill(0)
             self._arrays["slots"].fill(-1)
-            self._arrays["block_tables"].set(np.array(layout.block_tables(), np.int32))
+            self._arrays["block_tables"].set(np.array(self._layout.block_tables(), np.int32))
             self._arrays["rope"].set(rope_table(self.config, self.plan.max_context, position_limit))
         self._stream.synchronize()
 
     def _capture(self) -> None:
         """Compile what every shape needs, run each once on padding rows, which loads it, then capture it."""
         with self._launcher.recording() as modules:
-            self._every_shape()
-            self._steps.admit()
-            self._steps.sample(1)
+            self._forward.every_shape(self._buckets, self._row_counts)
+        modules.extend(step_modules(self.config, self.device))
         compile_all(self._modules.arch, self._modules.dtype, modules)
-        self._every_shape()
+        self._forward.every_shape(self._buckets, self._row_counts)
         self._steps.load()
         self._stream.synchronize()
         self._graphs.add("admit", self._steps.admit)
+        self._graphs.add("recall", self._steps.recall)
         self._graphs.add("first", self._first_token)
         for bucket in self._buckets:
             self._graphs.add(("prefill", bucket), lambda rows=bucket: self._prefill(rows))  # type: ignore[misc]
@@ -190,40 +216,20 @@ class CudaExecutor:
             self._graphs.add(("decode", count), lambda rows=count: self._decode(rows))  # type: ignore[misc]
         self._stream.synchronize()
 
-    def _every_shape(self) -> None:
-        for bucket in self._buckets:
-            self._layers(bucket, None)
-        for count in self._row_counts:
-            self._layers(count, slice(None))
-        self._head_of_first_row()
-
     def _prefill(self, bucket: int) -> None:
         self._steps.prefill_begin(bucket)
-        self._layers(bucket, None)
+        self._forward.layers(bucket, None)
         self._steps.prefill_end()
 
     def _first_token(self) -> None:
         self._steps.first_begin()
-        self._head_of_first_row()
+        self._forward.head_of_first_row()
         self._steps.sample(1)
 
     def _decode(self, num_rows: int) -> None:
         self._steps.step_begin(num_rows)
-        self._layers(num_rows, slice(None))
+        self._forward.layers(num_rows, slice(None))
         self._steps.sample(num_rows)
-
-    def _head_of_first_row(self) -> None:
-        lm_head(self._ops, self.config, self._weights, self._arrays["logits"][:1], self._arrays["x"][:1])
-
-    def _layers(self, num_rows: int, logit_rows: slice | None) -> None:
-        arrays = self._arrays
-        tokens, positions, slots = (arrays[name][:num_rows] for name in ("token_ids", "positions", "slots"))
-        rows = Rows(tokens, positions, slots, arrays["block_tables"], is_prefill=num_rows > MAX_ROWS)
-        buffers = {name: arrays[name][:num_rows] for name in _ROW_BUFFERS}
-        buffers |= {name: arrays[name] for name in ("k_pages", "v_pages", "rope")}
-        if logit_rows is not None:
-            buffers["logits"] = arrays["logits"][:num_rows]
-        forward(self._ops, self.config, self._weights, buffers, rows, logit_rows)
 
     def _set_rows(self, slot: int, token_ids: tuple[int, ...], start: int) -> None:
         """Rows of a chunk outside of a step; what the bucket has beyond them is padding."""
@@ -240,5 +246,11 @@ class CudaExecutor:
             self._arrays["chunk"].set(np.array([slot, start, count, 0], np.int32))
 
 
+def _type_of(name: str) -> Any:
+    """The NumPy type of a region's elements: words of 16 bits unless a table says otherwise."""
+    ends = (kind for end, kind in _PIECES.items() if name.endswith(end))
+    return next(ends, _TYPES.get(name, np.uint16))
+
+
 def _at_least(count: int, sizes: tuple[int, ...]) -> int:
-    return next(size for size in sizes if size >= count)
+    return sizes[bisect_left(sizes, count)]

@@ -27,17 +27,17 @@ class Gemm:
                 self.reason = str(error)
 
     def __call__(self, y: Any, x: Any, w: Any, *, alpha: float = 1.0, beta: float = 0.0) -> None:
-        """x [M, K], w [N, K], y [M, N] on the device, contiguous."""
-        (num_rows, inner), columns = x.shape, w.shape[0]
+        """x [M, K] and w [N, K] on the device, contiguous; y [M, N], which may be columns of a wider matrix."""
+        (num_rows, inner), columns, stride = x.shape, w.shape[0], y.strides[0] // y.itemsize
         if self._library is not None:
-            plan = self._library.plan(num_rows, columns, inner, self._dtype)
+            plan = self._library.plan(num_rows, columns, inner, self._dtype, stride)
             addresses = (y.data.ptr, x.data.ptr, w.data.ptr)
             self._library.matmul(plan, *addresses, self._stream.ptr, alpha=alpha, beta=beta)
             return
         tile = gemm_tile(num_rows, columns, inner, self._device.num_sms, self._device.shared_bytes_per_block)
-        sizes = (np.int32(num_rows), np.int32(columns), np.int32(inner), np.float32(alpha), np.float32(beta))
-        constants, smem = tile.constants, tile.shared_bytes
-        self._launch("gemm.cu", "gemm", constants, tile.grid, tile.block, y, x, w, *sizes, smem=smem)
+        sizes = tuple(map(np.int32, (num_rows, columns, inner, stride)))
+        factors, constants, smem = (np.float32(alpha), np.float32(beta)), tile.constants, tile.shared_bytes
+        self._launch("gemm.cu", "gemm", constants, tile.grid, tile.block, y, x, w, *sizes, *factors, smem=smem)
 
     def close(self) -> None:
         """Free the library's handles."""

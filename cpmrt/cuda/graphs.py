@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import Any
 
+from cupy.cuda.runtime import CUDARuntimeError
+
+from cpmrt.cuda.device import device_fault
+
 
 class Graphs:
     """Runs named launch sequences on one stream: as graph replays, or launch by launch where graphs are off."""
@@ -29,11 +33,14 @@ class Graphs:
         self._captured[key] = graph
 
     def run(self, key: Hashable) -> None:
-        """Start one sequence; waits for nothing."""
-        if self._enabled:
-            self._captured[key].launch(self._stream)
-        else:
+        """Start one sequence; waits for nothing. Raises DeviceError after a fault of the device."""
+        if not self._enabled:
             self._sequences[key]()
+            return
+        try:
+            self._captured[key].launch(self._stream)
+        except CUDARuntimeError as error:
+            raise device_fault(error) from error
 
     def close(self) -> None:
         """Free the graphs."""

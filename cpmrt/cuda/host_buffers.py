@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from contextlib import suppress
 from math import prod
 from typing import Any
 
@@ -54,10 +55,12 @@ class HostBuffer:
         return np.frombuffer(memory, item, count, offset).reshape((count,) if shape is None else shape)
 
     def close(self) -> None:
-        """Free the memory. May be called again."""
+        """Free the memory. May be called again, and after a fault of the device."""
         address, self._address = self._address, 0
         if address:
-            runtime.freeHost(address)
+            # After a fault the driver frees nothing any more: the memory goes with the process.
+            with suppress(runtime.CUDARuntimeError):
+                runtime.freeHost(address)
 
     def __enter__(self) -> HostBuffer:
         return self

@@ -3,10 +3,10 @@
 A row is `KernelSpec(name, file, op, constants, hot)`: the kernel's name without its `_bf16` / `_fp16` suffix, its file
 in `kernels_cu`, the op of `ops/spec.py` that it computes or is a part of, and the compile-time sizes that the file asks
 for under `#ifndef`. A kernel that belongs to no op (the sampling chain) has op="" and says why in `reason`. `hot`
-promises no spills and no local memory.
+promises no spills and no local memory. `arch` is the one architecture that a file compiles for, "" for all.
 
-A file with compile-time sizes also has a row in `CONSTANTS`: the sets of values that it is built with ahead of time.
-The compile test takes the first set on every architecture and the others on a few.
+A file with compile-time sizes also has a row in `CONSTANTS`: sets of values that it is tested with. The compile test
+takes the first set on every architecture and the others on a few. What a model needs follows from `ahead_of_time`.
 """
 
 from __future__ import annotations
@@ -25,12 +25,21 @@ class KernelSpec:
     constants: tuple[str, ...] = ()
     hot: bool = False
     reason: str = ""
+    arch: str = ""
 
 
 _LINEAR = ("LINEAR", "IN_FEATURES", "TOKEN_TILES", "GROUP", "CLUSTER", "SPLIT_WARPS", "SMEM_BYTES")
+_PACKED_W4 = ("IN_FEATURES", "RUNS", "SCALE_GROUP", "ZEROS")
+_ROWS_W4 = ("IN_FEATURES", "ROWS", "SCALE_GROUP", "ZEROS", "WARPGROUPS")
+_LINEAR_W4 = (
+    *("LINEAR", *_PACKED_W4, "ROWS", "WARPS", "WARPGROUPS", "SHARED_RUN", "PREPARED", "STAGE_SLICES", "STAGES"),
+    *("EARLY_SLOTS", "SMEM_BYTES", "PORTABLE"),
+)
 _ATTENTION = ("HEAD_DIM", "GROUP")
 _STEP = ("VOCAB", "HIDDEN")
 _PORTABLE_LINEAR = {"CLUSTER": 1, "SMEM_BYTES": 98304}
+_W4 = {"SCALE_GROUP": 128, "ZEROS": 0, "STAGE_SLICES": 0, "STAGES": 4, "EARLY_SLOTS": 1, "WARPGROUPS": 0}
+_W4 |= {"PORTABLE": 0, "SMEM_BYTES": 98304}
 _HEAD_64, _HEAD_128 = ({**_PORTABLE_LINEAR, "HEAD_DIM": size} for size in (64, 128))
 
 KERNELS: tuple[KernelSpec, ...] = (
@@ -38,16 +47,42 @@ KERNELS: tuple[KernelSpec, ...] = (
     KernelSpec("convert_16bit", "convert.cu", "", reason="loading: weights stored as another type"),
     KernelSpec("read_bandwidth", "bandwidth.cu", "", hot=True, reason="what the device's memory gives at best"),
     KernelSpec("fill_normal", "fill.cu", "", reason="random weights in place of a checkpoint"),
+    KernelSpec("fill_words", "fill.cu", "", reason="random weights in place of a checkpoint"),
+    KernelSpec("round_w4", "round_w4.cu", "", reason="loading: a head rounded to 4 bits"),
+    KernelSpec("gather_columns", "gather.cu", "project_residual", hot=True),
     KernelSpec("gemm", "gemm.cu", "project_residual", ("TILE_N", "TILE_K", "STAGES"), hot=True),
     KernelSpec("linear_qkv", "linear.cu", "qkv", (*_LINEAR, "HEAD_DIM"), hot=True),
     KernelSpec("linear_residual", "linear.cu", "project_residual", _LINEAR, hot=True),
     KernelSpec("linear_gate_up", "linear.cu", "gate_up", _LINEAR, hot=True),
     KernelSpec("linear_head", "linear.cu", "lm_head", _LINEAR, hot=True),
+    KernelSpec("linear_w4_qkv", "linear_w4.cu", "qkv", (*_LINEAR_W4, "HEAD_DIM"), hot=True),
+    KernelSpec("linear_w4_residual", "linear_w4.cu", "project_residual", _LINEAR_W4, hot=True),
+    KernelSpec("linear_w4_gate_up", "linear_w4.cu", "gate_up", _LINEAR_W4, hot=True),
+    KernelSpec("linear_w4_head", "linear_w4.cu", "lm_head", _LINEAR_W4, hot=True),
+    KernelSpec("prepare_w4", "prepare_w4.cu", "gate_up", _ROWS_W4, hot=True),
+    KernelSpec(
+        "repack_w4_codes", "repack_w4.cu", "", (*_PACKED_W4, "LINEAR", "FORMAT"), reason="loading: 4-bit weights"
+    ),
+    KernelSpec(
+        "repack_w4_scales", "repack_w4.cu", "", (*_PACKED_W4, "LINEAR", "FORMAT"), reason="loading: 4-bit weights"
+    ),
+    KernelSpec(
+        "dequantize_w4",
+        "repack_w4.cu",
+        "",
+        (*_PACKED_W4, "LINEAR", "FORMAT"),
+        hot=True,
+        reason="4-bit weights of a prefill chunk",
+    ),
     KernelSpec(
         "decode_attention", "decode_attention.cu", "decode_attention", (*_ATTENTION, "STAGES", "PORTABLE"), hot=True
     ),
     KernelSpec("prefill_attention", "prefill_attention.cu", "prefill_attention", _ATTENTION, hot=True),
+    KernelSpec(
+        "prefill_attention_wgmma", "prefill_attention_wgmma.cu", "prefill_attention", _ATTENTION, hot=True, arch="sm_90"
+    ),
     KernelSpec("admit", "step.cu", "", _STEP, reason="bookkeeping: a new sequence in a slot"),
+    KernelSpec("recall", "step.cu", "", _STEP, reason="bookkeeping: prompt tokens that need no prefill"),
     KernelSpec("step_begin", "step.cu", "", _STEP, hot=True, reason="bookkeeping: the rows of a decode step"),
     KernelSpec("prefill_begin", "step.cu", "", _STEP, hot=True, reason="bookkeeping: the rows of a prefill chunk"),
     KernelSpec("prefill_end", "step.cu", "", _STEP, reason="bookkeeping: a chunk without a token is done"),
@@ -79,6 +114,32 @@ CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
         {"LINEAR": 3, "IN_FEATURES": 4096, "TOKEN_TILES": 2, "GROUP": 3, "SPLIT_WARPS": 1} | _PORTABLE_LINEAR,
         {"LINEAR": 3, "IN_FEATURES": 1024, "TOKEN_TILES": 4, "GROUP": 5, "SPLIT_WARPS": 8} | _PORTABLE_LINEAR,
     ),
+    "linear_w4.cu": (
+        {"LINEAR": 1, "IN_FEATURES": 4096, "RUNS": 8, "ROWS": 1, "WARPS": 8, "SHARED_RUN": 0, "PREPARED": 0} | _W4,
+        {
+            "LINEAR": 0,
+            "IN_FEATURES": 4096,
+            "RUNS": 8,
+            "ROWS": 8,
+            "WARPS": 24,
+            "SHARED_RUN": 0,
+            "PREPARED": 0,
+            "HEAD_DIM": 128,
+        }
+        | _W4
+        | {"SMEM_BYTES": 182400},
+        {"LINEAR": 2, "IN_FEATURES": 4096, "RUNS": 1, "ROWS": 64, "WARPS": 16, "SHARED_RUN": 1, "PREPARED": 1}
+        | _W4
+        | {"STAGE_SLICES": 1, "WARPGROUPS": 1, "SMEM_BYTES": 205696},
+        {"LINEAR": 3, "IN_FEATURES": 4096, "RUNS": 1, "ROWS": 16, "WARPS": 8, "SHARED_RUN": 1, "PREPARED": 1}
+        | _W4
+        | {"STAGE_SLICES": 2, "ZEROS": 1, "SCALE_GROUP": 32},
+    ),
+    "prepare_w4.cu": ({"IN_FEATURES": 4096, "ROWS": 64, "SCALE_GROUP": 128, "ZEROS": 0, "WARPGROUPS": 1},),
+    "repack_w4.cu": tuple(
+        {"LINEAR": 1, "IN_FEATURES": 4096, "RUNS": 8, "SCALE_GROUP": 64, "ZEROS": 1, "FORMAT": kind}
+        for kind in range(4)
+    ),
     "decode_attention.cu": (
         {"HEAD_DIM": 128, "GROUP": 16, "STAGES": 3, "PORTABLE": 0},
         {"HEAD_DIM": 128, "GROUP": 16, "STAGES": 3, "PORTABLE": 1},
@@ -94,6 +155,13 @@ CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
         {"HEAD_DIM": 64, "GROUP": 8},
         {"HEAD_DIM": 64, "GROUP": 1},
     ),
+    "prefill_attention_wgmma.cu": (
+        {"HEAD_DIM": 128, "GROUP": 16},
+        {"HEAD_DIM": 128, "GROUP": 1},
+        {"HEAD_DIM": 96, "GROUP": 16},
+        {"HEAD_DIM": 64, "GROUP": 8},
+        {"HEAD_DIM": 64, "GROUP": 3},
+    ),
     "step.cu": ({"VOCAB": 73448, "HIDDEN": 4096},),
     "sampling.cu": (
         {"VOCAB": 73448, "PORTABLE": 0},
@@ -108,11 +176,12 @@ CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
 }
 
 
-def files() -> tuple[str, ...]:
-    """The sources that hold a kernel, each once, in the order of the table."""
-    return tuple(dict.fromkeys(spec.file for spec in KERNELS))
+def files(arch: str = "") -> tuple[str, ...]:
+    """The sources that hold a kernel, each once, in the order of the table; with `arch`, those that compile for it."""
+    family = arch.rstrip("af")
+    return tuple(dict.fromkeys(spec.file for spec in KERNELS if not arch or spec.arch in ("", family)))
 
 
 def constant_sets(file: str) -> tuple[Mapping[str, int], ...]:
-    """The sets of compile-time sizes that `file` is built with ahead of time; one empty set if it needs none."""
+    """The sets of compile-time sizes that `file` is tested with; one empty set if it needs none."""
     return CONSTANTS.get(file, ({},))

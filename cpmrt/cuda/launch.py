@@ -10,11 +10,13 @@ import ctypes
 import functools
 import struct
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, Protocol
 
 import numpy as np
 
-from cpmrt.errors import CpmrtError
+from cpmrt.cuda.device import LOST_CONTEXT
+from cpmrt.errors import CpmrtError, DeviceError
 
 Dimensions = int | tuple[int, ...]
 
@@ -61,9 +63,10 @@ def launch(
 ) -> None:
     """Launch `kernel` with `grid` blocks (not clusters) of `block` threads and `smem` bytes of dynamic shared memory.
 
-    `args` are device arrays, NumPy scalars of the parameter's exact type, or None for a null pointer. `pdl` lets the
-    kernel start while the one before it finishes; it is ignored below sm_90, where `cluster` is refused. Nothing is
-    waited for. Raises CpmrtError if the driver refuses the launch.
+    `args` are device arrays, NumPy scalars of the parameter's exact type (np.void for a struct such as a tensor map),
+    or None for a null pointer. `pdl` lets the kernel start while the one before it finishes; it is ignored below sm_90,
+    where `cluster` is refused. Nothing is waited for. Raises CpmrtError if the driver refuses the launch, DeviceError
+    if a fault came before it.
     """
     from cuda.bindings import driver
 
@@ -74,7 +77,8 @@ def launch(
     (status,) = driver.cuLaunchKernelEx(config, kernel.handle, parameters.address, 0)
     if int(status):
         shape = f"grid {grid}, block {block}, {smem} bytes of shared memory"
-        raise CpmrtError(f"the launch of {kernel.name} fails ({shape})", actual=f"{status.name} ({int(status)})")
+        kind = DeviceError if int(status) in LOST_CONTEXT else CpmrtError
+        raise kind(f"the launch of {kernel.name} fails ({shape})", actual=f"{status.name} ({int(status)})")
 
 
 class Parameters:
@@ -83,10 +87,11 @@ class Parameters:
     __slots__ = ("_pointers", "_values")
 
     def __init__(self, args: Sequence[Any]):
-        values = b"".join([_bytes_of(argument).ljust(_ARGUMENT_BYTES, b"\0") for argument in args])
-        self._values = ctypes.create_string_buffer(values, len(values) or 1)
+        values = [_bytes_of(argument).ljust(_ARGUMENT_BYTES, b"\0") for argument in args]
+        ends = list(accumulate(map(len, values), initial=0))
+        self._values = ctypes.create_string_buffer(b"".join(values), ends[-1] or 1)
         start = ctypes.addressof(self._values)
-        self._pointers = (ctypes.c_void_p * len(args))(*range(start, start + len(values), _ARGUMENT_BYTES))
+        self._pointers = (ctypes.c_void_p * len(args))(*[start + end for end in ends[:-1]])
 
     @property
     def address(self) -> int:

@@ -36,6 +36,11 @@ class Launcher:
         kernel = self.modules.kernel(file, name, constants)
         launch(self.stream, kernel, grid, block, smem, args, pdl=self._use_pdl)
 
+    @property
+    def is_recording(self) -> bool:
+        """Whether operands may be stand-ins that have only shapes."""
+        return self._recorded is not None
+
     @contextmanager
     def recording(self) -> Iterator[list[Module]]:
         """Collects, without repetition, the modules of everything that is launched meanwhile; nothing runs."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
+from cpmrt.cuda.device import Device
+
 PRODUCTS = {"qkv": 0, "residual": 1, "gate_up": 2, "head": 3}
 BLOCK_THREADS = 256
 MAX_ROWS = 64
@@ -33,6 +35,10 @@ class DeviceLimits:
     num_sms: int
     shared_bytes: int
     clusters: bool
+
+    @classmethod
+    def of(cls, device: Device) -> DeviceLimits:
+        return cls(device.num_sms, device.shared_bytes_per_block, clusters=device.capability >= 90)
 
 
 @dataclass(frozen=True)

@@ -35,19 +35,19 @@ _STORED = {dtype.safetensors_name: dtype for dtype in DType}
 class ReadJob:
     """`nbytes` bytes at `offset` of a file: whole elements of `tensor`, stored as `stored`.
 
-    They belong, in the arena's type, at byte `destination` of the arena.
+    They belong, in the arena's type, at byte `destination` of the arena; with `stored` None as they are.
     """
 
     tensor: str
     path: Path
     offset: int
     nbytes: int
-    stored: DType
+    stored: DType | None
     destination: int
 
     @property
     def num_elements(self) -> int:
-        return self.nbytes // self.stored.itemsize
+        return self.nbytes // (1 if self.stored is None else self.stored.itemsize)
 
 
 class Target(Protocol):
@@ -81,9 +81,8 @@ def plan_reads(
         destination = regions[spec.name].offset
         for source in spec.sources:
             entry = _entry(source, checkpoint)
-            pieces = _pieces(entry, _STORED[entry.dtype], destination, dtype.itemsize, max_bytes)
+            jobs.extend(reads_of(entry, _STORED[entry.dtype], destination, dtype, max_bytes=max_bytes))
             destination += entry.nbytes // _STORED[entry.dtype].itemsize * dtype.itemsize
-            jobs.extend(pieces)
         if destination != regions[spec.name].offset + regions[spec.name].nbytes:
             raise ValueError(f"the sources of {spec.name} do not fill its region of {regions[spec.name].nbytes} bytes")
     return sorted(jobs, key=lambda job: (job.path, job.offset))
@@ -142,17 +141,30 @@ def _entry(source: Source, checkpoint: Checkpoint) -> TensorEntry:
     return entry
 
 
-def _pieces(entry: TensorEntry, stored: DType, destination: int, itemsize: int, max_bytes: int) -> Iterator[ReadJob]:
-    """Cut a tensor into reads of whole elements; `itemsize` = bytes of an element in the arena."""
-    size = max_bytes // stored.itemsize * stored.itemsize
-    for begin in range(0, entry.nbytes, size):
+def reads_of(
+    entry: TensorEntry,
+    stored: DType | None,
+    destination: int,
+    dtype: DType,
+    elements: range | None = None,
+    *,
+    max_bytes: int = SLOT_BYTES,
+) -> Iterator[ReadJob]:
+    """Cut a tensor, or a run of its elements, into reads of whole elements that become `dtype`.
+
+    With `stored` None they are bytes, taken as they are.
+    """
+    width, kept = (1, 1) if stored is None else (stored.itemsize, dtype.itemsize)
+    first, end = (0, entry.nbytes) if elements is None else (elements.start * width, elements.stop * width)
+    size = max_bytes // width * width
+    for begin in range(first, end, size):
         yield ReadJob(
             tensor=entry.name,
             path=entry.path,
             offset=entry.offset + begin,
-            nbytes=min(size, entry.nbytes - begin),
+            nbytes=min(size, end - begin),
             stored=stored,
-            destination=destination + begin // stored.itemsize * itemsize,
+            destination=destination + (begin - first) // width * kept,
         )
 
 

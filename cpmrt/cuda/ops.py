@@ -17,7 +17,10 @@ from cpmrt.cuda.attention_plan import DecodeAttentionPlan, PrefillAttentionPlan
 from cpmrt.cuda.gemm import Gemm
 from cpmrt.cuda.launcher import Launcher
 from cpmrt.cuda.linear_plan import BLOCK_THREADS, DeviceLimits, plan_linear
-from cpmrt.ops import Rows, check_shapes
+from cpmrt.cuda.products_w4 import QuantizedProducts
+from cpmrt.cuda.tensor_map import row_boxes
+from cpmrt.memory.kv_pages import PAGE_SIZE
+from cpmrt.ops import QuantizedWeight, Rows, check_shapes
 
 _BLOCK = 256
 
@@ -34,9 +37,12 @@ class CudaOps:
         limits: DeviceLimits,
         decode_plan: DecodeAttentionPlan,
         prefill_plan: PrefillAttentionPlan,
+        *,
+        portable: bool,
     ):
         self._config, self._launch, self._gemm, self._scratch = config, launcher, gemm, scratch
         self._limits, self._decode_plan, self._prefill_plan = limits, decode_plan, prefill_plan
+        self._quantized = QuantizedProducts(config, launcher, gemm, scratch, limits, portable=portable)
 
     @cached_property
     def _hidden(self) -> dict[str, int]:
@@ -72,12 +78,12 @@ class CudaOps:
         raw = self._scratch["qkv"][: len(x)]
         if rows.is_prefill:
             normed = self._rms_norm(x, norm, eps)
-            self._gemm(raw, normed, weight)
+            self._dense("qkv", raw, normed, weight)
         else:
             self._fused_qkv(raw, None, None, x, norm, weight, bias, rope, rows, eps)
             bias = None
         lanes = 4 if self._config.head_dim == 64 else 8
-        grid = -(-len(x) * (len(weight) // self._config.head_dim) * lanes // _BLOCK)
+        grid = -(-len(x) * (weight.shape[0] // self._config.head_dim) * lanes // _BLOCK)
         self._launch(
             "rope_append.cu", "rope_append", {"HEAD_DIM": self._config.head_dim}, grid, _BLOCK,
             q, k_pages, v_pages, raw, bias, q_norm, k_norm, rope, rows.positions, rows.slots, rows.block_tables,
@@ -99,7 +105,7 @@ class CudaOps:
     ) -> None:
         """With null pages, q takes the projection as it is."""
         self._linear(
-            "qkv", weight, x, q, k_pages, v_pages, x, norm, weight, bias, rope, rows.positions, rows.slots,
+            "qkv", weight, x, norm, eps, q, k_pages, v_pages, x, norm, weight, bias, rope, rows.positions, rows.slots,
             rows.block_tables, np.int32(len(x)), *self._head_counts(), *_table_sizes(rows, rope), np.float32(eps),
         )  # fmt: skip
 
@@ -117,9 +123,11 @@ class CudaOps:
     def prefill_attention(self, out: Any, q: Any, k_pages: Any, v_pages: Any, rows: Rows, scale: float) -> None:
         check_shapes("prefill_attention", out=out, q=q, k_pages=k_pages, v_pages=v_pages, positions=rows.positions)
         plan = self._prefill_plan
+        if plan.box_columns and not self._launch.is_recording:
+            k_pages, v_pages = (row_boxes(pages, PAGE_SIZE, plan.box_columns) for pages in (k_pages, v_pages))
         self._launch(
-            "prefill_attention.cu", "prefill_attention", plan.constants, (plan.blocks_per_tile, plan.tiles(len(q))),
-            plan.threads, out, q, k_pages, v_pages, rows.block_tables, self._scratch["chunk"],
+            f"{plan.kernel}.cu", plan.kernel, plan.constants, (plan.blocks_per_tile, plan.tiles(len(q))), plan.threads,
+            out, q, k_pages, v_pages, rows.block_tables, self._scratch["chunk"],
             np.int32(self._config.num_kv_heads), np.int32(rows.block_tables.shape[1]), np.float32(scale),
             smem=plan.shared_bytes,
         )  # fmt: skip
@@ -128,12 +136,12 @@ class CudaOps:
         sizes = check_shapes("project_residual", x=x, inner=inner, weight=weight, bias=bias)
         if not self._is_chunk(x):
             width, factor = np.int32(sizes["C"]), np.float32(scale)
-            self._linear("residual", weight, inner, x, inner, weight, bias, np.int32(len(x)), width, factor)
+            self._linear("residual", weight, inner, None, 0.0, x, inner, weight, bias, np.int32(len(x)), width, factor)
         elif bias is None:
-            self._gemm(x, inner, weight, alpha=scale, beta=1.0)
+            self._dense("residual", x, inner, weight, alpha=scale, beta=1.0)
         else:
             y = self._scratch["normed"][: len(x)]
-            self._gemm(y, inner, weight)
+            self._dense("residual", y, inner, weight)
             grid = -(-x.size // 8 // _BLOCK)
             count, factor = np.int32(len(x)), np.float32(scale)
             self._launch("residual.cu", "residual_add", self._hidden, grid, _BLOCK, x, y, bias, count, factor)
@@ -143,25 +151,36 @@ class CudaOps:
         num_rows = np.int32(len(x))
         if not self._is_chunk(x):
             width = np.int32(self._config.intermediate_size)
-            self._linear("gate_up", weight, x, out, x, norm, weight, num_rows, width, np.float32(eps))
+            self._linear("gate_up", weight, x, norm, eps, out, x, norm, weight, num_rows, width, np.float32(eps))
             return
         both = self._scratch["gate_up"][: len(x)]
-        self._gemm(both, self._rms_norm(x, norm, eps), weight)
+        self._dense("gate_up", both, self._rms_norm(x, norm, eps), weight)
         constants = {"INTERMEDIATE": self._config.intermediate_size}
         self._launch("activation.cu", "silu_mul", constants, -(-out.size // 8 // _BLOCK), _BLOCK, out, both, num_rows)
 
     def lm_head(self, logits: Any, x: Any, norm: Any, weight: Any, eps: float, divisor: float) -> None:
         check_shapes("lm_head", logits=logits, x=x, norm=norm, weight=weight)
-        counts = (np.int32(len(x)), np.int32(len(weight)))
-        self._linear("head", weight, x, logits, x, norm, weight, *counts, np.float32(eps), np.float32(divisor))
+        counts, factors = (np.int32(len(x)), np.int32(weight.shape[0])), (np.float32(eps), np.float32(divisor))
+        self._linear("head", weight, x, norm, eps, logits, x, norm, weight, *counts, *factors)
 
-    def _linear(self, product: str, weight: Any, source: Any, *args: Any) -> None:
+    def _linear(self, product: str, weight: Any, source: Any, norm: Any | None, eps: float, *args: Any) -> None:
+        """The kernel of a step's product takes `args`; `source` of them are its rows, normalised with `norm`."""
+        if isinstance(weight, QuantizedWeight):
+            self._quantized.skinny(product, weight, source, norm, eps, args)
+            return
         out_features, in_features = weight.shape
         plan = plan_linear(product, out_features, in_features, len(source), self._limits)
         constants = plan.constants | ({"HEAD_DIM": self._config.head_dim} if product == "qkv" else {})
         self._launch(
             "linear.cu", f"linear_{product}", constants, plan.grid, BLOCK_THREADS, *args, smem=plan.shared_bytes
         )
+
+    def _dense(self, product: str, y: Any, x: Any, weight: Any, *, alpha: float = 1.0, beta: float = 0.0) -> None:
+        """y = alpha x weight^T + beta y for the rows of a chunk."""
+        if isinstance(weight, QuantizedWeight):
+            self._quantized.chunk(product, y, x, weight, alpha=alpha, beta=beta)
+        else:
+            self._gemm(y, x, weight, alpha=alpha, beta=beta)
 
     def _rms_norm(self, x: Any, norm: Any, eps: float) -> Any:
         normed = self._scratch["normed"][: len(x)]

@@ -2,34 +2,43 @@
 
 from __future__ import annotations
 
+from os import sched_yield
 from time import sleep
 from typing import Any
 
 import numpy as np
+from cupy.cuda import runtime
 
 from cpmrt.cuda.host_buffers import HostBuffer
-from cpmrt.cuda.slot_state import RESULT_RECORD, RING_ENTRIES, command_bytes, is_answered, read_row, write_decode
+from cpmrt.cuda.slot_state import RESULT_RECORD, RING_ENTRIES, answered_tokens, command_bytes, slot_result, write_decode
 from cpmrt.dtypes import Array
 from cpmrt.errors import DeviceError
 from cpmrt.executor import StepResult
 
 _POLLS_BETWEEN_CHECKS = 1000
+_NOT_READY = 600
+"""cudaErrorNotReady."""
+# Some ten milliseconds. Steps that take longer do not need a core to themselves while they run.
+_POLLS_BEFORE_NAPS = 10_000
+_NAP_S = 0.0002
 
 
 class Rings:
-    """Numbers commands from 1 on and waits for their answers. `stream` runs the kernels that take them."""
+    """Numbers commands from 1 on and reads their answers. `stream` runs the kernels that take them."""
 
-    def __init__(self, stream: Any, prefill_chunk: int):
+    def __init__(self, stream: Any, prefill_chunk: int, pages_per_sequence: int):
         self._stream = stream
-        self.command_bytes = command_bytes(prefill_chunk)
+        self.command_bytes = command_bytes(prefill_chunk, pages_per_sequence)
         self._commands = HostBuffer(RING_ENTRIES * self.command_bytes)
         self._results = HostBuffer(RING_ENTRIES * RESULT_RECORD.itemsize)
         self._entries = self._commands.array(np.uint8, (RING_ENTRIES, self.command_bytes))
         self._records = self._results.array(RESULT_RECORD, (RING_ENTRIES,))
-        self._words = self._records["words"]
+        # Python reads a memoryview several times faster than an array's scalars.
+        self._words = [memoryview(words) for words in self._records["words"]]
         self._decode_slots: list[tuple[int, ...] | None] = [None] * RING_ENTRIES
-        self._outstanding: dict[int, Answer] = {}
+        self._answers: list[Answer | None] = [None] * RING_ENTRIES
         self._last_number = 0
+        self._polls = 0
 
     @property
     def addresses(self) -> tuple[np.uint64, np.uint64]:
@@ -51,53 +60,71 @@ class Rings:
             self._decode_slots[place] = slots
 
     def sent(self, num_rows: int, num_logprobs: tuple[int, ...]) -> Answer:
-        """Count the command just written and launched. It is answered by `num_rows` words."""
+        """Count the command just written and launched. `num_rows` words answer it, the first ones for these slots."""
         self._last_number += 1
         answer = Answer(self, self._last_number, num_rows, num_logprobs)
-        self._outstanding[self._last_number] = answer
+        self._answers[(self._last_number - 1) % RING_ENTRIES] = answer
         return answer
 
-    def read(self, number: int, num_rows: int, num_logprobs: tuple[int, ...]) -> StepResult:
-        """Wait for the answer of a command. Raises DeviceError if it will never come."""
-        place, polls = (number - 1) % RING_ENTRIES, 0
-        record, words, last = self._records[place], self._words[place], num_rows - 1
-        # One word is cheap to poll; rows end at about the same time.
-        while int(words[last]) >> 32 != number & 0xFFFFFFFF or not is_answered(record, number, num_rows):
-            polls += 1
-            if polls % _POLLS_BETWEEN_CHECKS == 0:
-                self._check_stream(record, number, num_rows)
-            sleep(0)
-        self._outstanding.pop(number, None)
-        return StepResult(tuple(read_row(record, row, count) for row, count in enumerate(num_logprobs)))
+    def read(self, number: int, num_rows: int, num_logprobs: tuple[int, ...]) -> StepResult | None:
+        """The answer of a command, None if it is not there yet. Raises DeviceError if it will never come."""
+        place = (number - 1) % RING_ENTRIES
+        tokens = answered_tokens(self._words[place], number, num_rows)
+        if tokens is None:
+            self._polls += 1
+            if self._polls % _POLLS_BETWEEN_CHECKS == 0:
+                self._check_stream(number, num_rows)
+            return None
+        record, rows = self._records[place], enumerate(num_logprobs)
+        return StepResult(tuple([slot_result(tokens[row], record, row, wanted) for row, wanted in rows]))
 
     def _free_place(self) -> int:
-        earlier = self._outstanding.get(self._last_number + 1 - RING_ENTRIES)
+        place = self._last_number % RING_ENTRIES
+        earlier = self._answers[place]
         if earlier is not None:
             earlier.wait()
-        return self._last_number % RING_ENTRIES
+        return place
 
     def close(self) -> None:
         """Free the memory; the device must be done with it."""
         self._commands.close()
         self._results.close()
 
-    def _check_stream(self, record: Any, number: int, num_rows: int) -> None:
-        try:
-            is_idle = self._stream.done
-        except Exception as error:  # whatever the fault was, every call on this context reports it
-            raise DeviceError(f"the GPU failed in the middle of a step: {error}", fix="make a new process") from error
-        if is_idle and not is_answered(record, number, num_rows):
+    def _check_stream(self, number: int, num_rows: int) -> None:
+        # CuPy returns the status of this call, also that of a fault, and raises nothing.
+        status = runtime.streamQuery(self._stream.ptr)
+        if status == _NOT_READY:
+            return
+        if status:
+            what = f"the GPU failed in the middle of a step: {runtime.CUDARuntimeError(status)}"
+            raise DeviceError(what, fix="make a new process")
+        if answered_tokens(self._words[(number - 1) % RING_ENTRIES], number, num_rows) is None:
             raise DeviceError(f"the GPU finished step {number} without an answer", fix="report this as a bug")
 
 
 class Answer:
     """The pending result of one command."""
 
+    __slots__ = ("_num_logprobs", "_num_rows", "_number", "_result", "_rings")
+
     def __init__(self, rings: Rings, number: int, num_rows: int, num_logprobs: tuple[int, ...]):
         self._rings, self._number, self._num_rows, self._num_logprobs = rings, number, num_rows, num_logprobs
         self._result: StepResult | None = None
 
+    def is_done(self) -> bool:
+        return self._read() is not None
+
     def wait(self) -> StepResult:
+        polls = 0
+        while (result := self._read()) is None:
+            polls += 1
+            if polls < _POLLS_BEFORE_NAPS:
+                sched_yield()  # sleep(0) sleeps for more than 50 us from Python 3.11 on
+            else:
+                sleep(_NAP_S)
+        return result
+
+    def _read(self) -> StepResult | None:
         if self._result is None:
             self._result = self._rings.read(self._number, self._num_rows, self._num_logprobs)
         return self._result
@@ -106,7 +133,8 @@ class Answer:
 class Nothing:
     """The pending result of a step that the device does not see."""
 
+    def is_done(self) -> bool:
+        return True
+
     def wait(self) -> StepResult:
         return StepResult()
-
-

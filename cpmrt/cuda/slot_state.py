@@ -15,17 +15,21 @@ import numpy as np
 from cpmrt.config.sampling import MAX_LOGPROBS
 from cpmrt.dtypes import Array
 from cpmrt.errors import RequestError
-from cpmrt.executor import Admit, Prefill, SlotResult, TokenLogprobs
+from cpmrt.executor import Admit, Prefill, Recall, SlotResult, TokenLogprobs
+
+_NO_RESULT = SlotResult()
 
 MAX_STOP_IDS = 32
+MAX_LOGIT_BIAS = 300
 MAX_ROWS = 64
 RING_ENTRIES = 16
 """Commands and results that may be outstanding: entry i may be written once command i - RING_ENTRIES is answered."""
 
-SEEN = np.uint32(0x80000000)
-"""In a word of token_counts [B, V]: the token stands in the prompt or was generated. The rest counts the latter."""
+SEEN, BIASED = np.uint32(0x80000000), np.uint32(0x40000000)
+"""In a word of token_counts [B, V]: the token stands in the prompt or was generated; it has a logit bias. The rest
+counts how often it was generated."""
 NO_TOKEN = 0xFFFFFFFF
-ADMIT, PREFILL, DECODE = 1, 2, 3
+ADMIT, PREFILL, DECODE, RECALL = 1, 2, 3, 4
 
 
 def _struct(alignment: int, *fields: tuple[Any, ...]) -> np.dtype[Any]:
@@ -55,6 +59,9 @@ SLOT_STATE = _struct(
     ("num_logprobs", "<i4"),
     ("num_stop_ids", "<i4"),
     ("stop_ids", "<i4", (MAX_STOP_IDS,)),
+    ("num_logit_biases", "<i4"),
+    ("biased_ids", "<i4", (MAX_LOGIT_BIAS,)),
+    ("logit_biases", "<f4", (MAX_LOGIT_BIAS,)),
 )
 COMMAND = _struct(
     16,
@@ -76,14 +83,14 @@ RESULT_RECORD = _struct(16, ("words", "<u8", (MAX_ROWS,)), ("logprobs", TOKEN_LO
 STEP_CONTEXT = _struct(16, ("next_entry", "<u8"), ("sequence", "<u8"))
 
 
-def command_bytes(prefill_chunk: int) -> int:
-    """Bytes of an entry of the command ring: a header, then a state, MAX_ROWS slots or a chunk of tokens."""
-    payload = max(SLOT_STATE.itemsize, 4 * MAX_ROWS, 4 * prefill_chunk)
+def command_bytes(prefill_chunk: int, pages_per_sequence: int) -> int:
+    """Bytes of an entry of the command ring: a header, then a state and a table, MAX_ROWS slots or a chunk."""
+    payload = max(SLOT_STATE.itemsize + 4 * pages_per_sequence, 4 * MAX_ROWS, 4 * prefill_chunk)
     return -(-(COMMAND.itemsize + payload) // 64) * 64
 
 
 def slot_state(step: Admit) -> Array:
-    """The state of a slot that nothing has run in yet. Raises RequestError for more stop ids than it holds."""
+    """The state of a slot that nothing has run in yet. Raises RequestError for more stop ids or biases than fit."""
     stop_ids = sorted(set(step.stop_token_ids))
     if len(stop_ids) > MAX_STOP_IDS:
         raise RequestError(
@@ -93,6 +100,9 @@ def slot_state(step: Admit) -> Array:
             fix="stop on strings, or use executor='reference'",
         )
     sampling = step.sampling
+    num_biases = len(sampling.logit_bias)
+    if num_biases > MAX_LOGIT_BIAS:
+        raise RequestError("too many entries of logit_bias", expected=f"at most {MAX_LOGIT_BIAS}", actual=num_biases)
     state = np.zeros((), SLOT_STATE)
     for name in ("top_k", "temperature", "top_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
         state[name] = getattr(sampling, name)
@@ -103,23 +113,31 @@ def slot_state(step: Admit) -> Array:
     state["max_new_tokens"], state["num_logprobs"] = step.max_new_tokens, sampling.logprobs
     state["last_token"], state["num_stop_ids"] = -1, len(stop_ids)
     state["stop_ids"][: len(stop_ids)] = stop_ids
+    if num_biases:
+        state["num_logit_biases"] = num_biases
+        state["biased_ids"][:num_biases], state["logit_biases"][:num_biases] = zip(*sampling.logit_bias, strict=True)
     return state
 
 
 def write_admit(entry: Array, step: Admit) -> None:
     """`entry` is a uint8 view of a command's bytes; so in the functions below. Raises as slot_state does."""
-    state = slot_state(step)
-    _write_header(entry, ADMIT, 0, step.slot)
-    entry[COMMAND.itemsize :][: SLOT_STATE.itemsize] = np.frombuffer(state.tobytes(), np.uint8)
+    state, table, pages = slot_state(step), step.block_table, COMMAND.itemsize + SLOT_STATE.itemsize
+    _write_header(entry, ADMIT, len(table), step.slot)
+    entry[COMMAND.itemsize : pages] = np.frombuffer(state.tobytes(), np.uint8)
+    entry[pages:].view(np.int32)[: len(table)] = table
 
 
 def write_prefill(entry: Array, step: Prefill, vocab_size: int) -> None:
     """Raises RequestError for a token id that the model does not have: the device would read past its tables."""
-    tokens = np.array(step.token_ids, np.int64)
-    if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocab_size:
-        wrong = next(token for token in step.token_ids if not 0 <= token < vocab_size)
-        raise RequestError("the prompt holds an unknown token id", expected=f"0 to {vocab_size - 1}", actual=wrong)
+    tokens = _checked_tokens(step.token_ids, vocab_size)
     _write_header(entry, PREFILL, len(tokens), step.slot, step.position, step.is_last)
+    entry[COMMAND.itemsize :].view(np.int32)[: len(tokens)] = tokens
+
+
+def write_recall(entry: Array, step: Recall, vocab_size: int) -> None:
+    """Raises as write_prefill does."""
+    tokens = _checked_tokens(step.token_ids, vocab_size)
+    _write_header(entry, RECALL, len(tokens), step.slot)
     entry[COMMAND.itemsize :].view(np.int32)[: len(tokens)] = tokens
 
 
@@ -129,6 +147,14 @@ def write_decode(entry: Array, slots: Sequence[int]) -> None:
     entry[COMMAND.itemsize :].view(np.int32)[: len(slots)] = slots
 
 
+def _checked_tokens(token_ids: Sequence[int], vocab_size: int) -> Array:
+    tokens = np.array(token_ids, np.int64)
+    if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocab_size:
+        wrong = next(token for token in token_ids if not 0 <= token < vocab_size)
+        raise RequestError("the prompt holds an unknown token id", expected=f"0 to {vocab_size - 1}", actual=wrong)
+    return tokens
+
+
 def _write_header(
     entry: Array, kind: int, num_rows: int, slot: int = -1, start: int = 0, is_last: bool = False
 ) -> None:
@@ -136,17 +162,20 @@ def _write_header(
     header[0] = (kind, num_rows, slot, start, is_last, (0, 0, 0))
 
 
-def is_answered(record: Any, number: int, num_rows: int) -> bool:
-    """Whether the first `num_rows` words of a result record belong to command `number` (from 1 on)."""
-    words = record["words"][:num_rows]
-    return bool((words >> np.uint64(32) == number & 0xFFFFFFFF).all())
+def answered_tokens(words: memoryview, number: int, num_rows: int) -> list[int] | None:
+    """Tokens, or NO_TOKEN, in the words of a result; None if not all belong to command `number` (from 1 on)."""
+    tokens, mark = [], number & 0xFFFFFFFF
+    for word in words[:num_rows].tolist():
+        if word >> 32 != mark:
+            return None
+        tokens.append(word & NO_TOKEN)
+    return tokens
 
 
-def read_row(record: Any, row: int, num_logprobs: int) -> SlotResult:
+def slot_result(token: int, record: Any, row: int, num_logprobs: int) -> SlotResult:
     """What a row of an answered command produced; `num_logprobs` as its sequence asked for."""
-    token = int(record["words"][row]) & NO_TOKEN
     if token == NO_TOKEN:
-        return SlotResult()
+        return _NO_RESULT
     if not num_logprobs:
         return SlotResult((token,))
     entry = record["logprobs"][row]

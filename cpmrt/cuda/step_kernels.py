@@ -3,39 +3,54 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from cpmrt.config import ModelConfig
-from cpmrt.cuda.launcher import Launcher
-from cpmrt.cuda.rings import Rings
+from cpmrt.cuda.device import Device
+from cpmrt.cuda.launcher import Launcher, Module
 
-_STEP = "step.cu"
+if TYPE_CHECKING:
+    from cpmrt.cuda.rings import Rings  # which needs CuPy
+
+_STEP, _SAMPLING = "step.cu", "sampling.cu"
+
+
+def step_modules(config: ModelConfig, device: Device) -> tuple[Module, Module]:
+    """What `StepKernels` launches."""
+    sampling = {"VOCAB": config.vocab_size, "PORTABLE": int(device.is_portable)}
+    return (_STEP, {"VOCAB": config.vocab_size, "HIDDEN": config.hidden_size}), (_SAMPLING, sampling)
 
 
 class StepKernels:
     """`kernels_cu/step.cu` and `sampling.cu` on the arena's arrays."""
 
-    def __init__(self, launcher: Launcher, config: ModelConfig, arrays: Mapping[str, Any], rings: Rings):
+    def __init__(
+        self, launcher: Launcher, config: ModelConfig, arrays: Mapping[str, Any], rings: Rings, device: Device
+    ):
         self._launch, self._arrays = launcher, arrays
         self._commands, self._results = rings.addresses
         self._command_bytes = np.int32(rings.command_bytes)
-        self._constants = {"VOCAB": config.vocab_size, "HIDDEN": config.hidden_size}
-        self._sampling = {"VOCAB": config.vocab_size, "PORTABLE": 0}
+        (_, self._constants), (_, self._sampling) = step_modules(config, device)
         self._hidden = config.hidden_size
-        capability = int(launcher.modules.arch.removeprefix("sm_"))
-        self._blocks_per_row = 8 if capability >= 90 else 1
+        self._blocks_per_row = 8 if device.capability >= 90 else 1
 
     def load(self) -> None:
         """Load every kernel without running one."""
-        for name in ("admit", "step_begin", "prefill_begin", "prefill_end", "first_begin"):
+        for name in ("admit", "recall", "step_begin", "prefill_begin", "prefill_end", "first_begin"):
             self._launch.modules.kernel(_STEP, name, self._constants)
-        self._launch.modules.kernel("sampling.cu", "sample", self._sampling)
+        self._launch.modules.kernel(_SAMPLING, "sample", self._sampling)
 
     def admit(self) -> None:
         a = self._arrays
-        self._step("admit", 1, 1024, a["slot_states"], a["token_counts"], self._results, a["step_context"], *self._in())
+        tables = a["block_tables"]
+        outputs = (a["slot_states"], a["token_counts"], tables, self._results, a["step_context"])
+        self._step("admit", 1, 1024, *outputs, *self._in(), np.int32(tables.shape[1]))
+
+    def recall(self) -> None:
+        a = self._arrays
+        self._step("recall", 1, 1024, a["token_counts"], self._results, a["step_context"], *self._in())
 
     def step_begin(self, num_rows: int) -> None:
         a = self._arrays
@@ -56,7 +71,7 @@ class StepKernels:
     def sample(self, num_rows: int) -> None:
         a = self._arrays
         self._launch(
-            "sampling.cu", "sample", self._sampling, (self._blocks_per_row, num_rows), 512,
+            _SAMPLING, "sample", self._sampling, (self._blocks_per_row, num_rows), 512,
             self._results, a["slot_states"], a["token_counts"], a["logits"], a["slots"], a["step_context"],
         )  # fmt: skip
 

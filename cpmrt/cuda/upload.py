@@ -1,45 +1,22 @@
-"""From read bytes to weights on the device: a page-locked ring, copied or converted on a stream of its own."""
+"""From read bytes to the device: a page-locked ring, copied or converted on a stream of its own."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from cupy.cuda import Event, Stream, runtime
 
 from cpmrt.cuda.compiler import Modules
-from cpmrt.cuda.device import Device
 from cpmrt.cuda.host_buffers import HostBuffer
 from cpmrt.cuda.launch import launch
-from cpmrt.cuda.loader import NUM_SLOTS, SLOT_BYTES, ReadJob, load, plan_reads
-from cpmrt.dtypes import DType
+from cpmrt.cuda.loader import NUM_SLOTS, SLOT_BYTES, ReadJob
+from cpmrt.dtypes import Array, DType
 from cpmrt.errors import CheckpointError
-from cpmrt.memory.plan import Region
-from cpmrt.tensor_spec import TensorSpec
-from cpmrt.weights.checkpoint import Checkpoint
 from cpmrt.weights.names import quoted
 
 _BLOCK = 256
 _MAX_GRID = 512
-
-
-def stream_checkpoint(
-    arena: int,
-    specs: Sequence[TensorSpec],
-    checkpoint: Checkpoint,
-    regions: Mapping[str, Region],
-    device: Device,
-    modules: Modules,
-) -> None:
-    """Fill the regions of `specs` in the arena at device address `arena` with the type of `modules`; waits for the end.
-
-    Page-locks up to 64 MiB meanwhile. Raises CheckpointError if a file cannot be read to its end or a value is beyond
-    the range of float16, MemoryPlanError if the host cannot page-lock the ring.
-    """
-    jobs = plan_reads(specs, checkpoint, regions, modules.dtype)
-    with Upload(arena, jobs, device.index, modules) as upload:
-        load(jobs, upload, drop_page_cache=device.is_unified)
-        upload.finish()
 
 
 class Upload:
@@ -48,14 +25,15 @@ class Upload:
     def __init__(self, arena: int, jobs: Sequence[ReadJob], device_index: int, modules: Modules):
         self._arena, self._device_index, self._dtype = arena, device_index, modules.dtype
         num_slots = max(1, min(NUM_SLOTS, len(jobs)))
-        converted = [job for job in jobs if job.stored is not modules.dtype]
+        converted = [job for job in jobs if job.stored not in (None, modules.dtype)]
         self._converters = {
             stored: modules.kernel("convert.cu", "convert_float32" if stored is DType.FLOAT32 else "convert_16bit", {})
             for stored in {job.stored for job in converted}
         }
         self._flags = {job.tensor: index for index, job in enumerate(converted)}
         self._paths = {job.tensor: job.path for job in converted}
-        self._stream = Stream(non_blocking=True)
+        self.stream = Stream(non_blocking=True)
+        self._next_slot = 0
         self._events = [Event(block=True, disable_timing=True) for _ in range(num_slots)]
         self._ring = HostBuffer(num_slots * SLOT_BYTES)
         try:
@@ -79,20 +57,32 @@ class Upload:
     def submit(self, slot: int, job: ReadJob) -> None:
         """Copy or convert the job's bytes to the arena, in the order of the stream."""
         source, target = slot * SLOT_BYTES, self._arena + job.destination
-        if job.stored is self._dtype:
+        if job.stored in (None, self._dtype):
             kind = runtime.memcpyHostToDevice
-            runtime.memcpyAsync(target, self._ring.address + source, job.nbytes, kind, self._stream.ptr)
+            runtime.memcpyAsync(target, self._ring.address + source, job.nbytes, kind, self.stream.ptr)
         else:
             count = job.num_elements
             flag = self._overflow.device_address + 4 * self._flags[job.tensor]
             addresses = (target, flag, self._ring.device_address + source)
             args = (*(np.uint64(address) for address in addresses), np.int32(count))
-            launch(self._stream, self._converters[job.stored], min(-(-count // _BLOCK), _MAX_GRID), _BLOCK, 0, args)
-        self._events[slot].record(self._stream)
+            launch(self.stream, self._converters[job.stored], min(-(-count // _BLOCK), _MAX_GRID), _BLOCK, 0, args)
+        self._events[slot].record(self.stream)
+
+    def put(self, destination: int, words: Array) -> None:
+        """Copy words of the host to byte `destination` of the arena; not while a `load` is under way."""
+        data = np.ascontiguousarray(words).reshape(-1).view(np.uint8)
+        for begin in range(0, data.size, SLOT_BYTES):
+            piece = data[begin : begin + SLOT_BYTES]
+            slot = self._next_slot = (self._next_slot + 1) % len(self._slots)
+            self.wait(slot)
+            self._slots[slot][: piece.size] = piece.data
+            target, start = self._arena + destination + begin, self._ring.address + slot * SLOT_BYTES
+            runtime.memcpyAsync(target, start, piece.size, runtime.memcpyHostToDevice, self.stream.ptr)
+            self._events[slot].record(self.stream)
 
     def finish(self) -> None:
         """Wait for everything submitted. Raises CheckpointError if a value was beyond the range of float16."""
-        self._stream.synchronize()
+        self.stream.synchronize()
         flags = self._overflow.array(np.uint32)
         for tensor, index in self._flags.items():
             if flags[index]:
@@ -106,7 +96,7 @@ class Upload:
 
     def __exit__(self, *exception: object) -> None:
         try:
-            self._stream.synchronize()
+            self.stream.synchronize()
         finally:
             self._ring.close()
             self._overflow.close()

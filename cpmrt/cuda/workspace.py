@@ -5,14 +5,18 @@ Pure sizes, without a device: `cpmrt plan` uses them too.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from cpmrt.config import EngineConfig, ModelConfig
 from cpmrt.cuda.attention_plan import plan_decode_attention
+from cpmrt.cuda.linear_plan import DeviceLimits
 from cpmrt.cuda.slot_state import SLOT_STATE
+from cpmrt.cuda.weights_w4 import packed_regions, quantised_tables, quantised_workspace
 from cpmrt.errors import UnsupportedModelError
 from cpmrt.memory.kv_pages import KVLayout
 from cpmrt.models.decoder import EMBED, GATE_UP, HEAD, QKV
 from cpmrt.models.planning import ExecutorNeeds
-from cpmrt.tensor_spec import BufferSpec
+from cpmrt.tensor_spec import BufferSpec, TensorSpec
 
 MAX_ROWS = 64
 GEMM_WORKSPACE_BYTES = 32 << 20
@@ -75,27 +79,41 @@ def _table(name: str, itemsize: int, *shape: int) -> BufferSpec:
     return BufferSpec(name, shape, EMBED, HEAD, itemsize=itemsize)
 
 
-def cuda_needs(config: ModelConfig, engine: EngineConfig, *, capability: int, num_sms: int) -> ExecutorNeeds:
-    """All of it, for `models.planning`."""
+def cuda_needs(
+    config: ModelConfig,
+    engine: EngineConfig,
+    specs: Sequence[TensorSpec],
+    *,
+    capability: int,
+    limits: DeviceLimits,
+) -> ExecutorNeeds:
+    """All of it, for `models.planning`; `specs`: the weights. Raises UnsupportedModelError."""
     max_rows = max(buckets(engine.prefill_chunk)[-1], MAX_ROWS)
+    counters = quantised_tables(specs, config, limits)
+
+    def tables(max_context: int) -> tuple[BufferSpec, ...]:
+        own = cuda_tables(config, engine, max_context, capability=capability, num_sms=limits.num_sms)
+        return (*own, *counters)
+
     return ExecutorNeeds(
-        tables=lambda max_context: cuda_tables(config, engine, max_context, capability=capability, num_sms=num_sms),
-        workspace=cuda_workspace(config, max_rows),
+        tables=tables,
+        workspace=(*cuda_workspace(config, max_rows), *quantised_workspace(specs, config, max_rows, limits)),
         max_rows=max_rows,
         logit_rows=row_counts(engine.max_sequences)[-1],
+        packed=packed_regions(config, limits),
     )
 
 
 def check_supported(config: ModelConfig) -> None:
     """Raise UnsupportedModelError for a shape that the kernels do not take."""
-    wanted = {
-        "head_dim": (config.head_dim, (64, 96, 128), "64, 96 or 128"),
-        "hidden_size": (config.hidden_size % 64, (0,), "a multiple of 64"),
-        "intermediate_size": (config.intermediate_size % 64, (0,), "a multiple of 64"),
-        "num_attention_heads * head_dim": (config.q_size % 64, (0,), "a multiple of 64"),
+    sizes = {
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_attention_heads * head_dim": config.q_size,
     }
-    for name, (value, allowed, expected) in wanted.items():
-        if value not in allowed:
-            raise UnsupportedModelError(
-                f"the CUDA executor does not take this {name}", expected=expected, fix="use executor='reference'"
-            )
+    wanted = {name: (size, size % 64 == 0, "a multiple of 64") for name, size in sizes.items()}
+    wanted["head_dim"] = (config.head_dim, config.head_dim in (64, 96, 128), "64, 96 or 128")
+    for name, (size, is_taken, expected) in wanted.items():
+        if not is_taken:
+            what = f"the CUDA executor does not take this {name}"
+            raise UnsupportedModelError(what, expected=expected, actual=size, fix="use executor='reference'")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
 from time import perf_counter
+from typing import NamedTuple
 
+from cpmrt.engine.prefix_cache import PrefixCache
 from cpmrt.engine.sequence import Phase, Request, Sequence
 from cpmrt.engine.transitions import (
     admit,
@@ -14,16 +16,17 @@ from cpmrt.engine.transitions import (
     finish,
     next_decode,
     next_prefill,
+    num_reserved,
+    recalls,
     release,
     submitted,
     wants_decode,
 )
 from cpmrt.errors import ContextLengthError, RequestError
-from cpmrt.executor import Executor, Pending, Prefill, SlotResult, Step, StepResult
+from cpmrt.executor import Decode, Executor, Pending, Prefill, SlotResult, Speculate, Step, StepResult
 
 
-@dataclass(frozen=True)
-class _InFlight:
+class _InFlight(NamedTuple):
     step: Step
     sequences: tuple[Sequence, ...]
     pending: Pending
@@ -37,15 +40,22 @@ class Engine:
 
     Prompts wait in arrival order for a slot. While one is prefilled, a decode step of the running sequences follows
     each chunk, so that no stream stalls behind a long prompt. `listener` is told every step with its result.
+    `prefix_cache` False computes every prompt whole.
     """
 
-    def __init__(self, executor: Executor, listener: StepListener | None = None):
+    def __init__(self, executor: Executor, listener: StepListener | None = None, *, prefix_cache: bool = True):
         self.executor, self.limits = executor, executor.limits
         self._listener = listener
+        self._uses_cache = prefix_cache
+        self._cache = self._empty_cache()
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
         self._free_slots = list(range(self.limits.max_sequences))[::-1]
         self._in_flight: deque[_InFlight] = deque()
+        self._num_in_flight = 0
+        """Of them, those that have results."""
+        self._decoding: tuple[tuple[Sequence, ...], Decode | Speculate] = ((), Decode(()))
+        """The last decode step and whose it was: mostly the next one is the same."""
         self._last_was_prefill = False
 
     def add(self, request: Request) -> Sequence:
@@ -62,17 +72,28 @@ class Engine:
                 actual=f"{prompt} prompt + {new} new",
                 fix=fix,
             )
+        if len(request.sampling.logit_bias) > self.limits.max_logit_bias:
+            raise RequestError(
+                "SamplingParams.logit_bias is more than this executor takes",
+                expected=f"at most {self.limits.max_logit_bias} tokens",
+                actual=len(request.sampling.logit_bias),
+            )
         seq = Sequence(request, added_at=perf_counter())
         self._waiting.append(seq)
         return seq
 
     def stream(self, seq: Sequence) -> Iterator[SlotResult]:
-        """Results of one sequence as they come, advancing all of them. Closing the iterator cancels the sequence."""
+        """Results of one sequence as they come, advancing all of them. Closing the iterator cancels the sequence.
+
+        What a step with this sequence raised is raised here too, whichever stream was advancing then.
+        """
         try:
             while True:
                 while seq.outbox:
                     yield seq.outbox.popleft()
                 if seq.phase is Phase.FINISHED:
+                    if seq.failure is not None:
+                        raise seq.failure
                     return
                 self.advance()
         finally:
@@ -91,18 +112,29 @@ class Engine:
 
     def advance(self) -> None:
         """Submit what may be submitted, then wait for the oldest step in flight and hand out its results."""
-        while sum(bool(flight.sequences) for flight in self._in_flight) < self.limits.run_ahead:
-            if not self._submit_next():
-                break
+        while self._num_in_flight < self.limits.run_ahead and self._submit_next():
+            pass
         if self._in_flight:
             self._collect_oldest()
         self._collect_control_steps()
 
-    def free_slot(self) -> int:
-        """A slot that no sequence holds, for `Executor.prompt_logits`. Raises RequestError if all are taken."""
+    @contextmanager
+    def borrowed_slot(self, num_tokens: int) -> Iterator[tuple[int, tuple[int, ...]]]:
+        """A slot that no sequence holds and its block table, for `Executor.prompt_logits`, until the block ends.
+
+        Raises RequestError if all are taken.
+        """
         if not self._free_slots:
             raise RequestError("every slot is taken by a running sequence", fix="finish or close a stream first")
-        return self._free_slots[-1]
+        slot, cache = self._free_slots.pop(), self._cache
+        pages = cache.acquire((), num_tokens) if cache else None
+        try:
+            yield slot, pages.table if pages else ()
+        finally:
+            if slot not in self._free_slots:  # which holds all of them after `close`
+                self._free_slots.append(slot)
+            if cache and pages:
+                cache.release(pages)
 
     def close(self) -> None:
         """Cancel whatever runs or waits and close the executor. May be called again."""
@@ -111,22 +143,43 @@ class Engine:
         self._waiting.clear()
         self._running.clear()
         self._in_flight.clear()
+        self._num_in_flight = 0
+        # A request from now on shall reach the executor, which refuses it, and not wait for a slot.
+        self._free_slots = list(range(self.limits.max_sequences))[::-1]
+        self._cache = self._empty_cache()
         self.executor.close()
+
+    def _empty_cache(self) -> PrefixCache | None:
+        limits = self.limits
+        return PrefixCache(limits.num_pages, limits.page_size, self._uses_cache) if limits.num_pages else None
 
     def _submit_next(self) -> bool:
         if self._waiting and self._free_slots:
             seq = self._waiting.popleft()
             self._running.append(seq)
-            self._guarded(admit(seq, self._free_slots.pop()), (seq,), ())
-        prefilling = [seq for seq in self._running if seq.phase is Phase.PREFILL]
-        decoding = [seq for seq in self._running if wants_decode(seq)]
-        if prefilling and not (decoding and self._last_was_prefill):
-            self._submit(next_prefill(prefilling[0], self.limits), (prefilling[0],))
-        elif decoding:
-            self._submit(next_decode(decoding, self.limits), tuple(decoding))
-        else:
+            try:
+                self._admit(seq)
+            except RequestError:
+                return True  # the sequence's own stream raises it: another one may be advancing
+        decoding = tuple([seq for seq in self._running if wants_decode(seq)])
+        if not (decoding and self._last_was_prefill):
+            for seq in self._running:
+                if seq.phase is Phase.PREFILL:
+                    self._submit(next_prefill(seq, self.limits), (seq,))
+                    return True
+        if not decoding:
             return False
+        if decoding != self._decoding[0]:
+            self._decoding = decoding, next_decode(decoding, self.limits)
+        self._submit(self._decoding[1], decoding)
         return True
+
+    def _admit(self, seq: Sequence) -> None:
+        slot, request = self._free_slots.pop(), seq.request
+        pages = self._cache.acquire(request.prompt_ids, num_reserved(request, self.limits)) if self._cache else None
+        self._guarded(admit(seq, slot, pages), (seq,), ())
+        for step in recalls(seq, self.limits):
+            self._guarded(step, (seq,), ())
 
     def _submit(self, step: Step, sequences: tuple[Sequence, ...]) -> None:
         self._guarded(step, sequences, sequences)
@@ -138,37 +191,65 @@ class Engine:
         """Submit; cancel the affected sequences if that fails. Half a step may have advanced some of them."""
         try:
             pending = self.executor.submit(step)
-        except BaseException:
+        except BaseException as error:
             for seq in affected:
-                self.finish(seq, "cancelled")
+                self._fail(seq, error)
             raise
         self._in_flight.append(_InFlight(step, receivers, pending))
+        self._num_in_flight += bool(receivers)
 
     def _collect_oldest(self) -> None:
-        flight = self._in_flight[0]
-        result = flight.pending.wait()
-        self._in_flight.popleft()
+        step, sequences, pending = self._in_flight[0]
+        try:
+            result = pending.wait()
+        except Exception as error:
+            # Nothing will come of it. An interrupt, which is no Exception, leaves the step to be waited for again.
+            self._forget_oldest()
+            for seq in sequences:
+                self._fail(seq, error)
+            raise
+        self._forget_oldest()
         now = perf_counter()
         if self._listener is not None:
-            self._listener(flight.step, result)
-        for seq, slot_result in zip(flight.sequences, result.slots, strict=True):
-            was_finished = seq.phase is Phase.FINISHED
-            gained = apply(seq, flight.step, slot_result)
+            self._listener(step, result)
+        for seq, slot_result in zip(sequences, result.slots, strict=True):
+            was_running = seq.finish_reason is None
+            gained = apply(seq, step, slot_result)
+            if isinstance(step, Prefill) and self._cache and seq.pages:
+                self._cache.keep(seq.pages, seq.request.prompt_ids, seq.num_computed)
             if gained.token_ids:
-                seq.first_token_at = seq.first_token_at or now
+                if not seq.first_token_at:
+                    seq.first_token_at = now
                 seq.last_token_at = now
                 seq.outbox.append(gained)
-            if seq.phase is Phase.FINISHED and not was_finished:
+            if was_running and seq.finish_reason is not None:
                 self._release(seq)
 
+    def _fail(self, seq: Sequence, error: BaseException) -> None:
+        """End a sequence whose step failed. An interrupt is the business of one stream alone."""
+        if seq.phase is not Phase.FINISHED and isinstance(error, Exception):
+            seq.failure = error
+        self.finish(seq, "cancelled")
+
+    def _forget_oldest(self) -> None:
+        flight = self._in_flight.popleft()
+        self._num_in_flight -= bool(flight.sequences)
+
     def _release(self, seq: Sequence) -> None:
-        """Steps of the sequence still in flight come before the release, so the slot may be reused at once."""
+        """Steps of the sequence still in flight come before the release, so slot and pages may be reused at once.
+
+        They write behind what is known to be written, so not to a page that is kept.
+        """
         self._running.remove(seq)
         self._guarded(release(seq), (), ())
         self._free_slots.append(seq.slot)
+        if self._cache and seq.pages:
+            self._cache.keep(seq.pages, (*seq.request.prompt_ids, *seq.token_ids), seq.num_written)
+            self._cache.release(seq.pages)
+            seq.pages = None
         self._collect_control_steps()
 
     def _collect_control_steps(self) -> None:
-        """Steps without results (Admit, Release) are only reported, each in its place among the others."""
+        """Steps without results (Admit, Recall, Release) are only reported, each in its place among the others."""
         while self._in_flight and not self._in_flight[0].sequences:
             self._collect_oldest()

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from cpmrt.config import SamplingParams
+from cpmrt.engine.prefix_cache import HeldPages
 from cpmrt.executor import SlotResult
 
 
@@ -41,13 +42,21 @@ class Sequence:
     phase: Phase = Phase.WAITING
     slot: int = -1
     num_prefilled: int = 0
-    """Prompt tokens in submitted steps."""
+    """Prompt tokens that are cached or in submitted steps."""
+    num_cached: int = 0
+    """Prompt tokens whose keys and values were there already."""
+    num_computed: int = 0
+    """Prompt tokens that are cached or in steps that are done."""
+    pages: HeldPages | None = None
+    """What it holds while it runs; None: its slot's own."""
     num_in_flight: int = 0
     """Submitted steps that will give at least one token unless the sequence finishes first."""
     token_ids: list[int] = field(default_factory=list)
     """Generated tokens."""
     finish_reason: str | None = None
     """"stop", "length" or "cancelled"."""
+    failure: Exception | None = None
+    """What a step raised that ended it."""
     num_speculated_tokens: int = 0
     num_speculations: int = 0
     outbox: deque[SlotResult] = field(default_factory=deque)
@@ -55,3 +64,8 @@ class Sequence:
     added_at: float = 0.0
     first_token_at: float = 0.0
     last_token_at: float = 0.0
+
+    @property
+    def num_written(self) -> int:
+        """Tokens whose keys and values are written: a step writes those of the token that it starts from."""
+        return self.num_computed + max(len(self.token_ids) - 1, 0)

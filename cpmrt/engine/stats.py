@@ -17,10 +17,13 @@ class GenerationStats:
     decode_s: float
     mean_accept_length: float | None
     """Tokens a speculative step gave on average; None without speculation."""
+    cached_tokens: int = 0
+    """Prompt tokens whose KV was there already."""
 
     @property
     def prefill_tokens_per_s(self) -> float:
-        return self.prompt_tokens / self.prefill_s if self.prefill_s else 0.0
+        """Of those that had to be computed."""
+        return (self.prompt_tokens - self.cached_tokens) / self.prefill_s if self.prefill_s else 0.0
 
     @property
     def decode_tokens_per_s(self) -> float:
@@ -36,4 +39,5 @@ class GenerationStats:
             prefill_s=seq.first_token_at - seq.added_at if started else 0.0,
             decode_s=seq.last_token_at - seq.first_token_at if started else 0.0,
             mean_accept_length=seq.num_speculated_tokens / seq.num_speculations if seq.num_speculations else None,
+            cached_tokens=seq.num_cached,
         )

@@ -15,6 +15,7 @@ from cpmrt.executor import (
     Decode,
     Executor,
     Prefill,
+    Recall,
     Release,
     SlotResult,
     Speculate,
@@ -23,7 +24,7 @@ from cpmrt.executor import (
     TokenLogprobs,
 )
 
-_STEPS: dict[str, Any] = {kind.__name__: kind for kind in (Admit, Prefill, Decode, Speculate, Release)}
+_STEPS: dict[str, Any] = {kind.__name__: kind for kind in (Admit, Recall, Prefill, Decode, Speculate, Release)}
 
 
 class StepLog:

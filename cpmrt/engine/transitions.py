@@ -5,15 +5,36 @@
 
 from __future__ import annotations
 
-from cpmrt.engine.sequence import Phase, Sequence
-from cpmrt.executor import Admit, Decode, ExecutorLimits, Prefill, Release, SlotResult, Speculate, Step
+from collections.abc import Iterator
+
+from cpmrt.engine.prefix_cache import HeldPages
+from cpmrt.engine.sequence import Phase, Request, Sequence
+from cpmrt.executor import Admit, Decode, ExecutorLimits, Prefill, Recall, Release, SlotResult, Speculate, Step
+
+_NOTHING = SlotResult()
 
 
-def admit(seq: Sequence, slot: int) -> Admit:
-    """Give the sequence a slot."""
-    seq.slot, seq.phase = slot, Phase.PREFILL
-    request = seq.request
-    return Admit(slot, request.sampling, request.seed, request.max_new_tokens, request.stop_token_ids)
+def num_reserved(request: Request, limits: ExecutorLimits) -> int:
+    """Tokens that the request's pages must hold, those that are drafted past its end among them."""
+    return min(len(request.prompt_ids) + request.max_new_tokens + limits.num_draft, limits.max_context)
+
+
+def admit(seq: Sequence, slot: int, pages: HeldPages | None = None) -> Admit:
+    """Give the sequence a slot, and pages (None: those of the slot)."""
+    seq.slot, seq.phase, seq.pages = slot, Phase.PREFILL, pages
+    if pages is not None:
+        seq.num_cached = seq.num_prefilled = seq.num_computed = pages.num_cached
+    request, table = seq.request, pages.table if pages else ()
+    return Admit(slot, request.sampling, request.seed, request.max_new_tokens, request.stop_token_ids, table)
+
+
+def recalls(seq: Sequence, limits: ExecutorLimits) -> Iterator[Recall]:
+    """Steps that make the cached part of the prompt count, for a request that looks at it."""
+    if seq.request.sampling.repetition_penalty == 1:
+        return
+    for start in range(0, seq.num_cached, limits.prefill_chunk):
+        end = min(start + limits.prefill_chunk, seq.num_cached)
+        yield Recall(seq.slot, seq.request.prompt_ids[start:end])
 
 
 def next_prefill(seq: Sequence, limits: ExecutorLimits) -> Prefill:
@@ -29,7 +50,7 @@ def wants_decode(seq: Sequence) -> bool:
     return seq.phase is Phase.DECODE and expected < seq.request.max_new_tokens
 
 
-def next_decode(sequences: list[Sequence], limits: ExecutorLimits) -> Decode | Speculate:
+def next_decode(sequences: tuple[Sequence, ...], limits: ExecutorLimits) -> Decode | Speculate:
     """One step for all of them."""
     slots = tuple(seq.slot for seq in sequences)
     return Speculate(slots) if limits.num_draft else Decode(slots)
@@ -52,30 +73,28 @@ def apply(seq: Sequence, step: Step, result: SlotResult) -> SlotResult:
     The executor stops at end tokens and at the limit by itself. The cut is made here too, so that an executor that
     accepts several tokens a step can never push one past the end.
     """
-    if isinstance(step, Prefill) and not step.is_last:
-        return SlotResult()
+    if isinstance(step, Prefill):
+        seq.num_computed = step.position + len(step.token_ids)
+        if not step.is_last:
+            return _NOTHING
     seq.num_in_flight -= 1
-    if seq.phase is Phase.FINISHED:
-        return SlotResult()
-    kept = _kept(seq, result.token_ids)
-    seq.token_ids.extend(result.token_ids[:kept])
-    if isinstance(step, Speculate) and kept:
+    new = result.token_ids
+    if not new or seq.finish_reason is not None:
+        return _NOTHING
+    request, tokens, kept = seq.request, seq.token_ids, 0
+    for token in new:
+        tokens.append(token)
+        kept += 1
+        if token in request.stop_token_ids:
+            finish(seq, "stop")
+            break
+        if len(tokens) == request.max_new_tokens:
+            finish(seq, "length")
+            break
+    if isinstance(step, Speculate):
         seq.num_speculations += 1
         seq.num_speculated_tokens += kept
-    if seq.token_ids and seq.token_ids[-1] in seq.request.stop_token_ids:
-        finish(seq, "stop")
-    elif len(seq.token_ids) == seq.request.max_new_tokens:
-        finish(seq, "length")
-    return SlotResult(result.token_ids[:kept], result.logprobs[:kept])
-
-
-def _kept(seq: Sequence, token_ids: tuple[int, ...]) -> int:
-    """How many of the new tokens come before the end."""
-    room = seq.request.max_new_tokens - len(seq.token_ids)
-    for index, token in enumerate(token_ids[:room]):
-        if token in seq.request.stop_token_ids:
-            return index + 1
-    return min(room, len(token_ids))
+    return result if kept == len(new) else SlotResult(new[:kept], result.logprobs[:kept])
 
 
 def finish(seq: Sequence, reason: str) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cpmrt.config import ModelConfig
+from cpmrt.errors import ConfigError
 
 PAGE_SIZE = 64
 
@@ -46,7 +48,16 @@ class KVLayout:
         """Key and value elements of one token over all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
+    def check_table(self, block_table: Sequence[int]) -> None:
+        """Raise ConfigError for a table that is too long or names a page that is not there."""
+        most = self.pages_per_sequence
+        if len(block_table) > most:
+            raise ConfigError("block table", expected=f"at most {most} pages", actual=len(block_table))
+        if block_table and not 0 <= min(block_table) <= max(block_table) < self.num_pages:
+            actual = f"{min(block_table)} to {max(block_table)}"
+            raise ConfigError("block table", expected=f"pages 0 to {self.num_pages - 1}", actual=actual)
+
     def block_tables(self) -> list[list[int]]:
-        """Page numbers of each slot: its own run of pages, fixed at the plan."""
+        """Page numbers of each slot at first: its own run of pages."""
         count = self.pages_per_sequence
         return [list(range(slot * count, (slot + 1) * count)) for slot in range(self.max_sequences)]

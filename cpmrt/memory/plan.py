@@ -11,6 +11,7 @@ from math import prod
 
 from cpmrt.errors import MemoryPlanError
 from cpmrt.memory.kv_pages import PAGE_SIZE, KVLayout
+from cpmrt.memory.packed_regions import PackedRegions, canonical_regions
 from cpmrt.tensor_spec import BufferSpec, TensorSpec
 
 ALIGNMENT = 256
@@ -40,6 +41,8 @@ class MemoryPlan:
     kv_bytes_per_token: int
     workspace_unshared_bytes: int
     """What the workspace would take without sharing."""
+    tensors: tuple[TensorSpec, ...] = ()
+    """The weights. A quantised one has several regions, `name.codes`, `name.scales` and so on."""
 
     def region(self, name: str) -> Region:
         """The region called `name`. Raises KeyError."""
@@ -83,11 +86,20 @@ def make_plan(
     kv: KVLayout,
     *,
     itemsize: int,
+    packed: PackedRegions = canonical_regions,
 ) -> MemoryPlan:
-    """Lay out one arena; `itemsize` = bytes of a stored weight, key, value or activation element."""
-    layout = _Layout()
+    """Lay out one arena; `itemsize` = bytes of a stored weight, key, value or activation element.
+
+    `packed` is the executor's layout of quantised weights.
+    """
+    layout, tensors = _Layout(), tuple(tensors)
     for tensor in tensors:
-        layout.add(tensor.name, _weight_part(tensor.name), tensor.shape, itemsize)
+        part = _weight_part(tensor.name)
+        if tensor.quant is None:
+            layout.add(tensor.name, part, tensor.shape, itemsize)
+            continue
+        for piece in packed(tensor):
+            layout.add(f"{tensor.name}.{piece.name}", part, piece.shape, piece.itemsize or itemsize)
     for table in tables:
         layout.add(table.name, "tables", table.shape, table.itemsize or itemsize)
     for name in ("k_pages", "v_pages"):
@@ -100,6 +112,7 @@ def make_plan(
         max_sequences=kv.max_sequences,
         kv_bytes_per_token=kv.elements_per_token * itemsize,
         workspace_unshared_bytes=unshared,
+        tensors=tensors,
     )
 
 

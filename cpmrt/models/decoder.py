@@ -106,7 +106,7 @@ def forward(
 
 def lm_head(ops: Ops, config: ModelConfig, weights: Arrays, logits: Any, x: Any) -> None:
     """Logits of these rows of the last layer's output."""
-    head = weights["embed_tokens" if config.tie_word_embeddings else "lm_head"]
+    head = weights["lm_head" if "lm_head" in weights else "embed_tokens"]
     ops.lm_head(logits, x, weights["norm"], head, config.rms_norm_eps, config.logit_divisor)
 
 

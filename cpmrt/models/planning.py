@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from cpmrt.config import EngineConfig, ModelConfig
 from cpmrt.errors import ConfigError
 from cpmrt.memory.kv_pages import PAGE_SIZE, KVLayout
+from cpmrt.memory.packed_regions import PackedRegions, canonical_regions
 from cpmrt.memory.plan import MemoryPlan, check_budget, largest_context, make_plan
 from cpmrt.models.decoder import EMBED, HEAD, buffer_specs, tensor_specs
-from cpmrt.tensor_spec import BufferSpec
+from cpmrt.tensor_spec import BufferSpec, TensorSpec
+from cpmrt.weights.checkpoint import Checkpoint
+from cpmrt.weights.quantised_specs import quantise_head, quantised_specs
+
+
+def weight_specs(
+    config: ModelConfig, engine: EngineConfig, checkpoint: Checkpoint | None = None
+) -> tuple[TensorSpec, ...]:
+    """Every weight as it is to be held: 16 bits, or quantised as the checkpoint and the settings say.
+
+    Without a checkpoint config.json alone decides. Raises CheckpointError, ConfigError, UnsupportedModelError.
+    """
+    specs = quantised_specs(tensor_specs(config), config.quantization, checkpoint)
+    return quantise_head(specs, engine.lm_head_bits)
 
 
 def position_limit(config: ModelConfig, engine: EngineConfig) -> int:
@@ -32,13 +46,15 @@ class ExecutorNeeds:
     """What an executor keeps beside the model's own buffers.
 
     `tables` of a context live for ever; `workspace` is one step's; a step has at most `max_rows` rows, of which
-    `logit_rows` reach the head (None: as many as the engine's settings say).
+    `logit_rows` reach the head (None: as many as the engine's settings say). `packed` is the layout of quantised
+    weights.
     """
 
     tables: Callable[[int], tuple[BufferSpec, ...]] = lambda max_context: ()
     workspace: tuple[BufferSpec, ...] = ()
     max_rows: int | None = None
     logit_rows: int | None = None
+    packed: PackedRegions = canonical_regions
 
 
 def plan_model(
@@ -48,13 +64,20 @@ def plan_model(
     itemsize: int,
     max_context: int,
     needs: ExecutorNeeds = ExecutorNeeds(),
+    specs: Sequence[TensorSpec] | None = None,
 ) -> MemoryPlan:
-    """The plan for exactly `max_context` tokens a sequence; `itemsize` = bytes of a stored element."""
+    """The plan for exactly `max_context` tokens a sequence; `itemsize` = bytes of a stored element.
+
+    `specs`: the weights (None: what `weight_specs` makes of config.json alone).
+    """
+    if specs is None:
+        specs = weight_specs(config, engine)
     rows = needs.max_rows or max(engine.prefill_chunk, engine.max_sequences)
     rope = BufferSpec("rope", (2, max_context, config.head_dim // 2), EMBED, HEAD, itemsize=4)
     workspace = (*buffer_specs(config, rows, needs.logit_rows or engine.max_sequences), *needs.workspace)
     layout = KVLayout.of(config, max_context, engine.max_sequences)
-    return make_plan(tensor_specs(config), (rope, *needs.tables(max_context)), workspace, layout, itemsize=itemsize)
+    tables = (rope, *needs.tables(max_context))
+    return make_plan(specs, tables, workspace, layout, itemsize=itemsize, packed=needs.packed)
 
 
 def fit_model(
@@ -64,16 +87,18 @@ def fit_model(
     itemsize: int,
     budget: int,
     needs: ExecutorNeeds = ExecutorNeeds(),
+    specs: Sequence[TensorSpec] | None = None,
 ) -> MemoryPlan:
-    """The plan within `budget` bytes.
+    """The plan within `budget` bytes; `specs` as in `plan_model`.
 
     An explicit `max_context` is kept or refused with MemoryPlanError; without one the context is the model's own, or
     the largest that fits.
     """
     limit = position_limit(config, engine)
+    weights = weight_specs(config, engine) if specs is None else specs
 
     def build(max_context: int) -> MemoryPlan:
-        return plan_model(config, engine, itemsize=itemsize, max_context=max_context, needs=needs)
+        return plan_model(config, engine, itemsize=itemsize, max_context=max_context, needs=needs, specs=weights)
 
     context = limit
     if engine.max_context is None:

@@ -2,7 +2,9 @@
 
 Arrays are whatever the executor uses (NumPy, CuPy); shapes are in `ops/spec.py`. Outputs come first, then inputs,
 then scalars. Arithmetic is float32; a value is rounded to the storage type where the op stores it and where a
-normalised row enters a matrix product, nowhere else.
+normalised row enters a matrix product, nowhere else. The `weight` of a product is a matrix or a `QuantizedWeight`,
+whose elements count as the exact float32 products that they stand for; with more than 64 rows they may be rounded to
+the storage type.
 """
 
 from __future__ import annotations

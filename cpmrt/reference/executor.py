@@ -16,19 +16,21 @@ from cpmrt.executor import (
     ExecutorLimits,
     Pending,
     Prefill,
+    Recall,
     Release,
     SlotResult,
     Step,
     StepResult,
 )
 from cpmrt.memory.arena import Arena
-from cpmrt.memory.kv_pages import KVLayout
+from cpmrt.memory.kv_pages import PAGE_SIZE, KVLayout
 from cpmrt.memory.plan import WEIGHT_PARTS, MemoryPlan
 from cpmrt.models.decoder import forward
 from cpmrt.models.rope import rope_table
 from cpmrt.ops import Rows
 from cpmrt.reference.blas_threads import BlasThreads
 from cpmrt.reference.ops import NumpyOps
+from cpmrt.reference.quantized import Matrix, quantized_arrays
 from cpmrt.reference.sampling import sample, token_logprobs
 
 
@@ -37,6 +39,9 @@ class Done:
     """A step that was carried out when it was submitted."""
 
     result: StepResult
+
+    def is_done(self) -> bool:
+        return True
 
     def wait(self) -> StepResult:
         return self.result
@@ -55,13 +60,14 @@ class _Running:
     finished: bool = False
 
 
-LoadWeights = Callable[[Mapping[str, F32]], None]
+LoadWeights = Callable[[Mapping[str, Matrix]], None]
 
 
 class ReferenceExecutor:
     """Runs steps in NumPy. Everything lives in one arena of float32 values that `dtype` could hold.
 
-    `load(weights)` must fill the float32 arrays it is given, by packed name (`models.decoder.tensor_specs`).
+    `load(weights)` must fill the arrays it is given, by packed name (`models.planning.weight_specs`): float32, or those
+    of a quantised weight (`reference.quantized`).
     `position_limit` is the context that was asked for: it picks the rotary table (`models.rope`).
     """
 
@@ -75,14 +81,23 @@ class ReferenceExecutor:
         load: LoadWeights,
     ):
         self.config, self.plan = config, plan
-        self._limits = ExecutorLimits(plan.max_sequences, plan.max_context, prefill_chunk)
+        self._layout = layout = KVLayout.of(config, plan.max_context, plan.max_sequences)
+        self._limits = ExecutorLimits(
+            plan.max_sequences, plan.max_context, prefill_chunk,
+            max_logit_bias=config.vocab_size, num_pages=layout.num_pages, page_size=PAGE_SIZE,
+        )  # fmt: skip
         self._ops = NumpyOps(dtype)
         arena = Arena(plan, np.zeros(plan.total_bytes, np.uint8))
-        arrays = {region.name: arena.array(region.name, np.float32) for region in plan.regions}
-        self._weights = {name: arrays[name] for name in arrays if plan.region(name).part in WEIGHT_PARTS}
-        self._buffers = {name: arrays[name] for name in arrays if name not in self._weights}
+        self._weights: dict[str, Matrix] = {
+            spec.name: quantized_arrays(spec, arena) if spec.quant else arena.array(spec.name, np.float32)
+            for spec in plan.tensors
+        }
+        self._buffers = {
+            region.name: arena.array(region.name, np.float32)
+            for region in plan.regions
+            if region.part not in WEIGHT_PARTS
+        }
         self._buffers["rope"][:] = rope_table(config, plan.max_context, position_limit)
-        layout = KVLayout.of(config, plan.max_context, plan.max_sequences)
         self._block_tables = np.array(layout.block_tables(), np.int32)
         self._threads = BlasThreads(max(weight.size for weight in self._weights.values()))
         self._running: dict[int, _Running] = {}
@@ -98,7 +113,11 @@ class ReferenceExecutor:
         self._check_open()
         if isinstance(step, Admit):
             vocab = self.config.vocab_size
+            self._set_block_table(step.slot, step.block_table)
             self._running[step.slot] = _Running(step, np.zeros(vocab, bool), np.zeros(vocab, np.int32))
+            return Done(StepResult())
+        if isinstance(step, Recall):
+            self._running[step.slot].seen[list(step.token_ids)] = True
             return Done(StepResult())
         if isinstance(step, Prefill):
             return Done(StepResult((self._prefill(step),)))
@@ -109,9 +128,10 @@ class ReferenceExecutor:
             return Done(StepResult())
         raise ConfigError("the reference executor does not draft", expected="Decode steps", actual=type(step).__name__)
 
-    def prompt_logits(self, slot: int, token_ids: tuple[int, ...]) -> Iterator[F32]:
+    def prompt_logits(self, slot: int, token_ids: tuple[int, ...], block_table: tuple[int, ...] = ()) -> Iterator[F32]:
         """Logits of every position, float32 [chunk, V] at a time."""
         chunk = self._limits.prefill_chunk
+        self._set_block_table(slot, block_table)
         for start in range(0, len(token_ids), chunk):
             self._check_open()
             tokens = token_ids[start : start + chunk]
@@ -126,6 +146,10 @@ class ReferenceExecutor:
     def _check_open(self) -> None:
         if self._closed:
             raise NoDeviceError("the executor is closed", fix="make a new LLM")
+
+    def _set_block_table(self, slot: int, block_table: tuple[int, ...]) -> None:
+        self._layout.check_table(block_table)
+        self._block_tables[slot, : len(block_table)] = block_table
 
     def _prefill(self, step: Prefill) -> SlotResult:
         running = self._running[step.slot]

@@ -1,6 +1,7 @@
 """NumPy bodies of the ops: float32 arithmetic, rounded to the storage type where the fast path stores.
 
-Activations, weights and pages are float32 arrays that hold values of the storage type.
+Activations, weights and pages are float32 arrays that hold values of the storage type; a weight of a matrix product
+may be quantised instead (`reference.quantized`).
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ import numpy as np
 
 from cpmrt.dtypes import F32, Array, DType, round_to
 from cpmrt.memory.kv_pages import PAGE_SIZE
-from cpmrt.ops import Rows, check_shapes
+from cpmrt.ops import QuantizedWeight, Rows, check_shapes
+from cpmrt.reference.quantized import Matrix, dequantized
 
 # BLAS picks its summation order by the shape of a product. Steps of at most 64 rows go through it in tiles of one fixed
 # shape, so that a row's result does not depend on how many other rows there are.
@@ -33,8 +35,19 @@ def rotate(heads: F32, cos: F32, sin: F32) -> F32:
     return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
 
-def linear(x: F32, weight: F32) -> F32:
+def linear(x: F32, weight: Matrix) -> F32:
     """x [T, K] times weight [N, K] transposed."""
+    if not isinstance(weight, QuantizedWeight):
+        return _product(x, weight)
+    if weight.perm is not None:
+        x = x[:, weight.perm]
+    out = np.empty((len(x), weight.shape[0]), np.float32)
+    for rows, values in dequantized(weight):
+        out[:, rows] = _product(x, values)
+    return out
+
+
+def _product(x: F32, weight: F32) -> F32:
     num_rows = x.shape[0]
     if num_rows > _ROW_INVARIANT_ROWS:
         product: F32 = x @ weight.T
@@ -86,7 +99,7 @@ class NumpyOps:
         v_pages: F32,
         x: F32,
         norm: F32,
-        weight: F32,
+        weight: Matrix,
         bias: F32 | None,
         q_norm: F32 | None,
         k_norm: F32 | None,
@@ -138,19 +151,19 @@ class NumpyOps:
                 scores[hidden] = -np.inf
                 out_heads[:, head, member] = round_to(softmax(scores) @ values[head], self.dtype)
 
-    def project_residual(self, x: F32, inner: F32, weight: F32, bias: F32 | None, scale: float) -> None:
+    def project_residual(self, x: F32, inner: F32, weight: Matrix, bias: F32 | None, scale: float) -> None:
         check_shapes("project_residual", x=x, inner=inner, weight=weight, bias=bias)
         added = linear(inner, weight)
         if bias is not None:
             added += bias
         x[:] = round_to(x + np.float32(scale) * added, self.dtype)
 
-    def gate_up(self, out: F32, x: F32, norm: F32, weight: F32, eps: float) -> None:
+    def gate_up(self, out: F32, x: F32, norm: F32, weight: Matrix, eps: float) -> None:
         check_shapes("gate_up", out=out, x=x, norm=norm, weight=weight)
         both = linear(round_to(rms_norm(x, norm, eps), self.dtype), weight)
         gate, up = both[:, : out.shape[1]], both[:, out.shape[1] :]
         out[:] = round_to(silu(gate) * up, self.dtype)
 
-    def lm_head(self, logits: F32, x: F32, norm: F32, weight: F32, eps: float, divisor: float) -> None:
+    def lm_head(self, logits: F32, x: F32, norm: F32, weight: Matrix, eps: float, divisor: float) -> None:
         check_shapes("lm_head", logits=logits, x=x, norm=norm, weight=weight)
         logits[:] = linear(round_to(rms_norm(x, norm, eps), self.dtype), weight) / np.float32(divisor)

@@ -1,8 +1,9 @@
 """The definition of sampling: from one row of logits to one token. Every executor follows it.
 
-The chain: repetition penalty (arXiv 1909.05858: positive logits of seen tokens are divided by it, negative ones
-multiplied; prompt and generated tokens count), presence and frequency penalty (OpenAI: subtracted once, and once for
-each occurrence; generated tokens only), temperature, top-k, top-p, min-p, and the arg max of logit plus Gumbel noise.
+The chain: logit bias (OpenAI: added to the logits of named tokens), repetition penalty (arXiv 1909.05858: positive
+logits of seen tokens are divided by it, negative ones multiplied; prompt and generated tokens count), presence and
+frequency penalty (OpenAI: subtracted once, and once for each occurrence; generated tokens only), temperature, top-k,
+top-p, min-p, and the arg max of logit plus Gumbel noise.
 All is float32 but the sum of probabilities of top-p: 70,000 terms would drift. The noise depends on (seed, position,
 token id) alone, so the token at a position is a function of its logits and the seed, however the steps are cut.
 Temperature 0 takes the arg max after the penalties.
@@ -23,12 +24,23 @@ from cpmrt.reference.philox import gumbel
 
 def sample(logits: F32, params: SamplingParams, seed: int, position: int, seen: Array, counts: Array) -> int:
     """The token for `position`. logits [V]; seen bool [V]: in the prompt or generated; counts int [V]: generated."""
-    logits = penalise(logits, params, seen, counts)
+    logits = penalise(biased(logits, params.logit_bias), params, seen, counts)
     if params.temperature == 0.0:
         return int(np.argmax(logits))
     logits = logits / np.float32(params.temperature)
     kept = np.where(keep_mask(logits, params), logits, -np.inf)
     return int(np.argmax(kept + gumbel(seed, position, len(logits))))
+
+
+def biased(logits: F32, logit_bias: tuple[tuple[int, float], ...]) -> F32:
+    """Add to the logits of some tokens; ids that the model lacks have none. The input array is not changed."""
+    if not logit_bias:
+        return logits
+    moved: F32 = logits.copy()
+    for token, bias in logit_bias:
+        if token < len(moved):
+            moved[token] += np.float32(bias)
+    return moved
 
 
 def penalise(logits: F32, params: SamplingParams, seen: Array, counts: Array) -> F32:

@@ -8,6 +8,7 @@ Formats: `chat_template.jinja` (the template), `chat_template.json` and `tokeniz
 from __future__ import annotations
 
 import json
+import re
 import traceback
 from collections.abc import Mapping
 from datetime import datetime
@@ -43,6 +44,8 @@ class ChatTemplate:
         self._environment.set_filter("tojson", _to_json)
         self._environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
         self._templates = {name: self._compile(source) for name, source in templates.items()}
+        self.takes_tools = any(re.search(r"\btools\b", source) for source in templates.values())
+        """Whether a prompt can show tools at all."""
 
     @classmethod
     def open(cls, folder: Path) -> ChatTemplate | None:

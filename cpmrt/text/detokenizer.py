@@ -13,11 +13,12 @@ class Detokenizer:
 
     All pieces together are what `tokenizer.decode(prompt + output)` adds to the prompt's text, special tokens
     skipped: the space in front of a first word is kept. Bytes that are no UTF-8 become U+FFFD once it is certain
-    that they are none. A character that the prompt leaves unfinished belongs to the output.
+    that they are none. A character that the prompt leaves unfinished belongs to the output. `shown_ids` are special
+    tokens that are written out all the same.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = ()):
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), shown_ids: frozenset[int] = frozenset()):
+        self._tokenizer, self._shown_ids = tokenizer, shown_ids
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         tail = b""
         for token_id in reversed(prompt_ids):
@@ -31,6 +32,9 @@ class Detokenizer:
         """The text that these tokens complete; "" while a character is open. Raises RequestError on a negative id."""
         pieces: list[bytes] = []
         for token_id in token_ids:
+            if token_id in self._shown_ids:
+                pieces.append(self._tokenizer.written_bytes(token_id))
+                continue
             pieces.append(self._tokenizer.token_bytes(token_id, first=self._at_start))
             self._at_start = self._at_start and not self._tokenizer.token_bytes(token_id)
         return self._utf8.decode(b"".join(pieces))

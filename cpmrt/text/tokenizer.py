@@ -115,6 +115,10 @@ class Tokenizer:
         ask = self._bytes.first if first else self._bytes.inner
         return self._run("decode", lambda: ask(token_id))
 
+    def written_bytes(self, token_id: int) -> bytes:
+        """The bytes of one token as it is written out, a special one too; b"" for an id without a token."""
+        return self._run("decode", lambda: self._bytes.inner(_checked(token_id)))
+
     def token_id(self, text: str) -> int | None:
         """The id of the token with exactly this text, None if there is none."""
         found = self._run("look up", lambda: self._library.token_to_id(text))

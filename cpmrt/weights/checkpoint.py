@@ -38,7 +38,8 @@ class Checkpoint:
 
     @classmethod
     def open(cls, folder: Path) -> Checkpoint:
-        """Open the files of `model.safetensors.index.json`, else `model.safetensors`, else the only one.
+        """Open the files of `model.safetensors.index.json`, else `model.safetensors`, else the only one, else the only
+        `model_gptq*.safetensors`.
 
         Raises CheckpointError: nothing to open, a file that is not valid, an index that contradicts them.
         """
@@ -124,8 +125,11 @@ def _single_file(folder: Path) -> str:
     if SINGLE_NAME in present:
         return SINGLE_NAME
     candidates = [name for name in present if name.endswith(".safetensors")]
-    if len(candidates) == 1:
-        return candidates[0]
+    # Beside other weights CPM.cu keeps its own in model_gptq_marlin.safetensors or model_gptq.safetensors.
+    marlin = [name for name in candidates if name.startswith("model_gptq")]
+    for names in (candidates, marlin):
+        if len(names) == 1:
+            return names[0]
     if candidates:
         raise CheckpointError(
             f"{folder} has several safetensors files and no {INDEX_NAME}",

@@ -6,7 +6,7 @@ import hashlib
 
 import numpy as np
 
-from cpmrt.dtypes import Array, DType, from_float32
+from cpmrt.dtypes import F32, Array, DType, from_float32, round_to
 from cpmrt.tensor_spec import TensorSpec
 
 _TABLE = 1 << 16
@@ -23,8 +23,7 @@ def dummy(spec: TensorSpec, dtype: DType, seed: int) -> Array:
     if len(spec.shape) == 1 and spec.name.endswith("norm"):
         return from_float32(np.ones(spec.shape, np.float32), dtype)
     scale = _BIAS_SCALE if len(spec.shape) == 1 else spec.shape[-1] ** -0.5
-    key = hashlib.sha256(f"{seed}:{spec.name}".encode()).digest()
-    random = np.random.Generator(np.random.PCG64(int.from_bytes(key, "little")))
+    random = _random(spec, seed)
     # 16 random bits looked up in a table of rounded normal values: ten times faster than to draw and round.
     table = from_float32(random.standard_normal(_TABLE, np.float32) * np.float32(scale), dtype)
     out = np.empty(spec.num_elements, dtype.storage)
@@ -32,3 +31,24 @@ def dummy(spec: TensorSpec, dtype: DType, seed: int) -> Array:
         block = out[begin : begin + _BLOCK]
         table.take(random.integers(0, _TABLE, block.size, np.uint16), out=block, mode="wrap")
     return out.reshape(spec.shape)
+
+
+def fill_dummy_quantised(
+    spec: TensorSpec, dtype: DType, seed: int, *, codes: Array, scales: F32, zeros: Array | None, perm: Array | None
+) -> None:
+    """The same for a spec with a `quant`, into canonical arrays (`weights.quantised`): uniform codes around zero points
+    of 8, scales such that the deviation is 1/sqrt(columns), groups of columns in any order."""
+    assert spec.quant is not None, spec.name
+    random = _random(spec, seed)
+    codes.view(np.uint8)[:] = random.integers(0, 256, codes.shape, np.uint8)
+    deviation = (4.0**spec.quant.bits / 12) ** 0.5
+    scales[:] = round_to(np.full(1, spec.shape[1] ** -0.5 / deviation, np.float32), dtype)
+    if zeros is not None:
+        zeros[:] = 8
+    if perm is not None:
+        perm[:] = random.permutation(len(perm))
+
+
+def _random(spec: TensorSpec, seed: int) -> np.random.Generator:
+    key = hashlib.sha256(f"{seed}:{spec.name}".encode()).digest()
+    return np.random.Generator(np.random.PCG64(int.from_bytes(key, "little")))

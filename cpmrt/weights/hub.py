@@ -12,6 +12,7 @@ from cpmrt.weights.names import quoted
 _CONFIG_FILES = (
     "config.json",
     "generation_config.json",
+    "quantize_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
     "chat_template.jinja",

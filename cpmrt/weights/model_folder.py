@@ -44,9 +44,14 @@ class ModelFolder:
         path = BUNDLED if model is None else hub.resolve(model, revision=revision, weights=weights)
         source = path / "config.json"
         raw_config = _merged(read_json(source), hf_overrides)
-        generation = path / "generation_config.json"
-        generation_config = read_json(generation) if generation.exists() else None
-        return cls(path, raw_config, ModelConfig.from_hf(raw_config, generation_config, str(source)))
+        generation_config = _read_if_there(path / "generation_config.json")
+        quantize_config = _read_if_there(path / "quantize_config.json")
+        config = ModelConfig.from_hf(raw_config, generation_config, str(source), quantize_config)
+        return cls(path, raw_config, config)
+
+
+def _read_if_there(path: Path) -> dict[str, Any] | None:
+    return read_json(path) if path.exists() else None
 
 
 def _merged(config: dict[str, Any], overrides: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -14,6 +14,16 @@ __device__ __forceinline__ uint4 load16_streamed(const void* source) {
 
 __device__ __forceinline__ uint4 load16(const void* source) { return *static_cast<const uint4*>(source); }
 
+// What the kernel before this one wrote: never above pdl_wait, whatever the compiler thinks of the pointer.
+__device__ __forceinline__ uint4 load16_written(const void* source) {
+  uint4 v;
+  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(source)
+               : "memory");
+  return v;
+}
+
 __device__ __forceinline__ void store16(void* target, uint4 v) { *static_cast<uint4*>(target) = v; }
 
 // The address of shared memory as cp.async, ldmatrix and mbarrier instructions take it.
@@ -29,6 +39,9 @@ __device__ __forceinline__ void cp_async16(uint32_t shared, const void* source, 
 }
 
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Until all of the thread's copies are there, committed or not.
+__device__ __forceinline__ void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // Until at most `PENDING` of the thread's committed groups are in flight; other threads need a barrier as well.
 template <int PENDING>

@@ -4,9 +4,10 @@
 #pragma once
 #include "attention.cuh"
 
-// Keys below `full` are visible, and full + i for every set bit i of mask; none from `length` on.
+// Keys below `full` are visible, and full + i for every set bit i of mask; none from `length` on. Those below `old` were
+// in the cache before this step.
 struct Keys {
-  int full, length;
+  int full, length, old;
   uint64_t mask;
 
   __device__ __forceinline__ bool visible(int key) const {
@@ -14,11 +15,24 @@ struct Keys {
   }
 };
 
-__device__ __forceinline__ Keys keys_of_row(int position, const uint64_t* tree_masks, const int* tree_base, int row) {
-  if (tree_masks == nullptr) return {position + 1, position + 1, 0};
-  const int full = tree_base[row];
-  const uint64_t mask = tree_masks[row];
-  return {full, full + 64 - __clzll(static_cast<int64_t>(mask)), mask};
+// The smallest position of the step's rows of `slot`, to be called by whole warps.
+__device__ __forceinline__ int first_written(const int* positions, const int* slots, int slot, int num_rows) {
+  int first = 0x7FFFFFFF;
+#pragma unroll 1
+  for (int row = threadIdx.x & 31; row < num_rows; row += 32) {
+    const int other = __ldcg(slots + row), position = __ldcg(positions + row);
+    if (other == slot) first = min(first, position);
+  }
+  return __reduce_min_sync(0xFFFFFFFFu, first);
+}
+
+// `first` is the first position that this step writes in the row's slot; that of a tree is its base.
+__device__ __forceinline__ Keys keys_of_row(int position, int first, const uint64_t* tree_masks, const int* tree_base,
+                                            int row) {
+  if (tree_masks == nullptr) return {position + 1, position + 1, first, 0};
+  const int full = __ldcg(tree_base + row);
+  const uint64_t mask = __ldcg(tree_masks + row);
+  return {full, full + 64 - __clzll(static_cast<int64_t>(mask)), full, mask};
 }
 
 struct WarpState {
@@ -28,13 +42,14 @@ struct WarpState {
   float sum[2];  // this lane's part
 };
 
-// 16 rows; those from `valid` on are zeroed: they were never written and 0 * NaN would stay.
-__device__ __forceinline__ void load_tile(uint32_t dst, const scalar_t* rows, int valid) {
+// 16 rows; those from `valid` on are zeroed: they were never written and 0 * NaN would stay. Valid rows from `old` on are
+// left out.
+__device__ __forceinline__ void load_tile(uint32_t dst, const scalar_t* rows, int valid, int old = kKeys) {
   const int lane = threadIdx.x & 31;
 #pragma unroll
   for (int i = 0; i < kKeys * kRowChunks / 32; ++i) {
     const int index = lane + i * 32, row = index / kRowChunks, chunk = index % kRowChunks;
-    cp_async16(dst + swizzled(row, chunk), rows + index * 8, row < valid ? 16 : 0);
+    if (row < old || row >= valid) cp_async16(dst + swizzled(row, chunk), rows + index * 8, row < valid ? 16 : 0);
   }
 }
 
@@ -119,13 +134,57 @@ struct Stream {
 
   __device__ __forceinline__ int64_t locate(int page) {
     const int lane = threadIdx.x & 31;
-    if (page % 32 == 0) page_ids = page + lane < num_pages ? block_table[page + lane] : 0;
+    if (page % 32 == 0) page_ids = page + lane < num_pages ? __ldcg(block_table + page + lane) : 0;
+    return offset_of(page);
+  }
+  // Of one of the 32 pages located last.
+  __device__ __forceinline__ int64_t offset_of(int page) const {
     return __shfl_sync(0xFFFFFFFFu, page_ids, page % 32) * page_stride;
   }
   __device__ __forceinline__ uint32_t k_tile(int page) const { return ring + page % STAGES * kStageBytes; }
   __device__ __forceinline__ void load(uint32_t tile, const scalar_t* rows, int page, int length) const {
     if (page < num_pages) load_tile(tile, rows, length - first_key - page * kPageTokens);
     cp_async_commit();
+  }
+
+  // The ring's first pages but for keys from keys.old on: all that is older than the kernel before this one, which lets
+  // this one start only after its own pdl_wait. The loops stay loops: short code starts soon.
+  __device__ __forceinline__ void fill(const Keys& keys) {
+#pragma unroll 1
+    for (int page = 0; page < STAGES; ++page) {
+      const int before = first_key + page * kPageTokens, valid = keys.length - before, old = keys.old - before;
+      const int64_t offset = locate(page);
+      if (page < num_pages) load_tile(k_tile(page), k_rows + offset, valid, old);
+      cp_async_commit();
+      if (page < num_pages) load_tile(k_tile(page) + kTileBytes, v_rows + offset, valid, old);
+      cp_async_commit();
+    }
+  }
+
+  // After pdl_wait: the rest of those pages, not committed. True if there is any: then cp_async_wait_all must follow.
+  __device__ __forceinline__ bool fill_new(const Keys& keys) const {
+    bool has_new = false;
+#pragma unroll 1
+    for (int page = 0; page < min(STAGES, num_pages); ++page) {
+      const int before = first_key + page * kPageTokens;
+      const int first = max(keys.old - before, 0), end = min(keys.length - before, kKeys);
+      if (first >= end) continue;
+      has_new = true;
+      load_new_rows(k_tile(page), offset_of(page), first, end);
+    }
+    return has_new;
+  }
+
+  // Rows of a page of the ring, k and v together: a row of each is a chunk for each lane.
+  __device__ __forceinline__ void load_new_rows(uint32_t tile, int64_t offset, int first, int end) const {
+    const int lane = threadIdx.x & 31, chunk = lane % kRowChunks;
+    const bool is_v = lane >= kRowChunks;
+    const scalar_t* rows = (is_v ? v_rows : k_rows) + offset + chunk * 8;
+    if (lane >= 2 * kRowChunks) return;
+#pragma unroll 1
+    for (int row = first; row < end; ++row) {
+      cp_async16(tile + (is_v ? kTileBytes : 0) + swizzled(row, chunk), rows + row * HEAD_DIM);
+    }
   }
 };
 

@@ -1,8 +1,11 @@
 // Partial results of an attention row and their merging, also across the blocks of a cluster. Where IN_CLUSTERS is not
-// defined a block is alone: the cluster's barrier is the block's, and its peers' memory its own.
+// defined a block is alone, and the cluster's barrier is the block's.
 #pragma once
 
 #include "attention.cuh"
+#ifdef IN_CLUSTERS
+#include "mbarrier.cuh"
+#endif
 
 struct Partial {
   float4 out;  // normalised
@@ -37,44 +40,49 @@ __device__ __forceinline__ Partial merge(int count, Load load) {
       total.out.w = fmaf(weight, parts[i].out.w, total.out.w);
     }
   }
-  const float inverse = 1.0f / sum;
+  const float inverse = reciprocal_fast(sum);
   return {make_float4(total.out.x * inverse, total.out.y * inverse, total.out.z * inverse, total.out.w * inverse),
       total.log_sum + log2_fast(sum)};
 }
 
-__device__ __forceinline__ void cluster_arrive() {
 #ifdef IN_CLUSTERS
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-#else
-  __syncthreads();
-#endif
-}
+// Arrives with nothing written that a peer will read: no fence.
+__device__ __forceinline__ void cluster_announce() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
-__device__ __forceinline__ void cluster_wait() {
-#ifdef IN_CLUSTERS
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-#endif
+// All threads of the cluster are here.
+__device__ __forceinline__ void cluster_barrier() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  cluster_wait();
 }
 
 __device__ __forceinline__ uint32_t peer_address(uint32_t address, int rank) {
-#ifdef IN_CLUSTERS
-  asm("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(address) : "r"(rank));
-#endif
-  return address;
+  uint32_t remote;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
+  return remote;
 }
 
-__device__ __forceinline__ Partial load_peer(uint32_t out, uint32_t log_sum) {
+// 20 bytes into the shared memory of block `rank`, counted by its barrier: `out` and `log_sum` are where they go.
+__device__ __forceinline__ void send_partial(uint32_t out, uint32_t log_sum, uint32_t barrier, int rank,
+                                             const Partial& part) {
+  barrier = peer_address(barrier, rank);
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];"
+               ::"r"(peer_address(out, rank)), "f"(part.out.x), "f"(part.out.y), "f"(part.out.z), "f"(part.out.w),
+               "r"(barrier) : "memory");
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];"
+               ::"r"(peer_address(log_sum, rank)), "f"(part.log_sum), "r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ Partial received_partial(uint32_t out, uint32_t log_sum) {
   Partial part;
-#ifdef IN_CLUSTERS
-  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(part.out.x), "=f"(part.out.y), "=f"(part.out.z), "=f"(part.out.w)
-                 : "r"(out) : "memory");
-  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(part.log_sum) : "r"(log_sum) : "memory");
-#else
   asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(part.out.x), "=f"(part.out.y), "=f"(part.out.z), "=f"(part.out.w)
-                 : "r"(out) : "memory");
+               : "=f"(part.out.x), "=f"(part.out.y), "=f"(part.out.z), "=f"(part.out.w)
+               : "r"(out) : "memory");
   asm volatile("ld.shared.f32 %0, [%1];" : "=f"(part.log_sum) : "r"(log_sum) : "memory");
-#endif
   return part;
 }
+#else
+__device__ __forceinline__ void cluster_announce() {}
+__device__ __forceinline__ void cluster_wait() {}
+__device__ __forceinline__ void cluster_barrier() { __syncthreads(); }
+#endif

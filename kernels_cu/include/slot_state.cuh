@@ -7,12 +7,14 @@
 
 constexpr int kMaxStopIds = 32;
 constexpr int kMaxLogprobs = 20;
+constexpr int kMaxLogitBias = 300;
 constexpr int kMaxRows = 64;
 constexpr int kRingEntries = 16;
 
-// One word of token_counts [B, V]: how often a token was generated, and whether it stands in the prompt or was
-// generated.
+// One word of token_counts [B, V]: how often a token was generated, whether it stands in the prompt or was generated,
+// and whether the request adds something to its logit.
 constexpr uint32_t kSeen = 0x80000000u;
+constexpr uint32_t kBiased = 0x40000000u;
 
 struct alignas(16) SlotState {
   uint64_t seed;
@@ -31,16 +33,29 @@ struct alignas(16) SlotState {
   int32_t num_logprobs;
   int32_t num_stop_ids;
   int32_t stop_ids[kMaxStopIds];
+  int32_t num_logit_biases;
+  int32_t biased_ids[kMaxLogitBias];  // ascending
+  float logit_biases[kMaxLogitBias];
 };
 
-enum CommandKind : int32_t { kAdmit = 1, kPrefill = 2, kDecode = 3 };
+// What the request adds to the logit of a token that is among biased_ids.
+__device__ __forceinline__ float logit_bias_of(const SlotState* state, int token) {
+  int at = 0;
+#pragma unroll 1
+  for (int step = 256; step > 0; step /= 2) {
+    if (at + step < state->num_logit_biases && state->biased_ids[at + step] <= token) at += step;
+  }
+  return state->logit_biases[at];
+}
 
-// An entry of the command ring: this header, then the state (kAdmit), num_rows tokens (kPrefill) or num_rows slots
-// (kDecode).
+enum CommandKind : int32_t { kAdmit = 1, kPrefill = 2, kDecode = 3, kRecall = 4 };
+
+// An entry of the command ring: this header, then the state and num_rows pages of the slot's block table (kAdmit),
+// num_rows tokens (kPrefill, kRecall) or num_rows slots (kDecode).
 struct alignas(16) Command {
   int32_t kind;
   int32_t num_rows;
-  int32_t slot;   // kAdmit, kPrefill
+  int32_t slot;   // kAdmit, kPrefill, kRecall
   int32_t start;  // kPrefill: position of the first token
   int32_t is_last;
   int32_t reserved[3];

@@ -63,7 +63,8 @@ __device__ __forceinline__ uint32_t pack2(float low, float high) {
   return reinterpret_cast<const uint32_t&>(pair);
 }
 
-// Programmatic dependent launch: lets the next kernel of the stream start its prologue. Nothing below sm_90.
+// Programmatic dependent launch: lets the next kernel of the stream start its prologue. Nothing below sm_90. Called after
+// pdl_wait, it also tells the next kernel that all before this one have finished and their writes are visible.
 __device__ __forceinline__ void pdl_launch_dependents() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

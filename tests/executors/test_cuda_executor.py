@@ -5,50 +5,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from executors.cuda_models import BASE, ROWS, write_model
 
 from cpmrt import LLM, SamplingParams
-from cpmrt.config import ModelConfig
 from cpmrt.engine.step_log import replay
-from cpmrt.models.decoder import tensor_specs
 
 pytestmark = pytest.mark.gpu
 
-BASE = {
-    "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 8,
-    "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 1000, "max_position_embeddings": 1024,
-    "eos_token_id": 2, "bos_token_id": 1,
-}  # fmt: skip
-ROWS = {
-    "llama": {"architectures": ["LlamaForCausalLM"]},
-    "llama_bias": {"architectures": ["LlamaForCausalLM"], "attention_bias": True, "head_dim": 128},
-    "minicpm": {"architectures": ["MiniCPMForCausalLM"], "scale_emb": 2, "scale_depth": 1.4, "dim_model_base": 64},
-    "minicpm_96": {"architectures": ["MiniCPMForCausalLM"], "tie_word_embeddings": False, "head_dim": 96},
-    "qwen2": {"architectures": ["Qwen2ForCausalLM"], "num_key_value_heads": 8},
-    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "num_key_value_heads": 1},
-}
 SAMPLED = SamplingParams(max_new_tokens=48, temperature=0.9, top_p=0.95, top_k=40, seed=5, ignore_eos=True)
 GREEDY = SamplingParams(max_new_tokens=48, ignore_eos=True)
 
 
 @pytest.fixture(scope="module", params=list(ROWS))
 def checkpoint(request, tmp_path_factory):
-    from safetensors.numpy import save_file
-
-    folder = tmp_path_factory.mktemp(request.param)
-    config = {**BASE, **ROWS[request.param], "torch_dtype": "float16"}
-    (folder / "config.json").write_text(json.dumps(config))
-    (folder / "tokenizer.json").write_text(_EMPTY_TOKENIZER)
-    random, tensors = np.random.default_rng(7), {}
-    for spec in tensor_specs(ModelConfig.from_hf(config)):
-        for source in spec.sources:
-            is_norm = source.name.endswith("norm.weight")
-            deviation = 0.1 if len(source.shape) == 1 else source.shape[-1] ** -0.5
-            tensors[source.name] = (random.standard_normal(source.shape) * deviation + is_norm).astype(np.float16)
-    save_file(tensors, folder / "model.safetensors")
-    return folder
-
-
-_EMPTY_TOKENIZER = json.dumps({"version": "1.0", "model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}})
+    return write_model(tmp_path_factory.mktemp(request.param), BASE | ROWS[request.param])
 
 
 def relative(a, b):
@@ -56,22 +26,23 @@ def relative(a, b):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("length", [1, 5, 64, 65, 130, 300])
-def test_logits_are_those_of_the_reference(checkpoint, dtype, length):
-    ids = np.random.default_rng(length).integers(3, 1000, length).tolist()
-    with LLM(checkpoint, executor="reference", dtype=dtype) as reference:
-        expected = reference.logits(ids)
-    with LLM(checkpoint, executor="cuda", dtype=dtype, prefill_chunk=128) as llm:
-        actual = llm.logits(ids)
-    assert np.isfinite(actual).all()
-    assert relative(actual, expected) < (3e-2 if dtype == "bfloat16" else 5e-3)
+def test_logits_are_those_of_the_reference(checkpoint, dtype):
+    settings = {"dtype": dtype, "max_context": 320}
+    with LLM(checkpoint, executor="reference", **settings) as reference, LLM(
+        checkpoint, executor="cuda", prefill_chunk=128, **settings
+    ) as llm:  # fmt: skip
+        for length in (1, 5, 64, 65, 130, 300):
+            ids = np.random.default_rng(length).integers(3, 99, length).tolist()
+            actual = llm.logits(ids)
+            assert np.isfinite(actual).all(), length
+            assert relative(actual, reference.logits(ids)) < (3e-2 if dtype == "bfloat16" else 5e-3), length
 
 
 @pytest.mark.parametrize("settings", [
     {"cuda_graphs": False}, {"dependent_launch": False}, {"cuda_graphs": False, "dependent_launch": False},
 ])  # fmt: skip
 def test_graphs_and_dependent_launches_do_not_change_a_bit(checkpoint, settings):
-    prompt = list(range(5, 100))
+    prompt = list(range(5, 98))
     with LLM(checkpoint, executor="cuda") as llm:
         expected = [llm.generate(prompt, params).token_ids for params in (SAMPLED, GREEDY)]
     with LLM(checkpoint, executor="cuda", **settings) as llm:
@@ -127,6 +98,16 @@ def test_logprobs_match_the_reference(demo, reference_demo):
     assert all(entry.top[0][0] == entry.token_id and len(entry.top) == 5 for entry in ours.logprobs)
 
 
+def test_a_logit_bias_forces_and_bans(demo):
+    prompt, free = "def main():", SamplingParams(max_new_tokens=8, ignore_eos=True)
+    first = demo.generate(prompt, free).token_ids[0]
+    forced = SamplingParams(max_new_tokens=8, temperature=1.0, seed=3, ignore_eos=True, logit_bias={70: 100})
+    assert demo.generate(prompt, forced).token_ids == (70,) * 8
+    banned = SamplingParams(max_new_tokens=8, ignore_eos=True, logit_bias={first: -100})
+    assert first not in demo.generate(prompt, banned).token_ids
+    assert demo.generate(prompt, free).token_ids[0] == first, "the slot's next sequence has none"
+
+
 def test_a_step_log_replays(demo):
     steps = []
     with LLM(executor="cuda", on_step=lambda *record: steps.append(record)) as llm:
@@ -135,13 +116,36 @@ def test_a_step_log_replays(demo):
         assert list(replay([step for step, _ in steps], llm.executor)) == steps
 
 
+PROMPTS = ("import ", "def read_lines(path):", "class Stack:\n", "x = [1, 2, 3]\n")
+
+
+def ten_thousand_tokens(**settings):
+    """Greedy and sampled, 2,500 tokens of each prompt each, eight sequences together."""
+    greedy = SamplingParams(max_new_tokens=2500, ignore_eos=True)
+    hot = [SamplingParams(max_new_tokens=2500, temperature=1.0, top_p=0.98, seed=s, ignore_eos=True) for s in range(4)]
+    requests = [*((prompt, greedy) for prompt in PROMPTS), *zip(PROMPTS, hot, strict=True)]
+    with LLM(executor="cuda", max_sequences=8, max_context=2560, **settings) as llm:
+        streams = [llm.stream(*request) for request in requests]
+        return [stream.finish().token_ids for stream in streams]
+
+
 def test_ten_thousand_tokens_without_drift():
-    outputs = []
-    for graphs in (True, False):
-        with LLM(executor="cuda", cuda_graphs=graphs) as llm:
-            params = SamplingParams(max_new_tokens=2500, temperature=1.0, ignore_eos=True)
-            outputs.append([llm.generate("import ", params).token_ids for _ in range(4 if graphs else 1)])
-    assert outputs[0][0] == outputs[1][0] and sum(map(len, outputs[0])) == 10_000
+    """Greedy and sampled: graphs or not, dependent launches or not, bit by bit."""
+    expected = ten_thousand_tokens()
+    assert [sum(map(len, tokens)) for tokens in (expected[:4], expected[4:])] == [10_000, 10_000]
+    assert len({tuple(tokens[-100:]) for tokens in expected[4:]}) == 4
+    for settings in ({"cuda_graphs": False}, {"dependent_launch": False}):
+        assert ten_thousand_tokens(**settings) == expected, settings
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [{}, {"cuda_graphs": False, "dependent_launch": False}], ids=["graphs", "eager"])
+def test_ten_thousand_tokens_alone_are_those_under_load(settings):
+    expected = ten_thousand_tokens()
+    params = [SamplingParams(max_new_tokens=2500, ignore_eos=True)]
+    params.append(SamplingParams(max_new_tokens=2500, temperature=1.0, top_p=0.98, seed=0, ignore_eos=True))
+    with LLM(executor="cuda", max_context=2560, **settings) as llm:
+        assert [llm.generate(PROMPTS[0], wanted).token_ids for wanted in params] == [expected[0], expected[4]]
 
 
 def test_closing_frees_the_device():

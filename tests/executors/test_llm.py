@@ -193,8 +193,11 @@ def test_closed_models_refuse(checkpoint):
     ({"executor": "reference", "hf_overrides": {"num_hidden_layers": 3}}, CheckpointError, "missing"),
     ({"executor": "reference", "hf_overrides": {"num_hidden_layers": 1}}, CheckpointError, "unexpected"),
     ({"executor": "reference", "hf_overrides": {"tie_word_embeddings": False}}, CheckpointError, "lm_head"),
+    ({"executor": "reference", "hf_overrides": {"quantization_config": {"quant_method": "fp8"}}},
+     UnsupportedModelError, "fp8"),
     ({"executor": "reference", "hf_overrides": {"quantization_config": {"quant_method": "gptq"}}},
-     UnsupportedModelError, "gptq"),
+     ConfigError, "quantization_config: bits"),
+    ({"executor": "reference", "lm_head_bits": 3}, ConfigError, "lm_head_bits"),
     ({"executor": "reference", "hf_overrides": "x"}, ConfigError, "hf_overrides"),
 ])  # fmt: skip
 def test_a_wrong_setting_is_a_clear_error(no_gpu, checkpoint, arguments, error, words):

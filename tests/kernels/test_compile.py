@@ -5,22 +5,25 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
+from background_builds import build, build_with_cuda12, cuda12
 
 from cpmrt.cuda import compiler, nvrtc
 from cpmrt.cuda.kernels import KERNELS, constant_sets, files
-from cpmrt.cuda.source import KernelSource, kernels_folder, read_source
+from cpmrt.cuda.source import KernelSource, kernels_folder
 from cpmrt.dtypes import DType
 from cpmrt.errors import KernelCompileError
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_87", "sm_89", "sm_90", "sm_100", "sm_120")
-ELSEWHERE_TOO = ("sm_80", "sm_90")
-"""Where the fast run also takes the other storage type: the oldest target, and the first with its own code path."""
-OTHER_SIZES_ON = ("sm_80", "sm_87", "sm_90", "sm_120")
-"""Where sizes after a file's first are built: sm_86 and sm_89 compile as sm_80 does, sm_100 as sm_90 and sm_120."""
+BOTH_TYPES_ON = ("sm_80", "sm_90")
+"""Where the other storage type is built too: the oldest target, and the first with its own code path."""
+OTHER_SIZES_ON = ("sm_87", "sm_90")
+"""Where sizes after a file's first are built: the others compile as one of these does."""
+MOST_SHARED_BYTES = {"sm_87": 166_912, "sm_90": 232_448}
 RESOURCES = re.compile(
     r"Compiling entry function '(\w+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads",
     re.DOTALL,
@@ -35,48 +38,45 @@ class Build:
     arch: str
     dtype: DType
     constants: tuple[tuple[str, int], ...]
+    cuda12: bool = False
 
     def __str__(self) -> str:
         sizes = "".join(f",{name}={value}" for name, value in self.constants)
         return f"{self.file}-{self.arch}-{compiler.suffix(self.dtype)}{sizes}"
 
-    def compile(self) -> tuple[bytes, str]:
-        """The cubin and the compiler's log."""
+    def jobs(self, sources: Mapping[str, KernelSource]) -> list[tuple[Any, KernelSource, tuple[str, ...]]]:
+        """How to compile it."""
         options = compiler.options(self.arch, self.dtype, dict(self.constants))
-        return nvrtc.compile_cubin(read_source(self.file), [*options, "--ptxas-options=-v"])
+        return [(build_with_cuda12 if self.cuda12 else build, sources[self.file], options)]
 
 
-def is_quick(arch: str, dtype: DType, constants: Mapping[str, int], file: str) -> bool:
-    """Whether a build is in the fast run: bf16 on every architecture, fp16 on two, other sizes on sm_90."""
-    if constants != constant_sets(file)[0]:
-        return dtype is DType.BFLOAT16 and arch == "sm_90"
-    return dtype is DType.BFLOAT16 or arch in ELSEWHERE_TOO
-
-
-def builds() -> Iterator[object]:
+def builds() -> Iterator[Any]:
+    """bf16 everywhere, fp16 where BOTH_TYPES_ON; sizes after a file's first on fewer targets, but for sm_90 slow."""
     for file in files():
         for constants in constant_sets(file):
-            for arch in ARCHITECTURES if constants == constant_sets(file)[0] else OTHER_SIZES_ON:
-                for dtype in (DType.BFLOAT16, DType.FLOAT16):
-                    build = Build(file, arch, dtype, tuple(sorted(constants.items())))
-                    marks = () if is_quick(arch, dtype, constants, file) else (pytest.mark.slow,)
-                    yield pytest.param(build, id=str(build), marks=marks)
+            is_first = constants == constant_sets(file)[0]
+            for arch in ARCHITECTURES if is_first else OTHER_SIZES_ON:
+                if file not in files(arch):
+                    continue
+                if not is_first and constants.get("SMEM_BYTES", 0) > MOST_SHARED_BYTES[arch]:
+                    continue
+                for dtype in (DType.BFLOAT16, DType.FLOAT16) if arch in BOTH_TYPES_ON else (DType.BFLOAT16,):
+                    module = Build(file, arch, dtype, tuple(sorted(constants.items())))
+                    is_quick = is_first or (dtype is DType.BFLOAT16 and arch == "sm_90")
+                    yield pytest.param(module, id=str(module), marks=() if is_quick else (pytest.mark.slow,))
+
+
+def builds_with_cuda12() -> Iterator[object]:
+    """Every file for every architecture once more, with the oldest compiler that is supported."""
+    for module in (param.values[0] for param in builds()):
+        if module.dtype is DType.BFLOAT16 and dict(module.constants) == constant_sets(module.file)[0]:
+            yield pytest.param(replace(module, cuda12=True), id=str(module), marks=pytest.mark.slow)
 
 
 @pytest.fixture(scope="module")
 def needs_nvrtc() -> None:
     if nvrtc.version() is None:
         pytest.skip("no NVRTC: pip install 'cpmrt[dev]'")
-
-
-@pytest.fixture(scope="module")
-def compiled(needs_nvrtc: None, request: pytest.FixtureRequest) -> Iterator[dict[Build, Future[tuple[bytes, str]]]]:
-    """Every build that this run asks for, compiling in parallel."""
-    params = (getattr(item, "callspec", None) for item in request.session.items)
-    wanted = dict.fromkeys(spec.params["build"] for spec in params if spec and "build" in spec.params)
-    with ThreadPoolExecutor() as pool:
-        yield {build: pool.submit(build.compile) for build in wanted}
-        pool.shutdown(cancel_futures=True)
 
 
 def is_whole_elf(cubin: bytes) -> bool:
@@ -93,10 +93,23 @@ def resources(log: str) -> dict[str, tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("build", list(builds()))
-def test_compiles_for_every_architecture(compiled: dict[Build, Future[tuple[bytes, str]]], build: Build) -> None:
-    cubin, log = compiled[build].result()
+def test_compiles_for_every_architecture(
+    needs_nvrtc: None, compiled: dict[Build, list[Future[tuple[bytes, str]]]], build: Build
+) -> None:
+    check_build(build, *compiled[build][0].result())
+
+
+@pytest.mark.skipif(cuda12() is None, reason="needs NVRTC of CUDA 12: pip install 'cpmrt[dev]'")
+@pytest.mark.parametrize("build", list(builds_with_cuda12()))
+def test_compiles_with_cuda_12_too(
+    needs_nvrtc: None, compiled: dict[Build, list[Future[tuple[bytes, str]]]], build: Build
+) -> None:
+    check_build(build, *compiled[build][0].result())
+
+
+def check_build(build: Build, cubin: bytes, log: str) -> None:
     assert is_whole_elf(cubin)
-    assert "warning" not in log, log
+    assert "warning" not in log and "Potential Performance Loss" not in log, log
     tail = "_" + compiler.suffix(build.dtype)
     specs = {spec.name + tail: spec for spec in KERNELS if spec.file == build.file}
     used = resources(log)

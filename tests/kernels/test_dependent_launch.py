@@ -1,6 +1,8 @@
-"""Nothing that an earlier kernel may have written is read before the wait for it: held in the machine code.
+"""Nothing that the kernel before may have written is read before the wait for it: held in the machine code.
 
 A parameter that is `const` and `__restrict__` looks like a constant to the compiler, which then may load it early.
+decode_attention reads early what is older than the kernel before it. That one must then start it only after its own
+wait, and the page that a step writes must still be read late: held on a GPU.
 """
 
 from __future__ import annotations
@@ -9,18 +11,25 @@ import re
 import shutil
 import subprocess
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from cpmrt.cuda import nvrtc
-from cpmrt.cuda.compiler import compile_module
-from cpmrt.cuda.kernels import constant_sets, files
+from cpmrt.cuda.attention_plan import plan_decode_attention
+from cpmrt.cuda.compiler import compile_all, compile_module
+from cpmrt.cuda.kernels import KERNELS, constant_sets, files
 from cpmrt.cuda.linear_plan import DeviceLimits, plan_linear
 from cpmrt.dtypes import DType
+from cpmrt.memory.kv_pages import PAGE_SIZE
 
 H200 = DeviceLimits(num_sms=132, shared_bytes=232448, clusters=True)
 QKV = [(1152, 128, 96), (768, 128, 64), (768, 256, 64), (4608, 4096, 128)]
+READS_OLD_DATA_EARLY = "decode_attention.cu"
+BEFORE_ATTENTION = sorted({spec.name for spec in KERNELS if spec.op == "qkv"})
 
 
 def disassembler() -> str:
@@ -31,32 +40,125 @@ def disassembler() -> str:
     return found
 
 
-def early_loads(cubin: Path) -> list[str]:
-    """Plain global loads before the wait, in all functions. Copies of weights to shared memory are not among them."""
+def functions(cubin: Path) -> Iterator[tuple[str, list[str], int]]:
+    """Name, instructions and index of the first wait (0: there is none) of all functions."""
     text = subprocess.run([disassembler(), "-c", str(cubin)], capture_output=True, text=True, check=True).stdout
-    loads = []
     for function in re.split(r"\.section\s+\.text\.", text)[1:]:
         code = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(.*?);", function)
-        waits = [index for index, line in enumerate(code) if "ACQBULK" in line]
-        loads += [line for line in code[: waits[0] if waits else 0] if re.search(r"\bLDG?\.", line)]
-    return loads
+        yield function.split(",")[0], code, next((i for i, line in enumerate(code) if "ACQBULK" in line), 0)
+
+
+def early_accesses(file: str, cubin: Path) -> list[str]:
+    """Plain loads and stores before the wait, in all functions. Copies to shared memory are not among them.
+
+    What decode_attention may read early it reads past the L1, which marks those loads as strong; its query is not.
+    """
+    wrong = r"\b(STG?|LD|LDG)\." if file != READS_OLD_DATA_EARLY else r"\bSTG?\.|\bLDG?\.(?!.*STRONG\.GPU)"
+    return [line for _, code, wait in functions(cubin) for line in code[:wait] if re.search(wrong, line)]
 
 
 @pytest.fixture(autouse=True)
-def compiler():
+def compiler() -> None:
     if nvrtc.version() is None:
         pytest.skip("needs NVRTC")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("file", files())
-def test_every_kernel_waits_before_it_reads(file):
-    for constants in constant_sets(file):
-        assert not early_loads(compile_module(file, "sm_90", DType.BFLOAT16, constants)), constants
+def test_every_kernel_waits_before_it_reads(file: str) -> None:
+    modules = [(file, constants) for constants in constant_sets(file)]
+    for (_, constants), cubin in zip(modules, compile_all("sm_90", DType.BFLOAT16, modules), strict=True):
+        assert not early_accesses(file, cubin), constants
+        for name, code, wait in functions(cubin):
+            if name.removesuffix("_bf16") in BEFORE_ATTENTION:
+                starts_next = [i for i, line in enumerate(code) if "PREEXIT" in line]
+                assert starts_next and min(starts_next) > wait, f"{name} starts the next kernel before its wait"
 
 
 @pytest.mark.parametrize(("rows", "hidden", "head_dim"), QKV)
 @pytest.mark.parametrize("num_rows", [1, 8, 64])
-def test_the_qkv_product_waits_before_it_reads(rows, hidden, head_dim, num_rows):
+def test_the_qkv_product_waits_before_it_reads(rows: int, hidden: int, head_dim: int, num_rows: int) -> None:
     constants = plan_linear("qkv", rows, hidden, num_rows, H200).constants | {"HEAD_DIM": head_dim}
-    assert not early_loads(compile_module("linear.cu", "sm_90", DType.FLOAT16, constants))
+    assert not early_accesses("linear.cu", compile_module("linear.cu", "sm_90", DType.FLOAT16, constants))
+
+
+# Stands for the product before attention: starts it at once, and writes long after attention has begun.
+SLOW_WRITER = r"""
+extern "C" __global__ void slow_writer(unsigned int** targets, unsigned int** sources, const int* num_words) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+  for (const long long start = clock64(); clock64() - start < 1000000;) {}
+  for (int array = 0; array < 3; array++)
+    for (int i = threadIdx.x; i < num_words[array]; i += blockDim.x) targets[array][i] = sources[array][i];
+}
+"""
+
+
+class WriterThenAttention:
+    """Rows of one slot. Until the writer is done the query and the keys of these positions are NaN."""
+
+    num_heads, num_kv_heads, head_dim, max_context = 16, 2, 64, 2048
+
+    def __init__(self, cuda: Any, positions: range, is_tree: bool):
+        self.cuda, self.rows = cuda, len(positions)
+        rng = np.random.default_rng(len(positions))
+        self.plan = plan_decode_attention(
+            num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim,
+            max_context=self.max_context, max_rows=64, arch=int(cuda.arch.removeprefix("sm_")),
+            num_sms=cuda.device.num_sms,
+        )  # fmt: skip
+        self.kernel = cuda.kernel("decode_attention.cu", "decode_attention", DType.BFLOAT16, **self.plan.constants)
+        self.writer = cuda.cupy.RawKernel(SLOW_WRITER, "slow_writer")
+        num_pages = self.max_context // PAGE_SIZE
+        table = rng.permutation(num_pages).astype(np.int32)
+        q = rng.standard_normal((self.rows, self.num_heads * self.head_dim), np.float32)
+        pages = rng.standard_normal((2, num_pages, self.num_kv_heads, PAGE_SIZE, self.head_dim), np.float32)
+        before = pages.copy()
+        for position in positions:
+            before[:, table[position // PAGE_SIZE], :, position % PAGE_SIZE] = np.nan
+        self.after = [cuda.array(values, DType.BFLOAT16) for values in (q, *pages)]
+        self.before = [cuda.array(values, DType.BFLOAT16) for values in (np.full_like(q, np.nan), *before)]
+        self.inputs = [array.copy() for array in self.before]
+        self.pointers = [
+            cuda.array(np.array([array.data.ptr for array in arrays], np.uint64))
+            for arrays in (self.inputs, self.after)
+        ]
+        self.num_words = cuda.array(np.array([array.size // 2 for array in self.after], np.int32))
+        self.out = cuda.array(np.full_like(q, np.nan), DType.BFLOAT16)
+        self.partials = cuda.array(np.zeros(self.plan.partials, np.float32))
+        self.arrivals = cuda.array(np.zeros(self.plan.arrivals, np.int32))
+        self.table, self.slots = cuda.array(table[None]), cuda.array(np.zeros(self.rows, np.int32))
+        self.positions = cuda.array(np.array(positions, np.int32))
+        chain = np.array([(2 << row) - 1 for row in range(self.rows)], np.uint64)
+        base = np.full(self.rows, positions.start, np.int32)
+        self.tree = [cuda.array(values) if is_tree else None for values in (chain, base)]
+
+    def step(self, *, pdl: bool) -> Any:
+        with self.cuda.stream:
+            for target, source in zip(self.inputs, self.before, strict=True):
+                target[...] = source
+            self.writer((1,), (1024,), (*self.pointers, self.num_words))
+        self.kernel(
+            self.plan.grid(self.rows), self.plan.threads, self.out, self.partials, self.arrivals, *self.inputs,
+            self.positions, self.slots, self.table, *self.tree, np.int32(self.plan.num_splits),
+            np.int32(self.num_kv_heads), np.int32(self.table.shape[1]), np.float32(self.head_dim**-0.5),
+            smem=self.plan.shared_bytes, pdl=pdl,
+        )  # fmt: skip
+        return self.cuda.numpy(self.out, DType.BFLOAT16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_tree", [False, True], ids=["", "tree"])
+@pytest.mark.parametrize(
+    "positions",
+    [range(1), range(1087, 1088), range(1088, 1089), range(2047, 2048), range(100, 108), range(120, 136), range(63)],
+    ids=str,
+)
+def test_attention_sees_what_the_kernel_before_it_writes(cuda: Any, positions: range, is_tree: bool) -> None:
+    both = WriterThenAttention(cuda, positions, is_tree)
+    expected = both.step(pdl=False)
+    assert np.isfinite(expected).all()
+    for _ in range(3):
+        assert np.array_equal(both.step(pdl=True), expected)

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from cpmrt.cuda.device import open_device
-from cpmrt.errors import NoDeviceError
+from cpmrt.cli.host_probes import executor
+from cpmrt.cuda.device import device_fault, device_faults, open_device
+from cpmrt.errors import DeviceError, MemoryPlanError, NoDeviceError
 
 H200 = {
     "name": b"NVIDIA H200", "major": 9, "minor": 0, "multiProcessorCount": 132, "l2CacheSize": 60 << 20,
@@ -20,6 +21,10 @@ H200 = {
 
 
 class CUDARuntimeError(RuntimeError):
+    status = 999
+
+
+class CUDADriverError(CUDARuntimeError):
     pass
 
 
@@ -39,7 +44,10 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, *, driver: int = 13000, count: Any
         setDevice=lambda index: None,
         getDeviceProperties=lambda index: {**H200, **properties},
     )
-    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))
+    driver_api = SimpleNamespace(CUDADriverError=CUDADriverError)
+    monkeypatch.setitem(
+        sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(runtime=runtime, driver=driver_api))
+    )
 
 
 def test_a_usable_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,6 +80,42 @@ def test_each_refusal_says_what_to_change(
     stand_in(monkeypatch, **machine)
     with pytest.raises(NoDeviceError, match=message):
         open_device()
+
+
+@pytest.mark.parametrize(("wish", "capability", "shared"), [(None, 90, 232448), ("0", 90, 232448), ("1", 86, 101376)])
+def test_the_path_of_older_gpus_on_a_newer_one(
+    monkeypatch: pytest.MonkeyPatch, wish: str | None, capability: int, shared: int
+) -> None:
+    monkeypatch.delenv("CPMRT_PORTABLE", raising=False)
+    if wish is not None:
+        monkeypatch.setenv("CPMRT_PORTABLE", wish)
+    stand_in(monkeypatch)
+    device = open_device()
+    assert (device.arch, device.capability, device.shared_bytes_per_block) == ("sm_90", capability, shared)
+    assert device.is_portable == (wish == "1") == ("CPMRT_PORTABLE" in executor().found)
+
+
+def test_an_older_gpu_is_on_its_own_path_anyway(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CPMRT_PORTABLE", "1")
+    stand_in(monkeypatch, major=8, minor=7, sharedMemPerBlockOptin=166912)
+    device = open_device()
+    assert (device.capability, device.shared_bytes_per_block, device.is_portable) == (87, 166912, False)
+
+
+@pytest.mark.parametrize("kind", [CUDARuntimeError, CUDADriverError])
+@pytest.mark.parametrize(
+    ("status", "error", "message"),
+    [(2, MemoryPlanError, "less free memory.*nvidia-smi"), (700, DeviceError, "the GPU failed: .*make a new process")],
+)
+def test_errors_of_cupy_become_ours(
+    monkeypatch: pytest.MonkeyPatch, kind: type[CUDARuntimeError], status: int, error: type[Exception], message: str
+) -> None:
+    stand_in(monkeypatch)
+    fault = kind("cudaErrorSomething: words")
+    fault.status = status
+    with pytest.raises(error, match=message), device_faults():
+        raise fault
+    assert isinstance(device_fault(fault), error)
 
 
 def test_without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,24 +29,30 @@ def run(
     y: np.ndarray[Any, Any] | None = None,
     alpha: float = 1.0,
     pdl: bool = False,
+    gap: int = 0,
 ) -> np.ndarray[Any, Any]:
-    """alpha x w^T, plus y where it is given; else over poison. What lies around the result must stay poison."""
+    """alpha x w^T, plus y where it is given; else over poison. What lies around the result must stay poison.
+
+    `gap` elements lie between its rows.
+    """
     (m, k), n = x.shape, w.shape[0]
     shared = (128 + tile["TILE_N"]) * tile["TILE_K"] * 2 * tile["STAGES"]
     if shared > cuda.device.shared_bytes_per_block:
         pytest.skip(f"{shared} bytes of shared memory a block are more than this device has")
-    buffer = np.full(m * n + 2 * GUARD, np.nan, np.float32)
+    buffer = np.full(m * (n + gap) + 2 * GUARD, np.nan, np.float32)
     if y is not None:
-        buffer[GUARD:-GUARD] = y.ravel()
+        buffer[GUARD:-GUARD].reshape(m, n + gap)[:, :n] = y
     out = cuda.array(buffer, dtype)
     gemm = cuda.kernel("gemm.cu", "gemm", dtype, **tile)
     grid = -(-m // 128) * -(-n // tile["TILE_N"])
-    sizes = (np.int32(m), np.int32(n), np.int32(k), np.float32(alpha), np.float32(y is not None))
+    sizes = (*map(np.int32, (m, n, k, n + gap)), np.float32(alpha), np.float32(y is not None))
     args = (out[GUARD:], cuda.array(x, dtype), cuda.array(w, dtype), *sizes)
     gemm(grid, tile["TILE_N"], *args, smem=shared, pdl=pdl)
     result: np.ndarray[Any, Any] = cuda.numpy(out, dtype)
     assert np.isnan(result[:GUARD]).all() and np.isnan(result[-GUARD:]).all(), "stored outside y"
-    return result[GUARD:-GUARD].reshape(m, n)
+    rows = result[GUARD:-GUARD].reshape(m, n + gap)
+    assert np.isnan(rows[:, n:]).all(), "stored between the rows of y"
+    return rows[:, :n]
 
 
 def integers(seed: int, *shape: int) -> np.ndarray[Any, Any]:
@@ -64,7 +70,7 @@ def test_every_element_is_exact(cuda: Any, tile: Mapping[str, int], dtype: DType
     m, n, k = shape
     x, w, y = integers(1, m, k), integers(2, n, k), integers(3, m, n)
     assert np.array_equal(run(cuda, dtype, tile, x, w), round_to(x @ w.T, dtype))
-    added = run(cuda, dtype, tile, x, w, y, alpha=0.375)
+    added = run(cuda, dtype, tile, x, w, y, alpha=0.375, gap=24)
     assert np.array_equal(added, round_to(np.float32(0.375) * (x @ w.T) + y, dtype))
 
 
@@ -107,7 +113,7 @@ def test_dependent_launches_keep_the_order(cuda: Any) -> None:
         ]
         for step in range(12):
             source, target = buffers[step % 2], buffers[1 - step % 2]
-            sizes = (np.int32(256), np.int32(512), np.int32(512), np.float32(1), np.float32(0))
+            sizes = (*map(np.int32, (256, 512, 512, 512)), np.float32(1), np.float32(0))
             gemm(2 * 4, tile["TILE_N"], target, source, w, *sizes, smem=shared, pdl=pdl)
         results.append(cuda.numpy(buffers[0]))
     assert np.array_equal(*results)

@@ -22,6 +22,14 @@ def test_the_driver_reads_each_parameter_at_its_own_width() -> None:
     assert read == [0x7F00_DEAD_BEE0, -5, 1.5, 1 << 63, 0]
 
 
+def test_a_struct_takes_all_its_bytes() -> None:
+    struct = bytes(range(128))
+    parameters = Parameters((np.int32(1), np.void(struct), np.int32(2)))
+    pointers = (ctypes.c_void_p * 3).from_address(parameters.address)
+    assert ctypes.string_at(pointers[1], 128) == struct
+    assert [ctypes.c_int32.from_address(pointers[i]).value for i in (0, 2)] == [1, 2]
+
+
 @pytest.mark.parametrize("argument", [1, 1.0, True, "x"])
 def test_a_bare_number_is_refused(argument: Any) -> None:
     with pytest.raises(TypeError, match="device arrays and NumPy scalars"):

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
+from background_builds import build
 
 from cpmrt.cuda import compiler, nvrtc
 from cpmrt.cuda.linear_plan import BLOCK_THREADS, DeviceLimits, plan_linear, token_tiles
-from cpmrt.cuda.source import read_source
+from cpmrt.cuda.source import KernelSource
 from cpmrt.dtypes import DType, from_float32, round_to, to_float32
 from cpmrt.memory.kv_pages import PAGE_SIZE
 from cpmrt.ops import OPS, Rows
@@ -286,19 +289,38 @@ def test_the_order_of_a_sum_does_not_depend_on_the_rows(name: str, limits: Devic
         assert limits.clusters or plan.constants["CLUSTER"] == 1
 
 
-@pytest.mark.parametrize(("limits", "arch"), [(H200, "sm_90"), (H200, "sm_100"), (ORIN, "sm_87"), (RTX_4090, "sm_89")])
-@pytest.mark.parametrize("name", SHAPES)
-def test_every_plan_compiles_without_spills(name: str, limits: DeviceLimits, arch: str) -> None:
+@dataclass(frozen=True)
+class PlanBuild:
+    """A product on a device, for every number of rows that it is compiled for."""
+
+    name: str
+    limits: DeviceLimits
+    arch: str
+
+    def jobs(self, sources: Mapping[str, KernelSource]) -> list[tuple[Any, ...]]:
+        """How to compile it for each number of rows."""
+        product, out_features, in_features, head_dim, _ = SHAPES[self.name]
+        extra = {"HEAD_DIM": head_dim} if head_dim else {}
+        plans = [plan_linear(product, out_features, in_features, rows, self.limits) for rows in (8, 16, 32, 64)]
+        sizes = [plan.constants | extra for plan in plans]
+        options = [compiler.options(self.arch, DType.BFLOAT16, constants) for constants in sizes]
+        return [(build, sources["linear.cu"], chosen) for chosen in options]
+
+
+BUILDS = [PlanBuild(name, H200, "sm_90") for name in SHAPES] + [
+    PlanBuild(name, *device)
+    for device in ((H200, "sm_100"), (ORIN, "sm_87"), (RTX_4090, "sm_89"))
+    for name in SHAPES
+    if name.startswith("8B")
+]
+
+
+@pytest.mark.parametrize("build", BUILDS, ids=lambda build: f"{build.name}-{build.arch}")
+def test_every_plan_compiles_without_spills(compiled: dict[Any, list[Future[Any]]], build: PlanBuild) -> None:
     if nvrtc.version() is None:
         pytest.skip("no NVRTC: pip install 'cpmrt[dev]'")
-    product, out_features, in_features, head_dim, _ = SHAPES[name]
-    for rows in (8, 16, 32, 64):
-        constants = dict(plan_linear(product, out_features, in_features, rows, limits).constants)
-        if head_dim:
-            constants["HEAD_DIM"] = head_dim
-        options = [*compiler.options(arch, DType.BFLOAT16, constants), "--ptxas-options=-v"]
-        _, log = nvrtc.compile_cubin(read_source("linear.cu"), options)
-        assert "warning" not in log and " 0 bytes spill stores, 0 bytes spill loads" in log, (rows, log)
+    for _, log in (job.result() for job in compiled[build]):
+        assert "warning" not in log and " 0 bytes spill stores, 0 bytes spill loads" in log, log
 
 
 @pytest.mark.parametrize("rows", [0, 65, -1])

@@ -107,6 +107,19 @@ def test_dummy_weights_have_their_distribution(cuda: Any, dtype: DType) -> None:
         assert abs(np.corrcoef(standard[:-1], standard[1:])[0, 1]) < 0.03
 
 
+@pytest.mark.gpu
+def test_random_words_are_uniform_and_repeatable(cuda: Any) -> None:
+    fill, count, results = cuda.kernel("fill.cu", "fill_words", DType.FLOAT16), 100_003, []
+    for seed in (5, 5, 6):
+        out = cuda.array(np.zeros(count + 1, np.uint64))
+        fill(7, 256, out, np.int64(count), np.uint64(seed))
+        results.append(cuda.numpy(out))
+    assert np.array_equal(results[0], results[1]) and results[0][-1] == 0
+    codes = results[0][:-1].view(np.uint8) & 15
+    assert abs(np.bincount(codes) / codes.size - 1 / 16).max() < 1e-3
+    assert (results[0] != results[2])[:-1].all()
+
+
 @pytest.mark.parametrize(
     ("name", "shape"), [("layers.0.qkv", (64, 400)), ("layers.0.mlp_norm", (64,)), ("layers.0.qkv_bias", (9000,))]
 )
@@ -145,8 +158,8 @@ def model(tmp_path: Path) -> Path:
 
 
 def stream(cuda: Any, folder: Path, dtype: DType) -> tuple[np.ndarray[Any, Any], dict[str, Region], dict[str, Any]]:
+    from cpmrt.cuda.checkpoint_stream import stream_checkpoint
     from cpmrt.cuda.compiler import Modules
-    from cpmrt.cuda.upload import stream_checkpoint
 
     specs = tensor_specs(ModelFolder.open(str(folder)).config)
     regions, total = regions_of(specs)
@@ -176,9 +189,9 @@ def write_flat(folder: Path, shape: tuple[int, int], fill: float | None = None) 
 
 @pytest.mark.gpu
 def test_a_tensor_larger_than_the_ring_arrives_whole(cuda: Any, tmp_path: Path) -> None:
+    from cpmrt.cuda.checkpoint_stream import stream_checkpoint
     from cpmrt.cuda.compiler import Modules
     from cpmrt.cuda.loader import NUM_SLOTS, SLOT_BYTES
-    from cpmrt.cuda.upload import stream_checkpoint
 
     columns = 4096
     spec = write_flat(tmp_path / "large", (3 * NUM_SLOTS * SLOT_BYTES // (2 * columns) + 5, columns))
@@ -192,8 +205,8 @@ def test_a_tensor_larger_than_the_ring_arrives_whole(cuda: Any, tmp_path: Path) 
 
 @pytest.mark.gpu
 def test_a_checkpoint_beyond_float16_is_refused(cuda: Any, tmp_path: Path) -> None:
+    from cpmrt.cuda.checkpoint_stream import stream_checkpoint
     from cpmrt.cuda.compiler import Modules
-    from cpmrt.cuda.upload import stream_checkpoint
 
     spec = write_flat(tmp_path / "model", (64, 64), fill=1e20)
     regions, total = regions_of([spec])
@@ -206,8 +219,8 @@ def test_a_checkpoint_beyond_float16_is_refused(cuda: Any, tmp_path: Path) -> No
 
 @pytest.mark.gpu
 def test_a_cut_file_is_an_error_and_the_device_works_on(cuda: Any, model: Path) -> None:
+    from cpmrt.cuda.checkpoint_stream import stream_checkpoint
     from cpmrt.cuda.compiler import Modules
-    from cpmrt.cuda.upload import stream_checkpoint
 
     specs = tensor_specs(ModelFolder.open(str(model)).config)
     regions, total = regions_of(specs)

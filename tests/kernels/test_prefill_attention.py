@@ -1,4 +1,4 @@
-"""prefill_attention against the NumPy op: chunk starts and sizes around tiles and pages, groups, head sizes."""
+"""Both prefill_attention kernels against the NumPy op: chunk starts and sizes around tiles and pages, groups, heads."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from cpmrt.cuda.attention_plan import plan_prefill_attention
+from cpmrt.cuda.tensor_map import row_boxes
 from cpmrt.dtypes import DType, round_to
 from cpmrt.memory.kv_pages import PAGE_SIZE
 from cpmrt.ops import OPS, Rows
@@ -19,6 +20,16 @@ pytestmark = pytest.mark.gpu
 DTYPES = [DType.BFLOAT16, DType.FLOAT16]
 SLOT = 1
 GUARD = 256
+ARCHITECTURES = {"prefill_attention": 80, "prefill_attention_wgmma": 90}
+
+
+@pytest.fixture(params=ARCHITECTURES)
+def arch(cuda: Any, request: Any) -> int:
+    """The compute capability to plan for: one for each kernel."""
+    capability = ARCHITECTURES[request.param]
+    if capability == 90 and cuda.arch != "sm_90":
+        pytest.skip("wgmma is an instruction of sm_90 alone")
+    return capability
 
 
 @dataclass
@@ -53,20 +64,23 @@ def make_case(
     return Case(dtype, start, round_to(q, dtype), pages[0], pages[1], block_tables.astype(np.int32))
 
 
-def run(cuda: Any, case: Case, bucket: int, *, slot: int = SLOT, pdl: bool = False) -> np.ndarray[Any, Any]:
+def run(cuda: Any, arch: int, case: Case, bucket: int, *, slot: int = SLOT, pdl: bool = False) -> np.ndarray[Any, Any]:
     """Rows of the bucket; those past the chunk must come back as NaN, the poison they were filled with."""
     count, width = case.q.shape
     num_kv_heads, head_dim = case.k_pages.shape[1], case.k_pages.shape[3]
-    plan = plan_prefill_attention(num_heads=width // head_dim, num_kv_heads=num_kv_heads, head_dim=head_dim)
-    kernel = cuda.kernel("prefill_attention.cu", "prefill_attention", case.dtype, **plan.constants)
+    heads = width // head_dim
+    plan = plan_prefill_attention(num_heads=heads, num_kv_heads=num_kv_heads, head_dim=head_dim, arch=arch)
+    kernel = cuda.kernel(f"{plan.kernel}.cu", plan.kernel, case.dtype, **plan.constants)
     q = np.full((bucket, width), np.nan, np.float32)
     q[:count] = case.q
     out = cuda.array(np.full(bucket * width + 2 * GUARD, np.nan, np.float32), case.dtype)
-    arrays = [cuda.array(values, case.dtype) for values in (q, case.k_pages, case.v_pages)]
+    queries, *pages = (cuda.array(values, case.dtype) for values in (q, case.k_pages, case.v_pages))
+    caches = [row_boxes(cache, PAGE_SIZE, plan.box_columns) for cache in pages] if plan.box_columns else pages
     kernel(
-        (plan.blocks_per_tile, plan.tiles(bucket)), plan.threads, out[GUARD:], *arrays, cuda.array(case.block_tables),
-        cuda.array(np.array([slot, case.start, count], np.int32)), np.int32(num_kv_heads),
-        np.int32(case.block_tables.shape[1]), np.float32(case.scale), smem=plan.shared_bytes, pdl=pdl,
+        (plan.blocks_per_tile, plan.tiles(bucket)), plan.threads, out[GUARD:], queries, *caches,
+        cuda.array(case.block_tables), cuda.array(np.array([slot, case.start, count], np.int32)),
+        np.int32(num_kv_heads), np.int32(case.block_tables.shape[1]), np.float32(case.scale),
+        smem=plan.shared_bytes, pdl=pdl,
     )  # fmt: skip
     result = cuda.numpy(out, case.dtype)
     assert np.isnan(result[:GUARD]).all() and np.isnan(result[GUARD + bucket * width :]).all(), "wrote outside out"
@@ -89,42 +103,42 @@ def assert_matches_oracle(out: np.ndarray[Any, Any], case: Case) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
 @pytest.mark.parametrize(("group", "kv_heads"), [(1, 3), (2, 1), (5, 1), (8, 2), (16, 1)])
-def test_matches_the_numpy_op(cuda: Any, dtype: DType, group: int, kv_heads: int, head_dim: int) -> None:
+def test_matches_the_numpy_op(cuda: Any, arch: int, dtype: DType, group: int, kv_heads: int, head_dim: int) -> None:
     case = make_case(dtype, group, kv_heads, head_dim, start=100, count=193)
-    assert_matches_oracle(run(cuda, case, 256), case)
+    assert_matches_oracle(run(cuda, arch, case, 256), case)
 
 
 @pytest.mark.parametrize("group", [3, 4])
 @pytest.mark.parametrize("start", [0, 1, 63, 64, 1000])
 @pytest.mark.parametrize("count", [1, 65, 127, 128, 129, 500])
-def test_chunk_starts_and_sizes(cuda: Any, group: int, start: int, count: int) -> None:
+def test_chunk_starts_and_sizes(cuda: Any, arch: int, group: int, start: int, count: int) -> None:
     case = make_case(DType.BFLOAT16, group, 1, 128, start, count)
-    assert_matches_oracle(run(cuda, case, 512), case)
+    assert_matches_oracle(run(cuda, arch, case, 512), case)
 
 
-def test_a_long_context(cuda: Any) -> None:
+def test_a_long_context(cuda: Any, arch: int) -> None:
     case = make_case(DType.BFLOAT16, 4, 2, 128, start=4900, count=300)
-    assert_matches_oracle(run(cuda, case, 512), case)
+    assert_matches_oracle(run(cuda, arch, case, 512), case)
 
 
-def test_a_bucket_that_is_no_multiple_of_the_tile(cuda: Any) -> None:
+def test_a_bucket_that_is_no_multiple_of_the_tile(cuda: Any, arch: int) -> None:
     case = make_case(DType.FLOAT16, 2, 2, 64, start=7, count=90)
-    assert_matches_oracle(run(cuda, case, 90), case)
+    assert_matches_oracle(run(cuda, arch, case, 90), case)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_large_scores_do_not_overflow(cuda: Any, dtype: DType) -> None:
+def test_large_scores_do_not_overflow(cuda: Any, arch: int, dtype: DType) -> None:
     case = make_case(dtype, 2, 1, 128, start=30, count=200, spread=300.0)
-    assert_matches_oracle(run(cuda, case, 256), case)
+    assert_matches_oracle(run(cuda, arch, case, 256), case)
 
 
-def test_repeated_and_dependent_launches_give_the_same_bits(cuda: Any) -> None:
+def test_repeated_and_dependent_launches_give_the_same_bits(cuda: Any, arch: int) -> None:
     case = make_case(DType.BFLOAT16, 16, 2, 128, start=500, count=400)
-    once = run(cuda, case, 512)[:400]
-    assert np.array_equal(run(cuda, case, 512, pdl=True)[:400], once)
-    assert np.array_equal(run(cuda, case, 1024)[:400], once)
+    once = run(cuda, arch, case, 512)[:400]
+    assert np.array_equal(run(cuda, arch, case, 512, pdl=True)[:400], once)
+    assert np.array_equal(run(cuda, arch, case, 1024)[:400], once)
 
 
-def test_an_empty_slot_stores_nothing(cuda: Any) -> None:
+def test_an_empty_slot_stores_nothing(cuda: Any, arch: int) -> None:
     case = make_case(DType.BFLOAT16, 2, 1, 64, start=0, count=70)
-    assert np.isnan(run(cuda, case, 128, slot=-1)).all()
+    assert np.isnan(run(cuda, arch, case, 128, slot=-1)).all()

@@ -10,11 +10,20 @@ import numpy as np
 import pytest
 
 from cpmrt.config import SamplingParams
-from cpmrt.cuda.slot_state import NO_TOKEN, RESULT_RECORD, RING_ENTRIES, SEEN, STEP_CONTEXT, read_row, slot_state
+from cpmrt.cuda.slot_state import (
+    BIASED,
+    NO_TOKEN,
+    RESULT_RECORD,
+    RING_ENTRIES,
+    SEEN,
+    STEP_CONTEXT,
+    slot_result,
+    slot_state,
+)
 from cpmrt.dtypes import DType
 from cpmrt.executor import Admit, SlotResult
 from cpmrt.reference.philox import gumbel
-from cpmrt.reference.sampling import keep_mask, penalise, sample, token_logprobs
+from cpmrt.reference.sampling import biased, keep_mask, penalise, sample, token_logprobs
 
 # The oracle subtracts infinities where a row is masked.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")]
@@ -43,7 +52,7 @@ class Row:
 
     def is_decided(self) -> bool:
         """Whether no rounding can change the token: of a logarithm in the noise, or of a sum of probabilities."""
-        z = penalise(self.logits, self.params, self.seen, self.counts)
+        z = penalise(biased(self.logits, self.params.logit_bias), self.params, self.seen, self.counts)
         if self.params.temperature == 0:
             return True
         z = z / np.float32(self.params.temperature)
@@ -89,6 +98,7 @@ def launch(
             states[slot] = slot_state(admit(row))
             states[slot]["position"], states[slot]["num_generated"] = row.position, row.num_generated
             counts[slot] = np.where(row.seen, SEEN, 0) | row.counts.astype(np.uint32)
+            counts[slot, [token for token, _ in row.params.logit_bias if token < vocab]] |= BIASED
     context = np.zeros(1, STEP_CONTEXT)
     context["next_entry"] = context["sequence"] = SEQUENCE
     words = np.full(RING_ENTRIES * RESULT_RECORD.itemsize // 8, POISON, np.uint64)
@@ -100,7 +110,8 @@ def launch(
     raw = [np.ascontiguousarray(cuda.numpy(array)) for array in arrays]
     records = raw[0].view(RESULT_RECORD)
     record = records[(SEQUENCE - 1) % RING_ENTRIES]
-    done = [read_row(record, i, row.params.logprobs) for i, row in enumerate(rows) if slots[i] >= 0]
+    tokens = (record["words"] & np.uint64(NO_TOKEN)).tolist()
+    done = [slot_result(tokens[i], record, i, row.params.logprobs) for i, row in enumerate(rows) if slots[i] >= 0]
     return Launched(raw[1].view(states.dtype), raw[2].view(np.uint32).reshape(counts.shape), records, done)
 
 
@@ -148,6 +159,7 @@ def random_rows(vocab: int, seed: int, count: int = 64, logprobs: int = 0) -> li
             presence_penalty=float(rng.choice([0.0, 0.0, 0.7])),
             frequency_penalty=float(rng.choice([0.0, 0.0, 0.3, -0.1])),
             logprobs=logprobs,
+            logit_bias=random_biases(vocab, np.random.default_rng([seed, index])),
         )
         counts = np.where(rng.random(vocab) < 0.05, rng.integers(1, 9, vocab), 0).astype(np.int32)
         seen = (counts > 0) | (rng.random(vocab) < 0.1)
@@ -155,6 +167,13 @@ def random_rows(vocab: int, seed: int, count: int = 64, logprobs: int = 0) -> li
         position = int(rng.integers(0, 2**20))
         rows.append(Row(logits, params, int(rng.integers(0, 2**63)) * 2 + 1, position, seen, counts))
     return rows
+
+
+def random_biases(vocab: int, rng: np.random.Generator) -> dict[int, float]:
+    """Mostly none; else a few or as many as fit, some of them of tokens that the model lacks."""
+    count = int(rng.choice([0, 0, 0, 1, 7, 300]))
+    tokens = rng.choice(vocab + 400, count, replace=False)
+    return {int(token): float(bias) for token, bias in zip(tokens, rng.normal(0, 5, count), strict=True)}
 
 
 def simple_row(logits: Any, **settings: Any) -> Row:

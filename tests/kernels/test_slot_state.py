@@ -11,9 +11,9 @@ from cpmrt.cuda import slot_state as ss
 from cpmrt.cuda.source import KernelSource, kernels_folder
 from cpmrt.dtypes import DType
 from cpmrt.errors import KernelCompileError, RequestError
-from cpmrt.executor import Admit, Prefill, SlotResult
+from cpmrt.executor import Admit, Prefill, Recall, SlotResult
 
-VOCAB, CHUNK = 64, 8
+VOCAB, CHUNK, PAGES = 64, 8, 5
 STRUCTS = {
     "SlotState": ss.SLOT_STATE,
     "Command": ss.COMMAND,
@@ -23,6 +23,8 @@ STRUCTS = {
 }
 CONSTANTS = {
     "kMaxStopIds": ss.MAX_STOP_IDS,
+    "kMaxLogitBias": ss.MAX_LOGIT_BIAS,
+    "kBiased": int(ss.BIASED),
     "kMaxLogprobs": ss.MAX_LOGPROBS,
     "kMaxRows": ss.MAX_ROWS,
     "kRingEntries": ss.RING_ENTRIES,
@@ -31,6 +33,7 @@ CONSTANTS = {
     "kAdmit": ss.ADMIT,
     "kPrefill": ss.PREFILL,
     "kDecode": ss.DECODE,
+    "kRecall": ss.RECALL,
 }
 
 
@@ -86,6 +89,17 @@ def test_filters_that_are_off_and_nearly_off() -> None:
     assert ss.slot_state(Admit(0, SamplingParams(top_p=1 - 1e-12), 0, 1, ()))["top_p"] < 1
 
 
+def test_biases_stand_in_the_order_of_their_ids() -> None:
+    state = ss.slot_state(Admit(0, SamplingParams(logit_bias={9: -1.5, 4: 2, 70: 1}), 0, 1, ()))
+    count = state["num_logit_biases"]
+    assert list(zip(state["biased_ids"][:count].tolist(), state["logit_biases"][:count].tolist(), strict=True)) == [
+        (4, 2.0), (9, -1.5), (70, 1.0),
+    ]  # fmt: skip
+    full = SamplingParams(logit_bias=dict.fromkeys(range(301), 1.0))
+    with pytest.raises(RequestError, match="at most 300, got 301"):
+        ss.slot_state(Admit(0, full, 0, 1, ()))
+
+
 def test_too_many_stop_ids_are_refused() -> None:
     ss.slot_state(Admit(0, SamplingParams(), 0, 1, tuple(range(32)) * 2))
     with pytest.raises(RequestError, match="at most 32.*got 33"):
@@ -94,27 +108,41 @@ def test_too_many_stop_ids_are_refused() -> None:
 
 @pytest.mark.parametrize("token", [-1, VOCAB, 2**40])
 def test_unknown_tokens_never_reach_the_device(token: int) -> None:
-    entry = np.zeros(ss.command_bytes(CHUNK), np.uint8)
+    entry = np.zeros(ss.command_bytes(CHUNK, PAGES), np.uint8)
     with pytest.raises(RequestError, match=f"0 to 63, got {token}"):
         ss.write_prefill(entry, Prefill(0, (1, token), 0, True), VOCAB)
+    with pytest.raises(RequestError, match=f"0 to 63, got {token}"):
+        ss.write_recall(entry, Recall(0, (1, token)), VOCAB)
     assert not entry.any()
 
 
-@pytest.mark.parametrize("chunk", [1, 8, 100, 2048])
-def test_an_entry_holds_the_largest_command(chunk: int) -> None:
-    size = ss.command_bytes(chunk)
+@pytest.mark.parametrize(("chunk", "pages"), [(1, 1), (8, 2048), (100, 3), (2048, 64)])
+def test_an_entry_holds_the_largest_command(chunk: int, pages: int) -> None:
+    size = ss.command_bytes(chunk, pages)
     assert size % 64 == 0
     entry = np.zeros(size, np.uint8)
     ss.write_prefill(entry, Prefill(3, (7,) * chunk, 5, True), VOCAB)
     ss.write_decode(entry, range(ss.MAX_ROWS))
-    ss.write_admit(entry, Admit(1, SamplingParams(), 0, 1, tuple(range(32))))
+    ss.write_recall(entry, Recall(3, (7,) * chunk), VOCAB)
+    ss.write_admit(entry, Admit(1, SamplingParams(), 0, 1, tuple(range(32)), tuple(range(pages))))
+
+
+def test_a_block_table_follows_the_state() -> None:
+    entry = np.zeros(ss.command_bytes(CHUNK, PAGES), np.uint8)
+    ss.write_admit(entry, Admit(1, SamplingParams(), 0, 1, (), (4, 2, 9)))
+    header, state = ss.COMMAND.itemsize, ss.SLOT_STATE.itemsize
+    assert entry[:header].view(ss.COMMAND)[0]["num_rows"] == 3
+    assert entry[header + state :].view(np.int32)[:3].tolist() == [4, 2, 9]
+    ss.write_admit(entry, Admit(1, SamplingParams(), 0, 1, ()))
+    assert entry[:header].view(ss.COMMAND)[0]["num_rows"] == 0
 
 
 def test_answers_are_told_apart_by_their_number() -> None:
     record = np.zeros(1, ss.RESULT_RECORD)[0]
-    number = 2**32 + 5
-    assert not ss.is_answered(record, number, 1)
+    words, number = memoryview(record["words"]), 2**32 + 5
+    assert ss.answered_tokens(words, number, 1) is None
     record["words"][:2] = [5 << 32 | 9, 5 << 32 | ss.NO_TOKEN]
-    assert ss.is_answered(record, number, 2) and not ss.is_answered(record, number, 3)
-    assert ss.read_row(record, 0, 0) == SlotResult((9,))
-    assert ss.read_row(record, 1, 3) == SlotResult()
+    assert ss.answered_tokens(words, number, 2) == [9, ss.NO_TOKEN]
+    assert ss.answered_tokens(words, number, 3) is None
+    assert ss.slot_result(9, record, 0, 0) == SlotResult((9,))
+    assert ss.slot_result(ss.NO_TOKEN, record, 1, 3) == SlotResult()

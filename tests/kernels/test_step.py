@@ -12,10 +12,12 @@ import pytest
 from cpmrt.config import SamplingParams
 from cpmrt.cuda import slot_state as ss
 from cpmrt.dtypes import DType
-from cpmrt.executor import Admit, Decode, Prefill, Release, SlotResult, Step
+from cpmrt.executor import Admit, Decode, Prefill, Recall, Release, SlotResult, Step
+from cpmrt.memory.kv_pages import KVLayout
 from cpmrt.reference.executor import ReferenceExecutor
 
-VOCAB, HIDDEN, SLOTS, CHUNK = 64, 64, 4, 8
+VOCAB, HIDDEN, SLOTS, CHUNK, PAGES = 64, 64, 4, 8, 5
+LAYOUT = KVLayout(1, 1, 1, max_context=64 * PAGES, max_sequences=SLOTS)
 
 
 def logits_after(token: int, position: int) -> Any:
@@ -30,6 +32,7 @@ class Bookkeeping(ReferenceExecutor):
     def __init__(self) -> None:
         self.config = SimpleNamespace(vocab_size=VOCAB)  # type: ignore[assignment]
         self._running, self._closed = {}, False
+        self._layout, self._block_tables = LAYOUT, np.array(LAYOUT.block_tables(), np.int32)
         self._buffers = {"logits": np.zeros((ss.MAX_ROWS, VOCAB), np.float32)}
         self.rows: list[tuple[int, int, int]] = []
 
@@ -44,10 +47,11 @@ class DeviceSteps:
 
     def __init__(self, cuda: Any, *, bucket: int = CHUNK, decode_rows: int = 8, pdl: bool = False):
         self.cuda, self.bucket, self.decode_rows, self.pdl = cuda, bucket, decode_rows, pdl
-        self.number, self.stride = 0, ss.command_bytes(CHUNK)
+        self.number, self.stride = 0, ss.command_bytes(CHUNK, PAGES)
         zeros: dict[str, Any] = {
             "states": np.zeros(SLOTS * ss.SLOT_STATE.itemsize, np.uint8),
             "counts": np.full((SLOTS, VOCAB), 0x7FFF, np.uint32),
+            "block_tables": np.array(LAYOUT.block_tables(), np.int32),
             "results": np.zeros(ss.RING_ENTRIES * ss.RESULT_RECORD.itemsize, np.uint8),
             "context": np.zeros(ss.STEP_CONTEXT.itemsize, np.uint8),
             "chunk": np.full(4, -9, np.int32),
@@ -74,8 +78,13 @@ class DeviceSteps:
 
     def submit(self, step: Step) -> list[SlotResult]:
         if isinstance(step, Admit):
-            self.begin("admit", 1024, ["states", "counts", "results"], lambda entry: ss.write_admit(entry, step))
+            outputs = ["states", "counts", "block_tables", "results"]
+            self.begin("admit", 1024, outputs, lambda entry: ss.write_admit(entry, step), PAGES)
             self.logprobs[step.slot] = step.sampling.logprobs
+            assert self.answers([step.slot]) == [SlotResult()]
+            return []
+        if isinstance(step, Recall):
+            self.begin("recall", 1024, ["counts", "results"], lambda entry: ss.write_recall(entry, step, VOCAB))
             assert self.answers([step.slot]) == [SlotResult()]
             return []
         if isinstance(step, Prefill):
@@ -121,8 +130,10 @@ class DeviceSteps:
     def answers(self, slots: list[int]) -> list[SlotResult]:
         records = np.ascontiguousarray(self.cuda.numpy(self.on_device["results"])).view(ss.RESULT_RECORD)
         record = records[(self.number - 1) % ss.RING_ENTRIES]
-        assert ss.is_answered(record, self.number, len(slots))
-        return [ss.read_row(record, row, self.logprobs[slot]) for row, slot in enumerate(slots)]
+        tokens = ss.answered_tokens(memoryview(record["words"]), self.number, len(slots))
+        assert tokens is not None
+        rows = enumerate(zip(tokens, slots, strict=True))
+        return [ss.slot_result(token, record, row, self.logprobs[slot]) for row, (token, slot) in rows]
 
 
 def random_sampling(rng: np.random.Generator) -> SamplingParams:
@@ -130,6 +141,7 @@ def random_sampling(rng: np.random.Generator) -> SamplingParams:
         temperature=float(rng.choice([0.0, 0.8])), top_k=int(rng.choice([0, 12])),
         repetition_penalty=float(rng.choice([1.0, 1.3])), presence_penalty=float(rng.choice([0.0, 0.5])),
         frequency_penalty=float(rng.choice([0.0, 0.4])), logprobs=int(rng.choice([0, 2])),
+        logit_bias={int(token): float(rng.normal() * 3) for token in rng.integers(0, VOCAB + 9, rng.choice([0, 6]))},
     )  # fmt: skip
 
 
@@ -143,7 +155,10 @@ def program(seed: int, num_sequences: int) -> Iterator[Step]:
             ready.remove(slot)
             yield Release(slot)
         stops = tuple(int(token) for token in rng.integers(0, VOCAB, rng.choice([0, 3, 32])))
-        yield Admit(slot, random_sampling(rng), int(rng.integers(2**63)), int(rng.integers(1, 12)), stops)
+        pages = tuple(rng.permutation(SLOTS * PAGES)[: rng.integers(PAGES + 1)].tolist())
+        yield Admit(slot, random_sampling(rng), int(rng.integers(2**63)), int(rng.integers(1, 12)), stops, pages)
+        if rng.random() < 0.5:
+            yield Recall(slot, tuple(rng.integers(0, VOCAB, rng.integers(1, CHUNK + 1)).tolist()))
         prompt = tuple(int(token) for token in rng.integers(0, VOCAB, rng.integers(1, 3 * CHUNK)))
         for start in range(0, len(prompt), CHUNK):
             yield Prefill(slot, prompt[start : start + CHUNK], start, start + CHUNK >= len(prompt))
@@ -179,13 +194,15 @@ def test_steps_follow_the_reference_executor(cuda: Any, seed: int, pdl: bool) ->
     assert device.number > 2 * ss.RING_ENTRIES and tokens > 20 and surplus > 0
     states = np.ascontiguousarray(cuda.numpy(device.on_device["states"])).view(ss.SLOT_STATE)
     counts = cuda.numpy(device.on_device["counts"])
+    np.testing.assert_array_equal(cuda.numpy(device.on_device["block_tables"]), reference._block_tables)
     for slot, running in reference._running.items():
         state = states[slot]
         for name in ("position", "last_token", "num_generated", "finished"):
             assert state[name] == getattr(running, name), (slot, name)
-        np.testing.assert_array_equal(
-            counts[slot], np.where(running.seen, ss.SEEN, 0) | running.counts.astype(np.uint32)
-        )
+        expected = np.where(running.seen, ss.SEEN, 0) | running.counts.astype(np.uint32)
+        biased = [token for token, _ in running.admit.sampling.logit_bias if token < VOCAB]
+        expected[biased] |= ss.BIASED
+        np.testing.assert_array_equal(counts[slot], expected)
 
 
 @pytest.mark.gpu
@@ -224,7 +241,8 @@ def test_results_reach_the_host_through_mapped_memory(cuda: Any) -> None:
         device.on_device["results"] = np.uint64(results.device_address)
         ss.write_admit(commands.array(np.uint8)[: device.stride], Admit(1, SamplingParams(), 0, 1, ()))
         ring = np.uint64(commands.device_address)
-        device.launch("admit", 1, 1024, "states", "counts", "results", "context", ring, np.int32(device.stride))
+        outputs = ("states", "counts", "block_tables", "results", "context")
+        device.launch("admit", 1, 1024, *outputs, ring, np.int32(device.stride), np.int32(PAGES))
         cuda.sync()
         record = results.array(ss.RESULT_RECORD)[0]
-        assert ss.is_answered(record, 1, 1) and ss.read_row(record, 0, 0) == SlotResult()
+        assert ss.answered_tokens(memoryview(record["words"]), 1, 1) == [ss.NO_TOKEN]

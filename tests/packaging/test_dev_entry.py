@@ -119,6 +119,21 @@ def test_extras_are_found_in_the_text_of_pyproject(dev: ModuleType) -> None:
     assert "dev" in dev.defined_extras((ROOT / "pyproject.toml").read_text())
 
 
+def test_an_extra_that_was_installed_stays_when_another_is_asked_for(
+    dev: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed: list[tuple[str, ...]] = []
+    (tmp_path / "pyproject.toml").write_text('[project.optional-dependencies]\ndev = []\nserver = []\n')
+    monkeypatch.setattr(dev, "ROOT", tmp_path)
+    monkeypatch.setattr(dev, "STAMP", tmp_path / "stamp.json")
+    monkeypatch.setattr(dev, "venv_works", lambda: True)
+    monkeypatch.setattr(dev, "cuda_driver_version", lambda initialise: 0)
+    monkeypatch.setattr(dev, "pip_install", installed.append)
+    for wanted in ({"dev"}, {"server"}):
+        dev.ensure_installed(wanted)
+    assert installed == [("dev",), ("dev", "server")]
+
+
 def test_help_needs_no_venv(project: Path) -> None:
     code, out, err = call(project, "--help")
     assert (code, err) == (0, "")

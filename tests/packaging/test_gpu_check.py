@@ -90,10 +90,12 @@ def names(found):
 def test_the_whole_check(check, tmp_path):
     found = check.stages(tmp_path, quick=False, gpu_bytes=140 << 30, sanitizer=SANITIZER)
     assert names(found) == [
-        "GPU tests", "memcheck", "racecheck", "initcheck", "benchmark 0.5B", "benchmark 8B", "benchmark 8B, 8 together",
+        "GPU tests", "path of older GPUs", "memcheck", "racecheck", "initcheck", "planted faults", "benchmark 0.5B",
+        "benchmark 8B", "benchmark 8B, 8 together",
     ]  # fmt: skip
     assert all(stage.command and stage.limit_s > 0 for stage in found)
-    assert [stage.command[0] for stage in found[1:4]] == [SANITIZER] * 3
+    assert [stage.command[0] for stage in found[2:5]] == [SANITIZER] * 3 and found[5].command[-1] == SANITIZER
+    assert found[1].command[:2] == ("env", "CPMRT_PORTABLE=1")
     assert "gpu" in found[0].command and "tests/kernels/test_linear.py" in found[0].command
 
 
@@ -105,11 +107,12 @@ def test_the_quick_check_leaves_out_slow_tests_and_the_large_shape(check, tmp_pa
 def test_what_cannot_run_is_said_and_is_no_failure(check, tmp_path, capsys):
     found = check.stages(tmp_path, quick=False, gpu_bytes=8 << 30, sanitizer=None)
     notes = {stage.name: stage.note for stage in found if not stage.command}
-    assert notes == dict.fromkeys(("memcheck", "racecheck", "initcheck"), "compute-sanitizer is not installed") | {
+    sanitized = ("memcheck", "racecheck", "initcheck", "planted faults")
+    assert notes == dict.fromkeys(sanitized, "compute-sanitizer is not installed") | {
         "benchmark 8B": "needs a GPU with 22 GiB"
     }
     assert check.run_stages([stage for stage in found if not stage.command], tmp_path) == 0
-    assert "memcheck      NOT RUN  0.0      compute-sanitizer is not installed" in capsys.readouterr().out
+    assert "memcheck        NOT RUN  0.0      compute-sanitizer is not installed" in capsys.readouterr().out
 
 
 def test_every_sanitized_test_is_a_gpu_test_that_exists(check):
@@ -118,6 +121,17 @@ def test_every_sanitized_test_is_a_gpu_test_that_exists(check):
         assert "mark.gpu" in text, file
         for test in tests:
             assert f"\ndef {test}(" in text, f"{file}::{test}"
+
+
+def test_every_kernel_file_is_sanitized_alone_or_in_a_model(check):
+    from reference.golden_models import TINY
+
+    from cpmrt.cuda.kernels import files
+
+    texts = "".join((ROOT / "tests" / "kernels" / file).read_text() for file in check.SANITIZED)
+    assert [file for file in files() if file.removesuffix(".cu") not in texts] == []
+    assert {model.rpartition("-")[0] for model in check.SANITIZED_MODELS} <= set(TINY)
+    assert all((ROOT / file).is_file() for file in check.PORTABLE_TESTS)
 
 
 def test_files_of_gpu_tests_are_found(check):

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from functools import cache
-from typing import Any
 
 import numpy as np
 import pytest
+from reference.golden_models import STORAGE_TOLERANCE, TINY, all_tokens, executor_for, golden, logits_of, relative
 from reference.tiny_models import GOLDEN, make_executor, random_weights
 
 from cpmrt import LLM
@@ -18,41 +16,7 @@ from cpmrt.engine import Engine, Request
 from cpmrt.executor import Executor
 from cpmrt.models.decoder import tensor_specs
 
-TINY = (
-    "llama", "llama_class_defaults", "llama_tied", "llama_bias", "llama_head_dim", "rope_llama3", "rope_linear",
-    "rope_dynamic_native", "rope_dynamic_stretched", "rope_yarn", "rope_yarn_mscale", "rope_longrope_short",
-    "rope_longrope_long", "qwen2", "qwen2_tied", "qwen3", "minicpm", "minicpm_tied", "minicpm_longrope",
-    "minicpm_longrope_extended",
-)  # fmt: skip
 LOGIT_TOLERANCE = 1e-4
-STORAGE_TOLERANCE = {DType.FLOAT16: 5e-3, DType.BFLOAT16: 4e-2}
-"""Norm of the error over the norm of the fp32 logits: weights, KV and activations have 10 and 7 bits of mantissa."""
-
-
-@cache
-def golden(name: str) -> Mapping[str, Any]:
-    with np.load(GOLDEN / f"{name}.npz", allow_pickle=False) as file:
-        return {key: file[key] for key in file.files}
-
-
-def executor_for(name: str, dtype: DType = DType.FLOAT32, chunk: int = 16, slots: int = 1) -> Executor:
-    data = golden(name)
-    config = ModelConfig.from_hf(json.loads(str(data["config"])))
-    weights = random_weights(tensor_specs(config), int(data["seed"]))
-    context = int(data["max_context"]) or None
-    return make_executor(config, weights, dtype=dtype, max_context=context, prefill_chunk=chunk, max_sequences=slots)
-
-
-def relative(actual: Any, expected: Any) -> float:
-    return float(np.linalg.norm(actual - expected) / np.linalg.norm(expected))
-
-
-def all_tokens(data: Mapping[str, Any]) -> tuple[int, ...]:
-    return (*data["prompt_ids"].tolist(), *data["greedy_ids"].tolist())
-
-
-def logits_of(executor: Executor, token_ids: tuple[int, ...]) -> Any:
-    return np.concatenate(list(executor.prompt_logits(0, token_ids)))
 
 
 def greedy(executor: Executor, prompt: tuple[int, ...], count: int) -> list[int]:
@@ -67,7 +31,7 @@ def test_logits(name, chunk):
     data = golden(name)
     token_ids = all_tokens(data)
     logits = logits_of(executor_for(name, chunk=chunk), token_ids)
-    assert logits.shape == data["logits"].shape == (len(token_ids), 96)
+    assert logits.shape == data["logits"].shape == (len(token_ids), 99)
     assert relative(logits, data["logits"]) < LOGIT_TOLERANCE
     per_position = np.linalg.norm(logits - data["logits"], axis=1) / np.linalg.norm(data["logits"], axis=1)
     assert per_position.max() < LOGIT_TOLERANCE

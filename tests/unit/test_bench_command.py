@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import ClassVar
 
@@ -19,12 +20,14 @@ from cpmrt.bench.report import CaseReport, Report
 from cpmrt.bench.samples import Samples
 from cpmrt.bench.shapes import SHAPES, shape_config
 from cpmrt.bench.startup import seconds_to_first_token
+from cpmrt.bench.work import decode_bytes
 from cpmrt.cli import bench as bench_module
 from cpmrt.cli.main import main
-from cpmrt.config import ModelConfig
+from cpmrt.config import ModelConfig, WeightQuantization
 from cpmrt.errors import ConfigError, CpmrtError
 from cpmrt.models.decoder import tensor_specs
 
+LINEAR = ("qkv", "output", "gate_up", "down")
 QUICK = ("--executor", "reference", "--repeats", "1", "--max-context", "64")
 
 
@@ -62,6 +65,24 @@ def test_a_shape_runs_on_random_weights(monkeypatch, capsys):
     assert capsys.readouterr().out.startswith("minicpm4-0.5b, bfloat16, executor reference")
 
 
+def test_a_shape_in_four_bits(monkeypatch, capsys, tmp_path):
+    small = {"num_hidden_layers": 1, "vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "eos_token_id": 2}
+    monkeypatch.setitem(SHAPES, "minicpm4-0.5b", SHAPES["minicpm4-0.5b"] | small | {"num_attention_heads": 2})
+    shape = ["bench", "--shape", "minicpm4-0.5b", *QUICK, "--case", "8:2", "--weight-bits", "4", "--group-size", "64"]
+    assert main([*shape, "--lm-head-bits", "8", "--json", str(tmp_path / "out.json")]) == 0
+    facts = ["gptq 4 bits", "groups of 64", "head in 8 bits"]
+    assert capsys.readouterr().out.startswith(f"minicpm4-0.5b, bfloat16, {', '.join(facts)}, executor reference")
+    assert json.loads((tmp_path / "out.json").read_text())["quantization"] == facts
+
+
+def test_bytes_of_a_quantised_step():
+    config = ModelConfig.from_hf(shape_config("minicpm4-8b"))
+    quantised = replace(config, quantization=WeightQuantization("gptq", "gptq", 128, True))
+    layers = sum(spec.num_elements for spec in tensor_specs(config) if spec.name.split(".")[-1] in LINEAR)
+    saved = decode_bytes(config, 100, 1, 2) - decode_bytes(quantised, 100, 1, 2)
+    assert saved == layers * 2 - layers // 2 - layers // 128 * 2
+
+
 def test_start_up_is_timed_in_a_fresh_process(checkpoint, capsys, monkeypatch):
     monkeypatch.chdir("/")
     assert main(["bench", checkpoint, *QUICK, "--case", "8:2", "--startup"]) == 0
@@ -75,6 +96,9 @@ def test_a_fresh_process_that_fails_says_why(tmp_path):
 
 
 @pytest.mark.parametrize(("options", "code", "message"), [
+    (["--weight-bits", "4"], 2, "--weight-bits needs random weights"),
+    (["--shape", "minicpm4-8b", "--weight-bits", "3"], 2, "--weight-bits"),
+    (["--shape", "minicpm4-8b", "--weight-bits", "4", "--group-size", "48"], 2, "--group-size"),
     (["--case", "12"], 2, "expected PROMPT:NEW or PROMPT:NEW:SEQUENCES, got '12'"),
     (["--case", "1:2:3:4"], 2, "expected PROMPT:NEW"),
     (["--case", "0:4"], 2, "expected a positive integer, got '0'"),

@@ -17,7 +17,7 @@ from cpmrt.executor import Admit, Decode, ExecutorLimits, Prefill, Speculate
 from cpmrt.models.decoder import tensor_specs
 
 MODEL = ModelConfig.from_hf(CONFIG | {"vocab_size": 50})
-SUBMIT_S, PREFILL_S, DECODE_S = 0.001, 0.25, 0.05
+SUBMIT_S, READ_S, PREFILL_S, DECODE_S = 0.001, 0.0005, 0.25, 0.05
 
 
 class Clock:
@@ -46,11 +46,18 @@ class TimedDevice(ScriptedExecutor):
         pending, ends = super().submit(step), self.free_at
         original = pending.wait
 
+        def is_done():
+            if self.clock.now < ends:
+                self.clock.now = ends
+                return False
+            return True
+
         def wait():
-            self.clock.now = max(self.clock.now, ends)
+            assert self.clock.now >= ends
+            self.clock.now += READ_S if isinstance(step, Decode) else 0.0
             return original()
 
-        pending.wait = wait
+        pending.is_done, pending.wait = is_done, wait
         return pending
 
 
@@ -77,7 +84,8 @@ def test_one_sequence(run, run_ahead):
     assert result.prefill_s == pytest.approx(3 * PREFILL_S + exposed * SUBMIT_S)
     assert result.first_token_ms == pytest.approx(1e3 * result.prefill_s)
     assert result.prefill_tokens_per_s == pytest.approx(20 / result.prefill_s)
-    step = DECODE_S + (SUBMIT_S if run_ahead == 1 else 0)
+    assert result.prefill_tflops == pytest.approx(prefill_flops(MODEL, 20) / result.prefill_s / 1e12)
+    step = DECODE_S + (SUBMIT_S + READ_S if run_ahead == 1 else 0)
     assert result.step_ms_p50 == pytest.approx(1e3 * step)
     assert result.decode_tokens_per_s == pytest.approx(1 / step, rel=1e-3)
     assert len(result.step_ms) == result.num_decoded == 2 * 29
@@ -85,11 +93,11 @@ def test_one_sequence(run, run_ahead):
 
 
 @pytest.mark.parametrize("run_ahead", [1, 2, 4])
-def test_the_host_is_charged_for_submitting_and_not_for_waiting(run, run_ahead):
+def test_the_host_is_charged_for_submitting_and_reading_and_not_for_waiting(run, run_ahead):
     result, _ = run(Case(8, 101), run_ahead=run_ahead)
     assert result.submit_us_per_step == pytest.approx(1e6 * SUBMIT_S)
-    # The Release of the sequence at its end is one submission more, spread over the 100 steps.
-    assert result.host_us_per_step == pytest.approx(1e6 * SUBMIT_S * 1.01)
+    assert result.host_us_per_step == pytest.approx(1e6 * (SUBMIT_S + READ_S))
+    assert result.host_us_p99 == pytest.approx(result.host_us_per_step)
 
 
 @pytest.mark.parametrize("run_ahead", [1, 4])

@@ -152,12 +152,20 @@ def test_refusal_closes_the_files(tmp_path: Path) -> None:
         (["m'); import os; f('.bin"], "glob('*.bin')"),
         (["model-q4.gguf"], "GGUF is not read"),
         (["a.safetensors", "b.safetensors"], "several safetensors files"),
+        (["model_gptq.safetensors", "model_gptq_marlin.safetensors"], "several safetensors files"),
     ],
 )
 def test_folder_without_readable_weights(present: list[str], expected: str, tmp_path: Path) -> None:
     for name in present:
         (tmp_path / name).write_bytes(b"")
     assert expected in refusal(tmp_path)
+
+
+def test_the_file_of_marlin_weights_among_others(tmp_path: Path) -> None:
+    save_file({"a": A}, tmp_path / "model_gptq_marlin.safetensors")
+    save_file({"b": B}, tmp_path / "other.safetensors")
+    with Checkpoint.open(tmp_path) as checkpoint:
+        assert list(checkpoint.entries) == ["a"]
 
 
 def test_command_for_pickles_is_valid_python(tmp_path: Path) -> None:

@@ -124,11 +124,13 @@ def test_options_reach_the_request(generate, tmp_path):
         "abc", "--quiet", "--log-steps", str(log), "--max-new-tokens", "5", "--temperature", "0.5", "--top-k", "7",
         "--top-p", "0.9", "--min-p", "0.01", "--repetition-penalty", "1.1", "--presence-penalty", "-1",
         "--frequency-penalty", "0.25", "--stop", "zz", "--stop", "yy", "--stop-token-id", "258", "--seed", "11",
+        "--logit-bias", "9:-2.5", "--logit-bias", "4:1",
     )  # fmt: skip
     assert code == 0
     admit = next(read_steps(log))[0]
     assert admit.sampling == SamplingParams(
-        5, 0.5, 7, 0.9, 0.01, 1.1, -1.0, 0.25, stop=("zz", "yy"), stop_token_ids=(258,)
+        5, 0.5, 7, 0.9, 0.01, 1.1, -1.0, 0.25, stop=("zz", "yy"), stop_token_ids=(258,),
+        logit_bias=((4, 1.0), (9, -2.5)),
     )
     assert admit.seed == 11 and set(admit.stop_token_ids) == {2, 258}
 

@@ -66,10 +66,11 @@ class Mistake:
 
 G = ["generate", "-m", "M", "--executor", "reference", "--max-new-tokens", "4"]
 GP = [*G, "prompt"]
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
 MISTAKES = [
     # The command line itself
     Mistake("no command", [], "required: COMMAND", 2),
-    Mistake("unknown command", ["serve"], "invalid choice: 'serve'", 2),
+    Mistake("unknown command", ["sing"], "invalid choice: 'sing'", 2),
     Mistake("unknown option", [*GP, "--beam", "4"], "unrecognized arguments: --beam 4", 2),
     Mistake("abbreviated option", [*GP, "--temp", "1"], "unrecognized arguments: --temp", 2),
     Mistake("option without value", [*GP, "--top-k"], "--top-k: expected one argument", 2),
@@ -145,8 +146,9 @@ MISTAKES = [
     Mistake("config that is a list", ["plan", "M"], "expected a JSON object", spoil=write("config.json", b"[1]")),
     Mistake("unsupported architecture", GP, "GPT2LMHeadModel is not", spoil=config(architectures=["GPT2LMHeadModel"])),
     Mistake("unsupported plan", ["plan", "M"], "is not supported", spoil=config(architectures=["Gemma"])),
-    Mistake("quantised", GP, "quantised (gptq)", spoil=config(quantization_config={"quant_method": "gptq"})),
-    Mistake("quantised plan", ["plan", "M"], "quantised", spoil=config(quantization_config={"quant_method": "awq"})),
+    Mistake("quantised in 3 bits", GP, "bits: expected 4", spoil=config(quantization_config=GPTQ | {"bits": 3})),
+    Mistake("quantised and not", GP, "no tensor is quantised", spoil=config(quantization_config=GPTQ)),
+    Mistake("quantised plan", ["plan", "M"], "'fp8'", spoil=config(quantization_config={"quant_method": "fp8"})),
     Mistake("no weights", GP, "no safetensors weights", spoil=remove("model.safetensors")),
     Mistake("pickled weights", GP, "pickled weights can run code", spoil=pickled),
     Mistake("cut weights", GP, "cut or damaged", spoil=cut),

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from reference.quantised_models import CASES, write_quantised
 from safetensors.numpy import load_file, save_file
 from tiny_checkpoint import CONFIG, write_checkpoint
 
@@ -132,10 +133,72 @@ def test_inspect_of_an_unsupported_architecture(checkpoint, tmp_path, capsys, js
     assert "will not run: " in out and "config.state_size" in out and "can run it" not in out
 
 
-def test_inspect_of_quantised_weights(checkpoint, tmp_path, json_of):
-    folder = broken(checkpoint, tmp_path, quantization_config={"quant_method": "gptq", "bits": 4})
+def test_inspect_of_weights_that_are_not_quantised_as_promised(checkpoint, tmp_path, json_of):
+    folder = broken(checkpoint, tmp_path, quantization_config={"quant_method": "gptq", "bits": 4, "group_size": 128})
     code, record = json_of("inspect", folder)
-    assert code == 0 and record["quantization"] == "gptq" and "gptq" in record["problems"][0]
+    assert code == 0 and record["quantization"] == {"method": "gptq"}
+    assert "no tensor is quantised" in record["problems"][0]
+
+
+def quantised(name, tmp_path, **settings):
+    return write_quantised(next(case for case in CASES if case.name == name), tmp_path / name, 0, **settings)
+
+
+def test_inspect_of_quantised_weights(tmp_path, json_of, capsys):
+    folder = quantised("gptq_orders_apart", tmp_path)
+    code, record = json_of("inspect", folder)
+    assert code == 0 and record["problems"] == []
+    assert record["quantization"] == {
+        "method": "gptq", "tensors": "gptq", "bits": "4", "group_size": "64", "symmetric": True, "act_order": True,
+        "lm_head_bits": 16, "in_16_bits": ["lm_head"],
+        "dequantised": ["layers.0.qkv", "layers.0.gate_up", "layers.1.qkv", "layers.1.gate_up"],
+    }  # fmt: skip
+    assert main(["inspect", str(folder)]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "quantization.group_size 64 quantization.symmetric yes quantization.act_order yes" in shown
+    assert "this version can run it" in shown
+
+
+def test_inspect_says_what_is_wrong_with_quantised_weights(tmp_path, json_of):
+    _, record = json_of("inspect", quantised("awq", tmp_path, group_size=64))
+    assert record["quantization"]["method"] == "awq" and "28 wrong" in record["problems"][0]
+
+
+@pytest.mark.parametrize(("name", "words"), [
+    ("gptq", "gptq 4 bits, groups of 128, head in 16 bits"),
+    ("gptq_v2_act_order", "gptq 4 bits, groups of 32, zero points, act-order, head in 16 bits"),
+    ("gptq_row", "gptq 4 bits, groups of 128 and 256, head in 4 bits"),
+    ("awq_some", "awq 4 bits, groups of 64, zero points, head in 16 bits, 4 matrices of layers in 16 bits"),
+    ("marlin", "marlin 4 bits, groups of 128, head in 16 bits"),
+])  # fmt: skip
+def test_plan_of_quantised_weights(name, words, tmp_path, json_of, capsys):
+    folder = quantised(name, tmp_path)
+    assert main(["plan", str(folder), "--dtype", "float32"]) == 0
+    out = capsys.readouterr().out
+    assert words in out
+    with LLM(folder, executor="reference", dtype="float32") as llm:
+        assert out.endswith(f"{llm.plan}\n")
+
+
+def test_plan_of_a_quantised_model_without_its_weights(tmp_path, json_of):
+    with_weights = json_of("plan", quantised("awq_some", tmp_path))[1]
+    (tmp_path / "awq_some" / "model.safetensors").unlink()
+    alone = json_of("plan", tmp_path / "awq_some")[1]
+    assert alone["total_bytes"] == with_weights["total_bytes"] and alone["quantization"] == with_weights["quantization"]
+
+
+def test_plan_of_8b_in_four_bits(json_of, capsys):
+    shape = ["plan", "--shape", "minicpm4-8b", "--context", "32768", "--gpu-memory", "8GB"]
+    code, record = json_of(*shape, "--weight-bits", "4")
+    layer_weights = 32 * (4096 * (4096 + 512) + 4096 * 4096 + 3 * 4096 * 16384)
+    assert code == 0 and record["fits"] and record["left_bytes"] == 8 * 10**9 - record["total_bytes"] > 1.5 * 10**9
+    assert record["part_bytes"]["layers"] == pytest.approx(layer_weights * (0.5 + 2 / 128), rel=1e-3)
+    assert json_of(*shape)[0] == 1
+    smaller = json_of(*shape, "--weight-bits", "4", "--lm-head-bits", "4")[1]
+    assert record["left_bytes"] < smaller["left_bytes"] < record["left_bytes"] + 0.75 * 73448 * 4096 * 2
+    assert main([*shape, "--weight-bits", "4", "--group-size", "32"]) == 0
+    assert "groups of 32" in (out := capsys.readouterr().out) and "fits 7.45 GiB: yes, 1.1" in out
+    assert main([*shape, "M"]) == 2
 
 
 def test_inspect_lists_all_that_is_wrong(checkpoint, tmp_path, json_of):

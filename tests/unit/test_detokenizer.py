@@ -154,3 +154,14 @@ def test_a_token_costs_the_same_after_many(tmp_path):
     for _ in range(500):
         detokenizer.push([3 + 0xFF, 300])
     assert max(asked) <= 2 and len(asked) < 12
+
+
+def test_special_tokens_that_are_to_be_shown(tmp_path):
+    from tiny_checkpoint import write_tokenizer
+
+    write_tokenizer(tmp_path)
+    tokenizer = Tokenizer.open(tmp_path)
+    ids = tokenizer.encode("</s>a</s><unk>b", add_special_tokens=False)
+    eos = tokenizer.token_id("</s>")
+    assert Detokenizer(tokenizer).push(ids) == "ab"
+    assert Detokenizer(tokenizer, shown_ids=frozenset({eos})).push(ids) == "</s>a</s>b"

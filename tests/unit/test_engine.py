@@ -10,8 +10,8 @@ from scripted import ScriptedExecutor, next_token, plain_continuation
 from cpmrt.config import SamplingParams
 from cpmrt.engine import Engine, GenerationStats, Request
 from cpmrt.engine.step_log import StepLog, read_steps, replay
-from cpmrt.errors import ConfigError, ContextLengthError, RequestError
-from cpmrt.executor import Decode, ExecutorLimits, Prefill, Release, Speculate
+from cpmrt.errors import ConfigError, ContextLengthError, DeviceError, RequestError
+from cpmrt.executor import Admit, Decode, ExecutorLimits, Prefill, Release, Speculate
 
 
 def request(prompt, *, new=8, seed=0, stop=()):
@@ -174,6 +174,72 @@ def test_an_interrupted_step_never_costs_another_sequence_a_token(fail_at):
         assert seq.finish_reason == "cancelled" or seq.token_ids == whole
 
 
+class FailsForEver(ScriptedExecutor):
+    """A device that faults at one submission, or in one step, and answers nothing from then on."""
+
+    def __init__(self, limits, fail_at, in_submit):
+        super().__init__(limits)
+        self.fail_at, self.in_submit, self.failing = fail_at, in_submit, 0
+
+    def submit(self, step):
+        if isinstance(step, Release):
+            return super().submit(step)
+        self.fail_at -= 1
+        if self.fail_at <= 0 and self.in_submit:
+            raise DeviceError("the GPU failed")
+        pending = super().submit(step)
+        return self if self.fail_at <= 0 and not isinstance(step, Admit) else pending
+
+    def is_done(self):
+        raise DeviceError("the GPU failed")
+
+    wait = is_done
+
+
+@pytest.mark.parametrize("in_submit", [False, True])
+@pytest.mark.parametrize("fail_at", range(1, 11))
+@pytest.mark.parametrize("run_ahead", [1, 3])
+def test_every_stream_ends_with_the_fault_of_a_step(fail_at, in_submit, run_ahead):
+    engine = Engine(FailsForEver(ExecutorLimits(2, 64, 8, run_ahead=run_ahead), fail_at, in_submit))
+    sequences = [engine.add(request([n], new=9)) for n in (1, 2, 3)]
+    for seq in sequences:
+        with pytest.raises(DeviceError, match="the GPU failed"):
+            tokens_of(engine, seq)
+        assert seq.finish_reason == "cancelled" and len(seq.token_ids) < 9
+    engine.close()
+
+
+class RefusesSeedOne(ScriptedExecutor):
+    """An executor that does not take every valid request."""
+
+    def submit(self, step):
+        if isinstance(step, Admit) and step.seed == 1:
+            raise RequestError("too many stop token ids")
+        return super().submit(step)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (2, 1, 0)])
+def test_a_refused_request_is_the_business_of_its_stream(order):
+    engine = Engine(RefusesSeedOne(ExecutorLimits(2, 64, 8)))
+    sequences = [engine.add(request([seed], seed=seed)) for seed in range(3)]
+    for seed in order:
+        if seed == 1:
+            with pytest.raises(RequestError, match="too many"):
+                tokens_of(engine, sequences[1])
+        else:
+            assert tokens_of(engine, sequences[seed]) == plain_continuation([seed], seed, 8, set())
+
+
+def test_a_request_after_closing_does_not_wait_for_a_slot():
+    executor = ScriptedExecutor(ExecutorLimits(1, 64, 16))
+    engine = Engine(executor)
+    held = engine.stream(engine.add(request([1])))
+    next(held)
+    engine.close()
+    with pytest.raises(AssertionError):
+        tokens_of(engine, engine.add(request([2])))
+
+
 def test_closing_the_engine_cancels_what_runs_and_what_waits():
     executor = ScriptedExecutor(ExecutorLimits(1, 64, 16, run_ahead=2))
     engine = Engine(executor)
@@ -205,3 +271,29 @@ def test_a_line_that_is_no_step_is_named(tmp_path, line):
     path.write_text(line + "\n")
     with pytest.raises(ConfigError, match="line 1"):
         list(read_steps(path))
+
+
+def test_a_logit_bias_that_the_executor_cannot_do_is_refused():
+    biased = Request((1,), SamplingParams(max_new_tokens=2, logit_bias={3: 1.0}), 0, ())
+    with pytest.raises(RequestError, match="logit_bias"):
+        Engine(ScriptedExecutor(ExecutorLimits(1, 64, 16))).add(biased)
+    assert Engine(ScriptedExecutor(ExecutorLimits(1, 64, 16, max_logit_bias=1))).add(biased).request is biased
+
+
+class FailsWhileRunning(ScriptedExecutor):
+    """A step that is submitted and then fails."""
+
+    def run_one(self):
+        if len(self.steps) == 4:
+            self.queue.popleft()
+            raise RuntimeError("a fault")
+        super().run_one()
+
+
+def test_a_step_that_fails_while_it_runs_is_not_waited_for_again():
+    engine = Engine(FailsWhileRunning(ExecutorLimits(1, 64, 16)))
+    seq = engine.add(request([1, 2], new=9))
+    with pytest.raises(RuntimeError, match="a fault"):
+        tokens_of(engine, seq)
+    assert seq.finish_reason == "cancelled"
+    assert tokens_of(engine, engine.add(request([4], new=3))) == plain_continuation([4], 0, 3, set())

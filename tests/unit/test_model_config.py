@@ -205,3 +205,11 @@ def test_sampling_params_take_lists_and_single_strings():
     params = SamplingParams(stop="END", stop_token_ids=[3, 4])
     assert (params.stop, params.stop_token_ids) == (("END",), (3, 4))
     assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")
+
+
+def test_logit_bias_is_checked_and_sorted():
+    assert SamplingParams(logit_bias={7: 1, 3: -2.5}).logit_bias == ((3, -2.5), (7, 1.0))
+    assert SamplingParams(logit_bias=[[7, 1]]).logit_bias == ((7, 1.0),)
+    for wrong in ({-1: 1}, {1: 101}, {1: float("nan")}, {"1": 1}, {True: 1}, [(1,)], [5], 5, "12"):
+        with pytest.raises(RequestError, match="logit_bias"):
+            SamplingParams(logit_bias=wrong)

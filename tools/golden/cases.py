@@ -7,13 +7,20 @@ from typing import Any
 
 from reference.tiny_models import LLAMA, MINICPM
 
+# Sizes that every executor takes (a GPU: head_dim 64, 96 or 128, all others multiples of 64), and an odd vocabulary.
+_SIZES = {
+    "hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 99,
+}  # fmt: skip
+_LLAMA = LLAMA | _SIZES
+_MINICPM = MINICPM | _SIZES | {"dim_model_base": 32}
+
 NUM_PROMPT = 70
 """More than a page of 64 tokens."""
 NUM_NEW = 26
 CONTEXT = NUM_PROMPT + NUM_NEW
 
-_SHORT_FACTOR = [1.0, 1.05, 1.2, 1.4, 1.7, 2.0, 2.5, 3.0]
-_LONG_FACTOR = [1.0, 1.3, 1.9, 2.8, 4.5, 6.0, 7.5, 8.0]
+_SHORT_FACTOR = [1.0 + 0.0625 * pair for pair in range(32)]
+_LONG_FACTOR = [1.0 + 0.25 * pair for pair in range(32)]
 _LISTS = {"short_factor": _SHORT_FACTOR, "long_factor": _LONG_FACTOR}
 
 
@@ -38,28 +45,28 @@ def _new_spelling(base: dict[str, Any], rope: dict[str, Any], **changes: Any) ->
 
 
 _QWEN2 = _changed(
-    LLAMA, architectures=["Qwen2ForCausalLM"], model_type="qwen2", torch_dtype="bfloat16", rms_norm_eps=1e-6,
+    _LLAMA, architectures=["Qwen2ForCausalLM"], model_type="qwen2", torch_dtype="bfloat16", rms_norm_eps=1e-6,
     rope_theta=1000000.0, use_sliding_window=False, sliding_window=256, max_window_layers=1, bos_token_id=3,
 )  # fmt: skip
 _QWEN3 = _new_spelling(
-    LLAMA, {"rope_theta": 1000000.0}, architectures=["Qwen3ForCausalLM"], model_type="qwen3", head_dim=32,
-    num_key_value_heads=1, attention_bias=False, layer_types=["full_attention"] * 2,
+    _LLAMA, {"rope_theta": 1000000.0}, architectures=["Qwen3ForCausalLM"], model_type="qwen3", head_dim=128,
+    attention_bias=False, layer_types=["full_attention"] * 2,
 )  # fmt: skip
 _MINIMAL = {
-    "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "vocab_size": 96,
+    "architectures": ["LlamaForCausalLM"], "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "vocab_size": 99,
 }  # fmt: skip
 
 CASES = (
-    Case("llama", LLAMA),
+    Case("llama", _LLAMA),
     Case("llama_class_defaults", _MINIMAL),
-    Case("llama_tied", _changed(LLAMA, tie_word_embeddings=True, num_key_value_heads=1)),
-    Case("llama_bias", _changed(LLAMA, attention_bias=True)),
-    Case("llama_head_dim", _new_spelling(LLAMA, {"rope_theta": 5000000.0}, head_dim=32, eos_token_id=[1, 90])),
+    Case("llama_tied", _changed(_LLAMA, tie_word_embeddings=True, num_key_value_heads=2)),
+    Case("llama_bias", _changed(_LLAMA, attention_bias=True)),
+    Case("llama_head_dim", _new_spelling(_LLAMA, {"rope_theta": 5000000.0}, head_dim=96, eos_token_id=[1, 90])),
     Case(
         "rope_llama3",
         _changed(
-            LLAMA,
+            _LLAMA,
             rope_scaling={
                 "rope_type": "llama3",
                 "factor": 8.0,
@@ -69,24 +76,24 @@ CASES = (
             },
         ),
     ),  # fmt: skip
-    Case("rope_linear", _changed(LLAMA, rope_scaling={"type": "linear", "factor": 4.0})),
+    Case("rope_linear", _changed(_LLAMA, rope_scaling={"type": "linear", "factor": 4.0})),
     Case(
         "rope_dynamic_native",
-        _changed(LLAMA, max_position_embeddings=128, rope_scaling={"type": "dynamic", "factor": 2.0}),
+        _changed(_LLAMA, max_position_embeddings=128, rope_scaling={"type": "dynamic", "factor": 2.0}),
     ),
     Case(
         "rope_dynamic_stretched",
-        _new_spelling(LLAMA, {"rope_type": "dynamic", "factor": 4.0}, max_position_embeddings=48),
+        _new_spelling(_LLAMA, {"rope_type": "dynamic", "factor": 4.0}, max_position_embeddings=48),
         max_context=CONTEXT,
     ),
     Case(
         "rope_yarn",
-        _changed(LLAMA, rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}),
+        _changed(_LLAMA, rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}),
     ),
     Case(
         "rope_yarn_mscale",
         _new_spelling(
-            LLAMA,
+            _LLAMA,
             {
                 "rope_type": "yarn",
                 "factor": 4.0,
@@ -102,7 +109,7 @@ CASES = (
     Case(
         "rope_longrope_short",
         _changed(
-            LLAMA,
+            _LLAMA,
             max_position_embeddings=512,
             rope_scaling={"type": "longrope", "original_max_position_embeddings": 128, **_LISTS},
         ),
@@ -110,25 +117,25 @@ CASES = (
     ),
     Case(
         "rope_longrope_long",
-        _new_spelling(LLAMA, {"rope_type": "longrope", "original_max_position_embeddings": 64, **_LISTS}),
+        _new_spelling(_LLAMA, {"rope_type": "longrope", "original_max_position_embeddings": 64, **_LISTS}),
         max_context=CONTEXT,
     ),
     Case("qwen2", _QWEN2),
     Case("qwen2_tied", _changed(_QWEN2, tie_word_embeddings=True)),
     Case("qwen3", _QWEN3),
-    Case("minicpm", MINICPM),
-    Case("minicpm_tied", _changed(MINICPM, tie_word_embeddings=None, torch_dtype="bfloat16", scale_emb=0.75)),
+    Case("minicpm", _MINICPM),
+    Case("minicpm_tied", _changed(_MINICPM, tie_word_embeddings=None, torch_dtype="bfloat16", scale_emb=0.75)),
     Case(
         "minicpm_longrope",
         _changed(
-            MINICPM,
+            _MINICPM,
             rope_scaling={"rope_type": "longrope", "original_max_position_embeddings": 256, **_LISTS},
         ),
     ),
     Case(
         "minicpm_longrope_extended",
         _changed(
-            MINICPM,
+            _MINICPM,
             rope_theta=None,
             rope_scaling={"type": "su", "original_max_position_embeddings": 64, **_LISTS},
         ),

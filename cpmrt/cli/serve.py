@@ -1,0 +1,140 @@
+"""Serve a model over HTTP: an OpenAI-compatible API under /v1 and, at /, a chat page.
+
+SIGTERM and Ctrl-C take no more requests and let those that run finish, for --grace seconds; a second Ctrl-C does not
+wait. Needs the server extra: pip install 'cpmrt[server]'.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import logging
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cpmrt import LLM, env
+from cpmrt.cli.arguments import (
+    add_engine_options,
+    add_hf_overrides,
+    add_model_source,
+    add_prefix_cache,
+    memory_size,
+)
+from cpmrt.cli.main import EXIT_INTERRUPTED
+from cpmrt.cli.output import note
+from cpmrt.errors import ConfigError
+
+if TYPE_CHECKING:
+    from cpmrt.server.settings import ServerSettings
+
+_ENGINE_FIELDS = (
+    "executor", "dtype", "max_context", "memory_budget", "load_format", "seed", "prefill_chunk", "max_sequences",
+)  # fmt: skip
+_REQUIRED = ("starlette", "uvicorn", "httptools", "prometheus_client")
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this command."""
+    add_model_source(parser, positional=True)
+    group = parser.add_argument_group("server")
+    group.add_argument("--host", default="127.0.0.1", metavar="ADDR", help="where to listen (default: %(default)s)")
+    group.add_argument("--port", type=_port, default=8000, metavar="N", help="0: a free one (default: %(default)s)")
+    group.add_argument("--api-key", metavar="KEY", help="what clients must send (default: $CPMRT_API_KEY, else none)")
+    group.add_argument("--served-model-name", metavar="NAME", help="what clients call the model (default: its own)")
+    group.add_argument(
+        "--max-queue", type=_count, default=64, metavar="N", help="sequences that may wait (default: %(default)s)"
+    )
+    group.add_argument(
+        "--max-body", type=memory_size, metavar="SIZE", help="of a request (default: by the context, at least 1MiB)"
+    )
+    group.add_argument(
+        "--grace", type=_seconds, default=30.0, metavar="S", help="for running requests at the end (default: 30)"
+    )
+    group.add_argument("--log-prompts", action="store_true", help="write the prompts into the log")
+    model = parser.add_argument_group("model")
+    add_engine_options(model, *_ENGINE_FIELDS)
+    add_hf_overrides(model)
+    add_prefix_cache(model)
+    parser.set_defaults(max_sequences=8)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until a signal ends it: 0 after SIGTERM, 130 after Ctrl-C."""
+    _check_installed()
+    from cpmrt.server.run import address_of, bind, serve
+
+    settings = _settings(args)
+    if not settings.is_loopback and not settings.api_key:
+        note(f"cpmrt: warning: {settings.host} can be reached from other machines and there is no --api-key")
+    listener = bind(settings)
+    _start_log()
+    note(f"cpmrt: listening on {address_of(listener)}; loading {settings.model_name}")
+    ended_by = serve(settings, lambda: LLM(**_llm_arguments(args)), listener)
+    return EXIT_INTERRUPTED if ended_by == signal.SIGINT else 0
+
+
+def _check_installed() -> None:
+    missing = [name for name in _REQUIRED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"cpmrt serve needs {', '.join(missing)}", fix="pip install 'cpmrt[server]'")
+
+
+def _settings(args: argparse.Namespace) -> ServerSettings:
+    from cpmrt.server.settings import ServerSettings
+
+    return ServerSettings(
+        model_name=args.served_model_name or _name_of(args.model),
+        host=args.host,
+        port=args.port,
+        api_key=args.api_key or env.api_key(),
+        max_queue=args.max_queue,
+        max_body=args.max_body,
+        grace=args.grace,
+        log_prompts=args.log_prompts,
+    )
+
+
+def _name_of(model: str | None) -> str:
+    """A hub id as it is, a folder by its name."""
+    if model is None:
+        return "cpmrt-demo"
+    path = Path(model)
+    return path.resolve().name if path.is_dir() else model
+
+
+def _llm_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    names = ("model", "revision", "hf_overrides", "prefix_cache", *_ENGINE_FIELDS)
+    return {name: getattr(args, name) for name in names}
+
+
+def _start_log() -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    for name, level in (("cpmrt.server", logging.INFO), ("uvicorn.error", logging.ERROR)):
+        logger = logging.getLogger(name)
+        logger.handlers, logger.propagate = [handler], False
+        logger.setLevel(level)
+
+
+def _port(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text) < 2**16):
+        raise argparse.ArgumentTypeError(f"expected a port, 0 to 65535, got {text!r}")
+    return int(text)
+
+
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text) < 2**20):
+        raise argparse.ArgumentTypeError(f"expected a number of sequences, got {text!r}")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds <= 86400:
+        raise argparse.ArgumentTypeError(f"expected seconds, got {text!r}")
+    return seconds

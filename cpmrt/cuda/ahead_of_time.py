@@ -1,0 +1,83 @@
+"""What a start of a model on a device compiles, found without the device: `cpmrt compile` builds it ahead of time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from cpmrt.config import EngineConfig, ModelConfig
+from cpmrt.cuda.compiler import Modules
+from cpmrt.cuda.device import Device
+from cpmrt.cuda.gemm import Gemm
+from cpmrt.cuda.kernels import constant_sets, files
+from cpmrt.cuda.launcher import Launcher, Module
+from cpmrt.cuda.linear_plan import DeviceLimits
+from cpmrt.cuda.repack import repack_modules
+from cpmrt.cuda.step_forward import StepForward
+from cpmrt.cuda.step_kernels import step_modules
+from cpmrt.cuda.weights_w4 import held_weights, layout_of
+from cpmrt.cuda.workspace import buckets, check_supported, cuda_needs, row_counts
+from cpmrt.dtypes import DType
+from cpmrt.errors import ConfigError
+from cpmrt.models.planning import plan_model, position_limit, weight_specs
+
+_SHARED_SMALL, _SHARED_AMPERE, _SHARED_HOPPER = 101_376, 166_912, 232_448
+# Architecture -> name, multiprocessors, bytes of shared memory a block can have. CUDA C++ Programming Guide, "Compute
+# Capabilities", and the data sheets of the boards.
+_KNOWN_DEVICES = {
+    "sm_80": ("A100", 108, _SHARED_AMPERE),
+    "sm_86": ("RTX 3090", 82, _SHARED_SMALL),
+    "sm_87": ("Jetson AGX Orin", 16, _SHARED_AMPERE),
+    "sm_89": ("RTX 4090", 128, _SHARED_SMALL),
+    "sm_90": ("H100 and H200", 132, _SHARED_HOPPER),
+    "sm_100": ("B200", 148, _SHARED_HOPPER),
+    "sm_120": ("RTX 5090", 170, _SHARED_SMALL),
+}
+
+
+def known_device(arch: str, num_sms: int | None = None) -> Device:
+    """A device of this architecture, such as "sm_87": with `num_sms` multiprocessors, else those of the best known one.
+
+    Which modules a model needs depends on that number; what does not matter for it is 0. Raises ConfigError.
+    """
+    if arch not in _KNOWN_DEVICES:
+        raise ConfigError("unknown architecture", expected=" | ".join(_KNOWN_DEVICES), actual=arch)
+    name, best_known, shared_bytes = _KNOWN_DEVICES[arch]
+    return Device(
+        index=0,
+        name=name,
+        arch=arch,
+        capability=int(arch.removeprefix("sm_")),
+        num_sms=num_sms or best_known,
+        l2_bytes=0,
+        shared_bytes_per_block=shared_bytes,
+        total_bytes=0,
+        is_unified=False,
+        driver_version=(0, 0),
+    )
+
+
+def modules_of(config: ModelConfig, settings: EngineConfig, device: Device, dtype: DType) -> list[Module]:
+    """Every module of a start with these settings: the executor's own recording, on arrays without memory.
+
+    Includes what is used only where cuBLASLt is absent, where weights are converted or random. Raises
+    UnsupportedModelError, ConfigError.
+    """
+    check_supported(config)
+    context, limits = position_limit(config, settings), DeviceLimits.of(device)
+    specs = weight_specs(config, settings)
+    needs = cuda_needs(config, settings, specs, capability=device.capability, limits=limits)
+    plan = plan_model(config, settings, itemsize=dtype.itemsize, max_context=context, needs=needs, specs=specs)
+    word = np.zeros((), np.uint16)
+    arrays: dict[str, Any] = {region.name: np.broadcast_to(word, region.shape) for region in plan.regions}
+    arrays |= held_weights(specs, arrays)
+    launcher = Launcher(None, Modules(device.arch, dtype), use_pdl=False)
+    gemm = Gemm(device, launcher, arrays["gemm_workspace"], use_library=False)
+    forward = StepForward(config, device, launcher, gemm, arrays, context)
+    with launcher.recording() as modules:
+        forward.every_shape(buckets(settings.prefill_chunk), row_counts(settings.max_sequences))
+    without_sizes = [(file, sizes) for file in files(device.arch) for sizes in constant_sets(file) if not sizes]
+    layouts = {spec.name: layout_of(spec, config, limits) for spec in specs if spec.quant is not None}
+    repacking = [module for module in repack_modules(specs, layouts) if module not in modules]
+    return [*modules, *repacking, *step_modules(config, device), *without_sizes]

@@ -1,0 +1,165 @@
+"""The packed layout of 4-bit weights that `kernels_cu/linear_w4.cu` streams: sizes, row order, and packing in NumPy.
+
+The layout itself is described in `kernels_cu/include/w4_layout.cuh`. On the device `repack_w4.cu` writes it from the
+files' formats; the functions here are its oracle.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import ceil
+
+import numpy as np
+
+from cpmrt.dtypes import Array
+
+SLICE_COLUMNS = 128
+TILE_ROWS = 16
+_CODE_BYTES = 1024
+_LINE_BYTES = 128
+
+
+@dataclass(frozen=True)
+class PackedLayout:
+    """Where the codes and scales of a weight [out_features, in_features] lie, for one product and device.
+
+    `runs`: parts of K; `scale_group`: columns that share a scale in the packed form (a file's larger groups are
+    repeated).
+    """
+
+    product: str
+    out_features: int
+    in_features: int
+    runs: int
+    scale_group: int
+    zeros: bool
+    head_dim: int = 0
+
+    @property
+    def num_tiles(self) -> int:
+        return ceil(self.out_features / TILE_ROWS)
+
+    @property
+    def num_slices(self) -> int:
+        return self.in_features // SLICE_COLUMNS
+
+    @property
+    def run_slices(self) -> int:
+        return ceil(self.num_slices / self.runs)
+
+    @property
+    def unit_bytes(self) -> int:
+        return _CODE_BYTES + SLICE_COLUMNS // self.scale_group * (64 if self.zeros else 32)
+
+    @property
+    def run_bytes(self) -> int:
+        return whole_lines(self.run_slices * self.unit_bytes)
+
+    @property
+    def tile_bytes(self) -> int:
+        filled = ceil(self.num_slices / self.run_slices)
+        rest = self.num_slices - (filled - 1) * self.run_slices
+        return (filled - 1) * self.run_bytes + whole_lines(rest * self.unit_bytes)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the packed matrix, scales and zero points included."""
+        return self.num_tiles * self.tile_bytes
+
+    @property
+    def constants(self) -> dict[str, int]:
+        """Compile-time constants of the layout, the same in every kernel."""
+        return {
+            "IN_FEATURES": self.in_features,
+            "RUNS": self.runs,
+            "SCALE_GROUP": self.scale_group,
+            "ZEROS": int(self.zeros),
+        }
+
+    @cached_property
+    def tile_rows(self) -> Array:
+        """Row of the weight for each tile's 16 rows, int32 [tiles, 16]; -1 where there is none."""
+        tiles, row = np.arange(self.num_tiles)[:, None], np.arange(8)[None, :]
+        if self.product == "qkv":
+            half = self.head_dim // 2
+            per_head = self.head_dim // TILE_ROWS
+            low = tiles // per_head * self.head_dim + tiles % per_head * 8 + row
+            high = low + half
+        elif self.product == "gate_up":
+            low, high = tiles * 8 + row, self.out_features // 2 + tiles * 8 + row
+        else:
+            low, high = tiles * TILE_ROWS + row, tiles * TILE_ROWS + 8 + row
+        rows = np.concatenate([low, high], axis=1).astype(np.int32)
+        rows[rows >= self.out_features] = -1
+        return rows
+
+    def unit_offsets(self) -> Array:
+        """Byte offset of each unit, int64 [tiles, slices]."""
+        tile, index = np.arange(self.num_tiles)[:, None], np.arange(self.num_slices)[None, :]
+        within = index // self.run_slices * self.run_bytes + index % self.run_slices * self.unit_bytes
+        offsets: Array = tile * self.tile_bytes + within
+        return offsets
+
+
+def pack(layout: PackedLayout, codes: Array, scales: Array, zeros: Array | None) -> Array:
+    """uint8 [num_bytes] from codes [N, K] of 0..15 and the storage words (uint16, or float16) of scales and zero points
+    [N, K / scale_group]. Padding is zero."""
+    packed = np.zeros(layout.num_bytes, np.uint8)
+    rows = layout.tile_rows
+    views = np.empty((layout.num_tiles, layout.num_slices, layout.unit_bytes), np.uint8)
+    units = np.where(rows[:, :, None] >= 0, codes[rows], 0).astype(np.uint32)
+    words = _words(units.reshape(len(rows), TILE_ROWS, layout.num_slices, SLICE_COLUMNS))
+    views[:, :, :_CODE_BYTES] = words.view(np.uint8).reshape(len(rows), layout.num_slices, _CODE_BYTES)
+    views[:, :, _CODE_BYTES:] = _scale_bytes(layout, rows, scales, zeros)
+    packed[_unit_index(layout)] = views
+    return packed
+
+
+def unpack_codes(layout: PackedLayout, packed: Array) -> Array:
+    """Codes uint8 [N, K]: the inverse of `pack`."""
+    codes = np.ascontiguousarray(packed[_unit_index(layout)][:, :, :_CODE_BYTES])
+    units = codes.view(np.uint32).reshape(-1, layout.num_slices, 2, 8, 4, 4)
+    out = np.zeros((layout.out_features, layout.num_slices, SLICE_COLUMNS), np.uint8)
+    rows = layout.tile_rows
+    for half in range(2):
+        place = rows[:, half * 8 : half * 8 + 8]
+        for k, shift in enumerate((0, 16, 8, 24)):
+            nibbles = (units >> np.uint32(shift + 4 * half)) & np.uint32(15)
+            # [tile, slice, j / 2, g, t, j % 2, step], the column being 32 j + 8 t + 4 step + k.
+            split = nibbles.reshape(*nibbles.shape[:-1], 2, 2).transpose(0, 3, 1, 2, 5, 4, 6)
+            columns = split.reshape(len(rows), 8, layout.num_slices, SLICE_COLUMNS // 4)
+            out[place[place >= 0], :, k::4] = columns[place >= 0]
+    return out.reshape(layout.out_features, layout.in_features)
+
+
+def _words(units: Array) -> Array:
+    """uint32 [tiles, slices, 2, 8, 4, 4] of codes [tiles, 16, slices, 128]."""
+    # k = 64 a + 32 b + 8 t + 4 step + e
+    split = units.reshape(len(units), 2, 8, -1, 2, 2, 4, 2, 4)
+    bits = np.array([[0, 16, 8, 24], [4, 20, 12, 28]], np.uint32)
+    shifted = split << bits[None, :, None, None, None, None, None, None, :]
+    words = np.bitwise_or.reduce(np.bitwise_or.reduce(shifted, axis=-1), axis=1)
+    # [tile, g, slice, a, b, t, step] -> [tile, slice, a, g, t, (b, step)]
+    ordered: Array = np.ascontiguousarray(words.transpose(0, 2, 3, 1, 5, 4, 6))
+    return ordered.reshape(*ordered.shape[:-2], 4)
+
+
+def _scale_bytes(layout: PackedLayout, rows: Array, scales: Array, zeros: Array | None) -> Array:
+    pair = [scales] if zeros is None else [scales, zeros]
+    words = np.stack([array.view(np.uint16) for array in pair], axis=-1)
+    of_tiles = np.where(rows[:, :, None, None] >= 0, words[rows], 0).astype(np.uint16)
+    count = SLICE_COLUMNS // layout.scale_group
+    split = of_tiles.reshape(len(rows), 2, 8, layout.num_slices, count, len(pair))
+    ordered = np.ascontiguousarray(split.transpose(0, 3, 4, 2, 1, 5))
+    return ordered.view(np.uint8).reshape(len(rows), layout.num_slices, -1)
+
+
+def _unit_index(layout: PackedLayout) -> Array:
+    index: Array = layout.unit_offsets()[:, :, None] + np.arange(layout.unit_bytes)
+    return index
+
+
+def whole_lines(num_bytes: int) -> int:
+    """Rounded up to lines of 128 bytes."""
+    return ceil(num_bytes / _LINE_BYTES) * _LINE_BYTES

@@ -1,0 +1,76 @@
+"""The forward pass of a step in each of its shapes: run, captured, or recorded to learn what it needs compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from cpmrt.config import ModelConfig
+from cpmrt.cuda.attention_plan import plan_decode_attention, plan_prefill_attention
+from cpmrt.cuda.device import Device
+from cpmrt.cuda.gemm import Gemm
+from cpmrt.cuda.launcher import Launcher
+from cpmrt.cuda.linear_plan import DeviceLimits
+from cpmrt.cuda.ops import CudaOps
+from cpmrt.cuda.workspace import MAX_ROWS
+from cpmrt.models.decoder import forward, lm_head
+from cpmrt.ops import Rows
+
+_ROW_BUFFERS = ("x", "q", "attention", "inner")
+
+
+class StepForward:
+    """Launches the model's layers and head on `arrays`: the regions of a memory plan for `max_context`, by name.
+
+    While `launcher` records they may be stand-ins that have only shapes.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        device: Device,
+        launcher: Launcher,
+        gemm: Gemm,
+        arrays: Mapping[str, Any],
+        max_context: int,
+    ):
+        self._config, self._arrays = config, arrays
+        heads = {"num_heads": config.num_heads, "num_kv_heads": config.num_kv_heads, "head_dim": config.head_dim}
+        decode_plan = plan_decode_attention(
+            **heads,
+            max_context=max_context,
+            max_rows=MAX_ROWS,
+            arch=device.capability,
+            num_sms=device.num_sms,
+            portable=device.is_portable,
+        )
+        prefill_plan = plan_prefill_attention(**heads, arch=device.capability)
+        limits, portable = DeviceLimits.of(device), device.is_portable
+        self._ops = CudaOps(config, launcher, gemm, arrays, limits, decode_plan, prefill_plan, portable=portable)
+
+    def every_shape(self, buckets: Iterable[int], row_counts: Iterable[int]) -> None:
+        """Each shape once: chunks of the buckets, decode steps of the row counts, and the head of a first token."""
+        for bucket in buckets:
+            self.layers(bucket, None)
+        for count in row_counts:
+            self.layers(count, slice(None))
+        self.head_of_first_row()
+
+    def layers(self, num_rows: int, logit_rows: slice | None) -> None:
+        """The rows at the front of the buffers through every layer, and `logit_rows` of them through the head."""
+        arrays = self._arrays
+        tokens, positions, slots = (arrays[name][:num_rows] for name in ("token_ids", "positions", "slots"))
+        rows = Rows(tokens, positions, slots, arrays["block_tables"], is_prefill=num_rows > MAX_ROWS)
+        buffers = {name: arrays[name][:num_rows] for name in _ROW_BUFFERS}
+        buffers |= {name: arrays[name] for name in ("k_pages", "v_pages", "rope")}
+        if logit_rows is not None:
+            buffers["logits"] = arrays["logits"][:num_rows]
+        forward(self._ops, self._config, arrays, buffers, rows, logit_rows)
+
+    def head_of_first_row(self) -> None:
+        """Logits of row 0."""
+        self.head(self._arrays["logits"][:1], self._arrays["x"][:1])
+
+    def head(self, logits: Any, x: Any) -> None:
+        """Logits of rows of the last layer's output, at most MAX_ROWS."""
+        lm_head(self._ops, self._config, self._arrays, logits, x)

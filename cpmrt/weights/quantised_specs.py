@@ -1,0 +1,229 @@
+"""Which weights of a model are quantised and how: from the tensors of its checkpoint, or from its settings alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from cpmrt.config import WeightQuantization
+from cpmrt.errors import CheckpointError, ConfigError, UnsupportedModelError
+from cpmrt.tensor_spec import Packing, Quantization, Source, TensorSpec
+from cpmrt.weights.checkpoint import Checkpoint
+from cpmrt.weights.int4_packing import I32
+from cpmrt.weights.names import quoted
+from cpmrt.weights.packed_formats import FORMATS, packed_tensors, read_order
+from cpmrt.weights.safetensors import TensorEntry
+
+_EMBEDDING = "embed_tokens"
+_FUSED_MODULES = {"qkv": "qkv_proj", "gate_up": "gate_up_proj"}
+"""What CPM.cu calls the weights that it stores fused."""
+_HEAD_GROUPS = (128, 64, 32)
+
+
+def quantised_specs(
+    specs: Sequence[TensorSpec], settings: WeightQuantization | None, checkpoint: Checkpoint | None
+) -> tuple[TensorSpec, ...]:
+    """`specs` of a model in 16 bits, with the quantised ones told apart.
+
+    By the tensors of `checkpoint`; without one by `settings` alone, which is right but for layers that differ by
+    rules. Sources that cannot share one quantised weight (other groups, another order of columns, some in 16 bits)
+    are to be dequantised: their spec has packed sources and no `quant`. Raises CheckpointError where tensors and
+    settings contradict each other, UnsupportedModelError for sizes that do not divide.
+    """
+    if settings is None:
+        return tuple(specs)
+    made = tuple(_quantised(spec, settings, checkpoint) for spec in specs)
+    if checkpoint is not None and not any(source.packing for spec in made for source in spec.sources):
+        raise CheckpointError(
+            f"{checkpoint.folder}: quantization_config says {settings.method}, and no tensor is quantised",
+            fix="check that config.json (or quantize_config.json) belongs to these weights",
+        )
+    return made
+
+
+def quantise_head(specs: Sequence[TensorSpec], bits: int | None) -> tuple[TensorSpec, ...]:
+    """`specs` with the output head held in `bits` bits (None: as it is), a copy of its own where it is tied.
+
+    Raises ConfigError where the head is quantised already, or its columns make no groups.
+    """
+    if bits is None:
+        return tuple(specs)
+    by_name = {spec.name: spec for spec in specs}
+    head = by_name.get("lm_head") or replace(by_name[_EMBEDDING], name="lm_head")
+    if any(source.packing for source in head.sources):
+        raise ConfigError("lm_head_bits", expected="nothing: the head is quantised in the checkpoint", actual=bits)
+    group_size = next((size for size in _HEAD_GROUPS if head.shape[1] % size == 0), None)
+    if group_size is None:
+        raise ConfigError("lm_head_bits", expected="nothing: hidden_size is not a multiple of 32", actual=bits)
+    quantised = replace(head, quant=Quantization(bits, group_size))
+    return (*(spec for spec in specs if spec.name != "lm_head"), quantised)
+
+
+def quantisation_summary(settings: WeightQuantization | None, specs: Sequence[TensorSpec]) -> dict[str, Any] | None:
+    """What is quantised and how, for people; None where nothing is.
+
+    `in_16_bits`: matrices that the checkpoint holds so; `dequantised`: those that become so while they are loaded.
+    """
+    matrices = [spec for spec in specs if len(spec.shape) == 2 and spec.name != _EMBEDDING]
+    held = {spec.name: spec.quant for spec in matrices if spec.quant is not None}
+    packed = [spec for spec in matrices if any(source.packing for source in spec.sources)]
+    if not held and not packed:
+        return None
+    layers = [quant for name, quant in held.items() if name != "lm_head"]
+    quants = layers or list(held.values())
+    formats = {source.packing.format for spec in packed for source in spec.sources if source.packing is not None}
+    return {
+        "method": settings.method if settings is not None and packed else "round to nearest",
+        "tensors": " and ".join(sorted(formats)) or "in 16 bits",
+        "bits": " and ".join(str(bits) for bits in sorted({quant.bits for quant in quants} or {4})),
+        "group_size": " and ".join(str(size) for size in sorted({quant.group_size for quant in quants})),
+        "symmetric": all(quant.symmetric for quant in quants),
+        "act_order": any(source.packing.permuted for spec in packed for source in spec.sources if source.packing),
+        "lm_head_bits": held["lm_head"].bits if "lm_head" in held else 16,
+        "in_16_bits": [spec.name for spec in matrices if spec.quant is None and spec not in packed],
+        "dequantised": [spec.name for spec in packed if spec.quant is None],
+    }
+
+
+def quantisation_facts(settings: WeightQuantization | None, specs: Sequence[TensorSpec]) -> list[str]:
+    """The same in short words; empty where nothing is quantised."""
+    summary = quantisation_summary(settings, specs)
+    if summary is None:
+        return []
+    # Marlin files carry the settings of what they were made from.
+    name = summary["tensors" if summary["tensors"] == "marlin" else "method"]
+    facts = [f"{name} {summary['bits']} bits", f"groups of {summary['group_size']}"]
+    facts += ["zero points"] * (not summary["symmetric"]) + ["act-order"] * summary["act_order"]
+    facts.append(f"head in {summary['lm_head_bits']} bits")
+    layers = [name for name in summary["in_16_bits"] + summary["dequantised"] if name != "lm_head"]
+    return facts + [f"{len(layers)} matrices of layers in 16 bits"] * bool(layers)
+
+
+def _quantised(spec: TensorSpec, settings: WeightQuantization, checkpoint: Checkpoint | None) -> TensorSpec:
+    if len(spec.shape) != 2 or spec.name == _EMBEDDING:
+        return spec
+    if checkpoint is None:
+        sources = tuple(_predicted(source, settings) for source in spec.sources)
+    else:
+        sources = tuple(_found(source, settings, checkpoint) for source in _stored_sources(spec, checkpoint))
+    return replace(spec, sources=sources, quant=_shared(sources, checkpoint))
+
+
+def _predicted(source: Source, settings: WeightQuantization) -> Source:
+    """The source as the settings alone describe it."""
+    module = source.name.removesuffix(".weight")
+    if not settings.covers(module):
+        return source
+    size = source.shape[1] if settings.group_size == -1 else settings.group_size
+    packing = Packing(settings.packing, size, settings.symmetric, settings.act_order, settings.v1_zeros)
+    return _packed(module, source.shape, packing)
+
+
+def _stored_sources(spec: TensorSpec, checkpoint: Checkpoint) -> tuple[Source, ...]:
+    """The sources of a spec, or the one that the checkpoint stores them fused in."""
+    fused = _FUSED_MODULES.get(spec.name.rpartition(".")[2])
+    if fused is not None:
+        module = f"{spec.sources[0].name.removesuffix('.weight').rpartition('.')[0]}.{fused}"
+        if any(f"{module}.{row.codes}" in checkpoint.entries for row in FORMATS.values()):
+            return (Source(f"{module}.weight", spec.shape),)
+    return spec.sources
+
+
+def _found(source: Source, settings: WeightQuantization, checkpoint: Checkpoint) -> Source:
+    """The source as the checkpoint holds it."""
+    module, entries = source.name.removesuffix(".weight"), checkpoint.entries
+    codes = next((name for row in FORMATS.values() if (name := f"{module}.{row.codes}") in entries), None)
+    if codes is None:
+        return source
+    if source.name in entries:
+        raise CheckpointError(
+            f"{checkpoint.folder}: {quoted(module)} is there twice",
+            expected="a weight in 16 bits, or a quantised one",
+            actual=f"{quoted(source.name)} and {quoted(codes)}",
+        )
+    label = _format(source, settings, entries)
+    if codes != f"{module}.{FORMATS[label].codes}":
+        raise CheckpointError(
+            f"{checkpoint.folder}: tensor {quoted(codes)} contradicts quantization_config",
+            expected=f"{quoted(f'{module}.{FORMATS[label].codes}')} of {settings.method}",
+            fix="check that config.json belongs to these weights",
+        )
+    if label == "marlin" and not settings.symmetric:
+        raise CheckpointError(
+            f"{checkpoint.folder}: {quoted(module)} has no zero points", expected="sym true in quantization_config"
+        )
+    has_zeros = label != "compressed" or f"{module}.{FORMATS[label].zeros}" in entries
+    packing = Packing(
+        label,
+        _group_size(source, label, settings, entries),
+        settings.symmetric or not has_zeros,
+        v1_zeros=settings.v1_zeros,
+    )
+    found = _packed(module, source.shape, packing)
+    return replace(found, packing=replace(packing, permuted=_order(found, checkpoint) is not None))
+
+
+def _packed(module: str, shape: tuple[int, ...], packing: Packing) -> Source:
+    """A quantised source whose sizes divide."""
+    row = FORMATS[packing.format]
+    steps = {"rows": row.row_step, "columns": row.column_step}
+    for (kind, step), size in zip(steps.items(), shape, strict=True):
+        if size % step:
+            raise UnsupportedModelError(
+                f"{quoted(module)}: {kind} of a quantised weight", expected=f"a multiple of {step}", actual=size
+            )
+    if shape[1] % packing.group_size:
+        raise UnsupportedModelError(
+            f"{quoted(module)}: columns of a quantised weight",
+            expected=f"a multiple of group_size ({packing.group_size})",
+            actual=shape[1],
+        )
+    return Source(module, shape, packing)
+
+
+def _format(source: Source, settings: WeightQuantization, entries: Mapping[str, TensorEntry]) -> str:
+    """The row of FORMATS; CPM.cu's Marlin files carry the config.json of the GPTQ checkpoint they were made from."""
+    module = source.name.removesuffix(".weight")
+    codes = entries.get(f"{module}.qweight")
+    if settings.packing == "gptq" and codes is not None and f"{module}.qzeros" not in entries:
+        num_rows, num_columns = source.shape
+        if codes.shape == FORMATS["marlin"].codes_shape(num_rows, num_columns, 1):
+            return "marlin"
+    return settings.packing
+
+
+def _group_size(source: Source, label: str, settings: WeightQuantization, entries: Mapping[str, TensorEntry]) -> int:
+    """Columns of a group: what the settings say, or what the scales say where layers differ by rules."""
+    num_rows, num_columns = source.shape
+    size = num_columns if settings.group_size == -1 else settings.group_size
+    scales = entries.get(f"{source.name.removesuffix('.weight')}.{FORMATS[label].scales}")
+    if settings.overrides and scales is not None:
+        for other in (size, 32, 64, 128, num_columns):
+            if scales.shape == FORMATS[label].scales_shape(num_rows, num_columns, num_columns // other):
+                return other
+    return size
+
+
+def _order(source: Source, checkpoint: Checkpoint) -> I32 | None:
+    """`read_order` of a source whose groups are what they must be; what they are else, `pack.check` tells."""
+    for tensor in packed_tensors(source):
+        entry = checkpoint.entries.get(tensor.name)
+        if entry is not None and (entry.shape != tensor.shape or entry.dtype not in tensor.dtypes):
+            return None
+    return read_order(source, checkpoint)
+
+
+def _shared(sources: Sequence[Source], checkpoint: Checkpoint | None) -> Quantization | None:
+    """How one weight can hold all of `sources`, or None."""
+    packings = [source.packing for source in sources if source.packing is not None]
+    if len(packings) < len(sources) or len({(p.group_size, p.permuted) for p in packings}) > 1:
+        return None
+    first = packings[0]
+    if first.permuted and checkpoint is not None:
+        orders = [order for source in sources if (order := _order(source, checkpoint)) is not None]
+        if not all(np.array_equal(order, orders[0]) for order in orders):
+            return None
+    return Quantization(4, first.group_size, all(p.symmetric for p in packings), first.permuted)

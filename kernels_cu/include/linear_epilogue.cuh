@@ -1,0 +1,182 @@
+// Which rows of W a tile of a skinny product takes, and what becomes of its sums: one pair of structs a product.
+//
+// LINEAR chooses the product. Whoever includes this defines NT, the tiles of 8 tokens, and kThreadPairs, the outputs
+// (lo row, hi row, token) of a token tile that one thread finishes.
+#pragma once
+#include "types.cuh"
+
+#ifndef LINEAR
+#error "LINEAR (which product: 0 qkv, 1 residual, 2 gate_up, 3 head) must be defined"
+#endif
+#if LINEAR == 0 && !defined(HEAD_DIM)
+#error "HEAD_DIM must be defined for the qkv product"
+#endif
+
+#if LINEAR == 0
+constexpr int kHalf = HEAD_DIM / 2, kHeadTiles = HEAD_DIM / 16, kPageTokens = 64;
+
+// Tile i of a head: dimensions 8 i .. + 7 and the 8 dimensions D/2 further, the partners of the rotation.
+struct QkvTiles {
+  int num_tiles, num_groups;
+  static __device__ __forceinline__ int dimension(int tile, int row) { return tile % kHeadTiles * 8 + row; }
+  __device__ __forceinline__ int lo(int tile, int row) const { return tile / kHeadTiles * HEAD_DIM + dimension(tile, row); }
+  __device__ __forceinline__ int hi(int tile, int row) const { return lo(tile, row) + kHalf; }
+};
+
+// What an earlier kernel of the step wrote is not __restrict__: the compiler may move a load that it takes for one of
+// a constant before pdl_wait.
+struct QkvEpilogue {
+  scalar_t *q, *k_pages, *v_pages;
+  const scalar_t* bias;
+  const float* rope;
+  const int *positions, *slots, *block_tables;
+  int T, num_heads, num_kv_heads, pages_per_sequence, max_context;
+  uint32_t place;   // shared int2 per token: position, token's page (-1: not stored)
+  int slot, position, page;   // of the token that this thread looks up
+  // Angles are read a whole product early, but for NT = 8, which has no registers left for them.
+  static constexpr bool kEarly = NT < 8;
+  float cosine[kEarly ? NT : 1][kThreadPairs], sine[kEarly ? NT : 1][kThreadPairs];
+
+  __device__ __forceinline__ bool looks_up() const { return k_pages != nullptr && threadIdx.x < T; }
+  // Not before the wait: decode_attention, the next kernel, reads early what is older than this launch.
+  __device__ __forceinline__ void prepare(uint32_t shared) {
+    pdl_launch_dependents();
+    place = shared;
+    if (!looks_up()) return;
+    slot = slots[threadIdx.x], position = positions[threadIdx.x];
+    if (slot < 0) position = 0;
+    asm volatile("st.shared.s32 [%0], %1;" ::"r"(shared + threadIdx.x * 8), "r"(position) : "memory");
+  }
+  // A page hangs on two reads in a row. It is not needed before a value is stored: nothing waits for it in between.
+  __device__ __forceinline__ void look_up() {
+    page = -1;
+    if (looks_up() && slot >= 0) page = block_tables[static_cast<int64_t>(slot) * pages_per_sequence + position / kPageTokens];
+  }
+  __device__ __forceinline__ void settle() const {
+    if (looks_up()) asm volatile("st.shared.s32 [%0], %1;" ::"r"(place + threadIdx.x * 8 + 4), "r"(page) : "memory");
+  }
+  __device__ __forceinline__ int2 position_and_page(int token) const {
+    int2 v;
+    asm volatile("ld.shared.v2.s32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(place + token * 8) : "memory");
+    return v;
+  }
+  __device__ __forceinline__ void prefetch(int nt, int i, int tile, int row, int token) {
+    if (kEarly) read_angle(nt, i, tile, row, token);
+  }
+  __device__ __forceinline__ void read_angle(int nt, int i, int tile, int row, int token) {
+    if (k_pages == nullptr || tile / kHeadTiles >= num_heads + num_kv_heads) return;
+    const int64_t angle = static_cast<int64_t>(position_and_page(token).x) * kHalf + QkvTiles::dimension(tile, row);
+    cosine[nt][i] = __ldg(rope + angle);
+    sine[nt][i] = __ldg(rope + static_cast<int64_t>(max_context) * kHalf + angle);
+  }
+  __device__ __forceinline__ void store(int nt, int i, int tile, int row, int token, float lo, float hi) {
+    const int head = tile / kHeadTiles, d = QkvTiles::dimension(tile, row);
+    if (bias != nullptr) lo += to_float(bias[head * HEAD_DIM + d]), hi += to_float(bias[head * HEAD_DIM + d + kHalf]);
+    scalar_t* out;
+    if (k_pages == nullptr) {
+      out = q + static_cast<int64_t>(token) * (num_heads + 2 * num_kv_heads) * HEAD_DIM + head * HEAD_DIM;
+    } else {
+      if (head < num_heads + num_kv_heads) {
+        const int kept = kEarly ? nt : 0;
+        if (!kEarly) read_angle(kept, i, tile, row, token);
+        const float c = cosine[kept][i], s = sine[kept][i], first = lo;
+        // One way to round, whatever the compiler would contract: a row's bits do not depend on TOKEN_TILES.
+        lo = fmaf(first, c, -__fmul_rn(hi, s));
+        hi = fmaf(hi, c, __fmul_rn(first, s));
+      }
+      if (head < num_heads) {
+        out = q + (static_cast<int64_t>(token) * num_heads + head) * HEAD_DIM;
+      } else {
+        const int2 at = position_and_page(token);
+        if (at.y < 0) return;
+        const bool is_key = head < num_heads + num_kv_heads;
+        const int kv_head = head - num_heads - (is_key ? 0 : num_kv_heads);
+        out = (is_key ? k_pages : v_pages) +
+              ((static_cast<int64_t>(at.y) * num_kv_heads + kv_head) * kPageTokens + at.x % kPageTokens) * HEAD_DIM;
+      }
+    }
+    out[d] = from_float(lo);
+    out[d + kHalf] = from_float(hi);
+  }
+};
+#endif
+
+#if LINEAR == 1
+struct ConsecutiveTiles {
+  int num_tiles, num_groups;
+  __device__ __forceinline__ int lo(int tile, int row) const { return tile * 16 + row; }
+  __device__ __forceinline__ int hi(int tile, int row) const { return tile * 16 + 8 + row; }
+};
+
+struct ResidualEpilogue {
+  scalar_t* x;
+  const scalar_t* bias;
+  int N;
+  float scale;
+  scalar_t before[NT][kThreadPairs][2];
+
+  __device__ __forceinline__ void prepare(uint32_t) {}
+  __device__ __forceinline__ void look_up() {}
+  __device__ __forceinline__ void settle() const {}
+  __device__ __forceinline__ void prefetch(int nt, int i, int tile, int row, int token) {
+    const scalar_t* from = x + static_cast<int64_t>(token) * N + tile * 16 + row;
+    before[nt][i][0] = from[0];
+    before[nt][i][1] = from[8];
+  }
+  __device__ __forceinline__ void store(int nt, int i, int tile, int row, int token, float lo, float hi) {
+    const int column = tile * 16 + row;
+    if (bias != nullptr) lo += to_float(bias[column]), hi += to_float(bias[column + 8]);
+    scalar_t* out = x + static_cast<int64_t>(token) * N + column;
+    out[0] = from_float(fmaf(scale, lo, to_float(before[nt][i][0])));
+    out[8] = from_float(fmaf(scale, hi, to_float(before[nt][i][1])));
+  }
+};
+#endif
+
+#if LINEAR == 2
+// Eight gate rows and the matching up rows.
+struct GateUpTiles {
+  int num_tiles, num_groups, F;
+  __device__ __forceinline__ int lo(int tile, int row) const { return tile * 8 + row; }
+  __device__ __forceinline__ int hi(int tile, int row) const { return F + tile * 8 + row; }
+};
+
+struct GateUpEpilogue {
+  scalar_t* out;
+  int F;
+
+  __device__ __forceinline__ void prepare(uint32_t) {}
+  __device__ __forceinline__ void look_up() {}
+  __device__ __forceinline__ void settle() const {}
+  __device__ __forceinline__ void prefetch(int, int, int, int, int) {}
+  __device__ __forceinline__ void store(int, int, int tile, int row, int token, float gate, float up) {
+    out[static_cast<int64_t>(token) * F + tile * 8 + row] = from_float(gate / (1.0f + __expf(-gate)) * up);
+  }
+};
+#endif
+
+#if LINEAR == 3
+// The last tile may reach past V: rows that do not exist read the last one, and nothing of them is stored.
+struct HeadTiles {
+  int num_tiles, num_groups, V;
+  __device__ __forceinline__ int lo(int tile, int row) const { return min(tile * 16 + row, V - 1); }
+  __device__ __forceinline__ int hi(int tile, int row) const { return min(tile * 16 + 8 + row, V - 1); }
+};
+
+struct HeadEpilogue {
+  float* logits;
+  int V;
+  float divisor;
+
+  __device__ __forceinline__ void prepare(uint32_t) {}
+  __device__ __forceinline__ void look_up() {}
+  __device__ __forceinline__ void settle() const {}
+  __device__ __forceinline__ void prefetch(int, int, int, int, int) {}
+  __device__ __forceinline__ void store(int, int, int tile, int row, int token, float lo, float hi) {
+    const int first = tile * 16 + row;
+    float* out = logits + static_cast<int64_t>(token) * V + first;
+    if (first < V) out[0] = lo / divisor;
+    if (first + 8 < V) out[8] = hi / divisor;
+  }
+};
+#endif

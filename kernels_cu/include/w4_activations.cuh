@@ -1,0 +1,153 @@
+// x of a product with packed 4-bit weights on its way to shared memory.
+#pragma once
+#include "w4_stream.cuh"
+
+// x in shared memory: all that the block reads of it at once, or in stages.
+struct Activations {
+  const Lane& at;
+  const unsigned char* prepared;   // the block's part of what prepare_w4 wrote
+  int stage = 0, last = 0;         // the stage that is read next; the stages of all rounds
+
+  __device__ __forceinline__ uint32_t base() const { return at.shared + kXOffset; }
+
+  // x as it is in memory, normalised by groups of 256 threads that take tokens in turn. Before a barrier.
+  // `look()` comes after a barrier.
+  template <class Look>
+  __device__ __forceinline__ void fill_normalised(const scalar_t* x, const scalar_t* norm, WeightStream& weights, int T, float eps, Look look) const {
+    constexpr int kTeams = kThreads / kRowThreads;
+    constexpr int kBatch = ROWS == 1 ? 1 : (ROWS + kTeams - 1) / kTeams;   // tokens of a team
+    const int team = threadIdx.x / kRowThreads;
+    const bool in_team = kThreads % kRowThreads == 0 || team < kTeams;
+    const uint32_t squares = at.shared + kSquareOffset, scales = squares + kTokens * kRowWarps * 4;
+    uint4 v[kBatch][kThreadPieces];
+#pragma unroll
+    for (int b = 0; b < kBatch; b++)
+#pragma unroll
+      for (int i = 0; i < kThreadPieces; i++) {
+        const int token = b * kTeams + team;
+        if (token < T && in_team && RowPieces::piece(i) < kPieces)
+          v[b][i] = load_written(x + static_cast<size_t>(token) * K + RowPieces::piece(i) * 8);
+      }
+    RowPieces row_pieces;
+    row_pieces.load_norm(norm);
+    weights.fill_ring();
+#pragma unroll
+    for (int b = 0; b < kBatch; b++) {
+      const int token = b * kTeams + team;
+      float sum = 0.0f;
+#pragma unroll
+      for (int i = 0; i < kThreadPieces; i++)
+        if (RowPieces::piece(i) < kPieces) sum = square_sum(v[b][i], sum);
+      sum = RowPieces::warp_square_sum(sum);
+      if (at.lane == 0 && token < T && in_team) store_shared_float(squares + (token * kRowWarps + at.warp % kRowWarps) * 4, sum);
+    }
+    __syncthreads();
+    look();
+    if (ROWS > 1) {
+      if (threadIdx.x < T) store_shared_float(scales + threadIdx.x * 4, RowPieces::scale(squares + threadIdx.x * kRowWarps * 4, eps));
+      __syncthreads();
+    }
+#pragma unroll
+    for (int b = 0; b < kBatch; b++) {
+      const int token = b * kTeams + team;
+      const bool is_mine = token < T && in_team;
+      const float scale = !is_mine ? 0.0f : ROWS > 1 ? load_shared_float(scales + token * 4) : RowPieces::scale(squares, eps);
+#pragma unroll
+      for (int i = 0; i < kThreadPieces; i++) {
+        const int piece = RowPieces::piece(i);
+        place(normalised(v[b][i], row_pieces.norm[i], scale), piece, token, is_mine && piece < kPieces);
+      }
+    }
+  }
+
+  // The block's part of x, as it is in memory. Before a barrier. `look()` comes while it is on its way.
+  template <class Look>
+  __device__ __forceinline__ void fill(const scalar_t* x, WeightStream& weights, int T, Look look) const {
+    constexpr int kBatch = ROWS == 1 && kPieces <= 4 * kThreads ? 4 : 8;
+    const int first = SHARED_RUN ? at.run * kRunSlices * 16 : 0, pieces = SHARED_RUN ? at.slices * 16 : kPieces;
+#pragma unroll 1
+    for (int start = 0; start < pieces * T; start += kBatch * kThreads) {
+      uint4 v[kBatch];
+#pragma unroll
+      for (int i = 0; i < kBatch; i++) {
+        const int item = start + i * kThreads + threadIdx.x;
+        if (item < pieces * T) v[i] = load_written(x + static_cast<size_t>(item / pieces) * K + (first + item % pieces) * 8);
+      }
+      if (start == 0) weights.fill_ring(), look();
+#pragma unroll
+      for (int i = 0; i < kBatch; i++) {
+        const int item = start + i * kThreads + threadIdx.x;
+        if (start + i * kThreads >= pieces * T) break;   // for the whole block
+        place(scaled(v[i]), item % pieces, item / pieces, item < pieces * T);
+      }
+    }
+  }
+
+  // A piece, with the sum over its scale group: all lanes of a warp.
+  __device__ __forceinline__ void place(uint4 v, int piece, int token, bool is_mine) const {
+    const float sum = code_sum(v);
+    if (!is_mine) return;
+    const uint32_t to = base() + x_offset(piece, token);
+    if (WGMMA_PRODUCTS) {
+#pragma unroll
+      for (int e = 0; e < 4; e++) store_shared_word(to + e * kXWordStride, (&v.x)[e]);
+    } else {
+      store_shared(to, v);
+    }
+    if (piece % kGroupLanes == 0) store_shared_float(base() + sum_offset(piece, token), sum);
+  }
+
+  // What prepare_w4 wrote, all at once. Before a barrier.
+  __device__ __forceinline__ void copy_prepared() const {
+    const int bytes = (SHARED_RUN ? at.slices : kSlices) * kXSliceBytes;
+    for (int i = threadIdx.x * 16; i < bytes; i += kThreads * 16) cp_async16(base() + i, prepared + i);
+    cp_async_commit();
+  }
+
+  __device__ __forceinline__ int stage_bytes(int index) const {
+    const int stages = (at.slices + kStageSlices - 1) / kStageSlices, left = at.slices - index % stages * kStageSlices;
+    return (left < kStageSlices ? left : kStageSlices) * kXSliceBytes;
+  }
+  __device__ __forceinline__ const unsigned char* stage_source(int index) const {
+    const int stages = (at.slices + kStageSlices - 1) / kStageSlices;
+    return prepared + static_cast<size_t>(index % stages) * kStageSlices * kXSliceBytes;
+  }
+  __device__ __forceinline__ uint32_t stage_place(int index) const { return base() + index % kStages * kStageSlices * kXSliceBytes; }
+#if COPY_ENGINE
+  // Barriers of a stage: its bytes have come; all warps have read it.
+  __device__ __forceinline__ uint32_t full(int index) const { return at.shared + kXBarrier + index % kStages * 16; }
+  __device__ __forceinline__ uint32_t empty(int index) const { return full(index) + 8; }
+#endif
+  __device__ __forceinline__ void start_stage(int index) const {
+#if COPY_ENGINE
+    if (threadIdx.x != 0 || index >= last) return;
+    if (index >= kStages) mbarrier_wait(empty(index), index / kStages - 1 & 1);
+    copy_bulk(stage_place(index), stage_source(index), stage_bytes(index), full(index));
+#endif
+  }
+  // Before pdl_wait, and a barrier before anyone reads.
+  __device__ __forceinline__ void prepare_stages() const {
+#if COPY_ENGINE
+    if (threadIdx.x == 0)
+      for (int i = 0; i < kStages; i++) mbarrier_init(full(i), 1), mbarrier_init(empty(i), kWarps);
+    mbarrier_init_fence();
+#endif
+  }
+  __device__ __forceinline__ void start_stages() const {
+    for (int i = 0; i < kStages - 2; i++) start_stage(i);
+  }
+  // The next stage. The calling warp has read the one before it; the first thread goes on with the copies.
+  __device__ __forceinline__ uint32_t enter_stage() {
+#if COPY_ENGINE
+    __syncwarp();
+    if (stage > 0 && at.lane == 0) mbarrier_arrive(empty(stage - 1));
+    start_stage(stage + kStages - 2);
+    mbarrier_wait(full(stage), stage / kStages & 1);
+#else
+    __syncthreads();
+    for (int i = threadIdx.x * 16; i < stage_bytes(stage); i += kThreads * 16) store_shared(stage_place(stage) + i, load_written(stage_source(stage) + i));
+    __syncthreads();
+#endif
+    return stage_place(stage++);
+  }
+};

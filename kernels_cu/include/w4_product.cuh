@@ -1,0 +1,325 @@
+// y[T,N] = epilogue(norm(x)[T,K] W[N,K]^T) for T <= ROWS rows and packed 4-bit weights: activations, products, sums over K.
+//
+// Tensor-core operand A is a tile with codes u as they are (w4_layout.cuh), operand B eight tokens. Over a scale group the tensor
+// cores sum u x; a sum grows by scale * (sum u x - 8 sum x), or with ZEROS by scale * (sum u x - zero * sum x). The sums of x
+// are taken once, where x is brought to shared memory. hi's sums are 16 times too large until the end.
+// K is cut into RUNS runs that are added in order. SHARED_RUN = 0: eight warps of a block take the runs of one tile. SHARED_RUN = 1:
+// the warps take a tile each of the same run, so that a block reads an eighth of x; with RUNS = 8 the sums meet in `partials`.
+// Runs and the order of sums do not depend on T, ROWS, WARPS or SHARED_RUN: a row's bits are the same in every step.
+#pragma once
+#include "mma.cuh"
+#include "w4_activations.cuh"
+#if WGMMA_PRODUCTS
+#include "tma.cuh"
+#include "w4_wgmma.cuh"
+#endif
+
+#define W4_BOUNDS __launch_bounds__(kThreads, 1)
+
+constexpr int kDeparted = 1 << 16;                 // counts blocks that need an arrival counter no more
+constexpr int kLaneTokens = ROWS == 1 ? 1 : 2;   // of a token tile
+
+using Sums = float[NT][4];   // of a lane and its warp's tile: token tile, {lo: token 2t, 2t+1; hi: the same}
+
+// out += scale * (acc - zero * sums of x) over scale group `group` of a slice, for token tiles `from` .. from + COUNT / 4 - 1.
+template <int COUNT>
+__device__ __forceinline__ void add_group(Sums& out, const float (&acc)[COUNT], int from, uint32_t unit, uint32_t x, int group,
+                                          const Lane& at) {
+  const uint32_t scales = unit + kCodeBytes + group * kScaleBytes;
+  const uint32_t sums = x + kXSumOffset + (group * kTokens + (ROWS == 1 ? 0 : at.quarter * 2)) * 4;
+  float2 scale, zero;
+  if (ZEROS) {
+    const uint2 pairs = load_shared_words(scales + at.token * 8);
+    const float2 lo = unpack2(pairs.x), hi = unpack2(pairs.y);
+    scale = make_float2(lo.x, hi.x), zero = make_float2(-lo.y, -hi.y * 16.0f);
+  } else {
+    scale = unpack2(load_shared_word(scales + at.token * 4)), zero = make_float2(-1.0f, -16.0f);
+  }
+#pragma unroll
+  for (int i = 0; i < COUNT / 4; i++) {
+    float2 ones;
+    if (ROWS == 1) ones.x = ones.y = load_shared_float(sums);
+    else ones = load_shared2(sums + (from + i) * 32);
+#pragma unroll
+    for (int c = 0; c < 4; c++) {
+      const float difference = fmaf(c < 2 ? zero.x : zero.y, c % 2 ? ones.y : ones.x, acc[i * 4 + c]);
+      out[from + i][c] = fmaf(c < 2 ? scale.x : scale.y, difference, out[from + i][c]);
+    }
+  }
+}
+
+// Codes of lo and hi, two k each, then two k further.
+__device__ __forceinline__ void split_codes(uint32_t (&a)[4], uint32_t word) {
+  const uint32_t high = word >> 8;
+  a[0] = word & 0x000F000Fu, a[1] = word & 0x00F000F0u, a[2] = high & 0x000F000Fu, a[3] = high & 0x00F000F0u;
+}
+
+#if WGMMA_PRODUCTS
+// out += S slices, each a sum of its own, added in order. All four warps of a warpgroup, whether they have a tile or not.
+template <int S>
+__device__ __forceinline__ void multiply_together(Sums& out, uint32_t unit, uint32_t x, const Lane& at) {
+  constexpr int kSteps = SCALE_GROUP / 16;   // of 16 k in a scale group
+  constexpr int kHeld = NT == 8 && kThreads > 512 && kSteps > 4 ? 4 : kSteps;   // with codes in registers at a time
+#pragma unroll
+  for (int group = 0; group < kUnitScales; group++) {
+    float acc[S][NT * 4];
+    uint32_t a[S][kHeld][4];
+#pragma unroll
+    for (int s = 0; s < S; s++) {
+      const uint64_t tokens = tokens_descriptor<NT>(x + s * kXSliceBytes);
+#pragma unroll
+      for (int from = 0; from < kSteps; from += kHeld) {
+        if (from > 0) {
+          wgmma_wait<0>();
+          settle(a[s]);
+        }
+#pragma unroll
+        for (int step = 0; step < kHeld; step += 2) {
+          const int word = group * kSteps + from + step;
+          const uint2 pair = load_shared_words(unit + s * kUnitBytes + word / 4 * 512 + at.lane * 16 + word % 4 * 4);
+          split_codes(a[s][step], pair.x), split_codes(a[s][step + 1], pair.y);
+        }
+        settle(a[s]);
+        wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < kHeld; step++)
+          multiply_tile(acc[s], a[s][step], tokens + descriptor_step((group * kSteps + from + step) * 2 * kXWordStride), from + step > 0);
+        wgmma_commit();
+      }
+    }
+#pragma unroll
+    for (int s = 0; s < S; s++) {
+      if (s == S - 1) wgmma_wait<0>();
+      else wgmma_wait<1>();
+      settle(acc[s]);
+      settle(a[s]);
+      add_group(out, acc[s], 0, unit + s * kUnitBytes, x + s * kXSliceBytes, group, at);
+    }
+  }
+}
+#endif
+
+// out += S slices: units from `unit` on, x from `x` on. Each is a sum of its own, added in order.
+template <int S>
+__device__ __forceinline__ void multiply_slices(Sums& out, uint32_t unit, uint32_t x, const Lane& at) {
+  constexpr int kGroupBlocks = SCALE_GROUP / 32;
+  // Token tiles whose sums over a scale group are in registers together.
+  constexpr int kPart = NT < 4 ? NT : kThreads < 512 ? 4 : (kThreads == 512 ? 16 : 8) / NT;
+  const uint32_t x_lane = x + (ROWS == 1 ? at.quarter : at.lane) * 16;
+#pragma unroll
+  for (int part = 0; part < kUnitScales * (NT / kPart); part++) {
+    const int group = part / (NT / kPart), from = part % (NT / kPart) * kPart;
+    float acc[S][kPart * 4] = {};
+    uint4 words[S];
+#pragma unroll
+    for (int j = group * kGroupBlocks; j < (group + 1) * kGroupBlocks; j++) {
+      uint4 b[S][kPart];
+#pragma unroll
+      for (int s = 0; s < S; s++) {
+#pragma unroll
+        for (int i = 0; i < kPart; i++) b[s][i] = load_shared(x_lane + s * kXSliceBytes + j * kXBlockBytes + (from + i) * 512);
+        if (j % 2 == 0 || j == group * kGroupBlocks) words[s] = load_shared(unit + s * kUnitBytes + j / 2 * 512 + at.lane * 16);
+      }
+#pragma unroll
+      for (int half = 0; half < 2; half++)
+#pragma unroll
+        for (int s = 0; s < S; s++) {
+          uint32_t a[4];
+          split_codes(a, (&words[s].x)[j % 2 * 2 + half]);
+#pragma unroll
+          for (int i = 0; i < kPart; i++)
+            mma(reinterpret_cast<float(&)[4]>(acc[s][i * 4]), a, {half ? b[s][i].z : b[s][i].x, half ? b[s][i].w : b[s][i].y});
+        }
+    }
+#pragma unroll
+    for (int s = 0; s < S; s++) add_group(out, acc[s], from, unit + s * kUnitBytes, x + s * kXSliceBytes, group, at);
+    if (NT == 8) __syncwarp();   // keeps the next part's loads, and their registers, behind
+  }
+}
+
+// The warp's run of one tile.
+__device__ __forceinline__ void accumulate(Sums& out, WeightStream& weights, Activations& x, const Lane& at, bool has_tile) {
+  constexpr int kTogether = kChunkSlices % kTogetherSlices == 0 && (kResident || kStageSlices % kTogetherSlices == 0) ? kTogetherSlices : 1;
+  uint32_t place = x.base() + (SHARED_RUN ? 0 : at.run * kRunSlices * kXSliceBytes);
+#pragma unroll 1
+  for (int done = 0; done < at.slices;) {
+    uint32_t chunk = has_tile ? weights.wait() : weights.ring;
+    int left = at.slices - done < kChunkSlices ? at.slices - done : kChunkSlices;
+    if (kTogether > 1) {
+#pragma unroll 1
+      for (; left >= kTogether; left -= kTogether, done += kTogether) {
+        if (!kResident && done % kStageSlices == 0) place = x.enter_stage();
+#if WGMMA_PRODUCTS
+        multiply_together<kTogether>(out, chunk, place, at);
+#else
+        if (has_tile) multiply_slices<kTogether>(out, chunk, place, at);
+#endif
+        place += kTogether * kXSliceBytes, chunk += kTogether * kUnitBytes;
+      }
+    }
+#pragma unroll 1
+    for (; left > 0; left--, done++) {
+      if (!kResident && done % kStageSlices == 0) place = x.enter_stage();
+#if WGMMA_PRODUCTS
+      multiply_together<1>(out, chunk, place, at);
+#else
+      if (has_tile) multiply_slices<1>(out, chunk, place, at);
+#endif
+      place += kXSliceBytes, chunk += kUnitBytes;
+    }
+    if (has_tile) weights.release();
+  }
+#pragma unroll
+  for (int i = 0; i < NT; i++)
+#pragma unroll
+    for (int c = 0; c < 4; c++) out[i][c] *= c < 2 ? kSumScale : kSumScale / 16;
+}
+
+// SHARED_RUN = 0: sums over the runs, in order. `visit(nt, i, tile, row, token, pair)` for what the thread finishes.
+template <class Visit>
+__device__ __forceinline__ void visit_pairs(int nt, int round, int num_tiles, int T, Visit visit) {
+#pragma unroll
+  for (int i = 0; i < kThreadPairs; i++) {
+    const int pair = threadIdx.x + i * kThreads, token = nt * 8 + (pair & 3) * 2 + (pair >> 5 & 1), tile = Lane::tile(round, pair >> 6);
+    if (pair < kPairs && tile < num_tiles && token < T) visit(i, tile, pair >> 2 & 7, token, pair);
+  }
+}
+
+template <class Epilogue>
+__device__ __forceinline__ void finish_block(const Sums& out, const Lane& at, Epilogue& epilogue, int round, int num_tiles, int T) {
+#pragma unroll
+  for (int nt = 0; nt < NT; nt++) {
+    __syncthreads();
+#pragma unroll
+    for (int odd = 0; odd < kLaneTokens; odd++)
+      if (nt * 8 + at.quarter * 2 + odd < T)
+        store_shared2(at.shared + kPartialOffset + (at.warp * 64 + odd * 32 + at.lane) * 8, out[nt][odd], out[nt][odd + 2]);
+    __syncthreads();
+    visit_pairs(nt, round, num_tiles, T, [&](int i, int tile, int row, int token, int pair) {
+      float2 sum = make_float2(0.0f, 0.0f);
+#pragma unroll
+      for (int run = 0; run < kFilledRuns; run++) {
+        const float2 part = load_shared2(at.shared + kPartialOffset + (((pair >> 6) * RUNS + run) * 64 + (pair & 63)) * 8);
+        sum.x += part.x, sum.y += part.y;
+      }
+      epilogue.store(nt, i, tile, row, token, sum.x, sum.y);
+    });
+  }
+}
+
+// SHARED_RUN = 1 and RUNS = 1: a lane's own values.
+template <class Epilogue>
+__device__ __forceinline__ void finish_rows(const Sums& out, const Lane& at, Epilogue& epilogue, int tile, int T) {
+#pragma unroll
+  for (int nt = 0; nt < NT; nt++)
+#pragma unroll
+    for (int pass = 0; pass < 2; pass++)
+#pragma unroll
+      for (int odd = 0; odd < kLaneTokens; odd++) {
+        const int token = nt * 8 + at.quarter * 2 + odd;
+        if (token >= T) continue;
+        if (pass == 0) epilogue.prefetch(nt, odd, tile, at.token, token);
+        else epilogue.store(nt, odd, tile, at.token, token, out[nt][odd], out[nt][odd + 2]);
+      }
+}
+
+// SHARED_RUN = 1 and RUNS = 8: the eight blocks with the runs of some tiles exchange their sums, and each finishes an eighth.
+//   partials (tiles, RUNS, NT, 32) float4; arrivals (tiles) int32, 0 before and after.
+// A block waits for the others. All of a grid are on the device together: there are no more than multiprocessors, the kernels
+// before it end without it, and those after it start only when all its blocks have.
+template <class Epilogue>
+__device__ __forceinline__ void finish_grid(const Sums& out, const Lane& at, Epilogue& epilogue, int round, int num_tiles, int T,
+                                            float4* partials, int* arrivals) {
+  constexpr int kRunParts = NT * 32;
+  const int own = at.tile(round);
+  if (own < num_tiles && at.slices > 0) {
+    float4* const parts = partials + (static_cast<size_t>(own) * RUNS + at.run) * kRunParts + at.lane;
+#pragma unroll
+    for (int nt = 0; nt < NT; nt++)
+      if (nt * 8 < T) __stcg(parts + nt * 32, make_float4(out[nt][0], out[nt][1], out[nt][2], out[nt][3]));
+  }
+  int* const arrived = arrivals + Lane::tile(round, 0);
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    atomicAdd(arrived, 1);
+    while (*static_cast<volatile int*>(arrived) % kDeparted < RUNS) {
+    }
+    __threadfence();
+  }
+  __syncthreads();
+#pragma unroll 1
+  for (int item = threadIdx.x; item < (kWarps + RUNS - 1) / RUNS * kRunParts; item += kThreads) {
+    const int place = item / kRunParts * RUNS + at.run, tile = Lane::tile(round, place), part_of = item % kRunParts;
+    const int first = part_of / 32 * 8 + item % 4 * 2, row = item / 4 % 8;
+    if (place >= kWarps || tile >= num_tiles || first >= T) continue;
+    const float4* const parts = partials + static_cast<size_t>(tile) * RUNS * kRunParts + part_of;
+    float4 part[kFilledRuns];
+#pragma unroll
+    for (int run = 0; run < kFilledRuns; run++) part[run] = __ldcg(parts + run * kRunParts);
+#pragma unroll
+    for (int odd = 0; odd < kLaneTokens; odd++)
+      if (first + odd < T) epilogue.prefetch(0, odd, tile, row, first + odd);
+    float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+    for (int run = 0; run < kFilledRuns; run++) sum.x += part[run].x, sum.y += part[run].y, sum.z += part[run].z, sum.w += part[run].w;
+    epilogue.store(0, 0, tile, row, first, sum.x, sum.z);
+    if (kLaneTokens > 1 && first + 1 < T) epilogue.store(0, 1, tile, row, first + 1, sum.y, sum.w);
+  }
+  if (threadIdx.x == 0 && atomicAdd(arrived, kDeparted) / kDeparted == RUNS - 1) *arrived = 0;
+}
+
+// The whole product; the epilogue as in linear_product.cuh. x (T, K), or with PREPARED what prepare_w4 wrote.
+template <bool kNorm, class Epilogue>
+__device__ __forceinline__ void w4_product(Epilogue& epilogue, int num_tiles, const scalar_t* x, const scalar_t* norm,
+                                           const void* weight, float4* partials, int* arrivals, int T, float eps) {
+  constexpr bool kNormalises = kNorm && !PREPARED;
+  static_assert(!kNormalises || !SHARED_RUN || RUNS == 1, "a block that sees one run of x cannot normalise it");
+  const Lane at;
+  const int first = Lane::tile(0, 0), step = Lane::tile(1, 0) - first, rounds = (num_tiles - first + step - 1) / step;
+  WeightStream weights(at, weight, num_tiles);
+  if (kNormalises) RowPieces::prefetch_norm(norm);
+  Activations activations{at, reinterpret_cast<const unsigned char*>(x) + (SHARED_RUN ? at.run * kRunSlices * kXSliceBytes : 0)};
+  if (!kResident) {
+    activations.last = rounds * ((at.slices + kStageSlices - 1) / kStageSlices);
+    activations.prepare_stages();
+  }
+  pdl_wait();
+  if (!kResident) activations.start_stages();
+  epilogue.prepare(at.shared + kEpilogueOffset);
+  const auto look = [&](int round) {
+#pragma unroll
+    for (int nt = 0; nt < (SHARED_RUN ? 0 : NT); nt++)
+      visit_pairs(nt, round, num_tiles, T, [&](int i, int tile, int row, int token, int) { epilogue.prefetch(nt, i, tile, row, token); });
+  };
+  if (kNormalises) {
+    activations.fill_normalised(x, norm, weights, T, eps, [&] { look(0); });
+  } else if (!PREPARED) {
+    activations.fill(x, weights, T, [&] { look(0); });
+  } else {
+    if (kResident) activations.copy_prepared();
+    weights.fill_ring();
+  }
+  epilogue.look_up();
+  if (SHARED_RUN) epilogue.settle();
+  if (PREPARED && kResident) cp_async_wait<COPY_ENGINE ? 0 : kSlots - kEarlySlots>();
+#if WGMMA_PRODUCTS
+  async_proxy_fence();
+#endif
+  __syncthreads();
+#pragma unroll 1
+  for (int round = 0; round < rounds; round++) {
+    const int tile = at.tile(round);
+    if (PREPARED || round > 0) look(round);
+    Sums out = {};
+    accumulate(out, weights, activations, at, tile < num_tiles);
+    if (!SHARED_RUN) {
+      if (round == 0) epilogue.settle();   // a barrier comes before the stores
+      finish_block(out, at, epilogue, round, num_tiles, T);
+    } else if (RUNS > 1) {
+      finish_grid(out, at, epilogue, round, num_tiles, T, partials, arrivals);
+    } else if (tile < num_tiles) {
+      finish_rows(out, at, epilogue, tile, T);
+    }
+  }
+}

@@ -1,0 +1,183 @@
+// Rows of x on their way to products with packed 4-bit weights: normalised, scaled, in the order in which lanes read them.
+#pragma once
+#include "copy.cuh"
+
+#ifndef IN_FEATURES
+#error "IN_FEATURES (K, the columns of W, a multiple of 128) must be defined"
+#endif
+#ifndef ROWS
+#error "ROWS (rows of a step that this build takes at most: 1, 8, 16, 32 or 64) must be defined"
+#endif
+#ifndef SCALE_GROUP
+#error "SCALE_GROUP (columns that share a scale: 32, 64 or 128) must be defined"
+#endif
+#ifndef ZEROS
+#error "ZEROS (1: zero points beside the scales; 0: every zero point is 8) must be defined"
+#endif
+#ifndef WARPGROUPS
+#error "WARPGROUPS (1: four warps multiply together where the architecture lets them; 0: each alone) must be defined"
+#endif
+static_assert(ROWS == 1 || ROWS == 8 || ROWS == 16 || ROWS == 32 || ROWS == 64, "ROWS must be 1, 8, 16, 32 or 64");
+
+constexpr int NT = (ROWS + 7) / 8;                             // tiles of 8 tokens
+constexpr int kTokens = ROWS == 1 ? 1 : 8 * NT;
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL) && WARPGROUPS
+#define WGMMA_PRODUCTS 1
+#else
+#define WGMMA_PRODUCTS 0
+#endif
+// [32 k][token tile][lane] 16 bytes: k = 8 t .. + 7 of token g; or with one row [32 k][lane % 4]. With WGMMA_PRODUCTS
+// [16 k][half][token tile][token][t] words: k = 8 t + 4 (16 k) + 2 half, + 1 of each 32.
+constexpr int kXBlockBytes = ROWS == 1 ? 64 : NT * 512;        // 32 k
+// A slice of 128 k: four of those, then [128 / SCALE_GROUP][token] float, x summed over a scale group times a code 8 (ZEROS: 1).
+constexpr int kXSumOffset = 4 * kXBlockBytes;
+constexpr int kXSliceBytes = kXSumOffset + (ROWS == 1 ? 16 : 128 / SCALE_GROUP * kTokens * 4);
+constexpr int kGroupLanes = SCALE_GROUP / 8;                   // that hold a scale group together
+
+// bf16 only: x enters the products times 2^64, exactly, so that sums of codes of 2^-133 are ordinary numbers.
+#ifdef CPMRT_BF16
+constexpr float kXScale = 18446744073709551616.0f;             // 2^64
+constexpr float kSumScale = 590295810358705651712.0f;          // 2^69
+constexpr float kCodeScale = 1.0f / 36893488147419103232.0f, kCodeScale2 = 1.0f / 295147905179352825856.0f;   // 2^-65, 2^-68
+#else
+constexpr float kXScale = 1.0f;
+constexpr float kSumScale = 16777216.0f;                       // 2^24
+constexpr float kCodeScale = 1.0f / 16777216.0f, kCodeScale2 = 1.0f;
+#endif
+
+constexpr int kPieces = IN_FEATURES / 8;                       // of 16 bytes in a row of x
+constexpr int kRowWarps = 8, kRowThreads = kRowWarps * 32;     // that take a row together
+constexpr int kThreadPieces = (kPieces + kRowThreads - 1) / kRowThreads;
+
+// Where piece k / 8 of a token begins; with WGMMA_PRODUCTS its four words are kXWordStride bytes apart.
+constexpr int kXWordStride = NT * 128;
+__device__ __forceinline__ int x_offset(int piece, int token) {
+  const int block = (piece >> 4) * kXSliceBytes + (piece >> 2 & 3) * kXBlockBytes;
+  if (WGMMA_PRODUCTS) return block + (token >> 3) * 128 + (token & 7) * 16 + (piece & 3) * 4;
+  return block + (ROWS == 1 ? 0 : (token >> 3) * 512 + (token & 7) * 64) + (piece & 3) * 16;
+}
+
+__device__ __forceinline__ uint4 scaled(uint4 v) {
+#ifdef CPMRT_BF16
+  uint32_t* words = &v.x;
+#pragma unroll
+  for (int e = 0; e < 4; e++) {
+    const float2 a = unpack2(words[e]);
+    words[e] = pack2(a.x * kXScale, a.y * kXScale);
+  }
+#endif
+  return v;
+}
+
+// round(v * s * w), times kXScale, which is in s.
+__device__ __forceinline__ uint4 normalised(uint4 v, uint4 w, float s) {
+  uint32_t* values = &v.x;
+  const uint32_t* weights = &w.x;
+#pragma unroll
+  for (int e = 0; e < 4; e++) {
+    const float2 a = unpack2(values[e]), b = unpack2(weights[e]);
+    values[e] = pack2(a.x * s * b.x, a.y * s * b.y);
+  }
+  return v;
+}
+
+__device__ __forceinline__ float square_sum(uint4 v, float sum) {
+  const uint32_t* values = &v.x;
+#pragma unroll
+  for (int e = 0; e < 4; e++) {
+    const float2 a = unpack2(values[e]);
+    sum = fmaf(a.y, a.y, fmaf(a.x, a.x, sum));
+  }
+  return sum;
+}
+
+// Written by the kernel before this one: not through the read-only path.
+__device__ __forceinline__ uint4 load_written(const void* source) {
+  uint4 v;
+  asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(source) : "memory");
+  return v;
+}
+
+
+__device__ __forceinline__ uint4 load_shared(uint32_t address) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address) : "memory");
+  return v;
+}
+__device__ __forceinline__ void store_shared(uint32_t address, uint4 v) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+__device__ __forceinline__ uint32_t load_shared_word(uint32_t address) {
+  uint32_t v;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
+  return v;
+}
+__device__ __forceinline__ uint2 load_shared_words(uint32_t address) {
+  uint2 v;
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address) : "memory");
+  return v;
+}
+__device__ __forceinline__ void store_shared_word(uint32_t address, uint32_t word) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(word) : "memory");
+}
+__device__ __forceinline__ void store_shared_float(uint32_t address, float a) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(a) : "memory");
+}
+__device__ __forceinline__ float load_shared_float(uint32_t address) { return __uint_as_float(load_shared_word(address)); }
+__device__ __forceinline__ void store_shared2(uint32_t address, float a, float b) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(a), "f"(b) : "memory");
+}
+__device__ __forceinline__ float2 load_shared2(uint32_t address) {
+  const uint2 v = load_shared_words(address);
+  return make_float2(__uint_as_float(v.x), __uint_as_float(v.y));
+}
+
+// One row of x in 256 threads: thread i has the pieces i, i + 256, ... Square sums are added in the order of a thread's pieces, over
+// the lanes by halves, then over the eight warps: for every T, and in prepare_w4 too.
+struct RowPieces {
+  uint4 norm[kThreadPieces];
+  // Before pdl_wait: the weights come from memory, x from the L2.
+  __device__ __forceinline__ static void prefetch_norm(const scalar_t* weights) {
+    const int line = threadIdx.x * 64;
+    if (line < IN_FEATURES) asm volatile("prefetch.global.L2 [%0];" ::"l"(weights + line));
+  }
+  __device__ __forceinline__ static int piece(int i) { return threadIdx.x % kRowThreads + i * kRowThreads; }
+  __device__ __forceinline__ void load_norm(const scalar_t* weights) {
+#pragma unroll
+    for (int i = 0; i < kThreadPieces; i++)
+      if (piece(i) < kPieces) norm[i] = load16(weights + piece(i) * 8);
+  }
+  __device__ __forceinline__ static float warp_square_sum(float sum) {
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, distance);
+    return sum;
+  }
+  // kXScale / rms from the sums of the warps at `squares`.
+  __device__ __forceinline__ static float scale(uint32_t squares, float eps) {
+    float total = 0.0f;
+#pragma unroll
+    for (int warp = 0; warp < kRowWarps; warp++) total += load_shared_float(squares + warp * 4);
+    return rsqrtf(fmaf(total, 1.0f / IN_FEATURES, eps)) * kXScale;
+  }
+};
+
+
+// Where the sum over the scale group of piece k / 8 lies.
+__device__ __forceinline__ int sum_offset(int piece, int token) {
+  return (piece >> 4) * kXSliceBytes + kXSumOffset + ((piece & 15) / kGroupLanes * kTokens + token) * 4;
+}
+
+// The sum over the scale group of which each of kGroupLanes neighbouring lanes holds a piece, times a code of 8 (ZEROS: 1).
+__device__ __forceinline__ float code_sum(uint4 v) {
+  const uint32_t* values = &v.x;
+  float sum = 0.0f;
+#pragma unroll
+  for (int e = 0; e < 4; e++) {
+    const float2 a = unpack2(values[e]);
+    sum += a.x;
+    sum += a.y;
+  }
+#pragma unroll
+  for (int distance = 1; distance < kGroupLanes; distance *= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, distance);
+  return sum * kCodeScale * (ZEROS ? kCodeScale2 : kCodeScale2 * 8.0f);
+}

@@ -1,0 +1,175 @@
+// The stream of packed weights: a ring in shared memory for each warp, which nobody else touches.
+//
+// From sm_90 on lane 0 copies whole chunks with the copy engine and a barrier in shared memory counts their bytes; elsewhere,
+// and with PORTABLE, the lanes copy 16 bytes each. Either way a slot is filled again as soon as the warp has read it.
+#pragma once
+#include "copy.cuh"
+#include "w4_layout.cuh"
+#include "w4_rows.cuh"
+
+#ifndef WARPS
+#error "WARPS (warps of a block; with SHARED_RUN = 0 a multiple of 8) must be defined"
+#endif
+#ifndef SHARED_RUN
+#error "SHARED_RUN (1: each warp of a block has another tile, of one run; 0: eight warps share a tile, each has a run) must be defined"
+#endif
+#ifndef PREPARED
+#error "PREPARED (1: x comes from prepare_w4; 0: as the kernel before wrote it) must be defined"
+#endif
+#ifndef STAGE_SLICES
+#error "STAGE_SLICES (slices of x in a stage; 0: all of a block's x at once) must be defined"
+#endif
+#ifndef STAGES
+#error "STAGES (stages of x in shared memory: 3 or more, or with STAGE_SLICES = 0 any) must be defined"
+#endif
+#ifndef EARLY_SLOTS
+#error "EARLY_SLOTS (chunks of a warp that are copied before x is asked for) must be defined"
+#endif
+#ifndef SMEM_BYTES
+#error "SMEM_BYTES (dynamic shared memory of the launch) must be defined"
+#endif
+#ifndef PORTABLE
+#error "PORTABLE must be defined: 1 leaves the copy engine out on sm_90 and later too"
+#endif
+#if __CUDA_ARCH__ >= 900 && !PORTABLE
+#define COPY_ENGINE 1
+#include "mbarrier.cuh"
+#else
+#define COPY_ENGINE 0
+#endif
+
+constexpr int kWarps = WARPS, kThreads = kWarps * 32;
+constexpr int kBlockTiles = SHARED_RUN ? kWarps : kWarps / RUNS;   // at a time
+constexpr int kBlockSlices = SHARED_RUN ? kRunSlices : kSlices;    // of x that a block reads
+// What one thread finishes of a token tile.
+constexpr int kPairs = kBlockTiles * 64;
+constexpr int kThreadPairs = SHARED_RUN ? 2 : (kPairs + kThreads - 1) / kThreads;
+
+// Slices whose products a warp has under way at a time: the products of a slice are a chain.
+constexpr int kTogetherSlices = NT == 1 ? (kThreads > 512 ? 2 : 4) : NT == 2 ? 2 : 1;
+// A chunk is a copy: slices up to a multiple of 128 bytes.
+constexpr int kAlignedSlices = kUnitBytes % 128 == 0 ? 1 : kUnitBytes % 64 == 0 ? 2 : 4;
+constexpr int kWholeSlices = kTogetherSlices > kAlignedSlices ? kTogetherSlices : kAlignedSlices;
+constexpr int kChunkSlices = kWholeSlices < kRunSlices ? kWholeSlices : kRunSlices;
+constexpr int kChunkBytes = packed_run_bytes(kChunkSlices);
+
+constexpr int kMaxSlots = 8;
+constexpr int kPartialBytes = SHARED_RUN ? 0 : kWarps * 512;
+constexpr int kSquareBytes = (kTokens * (kRowWarps + 1) * 4 + 15) / 16 * 16;
+constexpr int kEpilogueBytes = kTokens * 8;
+constexpr int kStages = STAGES;
+constexpr int kBarrierBytes = (kWarps * kMaxSlots * 8 + kStages * 16 + 127) / 128 * 128;
+constexpr int kFixedBytes = kBarrierBytes + (kPartialBytes + kSquareBytes + kEpilogueBytes + 127) / 128 * 128;
+constexpr bool kResident = STAGE_SLICES == 0;
+constexpr int kStageSlices = kResident ? kBlockSlices : STAGE_SLICES;
+constexpr int kXBytes = (kResident ? 1 : kStages) * kStageSlices * kXSliceBytes;
+constexpr int kFitting = (SMEM_BYTES - kFixedBytes - kXBytes) / (kWarps * kChunkBytes);
+constexpr int kSlots = kFitting < kMaxSlots ? kFitting : kMaxSlots;
+
+constexpr int kEarlySlots = EARLY_SLOTS < kSlots ? EARLY_SLOTS : kSlots;
+constexpr int kXBarrier = kWarps * kMaxSlots * 8;                     // after those of the rings; two a stage
+constexpr int kRingOffset = kBarrierBytes;
+constexpr int kXOffset = kRingOffset + kWarps * kSlots * kChunkBytes;
+constexpr int kPartialOffset = kXOffset + kXBytes, kSquareOffset = kPartialOffset + kPartialBytes;
+constexpr int kEpilogueOffset = kSquareOffset + kSquareBytes;
+
+static_assert(!WGMMA_PRODUCTS || (SHARED_RUN && kWarps % 4 == 0 && NT >= 2), "WARPGROUPS needs SHARED_RUN and 16 rows");
+static_assert(SHARED_RUN || (RUNS == 8 && kWarps % RUNS == 0), "without SHARED_RUN eight warps take one run each");
+static_assert(kResident || (SHARED_RUN && PREPARED), "x in stages is shared, and comes from prepare_w4");
+static_assert(kSlots >= 1, "SMEM_BYTES is too small");
+static_assert(kEpilogueOffset + kEpilogueBytes <= SMEM_BYTES, "SMEM_BYTES is too small");
+
+#if COPY_ENGINE
+// Starts a copy of `bytes` (a multiple of 16) that arrives at `barrier`. One thread.
+__device__ __forceinline__ void copy_bulk(uint32_t shared, const void* source, int bytes, uint32_t barrier) {
+  mbarrier_arrive_expect(barrier, bytes);
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
+               "l"(source), "r"(bytes), "r"(barrier)
+               : "memory");
+}
+#endif
+
+// The calling lane's place in the product.
+struct Lane {
+  uint32_t shared;                  // start of dynamic shared memory
+  int warp, lane, token, quarter;   // token = g (also the row inside a tile half), quarter = t
+  int run, slices;                  // the warp's part of K; the slices in it
+  __device__ __forceinline__ Lane() {
+    extern __shared__ __align__(1024) unsigned char memory[];
+    shared = shared_address(memory);
+    warp = threadIdx.x >> 5, lane = threadIdx.x & 31, token = lane >> 2, quarter = lane & 3;
+    run = SHARED_RUN ? blockIdx.x % RUNS : warp % RUNS;
+    slices = run < kSlices / kRunSlices ? kRunSlices : run == kSlices / kRunSlices ? kSlices % kRunSlices : 0;
+  }
+  // The warp's tile in a round of the grid; tile `place` of the block.
+  __device__ __forceinline__ int tile(int round) const { return tile(round, SHARED_RUN ? warp : warp / RUNS); }
+  __device__ __forceinline__ static int tile(int round, int place) {
+    const int block = SHARED_RUN ? blockIdx.x / RUNS : blockIdx.x, blocks = SHARED_RUN ? gridDim.x / RUNS : gridDim.x;
+    return (round * kBlockTiles + place) * blocks + block;
+  }
+};
+
+// The warp's chunks: its tiles, for each the slices of its run.
+struct WeightStream {
+  const Lane& at;
+  const unsigned char* weight;
+  int num_tiles;
+  uint32_t ring, barriers;
+  int round = 0, slice = 0;         // the next chunk to copy
+  int slot = 0;                     // the next chunk to read, and where the next copy goes
+  int parity = 1;                   // of the phase that the slot's next chunk ends; 0 once the ring is filled
+
+  __device__ __forceinline__ WeightStream(const Lane& lane, const void* packed, int tiles)
+      : at(lane), weight(static_cast<const unsigned char*>(packed) + lane.run * kRunBytes), num_tiles(lane.slices > 0 ? tiles : 0),
+        ring(lane.shared + kRingOffset + lane.warp * kSlots * kChunkBytes), barriers(lane.shared + lane.warp * kMaxSlots * 8) {
+#if COPY_ENGINE
+    if (at.lane < kSlots) mbarrier_init(barriers + at.lane * 8, 1);
+    mbarrier_init_fence();
+    __syncwarp();
+#endif
+    for (int i = 0; i < kEarlySlots; i++) copy_next();
+  }
+  // The rest of the ring, behind the loads of x.
+  __device__ __forceinline__ void fill_ring() {
+    for (int i = kEarlySlots; i < kSlots; i++) copy_next();
+  }
+
+  // Starts the copy of the next chunk into the slot that was read last.
+  __device__ __forceinline__ void copy_next() {
+    const int tile = at.tile(round);
+    if (tile < num_tiles) {
+      const int left = at.slices - slice;
+      const int bytes = (left < kChunkSlices ? left : kChunkSlices) * kUnitBytes;
+      const unsigned char* from = weight + tile * kTileBytes + slice * kUnitBytes;
+      const uint32_t to = ring + slot * kChunkBytes;
+#if COPY_ENGINE
+      if (at.lane == 0) copy_bulk(to, from, bytes, barriers + slot * 8);
+#else
+      for (int i = at.lane * 16; i < bytes; i += 512)
+        asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to + i), "l"(from + i) : "memory");
+#endif
+    }
+#if !COPY_ENGINE
+    cp_async_commit();
+#endif
+    slice += kChunkSlices;
+    if (slice >= at.slices) slice = 0, round++;
+    if (++slot == kSlots) slot = 0, parity ^= 1;
+  }
+
+  // The next chunk in shared memory, once it is there.
+  __device__ __forceinline__ uint32_t wait() {
+#if COPY_ENGINE
+    mbarrier_wait(barriers + slot * 8, parity);
+#else
+    cp_async_wait<kSlots - 1>();
+    __syncwarp();
+#endif
+    return ring + slot * kChunkBytes;
+  }
+  // The warp has read the chunk.
+  __device__ __forceinline__ void release() {
+    __syncwarp();
+    copy_next();
+  }
+};

@@ -1,0 +1,67 @@
+// x of a step of 1-64 rows as linear_w4.cu takes it with PREPARED: normalised, columns in the order of a permuted weight.
+//
+// Formula: out[token, j] = round(x[token, p] * s * norm[p]) * c, p = permutation[j], s = 1 / rms(x[token]); without norm, s and its
+//   factor are 1; without permutation p = j; c is 2^64 in bf16, else 1.
+// Operands: out (K/128 slices) as in include/w4_rows.cuh; x (T, K) scalar_t; norm (K) scalar_t or null; permutation (K) int32 or null.
+// Grid: T blocks of 256 threads; no dynamic shared memory.
+// Numerics: float32, rounded once; the square sum in the order of linear_w4.cu's own. Padding rows are not written.
+// Oracle: rms_norm of cpmrt/reference/ops.py.
+// Source: original.
+// Why the layout: a block of the product then copies its part of x in one piece.
+#include "w4_rows.cuh"
+
+extern "C" __global__ void __launch_bounds__(kRowThreads) KERNEL(prepare_w4)(
+    scalar_t* __restrict__ out, const scalar_t* x, const scalar_t* __restrict__ norm, const int* __restrict__ permutation, float eps) {
+  pdl_launch_dependents();
+  __shared__ __align__(16) scalar_t row[IN_FEATURES];
+  __shared__ float squares[kRowWarps];
+  const int token = blockIdx.x;
+  unsigned char* const to = reinterpret_cast<unsigned char*>(out);
+  RowPieces row_pieces;
+  if (norm != nullptr) row_pieces.prefetch_norm(norm);
+  pdl_wait();
+  if (norm != nullptr) row_pieces.load_norm(norm);
+  uint4 v[kThreadPieces];
+#pragma unroll
+  for (int i = 0; i < kThreadPieces; i++)
+    if (RowPieces::piece(i) < kPieces) v[i] = load_written(x + static_cast<size_t>(token) * IN_FEATURES + RowPieces::piece(i) * 8);
+  float scale = 1.0f;
+  if (norm != nullptr) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kThreadPieces; i++)
+      if (RowPieces::piece(i) < kPieces) sum = square_sum(v[i], sum);
+    sum = RowPieces::warp_square_sum(sum);
+    if (threadIdx.x % 32 == 0) squares[threadIdx.x / 32] = sum;
+    __syncthreads();
+    scale = RowPieces::scale(shared_address(squares), eps);
+  }
+#pragma unroll
+  for (int i = 0; i < kThreadPieces; i++) {
+    const int piece = RowPieces::piece(i);
+    if (piece >= kPieces) continue;
+    v[i] = norm == nullptr ? scaled(v[i]) : normalised(v[i], row_pieces.norm[i], scale);
+    if (permutation != nullptr) store16(row + piece * 8, v[i]);
+  }
+  if (permutation != nullptr) __syncthreads();
+#pragma unroll
+  for (int i = 0; i < kThreadPieces; i++) {
+    const int piece = RowPieces::piece(i);
+    if (permutation != nullptr && piece < kPieces) {
+      __align__(16) scalar_t gathered[8];
+#pragma unroll
+      for (int e = 0; e < 8; e++) gathered[e] = row[permutation[piece * 8 + e]];
+      v[i] = *reinterpret_cast<const uint4*>(gathered);
+    }
+    const float sum = code_sum(v[i]);
+    if (piece >= kPieces) continue;
+    unsigned char* const place = to + x_offset(piece, token);
+    if (WGMMA_PRODUCTS) {
+#pragma unroll
+      for (int e = 0; e < 4; e++) *reinterpret_cast<uint32_t*>(place + e * kXWordStride) = (&v[i].x)[e];
+    } else {
+      store16(place, v[i]);
+    }
+    if (piece % kGroupLanes == 0) *reinterpret_cast<float*>(to + sum_offset(piece, token)) = sum;
+  }
+}

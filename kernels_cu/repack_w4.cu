@@ -1,0 +1,173 @@
+// 4-bit weights from the formats of checkpoint files to the packed layout of include/w4_layout.cuh, and back to 16 bits.
+//
+// Formula: codes u[n, j] = source(first_row + n, permutation[j]); W[n, k] = scale[n, k / G] * (u[n, k] - zero[n, k / G]).
+// Operands: packed bytes, see w4_layout.cuh; the source's tensors on the device, N its rows, K its columns, G its group size:
+//   FORMAT 0 GPTQ: codes int32 (K/8, N), nibble i of a word is row 8 w + i; zeros int32 (K/G, N/8); scales (K/G, N)
+//   FORMAT 1 AWQ GEMM: codes int32 (K, N/8), column c of eight in nibble {0, 4, 1, 5, 2, 6, 3, 7}[c]; zeros and scales alike
+//   FORMAT 2 compressed-tensors pack-quantized: codes int32 (N, K/8); zeros int32 (N/8, K/G); scales (N, K/G)
+//   FORMAT 3 Marlin: codes int32 (K/16, 2 N), 16 x 16 tiles; scales (K/G, N) permuted by 64 columns, by 32 with one group; no zeros
+// Grid: any number of blocks of 256 threads; no dynamic shared memory.
+// Numerics: integers as they are; a scale of another type is rounded once, to nearest; a dequantised weight is a float32 product
+//   rounded once.
+// Oracle: cpmrt/cuda/packed_w4.py; cpmrt/weights/int4_packing.py.
+// Source: original; formats as in AutoGPTQ, AutoAWQ, compressed-tensors and IST-DASLab/marlin.
+// Why so: a thread owns 16 bytes of the result, whatever sources its two rows come from, so sources can come one after the other.
+#include "copy.cuh"
+#include "w4_layout.cuh"
+
+#ifndef FORMAT
+#error "FORMAT (0 GPTQ, 1 AWQ, 2 compressed-tensors, 3 Marlin) must be defined"
+#endif
+#ifndef LINEAR
+#error "LINEAR (which product: 0 qkv, 1 residual, 2 gate_up, 3 head) must be defined"
+#endif
+#if LINEAR == 0 && !defined(HEAD_DIM)
+#error "HEAD_DIM must be defined for the qkv product"
+#endif
+#include <cuda_fp16.h>
+#include <cuda_bf16.h>
+
+// Row `row` (0 to 15, from 8 on hi) of a tile, as the Tiles structs of linear_epilogue.cuh have it; num_rows: of the whole weight.
+__device__ __forceinline__ int tile_row(int tile, int row, int num_rows) {
+#if LINEAR == 0
+  constexpr int kHeadTiles = HEAD_DIM / 16;
+  return tile / kHeadTiles * HEAD_DIM + tile % kHeadTiles * 8 + row % 8 + row / 8 * (HEAD_DIM / 2);
+#elif LINEAR == 2
+  return tile * 8 + row % 8 + row / 8 * (num_rows / 2);
+#else
+  return tile * 16 + row;
+#endif
+}
+
+// The inverse for eight rows: x tile, y 0 for lo and 1 for hi.
+__device__ __forceinline__ int2 tile_half(int first_row, int num_rows) {
+#if LINEAR == 0
+  constexpr int kHalf = HEAD_DIM / 2;
+  return make_int2(first_row / HEAD_DIM * (HEAD_DIM / 16) + first_row % kHalf / 8, first_row % HEAD_DIM / kHalf);
+#elif LINEAR == 2
+  return make_int2(first_row % (num_rows / 2) / 8, first_row / (num_rows / 2));
+#else
+  return make_int2(first_row / 16, first_row / 8 % 2);
+#endif
+}
+
+// The code of row n and column k of a source with N rows.
+__device__ __forceinline__ uint32_t source_code(const uint32_t* codes, int n, int k, int N) {
+#if FORMAT == 0
+  return codes[static_cast<int64_t>(k / 8) * N + n] >> (k % 8 * 4) & 15;
+#elif FORMAT == 1
+  return codes[static_cast<int64_t>(k) * (N / 8) + n / 8] >> ((n % 2 * 4 + n % 8 / 2) * 4) & 15;
+#elif FORMAT == 2
+  return codes[static_cast<int64_t>(n) * (K / 8) + k / 8] >> (k % 8 * 4) & 15;
+#else
+  // In a run of four tiles of 16 columns lane 4 c + r has, of each tile, rows {2r, 2r+1, 2r+8, 2r+9} of column c, then of c + 8;
+  // place i of these goes to nibble {0, 4, 1, 5, 2, 6, 3, 7}[i].
+  const int row = k % 16, column = n % 16;
+  const int lane = column % 8 * 4 + row % 8 / 2, index = column / 8 * 4 + row / 8 * 2 + row % 2;
+  const int place = n / 64 * 128 + lane * 4 + n % 64 / 16;
+  return codes[static_cast<int64_t>(k / 16) * (2 * N) + place] >> ((index % 2 * 4 + index / 2) * 4) & 15;
+#endif
+}
+
+// Where the scale of row n in group `group` of `groups` lies.
+__device__ __forceinline__ int64_t scale_index(int n, int group, int groups, int N) {
+#if FORMAT == 2
+  return static_cast<int64_t>(n) * groups + group;
+#elif FORMAT == 3
+  if (groups > 1) return static_cast<int64_t>(group) * N + n / 64 * 64 + n % 8 * 8 + n % 64 / 8;
+  // Run of 32: place 8 i + e takes input 2 i + {0, 1, 8, 9, 16, 17, 24, 25}[e].
+  return n / 32 * 32 + n % 8 / 2 * 8 + n % 32 / 8 * 2 + n % 2;
+#else
+  return static_cast<int64_t>(group) * N + n;
+#endif
+}
+
+__device__ __forceinline__ uint32_t source_zero(const uint32_t* zeros, uint32_t addend, int n, int group, int groups, int N) {
+  const int64_t word = FORMAT == 2 ? static_cast<int64_t>(n / 8) * groups + group : static_cast<int64_t>(group) * (N / 8) + n / 8;
+  return zeros[word] + addend >> (FORMAT == 1 ? (n % 2 * 4 + n % 8 / 2) * 4 : n % 8 * 4) & 15;
+}
+
+// The codes of rows first_row .. + N - 1 of a weight with num_rows rows; the others' stay. `permutation` (K) int32 or null.
+extern "C" __global__ void __launch_bounds__(256) KERNEL(repack_w4_codes)(
+    unsigned char* packed, const uint32_t* codes, const int* permutation, int first_row, int N, int num_rows, int num_tiles) {
+  pdl_launch_dependents();
+  pdl_wait();
+  const int64_t total = static_cast<int64_t>(num_tiles) * kSlices * 64;
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x; i < total; i += static_cast<int64_t>(gridDim.x) * 256) {
+    const int lane = i & 31, half = i >> 5 & 1, slice = static_cast<int>((i >> 6) % kSlices), tile = static_cast<int>((i >> 6) / kSlices);
+    const int lo = tile_row(tile, lane / 4, num_rows) - first_row, hi = tile_row(tile, lane / 4 + 8, num_rows) - first_row;
+    const bool has_lo = lo >= 0 && lo < N, has_hi = hi >= 0 && hi < N;
+    if (!has_lo && !has_hi) continue;
+    const uint32_t kept = (has_lo ? 0 : 0x0F0F0F0Fu) | (has_hi ? 0 : 0xF0F0F0F0u);
+    uint4* const to = reinterpret_cast<uint4*>(packed + unit_offset(tile, slice) + half * 512 + lane * 16);
+    uint4 words = *to;
+#pragma unroll
+    for (int w = 0; w < 4; w++) {
+      const int first = slice * kSliceColumns + half * 64 + w / 2 * 32 + lane % 4 * 8 + w % 2 * 4;
+      uint32_t word = (&words.x)[w] & kept;
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        const int k = permutation == nullptr ? first + e : permutation[first + e], shift = e / 2 * 8 + e % 2 * 16;
+        if (has_lo) word |= source_code(codes, lo, k, N) << shift;
+        if (has_hi) word |= source_code(codes, hi, k, N) << shift + 4;
+      }
+      (&words.x)[w] = word;
+    }
+    *to = words;
+  }
+}
+
+// Scales and zero points of the same rows. `scales` is fp16 if scales_fp16, else bf16; `zeros` null: 8; zero_addend: added to each
+// word of zeros (GPTQ v1 stores zero points minus one: 0x11111111).
+extern "C" __global__ void __launch_bounds__(256) KERNEL(repack_w4_scales)(
+    unsigned char* packed, const uint16_t* scales, const uint32_t* zeros, int first_row, int N, int num_rows, int num_tiles,
+    int group_size, int scales_fp16, int zero_addend) {
+  pdl_launch_dependents();
+  pdl_wait();
+  constexpr int kScales = kSlices * kUnitScales;
+  const int groups = K / group_size;
+  const int64_t total = static_cast<int64_t>(num_tiles) * kScales * 16;
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x; i < total; i += static_cast<int64_t>(gridDim.x) * 256) {
+    const int row = i & 15, scale = static_cast<int>((i >> 4) % kScales), tile = static_cast<int>((i >> 4) / kScales);
+    const int n = tile_row(tile, row, num_rows) - first_row, group = scale * SCALE_GROUP / group_size;
+    if (n < 0 || n >= N) continue;
+    unsigned char* const unit = packed + unit_offset(tile, scale / kUnitScales) + kCodeBytes + scale % kUnitScales * kScaleBytes;
+    scalar_t* const to = reinterpret_cast<scalar_t*>(unit) + (row % 8 * 2 + row / 8) * (ZEROS ? 2 : 1);
+    const uint16_t word = scales[scale_index(n, group, groups, N)];
+    to[0] = from_float(scales_fp16 ? __half2float(__ushort_as_half(word)) : __uint_as_float(static_cast<uint32_t>(word) << 16));
+    if (ZEROS) to[1] = from_float(zeros == nullptr ? 8.0f : static_cast<float>(source_zero(zeros, zero_addend, n, group, groups, N)));
+  }
+}
+
+// out (count, K) scalar_t = rows first_row .. + count - 1 of the weight, columns in stored order. first_row is a multiple of 8.
+extern "C" __global__ void __launch_bounds__(256) KERNEL(dequantize_w4)(
+    scalar_t* out, const unsigned char* packed, int first_row, int count, int num_rows) {
+  pdl_launch_dependents();
+  pdl_wait();
+  const int lane = threadIdx.x % 32;
+  const int64_t total = static_cast<int64_t>((count + 7) / 8) * kSlices;
+  for (int64_t i = (static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x) / 32; i < total; i += static_cast<int64_t>(gridDim.x) * 8) {
+    const int slice = static_cast<int>(i % kSlices), block = static_cast<int>(i / kSlices);
+    const int2 place = tile_half(first_row + block * 8, num_rows);
+    const unsigned char* const unit = packed + unit_offset(place.x, slice);
+    const uint4 words[2] = {load16_streamed(unit + lane * 16), load16_streamed(unit + 512 + lane * 16)};
+    const int row = block * 8 + lane / 4;
+    if (row >= count) continue;
+    scalar_t* const to = out + static_cast<int64_t>(row) * K + slice * kSliceColumns + lane % 4 * 8;
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      const scalar_t* const scales = reinterpret_cast<const scalar_t*>(unit + kCodeBytes + j * 32 / SCALE_GROUP * kScaleBytes) +
+                                     (lane / 4 * 2 + place.y) * (ZEROS ? 2 : 1);
+      const float scale = to_float(scales[0]), zero = 8388608.0f + (ZEROS ? to_float(scales[1]) : 8.0f);
+      float values[8];
+#pragma unroll
+      for (int e = 0; e < 8; e++) {
+        // An integer below 2^23 is the low bits of the float 2^23 + it.
+        const uint32_t word = (&words[j / 2].x)[j % 2 * 2 + e / 4] >> (place.y * 4 + e % 4 / 2 * 8 + e % 2 * 16);
+        values[e] = (__uint_as_float(0x4B000000u | (word & 15)) - zero) * scale;
+      }
+      store16(to + j * 32, make_uint4(pack2(values[0], values[1]), pack2(values[2], values[3]), pack2(values[4], values[5]),
+                                      pack2(values[6], values[7])));
+    }
+  }
+}

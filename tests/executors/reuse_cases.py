@@ -1,0 +1,46 @@
+"""Conversations whose prompts begin alike, asked of a model with and without the prefix cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cpmrt import LLM, SamplingParams
+from cpmrt.executor import Prefill, Step
+from cpmrt.generation import Completion
+
+GREEDY = SamplingParams(max_new_tokens=40, ignore_eos=True)
+SAMPLED = SamplingParams(max_new_tokens=40, temperature=1.0, seed=7, ignore_eos=True)
+PENALISED = SamplingParams(
+    max_new_tokens=40, temperature=0.8, seed=3, repetition_penalty=1.5, presence_penalty=0.4, frequency_penalty=0.3,
+    ignore_eos=True,
+)  # fmt: skip
+START = [5 + i * i % 89 for i in range(90)]
+
+
+def branching(llm: LLM) -> list[Completion]:
+    """A first turn; two ways on from its answer, one from half of it; the first turn again; another start."""
+    outs = [llm.generate(START, GREEDY)]
+    answered = [*START, *outs[0].token_ids]
+    outs.append(llm.generate([*answered, 40, 41, 42], SAMPLED))
+    outs.append(llm.generate([*answered, 50], PENALISED))
+    outs.append(llm.generate([*answered[:100], *range(20, 60)], PENALISED))
+    outs.append(llm.generate(START, SAMPLED))
+    outs.append(llm.generate([9, *START], GREEDY))
+    outs.append(llm.generate([*answered, 40, 41, 42, *outs[1].token_ids, 60], GREEDY))
+    return outs
+
+
+def texts(outs: list[Completion]) -> list[tuple[int, ...]]:
+    return [out.token_ids for out in outs]
+
+
+def cached(outs: list[Completion]) -> list[int]:
+    return [out.stats.cached_tokens for out in outs]
+
+
+def num_prefilled(log: list[tuple[Step, Any]]) -> int:
+    return sum(len(step.token_ids) for step, _ in log if isinstance(step, Prefill))
+
+
+BRANCHING_CACHED = [0, 128, 128, 64, 64, 0, 128]
+"""Pages are 64 tokens, and the last token of an answer is not written."""

@@ -1,0 +1,149 @@
+"""What `cpmrt compile` builds: exactly what a later start on that device asks for, found without the device."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cpmrt.bench.shapes import SHAPES, shape_config
+from cpmrt.cli import compile as command
+from cpmrt.cli.main import main
+from cpmrt.config import EngineConfig, ModelConfig
+from cpmrt.cuda import cubin_cache
+from cpmrt.cuda.ahead_of_time import known_device, modules_of
+from cpmrt.cuda.compiler import compile_all
+from cpmrt.cuda.kernels import KERNELS, files
+from cpmrt.dtypes import DType
+from cpmrt.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+ARCHITECTURES = ("sm_80", "sm_86", "sm_87", "sm_89", "sm_90", "sm_100", "sm_120")
+SHAPE = ModelConfig.from_hf(shape_config("minicpm4-0.5b"))
+
+
+def wanted(arch: str = "sm_90", config: ModelConfig = SHAPE, **settings: Any) -> list[tuple[str, Mapping[str, int]]]:
+    device = known_device(arch, settings.pop("num_sms", None))
+    return modules_of(config, EngineConfig(**settings), device, DType.BFLOAT16)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_module_has_the_sizes_that_a_kernel_of_it_needs(arch: str, shape: str) -> None:
+    modules = wanted(arch, ModelConfig.from_hf(shape_config(shape)))
+    for file, sizes in modules:
+        assert file in files(arch)
+        assert any(set(spec.constants) <= sizes.keys() for spec in KERNELS if spec.file == file), (file, sizes)
+    used = {file for file, _ in modules}
+    assert {"linear.cu", "decode_attention.cu", "sampling.cu", "step.cu", "gemm.cu", "convert.cu", "fill.cu"} <= used
+    assert any(file.startswith("prefill_attention") for file in used)
+
+
+@pytest.mark.parametrize(("max_sequences", "tiles"), [(1, {1, 8}), (8, {1, 8}), (16, {1, 2, 8}), (64, {1, 2, 4, 8})])
+def test_the_settings_decide_which_steps_there_are(max_sequences: int, tiles: set[int]) -> None:
+    modules = wanted(max_sequences=max_sequences)
+    assert {sizes["TOKEN_TILES"] for file, sizes in modules if file == "linear.cu"} == tiles
+
+
+QUANTISED = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": True}
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize(("head_bits", "order"), [(None, False), (4, True)])
+def test_a_quantised_model_has_the_modules_of_its_products(arch: str, head_bits: int | None, order: bool) -> None:
+    settings = {"quantization_config": QUANTISED | {"desc_act": order}}
+    config = ModelConfig.from_hf(shape_config("minicpm4-8b") | settings)
+    modules = wanted(arch, config, max_sequences=64, lm_head_bits=head_bits)
+    for file, sizes in modules:
+        assert any(set(spec.constants) <= sizes.keys() for spec in KERNELS if spec.file == file), (file, sizes)
+    products = {sizes["LINEAR"] for file, sizes in modules if file == "linear_w4.cu"}
+    assert products == ({0, 1, 2, 3} if head_bits else {0, 1, 2})
+    assert products == {sizes["LINEAR"] for file, sizes in modules if file == "repack_w4.cu"}
+    assert {sizes["LINEAR"] for file, sizes in modules if file == "linear.cu"} == (set() if head_bits else {3})
+    assert {sizes["ROWS"] for file, sizes in modules if file == "linear_w4.cu"} == {1, 8, 16, 32, 64}
+    assert {"prepare_w4.cu", "gather.cu", "round_w4.cu"} <= {file for file, _ in modules}
+
+
+def test_the_number_of_multiprocessors_decides_too() -> None:
+    assert wanted("sm_87", num_sms=8) != wanted("sm_87") == wanted("sm_87", num_sms=16)
+
+
+def test_an_architecture_without_a_known_device_is_refused() -> None:
+    with pytest.raises(ConfigError, match="unknown architecture: expected sm_80 | .*, got sm_75"):
+        known_device("sm_75")
+
+
+def test_neither_cupy_nor_a_driver_is_needed() -> None:
+    script = (
+        "import sys; sys.modules['cupy'] = None\nfrom cpmrt.cli import compile\nfrom cpmrt.config import *\n"
+        "from cpmrt.bench.shapes import shape_config\nfrom cpmrt.dtypes import DType\n"
+        "shape = ModelConfig.from_hf(shape_config('minicpm4-0.5b'))\n"
+        "print(len(compile.modules_of(shape, EngineConfig(), compile.known_device('sm_87'), DType.FLOAT16)))\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, check=True, capture_output=True, timeout=60)
+    assert int(done.stdout) == len(wanted("sm_87"))
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[Any]]:
+    """What the command asks to be compiled; nothing is."""
+    calls: list[Any] = []
+    monkeypatch.setenv("CPMRT_CACHE_DIR", str(tmp_path))
+
+    def record(arch: str, dtype: DType, modules: Any) -> list[Path]:
+        calls.append((arch, dtype, list(modules)))
+        return [Path(f"{arch}-{index}") for index in range(len(calls[-1][2]))]
+
+    monkeypatch.setattr(command, "compile_all", record)
+    yield calls
+
+
+def test_the_command_builds_a_shape_for_each_architecture(asked: list[Any], capsys: Any) -> None:
+    arguments = ["--arch", "sm_87", "--arch", "sm_90", "--dtype", "float16", "--max-sequences", "8"]
+    assert main(["compile", "--shape", "minicpm4-0.5b", *arguments]) == 0
+    assert [(arch, dtype) for arch, dtype, _ in asked] == [("sm_87", DType.FLOAT16), ("sm_90", DType.FLOAT16)]
+    assert [modules for _, _, modules in asked] == [wanted(arch, max_sequences=8) for arch in ("sm_87", "sm_90")]
+    said = capsys.readouterr().out
+    assert "sm_87, 16 multiprocessors (Jetson AGX Orin)" in said and f"{len(asked[0][2])} compiled now" in said
+
+
+def test_without_a_model_it_builds_all_that_are_known(asked: list[Any]) -> None:
+    assert main(["compile", "--arch", "sm_87"]) == 0
+    ((_, _, modules),) = asked
+    hidden = {sizes["HIDDEN"] for file, sizes in modules if file == "norm.cu"}
+    assert {1024, 4096} < hidden and len({(file, *sorted(sizes.items())) for file, sizes in modules}) == len(modules)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["M", "--shape", "minicpm4-8b"], "exclude each other"),
+        (["--sms", "8"], "--sms needs --arch"),
+        (["--arch", "sm_87", "--sms", "0"], "positive"),
+        (["--arch", "hopper"], "sm_87"),
+        (["--arch", "sm_75"], "unknown architecture"),
+    ],
+)
+def test_mistakes_are_one_line(asked: list[Any], arguments: list[str], message: str, capsys: Any) -> None:
+    assert main(["compile", *arguments]) != 0
+    said = capsys.readouterr().err
+    assert message in said and said.count("\n") == 1 and not asked
+
+
+@pytest.mark.gpu
+def test_a_start_after_it_compiles_nothing(cuda: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from cpmrt import LLM
+
+    monkeypatch.setenv("CPMRT_CACHE_DIR", str(tmp_path))
+    with LLM(executor="reference", max_context=64) as llm:
+        config = llm.config
+    modules = modules_of(config, EngineConfig(max_sequences=2), cuda.device, DType.BFLOAT16)
+    built = {path.name for path in compile_all(cuda.arch, DType.BFLOAT16, modules)}
+    with LLM(executor="cuda", max_context=64, max_sequences=2):
+        assert {path.name for path in cubin_cache.folder().iterdir()} == built

@@ -1,0 +1,388 @@
+"""linear_w4.cu and prepare_w4.cu against the NumPy ops on dequantised weights, and bitwise for every number of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from background_builds import build
+
+from cpmrt.cuda import compiler, nvrtc
+from cpmrt.cuda.linear_plan import DeviceLimits
+from cpmrt.cuda.linear_w4_plan import PREPARE_THREADS, ROW_BUCKETS, packed_layout, plan_linear_w4, row_bucket
+from cpmrt.cuda.packed_w4 import PackedLayout, pack, unpack_codes
+from cpmrt.cuda.source import KernelSource
+from cpmrt.dtypes import DType, from_float32, round_to, to_float32
+from cpmrt.errors import UnsupportedModelError
+from cpmrt.memory.kv_pages import PAGE_SIZE
+from cpmrt.ops import OPS, Rows
+from cpmrt.reference.ops import NumpyOps
+
+DTYPES = [DType.BFLOAT16, DType.FLOAT16]
+ROWS = [1, 2, 5, 8, 12, 16, 31, 32, 64]
+H200 = DeviceLimits(num_sms=132, shared_bytes=232448, clusters=True)
+ORIN = DeviceLimits(num_sms=16, shared_bytes=166912, clusters=False)
+RTX_4090 = DeviceLimits(num_sms=128, shared_bytes=101376, clusters=False)
+EPS, SCALE, DIVISOR = 1e-5, 0.37, 2.5
+MAX_CONTEXT = 256
+UNSTORED = (3, 7)  # rows with slot -1
+
+# Product, rows, columns, head size, KV heads, group size, zero points, permuted columns.
+SMALL = {
+    "demo qkv": ("qkv", 768, 256, 64, 2, 128, False, False),
+    "demo o": ("residual", 256, 512, 0, 0, 64, True, False),
+    "demo gate_up": ("gate_up", 1280, 256, 0, 0, 32, True, False),
+    "demo down": ("residual", 256, 640, 0, 0, 640, False, False),
+    "one slice": ("residual", 16, 128, 0, 0, 128, False, False),
+    "odd head": ("head", 1003, 384, 0, 0, 128, False, False),
+    "wide gate_up": ("gate_up", 2 * 1056 * 16 + 32, 256, 0, 0, 128, False, False),
+    "uneven qkv": ("qkv", 2688, 256, 96, 2, 32, False, False),
+    "uneven o": ("residual", 2640, 640, 0, 0, 64, False, False),
+    "long down": ("residual", 80, 16384, 0, 0, 128, False, False),
+    "permuted qkv": ("qkv", 768, 512, 64, 2, 128, False, True),
+    "permuted o": ("residual", 2640, 1152, 0, 0, 128, True, True),
+    "0.5B qkv": ("qkv", 1280, 1024, 64, 2, 128, False, False),
+    "0.5B gate_up": ("gate_up", 8192, 1024, 0, 0, 128, True, False),
+    "0.5B down": ("residual", 1024, 4096, 0, 0, 128, False, False),
+}
+LARGE = {
+    "8B qkv": ("qkv", 4608, 4096, 128, 2, 128, False, False),
+    "8B o": ("residual", 4096, 4096, 0, 0, 128, False, False),
+    "8B gate_up": ("gate_up", 32768, 4096, 0, 0, 128, False, False),
+    "8B down": ("residual", 4096, 16384, 0, 0, 128, False, False),
+    "8B head": ("head", 20001, 4096, 0, 0, 64, True, False),
+}
+SHAPES = SMALL | LARGE
+
+
+@dataclass
+class Case:
+    """Operands for 64 rows as float32 that holds storage values; `weight` is dequantised in float32."""
+
+    product: str
+    dtype: DType
+    out_features: int
+    in_features: int
+    head_dim: int
+    num_kv_heads: int
+    group_size: int
+    arrays: dict[str, Any]
+
+    @property
+    def num_heads(self) -> int:
+        return self.out_features // self.head_dim - 2 * self.num_kv_heads
+
+    def layout(self, limits: DeviceLimits) -> PackedLayout:
+        zeros = self.arrays["zeros"] is not None
+        size = self.out_features, self.in_features, self.group_size
+        return packed_layout(self.product, *size, limits, zeros=zeros, head_dim=self.head_dim)
+
+
+def make_case(name: str, dtype: DType, has_bias: bool = True) -> Case:
+    product, out_features, in_features, head_dim, num_kv_heads, group_size, has_zeros, permuted = SHAPES[name]
+    rng = np.random.default_rng(out_features + in_features)
+
+    def normal(*shape: int, spread: float = 1.0) -> Any:
+        return round_to(rng.standard_normal(shape, np.float32) * np.float32(spread), dtype)
+
+    groups = in_features // group_size
+    codes = rng.integers(0, 16, (out_features, in_features)).astype(np.uint8)
+    spread = np.float32(0.2 * in_features**-0.5)
+    scales = round_to((0.5 + rng.random((out_features, groups), np.float32)) * spread, dtype)
+    zeros = rng.integers(0, 17, (out_features, groups)).astype(np.float32) if has_zeros else None
+    centre = np.float32(8) if zeros is None else np.repeat(zeros, group_size, axis=1)
+    weight = (codes - centre) * np.repeat(scales, group_size, axis=1)
+    permutation = rng.permutation(in_features).astype(np.int32) if permuted else None
+    if permutation is not None:
+        stored_order = weight
+        weight = np.empty_like(stored_order)
+        weight[:, permutation] = stored_order
+    arrays = {
+        "x": normal(64, in_features, spread=1.7),
+        "weight": weight,
+        "codes": codes,
+        "scales": scales,
+        "zeros": zeros,
+        "permutation": permutation,
+        "norm": round_to(1 + 0.25 * rng.standard_normal(in_features, np.float32), dtype),
+        "bias": normal(out_features, spread=0.3) if has_bias else None,
+        "residual": normal(64, out_features) if product == "residual" else None,
+        "positions": rng.integers(0, MAX_CONTEXT, 64).astype(np.int32),
+        "slots": np.arange(64, dtype=np.int32),
+        "block_tables": rng.permutation(64 * MAX_CONTEXT // PAGE_SIZE).astype(np.int32).reshape(64, -1),
+    }
+    arrays["slots"][list(UNSTORED)] = -1
+    arrays["positions"][UNSTORED[1]] = -1
+    if product == "qkv":
+        angles = rng.random((MAX_CONTEXT, head_dim // 2), np.float32) * np.float32(6.28)
+        arrays["rope"] = np.stack([np.cos(angles), np.sin(angles)])
+    return Case(product, dtype, out_features, in_features, head_dim, num_kv_heads, group_size, arrays)
+
+
+def packed_weight(case: Case, layout: PackedLayout) -> Any:
+    a = case.arrays
+    repeat = case.group_size // layout.scale_group
+    words = [
+        None if array is None else np.repeat(from_float32(array, case.dtype), repeat, axis=1)
+        for array in (a["scales"], a["zeros"])
+    ]
+    return pack(layout, a["codes"], *words)
+
+
+def oracle(case: Case) -> Any:
+    """[64, outputs] float32; a qkv row is q, then the stored k and v."""
+    ops, a = NumpyOps(case.dtype), case.arrays
+    if case.product == "residual":
+        out = a["residual"].copy()
+        ops.project_residual(out, a["x"], a["weight"], a["bias"], SCALE)
+        return out
+    if case.product == "gate_up":
+        out = np.empty((64, case.out_features // 2), np.float32)
+        ops.gate_up(out, a["x"], a["norm"], a["weight"], EPS)
+        return out
+    if case.product == "head":
+        out = np.empty((64, case.out_features), np.float32)
+        ops.lm_head(out, a["x"], a["norm"], a["weight"], EPS, DIVISOR)
+        return out
+    kept = stored_rows(64)
+    rows = Rows(np.zeros(62, np.int32), a["positions"][kept], a["slots"][kept], a["block_tables"], False)
+    q = np.empty((62, case.num_heads * case.head_dim), np.float32)
+    k_pages = np.zeros((a["block_tables"].size, case.num_kv_heads, PAGE_SIZE, case.head_dim), np.float32)
+    v_pages = np.zeros_like(k_pages)
+    ops.qkv(
+        q, k_pages, v_pages, a["x"][kept], a["norm"], a["weight"], a["bias"], None, None, a["rope"], rows, EPS
+    )  # fmt: skip
+    out = np.zeros((64, case.out_features), np.float32)
+    out[kept] = np.concatenate([q, stored(k_pages, rows), stored(v_pages, rows)], axis=1)
+    return out
+
+
+def stored_rows(num_rows: int) -> list[int]:
+    return [row for row in range(num_rows) if row not in UNSTORED]
+
+
+def stored(pages: Any, rows: Rows) -> Any:
+    """What the rows' positions hold, [T, K * D]."""
+    found = pages[rows.block_tables[rows.slots, rows.positions // PAGE_SIZE], :, rows.positions % PAGE_SIZE]
+    return found.reshape(len(found), -1)
+
+
+def bits(words: Any) -> Any:
+    """The same words as unsigned integers: a NaN is equal to itself, and -0 is not 0."""
+    return words.view(f"u{words.itemsize}")
+
+
+class Launcher:
+    """Operands of a case on the device; `run` gives the words of the first `num_rows` output rows."""
+
+    def __init__(self, cuda: Any, case: Case, *, portable: bool = False):
+        self.cuda, self.case, self.portable = cuda, case, portable
+        as_is = ("positions", "slots", "block_tables", "rope", "permutation")
+        names = ("x", "norm", "bias", "residual", *as_is)
+        self.device = {
+            name: cuda.array(case.arrays[name], None if name in as_is else case.dtype)
+            for name in names
+            if case.arrays.get(name) is not None
+        }
+        self.limits = DeviceLimits(cuda.device.num_sms, cuda.device.shared_bytes_per_block, not portable)
+        self.layout = case.layout(self.limits)
+        self.weight = cuda.array(packed_weight(case, self.layout))
+
+    def run(self, num_rows: int, *, pdl: bool = False) -> Any:
+        case, d = self.case, self.device
+        is_permuted = case.arrays["permutation"] is not None
+        plan = plan_linear_w4(self.layout, num_rows, self.limits, permuted=is_permuted, portable=self.portable)
+        kernel = self.cuda.kernel("linear_w4.cu", f"linear_w4_{case.product}", case.dtype, **plan.constants)
+        empty = self.cuda.cupy.empty
+        partials = empty(plan.partial_bytes, np.uint8) if plan.partial_bytes else None
+        arrivals = self.cuda.cupy.zeros(plan.num_arrivals, np.int32) if plan.num_arrivals else None
+        x = d["x"]
+        if plan.prepared:
+            x = self.poisoned(plan.prepared_bytes // 2, 1)
+            prepare = self.cuda.kernel("prepare_w4.cu", "prepare_w4", case.dtype, **plan.prepare_constants)
+            norm = None if case.product == "residual" else d["norm"]
+        out, *others = self.outputs(num_rows)
+        self.cuda.cupy.cuda.Device().synchronize()
+        if plan.prepared:
+            prepare(num_rows, PREPARE_THREADS, x, d["x"], norm, d.get("permutation"), np.float32(EPS), pdl=pdl)
+        weight, rows, width = (self.weight, partials, arrivals), np.int32(num_rows), np.int32(case.out_features)
+        if case.product == "residual":
+            arguments = out, x, *weight, d.get("bias"), rows, width, np.float32(SCALE)
+        elif case.product == "gate_up":
+            arguments = out, x, d["norm"], *weight, rows, np.int32(case.out_features // 2), np.float32(EPS)
+        elif case.product == "head":
+            arguments = out, x, d["norm"], *weight, rows, width, np.float32(EPS), np.float32(DIVISOR)
+        else:
+            heads = np.int32(case.num_heads), np.int32(case.num_kv_heads)
+            state = d["rope"], d["positions"], d["slots"], d["block_tables"], rows, *heads
+            sizes = np.int32(MAX_CONTEXT // PAGE_SIZE), np.int32(MAX_CONTEXT), np.float32(EPS)
+            arguments = out, *others, x, d["norm"], *weight, d.get("bias"), *state, *sizes
+        kernel(plan.grid, plan.block, *arguments, smem=plan.shared_bytes, pdl=pdl)
+        words = self.cuda.numpy(out)
+        nan = bits(from_float32(np.full(1, np.nan, np.float32), self.stored))
+        assert (bits(words[num_rows:]) == nan).all()
+        assert arrivals is None or not arrivals.any()
+        return words[:num_rows] if case.product != "qkv" else self.with_pages(words, others, num_rows, nan)
+
+    @property
+    def stored(self) -> DType:
+        return DType.FLOAT32 if self.case.product == "head" else self.case.dtype
+
+    def poisoned(self, rows: int, width: int, dtype: DType | None = None) -> Any:
+        return self.cuda.array(
+            np.full((rows, width), np.nan, np.float32), None if dtype is DType.FLOAT32 else self.case.dtype
+        )
+
+    def outputs(self, num_rows: int) -> list[Any]:
+        case = self.case
+        if case.product == "qkv":
+            pages = case.arrays["block_tables"].size, case.num_kv_heads * PAGE_SIZE * case.head_dim
+            return [self.poisoned(65, case.num_heads * case.head_dim), self.poisoned(*pages), self.poisoned(*pages)]
+        width = case.out_features // 2 if case.product == "gate_up" else case.out_features
+        out = self.poisoned(65, width, self.stored)
+        if case.product == "residual":
+            out[:num_rows] = self.device["residual"][:num_rows]
+        return [out]
+
+    def with_pages(self, q: Any, pages: list[Any], num_rows: int, nan: Any) -> Any:
+        case, a, kept = self.case, self.case.arrays, stored_rows(num_rows)
+        shape = a["block_tables"].size, case.num_kv_heads, PAGE_SIZE, case.head_dim
+        k, v = (self.cuda.numpy(page).reshape(shape) for page in pages)
+        rows = Rows(None, a["positions"][kept], a["slots"][kept], a["block_tables"], False)
+        out = np.zeros((num_rows, case.out_features), q.dtype)
+        out[kept] = np.concatenate([q[kept], stored(k, rows), stored(v, rows)], axis=1)
+        for page in (k, v):
+            assert (bits(page) != nan).sum() == len(kept) * case.num_kv_heads * case.head_dim
+        return out
+
+
+def relative_error(out: Any, expected: Any) -> float:
+    return float(np.linalg.norm(out.astype(np.float64) - expected) / np.linalg.norm(expected))
+
+
+def op_of(product: str) -> str:
+    return {"residual": "project_residual", "head": "lm_head"}.get(product, product)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("portable", [False, True], ids=["", "portable"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.label)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in LARGE else []) for name in SHAPES]
+)
+def test_against_the_op_and_bitwise_for_every_number_of_rows(
+    cuda: Any, name: str, dtype: DType, portable: bool
+) -> None:
+    case = make_case(name, dtype)
+    expected, launcher = oracle(case), Launcher(cuda, case, portable=portable)
+    widest = launcher.run(64)
+    values = to_float32(widest, launcher.stored)
+    for row in stored_rows(64) if case.product == "qkv" else range(64):
+        assert relative_error(values[row], expected[row]) < OPS[op_of(case.product)].tolerance[dtype], row
+    for num_rows in ROWS:
+        assert np.array_equal(bits(launcher.run(num_rows, pdl=True)), bits(widest[:num_rows])), num_rows
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["demo qkv", "demo o"])
+def test_without_bias(cuda: Any, name: str) -> None:
+    case = make_case(name, DType.BFLOAT16, has_bias=False)
+    kept = stored_rows(64)
+    out = to_float32(Launcher(cuda, case).run(64), case.dtype)
+    assert relative_error(out[kept], oracle(case)[kept]) < 1e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["demo gate_up", "permuted o"])
+def test_a_row_does_not_see_the_others(cuda: Any, name: str) -> None:
+    case = make_case(name, DType.BFLOAT16)
+    before = Launcher(cuda, case).run(12)
+    case.arrays["x"][1:] = np.nan
+    assert np.array_equal(bits(Launcher(cuda, case).run(12)[0]), bits(before[0]))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("spread", [1e-6, 1e6])
+def test_large_and_small_activations(cuda: Any, spread: float) -> None:
+    case = make_case("0.5B down", DType.BFLOAT16)
+    case.arrays["x"] = round_to(case.arrays["x"] * np.float32(spread), DType.BFLOAT16)
+    case.arrays["residual"][:] = 0
+    case.arrays["bias"] = None
+    out = to_float32(Launcher(cuda, case).run(5), DType.BFLOAT16)
+    assert relative_error(out, oracle(case)[:5]) < OPS["project_residual"].tolerance[DType.BFLOAT16]
+
+
+@pytest.mark.parametrize("limits", [H200, ORIN, RTX_4090], ids=["H200", "Orin", "4090"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_plans_fit_the_device(name: str, limits: DeviceLimits) -> None:
+    layout = make_layout(name, limits)
+    assert layout.num_bytes >= layout.out_features * layout.in_features // 2
+    for rows in range(1, 65):
+        plan = plan_linear_w4(layout, rows, limits)
+        constants = plan.constants
+        assert constants["ROWS"] == row_bucket(rows) >= rows
+        assert plan.shared_bytes <= limits.shared_bytes
+        assert plan.grid % (layout.runs if constants["SHARED_RUN"] else 1) == 0
+        assert bool(plan.num_arrivals) == bool(plan.partial_bytes) == bool(constants["SHARED_RUN"] and layout.runs > 1)
+
+
+def make_layout(name: str, limits: DeviceLimits) -> PackedLayout:
+    product, out_features, in_features, head_dim, _, group_size, zeros, _ = SHAPES[name]
+    return packed_layout(product, out_features, in_features, group_size, limits, zeros=zeros, head_dim=head_dim)
+
+
+@dataclass(frozen=True)
+class PlanBuild:
+    """A product on a device, for every number of rows that it is compiled for."""
+
+    name: str
+    limits: DeviceLimits
+    arch: str
+
+    def jobs(self, sources: Mapping[str, KernelSource]) -> list[tuple[Any, ...]]:
+        """How to compile it for each number of rows."""
+        layout = make_layout(self.name, self.limits)
+        sizes = [plan_linear_w4(layout, rows, self.limits).constants for rows in ROW_BUCKETS]
+        options = [compiler.options(self.arch, DType.BFLOAT16, constants) for constants in sizes]
+        return [(build, sources["linear_w4.cu"], chosen) for chosen in options]
+
+
+BUILDS = [PlanBuild(name, H200, "sm_90") for name in SHAPES] + [
+    PlanBuild(name, *device) for device in ((ORIN, "sm_87"), (RTX_4090, "sm_89")) for name in SHAPES if "8B" in name
+]
+"""Not sm_100: there 64 rows spill up to 32 bytes, where a block has 16 warps that do not multiply together."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("build", BUILDS, ids=lambda build: f"{build.name}-{build.arch}")
+def test_every_plan_compiles_without_spills(compiled: dict[Any, list[Future[Any]]], build: PlanBuild) -> None:
+    if nvrtc.version() is None:
+        pytest.skip("no NVRTC: pip install 'cpmrt[dev]'")
+    for _, log in (job.result() for job in compiled[build]):
+        assert "warning" not in log and " 0 bytes spill stores, 0 bytes spill loads" in log, log
+
+
+@pytest.mark.parametrize("name", [name for name in SMALL if "wide" not in name])
+def test_packing_loses_nothing(name: str) -> None:
+    case = make_case(name, DType.BFLOAT16)
+    layout = case.layout(H200)
+    packed = packed_weight(case, layout)
+    assert packed.nbytes == layout.num_bytes
+    np.testing.assert_array_equal(unpack_codes(layout, packed), case.arrays["codes"])
+
+
+@pytest.mark.parametrize(("columns", "group_size"), [(320, 64), (512, 48)])
+def test_shapes_that_the_kernels_do_not_take(columns: int, group_size: int) -> None:
+    with pytest.raises(UnsupportedModelError, match="4-bit residual weight"):
+        packed_layout("residual", 64, columns, group_size, H200, zeros=False)
+
+
+def test_low_bits_of_a_float_are_linear() -> None:
+    """What the products rest on: the integers 0 to 255 as 16-bit floats are that many times the smallest one."""
+    words = np.arange(256, dtype=np.uint16)
+    np.testing.assert_array_equal(to_float32(words, DType.BFLOAT16), words * np.float32(2.0**-133))
+    np.testing.assert_array_equal(words.view(np.float16).astype(np.float32), words * np.float32(2.0**-24))

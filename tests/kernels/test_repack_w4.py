@@ -1,0 +1,132 @@
+"""repack_w4.cu against the NumPy packing: every file format, fused sources, permuted columns; and back to 16 bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cpmrt.cuda.linear_plan import PRODUCTS, DeviceLimits
+from cpmrt.cuda.linear_w4_plan import packed_layout
+from cpmrt.cuda.packed_w4 import PackedLayout, pack
+from cpmrt.dtypes import DType, from_float32, round_to, to_float32
+from cpmrt.weights import int4_packing
+
+LIMITS = DeviceLimits(num_sms=132, shared_bytes=232448, clusters=True)
+GPTQ, AWQ, COMPRESSED, MARLIN = range(4)
+V1_ADDEND = 0x11111111
+BLOCK = 256
+
+# Product, rows of the sources, columns, group size, head size.
+CASES = {
+    "qkv": ("qkv", (256, 128, 128), 256, 128, 64),
+    "gate_up": ("gate_up", (320, 320), 384, 128, 0),
+    "o": ("residual", (576,), 512, 64, 0),
+    "down": ("residual", (64,), 1152, 1152, 0),
+    "head": ("head", (1000,), 256, 32, 0),
+}
+
+
+def words_of(kind: int, codes: Any, zeros: Any) -> tuple[Any, Any]:
+    """The words of a source's codes and zero points as its format has them."""
+    if kind == GPTQ:
+        return int4_packing.pack_gptq_codes(codes), int4_packing.pack_gptq_zeros(zeros, v1=True)
+    if kind == AWQ:
+        return int4_packing.pack_awq(codes), int4_packing.pack_awq(zeros)
+    if kind == COMPRESSED:
+        return int4_packing.pack_compressed_codes(codes), int4_packing.pack_compressed_zeros(zeros)
+    return int4_packing.pack_marlin_codes(codes), None
+
+
+def scales_of(kind: int, scales: Any) -> Any:
+    if kind == COMPRESSED:
+        return scales
+    return int4_packing.pack_marlin_scales(scales) if kind == MARLIN else np.ascontiguousarray(scales.T)
+
+
+class Repacker:
+    """One packed matrix on the device, filled source by source."""
+
+    def __init__(self, cuda: Any, layout: PackedLayout, dtype: DType, kind: int):
+        self.cuda, self.layout, self.dtype, self.kind = cuda, layout, dtype, kind
+        constants = layout.constants | {"LINEAR": PRODUCTS[layout.product], "FORMAT": kind}
+        self.constants = constants | ({"HEAD_DIM": layout.head_dim} if layout.head_dim else {})
+        self.packed = cuda.array(np.zeros(layout.num_bytes, np.uint8))
+        self.sizes = np.int32(layout.out_features), np.int32(layout.num_tiles)
+
+    def kernel(self, name: str) -> Any:
+        return self.cuda.kernel("repack_w4.cu", name, self.dtype, **self.constants)
+
+    def add(self, first: int, codes: Any, scales: Any, zeros: Any, permutation: Any, group_size: int) -> None:
+        """`codes` u [N, K] of rows first .. first + N - 1, as its file would have them."""
+        code_words, zero_words = (
+            None if words is None else self.cuda.array(words) for words in words_of(self.kind, codes, zeros)
+        )
+        order = None if permutation is None else self.cuda.array(permutation)
+        count = np.int32(len(codes))
+        self.kernel("repack_w4_codes")(
+            7, BLOCK, self.packed, code_words, order, np.int32(first), count, *self.sizes
+        )  # fmt: skip
+        self.kernel("repack_w4_scales")(
+            5, BLOCK, self.packed, self.cuda.array(scales_of(self.kind, scales)), zero_words, np.int32(first), count,
+            *self.sizes, np.int32(group_size), np.int32(scales.dtype == np.float16),
+            np.int32(V1_ADDEND if self.kind == GPTQ else 0),
+        )  # fmt: skip
+
+    def dequantised(self, first: int, count: int) -> Any:
+        nan = np.full((count + 1, self.layout.in_features), np.nan, np.float32)
+        out = self.cuda.array(nan, self.dtype)
+        sizes = np.int32(first), np.int32(count), np.int32(self.layout.out_features)
+        self.kernel("dequantize_w4")(9, BLOCK, out, self.packed, *sizes)
+        values = self.cuda.numpy(out, self.dtype)
+        assert np.isnan(values[count:]).all()
+        return values[:count]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", [GPTQ, AWQ, COMPRESSED, MARLIN], ids=["gptq", "awq", "compressed", "marlin"])
+@pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT16], ids=lambda dtype: dtype.label)
+@pytest.mark.parametrize("name", CASES)
+def test_formats(cuda: Any, name: str, dtype: DType, kind: int) -> None:
+    product, counts, columns, group_size, head_dim = CASES[name]
+    if kind == MARLIN:
+        counts = tuple(-(-count // 64) * 64 for count in counts)
+        group_size = columns if group_size == columns else 128
+    rng = np.random.default_rng(kind)
+    rows, groups = sum(counts), columns // group_size
+    codes = rng.integers(0, 16, (rows, columns)).astype(np.uint8)
+    zeros = rng.integers(0, 16, (rows, groups)).astype(np.uint8)
+    scales = (0.01 + 0.02 * rng.random((rows, groups))).astype(np.float16)
+    permutation = rng.permutation(columns).astype(np.int32) if kind == GPTQ else None
+    layout = packed_layout(product, rows, columns, group_size, LIMITS, zeros=kind != MARLIN, head_dim=head_dim)
+    repacker = Repacker(cuda, layout, dtype, kind)
+    starts = np.cumsum((0, *counts))
+    for start, stop in zip(starts, starts[1:], strict=False):
+        part = slice(start, stop)
+        repacker.add(int(start), codes[part], scales[part], zeros[part], permutation, group_size)
+
+    stored = codes if permutation is None else codes[:, permutation]
+    repeat = group_size // layout.scale_group
+    kept = round_to(scales.astype(np.float32), dtype)
+    words = [np.repeat(from_float32(values, dtype), repeat, axis=1) for values in (kept, zeros.astype(np.float32))]
+    expected = pack(layout, stored, words[0], words[1] if layout.zeros else None)
+    np.testing.assert_array_equal(cuda.numpy(repacker.packed), expected)
+
+    centre = np.repeat(zeros, group_size, axis=1).astype(np.float32) if layout.zeros else np.float32(8)
+    weight = round_to((stored - centre) * np.repeat(kept, group_size, axis=1), dtype)
+    np.testing.assert_array_equal(repacker.dequantised(0, rows), weight)
+    np.testing.assert_array_equal(repacker.dequantised(16, 40), weight[16:56])
+
+
+@pytest.mark.gpu
+def test_bfloat16_scales_and_no_zero_points_of_a_source(cuda: Any) -> None:
+    rng = np.random.default_rng(3)
+    codes = rng.integers(0, 16, (64, 256)).astype(np.uint8)
+    scales = from_float32(rng.random((64, 2), np.float32), DType.BFLOAT16)
+    layout = packed_layout("residual", 64, 256, 128, LIMITS, zeros=True)
+    repacker = Repacker(cuda, layout, DType.FLOAT16, MARLIN)
+    repacker.add(0, codes, scales, None, None, 128)
+    kept = from_float32(to_float32(scales, DType.BFLOAT16), DType.FLOAT16)
+    expected = pack(layout, codes, kept, np.full((64, 2), 8, np.float16))
+    np.testing.assert_array_equal(cuda.numpy(repacker.packed), expected)

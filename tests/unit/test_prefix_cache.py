@@ -1,0 +1,336 @@
+"""Pages that outlive their sequence: the pool's counts, what is found again, and text that is never wrong."""
+
+import io
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from scripted import ScriptedExecutor, plain_continuation
+
+from cpmrt.cli.arguments import Parser, add_model_options, llm_arguments
+from cpmrt.config import SamplingParams
+from cpmrt.engine import Engine, GenerationStats, Request
+from cpmrt.engine.page_pool import PagePool
+from cpmrt.engine.prefix_cache import PrefixCache
+from cpmrt.engine.step_log import StepLog, read_steps, replay
+from cpmrt.executor import Admit, ExecutorLimits, Prefill, Recall
+
+SIZE = 4
+
+
+def ask(prompt, *, new=6, seed=0, **sampling):
+    return Request(tuple(prompt), SamplingParams(max_new_tokens=new, **sampling), seed, ())
+
+
+def tokens_of(engine, seq):
+    return [token for result in engine.stream(seq) for token in result.token_ids]
+
+
+class PagedExecutor(ScriptedExecutor):
+    """Keeps the tokens in pages, and sees at each step of a sequence that nobody else has written to its own."""
+
+    def __init__(self, limits, draft_seed=0):
+        super().__init__(limits, draft_seed)
+        self.pages = [[None] * limits.page_size for _ in range(limits.num_pages)]
+        self.recalled = {}
+
+    def place(self, table, position):
+        return self.pages[table[position // self.limits.page_size]], position % self.limits.page_size
+
+    def read(self, table, count):
+        return [page[offset] for page, offset in (self.place(table, position) for position in range(count))]
+
+    def _run(self, step):
+        if isinstance(step, Admit):
+            assert len(set(step.block_table)) == len(step.block_table)
+            self.recalled[step.slot] = []
+        if isinstance(step, Recall):
+            self.recalled[step.slot] += step.token_ids
+            return []
+        slots = getattr(step, "slots", (step.slot,) if isinstance(step, Prefill) else ())
+        for slot in slots:
+            running = self.running[slot]
+            if isinstance(step, Prefill) and not running.tokens:
+                running.tokens = self.read(running.admit.block_table, step.position)
+            written = len(running.tokens) - running.ready
+            assert self.read(running.admit.block_table, written) == running.tokens[:written]
+        result = super()._run(step)
+        for slot in slots:
+            running = self.running[slot]
+            for position in range(len(running.tokens) - running.ready):
+                page, offset = self.place(running.admit.block_table, position)
+                page[offset] = running.tokens[position]
+        return result
+
+
+def paged_limits(max_sequences=2, max_context=32, **others):
+    pages = max_sequences * -(-max_context // SIZE)
+    return ExecutorLimits(max_sequences, max_context, num_pages=pages, page_size=SIZE, **others)
+
+
+LIMITS = st.builds(
+    paged_limits,
+    max_sequences=st.integers(1, 4),
+    prefill_chunk=st.integers(1, 9),
+    run_ahead=st.integers(1, 4),
+    num_draft=st.sampled_from([0, 0, 3]),
+)
+# Few tokens, so that prompts begin alike, branch and come again.
+PROMPTS = st.lists(st.sampled_from([7, 8]), min_size=1, max_size=20)
+
+
+@settings(max_examples=60)
+@given(LIMITS, st.lists(st.tuples(PROMPTS, st.integers(1, 12), st.integers(0, 3)), min_size=2, max_size=14))
+def test_every_sequence_gets_its_own_text_under_pressure(limits, wanted):
+    executor = PagedExecutor(limits)
+    engine, history = Engine(executor), []
+    for prompt, new, action in wanted:
+        if action == 1 and history and len(history[-1]) < 20:
+            prompt = [*history[-1], *prompt][:20]  # the next turn of a conversation
+        seq = engine.add(ask(prompt, new=new))
+        if action == 2:  # cancelled on the way
+            stream = engine.stream(seq)
+            next(stream, None)
+            stream.close()
+            continue
+        others = [engine.add(ask(prompt[:n], new=new)) for n in range(1, len(prompt), 6)] if action == 3 else []
+        for one in (seq, *others):
+            expected = plain_continuation(one.request.prompt_ids, 0, new, set())
+            assert tokens_of(engine, one) == expected
+        history.append([*prompt, *seq.token_ids])
+    assert engine._cache.pool.num_held == 0, "every page is returned"
+    while executor.queue:
+        executor.run_one()
+
+
+def test_the_next_turn_prefills_only_what_is_new():
+    executor = PagedExecutor(paged_limits(prefill_chunk=16))
+    engine = Engine(executor)
+    first = engine.add(ask(range(10), new=7))
+    conversation = [*range(10), *tokens_of(engine, first), 30, 31, 32]
+    executor.steps.clear()
+    second = engine.add(ask(conversation, new=3))
+    assert tokens_of(engine, second) == plain_continuation(conversation, 0, 3, set())
+    # 16 of the 17 tokens of the first turn are written: the last one was never computed with.
+    assert [(step.position, len(step.token_ids)) for step in executor.steps if isinstance(step, Prefill)] == [(16, 4)]
+    stats = GenerationStats.of(second)
+    assert (stats.cached_tokens, stats.prompt_tokens) == (16, 20)
+    assert stats.prefill_tokens_per_s == pytest.approx(4 / stats.prefill_s)
+
+
+@pytest.mark.parametrize(("length", "cached"), [(4, 0), (5, 4), (8, 4), (9, 8), (10, 8)])
+def test_the_last_prompt_token_is_always_computed(length, cached):
+    engine = Engine(PagedExecutor(paged_limits(prefill_chunk=16)))
+    for expected in (0, cached):
+        seq = engine.add(ask(range(length), new=1))
+        assert tokens_of(engine, seq) == plain_continuation(range(length), 0, 1, set())
+        assert seq.num_cached == expected
+
+
+def test_a_prompt_is_shared_while_its_first_sequence_still_runs():
+    engine = Engine(PagedExecutor(paged_limits(prefill_chunk=16)))
+    first = engine.stream(engine.add(ask(range(9), new=12)))
+    next(first)
+    second = engine.add(ask(range(9), new=4))
+    assert tokens_of(engine, second) == plain_continuation(range(9), 0, 4, set()) and second.num_cached == 8
+    assert engine._cache.pool.num_held == 6
+    first.close()
+
+
+def test_a_cancelled_sequence_leaves_what_is_written():
+    engine = Engine(PagedExecutor(paged_limits(prefill_chunk=4, run_ahead=3)))
+    seq = engine.add(ask(range(20)))
+    for _ in range(3):  # the first one reads that the sequence was admitted
+        engine.advance()
+    engine.finish(seq, "cancelled")
+    assert engine._cache.pool.num_held == 0
+    again = engine.add(ask(range(20)))
+    assert tokens_of(engine, again) == plain_continuation(range(20), 0, 6, set())
+    assert again.num_cached == 8, "two chunks were known to be done"
+
+
+@pytest.mark.parametrize(("penalty", "recalled"), [(1.0, []), (1.3, list(range(8)))])
+def test_cached_tokens_count_for_the_repetition_penalty(penalty, recalled):
+    executor = PagedExecutor(paged_limits(prefill_chunk=3))
+    engine = Engine(executor)
+    for expected in ([], recalled):
+        seq = engine.add(ask(range(9), repetition_penalty=penalty))
+        tokens_of(engine, seq)
+        assert executor.recalled[seq.slot] == expected
+    assert all(len(step.token_ids) <= 3 for step in executor.steps if isinstance(step, Recall))
+
+
+def test_without_the_cache_every_prompt_is_computed():
+    engine = Engine(PagedExecutor(paged_limits(prefill_chunk=16)), prefix_cache=False)
+    for _ in range(5):
+        seq = engine.add(ask(range(20)))
+        assert tokens_of(engine, seq) == plain_continuation(range(20), 0, 6, set()) and seq.num_cached == 0
+    assert (engine._cache.pool.num_held, engine._cache.pool.num_cached) == (0, 0)
+
+
+@pytest.mark.parametrize(("options", "is_on"), [([], True), (["--no-prefix-cache"], False)])
+def test_the_option_of_the_command_line(options, is_on):
+    parser = Parser()
+    add_model_options(parser)
+    assert llm_arguments(parser.parse_args(options))["prefix_cache"] is is_on
+
+
+def test_fixed_tables_reuse_nothing():
+    executor = ScriptedExecutor(ExecutorLimits(1, 64, 16))
+    engine = Engine(executor)
+    for _ in range(2):
+        assert tokens_of(engine, engine.add(ask(range(20)))) == plain_continuation(range(20), 0, 6, set())
+    assert all(step.block_table == () for step in executor.steps if isinstance(step, Admit))
+
+
+def test_a_borrowed_slot_has_pages_of_its_own():
+    engine = Engine(PagedExecutor(paged_limits(max_sequences=2, prefill_chunk=16)))
+    stream = engine.stream(engine.add(ask(range(9), new=12)))
+    next(stream)
+    (running,) = engine._running
+    with engine.borrowed_slot(32) as (slot, table):
+        assert slot != running.slot and len(table) == 8 and not {*table} & {*running.pages.table}
+        assert engine._cache.pool.num_held == 8 + 6
+    stream.close()
+    assert engine._cache.pool.num_held == 0 and sorted(engine._free_slots) == [0, 1]
+
+
+def test_a_log_with_block_tables_replays(tmp_path):
+    limits, text = paged_limits(prefill_chunk=5), io.StringIO()
+    engine = Engine(PagedExecutor(limits), StepLog(text))
+    for length in (12, 14, 9):
+        tokens_of(engine, engine.add(ask(range(length), repetition_penalty=1.1)))
+    (tmp_path / "steps.jsonl").write_text(text.getvalue())
+    recorded = list(read_steps(tmp_path / "steps.jsonl"))
+    assert {Admit, Recall, Prefill} < {type(step) for step, _ in recorded}
+    assert list(replay((step for step, _ in recorded), PagedExecutor(limits))) == recorded
+
+
+def test_closing_starts_with_an_empty_cache():
+    engine = Engine(PagedExecutor(paged_limits(prefill_chunk=16)))
+    next(engine.stream(engine.add(ask(range(20)))))
+    engine.close()
+    assert (engine._cache.pool.num_held, engine._cache.pool.num_cached) == (0, 0)
+
+
+def test_the_least_recently_used_page_goes_first():
+    cache = PrefixCache(num_pages=6, page_size=2)
+    for start in (0, 10, 20):
+        text = range(start, start + 4)
+        held = cache.acquire(text, 4)
+        cache.keep(held, text, 4)
+        cache.release(held)
+    cache.release(cache.acquire(range(5), 4))  # 0..3 was used last
+    taken = cache.acquire((99,), 5)
+    assert cached_tokens(cache) == {(0, 1), (0, 1, 2, 3), (20, 21)}, "10.. first, then the end of 20.."
+    cache.release(taken)
+
+
+def test_a_page_of_the_same_text_by_another_sequence_counts_as_used():
+    cache = PrefixCache(num_pages=4, page_size=2)
+    texts = ((1, 2), (1, 2), (3, 4))
+    held = [cache.acquire(text, 2) for text in texts]
+    for one, text in zip(held, texts, strict=True):
+        cache.keep(one, text, 2)
+    for index in (0, 2, 1):
+        cache.release(held[index])
+    cache.acquire((9,), 6)
+    assert cached_tokens(cache) == {(1, 2)}
+
+
+def test_what_follows_a_dropped_page_is_dropped_with_it():
+    """Two sequences compute the same text at a time; the first one's pages, which the tree has, go before the end of
+    the second."""
+    cache = PrefixCache(num_pages=6, page_size=2)
+    text = tuple(range(6))
+    first, second = cache.acquire(text, 2), cache.acquire(text, 6)
+    cache.keep(first, text, 2)
+    cache.keep(second, text, 4)
+    assert cached_tokens(cache) == {text[:2], text[:4]}
+    cache.release(first)
+    third = cache.acquire((50,), 6)
+    assert cached_tokens(cache) == set() and cache.pool.num_free == 0
+    cache.keep(second, text, 6)
+    assert cached_tokens(cache) == {text[:2], text[:4], text}, "with its own pages"
+    cache.release(second)
+    cache.release(third)
+    assert (cache.pool.num_held, cache.pool.num_cached, cache.pool.num_free) == (0, 3, 3)
+
+
+def cached_tokens(cache):
+    """The texts that would be found."""
+
+    def below(node, before):
+        for tokens, child in node.children.items():
+            text = (*before, *memoryview(tokens).cast("q"))
+            yield text
+            yield from below(child, text)
+
+    return set(below(cache._root, ()))
+
+
+@pytest.mark.parametrize("misuse", [lambda pool: pool.drop(0), lambda pool: pool.hold(pool.take())])
+def test_pages_cannot_be_returned_twice_or_shared_without_contents(misuse):
+    with pytest.raises(AssertionError):
+        misuse(PagePool(2, lambda page: None))
+
+
+class Sequences(RuleBasedStateMachine):
+    """Sequences that come, compute and go, on a cache with room for three of them at their longest."""
+
+    LONGEST, AT_A_TIME = 12, 3
+
+    def __init__(self):
+        super().__init__()
+        self.cache = PrefixCache(self.AT_A_TIME * self.LONGEST // 2, page_size=2)
+        self.running = []
+        self.contents = {}
+
+    @precondition(lambda self: len(self.running) < self.AT_A_TIME)
+    @rule(text=st.lists(st.sampled_from([1, 2]), min_size=1, max_size=LONGEST), prompt=st.integers(1, LONGEST))
+    def start(self, text, prompt):
+        held = self.cache.acquire(text[:prompt], len(text))
+        assert held.num_cached < min(prompt, len(text)) and len(held.table) == -(-len(text) // 2)
+        for index in range(held.num_cached // 2):
+            assert self.contents[held.table[index]] == text[: 2 * index + 2], "a page of another text"
+        self.running.append([held, text, held.num_cached])
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def compute(self, data):
+        entry = data.draw(st.sampled_from(self.running))
+        held, text, written = entry
+        entry[2] = written = data.draw(st.integers(written, len(text)))
+        for index in range(held.num_cached // 2, written // 2):
+            self.contents[held.table[index]] = text[: 2 * index + 2]
+        self.cache.keep(held, text, written)
+        assert tuple(text[: written // 2 * 2]) in cached_tokens(self.cache) | {()}
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def end(self, data):
+        held, text, written = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
+        self.cache.keep(held, text, written)
+        self.cache.release(held)
+
+    @invariant()
+    def counts_are_right(self):
+        pool = self.cache.pool
+        holders = Counter(page for held, _, _ in self.running for page in held.table)
+        assert [holders[page] for page in range(len(pool._holders))] == pool._holders
+        assert pool.num_held == len(holders)
+        assert len({*pool._free, *pool._cached, *holders}) == len(pool._holders)
+        assert len(pool._free) == len({*pool._free}) and not {*pool._free} & pool._kept
+        assert pool._kept == self.cache._nodes.keys() and pool._cached.keys() <= pool._kept
+
+    @invariant()
+    def pages_that_several_hold_begin_alike(self):
+        for held, text, _ in self.running:
+            for index in range(held.num_cached // 2):
+                assert self.contents[held.table[index]] == text[: 2 * index + 2]
+
+
+Sequences.TestCase.settings = settings(max_examples=40, stateful_step_count=25)
+TestSequences = Sequences.TestCase

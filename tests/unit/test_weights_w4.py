@@ -1,0 +1,97 @@
+"""Quantised weights in the plan of the CUDA executor: sizes, shared memory, what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cpmrt.bench.shapes import shape_config
+from cpmrt.config import EngineConfig, ModelConfig
+from cpmrt.cuda.ahead_of_time import known_device
+from cpmrt.cuda.linear_plan import DeviceLimits
+from cpmrt.cuda.weights_w4 import DEQUANTISED_BYTES, held_weights, layout_of, slice_rows
+from cpmrt.cuda.workspace import cuda_needs
+from cpmrt.errors import UnsupportedModelError
+from cpmrt.memory.plan import MemoryPlan
+from cpmrt.models.planning import plan_model, weight_specs
+
+DEVICE = known_device("sm_90")
+LIMITS = DeviceLimits.of(DEVICE)
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}
+
+
+def plan_of(shape: str = "minicpm4-8b", head_bits: int | None = None, **changes: Any) -> tuple[ModelConfig, MemoryPlan]:
+    sizes = changes.pop("sizes", {})
+    config = ModelConfig.from_hf(shape_config(shape) | sizes | {"quantization_config": GPTQ | changes})
+    engine = EngineConfig(lm_head_bits=head_bits, max_context=4096)
+    specs = weight_specs(config, engine)
+    needs = cuda_needs(config, engine, specs, capability=DEVICE.capability, limits=LIMITS)
+    return config, plan_model(config, engine, itemsize=2, max_context=4096, needs=needs, specs=specs)
+
+
+def test_a_packed_weight_has_its_codes_and_scales_in_one_region() -> None:
+    config, plan = plan_of(head_bits=4)
+    for spec in plan.tensors:
+        if spec.quant is not None:
+            assert plan.region(f"{spec.name}.codes").nbytes == layout_of(spec, config, LIMITS).num_bytes
+            assert spec.num_bytes(2) <= plan.region(f"{spec.name}.codes").nbytes < 1.01 * spec.num_bytes(2)
+    names = {region.name for region in plan.regions}
+    assert "lm_head.codes" in names and "layers.0.qkv" not in names and "layers.0.qkv.perm" not in names
+
+
+def test_loading_shares_its_memory_with_the_steps_that_come_after_it() -> None:
+    _, plan = plan_of()
+    staging, codes = plan.region("w4_staging"), plan.region("layers.0.down.codes")
+    assert staging.nbytes >= codes.nbytes
+    workspace = [region for region in plan.regions if region.part == "workspace"]
+    assert staging.offset == min(region.offset for region in workspace)
+    assert plan.part_bytes["workspace"] < plan.workspace_unshared_bytes - staging.nbytes // 2
+
+
+@pytest.mark.parametrize("order", [False, True])
+def test_columns_in_another_order_need_buffers(order: bool) -> None:
+    _, plan = plan_of(desc_act=order)
+    names = {region.name for region in plan.regions}
+    assert ({"w4_permuted", "w4_permuted_inner", "layers.0.down.perm"} <= names) is order
+    arrays = {region.name: np.broadcast_to(np.uint16(0), region.shape) for region in plan.regions}
+    held = held_weights(plan.tensors, arrays)
+    assert len(held) == 4 * 32 and (held["layers.3.output"].perm is not None) is order
+    assert held["layers.0.gate_up"].shape == (32768, 4096) and held["layers.0.gate_up"].zeros is None
+
+
+def test_a_model_that_is_not_quantised_needs_nothing() -> None:
+    config = ModelConfig.from_hf(shape_config("minicpm4-8b"))
+    engine = EngineConfig()
+    needs = cuda_needs(config, engine, weight_specs(config, engine), capability=90, limits=LIMITS)
+    assert not [buffer.name for buffer in (*needs.workspace, *needs.tables(128)) if buffer.name.startswith("w4")]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"sizes": {"intermediate_size": 4160}, "group_size": 64},
+            "columns that the kernels do not take.*multiple of 128",
+        ),
+        ({"head_bits": 8}, "lm_head in 8 bits on a GPU: expected 4 bits"),
+    ],
+)
+def test_what_the_kernels_do_not_take_is_refused_in_the_plan(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        plan_of("minicpm4-0.5b", **changes)
+
+
+@given(st.integers(1, 5000), st.integers(1, 256))
+def test_slices_are_even_and_bounded(rows: int, columns: int) -> None:
+    num_rows, num_columns = 16 * rows, 128 * columns
+    step = slice_rows(num_rows, num_columns)
+    assert 0 < step <= num_rows and (step % 256 == 0 or step == num_rows)
+    assert 2 * step * num_columns <= max(DEQUANTISED_BYTES, 512 * num_columns) or step == num_rows <= 256
+
+
+def test_slices_of_known_weights() -> None:
+    assert [slice_rows(*shape) for shape in ((4608, 4096), (32768, 4096), (4096, 16384))] == [4608, 8192, 2048]

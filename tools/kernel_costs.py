@@ -1,0 +1,56 @@
+"""What one launch of a kernel must read and write, or compute: the yardstick of its measured time."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from cpmrt.config import ModelConfig
+
+Label = tuple[str, int, int]
+"""Kernel, columns and depth of its weight (0 where it has none, or where the kernel alone says which it is)."""
+
+
+class Cost(NamedTuple):
+    """What one launch must read and write in bytes, or compute in floating-point operations ("FLOP")."""
+
+    title: str
+    unit: str
+    amount: float
+
+
+def skinny_costs(config: ModelConfig) -> dict[Label, Cost]:
+    """The products of a decode step, which read their weights."""
+    hidden, inner, q_size = config.hidden_size, config.intermediate_size, config.q_size
+    return {
+        ("linear_qkv", 0, hidden): Cost("linear_qkv", "byte", 2.0 * (q_size + 2 * config.kv_size) * hidden),
+        ("linear_residual", 0, q_size): Cost("linear_residual (o)", "byte", 2.0 * hidden * q_size),
+        ("linear_gate_up", 0, hidden): Cost("linear_gate_up", "byte", 4.0 * inner * hidden),
+        ("linear_residual", 0, inner): Cost("linear_residual (down)", "byte", 2.0 * hidden * inner),
+        ("linear_head", 0, hidden): Cost("linear_head", "byte", 2.0 * config.vocab_size * hidden),
+    }
+
+
+def product_costs(config: ModelConfig, rows: int, name: str) -> dict[Label, Cost]:
+    """The products of a chunk."""
+    hidden, inner, q_size = config.hidden_size, config.intermediate_size, config.q_size
+    weights = {
+        "qkv": (q_size + 2 * config.kv_size, hidden),
+        "o": (hidden, q_size),
+        "gate_up": (2 * inner, hidden),
+        "down": (hidden, inner),
+    }
+    return {
+        (name, *sizes): Cost(f"{name} ({product})", "FLOP", 2.0 * rows * sizes[0] * sizes[1])
+        for product, sizes in weights.items()
+    }
+
+
+def chunk_costs(config: ModelConfig, rows: int) -> dict[Label, Cost]:
+    """What stands between the products of a chunk: each reads and writes its rows once."""
+    elements = {
+        "embed": 2 * config.hidden_size,
+        "rms_norm": 2 * config.hidden_size,
+        "rope_append": 2 * (config.q_size + 2 * config.kv_size),
+        "silu_mul": 3 * config.intermediate_size,
+    }
+    return {(name, 0, 0): Cost(name, "byte", 2.0 * rows * count) for name, count in elements.items()}

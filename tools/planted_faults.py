@@ -1,0 +1,47 @@
+"""Does compute-sanitizer see our kernels at all? Each of its tools is given a kernel with the fault that it looks for.
+
+    python tools/planted_faults.py /usr/local/cuda/bin/compute-sanitizer
+
+Exit code 0 if every fault was found. With a fault's name instead of a path it launches that kernel.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+FAULTS = {
+    "memcheck": "out[64] = 1;",
+    "racecheck": "__shared__ int at[64]; at[threadIdx.x] = threadIdx.x; out[threadIdx.x] = at[63 - threadIdx.x];",
+    "initcheck": "out[0] = out[1] + 1;",
+}
+NUM_BYTES, NUM_THREADS, FOUND = 256, 64, 99
+
+
+def launch(fault: str) -> None:
+    """On fresh memory of 64 words, by 64 threads."""
+    import cupy
+
+    memory = cupy.cuda.Memory(NUM_BYTES)
+    words = cupy.ndarray((NUM_BYTES // 4,), cupy.int32, cupy.cuda.MemoryPointer(memory, 0))
+    source = f'extern "C" __global__ void planted(volatile int* out) {{ {FAULTS[fault]} }}'
+    cupy.RawKernel(source, "planted")((1,), (NUM_THREADS,), (words,))
+    cupy.cuda.runtime.deviceSynchronize()
+
+
+def is_found(sanitizer: str, tool: str) -> bool:
+    """Whether the tool ends with the exit code for errors, and not with another."""
+    command = [sanitizer, "--tool", tool, "--error-exitcode", str(FOUND), sys.executable, __file__, tool]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    found = done.returncode == FOUND
+    print(f"{tool}: {'finds its fault' if found else f'finds nothing (exit code {done.returncode})'}", flush=True)
+    if not found:
+        print(done.stdout, flush=True)
+    return found
+
+
+if __name__ == "__main__":
+    if sys.argv[1] in FAULTS:
+        launch(sys.argv[1])
+    else:
+        sys.exit(not all([is_found(sys.argv[1], tool) for tool in FAULTS]))
