@@ -1,0 +1,1 @@
+"""An OpenAI-compatible HTTP server around one model: `cpmrt serve`. Needs the `server` extra (Starlette, uvicorn)."""

@@ -1,0 +1,119 @@
+"""The endpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from cpmrt.server.chat_page import chat_page
+from cpmrt.server.errors import ApiError
+from cpmrt.server.exchange import Exchange
+from cpmrt.server.json_body import parse_object, read_body
+from cpmrt.server.metrics import CONTENT_TYPE
+from cpmrt.server.openapi import document
+from cpmrt.server.request_log import record_of
+from cpmrt.server.responses import EventStream, JsonResponse, whole_answer
+from cpmrt.server.service import Prepared, Service
+
+
+class Endpoints:
+    """Handlers around one service."""
+
+    def __init__(self, service: Service):
+        self._service = service
+
+    def routes(self) -> list[Route]:
+        """Every path with its method."""
+        return [
+            Route("/", self.page),
+            Route("/health", self.ready),
+            Route("/health/live", self.live),
+            Route("/health/ready", self.ready),
+            Route("/metrics", self.metrics),
+            Route("/openapi.json", self.openapi),
+            Route("/v1/models", self.models),
+            Route("/v1/models/{model:path}", self.model),
+            Route("/v1/chat/completions", self.chat, methods=["POST"]),
+            Route("/v1/completions", self.completions, methods=["POST"]),
+            Route("/tokenize", self.tokenize, methods=["POST"]),
+            Route("/detokenize", self.detokenize, methods=["POST"]),
+        ]
+
+    async def chat(self, request: Request) -> Response:
+        return await self._complete(request, self._service.prepare_chat)
+
+    async def completions(self, request: Request) -> Response:
+        return await self._complete(request, self._service.prepare_completion)
+
+    async def models(self, request: Request) -> Response:
+        return JsonResponse({"object": "list", "data": [self._model_card()]})
+
+    async def model(self, request: Request) -> Response:
+        card, wanted = self._model_card(), request.path_params["model"]
+        if wanted != card["id"]:
+            message = f"the model {wanted[:100]!r} does not exist here"
+            raise ApiError(404, message, param="model", code="model_not_found")
+        return JsonResponse(card)
+
+    async def tokenize(self, request: Request) -> Response:
+        """{"prompt" or "content": text, "add_special_tokens": true} -> {"tokens": [...], "count", "max_model_len"}."""
+        body = await self._body(request)
+        return JsonResponse(await self._service.in_thread(lambda: self._service.tokenize(parse_object(body))))
+
+    async def detokenize(self, request: Request) -> Response:
+        """{"tokens": [...]} -> {"prompt": text}, special tokens written out."""
+        body = await self._body(request)
+        return JsonResponse(await self._service.in_thread(lambda: self._service.detokenize(parse_object(body))))
+
+    async def live(self, request: Request) -> Response:
+        """200 as long as the event loop runs."""
+        return JsonResponse({"status": "live"})
+
+    async def ready(self, request: Request) -> Response:
+        """200 if requests are taken, else 503 with the reason."""
+        self._service.engine.check_ready()
+        return JsonResponse({"status": "ready", "model": self._service.settings.model_name})
+
+    async def metrics(self, request: Request) -> Response:
+        return Response(self._service.metrics.text(self._service.engine.open_jobs), media_type=CONTENT_TYPE)
+
+    async def openapi(self, request: Request) -> Response:
+        return JsonResponse(document())
+
+    async def page(self, request: Request) -> Response:
+        content, headers = chat_page()
+        return Response(content, media_type="text/html; charset=utf-8", headers=headers)
+
+    async def _complete(self, request: Request, prepare: Callable[[dict[str, Any]], Prepared]) -> Response:
+        self._service.engine.check_room()
+        body = await self._body(request)
+        prepared = await self._service.in_thread(lambda: prepare(parse_object(body)))
+        record = record_of(request.scope)
+        record.id = prepared.head["id"]
+        if self._service.settings.log_prompts:
+            record.prompt = body.decode("utf-8", "replace")
+        exchange = Exchange(
+            self._service.engine, prepared.requests, prepared.num_choices, request.receive, prepared.shown_ids
+        )
+        record.ended = exchange.ended
+        if prepared.stream.is_on:
+            return EventStream(prepared, exchange)
+        return await whole_answer(prepared, exchange)
+
+    async def _body(self, request: Request) -> bytes:
+        """The body of a request that says it is JSON."""
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            # Pages of other origins can send anything else without asking first.
+            raise ApiError(400, "send JSON with the header Content-Type: application/json", code="invalid_content_type")
+        limit = self._service.settings.body_limit(self._service.engine.llm.max_context)
+        return await read_body(request.receive, request.headers.get("content-length"), limit)
+
+    def _model_card(self) -> dict[str, Any]:
+        service = self._service
+        card = {"id": service.settings.model_name, "object": "model", "created": service.started, "owned_by": "cpmrt"}
+        return {**card, "max_model_len": service.engine.llm.max_context}

@@ -1,0 +1,278 @@
+"""The thread that owns the model: it alone drives the engine. The event loop hands it jobs and gets pieces back.
+
+Every method of EngineThread is for the event loop; what runs in the thread begins with `_run`. Commands reach the
+thread through a queue that it reads between two steps; results of one step reach the loop in one call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from time import perf_counter
+from typing import TYPE_CHECKING, Literal
+
+from cpmrt.engine import GenerationStats, Request, Sequence
+from cpmrt.errors import CpmrtError, DeviceError, NoDeviceError
+from cpmrt.generation import AnswerText, Piece
+from cpmrt.server.errors import invalid, overloaded, unavailable
+from cpmrt.server.mailbox import Ended, Item, Mailbox
+
+if TYPE_CHECKING:
+    from cpmrt import LLM
+
+_log = logging.getLogger("cpmrt.server")
+_NO_STATS = GenerationStats(0, 0, 0.0, 0.0, None)
+State = Literal["loading", "ready", "draining", "failed"]
+
+
+@dataclass(eq=False)
+class Job:
+    """One choice of a request on its way through the engine. `shown_ids`: special tokens that its text keeps."""
+
+    request: Request
+    mailbox: Mailbox
+    choice: int = 0
+    shown_ids: frozenset[int] = frozenset()
+    submitted_at: float = field(default_factory=perf_counter)
+    sequence: Sequence | None = None
+    text: AnswerText | None = None
+    started_at: float = 0.0
+
+
+_Command = tuple[Literal["submit", "cancel", "stop"], tuple[Job, ...]]
+
+
+class EngineThread:
+    """Loads a model, then runs jobs on it until it is stopped.
+
+    `on_tokens(count)` and `on_ended(ended)` are called on the event loop, for the metrics.
+    """
+
+    def __init__(
+        self,
+        load: Callable[[], LLM],
+        *,
+        max_queue: int,
+        on_tokens: Callable[[int], None] = lambda count: None,
+        on_ended: Callable[[Ended], None] = lambda ended: None,
+    ):
+        self._load, self._max_queue = load, max_queue
+        self._on_tokens, self._on_ended = on_tokens, on_ended
+        self._loop = asyncio.get_running_loop()
+        self._commands: SimpleQueue[_Command] = SimpleQueue()
+        self._open: set[Job] = set()
+        self._active: list[Job] = []
+        self._llm: LLM | None = None
+        self._state: State = "loading"
+        self._failure: Exception | None = None
+        self.loaded: asyncio.Future[None] = self._loop.create_future()
+        """Done when the model is there, or with the exception that kept it from being loaded."""
+        self._thread = threading.Thread(target=self._run, name="cpmrt-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def state(self) -> State:
+        return self._state
+
+    @property
+    def failure(self) -> Exception | None:
+        """Why the state is "failed"."""
+        return self._failure
+
+    @property
+    def llm(self) -> LLM:
+        """The model. Raises ApiError 503 while it cannot take requests."""
+        self.check_ready()
+        assert self._llm is not None
+        return self._llm
+
+    def check_ready(self) -> None:
+        """Raise ApiError 503, with the reason, unless requests are taken."""
+        if self._state == "loading":
+            raise unavailable("the model is still being loaded")
+        if self._state == "failed":
+            raise unavailable(f"the server cannot go on: {self._failure}")
+        if self._state == "draining":
+            raise unavailable("the server is shutting down")
+
+    @property
+    def open_jobs(self) -> tuple[Job, ...]:
+        """Jobs whose end has not been told yet, running or waiting."""
+        return tuple(self._open)
+
+    def check_capacity(self, count: int) -> None:
+        """Raise ApiError 400 if so many sequences could never be taken at once. For any thread."""
+        capacity = self.llm.engine.limits.max_sequences + self._max_queue
+        if count > capacity:
+            raise invalid("n", f"the request has {count} sequences, this server takes {capacity} at a time")
+
+    def check_room(self, count: int = 1) -> None:
+        """Raise ApiError 429 if so many more jobs would not fit the queue, 503 if none is taken at all."""
+        limits = self.llm.engine.limits
+        if len(self._open) + count > limits.max_sequences + self._max_queue:
+            raise overloaded(len(self._open))
+
+    def submit(self, jobs: tuple[Job, ...]) -> None:
+        """Queue all of them or none. Raises ApiError as `check_room` does."""
+        self.check_room(len(jobs))
+        self._open.update(jobs)
+        self._commands.put(("submit", jobs))
+
+    def cancel(self, jobs: tuple[Job, ...]) -> None:
+        """End them before the next step. No effect on those that have ended."""
+        running = tuple(job for job in jobs if job in self._open)
+        if running:
+            self._commands.put(("cancel", running))
+
+    def drain(self) -> None:
+        """Take no more jobs; those there are go on."""
+        if self._state == "ready":
+            self._state = "draining"
+
+    async def stop(self) -> None:
+        """Cancel what is left, free the model and end the thread."""
+        self.drain()
+        self._commands.put(("stop", ()))
+        await self._loop.run_in_executor(None, self._thread.join)
+
+    def _deliver(self, batch: list[tuple[Job, Piece | Ended]]) -> None:
+        num_tokens = 0
+        for job, item in batch:
+            entry: Item = (job.choice, item)
+            job.mailbox.put(entry)
+            if isinstance(item, Piece):
+                num_tokens += len(item.token_ids)
+            else:
+                self._open.discard(job)
+                self._on_ended(item)
+        if num_tokens:
+            self._on_tokens(num_tokens)
+
+    def _finish_loading(self, llm: LLM | None, error: BaseException | None) -> None:
+        if error is not None:
+            failure = error if isinstance(error, Exception) else RuntimeError(repr(error))
+            self._fail(failure)
+            self.loaded.set_exception(failure)
+            return
+        self._llm = llm
+        if self._state == "loading":
+            self._state = "ready"
+        self.loaded.set_result(None)
+
+    def _fail(self, error: Exception) -> None:
+        self._state, self._failure = "failed", error
+
+    def _post(self, call: Callable[..., None], *arguments: object) -> None:
+        with suppress(RuntimeError):  # the loop is closed: nobody is left to be told
+            self._loop.call_soon_threadsafe(call, *arguments)
+
+    def _run(self) -> None:
+        try:
+            llm = self._load()
+        except BaseException as error:  # told to whoever waits for the model
+            self._post(self._finish_loading, None, error)
+            return
+        self._post(self._finish_loading, llm, None)
+        try:
+            while self._run_commands(llm):
+                if self._active:
+                    self._run_step(llm)
+        finally:
+            self._end(self._active, "cancelled", None)
+            with suppress(CpmrtError):
+                llm.close()
+
+    def _run_commands(self, llm: LLM) -> bool:
+        """Carry out what has come, waiting for it while there is nothing else to do; False to end."""
+        while True:
+            try:
+                action, jobs = self._commands.get(block=not self._active)
+            except Empty:
+                return True
+            if action == "stop":
+                return False
+            if action == "submit":
+                for job in jobs:
+                    self._start(llm, job)
+            else:
+                self._cancel(llm, [job for job in jobs if job in self._active])
+
+    def _start(self, llm: LLM, job: Job) -> None:
+        try:
+            if self._failure is not None:
+                raise self._failure
+            job.sequence = llm.engine.add(job.request)
+            job.text = AnswerText(llm.tokenizer, job.request, job.shown_ids)
+            self._active.append(job)
+        except Exception as error:
+            self._end([job], "error", error)
+
+    def _cancel(self, llm: LLM, jobs: list[Job]) -> None:
+        for job in jobs:
+            assert job.sequence is not None
+            try:
+                llm.engine.finish(job.sequence, "cancelled")
+            except Exception as error:
+                self._note_failure(error)
+        self._end(jobs, "cancelled", None)
+
+    def _run_step(self, llm: LLM) -> None:
+        try:
+            llm.engine.advance()
+        except Exception as error:  # each sequence knows whether it was its own step
+            self._note_failure(error)
+        batch: list[tuple[Job, Piece | Ended]] = []
+        for job in [job for job in self._active if self._collect(llm, job, batch)]:
+            self._active.remove(job)
+        if batch:
+            self._post(self._deliver, batch)
+        if self._failure is not None:
+            self._end(self._active, "error", self._failure)
+
+    def _collect(self, llm: LLM, job: Job, batch: list[tuple[Job, Piece | Ended]]) -> bool:
+        """Put what a sequence gained into the batch; whether it has ended."""
+        seq, text = job.sequence, job.text
+        assert seq is not None and text is not None
+        if seq.slot >= 0 and not job.started_at:
+            job.started_at = perf_counter()
+        if not seq.outbox and seq.finish_reason is None:
+            return False
+        hit = False
+        while seq.outbox and not hit:
+            result = seq.outbox.popleft()
+            shown, hit = text.push(result)
+            batch.append((job, Piece(shown, result.token_ids, result.logprobs)))
+        if hit:
+            llm.engine.finish(seq, "stop")
+            seq.finish_reason = "stop"
+        if seq.finish_reason is None:
+            return False
+        if not hit and (rest := text.flush()):
+            batch.append((job, Piece(rest, ())))
+        batch.append((job, _ended(job, "error" if seq.failure else seq.finish_reason, seq.failure)))
+        return True
+
+    def _end(self, jobs: list[Job], reason: str, error: Exception | None) -> None:
+        """Tell the end of these jobs; they are active no more."""
+        ended = [(job, _ended(job, reason, error)) for job in jobs]
+        self._active = [job for job in self._active if job not in jobs]
+        self._post(self._deliver, ended)
+
+    def _note_failure(self, error: Exception) -> None:
+        """After a fault of the device nothing can run any more; any other failed step cost its own requests only."""
+        _log.error("a step failed: %s", error, exc_info=None if isinstance(error, CpmrtError) else error)
+        if isinstance(error, (DeviceError, NoDeviceError)):
+            self._failure = error
+            self._post(self._fail, error)
+
+
+def _ended(job: Job, reason: str, error: Exception | None) -> Ended:
+    seq = job.sequence
+    queued_s = (job.started_at or perf_counter()) - job.submitted_at
+    first_token_s = seq.first_token_at - job.submitted_at if seq is not None and seq.token_ids else 0.0
+    return Ended(reason, GenerationStats.of(seq) if seq else _NO_STATS, queued_s, first_token_s, error)

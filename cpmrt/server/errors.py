@@ -1,0 +1,90 @@
+"""Errors in the shape of the OpenAI API: `{"error": {message, type, param, code}}` with a status."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from cpmrt.errors import CheckpointError, ContextLengthError, CpmrtError, DeviceError, NoDeviceError, RequestError
+
+_TYPES = {404: "not_found_error", 429: "rate_limit_error", 500: "server_error", 503: "service_unavailable_error"}
+_NAMES = {"max_new_tokens": "max_tokens", "logprobs": "top_logprobs"}
+_FOLDERS = re.compile(r"(?<![\w.])(/[^\s/:,;()'\"]+)+/")
+_FIELD = re.compile(r"[a-z_]+(\[\d+\])?(\.[a-z_]+(\[\d+\])?)*")
+
+
+class ApiError(Exception):
+    """What a client is told. `param` names the field of the request, `code` is for programs."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ):
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.headers = headers or {}
+
+    def body(self) -> dict[str, Any]:
+        """The JSON of the answer."""
+        kind = _TYPES.get(self.status, "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def invalid(param: str, problem: str) -> ApiError:
+    """A 400 that names the field."""
+    return ApiError(400, f"{param}: {problem}", param=param, code="invalid_value")
+
+
+def unsupported(param: str, problem: str) -> ApiError:
+    """A 400 for a field that is known and not supported."""
+    return ApiError(400, f"{param} is not supported: {problem}", param=param, code="unsupported_parameter")
+
+
+def overloaded(num_open: int) -> ApiError:
+    """A 429: the queue is full."""
+    message = f"the queue is full ({num_open} sequences run or wait); try again later"
+    return ApiError(429, message, code="queue_full", headers={"Retry-After": "1"})
+
+
+def unavailable(reason: str) -> ApiError:
+    """A 503: no request can be taken now."""
+    return ApiError(503, reason, code="unavailable", headers={"Retry-After": "5"})
+
+
+def as_api_error(error: BaseException) -> ApiError:
+    """Whose fault it is: the request's (400), the device's (503) or this program's (500)."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, ContextLengthError):
+        return ApiError(400, str(error), param="max_tokens", code="context_length_exceeded")
+    if isinstance(error, RequestError):
+        return ApiError(400, _renamed(str(error)), param=_field_of(error.what), code="invalid_value")
+    if isinstance(error, CheckpointError):
+        message = "the chat template does with these messages what no template may; see the server's log"
+        return ApiError(400, message, code="template_refused")
+    if isinstance(error, (DeviceError, NoDeviceError)):
+        return ApiError(503, str(error), code="device_failed")
+    if isinstance(error, CpmrtError):
+        return ApiError(500, str(error), code="internal_error")
+    return ApiError(500, f"internal error ({type(error).__name__}); see the server's log", code="internal_error")
+
+
+def _field_of(what: str) -> str | None:
+    """The field that a RequestError is about: "SamplingParams.top_p ...", "prompt: token 3" or "messages[0].role"."""
+    first, is_more = what.split(" ", 1)[0], " " in what
+    name = first.removeprefix("SamplingParams.").removesuffix(":")
+    if not _FIELD.fullmatch(name) or (is_more and name == first):
+        return None
+    return _NAMES.get(name, name)
+
+
+def _renamed(message: str) -> str:
+    """Python's names of the fields become the API's; folders of this machine are nobody's business."""
+    for ours, theirs in _NAMES.items():
+        message = message.replace(f"SamplingParams.{ours}", theirs)
+    return _FOLDERS.sub("", message.replace("SamplingParams.", ""))

@@ -1,0 +1,167 @@
+"""A server from its sockets to its end: load, listen, drain, stop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+import uvicorn
+
+from cpmrt import LLM
+from cpmrt.errors import ConfigError
+from cpmrt.server.app import make_app
+from cpmrt.server.http_protocol import LimitedHttpProtocol
+from cpmrt.server.service import Service
+from cpmrt.server.settings import ServerSettings
+
+_log = logging.getLogger("cpmrt.server")
+_KEEP_ALIVE_S = 30
+_TICK_S = 1.0
+"""How often the Date header is renewed."""
+_LAST_WORDS_S = 2
+"""After the time of grace, for the errors that end what still runs."""
+# A thread that computes gives the interpreter away this often, so that the event loop answers in time.
+_SWITCH_INTERVAL_S = 0.0005
+
+
+def bind(settings: ServerSettings) -> socket.socket:
+    """A listening socket. Raises ConfigError if the address cannot be had."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(1024)
+    except (OSError, OverflowError, UnicodeError) as error:
+        raise ConfigError(
+            f"cannot listen on {settings.host} port {settings.port}: {error}", fix="choose another --host or --port"
+        ) from error
+    return listener
+
+
+def address_of(listener: socket.socket) -> str:
+    """The URL of a listening socket."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def serve(settings: ServerSettings, load: Callable[[], LLM], listener: socket.socket) -> int:
+    """Run until a signal ends it; its number, 0 if it was asked for by `Running.stop`. Raises what `load` raises."""
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    return asyncio.run(Running(settings, load, listener).run())
+
+
+class Running:
+    """One server. `stop` may be called from any thread once `run` has begun."""
+
+    def __init__(self, settings: ServerSettings, load: Callable[[], LLM], listener: socket.socket):
+        self._settings, self._load, self._listener = settings, load, listener
+        self._address = address_of(listener)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._server: _Server | None = None
+        self.service: Service | None = None
+
+    def stop(self) -> None:
+        """Drain and end, as SIGTERM does. May be called again."""
+        if self._server is not None and self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # it has ended already
+                self._loop.call_soon_threadsafe(self._server.begin_exit)
+
+    async def run(self) -> int:
+        """Serve; the number of the signal that ended it, or 0."""
+        self._loop = asyncio.get_running_loop()
+        self.service = service = Service(self._settings, self._load)
+        server = self._server = _Server(self._config(service), service)
+        loading = asyncio.ensure_future(self._announce(service, server))
+        try:
+            await server.serve([self._listener])
+        finally:
+            await service.engine.stop()
+            service.close()
+        await loading
+        return server.signal_number
+
+    async def _announce(self, service: Service, server: _Server) -> None:
+        """Say when the model is there. A model that cannot be loaded ends the server."""
+        try:
+            await service.engine.loaded
+        except BaseException:
+            server.exit_at_once()
+            raise
+        _log.info("ready: %s at %s", self._settings.model_name, self._address)
+
+    def _config(self, service: Service) -> uvicorn.Config:
+        return uvicorn.Config(
+            make_app(service),
+            http=LimitedHttpProtocol,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="error",
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            timeout_keep_alive=_KEEP_ALIVE_S,
+            timeout_graceful_shutdown=round(self._settings.grace) + _LAST_WORDS_S,
+        )
+
+
+class _Server(uvicorn.Server):
+    """uvicorn re-raises the signal that ended it; here the process ends by itself, with an exit code of its own."""
+
+    def __init__(self, config: uvicorn.Config, service: Service):
+        super().__init__(config)
+        self._service = service
+        self._exit = asyncio.Event()
+        self.signal_number = 0
+
+    async def main_loop(self) -> None:
+        """uvicorn's wakes up ten times a second to see whether it should end."""
+        while not await self.on_tick(0):
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._exit.wait(), _TICK_S)
+
+    def exit_at_once(self) -> None:
+        """Take no more requests."""
+        self.should_exit = True
+        self._exit.set()
+
+    def begin_exit(self) -> None:
+        """Take no more requests; those there have the time of grace."""
+        if not self.should_exit:
+            asyncio.get_running_loop().call_later(self._service.settings.grace, self._end_requests)
+        self._service.engine.drain()
+        self.exit_at_once()
+
+    def _end_requests(self) -> None:
+        self._service.engine.cancel(self._service.engine.open_jobs)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Handlers for SIGINT and SIGTERM; the second SIGINT ends at once."""
+        loop = asyncio.get_running_loop()
+        try:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.add_signal_handler(number, self.handle_exit, number, None)
+        except (ValueError, RuntimeError):  # not the main thread
+            yield
+            return
+        try:
+            yield
+        finally:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(number)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit and sig == signal.SIGINT:
+            self.force_exit = True
+        self.signal_number = sig
+        self.begin_exit()

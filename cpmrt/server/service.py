@@ -1,0 +1,169 @@
+"""What the endpoints do before and around the engine: requests to token ids, answers to responses."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from cpmrt import LLM, __version__
+from cpmrt.engine import Request as EngineRequest
+from cpmrt.server.answers import Answer, ChatAnswer, CompletionAnswer
+from cpmrt.server.chat_text import ChatText
+from cpmrt.server.engine_thread import EngineThread
+from cpmrt.server.errors import ApiError, invalid, unsupported
+from cpmrt.server.fields import Fields
+from cpmrt.server.metrics import Metrics
+from cpmrt.server.sampling import Wanted
+from cpmrt.server.schema import StreamOptions, read_chat, read_completion
+from cpmrt.server.settings import ServerSettings
+from cpmrt.server.thinking import THINKING_MARKERS, opens_thinking
+from cpmrt.server.token_logprobs import LogprobWriter
+from cpmrt.server.tool_formats import TOOL_MARKERS, schemas_of
+from cpmrt.text import Tokenizer
+
+T = TypeVar("T")
+_MARKER_TOKENS = 16
+"""Tokens at the end of a prompt that an opened thought may take."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A request that the engine can take. `head` begins the answer; `requests` has one for each choice.
+
+    `num_choices` in a row share a prompt. `shown_ids` are special tokens that `answer` looks for.
+    """
+
+    head: dict[str, Any]
+    requests: list[EngineRequest]
+    num_choices: int
+    answer: Answer
+    stream: StreamOptions
+    shown_ids: frozenset[int] = frozenset()
+
+
+class Service:
+    """One model behind the endpoints."""
+
+    def __init__(self, settings: ServerSettings, load: Callable[[], LLM]):
+        self.settings = settings
+        self.metrics = Metrics()
+        self.engine = EngineThread(
+            load,
+            max_queue=settings.max_queue,
+            on_tokens=self.metrics.add_tokens,
+            on_ended=self.metrics.add_ended,
+        )
+        self.started = int(time.time())
+        self._workers = ThreadPoolExecutor(2, "cpmrt-prepare")
+
+    async def in_thread(self, call: Callable[..., T], *arguments: Any) -> T:
+        """Run what may take long beside the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._workers, call, *arguments)
+
+    def prepare_chat(self, body: dict[str, Any]) -> Prepared:
+        """Check a chat, render and tokenize it. Raises ApiError, CpmrtError."""
+        llm = self.engine.llm
+        chat = read_chat(body, self.settings.model_name)
+        kwargs = dict(chat.template_kwargs)
+        if chat.tools and llm.chat_template is not None and not llm.chat_template.takes_tools:
+            raise unsupported("tools", "the chat template of this model has none")
+        ids = llm.chat_prompt(chat.messages, tools=chat.tools or None, **kwargs)
+        count, wanted = chat.wanted.num_choices, chat.wanted
+        self.engine.check_capacity(count)
+        requests = _choices(llm, ids, wanted, 0)
+        is_thinking = opens_thinking(_end_of(ids, llm.tokenizer))
+        schemas = schemas_of(chat.tools) if chat.tools else None
+        texts = [ChatText(is_thinking, schemas) for _ in range(count)]
+        answer = ChatAnswer(texts, _writer(llm.tokenizer, requests, chat.logprobs))
+        head = self._head("chatcmpl", "chat.completion.chunk" if chat.stream.is_on else "chat.completion")
+        return Prepared(head, requests, count, answer, chat.stream, _marker_ids(llm.tokenizer))
+
+    def prepare_completion(self, body: dict[str, Any]) -> Prepared:
+        """Check a completion and tokenize its prompts. Raises ApiError, CpmrtError."""
+        llm = self.engine.llm
+        completion = read_completion(body, self.settings.model_name)
+        wanted = completion.wanted
+        requests: list[EngineRequest] = []
+        echoes: list[str] = []
+        self.engine.check_capacity(len(completion.prompts) * wanted.num_choices)
+        for prompt in completion.prompts:
+            requests += _choices(llm, prompt, wanted, len(requests))
+            echoes += [_text_of(prompt, llm.tokenizer) if completion.echo else ""] * wanted.num_choices
+        answer = CompletionAnswer(echoes, _writer(llm.tokenizer, requests, completion.logprobs))
+        head = self._head("cmpl", "text_completion")
+        return Prepared(head, requests, wanted.num_choices, answer, completion.stream)
+
+    def tokenize(self, body: dict[str, Any]) -> dict[str, Any]:
+        """The answer of POST /tokenize. Raises ApiError, RequestError."""
+        fields = Fields(body)
+        text = fields.string("prompt") if fields.raw("prompt") is not None else fields.string("content")
+        if text is None:
+            raise invalid("prompt", "expected a string")
+        llm = self.engine.llm
+        is_bare = fields.boolean("add_special_tokens") is False
+        tokens = _needed(llm.tokenizer).encode(text, add_special_tokens=not is_bare)
+        return {"tokens": tokens, "count": len(tokens), "max_model_len": llm.max_context}
+
+    def detokenize(self, body: dict[str, Any]) -> dict[str, Any]:
+        """The answer of POST /detokenize. Raises ApiError, RequestError."""
+        tokens = Fields(body).array("tokens")
+        if tokens is None or not all(isinstance(token, int) and not isinstance(token, bool) for token in tokens):
+            raise invalid("tokens", "expected an array of token ids")
+        return {"prompt": _needed(self.engine.llm.tokenizer).decode(tokens, skip_special_tokens=False)}
+
+    def close(self) -> None:
+        """End the worker threads."""
+        self._workers.shutdown(wait=False, cancel_futures=True)
+
+    def _head(self, prefix: str, kind: str) -> dict[str, Any]:
+        return {
+            "id": f"{prefix}-{secrets.token_hex(12)}",
+            "object": kind,
+            "created": int(time.time()),
+            "model": self.settings.model_name,
+            "system_fingerprint": f"cpmrt-{__version__}",
+        }
+
+
+def _choices(llm: LLM, prompt: str | list[int], wanted: Wanted, first_choice: int) -> list[EngineRequest]:
+    """The choices of one prompt, which they share."""
+    request = llm.request(prompt, wanted.sampling)
+    requests = []
+    for choice in range(first_choice, first_choice + wanted.num_choices):
+        params = wanted.params(len(request.prompt_ids), llm.max_context, choice)
+        assert params.seed is not None
+        requests.append(replace(request, sampling=params, seed=params.seed))
+    return requests
+
+
+def _needed(tokenizer: Tokenizer | None) -> Tokenizer:
+    if tokenizer is None:
+        raise ApiError(400, "this model has no tokenizer", code="no_tokenizer")
+    return tokenizer
+
+
+def _writer(tokenizer: Tokenizer | None, requests: list[EngineRequest], count: int | None) -> LogprobWriter | None:
+    return None if count is None else LogprobWriter(tokenizer, requests[0].stop_token_ids, count)
+
+
+def _marker_ids(tokenizer: Tokenizer | None) -> frozenset[int]:
+    """Markers of thoughts and calls are plain text in most vocabularies, and special tokens in some."""
+    if tokenizer is None:
+        return frozenset()
+    ids = {tokenizer.token_id(marker) for marker in (*THINKING_MARKERS, *TOOL_MARKERS)}
+    return frozenset(token_id for token_id in tokenizer.special_ids if token_id in ids)
+
+
+def _end_of(ids: list[int], tokenizer: Tokenizer | None) -> str:
+    return tokenizer.decode(ids[-_MARKER_TOKENS:], skip_special_tokens=False) if tokenizer else ""
+
+
+def _text_of(prompt: str | list[int], tokenizer: Tokenizer | None) -> str:
+    if isinstance(prompt, str):
+        return prompt
+    return tokenizer.decode(prompt) if tokenizer else ""

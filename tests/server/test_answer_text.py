@@ -1,0 +1,142 @@
+"""Thoughts and tool calls in an answer's text: each format, however the text is cut into pieces."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cpmrt.server.chat_text import ChatText, message_of
+from cpmrt.server.thinking import opens_thinking
+from cpmrt.server.tool_formats import read_json_call, read_python_calls, read_xml_call
+
+SCHEMAS = {"f": {"a": {"type": "integer"}, "b": {"type": "string"}}, "g": {}}
+MARKS = [
+    "<think>", "</think>", "<|thought_start|>", "<|thought_end|>", "<tool_call>", "</tool_call>",
+    '{"name": "f", "arguments": {"a": 1}}', "<|tool_call_start|>", "<|tool_call_end|>",
+    "```python\n", "\n```", "f(a=1)", '<function name="f">', "</function>", '<param name="a">', "1", "</param>", " ",
+    "\n", "text", "<", "<t", "<|t", "é",
+]  # fmt: skip
+TEXTS = st.lists(st.sampled_from(MARKS), max_size=14).map("".join)
+
+
+def message(pieces, *, is_thinking=False, schemas=SCHEMAS):
+    text = ChatText(is_thinking, schemas)
+    deltas = [delta for piece in pieces for delta in text.push(piece)] + text.flush()
+    made = message_of(deltas)
+    for call in made.get("tool_calls", ()):
+        assert call.pop("id").startswith("call_") and call.pop("type") == "function"
+    return made
+
+
+def cut(text, places):
+    bounds = sorted({0, len(text), *(place % (len(text) + 1) for place in places)})
+    return [text[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+
+
+@given(TEXTS, st.lists(st.integers(0, 500), max_size=30), st.booleans())
+def test_where_the_text_is_cut_makes_no_difference(text, places, is_thinking):
+    assert message(cut(text, places), is_thinking=is_thinking) == message([text], is_thinking=is_thinking)
+
+
+@given(TEXTS)
+def test_without_thoughts_and_tools_text_stays_as_it_is(text):
+    text = "x" + text
+    assert message([text], schemas=None) == {"role": "assistant", "content": text, "refusal": None}
+
+
+@given(TEXTS)
+def test_without_calls_no_visible_text_is_lost(text):
+    made = message(["x" + text])
+    if "tool_calls" not in made:
+        assert made["content"] == "x" + text
+
+
+@pytest.mark.parametrize(("text", "thoughts", "content"), [
+    ("<think>a</think>b", "a", "b"),
+    ("\n<think>\na\n\nb\n</think>\n\n b", "a\n\nb", "b"),
+    ("<|thought_start|>\na\n<|thought_end|>\nb", "a", "b"),
+    ("<think></think>b", None, "b"),
+    ("<think>never closed", "never closed", ""),
+    ("b <think>a</think>", None, "b <think>a</think>"),
+    ("<thin", None, "<thin"),
+    ("<thinking>", None, "<thinking>"),
+])  # fmt: skip
+def test_thoughts(text, thoughts, content):
+    made = message(list(text), schemas=None)
+    assert (made.get("reasoning_content"), made["content"]) == (thoughts, content)
+
+
+def test_a_prompt_that_opens_a_thought():
+    assert opens_thinking("<|im_start|>assistant\n<think>\n") and not opens_thinking("<think>\n\n</think>\n\n")
+    made = message(["a</think>", "b"], is_thinking=True)
+    assert (made["reasoning_content"], made["content"]) == ("a", "b")
+
+
+@pytest.mark.parametrize(("text", "calls"), [
+    ("```python\nf(1, b='x')\n```", [("f", {"a": 1, "b": "x"})]),
+    ("f(a=-1.5)\ng()", [("f", {"a": -1.5}), ("g", {})]),
+    ("f(a=[1, {'k': (2, None)}], b=true)", [("f", {"a": [1, {"k": [2, None]}], "b": True})]),
+    ("a.b.c(x=False)", [("a.b.c", {"x": False})]),
+])  # fmt: skip
+def test_python_calls(text, calls):
+    assert [(call.name, json.loads(call.arguments)) for call in read_python_calls(text, SCHEMAS)] == calls
+
+
+@pytest.mark.parametrize("text", [
+    "", "x = 1", "f(a=__import__('os'))", "f(a=open('/etc/passwd').read())", "f(a=[1 for _ in b])", "f(*x)", "f(**x)",
+    "f(1, 2, 3)", "f(lambda: 1)", "(lambda: 1)()", "f(a=1j)", "f(a=b'x')", "f(a={1, 2})", "f(a=1" + "0" * 5000 + ")",
+    "f(a=" + "(" * 500 + ")" * 500 + ")", "f(a=" + "-" * 100_000 + "1)", "f(" + "a." * 100_000 + "b)", "f(a=1e999)",
+    "import os", "f(a={(1, 2): 3})", "f(\x00)",
+])  # fmt: skip
+def test_python_that_is_no_call_with_literals_is_refused_and_never_run(text):
+    with pytest.raises(ValueError):
+        read_python_calls(text, SCHEMAS)
+
+
+@pytest.mark.parametrize("text", ["", "[", "{}", '{"name": 1}', '{"name": "f", "arguments": 3}', "[" * 100_000, "NaN"])
+def test_json_that_is_no_call_is_refused(text):
+    with pytest.raises(ValueError):
+        read_json_call(text, SCHEMAS)
+
+
+def test_json_calls():
+    text = '[{"name": "f", "arguments": {"a": 1}}, {"name": "g", "parameters": {}}]'
+    assert read_json_call(text, SCHEMAS) == [("f", '{"a": 1}'), ("g", "{}")]
+    assert read_json_call('{"name": "f", "arguments": "{\\"a\\": 1}"}', SCHEMAS) == [("f", '{"a": 1}')]
+
+
+@pytest.mark.parametrize(("text", "arguments"), [
+    ('f"><param name="a">1</param></function>', {"a": 1}),
+    ('f">\n<param name="b">1</param>\n', {"b": "1"}),
+    ('f"><param name="b"><![CDATA[a < b & c\n]]></param>', {"b": "a < b & c\n"}),
+    ('f"><param name="b">a &lt; b</param>', {"b": "a < b"}),
+    ('f"><param name="z">[1, 2]</param>', {"z": [1, 2]}),
+    ('f"><param name="z">so so</param>', {"z": "so so"}),
+])  # fmt: skip
+def test_xml_calls(text, arguments):
+    ((name, written),) = read_xml_call(text.removesuffix("</function>"), SCHEMAS)
+    assert (name, json.loads(written)) == ("f", arguments)
+
+
+@pytest.mark.parametrize("text", ["", 'f">text', 'f"<param>', 'f"><param name="a">1', 'f"><param name="a">NaN</param>'])
+def test_xml_that_is_no_call_is_refused(text):
+    with pytest.raises(ValueError):
+        read_xml_call(text, SCHEMAS)
+
+
+def test_a_call_without_its_end_counts():
+    made = message(['x <tool_call>\n{"name": "f", "arguments": {}}'])
+    assert made["tool_calls"] == [{"function": {"name": "f", "arguments": "{}"}}] and made["content"] == "x"
+
+
+def test_a_block_that_is_no_call_is_shown():
+    made = message(["<tool_call>oh</tool_call> well"])
+    assert made["content"] == "<tool_call>oh</tool_call> well" and "tool_calls" not in made
+
+
+def test_a_call_that_never_ends_is_given_up():
+    made = message(["<tool_call>" + "x" * (2**20 + 1), "y"])
+    assert len(made["content"]) == 2**20 + 13 and made["content"].endswith("xy")

@@ -1,0 +1,49 @@
+"""The OpenAPI document: it is served, it names the endpoints and fields that the code has, and nothing breaks by it."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+
+import pytest
+
+from cpmrt.server import fields
+from cpmrt.server.openapi import document
+from cpmrt.server.schema import _NEUTRAL_CHAT, _NEUTRAL_COMPLETION, read_chat, read_completion
+
+
+def test_the_document_is_served(demo):
+    assert demo.client.get("/openapi.json").json() == document()
+
+
+def test_every_route_is_described_with_its_method(demo):
+    from cpmrt.server.api import Endpoints
+
+    described = {(path, method.upper()) for path, methods in document()["paths"].items() for method in methods}
+    routes = Endpoints(demo.running.service).routes()
+    served = {(route.path.replace(":path", ""), method) for route in routes for method in route.methods - {"HEAD"}}
+    assert described == served
+
+
+@pytest.mark.parametrize(("schema", "read", "body", "neutral"), [
+    ("ChatRequest", read_chat, {"messages": [{"role": "user", "content": "x"}]}, _NEUTRAL_CHAT),
+    ("CompletionRequest", read_completion, {"prompt": "x"}, _NEUTRAL_COMPLETION),
+])  # fmt: skip
+def test_the_fields_are_those_that_the_code_reads(monkeypatch, schema, read, body, neutral):
+    asked = set()
+    monkeypatch.setattr(fields.Fields, "raw", lambda self, key: asked.add(self.name(key)) or self._values.get(key))
+    read(body, "demo")
+    assert set(document()["components"]["schemas"][schema]["properties"]) == asked - set(neutral)
+
+
+@pytest.mark.slow
+def test_no_request_that_the_document_allows_or_forbids_is_a_5xx(demo):
+    command = shutil.which("schemathesis")
+    if command is None:
+        pytest.skip("needs schemathesis (pip install schemathesis)")
+    checks = "not_a_server_error,response_schema_conformance,status_code_conformance,content_type_conformance"
+    url = f"{demo.url}/openapi.json"
+    done = subprocess.run(
+        [command, "run", url, "--checks", checks, "--max-examples", "15"], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
