@@ -1,0 +1,319 @@
+"""tools/quantize.py and tools/gptq2marlin.py on tiny checkpoints: what they write, what reads it, what they refuse."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from threadpoolctl import threadpool_limits
+from tiny_checkpoint import write_checkpoint
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
+
+import gptq2marlin
+import quantize
+from quantization.calibration import read_texts, token_windows
+from quantization.decoder_layer import LINEARS, DecoderLayer
+from quantization.file_writer import SafetensorsWriter, TensorPlan
+
+from cpmrt import LLM
+from cpmrt.config import ModelConfig
+from cpmrt.errors import CheckpointError, ConfigError
+from cpmrt.models.rope import rope_table
+from cpmrt.text import Tokenizer
+from cpmrt.weights.safetensors import SafetensorsFile
+
+SIZES = {
+    "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+}  # fmt: skip
+IDS = list(range(3, 43))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_blas_thread():
+    """Products this small take longer on several threads, and much longer on a busy machine."""
+    with threadpool_limits(1):
+        yield
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A checkpoint whose linears are whole groups of 128."""
+    return write_checkpoint(tmp_path_factory.mktemp("model") / "tiny", **SIZES)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """A calibration file."""
+    path = tmp_path_factory.mktemp("text") / "calibration.txt"
+    path.write_text("".join(f"def f{n}(x):\n    return x * {n * n}\n" for n in range(60)))
+    return path
+
+
+def quantised(model, text, folder, *options):
+    """The folder that tools/quantize.py makes."""
+    calibration = ("--calibration", str(text), "--windows", "4", "--window", "64")
+    assert quantize.main([str(model), str(folder), *calibration, *options]) == 0
+    return folder
+
+
+def logits(folder):
+    with LLM(folder, executor="reference", dtype="float32", max_context=64) as llm:
+        return llm.logits(IDS)
+
+
+def dequantised(folder, group_size, awq=False):
+    """The weights of a quantised folder, element by element, as the formats' papers and code define them."""
+    stored = load_file(folder / "model.safetensors")
+    weights = {name: value for name, value in stored.items() if not name.rpartition(".")[2].startswith(("q", "s", "g"))}
+    for name in stored:
+        module, _, suffix = name.rpartition(".")
+        if suffix != "qweight":
+            continue
+        words, zeros, scales = (stored[f"{module}.{part}"] for part in ("qweight", "qzeros", "scales"))
+        shifts = 4 * np.arange(8)
+        unpacked_zeros = (zeros[:, :, None] >> shifts) & 15
+        if awq:
+            order = np.array([0, 4, 1, 5, 2, 6, 3, 7])
+            codes = ((words[:, :, None] >> shifts) & 15)[:, :, order].reshape(len(words), -1)
+            zero = unpacked_zeros[:, :, order].reshape(len(zeros), -1)
+            group = np.arange(len(codes)) // group_size
+        else:
+            codes = ((words[:, None, :] >> shifts[:, None]) & 15).reshape(-1, words.shape[1])
+            zero = unpacked_zeros.reshape(len(zeros), -1) + 1
+            group = stored[f"{module}.g_idx"]
+        values = (codes - zero[group]).astype(np.float32) * scales.astype(np.float32)[group]
+        weights[f"{module}.weight"] = np.ascontiguousarray(values.T)
+    return weights
+
+
+def plain_logits(model, weights, folder):
+    """Logits of the same model with these weights in a plain checkpoint."""
+    folder.mkdir()
+    for path in model.glob("*.json"):
+        (folder / path.name).write_bytes(path.read_bytes())
+    save_file(weights, folder / "model.safetensors")
+    return logits(folder)
+
+
+@pytest.mark.parametrize(("options", "awq"), [
+    (("--method", "rtn"), False),
+    (("--method", "rtn", "--asymmetric", "--group-size", "32"), False),
+    (("--method", "gptq", "--group-size", "-1"), False),
+    (("--method", "gptq", "--act-order", "--group-size", "32"), False),
+    (("--method", "gptq", "--format", "awq"), True),
+    (("--method", "awq", "--format", "awq", "--group-size", "64"), True),
+])  # fmt: skip
+def test_a_quantised_checkpoint_is_the_model_with_its_dequantised_weights(model, text, tmp_path, options, awq):
+    folder = quantised(model, text, tmp_path / "out", *options)
+    group_size = int(options[options.index("--group-size") + 1]) if "--group-size" in options else 128
+    found = logits(folder)
+    np.testing.assert_allclose(
+        found, plain_logits(model, dequantised(folder, group_size, awq), tmp_path / "plain"), atol=2e-4
+    )
+    exact = logits(model)
+    assert 0 < np.abs(found - exact).mean() < 0.4 * exact.std()
+
+
+def test_the_config_says_how_and_the_rest_goes_along(model, text, tmp_path):
+    folder = quantised(model, text, tmp_path / "out", "--act-order")
+    config = json.loads((folder / "config.json").read_text())
+    section = config.pop("quantization_config")
+    assert config == json.loads((model / "config.json").read_text())
+    assert section == json.loads((folder / "quantize_config.json").read_text())
+    expected = {
+        "quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": True, "lm_head": False,
+        "checkpoint_format": "gptq",
+    }  # fmt: skip
+    assert expected.items() <= section.items()
+    assert (folder / "tokenizer.json").read_bytes() == (model / "tokenizer.json").read_bytes()
+    stored, original = load_file(folder / "model.safetensors"), load_file(model / "model.safetensors")
+    kept = [name for name in original if name.removesuffix(".weight").partition("layers.")[2][2:] not in LINEARS]
+    assert len(kept) == 2 + 2 * 2
+    for name in kept:
+        np.testing.assert_array_equal(stored[name], original[name])
+    assert not list(tmp_path.glob(".out.*"))
+
+
+@pytest.mark.parametrize("method", ["rtn", "gptq"])
+def test_the_head_on_request(text, tmp_path, method, capsys):
+    model = write_checkpoint(tmp_path / "untied", **SIZES, vocab_size=264, tie_word_embeddings=False)
+    folder = quantised(model, text, tmp_path / "out", "--method", method, "--lm-head")
+    assert json.loads((folder / "config.json").read_text())["quantization_config"]["lm_head"] is True
+    weights = dequantised(folder, 128)
+    assert weights["lm_head.weight"].shape == (264, 128)
+    np.testing.assert_allclose(logits(folder), plain_logits(model, weights, tmp_path / "plain"), atol=2e-4)
+    tied = write_checkpoint(tmp_path / "tied", **SIZES, vocab_size=264)
+    assert quantize.main([str(tied), str(tmp_path / "no"), "--method", "rtn", "--lm-head"]) == 1
+    assert "lm_head_bits" in capsys.readouterr().err
+
+
+def test_awq_settings(model, text, tmp_path):
+    folder = quantised(model, text, tmp_path / "out", "--method", "rtn", "--format", "awq")
+    section = json.loads((folder / "config.json").read_text())["quantization_config"]
+    assert section["quant_method"] == "awq" and section["version"] == "gemm" and section["zero_point"] is True
+    assert not (folder / "quantize_config.json").exists()
+    with SafetensorsFile.open(folder / "model.safetensors") as file:
+        assert not [name for name in file.entries if name.endswith("g_idx")]
+
+
+@pytest.mark.parametrize("config", [
+    {},
+    {"architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True},
+    {"architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": True},
+])  # fmt: skip
+def test_the_calibration_forward_is_that_of_the_executor(tmp_path, config):
+    folder = write_checkpoint(tmp_path / "tiny", **SIZES, **config)
+    settings = ModelConfig.from_hf(json.loads((folder / "config.json").read_text()))
+    weights = load_file(folder / "model.safetensors")
+    stream = weights["model.embed_tokens.weight"][IDS] * np.float32(settings.scale_emb)
+    rope = rope_table(settings, len(IDS), len(IDS))
+    for index in range(settings.num_layers):
+        prefix = f"model.layers.{index}."
+        tensors = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
+        layer = DecoderLayer(settings, tensors, rope)
+        stream = layer.add_mlp(layer.add_attention(stream))
+    normalised = stream / np.sqrt(np.square(stream).mean(-1, keepdims=True) + settings.rms_norm_eps)
+    head = weights.get("lm_head.weight", weights["model.embed_tokens.weight"])
+    found = (normalised * weights["model.norm.weight"]) @ head.T / np.float32(settings.logit_divisor)
+    np.testing.assert_allclose(found, logits(folder), atol=1e-4)
+
+
+@pytest.mark.parametrize("group_size", ["128", "-1"])
+def test_marlin_and_back_gives_the_same_bytes(model, text, tmp_path, group_size):
+    folder = quantised(model, text, tmp_path / "gptq", "--method", "rtn", "--group-size", group_size)
+    assert gptq2marlin.main([str(folder), str(tmp_path / "marlin")]) == 0
+    assert gptq2marlin.main(["--back", str(tmp_path / "marlin"), str(tmp_path / "back")]) == 0
+    for path in folder.iterdir():
+        assert (tmp_path / "back" / path.name).read_bytes() == path.read_bytes(), path.name
+    np.testing.assert_allclose(logits(tmp_path / "marlin"), logits(folder), atol=1e-5)
+
+
+def test_marlin_files_are_those_of_cpm_cu(model, text, tmp_path):
+    folder = quantised(model, text, tmp_path / "gptq", "--method", "rtn")
+    assert gptq2marlin.main([str(folder), str(tmp_path / "marlin")]) == 0
+    stored = load_file(tmp_path / "marlin" / "model_gptq.safetensors")
+    prefix = "model.layers.1."
+    assert {name.removeprefix(prefix) for name in stored if name.startswith(prefix)} == {
+        "input_layernorm.weight", "post_attention_layernorm.weight", "self_attn.qkv_proj.qweight",
+        "self_attn.qkv_proj.scales", "self_attn.o_proj.qweight", "self_attn.o_proj.scales", "mlp.gate_up_proj.qweight",
+        "mlp.gate_up_proj.scales", "mlp.down_proj.qweight", "mlp.down_proj.scales",
+    }  # fmt: skip
+    assert stored[prefix + "self_attn.qkv_proj.qweight"].shape == (8, 512)
+    assert stored[prefix + "mlp.down_proj.scales"].shape == (2, 128)
+    # Word 0 of a row of tiles is lane 0's eight of the first: k 0, 1, 8, 9 of output 0, then of output 8, interleaved.
+    words = load_file(folder / "model.safetensors")[prefix + "mlp.gate_proj.qweight"]
+    places = [(0, 0), (8, 0), (0, 8), (8, 8), (1, 0), (9, 0), (1, 8), (9, 8)]
+    expected = [(int(words[k // 8, n]) >> (4 * (k % 8))) & 15 for k, n in places]
+    first = int(stored[prefix + "mlp.gate_up_proj.qweight"][0, 0])
+    assert [(first >> (4 * nibble)) & 15 for nibble in range(8)] == expected
+
+
+def test_a_failed_run_leaves_nothing(model, text, tmp_path, capsys):
+    weights = load_file(model / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"][3, 5] = np.inf
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for path in model.glob("*.json"):
+        (broken / path.name).write_bytes(path.read_bytes())
+    save_file(weights, broken / "model.safetensors")
+    assert quantize.main([str(broken), str(tmp_path / "out"), "--method", "rtn"]) == 1
+    assert "mlp.up_proj" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["broken"]
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ((), "--calibration"),
+    (("--method", "awq", "--format", "awq"), "--calibration"),
+    (("--method", "rtn", "--act-order"), "method gptq"),
+    (("--act-order", "--format", "awq", "--calibration", "TEXT"), "--static-groups"),
+    (("--damping", "0", "--calibration", "TEXT"), "--damping"),
+    (("--window", "0", "--calibration", "TEXT"), "--window"),
+    (("--calibration", "nowhere.txt"), "does not exist"),
+    (("--calibration", "TEXT", "--window", "100000", "--windows", "1"), "too short"),
+    (("--calibration", "TEXT", "--window", "8", "--skip-positions", "8"), "--skip-positions"),
+])  # fmt: skip
+def test_mistakes_are_explained(model, text, tmp_path, capsys, options, message):
+    words = [str(text) if word == "TEXT" else word for word in options]
+    assert quantize.main([str(model), str(tmp_path / "out"), *words]) == 1
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1 and "Traceback" not in error
+    assert not list(tmp_path.iterdir())
+
+
+def test_models_that_cannot_be_quantised(model, text, tmp_path, capsys):
+    odd = write_checkpoint(tmp_path / "odd", **SIZES | {"intermediate_size": 96})
+    other = write_checkpoint(tmp_path / "other", **SIZES)
+    config = json.loads((other / "config.json").read_text()) | {"architectures": ["MambaForCausalLM"]}
+    (other / "config.json").write_text(json.dumps(config))
+    done = quantised(model, text, tmp_path / "done", "--method", "rtn")
+    for folder, out, message in (
+        (odd, "out", "mlp.down_proj"), (other, "out", "MambaForCausalLM"), (done, "out", "quantised already"),
+        (tmp_path / "nothing", "out", "expected a folder"), (model, "done", "exists already"),
+        (model, "no/where", "not a folder"),
+    ):  # fmt: skip
+        capsys.readouterr()
+        assert quantize.main([str(folder), str(tmp_path / out), "--method", "rtn"]) == 1
+        assert message in capsys.readouterr().err, message
+    assert quantize.main([str(odd), str(tmp_path / "out"), "--method", "rtn", "--group-size", "32"]) == 0
+
+
+def test_what_marlin_cannot_say(model, text, tmp_path, capsys):
+    asymmetric = quantised(model, text, tmp_path / "asymmetric", "--method", "rtn", "--asymmetric")
+    small = quantised(model, text, tmp_path / "small", "--method", "rtn", "--group-size", "64")
+    ordered = quantised(model, text, tmp_path / "ordered", "--act-order")
+    for folder, message in ((asymmetric, "sym True"), (small, "128 or -1"), (ordered, "desc_act"), (model, "4 bits")):
+        capsys.readouterr()
+        assert gptq2marlin.main([str(folder), str(tmp_path / "out")]) == 1
+        assert message.lower() in capsys.readouterr().err.lower(), message
+    good = quantised(model, text, tmp_path / "good", "--act-order", "--static-groups")
+    assert gptq2marlin.main(["--back", str(good), str(tmp_path / "out")]) == 1
+    assert gptq2marlin.main([str(good), str(tmp_path / "out")]) == 0
+
+
+def test_calibration_text(tmp_path, model):
+    (tmp_path / "a.txt").write_text("a" * 500)
+    (tmp_path / "b.jsonl").write_text('{"text": "bb"}\n{"text": "cc"}\n')
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "d.py").write_text("d")
+    (tmp_path / "e.bin").write_bytes(b"\xff")
+    assert sorted(read_texts(tmp_path)) == ["a" * 500, "bb", "cc", "d"]
+    assert list(read_texts(tmp_path / "b.jsonl")) == ["bb", "cc"]
+    tokenizer = Tokenizer.open(model)
+    windows = token_windows(["a" * 500, "b" * 500], tokenizer, 16, 11)
+    assert len(windows) == 16 and all(len(window) == 11 and window[0] == 1 for window in windows)
+    letters = [tokenizer.decode(window[1:])[0] for window in windows]
+    assert letters == ["a", "a", "b", "b"] + ["a"] * 12, "each document's share first, then what is needed"
+    assert len(token_windows(["a" * 55], tokenizer, 16, 11)) == 5
+    (tmp_path / "bad.jsonl").write_text('{"text": "x"}\n[]\nrest')
+    with pytest.raises(CheckpointError, match="line 2"):
+        list(read_texts(tmp_path / "bad.jsonl"))
+    with pytest.raises(ConfigError, match="too short"):
+        token_windows(["ab"], tokenizer, 1, 100)
+
+
+def test_a_file_with_a_tensor_missing_is_not_finished(tmp_path):
+    plans = {"a": TensorPlan("F16", (3,)), "b": TensorPlan("I32", (2, 2))}
+    with pytest.raises(ValueError, match="never written"), SafetensorsWriter(tmp_path / "x", plans) as writer:
+        writer.write("b", np.zeros((2, 2), np.int32))
+    with SafetensorsWriter(tmp_path / "y", plans) as writer:
+        writer.write("a", np.array([1, 2, 3], np.float16))
+        with pytest.raises(ValueError, match="planned"):
+            writer.write("b", np.zeros(4, np.int32))
+        writer.write("b", np.arange(4, dtype=np.int32).reshape(2, 2)[:, ::-1])
+    read = load_file(tmp_path / "y")
+    assert read["a"].tolist() == [1, 2, 3] and read["b"].tolist() == [[1, 0], [3, 2]]
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_error_is_the_same(model, text, tmp_path, capsys):
+    pytest.importorskip("cupy")
+    distances = []
+    for device in ("cpu", "cuda"):
+        folder = quantised(model, text, tmp_path / device, "--device", device, "--act-order", "--group-size", "32")
+        distances.append(np.abs(logits(folder) - logits(model)).mean())
+    assert distances[1] == pytest.approx(distances[0], rel=0.1)

@@ -1,0 +1,133 @@
+"""Measures what each way of quantisation costs the bundled model, on text it was not trained on; prints a table.
+
+    python tools/eval_quantized.py --work build/quality --out build/quality/table.md
+
+Text for both is this Python's own standard library, offline: calibration on modules of the training set, evaluation on
+modules that it left out. Every row is a checkpoint made by tools/quantize.py and read back from its files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+
+import quantize  # noqa: E402
+from quantization.quality import HeldOut, Outcome, held_out_windows, measure, standard_library_texts  # noqa: E402
+
+from cpmrt import LLM  # noqa: E402
+from cpmrt.errors import CpmrtError  # noqa: E402
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A row: its label, the options of tools/quantize.py (None: the bundled checkpoint), and bits of the head."""
+
+    label: str
+    options: tuple[str, ...] | None
+    head_bits: int | None = None
+
+
+GPTQ = ("--method", "gptq")
+ACT_ORDER = (*GPTQ, "--act-order")
+VARIANTS = (
+    Variant("16-bit (bf16)", None),
+    Variant("RTN g128", ("--method", "rtn")),
+    Variant("RTN g128, zero points", ("--method", "rtn", "--asymmetric")),
+    Variant("GPTQ g128", GPTQ),
+    Variant("GPTQ g128, act-order (g_idx)", ACT_ORDER),
+    Variant("GPTQ g128, act-order, static groups", (*ACT_ORDER, "--static-groups")),
+    Variant("GPTQ g128, zero points", (*GPTQ, "--asymmetric")),
+    Variant("GPTQ g32", (*GPTQ, "--group-size", "32")),
+    Variant("AWQ format, RTN", ("--method", "rtn", "--format", "awq")),
+    Variant("AWQ format, AWQ scales", ("--method", "awq", "--format", "awq")),
+    Variant("16-bit, int4 head", None, 4),
+    Variant("GPTQ g128, int4 head", GPTQ, 4),
+)
+
+
+def main() -> int:
+    """Exit code: 0 done, 1 an error that a message explains."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, default=Path("build/quality"), help="made afresh, for the checkpoints")
+    parser.add_argument("--out", type=Path, help="also write the table there")
+    parser.add_argument("--tokens", type=int, default=32768, help="held-out tokens")
+    parser.add_argument("--window", type=int, default=1024, help="held-out tokens in one piece")
+    parser.add_argument("--calibration-windows", type=int, default=128, help="of 512 tokens")
+    parser.add_argument("--executor", choices=("auto", "cuda", "reference"), default="auto")
+    options = parser.parse_args()
+    try:
+        text = "\n".join(report(options)) + "\n"
+    except CpmrtError as error:
+        print(f"eval_quantized.py: {error}", file=sys.stderr)
+        return 1
+    if options.out is not None:
+        options.out.write_text(text)
+    return 0
+
+
+def report(options: argparse.Namespace) -> Iterator[str]:
+    """Lines of Markdown, each printed as soon as it is known."""
+    for line in _rows(options):
+        print(line, flush=True)
+        yield line
+
+
+def _rows(options: argparse.Namespace) -> Iterator[str]:
+    shutil.rmtree(options.work, ignore_errors=True)
+    calibration = options.work / "calibration"
+    calibration.mkdir(parents=True)
+    for name, text in standard_library_texts(held_out=False):
+        (calibration / name.replace("/", ".")).write_text(text)
+    held_out: HeldOut | None = None
+    exact: Outcome | None = None
+    for variant in VARIANTS:
+        begun = time.perf_counter()
+        with _opened(variant, calibration, options) as llm:
+            held_out = held_out or held_out_windows(llm, options.tokens, options.window)
+            outcome = measure(llm, held_out)
+        if exact is None:
+            exact = outcome
+            yield (
+                f"{held_out.num_predictions} tokens in windows of {options.window}, {held_out.provenance}; calibrated "
+                f"on {options.calibration_windows} windows of 512 tokens of the others.\n\n"
+                "| weights | bits a byte | above bf16 | perplexity | same greedy token |\n|---|---|---|---|---|"
+            )
+        yield _row(variant, outcome, exact, held_out)
+        print(f"{variant.label}: {time.perf_counter() - begun:.0f} s", file=sys.stderr, flush=True)
+
+
+def _opened(variant: Variant, calibration: Path, options: argparse.Namespace) -> LLM:
+    """The model of a row, quantised first if its checkpoint is not there."""
+    folder: Path | None = None
+    if variant.options is not None:
+        folder = options.work / "-".join(part.strip("-") for part in variant.options)
+        if not folder.exists():
+            made = quantize.main(_command(folder, variant.options, calibration, options.calibration_windows))
+            if made:
+                raise SystemExit(made)
+    return LLM(folder, executor=options.executor, max_context=options.window, lm_head_bits=variant.head_bits)
+
+
+def _command(folder: Path, method: Sequence[str], calibration: Path, windows: int) -> list[str]:
+    text = () if "rtn" in method else ("--calibration", str(calibration), "--windows", str(windows), "--window", "512")
+    return ["demo", str(folder), *method, *text, "--quiet"]
+
+
+def _row(variant: Variant, outcome: Outcome, exact: Outcome, held_out: HeldOut) -> str:
+    extra, deviation = outcome.extra_bits(exact, held_out)
+    above = "-" if outcome is exact else f"{extra:+.4f} ± {deviation:.4f}"
+    agreement = "-" if outcome is exact else f"{100 * outcome.agreement(exact):.1f} %"
+    bits = f"{outcome.bits_a_byte(held_out):.4f}"
+    return f"| {variant.label} | {bits} | {above} | {outcome.perplexity():.3f} | {agreement} |"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,204 @@
+"""A whole checkpoint: layer after layer read, quantised and written; at most one layer's weights are held."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from cpmrt.config import ModelConfig
+from cpmrt.dtypes import DType, from_float32, to_float32
+from cpmrt.errors import ConfigError, UnsupportedModelError
+from cpmrt.models.decoder import tensor_specs
+from cpmrt.models.rope import rope_table
+from cpmrt.reference.ops import rms_norm
+from cpmrt.tensor_spec import Source
+from cpmrt.weights.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint
+from cpmrt.weights.model_folder import ModelFolder
+from cpmrt.weights.names import listed
+from cpmrt.weights.pack import check
+from quantization.arrays import Xp, to_host
+from quantization.calibration import InputSums
+from quantization.decoder_layer import LINEARS, DecoderLayer
+from quantization.file_writer import SafetensorsWriter, TensorPlan
+from quantization.formats import CODES_A_WORD, check_format, packed, planned_tensors, quantization_config
+from quantization.recipe import QuantisedLayer, Recipe, quantise_layer, quantise_together
+
+COMPANIONS = ("*.json", "*.jinja", "*.jinja2", "*.model", "*.txt", "*.py", "LICENSE*")
+"""Files beside the weights that go along: tokenizer, chat template, remote code."""
+_NOT_COPIED = ("config.json", INDEX_NAME, "quantize_config.json", "*.index.json")
+_STORED = {dtype.safetensors_name: dtype for dtype in DType}
+
+HEAD = "lm_head"
+
+Report = Callable[[str, QuantisedLayer], None]
+"""Told what was quantised, when it is written."""
+
+
+class ModelQuantiser:
+    """One model and one recipe, a format of `formats.FORMATS`, and the array module to compute with.
+
+    Raises UnsupportedModelError or ConfigError where the three do not go together.
+    """
+
+    def __init__(self, folder: ModelFolder, recipe: Recipe, file_format: str, xp: Xp):
+        self.folder, self.recipe, self.file_format, self.xp = folder, recipe, file_format, xp
+        self.config: ModelConfig = folder.config
+        if self.config.quantization:
+            raise UnsupportedModelError(f"{folder.path} is quantised already", expected="16-bit or float32 weights")
+        check_format(file_format, recipe)
+        self._sources = {source.name: source for spec in tensor_specs(self.config) for source in spec.sources}
+        if recipe.lm_head and self.config.tie_word_embeddings:
+            raise UnsupportedModelError(
+                f"{folder.path}: the head is the embedding, which stays in 16 bits",
+                fix="leave --lm-head out, and run the result with lm_head_bits=4",
+            )
+        self._check_shapes()
+
+    def write(self, out: Path, windows: Sequence[Sequence[int]], report: Report) -> None:
+        """Make the folder `out`, which must not exist; nothing is left of it after an error.
+
+        `windows` are the token ids of the calibration text, empty without calibration. Raises CheckpointError where
+        the weights are not what config.json says, or not finite; ConfigError where `out` cannot be made.
+        """
+        with Checkpoint.open(self.folder.path) as checkpoint, new_folder(out) as partial:
+            check(tensor_specs(self.config), checkpoint)
+            with SafetensorsWriter(partial / SINGLE_NAME, self._plan(checkpoint)) as writer:
+                self._write_tensors(checkpoint, writer, windows, report)
+            self._write_configs(partial)
+            copy_companions(self.folder.path, partial)
+
+    def _write_tensors(
+        self, checkpoint: Checkpoint, writer: SafetensorsWriter, windows: Sequence[Sequence[int]], report: Report
+    ) -> None:
+        streams = self._embedded(checkpoint, windows)
+        # Without windows nothing is run, and one position is enough.
+        length = max((len(window) for window in windows), default=1)
+        rope = self.xp.asarray(rope_table(self.config, length, length))
+        done = set()
+        for index in range(self.config.num_layers):
+            prefix = f"model.layers.{index}."
+            layer = DecoderLayer(self.config, self._tensors(checkpoint, prefix), rope)
+            result = quantise_layer(layer, streams, self.recipe)
+            self._write_linears(writer, prefix, result)
+            for name, values in layer.tensors.items():
+                if name.removesuffix(".weight") not in result.linears:
+                    stored = _STORED[checkpoint.entries[prefix + name].dtype]
+                    writer.write(prefix + name, from_float32(to_host(values), stored))
+            done |= {prefix + name for name in layer.tensors}
+            report(f"layer {index + 1} of {self.config.num_layers}", result)
+        if self.recipe.lm_head:
+            result = self._quantised_head(checkpoint, streams)
+            self._write_linears(writer, "", result)
+            report(HEAD, result)
+            done.add(f"{HEAD}.weight")
+        for name in self._sources.keys() - done:
+            writer.write(name, checkpoint.view(name))
+
+    def _write_linears(self, writer: SafetensorsWriter, prefix: str, result: QuantisedLayer) -> None:
+        for linear, quantised in result.linears.items():
+            for suffix, words in packed(self.file_format, quantised).items():
+                writer.write(f"{prefix}{linear}.{suffix}", words)
+
+    def _quantised_head(self, checkpoint: Checkpoint, streams: list[Any]) -> QuantisedLayer:
+        head = self._tensors(checkpoint, f"{HEAD}.")["weight"]
+        norm = self._tensors(checkpoint, "model.norm.")["weight"]
+        inputs = (rms_norm(stream, norm, self.config.rms_norm_eps) for stream in streams)
+        sums = InputSums.over(inputs, self.recipe.skip_positions) if streams else None
+        return quantise_together({HEAD: head}, sums, self.recipe)
+
+    def _embedded(self, checkpoint: Checkpoint, windows: Sequence[Sequence[int]]) -> list[Any]:
+        """The residual stream [T, C] of each window where the first layer reads it."""
+        name = "model.embed_tokens.weight"
+        stored, scale = _STORED[checkpoint.entries[name].dtype], self.config.scale_emb
+        table = checkpoint.view(name)
+        return [self.xp.asarray(to_float32(table[list(window)], stored) * scale) for window in windows]
+
+    def _tensors(self, checkpoint: Checkpoint, prefix: str) -> dict[str, Any]:
+        """Float32 on the device, of the names that begin with `prefix`, without it."""
+        tensors = {}
+        for name in self._sources:
+            if name.startswith(prefix):
+                stored = _STORED[checkpoint.entries[name].dtype]
+                tensors[name.removeprefix(prefix)] = self.xp.asarray(to_float32(checkpoint.view(name), stored))
+        return tensors
+
+    def _linears(self) -> Iterator[tuple[str, Source]]:
+        for index in range(self.config.num_layers):
+            for linear in LINEARS:
+                name = f"model.layers.{index}.{linear}"
+                yield name, self._sources[name + ".weight"]
+        if self.recipe.lm_head:
+            yield HEAD, self._sources[f"{HEAD}.weight"]
+
+    def _plan(self, checkpoint: Checkpoint) -> dict[str, TensorPlan]:
+        plan = {
+            name: TensorPlan(checkpoint.entries[name].dtype, source.shape) for name, source in self._sources.items()
+        }
+        for name, source in self._linears():
+            del plan[name + ".weight"]
+            num_rows, num_columns = source.shape
+            num_groups = num_columns // self.recipe.grid.group_of(num_columns)
+            for suffix, tensor in planned_tensors(self.file_format, num_rows, num_columns, num_groups).items():
+                plan[f"{name}.{suffix}"] = tensor
+        return plan
+
+    def _check_shapes(self) -> None:
+        """Every linear must be whole groups and whole words."""
+        group = self.recipe.grid.group_size
+        odd = {
+            f"{name.split('.', 3)[-1]} {list(source.shape)}": None
+            for name, source in self._linears()
+            if any(size % CODES_A_WORD for size in source.shape) or (group != -1 and source.shape[1] % group)
+        }
+        if odd:
+            fitting = [size for size in (128, 64, 32) if all(s.shape[1] % size == 0 for _, s in self._linears())]
+            raise UnsupportedModelError(
+                f"{self.folder.path}: group size {group} does not divide the input features of "
+                f"{len(odd)} kinds of linears",
+                expected=f"multiples of {max(group, CODES_A_WORD)} (and outputs in multiples of {CODES_A_WORD})",
+                actual=listed(list(odd)),
+                fix=f"use --group-size {' or '.join(map(str, [*fitting, -1]))}",
+            )
+
+    def _write_configs(self, folder: Path) -> None:
+        section = quantization_config(self.file_format, self.recipe)
+        config = {**self.folder.raw_config, "quantization_config": section}
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        if self.file_format != "awq":
+            (folder / "quantize_config.json").write_text(json.dumps(section, indent=2) + "\n")
+
+
+@contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """A folder to fill, which becomes `out` at the end, or is deleted after an error. Raises ConfigError."""
+    if out.exists():
+        raise ConfigError(f"{out} exists already", fix="name a new folder, or delete it")
+    if not out.parent.is_dir():
+        raise ConfigError(f"{out.parent} is not a folder", fix="make it first")
+    try:
+        partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    except OSError as error:
+        raise ConfigError(f"{out} cannot be made: {error}") from error
+    try:
+        yield partial
+        partial.chmod(0o755)
+        partial.rename(out)
+    except BaseException as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise ConfigError(f"{out} cannot be made: {error}") from error
+        raise
+
+
+def copy_companions(source: Path, target: Path) -> None:
+    """Copy what belongs to a checkpoint beside weights and configs; subfolders stay behind."""
+    for path in sorted(source.iterdir()):
+        is_wanted = any(fnmatchcase(path.name, pattern) for pattern in COMPANIONS)
+        if is_wanted and path.is_file() and not any(fnmatchcase(path.name, pattern) for pattern in _NOT_COPIED):
+            shutil.copyfile(path, target / path.name)

@@ -1,0 +1,73 @@
+"""Writing a safetensors file tensor by tensor, in any order, without holding it in memory.
+
+Format: https://github.com/huggingface/safetensors#format.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+
+from cpmrt.dtypes import Array
+
+ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "I32": 4}
+_ALIGNMENT = 8
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """A tensor to be written: its safetensors type (a key of `ITEM_BYTES`) and shape."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+class SafetensorsWriter:
+    """A new file with room for every tensor of `tensors`; each must be written once before the `with` block ends."""
+
+    def __init__(self, path: Path, tensors: Mapping[str, TensorPlan]):
+        self._tensors, self._offsets = dict(tensors), dict[str, int]()
+        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        # Wide types first: every tensor is then aligned to its type.
+        for name in sorted(tensors, key=lambda name: (-ITEM_BYTES[tensors[name].dtype], name)):
+            plan = tensors[name]
+            header[name] = {
+                "dtype": plan.dtype, "shape": list(plan.shape), "data_offsets": [end, end + plan.nbytes],
+            }  # fmt: skip
+            self._offsets[name] = end
+            end += plan.nbytes
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % _ALIGNMENT)
+        self._start = 8 + len(text)
+        self._file = path.open("xb")
+        self._file.write(len(text).to_bytes(8, "little") + text)
+        self._file.truncate(self._start + end)
+
+    def write(self, name: str, words: Array) -> None:
+        """Fill a tensor with an array of its shape and item size (bfloat16 as its words)."""
+        plan = self._tensors[name]
+        if words.shape != plan.shape or words.itemsize != ITEM_BYTES[plan.dtype]:
+            raise ValueError(f"{name}: planned {plan}, got {words.dtype} {words.shape}")
+        self._file.seek(self._start + self._offsets.pop(name))
+        self._file.write(np.ascontiguousarray(words).reshape(-1).view(np.uint8).data)
+
+    def __enter__(self) -> SafetensorsWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+        if error is None and self._offsets:
+            raise ValueError(f"tensors that were never written: {sorted(self._offsets)[:5]}")

@@ -1,0 +1,136 @@
+"""GPTQ (Frantar et al. 2022, arXiv 2210.17323): codes chosen column by column, errors moved to the columns still open.
+
+With H the sum of x x^T over calibration inputs and U the upper Cholesky factor of its inverse, rounding column j by
+error e costs least when every later column k is changed by -e / U[j, j] * U[j, k].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cpmrt.errors import CheckpointError
+from quantization.arrays import module_of
+from quantization.grid import Grid, GridSettings, fit_grid
+from quantization.linear import QuantisedLinear
+
+BLOCK = 128
+
+
+@dataclass(frozen=True)
+class GptqSettings:
+    """`damping` is added to the Hessian's diagonal, as a share of its mean.
+
+    `act_order` takes columns by falling mean square of their inputs, groups too (g_idx); with `static_groups` groups
+    stay neighbouring columns, whose grids come from the untouched weights.
+    """
+
+    damping: float = 0.01
+    act_order: bool = False
+    static_groups: bool = False
+
+
+def gptq(weight: Any, hessian: Any, grid: GridSettings, settings: GptqSettings) -> QuantisedLinear:
+    """Quantise float32 [N, K] given the sum of x x^T [K, K] over its inputs. Raises CheckpointError."""
+    xp, num_columns = module_of(weight), weight.shape[1]
+    group = grid.group_of(num_columns)
+    diagonal = hessian.diagonal()
+    order = xp.argsort(-diagonal) if settings.act_order else xp.arange(num_columns)
+    rows = xp.ascontiguousarray(weight.T[order])
+    factor = inverse_factor(hessian[order][:, order], settings.damping)
+    if settings.static_groups:
+        column_group = order // group
+        fixed = fit_grid(weight.reshape(len(weight), -1, group), grid, diagonal.reshape(-1, group))
+        scales, zeros = fixed.scales[..., 0].T, fixed.zeros[..., 0].T
+        codes = _quantise_columns(rows, factor, _FixedGrids(scales[column_group], zeros[column_group]))
+    else:
+        column_group = xp.arange(num_columns) // group
+        growing = _GrowingGrids(group, grid, diagonal[order])
+        codes = _quantise_columns(rows, factor, growing)
+        scales, zeros = xp.stack(growing.scales), xp.stack(growing.zeros)
+    inverse = xp.argsort(order)
+    contiguous = xp.ascontiguousarray
+    return QuantisedLinear(
+        contiguous(codes[inverse].T), contiguous(scales.T), contiguous(zeros.T.astype(np.uint8)),
+        column_group[inverse].astype(np.int32),
+    )  # fmt: skip
+
+
+def inverse_factor(hessian: Any, damping: float) -> Any:
+    """U float32 [K, K], upper, with U^T U the inverse of the damped Hessian.
+
+    From the Cholesky factor of the reversed matrix: one triangular inverse, and no inverse of H itself. An input
+    feature that is always 0 says nothing: it gets the mean diagonal, so its column is rounded to nearest.
+    """
+    xp = module_of(hessian)
+    damped = hessian.astype(np.float64)
+    diagonal = damped.diagonal().copy()
+    mean = diagonal.mean()
+    diagonal[diagonal == 0] = mean
+    index = xp.arange(len(damped))
+    damped[index, index] = diagonal + damping * mean
+    try:
+        lower = xp.linalg.cholesky(damped[::-1, ::-1])
+    except np.linalg.LinAlgError as error:
+        raise _not_positive() from error
+    if not bool(xp.isfinite(lower).all()):
+        raise _not_positive()
+    return xp.triu(xp.linalg.inv(lower)[::-1, ::-1]).astype(np.float32)
+
+
+def _not_positive() -> CheckpointError:
+    return CheckpointError(
+        "the Hessian of a linear's calibration inputs is not positive definite",
+        fix="use more calibration text or a larger --damping; inputs that are not finite mean broken weights",
+    )
+
+
+class _FixedGrids:
+    """Grids known beforehand: one row of scales and zeros [K, N] a column."""
+
+    def __init__(self, scales: Any, zeros: Any):
+        self._scales, self._zeros = scales, zeros
+
+    def at(self, column: int, remaining: Any) -> Grid:
+        return Grid(self._scales[column], self._zeros[column])
+
+
+class _GrowingGrids:
+    """Grids of consecutive columns, each made of the weights as they are when its first column's turn comes."""
+
+    def __init__(self, group: int, settings: GridSettings, importance: Any):
+        self._group, self._settings, self._importance = group, settings, importance
+        self.scales: list[Any] = []
+        self.zeros: list[Any] = []
+
+    def at(self, column: int, remaining: Any) -> Grid:
+        """The grid for `column`; `remaining` [.., N] begins with its weights."""
+        if column % self._group == 0:
+            importance = self._importance[column : column + self._group]
+            made = fit_grid(remaining[: self._group].T, self._settings, importance)
+            self.scales.append(made.scales[:, 0])
+            self.zeros.append(made.zeros[:, 0])
+        return Grid(self.scales[-1], self.zeros[-1])
+
+
+def _quantise_columns(rows: Any, factor: Any, grids: _FixedGrids | _GrowingGrids) -> Any:
+    """Codes uint8 [K, N] of the transposed weights `rows` [K, N], which are used up.
+
+    Errors reach the columns of the same block at once, all others when the block is done: one large product.
+    """
+    xp, num_columns = module_of(rows), len(rows)
+    codes = xp.empty(rows.shape, np.uint8)
+    for start in range(0, num_columns, BLOCK):
+        stop = min(start + BLOCK, num_columns)
+        errors = xp.empty((stop - start, rows.shape[1]), np.float32)
+        for column in range(start, stop):
+            grid = grids.at(column, rows[column:])
+            chosen = grid.codes(rows[column])
+            codes[column] = chosen
+            error = (rows[column] - grid.values(chosen)) / factor[column, column]
+            rows[column + 1 : stop] -= factor[column, column + 1 : stop, None] * error
+            errors[column - start] = error
+        rows[stop:] -= factor[start:stop, stop:].T @ errors
+    return codes

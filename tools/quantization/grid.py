@@ -1,0 +1,110 @@
+"""The 4-bit grid of a group of weights: scale and zero point, and rounding to it.
+
+A weight is scale * (u - zero) with u in 0..15, as in every file format; symmetric grids have zero 8. Groups lie along
+the input features. Scales are found in float32 and rounded before any code is chosen, so nothing is rounded after.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cpmrt.dtypes import DType
+from quantization.arrays import module_of, round_to
+
+MAX_CODE = 15
+MIDDLE = 8
+# How far the range is shrunk or stretched around the plain one when the best is searched: all steps are tried.
+_SEARCH_STEPS = np.linspace(0.5, 1.1, 31).astype(np.float32)
+_SMALLEST_SCALE = np.float32(2.0**-24)
+
+
+@dataclass(frozen=True)
+class GridSettings:
+    """How groups get their grids.
+
+    `group_size` input features share one (-1: all of a row). `search` tries ranges around the plain one and keeps
+    that of the least squared error. `min_zero` 1 suits files that store zero - 1, where 0 has no agreed form.
+    """
+
+    group_size: int = 128
+    symmetric: bool = True
+    search: bool = True
+    min_zero: int = 0
+    dtype: DType = DType.BFLOAT16
+
+    def group_of(self, num_columns: int) -> int:
+        """Input features a group of a matrix with `num_columns` of them."""
+        return num_columns if self.group_size == -1 else self.group_size
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Scales float32 and zero points float32 (whole numbers 0..15), of one shape."""
+
+    scales: Any
+    zeros: Any
+
+    def codes(self, weights: Any) -> Any:
+        """The nearest codes, float32 in 0..15, of weights that broadcast with the grid."""
+        return np.clip(np.rint(weights / self.scales) + self.zeros, 0, MAX_CODE)
+
+    def values(self, codes: Any) -> Any:
+        """What codes stand for, float32."""
+        return self.scales * (codes - self.zeros)
+
+
+def fit_grid(groups: Any, settings: GridSettings, importance: Any | None = None) -> Grid:
+    """The grid of each group: `groups` float32 [..., group] gives scales and zeros [..., 1].
+
+    `importance`, broadcastable to `groups`, weighs the squared errors of a search (default: all alike).
+    """
+    smallest, largest = _range(groups, settings)
+    grid = _grid(smallest, largest, settings)
+    if not settings.search:
+        return grid
+    best = _error(groups, grid, importance)
+    scales, zeros = grid.scales, grid.zeros
+    for step in _SEARCH_STEPS:
+        tried = _grid(step * smallest, step * largest, settings)
+        error = _error(groups, tried, importance)
+        is_better = error < best
+        best = np.where(is_better, error, best)
+        scales = np.where(is_better, tried.scales, scales)
+        zeros = np.where(is_better, tried.zeros, zeros)
+    return Grid(scales, zeros)
+
+
+def round_scales(scales: Any, dtype: DType) -> Any:
+    """Float32 values that float16 holds, and `dtype` too, nearest to `scales` but never zero.
+
+    Files keep scales as float16, which every reader expects; a model in bfloat16 then uses them unchanged.
+    """
+    rounded = round_to(scales.astype(np.float16).astype(np.float32), dtype)
+    return np.maximum(rounded, _SMALLEST_SCALE)
+
+
+def _range(groups: Any, settings: GridSettings) -> tuple[Any, Any]:
+    """Ends of the plain range, [..., 1] each; it always holds 0."""
+    if settings.symmetric:
+        largest = np.abs(groups).max(axis=-1, keepdims=True)
+        return -largest, largest
+    largest = np.maximum(groups.max(axis=-1, keepdims=True), 0)
+    smallest = np.minimum(groups.min(axis=-1, keepdims=True), 0)
+    # With this the zero point of a group without negative weights is min_zero, and no code is lost.
+    return np.minimum(smallest, -largest * np.float32(settings.min_zero / (MAX_CODE - settings.min_zero))), largest
+
+
+def _grid(smallest: Any, largest: Any, settings: GridSettings) -> Grid:
+    spread = (largest - smallest) * np.float32(1 / MAX_CODE)
+    scales = round_scales(np.where(spread > 0, spread, np.float32(1)), settings.dtype)
+    if settings.symmetric:
+        return Grid(scales, module_of(scales).full_like(scales, MIDDLE))
+    return Grid(scales, np.clip(np.rint(-smallest / scales), settings.min_zero, MAX_CODE))
+
+
+def _error(groups: Any, grid: Grid, importance: Any | None) -> Any:
+    squared = np.square(grid.values(grid.codes(groups)) - groups)
+    return (squared if importance is None else squared * importance).sum(axis=-1, keepdims=True)

@@ -1,0 +1,93 @@
+"""What quantisation costs: held-out bits a byte, and how often the likeliest token is still the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import log
+from pathlib import Path
+
+import numpy as np
+from demo_model.corpus import is_held_out, is_wanted, read_document, standard_library
+
+from cpmrt import LLM
+from cpmrt.dtypes import F32, Array
+from cpmrt.reference.sampling import log_softmax
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Windows of token ids, BOS first, of text that the demo model was not trained on, and what they are made of."""
+
+    windows: tuple[tuple[int, ...], ...]
+    bytes_a_token: float
+    provenance: str
+
+    @property
+    def num_predictions(self) -> int:
+        return sum(len(window) - 1 for window in self.windows)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of every predicted token, window after window: its negative log-probability, and which token was likeliest."""
+
+    losses: Sequence[F32]
+    choices: Sequence[Array]
+
+    def bits_a_byte(self, held_out: HeldOut) -> float:
+        return float(np.concatenate(self.losses).mean(dtype=np.float64)) / log(2) / held_out.bytes_a_token
+
+    def perplexity(self) -> float:
+        """Per token."""
+        return float(np.exp(np.concatenate(self.losses).mean(dtype=np.float64)))
+
+    def extra_bits(self, exact: Outcome, held_out: HeldOut) -> tuple[float, float]:
+        """Bits a byte above `exact`, and the standard error of that: pairs of windows, so the text cancels out."""
+        ratio = log(2) * held_out.bytes_a_token
+        pairs = zip(self.losses, exact.losses, strict=True)
+        differences = np.array([float((ours - theirs).mean()) for ours, theirs in pairs]) / ratio
+        return float(differences.mean()), float(differences.std(ddof=1) / len(differences) ** 0.5)
+
+    def agreement(self, exact: Outcome) -> float:
+        """Share of positions at which greedy decoding would choose the same token, given the same text before."""
+        return float((np.concatenate(self.choices) == np.concatenate(exact.choices)).mean())
+
+
+def standard_library_texts(held_out: bool) -> list[tuple[str, str]]:
+    """Names and texts of this Python's modules that the demo model was (not) trained on.
+
+    The rule is that of its training, which goes by the path alone, so it holds for any Python version.
+    """
+    source = standard_library()
+    wanted = (path for path in source.paths if is_wanted(Path(path)))
+    names = [path for path in wanted if is_held_out(f"{source.name}/{path}") is held_out]
+    texts = ((name, read_document(f"{source.root}/{name}")) for name in names)
+    return [(name, text) for name, text in texts if text is not None]
+
+
+def held_out_windows(llm: LLM, num_tokens: int, length: int) -> HeldOut:
+    """About `num_tokens` tokens of held-out modules, taken from all of them in turn."""
+    if llm.tokenizer is None or llm.config.bos_token_id is None:
+        raise ValueError("the model has no tokenizer with a BOS token")
+    source, texts = standard_library(), standard_library_texts(held_out=True)
+    body, found, num_bytes = length - 1, list[tuple[int, tuple[int, ...]]](), 0
+    for _, text in texts:
+        ids = llm.tokenizer.encode(text, add_special_tokens=False)
+        for start in range(0, len(ids) - body + 1, body):
+            found.append((start, (llm.config.bos_token_id, *ids[start : start + body])))
+    windows = tuple(window for _, window in sorted(found, key=lambda pair: pair[0])[: max(2, num_tokens // body)])
+    num_bytes = sum(len(llm.tokenizer.decode(list(window[1:])).encode()) for window in windows)
+    provenance = f"{len(texts)} modules of {source.name} {source.version} that training left out"
+    return HeldOut(windows, num_bytes / (len(windows) * body), provenance)
+
+
+def measure(llm: LLM, held_out: HeldOut) -> Outcome:
+    """Run the model over every window."""
+    losses, choices = [], []
+    for window in held_out.windows:
+        logits = llm.logits(window)[:-1]
+        following = np.array(window[1:])
+        losses.append(-log_softmax(logits)[np.arange(len(following)), following])
+        choices.append(logits.argmax(axis=-1))
+    return Outcome(losses, choices)

@@ -1,0 +1,117 @@
+"""What to do with one decoder layer: its linears quantised in the order in which they run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from cpmrt.errors import CheckpointError
+from quantization.arrays import module_of
+from quantization.awq import SCALED_STAGES, column_scales, fold_scales
+from quantization.calibration import InputSums
+from quantization.decoder_layer import DOWN, OUTPUT, STAGES, DecoderLayer
+from quantization.gptq import GptqSettings, gptq
+from quantization.grid import GridSettings
+from quantization.linear import QuantisedLinear, relative_output_error, round_to_nearest
+
+METHODS = ("rtn", "gptq", "awq")
+_LARGEST_WEIGHT = 1e5
+"""Far from what scales in float16 reach, farther from what weights are."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A method of `METHODS` and its settings; the first `skip_positions` of every calibration window do not count.
+
+    The first positions of a text draw attention from everywhere and can have huge activations, which is why MiniCPM4's
+    own quantisation leaves some out (arXiv 2506.07900). The bundled model is better without that. `lm_head` quantises
+    the output head too.
+    """
+
+    method: str
+    grid: GridSettings
+    gptq: GptqSettings = field(default_factory=GptqSettings)
+    skip_positions: int = 0
+    lm_head: bool = False
+
+    @property
+    def needs_calibration(self) -> bool:
+        return self.method != "rtn"
+
+
+@dataclass(frozen=True)
+class QuantisedLayer:
+    """Linears by short name, and for each, with calibration, its squared output error as a share of its output's."""
+
+    linears: Mapping[str, QuantisedLinear]
+    errors: Mapping[str, float]
+
+
+def quantise_layer(layer: DecoderLayer, streams: list[Any], recipe: Recipe) -> QuantisedLayer:
+    """Quantise every linear of `layer`, whose weights become the quantised ones.
+
+    `streams` are the residual streams [T, C] of the calibration windows as they enter the layer, and afterwards as
+    they leave the quantised one; empty without calibration. Every linear is calibrated on inputs that what was
+    quantised before it has already made. Raises CheckpointError.
+    """
+    if recipe.method == "awq":
+        _scale_columns(layer, streams, recipe)
+    linears: dict[str, QuantisedLinear] = {}
+    errors: dict[str, float] = {}
+    for stage, names in enumerate(STAGES):
+        sums = _input_sums(layer, stage, streams, recipe) if recipe.needs_calibration else None
+        done = quantise_together({name: layer.weight(name) for name in names}, sums, recipe)
+        linears |= done.linears
+        errors |= done.errors
+        for name in names:
+            layer.tensors[name + ".weight"] = linears[name].values()
+        if stage in (OUTPUT, DOWN):
+            advance = layer.add_attention if stage == OUTPUT else layer.add_mlp
+            for index, stream in enumerate(streams):
+                streams[index] = advance(stream)
+    return QuantisedLayer(linears, errors)
+
+
+def quantise_together(weights: Mapping[str, Any], sums: InputSums | None, recipe: Recipe) -> QuantisedLayer:
+    """Linears [N, K] that share an input, as one matrix, so that they share the order of columns too.
+
+    `sums` None rounds to nearest. Raises CheckpointError.
+    """
+    for name, weight in weights.items():
+        _check_finite(name, weight)
+    stacked = module_of(weight).concatenate(list(weights.values()))
+    if recipe.method == "gptq" and sums is not None:
+        whole = gptq(stacked, sums.hessian, recipe.grid, recipe.gptq)
+    else:
+        whole = round_to_nearest(stacked, recipe.grid, None if sums is None else sums.hessian.diagonal())
+    linears: dict[str, QuantisedLinear] = {}
+    errors: dict[str, float] = {}
+    start = 0
+    for name, weight in weights.items():
+        linears[name] = whole.rows(start, start + len(weight))
+        start += len(weight)
+        if sums is not None:
+            errors[name] = relative_output_error(weight, linears[name].values(), sums.hessian)
+    return QuantisedLayer(linears, errors)
+
+
+def _scale_columns(layer: DecoderLayer, streams: list[Any], recipe: Recipe) -> None:
+    """AWQ's scales, all found on the layer as it was: they leave what it computes unchanged."""
+    grid, after_attention = recipe.grid, [layer.add_attention(stream) for stream in streams]
+    for stage in SCALED_STAGES:
+        sums = _input_sums(layer, stage, streams if stage < OUTPUT else after_attention, recipe)
+        weights = [layer.weight(name) for name in STAGES[stage]]
+        fold_scales(layer, stage, column_scales(weights, sums, grid), grid.dtype)
+
+
+def _input_sums(layer: DecoderLayer, stage: int, streams: list[Any], recipe: Recipe) -> InputSums:
+    return InputSums.over((layer.inputs(stage, stream) for stream in streams), recipe.skip_positions)
+
+
+def _check_finite(name: str, weight: Any) -> None:
+    largest = float(np.abs(weight).max())
+    if not largest < _LARGEST_WEIGHT:
+        raise CheckpointError(f"{name}.weight", expected=f"finite weights below {_LARGEST_WEIGHT:g}", actual=largest)

@@ -1,0 +1,121 @@
+"""Makes a 4-bit (W4A16) checkpoint of a 16-bit one, without torch.
+
+    python tools/quantize.py MODEL OUT --method gptq --calibration TEXT
+    python tools/quantize.py MODEL OUT --method rtn --group-size 64
+    python tools/quantize.py MODEL OUT --method awq --format awq --calibration TEXT
+
+MODEL is a folder or a Hugging Face id; OUT must not exist. The result is a folder of standard GPTQ safetensors (or
+AutoAWQ's) with config.json and the tokenizer, for cpmrt, vLLM, transformers and GPTQModel. Embedding and head stay as
+they are. Large models need a GPU (--device cuda: CuPy with cuBLAS and cuSOLVER); one layer at a time is on it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+
+from quantization.arrays import open_module  # noqa: E402
+from quantization.calibration import check_windows, read_texts, token_windows  # noqa: E402
+from quantization.checkpoint_writer import ModelQuantiser  # noqa: E402
+from quantization.formats import FORMATS  # noqa: E402
+from quantization.gptq import GptqSettings  # noqa: E402
+from quantization.grid import GridSettings  # noqa: E402
+from quantization.recipe import METHODS, QuantisedLayer, Recipe  # noqa: E402
+
+from cpmrt.dtypes import DType  # noqa: E402
+from cpmrt.errors import ConfigError, CpmrtError  # noqa: E402
+from cpmrt.text import Tokenizer  # noqa: E402
+from cpmrt.weights.model_folder import ModelFolder  # noqa: E402
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="folder or hub id of the 16-bit checkpoint; 'demo' is the bundled one")
+    parser.add_argument("out", type=Path, help="folder to make")
+    parser.add_argument("--method", choices=METHODS, default="gptq")
+    parser.add_argument("--format", choices=FORMATS, default="gptq", help="gptq_v2: zero points stored as they are")
+    parser.add_argument("--group-size", type=int, choices=(32, 64, 128, -1), default=128, help="-1: a whole row")
+    parser.add_argument("--asymmetric", action="store_true", help="zero points; always so in format awq")
+    parser.add_argument(
+        "--search", action=argparse.BooleanOptionalAction,
+        help="try scales around those of the largest weights, weighing errors by the inputs (default: not for rtn)",
+    )  # fmt: skip
+    parser.add_argument("--act-order", action="store_true", help="gptq: columns of large inputs first (desc_act)")
+    parser.add_argument("--static-groups", action="store_true", help="gptq: with --act-order, keep groups together")
+    parser.add_argument("--damping", type=float, default=0.01, help="gptq: share of the Hessian's mean diagonal")
+    parser.add_argument("--calibration", type=Path, help="text or .jsonl file, or a folder of them (gptq and awq)")
+    parser.add_argument("--windows", type=int, default=128, help="how many calibration windows")
+    parser.add_argument("--window", type=int, default=2048, help="tokens in each")
+    parser.add_argument("--skip-positions", type=int, default=0, help="first positions not calibrated on")
+    parser.add_argument("--lm-head", action="store_true", help="quantise the output head too, if it is not tied")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--quiet", action="store_true", help="say nothing but errors")
+    return parser.parse_args(arguments)
+
+
+def make_recipe(options: argparse.Namespace, dtype: DType) -> Recipe:
+    """The recipe that was asked for. Raises ConfigError for options that contradict each other."""
+    if options.method != "rtn" and options.calibration is None:
+        raise ConfigError(f"method {options.method} looks at activations", fix="give it text: --calibration FILE")
+    if options.method != "gptq" and (options.act_order or options.static_groups):
+        raise ConfigError("--act-order and --static-groups are of method gptq", actual=f"--method {options.method}")
+    if not 0 < options.damping < 1:
+        raise ConfigError("--damping", expected="a number between 0 and 1", actual=options.damping)
+    for name in ("windows", "window"):
+        if getattr(options, name) < 1:
+            raise ConfigError(f"--{name}", expected="at least 1", actual=getattr(options, name))
+    symmetric = not (options.asymmetric or options.format == "awq")
+    min_zero = 0 if options.format == "awq" else 1
+    search = options.method != "rtn" if options.search is None else options.search
+    grid = GridSettings(options.group_size, symmetric, search, min_zero, dtype)
+    order = GptqSettings(options.damping, options.act_order, options.static_groups)
+    return Recipe(options.method, grid, order, max(options.skip_positions, 0), options.lm_head)
+
+
+def calibration_windows(options: argparse.Namespace, folder: ModelFolder) -> list[list[int]]:
+    """Token ids of the calibration text."""
+    tokenizer = Tokenizer.open(folder.path, vocab_size=folder.config.vocab_size)
+    length = min(options.window, folder.config.max_position_embeddings)
+    windows: list[list[int]] = token_windows(read_texts(options.calibration), tokenizer, options.windows, length)
+    check_windows(windows, options.skip_positions)
+    return windows
+
+
+def run(options: argparse.Namespace) -> None:
+    """Quantise. Raises CpmrtError."""
+    folder = ModelFolder.open(None if options.model == "demo" else options.model)
+    recipe = make_recipe(options, folder.config.dtype or DType.BFLOAT16)
+    quantiser = ModelQuantiser(folder, recipe, options.format, open_module(options.device))
+    windows = calibration_windows(options, folder) if recipe.needs_calibration else []
+    begun = time.perf_counter()
+
+    def report(what: str, result: QuantisedLayer) -> None:
+        if options.quiet:
+            return
+        errors = " ".join(f"{name.rpartition('.')[2]} {error:.1e}" for name, error in result.errors.items())
+        print(f"{what}, {time.perf_counter() - begun:.0f} s  {errors}".rstrip(), flush=True)
+
+    quantiser.write(options.out, windows, report)
+    if not options.quiet:
+        size = sum(file.stat().st_size for file in options.out.iterdir())
+        print(f"{options.out}: {size / 1e6:.1f} MB; calibrated on {sum(map(len, windows))} tokens")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit code: 0 done, 1 an error that a message explains."""
+    try:
+        run(parse_arguments(arguments))
+    except CpmrtError as error:
+        print(f"quantize.py: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
