@@ -16,7 +16,7 @@ from cpmrt.cuda.linear_plan import DeviceLimits
 from cpmrt.cuda.repack import repack_modules
 from cpmrt.cuda.step_forward import StepForward
 from cpmrt.cuda.step_kernels import step_modules
-from cpmrt.cuda.weights_w4 import held_weights, layout_of
+from cpmrt.cuda.weights_w4 import held_weights, layouts_of
 from cpmrt.cuda.workspace import buckets, check_supported, cuda_needs, row_counts
 from cpmrt.dtypes import DType
 from cpmrt.errors import ConfigError
@@ -78,6 +78,5 @@ def modules_of(config: ModelConfig, settings: EngineConfig, device: Device, dtyp
     with launcher.recording() as modules:
         forward.every_shape(buckets(settings.prefill_chunk), row_counts(settings.max_sequences))
     without_sizes = [(file, sizes) for file in files(device.arch) for sizes in constant_sets(file) if not sizes]
-    layouts = {spec.name: layout_of(spec, config, limits) for spec in specs if spec.quant is not None}
-    repacking = [module for module in repack_modules(specs, layouts) if module not in modules]
+    repacking = [m for m in repack_modules(specs, layouts_of(specs, config, limits)) if m not in modules]
     return [*modules, *repacking, *step_modules(config, device), *without_sizes]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 from cpmrt.config import EngineConfig, ModelConfig
@@ -11,17 +10,16 @@ from cpmrt.cuda.compiler import Modules
 from cpmrt.cuda.device import Device, open_device
 from cpmrt.cuda.linear_plan import DeviceLimits
 from cpmrt.cuda.packed_w4 import PackedLayout
-from cpmrt.cuda.weights_w4 import layout_of
+from cpmrt.cuda.weights_w4 import layouts_of
 from cpmrt.cuda.workspace import check_supported, cuda_needs
 from cpmrt.dtypes import DType
 from cpmrt.errors import ConfigError
 from cpmrt.executor import Executor
 from cpmrt.memory.plan import MemoryPlan, Region
-from cpmrt.models.planning import fit_model, position_limit, weight_specs
+from cpmrt.models.planning import fit_model, open_weights, position_limit
 from cpmrt.tensor_spec import TensorSpec
 from cpmrt.weights.checkpoint import Checkpoint
 from cpmrt.weights.model_folder import ModelFolder
-from cpmrt.weights.pack import check
 
 _RESERVED_BYTES = 512 << 20
 """Of the free memory, for what the driver itself needs: modules, graphs, the library's handles."""
@@ -36,17 +34,11 @@ def open_executor(folder: ModelFolder, settings: EngineConfig) -> tuple[Executor
     check_supported(folder.config)
     config, dtype = folder.config, storage_dtype(folder.config, settings)
     budget = settings.memory_budget or max(device.free_bytes() - _RESERVED_BYTES, 1)
-    with ExitStack() as stack:
-        checkpoint = None
-        if settings.load_format != "dummy":
-            checkpoint = stack.enter_context(Checkpoint.open(folder.path))
-        specs = weight_specs(config, settings, checkpoint)
-        if checkpoint is not None:
-            check(specs, checkpoint)
+    with open_weights(folder, settings) as (checkpoint, specs):
         limits = DeviceLimits.of(device)
         needs = cuda_needs(config, settings, specs, capability=device.capability, limits=limits)
         plan = fit_model(config, settings, itemsize=dtype.itemsize, budget=budget, needs=needs, specs=specs)
-        layouts = {spec.name: layout_of(spec, config, limits) for spec in specs if spec.quant is not None}
+        layouts = layouts_of(specs, config, limits)
         from cpmrt.cuda.executor import CudaExecutor
 
         def load(arena: int, regions: Mapping[str, Region], device: Device, modules: Modules, stream: Any) -> None:

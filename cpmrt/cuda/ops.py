@@ -16,7 +16,7 @@ from cpmrt.config import ModelConfig
 from cpmrt.cuda.attention_plan import DecodeAttentionPlan, PrefillAttentionPlan
 from cpmrt.cuda.gemm import Gemm
 from cpmrt.cuda.launcher import Launcher
-from cpmrt.cuda.linear_plan import BLOCK_THREADS, DeviceLimits, plan_linear
+from cpmrt.cuda.linear_plan import BLOCK_THREADS, MAX_ROWS, DeviceLimits, plan_linear
 from cpmrt.cuda.products_w4 import QuantizedProducts
 from cpmrt.cuda.tensor_map import row_boxes
 from cpmrt.memory.kv_pages import PAGE_SIZE
@@ -188,7 +188,7 @@ class CudaOps:
         return normed
 
     def _is_chunk(self, x: Any) -> bool:
-        return len(x) > 64
+        return len(x) > MAX_ROWS
 
     def _head_counts(self) -> tuple[np.int32, np.int32]:
         return np.int32(self._config.num_heads), np.int32(self._config.num_kv_heads)

@@ -10,9 +10,8 @@ from cpmrt.cuda.attention_plan import plan_decode_attention, plan_prefill_attent
 from cpmrt.cuda.device import Device
 from cpmrt.cuda.gemm import Gemm
 from cpmrt.cuda.launcher import Launcher
-from cpmrt.cuda.linear_plan import DeviceLimits
+from cpmrt.cuda.linear_plan import MAX_ROWS, DeviceLimits
 from cpmrt.cuda.ops import CudaOps
-from cpmrt.cuda.workspace import MAX_ROWS
 from cpmrt.models.decoder import forward, lm_head
 from cpmrt.ops import Rows
 

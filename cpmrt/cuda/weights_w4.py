@@ -38,6 +38,11 @@ def layout_of(spec: TensorSpec, config: ModelConfig, limits: DeviceLimits) -> Pa
     )  # fmt: skip
 
 
+def layouts_of(specs: Sequence[TensorSpec], config: ModelConfig, limits: DeviceLimits) -> dict[str, PackedLayout]:
+    """`layout_of` the quantised weights among `specs`, by name."""
+    return {spec.name: layout_of(spec, config, limits) for spec in specs if spec.quant is not None}
+
+
 def packed_regions(config: ModelConfig, limits: DeviceLimits) -> PackedRegions:
     """`name.codes` holds codes, scales and zero points together; `name.perm` is the order of the columns."""
 

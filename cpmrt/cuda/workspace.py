@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from cpmrt.config import EngineConfig, ModelConfig
 from cpmrt.cuda.attention_plan import plan_decode_attention
-from cpmrt.cuda.linear_plan import DeviceLimits
+from cpmrt.cuda.linear_plan import MAX_ROWS, DeviceLimits
 from cpmrt.cuda.slot_state import SLOT_STATE
 from cpmrt.cuda.weights_w4 import packed_regions, quantised_tables, quantised_workspace
 from cpmrt.errors import UnsupportedModelError
@@ -18,7 +18,6 @@ from cpmrt.models.decoder import EMBED, GATE_UP, HEAD, QKV
 from cpmrt.models.planning import ExecutorNeeds
 from cpmrt.tensor_spec import BufferSpec, TensorSpec
 
-MAX_ROWS = 64
 GEMM_WORKSPACE_BYTES = 32 << 20
 BUCKETS = (64, 128, 256, 512, 1024, 2048, 4096)
 

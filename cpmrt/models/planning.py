@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from cpmrt.config import EngineConfig, ModelConfig
@@ -13,6 +14,8 @@ from cpmrt.memory.plan import MemoryPlan, check_budget, largest_context, make_pl
 from cpmrt.models.decoder import EMBED, HEAD, buffer_specs, tensor_specs
 from cpmrt.tensor_spec import BufferSpec, TensorSpec
 from cpmrt.weights.checkpoint import Checkpoint
+from cpmrt.weights.model_folder import ModelFolder
+from cpmrt.weights.pack import check
 from cpmrt.weights.quantised_specs import quantise_head, quantised_specs
 
 
@@ -25,6 +28,23 @@ def weight_specs(
     """
     specs = quantised_specs(tensor_specs(config), config.quantization, checkpoint)
     return quantise_head(specs, engine.lm_head_bits)
+
+
+@contextmanager
+def open_weights(
+    folder: ModelFolder, engine: EngineConfig
+) -> Iterator[tuple[Checkpoint | None, tuple[TensorSpec, ...]]]:
+    """The checkpoint of a model, compared with its specs, and these; no checkpoint where the weights are random.
+
+    Raises as `weight_specs` does.
+    """
+    if engine.load_format == "dummy":
+        yield None, weight_specs(folder.config, engine)
+        return
+    with Checkpoint.open(folder.path) as checkpoint:
+        specs = weight_specs(folder.config, engine, checkpoint)
+        check(specs, checkpoint)
+        yield checkpoint, specs
 
 
 def position_limit(config: ModelConfig, engine: EngineConfig) -> int:

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from executors.cuda_models import BASE, ROWS, write_model
+from reference.golden_models import relative
 
 from cpmrt import LLM, SamplingParams
 from cpmrt.engine.step_log import replay
@@ -19,10 +20,6 @@ GREEDY = SamplingParams(max_new_tokens=48, ignore_eos=True)
 @pytest.fixture(scope="module", params=list(ROWS))
 def checkpoint(request, tmp_path_factory):
     return write_model(tmp_path_factory.mktemp(request.param), BASE | ROWS[request.param])
-
-
-def relative(a, b):
-    return np.linalg.norm(a - b) / np.linalg.norm(b)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 from executors.cuda_models import Agreement
+from reference.golden_models import relative
 from reference.quantised_models import (
     CASES,
-    QUANTISED_GOLDEN,
     QuantisedCase,
+    golden,
     raw_tensors,
-    write_quantised,
+    write_golden_cases,
     write_safetensors,
 )
 
@@ -38,19 +39,9 @@ SAMPLED = SamplingParams(max_new_tokens=24, temperature=0.9, top_p=0.95, seed=5,
 LONG = np.random.default_rng(0).integers(3, 264, 180).tolist()
 
 
-def golden(name: str) -> dict[str, Any]:
-    with np.load(QUANTISED_GOLDEN / f"{name}.npz", allow_pickle=False) as file:
-        return {key: file[key] for key in file.files}
-
-
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("quantised")
-    return {case.name: write_quantised(case, root / case.name, int(golden(case.name)["seed"])) for case in CASES}
-
-
-def relative(a: Any, b: Any) -> float:
-    return float(np.linalg.norm(a - b) / np.linalg.norm(b))
+    return write_golden_cases(tmp_path_factory.mktemp("quantised"))
 
 
 @contextmanager

@@ -10,6 +10,24 @@ from typing import Any
 import numpy as np
 import pytest
 from background_builds import build
+from linear_cases import (
+    DIVISOR,
+    EPS,
+    H200,
+    MAX_CONTEXT,
+    ORIN,
+    RTX_4090,
+    SCALE,
+    UNSTORED,
+    bits,
+    normals,
+    op_of,
+    oracle,
+    relative_error,
+    step_operands,
+    stored,
+    stored_rows,
+)
 
 from cpmrt.cuda import compiler, nvrtc
 from cpmrt.cuda.linear_plan import BLOCK_THREADS, DeviceLimits, plan_linear, token_tiles
@@ -17,16 +35,10 @@ from cpmrt.cuda.source import KernelSource
 from cpmrt.dtypes import DType, from_float32, round_to, to_float32
 from cpmrt.memory.kv_pages import PAGE_SIZE
 from cpmrt.ops import OPS, Rows
-from cpmrt.reference.ops import NumpyOps, linear, rms_norm
+from cpmrt.reference.ops import linear, rms_norm
 
 DTYPES = [DType.BFLOAT16, DType.FLOAT16]
 ROWS = [1, 2, 5, 8, 12, 16, 31, 32, 33, 64]
-H200 = DeviceLimits(num_sms=132, shared_bytes=232448, clusters=True)
-ORIN = DeviceLimits(num_sms=16, shared_bytes=166912, clusters=False)
-RTX_4090 = DeviceLimits(num_sms=128, shared_bytes=101376, clusters=False)
-EPS, SCALE, DIVISOR = 1e-5, 0.37, 2.5
-MAX_CONTEXT = 256
-UNSTORED = (3, 7)  # rows with slot -1
 
 SMALL = {
     "demo qkv": ("qkv", 768, 256, 64, 2),
@@ -77,64 +89,13 @@ def make_case(name: str, dtype: DType, has_bias: bool = True) -> Case:
     product, out_features, in_features, head_dim, num_kv_heads = SHAPES[name]
     rng = np.random.default_rng(out_features + in_features)
 
-    def normal(*shape: int, spread: float = 1.0) -> Any:
-        return round_to(rng.standard_normal(shape, np.float32) * np.float32(spread), dtype)
-
+    normal = normals(rng, dtype)
     arrays = {
         "x": normal(64, in_features, spread=1.7),
         "weight": normal(out_features, in_features, spread=in_features**-0.5),
-        "norm": round_to(1 + 0.25 * rng.standard_normal(in_features, np.float32), dtype),
-        "bias": normal(out_features, spread=0.3) if has_bias else None,
-        "residual": normal(64, out_features) if product == "residual" else None,
-        "positions": rng.integers(0, MAX_CONTEXT, 64).astype(np.int32),
-        "slots": np.arange(64, dtype=np.int32),
-        "block_tables": rng.permutation(64 * MAX_CONTEXT // PAGE_SIZE).astype(np.int32).reshape(64, -1),
     }
-    arrays["slots"][list(UNSTORED)] = -1
-    arrays["positions"][UNSTORED[1]] = -1
-    if product == "qkv":
-        angles = rng.random((MAX_CONTEXT, head_dim // 2), np.float32) * np.float32(6.28)
-        arrays["rope"] = np.stack([np.cos(angles), np.sin(angles)])
+    arrays |= step_operands(rng, dtype, product, (out_features, in_features), head_dim, has_bias)
     return Case(product, dtype, out_features, in_features, head_dim, num_kv_heads, has_bias, arrays)
-
-
-def oracle(case: Case) -> Any:
-    """[64, outputs] float32; a qkv row is q, then the stored k and v."""
-    ops, a = NumpyOps(case.dtype), case.arrays
-    if case.product == "residual":
-        out = a["residual"].copy()
-        ops.project_residual(out, a["x"], a["weight"], a["bias"], SCALE)
-        return out
-    if case.product == "gate_up":
-        out = np.empty((64, case.out_features // 2), np.float32)
-        ops.gate_up(out, a["x"], a["norm"], a["weight"], EPS)
-        return out
-    if case.product == "head":
-        out = np.empty((64, case.out_features), np.float32)
-        ops.lm_head(out, a["x"], a["norm"], a["weight"], EPS, DIVISOR)
-        return out
-    kept = [row for row in range(64) if row not in UNSTORED]
-    rows = Rows(np.zeros(62, np.int32), a["positions"][kept], a["slots"][kept], a["block_tables"], False)
-    q = np.empty((62, case.num_heads * case.head_dim), np.float32)
-    k_pages = np.zeros((a["block_tables"].size, case.num_kv_heads, PAGE_SIZE, case.head_dim), np.float32)
-    v_pages = np.zeros_like(k_pages)
-    ops.qkv(
-        q, k_pages, v_pages, a["x"][kept], a["norm"], a["weight"], a["bias"], None, None, a["rope"], rows, EPS
-    )  # fmt: skip
-    out = np.zeros((64, case.out_features), np.float32)
-    out[kept] = np.concatenate([q, stored(k_pages, rows), stored(v_pages, rows)], axis=1)
-    return out
-
-
-def stored(pages: Any, rows: Rows) -> Any:
-    """What the rows' positions hold, [T, K * D]."""
-    found = pages[rows.block_tables[rows.slots, rows.positions // PAGE_SIZE], :, rows.positions % PAGE_SIZE]
-    return found.reshape(len(found), -1)
-
-
-def bits(words: Any) -> Any:
-    """The same words as unsigned integers: a NaN is equal to itself, and -0 is not 0."""
-    return words.view(f"u{words.itemsize}")
 
 
 class Launcher:
@@ -209,7 +170,7 @@ class Launcher:
         if raw:
             return words[:num_rows]
         pages = [self.cuda.numpy(p).reshape(num_pages, case.num_kv_heads, PAGE_SIZE, case.head_dim) for p in (k, v)]
-        kept = [row for row in range(num_rows) if row not in UNSTORED]
+        kept = stored_rows(num_rows)
         a = case.arrays
         rows = Rows(None, a["positions"][kept], a["slots"][kept], a["block_tables"], False)
         out = np.zeros((num_rows, case.out_features), words.dtype)
@@ -217,14 +178,6 @@ class Launcher:
         for page in pages:
             assert (bits(page) != nan).sum() == len(kept) * case.num_kv_heads * case.head_dim
         return out
-
-
-def relative_error(out: Any, expected: Any) -> float:
-    return float(np.linalg.norm(out.astype(np.float64) - expected) / np.linalg.norm(expected))
-
-
-def op_of(product: str) -> str:
-    return {"residual": "project_residual", "head": "lm_head"}.get(product, product)
 
 
 @pytest.mark.gpu

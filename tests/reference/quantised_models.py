@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -229,6 +230,18 @@ def write_quantised(case: QuantisedCase, folder: Path, seed: int, **settings: An
     write_safetensors(folder / case.file, raw_tensors(case, seed))
     write_tokenizer(folder)
     return folder
+
+
+@cache
+def golden(name: str) -> dict[str, Any]:
+    """The arrays of a case's golden file."""
+    with np.load(QUANTISED_GOLDEN / f"{name}.npz", allow_pickle=False) as file:
+        return {key: file[key] for key in file.files}
+
+
+def write_golden_cases(root: Path) -> dict[str, Path]:
+    """The checkpoint of every case, of the seed that its golden file was made with, in a folder of its name."""
+    return {case.name: write_quantised(case, root / case.name, int(golden(case.name)["seed"])) for case in CASES}
 
 
 def write_safetensors(path: Path, tensors: Tensors) -> None:

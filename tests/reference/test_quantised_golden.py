@@ -5,13 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from reference.quantised_models import CASES, QUANTISED_GOLDEN, QuantisedCase, write_quantised
+from reference.quantised_models import CASES, QUANTISED_GOLDEN, QuantisedCase, golden, write_golden_cases
 
 from cpmrt import LLM
 from cpmrt.config import EngineConfig, SamplingParams
@@ -31,16 +29,9 @@ LOGIT_TOLERANCE = 1e-4
 by_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 
-@cache
-def golden(name: str) -> dict[str, Any]:
-    with np.load(QUANTISED_GOLDEN / f"{name}.npz", allow_pickle=False) as file:
-        return {key: file[key] for key in file.files}
-
-
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("quantised")
-    return {case.name: write_quantised(case, root / case.name, int(golden(case.name)["seed"])) for case in CASES}
+    return write_golden_cases(tmp_path_factory.mktemp("quantised"))
 
 
 def digest(values: Array) -> str:

@@ -1,0 +1,117 @@
+"""Operands and oracle of the skinny products' tests, whatever their weights are held in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+
+from cpmrt.cuda.linear_plan import DeviceLimits
+from cpmrt.dtypes import DType, round_to
+from cpmrt.memory.kv_pages import PAGE_SIZE
+from cpmrt.ops import Rows
+from cpmrt.reference.ops import NumpyOps
+
+H200 = DeviceLimits(num_sms=132, shared_bytes=232448, clusters=True)
+ORIN = DeviceLimits(num_sms=16, shared_bytes=166912, clusters=False)
+RTX_4090 = DeviceLimits(num_sms=128, shared_bytes=101376, clusters=False)
+EPS, SCALE, DIVISOR = 1e-5, 0.37, 2.5
+MAX_CONTEXT = 256
+UNSTORED = (3, 7)  # rows with slot -1
+
+
+class Case(Protocol):
+    """A product with its operands for 64 rows, by name: float32 that holds values of `dtype`."""
+
+    product: str
+    dtype: DType
+    out_features: int
+    head_dim: int
+    num_kv_heads: int
+    arrays: dict[str, Any]
+
+    @property
+    def num_heads(self) -> int: ...
+
+
+def normals(rng: np.random.Generator, dtype: DType) -> Callable[..., Any]:
+    """Normal values of `dtype`, by shape and spread."""
+
+    def normal(*shape: int, spread: float = 1.0) -> Any:
+        return round_to(rng.standard_normal(shape, np.float32) * np.float32(spread), dtype)
+
+    return normal
+
+
+def step_operands(
+    rng: np.random.Generator, dtype: DType, product: str, size: tuple[int, int], head_dim: int, has_bias: bool
+) -> dict[str, Any]:
+    """All but x and the weight, for a weight of `size` (rows, columns)."""
+    (out_features, in_features), normal = size, normals(rng, dtype)
+    arrays = {
+        "norm": round_to(1 + 0.25 * rng.standard_normal(in_features, np.float32), dtype),
+        "bias": normal(out_features, spread=0.3) if has_bias else None,
+        "residual": normal(64, out_features) if product == "residual" else None,
+        "positions": rng.integers(0, MAX_CONTEXT, 64).astype(np.int32),
+        "slots": np.arange(64, dtype=np.int32),
+        "block_tables": rng.permutation(64 * MAX_CONTEXT // PAGE_SIZE).astype(np.int32).reshape(64, -1),
+    }
+    arrays["slots"][list(UNSTORED)] = -1
+    arrays["positions"][UNSTORED[1]] = -1
+    if product == "qkv":
+        angles = rng.random((MAX_CONTEXT, head_dim // 2), np.float32) * np.float32(6.28)
+        arrays["rope"] = np.stack([np.cos(angles), np.sin(angles)])
+    return arrays
+
+
+def oracle(case: Case) -> Any:
+    """[64, outputs] float32; a qkv row is q, then the stored k and v."""
+    ops, a = NumpyOps(case.dtype), case.arrays
+    if case.product == "residual":
+        out = a["residual"].copy()
+        ops.project_residual(out, a["x"], a["weight"], a["bias"], SCALE)
+        return out
+    if case.product == "gate_up":
+        out = np.empty((64, case.out_features // 2), np.float32)
+        ops.gate_up(out, a["x"], a["norm"], a["weight"], EPS)
+        return out
+    if case.product == "head":
+        out = np.empty((64, case.out_features), np.float32)
+        ops.lm_head(out, a["x"], a["norm"], a["weight"], EPS, DIVISOR)
+        return out
+    kept = stored_rows(64)
+    rows = Rows(np.zeros(62, np.int32), a["positions"][kept], a["slots"][kept], a["block_tables"], False)
+    q = np.empty((62, case.num_heads * case.head_dim), np.float32)
+    k_pages = np.zeros((a["block_tables"].size, case.num_kv_heads, PAGE_SIZE, case.head_dim), np.float32)
+    v_pages = np.zeros_like(k_pages)
+    ops.qkv(
+        q, k_pages, v_pages, a["x"][kept], a["norm"], a["weight"], a["bias"], None, None, a["rope"], rows, EPS
+    )  # fmt: skip
+    out = np.zeros((64, case.out_features), np.float32)
+    out[kept] = np.concatenate([q, stored(k_pages, rows), stored(v_pages, rows)], axis=1)
+    return out
+
+
+def stored_rows(num_rows: int) -> list[int]:
+    """The rows whose keys and values are stored."""
+    return [row for row in range(num_rows) if row not in UNSTORED]
+
+
+def stored(pages: Any, rows: Rows) -> Any:
+    """What the rows' positions hold, [T, K * D]."""
+    found = pages[rows.block_tables[rows.slots, rows.positions // PAGE_SIZE], :, rows.positions % PAGE_SIZE]
+    return found.reshape(len(found), -1)
+
+
+def bits(words: Any) -> Any:
+    """The same words as unsigned integers: a NaN is equal to itself, and -0 is not 0."""
+    return words.view(f"u{words.itemsize}")
+
+
+def relative_error(out: Any, expected: Any) -> float:
+    return float(np.linalg.norm(out.astype(np.float64) - expected) / np.linalg.norm(expected))
+
+
+def op_of(product: str) -> str:
+    return {"residual": "project_residual", "head": "lm_head"}.get(product, product)
