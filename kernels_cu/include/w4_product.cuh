@@ -55,7 +55,7 @@ __device__ __forceinline__ void split_codes(uint32_t (&a)[4], uint32_t word) {
 }
 
 #if WGMMA_PRODUCTS
-// out += S slices, each a sum of its own, added in order. All four warps of a warpgroup, whether they have a tile or not.
+// As multiply_slices. All four warps of a warpgroup, whether they have a tile or not.
 template <int S>
 __device__ __forceinline__ void multiply_together(Sums& out, uint32_t unit, uint32_t x, const Lane& at) {
   constexpr int kSteps = SCALE_GROUP / 16;   // of 16 k in a scale group
@@ -99,7 +99,7 @@ __device__ __forceinline__ void multiply_together(Sums& out, uint32_t unit, uint
 }
 #endif
 
-// out += S slices: units from `unit` on, x from `x` on. Each is a sum of its own, added in order.
+// out += S slices: units from `unit` on, x from `x` on. Each is a sum of its own, added in order; S > 1 needs one scale group a slice.
 template <int S>
 __device__ __forceinline__ void multiply_slices(Sums& out, uint32_t unit, uint32_t x, const Lane& at) {
   constexpr int kGroupBlocks = SCALE_GROUP / 32;
@@ -139,7 +139,9 @@ __device__ __forceinline__ void multiply_slices(Sums& out, uint32_t unit, uint32
 
 // The warp's run of one tile.
 __device__ __forceinline__ void accumulate(Sums& out, WeightStream& weights, Activations& x, const Lane& at, bool has_tile) {
-  constexpr int kTogether = kChunkSlices % kTogetherSlices == 0 && (kResident || kStageSlices % kTogetherSlices == 0) ? kTogetherSlices : 1;
+  // Slices with several scale groups come one by one: the groups' sums are added slice by slice, whatever ROWS is.
+  constexpr bool kCanJoin = kUnitScales == 1 && kChunkSlices % kTogetherSlices == 0 && (kResident || kStageSlices % kTogetherSlices == 0);
+  constexpr int kTogether = kCanJoin ? kTogetherSlices : 1;
   uint32_t place = x.base() + (SHARED_RUN ? 0 : at.run * kRunSlices * kXSliceBytes);
 #pragma unroll 1
   for (int done = 0; done < at.slices;) {

@@ -123,7 +123,8 @@ struct WeightStream {
       : at(lane), weight(static_cast<const unsigned char*>(packed) + lane.run * kRunBytes), num_tiles(lane.slices > 0 ? tiles : 0),
         ring(lane.shared + kRingOffset + lane.warp * kSlots * kChunkBytes), barriers(lane.shared + lane.warp * kMaxSlots * 8) {
 #if COPY_ENGINE
-    if (at.lane < kSlots) mbarrier_init(barriers + at.lane * 8, 1);
+    if (at.lane == 0)
+      for (int i = 0; i < kSlots; i++) mbarrier_init(barriers + i * 8, 1);
     mbarrier_init_fence();
     __syncwarp();
 #endif

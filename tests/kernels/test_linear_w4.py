@@ -10,6 +10,23 @@ from typing import Any
 import numpy as np
 import pytest
 from background_builds import build
+from linear_cases import (
+    DIVISOR,
+    EPS,
+    H200,
+    MAX_CONTEXT,
+    ORIN,
+    RTX_4090,
+    SCALE,
+    bits,
+    normals,
+    op_of,
+    oracle,
+    relative_error,
+    step_operands,
+    stored,
+    stored_rows,
+)
 
 from cpmrt.cuda import compiler, nvrtc
 from cpmrt.cuda.linear_plan import DeviceLimits
@@ -20,16 +37,9 @@ from cpmrt.dtypes import DType, from_float32, round_to, to_float32
 from cpmrt.errors import UnsupportedModelError
 from cpmrt.memory.kv_pages import PAGE_SIZE
 from cpmrt.ops import OPS, Rows
-from cpmrt.reference.ops import NumpyOps
 
 DTYPES = [DType.BFLOAT16, DType.FLOAT16]
 ROWS = [1, 2, 5, 8, 12, 16, 31, 32, 64]
-H200 = DeviceLimits(num_sms=132, shared_bytes=232448, clusters=True)
-ORIN = DeviceLimits(num_sms=16, shared_bytes=166912, clusters=False)
-RTX_4090 = DeviceLimits(num_sms=128, shared_bytes=101376, clusters=False)
-EPS, SCALE, DIVISOR = 1e-5, 0.37, 2.5
-MAX_CONTEXT = 256
-UNSTORED = (3, 7)  # rows with slot -1
 
 # Product, rows, columns, head size, KV heads, group size, zero points, permuted columns.
 SMALL = {
@@ -43,6 +53,8 @@ SMALL = {
     "uneven qkv": ("qkv", 2688, 256, 96, 2, 32, False, False),
     "uneven o": ("residual", 2640, 640, 0, 0, 64, False, False),
     "long down": ("residual", 80, 16384, 0, 0, 128, False, False),
+    "long down, groups of 32": ("residual", 48, 8192, 0, 0, 32, True, False),
+    "long down, groups of 64": ("residual", 80, 16384, 0, 0, 64, False, False),
     "permuted qkv": ("qkv", 768, 512, 64, 2, 128, False, True),
     "permuted o": ("residual", 2640, 1152, 0, 0, 128, True, True),
     "0.5B qkv": ("qkv", 1280, 1024, 64, 2, 128, False, False),
@@ -86,9 +98,6 @@ def make_case(name: str, dtype: DType, has_bias: bool = True) -> Case:
     product, out_features, in_features, head_dim, num_kv_heads, group_size, has_zeros, permuted = SHAPES[name]
     rng = np.random.default_rng(out_features + in_features)
 
-    def normal(*shape: int, spread: float = 1.0) -> Any:
-        return round_to(rng.standard_normal(shape, np.float32) * np.float32(spread), dtype)
-
     groups = in_features // group_size
     codes = rng.integers(0, 16, (out_features, in_features)).astype(np.uint8)
     spread = np.float32(0.2 * in_features**-0.5)
@@ -102,24 +111,14 @@ def make_case(name: str, dtype: DType, has_bias: bool = True) -> Case:
         weight = np.empty_like(stored_order)
         weight[:, permutation] = stored_order
     arrays = {
-        "x": normal(64, in_features, spread=1.7),
+        "x": normals(rng, dtype)(64, in_features, spread=1.7),
         "weight": weight,
         "codes": codes,
         "scales": scales,
         "zeros": zeros,
         "permutation": permutation,
-        "norm": round_to(1 + 0.25 * rng.standard_normal(in_features, np.float32), dtype),
-        "bias": normal(out_features, spread=0.3) if has_bias else None,
-        "residual": normal(64, out_features) if product == "residual" else None,
-        "positions": rng.integers(0, MAX_CONTEXT, 64).astype(np.int32),
-        "slots": np.arange(64, dtype=np.int32),
-        "block_tables": rng.permutation(64 * MAX_CONTEXT // PAGE_SIZE).astype(np.int32).reshape(64, -1),
     }
-    arrays["slots"][list(UNSTORED)] = -1
-    arrays["positions"][UNSTORED[1]] = -1
-    if product == "qkv":
-        angles = rng.random((MAX_CONTEXT, head_dim // 2), np.float32) * np.float32(6.28)
-        arrays["rope"] = np.stack([np.cos(angles), np.sin(angles)])
+    arrays |= step_operands(rng, dtype, product, (out_features, in_features), head_dim, has_bias)
     return Case(product, dtype, out_features, in_features, head_dim, num_kv_heads, group_size, arrays)
 
 
@@ -131,49 +130,6 @@ def packed_weight(case: Case, layout: PackedLayout) -> Any:
         for array in (a["scales"], a["zeros"])
     ]
     return pack(layout, a["codes"], *words)
-
-
-def oracle(case: Case) -> Any:
-    """[64, outputs] float32; a qkv row is q, then the stored k and v."""
-    ops, a = NumpyOps(case.dtype), case.arrays
-    if case.product == "residual":
-        out = a["residual"].copy()
-        ops.project_residual(out, a["x"], a["weight"], a["bias"], SCALE)
-        return out
-    if case.product == "gate_up":
-        out = np.empty((64, case.out_features // 2), np.float32)
-        ops.gate_up(out, a["x"], a["norm"], a["weight"], EPS)
-        return out
-    if case.product == "head":
-        out = np.empty((64, case.out_features), np.float32)
-        ops.lm_head(out, a["x"], a["norm"], a["weight"], EPS, DIVISOR)
-        return out
-    kept = stored_rows(64)
-    rows = Rows(np.zeros(62, np.int32), a["positions"][kept], a["slots"][kept], a["block_tables"], False)
-    q = np.empty((62, case.num_heads * case.head_dim), np.float32)
-    k_pages = np.zeros((a["block_tables"].size, case.num_kv_heads, PAGE_SIZE, case.head_dim), np.float32)
-    v_pages = np.zeros_like(k_pages)
-    ops.qkv(
-        q, k_pages, v_pages, a["x"][kept], a["norm"], a["weight"], a["bias"], None, None, a["rope"], rows, EPS
-    )  # fmt: skip
-    out = np.zeros((64, case.out_features), np.float32)
-    out[kept] = np.concatenate([q, stored(k_pages, rows), stored(v_pages, rows)], axis=1)
-    return out
-
-
-def stored_rows(num_rows: int) -> list[int]:
-    return [row for row in range(num_rows) if row not in UNSTORED]
-
-
-def stored(pages: Any, rows: Rows) -> Any:
-    """What the rows' positions hold, [T, K * D]."""
-    found = pages[rows.block_tables[rows.slots, rows.positions // PAGE_SIZE], :, rows.positions % PAGE_SIZE]
-    return found.reshape(len(found), -1)
-
-
-def bits(words: Any) -> Any:
-    """The same words as unsigned integers: a NaN is equal to itself, and -0 is not 0."""
-    return words.view(f"u{words.itemsize}")
 
 
 class Launcher:
@@ -258,14 +214,6 @@ class Launcher:
         for page in (k, v):
             assert (bits(page) != nan).sum() == len(kept) * case.num_kv_heads * case.head_dim
         return out
-
-
-def relative_error(out: Any, expected: Any) -> float:
-    return float(np.linalg.norm(out.astype(np.float64) - expected) / np.linalg.norm(expected))
-
-
-def op_of(product: str) -> str:
-    return {"residual": "project_residual", "head": "lm_head"}.get(product, product)
 
 
 @pytest.mark.gpu
