@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from cpmrt.config import SamplingParams
+from cpmrt.config import SamplingParams, TreeShape
 
 if TYPE_CHECKING:
     from cpmrt.dtypes import F32
@@ -63,9 +63,13 @@ class Decode:
 
 @dataclass(frozen=True, slots=True)
 class Speculate:
-    """Draft, verify and accept: one token or more for each slot."""
+    """Draft, verify and accept: one token or more for the one slot. `shape`: which of `ExecutorLimits.tree_shapes`.
 
-    slots: tuple[int, ...]
+    Any mix of `Decode` and `Speculate` steps gives the same tokens.
+    """
+
+    slots: tuple[int]
+    shape: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,14 +130,21 @@ class ExecutorLimits:
     """Most tokens of one Prefill step."""
     run_ahead: int = 1
     """Steps that may be in flight at once."""
-    num_draft: int = 0
-    """Draft tokens of a Speculate step; 0: the executor only decodes."""
+    tree_shapes: tuple[TreeShape, ...] = ()
+    """Trees that a Speculate step may verify; none: the executor only decodes."""
+    step_seconds: tuple[float, ...] = ()
+    """Of a Decode step of one row, then of a Speculate step of each shape, measured at start; empty: unknown."""
     max_logit_bias: int = 0
     """Most entries of a request's logit_bias; 0: the executor has none."""
     num_pages: int = 0
     """KV pages that block tables may name, enough for `max_sequences` of `max_context` tokens; 0: tables are fixed."""
     page_size: int = 64
     """Tokens of a KV page."""
+
+    @property
+    def num_draft(self) -> int:
+        """Positions past the last token that a step may write at; 0: the executor only decodes."""
+        return max((shape.num_reserved for shape in self.tree_shapes), default=0)
 
 
 class Executor(Protocol):

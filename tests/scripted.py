@@ -99,7 +99,7 @@ class ScriptedExecutor:
         if isinstance(step, Prefill):
             return [self._prefill(step)]
         assert len(set(step.slots)) == len(step.slots)
-        count = 1 if isinstance(step, Decode) else self._limits.num_draft + 1
+        count = 1 if isinstance(step, Decode) else self._limits.tree_shapes[step.shape].max_emitted
         return [self._decode(self.running[slot], count) for slot in step.slots]
 
     def _prefill(self, step: Prefill) -> SlotResult:

@@ -5,5 +5,15 @@ from cpmrt.config.model import ModelConfig
 from cpmrt.config.quantization import WeightQuantization
 from cpmrt.config.rope import RopeConfig
 from cpmrt.config.sampling import MAX_LOGPROBS, SamplingParams
+from cpmrt.config.speculation import SpeculationConfig, TreeShape
 
-__all__ = ["MAX_LOGPROBS", "EngineConfig", "ModelConfig", "RopeConfig", "SamplingParams", "WeightQuantization"]
+__all__ = [
+    "MAX_LOGPROBS",
+    "EngineConfig",
+    "ModelConfig",
+    "RopeConfig",
+    "SamplingParams",
+    "SpeculationConfig",
+    "TreeShape",
+    "WeightQuantization",
+]

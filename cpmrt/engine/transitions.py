@@ -51,9 +51,9 @@ def wants_decode(seq: Sequence) -> bool:
 
 
 def next_decode(sequences: tuple[Sequence, ...], limits: ExecutorLimits) -> Decode | Speculate:
-    """One step for all of them."""
+    """One step for all of them. A sequence alone is drafted for; several together fill the rows as they are."""
     slots = tuple(seq.slot for seq in sequences)
-    return Speculate(slots) if limits.num_draft else Decode(slots)
+    return Speculate((slots[0],)) if limits.tree_shapes and len(slots) == 1 else Decode(slots)
 
 
 def submitted(seq: Sequence, step: Step) -> None:

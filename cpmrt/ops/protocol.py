@@ -18,6 +18,12 @@ class Rows:
     """The rows of one step: token, position and slot of each, and the block tables that map a slot to pages.
 
     In a prefill all rows belong to one slot and positions are consecutive; in a decode each row stands alone.
+
+    A row of a draft tree has its keys and values at `locations[t]` of the slot's pages (None: at its position), since
+    siblings share a position. It looks at positions 0 .. tree_base[t] - 1, and then, as positions tree_base[t] and
+    on, at the locations tree_base[t] + i for every set bit i of tree_masks[t] in ascending order, its own the last of
+    them: positions[t] = tree_base[t] + set bits - 1. An order of its path as if it stood alone: the row's bits are
+    those of plain decoding.
     """
 
     token_ids: Any
@@ -25,6 +31,12 @@ class Rows:
     slots: Any
     block_tables: Any
     is_prefill: bool
+    locations: Any = None
+    """int32 [T]"""
+    tree_masks: Any = None
+    """uint64 [T], or None where no row is of a tree; then `tree_base` is None too."""
+    tree_base: Any = None
+    """int32 [T]"""
 
 
 class Ops(Protocol):

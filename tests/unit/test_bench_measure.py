@@ -10,7 +10,7 @@ from cpmrt import LLM
 from cpmrt.bench import measure as measuring
 from cpmrt.bench.measure import Case, measure
 from cpmrt.bench.work import decode_bytes, prefill_flops
-from cpmrt.config import ModelConfig
+from cpmrt.config import ModelConfig, TreeShape
 from cpmrt.engine import engine as engine_module
 from cpmrt.errors import ContextLengthError
 from cpmrt.executor import Admit, Decode, ExecutorLimits, Prefill, Speculate
@@ -68,8 +68,8 @@ def run(monkeypatch):
     monkeypatch.setattr(measuring, "perf_counter", clock)
     monkeypatch.setattr(engine_module, "perf_counter", clock)
 
-    def call(case, *, run_ahead=4, repeats=2, chunk=8, max_context=256, num_draft=0, slow_decode=-1):
-        limits = ExecutorLimits(max(case.sequences, 1), max_context, chunk, run_ahead, num_draft)
+    def call(case, *, run_ahead=4, repeats=2, chunk=8, max_context=256, tree_shapes=(), slow_decode=-1):
+        limits = ExecutorLimits(max(case.sequences, 1), max_context, chunk, run_ahead, tree_shapes)
         device = TimedDevice(limits, clock, slow_decode)
         return measure(device, MODEL, case, repeats=repeats, itemsize=2), device
 
@@ -133,7 +133,7 @@ def test_one_new_token_is_prefill_only(run):
 
 
 def test_speculative_steps_count_by_their_tokens(run):
-    result, _ = run(Case(8, 60), num_draft=3)
+    result, _ = run(Case(8, 60), tree_shapes=(TreeShape.chain(3),))
     assert result.num_decoded == 2 * 59 > len(result.step_ms) > 0
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scripted import ScriptedExecutor, next_token, plain_continuation
 
-from cpmrt.config import SamplingParams
+from cpmrt.config import SamplingParams, TreeShape
 from cpmrt.engine import Engine, GenerationStats, Request
 from cpmrt.engine.step_log import StepLog, read_steps, replay
 from cpmrt.errors import ConfigError, ContextLengthError, DeviceError, RequestError
@@ -28,7 +28,7 @@ LIMITS = st.builds(
     max_context=st.just(64),
     prefill_chunk=st.integers(1, 9),
     run_ahead=st.integers(1, 4),
-    num_draft=st.sampled_from([0, 0, 1, 3, 7]),
+    tree_shapes=st.sampled_from([(), *((TreeShape.chain(n),) for n in (1, 3, 7))]),
 )
 REQUESTS = st.builds(
     lambda prompt, new, seed, stop: (prompt, new, seed, stop),
@@ -109,7 +109,7 @@ def test_sequences_decode_in_one_step():
 
 
 def test_mean_accept_length_leaves_the_prefill_token_out():
-    executor = ScriptedExecutor(ExecutorLimits(1, 64, 16, num_draft=3))
+    executor = ScriptedExecutor(ExecutorLimits(1, 64, 16, tree_shapes=(TreeShape.chain(3),)))
     engine = Engine(executor)
     seq = engine.add(request([1, 2], new=20))
     tokens_of(engine, seq)

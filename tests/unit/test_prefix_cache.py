@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from scripted import ScriptedExecutor, plain_continuation
 
 from cpmrt.cli.arguments import Parser, add_model_options, llm_arguments
-from cpmrt.config import SamplingParams
+from cpmrt.config import SamplingParams, TreeShape
 from cpmrt.engine import Engine, GenerationStats, Request
 from cpmrt.engine.page_pool import PagePool
 from cpmrt.engine.prefix_cache import PrefixCache
@@ -75,7 +75,7 @@ LIMITS = st.builds(
     max_sequences=st.integers(1, 4),
     prefill_chunk=st.integers(1, 9),
     run_ahead=st.integers(1, 4),
-    num_draft=st.sampled_from([0, 0, 3]),
+    tree_shapes=st.sampled_from([(), (), (TreeShape.chain(3),)]),
 )
 # Few tokens, so that prompts begin alike, branch and come again.
 PROMPTS = st.lists(st.sampled_from([7, 8]), min_size=1, max_size=20)

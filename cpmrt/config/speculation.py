@@ -1,0 +1,104 @@
+"""How tokens are drafted: the method, and the shapes of the trees that are verified."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cpmrt.errors import ConfigError
+
+DRAFT_METHODS = ("eagle2", "eagle3", "model", "lookup")
+MAX_NODES = 64
+"""Nodes of a tree, rows of a step and bits of an ancestor mask."""
+MAX_CANDIDATES = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class TreeShape:
+    """A draft tree: `num_passes` levels below the root, of which `tree_size` nodes (with the root) are verified.
+
+    Each draft pass takes the `top_k` best tokens of every node on the frontier; the `top_k` best of those, by their
+    cumulative log-probability, are the next frontier (EAGLE-2, arXiv 2406.16858). With `top_k` 1 the tree is a chain.
+    Raises ConfigError.
+    """
+
+    num_passes: int = 2
+    top_k: int = 10
+    tree_size: int = 12
+
+    def __post_init__(self) -> None:
+        for name, low, high in (("num_passes", 1, 32), ("top_k", 1, 32), ("tree_size", 2, MAX_NODES)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+                raise ConfigError(f"speculate: {name}", expected=f"an integer in [{low}, {high}]", actual=repr(value))
+        if self.num_candidates > MAX_CANDIDATES:
+            raise ConfigError(
+                "speculate: too many candidates",
+                expected=f"top_k + (num_passes - 1) * top_k^2 at most {MAX_CANDIDATES}",
+                actual=self.num_candidates,
+                fix="lower top_k or num_passes",
+            )
+        if self.top_k * (self.num_passes - 1) > MAX_NODES:
+            raise ConfigError(
+                "speculate: too many drafted rows",
+                expected=f"top_k * (num_passes - 1) at most {MAX_NODES}",
+                actual=self.top_k * (self.num_passes - 1),
+                fix="lower top_k or num_passes",
+            )
+        if self.tree_size > self.num_candidates + 1:
+            raise ConfigError(
+                "speculate: tree_size",
+                expected=f"at most {self.num_candidates + 1}, the candidates and the root",
+                actual=self.tree_size,
+            )
+
+    @property
+    def num_candidates(self) -> int:
+        """Drafted tokens from which the tree is chosen."""
+        return self.top_k + (self.num_passes - 1) * self.top_k**2
+
+    @property
+    def max_emitted(self) -> int:
+        """Tokens that a step gives at most: the longest path of the tree, and the token sampled at its end."""
+        return min(self.num_passes, self.tree_size - 1) + 1
+
+    @property
+    def num_reserved(self) -> int:
+        """Positions past the root that a step may write keys and values at, in the target's pages or the draft's."""
+        return max(self.tree_size - 1, self.top_k * (self.num_passes - 1))
+
+    @classmethod
+    def chain(cls, length: int) -> TreeShape:
+        """`length` drafted tokens one after another."""
+        return cls(length, 1, length + 1)
+
+
+@dataclass(frozen=True)
+class SpeculationConfig:
+    """What the user asked for; what is None follows from the draft's own files.
+
+    `shapes`: the trees that are captured, the first one is the default. `is_adaptive` lets the engine choose among
+    them and plain decoding. `draft_vocab`: the most frequent tokens that the draft's head is cut to (FR-Spec,
+    arXiv 2502.14856); `window`: tokens that the draft's attention looks back at; `head_bits` 8 or 4 rounds the draft's
+    head. Raises ConfigError.
+    """
+
+    method: str
+    shapes: tuple[TreeShape, ...] = (TreeShape(),)
+    is_adaptive: bool = True
+    draft_vocab: int | None = None
+    window: int | None = None
+    head_bits: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.method not in DRAFT_METHODS:
+            raise ConfigError("speculate: method", expected=" | ".join(DRAFT_METHODS), actual=repr(self.method))
+        if not self.shapes:
+            raise ConfigError("speculate: shapes", expected="at least one tree shape", actual="none")
+        if self.method in ("model", "lookup") and any(shape.top_k != 1 for shape in self.shapes):
+            raise ConfigError(f"speculate: {self.method} drafts chains", expected="top_k 1", actual=self.shapes)
+        for name in ("draft_vocab", "window"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise ConfigError(f"speculate: {name}", expected="a positive integer", actual=repr(value))
+        if self.head_bits not in (None, 4, 8):
+            raise ConfigError("speculate: head_bits", expected="4 | 8, or nothing", actual=repr(self.head_bits))
