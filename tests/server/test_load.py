@@ -27,6 +27,8 @@ TESTS = Path(__file__).resolve().parents[1]
 SECONDS = float(os.environ.get("CPMRT_LOAD_SECONDS", "0.8"))
 CLIENTS = 64 if SECONDS > 5 else 16
 MAX_US_PER_TOKEN = 60
+REFERENCE_LOOP_S = 0.15
+"""What `slowness` runs takes so long on the core that the limit was set on, with CPython 3.11."""
 
 ASKS = [
     {"messages": [{"role": "user", "content": f"What is {name}?"}], "max_tokens": length, "temperature": t, "seed": n}
@@ -138,6 +140,14 @@ def test_no_token_is_lost_or_doubled_and_memory_stays_flat(tmp_path):
         assert len(server.engine.llm.engine._free_slots) == 16
 
 
+def slowness() -> float:
+    """How many times longer than there this core, as busy as it is now, takes for plain Python; at least 1."""
+    begun, table = time.process_time(), {}
+    for i in range(2_000_000):
+        table[i & 1023] = i * 3
+    return max(1.0, (time.process_time() - begun) / REFERENCE_LOOP_S)
+
+
 def test_a_streamed_token_costs_less_than_60_us_of_one_core(tmp_path):
     """Each token in a write of its own, 32 streams: all that the process does, the engine's part included."""
     command = [sys.executable, str(TESTS / "serve_scripted.py"), str(tmp_path), "0.004"]
@@ -160,7 +170,7 @@ def test_a_streamed_token_costs_less_than_60_us_of_one_core(tmp_path):
         while len(costs) < 3 and min(costs, default=MAX_US_PER_TOKEN) >= MAX_US_PER_TOKEN:
             begun = cpu_seconds()
             tokens = asyncio.run(streams(200))
-            costs.append(1e6 * (cpu_seconds() - begun) / tokens)
+            costs.append(1e6 * (cpu_seconds() - begun) / tokens / slowness())
         child.stdin.close()
         assert child.wait(20) == 0
     print(f"{min(costs):.1f} us of CPU a streamed token")
