@@ -119,6 +119,15 @@ class Pending(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class StepParts:
+    """Where the seconds of a Speculate step go: draft passes, the target's pass over the tree, and everything else."""
+
+    draft_s: float
+    verify_s: float
+    rest_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class ExecutorLimits:
     """What the engine must respect when it makes steps."""
 
@@ -134,6 +143,8 @@ class ExecutorLimits:
     """Trees that a Speculate step may verify; none: the executor only decodes."""
     step_seconds: tuple[float, ...] = ()
     """Of a Decode step of one row, then of a Speculate step of each shape, measured at start; empty: unknown."""
+    step_parts: tuple[StepParts, ...] = ()
+    """Of a Speculate step of each shape; empty: unknown."""
     max_logit_bias: int = 0
     """Most entries of a request's logit_bias; 0: the executor has none."""
     num_pages: int = 0

@@ -37,12 +37,14 @@ class Quantization:
 class Source:
     """One matrix or vector of the checkpoint: its shape, and the Hugging Face name of its tensor.
 
-    With a `packing` it is quantised; `name` is then that of the module, the common beginning of its tensors.
+    With a `packing` it is quantised; `name` is then that of the module, the common beginning of its tensors. With
+    `rows` it is these rows of a matrix in 16 bits, in this order.
     """
 
     name: str
     shape: tuple[int, ...]
     packing: Packing | None = None
+    rows: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from cpmrt.memory.kv_pages import PAGE_SIZE
 from cpmrt.ops import Rows
 from cpmrt.reference.ops import NumpyOps
 
-H200 = DeviceLimits(num_sms=132, shared_bytes=232448, clusters=True)
+H200 = DeviceLimits(num_sms=132, shared_bytes=232448, clusters=True, whole_clusters=15)
 ORIN = DeviceLimits(num_sms=16, shared_bytes=166912, clusters=False)
 RTX_4090 = DeviceLimits(num_sms=128, shared_bytes=101376, clusters=False)
 EPS, SCALE, DIVISOR = 1e-5, 0.37, 2.5
@@ -45,9 +45,18 @@ def normals(rng: np.random.Generator, dtype: DType) -> Callable[..., Any]:
 
 
 def step_operands(
-    rng: np.random.Generator, dtype: DType, product: str, size: tuple[int, int], head_dim: int, has_bias: bool
+    rng: np.random.Generator,
+    dtype: DType,
+    product: str,
+    size: tuple[int, int],
+    head_dim: int,
+    has_bias: bool,
+    is_draft: bool = False,
 ) -> dict[str, Any]:
-    """All but x and the weight, for a weight of `size` (rows, columns)."""
+    """All but x and the weight, for a weight of `size` (rows, columns).
+
+    Rows of a draft are not normalised, and their keys and values do not lie at their positions.
+    """
     (out_features, in_features), normal = size, normals(rng, dtype)
     arrays = {
         "norm": round_to(1 + 0.25 * rng.standard_normal(in_features, np.float32), dtype),
@@ -57,6 +66,9 @@ def step_operands(
         "slots": np.arange(64, dtype=np.int32),
         "block_tables": rng.permutation(64 * MAX_CONTEXT // PAGE_SIZE).astype(np.int32).reshape(64, -1),
     }
+    arrays["locations"] = rng.integers(0, MAX_CONTEXT, 64).astype(np.int32) if is_draft else None
+    if is_draft:
+        arrays["norm"] = None
     arrays["slots"][list(UNSTORED)] = -1
     arrays["positions"][UNSTORED[1]] = -1
     if product == "qkv":
@@ -81,7 +93,7 @@ def oracle(case: Case) -> Any:
         ops.lm_head(out, a["x"], a["norm"], a["weight"], EPS, DIVISOR)
         return out
     kept = stored_rows(64)
-    rows = Rows(np.zeros(62, np.int32), a["positions"][kept], a["slots"][kept], a["block_tables"], False)
+    rows = rows_of(a, kept)
     q = np.empty((62, case.num_heads * case.head_dim), np.float32)
     k_pages = np.zeros((a["block_tables"].size, case.num_kv_heads, PAGE_SIZE, case.head_dim), np.float32)
     v_pages = np.zeros_like(k_pages)
@@ -98,9 +110,17 @@ def stored_rows(num_rows: int) -> list[int]:
     return [row for row in range(num_rows) if row not in UNSTORED]
 
 
+def rows_of(arrays: dict[str, Any], kept: list[int]) -> Rows:
+    """Some rows of a case."""
+    locations = None if arrays["locations"] is None else arrays["locations"][kept]
+    tokens, tables = np.zeros(len(kept), np.int32), arrays["block_tables"]
+    return Rows(tokens, arrays["positions"][kept], arrays["slots"][kept], tables, False, locations)
+
+
 def stored(pages: Any, rows: Rows) -> Any:
-    """What the rows' positions hold, [T, K * D]."""
-    found = pages[rows.block_tables[rows.slots, rows.positions // PAGE_SIZE], :, rows.positions % PAGE_SIZE]
+    """What the rows' locations hold, [T, K * D]."""
+    places = rows.positions if rows.locations is None else rows.locations
+    found = pages[rows.block_tables[rows.slots, places // PAGE_SIZE], :, places % PAGE_SIZE]
     return found.reshape(len(found), -1)
 
 

@@ -7,19 +7,26 @@ from collections import deque
 from dataclasses import dataclass, field
 from zlib import crc32
 
+from cpmrt.config import TreeShape
 from cpmrt.executor import (
     Admit,
-    Decode,
     ExecutorLimits,
     Prefill,
     Release,
     SlotResult,
+    Speculate,
     Step,
     StepResult,
     TokenLogprobs,
 )
 
 VOCAB = 50
+TREE_SHAPES = [
+    *[(TreeShape.chain(length),) for length in (1, 3, 7)],
+    (TreeShape(), TreeShape(1, 8, 8)),
+    (TreeShape(4, 10, 32), TreeShape.chain(8), TreeShape(2, 3, 10)),
+    (TreeShape(3, 4, 36), TreeShape(1, 1, 2)),
+]
 
 
 def next_token(tokens: list[int], seed: int) -> int:
@@ -55,10 +62,14 @@ class LazyResult:
 
 
 class ScriptedExecutor:
-    """Deterministic tokens; drafts are wrong at random (their own random state), which must not show in the output."""
+    """Deterministic tokens; drafts are wrong at random (their own random state), which must not show in the output.
 
-    def __init__(self, limits: ExecutorLimits, draft_seed: int = 0, overshoot: bool = False):
+    `accuracy`: how often the first draft behind a token is right on purpose.
+    """
+
+    def __init__(self, limits: ExecutorLimits, draft_seed: int = 0, overshoot: bool = False, accuracy: float = 2 / 3):
         self._limits, self.random, self.overshoot = limits, random.Random(draft_seed), overshoot
+        self.accuracy = accuracy
         self.running: dict[int, Running] = {}
         self.queue: deque[tuple[Step, LazyResult]] = deque()
         self.steps: list[Step] = []
@@ -99,8 +110,10 @@ class ScriptedExecutor:
         if isinstance(step, Prefill):
             return [self._prefill(step)]
         assert len(set(step.slots)) == len(step.slots)
-        count = 1 if isinstance(step, Decode) else self._limits.tree_shapes[step.shape].max_emitted
-        return [self._decode(self.running[slot], count) for slot in step.slots]
+        if isinstance(step, Speculate):
+            (slot,) = step.slots
+            return [self._speculate(self.running[slot], self._limits.tree_shapes[step.shape])]
+        return [self._decode(self.running[slot]) for slot in step.slots]
 
     def _prefill(self, step: Prefill) -> SlotResult:
         running = self.running[step.slot]
@@ -110,16 +123,45 @@ class ScriptedExecutor:
         running.ready = step.is_last
         return SlotResult(*self._emit(running)) if step.is_last else SlotResult()
 
-    def _decode(self, running: Running, count: int) -> SlotResult:
-        """Up to `count` tokens: each draft is right two times out of three."""
+    def _decode(self, running: Running) -> SlotResult:
         assert running.ready
-        tokens, logprobs = (), ()
-        for _ in range(count):
+        return SlotResult(*self._emit(running))
+
+    def _speculate(self, running: Running, shape: TreeShape) -> SlotResult:
+        """The longest path of a drafted tree whose tokens come, and the token after it."""
+        assert running.ready
+        if not running.finished:
+            self._check_room(running, shape)
+        children = self._draft(running, shape)
+        tokens, logprobs, node = (), (), 0
+        while node is not None:
             token, logprob = self._emit(running)
             tokens, logprobs = tokens + token, logprobs + logprob
-            if self.random.random() < 1 / 3:
-                break
+            node = children.get((node, *token))
         return SlotResult(tokens, logprobs)
+
+    def _check_room(self, running: Running, shape: TreeShape) -> None:
+        """The pages of the sequence hold all that the step may write within the context."""
+        table, limits = running.admit.block_table, self._limits
+        last = min(len(running.tokens) - 1 + shape.num_reserved, limits.max_context - 1)
+        assert self.overshoot or not table or last < len(table) * limits.page_size
+
+    def _draft(self, running: Running, shape: TreeShape) -> dict[tuple[int, int], int]:
+        """A random tree of that shape: (parent, token) -> node."""
+        root = len(running.tokens) - 1
+        paths: list[tuple[int, ...]] = [()]
+        children: dict[tuple[int, int], int] = {}
+        for node in range(1, shape.tree_size):
+            inner = [index for index, path in enumerate(paths) if len(path) < shape.num_passes]
+            parent = self.random.choice(inner[-shape.top_k :])
+            path = paths[parent]
+            right = next_token([*running.tokens, *path], running.admit.seed)
+            token = right if self.random.random() < self.accuracy else self.random.randrange(VOCAB)
+            paths.append((*path, token))
+            # What lies past the context is never accepted.
+            if root + max(node, len(path) + 1) < self._limits.max_context:
+                children.setdefault((parent, token), node)
+        return children
 
     def _emit(self, running: Running) -> tuple[tuple[int, ...], tuple[TokenLogprobs, ...]]:
         if running.finished and not self.overshoot:

@@ -3,6 +3,7 @@
     python tools/make_golden.py tiny      the tiny random models and the rotary frequencies
     python tools/make_golden.py demo      the bundled demo model (cpmrt/assets/demo)
     python tools/make_golden.py quantised tiny quantised checkpoints of every format (tests/golden/quantised)
+    python tools/make_golden.py sparse    tiny models with block-sparse attention (tests/golden/sparse)
 
 Needs torch and transformers. Running it again gives the same bytes.
 """
@@ -24,6 +25,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
+from golden import sparse  # noqa: E402
 from golden.cases import CASES, NUM_NEW, NUM_PROMPT, Case  # noqa: E402
 from golden.oracle import Oracle, hugging_face_config  # noqa: E402
 from golden.quantised import golden_arrays  # noqa: E402
@@ -43,6 +45,8 @@ DEMO_PROMPTS = (
 DEMO_NEW = 64
 DEMO_LOGIT_POSITIONS = 4
 MIN_MARGIN = 5e-3
+MIN_CHOICE_GAP = 2e-5
+SPARSE_LOGIT_POSITIONS = 40
 MIN_DEMO_MARGIN = 2e-4
 MIN_DISTINCT = 4
 MAX_SEEDS = 100
@@ -51,13 +55,18 @@ MAX_SEEDS = 100
 def main() -> None:
     """Write what was asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("tiny", "demo", "quantised"))
+    parser.add_argument("what", choices=("tiny", "demo", "quantised", "sparse"))
     what = parser.parse_args().what
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     GOLDEN.mkdir(exist_ok=True)
     if what == "demo":
         write_demo()
+        return
+    if what == "sparse":
+        (GOLDEN / "sparse").mkdir(exist_ok=True)
+        for name in sparse.CASES:
+            write_sparse(name)
         return
     if what == "quantised":
         QUANTISED_GOLDEN.mkdir(exist_ok=True)
@@ -108,6 +117,36 @@ def write_tiny(case: Case) -> None:
         "margin": np.float32(margin),
     }
     write(case.name, "tiny", json.dumps(case.config), arrays)
+
+
+def write_sparse(name: str) -> None:
+    """The first seed for which no rounding can change a token or a choice: logits of some positions, and the path."""
+    settings = sparse.CASES[name]
+    config = ModelConfig.from_hf(settings)
+    specs = tensor_specs(config)
+    for seed in range(MAX_SEEDS):
+        prompt = np.random.Generator(np.random.PCG64(seed)).integers(3, config.vocab_size, sparse.NUM_PROMPT).tolist()
+        oracle = sparse.SparseOracle(settings, unpacked(specs, random_weights(specs, seed)))
+        oracle.logits(prompt)
+        if oracle.attention.gap < MIN_CHOICE_GAP:
+            continue
+        greedy, margin = oracle.greedy(prompt, sparse.NUM_NEW)
+        if margin > MIN_MARGIN and oracle.attention.gap > MIN_CHOICE_GAP and len(set(greedy)) >= MIN_DISTINCT:
+            break
+    else:
+        raise SystemExit(f"{name}: no seed below {MAX_SEEDS} keeps its margins")
+    logits = oracle.logits(prompt + greedy)
+    positions = np.linspace(0, len(logits) - 1, SPARSE_LOGIT_POSITIONS).astype(np.int32)
+    arrays = {
+        "seed": np.int64(seed),
+        "prompt_ids": np.array(prompt, np.int32),
+        "greedy_ids": np.array(greedy, np.int32),
+        "positions": positions,
+        "logits": logits[positions],
+        "margin": np.float32(margin),
+        "gap": np.float32(oracle.attention.gap),
+    }
+    write(f"sparse/{name}", "sparse", json.dumps(settings), arrays)
 
 
 def write_rope_frequencies() -> None:

@@ -5,6 +5,7 @@ from cpmrt.config.model import ModelConfig
 from cpmrt.config.quantization import WeightQuantization
 from cpmrt.config.rope import RopeConfig
 from cpmrt.config.sampling import MAX_LOGPROBS, SamplingParams
+from cpmrt.config.sparse import SparseConfig, SparseSetting, with_sparse_setting
 from cpmrt.config.speculation import SpeculationConfig, TreeShape
 
 __all__ = [
@@ -13,7 +14,10 @@ __all__ = [
     "ModelConfig",
     "RopeConfig",
     "SamplingParams",
+    "SparseConfig",
+    "SparseSetting",
     "SpeculationConfig",
     "TreeShape",
     "WeightQuantization",
+    "with_sparse_setting",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from cpmrt.config.speculation import SpeculationConfig
 from cpmrt.dtypes import DType
 from cpmrt.errors import ConfigError
 
@@ -29,7 +30,9 @@ class EngineConfig:
     launches kernel by kernel; `dependent_launch` False keeps a kernel from starting while the one before it ends
     (sm_90 and later). Neither changes a bit of the output. `lm_head_bits` 8 or 4 rounds the output head to that many
     bits while it is loaded (None: it stays as it is). `prefix_cache` keeps the KV pages of ended sequences, as far as
-    nothing needs their room, for later prompts that begin alike.
+    nothing needs their room, for later prompts that begin alike. `speculation` says how the model in `draft` (a folder,
+    a hub id or a folder within the model's own; None for the method lookup) is put to use. `simulate_accept` is for
+    benchmarks on random weights: tokens that a Speculate step of the first shape gives on average, right or wrong.
     """
 
     executor: str = "auto"
@@ -44,6 +47,9 @@ class EngineConfig:
     dependent_launch: bool = True
     lm_head_bits: int | None = None
     prefix_cache: bool = True
+    draft: str | None = None
+    speculation: SpeculationConfig | None = None
+    simulate_accept: float | None = None
 
     def __post_init__(self) -> None:
         _one_of("executor", self.executor, ("auto", "cuda", "reference"))
@@ -64,6 +70,25 @@ class EngineConfig:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
                 raise ConfigError(name, expected=f"an integer in [{low}, {high}]", actual=repr(value))
+        self._check_speculation()
+
+    def _check_speculation(self) -> None:
+        speculation, accept = self.speculation, self.simulate_accept
+        needs_draft = speculation is not None and speculation.method != "lookup"
+        if needs_draft != (self.draft is not None):
+            raise ConfigError(
+                "draft", expected="a draft model" if needs_draft else "nothing", actual=repr(self.draft),
+                fix="draft and speculation belong together",
+            )  # fmt: skip
+        if accept is None:
+            return
+        if speculation is None:
+            raise ConfigError("simulate_accept needs speculation", fix="name a draft")
+        most = speculation.shapes[0].max_emitted
+        if isinstance(accept, bool) or not isinstance(accept, (int, float)) or not 1 <= accept <= most:
+            raise ConfigError(
+                "simulate_accept", expected=f"a number in [1, {most}], what the tree can give", actual=repr(accept)
+            )
 
     def storage_dtype(self, checkpoint_dtype: DType | None) -> DType:
         """The type of weights, KV and activations: the user's wish, else the checkpoint's, else bfloat16."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import sqrt
 from typing import Any
 
@@ -12,6 +12,7 @@ from cpmrt.config.fields import Fields
 from cpmrt.config.quantization import WeightQuantization
 from cpmrt.config.quantization_reader import read_quantization
 from cpmrt.config.rope import RopeConfig
+from cpmrt.config.sparse import SparseConfig
 from cpmrt.dtypes import DType
 from cpmrt.errors import ConfigError, UnsupportedModelError
 
@@ -44,6 +45,8 @@ class ModelConfig:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     quantization: WeightQuantization | None
+    sparse: SparseConfig | None = None
+    """None: every token looks at all tokens before it."""
 
     @property
     def q_size(self) -> int:
@@ -68,6 +71,12 @@ class ModelConfig:
         """The context without a wish of the user. Dynamic NTK changes every position once it stretches, so it is
         stretched on demand only."""
         return self.max_position_embeddings if self.rope.kind == "dynamic" else self.max_positions
+
+    def for_context(self, limit: int) -> ModelConfig:
+        """The same model for at most `limit` tokens: without sparse attention where no token would leave any out."""
+        if self.sparse is None or self.sparse.leaves_out(limit):
+            return self
+        return replace(self, sparse=None)
 
     @classmethod
     def from_hf(
@@ -116,6 +125,7 @@ class ModelConfig:
             bos_token_id=bos[0],
             eos_token_ids=tuple(sorted({*eos, *extra_eos.token_ids("eos_token_id", vocab)})),
             quantization=read_quantization(config, source, quantize_config),
+            sparse=SparseConfig.from_hf(config, source),
             **_mup_scales(fields, row, hidden, layers),
         )
 

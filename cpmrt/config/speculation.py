@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from cpmrt.errors import ConfigError
 
 DRAFT_METHODS = ("eagle2", "eagle3", "model", "lookup")
+CHAIN_METHODS = ("model", "lookup")
 MAX_NODES = 64
 """Nodes of a tree, rows of a step and bits of an ancestor mask."""
 MAX_CANDIDATES = 1024
@@ -72,33 +73,56 @@ class TreeShape:
         return cls(length, 1, length + 1)
 
 
+# A tree as CPM.cu's first; then what pays off where drafts are cheaper to verify, or more often right, than usual.
+_TREES = (TreeShape(2, 10, 12), TreeShape(1, 8, 8), TreeShape(3, 8, 24), TreeShape(4, 10, 32))
+DEFAULT_SHAPES: dict[str, tuple[TreeShape, ...]] = {
+    "eagle2": _TREES,
+    "eagle3": _TREES,
+    "model": (TreeShape.chain(3), TreeShape.chain(5), TreeShape.chain(8)),
+    "lookup": (TreeShape.chain(5), TreeShape.chain(3), TreeShape.chain(8)),
+}
+# The options that a method has no use for.
+_FOREIGN = {
+    "eagle3": ("draft_vocab",),
+    "model": ("draft_vocab", "window"),
+    "lookup": ("draft_vocab", "window", "head_bits"),
+}
+
+
 @dataclass(frozen=True)
 class SpeculationConfig:
     """What the user asked for; what is None follows from the draft's own files.
 
     `shapes`: the trees that are captured, the first one is the default. `is_adaptive` lets the engine choose among
-    them and plain decoding. `draft_vocab`: the most frequent tokens that the draft's head is cut to (FR-Spec,
-    arXiv 2502.14856); `window`: tokens that the draft's attention looks back at; `head_bits` 8 or 4 rounds the draft's
-    head. Raises ConfigError.
+    them and plain decoding. `draft_vocab` cuts the draft's head to frequent tokens (FR-Spec, arXiv 2502.14856): how
+    many, of the list that comes with the draft, or the path of a list; `window`: tokens that the draft's attention
+    looks back at; `head_bits` 8 or 4 rounds the draft's head. Raises ConfigError.
     """
 
     method: str
     shapes: tuple[TreeShape, ...] = (TreeShape(),)
     is_adaptive: bool = True
-    draft_vocab: int | None = None
+    draft_vocab: int | str | None = None
     window: int | None = None
     head_bits: int | None = None
+    residual_scale: str = "draft"
+    """Of an EAGLE draft's sublayers: by its own config.json, or as CPM.cu has it, which counts the target's layers."""
 
     def __post_init__(self) -> None:
         if self.method not in DRAFT_METHODS:
             raise ConfigError("speculate: method", expected=" | ".join(DRAFT_METHODS), actual=repr(self.method))
         if not self.shapes:
             raise ConfigError("speculate: shapes", expected="at least one tree shape", actual="none")
-        if self.method in ("model", "lookup") and any(shape.top_k != 1 for shape in self.shapes):
+        if self.method in CHAIN_METHODS and any(shape.top_k != 1 for shape in self.shapes):
             raise ConfigError(f"speculate: {self.method} drafts chains", expected="top_k 1", actual=self.shapes)
-        for name in ("draft_vocab", "window"):
-            value = getattr(self, name)
+        is_path = isinstance(self.draft_vocab, str) and bool(self.draft_vocab)
+        for name, value in (("draft_vocab", None if is_path else self.draft_vocab), ("window", self.window)):
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ConfigError(f"speculate: {name}", expected="a positive integer", actual=repr(value))
-        if self.head_bits not in (None, 4, 8):
+        if self.head_bits not in (None, 4, 8) or isinstance(self.head_bits, float):
             raise ConfigError("speculate: head_bits", expected="4 | 8, or nothing", actual=repr(self.head_bits))
+        if self.residual_scale not in ("draft", "cpmcu"):
+            raise ConfigError("speculate: residual_scale", expected="draft | cpmcu", actual=repr(self.residual_scale))
+        for name in _FOREIGN.get(self.method, ()):
+            if getattr(self, name) is not None:
+                raise ConfigError(f"speculate: {name} means nothing to method {self.method}", fix="leave it out")

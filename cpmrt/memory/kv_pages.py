@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cpmrt.config import ModelConfig
+from cpmrt.config import ModelConfig, SparseConfig
 from cpmrt.errors import ConfigError
 
 PAGE_SIZE = 64
@@ -25,10 +25,13 @@ class KVLayout:
     head_dim: int
     max_context: int
     max_sequences: int
+    sparse: SparseConfig | None = None
 
     @classmethod
     def of(cls, config: ModelConfig, max_context: int, max_sequences: int) -> KVLayout:
-        return cls(config.num_layers, config.num_kv_heads, config.head_dim, max_context, max_sequences)
+        return cls(
+            config.num_layers, config.num_kv_heads, config.head_dim, max_context, max_sequences, config.sparse
+        )  # fmt: skip
 
     @property
     def pages_per_sequence(self) -> int:
@@ -42,6 +45,15 @@ class KVLayout:
     def page_shape(self) -> tuple[int, ...]:
         """Keys (and as many values): [layers, pages, kv_heads, page size, head_dim]."""
         return (self.num_layers, self.num_pages, self.num_kv_heads, PAGE_SIZE, self.head_dim)
+
+    @property
+    def compressed_shapes(self) -> dict[str, tuple[int, ...]]:
+        """What sparse attention keeps beside them (`ops.CompressedKeys`): by name, [layers, pages, ...] too."""
+        if self.sparse is None:
+            return {}
+        pages = (self.num_layers, self.num_pages, self.num_kv_heads)
+        shapes = {"k1_pages": (*pages, 4, self.head_dim), "k2_pages": (*pages, self.head_dim)}
+        return shapes | ({"nope_pages": self.page_shape} if self.sparse.use_nope else {})
 
     @property
     def elements_per_token(self) -> int:

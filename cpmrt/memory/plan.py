@@ -15,7 +15,7 @@ from cpmrt.memory.packed_regions import PackedRegions, canonical_regions
 from cpmrt.tensor_spec import BufferSpec, TensorSpec
 
 ALIGNMENT = 256
-WEIGHT_PARTS = ("embedding", "layers", "lm head")
+WEIGHT_PARTS = ("embedding", "layers", "lm head", "draft")
 WORKSPACE = "workspace"
 
 
@@ -68,7 +68,7 @@ class MemoryPlan:
         }
         rows = [(part, format_bytes(size), details.get(part, "")) for part, size in self.part_bytes.items()]
         rows.append(("total", format_bytes(self.total_bytes), ""))
-        return "\n".join(f"{part:<12}{size:>12}  {detail}".rstrip() for part, size, detail in rows)
+        return "\n".join(f"{part:<15}{size:>12}  {detail}".rstrip() for part, size, detail in rows)
 
 
 def format_bytes(count: int) -> str:
@@ -87,10 +87,12 @@ def make_plan(
     *,
     itemsize: int,
     packed: PackedRegions = canonical_regions,
+    draft_kv: KVLayout | None = None,
 ) -> MemoryPlan:
     """Lay out one arena; `itemsize` = bytes of a stored weight, key, value or activation element.
 
-    `packed` is the executor's layout of quantised weights.
+    `packed` is the executor's layout of quantised weights; `draft_kv` that of a draft's pages, `draft.k_pages` and
+    `draft.v_pages`.
     """
     layout, tensors = _Layout(), tuple(tensors)
     for tensor in tensors:
@@ -104,6 +106,11 @@ def make_plan(
         layout.add(table.name, "tables", table.shape, table.itemsize or itemsize)
     for name in ("k_pages", "v_pages"):
         layout.add(name, "KV pages", kv.page_shape, itemsize)
+    for name, shape in kv.compressed_shapes.items():
+        layout.add(name, "compressed keys", shape, itemsize)
+    if draft_kv is not None:
+        for name in ("draft.k_pages", "draft.v_pages"):
+            layout.add(name, "draft KV", draft_kv.page_shape, itemsize)
     unshared = layout.add_shared(WORKSPACE, workspace, itemsize)
     return MemoryPlan(
         regions=tuple(layout.regions),
@@ -183,4 +190,6 @@ def _aligned(nbytes: int) -> int:
 
 
 def _weight_part(name: str) -> str:
+    if name.startswith("draft."):
+        return "draft"
     return "layers" if name.startswith("layers.") else "lm head" if name == "lm_head" else "embedding"

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from cpmrt.config import ModelConfig
+from cpmrt.models.attention import attend, compressed_keys
 from cpmrt.ops import Ops, Rows
 from cpmrt.tensor_spec import BufferSpec, Source, TensorSpec
 
@@ -23,20 +24,22 @@ def tensor_specs(config: ModelConfig) -> tuple[TensorSpec, ...]:
     hidden, vocab = config.hidden_size, config.vocab_size
     specs = [_single("embed_tokens", "model.embed_tokens.weight", vocab, hidden)]
     for layer in range(config.num_layers):
-        specs.extend(_layer_specs(config, layer))
+        specs.extend(layer_specs(config, f"layers.{layer}", f"model.layers.{layer}"))
     specs.append(_single("norm", "model.norm.weight", hidden))
     if not config.tie_word_embeddings:
         specs.append(_single("lm_head", "lm_head.weight", vocab, hidden))
     return tuple(specs)
 
 
-def _layer_specs(config: ModelConfig, layer: int) -> Iterator[TensorSpec]:
+def layer_specs(config: ModelConfig, ours: str, theirs: str, inputs: int | None = None) -> Iterator[TensorSpec]:
+    """The weights of one layer, under its name here and in the checkpoint; `inputs`: columns that q, k and v read
+    (None: hidden_size)."""
     hidden, inner = config.hidden_size, config.intermediate_size
-    ours, theirs = f"layers.{layer}", f"model.layers.{layer}"
     qkv_rows = {"q": config.q_size, "k": config.kv_size, "v": config.kv_size}
     yield _single(f"{ours}.attention_norm", f"{theirs}.input_layernorm.weight", hidden)
     yield _fused(
-        f"{ours}.qkv", *((f"{theirs}.self_attn.{part}_proj.weight", rows, hidden) for part, rows in qkv_rows.items())
+        f"{ours}.qkv",
+        *((f"{theirs}.self_attn.{part}_proj.weight", rows, inputs or hidden) for part, rows in qkv_rows.items()),
     )
     if config.qkv_bias:
         yield _fused(
@@ -73,33 +76,54 @@ def buffer_specs(config: ModelConfig, max_rows: int, logit_rows: int) -> tuple[B
         BufferSpec("attention", (max_rows, config.q_size), ATTENTION, OUTPUT),
         BufferSpec("inner", (max_rows, config.intermediate_size), GATE_UP, DOWN),
         BufferSpec("logits", (logit_rows, config.vocab_size), HEAD, HEAD, itemsize=4),
+        *_sparse_buffer_specs(config, max_rows),
     )
 
 
+def _sparse_buffer_specs(config: ModelConfig, max_rows: int) -> Iterator[BufferSpec]:
+    if config.sparse is not None:
+        blocks = (max_rows, config.num_kv_heads, config.sparse.num_selected)
+        yield BufferSpec("blocks", blocks, ATTENTION, ATTENTION, itemsize=4)
+        if config.sparse.use_nope:
+            yield BufferSpec("q_nope", (max_rows, config.q_size), QKV, ATTENTION)
+
+
 def forward(
-    ops: Ops, config: ModelConfig, weights: Arrays, buffers: Arrays, rows: Rows, logit_rows: slice | None
+    ops: Ops,
+    config: ModelConfig,
+    weights: Arrays,
+    buffers: Arrays,
+    rows: Rows,
+    logit_rows: slice | None,
+    taps: tuple[int, ...] = (),
 ) -> None:
     """Run the rows of one step through every layer; fill `buffers["logits"]` for `logit_rows` of them.
 
-    `buffers` are views with exactly the step's rows; `k_pages`, `v_pages` [layers, P, K, S, D] and `rope` are among
-    them. `logit_rows` None skips the head (a prefill chunk that is not the last).
+    `buffers` are views with exactly the step's rows; the pages [layers, P, ...] of `KVLayout` and `rope` are among
+    them. `logit_rows` None skips the head (a prefill chunk that is not the last). A draft's `hidden` among them
+    [T, w] is filled with what enters the layers `taps`, side by side, or without taps with the final norm's output.
     """
+    hidden = buffers.get("hidden")
     x, q, attention, inner = (buffers[name] for name in ("x", "q", "attention", "inner"))
-    attend = ops.prefill_attention if rows.is_prefill else ops.decode_attention
     eps, residual_scale = config.rms_norm_eps, config.residual_scale
-    softmax_scale = config.head_dim**-0.5
     ops.embed(x, rows.token_ids, weights["embed_tokens"], config.scale_emb)
     for layer in range(config.num_layers):
-        weight = _LayerWeights(weights, layer)
+        weight = LayerWeights(weights, f"layers.{layer}.")
         k_pages, v_pages = buffers["k_pages"][layer], buffers["v_pages"][layer]
+        compressed = compressed_keys(config, buffers, layer)
+        for place, tap in enumerate(taps):
+            if hidden is not None and tap == layer:
+                ops.copy_columns(hidden, x, place * config.hidden_size)
         ops.qkv(
             q, k_pages, v_pages, x, weight["attention_norm"], weight["qkv"], weight["qkv_bias"],
-            weight["q_norm"], weight["k_norm"], buffers["rope"], rows, eps,
+            weight["q_norm"], weight["k_norm"], buffers["rope"], rows, eps, compressed,
         )  # fmt: skip
-        attend(attention, q, k_pages, v_pages, rows, softmax_scale)
+        attend(ops, config, buffers, layer, compressed, rows)
         ops.project_residual(x, attention, weight["output"], weight["output_bias"], residual_scale)
         ops.gate_up(inner, x, weight["mlp_norm"], weight["gate_up"], eps)
         ops.project_residual(x, inner, weight["down"], None, residual_scale)
+    if hidden is not None and not taps:
+        ops.rms_norm(hidden, x, weights["norm"], eps)
     if logit_rows is not None:
         lm_head(ops, config, weights, buffers["logits"], x[logit_rows])
 
@@ -110,11 +134,11 @@ def lm_head(ops: Ops, config: ModelConfig, weights: Arrays, logits: Any, x: Any)
     ops.lm_head(logits, x, weights["norm"], head, config.rms_norm_eps, config.logit_divisor)
 
 
-class _LayerWeights:
+class LayerWeights:
     """One layer's weights by short name; None for those that the architecture does not have."""
 
-    def __init__(self, weights: Arrays, layer: int):
-        self.weights, self.prefix = weights, f"layers.{layer}."
+    def __init__(self, weights: Arrays, prefix: str):
+        self.weights, self.prefix = weights, prefix
 
     def __getitem__(self, name: str) -> Any | None:
         return self.weights.get(self.prefix + name)

@@ -7,11 +7,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from cpmrt.config import EngineConfig, ModelConfig
+from cpmrt.config.speculation import MAX_NODES
 from cpmrt.errors import ConfigError
 from cpmrt.memory.kv_pages import PAGE_SIZE, KVLayout
 from cpmrt.memory.packed_regions import PackedRegions, canonical_regions
 from cpmrt.memory.plan import MemoryPlan, check_budget, largest_context, make_plan
 from cpmrt.models.decoder import EMBED, HEAD, buffer_specs, tensor_specs
+from cpmrt.models.draft import Draft, table_specs
+from cpmrt.models.draft import buffer_specs as draft_buffer_specs
 from cpmrt.tensor_spec import BufferSpec, TensorSpec
 from cpmrt.weights.checkpoint import Checkpoint
 from cpmrt.weights.model_folder import ModelFolder
@@ -85,19 +88,27 @@ def plan_model(
     max_context: int,
     needs: ExecutorNeeds = ExecutorNeeds(),
     specs: Sequence[TensorSpec] | None = None,
+    draft: Draft | None = None,
 ) -> MemoryPlan:
     """The plan for exactly `max_context` tokens a sequence; `itemsize` = bytes of a stored element.
 
-    `specs`: the weights (None: what `weight_specs` makes of config.json alone).
+    `specs`: the target's weights (None: what `weight_specs` makes of config.json alone). `draft`: what is attached;
+    its weights, tables, pages and workspace are parts of the plan.
     """
+    config = config.for_context(max_context)
     if specs is None:
         specs = weight_specs(config, engine)
-    rows = needs.max_rows or max(engine.prefill_chunk, engine.max_sequences)
+    rows = needs.max_rows or max(engine.prefill_chunk, engine.max_sequences, MAX_NODES if draft else 1)
+    logit_rows = max(needs.logit_rows or engine.max_sequences, draft.max_tree_size if draft else 1)
     rope = BufferSpec("rope", (2, max_context, config.head_dim // 2), EMBED, HEAD, itemsize=4)
-    workspace = (*buffer_specs(config, rows, needs.logit_rows or engine.max_sequences), *needs.workspace)
-    layout = KVLayout.of(config, max_context, engine.max_sequences)
-    tables = (rope, *needs.tables(max_context))
-    return make_plan(specs, tables, workspace, layout, itemsize=itemsize, packed=needs.packed)
+    workspace, tables = (*buffer_specs(config, rows, logit_rows), *needs.workspace), (rope, *needs.tables(max_context))
+    layout, draft_layout = KVLayout.of(config, max_context, engine.max_sequences), None
+    if draft is not None:
+        specs = (*specs, *draft.tensors)
+        workspace = (*workspace, *draft_buffer_specs(draft, rows))
+        tables = (*tables, *table_specs(draft, max_context))
+        draft_layout = draft.kv_layout(max_context, engine.max_sequences)
+    return make_plan(specs, tables, workspace, layout, itemsize=itemsize, packed=needs.packed, draft_kv=draft_layout)
 
 
 def fit_model(
@@ -108,8 +119,9 @@ def fit_model(
     budget: int,
     needs: ExecutorNeeds = ExecutorNeeds(),
     specs: Sequence[TensorSpec] | None = None,
+    draft: Draft | None = None,
 ) -> MemoryPlan:
-    """The plan within `budget` bytes; `specs` as in `plan_model`.
+    """The plan within `budget` bytes; `specs` and `draft` as in `plan_model`.
 
     An explicit `max_context` is kept or refused with MemoryPlanError; without one the context is the model's own, or
     the largest that fits.
@@ -118,7 +130,9 @@ def fit_model(
     weights = weight_specs(config, engine) if specs is None else specs
 
     def build(max_context: int) -> MemoryPlan:
-        return plan_model(config, engine, itemsize=itemsize, max_context=max_context, needs=needs, specs=weights)
+        return plan_model(
+            config, engine, itemsize=itemsize, max_context=max_context, needs=needs, specs=weights, draft=draft
+        )
 
     context = limit
     if engine.max_context is None:

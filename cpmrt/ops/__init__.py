@@ -3,6 +3,7 @@
 from cpmrt.ops.check import check_shapes
 from cpmrt.ops.protocol import Ops, Rows
 from cpmrt.ops.quantized import QuantizedWeight
+from cpmrt.ops.sparse import CompressedKeys, Selection
 from cpmrt.ops.spec import OPS, OpSpec
 
-__all__ = ["OPS", "OpSpec", "Ops", "QuantizedWeight", "Rows", "check_shapes"]
+__all__ = ["OPS", "CompressedKeys", "OpSpec", "Ops", "QuantizedWeight", "Rows", "Selection", "check_shapes"]

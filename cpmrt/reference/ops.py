@@ -6,11 +6,16 @@ may be quantised instead (`reference.quantized`).
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
+from cpmrt.config import SparseConfig
 from cpmrt.dtypes import F32, Array, DType, round_to
 from cpmrt.memory.kv_pages import PAGE_SIZE
-from cpmrt.ops import QuantizedWeight, Rows, check_shapes
+from cpmrt.ops import CompressedKeys, QuantizedWeight, Rows, Selection, check_shapes
+from cpmrt.reference import sparse_attention as sparse
+from cpmrt.reference.kv_rows import gather, gather_row
 from cpmrt.reference.quantized import Matrix, dequantized
 
 # BLAS picks its summation order by the shape of a product. Steps of at most 64 rows go through it in tiles of one fixed
@@ -75,18 +80,15 @@ def softmax(scores: F32) -> F32:
     return weights
 
 
-def gather(pages: F32, block_table: Array, length: int) -> F32:
-    """The first `length` tokens of a slot out of its pages: [K, length, D]."""
-    used = pages[block_table[: -(-length // PAGE_SIZE)]]
-    tokens: F32 = used.transpose(1, 0, 2, 3).reshape(pages.shape[1], -1, pages.shape[3])[:, :length]
-    return tokens
-
-
 class NumpyOps:
     """`ops.protocol.Ops` in NumPy, storing values of `dtype`."""
 
     def __init__(self, dtype: DType):
         self.dtype = dtype
+
+    def _normalised(self, x: F32, norm: F32 | None, eps: float) -> F32:
+        """The rows as they enter a product."""
+        return x if norm is None else round_to(rms_norm(x, norm, eps), self.dtype)
 
     def embed(self, out: F32, token_ids: Array, table: F32, scale: float) -> None:
         check_shapes("embed", out=out, token_ids=token_ids, table=table)
@@ -98,7 +100,7 @@ class NumpyOps:
         k_pages: F32,
         v_pages: F32,
         x: F32,
-        norm: F32,
+        norm: F32 | None,
         weight: Matrix,
         bias: F32 | None,
         q_norm: F32 | None,
@@ -106,12 +108,14 @@ class NumpyOps:
         rope: F32,
         rows: Rows,
         eps: float,
+        compressed: CompressedKeys | None = None,
     ) -> None:
         check_shapes(
             "qkv", q=q, k_pages=k_pages, v_pages=v_pages, x=x, norm=norm, weight=weight, bias=bias, q_norm=q_norm,
-            k_norm=k_norm, rope=rope, positions=rows.positions, slots=rows.slots, block_tables=rows.block_tables,
+            k_norm=k_norm, rope=rope, positions=rows.positions, locations=rows.locations, slots=rows.slots,
+            block_tables=rows.block_tables,
         )  # fmt: skip
-        projected = linear(round_to(rms_norm(x, norm, eps), self.dtype), weight)
+        projected = linear(self._normalised(x, norm, eps), weight)
         if bias is not None:
             projected += bias
         num_kv_heads, head_dim = k_pages.shape[1], k_pages.shape[3]
@@ -120,35 +124,101 @@ class NumpyOps:
         k_heads, v_heads = heads[:, -2 * num_kv_heads : -num_kv_heads], heads[:, -num_kv_heads:]
         if q_norm is not None and k_norm is not None:
             q_heads, k_heads = rms_norm(q_heads, q_norm, eps), rms_norm(k_heads, k_norm, eps)
-        cos, sin = rope[:, rows.positions]
+        kept = rows.slots >= 0
+        cos, sin = rope[:, np.where(kept, rows.positions, 0)]
         q[:] = round_to(rotate(q_heads, cos, sin), self.dtype).reshape(q.shape)
-        pages = rows.block_tables[rows.slots, rows.positions // PAGE_SIZE]
-        offsets = rows.positions % PAGE_SIZE
-        k_pages[pages, :, offsets] = round_to(rotate(k_heads, cos, sin), self.dtype)
-        v_pages[pages, :, offsets] = round_to(v_heads, self.dtype)
+        locations = (rows.positions if rows.locations is None else rows.locations)[kept]
+        pages, offsets = rows.block_tables[rows.slots[kept], locations // PAGE_SIZE], locations % PAGE_SIZE
+        k_pages[pages, :, offsets] = round_to(rotate(k_heads, cos, sin), self.dtype)[kept]
+        v_pages[pages, :, offsets] = round_to(v_heads, self.dtype)[kept]
+        if compressed is None:
+            return
+        if compressed.nope_pages is not None:
+            compressed.q_nope[:] = round_to(q_heads, self.dtype).reshape(q.shape)
+            compressed.nope_pages[pages, :, offsets] = round_to(k_heads, self.dtype)[kept]
+        if rows.tree_masks is None:
+            sparse.append_step(compressed, k_pages, rows, self.dtype)
 
-    def decode_attention(self, out: F32, q: F32, k_pages: F32, v_pages: F32, rows: Rows, scale: float) -> None:
-        check_shapes("decode_attention", out=out, q=q, k_pages=k_pages, v_pages=v_pages, positions=rows.positions)
+    def select_blocks(
+        self,
+        blocks: Array,
+        q: F32,
+        k1_pages: F32,
+        k2_pages: F32,
+        k_pages: F32,
+        rows: Rows,
+        scale: float,
+        config: SparseConfig,
+    ) -> None:
+        check_shapes(
+            "select_blocks", blocks=blocks, q=q, k1_pages=k1_pages, k2_pages=k2_pages, k_pages=k_pages,
+            positions=rows.positions, slots=rows.slots, block_tables=rows.block_tables, tree_masks=rows.tree_masks,
+            tree_base=rows.tree_base,
+        )  # fmt: skip
+        sparse.select_blocks(blocks, q, k1_pages, k2_pages, k_pages, rows, scale, config, self.dtype)
+
+    def decode_attention(
+        self,
+        out: F32,
+        q: F32,
+        k_pages: F32,
+        v_pages: F32,
+        rows: Rows,
+        scale: float,
+        window: int = 0,
+        selection: Selection | None = None,
+    ) -> None:
+        check_shapes(
+            "decode_attention", out=out, q=q, k_pages=k_pages, v_pages=v_pages, positions=rows.positions,
+            tree_masks=rows.tree_masks, tree_base=rows.tree_base, blocks=selection and selection.blocks,
+        )  # fmt: skip
         num_kv_heads, head_dim = k_pages.shape[1], k_pages.shape[3]
-        for row in range(len(q)):
-            block_table, length = rows.block_tables[rows.slots[row]], int(rows.positions[row]) + 1
-            keys, values = gather(k_pages, block_table, length), gather(v_pages, block_table, length)
+        out[rows.slots < 0] = 0.0
+        for row in map(int, np.flatnonzero(rows.slots >= 0)):
+            keys, values = (gather_row(pages, rows, row, window) for pages in (k_pages, v_pages))
+            if selection is not None:
+                keys, values = (sparse.chosen_tokens(tokens, selection, row) for tokens in (keys, values))
             groups = q[row].reshape(num_kv_heads, -1, head_dim)
             weights = softmax(groups @ keys.transpose(0, 2, 1) * np.float32(scale))
             out[row] = round_to((weights @ values).reshape(-1), self.dtype)
 
-    def prefill_attention(self, out: F32, q: F32, k_pages: F32, v_pages: F32, rows: Rows, scale: float) -> None:
-        check_shapes("prefill_attention", out=out, q=q, k_pages=k_pages, v_pages=v_pages, positions=rows.positions)
+    def prefill_attention(
+        self,
+        out: F32,
+        q: F32,
+        k_pages: F32,
+        v_pages: F32,
+        rows: Rows,
+        scale: float,
+        window: int = 0,
+        selection: Selection | None = None,
+    ) -> None:
+        check_shapes(
+            "prefill_attention", out=out, q=q, k_pages=k_pages, v_pages=v_pages, positions=rows.positions,
+            blocks=selection and selection.blocks,
+        )  # fmt: skip
         num_rows, num_kv_heads, head_dim = len(q), k_pages.shape[1], k_pages.shape[3]
-        block_table, length = rows.block_tables[rows.slots[0]], int(rows.positions[-1]) + 1
+        if rows.positions[0] < 0:
+            out[0] = 0.0
+            taken = replace(rows, positions=rows.positions[1:], slots=rows.slots[1:])
+            if num_rows > 1:
+                self.prefill_attention(out[1:], q[1:], k_pages, v_pages, taken, scale, window)
+            return
+        block_table, length = rows.block_tables[rows.slots[-1]], int(rows.positions[-1]) + 1
         keys, values = gather(k_pages, block_table, length), gather(v_pages, block_table, length)
         hidden = np.arange(length)[None, :] > rows.positions[:, None]
+        if window:
+            hidden |= np.arange(length)[None, :] <= rows.positions[:, None] - window
         q_heads = q.reshape(num_rows, num_kv_heads, -1, head_dim)
         out_heads = out.reshape(num_rows, num_kv_heads, -1, head_dim)
         for head in range(num_kv_heads):
+            if selection is not None:
+                unseen = hidden | sparse.left_out(selection, rows.positions, head, length)
+            else:
+                unseen = hidden
             for member in range(q_heads.shape[2]):
                 scores = q_heads[:, head, member] @ keys[head].T * np.float32(scale)
-                scores[hidden] = -np.inf
+                scores[unseen] = -np.inf
                 out_heads[:, head, member] = round_to(softmax(scores) @ values[head], self.dtype)
 
     def project_residual(self, x: F32, inner: F32, weight: Matrix, bias: F32 | None, scale: float) -> None:
@@ -160,10 +230,27 @@ class NumpyOps:
 
     def gate_up(self, out: F32, x: F32, norm: F32, weight: Matrix, eps: float) -> None:
         check_shapes("gate_up", out=out, x=x, norm=norm, weight=weight)
-        both = linear(round_to(rms_norm(x, norm, eps), self.dtype), weight)
+        both = linear(self._normalised(x, norm, eps), weight)
         gate, up = both[:, : out.shape[1]], both[:, out.shape[1] :]
         out[:] = round_to(silu(gate) * up, self.dtype)
 
-    def lm_head(self, logits: F32, x: F32, norm: F32, weight: Matrix, eps: float, divisor: float) -> None:
+    def lm_head(self, logits: F32, x: F32, norm: F32 | None, weight: Matrix, eps: float, divisor: float) -> None:
         check_shapes("lm_head", logits=logits, x=x, norm=norm, weight=weight)
-        logits[:] = linear(round_to(rms_norm(x, norm, eps), self.dtype), weight) / np.float32(divisor)
+        logits[:] = linear(self._normalised(x, norm, eps), weight) / np.float32(divisor)
+
+    def rms_norm(self, out: F32, x: F32, norm: F32, eps: float) -> None:
+        check_shapes("rms_norm", out=out, x=x, norm=norm)
+        out[:] = self._normalised(x, norm, eps)
+
+    def join(self, joined: F32, a: F32, a_norm: F32 | None, b: F32, b_norm: F32 | None, eps: float) -> None:
+        sizes = check_shapes("join", joined=joined, a=a, a_norm=a_norm, b=b, b_norm=b_norm)
+        joined[:, : sizes["A"]] = self._normalised(a, a_norm, eps)
+        joined[:, sizes["A"] :] = self._normalised(b, b_norm, eps)
+
+    def copy_columns(self, out: F32, x: F32, first: int) -> None:
+        check_shapes("copy_columns", out=out, x=x)
+        out[:, first : first + x.shape[1]] = x
+
+    def clear(self, out: F32) -> None:
+        check_shapes("clear", out=out)
+        out[:] = 0.0

@@ -7,6 +7,7 @@ zeros uint8 [N, groups]; perm int32 [K].
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
@@ -36,6 +37,21 @@ def quantized_arrays(spec: TensorSpec, arena: Arena) -> QuantizedWeight:
         shape=(num_rows, num_columns),
         group_size=spec.quant.group_size,
         bits=spec.quant.bits,
+    )
+
+
+def rows_of(weight: Matrix, rows: slice) -> Matrix:
+    """A view of some rows of a weight."""
+    if not isinstance(weight, QuantizedWeight):
+        return weight[rows]
+    num_rows = len(range(weight.shape[0])[rows])
+    zeros = None if weight.zeros is None else weight.zeros[rows]
+    return replace(
+        weight,
+        codes=weight.codes[rows],
+        scales=weight.scales[rows],
+        zeros=zeros,
+        shape=(num_rows, weight.shape[1]),
     )
 
 

@@ -20,6 +20,8 @@ _CONFIG_FILES = (
     "chat_template.json",
     "special_tokens_map.json",
     "added_tokens.json",
+    "freq_*.pt",
+    "freq_*.json",
 )
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
 _SUBFOLDERS = "*/*"

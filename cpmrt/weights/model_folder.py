@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cpmrt.config import ModelConfig
+from cpmrt.config import ModelConfig, SparseSetting, with_sparse_setting
 from cpmrt.errors import ConfigError
 from cpmrt.weights import hub
 from cpmrt.weights.files import read_json
@@ -35,15 +35,17 @@ class ModelFolder:
         revision: str | None = None,
         weights: bool = True,
         hf_overrides: Mapping[str, Any] | None = None,
+        sparse: SparseSetting = "auto",
     ) -> ModelFolder:
         """Resolve a folder or hub id (None: the bundled model) and read its config.
 
         `weights` False fetches no weights from the hub. `hf_overrides` replace keys of config.json; an object is
-        merged key by key. Raises CheckpointError, ConfigError, UnsupportedModelError.
+        merged key by key; then `sparse` counts (`config.sparse`). Raises CheckpointError, ConfigError,
+        UnsupportedModelError.
         """
         path = BUNDLED if model is None else hub.resolve(model, revision=revision, weights=weights)
         source = path / "config.json"
-        raw_config = _merged(read_json(source), hf_overrides)
+        raw_config = with_sparse_setting(_merged(read_json(source), hf_overrides), sparse)
         generation_config = _read_if_there(path / "generation_config.json")
         quantize_config = _read_if_there(path / "quantize_config.json")
         config = ModelConfig.from_hf(raw_config, generation_config, str(source), quantize_config)

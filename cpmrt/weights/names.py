@@ -13,6 +13,11 @@ RoPE tables (`model.layers.0.self_attn.rotary_emb.inv_freq`) were saved by old t
 computed. `lm_head.weight` is a leftover only where no spec asks for it: the head is tied to the embedding.
 """
 
+DRAFT_LEFTOVERS = (
+    "*embed_tokens.weight", "lm_head.weight", "norm.weight", "model.norm.weight", "t2d", "d2t", "token_id_remap",
+)  # fmt: skip
+"""The same of an EAGLE draft, which uses the target's embedding, and mostly its norm and head."""
+
 _QUANTISED = (
     ("*.weight_packed", "compressed-tensors"),
     ("*.g_idx", "GPTQ"),

@@ -115,10 +115,11 @@ def _is_empty_bias(name: str, checkpoint: Checkpoint) -> bool:
 def _read(source: Source, checkpoint: Checkpoint) -> tuple[Array, DType]:
     words = checkpoint.view(source.name)
     entry = checkpoint.entries[source.name]
-    fault = _fault(PackedTensor(source.name, tuple(FLOATS), source.shape), entry)
+    shape = source.shape if source.rows is None else (*entry.shape[:1], *source.shape[1:])
+    fault = _fault(PackedTensor(source.name, tuple(FLOATS), shape), entry)
     if fault is not None:
         raise CheckpointError(f"{entry.path}: tensor {names.quoted(source.name)} {fault}")
-    return words, FLOATS[entry.dtype]
+    return words if source.rows is None else words[np.array(source.rows)], FLOATS[entry.dtype]
 
 
 def _blocks(source: Source, checkpoint: Checkpoint, dtype: DType) -> Iterator[Array]:

@@ -121,8 +121,10 @@ def _round_source(
 ) -> None:
     """Quantise a source in 16 bits, whose values are first rounded to `dtype` as they would be without."""
     words, stored = checkpoint.view(source.name), FLOATS[checkpoint.entries[source.name].dtype]
+    picked = None if source.rows is None else np.array(source.rows)
     for first in _row_steps(source):
-        values = round_to(to_float32(np.ascontiguousarray(words[first]), stored), dtype)
+        block = words[first] if picked is None else words[picked[first]]
+        values = round_to(to_float32(np.ascontiguousarray(block), stored), dtype)
         if not np.isfinite(values).all():
             raise CheckpointError(f"{checkpoint.folder}: tensor {quoted(source.name)} has values that are not finite")
         codes[first], scales[first] = round_to_nearest(values, quant, dtype)

@@ -44,15 +44,18 @@ def token(pages: Any, block_table: Any, position: int) -> Any:
     return pages[block_table[position // PAGE], :, position % PAGE].astype(np.float64)
 
 
-def attention(q: Any, k_pages: Any, v_pages: Any, positions: Any, slots: Any, tables: Any, scale: float) -> Any:
+def attention(
+    q: Any, k_pages: Any, v_pages: Any, positions: Any, slots: Any, tables: Any, scale: float, seen: Any = None
+) -> Any:
+    """`seen`: of each row, the locations of the keys that it sees (None: all up to its position)."""
     num_rows, num_kv_heads, head_dim = len(q), k_pages.shape[1], k_pages.shape[3]
     num_heads = q.shape[1] // head_dim
     heads = q.astype(np.float64).reshape(num_rows, num_heads, head_dim)
     out = np.zeros(heads.shape, np.float64)
     for row in range(num_rows):
-        table, length = tables[slots[row]], int(positions[row]) + 1
-        keys = np.stack([token(k_pages, table, position) for position in range(length)])
-        values = np.stack([token(v_pages, table, position) for position in range(length)])
+        table, places = tables[slots[row]], range(int(positions[row]) + 1) if seen is None else seen[row]
+        keys = np.stack([token(k_pages, table, place) for place in places])
+        values = np.stack([token(v_pages, table, place) for place in places])
         for head in range(num_heads):
             kv_head = head // (num_heads // num_kv_heads)
             scores = np.einsum("d,td->t", heads[row, head], keys[:, kv_head]) * scale

@@ -1,4 +1,4 @@
-"""Seeded operands for calls of one op."""
+"""Seeded operands for calls of one op, poisoned outputs, and the check of a result."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 from cpmrt.dtypes import DType, round_to
 from cpmrt.memory.kv_pages import PAGE_SIZE
-from cpmrt.ops import Rows
+from cpmrt.ops import OPS, Rows
 
 EPS = 1e-5
 
@@ -51,3 +51,27 @@ def filled_pages(data: Data, tables: Any, lengths: Any, kv_heads: int, head_dim:
             page, offset = tables[slot, position // PAGE_SIZE], position % PAGE_SIZE
             k_pages[page, :, offset], v_pages[page, :, offset] = data(kv_heads, head_dim), data(kv_heads, head_dim)
     return k_pages, v_pages
+
+
+class Poisoned:
+    """An output view inside a larger array of NaN: everything in it must be written, nothing around it."""
+
+    def __init__(self, *shape: int, content: Any = None):
+        self._whole = np.full((shape[0] + 2, *shape[1:]), np.nan, np.float32)
+        self.view = self._whole[1:-1]
+        if content is not None:
+            self.view[:] = content
+
+    def written(self) -> Any:
+        assert np.isfinite(self.view).all()
+        assert np.isnan(self._whole[0]).all()
+        assert np.isnan(self._whole[-1]).all()
+        return self.view
+
+
+def check(op: str, dtype: DType, actual: Any, expected: Any) -> None:
+    """Within the op's tolerance, and of values that the storage type holds (logits are float32)."""
+    error = np.linalg.norm(actual - expected) / np.linalg.norm(expected)
+    assert error <= OPS[op].tolerance[dtype]
+    if op != "lm_head":
+        assert np.array_equal(round_to(np.ascontiguousarray(actual), dtype), actual)

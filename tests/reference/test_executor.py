@@ -185,7 +185,7 @@ def test_results_can_be_waited_for_twice():
 def test_speculation_is_refused():
     executor = make_executor(CONFIG)
     admit(executor, 0, PROMPTS[1])
-    with pytest.raises(ConfigError, match="does not draft"):
+    with pytest.raises(ConfigError, match="has no draft"):
         executor.submit(Speculate((0,)))
 
 

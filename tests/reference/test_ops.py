@@ -8,39 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 from reference import brute_force
-from reference.operands import EPS, Data, filled_pages, make_rows, rope_of
+from reference.operands import EPS, Data, Poisoned, check, filled_pages, make_rows, rope_of
 
-from cpmrt.dtypes import DType, round_to
-from cpmrt.ops import OPS, Rows
+from cpmrt.dtypes import DType
+from cpmrt.ops import Rows
 from cpmrt.reference.ops import NumpyOps, rms_norm, rotate, silu, softmax
 
 PAGE = 64
 DTYPES = pytest.mark.parametrize("dtype", list(DType), ids=lambda dtype: dtype.label)
 ROWS = pytest.mark.parametrize("num_rows", [1, 64, 65])
-
-
-class Poisoned:
-    """An output view inside a larger array of NaN: everything in it must be written, nothing around it."""
-
-    def __init__(self, *shape: int, content: Any = None):
-        self._whole = np.full((shape[0] + 2, *shape[1:]), np.nan, np.float32)
-        self.view = self._whole[1:-1]
-        if content is not None:
-            self.view[:] = content
-
-    def written(self) -> Any:
-        assert np.isfinite(self.view).all()
-        assert np.isnan(self._whole[0]).all()
-        assert np.isnan(self._whole[-1]).all()
-        return self.view
-
-
-def check(op: str, dtype: DType, actual: Any, expected: Any) -> None:
-    """Within the op's tolerance, and of values that the storage type holds (logits are float32)."""
-    error = np.linalg.norm(actual - expected) / np.linalg.norm(expected)
-    assert error <= OPS[op].tolerance[dtype]
-    if op != "lm_head":
-        assert np.array_equal(round_to(np.ascontiguousarray(actual), dtype), actual)
 
 
 @pytest.mark.parametrize("shape", [(1, 8), (3, 64), (2, 5, 96), (65, 128)])
@@ -114,6 +90,14 @@ def test_lm_head(dtype, num_rows, divisor):
     check("lm_head", dtype, out.written(), brute_force.linear(brute_force.rms_norm(x, norm, EPS), weight) / divisor)
 
 
+@ROWS
+def test_without_a_norm_rows_enter_the_head_as_they_are(num_rows):
+    data, out = Data(DType.BFLOAT16), Poisoned(num_rows, 130)
+    x, weight = data(num_rows, 96, scale=3.0), data.weight(130, 96)
+    NumpyOps(DType.BFLOAT16).lm_head(out.view, x, None, weight, EPS, 1.0)
+    check("lm_head", DType.BFLOAT16, out.written(), brute_force.linear(x, weight))
+
+
 class Qkv:
     """Operands of one qkv call on NaN-filled pages."""
 
@@ -136,7 +120,8 @@ class Qkv:
 
     def expected(self) -> tuple[Any, Any, Any]:
         """q, k and v: [T, heads, D]."""
-        projected = brute_force.linear(brute_force.rms_norm(self.x, self.norm, EPS), self.weight)
+        x = self.x if self.norm is None else brute_force.rms_norm(self.x, self.norm, EPS)
+        projected = brute_force.linear(x, self.weight)
         projected += 0.0 if self.bias is None else self.bias
         heads = projected.reshape(len(self.x), -1, self.head_dim)
         q, k, v = np.split(heads, [self.heads, self.heads + self.kv_heads], axis=1)
@@ -176,6 +161,31 @@ def test_qkv_of_rows_in_different_slots(heads, kv_heads, head_dim):
         places = [(tables[s, p // PAGE], p % PAGE) for s, p in zip(slots, positions, strict=True)]
         check("qkv", DType.FLOAT32, np.stack([pages[page, :, offset] for page, offset in places]), expected)
         assert np.isfinite(pages).sum() == expected.size
+
+
+def test_qkv_stores_at_locations_and_rotates_by_positions():
+    tables, positions, locations = Data().tables(2, 3), [70, 71, 71, 5], np.array([70, 71, 140, -9])
+    rows = replace(make_rows(positions, [1, 1, 1, -1], tables), locations=locations)
+    call = Qkv(DType.FLOAT32, rows, 4, 2, 64, True)
+    call.norm = None
+    call.run()
+    q, *kv = call.expected()
+    check("qkv", DType.FLOAT32, call.q.written()[:3], q[:3].reshape(3, -1))
+    for pages, expected in zip(call.pages, kv, strict=True):
+        stored = np.stack([pages[tables[1, place // PAGE], :, place % PAGE] for place in locations[:3]])
+        check("qkv", DType.FLOAT32, stored, expected[:3])
+        assert np.isfinite(pages).sum() == stored.size
+
+
+def test_rows_without_a_slot_are_stored_nowhere_and_see_nothing():
+    data, tables = Data(), Data().tables(2, 1)
+    call = Qkv(DType.FLOAT32, make_rows([10**6, 3, -1], [-1, 1, -1], tables), 2, 1, 64, False)
+    call.run()
+    assert np.isfinite(call.pages[0]).sum() == np.isfinite(call.pages[1]).sum() == 64
+    k_pages, v_pages = filled_pages(data, tables, [0, 4], 1, 64)
+    out = Poisoned(3, 128)
+    NumpyOps(DType.FLOAT32).decode_attention(out.view, data(3, 128), k_pages, v_pages, call.rows, 0.125)
+    assert not out.written()[[0, 2]].any() and out.view[1].all()
 
 
 @DTYPES

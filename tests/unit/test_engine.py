@@ -5,13 +5,13 @@ import io
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scripted import ScriptedExecutor, next_token, plain_continuation
+from scripted import TREE_SHAPES, ScriptedExecutor, next_token, plain_continuation
 
-from cpmrt.config import SamplingParams, TreeShape
-from cpmrt.engine import Engine, GenerationStats, Request
+from cpmrt.config import SamplingParams
+from cpmrt.engine import Engine, Request
 from cpmrt.engine.step_log import StepLog, read_steps, replay
 from cpmrt.errors import ConfigError, ContextLengthError, DeviceError, RequestError
-from cpmrt.executor import Admit, Decode, ExecutorLimits, Prefill, Release, Speculate
+from cpmrt.executor import Admit, Decode, ExecutorLimits, Prefill, Release
 
 
 def request(prompt, *, new=8, seed=0, stop=()):
@@ -22,14 +22,24 @@ def tokens_of(engine, seq):
     return [token for result in engine.stream(seq) for token in result.token_ids]
 
 
-LIMITS = st.builds(
-    ExecutorLimits,
-    max_sequences=st.integers(1, 4),
-    max_context=st.just(64),
-    prefill_chunk=st.integers(1, 9),
-    run_ahead=st.integers(1, 4),
-    tree_shapes=st.sampled_from([(), *((TreeShape.chain(n),) for n in (1, 3, 7))]),
-)
+@st.composite
+def limits_of_executors(draw):
+    """With and without drafts, known costs and pages."""
+    shapes = draw(st.sampled_from([(), *TREE_SHAPES]))
+    seconds = st.floats(0.5, 4.0)
+    return ExecutorLimits(
+        max_sequences=draw(st.integers(1, 4)),
+        max_context=64,
+        prefill_chunk=draw(st.integers(1, 9)),
+        run_ahead=draw(st.integers(1, 4)),
+        tree_shapes=shapes,
+        step_seconds=draw(st.one_of(st.just(()), st.tuples(*[seconds] * (len(shapes) + 1)))),
+        num_pages=draw(st.sampled_from([0, 4 * 16])),
+        page_size=4,
+    )
+
+
+LIMITS = limits_of_executors()
 REQUESTS = st.builds(
     lambda prompt, new, seed, stop: (prompt, new, seed, stop),
     st.lists(st.integers(0, 49), min_size=1, max_size=30),
@@ -39,10 +49,10 @@ REQUESTS = st.builds(
 )
 
 
-@given(LIMITS, st.lists(REQUESTS, min_size=1, max_size=7), st.integers(0, 99), st.booleans())
-def test_every_schedule_gives_the_plain_continuation(limits, wanted, draft_seed, overshoot):
+@given(LIMITS, st.lists(REQUESTS, min_size=1, max_size=7), st.integers(0, 99), st.booleans(), st.booleans())
+def test_every_schedule_gives_the_plain_continuation(limits, wanted, draft_seed, overshoot, adaptive):
     executor = ScriptedExecutor(limits, draft_seed, overshoot)
-    engine = Engine(executor)
+    engine = Engine(executor, prefix_cache=False, adaptive=adaptive)
     sequences = [engine.add(request(p, new=n, seed=s, stop=stop)) for p, n, s, stop in wanted]
     for seq, (prompt, new, seed, stop) in reversed(list(zip(sequences, wanted, strict=True))):
         assert tokens_of(engine, seq) == plain_continuation(prompt, seed, new, stop)
@@ -55,7 +65,7 @@ def test_every_schedule_gives_the_plain_continuation(limits, wanted, draft_seed,
 
 @given(LIMITS, st.lists(REQUESTS, min_size=2, max_size=5), st.data())
 def test_cancelled_sequences_leave_the_others_alone(limits, wanted, data):
-    engine = Engine(ScriptedExecutor(limits))
+    engine = Engine(ScriptedExecutor(limits), prefix_cache=False)
     sequences = [engine.add(request(p, new=n, seed=s, stop=stop)) for p, n, s, stop in wanted]
     victims = data.draw(st.sets(st.sampled_from(range(len(wanted))), min_size=1))
     for victim in victims:
@@ -106,15 +116,6 @@ def test_sequences_decode_in_one_step():
     for seq in sequences:
         tokens_of(engine, seq)
     assert (Decode(slots=(0, 1, 2)) in executor.steps) and isinstance(executor.steps[-1], Release)
-
-
-def test_mean_accept_length_leaves_the_prefill_token_out():
-    executor = ScriptedExecutor(ExecutorLimits(1, 64, 16, tree_shapes=(TreeShape.chain(3),)))
-    engine = Engine(executor)
-    seq = engine.add(request([1, 2], new=20))
-    tokens_of(engine, seq)
-    num_steps = sum(isinstance(step, Speculate) for step in executor.steps)
-    assert GenerationStats.of(seq).mean_accept_length == pytest.approx(19 / num_steps)
 
 
 @pytest.mark.parametrize(("prompt", "new", "error"), [
@@ -255,7 +256,7 @@ def test_closing_the_engine_cancels_what_runs_and_what_waits():
 @given(LIMITS, st.lists(REQUESTS, min_size=1, max_size=4))
 def test_a_step_log_replays(tmp_path_factory, limits, wanted):
     text = io.StringIO()
-    engine = Engine(ScriptedExecutor(limits, draft_seed=3), StepLog(text))
+    engine = Engine(ScriptedExecutor(limits, draft_seed=3), StepLog(text), prefix_cache=False)
     for seq in [engine.add(request(p, new=n, seed=s, stop=stop)) for p, n, s, stop in wanted]:
         tokens_of(engine, seq)
     path = tmp_path_factory.mktemp("log") / "steps.jsonl"

@@ -15,7 +15,7 @@ from cpmrt.engine import Engine, GenerationStats, Request
 from cpmrt.engine.page_pool import PagePool
 from cpmrt.engine.prefix_cache import PrefixCache
 from cpmrt.engine.step_log import StepLog, read_steps, replay
-from cpmrt.executor import Admit, ExecutorLimits, Prefill, Recall
+from cpmrt.executor import Admit, ExecutorLimits, Prefill, Recall, Speculate
 
 SIZE = 4
 
@@ -42,6 +42,14 @@ class PagedExecutor(ScriptedExecutor):
     def read(self, table, count):
         return [page[offset] for page, offset in (self.place(table, position) for position in range(count))]
 
+    def scribble(self, running, count):
+        """Drafted tokens, behind the last one that is right."""
+        table = running.admit.block_table
+        for position in range(len(running.tokens), len(running.tokens) + count):
+            if not running.finished and position < len(table) * self.limits.page_size:
+                page, offset = self.place(table, position)
+                page[offset] = "drafted"
+
     def _run(self, step):
         if isinstance(step, Admit):
             assert len(set(step.block_table)) == len(step.block_table)
@@ -56,6 +64,8 @@ class PagedExecutor(ScriptedExecutor):
                 running.tokens = self.read(running.admit.block_table, step.position)
             written = len(running.tokens) - running.ready
             assert self.read(running.admit.block_table, written) == running.tokens[:written]
+        if isinstance(step, Speculate):
+            self.scribble(self.running[step.slots[0]], self.limits.tree_shapes[step.shape].num_reserved)
         result = super()._run(step)
         for slot in slots:
             running = self.running[slot]
@@ -75,7 +85,7 @@ LIMITS = st.builds(
     max_sequences=st.integers(1, 4),
     prefill_chunk=st.integers(1, 9),
     run_ahead=st.integers(1, 4),
-    tree_shapes=st.sampled_from([(), (), (TreeShape.chain(3),)]),
+    tree_shapes=st.sampled_from([(), (), (TreeShape.chain(3),), (TreeShape(4, 10, 12),)]),
 )
 # Few tokens, so that prompts begin alike, branch and come again.
 PROMPTS = st.lists(st.sampled_from([7, 8]), min_size=1, max_size=20)
@@ -160,6 +170,15 @@ def test_cached_tokens_count_for_the_repetition_penalty(penalty, recalled):
         tokens_of(engine, seq)
         assert executor.recalled[seq.slot] == expected
     assert all(len(step.token_ids) <= 3 for step in executor.steps if isinstance(step, Recall))
+
+
+def test_cached_tokens_count_for_a_draft():
+    executor = PagedExecutor(paged_limits(prefill_chunk=3, tree_shapes=(TreeShape.chain(3),)))
+    engine = Engine(executor)
+    for expected in ([], list(range(8))):
+        seq = engine.add(ask(range(9)))
+        tokens_of(engine, seq)
+        assert executor.recalled[seq.slot] == expected
 
 
 def test_without_the_cache_every_prompt_is_computed():

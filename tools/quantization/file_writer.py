@@ -16,7 +16,7 @@ import numpy as np
 
 from cpmrt.dtypes import Array
 
-ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "I32": 4}
+ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "BOOL": 1}
 _ALIGNMENT = 8
 
 

@@ -1,0 +1,93 @@
+"""What users may write as `draft` and `speculate`, and what it comes to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from cpmrt.config.fields import Fields
+from cpmrt.config.speculation import CHAIN_METHODS, DEFAULT_SHAPES, SpeculationConfig, TreeShape
+from cpmrt.errors import ConfigError
+
+LOOKUP = "lookup"
+"""The draft that is no model: what followed the last tokens where they came before."""
+_SHAPE_KEYS = ("num_passes", "top_k", "tree_size")
+_KEYS = ("method", *_SHAPE_KEYS, "shapes", "adaptive", "draft_vocab", "window", "head_bits", "residual_scale")
+
+
+def read_speculation(
+    draft: str | None, speculate: object, method_of_draft: Callable[[], str]
+) -> SpeculationConfig | None:
+    """The settings that `LLM(draft=..., speculate=...)` asks for; None: plain decoding.
+
+    `method_of_draft` reads the draft's own files; it is only called where there is a draft to load. Without a draft
+    "auto" means no speculation. An object names what should differ from the defaults of the method; with the numbers
+    of one tree in it nothing is adaptive unless it says so. Raises ConfigError, and what `method_of_draft` raises.
+    """
+    if speculate == "off":
+        return None
+    if speculate != "auto" and not isinstance(speculate, Mapping):
+        raise ConfigError("speculate", expected="auto | off | an object", actual=repr(speculate)[:100])
+    wishes: Mapping[str, Any] = {} if isinstance(speculate, str) else speculate
+    unknown = [repr(key) for key in wishes if key not in _KEYS]
+    if unknown:
+        raise ConfigError("speculate: unknown keys", expected=" | ".join(_KEYS), actual=", ".join(unknown)[:200])
+    if draft is None and isinstance(speculate, str):
+        return None
+    fields = Fields(wishes, "speculate")
+    method = _method(draft, fields.text("method", None), method_of_draft)
+    shapes, is_one = _shapes(fields, method)
+    vocab = wishes.get("draft_vocab")
+    return SpeculationConfig(
+        method,
+        shapes,
+        fields.boolean("adaptive", not is_one),
+        str(vocab) if hasattr(vocab, "__fspath__") else vocab,
+        wishes.get("window"),
+        wishes.get("head_bits"),
+        fields.text("residual_scale", "draft"),
+    )
+
+
+def _method(draft: str | None, wanted: str | None, method_of_draft: Callable[[], str]) -> str:
+    if draft is None and wanted != LOOKUP:
+        raise ConfigError(
+            "speculate needs a draft", fix=f"name one (draft=..., --draft), or draft={LOOKUP!r}, which needs no model"
+        )
+    found = LOOKUP if draft in (None, LOOKUP) else method_of_draft()
+    if wanted not in (None, found):
+        raise ConfigError("speculate: method", expected=f"{found}, as the draft is", actual=repr(wanted))
+    return found
+
+
+def _shapes(fields: Fields, method: str) -> tuple[tuple[TreeShape, ...], bool]:
+    """The trees, and whether the user gave the numbers of just one."""
+    named = [name for name in _SHAPE_KEYS if fields.data.get(name) is not None]
+    listed = fields.data.get("shapes")
+    if listed is None:
+        return ((_one_shape(fields, method),), True) if named else (DEFAULT_SHAPES[method], False)
+    if named:
+        raise ConfigError(f"speculate: shapes and {', '.join(named)} exclude each other")
+    if not isinstance(listed, (list, tuple)):
+        raise fields.fail("shapes", "a list of [num_passes, top_k, tree_size]")
+    return tuple(_listed_shape(fields, entry) for entry in listed), False
+
+
+def _one_shape(fields: Fields, method: str) -> TreeShape:
+    default = DEFAULT_SHAPES[method][0]
+    size = fields.integer("tree_size", None)
+    if method in CHAIN_METHODS:
+        length = fields.integer("num_passes", default.num_passes if size is None else size - 1)
+        return TreeShape(length, fields.integer("top_k", 1), length + 1 if size is None else size)
+    passes, top_k = fields.integer("num_passes", default.num_passes), fields.integer("top_k", default.top_k)
+    # A smaller tree than the default one, where the candidates do not suffice for that.
+    candidates = top_k + (passes - 1) * top_k**2
+    return TreeShape(passes, top_k, min(default.tree_size, candidates + 1) if size is None else size)
+
+
+def _listed_shape(fields: Fields, entry: object) -> TreeShape:
+    if isinstance(entry, TreeShape):
+        return entry
+    if not isinstance(entry, (list, tuple)) or len(entry) != 3:
+        raise fields.fail("shapes", "a list of [num_passes, top_k, tree_size]")
+    return TreeShape(*entry)

@@ -1,0 +1,149 @@
+"""The draft that the settings ask for: opened, compared with its target, its weights as they are to be held."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from cpmrt.config import EngineConfig, ModelConfig, SpeculationConfig
+from cpmrt.config.draft import DraftConfig
+from cpmrt.errors import CheckpointError, ConfigError
+from cpmrt.models.draft import PREFIX, Draft, prefixed, tensor_specs
+from cpmrt.tensor_spec import TensorSpec
+from cpmrt.weights.checkpoint import Checkpoint
+from cpmrt.weights.draft_folder import DraftFolder
+from cpmrt.weights.model_folder import ModelFolder
+from cpmrt.weights.names import DRAFT_LEFTOVERS, LEFTOVERS
+from cpmrt.weights.pack import check
+from cpmrt.weights.quantised_specs import quantise_head, quantised_specs
+from cpmrt.weights.token_index import checked_token_ids, find_token_index, read_token_index
+
+_REMAP, _OFFSETS = "token_id_remap", "d2t"
+
+
+@contextmanager
+def open_draft(
+    folder: ModelFolder, engine: EngineConfig, specs: Sequence[TensorSpec]
+) -> Iterator[tuple[Checkpoint | None, Draft | None]]:
+    """The draft's checkpoint (None: it has none, or random weights) and the draft; no draft without speculation.
+
+    `specs`: the target's weights (`planning.weight_specs`). Raises CheckpointError, ConfigError,
+    UnsupportedModelError.
+    """
+    wish = engine.speculation
+    if wish is None:
+        yield None, None
+        return
+    if wish.method == "lookup" or engine.draft is None:
+        yield None, Draft(DraftConfig.lookup(), wish.shapes)
+        return
+    is_dummy = engine.load_format == "dummy"
+    draft = DraftFolder.open(engine.draft, folder, wish, weights=not is_dummy)
+    if is_dummy:
+        yield None, _draft(draft, None, folder.config, wish, specs)
+        return
+    with Checkpoint.open(draft.path) as checkpoint:
+        yield checkpoint, _draft(draft, checkpoint, folder.config, wish, specs)
+
+
+def _draft(
+    folder: DraftFolder,
+    checkpoint: Checkpoint | None,
+    target: ModelConfig,
+    wish: SpeculationConfig,
+    target_specs: Sequence[TensorSpec],
+) -> Draft:
+    config = folder.config
+    assert config.decoder is not None
+    specs = quantised_specs(tensor_specs(config), config.decoder.quantization, checkpoint)
+    if config.method != "eagle2":
+        specs = quantise_head(specs, config.head_bits)
+    if checkpoint is not None:
+        check(specs, checkpoint, ignore=(*LEFTOVERS, *DRAFT_LEFTOVERS) if config.is_eagle else LEFTOVERS)
+    token_map, head = None, None
+    if config.method == "eagle3":
+        token_map = _from_offsets(config, checkpoint, target.vocab_size)
+    elif config.method == "eagle2":
+        token_map = _frequent(folder.path, checkpoint, target.vocab_size, wish)
+        head = _copied_head(target_specs, config.head_bits, token_map)
+    draft = Draft(config, wish.shapes, prefixed(specs), head, token_map)
+    if draft.max_logit_rows > draft.vocab_size:
+        raise ConfigError(
+            "speculate: top_k", expected=f"at most the draft's {draft.vocab_size} tokens", actual=draft.max_logit_rows
+        )
+    return draft
+
+
+def _from_offsets(config: DraftConfig, checkpoint: Checkpoint | None, vocab_size: int) -> tuple[int, ...] | None:
+    """EAGLE-3's `d2t`: what to add to the draft's id."""
+    if checkpoint is None or _OFFSETS not in checkpoint.entries:
+        return None if config.draft_vocab == vocab_size else tuple(range(config.draft_vocab))
+    offsets = _integers(checkpoint, _OFFSETS)
+    ids = (np.arange(len(offsets)) + offsets).tolist()
+    return checked_token_ids(ids, vocab_size, f"{checkpoint.folder}: tensor {_OFFSETS}")
+
+
+def _frequent(
+    folder: Path, checkpoint: Checkpoint | None, vocab_size: int, wish: SpeculationConfig
+) -> tuple[int, ...] | None:
+    """The tokens that the target's head is cut to, or None: what the user named, else what the draft brings along."""
+    wanted = wish.draft_vocab
+    if isinstance(wanted, str):
+        return read_token_index(Path(wanted).expanduser(), vocab_size)
+    if wanted == vocab_size:
+        return None
+    if wanted is not None and wanted > vocab_size:
+        raise ConfigError("speculate: draft_vocab", expected=f"at most {vocab_size}, the vocabulary", actual=wanted)
+    if checkpoint is not None and _REMAP in checkpoint.entries:
+        ids: tuple[int, ...] | None = checked_token_ids(
+            _integers(checkpoint, _REMAP).tolist(), vocab_size, f"{checkpoint.folder}: tensor {_REMAP}"
+        )
+    else:
+        file = find_token_index(folder, wanted)
+        ids = read_token_index(file, vocab_size) if file else None
+    if wanted is None:
+        return ids
+    if ids is None and checkpoint is None:  # random weights: any tokens do
+        ids = tuple(range(wanted))
+    if ids is None or len(ids) < wanted:
+        raise ConfigError(
+            f"{folder}: speculate: draft_vocab {wanted} needs a list of frequent tokens",
+            expected=f"freq_{wanted}.pt, freq_{wanted}.json or a longer list in the draft's folder",
+            actual="none" if ids is None else f"{len(ids)} tokens",
+            fix="make one with tools/gen_fr_index.py, or leave draft_vocab out",
+        )
+    return ids[:wanted]
+
+
+def _integers(checkpoint: Checkpoint, name: str) -> np.ndarray:
+    entry = checkpoint.entries[name]
+    if entry.dtype not in ("I32", "I64") or len(entry.shape) != 1:
+        raise CheckpointError(
+            f"{entry.path}: tensor {name}", expected="a row of I32 or I64", actual=f"{entry.dtype} {list(entry.shape)}"
+        )
+    return checkpoint.view(name).astype(np.int64)
+
+
+def _copied_head(specs: Sequence[TensorSpec], bits: int | None, token_map: tuple[int, ...] | None) -> TensorSpec | None:
+    """The rows of the target's head that the draft needs, in as few bits as are wished; None: all of it as it is."""
+    by_name = {spec.name: spec for spec in specs}
+    held = by_name.get("lm_head") or by_name["embed_tokens"]
+    is_same = bits is None or (held.quant is not None and held.quant.bits == bits)
+    if token_map is None and is_same:
+        return None
+    (source,) = held.sources
+    if source.packing is not None:
+        raise ConfigError(
+            "speculate: the target's head is quantised in its checkpoint, so the draft's can be no other",
+            expected="neither draft_vocab nor head_bits",
+            fix="set draft_vocab to the size of the vocabulary",
+        )
+    if not is_same:
+        held = quantise_head((replace(held, name="lm_head", quant=None),), bits)[-1]
+    rows = token_map and (len(token_map), held.shape[1])
+    shape, source = rows or held.shape, replace(source, shape=rows or source.shape, rows=token_map)
+    return replace(held, name=f"{PREFIX}lm_head", shape=shape, sources=(source,))

@@ -1,0 +1,46 @@
+"""The running state of an admitted sequence: where it is, what it has given, when it ends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from cpmrt.dtypes import F32, Array
+from cpmrt.executor import Admit, TokenLogprobs
+from cpmrt.reference.sampling import sample, token_logprobs
+
+
+@dataclass
+class Running:
+    """Its text stands at positions 0 .. `position`; the last of its tokens has no keys and values yet."""
+
+    admit: Admit
+    seen: Array = field(repr=False)
+    """bool [V]: in the prompt or generated."""
+    counts: Array = field(repr=False)
+    """int32 [V]: generated."""
+    position: int = 0
+    last_token: int = -1
+    num_generated: int = 0
+    finished: bool = False
+
+    @classmethod
+    def start(cls, admit: Admit, vocab_size: int) -> Running:
+        return cls(admit, np.zeros(vocab_size, bool), np.zeros(vocab_size, np.int32))
+
+    def sample(self, logits: F32) -> int:
+        """The token for `position`, which becomes the last one."""
+        admit = self.admit
+        token = sample(logits, admit.sampling, admit.seed, self.position, self.seen, self.counts)
+        self.seen[token] = True
+        self.counts[token] += 1
+        self.last_token = token
+        self.num_generated += 1
+        self.finished = token in admit.stop_token_ids or self.num_generated == admit.max_new_tokens
+        return token
+
+    def logprobs(self, logits: F32, token: int) -> tuple[TokenLogprobs, ...]:
+        """What the request wants to know of a token: an entry, or nothing."""
+        count = self.admit.sampling.logprobs
+        return (token_logprobs(logits, token, count),) if count else ()

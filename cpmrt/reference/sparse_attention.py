@@ -1,0 +1,155 @@
+"""Block-sparse attention in NumPy: compressed keys, the choice of blocks, and what a choice leaves of a row's tokens.
+
+The definition is in `config.sparse`. In the pages of `ops.CompressedKeys` compressed keys are counted from the start of
+the text as entries: entry e of K1 is the window that ends at position 16 e + 15, entry e of K2 that which ends at
+64 e + 63. Entry 0 would begin before the text and is never used; block b covers entries 4 b .. 4 b + 4 of K1.
+
+Source: InfLLM-v2 (arXiv 2509.24663) and the official modeling code of MiniCPM4.1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from cpmrt.config import SparseConfig
+from cpmrt.dtypes import F32, Array, DType, round_to
+from cpmrt.memory.kv_pages import PAGE_SIZE, pages_for
+from cpmrt.ops import CompressedKeys, Rows, Selection
+from cpmrt.reference.kv_rows import gather_row
+
+_FINE, _COARSE = 16, PAGE_SIZE
+"""Tokens between the windows of K1 and of K2; a window is twice, for K2 two pages, as long."""
+_ENTRIES = PAGE_SIZE // _FINE
+
+
+def window_means(keys: F32, stride: int, dtype: DType) -> F32:
+    """keys [K, tokens, D], whole strides of them -> [K, strides - 1, D]: the mean of each stride and the next.
+
+    Summed token by token from the first, so that a window's bits do not depend on what is compressed with it.
+    """
+    num_heads, num_tokens, head_dim = keys.shape
+    strides = keys.reshape(num_heads, num_tokens // stride, stride, head_dim)
+    total = np.zeros((num_heads, strides.shape[1] - 1, head_dim), np.float32)
+    for part in (strides[:, :-1], strides[:, 1:]):
+        for token in range(stride):
+            total += part[:, :, token]
+    return round_to(total / np.float32(2 * stride), dtype)
+
+
+def append_compressed(
+    k1_pages: F32, k2_pages: F32, k_pages: F32, block_table: Array, positions: Iterable[int], dtype: DType
+) -> None:
+    """Store the compressed key of every window that ends at one of a slot's positions, whose keys are in its pages."""
+    for position in positions:
+        page, offset = divmod(position, PAGE_SIZE)
+        for stride in (_FINE, _COARSE):
+            first = position + 1 - 2 * stride
+            if (position + 1) % stride or first < 0:
+                continue
+            covered = np.arange(first, position + 1)
+            keys = k_pages[block_table[covered // PAGE_SIZE], :, covered % PAGE_SIZE].transpose(1, 0, 2)
+            mean = window_means(keys, stride, dtype)[:, 0]
+            if stride == _FINE:
+                k1_pages[block_table[page], :, offset // _FINE] = mean
+            else:
+                k2_pages[block_table[page]] = mean
+
+
+def append_step(compressed: CompressedKeys, k_pages: F32, rows: Rows, dtype: DType) -> None:
+    """Store the compressed keys that a step's rows complete; `k_pages` with the keys after RoPE."""
+    keys = k_pages if compressed.nope_pages is None else compressed.nope_pages
+    for slot, position in zip(rows.slots.tolist(), rows.positions.tolist(), strict=True):
+        if slot >= 0:
+            table = rows.block_tables[slot]
+            append_compressed(compressed.k1_pages, compressed.k2_pages, keys, table, (position,), dtype)
+
+
+def compressed_of_row(
+    k1_pages: F32, k2_pages: F32, k_pages: F32, rows: Rows, row: int, dtype: DType
+) -> tuple[F32, F32]:
+    """What a row may score: entries 1 and on of K1 and of K2, [K, entries, D].
+
+    The windows of a row of a tree that end within its path are not in the pages: they are averaged here.
+    """
+    block_table, num_tokens = rows.block_tables[rows.slots[row]], int(rows.positions[row]) + 1
+    used = block_table[: pages_for(num_tokens)]
+    k1 = k1_pages[used].transpose(1, 0, 2, 3).reshape(k1_pages.shape[1], -1, k1_pages.shape[3])
+    k2 = k2_pages[used].transpose(1, 0, 2)
+    found = []
+    for entries, stride in ((k1, _FINE), (k2, _COARSE)):
+        entries = np.ascontiguousarray(entries[:, 1 : num_tokens // stride])
+        if rows.tree_masks is not None:
+            first = int(rows.tree_base[row]) // stride
+            if first < num_tokens // stride:
+                keys = gather_row(k_pages, rows, row, 0)[:, : num_tokens // stride * stride]
+                entries[:, max(first - 1, 0) :] = window_means(keys[:, max(first - 1, 0) * stride :], stride, dtype)
+        found.append(entries)
+    return found[0], found[1]
+
+
+def block_scores(q: F32, k1: F32, k2: F32, scale: float) -> F32:
+    """q [K, G, D] of one row, k1 and k2 of `compressed_of_row` -> [K, blocks]: those that end at or before the row."""
+    fine, coarse = (q @ keys.transpose(0, 2, 1) * np.float32(scale) for keys in (k1, k2))
+    highest = coarse.max(axis=-1, keepdims=True)
+    log_sum = highest + np.log(np.exp(coarse - highest).sum(axis=-1, keepdims=True))
+    with np.errstate(over="ignore"):
+        entries = np.exp(fine - log_sum).sum(axis=1)
+    # Entry 0 is a window that there is not; entry 4 b + 4 of the row's last whole block may still be unfinished.
+    num_blocks = (entries.shape[1] + 1) // _ENTRIES
+    padded = np.pad(entries, ((0, 0), (1, _ENTRIES)), constant_values=-np.inf)
+    spans = [padded[:, part : part + num_blocks * _ENTRIES : _ENTRIES] for part in range(_ENTRIES + 1)]
+    scores: F32 = np.max(spans, axis=0)
+    return scores
+
+
+def choose_blocks(scores: F32, position: int, config: SparseConfig) -> Array:
+    """Ascending block numbers [K, W] of a row that leaves blocks out, from [K, blocks before its own] scores."""
+    own = position // PAGE_SIZE
+    local = own - config.local_blocks
+    between = scores[:, config.init_blocks : local]
+    best = np.argsort(-between, axis=1, kind="stable")[:, : config.num_scored] + config.init_blocks
+    forced = [*range(config.init_blocks), *range(local, own + 1)]
+    return np.sort(np.concatenate([best, np.tile(forced, (len(scores), 1))], axis=1), axis=1)
+
+
+def select_blocks(
+    blocks: Array,
+    q: F32,
+    k1_pages: F32,
+    k2_pages: F32,
+    k_pages: F32,
+    rows: Rows,
+    scale: float,
+    config: SparseConfig,
+    dtype: DType,
+) -> None:
+    """The op of that name. Rows that leave nothing out keep what is in `blocks`."""
+    for row in map(int, np.flatnonzero(rows.slots >= 0)):
+        position = int(rows.positions[row])
+        if not config.leaves_out(position + 1):
+            continue
+        k1, k2 = compressed_of_row(k1_pages, k2_pages, k_pages, rows, row, dtype)
+        groups = q[row].reshape(k1.shape[0], -1, k1.shape[2])
+        blocks[row] = choose_blocks(block_scores(groups, k1, k2, scale), position, config)
+
+
+def chosen_tokens(tokens: F32, selection: Selection, row: int) -> F32:
+    """tokens [K, positions, D] that a row sees -> those in its blocks, alike many for each head."""
+    if not selection.config.leaves_out(tokens.shape[1]):
+        return tokens
+    places = (selection.blocks[row][:, :, None] * PAGE_SIZE + np.arange(PAGE_SIZE)).reshape(len(tokens), -1)
+    # The row's own block, the last one, ends with the row.
+    places = places[:, : places.shape[1] - -tokens.shape[1] % PAGE_SIZE]
+    return np.stack([tokens[head, places[head]] for head in range(len(tokens))])
+
+
+def left_out(selection: Selection, positions: Array, head: int, length: int) -> Array:
+    """Whether each row leaves out each of the first `length` positions for a KV head: bool [T, length]."""
+    kept = np.ones((len(positions), pages_for(length)), bool)
+    for row, position in enumerate(map(int, positions)):
+        if selection.config.leaves_out(position + 1):
+            kept[row] = False
+            kept[row, selection.blocks[row, head]] = True
+    return ~np.repeat(kept, PAGE_SIZE, axis=1)[:, :length]

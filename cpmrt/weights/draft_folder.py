@@ -1,0 +1,68 @@
+"""A draft as the user names it: its folder, and what its config and its tensor names say."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from cpmrt.config import SpeculationConfig
+from cpmrt.config.draft import DraftConfig, Shapes, detect_method
+from cpmrt.weights import hub
+from cpmrt.weights.checkpoint import Checkpoint
+from cpmrt.weights.files import read_json
+from cpmrt.weights.model_folder import ModelFolder
+
+
+@dataclass(frozen=True)
+class DraftFolder:
+    """A local folder with a draft's config.json, and its settings next to a target. It needs no tokenizer."""
+
+    path: Path
+    config: DraftConfig
+
+    @classmethod
+    def open(cls, draft: str, target: ModelFolder, wish: SpeculationConfig, *, weights: bool = True) -> DraftFolder:
+        """Resolve the draft (`resolve`), read its config and compare it with the target's.
+
+        `weights` False: they will be random, so config.json alone counts. Raises CheckpointError, ConfigError,
+        UnsupportedModelError.
+        """
+        path = resolve(draft, target.path, weights=weights)
+        source = str(path / "config.json")
+        if wish.method == "model":
+            decoder = ModelFolder.open(path).config
+            return cls(path, DraftConfig.of_model(decoder, target.config, wish, source))
+        shapes = _shapes(path) if weights else None
+        beside = path / "quantize_config.json"
+        quantize_config = read_json(beside) if beside.exists() else None
+        raw = read_json(path / "config.json")
+        return cls(path, DraftConfig.of_eagle(raw, shapes, target.config, wish, source, quantize_config))
+
+
+def resolve(draft: str, target: Path, *, weights: bool = True) -> Path:
+    """The folder of a draft: a folder, a folder within the target's, or a hub id. Raises CheckpointError."""
+    within = target / draft
+    if not os.path.isdir(os.path.expanduser(draft)) and within.is_dir():
+        return within
+    return hub.resolve(draft, weights=weights)
+
+
+def method_of(draft: str, target: Path, *, weights: bool = True) -> str:
+    """The method that a draft was made for: eagle2 | eagle3 | model. Raises CheckpointError.
+
+    Its tensors tell; where there are none (`weights` False), the architecture that its config.json names.
+    """
+    path = resolve(draft, target, weights=weights)
+    if weights:
+        return detect_method(_shapes(path))
+    raw = read_json(path / "config.json")
+    name = str(raw.get("architectures")).lower()
+    if "draft_vocab_size" in raw or "eagle3" in name:
+        return "eagle3"
+    return "eagle2" if "eagle" in name else "model"
+
+
+def _shapes(path: Path) -> Shapes:
+    with Checkpoint.open(path) as checkpoint:
+        return {name: entry.shape for name, entry in checkpoint.entries.items()}

@@ -1,0 +1,142 @@
+"""Drafts in 4 bits, under both name families and with fc in one piece or two, propose the trees of their formulas."""
+
+from __future__ import annotations
+
+from math import sqrt
+
+import numpy as np
+import pytest
+from draft_checkpoint import TARGET, write_folder
+from reference.plain_eagle import PlainEagle2
+from reference.test_draft_trees_of_models import SHAPE, check_trees
+from reference.tiny_models import random_weights, unpacked
+
+from cpmrt.config import EngineConfig, ModelConfig, SpeculationConfig
+from cpmrt.models.decoder import tensor_specs
+from cpmrt.reference.assembly import open_executor
+from cpmrt.tensor_spec import Packing, Source
+from cpmrt.weights.checkpoint import Checkpoint
+from cpmrt.weights.model_folder import ModelFolder
+from cpmrt.weights.quantised import dequantised_blocks
+
+HIDDEN, INNER, Q, KV = 128, 256, 128, 64
+SIZES = {
+    "hidden_size": HIDDEN, "intermediate_size": INNER, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "head_dim": 64, "dim_model_base": 32,
+}  # fmt: skip
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True, "lm_head": False}
+DRAFT = TARGET | SIZES | {"num_hidden_layers": 1, "mup_denominator": 32, "quantization_config": GPTQ}
+RANDOM = np.random.default_rng(17)
+
+
+def packed(layout, module, rows, columns, size=1.0):
+    """Random words, which are eight codes each whatever they are, and scales."""
+    words = {"gptq": (columns // 8, rows), "marlin": (columns // 16, 2 * rows)}[layout]
+    scales = RANDOM.uniform(0.5, 1.5, (columns // 128, rows)) * size * 0.2 * columns**-0.5
+    made = {
+        f"{module}.qweight": RANDOM.integers(-(2**31), 2**31, words, np.int32),
+        f"{module}.scales": scales.astype(np.float16),
+    }
+    if layout == "gptq":
+        made[f"{module}.qzeros"] = np.full((columns // 128, rows // 8), 0x77777777, np.int32)
+    return made
+
+
+def plain_values(folder, layout, module, rows, columns):
+    source = Source(module, (rows, columns), Packing(layout, 128, True, v1_zeros=True))
+    with Checkpoint.open(folder) as checkpoint:
+        return np.concatenate(list(dequantised_blocks(source, checkpoint)))
+
+
+def layer_matrices(fused):
+    if fused:
+        return {"self_attn.qkv_proj": (Q + 2 * KV, HIDDEN), "mlp.gate_up_proj": (2 * INNER, HIDDEN)} | _SINGLE
+    parts = {f"self_attn.{name}_proj": (rows, HIDDEN) for name, rows in (("q", Q), ("k", KV), ("v", KV))}
+    return parts | {f"mlp.{name}_proj": (INNER, HIDDEN) for name in ("gate", "up")} | _SINGLE
+
+
+_SINGLE = {"self_attn.o_proj": (HIDDEN, Q), "mlp.down_proj": (HIDDEN, INNER)}
+
+
+def norms(*names):
+    return {f"{name}.weight": RANDOM.uniform(0.7, 1.3, HIDDEN).astype(np.float32) for name in names}
+
+
+def opened(tmp_path, target, tensors, **wishes):
+    write_folder(tmp_path / "target", TARGET | SIZES, target)
+    write_folder(tmp_path / "draft", DRAFT, tensors)
+    settings = EngineConfig(
+        executor="reference", prefill_chunk=16, max_context=128, memory_budget=1 << 30,
+        draft=str(tmp_path / "draft"), speculation=SpeculationConfig("eagle2", (SHAPE,), **wishes),
+    )  # fmt: skip
+    return open_executor(ModelFolder.open(tmp_path / "target"), settings)
+
+
+@pytest.fixture
+def target():
+    specs = tensor_specs(ModelConfig.from_hf(TARGET | SIZES))
+    return unpacked(specs, random_weights(specs, 4))
+
+
+def check(executor, target, tensors, stem, layer):
+    plain = PlainEagle2(target, TARGET | SIZES, tensors, DRAFT, 128)
+    plain.stem, plain.layers, plain.scale = stem, (layer,), 1.4 / sqrt(32)
+    check_trees(executor, plain)
+
+
+def test_gptq_under_vllm_names(tmp_path, target):
+    layer = "model.eagle_layers.0"
+    matrices = {f"{layer}.{name}": shape for name, shape in layer_matrices(fused=False).items()}
+    matrices["model.fc"] = (HIDDEN, 2 * HIDDEN)
+    tensors = norms(
+        "model.input_norm1", "model.input_norm2", f"{layer}.input_layernorm", f"{layer}.post_attention_layernorm"
+    )
+    for module, shape in matrices.items():
+        tensors |= packed("gptq", module, *shape)
+    executor, plan = opened(tmp_path, target, tensors)
+    quants = {spec.name: spec.quant for spec in plan.tensors if spec.name.startswith("draft.") and len(spec.shape) == 2}
+    assert quants and all(quant is not None and quant.bits == 4 for quant in quants.values())
+    values = {
+        f"{module}.weight": plain_values(tmp_path / "draft", "gptq", module, *shape)
+        for module, shape in matrices.items()
+    }
+    check(executor, target, tensors | values, "model.", layer)
+
+
+def test_marlin_under_cpmcu_names_with_fc_in_two_halves(tmp_path, target):
+    """fc.qweight holds the matrix of the embedding and then that of the hidden state, packed apart."""
+    matrices = {f"layers.0.{name}": shape for name, shape in layer_matrices(fused=True).items()}
+    tensors = norms("input_norm1", "input_norm2", "layers.0.input_layernorm", "layers.0.post_attention_layernorm")
+    for module, shape in matrices.items():
+        tensors |= packed("marlin", module, *shape)
+    halves = [packed("marlin", half, HIDDEN, HIDDEN) for half in ("fc1", "fc2")]
+    for part in ("qweight", "scales"):
+        tensors[f"fc.{part}"] = np.concatenate([halves[0][f"fc1.{part}"], halves[1][f"fc2.{part}"]], axis=1)
+    executor, plan = opened(tmp_path, target, tensors)
+    assert plan.region("draft.fc_halves.codes").shape == (2 * HIDDEN, HIDDEN // 2)
+    apart = write_folder(tmp_path / "apart", {}, halves[0] | halves[1])
+    fc = [plain_values(apart, "marlin", half, HIDDEN, HIDDEN) for half in ("fc1", "fc2")]
+    values = {"fc.weight": np.concatenate(fc, axis=1)}
+    found = {module: plain_values(tmp_path / "draft", "marlin", module, *shape) for module, shape in matrices.items()}
+    q, k, v = np.split(found["layers.0.self_attn.qkv_proj"], [Q, Q + KV])
+    gate, up = np.split(found["layers.0.mlp.gate_up_proj"], 2)
+    for name, value in (("self_attn.q", q), ("self_attn.k", k), ("self_attn.v", v), ("mlp.gate", gate), ("mlp.up", up)):
+        values[f"layers.0.{name}_proj.weight"] = value
+    for name in _SINGLE:
+        values[f"layers.0.{name}.weight"] = found[f"layers.0.{name}"]
+    check(executor, target, tensors | values, "", "layers.0")
+
+
+def test_random_weights_need_a_config_only(tmp_path, target):
+    """A draft that is only timed: as the settings of its config.json describe it."""
+    write_folder(tmp_path / "target", TARGET | SIZES, target)
+    write_folder(tmp_path / "draft", DRAFT, {})
+    (tmp_path / "draft" / "model.safetensors").unlink()
+    settings = EngineConfig(
+        executor="reference", load_format="dummy", max_context=128, memory_budget=1 << 30,
+        draft=str(tmp_path / "draft"), speculation=SpeculationConfig("eagle2", (SHAPE,), draft_vocab=9),
+    )  # fmt: skip
+    executor, plan = open_executor(ModelFolder.open(tmp_path / "target"), settings)
+    assert plan.region("draft.lm_head").shape == (9, HIDDEN)
+    assert plan.region("draft.fc.codes").shape == (HIDDEN, HIDDEN)
+    assert executor.limits.tree_shapes == (SHAPE,)

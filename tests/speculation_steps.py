@@ -1,0 +1,47 @@
+"""One sequence on an executor, by plain and speculative steps in turn, and the settings that must not matter."""
+
+from __future__ import annotations
+
+from itertools import cycle
+
+from cpmrt.config import SamplingParams
+from cpmrt.executor import Admit, Decode, Prefill, Recall, Release, Speculate
+
+SETTINGS = {
+    "greedy": SamplingParams(),
+    "greedy with penalties": SamplingParams(repetition_penalty=1.3, frequency_penalty=0.3, logprobs=3),
+    "sampled": SamplingParams(temperature=1.0, logprobs=2),
+    "filtered": SamplingParams(temperature=0.8, top_p=0.9, top_k=9, presence_penalty=0.4),
+    "biased": SamplingParams(temperature=1.3, min_p=0.05, repetition_penalty=1.1, logit_bias=((5, 1.0),)),
+}
+
+
+def prefill(executor, slot, prompt, sampling, *, seed=3, count=12, stop=(), table=(), start=0):
+    executor.submit(Admit(slot, sampling, seed, count, stop, table)).wait()
+    if start:
+        executor.submit(Recall(slot, prompt[:start])).wait()
+    chunk = executor.limits.prefill_chunk
+    for begin in range(start, len(prompt), chunk):
+        tokens = prompt[begin : begin + chunk]
+        (result,) = executor.submit(Prefill(slot, tokens, begin, begin + chunk >= len(prompt))).wait().slots
+    return result
+
+
+def generate(executor, prompt, sampling, steps=("decode",), **arguments):
+    """All tokens and logprobs of one sequence in slot 0; `steps`: "decode" or numbers of tree shapes, in turn."""
+    results = [prefill(executor, 0, prompt, sampling, **arguments)]
+    for kind in cycle(steps):
+        step = Decode((0,)) if kind == "decode" else Speculate((0,), kind)
+        (result,) = executor.submit(step).wait().slots
+        if not result.token_ids:
+            break
+        results.append(result)
+    executor.submit(Release(0)).wait()
+    return joined(results), [len(result.token_ids) for result in results[1:]]
+
+
+def joined(results):
+    return (
+        tuple(token for result in results for token in result.token_ids),
+        tuple(entry for result in results for entry in result.logprobs),
+    )

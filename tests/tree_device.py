@@ -1,0 +1,140 @@
+"""`TreeKernels` on a GPU with arrays and rings of its own, and without a model between its launches."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from speculation_oracle import Row, Running
+
+from cpmrt.cuda import slot_state as ss
+from cpmrt.cuda.compiler import Modules
+from cpmrt.cuda.draft_state import DRAFT_TREE
+from cpmrt.cuda.launcher import Launcher
+from cpmrt.cuda.tree_kernels import TreeKernels
+from cpmrt.cuda.tree_workspace import TREE_TYPES, tree_tables
+from cpmrt.dtypes import DType
+
+VOCAB, SLOTS, PAGES, LAYERS, HEADS, HEAD_DIM, NUM_PAGES = 96, 3, 5, 3, 2, 64, 16
+MAX_ROWS = 128
+_ROW = ("token_ids", "positions", "slots", "locations")
+DRAFT_ROW = tuple(f"draft_{name}" for name in (*_ROW, "masks", "base"))
+TARGET_ROW = (*_ROW, "tree_masks", "tree_base")
+
+
+class TreeDevice:
+    """Buffers are poisoned, but for what the kernels count on. `max_context` 0: as the pages of a slot."""
+
+    def __init__(
+        self,
+        cuda: Any,
+        *,
+        width: int = 64,
+        draft_vocab: int = VOCAB,
+        offset: int = 1,
+        max_context: int = 0,
+        portable: bool = False,
+        pdl: bool = False,
+    ):
+        self.cuda, self.width, self.number = cuda, width, 0
+        self.max_context = max_context or PAGES * 64
+        rng = np.random.default_rng(3)
+        specs = tree_tables(SLOTS, self.max_context, MAX_ROWS, width)
+        host = {spec.name: np.full(spec.shape, 0x55, TREE_TYPES[spec.name]) for spec in specs}
+        self.tables = rng.permutation(NUM_PAGES)[: SLOTS * PAGES].reshape(SLOTS, PAGES).astype(np.int32)
+        pages = rng.integers(0, 2**16, (2, LAYERS, NUM_PAGES, HEADS, 64, HEAD_DIM), np.uint16)
+        self.stride = ss.command_bytes(64, PAGES)
+        host |= {
+            "draft_tree": np.zeros(DRAFT_TREE.itemsize, np.uint8),
+            "slot_states": np.zeros(SLOTS * ss.SLOT_STATE.itemsize, np.uint8),
+            "token_counts": np.zeros((SLOTS, VOCAB), np.uint32),
+            "block_tables": self.tables,
+            "step_context": np.zeros(ss.STEP_CONTEXT.itemsize, np.uint8),
+            "chunk": np.zeros(4, np.int32),
+            "k_pages": pages[0],
+            "v_pages": pages[1],
+            "results": np.zeros(ss.RING_ENTRIES * ss.RESULT_RECORD.itemsize, np.uint8),
+            "commands": np.zeros(ss.RING_ENTRIES * self.stride, np.uint8),
+        }
+        host |= {name: np.full(MAX_ROWS, 0x55, np.int32) for name in ("token_ids", "positions", "slots")}
+        self.arrays = {name: cuda.array(values) for name, values in host.items()}
+        addresses = tuple(np.uint64(self.arrays[name].data.ptr) for name in ("commands", "results"))
+        rings = SimpleNamespace(addresses=addresses, command_bytes=self.stride)
+        device = cuda.device
+        if portable:
+            device = SimpleNamespace(capability=80, is_portable=True)
+        launcher = Launcher(cuda.stream, Modules(cuda.arch, DType.BFLOAT16), use_pdl=pdl)
+        config: Any = SimpleNamespace(vocab_size=VOCAB)
+        self.kernels = TreeKernels(
+            launcher, config, self.arrays, rings, device,  # type: ignore[arg-type]
+            draft_vocab=draft_vocab, position_offset=offset,
+        )  # fmt: skip
+
+    def set(self, name: str, values: Any) -> None:
+        """The front of a buffer."""
+        target = self.arrays[name].reshape(-1)
+        values = np.ascontiguousarray(values).astype(target.dtype, copy=False).reshape(-1)
+        with self.cuda.stream:
+            target[: values.size].set(values)
+        self.cuda.sync()
+
+    def get(self, name: str) -> Any:
+        return np.ascontiguousarray(self.cuda.numpy(self.arrays[name]))
+
+    def tree(self) -> Any:
+        return self.get("draft_tree").view(DRAFT_TREE)[0]
+
+    def set_tree(self, **fields: Any) -> None:
+        tree = self.get("draft_tree").view(DRAFT_TREE)
+        for name, value in fields.items():
+            if np.ndim(value):
+                tree[0][name][: len(value)] = value
+            else:
+                tree[name] = value
+        self.set("draft_tree", tree.view(np.uint8))
+
+    def hold(self, running: Running, **sampling: Any) -> None:
+        """The sequence's state, history and pending rows; `sampling`: more fields of the state."""
+        slot = running.slot
+        states, history = self.get("slot_states").view(ss.SLOT_STATE), self.get("history")
+        counts, carry = self.get("carry_counts"), self.get("carry_hidden")
+        capacities = self.get("capacities")
+        state = states[slot]
+        fields = {"last_token": running.tokens[-1], "position": running.position, "finished": running.finished}
+        fields |= {"num_generated": running.num_generated, "max_new_tokens": running.max_new_tokens}
+        for name, value in (fields | sampling).items():
+            state[name] = value
+        state["num_stop_ids"] = len(running.stop_token_ids)
+        state["stop_ids"][: len(running.stop_token_ids)] = running.stop_token_ids
+        history[slot, : running.position] = running.tokens[:-1]  # the newest token is the state's
+        counts[slot], capacities[slot] = len(running.pending), running.capacity
+        if len(running.pending):
+            carry[slot, : len(running.pending)] = running.pending
+        for name, values in (("slot_states", states.view(np.uint8)), ("history", history), ("carry_counts", counts)):
+            self.set(name, values)
+        self.set("carry_hidden", carry)
+        self.set("capacities", capacities)
+
+    def command(self, write: Any, slot: int) -> None:
+        """The next command of the ring; `number` is its own from then on."""
+        commands, counted = self.get("commands"), int(self.get("step_context").view(ss.STEP_CONTEXT)["next_entry"][0])
+        at = counted % ss.RING_ENTRIES * self.stride
+        write(commands[at : at + self.stride], slot)
+        self.set("commands", commands)
+        self.number = counted + 1
+
+    def begin(self, running: Running, num_rows: int = 0, hidden: Any | None = None) -> None:
+        self.command(ss.write_speculate, running.slot)
+        self.kernels.speculate_begin(num_rows, hidden)
+
+    def rows(self, names: tuple[str, ...], count: int) -> list[Row]:
+        """Rows that a kernel set up."""
+        return list(zip(*(self.get(name).reshape(-1)[:count].tolist() for name in names), strict=True))
+
+    def words(self, count: int) -> list[int] | None:
+        """Of the newest answer."""
+        return ss.answered_tokens(memoryview(self.record()["words"]), self.number, count)
+
+    def record(self) -> Any:
+        return self.get("results").view(ss.RESULT_RECORD)[(self.number - 1) % ss.RING_ENTRIES]

@@ -1,0 +1,127 @@
+"""The engine with an executor that drafts: which steps it submits, what it counts, and room at the end."""
+
+from __future__ import annotations
+
+import pytest
+from scripted import TREE_SHAPES, ScriptedExecutor, plain_continuation
+
+from cpmrt.config import SamplingParams, TreeShape
+from cpmrt.engine import Engine, GenerationStats, Request
+from cpmrt.executor import Decode, ExecutorLimits, Release, Speculate, StepParts
+
+
+def request(prompt, *, new):
+    return Request(tuple(prompt), SamplingParams(max_new_tokens=new), 0, ())
+
+
+def tokens_of(engine, seq):
+    return [token for result in engine.stream(seq) for token in result.token_ids]
+
+
+def drafting(*shapes, **others):
+    return ExecutorLimits(1, 64, 16, tree_shapes=shapes, **others)
+
+
+def test_mean_accept_length_leaves_the_prefill_token_out():
+    executor = ScriptedExecutor(drafting(TreeShape.chain(3)))
+    engine = Engine(executor)
+    seq = engine.add(request([1, 2], new=20))
+    tokens_of(engine, seq)
+    num_steps = sum(isinstance(step, Speculate) for step in executor.steps)
+    stats = GenerationStats.of(seq)
+    assert stats.mean_accept_length == pytest.approx(19 / num_steps)
+    assert (stats.speculative_steps, stats.speculative_tokens) == (num_steps, 19)
+
+
+@pytest.mark.parametrize("accuracy", [0.0, 0.5, 0.9])
+def test_counts_of_draft_steps_are_those_of_their_results(accuracy):
+    shapes, results = (TreeShape.chain(4), TreeShape(1, 8, 8)), []
+    limits = drafting(*shapes, step_seconds=(1.0, 1.3, 1.1))
+    engine = Engine(ScriptedExecutor(limits, accuracy=accuracy), lambda step, result: results.append((step, result)))
+    seq = engine.add(request([1, 2], new=50))
+    tokens_of(engine, seq)
+    steps = [
+        (shapes[step.shape], len(result.slots[0].token_ids)) for step, result in results if isinstance(step, Speculate)
+    ]
+    stats = GenerationStats.of(seq)
+    assert stats.accept_histogram == tuple(sum(given == number for _, given in steps) for number in range(1, 6))
+    for depth, rate in enumerate(stats.accept_rates, 1):
+        tried = [given for shape, given in steps if shape.max_emitted > depth <= given]
+        if isinstance(results[-2][0], Speculate) and steps[-1][1] == depth:
+            tried.pop()  # the very last step (before the Release) stopped because there was enough
+        assert rate == pytest.approx(sum(given > depth for given in tried) / len(tried))
+
+
+def test_the_parts_of_a_step_are_the_executors_or_none():
+    shapes = (TreeShape.chain(2), TreeShape.chain(3))
+    for parts, expected in (((), None), ((StepParts(0.001, 0.002, 0.0005), StepParts(1, 1, 1)), (1.0, 2.0, 0.5))):
+        engine = Engine(ScriptedExecutor(drafting(*shapes, step_parts=parts)))
+        seq = engine.add(request([1], new=9))
+        tokens_of(engine, seq)
+        stats = GenerationStats.of(seq)
+        found = (stats.draft_ms, stats.verify_ms, stats.rest_ms)
+        assert found == (pytest.approx(expected) if expected else (None,) * 3)
+
+
+def test_without_drafts_there_is_nothing_to_count():
+    engine = Engine(ScriptedExecutor(ExecutorLimits(1, 64, 16)))
+    seq = engine.add(request([1], new=9))
+    tokens_of(engine, seq)
+    stats = GenerationStats.of(seq)
+    assert (stats.mean_accept_length, stats.accept_histogram, stats.accept_rates) == (None, (), ())
+
+
+@pytest.mark.parametrize(("seconds", "adaptive"), [((), True), ((1.0, 1.9, 1.0), False)])
+def test_the_first_shape_is_taken_where_costs_are_unknown_or_the_user_wants_it(seconds, adaptive):
+    executor = ScriptedExecutor(drafting(TreeShape(), TreeShape.chain(1), step_seconds=seconds), accuracy=0.0)
+    engine = Engine(executor, adaptive=adaptive)
+    tokens_of(engine, engine.add(request([1], new=30)))
+    decodes = {step for step in executor.steps if isinstance(step, (Decode, Speculate))}
+    assert decodes == {Speculate((0,), 0)}
+
+
+@pytest.mark.parametrize("run_ahead", [1, 4])
+def test_drafts_that_fail_cost_little(run_ahead):
+    seconds = (1.5, 2.2, 1.9)
+    limits = ExecutorLimits(1, 1024, 16, run_ahead, tree_shapes=(TreeShape(), TreeShape(1, 8, 8)), step_seconds=seconds)
+    executor = ScriptedExecutor(limits, accuracy=0.0)
+    engine = Engine(executor)
+    assert tokens_of(engine, engine.add(request([1], new=500))) == plain_continuation([1], 0, 500, set())
+    steps = [step for step in executor.steps if isinstance(step, (Decode, Speculate))]
+    assert any(isinstance(step, Speculate) for step in steps)
+    cost = sum(seconds[step.shape + 1] if isinstance(step, Speculate) else seconds[0] for step in steps)
+    assert cost <= 499 * 1.5 * 1.03
+
+
+def test_several_sequences_decode_plainly_and_the_last_one_is_drafted_for():
+    executor = ScriptedExecutor(ExecutorLimits(2, 64, 16, tree_shapes=(TreeShape(),)))
+    engine = Engine(executor)
+    first, second = engine.add(request([1], new=8)), engine.add(request([2], new=40))
+    tokens_of(engine, first)
+    together = executor.steps[: executor.steps.index(Release(first.slot))]
+    tokens_of(engine, second)
+    assert Decode((0, 1)) in together and {step.slots for step in together if isinstance(step, Speculate)} <= {(0,)}
+    alone = executor.steps[len(together) :]
+    assert Speculate((second.slot,), 0) in alone and not any(isinstance(step, Decode) for step in alone)
+
+
+@pytest.mark.parametrize("shapes", TREE_SHAPES)
+@pytest.mark.parametrize("num_pages", [0, 16])
+def test_a_context_that_is_filled_to_the_end(shapes, num_pages):
+    """Trees that reach past it are cut there, and nobody writes outside of the sequence's pages."""
+    for new in (1, 2, 5, 40):
+        limits = ExecutorLimits(1, 64, 16, 3, tree_shapes=shapes, num_pages=num_pages, page_size=4)
+        executor = ScriptedExecutor(limits, accuracy=0.9)
+        prompt = [5] * (64 - new)
+        engine = Engine(executor)
+        assert tokens_of(engine, engine.add(request(prompt, new=new))) == plain_continuation(prompt, 0, new, set())
+        assert sum(isinstance(step, (Decode, Speculate)) for step in executor.steps) <= new - 1
+
+
+@pytest.mark.parametrize(("prompt", "new", "pages"), [(10, 10, 8), (40, 20, 16), (1, 1, 4)])
+def test_pages_are_reserved_for_what_is_drafted_past_the_end(prompt, new, pages):
+    limits = drafting(TreeShape(), num_pages=16, page_size=4)
+    executor = ScriptedExecutor(limits)
+    engine = Engine(executor)
+    tokens_of(engine, engine.add(request([3] * prompt, new=new)))
+    assert len(executor.steps[0].block_table) == pages == -(-min(prompt + new + 11, 64) // 4)

@@ -1,0 +1,162 @@
+"""What `draft` and `speculate` come to, as arguments of LLM and as options of the command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cpmrt.cli.arguments import Parser
+from cpmrt.cli.draft_options import add_draft_options, draft_arguments
+from cpmrt.config import EngineConfig, SpeculationConfig, TreeShape
+from cpmrt.config.speculate_argument import read_speculation
+from cpmrt.config.speculation import DEFAULT_SHAPES, DRAFT_METHODS
+from cpmrt.errors import ConfigError
+
+
+def read(draft, speculate, method="eagle2"):
+    return read_speculation(draft, speculate, lambda: method)
+
+
+def not_asked():
+    pytest.fail("there is no draft to look into")
+
+
+@pytest.mark.parametrize("speculate", ["auto", "off"])
+def test_nothing_without_a_draft(speculate):
+    assert read_speculation(None, speculate, not_asked) is None
+
+
+def test_off_leaves_the_draft_out():
+    assert read_speculation("folder", "off", not_asked) is None
+
+
+@pytest.mark.parametrize("method", ["eagle2", "eagle3", "model"])
+def test_auto_takes_the_shapes_of_the_drafts_method(method):
+    assert read("folder", "auto", method) == SpeculationConfig(method, DEFAULT_SHAPES[method], is_adaptive=True)
+
+
+@pytest.mark.parametrize(("draft", "speculate"), [
+    ("lookup", "auto"), ("lookup", {}), (None, {"method": "lookup"}), ("lookup", {"method": "lookup"}),
+])  # fmt: skip
+def test_lookup_needs_no_files(draft, speculate):
+    assert read_speculation(draft, speculate, not_asked) == SpeculationConfig("lookup", DEFAULT_SHAPES["lookup"])
+
+
+def test_the_default_shapes():
+    assert DEFAULT_SHAPES.keys() == set(DRAFT_METHODS)
+    assert DEFAULT_SHAPES["eagle2"][0] == DEFAULT_SHAPES["eagle3"][0] == TreeShape(2, 10, 12)
+    for method in ("model", "lookup"):
+        assert {shape.num_passes for shape in DEFAULT_SHAPES[method]} == {3, 5, 8}
+    for method, shapes in DEFAULT_SHAPES.items():
+        SpeculationConfig(method, shapes)
+        assert len(set(shapes)) == len(shapes)
+
+
+@pytest.mark.parametrize(("method", "wishes", "shape"), [
+    ("eagle2", {"num_passes": 4, "top_k": 10, "tree_size": 32}, TreeShape(4, 10, 32)),
+    ("eagle2", {"num_passes": 3}, TreeShape(3, 10, 12)),
+    ("eagle3", {"tree_size": 24}, TreeShape(2, 10, 24)),
+    ("eagle2", {"num_passes": 1, "top_k": 4}, TreeShape(1, 4, 5)),
+    ("eagle2", {"num_passes": 5, "top_k": 1}, TreeShape.chain(5)),
+    ("model", {"num_passes": 6}, TreeShape.chain(6)),
+    ("model", {"tree_size": 5}, TreeShape.chain(4)),
+    ("model", {"num_passes": 6, "top_k": 1, "tree_size": 4}, TreeShape(6, 1, 4)),
+])  # fmt: skip
+def test_one_tree_is_taken_always(method, wishes, shape):
+    assert read("folder", wishes, method) == SpeculationConfig(method, (shape,), is_adaptive=False)
+    assert read("folder", wishes | {"adaptive": True}, method).is_adaptive
+
+
+def test_a_list_of_trees():
+    found = read("folder", {"shapes": [(2, 10, 12), [1, 4, 5], TreeShape(3, 2, 6)]})
+    assert found == SpeculationConfig("eagle2", (TreeShape(), TreeShape(1, 4, 5), TreeShape(3, 2, 6)))
+    assert not read("folder", {"shapes": [(2, 10, 12)], "adaptive": False}).is_adaptive
+
+
+@pytest.mark.parametrize("vocab", [32768, "some/freq_32768.json", Path("some/freq_32768.json")])
+def test_what_concerns_the_draft_itself(vocab):
+    found = read("folder", {"draft_vocab": vocab, "window": 1024, "head_bits": 4, "residual_scale": "cpmcu"})
+    expected = str(vocab) if isinstance(vocab, Path) else vocab
+    assert (found.draft_vocab, found.window, found.head_bits, found.residual_scale) == (expected, 1024, 4, "cpmcu")
+    assert found.shapes == DEFAULT_SHAPES["eagle2"] and found.is_adaptive
+
+
+@pytest.mark.parametrize(("draft", "speculate", "message"), [
+    ("d", "on", "expected auto | off | an object, got 'on'"),
+    ("d", 3, "got 3"),
+    (None, {}, "needs a draft"),
+    (None, {"method": "model"}, "needs a draft"),
+    ("d", {"depth": 3, "top_k": 2}, "unknown keys: expected .*num_passes.* got 'depth'"),
+    ("d", {"method": "eagle3"}, "method: expected eagle2, as the draft is, got 'eagle3'"),
+    ("d", {"method": "lookup"}, "method: expected eagle2"),
+    ("lookup", {"method": "model"}, "method: expected lookup"),
+    ("d", {"shapes": [(2, 10, 12)], "top_k": 3}, "shapes and top_k exclude each other"),
+    ("d", {"shapes": "2,10,12"}, "a list of"),
+    ("d", {"shapes": [(2, 10)]}, "a list of"),
+    ("d", {"shapes": []}, "at least one tree shape"),
+    ("d", {"shapes": [("2", 10, 12)]}, "num_passes"),
+    ("d", {"num_passes": 0}, "num_passes"),
+    ("d", {"num_passes": True}, "num_passes"),
+    ("d", {"tree_size": 65}, "tree_size"),
+    ("d", {"adaptive": "yes"}, "adaptive: expected true or false"),
+    ("d", {"draft_vocab": 0}, "draft_vocab"),
+    ("d", {"draft_vocab": ""}, "draft_vocab"),
+    ("d", {"draft_vocab": 1.5}, "draft_vocab"),
+    ("d", {"window": "1k"}, "window"),
+    ("d", {"head_bits": 3}, "head_bits"),
+    ("d", {"residual_scale": "llama"}, "residual_scale"),
+    ("lookup", {"window": 5}, "window means nothing to method lookup"),
+    ("lookup", {"top_k": 2}, "lookup drafts chains"),
+])  # fmt: skip
+def test_wishes_that_cannot_be(draft, speculate, message):
+    with pytest.raises(ConfigError, match=message):
+        read(draft, speculate)
+
+
+@pytest.mark.parametrize(("method", "wishes"), [
+    ("eagle3", {"draft_vocab": 99}), ("model", {"draft_vocab": 99}), ("model", {"window": 9}), ("model", {"top_k": 2}),
+])  # fmt: skip
+def test_wishes_that_the_method_cannot_fulfil(method, wishes):
+    with pytest.raises(ConfigError, match=method):
+        read("folder", wishes, method)
+
+
+@pytest.mark.parametrize(("line", "expected"), [
+    ("", {"draft": None, "speculate": "auto"}),
+    ("--draft eagle2", {"draft": "eagle2", "speculate": "auto"}),
+    ("--draft eagle2 --speculate off --tree-size 9", {"draft": "eagle2", "speculate": "off"}),
+    ("--draft e --draft-iters 4 --draft-topk 8 --tree-size 24",
+     {"draft": "e", "speculate": {"num_passes": 4, "top_k": 8, "tree_size": 24}}),
+    ("--draft e --draft-iters 4 --speculate auto", {"draft": "e", "speculate": {"num_passes": 4, "adaptive": True}}),
+    ("--draft e --draft-vocab 8192 --draft-window 512 --draft-head-bits 8",
+     {"draft": "e", "speculate": {"draft_vocab": 8192, "window": 512, "head_bits": 8}}),
+    ("--draft e --draft-vocab a/freq_9.json", {"draft": "e", "speculate": {"draft_vocab": "a/freq_9.json"}}),
+])  # fmt: skip
+def test_the_options_of_the_command_line(line, expected):
+    parser = Parser(prog="cpmrt test")
+    add_draft_options(parser)
+    assert draft_arguments(parser.parse_args(line.split())) == expected
+
+
+EAGLE = SpeculationConfig("eagle2")
+
+
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"draft": "d"}, "draft: expected nothing, got 'd'"),
+    ({"speculation": EAGLE}, "draft: expected a draft model"),
+    ({"draft": "d", "speculation": SpeculationConfig("lookup", DEFAULT_SHAPES["lookup"])}, "expected nothing"),
+    ({"simulate_accept": 2.0}, "simulate_accept needs speculation"),
+    ({"draft": "d", "speculation": EAGLE, "simulate_accept": 3.5}, r"a number in \[1, 3\]"),
+    ({"draft": "d", "speculation": EAGLE, "simulate_accept": 0.9}, "simulate_accept"),
+    ({"draft": "d", "speculation": EAGLE, "simulate_accept": "2"}, "simulate_accept"),
+    ({"draft": "d", "speculation": EAGLE, "simulate_accept": float("nan")}, "simulate_accept"),
+])  # fmt: skip
+def test_engine_settings_that_contradict_each_other(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig(**settings)
+
+
+def test_accept_lengths_up_to_what_the_tree_can_give():
+    for accept in (1, 2.5, 3.0):
+        assert EngineConfig(draft="d", speculation=EAGLE, simulate_accept=accept).simulate_accept == accept
