@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from cpmrt.config import EngineConfig, ModelConfig, SamplingParams
+from cpmrt.config import EngineConfig, ModelConfig, SamplingParams, SparseSetting
 from cpmrt.dtypes import F32
 from cpmrt.engine import Engine, Request
 from cpmrt.engine.engine import StepListener
@@ -19,6 +19,7 @@ from cpmrt.memory.plan import MemoryPlan
 from cpmrt.reference import assembly as reference
 from cpmrt.reference.sampling import log_softmax
 from cpmrt.text import ChatTemplate, Tokenizer
+from cpmrt.weights.draft_choice import with_speculation
 from cpmrt.weights.model_folder import ModelFolder
 
 Prompt = str | Sequence[int]
@@ -33,7 +34,18 @@ class LLM:
     context, what is free). `lm_head_bits` 8 or 4 rounds the output head to that many bits.
     `prefix_cache` (`engine.prefix_cache`) spares a prompt what an earlier one, or its answer, has computed already;
     the bits that a prefill rounds off may then differ, as they do between values of `prefill_chunk`.
+
+    `draft` makes decoding faster and changes no token: a folder or hub id of an EAGLE draft or of a smaller model with
+    the same tokenizer, the name of a folder within the model's own, or "lookup", which needs no model. `speculate`:
+    "auto" (a few tree shapes, of which the engine takes the one that pays off, or none), "off", or an object with any
+    of num_passes, top_k, tree_size (one tree), shapes (a list of those three), adaptive, draft_vocab (FR-Spec: how many
+    tokens, or a file that lists them), window, head_bits, residual_scale, method (`config.speculate_argument`).
+    `simulate_accept`, for benchmarks on random weights, makes a draft step give that many tokens on average: the text
+    is then meaningless.
+
     `load_format="dummy"` fills the config with seeded random weights. `hf_overrides` replace keys of config.json.
+    `sparse`: "auto" (block-sparse attention if config.json has a sparse_config), "off", or fields of it that replace
+    those of config.json or the defaults, such as {"topk": 32}, {} (`config.sparse`).
     `on_step` is called with every step and its result (`engine.step_log.StepLog` writes them).
 
     Raises CheckpointError, ConfigError, UnsupportedModelError, MemoryPlanError or NoDeviceError.
@@ -51,12 +63,16 @@ class LLM:
         load_format: str = "auto",
         seed: int = 0,
         hf_overrides: Mapping[str, Any] | None = None,
+        sparse: SparseSetting = "auto",
         prefill_chunk: int = 512,
         max_sequences: int = 1,
         cuda_graphs: bool = True,
         dependent_launch: bool = True,
         lm_head_bits: int | None = None,
         prefix_cache: bool = True,
+        draft: str | Path | None = None,
+        speculate: str | Mapping[str, Any] = "auto",
+        simulate_accept: float | None = None,
         on_step: StepListener | None = None,
     ):
         settings = EngineConfig(
@@ -64,13 +80,17 @@ class LLM:
             cuda_graphs, dependent_launch, lm_head_bits, prefix_cache,
         )  # fmt: skip
         is_dummy = load_format == "dummy"
-        folder = ModelFolder.open(model, revision=revision, weights=not is_dummy, hf_overrides=hf_overrides)
+        folder = ModelFolder.open(
+            model, revision=revision, weights=not is_dummy, hf_overrides=hf_overrides, sparse=sparse
+        )  # fmt: skip
+        settings = with_speculation(settings, folder, draft, speculate, simulate_accept)
         self.config: ModelConfig = folder.config
         self._seed, self._num_requests = seed, 0
         self.tokenizer = _open_tokenizer(folder, is_dummy)
         self.chat_template = ChatTemplate.open(folder.path)
         self._executor, self._plan = _open_executor(folder, settings)
-        self._engine = Engine(self._executor, on_step, prefix_cache=prefix_cache)
+        adaptive = settings.speculation is None or settings.speculation.is_adaptive
+        self._engine = Engine(self._executor, on_step, prefix_cache=prefix_cache, adaptive=adaptive)
 
     def generate(self, prompt: Prompt, params: SamplingParams | None = None) -> Completion:
         """Continue a prompt (text, or token ids taken as they are). Raises RequestError, ContextLengthError."""

@@ -16,6 +16,7 @@ from cpmrt.bench.work import decode_bytes, prefill_flops
 from cpmrt.config import ModelConfig, SamplingParams
 from cpmrt.dtypes import F32
 from cpmrt.engine import Engine, Request, Sequence
+from cpmrt.engine.accept_counts import AcceptCounts
 from cpmrt.executor import Admit, Decode, Executor, ExecutorLimits, Pending, Prefill, Speculate, Step, StepResult
 from cpmrt.tensor_spec import TensorSpec
 
@@ -40,7 +41,8 @@ class Measurement:
     reading the result, the engine and the benchmark's own clock; `host_us_p99` is the 99th percentile, in which the
     monitor's readings and Python's garbage collector show. `submit_us_per_step` is the part inside `Executor.submit`.
     `first_token_ms` is from a request to its first token. The spans are those of every repeat, in seconds of
-    `perf_counter`.
+    `perf_counter`. What the draft steps of all sequences gave is as in `GenerationStats`; with `is_simulated` it was
+    forced, and so is the decode rate.
     """
 
     case: Case
@@ -56,6 +58,13 @@ class Measurement:
     host_us_p99: float = 0.0
     submit_us_per_step: float = 0.0
     num_decoded: int = 0
+    is_simulated: bool = False
+    mean_accept_length: float | None = None
+    accept_histogram: tuple[int, ...] = ()
+    accept_rates: tuple[float, ...] = ()
+    draft_ms: float | None = None
+    verify_ms: float | None = None
+    rest_ms: float | None = None
     step_ms: list[float] = field(default_factory=list, repr=False)
     prefill_spans: list[Span] = field(default_factory=list, repr=False)
     decode_spans: list[Span] = field(default_factory=list, repr=False)
@@ -69,14 +78,17 @@ def measure(
     repeats: int,
     itemsize: int,
     tensors: tuple[TensorSpec, ...] | None = None,
+    adaptive: bool = True,
+    simulated: bool = False,
 ) -> Measurement:
     """Run the case once to warm up, then `repeats` times.
 
-    `itemsize` = bytes of a stored weight or KV element; `tensors` as in `work.decode_bytes`.
+    `itemsize` = bytes of a stored weight or KV element; `tensors` as in `work.decode_bytes`, `adaptive` as for the
+    engine; `simulated`: the executor forces accept lengths.
 
     Raises ContextLengthError if the case does not fit the executor's context.
     """
-    runs = [_Run(executor, config, case, seed=index) for index in range(repeats + 1)][1:]
+    runs = [_Run(executor, config, case, seed=index, adaptive=adaptive) for index in range(repeats + 1)][1:]
     result = Measurement(case)
     result.prefill_s = median(run.prefill_s for run in runs)
     result.prefill_tokens_per_s = case.prompt_tokens * case.sequences / result.prefill_s
@@ -84,6 +96,8 @@ def measure(
     result.prefill_tflops = flops / result.prefill_s / 1e12
     result.first_token_ms = median(ms for run in runs for ms in run.first_token_ms)
     result.prefill_spans = [(run.started, run.prefilled) for run in runs]
+    _add_accepts(result, executor.limits, [counts for run in runs for counts in run.accepts])
+    result.is_simulated = simulated and result.mean_accept_length is not None
     runs = [run for run in runs if run.step_s]
     if runs:
         _add_decode(result, runs, lambda run: decode_bytes(config, run.mean_context, case.sequences, itemsize, tensors))
@@ -103,6 +117,19 @@ def _add_decode(result: Measurement, runs: list[_Run], step_bytes: Callable[[_Ru
     result.decode_spans = [(run.prefilled, run.prefilled + run.decode_s) for run in runs]
 
 
+def _add_accepts(result: Measurement, limits: ExecutorLimits, counts: list[AcceptCounts]) -> None:
+    if not counts:
+        return
+    total = AcceptCounts(limits)
+    for one in counts:
+        total.merge(one)
+    if not total.num_steps:
+        return
+    result.mean_accept_length = total.num_tokens / total.num_steps
+    result.accept_histogram, result.accept_rates = tuple(total.histogram), total.rates
+    result.draft_ms, result.verify_ms, result.rest_ms = total.parts_ms
+
+
 def _p99(ascending: list[float]) -> float:
     return ascending[ceil(len(ascending) * 0.99) - 1]
 
@@ -118,10 +145,10 @@ class _Run:
     figure. Decode counts from the moment every sequence has its first token until the first of them ends.
     """
 
-    def __init__(self, executor: Executor, config: ModelConfig, case: Case, seed: int):
+    def __init__(self, executor: Executor, config: ModelConfig, case: Case, seed: int, adaptive: bool):
         timed = _TimedExecutor(executor)
         self._times, self._waited_before = timed.times, 0.0
-        engine = Engine(timed, self._note)
+        engine = Engine(timed, self._note, adaptive=adaptive)
         requests = list(_requests(executor.limits, config, case, seed))
         self.prefill_s, self.step_s, self.host_s = 0.0, list[float](), list[float]()
         self._decodes = False
@@ -143,6 +170,7 @@ class _Run:
         self._decodes = False
         while not all(map(_finish_reason, sequences)):
             engine.advance()
+        self.accepts = [seq.accepts for seq in sequences if seq.accepts is not None]
         self.first_token_ms = [(seq.first_token_at - seq.added_at) * 1e3 for seq in sequences]
 
     def _note(self, step: Step, result: StepResult) -> None:

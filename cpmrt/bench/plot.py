@@ -37,7 +37,8 @@ def plot(report: Report, path: Path) -> None:
     panels[-1].set_xlabel("s")
     panels[0].legend(loc="upper right")
     device = report.device.get("name", "CPU")
-    figure.suptitle(f"{report.model}, {report.dtype}, executor {report.executor}, {device}, {report.date[:10]}")
+    kinds = ", ".join([report.dtype, *report.speculation])
+    figure.suptitle(f"{report.model}, {kinds}, executor {report.executor}, {device}, {report.date[:10]}")
     try:
         figure.savefig(path, dpi=120)
     except OSError as error:

@@ -80,10 +80,22 @@ class Report:
     plan_bytes: dict[str, int]
     max_context: int
     quantization: list[str] = field(default_factory=list)
+    draft: str | None = None
+    """Of speculative decoding; None: plain."""
+    simulated_accept: float | None = None
+    """The accept length was not measured but forced."""
     read_gb_per_s: float | None = None
     process_to_first_token_s: float | None = None
     cases: list[CaseReport] = field(default_factory=list)
     samples: Samples = field(default_factory=Samples)
+
+    @property
+    def speculation(self) -> list[str]:
+        """What a reader must know of the draft; empty without one."""
+        if self.draft is None:
+            return []
+        simulated = self.simulated_accept
+        return [f"draft {self.draft}", *([] if simulated is None else [f"simulated accept length {simulated:g}"])]
 
     def record(self) -> dict[str, Any]:
         """Everything, ready for JSON."""

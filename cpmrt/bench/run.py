@@ -15,9 +15,10 @@ from typing import Any
 from cpmrt.bench.measure import Case, measure
 from cpmrt.bench.monitor import Monitor
 from cpmrt.bench.report import CaseReport, Report
-from cpmrt.bench.shapes import shape_config
+from cpmrt.bench.shapes import draft_configs, shape_config
 from cpmrt.bench.startup import seconds_to_first_token
 from cpmrt.config import EngineConfig
+from cpmrt.config.speculate_argument import LOOKUP
 from cpmrt.cuda.bandwidth import pci_bus_id, read_bandwidth
 from cpmrt.cuda.device import Device, open_device
 from cpmrt.dtypes import DType
@@ -30,10 +31,16 @@ Listener = Callable[[CaseReport], None]
 
 
 @contextmanager
-def shape_folder(shape: str) -> Iterator[str]:
-    """A folder with the config.json of a named shape and nothing else. Raises ConfigError."""
+def shape_folder(shape: str, draft_changes: Mapping[str, Any] | None = None) -> Iterator[str]:
+    """A folder with the config.json of a named shape, and in folders within it those of its drafts; nothing else.
+
+    `draft_changes` are keys for the drafts' configs. Raises ConfigError.
+    """
     with tempfile.TemporaryDirectory(prefix="cpmrt-shape-") as folder:
         Path(folder, "config.json").write_text(json.dumps(shape_config(shape)))
+        for name, config in draft_configs(shape).items():
+            Path(folder, name).mkdir()
+            Path(folder, name, "config.json").write_text(json.dumps(config | dict(draft_changes or {})))
         yield folder
 
 
@@ -61,8 +68,10 @@ def run_benchmark(
             _check_cases(cases, llm.max_context)
             itemsize = (DType.FLOAT32 if report.executor == "reference" else DType.BFLOAT16).itemsize
             for case in cases:
-                weights = llm.plan.tensors
-                result = measure(llm.executor, llm.config, case, repeats=repeats, itemsize=itemsize, tensors=weights)
+                result = measure(
+                    llm.executor, llm.config, case, repeats=repeats, itemsize=itemsize, tensors=llm.plan.tensors,
+                    adaptive=llm.engine.adaptive, simulated=settings.get("simulate_accept") is not None,
+                )  # fmt: skip
                 report.cases.append(CaseReport.of(result, monitor.samples, bandwidth))
                 listener(report.cases[-1])
     if times_startup:
@@ -96,6 +105,8 @@ def _report(
         plan_bytes=llm.plan.part_bytes,
         max_context=llm.max_context,
         quantization=quantisation_facts(llm.config.quantization, llm.plan.tensors),
+        draft=(settings.get("draft") or LOOKUP) if llm.executor.limits.tree_shapes else None,
+        simulated_accept=settings.get("simulate_accept"),
     )
 
 

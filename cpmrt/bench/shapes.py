@@ -41,6 +41,27 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
+_OF_A_LAYER = (
+    "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size", "rms_norm_eps",
+    "torch_dtype",
+)  # fmt: skip
+
+
+def draft_configs(name: str) -> dict[str, dict[str, Any]]:
+    """The config.json objects of EAGLE drafts for a shape, each by the name of its folder: one layer of the same size.
+
+    The EAGLE-3 draft has a head of half the vocabulary, at most 32768 rows.
+    """
+    target = shape_config(name)
+    layer = {key: target[key] for key in _OF_A_LAYER} | {"num_hidden_layers": 1}
+    depth = {"scale_depth": target["scale_depth"], "mup_denominator": target["num_hidden_layers"]}
+    head = {"draft_vocab_size": min(target["vocab_size"] // 2, 2**15)}
+    return {
+        "eagle2": {"architectures": ["EagleMiniCPMForCausalLM"], **layer, **depth},
+        "eagle3": {"architectures": ["LlamaForCausalLMEagle3"], **layer, **head},
+    }
+
+
 def shape_config(name: str) -> dict[str, Any]:
     """The config.json object of a named shape. Raises ConfigError. The position limit is raised to 131072."""
     if name not in SHAPES:

@@ -12,6 +12,7 @@ _COLUMNS: tuple[tuple[str, Callable[[CaseReport], str]], ...] = (
     ("TFLOP/s", lambda case: _number(case.measurement.prefill_tflops, 1)),
     ("first token ms", lambda case: _number(case.measurement.first_token_ms, 2)),
     ("decode tok/s", lambda case: _decode(case, case.measurement.decode_tokens_per_s, 1)),
+    ("accept", lambda case: _accept(case)),
     ("p50 ms", lambda case: _decode(case, case.measurement.step_ms_p50, 3)),
     ("p99 ms", lambda case: _decode(case, case.measurement.step_ms_p99, 3)),
     ("GB/s", lambda case: _decode(case, case.measurement.decode_gb_per_s)),
@@ -35,7 +36,7 @@ def summary(report: Report) -> str:
         facts.insert(0, f"memory reads {report.read_gb_per_s:,.0f} GB/s")
     if report.process_to_first_token_s is not None:
         facts.append(f"a fresh process gives its first token after {report.process_to_first_token_s:.2f} s")
-    kinds = ", ".join([report.dtype, *report.quantization])
+    kinds = ", ".join([report.dtype, *report.quantization, *report.speculation])
     return f"{report.model}, {kinds}, executor {report.executor} on {where}\n{'; '.join(facts)}\n"
 
 
@@ -55,9 +56,18 @@ def line(case: CaseReport) -> str:
     share = "" if case.read_share is None else f" ({case.read_share:.1%} of the read bandwidth)"
     return (
         f"{result.case}: prefill {result.prefill_tokens_per_s:,.0f} tok/s {result.prefill_tflops:.0f} TFLOP/s, "
-        f"decode {result.decode_tokens_per_s:.1f} tok/s, step {result.step_ms_p50:.3f} ms p99 "
+        f"decode {result.decode_tokens_per_s:.1f} tok/s{_with_accept(case)}, step {result.step_ms_p50:.3f} ms p99 "
         f"{result.step_ms_p99:.3f}, {result.decode_gb_per_s:.0f} GB/s{share}, host {result.host_us_per_step:.1f} us"
     )
+
+
+def _accept(case: CaseReport) -> str:
+    result = case.measurement
+    return _number(result.mean_accept_length, 2) + " simulated" * result.is_simulated
+
+
+def _with_accept(case: CaseReport) -> str:
+    return "" if case.measurement.mean_accept_length is None else f" at accept length {_accept(case)}"
 
 
 def _number(value: float | None, digits: int = 0) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from cpmrt.config import EngineConfig, ModelConfig
-from cpmrt.memory.kv_pages import KVLayout
+from cpmrt.memory.kv_pages import PAGE_SIZE, KVLayout
+from cpmrt.models.draft import PREFIX
 from cpmrt.models.planning import weight_specs
 from cpmrt.tensor_spec import TensorSpec
 
@@ -13,22 +14,44 @@ from cpmrt.tensor_spec import TensorSpec
 def decode_bytes(
     config: ModelConfig, context: int, rows: int, itemsize: int, tensors: Iterable[TensorSpec] | None = None
 ) -> int:
-    """Bytes one decode step of `rows` sequences reads: every weight once, each sequence's keys and values once.
+    """Bytes one decode step of `rows` sequences reads: every weight once, each sequence's keys and values once; with
+    sparse attention those of the chosen blocks, and every compressed key.
 
     The embedding table counts only where it is also the head; its few rows and all activations are left out.
-    `tensors`: the weights as they are held (None: as config.json says).
+    `tensors`: the weights as they are held (None: as config.json says); those of a draft do not count.
     """
-    sizes = {spec.name: spec.num_bytes(itemsize) for spec in tensors or weight_specs(config, EngineConfig())}
+    specs = tensors or weight_specs(config, EngineConfig())
+    sizes = {spec.name: spec.num_bytes(itemsize) for spec in specs if not spec.name.startswith(PREFIX)}
     if "lm_head" in sizes:
         del sizes["embed_tokens"]
     per_token = KVLayout.of(config, 1, 1).elements_per_token
-    return sum(sizes.values()) + rows * context * per_token * itemsize
+    elements = _seen_tokens(config, context) * per_token
+    if _seen_tokens(config, context) < context:
+        elements += (context // 16 + context // 64) * per_token // 2
+    return sum(sizes.values()) + rows * elements * itemsize
+
+
+def _seen_tokens(config: ModelConfig, num_tokens: int) -> int:
+    """How many of `num_tokens` tokens the last of them looks at."""
+    sparse = config.sparse
+    if sparse is None or not sparse.leaves_out(num_tokens):
+        return num_tokens
+    return sparse.num_selected * PAGE_SIZE - -num_tokens % PAGE_SIZE
 
 
 def prefill_flops(config: ModelConfig, num_tokens: int, start: int = 0) -> int:
     """Floating-point operations of `num_tokens` prompt tokens behind `start` cached ones, the head once."""
     layer = config.hidden_size * (2 * config.q_size + 2 * config.kv_size + 3 * config.intermediate_size)
     linear = 2 * num_tokens * config.num_layers * layer
-    visible = num_tokens * start + num_tokens * (num_tokens + 1) // 2
-    attention = 4 * config.num_layers * config.q_size * visible
+    attention = config.num_layers * config.q_size * _attention_flops(config, num_tokens, start)
     return linear + attention + 2 * config.hidden_size * config.vocab_size
+
+
+def _attention_flops(config: ModelConfig, num_tokens: int, start: int) -> int:
+    """Of one layer, for each of its query elements; with sparse attention also those of the scores."""
+    if config.sparse is None:
+        return 4 * (num_tokens * start + num_tokens * (num_tokens + 1) // 2)
+    lengths = range(start + 1, start + num_tokens + 1)
+    seen = sum(_seen_tokens(config, length) for length in lengths)
+    scored = sum(length // 16 + length // 64 for length in lengths if config.sparse.leaves_out(length))
+    return 4 * seen + 2 * scored

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, NoReturn, Protocol
 
-from cpmrt.config import EngineConfig, SamplingParams
+from cpmrt.cli.draft_options import add_draft_options, draft_arguments
+from cpmrt.config import EngineConfig, SamplingParams, SparseSetting
 from cpmrt.config.engine import parse_bytes
 from cpmrt.config.quantization import GROUP_SIZES
 from cpmrt.errors import ConfigError
@@ -72,6 +73,18 @@ def add_hf_overrides(parser: Options) -> None:
     )
 
 
+def add_sparse(parser: Options) -> None:
+    """--sparse."""
+    parser.add_argument(
+        "--sparse", type=_sparse_setting, default="auto", metavar="SETTING",
+        help="sparse attention: auto (as config.json says), off, or a JSON object of its fields (default: %(default)s)",
+    )  # fmt: skip
+
+
+def _sparse_setting(text: str) -> SparseSetting:
+    return text if text in ("auto", "off") else json_object(text)
+
+
 def add_prefix_cache(parser: Options) -> None:
     """--no-prefix-cache."""
     parser.add_argument(
@@ -97,8 +110,29 @@ def overrides_with_weight_bits(args: argparse.Namespace) -> dict[str, Any] | Non
     overrides: dict[str, Any] | None = args.hf_overrides
     if args.weight_bits is None:
         return overrides
-    settings = {"quant_method": "gptq", "bits": 4, "group_size": args.group_size, "sym": True, "desc_act": False}
-    return (overrides or {}) | {"quantization_config": settings if args.weight_bits == 4 else None}
+    return (overrides or {}) | {"quantization_config": _gptq_settings(args) if args.weight_bits == 4 else None}
+
+
+def add_draft_weight_bits(parser: Options) -> None:
+    """--draft-weight-bits."""
+    parser.add_argument(
+        "--draft-weight-bits", type=int, choices=(4, 16), default=16, metavar="BITS",
+        help="with --shape: of its drafts (--draft eagle2 or eagle3), 4 as --weight-bits 4 (default: %(default)s)",
+    )  # fmt: skip
+
+
+def draft_changes(args: argparse.Namespace) -> dict[str, Any]:
+    """Keys for the config.json of a shape's drafts. Raises UsageError without --shape."""
+    if args.draft_weight_bits == 16:
+        return {}
+    if not args.shape:
+        raise UsageError("--draft-weight-bits needs --shape: a draft of its own folder has its own bits")
+    return {"quantization_config": _gptq_settings(args)}
+
+
+def _gptq_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """The quantization_config of symmetric 4-bit weights in groups of --group-size."""
+    return {"quant_method": "gptq", "bits": 4, "group_size": args.group_size, "sym": True, "desc_act": False}
 
 
 # Option -> (type, metavar, help). The name is the field's, with dashes.
@@ -124,7 +158,7 @@ _SAMPLING_OPTIONS: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "frequency_penalty": (float, "X", "the same, for each time they were generated"),
 }
 _LLM_ENGINE_FIELDS = ("executor", "dtype", "max_context", "memory_budget", "load_format", "seed", "lm_head_bits")
-_LLM_FIELDS = ("model", "revision", "hf_overrides", "prefix_cache")
+_LLM_FIELDS = ("model", "revision", "hf_overrides", "sparse", "prefix_cache")
 _NOT_FROM_OPTIONS = ("seed",)
 """Left to the engine's seed, so that one --seed repeats a whole run and the turns of a chat still differ."""
 
@@ -140,12 +174,14 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     add_model_source(group)
     add_engine_options(group, *_LLM_ENGINE_FIELDS)
     add_hf_overrides(group)
+    add_sparse(group)
     add_prefix_cache(group)
+    add_draft_options(parser)
 
 
 def llm_arguments(args: argparse.Namespace) -> dict[str, Any]:
     """Keyword arguments of `LLM` from the options of `add_model_options`."""
-    return {name: getattr(args, name) for name in (*_LLM_FIELDS, *_LLM_ENGINE_FIELDS)}
+    return {name: getattr(args, name) for name in (*_LLM_FIELDS, *_LLM_ENGINE_FIELDS)} | draft_arguments(args)
 
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:

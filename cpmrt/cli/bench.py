@@ -19,12 +19,16 @@ from cpmrt.bench.run import run_benchmark, shape_folder
 from cpmrt.bench.shapes import SHAPES
 from cpmrt.cli.arguments import (
     UsageError,
+    add_draft_weight_bits,
     add_engine_options,
     add_hf_overrides,
     add_model_source,
+    add_sparse,
     add_weight_bits,
+    draft_changes,
     overrides_with_weight_bits,
 )
+from cpmrt.cli.draft_options import add_draft_options, draft_arguments
 from cpmrt.cli.output import note, printable, write, write_table
 from cpmrt.errors import CpmrtError
 from cpmrt.weights.model_folder import BUNDLED
@@ -40,6 +44,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_model_source(parser, positional=True)
     parser.add_argument("--shape", choices=SHAPES, help="random weights in this shape, instead of MODEL")
     add_weight_bits(parser)
+    add_draft_weight_bits(parser)
     parser.add_argument(
         "--case", dest="cases", action="append", type=_case, metavar="P:N[:S]",
         help="S sequences of P prompt and N new tokens; may be repeated (default: 1024:128)",
@@ -56,6 +61,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-graphs", action="store_true", help="launch kernel by kernel")
     parser.add_argument("--no-pdl", action="store_true", help="no kernel starts before the one before it has ended")
     add_hf_overrides(parser)
+    add_sparse(parser)
+    add_draft_options(parser)
+    parser.add_argument(
+        "--simulate-accept", type=float, metavar="TOKENS",
+        help="force the tokens of a speculative step, on average: for timing with random weights",
+    )  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
@@ -64,6 +75,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("MODEL and --shape exclude each other; see cpmrt bench --help")
     if args.weight_bits and not args.shape and args.load_format != "dummy":
         raise UsageError("--weight-bits needs random weights: --shape, or --load-format dummy")
+    changes = draft_changes(args)
     for path in filter(None, (args.json, args.plot)):
         _check_folder(path)
     if args.plot:
@@ -72,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
     with ExitStack() as stack:
         settings = _settings(args, cases)
         if args.shape:
-            settings |= {"model": stack.enter_context(shape_folder(args.shape)), "load_format": "dummy"}
+            settings |= {"model": stack.enter_context(shape_folder(args.shape, changes)), "load_format": "dummy"}
         report = run_benchmark(
             args.shape or args.model or str(BUNDLED), settings, cases, repeats=args.repeats,
             times_startup=args.startup, listener=lambda case: note(table.line(case)),
@@ -93,8 +105,15 @@ def printable_lines(text: str) -> str:
 
 def _settings(args: argparse.Namespace, cases: list[Case]) -> dict[str, Any]:
     """Keyword arguments of LLM."""
-    settings = {name: getattr(args, name) for name in ("model", "revision", *_ENGINE_FIELDS)}
+    settings = {name: getattr(args, name) for name in ("model", "revision", "sparse", *_ENGINE_FIELDS)}
     settings["hf_overrides"] = overrides_with_weight_bits(args)
+    settings |= draft_arguments(args)
+    if args.simulate_accept is not None:
+        settings["simulate_accept"] = args.simulate_accept
+        if settings["speculate"] != "off":
+            # Always the first shape: what pays off is not to be found out from forced results.
+            wishes = {} if settings["speculate"] == "auto" else settings["speculate"]
+            settings["speculate"] = wishes | {"adaptive": False}
     needed = max(case.sequences for case in cases)
     if args.max_sequences is not None and args.max_sequences < needed:
         raise UsageError(f"--max-sequences {args.max_sequences}: a case has {needed} sequences")

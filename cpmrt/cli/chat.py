@@ -32,6 +32,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--thinking", action=argparse.BooleanOptionalAction, help="let the model think first (default: its template's)"
     )
     parser.add_argument("--url", metavar="URL", help="of a running server (cpmrt serve) that has the model")
+    parser.add_argument("--stats", action="store_true", help="after each answer, what it cost")
     parser.add_argument("--api-key", metavar="KEY", help="of that server (default: $CPMRT_API_KEY)")
     add_model_options(parser)
     add_sampling_options(parser)
@@ -41,14 +42,16 @@ def run(args: argparse.Namespace) -> int:
     """Answer until the input ends; 1 if a line of piped input could not be answered."""
     params = sampling_params(args)
     if args.url is not None:
-        if args.model is not None:
-            raise UsageError("--url and --model exclude each other; see cpmrt chat --help")
+        for option in ("model", "draft", "stats"):
+            if getattr(args, option) not in (None, False):
+                raise UsageError(f"--url and --{option} exclude each other; see cpmrt chat --help")
         remote = RemoteModel(args.url, args.api_key or env.api_key(), params, args.thinking)
         return _talk(Chat(remote, Conversation(args.system), StopAtOnce(), params.max_new_tokens))
     interrupt = StopOnInterrupt()
     with LLM(**llm_arguments(args), on_step=interrupt) as llm:
         local = LocalModel(llm, params, args.thinking)
-        return _talk(Chat(local, Conversation(args.system), interrupt, params.max_new_tokens))
+        chat = Chat(local, Conversation(args.system), interrupt, params.max_new_tokens, shows_cost=args.stats)
+        return _talk(chat)
 
 
 def _talk(chat: Chat) -> int:
@@ -73,9 +76,12 @@ class Chat:
         conversation: Conversation,
         interrupt: StopOnInterrupt | StopAtOnce,
         max_new_tokens: int,
+        *,
+        shows_cost: bool = False,
     ):
         self._model, self._conversation = model, conversation
         self._interrupt, self._max_new_tokens = interrupt, max_new_tokens
+        self._shows_cost = shows_cost
 
     def check(self) -> None:
         """Raise CpmrtError if the model cannot chat at all."""
@@ -128,6 +134,8 @@ class Chat:
             note(f"(stopped after --max-new-tokens {self._max_new_tokens})")
         elif stream.finish_reason == "cancelled":
             note("(stopped)")
+        if self._shows_cost:
+            note("\n".join(stream.cost))
         return stream.text
 
 

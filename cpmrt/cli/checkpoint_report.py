@@ -53,6 +53,7 @@ def report(model: str | None, revision: str | None, hf_overrides: Mapping[str, A
         "quantization": quantization if config else _quant_method(raw),
         "sizes": {name: getattr(config, name) for name in _SIZES} if config else {},
         "rope": _used(asdict(config.rope)) if config else raw.get("rope_parameters", raw.get("rope_scaling")),
+        "sparse": asdict(config.sparse) if config and config.sparse else None,
         "scales": {name: getattr(config, name) for name in _SCALES} if config else {},
         "special_ids": {"bos": config.bos_token_id, "eos": list(config.eos_token_ids)} if config else {},
         "tokenizer": _tokenizer(path, problems),

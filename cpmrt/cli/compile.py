@@ -18,11 +18,12 @@ from cpmrt.cli.arguments import (
     add_engine_options,
     add_hf_overrides,
     add_model_source,
+    add_sparse,
     add_weight_bits,
     overrides_with_weight_bits,
 )
 from cpmrt.cli.output import printable, write
-from cpmrt.config import EngineConfig, ModelConfig
+from cpmrt.config import EngineConfig, ModelConfig, with_sparse_setting
 from cpmrt.cuda import cubin_cache
 from cpmrt.cuda.ahead_of_time import known_device, modules_of
 from cpmrt.cuda.assembly import storage_dtype
@@ -51,6 +52,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_weight_bits(parser)
     add_engine_options(parser, "dtype", "prefill_chunk", "max_sequences", "lm_head_bits")
     add_hf_overrides(parser)
+    add_sparse(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -83,10 +85,12 @@ def _configs(args: argparse.Namespace) -> Iterator[ModelConfig]:
     shapes = [args.shape] if args.shape else [] if args.model else list(SHAPES)
     overrides = overrides_with_weight_bits(args)
     for shape in shapes:
-        yield ModelConfig.from_hf(shape_config(shape) | (overrides or {}))
+        yield ModelConfig.from_hf(with_sparse_setting(shape_config(shape) | (overrides or {}), args.sparse))
     if not args.shape:
         source = args.model or str(BUNDLED)
-        yield ModelFolder.open(source, revision=args.revision, weights=False, hf_overrides=overrides).config
+        yield ModelFolder.open(
+            source, revision=args.revision, weights=False, hf_overrides=overrides, sparse=args.sparse
+        ).config  # fmt: skip
 
 
 def _wanted(configs: list[ModelConfig], settings: EngineConfig, device: Device) -> Iterator[tuple[DType, list[Module]]]:

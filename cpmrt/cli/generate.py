@@ -19,6 +19,7 @@ from cpmrt.cli.arguments import (
     llm_arguments,
     sampling_params,
 )
+from cpmrt.cli.cost import cost_lines, summary
 from cpmrt.cli.listeners import PrefillProgress, step_log, tell
 from cpmrt.cli.output import note, write, write_json
 from cpmrt.cli.prompt_source import add_prompt_options, read_prompt
@@ -36,6 +37,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_logprobs_option(parser)
     parser.add_argument("--json", action="store_true", help="write one JSON object when all is done, and nothing else")
     parser.add_argument("--quiet", action="store_true", help="no closing summary")
+    parser.add_argument("--stats", action="store_true", help="a closing summary with the accept lengths of the draft")
     parser.add_argument(
         "--log-steps", metavar="FILE", help="write every step of the engine and its result as JSON lines"
     )
@@ -53,6 +55,8 @@ def run(args: argparse.Namespace) -> int:
         completion = _generate(llm, prompt, params, progress, is_silent=args.json)
     if args.json:
         write_json(_record(args.model or str(BUNDLED), completion))
+    elif args.stats:
+        note("\n".join(cost_lines(completion)))
     elif not args.quiet:
         note(summary(completion))
     return 0
@@ -72,19 +76,6 @@ def _generate(
     if not is_silent and not stream.completion.text.endswith("\n"):
         write("\n")
     return stream.completion
-
-
-def summary(completion: Completion) -> str:
-    """What a generation cost, on one line."""
-    stats = completion.stats
-    parts = [
-        f"prompt {stats.prompt_tokens} tokens in {stats.prefill_s:.2f} s ({stats.prefill_tokens_per_s:.1f} tok/s)",
-        f"new {stats.new_tokens} tokens in {stats.decode_s:.2f} s ({stats.decode_tokens_per_s:.1f} tok/s)",
-        f"finish: {completion.finish_reason}",
-    ]
-    if stats.mean_accept_length is not None:
-        parts.append(f"mean accept length {stats.mean_accept_length:.2f}")
-    return ", ".join(parts)
 
 
 def _record(model: str, completion: Completion) -> dict[str, Any]:

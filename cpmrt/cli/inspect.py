@@ -13,7 +13,7 @@ from cpmrt.cli.checkpoint_report import report
 from cpmrt.cli.output import printable, write, write_json, write_table
 from cpmrt.memory.plan import format_bytes
 
-_NESTED = ("sizes", "scales", "special_ids", "tokenizer", "quantization")
+_NESTED = ("sizes", "sparse", "scales", "special_ids", "tokenizer", "quantization")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

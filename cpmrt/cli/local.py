@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from cpmrt import LLM
 from cpmrt.cli.conversation import Conversation, fit
+from cpmrt.cli.cost import cost_lines
 from cpmrt.config import SamplingParams
 from cpmrt.generation import Piece, TextStream
 
@@ -50,6 +51,11 @@ class LocalStream(Iterator[Piece]):
     def finish_reason(self) -> str:
         """ "stop", "length" or "cancelled"."""
         return self._stream.completion.finish_reason
+
+    @property
+    def cost(self) -> list[str]:
+        """Lines about what the answer cost so far."""
+        return cost_lines(self._stream.completion)
 
     def close(self) -> None:
         """Cancel. May be called again."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -18,24 +18,35 @@ from cpmrt.bench.run import shape_folder
 from cpmrt.bench.shapes import SHAPES
 from cpmrt.cli.arguments import (
     UsageError,
+    add_draft_weight_bits,
     add_engine_options,
     add_hf_overrides,
     add_model_source,
+    add_sparse,
     add_weight_bits,
+    draft_changes,
     memory_size,
     overrides_with_weight_bits,
 )
+from cpmrt.cli.draft_options import add_draft_options, draft_arguments
 from cpmrt.cli.output import printable, write, write_json
 from cpmrt.config import EngineConfig
+from cpmrt.config.speculate_argument import LOOKUP
 from cpmrt.cuda.ahead_of_time import known_device
+from cpmrt.cuda.draft_forward import with_draft
 from cpmrt.cuda.linear_plan import DeviceLimits
 from cpmrt.cuda.workspace import cuda_needs
 from cpmrt.dtypes import DType
 from cpmrt.memory.kv_pages import PAGE_SIZE
 from cpmrt.memory.plan import MemoryPlan, check_budget, format_bytes, largest_context
-from cpmrt.models.planning import ExecutorNeeds, plan_model, position_limit, weight_specs
+from cpmrt.models.draft import Draft
+from cpmrt.models.draft_weights import open_draft
+from cpmrt.models.planning import plan_model, position_limit, weight_specs
+from cpmrt.reference.assembly import reference_needs
 from cpmrt.tensor_spec import TensorSpec
 from cpmrt.weights.checkpoint import Checkpoint
+from cpmrt.weights.draft_choice import with_speculation
+from cpmrt.weights.draft_folder import resolve
 from cpmrt.weights.model_folder import ModelFolder
 from cpmrt.weights.quantised_specs import quantisation_facts, quantisation_summary
 
@@ -52,8 +63,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--gpu-memory", type=memory_size, metavar="SIZE", help="what the plan must fit, such as 8GiB")
     add_weight_bits(parser)
+    add_draft_weight_bits(parser)
     add_engine_options(parser, "dtype", "max_sequences", "prefill_chunk", "lm_head_bits")
     add_hf_overrides(parser)
+    add_sparse(parser)
+    add_draft_options(parser)
     parser.add_argument("--json", action="store_true", help="write one JSON object")
 
 
@@ -69,14 +83,18 @@ def run(args: argparse.Namespace) -> int:
         max_sequences=args.max_sequences,
         lm_head_bits=args.lm_head_bits,
     )
+    changes = draft_changes(args)
     with ExitStack() as stack:
-        model = stack.enter_context(shape_folder(args.shape)) if args.shape else args.model
+        model = stack.enter_context(shape_folder(args.shape, changes)) if args.shape else args.model
         overrides = overrides_with_weight_bits(args)
-        folder = ModelFolder.open(model, revision=args.revision, weights=False, hf_overrides=overrides)
+        folder = ModelFolder.open(
+            model, revision=args.revision, weights=False, hf_overrides=overrides, sparse=args.sparse
+        )  # fmt: skip
+        specs = _specs(folder, settings, from_weights=args.weight_bits is None)
+        draft = _draft(folder, settings, specs, **draft_arguments(args))
     config, budget = folder.config, settings.memory_budget
-    specs = _specs(folder, settings, from_weights=args.weight_bits is None)
     dtype = settings.storage_dtype(config.dtype)
-    build = partial(_build, config, settings, dtype, specs)
+    build = partial(_build, config, settings, dtype, specs, draft)
     limit = position_limit(config, settings)
     largest = None if budget is None else largest_context(build, budget, config.max_positions)
     context = limit if settings.max_context or largest is None else min(limit, largest or PAGE_SIZE)
@@ -101,13 +119,36 @@ def _specs(folder: ModelFolder, settings: EngineConfig, *, from_weights: bool) -
     return weight_specs(folder.config, settings)
 
 
+def _draft(
+    folder: ModelFolder, settings: EngineConfig, specs: Sequence[TensorSpec], draft: str | None, speculate: Any
+) -> Draft | None:
+    """What is attached to the model: as its tensors say where they are there, else by its config.json."""
+    is_model = draft not in (None, LOOKUP) and speculate != "off"
+    if is_model and not any(resolve(str(draft), folder.path, weights=False).glob("*.safetensors")):
+        settings = replace(settings, load_format="dummy")
+    with open_draft(folder, with_speculation(settings, folder, draft, speculate), specs) as (_, found):
+        return found
+
+
 def _build(
-    config: Any, settings: EngineConfig, dtype: DType, specs: Sequence[TensorSpec], max_context: int
+    config: Any,
+    settings: EngineConfig,
+    dtype: DType,
+    specs: Sequence[TensorSpec],
+    draft: Draft | None,
+    max_context: int,
 ) -> MemoryPlan:
-    needs = ExecutorNeeds()
-    if dtype is not DType.FLOAT32:  # which only the NumPy executor computes in
-        needs = cuda_needs(config, settings, specs, capability=_DEVICE.capability, limits=DeviceLimits.of(_DEVICE))
-    return plan_model(config, settings, itemsize=dtype.itemsize, max_context=max_context, needs=needs, specs=specs)
+    if dtype is DType.FLOAT32:  # which only the NumPy executor computes in
+        needs = reference_needs(draft, settings.max_sequences)
+    else:
+        capability, limits = _DEVICE.capability, DeviceLimits.of(_DEVICE)
+        needs = cuda_needs(config, settings, specs, capability=capability, limits=limits)
+        if draft is not None:
+            sizes = {"capability": capability, "max_sequences": settings.max_sequences}
+            needs = with_draft(needs, draft, specs, limits, **sizes)
+    return plan_model(
+        config, settings, itemsize=dtype.itemsize, max_context=max_context, needs=needs, specs=specs, draft=draft
+    )
 
 
 def _text(title: str, plan: MemoryPlan, budget: int | None, largest: int | None) -> str:

@@ -121,6 +121,11 @@ class RemoteStream(Iterator[RemotePiece]):
         """The answer so far."""
         return "".join(self._texts)
 
+    @property
+    def cost(self) -> list[str]:
+        """Nothing: a server tells no more than the answer."""
+        return []
+
     def close(self) -> None:
         """Leave. May be called again."""
         with suppress(OSError):

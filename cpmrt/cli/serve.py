@@ -20,8 +20,10 @@ from cpmrt.cli.arguments import (
     add_hf_overrides,
     add_model_source,
     add_prefix_cache,
+    add_sparse,
     memory_size,
 )
+from cpmrt.cli.draft_options import add_draft_options, draft_arguments
 from cpmrt.cli.main import EXIT_INTERRUPTED
 from cpmrt.cli.output import note
 from cpmrt.errors import ConfigError
@@ -56,7 +58,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     model = parser.add_argument_group("model")
     add_engine_options(model, *_ENGINE_FIELDS)
     add_hf_overrides(model)
+    add_sparse(model)
     add_prefix_cache(model)
+    add_draft_options(parser)
     parser.set_defaults(max_sequences=8)
 
 
@@ -105,8 +109,8 @@ def _name_of(model: str | None) -> str:
 
 
 def _llm_arguments(args: argparse.Namespace) -> dict[str, Any]:
-    names = ("model", "revision", "hf_overrides", "prefix_cache", *_ENGINE_FIELDS)
-    return {name: getattr(args, name) for name in names}
+    names = ("model", "revision", "hf_overrides", "sparse", "prefix_cache", *_ENGINE_FIELDS)
+    return {name: getattr(args, name) for name in names} | draft_arguments(args)
 
 
 def _start_log() -> None:

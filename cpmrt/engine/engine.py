@@ -8,14 +8,17 @@ from contextlib import contextmanager
 from time import perf_counter
 from typing import NamedTuple
 
+from cpmrt.engine.accept_counts import AcceptCounts
 from cpmrt.engine.prefix_cache import PrefixCache
 from cpmrt.engine.sequence import Phase, Request, Sequence
+from cpmrt.engine.speculation import DraftPolicy
 from cpmrt.engine.transitions import (
     admit,
     apply,
+    decode_step,
     finish,
-    next_decode,
     next_prefill,
+    next_shape,
     num_reserved,
     recalls,
     release,
@@ -41,12 +44,24 @@ class Engine:
     Prompts wait in arrival order for a slot. While one is prefilled, a decode step of the running sequences follows
     each chunk, so that no stream stalls behind a long prompt. `listener` is told every step with its result.
     `prefix_cache` False computes every prompt whole.
+
+    Where the executor drafts, a sequence that decodes alone takes Speculate steps. With `adaptive`, and where the
+    executor knows what its steps cost, `speculation.DraftPolicy` chooses their shape, or plain steps; else it is the
+    first shape. Several sequences that decode together take plain steps. None of it shows in the tokens.
     """
 
-    def __init__(self, executor: Executor, listener: StepListener | None = None, *, prefix_cache: bool = True):
+    def __init__(
+        self,
+        executor: Executor,
+        listener: StepListener | None = None,
+        *,
+        prefix_cache: bool = True,
+        adaptive: bool = True,
+    ):
         self.executor, self.limits = executor, executor.limits
         self._listener = listener
         self._uses_cache = prefix_cache
+        self.adaptive = adaptive
         self._cache = self._empty_cache()
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
@@ -54,8 +69,9 @@ class Engine:
         self._in_flight: deque[_InFlight] = deque()
         self._num_in_flight = 0
         """Of them, those that have results."""
-        self._decoding: tuple[tuple[Sequence, ...], Decode | Speculate] = ((), Decode(()))
-        """The last decode step and whose it was: mostly the next one is the same."""
+        self._decoding: tuple[Sequence, ...] = ()
+        """Who took the last decode step, mostly the next one too: their steps, by `next_shape`, are made once."""
+        self._decode_steps: dict[int, Decode | Speculate] = {}
         self._last_was_prefill = False
 
     def add(self, request: Request) -> Sequence:
@@ -169,16 +185,23 @@ class Engine:
                     return True
         if not decoding:
             return False
-        if decoding != self._decoding[0]:
-            self._decoding = decoding, next_decode(decoding, self.limits)
-        self._submit(self._decoding[1], decoding)
+        if decoding != self._decoding:
+            self._decoding, self._decode_steps = decoding, {}
+        shape = next_shape(decoding, self.limits)
+        step = self._decode_steps.get(shape)
+        if step is None:
+            step = self._decode_steps[shape] = decode_step(decoding, shape)
+        self._submit(step, decoding)
         return True
 
     def _admit(self, seq: Sequence) -> None:
-        slot, request = self._free_slots.pop(), seq.request
-        pages = self._cache.acquire(request.prompt_ids, num_reserved(request, self.limits)) if self._cache else None
+        slot, request, limits = self._free_slots.pop(), seq.request, self.limits
+        if limits.tree_shapes:
+            seq.accepts, adapts = AcceptCounts(limits), self.adaptive and limits.step_seconds
+            seq.policy = DraftPolicy(limits.tree_shapes, limits.step_seconds) if adapts else None
+        pages = self._cache.acquire(request.prompt_ids, num_reserved(request, limits)) if self._cache else None
         self._guarded(admit(seq, slot, pages), (seq,), ())
-        for step in recalls(seq, self.limits):
+        for step in recalls(seq, limits):
             self._guarded(step, (seq,), ())
 
     def _submit(self, step: Step, sequences: tuple[Sequence, ...]) -> None:

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from cpmrt.config import SamplingParams
+from cpmrt.engine.accept_counts import AcceptCounts
 from cpmrt.engine.prefix_cache import HeldPages
+from cpmrt.engine.speculation import DraftPolicy
 from cpmrt.executor import SlotResult
 
 
@@ -57,8 +59,10 @@ class Sequence:
     """"stop", "length" or "cancelled"."""
     failure: Exception | None = None
     """What a step raised that ended it."""
-    num_speculated_tokens: int = 0
-    num_speculations: int = 0
+    accepts: AcceptCounts | None = None
+    """What its draft steps gave; None: the executor only decodes."""
+    policy: DraftPolicy | None = None
+    """Chooses its steps while it decodes alone; None: always the first shape."""
     outbox: deque[SlotResult] = field(default_factory=deque)
     """Results nobody has read yet."""
     added_at: float = 0.0

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from cpmrt.engine.prefix_cache import HeldPages
 from cpmrt.engine.sequence import Phase, Request, Sequence
+from cpmrt.engine.speculation import PLAIN
 from cpmrt.executor import Admit, Decode, ExecutorLimits, Prefill, Recall, Release, SlotResult, Speculate, Step
 
 _NOTHING = SlotResult()
@@ -29,8 +30,8 @@ def admit(seq: Sequence, slot: int, pages: HeldPages | None = None) -> Admit:
 
 
 def recalls(seq: Sequence, limits: ExecutorLimits) -> Iterator[Recall]:
-    """Steps that make the cached part of the prompt count, for a request that looks at it."""
-    if seq.request.sampling.repetition_penalty == 1:
+    """Steps that make the cached part of the prompt count, for a request or a draft that looks at it."""
+    if seq.request.sampling.repetition_penalty == 1 and not limits.tree_shapes:
         return
     for start in range(0, seq.num_cached, limits.prefill_chunk):
         end = min(start + limits.prefill_chunk, seq.num_cached)
@@ -50,10 +51,23 @@ def wants_decode(seq: Sequence) -> bool:
     return seq.phase is Phase.DECODE and expected < seq.request.max_new_tokens
 
 
-def next_decode(sequences: tuple[Sequence, ...], limits: ExecutorLimits) -> Decode | Speculate:
-    """One step for all of them. A sequence alone is drafted for; several together fill the rows as they are."""
+def next_shape(sequences: tuple[Sequence, ...], limits: ExecutorLimits) -> int:
+    """The tree for the next step of all of them, or PLAIN. A sequence alone is drafted for.
+
+    Several together decode plainly: each brings a row that is right for certain, which no draft is.
+    """
+    if not limits.tree_shapes or len(sequences) != 1:
+        return PLAIN
+    seq = sequences[0]
+    if seq.policy is None:
+        return 0
+    return seq.policy.choose(seq.request.max_new_tokens - len(seq.token_ids) - seq.num_in_flight)
+
+
+def decode_step(sequences: tuple[Sequence, ...], shape: int) -> Decode | Speculate:
+    """The step for a choice of `next_shape`."""
     slots = tuple(seq.slot for seq in sequences)
-    return Speculate((slots[0],)) if limits.tree_shapes and len(slots) == 1 else Decode(slots)
+    return Decode(slots) if shape == PLAIN else Speculate((slots[0],), shape)
 
 
 def submitted(seq: Sequence, step: Step) -> None:
@@ -92,9 +106,16 @@ def apply(seq: Sequence, step: Step, result: SlotResult) -> SlotResult:
             finish(seq, "length")
             break
     if isinstance(step, Speculate):
-        seq.num_speculations += 1
-        seq.num_speculated_tokens += kept
+        _count(seq, step.shape, kept)
     return result if kept == len(new) else SlotResult(new[:kept], result.logprobs[:kept])
+
+
+def _count(seq: Sequence, shape: int, num_tokens: int) -> None:
+    is_last = seq.finish_reason is not None
+    if seq.accepts is not None:
+        seq.accepts.add(shape, num_tokens, is_last=is_last)
+    if seq.policy is not None and not is_last:
+        seq.policy.observe(shape, num_tokens)
 
 
 def finish(seq: Sequence, reason: str) -> None:

@@ -37,6 +37,10 @@ class Metrics:
             "cpmrt_accept_length", "Mean tokens of a speculative step of a sequence",
             buckets=(1, 1.5, 2, 2.5, 3, 3.5, 4, 5, 6, 8), registry=registry,
         )  # fmt: skip
+        self._steps = Counter("cpmrt_speculative_steps", "Speculative steps of ended sequences", registry=registry)
+        self._step_tokens = Counter(
+            "cpmrt_speculative_tokens", "Tokens that speculative steps gave to ended sequences", registry=registry
+        )
         self._pages = Gauge(
             "cpmrt_kv_pages_used", f"KV pages ({PAGE_SIZE} tokens) of running sequences", registry=registry
         )
@@ -57,6 +61,8 @@ class Metrics:
             self._per_token.observe(stats.decode_s / (stats.new_tokens - 1))
         if stats.mean_accept_length is not None:
             self._accept.observe(stats.mean_accept_length)
+            self._steps.inc(stats.speculative_steps)
+            self._step_tokens.inc(stats.speculative_tokens)
 
     def text(self, jobs: tuple[Job, ...]) -> bytes:
         """The exposition format; `jobs` are those that are open now."""

@@ -1,0 +1,169 @@
+"""Which step a sequence takes that decodes alone: a draft tree of one of the shapes, or a plain step. Pure: no clock.
+
+What a tree gives is estimated from the accept rate by depth, with exponential forgetting: at depth d, of the steps
+whose token at depth d - 1 was accepted, how many had their next one accepted too. A shape of depth D then gives
+1 + r1 + r1 r2 + ... + r1 .. rD tokens; where it was in use lately, what it gave counts too. The choice with the most
+expected tokens a second is taken. A shape must be better than the present choice by a margin, but may be a little
+better than the rates say (a larger tree is more often right) until it has been tried.
+
+While plain decoding is best, single draft steps are tried now and then. The distance between them doubles as long as
+they fail, within bounds that follow from what a failure costs.
+"""
+
+from __future__ import annotations
+
+from cpmrt.config import TreeShape
+
+PLAIN = -1
+"""The choice of a plain step; other choices are indices of shapes."""
+_FIRST_RATE = 0.6
+"""Assumed at depth 1 until there are results; deeper, the rate of the depth above is."""
+_FIRST_WEIGHT = 2.0
+"""Results that this assumption counts for."""
+_DERIVED_WEIGHT = 4.0
+"""Steps of a shape that what follows from the rates counts for, beside what the shape itself gave."""
+_GROWTH = 1 / 0.95
+"""What a result counts for, relative to that of the draft step before it."""
+_OLD_WEIGHT = 3.0
+"""Results that everything before a trial counts for at most: it is that much older."""
+_MARGIN = 1.04
+_CURIOSITY = 1.1
+"""What a shape may give that is not in use, relative to what follows from the rates."""
+_HIGHEST_TRIAL_COST, _LOWEST_TRIAL_COST = 0.02, 0.005
+"""Share of the time that failing trials cost, from the first ones to the long run."""
+_SHORTEST_GAP = 4
+
+
+class AcceptEstimate:
+    """Tokens that a step of each shape is expected to give.
+
+    Sums are of results times a weight that grows from step to step, which is the same as forgetting the older ones.
+    """
+
+    def __init__(self, shapes: tuple[TreeShape, ...]):
+        self._depths = [shape.max_emitted - 1 for shape in shapes]
+        depth = max(self._depths, default=0)
+        self._weight = 1.0
+        self._reached, self._accepted = [0.0] * depth, [0.0] * depth
+        if depth:
+            self._reached[0], self._accepted[0] = _FIRST_WEIGHT, _FIRST_WEIGHT * _FIRST_RATE
+        self._steps, self._tokens = [0.0] * len(shapes), [0.0] * len(shapes)
+
+    def add(self, shape: int, num_tokens: int) -> None:
+        """A step of this shape gave so many tokens."""
+        self._weight = weight = self._weight * _GROWTH
+        self._steps[shape] += weight
+        self._tokens[shape] += num_tokens * weight
+        reached, accepted = self._reached, self._accepted
+        for depth in range(num_tokens - 1):
+            reached[depth] += weight
+            accepted[depth] += weight
+        if num_tokens <= self._depths[shape]:
+            reached[num_tokens - 1] += weight
+        if weight > 1e100:
+            self._divide(weight)
+
+    def fade(self, num_results: float) -> None:
+        """Let what was seen so far count for at most so many results."""
+        if self._reached:
+            self._weight = max(self._weight, self._reached[0] / num_results)
+
+    def expected_tokens(self) -> tuple[list[float], list[float]]:
+        """For each shape, soberly, and at best as far as is known."""
+        weight = 0.0
+        total, reach, rate, derived = 1.0, 1.0, _FIRST_RATE, [1.0]
+        for reached, accepted in zip(self._reached, self._accepted):  # noqa: B905 - strict costs a microsecond
+            rate = (accepted + weight * rate) / (reached + weight)
+            weight = _FIRST_WEIGHT * self._weight
+            reach *= rate
+            total += reach
+            derived.append(total)
+        weight = _DERIVED_WEIGHT * self._weight
+        sober, hopeful = [], []
+        for depth, steps, tokens in zip(self._depths, self._steps, self._tokens):  # noqa: B905
+            given = weight * derived[depth]
+            sober.append((given + tokens) / (weight + steps))
+            hopeful.append((given * _CURIOSITY + tokens) / (weight + steps))
+        return sober, hopeful
+
+    def _divide(self, divisor: float) -> None:
+        for sums in (self._reached, self._accepted, self._steps, self._tokens):
+            sums[:] = [value / divisor for value in sums]
+        self._weight /= divisor
+
+
+class DraftPolicy:
+    """Chooses the steps of one sequence: `choose` for each that is submitted, `observe` for each draft step's result.
+
+    Results come in the order of the steps, and may lag: several steps may be chosen before the first is observed.
+    `step_seconds`: of a plain step, then of each shape.
+    """
+
+    def __init__(self, shapes: tuple[TreeShape, ...], step_seconds: tuple[float, ...]):
+        self._plain_s, self._seconds = step_seconds[0], step_seconds[1:]
+        # A shape that costs more than plain steps for all it can give is never worth a trial.
+        self._usable = [
+            index
+            for index, (shape, seconds) in enumerate(zip(shapes, self._seconds, strict=True))
+            if seconds < shape.max_emitted * self._plain_s
+        ]
+        self._estimate = AcceptEstimate(shapes)
+        self._num_plain, self._gap = 0, 0
+        """Plain steps since the last trial, and until the next one; 0: that of a first failure."""
+        self._num_in_flight = self._num_trailing = 0
+        """Draft steps that are not observed yet; of them, those chosen before plain steps became best."""
+        self._best = PLAIN
+        self._candidate = -1
+        """The best shape."""
+        self._decide()
+
+    def choose(self, num_wanted: int) -> int:
+        """The next step: a shape's index, or PLAIN. `num_wanted`: tokens that are still wanted, at most."""
+        if num_wanted == 1 or not self._usable:
+            return PLAIN
+        if self._best == PLAIN:
+            if self._num_plain < (self._gap or self._gap_of(_HIGHEST_TRIAL_COST)):
+                self._num_plain += 1
+                return PLAIN
+            self._num_plain = 0
+        self._num_in_flight += 1
+        return self._candidate
+
+    def observe(self, shape: int, num_tokens: int) -> None:
+        """The result of the oldest draft step that is not observed yet."""
+        self._num_in_flight -= 1
+        if self._num_trailing:
+            self._num_trailing -= 1
+        elif self._best == PLAIN:
+            self._estimate.fade(_OLD_WEIGHT)
+            paid_off = num_tokens * self._plain_s > self._seconds[shape]
+            longest = self._gap_of(_LOWEST_TRIAL_COST)
+            self._gap = 0 if paid_off else min(2 * (self._gap or self._gap_of(_HIGHEST_TRIAL_COST)), longest)
+        self._estimate.add(shape, num_tokens)
+        self._decide()
+
+    def _gap_of(self, cost: float) -> int:
+        """Plain steps between failing trials that cost this share of the time."""
+        return max(_SHORTEST_GAP, round((self._seconds[self._candidate] / self._plain_s - 1) / cost))
+
+    def _decide(self) -> None:
+        """Set the best choice, and the shape to try if that is a plain step."""
+        if not self._usable:
+            return
+        sober, hopeful = self._estimate.expected_tokens()
+        seconds, present, plain_rate = self._seconds, self._best, 1 / self._plain_s
+        best, best_rate = PLAIN, plain_rate
+        candidate, candidate_rate = PLAIN, 0.0
+        for index in self._usable:
+            rate = sober[index] / seconds[index]
+            if rate > candidate_rate:
+                candidate, candidate_rate = index, rate
+            if index != present:
+                if present != PLAIN and rate > plain_rate:
+                    rate = hopeful[index] / seconds[index]
+                rate /= _MARGIN
+            if rate > best_rate:
+                best, best_rate = index, rate
+        if best == PLAIN != present:
+            self._num_trailing, self._num_plain = self._num_in_flight, 0
+        self._best, self._candidate = best, candidate if best == PLAIN else best

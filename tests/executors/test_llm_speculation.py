@@ -1,0 +1,69 @@
+"""LLM with drafts: whatever drafts, the tokens are those without; and what cannot go together."""
+
+from __future__ import annotations
+
+import pytest
+from tiny_checkpoint import write_checkpoint
+
+from cpmrt import LLM, SamplingParams
+from cpmrt.errors import CheckpointError, ConfigError
+from cpmrt.executor import Decode, Speculate
+
+PROMPT = "one two one two one two one two one"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """With a smaller model, and the model itself, in folders within it."""
+    folder = write_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+    write_checkpoint(folder / "small", num_hidden_layers=1)
+    write_checkpoint(folder / "itself")
+    return folder
+
+
+def run(checkpoint, steps=None, **settings):
+    on_step = None if steps is None else lambda step, _: steps.append(step)
+    params = SamplingParams(max_new_tokens=24, temperature=0.8, seed=4, ignore_eos=True)
+    with LLM(checkpoint, executor="reference", max_context=128, on_step=on_step, **settings) as llm:
+        return llm.generate(PROMPT, params)
+
+
+@pytest.mark.parametrize("settings", [
+    {"draft": "lookup"},
+    {"speculate": {"method": "lookup", "num_passes": 4}},
+    {"draft": "small"},
+    {"draft": "small", "speculate": {"shapes": [(6, 1, 7), (2, 1, 3)], "adaptive": False}},
+], ids=str)  # fmt: skip
+def test_a_draft_changes_no_token(checkpoint, settings):
+    plain, drafted = run(checkpoint), run(checkpoint, **settings)
+    assert (drafted.token_ids, drafted.text) == (plain.token_ids, plain.text)
+    assert plain.stats.mean_accept_length is None and drafted.stats.mean_accept_length >= 1
+
+
+def test_a_draft_that_is_the_model_itself_is_always_right(checkpoint):
+    """Where it is the likeliest token that counts."""
+    params = SamplingParams(max_new_tokens=25, ignore_eos=True)
+    with LLM(checkpoint, executor="reference", draft=checkpoint / "itself", speculate={"num_passes": 3}) as llm:
+        stats = llm.generate(PROMPT, params).stats
+    assert stats.accept_histogram == (0, 0, 0, 6) and stats.accept_rates == (1.0, 1.0, 1.0)
+    assert stats.mean_accept_length == 4
+
+
+def test_off_leaves_the_draft_out(checkpoint):
+    steps = []
+    run(checkpoint, steps, draft="small", speculate="off")
+    assert any(isinstance(step, Decode) for step in steps) and not any(isinstance(step, Speculate) for step in steps)
+
+
+@pytest.mark.parametrize(("settings", "error", "says"), [
+    ({"draft": "absent"}, CheckpointError, "absent"),
+    ({"draft": "small", "speculate": {"method": "lookup"}}, ConfigError, "expected model, as the draft is"),
+    ({"draft": "small", "speculate": {"window": 64}}, ConfigError, "window means nothing to method model"),
+    ({"speculate": {"num_passes": 3}}, ConfigError, "speculate needs a draft"),
+    ({"speculate": "yes"}, ConfigError, "auto | off | an object"),
+    ({"simulate_accept": 2.0}, ConfigError, "simulate_accept needs speculation"),
+    ({"draft": "lookup", "simulate_accept": 2.0}, ConfigError, "NumPy"),
+], ids=str)  # fmt: skip
+def test_what_cannot_be(checkpoint, settings, error, says):
+    with pytest.raises(error, match=says):
+        run(checkpoint, **settings)
