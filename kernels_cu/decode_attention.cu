@@ -1,7 +1,8 @@
 // decode_attention: attention of up to 64 rows, each over the pages of its own slot (flash-decoding).
 //
 // out[t, h, :] = sum_j softmax_j(scale * q[t, h, :] . k[j, h / GROUP, :]) v[j, h / GROUP, :],  j = 0 .. positions[t],
-// or with tree_masks: j < tree_base[t], and tree_base[t] + i for every set bit i of tree_masks[t].
+// or with WINDOW the last WINDOW of these. k[j], v[j] lie at location j of the pages of the row's slot, with TREE only for
+// j < tree_base[t]: k[tree_base[t] + n] lies at location tree_base[t] + i, i being the n-th set bit of tree_masks[t].
 //
 // out            [T, H*D] scalar_t row-major; a row of slot -1 becomes zeros
 // partials       float32 workspace, T * units * (num_splits / kCluster) * kHeads * D * 5 / 4 elements, where units is
@@ -10,7 +11,7 @@
 // q              [T, H*D] scalar_t row-major
 // k_pages        [P, K heads, 64, D] scalar_t; v_pages likewise
 // positions      [T] int32; slots [T] int32; block_tables [B, pages_per_sequence] int32
-// tree_masks     [T] uint64 or null; tree_base [T] int32, read with tree_masks only
+// tree_masks     [T] uint64, tree_base [T] int32, read with TREE only: positions[t] + 1 is tree_base[t] plus the set bits
 // num_splits     into how many runs a long row's pages are cut, a multiple of kCluster
 // grid           (kCluster * a, units * T, b) for a * b clusters of a row; block 128 in clusters of kCluster along x;
 //                shared memory 16 * D * 2 + STAGES * 64 * D * 4 bytes, and in clusters 5 * kHeads * D more
@@ -23,7 +24,8 @@
 // layout         The query heads of a KV head are the rows of m16n8k16 tiles, so a page is read once for all of them
 //                (more than 16 heads: several blocks, the later ones out of the L2). A row's pages are cut into runs
 //                whose length depends on that row's length and the number of splits alone: a row's bits do not depend
-//                on its neighbours. Of each page a warp takes 16 keys through a ring of its own, filled with cp.async
+//                on its neighbours. A row of a tree is that of its path alone: its keys take the places that they would
+//                have, only where they are copied from differs. Of each page a warp takes 16 keys through a ring of its own, filled with cp.async
 //                by the lanes that read it: no barrier in the stream. A partial is (normalised output, log2 of the sum
 //                of weights); the four warps are merged through shared memory, the blocks of a cluster by sending each
 //                other what belongs to the other's slice of the heads' outputs (stores that a barrier there counts: a
@@ -40,6 +42,12 @@
 #endif
 #ifndef PORTABLE
 #error "PORTABLE must be defined: 1 leaves clusters out on sm_90 and later too"
+#endif
+#ifndef TREE
+#error "TREE must be defined: 1 reads tree_masks and tree_base"
+#endif
+#ifndef WINDOW
+#error "WINDOW must be defined: how many of a row's last keys it sees; 0 for all"
 #endif
 static_assert(STAGES >= 2, "a warp's ring also holds its float32 output");
 
@@ -74,12 +82,13 @@ constexpr int kOutStride = HEAD_DIM + 8;  // floats; the padding keeps the eight
 
 #include "decode_warp.cuh"
 
-// How a row's pages are cut: pages of a run, and how many runs there are.
+// How the pages that a row sees are cut: pages of a run, and how many runs there are.
 struct Cut {
-  int num_pages, run_pages, num_runs;
+  int first_page, num_pages, run_pages, num_runs;
 
-  __device__ __forceinline__ Cut(int length, int num_splits) {
-    num_pages = (length + kPageTokens - 1) / kPageTokens;
+  __device__ __forceinline__ Cut(const Keys& keys, int num_splits) {
+    first_page = keys.first() / kPageTokens;
+    num_pages = (keys.length + kPageTokens - 1) / kPageTokens - first_page;
     const int wanted = num_pages <= kClusterPages ? kCluster : num_splits;
     run_pages = (num_pages + wanted - 1) / wanted;
     num_runs = (num_pages + run_pages - 1) / run_pages;
@@ -296,15 +305,15 @@ KERNEL(decode_attention)(scalar_t* __restrict__ out, float* partials, int* arriv
   const int slot = __ldcg(slots + row), position = __ldcg(positions + row);
   const Heads heads = {(((int64_t)row * num_kv_heads + kv_head) * GROUP + tile * kHeads) * HEAD_DIM,
                        min(kHeads, GROUP - tile * kHeads)};
-  const int first = num_rows == 1 || !is_early ? position : first_written(positions, slots, slot, num_rows);
-  Keys keys = keys_of_row(position, first, tree_masks, tree_base, row);
-  if (!is_early) keys.old = keys.length;
+  const int base = TREE ? __ldcg(tree_base + row) : position;
+  Keys keys = {position + 1, position + 1};
+  if (is_early) keys.old = num_rows == 1 ? base : first_written(TREE ? tree_base : positions, slots, slot, num_rows);
   if (slot < 0 || keys.length <= 0) {
     pdl_wait();
     if (rank == 0 && first_cluster == 0) store_zeros(out, heads);
     return;
   }
-  const Cut cut(keys.length, num_splits);
+  const Cut cut(keys, num_splits);
   if (first_cluster >= cut.clusters()) return;
 #ifdef IN_CLUSTERS
   __shared__ uint64_t received;
@@ -317,9 +326,18 @@ KERNEL(decode_attention)(scalar_t* __restrict__ out, float* partials, int* arriv
 #endif
   cluster_announce();
   const int64_t head_offset = (int64_t)(kv_head * kPageTokens + warp * kKeys) * HEAD_DIM;
+  const int64_t page_stride = (int64_t)num_kv_heads * kPageTokens * HEAD_DIM;
+  const int* block_table = block_tables + (int64_t)slot * pages_per_sequence;
+#if TREE
+  __shared__ int64_t path_table[kMaxNodes];
+  const Path path(path_table, base, __ldcg(tree_masks + row), block_table, page_stride);
+#else
+  const Path path;
+#endif
   Stream stream = {k_pages + head_offset,
                    v_pages + head_offset,
-                   (int64_t)num_kv_heads * kPageTokens * HEAD_DIM,
+                   page_stride,
+                   path,
                    nullptr,
                    shared_address(shared) + kQueryBytes + warp * STAGES * kStageBytes,
                    0,
@@ -330,11 +348,11 @@ KERNEL(decode_attention)(scalar_t* __restrict__ out, float* partials, int* arriv
   for (; target.cluster < target.used_clusters; target.cluster += num_clusters) {
     const bool is_first = target.cluster == first_cluster;
     if (!is_first) cluster_barrier();  // rings and what was received have been read
-    const int run = target.cluster * kCluster + rank, first_page = run * cut.run_pages;
+    const int run = target.cluster * kCluster + rank, first_page = cut.first_page + run * cut.run_pages;
     if (run < cut.num_runs) {
-      stream.block_table = block_tables + (int64_t)slot * pages_per_sequence + first_page;
+      stream.block_table = block_table + first_page;
       stream.first_key = first_page * kPageTokens + warp * kKeys;
-      stream.num_pages = min(cut.run_pages, cut.num_pages - first_page);
+      stream.num_pages = min(cut.run_pages, cut.num_pages - run * cut.run_pages);
       attend_run(shared, log_sums, q, heads, stream, keys, scale, is_early);
     }
     pdl_launch_dependents();

@@ -14,23 +14,24 @@
 #include "linear_epilogue.cuh"
 
 #if LINEAR == 0
-// q = rope(n Wq^T + bq), k and v appended to the pages of the row's slot at its position; n = round(norm(x)).
+// q = rope(n Wq^T + bq) of the row's position, k and v stored in the pages of its slot at its location; n = round(norm(x)), or
+// with NORM = 0 x as it is.
 //   q (T, H*D); k_pages, v_pages (P, Kv, 64, D); x (T, K); norm (K); weight ((H + 2 Kv) * D, K): q heads, k heads, v heads;
 //   bias ((H + 2 Kv) * D) or null; rope (2, max_context, D/2) float32: cos, sin; positions, slots (T) int32, slot -1: the
-//   row's k and v are not stored; block_tables (B, pages_per_sequence) int32.
+//   row's k and v are not stored; locations (T) int32 or null: positions; block_tables (B, pages_per_sequence) int32.
 // k_pages null: q (T, (H + 2 Kv) * D) takes the projection with its bias, unrotated, for models that normalise heads.
 // The next kernel may start only after this one's wait: decode_attention reads early what is older than this launch.
 extern "C" __global__ void LINEAR_BOUNDS KERNEL(linear_qkv)(
     scalar_t* __restrict__ q, scalar_t* __restrict__ k_pages, scalar_t* __restrict__ v_pages, const scalar_t* x,
     const scalar_t* __restrict__ norm, const scalar_t* __restrict__ weight, const scalar_t* __restrict__ bias,
-    const float* __restrict__ rope, const int* positions, const int* slots,
+    const float* __restrict__ rope, const int* positions, const int* locations, const int* slots,
     const int* __restrict__ block_tables, int T, int num_heads, int num_kv_heads, int pages_per_sequence, int max_context,
     float eps) {
   const int num_tiles = (num_heads + 2 * num_kv_heads) * kHeadTiles;
   const QkvTiles tiles{num_tiles, (num_tiles + kBlockTiles - 1) / kBlockTiles};
-  QkvEpilogue epilogue{q, k_pages, v_pages, bias, rope, positions, slots, block_tables, T, num_heads, num_kv_heads,
+  QkvEpilogue epilogue{q, k_pages, v_pages, bias, rope, positions, locations, slots, block_tables, T, num_heads, num_kv_heads,
                        pages_per_sequence, max_context};
-  linear_product<true>(tiles, epilogue, x, norm, weight, T, eps);
+  linear_product(tiles, epilogue, x, norm, weight, T, eps);
 }
 #endif
 
@@ -42,7 +43,7 @@ extern "C" __global__ void LINEAR_BOUNDS KERNEL(linear_residual)(
   pdl_launch_dependents();
   const ConsecutiveTiles tiles{N / 16, (N / 16 + kBlockTiles - 1) / kBlockTiles};
   ResidualEpilogue epilogue{x, bias, N, scale};
-  linear_product<false>(tiles, epilogue, inner, nullptr, weight, T, 0.0f);
+  linear_product(tiles, epilogue, inner, nullptr, weight, T, 0.0f);
 }
 #endif
 
@@ -54,12 +55,12 @@ extern "C" __global__ void LINEAR_BOUNDS KERNEL(linear_gate_up)(
   pdl_launch_dependents();
   const GateUpTiles tiles{F / 8, (F / 8 + kBlockTiles - 1) / kBlockTiles, F};
   GateUpEpilogue epilogue{out, F};
-  linear_product<true>(tiles, epilogue, x, norm, weight, T, eps);
+  linear_product(tiles, epilogue, x, norm, weight, T, eps);
 }
 #endif
 
 #if LINEAR == 3
-// logits = n W^T / divisor, n = round(norm(x)).  logits (T, V) float32; x (T, K); norm (K); weight (V, K), any V.
+// logits = n W^T / divisor, n = round(norm(x)), or with NORM = 0 x as it is.  logits (T, V) float32; x (T, K); norm (K); weight (V, K), any V.
 extern "C" __global__ void LINEAR_BOUNDS KERNEL(linear_head)(
     float* __restrict__ logits, const scalar_t* x, const scalar_t* __restrict__ norm,
     const scalar_t* __restrict__ weight, int T, int V, float eps, float divisor) {
@@ -67,6 +68,6 @@ extern "C" __global__ void LINEAR_BOUNDS KERNEL(linear_head)(
   const int num_tiles = (V + 15) / 16;
   const HeadTiles tiles{num_tiles, (num_tiles + kBlockTiles - 1) / kBlockTiles, V};
   HeadEpilogue epilogue{logits, V, divisor};
-  linear_product<true>(tiles, epilogue, x, norm, weight, T, eps);
+  linear_product(tiles, epilogue, x, norm, weight, T, eps);
 }
 #endif

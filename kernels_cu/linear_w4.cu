@@ -3,9 +3,9 @@
 // W[n, k] = scale[n, k / G] * (u[n, k] - zero[n, k / G]), u in 0..15; zero is 8 everywhere without ZEROS.
 // Operands: x, inner (T, K) scalar_t row-major, or with PREPARED what prepare_w4 wrote of them; weight packed as in
 //   include/w4_layout.cuh (repack_w4.cu writes it); partials (tiles, 8, NT, 32) float4 and arrivals (tiles) int32, zero, with
-//   SHARED_RUN = 1 and RUNS = 8, else null; others as in linear.cu.
-// Grid: no more blocks than multiprocessors, with SHARED_RUN a multiple of RUNS; they take tiles in turn; block 32 * WARPS;
-//   SMEM_BYTES of dynamic shared memory.
+//   SHARED_RUN = 1, RUNS = 8 and CLUSTERS = 0, else null; others as in linear.cu.
+// Grid: no more blocks than multiprocessors, with SHARED_RUN a multiple of RUNS, with CLUSTERS in clusters of RUNS; they take tiles
+//   in turn; block 32 * WARPS; SMEM_BYTES of dynamic shared memory.
 // Numerics: codes times x exactly, float32 sums over a scale group in tensor cores, groups and then RUNS runs of K added in order;
 //   one rounding where a value is stored and one where a normalised row enters the product. Bits of a row depend on its own
 //   operands only. bf16: |x| < 2^63, and below 2^-50 it counts as zero.
@@ -16,18 +16,23 @@
 #include "w4_product.cuh"
 #include "linear_epilogue.cuh"
 
+#ifndef NORM
+#error "NORM (1: rows of x are normalised; 0: they are taken as they are) must be defined"
+#endif
+
 #if LINEAR == 0
-// q = rope(n Wq^T + bq), k and v appended to the pages of the row's slot at its position; n = round(norm(x)).
+// q = rope(n Wq^T + bq) of the row's position, k and v stored in the pages of its slot at its location; n = round(norm(x)), or
+// with NORM = 0 x as it is.
 // Operands as in linear_qkv.
 extern "C" __global__ void W4_BOUNDS KERNEL(linear_w4_qkv)(
     scalar_t* __restrict__ q, scalar_t* __restrict__ k_pages, scalar_t* __restrict__ v_pages, const scalar_t* x,
     const scalar_t* __restrict__ norm, const void* __restrict__ weight, float4* partials, int* arrivals,
-    const scalar_t* __restrict__ bias, const float* __restrict__ rope, const int* positions, const int* slots,
+    const scalar_t* __restrict__ bias, const float* __restrict__ rope, const int* positions, const int* locations, const int* slots,
     const int* __restrict__ block_tables, int T, int num_heads, int num_kv_heads, int pages_per_sequence, int max_context,
     float eps) {
-  QkvEpilogue epilogue{q, k_pages, v_pages, bias, rope, positions, slots, block_tables, T, num_heads, num_kv_heads,
+  QkvEpilogue epilogue{q, k_pages, v_pages, bias, rope, positions, locations, slots, block_tables, T, num_heads, num_kv_heads,
                        pages_per_sequence, max_context};
-  w4_product<true>(epilogue, (num_heads + 2 * num_kv_heads) * kHeadTiles, x, norm, weight, partials, arrivals, T, eps);
+  w4_product<NORM>(epilogue, (num_heads + 2 * num_kv_heads) * kHeadTiles, x, norm, weight, partials, arrivals, T, eps);
 }
 #endif
 
@@ -38,7 +43,7 @@ extern "C" __global__ void W4_BOUNDS KERNEL(linear_w4_residual)(
     const scalar_t* __restrict__ bias, int T, int N, float scale) {
   pdl_launch_dependents();
   ResidualEpilogue epilogue{x, bias, N, scale};
-  w4_product<false>(epilogue, N / 16, inner, nullptr, weight, partials, arrivals, T, 0.0f);
+  w4_product<NORM>(epilogue, N / 16, inner, nullptr, weight, partials, arrivals, T, 0.0f);
 }
 #endif
 
@@ -49,17 +54,17 @@ extern "C" __global__ void W4_BOUNDS KERNEL(linear_w4_gate_up)(
     float4* partials, int* arrivals, int T, int F, float eps) {
   pdl_launch_dependents();
   GateUpEpilogue epilogue{out, F};
-  w4_product<true>(epilogue, F / 8, x, norm, weight, partials, arrivals, T, eps);
+  w4_product<NORM>(epilogue, F / 8, x, norm, weight, partials, arrivals, T, eps);
 }
 #endif
 
 #if LINEAR == 3
-// logits = n W^T / divisor, n = round(norm(x)).  logits (T, V) float32; x (T, K); norm (K); weight of (V, K), any V.
+// logits = n W^T / divisor, n = round(norm(x)), or with NORM = 0 x as it is.  logits (T, V) float32; x (T, K); norm (K); weight of (V, K), any V.
 extern "C" __global__ void W4_BOUNDS KERNEL(linear_w4_head)(
     float* __restrict__ logits, const scalar_t* x, const scalar_t* __restrict__ norm, const void* __restrict__ weight,
     float4* partials, int* arrivals, int T, int V, float eps, float divisor) {
   pdl_launch_dependents();
   HeadEpilogue epilogue{logits, V, divisor};
-  w4_product<true>(epilogue, (V + 15) / 16, x, norm, weight, partials, arrivals, T, eps);
+  w4_product<NORM>(epilogue, (V + 15) / 16, x, norm, weight, partials, arrivals, T, eps);
 }
 #endif

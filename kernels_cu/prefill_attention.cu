@@ -1,13 +1,14 @@
 // prefill_attention: causal attention of the rows of one prefill chunk over the pages of their slot.
 //
-// out[i, h, :] = sum_j softmax_j(scale * q[i, h, :] . k[j, h / GROUP, :]) v[j, h / GROUP, :],  j = 0 .. start + i
+// out[i, h, :] = sum_j softmax_j(scale * q[i, h, :] . k[j, h / GROUP, :]) v[j, h / GROUP, :],  j = 0 .. start + i,
+// or with WINDOW the last WINDOW of these
 //
 // out            [rows, H*D] scalar_t row-major; only rows below count are stored
 // q              [rows, H*D] scalar_t row-major
 // k_pages        [P, K heads, 64, D] scalar_t, the chunk's own keys already appended; v_pages likewise
 // block_tables   [B, pages_per_sequence] int32
 // chunk          [3] int32: slot, start, count, in device memory, so that one launch serves every chunk of a bucket;
-//                slot -1 or count 0: nothing is stored
+//                slot -1 or count 0: nothing is stored. start may be -1: then out of row 0, which sees nothing, is undefined
 // grid           (H / kHeads, bucket rows / kRows rounded up); block 128; shared memory (128 + 4 * 64) * D * 2 bytes
 // numerics       scores, softmax and sums in float32 (exp2 with the scale folded in); the unnormalised weights are
 //                rounded to scalar_t for the product with v, the result is rounded once when stored
@@ -20,6 +21,10 @@
 //                output fill the registers. Pages are double-buffered with cp.async, one barrier a page. Long blocks
 //                come first, heads vary fastest: blocks in flight share pages through the L2.
 #include "attention.cuh"
+
+#ifndef WINDOW
+#error "WINDOW must be defined: how many of a row's last keys it sees; 0 for all"
+#endif
 
 // An earlier kernel writes the chunk: as __restrict__ it might be loaded before pdl_wait. Below sm_90 nothing starts
 // early, and the promise saves a register that would be spilled.
@@ -92,7 +97,12 @@ __device__ __forceinline__ void score_page(float (&scores)[2][8][4], uint32_t q_
   }
 }
 
-// Hides keys after each row's own position. first_query: position of row 0 of the block.
+// Whether a query does not see a key, both by position: the key comes after it, or before its window.
+__device__ __forceinline__ bool is_hidden(int key, int query) {
+  return WINDOW > 0 ? static_cast<uint32_t>(query - key) >= static_cast<uint32_t>(WINDOW) : key > query;
+}
+
+// Hides keys that a row does not see. first_query: position of row 0 of the block.
 __device__ __forceinline__ void mask_page(float (&scores)[2][8][4], int first_key, int first_query) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
 #pragma unroll
@@ -103,7 +113,7 @@ __device__ __forceinline__ void mask_page(float (&scores)[2][8][4], int first_ke
       for (int i = 0; i < 4; ++i) {
         const int row = (warp * 32 + m * 16 + lane / 4 + (i / 2) * 8) % kRows;
         const int key = first_key + n * 8 + (lane % 4) * 2 + i % 2;
-        if (key > first_query + row) scores[m][n][i] = kHiddenScore;
+        if (is_hidden(key, first_query + row)) scores[m][n][i] = kHiddenScore;
       }
     }
   }
@@ -224,13 +234,14 @@ KERNEL(prefill_attention)(scalar_t* __restrict__ out, const scalar_t* __restrict
     load_page(v_tiles + stage, page_rows(v_pages, page_id, num_kv_heads, kv_head), valid);
   };
   load_queries(q_tile, q + head * HEAD_DIM, row_stride, first_row, count);
-  load(0);
+  const int first_page = WINDOW > 0 ? max(start + first_row + 1 - WINDOW, 0) / kPageTokens : 0;
+  load(first_page);
   cp_async_commit();
 
   WarpRows rows = {};
 #pragma unroll
   for (int i = 0; i < 4; ++i) rows.max[i / 2][i % 2] = kNoMaximum;
-  for (int page = 0; page * kPageTokens < length; ++page) {
+  for (int page = first_page; page * kPageTokens < length; ++page) {
     cp_async_wait<0>();
     __syncthreads();
     if ((page + 1) * kPageTokens < length) load(page + 1);
@@ -238,7 +249,10 @@ KERNEL(prefill_attention)(scalar_t* __restrict__ out, const scalar_t* __restrict
     const int stage = (page & 1) * kPageBytes, first_key = page * kPageTokens;
     float scores[2][8][4] = {};
     score_page(scores, q_tile, k_tiles + stage);
-    if (first_key + kPageTokens - 1 > start + first_row) mask_page(scores, first_key, start + first_row);
+    const bool begins_early = WINDOW > 0 && first_key < start + first_row + kRows - WINDOW;  // before a row's window
+    if (begins_early || first_key + kPageTokens - 1 > start + first_row) {
+      mask_page(scores, first_key, start + first_row);
+    }
     softmax_page(scores, rows, scale * kLog2e);
     accumulate_page(rows, scores, v_tiles + stage);
   }

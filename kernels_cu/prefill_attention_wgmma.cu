@@ -1,6 +1,7 @@
 // prefill_attention_wgmma: prefill_attention with Hopper's own instructions (sm_90a).
 //
-// out[i, h, :] = sum_j softmax_j(scale * q[i, h, :] . k[j, h / GROUP, :]) v[j, h / GROUP, :],  j = 0 .. start + i
+// out[i, h, :] = sum_j softmax_j(scale * q[i, h, :] . k[j, h / GROUP, :]) v[j, h / GROUP, :],  j = 0 .. start + i,
+// or with WINDOW the last WINDOW of these
 //
 // out            [rows, H*D] scalar_t row-major; only rows below count are stored
 // q              [rows, H*D] scalar_t row-major
@@ -8,7 +9,7 @@
 //                64 rows x kPanel columns, swizzled; the chunk's own keys already appended. v_map likewise
 // block_tables   [B, pages_per_sequence] int32
 // chunk          [3] int32: slot, start, count, in device memory, so that one launch serves every chunk of a bucket;
-//                slot -1 or count 0: nothing is stored
+//                slot -1 or count 0: nothing is stored. start may be -1: then out of row 0, which sees nothing, is undefined
 // grid           (H / kHeads, bucket rows / kRows rounded up); block kThreads; shared memory kSharedBytes
 // numerics       scores, softmax and sums in float32 (exp2 with the scale folded in); the unnormalised weights are
 //                rounded to scalar_t for the product with v, the result is rounded once when stored. A row's bits do
@@ -24,6 +25,10 @@
 #include "mbarrier.cuh"
 #include "tma.cuh"
 #include "wgmma.cuh"
+
+#ifndef WINDOW
+#error "WINDOW must be defined: how many of a row's last keys it sees; 0 for all"
+#endif
 
 constexpr int kWarpgroups = HEAD_DIM == 64 ? 3 : 2;  // that multiply: as many as the registers allow
 constexpr int kWarpgroupThreads = 128;
@@ -65,12 +70,16 @@ __device__ __forceinline__ uint32_t barrier_of(uint32_t shared, Barrier kind, in
 struct Work {
   int slot, start, count;
   int first_row;  // of the chunk; blocks take its rows from the end: negative past the beginning
-  int tiles;      // of keys that its last row sees
+  int tiles;      // of keys up to the one that its last row sees last
 
   __device__ __forceinline__ explicit Work(const int* chunk) {
     slot = chunk[0], start = chunk[1], count = chunk[2];
     first_row = ((count + kRows - 1) / kRows - 1 - static_cast<int>(blockIdx.y)) * kRows;
     tiles = (start + min(count, first_row + kRows) + kKeys - 1) / kKeys;
+  }
+  // Tiles that are read: those of the first row's window, and later ones.
+  __device__ __forceinline__ int rounds() const {
+    return WINDOW > 0 ? tiles - max(start + first_row + 1 - WINDOW, 0) / kKeys : tiles;
   }
 };
 
@@ -122,7 +131,8 @@ __device__ __forceinline__ void copy_tiles(const Work& work, const Source& keys,
                                            const int* block_table, unsigned char* shared) {
   const uint32_t base = shared_address(shared);
   const bool leads = (threadIdx.x & 31) == 0;
-  for (int i = 0; i < work.tiles; ++i) {
+  const int rounds = work.rounds();
+  for (int i = 0; i < rounds; ++i) {
     const int tile = work.tiles - 1 - i, stage = i % kStages, parity = i / kStages % 2 ^ 1;
     const int valid = work.start + work.count - tile * kKeys;  // rows that were written
     const int num_pages = min(kTilePages, (valid + kPageTokens - 1) / kPageTokens);
@@ -198,13 +208,18 @@ __device__ __forceinline__ void start_sums(Rows& rows, const Weights& weights, u
   wgmma_commit();
 }
 
-// Hides keys after each row's own position. first_key, first_query: positions of the tile and of the warpgroup's row 0.
+// Whether a query does not see a key, both by position: the key comes after it, or before its window.
+__device__ __forceinline__ bool is_hidden(int key, int query) {
+  return WINDOW > 0 ? static_cast<uint32_t>(query - key) >= static_cast<uint32_t>(WINDOW) : key > query;
+}
+
+// Hides keys that a row does not see. first_key, first_query: positions of the tile and of the warpgroup's row 0.
 __device__ __forceinline__ void mask(Scores& scores, int first_key, int first_query) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x / 32 % 4;
   const int last = first_query + warp * 16 + lane / 4 - first_key - lane % 4 * 2;  // column that the upper row sees
 #pragma unroll
   for (int i = 0; i < kKeys / 2; ++i) {
-    if (i / 4 * 8 + i % 2 > last + (i / 2) % 2 * 8) scores[i] = kHiddenScore;
+    if (is_hidden(i / 4 * 8 + i % 2, last + (i / 2) % 2 * 8)) scores[i] = kHiddenScore;
   }
 }
 
@@ -304,7 +319,8 @@ __device__ __forceinline__ void multiply(const Work& work, scalar_t* out, const 
   softmax(scores, rows, keep, factor);
   pack(weights, scores);
 
-  for (int i = 1; i < work.tiles; ++i) {
+  const int rounds = work.rounds();
+  for (int i = 1; i < rounds; ++i) {
     const int stage = i % kStages, last_stage = (i - 1) % kStages, first_key = (work.tiles - 1 - i) * kKeys;
     mbarrier_wait(barrier_of(base, kKeysReady, stage), i / kStages % 2);
     take_turn(warpgroup, i);
@@ -314,11 +330,12 @@ __device__ __forceinline__ void multiply(const Work& work, scalar_t* out, const 
     mbarrier_wait(barrier_of(base, kValuesReady, last_stage), (i - 1) / kStages % 2);
     wgmma_fence();
     start_sums(rows, weights, values + descriptor_step(kTileBytes) * last_stage);
-    pass_turn(warpgroup, i, work.tiles - 1);
+    pass_turn(warpgroup, i, rounds - 1);
     wgmma_wait<1>();
     settle(scores);
     if (leads) mbarrier_arrive(barrier_of(base, kKeysRead, stage));
-    if (first_key + kKeys - 1 > first_query) mask(scores, first_key, first_query);
+    const bool begins_early = WINDOW > 0 && first_key < first_query + kWarpgroupRows - WINDOW;  // before a row's window
+    if (begins_early || first_key + kKeys - 1 > first_query) mask(scores, first_key, first_query);
     softmax(scores, rows, keep, factor);
     finish_before_wait(rows.sum[0] + rows.sum[1], base);
     wgmma_wait<0>();
@@ -330,7 +347,7 @@ __device__ __forceinline__ void multiply(const Work& work, scalar_t* out, const 
     pack(weights, scores);
   }
 
-  const int last = work.tiles - 1;
+  const int last = rounds - 1;
   mbarrier_wait(barrier_of(base, kValuesReady, last % kStages), last / kStages % 2);
   settle(rows.out);
   wgmma_fence();
@@ -362,7 +379,7 @@ KERNEL(prefill_attention_wgmma)(scalar_t* __restrict__ out, const scalar_t* __re
   }
   pdl_wait();
   const Work work(chunk);
-  if (work.slot < 0 || work.first_row < 0) return;
+  if (work.slot < 0 || work.first_row < 0 || work.tiles == 0) return;
   __syncthreads();
   const int head = blockIdx.x * kHeads, kv_head = head / GROUP;
   const int row_stride = num_kv_heads * GROUP * HEAD_DIM;

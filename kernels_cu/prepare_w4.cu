@@ -44,6 +44,7 @@ extern "C" __global__ void __launch_bounds__(kRowThreads) KERNEL(prepare_w4)(
     if (permutation != nullptr) store16(row + piece * 8, v[i]);
   }
   if (permutation != nullptr) __syncthreads();
+  float sums[kThreadPieces];
 #pragma unroll
   for (int i = 0; i < kThreadPieces; i++) {
     const int piece = RowPieces::piece(i);
@@ -53,7 +54,7 @@ extern "C" __global__ void __launch_bounds__(kRowThreads) KERNEL(prepare_w4)(
       for (int e = 0; e < 8; e++) gathered[e] = row[permutation[piece * 8 + e]];
       v[i] = *reinterpret_cast<const uint4*>(gathered);
     }
-    const float sum = code_sum(v[i]);
+    sums[i] = piece_sum(v[i]);
     if (piece >= kPieces) continue;
     unsigned char* const place = to + x_offset(piece, token);
     if (WGMMA_PRODUCTS) {
@@ -62,6 +63,9 @@ extern "C" __global__ void __launch_bounds__(kRowThreads) KERNEL(prepare_w4)(
     } else {
       store16(place, v[i]);
     }
-    if (piece % kGroupLanes == 0) *reinterpret_cast<float*>(to + sum_offset(piece, token)) = sum;
   }
+  sum_groups(sums, [&](int i, float sum) {
+    const int piece = RowPieces::piece(i);
+    if (piece < kPieces) *reinterpret_cast<float*>(to + sum_offset(piece, token)) = sum;
+  });
 }

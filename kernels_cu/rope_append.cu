@@ -1,11 +1,12 @@
-// From the raw q/k/v projection of a prefill chunk to rotated queries and appended keys and values.
+// From the raw q/k/v projection of a prefill chunk to rotated queries and stored keys and values.
 //
 //   formula   h = qkv[t, head] + bias[head]; q and k heads: h = h / sqrt(mean(h^2) + eps) * norm (where there is one),
 //             then out[d] = h[d] cos - h[d+D/2] sin, out[d+D/2] = h[d+D/2] cos + h[d] sin of position t;
-//             q[t, head] = out; k_pages, v_pages at (block_tables[slots[t]][p / 64], kv head, p % 64) = out, p = positions[t]
+//             q[t, head] = out; k_pages, v_pages at (block_tables[slots[t]][l / 64], kv head, l % 64) = out, l = locations[t]
 //   operands  q (T, H*D) scalar_t; k_pages, v_pages (P, K, 64, D) scalar_t; qkv (T, (H + 2K) * D) scalar_t: q, k, v
 //             heads; bias ((H + 2K) * D), q_norm, k_norm (D) scalar_t or null; rope (2, M, D/2) float32: cos, sin;
-//             positions, slots (T) int32; block_tables (B, pages_per_sequence) int32. A row with slot -1 stores q only
+//             positions, slots (T) int32; locations (T) int32 or null: positions; block_tables (B, pages_per_sequence)
+//             int32. A row with slot -1 stores q only, as of position 0
 //   launch    grid ceil(T * (H + 2K) * LANES / 256) with LANES = 4 for D = 64, else 8; block 256; no shared memory
 //   numerics  float32, squares summed a lane's in order, then over lanes; each value rounded once
 //   oracle    NumpyOps.qkv after its product
@@ -88,8 +89,8 @@ extern "C" __global__ void __launch_bounds__(256)
                         const scalar_t* qkv, const scalar_t* __restrict__ bias,
                         const scalar_t* __restrict__ q_norm, const scalar_t* __restrict__ k_norm,
                         const float* __restrict__ rope, const int32_t* positions,
-                        const int32_t* slots, const int32_t* __restrict__ block_tables, int num_rows,
-                        int num_heads, int num_kv_heads, int pages_per_sequence, int max_context, float eps) {
+                        const int32_t* locations, const int32_t* slots, const int32_t* __restrict__ block_tables,
+                        int num_rows, int num_heads, int num_kv_heads, int pages_per_sequence, int max_context, float eps) {
   pdl_wait();
   pdl_launch_dependents();
   const int all_heads = num_heads + 2 * num_kv_heads;
@@ -108,7 +109,7 @@ extern "C" __global__ void __launch_bounds__(256)
     for (int i = 0; i < 8; i++) h.first[i] += b.first[i], h.second[i] += b.second[i];
   }
   const bool is_query = head < num_heads, is_key = !is_query && head < num_heads + num_kv_heads;
-  const int position = positions[row], slot = slots[row];
+  const int slot = slots[row], position = slot < 0 ? 0 : positions[row];
   if (q_norm) {
     Halves normalised = h;
     if (!works) {
@@ -128,9 +129,10 @@ extern "C" __global__ void __launch_bounds__(256)
     target = q + (static_cast<int64_t>(row) * num_heads + head) * HEAD_DIM;
   } else {
     if (slot < 0) return;
-    const int page = block_tables[static_cast<int64_t>(slot) * pages_per_sequence + position / kPageTokens];
+    const int location = locations ? locations[row] : position;
+    const int page = block_tables[static_cast<int64_t>(slot) * pages_per_sequence + location / kPageTokens];
     const int kv_head = (head - num_heads) % num_kv_heads;
-    const int64_t token = (static_cast<int64_t>(page) * num_kv_heads + kv_head) * kPageTokens + position % kPageTokens;
+    const int64_t token = (static_cast<int64_t>(page) * num_kv_heads + kv_head) * kPageTokens + location % kPageTokens;
     target = (is_key ? k_pages : v_pages) + token * HEAD_DIM;
   }
   store8(target + offset, h.first);

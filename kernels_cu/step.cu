@@ -1,23 +1,26 @@
 // Bookkeeping of steps: take a command out of the ring, set up the rows of the step, report steps without tokens.
 //
 //   formula   admit: state[slot] = command's, token_counts[slot] = 0 or kBiased, block_tables[slot][i] = pages[i] for those given;
-//             recall: seen[slot][tokens[i]] = true;  step_begin, for each row: (token, position, slot)
-//             = (last_token, position++, slot) of its slot, or (0, 0, -1) for padding and finished sequences;
-//             prefill_begin, for each row i < count: (tokens[i], start + i, slot), seen[slot][tokens[i]] = true;
+//             with a history: capacities[slot] = positions of those pages, carry_counts[slot] = 0;
+//             recall: seen[slot][tokens[i]] = true, history[slot][position++] = tokens[i];
+//             step_begin, for each row: (token, position, slot) = (last_token, position++, slot) of its slot, or
+//             (0, 0, -1) for padding and finished sequences; history[slot][position] = token;
+//             prefill_begin, for each row i < count: (tokens[i], start + i, slot), seen[slot][tokens[i]] = true,
+//             history[slot][start + i] = tokens[i];
 //             first_begin: x[0] = x[count - 1]
 //   operands  token_ids, positions, slots (T) int32; chunk (4) int32: slot, start, count, is_last; states (B) SlotState;
 //             token_counts (B, VOCAB) uint32; block_tables (B, pages_per_sequence) int32; results (16) ResultRecord and commands (16, command_bytes) in mapped host
-//             memory; context StepContext; x (T, HIDDEN) scalar_t
+//             memory; context StepContext; x (T, HIDDEN) scalar_t. Where trees are drafted, else null: history (B, max_context)
+//             int32, the token at each position, the newest one added by the step that reads it; capacities and
+//             carry_counts (B) int32, as in include/draft_tree.cuh
 //   launch    admit, recall, prefill_begin: grid 1, block 1024; step_begin: grid 1, block 64; prefill_end: grid 1, block 32;
 //             first_begin: grid ceil(HIDDEN / 8 / 128), block 128; no shared memory
 //   numerics  integers; x is copied
 //   oracle    reference/executor.py ReferenceExecutor: Admit, Recall, _prefill, _decode
 //   source    original
-//   layout    one block: every launch takes one entry, and a few KB over the bus are bound by latency. The device
-//             counts entries by itself, so that a captured launch needs no new argument. Launched for another kind of
-//             command than the host wrote, a kernel traps: the rings are out of step and no result could be trusted
+//   layout    one block: every launch takes one entry, and a few KB over the bus are bound by latency
+#include "commands.cuh"
 #include "copy.cuh"
-#include "slot_state.cuh"
 
 #ifndef VOCAB
 #error "VOCAB must be defined: entries of the vocabulary"
@@ -31,41 +34,9 @@ static_assert(HIDDEN % 8 == 0, "HIDDEN must be a multiple of 8");
 // What an earlier kernel of the step wrote is not __restrict__: the compiler may move a load that it takes for one of
 // a constant before pdl_wait.
 
-// The host's memory: never from a cache.
-__device__ __forceinline__ int load_host(const int32_t* source) { return __ldcv(source); }
-
-__device__ __forceinline__ const int32_t* payload(const Command* command) {
-  return reinterpret_cast<const int32_t*>(command + 1);
-}
-
-// The next command of the ring.
-__device__ __forceinline__ const Command* next_command(const StepContext* context, const uint8_t* commands,
-                                                       int command_bytes) {
-  const uint8_t* at = commands + static_cast<int64_t>(context->next_entry % kRingEntries) * command_bytes;
-  return reinterpret_cast<const Command*>(at);
-}
-
-// Counts the command, which must be of the kernel's kind. All threads of the only block call it, after next_command.
-__device__ __forceinline__ void take(StepContext* context, bool is_expected) {
-  const uint64_t entry = context->next_entry;
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    context->next_entry = entry + 1;
-    context->sequence = entry + 1;
-    if (!is_expected) __trap();
-  }
-  __syncthreads();
-}
-
-__device__ __forceinline__ const Command* take_command(StepContext* context, const uint8_t* commands,
-                                                       int command_bytes, CommandKind kind) {
-  const Command* command = next_command(context, commands, command_bytes);
-  take(context, threadIdx.x != 0 || load_host(&command->kind) == kind);
-  return command;
-}
-
 extern "C" __global__ void KERNEL(admit)(SlotState* states, uint32_t* __restrict__ token_counts,
-                                         int32_t* __restrict__ block_tables, ResultRecord* __restrict__ results,
+                                         int32_t* __restrict__ block_tables, int32_t* __restrict__ capacities,
+                                         int32_t* __restrict__ carry_counts, ResultRecord* __restrict__ results,
                                          StepContext* context, const uint8_t* __restrict__ commands,
                                          int command_bytes, int pages_per_sequence) {
   pdl_launch_dependents();
@@ -85,28 +56,40 @@ extern "C" __global__ void KERNEL(admit)(SlotState* states, uint32_t* __restrict
     const uint32_t token = states[slot].biased_ids[threadIdx.x];
     if (token < VOCAB) counts[token] = kBiased;
   }
+  if (threadIdx.x == 0 && carry_counts) {
+    carry_counts[slot] = 0;
+    if (num_pages > 0) capacities[slot] = num_pages * kPageTokens;
+  }
   if (threadIdx.x == 0) publish(results, context->sequence, 0, kNoToken, false);
 }
 
-extern "C" __global__ void KERNEL(recall)(uint32_t* __restrict__ token_counts, ResultRecord* __restrict__ results,
+extern "C" __global__ void KERNEL(recall)(SlotState* states, uint32_t* __restrict__ token_counts,
+                                          int32_t* __restrict__ history, ResultRecord* __restrict__ results,
                                           StepContext* context, const uint8_t* __restrict__ commands,
-                                          int command_bytes) {
+                                          int command_bytes, int max_context) {
   pdl_launch_dependents();
   pdl_wait();
   const Command* command = take_command(context, commands, command_bytes, kRecall);
-  const int count = load_host(&command->num_rows);
-  uint32_t* counts = token_counts + static_cast<int64_t>(load_host(&command->slot)) * VOCAB;
-  // Not atomic: whoever else writes the word writes the same.
-  for (int i = threadIdx.x; i < count; i += blockDim.x) counts[load_host(payload(command) + i)] |= kSeen;
-  if (threadIdx.x == 0) publish(results, context->sequence, 0, kNoToken, false);
+  const int count = load_host(&command->num_rows), slot = load_host(&command->slot);
+  const int start = states[slot].position;
+  uint32_t* counts = token_counts + static_cast<int64_t>(slot) * VOCAB;
+  for (int i = threadIdx.x; i < count; i += blockDim.x) {
+    const int token = load_host(payload(command) + i);
+    counts[token] |= kSeen;  // Not atomic: whoever else writes the word writes the same.
+    if (history && start + i < max_context) history[static_cast<int64_t>(slot) * max_context + start + i] = token;
+  }
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  states[slot].position = start + count;
+  publish(results, context->sequence, 0, kNoToken, false);
 }
 
 // num_rows: rows of the launches that follow; the command may have fewer.
 extern "C" __global__ void KERNEL(step_begin)(int32_t* __restrict__ token_ids, int32_t* __restrict__ positions,
                                               int32_t* __restrict__ slots, SlotState* states,
-                                              ResultRecord* __restrict__ results, StepContext* context,
-                                              const uint8_t* __restrict__ commands, int command_bytes,
-                                              int num_rows) {
+                                              int32_t* __restrict__ history, ResultRecord* __restrict__ results,
+                                              StepContext* context, const uint8_t* __restrict__ commands,
+                                              int command_bytes, int max_context, int num_rows) {
   pdl_launch_dependents();
   pdl_wait();
   const Command* command = next_command(context, commands, command_bytes);
@@ -126,6 +109,7 @@ extern "C" __global__ void KERNEL(step_begin)(int32_t* __restrict__ token_ids, i
       token = state->last_token;
       position = state->position;
       state->position = position + 1;
+      if (history && position < max_context) history[static_cast<int64_t>(slot) * max_context + position] = token;
     }
   }
   token_ids[row] = token;
@@ -137,9 +121,9 @@ extern "C" __global__ void KERNEL(step_begin)(int32_t* __restrict__ token_ids, i
 extern "C" __global__ void KERNEL(prefill_begin)(int32_t* __restrict__ token_ids, int32_t* __restrict__ positions,
                                                  int32_t* __restrict__ slots, int32_t* __restrict__ chunk,
                                                  SlotState* states, uint32_t* __restrict__ token_counts,
-                                                 StepContext* context,
+                                                 int32_t* __restrict__ history, StepContext* context,
                                                  const uint8_t* __restrict__ commands, int command_bytes,
-                                                 int num_rows) {
+                                                 int max_context, int num_rows) {
   pdl_launch_dependents();
   pdl_wait();
   const Command* command = take_command(context, commands, command_bytes, kPrefill);
@@ -152,8 +136,9 @@ extern "C" __global__ void KERNEL(prefill_begin)(int32_t* __restrict__ token_ids
     token_ids[row] = token;
     positions[row] = used ? start + row : 0;
     slots[row] = used ? slot : -1;
-    // Not atomic: whoever else writes the word writes the same.
-    if (used) counts[token] |= kSeen;
+    if (!used) continue;
+    counts[token] |= kSeen;  // Not atomic: whoever else writes the word writes the same.
+    if (history && start + row < max_context) history[static_cast<int64_t>(slot) * max_context + start + row] = token;
   }
   if (threadIdx.x == 0) {
     states[slot].position = start + count;

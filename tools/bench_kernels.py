@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
 import numpy as np  # noqa: E402
-from kernel_costs import Cost, Label, chunk_costs, product_costs, skinny_costs  # noqa: E402
+from kernel_costs import Cost, Label, chunk_costs, packed_costs, product_costs, skinny_costs  # noqa: E402
 from kernel_table import Line, markdown, replaced  # noqa: E402
 
 from cpmrt.bench.run import shape_folder  # noqa: E402
@@ -41,6 +41,7 @@ from cpmrt.ops import Rows  # noqa: E402
 README = ROOT / "kernels_cu" / "README.md"
 # So many layers that one kind of weight alone is larger than any L2.
 LAYERS = {"minicpm4-8b": 8, "minicpm4-0.5b": 64}
+PACKED = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
 SEQUENCES, SHORT, LONG, CHUNK = 64, 2048, 131072, 4096
 DECODE_KEYS = ((1, 1088), (8, 1088), (64, 1088), (1, 4096), (1, 32768), (1, 131072))
 PREFILL_STARTS = (0, 28672, 122880)
@@ -58,7 +59,7 @@ class Sieve:
         self.wanted: Label | None = None
         self.counts: Counter[Label] = Counter()
         self.uses_own = False
-        executor._forward._ops._launch = self
+        executor._forward._ops._launch = executor._forward._ops._quantized._launch = self
         executor._forward._ops._gemm = self.product
         executor._steps._launch = self
 
@@ -98,6 +99,13 @@ class Bench:
             yield from self._each(partial(self.executor._forward.layers, rows, slice(None)), f"T={rows}", costs)
             sampled = {("sample", 0, 0): Cost("sample", "byte", 4.0 * rows * self.config.vocab_size)}
             yield from self._each(partial(self.executor._steps.sample, rows), f"T={rows}", sampled)
+
+    def packed(self, row_counts: Iterable[int]) -> Iterator[Line]:
+        """The products of a decode step with 4-bit weights."""
+        for rows in row_counts:
+            self._set_rows(np.arange(rows), np.full(rows, SHORT - 1))
+            layers = partial(self.executor._forward.layers, rows, slice(None))
+            yield from self._each(layers, f"T={rows}", packed_costs(self.config, rows))
 
     def prefill(self) -> Iterator[Line]:
         """Everything in a chunk but attention, the products by the library and by the own kernel."""
@@ -203,9 +211,13 @@ def median_us(stream: Any, enqueue: Callable[[], None]) -> float:
 
 
 @contextmanager
-def opened(shape: str, sequences: int, context: int, ceilings: dict[str, float], wanted: str) -> Iterator[Bench]:
-    """The shape with a few or with many layers, on random weights."""
-    overrides = {"num_hidden_layers": LAYERS[shape]}
+def opened(
+    shape: str, sequences: int, context: int, ceilings: dict[str, float], wanted: str, *, is_packed: bool = False
+) -> Iterator[Bench]:
+    """The shape with a few or with many layers, on random weights; twice as many layers of 4 bits."""
+    overrides: dict[str, Any] = {"num_hidden_layers": LAYERS[shape]}
+    if is_packed:
+        overrides = {"num_hidden_layers": 2 * LAYERS[shape], "quantization_config": PACKED}
     with shape_folder(shape) as folder, LLM(
         folder, executor="cuda", load_format="dummy", hf_overrides=overrides, max_context=context,
         max_sequences=sequences, prefill_chunk=CHUNK if sequences == 1 else 64,
@@ -215,6 +227,8 @@ def opened(shape: str, sequences: int, context: int, ceilings: dict[str, float],
 
 def lines_of(shape: str, ceilings: dict[str, float], wanted: str, row_counts: list[int]) -> Iterator[Line]:
     """Every measurement of a shape."""
+    with opened(shape, SEQUENCES, SHORT, ceilings, wanted, is_packed=True) as bench:
+        yield from bench.packed(sorted({*row_counts, 16, 32}))
     with opened(shape, SEQUENCES, SHORT, ceilings, wanted) as bench:
         yield from bench.decode(row_counts)
         for rows, keys in DECODE_KEYS:

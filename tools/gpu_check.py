@@ -29,25 +29,37 @@ MEMORY_FOR_8B = 22 << 30
 
 # One test or a few of each kernel file, and whole models: the sanitizer makes them ten to a hundred times slower.
 SANITIZED = {
+    "test_accept.py": ("test_a_stop_token_ends_inside_the_path", "test_hidden_states_as_wide_as_a_model_has_them"),
     "test_activation.py": ("test_gates_of_every_size_stay_finite",),
     "test_bandwidth.py": ("test_every_word_is_read_once",),
+    "test_carry.py": ("test_behind_a_cached_prefix_the_first_row_is_padding", "test_decode_steps_append_a_row_each"),
+    "test_columns.py": ("test_columns_go_where_they_belong", "test_clear"),
     "test_decode_attention.py": ("test_padding_rows_become_zeros", "test_slots_may_share_pages"),
+    "test_decode_trees.py": ("test_bases_around_page_edges", "test_plain_rows_among_those_of_trees"),
+    "test_draft_top_k.py": ("test_padding_and_the_map_of_a_cut_vocabulary",),
+    "test_draft_tree.py": ("test_rows_follow_their_parents_hidden_states", "test_nodes_without_room_are_padding"),
     "test_embed.py": ("test_padding_rows_become_zero_and_read_nothing",),
     "test_gather.py": ("test_columns_in_another_order",),
     "test_gemm.py": ("test_dependent_launches_keep_the_order",),
+    "test_join.py": ("test_halves_are_the_oracles",),
     "test_linear.py": ("test_without_bias", "test_a_row_does_not_see_the_others"),
     "test_linear_w4.py": ("test_without_bias", "test_a_row_does_not_see_the_others"),
     "test_loader.py": ("test_values_beyond_float16_are_flagged", "test_a_streamed_checkpoint_equals_the_packed_one"),
+    "test_lookup.py": ("test_no_match_no_room_and_a_finished_sequence",),
     "test_norm.py": ("test_rows_are_the_oracles",),
     "test_prefill_attention.py": ("test_a_bucket_that_is_no_multiple_of_the_tile", "test_an_empty_slot_stores_nothing"),
     "test_repack_w4.py": ("test_bfloat16_scales_and_no_zero_points_of_a_source",),
     "test_residual.py": ("test_rows_are_the_oracles",),
-    "test_round_w4.py": ("test_a_value_that_is_not_finite_is_flagged",),
     "test_rope_append.py": ("test_a_row_does_not_depend_on_the_others",),
+    "test_round_w4.py": ("test_a_value_that_is_not_finite_is_flagged",),
     "test_sampling.py": ("test_the_state_follows_the_token", "test_padding_rows_leave_everything_alone"),
+    "test_speculate.py": ("test_rows_as_wide_as_a_model_has_them", "test_after_catching_up_the_newest_row_stays"),
     "test_step.py": ("test_the_head_gets_the_last_row_of_the_chunk",),
+    "test_tree_sampling.py": ("test_a_node_samples_what_plain_decoding_samples",),
 }
-PORTABLE_TESTS = tuple(f"tests/executors/test_cuda_{what}.py" for what in ("golden", "executor", "memory"))
+PORTABLE_TESTS = tuple(
+    f"tests/executors/test_cuda_{what}.py" for what in ("golden", "executor", "memory", "speculation")
+)
 SANITIZED_MODELS = ("llama_bias-float16", "qwen3-bfloat16", "minicpm-bfloat16")
 """Of test_cuda_golden.py, for memcheck: every kernel in its place. racecheck does not come to an end with them, and
 initcheck would see whole pages being read whose unwritten rows are masked afterwards."""

@@ -30,6 +30,20 @@ def skinny_costs(config: ModelConfig) -> dict[Label, Cost]:
     }
 
 
+def packed_costs(config: ModelConfig, rows: int) -> dict[Label, Cost]:
+    """The products of a decode step with 4-bit weights, a scale of 16 bits to 128; and what prepares their rows."""
+    costs = {
+        (label[0].replace("linear", "linear_w4"), *label[1:]): cost._replace(
+            title=cost.title.replace("linear", "linear_w4"), amount=cost.amount / 2 * (0.5 + 2 / 128)
+        )
+        for label, cost in skinny_costs(config).items()
+        if label[0] != "linear_head"
+    }
+    for name, columns in (("hidden", config.hidden_size), ("inner", config.intermediate_size)):
+        costs["prepare_w4", 0, columns] = Cost(f"prepare_w4 ({name})", "byte", 4.0 * rows * columns)
+    return costs
+
+
 def product_costs(config: ModelConfig, rows: int, name: str) -> dict[Label, Cost]:
     """The products of a chunk."""
     hidden, inner, q_size = config.hidden_size, config.intermediate_size, config.q_size

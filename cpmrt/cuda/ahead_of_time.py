@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import numpy as np
 from cpmrt.config import EngineConfig, ModelConfig
 from cpmrt.cuda.compiler import Modules
 from cpmrt.cuda.device import Device
+from cpmrt.cuda.draft_forward import DraftForward, every_shape, with_draft
 from cpmrt.cuda.gemm import Gemm
 from cpmrt.cuda.kernels import constant_sets, files
 from cpmrt.cuda.launcher import Launcher, Module
@@ -16,10 +18,12 @@ from cpmrt.cuda.linear_plan import DeviceLimits
 from cpmrt.cuda.repack import repack_modules
 from cpmrt.cuda.step_forward import StepForward
 from cpmrt.cuda.step_kernels import step_modules
+from cpmrt.cuda.tree_kernels import tree_modules
 from cpmrt.cuda.weights_w4 import held_weights, layouts_of
 from cpmrt.cuda.workspace import buckets, check_supported, cuda_needs, row_counts
 from cpmrt.dtypes import DType
 from cpmrt.errors import ConfigError
+from cpmrt.models.draft import Draft
 from cpmrt.models.planning import plan_model, position_limit, weight_specs
 
 _SHARED_SMALL, _SHARED_AMPERE, _SHARED_HOPPER = 101_376, 166_912, 232_448
@@ -34,6 +38,9 @@ _KNOWN_DEVICES = {
     "sm_100": ("B200", 148, _SHARED_HOPPER),
     "sm_120": ("RTX 5090", 170, _SHARED_SMALL),
 }
+# Clusters of eight blocks, a block to a multiprocessor, of the H200 that was measured. Where there is another number,
+# a start compiles what differs.
+_KNOWN_CLUSTERS = {"sm_90": 15}
 
 
 def known_device(arch: str, num_sms: int | None = None) -> Device:
@@ -55,28 +62,62 @@ def known_device(arch: str, num_sms: int | None = None) -> Device:
         total_bytes=0,
         is_unified=False,
         driver_version=(0, 0),
+        whole_clusters=_KNOWN_CLUSTERS.get(arch, 0),
     )
 
 
-def modules_of(config: ModelConfig, settings: EngineConfig, device: Device, dtype: DType) -> list[Module]:
+def modules_of(
+    config: ModelConfig, settings: EngineConfig, device: Device, dtype: DType, draft: Draft | None = None
+) -> list[Module]:
     """Every module of a start with these settings: the executor's own recording, on arrays without memory.
 
     Includes what is used only where cuBLASLt is absent, where weights are converted or random. Raises
     UnsupportedModelError, ConfigError.
     """
-    check_supported(config)
     context, limits = position_limit(config, settings), DeviceLimits.of(device)
+    config = config.for_context(context)
+    check_supported(config)
     specs = weight_specs(config, settings)
     needs = cuda_needs(config, settings, specs, capability=device.capability, limits=limits)
-    plan = plan_model(config, settings, itemsize=dtype.itemsize, max_context=context, needs=needs, specs=specs)
+    if draft is not None:
+        sizes = {"capability": device.capability, "max_sequences": settings.max_sequences}
+        needs = with_draft(needs, draft, specs, limits, **sizes)
+    plan = plan_model(
+        config, settings, itemsize=dtype.itemsize, max_context=context, needs=needs, specs=specs, draft=draft
+    )
     word = np.zeros((), np.uint16)
     arrays: dict[str, Any] = {region.name: np.broadcast_to(word, region.shape) for region in plan.regions}
-    arrays |= held_weights(specs, arrays)
+    arrays |= held_weights(plan.tensors, arrays)
     launcher = Launcher(None, Modules(device.arch, dtype), use_pdl=False)
     gemm = Gemm(device, launcher, arrays["gemm_workspace"], use_library=False)
-    forward = StepForward(config, device, launcher, gemm, arrays, context)
     with launcher.recording() as modules:
-        forward.every_shape(buckets(settings.prefill_chunk), row_counts(settings.max_sequences))
+        _record(config, settings, device, launcher, gemm, arrays, context, draft)
     without_sizes = [(file, sizes) for file in files(device.arch) for sizes in constant_sets(file) if not sizes]
     repacking = [m for m in repack_modules(specs, layouts_of(specs, config, limits)) if m not in modules]
-    return [*modules, *repacking, *step_modules(config, device), *without_sizes]
+    found = [*modules, *repacking, *step_modules(config, device)]
+    if draft is not None:
+        found += tree_modules(config, device, draft.vocab_size)
+    if draft is not None and draft.config.decoder is not None:
+        layouts = layouts_of(draft.tensors, draft.config.decoder, limits)
+        found += [module for module in repack_modules(draft.tensors, layouts) if module not in found]
+    return [*found, *(module for module in without_sizes if module not in found)]
+
+
+def _record(
+    config: ModelConfig,
+    settings: EngineConfig,
+    device: Device,
+    launcher: Launcher,
+    gemm: Gemm,
+    arrays: Mapping[str, Any],
+    max_context: int,
+    draft: Draft | None,
+) -> None:
+    """All forwards of a start."""
+    taps, chunks = draft.config.taps if draft else (), buckets(settings.prefill_chunk)
+    forward = StepForward(config, device, launcher, gemm, arrays, max_context, taps)
+    forward.every_shape(chunks, row_counts(settings.max_sequences))
+    if draft is not None:
+        has_layers = draft.config.decoder is not None
+        own = DraftForward(draft, device, launcher, gemm, arrays, max_context) if has_layers else None
+        every_shape(draft, forward, own, chunks)

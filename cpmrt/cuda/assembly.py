@@ -8,6 +8,7 @@ from typing import Any
 from cpmrt.config import EngineConfig, ModelConfig
 from cpmrt.cuda.compiler import Modules
 from cpmrt.cuda.device import Device, open_device
+from cpmrt.cuda.draft_forward import with_draft
 from cpmrt.cuda.linear_plan import DeviceLimits
 from cpmrt.cuda.packed_w4 import PackedLayout
 from cpmrt.cuda.weights_w4 import layouts_of
@@ -16,6 +17,7 @@ from cpmrt.dtypes import DType
 from cpmrt.errors import ConfigError
 from cpmrt.executor import Executor
 from cpmrt.memory.plan import MemoryPlan, Region
+from cpmrt.models.draft_weights import open_draft
 from cpmrt.models.planning import fit_model, open_weights, position_limit
 from cpmrt.tensor_spec import TensorSpec
 from cpmrt.weights.checkpoint import Checkpoint
@@ -31,21 +33,35 @@ def open_executor(folder: ModelFolder, settings: EngineConfig) -> tuple[Executor
     Raises NoDeviceError, UnsupportedModelError, ConfigError, MemoryPlanError, CheckpointError, KernelCompileError.
     """
     device = open_device()
-    check_supported(folder.config)
     config, dtype = folder.config, storage_dtype(folder.config, settings)
+    config = config.for_context(position_limit(config, settings))
+    check_supported(config)
     budget = settings.memory_budget or max(device.free_bytes() - _RESERVED_BYTES, 1)
-    with open_weights(folder, settings) as (checkpoint, specs):
-        limits = DeviceLimits.of(device)
-        needs = cuda_needs(config, settings, specs, capability=device.capability, limits=limits)
-        plan = fit_model(config, settings, itemsize=dtype.itemsize, budget=budget, needs=needs, specs=specs)
-        layouts = layouts_of(specs, config, limits)
+    with (
+        open_weights(folder, settings) as (checkpoint, specs),
+        open_draft(folder, settings, specs) as (draft_checkpoint, draft),
+    ):
+        limits, capability = DeviceLimits.of(device), device.capability
+        needs = cuda_needs(config, settings, specs, capability=capability, limits=limits)
+        layouts, parts = layouts_of(specs, config, limits), [(specs, checkpoint)]
+        if draft is not None:
+            sizes = {"capability": capability, "max_sequences": settings.max_sequences}
+            needs = with_draft(needs, draft, specs, limits, **sizes)
+            parts += [(draft.specs, draft_checkpoint), ((draft.head,) if draft.head else (), checkpoint)]
+            if draft.config.decoder is not None:
+                check_supported(draft.config.decoder)
+                layouts |= layouts_of(draft.tensors, draft.config.decoder, limits)
+        plan = fit_model(
+            config, settings, itemsize=dtype.itemsize, budget=budget, needs=needs, specs=specs, draft=draft
+        )
         from cpmrt.cuda.executor import CudaExecutor
 
         def load(arena: int, regions: Mapping[str, Region], device: Device, modules: Modules, stream: Any) -> None:
-            _load(specs, checkpoint, arena, regions, layouts, device, modules, stream, settings.seed)
+            for part, source in parts:
+                _load(part, source, arena, regions, layouts, device, modules, stream, settings.seed)
 
         limit = position_limit(config, settings)
-        return CudaExecutor(config, settings, plan, device, dtype, limit, load), plan
+        return CudaExecutor(config, settings, plan, device, dtype, limit, load, draft), plan
 
 
 def storage_dtype(config: ModelConfig, settings: EngineConfig) -> DType:
@@ -78,7 +94,7 @@ def _load(
         stream_checkpoint(arena, specs, checkpoint, regions, device, modules, layouts)
         return
     fill_dummy(arena, specs, regions, modules, stream, seed=seed, num_sms=device.num_sms)
-    if layouts:
+    if any(spec.quant for spec in specs):
         sizes = {"seed": seed, "num_sms": device.num_sms}
         fill_dummy_packed(arena, specs, regions, layouts, modules, stream, **sizes)
     stream.synchronize()

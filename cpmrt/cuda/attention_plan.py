@@ -12,6 +12,7 @@ from cpmrt.memory.kv_pages import PAGE_SIZE
 
 _QUERY_TILE = 16  # rows of an m16n8k16 tile
 _PREFILL_TILE = 128
+_PLAIN = {"TREE": 0, "WINDOW": 0}  # rows of no tree that see all their keys
 _MOST_CLUSTERS = 32  # whose partial results one block merges for a row
 _SMALL_SHARED_MEMORY = (86, 89, 120)  # compute capabilities with 100 KB of shared memory a multiprocessor
 
@@ -87,7 +88,7 @@ def plan_decode_attention(
     num_splits = max(1, wanted // cluster) * cluster
     received = 5 * heads * head_dim if cluster > 1 else 0
     return DecodeAttentionPlan(
-        constants={"HEAD_DIM": head_dim, "GROUP": group, "STAGES": stages, "PORTABLE": int(portable)},
+        constants={"HEAD_DIM": head_dim, "GROUP": group, "STAGES": stages, "PORTABLE": int(portable)} | _PLAIN,
         num_splits=num_splits,
         units=units,
         cluster=cluster,
@@ -107,7 +108,7 @@ def plan_prefill_attention(*, num_heads: int, num_kv_heads: int, head_dim: int, 
     heads = 2 if group % 2 == 0 else 1
     return PrefillAttentionPlan(
         kernel="prefill_attention",
-        constants={"HEAD_DIM": head_dim, "GROUP": group},
+        constants={"HEAD_DIM": head_dim, "GROUP": group, "WINDOW": 0},
         blocks_per_tile=num_heads // heads,
         rows_per_tile=_PREFILL_TILE // heads,
         threads=128,
@@ -123,7 +124,7 @@ def _plan_prefill_wgmma(num_heads: int, group: int, head_dim: int) -> PrefillAtt
     barriers = 4 * stages + 1
     return PrefillAttentionPlan(
         kernel="prefill_attention_wgmma",
-        constants={"HEAD_DIM": head_dim, "GROUP": group},
+        constants={"HEAD_DIM": head_dim, "GROUP": group, "WINDOW": 0},
         blocks_per_tile=num_heads // heads,
         rows_per_tile=tile_rows // heads,
         threads=(warpgroups + 1) * 128,

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cpmrt import env
+from cpmrt.cuda.clusters import whole_clusters
 from cpmrt.errors import CpmrtError, DeviceError, MemoryPlanError, NoDeviceError
 from cpmrt.memory.host_memory import available_bytes
 
@@ -29,7 +30,8 @@ class Device:
     """One GPU. Sizes in bytes; `driver_version` is the newest CUDA version that the driver knows, such as (13, 0).
 
     `capability` is the compute capability whose features the kernels use, as 90: that of `arch`, but on the portable
-    path less.
+    path less. `whole_clusters`: clusters of eight blocks that can run at once, a block to a multiprocessor; boards of
+    one kind differ in it.
     """
 
     index: int
@@ -42,6 +44,7 @@ class Device:
     total_bytes: int
     is_unified: bool
     driver_version: tuple[int, int]
+    whole_clusters: int = 0
 
     @property
     def is_portable(self) -> bool:
@@ -96,6 +99,7 @@ def open_device(index: int = 0) -> Device:
         total_bytes=properties["totalGlobalMem"],
         is_unified=bool(properties["integrated"]),
         driver_version=driver,
+        whole_clusters=whole_clusters(shared_bytes) if capability >= 90 and not is_portable else 0,
     )
 
 

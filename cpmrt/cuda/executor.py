@@ -18,16 +18,20 @@ from cpmrt.cuda.graphs import Graphs
 from cpmrt.cuda.launcher import Launcher
 from cpmrt.cuda.rings import Nothing, Rings
 from cpmrt.cuda.slot_state import MAX_LOGIT_BIAS, write_admit, write_prefill, write_recall
+from cpmrt.cuda.speculation import Speculation
+from cpmrt.cuda.step_costs import measured_limits
 from cpmrt.cuda.step_forward import StepForward
 from cpmrt.cuda.step_kernels import StepKernels, step_modules
+from cpmrt.cuda.tree_workspace import TREE_TYPES
 from cpmrt.cuda.weights_w4 import held_weights
 from cpmrt.cuda.workspace import buckets, row_counts
 from cpmrt.dtypes import F32, DType
 from cpmrt.errors import ConfigError, NoDeviceError
-from cpmrt.executor import Admit, Decode, ExecutorLimits, Pending, Prefill, Recall, Release, Step
+from cpmrt.executor import Admit, Decode, ExecutorLimits, Pending, Prefill, Recall, Speculate, Step
 from cpmrt.memory.arena import Arena
 from cpmrt.memory.kv_pages import PAGE_SIZE, KVLayout
 from cpmrt.memory.plan import MemoryPlan
+from cpmrt.models.draft import Draft
 from cpmrt.models.rope import rope_table
 
 LoadWeights = Callable[[int, Mapping[str, Any], Device, Modules, Any], None]
@@ -37,8 +41,8 @@ _TYPES = {
     "attention_arrivals": np.int32, "token_ids": np.int32, "positions": np.int32, "slots": np.int32,
     "chunk": np.int32, "token_counts": np.uint32, "slot_states": np.uint8, "step_context": np.uint64,
     "gemm_workspace": np.uint8, "w4_arrivals": np.int32, "w4_rows": np.uint8, "w4_partials": np.uint8,
-    "w4_staging": np.uint8,
-}  # fmt: skip
+    "w4_staging": np.uint8, "token_map": np.int32,
+} | TREE_TYPES  # fmt: skip
 _PIECES = {".codes": np.uint8, ".perm": np.int32}
 """Of quantised weights, by the end of their names."""
 _ZEROED = (
@@ -49,7 +53,7 @@ _ZEROED = (
 class CudaExecutor:
     """Runs steps on one GPU. Everything lives in one arena laid out by `plan` (itemsize 2, `workspace.cuda_needs`).
 
-    `load(arena address, regions by name, device, modules, stream)` fills the weights. `position_limit` is the context
+    `load(arena address, regions by name, device, modules, stream)` fills all weights. `position_limit` is the context
     that was asked for. `engine.cuda_graphs` False launches kernel by kernel, with the same bits.
     """
 
@@ -62,12 +66,14 @@ class CudaExecutor:
         dtype: DType,
         position_limit: int,
         load: LoadWeights,
+        draft: Draft | None = None,
     ):
-        self.config, self.plan, self.device = config, plan, device
+        self.config, self.plan, self.device, self._draft = config, plan, device, draft
         self._layout = layout = KVLayout.of(config, plan.max_context, plan.max_sequences)
         self._limits = ExecutorLimits(
             plan.max_sequences, plan.max_context, engine.prefill_chunk, _RUN_AHEAD,
             max_logit_bias=MAX_LOGIT_BIAS, num_pages=layout.num_pages, page_size=PAGE_SIZE,
+            tree_shapes=draft.shapes if draft else (),
         )  # fmt: skip
         self._stream = cupy.cuda.Stream(non_blocking=True)
         self._modules = Modules(device.arch, dtype)
@@ -97,14 +103,21 @@ class CudaExecutor:
         self._launcher = launcher = Launcher(self._stream, self._modules, use_pdl=use_pdl)
         self._gemm = Gemm(device, launcher, self._arrays["gemm_workspace"], use_library=not device.is_portable)
         self._resources.callback(self._gemm.close)
-        self._forward = StepForward(self.config, device, launcher, self._gemm, self._arrays, plan.max_context)
+        taps = self._draft.config.taps if self._draft else ()
+        self._forward = StepForward(self.config, device, launcher, self._gemm, self._arrays, plan.max_context, taps)
         self._steps = StepKernels(launcher, self.config, self._arrays, self._rings, device)
+        self._speculation = None if self._draft is None else Speculation(
+            self._draft, self.config, device, launcher, self._gemm, self._arrays, self._rings, self._forward,
+            plan.max_context, engine.simulate_accept or 0.0,
+        )  # fmt: skip
         # What passes through the workspace while loading is gone before the tables there are filled.
         load(pointer.ptr, {region.name: region for region in plan.regions}, device, self._modules, self._stream)
         self._fill_tables(position_limit)
         self._graphs = Graphs(self._stream, enabled=engine.cuda_graphs)
         self._resources.callback(self._graphs.close)
         self._capture()
+        if self._speculation is not None:
+            self._limits = measured_limits(self, self._speculation.pass_seconds)
 
     @property
     def limits(self) -> ExecutorLimits:
@@ -115,6 +128,8 @@ class CudaExecutor:
         self._check_open()
         if isinstance(step, Decode):
             slots = step.slots
+            if self._speculation is not None:
+                self._speculation.make_room(self._graphs, slots)
             self._rings.write_decode(slots)
             self._graphs.run(("decode", _at_least(len(slots), self._row_counts)))
             return self._rings.sent(len(slots), self._logprobs_of(slots))
@@ -125,20 +140,34 @@ class CudaExecutor:
             if step.sampling.logprobs:
                 self._num_logprobs[step.slot] = step.sampling.logprobs
             self._graphs.run("admit")
+            if self._speculation is not None:
+                self._speculation.admitted(step.slot)
             return self._rings.sent(1, ())
         if isinstance(step, Prefill):
-            write_prefill(self._rings.next_entry(), step, self.config.vocab_size)
-            self._graphs.run(("prefill", _at_least(len(step.token_ids), self._buckets)))
-            if step.is_last:
-                self._graphs.run("first")
-            return self._rings.sent(1, self._logprobs_of((step.slot,)))
+            return self._submit_prefill(step)
+        if isinstance(step, Speculate):
+            return self._submit_speculate(step)
         if isinstance(step, Recall):
             write_recall(self._rings.next_entry(), step, self.config.vocab_size)
             self._graphs.run("recall")
             return self._rings.sent(1, ())
-        if isinstance(step, Release):
-            return Nothing()
-        raise ConfigError("the CUDA executor does not draft yet", expected="Decode steps", actual=type(step).__name__)
+        return Nothing()
+
+    def _submit_prefill(self, step: Prefill) -> Pending:
+        write_prefill(self._rings.next_entry(), step, self.config.vocab_size)
+        bucket = _at_least(len(step.token_ids), self._buckets)
+        self._graphs.run(("prefill", bucket))
+        if step.is_last:
+            self._graphs.run("first")
+        if self._speculation is not None:
+            self._speculation.prefilled(self._graphs, step.slot, bucket)
+        return self._rings.sent(1, self._logprobs_of((step.slot,)))
+
+    def _submit_speculate(self, step: Speculate) -> Pending:
+        if self._speculation is None:
+            raise ConfigError("nothing drafts", expected="Decode steps", actual="Speculate", fix="give LLM a draft")
+        num_words = self._speculation.speculate(self._graphs, step.slots[0], step.shape)
+        return self._rings.sent(num_words, self._logprobs_of(step.slots), is_path=True)
 
     def prompt_logits(self, slot: int, token_ids: tuple[int, ...], block_table: tuple[int, ...] = ()) -> Iterator[F32]:
         """Logits of every position, float32 [chunk, V] at a time."""
@@ -155,7 +184,7 @@ class CudaExecutor:
 
     def _chunk_logits(self, slot: int, tokens: tuple[int, ...], start: int) -> F32:
         self._set_rows(slot, tokens, start)
-        self._forward.layers(_at_least(len(tokens), self._buckets), None)
+        self._forward.chunk(_at_least(len(tokens), self._buckets))
         logits, group = np.empty((len(tokens), self.config.vocab_size), np.float32), len(self._arrays["logits"])
         for first in range(0, len(tokens), group):
             rows = self._arrays["x"][first : min(first + group, len(tokens))]
@@ -194,6 +223,8 @@ class CudaExecutor:
                     self._arrays[name].fill(0)
             self._arrays["positions"].fill(0)
             self._arrays["slots"].fill(-1)
+            if self._speculation is not None:
+                self._speculation.fill_tables(self._layout.pages_per_sequence * PAGE_SIZE, position_limit)
             self._arrays["block_tables"].set(np.array(self._layout.block_tables(), np.int32))
             self._arrays["rope"].set(rope_table(self.config, self.plan.max_context, position_limit))
         self._stream.synchronize()
@@ -201,11 +232,15 @@ class CudaExecutor:
     def _capture(self) -> None:
         """Compile what every shape needs, run each once on padding rows, which loads it, then capture it."""
         with self._launcher.recording() as modules:
-            self._forward.every_shape(self._buckets, self._row_counts)
+            self._every_shape()
         modules.extend(step_modules(self.config, self.device))
+        if self._speculation is not None:
+            modules.extend(self._speculation.modules())
         compile_all(self._modules.arch, self._modules.dtype, modules)
-        self._forward.every_shape(self._buckets, self._row_counts)
+        self._every_shape()
         self._steps.load()
+        if self._speculation is not None:
+            self._speculation.load()
         self._stream.synchronize()
         self._graphs.add("admit", self._steps.admit)
         self._graphs.add("recall", self._steps.recall)
@@ -214,11 +249,18 @@ class CudaExecutor:
             self._graphs.add(("prefill", bucket), lambda rows=bucket: self._prefill(rows))  # type: ignore[misc]
         for count in self._row_counts:
             self._graphs.add(("decode", count), lambda rows=count: self._decode(rows))  # type: ignore[misc]
+        if self._speculation is not None:
+            self._speculation.add_graphs(self._graphs, self._buckets)
         self._stream.synchronize()
+
+    def _every_shape(self) -> None:
+        self._forward.every_shape(self._buckets, self._row_counts)
+        if self._speculation is not None:
+            self._speculation.every_shape(self._buckets)
 
     def _prefill(self, bucket: int) -> None:
         self._steps.prefill_begin(bucket)
-        self._forward.layers(bucket, None)
+        self._forward.chunk(bucket)
         self._steps.prefill_end()
 
     def _first_token(self) -> None:
@@ -228,8 +270,10 @@ class CudaExecutor:
 
     def _decode(self, num_rows: int) -> None:
         self._steps.step_begin(num_rows)
-        self._forward.layers(num_rows, slice(None))
+        self._forward.decode(num_rows)
         self._steps.sample(num_rows)
+        if self._speculation is not None:
+            self._speculation.after_decode(num_rows)
 
     def _set_rows(self, slot: int, token_ids: tuple[int, ...], start: int) -> None:
         """Rows of a chunk outside of a step; what the bucket has beyond them is padding."""
@@ -249,7 +293,7 @@ class CudaExecutor:
 def _type_of(name: str) -> Any:
     """The NumPy type of a region's elements: words of 16 bits unless a table says otherwise."""
     ends = (kind for end, kind in _PIECES.items() if name.endswith(end))
-    return next(ends, _TYPES.get(name, np.uint16))
+    return next(ends, _TYPES.get(name.rpartition(".")[2], np.uint16))
 
 
 def _at_least(count: int, sizes: tuple[int, ...]) -> int:

@@ -28,18 +28,20 @@ class KernelSpec:
     arch: str = ""
 
 
-_LINEAR = ("LINEAR", "IN_FEATURES", "TOKEN_TILES", "GROUP", "CLUSTER", "SPLIT_WARPS", "SMEM_BYTES")
+_LINEAR = ("LINEAR", "IN_FEATURES", "TOKEN_TILES", "GROUP", "CLUSTER", "SPLIT_WARPS", "NORM", "SMEM_BYTES")
 _PACKED_W4 = ("IN_FEATURES", "RUNS", "SCALE_GROUP", "ZEROS")
 _ROWS_W4 = ("IN_FEATURES", "ROWS", "SCALE_GROUP", "ZEROS", "WARPGROUPS")
 _LINEAR_W4 = (
-    *("LINEAR", *_PACKED_W4, "ROWS", "WARPS", "WARPGROUPS", "SHARED_RUN", "PREPARED", "STAGE_SLICES", "STAGES"),
-    *("EARLY_SLOTS", "SMEM_BYTES", "PORTABLE"),
+    *("LINEAR", *_PACKED_W4, "ROWS", "WARPS", "WARPGROUPS", "SHARED_RUN", "NORM", "PREPARED", "STAGE_SLICES"),
+    *("STAGES", "EARLY_SLOTS", "CLUSTERS", "RECEIVED_APART", "SMEM_BYTES", "PORTABLE"),
 )
 _ATTENTION = ("HEAD_DIM", "GROUP")
 _STEP = ("VOCAB", "HIDDEN")
-_PORTABLE_LINEAR = {"CLUSTER": 1, "SMEM_BYTES": 98304}
-_W4 = {"SCALE_GROUP": 128, "ZEROS": 0, "STAGE_SLICES": 0, "STAGES": 4, "EARLY_SLOTS": 1, "WARPGROUPS": 0}
-_W4 |= {"PORTABLE": 0, "SMEM_BYTES": 98304}
+_PORTABLE_LINEAR = {"CLUSTER": 1, "NORM": 1, "SMEM_BYTES": 98304}
+_NO_NORM = {"NORM": 0}
+_PLAIN = {"TREE": 0, "WINDOW": 0}
+_W4 = {"SCALE_GROUP": 128, "ZEROS": 0, "STAGE_SLICES": 0, "STAGES": 4, "EARLY_SLOTS": 1, "WARPGROUPS": 0, "NORM": 1}
+_W4 |= {"PORTABLE": 0, "CLUSTERS": 0, "RECEIVED_APART": 0, "SMEM_BYTES": 98304}
 _HEAD_64, _HEAD_128 = ({**_PORTABLE_LINEAR, "HEAD_DIM": size} for size in (64, 128))
 
 KERNELS: tuple[KernelSpec, ...] = (
@@ -75,11 +77,20 @@ KERNELS: tuple[KernelSpec, ...] = (
         reason="4-bit weights of a prefill chunk",
     ),
     KernelSpec(
-        "decode_attention", "decode_attention.cu", "decode_attention", (*_ATTENTION, "STAGES", "PORTABLE"), hot=True
+        "decode_attention",
+        "decode_attention.cu",
+        "decode_attention",
+        (*_ATTENTION, "STAGES", "PORTABLE", "TREE", "WINDOW"),
+        hot=True,
     ),
-    KernelSpec("prefill_attention", "prefill_attention.cu", "prefill_attention", _ATTENTION, hot=True),
+    KernelSpec("prefill_attention", "prefill_attention.cu", "prefill_attention", (*_ATTENTION, "WINDOW"), hot=True),
     KernelSpec(
-        "prefill_attention_wgmma", "prefill_attention_wgmma.cu", "prefill_attention", _ATTENTION, hot=True, arch="sm_90"
+        "prefill_attention_wgmma",
+        "prefill_attention_wgmma.cu",
+        "prefill_attention",
+        (*_ATTENTION, "WINDOW"),
+        hot=True,
+        arch="sm_90",
     ),
     KernelSpec("admit", "step.cu", "", _STEP, reason="bookkeeping: a new sequence in a slot"),
     KernelSpec("recall", "step.cu", "", _STEP, reason="bookkeeping: prompt tokens that need no prefill"),
@@ -88,8 +99,21 @@ KERNELS: tuple[KernelSpec, ...] = (
     KernelSpec("prefill_end", "step.cu", "", _STEP, reason="bookkeeping: a chunk without a token is done"),
     KernelSpec("first_begin", "step.cu", "", _STEP, reason="bookkeeping: the row that the first token comes from"),
     KernelSpec("sample", "sampling.cu", "", ("VOCAB", "PORTABLE"), hot=True, reason="the sampling chain"),
+    KernelSpec("speculate_begin", "speculate.cu", "", hot=True, reason="bookkeeping: rows that the draft has not seen"),
+    KernelSpec("catch_up_end", "speculate.cu", "", reason="bookkeeping: the draft has seen a sequence"),
+    KernelSpec("prefill_rows", "carry.cu", "", hot=True, reason="bookkeeping: the draft's rows of a prefill chunk"),
+    KernelSpec("carry_rows", "carry.cu", "", hot=True, reason="bookkeeping: hidden states for the draft's next pass"),
+    KernelSpec("draft_top_k", "draft_top_k.cu", "", ("VOCAB", "PORTABLE"), hot=True, reason="drafting: candidates"),
+    KernelSpec("tree_grow", "draft_tree.cu", "", hot=True, reason="drafting: the rows of the next pass"),
+    KernelSpec("tree_finish", "draft_tree.cu", "", hot=True, reason="drafting: the nodes to verify"),
+    KernelSpec("lookup", "lookup.cu", "", ("PORTABLE",), hot=True, reason="drafting: from the sequence's own tokens"),
+    KernelSpec("sample_tree", "tree_sampling.cu", "", ("VOCAB", "PORTABLE"), hot=True, reason="the sampling chain"),
+    KernelSpec("accept", "accept.cu", "", ("VOCAB",), hot=True, reason="bookkeeping: the end of a speculative step"),
     KernelSpec("embed", "embed.cu", "embed", ("HIDDEN",), hot=True),
-    KernelSpec("rms_norm", "norm.cu", "gate_up", ("HIDDEN",), hot=True),
+    KernelSpec("rms_norm", "norm.cu", "rms_norm", ("HIDDEN",), hot=True),
+    KernelSpec("join", "join.cu", "join", ("A_COLUMNS", "B_COLUMNS"), hot=True),
+    KernelSpec("copy_columns", "columns.cu", "copy_columns", hot=True),
+    KernelSpec("clear", "columns.cu", "clear", hot=True),
     KernelSpec("rope_append", "rope_append.cu", "qkv", ("HEAD_DIM",), hot=True),
     KernelSpec("silu_mul", "activation.cu", "gate_up", ("INTERMEDIATE",), hot=True),
     KernelSpec("residual_add", "residual.cu", "project_residual", ("HIDDEN",), hot=True),
@@ -107,15 +131,24 @@ CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
     "linear.cu": (
         {"LINEAR": 0, "IN_FEATURES": 1024, "TOKEN_TILES": 1, "GROUP": 4, "SPLIT_WARPS": 8} | _HEAD_64,
         {"LINEAR": 0, "IN_FEATURES": 4096, "TOKEN_TILES": 4, "GROUP": 3, "SPLIT_WARPS": 8} | _HEAD_128,
-        {"LINEAR": 1, "IN_FEATURES": 4096, "TOKEN_TILES": 1, "GROUP": 4, "SPLIT_WARPS": 8} | _PORTABLE_LINEAR,
-        {"LINEAR": 1, "IN_FEATURES": 4096, "TOKEN_TILES": 4, "GROUP": 4, "SPLIT_WARPS": 8} | _PORTABLE_LINEAR,
+        {"LINEAR": 1, "IN_FEATURES": 4096, "TOKEN_TILES": 1, "GROUP": 4, "SPLIT_WARPS": 8}
+        | _PORTABLE_LINEAR
+        | _NO_NORM,
+        {"LINEAR": 1, "IN_FEATURES": 4096, "TOKEN_TILES": 4, "GROUP": 4, "SPLIT_WARPS": 8}
+        | _PORTABLE_LINEAR
+        | _NO_NORM,
         {"LINEAR": 2, "IN_FEATURES": 4096, "TOKEN_TILES": 1, "GROUP": 4, "SPLIT_WARPS": 1} | _PORTABLE_LINEAR,
         {"LINEAR": 2, "IN_FEATURES": 1024, "TOKEN_TILES": 2, "GROUP": 4, "SPLIT_WARPS": 8} | _PORTABLE_LINEAR,
         {"LINEAR": 3, "IN_FEATURES": 4096, "TOKEN_TILES": 2, "GROUP": 3, "SPLIT_WARPS": 1} | _PORTABLE_LINEAR,
         {"LINEAR": 3, "IN_FEATURES": 1024, "TOKEN_TILES": 4, "GROUP": 5, "SPLIT_WARPS": 8} | _PORTABLE_LINEAR,
+        {"LINEAR": 0, "IN_FEATURES": 8192, "TOKEN_TILES": 2, "GROUP": 3, "SPLIT_WARPS": 8} | _HEAD_128 | _NO_NORM,
+        {"LINEAR": 3, "IN_FEATURES": 4096, "TOKEN_TILES": 8, "GROUP": 2, "SPLIT_WARPS": 1}
+        | {"CLUSTER": 1, "NORM": 0, "SMEM_BYTES": 232448},
     ),
     "linear_w4.cu": (
-        {"LINEAR": 1, "IN_FEATURES": 4096, "RUNS": 8, "ROWS": 1, "WARPS": 8, "SHARED_RUN": 0, "PREPARED": 0} | _W4,
+        {"LINEAR": 1, "IN_FEATURES": 4096, "RUNS": 8, "ROWS": 1, "WARPS": 8, "SHARED_RUN": 0, "PREPARED": 0}
+        | _W4
+        | _NO_NORM,
         {
             "LINEAR": 0,
             "IN_FEATURES": 4096,
@@ -134,6 +167,17 @@ CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
         {"LINEAR": 3, "IN_FEATURES": 4096, "RUNS": 1, "ROWS": 16, "WARPS": 8, "SHARED_RUN": 1, "PREPARED": 1}
         | _W4
         | {"STAGE_SLICES": 2, "ZEROS": 1, "SCALE_GROUP": 32},
+        {"LINEAR": 0, "IN_FEATURES": 8192, "RUNS": 8, "ROWS": 1, "WARPS": 8, "SHARED_RUN": 0, "PREPARED": 0}
+        | _W4
+        | _NO_NORM
+        | {"HEAD_DIM": 128},
+        {"LINEAR": 0, "IN_FEATURES": 4096, "RUNS": 8, "ROWS": 32, "WARPS": 20, "SHARED_RUN": 1, "PREPARED": 0}
+        | _W4
+        | {"HEAD_DIM": 128, "WARPGROUPS": 1, "CLUSTERS": 1, "SMEM_BYTES": 232448},
+        {"LINEAR": 1, "IN_FEATURES": 4096, "RUNS": 8, "ROWS": 16, "WARPS": 20, "SHARED_RUN": 1, "PREPARED": 0}
+        | _W4
+        | _NO_NORM
+        | {"CLUSTERS": 1, "RECEIVED_APART": 1, "SMEM_BYTES": 232448},
     ),
     "prepare_w4.cu": ({"IN_FEATURES": 4096, "ROWS": 64, "SCALE_GROUP": 128, "ZEROS": 0, "WARPGROUPS": 1},),
     "repack_w4.cu": tuple(
@@ -141,26 +185,38 @@ CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
         for kind in range(4)
     ),
     "decode_attention.cu": (
-        {"HEAD_DIM": 128, "GROUP": 16, "STAGES": 3, "PORTABLE": 0},
-        {"HEAD_DIM": 128, "GROUP": 16, "STAGES": 3, "PORTABLE": 1},
-        {"HEAD_DIM": 128, "GROUP": 16, "STAGES": 2, "PORTABLE": 0},
-        {"HEAD_DIM": 64, "GROUP": 8, "STAGES": 3, "PORTABLE": 0},
-        {"HEAD_DIM": 64, "GROUP": 1, "STAGES": 2, "PORTABLE": 0},
-        {"HEAD_DIM": 96, "GROUP": 20, "STAGES": 3, "PORTABLE": 0},
+        {"HEAD_DIM": 128, "GROUP": 16, "STAGES": 3, "PORTABLE": 0} | _PLAIN,
+        {"HEAD_DIM": 128, "GROUP": 16, "STAGES": 3, "PORTABLE": 1} | _PLAIN,
+        {"HEAD_DIM": 128, "GROUP": 16, "STAGES": 2, "PORTABLE": 0} | _PLAIN,
+        {"HEAD_DIM": 64, "GROUP": 8, "STAGES": 3, "PORTABLE": 0} | _PLAIN,
+        {"HEAD_DIM": 64, "GROUP": 1, "STAGES": 2, "PORTABLE": 0} | _PLAIN,
+        {"HEAD_DIM": 96, "GROUP": 20, "STAGES": 3, "PORTABLE": 0} | _PLAIN,
+        {"HEAD_DIM": 128, "GROUP": 16, "STAGES": 3, "PORTABLE": 0, "TREE": 1, "WINDOW": 0},
+        {"HEAD_DIM": 128, "GROUP": 16, "STAGES": 3, "PORTABLE": 1, "TREE": 1, "WINDOW": 0},
+        {"HEAD_DIM": 64, "GROUP": 8, "STAGES": 2, "PORTABLE": 0, "TREE": 1, "WINDOW": 0},
+        {"HEAD_DIM": 64, "GROUP": 1, "STAGES": 2, "PORTABLE": 1, "TREE": 1, "WINDOW": 1000},
+        {"HEAD_DIM": 96, "GROUP": 20, "STAGES": 3, "PORTABLE": 0, "TREE": 1, "WINDOW": 512},
+        {"HEAD_DIM": 128, "GROUP": 16, "STAGES": 3, "PORTABLE": 0, "TREE": 0, "WINDOW": 1024},
     ),
     "prefill_attention.cu": (
-        {"HEAD_DIM": 128, "GROUP": 16},
-        {"HEAD_DIM": 128, "GROUP": 1},
-        {"HEAD_DIM": 96, "GROUP": 16},
-        {"HEAD_DIM": 64, "GROUP": 8},
-        {"HEAD_DIM": 64, "GROUP": 1},
+        {"HEAD_DIM": 128, "GROUP": 16, "WINDOW": 0},
+        {"HEAD_DIM": 128, "GROUP": 1, "WINDOW": 0},
+        {"HEAD_DIM": 96, "GROUP": 16, "WINDOW": 0},
+        {"HEAD_DIM": 64, "GROUP": 8, "WINDOW": 0},
+        {"HEAD_DIM": 64, "GROUP": 1, "WINDOW": 0},
+        # Not 128 with a window: one register is spilled on sm_86 to sm_90.
+        {"HEAD_DIM": 96, "GROUP": 1, "WINDOW": 1024},
+        {"HEAD_DIM": 64, "GROUP": 8, "WINDOW": 512},
     ),
     "prefill_attention_wgmma.cu": (
-        {"HEAD_DIM": 128, "GROUP": 16},
-        {"HEAD_DIM": 128, "GROUP": 1},
-        {"HEAD_DIM": 96, "GROUP": 16},
-        {"HEAD_DIM": 64, "GROUP": 8},
-        {"HEAD_DIM": 64, "GROUP": 3},
+        {"HEAD_DIM": 128, "GROUP": 16, "WINDOW": 0},
+        {"HEAD_DIM": 128, "GROUP": 1, "WINDOW": 0},
+        {"HEAD_DIM": 96, "GROUP": 16, "WINDOW": 0},
+        {"HEAD_DIM": 64, "GROUP": 8, "WINDOW": 0},
+        {"HEAD_DIM": 64, "GROUP": 3, "WINDOW": 0},
+        {"HEAD_DIM": 128, "GROUP": 16, "WINDOW": 1024},
+        {"HEAD_DIM": 96, "GROUP": 1, "WINDOW": 1024},
+        {"HEAD_DIM": 64, "GROUP": 8, "WINDOW": 512},
     ),
     "step.cu": ({"VOCAB": 73448, "HIDDEN": 4096},),
     "sampling.cu": (
@@ -168,8 +224,17 @@ CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
         {"VOCAB": 73448, "PORTABLE": 1},
         {"VOCAB": 200_003, "PORTABLE": 0},
     ),
+    "draft_top_k.cu": (
+        {"VOCAB": 32768, "PORTABLE": 0},
+        {"VOCAB": 73448, "PORTABLE": 1},
+        {"VOCAB": 200_003, "PORTABLE": 0},
+    ),
+    "lookup.cu": ({"PORTABLE": 0}, {"PORTABLE": 1}),
+    "tree_sampling.cu": ({"VOCAB": 73448, "PORTABLE": 0}, {"VOCAB": 73448, "PORTABLE": 1}),
+    "accept.cu": ({"VOCAB": 73448},),
     "embed.cu": ({"HIDDEN": 4096}, {"HIDDEN": 64}),
     "norm.cu": ({"HIDDEN": 4096}, {"HIDDEN": 64}, {"HIDDEN": 8192}),
+    "join.cu": ({"A_COLUMNS": 4096, "B_COLUMNS": 4096}, {"A_COLUMNS": 1024, "B_COLUMNS": 12288}),
     "rope_append.cu": ({"HEAD_DIM": 128}, {"HEAD_DIM": 96}, {"HEAD_DIM": 64}),
     "activation.cu": ({"INTERMEDIATE": 16384}, {"INTERMEDIATE": 64}),
     "residual.cu": ({"HIDDEN": 4096}, {"HIDDEN": 64}),

@@ -30,15 +30,20 @@ _ROW_SPLIT_TILES_PER_SM = 12
 
 @dataclass(frozen=True)
 class DeviceLimits:
-    """What the plan needs to know of a device; `clusters` is false below sm_90 and for the portable path."""
+    """What the plan needs to know of a device; `clusters` is false below sm_90 and for the portable path.
+
+    `whole_clusters`: clusters of eight blocks that can run at once, a block to a multiprocessor (0: no clusters).
+    """
 
     num_sms: int
     shared_bytes: int
     clusters: bool
+    whole_clusters: int = 0
 
     @classmethod
     def of(cls, device: Device) -> DeviceLimits:
-        return cls(device.num_sms, device.shared_bytes_per_block, clusters=device.capability >= 90)
+        has_clusters = device.capability >= 90
+        return cls(device.num_sms, device.shared_bytes_per_block, has_clusters, device.whole_clusters)
 
 
 @dataclass(frozen=True)
@@ -57,8 +62,13 @@ def token_tiles(num_rows: int) -> int:
     return next(tiles for tiles in (1, 2, 4, 8) if 8 * tiles >= num_rows)
 
 
-def plan_linear(product: str, out_features: int, in_features: int, num_rows: int, limits: DeviceLimits) -> LinearPlan:
-    """The plan of one product with a weight [out_features, in_features] (gate_up: both halves together)."""
+def plan_linear(
+    product: str, out_features: int, in_features: int, num_rows: int, limits: DeviceLimits, *, has_norm: bool = True
+) -> LinearPlan:
+    """The plan of one product with a weight [out_features, in_features] (gate_up: both halves together).
+
+    `has_norm` False: rows enter the product as they are, as those of "residual" always do.
+    """
     tiles = token_tiles(num_rows)
     num_weight_tiles = ceil(out_features / 16)
     cluster = _cluster(num_weight_tiles, limits)
@@ -92,6 +102,7 @@ def plan_linear(product: str, out_features: int, in_features: int, num_rows: int
         "GROUP": group,
         "CLUSTER": cluster,
         "SPLIT_WARPS": split_warps,
+        "NORM": int(has_norm and product != "residual"),
     }
     # A block whose whole stream fits asks for no more, so that the next kernels' blocks fit beside it and prefetch.
     stream = _WARPS * rounds(group) * group * own_units * row_warps * _CHUNK_BYTES

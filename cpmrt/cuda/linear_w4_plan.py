@@ -29,6 +29,9 @@ _PREPARED_ROWS, _WARPGROUP_ROWS = 16, 32
 # A block that reads more of x than this shares it out: it takes one run of K, and exchanges sums with others.
 _LARGEST_WHOLE_X = 98_304
 _MAX_SLOTS, _STAGES = 8, 4
+# Eight blocks exchange their sums inside a cluster where that is faster than through memory. Clusters leave a tenth of
+# the multiprocessors without work: it pays for short runs of K, and where products take less time than the exchange.
+_CLUSTER_ROWS, _CLUSTER_SLICES = 32, 8
 # One of the stages of x, as a share of a block's memory.
 _STAGE_SHARE = 0.08
 # Bytes of weights on their way before x is asked for: it queues behind them. And at most, for one row.
@@ -99,60 +102,119 @@ def packed_layout(
 
 
 def plan_linear_w4(
-    layout: PackedLayout, num_rows: int, limits: DeviceLimits, *, permuted: bool = False, portable: bool = False
+    layout: PackedLayout,
+    num_rows: int,
+    limits: DeviceLimits,
+    *,
+    permuted: bool = False,
+    portable: bool = False,
+    has_norm: bool = True,
 ) -> LinearW4Plan:
-    """The plan of one product; `permuted` weights take their x from prepare_w4, which gathers it."""
+    """The plan of one product; `permuted` weights take their x from prepare_w4, which gathers it.
+
+    `has_norm` False: rows enter the product as they are, as those of "residual" always do.
+    """
     rows = row_bucket(num_rows)
-    x_slice = SLICE_COLUMNS * 2 * rows + max(16, SLICE_COLUMNS // layout.scale_group * rows * 4)
-    whole_x = layout.num_slices * x_slice
-    shared_run = layout.runs == 1 or whole_x > min(_LARGEST_WHOLE_X, limits.shared_bytes // 2)
-    copies = layout.runs if shared_run else 1
-    clusters = max(1, limits.num_sms // copies)
-    warps = _block_warps(layout.num_tiles, clusters, limits, shared_run)
-    tiles = warps if shared_run else warps // layout.runs
-    grid = copies * min(clusters, ceil(layout.num_tiles / tiles))
-    ring = _Ring.of(layout, rows, warps, rounds=ceil(layout.num_tiles * copies / grid / tiles))
-
-    barriers = whole_lines(warps * _MAX_SLOTS * 8 + _STAGES * 16)
-    fixed = barriers + whole_lines((0 if shared_run else warps * 512) + whole_lines(rows * 36) + rows * 8)
-    space = limits.shared_bytes - fixed
-    x_bytes = (layout.run_slices if shared_run else layout.num_slices) * x_slice
-    resident = not shared_run or x_bytes + min(ring.slots, 2) * ring.level <= space
-    stages = _STAGES if limits.shared_bytes >= _LARGE_SHARED_BYTES else _STAGES - 1
-    stage_slices = 0 if resident else _stage(int(limits.shared_bytes * _STAGE_SHARE) // x_slice, layout.run_slices)
-    held = x_bytes if resident else stages * stage_slices * x_slice
-    slots = max(1, min(ring.slots, (space - held) // ring.level))
-
-    normalises = layout.product != "residual"
-    sees_rows = not shared_run or layout.runs == 1
-    prepared = permuted or not resident or (normalises and (rows >= _PREPARED_ROWS or not sees_rows))
-    exchanges = shared_run and layout.runs > 1
+    work = _Work.of(layout, rows, limits)
+    memory = _Memory.of(layout, rows, limits, work)
+    normalises = has_norm and layout.product != "residual"
+    from_memory = rows >= _PREPARED_ROWS or work.exchanges
+    prepared = permuted or memory.stage_slices > 0 or (normalises and not work.in_clusters and from_memory)
     constants = layout.constants | {
         "LINEAR": PRODUCTS[layout.product],
         "ROWS": rows,
-        "WARPS": warps,
-        "SHARED_RUN": int(shared_run),
+        "WARPS": work.warps,
+        "SHARED_RUN": int(work.shared_run),
+        "CLUSTERS": int(work.in_clusters),
+        "RECEIVED_APART": int(memory.received_apart),
+        "NORM": int(normalises),
         "PREPARED": int(prepared),
-        "STAGE_SLICES": stage_slices,
-        "STAGES": stages,
-        "EARLY_SLOTS": _EARLY_BYTES // ring.level,
-        "WARPGROUPS": int(shared_run and rows >= _WARPGROUP_ROWS and not portable),
+        "STAGE_SLICES": memory.stage_slices,
+        "STAGES": _stages(limits),
+        "EARLY_SLOTS": _EARLY_BYTES // work.ring.level,
+        "WARPGROUPS": int(work.shared_run and rows >= _WARPGROUP_ROWS and not portable),
         "PORTABLE": int(portable),
-        "SMEM_BYTES": fixed + held + slots * ring.level,
+        "SMEM_BYTES": memory.nbytes,
     }
     if layout.product == "qkv":
         constants["HEAD_DIM"] = layout.head_dim
+    through_memory = work.exchanges and not work.in_clusters
     return LinearW4Plan(
         constants,
-        grid,
-        warps * 32,
-        constants["SMEM_BYTES"],
+        work.grid,
+        work.warps * 32,
+        memory.nbytes,
         prepared,
         {name: constants[name] for name in ("IN_FEATURES", "ROWS", "SCALE_GROUP", "ZEROS", "WARPGROUPS")},
-        whole_x if prepared else 0,
-        layout.num_tiles * layout.runs * ceil(rows / 8) * 512 if exchanges else 0,
-        layout.num_tiles if exchanges else 0,
+        layout.num_slices * _x_slice(layout, rows) if prepared else 0,
+        layout.num_tiles * layout.runs * ceil(rows / 8) * 512 if through_memory else 0,
+        layout.num_tiles if through_memory else 0,
     )
+
+
+@dataclass(frozen=True)
+class _Work:
+    """How the tiles and runs of a weight are shared out among blocks and warps, in `rounds` turns."""
+
+    shared_run: bool
+    in_clusters: bool
+    exchanges: bool
+    warps: int
+    grid: int
+    rounds: int
+    ring: _Ring
+
+    @classmethod
+    def of(cls, layout: PackedLayout, rows: int, limits: DeviceLimits) -> _Work:
+        whole_x = layout.num_slices * _x_slice(layout, rows)
+        shared_run = layout.runs == 1 or whole_x > min(_LARGEST_WHOLE_X, limits.shared_bytes // 2)
+        copies = layout.runs if shared_run else 1
+        exchanges = shared_run and layout.runs > 1
+        in_clusters = exchanges and limits.whole_clusters > 0
+        in_clusters = in_clusters and rows <= _CLUSTER_ROWS and layout.run_slices <= _CLUSTER_SLICES
+        groups = limits.whole_clusters if in_clusters else max(1, limits.num_sms // copies)
+        warps = _block_warps(layout.num_tiles, groups, limits, shared_run)
+        tiles = warps if shared_run else warps // layout.runs
+        grid = copies * min(groups, layout.num_tiles if in_clusters else ceil(layout.num_tiles / tiles))
+        rounds = ceil(layout.num_tiles * copies / grid / tiles)
+        ring = _Ring.of(layout, rows, warps, rounds)
+        return cls(shared_run, in_clusters, exchanges, warps, grid, rounds, ring)
+
+
+@dataclass(frozen=True)
+class _Memory:
+    """A block's shared memory: x whole (`stage_slices` 0) or in stages, the ring of weights, what peers send."""
+
+    nbytes: int
+    stage_slices: int
+    received_apart: bool
+
+    @classmethod
+    def of(cls, layout: PackedLayout, rows: int, limits: DeviceLimits, work: _Work) -> _Memory:
+        x_slice, ring, warps = _x_slice(layout, rows), work.ring, work.warps
+        barriers = whole_lines(warps * _MAX_SLOTS * 8 + _STAGES * 16 + 16)
+        received = ceil(warps / layout.runs) * layout.runs * ceil(rows / 8) * 512 if work.in_clusters else 0
+        finishing = whole_lines((0 if work.shared_run else warps * 512) + whole_lines(rows * 36) + rows * 8)
+        fixed = barriers + finishing + (received if work.rounds > 1 else 0)
+        space = limits.shared_bytes - fixed
+        x_bytes = (layout.run_slices if work.shared_run else layout.num_slices) * x_slice
+        resident = not work.shared_run or x_bytes + min(ring.slots, 2) * ring.level <= space
+        stage_slices = 0 if resident else _stage(int(limits.shared_bytes * _STAGE_SHARE) // x_slice, layout.run_slices)
+        held = x_bytes if resident else _stages(limits) * stage_slices * x_slice
+        used = held + max(1, min(ring.slots, (space - held) // ring.level)) * ring.level
+        # What peers send lies apart from weights and x if another round needs those, or if there is room.
+        apart = work.in_clusters and (work.rounds > 1 or used + received <= space)
+        own = received if apart and work.rounds == 1 else 0
+        return cls(fixed + own + max(used, 0 if apart else received), stage_slices, apart)
+
+
+def _x_slice(layout: PackedLayout, rows: int) -> int:
+    """Bytes of a slice of x, with its sums."""
+    return SLICE_COLUMNS * 2 * rows + max(16, SLICE_COLUMNS // layout.scale_group * rows * 4)
+
+
+def _stages(limits: DeviceLimits) -> int:
+    return _STAGES if limits.shared_bytes >= _LARGE_SHARED_BYTES else _STAGES - 1
 
 
 @dataclass(frozen=True)
@@ -172,7 +234,7 @@ class _Ring:
         return cls(slots if rows > 1 else max(1, min(slots, _SINGLE_ROW_RING // level)), level)
 
 
-def _block_warps(num_tiles: int, clusters: int, limits: DeviceLimits, shared_run: bool) -> int:
+def _block_warps(num_tiles: int, groups: int, limits: DeviceLimits, shared_run: bool) -> int:
     """Warps of a block: those that leave the busiest one the fewest tiles, in the fewest rounds."""
     large = limits.shared_bytes >= _LARGE_SHARED_BYTES
     most = (_MOST_RUN_WARPS if shared_run else _MOST_WARPS) if large else _FEW_WARPS
@@ -180,7 +242,7 @@ def _block_warps(num_tiles: int, clusters: int, limits: DeviceLimits, shared_run
 
     def busiest(warps: int) -> tuple[int, int]:
         tiles = warps // share
-        rounds = ceil(num_tiles / (clusters * tiles))
+        rounds = ceil(num_tiles / (groups * tiles))
         return rounds * tiles, rounds
 
     return min(range(_RUNS, most + 1, step), key=busiest)

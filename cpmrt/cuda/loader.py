@@ -13,6 +13,7 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import cycle
+from math import prod
 from pathlib import Path
 from typing import Protocol
 
@@ -81,8 +82,9 @@ def plan_reads(
         destination = regions[spec.name].offset
         for source in spec.sources:
             entry = _entry(source, checkpoint)
-            jobs.extend(reads_of(entry, _STORED[entry.dtype], destination, dtype, max_bytes=max_bytes))
-            destination += entry.nbytes // _STORED[entry.dtype].itemsize * dtype.itemsize
+            rows, stored = range(source.shape[0]), _STORED[entry.dtype]
+            jobs.extend(row_reads(source, entry, stored, destination, dtype, rows, max_bytes=max_bytes))
+            destination += prod(source.shape) * dtype.itemsize
         if destination != regions[spec.name].offset + regions[spec.name].nbytes:
             raise ValueError(f"the sources of {spec.name} do not fill its region of {regions[spec.name].nbytes} bytes")
     return sorted(jobs, key=lambda job: (job.path, job.offset))
@@ -132,13 +134,47 @@ def _entry(source: Source, checkpoint: Checkpoint) -> TensorEntry:
     entry = checkpoint.entries.get(source.name)
     if entry is None:
         raise CheckpointError(f"{checkpoint.folder} has no tensor {quoted(source.name)}")
-    if entry.shape != source.shape or entry.dtype not in _STORED:
+    shape = source.shape if source.rows is None else (*entry.shape[:1], *source.shape[1:])
+    if entry.shape != shape or entry.dtype not in _STORED:
         raise CheckpointError(
             f"{entry.path}: tensor {quoted(source.name)}",
-            expected=f"{' | '.join(_STORED)} {list(source.shape)}",
+            expected=f"{' | '.join(_STORED)} {list(shape)}",
             actual=f"{entry.dtype} {quoted(list(entry.shape))}",
         )
     return entry
+
+
+def row_reads(
+    source: Source,
+    entry: TensorEntry,
+    stored: DType,
+    destination: int,
+    dtype: DType,
+    rows: range,
+    *,
+    max_bytes: int = SLOT_BYTES,
+) -> Iterator[ReadJob]:
+    """The reads that bring rows of a source (elements of a vector) to one place; `stored` and `dtype` as in `reads_of`.
+
+    Where the source is chosen rows of its tensor, those that follow one another there are read together.
+    """
+    columns = prod(source.shape[1:])
+    for first, end in _runs(rows if source.rows is None else source.rows[rows.start : rows.stop]):
+        elements = range(first * columns, end * columns)
+        yield from reads_of(entry, stored, destination, dtype, elements, max_bytes=max_bytes)
+        destination += len(elements) * dtype.itemsize
+
+
+def _runs(rows: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Beginning and end of each run of consecutive numbers."""
+    if isinstance(rows, range):
+        yield rows.start, rows.stop
+        return
+    first = 0
+    for at in range(1, len(rows) + 1):
+        if at == len(rows) or rows[at] != rows[at - 1] + 1:
+            yield rows[first], rows[at - 1] + 1
+            first = at
 
 
 def reads_of(

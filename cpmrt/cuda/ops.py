@@ -7,26 +7,33 @@ products with small kernels between them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from cpmrt.config import ModelConfig
+from cpmrt.config import ModelConfig, SparseConfig
 from cpmrt.cuda.attention_plan import DecodeAttentionPlan, PrefillAttentionPlan
 from cpmrt.cuda.gemm import Gemm
 from cpmrt.cuda.launcher import Launcher
 from cpmrt.cuda.linear_plan import BLOCK_THREADS, MAX_ROWS, DeviceLimits, plan_linear
 from cpmrt.cuda.products_w4 import QuantizedProducts
 from cpmrt.cuda.tensor_map import row_boxes
+from cpmrt.errors import UnsupportedModelError
 from cpmrt.memory.kv_pages import PAGE_SIZE
-from cpmrt.ops import QuantizedWeight, Rows, check_shapes
+from cpmrt.ops import CompressedKeys, QuantizedWeight, Rows, Selection, check_shapes
 
 _BLOCK = 256
+_VECTOR = 8
+"""Elements that a thread moves at a time."""
 
 
 class CudaOps:
-    """`ops.protocol.Ops` on CuPy arrays of storage words. `scratch` holds the buffers of `workspace.py` by name."""
+    """`ops.protocol.Ops` on CuPy arrays of storage words.
+
+    `scratch` holds the buffers of `workspace.py` by name; it is looked into at each call. A draft has an instance of
+    its own with its config, plans and scratch: `normed`, `qkv`, `gate_up` and those of attention and 4-bit products in
+    its sizes; `slots` and `chunk` are those of the rows that it works on.
+    """
 
     def __init__(
         self,
@@ -44,14 +51,10 @@ class CudaOps:
         self._limits, self._decode_plan, self._prefill_plan = limits, decode_plan, prefill_plan
         self._quantized = QuantizedProducts(config, launcher, gemm, scratch, limits, portable=portable)
 
-    @cached_property
-    def _hidden(self) -> dict[str, int]:
-        return {"HIDDEN": self._config.hidden_size}
-
     def embed(self, out: Any, token_ids: Any, table: Any, scale: float) -> None:
         check_shapes("embed", out=out, token_ids=token_ids, table=table)
-        slots = self._scratch["slots"]
-        self._launch("embed.cu", "embed", self._hidden, len(out), 128, out, token_ids, slots, table, np.float32(scale))
+        slots, factor = self._scratch["slots"], np.float32(scale)
+        self._launch("embed.cu", "embed", _hidden(out), len(out), 128, out, token_ids, slots, table, factor)
 
     def qkv(
         self,
@@ -59,7 +62,7 @@ class CudaOps:
         k_pages: Any,
         v_pages: Any,
         x: Any,
-        norm: Any,
+        norm: Any | None,
         weight: Any,
         bias: Any | None,
         q_norm: Any | None,
@@ -67,18 +70,19 @@ class CudaOps:
         rope: Any,
         rows: Rows,
         eps: float,
+        compressed: CompressedKeys | None = None,
     ) -> None:
         check_shapes(
             "qkv", q=q, k_pages=k_pages, v_pages=v_pages, x=x, norm=norm, weight=weight, bias=bias, q_norm=q_norm,
-            k_norm=k_norm, rope=rope, positions=rows.positions, slots=rows.slots, block_tables=rows.block_tables,
+            k_norm=k_norm, rope=rope, positions=rows.positions, locations=rows.locations, slots=rows.slots,
+            block_tables=rows.block_tables,
         )  # fmt: skip
         if not rows.is_prefill and q_norm is None:
             self._fused_qkv(q, k_pages, v_pages, x, norm, weight, bias, rope, rows, eps)
             return
         raw = self._scratch["qkv"][: len(x)]
         if rows.is_prefill:
-            normed = self._rms_norm(x, norm, eps)
-            self._dense("qkv", raw, normed, weight)
+            self._dense("qkv", raw, self._normalised(x, norm, eps), weight)
         else:
             self._fused_qkv(raw, None, None, x, norm, weight, bias, rope, rows, eps)
             bias = None
@@ -86,8 +90,8 @@ class CudaOps:
         grid = -(-len(x) * (weight.shape[0] // self._config.head_dim) * lanes // _BLOCK)
         self._launch(
             "rope_append.cu", "rope_append", {"HEAD_DIM": self._config.head_dim}, grid, _BLOCK,
-            q, k_pages, v_pages, raw, bias, q_norm, k_norm, rope, rows.positions, rows.slots, rows.block_tables,
-            np.int32(len(x)), *self._head_counts(), *_table_sizes(rows, rope), np.float32(eps),
+            q, k_pages, v_pages, raw, bias, q_norm, k_norm, rope, rows.positions, rows.locations, rows.slots,
+            rows.block_tables, np.int32(len(x)), *self._head_counts(), *_table_sizes(rows, rope), np.float32(eps),
         )  # fmt: skip
 
     def _fused_qkv(
@@ -96,7 +100,7 @@ class CudaOps:
         k_pages: Any | None,
         v_pages: Any | None,
         x: Any,
-        norm: Any,
+        norm: Any | None,
         weight: Any,
         bias: Any | None,
         rope: Any,
@@ -105,28 +109,68 @@ class CudaOps:
     ) -> None:
         """With null pages, q takes the projection as it is."""
         self._linear(
-            "qkv", weight, x, norm, eps, q, k_pages, v_pages, x, norm, weight, bias, rope, rows.positions, rows.slots,
-            rows.block_tables, np.int32(len(x)), *self._head_counts(), *_table_sizes(rows, rope), np.float32(eps),
+            "qkv", weight, x, norm, eps, q, k_pages, v_pages, x, norm, weight, bias, rope, rows.positions,
+            rows.locations, rows.slots, rows.block_tables, np.int32(len(x)), *self._head_counts(),
+            *_table_sizes(rows, rope), np.float32(eps),
         )  # fmt: skip
 
-    def decode_attention(self, out: Any, q: Any, k_pages: Any, v_pages: Any, rows: Rows, scale: float) -> None:
-        check_shapes("decode_attention", out=out, q=q, k_pages=k_pages, v_pages=v_pages, positions=rows.positions)
+    def select_blocks(
+        self,
+        blocks: Any,
+        q: Any,
+        k1_pages: Any,
+        k2_pages: Any,
+        k_pages: Any,
+        rows: Rows,
+        scale: float,
+        config: SparseConfig,
+    ) -> None:
+        """Refused, and with it every step of sparse attention: `workspace.check_supported` lets none come here."""
+        raise UnsupportedModelError("the CUDA executor has no sparse attention", fix='use sparse="off"')
+
+    def decode_attention(
+        self,
+        out: Any,
+        q: Any,
+        k_pages: Any,
+        v_pages: Any,
+        rows: Rows,
+        scale: float,
+        window: int = 0,
+        selection: Selection | None = None,
+    ) -> None:
+        check_shapes(
+            "decode_attention", out=out, q=q, k_pages=k_pages, v_pages=v_pages, positions=rows.positions,
+            tree_masks=rows.tree_masks, tree_base=rows.tree_base,
+        )  # fmt: skip
         plan = self._decode_plan
+        constants = plan.constants | {"TREE": int(rows.tree_masks is not None), "WINDOW": window}
         self._launch(
-            "decode_attention.cu", "decode_attention", plan.constants, plan.grid(len(q)), plan.threads,
+            "decode_attention.cu", "decode_attention", constants, plan.grid(len(q)), plan.threads,
             out, self._scratch["attention_partials"], self._scratch["attention_arrivals"], q, k_pages, v_pages,
-            rows.positions, rows.slots, rows.block_tables, None, None, np.int32(plan.num_splits),
+            rows.positions, rows.slots, rows.block_tables, rows.tree_masks, rows.tree_base, np.int32(plan.num_splits),
             np.int32(self._config.num_kv_heads), np.int32(rows.block_tables.shape[1]), np.float32(scale),
             smem=plan.shared_bytes,
         )  # fmt: skip
 
-    def prefill_attention(self, out: Any, q: Any, k_pages: Any, v_pages: Any, rows: Rows, scale: float) -> None:
+    def prefill_attention(
+        self,
+        out: Any,
+        q: Any,
+        k_pages: Any,
+        v_pages: Any,
+        rows: Rows,
+        scale: float,
+        window: int = 0,
+        selection: Selection | None = None,
+    ) -> None:
         check_shapes("prefill_attention", out=out, q=q, k_pages=k_pages, v_pages=v_pages, positions=rows.positions)
         plan = self._prefill_plan
+        constants = plan.constants | {"WINDOW": window}
         if plan.box_columns and not self._launch.is_recording:
             k_pages, v_pages = (row_boxes(pages, PAGE_SIZE, plan.box_columns) for pages in (k_pages, v_pages))
         self._launch(
-            f"{plan.kernel}.cu", plan.kernel, plan.constants, (plan.blocks_per_tile, plan.tiles(len(q))), plan.threads,
+            f"{plan.kernel}.cu", plan.kernel, constants, (plan.blocks_per_tile, plan.tiles(len(q))), plan.threads,
             out, q, k_pages, v_pages, rows.block_tables, self._scratch["chunk"],
             np.int32(self._config.num_kv_heads), np.int32(rows.block_tables.shape[1]), np.float32(scale),
             smem=plan.shared_bytes,
@@ -142,9 +186,9 @@ class CudaOps:
         else:
             y = self._scratch["normed"][: len(x)]
             self._dense("residual", y, inner, weight)
-            grid = -(-x.size // 8 // _BLOCK)
+            grid = -(-x.size // _VECTOR // _BLOCK)
             count, factor = np.int32(len(x)), np.float32(scale)
-            self._launch("residual.cu", "residual_add", self._hidden, grid, _BLOCK, x, y, bias, count, factor)
+            self._launch("residual.cu", "residual_add", _hidden(x), grid, _BLOCK, x, y, bias, count, factor)
 
     def gate_up(self, out: Any, x: Any, norm: Any, weight: Any, eps: float) -> None:
         check_shapes("gate_up", out=out, x=x, norm=norm, weight=weight)
@@ -154,14 +198,36 @@ class CudaOps:
             self._linear("gate_up", weight, x, norm, eps, out, x, norm, weight, num_rows, width, np.float32(eps))
             return
         both = self._scratch["gate_up"][: len(x)]
-        self._dense("gate_up", both, self._rms_norm(x, norm, eps), weight)
+        self._dense("gate_up", both, self._normalised(x, norm, eps), weight)
         constants = {"INTERMEDIATE": self._config.intermediate_size}
-        self._launch("activation.cu", "silu_mul", constants, -(-out.size // 8 // _BLOCK), _BLOCK, out, both, num_rows)
+        self._launch(
+            "activation.cu", "silu_mul", constants, -(-out.size // _VECTOR // _BLOCK), _BLOCK, out, both, num_rows
+        )
 
-    def lm_head(self, logits: Any, x: Any, norm: Any, weight: Any, eps: float, divisor: float) -> None:
+    def lm_head(self, logits: Any, x: Any, norm: Any | None, weight: Any, eps: float, divisor: float) -> None:
         check_shapes("lm_head", logits=logits, x=x, norm=norm, weight=weight)
         counts, factors = (np.int32(len(x)), np.int32(weight.shape[0])), (np.float32(eps), np.float32(divisor))
         self._linear("head", weight, x, norm, eps, logits, x, norm, weight, *counts, *factors)
+
+    def rms_norm(self, out: Any, x: Any, norm: Any, eps: float) -> None:
+        check_shapes("rms_norm", out=out, x=x, norm=norm)
+        self._launch("norm.cu", "rms_norm", _hidden(x), len(x), _BLOCK, out, x, norm, np.float32(eps))
+
+    def join(self, joined: Any, a: Any, a_norm: Any | None, b: Any, b_norm: Any | None, eps: float) -> None:
+        sizes = check_shapes("join", joined=joined, a=a, a_norm=a_norm, b=b, b_norm=b_norm)
+        widths = {"A_COLUMNS": sizes["A"], "B_COLUMNS": sizes["E"]}
+        self._launch("join.cu", "join", widths, (len(a), 2), _BLOCK, joined, a, a_norm, b, b_norm, np.float32(eps))
+
+    def copy_columns(self, out: Any, x: Any, first: int) -> None:
+        check_shapes("copy_columns", out=out, x=x)
+        counts = (np.int32(count) for count in (first, out.shape[1], x.shape[1], len(x)))
+        grid = -(-x.size // _VECTOR // _BLOCK)
+        self._launch("columns.cu", "copy_columns", {}, grid, _BLOCK, out, x, *counts)
+
+    def clear(self, out: Any) -> None:
+        check_shapes("clear", out=out)
+        count = -(-out.size // _VECTOR)
+        self._launch("columns.cu", "clear", {}, -(-count // _BLOCK), _BLOCK, out, np.int32(count))
 
     def _linear(self, product: str, weight: Any, source: Any, norm: Any | None, eps: float, *args: Any) -> None:
         """The kernel of a step's product takes `args`; `source` of them are its rows, normalised with `norm`."""
@@ -169,7 +235,8 @@ class CudaOps:
             self._quantized.skinny(product, weight, source, norm, eps, args)
             return
         out_features, in_features = weight.shape
-        plan = plan_linear(product, out_features, in_features, len(source), self._limits)
+        has_norm = norm is not None
+        plan = plan_linear(product, out_features, in_features, len(source), self._limits, has_norm=has_norm)
         constants = plan.constants | ({"HEAD_DIM": self._config.head_dim} if product == "qkv" else {})
         self._launch(
             "linear.cu", f"linear_{product}", constants, plan.grid, BLOCK_THREADS, *args, smem=plan.shared_bytes
@@ -182,9 +249,12 @@ class CudaOps:
         else:
             self._gemm(y, x, weight, alpha=alpha, beta=beta)
 
-    def _rms_norm(self, x: Any, norm: Any, eps: float) -> Any:
+    def _normalised(self, x: Any, norm: Any | None, eps: float) -> Any:
+        """The rows of a chunk as they enter a product."""
+        if norm is None:
+            return x
         normed = self._scratch["normed"][: len(x)]
-        self._launch("norm.cu", "rms_norm", self._hidden, len(x), _BLOCK, normed, x, norm, np.float32(eps))
+        self.rms_norm(normed, x, norm, eps)
         return normed
 
     def _is_chunk(self, x: Any) -> bool:
@@ -192,6 +262,10 @@ class CudaOps:
 
     def _head_counts(self) -> tuple[np.int32, np.int32]:
         return np.int32(self._config.num_heads), np.int32(self._config.num_kv_heads)
+
+
+def _hidden(x: Any) -> dict[str, int]:
+    return {"HIDDEN": x.shape[1]}
 
 
 def _table_sizes(rows: Rows, rope: Any) -> tuple[np.int32, np.int32]:

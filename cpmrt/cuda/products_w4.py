@@ -54,7 +54,8 @@ class QuantizedProducts:
         Among them are `source`, the rows (normalised with `norm` where there is one), and `weight`.
         """
         layout, permuted = self._layout(product, weight), weight.perm is not None
-        plan = _plan(layout, len(source), self._limits, permuted=permuted, portable=self._portable)
+        has_norm = norm is not None
+        plan = _plan(layout, len(source), self._limits, permuted=permuted, portable=self._portable, has_norm=has_norm)
         rows = source
         if plan.prepared:
             rows = self._scratch["w4_rows"]

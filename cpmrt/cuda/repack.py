@@ -11,7 +11,7 @@ from cpmrt.cuda.compiler import Modules
 from cpmrt.cuda.launch import CudaStream, launch
 from cpmrt.cuda.launcher import Module
 from cpmrt.cuda.linear_plan import PRODUCTS
-from cpmrt.cuda.loader import ReadJob, reads_of
+from cpmrt.cuda.loader import ReadJob, reads_of, row_reads
 from cpmrt.cuda.packed_w4 import PackedLayout
 from cpmrt.cuda.staging import Piece
 from cpmrt.dtypes import DType
@@ -49,9 +49,8 @@ def piece_reads(piece: Piece, checkpoint: Checkpoint, staging: int, dtype: DType
     """The reads that bring a piece to the staging area, which begins at byte `staging` of the arena."""
     source, entries = piece.source, checkpoint.entries
     if source.packing is None:
-        entry = entries[source.name]
-        rows = range(piece.begin * source.shape[1], piece.end * source.shape[1])
-        yield from reads_of(entry, FLOATS[entry.dtype], staging + piece.values, dtype, rows)
+        entry, rows = entries[source.name], range(piece.begin, piece.end)
+        yield from row_reads(source, entry, FLOATS[entry.dtype], staging + piece.values, dtype, rows)
         return
     row = FORMATS[source.packing.format]
     yield from reads_of(entries[f"{source.name}.{row.codes}"], None, staging + piece.codes, dtype)

@@ -10,7 +10,16 @@ import numpy as np
 from cupy.cuda import runtime
 
 from cpmrt.cuda.host_buffers import HostBuffer
-from cpmrt.cuda.slot_state import RESULT_RECORD, RING_ENTRIES, answered_tokens, command_bytes, slot_result, write_decode
+from cpmrt.cuda.slot_state import (
+    RESULT_RECORD,
+    RING_ENTRIES,
+    answered_tokens,
+    command_bytes,
+    path_result,
+    slot_result,
+    write_decode,
+    write_speculate,
+)
 from cpmrt.dtypes import Array
 from cpmrt.errors import DeviceError
 from cpmrt.executor import StepResult
@@ -35,7 +44,8 @@ class Rings:
         self._records = self._results.array(RESULT_RECORD, (RING_ENTRIES,))
         # Python reads a memoryview several times faster than an array's scalars.
         self._words = [memoryview(words) for words in self._records["words"]]
-        self._decode_slots: list[tuple[int, ...] | None] = [None] * RING_ENTRIES
+        # Slots of the Decode, or the slot of the Speculate, that the place holds.
+        self._written: list[tuple[int, ...] | int | None] = [None] * RING_ENTRIES
         self._answers: list[Answer | None] = [None] * RING_ENTRIES
         self._last_number = 0
         self._polls = 0
@@ -48,25 +58,33 @@ class Rings:
     def next_entry(self) -> Array:
         """The bytes of the next command, free to be written: the answer that shares its place has been read."""
         place = self._free_place()
-        self._decode_slots[place] = None
+        self._written[place] = None
         entry: Array = self._entries[place]
         return entry
 
     def write_decode(self, slots: tuple[int, ...]) -> None:
         """The next command. In a steady run its place holds the same slots already, and nothing is written."""
         place = self._free_place()
-        if self._decode_slots[place] != slots:
+        if self._written[place] != slots:
             write_decode(self._entries[place], slots)
-            self._decode_slots[place] = slots
+            self._written[place] = slots
 
-    def sent(self, num_rows: int, num_logprobs: tuple[int, ...]) -> Answer:
-        """Count the command just written and launched. `num_rows` words answer it, the first ones for these slots."""
+    def write_speculate(self, slot: int) -> None:
+        """The next command, likewise."""
+        place = self._free_place()
+        if self._written[place] != slot:
+            write_speculate(self._entries[place], slot)
+            self._written[place] = slot
+
+    def sent(self, num_rows: int, num_logprobs: tuple[int, ...], *, is_path: bool = False) -> Answer:
+        """Count the command just written and launched. `num_rows` words answer it: one for each of the first slots, or,
+        with `is_path`, all for the one slot."""
         self._last_number += 1
-        answer = Answer(self, self._last_number, num_rows, num_logprobs)
+        answer = Answer(self, self._last_number, num_rows, num_logprobs, is_path)
         self._answers[(self._last_number - 1) % RING_ENTRIES] = answer
         return answer
 
-    def read(self, number: int, num_rows: int, num_logprobs: tuple[int, ...]) -> StepResult | None:
+    def read(self, number: int, num_rows: int, num_logprobs: tuple[int, ...], is_path: bool) -> StepResult | None:
         """The answer of a command, None if it is not there yet. Raises DeviceError if it will never come."""
         place = (number - 1) % RING_ENTRIES
         tokens = answered_tokens(self._words[place], number, num_rows)
@@ -76,6 +94,8 @@ class Rings:
                 self._check_stream(number, num_rows)
             return None
         record, rows = self._records[place], enumerate(num_logprobs)
+        if is_path:
+            return StepResult((path_result(tokens, record, num_logprobs[0]),))
         return StepResult(tuple([slot_result(tokens[row], record, row, wanted) for row, wanted in rows]))
 
     def _free_place(self) -> int:
@@ -105,10 +125,11 @@ class Rings:
 class Answer:
     """The pending result of one command."""
 
-    __slots__ = ("_num_logprobs", "_num_rows", "_number", "_result", "_rings")
+    __slots__ = ("_is_path", "_num_logprobs", "_num_rows", "_number", "_result", "_rings")
 
-    def __init__(self, rings: Rings, number: int, num_rows: int, num_logprobs: tuple[int, ...]):
-        self._rings, self._number, self._num_rows, self._num_logprobs = rings, number, num_rows, num_logprobs
+    def __init__(self, rings: Rings, number: int, num_rows: int, num_logprobs: tuple[int, ...], is_path: bool):
+        self._rings, self._number, self._num_rows = rings, number, num_rows
+        self._num_logprobs, self._is_path = num_logprobs, is_path
         self._result: StepResult | None = None
 
     def is_done(self) -> bool:
@@ -126,7 +147,7 @@ class Answer:
 
     def _read(self) -> StepResult | None:
         if self._result is None:
-            self._result = self._rings.read(self._number, self._num_rows, self._num_logprobs)
+            self._result = self._rings.read(self._number, self._num_rows, self._num_logprobs, self._is_path)
         return self._result
 
 

@@ -29,10 +29,10 @@ SEEN, BIASED = np.uint32(0x80000000), np.uint32(0x40000000)
 """In a word of token_counts [B, V]: the token stands in the prompt or was generated; it has a logit bias. The rest
 counts how often it was generated."""
 NO_TOKEN = 0xFFFFFFFF
-ADMIT, PREFILL, DECODE, RECALL = 1, 2, 3, 4
+ADMIT, PREFILL, DECODE, RECALL, SPECULATE, CATCH_UP = range(1, 7)
 
 
-def _struct(alignment: int, *fields: tuple[Any, ...]) -> np.dtype[Any]:
+def struct(alignment: int, *fields: tuple[Any, ...]) -> np.dtype[Any]:
     """A C struct whose fields leave no gaps but at its end."""
     packed = np.dtype(list(fields))
     size = -(-packed.itemsize // alignment) * alignment
@@ -41,7 +41,7 @@ def _struct(alignment: int, *fields: tuple[Any, ...]) -> np.dtype[Any]:
     return np.dtype({"names": list(packed.names or ()), "formats": formats, "offsets": offsets, "itemsize": size})
 
 
-SLOT_STATE = _struct(
+SLOT_STATE = struct(
     16,
     ("seed", "<u8"),
     ("last_token", "<i4"),
@@ -63,7 +63,7 @@ SLOT_STATE = _struct(
     ("biased_ids", "<i4", (MAX_LOGIT_BIAS,)),
     ("logit_biases", "<f4", (MAX_LOGIT_BIAS,)),
 )
-COMMAND = _struct(
+COMMAND = struct(
     16,
     ("kind", "<i4"),
     ("num_rows", "<i4"),
@@ -72,15 +72,15 @@ COMMAND = _struct(
     ("is_last", "<i4"),
     ("reserved", "<i4", (3,)),
 )
-TOKEN_LOGPROBS = _struct(
+TOKEN_LOGPROBS = struct(
     16,
     ("logprob", "<f4"),
     ("num_top", "<i4"),
     ("top_logprobs", "<f4", (MAX_LOGPROBS,)),
     ("top_ids", "<i4", (MAX_LOGPROBS,)),
 )
-RESULT_RECORD = _struct(16, ("words", "<u8", (MAX_ROWS,)), ("logprobs", TOKEN_LOGPROBS, (MAX_ROWS,)))
-STEP_CONTEXT = _struct(16, ("next_entry", "<u8"), ("sequence", "<u8"))
+RESULT_RECORD = struct(16, ("words", "<u8", (MAX_ROWS,)), ("logprobs", TOKEN_LOGPROBS, (MAX_ROWS,)))
+STEP_CONTEXT = struct(16, ("next_entry", "<u8"), ("sequence", "<u8"))
 
 
 def command_bytes(prefill_chunk: int, pages_per_sequence: int) -> int:
@@ -147,6 +147,16 @@ def write_decode(entry: Array, slots: Sequence[int]) -> None:
     entry[COMMAND.itemsize :].view(np.int32)[: len(slots)] = slots
 
 
+def write_speculate(entry: Array, slot: int) -> None:
+    """Draft, verify and accept for the sequence in `slot`."""
+    _write_header(entry, SPECULATE, 1, slot)
+
+
+def write_catch_up(entry: Array, slot: int) -> None:
+    """Let the draft see what it has not seen of the sequence in `slot`."""
+    _write_header(entry, CATCH_UP, 1, slot)
+
+
 def _checked_tokens(token_ids: Sequence[int], vocab_size: int) -> Array:
     tokens = np.array(token_ids, np.int64)
     if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocab_size:
@@ -176,9 +186,19 @@ def slot_result(token: int, record: Any, row: int, num_logprobs: int) -> SlotRes
     """What a row of an answered command produced; `num_logprobs` as its sequence asked for."""
     if token == NO_TOKEN:
         return _NO_RESULT
+    return SlotResult((token,), (_token_logprobs(token, record["logprobs"][row]),) if num_logprobs else ())
+
+
+def path_result(tokens: list[int], record: Any, num_logprobs: int) -> SlotResult:
+    """What an answered Speculate produced: `tokens` of its words, those that it did not emit at the end."""
+    emitted = tuple([token for token in tokens if token != NO_TOKEN])
     if not num_logprobs:
-        return SlotResult((token,))
-    entry = record["logprobs"][row]
+        return SlotResult(emitted)
+    entries = enumerate(emitted)
+    return SlotResult(emitted, tuple([_token_logprobs(token, record["logprobs"][row]) for row, token in entries]))
+
+
+def _token_logprobs(token: int, entry: Any) -> TokenLogprobs:
     count = int(entry["num_top"])
     top = tuple(zip(entry["top_ids"][:count].tolist(), entry["top_logprobs"][:count].tolist(), strict=True))
-    return SlotResult((token,), (TokenLogprobs(token, float(entry["logprob"]), top),))
+    return TokenLogprobs(token, float(entry["logprob"]), top)

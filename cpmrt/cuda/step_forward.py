@@ -21,7 +21,8 @@ _ROW_BUFFERS = ("x", "q", "attention", "inner")
 class StepForward:
     """Launches the model's layers and head on `arrays`: the regions of a memory plan for `max_context`, by name.
 
-    While `launcher` records they may be stand-ins that have only shapes.
+    While `launcher` records they may be stand-ins that have only shapes. With a buffer `hidden` among them every pass
+    leaves in it what a draft reads: what enters the layers `taps`, or without taps the final norm's output.
     """
 
     def __init__(
@@ -32,8 +33,9 @@ class StepForward:
         gemm: Gemm,
         arrays: Mapping[str, Any],
         max_context: int,
+        taps: tuple[int, ...] = (),
     ):
-        self._config, self._arrays = config, arrays
+        self._config, self._arrays, self._taps = config, arrays, taps
         heads = {"num_heads": config.num_heads, "num_kv_heads": config.num_kv_heads, "head_dim": config.head_dim}
         decode_plan = plan_decode_attention(
             **heads,
@@ -50,21 +52,36 @@ class StepForward:
     def every_shape(self, buckets: Iterable[int], row_counts: Iterable[int]) -> None:
         """Each shape once: chunks of the buckets, decode steps of the row counts, and the head of a first token."""
         for bucket in buckets:
-            self.layers(bucket, None)
+            self.chunk(bucket)
         for count in row_counts:
-            self.layers(count, slice(None))
+            self.decode(count)
         self.head_of_first_row()
 
-    def layers(self, num_rows: int, logit_rows: slice | None) -> None:
-        """The rows at the front of the buffers through every layer, and `logit_rows` of them through the head."""
+    def chunk(self, num_rows: int) -> None:
+        """The rows of a prefill chunk through every layer; their states begin in row 1 of `hidden`."""
+        self._layers(num_rows, None, first_state=1)
+
+    def decode(self, num_rows: int) -> None:
+        """Rows of at most MAX_ROWS sequences through every layer and the head."""
+        self._layers(num_rows, slice(None))
+
+    def tree(self, num_rows: int) -> None:
+        """The nodes of a draft tree through every layer and the head."""
+        places = (self._arrays[name][:num_rows] for name in ("locations", "tree_masks", "tree_base"))
+        self._layers(num_rows, slice(None), *places)
+
+    def _layers(self, num_rows: int, logit_rows: slice | None, *places: Any, first_state: int = 0) -> None:
+        """The rows at the front of the buffers."""
         arrays = self._arrays
         tokens, positions, slots = (arrays[name][:num_rows] for name in ("token_ids", "positions", "slots"))
-        rows = Rows(tokens, positions, slots, arrays["block_tables"], is_prefill=num_rows > MAX_ROWS)
+        rows = Rows(tokens, positions, slots, arrays["block_tables"], num_rows > MAX_ROWS, *places)
         buffers = {name: arrays[name][:num_rows] for name in _ROW_BUFFERS}
         buffers |= {name: arrays[name] for name in ("k_pages", "v_pages", "rope")}
+        if "hidden" in arrays:
+            buffers["hidden"] = arrays["hidden"][first_state : first_state + num_rows]
         if logit_rows is not None:
             buffers["logits"] = arrays["logits"][:num_rows]
-        forward(self._ops, self._config, arrays, buffers, rows, logit_rows)
+        forward(self._ops, self._config, arrays, buffers, rows, logit_rows, self._taps)
 
     def head_of_first_row(self) -> None:
         """Logits of row 0."""

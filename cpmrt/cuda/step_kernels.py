@@ -34,6 +34,9 @@ class StepKernels:
         self._command_bytes = np.int32(rings.command_bytes)
         (_, self._constants), (_, self._sampling) = step_modules(config, device)
         self._hidden = config.hidden_size
+        # Where nothing is drafted there is no history, and the kernels get null pointers.
+        self._history = arrays.get("history")
+        self._max_context = np.int32(0 if self._history is None else self._history.shape[1])
         self._blocks_per_row = 8 if device.capability >= 90 else 1
 
     def load(self) -> None:
@@ -44,23 +47,26 @@ class StepKernels:
 
     def admit(self) -> None:
         a = self._arrays
-        tables = a["block_tables"]
-        outputs = (a["slot_states"], a["token_counts"], tables, self._results, a["step_context"])
+        tables, limits = a["block_tables"], (a.get("capacities"), a.get("carry_counts"))
+        outputs = (a["slot_states"], a["token_counts"], tables, *limits, self._results, a["step_context"])
         self._step("admit", 1, 1024, *outputs, *self._in(), np.int32(tables.shape[1]))
 
     def recall(self) -> None:
         a = self._arrays
-        self._step("recall", 1, 1024, a["token_counts"], self._results, a["step_context"], *self._in())
+        outputs = (a["slot_states"], a["token_counts"], self._history, self._results, a["step_context"])
+        self._step("recall", 1, 1024, *outputs, *self._in(), self._max_context)
 
     def step_begin(self, num_rows: int) -> None:
         a = self._arrays
-        rows = (a["token_ids"], a["positions"], a["slots"], a["slot_states"])
-        self._step("step_begin", 1, 64, *rows, self._results, a["step_context"], *self._in(), np.int32(num_rows))
+        outputs = (a["token_ids"], a["positions"], a["slots"], a["slot_states"], self._history, self._results)
+        sizes = (self._max_context, np.int32(num_rows))
+        self._step("step_begin", 1, 64, *outputs, a["step_context"], *self._in(), *sizes)
 
     def prefill_begin(self, bucket: int) -> None:
         a = self._arrays
         rows = (a["token_ids"], a["positions"], a["slots"], a["chunk"], a["slot_states"], a["token_counts"])
-        self._step("prefill_begin", 1, 1024, *rows, a["step_context"], *self._in(), np.int32(bucket))
+        sizes = (self._max_context, np.int32(bucket))
+        self._step("prefill_begin", 1, 1024, *rows, self._history, a["step_context"], *self._in(), *sizes)
 
     def prefill_end(self) -> None:
         self._step("prefill_end", 1, 32, self._results, self._arrays["chunk"], self._arrays["step_context"])

@@ -18,8 +18,12 @@ from cpmrt.tensor_spec import BufferSpec, TensorSpec
 
 DEQUANTISED_BYTES = 64 << 20
 """At most so much of a weight is in 16 bits at a time, in a prefill."""
+STAGING = "w4_staging"
 _LOADING = EMBED - 1
-_PRODUCTS = {"qkv": "qkv", "output": "residual", "gate_up": "gate_up", "down": "residual", "lm_head": "head"}
+_PRODUCTS = {
+    "qkv": "qkv", "output": "residual", "gate_up": "gate_up", "down": "residual", "lm_head": "head", "fc": "residual",
+    "fc_halves": "residual",
+}  # fmt: skip
 
 
 def layout_of(spec: TensorSpec, config: ModelConfig, limits: DeviceLimits) -> PackedLayout:
@@ -84,7 +88,7 @@ def quantised_workspace(
 ) -> Iterator[BufferSpec]:
     """Buffers of a step of at most `max_rows` rows, and of loading, which is before any step."""
     if staged := staging_bytes(specs):
-        yield BufferSpec("w4_staging", (staged,), _LOADING, _LOADING, itemsize=1)
+        yield staging_buffer(staged)
     held = [spec for spec in specs if spec.quant is not None]
     plans = list(_plans(held, config, limits))
     for name, itemsize, sizes in (
@@ -95,7 +99,7 @@ def quantised_workspace(
             yield BufferSpec(name, (max(sizes),), QKV, HEAD, itemsize=itemsize)
     if max_rows <= MAX_ROWS:
         return
-    layers = [spec for spec in held if spec.name != "lm_head"]
+    layers = [spec for spec in held if spec.name.rpartition(".")[2] != "lm_head"]
     if layers:
         elements = max(slice_rows(*spec.shape) * spec.shape[1] for spec in layers)
         yield BufferSpec("w4_dequantised", (elements,), QKV, DOWN)
@@ -105,6 +109,11 @@ def quantised_workspace(
     if inner in widths:
         first = DOWN if inner not in (config.hidden_size, config.q_size) else QKV
         yield BufferSpec("w4_permuted_inner", (max_rows * inner,), first, DOWN)
+
+
+def staging_buffer(nbytes: int) -> BufferSpec:
+    """What quantised weights pass through while they are loaded."""
+    return BufferSpec(STAGING, (nbytes,), _LOADING, _LOADING, itemsize=1)
 
 
 def slice_rows(num_rows: int, num_columns: int) -> int:

@@ -86,7 +86,7 @@ def cuda_needs(
     capability: int,
     limits: DeviceLimits,
 ) -> ExecutorNeeds:
-    """All of it, for `models.planning`; `specs`: the weights. Raises UnsupportedModelError."""
+    """All of it without a draft, for `models.planning`; `specs`: the weights. Raises UnsupportedModelError."""
     max_rows = max(buckets(engine.prefill_chunk)[-1], MAX_ROWS)
     counters = quantised_tables(specs, config, limits)
 
@@ -104,7 +104,13 @@ def cuda_needs(
 
 
 def check_supported(config: ModelConfig) -> None:
-    """Raise UnsupportedModelError for a shape that the kernels do not take."""
+    """Raise UnsupportedModelError for a shape that the kernels do not take, or attention that leaves tokens out."""
+    if config.sparse is not None:
+        raise UnsupportedModelError(
+            "the CUDA executor has no sparse attention",
+            expected=f"a context of at most {config.sparse.dense_context} tokens, in which no token leaves any out",
+            fix='lower max_context, look at all tokens with sparse="off", or use executor="reference"',
+        )
     sizes = {
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,

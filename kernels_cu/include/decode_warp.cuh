@@ -1,39 +1,57 @@
-// One warp of decode_attention: which keys a row sees, and a warp's 16 keys of each page through its own ring.
+// One warp of decode_attention: which keys a row sees and where they lie, and a warp's 16 keys of each page through its
+// own ring.
 //
-// The including file defines kKeys, kTileBytes, kStageBytes and STAGES.
+// The including file defines kKeys, kTileBytes, kStageBytes, STAGES, TREE and WINDOW.
 #pragma once
 #include "attention.cuh"
 
-// Keys below `full` are visible, and full + i for every set bit i of mask; none from `length` on. Those below `old` were
-// in the cache before this step.
+// The keys of a row, by position: none from `length` on, none before the window. Those below `old` were in the cache
+// before this step.
 struct Keys {
-  int full, length, old;
-  uint64_t mask;
+  int length, old;
 
-  __device__ __forceinline__ bool visible(int key) const {
-    return key < full || (key - full < 64 && ((mask >> (key - full)) & 1));
+  __device__ __forceinline__ int first() const { return WINDOW > 0 ? max(length - WINDOW, 0) : 0; }
+  __device__ __forceinline__ bool all_visible(int from) const {
+    return from + kKeys <= length && (WINDOW == 0 || from >= first());
   }
+  __device__ __forceinline__ bool visible(int key) const { return key < length && (WINDOW == 0 || key >= first()); }
 };
 
-// The smallest position of the step's rows of `slot`, to be called by whole warps.
-__device__ __forceinline__ int first_written(const int* positions, const int* slots, int slot, int num_rows) {
+// The first location that the step writes in `slot`, to be called by whole warps. `written`: of each row, its location
+// or one before.
+__device__ __forceinline__ int first_written(const int* written, const int* slots, int slot, int num_rows) {
   int first = 0x7FFFFFFF;
 #pragma unroll 1
   for (int row = threadIdx.x & 31; row < num_rows; row += 32) {
-    const int other = __ldcg(slots + row), position = __ldcg(positions + row);
-    if (other == slot) first = min(first, position);
+    const int other = __ldcg(slots + row), location = __ldcg(written + row);
+    if (other == slot) first = min(first, location);
   }
   return __reduce_min_sync(0xFFFFFFFFu, first);
 }
 
-// `first` is the first position that this step writes in the row's slot; that of a tree is its base.
-__device__ __forceinline__ Keys keys_of_row(int position, int first, const uint64_t* tree_masks, const int* tree_base,
-                                            int row) {
-  if (tree_masks == nullptr) return {position + 1, position + 1, first, 0};
-  const int full = __ldcg(tree_base + row);
-  const uint64_t mask = __ldcg(tree_masks + row);
-  return {full, full + 64 - __clzll(static_cast<int64_t>(mask)), full, mask};
-}
+#if TREE
+constexpr int kMaxNodes = 64;
+
+// Where the keys from position `base` on lie: elements from the first token of a KV head in page 0, in shared memory.
+struct Path {
+  const int64_t* offsets;
+  int base;
+
+  // By the whole block: node i of the tree is at location base + i, and the path goes through the set bits of `mask`.
+  __device__ __forceinline__ Path(int64_t (&table)[kMaxNodes], int first, uint64_t mask, const int* block_table,
+                                  int64_t page_stride)
+      : offsets(table), base(first) {
+    const int node = threadIdx.x, location = base + node;
+    if (node < kMaxNodes && (mask >> node & 1)) {
+      table[__popcll(mask & ((1ull << node) - 1))] =
+          __ldcg(block_table + location / kPageTokens) * page_stride + location % kPageTokens * HEAD_DIM;
+    }
+    __syncthreads();
+  }
+};
+#else
+struct Path {};
+#endif
 
 struct WarpState {
   uint32_t q[kDimSteps][4];
@@ -52,6 +70,22 @@ __device__ __forceinline__ void load_tile(uint32_t dst, const scalar_t* rows, in
     if (row < old || row >= valid) cp_async16(dst + swizzled(row, chunk), rows + index * 8, row < valid ? 16 : 0);
   }
 }
+
+#if TREE
+// The same of a tile that begins at position `before` and goes on past the base. `head`: the first token of page 0.
+__device__ __forceinline__ void load_path_tile(uint32_t dst, const scalar_t* rows, const scalar_t* head,
+                                               const Path& path, int before, int valid, int old) {
+  const int lane = threadIdx.x & 31;
+#pragma unroll
+  for (int i = 0; i < kKeys * kRowChunks / 32; ++i) {
+    const int index = lane + i * 32, row = index / kRowChunks, chunk = index % kRowChunks;
+    const int step = before + row - path.base;
+    const scalar_t* source = rows + index * 8;
+    if (step >= 0 && row < valid) source = head + path.offsets[step] + chunk * 8;
+    if (row < old || row >= valid) cp_async16(dst + swizzled(row, chunk), source, row < valid ? 16 : 0);
+  }
+}
+#endif
 
 // Two key tiles; even and odd k-steps in accumulators of their own, for four independent chains of products.
 __device__ __forceinline__ void score_tile(float (&scores)[2][4], const WarpState& state, uint32_t k_tile) {
@@ -126,6 +160,7 @@ __device__ __forceinline__ void accumulate_tile(WarpState& state, const float (&
 struct Stream {
   const scalar_t *k_rows, *v_rows;  // of this KV head in page 0
   int64_t page_stride;
+  Path path;
   const int* block_table;  // of the run
   uint32_t ring;
   int first_key;  // of this warp in the run's first page
@@ -142,8 +177,20 @@ struct Stream {
     return __shfl_sync(0xFFFFFFFFu, page_ids, page % 32) * page_stride;
   }
   __device__ __forceinline__ uint32_t k_tile(int page) const { return ring + page % STAGES * kStageBytes; }
-  __device__ __forceinline__ void load(uint32_t tile, const scalar_t* rows, int page, int length) const {
-    if (page < num_pages) load_tile(tile, rows, length - first_key - page * kPageTokens);
+  // Of `rows`, all keys' or all values', the warp's in the page at `offset`, whose first one has position `before`.
+  __device__ __forceinline__ void copy(uint32_t tile, const scalar_t* rows, int64_t offset, int before, int valid,
+                                       int old = kKeys) const {
+#if TREE
+    if (before + kKeys > path.base) {
+      load_path_tile(tile, rows + offset, rows - (threadIdx.x >> 5) * (kKeys * HEAD_DIM), path, before, valid, old);
+      return;
+    }
+#endif
+    load_tile(tile, rows + offset, valid, old);
+  }
+  __device__ __forceinline__ void load(uint32_t tile, const scalar_t* rows, int64_t offset, int page, int length) const {
+    const int before = first_key + page * kPageTokens;
+    if (page < num_pages) copy(tile, rows, offset, before, length - before);
     cp_async_commit();
   }
 
@@ -154,9 +201,9 @@ struct Stream {
     for (int page = 0; page < STAGES; ++page) {
       const int before = first_key + page * kPageTokens, valid = keys.length - before, old = keys.old - before;
       const int64_t offset = locate(page);
-      if (page < num_pages) load_tile(k_tile(page), k_rows + offset, valid, old);
+      if (page < num_pages) copy(k_tile(page), k_rows, offset, before, valid, old);
       cp_async_commit();
-      if (page < num_pages) load_tile(k_tile(page) + kTileBytes, v_rows + offset, valid, old);
+      if (page < num_pages) copy(k_tile(page) + kTileBytes, v_rows, offset, before, valid, old);
       cp_async_commit();
     }
   }
@@ -170,20 +217,25 @@ struct Stream {
       const int first = max(keys.old - before, 0), end = min(keys.length - before, kKeys);
       if (first >= end) continue;
       has_new = true;
-      load_new_rows(k_tile(page), offset_of(page), first, end);
+      load_new_rows(k_tile(page), offset_of(page), before, first, end);
     }
     return has_new;
   }
 
   // Rows of a page of the ring, k and v together: a row of each is a chunk for each lane.
-  __device__ __forceinline__ void load_new_rows(uint32_t tile, int64_t offset, int first, int end) const {
+  __device__ __forceinline__ void load_new_rows(uint32_t tile, int64_t offset, int before, int first, int end) const {
     const int lane = threadIdx.x & 31, chunk = lane % kRowChunks;
     const bool is_v = lane >= kRowChunks;
     const scalar_t* rows = (is_v ? v_rows : k_rows) + offset + chunk * 8;
     if (lane >= 2 * kRowChunks) return;
 #pragma unroll 1
     for (int row = first; row < end; ++row) {
-      cp_async16(tile + (is_v ? kTileBytes : 0) + swizzled(row, chunk), rows + row * HEAD_DIM);
+      const scalar_t* source = rows + row * HEAD_DIM;
+#if TREE
+      const int step = before + row - path.base;
+      if (step >= 0) source = rows - offset - (threadIdx.x >> 5) * (kKeys * HEAD_DIM) + path.offsets[step];
+#endif
+      cp_async16(tile + (is_v ? kTileBytes : 0) + swizzled(row, chunk), source);
     }
   }
 };
@@ -198,13 +250,13 @@ __device__ __forceinline__ void attend(WarpState& state, Stream& stream, const K
     __syncwarp();
     score_tile(scores, state, k_tile);
     __syncwarp();
-    stream.load(k_tile, stream.k_rows + next, page + STAGES, keys.length);
-    if (first_key + kKeys > keys.full) mask_tile(scores, first_key, keys);
+    stream.load(k_tile, stream.k_rows, next, page + STAGES, keys.length);
+    if (!keys.all_visible(first_key)) mask_tile(scores, first_key, keys);
     softmax_tile(scores, state, factor);
     cp_async_wait<2 * STAGES - 1>();
     __syncwarp();
     accumulate_tile(state, scores, v_tile);
     __syncwarp();
-    stream.load(v_tile, stream.v_rows + next, page + STAGES, keys.length);
+    stream.load(v_tile, stream.v_rows, next, page + STAGES, keys.length);
   }
 }

@@ -29,10 +29,10 @@ struct QkvEpilogue {
   scalar_t *q, *k_pages, *v_pages;
   const scalar_t* bias;
   const float* rope;
-  const int *positions, *slots, *block_tables;
+  const int *positions, *locations, *slots, *block_tables;
   int T, num_heads, num_kv_heads, pages_per_sequence, max_context;
-  uint32_t place;   // shared int2 per token: position, token's page (-1: not stored)
-  int slot, position, page;   // of the token that this thread looks up
+  uint32_t place;   // shared int2 per token: position, its place among all pages' tokens (-1: not stored)
+  int slot, location, stored;   // of the token that this thread looks up
   // Angles are read a whole product early, but for NT = 8, which has no registers left for them.
   static constexpr bool kEarly = NT < 8;
   float cosine[kEarly ? NT : 1][kThreadPairs], sine[kEarly ? NT : 1][kThreadPairs];
@@ -43,19 +43,22 @@ struct QkvEpilogue {
     pdl_launch_dependents();
     place = shared;
     if (!looks_up()) return;
-    slot = slots[threadIdx.x], position = positions[threadIdx.x];
-    if (slot < 0) position = 0;
+    slot = slots[threadIdx.x];
+    const int position = slot < 0 ? 0 : positions[threadIdx.x];
+    location = locations == nullptr ? position : locations[threadIdx.x];
     asm volatile("st.shared.s32 [%0], %1;" ::"r"(shared + threadIdx.x * 8), "r"(position) : "memory");
   }
   // A page hangs on two reads in a row. It is not needed before a value is stored: nothing waits for it in between.
   __device__ __forceinline__ void look_up() {
-    page = -1;
-    if (looks_up() && slot >= 0) page = block_tables[static_cast<int64_t>(slot) * pages_per_sequence + position / kPageTokens];
+    stored = -1;
+    if (!looks_up() || slot < 0) return;
+    const int page = block_tables[static_cast<int64_t>(slot) * pages_per_sequence + location / kPageTokens];
+    stored = page * kPageTokens + location % kPageTokens;
   }
   __device__ __forceinline__ void settle() const {
-    if (looks_up()) asm volatile("st.shared.s32 [%0], %1;" ::"r"(place + threadIdx.x * 8 + 4), "r"(page) : "memory");
+    if (looks_up()) asm volatile("st.shared.s32 [%0], %1;" ::"r"(place + threadIdx.x * 8 + 4), "r"(stored) : "memory");
   }
-  __device__ __forceinline__ int2 position_and_page(int token) const {
+  __device__ __forceinline__ int2 position_and_place(int token) const {
     int2 v;
     asm volatile("ld.shared.v2.s32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(place + token * 8) : "memory");
     return v;
@@ -65,7 +68,7 @@ struct QkvEpilogue {
   }
   __device__ __forceinline__ void read_angle(int nt, int i, int tile, int row, int token) {
     if (k_pages == nullptr || tile / kHeadTiles >= num_heads + num_kv_heads) return;
-    const int64_t angle = static_cast<int64_t>(position_and_page(token).x) * kHalf + QkvTiles::dimension(tile, row);
+    const int64_t angle = static_cast<int64_t>(position_and_place(token).x) * kHalf + QkvTiles::dimension(tile, row);
     cosine[nt][i] = __ldg(rope + angle);
     sine[nt][i] = __ldg(rope + static_cast<int64_t>(max_context) * kHalf + angle);
   }
@@ -87,12 +90,13 @@ struct QkvEpilogue {
       if (head < num_heads) {
         out = q + (static_cast<int64_t>(token) * num_heads + head) * HEAD_DIM;
       } else {
-        const int2 at = position_and_page(token);
+        const int2 at = position_and_place(token);
         if (at.y < 0) return;
         const bool is_key = head < num_heads + num_kv_heads;
         const int kv_head = head - num_heads - (is_key ? 0 : num_kv_heads);
+        const int page = at.y / kPageTokens;
         out = (is_key ? k_pages : v_pages) +
-              ((static_cast<int64_t>(at.y) * num_kv_heads + kv_head) * kPageTokens + at.x % kPageTokens) * HEAD_DIM;
+              ((static_cast<int64_t>(page) * num_kv_heads + kv_head) * kPageTokens + at.y % kPageTokens) * HEAD_DIM;
       }
     }
     out[d] = from_float(lo);

@@ -114,7 +114,7 @@ struct Activations {
   // Before the block reads the stage that starts at unit u of its run: its own unit of it, then the next stage's copy.
   __device__ __forceinline__ void enter_stage(int u, int turn) {
     cp_async_wait<kPending>();
-    normalise_in_place(turn + at.warp, u + at.warp);
+    if (NORM) normalise_in_place(turn + at.warp, u + at.warp);
     __syncthreads();
     copy_next();
   }
@@ -130,7 +130,7 @@ __device__ __forceinline__ void multiply(float (&acc)[NT][4], uint4 lo, uint4 hi
 }
 
 // One group of the warp's tiles over a run of K, from unit `first` of the warp's.
-template <bool kNorm, class Stream>
+template <class Stream>
 __device__ __forceinline__ void accumulate(float (&acc)[GROUP][NT][4], Stream& weights, Activations& x, int first, int units, int& turn) {
   constexpr int kBlocks = 2 / kUnitSplit;   // 32-k blocks of x in registers at a time
   constexpr int kTurns = kStaged ? 2 * kWarps : kXSlots;
@@ -146,7 +146,7 @@ __device__ __forceinline__ void accumulate(float (&acc)[GROUP][NT][4], Stream& w
 #pragma unroll
         for (int i = 0; i < NT; i++) {
           b[j][i] = load_shared(x.address(x.place(u, turn), i, j0 + j));
-          if (kNorm && !kResident && !kStaged)
+          if (NORM && !kResident && !kStaged)
             b[j][i] = x.normalised(b[j][i], x.norm_weights(x.at.warp * kOwnUnits + u, j0 + j), x.scale[i]);
         }
 #pragma unroll
@@ -235,12 +235,12 @@ __device__ __forceinline__ void finish_rows(const float (&sum)[GROUP][NT][4], co
 }
 
 // sum += all runs of K in one warp, added as finish_split adds those of eight.
-template <bool kNorm, class Stream>
+template <class Stream>
 __device__ __forceinline__ void accumulate_runs(float (&sum)[GROUP][NT][4], Stream& weights, Activations& x, int& turn) {
 #pragma unroll 1
   for (int run = 0; run < kWarps; run++) {
     float acc[GROUP][NT][4] = {};
-    accumulate<kNorm>(acc, weights, x, run * kOwnUnits, kOwnUnits, turn);
+    accumulate(acc, weights, x, run * kOwnUnits, kOwnUnits, turn);
 #pragma unroll
     for (int t = 0; t < GROUP; t++)
 #pragma unroll
@@ -253,13 +253,13 @@ __device__ __forceinline__ void accumulate_runs(float (&sum)[GROUP][NT][4], Stre
 // The whole product. `epilogue` gives prepare(shared), look_up() and settle(), in this order, the last with a barrier
 // before the first store; prefetch(nt, i, tile, row, token) for each output that a thread will finish (not where warps
 // have tiles of their own); and store(nt, i, tile, row, token, lo, hi).
-template <bool kNorm, class Tiles, class Epilogue>
+template <class Tiles, class Epilogue>
 __device__ __forceinline__ void linear_product(const Tiles& tiles, Epilogue& epilogue, const scalar_t* x, const scalar_t* norm,
                                                const scalar_t* weight, int T, float eps) {
   const Lane at;
   const int num_clusters = gridDim.x / CLUSTER, first_group = blockIdx.x / CLUSTER;
   Activations activations(at, x, T, (tiles.num_groups - first_group + num_clusters - 1) / num_clusters);
-  if (kNorm) activations.copy_norm_weights(norm);
+  if (NORM) activations.copy_norm_weights(norm);
   WeightStream<Tiles> weights(at, tiles, weight);
   group_announce();
   pdl_wait();
@@ -267,7 +267,8 @@ __device__ __forceinline__ void linear_product(const Tiles& tiles, Epilogue& epi
   epilogue.prepare(at.shared + kEpilogueOffset);
   cp_async_wait<0>();
   __syncwarp();
-  if (kNorm) activations.normalise(eps);
+  if (NORM) activations.normalise(eps);
+  else if (LINEAR != 1) __syncthreads();   // what `prepare` wrote, and x where warps share it
   epilogue.look_up();
   int turn = 0;
 #pragma unroll 1
@@ -285,11 +286,11 @@ __device__ __forceinline__ void linear_product(const Tiles& tiles, Epilogue& epi
     }
     float acc[GROUP][NT][4] = {};
     if (SPLIT_WARPS == 1) {
-      accumulate_runs<kNorm>(acc, weights, activations, turn);
+      accumulate_runs(acc, weights, activations, turn);
       finish_rows(acc, at, epilogue, group, tiles.num_tiles, T);
       continue;
     }
-    accumulate<kNorm>(acc, weights, activations, 0, at.units, turn);
+    accumulate(acc, weights, activations, 0, at.units, turn);
     if (group == first_group) epilogue.settle();   // a barrier comes before the stores
     finish_split(acc, at, epilogue, group, tiles.num_tiles, T, last);
   }

@@ -4,7 +4,7 @@
 
 #include "attention.cuh"
 #ifdef IN_CLUSTERS
-#include "mbarrier.cuh"
+#include "cluster.cuh"
 #endif
 
 struct Partial {
@@ -46,31 +46,18 @@ __device__ __forceinline__ Partial merge(int count, Load load) {
 }
 
 #ifdef IN_CLUSTERS
-// Arrives with nothing written that a peer will read: no fence.
-__device__ __forceinline__ void cluster_announce() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-
 // All threads of the cluster are here.
 __device__ __forceinline__ void cluster_barrier() {
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  cluster_arrive();
   cluster_wait();
-}
-
-__device__ __forceinline__ uint32_t peer_address(uint32_t address, int rank) {
-  uint32_t remote;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
-  return remote;
 }
 
 // 20 bytes into the shared memory of block `rank`, counted by its barrier: `out` and `log_sum` are where they go.
 __device__ __forceinline__ void send_partial(uint32_t out, uint32_t log_sum, uint32_t barrier, int rank,
                                              const Partial& part) {
   barrier = peer_address(barrier, rank);
-  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];"
-               ::"r"(peer_address(out, rank)), "f"(part.out.x), "f"(part.out.y), "f"(part.out.z), "f"(part.out.w),
-               "r"(barrier) : "memory");
-  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];"
-               ::"r"(peer_address(log_sum, rank)), "f"(part.log_sum), "r"(barrier) : "memory");
+  send_float4(peer_address(out, rank), barrier, part.out.x, part.out.y, part.out.z, part.out.w);
+  send_float(peer_address(log_sum, rank), barrier, part.log_sum);
 }
 
 __device__ __forceinline__ Partial received_partial(uint32_t out, uint32_t log_sum) {

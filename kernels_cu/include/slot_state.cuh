@@ -10,6 +10,7 @@ constexpr int kMaxLogprobs = 20;
 constexpr int kMaxLogitBias = 300;
 constexpr int kMaxRows = 64;
 constexpr int kRingEntries = 16;
+constexpr int kPageTokens = 64;
 
 // One word of token_counts [B, V]: how often a token was generated, whether it stands in the prompt or was generated,
 // and whether the request adds something to its logit.
@@ -48,14 +49,14 @@ __device__ __forceinline__ float logit_bias_of(const SlotState* state, int token
   return state->logit_biases[at];
 }
 
-enum CommandKind : int32_t { kAdmit = 1, kPrefill = 2, kDecode = 3, kRecall = 4 };
+enum CommandKind : int32_t { kAdmit = 1, kPrefill = 2, kDecode = 3, kRecall = 4, kSpeculate = 5, kCatchUp = 6 };
 
 // An entry of the command ring: this header, then the state and num_rows pages of the slot's block table (kAdmit),
 // num_rows tokens (kPrefill, kRecall) or num_rows slots (kDecode).
 struct alignas(16) Command {
   int32_t kind;
   int32_t num_rows;
-  int32_t slot;   // kAdmit, kPrefill, kRecall
+  int32_t slot;   // all but kDecode
   int32_t start;  // kPrefill: position of the first token
   int32_t is_last;
   int32_t reserved[3];

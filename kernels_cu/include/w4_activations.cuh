@@ -14,7 +14,7 @@ struct Activations {
   // `look()` comes after a barrier.
   template <class Look>
   __device__ __forceinline__ void fill_normalised(const scalar_t* x, const scalar_t* norm, WeightStream& weights, int T, float eps, Look look) const {
-    constexpr int kTeams = kThreads / kRowThreads;
+    constexpr int kTeams = kThreads < kRowThreads ? 1 : kThreads / kRowThreads;
     constexpr int kBatch = ROWS == 1 ? 1 : (ROWS + kTeams - 1) / kTeams;   // tokens of a team
     const int team = threadIdx.x / kRowThreads;
     const bool in_team = kThreads % kRowThreads == 0 || team < kTeams;
@@ -36,8 +36,10 @@ struct Activations {
       const int token = b * kTeams + team;
       float sum = 0.0f;
 #pragma unroll
-      for (int i = 0; i < kThreadPieces; i++)
+      for (int i = 0; i < kThreadPieces; i++) {
+        stay_behind(v[b][i]);
         if (RowPieces::piece(i) < kPieces) sum = square_sum(v[b][i], sum);
+      }
       sum = RowPieces::warp_square_sum(sum);
       if (at.lane == 0 && token < T && in_team) store_shared_float(squares + (token * kRowWarps + at.warp % kRowWarps) * 4, sum);
     }
@@ -55,46 +57,109 @@ struct Activations {
 #pragma unroll
       for (int i = 0; i < kThreadPieces; i++) {
         const int piece = RowPieces::piece(i);
-        place(normalised(v[b][i], row_pieces.norm[i], scale), piece, token, is_mine && piece < kPieces);
+        const bool is_there = is_mine && piece < kPieces;
+        float sums[1] = {place(normalised(v[b][i], row_pieces.norm[i], scale), piece, token, is_there)};
+        sum_groups(sums, [&](int, float sum) { place_sum(sum, piece, token, is_there); });
       }
     }
   }
+
+#if CLUSTERS
+  // The block's run of x, as it is in memory, normalised: warps take tokens in turn, and the blocks of the cluster tell each other
+  // the square sums of their runs. Before a barrier.
+  __device__ __forceinline__ void fill_run_normalised(const scalar_t* x, const scalar_t* norm, WeightStream& weights, int T,
+                                                      float eps) const {
+    constexpr int kBatch = (ROWS + kWarps - 1) / kWarps;   // tokens of a warp
+    const int first = at.run * kEighthPieces, count = at.slices * 16;
+    const uint32_t squares = at.shared + kSquareOffset, barrier = at.shared + kSquareBarrier;
+    uint4 v[kBatch][kThreadPieces], weight[kThreadPieces];
+#pragma unroll
+    for (int b = 0; b < kBatch; b++)
+#pragma unroll
+      for (int i = 0; i < kThreadPieces; i++) {
+        const int token = b * kWarps + at.warp, piece = at.lane + i * 32;
+        if (token < T && piece < count) v[b][i] = load_written(x + static_cast<size_t>(token) * K + (first + piece) * 8);
+      }
+#pragma unroll
+    for (int i = 0; i < kThreadPieces; i++)
+      if (at.lane + i * 32 < count) weight[i] = load16(norm + (first + at.lane + i * 32) * 8);
+    weights.fill_ring();
+#pragma unroll
+    for (int b = 0; b < kBatch; b++) {
+      const int token = b * kWarps + at.warp;
+      float sum = 0.0f;
+#pragma unroll
+      for (int i = 0; i < kThreadPieces; i++) {
+        stay_behind(v[b][i]);
+        if (at.lane + i * 32 < count) sum = square_sum(v[b][i], sum);
+      }
+      sum = RowPieces::warp_square_sum(sum);
+      if (token < T && at.lane < RUNS)
+        send_float(peer_address(squares + (token * RUNS + at.run) * 4, at.lane), peer_address(barrier, at.lane), sum);
+    }
+    mbarrier_wait(barrier, 0);
+    float sums[kBatch * kThreadPieces];
+#pragma unroll
+    for (int b = 0; b < kBatch; b++) {
+      const int token = b * kWarps + at.warp;
+      const float scale = token < T ? RowPieces::scale(squares + token * RUNS * 4, eps) : 0.0f;
+#pragma unroll
+      for (int i = 0; i < kThreadPieces; i++) {
+        const int piece = at.lane + i * 32;
+        sums[b * kThreadPieces + i] = place(normalised(v[b][i], weight[i], scale), piece, token, token < T && piece < count);
+      }
+    }
+    sum_groups(sums, [&](int i, float sum) {
+      const int token = i / kThreadPieces * kWarps + at.warp, piece = at.lane + i % kThreadPieces * 32;
+      place_sum(sum, piece, token, token < T && piece < count);
+    });
+  }
+#endif
 
   // The block's part of x, as it is in memory. Before a barrier. `look()` comes while it is on its way.
   template <class Look>
   __device__ __forceinline__ void fill(const scalar_t* x, WeightStream& weights, int T, Look look) const {
     constexpr int kBatch = ROWS == 1 && kPieces <= 4 * kThreads ? 4 : 8;
-    const int first = SHARED_RUN ? at.run * kRunSlices * 16 : 0, pieces = SHARED_RUN ? at.slices * 16 : kPieces;
+    constexpr int kRowPieces = kBlockSlices * 16;   // of a token
+    const int first = SHARED_RUN ? at.run * kRowPieces : 0, pieces = SHARED_RUN ? at.slices * 16 : kPieces;
 #pragma unroll 1
-    for (int start = 0; start < pieces * T; start += kBatch * kThreads) {
+    for (int start = 0; start < kRowPieces * T; start += kBatch * kThreads) {
+      const auto is_there = [&](int item) { return item < kRowPieces * T && (item % kRowPieces < pieces || kSlices % RUNS == 0); };
       uint4 v[kBatch];
+      float sums[kBatch];
 #pragma unroll
       for (int i = 0; i < kBatch; i++) {
         const int item = start + i * kThreads + threadIdx.x;
-        if (item < pieces * T) v[i] = load_written(x + static_cast<size_t>(item / pieces) * K + (first + item % pieces) * 8);
+        if (is_there(item)) v[i] = load_written(x + static_cast<size_t>(item / kRowPieces) * K + (first + item % kRowPieces) * 8);
       }
       if (start == 0) weights.fill_ring(), look();
 #pragma unroll
       for (int i = 0; i < kBatch; i++) {
         const int item = start + i * kThreads + threadIdx.x;
-        if (start + i * kThreads >= pieces * T) break;   // for the whole block
-        place(scaled(v[i]), item % pieces, item / pieces, item < pieces * T);
+        stay_behind(v[i]);
+        sums[i] = place(scaled(v[i]), item % kRowPieces, item / kRowPieces, is_there(item));
       }
+      sum_groups(sums, [&](int i, float sum) {
+        const int item = start + i * kThreads + threadIdx.x;
+        place_sum(sum, item % kRowPieces, item / kRowPieces, is_there(item));
+      });
     }
   }
 
-  // A piece, with the sum over its scale group: all lanes of a warp.
-  __device__ __forceinline__ void place(uint4 v, int piece, int token, bool is_mine) const {
-    const float sum = code_sum(v);
-    if (!is_mine) return;
+  // A piece; its sum.
+  __device__ __forceinline__ float place(uint4 v, int piece, int token, bool is_mine) const {
     const uint32_t to = base() + x_offset(piece, token);
-    if (WGMMA_PRODUCTS) {
+    if (is_mine && WGMMA_PRODUCTS) {
 #pragma unroll
       for (int e = 0; e < 4; e++) store_shared_word(to + e * kXWordStride, (&v.x)[e]);
-    } else {
+    } else if (is_mine) {
       store_shared(to, v);
     }
-    if (piece % kGroupLanes == 0) store_shared_float(base() + sum_offset(piece, token), sum);
+    return piece_sum(v);
+  }
+  // The sum over the scale group of a piece.
+  __device__ __forceinline__ void place_sum(float sum, int piece, int token, bool is_mine) const {
+    if (is_mine) store_shared_float(base() + sum_offset(piece, token), sum);
   }
 
   // What prepare_w4 wrote, all at once. Before a barrier.

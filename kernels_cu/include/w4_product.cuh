@@ -4,22 +4,22 @@
 // cores sum u x; a sum grows by scale * (sum u x - 8 sum x), or with ZEROS by scale * (sum u x - zero * sum x). The sums of x
 // are taken once, where x is brought to shared memory. hi's sums are 16 times too large until the end.
 // K is cut into RUNS runs that are added in order. SHARED_RUN = 0: eight warps of a block take the runs of one tile. SHARED_RUN = 1:
-// the warps take a tile each of the same run, so that a block reads an eighth of x; with RUNS = 8 the sums meet in `partials`.
+// the warps take a tile each of the same run, so that a block reads an eighth of x; with RUNS = 8 the blocks exchange sums.
 // Runs and the order of sums do not depend on T, ROWS, WARPS or SHARED_RUN: a row's bits are the same in every step.
 #pragma once
 #include "mma.cuh"
 #include "w4_activations.cuh"
+#include "w4_exchange.cuh"
 #if WGMMA_PRODUCTS
 #include "tma.cuh"
 #include "w4_wgmma.cuh"
 #endif
 
+#if CLUSTERS
+#define W4_BOUNDS __cluster_dims__(RUNS, 1, 1) __launch_bounds__(kThreads, 1)
+#else
 #define W4_BOUNDS __launch_bounds__(kThreads, 1)
-
-constexpr int kDeparted = 1 << 16;                 // counts blocks that need an arrival counter no more
-constexpr int kLaneTokens = ROWS == 1 ? 1 : 2;   // of a token tile
-
-using Sums = float[NT][4];   // of a lane and its warp's tile: token tile, {lo: token 2t, 2t+1; hi: the same}
+#endif
 
 // out += scale * (acc - zero * sums of x) over scale group `group` of a slice, for token tiles `from` .. from + COUNT / 4 - 1.
 template <int COUNT>
@@ -225,76 +225,42 @@ __device__ __forceinline__ void finish_rows(const Sums& out, const Lane& at, Epi
       }
 }
 
-// SHARED_RUN = 1 and RUNS = 8: the eight blocks with the runs of some tiles exchange their sums, and each finishes an eighth.
-//   partials (tiles, RUNS, NT, 32) float4; arrivals (tiles) int32, 0 before and after.
-// A block waits for the others. All of a grid are on the device together: there are no more than multiprocessors, the kernels
-// before it end without it, and those after it start only when all its blocks have.
-template <class Epilogue>
-__device__ __forceinline__ void finish_grid(const Sums& out, const Lane& at, Epilogue& epilogue, int round, int num_tiles, int T,
-                                            float4* partials, int* arrivals) {
-  constexpr int kRunParts = NT * 32;
-  const int own = at.tile(round);
-  if (own < num_tiles && at.slices > 0) {
-    float4* const parts = partials + (static_cast<size_t>(own) * RUNS + at.run) * kRunParts + at.lane;
-#pragma unroll
-    for (int nt = 0; nt < NT; nt++)
-      if (nt * 8 < T) __stcg(parts + nt * 32, make_float4(out[nt][0], out[nt][1], out[nt][2], out[nt][3]));
-  }
-  int* const arrived = arrivals + Lane::tile(round, 0);
-  __threadfence();
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    atomicAdd(arrived, 1);
-    while (*static_cast<volatile int*>(arrived) % kDeparted < RUNS) {
-    }
-    __threadfence();
-  }
-  __syncthreads();
-#pragma unroll 1
-  for (int item = threadIdx.x; item < (kWarps + RUNS - 1) / RUNS * kRunParts; item += kThreads) {
-    const int place = item / kRunParts * RUNS + at.run, tile = Lane::tile(round, place), part_of = item % kRunParts;
-    const int first = part_of / 32 * 8 + item % 4 * 2, row = item / 4 % 8;
-    if (place >= kWarps || tile >= num_tiles || first >= T) continue;
-    const float4* const parts = partials + static_cast<size_t>(tile) * RUNS * kRunParts + part_of;
-    float4 part[kFilledRuns];
-#pragma unroll
-    for (int run = 0; run < kFilledRuns; run++) part[run] = __ldcg(parts + run * kRunParts);
-#pragma unroll
-    for (int odd = 0; odd < kLaneTokens; odd++)
-      if (first + odd < T) epilogue.prefetch(0, odd, tile, row, first + odd);
-    float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll
-    for (int run = 0; run < kFilledRuns; run++) sum.x += part[run].x, sum.y += part[run].y, sum.z += part[run].z, sum.w += part[run].w;
-    epilogue.store(0, 0, tile, row, first, sum.x, sum.z);
-    if (kLaneTokens > 1 && first + 1 < T) epilogue.store(0, 1, tile, row, first + 1, sum.y, sum.w);
-  }
-  if (threadIdx.x == 0 && atomicAdd(arrived, kDeparted) / kDeparted == RUNS - 1) *arrived = 0;
-}
-
 // The whole product; the epilogue as in linear_product.cuh. x (T, K), or with PREPARED what prepare_w4 wrote.
 template <bool kNorm, class Epilogue>
 __device__ __forceinline__ void w4_product(Epilogue& epilogue, int num_tiles, const scalar_t* x, const scalar_t* norm,
                                            const void* weight, float4* partials, int* arrivals, int T, float eps) {
   constexpr bool kNormalises = kNorm && !PREPARED;
-  static_assert(!kNormalises || !SHARED_RUN || RUNS == 1, "a block that sees one run of x cannot normalise it");
+  static_assert(!kNormalises || !SHARED_RUN || RUNS == 1 || CLUSTERS, "a block that sees one run of x cannot normalise it");
   const Lane at;
   const int first = Lane::tile(0, 0), step = Lane::tile(1, 0) - first, rounds = (num_tiles - first + step - 1) / step;
   WeightStream weights(at, weight, num_tiles);
   if (kNormalises) RowPieces::prefetch_norm(norm);
   Activations activations{at, reinterpret_cast<const unsigned char*>(x) + (SHARED_RUN ? at.run * kRunSlices * kXSliceBytes : 0)};
+#if CLUSTERS
+  const Exchange exchange{at, num_tiles, T};
+  exchange.prepare();
+#endif
   if (!kResident) {
     activations.last = rounds * ((at.slices + kStageSlices - 1) / kStageSlices);
     activations.prepare_stages();
   }
   pdl_wait();
   if (!kResident) activations.start_stages();
+#if CLUSTERS
+  cluster_wait();
+#endif
   epilogue.prepare(at.shared + kEpilogueOffset);
+  if (LINEAR == 0 && !kNormalises && !PREPARED) __syncthreads();   // `look` reads what `prepare` wrote
   const auto look = [&](int round) {
 #pragma unroll
     for (int nt = 0; nt < (SHARED_RUN ? 0 : NT); nt++)
       visit_pairs(nt, round, num_tiles, T, [&](int i, int tile, int row, int token, int) { epilogue.prefetch(nt, i, tile, row, token); });
   };
-  if (kNormalises) {
+  if (kNormalises && SHARED_RUN && RUNS > 1) {
+#if CLUSTERS
+    activations.fill_run_normalised(x, norm, weights, T, eps);
+#endif
+  } else if (kNormalises) {
     activations.fill_normalised(x, norm, weights, T, eps, [&] { look(0); });
   } else if (!PREPARED) {
     activations.fill(x, weights, T, [&] { look(0); });
@@ -313,13 +279,20 @@ __device__ __forceinline__ void w4_product(Epilogue& epilogue, int num_tiles, co
   for (int round = 0; round < rounds; round++) {
     const int tile = at.tile(round);
     if (PREPARED || round > 0) look(round);
+#if CLUSTERS
+    if (kLooksEarly) exchange.look(epilogue, round);
+#endif
     Sums out = {};
     accumulate(out, weights, activations, at, tile < num_tiles);
     if (!SHARED_RUN) {
       if (round == 0) epilogue.settle();   // a barrier comes before the stores
       finish_block(out, at, epilogue, round, num_tiles, T);
     } else if (RUNS > 1) {
+#if CLUSTERS
+      exchange.finish(out, epilogue, round, round + 1 == rounds);
+#else
       finish_grid(out, at, epilogue, round, num_tiles, T, partials, arrivals);
+#endif
     } else if (tile < num_tiles) {
       finish_rows(out, at, epilogue, tile, T);
     }

@@ -47,7 +47,8 @@ constexpr float kCodeScale = 1.0f / 16777216.0f, kCodeScale2 = 1.0f;
 
 constexpr int kPieces = IN_FEATURES / 8;                       // of 16 bytes in a row of x
 constexpr int kRowWarps = 8, kRowThreads = kRowWarps * 32;     // that take a row together
-constexpr int kThreadPieces = (kPieces + kRowThreads - 1) / kRowThreads;
+constexpr int kEighthPieces = (IN_FEATURES / 128 + kRowWarps - 1) / kRowWarps * 16;
+constexpr int kThreadPieces = (kEighthPieces + 31) / 32;
 
 // Where piece k / 8 of a token begins; with WGMMA_PRODUCTS its four words are kXWordStride bytes apart.
 constexpr int kXWordStride = NT * 128;
@@ -59,12 +60,9 @@ __device__ __forceinline__ int x_offset(int piece, int token) {
 
 __device__ __forceinline__ uint4 scaled(uint4 v) {
 #ifdef CPMRT_BF16
-  uint32_t* words = &v.x;
+  scalar2_t* pairs = reinterpret_cast<scalar2_t*>(&v);
 #pragma unroll
-  for (int e = 0; e < 4; e++) {
-    const float2 a = unpack2(words[e]);
-    words[e] = pack2(a.x * kXScale, a.y * kXScale);
-  }
+  for (int e = 0; e < 4; e++) pairs[e] = __hmul2(pairs[e], __float2bfloat162_rn(kXScale));
 #endif
   return v;
 }
@@ -99,6 +97,11 @@ __device__ __forceinline__ uint4 load_written(const void* source) {
 }
 
 
+// Keeps all work on v behind the statements before this one, such as copies of weights, which need not wait for v.
+__device__ __forceinline__ void stay_behind(uint4& v) {
+  asm volatile("" : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)::"memory");
+}
+
 __device__ __forceinline__ uint4 load_shared(uint32_t address) {
   uint4 v;
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address) : "memory");
@@ -132,8 +135,8 @@ __device__ __forceinline__ float2 load_shared2(uint32_t address) {
   return make_float2(__uint_as_float(v.x), __uint_as_float(v.y));
 }
 
-// One row of x in 256 threads: thread i has the pieces i, i + 256, ... Square sums are added in the order of a thread's pieces, over
-// the lanes by halves, then over the eight warps: for every T, and in prepare_w4 too.
+// One row of x in eight warps, each with an eighth of its slices: lane i has the pieces i, i + 32, ... of them. Square sums are added in
+// the order of a lane's pieces, over the lanes by halves, then over the eighths: for every T, in prepare_w4 and in clusters too.
 struct RowPieces {
   uint4 norm[kThreadPieces];
   // Before pdl_wait: the weights come from memory, x from the L2.
@@ -141,7 +144,11 @@ struct RowPieces {
     const int line = threadIdx.x * 64;
     if (line < IN_FEATURES) asm volatile("prefetch.global.L2 [%0];" ::"l"(weights + line));
   }
-  __device__ __forceinline__ static int piece(int i) { return threadIdx.x % kRowThreads + i * kRowThreads; }
+  // kPieces or more: the thread has none.
+  __device__ __forceinline__ static int piece(int i) {
+    const int of_eighth = threadIdx.x % 32 + i * 32;
+    return of_eighth < kEighthPieces ? threadIdx.x / 32 % kRowWarps * kEighthPieces + of_eighth : kPieces;
+  }
   __device__ __forceinline__ void load_norm(const scalar_t* weights) {
 #pragma unroll
     for (int i = 0; i < kThreadPieces; i++)
@@ -167,8 +174,8 @@ __device__ __forceinline__ int sum_offset(int piece, int token) {
   return (piece >> 4) * kXSliceBytes + kXSumOffset + ((piece & 15) / kGroupLanes * kTokens + token) * 4;
 }
 
-// The sum over the scale group of which each of kGroupLanes neighbouring lanes holds a piece, times a code of 8 (ZEROS: 1).
-__device__ __forceinline__ float code_sum(uint4 v) {
+// The sum of a piece, which is part of that over its scale group.
+__device__ __forceinline__ float piece_sum(uint4 v) {
   const uint32_t* values = &v.x;
   float sum = 0.0f;
 #pragma unroll
@@ -177,7 +184,30 @@ __device__ __forceinline__ float code_sum(uint4 v) {
     sum += a.x;
     sum += a.y;
   }
+  return sum;
+}
+
+// Sums over scale groups, times a code of 8 (ZEROS: 1), of COUNT pieces a lane: kGroupLanes neighbouring lanes hold a group. All lanes
+// of a warp. `store(i, sum)` for piece i, in one lane of each group. Neighbours are added first, whatever COUNT is; with more than
+// one piece each lane goes on with half of them.
+template <int COUNT, class Store, int DISTANCE = 1, int HELD = COUNT>
+__device__ __forceinline__ void sum_groups(float (&sums)[COUNT], Store store, int first = 0, bool stores = true) {
+  const bool is_upper = threadIdx.x & DISTANCE;
+  if constexpr (DISTANCE == kGroupLanes) {
 #pragma unroll
-  for (int distance = 1; distance < kGroupLanes; distance *= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, distance);
-  return sum * kCodeScale * (ZEROS ? kCodeScale2 : kCodeScale2 * 8.0f);
+    for (int i = 0; i < HELD; i++)
+      if (stores) store(first + i, sums[i] * kCodeScale * (ZEROS ? kCodeScale2 : kCodeScale2 * 8.0f));
+  } else if constexpr (HELD % 2 == 0) {
+    constexpr int kKept = HELD / 2;
+#pragma unroll
+    for (int i = 0; i < kKept; i++) {
+      const float low = sums[i], high = sums[i + kKept];
+      sums[i] = (is_upper ? high : low) + __shfl_xor_sync(0xFFFFFFFFu, is_upper ? low : high, DISTANCE);
+    }
+    sum_groups<COUNT, Store, DISTANCE * 2, kKept>(sums, store, is_upper ? first + kKept : first, stores);
+  } else {
+#pragma unroll
+    for (int i = 0; i < HELD; i++) sums[i] += __shfl_xor_sync(0xFFFFFFFFu, sums[i], DISTANCE);
+    sum_groups<COUNT, Store, DISTANCE * 2, HELD>(sums, store, first, stores && !is_upper);
+  }
 }

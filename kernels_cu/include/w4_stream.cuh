@@ -25,6 +25,12 @@
 #ifndef EARLY_SLOTS
 #error "EARLY_SLOTS (chunks of a warp that are copied before x is asked for) must be defined"
 #endif
+#ifndef CLUSTERS
+#error "CLUSTERS (1: the eight blocks with the runs of the same tiles are a cluster, which needs sm_90; 0: no clusters) must be defined"
+#endif
+#ifndef RECEIVED_APART
+#error "RECEIVED_APART (1: what the peers of a cluster send has its own memory; 0: that of weights and x, all blocks take tiles once) must be defined"
+#endif
 #ifndef SMEM_BYTES
 #error "SMEM_BYTES (dynamic shared memory of the launch) must be defined"
 #endif
@@ -33,7 +39,7 @@
 #endif
 #if __CUDA_ARCH__ >= 900 && !PORTABLE
 #define COPY_ENGINE 1
-#include "mbarrier.cuh"
+#include "cluster.cuh"
 #else
 #define COPY_ENGINE 0
 #endif
@@ -42,8 +48,9 @@ constexpr int kWarps = WARPS, kThreads = kWarps * 32;
 constexpr int kBlockTiles = SHARED_RUN ? kWarps : kWarps / RUNS;   // at a time
 constexpr int kBlockSlices = SHARED_RUN ? kRunSlices : kSlices;    // of x that a block reads
 // What one thread finishes of a token tile.
-constexpr int kPairs = kBlockTiles * 64;
-constexpr int kThreadPairs = SHARED_RUN ? 2 : (kPairs + kThreads - 1) / kThreads;
+constexpr int kOwnTiles = (kWarps + RUNS - 1) / RUNS;              // that a block of a cluster finishes
+constexpr int kPairs = CLUSTERS ? kOwnTiles * NT * 64 : kBlockTiles * 64;
+constexpr int kThreadPairs = SHARED_RUN && !CLUSTERS ? 2 : (kPairs + kThreads - 1) / kThreads;
 
 // Slices whose products a warp has under way at a time: the products of a slice are a chain.
 constexpr int kTogetherSlices = NT == 1 ? (kThreads > 512 ? 2 : 4) : NT == 2 ? 2 : 1;
@@ -58,8 +65,9 @@ constexpr int kPartialBytes = SHARED_RUN ? 0 : kWarps * 512;
 constexpr int kSquareBytes = (kTokens * (kRowWarps + 1) * 4 + 15) / 16 * 16;
 constexpr int kEpilogueBytes = kTokens * 8;
 constexpr int kStages = STAGES;
-constexpr int kBarrierBytes = (kWarps * kMaxSlots * 8 + kStages * 16 + 127) / 128 * 128;
-constexpr int kFixedBytes = kBarrierBytes + (kPartialBytes + kSquareBytes + kEpilogueBytes + 127) / 128 * 128;
+constexpr int kBarrierBytes = (kWarps * kMaxSlots * 8 + kStages * 16 + 16 + 127) / 128 * 128;
+constexpr int kReceivedBytes = CLUSTERS ? kOwnTiles * kFilledRuns * NT * 512 : 0;
+constexpr int kFixedBytes = kBarrierBytes + (RECEIVED_APART ? kReceivedBytes : 0) + (kPartialBytes + kSquareBytes + kEpilogueBytes + 127) / 128 * 128;
 constexpr bool kResident = STAGE_SLICES == 0;
 constexpr int kStageSlices = kResident ? kBlockSlices : STAGE_SLICES;
 constexpr int kXBytes = (kResident ? 1 : kStages) * kStageSlices * kXSliceBytes;
@@ -68,14 +76,18 @@ constexpr int kSlots = kFitting < kMaxSlots ? kFitting : kMaxSlots;
 
 constexpr int kEarlySlots = EARLY_SLOTS < kSlots ? EARLY_SLOTS : kSlots;
 constexpr int kXBarrier = kWarps * kMaxSlots * 8;                     // after those of the rings; two a stage
-constexpr int kRingOffset = kBarrierBytes;
+constexpr int kSquareBarrier = kXBarrier + kStages * 16, kReceivedBarrier = kSquareBarrier + 8;   // of what peers send
+constexpr int kReceivedOffset = kBarrierBytes, kRingOffset = kReceivedOffset + (RECEIVED_APART ? kReceivedBytes : 0);
 constexpr int kXOffset = kRingOffset + kWarps * kSlots * kChunkBytes;
-constexpr int kPartialOffset = kXOffset + kXBytes, kSquareOffset = kPartialOffset + kPartialBytes;
+constexpr int kReceivedEnd = kReceivedOffset + kReceivedBytes, kXEnd = kXOffset + kXBytes;
+constexpr int kPartialOffset = kReceivedEnd > kXEnd ? kReceivedEnd : kXEnd;
+constexpr int kSquareOffset = kPartialOffset + kPartialBytes;
 constexpr int kEpilogueOffset = kSquareOffset + kSquareBytes;
 
 static_assert(!WGMMA_PRODUCTS || (SHARED_RUN && kWarps % 4 == 0 && NT >= 2), "WARPGROUPS needs SHARED_RUN and 16 rows");
 static_assert(SHARED_RUN || (RUNS == 8 && kWarps % RUNS == 0), "without SHARED_RUN eight warps take one run each");
 static_assert(kResident || (SHARED_RUN && PREPARED), "x in stages is shared, and comes from prepare_w4");
+static_assert(!CLUSTERS || (SHARED_RUN && RUNS == 8 && COPY_ENGINE), "a cluster has eight runs, and needs sm_90");
 static_assert(kSlots >= 1, "SMEM_BYTES is too small");
 static_assert(kEpilogueOffset + kEpilogueBytes <= SMEM_BYTES, "SMEM_BYTES is too small");
 

@@ -29,6 +29,9 @@
 #ifndef SPLIT_WARPS
 #error "SPLIT_WARPS (warps that share a tile and split its K: 8, or 1) must be defined"
 #endif
+#ifndef NORM
+#error "NORM (1: rows of x are normalised; 0: they are taken as they are) must be defined"
+#endif
 #ifndef SMEM_BYTES
 #error "SMEM_BYTES (dynamic shared memory of the launch) must be defined"
 #endif
@@ -50,7 +53,7 @@ constexpr int kXUnitBytes = NT * 1024;                        // 8 NT tokens x 6
 // Shared memory: rings of weights | x | partial sums of the warps | sums of the blocks | norm weights | square sums | epilogue.
 constexpr int kPartialBytes = SPLIT_WARPS > 1 ? kWarps * GROUP * 512 : 0;
 constexpr int kExchangeBytes = CLUSTER == 1 ? 0 : CLUSTER * NT * kPairs * 8;
-constexpr int kNormBytes = LINEAR == 1 ? 0 : kWarps * kOwnUnits * 128;
+constexpr int kNormBytes = NORM ? kWarps * kOwnUnits * 128 : 0;
 constexpr int kSquareBytes = kOwners * kTokens * 4;
 constexpr int kEpilogueBytes = kTokens * 16;
 constexpr int kFixedBytes = kPartialBytes + kExchangeBytes + kNormBytes + kSquareBytes + kEpilogueBytes;

@@ -109,7 +109,8 @@ class WriterThenAttention:
             max_context=self.max_context, max_rows=64, arch=int(cuda.arch.removeprefix("sm_")),
             num_sms=cuda.device.num_sms,
         )  # fmt: skip
-        self.kernel = cuda.kernel("decode_attention.cu", "decode_attention", DType.BFLOAT16, **self.plan.constants)
+        constants = self.plan.constants | {"TREE": int(is_tree)}
+        self.kernel = cuda.kernel("decode_attention.cu", "decode_attention", DType.BFLOAT16, **constants)
         self.writer = cuda.cupy.RawKernel(SLOW_WRITER, "slow_writer")
         num_pages = self.max_context // PAGE_SIZE
         table = rng.permutation(num_pages).astype(np.int32)
@@ -130,10 +131,14 @@ class WriterThenAttention:
         self.partials = cuda.array(np.zeros(self.plan.partials, np.float32))
         self.arrivals = cuda.array(np.zeros(self.plan.arrivals, np.int32))
         self.table, self.slots = cuda.array(table[None]), cuda.array(np.zeros(self.rows, np.int32))
-        self.positions = cuda.array(np.array(positions, np.int32))
-        chain = np.array([(2 << row) - 1 for row in range(self.rows)], np.uint64)
+        # A tree whose nodes are children of the root by turns with those of the node before.
+        masks = [1]
+        for row in range(1, self.rows):
+            masks.append((masks[-1] if row % 3 else 1) | 1 << row)
         base = np.full(self.rows, positions.start, np.int32)
-        self.tree = [cuda.array(values) if is_tree else None for values in (chain, base)]
+        depths = [mask.bit_count() - 1 for mask in masks]
+        self.positions = cuda.array(np.array(base + depths if is_tree else positions, np.int32))
+        self.tree = [cuda.array(values) if is_tree else None for values in (np.array(masks, np.uint64), base)]
 
     def step(self, *, pdl: bool) -> Any:
         with self.cuda.stream:

@@ -24,6 +24,7 @@ from linear_cases import (
     op_of,
     oracle,
     relative_error,
+    rows_of,
     step_operands,
     stored,
     stored_rows,
@@ -34,7 +35,7 @@ from cpmrt.cuda.linear_plan import BLOCK_THREADS, DeviceLimits, plan_linear, tok
 from cpmrt.cuda.source import KernelSource
 from cpmrt.dtypes import DType, from_float32, round_to, to_float32
 from cpmrt.memory.kv_pages import PAGE_SIZE
-from cpmrt.ops import OPS, Rows
+from cpmrt.ops import OPS
 from cpmrt.reference.ops import linear, rms_norm
 
 DTYPES = [DType.BFLOAT16, DType.FLOAT16]
@@ -48,6 +49,8 @@ SMALL = {
     "demo head": ("head", 4096, 256, 0, 0),
     "odd head": ("head", 1003, 320, 0, 0),
     "one unit": ("residual", 16, 64, 0, 0),
+    "EAGLE-3 demo qkv": ("qkv", 768, 512, 64, 2),
+    "EAGLE-3 demo fc": ("residual", 256, 768, 0, 0),
     "uneven qkv": ("qkv", 2688, 256, 64, 2),
     "uneven o": ("residual", 2640, 640, 0, 0),
     "uneven head": ("head", 2629, 320, 0, 0),
@@ -63,6 +66,8 @@ LARGE = {
     "8B gate_up": ("gate_up", 32768, 4096, 0, 0),
     "8B down": ("residual", 4096, 16384, 0, 0),
     "8B head": ("head", 40001, 4096, 0, 0),
+    "EAGLE-3 qkv": ("qkv", 4608, 8192, 128, 2),
+    "EAGLE-3 fc": ("residual", 4096, 12288, 0, 0),
 }
 SHAPES = SMALL | LARGE
 
@@ -85,7 +90,7 @@ class Case:
         return self.out_features // self.head_dim - 2 * self.num_kv_heads
 
 
-def make_case(name: str, dtype: DType, has_bias: bool = True) -> Case:
+def make_case(name: str, dtype: DType, has_bias: bool = True, is_draft: bool = False) -> Case:
     product, out_features, in_features, head_dim, num_kv_heads = SHAPES[name]
     rng = np.random.default_rng(out_features + in_features)
 
@@ -94,7 +99,7 @@ def make_case(name: str, dtype: DType, has_bias: bool = True) -> Case:
         "x": normal(64, in_features, spread=1.7),
         "weight": normal(out_features, in_features, spread=in_features**-0.5),
     }
-    arrays |= step_operands(rng, dtype, product, (out_features, in_features), head_dim, has_bias)
+    arrays |= step_operands(rng, dtype, product, (out_features, in_features), head_dim, has_bias, is_draft)
     return Case(product, dtype, out_features, in_features, head_dim, num_kv_heads, has_bias, arrays)
 
 
@@ -105,14 +110,15 @@ class Launcher:
         self.cuda, self.case, self.portable = cuda, case, portable
         self.device: dict[str, Any] = {}
         for name, value in case.arrays.items():
-            as_is = value is None or name in ("positions", "slots", "block_tables", "rope")
+            as_is = value is None or name in ("positions", "locations", "slots", "block_tables", "rope")
             self.device[name] = None if value is None else cuda.array(value, None if as_is else case.dtype)
         sms, shared = cuda.device.num_sms, cuda.device.shared_bytes_per_block
         self.limits = DeviceLimits(sms, shared, not portable and int(cuda.arch.removeprefix("sm_")) >= 90)
 
     def run(self, num_rows: int, *, pdl: bool = False, raw: bool = False) -> Any:
         case, d = self.case, self.device
-        plan = plan_linear(case.product, case.out_features, case.in_features, num_rows, self.limits)
+        has_norm, size = case.arrays["norm"] is not None, (case.out_features, case.in_features)
+        plan = plan_linear(case.product, *size, num_rows, self.limits, has_norm=has_norm)
         constants = dict(plan.constants)
         if self.portable:
             constants["CPMRT_PORTABLE"] = 1
@@ -161,8 +167,9 @@ class Launcher:
         )
         launch(
             q, None if raw else k, None if raw else v, d["x"], d["norm"], d["weight"], d["bias"], d["rope"],
-            d["positions"], d["slots"], d["block_tables"], np.int32(num_rows), np.int32(case.num_heads),
-            np.int32(case.num_kv_heads), np.int32(MAX_CONTEXT // PAGE_SIZE), np.int32(MAX_CONTEXT), np.float32(EPS),
+            d["positions"], d["locations"], d["slots"], d["block_tables"], np.int32(num_rows),
+            np.int32(case.num_heads), np.int32(case.num_kv_heads), np.int32(MAX_CONTEXT // PAGE_SIZE),
+            np.int32(MAX_CONTEXT), np.float32(EPS),
         )  # fmt: skip
         words = self.cuda.numpy(q)
         nan = bits(from_float32(np.full(1, np.nan, np.float32), case.dtype))
@@ -171,8 +178,7 @@ class Launcher:
             return words[:num_rows]
         pages = [self.cuda.numpy(p).reshape(num_pages, case.num_kv_heads, PAGE_SIZE, case.head_dim) for p in (k, v)]
         kept = stored_rows(num_rows)
-        a = case.arrays
-        rows = Rows(None, a["positions"][kept], a["slots"][kept], a["block_tables"], False)
+        rows = rows_of(case.arrays, kept)
         out = np.zeros((num_rows, case.out_features), words.dtype)
         out[kept] = np.concatenate([words[kept], stored(pages[0], rows), stored(pages[1], rows)], axis=1)
         for page in pages:
@@ -195,6 +201,25 @@ def test_against_the_op_and_bitwise_for_every_number_of_rows(
     values = to_float32(widest, launcher.stored)
     kept = [row for row in range(64) if case.product != "qkv" or row not in UNSTORED]
     for row in kept:
+        assert relative_error(values[row], expected[row]) < OPS[op_of(case.product)].tolerance[dtype], row
+    for num_rows in ROWS:
+        assert np.array_equal(bits(launcher.run(num_rows, pdl=True)), bits(widest[:num_rows])), num_rows
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("portable", [False, True], ids=["", "portable"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.label)
+@pytest.mark.parametrize(
+    "name",
+    ["EAGLE-3 demo qkv", "96 qkv", "uneven qkv", "demo head", "odd head", "uneven head"]
+    + [pytest.param(name, marks=pytest.mark.slow) for name in ("EAGLE-3 qkv", "8B head")],
+)
+def test_rows_of_a_draft(cuda: Any, name: str, dtype: DType, portable: bool) -> None:
+    case = make_case(name, dtype, is_draft=True)
+    expected, launcher = oracle(case), Launcher(cuda, case, portable=portable)
+    widest = launcher.run(64)
+    values = to_float32(widest, launcher.stored)
+    for row in (row for row in range(64) if case.product != "qkv" or row not in UNSTORED):
         assert relative_error(values[row], expected[row]) < OPS[op_of(case.product)].tolerance[dtype], row
     for num_rows in ROWS:
         assert np.array_equal(bits(launcher.run(num_rows, pdl=True)), bits(widest[:num_rows])), num_rows

@@ -23,6 +23,7 @@ from linear_cases import (
     op_of,
     oracle,
     relative_error,
+    rows_of,
     step_operands,
     stored,
     stored_rows,
@@ -36,7 +37,7 @@ from cpmrt.cuda.source import KernelSource
 from cpmrt.dtypes import DType, from_float32, round_to, to_float32
 from cpmrt.errors import UnsupportedModelError
 from cpmrt.memory.kv_pages import PAGE_SIZE
-from cpmrt.ops import OPS, Rows
+from cpmrt.ops import OPS
 
 DTYPES = [DType.BFLOAT16, DType.FLOAT16]
 ROWS = [1, 2, 5, 8, 12, 16, 31, 32, 64]
@@ -55,6 +56,10 @@ SMALL = {
     "long down": ("residual", 80, 16384, 0, 0, 128, False, False),
     "long down, groups of 32": ("residual", 48, 8192, 0, 0, 32, True, False),
     "long down, groups of 64": ("residual", 80, 16384, 0, 0, 64, False, False),
+    "few tiles in clusters": ("residual", 80, 4096, 0, 0, 64, True, False),
+    "two rounds in clusters": ("residual", 6400, 3072, 0, 0, 128, False, False),
+    "empty run in clusters": ("qkv", 768, 3200, 64, 2, 128, False, False),
+    "EAGLE-3 demo fc": ("residual", 256, 768, 0, 0, 128, False, False),
     "permuted qkv": ("qkv", 768, 512, 64, 2, 128, False, True),
     "permuted o": ("residual", 2640, 1152, 0, 0, 128, True, True),
     "0.5B qkv": ("qkv", 1280, 1024, 64, 2, 128, False, False),
@@ -67,6 +72,8 @@ LARGE = {
     "8B gate_up": ("gate_up", 32768, 4096, 0, 0, 128, False, False),
     "8B down": ("residual", 4096, 16384, 0, 0, 128, False, False),
     "8B head": ("head", 20001, 4096, 0, 0, 64, True, False),
+    "EAGLE-3 qkv": ("qkv", 4608, 8192, 128, 2, 128, False, False),
+    "EAGLE-3 fc": ("residual", 4096, 12288, 0, 0, 128, False, False),
 }
 SHAPES = SMALL | LARGE
 
@@ -94,7 +101,7 @@ class Case:
         return packed_layout(self.product, *size, limits, zeros=zeros, head_dim=self.head_dim)
 
 
-def make_case(name: str, dtype: DType, has_bias: bool = True) -> Case:
+def make_case(name: str, dtype: DType, has_bias: bool = True, is_draft: bool = False) -> Case:
     product, out_features, in_features, head_dim, num_kv_heads, group_size, has_zeros, permuted = SHAPES[name]
     rng = np.random.default_rng(out_features + in_features)
 
@@ -118,7 +125,7 @@ def make_case(name: str, dtype: DType, has_bias: bool = True) -> Case:
         "zeros": zeros,
         "permutation": permutation,
     }
-    arrays |= step_operands(rng, dtype, product, (out_features, in_features), head_dim, has_bias)
+    arrays |= step_operands(rng, dtype, product, (out_features, in_features), head_dim, has_bias, is_draft)
     return Case(product, dtype, out_features, in_features, head_dim, num_kv_heads, group_size, arrays)
 
 
@@ -137,21 +144,25 @@ class Launcher:
 
     def __init__(self, cuda: Any, case: Case, *, portable: bool = False):
         self.cuda, self.case, self.portable = cuda, case, portable
-        as_is = ("positions", "slots", "block_tables", "rope", "permutation")
+        as_is = ("positions", "locations", "slots", "block_tables", "rope", "permutation")
         names = ("x", "norm", "bias", "residual", *as_is)
         self.device = {
             name: cuda.array(case.arrays[name], None if name in as_is else case.dtype)
             for name in names
             if case.arrays.get(name) is not None
         }
-        self.limits = DeviceLimits(cuda.device.num_sms, cuda.device.shared_bytes_per_block, not portable)
+        whole_clusters = 0 if portable else cuda.device.whole_clusters
+        self.limits = DeviceLimits(
+            cuda.device.num_sms, cuda.device.shared_bytes_per_block, not portable, whole_clusters
+        )
         self.layout = case.layout(self.limits)
         self.weight = cuda.array(packed_weight(case, self.layout))
 
     def run(self, num_rows: int, *, pdl: bool = False) -> Any:
         case, d = self.case, self.device
         is_permuted = case.arrays["permutation"] is not None
-        plan = plan_linear_w4(self.layout, num_rows, self.limits, permuted=is_permuted, portable=self.portable)
+        kind = {"permuted": is_permuted, "portable": self.portable, "has_norm": "norm" in d}
+        plan = plan_linear_w4(self.layout, num_rows, self.limits, **kind)
         kernel = self.cuda.kernel("linear_w4.cu", f"linear_w4_{case.product}", case.dtype, **plan.constants)
         empty = self.cuda.cupy.empty
         partials = empty(plan.partial_bytes, np.uint8) if plan.partial_bytes else None
@@ -160,7 +171,7 @@ class Launcher:
         if plan.prepared:
             x = self.poisoned(plan.prepared_bytes // 2, 1)
             prepare = self.cuda.kernel("prepare_w4.cu", "prepare_w4", case.dtype, **plan.prepare_constants)
-            norm = None if case.product == "residual" else d["norm"]
+            norm = None if case.product == "residual" else d.get("norm")
         out, *others = self.outputs(num_rows)
         self.cuda.cupy.cuda.Device().synchronize()
         if plan.prepared:
@@ -169,14 +180,14 @@ class Launcher:
         if case.product == "residual":
             arguments = out, x, *weight, d.get("bias"), rows, width, np.float32(SCALE)
         elif case.product == "gate_up":
-            arguments = out, x, d["norm"], *weight, rows, np.int32(case.out_features // 2), np.float32(EPS)
+            arguments = out, x, d.get("norm"), *weight, rows, np.int32(case.out_features // 2), np.float32(EPS)
         elif case.product == "head":
-            arguments = out, x, d["norm"], *weight, rows, width, np.float32(EPS), np.float32(DIVISOR)
+            arguments = out, x, d.get("norm"), *weight, rows, width, np.float32(EPS), np.float32(DIVISOR)
         else:
             heads = np.int32(case.num_heads), np.int32(case.num_kv_heads)
-            state = d["rope"], d["positions"], d["slots"], d["block_tables"], rows, *heads
+            state = d["rope"], d["positions"], d.get("locations"), d["slots"], d["block_tables"], rows, *heads
             sizes = np.int32(MAX_CONTEXT // PAGE_SIZE), np.int32(MAX_CONTEXT), np.float32(EPS)
-            arguments = out, *others, x, d["norm"], *weight, d.get("bias"), *state, *sizes
+            arguments = out, *others, x, d.get("norm"), *weight, d.get("bias"), *state, *sizes
         kernel(plan.grid, plan.block, *arguments, smem=plan.shared_bytes, pdl=pdl)
         words = self.cuda.numpy(out)
         nan = bits(from_float32(np.full(1, np.nan, np.float32), self.stored))
@@ -205,10 +216,10 @@ class Launcher:
         return [out]
 
     def with_pages(self, q: Any, pages: list[Any], num_rows: int, nan: Any) -> Any:
-        case, a, kept = self.case, self.case.arrays, stored_rows(num_rows)
-        shape = a["block_tables"].size, case.num_kv_heads, PAGE_SIZE, case.head_dim
+        case, kept = self.case, stored_rows(num_rows)
+        shape = case.arrays["block_tables"].size, case.num_kv_heads, PAGE_SIZE, case.head_dim
         k, v = (self.cuda.numpy(page).reshape(shape) for page in pages)
-        rows = Rows(None, a["positions"][kept], a["slots"][kept], a["block_tables"], False)
+        rows = rows_of(case.arrays, kept)
         out = np.zeros((num_rows, case.out_features), q.dtype)
         out[kept] = np.concatenate([q[kept], stored(k, rows), stored(v, rows)], axis=1)
         for page in (k, v):
@@ -226,6 +237,25 @@ def test_against_the_op_and_bitwise_for_every_number_of_rows(
     cuda: Any, name: str, dtype: DType, portable: bool
 ) -> None:
     case = make_case(name, dtype)
+    expected, launcher = oracle(case), Launcher(cuda, case, portable=portable)
+    widest = launcher.run(64)
+    values = to_float32(widest, launcher.stored)
+    for row in stored_rows(64) if case.product == "qkv" else range(64):
+        assert relative_error(values[row], expected[row]) < OPS[op_of(case.product)].tolerance[dtype], row
+    for num_rows in ROWS:
+        assert np.array_equal(bits(launcher.run(num_rows, pdl=True)), bits(widest[:num_rows])), num_rows
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("portable", [False, True], ids=["", "portable"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.label)
+@pytest.mark.parametrize(
+    "name",
+    ["demo qkv", "uneven qkv", "permuted qkv", "odd head"]
+    + [pytest.param(name, marks=pytest.mark.slow) for name in ("EAGLE-3 qkv", "8B head")],
+)
+def test_rows_of_a_draft(cuda: Any, name: str, dtype: DType, portable: bool) -> None:
+    case = make_case(name, dtype, is_draft=True)
     expected, launcher = oracle(case), Launcher(cuda, case, portable=portable)
     widest = launcher.run(64)
     values = to_float32(widest, launcher.stored)
@@ -275,7 +305,10 @@ def test_plans_fit_the_device(name: str, limits: DeviceLimits) -> None:
         assert constants["ROWS"] == row_bucket(rows) >= rows
         assert plan.shared_bytes <= limits.shared_bytes
         assert plan.grid % (layout.runs if constants["SHARED_RUN"] else 1) == 0
-        assert bool(plan.num_arrivals) == bool(plan.partial_bytes) == bool(constants["SHARED_RUN"] and layout.runs > 1)
+        exchanges = constants["SHARED_RUN"] and layout.runs > 1
+        assert bool(plan.num_arrivals) == bool(plan.partial_bytes) == bool(exchanges and not constants["CLUSTERS"])
+        if constants["CLUSTERS"]:
+            assert exchanges and plan.grid <= 8 * limits.whole_clusters
 
 
 def make_layout(name: str, limits: DeviceLimits) -> PackedLayout:

@@ -51,7 +51,7 @@ class Case:
 def make_case(
     dtype: DType, group: int, kv_heads: int, head_dim: int, start: int, count: int, spread: float = 1.0
 ) -> Case:
-    rng = np.random.default_rng(start * 7919 + count)
+    rng = np.random.default_rng((start + 1) * 7919 + count)
     length = start + count
     pages_per_sequence = -(-length // PAGE_SIZE) + 1
     block_tables = rng.permutation(3 * pages_per_sequence + 2)[: 3 * pages_per_sequence].reshape(3, -1)
@@ -64,13 +64,15 @@ def make_case(
     return Case(dtype, start, round_to(q, dtype), pages[0], pages[1], block_tables.astype(np.int32))
 
 
-def run(cuda: Any, arch: int, case: Case, bucket: int, *, slot: int = SLOT, pdl: bool = False) -> np.ndarray[Any, Any]:
+def run(
+    cuda: Any, arch: int, case: Case, bucket: int, *, slot: int = SLOT, pdl: bool = False, window: int = 0
+) -> np.ndarray[Any, Any]:
     """Rows of the bucket; those past the chunk must come back as NaN, the poison they were filled with."""
     count, width = case.q.shape
     num_kv_heads, head_dim = case.k_pages.shape[1], case.k_pages.shape[3]
     heads = width // head_dim
     plan = plan_prefill_attention(num_heads=heads, num_kv_heads=num_kv_heads, head_dim=head_dim, arch=arch)
-    kernel = cuda.kernel(f"{plan.kernel}.cu", plan.kernel, case.dtype, **plan.constants)
+    kernel = cuda.kernel(f"{plan.kernel}.cu", plan.kernel, case.dtype, **plan.constants | {"WINDOW": window})
     q = np.full((bucket, width), np.nan, np.float32)
     q[:count] = case.q
     out = cuda.array(np.full(bucket * width + 2 * GUARD, np.nan, np.float32), case.dtype)
@@ -87,14 +89,15 @@ def run(cuda: Any, arch: int, case: Case, bucket: int, *, slot: int = SLOT, pdl:
     return result[GUARD : GUARD + bucket * width].reshape(bucket, width)
 
 
-def assert_matches_oracle(out: np.ndarray[Any, Any], case: Case) -> None:
+def assert_matches_oracle(out: np.ndarray[Any, Any], case: Case, window: int = 0) -> None:
     count = len(case.q)
     expected = np.empty_like(case.q)
     positions = np.arange(case.start, case.start + count, dtype=np.int32)
     rows = Rows(np.zeros(count, np.int32), positions, np.full(count, SLOT), case.block_tables, True)
-    NumpyOps(case.dtype).prefill_attention(expected, case.q, case.k_pages, case.v_pages, rows, case.scale)
-    assert np.isfinite(out[:count]).all()
-    errors = np.linalg.norm(out[:count] - expected, axis=1) / np.linalg.norm(expected, axis=1)
+    NumpyOps(case.dtype).prefill_attention(expected, case.q, case.k_pages, case.v_pages, rows, case.scale, window)
+    seeing = slice(int(case.start < 0), count)
+    assert np.isfinite(out[seeing]).all()
+    errors = np.linalg.norm(out[seeing] - expected[seeing], axis=1) / np.linalg.norm(expected[seeing], axis=1)
     limit = OPS["prefill_attention"].tolerance[case.dtype]
     assert errors.max() <= limit, f"row {errors.argmax()}: {errors.max():.2e}"
     assert np.isnan(out[count:]).all(), "stored rows past the chunk"
@@ -114,6 +117,40 @@ def test_matches_the_numpy_op(cuda: Any, arch: int, dtype: DType, group: int, kv
 def test_chunk_starts_and_sizes(cuda: Any, arch: int, group: int, start: int, count: int) -> None:
     case = make_case(DType.BFLOAT16, group, 1, 128, start, count)
     assert_matches_oracle(run(cuda, arch, case, 512), case)
+
+
+@pytest.mark.parametrize("count", [2, 64, 200])
+@pytest.mark.parametrize("window", [0, 40])
+def test_the_first_row_may_stand_before_the_sequence(cuda: Any, arch: int, count: int, window: int) -> None:
+    case = make_case(DType.BFLOAT16, 4, 1, 64, start=-1, count=count)
+    assert_matches_oracle(run(cuda, arch, case, 256, window=window), case, window)
+
+
+def test_a_chunk_of_nothing_but_the_row_before_the_sequence(cuda: Any, arch: int) -> None:
+    case = make_case(DType.BFLOAT16, 4, 1, 64, start=-1, count=1)
+    assert np.isnan(run(cuda, arch, case, 128)[1:]).all(), "stored rows past the chunk"
+
+
+@pytest.mark.parametrize(("group", "head_dim"), [(1, 128), (16, 128), (5, 96), (3, 64)])
+@pytest.mark.parametrize("window", [1, 64, 100, 1000])
+def test_windows(cuda: Any, arch: int, group: int, head_dim: int, window: int) -> None:
+    """Whole tiles of 128 keys before the first row's window are not even read; other keys before it do not count."""
+    for start, count in ((0, 70), (100, 193), (1000, 300), (2047, 65)):
+        case = make_case(DType.BFLOAT16, group, 1, head_dim, start, count)
+        first, table = max(start + 1 - window, 0), case.block_tables[SLOT]
+        hidden = np.arange(first)
+        for pages, value in ((case.k_pages, 9.0), (case.v_pages, 1e4)):
+            pages[table[hidden // PAGE_SIZE], :, hidden % PAGE_SIZE] = value
+        out = run(cuda, arch, case, 512, window=window)
+        assert_matches_oracle(out, case, window)
+        for pages in (case.k_pages, case.v_pages):
+            pages[table[: first // 128 * 2]] = np.nan
+        assert np.array_equal(run(cuda, arch, case, 512, window=window, pdl=True)[:count], out[:count])
+
+
+def test_a_window_that_reaches_everything_changes_nothing(cuda: Any, arch: int) -> None:
+    case = make_case(DType.FLOAT16, 4, 2, 128, start=500, count=400)
+    assert np.array_equal(run(cuda, arch, case, 512, window=900)[:400], run(cuda, arch, case, 512)[:400])
 
 
 def test_a_long_context(cuda: Any, arch: int) -> None:

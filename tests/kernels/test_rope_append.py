@@ -35,6 +35,7 @@ class Case:
     positions: Any
     slots: Any
     block_tables: Any
+    locations: Any | None = None
 
     def take(self, count: int) -> Case:
         part = slice(0, count)
@@ -51,7 +52,7 @@ def make_case(dtype: DType, heads: int, kv_heads: int, head_dim: int, has_bias: 
     angles = np.outer(np.arange(MAX_CONTEXT), 1e4 ** -(np.arange(head_dim // 2) / (head_dim // 2)))
     positions = np.arange(77, 77 + rows, dtype=np.int32)
     slots = np.full(rows, 2, np.int32)
-    slots[-3:], positions[-3:] = -1, 0  # the bucket is larger than the chunk
+    slots[-3:], positions[-3:] = -1, (0, -1, 10**6)  # the bucket is larger than the chunk
     return Case(
         dtype, heads, kv_heads, head_dim, normal(rows, width), normal(width) if has_bias else None,
         1 + normal(head_dim) / 4 if has_norms else None, 1 + normal(head_dim) / 4 if has_norms else None,
@@ -68,11 +69,11 @@ def expected(case: Case) -> tuple[Any, Any, Any]:
     if case.q_norm is not None and case.k_norm is not None:
         q_norm, k_norm = round_to(case.q_norm, case.dtype), round_to(case.k_norm, case.dtype)
         q, k = rms_norm(q, q_norm, EPS), rms_norm(k, k_norm, EPS)
-    cos, sin = case.rope[:, case.positions]
+    cos, sin = case.rope[:, np.where(case.slots < 0, 0, case.positions)]
     pages = np.full((2, PAGES, case.kv_heads, PAGE_SIZE, case.head_dim), np.nan, np.float32)
     for row in np.flatnonzero(case.slots >= 0):
-        position = case.positions[row]
-        at = (case.block_tables[case.slots[row], position // PAGE_SIZE], slice(None), position % PAGE_SIZE)
+        place = (case.positions if case.locations is None else case.locations)[row]
+        at = (case.block_tables[case.slots[row], place // PAGE_SIZE], slice(None), place % PAGE_SIZE)
         pages[0][at], pages[1][at] = rotate(k, cos, sin)[row], v[row]
     return (round_to(array, case.dtype) for array in (rotate(q, cos, sin).reshape(len(q), -1), *pages))  # type: ignore[return-value]
 
@@ -83,7 +84,8 @@ def run(cuda: Any, case: Case, pdl: bool = False) -> list[Any]:
     sizes = [int(np.prod(shape)) for shape in shapes]
     outs = [cuda.array(np.full(size + 2 * GUARD, np.nan, np.float32), case.dtype) for size in sizes]
     weights = [None if w is None else cuda.array(w, case.dtype) for w in (case.bias, case.q_norm, case.k_norm)]
-    rows = [cuda.array(values) for values in (case.rope, case.positions, case.slots, case.block_tables)]
+    arrays = case.rope, case.positions, case.locations, case.slots, case.block_tables
+    rows = [None if values is None else cuda.array(values) for values in arrays]
     numbers = (len(case.qkv), case.heads, case.kv_heads, case.block_tables.shape[1], MAX_CONTEXT)
     lanes = 4 if case.head_dim == 64 else 8
     grid = -(-len(case.qkv) * (case.heads + 2 * case.kv_heads) * lanes // 256)
@@ -128,3 +130,21 @@ def test_a_row_does_not_depend_on_the_others(cuda: Any, dtype: DType) -> None:
         stored = ~np.isnan(some_k)
         assert stored.sum() == count * 2 * 96
         np.testing.assert_array_equal(some_k[stored], k_pages[stored])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_keys_and_values_may_lie_elsewhere(cuda: Any, dtype: DType) -> None:
+    case = make_case(dtype, 6, 2, 96, True, True)
+    plain_q, plain_k, plain_v = run(cuda, case)
+    case.locations = np.random.default_rng(0).permutation(MAX_CONTEXT)[: len(case.slots)].astype(np.int32)
+    case.locations[case.slots < 0] = 10**6
+    q, *pages = run(cuda, case)
+    np.testing.assert_array_equal(q, plain_q)
+    kept = np.flatnonzero(case.slots >= 0)
+    for page, plain in zip(pages, (plain_k, plain_v), strict=True):
+        places, before = ([at // PAGE_SIZE, at % PAGE_SIZE] for at in (case.locations[kept], case.positions[kept]))
+        table = case.block_tables[2]
+        np.testing.assert_array_equal(page[table[places[0]], :, places[1]], plain[table[before[0]], :, before[1]])
+        assert (~np.isnan(page)).sum() == (~np.isnan(plain)).sum()
+    case.locations = np.where(case.slots < 0, 0, case.positions).astype(np.int32)
+    assert same(run(cuda, case), [plain_q, plain_k, plain_v])

@@ -6,12 +6,15 @@ import numpy as np
 import pytest
 
 from cpmrt.config import SamplingParams
+from cpmrt.config.speculation import MAX_CANDIDATES, MAX_NODES
 from cpmrt.cuda import compiler, nvrtc
 from cpmrt.cuda import slot_state as ss
+from cpmrt.cuda.draft_state import DRAFT_TREE, MAX_TOP_K
 from cpmrt.cuda.source import KernelSource, kernels_folder
 from cpmrt.dtypes import DType
 from cpmrt.errors import KernelCompileError, RequestError
 from cpmrt.executor import Admit, Prefill, Recall, SlotResult
+from cpmrt.memory.kv_pages import PAGE_SIZE
 
 VOCAB, CHUNK, PAGES = 64, 8, 5
 STRUCTS = {
@@ -20,6 +23,7 @@ STRUCTS = {
     "TokenLogprobs": ss.TOKEN_LOGPROBS,
     "ResultRecord": ss.RESULT_RECORD,
     "StepContext": ss.STEP_CONTEXT,
+    "DraftTree": DRAFT_TREE,
 }
 CONSTANTS = {
     "kMaxStopIds": ss.MAX_STOP_IDS,
@@ -34,12 +38,19 @@ CONSTANTS = {
     "kPrefill": ss.PREFILL,
     "kDecode": ss.DECODE,
     "kRecall": ss.RECALL,
+    "kSpeculate": ss.SPECULATE,
+    "kCatchUp": ss.CATCH_UP,
+    "kPageTokens": PAGE_SIZE,
+    "kMaxNodes": MAX_NODES,
+    "kMaxCandidates": MAX_CANDIDATES,
+    "kMaxTopK": MAX_TOP_K,
 }
 
 
 def compile_claims(claims: list[str]) -> None:
-    headers = {name: (kernels_folder() / "include" / name).read_bytes() for name in ("slot_state.cuh", "types.cuh")}
-    lines = ['#include "slot_state.cuh"', *(f'static_assert({claim}, "{claim}");' for claim in claims)]
+    names = ("draft_tree.cuh", "slot_state.cuh", "types.cuh")
+    headers = {name: (kernels_folder() / "include" / name).read_bytes() for name in names}
+    lines = ['#include "draft_tree.cuh"', *(f'static_assert({claim}, "{claim}");' for claim in claims)]
     source = KernelSource("claims.cu", "\n".join(lines).encode(), headers)
     nvrtc.compile_cubin(source, compiler.options("sm_80", DType.BFLOAT16, {}))
 

@@ -14,10 +14,12 @@ from cpmrt.cuda import slot_state as ss
 from cpmrt.dtypes import DType
 from cpmrt.executor import Admit, Decode, Prefill, Recall, Release, SlotResult, Step
 from cpmrt.memory.kv_pages import KVLayout
+from cpmrt.ops import Rows
 from cpmrt.reference.executor import ReferenceExecutor
 
 VOCAB, HIDDEN, SLOTS, CHUNK, PAGES = 64, 64, 4, 8, 5
-LAYOUT = KVLayout(1, 1, 1, max_context=64 * PAGES, max_sequences=SLOTS)
+CONTEXT = 64 * PAGES
+LAYOUT = KVLayout(1, 1, 1, max_context=CONTEXT, max_sequences=SLOTS)
 
 
 def logits_after(token: int, position: int) -> Any:
@@ -33,11 +35,13 @@ class Bookkeeping(ReferenceExecutor):
         self.config = SimpleNamespace(vocab_size=VOCAB)  # type: ignore[assignment]
         self._running, self._closed = {}, False
         self._layout, self._block_tables = LAYOUT, np.array(LAYOUT.block_tables(), np.int32)
+        self._capacities, self._drafter = np.full(SLOTS, CONTEXT), None
         self._buffers = {"logits": np.zeros((ss.MAX_ROWS, VOCAB), np.float32)}
         self.rows: list[tuple[int, int, int]] = []
 
-    def _forward(self, token_ids, positions, slots, is_prefill, logit_rows, logits) -> None:  # type: ignore[no-untyped-def]
-        self.rows = list(zip(map(int, token_ids), positions, slots, strict=True))
+    def _forward(self, rows: Rows, logit_rows: slice | None, logits: Any) -> None:
+        columns = (rows.token_ids, rows.positions, rows.slots)
+        self.rows = list(zip(*(column.tolist() for column in columns), strict=True))
         for index, (token, position, _) in enumerate(self.rows[logit_rows] if logit_rows else []):
             logits[index] = logits_after(token, position)
 
@@ -45,7 +49,9 @@ class Bookkeeping(ReferenceExecutor):
 class DeviceSteps:
     """The kernels of steps in the order of the executor, the forward left out. Rings lie on the device here."""
 
-    def __init__(self, cuda: Any, *, bucket: int = CHUNK, decode_rows: int = 8, pdl: bool = False):
+    def __init__(
+        self, cuda: Any, *, bucket: int = CHUNK, decode_rows: int = 8, pdl: bool = False, drafts: bool = False
+    ):
         self.cuda, self.bucket, self.decode_rows, self.pdl = cuda, bucket, decode_rows, pdl
         self.number, self.stride = 0, ss.command_bytes(CHUNK, PAGES)
         zeros: dict[str, Any] = {
@@ -56,7 +62,13 @@ class DeviceSteps:
             "context": np.zeros(ss.STEP_CONTEXT.itemsize, np.uint8),
             "chunk": np.full(4, -9, np.int32),
         }
+        tables = {
+            "history": np.full((SLOTS, CONTEXT), -9, np.int32),
+            "capacities": np.full(SLOTS, CONTEXT, np.int32),
+            "carry_counts": np.full(SLOTS, 5, np.int32),
+        }
         self.on_device = {name: cuda.array(values) for name, values in zeros.items()}
+        self.on_device |= {name: cuda.array(values) if drafts else None for name, values in tables.items()}
         self.commands = np.zeros(ss.RING_ENTRIES * self.stride, np.uint8)
         self.logprobs = [0] * SLOTS
         self.rows: list[tuple[int, int, int]] = []
@@ -78,13 +90,14 @@ class DeviceSteps:
 
     def submit(self, step: Step) -> list[SlotResult]:
         if isinstance(step, Admit):
-            outputs = ["states", "counts", "block_tables", "results"]
+            outputs = ["states", "counts", "block_tables", "capacities", "carry_counts", "results"]
             self.begin("admit", 1024, outputs, lambda entry: ss.write_admit(entry, step), PAGES)
             self.logprobs[step.slot] = step.sampling.logprobs
             assert self.answers([step.slot]) == [SlotResult()]
             return []
         if isinstance(step, Recall):
-            self.begin("recall", 1024, ["counts", "results"], lambda entry: ss.write_recall(entry, step, VOCAB))
+            outputs = ["states", "counts", "history", "results"]
+            self.begin("recall", 1024, outputs, lambda entry: ss.write_recall(entry, step, VOCAB), CONTEXT)
             assert self.answers([step.slot]) == [SlotResult()]
             return []
         if isinstance(step, Prefill):
@@ -92,8 +105,9 @@ class DeviceSteps:
         return self.decode(step) if isinstance(step, Decode) else []
 
     def prefill(self, step: Prefill) -> list[SlotResult]:
-        outputs = ["token_ids", "positions", "slots", "chunk", "states", "counts"]
-        self.begin("prefill_begin", 1024, outputs, lambda entry: ss.write_prefill(entry, step, VOCAB), self.bucket)
+        outputs = ["token_ids", "positions", "slots", "chunk", "states", "counts", "history"]
+        sizes = (CONTEXT, self.bucket)
+        self.begin("prefill_begin", 1024, outputs, lambda entry: ss.write_prefill(entry, step, VOCAB), *sizes)
         self.rows = self.rows_of(self.bucket)
         chunk = self.cuda.numpy(self.on_device["chunk"]).tolist()
         assert chunk == [step.slot, step.position, len(step.token_ids), int(step.is_last)]
@@ -103,8 +117,9 @@ class DeviceSteps:
         return self.answers([step.slot])
 
     def decode(self, step: Decode) -> list[SlotResult]:
-        outputs = ["token_ids", "positions", "slots", "states", "results"]
-        self.begin("step_begin", 64, outputs, lambda entry: ss.write_decode(entry, step.slots), self.decode_rows)
+        outputs = ["token_ids", "positions", "slots", "states", "history", "results"]
+        sizes = (CONTEXT, self.decode_rows)
+        self.begin("step_begin", 64, outputs, lambda entry: ss.write_decode(entry, step.slots), *sizes)
         self.rows = self.rows_of(self.decode_rows)
         self.sample(self.rows)
         return self.answers(list(step.slots))
@@ -206,6 +221,34 @@ def test_steps_follow_the_reference_executor(cuda: Any, seed: int, pdl: bool) ->
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("seed", [4, 5])
+def test_a_history_holds_what_stands_before_the_newest_token(cuda: Any, seed: int) -> None:
+    reference, device = Bookkeeping(), DeviceSteps(cuda, drafts=True)
+    tokens: dict[int, list[int]] = {}
+    capacities = [CONTEXT] * SLOTS
+    for step in program(seed, num_sequences=10):
+        results = reference.submit(step).wait().slots
+        check(device.submit(step), results)
+        if isinstance(step, Admit):
+            tokens[step.slot] = []
+            capacities[step.slot] = 64 * len(step.block_table) or capacities[step.slot]
+            assert device.cuda.numpy(device.on_device["carry_counts"])[step.slot] == 0
+        elif isinstance(step, Prefill):
+            tokens[step.slot] += step.token_ids
+        elif isinstance(step, Recall):
+            history = device.cuda.numpy(device.on_device["history"])[step.slot]
+            assert tuple(history[: len(step.token_ids)]) == step.token_ids
+        slots = step.slots if isinstance(step, Decode) else (getattr(step, "slot", 0),)
+        for slot, result in zip(slots, results, strict=False):
+            tokens[slot] += result.token_ids
+    history = device.cuda.numpy(device.on_device["history"])
+    for slot, running in reference._running.items():
+        known = running.position
+        assert known > 0 and history[slot, :known].tolist() == tokens[slot][:known]
+    assert device.cuda.numpy(device.on_device["capacities"]).tolist() == capacities
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("decode_rows", [1, 2, 32, 64])
 def test_a_step_fits_every_number_of_rows(cuda: Any, decode_rows: int) -> None:
     reference, device = Bookkeeping(), DeviceSteps(cuda, bucket=CHUNK + 3, decode_rows=decode_rows)
@@ -241,7 +284,7 @@ def test_results_reach_the_host_through_mapped_memory(cuda: Any) -> None:
         device.on_device["results"] = np.uint64(results.device_address)
         ss.write_admit(commands.array(np.uint8)[: device.stride], Admit(1, SamplingParams(), 0, 1, ()))
         ring = np.uint64(commands.device_address)
-        outputs = ("states", "counts", "block_tables", "results", "context")
+        outputs = ("states", "counts", "block_tables", "capacities", "carry_counts", "results", "context")
         device.launch("admit", 1, 1024, *outputs, ring, np.int32(device.stride), np.int32(PAGES))
         cuda.sync()
         record = results.array(ss.RESULT_RECORD)[0]

@@ -1,0 +1,218 @@
+// The end of a speculative step: which nodes are accepted, and all that they change.
+//
+//   formula   path: from the root to the child whose token is the one sampled, and so on; it ends at a stop id or at
+//             max_new_tokens too. Its tokens are those sampled at its nodes, `length` of them:
+//             words = them, then kNoToken; state = after them; history[slot][P + 1 + j] = token j; token_counts += them;
+//             pages[P + j] = pages[P + path[j]] in every layer, K and V;
+//             carry_hidden[slot][j] = hidden[path[j]], carry_counts[slot] = length
+//   operands  tree DraftTree; states (B) SlotState; token_counts (B, VOCAB) uint32; history (B, max_context) and
+//             carry_counts (B) int32; carry_hidden (B, 64, width) and hidden (tree_size, width) scalar_t, or null;
+//             k_pages, v_pages (layers, num_pages, kv_heads, 64, head_dim) scalar_t; block_tables
+//             (B, pages_per_sequence) int32; node_logprobs (64) TokenLogprobs; results (16) ResultRecord in mapped host
+//             memory; context StepContext
+//   launch    grid 1 + ceil((2 * layers * kv_heads * head_dim + width) / 8 / 256), block 256; 2 KB of static shared memory
+//   numerics  integers; keys, values and hidden are copied
+//   oracle    reference/draft_tree.py accept; tests/speculation_oracle.py
+//   source    original
+//   layout    every block finds the path by itself, from the same words in L2, so that one launch does it all: the first
+//             block reports at once, the others move 16-byte columns. A thread moves all rows of its column, the lowest
+//             first: path[j] >= j, so nothing is overwritten before it is read
+#include "copy.cuh"
+#include "draft_tree.cuh"
+
+#ifndef VOCAB
+#error "VOCAB must be defined: entries of the vocabulary"
+#endif
+
+constexpr int kThreads = 256;
+constexpr int kInFlight = 4;
+
+// What an earlier kernel of the step wrote is not __restrict__: the compiler may move a load that it takes for one of
+// a constant before pdl_wait.
+
+struct Path {
+  int nodes[kMaxNodes], tokens[kMaxNodes];
+  int length;
+  bool finished;
+};
+
+// The two nodes of a lane of warp 0: `parent` -2 where there is no room for the node.
+struct LaneNodes {
+  int token[2], parent[2], depth[2];
+
+  __device__ __forceinline__ LaneNodes(const DraftTree* tree, int tree_size) {
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const int node = threadIdx.x + 32 * half;
+      token[half] = 0, parent[half] = -2, depth[half] = 0;
+      if (node >= tree_size) continue;
+      depth[half] = tree->depths[node];
+      if (slot_at(tree, tree->position + node, tree->position + depth[half]) < 0) continue;
+      token[half] = tree->tokens[node];
+      parent[half] = tree->parents[node];
+    }
+  }
+
+  // The first child of `node` that has this token, -1 without one.
+  __device__ __forceinline__ int child(int node, int sampled) const {
+    const uint32_t low = __ballot_sync(0xFFFFFFFFu, parent[0] == node && token[0] == sampled);
+    const uint32_t high = __ballot_sync(0xFFFFFFFFu, parent[1] == node && token[1] == sampled);
+    return low ? __ffs(low) - 1 : high ? __ffs(high) + 31 : -1;
+  }
+
+  // The first of the deepest nodes that there is room for.
+  __device__ __forceinline__ int deepest() const {
+    uint32_t best = 0;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const uint32_t node = threadIdx.x + 32 * half;
+      if (parent[half] >= 0) best = max(best, static_cast<uint32_t>(depth[half]) * kMaxNodes + kMaxNodes - 1 - node);
+    }
+    best = __reduce_max_sync(0xFFFFFFFFu, best);
+    return best ? kMaxNodes - 1 - best % kMaxNodes : 0;
+  }
+};
+
+// Tokens that a step is to accept so that the mean over steps is `mean`.
+__device__ __forceinline__ int simulated_length(const DraftTree* tree, float mean) {
+  const double before = static_cast<double>(tree->num_steps - 1) * mean;
+  return static_cast<int>(floor(before + mean) - floor(before));
+}
+
+// Warp 0: the path into shared memory.
+__device__ __forceinline__ void find_path(Path& path, int* line, const DraftTree* tree, const SlotState* state,
+                                          int tree_size, float simulate_accept) {
+  const int lane = threadIdx.x, num_left = state->max_new_tokens - tree->num_generated;
+  const int num_stop_ids = state->num_stop_ids, stop_id = state->stop_ids[lane];
+  const LaneNodes nodes(tree, tree_size);
+  int most = kMaxNodes;
+  if (simulate_accept > 0.0f) {
+    const int deepest = nodes.deepest(), depth = tree->depths[deepest];
+    most = min(max(simulated_length(tree, simulate_accept), 1), depth + 1);
+    if (lane == 0) {
+      for (int node = deepest; node >= 0; node = tree->parents[node]) line[tree->depths[node]] = node;
+    }
+    __syncwarp();
+  }
+  int node = 0, length = 0;
+  bool ends = false;
+  do {
+    const int token = tree->sampled[node];
+    if (lane == 0) path.nodes[length] = node, path.tokens[length] = token;
+    length++;
+    ends = __any_sync(0xFFFFFFFFu, lane < num_stop_ids && stop_id == token) || length == num_left;
+    node = simulate_accept <= 0.0f ? nodes.child(node, token) : length < most ? line[length] : -1;
+  } while (!ends && node >= 0);
+  if (lane == 0) path.length = length, path.finished = ends;
+}
+
+// Block 0: state, history, counts and result.
+__device__ __forceinline__ void finish_step(const Path& path, DraftTree* tree, SlotState* states,
+                                            uint32_t* token_counts, int32_t* history, int32_t* carry_counts,
+                                            const TokenLogprobs* node_logprobs, ResultRecord* results,
+                                            StepContext* context, int num_words) {
+  const int slot = tree->slot, length = slot < 0 ? 0 : path.length, i = threadIdx.x;
+  const uint64_t sequence = context->next_entry + 1;
+  const bool has_logprobs = slot >= 0 && states[slot].num_logprobs > 0;
+  if (has_logprobs) {
+    constexpr int kWords = sizeof(TokenLogprobs) / 4;
+    TokenLogprobs* out = results[(sequence - 1) % kRingEntries].logprobs;
+    for (int word = i; word < length * kWords; word += kThreads) {
+      const int32_t* from = reinterpret_cast<const int32_t*>(node_logprobs + path.nodes[word / kWords]);
+      reinterpret_cast<int32_t*>(out)[word] = from[word % kWords];
+    }
+    __threadfence_system();
+  }
+  __syncthreads();
+  if (i < num_words) publish(results, sequence, i, i < length ? path.tokens[i] : kNoToken, has_logprobs);
+  if (i < length) {
+    const int token = path.tokens[i], position = tree->position + 1 + i;
+    tree->path[i] = path.nodes[i];
+    if (position < tree->max_context) history[static_cast<int64_t>(slot) * tree->max_context + position] = token;
+    uint32_t* count = token_counts + static_cast<int64_t>(slot) * VOCAB + token;
+    atomicAdd(count, 1u);
+    atomicOr(count, kSeen);
+  }
+  if (i != 0) return;
+  context->next_entry = sequence;
+  context->sequence = sequence;
+  tree->path_length = length;
+  if (slot < 0) return;
+  SlotState* state = states + slot;
+  state->last_token = path.tokens[length - 1];
+  state->position = tree->position + length;
+  state->num_generated = tree->num_generated + length;
+  state->finished = path.finished;
+  carry_counts[slot] = length;
+}
+
+// Rows nodes[first ..] of a column, `source(j)` to `target(j)`, the lowest first.
+template <typename Source, typename Target>
+__device__ __forceinline__ void move_rows(int first, int length, Source source, Target target) {
+  for (int j = first; j < length; j += kInFlight) {
+    uint4 values[kInFlight];
+#pragma unroll
+    for (int i = 0; i < kInFlight; i++) values[i] = load16_written(source(min(j + i, length - 1)));
+#pragma unroll
+    for (int i = 0; i < kInFlight; i++) {
+      if (j + i < length) store16(target(j + i), values[i]);
+    }
+  }
+}
+
+struct Pages {
+  scalar_t *k, *v;
+  int num_layers, num_pages, num_heads, head_dim;
+
+  __device__ __forceinline__ int num_columns() const { return 2 * num_layers * num_heads * (head_dim / 8); }
+
+  // The first row of a column in the slot's page 0; pages and positions are added to it.
+  __device__ __forceinline__ scalar_t* column(int index) const {
+    const int chunk = index % (head_dim / 8), rest = index / (head_dim / 8), head = rest % num_heads;
+    const int array = rest / num_heads % 2, layer = rest / num_heads / 2;
+    const int64_t page = static_cast<int64_t>(layer) * num_pages * num_heads + head;
+    return (array ? v : k) + page * kPageTokens * head_dim + chunk * 8;
+  }
+
+  __device__ __forceinline__ int64_t offset(const int32_t* table, int location) const {
+    const int64_t row = static_cast<int64_t>(table[location / kPageTokens]) * num_heads * kPageTokens;
+    return (row + location % kPageTokens) * head_dim;
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+    KERNEL(accept)(DraftTree* tree, SlotState* states, uint32_t* token_counts, int32_t* history, int32_t* carry_counts,
+                   scalar_t* __restrict__ carry_hidden, scalar_t* k_pages, scalar_t* v_pages,
+                   ResultRecord* __restrict__ results, StepContext* context, const scalar_t* hidden,
+                   const TokenLogprobs* node_logprobs, const int32_t* block_tables, int tree_size, int num_words,
+                   int num_layers, int num_pages, int num_heads, int head_dim, int pages_per_sequence, int width,
+                   float simulate_accept) {
+  __shared__ Path path;
+  __shared__ int line[kMaxNodes];
+  pdl_launch_dependents();
+  pdl_wait();
+  const int slot = tree->slot;
+  // Block 0 changes what the others do not read here: they take from the tree what the step began with.
+  if (slot >= 0 && threadIdx.x < 32) find_path(path, line, tree, states + slot, tree_size, simulate_accept);
+  __syncthreads();
+  if (blockIdx.x == 0) {
+    finish_step(path, tree, states, token_counts, history, carry_counts, node_logprobs, results, context, num_words);
+    return;
+  }
+  if (slot < 0) return;
+  const Pages pages = {k_pages, v_pages, num_layers, num_pages, num_heads, head_dim};
+  const int index = (blockIdx.x - 1) * kThreads + threadIdx.x, column = (index - pages.num_columns()) * 8;
+  if (column < 0) {
+    scalar_t* first = pages.column(index);
+    const int32_t* table = block_tables + static_cast<int64_t>(slot) * pages_per_sequence;
+    const int root = tree->position;
+    move_rows(
+        1, path.length, [&](int j) { return first + pages.offset(table, root + path.nodes[j]); },
+        [&](int j) { return first + pages.offset(table, root + j); });
+  } else if (carry_hidden && column < width) {
+    scalar_t* kept = carry_hidden + static_cast<int64_t>(slot) * kMaxNodes * width + column;
+    move_rows(
+        0, path.length, [&](int j) { return hidden + static_cast<int64_t>(path.nodes[j]) * width + column; },
+        [&](int j) { return kept + static_cast<int64_t>(j) * width; });
+  }
+}

@@ -1,0 +1,74 @@
+// What the draft will need of the target's hidden states: the rows of a prefill chunk, and rows kept for later.
+//
+//   formula   prefill_rows, for each row i < count of a chunk at position start: (tokens[i], start + i - position_offset,
+//             slot), or padding where that position or its hidden state is not there; hidden[0] = the slot's newest
+//             pending row; after it the pending rows are hidden[count] alone;
+//             carry_rows, for each row: hidden[row] is one pending row more of its slot; after 64 it is the only one
+//   operands  draft_token_ids, draft_positions, draft_slots, token_ids, slots (num_rows) int32; chunk and draft_chunk (4)
+//             int32: slot, start, count, is_last, of the target's rows and of the draft's; carry_hidden (B, 64, width)
+//             scalar_t and hidden, of prefill_rows (num_rows + 1, width) with the target's state of row i in row i + 1,
+//             of carry_rows (num_rows, width), both null for a draft that reads none; carry_counts (B) int32
+//   launch    prefill_rows: grid 1, block 1024; carry_rows: grid num_rows, block 256; no shared memory
+//   numerics  hidden is copied
+//   oracle    tests/speculation_oracle.py
+//   source    EAGLE (arXiv 2401.15077) pairs a hidden state with the token after it; original
+//   layout    the target leaves the chunk's states one row further down, so the row that the chunk before left is all
+//             that must be copied. A slot's rows are one block's, which reads their count before it changes it
+#include "copy.cuh"
+#include "draft_tree.cuh"
+
+constexpr int kChunkThreads = 1024;
+constexpr int kRowThreads = 256;
+
+// What an earlier kernel of the step wrote is not __restrict__: the compiler may move a load that it takes for one of
+// a constant before pdl_wait.
+extern "C" __global__ void __launch_bounds__(kChunkThreads)
+    KERNEL(prefill_rows)(int32_t* __restrict__ draft_token_ids, int32_t* __restrict__ draft_positions,
+                         int32_t* __restrict__ draft_slots, int32_t* __restrict__ draft_chunk, scalar_t* hidden,
+                         scalar_t* carry_hidden, int32_t* carry_counts, const int32_t* token_ids,
+                         const int32_t* chunk, int num_rows, int position_offset, int width) {
+  pdl_launch_dependents();
+  pdl_wait();
+  const int slot = chunk[0], first = chunk[1] - position_offset, count = chunk[2];
+  const int pending = carry_counts[slot];
+  const bool has_first = first >= 0 && (pending > 0 || position_offset == 0);
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    draft_chunk[0] = slot;
+    draft_chunk[1] = first;
+    draft_chunk[2] = count;
+    draft_chunk[3] = chunk[3];
+    carry_counts[slot] = 1;
+  }
+  for (int row = threadIdx.x; row < num_rows; row += kChunkThreads) {
+    const bool used = row < count && (row > 0 || has_first);
+    draft_token_ids[row] = used ? token_ids[row] : 0;
+    draft_positions[row] = used ? first + row : 0;
+    draft_slots[row] = used ? slot : -1;
+  }
+  if (!hidden) return;
+  scalar_t* carry = carry_hidden + static_cast<int64_t>(slot) * kMaxNodes * width;
+  for (int column = threadIdx.x * 8; column < width; column += kChunkThreads * 8) {
+    if (pending > 0) {
+      store16(hidden + column, load16_written(carry + static_cast<int64_t>(pending - 1) * width + column));
+    }
+    store16(carry + column, load16_written(hidden + static_cast<int64_t>(count) * width + column));
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kRowThreads)
+    KERNEL(carry_rows)(scalar_t* __restrict__ carry_hidden, int32_t* carry_counts, const scalar_t* hidden,
+                       const int32_t* slots, int width) {
+  pdl_launch_dependents();
+  pdl_wait();
+  const int row = blockIdx.x, slot = slots[row];
+  if (slot < 0) return;
+  const int count = carry_counts[slot], place = count < kMaxNodes ? count : 0;
+  __syncthreads();
+  if (threadIdx.x == 0) carry_counts[slot] = place + 1;
+  if (!hidden) return;
+  scalar_t* target = carry_hidden + (static_cast<int64_t>(slot) * kMaxNodes + place) * width;
+  for (int column = threadIdx.x * 8; column < width; column += kRowThreads * 8) {
+    store16(target + column, load16_written(hidden + static_cast<int64_t>(row) * width + column));
+  }
+}

@@ -1,0 +1,39 @@
+// Taking commands out of their ring in page-locked host memory.
+//
+// The device counts entries by itself, so that a captured launch needs no new argument. Launched for another kind of
+// command than the host wrote, a kernel traps: the rings are out of step and no result could be trusted.
+#pragma once
+#include "slot_state.cuh"
+
+// The host's memory: never from a cache.
+__device__ __forceinline__ int load_host(const int32_t* source) { return __ldcv(source); }
+
+__device__ __forceinline__ const int32_t* payload(const Command* command) {
+  return reinterpret_cast<const int32_t*>(command + 1);
+}
+
+// The next command of the ring.
+__device__ __forceinline__ const Command* next_command(const StepContext* context, const uint8_t* commands,
+                                                       int command_bytes) {
+  const uint8_t* at = commands + static_cast<int64_t>(context->next_entry % kRingEntries) * command_bytes;
+  return reinterpret_cast<const Command*>(at);
+}
+
+// Counts the command, which must be of the kernel's kind. All threads of the only block call it, after next_command.
+__device__ __forceinline__ void take(StepContext* context, bool is_expected) {
+  const uint64_t entry = context->next_entry;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    context->next_entry = entry + 1;
+    context->sequence = entry + 1;
+    if (!is_expected) __trap();
+  }
+  __syncthreads();
+}
+
+__device__ __forceinline__ const Command* take_command(StepContext* context, const uint8_t* commands,
+                                                       int command_bytes, CommandKind kind) {
+  const Command* command = next_command(context, commands, command_bytes);
+  take(context, threadIdx.x != 0 || load_host(&command->kind) == kind);
+  return command;
+}

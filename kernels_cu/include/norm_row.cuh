@@ -1,0 +1,45 @@
+// A row normalised by a block of 256 threads, held in registers between its only read and its only write.
+#pragma once
+#include "copy.cuh"
+#include "reduce.cuh"
+
+constexpr int kThreads = 256;
+
+__device__ __forceinline__ float squares(uint32_t pair) {
+  const float2 v = unpack2(pair);
+  return v.x * v.x + v.y * v.y;
+}
+
+__device__ __forceinline__ uint32_t normalised(uint32_t pair, uint32_t weight, float scale) {
+  const float2 v = unpack2(pair), w = unpack2(weight);
+  return pack2(v.x * scale * w.x, v.y * scale * w.y);
+}
+
+// out[c] = round(x[c] / sqrt(mean(x^2) + eps) * weight[c]) for COLUMNS columns, a multiple of 8; x was written by an earlier
+// kernel of the step, which the caller has waited for.
+template <int COLUMNS>
+__device__ __forceinline__ void normalise_row(scalar_t* out, const scalar_t* x, const scalar_t* weight, float eps) {
+  constexpr int kTurns = (COLUMNS / 8 + kThreads - 1) / kThreads;
+  __shared__ float shared[kThreads / 32];
+  uint4 held[kTurns];
+  float sum = 0.0f;
+#pragma unroll
+  for (int turn = 0; turn < kTurns; turn++) {
+    const int column = (turn * kThreads + threadIdx.x) * 8;
+    held[turn] = column < COLUMNS ? load16(x + column) : make_uint4(0, 0, 0, 0);
+  }
+#pragma unroll
+  for (int turn = 0; turn < kTurns; turn++) {
+    sum += squares(held[turn].x) + squares(held[turn].y) + squares(held[turn].z) + squares(held[turn].w);
+  }
+  const float scale = 1.0f / sqrtf(block_sum<kThreads / 32>(sum, shared) / COLUMNS + eps);
+#pragma unroll
+  for (int turn = 0; turn < kTurns; turn++) {
+    const int column = (turn * kThreads + threadIdx.x) * 8;
+    if (column < COLUMNS) {
+      const uint4 v = held[turn], w = load16(weight + column);
+      store16(out + column, make_uint4(normalised(v.x, w.x, scale), normalised(v.y, w.y, scale),
+                                       normalised(v.z, w.z, scale), normalised(v.w, w.w, scale)));
+    }
+  }
+}

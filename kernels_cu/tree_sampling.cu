@@ -1,0 +1,60 @@
+// The sampling chain at every node of a draft tree: the token that plain decoding would sample behind the node's path.
+//
+//   formula   as in sampling.cu at position + 1 + depth of the node; for the penalties the tokens of the path, from the
+//             root's child to the node itself, count as generated. sampled[node] = token
+//   operands  tree DraftTree; node_logprobs (64) TokenLogprobs, written if the request wants some; states (B) SlotState and
+//             token_counts (B, VOCAB) uint32, which stay as they are; logits (tree_size, VOCAB) float32; slots (tree_size)
+//             int32, -1: the row is passed over
+//   launch    grid (blocks of a row, tree_size), block 512; 8 blocks of a row, a cluster, on sm_90 and later unless
+//             PORTABLE, else 1; 25 KB of static shared memory
+//   numerics  as in sampling.cu, bit for bit
+//   oracle    reference/sampling.py sample, token_logprobs
+//   source    original
+//   layout    as in sampling.cu. A path is short, and looked through for each token only where a penalty is on
+#include "draft_tree.cuh"
+#include "sampling_chain.cuh"
+
+struct PathCounts {
+  const uint32_t* words;
+  const int* path;
+  int length;
+
+  __device__ __forceinline__ uint32_t of(int token) const {
+    uint32_t word = words[token];
+    for (int i = 0; i < length; i++) {
+      if (path[i] == token) word = (word + 1) | kSeen;
+    }
+    return word;
+  }
+};
+
+// What an earlier kernel of the step wrote is not __restrict__: the compiler may move a load that it takes for one of
+// a constant before pdl_wait.
+extern "C" __global__ void __launch_bounds__(kThreads, 1) ROW_BLOCKS
+    KERNEL(sample_tree)(DraftTree* tree, TokenLogprobs* __restrict__ node_logprobs, const SlotState* states,
+                        const uint32_t* token_counts, const float* logits, const int32_t* slots) {
+  __shared__ Shared shared;
+  __shared__ int path[kMaxNodes];
+  pdl_launch_dependents();
+  row_arrive();  // No block writes into another's shared memory before that one runs.
+  pdl_wait();
+  row_wait();
+  const int node = blockIdx.y, slot = slots[node];
+  if (slot < 0) return;
+  const SlotState* state = states + slot;
+  Row<PathCounts> row;
+  row.logits = logits + static_cast<int64_t>(node) * VOCAB;
+  set_request(row, state, &shared);
+  const int depth = tree->depths[node];
+  row.position = tree->position + 1 + depth;
+  row.token_counts.words = token_counts + static_cast<int64_t>(slot) * VOCAB;
+  row.token_counts.path = path;
+  row.token_counts.length = depth;
+  if (row.is_adjusted && threadIdx.x == 0) {
+    for (int at = node, i = depth; i > 0; at = tree->parents[at]) path[--i] = tree->tokens[at];
+  }
+  __syncthreads();
+  const int token = sample_row(row, state->top_k, state->top_p, state->log_min_p);
+  if (state->num_logprobs > 0) write_logprobs(node_logprobs + node, row, token, state->num_logprobs);
+  if (row.block == 0 && threadIdx.x == 0) tree->sampled[node] = token;
+}

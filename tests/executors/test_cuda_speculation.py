@@ -1,0 +1,221 @@
+"""Speculation on a GPU: any draft, any settings and any mix of steps give the tokens of plain decoding, to the bit."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+from executors.cuda_models import BASE, EMPTY_TOKENIZER, ROWS
+from speculation_steps import SETTINGS, generate, joined, prefill
+
+from cpmrt import LLM, SamplingParams
+from cpmrt.executor import Decode, SlotResult, Speculate
+from cpmrt.weights.model_folder import ModelFolder
+
+pytestmark = pytest.mark.gpu
+
+TREES = [(2, 4, 6), (3, 2, 8), (1, 4, 5), (4, 10, 32)]
+CHAINS = [(4, 1, 5), (1, 1, 2), (3, 1, 3)]
+W4 = {"bits": 4, "group_size": 64, "quant_method": "gptq", "desc_act": False, "sym": True}
+RANDOM = np.random.default_rng(11)
+PROMPTS = [tuple(RANDOM.integers(3, 99, count).tolist()) for count in (1, 40, 64, 131)]
+TAPS = "eagle_aux_hidden_state_layer_ids"
+EAGLE3 = {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 64, TAPS: [0, 1, 1]}
+DRAFTS: dict[str, dict[str, Any]] = {
+    "eagle2": {"num_hidden_layers": 1, "mup_denominator": 32},
+    "eagle2 of two layers": {"num_hidden_layers": 2, "mup_denominator": 32},
+    "eagle3": {"num_hidden_layers": 1} | EAGLE3,
+    "model": {"num_hidden_layers": 1},
+    "lookup": {},
+}
+
+
+def write(folder, config):
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer.json").write_text(EMPTY_TOKENIZER)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def open_llm(tmp_path_factory):
+    """Random weights: a target of ROWS, quantised or not, with a draft (None: without)."""
+    root, opened = tmp_path_factory.mktemp("models"), []
+
+    def open_one(row, draft=None, *, is_w4=False, wishes=None, **settings):
+        config = BASE | ROWS[row] | ({"hidden_size": 256, "intermediate_size": 256} if is_w4 else {})
+        if row.startswith("minicpm"):
+            config |= {"scale_emb": 2, "scale_depth": 1.4, "dim_model_base": 64}
+        quantised = {"quantization_config": W4} if is_w4 else {}
+        target = write(root / f"{row}-{is_w4}", config | quantised)
+        given = {}
+        if draft is not None:
+            shapes = CHAINS if draft in ("model", "lookup") else TREES
+            given = {"speculate": {"shapes": shapes, "adaptive": False} | (wishes or {}), "draft": "lookup"}
+        if draft not in (None, "lookup"):
+            own = {key: value for key, value in config.items() if draft != "eagle3" or key != "scale_depth"}
+            if draft.startswith("eagle2"):
+                own["architectures"] = ["EagleForCausalLM"]
+            given["draft"] = str(write(root / f"{row}-{is_w4}-{draft}", own | DRAFTS[draft] | quantised))
+        defaults = {"executor": "cuda", "load_format": "dummy", "max_context": 512, "prefill_chunk": 64}
+        llm = LLM(target, **defaults | given | settings)
+        opened.append(llm)
+        return llm
+
+    yield open_one
+    for llm in opened:
+        llm.close()
+
+
+@pytest.fixture(scope="module")
+def plain(open_llm):
+    """What plain decoding gives."""
+
+    @cache
+    def expected(row, is_w4, dtype, prompt, name):
+        executor = target(row, is_w4, dtype)
+        return generate(executor, prompt, SETTINGS[name], count=24)[0]
+
+    @cache
+    def target(row, is_w4, dtype):
+        return open_llm(row, is_w4=is_w4, dtype=dtype).executor
+
+    return expected
+
+
+def check(executor, plain, key):
+    """Every prompt and setting; the mean length of what was accepted."""
+    num_shapes, accepted, case = len(executor.limits.tree_shapes), [], 0
+    for prompt in PROMPTS:
+        for name, sampling in SETTINGS.items():
+            mixed = (*range(num_shapes), "decode") if case % 3 else (case % num_shapes,)
+            found, lengths = generate(executor, prompt, sampling, mixed, count=24)
+            assert found == plain(*key, prompt, name), (len(prompt), name, mixed)
+            accepted += lengths
+            case += 1
+    return float(np.mean(accepted))
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_tokens_and_logprobs_are_those_of_plain_decoding(open_llm, plain, draft, dtype):
+    executor = open_llm("minicpm", draft, dtype=dtype).executor
+    check(executor, plain, ("minicpm", False, dtype))
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row != "minicpm"])
+def test_every_row_of_the_model_table(open_llm, plain, row):
+    for draft in ("eagle3", "lookup"):
+        check(open_llm(row, draft, dtype="bfloat16").executor, plain, (row, False, "bfloat16"))
+
+
+@pytest.mark.parametrize("draft", ["eagle2", "eagle3", "model"])
+def test_with_4_bit_weights(open_llm, plain, draft):
+    executor = open_llm("minicpm", draft, is_w4=True, dtype="float16").executor
+    check(executor, plain, ("minicpm", True, "float16"))
+
+
+@pytest.mark.parametrize("wishes", [{"draft_vocab": 48}, {"head_bits": 4}, {"window": 20}], ids=str)
+def test_wishes_for_the_draft_change_no_token(open_llm, plain, wishes):
+    executor = open_llm("minicpm", "eagle2", dtype="bfloat16", wishes=wishes).executor
+    check(executor, plain, ("minicpm", False, "bfloat16"))
+
+
+@pytest.mark.parametrize("settings", [{"cuda_graphs": False}, {"dependent_launch": False}], ids=str)
+def test_graphs_and_dependent_launches_do_not_matter(open_llm, plain, settings):
+    for draft in ("eagle2", "lookup"):
+        executor = open_llm("minicpm", draft, dtype="bfloat16", **settings).executor
+        check(executor, plain, ("minicpm", False, "bfloat16"))
+
+
+def test_a_draft_that_is_the_target_itself_is_always_right():
+    """Every drafted token is accepted: the draft's pages and positions are those of the target."""
+    wishes = {"shapes": CHAINS, "adaptive": False}
+    with LLM(executor="cuda", draft=str(ModelFolder.open(None).path), prefill_chunk=64, speculate=wishes) as llm:
+        for prompt in PROMPTS:
+            _, lengths = generate(llm.executor, prompt, SamplingParams(ignore_eos=True), (0,), count=31)
+            assert lengths == [5] * 6, prompt
+
+
+def test_many_plain_steps_between():
+    """More tokens wait for the draft than it keeps states of; afterwards it is as good as it was."""
+    demo, greedy = ModelFolder.open(None).path, SamplingParams()
+    with LLM(executor="cuda") as llm:
+        expected = generate(llm.executor, PROMPTS[1], greedy, count=240)[0][0]
+    for draft in (str(demo), "eagle2", "eagle3"):
+        shapes = CHAINS if draft == str(demo) else TREES
+        with LLM(executor="cuda", draft=draft, speculate={"shapes": shapes, "adaptive": False}) as llm:
+            for num_plain in (10, 64, 130):
+                tokens = list(prefill(llm.executor, 0, PROMPTS[1], greedy, count=240).token_ids)
+                for step in [Decode((0,))] * num_plain + [Speculate((0,), 0)] * 4:
+                    tokens += llm.executor.submit(step).wait().slots[0].token_ids
+                assert tuple(tokens) == expected[: len(tokens)]
+                if draft == str(demo):
+                    assert len(tokens) == 1 + num_plain + 4 * 5
+
+
+@pytest.mark.parametrize("draft", ["eagle2", "eagle3", "lookup"])
+@pytest.mark.parametrize("max_context", [128, 134])
+def test_up_to_the_last_position_of_the_context(open_llm, draft, max_context):
+    """No keys are written past the pages of the slot: its neighbour's text stays what it was."""
+    settings = {"max_context": max_context, "max_sequences": 2, "dtype": "bfloat16"}
+    prompt, other, greedy, results = (PROMPTS[3] * 2)[: max_context - 20], PROMPTS[1], SamplingParams(), []
+    for name, steps in ((draft, (0, 1)), (None, ("decode",))):
+        executor = open_llm("minicpm", name, **settings).executor
+        neighbour = [prefill(executor, 1, other, greedy, count=21)]
+        own = generate(executor, prompt, greedy, steps, count=max_context - len(prompt))[0]
+        neighbour += [executor.submit(Decode((1,))).wait().slots[0] for _ in range(20)]
+        results.append((own, joined(neighbour)))
+    assert results[0] == results[1]
+    assert len(results[0][0][0]) == max_context - len(prompt)
+
+
+def test_stop_tokens_and_limits_inside_a_path():
+    demo = str(ModelFolder.open(None).path)
+    with LLM(executor="cuda", draft=demo, speculate={"shapes": CHAINS, "adaptive": False}) as llm:
+        greedy, prompt = SamplingParams(), PROMPTS[1]
+        tokens = generate(llm.executor, prompt, greedy, count=12)[0][0]
+        for stop in dict.fromkeys(tokens):
+            (found, _), lengths = generate(llm.executor, prompt, greedy, (0,), stop=(stop,), count=12)
+            assert found == tokens[: tokens.index(stop) + 1] and sum(lengths) == len(found) - 1
+        for count in (1, 2, 3, 7):
+            assert generate(llm.executor, prompt, greedy, (0,), count=count)[0][0] == tokens[:count]
+        prefill(llm.executor, 0, prompt, greedy, count=1)
+        assert llm.executor.submit(Speculate((0,))).wait().slots == (SlotResult(),)
+
+
+@pytest.mark.parametrize("draft", ["eagle2", "eagle3", "lookup"])
+def test_the_bundled_model_by_way_of_the_engine(draft):
+    """Adaptive, streamed, sampled and greedy, alone and beside others; and drafts that are often right."""
+    prompts = ["def read_lines(path):\n", "class Stack:\n    def push(self", "import os\n\n\ndef walk("]
+    wishes = [SamplingParams(max_new_tokens=120), SamplingParams(max_new_tokens=120, temperature=0.7, seed=3)]
+    with LLM(executor="cuda", max_sequences=4) as llm:
+        expected = [llm.generate(prompt, params).token_ids for prompt in prompts for params in wishes]
+    with LLM(executor="cuda", draft=draft, max_sequences=4) as llm:
+        assert len(llm.executor.limits.step_seconds) == 1 + len(llm.executor.limits.tree_shapes)
+        assert [llm.generate(prompt, params).token_ids for prompt in prompts for params in wishes] == expected
+        streams = [llm.stream(prompt, params) for prompt in prompts for params in wishes]
+        assert [stream.finish().token_ids for stream in streams] == expected
+    with LLM(executor="cuda", draft=draft, speculate={"adaptive": False}) as llm:
+        found = [llm.generate(prompt, params) for prompt in prompts for params in wishes]
+        assert [completion.token_ids for completion in found] == expected
+        mean = np.mean([completion.stats.mean_accept_length for completion in found])
+        print(f"{draft}: {mean:.2f} tokens a step")
+        assert mean > (1.1 if draft == "lookup" else 1.5)
+
+
+@pytest.mark.parametrize("draft", ["eagle2", "eagle3"])
+def test_the_draft_is_the_reference_executors(draft):
+    """As good: what is accepted on the bundled model, step by step, hardly ever differs."""
+    lengths = {}
+    for executor in ("cuda", "reference"):
+        with LLM(executor=executor, draft=draft, dtype="float16", max_context=512, prefill_chunk=64,
+                 speculate={"adaptive": False, "shapes": [(2, 10, 12)]}) as llm:  # fmt: skip
+            ids = llm.tokenizer.encode('def parse(text):\n    """Split the text into words and count them."""\n' * 5)
+            tokens, lengths[executor] = generate(llm.executor, tuple(ids), SamplingParams(), (0,), count=60)
+    common = min(map(len, lengths.values()))
+    agreeing = sum(a == b for a, b in zip(*(found[:common] for found in lengths.values()), strict=True))
+    assert agreeing >= 0.8 * common, lengths
