@@ -15,6 +15,7 @@ import cpmrt
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "cpmrt" / "assets" / "demo"
+METHODS = ("eagle2", "eagle3")
 
 pytestmark = pytest.mark.slow
 
@@ -79,9 +80,13 @@ def test_wheel_is_named_for_the_version_and_fits_any_python(wheel: Path) -> None
 
 def test_wheel_holds_a_whole_demo_model(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
-        sizes = {Path(info.filename).name: info.file_size for info in archive.infolist() if "/demo/" in info.filename}
+        demo = [info for info in archive.infolist() if "/demo/" in info.filename]
+    sizes = {info.filename.partition("/demo/")[2]: info.file_size for info in demo}
     assert {"config.json", "model.safetensors", "tokenizer.json", "README.md"} <= sizes.keys()
     assert sizes["model.safetensors"] <= 16 * 2**20
+    drafts = {name: size for name, size in sizes.items() if "/" in name}
+    assert drafts.keys() == {f"{method}/{name}" for method in METHODS for name in ("config.json", "model.safetensors")}
+    assert sum(drafts.values()) <= 4_000_000
 
 
 def test_sdist_holds_what_a_build_and_a_test_run_need(dist: Path) -> None:

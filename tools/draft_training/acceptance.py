@@ -1,0 +1,198 @@
+"""How many drafted tokens the target would accept, measured on text that it has written.
+
+Speculation changes no token, so a step's outcome depends on the place of its root alone: trees are drafted at every
+place of the finished rows at once, and the walk of a real generation over them gives its steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cpmrt.config.speculation import TreeShape
+from draft_training.draft import Draft, features_of
+from draft_training.generation import Generated
+
+
+@dataclass
+class Frontier:
+    """Drafted rows [B, L, k] of one pass over every root: candidates, their scores, features and ancestors."""
+
+    candidates: Tensor
+    tokens: Tensor
+    scores: Tensor
+    features: Tensor
+    sees: Tensor
+    """Which rows of all passes so far are ancestors or the row itself: bool [B, L, k, passes * k]."""
+
+
+@dataclass
+class Candidates:
+    """All that was drafted at every root, in the order of the passes: [B, L, n] each. The root is parent -1."""
+
+    tokens: list[Tensor] = field(default_factory=list)
+    scores: list[Tensor] = field(default_factory=list)
+    parents: list[Tensor] = field(default_factory=list)
+
+    def add(self, tokens: Tensor, scores: Tensor, parents: Tensor) -> None:
+        """Candidates of one pass."""
+        for found, part in zip((self.tokens, self.scores, self.parents), (tokens, scores, parents), strict=True):
+            found.append(part.flatten(2))
+
+
+class TreeDrafter:
+    """Drafts a tree at every place of rows [B, L + 1]; roots are tokens 1..L."""
+
+    def __init__(self, draft: Draft, token_ids: Tensor | None, shape: TreeShape) -> None:
+        self.draft, self.token_ids, self.shape = draft, token_ids, shape
+
+    @torch.no_grad()
+    def accepted(self, tokens: Tensor) -> Tensor:
+        """Drafted tokens that are accepted at every root: int [B, L]. The row's end accepts nothing."""
+        found = self._drafted(tokens)
+        names, scores, parents = (torch.cat(parts, 2) for parts in (found.tokens, found.scores, found.parents))
+        order = scores.sort(dim=-1, descending=True, stable=True).indices[..., : self.shape.tree_size - 1]
+        is_node = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order, True)
+        current = torch.full(scores.shape[:2], -1, device=tokens.device)
+        count, is_alive = torch.zeros_like(current), torch.ones_like(current, dtype=torch.bool)
+        for depth in range(self.shape.num_passes):
+            truth = torch.nn.functional.pad(tokens[:, 2 + depth :], (0, min(1 + depth, scores.shape[1])), value=-1)
+            hits = is_node & (parents == current[..., None]) & (names == truth[..., None])
+            is_alive = is_alive & hits.any(-1)
+            current = hits.int().argmax(-1)
+            count += is_alive
+        return count
+
+    def _drafted(self, tokens: Tensor) -> Candidates:
+        draft, top_k, embed = self.draft, self.shape.top_k, self.draft.target.embed
+        features, _ = features_of(draft, tokens)
+        length = tokens.shape[1] - 1
+        cos, sin = draft.target.cos, draft.target.sin
+        residual, x = draft.enter(embed(tokens[:, 1:]), features[:, :-1], True)
+        query, key, value = draft.layer.self_attn(x, cos[:length], sin[:length])
+        paths = PathAttention(key, value)
+        none = torch.zeros(*query.shape[:2], 1, 0, dtype=torch.bool, device=tokens.device)
+        output = draft.layer.finish(residual, paths.mix(query[:, :, None], none)[:, :, 0])
+        scores, ids = self._best(output)
+        found = Candidates()
+        found.add(ids, scores, torch.full_like(ids, -1))
+        own = torch.eye(top_k, dtype=torch.bool, device=tokens.device)
+        frontier = Frontier(
+            torch.arange(top_k, device=tokens.device).expand_as(ids), ids, scores,
+            output[:, :, None].expand(-1, -1, top_k, -1), own.expand(*ids.shape[:2], -1, -1),
+        )  # fmt: skip
+        roots = torch.arange(length, device=tokens.device)
+        for index in range(1, self.shape.num_passes):
+            at = (roots + index).clamp(max=len(cos) - 1)[:, None]
+            residual, x = draft.enter(embed(frontier.tokens), frontier.features, False)
+            query, key, value = draft.layer.self_attn(x, cos[at], sin[at])
+            paths.append(key, value)
+            output = draft.layer.finish(residual, paths.mix(query, frontier.sees))
+            frontier = self._next_frontier(frontier, output, found, index, own)
+        return found
+
+    def _best(self, output: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and target ids of the best tokens [..., k]."""
+        scores, ids = self.draft.logits(output).float().log_softmax(-1).topk(self.shape.top_k)
+        return scores, ids if self.token_ids is None else self.token_ids[ids]
+
+    def _next_frontier(self, old: Frontier, output: Tensor, found: Candidates, index: int, own: Tensor) -> Frontier:
+        top_k = self.shape.top_k
+        scores, ids = self._best(output)
+        scores = scores + old.scores[..., None]
+        found.add(ids, scores, old.candidates[..., None].expand_as(ids))
+        flat = scores.flatten(2)
+        best = flat.sort(dim=-1, descending=True, stable=True).indices[..., :top_k]
+        rows = best // top_k
+
+        def of_rows(values: Tensor) -> Tensor:
+            return values.gather(2, rows[..., None].expand(-1, -1, -1, values.shape[-1]))
+
+        sees = torch.cat((of_rows(old.sees), own.expand(*rows.shape[:2], -1, -1)), dim=-1)
+        first = top_k + (index - 1) * top_k**2
+        return Frontier(first + best, ids.flatten(2).gather(2, best), flat.gather(2, best), of_rows(output), sees)
+
+
+class PathAttention:
+    """Attention of drafted rows: the real rows up to the root, and the row's ancestors. Plain sums in fp32."""
+
+    def __init__(self, key: Tensor, value: Tensor) -> None:
+        self.real = (key.float(), value.float())
+        self.drafted: list[tuple[Tensor, Tensor]] = []
+
+    def append(self, key: Tensor, value: Tensor) -> None:
+        """Rows of one more pass, [B, L, k, kv heads, D]."""
+        self.drafted.append((key.float(), value.float()))
+
+    def mix(self, query: Tensor, sees: Tensor) -> Tensor:
+        """Values mixed for queries [B, L, k, heads, D] that see `sees` of the drafted rows."""
+        key, value = self.real
+        length, kv_heads = key.shape[1:3]
+        grouped = query.float().unflatten(3, (kv_heads, -1)) * query.shape[-1] ** -0.5
+        scores = torch.einsum("bqihgd,bphd->bqihgp", grouped, key)
+        is_past = torch.ones(length, length, dtype=torch.bool, device=key.device).tril()
+        scores = scores.masked_fill(~is_past[:, None, None, None], -torch.inf)
+        if not self.drafted:
+            mixed = torch.einsum("bqihgp,bphd->bqihgd", scores.softmax(-1), value)
+            return mixed.flatten(3, 4).to(query.dtype)
+        keys, values = (torch.cat(parts, 2) for parts in zip(*self.drafted, strict=True))
+        own = torch.einsum("bqihgd,bqnhd->bqihgn", grouped, keys)
+        own = own.masked_fill(~sees[:, :, :, None, None], -torch.inf)
+        weights = torch.cat((scores, own), dim=-1).softmax(-1)
+        mixed = torch.einsum("bqihgp,bphd->bqihgd", weights[..., :length], value)
+        mixed = mixed + torch.einsum("bqihgn,bqnhd->bqihgd", weights[..., length:], values)
+        return mixed.flatten(3, 4).to(query.dtype)
+
+
+@dataclass
+class AcceptCounts:
+    """Steps by the number of drafted tokens that were accepted (a step emits one token more)."""
+
+    histogram: list[int]
+
+    @property
+    def mean_length(self) -> float:
+        """Tokens a step."""
+        steps = sum(self.histogram)
+        return sum((count + 1) * n for count, n in enumerate(self.histogram)) / steps if steps else float("nan")
+
+    def rates(self) -> list[float]:
+        """For each depth, how often a token there was accepted where its parent was."""
+        reached = [sum(self.histogram[depth:]) for depth in range(len(self.histogram))]
+        return [after / before if before else 0.0 for before, after in zip(reached, reached[1:], strict=False)]
+
+
+def walk(accepted: np.ndarray, is_chosen: np.ndarray, depth: int) -> list[int]:
+    """The histogram over the steps of a generation of one row: `accepted` [L] at roots 1..L, `is_chosen` [L + 1].
+
+    Steps near the row's end, whose outcome is not known, are left out; a text's end cuts a step short.
+    """
+    histogram = [0] * (depth + 1)
+    length, root = len(is_chosen), 1
+    while root + depth + 1 < length:
+        if not is_chosen[root + 1]:
+            root += 1
+            continue
+        room = 1
+        while room <= depth and is_chosen[root + 1 + room]:
+            room += 1
+        count = min(int(accepted[root - 1]), room - 1)
+        histogram[count] += 1
+        root += count + 1
+    return histogram
+
+
+def measure(
+    draft: Draft, token_ids: Tensor | None, shape: TreeShape, text: Generated, rows_at_once: int = 8
+) -> list[AcceptCounts]:
+    """Of each source of the rows."""
+    drafter, depth = TreeDrafter(draft, token_ids, shape), shape.max_emitted - 1
+    accepted = torch.cat([drafter.accepted(part) for part in text.tokens.split(rows_at_once)]).cpu().numpy()
+    is_chosen, sources = text.is_chosen.cpu().numpy(), text.sources.cpu().numpy()
+    totals = [[0] * (depth + 1) for _ in range(int(sources.max()) + 1)]
+    for row, chosen, source in zip(accepted, is_chosen, sources, strict=True):
+        totals[source] = [a + b for a, b in zip(totals[source], walk(row, chosen, depth), strict=True)]
+    return [AcceptCounts(total) for total in totals]

@@ -1,0 +1,172 @@
+"""EAGLE-2 and EAGLE-3 drafts in torch: one decoder layer over the embedding of the next token and target features.
+
+Row q joins the embedding of token q + 1 with the target's features of token q, has rotary position q and predicts
+token q + 2. Sources: EAGLE-2 (arXiv 2406.16858) with the input norms of MiniCPM's, EAGLE-3 (arXiv 2503.01840).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from demo_model.network import Projection, RMSNorm, rotate
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from cpmrt.dtypes import F32, Array
+from draft_training.files import DraftConfig
+from draft_training.target import Target
+
+
+class DraftAttention(nn.Module):
+    """The projections of grouped-query attention; `inputs` is the width that q, k and v read."""
+
+    def __init__(self, config: DraftConfig, inputs: int) -> None:
+        super().__init__()
+        q_size, kv_size = (
+            heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads)
+        )
+        self.head_dim = config.head_dim
+        self.q_proj, self.k_proj = Projection(inputs, q_size), Projection(inputs, kv_size)
+        self.v_proj, self.o_proj = Projection(inputs, kv_size), Projection(q_size, config.hidden_size)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated queries and keys, and values: [..., heads, D] of inputs [..., n], by cos and sin [..., D / 2]."""
+        query, key, value = (
+            projection(x).unflatten(-1, (-1, self.head_dim)) for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
+        return rotate(query, cos, sin), rotate(key, cos, sin), value
+
+
+class DraftFeedForward(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        self.gate_proj = Projection(config.hidden_size, config.intermediate_size)
+        self.up_proj = Projection(config.hidden_size, config.intermediate_size)
+        self.down_proj = Projection(config.intermediate_size, config.hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DraftLayer(nn.Module):
+    """The parts of a decoder layer, whose attention the caller does: drafted rows see paths of a tree."""
+
+    def __init__(self, config: DraftConfig, joined: int) -> None:
+        super().__init__()
+        self.residual_scale = config.residual_scale
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = DraftAttention(config, joined * config.hidden_size)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = DraftFeedForward(config)
+
+    def finish(self, residual: Tensor, mixed: Tensor) -> Tensor:
+        """The layer's output [..., h] from the values that attention mixed [..., heads, D]."""
+        h = residual + self.self_attn.o_proj(mixed.flatten(-2)) * self.residual_scale
+        return h + self.mlp(self.post_attention_layernorm(h)) * self.residual_scale
+
+
+class Draft(nn.Module):
+    """What both methods share. Features are the target's in the first pass, the draft's own output afterwards."""
+
+    layer: DraftLayer
+    prefix = ""
+
+    def __init__(self, config: DraftConfig, target: Target) -> None:
+        super().__init__()
+        self.config, self.target = config, target
+
+    def enter(self, embedded: Tensor, features: Tensor, is_first: bool) -> tuple[Tensor, Tensor]:
+        """The residual stream [..., h] and what qkv reads."""
+        raise NotImplementedError
+
+    def logits(self, output: Tensor) -> Tensor:
+        """Over the draft's vocabulary [..., V]."""
+        raise NotImplementedError
+
+    def reset_parameters(self) -> None:
+        """Norms of one, matrices that keep the size of what they read."""
+        for parameter in self.parameters():
+            if parameter.dim() == 2:
+                nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
+
+    def tensors(self) -> dict[str, F32]:
+        """The weights by their names in the file."""
+        return {self.prefix + name: tensor.detach().cpu().numpy() for name, tensor in self.state_dict().items()}
+
+    def load(self, tensors: Mapping[str, F32]) -> None:
+        """The inverse of `tensors`."""
+        state = {name.removeprefix(self.prefix): torch.from_numpy(np.array(t)) for name, t in tensors.items()}
+        self.load_state_dict(state)
+
+
+class Eagle2(Draft):
+    """Predicts the target's next hidden state, which the target's own head reads."""
+
+    prefix = "model."
+
+    def __init__(self, config: DraftConfig, target: Target) -> None:
+        super().__init__(config, target)
+        self.input_norm1 = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_norm2 = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.fc = Projection(2 * config.hidden_size, config.hidden_size)
+        self.eagle_layers = nn.ModuleList([DraftLayer(config, 1)])
+        self.reset_parameters()
+
+    @property
+    def layer(self) -> DraftLayer:
+        return self.eagle_layers[0]
+
+    def enter(self, embedded: Tensor, features: Tensor, is_first: bool) -> tuple[Tensor, Tensor]:
+        u = self.fc(torch.cat((self.input_norm1(embedded), self.input_norm2(features)), dim=-1))
+        return u, self.layer.input_layernorm(u)
+
+    def logits(self, output: Tensor) -> Tensor:
+        return self.target.logits(output)
+
+
+class Eagle3(Draft):
+    """Reads three of the target's layers and has its own head over the most frequent tokens."""
+
+    def __init__(self, config: DraftConfig, target: Target, token_ids: Tensor) -> None:
+        super().__init__(config, target)
+        self.fc = Projection(3 * config.hidden_size, config.hidden_size)
+        self.midlayer = DraftLayer(config, 2)
+        self.midlayer.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = Projection(config.hidden_size, config.vocab_size)
+        self.reset_parameters()
+        with torch.no_grad():
+            self.norm.weight.copy_(target.weights["norm"])
+            self.lm_head.weight.copy_(target.head[token_ids] / target.config.logit_divisor)
+
+    @property
+    def layer(self) -> DraftLayer:
+        return self.midlayer
+
+    def enter(self, embedded: Tensor, features: Tensor, is_first: bool) -> tuple[Tensor, Tensor]:
+        u = self.fc(features) if is_first else features
+        layer = self.midlayer
+        return u, torch.cat((layer.input_layernorm(embedded), layer.hidden_norm(u)), dim=-1)
+
+    def logits(self, output: Tensor) -> Tensor:
+        return self.lm_head(self.norm(output))
+
+
+def make_draft(config: DraftConfig, target: Target, token_ids: Array | None) -> Draft:
+    """A draft to be trained, on the target's device. `token_ids`: the target's ids of an EAGLE-3 head's rows."""
+    if config.method == "eagle2":
+        return Eagle2(config, target).to(target.device)
+    if token_ids is None:
+        raise ValueError("an EAGLE-3 draft needs its vocabulary")
+    return Eagle3(config, target, torch.from_numpy(token_ids).to(target.device)).to(target.device)
+
+
+def features_of(draft: Draft, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """What the target says of rows [B, L]: the draft's features, and the hidden states that its head reads."""
+    hidden, tapped = draft.target.hidden_states(tokens, draft.config.taps)
+    return (hidden if tapped is None else tapped), hidden

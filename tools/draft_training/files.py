@@ -1,0 +1,202 @@
+"""A draft's files, without torch: `config.json` and `model.safetensors`, named as published EAGLE drafts are.
+
+EAGLE-2 in the names of vLLM's MiniCPM EAGLE (`model.fc`, `model.input_norm1`, `model.eagle_layers.0`); EAGLE-3 in
+those of its authors' checkpoints (`fc`, `midlayer`, `lm_head`, `d2t`: target id = draft id + d2t[draft id]).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from quantization.file_writer import SafetensorsWriter, TensorPlan
+
+from cpmrt.config import ModelConfig
+from cpmrt.dtypes import F32, Array, DType, from_float32, to_float32
+from cpmrt.errors import CheckpointError, ConfigError
+from cpmrt.weights.files import read_json
+from cpmrt.weights.model_folder import ModelFolder
+from cpmrt.weights.safetensors import SafetensorsFile
+
+METHODS = ("eagle2", "eagle3")
+# Layer that reads the features, by method: its prefix in the file, and how many hidden rows are joined for its qkv.
+_LAYER = {"eagle2": ("model.eagle_layers.0", 1), "eagle3": ("midlayer", 2)}
+# Keys of the target's config.json that say what position a row has.
+_ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings")
+
+
+@dataclass(frozen=True)
+class DraftConfig:
+    """A draft's sizes; `vocab_size` is its head's, `taps` the target layers whose inputs EAGLE-3 reads."""
+
+    method: str
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    rms_norm_eps: float
+    residual_scale: float
+    taps: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise ConfigError("draft method", expected=" | ".join(METHODS), actual=repr(self.method))
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ConfigError(
+                "draft heads", expected=f"a multiple of {self.num_key_value_heads} key-value heads",
+                actual=self.num_attention_heads,
+            )  # fmt: skip
+
+
+def default_taps(num_layers: int) -> tuple[int, int, int]:
+    """The layers of EAGLE-3's authors: low, middle, high."""
+    return 2, num_layers // 2, num_layers - 3
+
+
+def check_taps(taps: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
+    """Raises ConfigError unless they are three layers of the target."""
+    if len(taps) != 3 or not all(0 <= layer < num_layers for layer in taps):
+        raise ConfigError("taps", expected=f"three layers in [0, {num_layers})", actual=list(taps), fix="--taps 0 1 2")
+    return taps
+
+
+def tensor_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
+    """Every weight of the file but the token maps."""
+    hidden, inner, width = config.hidden_size, config.intermediate_size, config.head_dim
+    q_size, kv_size = config.num_attention_heads * width, config.num_key_value_heads * width
+    layer, joined = _LAYER[config.method]
+    shapes: dict[str, tuple[int, ...]] = {
+        f"{layer}.input_layernorm.weight": (hidden,),
+        f"{layer}.post_attention_layernorm.weight": (hidden,),
+        f"{layer}.self_attn.q_proj.weight": (q_size, joined * hidden),
+        f"{layer}.self_attn.k_proj.weight": (kv_size, joined * hidden),
+        f"{layer}.self_attn.v_proj.weight": (kv_size, joined * hidden),
+        f"{layer}.self_attn.o_proj.weight": (hidden, q_size),
+        f"{layer}.mlp.gate_proj.weight": (inner, hidden),
+        f"{layer}.mlp.up_proj.weight": (inner, hidden),
+        f"{layer}.mlp.down_proj.weight": (hidden, inner),
+    }
+    if config.method == "eagle2":
+        norms = {f"model.input_norm{which}.weight": (hidden,) for which in (1, 2)}
+        return shapes | norms | {"model.fc.weight": (hidden, 2 * hidden)}
+    norms = {"midlayer.hidden_norm.weight": (hidden,), "norm.weight": (hidden,)}
+    return shapes | norms | {"fc.weight": (hidden, 3 * hidden), "lm_head.weight": (config.vocab_size, hidden)}
+
+
+def config_json(config: DraftConfig, target: ModelFolder) -> dict[str, Any]:
+    """The contents of `config.json`; rotary keys and scales are the target's."""
+    raw, is_mup = target.raw_config, _has_scales(target.config)
+    family, kind = ("MiniCPM", "minicpm") if is_mup else ("Llama", "llama")
+    prefix = {"eagle2": "Eagle", "eagle3": "Eagle3"}[config.method]
+    content: dict[str, Any] = {
+        "architectures": [f"{prefix}{family}ForCausalLM"],
+        "model_type": kind,
+        "vocab_size": target.config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": 1,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "rms_norm_eps": config.rms_norm_eps,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+    }
+    content |= {key: raw[key] for key in _ROPE_KEYS if key in raw}
+    if is_mup:
+        content |= {key: raw[key] for key in ("scale_emb", "scale_depth", "dim_model_base") if key in raw}
+        content["mup_denominator"] = mup_denominator(target)
+    if config.method == "eagle3":
+        content["draft_vocab_size"] = config.vocab_size
+        content["eagle_aux_hidden_state_layer_ids"] = list(config.taps)
+    return content
+
+
+def _has_scales(target: ModelConfig) -> bool:
+    return (target.scale_emb, target.residual_scale, target.logit_divisor) != (1.0, 1.0, 1.0)
+
+
+def mup_denominator(target: ModelFolder) -> int:
+    """What the draft's residual scale is scale_depth / sqrt of."""
+    return int(target.raw_config.get("mup_denominator", target.config.num_layers))
+
+
+def residual_scale(target: ModelFolder) -> float:
+    """What the draft's sublayers are multiplied by; 1 for a family without scales."""
+    if not _has_scales(target.config):
+        return 1.0
+    return float(target.raw_config.get("scale_depth", 1.0)) / mup_denominator(target) ** 0.5
+
+
+def write_draft(
+    folder: Path, config: DraftConfig, target: ModelFolder, tensors: Mapping[str, F32], token_ids: Array | None
+) -> None:
+    """Fill `folder` with the weights, rounded to bf16. `token_ids` (ascending) are the target's ids of the head's rows
+    (EAGLE-3). Raises ConfigError if the tensors are not those of `tensor_shapes`."""
+    found, expected = {name: tensor.shape for name, tensor in tensors.items()}, tensor_shapes(config)
+    if found != expected:
+        wrong = sorted(name for name in found.keys() | expected if found.get(name) != expected.get(name))
+        raise ConfigError(f"{folder}: draft tensors", expected="those of the method", actual=f"wrong: {wrong[:5]}")
+    words = {name: ("BF16", from_float32(tensor, DType.BFLOAT16)) for name, tensor in tensors.items()}
+    if token_ids is not None:
+        words |= _token_maps(token_ids, target.config.vocab_size)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "model.safetensors"
+    path.unlink(missing_ok=True)
+    plans = {name: TensorPlan(kind, array.shape) for name, (kind, array) in words.items()}
+    with SafetensorsWriter(path, plans) as writer:
+        for name, (_, array) in words.items():
+            writer.write(name, array)
+    text = json.dumps(config_json(config, target), indent=2)
+    (folder / "config.json").write_text(text + "\n", encoding="utf-8")
+
+
+def _token_maps(token_ids: Array, vocab_size: int) -> dict[str, tuple[str, Array]]:
+    offsets = token_ids.astype(np.int64) - np.arange(len(token_ids))
+    is_drafted = np.zeros(vocab_size, dtype=np.uint8)
+    is_drafted[token_ids] = 1
+    return {"d2t": ("I64", offsets), "t2d": ("BOOL", is_drafted)}
+
+
+def read_draft(folder: Path) -> tuple[DraftConfig, dict[str, F32], Array | None]:
+    """What `write_draft` wrote: config, weights as float32, the target's ids of the head's rows.
+
+    Raises ConfigError or CheckpointError.
+    """
+    raw = read_json(folder / "config.json")
+    config = _read_config(raw, str(folder / "config.json"))
+    with SafetensorsFile.open(folder / "model.safetensors") as file:
+        tensors = {}
+        for name, shape in tensor_shapes(config).items():
+            words = file.view(name)
+            if words.shape != shape or words.dtype != DType.BFLOAT16.storage:
+                raise CheckpointError(f"{file.path}: {name}", expected=f"bf16 {shape}", actual=f"{words.shape}")
+            tensors[name] = to_float32(words, DType.BFLOAT16)
+        token_ids = None
+        if config.method == "eagle3":
+            token_ids = file.view("d2t") + np.arange(config.vocab_size)
+    return config, tensors, token_ids
+
+
+def _read_config(raw: Mapping[str, Any], source: str) -> DraftConfig:
+    try:
+        method = "eagle3" if raw["architectures"][0].startswith("Eagle3") else "eagle2"
+        scale = raw["scale_depth"] / raw["mup_denominator"] ** 0.5 if "scale_depth" in raw else 1.0
+        names = (
+            "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+            "rms_norm_eps",
+        )  # fmt: skip
+        sizes = {name: raw[name] for name in names}
+        vocab = raw["draft_vocab_size" if method == "eagle3" else "vocab_size"]
+        taps = tuple(raw.get("eagle_aux_hidden_state_layer_ids", ()))
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{source} is not a draft's", expected="what tools/train_draft.py writes") from error
+    return DraftConfig(method, vocab_size=vocab, residual_scale=scale, taps=taps, **sizes)

@@ -1,0 +1,204 @@
+"""Trains an EAGLE-2 or EAGLE-3 draft of a Llama, MiniCPM or Qwen checkpoint on what the checkpoint itself writes.
+
+    python tools/train_draft.py --model demo --method eagle2 --text code.jsonl --text chat.jsonl --out drafts
+    python tools/train_draft.py --model FOLDER --method eagle3 --text TEXT --draft-vocab 32000 --out drafts
+
+The target continues prompts out of the text files (.txt, .jsonl with "text", or folders of them; each --text gets an
+equal share), and the draft learns its distributions. The result is written to OUT/METHOD and read back; its acceptance
+is measured on the target's continuations of --held-out prompts and printed as a table. Needs torch; a GPU for anything
+but the smallest target.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+
+from draft_training.acceptance import AcceptCounts, measure  # noqa: E402
+from draft_training.draft import Draft, make_draft  # noqa: E402
+from draft_training.files import (  # noqa: E402
+    METHODS,
+    DraftConfig,
+    check_taps,
+    default_taps,
+    read_draft,
+    residual_scale,
+    write_draft,
+)
+from draft_training.generation import Generated, PromptPool, generate, mixed_temperatures, prompt_windows  # noqa: E402
+from draft_training.target import Target  # noqa: E402
+from draft_training.training import DraftPlan, DraftTrainer, frequent_tokens  # noqa: E402
+
+from cpmrt.config.speculation import TreeShape  # noqa: E402
+from cpmrt.errors import ConfigError, CpmrtError  # noqa: E402
+from cpmrt.text import Tokenizer  # noqa: E402
+from cpmrt.weights.model_folder import ModelFolder  # noqa: E402
+
+CHAIN, TREE = TreeShape.chain(5), TreeShape(2, 10, 12)
+MEASURED_LENGTH = 256
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="folder or hub id of the target; 'demo' is the bundled one")
+    parser.add_argument("--method", choices=METHODS, required=True)
+    parser.add_argument("--out", type=Path, required=True, help="the draft goes to OUT/METHOD")
+    parser.add_argument("--text", type=Path, action="append", default=[], help="prompts to train on; repeatable")
+    parser.add_argument("--held-out", type=Path, action="append", help="prompts to measure on; repeatable")
+    sizes = parser.add_argument_group("sizes of the draft (default: those of a layer of the target)")
+    sizes.add_argument("--intermediate", type=int)
+    sizes.add_argument("--heads", type=int)
+    sizes.add_argument("--kv-heads", type=int)
+    sizes.add_argument("--draft-vocab", type=int, help="eagle3: most frequent tokens that its head knows")
+    sizes.add_argument("--taps", type=int, nargs=3, help="eagle3: layers whose inputs it reads")
+    texts = parser.add_argument_group("generated text")
+    texts.add_argument("--generated", type=Path, help="file to keep the rows in; read if it is there")
+    texts.add_argument("--rows", type=int, default=4096, help="rows to train on")
+    texts.add_argument("--rows-at-once", type=int, default=256, help="rows that are generated together")
+    texts.add_argument("--length", type=int, default=512, help="tokens of a row")
+    texts.add_argument("--prompts", type=int, default=20000, help="prompts of each text")
+    texts.add_argument("--prompt-length", type=int, default=32, help="tokens of a prompt, at most")
+    texts.add_argument("--greedy-share", type=float, default=0.25, help="of the rows; the others have T = 0.7 to 1")
+    run = parser.add_argument_group("training")
+    run.add_argument("--minutes", type=float, default=60.0)
+    run.add_argument("--steps", type=int, default=1_000_000, help="0: only measure the draft that is in OUT/METHOD")
+    run.add_argument("--batch", type=int, default=16, help="rows of a step")
+    run.add_argument("--passes", type=int, default=DraftPlan.num_passes, help="drafted depths that are trained")
+    run.add_argument("--learning-rate", type=float, default=DraftPlan.learning_rate)
+    run.add_argument("--hidden-weight", type=float, default=DraftPlan.hidden_weight, help="eagle2: of the regression")
+    run.add_argument("--seed", type=int, default=1)
+    run.add_argument("--measured-rows", type=int, default=64, help="held-out rows of each text and temperature")
+    return parser.parse_args(arguments)
+
+
+def draft_config(options: argparse.Namespace, folder: ModelFolder) -> DraftConfig:
+    """The draft's sizes. Raises ConfigError."""
+    target, taps, vocab = folder.config, (), folder.config.vocab_size
+    if options.method == "eagle3":
+        taps = check_taps(tuple(options.taps or default_taps(target.num_layers)), target.num_layers)
+        vocab = min(vocab, options.draft_vocab or vocab)
+    return DraftConfig(
+        options.method, target.hidden_size, options.intermediate or target.intermediate_size,
+        options.heads or target.num_heads, options.kv_heads or target.num_kv_heads, target.head_dim, vocab,
+        target.rms_norm_eps, residual_scale(folder), taps,
+    )  # fmt: skip
+
+
+class DraftMaker:
+    """One run of the tool: the target, the text that it writes, and the draft."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options, self.begun = options, time.perf_counter()
+        self.folder = ModelFolder.open(None if options.model == "demo" else options.model)
+        self.config = draft_config(options, self.folder)
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        self.target = Target(self.folder, self.device, dtype, options.length + 1)
+        self.tokenizer = Tokenizer.open(self.folder.path, vocab_size=self.folder.config.vocab_size)
+        torch.manual_seed(options.seed)
+
+    def say(self, **facts: object) -> None:
+        """A line of JSON with the time since the start."""
+        print(json.dumps({"at": round(time.perf_counter() - self.begun, 1), **facts}), flush=True)
+
+    def pool(self, paths: list[Path]) -> PromptPool:
+        """Prompts of text files."""
+        count, length = self.options.prompts, self.options.prompt_length
+        return PromptPool([prompt_windows(path, self.tokenizer, count, length) for path in paths], self.device)
+
+    def training_rows(self) -> torch.Tensor:
+        """Tokens [N, L + 1], of the file if it is there."""
+        options = self.options
+        if options.generated is not None and options.generated.exists():
+            return torch.from_numpy(np.load(options.generated)).to(self.device)
+        if not options.text:
+            raise ConfigError("no text to train on", fix="--text FILE")
+        pool, generator = self.pool(options.text), torch.Generator(self.device).manual_seed(options.seed)
+        parts = []
+        for first in range(0, options.rows, options.rows_at_once):
+            count = min(options.rows_at_once, options.rows - first)
+            temperatures = mixed_temperatures(count, options.greedy_share, generator)
+            written = generate(self.target, pool, temperatures, options.length + 1, generator)
+            parts.append(written.tokens.int())
+        tokens = torch.cat(parts)
+        self.say(generated=tokens.numel())
+        if options.generated is not None:
+            np.save(options.generated, tokens.cpu().numpy())
+        return tokens
+
+    def train(self) -> dict[str, object]:
+        """Writes the draft's folder; returns the summary."""
+        options, tokens, token_ids = self.options, self.training_rows(), None
+        if self.config.method == "eagle3":
+            stops = self.folder.config.eos_token_ids
+            token_ids = frequent_tokens(tokens, self.folder.config.vocab_size, self.config.vocab_size, stops)
+            covered = torch.isin(tokens.long(), token_ids).float().mean().item()
+            self.say(draft_vocab=len(token_ids), covered=round(covered, 4))
+        names = None if token_ids is None else token_ids.cpu().numpy()
+        draft = make_draft(self.config, self.target, names)
+        plan = DraftPlan(
+            options.minutes, options.steps, options.batch, options.seed, options.passes,
+            learning_rate=options.learning_rate, hidden_weight=options.hidden_weight,
+        )  # fmt: skip
+        summary = DraftTrainer(draft, tokens, token_ids, plan).run(lambda facts: self.say(**facts))
+        write_draft(options.out / self.config.method, self.config, self.folder, draft.tensors(), names)
+        return {"parameters": sum(p.numel() for p in draft.parameters()), **summary}
+
+    def measure(self) -> str:
+        """The table of the draft as it was written."""
+        options = self.options
+        config, tensors, names = read_draft(options.out / self.config.method)
+        draft: Draft = make_draft(config, self.target, names)
+        draft.load(tensors)
+        token_ids = None if names is None else torch.from_numpy(names).to(self.device)
+        pool, generator = self.pool(options.held_out), torch.Generator(self.device).manual_seed(options.seed + 1)
+        depths = " | ".join(f"depth {depth + 1}" for depth in range(CHAIN.num_passes))
+        lines = [
+            f"| text | T | tree {TREE.num_passes}, {TREE.top_k}, {TREE.tree_size} | chain of {CHAIN.num_passes} | "
+            f"{depths} |",
+            "|" + " --- |" * (4 + CHAIN.num_passes),
+        ]
+        for temperature in (0.0, 1.0):
+            rows = options.measured_rows * len(options.held_out)
+            temperatures = torch.full((rows,), temperature, device=self.device)
+            length = min(options.length, MEASURED_LENGTH)
+            text: Generated = generate(self.target, pool, temperatures, length + 1, generator)
+            trees, chains = (measure(draft, token_ids, shape, text) for shape in (TREE, CHAIN))
+            for path, tree, chain in zip(options.held_out, trees, chains, strict=True):
+                lines.append(_row(path, temperature, tree, chain))
+        return "\n".join(lines)
+
+
+def _row(path: Path, temperature: float, tree: AcceptCounts, chain: AcceptCounts) -> str:
+    rates = " | ".join(f"{rate:.0%}" for rate in chain.rates())
+    return f"| {path.stem} | {temperature:g} | {tree.mean_length:.2f} | {chain.mean_length:.2f} | {rates} |"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit code: 0 done, 1 an error that a message explains."""
+    options = parse_arguments(arguments)
+    try:
+        maker = DraftMaker(options)
+        if options.steps:
+            maker.say(**maker.train())
+        if options.held_out:
+            print(maker.measure(), flush=True)
+        maker.say(done=str(options.out / options.method))
+    except CpmrtError as error:
+        print(f"train_draft.py: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
