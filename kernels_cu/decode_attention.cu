@@ -3,6 +3,7 @@
 // out[t, h, :] = sum_j softmax_j(scale * q[t, h, :] . k[j, h / GROUP, :]) v[j, h / GROUP, :],  j = 0 .. positions[t],
 // or with WINDOW the last WINDOW of these. k[j], v[j] lie at location j of the pages of the row's slot, with TREE only for
 // j < tree_base[t]: k[tree_base[t] + n] lies at location tree_base[t] + i, i being the n-th set bit of tree_masks[t].
+// With SELECTED a row with positions[t] >= dense_context sees, per KV head, only j in its blocks of 64.
 //
 // out            [T, H*D] scalar_t row-major; a row of slot -1 becomes zeros
 // partials       float32 workspace, T * units * (num_splits / kCluster) * kHeads * D * 5 / 4 elements, where units is
@@ -12,6 +13,8 @@
 // k_pages        [P, K heads, 64, D] scalar_t; v_pages likewise
 // positions      [T] int32; slots [T] int32; block_tables [B, pages_per_sequence] int32
 // tree_masks     [T] uint64, tree_base [T] int32, read with TREE only: positions[t] + 1 is tree_base[t] plus the set bits
+// blocks         [T, K heads, num_selected] int32, ascending, the row's own block the last, read with SELECTED only; with
+//                SELECTED 2 the rows that see everything are left to prefill_attention: nothing is stored
 // num_splits     into how many runs a long row's pages are cut, a multiple of kCluster
 // grid           (kCluster * a, units * T, b) for a * b clusters of a row; block 128 in clusters of kCluster along x;
 //                shared memory 16 * D * 2 + STAGES * 64 * D * 4 bytes, and in clusters 5 * kHeads * D more
@@ -21,20 +24,19 @@
 //                rounded to scalar_t for the product with v, the result is rounded once when stored
 // oracle         NumpyOps.decode_attention
 // source         Flash-Decoding (Dao et al. 2023), FlashAttention-2 (arXiv 2307.08691)
-// layout         The query heads of a KV head are the rows of m16n8k16 tiles, so a page is read once for all of them
-//                (more than 16 heads: several blocks, the later ones out of the L2). A row's pages are cut into runs
-//                whose length depends on that row's length and the number of splits alone: a row's bits do not depend
-//                on its neighbours. A row of a tree is that of its path alone: its keys take the places that they would
-//                have, only where they are copied from differs. Of each page a warp takes 16 keys through a ring of its own, filled with cp.async
-//                by the lanes that read it: no barrier in the stream. A partial is (normalised output, log2 of the sum
-//                of weights); the four warps are merged through shared memory, the blocks of a cluster by sending each
-//                other what belongs to the other's slice of the heads' outputs (stores that a barrier there counts: a
-//                barrier of the cluster costs a fence and a second one keeps blocks alive), and clusters through the
-//                workspace, where the last one to arrive merges the slice: one block that reads all partials, as
-//                without clusters (below sm_90), needs 10 us and more. Short rows stay in one cluster and never touch
-//                the workspace. The grid need not cover num_splits, clusters take several turns: a grid for 64 rows of
-//                the longest context would be mostly blocks that start, find nothing and leave. Those that have nothing
-//                to do come last.
+// layout         The query heads of a KV head are the rows of m16n8k16 tiles, so a page is read once for all of them (more than 16
+//                heads: several blocks, the later ones out of the L2). A row's pages are cut into runs whose length depends on that
+//                row's length and the number of splits alone: a row's bits do not depend on its neighbours. A row of a tree is that
+//                of its path alone: its keys take the places that they would have, only where they are copied from differs. So it
+//                is with the blocks that a row chose. Of each page a warp takes 16 keys through a ring of its own, filled with
+//                cp.async by the lanes that read it: no barrier in the stream. A partial is (normalised output, log2 of the sum of
+//                weights); the four warps are merged through shared memory, the blocks of a cluster by sending each other what
+//                belongs to the other's slice of the heads' outputs (stores that a barrier there counts: a barrier of the cluster
+//                costs a fence and a second one keeps blocks alive), and clusters through the workspace, where the last one to
+//                arrive merges the slice: one block that reads all partials, as without clusters (below sm_90), needs 10 us and
+//                more. Short rows stay in one cluster and never touch the workspace. The grid need not cover num_splits, clusters
+//                take several turns: a grid for 64 rows of the longest context would be mostly blocks that start, find nothing and
+//                leave. Those that have nothing to do come last.
 #include "attention.cuh"
 
 #ifndef STAGES
@@ -49,6 +51,10 @@
 #ifndef WINDOW
 #error "WINDOW must be defined: how many of a row's last keys it sees; 0 for all"
 #endif
+#ifndef SELECTED
+#error "SELECTED must be defined: 1 and 2 read blocks"
+#endif
+static_assert(!SELECTED || WINDOW == 0, "a row chooses among all its blocks");
 static_assert(STAGES >= 2, "a warp's ring also holds its float32 output");
 
 #if __CUDA_ARCH__ >= 900 && !PORTABLE
@@ -291,7 +297,11 @@ KERNEL(decode_attention)(scalar_t* __restrict__ out, float* partials, int* arriv
                          const scalar_t* q, const scalar_t* k_pages, const scalar_t* v_pages, const int* positions,
                          const int* slots, const int* block_tables, const uint64_t* tree_masks,
                          const int* tree_base, int num_splits,
-                         int num_kv_heads, int pages_per_sequence, float scale) {
+                         int num_kv_heads, int pages_per_sequence, float scale
+#if SELECTED
+                         , const int* blocks, int num_selected, int dense_context
+#endif
+) {
   extern __shared__ __align__(128) unsigned char shared[];
   __shared__ float log_sums[kWarps][16];
   const int rank = blockIdx.x % kCluster, warp = threadIdx.x >> 5;
@@ -302,12 +312,25 @@ KERNEL(decode_attention)(scalar_t* __restrict__ out, float* partials, int* arriv
   const bool is_early = num_rows <= kEarlyRows;
   // One row's few pages would wait 3 us and more behind the next kernel's weights: that one starts after their copies.
   if (num_rows > 1) pdl_launch_dependents();
+  if (SELECTED) pdl_wait();  // the kernel before this one chose the pages
   const int slot = __ldcg(slots + row), position = __ldcg(positions + row);
   const Heads heads = {(((int64_t)row * num_kv_heads + kv_head) * GROUP + tile * kHeads) * HEAD_DIM,
                        min(kHeads, GROUP - tile * kHeads)};
   const int base = TREE ? __ldcg(tree_base + row) : position;
-  Keys keys = {position + 1, position + 1};
-  if (is_early) keys.old = num_rows == 1 ? base : first_written(TREE ? tree_base : positions, slots, slot, num_rows);
+#if SELECTED
+  const bool chooses = position >= dense_context;
+  const int* chosen = chooses ? blocks + ((int64_t)row * num_kv_heads + kv_head) * num_selected : nullptr;
+  // By how much positions exceed their places in the list, in its last blocks, in which a path lies.
+  const int skipped = chooses ? (position / kPageTokens + 1 - num_selected) * kPageTokens : 0;
+  if (SELECTED == 2 && slot >= 0 && !chooses) return;
+#else
+  const int* chosen = nullptr;
+  constexpr int skipped = 0;
+#endif
+  Keys keys = {position + 1 - skipped, position + 1 - skipped};
+  if (is_early && !SELECTED) {
+    keys.old = num_rows == 1 ? base : first_written(TREE ? tree_base : positions, slots, slot, num_rows);
+  }
   if (slot < 0 || keys.length <= 0) {
     pdl_wait();
     if (rank == 0 && first_cluster == 0) store_zeros(out, heads);
@@ -330,7 +353,7 @@ KERNEL(decode_attention)(scalar_t* __restrict__ out, float* partials, int* arriv
   const int* block_table = block_tables + (int64_t)slot * pages_per_sequence;
 #if TREE
   __shared__ int64_t path_table[kMaxNodes];
-  const Path path(path_table, base, __ldcg(tree_masks + row), block_table, page_stride);
+  const Path path(path_table, base, skipped, __ldcg(tree_masks + row), block_table, page_stride);
 #else
   const Path path;
 #endif
@@ -350,7 +373,8 @@ KERNEL(decode_attention)(scalar_t* __restrict__ out, float* partials, int* arriv
     if (!is_first) cluster_barrier();  // rings and what was received have been read
     const int run = target.cluster * kCluster + rank, first_page = cut.first_page + run * cut.run_pages;
     if (run < cut.num_runs) {
-      stream.block_table = block_table + first_page;
+      stream.chosen = chosen ? chosen + first_page : nullptr;
+      stream.block_table = chosen ? block_table : block_table + first_page;
       stream.first_key = first_page * kPageTokens + warp * kKeys;
       stream.num_pages = min(cut.run_pages, cut.num_pages - run * cut.run_pages);
       attend_run(shared, log_sums, q, heads, stream, keys, scale, is_early);

@@ -61,6 +61,7 @@ def open_executor(folder: ModelFolder, settings: EngineConfig) -> tuple[Executor
                 _load(part, source, arena, regions, layouts, device, modules, stream, settings.seed)
 
         limit = position_limit(config, settings)
+        config = config.for_context(plan.max_context)
         return CudaExecutor(config, settings, plan, device, dtype, limit, load, draft), plan
 
 

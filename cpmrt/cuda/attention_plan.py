@@ -12,7 +12,7 @@ from cpmrt.memory.kv_pages import PAGE_SIZE
 
 _QUERY_TILE = 16  # rows of an m16n8k16 tile
 _PREFILL_TILE = 128
-_PLAIN = {"TREE": 0, "WINDOW": 0}  # rows of no tree that see all their keys
+_PLAIN = {"TREE": 0, "WINDOW": 0, "SELECTED": 0}  # rows of no tree that see all their keys
 _MOST_CLUSTERS = 32  # whose partial results one block merges for a row
 _SMALL_SHARED_MEMORY = (86, 89, 120)  # compute capabilities with 100 KB of shared memory a multiprocessor
 
@@ -98,6 +98,14 @@ def plan_decode_attention(
         partials=max_rows * units * (num_splits // cluster) * heads * head_dim * 5 // 4,
         arrivals=max_rows * units * cluster,
     )
+
+
+def plan_selected_chunk(*, num_heads: int, num_kv_heads: int, head_dim: int, arch: int) -> DecodeAttentionPlan:
+    """For rows of a prefill chunk over blocks that each chose for itself: many, so that a row's tile of heads is one
+    block's, without a workspace."""
+    heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+    units = num_kv_heads * ceil(num_heads // num_kv_heads / _QUERY_TILE)
+    return plan_decode_attention(**heads, max_context=PAGE_SIZE, max_rows=1, arch=arch, num_sms=units, portable=True)
 
 
 def plan_prefill_attention(*, num_heads: int, num_kv_heads: int, head_dim: int, arch: int) -> PrefillAttentionPlan:

@@ -205,6 +205,7 @@ def every_shape(draft: Draft, target: StepForward, forward: DraftForward | None,
     """Each forward of steps with a draft once: the target's over trees, the draft's over whatever it sees."""
     for shape in draft.shapes:
         target.tree(shape.tree_size)
+    target.path_accepted()
     if forward is None:
         return
     for bucket in buckets:

@@ -37,11 +37,11 @@ from cpmrt.models.rope import rope_table
 LoadWeights = Callable[[int, Mapping[str, Any], Device, Modules, Any], None]
 _RUN_AHEAD = 4
 _TYPES = {
-    "rope": np.float32, "logits": np.float32, "attention_partials": np.float32, "block_tables": np.int32,
-    "attention_arrivals": np.int32, "token_ids": np.int32, "positions": np.int32, "slots": np.int32,
-    "chunk": np.int32, "token_counts": np.uint32, "slot_states": np.uint8, "step_context": np.uint64,
-    "gemm_workspace": np.uint8, "w4_arrivals": np.int32, "w4_rows": np.uint8, "w4_partials": np.uint8,
-    "w4_staging": np.uint8, "token_map": np.int32,
+    "attention_partials": np.float32, "attention_arrivals": np.int32, "block_log_sums": np.float32, "w4_rows": np.uint8,
+    "gemm_workspace": np.uint8, "block_scores": np.float32, "token_counts": np.uint32, "step_context": np.uint64,
+    "block_tables": np.int32, "slot_states": np.uint8, "w4_arrivals": np.int32, "w4_partials": np.uint8,
+    "dense_chunk": np.int32, "w4_staging": np.uint8, "token_ids": np.int32, "positions": np.int32, "logits": np.float32,
+    "token_map": np.int32, "rope": np.float32, "blocks": np.int32, "slots": np.int32, "chunk": np.int32,
 } | TREE_TYPES  # fmt: skip
 _PIECES = {".codes": np.uint8, ".perm": np.int32}
 """Of quantised weights, by the end of their names."""

@@ -39,7 +39,7 @@ _ATTENTION = ("HEAD_DIM", "GROUP")
 _STEP = ("VOCAB", "HIDDEN")
 _PORTABLE_LINEAR = {"CLUSTER": 1, "NORM": 1, "SMEM_BYTES": 98304}
 _NO_NORM = {"NORM": 0}
-_PLAIN = {"TREE": 0, "WINDOW": 0}
+_PLAIN = {"TREE": 0, "WINDOW": 0, "SELECTED": 0}
 _W4 = {"SCALE_GROUP": 128, "ZEROS": 0, "STAGE_SLICES": 0, "STAGES": 4, "EARLY_SLOTS": 1, "WARPGROUPS": 0, "NORM": 1}
 _W4 |= {"PORTABLE": 0, "CLUSTERS": 0, "RECEIVED_APART": 0, "SMEM_BYTES": 98304}
 _HEAD_64, _HEAD_128 = ({**_PORTABLE_LINEAR, "HEAD_DIM": size} for size in (64, 128))
@@ -80,9 +80,15 @@ KERNELS: tuple[KernelSpec, ...] = (
         "decode_attention",
         "decode_attention.cu",
         "decode_attention",
-        (*_ATTENTION, "STAGES", "PORTABLE", "TREE", "WINDOW"),
+        (*_ATTENTION, "STAGES", "PORTABLE", "TREE", "WINDOW", "SELECTED"),
         hot=True,
     ),
+    KernelSpec("compress_keys", "compress_keys.cu", "qkv", ("HEAD_DIM",), hot=True),
+    KernelSpec("compress_path", "compress_keys.cu", "", ("HEAD_DIM",), hot=True, reason="an accepted path"),
+    KernelSpec("coarse_log_sums", "select_blocks.cu", "select_blocks", (*_ATTENTION, "TREE"), hot=True),
+    KernelSpec("score_blocks", "select_blocks.cu", "select_blocks", (*_ATTENTION, "TREE"), hot=True),
+    KernelSpec("pick_blocks", "pick_blocks.cu", "select_blocks", hot=True),
+    KernelSpec("dense_rows", "pick_blocks.cu", "prefill_attention"),
     KernelSpec("prefill_attention", "prefill_attention.cu", "prefill_attention", (*_ATTENTION, "WINDOW"), hot=True),
     KernelSpec(
         "prefill_attention_wgmma",
@@ -191,12 +197,25 @@ CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
         {"HEAD_DIM": 64, "GROUP": 8, "STAGES": 3, "PORTABLE": 0} | _PLAIN,
         {"HEAD_DIM": 64, "GROUP": 1, "STAGES": 2, "PORTABLE": 0} | _PLAIN,
         {"HEAD_DIM": 96, "GROUP": 20, "STAGES": 3, "PORTABLE": 0} | _PLAIN,
-        {"HEAD_DIM": 128, "GROUP": 16, "STAGES": 3, "PORTABLE": 0, "TREE": 1, "WINDOW": 0},
-        {"HEAD_DIM": 128, "GROUP": 16, "STAGES": 3, "PORTABLE": 1, "TREE": 1, "WINDOW": 0},
-        {"HEAD_DIM": 64, "GROUP": 8, "STAGES": 2, "PORTABLE": 0, "TREE": 1, "WINDOW": 0},
-        {"HEAD_DIM": 64, "GROUP": 1, "STAGES": 2, "PORTABLE": 1, "TREE": 1, "WINDOW": 1000},
-        {"HEAD_DIM": 96, "GROUP": 20, "STAGES": 3, "PORTABLE": 0, "TREE": 1, "WINDOW": 512},
-        {"HEAD_DIM": 128, "GROUP": 16, "STAGES": 3, "PORTABLE": 0, "TREE": 0, "WINDOW": 1024},
+        {"HEAD_DIM": 128, "GROUP": 16, "STAGES": 3, "PORTABLE": 0} | _PLAIN | {"TREE": 1},
+        {"HEAD_DIM": 128, "GROUP": 16, "STAGES": 3, "PORTABLE": 1} | _PLAIN | {"TREE": 1},
+        {"HEAD_DIM": 64, "GROUP": 8, "STAGES": 2, "PORTABLE": 0} | _PLAIN | {"TREE": 1},
+        {"HEAD_DIM": 64, "GROUP": 1, "STAGES": 2, "PORTABLE": 1} | _PLAIN | {"TREE": 1, "WINDOW": 1000},
+        {"HEAD_DIM": 96, "GROUP": 20, "STAGES": 3, "PORTABLE": 0} | _PLAIN | {"TREE": 1, "WINDOW": 512},
+        {"HEAD_DIM": 128, "GROUP": 16, "STAGES": 3, "PORTABLE": 0} | _PLAIN | {"WINDOW": 1024},
+        {"HEAD_DIM": 128, "GROUP": 16, "STAGES": 3, "PORTABLE": 0} | _PLAIN | {"SELECTED": 1},
+        {"HEAD_DIM": 128, "GROUP": 16, "STAGES": 3, "PORTABLE": 0} | _PLAIN | {"SELECTED": 1, "TREE": 1},
+        {"HEAD_DIM": 64, "GROUP": 8, "STAGES": 3, "PORTABLE": 1} | _PLAIN | {"SELECTED": 1, "TREE": 1},
+        {"HEAD_DIM": 128, "GROUP": 16, "STAGES": 3, "PORTABLE": 1} | _PLAIN | {"SELECTED": 2},
+    ),
+    "compress_keys.cu": ({"HEAD_DIM": 128}, {"HEAD_DIM": 96}, {"HEAD_DIM": 64}),
+    "select_blocks.cu": (
+        {"HEAD_DIM": 128, "GROUP": 16, "TREE": 1},
+        {"HEAD_DIM": 128, "GROUP": 16, "TREE": 0},
+        {"HEAD_DIM": 128, "GROUP": 20, "TREE": 1},
+        {"HEAD_DIM": 96, "GROUP": 5, "TREE": 1},
+        {"HEAD_DIM": 64, "GROUP": 8, "TREE": 0},
+        {"HEAD_DIM": 64, "GROUP": 1, "TREE": 1},
     ),
     "prefill_attention.cu": (
         {"HEAD_DIM": 128, "GROUP": 16, "WINDOW": 0},

@@ -17,8 +17,8 @@ from cpmrt.cuda.gemm import Gemm
 from cpmrt.cuda.launcher import Launcher
 from cpmrt.cuda.linear_plan import BLOCK_THREADS, MAX_ROWS, DeviceLimits, plan_linear
 from cpmrt.cuda.products_w4 import QuantizedProducts
+from cpmrt.cuda.sparse_kernels import SparseKernels, SparsePlans, selected_arguments
 from cpmrt.cuda.tensor_map import row_boxes
-from cpmrt.errors import UnsupportedModelError
 from cpmrt.memory.kv_pages import PAGE_SIZE
 from cpmrt.ops import CompressedKeys, QuantizedWeight, Rows, Selection, check_shapes
 
@@ -46,9 +46,11 @@ class CudaOps:
         prefill_plan: PrefillAttentionPlan,
         *,
         portable: bool,
+        sparse: SparsePlans | None = None,
     ):
         self._config, self._launch, self._gemm, self._scratch = config, launcher, gemm, scratch
         self._limits, self._decode_plan, self._prefill_plan = limits, decode_plan, prefill_plan
+        self.sparse = None if sparse is None else SparseKernels(config, launcher, scratch, sparse)
         self._quantized = QuantizedProducts(config, launcher, gemm, scratch, limits, portable=portable)
 
     def embed(self, out: Any, token_ids: Any, table: Any, scale: float) -> None:
@@ -79,20 +81,22 @@ class CudaOps:
         )  # fmt: skip
         if not rows.is_prefill and q_norm is None:
             self._fused_qkv(q, k_pages, v_pages, x, norm, weight, bias, rope, rows, eps)
-            return
-        raw = self._scratch["qkv"][: len(x)]
-        if rows.is_prefill:
-            self._dense("qkv", raw, self._normalised(x, norm, eps), weight)
         else:
-            self._fused_qkv(raw, None, None, x, norm, weight, bias, rope, rows, eps)
-            bias = None
-        lanes = 4 if self._config.head_dim == 64 else 8
-        grid = -(-len(x) * (weight.shape[0] // self._config.head_dim) * lanes // _BLOCK)
-        self._launch(
-            "rope_append.cu", "rope_append", {"HEAD_DIM": self._config.head_dim}, grid, _BLOCK,
-            q, k_pages, v_pages, raw, bias, q_norm, k_norm, rope, rows.positions, rows.locations, rows.slots,
-            rows.block_tables, np.int32(len(x)), *self._head_counts(), *_table_sizes(rows, rope), np.float32(eps),
-        )  # fmt: skip
+            raw = self._scratch["qkv"][: len(x)]
+            if rows.is_prefill:
+                self._dense("qkv", raw, self._normalised(x, norm, eps), weight)
+            else:
+                self._fused_qkv(raw, None, None, x, norm, weight, bias, rope, rows, eps)
+                bias = None
+            lanes = 4 if self._config.head_dim == 64 else 8
+            grid = -(-len(x) * (weight.shape[0] // self._config.head_dim) * lanes // _BLOCK)
+            self._launch(
+                "rope_append.cu", "rope_append", {"HEAD_DIM": self._config.head_dim}, grid, _BLOCK,
+                q, k_pages, v_pages, raw, bias, q_norm, k_norm, rope, rows.positions, rows.locations, rows.slots,
+                rows.block_tables, np.int32(len(x)), *self._head_counts(), *_table_sizes(rows, rope), np.float32(eps),
+            )  # fmt: skip
+        if self.sparse is not None and compressed is not None and rows.tree_masks is None:
+            self.sparse.compress(compressed, k_pages, rows)
 
     def _fused_qkv(
         self,
@@ -125,8 +129,13 @@ class CudaOps:
         scale: float,
         config: SparseConfig,
     ) -> None:
-        """Refused, and with it every step of sparse attention: `workspace.check_supported` lets none come here."""
-        raise UnsupportedModelError("the CUDA executor has no sparse attention", fix='use sparse="off"')
+        check_shapes(
+            "select_blocks", blocks=blocks, q=q, k1_pages=k1_pages, k2_pages=k2_pages, k_pages=k_pages,
+            positions=rows.positions, slots=rows.slots, block_tables=rows.block_tables, tree_masks=rows.tree_masks,
+            tree_base=rows.tree_base,
+        )  # fmt: skip
+        assert self.sparse is not None, "planned without sparse attention"
+        self.sparse.select(blocks, q, k1_pages, k2_pages, k_pages, rows, scale, config)
 
     def decode_attention(
         self,
@@ -141,16 +150,16 @@ class CudaOps:
     ) -> None:
         check_shapes(
             "decode_attention", out=out, q=q, k_pages=k_pages, v_pages=v_pages, positions=rows.positions,
-            tree_masks=rows.tree_masks, tree_base=rows.tree_base,
+            tree_masks=rows.tree_masks, tree_base=rows.tree_base, blocks=selection and selection.blocks,
         )  # fmt: skip
-        plan = self._decode_plan
-        constants = plan.constants | {"TREE": int(rows.tree_masks is not None), "WINDOW": window}
+        plan, kind = self._decode_plan, {"WINDOW": window, "SELECTED": int(selection is not None)}
+        constants = plan.constants | kind | {"TREE": int(rows.tree_masks is not None)}
         self._launch(
             "decode_attention.cu", "decode_attention", constants, plan.grid(len(q)), plan.threads,
             out, self._scratch["attention_partials"], self._scratch["attention_arrivals"], q, k_pages, v_pages,
             rows.positions, rows.slots, rows.block_tables, rows.tree_masks, rows.tree_base, np.int32(plan.num_splits),
             np.int32(self._config.num_kv_heads), np.int32(rows.block_tables.shape[1]), np.float32(scale),
-            smem=plan.shared_bytes,
+            *selected_arguments(selection), smem=plan.shared_bytes,
         )  # fmt: skip
 
     def prefill_attention(
@@ -164,14 +173,29 @@ class CudaOps:
         window: int = 0,
         selection: Selection | None = None,
     ) -> None:
-        check_shapes("prefill_attention", out=out, q=q, k_pages=k_pages, v_pages=v_pages, positions=rows.positions)
+        check_shapes(
+            "prefill_attention", out=out, q=q, k_pages=k_pages, v_pages=v_pages, positions=rows.positions,
+            blocks=selection and selection.blocks,
+        )  # fmt: skip
+        if selection is None:
+            self._dense_chunk(out, q, k_pages, v_pages, rows, scale, window, self._scratch["chunk"])
+            return
+        assert self.sparse is not None, "planned without sparse attention"
+        dense = self.sparse.dense_rows(selection.config)
+        self._dense_chunk(out, q, k_pages, v_pages, rows, scale, 0, dense)
+        self.sparse.attend_chunk(out, q, k_pages, v_pages, rows, scale, selection)
+
+    def _dense_chunk(
+        self, out: Any, q: Any, k_pages: Any, v_pages: Any, rows: Rows, scale: float, window: int, chunk: Any
+    ) -> None:
+        """Rows of `chunk` (slot, start, count) over all that they see."""
         plan = self._prefill_plan
         constants = plan.constants | {"WINDOW": window}
         if plan.box_columns and not self._launch.is_recording:
             k_pages, v_pages = (row_boxes(pages, PAGE_SIZE, plan.box_columns) for pages in (k_pages, v_pages))
         self._launch(
             f"{plan.kernel}.cu", plan.kernel, constants, (plan.blocks_per_tile, plan.tiles(len(q))), plan.threads,
-            out, q, k_pages, v_pages, rows.block_tables, self._scratch["chunk"],
+            out, q, k_pages, v_pages, rows.block_tables, chunk,
             np.int32(self._config.num_kv_heads), np.int32(rows.block_tables.shape[1]), np.float32(scale),
             smem=plan.shared_bytes,
         )  # fmt: skip

@@ -178,6 +178,7 @@ class Speculation:
         self._target.tree(shape.tree_size)
         kernels.sample_tree(self._arrays["logits"][: shape.tree_size])
         kernels.accept(shape, self._hidden(shape.tree_size), self._simulate_accept)
+        self._target.path_accepted()
 
     def _grow(self, shape: TreeShape, draft: DraftForward) -> None:
         """The draft's passes, and the candidates of each."""

@@ -12,10 +12,12 @@ from cpmrt.cuda.gemm import Gemm
 from cpmrt.cuda.launcher import Launcher
 from cpmrt.cuda.linear_plan import MAX_ROWS, DeviceLimits
 from cpmrt.cuda.ops import CudaOps
+from cpmrt.cuda.sparse_kernels import SparsePlans
 from cpmrt.models.decoder import forward, lm_head
 from cpmrt.ops import Rows
 
-_ROW_BUFFERS = ("x", "q", "attention", "inner")
+_ROW_BUFFERS = ("x", "q", "attention", "inner", "blocks")
+_PAGES = ("k_pages", "v_pages", "k1_pages", "k2_pages")
 
 
 class StepForward:
@@ -47,7 +49,11 @@ class StepForward:
         )
         prefill_plan = plan_prefill_attention(**heads, arch=device.capability)
         limits, portable = DeviceLimits.of(device), device.is_portable
-        self._ops = CudaOps(config, launcher, gemm, arrays, limits, decode_plan, prefill_plan, portable=portable)
+        is_sparse, max_rows = config.sparse is not None, len(arrays["x"])
+        sparse = SparsePlans.of(config, device, max_context, max_rows) if is_sparse else None
+        self._ops = CudaOps(
+            config, launcher, gemm, arrays, limits, decode_plan, prefill_plan, portable=portable, sparse=sparse
+        )
 
     def every_shape(self, buckets: Iterable[int], row_counts: Iterable[int]) -> None:
         """Each shape once: chunks of the buckets, decode steps of the row counts, and the head of a first token."""
@@ -70,13 +76,18 @@ class StepForward:
         places = (self._arrays[name][:num_rows] for name in ("locations", "tree_masks", "tree_base"))
         self._layers(num_rows, slice(None), *places)
 
+    def path_accepted(self) -> None:
+        """What sparse attention keeps of the path of a tree, once its keys and values are at their positions."""
+        if self._ops.sparse is not None:
+            self._ops.sparse.compress_path(self._arrays)
+
     def _layers(self, num_rows: int, logit_rows: slice | None, *places: Any, first_state: int = 0) -> None:
         """The rows at the front of the buffers."""
         arrays = self._arrays
         tokens, positions, slots = (arrays[name][:num_rows] for name in ("token_ids", "positions", "slots"))
         rows = Rows(tokens, positions, slots, arrays["block_tables"], num_rows > MAX_ROWS, *places)
-        buffers = {name: arrays[name][:num_rows] for name in _ROW_BUFFERS}
-        buffers |= {name: arrays[name] for name in ("k_pages", "v_pages", "rope")}
+        buffers = {name: arrays[name][:num_rows] for name in _ROW_BUFFERS if name in arrays}
+        buffers |= {name: arrays[name] for name in (*_PAGES, "rope") if name in arrays}
         if "hidden" in arrays:
             buffers["hidden"] = arrays["hidden"][first_state : first_state + num_rows]
         if logit_rows is not None:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from cpmrt.config import EngineConfig, ModelConfig
 from cpmrt.cuda.attention_plan import plan_decode_attention
 from cpmrt.cuda.linear_plan import MAX_ROWS, DeviceLimits
+from cpmrt.cuda.selection_plan import plan_selection
 from cpmrt.cuda.slot_state import SLOT_STATE
 from cpmrt.cuda.weights_w4 import packed_regions, quantised_tables, quantised_workspace
 from cpmrt.errors import UnsupportedModelError
@@ -19,6 +20,8 @@ from cpmrt.models.planning import ExecutorNeeds
 from cpmrt.tensor_spec import BufferSpec, TensorSpec
 
 GEMM_WORKSPACE_BYTES = 32 << 20
+TAKES_SPARSE = False
+"""Whether contexts are taken in which tokens leave others out: not before those kernels have been measured on a GPU."""
 BUCKETS = (64, 128, 256, 512, 1024, 2048, 4096)
 
 
@@ -26,6 +29,11 @@ def buckets(prefill_chunk: int) -> tuple[int, ...]:
     """Chunk sizes that a prefill graph is captured for: the smallest that hold `prefill_chunk` tokens and less."""
     smaller = [size for size in BUCKETS if size < prefill_chunk]
     return (*smaller, next((size for size in BUCKETS if size >= prefill_chunk), prefill_chunk))
+
+
+def most_rows(engine: EngineConfig) -> int:
+    """Of any step."""
+    return max(buckets(engine.prefill_chunk)[-1], MAX_ROWS)
 
 
 def row_counts(max_sequences: int) -> tuple[int, ...]:
@@ -57,6 +65,18 @@ def cuda_tables(
         _table("attention_partials", 4, attention.partials),
         _table("attention_arrivals", 4, attention.arrivals),
         _table("gemm_workspace", 1, GEMM_WORKSPACE_BYTES),
+        *_sparse_tables(config.for_context(max_context), engine, max_context, num_sms),
+    )
+
+
+def _sparse_tables(config: ModelConfig, engine: EngineConfig, max_context: int, num_sms: int) -> tuple[BufferSpec, ...]:
+    if config.sparse is None:
+        return ()
+    plan = plan_selection(config, max_context=max_context, max_rows=most_rows(engine), num_sms=num_sms)
+    return (
+        _table("block_scores", 4, plan.pooled),
+        _table("block_log_sums", 4, plan.log_sums),
+        _table("dense_chunk", 4, 4),
     )
 
 
@@ -87,7 +107,7 @@ def cuda_needs(
     limits: DeviceLimits,
 ) -> ExecutorNeeds:
     """All of it without a draft, for `models.planning`; `specs`: the weights. Raises UnsupportedModelError."""
-    max_rows = max(buckets(engine.prefill_chunk)[-1], MAX_ROWS)
+    max_rows = most_rows(engine)
     counters = quantised_tables(specs, config, limits)
 
     def tables(max_context: int) -> tuple[BufferSpec, ...]:
@@ -104,10 +124,10 @@ def cuda_needs(
 
 
 def check_supported(config: ModelConfig) -> None:
-    """Raise UnsupportedModelError for a shape that the kernels do not take, or attention that leaves tokens out."""
-    if config.sparse is not None:
+    """Raise UnsupportedModelError for a shape or a kind of attention that the kernels do not take."""
+    if config.sparse is not None and (config.sparse.use_nope or not TAKES_SPARSE):
         raise UnsupportedModelError(
-            "the CUDA executor has no sparse attention",
+            "the CUDA executor has no sparse attention" + " over keys before RoPE (use_nope)" * TAKES_SPARSE,
             expected=f"a context of at most {config.sparse.dense_context} tokens, in which no token leaves any out",
             fix='lower max_context, look at all tokens with sparse="off", or use executor="reference"',
         )

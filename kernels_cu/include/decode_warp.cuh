@@ -5,7 +5,7 @@
 #pragma once
 #include "attention.cuh"
 
-// The keys of a row, by position: none from `length` on, none before the window. Those below `old` were in the cache
+// The keys of a row, by position, or by their place among those of the blocks that it chose: none from `length` on, none before the window. Those below `old` were in the cache
 // before this step.
 struct Keys {
   int length, old;
@@ -32,16 +32,17 @@ __device__ __forceinline__ int first_written(const int* written, const int* slot
 #if TREE
 constexpr int kMaxNodes = 64;
 
-// Where the keys from position `base` on lie: elements from the first token of a KV head in page 0, in shared memory.
+// Where the keys from place `base` on lie: elements from the first token of a KV head in page 0, in shared memory.
 struct Path {
   const int64_t* offsets;
   int base;
 
-  // By the whole block: node i of the tree is at location base + i, and the path goes through the set bits of `mask`.
-  __device__ __forceinline__ Path(int64_t (&table)[kMaxNodes], int first, uint64_t mask, const int* block_table,
-                                  int64_t page_stride)
-      : offsets(table), base(first) {
-    const int node = threadIdx.x, location = base + node;
+  // By the whole block: node i of the tree is at location first + i, and the path goes through the set bits of `mask`.
+  // `skipped`: by how much the positions there exceed the places.
+  __device__ __forceinline__ Path(int64_t (&table)[kMaxNodes], int first, int skipped, uint64_t mask,
+                                  const int* block_table, int64_t page_stride)
+      : offsets(table), base(first - skipped) {
+    const int node = threadIdx.x, location = first + node;
     if (node < kMaxNodes && (mask >> node & 1)) {
       table[__popcll(mask & ((1ull << node) - 1))] =
           __ldcg(block_table + location / kPageTokens) * page_stride + location % kPageTokens * HEAD_DIM;
@@ -166,11 +167,16 @@ struct Stream {
   int first_key;  // of this warp in the run's first page
   int num_pages;
   int page_ids;  // of 32 consecutive pages of the run, one a lane
+  const int* chosen = nullptr;  // the run's blocks, if it is of chosen ones; then block_table is the slot's
 
   __device__ __forceinline__ int64_t locate(int page) {
     const int lane = threadIdx.x & 31;
-    if (page % 32 == 0) page_ids = page + lane < num_pages ? __ldcg(block_table + page + lane) : 0;
+    if (page % 32 == 0) page_ids = page + lane < num_pages ? page_id(page + lane) : 0;
     return offset_of(page);
+  }
+  __device__ __forceinline__ int page_id(int page) const {
+    if (chosen) page = __ldcg(chosen + page);
+    return __ldcg(block_table + page);
   }
   // Of one of the 32 pages located last.
   __device__ __forceinline__ int64_t offset_of(int page) const {

@@ -1,0 +1,161 @@
+"""Launches of sparse attention: compressed keys, the choice of blocks, and a prefill chunk over chosen blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cpmrt.config import ModelConfig, SparseConfig
+from cpmrt.cuda.attention_plan import DecodeAttentionPlan, plan_selected_chunk
+from cpmrt.cuda.device import Device
+from cpmrt.cuda.launcher import Launcher
+from cpmrt.cuda.linear_plan import MAX_ROWS
+from cpmrt.cuda.selection_plan import SelectionPlan, plan_selection
+from cpmrt.ops import CompressedKeys, Rows, Selection
+
+_PICK_THREADS, _SCORE_THREADS = 512, 256
+_WINDOW_ROWS = 16
+"""Consecutive rows of which one ends a window."""
+_PATH_WINDOWS = 5
+_MOST_GRID_ROWS = 65535
+
+
+@dataclass(frozen=True)
+class SparsePlans:
+    """Of the choice of blocks, and of a chunk's rows over chosen blocks."""
+
+    selection: SelectionPlan
+    chunk: DecodeAttentionPlan
+
+    @classmethod
+    def of(cls, config: ModelConfig, device: Device, max_context: int, max_rows: int) -> SparsePlans:
+        """max_rows: the most rows of a step."""
+        heads = {"num_heads": config.num_heads, "num_kv_heads": config.num_kv_heads, "head_dim": config.head_dim}
+        return cls(
+            plan_selection(config, max_context=max_context, max_rows=max_rows, num_sms=device.num_sms),
+            plan_selected_chunk(**heads, arch=device.capability),
+        )
+
+
+class SparseKernels:
+    """`compress_keys.cu`, `select_blocks.cu`, `pick_blocks.cu`, and `decode_attention.cu` for a chunk's rows.
+
+    `scratch` holds `block_scores`, `block_log_sums` and `dense_chunk`, and what `CudaOps` needs.
+    """
+
+    def __init__(self, config: ModelConfig, launcher: Launcher, scratch: Mapping[str, Any], plans: SparsePlans):
+        self._config, self._launch, self._scratch, self._plans = config, launcher, scratch, plans
+
+    def compress(self, compressed: CompressedKeys, k_pages: Any, rows: Rows) -> None:
+        """The windows that end at a row's position; its key is stored."""
+        num_rows, head_dim = len(rows.positions), self._config.head_dim
+        together = 1 if num_rows <= MAX_ROWS else _WINDOW_ROWS
+        grid = (-(-num_rows // together), self._config.num_kv_heads, 2)
+        self._launch(
+            "compress_keys.cu", "compress_keys", {"HEAD_DIM": head_dim}, grid, head_dim // 2, compressed.k1_pages,
+            compressed.k2_pages, k_pages, rows.positions, rows.slots, rows.block_tables, np.int32(num_rows),
+            np.int32(together), np.int32(rows.block_tables.shape[1]),
+        )  # fmt: skip
+
+    def compress_path(self, arrays: Mapping[str, Any]) -> None:
+        """After `accept`: the windows that end within its path, in the pages of all layers."""
+        num_layers, num_pages, num_heads, _, head_dim = arrays["k_pages"].shape
+        tables = arrays["block_tables"]
+        self._launch(
+            "compress_keys.cu", "compress_path", {"HEAD_DIM": head_dim}, (num_layers * num_heads, _PATH_WINDOWS),
+            head_dim // 2, arrays["k1_pages"], arrays["k2_pages"], arrays["k_pages"], arrays["draft_tree"], tables,
+            np.int32(num_pages), np.int32(num_heads), np.int32(tables.shape[1]),
+        )  # fmt: skip
+
+    def select(
+        self,
+        blocks: Any,
+        q: Any,
+        k1_pages: Any,
+        k2_pages: Any,
+        k_pages: Any,
+        rows: Rows,
+        scale: float,
+        sparse: SparseConfig,
+    ) -> None:
+        """The op `select_blocks`, as many rows at a time as the workspace holds."""
+        step = self._plans.selection.rows_per_pass
+        for first in range(0, len(q), step):
+            part = slice(first, first + step)
+            self._score(q[part], k1_pages, k2_pages, k_pages, rows, part, scale, sparse)
+            self._pick(blocks[part], rows, part, sparse)
+
+    def _score(
+        self,
+        q: Any,
+        k1_pages: Any,
+        k2_pages: Any,
+        k_pages: Any,
+        rows: Rows,
+        part: slice,
+        scale: float,
+        sparse: SparseConfig,
+    ) -> None:
+        plan, num_rows = self._plans.selection, len(q)
+        pooled, log_sums = self._scratch["block_scores"], self._scratch["block_log_sums"]
+        places, table = (rows.positions[part], rows.slots[part]), rows.block_tables
+        tree = (None, None) if rows.tree_masks is None else (rows.tree_masks[part], rows.tree_base[part])
+        constants = plan.constants | {"TREE": int(rows.tree_masks is not None)}
+        together = plan.rows_per_block(num_rows)
+        sizes = tuple(map(np.int32, (num_rows, together, table.shape[1], plan.num_chunks)))
+        dense, factor = np.int32(sparse.dense_context), np.float32(scale)
+        self._launch(
+            "select_blocks.cu", "coarse_log_sums", constants, plan.grid(num_rows, plan.coarse_tiles), _SCORE_THREADS,
+            log_sums, q, k2_pages, k_pages, *places, table, *tree, *sizes, dense, factor,
+        )  # fmt: skip
+        self._launch(
+            "select_blocks.cu", "score_blocks", constants, plan.grid(num_rows, plan.fine_tiles), _SCORE_THREADS,
+            pooled, log_sums, q, k1_pages, *places, table, *sizes, *_forced(sparse), dense, factor,
+        )  # fmt: skip
+
+    def _pick(self, blocks: Any, rows: Rows, part: slice, sparse: SparseConfig) -> None:
+        num_rows, num_heads, num_selected = blocks.shape
+        pages = rows.block_tables.shape[1]
+        self._launch(
+            "pick_blocks.cu", "pick_blocks", {}, (num_rows, num_heads), _PICK_THREADS, blocks,
+            self._scratch["block_scores"], rows.positions[part], rows.slots[part], np.int32(pages),
+            np.int32(num_selected), *_forced(sparse), np.int32(sparse.dense_context), smem=4 * pages,
+        )  # fmt: skip
+
+    def dense_rows(self, sparse: SparseConfig) -> Any:
+        """The prefill chunk as far as its rows look at everything: slot, start, count."""
+        dense_chunk = self._scratch["dense_chunk"]
+        context = np.int32(sparse.dense_context)
+        self._launch("pick_blocks.cu", "dense_rows", {}, 1, 1, dense_chunk, self._scratch["chunk"], context)
+        return dense_chunk
+
+    def attend_chunk(
+        self, out: Any, q: Any, k_pages: Any, v_pages: Any, rows: Rows, scale: float, selection: Selection
+    ) -> None:
+        """The rows of a chunk that choose blocks, each alone."""
+        plan = self._plans.chunk
+        step = _MOST_GRID_ROWS // plan.units
+        for first in range(0, len(q), step):
+            part = slice(first, first + step)
+            self._launch(
+                "decode_attention.cu", "decode_attention", plan.constants | {"SELECTED": 2}, plan.grid(len(q[part])),
+                plan.threads, out[part], None, None, q[part], k_pages, v_pages, rows.positions[part],
+                rows.slots[part], rows.block_tables, None, None, np.int32(plan.num_splits),
+                np.int32(self._config.num_kv_heads), np.int32(rows.block_tables.shape[1]), np.float32(scale),
+                *selected_arguments(Selection(selection.blocks[part], selection.config)), smem=plan.shared_bytes,
+            )  # fmt: skip
+
+
+def selected_arguments(selection: Selection | None) -> tuple[Any, ...]:
+    """What `decode_attention` takes last when it is compiled with SELECTED."""
+    if selection is None:
+        return ()
+    sparse = selection.config
+    return selection.blocks, np.int32(sparse.num_selected), np.int32(sparse.dense_context)
+
+
+def _forced(sparse: SparseConfig) -> tuple[np.int32, np.int32]:
+    return np.int32(sparse.init_blocks), np.int32(sparse.local_blocks)

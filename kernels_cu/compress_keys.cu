@@ -1,0 +1,97 @@
+// Compressed keys of sparse attention: means of windows of keys, stored in the page in which the window ends.
+//
+//   formula   with e = positions[t], of a row of slot s, p = block_tables[s][e / 64], for every KV head:
+//             k1_pages[p, head, e % 64 / 16] = mean of the keys of e - 31 .. e, if 16 divides e + 1 and e >= 31
+//             k2_pages[p, head] = mean of the keys of e - 127 .. e, if 64 divides e + 1 and e >= 127
+//   operands  k1_pages (P, K, 4, D), k2_pages (P, K, D), k_pages (P, K, 64, D) scalar_t, compress_path: (layers, P, ...);
+//             positions, slots (T) int32; block_tables (B, pages_per_sequence) int32. A row of slot -1 stores nothing
+//   launch    compress_keys: grid (T / rows_per_block rounded up, K, 2: k1 and k2), block D / 2; compress_path: grid
+//             (layers * K, 5: four windows of k1, one of k2), block D / 2; no shared memory
+//   numerics  float32, summed token by token from the first, rounded once
+//   oracle    reference/sparse_attention.py append_compressed
+//   source    InfLLM-v2 (arXiv 2509.24663)
+//   layout    a thread sums two neighbouring elements, so that the order of a sum is that of its tokens. Of 16
+//             consecutive rows one ends a window: a block of a chunk takes so many
+#include "draft_tree.cuh"
+#include "window_mean.cuh"
+
+#ifndef HEAD_DIM
+#error "HEAD_DIM must be defined: elements of a head, 64, 96 or 128"
+#endif
+
+constexpr int kFine = 16, kCoarse = kPageTokens;  // tokens between windows; a window is two of these long
+constexpr int kPathWindows = 4;                   // of k1 that end among at most 64 positions
+
+// The keys of one KV head in a layer's pages as a slot's block table names them, from this thread's two elements on.
+struct Keys {
+  const scalar_t* first;
+  const int32_t* block_table;
+  int64_t page_stride;
+
+  __device__ __forceinline__ Keys(const scalar_t* pages, const int32_t* table, int num_kv_heads, int kv_head)
+      : first(pages + kv_head * (kPageTokens * HEAD_DIM) + threadIdx.x * 2),
+        block_table(table),
+        page_stride(static_cast<int64_t>(num_kv_heads) * (kPageTokens * HEAD_DIM)) {}
+
+  __device__ __forceinline__ const uint32_t* word(int position) const {
+    const scalar_t* page = first + block_table[position / kPageTokens] * page_stride;
+    return reinterpret_cast<const uint32_t*>(page + position % kPageTokens * HEAD_DIM);
+  }
+};
+
+// The window that ends at `end`, if one does: to row end % 64 / STRIDE of the page's rows for the KV head.
+template <int STRIDE>
+__device__ __forceinline__ void compress(scalar_t* compressed_pages, const Keys& keys, int num_kv_heads, int kv_head,
+                                         int end) {
+  const int first = end + 1 - 2 * STRIDE;
+  if ((end + 1) % STRIDE != 0 || first < 0) return;
+  const uint32_t mean = window_mean<2 * STRIDE>([&](int i) { return keys.word(first + i); });
+  const int64_t rows = static_cast<int64_t>(keys.block_table[end / kPageTokens]) * num_kv_heads + kv_head;
+  scalar_t* row = compressed_pages + (rows * (kPageTokens / STRIDE) + end % kPageTokens / STRIDE) * HEAD_DIM;
+  reinterpret_cast<uint32_t*>(row)[threadIdx.x] = mean;
+}
+
+// What an earlier kernel of the step wrote is not __restrict__: the compiler may move a load that it takes for one of
+// a constant before pdl_wait. The next kernel may start only after the wait, as after every kernel before attention.
+extern "C" __global__ void __launch_bounds__(HEAD_DIM / 2)
+    KERNEL(compress_keys)(scalar_t* k1_pages, scalar_t* k2_pages, const scalar_t* k_pages, const int32_t* positions,
+                          const int32_t* slots, const int32_t* block_tables, int num_rows, int rows_per_block,
+                          int pages_per_sequence) {
+  pdl_wait();
+  pdl_launch_dependents();
+  const int num_kv_heads = gridDim.y, kv_head = blockIdx.y;
+  const int begin = blockIdx.x * rows_per_block, end_row = min(begin + rows_per_block, num_rows);
+  for (int row = begin; row < end_row; row++) {
+    const int slot = slots[row], position = positions[row];
+    if (slot < 0) continue;
+    const Keys keys(k_pages, block_tables + static_cast<int64_t>(slot) * pages_per_sequence, num_kv_heads, kv_head);
+    if (blockIdx.z == 0) {
+      compress<kFine>(k1_pages, keys, num_kv_heads, kv_head, position);
+    } else {
+      compress<kCoarse>(k2_pages, keys, num_kv_heads, kv_head, position);
+    }
+  }
+}
+
+// The windows that end within the path that a speculative step accepted, in every layer, once its keys have moved.
+extern "C" __global__ void __launch_bounds__(HEAD_DIM / 2)
+    KERNEL(compress_path)(scalar_t* k1_pages, scalar_t* k2_pages, const scalar_t* k_pages, const DraftTree* tree,
+                          const int32_t* block_tables, int num_pages, int num_kv_heads, int pages_per_sequence) {
+  pdl_wait();
+  pdl_launch_dependents();
+  const int slot = tree->slot, root = tree->position, past = root + tree->path_length;
+  if (slot < 0) return;
+  const bool is_coarse = blockIdx.y == kPathWindows;
+  const int stride = is_coarse ? kCoarse : kFine, window = is_coarse ? 0 : blockIdx.y;
+  const int end = (root / stride + 1 + window) * stride - 1;
+  if (end >= past) return;
+  const int layer = blockIdx.x / num_kv_heads, kv_head = blockIdx.x % num_kv_heads;
+  const int64_t rows = static_cast<int64_t>(layer) * num_pages * num_kv_heads * HEAD_DIM;  // a row a page and head
+  const int32_t* table = block_tables + static_cast<int64_t>(slot) * pages_per_sequence;
+  const Keys keys(k_pages + rows * kPageTokens, table, num_kv_heads, kv_head);
+  if (is_coarse) {
+    compress<kCoarse>(k2_pages + rows, keys, num_kv_heads, kv_head, end);
+  } else {
+    compress<kFine>(k1_pages + rows * (kPageTokens / kFine), keys, num_kv_heads, kv_head, end);
+  }
+}

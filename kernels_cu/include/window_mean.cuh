@@ -1,0 +1,24 @@
+// The mean of a window of keys: a compressed key of sparse attention.
+#pragma once
+#include "types.cuh"
+
+// Two neighbouring elements of the mean of TOKENS keys, summed in float32 one by one from the first: the bits depend on
+// nothing else. `word_of(i)`, called once for each i in ascending order: where these two elements of key i are.
+template <int TOKENS, typename WordOf>
+__device__ __forceinline__ uint32_t window_mean(WordOf word_of) {
+  constexpr int kInFlight = 16;
+  static_assert(TOKENS % kInFlight == 0 && (TOKENS & (TOKENS - 1)) == 0, "whole batches, and an exact quotient");
+  float low = 0.0f, high = 0.0f;
+#pragma unroll 1
+  for (int first = 0; first < TOKENS; first += kInFlight) {
+    uint32_t words[kInFlight];
+#pragma unroll
+    for (int i = 0; i < kInFlight; i++) words[i] = *word_of(first + i);
+#pragma unroll
+    for (int i = 0; i < kInFlight; i++) {
+      const float2 pair = unpack2(words[i]);
+      low = __fadd_rn(low, pair.x), high = __fadd_rn(high, pair.y);
+    }
+  }
+  return pack2(low * (1.0f / TOKENS), high * (1.0f / TOKENS));
+}

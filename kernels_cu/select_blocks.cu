@@ -1,0 +1,315 @@
+// Scores of blocks of 64 tokens, of which pick_blocks.cu chooses: the compressed keys of a row that leaves blocks out.
+//
+//   formula   a row at position i chooses if i + 1 > dense_context; local = i / 64 - local_blocks. With c = scale log2(e),
+//             for a KV head and its query heads h:
+//             coarse_log_sums  lse[h] = log2 sum over e of 2^(c q[h] K2[e]), e = 1 .. (i + 1) / 64 - 1
+//             score_blocks     p[e] = sum over h of 2^(c q[h] K1[e] - lse[h]), e = 1 .. 4 local, and p[0] = 0;
+//                              pooled[b] = (p[4b], max of p[4b .. 4b + 3]), b = init_blocks .. local
+//   operands  log_sums float32 workspace (T, K, num_chunks, kPadded): a partial sum for each 64 entries of K2; pooled
+//             float32 workspace (T, K, pages_per_sequence, 2); q (T, H*D) scalar_t; k1_pages (P, K, 4, D), k2_pages
+//             (P, K, D) scalar_t: entry e of K1 is row e % 4 of page e / 4 of the slot, of K2 page e; positions, slots
+//             (T) int32; block_tables (B, pages_per_sequence) int32; with TREE k_pages (P, K, 64, D) scalar_t, tree_masks
+//             (T) uint64, tree_base (T) int32: entry tree_base[t] / 64 of K2 is the mean of keys of the row's path
+//   launch    grid (any, T / rows_per_block rounded up, K), rows_per_block 1, 2, 4 or 8; block 256; no dynamic shared memory
+//   numerics  products, sums and scores in float32, each in an order of its own entry alone; a score may be infinite
+//   oracle    reference/sparse_attention.py block_scores
+//   source    InfLLM-v2 (arXiv 2509.24663)
+//   layout    the query heads of a KV head are the rows of m16n8k16 tiles. A warp takes 32 compressed keys at a time, straight
+//             into registers: 32 dims of a key lie in the four lanes that hold its column, 16 bytes each, in an order of
+//             dims that the queries share and a sum of products does not see. Warps do not depend on each other: those
+//             of a block take the same keys for neighbouring rows, which then find them in L1, or other keys for one row
+#include "attention.cuh"
+#include "window_mean.cuh"
+
+#ifndef TREE
+#error "TREE must be defined: 1 reads tree_masks and tree_base"
+#endif
+
+constexpr int kWarps = 8;
+constexpr int kThreads = kWarps * 32;
+constexpr int kHeadTiles = (GROUP + 15) / 16;
+constexpr int kPadded = kHeadTiles * 16;
+constexpr int kBlocks = kHeadTiles == 1 && !TREE ? 2 : 1;  // of a multiprocessor, so that nothing is spilled
+constexpr int kParts = HEAD_DIM / 32;  // of 32 dims: two k-steps
+constexpr int kKeyTiles = 4;
+constexpr int kKeys = kKeyTiles * 8;  // that a warp takes at a time
+constexpr int kChunkKeys = 64;        // of K2 that share a partial log sum
+constexpr int kEntries = 4;           // of K1 in a block
+constexpr float kNoHead = 1e30f;      // the log sum of a head that there is not: it weighs nothing
+
+// 2^x with subnormal results: scores far below the highest still have an order.
+__device__ __forceinline__ float exp2_wide(float x) {
+  float y;
+  asm("ex2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// What a warp does: a row, and every stride-th tile of keys from `first` on. `row` is -1 where the row does not choose.
+struct Work {
+  int row, slot, position, first, stride;
+
+  __device__ __forceinline__ Work(const int* positions, const int* slots, int num_rows, int rows_per_block,
+                                  int dense_context) {
+    const int warp = threadIdx.x / 32, lanes = kWarps / rows_per_block;
+    row = blockIdx.y * rows_per_block + warp % rows_per_block;
+    first = blockIdx.x + warp / rows_per_block * gridDim.x;  // the first warps of all blocks before their others
+    stride = gridDim.x * lanes;
+    slot = -1, position = 0;
+    if (row < num_rows) slot = slots[row], position = positions[row];
+    if (slot < 0 || position + 1 <= dense_context) row = -1;
+  }
+  // Of the row and KV head among those of all rows.
+  __device__ __forceinline__ int64_t unit() const { return static_cast<int64_t>(row) * gridDim.z + blockIdx.z; }
+};
+
+// 16 query heads as the a operands of all k-steps.
+struct Queries {
+  uint32_t a[2 * kParts][4];
+
+  __device__ __forceinline__ void load(const scalar_t* q, int num_heads) {
+    const int head = (threadIdx.x & 31) / 4, dim = threadIdx.x % 4 * 8;
+#pragma unroll
+    for (int part = 0; part < kParts; part++) {
+      uint4 low = make_uint4(0, 0, 0, 0), high = make_uint4(0, 0, 0, 0);
+      if (head < num_heads) low = load16(q + head * HEAD_DIM + part * 32 + dim);
+      if (head + 8 < num_heads) high = load16(q + (head + 8) * HEAD_DIM + part * 32 + dim);
+      const uint32_t first[4] = {low.x, high.x, low.y, high.y}, second[4] = {low.z, high.z, low.w, high.w};
+#pragma unroll
+      for (int i = 0; i < 4; i++) a[2 * part][i] = first[i], a[2 * part + 1][i] = second[i];
+    }
+  }
+};
+
+__device__ __forceinline__ void load_queries(Queries (&queries)[kHeadTiles], const scalar_t* q, int64_t unit) {
+#pragma unroll
+  for (int tile = 0; tile < kHeadTiles; tile++) {
+    queries[tile].load(q + (unit * GROUP + tile * 16) * HEAD_DIM, GROUP - tile * 16);
+  }
+}
+
+// Keys as the b operands: key n * 8 + lane / 4 of them lies at row_of(n).
+struct KeyTile {
+  uint4 words[kKeyTiles][kParts];
+
+  template <typename RowOf>
+  __device__ __forceinline__ void load(RowOf row_of) {
+    const scalar_t* rows[kKeyTiles];
+#pragma unroll
+    for (int n = 0; n < kKeyTiles; n++) rows[n] = row_of(n) + threadIdx.x % 4 * 8;
+#pragma unroll
+    for (int n = 0; n < kKeyTiles; n++) {
+#pragma unroll
+      for (int part = 0; part < kParts; part++) words[n][part] = load16(rows[n] + part * 32);
+    }
+  }
+
+  __device__ __forceinline__ void score(float (&scores)[kKeyTiles][4], const Queries& queries) const {
+#pragma unroll
+    for (int n = 0; n < kKeyTiles; n++) {
+#pragma unroll
+      for (int i = 0; i < 4; i++) scores[n][i] = 0.0f;
+    }
+#pragma unroll
+    for (int part = 0; part < kParts; part++) {
+#pragma unroll
+      for (int n = 0; n < kKeyTiles; n++) mma(scores[n], queries.a[2 * part], {words[n][part].x, words[n][part].y});
+#pragma unroll
+      for (int n = 0; n < kKeyTiles; n++) mma(scores[n], queries.a[2 * part + 1], {words[n][part].z, words[n][part].w});
+    }
+  }
+};
+
+// ---- the normaliser
+
+#if TREE
+// By a warp: the mean of positions first .. first + 127 of a row of a tree, into shared memory. `keys`: of the KV head in
+// page 0. Behind `base` the path goes through the set bits of `mask`.
+__device__ __forceinline__ void mean_of_path(scalar_t* mean, const scalar_t* keys, const int* block_table,
+                                             int64_t page_stride, int first, int base, uint64_t mask) {
+#pragma unroll 1
+  for (int word = threadIdx.x & 31; word < HEAD_DIM / 2; word += 32) {
+    uint64_t left = mask;
+    reinterpret_cast<uint32_t*>(mean)[word] = window_mean<2 * kPageTokens>([&](int i) {
+      int location = first + i;
+      if (location >= base) {
+        location = base + __ffsll(static_cast<int64_t>(left)) - 1;
+        left &= left - 1;
+      }
+      const scalar_t* page = keys + block_table[location / kPageTokens] * page_stride;
+      return reinterpret_cast<const uint32_t*>(page + location % kPageTokens * HEAD_DIM) + word;
+    });
+  }
+}
+#endif
+
+// A row's running maximum and sum of 2^(factor * score), rows lane / 4 and lane / 4 + 8 of a tile of heads.
+struct LogSum {
+  float max[2], sum[2];
+
+  // Keys first_key .. + 31, of which those from `begin` to `last` count; there is one of them.
+  __device__ __forceinline__ void add(const float (&scores)[kKeyTiles][4], float factor, int first_key, int begin,
+                                      int last) {
+    const int first = first_key + threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      float values[2 * kKeyTiles], top = kHiddenScore;
+#pragma unroll
+      for (int i = 0; i < 2 * kKeyTiles; i++) {
+        const int key = first + i / 2 * 8 + i % 2;
+        values[i] = begin <= key && key <= last ? scores[i / 2][2 * half + i % 2] : kHiddenScore;
+        top = fmaxf(top, values[i]);
+      }
+      top = fmaxf(max[half], quad_max(top) * factor);
+      float added = 0.0f;
+#pragma unroll
+      for (int i = 0; i < 2 * kKeyTiles; i++) added += exp2_fast(fmaf(values[i], factor, -top));
+      sum[half] = fmaf(sum[half], exp2_fast(max[half] - top), added);
+      max[half] = top;
+    }
+  }
+
+  // All four lanes of a row call it.
+  __device__ __forceinline__ float value(int half) const { return max[half] + log2_fast(quad_sum(sum[half])); }
+};
+
+extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
+    KERNEL(coarse_log_sums)(float* log_sums, const scalar_t* q, const scalar_t* k2_pages, const scalar_t* k_pages,
+                            const int* positions, const int* slots, const int* block_tables,
+                            const uint64_t* tree_masks, const int* tree_base, int num_rows, int rows_per_block,
+                            int pages_per_sequence, int num_chunks, int dense_context, float scale) {
+  pdl_wait();
+  pdl_launch_dependents();
+  const Work work(positions, slots, num_rows, rows_per_block, dense_context);
+  if (work.row < 0) return;
+  const int last = (work.position + 1) / kPageTokens - 1, lane = threadIdx.x & 31;
+  if (work.first > last / kChunkKeys) return;
+  const int num_kv_heads = gridDim.z, kv_head = blockIdx.z;
+  const int* block_table = block_tables + static_cast<int64_t>(work.slot) * pages_per_sequence;
+  float* row_sums = log_sums + work.unit() * num_chunks * kPadded;
+#if TREE
+  __shared__ __align__(16) scalar_t path_means[kWarps][HEAD_DIM];
+  scalar_t* path_mean = path_means[threadIdx.x / 32];
+  const int base = tree_base[work.row], of_path = base / kPageTokens, ahead = of_path / kChunkKeys - work.first;
+  if (of_path <= last && ahead >= 0 && ahead % work.stride == 0) {  // it is this warp's
+    const int64_t page_stride = static_cast<int64_t>(num_kv_heads) * (kPageTokens * HEAD_DIM);
+    mean_of_path(path_mean, k_pages + kv_head * (kPageTokens * HEAD_DIM), block_table, page_stride,
+                 (of_path - 1) * kPageTokens, base, tree_masks[work.row]);
+    __syncwarp();
+  }
+#endif
+  Queries queries[kHeadTiles];
+  load_queries(queries, q, work.unit());
+#pragma unroll 1
+  for (int chunk = work.first; chunk <= last / kChunkKeys; chunk += work.stride) {
+    LogSum sums[kHeadTiles];
+#pragma unroll
+    for (int tile = 0; tile < kHeadTiles; tile++) sums[tile] = {{kNoMaximum, kNoMaximum}, {0.0f, 0.0f}};
+#pragma unroll 1
+    for (int begin = chunk * kChunkKeys; begin < (chunk + 1) * kChunkKeys && begin <= last; begin += kKeys) {
+      KeyTile keys;
+      keys.load([&](int n) -> const scalar_t* {
+        const int entry = min(max(begin + n * 8 + lane / 4, 1), last);
+#if TREE
+        if (entry == of_path) return path_mean;
+#endif
+        return k2_pages + (static_cast<int64_t>(block_table[entry]) * num_kv_heads + kv_head) * HEAD_DIM;
+      });
+#pragma unroll
+      for (int tile = 0; tile < kHeadTiles; tile++) {
+        float scores[kKeyTiles][4];
+        keys.score(scores, queries[tile]);
+        sums[tile].add(scores, scale * kLog2e, begin, 1, last);
+      }
+    }
+#pragma unroll
+    for (int tile = 0; tile < kHeadTiles; tile++) {
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const float value = sums[tile].value(half);
+        if (lane % 4 == 0) row_sums[chunk * kPadded + tile * 16 + half * 8 + lane / 4] = value;
+      }
+    }
+  }
+}
+
+// ---- scores
+
+// The log sum of head lane % 16 of a tile from its partial ones, in their order: even ones, odd ones, then both.
+__device__ __forceinline__ float merge_log_sums(const float* parts, int count) {
+  const int lane = threadIdx.x & 31;
+  parts += lane % 16;
+  float top = kNoMaximum, sum = 0.0f;
+  for (int i = lane / 16; i < count; i += 2) top = fmaxf(top, parts[i * kPadded]);
+  top = fmaxf(top, __shfl_xor_sync(0xFFFFFFFFu, top, 16));
+  for (int i = lane / 16; i < count; i += 2) sum += exp2_fast(parts[i * kPadded] - top);
+  sum += __shfl_xor_sync(0xFFFFFFFFu, sum, 16);
+  return top + log2_fast(sum);
+}
+
+// Entries first_entry .. + 31 of p, summed over all heads: blocks first_entry / 4 .. + 7, of which those up to `last` exist.
+__device__ __forceinline__ void store_pooled(float2* pooled, float (&p)[kKeyTiles][2], int first_entry, int last) {
+  const int lane = threadIdx.x & 31;
+#pragma unroll
+  for (int n = 0; n < kKeyTiles; n++) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+#pragma unroll
+      for (int distance = 4; distance < 32; distance *= 2) p[n][i] += __shfl_xor_sync(0xFFFFFFFFu, p[n][i], distance);
+    }
+    if (first_entry + n == 0 && lane % 4 == 0) p[n][0] = 0.0f;  // entry 0 is a window that there is not
+    const float highest = fmaxf(p[n][0], p[n][1]);
+    const float2 block = make_float2(p[n][0], fmaxf(highest, __shfl_xor_sync(0xFFFFFFFFu, highest, 1)));
+    const int number = first_entry / kEntries + n * 2 + lane % 4 / 2;
+    if (lane / 4 == n && lane % 2 == 0 && number <= last) pooled[number] = block;
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
+    KERNEL(score_blocks)(float2* pooled, const float* log_sums, const scalar_t* q, const scalar_t* k1_pages,
+                         const int* positions, const int* slots, const int* block_tables, int num_rows,
+                         int rows_per_block, int pages_per_sequence, int num_chunks, int init_blocks, int local_blocks,
+                         int dense_context, float scale) {
+  pdl_wait();
+  pdl_launch_dependents();
+  const Work work(positions, slots, num_rows, rows_per_block, dense_context);
+  if (work.row < 0) return;
+  const int local = work.position / kPageTokens - local_blocks, last = local * kEntries, lane = threadIdx.x & 31;
+  const int first_tile = init_blocks * kEntries / kKeys + work.first;
+  if (first_tile > last / kKeys) return;
+  const int num_kv_heads = gridDim.z, kv_head = blockIdx.z;
+  const int* block_table = block_tables + static_cast<int64_t>(work.slot) * pages_per_sequence;
+  Queries queries[kHeadTiles];
+  load_queries(queries, q, work.unit());
+  float log_sum[kHeadTiles][2];
+  const int count = ((work.position + 1) / kPageTokens - 1) / kChunkKeys + 1;
+#pragma unroll
+  for (int tile = 0; tile < kHeadTiles; tile++) {
+    float value = merge_log_sums(log_sums + work.unit() * num_chunks * kPadded + tile * 16, count);
+    if (tile * 16 + lane % 16 >= GROUP) value = kNoHead;
+    log_sum[tile][0] = __shfl_sync(0xFFFFFFFFu, value, lane / 4);
+    log_sum[tile][1] = __shfl_sync(0xFFFFFFFFu, value, lane / 4 + 8);
+  }
+#pragma unroll 1
+  for (int tile = first_tile; tile <= last / kKeys; tile += work.stride) {
+    KeyTile keys;
+    keys.load([&](int n) {
+      const int entry = min(max(tile * kKeys + n * 8 + lane / 4, 1), last);
+      const int64_t head_rows = static_cast<int64_t>(block_table[entry / kEntries]) * num_kv_heads + kv_head;
+      return k1_pages + (head_rows * kEntries + entry % kEntries) * HEAD_DIM;
+    });
+    float p[kKeyTiles][2] = {};
+#pragma unroll
+    for (int heads = 0; heads < kHeadTiles; heads++) {
+      float scores[kKeyTiles][4];
+      keys.score(scores, queries[heads]);
+#pragma unroll
+      for (int n = 0; n < kKeyTiles; n++) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          p[n][i % 2] += exp2_wide(fmaf(scores[n][i], scale * kLog2e, -log_sum[heads][i / 2]));
+        }
+      }
+    }
+    store_pooled(pooled + work.unit() * pages_per_sequence, p, tile * kKeys, local);
+  }
+}

@@ -1,0 +1,192 @@
+"""Sparse models on a GPU: near the reference executor, and the same bits however a text comes about."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from executors.cuda_models import BASE, ROWS, write_model
+from executors.reuse_cases import branching, cached, texts
+
+from cpmrt import LLM, SamplingParams
+from cpmrt.cuda import workspace
+from cpmrt.errors import UnsupportedModelError
+
+SPARSE = {"init_blocks": 1, "window_size": 64, "topk": 2, "dense_len": -1}
+"""Three blocks of 64: nothing is left out up to 192 tokens."""
+LONG = [5 + i * i % 89 for i in range(420)]
+GREEDY = SamplingParams(max_new_tokens=70, ignore_eos=True)
+SAMPLED = SamplingParams(max_new_tokens=70, temperature=1.0, seed=7, ignore_eos=True)
+MODELS = ["minicpm", "qwen3", "minicpm_96", "llama_bias"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def sparse_kernels():
+    """Users get them once they have been measured."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(workspace, "TAKES_SPARSE", True)
+        yield
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def any_checkpoint(request, tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp(request.param), BASE | ROWS[request.param] | {"sparse_config": SPARSE})
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("minicpm"), BASE | ROWS["minicpm"] | {"sparse_config": SPARSE})
+
+
+def open_llm(checkpoint: Any, **settings: Any) -> LLM:
+    usual = {"executor": "cuda", "dtype": "float16", "max_context": 1024, "prefill_chunk": 64}
+    return LLM(checkpoint, **usual | settings)
+
+
+def answers(checkpoint: Any, **settings: Any) -> list[Any]:
+    with open_llm(checkpoint, **settings) as llm:
+        return [llm.generate(LONG, params).token_ids for params in (GREEDY, SAMPLED)]
+
+
+@pytest.fixture(scope="module")
+def plain(checkpoint):
+    return answers(checkpoint)
+
+
+def distances(one: Any, other: Any) -> Any:
+    """Of each row of logits from that of the other."""
+    assert np.isfinite(one).all()
+    return np.linalg.norm(one - other, axis=1) / np.linalg.norm(other, axis=1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("chunk", [64, 128, 512])
+def test_logits_are_those_of_the_reference(any_checkpoint, chunk):
+    """But for rows whose choice between nearly equal blocks is another; dense logits are far away."""
+    with open_llm(any_checkpoint, executor="reference") as reference:
+        expected = reference.logits(LONG)
+    with open_llm(any_checkpoint, executor="reference", sparse="off") as reference:
+        dense = reference.logits(LONG)
+    with open_llm(any_checkpoint, prefill_chunk=chunk) as llm:
+        found = distances(llm.logits(LONG), expected)
+    assert found[:192].max() < 5e-3
+    assert np.median(found[192:]) < 5e-3 and np.mean(found[192:] < 1e-2) > 0.8
+    assert np.median(distances(dense, expected)[192:]) > 2e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"prefill_chunk": 1}, {"prefill_chunk": 50}, {"cuda_graphs": False}, {"dependent_launch": False},
+        {"cuda_graphs": False, "dependent_launch": False}, {"max_sequences": 4}, {"max_context": 700},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_settings_that_do_not_matter(checkpoint, plain, settings):
+    assert answers(checkpoint, **settings) == plain
+
+
+@pytest.mark.gpu
+def test_a_model_on_the_path_of_older_gpus(any_checkpoint, monkeypatch):
+    with open_llm(any_checkpoint, executor="reference") as reference:
+        expected = reference.logits(LONG)
+    monkeypatch.setenv("CPMRT_PORTABLE", "1")
+    for chunk in (64, 256):
+        with open_llm(any_checkpoint, prefill_chunk=chunk) as llm:
+            found = distances(llm.logits(LONG), expected)
+        assert found[:192].max() < 5e-3 and np.median(found) < 5e-3, chunk
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("chunk", [64, 256])
+def test_everything_selected_is_dense_to_the_bit(any_checkpoint, chunk):
+    """The sparse kernels run, as the context could be longer, but every token of this text sees all before it."""
+    settings = {"prefill_chunk": chunk}
+    with (
+        open_llm(any_checkpoint, sparse={"topk": 12}, **settings) as llm,
+        open_llm(any_checkpoint, sparse="off", **settings) as dense,
+    ):
+        assert "compressed keys" in llm.plan.part_bytes
+        assert np.array_equal(llm.logits(LONG), dense.logits(LONG))
+        assert llm.generate(LONG, SAMPLED).token_ids == dense.generate(LONG, SAMPLED).token_ids
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("chunk", [64, 256])
+def test_below_dense_len_it_is_dense_to_the_bit_and_above_it_is_not(checkpoint, chunk):
+    settings = {"prefill_chunk": chunk}
+    with (
+        open_llm(checkpoint, sparse={"dense_len": 401}, **settings) as llm,
+        open_llm(checkpoint, sparse="off", **settings) as dense,
+    ):
+        sparse_logits, dense_logits = llm.logits(LONG), dense.logits(LONG)
+    assert np.array_equal(sparse_logits[:400], dense_logits[:400])
+    assert (np.abs(sparse_logits[400:] - dense_logits[400:]).max(axis=1) > 1e-3).all()
+
+
+@pytest.mark.gpu
+def test_sequences_together(checkpoint, plain):
+    with open_llm(checkpoint, max_sequences=8) as llm:
+        prompts = [LONG, LONG[:250], LONG[:30], LONG[7:], LONG[:193]]
+        alone = [llm.generate(prompt, SAMPLED).token_ids for prompt in prompts]
+        streams = [llm.stream(prompt, SAMPLED) for prompt in prompts]
+        assert [stream.finish().token_ids for stream in streams] == alone
+    assert alone[0] == plain[1]
+
+
+@pytest.mark.gpu
+def test_the_prefix_cache_shares_compressed_keys(checkpoint):
+    """Pages of earlier texts bring theirs; a window over the seam takes keys from both sides."""
+    tails = ([], [7], [8, 9])
+    with open_llm(checkpoint, prefix_cache=False) as llm:
+        whole = texts(branching(llm))
+        again = [llm.generate([*LONG, *tail], SAMPLED).token_ids for tail in tails]
+    with open_llm(checkpoint) as llm:
+        assert texts(branching(llm)) == whole
+        outs = [llm.generate([*LONG, *tail], SAMPLED) for tail in tails]
+    assert texts(outs) == again
+    assert cached(outs)[1:] == [384, 384]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_speculation_leaves_what_decoding_leaves(checkpoint, params):
+    """Tokens, and compressed keys of windows that end in accepted paths and beside them."""
+    found = []
+    speculative = {"draft": "lookup", "speculate": {"num_passes": 6, "adaptive": False}}
+    for settings in ({}, speculative, speculative | {"cuda_graphs": False}):
+        with open_llm(checkpoint, prefix_cache=False, **settings) as llm:
+            out = llm.generate(LONG, params)
+            arrays = llm.executor._arrays
+            pages = {name: arrays[name].get() for name in ("k_pages", "k1_pages", "k2_pages")}
+            table = arrays["block_tables"].get()[0]
+            found.append((out.token_ids, pages, table))
+    if params is GREEDY:
+        assert out.stats.mean_accept_length > 1.5
+    tokens, pages, table = found[0]
+    num_written = len(LONG) + len(tokens) - 1  # the last token's key is not there
+    for other_tokens, other_pages, other_table in found[1:]:
+        assert other_tokens == tokens
+        for name, stride in (("k_pages", 1), ("k1_pages", 16), ("k2_pages", 64)):
+            one, other = (
+                flat(array, order)[:, 1 : num_written // stride]
+                for array, order in ((pages[name], table), (other_pages[name], other_table))
+            )
+            assert one.any(axis=(-1, -2)).all() and np.array_equal(one, other), name
+
+
+def flat(pages: Any, table: Any) -> Any:
+    """Pages [layers, P, K, entries, D] or [layers, P, K, D] -> the slot's entries in order, [layers, entries, K, D]."""
+    pages = pages[:, table] if pages.ndim == 5 else pages[:, table][:, :, :, None]
+    return pages.transpose(0, 1, 3, 2, 4).reshape(len(pages), -1, pages.shape[2], pages.shape[4])
+
+
+def test_keys_before_rope_are_refused_with_the_way_out(checkpoint):
+    from cpmrt.cuda.workspace import check_supported
+    from cpmrt.weights.model_folder import ModelFolder
+
+    folder = ModelFolder.open(checkpoint, sparse={"use_nope": True})
+    with pytest.raises(UnsupportedModelError, match=r"use_nope.*sparse=\"off\""):
+        check_supported(folder.config)

@@ -1,0 +1,141 @@
+"""Attention over chosen blocks: the NumPy op, and the bits of dense attention where nothing is left out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from sparse_cases import SMALL, Slots, SparseDevice, any_choice
+
+from cpmrt.config import SparseConfig
+from cpmrt.dtypes import DType
+from cpmrt.memory.kv_pages import PAGE_SIZE
+from cpmrt.ops import OPS, Rows, Selection
+from cpmrt.reference.ops import NumpyOps
+
+pytestmark = pytest.mark.gpu
+
+KERNELS = ("dense_rows",)
+SHAPES = [
+    (DType.BFLOAT16, 16, 2, 128), (DType.FLOAT16, 8, 2, 64), (DType.BFLOAT16, 4, 1, 96), (DType.FLOAT16, 1, 3, 64),
+    (DType.FLOAT16, 20, 1, 128),
+]  # fmt: skip
+PORTABLE = pytest.mark.parametrize("portable", [False, True], ids=["", "portable"])
+WIDE = SparseConfig(1, 1024, 24, 1500)
+"""40 blocks: more than one cluster's; dense up to 2560 tokens."""
+
+
+def expected(slots: Slots, q: Any, rows: Rows, blocks: Any, sparse: SparseConfig) -> Any:
+    out = np.zeros_like(q)
+    ops = NumpyOps(slots.dtype)
+    attention = ops.prefill_attention if rows.is_prefill else ops.decode_attention
+    kept = rows.slots >= 0
+    few = replace(rows, token_ids=rows.token_ids[kept], positions=rows.positions[kept], slots=rows.slots[kept])
+    results, selection = np.zeros_like(q[kept]), Selection(blocks[kept], sparse)
+    k_pages, v_pages = (np.nan_to_num(pages) for pages in (slots.k_pages, slots.v_pages))
+    attention(results, q[kept], k_pages, v_pages, few, slots.scale, selection=selection)
+    out[kept] = results
+    return out
+
+
+def assert_close(actual: Any, wanted: Any, dtype: DType) -> None:
+    assert np.isfinite(actual).all()
+    errors = np.linalg.norm(actual - wanted, axis=1) / np.maximum(np.linalg.norm(wanted, axis=1), 1e-9)
+    assert errors.max() <= OPS["decode_attention"].tolerance[dtype], f"row {errors.argmax()}: {errors.max():.2e}"
+
+
+@PORTABLE
+@pytest.mark.parametrize(("dtype", "group", "kv_heads", "head_dim"), SHAPES, ids=str)
+def test_rows_match_the_numpy_op(
+    cuda: Any, dtype: DType, group: int, kv_heads: int, head_dim: int, portable: bool
+) -> None:
+    """Around page edges, some rows dense, one padding."""
+    slots = Slots(dtype, [700, 450], group=group, kv_heads=kv_heads, head_dim=head_dim)
+    positions = [0, 100, 254, 255, 256, 257, 319, 320, 321, 447, 5, 448, 640, 699]
+    rows = slots.rows(positions, [0, 1, 0, 0, 1, 0, 0, 1, 0, 1, -1, 1, 0, 0])
+    q, blocks = slots.queries(len(positions)), any_choice(slots.rng, rows, kv_heads, SMALL)
+    out = SparseDevice(cuda, slots, SMALL, portable=portable).attend(q, rows, blocks)
+    assert_close(out, expected(slots, q, rows, blocks, SMALL), dtype)
+
+
+@PORTABLE
+def test_many_blocks(cuda: Any, portable: bool) -> None:
+    slots = Slots(DType.BFLOAT16, [6000], group=16, kv_heads=2, head_dim=128)
+    rows = slots.rows([5999, 2559, 2560, 2561, 4095, 4096, 3000], np.zeros(7))
+    q, blocks = slots.queries(7), any_choice(slots.rng, rows, 2, WIDE)
+    device = SparseDevice(cuda, slots, WIDE, portable=portable)
+    out = device.attend(q, rows, blocks)
+    assert_close(out, expected(slots, q, rows, blocks, WIDE), slots.dtype)
+    for row in range(7):
+        few = replace(rows, positions=rows.positions[[row]], slots=rows.slots[[row]])
+        assert np.array_equal(device.attend(q[[row]], few, blocks[[row]])[0], out[row]), row
+    again = SparseDevice(cuda, slots, WIDE, portable=portable, pdl=True)
+    assert np.array_equal(again.attend(q, rows, blocks), out)
+
+
+@PORTABLE
+@pytest.mark.parametrize("is_prefill", [False, True], ids=["rows", "chunk"])
+def test_rows_that_leave_nothing_out_have_the_bits_of_dense_attention(
+    cuda: Any, is_prefill: bool, portable: bool
+) -> None:
+    slots = Slots(DType.FLOAT16, [2560], group=8, kv_heads=2, head_dim=64)
+    positions = np.arange(2380, 2560) if is_prefill else np.array([0, 63, 64, 1499, 1500, 2047, 2048, 2500, 2559])
+    rows = slots.rows(positions, np.zeros(len(positions)), is_prefill=is_prefill)
+    q, blocks = slots.queries(len(positions)), any_choice(slots.rng, rows, 2, WIDE)
+    device = SparseDevice(cuda, slots, WIDE, portable=portable)
+    assert np.array_equal(device.attend(q, rows, blocks), device.attend(q, rows, None))
+
+
+@PORTABLE
+@pytest.mark.parametrize(("dtype", "group", "kv_heads", "head_dim"), SHAPES[:3], ids=str)
+@pytest.mark.parametrize(("start", "count"), [(0, 400), (100, 129), (192, 70), (255, 66), (300, 150), (10, 80)])
+def test_chunks_match_the_numpy_op(
+    cuda: Any, dtype: DType, group: int, kv_heads: int, head_dim: int, start: int, count: int, portable: bool
+) -> None:
+    """Before, across and behind the switch, with padding in the bucket."""
+    slots = Slots(dtype, [64, start + count], group=group, kv_heads=kv_heads, head_dim=head_dim)
+    padding = 7
+    positions = [*range(start, start + count), *[0] * padding]
+    rows = slots.rows(positions, [1] * count + [-1] * padding, is_prefill=True)
+    q, blocks = slots.queries(len(positions)), any_choice(slots.rng, rows, kv_heads, SMALL)
+    out = SparseDevice(cuda, slots, SMALL, max_rows=512, portable=portable).attend(q, rows, blocks)
+    assert_close(out[:count], expected(slots, q, rows, blocks, SMALL)[:count], dtype)
+
+
+@PORTABLE
+@pytest.mark.parametrize("base", [383, 384, 385, 440, 447, 448, 500, 511])
+def test_a_row_of_a_tree_has_the_bits_of_the_plain_row_of_its_path(cuda: Any, base: int, portable: bool) -> None:
+    """Chosen blocks before the path, the path in the last one or two of them."""
+    rng, count = np.random.default_rng(base), 33
+    paths = [[0]]
+    for node in range(1, count):
+        parent = int(rng.integers(node // 2, node))
+        paths.append([*paths[parent], node])
+    slots = Slots(DType.BFLOAT16, [base + count], group=16, kv_heads=2, head_dim=128)
+    positions = np.array([base + len(path) - 1 for path in paths])
+    masks = np.array([sum(1 << node for node in path) for path in paths], np.uint64)
+    tree = {"tree_masks": masks, "tree_base": np.full(count, base, np.int32)}
+    places = np.arange(base, base + count, dtype=np.int32)
+    rows = slots.rows(positions, np.zeros(count), locations=places, **tree)
+    q, blocks = slots.queries(count), any_choice(rng, rows, 2, SMALL)
+    device = SparseDevice(cuda, slots, SMALL, portable=portable)
+    together = device.attend(q, rows, blocks)
+    for node, path in enumerate(paths):
+        at, to = base + np.array(path), np.arange(base, base + len(path))
+        pages = {}
+        for name in ("k_pages", "v_pages"):
+            moved = getattr(slots, name).copy()
+            tokens = moved[slots.tables[0, at // PAGE_SIZE], :, at % PAGE_SIZE]
+            moved[slots.tables[0, to // PAGE_SIZE], :, to % PAGE_SIZE] = tokens
+            pages[name] = cuda.array(moved, slots.dtype)
+        held, device.pages = device.pages, device.pages | pages
+        alone = device.attend(q[[node]], slots.rows(positions[[node]], [0]), blocks[[node]])
+        device.pages = held
+        assert np.array_equal(alone[0], together[node]), node
+        by_itself = replace(
+            rows, positions=positions[[node]].astype(np.int32), slots=rows.slots[[node]], locations=places[[node]],
+            tree_masks=masks[[node]], tree_base=rows.tree_base[[node]],
+        )  # fmt: skip
+        assert np.array_equal(device.attend(q[[node]], by_itself, blocks[[node]])[0], together[node]), node

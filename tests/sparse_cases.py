@@ -1,0 +1,174 @@
+"""Slots of tokens with their compressed keys, and `CudaOps` over them: sparse attention on a device, op by op."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from cpmrt.config import SparseConfig
+from cpmrt.cuda.attention_plan import plan_decode_attention, plan_prefill_attention
+from cpmrt.cuda.compiler import Modules
+from cpmrt.cuda.launcher import Launcher
+from cpmrt.cuda.linear_plan import DeviceLimits
+from cpmrt.cuda.ops import CudaOps
+from cpmrt.cuda.sparse_kernels import SparsePlans
+from cpmrt.dtypes import DType, from_float32, round_to
+from cpmrt.memory.kv_pages import PAGE_SIZE, pages_for
+from cpmrt.ops import CompressedKeys, Rows, Selection
+from cpmrt.reference.ops import NumpyOps
+from cpmrt.reference.sparse_attention import append_compressed, choose_blocks
+
+UNWRITTEN = -7
+SMALL = SparseConfig(init_blocks=1, window_size=64, topk=3, dense_len=-1)
+
+
+class Slots:
+    """Tokens of `lengths` in scattered pages, NaN where nothing was stored; float32 that holds values of `dtype`."""
+
+    def __init__(
+        self, dtype: DType, lengths: list[int], *, group: int = 16, kv_heads: int = 2, head_dim: int = 64, seed: int = 0
+    ):
+        self.dtype, self.lengths, self.group, self.kv_heads, self.head_dim = dtype, lengths, group, kv_heads, head_dim
+        self.rng = np.random.default_rng(seed)
+        self.scale = float(head_dim**-0.5)
+        per_slot = pages_for(max(lengths)) + 1
+        self.tables = self.rng.permutation(len(lengths) * per_slot).reshape(len(lengths), per_slot).astype(np.int32)
+        shape = (self.tables.size, kv_heads, PAGE_SIZE, head_dim)
+        self.k_pages, self.v_pages = (np.full(shape, np.nan, np.float32) for _ in "kv")
+        for slot, length in enumerate(lengths):
+            self.set_tokens(slot, self.normal(length, kv_heads, head_dim), self.normal(length, kv_heads, head_dim))
+        self.compress(lengths)
+
+    def normal(self, *shape: int) -> Any:
+        return round_to(self.rng.standard_normal(shape, np.float32), self.dtype)
+
+    def queries(self, count: int, spread: float = 1.0) -> Any:
+        return round_to(np.float32(spread) * self.normal(count, self.kv_heads * self.group * self.head_dim), self.dtype)
+
+    def set_tokens(self, slot: int, keys: Any, values: Any) -> None:
+        """[tokens, K, D] from the slot's first position on."""
+        at = np.arange(len(keys))
+        for pages, tokens in ((self.k_pages, keys), (self.v_pages, values)):
+            pages[self.tables[slot, at // PAGE_SIZE], :, at % PAGE_SIZE] = tokens
+
+    def compress(self, lengths: list[int]) -> None:
+        """The windows of the first `lengths` tokens of the slots, and no others."""
+        pages = (self.tables.size, self.kv_heads)
+        self.k1 = np.full((*pages, 4, self.head_dim), np.nan, np.float32)
+        self.k2 = np.full((*pages, self.head_dim), np.nan, np.float32)
+        for slot, length in enumerate(lengths):
+            append_compressed(self.k1, self.k2, self.k_pages, self.tables[slot], range(length), self.dtype)
+
+    def rows(self, positions: Any, slots: Any, *, is_prefill: bool = False, **tree: Any) -> Rows:
+        """int32 all of it, as an executor has them."""
+        places = [np.array(values, np.int32) for values in (positions, slots)]
+        return Rows(np.zeros(len(places[0]), np.int32), *places, self.tables, is_prefill, **tree)
+
+    def select(self, q: Any, rows: Rows, sparse: SparseConfig) -> Any:
+        """The NumPy op's choice."""
+        blocks = np.full((len(q), self.kv_heads, sparse.num_selected), UNWRITTEN, np.int32)
+        NumpyOps(self.dtype).select_blocks(blocks, q, self.k1, self.k2, self.k_pages, rows, self.scale, sparse)
+        return blocks
+
+
+class SparseDevice:
+    """The ops on a device with what `slots` hold. `sms`: what the grids are made for; `rows_per_pass`: at most."""
+
+    def __init__(
+        self,
+        cuda: Any,
+        slots: Slots,
+        sparse: SparseConfig,
+        *,
+        max_rows: int = 64,
+        sms: int = 132,
+        rows_per_pass: int = 4096,
+        portable: bool = False,
+        pdl: bool = False,
+    ):
+        self.cuda, self.slots, self.sparse = cuda, slots, sparse
+        heads = {"num_heads": slots.group * slots.kv_heads, "num_kv_heads": slots.kv_heads, "head_dim": slots.head_dim}
+        config: Any = SimpleNamespace(**heads, sparse=sparse)
+        context, capability = slots.tables.shape[1] * PAGE_SIZE, int(cuda.arch.removeprefix("sm_"))
+        device: Any = SimpleNamespace(capability=capability, num_sms=sms)
+        plans = SparsePlans.of(config, device, context, max_rows)
+        few = min(rows_per_pass, plans.selection.rows_per_pass)
+        plans = replace(plans, selection=replace(plans.selection, rows_per_pass=few))
+        plan = plan_decode_attention(
+            **heads, max_context=context, max_rows=64, arch=capability, num_sms=sms, portable=portable
+        )  # fmt: skip
+        prefill = plan_prefill_attention(**heads, arch=80 if portable else capability)
+        self.scratch = {
+            "attention_partials": cuda.array(np.full(plan.partials, np.nan, np.float32)),
+            "attention_arrivals": cuda.array(np.zeros(plan.arrivals, np.int32)),
+            "block_scores": cuda.array(np.full(plans.selection.pooled, np.nan, np.float32)),
+            "block_log_sums": cuda.array(np.full(plans.selection.log_sums, np.nan, np.float32)),
+            "dense_chunk": cuda.array(np.full(4, UNWRITTEN, np.int32)),
+        }
+        launcher = Launcher(cuda.stream, Modules(cuda.arch, slots.dtype), use_pdl=pdl)
+        limits = DeviceLimits(num_sms=sms, shared_bytes=101376, clusters=False)
+        none: Any = None
+        self.ops = CudaOps(
+            config, launcher, none, self.scratch, limits, plan, prefill, portable=portable, sparse=plans
+        )  # fmt: skip
+        names = ("k_pages", "v_pages", "k1", "k2")
+        self.pages = {name: cuda.array(getattr(slots, name), slots.dtype) for name in names}
+
+    def rows(self, rows: Rows) -> Rows:
+        """The same on the device."""
+        names = ("token_ids", "positions", "slots", "block_tables", "locations", "tree_masks", "tree_base")
+        given = {name: getattr(rows, name) for name in names}
+        return replace(
+            rows, **{name: None if value is None else self.cuda.array(value) for name, value in given.items()}
+        )  # fmt: skip
+
+    def select(self, q: Any, rows: Rows) -> Any:
+        blocks = self.cuda.array(np.full((len(q), self.slots.kv_heads, self.sparse.num_selected), UNWRITTEN, np.int32))
+        self.ops.select_blocks(
+            blocks, self.cuda.array(q, self.slots.dtype), self.pages["k1"], self.pages["k2"], self.pages["k_pages"],
+            self.rows(rows), self.slots.scale, self.sparse,
+        )  # fmt: skip
+        return self.cuda.numpy(blocks)
+
+    def attend(self, q: Any, rows: Rows, blocks: Any | None) -> Any:
+        """Over chosen blocks, or without them over everything; rows that nothing is stored for come back as NaN."""
+        out = self.cuda.array(np.full(q.shape, np.nan, np.float32), self.slots.dtype)
+        selection = None if blocks is None else Selection(self.cuda.array(blocks), self.sparse)
+        if rows.is_prefill:
+            kept = rows.slots >= 0
+            chunk = np.array([rows.slots[0], rows.positions[0], kept.sum(), 0], np.int32)
+            self.scratch["chunk"] = self.cuda.array(chunk)
+        attention = self.ops.prefill_attention if rows.is_prefill else self.ops.decode_attention
+        attention(
+            out, self.cuda.array(q, self.slots.dtype), self.pages["k_pages"], self.pages["v_pages"], self.rows(rows),
+            self.slots.scale, selection=selection,
+        )  # fmt: skip
+        found = self.cuda.numpy(out, self.slots.dtype)
+        assert not self.cuda.numpy(self.scratch["attention_arrivals"]).any(), "counters were not reset"
+        return found
+
+    def compress(self, rows: Rows) -> None:
+        """The windows that these rows complete, into `pages`."""
+        compressed = CompressedKeys(self.pages["k1"], self.pages["k2"])
+        assert self.ops.sparse is not None
+        self.ops.sparse.compress(compressed, self.pages["k_pages"], self.rows(rows))
+
+    def assert_compressed(self, k1: Any, k2: Any) -> None:
+        """Bit by bit, and nothing elsewhere."""
+        for name, expected in (("k1", k1), ("k2", k2)):
+            np.testing.assert_array_equal(
+                self.cuda.numpy(self.pages[name]), from_float32(expected, self.slots.dtype), err_msg=name
+            )  # fmt: skip
+
+
+def any_choice(rng: Any, rows: Rows, kv_heads: int, sparse: SparseConfig) -> Any:
+    """Lists of random blocks."""
+    blocks = np.full((len(rows.positions), kv_heads, sparse.num_selected), UNWRITTEN, np.int32)
+    for row, (slot, position) in enumerate(zip(rows.slots, rows.positions, strict=True)):
+        if slot >= 0 and sparse.leaves_out(int(position) + 1):
+            scores = rng.random((kv_heads, int(position) // PAGE_SIZE), np.float32)
+            blocks[row] = choose_blocks(scores, int(position), sparse)
+    return blocks
