@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
+from cpmrt.config import ModelConfig
+from cpmrt.cuda.linear_plan import MAX_ROWS
 from cpmrt.memory.kv_pages import PAGE_SIZE
 
 _QUERY_TILE = 16  # rows of an m16n8k16 tile
@@ -59,6 +61,22 @@ class PrefillAttentionPlan:
     def tiles(self, rows: int) -> int:
         """Grid y for a bucket of `rows` rows."""
         return ceil(rows / self.rows_per_tile)
+
+
+def decode_attention_of(
+    config: ModelConfig, max_context: int, *, capability: int, num_sms: int, portable: bool = False
+) -> DecodeAttentionPlan:
+    """The plan of a model's attention in steps of any number of rows."""
+    return plan_decode_attention(
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        max_context=max_context,
+        max_rows=MAX_ROWS,
+        arch=capability,
+        num_sms=num_sms,
+        portable=portable,
+    )
 
 
 def plan_decode_attention(

@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from cpmrt.config import ModelConfig
 from cpmrt.config.speculation import MAX_NODES
-from cpmrt.cuda.attention_plan import DecodeAttentionPlan, plan_decode_attention, plan_prefill_attention
+from cpmrt.cuda.attention_plan import decode_attention_of, plan_prefill_attention
 from cpmrt.cuda.device import Device
 from cpmrt.cuda.gemm import Gemm
 from cpmrt.cuda.launcher import Launcher
@@ -79,7 +78,7 @@ def _draft_tables(
     config = draft.config.decoder
     if config is None:
         return ()
-    attention = _attention_plan(config, max_context, capability=capability, num_sms=limits.num_sms)
+    attention = decode_attention_of(config, max_context, capability=capability, num_sms=limits.num_sms)
     tables = (
         BufferSpec("attention_partials", (attention.partials,), 0, LAST_PHASE, itemsize=4),
         BufferSpec("attention_arrivals", (attention.arrivals,), 0, LAST_PHASE, itemsize=4),
@@ -104,21 +103,6 @@ def _scratch(spec: BufferSpec) -> BufferSpec:
     return BufferSpec(SCRATCH + spec.name, spec.shape, 0, LAST_PHASE, itemsize=spec.itemsize)
 
 
-def _attention_plan(
-    config: ModelConfig, max_context: int, *, capability: int, num_sms: int, portable: bool = False
-) -> DecodeAttentionPlan:
-    return plan_decode_attention(
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        max_context=max_context,
-        max_rows=MAX_ROWS,
-        arch=capability,
-        num_sms=num_sms,
-        portable=portable,
-    )
-
-
 class DraftForward:
     """Launches the passes of a `draft` with layers on `arrays`: the regions of a memory plan for `max_context`, by
     name. Which rows a pass has, `TreeKernels` writes to the arrays `draft_*`.
@@ -138,7 +122,7 @@ class DraftForward:
         self._draft, self._arrays = draft.config, arrays
         self._weights = dict(arrays) | _fc_halves(arrays)
         portable, limits = device.is_portable, DeviceLimits.of(device)
-        decode_plan = _attention_plan(
+        decode_plan = decode_attention_of(
             config, max_context, capability=device.capability, num_sms=device.num_sms, portable=portable
         )
         heads = {"num_heads": config.num_heads, "num_kv_heads": config.num_kv_heads, "head_dim": config.head_dim}

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from cpmrt.config import ModelConfig
-from cpmrt.cuda.attention_plan import plan_decode_attention, plan_prefill_attention
+from cpmrt.cuda.attention_plan import decode_attention_of, plan_prefill_attention
 from cpmrt.cuda.device import Device
 from cpmrt.cuda.gemm import Gemm
 from cpmrt.cuda.launcher import Launcher
@@ -39,13 +39,8 @@ class StepForward:
     ):
         self._config, self._arrays, self._taps = config, arrays, taps
         heads = {"num_heads": config.num_heads, "num_kv_heads": config.num_kv_heads, "head_dim": config.head_dim}
-        decode_plan = plan_decode_attention(
-            **heads,
-            max_context=max_context,
-            max_rows=MAX_ROWS,
-            arch=device.capability,
-            num_sms=device.num_sms,
-            portable=device.is_portable,
+        decode_plan = decode_attention_of(
+            config, max_context, capability=device.capability, num_sms=device.num_sms, portable=device.is_portable
         )
         prefill_plan = plan_prefill_attention(**heads, arch=device.capability)
         limits, portable = DeviceLimits.of(device), device.is_portable

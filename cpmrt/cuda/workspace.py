@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cpmrt.config import EngineConfig, ModelConfig
-from cpmrt.cuda.attention_plan import plan_decode_attention
+from cpmrt.cuda.attention_plan import decode_attention_of
 from cpmrt.cuda.linear_plan import MAX_ROWS, DeviceLimits
 from cpmrt.cuda.selection_plan import plan_selection
 from cpmrt.cuda.slot_state import SLOT_STATE
@@ -47,15 +47,7 @@ def cuda_tables(
 ) -> tuple[BufferSpec, ...]:
     """Buffers that live as long as the executor."""
     sequences = engine.max_sequences
-    attention = plan_decode_attention(
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        max_context=max_context,
-        max_rows=MAX_ROWS,
-        arch=capability,
-        num_sms=num_sms,
-    )
+    attention = decode_attention_of(config, max_context, capability=capability, num_sms=num_sms)
     pages = KVLayout.of(config, max_context, sequences).pages_per_sequence
     return (
         _table("block_tables", 4, sequences, pages),
