@@ -45,3 +45,12 @@ def joined(results):
         tuple(token for result in results for token in result.token_ids),
         tuple(entry for result in results for entry in result.logprobs),
     )
+
+
+def beside_a_neighbour(executor, prompt, other, steps, count):
+    """`count` tokens of a sequence in slot 0, and those of one that decodes plainly in slot 1, admitted before it."""
+    greedy = SamplingParams()
+    neighbour = [prefill(executor, 1, other, greedy, count=21)]
+    own = generate(executor, prompt, greedy, steps, count=count)[0]
+    neighbour += [executor.submit(Decode((1,))).wait().slots[0] for _ in range(20)]
+    return own, joined(neighbour)

@@ -33,9 +33,8 @@ from cpmrt.cli.output import printable, write, write_json
 from cpmrt.config import EngineConfig
 from cpmrt.config.speculate_argument import LOOKUP
 from cpmrt.cuda.ahead_of_time import known_device
-from cpmrt.cuda.draft_forward import with_draft
+from cpmrt.cuda.draft_forward import executor_needs
 from cpmrt.cuda.linear_plan import DeviceLimits
-from cpmrt.cuda.workspace import cuda_needs
 from cpmrt.dtypes import DType
 from cpmrt.memory.kv_pages import PAGE_SIZE
 from cpmrt.memory.plan import MemoryPlan, check_budget, format_bytes, largest_context
@@ -142,10 +141,7 @@ def _build(
         needs = reference_needs(draft, settings.max_sequences)
     else:
         capability, limits = _DEVICE.capability, DeviceLimits.of(_DEVICE)
-        needs = cuda_needs(config, settings, specs, capability=capability, limits=limits)
-        if draft is not None:
-            sizes = {"capability": capability, "max_sequences": settings.max_sequences}
-            needs = with_draft(needs, draft, specs, limits, **sizes)
+        needs = executor_needs(config, settings, specs, draft, capability=capability, limits=limits)
     return plan_model(
         config, settings, itemsize=dtype.itemsize, max_context=max_context, needs=needs, specs=specs, draft=draft
     )

@@ -10,7 +10,7 @@ import numpy as np
 from cpmrt.config import EngineConfig, ModelConfig
 from cpmrt.cuda.compiler import Modules
 from cpmrt.cuda.device import Device
-from cpmrt.cuda.draft_forward import DraftForward, every_shape, with_draft
+from cpmrt.cuda.draft_forward import DraftForward, every_shape, executor_needs
 from cpmrt.cuda.gemm import Gemm
 from cpmrt.cuda.kernels import constant_sets, files
 from cpmrt.cuda.launcher import Launcher, Module
@@ -20,7 +20,7 @@ from cpmrt.cuda.step_forward import StepForward
 from cpmrt.cuda.step_kernels import step_modules
 from cpmrt.cuda.tree_kernels import tree_modules
 from cpmrt.cuda.weights_w4 import held_weights, layouts_of
-from cpmrt.cuda.workspace import buckets, check_supported, cuda_needs, row_counts
+from cpmrt.cuda.workspace import buckets, check_supported, row_counts
 from cpmrt.dtypes import DType
 from cpmrt.errors import ConfigError
 from cpmrt.models.draft import Draft
@@ -78,10 +78,7 @@ def modules_of(
     config = config.for_context(context)
     check_supported(config)
     specs = weight_specs(config, settings)
-    needs = cuda_needs(config, settings, specs, capability=device.capability, limits=limits)
-    if draft is not None:
-        sizes = {"capability": device.capability, "max_sequences": settings.max_sequences}
-        needs = with_draft(needs, draft, specs, limits, **sizes)
+    needs = executor_needs(config, settings, specs, draft, capability=device.capability, limits=limits)
     plan = plan_model(
         config, settings, itemsize=dtype.itemsize, max_context=context, needs=needs, specs=specs, draft=draft
     )

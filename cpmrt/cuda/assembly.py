@@ -8,11 +8,11 @@ from typing import Any
 from cpmrt.config import EngineConfig, ModelConfig
 from cpmrt.cuda.compiler import Modules
 from cpmrt.cuda.device import Device, open_device
-from cpmrt.cuda.draft_forward import with_draft
+from cpmrt.cuda.draft_forward import executor_needs
 from cpmrt.cuda.linear_plan import DeviceLimits
 from cpmrt.cuda.packed_w4 import PackedLayout
 from cpmrt.cuda.weights_w4 import layouts_of
-from cpmrt.cuda.workspace import check_supported, cuda_needs
+from cpmrt.cuda.workspace import check_supported
 from cpmrt.dtypes import DType
 from cpmrt.errors import ConfigError
 from cpmrt.executor import Executor
@@ -41,12 +41,10 @@ def open_executor(folder: ModelFolder, settings: EngineConfig) -> tuple[Executor
         open_weights(folder, settings) as (checkpoint, specs),
         open_draft(folder, settings, specs) as (draft_checkpoint, draft),
     ):
-        limits, capability = DeviceLimits.of(device), device.capability
-        needs = cuda_needs(config, settings, specs, capability=capability, limits=limits)
+        limits = DeviceLimits.of(device)
+        needs = executor_needs(config, settings, specs, draft, capability=device.capability, limits=limits)
         layouts, parts = layouts_of(specs, config, limits), [(specs, checkpoint)]
         if draft is not None:
-            sizes = {"capability": capability, "max_sequences": settings.max_sequences}
-            needs = with_draft(needs, draft, specs, limits, **sizes)
             parts += [(draft.specs, draft_checkpoint), ((draft.head,) if draft.head else (), checkpoint)]
             if draft.config.decoder is not None:
                 check_supported(draft.config.decoder)

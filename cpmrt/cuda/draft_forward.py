@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from cpmrt.config.speculation import MAX_NODES
+from cpmrt.config import EngineConfig, ModelConfig
 from cpmrt.cuda.attention_plan import decode_attention_of, plan_prefill_attention
 from cpmrt.cuda.device import Device
 from cpmrt.cuda.gemm import Gemm
@@ -19,9 +19,9 @@ from cpmrt.cuda.staging import staging_bytes
 from cpmrt.cuda.step_forward import StepForward
 from cpmrt.cuda.tree_workspace import tree_tables
 from cpmrt.cuda.weights_w4 import STAGING, packed_regions, quantised_tables, quantised_workspace, staging_buffer
-from cpmrt.cuda.workspace import cuda_workspace
+from cpmrt.cuda.workspace import cuda_needs, cuda_workspace
 from cpmrt.memory.packed_regions import PackedRegions
-from cpmrt.models.draft import LAST_PHASE, PREFIX, Draft, draft_forward
+from cpmrt.models.draft import LAST_PHASE, MAX_PENDING, PREFIX, Draft, draft_forward
 from cpmrt.models.planning import ExecutorNeeds
 from cpmrt.ops import QuantizedWeight, Rows
 from cpmrt.tensor_spec import BufferSpec, TensorSpec
@@ -31,7 +31,26 @@ SCRATCH = "draft_scratch."
 _ROW_BUFFERS = ("x", "q", "attention", "inner", "embedding", "joined", "normed")
 
 
-def with_draft(
+def executor_needs(
+    config: ModelConfig,
+    engine: EngineConfig,
+    specs: Sequence[TensorSpec],
+    draft: Draft | None,
+    *,
+    capability: int,
+    limits: DeviceLimits,
+) -> ExecutorNeeds:
+    """What the executor keeps for a target with the weights `specs` and whatever drafts for it, for `models.planning`.
+
+    Raises UnsupportedModelError.
+    """
+    needs = cuda_needs(config, engine, specs, capability=capability, limits=limits)
+    if draft is None:
+        return needs
+    return _with_draft(needs, draft, specs, limits, capability=capability, max_sequences=engine.max_sequences)
+
+
+def _with_draft(
     needs: ExecutorNeeds,
     draft: Draft,
     specs: Sequence[TensorSpec],
@@ -40,7 +59,7 @@ def with_draft(
     capability: int,
     max_sequences: int,
 ) -> ExecutorNeeds:
-    """What an executor that needs `needs` for a target with the weights `specs` keeps when a draft is attached."""
+    """`needs`, which are the target's, and the draft's."""
     assert needs.max_rows is not None
     max_rows, config = needs.max_rows, draft.config.decoder
     workspace = [spec for spec in needs.workspace if spec.name != STAGING]
@@ -194,7 +213,7 @@ def every_shape(draft: Draft, target: StepForward, forward: DraftForward | None,
         return
     for bucket in buckets:
         forward.chunk(bucket)
-    for count in (waiting_rows(draft), MAX_NODES):
+    for count in (waiting_rows(draft), MAX_PENDING):
         forward.waiting(count)
     for shape in draft.shapes:
         if shape.num_passes > 1:

@@ -1,6 +1,6 @@
 """Speculation on the GPU: the draft beside the target in every step, and whole speculative steps as graphs.
 
-The draft must see every token. What it has not seen yet waits in the carry of its slot: up to `MAX_NODES` of the
+The draft must see every token. What it has not seen yet waits in the carry of its slot: up to `MAX_PENDING` of the
 target's hidden states. This file knows at most how many wait, without asking the device.
 """
 
@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from cpmrt.config import ModelConfig, TreeShape
-from cpmrt.config.speculation import MAX_NODES
 from cpmrt.cuda.device import Device
 from cpmrt.cuda.draft_forward import SCRATCH, DraftForward, every_shape, waiting_rows
 from cpmrt.cuda.gemm import Gemm
@@ -24,7 +23,7 @@ from cpmrt.cuda.step_costs import launch_seconds
 from cpmrt.cuda.step_forward import StepForward
 from cpmrt.cuda.tree_kernels import TreeKernels, tree_modules
 from cpmrt.cuda.tree_workspace import TREE_TYPES
-from cpmrt.models.draft import Draft
+from cpmrt.models.draft import MAX_PENDING, Draft
 from cpmrt.models.rope import rope_table
 
 
@@ -124,7 +123,7 @@ class Speculation:
         if self._forward is None:
             return
         for slot in slots:
-            if self._pending[slot] >= MAX_NODES:
+            if self._pending[slot] >= MAX_PENDING:
                 self._run_catch_up(graphs, slot)
             self._pending[slot] += 1
 
@@ -163,8 +162,8 @@ class Speculation:
 
     def _catch_up(self) -> None:
         assert self._forward is not None
-        self._kernels.catch_up_begin(self._hidden(MAX_NODES))
-        self._forward.waiting(MAX_NODES)
+        self._kernels.catch_up_begin(self._hidden(MAX_PENDING))
+        self._forward.waiting(MAX_PENDING)
         self._kernels.catch_up_end()
 
     def _speculate(self, shape: TreeShape) -> None:

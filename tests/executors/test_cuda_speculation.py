@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from executors.cuda_models import BASE, EMPTY_TOKENIZER, ROWS
-from speculation_steps import SETTINGS, generate, joined, prefill
+from speculation_steps import SETTINGS, beside_a_neighbour, generate, prefill
 
 from cpmrt import LLM, SamplingParams
 from cpmrt.executor import Decode, SlotResult, Speculate
@@ -162,15 +162,14 @@ def test_many_plain_steps_between():
 def test_up_to_the_last_position_of_the_context(open_llm, draft, max_context):
     """No keys are written past the pages of the slot: its neighbour's text stays what it was."""
     settings = {"max_context": max_context, "max_sequences": 2, "dtype": "bfloat16"}
-    prompt, other, greedy, results = (PROMPTS[3] * 2)[: max_context - 20], PROMPTS[1], SamplingParams(), []
-    for name, steps in ((draft, (0, 1)), (None, ("decode",))):
-        executor = open_llm("minicpm", name, **settings).executor
-        neighbour = [prefill(executor, 1, other, greedy, count=21)]
-        own = generate(executor, prompt, greedy, steps, count=max_context - len(prompt))[0]
-        neighbour += [executor.submit(Decode((1,))).wait().slots[0] for _ in range(20)]
-        results.append((own, joined(neighbour)))
+    prompt, other = (PROMPTS[3] * 2)[: max_context - 20], PROMPTS[1]
+    count = max_context - len(prompt)
+    results = [
+        beside_a_neighbour(open_llm("minicpm", name, **settings).executor, prompt, other, steps, count)
+        for name, steps in ((draft, (0, 1)), (None, ("decode",)))
+    ]
     assert results[0] == results[1]
-    assert len(results[0][0][0]) == max_context - len(prompt)
+    assert len(results[0][0][0]) == count
 
 
 def test_stop_tokens_and_limits_inside_a_path():

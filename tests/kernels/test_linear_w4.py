@@ -227,6 +227,17 @@ class Launcher:
         return out
 
 
+def check_every_number_of_rows(cuda: Any, case: Case, portable: bool) -> None:
+    """64 rows against the op, and fewer of them bit for bit as among those."""
+    expected, launcher = oracle(case), Launcher(cuda, case, portable=portable)
+    widest = launcher.run(64)
+    values = to_float32(widest, launcher.stored)
+    for row in stored_rows(64) if case.product == "qkv" else range(64):
+        assert relative_error(values[row], expected[row]) < OPS[op_of(case.product)].tolerance[case.dtype], row
+    for num_rows in ROWS:
+        assert np.array_equal(bits(launcher.run(num_rows, pdl=True)), bits(widest[:num_rows])), num_rows
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("portable", [False, True], ids=["", "portable"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.label)
@@ -236,14 +247,7 @@ class Launcher:
 def test_against_the_op_and_bitwise_for_every_number_of_rows(
     cuda: Any, name: str, dtype: DType, portable: bool
 ) -> None:
-    case = make_case(name, dtype)
-    expected, launcher = oracle(case), Launcher(cuda, case, portable=portable)
-    widest = launcher.run(64)
-    values = to_float32(widest, launcher.stored)
-    for row in stored_rows(64) if case.product == "qkv" else range(64):
-        assert relative_error(values[row], expected[row]) < OPS[op_of(case.product)].tolerance[dtype], row
-    for num_rows in ROWS:
-        assert np.array_equal(bits(launcher.run(num_rows, pdl=True)), bits(widest[:num_rows])), num_rows
+    check_every_number_of_rows(cuda, make_case(name, dtype), portable)
 
 
 @pytest.mark.gpu
@@ -255,14 +259,7 @@ def test_against_the_op_and_bitwise_for_every_number_of_rows(
     + [pytest.param(name, marks=pytest.mark.slow) for name in ("EAGLE-3 qkv", "8B head")],
 )
 def test_rows_of_a_draft(cuda: Any, name: str, dtype: DType, portable: bool) -> None:
-    case = make_case(name, dtype, is_draft=True)
-    expected, launcher = oracle(case), Launcher(cuda, case, portable=portable)
-    widest = launcher.run(64)
-    values = to_float32(widest, launcher.stored)
-    for row in stored_rows(64) if case.product == "qkv" else range(64):
-        assert relative_error(values[row], expected[row]) < OPS[op_of(case.product)].tolerance[dtype], row
-    for num_rows in ROWS:
-        assert np.array_equal(bits(launcher.run(num_rows, pdl=True)), bits(widest[:num_rows])), num_rows
+    check_every_number_of_rows(cuda, make_case(name, dtype, is_draft=True), portable)
 
 
 @pytest.mark.gpu

@@ -10,7 +10,7 @@ import pytest
 from draft_checkpoint import VOCAB, write_all
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from speculation_steps import SETTINGS, generate, joined, prefill
+from speculation_steps import SETTINGS, beside_a_neighbour, generate, joined, prefill
 
 from cpmrt.config import EngineConfig, SpeculationConfig, TreeShape
 from cpmrt.executor import Admit, Decode, SlotResult, Speculate
@@ -157,14 +157,10 @@ def test_up_to_the_last_position_of_the_context(root, draft, max_context):
     settings = {"max_context": max_context, "max_sequences": 2}
     with_draft, without = open_with(root, draft, **settings), open_with(root, **settings)
     prompt, other = (PROMPTS[4] * 2)[: max_context - 20], PROMPTS[2]
-    greedy, results = SETTINGS["greedy"], []
-    for executor, steps in ((with_draft, (0, 1)), (without, ("decode",))):
-        neighbour = [prefill(executor, 1, other, greedy, count=21)]
-        own = generate(executor, prompt, greedy, steps, count=max_context - len(prompt))[0]
-        neighbour += [executor.submit(Decode((1,))).wait().slots[0] for _ in range(20)]
-        results.append((own, joined(neighbour)))
+    count, both = max_context - len(prompt), ((with_draft, (0, 1)), (without, ("decode",)))
+    results = [beside_a_neighbour(executor, prompt, other, steps, count) for executor, steps in both]
     assert results[0] == results[1]
-    assert len(results[0][0][0]) == max_context - len(prompt)
+    assert len(results[0][0][0]) == count
 
 
 def test_a_short_block_table_bounds_the_tree(root, plain):
