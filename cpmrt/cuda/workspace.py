@@ -20,8 +20,6 @@ from cpmrt.models.planning import ExecutorNeeds
 from cpmrt.tensor_spec import BufferSpec, TensorSpec
 
 GEMM_WORKSPACE_BYTES = 32 << 20
-TAKES_SPARSE = False
-"""Whether contexts are taken in which tokens leave others out: not before those kernels have been measured on a GPU."""
 BUCKETS = (64, 128, 256, 512, 1024, 2048, 4096)
 
 
@@ -117,9 +115,9 @@ def cuda_needs(
 
 def check_supported(config: ModelConfig) -> None:
     """Raise UnsupportedModelError for a shape or a kind of attention that the kernels do not take."""
-    if config.sparse is not None and (config.sparse.use_nope or not TAKES_SPARSE):
+    if config.sparse is not None and config.sparse.use_nope:
         raise UnsupportedModelError(
-            "the CUDA executor has no sparse attention" + " over keys before RoPE (use_nope)" * TAKES_SPARSE,
+            "the CUDA executor has no sparse attention over keys before RoPE (use_nope)",
             expected=f"a context of at most {config.sparse.dense_context} tokens, in which no token leaves any out",
             fix='lower max_context, look at all tokens with sparse="off", or use executor="reference"',
         )

@@ -10,7 +10,6 @@ from executors.cuda_models import BASE, ROWS, write_model
 from executors.reuse_cases import branching, cached, texts
 
 from cpmrt import LLM, SamplingParams
-from cpmrt.cuda import workspace
 from cpmrt.errors import UnsupportedModelError
 
 SPARSE = {"init_blocks": 1, "window_size": 64, "topk": 2, "dense_len": -1}
@@ -19,14 +18,6 @@ LONG = [5 + i * i % 89 for i in range(420)]
 GREEDY = SamplingParams(max_new_tokens=70, ignore_eos=True)
 SAMPLED = SamplingParams(max_new_tokens=70, temperature=1.0, seed=7, ignore_eos=True)
 MODELS = ["minicpm", "qwen3", "minicpm_96", "llama_bias"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def sparse_kernels():
-    """Users get them once they have been measured."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(workspace, "TAKES_SPARSE", True)
-        yield
 
 
 @pytest.fixture(scope="module", params=MODELS)

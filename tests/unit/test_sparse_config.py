@@ -15,7 +15,6 @@ from cpmrt.bench.work import decode_bytes, prefill_flops
 from cpmrt.cli.arguments import Parser, UsageError, add_model_options, llm_arguments
 from cpmrt.cli.main import main
 from cpmrt.config import EngineConfig, ModelConfig, SparseConfig, with_sparse_setting
-from cpmrt.cuda import workspace
 from cpmrt.cuda.workspace import check_supported
 from cpmrt.errors import ConfigError, UnsupportedModelError
 from cpmrt.models.planning import plan_model
@@ -150,15 +149,9 @@ def test_a_context_in_which_nothing_is_left_out_is_planned_dense():
         assert (sparse_8b().for_context(context).sparse is None) != is_sparse
 
 
-def test_a_gpu_takes_the_contexts_in_which_nothing_is_left_out():
-    check_supported(sparse_8b().for_context(8191))
-    with pytest.raises(UnsupportedModelError, match=r"at most 8191 tokens.*sparse=\"off\""):
-        check_supported(sparse_8b().for_context(8192))
-
-
-def test_the_kernels_take_no_keys_before_rope(monkeypatch):
-    monkeypatch.setattr(workspace, "TAKES_SPARSE", True)
+def test_the_kernels_take_no_keys_before_rope():
     check_supported(sparse_8b().for_context(131072))
+    check_supported(sparse_8b(use_nope=True).for_context(8191))
     with pytest.raises(UnsupportedModelError, match=r"use_nope.*at most 8191 tokens.*sparse=\"off\""):
         check_supported(sparse_8b(use_nope=True).for_context(8192))
 
