@@ -170,6 +170,8 @@ class _Run:
         self._decodes = False
         while not all(map(_finish_reason, sequences)):
             engine.advance()
+        for _ in range(executor.limits.run_ahead):
+            engine.advance()  # steps beyond the end, which the next run would wait for
         self.accepts = [seq.accepts for seq in sequences if seq.accepts is not None]
         self.first_token_ms = [(seq.first_token_at - seq.added_at) * 1e3 for seq in sequences]
 
