@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from cpmrt.bench import table
 from cpmrt.bench.measure import Case
 from cpmrt.bench.plot import check_can_plot, plot
 from cpmrt.bench.run import run_benchmark, shape_folder
-from cpmrt.bench.shapes import SHAPES
+from cpmrt.bench.shapes import SHAPES, shape_config
 from cpmrt.cli.arguments import (
     UsageError,
     add_draft_weight_bits,
@@ -34,6 +35,7 @@ from cpmrt.errors import CpmrtError
 from cpmrt.weights.model_folder import BUNDLED
 
 _PREFILL_CHUNK = 2048
+_CONTEXT_NEW = 64
 _ENGINE_FIELDS = (
     "executor", "dtype", "max_context", "memory_budget", "load_format", "seed", "prefill_chunk", "lm_head_bits",
 )  # fmt: skip
@@ -48,6 +50,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--case", dest="cases", action="append", type=_case, metavar="P:N[:S]",
         help="S sequences of P prompt and N new tokens; may be repeated (default: 1024:128)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--context", dest="cases", action="append", type=_context, metavar="TOKENS",
+        help=f"a case that fills a context of so many tokens, such as 1024 or 32K, its last {_CONTEXT_NEW} new ones",
     )  # fmt: skip
     parser.add_argument("--repeats", type=_positive, default=3, metavar="N", help="of each case (default: %(default)s)")
     parser.add_argument("--startup", action="store_true", help="also time a fresh process to its first token")
@@ -85,6 +91,7 @@ def run(args: argparse.Namespace) -> int:
         settings = _settings(args, cases)
         if args.shape:
             settings |= {"model": stack.enter_context(shape_folder(args.shape, changes)), "load_format": "dummy"}
+            settings["hf_overrides"] = _long_enough(args.shape, cases) | (settings["hf_overrides"] or {})
         report = run_benchmark(
             args.shape or args.model or str(BUNDLED), settings, cases, repeats=args.repeats,
             times_startup=args.startup, listener=lambda case: note(table.line(case)),
@@ -122,6 +129,21 @@ def _settings(args: argparse.Namespace, cases: list[Case]) -> dict[str, Any]:
         "cuda_graphs": not args.no_graphs,
         "dependent_launch": not args.no_pdl,
     }
+
+
+def _long_enough(shape: str, cases: list[Case]) -> dict[str, int]:
+    """Keys for the config of a shape: random weights know no position beyond which they are worse."""
+    longest = max(case.prompt_tokens + case.new_tokens for case in cases)
+    return {"max_position_embeddings": max(longest, shape_config(shape)["max_position_embeddings"])}
+
+
+def _context(text: str) -> Case:
+    number = re.fullmatch(r"([0-9]{1,7})([Kk]?)", text)
+    tokens = int(number[1]) * (1024 if number[2] else 1) if number else 0
+    if not 2 * _CONTEXT_NEW <= tokens <= 2**24:
+        what = f"expected {2 * _CONTEXT_NEW} tokens or more, such as 1024 or 32K, got {text!r}"
+        raise argparse.ArgumentTypeError(what)
+    return Case(tokens - _CONTEXT_NEW, _CONTEXT_NEW)
 
 
 def _case(text: str) -> Case:

@@ -45,6 +45,22 @@ def test_the_table_has_a_row_for_each_case_and_ends_with_the_last(checkpoint, ca
     assert [line.split(": ")[0] for line in err.splitlines()] == ["16:4", "20:3:2"]
 
 
+def test_a_context_is_filled_to_its_end(checkpoint, capsys):
+    quick = ["--executor", "reference", "--repeats", "1", "--max-context", "1024"]
+    assert main(["bench", checkpoint, *quick, "--context", "128", "--context", "1k"]) == 0
+    assert [line.split(": ")[0] for line in capsys.readouterr().err.splitlines()] == ["64:64", "960:64"]
+
+
+def test_a_shape_takes_longer_contexts_than_its_model(monkeypatch, tmp_path):
+    asked = []
+    monkeypatch.setattr(bench_module, "run_benchmark", lambda name, settings, *rest, **more: asked.append(settings))
+    monkeypatch.setattr(table, "summary", lambda report: "")
+    monkeypatch.setattr(table, "rows", lambda report: [])
+    for options in (["--context", "512K"], ["--context", "1K", "--hf-overrides", '{"max_position_embeddings": 2048}']):
+        assert main(["bench", "--shape", "minicpm4-8b", *options]) == 0
+    assert [settings["hf_overrides"]["max_position_embeddings"] for settings in asked] == [524288, 2048]
+
+
 def test_the_json_holds_everything(checkpoint, tmp_path, capsys):
     path = tmp_path / "out.json"
     assert main(["bench", checkpoint, *QUICK, "--case", "16:4", "--json", str(path)]) == 0
@@ -101,7 +117,9 @@ def test_a_fresh_process_that_fails_says_why(tmp_path):
     (["--shape", "minicpm4-8b", "--weight-bits", "4", "--group-size", "48"], 2, "--group-size"),
     (["--case", "12"], 2, "expected PROMPT:NEW or PROMPT:NEW:SEQUENCES, got '12'"),
     (["--case", "1:2:3:4"], 2, "expected PROMPT:NEW"),
-    (["--case", "0:4"], 2, "expected a positive integer, got '0'"),
+    (["--context", "1M"], 2, "expected 128 tokens or more, such as 1024 or 32K, got '1M'"),
+        (["--context", "127"], 2, "expected 128 tokens or more"),
+        (["--case", "0:4"], 2, "expected a positive integer, got '0'"),
     (["--case", "8:-4"], 2, "expected PROMPT:NEW"),
     (["--repeats", "0"], 2, "expected a positive integer"),
     (["--shape", "minicpm4-8b"], 2, "MODEL and --shape exclude each other"),
