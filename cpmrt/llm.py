@@ -68,6 +68,7 @@ class LLM:
         max_sequences: int = 1,
         cuda_graphs: bool = True,
         dependent_launch: bool = True,
+        steps_per_launch: int = 1,
         lm_head_bits: int | None = None,
         prefix_cache: bool = True,
         draft: str | Path | None = None,
@@ -77,7 +78,7 @@ class LLM:
     ):
         settings = EngineConfig(
             executor, dtype, max_context, memory_budget, load_format, seed, prefill_chunk, max_sequences,
-            cuda_graphs, dependent_launch, lm_head_bits, prefix_cache,
+            cuda_graphs, dependent_launch, steps_per_launch, lm_head_bits, prefix_cache,
         )  # fmt: skip
         is_dummy = load_format == "dummy"
         folder = ModelFolder.open(

@@ -145,6 +145,7 @@ _ENGINE_OPTIONS: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "seed": (int, "N", "of the first request's random numbers, each further one takes the next; and of dummy weights"),
     "prefill_chunk": (int, "TOKENS", "most prompt tokens of one step"),
     "max_sequences": (int, "N", "sequences that decode together"),
+    "steps_per_launch": (int, "N", "decode steps of one launch on a GPU, which a new request then waits for"),
     "lm_head_bits": (int, "BITS", "round the output head to 8 or 4 bits (default: leave it as it is)"),
 }
 _SAMPLING_OPTIONS: dict[str, tuple[Callable[[str], Any], str, str]] = {
@@ -157,7 +158,9 @@ _SAMPLING_OPTIONS: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "presence_penalty": (float, "X", "subtract from the logits of tokens generated before"),
     "frequency_penalty": (float, "X", "the same, for each time they were generated"),
 }
-_LLM_ENGINE_FIELDS = ("executor", "dtype", "max_context", "memory_budget", "load_format", "seed", "lm_head_bits")
+_LLM_ENGINE_FIELDS = (
+    "executor", "dtype", "max_context", "memory_budget", "load_format", "seed", "steps_per_launch", "lm_head_bits",
+)  # fmt: skip
 _LLM_FIELDS = ("model", "revision", "hf_overrides", "sparse", "prefix_cache")
 _NOT_FROM_OPTIONS = ("seed",)
 """Left to the engine's seed, so that one --seed repeats a whole run and the turns of a chat still differ."""

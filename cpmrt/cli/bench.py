@@ -37,7 +37,8 @@ from cpmrt.weights.model_folder import BUNDLED
 _PREFILL_CHUNK = 2048
 _CONTEXT_NEW = 64
 _ENGINE_FIELDS = (
-    "executor", "dtype", "max_context", "memory_budget", "load_format", "seed", "prefill_chunk", "lm_head_bits",
+    "executor", "dtype", "max_context", "memory_budget", "load_format", "seed", "prefill_chunk", "steps_per_launch",
+    "lm_head_bits",
 )  # fmt: skip
 
 

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 _ENGINE_FIELDS = (
     "executor", "dtype", "max_context", "memory_budget", "load_format", "seed", "prefill_chunk", "max_sequences",
+    "steps_per_launch",
 )  # fmt: skip
 _REQUIRED = ("starlette", "uvicorn", "httptools", "prometheus_client")
 

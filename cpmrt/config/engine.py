@@ -25,14 +25,16 @@ def parse_bytes(text: str | int) -> int:
 class EngineConfig:
     """Run-time settings. Raises ConfigError on a value out of range.
 
-    `max_context` in tokens (None: the model's own), `memory_budget` in bytes (None: what is free),
-    `prefill_chunk` in tokens, `max_sequences` = resident sequences that decode together. `cuda_graphs` False
-    launches kernel by kernel; `dependent_launch` False keeps a kernel from starting while the one before it ends
-    (sm_90 and later). Neither changes a bit of the output. `lm_head_bits` 8 or 4 rounds the output head to that many
-    bits while it is loaded (None: it stays as it is). `prefix_cache` keeps the KV pages of ended sequences, as far as
-    nothing needs their room, for later prompts that begin alike. `speculation` says how the model in `draft` (a folder,
-    a hub id or a folder within the model's own; None for the method lookup) is put to use. `simulate_accept` is for
-    benchmarks on random weights: tokens that a Speculate step of the first shape gives on average, right or wrong.
+    `max_context` in tokens (None: the model's own), `memory_budget` in bytes (None: what is free), `prefill_chunk` in
+    tokens, `max_sequences` = resident sequences that decode together. `cuda_graphs` False launches kernel by kernel;
+    `dependent_launch` False keeps a kernel from starting while the one before it ends (sm_90 and later).
+    `steps_per_launch` equal decode steps are one launch of a graph that loops, where so many are wanted and nothing
+    comes between them; twice as many are then submitted before their results are read, which a new request has to wait
+    for. None of it changes a bit of the output. `lm_head_bits` 8 or 4 rounds the output head to that many bits while it
+    is loaded (None: it stays as it is). `prefix_cache` keeps the KV pages of ended sequences, as far as nothing needs
+    their room, for later prompts that begin alike. `speculation` says how the model in `draft` (a folder, a hub id or a
+    folder within the model's own; None for the method lookup) is put to use. `simulate_accept` is for benchmarks on
+    random weights: tokens that a Speculate step of the first shape gives on average, right or wrong.
     """
 
     executor: str = "auto"
@@ -45,6 +47,7 @@ class EngineConfig:
     max_sequences: int = 1
     cuda_graphs: bool = True
     dependent_launch: bool = True
+    steps_per_launch: int = 1
     lm_head_bits: int | None = None
     prefix_cache: bool = True
     draft: str | None = None
@@ -63,6 +66,7 @@ class EngineConfig:
             ("memory_budget", 1, 2**63),
             ("prefill_chunk", 1, 2**20),
             ("max_sequences", 1, 64),
+            ("steps_per_launch", 1, 8),
             ("seed", -(2**63), 2**64 - 1),
         ):
             value = getattr(self, name)
@@ -70,6 +74,11 @@ class EngineConfig:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
                 raise ConfigError(name, expected=f"an integer in [{low}, {high}]", actual=repr(value))
+        if self.steps_per_launch > 1 and not self.cuda_graphs:
+            raise ConfigError(
+                "steps_per_launch", expected="1 without CUDA graphs", actual=self.steps_per_launch,
+                fix="leave cuda_graphs on",
+            )  # fmt: skip
         self._check_speculation()
 
     def _check_speculation(self) -> None:

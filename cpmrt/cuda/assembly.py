@@ -53,6 +53,10 @@ def open_executor(folder: ModelFolder, settings: EngineConfig) -> tuple[Executor
             config, settings, itemsize=dtype.itemsize, budget=budget, needs=needs, specs=specs, draft=draft
         )
         from cpmrt.cuda.executor import CudaExecutor
+        from cpmrt.cuda.loop_graph import check_loops
+
+        if settings.steps_per_launch > 1:
+            check_loops(device)
 
         def load(arena: int, regions: Mapping[str, Region], device: Device, modules: Modules, stream: Any) -> None:
             for part, source in parts:

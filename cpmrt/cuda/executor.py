@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import cupy
@@ -38,7 +39,7 @@ LoadWeights = Callable[[int, Mapping[str, Any], Device, Modules, Any], None]
 _RUN_AHEAD = 4
 _TYPES = {
     "attention_partials": np.float32, "attention_arrivals": np.int32, "block_log_sums": np.float32, "w4_rows": np.uint8,
-    "gemm_workspace": np.uint8, "block_scores": np.float32, "token_counts": np.uint32, "step_context": np.uint64,
+    "gemm_workspace": np.uint8, "block_scores": np.float32, "token_counts": np.uint32, "step_context": np.uint8,
     "block_tables": np.int32, "slot_states": np.uint8, "w4_arrivals": np.int32, "w4_partials": np.uint8,
     "dense_chunk": np.int32, "w4_staging": np.uint8, "token_ids": np.int32, "positions": np.int32, "logits": np.float32,
     "token_map": np.int32, "rope": np.float32, "blocks": np.int32, "slots": np.int32, "chunk": np.int32,
@@ -71,7 +72,7 @@ class CudaExecutor:
         self.config, self.plan, self.device, self._draft = config, plan, device, draft
         self._layout = layout = KVLayout.of(config, plan.max_context, plan.max_sequences)
         self._limits = ExecutorLimits(
-            plan.max_sequences, plan.max_context, engine.prefill_chunk, _RUN_AHEAD,
+            plan.max_sequences, plan.max_context, engine.prefill_chunk, max(_RUN_AHEAD, 2 * engine.steps_per_launch),
             max_logit_bias=MAX_LOGIT_BIAS, num_pages=layout.num_pages, page_size=PAGE_SIZE,
             tree_shapes=draft.shapes if draft else (),
         )  # fmt: skip
@@ -97,7 +98,9 @@ class CudaExecutor:
             region.name: self._arena.array(region.name, _type_of(region.name)) for region in plan.regions
         }
         self._arrays |= held_weights(plan.tensors, self._arrays)
-        self._rings = Rings(self._stream, self._buckets[-1], self._layout.pages_per_sequence)
+        self._graphs = Graphs(self._stream, enabled=engine.cuda_graphs, steps_per_launch=engine.steps_per_launch)
+        self._resources.callback(self._graphs.close)
+        self._rings = Rings(self._stream, self._graphs, self._buckets[-1], self._layout.pages_per_sequence)
         self._resources.callback(self._rings.close)
         use_pdl = engine.dependent_launch and not device.is_portable
         self._launcher = launcher = Launcher(self._stream, self._modules, use_pdl=use_pdl)
@@ -113,9 +116,7 @@ class CudaExecutor:
         # What passes through the workspace while loading is gone before the tables there are filled.
         load(pointer.ptr, {region.name: region for region in plan.regions}, device, self._modules, self._stream)
         self._fill_tables(position_limit)
-        self._graphs = Graphs(self._stream, enabled=engine.cuda_graphs)
-        self._resources.callback(self._graphs.close)
-        self._capture()
+        self._capture(loops=engine.steps_per_launch > 1)
         if self._speculation is not None:
             self._limits = measured_limits(self, self._speculation.pass_seconds)
 
@@ -131,7 +132,7 @@ class CudaExecutor:
             if self._speculation is not None:
                 self._speculation.make_room(self._graphs, slots)
             self._rings.write_decode(slots)
-            self._graphs.run(("decode", _at_least(len(slots), self._row_counts)))
+            self._graphs.run_step(("decode", _at_least(len(slots), self._row_counts)), slots)
             return self._rings.sent(len(slots), self._logprobs_of(slots))
         if isinstance(step, Admit):
             self._layout.check_table(step.block_table)
@@ -218,10 +219,9 @@ class CudaExecutor:
 
     def _fill_tables(self, position_limit: int) -> None:
         with self._stream:
-            for name in _ZEROED:
+            for name in ("positions", *_ZEROED):
                 if name in self._arrays:
                     self._arrays[name].fill(0)
-            self._arrays["positions"].fill(0)
             self._arrays["slots"].fill(-1)
             if self._speculation is not None:
                 self._speculation.fill_tables(self._layout.pages_per_sequence * PAGE_SIZE, position_limit)
@@ -229,7 +229,7 @@ class CudaExecutor:
             self._arrays["rope"].set(rope_table(self.config, self.plan.max_context, position_limit))
         self._stream.synchronize()
 
-    def _capture(self) -> None:
+    def _capture(self, *, loops: bool) -> None:
         """Compile what every shape needs, run each once on padding rows, which loads it, then capture it."""
         with self._launcher.recording() as modules:
             self._every_shape()
@@ -238,19 +238,19 @@ class CudaExecutor:
             modules.extend(self._speculation.modules())
         compile_all(self._modules.arch, self._modules.dtype, modules)
         self._every_shape()
-        self._steps.load()
+        self._steps.load(loops=loops)
         if self._speculation is not None:
             self._speculation.load()
         self._stream.synchronize()
-        self._graphs.add("admit", self._steps.admit)
-        self._graphs.add("recall", self._steps.recall)
-        self._graphs.add("first", self._first_token)
+        graphs, steps = self._graphs, self._steps
+        for name, launches in ("admit", steps.admit), ("recall", steps.recall), ("first", self._first_token):
+            graphs.add(name, launches)
         for bucket in self._buckets:
-            self._graphs.add(("prefill", bucket), lambda rows=bucket: self._prefill(rows))  # type: ignore[misc]
-        for count in self._row_counts:
-            self._graphs.add(("decode", count), lambda rows=count: self._decode(rows))  # type: ignore[misc]
+            graphs.add(("prefill", bucket), partial(self._prefill, bucket))
+        for rows in self._row_counts:
+            graphs.add_step(("decode", rows), partial(self._decode, rows), partial(steps.loop_end, rows, rows))
         if self._speculation is not None:
-            self._speculation.add_graphs(self._graphs, self._buckets)
+            self._speculation.add_graphs(graphs, self._buckets, steps.loop_end)
         self._stream.synchronize()
 
     def _every_shape(self) -> None:

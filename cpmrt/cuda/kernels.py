@@ -104,6 +104,7 @@ KERNELS: tuple[KernelSpec, ...] = (
     KernelSpec("prefill_begin", "step.cu", "", _STEP, hot=True, reason="bookkeeping: the rows of a prefill chunk"),
     KernelSpec("prefill_end", "step.cu", "", _STEP, reason="bookkeeping: a chunk without a token is done"),
     KernelSpec("first_begin", "step.cu", "", _STEP, reason="bookkeeping: the row that the first token comes from"),
+    KernelSpec("loop_end", "loop.cu", "", reason="bookkeeping: whether a launch goes on with its next steps"),
     KernelSpec("sample", "sampling.cu", "", ("VOCAB", "PORTABLE"), hot=True, reason="the sampling chain"),
     KernelSpec("speculate_begin", "speculate.cu", "", hot=True, reason="bookkeeping: rows that the draft has not seen"),
     KernelSpec("catch_up_end", "speculate.cu", "", reason="bookkeeping: the draft has seen a sequence"),

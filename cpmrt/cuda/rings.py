@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from cupy.cuda import runtime
 
+from cpmrt.cuda.graphs import Graphs
 from cpmrt.cuda.host_buffers import HostBuffer
 from cpmrt.cuda.slot_state import (
     RESULT_RECORD,
@@ -33,10 +34,11 @@ _NAP_S = 0.0002
 
 
 class Rings:
-    """Numbers commands from 1 on and reads their answers. `stream` runs the kernels that take them."""
+    """Numbers commands from 1 on and reads their answers. `stream` runs the kernels that take them, `graphs` starts
+    them: each command is written before its graph is run, and counted (`sent`) after."""
 
-    def __init__(self, stream: Any, prefill_chunk: int, pages_per_sequence: int):
-        self._stream = stream
+    def __init__(self, stream: Any, graphs: Graphs, prefill_chunk: int, pages_per_sequence: int):
+        self._stream, self._graphs = stream, graphs
         self.command_bytes = command_bytes(prefill_chunk, pages_per_sequence)
         self._commands = HostBuffer(RING_ENTRIES * self.command_bytes)
         self._results = HostBuffer(RING_ENTRIES * RESULT_RECORD.itemsize)
@@ -77,7 +79,7 @@ class Rings:
             self._written[place] = slot
 
     def sent(self, num_rows: int, num_logprobs: tuple[int, ...], *, is_path: bool = False) -> Answer:
-        """Count the command just written and launched. `num_rows` words answer it: one for each of the first slots, or,
+        """Count the command just written and run. `num_rows` words answer it: one for each of the first slots, or,
         with `is_path`, all for the one slot."""
         self._last_number += 1
         answer = Answer(self, self._last_number, num_rows, num_logprobs, is_path)
@@ -89,6 +91,8 @@ class Rings:
         place = (number - 1) % RING_ENTRIES
         tokens = answered_tokens(self._words[place], number, num_rows)
         if tokens is None:
+            if number > self._last_number - self._graphs.num_waiting:
+                self._graphs.start_waiting()
             self._polls += 1
             if self._polls % _POLLS_BETWEEN_CHECKS == 0:
                 self._check_stream(number, num_rows)

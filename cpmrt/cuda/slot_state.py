@@ -80,7 +80,7 @@ TOKEN_LOGPROBS = struct(
     ("top_ids", "<i4", (MAX_LOGPROBS,)),
 )
 RESULT_RECORD = struct(16, ("words", "<u8", (MAX_ROWS,)), ("logprobs", TOKEN_LOGPROBS, (MAX_ROWS,)))
-STEP_CONTEXT = struct(16, ("next_entry", "<u8"), ("sequence", "<u8"))
+STEP_CONTEXT = struct(16, ("next_entry", "<u8"), ("sequence", "<u8"), ("num_passed", "<i4"))
 
 
 def command_bytes(prefill_chunk: int, pages_per_sequence: int) -> int:

@@ -6,7 +6,8 @@ target's hidden states. This file knows at most how many wait, without asking th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -73,14 +74,18 @@ class Speculation:
         """Load the kernels that are not run by `every_shape`."""
         self._kernels.load()
 
-    def add_graphs(self, graphs: Graphs, buckets: tuple[int, ...]) -> None:
-        """Capture what the draft does of its own accord, and the speculative step of each shape."""
+    def add_graphs(self, graphs: Graphs, buckets: tuple[int, ...], loop_end: Callable[..., None]) -> None:
+        """Capture what the draft does of its own accord, and the speculative step of each shape.
+
+        `loop_end` is that of `StepKernels`. The first row of the target is the tree's root.
+        """
         for number, shape in enumerate(self._draft.shapes):
-            graphs.add(("speculate", number), lambda shape=shape: self._speculate(shape))  # type: ignore[misc]
+            end = partial(loop_end, 1, shape.max_emitted)
+            graphs.add_step(("speculate", number), partial(self._speculate, shape), end)
         if self._forward is None:
             return
         for bucket in buckets:
-            graphs.add(("draft", bucket), lambda rows=bucket: self._chunk(rows))  # type: ignore[misc]
+            graphs.add(("draft", bucket), partial(self._chunk, bucket))
         graphs.add("catch_up", self._catch_up)
 
     def fill_tables(self, capacity: int, position_limit: int) -> None:
@@ -132,7 +137,7 @@ class Speculation:
         if self._forward is not None and self._pending[slot] > self._waiting_rows:
             self._run_catch_up(graphs, slot)
         self._rings.write_speculate(slot)
-        graphs.run(("speculate", shape))
+        graphs.run_step(("speculate", shape), (slot,))
         self._pending[slot] = emitted = self._draft.shapes[shape].max_emitted
         return emitted
 

@@ -10,11 +10,12 @@ import numpy as np
 from cpmrt.config import ModelConfig
 from cpmrt.cuda.device import Device
 from cpmrt.cuda.launcher import Launcher, Module
+from cpmrt.cuda.slot_state import MAX_ROWS
 
 if TYPE_CHECKING:
     from cpmrt.cuda.rings import Rings  # which needs CuPy
 
-_STEP, _SAMPLING = "step.cu", "sampling.cu"
+_STEP, _SAMPLING, _LOOP = "step.cu", "sampling.cu", "loop.cu"
 
 
 def step_modules(config: ModelConfig, device: Device) -> tuple[Module, Module]:
@@ -24,7 +25,7 @@ def step_modules(config: ModelConfig, device: Device) -> tuple[Module, Module]:
 
 
 class StepKernels:
-    """`kernels_cu/step.cu` and `sampling.cu` on the arena's arrays."""
+    """`kernels_cu/step.cu`, `sampling.cu` and `loop.cu` on the arena's arrays."""
 
     def __init__(
         self, launcher: Launcher, config: ModelConfig, arrays: Mapping[str, Any], rings: Rings, device: Device
@@ -39,8 +40,10 @@ class StepKernels:
         self._max_context = np.int32(0 if self._history is None else self._history.shape[1])
         self._blocks_per_row = 8 if device.capability >= 90 else 1
 
-    def load(self) -> None:
-        """Load every kernel without running one."""
+    def load(self, *, loops: bool) -> None:
+        """Load every kernel without running one; `loops`: that of `loop_end` too."""
+        if loops:
+            self._launch.modules.kernel(_LOOP, "loop_end", {})
         for name in ("admit", "recall", "step_begin", "prefill_begin", "prefill_end", "first_begin"):
             self._launch.modules.kernel(_STEP, name, self._constants)
         self._launch.modules.kernel(_SAMPLING, "sample", self._sampling)
@@ -80,6 +83,15 @@ class StepKernels:
             _SAMPLING, "sample", self._sampling, (self._blocks_per_row, num_rows), 512,
             self._results, a["slot_states"], a["token_counts"], a["logits"], a["slots"], a["step_context"],
         )  # fmt: skip
+
+    def loop_end(self, num_rows: int, num_words: int, handle: np.uint64, num_passes: int, num_steps: int) -> None:
+        """End `num_steps` steps that are the body of the WHILE node with this handle, which passes it so often.
+
+        `num_rows`: of a step, that may have sequences; `num_words`: that answer its command.
+        """
+        a, sizes = self._arrays, map(np.int32, (num_passes, num_steps, num_rows, num_words))
+        outputs = (self._results, a["step_context"])
+        self._launch(_LOOP, "loop_end", {}, 1, MAX_ROWS, *outputs, a["slot_states"], a["slots"], handle, *sizes)
 
     def _step(self, name: str, grid: int, block: int, *args: Any) -> None:
         self._launch(_STEP, name, self._constants, grid, block, *args)

@@ -11,7 +11,7 @@ from cpmrt.config import EngineConfig, ModelConfig
 from cpmrt.cuda.attention_plan import decode_attention_of
 from cpmrt.cuda.linear_plan import MAX_ROWS, DeviceLimits
 from cpmrt.cuda.selection_plan import plan_selection
-from cpmrt.cuda.slot_state import SLOT_STATE
+from cpmrt.cuda.slot_state import SLOT_STATE, STEP_CONTEXT
 from cpmrt.cuda.weights_w4 import packed_regions, quantised_tables, quantised_workspace
 from cpmrt.errors import UnsupportedModelError
 from cpmrt.memory.kv_pages import KVLayout
@@ -51,7 +51,7 @@ def cuda_tables(
         _table("block_tables", 4, sequences, pages),
         _table("slot_states", 1, sequences, SLOT_STATE.itemsize),
         _table("token_counts", 4, sequences, config.vocab_size),
-        _table("step_context", 8, 2),
+        _table("step_context", 1, STEP_CONTEXT.itemsize),
         _table("attention_partials", 4, attention.partials),
         _table("attention_arrivals", 4, attention.arrivals),
         _table("gemm_workspace", 1, GEMM_WORKSPACE_BYTES),

@@ -77,10 +77,12 @@ struct alignas(16) ResultRecord {
 };
 
 // How far the device has come in the rings. Every launch that takes an entry counts next_entry up by one; sequence is
-// the number of the entry taken last, from 1 on.
+// the number of the entry taken last, from 1 on. num_passed: of a launch that runs its steps several times, the passes
+// that are done.
 struct alignas(16) StepContext {
   uint64_t next_entry;
   uint64_t sequence;
+  int32_t num_passed;
 };
 
 constexpr uint32_t kNoToken = 0xFFFFFFFFu;

@@ -1,0 +1,108 @@
+"""loop.cu as the end of a WHILE node's body: how often the body runs, and what answers the commands that it leaves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cpmrt.cuda import slot_state as ss
+from cpmrt.dtypes import DType
+
+pytestmark = pytest.mark.gpu
+
+SLOTS = 4
+# Stands for a step: takes a command, and ends the sequences whose time has come.
+STEP = r"""
+extern "C" __global__ void step(unsigned long long* context, char* states, int* count, const int* end_after,
+                                int offset, int stride) {
+  const int steps = ++*count;
+  context[0]++;
+  context[1] = context[0];
+  for (int slot = 0; slot < 4; slot++)
+    if (steps >= end_after[slot]) *reinterpret_cast<int*>(states + slot * stride + offset) = 1;
+}
+"""
+
+
+class Loop:
+    """`passes` of so many steps a launch, over rows of these slots; a sequence ends after so many of all steps."""
+
+    def __init__(
+        self, cuda: Any, passes: tuple[int, int], slots: list[int], num_words: int, end_after: list[int], *, pdl: bool
+    ):
+        from cpmrt.cuda.loop_graph import LoopGraph
+
+        self.cuda = cuda
+        self.context = cuda.array(np.zeros(ss.STEP_CONTEXT.itemsize, np.uint8))
+        self.states = cuda.array(np.zeros(SLOTS * ss.SLOT_STATE.itemsize, np.uint8))
+        self.results = cuda.array(np.zeros(ss.RING_ENTRIES * ss.RESULT_RECORD.itemsize, np.uint8))
+        self.count = cuda.array(np.zeros(1, np.int32))
+        self.rows, self.end_after = (cuda.array(np.array(values, np.int32)) for values in (slots, end_after))
+        self.step = cuda.cupy.RawKernel(STEP, "step")
+        kernel = cuda.kernel("loop.cu", "loop_end", DType.BFLOAT16)
+        sizes = map(np.int32, (ss.SLOT_STATE.fields["finished"][1], ss.SLOT_STATE.itemsize))
+        arguments = (self.context, self.states, self.count, self.end_after, *sizes)
+        with cuda.stream:
+            self.step((1,), (1,), arguments)  # which loads it
+            for array in (self.context, self.states, self.count):
+                array.fill(0)
+
+        def body(handle: np.uint64) -> None:
+            for _ in range(passes[1]):
+                self.step((1,), (1,), arguments)
+            last = (handle, *map(np.int32, (*passes, len(slots), num_words)))
+            kernel(1, ss.MAX_ROWS, self.results, self.context, self.states, self.rows, *last, pdl=pdl)
+
+        self.graph = LoopGraph(cuda.stream, body)
+
+    def launch(self) -> int:
+        """Steps that ran."""
+        before = int(self.cuda.numpy(self.count)[0])
+        self.graph.launch()
+        return int(self.cuda.numpy(self.count)[0]) - before
+
+    def words(self) -> Any:
+        return self.cuda.numpy(self.results).view(ss.RESULT_RECORD)["words"]
+
+
+@pytest.mark.parametrize("pdl", [False, True])
+@pytest.mark.parametrize(("passes", "slots", "end_after", "runs"), [
+    ((5, 1), [0], [99] * 4, [5, 5, 5]),
+    ((5, 1), [2], [0, 0, 99, 0], [5, 5, 5]),
+    ((5, 1), [1], [99, 3, 99, 99], [3, 1, 1]),
+    ((5, 1), [1], [99, 5, 99, 99], [5, 1, 1]),
+    ((5, 1), [1], [99, 7, 99, 99], [5, 2, 1]),
+    ((5, 1), [0, 3, -1, -1], [2, 0, 0, 9], [5, 4, 1]),
+    ((5, 1), [-1, -1], [99] * 4, [1, 1, 1]),
+    ((5, 1), [*[-1] * 63, 3], [0, 0, 0, 4], [4, 1, 1]),
+    ((2, 4), [1], [99, 9, 99, 99], [8, 4, 4]),
+    ((4, 2), [1, 2], [0, 11, 3, 0], [8, 4, 2]),
+    ((1, 4), [1], [99, 2, 99, 99], [4, 4, 4]),
+])  # fmt: skip
+def test_it_goes_on_as_long_as_a_sequence_does(
+    cuda: Any, passes: tuple[int, int], slots: list[int], end_after: list[int], runs: list[int], pdl: bool
+) -> None:
+    loop, num_words, num_steps = Loop(cuda, passes, slots, len(slots), end_after, pdl=pdl), len(slots), np.prod(passes)
+    for launch, expected in enumerate(runs):
+        assert loop.launch() == expected
+        first, end = launch * num_steps + 1, (launch + 1) * num_steps
+        context = cuda.numpy(loop.context).view(ss.STEP_CONTEXT)[0]
+        assert (context["next_entry"], context["sequence"], context["num_passed"]) == (end, end, 0)
+        words = loop.words()
+        for number in range(first, end + 1):
+            row = words[(number - 1) % ss.RING_ENTRIES]
+            is_left = number >= first + expected
+            assert (row[:num_words] == (number << 32 | ss.NO_TOKEN)).all() == is_left
+            assert (row >> np.uint64(32) == number).sum() == is_left * num_words
+    loop.graph.close()
+
+
+def test_more_words_than_rows(cuda: Any) -> None:
+    """A speculative step has one sequence and several words."""
+    loop = Loop(cuda, (4, 2), [1], 6, [9, 2, 9, 9], pdl=True)
+    assert loop.launch() == 2
+    for number in range(3, 9):
+        assert loop.words()[number - 1][:7].tolist() == [*[number << 32 | ss.NO_TOKEN] * 6, 0]
+    loop.graph.close()
