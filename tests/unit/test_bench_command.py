@@ -154,6 +154,9 @@ def test_switches_reach_the_model(checkpoint, monkeypatch):
     assert (seen["cuda_graphs"], seen["dependent_launch"], seen["dtype"]) == (False, False, "float16")
     assert (seen["max_sequences"], seen["prefill_chunk"], seen["repeats"]) == (3, 2048, 3)
     assert seen["cases"] == [Case(8, 4, 3)] and seen["executor"] == "auto"
+    assert seen["steps_per_launch"] == 1
+    assert main(["bench", checkpoint, "--case", "8:4", "--steps-per-launch", "8"]) == 0
+    assert seen["steps_per_launch"] == 8
 
 
 DEVICE = {"name": "Test GPU", "nvidia_driver": "580.1"}
