@@ -1,6 +1,6 @@
-// Skinny matrix products of a step of 1-64 rows with 4-bit weights: y[T,N] = x[T,K] W[N,K]^T, fused as in linear.cu.
+// Skinny matrix products of a step of 1-64 rows with weights of 4 bits, or 8: y[T,N] = x[T,K] W[N,K]^T, fused as in linear.cu.
 //
-// W[n, k] = scale[n, k / G] * (u[n, k] - zero[n, k / G]), u in 0..15; zero is 8 everywhere without ZEROS.
+// W[n, k] = scale[n, k / G] * (u[n, k] - zero[n, k / G]), u in 0..15 (8 bits: 0..255); zero is 8 (128) everywhere without ZEROS.
 // Operands: x, inner (T, K) scalar_t row-major, or with PREPARED what prepare_w4 wrote of them; weight packed as in
 //   include/w4_layout.cuh (repack_w4.cu writes it); partials (tiles, 8, NT, 32) float4 and arrivals (tiles) int32, zero, with
 //   SHARED_RUN = 1, RUNS = 8 and CLUSTERS = 0, else null; others as in linear.cu.

@@ -1,8 +1,9 @@
-// 4-bit weights from the formats of checkpoint files to the packed layout of include/w4_layout.cuh, and back to 16 bits.
+// Weights of 4 or 8 bits from the formats of checkpoint files to the packed layout of include/w4_layout.cuh, and back to 16 bits.
 //
 // Formula: codes u[n, j] = source(first_row + n, permutation[j]); W[n, k] = scale[n, k / G] * (u[n, k] - zero[n, k / G]).
 // Operands: packed bytes, see w4_layout.cuh; the source's tensors on the device, N its rows, K its columns, G its group size:
-//   FORMAT 0 GPTQ: codes int32 (K/8, N), nibble i of a word is row 8 w + i; zeros int32 (K/G, N/8); scales (K/G, N)
+//   FORMAT 0 GPTQ: codes int32 (K/8, N), nibble i of a word is row 8 w + i; zeros int32 (K/G, N/8); scales (K/G, N); with WEIGHT_BITS 8
+//     codes (K/4, N), byte i is row 4 w + i, and no zeros
 //   FORMAT 1 AWQ GEMM: codes int32 (K, N/8), column c of eight in nibble {0, 4, 1, 5, 2, 6, 3, 7}[c]; zeros and scales alike
 //   FORMAT 2 compressed-tensors pack-quantized: codes int32 (N, K/8); zeros int32 (N/8, K/G); scales (N, K/G)
 //   FORMAT 3 Marlin: codes int32 (K/16, 2 N), 16 x 16 tiles; scales (K/G, N) permuted by 64 columns, by 32 with one group; no zeros
@@ -24,6 +25,7 @@
 #if LINEAR == 0 && !defined(HEAD_DIM)
 #error "HEAD_DIM must be defined for the qkv product"
 #endif
+static_assert(WEIGHT_BITS == 4 || FORMAT == 0, "codes of 8 bits come in FORMAT 0");
 #include <cuda_fp16.h>
 #include <cuda_bf16.h>
 
@@ -54,7 +56,8 @@ __device__ __forceinline__ int2 tile_half(int first_row, int num_rows) {
 // The code of row n and column k of a source with N rows.
 __device__ __forceinline__ uint32_t source_code(const uint32_t* codes, int n, int k, int N) {
 #if FORMAT == 0
-  return codes[static_cast<int64_t>(k / 8) * N + n] >> (k % 8 * 4) & 15;
+  constexpr int kWordCodes = 32 / WEIGHT_BITS;
+  return codes[static_cast<int64_t>(k / kWordCodes) * N + n] >> (k % kWordCodes * WEIGHT_BITS) & ((1 << WEIGHT_BITS) - 1);
 #elif FORMAT == 1
   return codes[static_cast<int64_t>(k) * (N / 8) + n / 8] >> ((n % 2 * 4 + n % 8 / 2) * 4) & 15;
 #elif FORMAT == 2
@@ -92,24 +95,29 @@ extern "C" __global__ void __launch_bounds__(256) KERNEL(repack_w4_codes)(
     unsigned char* packed, const uint32_t* codes, const int* permutation, int first_row, int N, int num_rows, int num_tiles) {
   pdl_launch_dependents();
   pdl_wait();
-  const int64_t total = static_cast<int64_t>(num_tiles) * kSlices * 64;
+  constexpr int kParts = kCodeBytes / 512, kPartColumns = kSliceColumns / kParts, kHiShift = WEIGHT_BITS % 8;
+  constexpr uint32_t kLoBits = WEIGHT_BITS == 4 ? 0x0F0F0F0Fu : ~0u, kHiBits = WEIGHT_BITS == 4 ? 0xF0F0F0F0u : ~0u;
+  const int64_t total = static_cast<int64_t>(num_tiles) * kSlices * kParts * 32;
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x; i < total; i += static_cast<int64_t>(gridDim.x) * 256) {
-    const int lane = i & 31, half = i >> 5 & 1, slice = static_cast<int>((i >> 6) % kSlices), tile = static_cast<int>((i >> 6) / kSlices);
+    const int lane = i & 31, part = i >> 5 & kParts - 1;
+    const int slice = static_cast<int>(i / (kParts * 32) % kSlices), tile = static_cast<int>(i / (kParts * 32) / kSlices);
     const int lo = tile_row(tile, lane / 4, num_rows) - first_row, hi = tile_row(tile, lane / 4 + 8, num_rows) - first_row;
     const bool has_lo = lo >= 0 && lo < N, has_hi = hi >= 0 && hi < N;
     if (!has_lo && !has_hi) continue;
-    const uint32_t kept = (has_lo ? 0 : 0x0F0F0F0Fu) | (has_hi ? 0 : 0xF0F0F0F0u);
-    uint4* const to = reinterpret_cast<uint4*>(packed + unit_offset(tile, slice) + half * 512 + lane * 16);
+    uint4* const to = reinterpret_cast<uint4*>(packed + unit_offset(tile, slice) + part * 512 + lane * 16);
     uint4 words = *to;
 #pragma unroll
     for (int w = 0; w < 4; w++) {
-      const int first = slice * kSliceColumns + half * 64 + w / 2 * 32 + lane % 4 * 8 + w % 2 * 4;
-      uint32_t word = (&words.x)[w] & kept;
+      // In 8 bits lo and hi have words of their own.
+      const bool takes_lo = has_lo && (WEIGHT_BITS == 4 || w % 2 == 0), takes_hi = has_hi && (WEIGHT_BITS == 4 || w % 2 == 1);
+      const int step = WEIGHT_BITS == 4 ? w / 2 * 32 + w % 2 * 4 : w / 2 * 4;
+      const int first = slice * kSliceColumns + part * kPartColumns + lane % 4 * 8 + step;
+      uint32_t word = (&words.x)[w] & ~((takes_lo ? kLoBits : 0) | (takes_hi ? kHiBits : 0));
 #pragma unroll
       for (int e = 0; e < 4; e++) {
         const int k = permutation == nullptr ? first + e : permutation[first + e], shift = e / 2 * 8 + e % 2 * 16;
-        if (has_lo) word |= source_code(codes, lo, k, N) << shift;
-        if (has_hi) word |= source_code(codes, hi, k, N) << shift + 4;
+        if (takes_lo) word |= source_code(codes, lo, k, N) << shift;
+        if (takes_hi) word |= source_code(codes, hi, k, N) << shift + kHiShift;
       }
       (&words.x)[w] = word;
     }
@@ -139,6 +147,7 @@ extern "C" __global__ void __launch_bounds__(256) KERNEL(repack_w4_scales)(
   }
 }
 
+#if WEIGHT_BITS == 4   // a head, which alone may have 8, never meets a chunk of rows
 // out (count, K) scalar_t = rows first_row .. + count - 1 of the weight, columns in stored order. first_row is a multiple of 8.
 extern "C" __global__ void __launch_bounds__(256) KERNEL(dequantize_w4)(
     scalar_t* out, const unsigned char* packed, int first_row, int count, int num_rows) {
@@ -171,3 +180,4 @@ extern "C" __global__ void __launch_bounds__(256) KERNEL(dequantize_w4)(
     }
   }
 }
+#endif

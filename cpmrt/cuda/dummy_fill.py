@@ -19,8 +19,6 @@ from cpmrt.tensor_spec import TensorSpec
 _BLOCK = 256
 _WORDS_PER_THREAD = 4
 _BIAS_DEVIATION = 0.02
-_CODE_DEVIATION = (4.0**4 / 12) ** 0.5
-"""Of uniform 4-bit codes around their zero point."""
 
 
 def fill_dummy(
@@ -88,7 +86,9 @@ def fill_dummy_packed(
             assert piece.spec.quant is not None, piece.spec.name
             num_rows, num_columns = piece.end - piece.begin, piece.source.shape[1]
             count = np.int64(num_rows * (num_columns // piece.spec.quant.group_size))
-            scale = np.float32(num_columns**-0.5 / _CODE_DEVIATION)
+            # Of uniform codes around their zero point.
+            deviation = (4.0**piece.spec.quant.bits / 12) ** 0.5
+            scale = np.float32(num_columns**-0.5 / deviation)
             address = np.uint64(arena + staging.offset + piece.scales)
             launch(stream, normal, grid, _BLOCK, 0, (address, count, np.uint64(0), scale, np.float32(0)))
             repacker.scales(replace(piece, source=replace(piece.source, packing=None)), modules.dtype)

@@ -29,7 +29,7 @@ class KernelSpec:
 
 
 _LINEAR = ("LINEAR", "IN_FEATURES", "TOKEN_TILES", "GROUP", "CLUSTER", "SPLIT_WARPS", "NORM", "SMEM_BYTES")
-_PACKED_W4 = ("IN_FEATURES", "RUNS", "SCALE_GROUP", "ZEROS")
+_PACKED_W4 = ("IN_FEATURES", "WEIGHT_BITS", "RUNS", "SCALE_GROUP", "ZEROS")
 _ROWS_W4 = ("IN_FEATURES", "ROWS", "SCALE_GROUP", "ZEROS", "WARPGROUPS")
 _LINEAR_W4 = (
     *("LINEAR", *_PACKED_W4, "ROWS", "WARPS", "WARPGROUPS", "SHARED_RUN", "NORM", "PREPARED", "STAGE_SLICES"),
@@ -41,7 +41,7 @@ _PORTABLE_LINEAR = {"CLUSTER": 1, "NORM": 1, "SMEM_BYTES": 98304}
 _NO_NORM = {"NORM": 0}
 _PLAIN = {"TREE": 0, "WINDOW": 0, "SELECTED": 0}
 _W4 = {"SCALE_GROUP": 128, "ZEROS": 0, "STAGE_SLICES": 0, "STAGES": 4, "EARLY_SLOTS": 1, "WARPGROUPS": 0, "NORM": 1}
-_W4 |= {"PORTABLE": 0, "CLUSTERS": 0, "RECEIVED_APART": 0, "SMEM_BYTES": 98304}
+_W4 |= {"WEIGHT_BITS": 4, "PORTABLE": 0, "CLUSTERS": 0, "RECEIVED_APART": 0, "SMEM_BYTES": 98304}
 _HEAD_64, _HEAD_128 = ({**_PORTABLE_LINEAR, "HEAD_DIM": size} for size in (64, 128))
 
 KERNELS: tuple[KernelSpec, ...] = (
@@ -50,7 +50,7 @@ KERNELS: tuple[KernelSpec, ...] = (
     KernelSpec("read_bandwidth", "bandwidth.cu", "", hot=True, reason="what the device's memory gives at best"),
     KernelSpec("fill_normal", "fill.cu", "", reason="random weights in place of a checkpoint"),
     KernelSpec("fill_words", "fill.cu", "", reason="random weights in place of a checkpoint"),
-    KernelSpec("round_w4", "round_w4.cu", "", reason="loading: a head rounded to 4 bits"),
+    KernelSpec("round_w4", "round_w4.cu", "", ("WEIGHT_BITS",), reason="loading: a head rounded to 4 or 8 bits"),
     KernelSpec("gather_columns", "gather.cu", "project_residual", hot=True),
     KernelSpec("gemm", "gemm.cu", "project_residual", ("TILE_N", "TILE_K", "STAGES"), hot=True),
     KernelSpec("linear_qkv", "linear.cu", "qkv", (*_LINEAR, "HEAD_DIM"), hot=True),
@@ -185,11 +185,21 @@ CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
         | _W4
         | _NO_NORM
         | {"CLUSTERS": 1, "RECEIVED_APART": 1, "SMEM_BYTES": 232448},
+        {"LINEAR": 3, "IN_FEATURES": 4096, "RUNS": 1, "ROWS": 1, "WARPS": 8, "SHARED_RUN": 1, "PREPARED": 0}
+        | _W4
+        | {"WEIGHT_BITS": 8},
+        {"LINEAR": 3, "IN_FEATURES": 4096, "RUNS": 1, "ROWS": 64, "WARPS": 12, "SHARED_RUN": 1, "PREPARED": 1}
+        | _W4
+        | {"WEIGHT_BITS": 8, "STAGE_SLICES": 1, "WARPGROUPS": 1, "SMEM_BYTES": 232448},
     ),
+    "round_w4.cu": ({"WEIGHT_BITS": 4}, {"WEIGHT_BITS": 8}),
     "prepare_w4.cu": ({"IN_FEATURES": 4096, "ROWS": 64, "SCALE_GROUP": 128, "ZEROS": 0, "WARPGROUPS": 1},),
     "repack_w4.cu": tuple(
-        {"LINEAR": 1, "IN_FEATURES": 4096, "RUNS": 8, "SCALE_GROUP": 64, "ZEROS": 1, "FORMAT": kind}
+        {"LINEAR": 1, "IN_FEATURES": 4096, "WEIGHT_BITS": 4, "RUNS": 8, "SCALE_GROUP": 64, "ZEROS": 1, "FORMAT": kind}
         for kind in range(4)
+    )
+    + (
+        {"LINEAR": 3, "IN_FEATURES": 4096, "WEIGHT_BITS": 8, "RUNS": 1, "SCALE_GROUP": 128, "ZEROS": 0, "FORMAT": 0},
     ),
     "decode_attention.cu": (
         {"HEAD_DIM": 128, "GROUP": 16, "STAGES": 3, "PORTABLE": 0} | _PLAIN,

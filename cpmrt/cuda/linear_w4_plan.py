@@ -1,4 +1,4 @@
-"""How a skinny product with 4-bit weights (`kernels_cu/linear_w4.cu`) is packed, compiled and launched.
+"""How a skinny product with weights in 4 or 8 bits (`kernels_cu/linear_w4.cu`) is packed, compiled and launched.
 
 The packed layout fixes the order of a sum: it follows from the weight's shape and the device alone. The other constants
 may follow from the number of rows (row invariance).
@@ -36,6 +36,8 @@ _CLUSTER_ROWS, _CLUSTER_SLICES = 32, 8
 _STAGE_SHARE = 0.08
 # Bytes of weights on their way before x is asked for: it queues behind them. And at most, for one row.
 _EARLY_BYTES, _SINGLE_ROW_RING = 70_000, 139_264
+# Chunks of codes in so many bits are whole multiples of so many bytes: larger ones copy faster, if a ring has several.
+_COPY_BYTES = {4: 128, 8: 64}
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,7 @@ def packed_layout(
     *,
     zeros: bool,
     head_dim: int = 0,
+    bits: int = 4,
 ) -> PackedLayout:
     """The layout of a weight [out_features, in_features] (gate_up: both halves together) on a device.
 
@@ -82,14 +85,14 @@ def packed_layout(
     """
     if in_features % SLICE_COLUMNS:
         raise UnsupportedModelError(
-            f"a 4-bit {product} weight has a number of columns that the kernels do not take",
+            f"a {bits}-bit {product} weight has a number of columns that the kernels do not take",
             expected=f"a multiple of {SLICE_COLUMNS}",
             actual=str(in_features),
             fix="use the unquantised checkpoint",
         )
     if group_size not in SCALE_GROUPS and (group_size < 1 or group_size % SLICE_COLUMNS):
         raise UnsupportedModelError(
-            f"a 4-bit {product} weight has a group size that the kernels do not take",
+            f"a {bits}-bit {product} weight has a group size that the kernels do not take",
             expected="32, 64, 128 or -1",
             actual=str(group_size),
             fix="use a checkpoint with another group size",
@@ -98,7 +101,7 @@ def packed_layout(
     whole_rows = product in ("gate_up", "head") and tiles >= _WHOLE_ROW_TILES * limits.num_sms
     # Blocks that exchange sums wait for each other: all must be on the device at once.
     runs = 1 if whole_rows or limits.num_sms < _RUNS else _RUNS
-    return PackedLayout(product, out_features, in_features, runs, min(group_size, SLICE_COLUMNS), zeros, head_dim)
+    return PackedLayout(product, out_features, in_features, runs, min(group_size, SLICE_COLUMNS), zeros, head_dim, bits)
 
 
 def plan_linear_w4(
@@ -226,8 +229,9 @@ class _Ring:
 
     @classmethod
     def of(cls, layout: PackedLayout, rows: int, warps: int, rounds: int) -> _Ring:
-        aligned = next(slices for slices in (1, 2, 4) if slices * layout.unit_bytes % 128 == 0)
-        together = 4 if rows <= 8 else 2 if rows == 16 else 1
+        copied = _COPY_BYTES[layout.bits]
+        aligned = next(slices for slices in (1, 2, 4) if slices * layout.unit_bytes % copied == 0)
+        together = 2 if rows == 16 or layout.bits == 8 else 4 if rows <= 8 else 1
         chunk_slices = min(max(aligned, together), layout.run_slices)
         level = warps * whole_lines(chunk_slices * layout.unit_bytes)
         slots = min(_MAX_SLOTS, rounds * ceil(layout.run_slices / chunk_slices))

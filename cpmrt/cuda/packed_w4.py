@@ -1,4 +1,4 @@
-"""The packed layout of 4-bit weights that `kernels_cu/linear_w4.cu` streams: sizes, row order, and packing in NumPy.
+"""The packed layout of weights that `kernels_cu/linear_w4.cu` streams, in 4 or 8 bits: sizes, row order, packing.
 
 The layout itself is described in `kernels_cu/include/w4_layout.cuh`. On the device `repack_w4.cu` writes it from the
 files' formats; the functions here are its oracle.
@@ -16,8 +16,9 @@ from cpmrt.dtypes import Array
 
 SLICE_COLUMNS = 128
 TILE_ROWS = 16
-_CODE_BYTES = 1024
 _LINE_BYTES = 128
+_SHIFTS = np.array([0, 16, 8, 24], np.uint32)
+"""Of the codes of four columns in a word."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class PackedLayout:
     """Where the codes and scales of a weight [out_features, in_features] lie, for one product and device.
 
     `runs`: parts of K; `scale_group`: columns that share a scale in the packed form (a file's larger groups are
-    repeated).
+    repeated); `bits` 8: symmetric codes around 128.
     """
 
     product: str
@@ -35,6 +36,7 @@ class PackedLayout:
     scale_group: int
     zeros: bool
     head_dim: int = 0
+    bits: int = 4
 
     @property
     def num_tiles(self) -> int:
@@ -49,8 +51,13 @@ class PackedLayout:
         return ceil(self.num_slices / self.runs)
 
     @property
+    def code_bytes(self) -> int:
+        """Of a unit."""
+        return TILE_ROWS * SLICE_COLUMNS * self.bits // 8
+
+    @property
     def unit_bytes(self) -> int:
-        return _CODE_BYTES + SLICE_COLUMNS // self.scale_group * (64 if self.zeros else 32)
+        return self.code_bytes + SLICE_COLUMNS // self.scale_group * (64 if self.zeros else 32)
 
     @property
     def run_bytes(self) -> int:
@@ -72,6 +79,7 @@ class PackedLayout:
         """Compile-time constants of the layout, the same in every kernel."""
         return {
             "IN_FEATURES": self.in_features,
+            "WEIGHT_BITS": self.bits,
             "RUNS": self.runs,
             "SCALE_GROUP": self.scale_group,
             "ZEROS": int(self.zeros),
@@ -103,46 +111,44 @@ class PackedLayout:
 
 
 def pack(layout: PackedLayout, codes: Array, scales: Array, zeros: Array | None) -> Array:
-    """uint8 [num_bytes] from codes [N, K] of 0..15 and the storage words (uint16, or float16) of scales and zero points
-    [N, K / scale_group]. Padding is zero."""
+    """uint8 [num_bytes] from codes [N, K] of 0..15 (8 bits: 0..255) and the storage words (uint16, or float16) of
+    scales and zero points [N, K / scale_group]. Padding is zero."""
     packed = np.zeros(layout.num_bytes, np.uint8)
     rows = layout.tile_rows
     views = np.empty((layout.num_tiles, layout.num_slices, layout.unit_bytes), np.uint8)
     units = np.where(rows[:, :, None] >= 0, codes[rows], 0).astype(np.uint32)
-    words = _words(units.reshape(len(rows), TILE_ROWS, layout.num_slices, SLICE_COLUMNS))
-    views[:, :, :_CODE_BYTES] = words.view(np.uint8).reshape(len(rows), layout.num_slices, _CODE_BYTES)
-    views[:, :, _CODE_BYTES:] = _scale_bytes(layout, rows, scales, zeros)
+    words = _words(units.reshape(len(rows), TILE_ROWS, layout.num_slices, SLICE_COLUMNS), layout.bits)
+    views[:, :, : layout.code_bytes] = words.view(np.uint8).reshape(len(rows), layout.num_slices, layout.code_bytes)
+    views[:, :, layout.code_bytes :] = _scale_bytes(layout, rows, scales, zeros)
     packed[_unit_index(layout)] = views
     return packed
 
 
 def unpack_codes(layout: PackedLayout, packed: Array) -> Array:
     """Codes uint8 [N, K]: the inverse of `pack`."""
-    codes = np.ascontiguousarray(packed[_unit_index(layout)][:, :, :_CODE_BYTES])
-    units = codes.view(np.uint32).reshape(-1, layout.num_slices, 2, 8, 4, 4)
-    out = np.zeros((layout.out_features, layout.num_slices, SLICE_COLUMNS), np.uint8)
-    rows = layout.tile_rows
-    for half in range(2):
-        place = rows[:, half * 8 : half * 8 + 8]
-        for k, shift in enumerate((0, 16, 8, 24)):
-            nibbles = (units >> np.uint32(shift + 4 * half)) & np.uint32(15)
-            # [tile, slice, j / 2, g, t, j % 2, step], the column being 32 j + 8 t + 4 step + k.
-            split = nibbles.reshape(*nibbles.shape[:-1], 2, 2).transpose(0, 3, 1, 2, 5, 4, 6)
-            columns = split.reshape(len(rows), 8, layout.num_slices, SLICE_COLUMNS // 4)
-            out[place[place >= 0], :, k::4] = columns[place >= 0]
-    return out.reshape(layout.out_features, layout.in_features)
+    words = np.ascontiguousarray(packed[_unit_index(layout)][:, :, : layout.code_bytes]).view(np.uint32)
+    tiles, slices = words.shape[:2]
+    if layout.bits == 8:
+        halves = words.reshape(tiles, slices, 2, 2, 8, 4, 2, 2).transpose(0, 7, 4, 1, 2, 3, 5, 6)
+    else:
+        pairs = words.reshape(tiles, slices, 2, 8, 4, 2, 2).transpose(0, 3, 1, 2, 5, 4, 6)
+        halves = np.stack([pairs, pairs >> np.uint32(4)], axis=1)
+    codes = halves[..., None] >> _SHIFTS & np.uint32(2**layout.bits - 1)
+    out, rows = np.zeros((layout.out_features, layout.in_features), np.uint8), layout.tile_rows
+    out[rows[rows >= 0]] = codes.reshape(tiles, TILE_ROWS, layout.in_features)[rows >= 0]
+    return out
 
 
-def _words(units: Array) -> Array:
-    """uint32 [tiles, slices, 2, 8, 4, 4] of codes [tiles, 16, slices, 128]."""
+def _words(units: Array, bits: int) -> Array:
+    """The words of codes uint32 [tiles, 16, slices, 128], in the order of memory."""
     # k = 64 a + 32 b + 8 t + 4 step + e
     split = units.reshape(len(units), 2, 8, -1, 2, 2, 4, 2, 4)
-    bits = np.array([[0, 16, 8, 24], [4, 20, 12, 28]], np.uint32)
-    shifted = split << bits[None, :, None, None, None, None, None, None, :]
-    words = np.bitwise_or.reduce(np.bitwise_or.reduce(shifted, axis=-1), axis=1)
-    # [tile, g, slice, a, b, t, step] -> [tile, slice, a, g, t, (b, step)]
-    ordered: Array = np.ascontiguousarray(words.transpose(0, 2, 3, 1, 5, 4, 6))
-    return ordered.reshape(*ordered.shape[:-2], 4)
+    # [tile, half, g, slice, a, b, t, step]
+    halves = np.bitwise_or.reduce(split << _SHIFTS, axis=-1)
+    if bits == 8:
+        return np.ascontiguousarray(halves.transpose(0, 3, 4, 5, 2, 6, 7, 1))
+    pairs = halves[:, 0] | halves[:, 1] << np.uint32(4)
+    return np.ascontiguousarray(pairs.transpose(0, 2, 3, 1, 5, 4, 6))
 
 
 def _scale_bytes(layout: PackedLayout, rows: Array, scales: Array, zeros: Array | None) -> Array:

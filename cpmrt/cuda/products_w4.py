@@ -1,4 +1,4 @@
-"""Products with packed 4-bit weights: few rows in one kernel, a chunk with the weight dequantised slice by slice."""
+"""Products with packed weights: few rows in one kernel, a chunk with the weight dequantised slice by slice."""
 
 from __future__ import annotations
 
@@ -98,4 +98,4 @@ class QuantizedProducts:
     def _layout(self, product: str, weight: QuantizedWeight) -> PackedLayout:
         head_dim = self._config.head_dim if product == "qkv" else 0
         sizes, has_zeros = (*weight.shape, weight.group_size), weight.zeros is not None
-        return packed_layout(product, *sizes, self._limits, zeros=has_zeros, head_dim=head_dim)
+        return packed_layout(product, *sizes, self._limits, zeros=has_zeros, head_dim=head_dim, bits=weight.bits)

@@ -37,12 +37,15 @@ def repack_constants(layout: PackedLayout, format: str) -> dict[str, int]:
 
 def repack_modules(specs: Iterable[TensorSpec], layouts: Mapping[str, PackedLayout]) -> list[Module]:
     """What loading these weights launches, each once."""
-    found: dict[frozenset[tuple[str, int]], Module] = {}
+    found: list[Module] = []
     for spec in specs:
         for source in spec.sources if spec.name in layouts else ():
-            constants = repack_constants(layouts[spec.name], source.packing.format if source.packing else OWN_FORMAT)
-            found[frozenset(constants.items())] = _FILE, constants
-    return list(found.values())
+            layout, packing = layouts[spec.name], source.packing
+            used = [(_FILE, repack_constants(layout, packing.format if packing else OWN_FORMAT))]
+            if packing is None:
+                used.append((_ROUND, _round_constants(layout.bits)))
+            found += [module for module in used if module not in found]
+    return found
 
 
 def piece_reads(piece: Piece, checkpoint: Checkpoint, staging: int, dtype: DType) -> Iterator[ReadJob]:
@@ -93,7 +96,8 @@ class Repacker:
         codes, scales, values = (self._staged(place) for place in (piece.codes, piece.scales, piece.values))
         grid = -(-count * columns // (8 * _BLOCK))
         args = (codes, scales, np.uint64(fault), values, *sizes)
-        launch(self._stream, self._modules.kernel(_ROUND, "round_w4", {}), grid, _BLOCK, 0, args)
+        kernel = self._modules.kernel(_ROUND, "round_w4", _round_constants(piece.spec.quant.bits))
+        launch(self._stream, kernel, grid, _BLOCK, 0, args)
 
     def codes(self, piece: Piece) -> None:
         """Into the packed weight, in the order of its `perm`, which must be there."""
@@ -126,3 +130,8 @@ class Repacker:
 
     def _staged(self, offset: int) -> Any:
         return np.uint64(self._arena + self._regions["w4_staging"].offset + offset)
+
+
+def _round_constants(bits: int) -> dict[str, int]:
+    """Compile-time sizes of round_w4.cu."""
+    return {"WEIGHT_BITS": bits}

@@ -70,7 +70,7 @@ def _pieces(spec: TensorSpec) -> Iterator[Piece]:
         for begin in range(0, num_rows, step):
             end = min(begin + step, num_rows)
             count, groups = end - begin, num_columns // quant.group_size
-            scales = _aligned(count * num_columns // 2)
+            scales = _aligned(count * num_columns * quant.bits // 8)
             zeros = scales + _aligned(count * groups * _ITEM_BYTES)
             values = zeros + _aligned(-(-count // 8) * 4 * groups)
             total = values + (0 if source.packing else _aligned(count * num_columns * _ITEM_BYTES))

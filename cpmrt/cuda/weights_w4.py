@@ -10,7 +10,6 @@ from cpmrt.cuda.linear_plan import MAX_ROWS, DeviceLimits
 from cpmrt.cuda.linear_w4_plan import ROW_BUCKETS, packed_layout, plan_linear_w4
 from cpmrt.cuda.packed_w4 import PackedLayout
 from cpmrt.cuda.staging import staging_bytes
-from cpmrt.errors import UnsupportedModelError
 from cpmrt.memory.packed_regions import PackedRegion, PackedRegions
 from cpmrt.models.decoder import DOWN, EMBED, GATE_UP, HEAD, QKV
 from cpmrt.ops import QuantizedWeight
@@ -30,15 +29,10 @@ def layout_of(spec: TensorSpec, config: ModelConfig, limits: DeviceLimits) -> Pa
     """How a weight with a `quant` is packed. Raises UnsupportedModelError for what the kernels do not take."""
     quant, product = spec.quant, _PRODUCTS[spec.name.rpartition(".")[2]]
     assert quant is not None, spec.name
-    if quant.bits != 4:
-        raise UnsupportedModelError(
-            f"{spec.name} in {quant.bits} bits on a GPU", expected="4 bits", actual=quant.bits,
-            fix="use lm_head_bits=4, or executor='reference'",
-        )  # fmt: skip
     num_rows, num_columns = spec.shape
     return packed_layout(
         product, num_rows, num_columns, quant.group_size, limits, zeros=not quant.symmetric,
-        head_dim=config.head_dim if product == "qkv" else 0,
+        head_dim=config.head_dim if product == "qkv" else 0, bits=quant.bits,
     )  # fmt: skip
 
 

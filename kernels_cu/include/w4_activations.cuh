@@ -1,4 +1,4 @@
-// x of a product with packed 4-bit weights on its way to shared memory.
+// x of a product with packed weights on its way to shared memory.
 #pragma once
 #include "w4_stream.cuh"
 

@@ -1,8 +1,9 @@
-// y[T,N] = epilogue(norm(x)[T,K] W[N,K]^T) for T <= ROWS rows and packed 4-bit weights: activations, products, sums over K.
+// y[T,N] = epilogue(norm(x)[T,K] W[N,K]^T) for T <= ROWS rows and packed weights: activations, products, sums over K.
 //
 // Tensor-core operand A is a tile with codes u as they are (w4_layout.cuh), operand B eight tokens. Over a scale group the tensor
-// cores sum u x; a sum grows by scale * (sum u x - 8 sum x), or with ZEROS by scale * (sum u x - zero * sum x). The sums of x
-// are taken once, where x is brought to shared memory. hi's sums are 16 times too large until the end.
+// cores sum u x; a sum grows by scale * (sum u x - 8 sum x), in 8 bits by scale * (sum u x - 128 sum x), or with ZEROS by
+// scale * (sum u x - zero * sum x). The sums of x are taken once, where x is brought to shared memory. In 4 bits hi's sums are 16
+// times too large until the end.
 // K is cut into RUNS runs that are added in order. SHARED_RUN = 0: eight warps of a block take the runs of one tile. SHARED_RUN = 1:
 // the warps take a tile each of the same run, so that a block reads an eighth of x; with RUNS = 8 the blocks exchange sums.
 // Runs and the order of sums do not depend on T, ROWS, WARPS or SHARED_RUN: a row's bits are the same in every step.
@@ -21,6 +22,9 @@
 #define W4_BOUNDS __launch_bounds__(kThreads, 1)
 #endif
 
+constexpr float kZero = WEIGHT_BITS == 4 ? 1.0f : 16.0f;          // in units of the sums of x, which are 8 times too large
+constexpr float kHiFactor = WEIGHT_BITS == 4 ? 16.0f : 1.0f;      // of hi's codes
+
 // out += scale * (acc - zero * sums of x) over scale group `group` of a slice, for token tiles `from` .. from + COUNT / 4 - 1.
 template <int COUNT>
 __device__ __forceinline__ void add_group(Sums& out, const float (&acc)[COUNT], int from, uint32_t unit, uint32_t x, int group,
@@ -31,9 +35,9 @@ __device__ __forceinline__ void add_group(Sums& out, const float (&acc)[COUNT], 
   if (ZEROS) {
     const uint2 pairs = load_shared_words(scales + at.token * 8);
     const float2 lo = unpack2(pairs.x), hi = unpack2(pairs.y);
-    scale = make_float2(lo.x, hi.x), zero = make_float2(-lo.y, -hi.y * 16.0f);
+    scale = make_float2(lo.x, hi.x), zero = make_float2(-lo.y, -hi.y * kHiFactor);
   } else {
-    scale = unpack2(load_shared_word(scales + at.token * 4)), zero = make_float2(-1.0f, -16.0f);
+    scale = unpack2(load_shared_word(scales + at.token * 4)), zero = make_float2(-kZero, -kZero * kHiFactor);
   }
 #pragma unroll
   for (int i = 0; i < COUNT / 4; i++) {
@@ -48,11 +52,29 @@ __device__ __forceinline__ void add_group(Sums& out, const float (&acc)[COUNT], 
   }
 }
 
-// Codes of lo and hi, two k each, then two k further.
-__device__ __forceinline__ void split_codes(uint32_t (&a)[4], uint32_t word) {
-  const uint32_t high = word >> 8;
+// Operand A of 16 k: codes of lo and hi, two k each, then two k further.
+#if WEIGHT_BITS == 4
+constexpr int kLoadBlocks = 2;    // of 32 k in 16 bytes of a lane
+using BlockCodes = uint2;         // of 32 k
+__device__ __forceinline__ BlockCodes load_codes(uint32_t unit, int block, const Lane& at) {
+  return load_shared_words(unit + block / 2 * 512 + at.lane * 16 + block % 2 * 8);
+}
+__device__ __forceinline__ void split_codes(uint32_t (&a)[4], const uint32_t* words) {
+  const uint32_t word = words[0], high = word >> 8;
   a[0] = word & 0x000F000Fu, a[1] = word & 0x00F000F0u, a[2] = high & 0x000F000Fu, a[3] = high & 0x00F000F0u;
 }
+#else
+constexpr int kLoadBlocks = 1;
+using BlockCodes = uint4;
+__device__ __forceinline__ BlockCodes load_codes(uint32_t unit, int block, const Lane& at) {
+  return load_shared(unit + block * 512 + at.lane * 16);
+}
+__device__ __forceinline__ void split_codes(uint32_t (&a)[4], const uint32_t* words) {
+  a[0] = __byte_perm(words[0], 0, 0x4240), a[1] = __byte_perm(words[1], 0, 0x4240);
+  a[2] = __byte_perm(words[0], 0, 0x4341), a[3] = __byte_perm(words[1], 0, 0x4341);
+}
+#endif
+constexpr int kStepWords = WEIGHT_BITS / 4;   // of a lane for 16 k
 
 #if WGMMA_PRODUCTS
 // As multiply_slices. All four warps of a warpgroup, whether they have a tile or not.
@@ -75,9 +97,8 @@ __device__ __forceinline__ void multiply_together(Sums& out, uint32_t unit, uint
         }
 #pragma unroll
         for (int step = 0; step < kHeld; step += 2) {
-          const int word = group * kSteps + from + step;
-          const uint2 pair = load_shared_words(unit + s * kUnitBytes + word / 4 * 512 + at.lane * 16 + word % 4 * 4);
-          split_codes(a[s][step], pair.x), split_codes(a[s][step + 1], pair.y);
+          const BlockCodes codes = load_codes(unit + s * kUnitBytes, (group * kSteps + from + step) / 2, at);
+          split_codes(a[s][step], &codes.x), split_codes(a[s][step + 1], &codes.x + kStepWords);
         }
         settle(a[s]);
         wgmma_fence();
@@ -118,14 +139,15 @@ __device__ __forceinline__ void multiply_slices(Sums& out, uint32_t unit, uint32
       for (int s = 0; s < S; s++) {
 #pragma unroll
         for (int i = 0; i < kPart; i++) b[s][i] = load_shared(x_lane + s * kXSliceBytes + j * kXBlockBytes + (from + i) * 512);
-        if (j % 2 == 0 || j == group * kGroupBlocks) words[s] = load_shared(unit + s * kUnitBytes + j / 2 * 512 + at.lane * 16);
+        if (j % kLoadBlocks == 0 || j == group * kGroupBlocks)
+          words[s] = load_shared(unit + s * kUnitBytes + j / kLoadBlocks * 512 + at.lane * 16);
       }
 #pragma unroll
       for (int half = 0; half < 2; half++)
 #pragma unroll
         for (int s = 0; s < S; s++) {
           uint32_t a[4];
-          split_codes(a, (&words[s].x)[j % 2 * 2 + half]);
+          split_codes(a, &words[s].x + (j % kLoadBlocks * 2 + half) * kStepWords);
 #pragma unroll
           for (int i = 0; i < kPart; i++)
             mma(reinterpret_cast<float(&)[4]>(acc[s][i * 4]), a, {half ? b[s][i].z : b[s][i].x, half ? b[s][i].w : b[s][i].y});
@@ -174,7 +196,7 @@ __device__ __forceinline__ void accumulate(Sums& out, WeightStream& weights, Act
 #pragma unroll
   for (int i = 0; i < NT; i++)
 #pragma unroll
-    for (int c = 0; c < 4; c++) out[i][c] *= c < 2 ? kSumScale : kSumScale / 16;
+    for (int c = 0; c < 4; c++) out[i][c] *= c < 2 ? kSumScale : kSumScale / kHiFactor;
 }
 
 // SHARED_RUN = 0: sums over the runs, in order. `visit(nt, i, tile, row, token, pair)` for what the thread finishes.

@@ -1,4 +1,4 @@
-// Rows of x on their way to products with packed 4-bit weights: normalised, scaled, in the order in which lanes read them.
+// Rows of x on their way to products with packed weights: normalised, scaled, in the order in which lanes read them.
 #pragma once
 #include "copy.cuh"
 
@@ -12,7 +12,7 @@
 #error "SCALE_GROUP (columns that share a scale: 32, 64 or 128) must be defined"
 #endif
 #ifndef ZEROS
-#error "ZEROS (1: zero points beside the scales; 0: every zero point is 8) must be defined"
+#error "ZEROS (1: zero points beside the scales; 0: every zero point is 8, or 128) must be defined"
 #endif
 #ifndef WARPGROUPS
 #error "WARPGROUPS (1: four warps multiply together where the architecture lets them; 0: each alone) must be defined"

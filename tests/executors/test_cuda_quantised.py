@@ -24,7 +24,7 @@ from reference.quantised_models import (
 from cpmrt import LLM, SamplingParams
 from cpmrt.dtypes import DType, round_to
 from cpmrt.engine.step_log import replay
-from cpmrt.errors import CheckpointError, UnsupportedModelError
+from cpmrt.errors import CheckpointError
 from cpmrt.ops import QuantizedWeight
 from cpmrt.reference import ops as reference_ops
 
@@ -95,11 +95,12 @@ def test_the_path_of_older_gpus(folders: dict[str, Path], monkeypatch: pytest.Mo
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("name", ["gptq", "awq_some"])
 def test_a_head_that_is_rounded_while_loading(
-    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, name: str, dtype: str
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, name: str, dtype: str, bits: int
 ) -> None:
-    check(monkeypatch, folders[name], name, dtype, lm_head_bits=4)
+    check(monkeypatch, folders[name], name, dtype, lm_head_bits=bits)
 
 
 @pytest.mark.gpu
@@ -183,22 +184,25 @@ def test_values_that_cannot_be_are_refused(
 
 
 @pytest.mark.gpu
-def test_a_head_in_eight_bits_is_refused(folders: dict[str, Path]) -> None:
-    with pytest.raises(UnsupportedModelError, match="lm_head in 8 bits on a GPU: .* use lm_head_bits=4"):
-        LLM(folders["gptq"], executor="cuda", lm_head_bits=8, **SETTINGS)
+def test_a_head_in_eight_bits_is_nearer_to_one_in_sixteen(folders: dict[str, Path]) -> None:
+    logits = {}
+    for bits in (None, 8, 4):
+        with LLM(folders["gptq"], executor="cuda", lm_head_bits=bits, **SETTINGS) as llm:
+            logits[bits] = llm.logits(LONG)
+    assert 0 < relative(logits[8], logits[None]) < relative(logits[4], logits[None]) / 4
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("order", [False, True], ids=["", "act-order"])
-def test_random_weights(folders: dict[str, Path], order: bool) -> None:
+@pytest.mark.parametrize(("order", "head_bits"), [(False, None), (True, 4), (False, 8)])
+def test_random_weights(folders: dict[str, Path], order: bool, head_bits: int | None) -> None:
     """Activations keep their size, so that the logits have the spread of those of a head in 16 bits."""
-    settings = {"quant_method": "gptq", "bits": 4, "group_size": 64, "sym": False, "desc_act": order}
-    overrides = {"quantization_config": settings, "torch_dtype": "bfloat16"}
+    quantised = {"quant_method": "gptq", "bits": 4, "group_size": 64, "sym": False, "desc_act": order}
+    overrides = {"quantization_config": quantised, "torch_dtype": "bfloat16"}
     spreads = []
     for seed, hf_overrides in ((0, overrides), (0, overrides), (1, overrides), (0, {"quantization_config": None})):
-        with LLM(
-            folders["gptq"], executor="cuda", load_format="dummy", seed=seed, hf_overrides=hf_overrides, **SETTINGS
-        ) as llm:
+        bits = head_bits if hf_overrides is overrides else None
+        settings = SETTINGS | {"load_format": "dummy", "seed": seed, "hf_overrides": hf_overrides, "lm_head_bits": bits}
+        with LLM(folders["gptq"], executor="cuda", **settings) as llm:
             logits = llm.logits(LONG)
             assert np.isfinite(logits).all()
             spreads.append(float(logits.std()))

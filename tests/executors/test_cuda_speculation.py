@@ -118,7 +118,7 @@ def test_with_4_bit_weights(open_llm, plain, draft):
     check(executor, plain, ("minicpm", True, "float16"))
 
 
-@pytest.mark.parametrize("wishes", [{"draft_vocab": 48}, {"head_bits": 4}, {"window": 20}], ids=str)
+@pytest.mark.parametrize("wishes", [{"draft_vocab": 48}, {"head_bits": 4}, {"head_bits": 8}, {"window": 20}], ids=str)
 def test_wishes_for_the_draft_change_no_token(open_llm, plain, wishes):
     executor = open_llm("minicpm", "eagle2", dtype="bfloat16", wishes=wishes).executor
     check(executor, plain, ("minicpm", False, "bfloat16"))

@@ -54,7 +54,7 @@ QUANTISED = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, 
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize(("head_bits", "order"), [(None, False), (4, True)])
+@pytest.mark.parametrize(("head_bits", "order"), [(None, False), (4, True), (8, False)])
 def test_a_quantised_model_has_the_modules_of_its_products(arch: str, head_bits: int | None, order: bool) -> None:
     settings = {"quantization_config": QUANTISED | {"desc_act": order}}
     config = ModelConfig.from_hf(shape_config("minicpm4-8b") | settings)
@@ -66,7 +66,10 @@ def test_a_quantised_model_has_the_modules_of_its_products(arch: str, head_bits:
     assert products == {sizes["LINEAR"] for file, sizes in modules if file == "repack_w4.cu"}
     assert {sizes["LINEAR"] for file, sizes in modules if file == "linear.cu"} == (set() if head_bits else {3})
     assert {sizes["ROWS"] for file, sizes in modules if file == "linear_w4.cu"} == {1, 8, 16, 32, 64}
-    assert {"prepare_w4.cu", "gather.cu", "round_w4.cu"} <= {file for file, _ in modules}
+    assert {"prepare_w4.cu", "gather.cu"} <= {file for file, _ in modules}
+    assert [sizes["WEIGHT_BITS"] for file, sizes in modules if file == "round_w4.cu"] == [head_bits] * bool(head_bits)
+    heads = {sizes["WEIGHT_BITS"] for _, sizes in modules if sizes.get("LINEAR") == 3 and "WEIGHT_BITS" in sizes}
+    assert heads == ({head_bits} if head_bits else set())
 
 
 def test_the_number_of_multiprocessors_decides_too() -> None:

@@ -75,6 +75,22 @@ LARGE = {
     "EAGLE-3 qkv": ("qkv", 4608, 8192, 128, 2, 128, False, False),
     "EAGLE-3 fc": ("residual", 4096, 12288, 0, 0, 128, False, False),
 }
+EIGHT_BITS = {
+    "odd head in 8 bits": ("head", 1003, 384, 0, 0, 128, False, False),
+    "head in 8 bits, groups of 32": ("head", 1003, 640, 0, 0, 32, False, False),
+    "head in 8 bits, groups of 64": ("head", 519, 2304, 0, 0, 64, False, False),
+    "head in 8 bits, one slice": ("head", 40, 128, 0, 0, 128, False, False),
+    "long head in 8 bits": ("head", 1000, 4096, 0, 0, 128, False, False),
+    "whole rows in 8 bits": ("head", 17001, 640, 0, 0, 128, False, False),
+    "whole rows in 8 bits, groups of 32": ("head", 17001, 256, 0, 0, 32, False, False),
+}
+LARGE_EIGHT_BITS = {
+    "8B head in 8 bits": ("head", 20001, 4096, 0, 0, 128, False, False),
+    "8B head in 8 bits, groups of 64": ("head", 20001, 4032 + 64, 0, 0, 64, False, False),
+}
+IN_EIGHT_BITS = EIGHT_BITS | LARGE_EIGHT_BITS
+SMALL |= EIGHT_BITS
+LARGE |= LARGE_EIGHT_BITS
 SHAPES = SMALL | LARGE
 
 
@@ -89,6 +105,7 @@ class Case:
     head_dim: int
     num_kv_heads: int
     group_size: int
+    code_bits: int
     arrays: dict[str, Any]
 
     @property
@@ -98,7 +115,7 @@ class Case:
     def layout(self, limits: DeviceLimits) -> PackedLayout:
         zeros = self.arrays["zeros"] is not None
         size = self.out_features, self.in_features, self.group_size
-        return packed_layout(self.product, *size, limits, zeros=zeros, head_dim=self.head_dim)
+        return packed_layout(self.product, *size, limits, zeros=zeros, head_dim=self.head_dim, bits=self.code_bits)
 
 
 def make_case(name: str, dtype: DType, has_bias: bool = True, is_draft: bool = False) -> Case:
@@ -106,11 +123,12 @@ def make_case(name: str, dtype: DType, has_bias: bool = True, is_draft: bool = F
     rng = np.random.default_rng(out_features + in_features)
 
     groups = in_features // group_size
-    codes = rng.integers(0, 16, (out_features, in_features)).astype(np.uint8)
-    spread = np.float32(0.2 * in_features**-0.5)
+    code_bits = code_bits_of(name)
+    codes = rng.integers(0, 2**code_bits, (out_features, in_features)).astype(np.uint8)
+    spread = np.float32(3.2 / 2**code_bits * in_features**-0.5)
     scales = round_to((0.5 + rng.random((out_features, groups), np.float32)) * spread, dtype)
     zeros = rng.integers(0, 17, (out_features, groups)).astype(np.float32) if has_zeros else None
-    centre = np.float32(8) if zeros is None else np.repeat(zeros, group_size, axis=1)
+    centre = np.float32(2 ** (code_bits - 1)) if zeros is None else np.repeat(zeros, group_size, axis=1)
     weight = (codes - centre) * np.repeat(scales, group_size, axis=1)
     permutation = rng.permutation(in_features).astype(np.int32) if permuted else None
     if permutation is not None:
@@ -126,7 +144,11 @@ def make_case(name: str, dtype: DType, has_bias: bool = True, is_draft: bool = F
         "permutation": permutation,
     }
     arrays |= step_operands(rng, dtype, product, (out_features, in_features), head_dim, has_bias, is_draft)
-    return Case(product, dtype, out_features, in_features, head_dim, num_kv_heads, group_size, arrays)
+    return Case(product, dtype, out_features, in_features, head_dim, num_kv_heads, group_size, code_bits, arrays)
+
+
+def code_bits_of(name: str) -> int:
+    return 8 if name in IN_EIGHT_BITS else 4
 
 
 def packed_weight(case: Case, layout: PackedLayout) -> Any:
@@ -255,7 +277,7 @@ def test_against_the_op_and_bitwise_for_every_number_of_rows(
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.label)
 @pytest.mark.parametrize(
     "name",
-    ["demo qkv", "uneven qkv", "permuted qkv", "odd head"]
+    ["demo qkv", "uneven qkv", "permuted qkv", "odd head", "odd head in 8 bits", "whole rows in 8 bits"]
     + [pytest.param(name, marks=pytest.mark.slow) for name in ("EAGLE-3 qkv", "8B head")],
 )
 def test_rows_of_a_draft(cuda: Any, name: str, dtype: DType, portable: bool) -> None:
@@ -295,7 +317,7 @@ def test_large_and_small_activations(cuda: Any, spread: float) -> None:
 @pytest.mark.parametrize("name", SHAPES)
 def test_plans_fit_the_device(name: str, limits: DeviceLimits) -> None:
     layout = make_layout(name, limits)
-    assert layout.num_bytes >= layout.out_features * layout.in_features // 2
+    assert layout.num_bytes >= layout.out_features * layout.in_features * layout.bits // 8
     for rows in range(1, 65):
         plan = plan_linear_w4(layout, rows, limits)
         constants = plan.constants
@@ -310,7 +332,8 @@ def test_plans_fit_the_device(name: str, limits: DeviceLimits) -> None:
 
 def make_layout(name: str, limits: DeviceLimits) -> PackedLayout:
     product, out_features, in_features, head_dim, _, group_size, zeros, _ = SHAPES[name]
-    return packed_layout(product, out_features, in_features, group_size, limits, zeros=zeros, head_dim=head_dim)
+    kind = {"zeros": zeros, "head_dim": head_dim, "bits": code_bits_of(name)}
+    return packed_layout(product, out_features, in_features, group_size, limits, **kind)
 
 
 @dataclass(frozen=True)
@@ -353,10 +376,28 @@ def test_packing_loses_nothing(name: str) -> None:
     np.testing.assert_array_equal(unpack_codes(layout, packed), case.arrays["codes"])
 
 
-@pytest.mark.parametrize(("columns", "group_size"), [(320, 64), (512, 48)])
-def test_shapes_that_the_kernels_do_not_take(columns: int, group_size: int) -> None:
-    with pytest.raises(UnsupportedModelError, match="4-bit residual weight"):
-        packed_layout("residual", 64, columns, group_size, H200, zeros=False)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_the_bytes_of_a_unit_are_those_of_the_header(bits: int) -> None:
+    """As include/w4_layout.cuh tells them."""
+    name = "odd head" if bits == 4 else "odd head in 8 bits"
+    layout, case = make_layout(name, H200), make_case(name, DType.BFLOAT16)
+    codes, packed, mask = case.arrays["codes"].astype(int), packed_weight(case, layout), 2**bits - 1
+    for tile, slice_index, lane, word in np.random.default_rng(0).integers(0, (62, 3, 32, bits * 2), (200, 4)):
+        token, quarter = divmod(int(lane), 4)
+        begin = layout.unit_offsets()[tile, slice_index] + word // 4 * 512 + lane * 16 + word % 4 * 4
+        found = int(packed[begin : begin + 4].view(np.uint32)[0])
+        step = word if bits == 4 else word // 4 * 2 + word % 4 // 2
+        first = slice_index * 128 + step // 2 * 32 + quarter * 8 + step % 2 * 4
+        for half in (0, 1) if bits == 4 else (word % 2,):
+            row, shift = tile * 16 + half * 8 + token, half * 4 if bits == 4 else 0
+            fields = [found >> shift + place & mask for place in (0, 16, 8, 24)]
+            assert fields == (codes[row, first : first + 4].tolist() if row < 1003 else [0] * 4)
+
+
+@pytest.mark.parametrize(("columns", "group_size", "bits"), [(320, 64, 4), (512, 48, 4), (320, 64, 8)])
+def test_shapes_that_the_kernels_do_not_take(columns: int, group_size: int, bits: int) -> None:
+    with pytest.raises(UnsupportedModelError, match=f"{bits}-bit head weight"):
+        packed_layout("head", 64, columns, group_size, H200, zeros=False, bits=bits)
 
 
 def test_low_bits_of_a_float_are_linear() -> None:

@@ -120,6 +120,35 @@ def test_formats(cuda: Any, name: str, dtype: DType, kind: int) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("group_size", [32, 64, 128])
+def test_codes_of_eight_bits(cuda: Any, group_size: int) -> None:
+    rng = np.random.default_rng(group_size)
+    rows, columns, dtype = 1003, 384, DType.BFLOAT16
+    codes = rng.integers(0, 256, (rows, columns)).astype(np.uint8)
+    scales = from_float32(rng.random((rows, columns // group_size), np.float32), dtype)
+    layout = packed_layout("head", rows, columns, group_size, LIMITS, zeros=False, bits=8)
+    constants = layout.constants | {"LINEAR": PRODUCTS["head"], "FORMAT": GPTQ}
+    # Not zeros: all that belongs to a row must be written, and nothing else.
+    packed = cuda.array(np.full(layout.num_bytes, 0xA5, np.uint8))
+    for first, stop in ((0, 400), (400, 1003)):
+        part, sizes = slice(first, stop), (np.int32(first), np.int32(stop - first), np.int32(rows))
+        # Byte i of a word is column 4 w + i.
+        words = np.ascontiguousarray(np.ascontiguousarray(codes[part]).view(np.uint32).T)
+        sources = cuda.array(words), cuda.array(np.ascontiguousarray(scales[part].T))
+        for name, args, more in (
+            ("repack_w4_codes", (sources[0], None), ()),
+            ("repack_w4_scales", (sources[1], None), (np.int32(group_size), np.int32(0), np.int32(0))),
+        ):
+            kernel = cuda.kernel("repack_w4.cu", name, dtype, **constants)
+            kernel(5, BLOCK, packed, *args, *sizes, np.int32(layout.num_tiles), *more)
+    expected, ones = pack(layout, codes, scales, None), np.ones_like(scales)
+    written = pack(layout, np.full_like(codes, 255), ones * np.uint16(0xFFFF), None) == 255
+    found = cuda.numpy(packed)
+    np.testing.assert_array_equal(found[written], expected[written])
+    assert (found[~written] == 0xA5).all()
+
+
+@pytest.mark.gpu
 def test_bfloat16_scales_and_no_zero_points_of_a_source(cuda: Any) -> None:
     rng = np.random.default_rng(3)
     codes = rng.integers(0, 16, (64, 256)).astype(np.uint8)

@@ -15,24 +15,30 @@ from cpmrt.weights.quantised import round_to_nearest
 DTYPES = [DType.BFLOAT16, DType.FLOAT16]
 
 
-def rounded(cuda: Any, values: Any, group_size: int, dtype: DType) -> tuple[Any, Any, int]:
-    """Codes [N, K], storage words of the scales [N, groups], and the fault word."""
+def rounded(cuda: Any, values: Any, group_size: int, dtype: DType, bits: int = 4) -> tuple[Any, Any, int]:
+    """Codes [N, K] as `round_to_nearest` gives them, storage words of the scales [N, groups], and the fault word."""
     rows, columns = values.shape
-    codes = cuda.array(np.zeros((columns // 8, rows), np.int32))
+    codes = cuda.array(np.zeros((columns * bits // 32, rows), np.int32))
     scales = cuda.array(np.full((columns // group_size, rows), np.nan, np.float32), dtype)
     fault, sizes = cuda.array(np.zeros(1, np.uint32)), (np.int32(rows), np.int32(columns), np.int32(group_size))
-    kernel = cuda.kernel("round_w4.cu", "round_w4", dtype)
+    kernel = cuda.kernel("round_w4.cu", "round_w4", dtype, WEIGHT_BITS=bits)
     kernel(-(-rows * columns // 2048), 256, codes, scales, fault, cuda.array(values, dtype), *sizes)
-    return unpack_gptq_codes(cuda.numpy(codes)), cuda.numpy(scales).T, int(cuda.numpy(fault)[0])
+    words = cuda.numpy(codes)
+    if bits == 8:
+        around_zero = np.ascontiguousarray(words.T).view(np.uint8).astype(np.int16) - 128
+        return around_zero.astype(np.int8), cuda.numpy(scales).T, int(cuda.numpy(fault)[0])
+    found = unpack_gptq_codes(words)
+    return found[:, 0::2] | found[:, 1::2] << 4, cuda.numpy(scales).T, int(cuda.numpy(fault)[0])
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.label)
 @pytest.mark.parametrize(
     ("shape", "group_size"), [((1, 128), 128), ((99, 256), 32), ((264, 4096), 128), ((16, 192), 64)]
 )
 def test_codes_and_scales_are_those_of_the_host(
-    cuda: Any, shape: tuple[int, int], group_size: int, dtype: DType
+    cuda: Any, shape: tuple[int, int], group_size: int, dtype: DType, bits: int
 ) -> None:
     random = np.random.default_rng(shape[0])
     spread = np.exp2(random.integers(-20, 6, (shape[0], 1))).astype(np.float32)
@@ -40,9 +46,9 @@ def test_codes_and_scales_are_those_of_the_host(
     values[-1, :group_size] = 0
     values[0, 0] = 1e-7
     values = round_to(values, dtype)
-    codes, scales = round_to_nearest(values, Quantization(4, group_size), dtype)
-    found, words, fault = rounded(cuda, values, group_size, dtype)
-    assert np.array_equal(found[:, 0::2] | found[:, 1::2] << 4, codes)
+    codes, scales = round_to_nearest(values, Quantization(bits, group_size), dtype)
+    found, words, fault = rounded(cuda, values, group_size, dtype, bits)
+    assert np.array_equal(found, codes)
     assert np.array_equal(words.view(np.uint16), from_float32(scales, dtype).view(np.uint16)) and fault == 0
 
 
@@ -51,4 +57,4 @@ def test_codes_and_scales_are_those_of_the_host(
 def test_a_value_that_is_not_finite_is_flagged(cuda: Any, value: float) -> None:
     values = np.ones((3, 64), np.float32)
     values[2, 63] = value
-    assert rounded(cuda, values, 32, DType.BFLOAT16)[2] == 1
+    assert rounded(cuda, values, 32, DType.BFLOAT16, bits=8)[2] == rounded(cuda, values, 32, DType.BFLOAT16)[2] == 1
