@@ -1,8 +1,9 @@
 """Compile the CUDA kernels of a model ahead of time, so that a later start compiles none. Needs NVRTC, but no GPU.
 
 MODEL is a folder or a hub id, --shape a well-known shape; without either it is every such shape and the bundled model.
-The kernels are those of a start with the same options. For another machine: name its architecture, compile with
-CPMRT_CACHE_DIR set, and copy that folder. They also depend on the number of multiprocessors, which --sms gives.
+The kernels are those of a start with the same options; every shape and the bundled model have the drafts eagle2 and
+eagle3. For another machine: name its architecture, compile with CPMRT_CACHE_DIR set, and copy that folder. They also
+depend on the number of multiprocessors, which --sms gives.
 """
 
 from __future__ import annotations
@@ -12,18 +13,11 @@ import re
 import time
 from collections.abc import Iterator
 
-from cpmrt.bench.shapes import SHAPES, shape_config
-from cpmrt.cli.arguments import (
-    UsageError,
-    add_engine_options,
-    add_hf_overrides,
-    add_model_source,
-    add_sparse,
-    add_weight_bits,
-    overrides_with_weight_bits,
-)
+from cpmrt.bench.shapes import SHAPES
+from cpmrt.cli.arguments import UsageError, add_engine_options, add_model_source
+from cpmrt.cli.described_model import DescribedModel, add_description_options, described_model
 from cpmrt.cli.output import printable, write
-from cpmrt.config import EngineConfig, ModelConfig, with_sparse_setting
+from cpmrt.config import EngineConfig
 from cpmrt.cuda import cubin_cache
 from cpmrt.cuda.ahead_of_time import known_device, modules_of
 from cpmrt.cuda.assembly import storage_dtype
@@ -32,7 +26,6 @@ from cpmrt.cuda.device import Device, open_device
 from cpmrt.cuda.launcher import Module
 from cpmrt.dtypes import DType
 from cpmrt.errors import NoDeviceError
-from cpmrt.weights.model_folder import BUNDLED, ModelFolder
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -49,10 +42,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sms", type=_count, metavar="N", help="multiprocessors of that GPU (default: of the best known one)"
     )
-    add_weight_bits(parser)
     add_engine_options(parser, "dtype", "prefill_chunk", "max_sequences", "lm_head_bits")
-    add_hf_overrides(parser)
-    add_sparse(parser)
+    add_description_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -67,10 +58,10 @@ def run(args: argparse.Namespace) -> int:
         max_sequences=args.max_sequences,
         lm_head_bits=args.lm_head_bits,
     )
-    configs = list(_configs(args))
+    models = list(_models(args, settings))
     for device in [known_device(arch, args.sms) for arch in args.arch or ()] or [_this_gpu()]:
         before, started = set(cubin_cache.folder().glob("*.cubin")), time.monotonic()
-        wanted = _wanted(configs, settings, device)
+        wanted = _wanted(models, settings, device)
         paths = {path for dtype, modules in wanted for path in compile_all(device.arch, dtype, modules)}
         seconds = time.monotonic() - started
         write(
@@ -81,24 +72,22 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _configs(args: argparse.Namespace) -> Iterator[ModelConfig]:
+def _models(args: argparse.Namespace, settings: EngineConfig) -> Iterator[DescribedModel]:
     shapes = [args.shape] if args.shape else [] if args.model else list(SHAPES)
-    overrides = overrides_with_weight_bits(args)
     for shape in shapes:
-        yield ModelConfig.from_hf(with_sparse_setting(shape_config(shape) | (overrides or {}), args.sparse))
+        yield described_model(args, settings, model=None, shape=shape)
     if not args.shape:
-        source = args.model or str(BUNDLED)
-        yield ModelFolder.open(
-            source, revision=args.revision, weights=False, hf_overrides=overrides, sparse=args.sparse
-        ).config  # fmt: skip
+        yield described_model(args, settings, model=args.model, shape=None)
 
 
-def _wanted(configs: list[ModelConfig], settings: EngineConfig, device: Device) -> Iterator[tuple[DType, list[Module]]]:
+def _wanted(
+    models: list[DescribedModel], settings: EngineConfig, device: Device
+) -> Iterator[tuple[DType, list[Module]]]:
     """What to compile for each storage type, each module once."""
     wanted: dict[DType, dict[object, Module]] = {}
-    for config in configs:
-        dtype = storage_dtype(config, settings)
-        for file, sizes in modules_of(config, settings, device, dtype):
+    for model in models:
+        dtype = storage_dtype(model.config, settings)
+        for file, sizes in modules_of(model.config, settings, device, dtype, model.draft, model.specs):
             wanted.setdefault(dtype, {})[file, frozenset(sizes.items())] = file, sizes
     for dtype, modules in wanted.items():
         yield dtype, list(modules.values())

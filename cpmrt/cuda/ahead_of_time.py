@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ from cpmrt.dtypes import DType
 from cpmrt.errors import ConfigError
 from cpmrt.models.draft import Draft
 from cpmrt.models.planning import plan_model, position_limit, weight_specs
+from cpmrt.tensor_spec import TensorSpec
 
 _SHARED_SMALL, _SHARED_AMPERE, _SHARED_HOPPER = 101_376, 166_912, 232_448
 # Architecture -> name, multiprocessors, bytes of shared memory a block can have. CUDA C++ Programming Guide, "Compute
@@ -67,17 +68,24 @@ def known_device(arch: str, num_sms: int | None = None) -> Device:
 
 
 def modules_of(
-    config: ModelConfig, settings: EngineConfig, device: Device, dtype: DType, draft: Draft | None = None
+    config: ModelConfig,
+    settings: EngineConfig,
+    device: Device,
+    dtype: DType,
+    draft: Draft | None = None,
+    specs: Sequence[TensorSpec] | None = None,
 ) -> list[Module]:
     """Every module of a start with these settings: the executor's own recording, on arrays without memory.
 
-    Includes what is used only where cuBLASLt is absent, where weights are converted or random. Raises
-    UnsupportedModelError, ConfigError.
+    `specs`: the weights as they will be held (None: as the config alone tells). Includes what is used only where
+    cuBLASLt is absent, where weights are converted or random. Raises UnsupportedModelError, ConfigError.
     """
     context, limits = position_limit(config, settings), DeviceLimits.of(device)
     config = config.for_context(context)
-    check_supported(config)
-    specs = weight_specs(config, settings)
+    for checked in (config, None if draft is None else draft.config.decoder):
+        if checked is not None:
+            check_supported(checked)
+    specs = weight_specs(config, settings) if specs is None else specs
     needs = executor_needs(config, settings, specs, draft, capability=device.capability, limits=limits)
     plan = plan_model(
         config, settings, itemsize=dtype.itemsize, max_context=context, needs=needs, specs=specs, draft=draft

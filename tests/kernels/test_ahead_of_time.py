@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from reference.quantised_models import CASES, write_quantised
 
 from cpmrt.bench.shapes import SHAPES, shape_config
 from cpmrt.cli import compile as command
@@ -21,6 +22,7 @@ from cpmrt.cuda.compiler import compile_all
 from cpmrt.cuda.kernels import KERNELS, files
 from cpmrt.dtypes import DType
 from cpmrt.errors import ConfigError
+from cpmrt.weights.model_folder import BUNDLED
 
 ROOT = Path(__file__).resolve().parents[2]
 ARCHITECTURES = ("sm_80", "sm_86", "sm_87", "sm_89", "sm_90", "sm_100", "sm_120")
@@ -116,6 +118,65 @@ def test_the_command_builds_a_shape_for_each_architecture(asked: list[Any], caps
     assert "sm_87, 16 multiprocessors (Jetson AGX Orin)" in said and f"{len(asked[0][2])} compiled now" in said
 
 
+TREES = {"tree_sampling.cu", "accept.cu"}
+
+
+def built(asked: list[Any], *arguments: str) -> list[tuple[str, Mapping[str, int]]]:
+    """What the command asks for, on an H200."""
+    asked.clear()
+    assert main(["compile", "--arch", "sm_90", *arguments]) == 0
+    ((_, _, modules),) = asked
+    return modules
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("draft", ["eagle2", "eagle3", "lookup"])
+def test_a_draft_brings_its_modules(asked: list[Any], shape: str, draft: str) -> None:
+    plain, modules = built(asked, "--shape", shape), built(asked, "--shape", shape, "--draft", draft)
+    assert all(module in modules for module in plain)
+    for file, sizes in modules:
+        assert any(set(spec.constants) <= sizes.keys() for spec in KERNELS if spec.file == file), (file, sizes)
+    more = [module for module in modules if module not in plain]
+    assert {file for file, _ in more} >= TREES | ({"lookup.cu"} if draft == "lookup" else {"draft_top_k.cu"})
+    assert any(sizes["TREE"] for file, sizes in more if file == "decode_attention.cu")
+    assert ("join.cu" in {file for file, _ in more}) is (draft != "lookup")
+
+
+def test_wishes_for_the_draft_decide_its_modules(asked: list[Any]) -> None:
+    shape = ("--shape", "minicpm4-0.5b")
+    whole = built(asked, *shape, "--draft", "eagle2")
+    cut = built(asked, *shape, "--draft", "eagle2", "--draft-vocab", "8192", "--draft-window", "512")
+    for modules, vocab, window in ((whole, 73448, 0), (cut, 8192, 512)):
+        assert {sizes["VOCAB"] for file, sizes in modules if file == "draft_top_k.cu"} == {vocab}
+        windows = {sizes["WINDOW"] for file, sizes in modules if file == "decode_attention.cu"}
+        assert windows == {0, window}
+    rounded = built(asked, *shape, "--draft", "eagle2", "--draft-head-bits", "8")
+    heads = {sizes["WEIGHT_BITS"] for file, sizes in rounded if file in ("linear_w4.cu", "round_w4.cu")}
+    assert heads == {8} and not any(file == "linear_w4.cu" for file, _ in whole)
+    packed = built(asked, *shape, "--draft", "eagle2", "--draft-weight-bits", "4")
+    assert {sizes["LINEAR"] for file, sizes in packed if file == "linear_w4.cu"} == {0, 1, 2}
+    trees = built(asked, *shape, "--draft", "lookup", "--tree-size", "12")
+    assert {sizes["TOKEN_TILES"] for file, sizes in trees if file == "linear.cu"} == {1, 2, 8}
+    assert built(asked, *shape, "--draft", "eagle2", "--speculate", "off") == built(asked, *shape)
+
+
+def test_every_model_that_is_known_has_its_drafts(asked: list[Any]) -> None:
+    for draft in ("eagle2", "eagle3"):
+        modules = built(asked, "--draft", draft)
+        assert {sizes["HIDDEN"] for file, sizes in modules if file == "step.cu"} == {256, 1024, 4096}
+        assert len([sizes for file, sizes in modules if file == "draft_top_k.cu"]) >= 2
+
+
+def test_the_weights_of_a_checkpoint_say_which_are_quantised(asked: list[Any], tmp_path: Path) -> None:
+    case = next(case for case in CASES if case.name == "awq_some")
+    folder = str(write_quantised(case, tmp_path / case.name, 3))
+    products = [
+        {(file, sizes["LINEAR"]) for file, sizes in modules if file in ("linear.cu", "linear_w4.cu")}
+        for modules in (built(asked, folder), built(asked, folder, "--weight-bits", "4"))
+    ]
+    assert {("linear.cu", 1), ("linear_w4.cu", 1)} <= products[0] and ("linear.cu", 1) not in products[1]
+
+
 def test_without_a_model_it_builds_all_that_are_known(asked: list[Any]) -> None:
     assert main(["compile", "--arch", "sm_87"]) == 0
     ((_, _, modules),) = asked
@@ -128,6 +189,8 @@ def test_without_a_model_it_builds_all_that_are_known(asked: list[Any]) -> None:
     [
         (["M", "--shape", "minicpm4-8b"], "exclude each other"),
         (["--sms", "8"], "--sms needs --arch"),
+        (["--arch", "sm_87", "--draft-weight-bits", "4"], "--draft-weight-bits needs --shape"),
+        (["--arch", "sm_87", "--draft-window", "512"], "draft"),
         (["--arch", "sm_87", "--sms", "0"], "positive"),
         (["--arch", "hopper"], "sm_87"),
         (["--arch", "sm_75"], "unknown architecture"),
@@ -137,6 +200,18 @@ def test_mistakes_are_one_line(asked: list[Any], arguments: list[str], message: 
     assert main(["compile", *arguments]) != 0
     said = capsys.readouterr().err
     assert message in said and said.count("\n") == 1 and not asked
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("draft", ["eagle2", "eagle3", "lookup"])
+def test_a_start_with_a_draft_compiles_nothing(draft: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from cpmrt import LLM
+
+    monkeypatch.setenv("CPMRT_CACHE_DIR", str(tmp_path))
+    assert main(["compile", str(BUNDLED), "--draft", draft, "--max-sequences", "2"]) == 0
+    built = {path.name for path in cubin_cache.folder().iterdir()}
+    with LLM(executor="cuda", draft=draft, max_context=256, max_sequences=2):
+        assert {path.name for path in cubin_cache.folder().iterdir()} == built
 
 
 @pytest.mark.gpu
