@@ -36,8 +36,8 @@ _CLUSTER_ROWS, _CLUSTER_SLICES = 32, 8
 _STAGE_SHARE = 0.08
 # Bytes of weights on their way before x is asked for: it queues behind them. And at most, for one row.
 _EARLY_BYTES, _SINGLE_ROW_RING = 70_000, 139_264
-# Chunks of codes in so many bits are whole multiples of so many bytes: larger ones copy faster, if a ring has several.
-_COPY_BYTES = {4: 128, 8: 64}
+# Chunks of whole lines copy faster; in 8 bits they are so large that many rows, or many warps, leave room for one only.
+_LINE_BYTES, _LARGE_CHUNK_ROWS, _LARGE_CHUNK_WARPS = 128, 16, 16
 
 
 @dataclass(frozen=True)
@@ -229,7 +229,8 @@ class _Ring:
 
     @classmethod
     def of(cls, layout: PackedLayout, rows: int, warps: int, rounds: int) -> _Ring:
-        copied = _COPY_BYTES[layout.bits]
+        are_small = layout.bits == 8 and (rows > _LARGE_CHUNK_ROWS or warps > _LARGE_CHUNK_WARPS)
+        copied = _LINE_BYTES // 2 if are_small else _LINE_BYTES
         aligned = next(slices for slices in (1, 2, 4) if slices * layout.unit_bytes % copied == 0)
         together = 2 if rows == 16 or layout.bits == 8 else 4 if rows <= 8 else 1
         chunk_slices = min(max(aligned, together), layout.run_slices)

@@ -54,8 +54,8 @@ constexpr int kThreadPairs = SHARED_RUN && !CLUSTERS ? 2 : (kPairs + kThreads - 
 
 // Slices whose products a warp has under way at a time: the products of a slice are a chain.
 constexpr int kTogetherSlices = NT == 1 ? (kThreads > 512 || WEIGHT_BITS == 8 ? 2 : 4) : NT == 2 ? 2 : 1;
-// A chunk is a copy: slices up to a multiple of 128 bytes; in 8 bits of 64, so that a ring has more than one of them.
-constexpr int kCopyBytes = WEIGHT_BITS == 8 ? 64 : 128;
+// A chunk is a copy: slices up to a multiple of 128 bytes, or of 64 where a ring would have one chunk in 8 bits only.
+constexpr int kCopyBytes = WEIGHT_BITS == 8 && (NT > 2 || kThreads > 512) ? 64 : 128;
 constexpr int kAlignedSlices = kUnitBytes % kCopyBytes == 0 ? 1 : kUnitBytes % (kCopyBytes / 2) == 0 ? 2 : 4;
 constexpr int kWholeSlices = kTogetherSlices > kAlignedSlices ? kTogetherSlices : kAlignedSlices;
 constexpr int kChunkSlices = kWholeSlices < kRunSlices ? kWholeSlices : kRunSlices;
