@@ -3,14 +3,15 @@
 //   formula   path: from the root to the child whose token is the one sampled, and so on; it ends at a stop id or at
 //             max_new_tokens too. Its tokens are those sampled at its nodes, `length` of them:
 //             words = them, then kNoToken; state = after them; history[slot][P + 1 + j] = token j; token_counts += them;
-//             pages[P + j] = pages[P + path[j]] in every layer, K and V;
+//             pages[P + j] = pages[P + path[j]] in every layer, K, V and keys before RoPE;
 //             carry_hidden[slot][j] = hidden[path[j]], carry_counts[slot] = length
 //   operands  tree DraftTree; states (B) SlotState; token_counts (B, VOCAB) uint32; history (B, max_context) and
 //             carry_counts (B) int32; carry_hidden (B, 64, width) and hidden (tree_size, width) scalar_t, or null;
-//             k_pages, v_pages (layers, num_pages, kv_heads, 64, head_dim) scalar_t; block_tables
-//             (B, pages_per_sequence) int32; node_logprobs (64) TokenLogprobs; results (16) ResultRecord in mapped host
+//             k_pages, v_pages (layers, num_pages, kv_heads, 64, head_dim) scalar_t; nope_pages alike, or null;
+//             block_tables (B, pages_per_sequence) int32; node_logprobs (64) TokenLogprobs; results (16) ResultRecord in mapped host
 //             memory; context StepContext
-//   launch    grid 1 + ceil((2 * layers * kv_heads * head_dim + width) / 8 / 256), block 256; 2 KB of static shared memory
+//   launch    grid 1 + ceil((n * layers * kv_heads * head_dim + width) / 8 / 256), n = 2, with nope_pages 3; block 256; 2 KB of
+//             static shared memory
 //   numerics  integers; keys, values and hidden are copied
 //   oracle    reference/draft_tree.py accept; tests/speculation_oracle.py
 //   source    original
@@ -161,17 +162,18 @@ __device__ __forceinline__ void move_rows(int first, int length, Source source, 
 }
 
 struct Pages {
-  scalar_t *k, *v;
+  scalar_t *k, *v, *nope;   // nope null: there is none
   int num_layers, num_pages, num_heads, head_dim;
 
-  __device__ __forceinline__ int num_columns() const { return 2 * num_layers * num_heads * (head_dim / 8); }
+  __device__ __forceinline__ int num_arrays() const { return nope ? 3 : 2; }
+  __device__ __forceinline__ int num_columns() const { return num_arrays() * num_layers * num_heads * (head_dim / 8); }
 
   // The first row of a column in the slot's page 0; pages and positions are added to it.
   __device__ __forceinline__ scalar_t* column(int index) const {
     const int chunk = index % (head_dim / 8), rest = index / (head_dim / 8), head = rest % num_heads;
-    const int array = rest / num_heads % 2, layer = rest / num_heads / 2;
+    const int array = rest / num_heads % num_arrays(), layer = rest / num_heads / num_arrays();
     const int64_t page = static_cast<int64_t>(layer) * num_pages * num_heads + head;
-    return (array ? v : k) + page * kPageTokens * head_dim + chunk * 8;
+    return (array == 0 ? k : array == 1 ? v : nope) + page * kPageTokens * head_dim + chunk * 8;
   }
 
   __device__ __forceinline__ int64_t offset(const int32_t* table, int location) const {
@@ -182,7 +184,7 @@ struct Pages {
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     KERNEL(accept)(DraftTree* tree, SlotState* states, uint32_t* token_counts, int32_t* history, int32_t* carry_counts,
-                   scalar_t* __restrict__ carry_hidden, scalar_t* k_pages, scalar_t* v_pages,
+                   scalar_t* __restrict__ carry_hidden, scalar_t* k_pages, scalar_t* v_pages, scalar_t* nope_pages,
                    ResultRecord* __restrict__ results, StepContext* context, const scalar_t* hidden,
                    const TokenLogprobs* node_logprobs, const int32_t* block_tables, int tree_size, int num_words,
                    int num_layers, int num_pages, int num_heads, int head_dim, int pages_per_sequence, int width,
@@ -200,7 +202,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     return;
   }
   if (slot < 0) return;
-  const Pages pages = {k_pages, v_pages, num_layers, num_pages, num_heads, head_dim};
+  const Pages pages = {k_pages, v_pages, nope_pages, num_layers, num_pages, num_heads, head_dim};
   const int index = (blockIdx.x - 1) * kThreads + threadIdx.x, column = (index - pages.num_columns()) * 8;
   if (column < 0) {
     scalar_t* first = pages.column(index);

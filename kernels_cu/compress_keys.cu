@@ -3,7 +3,8 @@
 //   formula   with e = positions[t], of a row of slot s, p = block_tables[s][e / 64], for every KV head:
 //             k1_pages[p, head, e % 64 / 16] = mean of the keys of e - 31 .. e, if 16 divides e + 1 and e >= 31
 //             k2_pages[p, head] = mean of the keys of e - 127 .. e, if 64 divides e + 1 and e >= 127
-//   operands  k1_pages (P, K, 4, D), k2_pages (P, K, D), k_pages (P, K, 64, D) scalar_t, compress_path: (layers, P, ...);
+//   operands  k1_pages (P, K, 4, D), k2_pages (P, K, D), k_pages (P, K, 64, D) scalar_t, compress_path: (layers, P, ...),
+//             the keys before RoPE where the config wants them;
 //             positions, slots (T) int32; block_tables (B, pages_per_sequence) int32. A row of slot -1 stores nothing
 //   launch    compress_keys: grid (T / rows_per_block rounded up, K, 2: k1 and k2), block D / 2; compress_path: grid
 //             (layers * K, 5: four windows of k1, one of k2), block D / 2; no shared memory

@@ -1,12 +1,13 @@
-// From the raw q/k/v projection of a prefill chunk to rotated queries and stored keys and values.
+// From the raw q/k/v projection of a step's rows to rotated queries and stored keys and values.
 //
 //   formula   h = qkv[t, head] + bias[head]; q and k heads: h = h / sqrt(mean(h^2) + eps) * norm (where there is one),
 //             then out[d] = h[d] cos - h[d+D/2] sin, out[d+D/2] = h[d+D/2] cos + h[d] sin of position t;
-//             q[t, head] = out; k_pages, v_pages at (block_tables[slots[t]][l / 64], kv head, l % 64) = out, l = locations[t]
-//   operands  q (T, H*D) scalar_t; k_pages, v_pages (P, K, 64, D) scalar_t; qkv (T, (H + 2K) * D) scalar_t: q, k, v
-//             heads; bias ((H + 2K) * D), q_norm, k_norm (D) scalar_t or null; rope (2, M, D/2) float32: cos, sin;
+//             q[t, head] = out; k_pages, v_pages at (block_tables[slots[t]][l / 64], kv head, l % 64) = out, l = locations[t];
+//             q_nope, nope_pages at the places of q and keys = h
+//   operands  q (T, H*D) scalar_t; k_pages, v_pages (P, K, 64, D) scalar_t; q_nope, nope_pages like q and k_pages, or
+//             null; qkv (T, (H + 2K) * D) scalar_t: q, k, v heads; bias ((H + 2K) * D), q_norm, k_norm (D) scalar_t or null; rope (2, M, D/2) float32: cos, sin;
 //             positions, slots (T) int32; locations (T) int32 or null: positions; block_tables (B, pages_per_sequence)
-//             int32. A row with slot -1 stores q only, as of position 0
+//             int32. A row with slot -1 stores q and q_nope only, as of position 0
 //   launch    grid ceil(T * (H + 2K) * LANES / 256) with LANES = 4 for D = 64, else 8; block 256; no shared memory
 //   numerics  float32, squares summed a lane's in order, then over lanes; each value rounded once
 //   oracle    NumpyOps.qkv after its product
@@ -86,7 +87,7 @@ __device__ __forceinline__ void rotate(Halves& h, const float* cos_row, const fl
 // than this launch.
 extern "C" __global__ void __launch_bounds__(256)
     KERNEL(rope_append)(scalar_t* __restrict__ q, scalar_t* __restrict__ k_pages, scalar_t* __restrict__ v_pages,
-                        const scalar_t* qkv, const scalar_t* __restrict__ bias,
+                        scalar_t* __restrict__ q_nope, scalar_t* __restrict__ nope_pages, const scalar_t* qkv, const scalar_t* __restrict__ bias,
                         const scalar_t* __restrict__ q_norm, const scalar_t* __restrict__ k_norm,
                         const float* __restrict__ rope, const int32_t* positions,
                         const int32_t* locations, const int32_t* slots, const int32_t* __restrict__ block_tables,
@@ -120,21 +121,28 @@ extern "C" __global__ void __launch_bounds__(256)
     if (is_query || is_key) h = normalised;
   }
   if (!works) return;
-  if (is_query || is_key) {
-    const float* cos_row = rope + static_cast<int64_t>(position) * kHalf + offset;
-    rotate(h, cos_row, cos_row + static_cast<int64_t>(max_context) * kHalf);
-  }
-  scalar_t* target;
+  scalar_t *target, *unrotated;   // arrays with the head at the same place
+  int64_t place;
   if (is_query) {
-    target = q + (static_cast<int64_t>(row) * num_heads + head) * HEAD_DIM;
+    target = q, unrotated = q_nope;
+    place = static_cast<int64_t>(row) * num_heads + head;
   } else {
     if (slot < 0) return;
     const int location = locations ? locations[row] : position;
     const int page = block_tables[static_cast<int64_t>(slot) * pages_per_sequence + location / kPageTokens];
     const int kv_head = (head - num_heads) % num_kv_heads;
-    const int64_t token = (static_cast<int64_t>(page) * num_kv_heads + kv_head) * kPageTokens + location % kPageTokens;
-    target = (is_key ? k_pages : v_pages) + token * HEAD_DIM;
+    target = is_key ? k_pages : v_pages, unrotated = is_key ? nope_pages : nullptr;
+    place = (static_cast<int64_t>(page) * num_kv_heads + kv_head) * kPageTokens + location % kPageTokens;
   }
-  store8(target + offset, h.first);
-  store8(target + offset + kHalf, h.second);
+  place = place * HEAD_DIM + offset;
+  if (unrotated) {
+    store8(unrotated + place, h.first);
+    store8(unrotated + place + kHalf, h.second);
+  }
+  if (is_query || is_key) {
+    const float* cos_row = rope + static_cast<int64_t>(position) * kHalf + offset;
+    rotate(h, cos_row, cos_row + static_cast<int64_t>(max_context) * kHalf);
+  }
+  store8(target + place, h.first);
+  store8(target + place + kHalf, h.second);
 }

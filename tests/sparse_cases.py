@@ -150,11 +150,14 @@ class SparseDevice:
         assert not self.cuda.numpy(self.scratch["attention_arrivals"]).any(), "counters were not reset"
         return found
 
-    def compress(self, rows: Rows) -> None:
-        """The windows that these rows complete, into `pages`."""
-        compressed = CompressedKeys(self.pages["k1"], self.pages["k2"])
+    def compress(self, rows: Rows, *, before_rope: bool = False) -> None:
+        """The windows that these rows complete, into `pages`; `before_rope`: the keys of `slots` are those."""
+        keys = self.pages["k_pages"]
+        poison = self.cuda.array(np.full(keys.shape, np.nan), self.slots.dtype)
+        nope = (poison, keys) if before_rope else ()
         assert self.ops.sparse is not None
-        self.ops.sparse.compress(compressed, self.pages["k_pages"], self.rows(rows))
+        compressed = CompressedKeys(self.pages["k1"], self.pages["k2"], *nope)
+        self.ops.sparse.compress(compressed, poison if before_rope else keys, self.rows(rows))
 
     def assert_compressed(self, k1: Any, k2: Any) -> None:
         """Bit by bit, and nothing elsewhere."""

@@ -36,6 +36,7 @@ class TreeDevice:
         max_context: int = 0,
         portable: bool = False,
         pdl: bool = False,
+        has_nope_pages: bool = False,
     ):
         self.cuda, self.width, self.number = cuda, width, 0
         self.max_context = max_context or PAGES * 64
@@ -43,7 +44,7 @@ class TreeDevice:
         specs = tree_tables(SLOTS, self.max_context, MAX_ROWS, width)
         host = {spec.name: np.full(spec.shape, 0x55, TREE_TYPES[spec.name]) for spec in specs}
         self.tables = rng.permutation(NUM_PAGES)[: SLOTS * PAGES].reshape(SLOTS, PAGES).astype(np.int32)
-        pages = rng.integers(0, 2**16, (2, LAYERS, NUM_PAGES, HEADS, 64, HEAD_DIM), np.uint16)
+        pages = rng.integers(0, 2**16, (3, LAYERS, NUM_PAGES, HEADS, 64, HEAD_DIM), np.uint16)
         self.stride = ss.command_bytes(64, PAGES)
         host |= {
             "draft_tree": np.zeros(DRAFT_TREE.itemsize, np.uint8),
@@ -57,6 +58,7 @@ class TreeDevice:
             "results": np.zeros(ss.RING_ENTRIES * ss.RESULT_RECORD.itemsize, np.uint8),
             "commands": np.zeros(ss.RING_ENTRIES * self.stride, np.uint8),
         }
+        host |= {"nope_pages": pages[2]} if has_nope_pages else {}
         host |= {name: np.full(MAX_ROWS, 0x55, np.int32) for name in ("token_ids", "positions", "slots")}
         self.arrays = {name: cuda.array(values) for name, values in host.items()}
         addresses = tuple(np.uint64(self.arrays[name].data.ptr) for name in ("commands", "results"))

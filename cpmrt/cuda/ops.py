@@ -74,12 +74,13 @@ class CudaOps:
         eps: float,
         compressed: CompressedKeys | None = None,
     ) -> None:
+        nope = (None, None) if compressed is None else (compressed.q_nope, compressed.nope_pages)
         check_shapes(
             "qkv", q=q, k_pages=k_pages, v_pages=v_pages, x=x, norm=norm, weight=weight, bias=bias, q_norm=q_norm,
             k_norm=k_norm, rope=rope, positions=rows.positions, locations=rows.locations, slots=rows.slots,
-            block_tables=rows.block_tables,
+            block_tables=rows.block_tables, q_nope=nope[0], nope_pages=nope[1],
         )  # fmt: skip
-        if not rows.is_prefill and q_norm is None:
+        if not rows.is_prefill and q_norm is None and nope[0] is None:
             self._fused_qkv(q, k_pages, v_pages, x, norm, weight, bias, rope, rows, eps)
         else:
             raw = self._scratch["qkv"][: len(x)]
@@ -92,7 +93,7 @@ class CudaOps:
             grid = -(-len(x) * (weight.shape[0] // self._config.head_dim) * lanes // _BLOCK)
             self._launch(
                 "rope_append.cu", "rope_append", {"HEAD_DIM": self._config.head_dim}, grid, _BLOCK,
-                q, k_pages, v_pages, raw, bias, q_norm, k_norm, rope, rows.positions, rows.locations, rows.slots,
+                q, k_pages, v_pages, *nope, raw, bias, q_norm, k_norm, rope, rows.positions, rows.locations, rows.slots,
                 rows.block_tables, np.int32(len(x)), *self._head_counts(), *_table_sizes(rows, rope), np.float32(eps),
             )  # fmt: skip
         if self.sparse is not None and compressed is not None and rows.tree_masks is None:

@@ -50,23 +50,24 @@ class SparseKernels:
         self._config, self._launch, self._scratch, self._plans = config, launcher, scratch, plans
 
     def compress(self, compressed: CompressedKeys, k_pages: Any, rows: Rows) -> None:
-        """The windows that end at a row's position; its key is stored."""
+        """The windows that end at a row's position; its key is stored, in `k_pages` that after RoPE."""
+        keys = k_pages if compressed.nope_pages is None else compressed.nope_pages
         num_rows, head_dim = len(rows.positions), self._config.head_dim
         together = 1 if num_rows <= MAX_ROWS else _WINDOW_ROWS
         grid = (-(-num_rows // together), self._config.num_kv_heads, 2)
         self._launch(
             "compress_keys.cu", "compress_keys", {"HEAD_DIM": head_dim}, grid, head_dim // 2, compressed.k1_pages,
-            compressed.k2_pages, k_pages, rows.positions, rows.slots, rows.block_tables, np.int32(num_rows),
+            compressed.k2_pages, keys, rows.positions, rows.slots, rows.block_tables, np.int32(num_rows),
             np.int32(together), np.int32(rows.block_tables.shape[1]),
         )  # fmt: skip
 
     def compress_path(self, arrays: Mapping[str, Any]) -> None:
         """After `accept`: the windows that end within its path, in the pages of all layers."""
         num_layers, num_pages, num_heads, _, head_dim = arrays["k_pages"].shape
-        tables = arrays["block_tables"]
+        tables, keys = arrays["block_tables"], arrays.get("nope_pages", arrays["k_pages"])
         self._launch(
             "compress_keys.cu", "compress_path", {"HEAD_DIM": head_dim}, (num_layers * num_heads, _PATH_WINDOWS),
-            head_dim // 2, arrays["k1_pages"], arrays["k2_pages"], arrays["k_pages"], arrays["draft_tree"], tables,
+            head_dim // 2, arrays["k1_pages"], arrays["k2_pages"], keys, arrays["draft_tree"], tables,
             np.int32(num_pages), np.int32(num_heads), np.int32(tables.shape[1]),
         )  # fmt: skip
 

@@ -16,8 +16,8 @@ from cpmrt.cuda.sparse_kernels import SparsePlans
 from cpmrt.models.decoder import forward, lm_head
 from cpmrt.ops import Rows
 
-_ROW_BUFFERS = ("x", "q", "attention", "inner", "blocks")
-_PAGES = ("k_pages", "v_pages", "k1_pages", "k2_pages")
+_ROW_BUFFERS = ("x", "q", "q_nope", "attention", "inner", "blocks")
+_PAGES = ("k_pages", "v_pages", "k1_pages", "k2_pages", "nope_pages")
 
 
 class StepForward:

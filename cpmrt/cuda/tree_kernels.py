@@ -177,11 +177,13 @@ class TreeKernels:
         """
         a = self._arrays
         num_layers, num_pages, num_heads, _, head_dim = a["k_pages"].shape
-        columns = (2 * num_layers * num_heads * head_dim + _width(hidden)) // 8
+        kept = (a["k_pages"], a["v_pages"], a.get("nope_pages"))
+        num_kept = sum(pages is not None for pages in kept)
+        columns = (num_kept * num_layers * num_heads * head_dim + _width(hidden)) // 8
         sizes = (shape.tree_size, shape.max_emitted, num_layers, num_pages, num_heads, head_dim)
         self._start(
             _ACCEPT, "accept", 1 - -columns // _COPY_THREADS, _COPY_THREADS, a["draft_tree"], a["slot_states"],
-            a["token_counts"], a["history"], a["carry_counts"], _unless(hidden, a), a["k_pages"], a["v_pages"],
+            a["token_counts"], a["history"], a["carry_counts"], _unless(hidden, a), *kept,
             self._results, a["step_context"], hidden, a["tree_logprobs"], a["block_tables"], *map(np.int32, sizes),
             np.int32(a["block_tables"].shape[1]), np.int32(_width(hidden)), np.float32(simulate_accept),
         )  # fmt: skip

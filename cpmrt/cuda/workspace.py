@@ -114,13 +114,7 @@ def cuda_needs(
 
 
 def check_supported(config: ModelConfig) -> None:
-    """Raise UnsupportedModelError for a shape or a kind of attention that the kernels do not take."""
-    if config.sparse is not None and config.sparse.use_nope:
-        raise UnsupportedModelError(
-            "the CUDA executor has no sparse attention over keys before RoPE (use_nope)",
-            expected=f"a context of at most {config.sparse.dense_context} tokens, in which no token leaves any out",
-            fix='lower max_context, look at all tokens with sparse="off", or use executor="reference"',
-        )
+    """Raise UnsupportedModelError for a shape that the kernels do not take."""
     sizes = {
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,

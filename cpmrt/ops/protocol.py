@@ -72,7 +72,8 @@ class Ops(Protocol):
 
         With `compressed` also the compressed key of every window that ends at a row's position, a mean in float32 of
         the stored keys, rounded. Rows of a tree add none: their path is not decided. The windows that end within an
-        accepted path are compressed when its keys move to their positions."""
+        accepted path are compressed when its keys move to their positions. With its `nope_pages` q and k before RoPE
+        are stored too, and those keys are compressed."""
 
     def select_blocks(
         self,

@@ -10,13 +10,13 @@ from executors.cuda_models import BASE, ROWS, write_model
 from executors.reuse_cases import branching, cached, texts
 
 from cpmrt import LLM, SamplingParams
-from cpmrt.errors import UnsupportedModelError
 
-SPARSE = {"init_blocks": 1, "window_size": 64, "topk": 2, "dense_len": -1}
-"""Three blocks of 64: nothing is left out up to 192 tokens."""
+SPARSE = {"init_blocks": 1, "window_size": 64, "topk": 3, "dense_len": -1}
+"""Four blocks of 64, one of them chosen by its score: nothing is left out up to 256 tokens."""
 LONG = [5 + i * i % 89 for i in range(420)]
 GREEDY = SamplingParams(max_new_tokens=70, ignore_eos=True)
 SAMPLED = SamplingParams(max_new_tokens=70, temperature=1.0, seed=7, ignore_eos=True)
+STRIDES = {"k_pages": 1, "nope_pages": 1, "k1_pages": 16, "k2_pages": 64}
 MODELS = ["minicpm", "qwen3", "minicpm_96", "llama_bias"]
 
 
@@ -25,9 +25,11 @@ def any_checkpoint(request, tmp_path_factory):
     return write_model(tmp_path_factory.mktemp(request.param), BASE | ROWS[request.param] | {"sparse_config": SPARSE})
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("minicpm"), BASE | ROWS["minicpm"] | {"sparse_config": SPARSE})
+@pytest.fixture(scope="module", params=[False, True], ids=["", "nope"])
+def checkpoint(request, tmp_path_factory):
+    """Blocks are chosen by keys after RoPE, or by those before it."""
+    sparse = {"sparse_config": SPARSE | {"use_nope": request.param}}
+    return write_model(tmp_path_factory.mktemp("minicpm"), BASE | ROWS["minicpm"] | sparse)
 
 
 def open_llm(checkpoint: Any, **settings: Any) -> LLM:
@@ -52,18 +54,21 @@ def distances(one: Any, other: Any) -> Any:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("use_nope", [False, True], ids=["", "nope"])
 @pytest.mark.parametrize("chunk", [64, 128, 512])
-def test_logits_are_those_of_the_reference(any_checkpoint, chunk):
-    """But for rows whose choice between nearly equal blocks is another; dense logits are far away."""
-    with open_llm(any_checkpoint, executor="reference") as reference:
+def test_logits_are_those_of_the_reference(any_checkpoint, chunk, use_nope):
+    """But for rows whose choice between nearly equal blocks is another; dense logits are far away, and so are those of
+    a choice by the other keys."""
+    sparse, other = {"use_nope": use_nope}, {"use_nope": not use_nope}
+    with open_llm(any_checkpoint, executor="reference", sparse=sparse) as reference:
         expected = reference.logits(LONG)
-    with open_llm(any_checkpoint, executor="reference", sparse="off") as reference:
-        dense = reference.logits(LONG)
-    with open_llm(any_checkpoint, prefill_chunk=chunk) as llm:
+    with open_llm(any_checkpoint, prefill_chunk=chunk, sparse=sparse) as llm:
         found = distances(llm.logits(LONG), expected)
-    assert found[:192].max() < 5e-3
-    assert np.median(found[192:]) < 5e-3 and np.mean(found[192:] < 1e-2) > 0.8
-    assert np.median(distances(dense, expected)[192:]) > 2e-2
+    assert found[:256].max() < 5e-3
+    assert np.median(found[256:]) < 5e-3 and np.mean(found[256:] < 1e-2) > 0.8
+    for elsewhere in ("off", other):
+        with open_llm(any_checkpoint, executor="reference", sparse=elsewhere) as reference:
+            assert np.median(distances(reference.logits(LONG), expected)[256:]) > 2e-2
 
 
 @pytest.mark.gpu
@@ -80,14 +85,16 @@ def test_settings_that_do_not_matter(checkpoint, plain, settings):
 
 
 @pytest.mark.gpu
-def test_a_model_on_the_path_of_older_gpus(any_checkpoint, monkeypatch):
-    with open_llm(any_checkpoint, executor="reference") as reference:
+@pytest.mark.parametrize("use_nope", [False, True], ids=["", "nope"])
+def test_a_model_on_the_path_of_older_gpus(any_checkpoint, monkeypatch, use_nope):
+    sparse = {"use_nope": use_nope}
+    with open_llm(any_checkpoint, executor="reference", sparse=sparse) as reference:
         expected = reference.logits(LONG)
     monkeypatch.setenv("CPMRT_PORTABLE", "1")
     for chunk in (64, 256):
-        with open_llm(any_checkpoint, prefill_chunk=chunk) as llm:
+        with open_llm(any_checkpoint, prefill_chunk=chunk, sparse=sparse) as llm:
             found = distances(llm.logits(LONG), expected)
-        assert found[:192].max() < 5e-3 and np.median(found) < 5e-3, chunk
+        assert found[:256].max() < 5e-3 and np.median(found) < 5e-3, chunk
 
 
 @pytest.mark.gpu
@@ -151,7 +158,7 @@ def test_speculation_leaves_what_decoding_leaves(checkpoint, params):
         with open_llm(checkpoint, prefix_cache=False, **settings) as llm:
             out = llm.generate(LONG, params)
             arrays = llm.executor._arrays
-            pages = {name: arrays[name].get() for name in ("k_pages", "k1_pages", "k2_pages")}
+            pages = {name: arrays[name].get() for name in STRIDES if name in arrays}
             table = arrays["block_tables"].get()[0]
             found.append((out.token_ids, pages, table))
     if params is GREEDY:
@@ -160,9 +167,9 @@ def test_speculation_leaves_what_decoding_leaves(checkpoint, params):
     num_written = len(LONG) + len(tokens) - 1  # the last token's key is not there
     for other_tokens, other_pages, other_table in found[1:]:
         assert other_tokens == tokens
-        for name, stride in (("k_pages", 1), ("k1_pages", 16), ("k2_pages", 64)):
+        for name in pages:
             one, other = (
-                flat(array, order)[:, 1 : num_written // stride]
+                flat(array, order)[:, 1 : num_written // STRIDES[name]]
                 for array, order in ((pages[name], table), (other_pages[name], other_table))
             )
             assert one.any(axis=(-1, -2)).all() and np.array_equal(one, other), name
@@ -172,12 +179,3 @@ def flat(pages: Any, table: Any) -> Any:
     """Pages [layers, P, K, entries, D] or [layers, P, K, D] -> the slot's entries in order, [layers, entries, K, D]."""
     pages = pages[:, table] if pages.ndim == 5 else pages[:, table][:, :, :, None]
     return pages.transpose(0, 1, 3, 2, 4).reshape(len(pages), -1, pages.shape[2], pages.shape[4])
-
-
-def test_keys_before_rope_are_refused_with_the_way_out(checkpoint):
-    from cpmrt.cuda.workspace import check_supported
-    from cpmrt.weights.model_folder import ModelFolder
-
-    folder = ModelFolder.open(checkpoint, sparse={"use_nope": True})
-    with pytest.raises(UnsupportedModelError, match=r"use_nope.*sparse=\"off\""):
-        check_supported(folder.config)

@@ -13,8 +13,8 @@ from tiny_checkpoint import write_checkpoint
 from cpmrt import LLM, SamplingParams
 from cpmrt.errors import ConfigError
 
-SPARSE = {"init_blocks": 1, "window_size": 64, "topk": 2, "dense_len": -1}
-"""Three blocks of 64: nothing is left out up to 192 tokens."""
+SPARSE = {"init_blocks": 1, "window_size": 64, "topk": 3, "dense_len": -1}
+"""Four blocks of 64, one of them chosen by its score: nothing is left out up to 256 tokens."""
 LONG = [5 + i * i % 89 for i in range(420)]
 GREEDY = SamplingParams(max_new_tokens=70, ignore_eos=True)
 SAMPLED = SamplingParams(max_new_tokens=70, temperature=1.0, seed=7, ignore_eos=True)
@@ -57,7 +57,8 @@ def test_prefill_and_decoding_agree(checkpoint):
 
 def test_dense_gives_another_text(checkpoint, plain):
     assert answer(checkpoint, sparse="off") != plain
-    assert answer(checkpoint, sparse={"topk": 3}) != plain
+    assert answer(checkpoint, sparse={"topk": 2}) != plain
+    assert answer(checkpoint, sparse={"use_nope": True}) != plain
 
 
 def test_everything_selected_is_dense_to_the_bit(checkpoint):
@@ -85,7 +86,7 @@ def test_a_short_context_keeps_no_compressed_keys(checkpoint):
 @pytest.mark.parametrize("use_nope", [False, True])
 def test_the_prefix_cache_shares_compressed_keys(checkpoint, use_nope):
     """Pages of earlier texts bring theirs; a window over the seam takes keys from both sides."""
-    setting = {"use_nope": use_nope, "topk": 2}
+    setting = {"use_nope": use_nope}
     with open_llm(checkpoint, sparse=setting, prefix_cache=False) as llm:
         whole = branching(llm)
         again = [llm.generate([*LONG, *tail], SAMPLED) for tail in ([], [7], [8, 9])]

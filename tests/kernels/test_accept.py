@@ -53,7 +53,7 @@ class Stepper:
     def step(self, nodes: Nodes, sampled: list[int], rng: np.random.Generator, simulate: float = 0.0) -> Any:
         """Leave in the tree what earlier kernels would, accept; returns the path."""
         device, shape = self.device, self.shape
-        before = [device.get(name) for name in ("k_pages", "v_pages")]
+        before = {name: device.get(name) for name in ("k_pages", "v_pages", "nope_pages") if name in device.arrays}
         device.begin(self.running)
         device.set_tree(
             tokens=nodes.tokens, parents=nodes.parents, depths=nodes.depths, sampled=np.array(sampled, np.int32)
@@ -74,7 +74,7 @@ class Stepper:
         if self.num_logprobs and length:
             entries = np.ascontiguousarray(device.record()["logprobs"][:length]).view(np.uint8)
             np.testing.assert_array_equal(entries.reshape(length, -1), self.logprobs[path])
-        for name, pages in zip(("k_pages", "v_pages"), self.before, strict=True):
+        for name, pages in self.before.items():
             moved = move_rows(pages, device.tables[running.slot], root, path)
             np.testing.assert_array_equal(device.get(name), moved)
         state = device.get("slot_states").view(ss.SLOT_STATE)[running.slot]
@@ -107,12 +107,14 @@ def run(stepper: Stepper, rng: np.random.Generator, num_steps: int, share: float
     return lengths
 
 
+@pytest.mark.parametrize("has_nope_pages", [False, True], ids=["", "nope"])
 @pytest.mark.parametrize("pdl", [False, True])
 @pytest.mark.parametrize("shape", [TreeShape(), WIDE, TreeShape(1, 32, 33), TreeShape(2, 31, 64)], ids=str)
-def test_the_longest_path_is_accepted(cuda: Any, shape: TreeShape, pdl: bool) -> None:
+def test_the_longest_path_is_accepted(cuda: Any, shape: TreeShape, pdl: bool, has_nope_pages: bool) -> None:
     rng = np.random.default_rng(shape.tree_size)
     running = Running(1, rng.integers(0, VOCAB, 50).tolist(), capacity=320, max_context=320)
-    lengths = run(Stepper(TreeDevice(cuda, pdl=pdl), running, shape), rng, 12)
+    device = TreeDevice(cuda, pdl=pdl, has_nope_pages=has_nope_pages)
+    lengths = run(Stepper(device, running, shape), rng, 12)
     assert max(lengths) > 1 and sum(lengths) > 14
 
 

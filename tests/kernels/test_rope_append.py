@@ -36,6 +36,7 @@ class Case:
     slots: Any
     block_tables: Any
     locations: Any | None = None
+    keeps_unrotated: bool = False
 
     def take(self, count: int) -> Case:
         part = slice(0, count)
@@ -61,8 +62,8 @@ def make_case(dtype: DType, heads: int, kv_heads: int, head_dim: int, has_bias: 
     )  # fmt: skip
 
 
-def expected(case: Case) -> tuple[Any, Any, Any]:
-    """q, and the k and v pages over NaN."""
+def expected(case: Case) -> list[Any]:
+    """q, and the k and v pages over NaN; if they are kept q before RoPE, and the pages of keys before it."""
     projected = case.qkv if case.bias is None else case.qkv + case.bias
     heads = projected.reshape(len(case.qkv), -1, case.head_dim)
     q, k, v = np.split(heads, [case.heads, case.heads + case.kv_heads], axis=1)
@@ -70,17 +71,20 @@ def expected(case: Case) -> tuple[Any, Any, Any]:
         q_norm, k_norm = round_to(case.q_norm, case.dtype), round_to(case.k_norm, case.dtype)
         q, k = rms_norm(q, q_norm, EPS), rms_norm(k, k_norm, EPS)
     cos, sin = case.rope[:, np.where(case.slots < 0, 0, case.positions)]
-    pages = np.full((2, PAGES, case.kv_heads, PAGE_SIZE, case.head_dim), np.nan, np.float32)
+    pages = np.full((3, PAGES, case.kv_heads, PAGE_SIZE, case.head_dim), np.nan, np.float32)
     for row in np.flatnonzero(case.slots >= 0):
         place = (case.positions if case.locations is None else case.locations)[row]
         at = (case.block_tables[case.slots[row], place // PAGE_SIZE], slice(None), place % PAGE_SIZE)
-        pages[0][at], pages[1][at] = rotate(k, cos, sin)[row], v[row]
-    return (round_to(array, case.dtype) for array in (rotate(q, cos, sin).reshape(len(q), -1), *pages))  # type: ignore[return-value]
+        pages[0][at], pages[1][at], pages[2][at] = rotate(k, cos, sin)[row], v[row], k[row]
+    rotated, unrotated = (array.reshape(len(q), -1) for array in (rotate(q, cos, sin), q))
+    arrays = (rotated, pages[0], pages[1], unrotated, pages[2])
+    return [round_to(array, case.dtype) for array in arrays[: 5 if case.keeps_unrotated else 3]]
 
 
 def run(cuda: Any, case: Case, pdl: bool = False) -> list[Any]:
-    """q and the pages, each over poison that must stay around it."""
-    shapes = [(len(case.qkv), case.heads * case.head_dim)] + [(PAGES, case.kv_heads, PAGE_SIZE, case.head_dim)] * 2
+    """What `expected` tells, each over poison that must stay around it."""
+    queries, pages = (len(case.qkv), case.heads * case.head_dim), (PAGES, case.kv_heads, PAGE_SIZE, case.head_dim)
+    shapes = [queries, pages, pages] + ([queries, pages] if case.keeps_unrotated else [])
     sizes = [int(np.prod(shape)) for shape in shapes]
     outs = [cuda.array(np.full(size + 2 * GUARD, np.nan, np.float32), case.dtype) for size in sizes]
     weights = [None if w is None else cuda.array(w, case.dtype) for w in (case.bias, case.q_norm, case.k_norm)]
@@ -90,7 +94,7 @@ def run(cuda: Any, case: Case, pdl: bool = False) -> list[Any]:
     lanes = 4 if case.head_dim == 64 else 8
     grid = -(-len(case.qkv) * (case.heads + 2 * case.kv_heads) * lanes // 256)
     kernel = cuda.kernel("rope_append.cu", "rope_append", case.dtype, HEAD_DIM=case.head_dim)
-    targets = [out[GUARD:] for out in outs]
+    targets = [out[GUARD:] for out in outs] + [None] * (5 - len(outs))
     scalars = (*map(np.int32, numbers), np.float32(EPS))
     kernel(grid, 256, *targets, cuda.array(case.qkv, case.dtype), *weights, *rows, *scalars, pdl=pdl)
     results = [cuda.numpy(out, case.dtype) for out in outs]
@@ -118,6 +122,13 @@ def test_rows_are_the_oracles(
         distance = np.linalg.norm(np.nan_to_num(out - wanted))
         assert distance <= OPS["qkv"].tolerance[dtype] * np.linalg.norm(np.nan_to_num(wanted))
     assert same(run(cuda, case, pdl=True), outs)
+    case.keeps_unrotated = True
+    more = run(cuda, case, pdl=True)
+    assert same(more[:3], outs)
+    for out, wanted in zip(more[3:], expected(case)[3:], strict=True):
+        np.testing.assert_array_equal(np.isnan(out), np.isnan(wanted))
+        distance = np.linalg.norm(np.nan_to_num(out - wanted))
+        assert distance <= OPS["qkv"].tolerance[dtype] * np.linalg.norm(np.nan_to_num(wanted))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -138,8 +149,12 @@ def test_keys_and_values_may_lie_elsewhere(cuda: Any, dtype: DType) -> None:
     plain_q, plain_k, plain_v = run(cuda, case)
     case.locations = np.random.default_rng(0).permutation(MAX_CONTEXT)[: len(case.slots)].astype(np.int32)
     case.locations[case.slots < 0] = 10**6
-    q, *pages = run(cuda, case)
+    case.keeps_unrotated = True
+    q, *pages, q_nope, nope_pages = run(cuda, case)
     np.testing.assert_array_equal(q, plain_q)
+    for out, wanted in zip((q_nope, nope_pages), expected(case)[3:], strict=True):
+        np.testing.assert_array_equal(np.isnan(out), np.isnan(wanted))
+    case.keeps_unrotated = False
     kept = np.flatnonzero(case.slots >= 0)
     for page, plain in zip(pages, (plain_k, plain_v), strict=True):
         places, before = ([at // PAGE_SIZE, at % PAGE_SIZE] for at in (case.locations[kept], case.positions[kept]))

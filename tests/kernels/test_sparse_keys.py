@@ -40,7 +40,7 @@ def test_any_chunks_leave_what_the_whole_text_does(
         positions = np.arange(start, min(start + chunk, 333))
         padding = [10**9, -1, 15, 127]
         rows = slots.rows([*positions, *padding], [1] * len(positions) + [-1] * 4)
-        device.compress(rows)
+        device.compress(rows, before_rope=chunk == 64)
     device.assert_compressed(*expected)
 
 
@@ -79,6 +79,9 @@ def test_an_accepted_path_in_every_layer(
     stacked = {name: np.stack([getattr(layer, name) for layer in layers]) for name in names}
     arrays = {f"{name}_pages": cuda.array(values, dtype) for name, values in stacked.items()}
     arrays |= {"k_pages": cuda.array(np.stack(keys), dtype), "block_tables": cuda.array(tables)}
+    if root % 2:  # as in models that choose by keys before RoPE
+        arrays["nope_pages"] = arrays["k_pages"]
+        arrays["k_pages"] = cuda.array(np.full(np.stack(keys).shape, np.nan, np.float32), dtype)
     arrays["draft_tree"] = cuda.array(tree.view(np.uint8))
     assert device.ops.sparse is not None
     for is_there in (False, True):

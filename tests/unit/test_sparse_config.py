@@ -15,7 +15,6 @@ from cpmrt.bench.work import decode_bytes, prefill_flops
 from cpmrt.cli.arguments import Parser, UsageError, add_model_options, llm_arguments
 from cpmrt.cli.main import main
 from cpmrt.config import EngineConfig, ModelConfig, SparseConfig, with_sparse_setting
-from cpmrt.cuda.workspace import check_supported
 from cpmrt.errors import ConfigError, UnsupportedModelError
 from cpmrt.models.planning import plan_model
 from cpmrt.weights.model_folder import ModelFolder
@@ -147,13 +146,6 @@ def test_a_context_in_which_nothing_is_left_out_is_planned_dense():
         assert ("compressed keys" in plan.part_bytes) == is_sparse
         assert any(region.name == "blocks" for region in plan.regions) == is_sparse
         assert (sparse_8b().for_context(context).sparse is None) != is_sparse
-
-
-def test_the_kernels_take_no_keys_before_rope():
-    check_supported(sparse_8b().for_context(131072))
-    check_supported(sparse_8b(use_nope=True).for_context(8191))
-    with pytest.raises(UnsupportedModelError, match=r"use_nope.*at most 8191 tokens.*sparse=\"off\""):
-        check_supported(sparse_8b(use_nope=True).for_context(8192))
 
 
 def test_a_folder_is_opened_with_the_setting(tmp_path):
