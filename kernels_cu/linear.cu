@@ -19,7 +19,8 @@
 //   q (T, H*D); k_pages, v_pages (P, Kv, 64, D); x (T, K); norm (K); weight ((H + 2 Kv) * D, K): q heads, k heads, v heads;
 //   bias ((H + 2 Kv) * D) or null; rope (2, max_context, D/2) float32: cos, sin; positions, slots (T) int32, slot -1: the
 //   row's k and v are not stored; locations (T) int32 or null: positions; block_tables (B, pages_per_sequence) int32.
-// k_pages null: q (T, (H + 2 Kv) * D) takes the projection with its bias, unrotated, for models that normalise heads or keep unrotated ones.
+// k_pages null: q (T, (H + 2 Kv) * D) takes the projection with its bias, unrotated, for models that normalise heads or keep them
+// unrotated too.
 // The next kernel may start only after this one's wait: decode_attention reads early what is older than this launch.
 extern "C" __global__ void LINEAR_BOUNDS KERNEL(linear_qkv)(
     scalar_t* __restrict__ q, scalar_t* __restrict__ k_pages, scalar_t* __restrict__ v_pages, const scalar_t* x,
