@@ -11,79 +11,128 @@
 //   numerics  comparisons
 //   oracle    reference/sparse_attention.py choose_blocks
 //   source    InfLLM-v2 (arXiv 2509.24663)
-//   layout    the threshold of the choice is found bit by bit, by counting: no atomics, and no order to depend on. Scores
-//             are not negative, so that their bits have their order
+//   layout    the threshold of the choice is found by digits of 11 bits, from the highest: a histogram of those keys that
+//             begin as the threshold does says its next digit. Counts in shared memory have no order to depend on. Scores
+//             are not negative, so that their bits have their order. A thread reads only keys that it has stored
 #include "types.cuh"
 
 constexpr int kPageTokens = 64;
 constexpr int kWarps = 16;
 constexpr int kThreads = kWarps * 32;
+constexpr int kKeyBits = 31;  // a score has no sign
+constexpr int kDigitBits = 11;
+constexpr int kBins = 1 << kDigitBits;
+static_assert(kBins == 4 * kThreads, "a thread has four bins");
 
-// Of all threads; everyone gets it. Two sets of partial counts in turns: a warp may be here again while another still reads.
-__device__ __forceinline__ int block_count(int count, int (&counts)[2][kWarps], int turn) {
+struct Counts {
+  int4 bins[kThreads];  // of a digit's values; zero but in `threshold`
+  int first[kWarps], second[kWarps];  // of each warp
+  int digit, above, inside;           // that the threshold has; keys above it in this digit; with it
+};
+
+// A warp's part of the keys: i = begin + lane, + 32, .. below end.
+struct Run {
+  int begin, end;
+
+  __device__ __forceinline__ explicit Run(int count) {
+    const int length = (count + kThreads - 1) / kThreads * 32;
+    begin = threadIdx.x / 32 * length, end = min(begin + length, count);
+  }
+};
+
+__device__ __forceinline__ int sum_of_warps(const int (&parts)[kWarps], int end) {
   const int lane = threadIdx.x & 31;
-  count = __reduce_add_sync(0xFFFFFFFFu, count);
-  if (lane == 0) counts[turn & 1][threadIdx.x / 32] = count;
-  __syncthreads();
-  return __reduce_add_sync(0xFFFFFFFFu, lane < kWarps ? counts[turn & 1][lane] : 0);
+  return __reduce_add_sync(0xFFFFFFFFu, lane < end ? parts[lane] : 0);
 }
 
-// The largest key that `wanted` of `count` keys are not below; or less, if then these are exactly so many.
-__device__ __forceinline__ uint32_t threshold(const uint32_t* keys, int count, int wanted, int (&counts)[2][kWarps]) {
+// The digit of the key of rank `wanted` from above, out of the bins, which are cleared.
+__device__ __forceinline__ void find_digit(Counts& counts, int wanted) {
+  const int lane = threadIdx.x & 31, group = kThreads - 1 - threadIdx.x;  // the first thread has the highest bins
+  const int4 mine = counts.bins[group];
+  counts.bins[group] = make_int4(0, 0, 0, 0);
+  const int own = mine.x + mine.y + mine.z + mine.w;
+  int above = own;
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const int other = __shfl_up_sync(0xFFFFFFFFu, above, distance);
+    if (lane >= distance) above += other;
+  }
+  if (lane == 31) counts.first[threadIdx.x / 32] = above;
+  __syncthreads();
+  above += sum_of_warps(counts.first, threadIdx.x / 32) - own;
+  if (above < wanted && wanted <= above + own) {
+    int digit = group * 4 + 3, inside = mine.w;
+    if (above + inside < wanted) above += inside, inside = mine.z, digit--;
+    if (above + inside < wanted) above += inside, inside = mine.y, digit--;
+    if (above + inside < wanted) above += inside, inside = mine.x, digit--;
+    counts.digit = digit, counts.above = above, counts.inside = inside;
+  }
+  __syncthreads();
+}
+
+// The largest key that `wanted` keys are not below; or less, if then these are exactly so many.
+__device__ __forceinline__ uint32_t threshold(const uint32_t* keys, const Run& run, int wanted, Counts& counts) {
+  int* bins = reinterpret_cast<int*>(counts.bins);
   uint32_t found = 0;
 #pragma unroll 1
-  for (int bit = 30; bit >= 0; bit--) {  // a score has no sign
-    const uint32_t key = found | 1u << bit;
-    int mine = 0;
-    for (int i = threadIdx.x; i < count; i += kThreads) mine += keys[i] >= key;
-    const int kept = block_count(mine, counts, bit);
-    if (kept >= wanted) found = key;
-    if (kept == wanted) break;
+  for (int end = kKeyBits, begin = 0; end > 0; end = begin) {
+    begin = max(end - kDigitBits, 0);
+    for (int i = run.begin + (threadIdx.x & 31); i < run.end; i += 32) {
+      const uint32_t digits = (keys[i] ^ found) >> begin;
+      if (digits >> (end - begin) == 0) atomicAdd(bins + digits, 1);
+    }
+    __syncthreads();
+    find_digit(counts, wanted);
+    found |= static_cast<uint32_t>(counts.digit) << begin;
+    wanted -= counts.above;
+    if (counts.inside == wanted) break;
   }
   return found;
 }
 
+// Positions and slots are older than the kernel before this one's own wait, so that they are read early.
 extern "C" __global__ void __launch_bounds__(kThreads)
     KERNEL(pick_blocks)(int* blocks, const float2* pooled, const int* positions, const int* slots,
                         int pages_per_sequence, int num_selected, int init_blocks, int local_blocks,
                         int dense_context) {
   extern __shared__ uint32_t keys[];  // of blocks init_blocks .. local - 1
-  __shared__ int counts[2][kWarps], above[kWarps], equal[kWarps];
+  __shared__ Counts counts;
+  const int row = blockIdx.x, lane = threadIdx.x & 31, warp = threadIdx.x / 32;
+  const int position = __ldcg(positions + row);
+  const bool chooses = __ldcg(slots + row) >= 0 && position + 1 > dense_context;
+  counts.bins[threadIdx.x] = make_int4(0, 0, 0, 0);
+  __syncthreads();
   pdl_wait();
   pdl_launch_dependents();
-  const int row = blockIdx.x, position = positions[row], lane = threadIdx.x & 31, warp = threadIdx.x / 32;
-  if (slots[row] < 0 || position + 1 <= dense_context) return;
+  if (!chooses) return;
   const int64_t unit = static_cast<int64_t>(row) * gridDim.y + blockIdx.y;
   const int local = position / kPageTokens - local_blocks, count = local - init_blocks;
   const int wanted = num_selected - local_blocks - 1 - init_blocks;
+  const Run run(count);
   pooled += unit * pages_per_sequence + init_blocks;
   blocks += unit * num_selected;
-  for (int i = threadIdx.x; i < count; i += kThreads) {
+#pragma unroll 4
+  for (int i = run.begin + lane; i < run.end; i += 32) {
     keys[i] = __float_as_uint(fmaxf(pooled[i].y, pooled[i + 1].x)) & 0x7FFFFFFFu;
   }
-  __syncthreads();
   for (int i = threadIdx.x; i < init_blocks; i += kThreads) blocks[i] = i;
   for (int i = threadIdx.x; i <= local_blocks; i += kThreads) blocks[init_blocks + wanted + i] = local + i;
   if (wanted == 0) return;
-  const uint32_t least = threshold(keys, count, wanted, counts);
+  const uint32_t least = threshold(keys, run, wanted, counts);
 
-  // Every warp has a run of blocks; what is taken before it follows from the counts of the warps before.
-  const int run = (count + kThreads - 1) / kThreads * 32, begin = warp * run, end = min(begin + run, count);
+  // What is taken before a warp's run follows from the counts of the warps before.
   int num_above = 0, num_equal = 0;
-  for (int i = begin + lane; i < end; i += 32) num_above += keys[i] > least, num_equal += keys[i] == least;
+  for (int i = run.begin + lane; i < run.end; i += 32) num_above += keys[i] > least, num_equal += keys[i] == least;
   num_above = __reduce_add_sync(0xFFFFFFFFu, num_above), num_equal = __reduce_add_sync(0xFFFFFFFFu, num_equal);
-  if (lane == 0) above[warp] = num_above, equal[warp] = num_equal;
+  if (lane == 0) counts.first[warp] = num_above, counts.second[warp] = num_equal;
   __syncthreads();
-  int above_before = 0, equal_before = 0, all_above = 0;
-  for (int other = 0; other < kWarps; other++) {
-    if (other < warp) above_before += above[other], equal_before += equal[other];
-    all_above += above[other];
-  }
-  const int equal_taken = wanted - all_above;  // of the equal ones the first
+  int above_before = sum_of_warps(counts.first, warp), equal_before = sum_of_warps(counts.second, warp);
+  const int equal_taken = wanted - sum_of_warps(counts.first, kWarps);  // of the equal ones the first
   const uint32_t lower_lanes = (1u << lane) - 1;
-  for (int first = begin; first < end; first += 32) {
+  for (int first = run.begin; first < run.end; first += 32) {
     const int i = first + lane;
-    const bool is_above = i < end && keys[i] > least, is_equal = i < end && keys[i] == least;
+    const uint32_t key = i < run.end ? keys[i] : 0;
+    const bool is_above = key > least, is_equal = i < run.end && key == least;
     const uint32_t above_here = __ballot_sync(0xFFFFFFFFu, is_above), equal_here = __ballot_sync(0xFFFFFFFFu, is_equal);
     const int num_lower = above_before + __popc(above_here & lower_lanes);
     const int rank = equal_before + __popc(equal_here & lower_lanes);

@@ -5,44 +5,47 @@
 //             coarse_log_sums  lse[h] = log2 sum over e of 2^(c q[h] K2[e]), e = 1 .. (i + 1) / 64 - 1
 //             score_blocks     p[e] = sum over h of 2^(c q[h] K1[e] - lse[h]), e = 1 .. 4 local, and p[0] = 0;
 //                              pooled[b] = (p[4b], max of p[4b .. 4b + 3]), b = init_blocks .. local
-//   operands  log_sums float32 workspace (T, K, num_chunks, kPadded): a partial sum for each 64 entries of K2; pooled
+//   operands  log_sums float32 workspace (T, K, num_tiles, kPadded): a partial sum for each 32 entries of K2; pooled
 //             float32 workspace (T, K, pages_per_sequence, 2); q (T, H*D) scalar_t; k1_pages (P, K, 4, D), k2_pages
 //             (P, K, D) scalar_t: entry e of K1 is row e % 4 of page e / 4 of the slot, of K2 page e; positions, slots
 //             (T) int32; block_tables (B, pages_per_sequence) int32; with TREE k_pages (P, K, 64, D) scalar_t, tree_masks
 //             (T) uint64, tree_base (T) int32: entry tree_base[t] / 64 of K2 is the mean of keys of the row's path
-//   launch    grid (any, T / rows_per_block rounded up, K), rows_per_block 1, 2, 4 or 8; block 256; no dynamic shared memory
-//   numerics  products, sums and scores in float32, each in an order of its own entry alone; a score may be infinite
+//   launch    grid (any, T / rows_per_block rounded up, K); block rows_per_block * 32 or more, at most 256; no dynamic shared
+//             memory. is_chunk: rows of a prefill chunk, which may not be all of it
+//   numerics  products, sums and scores in float32, each in an order of its own entry alone; scores are 2^24 times as large,
+//             so that those far below the highest have an order without subnormal numbers; a score may be infinite
 //   oracle    reference/sparse_attention.py block_scores
 //   source    InfLLM-v2 (arXiv 2509.24663)
 //   layout    the query heads of a KV head are the rows of m16n8k16 tiles. A warp takes 32 compressed keys at a time, straight
 //             into registers: 32 dims of a key lie in the four lanes that hold its column, 16 bytes each, in an order of
 //             dims that the queries share and a sum of products does not see. Warps do not depend on each other: those
-//             of a block take the same keys for neighbouring rows, which then find them in L1, or other keys for one row
+//             of a block take the same keys for neighbouring rows, which then find them in L1, or other keys for one row.
+//             Both kernels let the next one start at once, and read their first keys before pdl_wait unless this step
+//             writes them: keys, positions, slots and tables of earlier steps are older than the product that made q
 #include "attention.cuh"
+#include "step_rows.cuh"
 #include "window_mean.cuh"
 
 #ifndef TREE
 #error "TREE must be defined: 1 reads tree_masks and tree_base"
 #endif
 
-constexpr int kWarps = 8;
-constexpr int kThreads = kWarps * 32;
+constexpr int kMostWarps = 8;
+constexpr int kThreads = kMostWarps * 32;
 constexpr int kHeadTiles = (GROUP + 15) / 16;
 constexpr int kPadded = kHeadTiles * 16;
 constexpr int kBlocks = kHeadTiles == 1 && !TREE ? 2 : 1;  // of a multiprocessor, so that nothing is spilled
+#if __CUDA_ARCH__ == 900
+constexpr int kCoarseBlocks = kBlocks;
+#else
+constexpr int kCoarseBlocks = 1;
+#endif
 constexpr int kParts = HEAD_DIM / 32;  // of 32 dims: two k-steps
 constexpr int kKeyTiles = 4;
 constexpr int kKeys = kKeyTiles * 8;  // that a warp takes at a time
-constexpr int kChunkKeys = 64;        // of K2 that share a partial log sum
 constexpr int kEntries = 4;           // of K1 in a block
 constexpr float kNoHead = 1e30f;      // the log sum of a head that there is not: it weighs nothing
-
-// 2^x with subnormal results: scores far below the highest still have an order.
-__device__ __forceinline__ float exp2_wide(float x) {
-  float y;
-  asm("ex2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
+constexpr float kScoreBits = 24.0f;   // scores are 2^this times as large
 
 // What a warp does: a row, and every stride-th tile of keys from `first` on. `row` is -1 where the row does not choose.
 struct Work {
@@ -50,13 +53,18 @@ struct Work {
 
   __device__ __forceinline__ Work(const int* positions, const int* slots, int num_rows, int rows_per_block,
                                   int dense_context) {
-    const int warp = threadIdx.x / 32, lanes = kWarps / rows_per_block;
+    const int warp = threadIdx.x / 32, lanes = blockDim.x / 32 / rows_per_block;
     row = blockIdx.y * rows_per_block + warp % rows_per_block;
     first = blockIdx.x + warp / rows_per_block * gridDim.x;  // the first warps of all blocks before their others
     stride = gridDim.x * lanes;
     slot = -1, position = 0;
-    if (row < num_rows) slot = slots[row], position = positions[row];
+    if (row < num_rows) slot = __ldcg(slots + row), position = __ldcg(positions + row);
     if (slot < 0 || position + 1 <= dense_context) row = -1;
+  }
+  // Keys of tokens from this position on may not be read before pdl_wait. `written`: what the step writes of each row.
+  __device__ __forceinline__ int first_new(const int* written, const int* slots, int num_rows, int is_chunk) const {
+    if (is_chunk) return 0;
+    return num_rows == 1 ? __ldcg(written) : first_written(written, slots, slot, num_rows);
   }
   // Of the row and KV head among those of all rows.
   __device__ __forceinline__ int64_t unit() const { return static_cast<int64_t>(row) * gridDim.z + blockIdx.z; }
@@ -87,15 +95,17 @@ __device__ __forceinline__ void load_queries(Queries (&queries)[kHeadTiles], con
   }
 }
 
-// Keys as the b operands: key n * 8 + lane / 4 of them lies at row_of(n).
+// Entries first .. + 31 as the b operands; an entry lies at row_of(entry).
 struct KeyTile {
   uint4 words[kKeyTiles][kParts];
 
   template <typename RowOf>
-  __device__ __forceinline__ void load(RowOf row_of) {
+  __device__ __forceinline__ void load(int first, RowOf row_of) {
     const scalar_t* rows[kKeyTiles];
 #pragma unroll
-    for (int n = 0; n < kKeyTiles; n++) rows[n] = row_of(n) + threadIdx.x % 4 * 8;
+    for (int n = 0; n < kKeyTiles; n++) {
+      rows[n] = row_of(first + n * 8 + static_cast<int>(threadIdx.x & 31) / 4) + threadIdx.x % 4 * 8;
+    }
 #pragma unroll
     for (int n = 0; n < kKeyTiles; n++) {
 #pragma unroll
@@ -142,54 +152,57 @@ __device__ __forceinline__ void mean_of_path(scalar_t* mean, const scalar_t* key
 }
 #endif
 
-// A row's running maximum and sum of 2^(factor * score), rows lane / 4 and lane / 4 + 8 of a tile of heads.
-struct LogSum {
-  float max[2], sum[2];
-
-  // Keys first_key .. + 31, of which those from `begin` to `last` count; there is one of them.
-  __device__ __forceinline__ void add(const float (&scores)[kKeyTiles][4], float factor, int first_key, int begin,
-                                      int last) {
-    const int first = first_key + threadIdx.x % 4 * 2;
+// log2 of the sum of 2^(factor * score) over keys first_key .. + 31, of which those from 1 to `last` count; there is one of
+// them. For row lane / 4 + 8 half of a tile of heads; all four lanes of a row get it.
+__device__ __forceinline__ float log_sum(const float (&scores)[kKeyTiles][4], int half, float factor, int first_key, int last) {
+  const int first = first_key + threadIdx.x % 4 * 2;
+  float values[2 * kKeyTiles], top = kHiddenScore, sum = 0.0f;
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-      float values[2 * kKeyTiles], top = kHiddenScore;
-#pragma unroll
-      for (int i = 0; i < 2 * kKeyTiles; i++) {
-        const int key = first + i / 2 * 8 + i % 2;
-        values[i] = begin <= key && key <= last ? scores[i / 2][2 * half + i % 2] : kHiddenScore;
-        top = fmaxf(top, values[i]);
-      }
-      top = fmaxf(max[half], quad_max(top) * factor);
-      float added = 0.0f;
-#pragma unroll
-      for (int i = 0; i < 2 * kKeyTiles; i++) added += exp2_fast(fmaf(values[i], factor, -top));
-      sum[half] = fmaf(sum[half], exp2_fast(max[half] - top), added);
-      max[half] = top;
-    }
+  for (int i = 0; i < 2 * kKeyTiles; i++) {
+    const int key = first + i / 2 * 8 + i % 2;
+    values[i] = 1 <= key && key <= last ? scores[i / 2][2 * half + i % 2] : kHiddenScore;
+    top = fmaxf(top, values[i]);
   }
+  top = quad_max(top) * factor;
+#pragma unroll
+  for (int i = 0; i < 2 * kKeyTiles; i++) sum += exp2_fast(fmaf(values[i], factor, -top));
+  return top + log2_fast(quad_sum(sum));
+}
 
-  // All four lanes of a row call it.
-  __device__ __forceinline__ float value(int half) const { return max[half] + log2_fast(quad_sum(sum[half])); }
-};
-
-extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
+extern "C" __global__ void __launch_bounds__(kThreads, kCoarseBlocks)
     KERNEL(coarse_log_sums)(float* log_sums, const scalar_t* q, const scalar_t* k2_pages, const scalar_t* k_pages,
                             const int* positions, const int* slots, const int* block_tables,
                             const uint64_t* tree_masks, const int* tree_base, int num_rows, int rows_per_block,
-                            int pages_per_sequence, int num_chunks, int dense_context, float scale) {
-  pdl_wait();
+                            int is_chunk, int pages_per_sequence, int num_tiles, int dense_context, float scale) {
   pdl_launch_dependents();
   const Work work(positions, slots, num_rows, rows_per_block, dense_context);
-  if (work.row < 0) return;
+  if (work.row < 0) return pdl_wait();
   const int last = (work.position + 1) / kPageTokens - 1, lane = threadIdx.x & 31;
-  if (work.first > last / kChunkKeys) return;
+  if (work.first > last / kKeys) return;
   const int num_kv_heads = gridDim.z, kv_head = blockIdx.z;
   const int* block_table = block_tables + static_cast<int64_t>(work.slot) * pages_per_sequence;
-  float* row_sums = log_sums + work.unit() * num_chunks * kPadded;
 #if TREE
-  __shared__ __align__(16) scalar_t path_means[kWarps][HEAD_DIM];
+  __shared__ __align__(16) scalar_t path_means[kMostWarps][HEAD_DIM];
   scalar_t* path_mean = path_means[threadIdx.x / 32];
-  const int base = tree_base[work.row], of_path = base / kPageTokens, ahead = of_path / kChunkKeys - work.first;
+  const int base = __ldcg(tree_base + work.row), of_path = base / kPageTokens;
+  const int* written = tree_base;
+#else
+  const int* written = positions;
+#endif
+  const auto row_of = [&](int entry) -> const scalar_t* {
+    entry = min(max(entry, 1), last);
+#if TREE
+    if (entry == of_path) return path_mean;
+#endif
+    return k2_pages + (__ldcg(block_table + entry) * num_kv_heads + kv_head) * HEAD_DIM;
+  };
+  KeyTile keys;
+  const int first_new = work.first_new(written, slots, num_rows, is_chunk) / kPageTokens;
+  const int early = min(work.first * kKeys + kKeys - 1, last) < first_new ? work.first : -1;
+  if (early >= 0) keys.load(early * kKeys, row_of);
+  pdl_wait();
+#if TREE
+  const int ahead = of_path / kKeys - work.first;
   if (of_path <= last && ahead >= 0 && ahead % work.stride == 0) {  // it is this warp's
     const int64_t page_stride = static_cast<int64_t>(num_kv_heads) * (kPageTokens * HEAD_DIM);
     mean_of_path(path_mean, k_pages + kv_head * (kPageTokens * HEAD_DIM), block_table, page_stride,
@@ -200,33 +213,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
   Queries queries[kHeadTiles];
   load_queries(queries, q, work.unit());
 #pragma unroll 1
-  for (int chunk = work.first; chunk <= last / kChunkKeys; chunk += work.stride) {
-    LogSum sums[kHeadTiles];
+  for (int tile = work.first; tile <= last / kKeys; tile += work.stride) {
+    if (tile != early) keys.load(tile * kKeys, row_of);
+    float* sums = log_sums + (work.unit() * num_tiles + tile) * kPadded;
 #pragma unroll
-    for (int tile = 0; tile < kHeadTiles; tile++) sums[tile] = {{kNoMaximum, kNoMaximum}, {0.0f, 0.0f}};
-#pragma unroll 1
-    for (int begin = chunk * kChunkKeys; begin < (chunk + 1) * kChunkKeys && begin <= last; begin += kKeys) {
-      KeyTile keys;
-      keys.load([&](int n) -> const scalar_t* {
-        const int entry = min(max(begin + n * 8 + lane / 4, 1), last);
-#if TREE
-        if (entry == of_path) return path_mean;
-#endif
-        return k2_pages + (static_cast<int64_t>(block_table[entry]) * num_kv_heads + kv_head) * HEAD_DIM;
-      });
-#pragma unroll
-      for (int tile = 0; tile < kHeadTiles; tile++) {
-        float scores[kKeyTiles][4];
-        keys.score(scores, queries[tile]);
-        sums[tile].add(scores, scale * kLog2e, begin, 1, last);
-      }
-    }
-#pragma unroll
-    for (int tile = 0; tile < kHeadTiles; tile++) {
+    for (int heads = 0; heads < kHeadTiles; heads++) {
+      float scores[kKeyTiles][4];
+      keys.score(scores, queries[heads]);
 #pragma unroll
       for (int half = 0; half < 2; half++) {
-        const float value = sums[tile].value(half);
-        if (lane % 4 == 0) row_sums[chunk * kPadded + tile * 16 + half * 8 + lane / 4] = value;
+        const float value = log_sum(scores, half, scale * kLog2e, tile * kKeys, last);
+        if (lane % 4 == 0) sums[heads * 16 + half * 8 + lane / 4] = value;
       }
     }
   }
@@ -239,8 +236,10 @@ __device__ __forceinline__ float merge_log_sums(const float* parts, int count) {
   const int lane = threadIdx.x & 31;
   parts += lane % 16;
   float top = kNoMaximum, sum = 0.0f;
+#pragma unroll 16
   for (int i = lane / 16; i < count; i += 2) top = fmaxf(top, parts[i * kPadded]);
   top = fmaxf(top, __shfl_xor_sync(0xFFFFFFFFu, top, 16));
+#pragma unroll 4
   for (int i = lane / 16; i < count; i += 2) sum += exp2_fast(parts[i * kPadded] - top);
   sum += __shfl_xor_sync(0xFFFFFFFFu, sum, 16);
   return top + log2_fast(sum);
@@ -266,37 +265,41 @@ __device__ __forceinline__ void store_pooled(float2* pooled, float (&p)[kKeyTile
 
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
     KERNEL(score_blocks)(float2* pooled, const float* log_sums, const scalar_t* q, const scalar_t* k1_pages,
-                         const int* positions, const int* slots, const int* block_tables, int num_rows,
-                         int rows_per_block, int pages_per_sequence, int num_chunks, int init_blocks, int local_blocks,
-                         int dense_context, float scale) {
-  pdl_wait();
+                         const int* positions, const int* slots, const int* block_tables, const int* tree_base,
+                         int num_rows, int rows_per_block, int is_chunk, int pages_per_sequence, int num_tiles,
+                         int init_blocks, int local_blocks, int dense_context, float scale) {
   pdl_launch_dependents();
   const Work work(positions, slots, num_rows, rows_per_block, dense_context);
-  if (work.row < 0) return;
+  if (work.row < 0) return pdl_wait();
   const int local = work.position / kPageTokens - local_blocks, last = local * kEntries, lane = threadIdx.x & 31;
   const int first_tile = init_blocks * kEntries / kKeys + work.first;
   if (first_tile > last / kKeys) return;
   const int num_kv_heads = gridDim.z, kv_head = blockIdx.z;
   const int* block_table = block_tables + static_cast<int64_t>(work.slot) * pages_per_sequence;
+  const auto row_of = [&](int entry) {
+    entry = min(max(entry, 1), last);
+    const int head_rows = __ldcg(block_table + entry / kEntries) * num_kv_heads + kv_head;
+    return k1_pages + (head_rows * kEntries + entry % kEntries) * HEAD_DIM;
+  };
+  KeyTile keys;
+  const int first_new = work.first_new(TREE ? tree_base : positions, slots, num_rows, is_chunk) / (kPageTokens / kEntries);
+  const int early = min(first_tile * kKeys + kKeys - 1, last) < first_new ? first_tile : -1;
+  if (early >= 0) keys.load(early * kKeys, row_of);
+  pdl_wait();
   Queries queries[kHeadTiles];
   load_queries(queries, q, work.unit());
-  float log_sum[kHeadTiles][2];
-  const int count = ((work.position + 1) / kPageTokens - 1) / kChunkKeys + 1;
+  float offsets[kHeadTiles][2];
+  const int count = ((work.position + 1) / kPageTokens - 1) / kKeys + 1;
 #pragma unroll
   for (int tile = 0; tile < kHeadTiles; tile++) {
-    float value = merge_log_sums(log_sums + work.unit() * num_chunks * kPadded + tile * 16, count);
-    if (tile * 16 + lane % 16 >= GROUP) value = kNoHead;
-    log_sum[tile][0] = __shfl_sync(0xFFFFFFFFu, value, lane / 4);
-    log_sum[tile][1] = __shfl_sync(0xFFFFFFFFu, value, lane / 4 + 8);
+    float value = kScoreBits - merge_log_sums(log_sums + work.unit() * num_tiles * kPadded + tile * 16, count);
+    if (tile * 16 + lane % 16 >= GROUP) value = -kNoHead;
+    offsets[tile][0] = __shfl_sync(0xFFFFFFFFu, value, lane / 4);
+    offsets[tile][1] = __shfl_sync(0xFFFFFFFFu, value, lane / 4 + 8);
   }
 #pragma unroll 1
   for (int tile = first_tile; tile <= last / kKeys; tile += work.stride) {
-    KeyTile keys;
-    keys.load([&](int n) {
-      const int entry = min(max(tile * kKeys + n * 8 + lane / 4, 1), last);
-      const int64_t head_rows = static_cast<int64_t>(block_table[entry / kEntries]) * num_kv_heads + kv_head;
-      return k1_pages + (head_rows * kEntries + entry % kEntries) * HEAD_DIM;
-    });
+    if (tile != early) keys.load(tile * kKeys, row_of);
     float p[kKeyTiles][2] = {};
 #pragma unroll
     for (int heads = 0; heads < kHeadTiles; heads++) {
@@ -306,7 +309,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
       for (int n = 0; n < kKeyTiles; n++) {
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-          p[n][i % 2] += exp2_wide(fmaf(scores[n][i], scale * kLog2e, -log_sum[heads][i / 2]));
+          p[n][i % 2] += exp2_fast(fmaf(scores[n][i], scale * kLog2e, offsets[heads][i / 2]));
         }
       }
     }

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from reference import sparse_brute_force as brute
 
 from cpmrt.config import SparseConfig
 from cpmrt.cuda.attention_plan import plan_decode_attention, plan_prefill_attention
@@ -19,9 +20,11 @@ from cpmrt.dtypes import DType, from_float32, round_to
 from cpmrt.memory.kv_pages import PAGE_SIZE, pages_for
 from cpmrt.ops import CompressedKeys, Rows, Selection
 from cpmrt.reference.ops import NumpyOps
-from cpmrt.reference.sparse_attention import append_compressed, choose_blocks
+from cpmrt.reference.sparse_attention import append_compressed, block_scores, choose_blocks, compressed_of_row
 
 UNWRITTEN = -7
+SLACK = 1e-4
+"""By which share of itself a block's score may be wrong: what float32 sums in another order leave."""
 SMALL = SparseConfig(init_blocks=1, window_size=64, topk=3, dense_len=-1)
 
 
@@ -175,3 +178,18 @@ def any_choice(rng: Any, rows: Rows, kv_heads: int, sparse: SparseConfig) -> Any
             scores = rng.random((kv_heads, int(position) // PAGE_SIZE), np.float32)
             blocks[row] = choose_blocks(scores, int(position), sparse)
     return blocks
+
+
+def check_choices(slots: Slots, q: Any, rows: Rows, blocks: Any, sparse: SparseConfig) -> int:
+    """Every list, by the scores of the NumPy op; the number of rows that choose."""
+    chosen = 0
+    for row, (slot, position) in enumerate(zip(rows.slots.tolist(), rows.positions.tolist(), strict=True)):
+        if slot < 0 or brute.looks_at_everything(position, sparse):
+            assert (blocks[row] == UNWRITTEN).all(), row
+            continue
+        chosen += 1
+        keys = compressed_of_row(slots.k1, slots.k2, slots.k_pages, rows, row, slots.dtype)
+        scores = block_scores(q[row].reshape(slots.kv_heads, slots.group, -1), *keys, slots.scale)
+        for head in range(slots.kv_heads):
+            brute.check_choice(blocks[row, head], scores[head].tolist(), position, sparse, SLACK)
+    return chosen

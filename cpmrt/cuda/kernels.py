@@ -87,6 +87,7 @@ KERNELS: tuple[KernelSpec, ...] = (
     KernelSpec("compress_path", "compress_keys.cu", "", ("HEAD_DIM",), hot=True, reason="an accepted path"),
     KernelSpec("coarse_log_sums", "select_blocks.cu", "select_blocks", (*_ATTENTION, "TREE"), hot=True),
     KernelSpec("score_blocks", "select_blocks.cu", "select_blocks", (*_ATTENTION, "TREE"), hot=True),
+    KernelSpec("score_chunk", "score_chunk.cu", "select_blocks", _ATTENTION, hot=True, arch="sm_90"),
     KernelSpec("pick_blocks", "pick_blocks.cu", "select_blocks", hot=True),
     KernelSpec("dense_rows", "pick_blocks.cu", "prefill_attention"),
     KernelSpec("prefill_attention", "prefill_attention.cu", "prefill_attention", (*_ATTENTION, "WINDOW"), hot=True),
@@ -228,6 +229,7 @@ CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
         {"HEAD_DIM": 64, "GROUP": 8, "TREE": 0},
         {"HEAD_DIM": 64, "GROUP": 1, "TREE": 1},
     ),
+    "score_chunk.cu": tuple({"HEAD_DIM": size, "GROUP": 16} for size in (128, 96, 64)),
     "prefill_attention.cu": (
         {"HEAD_DIM": 128, "GROUP": 16, "WINDOW": 0},
         {"HEAD_DIM": 128, "GROUP": 1, "WINDOW": 0},

@@ -16,7 +16,7 @@ from cpmrt.cuda.linear_plan import MAX_ROWS
 from cpmrt.cuda.selection_plan import SelectionPlan, plan_selection
 from cpmrt.ops import CompressedKeys, Rows, Selection
 
-_PICK_THREADS, _SCORE_THREADS = 512, 256
+_PICK_THREADS = 512
 _WINDOW_ROWS = 16
 """Consecutive rows of which one ends a window."""
 _PATH_WINDOWS = 5
@@ -35,13 +35,15 @@ class SparsePlans:
         """max_rows: the most rows of a step."""
         heads = {"num_heads": config.num_heads, "num_kv_heads": config.num_kv_heads, "head_dim": config.head_dim}
         return cls(
-            plan_selection(config, max_context=max_context, max_rows=max_rows, num_sms=device.num_sms),
+            plan_selection(
+                config, max_context=max_context, max_rows=max_rows, num_sms=device.num_sms, capability=device.capability
+            ),
             plan_selected_chunk(**heads, arch=device.capability),
         )
 
 
 class SparseKernels:
-    """`compress_keys.cu`, `select_blocks.cu`, `pick_blocks.cu`, and `decode_attention.cu` for a chunk's rows.
+    """`compress_keys.cu`, `select_blocks.cu`, `score_chunk.cu`, `pick_blocks.cu`; `decode_attention.cu` for a chunk.
 
     `scratch` holds `block_scores`, `block_log_sums` and `dense_chunk`, and what `CudaOps` needs.
     """
@@ -83,11 +85,25 @@ class SparseKernels:
         sparse: SparseConfig,
     ) -> None:
         """The op `select_blocks`, as many rows at a time as the workspace holds."""
-        step = self._plans.selection.rows_per_pass
-        for first in range(0, len(q), step):
-            part = slice(first, first + step)
-            self._score(q[part], k1_pages, k2_pages, k_pages, rows, part, scale, sparse)
+        plan = self._plans.selection
+        for first in range(0, len(q), plan.rows_per_pass):
+            part = slice(first, first + plan.rows_per_pass)
+            if rows.is_prefill and plan.has_chunk_kernel:
+                self._score_chunk(q[part], k1_pages, k2_pages, rows, part, scale, sparse)
+            else:
+                self._score(q[part], k1_pages, k2_pages, k_pages, rows, part, scale, sparse)
             self._pick(blocks[part], rows, part, sparse)
+
+    def _score_chunk(
+        self, q: Any, k1_pages: Any, k2_pages: Any, rows: Rows, part: slice, scale: float, sparse: SparseConfig
+    ) -> None:
+        plan, table = self._plans.selection, rows.block_tables
+        self._launch(
+            "score_chunk.cu", "score_chunk", plan.constants, plan.chunk_grid(len(q)), plan.chunk_threads,
+            self._scratch["block_scores"], q, k1_pages, k2_pages, rows.positions[part], rows.slots[part], table,
+            np.int32(len(q)), np.int32(table.shape[1]), *_forced(sparse), np.int32(sparse.dense_context),
+            np.float32(scale), smem=plan.chunk_shared_bytes,
+        )  # fmt: skip
 
     def _score(
         self,
@@ -105,16 +121,16 @@ class SparseKernels:
         places, table = (rows.positions[part], rows.slots[part]), rows.block_tables
         tree = (None, None) if rows.tree_masks is None else (rows.tree_masks[part], rows.tree_base[part])
         constants = plan.constants | {"TREE": int(rows.tree_masks is not None)}
-        together = plan.rows_per_block(num_rows)
-        sizes = tuple(map(np.int32, (num_rows, together, table.shape[1], plan.num_chunks)))
+        together, is_chunk = plan.rows_per_block(num_rows), int(rows.is_prefill)
+        sizes = tuple(map(np.int32, (num_rows, together, is_chunk, table.shape[1], plan.coarse_tiles)))
         dense, factor = np.int32(sparse.dense_context), np.float32(scale)
         self._launch(
-            "select_blocks.cu", "coarse_log_sums", constants, plan.grid(num_rows, plan.coarse_tiles), _SCORE_THREADS,
+            "select_blocks.cu", "coarse_log_sums", constants, *plan.shape(num_rows, plan.coarse_tiles),
             log_sums, q, k2_pages, k_pages, *places, table, *tree, *sizes, dense, factor,
         )  # fmt: skip
         self._launch(
-            "select_blocks.cu", "score_blocks", constants, plan.grid(num_rows, plan.fine_tiles), _SCORE_THREADS,
-            pooled, log_sums, q, k1_pages, *places, table, *sizes, *_forced(sparse), dense, factor,
+            "select_blocks.cu", "score_blocks", constants, *plan.shape(num_rows, plan.fine_tiles),
+            pooled, log_sums, q, k1_pages, *places, table, tree[1], *sizes, *_forced(sparse), dense, factor,
         )  # fmt: skip
 
     def _pick(self, blocks: Any, rows: Rows, part: slice, sparse: SparseConfig) -> None:

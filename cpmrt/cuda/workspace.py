@@ -55,14 +55,18 @@ def cuda_tables(
         _table("attention_partials", 4, attention.partials),
         _table("attention_arrivals", 4, attention.arrivals),
         _table("gemm_workspace", 1, GEMM_WORKSPACE_BYTES),
-        *_sparse_tables(config.for_context(max_context), engine, max_context, num_sms),
+        *_sparse_tables(config.for_context(max_context), engine, max_context, capability, num_sms),
     )
 
 
-def _sparse_tables(config: ModelConfig, engine: EngineConfig, max_context: int, num_sms: int) -> tuple[BufferSpec, ...]:
+def _sparse_tables(
+    config: ModelConfig, engine: EngineConfig, max_context: int, capability: int, num_sms: int
+) -> tuple[BufferSpec, ...]:
     if config.sparse is None:
         return ()
-    plan = plan_selection(config, max_context=max_context, max_rows=most_rows(engine), num_sms=num_sms)
+    plan = plan_selection(
+        config, max_context=max_context, max_rows=most_rows(engine), num_sms=num_sms, capability=capability
+    )
     return (
         _table("block_scores", 4, plan.pooled),
         _table("block_log_sums", 4, plan.log_sums),

@@ -4,6 +4,7 @@
 // The including file defines kKeys, kTileBytes, kStageBytes, STAGES, TREE and WINDOW.
 #pragma once
 #include "attention.cuh"
+#include "step_rows.cuh"
 
 // The keys of a row, by position, or by their place among those of the blocks that it chose: none from `length` on, none before the window. Those below `old` were in the cache
 // before this step.
@@ -16,18 +17,6 @@ struct Keys {
   }
   __device__ __forceinline__ bool visible(int key) const { return key < length && (WINDOW == 0 || key >= first()); }
 };
-
-// The first location that the step writes in `slot`, to be called by whole warps. `written`: of each row, its location
-// or one before.
-__device__ __forceinline__ int first_written(const int* written, const int* slots, int slot, int num_rows) {
-  int first = 0x7FFFFFFF;
-#pragma unroll 1
-  for (int row = threadIdx.x & 31; row < num_rows; row += 32) {
-    const int other = __ldcg(slots + row), location = __ldcg(written + row);
-    if (other == slot) first = min(first, location);
-  }
-  return __reduce_min_sync(0xFFFFFFFFu, first);
-}
 
 #if TREE
 constexpr int kMaxNodes = 64;

@@ -8,14 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 from reference import sparse_brute_force as brute
-from sparse_cases import SMALL, UNWRITTEN, Slots, SparseDevice
+from sparse_cases import SLACK, SMALL, Slots, SparseDevice, check_choices
 
 from cpmrt.config import SparseConfig
 from cpmrt.dtypes import DType, round_to
 from cpmrt.memory.kv_pages import PAGE_SIZE
-from cpmrt.ops import Rows
 from cpmrt.reference.kv_rows import gather
-from cpmrt.reference.sparse_attention import block_scores, compressed_of_row
 
 pytestmark = pytest.mark.gpu
 
@@ -25,24 +23,6 @@ SHAPES = [
     (DType.BFLOAT16, 16, 2, 128), (DType.FLOAT16, 8, 2, 64), (DType.BFLOAT16, 4, 1, 96), (DType.FLOAT16, 1, 3, 128),
     (DType.BFLOAT16, 20, 1, 64), (DType.FLOAT16, 16, 2, 128),
 ]  # fmt: skip
-SLACK = 1e-4
-
-
-def check(slots: Slots, q: Any, rows: Rows, blocks: Any, sparse: SparseConfig) -> int:
-    """Every list, by the scores of the NumPy op; the number of rows that choose."""
-    chosen = 0
-    for row, (slot, position) in enumerate(zip(rows.slots.tolist(), rows.positions.tolist(), strict=True)):
-        if slot < 0 or brute.looks_at_everything(position, sparse):
-            assert (blocks[row] == UNWRITTEN).all(), row
-            continue
-        chosen += 1
-        keys = compressed_of_row(slots.k1, slots.k2, slots.k_pages, rows, row, slots.dtype)
-        scores = block_scores(q[row].reshape(slots.kv_heads, slots.group, -1), *keys, slots.scale)
-        for head in range(slots.kv_heads):
-            brute.check_choice(blocks[row, head], scores[head].tolist(), position, sparse, SLACK)
-    return chosen
-
-
 @pytest.mark.parametrize(("dtype", "group", "kv_heads", "head_dim"), SHAPES, ids=str)
 @pytest.mark.parametrize(
     "sparse", [SMALL, SparseConfig(2, 128, 6, 300), SparseConfig(0, 64, 1, 0), SparseConfig(0, 64, 4, -1)], ids=str
@@ -57,7 +37,7 @@ def test_every_offset_within_a_block(
     for first in range(0, len(positions), 50):
         part = positions[first : first + 50]
         q, rows = slots.queries(len(part), 2.0), slots.rows(part, np.zeros(len(part)))
-        num_chosen += check(slots, q, rows, device.select(q, rows), sparse)
+        num_chosen += check_choices(slots, q, rows, device.select(q, rows), sparse)
     assert num_chosen > 70
 
 
@@ -87,7 +67,7 @@ def test_the_switch_is_at_dense_len_and_at_more_blocks_than_may_be_chosen(
     sparse, slots = SparseConfig(1, 128, 3, dense_len), Slots(DType.BFLOAT16, [num_tokens], group=4)
     q, rows = slots.queries(1), slots.rows([num_tokens - 1], [0])
     blocks = SparseDevice(cuda, slots, sparse).select(q, rows)
-    assert check(slots, q, rows, blocks, sparse) == (num_tokens >= max(dense_len, 321))
+    assert check_choices(slots, q, rows, blocks, sparse) == (num_tokens >= max(dense_len, 321))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -153,7 +133,7 @@ def test_a_chunk_chooses_as_its_tokens_one_by_one(cuda: Any) -> None:
     q = slots.queries(len(positions) + 26, 2.0)
     rows = slots.rows([*positions, *[0] * 26], [0] * len(positions) + [-1] * 26, is_prefill=True)
     whole = SparseDevice(cuda, slots, SMALL, max_rows=576, rows_per_pass=200).select(q, rows)
-    assert check(slots, q, rows, whole, SMALL) == 444
+    assert check_choices(slots, q, rows, whole, SMALL) == 444
     for position in (255, 256, 257, 400, 511, 512, 699):
         slots.compress([position + 1])
         alone = SparseDevice(cuda, slots, SMALL).select(q[position - 150 :][:1], slots.rows([position], [0]))
@@ -173,7 +153,7 @@ def test_long_contexts(cuda: Any) -> None:
     rows, q = slots.rows(positions, np.zeros(4)), slots.queries(4, 2.0)
     for settings in ({}, {"sms": 8}):
         blocks = SparseDevice(cuda, slots, sparse, **settings).select(q, rows)
-        assert check(slots, q, rows, blocks, sparse) == 4
+        assert check_choices(slots, q, rows, blocks, sparse) == 4
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -195,7 +175,7 @@ def test_a_row_of_a_tree_chooses_as_the_plain_row_of_its_path(cuda: Any, dtype: 
     rows = slots.rows(positions, np.zeros(count), locations=places, **tree)
     device = SparseDevice(cuda, slots, SMALL)
     found = device.select(q, rows)
-    assert check(slots, q, rows, found, SMALL) == count
+    assert check_choices(slots, q, rows, found, SMALL) == count
     for node in (0, 7, 20, count - 1):
         alone = slots.rows(positions[node : node + 1], [0])
         plain = Slots(dtype, [base + count], group=16, kv_heads=2, head_dim=64)

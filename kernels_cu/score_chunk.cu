@@ -1,0 +1,247 @@
+// score_chunk: coarse_log_sums and score_blocks of select_blocks.cu at once, for the many rows of a prefill chunk (sm_90a).
+//
+//   formula   that of select_blocks.cu: pooled[b] = (p[4b], max of p[4b .. 4b + 3]) of every row that chooses
+//   operands  pooled float32 workspace (T, K, pages_per_sequence, 2); q (T, H*D) scalar_t; k1_pages (P, K, 4, D), k2_pages
+//             (P, K, D) scalar_t; positions, slots (T) int32: rows of one slot, padding (-1) behind them; block_tables (B,
+//             pages_per_sequence) int32
+//   launch    grid (any, T / 16 rounded up, K), block 512, kStages * kTileBytes of dynamic shared memory
+//   numerics  products, sums and scores in float32, each in an order of its own row and entry alone, which is not that of
+//             select_blocks.cu; scores are 2^24 times as large as there is written, so that small ones have an order too
+//   oracle    reference/sparse_attention.py block_scores
+//   source    InfLLM-v2 (arXiv 2509.24663); FlashAttention-3 (arXiv 2407.08608) for products beside exponentials
+//   layout    a warp has a row: its 16 query heads are 16 of the 64 rows of a warpgroup's products, and stay in registers.
+//             All 16 warps take the same compressed keys, 64 at a time, out of a ring in shared memory. While the tensor
+//             cores multiply one tile, the exponentials of the tile before are summed over the heads. Blocks that share
+//             rows (grid x) each make the log sums again and divide the scores
+#include "attention.cuh"
+#include "tma.cuh"
+#include "w4_wgmma.cuh"
+
+static_assert(GROUP == 16, "a warp has the query heads of a row");
+
+constexpr int kRows = 16;
+constexpr int kThreads = kRows * 32;
+constexpr int kKeys = 64;
+constexpr int kStages = 4;
+constexpr int kFine = 4;  // entries of k1 in a block of tokens
+constexpr float kScoreBits = 24.0f;
+
+// Rows of a tile lie in panels of kSwizzle bytes a row.
+constexpr int kSwizzle = HEAD_DIM == 96 ? 64 : 128;
+constexpr int kPanelChunks = kSwizzle / 16;
+constexpr int kPanelBytes = kKeys * kSwizzle;
+constexpr int kTileBytes = kKeys * kRowBytes;
+constexpr int kTileChunks = kKeys * kRowChunks;
+constexpr int kCopies = (kTileChunks + kThreads - 1) / kThreads;
+
+// Of a row's 16 heads; a lane has heads lane / 4 and lane / 4 + 8.
+struct Queries {
+  uint32_t a[kDimSteps][4];
+
+  __device__ __forceinline__ void load(const scalar_t* q) {
+    const uint32_t* low = reinterpret_cast<const uint32_t*>(q + (threadIdx.x & 31) / 4 * HEAD_DIM) + threadIdx.x % 4;
+    const uint32_t* high = low + 8 * HEAD_DIM / 2;
+#pragma unroll
+    for (int step = 0; step < kDimSteps; step++) {
+      a[step][0] = low[step * 8], a[step][1] = high[step * 8];
+      a[step][2] = low[step * 8 + 4], a[step][3] = high[step * 8 + 4];
+    }
+  }
+};
+
+using Scores = float[kKeys / 2];  // [4 j + 2 i + c]: head lane / 4 + 8 i, key 8 j + lane % 4 * 2 + c
+
+// Tiles of compressed keys, ENTRIES of them in a page, through the ring.
+template <int ENTRIES>
+struct Ring {
+  const scalar_t* rows;  // of the KV head in page 0
+  const int* block_table;
+  int page_stride, last;  // elements; the last entry that exists
+  uint32_t shared;
+
+  // Thread i copies chunks i, i + kThreads, .. of a tile. Chunks are permuted within a panel as tensor cores read them.
+  __device__ __forceinline__ void copy(int tile, int stage) const {
+#pragma unroll
+    for (int i = 0; i < kCopies; i++) {
+      const int index = threadIdx.x + i * kThreads, key = index / kRowChunks, chunk = index % kRowChunks;
+      if (kTileChunks % kThreads != 0 && index >= kTileChunks) break;
+      const int entry = min(max(tile * kKeys + key, 1), last);
+      const int64_t offset = static_cast<int64_t>(block_table[entry / ENTRIES]) * page_stride;
+      const int permuted = chunk % kPanelChunks ^ (kSwizzle == 128 ? key & 7 : (key >> 1) & 3);
+      const int target = stage * kTileBytes + chunk / kPanelChunks * kPanelBytes + key * kSwizzle + permuted * 16;
+      cp_async16(shared + target, rows + offset + entry % ENTRIES * HEAD_DIM + chunk * 8);
+    }
+  }
+};
+
+// Starts scores = q k of a tile.
+__device__ __forceinline__ void start_scores(Scores& scores, const Queries& queries, uint64_t keys) {
+#pragma unroll
+  for (int step = 0; step < kDimSteps; step++) {
+    const int panel = step * 32 / kSwizzle, within = step * 32 % kSwizzle;
+    multiply_tile(scores, queries.a[step], keys + descriptor_step(panel * kPanelBytes + within), step > 0);
+  }
+  wgmma_commit();
+}
+
+// Hands the scores of tiles first, first + stride, .. to `consume(scores, tile)`: one tile's while the next is multiplied.
+template <int ENTRIES, typename Consume>
+__device__ __forceinline__ void each_tile(const Queries& queries, const Ring<ENTRIES>& ring, int first, int count,
+                                          int stride, Consume& consume) {
+  const uint64_t keys = wgmma_descriptor<kSwizzle>(ring.shared, 0);
+  __syncthreads();  // the ring is free
+#pragma unroll 1
+  for (int i = 0; i < kStages - 1; i++) {
+    if (i < count) ring.copy(first + i * stride, i);
+    cp_async_commit();
+  }
+  const auto start = [&](int i, Scores& scores) {
+    cp_async_wait<kStages - 2>();
+    async_proxy_fence();
+    __syncthreads();  // tile i is there, and the products of tile i - 1 are done in all warps
+    settle(scores);
+    wgmma_fence();
+    start_scores(scores, queries, keys + descriptor_step(kTileBytes) * (i % kStages));
+    const int ahead = i + kStages - 1;
+    if (ahead < count) ring.copy(first + ahead * stride, ahead % kStages);
+    cp_async_commit();
+  };
+  const auto finish = [&](Scores& scores) {
+    wgmma_wait<0>();
+    settle(scores);
+  };
+  Scores even, odd;
+  start(0, even);
+  finish(even);
+  int i = 1;
+#pragma unroll 1
+  for (; i + 1 < count; i += 2) {
+    start(i, odd);
+    consume(even, first + (i - 1) * stride, ring.shared);
+    finish(odd);
+    start(i + 1, even);
+    consume(odd, first + i * stride, ring.shared);
+    finish(even);
+  }
+  if (i < count) {
+    start(i, odd);
+    consume(even, first + (i - 1) * stride, ring.shared);
+    finish(odd);
+    consume(odd, first + i * stride, ring.shared);
+  } else {
+    consume(even, first + (i - 1) * stride, ring.shared);
+  }
+}
+
+// The running maximum and sum of 2^(factor * score) of a lane's two heads; entries 1 .. last count.
+struct LogSums {
+  float max[2], sum[2], factor;
+  int last;
+
+  __device__ __forceinline__ void operator()(Scores& scores, int tile, uint32_t shared) {
+    const int first = tile * kKeys + threadIdx.x % 4 * 2;
+    if (tile == 0 || tile * kKeys + kKeys - 1 > last) {
+#pragma unroll
+      for (int i = 0; i < kKeys / 2; i++) {
+        const int entry = first + i / 4 * 8 + i % 2;
+        if (entry < 1 || entry > last) scores[i] = kHiddenScore;
+      }
+    }
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      float top = scores[2 * half], added = 0.0f;
+#pragma unroll
+      for (int i = 2 * half; i < kKeys / 2; i += 4) top = fmaxf(top, fmaxf(scores[i], scores[i + 1]));
+      top = fmaxf(max[half], quad_max(top) * factor);
+#pragma unroll
+      for (int i = 2 * half; i < kKeys / 2; i += 4) {
+        added += exp2_fast(fmaf(scores[i], factor, -top)) + exp2_fast(fmaf(scores[i + 1], factor, -top));
+      }
+      sum[half] = fmaf(sum[half], exp2_fast(max[half] - top), added);
+      max[half] = top;
+    }
+    finish_before_wait(sum[0] + sum[1], shared);
+  }
+
+  // All four lanes of a head call it.
+  __device__ __forceinline__ float value(int half) const { return max[half] + log2_fast(quad_sum(sum[half])); }
+};
+
+// The sum over a row's heads, pooled and stored: blocks tile * 16 .. + 15, of which those up to `last` exist.
+struct PooledScores {
+  float2* pooled;
+  float factor, offsets[2];
+  int last;  // -1: nothing is stored
+
+  __device__ __forceinline__ void operator()(Scores& scores, int tile, uint32_t shared) {
+    const int lane = threadIdx.x & 31;
+    float p[kKeys / 8][2];
+#pragma unroll
+    for (int n = 0; n < kKeys / 8; n++) {
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        p[n][i] = exp2_fast(fmaf(scores[4 * n + i], factor, offsets[0])) +
+                  exp2_fast(fmaf(scores[4 * n + 2 + i], factor, offsets[1]));
+      }
+    }
+    // Eight lanes have a key's heads: each ends with the sums of two keys, 8 n + lane % 4 * 2 + i for n = lane / 4.
+#pragma unroll
+    for (int half = kKeys / 16, distance = 16; half > 0; half /= 2, distance /= 2) {
+      const bool upper = lane & distance;
+#pragma unroll
+      for (int n = 0; n < half; n++) {
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+          const float sent = upper ? p[n][i] : p[n + half][i], kept = upper ? p[n + half][i] : p[n][i];
+          p[n][i] = kept + __shfl_xor_sync(0xFFFFFFFFu, sent, distance);
+        }
+      }
+    }
+    if (tile == 0 && lane == 0) p[0][0] = 0.0f;  // entry 0 is a window that there is not
+    float highest = fmaxf(p[0][0], p[0][1]);
+    highest = fmaxf(highest, __shfl_xor_sync(0xFFFFFFFFu, highest, 1));
+    const int block = tile * (kKeys / kFine) + lane / 2;
+    if (lane % 2 == 0 && block <= last) pooled[block] = make_float2(p[0][0], highest);
+    finish_before_wait(highest, shared);
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    KERNEL(score_chunk)(float2* pooled, const scalar_t* q, const scalar_t* k1_pages, const scalar_t* k2_pages,
+                        const int* positions, const int* slots, const int* block_tables, int num_rows,
+                        int pages_per_sequence, int init_blocks, int local_blocks, int dense_context, float scale) {
+  extern __shared__ __align__(1024) unsigned char shared[];
+  pdl_wait();
+  pdl_launch_dependents();
+  const int kv_head = blockIdx.z, num_kv_heads = gridDim.z, first_row = blockIdx.y * kRows;
+  // Every warp looks at all rows of the block: what they do together follows without a barrier.
+  const int other = first_row + (threadIdx.x & 15), slot = slots[first_row];
+  int position = -1;
+  if (other < num_rows && slots[other] >= 0) position = positions[other];
+  if (position + 1 <= dense_context) position = -1;
+  const int highest = __reduce_max_sync(0xFFFFFFFFu, position);
+  if (highest < 0) return;
+  position = __shfl_sync(0xFFFFFFFFu, position, threadIdx.x / 32);
+  const int row = position < 0 ? first_row : first_row + threadIdx.x / 32;
+  const int64_t unit = static_cast<int64_t>(row) * num_kv_heads + kv_head;
+  const int* block_table = block_tables + static_cast<int64_t>(slot) * pages_per_sequence;
+  Queries queries;
+  queries.load(q + unit * (GROUP * HEAD_DIM));
+
+  const int last_coarse = (highest + 1) / kPageTokens - 1, last_fine = (highest / kPageTokens - local_blocks) * kFine;
+  const int row_elements = num_kv_heads * HEAD_DIM;
+  const Ring<1> coarse = {k2_pages + kv_head * HEAD_DIM, block_table, row_elements, last_coarse, shared_address(shared)};
+  LogSums log_sums = {{kNoMaximum, kNoMaximum}, {0.0f, 0.0f}, scale * kLog2e, (position + 1) / kPageTokens - 1};
+  each_tile(queries, coarse, 0, last_coarse / kKeys + 1, 1, log_sums);
+
+  const Ring<kFine> fine = {k1_pages + kv_head * (kFine * HEAD_DIM), block_table, row_elements * kFine, last_fine,
+                            shared_address(shared)};
+  PooledScores scores = {pooled + unit * pages_per_sequence,
+                         scale * kLog2e,
+                         {kScoreBits - log_sums.value(0), kScoreBits - log_sums.value(1)},
+                         position < 0 ? -1 : position / kPageTokens - local_blocks};
+  const int first_tile = init_blocks * kFine / kKeys + blockIdx.x, end = last_fine / kKeys + 1;
+  if (first_tile >= end) return;
+  const int count = (end - first_tile + gridDim.x - 1) / gridDim.x;
+  each_tile(queries, fine, first_tile, count, gridDim.x, scores);
+}
