@@ -22,6 +22,7 @@ constexpr int kThreads = kWarps * 32;
 constexpr int kKeyBits = 31;  // a score has no sign
 constexpr int kDigitBits = 11;
 constexpr int kBins = 1 << kDigitBits;
+constexpr int kAtOnce = 4;
 static_assert(kBins == 4 * kThreads, "a thread has four bins");
 
 struct Counts {
@@ -30,13 +31,27 @@ struct Counts {
   int digit, above, inside;           // that the threshold has; keys above it in this digit; with it
 };
 
-// A warp's part of the keys: i = begin + lane, + 32, .. below end.
+// A warp's part of the keys.
 struct Run {
   int begin, end;
 
   __device__ __forceinline__ explicit Run(int count) {
     const int length = (count + kThreads - 1) / kThreads * 32;
     begin = threadIdx.x / 32 * length, end = min(begin + length, count);
+  }
+  // This lane's, kAtOnce at a time: take(i, value_at(i)), once the values of all of them are there.
+  template <typename ValueAt, typename Take>
+  __device__ __forceinline__ void each(ValueAt value_at, Take take) const {
+#pragma unroll 1
+    for (int first = begin + static_cast<int>(threadIdx.x & 31); first < end; first += kAtOnce * 32) {
+      uint32_t values[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; i++) values[i] = first + i * 32 < end ? value_at(first + i * 32) : 0;
+#pragma unroll
+      for (int i = 0; i < kAtOnce; i++) {
+        if (first + i * 32 < end) take(first + i * 32, values[i]);
+      }
+    }
   }
 };
 
@@ -77,10 +92,11 @@ __device__ __forceinline__ uint32_t threshold(const uint32_t* keys, const Run& r
 #pragma unroll 1
   for (int end = kKeyBits, begin = 0; end > 0; end = begin) {
     begin = max(end - kDigitBits, 0);
-    for (int i = run.begin + (threadIdx.x & 31); i < run.end; i += 32) {
-      const uint32_t digits = (keys[i] ^ found) >> begin;
+    const auto count_digit = [&](int, uint32_t key) {
+      const uint32_t digits = (key ^ found) >> begin;
       if (digits >> (end - begin) == 0) atomicAdd(bins + digits, 1);
-    }
+    };
+    run.each([&](int i) { return keys[i]; }, count_digit);
     __syncthreads();
     find_digit(counts, wanted);
     found |= static_cast<uint32_t>(counts.digit) << begin;
@@ -111,18 +127,18 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const Run run(count);
   pooled += unit * pages_per_sequence + init_blocks;
   blocks += unit * num_selected;
-#pragma unroll 4
-  for (int i = run.begin + lane; i < run.end; i += 32) {
-    keys[i] = __float_as_uint(fmaxf(pooled[i].y, pooled[i + 1].x)) & 0x7FFFFFFFu;
-  }
+  run.each([&](int i) { return __float_as_uint(fmaxf(pooled[i].y, pooled[i + 1].x)) & 0x7FFFFFFFu; },
+           [&](int i, uint32_t key) { keys[i] = key; });
+#pragma unroll 1
   for (int i = threadIdx.x; i < init_blocks; i += kThreads) blocks[i] = i;
+#pragma unroll 1
   for (int i = threadIdx.x; i <= local_blocks; i += kThreads) blocks[init_blocks + wanted + i] = local + i;
   if (wanted == 0) return;
   const uint32_t least = threshold(keys, run, wanted, counts);
 
   // What is taken before a warp's run follows from the counts of the warps before.
   int num_above = 0, num_equal = 0;
-  for (int i = run.begin + lane; i < run.end; i += 32) num_above += keys[i] > least, num_equal += keys[i] == least;
+  run.each([&](int i) { return keys[i]; }, [&](int, uint32_t key) { num_above += key > least, num_equal += key == least; });
   num_above = __reduce_add_sync(0xFFFFFFFFu, num_above), num_equal = __reduce_add_sync(0xFFFFFFFFu, num_equal);
   if (lane == 0) counts.first[warp] = num_above, counts.second[warp] = num_equal;
   __syncthreads();

@@ -34,11 +34,13 @@ constexpr int kMostWarps = 8;
 constexpr int kThreads = kMostWarps * 32;
 constexpr int kHeadTiles = (GROUP + 15) / 16;
 constexpr int kPadded = kHeadTiles * 16;
-constexpr int kBlocks = kHeadTiles == 1 && !TREE ? 2 : 1;  // of a multiprocessor, so that nothing is spilled
 #if __CUDA_ARCH__ == 900
-constexpr int kCoarseBlocks = kBlocks;
+// Chunks have a kernel of their own there, and few rows want to wait once.
+constexpr int kBlocks = 1;       // of a multiprocessor, that score
+constexpr int kMergeBatch = 32;  // log sums that a lane waits for at once
 #else
-constexpr int kCoarseBlocks = 1;
+constexpr int kBlocks = kHeadTiles == 1 && !TREE ? 2 : 1;  // so that nothing is spilled
+constexpr int kMergeBatch = 8;
 #endif
 constexpr int kParts = HEAD_DIM / 32;  // of 32 dims: two k-steps
 constexpr int kKeyTiles = 4;
@@ -169,7 +171,7 @@ __device__ __forceinline__ float log_sum(const float (&scores)[kKeyTiles][4], in
   return top + log2_fast(quad_sum(sum));
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, kCoarseBlocks)
+extern "C" __global__ void __launch_bounds__(kThreads)
     KERNEL(coarse_log_sums)(float* log_sums, const scalar_t* q, const scalar_t* k2_pages, const scalar_t* k_pages,
                             const int* positions, const int* slots, const int* block_tables,
                             const uint64_t* tree_masks, const int* tree_base, int num_rows, int rows_per_block,
@@ -189,17 +191,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCoarseBlocks)
 #else
   const int* written = positions;
 #endif
-  const auto row_of = [&](int entry) -> const scalar_t* {
+  const auto stored = [&](int entry) {
     entry = min(max(entry, 1), last);
-#if TREE
-    if (entry == of_path) return path_mean;
-#endif
     return k2_pages + (__ldcg(block_table + entry) * num_kv_heads + kv_head) * HEAD_DIM;
   };
   KeyTile keys;
   const int first_new = work.first_new(written, slots, num_rows, is_chunk) / kPageTokens;
   const int early = min(work.first * kKeys + kKeys - 1, last) < first_new ? work.first : -1;
-  if (early >= 0) keys.load(early * kKeys, row_of);
+  if (early >= 0) keys.load(early * kKeys, stored);
   pdl_wait();
 #if TREE
   const int ahead = of_path / kKeys - work.first;
@@ -209,6 +208,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCoarseBlocks)
                  (of_path - 1) * kPageTokens, base, tree_masks[work.row]);
     __syncwarp();
   }
+  const auto row_of = [&](int entry) { return min(entry, last) == of_path ? path_mean : stored(entry); };
+#else
+  const auto& row_of = stored;
 #endif
   Queries queries[kHeadTiles];
   load_queries(queries, q, work.unit());
@@ -236,13 +238,24 @@ __device__ __forceinline__ float merge_log_sums(const float* parts, int count) {
   const int lane = threadIdx.x & 31;
   parts += lane % 16;
   float top = kNoMaximum, sum = 0.0f;
-#pragma unroll 16
-  for (int i = lane / 16; i < count; i += 2) top = fmaxf(top, parts[i * kPadded]);
-  top = fmaxf(top, __shfl_xor_sync(0xFFFFFFFFu, top, 16));
-#pragma unroll 4
-  for (int i = lane / 16; i < count; i += 2) sum += exp2_fast(parts[i * kPadded] - top);
+#pragma unroll 1
+  for (int first = lane / 16; first < count; first += 2 * kMergeBatch) {
+    float values[kMergeBatch], highest = top;
+#pragma unroll
+    for (int i = 0; i < kMergeBatch; i++) {
+      values[i] = first + 2 * i < count ? parts[(first + 2 * i) * kPadded] : kHiddenScore;
+    }
+#pragma unroll
+    for (int i = 0; i < kMergeBatch; i++) highest = fmaxf(highest, values[i]);
+    sum *= exp2_fast(top - highest);
+#pragma unroll
+    for (int i = 0; i < kMergeBatch; i++) sum += exp2_fast(values[i] - highest);
+    top = highest;
+  }
+  const float highest = fmaxf(top, __shfl_xor_sync(0xFFFFFFFFu, top, 16));
+  sum *= exp2_fast(top - highest);
   sum += __shfl_xor_sync(0xFFFFFFFFu, sum, 16);
-  return top + log2_fast(sum);
+  return highest + log2_fast(sum);
 }
 
 // Entries first_entry .. + 31 of p, summed over all heads: blocks first_entry / 4 .. + 7, of which those up to `last` exist.

@@ -1,4 +1,4 @@
-"""Scores of a prefill chunk on sm_90 (score_chunk.cu), by what is chosen: oracle, ties, the same bits in any company."""
+"""Scores of a prefill chunk on sm_90 (score_chunk.cu), by what is chosen: oracle, ties, same bits in any company."""
 
 from __future__ import annotations
 
