@@ -4,25 +4,29 @@
 //   operands  pooled float32 workspace (T, K, pages_per_sequence, 2); q (T, H*D) scalar_t; k1_pages (P, K, 4, D), k2_pages
 //             (P, K, D) scalar_t; positions, slots (T) int32: rows of one slot, padding (-1) behind them; block_tables (B,
 //             pages_per_sequence) int32
-//   launch    grid (any, T / 16 rounded up, K), block 512, kStages * kTileBytes of dynamic shared memory
+//   launch    grid (any, T / 16 rounded up, K), block kThreads, kStages * kTileBytes of dynamic shared memory
 //   numerics  products, sums and scores in float32, each in an order of its own row and entry alone, which is not that of
 //             select_blocks.cu; scores are 2^24 times as large as there is written, so that small ones have an order too
 //   oracle    reference/sparse_attention.py block_scores
 //   source    InfLLM-v2 (arXiv 2509.24663); FlashAttention-3 (arXiv 2407.08608) for products beside exponentials
 //   layout    a warp has a row: its 16 query heads are 16 of the 64 rows of a warpgroup's products, and stay in registers.
-//             All 16 warps take the same compressed keys, 64 at a time, out of a ring in shared memory. While the tensor
-//             cores multiply one tile, the exponentials of the tile before are summed over the heads. Blocks that share
-//             rows (grid x) each make the log sums again and divide the scores
+//             All 16 warps take the same compressed keys, 64 at a time, out of a ring that one more warpgroup fills. Warpgroups
+//             take turns to multiply: the exponentials of three, summed over the heads, run beside the products of the
+//             fourth. Blocks that share rows (grid x) each make the log sums again and divide the scores
 #include "attention.cuh"
+#include "mbarrier.cuh"
 #include "tma.cuh"
 #include "w4_wgmma.cuh"
 
 static_assert(GROUP == 16, "a warp has the query heads of a row");
 
 constexpr int kRows = 16;
-constexpr int kThreads = kRows * 32;
+constexpr int kWarpgroups = kRows / 4;
+constexpr int kCopiers = 128;
+constexpr int kThreads = kRows * 32 + kCopiers;
 constexpr int kKeys = 64;
-constexpr int kStages = 4;
+constexpr int kStages = 8;
+constexpr int kInFlight = 3;  // tiles that are being copied
 constexpr int kFine = 4;  // entries of k1 in a block of tokens
 constexpr float kScoreBits = 24.0f;
 
@@ -32,7 +36,6 @@ constexpr int kPanelChunks = kSwizzle / 16;
 constexpr int kPanelBytes = kKeys * kSwizzle;
 constexpr int kTileBytes = kKeys * kRowBytes;
 constexpr int kTileChunks = kKeys * kRowChunks;
-constexpr int kCopies = (kTileChunks + kThreads - 1) / kThreads;
 
 // Of a row's 16 heads; a lane has heads lane / 4 and lane / 4 + 8.
 struct Queries {
@@ -51,25 +54,65 @@ struct Queries {
 
 using Scores = float[kKeys / 2];  // [4 j + 2 i + c]: head lane / 4 + 8 i, key 8 j + lane % 4 * 2 + c
 
-// Tiles of compressed keys, ENTRIES of them in a page, through the ring.
+// Compressed keys of a slot, ENTRIES of them in a page.
 template <int ENTRIES>
-struct Ring {
+struct Keys {
   const scalar_t* rows;  // of the KV head in page 0
   const int* block_table;
   int page_stride, last;  // elements; the last entry that exists
-  uint32_t shared;
 
-  // Thread i copies chunks i, i + kThreads, .. of a tile. Chunks are permuted within a panel as tensor cores read them.
-  __device__ __forceinline__ void copy(int tile, int stage) const {
-#pragma unroll
-    for (int i = 0; i < kCopies; i++) {
-      const int index = threadIdx.x + i * kThreads, key = index / kRowChunks, chunk = index % kRowChunks;
-      if (kTileChunks % kThreads != 0 && index >= kTileChunks) break;
+  // By all copiers: starts copies of a tile. Chunks are permuted within a panel as tensor cores read them.
+  __device__ __forceinline__ void copy(uint32_t target, int tile) const {
+#pragma unroll 4
+    for (int index = threadIdx.x % kCopiers; index < kTileChunks; index += kCopiers) {
+      const int key = index / kRowChunks, chunk = index % kRowChunks;
       const int entry = min(max(tile * kKeys + key, 1), last);
-      const int64_t offset = static_cast<int64_t>(block_table[entry / ENTRIES]) * page_stride;
+      const int64_t page = static_cast<int64_t>(block_table[entry / ENTRIES]) * page_stride;
       const int permuted = chunk % kPanelChunks ^ (kSwizzle == 128 ? key & 7 : (key >> 1) & 3);
-      const int target = stage * kTileBytes + chunk / kPanelChunks * kPanelBytes + key * kSwizzle + permuted * 16;
-      cp_async16(shared + target, rows + offset + entry % ENTRIES * HEAD_DIM + chunk * 8);
+      cp_async16(target + chunk / kPanelChunks * kPanelBytes + key * kSwizzle + permuted * 16,
+                 rows + page + entry % ENTRIES * HEAD_DIM + chunk * 8);
+    }
+  }
+};
+
+// What the block's tiles are: all coarse ones, and then `num_fine` fine ones from first_fine on, each stride-th.
+struct Tiles {
+  Keys<1> coarse;
+  Keys<kFine> fine;
+  int num_coarse, num_fine, first_fine, stride;
+
+  __device__ __forceinline__ int count() const { return num_coarse + num_fine; }
+};
+
+// The ring: its tiles, and for each a barrier that it is there and one that all 16 warps have read it.
+struct Ring {
+  uint32_t tiles, barriers;
+
+  __device__ __forceinline__ uint32_t tile(int i) const { return tiles + i % kStages * kTileBytes; }
+  __device__ __forceinline__ uint32_t ready(int i) const { return barriers + i % kStages * 8; }
+  __device__ __forceinline__ uint32_t read(int i) const { return barriers + (kStages + i % kStages) * 8; }
+
+  __device__ __forceinline__ void create() const {
+    for (int i = 0; i < kStages; i++) mbarrier_init(ready(i), kCopiers), mbarrier_init(read(i), kRows);
+    mbarrier_init_fence();
+  }
+  // By all copiers.
+  __device__ __forceinline__ void fill(const Tiles& all) const {
+#pragma unroll 1
+    for (int i = 0; i < all.count() + kInFlight; i++) {
+      if (i < all.count()) {
+        mbarrier_wait(read(i), i / kStages % 2 ^ 1);
+        if (i < all.num_coarse) {
+          all.coarse.copy(tile(i), i);
+        } else {
+          all.fine.copy(tile(i), all.first_fine + (i - all.num_coarse) * all.stride);
+        }
+      }
+      cp_async_commit();
+      if (i < kInFlight) continue;
+      cp_async_wait<kInFlight>();
+      async_proxy_fence();
+      mbarrier_arrive(ready(i - kInFlight));
     }
   }
 };
@@ -84,52 +127,34 @@ __device__ __forceinline__ void start_scores(Scores& scores, const Queries& quer
   wgmma_commit();
 }
 
-// Hands the scores of tiles first, first + stride, .. to `consume(scores, tile)`: one tile's while the next is multiplied.
-template <int ENTRIES, typename Consume>
-__device__ __forceinline__ void each_tile(const Queries& queries, const Ring<ENTRIES>& ring, int first, int count,
-                                          int stride, Consume& consume) {
-  const uint64_t keys = wgmma_descriptor<kSwizzle>(ring.shared, 0);
-  __syncthreads();  // the ring is free
+// Warpgroup w waits at barrier 1 + w until it may start products; w = 0 begins, and ends after all tiles.
+__device__ __forceinline__ void take_turn(int warpgroup, int i) {
+  if (warpgroup > 0 || i > 0) barrier_wait(1 + warpgroup, 256);
+}
+__device__ __forceinline__ void pass_turn(int warpgroup, int i, int count) {
+  const int next = (warpgroup + 1) % kWarpgroups;
+  if (next > 0 || i + 1 < count) barrier_arrive(1 + next, 256);
+}
+
+// Hands the scores of the ring's tiles begin .. end - 1 to `consume(scores, number)`, number = first, first + stride, ...
+template <typename Consume>
+__device__ __forceinline__ void each_tile(const Queries& queries, const Ring& ring, int begin, int end, int all,
+                                          int first, int stride, Consume& consume) {
+  const int warpgroup = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 128, 0);  // the same in all lanes
+  const uint64_t keys = wgmma_descriptor<kSwizzle>(ring.tiles, 0);
+  Scores scores;
 #pragma unroll 1
-  for (int i = 0; i < kStages - 1; i++) {
-    if (i < count) ring.copy(first + i * stride, i);
-    cp_async_commit();
-  }
-  const auto start = [&](int i, Scores& scores) {
-    cp_async_wait<kStages - 2>();
-    async_proxy_fence();
-    __syncthreads();  // tile i is there, and the products of tile i - 1 are done in all warps
+  for (int i = begin; i < end; i++, first += stride) {
+    mbarrier_wait(ring.ready(i), i / kStages % 2);
+    take_turn(warpgroup, i);
     settle(scores);
     wgmma_fence();
     start_scores(scores, queries, keys + descriptor_step(kTileBytes) * (i % kStages));
-    const int ahead = i + kStages - 1;
-    if (ahead < count) ring.copy(first + ahead * stride, ahead % kStages);
-    cp_async_commit();
-  };
-  const auto finish = [&](Scores& scores) {
+    pass_turn(warpgroup, i, all);
     wgmma_wait<0>();
     settle(scores);
-  };
-  Scores even, odd;
-  start(0, even);
-  finish(even);
-  int i = 1;
-#pragma unroll 1
-  for (; i + 1 < count; i += 2) {
-    start(i, odd);
-    consume(even, first + (i - 1) * stride, ring.shared);
-    finish(odd);
-    start(i + 1, even);
-    consume(odd, first + i * stride, ring.shared);
-    finish(even);
-  }
-  if (i < count) {
-    start(i, odd);
-    consume(even, first + (i - 1) * stride, ring.shared);
-    finish(odd);
-    consume(odd, first + i * stride, ring.shared);
-  } else {
-    consume(even, first + (i - 1) * stride, ring.shared);
+    if ((threadIdx.x & 31) == 0) mbarrier_arrive(ring.read(i));
+    consume(scores, first);
   }
 }
 
@@ -138,7 +163,7 @@ struct LogSums {
   float max[2], sum[2], factor;
   int last;
 
-  __device__ __forceinline__ void operator()(Scores& scores, int tile, uint32_t shared) {
+  __device__ __forceinline__ void operator()(Scores& scores, int tile) {
     const int first = tile * kKeys + threadIdx.x % 4 * 2;
     if (tile == 0 || tile * kKeys + kKeys - 1 > last) {
 #pragma unroll
@@ -160,7 +185,6 @@ struct LogSums {
       sum[half] = fmaf(sum[half], exp2_fast(max[half] - top), added);
       max[half] = top;
     }
-    finish_before_wait(sum[0] + sum[1], shared);
   }
 
   // All four lanes of a head call it.
@@ -173,7 +197,7 @@ struct PooledScores {
   float factor, offsets[2];
   int last;  // -1: nothing is stored
 
-  __device__ __forceinline__ void operator()(Scores& scores, int tile, uint32_t shared) {
+  __device__ __forceinline__ void operator()(Scores& scores, int tile) {
     const int lane = threadIdx.x & 31;
     float p[kKeys / 8][2];
 #pragma unroll
@@ -202,7 +226,6 @@ struct PooledScores {
     highest = fmaxf(highest, __shfl_xor_sync(0xFFFFFFFFu, highest, 1));
     const int block = tile * (kKeys / kFine) + lane / 2;
     if (lane % 2 == 0 && block <= last) pooled[block] = make_float2(p[0][0], highest);
-    finish_before_wait(highest, shared);
   }
 };
 
@@ -211,6 +234,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                         const int* positions, const int* slots, const int* block_tables, int num_rows,
                         int pages_per_sequence, int init_blocks, int local_blocks, int dense_context, float scale) {
   extern __shared__ __align__(1024) unsigned char shared[];
+  __shared__ uint64_t barriers[2 * kStages];
+  const Ring ring = {shared_address(shared), shared_address(barriers)};
+  if (threadIdx.x == 0) ring.create();
+  __syncthreads();
   pdl_wait();
   pdl_launch_dependents();
   const int kv_head = blockIdx.z, num_kv_heads = gridDim.z, first_row = blockIdx.y * kRows;
@@ -221,27 +248,25 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   if (position + 1 <= dense_context) position = -1;
   const int highest = __reduce_max_sync(0xFFFFFFFFu, position);
   if (highest < 0) return;
+  const int* block_table = block_tables + static_cast<int64_t>(slot) * pages_per_sequence;
+  const int last_coarse = (highest + 1) / kPageTokens - 1, last_fine = (highest / kPageTokens - local_blocks) * kFine;
+  const int first_fine = init_blocks * kFine / kKeys + blockIdx.x, stride = gridDim.x;
+  const Tiles tiles = {
+      {k2_pages + kv_head * HEAD_DIM, block_table, num_kv_heads * HEAD_DIM, last_coarse},
+      {k1_pages + kv_head * (kFine * HEAD_DIM), block_table, num_kv_heads * (kFine * HEAD_DIM), last_fine},
+      last_coarse / kKeys + 1, max(last_fine / kKeys - first_fine + stride, 0) / stride, first_fine, stride};
+  if (threadIdx.x >= kRows * 32) return ring.fill(tiles);
   position = __shfl_sync(0xFFFFFFFFu, position, threadIdx.x / 32);
   const int row = position < 0 ? first_row : first_row + threadIdx.x / 32;
   const int64_t unit = static_cast<int64_t>(row) * num_kv_heads + kv_head;
-  const int* block_table = block_tables + static_cast<int64_t>(slot) * pages_per_sequence;
   Queries queries;
   queries.load(q + unit * (GROUP * HEAD_DIM));
-
-  const int last_coarse = (highest + 1) / kPageTokens - 1, last_fine = (highest / kPageTokens - local_blocks) * kFine;
-  const int row_elements = num_kv_heads * HEAD_DIM;
-  const Ring<1> coarse = {k2_pages + kv_head * HEAD_DIM, block_table, row_elements, last_coarse, shared_address(shared)};
   LogSums log_sums = {{kNoMaximum, kNoMaximum}, {0.0f, 0.0f}, scale * kLog2e, (position + 1) / kPageTokens - 1};
-  each_tile(queries, coarse, 0, last_coarse / kKeys + 1, 1, log_sums);
-
-  const Ring<kFine> fine = {k1_pages + kv_head * (kFine * HEAD_DIM), block_table, row_elements * kFine, last_fine,
-                            shared_address(shared)};
+  each_tile(queries, ring, 0, tiles.num_coarse, tiles.count(), 0, 1, log_sums);
+  if (tiles.num_fine == 0) return;
   PooledScores scores = {pooled + unit * pages_per_sequence,
                          scale * kLog2e,
                          {kScoreBits - log_sums.value(0), kScoreBits - log_sums.value(1)},
                          position < 0 ? -1 : position / kPageTokens - local_blocks};
-  const int first_tile = init_blocks * kFine / kKeys + blockIdx.x, end = last_fine / kKeys + 1;
-  if (first_tile >= end) return;
-  const int count = (end - first_tile + gridDim.x - 1) / gridDim.x;
-  each_tile(queries, fine, first_tile, count, gridDim.x, scores);
+  each_tile(queries, ring, tiles.num_coarse, tiles.count(), tiles.count(), first_fine, stride, scores);
 }

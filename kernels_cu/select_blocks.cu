@@ -10,7 +10,7 @@
 //             (P, K, D) scalar_t: entry e of K1 is row e % 4 of page e / 4 of the slot, of K2 page e; positions, slots
 //             (T) int32; block_tables (B, pages_per_sequence) int32; with TREE k_pages (P, K, 64, D) scalar_t, tree_masks
 //             (T) uint64, tree_base (T) int32: entry tree_base[t] / 64 of K2 is the mean of keys of the row's path
-//   launch    grid (any, T / rows_per_block rounded up, K); block rows_per_block * 32 or more, at most 256; no dynamic shared
+//   launch    grid (any, T / rows_per_block rounded up, K); block rows_per_block * 32 or more, at most 128; no dynamic shared
 //             memory. is_chunk: rows of a prefill chunk, which may not be all of it
 //   numerics  products, sums and scores in float32, each in an order of its own entry alone; scores are 2^24 times as large,
 //             so that those far below the highest have an order without subnormal numbers; a score may be infinite
@@ -30,18 +30,11 @@
 #error "TREE must be defined: 1 reads tree_masks and tree_base"
 #endif
 
-constexpr int kMostWarps = 8;
+constexpr int kMostWarps = 4;
 constexpr int kThreads = kMostWarps * 32;
 constexpr int kHeadTiles = (GROUP + 15) / 16;
 constexpr int kPadded = kHeadTiles * 16;
-#if __CUDA_ARCH__ == 900
-// Chunks have a kernel of their own there, and few rows want to wait once.
-constexpr int kBlocks = 1;       // of a multiprocessor, that score
-constexpr int kMergeBatch = 32;  // log sums that a lane waits for at once
-#else
-constexpr int kBlocks = kHeadTiles == 1 && !TREE ? 2 : 1;  // so that nothing is spilled
-constexpr int kMergeBatch = 8;
-#endif
+constexpr int kBlocks = kHeadTiles == 1 ? 3 : 2;  // of a multiprocessor, so that nothing is spilled
 constexpr int kParts = HEAD_DIM / 32;  // of 32 dims: two k-steps
 constexpr int kKeyTiles = 4;
 constexpr int kKeys = kKeyTiles * 8;  // that a warp takes at a time
@@ -97,16 +90,17 @@ __device__ __forceinline__ void load_queries(Queries (&queries)[kHeadTiles], con
   }
 }
 
-// Entries first .. + 31 as the b operands; an entry lies at row_of(entry).
+// Entries first .. + 31 as the b operands, of those from 1 to `last`; an entry lies at row_of(entry).
 struct KeyTile {
   uint4 words[kKeyTiles][kParts];
 
   template <typename RowOf>
-  __device__ __forceinline__ void load(int first, RowOf row_of) {
+  __device__ __forceinline__ void load(int first, int last, RowOf row_of) {
     const scalar_t* rows[kKeyTiles];
 #pragma unroll
     for (int n = 0; n < kKeyTiles; n++) {
-      rows[n] = row_of(first + n * 8 + static_cast<int>(threadIdx.x & 31) / 4) + threadIdx.x % 4 * 8;
+      const int entry = min(max(first + n * 8 + static_cast<int>(threadIdx.x & 31) / 4, 1), last);
+      rows[n] = row_of(entry) + threadIdx.x % 4 * 8;
     }
 #pragma unroll
     for (int n = 0; n < kKeyTiles; n++) {
@@ -171,7 +165,7 @@ __device__ __forceinline__ float log_sum(const float (&scores)[kKeyTiles][4], in
   return top + log2_fast(quad_sum(sum));
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads)
+extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
     KERNEL(coarse_log_sums)(float* log_sums, const scalar_t* q, const scalar_t* k2_pages, const scalar_t* k_pages,
                             const int* positions, const int* slots, const int* block_tables,
                             const uint64_t* tree_masks, const int* tree_base, int num_rows, int rows_per_block,
@@ -191,14 +185,11 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 #else
   const int* written = positions;
 #endif
-  const auto stored = [&](int entry) {
-    entry = min(max(entry, 1), last);
-    return k2_pages + (__ldcg(block_table + entry) * num_kv_heads + kv_head) * HEAD_DIM;
-  };
+  const auto row_in = [&](int page) { return k2_pages + (page * num_kv_heads + kv_head) * HEAD_DIM; };
   KeyTile keys;
   const int first_new = work.first_new(written, slots, num_rows, is_chunk) / kPageTokens;
   const int early = min(work.first * kKeys + kKeys - 1, last) < first_new ? work.first : -1;
-  if (early >= 0) keys.load(early * kKeys, stored);
+  if (early >= 0) keys.load(early * kKeys, last, [&](int entry) { return row_in(__ldcg(block_table + entry)); });
   pdl_wait();
 #if TREE
   const int ahead = of_path / kKeys - work.first;
@@ -208,15 +199,15 @@ extern "C" __global__ void __launch_bounds__(kThreads)
                  (of_path - 1) * kPageTokens, base, tree_masks[work.row]);
     __syncwarp();
   }
-  const auto row_of = [&](int entry) { return min(entry, last) == of_path ? path_mean : stored(entry); };
+  const auto row_of = [&](int entry) { return entry == of_path ? path_mean : row_in(block_table[entry]); };
 #else
-  const auto& row_of = stored;
+  const auto row_of = [&](int entry) { return row_in(block_table[entry]); };
 #endif
   Queries queries[kHeadTiles];
   load_queries(queries, q, work.unit());
 #pragma unroll 1
   for (int tile = work.first; tile <= last / kKeys; tile += work.stride) {
-    if (tile != early) keys.load(tile * kKeys, row_of);
+    if (tile != early) keys.load(tile * kKeys, last, row_of);
     float* sums = log_sums + (work.unit() * num_tiles + tile) * kPadded;
 #pragma unroll
     for (int heads = 0; heads < kHeadTiles; heads++) {
@@ -235,6 +226,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 
 // The log sum of head lane % 16 of a tile from its partial ones, in their order: even ones, odd ones, then both.
 __device__ __forceinline__ float merge_log_sums(const float* parts, int count) {
+  constexpr int kMergeBatch = 32;  // that a lane waits for at once
   const int lane = threadIdx.x & 31;
   parts += lane % 16;
   float top = kNoMaximum, sum = 0.0f;
@@ -289,15 +281,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
   if (first_tile > last / kKeys) return;
   const int num_kv_heads = gridDim.z, kv_head = blockIdx.z;
   const int* block_table = block_tables + static_cast<int64_t>(work.slot) * pages_per_sequence;
-  const auto row_of = [&](int entry) {
-    entry = min(max(entry, 1), last);
-    const int head_rows = __ldcg(block_table + entry / kEntries) * num_kv_heads + kv_head;
-    return k1_pages + (head_rows * kEntries + entry % kEntries) * HEAD_DIM;
+  const auto row_in = [&](int page, int entry) {
+    return k1_pages + ((page * num_kv_heads + kv_head) * kEntries + entry % kEntries) * HEAD_DIM;
   };
   KeyTile keys;
   const int first_new = work.first_new(TREE ? tree_base : positions, slots, num_rows, is_chunk) / (kPageTokens / kEntries);
   const int early = min(first_tile * kKeys + kKeys - 1, last) < first_new ? first_tile : -1;
-  if (early >= 0) keys.load(early * kKeys, row_of);
+  if (early >= 0) {
+    keys.load(early * kKeys, last, [&](int entry) { return row_in(__ldcg(block_table + entry / kEntries), entry); });
+  }
   pdl_wait();
   Queries queries[kHeadTiles];
   load_queries(queries, q, work.unit());
@@ -312,7 +304,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
   }
 #pragma unroll 1
   for (int tile = first_tile; tile <= last / kKeys; tile += work.stride) {
-    if (tile != early) keys.load(tile * kKeys, row_of);
+    if (tile != early) {
+      keys.load(tile * kKeys, last, [&](int entry) { return row_in(block_table[entry / kEntries], entry); });
+    }
     float p[kKeyTiles][2] = {};
 #pragma unroll
     for (int heads = 0; heads < kHeadTiles; heads++) {

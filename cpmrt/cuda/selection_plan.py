@@ -10,10 +10,11 @@ from cpmrt.cuda.linear_plan import MAX_ROWS
 from cpmrt.memory.kv_pages import pages_for
 
 _HEAD_TILE = 16
-_MOST_WARPS = 8
+_MOST_WARPS, _RESIDENT_BLOCKS = 4, 3
+"""Of a block of `select_blocks.cu`; blocks of so many on a multiprocessor."""
 _COARSE_KEYS, _FINE_BLOCKS = 32, 8
 """What a warp takes at a time: entries of K2, and blocks' entries of K1."""
-_CHUNK_ROWS, _CHUNK_KEYS, _CHUNK_STAGES, _CHUNK_BLOCKS = 16, 64, 4, 16
+_CHUNK_ROWS, _CHUNK_KEYS, _CHUNK_STAGES, _CHUNK_BLOCKS = 16, 64, 8, 16
 """Of `score_chunk`: rows of a block, compressed keys of a tile, tiles in shared memory, blocks of tokens of a tile."""
 _WORKSPACE_BYTES = 48 << 20
 
@@ -50,13 +51,13 @@ class SelectionPlan:
     def shape(self, rows: int, tiles: int) -> tuple[tuple[int, int, int], int]:
         """Grid and threads a block for `rows` rows of at most `tiles` tiles of keys each.
 
-        A tile is one warp's. Few are spread over all multiprocessors; many take two blocks of eight warps on each.
+        A tile is one warp's. Few are spread over all multiprocessors; many take all blocks that these hold.
         """
         together = self.rows_per_block(rows)
         groups = ceil(rows / together) * self.num_kv_heads
         per_sm = ceil(tiles * groups * together / self.num_sms)
         warps = min(_MOST_WARPS, max(together, 1 << (per_sm - 1).bit_length()))
-        wanted = max(1, 2 * self.num_sms // groups)
+        wanted = max(1, _RESIDENT_BLOCKS * self.num_sms // groups)
         return (min(wanted, ceil(tiles * together / warps)), ceil(rows / together), self.num_kv_heads), warps * 32
 
     def chunk_grid(self, rows: int) -> tuple[int, int, int]:
@@ -67,8 +68,8 @@ class SelectionPlan:
 
     @property
     def chunk_threads(self) -> int:
-        """Threads of a block of `score_chunk`: a warp a row."""
-        return _CHUNK_ROWS * 32
+        """Threads of a block of `score_chunk`: a warp a row, and four that copy keys."""
+        return (_CHUNK_ROWS + 4) * 32
 
     @property
     def chunk_shared_bytes(self) -> int:

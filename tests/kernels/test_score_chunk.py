@@ -42,7 +42,7 @@ def test_rows_at_every_offset_within_a_block(
     count = len(positions)
     rows = slots.rows([*positions, *[0] * 21], [0] * count + [-1] * 21, is_prefill=True)
     q = slots.queries(count + 21, 2.0)
-    assert check_choices(slots, q, rows, device.select(q, rows), sparse) > 20
+    assert check_choices(slots, q, rows, device.select(q, rows), sparse) >= 19
 
 
 def test_equal_scores_take_the_lower_blocks(cuda: Any) -> None:
