@@ -7,7 +7,7 @@
 //             dense_chunk = (slot, start, rows of the chunk that do not choose, 0)
 //   operands  blocks (T, K, num_selected) int32, stored for rows that choose; pooled (T, K, pages_per_sequence, 2) float32
 //             by select_blocks.cu; positions, slots (T) int32; chunk, dense_chunk (4) int32: slot, start, count
-//   launch    pick_blocks: grid (T, K), block 512, 4 * pages_per_sequence bytes of shared memory; dense_rows: grid 1, block 1
+//   launch    pick_blocks: grid (T, K), block 128, 256 or 512, 4 * pages_per_sequence bytes of shared memory; dense_rows: grid 1, block 1
 //   numerics  comparisons
 //   oracle    reference/sparse_attention.py choose_blocks
 //   source    InfLLM-v2 (arXiv 2509.24663)
@@ -17,18 +17,18 @@
 #include "types.cuh"
 
 constexpr int kPageTokens = 64;
-constexpr int kWarps = 16;
-constexpr int kThreads = kWarps * 32;
+constexpr int kMostWarps = 16;
+constexpr int kThreads = kMostWarps * 32;
 constexpr int kKeyBits = 31;  // a score has no sign
 constexpr int kDigitBits = 11;
 constexpr int kBins = 1 << kDigitBits;
 constexpr int kAtOnce = 4;
-static_assert(kBins == 4 * kThreads, "a thread has four bins");
+constexpr int kGroups = kBins / 4;
 
 struct Counts {
-  int4 bins[kThreads];  // of a digit's values; zero but in `threshold`
-  int first[kWarps], second[kWarps];  // of each warp
-  int digit, above, inside;           // that the threshold has; keys above it in this digit; with it
+  int4 bins[kGroups];                         // of a digit's values; zero but in `threshold`
+  int first[kMostWarps], second[kMostWarps];  // of each warp
+  int digit, above, inside;                   // that the threshold has; keys above it in this digit; with it
 };
 
 // A warp's part of the keys.
@@ -36,7 +36,7 @@ struct Run {
   int begin, end;
 
   __device__ __forceinline__ explicit Run(int count) {
-    const int length = (count + kThreads - 1) / kThreads * 32;
+    const int threads = blockDim.x, length = (count + threads - 1) / threads * 32;
     begin = threadIdx.x / 32 * length, end = min(begin + length, count);
   }
   // This lane's, kAtOnce at a time: take(i, value_at(i)), once the values of all of them are there.
@@ -55,17 +55,19 @@ struct Run {
   }
 };
 
-__device__ __forceinline__ int sum_of_warps(const int (&parts)[kWarps], int end) {
+__device__ __forceinline__ int sum_of_warps(const int (&parts)[kMostWarps], int end) {
   const int lane = threadIdx.x & 31;
   return __reduce_add_sync(0xFFFFFFFFu, lane < end ? parts[lane] : 0);
 }
 
-// The digit of the key of rank `wanted` from above, out of the bins, which are cleared.
+__device__ __forceinline__ int sum_of(const int4& bins) { return bins.x + bins.y + bins.z + bins.w; }
+
+// The digit of the key of rank `wanted` from above, out of the bins, which are cleared. A thread has the bins of some groups
+// of four, the first thread the highest ones.
 __device__ __forceinline__ void find_digit(Counts& counts, int wanted) {
-  const int lane = threadIdx.x & 31, group = kThreads - 1 - threadIdx.x;  // the first thread has the highest bins
-  const int4 mine = counts.bins[group];
-  counts.bins[group] = make_int4(0, 0, 0, 0);
-  const int own = mine.x + mine.y + mine.z + mine.w;
+  const int lane = threadIdx.x & 31, groups = kGroups / blockDim.x, highest = kGroups - 1 - threadIdx.x * groups;
+  int own = 0;
+  for (int group = highest; group > highest - groups; group--) own += sum_of(counts.bins[group]);
   int above = own;
 #pragma unroll
   for (int distance = 1; distance < 32; distance *= 2) {
@@ -76,12 +78,16 @@ __device__ __forceinline__ void find_digit(Counts& counts, int wanted) {
   __syncthreads();
   above += sum_of_warps(counts.first, threadIdx.x / 32) - own;
   if (above < wanted && wanted <= above + own) {
-    int digit = group * 4 + 3, inside = mine.w;
-    if (above + inside < wanted) above += inside, inside = mine.z, digit--;
-    if (above + inside < wanted) above += inside, inside = mine.y, digit--;
-    if (above + inside < wanted) above += inside, inside = mine.x, digit--;
+    int group = highest;
+    int4 bins = counts.bins[group];
+    for (int sum = sum_of(bins); above + sum < wanted; sum = sum_of(bins)) above += sum, bins = counts.bins[--group];
+    int digit = group * 4 + 3, inside = bins.w;
+    if (above + inside < wanted) above += inside, inside = bins.z, digit--;
+    if (above + inside < wanted) above += inside, inside = bins.y, digit--;
+    if (above + inside < wanted) above += inside, inside = bins.x, digit--;
     counts.digit = digit, counts.above = above, counts.inside = inside;
   }
+  for (int group = highest; group > highest - groups; group--) counts.bins[group] = make_int4(0, 0, 0, 0);
   __syncthreads();
 }
 
@@ -116,7 +122,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const int row = blockIdx.x, lane = threadIdx.x & 31, warp = threadIdx.x / 32;
   const int position = __ldcg(positions + row);
   const bool chooses = __ldcg(slots + row) >= 0 && position + 1 > dense_context;
-  counts.bins[threadIdx.x] = make_int4(0, 0, 0, 0);
+  for (int group = threadIdx.x; group < kGroups; group += blockDim.x) counts.bins[group] = make_int4(0, 0, 0, 0);
   __syncthreads();
   pdl_wait();
   pdl_launch_dependents();
@@ -130,9 +136,9 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   run.each([&](int i) { return __float_as_uint(fmaxf(pooled[i].y, pooled[i + 1].x)) & 0x7FFFFFFFu; },
            [&](int i, uint32_t key) { keys[i] = key; });
 #pragma unroll 1
-  for (int i = threadIdx.x; i < init_blocks; i += kThreads) blocks[i] = i;
+  for (int i = threadIdx.x; i < init_blocks; i += blockDim.x) blocks[i] = i;
 #pragma unroll 1
-  for (int i = threadIdx.x; i <= local_blocks; i += kThreads) blocks[init_blocks + wanted + i] = local + i;
+  for (int i = threadIdx.x; i <= local_blocks; i += blockDim.x) blocks[init_blocks + wanted + i] = local + i;
   if (wanted == 0) return;
   const uint32_t least = threshold(keys, run, wanted, counts);
 
@@ -143,7 +149,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   if (lane == 0) counts.first[warp] = num_above, counts.second[warp] = num_equal;
   __syncthreads();
   int above_before = sum_of_warps(counts.first, warp), equal_before = sum_of_warps(counts.second, warp);
-  const int equal_taken = wanted - sum_of_warps(counts.first, kWarps);  // of the equal ones the first
+  const int equal_taken = wanted - sum_of_warps(counts.first, blockDim.x / 32);  // of the equal ones the first
   const uint32_t lower_lanes = (1u << lane) - 1;
   for (int first = run.begin; first < run.end; first += 32) {
     const int i = first + lane;

@@ -16,7 +16,7 @@ from cpmrt.cuda.linear_plan import MAX_ROWS
 from cpmrt.cuda.selection_plan import SelectionPlan, plan_selection
 from cpmrt.ops import CompressedKeys, Rows, Selection
 
-_PICK_THREADS = 512
+_PICK_THREADS, _CHUNK_PICK_THREADS = 512, 128
 _WINDOW_ROWS = 16
 """Consecutive rows of which one ends a window."""
 _PATH_WINDOWS = 5
@@ -135,9 +135,9 @@ class SparseKernels:
 
     def _pick(self, blocks: Any, rows: Rows, part: slice, sparse: SparseConfig) -> None:
         num_rows, num_heads, num_selected = blocks.shape
-        pages = rows.block_tables.shape[1]
+        pages, threads = rows.block_tables.shape[1], _CHUNK_PICK_THREADS if rows.is_prefill else _PICK_THREADS
         self._launch(
-            "pick_blocks.cu", "pick_blocks", {}, (num_rows, num_heads), _PICK_THREADS, blocks,
+            "pick_blocks.cu", "pick_blocks", {}, (num_rows, num_heads), threads, blocks,
             self._scratch["block_scores"], rows.positions[part], rows.slots[part], np.int32(pages),
             np.int32(num_selected), *_forced(sparse), np.int32(sparse.dense_context), smem=4 * pages,
         )  # fmt: skip
