@@ -21,34 +21,18 @@
 //                One more warp copies tiles of keys and values through a ring. The products of a tile's scores are
 //                started before those of the last tile's values, and warpgroups take turns to start products: one's
 //                softmax runs beside another's products. Tiles come from the diagonal down, long blocks first.
-#include "attention.cuh"
-#include "mbarrier.cuh"
-#include "tma.cuh"
-#include "wgmma.cuh"
+constexpr int kTilePages = 2;
+#include "wgmma_attention.cuh"
 
 #ifndef WINDOW
 #error "WINDOW must be defined: how many of a row's last keys it sees; 0 for all"
 #endif
 
 constexpr int kWarpgroups = HEAD_DIM == 64 ? 3 : 2;  // that multiply: as many as the registers allow
-constexpr int kWarpgroupThreads = 128;
 constexpr int kThreads = (kWarpgroups + 1) * kWarpgroupThreads;
-constexpr int kWarpgroupRows = 64;
 constexpr int kHeads = GROUP % kWarpgroups == 0 ? kWarpgroups : 1;
 constexpr int kRows = kWarpgroupRows * kWarpgroups / kHeads;  // consecutive positions of a block
-constexpr int kTilePages = 2;
-constexpr int kKeys = kTilePages * kPageTokens;  // of a tile
-constexpr int kStages = 3;                       // tiles of keys, and of values, in shared memory
-
-// Rows of a tile lie in panels of kSwizzle bytes a row.
-constexpr int kSwizzle = HEAD_DIM == 96 ? 64 : 128;
-constexpr int kPanel = kSwizzle / 2;  // elements
-constexpr int kPanels = HEAD_DIM / kPanel;
-constexpr int kPanelChunks = kSwizzle / 16;
-constexpr int kQueryBytes = kWarpgroupRows * kRowBytes;  // of a warpgroup
-constexpr int kTileBytes = kKeys * kRowBytes;
-constexpr int kTilePanelBytes = kKeys * kSwizzle;
-constexpr int kPagePanelBytes = kPageTokens * kSwizzle;
+constexpr int kStages = 3;  // tiles of keys, and of values, in shared memory
 
 // A copying warpgroup needs few registers, the others all that it leaves (of 65,536, in eights).
 constexpr int kProducerRegisters = kWarpgroups == 2 ? 24 : 32;
@@ -83,12 +67,6 @@ struct Work {
   }
 };
 
-// Byte offset of a 16-byte chunk in the 64 rows of a warpgroup.
-__device__ __forceinline__ int query_offset(int row, int chunk) {
-  const int permuted = chunk % kPanelChunks ^ (kSwizzle == 128 ? row & 7 : (row >> 1) & 3);
-  return chunk / kPanelChunks * (kWarpgroupRows * kSwizzle) + row * kSwizzle + permuted * 16;
-}
-
 // Row of the chunk, and head of the block, of a row of a warpgroup.
 __device__ __forceinline__ int warpgroup_row(int first_row, int warpgroup) {
   return first_row + (kHeads == 1 ? warpgroup * kWarpgroupRows : 0);
@@ -106,26 +84,10 @@ struct Source {
                                        uint32_t barrier) const {
 #pragma unroll
     for (int i = 0; i < kTilePages; ++i) {
-      if (i >= count) break;
-      const int row = (pages[i] * num_kv_heads + kv_head) * kPageTokens;
-#pragma unroll
-      for (int panel = 0; panel < kPanels; ++panel) {
-        copy_box(tile + panel * kTilePanelBytes + i * kPagePanelBytes, map, row, panel * kPanel, barrier);
-      }
+      if (i < count) copy_page(tile, i, map, num_kv_heads, kv_head, pages[i], barrier);
     }
   }
 };
-
-// Rows of a tile of values from `first` on become zeros: they were never written, and 0 * NaN would stay.
-__device__ __forceinline__ void clear_rows(unsigned char* tile, int first) {
-  for (int panel = 0; panel < kPanels; ++panel) {
-    for (int i = first * kPanelChunks + (threadIdx.x & 31); i < kKeys * kPanelChunks; i += 32) {
-      store16(tile + panel * kTilePanelBytes + i * 16, make_uint4(0, 0, 0, 0));
-    }
-  }
-  async_proxy_fence();
-  __syncwarp();
-}
 
 __device__ __forceinline__ void copy_tiles(const Work& work, const Source& keys, const Source& values,
                                            const int* block_table, unsigned char* shared) {
@@ -163,51 +125,6 @@ __device__ __forceinline__ void copy_tiles(const Work& work, const Source& keys,
 
 // ---- the warpgroups that multiply
 
-// q rows of the warpgroup into shared memory; rows that do not exist become zeros.
-__device__ __forceinline__ void load_queries(uint32_t tile, const scalar_t* q, int row_stride, int first_row, int count,
-                                             int barrier) {
-#pragma unroll
-  for (int i = 0; i < kWarpgroupRows * kRowChunks / kWarpgroupThreads; ++i) {
-    const int index = threadIdx.x % kWarpgroupThreads + i * kWarpgroupThreads;
-    const int row = index / kRowChunks, chunk = index % kRowChunks;
-    const bool exists = first_row + row < count;
-    const scalar_t* source = q + (int64_t)(exists ? first_row + row : 0) * row_stride + chunk * 8;
-    cp_async16(tile + query_offset(row, chunk), source, exists ? 16 : 0);
-  }
-  cp_async_commit();
-  cp_async_wait<0>();
-  async_proxy_fence();
-  barrier_wait(barrier, kWarpgroupThreads);
-}
-
-struct Rows {
-  float out[HEAD_DIM / 2];
-  float max[2];  // of scale * log2(e) * score
-  float sum[2];  // this lane's part
-};
-using Scores = float[kKeys / 2];
-using Weights = uint32_t[kKeys / 16][4];
-
-// Starts scores = q k.
-__device__ __forceinline__ void start_scores(Scores& scores, uint64_t queries, uint64_t keys) {
-#pragma unroll
-  for (int step = 0; step < kDimSteps; ++step) {
-    const int panel = step * 16 / kPanel, within = step * 16 % kPanel * 2;
-    wgmma_shared(scores, queries + descriptor_step(panel * kWarpgroupRows * kSwizzle + within),
-                 keys + descriptor_step(panel * kTilePanelBytes + within), step > 0);
-  }
-  wgmma_commit();
-}
-
-// Starts out += weights v.
-__device__ __forceinline__ void start_sums(Rows& rows, const Weights& weights, uint64_t values) {
-#pragma unroll
-  for (int step = 0; step < kKeys / 16; ++step) {
-    wgmma_registers(rows.out, weights[step], values + descriptor_step(step * 16 * kSwizzle));
-  }
-  wgmma_commit();
-}
-
 // Whether a query does not see a key, both by position: the key comes after it, or before its window.
 __device__ __forceinline__ bool is_hidden(int key, int query) {
   return WINDOW > 0 ? static_cast<uint32_t>(query - key) >= static_cast<uint32_t>(WINDOW) : key > query;
@@ -220,63 +137,6 @@ __device__ __forceinline__ void mask(Scores& scores, int first_key, int first_qu
 #pragma unroll
   for (int i = 0; i < kKeys / 2; ++i) {
     if (is_hidden(i / 4 * 8 + i % 2, last + (i / 2) % 2 * 8)) scores[i] = kHiddenScore;
-  }
-}
-
-// Scores become weights 2^(factor * score - max). keep: what brings earlier weights to the new maximum.
-__device__ __forceinline__ void softmax(Scores& scores, Rows& rows, float (&keep)[2], float factor) {
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    float top = scores[2 * half];
-#pragma unroll
-    for (int i = 2 * half; i < kKeys / 2; i += 4) top = fmaxf(top, fmaxf(scores[i], scores[i + 1]));
-    top = fmaxf(rows.max[half], quad_max(top) * factor);
-    keep[half] = exp2_fast(rows.max[half] - top);
-    rows.max[half] = top;
-    float sum = 0.0f;
-#pragma unroll
-    for (int i = 2 * half; i < kKeys / 2; i += 4) {
-      scores[i] = exp2_fast(fmaf(scores[i], factor, -top));
-      scores[i + 1] = exp2_fast(fmaf(scores[i + 1], factor, -top));
-      sum += scores[i] + scores[i + 1];
-    }
-    rows.sum[half] = rows.sum[half] * keep[half] + sum;
-  }
-}
-
-__device__ __forceinline__ void rescale(Rows& rows, const float (&keep)[2]) {
-#pragma unroll
-  for (int i = 0; i < HEAD_DIM / 2; ++i) rows.out[i] *= keep[i / 2 % 2];
-}
-
-// The sums of a column-tile pair are the a operand of a product over 16 keys.
-__device__ __forceinline__ void pack(Weights& weights, const Scores& scores) {
-#pragma unroll
-  for (int i = 0; i < kKeys / 4; ++i) weights[i / 4][i % 4] = pack2(scores[2 * i], scores[2 * i + 1]);
-}
-
-// Through the warpgroup's rows of shared memory, so that rows leave in 16-byte pieces.
-__device__ __forceinline__ void store_rows(scalar_t* out, const Rows& rows, unsigned char* tile, int row_stride,
-                                           int first_row, int count, int barrier) {
-  const int lane = threadIdx.x & 31, warp = threadIdx.x / 32 % 4;
-  barrier_wait(barrier, kWarpgroupThreads);  // every warp's products have read the queries
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const float inverse = 1.0f / quad_sum(rows.sum[half]);
-    const int row = warp * 16 + half * 8 + lane / 4;
-#pragma unroll
-    for (int n = 0; n < kDimTiles; ++n) {
-      const float* pair = &rows.out[4 * n + 2 * half];
-      *reinterpret_cast<uint32_t*>(tile + query_offset(row, n) + lane % 4 * 4) =
-          pack2(pair[0] * inverse, pair[1] * inverse);
-    }
-  }
-  __syncwarp();
-#pragma unroll
-  for (int i = 0; i < kRowChunks / 2; ++i) {
-    const int index = lane + i * 32, row = warp * 16 + index / kRowChunks, chunk = index % kRowChunks;
-    if (first_row + row >= count) continue;
-    store16(out + (int64_t)(first_row + row) * row_stride + chunk * 8, load16(tile + query_offset(row, chunk)));
   }
 }
 
@@ -298,7 +158,12 @@ __device__ __forceinline__ void multiply(const Work& work, scalar_t* out, const 
   const int column = warpgroup_head(warpgroup) * HEAD_DIM;
   const bool leads = (threadIdx.x & 31) == 0;
   const uint32_t base = shared_address(shared), query_tile = base + warpgroup * kQueryBytes;
-  load_queries(query_tile, q + column, row_stride, first_row, work.count, own_barrier);
+  const auto place_of = [=](int row) {
+    const bool exists = first_row + row < work.count;
+    return RowPlace{(int64_t)(exists ? first_row + row : 0) * row_stride + column, exists};
+  };
+  load_queries(query_tile, q, place_of);
+  wait_for_queries(own_barrier);
 
   const uint64_t queries = wgmma_descriptor<kSwizzle>(query_tile, 0);
   const uint64_t keys = wgmma_descriptor<kSwizzle>(base + kKeyTiles, 0);
@@ -354,7 +219,7 @@ __device__ __forceinline__ void multiply(const Work& work, scalar_t* out, const 
   start_sums(rows, weights, values + descriptor_step(kTileBytes) * (last % kStages));
   wgmma_wait<0>();
   settle(rows.out);
-  store_rows(out + column, rows, shared + warpgroup * kQueryBytes, row_stride, first_row, work.count, own_barrier);
+  store_rows(out, rows, shared + warpgroup * kQueryBytes, own_barrier, place_of);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)

@@ -78,7 +78,9 @@ class Slots:
 
 
 class SparseDevice:
-    """The ops on a device with what `slots` hold. `sms`: what the grids are made for; `rows_per_pass`: at most."""
+    """The ops on a device with what `slots` hold. `sms`: what the grids are made for; `rows_per_pass`: at most;
+    `fewest_tiled`: rows of a chunk from which on they go over chosen blocks together, if their kernel takes the shape.
+    """
 
     def __init__(
         self,
@@ -89,6 +91,7 @@ class SparseDevice:
         max_rows: int = 64,
         sms: int = 132,
         rows_per_pass: int = 4096,
+        fewest_tiled: int | None = None,
         portable: bool = False,
         pdl: bool = False,
     ):
@@ -96,10 +99,12 @@ class SparseDevice:
         heads = {"num_heads": slots.group * slots.kv_heads, "num_kv_heads": slots.kv_heads, "head_dim": slots.head_dim}
         config: Any = SimpleNamespace(**heads, sparse=sparse)
         context, capability = slots.tables.shape[1] * PAGE_SIZE, int(cuda.arch.removeprefix("sm_"))
-        device: Any = SimpleNamespace(capability=capability, num_sms=sms)
+        device: Any = SimpleNamespace(capability=80 if portable else capability, num_sms=sms)
         plans = SparsePlans.of(config, device, context, max_rows)
         few = min(rows_per_pass, plans.selection.rows_per_pass)
         plans = replace(plans, selection=replace(plans.selection, rows_per_pass=few))
+        if fewest_tiled is not None:
+            plans = replace(plans, fewest_tiled=fewest_tiled)
         plan = plan_decode_attention(
             **heads, max_context=context, max_rows=64, arch=capability, num_sms=sms, portable=portable
         )  # fmt: skip
@@ -138,20 +143,29 @@ class SparseDevice:
 
     def attend(self, q: Any, rows: Rows, blocks: Any | None) -> Any:
         """Over chosen blocks, or without them over everything; rows that nothing is stored for come back as NaN."""
-        out = self.cuda.array(np.full(q.shape, np.nan, np.float32), self.slots.dtype)
+        attention = self.ops.prefill_attention if rows.is_prefill else self.ops.decode_attention
         selection = None if blocks is None else Selection(self.cuda.array(blocks), self.sparse)
+        found = self._attended(attention, q, rows, selection=selection)
+        assert not self.cuda.numpy(self.scratch["attention_arrivals"]).any(), "counters were not reset"
+        return found
+
+    def attend_chosen(self, q: Any, rows: Rows, blocks: Any) -> Any:
+        """Only the part of a chunk's attention that is over chosen blocks."""
+        assert self.ops.sparse is not None
+        selection = Selection(self.cuda.array(blocks), self.sparse)
+        return self._attended(self.ops.sparse.attend_chunk, q, rows, selection=selection)
+
+    def _attended(self, attention: Any, q: Any, rows: Rows, **selection: Any) -> Any:
+        out = self.cuda.array(np.full(q.shape, np.nan, np.float32), self.slots.dtype)
         if rows.is_prefill:
             kept = rows.slots >= 0
             chunk = np.array([rows.slots[0], rows.positions[0], kept.sum(), 0], np.int32)
             self.scratch["chunk"] = self.cuda.array(chunk)
-        attention = self.ops.prefill_attention if rows.is_prefill else self.ops.decode_attention
         attention(
             out, self.cuda.array(q, self.slots.dtype), self.pages["k_pages"], self.pages["v_pages"], self.rows(rows),
-            self.slots.scale, selection=selection,
+            self.slots.scale, **selection,
         )  # fmt: skip
-        found = self.cuda.numpy(out, self.slots.dtype)
-        assert not self.cuda.numpy(self.scratch["attention_arrivals"]).any(), "counters were not reset"
-        return found
+        return self.cuda.numpy(out, self.slots.dtype)
 
     def compress(self, rows: Rows, *, before_rope: bool = False) -> None:
         """The windows that these rows complete, into `pages`; `before_rope`: the keys of `slots` are those."""
@@ -193,3 +207,17 @@ def check_choices(slots: Slots, q: Any, rows: Rows, blocks: Any, sparse: SparseC
         for head in range(slots.kv_heads):
             brute.check_choice(blocks[row, head], scores[head].tolist(), position, sparse, SLACK)
     return chosen
+
+
+def expected_attention(slots: Slots, q: Any, rows: Rows, blocks: Any, sparse: SparseConfig) -> Any:
+    """The NumPy op's rows; zeros for padding."""
+    out = np.zeros_like(q)
+    ops = NumpyOps(slots.dtype)
+    attention = ops.prefill_attention if rows.is_prefill else ops.decode_attention
+    kept = rows.slots >= 0
+    few = replace(rows, token_ids=rows.token_ids[kept], positions=rows.positions[kept], slots=rows.slots[kept])
+    results, selection = np.zeros_like(q[kept]), Selection(blocks[kept], sparse)
+    k_pages, v_pages = (np.nan_to_num(pages) for pages in (slots.k_pages, slots.v_pages))
+    attention(results, q[kept], k_pages, v_pages, few, slots.scale, selection=selection)
+    out[kept] = results
+    return out

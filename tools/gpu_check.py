@@ -49,6 +49,7 @@ SANITIZED = {
     "test_lookup.py": ("test_no_match_no_room_and_a_finished_sequence",),
     "test_norm.py": ("test_rows_are_the_oracles",),
     "test_prefill_attention.py": ("test_a_bucket_that_is_no_multiple_of_the_tile", "test_an_empty_slot_stores_nothing"),
+    "test_prefill_selected_wgmma.py": ("test_rows_that_look_at_everything_are_left_to_dense_attention",),
     "test_repack_w4.py": ("test_bfloat16_scales_and_no_zero_points_of_a_source",),
     "test_residual.py": ("test_rows_are_the_oracles",),
     "test_rope_append.py": ("test_a_row_does_not_depend_on_the_others",),

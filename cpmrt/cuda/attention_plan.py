@@ -10,12 +10,14 @@ from math import ceil
 
 from cpmrt.config import ModelConfig
 from cpmrt.cuda.linear_plan import MAX_ROWS
-from cpmrt.memory.kv_pages import PAGE_SIZE
+from cpmrt.memory.kv_pages import PAGE_SIZE, pages_for
 
 _QUERY_TILE = 16  # rows of an m16n8k16 tile
 _PREFILL_TILE = 128
 _PLAIN = {"TREE": 0, "WINDOW": 0, "SELECTED": 0}  # rows of no tree that see all their keys
 _MOST_CLUSTERS = 32  # whose partial results one block merges for a row
+_TILE_HEADS = (16, 8)  # of a KV head, in a warpgroup's tile over chosen blocks
+_HOPPER_SHARED_BYTES = 232448
 _SMALL_SHARED_MEMORY = (86, 89, 120)  # compute capabilities with 100 KB of shared memory a multiprocessor
 
 
@@ -126,6 +128,34 @@ def plan_selected_chunk(*, num_heads: int, num_kv_heads: int, head_dim: int, arc
     return plan_decode_attention(**heads, max_context=PAGE_SIZE, max_rows=1, arch=arch, num_sms=units, portable=True)
 
 
+def plan_selected_tiles(
+    *, num_heads: int, num_kv_heads: int, head_dim: int, num_selected: int, max_context: int, arch: int
+) -> PrefillAttentionPlan | None:
+    """For the same rows where `prefill_selected_wgmma.cu` takes them: neighbours share the blocks that they read.
+
+    None elsewhere: with fewer than 8 heads of a KV head more neighbours would have to choose alike.
+    """
+    group = num_heads // num_kv_heads
+    heads = next((heads for heads in _TILE_HEADS if group % heads == 0), None)
+    if arch != 90 or heads is None:
+        return None
+    warpgroups, tile_rows, stages = 3, 64, 5
+    rows, warps = tile_rows // heads * warpgroups, 4 * (warpgroups + 1)
+    ring_bytes, lists = stages * 4 * PAGE_SIZE * head_dim, 8 * rows * num_selected
+    shared_bytes = warpgroups * tile_rows * head_dim * 2 + ring_bytes + 8 * (2 * stages + 2) + 4 * warps + lists
+    if shared_bytes > _HOPPER_SHARED_BYTES or 4 * pages_for(max_context) > ring_bytes:
+        return None
+    return PrefillAttentionPlan(
+        kernel="prefill_selected_wgmma",
+        constants={"HEAD_DIM": head_dim, "GROUP": group},
+        blocks_per_tile=num_heads // heads,
+        rows_per_tile=rows,
+        threads=32 * warps,
+        shared_bytes=shared_bytes,
+        box_columns=_box_columns(head_dim),
+    )
+
+
 def plan_prefill_attention(*, num_heads: int, num_kv_heads: int, head_dim: int, arch: int) -> PrefillAttentionPlan:
     """arch: compute capability as 90. Heads of one KV head share a block where the group allows."""
     group = num_heads // num_kv_heads
@@ -155,5 +185,10 @@ def _plan_prefill_wgmma(num_heads: int, group: int, head_dim: int) -> PrefillAtt
         rows_per_tile=tile_rows // heads,
         threads=(warpgroups + 1) * 128,
         shared_bytes=(tile_rows + stages * 4 * PAGE_SIZE) * head_dim * 2 + barriers * 8,
-        box_columns=32 if head_dim == 96 else 64,
+        box_columns=_box_columns(head_dim),
     )
+
+
+def _box_columns(head_dim: int) -> int:
+    """Elements of a row that lie together in shared memory."""
+    return 32 if head_dim == 96 else 64

@@ -99,6 +99,9 @@ KERNELS: tuple[KernelSpec, ...] = (
         hot=True,
         arch="sm_90",
     ),
+    KernelSpec(
+        "prefill_selected_wgmma", "prefill_selected_wgmma.cu", "prefill_attention", _ATTENTION, hot=True, arch="sm_90"
+    ),
     KernelSpec("admit", "step.cu", "", _STEP, reason="bookkeeping: a new sequence in a slot"),
     KernelSpec("recall", "step.cu", "", _STEP, reason="bookkeeping: prompt tokens that need no prefill"),
     KernelSpec("step_begin", "step.cu", "", _STEP, hot=True, reason="bookkeeping: the rows of a decode step"),
@@ -249,6 +252,12 @@ CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
         {"HEAD_DIM": 128, "GROUP": 16, "WINDOW": 1024},
         {"HEAD_DIM": 96, "GROUP": 1, "WINDOW": 1024},
         {"HEAD_DIM": 64, "GROUP": 8, "WINDOW": 512},
+    ),
+    "prefill_selected_wgmma.cu": (
+        {"HEAD_DIM": 128, "GROUP": 16},
+        {"HEAD_DIM": 128, "GROUP": 8},
+        {"HEAD_DIM": 96, "GROUP": 8},
+        {"HEAD_DIM": 64, "GROUP": 16},
     ),
     "step.cu": ({"VOCAB": 73448, "HIDDEN": 4096},),
     "sampling.cu": (

@@ -9,11 +9,18 @@ from typing import Any
 import numpy as np
 
 from cpmrt.config import ModelConfig, SparseConfig
-from cpmrt.cuda.attention_plan import DecodeAttentionPlan, plan_selected_chunk
+from cpmrt.cuda.attention_plan import (
+    DecodeAttentionPlan,
+    PrefillAttentionPlan,
+    plan_selected_chunk,
+    plan_selected_tiles,
+)  # fmt: skip
 from cpmrt.cuda.device import Device
 from cpmrt.cuda.launcher import Launcher
 from cpmrt.cuda.linear_plan import MAX_ROWS
 from cpmrt.cuda.selection_plan import SelectionPlan, plan_selection
+from cpmrt.cuda.tensor_map import row_boxes
+from cpmrt.memory.kv_pages import PAGE_SIZE
 from cpmrt.ops import CompressedKeys, Rows, Selection
 
 _PICK_THREADS, _CHUNK_PICK_THREADS = 512, 128
@@ -25,27 +32,40 @@ _MOST_GRID_ROWS = 65535
 
 @dataclass(frozen=True)
 class SparsePlans:
-    """Of the choice of blocks, and of a chunk's rows over chosen blocks."""
+    """Of the choice of blocks, and of a chunk's rows over chosen blocks: each row alone (`chunk`), or neighbours
+    together (`tiled`; None: never) from `fewest_tiled` rows on, which keep two thirds of the device busy.
+    """
 
     selection: SelectionPlan
     chunk: DecodeAttentionPlan
+    tiled: PrefillAttentionPlan | None
+    fewest_tiled: int
 
     @classmethod
     def of(cls, config: ModelConfig, device: Device, max_context: int, max_rows: int) -> SparsePlans:
         """max_rows: the most rows of a step."""
         heads = {"num_heads": config.num_heads, "num_kv_heads": config.num_kv_heads, "head_dim": config.head_dim}
+        arch, num_selected = device.capability, config.sparse.num_selected if config.sparse else 0
+        tiled = plan_selected_tiles(**heads, num_selected=num_selected, max_context=max_context, arch=arch)
         return cls(
             plan_selection(
                 config, max_context=max_context, max_rows=max_rows, num_sms=device.num_sms, capability=device.capability
             ),
-            plan_selected_chunk(**heads, arch=device.capability),
+            plan_selected_chunk(**heads, arch=arch),
+            tiled,
+            2 * device.num_sms * tiled.rows_per_tile // (3 * tiled.blocks_per_tile) if tiled else 0,
         )
+
+    def tiled_for(self, rows: int) -> PrefillAttentionPlan | None:
+        """How neighbours of a chunk of so many rows go together; None: each row goes alone."""
+        return self.tiled if rows >= self.fewest_tiled else None
 
 
 class SparseKernels:
-    """`compress_keys.cu`, `select_blocks.cu`, `score_chunk.cu`, `pick_blocks.cu`; `decode_attention.cu` for a chunk.
+    """`compress_keys.cu`, `select_blocks.cu`, `score_chunk.cu`, `pick_blocks.cu`; for a chunk's rows
+    `prefill_selected_wgmma.cu` or `decode_attention.cu`.
 
-    `scratch` holds `block_scores`, `block_log_sums` and `dense_chunk`, and what `CudaOps` needs.
+    `scratch` holds `block_scores`, `block_log_sums`, `dense_chunk` and `chunk`, and what `CudaOps` needs.
     """
 
     def __init__(self, config: ModelConfig, launcher: Launcher, scratch: Mapping[str, Any], plans: SparsePlans):
@@ -152,7 +172,38 @@ class SparseKernels:
     def attend_chunk(
         self, out: Any, q: Any, k_pages: Any, v_pages: Any, rows: Rows, scale: float, selection: Selection
     ) -> None:
-        """The rows of a chunk that choose blocks, each alone."""
+        """The rows of a chunk that choose blocks."""
+        tiled = self._plans.tiled_for(len(q))
+        if tiled is None:
+            self._attend_rows(out, q, k_pages, v_pages, rows, scale, selection)
+        else:
+            self._attend_tiles(tiled, out, q, k_pages, v_pages, rows, scale, selection)
+
+    def _attend_tiles(
+        self,
+        plan: PrefillAttentionPlan,
+        out: Any,
+        q: Any,
+        k_pages: Any,
+        v_pages: Any,
+        rows: Rows,
+        scale: float,
+        selection: Selection,
+    ) -> None:
+        """Neighbours together."""
+        if plan.box_columns and not self._launch.is_recording:
+            k_pages, v_pages = (row_boxes(pages, PAGE_SIZE, plan.box_columns) for pages in (k_pages, v_pages))
+        self._launch(
+            f"{plan.kernel}.cu", plan.kernel, plan.constants, (plan.blocks_per_tile, plan.tiles(len(q))), plan.threads,
+            out, q, k_pages, v_pages, rows.block_tables, self._scratch["chunk"], selection.blocks,
+            np.int32(self._config.num_kv_heads), np.int32(rows.block_tables.shape[1]), np.float32(scale),
+            np.int32(selection.config.num_selected), np.int32(selection.config.dense_context), smem=plan.shared_bytes,
+        )  # fmt: skip
+
+    def _attend_rows(
+        self, out: Any, q: Any, k_pages: Any, v_pages: Any, rows: Rows, scale: float, selection: Selection
+    ) -> None:
+        """Each row alone."""
         plan = self._plans.chunk
         step = _MOST_GRID_ROWS // plan.units
         for first in range(0, len(q), step):

@@ -7,13 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sparse_cases import SMALL, Slots, SparseDevice, any_choice
+from sparse_cases import SMALL, Slots, SparseDevice, any_choice, expected_attention
 
 from cpmrt.config import SparseConfig
 from cpmrt.dtypes import DType
 from cpmrt.memory.kv_pages import PAGE_SIZE
-from cpmrt.ops import OPS, Rows, Selection
-from cpmrt.reference.ops import NumpyOps
+from cpmrt.ops import OPS
 
 pytestmark = pytest.mark.gpu
 
@@ -25,19 +24,6 @@ SHAPES = [
 PORTABLE = pytest.mark.parametrize("portable", [False, True], ids=["", "portable"])
 WIDE = SparseConfig(1, 1024, 24, 1500)
 """40 blocks: more than one cluster's; dense up to 2560 tokens."""
-
-
-def expected(slots: Slots, q: Any, rows: Rows, blocks: Any, sparse: SparseConfig) -> Any:
-    out = np.zeros_like(q)
-    ops = NumpyOps(slots.dtype)
-    attention = ops.prefill_attention if rows.is_prefill else ops.decode_attention
-    kept = rows.slots >= 0
-    few = replace(rows, token_ids=rows.token_ids[kept], positions=rows.positions[kept], slots=rows.slots[kept])
-    results, selection = np.zeros_like(q[kept]), Selection(blocks[kept], sparse)
-    k_pages, v_pages = (np.nan_to_num(pages) for pages in (slots.k_pages, slots.v_pages))
-    attention(results, q[kept], k_pages, v_pages, few, slots.scale, selection=selection)
-    out[kept] = results
-    return out
 
 
 def assert_close(actual: Any, wanted: Any, dtype: DType) -> None:
@@ -57,7 +43,7 @@ def test_rows_match_the_numpy_op(
     rows = slots.rows(positions, [0, 1, 0, 0, 1, 0, 0, 1, 0, 1, -1, 1, 0, 0])
     q, blocks = slots.queries(len(positions)), any_choice(slots.rng, rows, kv_heads, SMALL)
     out = SparseDevice(cuda, slots, SMALL, portable=portable).attend(q, rows, blocks)
-    assert_close(out, expected(slots, q, rows, blocks, SMALL), dtype)
+    assert_close(out, expected_attention(slots, q, rows, blocks, SMALL), dtype)
 
 
 @PORTABLE
@@ -67,7 +53,7 @@ def test_many_blocks(cuda: Any, portable: bool) -> None:
     q, blocks = slots.queries(7), any_choice(slots.rng, rows, 2, WIDE)
     device = SparseDevice(cuda, slots, WIDE, portable=portable)
     out = device.attend(q, rows, blocks)
-    assert_close(out, expected(slots, q, rows, blocks, WIDE), slots.dtype)
+    assert_close(out, expected_attention(slots, q, rows, blocks, WIDE), slots.dtype)
     for row in range(7):
         few = replace(rows, positions=rows.positions[[row]], slots=rows.slots[[row]])
         assert np.array_equal(device.attend(q[[row]], few, blocks[[row]])[0], out[row]), row
@@ -101,7 +87,7 @@ def test_chunks_match_the_numpy_op(
     rows = slots.rows(positions, [1] * count + [-1] * padding, is_prefill=True)
     q, blocks = slots.queries(len(positions)), any_choice(slots.rng, rows, kv_heads, SMALL)
     out = SparseDevice(cuda, slots, SMALL, max_rows=512, portable=portable).attend(q, rows, blocks)
-    assert_close(out[:count], expected(slots, q, rows, blocks, SMALL)[:count], dtype)
+    assert_close(out[:count], expected_attention(slots, q, rows, blocks, SMALL)[:count], dtype)
 
 
 @PORTABLE

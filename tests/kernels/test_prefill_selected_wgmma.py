@@ -1,0 +1,142 @@
+"""prefill_selected_wgmma: a chunk's rows over blocks that each chose, neighbours together, against the NumPy op."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from sparse_cases import SMALL, Slots, SparseDevice, any_choice, expected_attention
+
+from cpmrt.config import SparseConfig
+from cpmrt.cuda.attention_plan import PrefillAttentionPlan, plan_selected_tiles
+from cpmrt.dtypes import DType
+from cpmrt.ops import OPS, Rows
+
+SHAPES = [
+    (DType.BFLOAT16, 16, 2, 128), (DType.FLOAT16, 16, 1, 64), (DType.BFLOAT16, 8, 2, 96), (DType.FLOAT16, 8, 1, 128),
+    (DType.BFLOAT16, 32, 1, 64), (DType.FLOAT16, 24, 1, 96),
+]  # fmt: skip
+LONG = SparseConfig()
+"""96 blocks; dense up to 8191 tokens."""
+
+
+@pytest.fixture
+def hopper(cuda: Any) -> Any:
+    if cuda.arch != "sm_90":
+        pytest.skip("wgmma is an instruction of sm_90 alone")
+    return cuda
+
+
+def device_of(cuda: Any, slots: Slots, sparse: SparseConfig, *, pdl: bool = False) -> SparseDevice:
+    return SparseDevice(cuda, slots, sparse, max_rows=512, fewest_tiled=1, pdl=pdl)
+
+
+def chunk(slots: Slots, start: int, count: int, padding: int = 0) -> Rows:
+    """Rows of the last slot."""
+    slot = len(slots.lengths) - 1
+    places = [*range(start, start + count), *[0] * padding], [slot] * count + [-1] * padding
+    return slots.rows(*places, is_prefill=True)
+
+
+def assert_close(actual: Any, wanted: Any, dtype: DType) -> None:
+    assert np.isfinite(actual).all()
+    errors = np.linalg.norm(actual - wanted, axis=1) / np.linalg.norm(wanted, axis=1)
+    assert errors.max() <= OPS["prefill_attention"].tolerance[dtype], f"row {errors.argmax()}: {errors.max():.2e}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "group", "kv_heads", "head_dim"), SHAPES, ids=str)
+@pytest.mark.parametrize(
+    ("start", "count"), [(0, 400), (192, 70), (255, 66), (300, 150), (320, 64), (319, 1), (10, 80), (511, 2)]
+)
+def test_chunks_match_the_numpy_op(
+    hopper: Any, dtype: DType, group: int, kv_heads: int, head_dim: int, start: int, count: int
+) -> None:
+    """Before, across and behind the switch and borders of blocks; rows of the bucket past the chunk are left alone."""
+    slots = Slots(dtype, [64, start + count], group=group, kv_heads=kv_heads, head_dim=head_dim)
+    rows = chunk(slots, start, count, padding=7)
+    q, blocks = slots.queries(count + 7), any_choice(slots.rng, rows, kv_heads, SMALL)
+    out = device_of(hopper, slots, SMALL).attend(q, rows, blocks)
+    assert_close(out[:count], expected_attention(slots, q, rows, blocks, SMALL)[:count], dtype)
+    assert np.isnan(out[count:]).all(), "stored rows past the chunk"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("start", "count"), [(200, 150), (256, 40), (0, 256)])
+def test_rows_that_look_at_everything_are_left_to_dense_attention(hopper: Any, start: int, count: int) -> None:
+    slots = Slots(DType.BFLOAT16, [start + count])
+    rows = chunk(slots, start, count)
+    q, blocks = slots.queries(count), any_choice(slots.rng, rows, 2, SMALL)
+    out = device_of(hopper, slots, SMALL).attend_chosen(q, rows, blocks)
+    assert np.array_equal(np.isnan(out).all(axis=1), rows.positions < SMALL.dense_context)
+    assert np.array_equal(np.isnan(out).any(axis=1), rows.positions < SMALL.dense_context)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("slot", [-1, 0])
+def test_without_a_row_that_chooses_nothing_is_stored(hopper: Any, slot: int) -> None:
+    slots = Slots(DType.BFLOAT16, [300])
+    rows = slots.rows(range(70), [slot] * 70, is_prefill=True)
+    blocks = any_choice(slots.rng, rows, 2, SMALL)
+    assert np.isnan(device_of(hopper, slots, SMALL).attend_chosen(slots.queries(70), rows, blocks)).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "group", "head_dim"), [(DType.BFLOAT16, 16, 128), (DType.FLOAT16, 8, 64)], ids=str)
+@pytest.mark.parametrize("shared", [0.0, 0.9, 1.0])
+def test_a_long_context(hopper: Any, dtype: DType, group: int, head_dim: int, shared: float) -> None:
+    """Few of many blocks, those of a row by this part the ones of the row before; ends inside a block."""
+    start, count = 33_000, 41
+    slots = Slots(dtype, [start + count], group=group, kv_heads=1, head_dim=head_dim)
+    rows = chunk(slots, start, count)
+    q, blocks = slots.queries(count), any_choice(slots.rng, rows, 1, LONG)
+    same_block = rows.positions // 64 == np.roll(rows.positions // 64, 1)
+    for row in np.flatnonzero(same_block & (slots.rng.random(count) < shared)):
+        blocks[row] = blocks[row - 1]
+    out = device_of(hopper, slots, LONG).attend(q, rows, blocks)
+    assert_close(out, expected_attention(slots, q, rows, blocks, LONG), dtype)
+
+
+@pytest.mark.gpu
+def test_large_scores_do_not_overflow(hopper: Any) -> None:
+    slots = Slots(DType.FLOAT16, [500], group=16, kv_heads=1, head_dim=128)
+    rows = chunk(slots, 300, 200)
+    q, blocks = slots.queries(200, spread=300.0), any_choice(slots.rng, rows, 1, SMALL)
+    out = device_of(hopper, slots, SMALL).attend(q, rows, blocks)
+    assert_close(out, expected_attention(slots, q, rows, blocks, SMALL), slots.dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("group", "head_dim"), [(16, 128), (8, 64)])
+def test_a_row_has_the_same_bits_whatever_its_neighbours_are_and_choose(hopper: Any, group: int, head_dim: int) -> None:
+    """Other choices of the odd rows; chunks that begin elsewhere; with dependent launches."""
+    slots = Slots(DType.BFLOAT16, [900], group=group, kv_heads=2, head_dim=head_dim)
+    rows, q = chunk(slots, 500, 400), slots.queries(400)
+    blocks = any_choice(slots.rng, rows, 2, SMALL)
+    device = device_of(hopper, slots, SMALL)
+    out = device.attend(q, rows, blocks)
+    others = any_choice(slots.rng, rows, 2, SMALL)
+    mixed = np.where(np.arange(400)[:, None, None] % 2, others, blocks)
+    changed = device.attend(q, rows, mixed)
+    assert np.array_equal(changed[::2], out[::2]) and not np.array_equal(changed[1::2], out[1::2])
+    for first in (1, 3, 13, 21):
+        part = replace(rows, positions=rows.positions[first:], slots=rows.slots[first:])
+        assert np.array_equal(device.attend(q[first:], part, blocks[first:]), out[first:]), first
+    assert np.array_equal(device_of(hopper, slots, SMALL, pdl=True).attend(q, rows, blocks), out)
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize(("group", "rows"), [(16, 12), (32, 12), (8, 24), (24, 24), (4, None), (5, None), (1, None)])
+def test_the_plan_says_who_takes_a_shape(group: int, rows: int | None, head_dim: int) -> None:
+    def plan(num_selected: int = 96, max_context: int = 524_288, arch: int = 90) -> PrefillAttentionPlan | None:
+        shape = {"num_heads": 2 * group, "num_kv_heads": 2, "head_dim": head_dim}
+        return plan_selected_tiles(**shape, num_selected=num_selected, max_context=max_context, arch=arch)
+
+    taken = plan()
+    assert (taken and taken.rows_per_tile) == rows
+    assert taken is None or taken.shared_bytes <= 232_448
+    assert plan(num_selected=8192) is None, "the lists are too long"
+    assert plan(max_context=1 << 24) is None, "the ring has no room for a word a block"
+    assert [plan(arch=arch) for arch in (80, 89, 100, 120)] == [None] * 4
