@@ -15,7 +15,7 @@
 //                for each of kRows * num_selected entries
 // numerics       scores, softmax and sums in float32 (exp2 with the scale folded in); the unnormalised weights are
 //                rounded to scalar_t for the product with v, the result is rounded once when stored. A row's bits do
-//                not depend on the others: a block that it did not choose adds zeros to it
+//                not depend on the others: a block that it did not choose adds zeros to it (values are finite)
 // oracle         NumpyOps.prefill_attention
 // source         FlashAttention-3 (arXiv 2407.08608), InfLLM-v2 (arXiv 2509.24663)
 // layout         Neighbours choose alike, so kRows of them share what is read: the block lists all that they chose with
