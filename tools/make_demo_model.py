@@ -1,9 +1,12 @@
 """Trains the bundled demo model on permissively licensed text found on this machine.
 
     python tools/make_demo_model.py all --minutes 15 --work build/demo --out cpmrt/assets/demo
+    python tools/make_demo_model.py --long build/long --minutes 2
 
 Stages, each reading what the one before left in the work folder: `corpus` collects sources and docstring
 facts, `tokenizer` learns the vocabulary and encodes, `train` trains, `export` writes and measures the result.
+`--long` instead continues the bundled model to contexts of 65,536 tokens and teaches it to find statements in them
+(for tools/eval_sparse.py; not bundled).
 Needs torch, tokenizers, safetensors and NumPy; a GPU for anything but `--tiny`.
 """
 
@@ -23,6 +26,7 @@ from demo_model.corpus import write_corpus
 from demo_model.docstring_facts import Fact, collect_facts
 from demo_model.evaluation import Evaluator
 from demo_model.export import check_folder_size, write_checkpoint, write_json
+from demo_model.long_model import long_plan, make_long_model
 from demo_model.model_card import write_model_card
 from demo_model.network import NetworkConfig
 from demo_model.tokenizer import check_round_trip, encode_file, tokenizer_sample, train_tokenizer
@@ -44,7 +48,7 @@ def training_plan(arguments: argparse.Namespace) -> TrainingPlan:
             arguments.minutes, arguments.seed, tokens_per_step=2048, short_length=128, long_length=512,
             log_steps=5, evaluation_steps=10, evaluation_rows=16,
         )  # fmt: skip
-    return TrainingPlan(arguments.minutes, arguments.seed, arguments.learning_rate)
+    return TrainingPlan(arguments.minutes, arguments.seed, arguments.learning_rate or TrainingPlan.learning_rate)
 
 
 def device() -> torch.device:
@@ -55,7 +59,7 @@ def device() -> torch.device:
 def make_corpus(arguments: argparse.Namespace) -> None:
     """Sources, facts and conversations."""
     work: Path = arguments.work
-    corpus = write_corpus(work, arguments.tiny)
+    corpus = write_corpus(work, 40 if arguments.tiny else 1)
     write_json(work / "corpus.json", corpus)
     facts = collect_facts()[:: 40 if arguments.tiny else 1]
     write_json(work / "facts.json", {"facts": [asdict(fact) for fact in facts]})
@@ -116,19 +120,27 @@ def parse_arguments() -> argparse.Namespace:
     """The command line."""
     as_written = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_written)
-    parser.add_argument("stage", choices=(*STAGES, "all"))
+    parser.add_argument("stage", choices=(*STAGES, "all"), nargs="?")
+    parser.add_argument("--long", type=Path, metavar="OUT", help="make the long model in this folder, no stage")
     parser.add_argument("--minutes", type=float, default=15.0, help="training time, compilation not counted")
     parser.add_argument("--work", type=Path, default=Path("build/demo"), help="intermediate files")
     parser.add_argument("--out", type=Path, default=Path("cpmrt/assets/demo"), help="the checkpoint")
-    parser.add_argument("--learning-rate", type=float, default=TrainingPlan.learning_rate)
+    parser.add_argument("--learning-rate", type=float, help="at its highest")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--tiny", action="store_true", help="a smoke test: little text, two layers")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if (arguments.stage is None) == (arguments.long is None):
+        parser.error("give a stage, or --long OUT")
+    return arguments
 
 
 def main() -> None:
-    """Runs one stage, or all in order."""
+    """Runs one stage, or all in order, or makes the long model."""
     arguments = parse_arguments()
+    if arguments.long is not None:
+        plan = long_plan(arguments.minutes, arguments.seed, arguments.learning_rate, arguments.tiny)
+        make_long_model(arguments.long, plan, device())
+        return
     arguments.work.mkdir(parents=True, exist_ok=True)
     stages = {"corpus": make_corpus, "tokenizer": make_tokenizer, "train": train, "export": export}
     for name in STAGES if arguments.stage == "all" else (arguments.stage,):

@@ -171,10 +171,9 @@ def is_held_out(name: str) -> bool:
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[-4:], "big") % HELD_OUT_ONE_IN == 0
 
 
-def write_corpus(work: Path, tiny: bool) -> dict[str, object]:
-    """Writes `train.jsonl` and `heldout.jsonl` and returns the table of sources."""
+def write_corpus(work: Path, stride: int) -> dict[str, object]:
+    """Writes one in `stride` documents to `train.jsonl` and `heldout.jsonl` and returns the table of sources."""
     packages, skipped = installed_packages()
-    stride = 40 if tiny else 1
     seen: set[bytes] = set()
     rows: list[SourceRow] = []
     held_out_bytes = 0

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 # Quintic Newton-Schulz coefficients of Jordan et al. (2024): steep at zero, singular values end near one.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -56,3 +56,22 @@ class Muon:
             torch._foreach_add_(group, list(update.unbind()), alpha=-size)
             for matrix in group:
                 matrix.grad = None
+
+
+class Optimizers:
+    """Muon for the matrices of a network, AdamW for its norms and its embedding."""
+
+    def __init__(self, network: nn.Module) -> None:
+        parameters = dict(network.named_parameters())
+        matrices = [p for name, p in parameters.items() if p.dim() == 2 and "embed_tokens" not in name]
+        self.others = [p for name, p in parameters.items() if p.dim() == 1 or "embed_tokens" in name]
+        self.muon = Muon(matrices)
+        self.adam = torch.optim.AdamW(self.others, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0, fused=True)
+
+    def step(self, learning_rate: float) -> None:
+        """Applies one update from the gradients and clears them."""
+        nn.utils.clip_grad_norm_(self.others, 1.0)
+        self.adam.param_groups[0]["lr"] = learning_rate
+        self.adam.step()
+        self.adam.zero_grad()
+        self.muon.step(learning_rate)

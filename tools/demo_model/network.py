@@ -24,6 +24,7 @@ class NetworkConfig:
     max_position_embeddings: int = 4096
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
+    rope_reach: float = 4.0
     scale_emb: float = 12.0
     scale_depth: float = 1.4
     dim_model_base: int = 64
@@ -40,9 +41,9 @@ class NetworkConfig:
 
     @property
     def rope_factors(self) -> list[float]:
-        """LongRoPE factors, growing smoothly from 1 at the fastest frequency to 4 at the slowest."""
+        """LongRoPE factors, growing smoothly from 1 at the fastest frequency to `rope_reach` at the slowest."""
         last = self.head_dim // 2 - 1
-        return [round(4.0 ** (index / last), 6) for index in range(last + 1)]
+        return [round(self.rope_reach ** (index / last), 6) for index in range(last + 1)]
 
 
 class RMSNorm(nn.Module):
@@ -169,10 +170,11 @@ class MiniCPM(nn.Module):
                 width = 1.0 if "embed_tokens" in name else self.config.logit_divisor
                 nn.init.normal_(parameter, std=0.1 / math.sqrt(width))
 
-    def hidden_states(self, tokens: Tensor) -> Tensor:
-        """The last hidden states, normed and divided, ready for the tied head."""
+    def hidden_states(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """The last hidden states, normed and divided, ready for the tied head; `positions` [L] if not 0, 1, 2, ..."""
         h = F.embedding(tokens, self.model.embed_tokens.weight).to(self.compute_dtype) * self.config.scale_emb
-        cos, sin = self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]]
+        at = slice(tokens.shape[1]) if positions is None else positions
+        cos, sin = self.cos[at], self.sin[at]
         for layer in self.model.layers:
             h = layer(h, cos, sin)
         return self.model.norm(h) / self.config.logit_divisor

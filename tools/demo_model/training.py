@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from demo_model.batches import RowSampler, evaluation_rows, load_tokens
-from demo_model.muon import Muon
+from demo_model.muon import Optimizers
 from demo_model.network import MiniCPM, NetworkConfig, token_loss
 from demo_model.tokenizer import BOS_ID
 
@@ -82,11 +82,7 @@ class Trainer:
         torch.backends.cuda.matmul.allow_tf32 = True
         self.plan, self.work, self.device = plan, work, device
         self.network = MiniCPM(config, torch.bfloat16).to(device)
-        parameters = dict(self.network.named_parameters())
-        matrices = [p for name, p in parameters.items() if p.dim() == 2 and "embed_tokens" not in name]
-        others = [p for name, p in parameters.items() if p.dim() == 1 or "embed_tokens" in name]
-        self.muon = Muon(matrices)
-        self.adam = torch.optim.AdamW(others, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0, fused=True)
+        self.optimizers = Optimizers(self.network)
         self.batches = Batches(work, plan, device)
         self.held_out = load_tokens(work / "heldout.bin")
         is_compiled = device.type == "cuda"
@@ -108,12 +104,7 @@ class Trainer:
         """One optimizer step; returns the loss without waiting for it."""
         loss = self.loss(self.network, self.batches.draw(length))
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.adam.param_groups[0]["params"], 1.0)
-        learning_rate = self.plan.learning_rate * factor
-        self.adam.param_groups[0]["lr"] = learning_rate
-        self.adam.step()
-        self.adam.zero_grad()
-        self.muon.step(learning_rate)
+        self.optimizers.step(self.plan.learning_rate * factor)
         return loss.detach()
 
     def run(self) -> dict[str, float | int | str]:

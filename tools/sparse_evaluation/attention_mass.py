@@ -1,0 +1,118 @@
+"""How much of the dense attention lies inside the blocks that would be chosen: exact, in NumPy, layer by layer.
+
+The hidden states are those of dense attention, so that a layer is judged by itself.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cpmrt import LLM
+from cpmrt.config import SparseConfig
+from cpmrt.dtypes import F32, Array, DType
+from cpmrt.memory.kv_pages import PAGE_SIZE, pages_for
+from cpmrt.ops import Rows, Selection
+from cpmrt.reference.executor import ReferenceExecutor
+from cpmrt.reference.kv_rows import gather_row
+from cpmrt.reference.ops import NumpyOps
+from cpmrt.reference.sampling import log_softmax
+from cpmrt.reference.sparse_attention import block_scores, choose_blocks, compressed_of_row
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Of one row of a layer: [K, G] for each KV head and its query heads, the attention inside the chosen blocks, and
+    inside the best blocks that could have been chosen in their stead."""
+
+    chosen: F32
+    best: F32
+
+
+class MassProbe(NumpyOps):
+    """The NumPy ops with dense attention throughout; at rows whose position + 1 is a multiple of `stride`, and that
+    leave blocks out under a config, it records what the choice would cover: `shares[number of the config][layer]`."""
+
+    def __init__(self, configs: Sequence[SparseConfig], num_layers: int, stride: int, dtype: DType = DType.BFLOAT16):
+        super().__init__(dtype)
+        self.configs, self.num_layers, self.stride = configs, num_layers, stride
+        self.shares: dict[int, dict[int, list[Shares]]] = defaultdict(lambda: defaultdict(list))
+        self._calls = 0
+
+    def attach(self, llm: LLM) -> None:
+        """Takes the place of the ops of a reference executor whose model is sparse for every token."""
+        executor = llm.executor
+        assert isinstance(executor, ReferenceExecutor)
+        self.dtype = executor._ops.dtype
+        executor._ops = self
+
+    def select_blocks(
+        self,
+        blocks: Array,
+        q: F32,
+        k1_pages: F32,
+        k2_pages: F32,
+        k_pages: F32,
+        rows: Rows,
+        scale: float,
+        config: SparseConfig,
+    ) -> None:
+        """Records; `blocks` and `config`, those of the model, are left alone."""
+        layer = self._calls % self.num_layers
+        self._calls += 1
+        for row in map(int, np.flatnonzero((rows.positions + 1) % self.stride == 0)):
+            position = int(rows.positions[row])
+            counted = [index for index, each in enumerate(self.configs) if each.leaves_out(position + 1)]
+            if not counted:
+                continue
+            k1, k2 = compressed_of_row(k1_pages, k2_pages, k_pages, rows, row, self.dtype)
+            groups = q[row].reshape(k1.shape[0], -1, k1.shape[2])
+            scores = block_scores(groups, k1, k2, scale)
+            mass = block_mass(groups, gather_row(k_pages, rows, row, 0), scale)
+            for index in counted:
+                self.shares[index][layer].append(shares(mass, scores, position, self.configs[index]))
+
+    def prefill_attention(self, *operands: Any, selection: Selection | None = None, **others: Any) -> None:
+        """Dense."""
+        super().prefill_attention(*operands, **others)
+
+
+def block_mass(groups: F32, keys: F32, scale: float) -> F32:
+    """q [K, G, D] of a row, keys [K, tokens, D] that it sees -> [K, G, blocks]: the attention in each block."""
+    num_blocks = pages_for(keys.shape[1])
+    weights = np.exp(log_softmax(groups @ keys.transpose(0, 2, 1) * np.float32(scale)))
+    padded = np.pad(weights, ((0, 0), (0, 0), (0, num_blocks * PAGE_SIZE - keys.shape[1])))
+    mass: F32 = padded.reshape(*weights.shape[:2], num_blocks, PAGE_SIZE).sum(axis=-1)
+    return mass
+
+
+def shares(mass: F32, scores: F32, position: int, config: SparseConfig) -> Shares:
+    """Of a row that leaves blocks out, from `block_mass` and `block_scores`.
+
+    The best blocks are those with the most attention of all heads of a group together, with the forced ones in place.
+    """
+    own = position // PAGE_SIZE
+    ideal = mass.sum(axis=1)[:, :own]
+    chosen, best = (
+        np.take_along_axis(mass, choose_blocks(ranking, position, config)[:, None], axis=2).sum(axis=2)
+        for ranking in (scores, ideal)
+    )
+    return Shares(chosen, best)
+
+
+def summary(layers: Mapping[int, Sequence[Shares]]) -> dict[str, float]:
+    """Means over rows, layers and heads, the tenth percentile, the mean of the worst layer; rows that leave nothing
+    out are not among them."""
+    if not layers:
+        return {}
+    figures: dict[str, float] = {"rows": len(layers[0])}
+    for prefix, name in (("", "chosen"), ("best_", "best")):
+        by_layer = [np.stack([getattr(row, name) for row in layers[layer]]) for layer in sorted(layers)]
+        figures[f"{prefix}mean"] = float(np.mean(by_layer))
+        figures[f"{prefix}tenth"] = float(np.quantile(by_layer, 0.1))
+        figures[f"{prefix}layer"] = float(min(values.mean() for values in by_layer))
+    return figures
