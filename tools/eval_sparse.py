@@ -107,9 +107,7 @@ class SparseEvaluation:
         rng, bos = np.random.default_rng(self.options.seed), self.text.bos
         count, per_depth = self.options.haystacks, self.options.per_depth
         return {
-            length: [
-                make_haystack(self.text.token_ids, statements, length, per_depth, bos, rng) for _ in range(count)
-            ]
+            length: [make_haystack(self.text.token_ids, statements, length, per_depth, bos, rng) for _ in range(count)]
             for length in self.lengths
         }
 

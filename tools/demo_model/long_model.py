@@ -58,9 +58,7 @@ def make_long_model(out: Path, plan: LongPlan, device: torch.device) -> None:
         trainer.network = write_checkpoint(work, out, config, device)
     write_json(out / "config.json", checkpoint_config(config) | {"sparse_config": SPARSE_CONFIG})
     measured = {
-        length: trainer.measure(held_out, length, MEASURED_ROWS)
-        for length, _ in plan.stages
-        if length < len(held_out)
+        length: trainer.measure(held_out, length, MEASURED_ROWS) for length, _ in plan.stages if length < len(held_out)
     }
     print(json.dumps(measured), flush=True)
     _write_card(out, trainer, measured, len(train))

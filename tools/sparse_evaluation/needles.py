@@ -35,14 +35,15 @@ def make_haystack(
     """
     count = DEPTHS * per_depth
     body = length - count * statements.length
-    cells = (body - 1) // CELL // DEPTHS
-    if cells < per_depth or len(text) < body:
+    edges = np.linspace(0, (body - 1) // CELL, DEPTHS + 1).astype(int)
+    if np.diff(edges).min() < per_depth or len(text) < body:
         raise ValueError(f"{length} tokens have no room for {count} statements, or the text has fewer than {body}")
     start = rng.integers(len(text) - body + 1)
     hidden = np.concatenate([[bos], text[start : start + body - 1]])
     drawn, depths = statements.draw(count, rng), np.repeat(np.arange(DEPTHS), per_depth)
-    chosen = np.concatenate([depth * cells + rng.choice(cells, per_depth, replace=False) for depth in range(DEPTHS)])
-    places = 1 + chosen * CELL + rng.integers(CELL - statements.length + 1, size=count)
+    parts = zip(edges[:-1], edges[1:], strict=True)
+    cells = np.concatenate([rng.choice(np.arange(low, high), per_depth, replace=False) for low, high in parts])
+    places = 1 + cells * CELL + rng.integers(CELL - statements.length + 1, size=count)
     hidden[places[:, None] + np.arange(statements.length)] = drawn
     order = rng.permutation(count)
     firsts = body + np.arange(count) * statements.length + statements.question_length
