@@ -148,8 +148,7 @@ class SparseEvaluation:
         length = min(self.options.mass_length, self.config.max_positions)
         labels = {setting.label: config for setting in SETTINGS if (config := setting.config) is not None}
         with self._opened(ALWAYS_SPARSE, "reference", length) as llm:
-            probe = MassProbe(list(labels.values()), self.config.num_layers, self.options.mass_stride)
-            probe.attach(llm)
+            probe = MassProbe.attached(llm, list(labels.values()), self.options.mass_stride)
             for _ in logit_chunks(llm, self.text.windows(1, length)[0].tolist()):
                 pass
         found_shares = {label: summary(probe.shares[number]) for number, label in enumerate(labels)}

@@ -220,10 +220,9 @@ def test_the_probe_leaves_attention_dense_and_sees_every_layer(tmp_path):
     settings = [SparseConfig(window_size=64, topk=3, dense_len=-1), SparseConfig(window_size=64, topk=99)]
     with LLM(tmp_path, executor="reference", sparse="off", max_context=521, prefill_chunk=256) as llm:
         expected, layers = llm.logits(ids), llm.config.num_layers
-    probe = MassProbe(settings, layers, 64)
     with LLM(tmp_path, executor="reference", sparse=ALWAYS_SPARSE.sparse, max_context=521, prefill_chunk=256) as llm:
         assert not np.array_equal(llm.logits(ids), expected)
-        probe.attach(llm)
+        probe = MassProbe.attached(llm, settings, 64)
         assert np.array_equal(llm.logits(ids), expected)
     assert list(probe.shares) == [0] and sorted(probe.shares[0]) == list(range(layers))
     for rows in probe.shares[0].values():

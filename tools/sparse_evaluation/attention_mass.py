@@ -37,18 +37,20 @@ class MassProbe(NumpyOps):
     """The NumPy ops with dense attention throughout; at rows whose position + 1 is a multiple of `stride`, and that
     leave blocks out under a config, it records what the choice would cover: `shares[number of the config][layer]`."""
 
-    def __init__(self, configs: Sequence[SparseConfig], num_layers: int, stride: int, dtype: DType = DType.BFLOAT16):
+    def __init__(self, dtype: DType, configs: Sequence[SparseConfig], num_layers: int, stride: int):
         super().__init__(dtype)
         self.configs, self.num_layers, self.stride = configs, num_layers, stride
         self.shares: dict[int, dict[int, list[Shares]]] = defaultdict(lambda: defaultdict(list))
         self._calls = 0
 
-    def attach(self, llm: LLM) -> None:
-        """Takes the place of the ops of a reference executor whose model is sparse for every token."""
+    @classmethod
+    def attached(cls, llm: LLM, configs: Sequence[SparseConfig], stride: int) -> MassProbe:
+        """One in the place of the ops of a reference executor whose model is sparse for every token."""
         executor = llm.executor
         assert isinstance(executor, ReferenceExecutor)
-        self.dtype = executor._ops.dtype
-        executor._ops = self
+        probe = cls(executor._ops.dtype, configs, llm.config.num_layers, stride)
+        executor._ops = probe
+        return probe
 
     def select_blocks(
         self,
