@@ -2,12 +2,13 @@
 
     python tools/make_demo_model.py --long build/long --minutes 2
     python tools/eval_sparse.py --model build/long --out build/sparse
-    python tools/eval_sparse.py --model build/long --out build/sparse --parts mass --executor reference
+    python tools/eval_sparse.py --model build/long --out build/sparse --parts mass asked
 
-Three parts: statements hidden in held-out text and asked for at its end, by depth and length (`needles`); perplexity
-and KL against dense on long held-out text (`text`); the share of the dense attention that lies inside the blocks that
-are chosen (`mass`, always on NumPy). Settings: the official ones, CPM.cu's, smaller budgets. --out gets results.json,
-to which each call adds, tables.md and needles.png (matplotlib). Runs on a GPU, or without one on NumPy.
+Parts: statements hidden in held-out text and asked for at its end, by depth and length (`needles`); perplexity and KL
+against dense on long held-out text (`text`); the share of the dense attention that lies inside the blocks that are
+chosen, all over a text (`mass`) and where a statement is asked for (`asked`), both always on NumPy. Settings: the
+official ones, CPM.cu's, smaller budgets. --out gets results.json, to which each call adds, tables.md and needles.png
+(matplotlib). Runs on a GPU, or without one on NumPy.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from tokenizers import Tokenizer
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
-from demo_model.retrieval import Statements  # noqa: E402
+from demo_model.retrieval import Statements, Tokens  # noqa: E402
 from sparse_evaluation.attention_mass import MassProbe, summary  # noqa: E402
 from sparse_evaluation.likelihood import Predictions, divergences, predictions  # noqa: E402
 from sparse_evaluation.needles import (  # noqa: E402
@@ -47,7 +48,7 @@ from cpmrt import LLM  # noqa: E402
 from cpmrt.errors import ConfigError, CpmrtError  # noqa: E402
 from cpmrt.weights.model_folder import ModelFolder  # noqa: E402
 
-PARTS = ("needles", "text", "mass")
+PARTS = ("needles", "text", "mass", "asked")
 LENGTHS = (4096, 8192, 16384, 32768, 65536)
 CHUNK = 2048
 SEQUENCES = 32
@@ -65,7 +66,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--per-depth", type=int, default=4, help=f"statements in each of the {DEPTHS} parts of one")
     parser.add_argument("--windows", type=int, default=4, help="pieces of text, as long as the longest haystack")
     parser.add_argument("--stride", type=int, default=4, help="of the text's positions, one in so many is compared")
-    parser.add_argument("--mass-length", type=int, default=16384, help="tokens for the part `mass`")
+    parser.add_argument("--mass-length", type=int, default=16384, help="tokens for the parts `mass` and `asked`")
     parser.add_argument("--mass-stride", type=int, default=509, help="one position in so many is looked at")
     parser.add_argument("--executor", choices=("auto", "cuda", "reference"), default="auto")
     parser.add_argument("--seed", type=int, default=1)
@@ -85,7 +86,8 @@ class SparseEvaluation:
         tokenizer = Tokenizer.from_file(str(folder.path / "tokenizer.json"))
         self.text = held_out_text(tokenizer, self.config.bos_token_id, self.config.eos_token_ids[0])
         self.lengths = options.lengths or [length for length in LENGTHS if length <= self.config.max_positions]
-        self.haystacks = self._haystacks(Statements.of(tokenizer)) if "needles" in options.parts else {}
+        self.statements = Statements.of(tokenizer)
+        self.haystacks = self._haystacks() if "needles" in options.parts else {}
         self.windows = self.text.windows(options.windows, max(self.lengths)) if "text" in options.parts else []
         self.dense: list[Predictions] = []
 
@@ -102,16 +104,21 @@ class SparseEvaluation:
                     text[setting.label] = self._spans(llm)
             print(f"{setting.label}: {time.perf_counter() - begun:.0f} s", file=sys.stderr, flush=True)
             yield self._labelled(needles, text)
+        length = min(self.options.mass_length, self.config.max_positions)
         if "mass" in self.options.parts:
-            yield {"mass": self._mass()}
+            yield {"mass": self._mass(self.text.windows(1, length)[0], range(0, length, self.options.mass_stride))}
+        if "asked" in self.options.parts:
+            haystack = self._haystack(length, np.random.default_rng(self.options.seed))
+            yield {"asked": self._mass(haystack.token_ids, haystack.answers[:, 0] - 1)}
 
-    def _haystacks(self, statements: Statements) -> dict[int, list[Haystack]]:
-        rng, bos = np.random.default_rng(self.options.seed), self.text.bos
-        count, per_depth = self.options.haystacks, self.options.per_depth
-        return {
-            length: [make_haystack(self.text.token_ids, statements, length, per_depth, bos, rng) for _ in range(count)]
-            for length in self.lengths
-        }
+    def _haystack(self, length: int, rng: np.random.Generator) -> Haystack:
+        return make_haystack(
+            self.text.token_ids, self.statements, length, self.options.per_depth, self.text.bos, rng
+        )  # fmt: skip
+
+    def _haystacks(self) -> dict[int, list[Haystack]]:
+        rng = np.random.default_rng(self.options.seed)
+        return {length: [self._haystack(length, rng) for _ in range(self.options.haystacks)] for length in self.lengths}
 
     def _needles(self, llm: LLM) -> dict[str, Any]:
         """Shares of found statements by length and depth; one question of each haystack is asked again by decoding."""
@@ -145,16 +152,16 @@ class SparseEvaluation:
             parts["text"] = facts | {"settings": text}
         return parts
 
-    def _mass(self) -> dict[str, Any]:
-        """One piece of text through the NumPy ops."""
-        length = min(self.options.mass_length, self.config.max_positions)
+    def _mass(self, token_ids: Tokens, positions: Iterable[int]) -> dict[str, Any]:
+        """Of some positions of a text, which goes through the NumPy ops."""
+        length = len(token_ids)
         labels = {setting.label: config for setting in SETTINGS if (config := setting.config) is not None}
         with self._opened(ALWAYS_SPARSE, "reference", length) as llm:
-            probe = MassProbe.attached(llm, list(labels.values()), self.options.mass_stride)
-            for _ in logit_chunks(llm, self.text.windows(1, length)[0].tolist()):
+            probe = MassProbe.attached(llm, list(labels.values()), {int(position) for position in positions})
+            for _ in logit_chunks(llm, token_ids.tolist()):
                 pass
         found_shares = {label: summary(probe.shares[number]) for number, label in enumerate(labels)}
-        return {"length": length, "stride": self.options.mass_stride, "settings": found_shares}
+        return {"length": length, "settings": found_shares}
 
     def _opened(self, setting: Setting, executor: str, max_context: int) -> LLM:
         return LLM(

@@ -222,7 +222,7 @@ def test_the_probe_leaves_attention_dense_and_sees_every_layer(tmp_path):
         expected, layers = llm.logits(ids), llm.config.num_layers
     with LLM(tmp_path, executor="reference", sparse=ALWAYS_SPARSE.sparse, max_context=521, prefill_chunk=256) as llm:
         assert not np.array_equal(llm.logits(ids), expected)
-        probe = MassProbe.attached(llm, settings, 64)
+        probe = MassProbe.attached(llm, settings, range(63, 521, 64))
         assert np.array_equal(llm.logits(ids), expected)
     assert list(probe.shares) == [0] and sorted(probe.shares[0]) == list(range(layers))
     for rows in probe.shares[0].values():
@@ -246,9 +246,9 @@ def test_results_add_up_in_one_file_and_give_tables(tmp_path):
     needles = {"lengths": [1024], "questions": 8, "settings": {"official": row}}
     mass = {"length": 512, "settings": {"official": figures, "an eighth": {}}}
     spans = {"windows": 1, "length": 1024, "provenance": "p", "settings": {"official": [span]}}
-    for part in ({"needles": needles}, {"mass": mass}, {"text": spans}):
+    for part in ({"needles": needles}, {"mass": mass}, {"text": spans}, {"asked": mass}):
         text = eval_sparse.store(tmp_path, {"model": "m"}, part)
-    assert set(json.loads((tmp_path / "results.json").read_text())) == {"model", "needles", "mass", "text"}
+    assert set(json.loads((tmp_path / "results.json").read_text())) == {"model", "needles", "mass", "text", "asked"}
     assert (tmp_path / "tables.md").read_text() == text
     for line in (
         "| official | 96 (62) | 75.0 |", "Of 4 questions asked again by decoding, 3 gave the same.",
@@ -256,7 +256,7 @@ def test_results_add_up_in_one_file_and_give_tables(tmp_path):
         "| an eighth | 0 | - | - | - |",
     ):  # fmt: skip
         assert line in text.splitlines()
-    assert len(list(tables(json.loads((tmp_path / "results.json").read_text())))) == 3
+    assert len(list(tables(json.loads((tmp_path / "results.json").read_text())))) == 4
 
 
 def test_the_plot_is_small(tmp_path):

@@ -6,7 +6,7 @@ The hidden states are those of dense attention, so that a layer is judged by its
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,21 +34,21 @@ class Shares:
 
 
 class MassProbe(NumpyOps):
-    """The NumPy ops with dense attention throughout; at rows whose position + 1 is a multiple of `stride`, and that
-    leave blocks out under a config, it records what the choice would cover: `shares[number of the config][layer]`."""
+    """The NumPy ops with dense attention throughout; at those of the `positions` that leave blocks out under a config
+    it records what the choice would cover: `shares[number of the config][layer]`."""
 
-    def __init__(self, dtype: DType, configs: Sequence[SparseConfig], num_layers: int, stride: int):
+    def __init__(self, dtype: DType, configs: Sequence[SparseConfig], num_layers: int, positions: Collection[int]):
         super().__init__(dtype)
-        self.configs, self.num_layers, self.stride = configs, num_layers, stride
+        self.configs, self.num_layers, self.positions = configs, num_layers, positions
         self.shares: dict[int, dict[int, list[Shares]]] = defaultdict(lambda: defaultdict(list))
         self._calls = 0
 
     @classmethod
-    def attached(cls, llm: LLM, configs: Sequence[SparseConfig], stride: int) -> MassProbe:
+    def attached(cls, llm: LLM, configs: Sequence[SparseConfig], positions: Collection[int]) -> MassProbe:
         """One in the place of the ops of a reference executor whose model is sparse for every token."""
         executor = llm.executor
         assert isinstance(executor, ReferenceExecutor)
-        probe = cls(executor._ops.dtype, configs, llm.config.num_layers, stride)
+        probe = cls(executor._ops.dtype, configs, llm.config.num_layers, positions)
         executor._ops = probe
         return probe
 
@@ -66,8 +66,9 @@ class MassProbe(NumpyOps):
         """Records; `blocks` and `config`, those of the model, are left alone."""
         layer = self._calls % self.num_layers
         self._calls += 1
-        for row in map(int, np.flatnonzero((rows.positions + 1) % self.stride == 0)):
-            position = int(rows.positions[row])
+        for row, position in enumerate(rows.positions.tolist()):
+            if position not in self.positions:
+                continue
             counted = [index for index, each in enumerate(self.configs) if each.leaves_out(position + 1)]
             if not counted:
                 continue

@@ -10,7 +10,7 @@ Results = Mapping[str, Any]
 
 def tables(results: Results) -> Iterator[str]:
     """A table, with what was measured above it, for every part that there is."""
-    for part, write in (("needles", _needles), ("text", _text), ("mass", _mass)):
+    for part, write in (("needles", _needles), ("text", _text), ("mass", _mass), ("asked", _asked)):
         if part in results:
             yield "\n".join(write(results[part]))
 
@@ -45,6 +45,15 @@ def _divergence(span: Results) -> str:
 def _mass(part: Results) -> Iterator[str]:
     yield f"Dense attention inside the chosen blocks, in %, in a text of {part['length']} tokens: every layer and query"
     yield "head at the positions that leave blocks out; in brackets, what the best blocks would hold:\n"
+    yield from _shares(part)
+
+
+def _asked(part: Results) -> Iterator[str]:
+    yield f"The same where statements are asked for, at the end of {part['length']} tokens:\n"
+    yield from _shares(part)
+
+
+def _shares(part: Results) -> Iterator[str]:
     yield from _head(["setting", "positions", "mean", "lowest tenth", "worst layer"])
     for label, row in part["settings"].items():
         names = ("mean", "tenth", "layer") if row else ()
