@@ -19,7 +19,7 @@ def plot_needles(part: Results, path: Path) -> None:
     axes = figure.subplots(1, len(settings), sharey=True, squeeze=False)[0]
     for axis, (label, row) in zip(axes, settings.items(), strict=True):
         grid = np.array([row["grid"][str(length)] for length in lengths]).T
-        image = axis.imshow(grid, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
+        image = axis.imshow(grid, vmin=0, vmax=1, cmap="viridis", aspect="auto")
         axis.set_title(f"{label}\n{row['budget']} blocks", fontsize=8)
         axis.set_xticks(range(len(lengths)), [f"{length // 1024}K" for length in lengths], fontsize=7)
         middles = [f"{100 * (depth + 0.5) / len(grid):.0f} %" for depth in range(len(grid))]
