@@ -3,7 +3,8 @@
 // W[n, k] = scale[n, k / G] * (u[n, k] - zero[n, k / G]), u in 0..15 (8 bits: 0..255); zero is 8 (128) everywhere without ZEROS.
 // Operands: x, inner (T, K) scalar_t row-major, or with PREPARED what prepare_w4 wrote of them; weight packed as in
 //   include/w4_layout.cuh (repack_w4.cu writes it); partials (tiles, 8, NT, 32) float4 and arrivals (tiles) int32, zero, with
-//   SHARED_RUN = 1, RUNS = 8 and CLUSTERS = 0, else null; others as in linear.cu.
+//   SHARED_RUN = 1, RUNS = 8 and CLUSTERS = 0, else null; prepared with FEEDS what prepare_w4 makes of out, else null; others as
+//   in linear.cu.
 // Grid: no more blocks than multiprocessors, with SHARED_RUN a multiple of RUNS, with CLUSTERS in clusters of RUNS; they take tiles
 //   in turn; block 32 * WARPS; SMEM_BYTES of dynamic shared memory.
 // Numerics: codes times x exactly, float32 sums over a scale group in tensor cores, groups and then RUNS runs of K added in order;
@@ -41,7 +42,7 @@ extern "C" __global__ void W4_BOUNDS KERNEL(linear_w4_qkv)(
 extern "C" __global__ void W4_BOUNDS KERNEL(linear_w4_residual)(
     scalar_t* x, const scalar_t* inner, const void* __restrict__ weight, float4* partials, int* arrivals,
     const scalar_t* __restrict__ bias, int T, int N, float scale) {
-  pdl_launch_dependents();
+  if (TRIGGER == 0) pdl_launch_dependents();
   ResidualEpilogue epilogue{x, bias, N, scale};
   w4_product<NORM>(epilogue, N / 16, inner, nullptr, weight, partials, arrivals, T, 0.0f);
 }
@@ -50,10 +51,10 @@ extern "C" __global__ void W4_BOUNDS KERNEL(linear_w4_residual)(
 #if LINEAR == 2
 // out = silu(n Wg^T) * (n Wu^T), n = round(norm(x)).  out (T, F); x (T, K); norm (K); weight of (2 F, K): gate, then up rows.
 extern "C" __global__ void W4_BOUNDS KERNEL(linear_w4_gate_up)(
-    scalar_t* __restrict__ out, const scalar_t* x, const scalar_t* __restrict__ norm, const void* __restrict__ weight,
-    float4* partials, int* arrivals, int T, int F, float eps) {
-  pdl_launch_dependents();
-  GateUpEpilogue epilogue{out, F};
+    scalar_t* __restrict__ out, scalar_t* __restrict__ prepared, const scalar_t* x, const scalar_t* __restrict__ norm,
+    const void* __restrict__ weight, float4* partials, int* arrivals, int T, int F, float eps) {
+  if (TRIGGER == 0) pdl_launch_dependents();
+  GateUpEpilogue epilogue{out, F, reinterpret_cast<unsigned char*>(prepared)};
   w4_product<NORM>(epilogue, F / 8, x, norm, weight, partials, arrivals, T, eps);
 }
 #endif
@@ -63,7 +64,7 @@ extern "C" __global__ void W4_BOUNDS KERNEL(linear_w4_gate_up)(
 extern "C" __global__ void W4_BOUNDS KERNEL(linear_w4_head)(
     float* __restrict__ logits, const scalar_t* x, const scalar_t* __restrict__ norm, const void* __restrict__ weight,
     float4* partials, int* arrivals, int T, int V, float eps, float divisor) {
-  pdl_launch_dependents();
+  if (TRIGGER == 0) pdl_launch_dependents();
   HeadEpilogue epilogue{logits, V, divisor};
   w4_product<NORM>(epilogue, (V + 15) / 16, x, norm, weight, partials, arrivals, T, eps);
 }

@@ -56,13 +56,7 @@ extern "C" __global__ void __launch_bounds__(kRowThreads) KERNEL(prepare_w4)(
     }
     sums[i] = piece_sum(v[i]);
     if (piece >= kPieces) continue;
-    unsigned char* const place = to + x_offset(piece, token);
-    if (WGMMA_PRODUCTS) {
-#pragma unroll
-      for (int e = 0; e < 4; e++) *reinterpret_cast<uint32_t*>(place + e * kXWordStride) = (&v[i].x)[e];
-    } else {
-      store16(place, v[i]);
-    }
+    store_prepared(to, piece, token, v[i]);
   }
   sum_groups(sums, [&](int i, float sum) {
     const int piece = RowPieces::piece(i);

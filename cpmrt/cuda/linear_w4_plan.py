@@ -23,9 +23,10 @@ _LARGE_SHARED_BYTES = 200_000
 # Warps of a block at most: where eight share a tile; where each has a tile; on devices with little memory.
 _MOST_WARPS, _MOST_RUN_WARPS, _FEW_WARPS = 24, 20, 8
 _WARPGROUP = 4
-# From so many rows on they are normalised once, by prepare_w4, and not again in every block; and four warps multiply
-# together.
-_PREPARED_ROWS, _WARPGROUP_ROWS = 16, 32
+# From so many rows on they are normalised once, by prepare_w4, and not again in every block; a gate_up product whose
+# blocks have whole slices of the rows that it writes spares the next product prepare_w4; and four warps multiply
+# together, but in clusters only from more rows on.
+_PREPARED_ROWS, _FEEDING_ROWS, _WARPGROUP_ROWS, _CLUSTER_WARPGROUP_ROWS = 16, 16, 16, 32
 # A block that reads more of x than this shares it out: it takes one run of K, and exchanges sums with others.
 _LARGEST_WHOLE_X = 98_304
 _MAX_SLOTS, _STAGES = 8, 4
@@ -34,8 +35,14 @@ _MAX_SLOTS, _STAGES = 8, 4
 _CLUSTER_ROWS, _CLUSTER_SLICES = 32, 8
 # One of the stages of x, as a share of a block's memory.
 _STAGE_SHARE = 0.08
-# Bytes of weights on their way before x is asked for: it queues behind them. And at most, for one row.
-_EARLY_BYTES, _SINGLE_ROW_RING = 70_000, 139_264
+# Bytes of weights on their way before x is asked for, which queues behind them: more where eight warps share a tile, so
+# that each has a chunk; none before eight rows that every block normalises. And at most, for one row.
+_EARLY_BYTES, _EARLY_SPLIT_BYTES, _SINGLE_ROW_RING = 70_000, 102_000, 139_264
+_LATE_WEIGHTS_ROWS = 8
+# When the next kernel may start (TRIGGER). The weights that it copies then come before this one's x, which a product
+# with short runs waits for most of its time. At 64 rows the next one is prepare_w4: its blocks, once they are there,
+# take registers that the product after it needs.
+_AT_ONCE, _WITH_X, _AT_END, _LATE_TRIGGER_ROWS = 0, 1, 2, 64
 # Chunks of whole lines copy faster; in 8 bits they are so large that many rows, or many warps, leave room for one only.
 _LINE_BYTES, _LARGE_CHUNK_ROWS, _LARGE_CHUNK_WARPS = 128, 16, 16
 
@@ -45,8 +52,9 @@ class LinearW4Plan:
     """Compile-time constants of linear_w4.cu and its launch: `grid` blocks of `block` threads, dynamic shared bytes.
 
     `prepared`: x is what prepare_w4 wrote to a buffer of `prepared_bytes`, compiled with `prepare_constants`, in one
-    block of `PREPARE_THREADS` a row. `partial_bytes`, `num_arrivals`: of the float32 and the zeroed int32 scratch that
-    the kernel takes, 0 if it takes none.
+    block of `PREPARE_THREADS` a row. `fed_constants`, unless None: the kernel also writes to a buffer of `fed_bytes`
+    what prepare_w4, compiled with these, would make of its output without a norm or permutation. `partial_bytes`,
+    `num_arrivals`: of the float32 and the zeroed int32 scratch that the kernel takes, 0 if it takes none.
     """
 
     constants: dict[str, int]
@@ -56,6 +64,8 @@ class LinearW4Plan:
     prepared: bool
     prepare_constants: dict[str, int]
     prepared_bytes: int
+    fed_constants: dict[str, int] | None
+    fed_bytes: int
     partial_bytes: int
     num_arrivals: int
 
@@ -112,17 +122,20 @@ def plan_linear_w4(
     permuted: bool = False,
     portable: bool = False,
     has_norm: bool = True,
+    is_fed: bool = False,
 ) -> LinearW4Plan:
     """The plan of one product; `permuted` weights take their x from prepare_w4, which gathers it.
 
-    `has_norm` False: rows enter the product as they are, as those of "residual" always do.
+    `has_norm` False: rows enter the product as they are, as those of "residual" always do. `is_fed`: a gate_up product
+    has prepared them.
     """
     rows = row_bucket(num_rows)
     work = _Work.of(layout, rows, limits)
     memory = _Memory.of(layout, rows, limits, work)
     normalises = has_norm and layout.product != "residual"
     from_memory = rows >= _PREPARED_ROWS or work.exchanges
-    prepared = permuted or memory.stage_slices > 0 or (normalises and not work.in_clusters and from_memory)
+    prepared = permuted or is_fed or memory.stage_slices > 0 or (normalises and not work.in_clusters and from_memory)
+    feeds = rows >= _FEEDING_ROWS and work.has_whole_slices(layout)
     constants = layout.constants | {
         "LINEAR": PRODUCTS[layout.product],
         "ROWS": rows,
@@ -134,13 +147,17 @@ def plan_linear_w4(
         "PREPARED": int(prepared),
         "STAGE_SLICES": memory.stage_slices,
         "STAGES": _stages(limits),
-        "EARLY_SLOTS": _EARLY_BYTES // work.ring.level,
-        "WARPGROUPS": int(work.shared_run and rows >= _WARPGROUP_ROWS and not portable),
+        "FEEDS": int(feeds),
+        "TRIGGER": _trigger(layout, rows),
+        "EARLY_SLOTS": work.early_slots(rows, whole_rows=layout.runs == 1 and normalises and not prepared),
+        "WARPGROUPS": int(work.multiplies_together(rows) and not portable),
         "PORTABLE": int(portable),
         "SMEM_BYTES": memory.nbytes,
     }
     if layout.product == "qkv":
         constants["HEAD_DIM"] = layout.head_dim
+    own = {name: constants[name] for name in ("IN_FEATURES", "ROWS", "SCALE_GROUP", "ZEROS", "WARPGROUPS")}
+    inner = layout.out_features // 2
     through_memory = work.exchanges and not work.in_clusters
     return LinearW4Plan(
         constants,
@@ -148,11 +165,21 @@ def plan_linear_w4(
         work.warps * 32,
         memory.nbytes,
         prepared,
-        {name: constants[name] for name in ("IN_FEATURES", "ROWS", "SCALE_GROUP", "ZEROS", "WARPGROUPS")},
+        own,
         layout.num_slices * _x_slice(layout, rows) if prepared else 0,
+        own | {"IN_FEATURES": inner} if feeds else None,
+        inner // SLICE_COLUMNS * _x_slice(layout, rows) if feeds else 0,
         layout.num_tiles * layout.runs * ceil(rows / 8) * 512 if through_memory else 0,
         layout.num_tiles if through_memory else 0,
     )
+
+
+def _trigger(layout: PackedLayout, rows: int) -> int:
+    if layout.product != "residual":
+        return _AT_ONCE
+    if rows >= _LATE_TRIGGER_ROWS:
+        return _AT_END
+    return _WITH_X if layout.run_slices == 1 else _AT_ONCE
 
 
 @dataclass(frozen=True)
@@ -182,6 +209,21 @@ class _Work:
         rounds = ceil(layout.num_tiles * copies / grid / tiles)
         ring = _Ring.of(layout, rows, warps, rounds)
         return cls(shared_run, in_clusters, exchanges, warps, grid, rounds, ring)
+
+    def early_slots(self, rows: int, *, whole_rows: bool) -> int:
+        """Chunks of a warp that are copied before x is asked for; `whole_rows`: each block normalises all of x."""
+        if self.shared_run and whole_rows and rows == _LATE_WEIGHTS_ROWS:
+            return 0
+        return (_EARLY_BYTES if self.shared_run else _EARLY_SPLIT_BYTES) // self.ring.level
+
+    def multiplies_together(self, rows: int) -> bool:
+        """Whether four warps share a tensor core product."""
+        return self.shared_run and rows >= (_CLUSTER_WARPGROUP_ROWS if self.in_clusters else _WARPGROUP_ROWS)
+
+    def has_whole_slices(self, layout: PackedLayout) -> bool:
+        """Whether each block makes a slice of the rows that a gate_up product writes, 8 columns a tile, and is done."""
+        is_even = self.warps * TILE_ROWS // 2 == SLICE_COLUMNS and self.grid * self.warps == layout.num_tiles
+        return layout.product == "gate_up" and self.shared_run and layout.runs == 1 and is_even
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from cpmrt.config import ModelConfig
 from cpmrt.cuda.gemm import Gemm
 from cpmrt.cuda.launcher import Launcher
 from cpmrt.cuda.linear_plan import DeviceLimits
-from cpmrt.cuda.linear_w4_plan import PREPARE_THREADS, packed_layout, plan_linear_w4
+from cpmrt.cuda.linear_w4_plan import PREPARE_THREADS, LinearW4Plan, packed_layout, plan_linear_w4
 from cpmrt.cuda.packed_w4 import PackedLayout
 from cpmrt.cuda.repack import OWN_FORMAT, repack_constants
 from cpmrt.cuda.weights_w4 import slice_rows
@@ -39,6 +39,8 @@ class QuantizedProducts:
     ):
         self._config, self._launch, self._gemm, self._scratch = config, launcher, gemm, scratch
         self._limits, self._portable = limits, portable
+        self._fed: tuple[Any, Mapping[str, int]] | None = None
+        """Rows that the product before left prepared as well, in `w4_fed`, and the constants that this took."""
 
     def skinny(
         self,
@@ -51,14 +53,12 @@ class QuantizedProducts:
     ) -> None:
         """A product of 1 to 64 rows, fused as with a weight in 16 bits, whose kernel takes `args`.
 
-        Among them are `source`, the rows (normalised with `norm` where there is one), and `weight`.
+        First of them is the output. Among them are `source`, the rows (normalised with `norm` where there is one), and
+        `weight`.
         """
-        layout, permuted = self._layout(product, weight), weight.perm is not None
-        has_norm = norm is not None
-        plan = _plan(layout, len(source), self._limits, permuted=permuted, portable=self._portable, has_norm=has_norm)
-        rows = source
-        if plan.prepared:
-            rows = self._scratch["w4_rows"]
+        plan, is_fed = self._planned(product, weight, source, has_norm=norm is not None)
+        rows = self._scratch["w4_fed" if is_fed else "w4_rows"] if plan.prepared else source
+        if plan.prepared and not is_fed:
             self._launch(
                 "prepare_w4.cu", "prepare_w4", plan.prepare_constants, len(source), PREPARE_THREADS,
                 rows, source, norm, weight.perm, np.float32(eps),
@@ -68,10 +68,26 @@ class QuantizedProducts:
         given: list[Any] = []
         for arg in args:
             given += [weight.codes, partials, arrivals] if arg is weight else [rows if arg is source else arg]
+        self._fed = None
+        if product == "gate_up":
+            given.insert(1, None if plan.fed_constants is None else self._scratch["w4_fed"])
+            self._fed = None if plan.fed_constants is None else (args[0], plan.fed_constants)
         self._launch(
             "linear_w4.cu", f"linear_w4_{product}", plan.constants, plan.grid, plan.block, *given,
             smem=plan.shared_bytes,
         )  # fmt: skip
+
+    def _planned(
+        self, product: str, weight: QuantizedWeight, source: Any, *, has_norm: bool
+    ) -> tuple[LinearW4Plan, bool]:
+        """And whether the product before has prepared `source`."""
+        layout, permuted = self._layout(product, weight), weight.perm is not None
+        kind = {"permuted": permuted, "portable": self._portable, "has_norm": has_norm}
+        if self._fed is not None and self._fed[0] is source and not permuted:
+            plan = _plan(layout, len(source), self._limits, **kind, is_fed=True)
+            if plan.prepare_constants == self._fed[1]:
+                return plan, True
+        return _plan(layout, len(source), self._limits, **kind), False
 
     def chunk(self, product: str, y: Any, x: Any, weight: QuantizedWeight, *, alpha: float, beta: float) -> None:
         """y = alpha x weight^T + beta y for many rows, the weight rounded to 16 bits, a slice of its rows at a time."""

@@ -91,6 +91,8 @@ def quantised_workspace(
     ):
         if any(sizes):
             yield BufferSpec(name, (max(sizes),), QKV, HEAD, itemsize=itemsize)
+    if fed := max((plan.fed_bytes for plan in plans), default=0):
+        yield BufferSpec("w4_fed", (fed // 2,), GATE_UP, DOWN)
     if max_rows <= MAX_ROWS:
         return
     layers = [spec for spec in held if spec.name.rpartition(".")[2] != "lm_head"]

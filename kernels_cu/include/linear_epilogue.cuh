@@ -148,13 +148,15 @@ struct GateUpTiles {
 struct GateUpEpilogue {
   scalar_t* out;
   int F;
+  unsigned char* prepared;   // of linear_w4.cu with FEEDS
 
+  __device__ __forceinline__ static scalar_t value(float gate, float up) { return from_float(gate / (1.0f + __expf(-gate)) * up); }
   __device__ __forceinline__ void prepare(uint32_t) {}
   __device__ __forceinline__ void look_up() {}
   __device__ __forceinline__ void settle() const {}
   __device__ __forceinline__ void prefetch(int, int, int, int, int) {}
   __device__ __forceinline__ void store(int, int, int tile, int row, int token, float gate, float up) {
-    out[static_cast<int64_t>(token) * F + tile * 8 + row] = from_float(gate / (1.0f + __expf(-gate)) * up);
+    out[static_cast<int64_t>(token) * F + tile * 8 + row] = value(gate, up);
   }
 };
 #endif

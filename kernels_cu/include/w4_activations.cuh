@@ -199,14 +199,14 @@ struct Activations {
 #endif
   }
   __device__ __forceinline__ void start_stages() const {
-    for (int i = 0; i < kStages - 2; i++) start_stage(i);
+    for (int i = 0; i < kStages - 1; i++) start_stage(i);
   }
   // The next stage. The calling warp has read the one before it; the first thread goes on with the copies.
   __device__ __forceinline__ uint32_t enter_stage() {
 #if COPY_ENGINE
     __syncwarp();
     if (stage > 0 && at.lane == 0) mbarrier_arrive(empty(stage - 1));
-    start_stage(stage + kStages - 2);
+    start_stage(stage + kStages - 1);
     mbarrier_wait(full(stage), stage / kStages & 1);
 #else
     __syncthreads();

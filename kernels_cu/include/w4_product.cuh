@@ -11,6 +11,7 @@
 #include "mma.cuh"
 #include "w4_activations.cuh"
 #include "w4_exchange.cuh"
+#include "w4_feed.cuh"
 #if WGMMA_PRODUCTS
 #include "tma.cuh"
 #include "w4_wgmma.cuh"
@@ -88,7 +89,7 @@ __device__ __forceinline__ void multiply_together(Sums& out, uint32_t unit, uint
     uint32_t a[S][kHeld][4];
 #pragma unroll
     for (int s = 0; s < S; s++) {
-      const uint64_t tokens = tokens_descriptor<NT>(x + s * kXSliceBytes);
+      const uint64_t tokens = tokens_descriptor<NT, NT < 8 || kThreads <= 512>(x + s * kXSliceBytes);
 #pragma unroll
       for (int from = 0; from < kSteps; from += kHeld) {
         if (from > 0) {
@@ -232,6 +233,23 @@ __device__ __forceinline__ void finish_block(const Sums& out, const Lane& at, Ep
 }
 
 // SHARED_RUN = 1 and RUNS = 1: a lane's own values.
+#if FEEDS
+// All warps, at the end of the block's one round.
+template <class Epilogue>
+__device__ __forceinline__ void finish_rows(const Sums& out, const Lane& at, const Epilogue& epilogue, int, int T) {
+  const Feed feed{at, epilogue.out, epilogue.prepared, epilogue.F, T};
+  __syncthreads();
+#pragma unroll
+  for (int nt = 0; nt < NT; nt++)
+#pragma unroll
+    for (int odd = 0; odd < kLaneTokens; odd++) {
+      const int token = nt * 8 + at.quarter * 2 + odd;
+      if (token < T) feed.keep(token, epilogue.value(out[nt][odd], out[nt][odd + 2]));
+    }
+  __syncthreads();
+  feed.pass_on(blockIdx.x);
+}
+#else
 template <class Epilogue>
 __device__ __forceinline__ void finish_rows(const Sums& out, const Lane& at, Epilogue& epilogue, int tile, int T) {
 #pragma unroll
@@ -246,6 +264,7 @@ __device__ __forceinline__ void finish_rows(const Sums& out, const Lane& at, Epi
         else epilogue.store(nt, odd, tile, at.token, token, out[nt][odd], out[nt][odd + 2]);
       }
 }
+#endif
 
 // The whole product; the epilogue as in linear_product.cuh. x (T, K), or with PREPARED what prepare_w4 wrote.
 template <bool kNorm, class Epilogue>
@@ -297,6 +316,7 @@ __device__ __forceinline__ void w4_product(Epilogue& epilogue, int num_tiles, co
   async_proxy_fence();
 #endif
   __syncthreads();
+  if (TRIGGER == 1) pdl_launch_dependents();
 #pragma unroll 1
   for (int round = 0; round < rounds; round++) {
     const int tile = at.tile(round);
@@ -315,7 +335,7 @@ __device__ __forceinline__ void w4_product(Epilogue& epilogue, int num_tiles, co
 #else
       finish_grid(out, at, epilogue, round, num_tiles, T, partials, arrivals);
 #endif
-    } else if (tile < num_tiles) {
+    } else if (FEEDS || tile < num_tiles) {
       finish_rows(out, at, epilogue, tile, T);
     }
   }

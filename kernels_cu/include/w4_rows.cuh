@@ -187,6 +187,20 @@ __device__ __forceinline__ float piece_sum(uint4 v) {
   return sum;
 }
 
+// A piece of what prepare_w4 writes, in its place.
+__device__ __forceinline__ void store_prepared(unsigned char* prepared, int piece, int token, uint4 v) {
+  unsigned char* const place = prepared + x_offset(piece, token);
+  if (WGMMA_PRODUCTS) {
+#pragma unroll
+    for (int e = 0; e < 4; e++) *reinterpret_cast<uint32_t*>(place + e * kXWordStride) = (&v.x)[e];
+  } else {
+    store16(place, v);
+  }
+}
+
+// The sum of a scale group times a code of 8 (ZEROS: 1).
+__device__ __forceinline__ float group_sum(float sum) { return sum * kCodeScale * (ZEROS ? kCodeScale2 : kCodeScale2 * 8.0f); }
+
 // Sums over scale groups, times a code of 8 (ZEROS: 1), of COUNT pieces a lane: kGroupLanes neighbouring lanes hold a group. All lanes
 // of a warp. `store(i, sum)` for piece i, in one lane of each group. Neighbours are added first, whatever COUNT is; with more than
 // one piece each lane goes on with half of them.
@@ -196,7 +210,7 @@ __device__ __forceinline__ void sum_groups(float (&sums)[COUNT], Store store, in
   if constexpr (DISTANCE == kGroupLanes) {
 #pragma unroll
     for (int i = 0; i < HELD; i++)
-      if (stores) store(first + i, sums[i] * kCodeScale * (ZEROS ? kCodeScale2 : kCodeScale2 * 8.0f));
+      if (stores) store(first + i, group_sum(sums[i]));
   } else if constexpr (HELD % 2 == 0) {
     constexpr int kKept = HELD / 2;
 #pragma unroll

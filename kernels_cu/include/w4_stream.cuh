@@ -31,6 +31,12 @@
 #ifndef RECEIVED_APART
 #error "RECEIVED_APART (1: what the peers of a cluster send has its own memory; 0: that of weights and x, all blocks take tiles once) must be defined"
 #endif
+#ifndef FEEDS
+#error "FEEDS (1: a gate_up product also writes what prepare_w4 would make of its rows for the product after it; 0: it does not) must be defined"
+#endif
+#ifndef TRIGGER
+#error "TRIGGER (the next kernel may start 0: as soon as this one; 1: when this one has its x; 2: at its end) must be defined"
+#endif
 #ifndef SMEM_BYTES
 #error "SMEM_BYTES (dynamic shared memory of the launch) must be defined"
 #endif
@@ -118,7 +124,7 @@ struct Lane {
   __device__ __forceinline__ int tile(int round) const { return tile(round, SHARED_RUN ? warp : warp / RUNS); }
   __device__ __forceinline__ static int tile(int round, int place) {
     const int block = SHARED_RUN ? blockIdx.x / RUNS : blockIdx.x, blocks = SHARED_RUN ? gridDim.x / RUNS : gridDim.x;
-    return (round * kBlockTiles + place) * blocks + block;
+    return FEEDS ? (round * blocks + block) * kBlockTiles + place : (round * kBlockTiles + place) * blocks + block;
   }
 };
 

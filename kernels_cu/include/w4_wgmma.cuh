@@ -18,8 +18,10 @@ W4_WGMMA(32, WGMMA_R0, WGMMA_SUMS16(c, 0), "16", "17", "18", "19", "20", "21")
 W4_WGMMA(64, WGMMA_R0 ", " WGMMA_R1, WGMMA_SUMS32(c, 0), "32", "33", "34", "35", "36", "37")
 #undef W4_WGMMA
 
-// 16 k of x at `shared`: [2][token tile][8 tokens] 16 bytes.
-template <int NT>
+// 16 k of x at `shared`: [2][token tile][8 tokens] 16 bytes. With IN_UNIFORM a shuffle tells the compiler that all lanes have the same
+// address: it then keeps this and the descriptors after it in uniform registers, and adds nothing lane by lane.
+template <int NT, bool IN_UNIFORM>
 __device__ __forceinline__ uint64_t tokens_descriptor(uint32_t shared) {
+  if (IN_UNIFORM) shared = __shfl_sync(0xFFFFFFFFu, shared, 0);
   return static_cast<uint64_t>(128 >> 4) << 32 | static_cast<uint64_t>(NT * 128 >> 4) << 16 | (shared & 0x3FFFF) >> 4;
 }

@@ -51,6 +51,9 @@ SMALL = {
     "one slice": ("residual", 16, 128, 0, 0, 128, False, False),
     "odd head": ("head", 1003, 384, 0, 0, 128, False, False),
     "wide gate_up": ("gate_up", 2 * 1056 * 16 + 32, 256, 0, 0, 128, False, False),
+    "feeding gate_up": ("gate_up", 2 * 128 * 128, 256, 0, 0, 128, False, False),
+    "feeding gate_up, groups of 64": ("gate_up", 2 * 128 * 128, 128, 0, 0, 64, False, False),
+    "feeding gate_up, groups of 32": ("gate_up", 2 * 128 * 128, 128, 0, 0, 32, True, False),
     "uneven qkv": ("qkv", 2688, 256, 96, 2, 32, False, False),
     "uneven o": ("residual", 2640, 640, 0, 0, 64, False, False),
     "long down": ("residual", 80, 16384, 0, 0, 128, False, False),
@@ -92,6 +95,12 @@ IN_EIGHT_BITS = EIGHT_BITS | LARGE_EIGHT_BITS
 SMALL |= EIGHT_BITS
 LARGE |= LARGE_EIGHT_BITS
 SHAPES = SMALL | LARGE
+FEEDING = {
+    H200: {"8B gate_up", "feeding gate_up", "feeding gate_up, groups of 64", "feeding gate_up, groups of 32"},
+    ORIN: set(),
+    RTX_4090: set(),
+}
+"""Where blocks have whole slices of the rows that they write."""
 
 
 @dataclass
@@ -180,10 +189,10 @@ class Launcher:
         self.layout = case.layout(self.limits)
         self.weight = cuda.array(packed_weight(case, self.layout))
 
-    def run(self, num_rows: int, *, pdl: bool = False) -> Any:
+    def run(self, num_rows: int, *, pdl: bool = False, is_fed: bool = False) -> Any:
         case, d = self.case, self.device
         is_permuted = case.arrays["permutation"] is not None
-        kind = {"permuted": is_permuted, "portable": self.portable, "has_norm": "norm" in d}
+        kind = {"permuted": is_permuted, "portable": self.portable, "has_norm": "norm" in d, "is_fed": is_fed}
         plan = plan_linear_w4(self.layout, num_rows, self.limits, **kind)
         kernel = self.cuda.kernel("linear_w4.cu", f"linear_w4_{case.product}", case.dtype, **plan.constants)
         empty = self.cuda.cupy.empty
@@ -192,17 +201,17 @@ class Launcher:
         x = d["x"]
         if plan.prepared:
             x = self.poisoned(plan.prepared_bytes // 2, 1)
-            prepare = self.cuda.kernel("prepare_w4.cu", "prepare_w4", case.dtype, **plan.prepare_constants)
             norm = None if case.product == "residual" else d.get("norm")
+        fed = self.poisoned(plan.fed_bytes // 2, 1) if plan.fed_constants else None
         out, *others = self.outputs(num_rows)
         self.cuda.cupy.cuda.Device().synchronize()
         if plan.prepared:
-            prepare(num_rows, PREPARE_THREADS, x, d["x"], norm, d.get("permutation"), np.float32(EPS), pdl=pdl)
+            self.prepare(plan.prepare_constants, num_rows, x, d["x"], norm, d.get("permutation"), pdl)
         weight, rows, width = (self.weight, partials, arrivals), np.int32(num_rows), np.int32(case.out_features)
         if case.product == "residual":
             arguments = out, x, *weight, d.get("bias"), rows, width, np.float32(SCALE)
         elif case.product == "gate_up":
-            arguments = out, x, d.get("norm"), *weight, rows, np.int32(case.out_features // 2), np.float32(EPS)
+            arguments = out, fed, x, d.get("norm"), *weight, rows, np.int32(case.out_features // 2), np.float32(EPS)
         elif case.product == "head":
             arguments = out, x, d.get("norm"), *weight, rows, width, np.float32(EPS), np.float32(DIVISOR)
         else:
@@ -211,11 +220,21 @@ class Launcher:
             sizes = np.int32(MAX_CONTEXT // PAGE_SIZE), np.int32(MAX_CONTEXT), np.float32(EPS)
             arguments = out, *others, x, d.get("norm"), *weight, d.get("bias"), *state, *sizes
         kernel(plan.grid, plan.block, *arguments, smem=plan.shared_bytes, pdl=pdl)
+        if plan.fed_constants:
+            expected = self.poisoned(plan.fed_bytes // 2, 1)
+            self.prepare(plan.fed_constants, num_rows, expected, out, None, None, pdl)
+            assert np.array_equal(bits(self.cuda.numpy(fed)), bits(self.cuda.numpy(expected)))
         words = self.cuda.numpy(out)
         nan = bits(from_float32(np.full(1, np.nan, np.float32), self.stored))
         assert (bits(words[num_rows:]) == nan).all()
         assert arrivals is None or not arrivals.any()
         return words[:num_rows] if case.product != "qkv" else self.with_pages(words, others, num_rows, nan)
+
+    def prepare(
+        self, constants: dict[str, int], num_rows: int, to: Any, x: Any, norm: Any, permutation: Any, pdl: bool
+    ) -> None:
+        kernel = self.cuda.kernel("prepare_w4.cu", "prepare_w4", self.case.dtype, **constants)
+        kernel(num_rows, PREPARE_THREADS, to, x, norm, permutation, np.float32(EPS), pdl=pdl)
 
     @property
     def stored(self) -> DType:
@@ -294,6 +313,14 @@ def test_without_bias(cuda: Any, name: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("name", ["demo down", "long down", "long down, groups of 32", "0.5B down"])
+def test_rows_that_the_product_before_prepared(cuda: Any, name: str) -> None:
+    launcher = Launcher(cuda, make_case(name, DType.BFLOAT16))
+    for num_rows in (12, 16, 31, 64):
+        assert np.array_equal(bits(launcher.run(num_rows, is_fed=True)), bits(launcher.run(num_rows))), num_rows
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", ["demo gate_up", "permuted o"])
 def test_a_row_does_not_see_the_others(cuda: Any, name: str) -> None:
     case = make_case(name, DType.BFLOAT16)
@@ -326,6 +353,7 @@ def test_plans_fit_the_device(name: str, limits: DeviceLimits) -> None:
         assert plan.grid % (layout.runs if constants["SHARED_RUN"] else 1) == 0
         exchanges = constants["SHARED_RUN"] and layout.runs > 1
         assert bool(plan.num_arrivals) == bool(plan.partial_bytes) == bool(exchanges and not constants["CLUSTERS"])
+        assert bool(plan.fed_bytes) == bool(plan.fed_constants) == (name in FEEDING[limits] and rows > 8), rows
         if constants["CLUSTERS"]:
             assert exchanges and plan.grid <= 8 * limits.whole_clusters
 

@@ -1,0 +1,54 @@
+// What a gate_up product leaves for the product after it (FEEDS = 1): its rows as prepare_w4 would write them, and as they are.
+//
+// A block has the 16 tiles of 128 neighbouring columns, a slice of the product after it, which takes the same ROWS, SCALE_GROUP,
+// ZEROS and WARPGROUPS: so it sees whole scale groups, and writes whole lines.
+#pragma once
+#include "w4_stream.cuh"
+
+constexpr int kFeedPitch = kSliceColumns * 2 + 16;   // bytes between tokens in shared memory: rows in other banks
+static_assert(!FEEDS || (SHARED_RUN && RUNS == 1 && kBlockTiles * 8 == kSliceColumns), "FEEDS needs blocks of 16 whole tiles");
+static_assert(!FEEDS || kTokens * kFeedPitch <= SMEM_BYTES - kRingOffset, "SMEM_BYTES is too small");
+
+struct Feed {
+  const Lane& at;
+  scalar_t* out;             // (T, columns)
+  unsigned char* prepared;
+  int columns, T;
+
+  // In place of weights that have been read.
+  __device__ __forceinline__ uint32_t row(int token) const { return at.shared + kRingOffset + token * kFeedPitch; }
+  // A value of the warp's own tile.
+  __device__ __forceinline__ void keep(int token, scalar_t value) const {
+    const unsigned short& bits = reinterpret_cast<const unsigned short&>(value);
+    asm volatile("st.shared.b16 [%0], %1;" ::"r"(row(token) + (at.warp * 8 + at.token) * 2), "h"(bits) : "memory");
+  }
+  // Once all tiles of the slice are kept. A warp takes eight tokens, of which a lane has every fourth piece.
+  __device__ __forceinline__ void pass_on(int slice) const {
+    for (int first = at.warp * 8; first < T; first += kWarps * 8) {
+      const int token = first + at.token;
+      const bool is_there = token < T;
+      float sums[4];
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const int of_slice = i * 4 + at.quarter, piece = slice * 16 + of_slice;
+        uint4 v = load_shared(row(token) + of_slice * 16);
+        if (is_there) store16(out + static_cast<size_t>(token) * columns + piece * 8, v);
+        v = scaled(v);
+        if (is_there) store_prepared(prepared, piece, token, v);
+        sums[i] = piece_sum(v);
+#pragma unroll
+        for (int distance = 1; distance < 4; distance *= 2) sums[i] += __shfl_xor_sync(0xFFFFFFFFu, sums[i], distance);
+      }
+      // Neighbours first, as sum_groups adds them.
+#pragma unroll
+      for (int step = 1; step < kGroupLanes / 4; step *= 2)
+#pragma unroll
+        for (int i = 0; i < 4; i += 2 * step) sums[i] += sums[i + step];
+#pragma unroll
+      for (int i = 0; i < 4; i += kGroupLanes / 4) {
+        float* const place = reinterpret_cast<float*>(prepared + sum_offset(slice * 16 + i * 4, token));
+        if (is_there && at.quarter == 0) *place = group_sum(sums[i]);
+      }
+    }
+  }
+};
