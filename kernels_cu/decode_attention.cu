@@ -12,7 +12,8 @@
 // q              [T, H*D] scalar_t row-major
 // k_pages        [P, K heads, 64, D] scalar_t; v_pages likewise
 // positions      [T] int32; slots [T] int32; block_tables [B, pages_per_sequence] int32
-// tree_masks     [T] uint64, tree_base [T] int32, read with TREE only: positions[t] + 1 is tree_base[t] plus the set bits
+// tree_masks     [T] uint64, tree_base [T] int32, read with TREE only: positions[t] + 1 is tree_base[t] plus the set bits;
+//                many rows that see all their keys are left to tree_attention where it is compiled
 // blocks         [T, K heads, num_selected] int32, ascending, the row's own block the last, read with SELECTED only; with
 //                SELECTED 2 the rows that see everything are left to prefill_attention: nothing is stored
 // num_splits     into how many runs a long row's pages are cut, a multiple of kCluster
@@ -60,20 +61,15 @@ static_assert(STAGES >= 2, "a warp's ring also holds its float32 output");
 #if __CUDA_ARCH__ >= 900 && !PORTABLE
 #define IN_CLUSTERS
 #define CLUSTER_LAUNCH __cluster_dims__(8, 1, 1)
-constexpr int kCluster = 8;
-// Up to this many pages a row stays in one cluster: cheaper than merging through the workspace.
-constexpr int kClusterPages = 32;
 #else
 #define CLUSTER_LAUNCH
-constexpr int kCluster = 1;
-constexpr int kClusterPages = 4;
 #endif
 
+#include "decode_cut.cuh"
 #include "partials.cuh"
 
-constexpr int kThreads = 128;
-constexpr int kWarps = kThreads / 32;
-constexpr int kKeys = kPageTokens / kWarps;  // keys of a page that a warp takes
+constexpr int kWarps = kSlices;
+constexpr int kThreads = 32 * kWarps;
 constexpr int kEarlyRows = 16;               // up to so many rows all blocks with work are there at once
 constexpr int kTiles = (GROUP + 15) / 16;    // blocks that share a KV head
 constexpr int kHeads = (GROUP + kTiles - 1) / kTiles;
@@ -83,24 +79,9 @@ static_assert(kVectors % kCluster == 0, "slices are equal: peers count their byt
 constexpr int kTileBytes = kKeys * kRowBytes;
 constexpr int kStageBytes = 2 * kTileBytes;
 constexpr int kQueryBytes = 16 * kRowBytes;
-constexpr int kMergeBatch = kCluster > 1 ? 8 : 16;  // clusters read at a time: without clusters there are more
 constexpr int kOutStride = HEAD_DIM + 8;  // floats; the padding keeps the eight rows of a store in different banks
 
 #include "decode_warp.cuh"
-
-// How the pages that a row sees are cut: pages of a run, and how many runs there are.
-struct Cut {
-  int first_page, num_pages, run_pages, num_runs;
-
-  __device__ __forceinline__ Cut(const Keys& keys, int num_splits) {
-    first_page = keys.first() / kPageTokens;
-    num_pages = (keys.length + kPageTokens - 1) / kPageTokens - first_page;
-    const int wanted = num_pages <= kClusterPages ? kCluster : num_splits;
-    run_pages = (num_pages + wanted - 1) / wanted;
-    num_runs = (num_pages + run_pages - 1) / run_pages;
-  }
-  __device__ __forceinline__ int clusters() const { return (num_runs + kCluster - 1) / kCluster; }
-};
 
 // ---- merging partial results ----
 
@@ -156,21 +137,6 @@ __device__ __forceinline__ void store_vector(scalar_t* out, const Heads& heads, 
     make_uint2(pack2(value.x, value.y), pack2(value.z, value.w));
 }
 
-// True in the last of `expected` blocks that call it with the same counter, which is then zero again. What the others
-// wrote before is visible: one thread's acquire and release stand for the block, which the barriers order around it.
-__device__ __forceinline__ bool arrives_last(int* arrivals, int expected) {
-  __shared__ bool last;
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    int before;
-    asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;" : "=r"(before) : "l"(arrivals) : "memory");
-    last = before == expected - 1;
-    if (last) *arrivals = 0;
-  }
-  __syncthreads();
-  return last;
-}
-
 // The query's tile in 16-byte pieces of each thread's, read through registers: not with the copies of the pages, which
 // nobody has to wait for then.
 struct Query {
@@ -200,10 +166,12 @@ __device__ __forceinline__ void store_zeros(scalar_t* out, const Heads& heads) {
   }
 }
 
-// A run of pages, by all warps: their partials stand at the start of their rings and in log_sums.
+// A run of pages, by all warps: their partials stand at the start of their rings and in log_sums. before_wait() is called
+// once the pages that are read early are on their way.
+template <typename BeforeWait>
 __device__ __forceinline__ void attend_run(unsigned char* shared, float (&log_sums)[kWarps][16], const scalar_t* q,
                                            const Heads& heads, Stream stream, const Keys& keys, float scale,
-                                           bool is_early) {
+                                           bool is_early, BeforeWait before_wait) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   Query query;
   bool has_new = false;
@@ -215,6 +183,7 @@ __device__ __forceinline__ void attend_run(unsigned char* shared, float (&log_su
   stream.fill(keys);
   if (is_early) {
     pdl_launch_dependents();
+    before_wait();
     pdl_wait();
     has_new = stream.fill_new(keys);
     query.read(q, heads);
@@ -314,6 +283,9 @@ KERNEL(decode_attention)(scalar_t* __restrict__ out, float* partials, int* arriv
   if (num_rows > 1) pdl_launch_dependents();
   if (SELECTED) pdl_wait();  // the kernel before this one chose the pages
   const int slot = __ldcg(slots + row), position = __ldcg(positions + row);
+#if TREE
+  const uint64_t mask = __ldcg(tree_masks + row);
+#endif
   const Heads heads = {(((int64_t)row * num_kv_heads + kv_head) * GROUP + tile * kHeads) * HEAD_DIM,
                        min(kHeads, GROUP - tile * kHeads)};
   const int base = TREE ? __ldcg(tree_base + row) : position;
@@ -353,9 +325,12 @@ KERNEL(decode_attention)(scalar_t* __restrict__ out, float* partials, int* arriv
   const int* block_table = block_tables + (int64_t)slot * pages_per_sequence;
 #if TREE
   __shared__ int64_t path_table[kMaxNodes];
-  const Path path(path_table, base, skipped, __ldcg(tree_masks + row), block_table, page_stride);
+  const Path path = {path_table, base - skipped};
+  // What is read early lies before the base: two loads one after the other need not hold it up.
+  bool locates_late = is_early && !SELECTED;
+  if (!locates_late) path.locate(base, mask, block_table, page_stride);
 #else
-  const Path path;
+  const Path path = {};
 #endif
   Stream stream = {k_pages + head_offset,
                    v_pages + head_offset,
@@ -377,7 +352,12 @@ KERNEL(decode_attention)(scalar_t* __restrict__ out, float* partials, int* arriv
       stream.block_table = chosen ? block_table : block_table + first_page;
       stream.first_key = first_page * kPageTokens + warp * kKeys;
       stream.num_pages = min(cut.run_pages, cut.num_pages - run * cut.run_pages);
-      attend_run(shared, log_sums, q, heads, stream, keys, scale, is_early);
+      attend_run(shared, log_sums, q, heads, stream, keys, scale, is_early, [&] {
+#if TREE
+        if (locates_late) path.locate(base, mask, block_table, page_stride);
+        locates_late = false;
+#endif
+      });
     }
     pdl_launch_dependents();
     pdl_wait();

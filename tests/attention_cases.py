@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from cpmrt.cuda.attention_plan import DecodeAttentionPlan, plan_decode_attention
+from cpmrt.cuda.attention_plan import DecodeAttentionPlan, decode_launch, plan_decode_attention
 from cpmrt.dtypes import DType, round_to
 from cpmrt.memory.kv_pages import PAGE_SIZE
 from cpmrt.ops import OPS, Rows
@@ -83,22 +83,38 @@ class Launcher:
         self.arrivals = cuda.array(np.zeros(self.plan.arrivals, np.int32))
 
     def run(self, case: Case, *, pdl: bool = False, window: int = 0, launches: int = 1) -> np.ndarray[Any, Any]:
-        constants = self.plan.constants | {"TREE": int(case.tree_masks is not None), "WINDOW": window}
-        kernel = self.cuda.kernel("decode_attention.cu", "decode_attention", case.dtype, **constants)
         size = case.q.size
         out = self.cuda.array(np.full(size + 2 * GUARD, np.nan, np.float32), case.dtype)
         inputs = [self.cuda.array(case.q, case.dtype), self.k_pages, self.v_pages]
         rows = [self.cuda.array(case.positions), self.cuda.array(case.slots), self.block_tables]
         tree = [None if values is None else self.cuda.array(values) for values in (case.tree_masks, case.tree_base)]
-        sizes = [np.int32(self.plan.num_splits), np.int32(case.num_kv_heads), np.int32(case.block_tables.shape[1])]
-        arguments = [out[GUARD:], self.partials, self.arrivals, *inputs, *rows, *tree, *sizes, np.float32(case.scale)]
-        grid = self.plan.grid(len(case.q))
+        sizes = [np.int32(case.num_kv_heads), np.int32(case.block_tables.shape[1])]
+        operands = [out[GUARD:], self.partials, self.arrivals, *inputs, *rows, *tree]
         for _ in range(launches):
-            kernel(grid, self.plan.threads, *arguments, smem=self.plan.shared_bytes, pdl=pdl)
+            launch_attention(self.cuda, self.plan, case.dtype, operands, sizes, case.scale, window=window, pdl=pdl)
         result = self.cuda.numpy(out, case.dtype)
         assert np.isnan(result[:GUARD]).all() and np.isnan(result[GUARD + size :]).all(), "wrote outside out"
         assert not self.cuda.numpy(self.arrivals).any(), "counters were not reset"
         return result[GUARD : GUARD + size].reshape(case.q.shape)
+
+
+def launch_attention(
+    cuda: Any,
+    plan: DecodeAttentionPlan,
+    dtype: DType,
+    operands: list[Any],
+    sizes: list[Any],
+    scale: float,
+    *,
+    window: int = 0,
+    pdl: bool = False,
+) -> None:
+    """As `CudaOps` does. `operands`: up to tree_base, None for plain rows; `sizes`: KV heads, pages of a sequence."""
+    slots, tree_base = operands[7], operands[10]
+    one = decode_launch(plan, len(slots), is_tree=tree_base is not None, window=window)
+    kernel = cuda.kernel(f"{one.kernel}.cu", one.kernel, dtype, **one.constants)
+    numbers = [*map(np.int32, one.sizes), *sizes, np.float32(scale)]
+    kernel(one.grid, one.threads, *operands, *numbers, smem=one.shared_bytes, pdl=pdl)
 
 
 def plan_for(case: Case, arch: int, max_context: int, sms: int, portable: bool) -> DecodeAttentionPlan:

@@ -12,7 +12,8 @@ from cpmrt.cuda.compiler import Modules
 from cpmrt.cuda.device import Device
 from cpmrt.cuda.draft_forward import DraftForward, every_shape, executor_needs
 from cpmrt.cuda.gemm import Gemm
-from cpmrt.cuda.kernels import constant_sets, files
+from cpmrt.cuda.kernel_builds import constant_sets
+from cpmrt.cuda.kernels import files
 from cpmrt.cuda.launcher import Launcher, Module
 from cpmrt.cuda.linear_plan import DeviceLimits
 from cpmrt.cuda.repack import repack_modules

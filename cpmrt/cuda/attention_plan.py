@@ -15,6 +15,11 @@ from cpmrt.memory.kv_pages import PAGE_SIZE, pages_for
 _QUERY_TILE = 16  # rows of an m16n8k16 tile
 _PREFILL_TILE = 128
 _PLAIN = {"TREE": 0, "WINDOW": 0, "SELECTED": 0}  # rows of no tree that see all their keys
+# Tiles of query rows of a block of tree_attention, blocks of a cluster: what is faster if all groups of rows are there
+# at once comes first. Then by size of a cluster of how many multiprocessors one finds room for a block on each (H200).
+_TREE_BLOCKS = ((2, 8), (3, 8), (2, 4), (3, 4), (2, 2))
+_SMS_OF_CLUSTER = {8: 8.8, 4: 4.4, 2: 2}
+_FEWEST_SHARING_ROWS = 8
 _MOST_CLUSTERS = 32  # whose partial results one block merges for a row
 _TILE_HEADS = (16, 8)  # of a KV head, in a warpgroup's tile over chosen blocks
 _HOPPER_SHARED_BYTES = 232448
@@ -25,7 +30,8 @@ _SMALL_SHARED_MEMORY = (86, 89, 120)  # compute capabilities with 100 KB of shar
 class DecodeAttentionPlan:
     """How `decode_attention` is compiled and launched; `partials` (float32) and `arrivals` (int32) count elements.
 
-    `units` are the blocks that share a run of pages: one for each 16 query heads of each KV head.
+    `units` are the blocks that share a run of pages: one for each 16 query heads of each KV head. If
+    `has_tree_kernel`, many rows of trees that see all keys are left to `tree_attention`, which has the same workspace.
     """
 
     constants: dict[str, int]
@@ -37,12 +43,25 @@ class DecodeAttentionPlan:
     shared_bytes: int
     partials: int
     arrivals: int
+    has_tree_kernel: bool
 
     def grid(self, rows: int) -> tuple[int, int, int]:
         """For a step of `rows` rows. It may depend on them: which block takes a run does not change the result."""
         clusters = 2 * self.resident_blocks // (self.units * rows * self.cluster)
         clusters = min(max(1, clusters), self.num_splits // self.cluster)
         return (self.cluster * clusters, self.units, 1) if rows == 1 else (self.cluster, self.units * rows, clusters)
+
+
+@dataclass(frozen=True)
+class AttentionLaunch:
+    """One launch of `kernel`, of the file of that name, for the rows of a step; `sizes`: its first integers."""
+
+    kernel: str
+    constants: dict[str, int]
+    grid: tuple[int, int, int]
+    threads: int
+    shared_bytes: int
+    sizes: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -107,6 +126,8 @@ def plan_decode_attention(
     wanted = min(num_sms // units, ceil(max_context / PAGE_SIZE), _MOST_CLUSTERS * cluster)
     num_splits = max(1, wanted // cluster) * cluster
     received = 5 * heads * head_dim if cluster > 1 else 0
+    has_tree_kernel = arch == 90 and not portable
+    kept_heads = _rows_of_heads(heads) if has_tree_kernel else heads
     return DecodeAttentionPlan(
         constants={"HEAD_DIM": head_dim, "GROUP": group, "STAGES": stages, "PORTABLE": int(portable)} | _PLAIN,
         num_splits=num_splits,
@@ -115,9 +136,67 @@ def plan_decode_attention(
         resident_blocks=2 * num_sms,
         threads=128,
         shared_bytes=_QUERY_TILE * head_dim * 2 + stages * PAGE_SIZE * head_dim * 4 + received,
-        partials=max_rows * units * (num_splits // cluster) * heads * head_dim * 5 // 4,
+        partials=max_rows * units * (num_splits // cluster) * kept_heads * head_dim * 5 // 4,
         arrivals=max_rows * units * cluster,
+        has_tree_kernel=has_tree_kernel,
     )
+
+
+def _rows_of_heads(heads: int) -> int:
+    """Of a tile of query rows that a row of a tree with so many heads takes: a half or all of them."""
+    return _QUERY_TILE // 2 if heads <= _QUERY_TILE // 2 else _QUERY_TILE
+
+
+def decode_launch(
+    plan: DecodeAttentionPlan, rows: int, *, is_tree: bool, window: int = 0, selected: int = 0
+) -> AttentionLaunch:
+    """For so many rows: of trees or not; `selected` as the kernel's SELECTED."""
+    if is_tree and not selected and plan.has_tree_kernel and _share_pages(plan, rows):
+        return _tree_launch(plan, rows, window)
+    kind = {"TREE": int(is_tree), "WINDOW": window, "SELECTED": selected}
+    return AttentionLaunch(
+        kernel="decode_attention",
+        constants=plan.constants | kind,
+        grid=plan.grid(rows),
+        threads=plan.threads,
+        shared_bytes=plan.shared_bytes,
+        sizes=(plan.num_splits,),
+    )
+
+
+def _share_pages(plan: DecodeAttentionPlan, rows: int) -> bool:
+    """Whether it pays: where a cluster for each row is there at once, it is faster alone."""
+    resident = int(plan.resident_blocks / _SMS_OF_CLUSTER[plan.cluster])
+    return rows >= _FEWEST_SHARING_ROWS and rows * plan.units > resident
+
+
+def _tree_launch(decode: DecodeAttentionPlan, rows: int, window: int) -> AttentionLaunch:
+    """All groups at once, as far as they find room."""
+    group, num_sms = decode.constants["GROUP"], decode.resident_blocks // 2
+    tile_rows = _QUERY_TILE // _rows_of_heads(ceil(group / ceil(group / _QUERY_TILE)))
+    for row_tiles, cluster in _TREE_BLOCKS:
+        groups, resident = ceil(rows / (row_tiles * tile_rows)), int(num_sms / _SMS_OF_CLUSTER[cluster])
+        if groups * decode.units <= resident:
+            break
+    # A row of many runs gives work to more clusters.
+    most = min(groups * decode.num_splits // decode.cluster, resident // decode.units)
+    constants = {name: decode.constants[name] for name in ("HEAD_DIM", "GROUP", "STAGES")}
+    return AttentionLaunch(
+        kernel="tree_attention",
+        constants=constants | {"ROW_TILES": row_tiles, "CLUSTER": cluster, "WINDOW": window},
+        grid=(cluster, decode.units, max(groups, most)),
+        threads=row_tiles * 128,
+        shared_bytes=_tree_shared_bytes(decode, row_tiles, cluster),
+        sizes=(rows, decode.num_splits),
+    )
+
+
+def _tree_shared_bytes(decode: DecodeAttentionPlan, row_tiles: int, cluster: int) -> int:
+    """The ring; nodes and queries, or what slices exchange; what a block receives."""
+    size, stages = decode.constants["HEAD_DIM"], decode.constants["STAGES"]
+    page, query, exchange = 2 * PAGE_SIZE * size * 2, _QUERY_TILE * size * 2, 3 * _QUERY_TILE * size * 4
+    received = decode.cluster * (_QUERY_TILE * size * 4 // cluster + _QUERY_TILE * 4)
+    return stages * page + max(page + row_tiles * query, row_tiles * exchange) + row_tiles * received
 
 
 def plan_selected_chunk(*, num_heads: int, num_kv_heads: int, head_dim: int, arch: int) -> DecodeAttentionPlan:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from cpmrt.config import ModelConfig, SparseConfig
-from cpmrt.cuda.attention_plan import DecodeAttentionPlan, PrefillAttentionPlan
+from cpmrt.cuda.attention_plan import DecodeAttentionPlan, PrefillAttentionPlan, decode_launch
 from cpmrt.cuda.gemm import Gemm
 from cpmrt.cuda.launcher import Launcher
 from cpmrt.cuda.linear_plan import BLOCK_THREADS, MAX_ROWS, DeviceLimits, plan_linear
@@ -153,14 +153,14 @@ class CudaOps:
             "decode_attention", out=out, q=q, k_pages=k_pages, v_pages=v_pages, positions=rows.positions,
             tree_masks=rows.tree_masks, tree_base=rows.tree_base, blocks=selection and selection.blocks,
         )  # fmt: skip
-        plan, kind = self._decode_plan, {"WINDOW": window, "SELECTED": int(selection is not None)}
-        constants = plan.constants | kind | {"TREE": int(rows.tree_masks is not None)}
+        is_tree, selected = rows.tree_masks is not None, int(selection is not None)
+        one = decode_launch(self._decode_plan, len(q), is_tree=is_tree, window=window, selected=selected)
         self._launch(
-            "decode_attention.cu", "decode_attention", constants, plan.grid(len(q)), plan.threads,
+            f"{one.kernel}.cu", one.kernel, one.constants, one.grid, one.threads,
             out, self._scratch["attention_partials"], self._scratch["attention_arrivals"], q, k_pages, v_pages,
-            rows.positions, rows.slots, rows.block_tables, rows.tree_masks, rows.tree_base, np.int32(plan.num_splits),
+            rows.positions, rows.slots, rows.block_tables, rows.tree_masks, rows.tree_base, *map(np.int32, one.sizes),
             np.int32(self._config.num_kv_heads), np.int32(rows.block_tables.shape[1]), np.float32(scale),
-            *selected_arguments(selection), smem=plan.shared_bytes,
+            *selected_arguments(selection), smem=one.shared_bytes,
         )  # fmt: skip
 
     def prefill_attention(

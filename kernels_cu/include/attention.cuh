@@ -28,12 +28,9 @@ constexpr float kNoMaximum = -1e25f;
 // Byte offset of a 16-byte chunk in a tile of rows. The XOR spreads the same chunk of 8 consecutive rows over all 32
 // banks, which is what an 8x8 ldmatrix reads. 96 elements are 1.5 times the banks: rows alternate between two halves,
 // so there two row bits select among four chunks.
+__device__ __forceinline__ int swizzle_phase(int row) { return HEAD_DIM == 96 ? (row >> 1) & 3 : row & 7; }
 __device__ __forceinline__ int swizzled(int row, int chunk) {
-#if HEAD_DIM == 96
-  return row * kRowBytes + ((chunk ^ ((row >> 1) & 3)) << 4);
-#else
-  return row * kRowBytes + ((chunk ^ (row & 7)) << 4);
-#endif
+  return row * kRowBytes + ((chunk ^ swizzle_phase(row)) << 4);
 }
 
 // The 64 rows of one KV head in one page.

@@ -1,39 +1,21 @@
-// One warp of decode_attention: which keys a row sees and where they lie, and a warp's 16 keys of each page through its
-// own ring.
+// One warp of decode_attention: where the keys of a row lie, and a warp's 16 keys of each page through its own ring.
 //
-// The including file defines kKeys, kTileBytes, kStageBytes, STAGES, TREE and WINDOW.
+// The including file defines kTileBytes, kStageBytes, STAGES, TREE and WINDOW.
 #pragma once
-#include "attention.cuh"
+#include "decode_tile.cuh"
 #include "step_rows.cuh"
 
-// The keys of a row, by position, or by their place among those of the blocks that it chose: none from `length` on, none before the window. Those below `old` were in the cache
-// before this step.
-struct Keys {
-  int length, old;
-
-  __device__ __forceinline__ int first() const { return WINDOW > 0 ? max(length - WINDOW, 0) : 0; }
-  __device__ __forceinline__ bool all_visible(int from) const {
-    return from + kKeys <= length && (WINDOW == 0 || from >= first());
-  }
-  __device__ __forceinline__ bool visible(int key) const { return key < length && (WINDOW == 0 || key >= first()); }
-};
-
 #if TREE
-constexpr int kMaxNodes = 64;
-
 // Where the keys from place `base` on lie: elements from the first token of a KV head in page 0, in shared memory.
 struct Path {
-  const int64_t* offsets;
+  int64_t* offsets;
   int base;
 
   // By the whole block: node i of the tree is at location first + i, and the path goes through the set bits of `mask`.
-  // `skipped`: by how much the positions there exceed the places.
-  __device__ __forceinline__ Path(int64_t (&table)[kMaxNodes], int first, int skipped, uint64_t mask,
-                                  const int* block_table, int64_t page_stride)
-      : offsets(table), base(first - skipped) {
+  __device__ __forceinline__ void locate(int first, uint64_t mask, const int* block_table, int64_t page_stride) const {
     const int node = threadIdx.x, location = first + node;
     if (node < kMaxNodes && (mask >> node & 1)) {
-      table[__popcll(mask & ((1ull << node) - 1))] =
+      offsets[__popcll(mask & ((1ull << node) - 1))] =
           __ldcg(block_table + location / kPageTokens) * page_stride + location % kPageTokens * HEAD_DIM;
     }
     __syncthreads();
@@ -42,13 +24,6 @@ struct Path {
 #else
 struct Path {};
 #endif
-
-struct WarpState {
-  uint32_t q[kDimSteps][4];
-  float out[kDimTiles][4];
-  float max[2];  // of scale * log2(e) * score
-  float sum[2];  // this lane's part
-};
 
 // 16 rows; those from `valid` on are zeroed: they were never written and 0 * NaN would stay. Valid rows from `old` on are
 // left out.
@@ -62,7 +37,8 @@ __device__ __forceinline__ void load_tile(uint32_t dst, const scalar_t* rows, in
 }
 
 #if TREE
-// The same of a tile that begins at position `before` and goes on past the base. `head`: the first token of page 0.
+// The same of a tile that begins at position `before` with rows before `old` that are not before the base. `head`: the
+// first token of page 0.
 __device__ __forceinline__ void load_path_tile(uint32_t dst, const scalar_t* rows, const scalar_t* head,
                                                const Path& path, int before, int valid, int old) {
   const int lane = threadIdx.x & 31;
@@ -76,74 +52,6 @@ __device__ __forceinline__ void load_path_tile(uint32_t dst, const scalar_t* row
   }
 }
 #endif
-
-// Two key tiles; even and odd k-steps in accumulators of their own, for four independent chains of products.
-__device__ __forceinline__ void score_tile(float (&scores)[2][4], const WarpState& state, uint32_t k_tile) {
-  const int lane = threadIdx.x & 31;
-  float parts[2][2][4] = {};
-#pragma unroll
-  for (int step = 0; step < kDimSteps; ++step) {
-    uint32_t b[4];
-    ldmatrix_x4(b, k_tile + swizzled(lane_row_b(lane), 2 * step + lane_chunk_b(lane)));
-    mma(parts[step & 1][0], state.q[step], {b[0], b[1]});
-    mma(parts[step & 1][1], state.q[step], {b[2], b[3]});
-  }
-#pragma unroll
-  for (int n = 0; n < 2; ++n) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) scores[n][i] = parts[0][n][i] + parts[1][n][i];
-  }
-}
-
-__device__ __forceinline__ void mask_tile(float (&scores)[2][4], int first_key, const Keys& keys) {
-  const int lane = threadIdx.x & 31;
-#pragma unroll
-  for (int n = 0; n < 2; ++n) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (!keys.visible(first_key + n * 8 + (lane % 4) * 2 + i % 2)) scores[n][i] = kHiddenScore;
-    }
-  }
-}
-
-// Scores become weights 2^(factor * score - max); output and sums are brought to the new maximum.
-__device__ __forceinline__ void softmax_tile(float (&scores)[2][4], WarpState& state, float factor) {
-  float keep[2];
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int i = 2 * half;
-    const float top = fmaxf(fmaxf(scores[0][i], scores[0][i + 1]), fmaxf(scores[1][i], scores[1][i + 1]));
-    const float max = fmaxf(state.max[half], quad_max(top) * factor);
-    keep[half] = exp2_fast(state.max[half] - max);
-    state.max[half] = max;
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-      scores[n][i] = exp2_fast(fmaf(scores[n][i], factor, -max));
-      scores[n][i + 1] = exp2_fast(fmaf(scores[n][i + 1], factor, -max));
-    }
-    state.sum[half] = state.sum[half] * keep[half] +
-                          ((scores[0][i] + scores[0][i + 1]) + (scores[1][i] + scores[1][i + 1]));
-  }
-#pragma unroll
-  for (int n = 0; n < kDimTiles; ++n) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) state.out[n][i] *= keep[i / 2];
-  }
-}
-
-// out += weights v.
-__device__ __forceinline__ void accumulate_tile(WarpState& state, const float (&weights)[2][4], uint32_t v_tile) {
-  const int lane = threadIdx.x & 31;
-  const uint32_t a[4] = {pack2(weights[0][0], weights[0][1]), pack2(weights[0][2], weights[0][3]),
-                           pack2(weights[1][0], weights[1][1]), pack2(weights[1][2], weights[1][3])};
-#pragma unroll
-  for (int pair = 0; pair < kDimSteps; ++pair) {
-    uint32_t b[4];
-    ldmatrix_x4_transposed(b, v_tile + swizzled(lane_row_a(lane), 2 * pair + lane_chunk_a(lane)));
-    mma(state.out[2 * pair], a, {b[0], b[1]});
-    mma(state.out[2 * pair + 1], a, {b[2], b[3]});
-  }
-}
 
 // Where a warp's tiles come from and go to. K and V of a page are cp.async groups of their own: at every wait exactly
 // the 2 * STAGES - 1 youngest groups may still be in flight.
@@ -176,7 +84,7 @@ struct Stream {
   __device__ __forceinline__ void copy(uint32_t tile, const scalar_t* rows, int64_t offset, int before, int valid,
                                        int old = kKeys) const {
 #if TREE
-    if (before + kKeys > path.base) {
+    if (before + old > path.base) {
       load_path_tile(tile, rows + offset, rows - (threadIdx.x >> 5) * (kKeys * HEAD_DIM), path, before, valid, old);
       return;
     }
@@ -236,6 +144,7 @@ struct Stream {
 };
 
 __device__ __forceinline__ void attend(WarpState& state, Stream& stream, const Keys& keys, float factor) {
+  const int lane = threadIdx.x & 31;
   for (int page = 0; page < stream.num_pages; ++page) {
     const uint32_t k_tile = stream.k_tile(page), v_tile = k_tile + kTileBytes;
     const int first_key = stream.first_key + page * kPageTokens;
@@ -243,14 +152,14 @@ __device__ __forceinline__ void attend(WarpState& state, Stream& stream, const K
     float scores[2][4];
     cp_async_wait<2 * STAGES - 1>();
     __syncwarp();
-    score_tile(scores, state, k_tile);
+    score_tile(scores, state, TileRow(k_tile, lane_row_b(lane)));
     __syncwarp();
     stream.load(k_tile, stream.k_rows, next, page + STAGES, keys.length);
-    if (!keys.all_visible(first_key)) mask_tile(scores, first_key, keys);
+    if (!keys.all_visible(first_key)) mask_tile(scores, first_key, {keys, keys});
     softmax_tile(scores, state, factor);
     cp_async_wait<2 * STAGES - 1>();
     __syncwarp();
-    accumulate_tile(state, scores, v_tile);
+    accumulate_tile(state, scores, TileRow(v_tile, lane_row_a(lane)));
     __syncwarp();
     stream.load(v_tile, stream.v_rows, next, page + STAGES, keys.length);
   }

@@ -6,7 +6,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from cpmrt.cuda.kernels import CONSTANTS, KERNELS, KernelSpec, constant_sets
+from cpmrt.cuda.kernel_builds import CONSTANTS, constant_sets
+from cpmrt.cuda.kernels import KERNELS, KernelSpec
 from cpmrt.cuda.source import kernels_folder, read_source
 from cpmrt.ops.spec import OPS
 

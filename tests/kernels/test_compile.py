@@ -13,7 +13,8 @@ import pytest
 from background_builds import build, build_with_cuda12, cuda12
 
 from cpmrt.cuda import compiler, nvrtc
-from cpmrt.cuda.kernels import KERNELS, constant_sets, files
+from cpmrt.cuda.kernel_builds import constant_sets
+from cpmrt.cuda.kernels import KERNELS, files
 from cpmrt.cuda.source import KernelSource, kernels_folder
 from cpmrt.dtypes import DType
 from cpmrt.errors import KernelCompileError

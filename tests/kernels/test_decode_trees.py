@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from attention_cases import Case, Launcher, assert_close, make_case, oracle
+from attention_cases import Launcher, assert_close, make_case, oracle
+from tree_cases import assert_same_bits, make_trees, random_tree
 
 from cpmrt.dtypes import DType
 from cpmrt.memory.kv_pages import PAGE_SIZE
@@ -16,48 +17,6 @@ pytestmark = pytest.mark.gpu
 
 DTYPES = [DType.BFLOAT16, DType.FLOAT16]
 EDGES = [0, 1, 15, 16, 17, 48, 62, 63, 64, 65, 127, 130]
-Tree = tuple[int, list[int]]
-"""The base, and the mask of each node."""
-
-
-def random_tree(rng: Any, num_nodes: int, keep: float = 1.0) -> list[int]:
-    """Parents come first; with `keep` below 1 later nodes have later parents, so that paths are long."""
-    masks = [1]
-    for node in range(1, num_nodes):
-        masks.append(masks[int(rng.integers(int(node * (1 - keep)), node))] | 1 << node)
-    return masks
-
-
-def make_trees(dtype: DType, group: int, kv_heads: int, head_dim: int, trees: list[Tree]) -> tuple[Case, Case]:
-    """The rows of all trees, a slot each; and the same rows alone, each over a copy of the keys of its path."""
-    nodes = [(slot, base, mask) for slot, (base, masks) in enumerate(trees) for mask in masks]
-    lengths = [base + 64 for base, _ in trees] + [base + mask.bit_count() for _, base, mask in nodes]
-    case = make_case(dtype, group, kv_heads, head_dim, lengths)
-    plain = case.take(list(range(len(trees), len(lengths))))
-    for (slot, base, mask), copy in zip(nodes, plain.slots, strict=True):
-        places = np.array([*range(base), *(base + bit for bit in range(64) if mask >> bit & 1)])
-        for pages in (case.k_pages, case.v_pages):
-            path = pages[case.block_tables[slot, places // PAGE_SIZE], :, places % PAGE_SIZE]
-            at = np.arange(len(places))
-            pages[case.block_tables[copy, at // PAGE_SIZE], :, at % PAGE_SIZE] = path
-    slots, bases, masks = zip(*nodes, strict=True)
-    columns = {"tree_masks": np.array(masks, np.uint64), "tree_base": np.array(bases, np.int32)}
-    return replace(plain, slots=np.array(slots, np.int32), **columns), plain
-
-
-def assert_same_bits(
-    cuda: Any, tree: Case, plain: Case, *, portable: bool = False, window: int = 0, counts: tuple[int, ...] = ()
-) -> None:
-    """Of all rows together, and of the first few."""
-    launcher = Launcher(cuda, tree, portable=portable)
-    expected = launcher.run(plain, window=window)
-    assert_close(expected, oracle(plain, window), plain.dtype)
-    for count in (len(tree.q), *counts):
-        rows = list(range(count))
-        out = launcher.run(tree.take(rows), window=window, pdl=count % 2 == 0)
-        assert np.array_equal(out, expected[rows]), (
-            f"{count} rows: {np.flatnonzero((out != expected[rows]).any(axis=1))}"
-        )
 
 
 @pytest.mark.parametrize("portable", [False, True], ids=["", "portable"])

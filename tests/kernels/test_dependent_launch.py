@@ -18,18 +18,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+from attention_cases import launch_attention
 
 from cpmrt.cuda import nvrtc
 from cpmrt.cuda.attention_plan import plan_decode_attention
 from cpmrt.cuda.compiler import compile_all, compile_module
-from cpmrt.cuda.kernels import KERNELS, constant_sets, files
+from cpmrt.cuda.kernel_builds import constant_sets
+from cpmrt.cuda.kernels import KERNELS, files
 from cpmrt.cuda.linear_plan import DeviceLimits, plan_linear
 from cpmrt.dtypes import DType
 from cpmrt.memory.kv_pages import PAGE_SIZE
 
 H200 = DeviceLimits(num_sms=132, shared_bytes=232448, clusters=True)
 QKV = [(1152, 128, 96), (768, 128, 64), (768, 256, 64), (4608, 4096, 128)]
-READ_OLD_DATA_EARLY = ("decode_attention.cu", "select_blocks.cu", "pick_blocks.cu")
+READ_OLD_DATA_EARLY = ("decode_attention.cu", "tree_attention.cu", "select_blocks.cu", "pick_blocks.cu")
 READ_OLD_KEYS_EARLY = ("coarse_log_sums", "score_blocks")
 OLD_KEYS_LOADS = 16
 """By plain loads of 16 bytes, so that rows share them in the L1: at most so many of a lane, with 128 dimensions."""
@@ -120,8 +122,6 @@ class WriterThenAttention:
             max_context=self.max_context, max_rows=64, arch=int(cuda.arch.removeprefix("sm_")),
             num_sms=cuda.device.num_sms,
         )  # fmt: skip
-        constants = self.plan.constants | {"TREE": int(is_tree)}
-        self.kernel = cuda.kernel("decode_attention.cu", "decode_attention", DType.BFLOAT16, **constants)
         self.writer = cuda.cupy.RawKernel(SLOW_WRITER, "slow_writer")
         num_pages = self.max_context // PAGE_SIZE
         table = rng.permutation(num_pages).astype(np.int32)
@@ -156,12 +156,11 @@ class WriterThenAttention:
             for target, source in zip(self.inputs, self.before, strict=True):
                 target[...] = source
             self.writer((1,), (1024,), (*self.pointers, self.num_words))
-        self.kernel(
-            self.plan.grid(self.rows), self.plan.threads, self.out, self.partials, self.arrivals, *self.inputs,
-            self.positions, self.slots, self.table, *self.tree, np.int32(self.plan.num_splits),
-            np.int32(self.num_kv_heads), np.int32(self.table.shape[1]), np.float32(self.head_dim**-0.5),
-            smem=self.plan.shared_bytes, pdl=pdl,
-        )  # fmt: skip
+        operands = [
+            self.out, self.partials, self.arrivals, *self.inputs, self.positions, self.slots, self.table, *self.tree
+        ]  # fmt: skip
+        sizes = [np.int32(self.num_kv_heads), np.int32(self.table.shape[1])]
+        launch_attention(self.cuda, self.plan, DType.BFLOAT16, operands, sizes, self.head_dim**-0.5, pdl=pdl)
         return self.cuda.numpy(self.out, DType.BFLOAT16)
 
 

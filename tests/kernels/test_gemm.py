@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cpmrt.cuda.gemm_tile import gemm_tile
-from cpmrt.cuda.kernels import constant_sets
+from cpmrt.cuda.kernel_builds import constant_sets
 from cpmrt.dtypes import DType, round_to
 from cpmrt.ops import OPS
 

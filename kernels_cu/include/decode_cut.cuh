@@ -1,0 +1,47 @@
+// Which keys a row of decode_attention sees, and how their pages are cut into runs: by that row's length and the number
+// of splits alone, so that every kernel that attends to them in this order gives the same bits.
+//
+// The including file defines WINDOW, and IN_CLUSTERS where blocks merge their results in clusters.
+#pragma once
+#include "attention.cuh"
+
+// How many runs are merged without going through memory, and up to how many pages a row is cut into that many alone:
+// cheaper than merging through the workspace.
+#ifdef IN_CLUSTERS
+constexpr int kCluster = 8;
+constexpr int kClusterPages = 32;
+#else
+constexpr int kCluster = 1;
+constexpr int kClusterPages = 4;
+#endif
+constexpr int kMergeBatch = kCluster > 1 ? 8 : 16;  // clusters read at a time: without clusters there are more
+
+constexpr int kMaxNodes = 64;                // of a draft tree, and rows of a step
+constexpr int kSlices = 4;                    // of a page, each a warp's
+constexpr int kKeys = kPageTokens / kSlices;  // of a slice
+
+// The keys of a row, by position, or by their place among those of the blocks that it chose: none from `length` on, none
+// before the window. Those below `old` were in the cache before this step.
+struct Keys {
+  int length, old;
+
+  __device__ __forceinline__ int first() const { return WINDOW > 0 ? max(length - WINDOW, 0) : 0; }
+  __device__ __forceinline__ bool all_visible(int from) const {
+    return from + kKeys <= length && (WINDOW == 0 || from >= first());
+  }
+  __device__ __forceinline__ bool visible(int key) const { return key < length && (WINDOW == 0 || key >= first()); }
+};
+
+// How the pages that a row sees are cut: pages of a run, and how many runs there are.
+struct Cut {
+  int first_page, num_pages, run_pages, num_runs;
+
+  __device__ __forceinline__ Cut(const Keys& keys, int num_splits) {
+    first_page = keys.first() / kPageTokens;
+    num_pages = (keys.length + kPageTokens - 1) / kPageTokens - first_page;
+    const int wanted = num_pages <= kClusterPages ? kCluster : num_splits;
+    run_pages = (num_pages + wanted - 1) / wanted;
+    num_runs = (num_pages + run_pages - 1) / run_pages;
+  }
+  __device__ __forceinline__ int clusters() const { return (num_runs + kCluster - 1) / kCluster; }
+};

@@ -1,0 +1,91 @@
+// A tile of 16 query rows against 16 keys, by a warp: scores, softmax, weighted sum. Plain rows and those of trees go
+// through the same operations in the same order.
+#pragma once
+#include "decode_cut.cuh"
+
+struct WarpState {
+  uint32_t q[kDimSteps][4];
+  float out[kDimTiles][4];
+  float max[2];  // of scale * log2(e) * score
+  float sum[2];  // this lane's part
+};
+
+// The row of a tile of keys or values that a lane reads with ldmatrix.
+struct TileRow {
+  uint32_t start;
+  int phase;
+
+  __device__ __forceinline__ TileRow(uint32_t tile, int row)
+      : start(tile + row * kRowBytes), phase(swizzle_phase(row)) {}
+  __device__ __forceinline__ uint32_t chunk(int index) const { return start + ((index ^ phase) << 4); }
+};
+
+// Two key tiles, of which a lane reads its row lane_row_b; even and odd k-steps in accumulators of their
+// own, for four independent chains of products.
+__device__ __forceinline__ void score_tile(float (&scores)[2][4], const WarpState& state, const TileRow& k_row) {
+  const int lane = threadIdx.x & 31;
+  float parts[2][2][4] = {};
+#pragma unroll
+  for (int step = 0; step < kDimSteps; ++step) {
+    uint32_t b[4];
+    ldmatrix_x4(b, k_row.chunk(2 * step + lane_chunk_b(lane)));
+    mma(parts[step & 1][0], state.q[step], {b[0], b[1]});
+    mma(parts[step & 1][1], state.q[step], {b[2], b[3]});
+  }
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) scores[n][i] = parts[0][n][i] + parts[1][n][i];
+  }
+}
+
+// `keys`: of rows 0 to 7 and of rows 8 to 15.
+__device__ __forceinline__ void mask_tile(float (&scores)[2][4], int first_key, const Keys (&keys)[2]) {
+  const int lane = threadIdx.x & 31;
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (!keys[i / 2].visible(first_key + n * 8 + (lane % 4) * 2 + i % 2)) scores[n][i] = kHiddenScore;
+    }
+  }
+}
+
+// Scores become weights 2^(factor * score - max); output and sums are brought to the new maximum.
+__device__ __forceinline__ void softmax_tile(float (&scores)[2][4], WarpState& state, float factor) {
+  float keep[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int i = 2 * half;
+    const float top = fmaxf(fmaxf(scores[0][i], scores[0][i + 1]), fmaxf(scores[1][i], scores[1][i + 1]));
+    const float max = fmaxf(state.max[half], quad_max(top) * factor);
+    keep[half] = exp2_fast(state.max[half] - max);
+    state.max[half] = max;
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      scores[n][i] = exp2_fast(fmaf(scores[n][i], factor, -max));
+      scores[n][i + 1] = exp2_fast(fmaf(scores[n][i + 1], factor, -max));
+    }
+    state.sum[half] = state.sum[half] * keep[half] +
+                          ((scores[0][i] + scores[0][i + 1]) + (scores[1][i] + scores[1][i + 1]));
+  }
+#pragma unroll
+  for (int n = 0; n < kDimTiles; ++n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) state.out[n][i] *= keep[i / 2];
+  }
+}
+
+// out += weights v. A lane reads its row lane_row_a of v.
+__device__ __forceinline__ void accumulate_tile(WarpState& state, const float (&weights)[2][4], const TileRow& v_row) {
+  const int lane = threadIdx.x & 31;
+  const uint32_t a[4] = {pack2(weights[0][0], weights[0][1]), pack2(weights[0][2], weights[0][3]),
+                           pack2(weights[1][0], weights[1][1]), pack2(weights[1][2], weights[1][3])};
+#pragma unroll
+  for (int pair = 0; pair < kDimSteps; ++pair) {
+    uint32_t b[4];
+    ldmatrix_x4_transposed(b, v_row.chunk(2 * pair + lane_chunk_a(lane)));
+    mma(state.out[2 * pair], a, {b[0], b[1]});
+    mma(state.out[2 * pair + 1], a, {b[2], b[3]});
+  }
+}

@@ -1,0 +1,121 @@
+// Merging the partial results of a block's tiles: of four slices by an exchange in the layout of accumulators, of the
+// runs of a cluster by sending each block what belongs to its slice of the output, of clusters through the workspace.
+//
+// The including file defines ROW_TILES, CLUSTER, kThreads and kPacked. A vector is four elements of one query row that a lane
+// holds: of pair p of accumulator tiles elements 16 p + 2 (lane % 4) and the next, and the two that are 8 further on.
+#pragma once
+#include "decode_tile.cuh"
+#include "partials.cuh"
+
+constexpr int kPairs = kDimTiles / 2;
+constexpr int kVectors = kPairs * 2 * 32;  // of a tile: [pair][half][lane]
+constexpr int kRowVectors = kVectors / kPacked;
+constexpr int kSlice = kVectors / CLUSTER;  // that a block merges of each tile
+static_assert(kVectors % CLUSTER == 0, "slices are equal: peers count their bytes");
+constexpr int kExchangeBytes = kPairs * 2 * 3 * 512;  // of a tile: [pair][half][slice, not the one that merges][lane]
+// What a block receives: [run][tile][slice] outputs, [run][tile][16] log sums.
+constexpr int kReceivedOutputs = kCluster * ROW_TILES * kSlice * 16;
+constexpr int kRunBytes = ROW_TILES * (kSlice * 16 + 64);
+
+// Where in the tile a vector is.
+struct VectorPlace {
+  int pair, half, lane;
+
+  __device__ __forceinline__ explicit VectorPlace(int vector)
+      : pair(vector / 64), half(vector / 32 % 2), lane(vector % 32) {}
+  __device__ __forceinline__ int query() const { return lane / 4 + 8 * half; }
+  __device__ __forceinline__ int element() const { return pair * 16 + lane % 4 * 2; }
+  __device__ __forceinline__ int of_row() const { return kPacked == 2 ? pair * 32 + lane : pair * 64 + half * 32 + lane; }
+};
+
+struct Exchange {
+  unsigned char* memory;
+  float (*log_sums)[kSlices][16];  // of each tile
+  uint32_t received, barrier;
+
+  // By all warps, each with the state of its slice and tile: merges the slices, and sends the result as that of run
+  // `member` of the cluster.
+  __device__ __forceinline__ void finish_run(const WarpState& state, int member) const {
+    const int lane = threadIdx.x & 31, slice = threadIdx.x / 32 % kSlices, tile = threadIdx.x / 128;
+    float4 own[(kPairs + 3) / 4][2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float sum = quad_sum(state.sum[half]), inverse = sum > 0.0f ? reciprocal_fast(sum) : 0.0f;
+      if (lane % 4 == 0) {
+        log_sums[tile][slice][lane / 4 + half * 8] = sum > 0.0f ? state.max[half] + log2_fast(sum) : kNoMaximum;
+      }
+#pragma unroll
+      for (int pair = 0; pair < kPairs; ++pair) {
+        const float *first = &state.out[2 * pair][2 * half], *second = &state.out[2 * pair + 1][2 * half];
+        const float4 vector =
+          make_float4(first[0] * inverse, first[1] * inverse, second[0] * inverse, second[1] * inverse);
+        if (slice == pair % 4) {
+          own[pair / 4][half] = vector;
+        } else {
+          *piece(tile, pair, half, slice) = vector;
+        }
+      }
+    }
+    barrier_wait(1 + tile, 128);
+#pragma unroll
+    for (int i = 0; i < (kPairs + 3) / 4; ++i) {
+      const int pair = slice + 4 * i;
+      if (kPairs % 4 != 0 && pair >= kPairs) continue;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const Partial merged = merge<kSlices>(kSlices, [&](int from) -> Partial {
+          return {from == slice ? own[i][half] : *piece(tile, pair, half, from), log_sums[tile][from][lane / 4 + half * 8]};
+        });
+        send((pair * 2 + half) * 32 + lane, member, tile, merged);
+        if (pair == 0 && lane % 4 == 0) send_log_sum(lane / 4 + half * 8, member, tile, merged.log_sum);
+      }
+    }
+  }
+
+  // Of a vector of a tile in the block's slice, all `members` runs. Then its query row is that of `place`.
+  __device__ __forceinline__ Partial merge_runs(int tile, int index, const VectorPlace& place, int members) const {
+    return merge<kCluster>(members, [&](int member) {
+      const int part = member * ROW_TILES + tile;
+      return received_partial(received + (part * kSlice + index) * 16,
+                              received + kReceivedOutputs + (part * 16 + place.query()) * 4);
+    });
+  }
+
+ private:
+  __device__ __forceinline__ float4* piece(int tile, int pair, int half, int slice) const {
+    const int place = ((tile * kPairs + pair) * 2 + half) * 3 + ((slice - pair) & 3) - 1;
+    return reinterpret_cast<float4*>(memory) + place * 32 + (threadIdx.x & 31);
+  }
+  __device__ __forceinline__ void send(int vector, int member, int tile, const Partial& part) const {
+    const int peer = vector / kSlice, place = (member * ROW_TILES + tile) * kSlice + vector % kSlice;
+    send_float4(peer_address(received + place * 16, peer), peer_address(barrier, peer), part.out.x, part.out.y,
+                part.out.z, part.out.w);
+  }
+  __device__ __forceinline__ void send_log_sum(int query, int member, int tile, float log_sum) const {
+    const uint32_t to = received + kReceivedOutputs + ((member * ROW_TILES + tile) * 16 + query) * 4;
+#pragma unroll
+    for (int peer = 0; peer < CLUSTER; ++peer) {
+      send_float(peer_address(to, peer), peer_address(barrier, peer), log_sum);
+    }
+  }
+};
+
+// A row's partial results in the workspace, by cluster of its runs: outputs, then log sums.
+struct RowPartials {
+  float* memory;
+  int num_clusters;
+
+  __device__ __forceinline__ void put(int cluster, int vector, const Partial& part) const {
+    __stcg(reinterpret_cast<float4*>(memory) + cluster * kRowVectors + vector, part.out);
+    __stcg(log_sums() + cluster * kRowVectors + vector, part.log_sum);
+  }
+  __device__ __forceinline__ Partial merged(int vector) const {
+    return merge<kMergeBatch>(num_clusters, [&](int cluster) -> Partial {
+      return {__ldcg(reinterpret_cast<const float4*>(memory) + cluster * kRowVectors + vector),
+              __ldcg(log_sums() + cluster * kRowVectors + vector)};
+    });
+  }
+
+ private:
+  __device__ __forceinline__ float* log_sums() const { return memory + num_clusters * kRowVectors * 4; }
+};

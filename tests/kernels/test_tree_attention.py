@@ -1,0 +1,107 @@
+"""tree_attention: what it is chosen for, and its groups of rows and clusters of every size against plain rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from attention_cases import Launcher
+from tree_cases import assert_same_bits, make_trees, random_tree
+
+from cpmrt.cuda.attention_plan import AttentionLaunch, DecodeAttentionPlan, decode_launch, plan_decode_attention
+from cpmrt.dtypes import DType
+
+SHARED_BYTES = 232_448 - 2048
+"""That a block can have on sm_90, less what the kernel declares itself."""
+EVERY_BLOCK = (16, 24, 32, 64)
+"""Rows with two units (2 KV heads of 16 heads): tiles and clusters (3, 8), (2, 4), (3, 4), (2, 2)."""
+
+
+def plan(num_heads: int, kv_heads: int, head_dim: int, arch: int = 90, portable: bool = False) -> DecodeAttentionPlan:
+    return plan_decode_attention(
+        num_heads=num_heads, num_kv_heads=kv_heads, head_dim=head_dim, max_context=4096, max_rows=64, arch=arch,
+        num_sms=132, portable=portable,
+    )  # fmt: skip
+
+
+def blocks(launch: AttentionLaunch) -> tuple[int, int]:
+    return launch.constants["ROW_TILES"], launch.constants["CLUSTER"]
+
+
+def test_many_rows_of_a_tree_share_pages() -> None:
+    chosen = [decode_launch(plan(32, 2, 128), rows, is_tree=True) for rows in (1, 12, *EVERY_BLOCK)]
+    assert [launch.kernel for launch in chosen] == ["decode_attention"] * 2 + ["tree_attention"] * 4
+    assert [blocks(launch) for launch in chosen[2:]] == [(3, 8), (2, 4), (3, 4), (2, 2)]
+    assert all(launch.constants["TREE"] == 1 for launch in chosen[:2])
+
+
+@pytest.mark.parametrize(
+    ("arch", "portable", "is_tree", "selected"),
+    [(90, False, False, 0), (90, False, True, 1), (90, True, True, 0), (80, False, True, 0), (120, False, True, 0)],
+)
+def test_other_rows_and_devices_do_not(arch: int, portable: bool, is_tree: bool, selected: int) -> None:
+    launch = decode_launch(plan(32, 2, 128, arch, portable), 64, is_tree=is_tree, selected=selected)
+    assert launch.kernel == "decode_attention"
+    assert (launch.constants["TREE"], launch.constants["SELECTED"]) == (is_tree, selected)
+
+
+@pytest.mark.parametrize(("group", "kv_heads"), [(1, 36), (5, 8), (8, 2), (16, 2), (20, 1), (24, 4)])
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+def test_every_launch_fits(group: int, kv_heads: int, head_dim: int) -> None:
+    decode = plan(group * kv_heads, kv_heads, head_dim)
+    heads = -(-group // -(-group // 16))
+    row_elements = (8 if heads <= 8 else 16) * head_dim
+    assert decode.partials >= 64 * decode.units * (decode.num_splits // 8) * row_elements * 5 // 4
+    for rows in range(1, 65):
+        launch = decode_launch(decode, rows, is_tree=True)
+        assert launch.shared_bytes <= SHARED_BYTES
+        if launch.kernel == "tree_attention":
+            row_tiles, cluster = blocks(launch)
+            assert launch.grid[:2] == (cluster, decode.units)
+            assert launch.grid[2] * row_tiles * (2 if heads <= 8 else 1) >= rows
+            assert launch.threads == 128 * row_tiles
+            assert launch.sizes == (rows, decode.num_splits)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("group", "head_dim", "dtype"), [(16, 128, DType.BFLOAT16), (8, 64, DType.FLOAT16), (5, 96, DType.BFLOAT16)]
+)
+@pytest.mark.parametrize("base", [100, 127, 1000])
+def test_blocks_and_clusters_of_every_size(cuda: Any, group: int, head_dim: int, dtype: DType, base: int) -> None:
+    masks = random_tree(np.random.default_rng(base), 63, keep=0.7)
+    tree, plain = make_trees(dtype, group, 2, head_dim, [(base, [*masks, 2**64 - 1])])
+    assert_same_bits(cuda, tree, plain, counts=EVERY_BLOCK)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("base", [510, 1020, 2044, 2047, 4990])
+def test_rows_whose_pages_are_cut_differently(cuda: Any, base: int) -> None:
+    """Runs become longer from 9 and from 17 pages on, and are more than eight, and of several clusters, from 33."""
+    masks = random_tree(np.random.default_rng(base), 33, keep=0.3)
+    tree, plain = make_trees(DType.FLOAT16, 16, 2, 64, [(base, masks)])
+    assert_same_bits(cuda, tree, plain, counts=EVERY_BLOCK[:3])
+
+
+@pytest.mark.gpu
+def test_rows_of_several_trees_and_padding(cuda: Any) -> None:
+    rng = np.random.default_rng(3)
+    trees = [(base, random_tree(rng, 7)) for base in (0, 64, 1021, 2100)]
+    tree, plain = make_trees(DType.BFLOAT16, 8, 2, 64, trees)
+    expected = Launcher(cuda, tree).run(plain)
+    padding = [0, 9, 27]
+    tree.slots[padding], tree.positions[9], tree.tree_base[9], tree.tree_masks[27] = -1, 10**9, 10**9, 0
+    out = Launcher(cuda, tree).run(tree, pdl=True)
+    assert not out[padding].any()
+    others = [row for row in range(len(out)) if row not in padding]
+    assert np.array_equal(out[others], expected[others])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [1, 64, 1000])
+def test_a_window_of_many_rows(cuda: Any, window: int) -> None:
+    rng = np.random.default_rng(window)
+    trees = [(base, random_tree(rng, 9, keep=0.2)) for base in (3, 62, 1010, 2043)]
+    tree, plain = make_trees(DType.BFLOAT16, 16, 2, 128, trees)
+    assert_same_bits(cuda, tree, plain, window=window, counts=(18,))
