@@ -86,9 +86,7 @@ def fill_dummy_packed(
             assert piece.spec.quant is not None, piece.spec.name
             num_rows, num_columns = piece.end - piece.begin, piece.source.shape[1]
             count = np.int64(num_rows * (num_columns // piece.spec.quant.group_size))
-            # Of uniform codes around their zero point.
-            deviation = (4.0**piece.spec.quant.bits / 12) ** 0.5
-            scale = np.float32(num_columns**-0.5 / deviation)
+            scale = np.float32(num_columns**-0.5 / _code_deviation(piece.spec.quant.bits))
             address = np.uint64(arena + staging.offset + piece.scales)
             launch(stream, normal, grid, _BLOCK, 0, (address, count, np.uint64(0), scale, np.float32(0)))
             repacker.scales(replace(piece, source=replace(piece.source, packing=None)), modules.dtype)
@@ -99,6 +97,11 @@ def distribution(spec: TensorSpec) -> tuple[float, float]:
     if len(spec.shape) == 1:
         return (1.0, 0.0) if spec.name.endswith("norm") else (0.0, _BIAS_DEVIATION)
     return 0.0, float(spec.shape[-1] ** -0.5)
+
+
+def _code_deviation(bits: int) -> float:
+    """Of uniform codes of so many bits around their zero point."""
+    return float((4.0**bits / 12) ** 0.5)
 
 
 def stream_seed(name: str, seed: int) -> int:
