@@ -21,7 +21,6 @@ _TREE_BLOCKS = ((2, 8), (3, 8), (2, 4), (3, 4), (2, 2))
 _SMS_OF_CLUSTER = {8: 8.8, 4: 4.4, 2: 2}
 _FEWEST_SHARING_ROWS = 8
 _MOST_CLUSTERS = 32  # whose partial results one block merges for a row
-_TILE_HEADS = (16, 8)  # of a KV head, in a warpgroup's tile over chosen blocks
 _HOPPER_SHARED_BYTES = 232448
 _SMALL_SHARED_MEMORY = (86, 89, 120)  # compute capabilities with 100 KB of shared memory a multiprocessor
 
@@ -212,11 +211,11 @@ def plan_selected_tiles(
 ) -> PrefillAttentionPlan | None:
     """For the same rows where `prefill_selected_wgmma.cu` takes them: neighbours share the blocks that they read.
 
-    None elsewhere: with fewer than 8 heads of a KV head more neighbours would have to choose alike.
+    None elsewhere: with fewer heads of a KV head more neighbours would have to choose alike, and other sizes of a head
+    have not passed on a GPU.
     """
-    group = num_heads // num_kv_heads
-    heads = next((heads for heads in _TILE_HEADS if group % heads == 0), None)
-    if arch != 90 or heads is None:
+    group, heads = num_heads // num_kv_heads, _QUERY_TILE
+    if arch != 90 or group % heads or head_dim != 128:
         return None
     warpgroups, tile_rows, stages = 3, 64, 5
     rows, warps = tile_rows // heads * warpgroups, 4 * (warpgroups + 1)

@@ -149,9 +149,7 @@ CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
     ),
     "prefill_selected_wgmma.cu": (
         {"HEAD_DIM": 128, "GROUP": 16},
-        {"HEAD_DIM": 128, "GROUP": 8},
-        {"HEAD_DIM": 96, "GROUP": 8},
-        {"HEAD_DIM": 64, "GROUP": 16},
+        {"HEAD_DIM": 128, "GROUP": 32},
     ),
     "step.cu": ({"VOCAB": 73448, "HIDDEN": 4096},),
     "sampling.cu": (

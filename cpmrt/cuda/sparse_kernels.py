@@ -20,6 +20,7 @@ from cpmrt.cuda.launcher import Launcher
 from cpmrt.cuda.linear_plan import MAX_ROWS
 from cpmrt.cuda.selection_plan import SelectionPlan, plan_selection
 from cpmrt.cuda.tensor_map import row_boxes
+from cpmrt.dtypes import DType
 from cpmrt.memory.kv_pages import PAGE_SIZE
 from cpmrt.ops import CompressedKeys, Rows, Selection
 
@@ -28,6 +29,8 @@ _WINDOW_ROWS = 16
 """Consecutive rows of which one ends a window."""
 _PATH_WINDOWS = 5
 _MOST_GRID_ROWS = 65535
+_TILED_TYPE = DType.BFLOAT16
+"""The one that neighbours together have passed with on a GPU."""
 
 
 @dataclass(frozen=True)
@@ -174,7 +177,7 @@ class SparseKernels:
     ) -> None:
         """The rows of a chunk that choose blocks."""
         tiled = self._plans.tiled_for(len(q))
-        if tiled is None:
+        if tiled is None or self._launch.modules.dtype is not _TILED_TYPE:
             self._attend_rows(out, q, k_pages, v_pages, rows, scale, selection)
         else:
             self._attend_tiles(tiled, out, q, k_pages, v_pages, rows, scale, selection)

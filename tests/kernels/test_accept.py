@@ -89,7 +89,8 @@ class Stepper:
             self.carry[running.slot, :length] = self.hidden[path]
             assert device.get("carry_counts")[running.slot] == length
         np.testing.assert_array_equal(device.get("carry_hidden"), self.carry)
-        assert device.get("step_context").view(ss.STEP_CONTEXT)[0].item() == (device.number, device.number)
+        context = device.get("step_context").view(ss.STEP_CONTEXT)[0]
+        assert (context["next_entry"], context["sequence"]) == (device.number, device.number)
 
 
 def run(stepper: Stepper, rng: np.random.Generator, num_steps: int, share: float = 0.85) -> list[int]:

@@ -14,10 +14,7 @@ from cpmrt.cuda.attention_plan import PrefillAttentionPlan, plan_selected_tiles
 from cpmrt.dtypes import DType
 from cpmrt.ops import OPS, Rows
 
-SHAPES = [
-    (DType.BFLOAT16, 16, 2, 128), (DType.FLOAT16, 16, 1, 64), (DType.BFLOAT16, 8, 2, 96), (DType.FLOAT16, 8, 1, 128),
-    (DType.BFLOAT16, 32, 1, 64), (DType.FLOAT16, 24, 1, 96),
-]  # fmt: skip
+SHAPES = [(DType.BFLOAT16, 16, 2, 128), (DType.BFLOAT16, 32, 1, 128)]
 LONG = SparseConfig()
 """96 blocks; dense up to 8191 tokens."""
 
@@ -84,24 +81,23 @@ def test_without_a_row_that_chooses_nothing_is_stored(hopper: Any, slot: int) ->
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("dtype", "group", "head_dim"), [(DType.BFLOAT16, 16, 128), (DType.FLOAT16, 8, 64)], ids=str)
 @pytest.mark.parametrize("shared", [0.0, 0.9, 1.0])
-def test_a_long_context(hopper: Any, dtype: DType, group: int, head_dim: int, shared: float) -> None:
+def test_a_long_context(hopper: Any, shared: float) -> None:
     """Few of many blocks, those of a row by this part the ones of the row before; ends inside a block."""
     start, count = 33_000, 41
-    slots = Slots(dtype, [start + count], group=group, kv_heads=1, head_dim=head_dim)
+    slots = Slots(DType.BFLOAT16, [start + count], group=16, kv_heads=1, head_dim=128)
     rows = chunk(slots, start, count)
     q, blocks = slots.queries(count), any_choice(slots.rng, rows, 1, LONG)
     same_block = rows.positions // 64 == np.roll(rows.positions // 64, 1)
     for row in np.flatnonzero(same_block & (slots.rng.random(count) < shared)):
         blocks[row] = blocks[row - 1]
     out = device_of(hopper, slots, LONG).attend(q, rows, blocks)
-    assert_close(out, expected_attention(slots, q, rows, blocks, LONG), dtype)
+    assert_close(out, expected_attention(slots, q, rows, blocks, LONG), slots.dtype)
 
 
 @pytest.mark.gpu
 def test_large_scores_do_not_overflow(hopper: Any) -> None:
-    slots = Slots(DType.FLOAT16, [500], group=16, kv_heads=1, head_dim=128)
+    slots = Slots(DType.BFLOAT16, [500], group=16, kv_heads=1, head_dim=128)
     rows = chunk(slots, 300, 200)
     q, blocks = slots.queries(200, spread=300.0), any_choice(slots.rng, rows, 1, SMALL)
     out = device_of(hopper, slots, SMALL).attend(q, rows, blocks)
@@ -109,10 +105,9 @@ def test_large_scores_do_not_overflow(hopper: Any) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("group", "head_dim"), [(16, 128), (8, 64)])
-def test_a_row_has_the_same_bits_whatever_its_neighbours_are_and_choose(hopper: Any, group: int, head_dim: int) -> None:
+def test_a_row_has_the_same_bits_whatever_its_neighbours_are_and_choose(hopper: Any) -> None:
     """Other choices of the odd rows; chunks that begin elsewhere; with dependent launches."""
-    slots = Slots(DType.BFLOAT16, [900], group=group, kv_heads=2, head_dim=head_dim)
+    slots = Slots(DType.BFLOAT16, [900], group=16, kv_heads=2, head_dim=128)
     rows, q = chunk(slots, 500, 400), slots.queries(400)
     blocks = any_choice(slots.rng, rows, 2, SMALL)
     device = device_of(hopper, slots, SMALL)
@@ -127,9 +122,11 @@ def test_a_row_has_the_same_bits_whatever_its_neighbours_are_and_choose(hopper: 
     assert np.array_equal(device_of(hopper, slots, SMALL, pdl=True).attend(q, rows, blocks), out)
 
 
-@pytest.mark.parametrize("head_dim", [64, 96, 128])
-@pytest.mark.parametrize(("group", "rows"), [(16, 12), (32, 12), (8, 24), (24, 24), (4, None), (5, None), (1, None)])
-def test_the_plan_says_who_takes_a_shape(group: int, rows: int | None, head_dim: int) -> None:
+@pytest.mark.parametrize(
+    ("group", "head_dim", "rows"),
+    [(16, 128, 12), (32, 128, 12), (8, 128, None), (24, 128, None), (1, 128, None), (16, 64, None), (16, 96, None)],
+)
+def test_the_plan_says_who_takes_a_shape(group: int, head_dim: int, rows: int | None) -> None:
     def plan(num_selected: int = 96, max_context: int = 524_288, arch: int = 90) -> PrefillAttentionPlan | None:
         shape = {"num_heads": 2 * group, "num_kv_heads": 2, "head_dim": head_dim}
         return plan_selected_tiles(**shape, num_selected=num_selected, max_context=max_context, arch=arch)

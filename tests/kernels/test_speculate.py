@@ -75,7 +75,8 @@ def test_after_catching_up_the_newest_row_stays(cuda: Any, count: int) -> None:
     check_rows(device, running, 64, 1, hidden)
     device.kernels.catch_up_end()
     assert device.words(1) == [ss.NO_TOKEN]
-    assert device.get("step_context").view(ss.STEP_CONTEXT)[0].item() == (1, 1)
+    context = device.get("step_context").view(ss.STEP_CONTEXT)[0]
+    assert (context["next_entry"], context["sequence"]) == (1, 1)
     assert device.tree()["num_steps"] == 0
     assert device.get("carry_counts")[1] == min(count, 1)
     np.testing.assert_array_equal(device.get("carry_hidden")[1, : min(count, 1)], running.pending[-1:])
