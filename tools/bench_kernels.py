@@ -96,7 +96,7 @@ class Bench:
         costs = skinny_costs(self.config)
         for rows in row_counts:
             self._set_rows(np.arange(rows), np.full(rows, SHORT - 1))
-            yield from self._each(partial(self.executor._forward.layers, rows, slice(None)), f"T={rows}", costs)
+            yield from self._each(partial(self.executor._forward.decode, rows), f"T={rows}", costs)
             sampled = {("sample", 0, 0): Cost("sample", "byte", 4.0 * rows * self.config.vocab_size)}
             yield from self._each(partial(self.executor._steps.sample, rows), f"T={rows}", sampled)
 
@@ -104,13 +104,13 @@ class Bench:
         """The products of a decode step with 4-bit weights."""
         for rows in row_counts:
             self._set_rows(np.arange(rows), np.full(rows, SHORT - 1))
-            layers = partial(self.executor._forward.layers, rows, slice(None))
+            layers = partial(self.executor._forward.decode, rows)
             yield from self._each(layers, f"T={rows}", packed_costs(self.config, rows))
 
     def prefill(self) -> Iterator[Line]:
         """Everything in a chunk but attention, the products by the library and by the own kernel."""
         self._set_rows(np.zeros(CHUNK), np.arange(CHUNK))
-        layers, case = partial(self.executor._forward.layers, CHUNK, None), f"T={CHUNK}"
+        layers, case = partial(self.executor._forward.chunk, CHUNK), f"T={CHUNK}"
         yield from self._each(layers, case, product_costs(self.config, CHUNK, "cuBLASLt"))
         yield from self._each(layers, case, chunk_costs(self.config, CHUNK))
         self.sieve.uses_own = True
