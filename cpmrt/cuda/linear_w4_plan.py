@@ -25,8 +25,8 @@ _MOST_WARPS, _MOST_RUN_WARPS, _FEW_WARPS = 24, 20, 8
 _WARPGROUP = 4
 # From so many rows on they are normalised once, by prepare_w4, and not again in every block; a gate_up product whose
 # blocks have whole slices of the rows that it writes spares the next product prepare_w4; and four warps multiply
-# together, but in clusters only from more rows on.
-_PREPARED_ROWS, _FEEDING_ROWS, _WARPGROUP_ROWS, _CLUSTER_WARPGROUP_ROWS = 16, 16, 16, 32
+# together, but in clusters or among more warps only from more rows on.
+_PREPARED_ROWS, _FEEDING_ROWS, _WARPGROUP_ROWS, _LATE_WARPGROUP_ROWS, _WARPGROUP_WARPS = 16, 16, 16, 32, 16
 # A block that reads more of x than this shares it out: it takes one run of K, and exchanges sums with others.
 _LARGEST_WHOLE_X = 98_304
 _MAX_SLOTS, _STAGES = 8, 4
@@ -40,8 +40,7 @@ _STAGE_SHARE = 0.08
 _EARLY_BYTES, _EARLY_SPLIT_BYTES, _SINGLE_ROW_RING = 70_000, 102_000, 139_264
 _LATE_WEIGHTS_ROWS = 8
 # When the next kernel may start (TRIGGER). The weights that it copies then come before this one's x, which a product
-# with short runs waits for most of its time. At 64 rows the next one is prepare_w4: its blocks, once they are there,
-# take registers that the product after it needs.
+# with short runs mostly waits for. At 64 rows it is prepare_w4, whose blocks take registers from the product after it.
 _AT_ONCE, _WITH_X, _AT_END, _LATE_TRIGGER_ROWS = 0, 1, 2, 64
 # Chunks of whole lines copy faster; in 8 bits they are so large that many rows, or many warps, leave room for one only.
 _LINE_BYTES, _LARGE_CHUNK_ROWS, _LARGE_CHUNK_WARPS = 128, 16, 16
@@ -217,8 +216,9 @@ class _Work:
         return (_EARLY_BYTES if self.shared_run else _EARLY_SPLIT_BYTES) // self.ring.level
 
     def multiplies_together(self, rows: int) -> bool:
-        """Whether four warps share a tensor core product."""
-        return self.shared_run and rows >= (_CLUSTER_WARPGROUP_ROWS if self.in_clusters else _WARPGROUP_ROWS)
+        """Whether four warps share a tensor core product; not of few rows where many warps leave each few registers."""
+        late = self.in_clusters or self.warps > _WARPGROUP_WARPS
+        return self.shared_run and rows >= (_LATE_WARPGROUP_ROWS if late else _WARPGROUP_ROWS)
 
     def has_whole_slices(self, layout: PackedLayout) -> bool:
         """Whether each block makes a slice of the rows that a gate_up product writes, 8 columns a tile, and is done."""
