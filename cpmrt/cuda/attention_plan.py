@@ -10,6 +10,7 @@ from math import ceil
 
 from cpmrt.config import ModelConfig
 from cpmrt.cuda.linear_plan import MAX_ROWS
+from cpmrt.dtypes import DType
 from cpmrt.memory.kv_pages import PAGE_SIZE, pages_for
 
 _QUERY_TILE = 16  # rows of an m16n8k16 tile
@@ -207,15 +208,15 @@ def plan_selected_chunk(*, num_heads: int, num_kv_heads: int, head_dim: int, arc
 
 
 def plan_selected_tiles(
-    *, num_heads: int, num_kv_heads: int, head_dim: int, num_selected: int, max_context: int, arch: int
+    *, num_heads: int, num_kv_heads: int, head_dim: int, num_selected: int, max_context: int, arch: int, dtype: DType
 ) -> PrefillAttentionPlan | None:
     """For the same rows where `prefill_selected_wgmma.cu` takes them: neighbours share the blocks that they read.
 
     None elsewhere: with fewer heads of a KV head more neighbours would have to choose alike, and other sizes of a head
-    have not passed on a GPU.
+    and fp16 have not passed on a GPU.
     """
     group, heads = num_heads // num_kv_heads, _QUERY_TILE
-    if arch != 90 or group % heads or head_dim != 128:
+    if arch != 90 or group % heads or head_dim != 128 or dtype is not DType.BFLOAT16:
         return None
     warpgroups, tile_rows, stages = 3, 64, 5
     rows, warps = tile_rows // heads * warpgroups, 4 * (warpgroups + 1)

@@ -29,8 +29,6 @@ _WINDOW_ROWS = 16
 """Consecutive rows of which one ends a window."""
 _PATH_WINDOWS = 5
 _MOST_GRID_ROWS = 65535
-_TILED_TYPE = DType.BFLOAT16
-"""The one that neighbours together have passed with on a GPU."""
 
 
 @dataclass(frozen=True)
@@ -45,11 +43,13 @@ class SparsePlans:
     fewest_tiled: int
 
     @classmethod
-    def of(cls, config: ModelConfig, device: Device, max_context: int, max_rows: int) -> SparsePlans:
-        """max_rows: the most rows of a step."""
+    def of(cls, config: ModelConfig, device: Device, dtype: DType, max_context: int, max_rows: int) -> SparsePlans:
+        """dtype: of keys and values; max_rows: the most rows of a step."""
         heads = {"num_heads": config.num_heads, "num_kv_heads": config.num_kv_heads, "head_dim": config.head_dim}
         arch, num_selected = device.capability, config.sparse.num_selected if config.sparse else 0
-        tiled = plan_selected_tiles(**heads, num_selected=num_selected, max_context=max_context, arch=arch)
+        tiled = plan_selected_tiles(
+            **heads, num_selected=num_selected, max_context=max_context, arch=arch, dtype=dtype
+        )  # fmt: skip
         return cls(
             plan_selection(
                 config, max_context=max_context, max_rows=max_rows, num_sms=device.num_sms, capability=device.capability
@@ -177,7 +177,7 @@ class SparseKernels:
     ) -> None:
         """The rows of a chunk that choose blocks."""
         tiled = self._plans.tiled_for(len(q))
-        if tiled is None or self._launch.modules.dtype is not _TILED_TYPE:
+        if tiled is None:
             self._attend_rows(out, q, k_pages, v_pages, rows, scale, selection)
         else:
             self._attend_tiles(tiled, out, q, k_pages, v_pages, rows, scale, selection)

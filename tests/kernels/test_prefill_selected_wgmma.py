@@ -127,9 +127,9 @@ def test_a_row_has_the_same_bits_whatever_its_neighbours_are_and_choose(hopper: 
     [(16, 128, 12), (32, 128, 12), (8, 128, None), (24, 128, None), (1, 128, None), (16, 64, None), (16, 96, None)],
 )
 def test_the_plan_says_who_takes_a_shape(group: int, head_dim: int, rows: int | None) -> None:
-    def plan(num_selected: int = 96, max_context: int = 524_288, arch: int = 90) -> PrefillAttentionPlan | None:
-        shape = {"num_heads": 2 * group, "num_kv_heads": 2, "head_dim": head_dim}
-        return plan_selected_tiles(**shape, num_selected=num_selected, max_context=max_context, arch=arch)
+    def plan(**others: Any) -> PrefillAttentionPlan | None:
+        shape = {"num_heads": 2 * group, "num_kv_heads": 2, "head_dim": head_dim, "dtype": DType.BFLOAT16}
+        return plan_selected_tiles(**shape | {"num_selected": 96, "max_context": 524_288, "arch": 90} | others)
 
     taken = plan()
     assert (taken and taken.rows_per_tile) == rows
@@ -137,3 +137,4 @@ def test_the_plan_says_who_takes_a_shape(group: int, head_dim: int, rows: int | 
     assert plan(num_selected=8192) is None, "the lists are too long"
     assert plan(max_context=1 << 24) is None, "the ring has no room for a word a block"
     assert [plan(arch=arch) for arch in (80, 89, 100, 120)] == [None] * 4
+    assert plan(dtype=DType.FLOAT16) is None, "has not passed on a GPU"
