@@ -45,7 +45,6 @@ SANITIZED = {
     "test_linear.py": ("test_without_bias", "test_a_row_does_not_see_the_others"),
     "test_linear_w4.py": ("test_without_bias", "test_a_row_does_not_see_the_others"),
     "test_loader.py": ("test_values_beyond_float16_are_flagged", "test_a_streamed_checkpoint_equals_the_packed_one"),
-    "test_loop.py": ("test_more_words_than_rows",),
     "test_lookup.py": ("test_no_match_no_room_and_a_finished_sequence",),
     "test_norm.py": ("test_rows_are_the_oracles",),
     "test_prefill_attention.py": ("test_a_bucket_that_is_no_multiple_of_the_tile", "test_an_empty_slot_stores_nothing"),
@@ -64,6 +63,9 @@ SANITIZED = {
     "test_tree_attention.py": ("test_rows_of_several_trees_and_padding",),
     "test_tree_sampling.py": ("test_a_node_samples_what_plain_decoding_samples",),
 }
+NOT_SANITIZED = ("loop.cu",)
+"""It runs in WHILE nodes only. Under memcheck and initcheck these end in an illegal address that names no kernel, under
+racecheck in a crash."""
 PORTABLE_TESTS = tuple(
     f"tests/executors/test_cuda_{what}.py" for what in ("golden", "executor", "memory", "speculation")
 )

@@ -63,7 +63,7 @@ def test_chunks_match_the_numpy_op(
 @pytest.mark.gpu
 @pytest.mark.parametrize(("start", "count"), [(200, 150), (256, 40), (0, 256)])
 def test_rows_that_look_at_everything_are_left_to_dense_attention(hopper: Any, start: int, count: int) -> None:
-    slots = Slots(DType.BFLOAT16, [start + count])
+    slots = Slots(DType.BFLOAT16, [start + count], head_dim=128)
     rows = chunk(slots, start, count)
     q, blocks = slots.queries(count), any_choice(slots.rng, rows, 2, SMALL)
     out = device_of(hopper, slots, SMALL).attend_chosen(q, rows, blocks)
@@ -74,7 +74,7 @@ def test_rows_that_look_at_everything_are_left_to_dense_attention(hopper: Any, s
 @pytest.mark.gpu
 @pytest.mark.parametrize("slot", [-1, 0])
 def test_without_a_row_that_chooses_nothing_is_stored(hopper: Any, slot: int) -> None:
-    slots = Slots(DType.BFLOAT16, [300])
+    slots = Slots(DType.BFLOAT16, [300], head_dim=128)
     rows = slots.rows(range(70), [slot] * 70, is_prefill=True)
     blocks = any_choice(slots.rng, rows, 2, SMALL)
     assert np.isnan(device_of(hopper, slots, SMALL).attend_chosen(slots.queries(70), rows, blocks)).all()
