@@ -79,19 +79,20 @@ static_assert(kVectors % kCluster == 0, "slices are equal: peers count their byt
 constexpr int kTileBytes = kKeys * kRowBytes;
 constexpr int kStageBytes = 2 * kTileBytes;
 constexpr int kQueryBytes = 16 * kRowBytes;
-constexpr int kOutStride = HEAD_DIM + 8;  // floats; the padding keeps the eight rows of a store in different banks
+static_assert(16 * HEAD_DIM * 4 == kStageBytes, "a warp's output takes a place of its ring");
 
 #include "decode_warp.cuh"
 
 // ---- merging partial results ----
 
-// A warp's published partial: rows of kOutStride floats at the start of its ring, log_sums beside it.
-__device__ __forceinline__ int published_offset(int vector) {
-  return (vector / (HEAD_DIM / 4) * kOutStride + vector % (HEAD_DIM / 4) * 4) * 4;
+// Byte offset of four elements of a warp's published output. Rows 0 to 3 and 4 to 7, which a store of 8 bytes a lane
+// writes together, are in different banks.
+__device__ __forceinline__ int published_offset(int row, int vector) {
+  return (row * (HEAD_DIM / 4) + (vector ^ (row % 4 * 2 + row / 4 % 2))) * 16;
 }
 
-// The warp's normalised output and log_sums into its own part of the ring, whose copies have all been consumed.
-__device__ __forceinline__ void publish_warp(WarpState& state, float* out, float* log_sums) {
+// The warp's normalised output and log_sums, into a place of its ring that nobody reads any more.
+__device__ __forceinline__ void publish_warp(const WarpState& state, uint32_t out, float* log_sums) {
   const int lane = threadIdx.x & 31;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -101,24 +102,24 @@ __device__ __forceinline__ void publish_warp(WarpState& state, float* out, float
 #pragma unroll
     for (int n = 0; n < kDimTiles; ++n) {
       const float* pair = &state.out[n][2 * half];
-      *reinterpret_cast<float2*>(out + row * kOutStride + n * 8 + (lane % 4) * 2) =
-        make_float2(pair[0] * inverse, pair[1] * inverse);
+      const uint32_t to = out + published_offset(row, 2 * n + lane % 4 / 2) + lane % 2 * 8;
+      asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(pair[0] * inverse), "f"(pair[1] * inverse) : "memory");
     }
   }
 }
 
-// visit(vector, merged) for all vectors of the block's partial.
+// visit(vector, merged) for all vectors of the block's partial; `results`: what the first warp published.
 template <typename Visit>
-__device__ __forceinline__ void merge_warps(const unsigned char* ring, const float (&warp_log_sums)[kWarps][16],
+__device__ __forceinline__ void merge_warps(const unsigned char* results, const float (&warp_log_sums)[kWarps][16],
                                             Visit visit) {
 #pragma unroll
   for (int i = 0; i < (kVectors + kThreads - 1) / kThreads; ++i) {
     const int vector = threadIdx.x + i * kThreads;
     if (kVectors % kThreads != 0 && vector >= kVectors) continue;
     visit(vector, merge<kWarps>(kWarps, [&](int warp) -> Partial {
-            const unsigned char* part = ring + warp * STAGES * kStageBytes;
-            return {*reinterpret_cast<const float4*>(part + published_offset(vector)),
-                    warp_log_sums[warp][vector / (HEAD_DIM / 4)]};
+            const int row = vector / (HEAD_DIM / 4), offset = published_offset(row, vector % (HEAD_DIM / 4));
+            return {*reinterpret_cast<const float4*>(results + warp * STAGES * kStageBytes + offset),
+                    warp_log_sums[warp][row]};
           }));
   }
 }
@@ -166,13 +167,12 @@ __device__ __forceinline__ void store_zeros(scalar_t* out, const Heads& heads) {
   }
 }
 
-// A run of pages, by all warps: their partials stand at the start of their rings and in log_sums. before_wait() is called
-// once the pages that are read early are on their way.
+// The first pages and the query, by all warps. before_wait() is called once the pages that are read early are on their
+// way.
 template <typename BeforeWait>
-__device__ __forceinline__ void attend_run(unsigned char* shared, float (&log_sums)[kWarps][16], const scalar_t* q,
-                                           const Heads& heads, Stream stream, const Keys& keys, float scale,
-                                           bool is_early, BeforeWait before_wait) {
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+__device__ __forceinline__ void begin(WarpState& state, unsigned char* shared, const scalar_t* q, const Heads& heads,
+                                      Stream& stream, const Keys& keys, bool is_early, BeforeWait before_wait) {
+  const int lane = threadIdx.x & 31;
   Query query;
   bool has_new = false;
   // Where many blocks' pages fill the memory's queues the query goes first.
@@ -190,17 +190,11 @@ __device__ __forceinline__ void attend_run(unsigned char* shared, float (&log_su
   }
   query.store(shared);
   if (has_new) cp_async_wait_all();
-  WarpState state = {};
-  state.max[0] = state.max[1] = kNoMaximum;
   __syncthreads();
 #pragma unroll
   for (int step = 0; step < kDimSteps; ++step) {
     ldmatrix_x4(state.q[step], shared_address(shared) + swizzled(lane_row_a(lane), 2 * step + lane_chunk_a(lane)));
   }
-  attend(state, stream, keys, scale * kLog2e);
-  unsigned char* ring = shared + kQueryBytes + warp * STAGES * kStageBytes;
-  publish_warp(state, reinterpret_cast<float*>(ring), log_sums[warp]);
-  __syncthreads();
 }
 
 // Where a row's values go, by cluster of those that share it.
@@ -238,10 +232,10 @@ constexpr int kReceivedOffset = kQueryBytes + kWarps * STAGES * kStageBytes;  //
 constexpr int kReceivedBytes = 20 * kSlice;                                   // from each peer
 
 // The slices of the block's partial to the peers that merge them.
-__device__ __forceinline__ void send_slices(const unsigned char* shared, const float (&log_sums)[kWarps][16],
-                                            uint32_t barrier, int rank) {
+__device__ __forceinline__ void send_slices(const unsigned char* shared, const unsigned char* results,
+                                            const float (&log_sums)[kWarps][16], uint32_t barrier, int rank) {
   const uint32_t received = shared_address(shared) + kReceivedOffset;
-  merge_warps(shared + kQueryBytes, log_sums, [&](int vector, const Partial& part) {
+  merge_warps(results, log_sums, [&](int vector, const Partial& part) {
     const int place = rank * kSlice + vector % kSlice;
     send_partial(received + place * 16, received + kVectors * 16 + place * 4, barrier, vector / kSlice, part);
   });
@@ -300,7 +294,9 @@ KERNEL(decode_attention)(scalar_t* __restrict__ out, float* partials, int* arriv
   constexpr int skipped = 0;
 #endif
   Keys keys = {position + 1 - skipped, position + 1 - skipped};
-  if (is_early && !SELECTED) {
+  if (is_early && SELECTED && TREE) {
+    keys.old = base - skipped;  // the path is looked up while what lies before it is read
+  } else if (is_early && !SELECTED) {
     keys.old = num_rows == 1 ? base : first_written(TREE ? tree_base : positions, slots, slot, num_rows);
   }
   if (slot < 0 || keys.length <= 0) {
@@ -313,7 +309,6 @@ KERNEL(decode_attention)(scalar_t* __restrict__ out, float* partials, int* arriv
 #ifdef IN_CLUSTERS
   __shared__ uint64_t received;
   const uint32_t barrier = shared_address(&received);
-  int turn = 0;
   if (threadIdx.x == 0) {
     mbarrier_init(barrier, 1);
     mbarrier_init_fence();
@@ -327,53 +322,67 @@ KERNEL(decode_attention)(scalar_t* __restrict__ out, float* partials, int* arriv
   __shared__ int64_t path_table[kMaxNodes];
   const Path path = {path_table, base - skipped};
   // What is read early lies before the base: two loads one after the other need not hold it up.
-  bool locates_late = is_early && !SELECTED;
-  if (!locates_late) path.locate(base, mask, block_table, page_stride);
+  if (!is_early) path.locate(base, mask, block_table, page_stride);
 #else
   const Path path = {};
 #endif
+  const int64_t unit = blockIdx.y;
+  Target target = {out, partials + unit * (num_splits / kCluster) * kVectors * 5, first_cluster, cut.clusters()};
+  const int turns = (target.used_clusters - first_cluster + num_clusters - 1) / num_clusters;
+  const int run_stride = num_clusters * kCluster;
+  int run = first_cluster * kCluster + rank;
   Stream stream = {k_pages + head_offset,
                    v_pages + head_offset,
                    page_stride,
                    path,
-                   nullptr,
+                   block_table,
+                   chosen,
                    shared_address(shared) + kQueryBytes + warp * STAGES * kStageBytes,
-                   0,
-                   0,
-                   0};
-  const int64_t unit = blockIdx.y;
-  Target target = {out, partials + unit * (num_splits / kCluster) * kVectors * 5, first_cluster, cut.clusters()};
-  for (; target.cluster < target.used_clusters; target.cluster += num_clusters) {
-    const bool is_first = target.cluster == first_cluster;
-    if (!is_first) cluster_barrier();  // rings and what was received have been read
-    const int run = target.cluster * kCluster + rank, first_page = cut.first_page + run * cut.run_pages;
-    if (run < cut.num_runs) {
-      stream.chosen = chosen ? chosen + first_page : nullptr;
-      stream.block_table = chosen ? block_table : block_table + first_page;
-      stream.first_key = first_page * kPageTokens + warp * kKeys;
-      stream.num_pages = min(cut.run_pages, cut.num_pages - run * cut.run_pages);
-      attend_run(shared, log_sums, q, heads, stream, keys, scale, is_early, [&] {
+                   cut.first_page,
+                   cut.run_pages,
+                   run,
+                   run_stride,
+                   cut.pages_of(run, run_stride)};
+  WarpState state;
+  if (stream.count > 0) {
+    begin(state, shared, q, heads, stream, keys, is_early, [&] {
 #if TREE
-        if (locates_late) path.locate(base, mask, block_table, page_stride);
-        locates_late = false;
+      if (is_early) path.locate(base, mask, block_table, page_stride);
 #endif
-      });
+    });
+  }
+  pdl_launch_dependents();
+  pdl_wait();
+  for (int turn = 0; turn < turns; ++turn, run += run_stride, target.cluster += num_clusters) {
+    const bool is_last = turn + 1 == turns;
+    const unsigned char* results = shared + kQueryBytes;
+    Stream::Place room;
+    if (run < cut.num_runs) {
+      begin_run(state);
+      const int page = run * cut.run_pages;
+      attend(state, stream, keys, cut.first_page + page, min(cut.run_pages, cut.num_pages - page), scale * kLog2e);
+      room = stream.advance();
+      publish_warp(state, room.k_tile, log_sums[warp]);
+      results += room.k_tile - stream.ring;
+      __syncthreads();
     }
-    pdl_launch_dependents();
-    pdl_wait();
 #ifdef IN_CLUSTERS
     const int members = min(kCluster, cut.num_runs - target.cluster * kCluster);
     if (threadIdx.x == 0) mbarrier_arrive_expect(barrier, members * kReceivedBytes);
-    if (is_first) cluster_wait();  // the peers' barriers exist
-    if (run < cut.num_runs) send_slices(shared, log_sums, barrier, rank);
-    mbarrier_wait(barrier, turn++ & 1);
+    cluster_wait();  // the peers' barriers exist, and what they received before has been read
+    if (run < cut.num_runs) send_slices(shared, results, log_sums, barrier, rank);
+    mbarrier_wait(barrier, turn & 1);
     merge_slices(shared, heads, target, rank, members);
+    if (!is_last) cluster_arrive();
 #else
-    merge_warps(shared + kQueryBytes, log_sums,
-                [&](int vector, const Partial& merged) { target.keep(heads, vector, merged); });
+    merge_warps(results, log_sums, [&](int vector, const Partial& merged) { target.keep(heads, vector, merged); });
 #endif
-    if (target.used_clusters > 1 && arrives_last(arrivals + unit * kCluster + rank, target.used_clusters)) {
-      target.merge_clusters(heads, rank);
-    }
+    if (is_last) break;
+    __syncthreads();  // the results have been read
+    stream.load(room.k_tile, stream.k_rows, room, keys.length);
+    stream.load(room.k_tile + kTileBytes, stream.v_rows, room, keys.length);
+  }
+  if (target.used_clusters > 1 && arrives_last(arrivals + unit * kCluster + rank, target.used_clusters, turns)) {
+    target.merge_clusters(heads, rank);
   }
 }

@@ -156,16 +156,6 @@ __device__ __forceinline__ void load_queries(unsigned char* queries, const scala
   }
 }
 
-__device__ __forceinline__ void begin_run(WarpState& state) {
-#pragma unroll
-  for (int n = 0; n < kDimTiles; ++n) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) state.out[n][i] = 0.0f;
-  }
-  state.max[0] = state.max[1] = kNoMaximum;
-  state.sum[0] = state.sum[1] = 0.0f;
-}
-
 // All runs of the block in one cluster of runs, its ring filled, the queries on their way.
 __device__ __forceinline__ void attend_runs(unsigned char* shared, Pages& pages, Sources sources, const TileRows& rows,
                                             const Exchange& exchange, int num_nodes, int first_tail, float scale) {

@@ -43,5 +43,11 @@ struct Cut {
     run_pages = (num_pages + wanted - 1) / wanted;
     num_runs = (num_pages + run_pages - 1) / run_pages;
   }
+  // Of the runs `first`, first + stride and so on: only the last of all runs is shorter.
+  __device__ __forceinline__ int pages_of(int first, int stride) const {
+    if (first >= num_runs) return 0;
+    const int others = (num_runs - 1 - first) / stride, last = first + others * stride;
+    return others * run_pages + min(run_pages, num_pages - last * run_pages);
+  }
   __device__ __forceinline__ int clusters() const { return (num_runs + kCluster - 1) / kCluster; }
 };

@@ -10,6 +10,17 @@ struct WarpState {
   float sum[2];  // this lane's part
 };
 
+// No key seen yet; q stays.
+__device__ __forceinline__ void begin_run(WarpState& state) {
+#pragma unroll
+  for (int n = 0; n < kDimTiles; ++n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) state.out[n][i] = 0.0f;
+  }
+  state.max[0] = state.max[1] = kNoMaximum;
+  state.sum[0] = state.sum[1] = 0.0f;
+}
+
 // The row of a tile of keys or values that a lane reads with ldmatrix.
 struct TileRow {
   uint32_t start;

@@ -5,6 +5,8 @@
 #include "decode_tile.cuh"
 #include "step_rows.cuh"
 
+constexpr int kAllKeys = 0x7FFFFFFF;
+
 #if TREE
 // Where the keys from place `base` on lie: elements from the first token of a KV head in page 0, in shared memory.
 struct Path {
@@ -53,47 +55,65 @@ __device__ __forceinline__ void load_path_tile(uint32_t dst, const scalar_t* row
 }
 #endif
 
-// Where a warp's tiles come from and go to. K and V of a page are cp.async groups of their own: at every wait exactly
-// the 2 * STAGES - 1 youngest groups may still be in flight.
+// The pages of a block's runs, one run after another, through a warp's ring, and after each run room for its result: so
+// pages of the next run are on their way while a result is merged. K and V of a place of the ring are cp.async groups of
+// their own: at every wait exactly the 2 * STAGES - 1 youngest groups may still be in flight.
 struct Stream {
-  const scalar_t *k_rows, *v_rows;  // of this KV head in page 0
+  const scalar_t *k_rows, *v_rows;  // of this warp in page 0
   int64_t page_stride;
   Path path;
-  const int* block_table;  // of the run
+  const int* block_table;  // of the slot
+  const int* chosen;       // the row's blocks, if it chose some
   uint32_t ring;
-  int first_key;  // of this warp in the run's first page
-  int num_pages;
-  int page_ids;  // of 32 consecutive pages of the run, one a lane
-  const int* chosen = nullptr;  // the run's blocks, if it is of chosen ones; then block_table is the slot's
+  int first_page, run_pages;
+  int first_run, run_stride;  // of the block's runs
+  int count;                  // pages of all of them
+  int step = 0, page_of_run = 0, stage = 0;  // what is loaded next
+  int numbers, ids;  // of 32 consecutive pages of the block, one a lane: the page of the row, its place in memory
 
-  __device__ __forceinline__ int64_t locate(int page) {
-    const int lane = threadIdx.x & 31;
-    if (page % 32 == 0) page_ids = page + lane < num_pages ? page_id(page + lane) : 0;
-    return offset_of(page);
-  }
-  __device__ __forceinline__ int page_id(int page) const {
-    if (chosen) page = __ldcg(chosen + page);
-    return __ldcg(block_table + page);
-  }
-  // Of one of the 32 pages located last.
-  __device__ __forceinline__ int64_t offset_of(int page) const {
-    return __shfl_sync(0xFFFFFFFFu, page_ids, page % 32) * page_stride;
-  }
-  __device__ __forceinline__ uint32_t k_tile(int page) const { return ring + page % STAGES * kStageBytes; }
-  // Of `rows`, all keys' or all values', the warp's in the page at `offset`, whose first one has position `before`.
-  __device__ __forceinline__ void copy(uint32_t tile, const scalar_t* rows, int64_t offset, int before, int valid,
-                                       int old = kKeys) const {
-#if TREE
-    if (before + old > path.base) {
-      load_path_tile(tile, rows + offset, rows - (threadIdx.x >> 5) * (kKeys * HEAD_DIM), path, before, valid, old);
-      return;
+  // A place of the ring, and the page that it is filled with next, if any. It is the one that is read next, too.
+  struct Place {
+    uint32_t k_tile;
+    int64_t offset;
+    int before;  // the first key
+    bool is_page;
+  };
+
+  __device__ __forceinline__ Place advance() {
+    Place place = {ring + stage * kStageBytes, 0, 0, step < count && page_of_run < run_pages};
+    stage = stage + 1 == STAGES ? 0 : stage + 1;
+    if (!place.is_page) {
+      page_of_run = 0;
+      return place;
     }
-#endif
-    load_tile(tile, rows + offset, valid, old);
+    if (step % 32 == 0) locate();
+    place.offset = __shfl_sync(0xFFFFFFFFu, ids, step % 32) * page_stride;
+    place.before = first_key(__shfl_sync(0xFFFFFFFFu, numbers, step % 32));
+    ++step, ++page_of_run;
+    return place;
   }
-  __device__ __forceinline__ void load(uint32_t tile, const scalar_t* rows, int64_t offset, int page, int length) const {
-    const int before = first_key + page * kPageTokens;
-    if (page < num_pages) copy(tile, rows, offset, before, length - before);
+  // Of the warp in a page of the row.
+  __device__ __forceinline__ int first_key(int page) const { return page * kPageTokens + (threadIdx.x >> 5) * kKeys; }
+  __device__ __forceinline__ void locate() {
+    const int own = step + (threadIdx.x & 31), run = first_run + own / run_pages * run_stride;
+    numbers = first_page + run * run_pages + own % run_pages;
+    ids = 0;
+    if (own < count) ids = __ldcg(block_table + (chosen ? __ldcg(chosen + numbers) : numbers));
+  }
+
+  // `rows`: all keys or all values. Rows from `old` on are left out.
+  __device__ __forceinline__ void load(uint32_t tile, const scalar_t* rows, const Place& from, int length,
+                                       int old = kAllKeys) const {
+    const int valid = length - from.before;
+    if (from.is_page) {
+#if TREE
+      if (min(from.before + kKeys, old) > path.base) {
+        const scalar_t* head = rows - (threadIdx.x >> 5) * (kKeys * HEAD_DIM);
+        load_path_tile(tile, rows + from.offset, head, path, from.before, valid, old - from.before);
+      } else
+#endif
+        load_tile(tile, rows + from.offset, valid, old - from.before);
+    }
     cp_async_commit();
   }
 
@@ -101,26 +121,30 @@ struct Stream {
   // this one start only after its own pdl_wait. The loops stay loops: short code starts soon.
   __device__ __forceinline__ void fill(const Keys& keys) {
 #pragma unroll 1
-    for (int page = 0; page < STAGES; ++page) {
-      const int before = first_key + page * kPageTokens, valid = keys.length - before, old = keys.old - before;
-      const int64_t offset = locate(page);
-      if (page < num_pages) copy(k_tile(page), k_rows, offset, before, valid, old);
-      cp_async_commit();
-      if (page < num_pages) copy(k_tile(page) + kTileBytes, v_rows, offset, before, valid, old);
-      cp_async_commit();
+    for (int i = 0; i < STAGES; ++i) {
+      const Place place = advance();
+      load(place.k_tile, k_rows, place, keys.length, keys.old);
+      load(place.k_tile + kTileBytes, v_rows, place, keys.length, keys.old);
     }
   }
 
   // After pdl_wait: the rest of those pages, not committed. True if there is any: then cp_async_wait_all must follow.
   __device__ __forceinline__ bool fill_new(const Keys& keys) const {
     bool has_new = false;
+    int page = 0, room = run_pages;
 #pragma unroll 1
-    for (int page = 0; page < min(STAGES, num_pages); ++page) {
-      const int before = first_key + page * kPageTokens;
+    for (int place = 0; place < STAGES && page < count; ++place) {
+      if (place == room) {
+        room += run_pages + 1;
+        continue;
+      }
+      const int before = first_key(__shfl_sync(0xFFFFFFFFu, numbers, page));
+      const int64_t offset = __shfl_sync(0xFFFFFFFFu, ids, page) * page_stride;
       const int first = max(keys.old - before, 0), end = min(keys.length - before, kKeys);
+      ++page;
       if (first >= end) continue;
       has_new = true;
-      load_new_rows(k_tile(page), offset_of(page), before, first, end);
+      load_new_rows(ring + place * kStageBytes, offset, before, first, end);
     }
     return has_new;
   }
@@ -143,24 +167,26 @@ struct Stream {
   }
 };
 
-__device__ __forceinline__ void attend(WarpState& state, Stream& stream, const Keys& keys, float factor) {
+// The next `num_pages` of the stream, a run that begins with page `page` of the row.
+__device__ __forceinline__ void attend(WarpState& state, Stream& stream, const Keys& keys, int page, int num_pages,
+                                       float factor) {
   const int lane = threadIdx.x & 31;
-  for (int page = 0; page < stream.num_pages; ++page) {
-    const uint32_t k_tile = stream.k_tile(page), v_tile = k_tile + kTileBytes;
-    const int first_key = stream.first_key + page * kPageTokens;
-    const int64_t next = stream.locate(page + STAGES);
+  for (const int end = page + num_pages; page < end; ++page) {
+    const int first_key = stream.first_key(page);
+    const Stream::Place next = stream.advance();
+    const uint32_t k_tile = next.k_tile, v_tile = k_tile + kTileBytes;
     float scores[2][4];
     cp_async_wait<2 * STAGES - 1>();
     __syncwarp();
     score_tile(scores, state, TileRow(k_tile, lane_row_b(lane)));
     __syncwarp();
-    stream.load(k_tile, stream.k_rows, next, page + STAGES, keys.length);
+    stream.load(k_tile, stream.k_rows, next, keys.length);
     if (!keys.all_visible(first_key)) mask_tile(scores, first_key, {keys, keys});
     softmax_tile(scores, state, factor);
     cp_async_wait<2 * STAGES - 1>();
     __syncwarp();
     accumulate_tile(state, scores, TileRow(v_tile, lane_row_a(lane)));
     __syncwarp();
-    stream.load(v_tile, stream.v_rows, next, page + STAGES, keys.length);
+    stream.load(v_tile, stream.v_rows, next, keys.length);
   }
 }

@@ -74,15 +74,16 @@ __device__ __forceinline__ void cluster_wait() {}
 __device__ __forceinline__ void cluster_barrier() { __syncthreads(); }
 #endif
 
-// True in the last of `expected` blocks that call it with the same counter, which is then zero again. What the others
-// wrote before is visible: one thread's acquire and release stand for the block, which the barriers order around it.
-__device__ __forceinline__ bool arrives_last(int* arrivals, int expected) {
+// True in the block whose `count` makes the sum of all that call it with the same counter `expected`; the counter is then
+// zero again. What the others wrote before is visible: one thread's acquire and release stand for the block, which the
+// barriers order around it.
+__device__ __forceinline__ bool arrives_last(int* arrivals, int expected, int count = 1) {
   __shared__ bool last;
   __syncthreads();
   if (threadIdx.x == 0) {
     int before;
-    asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;" : "=r"(before) : "l"(arrivals) : "memory");
-    last = before == expected - 1;
+    asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], %2;" : "=r"(before) : "l"(arrivals), "r"(count) : "memory");
+    last = before + count == expected;
     if (last) *arrivals = 0;
   }
   __syncthreads();
