@@ -70,7 +70,7 @@ static_assert(STAGES >= 2, "a warp's ring also holds its float32 output");
 
 constexpr int kWarps = kSlices;
 constexpr int kThreads = 32 * kWarps;
-constexpr int kEarlyRows = 16;               // up to so many rows all blocks with work are there at once
+constexpr int kEarlyRows = 1;                // up to so many rows blocks find room before the kernel before this one ends
 constexpr int kTiles = (GROUP + 15) / 16;    // blocks that share a KV head
 constexpr int kHeads = (GROUP + kTiles - 1) / kTiles;
 constexpr int kVectors = kHeads * HEAD_DIM / 4;  // float4 pieces of the block's output
@@ -167,27 +167,22 @@ __device__ __forceinline__ void store_zeros(scalar_t* out, const Heads& heads) {
   }
 }
 
-// The first pages and the query, by all warps. before_wait() is called once the pages that are read early are on their
-// way.
-template <typename BeforeWait>
-__device__ __forceinline__ void begin(WarpState& state, unsigned char* shared, const scalar_t* q, const Heads& heads,
-                                      Stream& stream, const Keys& keys, bool is_early, BeforeWait before_wait) {
+// The first pages and the query, by all warps. With `is_early` what is older than the kernel before this one is read
+// before the wait; else the wait and the first reading of `query` lie behind.
+__device__ __forceinline__ void begin(WarpState& state, unsigned char* shared, Query& query, const scalar_t* q,
+                                      const Heads& heads, Stream& stream, const Keys& keys, bool is_early) {
   const int lane = threadIdx.x & 31;
-  Query query;
-  bool has_new = false;
-  // Where many blocks' pages fill the memory's queues the query goes first.
-  if (!is_early) {
-    pdl_wait();
-    query.read(q, heads);
-  }
+#if TREE
+  const PathNode node = stream.path.look_up(stream.block_table);
+#endif
   stream.fill(keys);
-  if (is_early) {
-    pdl_launch_dependents();
-    before_wait();
-    pdl_wait();
-    has_new = stream.fill_new(keys);
-    query.read(q, heads);
-  }
+  pdl_launch_dependents();
+#if TREE
+  stream.path.keep(node, stream.page_stride);
+#endif
+  if (is_early) pdl_wait();
+  const bool has_new = (TREE || is_early) && stream.fill_new(keys);
+  if (is_early) query.read(q, heads);
   query.store(shared);
   if (has_new) cp_async_wait_all();
   __syncthreads();
@@ -272,16 +267,21 @@ KERNEL(decode_attention)(scalar_t* __restrict__ out, float* partials, int* arriv
   const int num_clusters = gridDim.z * (gridDim.x / kCluster);
   const int units = num_kv_heads * kTiles, num_rows = gridDim.y / units;
   const int row = blockIdx.y / units, kv_head = blockIdx.y % units / kTiles, tile = blockIdx.y % kTiles;
-  const bool is_early = num_rows <= kEarlyRows;
+  const Heads heads = {(((int64_t)row * num_kv_heads + kv_head) * GROUP + tile * kHeads) * HEAD_DIM,
+                       min(kHeads, GROUP - tile * kHeads)};
+  const bool is_early = !SELECTED && num_rows <= kEarlyRows;
   // One row's few pages would wait 3 us and more behind the next kernel's weights: that one starts after their copies.
   if (num_rows > 1) pdl_launch_dependents();
-  if (SELECTED) pdl_wait();  // the kernel before this one chose the pages
+  Query query;
+  // The kernel before this one chose the pages, or left no room for the blocks of several rows before its end.
+  if (!is_early) {
+    pdl_wait();
+    query.read(q, heads);
+  }
   const int slot = __ldcg(slots + row), position = __ldcg(positions + row);
 #if TREE
   const uint64_t mask = __ldcg(tree_masks + row);
 #endif
-  const Heads heads = {(((int64_t)row * num_kv_heads + kv_head) * GROUP + tile * kHeads) * HEAD_DIM,
-                       min(kHeads, GROUP - tile * kHeads)};
   const int base = TREE ? __ldcg(tree_base + row) : position;
 #if SELECTED
   const bool chooses = position >= dense_context;
@@ -293,12 +293,9 @@ KERNEL(decode_attention)(scalar_t* __restrict__ out, float* partials, int* arriv
   const int* chosen = nullptr;
   constexpr int skipped = 0;
 #endif
-  Keys keys = {position + 1 - skipped, position + 1 - skipped};
-  if (is_early && SELECTED && TREE) {
-    keys.old = base - skipped;  // the path is looked up while what lies before it is read
-  } else if (is_early && !SELECTED) {
-    keys.old = num_rows == 1 ? base : first_written(TREE ? tree_base : positions, slots, slot, num_rows);
-  }
+  // What lies from the base on is read last: early it is not there yet, and a path has to be looked up.
+  Keys keys = {position + 1 - skipped, TREE || is_early ? base - skipped : position + 1 - skipped};
+  if (is_early && num_rows > 1) keys.old = first_written(TREE ? tree_base : positions, slots, slot, num_rows);
   if (slot < 0 || keys.length <= 0) {
     pdl_wait();
     if (rank == 0 && first_cluster == 0) store_zeros(out, heads);
@@ -320,15 +317,13 @@ KERNEL(decode_attention)(scalar_t* __restrict__ out, float* partials, int* arriv
   const int* block_table = block_tables + (int64_t)slot * pages_per_sequence;
 #if TREE
   __shared__ int64_t path_table[kMaxNodes];
-  const Path path = {path_table, base - skipped};
-  // What is read early lies before the base: two loads one after the other need not hold it up.
-  if (!is_early) path.locate(base, mask, block_table, page_stride);
+  const Path path = {path_table, base, base - skipped, mask};
 #else
   const Path path = {};
 #endif
   const int64_t unit = blockIdx.y;
   Target target = {out, partials + unit * (num_splits / kCluster) * kVectors * 5, first_cluster, cut.clusters()};
-  const int turns = (target.used_clusters - first_cluster + num_clusters - 1) / num_clusters;
+  const int turns = divided(target.used_clusters - first_cluster + num_clusters - 1, num_clusters);
   const int run_stride = num_clusters * kCluster;
   int run = first_cluster * kCluster + rank;
   Stream stream = {k_pages + head_offset,
@@ -345,11 +340,7 @@ KERNEL(decode_attention)(scalar_t* __restrict__ out, float* partials, int* arriv
                    cut.pages_of(run, run_stride)};
   WarpState state;
   if (stream.count > 0) {
-    begin(state, shared, q, heads, stream, keys, is_early, [&] {
-#if TREE
-      if (is_early) path.locate(base, mask, block_table, page_stride);
-#endif
-    });
+    begin(state, shared, query, q, heads, stream, keys, is_early);
   }
   pdl_launch_dependents();
   pdl_wait();

@@ -47,7 +47,7 @@ class DecodeAttentionPlan:
 
     def grid(self, rows: int) -> tuple[int, int, int]:
         """For a step of `rows` rows. It may depend on them: which block takes a run does not change the result."""
-        clusters = 2 * self.resident_blocks // (self.units * rows * self.cluster)
+        clusters = self.resident_blocks // (self.units * rows * self.cluster)
         clusters = min(max(1, clusters), self.num_splits // self.cluster)
         return (self.cluster * clusters, self.units, 1) if rows == 1 else (self.cluster, self.units * rows, clusters)
 

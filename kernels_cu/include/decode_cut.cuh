@@ -32,6 +32,11 @@ struct Keys {
   __device__ __forceinline__ bool visible(int key) const { return key < length && (WINDOW == 0 || key >= first()); }
 };
 
+// a / b, for counts below 2^20: a quotient is at least 0.5 / b away from the next integer, and the error less.
+__device__ __forceinline__ int divided(int a, int b) {
+  return __float2int_rz((a + 0.5f) * reciprocal_fast(static_cast<float>(b)));
+}
+
 // How the pages that a row sees are cut: pages of a run, and how many runs there are.
 struct Cut {
   int first_page, num_pages, run_pages, num_runs;
@@ -40,13 +45,13 @@ struct Cut {
     first_page = keys.first() / kPageTokens;
     num_pages = (keys.length + kPageTokens - 1) / kPageTokens - first_page;
     const int wanted = num_pages <= kClusterPages ? kCluster : num_splits;
-    run_pages = (num_pages + wanted - 1) / wanted;
-    num_runs = (num_pages + run_pages - 1) / run_pages;
+    run_pages = divided(num_pages + wanted - 1, wanted);
+    num_runs = divided(num_pages + run_pages - 1, run_pages);
   }
   // Of the runs `first`, first + stride and so on: only the last of all runs is shorter.
   __device__ __forceinline__ int pages_of(int first, int stride) const {
     if (first >= num_runs) return 0;
-    const int others = (num_runs - 1 - first) / stride, last = first + others * stride;
+    const int others = divided(num_runs - 1 - first, stride), last = first + others * stride;
     return others * run_pages + min(run_pages, num_pages - last * run_pages);
   }
   __device__ __forceinline__ int clusters() const { return (num_runs + kCluster - 1) / kCluster; }

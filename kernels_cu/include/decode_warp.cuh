@@ -8,18 +8,25 @@
 constexpr int kAllKeys = 0x7FFFFFFF;
 
 #if TREE
-// Where the keys from place `base` on lie: elements from the first token of a KV head in page 0, in shared memory.
+struct PathNode {
+  int step, page, token;  // step -1: of no path
+};
+
+// The keys of a row from place `base` on: node i of the tree is at location first + i, and the path goes through the set
+// bits of `mask`. Elements from the first token of a KV head in page 0 to each, in shared memory.
 struct Path {
   int64_t* offsets;
-  int base;
+  int first, base;
+  uint64_t mask;
 
-  // By the whole block: node i of the tree is at location first + i, and the path goes through the set bits of `mask`.
-  __device__ __forceinline__ void locate(int first, uint64_t mask, const int* block_table, int64_t page_stride) const {
+  // By the whole block, a node a thread.
+  __device__ __forceinline__ PathNode look_up(const int* block_table) const {
     const int node = threadIdx.x, location = first + node;
-    if (node < kMaxNodes && (mask >> node & 1)) {
-      offsets[__popcll(mask & ((1ull << node) - 1))] =
-          __ldcg(block_table + location / kPageTokens) * page_stride + location % kPageTokens * HEAD_DIM;
-    }
+    if (node >= kMaxNodes || !(mask >> node & 1)) return {-1, 0, 0};
+    return {__popcll(mask & ((1ull << node) - 1)), __ldcg(block_table + location / kPageTokens), location % kPageTokens};
+  }
+  __device__ __forceinline__ void keep(const PathNode& node, int64_t page_stride) const {
+    if (node.step >= 0) offsets[node.step] = node.page * page_stride + node.token * HEAD_DIM;
     __syncthreads();
   }
 };
@@ -28,9 +35,17 @@ struct Path {};
 #endif
 
 // 16 rows; those from `valid` on are zeroed: they were never written and 0 * NaN would stay. Valid rows from `old` on are
-// left out.
-__device__ __forceinline__ void load_tile(uint32_t dst, const scalar_t* rows, int valid, int old = kKeys) {
+// left out. Most tiles are whole, and few instructions are soon issued.
+__device__ __forceinline__ void load_tile(uint32_t dst, const scalar_t* rows, int valid, int old) {
   const int lane = threadIdx.x & 31;
+  if (min(valid, old) >= kKeys) {
+#pragma unroll
+    for (int i = 0; i < kKeys * kRowChunks / 32; ++i) {
+      const int index = lane + i * 32;
+      cp_async16(dst + swizzled(index / kRowChunks, index % kRowChunks), rows + index * 8);
+    }
+    return;
+  }
 #pragma unroll
   for (int i = 0; i < kKeys * kRowChunks / 32; ++i) {
     const int index = lane + i * 32, row = index / kRowChunks, chunk = index % kRowChunks;
@@ -95,8 +110,8 @@ struct Stream {
   // Of the warp in a page of the row.
   __device__ __forceinline__ int first_key(int page) const { return page * kPageTokens + (threadIdx.x >> 5) * kKeys; }
   __device__ __forceinline__ void locate() {
-    const int own = step + (threadIdx.x & 31), run = first_run + own / run_pages * run_stride;
-    numbers = first_page + run * run_pages + own % run_pages;
+    const int own = step + (threadIdx.x & 31), turn = divided(own, run_pages);
+    numbers = first_page + (first_run + turn * run_stride) * run_pages + own - turn * run_pages;
     ids = 0;
     if (own < count) ids = __ldcg(block_table + (chosen ? __ldcg(chosen + numbers) : numbers));
   }
