@@ -19,8 +19,8 @@
 // num_splits     into how many runs a long row's pages are cut, a multiple of kCluster
 // grid           (kCluster * a, units * T, b) for a * b clusters of a row; block 128 in clusters of kCluster along x;
 //                shared memory 16 * D * 2 + STAGES * 64 * D * 4 bytes, and in clusters 5 * kHeads * D more
-// launched after linear_qkv or rope_append, which let this kernel start once all before them have finished: all but q
-//                and the keys that this step writes is read before pdl_wait, if the rows are few
+// launched after linear_qkv or rope_append, which let this kernel start once all before them have finished: where keys
+//                lie is looked up before pdl_wait, and one row's are read but for those that this step writes
 // numerics       scores, softmax and sums in float32 (exp2 with the scale folded in); the unnormalised weights are
 //                rounded to scalar_t for the product with v, the result is rounded once when stored
 // oracle         NumpyOps.decode_attention
@@ -70,7 +70,6 @@ static_assert(STAGES >= 2, "a warp's ring also holds its float32 output");
 
 constexpr int kWarps = kSlices;
 constexpr int kThreads = 32 * kWarps;
-constexpr int kEarlyRows = 1;                // up to so many rows blocks find room before the kernel before this one ends
 constexpr int kTiles = (GROUP + 15) / 16;    // blocks that share a KV head
 constexpr int kHeads = (GROUP + kTiles - 1) / kTiles;
 constexpr int kVectors = kHeads * HEAD_DIM / 4;  // float4 pieces of the block's output
@@ -167,14 +166,22 @@ __device__ __forceinline__ void store_zeros(scalar_t* out, const Heads& heads) {
   }
 }
 
-// The first pages and the query, by all warps. With `is_early` what is older than the kernel before this one is read
-// before the wait; else the wait and the first reading of `query` lie behind.
-__device__ __forceinline__ void begin(WarpState& state, unsigned char* shared, Query& query, const scalar_t* q,
-                                      const Heads& heads, Stream& stream, const Keys& keys, bool is_early) {
+// The first pages and the query, by all warps. Of one row (`is_early`) what is older than the kernel before this one is
+// read before the wait. The blocks of several rows find no room before the end of that kernel: theirs is the query that
+// must not queue behind the pages.
+__device__ __forceinline__ void begin(WarpState& state, unsigned char* shared, const scalar_t* q, const Heads& heads,
+                                      Stream& stream, const Keys& keys, bool is_early) {
   const int lane = threadIdx.x & 31;
+  Query query;
+  if (SELECTED) query.read(q, heads);
 #if TREE
   const PathNode node = stream.path.look_up(stream.block_table);
 #endif
+  stream.locate();
+  if (!is_early && !SELECTED) {
+    pdl_wait();
+    query.read(q, heads);
+  }
   stream.fill(keys);
   pdl_launch_dependents();
 #if TREE
@@ -269,15 +276,8 @@ KERNEL(decode_attention)(scalar_t* __restrict__ out, float* partials, int* arriv
   const int row = blockIdx.y / units, kv_head = blockIdx.y % units / kTiles, tile = blockIdx.y % kTiles;
   const Heads heads = {(((int64_t)row * num_kv_heads + kv_head) * GROUP + tile * kHeads) * HEAD_DIM,
                        min(kHeads, GROUP - tile * kHeads)};
-  const bool is_early = !SELECTED && num_rows <= kEarlyRows;
-  // One row's few pages would wait 3 us and more behind the next kernel's weights: that one starts after their copies.
-  if (num_rows > 1) pdl_launch_dependents();
-  Query query;
-  // The kernel before this one chose the pages, or left no room for the blocks of several rows before its end.
-  if (!is_early) {
-    pdl_wait();
-    query.read(q, heads);
-  }
+  const bool is_early = !SELECTED && num_rows == 1;
+  if (SELECTED) pdl_wait();  // the kernel before this one chose the pages
   const int slot = __ldcg(slots + row), position = __ldcg(positions + row);
 #if TREE
   const uint64_t mask = __ldcg(tree_masks + row);
@@ -295,7 +295,6 @@ KERNEL(decode_attention)(scalar_t* __restrict__ out, float* partials, int* arriv
 #endif
   // What lies from the base on is read last: early it is not there yet, and a path has to be looked up.
   Keys keys = {position + 1 - skipped, TREE || is_early ? base - skipped : position + 1 - skipped};
-  if (is_early && num_rows > 1) keys.old = first_written(TREE ? tree_base : positions, slots, slot, num_rows);
   if (slot < 0 || keys.length <= 0) {
     pdl_wait();
     if (rank == 0 && first_cluster == 0) store_zeros(out, heads);
@@ -340,7 +339,7 @@ KERNEL(decode_attention)(scalar_t* __restrict__ out, float* partials, int* arriv
                    cut.pages_of(run, run_stride)};
   WarpState state;
   if (stream.count > 0) {
-    begin(state, shared, query, q, heads, stream, keys, is_early);
+    begin(state, shared, q, heads, stream, keys, is_early);
   }
   pdl_launch_dependents();
   pdl_wait();
@@ -360,11 +359,11 @@ KERNEL(decode_attention)(scalar_t* __restrict__ out, float* partials, int* arriv
 #ifdef IN_CLUSTERS
     const int members = min(kCluster, cut.num_runs - target.cluster * kCluster);
     if (threadIdx.x == 0) mbarrier_arrive_expect(barrier, members * kReceivedBytes);
-    cluster_wait();  // the peers' barriers exist, and what they received before has been read
+    cluster_wait();  // the peers' barriers exist, and what they received before has been used
     if (run < cut.num_runs) send_slices(shared, results, log_sums, barrier, rank);
     mbarrier_wait(barrier, turn & 1);
     merge_slices(shared, heads, target, rank, members);
-    if (!is_last) cluster_arrive();
+    if (!is_last) cluster_announce();  // what was received has been used
 #else
     merge_warps(results, log_sums, [&](int vector, const Partial& merged) { target.keep(heads, vector, merged); });
 #endif

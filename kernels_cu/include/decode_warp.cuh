@@ -3,7 +3,6 @@
 // The including file defines kTileBytes, kStageBytes, STAGES, TREE and WINDOW.
 #pragma once
 #include "decode_tile.cuh"
-#include "step_rows.cuh"
 
 constexpr int kAllKeys = 0x7FFFFFFF;
 
@@ -35,7 +34,7 @@ struct Path {};
 #endif
 
 // 16 rows; those from `valid` on are zeroed: they were never written and 0 * NaN would stay. Valid rows from `old` on are
-// left out. Most tiles are whole, and few instructions are soon issued.
+// left out. Most tiles are whole; what the others need is a loop, since short code starts soon.
 __device__ __forceinline__ void load_tile(uint32_t dst, const scalar_t* rows, int valid, int old) {
   const int lane = threadIdx.x & 31;
   if (min(valid, old) >= kKeys) {
@@ -46,9 +45,9 @@ __device__ __forceinline__ void load_tile(uint32_t dst, const scalar_t* rows, in
     }
     return;
   }
-#pragma unroll
-  for (int i = 0; i < kKeys * kRowChunks / 32; ++i) {
-    const int index = lane + i * 32, row = index / kRowChunks, chunk = index % kRowChunks;
+#pragma unroll 1
+  for (int index = lane; index < kKeys * kRowChunks; index += 32) {
+    const int row = index / kRowChunks, chunk = index % kRowChunks;
     if (row < old || row >= valid) cp_async16(dst + swizzled(row, chunk), rows + index * 8, row < valid ? 16 : 0);
   }
 }
@@ -58,11 +57,9 @@ __device__ __forceinline__ void load_tile(uint32_t dst, const scalar_t* rows, in
 // first token of page 0.
 __device__ __forceinline__ void load_path_tile(uint32_t dst, const scalar_t* rows, const scalar_t* head,
                                                const Path& path, int before, int valid, int old) {
-  const int lane = threadIdx.x & 31;
-#pragma unroll
-  for (int i = 0; i < kKeys * kRowChunks / 32; ++i) {
-    const int index = lane + i * 32, row = index / kRowChunks, chunk = index % kRowChunks;
-    const int step = before + row - path.base;
+#pragma unroll 1
+  for (int index = threadIdx.x & 31; index < kKeys * kRowChunks; index += 32) {
+    const int row = index / kRowChunks, chunk = index % kRowChunks, step = before + row - path.base;
     const scalar_t* source = rows + index * 8;
     if (step >= 0 && row < valid) source = head + path.offsets[step] + chunk * 8;
     if (row < old || row >= valid) cp_async16(dst + swizzled(row, chunk), source, row < valid ? 16 : 0);
@@ -101,14 +98,15 @@ struct Stream {
       page_of_run = 0;
       return place;
     }
-    if (step % 32 == 0) locate();
+    if (step > 0 && step % 32 == 0) locate();
     place.offset = __shfl_sync(0xFFFFFFFFu, ids, step % 32) * page_stride;
     place.before = first_key(__shfl_sync(0xFFFFFFFFu, numbers, step % 32));
     ++step, ++page_of_run;
     return place;
   }
-  // Of the warp in a page of the row.
+  // The first key of the warp in a page of the row.
   __device__ __forceinline__ int first_key(int page) const { return page * kPageTokens + (threadIdx.x >> 5) * kKeys; }
+  // The next 32 pages: at the beginning by the caller.
   __device__ __forceinline__ void locate() {
     const int own = step + (threadIdx.x & 31), turn = divided(own, run_pages);
     numbers = first_page + (first_run + turn * run_stride) * run_pages + own - turn * run_pages;

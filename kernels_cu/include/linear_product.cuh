@@ -4,6 +4,7 @@
 
 // x in shared memory in the order in which lanes read it, [unit][token tile][32 k][lane] 16 bytes, and its normalisation.
 struct Activations {
+  static constexpr bool kHalves = NT == 2;
   const Lane& at;
   const scalar_t* x;       // column 8 t of row 0
   int T;
@@ -60,12 +61,22 @@ struct Activations {
     }
     return v;
   }
+  __device__ __forceinline__ void normalise_chunk(uint32_t chunk, uint4 w, float s) const {
+    store_shared(chunk, normalised(load_shared(chunk), w, s));
+  }
   __device__ __forceinline__ void normalise_in_place(int at_place, int block_unit) const {
 #pragma unroll
     for (int j = 0; j < 2; j++) {
       const uint4 w = norm_weights(block_unit, j);
 #pragma unroll
-      for (int i = 0; i < NT; i++) store_shared(address(at_place, i, j), normalised(load_shared(address(at_place, i, j)), w, scale[i]));
+      for (int i = 0; i < NT; i++)
+        if (i + 1 < NT || !kHalves || T > kTokens - 4) normalise_chunk(address(at_place, i, j), w, scale[i]);
+    }
+    // Of a last tile with at most four tokens half a warp has each block of 32 k: it is a quarter of the work of two tiles.
+    if (kHalves && T <= kTokens - 4) {
+      const int j = at.lane / 16, from = at.lane % 16;
+      const uint32_t chunk = address(at_place, NT - 1, j) + (from - at.lane) * 16;
+      normalise_chunk(chunk, norm_weights(block_unit, j), __shfl_sync(0xFFFFFFFFu, scale[NT - 1], from));
     }
   }
 
@@ -108,6 +119,7 @@ struct Activations {
     if constexpr (kResident) {
       for (int u = 0; u < at.own_units; u++) normalise_in_place(at.warp * kXSlots + u, at.warp * kOwnUnits + u);
       if (SPLIT_WARPS == 1) __syncthreads();
+      else if (kHalves) __syncwarp();   // lanes have normalised what others read
     }
   }
 
