@@ -23,7 +23,7 @@ from cpmrt.tensor_spec import TensorSpec
 
 @dataclass(frozen=True)
 class Case:
-    """One row of a benchmark: `sequences` prompts of `prompt_tokens` random tokens, each continued greedily."""
+    """One row of a benchmark: `sequences` prompts of `prompt_tokens` random tokens, each continued."""
 
     prompt_tokens: int
     new_tokens: int
@@ -80,15 +80,19 @@ def measure(
     tensors: tuple[TensorSpec, ...] | None = None,
     adaptive: bool = True,
     simulated: bool = False,
+    temperature: float = 0.0,
 ) -> Measurement:
     """Run the case once to warm up, then `repeats` times.
 
     `itemsize` = bytes of a stored weight or KV element; `tensors` as in `work.decode_bytes`, `adaptive` as for the
-    engine; `simulated`: the executor forces accept lengths.
+    engine; `simulated`: the executor forces accept lengths; `temperature`: of sampling, 0: greedy.
 
     Raises ContextLengthError if the case does not fit the executor's context.
     """
-    runs = [_Run(executor, config, case, seed=index, adaptive=adaptive) for index in range(repeats + 1)][1:]
+    runs = [
+        _Run(executor, list(_requests(executor.limits, config, case, seed, temperature)), adaptive=adaptive)
+        for seed in range(repeats + 1)
+    ][1:]
     result = Measurement(case)
     result.prefill_s = median(run.prefill_s for run in runs)
     result.prefill_tokens_per_s = case.prompt_tokens * case.sequences / result.prefill_s
@@ -145,11 +149,10 @@ class _Run:
     figure. Decode counts from the moment every sequence has its first token until the first of them ends.
     """
 
-    def __init__(self, executor: Executor, config: ModelConfig, case: Case, seed: int, adaptive: bool):
+    def __init__(self, executor: Executor, requests: list[Request], *, adaptive: bool):
         timed = _TimedExecutor(executor)
         self._times, self._waited_before = timed.times, 0.0
         engine = Engine(timed, self._note, adaptive=adaptive)
-        requests = list(_requests(executor.limits, config, case, seed))
         self.prefill_s, self.step_s, self.host_s = 0.0, list[float](), list[float]()
         self._decodes = False
         self.started = self._last = perf_counter()
@@ -166,7 +169,7 @@ class _Run:
         at_end = sum(map(_context, sequences))
         self.num_decoded, self.decode_s = at_end - at_start, sum(self.step_s)
         self.submit_s = timed.times.submit_s
-        self.mean_context = (at_start + at_end) // (2 * case.sequences)
+        self.mean_context = (at_start + at_end) // (2 * len(requests))
         self._decodes = False
         while not all(map(_finish_reason, sequences)):
             engine.advance()
@@ -185,13 +188,16 @@ class _Run:
         self._last, self._waited_before = now, self._times.waited_s
 
 
-def _requests(limits: ExecutorLimits, config: ModelConfig, case: Case, seed: int) -> Iterator[Request]:
+def _requests(
+    limits: ExecutorLimits, config: ModelConfig, case: Case, seed: int, temperature: float
+) -> Iterator[Request]:
     """Early sequences get some tokens more, for the steps they take while later prompts are read."""
     source, chunks = random.Random(seed), -(-case.prompt_tokens // limits.prefill_chunk)
     room = max(case.new_tokens, limits.max_context - case.prompt_tokens)
     for later in reversed(range(case.sequences)):
         prompt = tuple(source.choices(range(config.vocab_size), k=case.prompt_tokens))
-        sampling = SamplingParams(max_new_tokens=min(case.new_tokens + later * chunks, room), ignore_eos=True)
+        count = min(case.new_tokens + later * chunks, room)
+        sampling = SamplingParams(max_new_tokens=count, temperature=temperature, ignore_eos=True)
         yield Request(prompt, sampling, seed, ())
 
 

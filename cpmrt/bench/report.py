@@ -84,6 +84,8 @@ class Report:
     """Of speculative decoding; None: plain."""
     simulated_accept: float | None = None
     """The accept length was not measured but forced."""
+    temperature: float = 0.0
+    """Of sampling; 0: greedy."""
     read_gb_per_s: float | None = None
     process_to_first_token_s: float | None = None
     cases: list[CaseReport] = field(default_factory=list)

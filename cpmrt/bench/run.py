@@ -50,6 +50,7 @@ def run_benchmark(
     cases: Sequence[Case],
     *,
     repeats: int,
+    temperature: float = 0.0,
     times_startup: bool = False,
     listener: Listener = lambda case: None,
 ) -> Report:
@@ -64,13 +65,14 @@ def run_benchmark(
         started = perf_counter()
         with LLM(**settings) as llm:
             report = _report(name, settings, llm, perf_counter() - started, device, monitor)
-            report.read_gb_per_s, report.samples = bandwidth, monitor.samples
+            report.read_gb_per_s, report.samples, report.temperature = bandwidth, monitor.samples, temperature
             _check_cases(cases, llm.max_context)
             itemsize = (DType.FLOAT32 if report.executor == "reference" else DType.BFLOAT16).itemsize
             for case in cases:
                 result = measure(
                     llm.executor, llm.config, case, repeats=repeats, itemsize=itemsize, tensors=llm.plan.tensors,
                     adaptive=llm.engine.adaptive, simulated=settings.get("simulate_accept") is not None,
+                    temperature=temperature,
                 )  # fmt: skip
                 report.cases.append(CaseReport.of(result, monitor.samples, bandwidth))
                 listener(report.cases[-1])

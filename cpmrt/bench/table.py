@@ -36,7 +36,8 @@ def summary(report: Report) -> str:
         facts.insert(0, f"memory reads {report.read_gb_per_s:,.0f} GB/s")
     if report.process_to_first_token_s is not None:
         facts.append(f"a fresh process gives its first token after {report.process_to_first_token_s:.2f} s")
-    kinds = ", ".join([report.dtype, *report.quantization, *report.speculation])
+    sampling = [f"T = {report.temperature:g}"] if report.temperature else []
+    kinds = ", ".join([report.dtype, *report.quantization, *report.speculation, *sampling])
     return f"{report.model}, {kinds}, executor {report.executor} on {where}\n{'; '.join(facts)}\n"
 
 

@@ -31,6 +31,7 @@ from cpmrt.cli.arguments import (
 )
 from cpmrt.cli.draft_options import add_draft_options, draft_arguments
 from cpmrt.cli.output import note, printable, write, write_table
+from cpmrt.config import SamplingParams
 from cpmrt.errors import CpmrtError
 from cpmrt.weights.model_folder import BUNDLED
 
@@ -57,6 +58,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help=f"a case that fills a context of so many tokens, such as 1024 or 32K, its last {_CONTEXT_NEW} new ones",
     )  # fmt: skip
     parser.add_argument("--repeats", type=_positive, default=3, metavar="N", help="of each case (default: %(default)s)")
+    parser.add_argument(
+        "--temperature", type=_temperature, default=0.0, metavar="T",
+        help="sample, so that no text repeats itself by chance (default: 0, greedy)",
+    )  # fmt: skip
     parser.add_argument("--startup", action="store_true", help="also time a fresh process to its first token")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw power, clock and load over time as a PNG")
@@ -95,7 +100,8 @@ def run(args: argparse.Namespace) -> int:
             settings["hf_overrides"] = _long_enough(args.shape, cases) | (settings["hf_overrides"] or {})
         report = run_benchmark(
             args.shape or args.model or str(BUNDLED), settings, cases, repeats=args.repeats,
-            times_startup=args.startup, listener=lambda case: note(table.line(case)),
+            temperature=args.temperature, times_startup=args.startup,
+            listener=lambda case: note(table.line(case)),
         )  # fmt: skip
     write(printable_lines(table.summary(report)))
     write_table(table.rows(report), table.header())
@@ -158,6 +164,13 @@ def _positive(text: str) -> int:
     if not (text.isascii() and text.isdigit() and 1 <= int(text) < 2**31):
         raise argparse.ArgumentTypeError(f"expected a positive integer, got {text!r}")
     return int(text)
+
+
+def _temperature(text: str) -> float:
+    try:
+        return SamplingParams(temperature=float(text)).temperature
+    except (ValueError, CpmrtError) as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from error
 
 
 def _check_folder(path: Path) -> None:

@@ -10,11 +10,12 @@ from types import ModuleType, SimpleNamespace
 from typing import ClassVar
 
 import pytest
-from tiny_checkpoint import write_checkpoint
+from scripted import ScriptedExecutor
+from tiny_checkpoint import CONFIG, write_checkpoint
 
 from cpmrt.bench import run as run_module
 from cpmrt.bench import table
-from cpmrt.bench.measure import Case, Measurement
+from cpmrt.bench.measure import Case, Measurement, measure
 from cpmrt.bench.plot import plot
 from cpmrt.bench.report import CaseReport, Report
 from cpmrt.bench.samples import Samples
@@ -25,6 +26,7 @@ from cpmrt.cli import bench as bench_module
 from cpmrt.cli.main import main
 from cpmrt.config import ModelConfig, WeightQuantization
 from cpmrt.errors import ConfigError, CpmrtError
+from cpmrt.executor import Admit, ExecutorLimits
 from cpmrt.models.decoder import tensor_specs
 
 LINEAR = ("qkv", "output", "gate_up", "down")
@@ -59,6 +61,23 @@ def test_a_shape_takes_longer_contexts_than_its_model(monkeypatch, tmp_path):
     for options in (["--context", "512K"], ["--context", "1K", "--hf-overrides", '{"max_position_embeddings": 2048}']):
         assert main(["bench", "--shape", "minicpm4-8b", *options]) == 0
     assert [settings["hf_overrides"]["max_position_embeddings"] for settings in asked] == [524288, 2048]
+
+
+def test_sampled_text_says_so(checkpoint, tmp_path, capsys):
+    """The random prompts of a case are the same, what follows them is not; greedy is the default and says nothing."""
+    path, seen = tmp_path / "out.json", []
+    for temperature in ([], ["--temperature", "0.0"], ["--temperature", "1e4"]):
+        on_case = ["--case", "16:8", "--json", str(path), *temperature]
+        assert main(["bench", checkpoint, *QUICK, *on_case]) == 0
+        seen.append((json.loads(path.read_text())["temperature"], "float32, T = 10000, " in capsys.readouterr().out))
+    assert seen == [(0.0, False), (0.0, False), (1e4, True)]
+
+
+def test_the_temperature_is_that_of_every_request():
+    executor = ScriptedExecutor(ExecutorLimits(2, 64, 16))
+    config = ModelConfig.from_hf(CONFIG | {"vocab_size": 50})
+    measure(executor, config, Case(4, 3, 2), repeats=1, itemsize=2, temperature=0.5)
+    assert {step.sampling.temperature for step in executor.steps if isinstance(step, Admit)} == {0.5}
 
 
 def test_the_json_holds_everything(checkpoint, tmp_path, capsys):
@@ -122,6 +141,7 @@ def test_a_fresh_process_that_fails_says_why(tmp_path):
         (["--case", "0:4"], 2, "expected a positive integer, got '0'"),
     (["--case", "8:-4"], 2, "expected PROMPT:NEW"),
     (["--repeats", "0"], 2, "expected a positive integer"),
+    (["--temperature", "-1"], 2, "SamplingParams.temperature"),
     (["--shape", "minicpm4-8b"], 2, "MODEL and --shape exclude each other"),
     (["--case", "8:4:3", "--max-sequences", "2"], 2, "--max-sequences 2: a case has 3 sequences"),
     (["--case", "60:5"], 1, "case 60:5 does not fit the context: expected at most 64 tokens, got 65"),
