@@ -134,6 +134,8 @@ class CudaExecutor:
             self._rings.write_decode(slots)
             self._graphs.run_step(("decode", _at_least(len(slots), self._row_counts)), slots)
             return self._rings.sent(len(slots), self._logprobs_of(slots))
+        if isinstance(step, Speculate):
+            return self._submit_speculate(step)
         if isinstance(step, Admit):
             self._layout.check_table(step.block_table)
             write_admit(self._rings.next_entry(), step)
@@ -146,8 +148,6 @@ class CudaExecutor:
             return self._rings.sent(1, ())
         if isinstance(step, Prefill):
             return self._submit_prefill(step)
-        if isinstance(step, Speculate):
-            return self._submit_speculate(step)
         if isinstance(step, Recall):
             write_recall(self._rings.next_entry(), step, self.config.vocab_size)
             self._graphs.run("recall")

@@ -19,6 +19,9 @@ class LaunchQueue:
 
     def add(self, key: Hashable, slots: tuple[int, ...]) -> None:
         """A step on these slots, behind those added before. Steps are alike if key and slots are the same."""
+        if self._steps_per_launch == 1:
+            self._start(key, 1)
+            return
         if self.num_waiting and self._kind != (key, slots):
             self.flush()
         self._kind = (key, slots)

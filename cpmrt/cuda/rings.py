@@ -105,7 +105,7 @@ class Rings:
     def _free_place(self) -> int:
         place = self._last_number % RING_ENTRIES
         earlier = self._answers[place]
-        if earlier is not None:
+        if earlier is not None and not earlier.is_read:
             earlier.wait()
         return place
 
@@ -136,22 +136,25 @@ class Answer:
         self._num_logprobs, self._is_path = num_logprobs, is_path
         self._result: StepResult | None = None
 
+    @property
+    def is_read(self) -> bool:
+        """Whether the result is known here: its place in the ring may be taken."""
+        return self._result is not None
+
     def is_done(self) -> bool:
-        return self._read() is not None
+        if self._result is None:
+            self._result = self._rings.read(self._number, self._num_rows, self._num_logprobs, self._is_path)
+        return self._result is not None
 
     def wait(self) -> StepResult:
         polls = 0
-        while (result := self._read()) is None:
+        while self._result is None and not self.is_done():
             polls += 1
             if polls < _POLLS_BEFORE_NAPS:
                 sched_yield()  # sleep(0) sleeps for more than 50 us from Python 3.11 on
             else:
                 sleep(_NAP_S)
-        return result
-
-    def _read(self) -> StepResult | None:
-        if self._result is None:
-            self._result = self._rings.read(self._number, self._num_rows, self._num_logprobs, self._is_path)
+        assert self._result is not None
         return self._result
 
 

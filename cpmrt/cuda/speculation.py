@@ -60,6 +60,7 @@ class Speculation:
             None if method == "lookup" else DraftForward(draft, device, launcher, gemm, arrays, max_context)
         )
         self._waiting_rows = waiting_rows(draft)
+        self._max_emitted = tuple(shape.max_emitted for shape in draft.shapes)
         self._pending: dict[int, int] = {}
 
     def modules(self) -> tuple[Module, ...]:
@@ -138,7 +139,7 @@ class Speculation:
             self._run_catch_up(graphs, slot)
         self._rings.write_speculate(slot)
         graphs.run_step(("speculate", shape), (slot,))
-        self._pending[slot] = emitted = self._draft.shapes[shape].max_emitted
+        self._pending[slot] = emitted = self._max_emitted[shape]
         return emitted
 
     def pass_seconds(self, shape: int) -> tuple[float, float]:

@@ -32,6 +32,8 @@ _CURIOSITY = 1.1
 _HIGHEST_TRIAL_COST, _LOWEST_TRIAL_COST = 0.02, 0.005
 """Share of the time that failing trials cost, from the first ones to the long run."""
 _SHORTEST_GAP = 4
+_LONGEST_REST = 4
+"""Results from one decision to the next: it takes the host longer than all else that it does in a step."""
 
 
 class AcceptEstimate:
@@ -115,6 +117,8 @@ class DraftPolicy:
         self._best = PLAIN
         self._candidate = -1
         """The best shape."""
+        self._rest, self._num_undecided = 0, 0
+        """Results that the next decision waits for: more and more as long as nothing changes; of them, those seen."""
         self._decide()
 
     def choose(self, num_wanted: int) -> int:
@@ -140,16 +144,19 @@ class DraftPolicy:
             longest = self._gap_of(_LOWEST_TRIAL_COST)
             self._gap = 0 if paid_off else min(2 * (self._gap or self._gap_of(_HIGHEST_TRIAL_COST)), longest)
         self._estimate.add(shape, num_tokens)
-        self._decide()
+        self._num_undecided += 1
+        if self._num_undecided >= self._rest or self._best == PLAIN:
+            self._num_undecided = 0
+            self._rest = min(self._rest + 1, _LONGEST_REST) if self._decide() else 1
 
     def _gap_of(self, cost: float) -> int:
         """Plain steps between failing trials that cost this share of the time."""
         return max(_SHORTEST_GAP, round((self._seconds[self._candidate] / self._plain_s - 1) / cost))
 
-    def _decide(self) -> None:
-        """Set the best choice, and the shape to try if that is a plain step."""
+    def _decide(self) -> bool:
+        """Set the best choice, and the shape to try if that is a plain step. Returns whether it is the one before."""
         if not self._usable:
-            return
+            return True
         sober, hopeful = self._estimate.expected_tokens()
         seconds, present, plain_rate = self._seconds, self._best, 1 / self._plain_s
         best, best_rate = PLAIN, plain_rate
@@ -167,3 +174,4 @@ class DraftPolicy:
         if best == PLAIN != present:
             self._num_trailing, self._num_plain = self._num_in_flight, 0
         self._best, self._candidate = best, candidate if best == PLAIN else best
+        return best == present

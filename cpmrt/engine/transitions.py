@@ -95,19 +95,27 @@ def apply(seq: Sequence, step: Step, result: SlotResult) -> SlotResult:
     new = result.token_ids
     if not new or seq.finish_reason is not None:
         return _NOTHING
-    request, tokens, kept = seq.request, seq.token_ids, 0
-    for token in new:
-        tokens.append(token)
-        kept += 1
-        if token in request.stop_token_ids:
-            finish(seq, "stop")
-            break
-        if len(tokens) == request.max_new_tokens:
-            finish(seq, "length")
-            break
+    kept = _num_wanted(seq, new)
+    if kept < len(new):
+        result = SlotResult(new[:kept], result.logprobs[:kept])
+    seq.token_ids.extend(result.token_ids)
     if isinstance(step, Speculate):
         _count(seq, step.shape, kept)
-    return result if kept == len(new) else SlotResult(new[:kept], result.logprobs[:kept])
+    return result
+
+
+def _num_wanted(seq: Sequence, new: tuple[int, ...]) -> int:
+    """How many of these tokens come before the end of the sequence, which is noted."""
+    request = seq.request
+    stops, room = request.stop_token_ids, request.max_new_tokens - len(seq.token_ids)
+    for number, token in enumerate(new, 1):
+        if token in stops:
+            finish(seq, "stop")
+            return number
+        if number == room:
+            finish(seq, "length")
+            return number
+    return len(new)
 
 
 def _count(seq: Sequence, shape: int, num_tokens: int) -> None:
