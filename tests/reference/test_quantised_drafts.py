@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from math import sqrt
 
 import numpy as np
@@ -10,6 +11,7 @@ from draft_checkpoint import TARGET, write_folder
 from reference.plain_eagle import PlainEagle2
 from reference.test_draft_trees_of_models import SHAPE, check_trees
 from reference.tiny_models import random_weights, unpacked
+from speculation_steps import SETTINGS, generate
 
 from cpmrt.config import EngineConfig, ModelConfig, SpeculationConfig
 from cpmrt.models.decoder import tensor_specs
@@ -140,3 +142,27 @@ def test_random_weights_need_a_config_only(tmp_path, target):
     assert plan.region("draft.lm_head").shape == (9, HIDDEN)
     assert plan.region("draft.fc.codes").shape == (HIDDEN, HIDDEN)
     assert executor.limits.tree_shapes == (SHAPE,)
+
+
+@pytest.mark.parametrize(("target_bits", "draft_bits"), [(4, 16), (16, 4), (4, 4)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_tokens_are_those_of_plain_decoding(tmp_path, target_bits, draft_bits, dtype):
+    """4-bit or 16-bit drafts before 4-bit or 16-bit targets, random weights: five settings for two prompts."""
+    executors = []
+    for folder, config, bits in (("target", TARGET | SIZES, target_bits), ("draft", DRAFT, draft_bits)):
+        (tmp_path / folder).mkdir()
+        settings = config | {"quantization_config": GPTQ if bits == 4 else None}
+        (tmp_path / folder / "config.json").write_text(json.dumps(settings))
+    for drafts in ({"draft": str(tmp_path / "draft"), "speculation": SpeculationConfig("eagle2", (SHAPE,))}, {}):
+        settings = EngineConfig(
+            executor="reference", load_format="dummy", dtype=dtype, prefill_chunk=16, max_context=128,
+            memory_budget=1 << 30, **drafts,
+        )  # fmt: skip
+        executors.append(open_executor(ModelFolder.open(tmp_path / "target", weights=False), settings)[0])
+    accepted = []
+    for prompt in (tuple(RANDOM.integers(3, 24, count).tolist()) for count in (7, 40)):
+        for name, sampling in SETTINGS.items():
+            found, lengths = generate(executors[0], prompt, sampling, (0, "decode") if name == "sampled" else (0,))
+            assert found == generate(executors[1], prompt, sampling)[0], name
+            accepted += lengths
+    assert np.mean(accepted) > 1.02, "no draft was ever accepted, so nothing was tested"
