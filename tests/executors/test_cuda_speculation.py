@@ -19,6 +19,8 @@ pytestmark = pytest.mark.gpu
 
 TREES = [(2, 4, 6), (3, 2, 8), (1, 4, 5), (4, 10, 32)]
 CHAINS = [(4, 1, 5), (1, 1, 2), (3, 1, 3)]
+WIDE = ", wide"
+"""Behind a row's name: in the sizes of 4-bit weights."""
 W4 = {"bits": 4, "group_size": 64, "quant_method": "gptq", "desc_act": False, "sym": True}
 RANDOM = np.random.default_rng(11)
 PROMPTS = [tuple(RANDOM.integers(3, 99, count).tolist()) for count in (1, 40, 64, 131)]
@@ -45,12 +47,14 @@ def open_llm(tmp_path_factory):
     """Random weights: a target of ROWS, quantised or not, with a draft (None: without)."""
     root, opened = tmp_path_factory.mktemp("models"), []
 
-    def open_one(row, draft=None, *, is_w4=False, wishes=None, **settings):
-        config = BASE | ROWS[row] | ({"hidden_size": 256, "intermediate_size": 256} if is_w4 else {})
+    def open_one(row, draft=None, *, is_w4=False, is_draft_w4=None, wishes=None, **settings):
+        config = BASE | ROWS[row.removesuffix(WIDE)]
+        if is_w4 or row.endswith(WIDE):
+            config |= {"hidden_size": 256, "intermediate_size": 256}
         if row.startswith("minicpm"):
             config |= {"scale_emb": 2, "scale_depth": 1.4, "dim_model_base": 64}
-        quantised = {"quantization_config": W4} if is_w4 else {}
-        target = write(root / f"{row}-{is_w4}", config | quantised)
+        is_draft_w4 = is_w4 if is_draft_w4 is None else is_draft_w4
+        target = write(root / f"{row}-{is_w4}", config | ({"quantization_config": W4} if is_w4 else {}))
         given = {}
         if draft is not None:
             shapes = CHAINS if draft in ("model", "lookup") else TREES
@@ -59,7 +63,8 @@ def open_llm(tmp_path_factory):
             own = {key: value for key, value in config.items() if draft != "eagle3" or key != "scale_depth"}
             if draft.startswith("eagle2"):
                 own["architectures"] = ["EagleForCausalLM"]
-            given["draft"] = str(write(root / f"{row}-{is_w4}-{draft}", own | DRAFTS[draft] | quantised))
+            own |= DRAFTS[draft] | ({"quantization_config": W4} if is_draft_w4 else {})
+            given["draft"] = str(write(root / f"{row}-{is_w4}-{is_draft_w4}-{draft}", own))
         defaults = {"executor": "cuda", "load_format": "dummy", "max_context": 512, "prefill_chunk": 64}
         llm = LLM(target, **defaults | given | settings)
         opened.append(llm)
@@ -112,10 +117,18 @@ def test_every_row_of_the_model_table(open_llm, plain, row):
         check(open_llm(row, draft, dtype="bfloat16").executor, plain, (row, False, "bfloat16"))
 
 
-@pytest.mark.parametrize("draft", ["eagle2", "eagle3", "model"])
-def test_with_4_bit_weights(open_llm, plain, draft):
-    executor = open_llm("minicpm", draft, is_w4=True, dtype="float16").executor
-    check(executor, plain, ("minicpm", True, "float16"))
+@pytest.mark.parametrize(("draft", "dtype"), [
+    ("eagle2", "float16"), ("eagle3", "float16"), ("model", "float16"), ("lookup", "float16"), ("eagle2", "bfloat16"),
+])  # fmt: skip
+def test_with_4_bit_weights(open_llm, plain, draft, dtype):
+    executor = open_llm("minicpm", draft, is_w4=True, dtype=dtype).executor
+    check(executor, plain, ("minicpm", True, dtype))
+
+
+@pytest.mark.parametrize(("row", "is_w4"), [(f"minicpm{WIDE}", False), ("minicpm", True)])
+def test_drafts_in_other_bits_than_the_target(open_llm, plain, row, is_w4):
+    executor = open_llm(row, "eagle2", is_w4=is_w4, is_draft_w4=not is_w4, dtype="bfloat16").executor
+    check(executor, plain, (row, is_w4, "bfloat16"))
 
 
 @pytest.mark.parametrize("wishes", [{"draft_vocab": 48}, {"head_bits": 4}, {"head_bits": 8}, {"window": 20}], ids=str)
@@ -203,6 +216,9 @@ def test_the_bundled_model_by_way_of_the_engine(draft):
         assert [completion.token_ids for completion in found] == expected
         lengths = [completion.stats.mean_accept_length for completion in found]
         mean = np.mean([length for length in lengths if length is not None])
+        stats, (_, step_s, *_) = found[0].stats, llm.executor.limits.step_seconds
+        assert (stats.draft_ms > 0) == (draft != "lookup") and stats.verify_ms > 0 and stats.rest_ms >= 0
+        assert stats.draft_ms + stats.verify_ms + stats.rest_ms == pytest.approx(1e3 * step_s, rel=0.2)
         print(f"{draft}: {mean:.2f} tokens a step")
         assert mean > (1.1 if draft == "lookup" else 1.5)
 
