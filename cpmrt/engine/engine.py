@@ -11,7 +11,7 @@ from typing import NamedTuple
 from cpmrt.engine.accept_counts import AcceptCounts
 from cpmrt.engine.prefix_cache import PrefixCache
 from cpmrt.engine.sequence import Phase, Request, Sequence
-from cpmrt.engine.speculation import DraftPolicy
+from cpmrt.engine.speculation import AcceptEstimate, DraftPolicy
 from cpmrt.engine.transitions import (
     admit,
     apply,
@@ -62,6 +62,7 @@ class Engine:
         self._listener = listener
         self._uses_cache = prefix_cache
         self.adaptive = adaptive
+        self._estimate = AcceptEstimate(executor.limits.tree_shapes)
         self._cache = self._empty_cache()
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
@@ -197,8 +198,9 @@ class Engine:
     def _admit(self, seq: Sequence) -> None:
         slot, request, limits = self._free_slots.pop(), seq.request, self.limits
         if limits.tree_shapes:
-            seq.accepts, adapts = AcceptCounts(limits), self.adaptive and limits.step_seconds
-            seq.policy = DraftPolicy(limits.tree_shapes, limits.step_seconds) if adapts else None
+            seq.accepts = AcceptCounts(limits)
+            if self.adaptive and limits.step_seconds:
+                seq.policy = DraftPolicy(limits.tree_shapes, limits.step_seconds, self._estimate)
         pages = self._cache.acquire(request.prompt_ids, num_reserved(request, limits)) if self._cache else None
         self._guarded(admit(seq, slot, pages), (seq,), ())
         for step in recalls(seq, limits):

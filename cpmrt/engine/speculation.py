@@ -7,7 +7,10 @@ expected tokens a second is taken. A shape must be better than the present choic
 better than the rates say (a larger tree is more often right) until it has been tried.
 
 While plain decoding is best, single draft steps are tried now and then. The distance between them doubles as long as
-they fail, within bounds that follow from what a failure costs.
+they fail, within bounds that follow from what a failure costs; one that paid off is followed by another at once.
+
+Sequences share an estimate: each begins with what those before it gave, which counts little, so that short answers do
+not pay for the same trials again and again.
 """
 
 from __future__ import annotations
@@ -98,10 +101,12 @@ class DraftPolicy:
     """Chooses the steps of one sequence: `choose` for each that is submitted, `observe` for each draft step's result.
 
     Results come in the order of the steps, and may lag: several steps may be chosen before the first is observed.
-    `step_seconds`: of a plain step, then of each shape.
+    `step_seconds`: of a plain step, then of each shape; `estimate`: of the sequences before.
     """
 
-    def __init__(self, shapes: tuple[TreeShape, ...], step_seconds: tuple[float, ...]):
+    def __init__(
+        self, shapes: tuple[TreeShape, ...], step_seconds: tuple[float, ...], estimate: AcceptEstimate | None = None
+    ):
         self._plain_s, self._seconds = step_seconds[0], step_seconds[1:]
         # A shape that costs more than plain steps for all it can give is never worth a trial.
         self._usable = [
@@ -109,9 +114,10 @@ class DraftPolicy:
             for index, (shape, seconds) in enumerate(zip(shapes, self._seconds, strict=True))
             if seconds < shape.max_emitted * self._plain_s
         ]
-        self._estimate = AcceptEstimate(shapes)
-        self._num_plain, self._gap = 0, 0
-        """Plain steps since the last trial, and until the next one; 0: that of a first failure."""
+        self._estimate = estimate or AcceptEstimate(shapes)
+        self._estimate.fade(_OLD_WEIGHT)
+        self._num_plain = self._gap = 0
+        """Plain steps since the last trial, and until the next one."""
         self._num_in_flight = self._num_trailing = 0
         """Draft steps that are not observed yet; of them, those chosen before plain steps became best."""
         self._best = PLAIN
@@ -120,13 +126,14 @@ class DraftPolicy:
         self._rest, self._num_undecided = 0, 0
         """Results that the next decision waits for: more and more as long as nothing changes; of them, those seen."""
         self._decide()
+        self._gap = self._gap_of(_HIGHEST_TRIAL_COST)
 
     def choose(self, num_wanted: int) -> int:
         """The next step: a shape's index, or PLAIN. `num_wanted`: tokens that are still wanted, at most."""
         if num_wanted == 1 or not self._usable:
             return PLAIN
         if self._best == PLAIN:
-            if self._num_plain < (self._gap or self._gap_of(_HIGHEST_TRIAL_COST)):
+            if self._num_plain < self._gap:
                 self._num_plain += 1
                 return PLAIN
             self._num_plain = 0
@@ -141,8 +148,8 @@ class DraftPolicy:
         elif self._best == PLAIN:
             self._estimate.fade(_OLD_WEIGHT)
             paid_off = num_tokens * self._plain_s > self._seconds[shape]
-            longest = self._gap_of(_LOWEST_TRIAL_COST)
-            self._gap = 0 if paid_off else min(2 * (self._gap or self._gap_of(_HIGHEST_TRIAL_COST)), longest)
+            shortest, longest = self._gap_of(_HIGHEST_TRIAL_COST), self._gap_of(_LOWEST_TRIAL_COST)
+            self._gap = 0 if paid_off else max(shortest, min(2 * self._gap, longest))
         self._estimate.add(shape, num_tokens)
         self._num_undecided += 1
         if self._num_undecided >= self._rest or self._best == PLAIN:
@@ -173,5 +180,6 @@ class DraftPolicy:
                 best, best_rate = index, rate
         if best == PLAIN != present:
             self._num_trailing, self._num_plain = self._num_in_flight, 0
+            self._gap = self._gap_of(_HIGHEST_TRIAL_COST)
         self._best, self._candidate = best, candidate if best == PLAIN else best
         return best == present

@@ -80,6 +80,33 @@ def test_whatever_the_steps_cost_it_loses_three_per_cent_at_most(shapes, data):
     )
 
 
+@pytest.mark.parametrize("tokens", [20, 50, 100])
+@pytest.mark.parametrize("shapes", [TREES, CHAINS])
+def test_short_answers_one_after_another_lose_three_per_cent_at_most(shapes, tokens):
+    """Only the first one pays for finding out; and where drafts are right each begins with them."""
+    seconds, estimate = SECONDS[: 1 + len(shapes)], AcceptEstimate(shapes)
+
+    def costs(rate):
+        return [
+            generate(DraftPolicy(shapes, seconds, estimate), shapes, seconds, lambda *_: rate, tokens=tokens, seed=seed)
+            for seed in range(20)
+        ]
+
+    assert mean(costs(0.0)[1:]) <= 1.03 * 1.5
+    costs(0.9)
+    assert mean(costs(0.9)) <= 0.55 * 1.5
+
+
+def test_a_trial_that_paid_off_is_followed_by_another():
+    policy = DraftPolicy(TREES[:1], (1.0, 2.6))
+    while policy.choose(1000) == PLAIN:
+        pass
+    policy.observe(0, 3)
+    assert policy.choose(1000) == 0
+    policy.observe(0, 1)
+    assert [policy.choose(1000) for _ in range(40)] == [PLAIN] * 40
+
+
 @pytest.mark.parametrize("rate", [0.0, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0])
 def test_after_64_tokens_it_is_within_five_per_cent_of_the_best_fixed_choice(rate):
     arguments = (TREES, SECONDS, lambda *_: rate)
