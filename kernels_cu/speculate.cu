@@ -7,18 +7,20 @@
 //             carry_hidden (B, 64, width) scalar_t, or null; history (B, max_context), carry_counts and capacities (B)
 //             int32; states (B) SlotState; results (16) ResultRecord and commands (16, command_bytes) in mapped host
 //             memory; context StepContext
-//   launch    speculate_begin: grid ceil(num_rows * width / 8 / 256), at least 1, block 256; catch_up_end: grid 1, block
-//             256; no shared memory
+//   launch    speculate_begin: grid ceil(num_rows * width / 8 / 1024), 1 to 4, block 1024; catch_up_end: grid 1, block
+//             256; no dynamic shared memory
 //   numerics  integers; hidden is copied
 //   oracle    tests/speculation_oracle.py
 //   source    EAGLE (arXiv 2401.15077) pairs a hidden state with the token after it; original
 //   layout    every block looks at the command by itself; it is counted by the last launch of the step, so that no block
-//             can find it gone. The newest row is the last one, at an address that does not depend on how many there are
+//             can find it gone; they are few, since each waits for the host's memory behind the ones before. The newest
+//             row is the last one, at an address that does not depend on how many there are
 #include "commands.cuh"
 #include "copy.cuh"
 #include "draft_tree.cuh"
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 1024;
+constexpr int kEndThreads = 256;
 
 // What an earlier kernel of the step wrote is not __restrict__: the compiler may move a load that it takes for one of
 // a constant before pdl_wait.
@@ -43,9 +45,9 @@ extern "C" __global__ void __launch_bounds__(kThreads)
                             int kind, int max_context, int num_rows, int position_offset, int width) {
   pdl_launch_dependents();
   pdl_wait();
-  const Command* command = next_command(context, commands, command_bytes);
-  const int its_kind = load_host(&command->kind), slot = load_host(&command->slot);
-  if (its_kind != kind) __trap();
+  const Command header = read_header(next_command(context, commands, command_bytes));
+  const int slot = header.slot;
+  if (header.kind != kind) __trap();
   const SlotState* state = states + slot;
   const int position = state->position, root = state->last_token, unseen = state->finished ? 0 : carry_counts[slot];
   if (blockIdx.x == 0) {
@@ -65,23 +67,27 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     }
   }
   if (!hidden) return;
-  const int chunks = width / 8, i = blockIdx.x * kThreads + threadIdx.x, row = i / chunks, column = i % chunks * 8;
-  const int source = row - num_rows + unseen;
-  if (row >= num_rows || source < 0) return;
-  const scalar_t* from = carry_hidden + (static_cast<int64_t>(slot) * kMaxNodes + source) * width + column;
-  store16(hidden + static_cast<int64_t>(row) * width + column, load16_written(from));
+  // The rows that are pending stand behind one another on both sides.
+  const int count = min(unseen, num_rows);
+  const scalar_t* from = carry_hidden + (static_cast<int64_t>(slot) * kMaxNodes + unseen - count) * width;
+  scalar_t* to = hidden + static_cast<int64_t>(num_rows - count) * width;
+  for (int i = (blockIdx.x * kThreads + threadIdx.x) * 8; i < count * width; i += gridDim.x * kThreads * 8) {
+    store16(to + i, load16_written(from + i));
+  }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads)
+extern "C" __global__ void __launch_bounds__(kEndThreads)
     KERNEL(catch_up_end)(scalar_t* carry_hidden, int32_t* carry_counts, ResultRecord* __restrict__ results,
                          StepContext* context, const uint8_t* __restrict__ commands, int command_bytes, int width) {
   pdl_launch_dependents();
   pdl_wait();
-  const int slot = load_host(&take_command(context, commands, command_bytes, kCatchUp)->slot);
+  Command header;
+  take_command(header, context, commands, command_bytes, kCatchUp);
+  const int slot = header.slot;
   const int count = carry_counts[slot];
   if (carry_hidden && count > 1) {
     scalar_t* rows = carry_hidden + static_cast<int64_t>(slot) * kMaxNodes * width;
-    for (int column = threadIdx.x * 8; column < width; column += kThreads * 8) {
+    for (int column = threadIdx.x * 8; column < width; column += kEndThreads * 8) {
       store16(rows + column, load16_written(rows + static_cast<int64_t>(count - 1) * width + column));
     }
   }

@@ -41,8 +41,9 @@ extern "C" __global__ void KERNEL(admit)(SlotState* states, uint32_t* __restrict
                                          int command_bytes, int pages_per_sequence) {
   pdl_launch_dependents();
   pdl_wait();
-  const Command* command = take_command(context, commands, command_bytes, kAdmit);
-  const int slot = load_host(&command->slot), num_pages = load_host(&command->num_rows);
+  Command header;
+  const Command* command = take_command(header, context, commands, command_bytes, kAdmit);
+  const int slot = header.slot, num_pages = header.num_rows;
   int32_t* state = reinterpret_cast<int32_t*>(states + slot);
   if (threadIdx.x < sizeof(SlotState) / 4) state[threadIdx.x] = load_host(payload(command) + threadIdx.x);
   int32_t* pages = block_tables + static_cast<int64_t>(slot) * pages_per_sequence;
@@ -69,8 +70,9 @@ extern "C" __global__ void KERNEL(recall)(SlotState* states, uint32_t* __restric
                                           int command_bytes, int max_context) {
   pdl_launch_dependents();
   pdl_wait();
-  const Command* command = take_command(context, commands, command_bytes, kRecall);
-  const int count = load_host(&command->num_rows), slot = load_host(&command->slot);
+  Command header;
+  const Command* command = take_command(header, context, commands, command_bytes, kRecall);
+  const int count = header.num_rows, slot = header.slot;
   const int start = states[slot].position;
   uint32_t* counts = token_counts + static_cast<int64_t>(slot) * VOCAB;
   for (int i = threadIdx.x; i < count; i += blockDim.x) {
@@ -92,15 +94,20 @@ extern "C" __global__ void KERNEL(step_begin)(int32_t* __restrict__ token_ids, i
                                               int command_bytes, int max_context, int num_rows) {
   pdl_launch_dependents();
   pdl_wait();
-  const Command* command = next_command(context, commands, command_bytes);
+  constexpr int kHeaderWords = sizeof(Command) / 4;
+  __shared__ alignas(16) int words[kHeaderWords + kMaxRows];
+  const int32_t* command = reinterpret_cast<const int32_t*>(next_command(context, commands, command_bytes));
   const int row = threadIdx.x;
-  // All reads of the host's memory at once: each takes a microsecond and more.
-  const int kind = load_host(&command->kind), num_used = load_host(&command->num_rows);
-  const int listed = row < num_rows ? load_host(payload(command) + row) : 0;
-  take(context, kind == kDecode);
+  // Header and slots in one request, where they are few.
+  for (int word = row; word < kHeaderWords + num_rows; word += kMaxRows) words[word] = load_host(command + word);
+  __syncthreads();
+  const Command& header = *reinterpret_cast<const Command*>(words);
+  const int num_used = header.num_rows;
+  take(context, header.kind == kDecode);
   if (row >= num_rows) return;
   int token = 0, position = 0, slot = -1;
   if (row < num_used) {
+    const int listed = words[kHeaderWords + row];
     SlotState* state = states + listed;
     if (state->finished) {
       publish(results, context->sequence, row, kNoToken, false);
@@ -126,9 +133,9 @@ extern "C" __global__ void KERNEL(prefill_begin)(int32_t* __restrict__ token_ids
                                                  int max_context, int num_rows) {
   pdl_launch_dependents();
   pdl_wait();
-  const Command* command = take_command(context, commands, command_bytes, kPrefill);
-  const int count = load_host(&command->num_rows), slot = load_host(&command->slot);
-  const int start = load_host(&command->start);
+  Command header;
+  const Command* command = take_command(header, context, commands, command_bytes, kPrefill);
+  const int count = header.num_rows, slot = header.slot, start = header.start;
   uint32_t* counts = token_counts + static_cast<int64_t>(slot) * VOCAB;
   for (int row = threadIdx.x; row < num_rows; row += blockDim.x) {
     const bool used = row < count;
@@ -145,7 +152,7 @@ extern "C" __global__ void KERNEL(prefill_begin)(int32_t* __restrict__ token_ids
     chunk[0] = slot;
     chunk[1] = start;
     chunk[2] = count;
-    chunk[3] = load_host(&command->is_last);
+    chunk[3] = header.is_last;
   }
 }
 

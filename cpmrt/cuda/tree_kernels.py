@@ -35,6 +35,7 @@ _TOP_K, _TREE, _LOOKUP = "draft_top_k.cu", "draft_tree.cu", "lookup.cu"
 _SPECULATE, _CARRY, _SAMPLING, _ACCEPT = "speculate.cu", "carry.cu", "tree_sampling.cu", "accept.cu"
 _ROW = ("token_ids", "positions", "slots", "locations")
 _COPY_THREADS, _ROW_THREADS, _LOOKUP_THREADS, _CHUNK_THREADS = 256, 512, 1024, 1024
+_BEGIN_THREADS, _MOST_BEGIN_BLOCKS = 1024, 4
 
 
 _NAMES = (
@@ -213,8 +214,9 @@ class TreeKernels:
     def _pending(self, kind: int, num_rows: int, hidden: Any | None) -> None:
         a = self._arrays
         sizes = (np.int32(kind), self._max_context, np.int32(num_rows), self._offset, np.int32(_width(hidden)))
+        blocks = min(_copy_blocks(num_rows, hidden, _BEGIN_THREADS), _MOST_BEGIN_BLOCKS)
         self._start(
-            _SPECULATE, "speculate_begin", _copy_blocks(num_rows, hidden), _COPY_THREADS, a["draft_tree"],
+            _SPECULATE, "speculate_begin", blocks, _BEGIN_THREADS, a["draft_tree"],
             *self._draft_rows[:4], hidden, a["history"], _unless(hidden, a), a["carry_counts"], a["capacities"],
             a["slot_states"], a["step_context"], *self._in, *sizes,
         )  # fmt: skip
@@ -232,6 +234,6 @@ def _unless(hidden: Any | None, arrays: Mapping[str, Any]) -> Any | None:
     return None if hidden is None else arrays["carry_hidden"]
 
 
-def _copy_blocks(num_rows: int, hidden: Any | None) -> int:
+def _copy_blocks(num_rows: int, hidden: Any | None, threads: int = _COPY_THREADS) -> int:
     """Blocks that copy rows of `hidden`, 16 bytes a thread; one where there is nothing to copy."""
-    return max(1, -(-num_rows * _width(hidden) // 8 // _COPY_THREADS))
+    return max(1, -(-num_rows * _width(hidden) // 8 // threads))

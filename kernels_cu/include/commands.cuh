@@ -5,7 +5,8 @@
 #pragma once
 #include "slot_state.cuh"
 
-// The host's memory: never from a cache.
+// The host's memory: never from a cache. A warp's request takes most of a microsecond, and requests for the same place are
+// answered one after another, whichever blocks they come from.
 __device__ __forceinline__ int load_host(const int32_t* source) { return __ldcv(source); }
 
 __device__ __forceinline__ const int32_t* payload(const Command* command) {
@@ -17,6 +18,17 @@ __device__ __forceinline__ const Command* next_command(const StepContext* contex
                                                        int command_bytes) {
   const uint8_t* at = commands + static_cast<int64_t>(context->next_entry % kRingEntries) * command_bytes;
   return reinterpret_cast<const Command*>(at);
+}
+
+// The header of a command, read by one warp for the whole block, all threads of which call it.
+__device__ __forceinline__ Command read_header(const Command* command) {
+  __shared__ Command header;
+  int32_t* words = reinterpret_cast<int32_t*>(&header);
+  if (threadIdx.x < sizeof(Command) / 4) {
+    words[threadIdx.x] = load_host(reinterpret_cast<const int32_t*>(command) + threadIdx.x);
+  }
+  __syncthreads();
+  return header;
 }
 
 // Counts the command, which must be of the kernel's kind. All threads of the only block call it, after next_command.
@@ -31,9 +43,11 @@ __device__ __forceinline__ void take(StepContext* context, bool is_expected) {
   __syncthreads();
 }
 
-__device__ __forceinline__ const Command* take_command(StepContext* context, const uint8_t* commands,
+// The next command, which is counted, and its header.
+__device__ __forceinline__ const Command* take_command(Command& header, StepContext* context, const uint8_t* commands,
                                                        int command_bytes, CommandKind kind) {
   const Command* command = next_command(context, commands, command_bytes);
-  take(context, threadIdx.x != 0 || load_host(&command->kind) == kind);
+  header = read_header(command);
+  take(context, header.kind == kind);
   return command;
 }
