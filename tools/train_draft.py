@@ -39,6 +39,7 @@ from draft_training.target import Target  # noqa: E402
 from draft_training.training import DraftPlan, DraftTrainer, frequent_tokens  # noqa: E402
 
 from cpmrt.config.speculation import TreeShape  # noqa: E402
+from cpmrt.dtypes import Array  # noqa: E402
 from cpmrt.errors import ConfigError, CpmrtError  # noqa: E402
 from cpmrt.text import Tokenizer  # noqa: E402
 from cpmrt.weights.model_folder import ModelFolder  # noqa: E402
@@ -72,6 +73,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     run = parser.add_argument_group("training")
     run.add_argument("--minutes", type=float, default=60.0)
     run.add_argument("--steps", type=int, default=1_000_000, help="0: only measure the draft that is in OUT/METHOD")
+    run.add_argument("--resume", action="store_true", help="go on with the draft that is in OUT/METHOD, in its sizes")
     run.add_argument("--batch", type=int, default=16, help="rows of a step")
     run.add_argument("--passes", type=int, default=DraftPlan.num_passes, help="drafted depths that are trained")
     run.add_argument("--learning-rate", type=float, default=DraftPlan.learning_rate)
@@ -138,28 +140,40 @@ class DraftMaker:
 
     def train(self) -> dict[str, object]:
         """Writes the draft's folder; returns the summary."""
-        options, tokens, token_ids = self.options, self.training_rows(), None
-        if self.config.method == "eagle3":
-            stops = self.folder.config.eos_token_ids
-            token_ids = frequent_tokens(tokens, self.folder.config.vocab_size, self.config.vocab_size, stops)
+        options, tokens = self.options, self.training_rows()
+        draft, names = self.resumed() if options.resume else self.begun_with(tokens)
+        token_ids = None if names is None else torch.from_numpy(names).to(self.device)
+        if token_ids is not None:
             covered = torch.isin(tokens.long(), token_ids).float().mean().item()
             self.say(draft_vocab=len(token_ids), covered=round(covered, 4))
-        names = None if token_ids is None else token_ids.cpu().numpy()
-        draft = make_draft(self.config, self.target, names)
         plan = DraftPlan(
             options.minutes, options.steps, options.batch, options.seed, options.passes,
             learning_rate=options.learning_rate, hidden_weight=options.hidden_weight,
         )  # fmt: skip
         summary = DraftTrainer(draft, tokens, token_ids, plan).run(lambda facts: self.say(**facts))
-        write_draft(options.out / self.config.method, self.config, self.folder, draft.tensors(), names)
+        write_draft(options.out / draft.config.method, draft.config, self.folder, draft.tensors(), names)
         return {"parameters": sum(p.numel() for p in draft.parameters()), **summary}
+
+    def begun_with(self, tokens: torch.Tensor) -> tuple[Draft, Array | None]:
+        """A new draft, and the target's ids of its head's rows: the most frequent of `tokens`; None: all."""
+        config, names = self.config, None
+        if config.method == "eagle3":
+            target = self.folder.config
+            ids = frequent_tokens(tokens, target.vocab_size, config.vocab_size, target.eos_token_ids)
+            names = ids.cpu().numpy()
+        return make_draft(config, self.target, names), names
+
+    def resumed(self) -> tuple[Draft, Array | None]:
+        """The same of the draft that is in OUT/METHOD."""
+        config, tensors, names = read_draft(self.options.out / self.config.method)
+        draft = make_draft(config, self.target, names)
+        draft.load(tensors)
+        return draft, names
 
     def measure(self) -> str:
         """The table of the draft as it was written."""
         options = self.options
-        config, tensors, names = read_draft(options.out / self.config.method)
-        draft: Draft = make_draft(config, self.target, names)
-        draft.load(tensors)
+        draft, names = self.resumed()
         token_ids = None if names is None else torch.from_numpy(names).to(self.device)
         pool, generator = self.pool(options.held_out), torch.Generator(self.device).manual_seed(options.seed + 1)
         depths = " | ".join(f"depth {depth + 1}" for depth in range(CHAIN.num_passes))

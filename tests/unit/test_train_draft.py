@@ -227,6 +227,12 @@ def test_the_tool_trains_and_measures(method, folder, tmp_path, capsys):
     assert len(rows) == 3 and [float(row[1]) for row in rows[1:]] == [0.0, 1.0]
     # The greedy text of a random target is a loop, and this draft has seen it.
     assert float(rows[1][2]) > 1.5
+    # Sizes and vocabulary are those of the draft that is there, and it is as good as it was.
+    assert train_draft.main([*command, "--resume", "--steps", "1", "--batch", "48"]) == 0
+    summary = next(json.loads(line) for line in capsys.readouterr().out.splitlines() if '"parameters"' in line)
+    assert all(entropy < first for entropy, first in zip(summary["cross_entropy"], entropies[0], strict=True))
+    again, _, same_ids = read_draft(tmp_path / method)
+    assert again == config and np.array_equal(same_ids, ids)
 
 
 def test_mistakes_are_explained(folder, tmp_path, capsys):
