@@ -118,7 +118,7 @@ class CudaExecutor:
         self._fill_tables(position_limit)
         self._capture(loops=engine.steps_per_launch > 1)
         if self._speculation is not None:
-            self._limits = measured_limits(self, self._speculation.pass_seconds)
+            self._limits = measured_limits(self, self._speculation.pass_seconds, engine.steps_per_launch)
 
     @property
     def limits(self) -> ExecutorLimits:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from math import ceil
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -13,17 +14,22 @@ from cpmrt.cuda.graphs import Graphs
 from cpmrt.executor import Admit, Decode, Executor, ExecutorLimits, Prefill, Release, Speculate, Step, StepParts
 
 _SLOT, _WARM_UP, _TIMED = 0, 2, 5
+_COVERED_S = 1e-3
+"""How long the host may be busy elsewhere before the device has nothing to do."""
 _PROMPT = (0,) * 64
 """Long enough that n-grams repeat."""
 
 PassSeconds = Callable[[int], tuple[float, float]]
 
 
-def measured_limits(executor: Executor, pass_seconds: PassSeconds) -> ExecutorLimits:
+def measured_limits(executor: Executor, pass_seconds: PassSeconds, steps_per_launch: int) -> ExecutorLimits:
     """The executor's limits with `step_seconds` and `step_parts`, from steps of a sequence of its own.
 
     Nobody else may use the executor meanwhile. `pass_seconds`: of the draft's passes and of the target's, for a shape
     whose step has just been run. A shape that the context is too short for seems to cost nothing but the passes.
+
+    Of long steps fewer are in flight from then on, unless several are one launch: what is in flight when a sequence
+    ends runs before the next one's first token, and a draft step is chosen that much before its turn.
     """
     limits = executor.limits
     plain, parts, totals = _seconds(executor, Decode((_SLOT,))), list[StepParts](), list[float]()
@@ -33,7 +39,13 @@ def measured_limits(executor: Executor, pass_seconds: PassSeconds) -> ExecutorLi
         totals.append(total)
         parts.append(StepParts(draft_s, verify_s, max(total - draft_s - verify_s, 0.0)))
     executor.submit(Release(_SLOT))
-    return replace(limits, step_seconds=(plain, *totals), step_parts=tuple(parts))
+    run_ahead = limits.run_ahead if steps_per_launch > 1 else enough_in_flight(plain, limits.run_ahead)
+    return replace(limits, run_ahead=run_ahead, step_seconds=(plain, *totals), step_parts=tuple(parts))
+
+
+def enough_in_flight(step_s: float, at_most: int) -> int:
+    """Steps of so many seconds that keep the device busy."""
+    return min(at_most, max(2, 1 + ceil(_COVERED_S / step_s)))
 
 
 def _seconds(executor: Executor, step: Step) -> float:

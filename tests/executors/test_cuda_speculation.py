@@ -223,6 +223,17 @@ def test_the_bundled_model_by_way_of_the_engine(draft):
         assert mean > (1.1 if draft == "lookup" else 1.5)
 
 
+def test_long_steps_are_few_in_flight():
+    from cpmrt.cuda.step_costs import enough_in_flight
+
+    assert [enough_in_flight(seconds, 4) for seconds in (9e-3, 1.5e-3, 6e-4, 4e-4, 1e-4)] == [2, 2, 3, 4, 4]
+    with LLM(executor="cuda", draft="lookup") as llm:
+        limits = llm.executor.limits
+        assert limits.run_ahead == enough_in_flight(limits.step_seconds[0], 4)
+    with LLM(executor="cuda", draft="lookup", steps_per_launch=4) as llm:
+        assert llm.executor.limits.run_ahead == 8
+
+
 @pytest.mark.parametrize("draft", ["eagle2", "eagle3"])
 def test_the_draft_is_the_reference_executors(draft):
     """As good: what is accepted on the bundled model, step by step, hardly ever differs."""
