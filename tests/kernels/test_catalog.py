@@ -107,3 +107,9 @@ def test_the_sizes_in_the_table_are_the_ones_the_sources_ask_for() -> None:
         sets = constant_sets(spec.file)
         assert all(constants.keys() <= known for constants in sets), f"{spec.file}: a size that no source asks for"
         assert any(set(spec.constants) <= constants.keys() for constants in sets), f"{spec.name}: {spec.constants}"
+
+
+def test_no_kernel_asks_the_host_for_a_field_of_a_command() -> None:
+    """Every warp that did would wait most of a microsecond behind the others: `read_header` asks once for a block."""
+    asking = [path.name for path in kernels_folder().glob("*.cu") if re.search(r"load_host\(\s*&", path.read_text())]
+    assert not asking
