@@ -11,7 +11,7 @@ from typing import NamedTuple
 from cpmrt.engine.accept_counts import AcceptCounts
 from cpmrt.engine.prefix_cache import PrefixCache
 from cpmrt.engine.sequence import Phase, Request, Sequence
-from cpmrt.engine.speculation import AcceptEstimate, DraftPolicy
+from cpmrt.engine.speculation import DraftPolicy
 from cpmrt.engine.transitions import (
     admit,
     apply,
@@ -62,7 +62,8 @@ class Engine:
         self._listener = listener
         self._uses_cache = prefix_cache
         self.adaptive = adaptive
-        self._estimate = AcceptEstimate(executor.limits.tree_shapes)
+        self._policy: DraftPolicy | None = None
+        """Of the sequence that was admitted last."""
         self._cache = self._empty_cache()
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
@@ -200,7 +201,7 @@ class Engine:
         if limits.tree_shapes:
             seq.accepts = AcceptCounts(limits)
             if self.adaptive and limits.step_seconds:
-                seq.policy = DraftPolicy(limits.tree_shapes, limits.step_seconds, self._estimate)
+                self._policy = seq.policy = DraftPolicy(limits.tree_shapes, limits.step_seconds, self._policy)
         pages = self._cache.acquire(request.prompt_ids, num_reserved(request, limits)) if self._cache else None
         self._guarded(admit(seq, slot, pages), (seq,), ())
         for step in recalls(seq, limits):

@@ -9,8 +9,8 @@ better than the rates say (a larger tree is more often right) until it has been 
 While plain decoding is best, single draft steps are tried now and then. The distance between them doubles as long as
 they fail, within bounds that follow from what a failure costs; one that paid off is followed by another at once.
 
-Sequences share an estimate: each begins with what those before it gave, which counts little, so that short answers do
-not pay for the same trials again and again.
+A sequence begins where the one before it ended: with its estimate, which counts little, and on the way to the next
+trial. So short answers do not pay for the same trials again and again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _OLD_WEIGHT = 3.0
 _MARGIN = 1.04
 _CURIOSITY = 1.1
 """What a shape may give that is not in use, relative to what follows from the rates."""
-_HIGHEST_TRIAL_COST, _LOWEST_TRIAL_COST = 0.02, 0.005
+_HIGHEST_TRIAL_COST, _LOWEST_TRIAL_COST = 0.015, 0.005
 """Share of the time that failing trials cost, from the first ones to the long run."""
 _SHORTEST_GAP = 4
 _LONGEST_REST = 4
@@ -101,11 +101,11 @@ class DraftPolicy:
     """Chooses the steps of one sequence: `choose` for each that is submitted, `observe` for each draft step's result.
 
     Results come in the order of the steps, and may lag: several steps may be chosen before the first is observed.
-    `step_seconds`: of a plain step, then of each shape; `estimate`: of the sequences before.
+    `step_seconds`: of a plain step, then of each shape; `before`: the policy of the sequence before.
     """
 
     def __init__(
-        self, shapes: tuple[TreeShape, ...], step_seconds: tuple[float, ...], estimate: AcceptEstimate | None = None
+        self, shapes: tuple[TreeShape, ...], step_seconds: tuple[float, ...], before: DraftPolicy | None = None
     ):
         self._plain_s, self._seconds = step_seconds[0], step_seconds[1:]
         # A shape that costs more than plain steps for all it can give is never worth a trial.
@@ -114,9 +114,10 @@ class DraftPolicy:
             for index, (shape, seconds) in enumerate(zip(shapes, self._seconds, strict=True))
             if seconds < shape.max_emitted * self._plain_s
         ]
-        self._estimate = estimate or AcceptEstimate(shapes)
+        self._estimate: AcceptEstimate = before._estimate if before else AcceptEstimate(shapes)
         self._estimate.fade(_OLD_WEIGHT)
-        self._num_plain = self._gap = 0
+        self._num_plain: int = before._num_plain if before else 0
+        self._gap: int = before._gap if before else 0
         """Plain steps since the last trial, and until the next one."""
         self._num_in_flight = self._num_trailing = 0
         """Draft steps that are not observed yet; of them, those chosen before plain steps became best."""
@@ -126,7 +127,7 @@ class DraftPolicy:
         self._rest, self._num_undecided = 0, 0
         """Results that the next decision waits for: more and more as long as nothing changes; of them, those seen."""
         self._decide()
-        self._gap = self._gap_of(_HIGHEST_TRIAL_COST)
+        self._gap = self._gap or self._gap_of(_HIGHEST_TRIAL_COST)
 
     def choose(self, num_wanted: int) -> int:
         """The next step: a shape's index, or PLAIN. `num_wanted`: tokens that are still wanted, at most."""
