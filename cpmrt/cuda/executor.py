@@ -18,7 +18,7 @@ from cpmrt.cuda.gemm import Gemm
 from cpmrt.cuda.graphs import Graphs
 from cpmrt.cuda.launcher import Launcher
 from cpmrt.cuda.rings import Nothing, Rings
-from cpmrt.cuda.slot_state import MAX_LOGIT_BIAS, write_admit, write_prefill, write_recall
+from cpmrt.cuda.slot_state import MAX_LOGIT_BIAS, MAX_ROWS, write_admit, write_prefill, write_recall
 from cpmrt.cuda.speculation import Speculation
 from cpmrt.cuda.step_costs import measured_limits
 from cpmrt.cuda.step_forward import StepForward
@@ -186,12 +186,12 @@ class CudaExecutor:
     def _chunk_logits(self, slot: int, tokens: tuple[int, ...], start: int) -> F32:
         self._set_rows(slot, tokens, start)
         self._forward.chunk(_at_least(len(tokens), self._buckets))
-        logits, group = np.empty((len(tokens), self.config.vocab_size), np.float32), len(self._arrays["logits"])
-        for first in range(0, len(tokens), group):
-            rows = self._arrays["x"][first : min(first + group, len(tokens))]
-            out = self._arrays["logits"][: len(rows)]
-            self._forward.head(out, rows)
-            logits[first : first + len(rows)] = out.get(stream=self._stream)
+        logits, out = np.empty((len(tokens), self.config.vocab_size), np.float32), self._arrays["logits"][:MAX_ROWS]
+        # The last rows may be padding: another number of them would be one more kernel to compile.
+        for first in range(0, len(tokens), len(out)):
+            rows, count = self._arrays["x"][first : first + len(out)], min(len(out), len(tokens) - first)
+            self._forward.head(out[: len(rows)], rows)
+            logits[first : first + count] = out[:count].get(stream=self._stream)
         return logits
 
     def close(self) -> None:

@@ -112,7 +112,7 @@ def cuda_needs(
         tables=tables,
         workspace=(*cuda_workspace(config, max_rows), *quantised_workspace(specs, config, max_rows, limits)),
         max_rows=max_rows,
-        logit_rows=row_counts(engine.max_sequences)[-1],
+        logit_rows=MAX_ROWS,
         packed=packed_regions(config, limits),
     )
 

@@ -35,6 +35,16 @@ def test_logits_are_those_of_the_reference(checkpoint, dtype):
             assert relative(actual, reference.logits(ids)) < (3e-2 if dtype == "bfloat16" else 5e-3), length
 
 
+def test_one_sequence_alone_has_its_head_run_for_64_rows_at_a_time(tmp_path, monkeypatch):
+    with LLM(write_model(tmp_path, BASE | ROWS["llama"]), executor="cuda", max_sequences=1, prefill_chunk=128) as llm:
+        counts, head = [], llm.executor._forward.head
+        monkeypatch.setattr(llm.executor._forward, "head", lambda out, x: (counts.append(len(x)), head(out, x)))
+        ids = [3 + i % 90 for i in range(200)]
+        whole = llm.logits(ids)
+        assert counts == [64, 64, 64, 64]
+        np.testing.assert_array_equal(llm.logits(ids[:100]), whole[:100])  # whatever the padding is
+
+
 @pytest.mark.parametrize("settings", [
     {"cuda_graphs": False}, {"dependent_launch": False}, {"cuda_graphs": False, "dependent_launch": False},
 ])  # fmt: skip
