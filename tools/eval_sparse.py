@@ -51,8 +51,6 @@ from cpmrt.weights.model_folder import ModelFolder  # noqa: E402
 PARTS = ("needles", "text", "mass", "asked")
 LENGTHS = (4096, 8192, 16384, 32768, 65536)
 CHUNK = 2048
-SEQUENCES = 32
-"""Planned for on a GPU, where the head takes as many rows at a time; one row at a time takes ten times as long."""
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -166,7 +164,7 @@ class SparseEvaluation:
     def _opened(self, setting: Setting, executor: str, max_context: int) -> LLM:
         return LLM(
             self.model, executor=executor, sparse=setting.sparse, max_context=max_context, prefill_chunk=CHUNK,
-            max_sequences=1 if executor == "reference" else SEQUENCES, prefix_cache=False,
+            prefix_cache=False,
         )  # fmt: skip
 
 
