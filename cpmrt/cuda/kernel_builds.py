@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-_PORTABLE_LINEAR = {"CLUSTER": 1, "NORM": 1, "SMEM_BYTES": 98304}
+_PORTABLE_LINEAR = {"HALF_TILE": 0, "CLUSTER": 1, "NORM": 1, "SMEM_BYTES": 98304}
 _NO_NORM = {"NORM": 0}
 _PLAIN = {"TREE": 0, "WINDOW": 0, "SELECTED": 0}
 _TREE = {"STAGES": 3, "ROW_TILES": 2, "CLUSTER": 8, "WINDOW": 0}
@@ -40,6 +40,9 @@ CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
         {"LINEAR": 3, "IN_FEATURES": 4096, "TOKEN_TILES": 2, "GROUP": 3, "SPLIT_WARPS": 1} | _PORTABLE_LINEAR,
         {"LINEAR": 3, "IN_FEATURES": 1024, "TOKEN_TILES": 4, "GROUP": 5, "SPLIT_WARPS": 8} | _PORTABLE_LINEAR,
         {"LINEAR": 0, "IN_FEATURES": 8192, "TOKEN_TILES": 2, "GROUP": 3, "SPLIT_WARPS": 8} | _HEAD_128 | _NO_NORM,
+        {"LINEAR": 2, "IN_FEATURES": 4096, "TOKEN_TILES": 2, "GROUP": 4, "SPLIT_WARPS": 8}
+        | _PORTABLE_LINEAR
+        | {"HALF_TILE": 1},
         {"LINEAR": 3, "IN_FEATURES": 4096, "TOKEN_TILES": 8, "GROUP": 2, "SPLIT_WARPS": 1}
         | {"CLUSTER": 1, "NORM": 0, "SMEM_BYTES": 232448},
     ),

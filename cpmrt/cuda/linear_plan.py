@@ -18,6 +18,8 @@ _WARPS = 8
 _UNIT_COLUMNS = 64
 _CHUNK_BYTES = 2048
 _LARGE_SHARED_BYTES = 200_000
+# Two tiles of tokens of which the second is half empty leave more shared memory to the weights.
+_HALF_TILE_ROWS = 12
 _MAX_GROUP = {1: 5, 2: 5, 4: 5, 8: 2}
 _SMALL_MAX_GROUP = {1: 4, 2: 4, 4: 3, 8: 1}
 # Two blocks that share a tile exchange their sums, which costs about a microsecond: the busiest multiprocessor must
@@ -70,6 +72,7 @@ def plan_linear(
     `has_norm` False: rows enter the product as they are, as those of "residual" always do.
     """
     tiles = token_tiles(num_rows)
+    half_tile = int(tiles == 2 and num_rows <= _HALF_TILE_ROWS)
     num_weight_tiles = ceil(out_features / 16)
     cluster = _cluster(num_weight_tiles, limits)
     num_clusters = limits.num_sms // cluster
@@ -99,6 +102,7 @@ def plan_linear(
         "LINEAR": PRODUCTS[product],
         "IN_FEATURES": in_features,
         "TOKEN_TILES": tiles,
+        "HALF_TILE": half_tile,
         "GROUP": group,
         "CLUSTER": cluster,
         "SPLIT_WARPS": split_warps,
@@ -106,7 +110,7 @@ def plan_linear(
     }
     # A block whose whole stream fits asks for no more, so that the next kernels' blocks fit beside it and prefetch.
     stream = _WARPS * rounds(group) * group * own_units * row_warps * _CHUNK_BYTES
-    activations = _WARPS * own_units * tiles * 1024
+    activations = _WARPS * own_units * (tiles * 1024 - half_tile * 512)
     sums = _WARPS * group * (512 + 256 * tiles)
     small = _WARPS * own_units * 128 + _WARPS * cluster * tiles * 32 + tiles * 128
     constants["SMEM_BYTES"] = min(limits.shared_bytes, stream + activations + sums + small)

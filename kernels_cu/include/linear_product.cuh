@@ -3,8 +3,8 @@
 #include "weight_stream.cuh"
 
 // x in shared memory in the order in which lanes read it, [unit][token tile][32 k][lane] 16 bytes, and its normalisation.
+// Of half a tile the first 16 lanes have all: what the others would have is zero.
 struct Activations {
-  static constexpr bool kHalves = NT == 2;
   const Lane& at;
   const scalar_t* x;       // column 8 t of row 0
   int T;
@@ -20,7 +20,14 @@ struct Activations {
   __device__ __forceinline__ const scalar_t* source(int i, int from_unit) const {
     return x + static_cast<size_t>(min(i * 8 + at.token, T - 1)) * K + from_unit * 64;
   }
-  __device__ __forceinline__ uint32_t address(int place, int i, int j) const { return base + place * kXUnitBytes + (i * 2 + j) * 512; }
+  __device__ __forceinline__ uint32_t address(int place, int i, int j) const {
+    return base + place * kXUnitBytes + i * 1024 + j * (is_half(i) ? 256 : 512);
+  }
+  __device__ __forceinline__ static bool is_half(int i) { return HALF_TILE && i + 1 == NT; }
+  __device__ __forceinline__ bool has(int i) const { return !is_half(i) || at.lane < 16; }
+  __device__ __forceinline__ uint4 load(int place, int i, int j) const {
+    return has(i) ? load_shared(address(place, i, j)) : make_uint4(0, 0, 0, 0);
+  }
   // The place of a unit of the warp's run; `turn` counts the units read so far, modulo the places.
   __device__ __forceinline__ int place(int u, int turn) const {
     if (kStaged) return turn;
@@ -34,7 +41,8 @@ struct Activations {
 #pragma unroll
     for (int i = 0; i < NT; i++)
 #pragma unroll
-      for (int j = 0; j < 2; j++) cp_async16(address(to, i, j), source(i, from) + j * 32, i * 8 + at.token < T ? 16 : 0);
+      for (int j = 0; j < 2; j++)
+        if (has(i)) cp_async16(address(to, i, j), source(i, from) + j * 32, i * 8 + at.token < T ? 16 : 0);
     unit = unit + 1 == at.own_units ? 0 : unit + 1;
     slot = slot + 1 == kXSlots ? 0 : slot + 1;
   }
@@ -61,22 +69,13 @@ struct Activations {
     }
     return v;
   }
-  __device__ __forceinline__ void normalise_chunk(uint32_t chunk, uint4 w, float s) const {
-    store_shared(chunk, normalised(load_shared(chunk), w, s));
-  }
   __device__ __forceinline__ void normalise_in_place(int at_place, int block_unit) const {
 #pragma unroll
     for (int j = 0; j < 2; j++) {
       const uint4 w = norm_weights(block_unit, j);
 #pragma unroll
       for (int i = 0; i < NT; i++)
-        if (i + 1 < NT || !kHalves || T > kTokens - 4) normalise_chunk(address(at_place, i, j), w, scale[i]);
-    }
-    // Of a last tile with at most four tokens half a warp has each block of 32 k: it is a quarter of the work of two tiles.
-    if (kHalves && T <= kTokens - 4) {
-      const int j = at.lane / 16, from = at.lane % 16;
-      const uint32_t chunk = address(at_place, NT - 1, j) + (from - at.lane) * 16;
-      normalise_chunk(chunk, norm_weights(block_unit, j), __shfl_sync(0xFFFFFFFFu, scale[NT - 1], from));
+        if (has(i)) store_shared(address(at_place, i, j), normalised(load_shared(address(at_place, i, j)), w, scale[i]));
     }
   }
 
@@ -90,7 +89,7 @@ struct Activations {
       for (int i = 0; i < NT; i++)
 #pragma unroll
         for (int j = 0; j < 2; j++) {
-          const uint4 v = kResident ? load_shared(address(at.warp * kXSlots + u, i, j)) : load_written(source(i, at.own_unit + u) + j * 32);
+          const uint4 v = kResident ? load(at.warp * kXSlots + u, i, j) : load_written(source(i, at.own_unit + u) + j * 32);
           const uint32_t* values = &v.x;
 #pragma unroll
           for (int e = 0; e < 4; e++) {
@@ -119,7 +118,6 @@ struct Activations {
     if constexpr (kResident) {
       for (int u = 0; u < at.own_units; u++) normalise_in_place(at.warp * kXSlots + u, at.warp * kOwnUnits + u);
       if (SPLIT_WARPS == 1) __syncthreads();
-      else if (kHalves) __syncwarp();   // lanes have normalised what others read
     }
   }
 
@@ -157,7 +155,7 @@ __device__ __forceinline__ void accumulate(float (&acc)[GROUP][NT][4], Stream& w
       for (int j = 0; j < kBlocks; j++)
 #pragma unroll
         for (int i = 0; i < NT; i++) {
-          b[j][i] = load_shared(x.address(x.place(u, turn), i, j0 + j));
+          b[j][i] = x.load(x.place(u, turn), i, j0 + j);
           if (NORM && !kResident && !kStaged)
             b[j][i] = x.normalised(b[j][i], x.norm_weights(x.at.warp * kOwnUnits + u, j0 + j), x.scale[i]);
         }

@@ -20,6 +20,9 @@
 #ifndef TOKEN_TILES
 #error "TOKEN_TILES (NT, tiles of 8 tokens: 1, 2, 4 or 8) must be defined"
 #endif
+#ifndef HALF_TILE
+#error "HALF_TILE (1: the last tile of tokens has at most four) must be defined"
+#endif
 #ifndef GROUP
 #error "GROUP (tiles of 16 weight rows that share one pass over x) must be defined"
 #endif
@@ -48,7 +51,7 @@ constexpr int kPairs = GROUP * 64 / CLUSTER;                  // outputs (lo row
 constexpr int kThreadPairs = (kPairs + kThreads - 1) / kThreads;
 constexpr int kUnitSplit = NT == 8 ? 2 : 1;                   // NT = 8 holds half a unit of x in registers at a time
 constexpr int kChunkBytes = 2048;                             // 16 rows x 64 k
-constexpr int kXUnitBytes = NT * 1024;                        // 8 NT tokens x 64 k
+constexpr int kXUnitBytes = NT * 1024 - HALF_TILE * 512;       // 8 NT tokens x 64 k, or four tokens less
 
 // Shared memory: rings of weights | x | partial sums of the warps | sums of the blocks | norm weights | square sums | epilogue.
 constexpr int kPartialBytes = SPLIT_WARPS > 1 ? kWarps * GROUP * 512 : 0;
@@ -83,6 +86,7 @@ constexpr int kXPending = kStaged ? kWarps * GROUP - 1 : (kXSlots - 1) * GROUP;
 constexpr int kPending = kResident || kWeightPending < kXPending ? kWeightPending : kXPending;
 
 static_assert(K % 64 == 0, "K must be a multiple of 64");
+static_assert(!HALF_TILE || NT == 2, "only 9 to 12 rows leave half a tile out");
 static_assert(NT == 1 || NT == 2 || NT == 4 || NT == 8, "NT must be 1, 2, 4 or 8");
 static_assert(SPLIT_WARPS == kWarps || (SPLIT_WARPS == 1 && LINEAR >= 2 && CLUSTER == 1 && kUnits % kWarps == 0),
               "SPLIT_WARPS must be 8, or 1 for gate_up and head, CLUSTER 1 and K a multiple of 512");

@@ -279,7 +279,7 @@ class PlanBuild:
         """How to compile it for each number of rows."""
         product, out_features, in_features, head_dim, _ = SHAPES[self.name]
         extra = {"HEAD_DIM": head_dim} if head_dim else {}
-        plans = [plan_linear(product, out_features, in_features, rows, self.limits) for rows in (8, 16, 32, 64)]
+        plans = [plan_linear(product, out_features, in_features, rows, self.limits) for rows in (8, 12, 16, 32, 64)]
         sizes = [plan.constants | extra for plan in plans]
         options = [compiler.options(self.arch, DType.BFLOAT16, constants) for constants in sizes]
         return [(build, sources["linear.cu"], chosen) for chosen in options]
