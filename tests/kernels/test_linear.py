@@ -39,7 +39,7 @@ from cpmrt.ops import OPS
 from cpmrt.reference.ops import linear, rms_norm
 
 DTYPES = [DType.BFLOAT16, DType.FLOAT16]
-ROWS = [1, 2, 5, 8, 12, 16, 31, 32, 33, 64]
+ROWS = [1, 2, 5, 8, 9, 12, 13, 16, 31, 32, 33, 64]
 
 SMALL = {
     "demo qkv": ("qkv", 768, 256, 64, 2),
