@@ -183,7 +183,7 @@ __device__ __forceinline__ void begin(WarpState& state, unsigned char* shared, c
     query.read(q, heads);
   }
   stream.fill(keys);
-  pdl_launch_dependents();
+  pdl_launch_dependents();  // now: a row's few pages would wait 3 us and more behind the next kernel's weights
 #if TREE
   stream.path.keep(node, stream.page_stride);
 #endif
@@ -338,9 +338,7 @@ KERNEL(decode_attention)(scalar_t* __restrict__ out, float* partials, int* arriv
                    run_stride,
                    cut.pages_of(run, run_stride)};
   WarpState state;
-  if (stream.count > 0) {
-    begin(state, shared, q, heads, stream, keys, is_early);
-  }
+  if (stream.count > 0) begin(state, shared, q, heads, stream, keys, is_early);
   pdl_launch_dependents();
   pdl_wait();
   for (int turn = 0; turn < turns; ++turn, run += run_stride, target.cluster += num_clusters) {
