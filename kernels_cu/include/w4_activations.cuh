@@ -6,7 +6,7 @@
 struct Activations {
   const Lane& at;
   const unsigned char* prepared;   // the block's part of what prepare_w4 wrote
-  int stage = 0, last = 0;         // the stage that is read next; the stages of all rounds
+  unsigned stage = 0, last = 0;    // the stage that is read next; the stages of all rounds
 
   __device__ __forceinline__ uint32_t base() const { return at.shared + kXOffset; }
 
@@ -119,8 +119,9 @@ struct Activations {
   // The block's part of x, as it is in memory. Before a barrier. `look()` comes while it is on its way.
   template <class Look>
   __device__ __forceinline__ void fill(const scalar_t* x, WeightStream& weights, int T, Look look) const {
-    constexpr int kBatch = ROWS == 1 && kPieces <= 4 * kThreads ? 4 : 8;
     constexpr int kRowPieces = kBlockSlices * 16;   // of a token
+    constexpr int kNeeded = (ROWS * kRowPieces + kThreads - 1) / kThreads;
+    constexpr int kBatch = kNeeded <= 2 ? kNeeded : kNeeded <= 4 ? 4 : 8;
     const int first = SHARED_RUN ? at.run * kRowPieces : 0, pieces = SHARED_RUN ? at.slices * 16 : kPieces;
 #pragma unroll 1
     for (int start = 0; start < kRowPieces * T; start += kBatch * kThreads) {
@@ -169,21 +170,22 @@ struct Activations {
     cp_async_commit();
   }
 
-  __device__ __forceinline__ int stage_bytes(int index) const {
-    const int stages = (at.slices + kStageSlices - 1) / kStageSlices, left = at.slices - index % stages * kStageSlices;
+  __device__ __forceinline__ int stage_bytes(unsigned index) const {
+    const unsigned stages = (at.slices + kStageSlices - 1) / kStageSlices;
+    const int left = at.slices - index % stages * kStageSlices;
     return (left < kStageSlices ? left : kStageSlices) * kXSliceBytes;
   }
-  __device__ __forceinline__ const unsigned char* stage_source(int index) const {
-    const int stages = (at.slices + kStageSlices - 1) / kStageSlices;
+  __device__ __forceinline__ const unsigned char* stage_source(unsigned index) const {
+    const unsigned stages = (at.slices + kStageSlices - 1) / kStageSlices;
     return prepared + static_cast<size_t>(index % stages) * kStageSlices * kXSliceBytes;
   }
-  __device__ __forceinline__ uint32_t stage_place(int index) const { return base() + index % kStages * kStageSlices * kXSliceBytes; }
+  __device__ __forceinline__ uint32_t stage_place(unsigned index) const { return base() + index % kStages * kStageSlices * kXSliceBytes; }
 #if COPY_ENGINE
   // Barriers of a stage: its bytes have come; all warps have read it.
-  __device__ __forceinline__ uint32_t full(int index) const { return at.shared + kXBarrier + index % kStages * 16; }
-  __device__ __forceinline__ uint32_t empty(int index) const { return full(index) + 8; }
+  __device__ __forceinline__ uint32_t full(unsigned index) const { return at.shared + kXBarrier + index % kStages * 16; }
+  __device__ __forceinline__ uint32_t empty(unsigned index) const { return full(index) + 8; }
 #endif
-  __device__ __forceinline__ void start_stage(int index) const {
+  __device__ __forceinline__ void start_stage(unsigned index) const {
 #if COPY_ENGINE
     if (threadIdx.x != 0 || index >= last) return;
     if (index >= kStages) mbarrier_wait(empty(index), index / kStages - 1 & 1);

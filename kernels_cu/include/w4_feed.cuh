@@ -22,33 +22,19 @@ struct Feed {
     const unsigned short& bits = reinterpret_cast<const unsigned short&>(value);
     asm volatile("st.shared.b16 [%0], %1;" ::"r"(row(token) + (at.warp * 8 + at.token) * 2), "h"(bits) : "memory");
   }
-  // Once all tiles of the slice are kept. A warp takes eight tokens, of which a lane has every fourth piece.
+  // Once all tiles of the slice are kept. A warp takes two tokens, of which a lane has one piece each.
   __device__ __forceinline__ void pass_on(int slice) const {
-    for (int first = at.warp * 8; first < T; first += kWarps * 8) {
-      const int token = first + at.token;
+    for (int first = at.warp * 2; first < T; first += kWarps * 2) {
+      const int token = first + at.lane / 16, of_slice = at.lane % 16, piece = slice * 16 + of_slice;
       const bool is_there = token < T;
-      float sums[4];
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
-        const int of_slice = i * 4 + at.quarter, piece = slice * 16 + of_slice;
-        uint4 v = load_shared(row(token) + of_slice * 16);
-        if (is_there) store16(out + static_cast<size_t>(token) * columns + piece * 8, v);
-        v = scaled(v);
-        if (is_there) store_prepared(prepared, piece, token, v);
-        sums[i] = piece_sum(v);
-#pragma unroll
-        for (int distance = 1; distance < 4; distance *= 2) sums[i] += __shfl_xor_sync(0xFFFFFFFFu, sums[i], distance);
-      }
-      // Neighbours first, as sum_groups adds them.
-#pragma unroll
-      for (int step = 1; step < kGroupLanes / 4; step *= 2)
-#pragma unroll
-        for (int i = 0; i < 4; i += 2 * step) sums[i] += sums[i + step];
-#pragma unroll
-      for (int i = 0; i < 4; i += kGroupLanes / 4) {
-        float* const place = reinterpret_cast<float*>(prepared + sum_offset(slice * 16 + i * 4, token));
-        if (is_there && at.quarter == 0) *place = group_sum(sums[i]);
-      }
+      uint4 v = load_shared(row(token) + of_slice * 16);
+      if (is_there) store16(out + static_cast<size_t>(token) * columns + piece * 8, v);
+      v = scaled(v);
+      if (is_there) store_prepared(prepared, piece, token, v);
+      float sums[1] = {piece_sum(v)};
+      sum_groups(sums, [&](int, float sum) {
+        if (is_there) *reinterpret_cast<float*>(prepared + sum_offset(piece, token)) = sum;
+      });
     }
   }
 };

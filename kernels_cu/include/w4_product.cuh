@@ -160,37 +160,41 @@ __device__ __forceinline__ void multiply_slices(Sums& out, uint32_t unit, uint32
   }
 }
 
+template <int S>
+__device__ __forceinline__ void multiply(Sums& out, uint32_t unit, uint32_t x, const Lane& at, bool has_tile) {
+#if WGMMA_PRODUCTS
+  multiply_together<S>(out, unit, x, at);
+#else
+  if (has_tile) multiply_slices<S>(out, unit, x, at);
+#endif
+}
+
 // The warp's run of one tile.
 __device__ __forceinline__ void accumulate(Sums& out, WeightStream& weights, Activations& x, const Lane& at, bool has_tile) {
   // Slices with several scale groups come one by one: the groups' sums are added slice by slice, whatever ROWS is.
   constexpr bool kCanJoin = kUnitScales == 1 && kChunkSlices % kTogetherSlices == 0 && (kResident || kStageSlices % kTogetherSlices == 0);
   constexpr int kTogether = kCanJoin ? kTogetherSlices : 1;
   uint32_t place = x.base() + (SHARED_RUN ? 0 : at.run * kRunSlices * kXSliceBytes);
+  // Instructions bind where four warps multiply together: a chunk is straight code, its addresses parts of the instructions.
+  constexpr int kUnrolled = WGMMA_PRODUCTS && kThreads <= 512 ? kChunkSlices / kTogether : 1;
 #pragma unroll 1
-  for (int done = 0; done < at.slices;) {
-    uint32_t chunk = has_tile ? weights.wait() : weights.ring;
-    int left = at.slices - done < kChunkSlices ? at.slices - done : kChunkSlices;
-    if (kTogether > 1) {
-#pragma unroll 1
-      for (; left >= kTogether; left -= kTogether, done += kTogether) {
-        if (!kResident && done % kStageSlices == 0) place = x.enter_stage();
-#if WGMMA_PRODUCTS
-        multiply_together<kTogether>(out, chunk, place, at);
-#else
-        if (has_tile) multiply_slices<kTogether>(out, chunk, place, at);
-#endif
-        place += kTogether * kXSliceBytes, chunk += kTogether * kUnitBytes;
+  for (int done = 0; done < at.slices; done += kChunkSlices) {
+    const uint32_t chunk = has_tile ? weights.wait() : weights.ring;
+    const int left = at.slices - done;
+    if (kWholeChunks || left >= kChunkSlices) {
+#pragma unroll kUnrolled
+      for (int i = 0; i < kChunkSlices; i += kTogether) {
+        if (!kResident && (kChunkSlices % kStageSlices == 0 ? i : done + i) % kStageSlices == 0) place = x.enter_stage();
+        multiply<kTogether>(out, chunk + i * kUnitBytes, place, at, has_tile);
+        place += kTogether * kXSliceBytes;
       }
-    }
+    } else {
 #pragma unroll 1
-    for (; left > 0; left--, done++) {
-      if (!kResident && done % kStageSlices == 0) place = x.enter_stage();
-#if WGMMA_PRODUCTS
-      multiply_together<1>(out, chunk, place, at);
-#else
-      if (has_tile) multiply_slices<1>(out, chunk, place, at);
-#endif
-      place += kXSliceBytes, chunk += kUnitBytes;
+      for (int i = 0; i < left; i++) {
+        if (!kResident && (done + i) % kStageSlices == 0) place = x.enter_stage();
+        multiply<1>(out, chunk + i * kUnitBytes, place, at, has_tile);
+        place += kXSliceBytes;
+      }
     }
     if (has_tile) weights.release();
   }
