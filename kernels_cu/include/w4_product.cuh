@@ -176,24 +176,24 @@ __device__ __forceinline__ void accumulate(Sums& out, WeightStream& weights, Act
   constexpr int kTogether = kCanJoin ? kTogetherSlices : 1;
   uint32_t place = x.base() + (SHARED_RUN ? 0 : at.run * kRunSlices * kXSliceBytes);
   // Instructions bind where four warps multiply together: a chunk is straight code, its addresses parts of the instructions.
-  constexpr int kUnrolled = WGMMA_PRODUCTS && kThreads <= 512 ? kChunkSlices / kTogether : 1;
+  constexpr int kUnrolled = !WGMMA_PRODUCTS || kThreads > 512 ? 1 : NT < 8 ? 4 : 2;
 #pragma unroll 1
   for (int done = 0; done < at.slices; done += kChunkSlices) {
-    const uint32_t chunk = has_tile ? weights.wait() : weights.ring;
+    uint32_t unit = has_tile ? weights.wait() : weights.ring;
     const int left = at.slices - done;
-    if (kWholeChunks || left >= kChunkSlices) {
+    if (left >= kChunkSlices) {
 #pragma unroll kUnrolled
       for (int i = 0; i < kChunkSlices; i += kTogether) {
         if (!kResident && (kChunkSlices % kStageSlices == 0 ? i : done + i) % kStageSlices == 0) place = x.enter_stage();
-        multiply<kTogether>(out, chunk + i * kUnitBytes, place, at, has_tile);
-        place += kTogether * kXSliceBytes;
+        multiply<kTogether>(out, unit, place, at, has_tile);
+        place += kTogether * kXSliceBytes, unit += kTogether * kUnitBytes;
       }
     } else {
 #pragma unroll 1
       for (int i = 0; i < left; i++) {
         if (!kResident && (done + i) % kStageSlices == 0) place = x.enter_stage();
-        multiply<1>(out, chunk + i * kUnitBytes, place, at, has_tile);
-        place += kXSliceBytes;
+        multiply<1>(out, unit, place, at, has_tile);
+        place += kXSliceBytes, unit += kUnitBytes;
       }
     }
     if (has_tile) weights.release();

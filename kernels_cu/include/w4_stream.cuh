@@ -66,7 +66,6 @@ constexpr int kAlignedSlices = kUnitBytes % kCopyBytes == 0 ? 1 : kUnitBytes % (
 constexpr int kWholeSlices = kTogetherSlices > kAlignedSlices ? kTogetherSlices : kAlignedSlices;
 constexpr int kChunkSlices = kWholeSlices < kRunSlices ? kWholeSlices : kRunSlices;
 constexpr int kChunkBytes = packed_run_bytes(kChunkSlices);
-constexpr bool kWholeChunks = kSlices % kRunSlices == 0 && kRunSlices % kChunkSlices == 0;   // no chunk is shorter
 
 constexpr int kMaxSlots = 8;
 constexpr int kPartialBytes = SHARED_RUN ? 0 : kWarps * 512;
@@ -129,8 +128,6 @@ struct Lane {
   }
 };
 
-constexpr uint32_t kNowhere = 0xFFFFFFFFu;
-
 // The warp's chunks: its tiles, for each the slices of its run.
 struct WeightStream {
   const Lane& at;
@@ -138,7 +135,6 @@ struct WeightStream {
   int num_tiles;
   uint32_t ring, barriers;
   int round = 0, slice = 0;         // the next chunk to copy
-  uint32_t next;                    // where it is, in 16 bytes; kNowhere: there is none
   int slot = 0;                     // the next chunk to read, and where the next copy goes
   int parity = 1;                   // of the phase that the slot's next chunk ends; 0 once the ring is filled
 
@@ -151,7 +147,6 @@ struct WeightStream {
     mbarrier_init_fence();
     __syncwarp();
 #endif
-    begin_tile();
     for (int i = 0; i < kEarlySlots; i++) copy_next();
   }
   // The rest of the ring, behind the loads of x.
@@ -159,15 +154,13 @@ struct WeightStream {
     for (int i = kEarlySlots; i < kSlots; i++) copy_next();
   }
 
-  __device__ __forceinline__ void begin_tile() {
-    const int tile = at.tile(round);
-    next = tile < num_tiles ? tile * static_cast<uint32_t>(kTileBytes / 16) : kNowhere;
-  }
   // Starts the copy of the next chunk into the slot that was read last.
   __device__ __forceinline__ void copy_next() {
-    if (next != kNowhere) {
-      const int left = at.slices - slice, bytes = (kWholeChunks || left > kChunkSlices ? kChunkSlices : left) * kUnitBytes;
-      const unsigned char* const from = weight + static_cast<uint64_t>(next) * 16;
+    const int tile = at.tile(round);
+    if (tile < num_tiles) {
+      const int left = at.slices - slice, bytes = (left < kChunkSlices ? left : kChunkSlices) * kUnitBytes;
+      const uint32_t places = tile * static_cast<uint32_t>(kTileBytes / 16) + slice * (kUnitBytes / 16);   // of 16 bytes
+      const unsigned char* const from = weight + static_cast<uint64_t>(places) * 16;
       const uint32_t to = ring + slot * kChunkBytes;
 #if COPY_ENGINE
       if (at.lane == 0) copy_bulk(to, from, bytes, barriers + slot * 8);
@@ -175,13 +168,12 @@ struct WeightStream {
       for (int i = at.lane * 16; i < bytes; i += 512)
         asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to + i), "l"(from + i) : "memory");
 #endif
-      next += bytes / 16;
     }
 #if !COPY_ENGINE
     cp_async_commit();
 #endif
     slice += kChunkSlices;
-    if (slice >= at.slices) slice = 0, round++, begin_tile();
+    if (slice >= at.slices) slice = 0, round++;
     if (++slot == kSlots) slot = 0, parity ^= 1;
   }
 
