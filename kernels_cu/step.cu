@@ -109,12 +109,13 @@ extern "C" __global__ void KERNEL(step_begin)(int32_t* __restrict__ token_ids, i
   if (row < num_used) {
     const int listed = words[kHeaderWords + row];
     SlotState* state = states + listed;
-    if (state->finished) {
+    const int is_finished = state->finished, last_token = state->last_token, next = state->position;   // at once
+    if (is_finished) {
       publish(results, context->sequence, row, kNoToken, false);
     } else {
       slot = listed;
-      token = state->last_token;
-      position = state->position;
+      token = last_token;
+      position = next;
       state->position = position + 1;
       if (history && position < max_context) history[static_cast<int64_t>(slot) * max_context + position] = token;
     }

@@ -13,7 +13,7 @@ _NO_NORM = {"NORM": 0}
 _PLAIN = {"TREE": 0, "WINDOW": 0, "SELECTED": 0}
 _TREE = {"STAGES": 3, "ROW_TILES": 2, "CLUSTER": 8, "WINDOW": 0}
 _W4 = {"SCALE_GROUP": 128, "ZEROS": 0, "STAGE_SLICES": 0, "STAGES": 4, "EARLY_SLOTS": 1, "WARPGROUPS": 0, "NORM": 1}
-_W4 |= {"WEIGHT_BITS": 4, "PORTABLE": 0, "CLUSTERS": 0, "RECEIVED_APART": 0, "FEEDS": 0, "TRIGGER": 0}
+_W4 |= {"WEIGHT_BITS": 4, "PORTABLE": 0, "CLUSTERS": 0, "RECEIVED_APART": 0, "FEEDS": 0, "TRIGGER": 0, "KEPT_ROUNDS": 1}
 _W4 |= {"SMEM_BYTES": 98304}
 _HEAD_64, _HEAD_128 = ({**_PORTABLE_LINEAR, "HEAD_DIM": size} for size in (64, 128))
 
@@ -85,6 +85,9 @@ CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
         {"LINEAR": 3, "IN_FEATURES": 4096, "RUNS": 1, "ROWS": 64, "WARPS": 12, "SHARED_RUN": 1, "PREPARED": 1}
         | _W4
         | {"WEIGHT_BITS": 8, "STAGE_SLICES": 1, "WARPGROUPS": 1, "SMEM_BYTES": 232448},
+        {"LINEAR": 2, "IN_FEATURES": 1024, "RUNS": 8, "ROWS": 1, "WARPS": 16, "SHARED_RUN": 0, "PREPARED": 0}
+        | _W4
+        | {"KEPT_ROUNDS": 2},
     ),
     "round_w4.cu": ({"WEIGHT_BITS": 4}, {"WEIGHT_BITS": 8}),
     "prepare_w4.cu": ({"IN_FEATURES": 4096, "ROWS": 64, "SCALE_GROUP": 128, "ZEROS": 0, "WARPGROUPS": 1},),

@@ -29,7 +29,7 @@ _WARPGROUP = 4
 _PREPARED_ROWS, _FEEDING_ROWS, _WARPGROUP_ROWS, _LATE_WARPGROUP_ROWS, _WARPGROUP_WARPS = 16, 16, 16, 32, 16
 # A block that reads more of x than this shares it out: it takes one run of K, and exchanges sums with others.
 _LARGEST_WHOLE_X = 98_304
-_MAX_SLOTS, _STAGES = 8, 4
+_MAX_SLOTS, _STAGES, _MOST_KEPT_ROUNDS = 8, 4, 4
 # Eight blocks exchange their sums inside a cluster where that is faster than through memory. Clusters leave a tenth of
 # the multiprocessors without work: it pays for short runs of K, and where products take less time than the exchange.
 _CLUSTER_ROWS, _CLUSTER_SLICES = 32, 8
@@ -41,7 +41,7 @@ _EARLY_BYTES, _EARLY_SPLIT_BYTES, _SINGLE_ROW_RING = 70_000, 102_000, 139_264
 _LATE_WEIGHTS_ROWS = 8
 # When the next kernel may start (TRIGGER). The weights that it copies then come before this one's x, which a product
 # with short runs mostly waits for. At 64 rows it is prepare_w4, whose blocks take registers from the product after it.
-_AT_ONCE, _WITH_X, _AT_END, _LATE_TRIGGER_ROWS = 0, 1, 2, 64
+_AT_ONCE, _AFTER_WAIT, _AT_END, _LATE_TRIGGER_ROWS = 0, 1, 2, 64
 # Chunks of whole lines copy faster; in 8 bits they are so large that many rows, or many warps, leave room for one only.
 _LINE_BYTES, _LARGE_CHUNK_ROWS, _LARGE_CHUNK_WARPS = 128, 16, 16
 
@@ -95,17 +95,13 @@ def packed_layout(
     if in_features % SLICE_COLUMNS:
         raise UnsupportedModelError(
             f"a {bits}-bit {product} weight has a number of columns that the kernels do not take",
-            expected=f"a multiple of {SLICE_COLUMNS}",
-            actual=str(in_features),
-            fix="use the unquantised checkpoint",
-        )
+            expected=f"a multiple of {SLICE_COLUMNS}", actual=str(in_features), fix="use the unquantised checkpoint",
+        )  # fmt: skip
     if group_size not in SCALE_GROUPS and (group_size < 1 or group_size % SLICE_COLUMNS):
         raise UnsupportedModelError(
             f"a {bits}-bit {product} weight has a group size that the kernels do not take",
-            expected="32, 64, 128 or -1",
-            actual=str(group_size),
-            fix="use a checkpoint with another group size",
-        )
+            expected="32, 64, 128 or -1", actual=str(group_size), fix="use a checkpoint with another group size",
+        )  # fmt: skip
     tiles = ceil(out_features / TILE_ROWS)
     whole_rows = product in ("gate_up", "head") and tiles >= _WHOLE_ROW_TILES * limits.num_sms
     # Blocks that exchange sums wait for each other: all must be on the device at once.
@@ -148,6 +144,7 @@ def plan_linear_w4(
         "STAGES": _stages(limits),
         "FEEDS": int(feeds),
         "TRIGGER": _trigger(layout, rows),
+        "KEPT_ROUNDS": work.kept_rounds,
         "EARLY_SLOTS": work.early_slots(rows, whole_rows=layout.runs == 1 and normalises and not prepared),
         "WARPGROUPS": int(work.multiplies_together(rows) and not portable),
         "PORTABLE": int(portable),
@@ -178,7 +175,7 @@ def _trigger(layout: PackedLayout, rows: int) -> int:
         return _AT_ONCE
     if rows >= _LATE_TRIGGER_ROWS:
         return _AT_END
-    return _WITH_X if layout.run_slices == 1 else _AT_ONCE
+    return _AFTER_WAIT if layout.run_slices == 1 else _AT_ONCE
 
 
 @dataclass(frozen=True)
@@ -191,6 +188,7 @@ class _Work:
     warps: int
     grid: int
     rounds: int
+    kept_rounds: int
     ring: _Ring
 
     @classmethod
@@ -207,7 +205,8 @@ class _Work:
         grid = copies * min(groups, layout.num_tiles if in_clusters else ceil(layout.num_tiles / tiles))
         rounds = ceil(layout.num_tiles * copies / grid / tiles)
         ring = _Ring.of(layout, rows, warps, rounds)
-        return cls(shared_run, in_clusters, exchanges, warps, grid, rounds, ring)
+        kept = rounds if rows == 1 and not shared_run and rounds <= _MOST_KEPT_ROUNDS else 1
+        return cls(shared_run, in_clusters, exchanges, warps, grid, rounds, kept, ring)
 
     def early_slots(self, rows: int, *, whole_rows: bool) -> int:
         """Chunks of a warp that are copied before x is asked for; `whole_rows`: each block normalises all of x."""
@@ -239,12 +238,14 @@ class _Memory:
         x_slice, ring, warps = _x_slice(layout, rows), work.ring, work.warps
         barriers = whole_lines(warps * _MAX_SLOTS * 8 + _STAGES * 16 + 16)
         received = ceil(warps / layout.runs) * layout.runs * ceil(rows / 8) * 512 if work.in_clusters else 0
-        finishing = whole_lines((0 if work.shared_run else warps * 512) + whole_lines(rows * 36) + rows * 8)
+        partial = 0 if work.shared_run else work.kept_rounds * warps * 512
+        finishing = whole_lines(partial + whole_lines(rows * 36) + rows * 8)
         fixed = barriers + finishing + (received if work.rounds > 1 else 0)
         space = limits.shared_bytes - fixed
         x_bytes = (layout.run_slices if work.shared_run else layout.num_slices) * x_slice
         resident = not work.shared_run or x_bytes + min(ring.slots, 2) * ring.level <= space
-        stage_slices = 0 if resident else _stage(int(limits.shared_bytes * _STAGE_SHARE) // x_slice, layout.run_slices)
+        fitting = int(limits.shared_bytes * _STAGE_SHARE) // x_slice  # a stage has an even number of slices, or one
+        stage_slices = 0 if resident else min(layout.run_slices, fitting // 2 * 2 or 1)
         held = x_bytes if resident else _stages(limits) * stage_slices * x_slice
         used = held + max(1, min(ring.slots, (space - held) // ring.level)) * ring.level
         # What peers send lies apart from weights and x if another round needs those, or if there is room.
@@ -293,8 +294,3 @@ def _block_warps(num_tiles: int, groups: int, limits: DeviceLimits, shared_run: 
         return rounds * tiles, rounds
 
     return min(range(_RUNS, most + 1, step), key=busiest)
-
-
-def _stage(fitting: int, most: int) -> int:
-    """Slices of a stage: even, or one."""
-    return min(most, fitting // 2 * 2 or 1)

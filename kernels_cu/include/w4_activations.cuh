@@ -121,27 +121,28 @@ struct Activations {
   __device__ __forceinline__ void fill(const scalar_t* x, WeightStream& weights, int T, Look look) const {
     constexpr int kRowPieces = kBlockSlices * 16;   // of a token
     constexpr int kNeeded = (ROWS * kRowPieces + kThreads - 1) / kThreads;
-    constexpr int kBatch = kNeeded <= 2 ? kNeeded : kNeeded <= 4 ? 4 : 8;
+    constexpr int kBatch = kOwnRuns ? kThreadPieces : kNeeded <= 2 ? kNeeded : kNeeded <= 4 ? 4 : 8;
     const int first = SHARED_RUN ? at.run * kRowPieces : 0, pieces = SHARED_RUN ? at.slices * 16 : kPieces;
 #pragma unroll 1
-    for (int start = 0; start < kRowPieces * T; start += kBatch * kThreads) {
+    for (int start = 0; start < kRowPieces * T; start += kOwnRuns ? kRowPieces : kBatch * kThreads) {
+      const auto item_of = [&](int i) { return kOwnRuns ? RowPieces::piece(i) : start + i * kThreads + static_cast<int>(threadIdx.x); };
       const auto is_there = [&](int item) { return item < kRowPieces * T && (item % kRowPieces < pieces || kSlices % RUNS == 0); };
       uint4 v[kBatch];
       float sums[kBatch];
 #pragma unroll
       for (int i = 0; i < kBatch; i++) {
-        const int item = start + i * kThreads + threadIdx.x;
+        const int item = item_of(i);
         if (is_there(item)) v[i] = load_written(x + static_cast<size_t>(item / kRowPieces) * K + (first + item % kRowPieces) * 8);
       }
       if (start == 0) weights.fill_ring(), look();
 #pragma unroll
       for (int i = 0; i < kBatch; i++) {
-        const int item = start + i * kThreads + threadIdx.x;
+        const int item = item_of(i);
         stay_behind(v[i]);
         sums[i] = place(scaled(v[i]), item % kRowPieces, item / kRowPieces, is_there(item));
       }
       sum_groups(sums, [&](int i, float sum) {
-        const int item = start + i * kThreads + threadIdx.x;
+        const int item = item_of(i);
         place_sum(sum, item % kRowPieces, item / kRowPieces, is_there(item));
       });
     }

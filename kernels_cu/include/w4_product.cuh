@@ -215,16 +215,20 @@ __device__ __forceinline__ void visit_pairs(int nt, int round, int num_tiles, in
 }
 
 template <class Epilogue>
-__device__ __forceinline__ void finish_block(const Sums& out, const Lane& at, Epilogue& epilogue, int round, int num_tiles, int T) {
+__device__ __forceinline__ void finish_block(const Sums& out, const Lane& at, Epilogue& epilogue, int round, bool is_last,
+                                             int num_tiles, int T) {
+  constexpr bool kKeeps = KEPT_ROUNDS > 1;   // sums of each round in their own place, until the last
+  const uint32_t to = at.shared + kPartialOffset + ((kKeeps ? round * kWarps : 0) + at.warp) * 512 + at.lane * 8;
 #pragma unroll
   for (int nt = 0; nt < NT; nt++) {
-    __syncthreads();
+    if (!kKeeps && (nt > 0 || round > 0)) __syncthreads();
 #pragma unroll
     for (int odd = 0; odd < kLaneTokens; odd++)
       if (nt * 8 + at.quarter * 2 + odd < T)
-        store_shared2(at.shared + kPartialOffset + (at.warp * 64 + odd * 32 + at.lane) * 8, out[nt][odd], out[nt][odd + 2]);
+        store_shared2(to + odd * 256, out[nt][odd], out[nt][odd + 2]);
+    if (kKeeps && !is_last) return;
     __syncthreads();
-    visit_pairs(nt, round, num_tiles, T, [&](int i, int tile, int row, int token, int pair) {
+    visit_pairs(nt, kKeeps ? 0 : round, num_tiles, T, [&](int i, int tile, int row, int token, int pair) {
       float2 sum = make_float2(0.0f, 0.0f);
 #pragma unroll
       for (int run = 0; run < kFilledRuns; run++) {
@@ -290,6 +294,7 @@ __device__ __forceinline__ void w4_product(Epilogue& epilogue, int num_tiles, co
     activations.prepare_stages();
   }
   pdl_wait();
+  if (TRIGGER == 1) pdl_launch_dependents();
   if (!kResident) activations.start_stages();
 #if CLUSTERS
   cluster_wait();
@@ -319,12 +324,12 @@ __device__ __forceinline__ void w4_product(Epilogue& epilogue, int num_tiles, co
 #if WGMMA_PRODUCTS
   async_proxy_fence();
 #endif
-  __syncthreads();
-  if (TRIGGER == 1) pdl_launch_dependents();
+  if (kOwnRuns) __syncwarp();
+  else __syncthreads();
 #pragma unroll 1
   for (int round = 0; round < rounds; round++) {
     const int tile = at.tile(round);
-    if (PREPARED || round > 0) look(round);
+    if (round == 0 ? PREPARED : KEPT_ROUNDS == 1) look(round);
 #if CLUSTERS
     if (kLooksEarly) exchange.look(epilogue, round);
 #endif
@@ -332,7 +337,7 @@ __device__ __forceinline__ void w4_product(Epilogue& epilogue, int num_tiles, co
     accumulate(out, weights, activations, at, tile < num_tiles);
     if (!SHARED_RUN) {
       if (round == 0) epilogue.settle();   // a barrier comes before the stores
-      finish_block(out, at, epilogue, round, num_tiles, T);
+      finish_block(out, at, epilogue, round, round + 1 == rounds, num_tiles, T);
     } else if (RUNS > 1) {
 #if CLUSTERS
       exchange.finish(out, epilogue, round, round + 1 == rounds);

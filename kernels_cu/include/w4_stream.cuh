@@ -35,7 +35,10 @@
 #error "FEEDS (1: a gate_up product also writes what prepare_w4 would make of its rows for the product after it; 0: it does not) must be defined"
 #endif
 #ifndef TRIGGER
-#error "TRIGGER (the next kernel may start 0: as soon as this one; 1: when this one has its x; 2: at its end) must be defined"
+#error "TRIGGER (the next kernel may start 0: as soon as this one; 1: when all before this one have ended; 2: at its end) must be defined"
+#endif
+#ifndef KEPT_ROUNDS
+#error "KEPT_ROUNDS (without SHARED_RUN and with one row, rounds whose sums over runs come after the products of all; else 1) must be defined"
 #endif
 #ifndef SMEM_BYTES
 #error "SMEM_BYTES (dynamic shared memory of the launch) must be defined"
@@ -55,7 +58,7 @@ constexpr int kBlockTiles = SHARED_RUN ? kWarps : kWarps / RUNS;   // at a time
 constexpr int kBlockSlices = SHARED_RUN ? kRunSlices : kSlices;    // of x that a block reads
 // What one thread finishes of a token tile.
 constexpr int kOwnTiles = (kWarps + RUNS - 1) / RUNS;              // that a block of a cluster finishes
-constexpr int kPairs = CLUSTERS ? kOwnTiles * NT * 64 : kBlockTiles * 64;
+constexpr int kPairs = CLUSTERS ? kOwnTiles * NT * 64 : KEPT_ROUNDS * kBlockTiles * 64;
 constexpr int kThreadPairs = SHARED_RUN && !CLUSTERS ? 2 : (kPairs + kThreads - 1) / kThreads;
 
 // Slices whose products a warp has under way at a time: the products of a slice are a chain.
@@ -68,10 +71,12 @@ constexpr int kChunkSlices = kWholeSlices < kRunSlices ? kWholeSlices : kRunSlic
 constexpr int kChunkBytes = packed_run_bytes(kChunkSlices);
 
 constexpr int kMaxSlots = 8;
-constexpr int kPartialBytes = SHARED_RUN ? 0 : kWarps * 512;
+constexpr int kPartialBytes = SHARED_RUN ? 0 : KEPT_ROUNDS * kWarps * 512;
 constexpr int kSquareBytes = (kTokens * (kRowWarps + 1) * 4 + 15) / 16 * 16;
 constexpr int kEpilogueBytes = kTokens * 8;
 constexpr int kStages = STAGES;
+// Each warp brings just what it reads of x: its run of one row. Then no other waits for it.
+constexpr bool kOwnRuns = ROWS == 1 && !SHARED_RUN && !PREPARED && kWarps == RUNS;
 constexpr int kBarrierBytes = (kWarps * kMaxSlots * 8 + kStages * 16 + 16 + 127) / 128 * 128;
 constexpr int kReceivedBytes = CLUSTERS ? kOwnTiles * kFilledRuns * NT * 512 : 0;
 constexpr int kFixedBytes = kBarrierBytes + (RECEIVED_APART ? kReceivedBytes : 0) + (kPartialBytes + kSquareBytes + kEpilogueBytes + 127) / 128 * 128;
@@ -93,6 +98,7 @@ constexpr int kEpilogueOffset = kSquareOffset + kSquareBytes;
 
 static_assert(!WGMMA_PRODUCTS || (SHARED_RUN && kWarps % 4 == 0 && NT >= 2), "WARPGROUPS needs SHARED_RUN and 16 rows");
 static_assert(SHARED_RUN || (RUNS == 8 && kWarps % RUNS == 0), "without SHARED_RUN eight warps take one run each");
+static_assert(KEPT_ROUNDS == 1 || (!SHARED_RUN && ROWS == 1), "KEPT_ROUNDS needs SHARED_RUN = 0 and one row");
 static_assert(kResident || (SHARED_RUN && PREPARED), "x in stages is shared, and comes from prepare_w4");
 static_assert(!CLUSTERS || (SHARED_RUN && RUNS == 8 && COPY_ENGINE), "a cluster has eight runs, and needs sm_90");
 static_assert(kSlots >= 1, "SMEM_BYTES is too small");
