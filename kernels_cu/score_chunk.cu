@@ -16,7 +16,7 @@
 #include "attention.cuh"
 #include "mbarrier.cuh"
 #include "tma.cuh"
-#include "w4_wgmma.cuh"
+#include "wgmma.cuh"
 
 static_assert(GROUP == 16, "a warp has the query heads of a row");
 

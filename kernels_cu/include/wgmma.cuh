@@ -91,3 +91,21 @@ WGMMA(128, WGMMA_R0 ", " WGMMA_R1 ", " WGMMA_R2 ", " WGMMA_R3, WGMMA_LIST(WGMMA_
       "64", "65", "66", "67", "68")
 
 #undef WGMMA
+
+// multiply_tile: c (+)= a b, a in registers as mma takes it, b (16 x N) summed along its rows in shared memory.
+#define WGMMA_TILE(N, REGISTERS, SUMS, A, B, C, D, E, F)                                                             \
+  __device__ __forceinline__ void multiply_tile(float (&c)[N / 2], const uint32_t (&a)[4], uint64_t b,               \
+                                                bool accumulate) {                                                   \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" F ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N                 \
+                 "k16.f32." WGMMA_TYPES " {" REGISTERS "}, {%" A ", %" B ", %" C ", %" D "}, %" E                    \
+                 ", p, 1, 1, 0;\n}"                                                                                  \
+                 : SUMS                                                                                              \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)));           \
+  }
+
+WGMMA_TILE(16, "%0, %1, %2, %3, %4, %5, %6, %7", WGMMA_LIST(WGMMA_SUMS4(c, 0), WGMMA_SUMS4(c, 4)), "8", "9", "10", "11",
+           "12", "13")
+WGMMA_TILE(32, WGMMA_R0, WGMMA_LIST(WGMMA_SUMS16(c, 0)), "16", "17", "18", "19", "20", "21")
+WGMMA_TILE(64, WGMMA_R0 ", " WGMMA_R1, WGMMA_LIST(WGMMA_SUMS32(c, 0)), "32", "33", "34", "35", "36", "37")
+
+#undef WGMMA_TILE
