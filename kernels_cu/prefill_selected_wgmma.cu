@@ -11,17 +11,22 @@
 // block_tables   [B, pages_per_sequence] int32
 // chunk          [3] int32: slot, start, count, in device memory; slot -1 or count 0: nothing is stored
 // blocks         [rows, K heads, num_selected] int32: blocks of 64 tokens, ascending, a row's own block the last
-// grid           (H / kHeads, bucket rows / kRows rounded up); block kThreads; shared memory kListOffset bytes and 8
-//                for each of kRows * num_selected entries
-// numerics       scores, softmax and sums in float32 (exp2 with the scale folded in); the unnormalised weights are
-//                rounded to scalar_t for the product with v, the result is rounded once when stored. A row's bits do
-//                not depend on the others: a block that it did not choose adds zeros to it (values are finite)
+// grid           (H / kHeads, at least bucket rows / kRows rounded up), which share the rows evenly; block kThreads;
+//                shared memory kListOffset bytes and 8 for each of kRows * num_selected entries
+// numerics       scores, softmax and sums in float32 (exp2 with the scale folded in); the unnormalised weights, at most
+//                2^kSlack, are rounded to scalar_t for the product with v, the result is rounded once when stored. A
+//                row's bits do not depend on the others: a block that it did not choose adds zeros to it (values are
+//                finite), and whether its maxima are raised is a matter of its heads alone
 // oracle         NumpyOps.prefill_attention
 // source         FlashAttention-3 (arXiv 2407.08608), InfLLM-v2 (arXiv 2509.24663)
-// layout         Neighbours choose alike, so kRows of them share what is read: the block lists all that they chose with
-//                a bit for each row, and one warp copies these through a ring, which every warpgroup goes along. 64 rows
-//                of a product are kHeads heads of kTileRows neighbours: it is left out where none of these chose the
-//                block, and a warp, which has the heads of one of them, leaves out the softmax where it did not. While one warpgroup is at the softmax the others' products run.
+// layout         Neighbours choose alike, so up to kRows of them share what is read: the block lists all that they chose
+//                with a bit for each row, and one warp copies these through a ring, which every warpgroup goes along. 64
+//                rows of a product are kHeads heads of up to kTileRows neighbours: it is left out where none of these
+//                chose the block, and a warp, which has the heads of one of them, leaves out the softmax where it did
+//                not. While one warpgroup is at the softmax the others' products run.
+//                The ring couples warpgroups that need different blocks, so what counts is how long one is at a block:
+//                a maximum is raised only where it is far surpassed, and the first half of the keys is multiplied with
+//                v beside the exponentials of the second.
 constexpr int kTilePages = 1;
 #include "wgmma_attention.cuh"
 
@@ -30,11 +35,13 @@ constexpr int kThreads = (kWarpgroups + 1) * kWarpgroupThreads;
 constexpr int kWarps = kThreads / 32;
 constexpr int kHeads = 16;
 static_assert(GROUP % kHeads == 0, "GROUP must be a multiple of 16");
-static_assert(HEAD_DIM == 128, "64 in fp16 did not come back from its first launch on an H200: find out why before");
-constexpr int kTileRows = kWarpgroupRows / kHeads;  // neighbours in a warpgroup's product
-constexpr int kRows = kWarpgroups * kTileRows;      // of the block
-static_assert(kRows <= 32, "a bit each");
+constexpr int kTileRows = kWarpgroupRows / kHeads;  // neighbours in a warpgroup's product, at most
+constexpr int kRows = kWarpgroups * kTileRows;      // of the block, at most
+constexpr int kNoRow = 31;
+static_assert(kRows <= kNoRow, "a bit each");
 constexpr int kStages = 5;  // blocks of keys and values in shared memory
+constexpr int kParts = 2;   // of a block's keys, multiplied with v one after the other
+constexpr float kSlack = 8.0f;
 
 // A copying warpgroup needs few registers, the others all that it leaves (of 65,536, in eights).
 constexpr int kProducerRegisters = 32;
@@ -62,13 +69,15 @@ struct Entry {
 // What a thread block works on.
 struct Work {
   int slot, start, count;
-  int first_row, num_rows;  // of the chunk; none past its end
+  int first_row, num_rows;  // of the chunk
   int last_block;           // that any of them sees
 
   __device__ __forceinline__ Work(const int* chunk, int dense_context) {
     slot = chunk[0], start = chunk[1], count = chunk[2];
-    first_row = max(dense_context - start, 0) + static_cast<int>(blockIdx.y) * kRows;
-    num_rows = min(count - first_row, kRows);
+    const int skipped = max(dense_context - start, 0), total = max(count - skipped, 0);
+    const int tile = static_cast<int>(blockIdx.y), tiles = static_cast<int>(gridDim.y);
+    first_row = skipped + tile * total / tiles;
+    num_rows = skipped + (tile + 1) * total / tiles - first_row;
     last_block = (start + first_row + num_rows - 1) / kPageTokens;
   }
 };
@@ -138,18 +147,30 @@ __device__ __forceinline__ void copy_blocks(const Work& work, const TensorMap& k
 
 // ---- the warpgroups that multiply
 
+// A warpgroup's rows of the thread block's.
+struct Share {
+  int first, count;
+
+  __device__ __forceinline__ Share(const Work& work, int warpgroup) {
+    first = warpgroup * work.num_rows / kWarpgroups;
+    count = (warpgroup + 1) * work.num_rows / kWarpgroups - first;
+  }
+  __device__ __forceinline__ bool chose(uint32_t rows) const { return rows >> first & ((1u << count) - 1); }
+};
+
 // Of this lane's two rows of a tile (upper and lower half of the warp's 16).
 struct Sight {
-  int bit[2];        // which row of the thread block
+  int bit[2];        // which row of the thread block; kNoRow: none
   int own_entry[2];  // of the list: its own block, where it sees no later key
   int own_column[2];
 
-  __device__ __forceinline__ Sight(const Work& work, int first, int num_entries) {
+  __device__ __forceinline__ Sight(const Work& work, const Share& share, int num_entries) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x / 32 % 4;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      bit[half] = first + (warp * 16 + half * 8 + lane / 4) / kHeads;
-      const int position = work.start + work.first_row + bit[half];
+      const int row = (warp * 16 + half * 8 + lane / 4) / kHeads;
+      bit[half] = row < share.count ? share.first + row : kNoRow;
+      const int position = work.start + work.first_row + share.first + row;
       own_entry[half] = num_entries - 1 - (work.last_block - position / kPageTokens);
       own_column[half] = position % kPageTokens;
     }
@@ -169,32 +190,63 @@ __device__ __forceinline__ void mask(Scores& scores, int upper, int lower) {
   }
 }
 
-// The scores of entry i become weights; what the rows had before is brought to the new maximum.
-__device__ __forceinline__ void weigh(Weights& weights, Scores& scores, Rows& rows, int upper, int lower, float factor) {
-  if (max(upper, lower) < 0) {
+// Raises the maxima of the rows where scores surpass them by more than kSlack powers of two; what the rows had before is
+// brought to the new ones. All lanes of a warp do or none does.
+__device__ __forceinline__ void raise_maxima(const Scores& scores, Rows& rows, float factor) {
+  float top[2], keep[2];
 #pragma unroll
-    for (int i = 0; i < kKeys / 4; ++i) weights[i / 4][i % 4] = 0;
+  for (int half = 0; half < 2; ++half) {
+    top[half] = scores[2 * half];
+#pragma unroll
+    for (int i = 2 * half; i < kKeys / 2; i += 4) top[half] = fmaxf(top[half], fmaxf(scores[i], scores[i + 1]));
+    top[half] *= factor;
+  }
+  if (!__any_sync(0xFFFFFFFFu, top[0] > rows.max[0] + kSlack || top[1] > rows.max[1] + kSlack)) return;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    top[half] = fmaxf(rows.max[half], quad_max(top[half]));
+    keep[half] = exp2_fast(rows.max[half] - top[half]);
+    rows.max[half] = top[half];
+    rows.sum[half] *= keep[half];
+  }
+  rescale(rows, keep);
+}
+
+// The scores of a part of the keys become weights; 0 where the rows did not choose the block.
+__device__ __forceinline__ void weigh(Weights& weights, Scores& scores, Rows& rows, int part, bool chosen,
+                                      float factor) {
+  constexpr int kCount = kKeys / 2 / kParts;
+  const int first = part * kCount;
+  if (!chosen) {
+#pragma unroll
+    for (int i = first / 2; i < (first + kCount) / 2; ++i) weights[i / 4][i % 4] = 0;
     return;
   }
-  if (min(upper, lower) < kKeys - 1) mask(scores, upper, lower);
-  float keep[2];
-  softmax(scores, rows, keep, factor);
-  // Most blocks leave every maximum where it was: then the factors are exactly 1.
-  if (__any_sync(0xFFFFFFFFu, keep[0] != 1.0f || keep[1] != 1.0f)) rescale(rows, keep);
-  pack(weights, scores);
+  float sums[4] = {};
+#pragma unroll
+  for (int i = first; i < first + kCount; ++i) {
+    scores[i] = exp2_fast(fmaf(scores[i], factor, -rows.max[i / 2 % 2]));
+    sums[i % 4] += scores[i];
+  }
+  rows.sum[0] += sums[0] + sums[1], rows.sum[1] += sums[2] + sums[3];
+#pragma unroll
+  for (int i = first / 2; i < (first + kCount) / 2; ++i) {
+    weights[i / 4][i % 4] = pack2(scores[2 * i], scores[2 * i + 1]);
+  }
 }
 
 __device__ __forceinline__ void multiply(const Work& work, scalar_t* out, const scalar_t* q, int row_stride,
                                          float factor, const Entry* list, int num_entries, unsigned char* shared) {
   // The same in all lanes: products in a branch that looks divergent would be serialised.
   const int warpgroup = __shfl_sync(0xFFFFFFFFu, threadIdx.x / kWarpgroupThreads - 1, 0);
-  const int own_barrier = 1 + warpgroup, first = warpgroup * kTileRows;
+  const int own_barrier = 1 + warpgroup;
+  const Share share(work, warpgroup);
   const bool leads = (threadIdx.x & 31) == 0;
   const uint32_t base = shared_address(shared), query_tile = base + warpgroup * kQueryBytes;
   const auto place_of = [=](int row) {
-    const int position = first + row / kHeads;
-    const bool exists = position < work.num_rows;
-    return RowPlace{(int64_t)(work.first_row + (exists ? position : 0)) * row_stride + row % kHeads * HEAD_DIM, exists};
+    const bool exists = row / kHeads < share.count;
+    const int64_t position = work.first_row + (exists ? share.first + row / kHeads : 0);
+    return RowPlace{position * row_stride + row % kHeads * HEAD_DIM, exists};
   };
   load_queries(query_tile, q, place_of);
   wait_for_queries(own_barrier);
@@ -202,7 +254,7 @@ __device__ __forceinline__ void multiply(const Work& work, scalar_t* out, const 
   const uint64_t queries = wgmma_descriptor<kSwizzle>(query_tile, 0);
   const uint64_t keys = wgmma_descriptor<kSwizzle>(base + kKeyTiles, 0);
   const uint64_t values = wgmma_descriptor<kSwizzle>(base + kValueTiles, kTilePanelBytes);
-  const Sight sight(work, first, num_entries);
+  const Sight sight(work, share, num_entries);
   Rows rows = {};
   rows.max[0] = rows.max[1] = kNoMaximum;
   Scores scores;
@@ -212,15 +264,24 @@ __device__ __forceinline__ void multiply(const Work& work, scalar_t* out, const 
     const int stage = i % kStages;
     const uint32_t bits = __shfl_sync(0xFFFFFFFFu, list[i].rows, 0);
     mbarrier_wait(barrier_of(base, kReady, stage), i / kStages % 2);
-    if (bits >> first & ((1u << kTileRows) - 1)) {
+    if (share.chose(bits)) {
       wgmma_fence();
       start_scores(scores, queries, keys + descriptor_step(kTileBytes) * stage);
       wgmma_wait<0>();
       settle(scores);
-      weigh(weights, scores, rows, sight.last_seen(0, bits, i), sight.last_seen(1, bits, i), factor);
-      settle(rows.out);
-      wgmma_fence();
-      start_sums(rows, weights, values + descriptor_step(kTileBytes) * stage);
+      const int upper = sight.last_seen(0, bits, i), lower = sight.last_seen(1, bits, i);
+      const bool chosen = max(upper, lower) >= 0;
+      if (chosen) {
+        if (min(upper, lower) < kKeys - 1) mask(scores, upper, lower);
+        raise_maxima(scores, rows, factor);
+      }
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
+        weigh(weights, scores, rows, part, chosen, factor);
+        if (part == 0) settle(rows.out);
+        wgmma_fence();
+        start_sums<kParts>(rows, weights, values + descriptor_step(kTileBytes) * stage, part);
+      }
       wgmma_wait<0>();
       settle(rows.out);
       settle(weights);

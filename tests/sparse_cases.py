@@ -100,7 +100,7 @@ class SparseDevice:
         config: Any = SimpleNamespace(**heads, sparse=sparse)
         context, capability = slots.tables.shape[1] * PAGE_SIZE, int(cuda.arch.removeprefix("sm_"))
         device: Any = SimpleNamespace(capability=80 if portable else capability, num_sms=sms)
-        plans = SparsePlans.of(config, device, slots.dtype, context, max_rows)
+        plans = SparsePlans.of(config, device, context, max_rows)
         few = min(rows_per_pass, plans.selection.rows_per_pass)
         plans = replace(plans, selection=replace(plans.selection, rows_per_pass=few))
         if fewest_tiled is not None:

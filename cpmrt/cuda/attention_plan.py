@@ -10,7 +10,6 @@ from math import ceil
 
 from cpmrt.config import ModelConfig
 from cpmrt.cuda.linear_plan import MAX_ROWS
-from cpmrt.dtypes import DType
 from cpmrt.memory.kv_pages import PAGE_SIZE, pages_for
 
 _QUERY_TILE = 16  # rows of an m16n8k16 tile
@@ -68,7 +67,9 @@ class AttentionLaunch:
 class PrefillAttentionPlan:
     """How `kernel` of the file of that name is compiled and launched: grid (blocks_per_tile, tiles(rows)).
 
-    With `box_columns` it takes tensor maps of the pages, in boxes of a page's rows and so many columns.
+    A tile has at most `rows_per_tile` rows. Where tiles share the rows evenly there are a multiple of `tiles_at_once`,
+    so that the device has work to the end. With `box_columns` the kernel takes tensor maps of the pages, in boxes of a
+    page's rows and so many columns.
     """
 
     kernel: str
@@ -78,10 +79,11 @@ class PrefillAttentionPlan:
     threads: int
     shared_bytes: int
     box_columns: int | None = None
+    tiles_at_once: int = 1
 
     def tiles(self, rows: int) -> int:
         """Grid y for a bucket of `rows` rows."""
-        return ceil(rows / self.rows_per_tile)
+        return ceil(rows / (self.rows_per_tile * self.tiles_at_once)) * self.tiles_at_once
 
 
 def decode_attention_of(
@@ -208,15 +210,14 @@ def plan_selected_chunk(*, num_heads: int, num_kv_heads: int, head_dim: int, arc
 
 
 def plan_selected_tiles(
-    *, num_heads: int, num_kv_heads: int, head_dim: int, num_selected: int, max_context: int, arch: int, dtype: DType
+    *, num_heads: int, num_kv_heads: int, head_dim: int, num_selected: int, max_context: int, arch: int, num_sms: int
 ) -> PrefillAttentionPlan | None:
     """For the same rows where `prefill_selected_wgmma.cu` takes them: neighbours share the blocks that they read.
 
-    None elsewhere: with fewer heads of a KV head more neighbours would have to choose alike, and other sizes of a head
-    and fp16 have not passed on a GPU.
+    None elsewhere: with fewer heads of a KV head more neighbours would have to choose alike.
     """
     group, heads = num_heads // num_kv_heads, _QUERY_TILE
-    if arch != 90 or group % heads or head_dim != 128 or dtype is not DType.BFLOAT16:
+    if arch != 90 or group % heads:
         return None
     warpgroups, tile_rows, stages = 3, 64, 5
     rows, warps = tile_rows // heads * warpgroups, 4 * (warpgroups + 1)
@@ -232,6 +233,7 @@ def plan_selected_tiles(
         threads=32 * warps,
         shared_bytes=shared_bytes,
         box_columns=_box_columns(head_dim),
+        tiles_at_once=max(1, num_sms * heads // num_heads),
     )
 
 

@@ -156,6 +156,8 @@ CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
     "prefill_selected_wgmma.cu": (
         {"HEAD_DIM": 128, "GROUP": 16},
         {"HEAD_DIM": 128, "GROUP": 32},
+        {"HEAD_DIM": 96, "GROUP": 16},
+        {"HEAD_DIM": 64, "GROUP": 16},
     ),
     "step.cu": ({"VOCAB": 73448, "HIDDEN": 4096},),
     "sampling.cu": (

@@ -20,7 +20,6 @@ from cpmrt.cuda.launcher import Launcher
 from cpmrt.cuda.linear_plan import MAX_ROWS
 from cpmrt.cuda.selection_plan import SelectionPlan, plan_selection
 from cpmrt.cuda.tensor_map import row_boxes
-from cpmrt.dtypes import DType
 from cpmrt.memory.kv_pages import PAGE_SIZE
 from cpmrt.ops import CompressedKeys, Rows, Selection
 
@@ -43,12 +42,12 @@ class SparsePlans:
     fewest_tiled: int
 
     @classmethod
-    def of(cls, config: ModelConfig, device: Device, dtype: DType, max_context: int, max_rows: int) -> SparsePlans:
-        """dtype: of keys and values; max_rows: the most rows of a step."""
+    def of(cls, config: ModelConfig, device: Device, max_context: int, max_rows: int) -> SparsePlans:
+        """max_rows: the most rows of a step."""
         heads = {"num_heads": config.num_heads, "num_kv_heads": config.num_kv_heads, "head_dim": config.head_dim}
         arch, num_selected = device.capability, config.sparse.num_selected if config.sparse else 0
         tiled = plan_selected_tiles(
-            **heads, num_selected=num_selected, max_context=max_context, arch=arch, dtype=dtype
+            **heads, num_selected=num_selected, max_context=max_context, arch=arch, num_sms=device.num_sms
         )  # fmt: skip
         return cls(
             plan_selection(

@@ -44,8 +44,8 @@ class StepForward:
         )
         prefill_plan = plan_prefill_attention(**heads, arch=device.capability)
         limits, portable = DeviceLimits.of(device), device.is_portable
-        is_sparse, dtype, max_rows = config.sparse is not None, launcher.modules.dtype, len(arrays["x"])
-        sparse = SparsePlans.of(config, device, dtype, max_context, max_rows) if is_sparse else None
+        is_sparse, max_rows = config.sparse is not None, len(arrays["x"])
+        sparse = SparsePlans.of(config, device, max_context, max_rows) if is_sparse else None
         self._ops = CudaOps(
             config, launcher, gemm, arrays, limits, decode_plan, prefill_plan, portable=portable, sparse=sparse
         )

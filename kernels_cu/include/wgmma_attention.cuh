@@ -98,10 +98,12 @@ __device__ __forceinline__ void start_scores(Scores& scores, uint64_t queries, u
   wgmma_commit();
 }
 
-// Starts out += weights v.
-__device__ __forceinline__ void start_sums(Rows& rows, const Weights& weights, uint64_t values) {
+// Starts out += weights v, of one of PARTS parts of the keys.
+template <int PARTS = 1>
+__device__ __forceinline__ void start_sums(Rows& rows, const Weights& weights, uint64_t values, int part = 0) {
+  constexpr int kSteps = kKeys / 16 / PARTS;
 #pragma unroll
-  for (int step = 0; step < kKeys / 16; ++step) {
+  for (int step = part * kSteps; step < (part + 1) * kSteps; ++step) {
     wgmma_registers(rows.out, weights[step], values + descriptor_step(step * 16 * kSwizzle));
   }
   wgmma_commit();

@@ -14,7 +14,10 @@ from cpmrt.cuda.attention_plan import PrefillAttentionPlan, plan_selected_tiles
 from cpmrt.dtypes import DType
 from cpmrt.ops import OPS, Rows
 
-SHAPES = [(DType.BFLOAT16, 16, 2, 128), (DType.BFLOAT16, 32, 1, 128)]
+SHAPES = [
+    (DType.BFLOAT16, 16, 2, 128), (DType.FLOAT16, 16, 1, 64), (DType.BFLOAT16, 32, 1, 64), (DType.FLOAT16, 32, 1, 128),
+    (DType.BFLOAT16, 16, 1, 96), (DType.FLOAT16, 16, 2, 96),
+]  # fmt: skip
 LONG = SparseConfig()
 """96 blocks; dense up to 8191 tokens."""
 
@@ -26,8 +29,9 @@ def hopper(cuda: Any) -> Any:
     return cuda
 
 
-def device_of(cuda: Any, slots: Slots, sparse: SparseConfig, *, pdl: bool = False) -> SparseDevice:
-    return SparseDevice(cuda, slots, sparse, max_rows=512, fewest_tiled=1, pdl=pdl)
+def device_of(cuda: Any, slots: Slots, sparse: SparseConfig, *, pdl: bool = False, sms: int = 4) -> SparseDevice:
+    """Planned for few multiprocessors, tiles of few rows are many neighbours; for many, one or none."""
+    return SparseDevice(cuda, slots, sparse, max_rows=512, fewest_tiled=1, pdl=pdl, sms=sms)
 
 
 def chunk(slots: Slots, start: int, count: int, padding: int = 0) -> Rows:
@@ -58,6 +62,8 @@ def test_chunks_match_the_numpy_op(
     out = device_of(hopper, slots, SMALL).attend(q, rows, blocks)
     assert_close(out[:count], expected_attention(slots, q, rows, blocks, SMALL)[:count], dtype)
     assert np.isnan(out[count:]).all(), "stored rows past the chunk"
+    apart = device_of(hopper, slots, SMALL, sms=132).attend(q, rows, blocks)
+    assert np.array_equal(apart[:count], out[:count]), "other tiles"
 
 
 @pytest.mark.gpu
@@ -81,11 +87,12 @@ def test_without_a_row_that_chooses_nothing_is_stored(hopper: Any, slot: int) ->
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "head_dim"), [(DType.BFLOAT16, 128), (DType.FLOAT16, 64)], ids=str)
 @pytest.mark.parametrize("shared", [0.0, 0.9, 1.0])
-def test_a_long_context(hopper: Any, shared: float) -> None:
+def test_a_long_context(hopper: Any, dtype: DType, head_dim: int, shared: float) -> None:
     """Few of many blocks, those of a row by this part the ones of the row before; ends inside a block."""
     start, count = 33_000, 41
-    slots = Slots(DType.BFLOAT16, [start + count], group=16, kv_heads=1, head_dim=128)
+    slots = Slots(dtype, [start + count], group=16, kv_heads=1, head_dim=head_dim)
     rows = chunk(slots, start, count)
     q, blocks = slots.queries(count), any_choice(slots.rng, rows, 1, LONG)
     same_block = rows.positions // 64 == np.roll(rows.positions // 64, 1)
@@ -96,18 +103,24 @@ def test_a_long_context(hopper: Any, shared: float) -> None:
 
 
 @pytest.mark.gpu
-def test_large_scores_do_not_overflow(hopper: Any) -> None:
-    slots = Slots(DType.BFLOAT16, [500], group=16, kv_heads=1, head_dim=128)
+@pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT16], ids=str)
+@pytest.mark.parametrize("spread", [5.0, 300.0])
+def test_large_scores_do_not_overflow(hopper: Any, dtype: DType, spread: float) -> None:
+    """Maxima that scores surpass by little, which stay, and by much."""
+    slots = Slots(dtype, [500], group=16, kv_heads=1, head_dim=128)
     rows = chunk(slots, 300, 200)
-    q, blocks = slots.queries(200, spread=300.0), any_choice(slots.rng, rows, 1, SMALL)
+    q, blocks = slots.queries(200, spread=spread), any_choice(slots.rng, rows, 1, SMALL)
     out = device_of(hopper, slots, SMALL).attend(q, rows, blocks)
     assert_close(out, expected_attention(slots, q, rows, blocks, SMALL), slots.dtype)
 
 
 @pytest.mark.gpu
-def test_a_row_has_the_same_bits_whatever_its_neighbours_are_and_choose(hopper: Any) -> None:
+@pytest.mark.parametrize(("dtype", "head_dim"), [(DType.BFLOAT16, 128), (DType.FLOAT16, 64)], ids=str)
+def test_a_row_has_the_same_bits_whatever_its_neighbours_are_and_choose(
+    hopper: Any, dtype: DType, head_dim: int
+) -> None:
     """Other choices of the odd rows; chunks that begin elsewhere; with dependent launches."""
-    slots = Slots(DType.BFLOAT16, [900], group=16, kv_heads=2, head_dim=128)
+    slots = Slots(dtype, [900], group=16, kv_heads=2, head_dim=head_dim)
     rows, q = chunk(slots, 500, 400), slots.queries(400)
     blocks = any_choice(slots.rng, rows, 2, SMALL)
     device = device_of(hopper, slots, SMALL)
@@ -122,14 +135,16 @@ def test_a_row_has_the_same_bits_whatever_its_neighbours_are_and_choose(hopper: 
     assert np.array_equal(device_of(hopper, slots, SMALL, pdl=True).attend(q, rows, blocks), out)
 
 
-@pytest.mark.parametrize(
-    ("group", "head_dim", "rows"),
-    [(16, 128, 12), (32, 128, 12), (8, 128, None), (24, 128, None), (1, 128, None), (16, 64, None), (16, 96, None)],
-)
+def plan_of(group: int, head_dim: int = 128, **others: Any) -> PrefillAttentionPlan | None:
+    shape = {"num_heads": 2 * group, "num_kv_heads": 2, "head_dim": head_dim, "num_sms": 132}
+    return plan_selected_tiles(**shape | {"num_selected": 96, "max_context": 524_288, "arch": 90} | others)
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize(("group", "rows"), [(16, 12), (32, 12), (8, None), (24, None), (1, None)])
 def test_the_plan_says_who_takes_a_shape(group: int, head_dim: int, rows: int | None) -> None:
     def plan(**others: Any) -> PrefillAttentionPlan | None:
-        shape = {"num_heads": 2 * group, "num_kv_heads": 2, "head_dim": head_dim, "dtype": DType.BFLOAT16}
-        return plan_selected_tiles(**shape | {"num_selected": 96, "max_context": 524_288, "arch": 90} | others)
+        return plan_of(group, head_dim, **others)
 
     taken = plan()
     assert (taken and taken.rows_per_tile) == rows
@@ -137,4 +152,14 @@ def test_the_plan_says_who_takes_a_shape(group: int, head_dim: int, rows: int | 
     assert plan(num_selected=8192) is None, "the lists are too long"
     assert plan(max_context=1 << 24) is None, "the ring has no room for a word a block"
     assert [plan(arch=arch) for arch in (80, 89, 100, 120)] == [None] * 4
-    assert plan(dtype=DType.FLOAT16) is None, "has not passed on a GPU"
+
+
+@pytest.mark.parametrize(("group", "num_sms"), [(16, 132), (32, 132), (16, 78), (48, 5), (16, 1)])
+def test_tiles_hold_the_rows_and_keep_the_device_busy(group: int, num_sms: int) -> None:
+    plan = plan_of(group, num_sms=num_sms)
+    assert plan is not None
+    for rows in (1, 12, 13, 500, 2048, 4096):
+        tiles = plan.tiles(rows)
+        blocks, needed = tiles * plan.blocks_per_tile, -(-rows // plan.rows_per_tile) * plan.blocks_per_tile
+        assert needed <= blocks < needed + max(num_sms, plan.blocks_per_tile), rows
+        assert num_sms % plan.blocks_per_tile or blocks % num_sms == 0, rows
