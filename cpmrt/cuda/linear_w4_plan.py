@@ -29,6 +29,7 @@ _WARPGROUP = 4
 _PREPARED_ROWS, _FEEDING_ROWS, _WARPGROUP_ROWS, _LATE_WARPGROUP_ROWS, _WARPGROUP_WARPS = 16, 16, 16, 32, 16
 # A block that reads more of x than this shares it out: it takes one run of K, and exchanges sums with others.
 _LARGEST_WHOLE_X = 98_304
+# Rounds whose sums one row keeps (KEPT_ROUNDS): so few that a thread finishes one output of all of them.
 _MAX_SLOTS, _STAGES, _MOST_KEPT_ROUNDS = 8, 4, 4
 # Eight blocks exchange their sums inside a cluster where that is faster than through memory. Clusters leave a tenth of
 # the multiprocessors without work: it pays for short runs of K, and where products take less time than the exchange.
@@ -36,11 +37,12 @@ _CLUSTER_ROWS, _CLUSTER_SLICES = 32, 8
 # One of the stages of x, as a share of a block's memory.
 _STAGE_SHARE = 0.08
 # Bytes of weights on their way before x is asked for, which queues behind them: more where eight warps share a tile, so
-# that each has a chunk; none before eight rows that every block normalises. And at most, for one row.
+# that each has a chunk; none before eight rows that every block normalises, one of kept rounds. And at most for one row.
 _EARLY_BYTES, _EARLY_SPLIT_BYTES, _SINGLE_ROW_RING = 70_000, 102_000, 139_264
 _LATE_WEIGHTS_ROWS = 8
 # When the next kernel may start (TRIGGER). The weights that it copies then come before this one's x, which a product
-# with short runs mostly waits for. At 64 rows it is prepare_w4, whose blocks take registers from the product after it.
+# with short runs mostly waits for; and to start it while the kernel before this one ends delays that end, which gate_up
+# of one row feels. At 64 rows it is prepare_w4, whose blocks take registers from the product after it.
 _AT_ONCE, _AFTER_WAIT, _AT_END, _LATE_TRIGGER_ROWS = 0, 1, 2, 64
 # Chunks of whole lines copy faster; in 8 bits they are so large that many rows, or many warps, leave room for one only.
 _LINE_BYTES, _LARGE_CHUNK_ROWS, _LARGE_CHUNK_WARPS = 128, 16, 16
@@ -172,7 +174,7 @@ def plan_linear_w4(
 
 def _trigger(layout: PackedLayout, rows: int) -> int:
     if layout.product != "residual":
-        return _AT_ONCE
+        return _AFTER_WAIT if layout.product == "gate_up" and rows == 1 else _AT_ONCE
     if rows >= _LATE_TRIGGER_ROWS:
         return _AT_END
     return _AFTER_WAIT if layout.run_slices == 1 else _AT_ONCE
@@ -212,6 +214,8 @@ class _Work:
         """Chunks of a warp that are copied before x is asked for; `whole_rows`: each block normalises all of x."""
         if self.shared_run and whole_rows and rows == _LATE_WEIGHTS_ROWS:
             return 0
+        if self.kept_rounds > 1:
+            return 1
         return (_EARLY_BYTES if self.shared_run else _EARLY_SPLIT_BYTES) // self.ring.level
 
     def multiplies_together(self, rows: int) -> bool:
