@@ -37,7 +37,7 @@ _CLUSTER_ROWS, _CLUSTER_SLICES = 32, 8
 # One of the stages of x, as a share of a block's memory.
 _STAGE_SHARE = 0.08
 # Bytes of weights on their way before x is asked for, which queues behind them: more where eight warps share a tile, so
-# that each has a chunk; none before eight rows that every block normalises, one of kept rounds. And at most for one row.
+# that each has a chunk; none before eight rows that every block normalises, one of kept rounds. At most for one row.
 _EARLY_BYTES, _EARLY_SPLIT_BYTES, _SINGLE_ROW_RING = 70_000, 102_000, 139_264
 _LATE_WEIGHTS_ROWS = 8
 # When the next kernel may start (TRIGGER). The weights that it copies then come before this one's x, which a product
