@@ -26,7 +26,9 @@
 //                not. While one warpgroup is at the softmax the others' products run.
 //                The ring couples warpgroups that need different blocks, so what counts is how long one is at a block:
 //                a maximum is raised only where it is far surpassed, and the first half of the keys is multiplied with
-//                v beside the exponentials of the second.
+//                v beside the exponentials of the second. Each block is given back before the next is waited for:
+//                products with v that waited for the next keys, or rings of their own for keys and for values, were
+//                slower. Waiting for a block a whole ring further on before giving one back would deadlock.
 constexpr int kTilePages = 1;
 #include "wgmma_attention.cuh"
 
@@ -41,7 +43,7 @@ constexpr int kNoRow = 31;
 static_assert(kRows <= kNoRow, "a bit each");
 constexpr int kStages = 5;  // blocks of keys and values in shared memory
 constexpr int kParts = 2;   // of a block's keys, multiplied with v one after the other
-constexpr float kSlack = 8.0f;
+constexpr float kSlack = 8.0f;  // by how much scores may surpass a row's maximum before it is raised: a power of two
 
 // A copying warpgroup needs few registers, the others all that it leaves (of 65,536, in eights).
 constexpr int kProducerRegisters = 32;

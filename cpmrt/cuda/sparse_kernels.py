@@ -33,7 +33,7 @@ _MOST_GRID_ROWS = 65535
 @dataclass(frozen=True)
 class SparsePlans:
     """Of the choice of blocks, and of a chunk's rows over chosen blocks: each row alone (`chunk`), or neighbours
-    together (`tiled`; None: never) from `fewest_tiled` rows on, which keep two thirds of the device busy.
+    together (`tiled`; None: never) from `fewest_tiled` rows on, which are two thirds of what the device takes at once.
     """
 
     selection: SelectionPlan
