@@ -128,7 +128,7 @@ def plan_linear_w4(
     """
     rows = row_bucket(num_rows)
     work = _Work.of(layout, rows, limits)
-    memory = _Memory.of(layout, rows, limits, work)
+    memory = _Memory.of(layout, rows, limits, work, is_fed=is_fed)
     normalises = has_norm and layout.product != "residual"
     from_memory = rows >= _PREPARED_ROWS or work.exchanges
     prepared = permuted or is_fed or memory.stage_slices > 0 or (normalises and not work.in_clusters and from_memory)
@@ -206,9 +206,8 @@ class _Work:
         tiles = warps if shared_run else warps // layout.runs
         grid = copies * min(groups, layout.num_tiles if in_clusters else ceil(layout.num_tiles / tiles))
         rounds = ceil(layout.num_tiles * copies / grid / tiles)
-        ring = _Ring.of(layout, rows, warps, rounds)
         kept = rounds if rows == 1 and not shared_run and rounds <= _MOST_KEPT_ROUNDS else 1
-        return cls(shared_run, in_clusters, exchanges, warps, grid, rounds, kept, ring)
+        return cls(shared_run, in_clusters, exchanges, warps, grid, rounds, kept, _Ring.of(layout, rows, warps, rounds))
 
     def early_slots(self, rows: int, *, whole_rows: bool) -> int:
         """Chunks of a warp that are copied before x is asked for; `whole_rows`: each block normalises all of x."""
@@ -238,7 +237,7 @@ class _Memory:
     received_apart: bool
 
     @classmethod
-    def of(cls, layout: PackedLayout, rows: int, limits: DeviceLimits, work: _Work) -> _Memory:
+    def of(cls, layout: PackedLayout, rows: int, limits: DeviceLimits, work: _Work, *, is_fed: bool) -> _Memory:
         x_slice, ring, warps = _x_slice(layout, rows), work.ring, work.warps
         barriers = whole_lines(warps * _MAX_SLOTS * 8 + _STAGES * 16 + 16)
         received = ceil(warps / layout.runs) * layout.runs * ceil(rows / 8) * 512 if work.in_clusters else 0
@@ -247,7 +246,8 @@ class _Memory:
         fixed = barriers + finishing + (received if work.rounds > 1 else 0)
         space = limits.shared_bytes - fixed
         x_bytes = (layout.run_slices if work.shared_run else layout.num_slices) * x_slice
-        resident = not work.shared_run or x_bytes + min(ring.slots, 2) * ring.level <= space
+        starts_early = is_fed and work.exchanges and not work.in_clusters  # with the first of rows that lie there
+        resident = not work.shared_run or (not starts_early and x_bytes + min(ring.slots, 2) * ring.level <= space)
         fitting = int(limits.shared_bytes * _STAGE_SHARE) // x_slice  # a stage has an even number of slices, or one
         stage_slices = 0 if resident else min(layout.run_slices, fitting // 2 * 2 or 1)
         held = x_bytes if resident else _stages(limits) * stage_slices * x_slice

@@ -176,7 +176,7 @@ __device__ __forceinline__ void accumulate(Sums& out, WeightStream& weights, Act
   constexpr int kTogether = kCanJoin ? kTogetherSlices : 1;
   uint32_t place = x.base() + (SHARED_RUN ? 0 : at.run * kRunSlices * kXSliceBytes);
   // Instructions bind where four warps multiply together: a chunk is straight code, its addresses parts of the instructions.
-  constexpr int kUnrolled = !WGMMA_PRODUCTS || kThreads > 512 ? 1 : NT < 8 ? 4 : 2;
+  constexpr int kUnrolled = !WGMMA_PRODUCTS || kThreads > 512 ? 1 : 4;
 #pragma unroll 1
   for (int done = 0; done < at.slices; done += kChunkSlices) {
     uint32_t unit = has_tile ? weights.wait() : weights.ring;
@@ -281,7 +281,8 @@ __device__ __forceinline__ void w4_product(Epilogue& epilogue, int num_tiles, co
   constexpr bool kNormalises = kNorm && !PREPARED;
   static_assert(!kNormalises || !SHARED_RUN || RUNS == 1 || CLUSTERS, "a block that sees one run of x cannot normalise it");
   const Lane at;
-  const int first = Lane::tile(0, 0), step = Lane::tile(1, 0) - first, rounds = (num_tiles - first + step - 1) / step;
+  const int first = Lane::tile(0, 0), step = Lane::tile(1, 0) - first;
+  const int rounds = FEEDS ? 1 : (num_tiles - first + step - 1) / step;   // known: that leaves registers for straight code
   WeightStream weights(at, weight, num_tiles);
   if (kNormalises) RowPieces::prefetch_norm(norm);
   Activations activations{at, reinterpret_cast<const unsigned char*>(x) + (SHARED_RUN ? at.run * kRunSlices * kXSliceBytes : 0)};
