@@ -32,6 +32,7 @@ class LLM:
     "reference" (NumPy). `dtype` of weights, KV and activations: "auto" (the checkpoint's), "bfloat16", "float16",
     "float32". `max_context` in tokens and `memory_budget` in bytes bound the memory plan (None: the model's own
     context, what is free). `lm_head_bits` 8 or 4 rounds the output head to that many bits.
+    `kv_dtype="fp8"` keeps keys and values in 8 bits (`ops.fp8_pages`); not with a draft or sparse attention.
     `prefix_cache` (`engine.prefix_cache`) spares a prompt what an earlier one, or its answer, has computed already;
     the bits that a prefill rounds off may then differ, as they do between values of `prefill_chunk`.
 
@@ -71,6 +72,7 @@ class LLM:
         steps_per_launch: int = 1,
         lm_head_bits: int | None = None,
         prefix_cache: bool = True,
+        kv_dtype: str = "auto",
         draft: str | Path | None = None,
         speculate: str | Mapping[str, Any] = "auto",
         simulate_accept: float | None = None,
@@ -78,7 +80,7 @@ class LLM:
     ):
         settings = EngineConfig(
             executor, dtype, max_context, memory_budget, load_format, seed, prefill_chunk, max_sequences,
-            cuda_graphs, dependent_launch, steps_per_launch, lm_head_bits, prefix_cache,
+            cuda_graphs, dependent_launch, steps_per_launch, lm_head_bits, prefix_cache, kv_dtype=kv_dtype,
         )  # fmt: skip
         is_dummy = load_format == "dummy"
         folder = ModelFolder.open(

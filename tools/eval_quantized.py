@@ -28,11 +28,13 @@ from cpmrt.errors import CpmrtError  # noqa: E402
 
 @dataclass(frozen=True)
 class Variant:
-    """A row: its label, the options of tools/quantize.py (None: the bundled checkpoint), and bits of the head."""
+    """A row: its label, the options of tools/quantize.py (None: the bundled checkpoint), bits of the head, type of keys
+    and values."""
 
     label: str
     options: tuple[str, ...] | None
     head_bits: int | None = None
+    kv_dtype: str = "auto"
 
 
 GPTQ = ("--method", "gptq")
@@ -50,6 +52,8 @@ VARIANTS = (
     Variant("AWQ format, AWQ scales", ("--method", "awq", "--format", "awq")),
     Variant("16-bit, int4 head", None, 4),
     Variant("GPTQ g128, int4 head", GPTQ, 4),
+    Variant("16-bit, keys and values in fp8", None, kv_dtype="fp8"),
+    Variant("GPTQ g128, keys and values in fp8", GPTQ, kv_dtype="fp8"),
 )
 
 
@@ -113,7 +117,8 @@ def _opened(variant: Variant, calibration: Path, options: argparse.Namespace) ->
             made = quantize.main(_command(folder, variant.options, calibration, options.calibration_windows))
             if made:
                 raise SystemExit(made)
-    return LLM(folder, executor=options.executor, max_context=options.window, lm_head_bits=variant.head_bits)
+    settings = {"executor": options.executor, "max_context": options.window, "kv_dtype": variant.kv_dtype}
+    return LLM(folder, lm_head_bits=variant.head_bits, **settings)
 
 
 def _command(folder: Path, method: Sequence[str], calibration: Path, windows: int) -> list[str]:

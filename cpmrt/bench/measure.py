@@ -78,14 +78,16 @@ def measure(
     repeats: int,
     itemsize: int,
     tensors: tuple[TensorSpec, ...] | None = None,
+    kv_bytes: int | None = None,
     adaptive: bool = True,
     simulated: bool = False,
     temperature: float = 0.0,
 ) -> Measurement:
     """Run the case once to warm up, then `repeats` times.
 
-    `itemsize` = bytes of a stored weight or KV element; `tensors` as in `work.decode_bytes`, `adaptive` as for the
-    engine; `simulated`: the executor forces accept lengths; `temperature`: of sampling, 0: greedy.
+    `itemsize` = bytes of a stored weight or KV element; `tensors` and `kv_bytes` as in `work.decode_bytes`,
+    `adaptive` as for the engine; `simulated`: the executor forces accept lengths; `temperature`: of sampling, 0:
+    greedy.
 
     Raises ContextLengthError if the case does not fit the executor's context.
     """
@@ -104,7 +106,8 @@ def measure(
     result.is_simulated = simulated and result.mean_accept_length is not None
     runs = [run for run in runs if run.step_s]
     if runs:
-        _add_decode(result, runs, lambda run: decode_bytes(config, run.mean_context, case.sequences, itemsize, tensors))
+        held = (case.sequences, itemsize, tensors, kv_bytes)
+        _add_decode(result, runs, lambda run: decode_bytes(config, run.mean_context, *held))
     return result
 
 

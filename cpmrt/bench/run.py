@@ -71,6 +71,7 @@ def run_benchmark(
             for case in cases:
                 result = measure(
                     llm.executor, llm.config, case, repeats=repeats, itemsize=itemsize, tensors=llm.plan.tensors,
+                    kv_bytes=llm.plan.kv_bytes_per_token,
                     adaptive=llm.engine.adaptive, simulated=settings.get("simulate_accept") is not None,
                     temperature=temperature,
                 )  # fmt: skip

@@ -12,23 +12,29 @@ from cpmrt.tensor_spec import TensorSpec
 
 
 def decode_bytes(
-    config: ModelConfig, context: int, rows: int, itemsize: int, tensors: Iterable[TensorSpec] | None = None
+    config: ModelConfig,
+    context: int,
+    rows: int,
+    itemsize: int,
+    tensors: Iterable[TensorSpec] | None = None,
+    kv_bytes: int | None = None,
 ) -> int:
     """Bytes one decode step of `rows` sequences reads: every weight once, each sequence's keys and values once; with
     sparse attention those of the chosen blocks, and every compressed key.
 
     The embedding table counts only where it is also the head; its few rows and all activations are left out.
-    `tensors`: the weights as they are held (None: as config.json says); those of a draft do not count.
+    `tensors`: the weights as they are held (None: as config.json says); those of a draft do not count. `kv_bytes`: of a
+    token's keys and values (None: `itemsize` an element).
     """
     specs = tensors or weight_specs(config, EngineConfig())
     sizes = {spec.name: spec.num_bytes(itemsize) for spec in specs if not spec.name.startswith(PREFIX)}
     if "lm_head" in sizes:
         del sizes["embed_tokens"]
     per_token = KVLayout.of(config, 1, 1).elements_per_token
-    elements = _seen_tokens(config, context) * per_token
+    read = _seen_tokens(config, context) * (kv_bytes or per_token * itemsize)
     if _seen_tokens(config, context) < context:
-        elements += (context // 16 + context // 64) * per_token // 2
-    return sum(sizes.values()) + rows * elements * itemsize
+        read += (context // 16 + context // 64) * per_token // 2 * itemsize
+    return sum(sizes.values()) + rows * read
 
 
 def _seen_tokens(config: ModelConfig, num_tokens: int) -> int:

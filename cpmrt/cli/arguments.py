@@ -146,6 +146,7 @@ _ENGINE_OPTIONS: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "prefill_chunk": (int, "TOKENS", "most prompt tokens of one step"),
     "max_sequences": (int, "N", "sequences that decode together"),
     "steps_per_launch": (int, "N", "decode steps of one launch on a GPU, which a new request then waits for"),
+    "kv_dtype": (str, "TYPE", "of keys and values: auto (as --dtype) or fp8 (8 bits; without drafts and --sparse off)"),
     "lm_head_bits": (int, "BITS", "round the output head to 8 or 4 bits (default: leave it as it is)"),
 }
 _SAMPLING_OPTIONS: dict[str, tuple[Callable[[str], Any], str, str]] = {
@@ -160,6 +161,7 @@ _SAMPLING_OPTIONS: dict[str, tuple[Callable[[str], Any], str, str]] = {
 }
 _LLM_ENGINE_FIELDS = (
     "executor", "dtype", "max_context", "memory_budget", "load_format", "seed", "steps_per_launch", "lm_head_bits",
+    "kv_dtype",
 )  # fmt: skip
 _LLM_FIELDS = ("model", "revision", "hf_overrides", "sparse", "prefix_cache")
 _NOT_FROM_OPTIONS = ("seed",)

@@ -39,7 +39,7 @@ _PREFILL_CHUNK = 2048
 _CONTEXT_NEW = 64
 _ENGINE_FIELDS = (
     "executor", "dtype", "max_context", "memory_budget", "load_format", "seed", "prefill_chunk", "steps_per_launch",
-    "lm_head_bits",
+    "lm_head_bits", "kv_dtype",
 )  # fmt: skip
 
 

@@ -42,7 +42,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sms", type=_count, metavar="N", help="multiprocessors of that GPU (default: of the best known one)"
     )
-    add_engine_options(parser, "dtype", "prefill_chunk", "max_sequences", "lm_head_bits")
+    add_engine_options(parser, "dtype", "prefill_chunk", "max_sequences", "lm_head_bits", "kv_dtype")
     add_description_options(parser)
 
 
@@ -57,6 +57,7 @@ def run(args: argparse.Namespace) -> int:
         prefill_chunk=args.prefill_chunk,
         max_sequences=args.max_sequences,
         lm_head_bits=args.lm_head_bits,
+        kv_dtype=args.kv_dtype,
     )
     models = list(_models(args, settings))
     for device in [known_device(arch, args.sms) for arch in args.arch or ()] or [_this_gpu()]:

@@ -39,7 +39,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--context", type=int, metavar="TOKENS", help="of one sequence (default: the model's own, or what fits)"
     )
     parser.add_argument("--gpu-memory", type=memory_size, metavar="SIZE", help="what the plan must fit, such as 8GiB")
-    add_engine_options(parser, "dtype", "max_sequences", "prefill_chunk", "lm_head_bits")
+    add_engine_options(parser, "dtype", "max_sequences", "prefill_chunk", "lm_head_bits", "kv_dtype")
     add_description_options(parser)
     parser.add_argument("--json", action="store_true", help="write one JSON object")
 
@@ -55,6 +55,7 @@ def run(args: argparse.Namespace) -> int:
         prefill_chunk=args.prefill_chunk,
         max_sequences=args.max_sequences,
         lm_head_bits=args.lm_head_bits,
+        kv_dtype=args.kv_dtype,
     )
     model = described_model(args, settings, model=args.model, shape=args.shape)
     config, budget = model.config, settings.memory_budget

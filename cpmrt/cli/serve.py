@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 _ENGINE_FIELDS = (
     "executor", "dtype", "max_context", "memory_budget", "load_format", "seed", "prefill_chunk", "max_sequences",
-    "steps_per_launch",
+    "steps_per_launch", "kv_dtype",
 )  # fmt: skip
 _REQUIRED = ("starlette", "uvicorn", "httptools", "prometheus_client")
 

@@ -9,6 +9,7 @@ from cpmrt.config.speculation import SpeculationConfig
 from cpmrt.dtypes import DType
 from cpmrt.errors import ConfigError
 
+FP8 = "fp8"
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _UNITS |= {"K": 2**10, "M": 2**20, "G": 2**30}
 
@@ -34,7 +35,8 @@ class EngineConfig:
     is loaded (None: it stays as it is). `prefix_cache` keeps the KV pages of ended sequences, as far as nothing needs
     their room, for later prompts that begin alike. `speculation` says how the model in `draft` (a folder, a hub id or a
     folder within the model's own; None for the method lookup) is put to use. `simulate_accept` is for benchmarks on
-    random weights: tokens that a Speculate step of the first shape gives on average, right or wrong.
+    random weights: tokens that a Speculate step of the first shape gives on average, right or wrong. `kv_dtype` "fp8"
+    keeps keys and values in 8 bits (e4m3, a scale for each page and head) instead of in `dtype` ("auto").
     """
 
     executor: str = "auto"
@@ -53,10 +55,12 @@ class EngineConfig:
     draft: str | None = None
     speculation: SpeculationConfig | None = None
     simulate_accept: float | None = None
+    kv_dtype: str = "auto"
 
     def __post_init__(self) -> None:
         _one_of("executor", self.executor, ("auto", "cuda", "reference"))
         _one_of("load_format", self.load_format, ("auto", "safetensors", "dummy"))
+        _one_of("kv_dtype", self.kv_dtype, ("auto", FP8))
         if self.dtype != "auto":
             DType.parse(self.dtype)
         if self.lm_head_bits not in (None, 4, 8) or isinstance(self.lm_head_bits, float):
@@ -88,6 +92,11 @@ class EngineConfig:
             raise ConfigError(
                 "draft", expected="a draft model" if needs_draft else "nothing", actual=repr(self.draft),
                 fix="draft and speculation belong together",
+            )  # fmt: skip
+        if speculation is not None and self.kv_dtype == FP8:
+            raise ConfigError(
+                "kv_dtype", expected="auto with a draft", actual=self.kv_dtype,
+                fix="leave the draft out (speculate='off'), or keys and values as they are",
             )  # fmt: skip
         if accept is None:
             return

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cpmrt.config import ModelConfig, SparseConfig
+from cpmrt.config.engine import FP8
 from cpmrt.errors import ConfigError
 
 PAGE_SIZE = 64
@@ -26,11 +27,14 @@ class KVLayout:
     max_context: int
     max_sequences: int
     sparse: SparseConfig | None = None
+    is_fp8: bool = False
 
     @classmethod
-    def of(cls, config: ModelConfig, max_context: int, max_sequences: int) -> KVLayout:
+    def of(cls, config: ModelConfig, max_context: int, max_sequences: int, kv_dtype: str = "auto") -> KVLayout:
+        """`kv_dtype` as in `EngineConfig`."""
         return cls(
-            config.num_layers, config.num_kv_heads, config.head_dim, max_context, max_sequences, config.sparse
+            config.num_layers, config.num_kv_heads, config.head_dim, max_context, max_sequences, config.sparse,
+            kv_dtype == FP8,
         )  # fmt: skip
 
     @property
@@ -45,6 +49,18 @@ class KVLayout:
     def page_shape(self) -> tuple[int, ...]:
         """Keys (and as many values): [layers, pages, kv_heads, page size, head_dim]."""
         return (self.num_layers, self.num_pages, self.num_kv_heads, PAGE_SIZE, self.head_dim)
+
+    def page_arrays(self, itemsize: int) -> tuple[tuple[str, tuple[int, ...], int], ...]:
+        """What holds keys and values: name, shape, bytes of an element. In fp8 codes, and scales [layers, pages,
+        kv_heads] (`ops.Fp8Pages`)."""
+        if not self.is_fp8:
+            return tuple((name, self.page_shape, itemsize) for name in ("k_pages", "v_pages"))
+        codes = [(name, self.page_shape, 1) for name in ("k_codes", "v_codes")]
+        return (*codes, *((name, self.page_shape[:3], 4) for name in ("k_scales", "v_scales")))
+
+    def element_bytes(self, itemsize: int) -> int:
+        """Bytes of a key's or value's element, where others have `itemsize`."""
+        return 1 if self.is_fp8 else itemsize
 
     @property
     def compressed_shapes(self) -> dict[str, tuple[int, ...]]:

@@ -39,6 +39,7 @@ class MemoryPlan:
     max_context: int
     max_sequences: int
     kv_bytes_per_token: int
+    """Without the scales of pages in fp8."""
     workspace_unshared_bytes: int
     """What the workspace would take without sharing."""
     tensors: tuple[TensorSpec, ...] = ()
@@ -104,8 +105,8 @@ def make_plan(
             layout.add(f"{tensor.name}.{piece.name}", part, piece.shape, piece.itemsize or itemsize)
     for table in tables:
         layout.add(table.name, "tables", table.shape, table.itemsize or itemsize)
-    for name in ("k_pages", "v_pages"):
-        layout.add(name, "KV pages", kv.page_shape, itemsize)
+    for name, shape, nbytes in kv.page_arrays(itemsize):
+        layout.add(name, "KV pages", shape, nbytes)
     for name, shape in kv.compressed_shapes.items():
         layout.add(name, "compressed keys", shape, itemsize)
     if draft_kv is not None:
@@ -117,7 +118,7 @@ def make_plan(
         total_bytes=layout.end,
         max_context=kv.max_context,
         max_sequences=kv.max_sequences,
-        kv_bytes_per_token=kv.elements_per_token * itemsize,
+        kv_bytes_per_token=kv.elements_per_token * kv.element_bytes(itemsize),
         workspace_unshared_bytes=unshared,
         tensors=tensors,
     )

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from cpmrt.config import EngineConfig, ModelConfig
+from cpmrt.config.engine import FP8
 from cpmrt.config.speculation import MAX_NODES
 from cpmrt.errors import ConfigError
 from cpmrt.memory.kv_pages import PAGE_SIZE, KVLayout
@@ -96,13 +97,18 @@ def plan_model(
     its weights, tables, pages and workspace are parts of the plan.
     """
     config = config.for_context(max_context)
+    if engine.kv_dtype == FP8 and config.sparse is not None:
+        raise ConfigError(
+            "kv_dtype", expected="auto with sparse attention", actual=engine.kv_dtype,
+            fix="turn sparse attention off (sparse='off', --sparse off), or leave keys and values as they are",
+        )  # fmt: skip
     if specs is None:
         specs = weight_specs(config, engine)
     rows = needs.max_rows or max(engine.prefill_chunk, engine.max_sequences, MAX_NODES if draft else 1)
     logit_rows = max(needs.logit_rows or engine.max_sequences, draft.max_tree_size if draft else 1)
     rope = BufferSpec("rope", (2, max_context, config.head_dim // 2), EMBED, HEAD, itemsize=4)
     workspace, tables = (*buffer_specs(config, rows, logit_rows), *needs.workspace), (rope, *needs.tables(max_context))
-    layout, draft_layout = KVLayout.of(config, max_context, engine.max_sequences), None
+    layout, draft_layout = KVLayout.of(config, max_context, engine.max_sequences, engine.kv_dtype), None
     if draft is not None:
         specs = (*specs, *draft.tensors)
         workspace = (*workspace, *draft_buffer_specs(draft, rows))

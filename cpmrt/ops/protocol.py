@@ -4,7 +4,8 @@ Arrays are whatever the executor uses (NumPy, CuPy); shapes are in `ops/spec.py`
 then scalars. Arithmetic is float32; a value is rounded to the storage type where the op stores it and where a
 normalised row enters a matrix product, nowhere else. The `weight` of a product is a matrix or a `QuantizedWeight`,
 whose elements count as the exact float32 products that they stand for; with more than 64 rows they may be rounded to
-the storage type.
+the storage type. Keys and values may be stored in 8 bits (`Fp8Pages`), rounded once from float32; everybody reads what
+is stored.
 
 A row of slot -1 is padding: its keys and values are stored nowhere, its position may be anything, and nobody uses what
 an op makes of it.

@@ -28,7 +28,7 @@ from cpmrt.memory.plan import WEIGHT_PARTS, MemoryPlan
 from cpmrt.models.decoder import forward
 from cpmrt.models.draft import Draft
 from cpmrt.models.rope import rope_table
-from cpmrt.ops import Rows
+from cpmrt.ops import Fp8Pages, Rows
 from cpmrt.reference.blas_threads import BlasThreads
 from cpmrt.reference.drafting import Drafter
 from cpmrt.reference.ops import NumpyOps
@@ -51,7 +51,9 @@ class Done:
 
 
 _ROW_BUFFERS = {"x", "q", "attention", "inner", "blocks", "q_nope"}
-_INTEGERS = ("blocks", "history", "draft.token_map")
+_TYPES = {
+    "blocks": np.int32, "history": np.int32, "draft.token_map": np.int32, "k_codes": np.uint8, "v_codes": np.uint8,
+}  # fmt: skip
 LoadWeights = Callable[[Mapping[str, Matrix]], None]
 
 
@@ -88,10 +90,14 @@ class ReferenceExecutor:
             for spec in plan.tensors
         }
         self._buffers = {
-            region.name: arena.array(region.name, np.int32 if region.name in _INTEGERS else np.float32)
+            region.name: arena.array(region.name, _TYPES.get(region.name, np.float32))
             for region in plan.regions
             if region.part not in WEIGHT_PARTS
         }
+        for name in ("k", "v"):
+            if f"{name}_scales" in self._buffers:
+                codes, scales = self._buffers.pop(f"{name}_codes"), self._buffers.pop(f"{name}_scales")
+                self._buffers[f"{name}_pages"] = Fp8Pages(codes, scales)
         self._buffers["rope"][:] = rope_table(config, plan.max_context, position_limit)
         self._block_tables = np.array(layout.block_tables(), np.int32)
         self._threads = BlasThreads(max(weight.size for weight in self._weights.values()))

@@ -6,21 +6,23 @@ import numpy as np
 
 from cpmrt.dtypes import F32, Array
 from cpmrt.memory.kv_pages import PAGE_SIZE
-from cpmrt.ops import Rows
+from cpmrt.ops import Fp8Pages, Rows
+from cpmrt.reference.fp8_pages import values_of
 
 
-def gather(pages: F32, block_table: Array, length: int) -> F32:
+def gather(pages: F32 | Fp8Pages, block_table: Array, length: int) -> F32:
     """The first `length` tokens of a slot out of its pages: [K, length, D]."""
-    used = pages[block_table[: -(-length // PAGE_SIZE)]]
+    used = values_of(pages, block_table[: -(-length // PAGE_SIZE)])
     tokens: F32 = used.transpose(1, 0, 2, 3).reshape(pages.shape[1], -1, pages.shape[3])[:, :length]
     return tokens
 
 
-def gather_row(pages: F32, rows: Rows, row: int, window: int) -> F32:
+def gather_row(pages: F32 | Fp8Pages, rows: Rows, row: int, window: int) -> F32:
     """What a row sees, [K, tokens, D], in the order of positions: of a row of a tree, its path as if it stood alone."""
     block_table, length = rows.block_tables[rows.slots[row]], int(rows.positions[row]) + 1
     tokens = gather(pages, block_table, length)
     if rows.tree_masks is not None:
+        assert not isinstance(pages, Fp8Pages), "nodes that move would change their scales"
         base, mask = int(rows.tree_base[row]), int(rows.tree_masks[row])
         locations = base + np.array([bit for bit in range(64) if mask >> bit & 1], np.intp)
         tokens[:, base:] = pages[block_table[locations // PAGE_SIZE], :, locations % PAGE_SIZE].transpose(1, 0, 2)

@@ -13,8 +13,9 @@ import numpy as np
 from cpmrt.config import SparseConfig
 from cpmrt.dtypes import F32, Array, DType, round_to
 from cpmrt.memory.kv_pages import PAGE_SIZE
-from cpmrt.ops import CompressedKeys, QuantizedWeight, Rows, Selection, check_shapes
+from cpmrt.ops import CompressedKeys, Fp8Pages, QuantizedWeight, Rows, Selection, check_shapes
 from cpmrt.reference import sparse_attention as sparse
+from cpmrt.reference.fp8_pages import store
 from cpmrt.reference.kv_rows import gather, gather_row
 from cpmrt.reference.quantized import Matrix, dequantized
 
@@ -90,6 +91,10 @@ class NumpyOps:
         """The rows as they enter a product."""
         return x if norm is None else round_to(rms_norm(x, norm, eps), self.dtype)
 
+    def _stored(self, pages: F32 | Fp8Pages, heads: F32) -> F32:
+        """Keys or values as they go to `pages`, which round to 8 bits by themselves."""
+        return heads if isinstance(pages, Fp8Pages) else round_to(heads, self.dtype)
+
     def embed(self, out: F32, token_ids: Array, table: F32, scale: float) -> None:
         check_shapes("embed", out=out, token_ids=token_ids, table=table)
         out[:] = round_to(table[token_ids] * np.float32(scale), self.dtype)
@@ -97,8 +102,8 @@ class NumpyOps:
     def qkv(
         self,
         q: F32,
-        k_pages: F32,
-        v_pages: F32,
+        k_pages: F32 | Fp8Pages,
+        v_pages: F32 | Fp8Pages,
         x: F32,
         norm: F32 | None,
         weight: Matrix,
@@ -129,10 +134,11 @@ class NumpyOps:
         q[:] = round_to(rotate(q_heads, cos, sin), self.dtype).reshape(q.shape)
         locations = (rows.positions if rows.locations is None else rows.locations)[kept]
         pages, offsets = rows.block_tables[rows.slots[kept], locations // PAGE_SIZE], locations % PAGE_SIZE
-        k_pages[pages, :, offsets] = round_to(rotate(k_heads, cos, sin), self.dtype)[kept]
-        v_pages[pages, :, offsets] = round_to(v_heads, self.dtype)[kept]
+        store(k_pages, pages, offsets, self._stored(k_pages, rotate(k_heads, cos, sin)[kept]))
+        store(v_pages, pages, offsets, self._stored(v_pages, v_heads[kept]))
         if compressed is None:
             return
+        assert not isinstance(k_pages, Fp8Pages), "planned without sparse attention"
         if compressed.nope_pages is not None:
             compressed.q_nope[:] = round_to(q_heads, self.dtype).reshape(q.shape)
             compressed.nope_pages[pages, :, offsets] = round_to(k_heads, self.dtype)[kept]
@@ -161,8 +167,8 @@ class NumpyOps:
         self,
         out: F32,
         q: F32,
-        k_pages: F32,
-        v_pages: F32,
+        k_pages: F32 | Fp8Pages,
+        v_pages: F32 | Fp8Pages,
         rows: Rows,
         scale: float,
         window: int = 0,
@@ -186,8 +192,8 @@ class NumpyOps:
         self,
         out: F32,
         q: F32,
-        k_pages: F32,
-        v_pages: F32,
+        k_pages: F32 | Fp8Pages,
+        v_pages: F32 | Fp8Pages,
         rows: Rows,
         scale: float,
         window: int = 0,

@@ -40,6 +40,15 @@ def whole(checkpoint):
 
 
 @pytest.mark.parametrize("chunk", [33, 512])
+def test_branching_conversations_in_fp8(checkpoint, chunk):
+    with open_llm(checkpoint, kv_dtype="fp8", prefix_cache=False) as llm:
+        alone = texts(branching(llm))
+    with open_llm(checkpoint, kv_dtype="fp8", prefill_chunk=chunk) as llm:
+        outs = branching(llm)
+    assert texts(outs) == alone and cached(outs) == BRANCHING_CACHED
+
+
+@pytest.mark.parametrize("chunk", [33, 512])
 def test_branching_conversations(checkpoint, whole, chunk):
     with open_llm(checkpoint, prefill_chunk=chunk) as llm:
         outs = branching(llm)

@@ -201,6 +201,17 @@ def test_plan_of_8b_in_four_bits(json_of, capsys):
     assert main([*shape, "M"]) == 2
 
 
+def test_plan_of_keys_and_values_in_fp8(json_of, capsys):
+    shape = ["plan", "--shape", "minicpm4-8b", "--sparse", "off", "--context", "32768"]
+    wide, narrow = json_of(*shape)[1]["part_bytes"]["KV pages"], json_of(*shape, "--kv-dtype", "fp8")[1]
+    scales = 2 * 4 * 32 * 2 * (32768 // 64)  # of keys and values; bytes, layers, heads, pages
+    assert narrow["part_bytes"]["KV pages"] == wide // 2 + scales and narrow["kv_bytes_per_token"] == wide // 32768 // 2
+    assert main([*shape[:3], "--sparse", "{}", "--kv-dtype", "fp8"]) == 1
+    assert "kv_dtype: expected auto with sparse attention" in capsys.readouterr().err
+    assert main(["plan", "--draft", "lookup", "--kv-dtype", "fp8"]) == 1
+    assert "leave the draft out" in capsys.readouterr().err
+
+
 def test_inspect_lists_all_that_is_wrong(checkpoint, tmp_path, json_of):
     folder = broken(checkpoint, tmp_path, num_hidden_layers=3)
     (folder / "tokenizer.json").unlink()

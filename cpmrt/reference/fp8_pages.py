@@ -1,0 +1,77 @@
+"""e4m3 in NumPy, and what is stored of keys and values in it (`ops.fp8_pages`)."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cpmrt.dtypes import F32, Array
+from cpmrt.memory.kv_pages import PAGE_SIZE
+from cpmrt.ops import Fp8Pages
+from cpmrt.ops.fp8_pages import HEADROOM, LARGEST, SCALE_EXPONENTS
+
+_NAN = 0x7F
+
+
+def e4m3_codes(values: F32) -> NDArray[np.uint8]:
+    """The nearest codes, ties to even. Beyond 448 it is 448, infinity too; NaN stays NaN.
+
+    OCP 8-bit Floating Point Specification: sign, four bits of exponent with bias 7, three of mantissa.
+    """
+    magnitudes = np.minimum(np.abs(values), np.float32(LARGEST))
+    # Up to 2^-6 numbers are 2^-9 apart, then three bits of mantissa follow the first.
+    exponents = np.where(magnitudes < 2.0**-6, -6, np.frexp(magnitudes)[1] - 1)
+    with np.errstate(invalid="ignore"):
+        codes = (exponents + 6) * 8 + np.rint(np.ldexp(magnitudes, 3 - exponents)).astype(np.int32)
+    codes = np.where(np.isnan(values), _NAN, codes)
+    signed: NDArray[np.uint8] = np.asarray(codes | np.signbit(values) * 0x80, np.uint8)
+    return signed
+
+
+def e4m3_values(codes: Array) -> F32:
+    """The numbers that codes stand for."""
+    values: F32 = _VALUES[codes]
+    return values
+
+
+def _value(code: int) -> float:
+    exponent, mantissa = code >> 3 & 15, code & 7
+    magnitude = np.ldexp(mantissa + 8.0 * (exponent > 0), max(exponent, 1) - 10)
+    return float("nan") if code & _NAN == _NAN else float(-magnitude if code & 0x80 else magnitude)
+
+
+_VALUES: F32 = np.array([_value(code) for code in range(256)], np.float32)
+
+
+def page_scales(largest: F32) -> F32:
+    """The scales of pages whose first token's largest magnitudes are these: the least power of two that leaves the
+    headroom, within SCALE_EXPONENTS."""
+    bound_fraction, bound_exponent = np.frexp(LARGEST / HEADROOM)
+    fractions, exponents = np.frexp(largest)
+    powers = exponents - bound_exponent + (fractions > bound_fraction)
+    low, high = SCALE_EXPONENTS
+    powers = np.where(largest == 0, low, np.where(np.isfinite(largest), powers, high))
+    scales: F32 = np.ldexp(np.float32(1.0), np.clip(powers, low, high))
+    return scales
+
+
+def store(pages: F32 | Fp8Pages, page_ids: Array, offsets: Array, heads: F32) -> None:
+    """Token t's heads [T, K, D] to place `offsets[t]` of page `page_ids[t]`.
+
+    In 8 bits first tokens come first: a page's other tokens take its scale.
+    """
+    if not isinstance(pages, Fp8Pages):
+        pages[page_ids, :, offsets] = heads
+        return
+    first = offsets % PAGE_SIZE == 0
+    pages.scales[page_ids[first]] = page_scales(np.abs(heads[first]).max(axis=-1))
+    pages.codes[page_ids, :, offsets] = e4m3_codes(heads / pages.scales[page_ids][..., None])
+
+
+def values_of(pages: F32 | Fp8Pages, page_ids: Array) -> F32:
+    """Whole pages as float32: [number of ids, K, 64, D]."""
+    if not isinstance(pages, Fp8Pages):
+        chosen: F32 = pages[page_ids]
+        return chosen
+    scales: F32 = pages.scales[page_ids]
+    return e4m3_values(pages.codes[page_ids]) * scales[..., None, None]
