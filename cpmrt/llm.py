@@ -32,7 +32,7 @@ class LLM:
     "reference" (NumPy). `dtype` of weights, KV and activations: "auto" (the checkpoint's), "bfloat16", "float16",
     "float32". `max_context` in tokens and `memory_budget` in bytes bound the memory plan (None: the model's own
     context, what is free). `lm_head_bits` 8 or 4 rounds the output head to that many bits.
-    `kv_dtype="fp8"` keeps keys and values in 8 bits (`ops.fp8_pages`); not with a draft or sparse attention.
+    `kv_dtype="fp8"` keeps keys and values in 8 bits (`ops.fp8_pages`); not with a draft.
     `prefix_cache` (`engine.prefix_cache`) spares a prompt what an earlier one, or its answer, has computed already;
     the bits that a prefill rounds off may then differ, as they do between values of `prefill_chunk`.
 

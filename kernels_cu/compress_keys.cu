@@ -4,7 +4,7 @@
 //             k1_pages[p, head, e % 64 / 16] = mean of the keys of e - 31 .. e, if 16 divides e + 1 and e >= 31
 //             k2_pages[p, head] = mean of the keys of e - 127 .. e, if 64 divides e + 1 and e >= 127
 //   operands  k1_pages (P, K, 4, D), k2_pages (P, K, D), k_pages (P, K, 64, D) scalar_t, compress_path: (layers, P, ...),
-//             the keys before RoPE where the config wants them;
+//             the keys before RoPE where the config wants them; with FP8 uint8 codes, k_scales (P, K) float32;
 //             positions, slots (T) int32; block_tables (B, pages_per_sequence) int32. A row of slot -1 stores nothing
 //   launch    compress_keys: grid (T / rows_per_block rounded up, K, 2: k1 and k2), block D / 2; compress_path: grid
 //             (layers * K, 5: four windows of k1, one of k2), block D / 2; no shared memory
@@ -14,29 +14,52 @@
 //   layout    a thread sums two neighbouring elements, so that the order of a sum is that of its tokens. Of 16
 //             consecutive rows one ends a window: a block of a chunk takes so many
 #include "draft_tree.cuh"
+#include "e4m3.cuh"
 #include "window_mean.cuh"
 
 #ifndef HEAD_DIM
 #error "HEAD_DIM must be defined: elements of a head, 64, 96 or 128"
 #endif
 
+#ifndef FP8
+#error "FP8 must be defined: 1 reads codes and scales"
+#endif
+
 constexpr int kFine = 16, kCoarse = kPageTokens;  // tokens between windows; a window is two of these long
 constexpr int kPathWindows = 4;                   // of k1 that end among at most 64 positions
 
 // The keys of one KV head in a layer's pages as a slot's block table names them, from this thread's two elements on.
+#if FP8
+typedef uint8_t page_t;
+#else
+typedef scalar_t page_t;
+#endif
+
 struct Keys {
-  const scalar_t* first;
+  const page_t* first;
   const int32_t* block_table;
   int64_t page_stride;
+  const float* scales;  // of this KV head in page 0, with FP8
+  int scale_stride;
 
-  __device__ __forceinline__ Keys(const scalar_t* pages, const int32_t* table, int num_kv_heads, int kv_head)
+  __device__ __forceinline__ Keys(const page_t* pages, const int32_t* table, int num_kv_heads, int kv_head,
+                                  const float* k_scales = nullptr)
       : first(pages + kv_head * (kPageTokens * HEAD_DIM) + threadIdx.x * 2),
         block_table(table),
-        page_stride(static_cast<int64_t>(num_kv_heads) * (kPageTokens * HEAD_DIM)) {}
+        page_stride(static_cast<int64_t>(num_kv_heads) * (kPageTokens * HEAD_DIM)),
+        scales(FP8 ? k_scales + kv_head : nullptr),
+        scale_stride(num_kv_heads) {}
 
-  __device__ __forceinline__ const uint32_t* word(int position) const {
-    const scalar_t* page = first + block_table[position / kPageTokens] * page_stride;
-    return reinterpret_cast<const uint32_t*>(page + position % kPageTokens * HEAD_DIM);
+  __device__ __forceinline__ uint32_t word(int position) const {
+    const int page = block_table[position / kPageTokens];
+    const page_t* key = first + page * page_stride + position % kPageTokens * HEAD_DIM;
+#if FP8
+    const uint32_t codes = *reinterpret_cast<const uint16_t*>(key);
+    const int exponent = exponent_of(scales[static_cast<int64_t>(page) * scale_stride]);
+    return times2(spread_codes(__byte_perm(codes, 0, 0x1404)), power2(exponent + kCodeShift));
+#else
+    return *reinterpret_cast<const uint32_t*>(key);
+#endif
   }
 };
 
@@ -55,9 +78,16 @@ __device__ __forceinline__ void compress(scalar_t* compressed_pages, const Keys&
 // What an earlier kernel of the step wrote is not __restrict__: the compiler may move a load that it takes for one of
 // a constant before pdl_wait. The next kernel may start only after the wait, as after every kernel before attention.
 extern "C" __global__ void __launch_bounds__(HEAD_DIM / 2)
-    KERNEL(compress_keys)(scalar_t* k1_pages, scalar_t* k2_pages, const scalar_t* k_pages, const int32_t* positions,
+    KERNEL(compress_keys)(scalar_t* k1_pages, scalar_t* k2_pages, const page_t* k_pages, const int32_t* positions,
                           const int32_t* slots, const int32_t* block_tables, int num_rows, int rows_per_block,
-                          int pages_per_sequence) {
+                          int pages_per_sequence
+#if FP8
+                          , const float* k_scales
+#endif
+) {
+#if !FP8
+  constexpr const float* k_scales = nullptr;
+#endif
   pdl_wait();
   pdl_launch_dependents();
   const int num_kv_heads = gridDim.y, kv_head = blockIdx.y;
@@ -65,7 +95,8 @@ extern "C" __global__ void __launch_bounds__(HEAD_DIM / 2)
   for (int row = begin; row < end_row; row++) {
     const int slot = slots[row], position = positions[row];
     if (slot < 0) continue;
-    const Keys keys(k_pages, block_tables + static_cast<int64_t>(slot) * pages_per_sequence, num_kv_heads, kv_head);
+    const int32_t* table = block_tables + static_cast<int64_t>(slot) * pages_per_sequence;
+    const Keys keys(k_pages, table, num_kv_heads, kv_head, k_scales);
     if (blockIdx.z == 0) {
       compress<kFine>(k1_pages, keys, num_kv_heads, kv_head, position);
     } else {
@@ -74,6 +105,7 @@ extern "C" __global__ void __launch_bounds__(HEAD_DIM / 2)
   }
 }
 
+#if !FP8  // drafts want 16 bits
 // The windows that end within the path that a speculative step accepted, in every layer, once its keys have moved.
 extern "C" __global__ void __launch_bounds__(HEAD_DIM / 2)
     KERNEL(compress_path)(scalar_t* k1_pages, scalar_t* k2_pages, const scalar_t* k_pages, const DraftTree* tree,
@@ -96,3 +128,4 @@ extern "C" __global__ void __launch_bounds__(HEAD_DIM / 2)
     compress<kFine>(k1_pages + rows * (kPageTokens / kFine), keys, num_kv_heads, kv_head, end);
   }
 }
+#endif

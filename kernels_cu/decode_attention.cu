@@ -10,7 +10,8 @@
 //                K heads * kTiles
 // arrivals       int32 workspace, T * units * kCluster, zero before the first launch and after every launch
 // q              [T, H*D] scalar_t row-major
-// k_pages        [P, K heads, 64, D] scalar_t; v_pages likewise
+// k_pages        [P, K heads, 64, D] scalar_t, or e4m3 codes with FP8; v_pages likewise
+// k_scales       [P, K heads] float32, powers of two that codes are multiplied by, with FP8 only; v_scales likewise
 // positions      [T] int32; slots [T] int32; block_tables [B, pages_per_sequence] int32
 // tree_masks     [T] uint64, tree_base [T] int32, read with TREE only: positions[t] + 1 is tree_base[t] plus the set bits;
 //                many rows that see all their keys are left to tree_attention where it is compiled
@@ -55,6 +56,10 @@
 #ifndef SELECTED
 #error "SELECTED must be defined: 1 and 2 read blocks"
 #endif
+#ifndef FP8
+#error "FP8 must be defined: 1 reads codes and scales"
+#endif
+static_assert(!FP8 || !TREE, "nodes that move would change their scales");
 static_assert(!SELECTED || WINDOW == 0, "a row chooses among all its blocks");
 static_assert(STAGES >= 2, "a warp's ring also holds its float32 output");
 
@@ -75,12 +80,10 @@ constexpr int kHeads = (GROUP + kTiles - 1) / kTiles;
 constexpr int kVectors = kHeads * HEAD_DIM / 4;  // float4 pieces of the block's output
 constexpr int kSlice = kVectors / kCluster;
 static_assert(kVectors % kCluster == 0, "slices are equal: peers count their bytes");
-constexpr int kTileBytes = kKeys * kRowBytes;
-constexpr int kStageBytes = 2 * kTileBytes;
 constexpr int kQueryBytes = 16 * kRowBytes;
-static_assert(16 * HEAD_DIM * 4 == kStageBytes, "a warp's output takes a place of its ring");
 
 #include "decode_warp.cuh"
+static_assert(16 * HEAD_DIM * 4 == kStageBytes, "a warp's output takes a place of its ring");
 
 // ---- merging partial results ----
 
@@ -98,6 +101,10 @@ __device__ __forceinline__ void publish_warp(const WarpState& state, uint32_t ou
     const float sum = quad_sum(state.sum[half]), inverse = sum > 0.0f ? reciprocal_fast(sum) : 0.0f;
     const int row = lane / 4 + half * 8;
     if (lane % 4 == 0) log_sums[row] = sum > 0.0f ? state.max[half] + log2_fast(sum) : kNoMaximum;
+#if FP8
+    publish_row(state, half, inverse, [&](int vector) { return out + published_offset(row, vector); });
+    continue;
+#endif
 #pragma unroll
     for (int n = 0; n < kDimTiles; ++n) {
       const float* pair = &state.out[n][2 * half];
@@ -171,7 +178,6 @@ __device__ __forceinline__ void store_zeros(scalar_t* out, const Heads& heads) {
 // must not queue behind the pages.
 __device__ __forceinline__ void begin(WarpState& state, unsigned char* shared, const scalar_t* q, const Heads& heads,
                                       Stream& stream, const Keys& keys, bool is_early) {
-  const int lane = threadIdx.x & 31;
   Query query;
   if (SELECTED) query.read(q, heads);
 #if TREE
@@ -188,15 +194,13 @@ __device__ __forceinline__ void begin(WarpState& state, unsigned char* shared, c
   stream.path.keep(node, stream.page_stride);
 #endif
   if (is_early) pdl_wait();
+  stream.load_scales();
   const bool has_new = (TREE || is_early) && stream.fill_new(keys);
   if (is_early) query.read(q, heads);
   query.store(shared);
   if (has_new) cp_async_wait_all();
   __syncthreads();
-#pragma unroll
-  for (int step = 0; step < kDimSteps; ++step) {
-    ldmatrix_x4(state.q[step], shared_address(shared) + swizzled(lane_row_a(lane), 2 * step + lane_chunk_a(lane)));
-  }
+  load_query(state, shared_address(shared));
 }
 
 // Where a row's values go, by cluster of those that share it.
@@ -259,12 +263,15 @@ __device__ __forceinline__ void merge_slices(const unsigned char* shared, const 
 
 extern "C" __global__ void CLUSTER_LAUNCH __launch_bounds__(kThreads, 2)
 KERNEL(decode_attention)(scalar_t* __restrict__ out, float* partials, int* arrivals,
-                         const scalar_t* q, const scalar_t* k_pages, const scalar_t* v_pages, const int* positions,
+                         const scalar_t* q, const page_t* k_pages, const page_t* v_pages, const int* positions,
                          const int* slots, const int* block_tables, const uint64_t* tree_masks,
                          const int* tree_base, int num_splits,
                          int num_kv_heads, int pages_per_sequence, float scale
 #if SELECTED
                          , const int* blocks, int num_selected, int dense_context
+#endif
+#if FP8
+                         , const float* k_scales, const float* v_scales
 #endif
 ) {
   extern __shared__ __align__(128) unsigned char shared[];
@@ -336,7 +343,11 @@ KERNEL(decode_attention)(scalar_t* __restrict__ out, float* partials, int* arriv
                    cut.run_pages,
                    run,
                    run_stride,
-                   cut.pages_of(run, run_stride)};
+                   cut.steps_of(run, run_stride, kAtOnce),
+                   cut.num_pages};
+#if FP8
+  stream.scales = {k_scales + kv_head, v_scales + kv_head, num_kv_heads};
+#endif
   WarpState state;
   if (stream.count > 0) begin(state, shared, q, heads, stream, keys, is_early);
   pdl_launch_dependents();
@@ -368,7 +379,7 @@ KERNEL(decode_attention)(scalar_t* __restrict__ out, float* partials, int* arriv
     if (is_last) break;
     __syncthreads();  // the results have been read
     stream.load(room.k_tile, stream.k_rows, room, keys.length);
-    stream.load(room.k_tile + kTileBytes, stream.v_rows, room, keys.length);
+    stream.load(room.k_tile + kHalfPlace, stream.v_rows, room, keys.length);
   }
   if (target.used_clusters > 1 && arrives_last(arrivals + unit * kCluster + rank, target.used_clusters, turns)) {
     target.merge_clusters(heads, rank);

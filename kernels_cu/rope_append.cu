@@ -2,28 +2,41 @@
 //
 //   formula   h = qkv[t, head] + bias[head]; q and k heads: h = h / sqrt(mean(h^2) + eps) * norm (where there is one),
 //             then out[d] = h[d] cos - h[d+D/2] sin, out[d+D/2] = h[d+D/2] cos + h[d] sin of position t;
-//             q[t, head] = out; k_pages, v_pages at (block_tables[slots[t]][l / 64], kv head, l % 64) = out, l = locations[t];
+//             q[t, head] = out; k_pages, v_pages at (block_tables[slots[t]][l / 64], kv head, l % 64) = out, l = locations[t],
+//             with FP8 the e4m3 code of out / scale: page_scale() of the largest magnitude of the page's first token;
 //             q_nope, nope_pages at the places of q and keys = h
 //   operands  q (T, H*D) scalar_t; k_pages, v_pages (P, K, 64, D) scalar_t; q_nope, nope_pages like q and k_pages, or
 //             null; qkv (T, (H + 2K) * D) scalar_t: q, k, v heads; bias ((H + 2K) * D), q_norm, k_norm (D) scalar_t or null; rope (2, M, D/2) float32: cos, sin;
 //             positions, slots (T) int32; locations (T) int32 or null: positions; block_tables (B, pages_per_sequence)
-//             int32. A row with slot -1 stores q and q_nope only, as of position 0
+//             int32. A row with slot -1 stores q and q_nope only, as of position 0. With FP8 k_pages, v_pages are uint8,
+//             k_scales, v_scales (P, K) float32: stored with a first token, else read; locations are null
 //   launch    grid ceil(T * (H + 2K) * LANES / 256) with LANES = 4 for D = 64, else 8; block 256; no shared memory
 //   numerics  float32, squares summed a lane's in order, then over lanes; each value rounded once
 //   oracle    NumpyOps.qkv after its product
 //   source    arXiv 2104.09864 (split halves)
 //   layout    a lane holds 8 elements of each half, so that a pair of a rotation is in one thread and every access takes
-//             16 bytes; the lanes of a head are neighbours, so its mean square is a few shuffles
+//             16 bytes; the lanes of a head are neighbours, so its mean square is a few shuffles. Where a page's first
+//             token is a row of the same launch, all rows of the page compute it again: no row waits for another
 #include "copy.cuh"
+#include "e4m3.cuh"
 
 #ifndef HEAD_DIM
 #error "HEAD_DIM must be defined: elements of a head, 64, 96 or 128"
+#endif
+#ifndef FP8
+#error "FP8 must be defined: 1 stores codes and scales"
 #endif
 static_assert(HEAD_DIM == 64 || HEAD_DIM == 96 || HEAD_DIM == 128, "HEAD_DIM must be 64, 96 or 128");
 
 constexpr int kHalf = HEAD_DIM / 2;
 constexpr int kLanes = HEAD_DIM == 64 ? 4 : 8;
 constexpr int kPageTokens = 64;
+
+#if FP8
+typedef uint8_t page_t;
+#else
+typedef scalar_t page_t;
+#endif
 
 struct Halves {
   float first[8], second[8];
@@ -46,6 +59,13 @@ __device__ __forceinline__ void load8(float (&out)[8], const float* source) {
 
 __device__ __forceinline__ void store8(scalar_t* target, const float (&v)[8]) {
   store16(target, make_uint4(pack2(v[0], v[1]), pack2(v[2], v[3]), pack2(v[4], v[5]), pack2(v[6], v[7])));
+}
+
+__device__ __forceinline__ void store8(uint8_t* target, const float (&v)[8]) {
+  uint32_t words[2] = {};
+#pragma unroll
+  for (int i = 0; i < 8; i++) words[i / 4] |= e4m3_code(v[i]) << i % 4 * 8;
+  *reinterpret_cast<uint2*>(target) = make_uint2(words[0], words[1]);
 }
 
 __device__ __forceinline__ Halves load_halves(const scalar_t* source) {
@@ -82,16 +102,39 @@ __device__ __forceinline__ void rotate(Halves& h, const float* cos_row, const fl
   }
 }
 
+template <typename T>
+__device__ __forceinline__ void store_halves(T* target, const Halves& h) {
+  store8(target, h.first);
+  store8(target + kHalf, h.second);
+}
+
+// The largest magnitude of a head. All its lanes call it.
+__device__ __forceinline__ float largest_of(const Halves& h, bool works) {
+  float largest = 0.0f;
+#pragma unroll
+  for (int i = 0; i < 8; i++) largest = fmaxf(largest, fmaxf(fabsf(h.first[i]), fabsf(h.second[i])));
+  if (!works) largest = 0.0f;
+#pragma unroll
+  for (int distance = kLanes / 2; distance > 0; distance /= 2) {
+    largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, distance));
+  }
+  return largest;
+}
+
 // What an earlier kernel of the step wrote is not __restrict__: the compiler may move a load that it takes for one of
 // a constant before pdl_wait. The next kernel may start only after the wait: decode_attention reads early what is older
 // than this launch.
 extern "C" __global__ void __launch_bounds__(256)
-    KERNEL(rope_append)(scalar_t* __restrict__ q, scalar_t* __restrict__ k_pages, scalar_t* __restrict__ v_pages,
+    KERNEL(rope_append)(scalar_t* __restrict__ q, page_t* __restrict__ k_pages, page_t* __restrict__ v_pages,
                         scalar_t* __restrict__ q_nope, scalar_t* __restrict__ nope_pages, const scalar_t* qkv, const scalar_t* __restrict__ bias,
                         const scalar_t* __restrict__ q_norm, const scalar_t* __restrict__ k_norm,
                         const float* __restrict__ rope, const int32_t* positions,
                         const int32_t* locations, const int32_t* slots, const int32_t* __restrict__ block_tables,
-                        int num_rows, int num_heads, int num_kv_heads, int pages_per_sequence, int max_context, float eps) {
+                        int num_rows, int num_heads, int num_kv_heads, int pages_per_sequence, int max_context, float eps
+#if FP8
+                        , float* k_scales, float* v_scales
+#endif
+) {
   pdl_wait();
   pdl_launch_dependents();
   const int all_heads = num_heads + 2 * num_kv_heads;
@@ -102,47 +145,62 @@ extern "C" __global__ void __launch_bounds__(256)
   const int lane_offset = threadIdx.x % kLanes * 8;
   const bool works = in_range && lane_offset < kHalf;
   const int offset = lane_offset < kHalf ? lane_offset : 0;
-
-  Halves h = load_halves(qkv + (static_cast<int64_t>(row) * all_heads + head) * HEAD_DIM + offset);
-  if (bias) {
-    const Halves b = load_halves(bias + head * HEAD_DIM + offset);
-#pragma unroll
-    for (int i = 0; i < 8; i++) h.first[i] += b.first[i], h.second[i] += b.second[i];
-  }
   const bool is_query = head < num_heads, is_key = !is_query && head < num_heads + num_kv_heads;
-  const int slot = slots[row], position = slot < 0 ? 0 : positions[row];
-  if (q_norm) {
+
+  // The head of a row before its rotation.
+  const auto head_of = [&](int of_row) {
+    Halves h = load_halves(qkv + (static_cast<int64_t>(of_row) * all_heads + head) * HEAD_DIM + offset);
+    if (bias) {
+      const Halves b = load_halves(bias + head * HEAD_DIM + offset);
+#pragma unroll
+      for (int i = 0; i < 8; i++) h.first[i] += b.first[i], h.second[i] += b.second[i];
+    }
+    if (!q_norm) return h;
     Halves normalised = h;
     if (!works) {
 #pragma unroll
       for (int i = 0; i < 8; i++) normalised.first[i] = 0.0f, normalised.second[i] = 0.0f;
     }
     normalise(normalised, (is_query ? q_norm : k_norm) + offset, eps);
-    if (is_query || is_key) h = normalised;
-  }
-  if (!works) return;
-  scalar_t *target, *unrotated;   // arrays with the head at the same place
-  int64_t place;
-  if (is_query) {
-    target = q, unrotated = q_nope;
-    place = static_cast<int64_t>(row) * num_heads + head;
-  } else {
-    if (slot < 0) return;
-    const int location = locations ? locations[row] : position;
-    const int page = block_tables[static_cast<int64_t>(slot) * pages_per_sequence + location / kPageTokens];
-    const int kv_head = (head - num_heads) % num_kv_heads;
-    target = is_key ? k_pages : v_pages, unrotated = is_key ? nope_pages : nullptr;
-    place = (static_cast<int64_t>(page) * num_kv_heads + kv_head) * kPageTokens + location % kPageTokens;
-  }
-  place = place * HEAD_DIM + offset;
-  if (unrotated) {
-    store8(unrotated + place, h.first);
-    store8(unrotated + place + kHalf, h.second);
-  }
-  if (is_query || is_key) {
+    return is_query || is_key ? normalised : h;
+  };
+  const auto rotate_to = [&](Halves& h, int position) {
+    if (!is_query && !is_key) return;
     const float* cos_row = rope + static_cast<int64_t>(position) * kHalf + offset;
     rotate(h, cos_row, cos_row + static_cast<int64_t>(max_context) * kHalf);
+  };
+  Halves h = head_of(row);
+  const int slot = slots[row], position = slot < 0 ? 0 : positions[row];
+#if FP8
+  // In a launch rows of one slot are consecutive positions.
+  const int first_row = row - position % kPageTokens;
+  const bool has_first = slot >= 0 && first_row >= 0 && slots[max(first_row, 0)] == slot;
+  Halves first = head_of(has_first ? first_row : row);
+  rotate_to(first, has_first ? position / kPageTokens * kPageTokens : position);
+  const float first_scale = page_scale(largest_of(first, works));
+#endif
+  if (!works) return;
+  if (is_query) {
+    const int64_t place = (static_cast<int64_t>(row) * num_heads + head) * HEAD_DIM + offset;
+    if (q_nope) store_halves(q_nope + place, h);
+    rotate_to(h, position);
+    store_halves(q + place, h);
+    return;
   }
-  store8(target + place, h.first);
-  store8(target + place + kHalf, h.second);
+  if (slot < 0) return;
+  const int location = locations ? locations[row] : position;
+  const int page = block_tables[static_cast<int64_t>(slot) * pages_per_sequence + location / kPageTokens];
+  const int64_t page_of_head = static_cast<int64_t>(page) * num_kv_heads + (head - num_heads) % num_kv_heads;
+  const int64_t place = (page_of_head * kPageTokens + location % kPageTokens) * HEAD_DIM + offset;
+  if (is_key && nope_pages) store_halves(nope_pages + place, h);
+  rotate_to(h, position);
+#if FP8
+  float* scale_of_page = (is_key ? k_scales : v_scales) + page_of_head;
+  const float scale = has_first ? first_scale : *scale_of_page;
+  if (first_row == row && offset == 0) *scale_of_page = scale;
+  const float inverse = 1.0f / scale;   // exact, as the products with it: powers of two
+#pragma unroll
+  for (int i = 0; i < 8; i++) h.first[i] *= inverse, h.second[i] *= inverse;
+#endif
+  store_halves((is_key ? k_pages : v_pages) + place, h);
 }

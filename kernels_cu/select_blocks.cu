@@ -142,7 +142,7 @@ __device__ __forceinline__ void mean_of_path(scalar_t* mean, const scalar_t* key
         left &= left - 1;
       }
       const scalar_t* page = keys + block_table[location / kPageTokens] * page_stride;
-      return reinterpret_cast<const uint32_t*>(page + location % kPageTokens * HEAD_DIM) + word;
+      return reinterpret_cast<const uint32_t*>(page + location % kPageTokens * HEAD_DIM)[word];
     });
   }
 }

@@ -10,7 +10,8 @@ import numpy as np
 from cpmrt.cuda.attention_plan import DecodeAttentionPlan, decode_launch, plan_decode_attention
 from cpmrt.dtypes import DType, round_to
 from cpmrt.memory.kv_pages import PAGE_SIZE
-from cpmrt.ops import OPS, Rows
+from cpmrt.ops import OPS, Fp8Pages, Rows
+from cpmrt.reference.fp8_pages import e4m3_codes
 from cpmrt.reference.ops import NumpyOps
 
 GUARD = 256
@@ -71,6 +72,15 @@ def make_case(dtype: DType, group: int, kv_heads: int, head_dim: int, lengths: l
     )  # fmt: skip
 
 
+def fp8_of(pages: Any, seed: int) -> Fp8Pages:
+    """Scales of all sizes for keys and values of about 1, NaN where nothing was written."""
+    random = np.random.default_rng(seed)
+    scales = 2.0 ** random.integers(-7, 4, pages.shape[:2]).astype(np.float32)
+    unwritten = np.isnan(pages)
+    codes = e4m3_codes(np.where(unwritten, 0, pages) / scales[..., None, None])
+    return Fp8Pages(np.where(unwritten, np.uint8(0x7F), codes), scales)
+
+
 class Launcher:
     """Uploads a case's pages once; `run` gives the output rows and checks the guards and the counters."""
 
@@ -108,13 +118,15 @@ def launch_attention(
     *,
     window: int = 0,
     pdl: bool = False,
+    scales: list[Any] | None = None,
 ) -> None:
-    """As `CudaOps` does. `operands`: up to tree_base, None for plain rows; `sizes`: KV heads, pages of a sequence."""
+    """As `CudaOps` does. `operands`: up to tree_base, None for plain rows; `sizes`: KV heads, pages of a sequence;
+    `scales` of pages in fp8."""
     slots, tree_base = operands[7], operands[10]
     one = decode_launch(plan, len(slots), is_tree=tree_base is not None, window=window)
     kernel = cuda.kernel(f"{one.kernel}.cu", one.kernel, dtype, **one.constants)
     numbers = [*map(np.int32, one.sizes), *sizes, np.float32(scale)]
-    kernel(one.grid, one.threads, *operands, *numbers, smem=one.shared_bytes, pdl=pdl)
+    kernel(one.grid, one.threads, *operands, *numbers, *(scales or []), smem=one.shared_bytes, pdl=pdl)
 
 
 def plan_for(case: Case, arch: int, max_context: int, sms: int, portable: bool) -> DecodeAttentionPlan:

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from attention_cases import fp8_of
 from reference import sparse_brute_force as brute
 
 from cpmrt.config import SparseConfig
@@ -18,7 +19,8 @@ from cpmrt.cuda.ops import CudaOps
 from cpmrt.cuda.sparse_kernels import SparsePlans
 from cpmrt.dtypes import DType, from_float32, round_to
 from cpmrt.memory.kv_pages import PAGE_SIZE, pages_for
-from cpmrt.ops import CompressedKeys, Rows, Selection
+from cpmrt.ops import CompressedKeys, Fp8Pages, Rows, Selection
+from cpmrt.reference.fp8_pages import values_of
 from cpmrt.reference.ops import NumpyOps
 from cpmrt.reference.sparse_attention import append_compressed, block_scores, choose_blocks, compressed_of_row
 
@@ -37,6 +39,7 @@ class Slots:
         self.dtype, self.lengths, self.group, self.kv_heads, self.head_dim = dtype, lengths, group, kv_heads, head_dim
         self.rng = np.random.default_rng(seed)
         self.scale = float(head_dim**-0.5)
+        self.pages: dict[str, Fp8Pages] | None = None
         per_slot = pages_for(max(lengths)) + 1
         self.tables = self.rng.permutation(len(lengths) * per_slot).reshape(len(lengths), per_slot).astype(np.int32)
         shape = (self.tables.size, kv_heads, PAGE_SIZE, head_dim)
@@ -65,6 +68,15 @@ class Slots:
         for slot, length in enumerate(lengths):
             append_compressed(self.k1, self.k2, self.k_pages, self.tables[slot], range(length), self.dtype)
 
+    def quantise(self) -> None:
+        """Keys and values in fp8: `pages` as codes, and everything else what they stand for."""
+        self.pages = {name: fp8_of(getattr(self, f"{name}_pages"), seed) for seed, name in enumerate("kv")}
+        for name, pages in self.pages.items():
+            unwritten = np.isnan(getattr(self, f"{name}_pages"))
+            values = values_of(pages, np.arange(len(pages.codes)))
+            setattr(self, f"{name}_pages", np.where(unwritten, np.float32(np.nan), values))
+        self.compress(self.lengths)
+
     def rows(self, positions: Any, slots: Any, *, is_prefill: bool = False, **tree: Any) -> Rows:
         """int32 all of it, as an executor has them."""
         places = [np.array(values, np.int32) for values in (positions, slots)]
@@ -80,6 +92,7 @@ class Slots:
 class SparseDevice:
     """The ops on a device with what `slots` hold. `sms`: what the grids are made for; `rows_per_pass`: at most;
     `fewest_tiled`: rows of a chunk from which on they go over chosen blocks together, if their kernel takes the shape.
+    Pages are in fp8 if those of `slots` are.
     """
 
     def __init__(
@@ -106,7 +119,8 @@ class SparseDevice:
         if fewest_tiled is not None:
             plans = replace(plans, fewest_tiled=fewest_tiled)
         plan = plan_decode_attention(
-            **heads, max_context=context, max_rows=64, arch=capability, num_sms=sms, portable=portable
+            **heads, max_context=context, max_rows=64, arch=capability, num_sms=sms, portable=portable,
+            is_fp8=slots.pages is not None,
         )  # fmt: skip
         prefill = plan_prefill_attention(**heads, arch=80 if portable else capability)
         self.scratch = {
@@ -123,7 +137,13 @@ class SparseDevice:
             config, launcher, none, self.scratch, limits, plan, prefill, portable=portable, sparse=plans
         )  # fmt: skip
         names = ("k_pages", "v_pages", "k1", "k2")
-        self.pages = {name: cuda.array(getattr(slots, name), slots.dtype) for name in names}
+        self.pages: dict[str, Any] = {name: cuda.array(getattr(slots, name), slots.dtype) for name in names}
+        for name, pages in (slots.pages or {}).items():
+            self.pages[f"{name}_pages"] = Fp8Pages(cuda.array(pages.codes), cuda.array(pages.scales))
+            expanded = np.full((slots.tables.shape[1], *pages.shape[1:]), np.nan, np.float32)
+            self.scratch[f"expanded_{name}"] = cuda.array(expanded, slots.dtype)
+        identity = np.broadcast_to(np.arange(slots.tables.shape[1], dtype=np.int32), slots.tables.shape)
+        self.scratch["expanded_tables"] = cuda.array(identity)
 
     def rows(self, rows: Rows) -> Rows:
         """The same on the device."""

@@ -39,6 +39,7 @@ SANITIZED = {
     "test_draft_top_k.py": ("test_padding_and_the_map_of_a_cut_vocabulary",),
     "test_draft_tree.py": ("test_rows_follow_their_parents_hidden_states", "test_nodes_without_room_are_padding"),
     "test_embed.py": ("test_padding_rows_become_zero_and_read_nothing",),
+    "test_fp8_pages.py": ("test_an_empty_slot_expands_nothing", "test_a_row_does_not_depend_on_the_others"),
     "test_gather.py": ("test_columns_in_another_order",),
     "test_gemm.py": ("test_dependent_launches_keep_the_order",),
     "test_join.py": ("test_halves_are_the_oracles",),

@@ -146,7 +146,7 @@ _ENGINE_OPTIONS: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "prefill_chunk": (int, "TOKENS", "most prompt tokens of one step"),
     "max_sequences": (int, "N", "sequences that decode together"),
     "steps_per_launch": (int, "N", "decode steps of one launch on a GPU, which a new request then waits for"),
-    "kv_dtype": (str, "TYPE", "of keys and values: auto (as --dtype) or fp8 (8 bits; without drafts and --sparse off)"),
+    "kv_dtype": (str, "TYPE", "of keys and values: auto (as --dtype) or fp8 (8 bits; without a draft)"),
     "lm_head_bits": (int, "BITS", "round the output head to 8 or 4 bits (default: leave it as it is)"),
 }
 _SAMPLING_OPTIONS: dict[str, tuple[Callable[[str], Any], str, str]] = {

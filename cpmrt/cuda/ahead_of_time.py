@@ -11,6 +11,7 @@ from cpmrt.config import EngineConfig, ModelConfig
 from cpmrt.cuda.compiler import Modules
 from cpmrt.cuda.device import Device
 from cpmrt.cuda.draft_forward import DraftForward, every_shape, executor_needs
+from cpmrt.cuda.fp8_pages import held_pages
 from cpmrt.cuda.gemm import Gemm
 from cpmrt.cuda.kernel_builds import constant_sets
 from cpmrt.cuda.kernels import files
@@ -93,7 +94,7 @@ def modules_of(
     )
     word = np.zeros((), np.uint16)
     arrays: dict[str, Any] = {region.name: np.broadcast_to(word, region.shape) for region in plan.regions}
-    arrays |= held_weights(plan.tensors, arrays)
+    arrays |= held_weights(plan.tensors, arrays) | held_pages(arrays)
     launcher = Launcher(None, Modules(device.arch, dtype), use_pdl=False)
     gemm = Gemm(device, launcher, arrays["gemm_workspace"], use_library=False)
     with launcher.recording() as modules:

@@ -14,7 +14,7 @@ from cpmrt.memory.kv_pages import PAGE_SIZE, pages_for
 
 _QUERY_TILE = 16  # rows of an m16n8k16 tile
 _PREFILL_TILE = 128
-_PLAIN = {"TREE": 0, "WINDOW": 0, "SELECTED": 0}  # rows of no tree that see all their keys
+_PLAIN = {"TREE": 0, "WINDOW": 0, "SELECTED": 0, "FP8": 0}  # rows of no tree that see all their keys
 # Tiles of query rows of a block of tree_attention, blocks of a cluster: what is faster if all groups of rows are there
 # at once comes first. Then by size of a cluster of how many multiprocessors one finds room for a block on each (H200).
 _TREE_BLOCKS = ((2, 8), (3, 8), (2, 4), (3, 4), (2, 2))
@@ -87,7 +87,13 @@ class PrefillAttentionPlan:
 
 
 def decode_attention_of(
-    config: ModelConfig, max_context: int, *, capability: int, num_sms: int, portable: bool = False
+    config: ModelConfig,
+    max_context: int,
+    *,
+    capability: int,
+    num_sms: int,
+    portable: bool = False,
+    is_fp8: bool = False,
 ) -> DecodeAttentionPlan:
     """The plan of a model's attention in steps of any number of rows."""
     return plan_decode_attention(
@@ -99,6 +105,7 @@ def decode_attention_of(
         arch=capability,
         num_sms=num_sms,
         portable=portable,
+        is_fp8=is_fp8,
     )
 
 
@@ -112,8 +119,10 @@ def plan_decode_attention(
     arch: int,
     num_sms: int,
     portable: bool = False,
+    is_fp8: bool = False,
 ) -> DecodeAttentionPlan:
-    """arch: compute capability as 90; max_rows: the most rows of a step, at most 64; portable: without clusters.
+    """arch: compute capability as 90; max_rows: the most rows of a step, at most 64; portable: without clusters;
+    is_fp8: of pages in fp8, two of which take a place of the ring.
 
     One row alone should keep every multiprocessor reading: one run of pages for each. Clusters of 8 (sm_90 on) merge
     partial results without going through memory; without them one block merges all runs, which more than 32 make slower
@@ -128,10 +137,12 @@ def plan_decode_attention(
     wanted = min(num_sms // units, ceil(max_context / PAGE_SIZE), _MOST_CLUSTERS * cluster)
     num_splits = max(1, wanted // cluster) * cluster
     received = 5 * heads * head_dim if cluster > 1 else 0
-    has_tree_kernel = arch == 90 and not portable
+    has_tree_kernel = arch == 90 and not portable and not is_fp8
     kept_heads = _rows_of_heads(heads) if has_tree_kernel else heads
     return DecodeAttentionPlan(
-        constants={"HEAD_DIM": head_dim, "GROUP": group, "STAGES": stages, "PORTABLE": int(portable)} | _PLAIN,
+        constants={"HEAD_DIM": head_dim, "GROUP": group, "STAGES": stages, "PORTABLE": int(portable)}
+        | _PLAIN
+        | {"FP8": int(is_fp8)},
         num_splits=num_splits,
         units=units,
         cluster=cluster,
@@ -204,9 +215,11 @@ def _tree_shared_bytes(decode: DecodeAttentionPlan, row_tiles: int, cluster: int
 def plan_selected_chunk(*, num_heads: int, num_kv_heads: int, head_dim: int, arch: int) -> DecodeAttentionPlan:
     """For rows of a prefill chunk over blocks that each chose for itself: many, so that a row's tile of heads is one
     block's, without a workspace."""
-    heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
     units = num_kv_heads * ceil(num_heads // num_kv_heads / _QUERY_TILE)
-    return plan_decode_attention(**heads, max_context=PAGE_SIZE, max_rows=1, arch=arch, num_sms=units, portable=True)
+    return plan_decode_attention(
+        num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, max_context=PAGE_SIZE, max_rows=1, arch=arch,
+        num_sms=units, portable=True,
+    )  # fmt: skip
 
 
 def plan_selected_tiles(

@@ -16,6 +16,7 @@ from cpmrt.cuda.compiler import Modules, compile_all
 from cpmrt.cuda.device import Device, device_faults
 from cpmrt.cuda.gemm import Gemm
 from cpmrt.cuda.graphs import Graphs
+from cpmrt.cuda.held_arrays import held_arrays
 from cpmrt.cuda.launcher import Launcher
 from cpmrt.cuda.rings import Nothing, Rings
 from cpmrt.cuda.slot_state import MAX_LOGIT_BIAS, MAX_ROWS, write_admit, write_prefill, write_recall
@@ -23,8 +24,6 @@ from cpmrt.cuda.speculation import Speculation
 from cpmrt.cuda.step_costs import measured_limits
 from cpmrt.cuda.step_forward import StepForward
 from cpmrt.cuda.step_kernels import StepKernels, step_modules
-from cpmrt.cuda.tree_workspace import TREE_TYPES
-from cpmrt.cuda.weights_w4 import held_weights
 from cpmrt.cuda.workspace import buckets, row_counts
 from cpmrt.dtypes import F32, DType
 from cpmrt.errors import ConfigError, NoDeviceError
@@ -37,15 +36,6 @@ from cpmrt.models.rope import rope_table
 
 LoadWeights = Callable[[int, Mapping[str, Any], Device, Modules, Any], None]
 _RUN_AHEAD = 4
-_TYPES = {
-    "attention_partials": np.float32, "attention_arrivals": np.int32, "block_log_sums": np.float32, "w4_rows": np.uint8,
-    "gemm_workspace": np.uint8, "block_scores": np.float32, "token_counts": np.uint32, "step_context": np.uint8,
-    "block_tables": np.int32, "slot_states": np.uint8, "w4_arrivals": np.int32, "w4_partials": np.uint8,
-    "dense_chunk": np.int32, "w4_staging": np.uint8, "token_ids": np.int32, "positions": np.int32, "logits": np.float32,
-    "token_map": np.int32, "rope": np.float32, "blocks": np.int32, "slots": np.int32, "chunk": np.int32,
-} | TREE_TYPES  # fmt: skip
-_PIECES = {".codes": np.uint8, ".perm": np.int32}
-"""Of quantised weights, by the end of their names."""
 _ZEROED = (
     "step_context", "attention_arrivals", "slot_states", "token_counts", "chunk", "token_ids", "w4_arrivals",
 )  # fmt: skip
@@ -94,10 +84,7 @@ class CudaExecutor:
         self._memory = cupy.cuda.Memory(plan.total_bytes)
         pointer = cupy.cuda.MemoryPointer(self._memory, 0)
         self._arena = Arena(plan, cupy.ndarray((plan.total_bytes,), cupy.uint8, pointer))
-        self._arrays: dict[str, Any] = {
-            region.name: self._arena.array(region.name, _type_of(region.name)) for region in plan.regions
-        }
-        self._arrays |= held_weights(plan.tensors, self._arrays)
+        self._arrays: dict[str, Any] = held_arrays(self._arena)
         self._graphs = Graphs(self._stream, enabled=engine.cuda_graphs, steps_per_launch=engine.steps_per_launch)
         self._resources.callback(self._graphs.close)
         self._rings = Rings(self._stream, self._graphs, self._buckets[-1], self._layout.pages_per_sequence)
@@ -226,6 +213,8 @@ class CudaExecutor:
             if self._speculation is not None:
                 self._speculation.fill_tables(self._layout.pages_per_sequence * PAGE_SIZE, position_limit)
             self._arrays["block_tables"].set(np.array(self._layout.block_tables(), np.int32))
+            if "expanded_tables" in self._arrays:
+                self._arrays["expanded_tables"][:] = cupy.arange(self._layout.pages_per_sequence, dtype=np.int32)
             self._arrays["rope"].set(rope_table(self.config, self.plan.max_context, position_limit))
         self._stream.synchronize()
 
@@ -288,12 +277,6 @@ class CudaExecutor:
                 padded[:count] = values
                 self._arrays[name][:bucket].set(padded)
             self._arrays["chunk"].set(np.array([slot, start, count, 0], np.int32))
-
-
-def _type_of(name: str) -> Any:
-    """The NumPy type of a region's elements: words of 16 bits unless a table says otherwise."""
-    ends = (kind for end, kind in _PIECES.items() if name.endswith(end))
-    return next(ends, _TYPES.get(name.rpartition(".")[2], np.uint16))
 
 
 def _at_least(count: int, sizes: tuple[int, ...]) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 _PORTABLE_LINEAR = {"HALF_TILE": 0, "CLUSTER": 1, "NORM": 1, "SMEM_BYTES": 98304}
 _NO_NORM = {"NORM": 0}
-_PLAIN = {"TREE": 0, "WINDOW": 0, "SELECTED": 0}
+_PLAIN = {"TREE": 0, "WINDOW": 0, "SELECTED": 0, "FP8": 0}
 _TREE = {"STAGES": 3, "ROW_TILES": 2, "CLUSTER": 8, "WINDOW": 0}
 _W4 = {"SCALE_GROUP": 128, "ZEROS": 0, "STAGE_SLICES": 0, "STAGES": 4, "EARLY_SLOTS": 1, "WARPGROUPS": 0, "NORM": 1}
 _W4 |= {"WEIGHT_BITS": 4, "PORTABLE": 0, "CLUSTERS": 0, "RECEIVED_APART": 0, "FEEDS": 0, "TRIGGER": 0, "KEPT_ROUNDS": 1}
@@ -113,6 +113,11 @@ CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
         {"HEAD_DIM": 128, "GROUP": 16, "STAGES": 3, "PORTABLE": 0} | _PLAIN | {"SELECTED": 1, "TREE": 1},
         {"HEAD_DIM": 64, "GROUP": 8, "STAGES": 3, "PORTABLE": 1} | _PLAIN | {"SELECTED": 1, "TREE": 1},
         {"HEAD_DIM": 128, "GROUP": 16, "STAGES": 3, "PORTABLE": 1} | _PLAIN | {"SELECTED": 2},
+        {"HEAD_DIM": 128, "GROUP": 16, "STAGES": 3, "PORTABLE": 0} | _PLAIN | {"FP8": 1},
+        {"HEAD_DIM": 128, "GROUP": 4, "STAGES": 2, "PORTABLE": 1} | _PLAIN | {"FP8": 1},
+        {"HEAD_DIM": 128, "GROUP": 16, "STAGES": 3, "PORTABLE": 0} | _PLAIN | {"FP8": 1, "SELECTED": 1},
+        {"HEAD_DIM": 96, "GROUP": 20, "STAGES": 3, "PORTABLE": 0} | _PLAIN | {"FP8": 1},
+        {"HEAD_DIM": 64, "GROUP": 8, "STAGES": 3, "PORTABLE": 0} | _PLAIN | {"FP8": 1},
     ),
     "tree_attention.cu": (
         {"HEAD_DIM": 128, "GROUP": 16} | _TREE,
@@ -123,7 +128,7 @@ CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
         {"HEAD_DIM": 64, "GROUP": 1} | _TREE | {"CLUSTER": 4, "WINDOW": 1000},
         {"HEAD_DIM": 96, "GROUP": 20} | _TREE | {"CLUSTER": 2, "WINDOW": 512},
     ),
-    "compress_keys.cu": ({"HEAD_DIM": 128}, {"HEAD_DIM": 96}, {"HEAD_DIM": 64}),
+    "compress_keys.cu": tuple({"HEAD_DIM": size, "FP8": fp8} for fp8 in (0, 1) for size in (128, 96, 64)),
     "select_blocks.cu": (
         {"HEAD_DIM": 128, "GROUP": 16, "TREE": 1},
         {"HEAD_DIM": 128, "GROUP": 16, "TREE": 0},
@@ -176,7 +181,8 @@ CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
     "embed.cu": ({"HIDDEN": 4096}, {"HIDDEN": 64}),
     "norm.cu": ({"HIDDEN": 4096}, {"HIDDEN": 64}, {"HIDDEN": 8192}),
     "join.cu": ({"A_COLUMNS": 4096, "B_COLUMNS": 4096}, {"A_COLUMNS": 1024, "B_COLUMNS": 12288}),
-    "rope_append.cu": ({"HEAD_DIM": 128}, {"HEAD_DIM": 96}, {"HEAD_DIM": 64}),
+    "rope_append.cu": tuple({"HEAD_DIM": size, "FP8": fp8} for fp8 in (0, 1) for size in (128, 96, 64)),
+    "expand_pages.cu": tuple({"HEAD_DIM": size} for size in (128, 96, 64)),
     "activation.cu": ({"INTERMEDIATE": 16384}, {"INTERMEDIATE": 64}),
     "residual.cu": ({"HIDDEN": 4096}, {"HIDDEN": 64}),
 }

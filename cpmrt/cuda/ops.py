@@ -13,6 +13,7 @@ import numpy as np
 
 from cpmrt.config import ModelConfig, SparseConfig
 from cpmrt.cuda.attention_plan import DecodeAttentionPlan, PrefillAttentionPlan, decode_launch
+from cpmrt.cuda.fp8_pages import codes_of, expand, fp8_constant, scales_of
 from cpmrt.cuda.gemm import Gemm
 from cpmrt.cuda.launcher import Launcher
 from cpmrt.cuda.linear_plan import BLOCK_THREADS, MAX_ROWS, DeviceLimits, plan_linear
@@ -20,7 +21,7 @@ from cpmrt.cuda.products_w4 import QuantizedProducts
 from cpmrt.cuda.sparse_kernels import SparseKernels, SparsePlans, selected_arguments
 from cpmrt.cuda.tensor_map import row_boxes
 from cpmrt.memory.kv_pages import PAGE_SIZE
-from cpmrt.ops import CompressedKeys, QuantizedWeight, Rows, Selection, check_shapes
+from cpmrt.ops import CompressedKeys, Fp8Pages, QuantizedWeight, Rows, Selection, check_shapes
 
 _BLOCK = 256
 _VECTOR = 8
@@ -80,7 +81,7 @@ class CudaOps:
             k_norm=k_norm, rope=rope, positions=rows.positions, locations=rows.locations, slots=rows.slots,
             block_tables=rows.block_tables, q_nope=nope[0], nope_pages=nope[1],
         )  # fmt: skip
-        if not rows.is_prefill and q_norm is None and nope[0] is None:
+        if not rows.is_prefill and q_norm is None and nope[0] is None and not isinstance(k_pages, Fp8Pages):
             self._fused_qkv(q, k_pages, v_pages, x, norm, weight, bias, rope, rows, eps)
         else:
             raw = self._scratch["qkv"][: len(x)]
@@ -89,12 +90,13 @@ class CudaOps:
             else:
                 self._fused_qkv(raw, None, None, x, norm, weight, bias, rope, rows, eps)
                 bias = None
-            lanes = 4 if self._config.head_dim == 64 else 8
-            grid = -(-len(x) * (weight.shape[0] // self._config.head_dim) * lanes // _BLOCK)
+            head_dim = self._config.head_dim
+            grid = -(-len(x) * (weight.shape[0] // head_dim) * (4 if head_dim == 64 else 8) // _BLOCK)
+            sizes = (np.int32(len(x)), *self._head_counts(), *_table_sizes(rows, rope), np.float32(eps))
             self._launch(
-                "rope_append.cu", "rope_append", {"HEAD_DIM": self._config.head_dim}, grid, _BLOCK,
-                q, k_pages, v_pages, *nope, raw, bias, q_norm, k_norm, rope, rows.positions, rows.locations, rows.slots,
-                rows.block_tables, np.int32(len(x)), *self._head_counts(), *_table_sizes(rows, rope), np.float32(eps),
+                "rope_append.cu", "rope_append", {"HEAD_DIM": head_dim} | fp8_constant(k_pages), grid, _BLOCK,
+                q, codes_of(k_pages), codes_of(v_pages), *nope, raw, bias, q_norm, k_norm, rope, rows.positions,
+                rows.locations, rows.slots, rows.block_tables, *sizes, *scales_of(k_pages, v_pages),
             )  # fmt: skip
         if self.sparse is not None and compressed is not None and rows.tree_masks is None:
             self.sparse.compress(compressed, k_pages, rows)
@@ -155,12 +157,13 @@ class CudaOps:
         )  # fmt: skip
         is_tree, selected = rows.tree_masks is not None, int(selection is not None)
         one = decode_launch(self._decode_plan, len(q), is_tree=is_tree, window=window, selected=selected)
+        sizes = np.int32(self._config.num_kv_heads), np.int32(rows.block_tables.shape[1]), np.float32(scale)
         self._launch(
             f"{one.kernel}.cu", one.kernel, one.constants, one.grid, one.threads,
-            out, self._scratch["attention_partials"], self._scratch["attention_arrivals"], q, k_pages, v_pages,
-            rows.positions, rows.slots, rows.block_tables, rows.tree_masks, rows.tree_base, *map(np.int32, one.sizes),
-            np.int32(self._config.num_kv_heads), np.int32(rows.block_tables.shape[1]), np.float32(scale),
-            *selected_arguments(selection), smem=one.shared_bytes,
+            out, self._scratch["attention_partials"], self._scratch["attention_arrivals"], q, codes_of(k_pages),
+            codes_of(v_pages), rows.positions, rows.slots, rows.block_tables, rows.tree_masks, rows.tree_base,
+            *map(np.int32, one.sizes), *sizes, *selected_arguments(selection), *scales_of(k_pages, v_pages),
+            smem=one.shared_bytes,
         )  # fmt: skip
 
     def prefill_attention(
@@ -178,27 +181,26 @@ class CudaOps:
             "prefill_attention", out=out, q=q, k_pages=k_pages, v_pages=v_pages, positions=rows.positions,
             blocks=selection and selection.blocks,
         )  # fmt: skip
+        if isinstance(k_pages, Fp8Pages):
+            k_pages, v_pages, rows = expand(self._launch, self._scratch, k_pages, v_pages, rows)
         if selection is None:
             self._dense_chunk(out, q, k_pages, v_pages, rows, scale, window, self._scratch["chunk"])
             return
         assert self.sparse is not None, "planned without sparse attention"
-        dense = self.sparse.dense_rows(selection.config)
-        self._dense_chunk(out, q, k_pages, v_pages, rows, scale, 0, dense)
+        self._dense_chunk(out, q, k_pages, v_pages, rows, scale, 0, self.sparse.dense_rows(selection.config))
         self.sparse.attend_chunk(out, q, k_pages, v_pages, rows, scale, selection)
 
     def _dense_chunk(
         self, out: Any, q: Any, k_pages: Any, v_pages: Any, rows: Rows, scale: float, window: int, chunk: Any
     ) -> None:
         """Rows of `chunk` (slot, start, count) over all that they see."""
-        plan = self._prefill_plan
-        constants = plan.constants | {"WINDOW": window}
+        plan, constants = self._prefill_plan, self._prefill_plan.constants | {"WINDOW": window}
+        sizes = np.int32(self._config.num_kv_heads), np.int32(rows.block_tables.shape[1]), np.float32(scale)
         if plan.box_columns and not self._launch.is_recording:
             k_pages, v_pages = (row_boxes(pages, PAGE_SIZE, plan.box_columns) for pages in (k_pages, v_pages))
         self._launch(
             f"{plan.kernel}.cu", plan.kernel, constants, (plan.blocks_per_tile, plan.tiles(len(q))), plan.threads,
-            out, q, k_pages, v_pages, rows.block_tables, chunk,
-            np.int32(self._config.num_kv_heads), np.int32(rows.block_tables.shape[1]), np.float32(scale),
-            smem=plan.shared_bytes,
+            out, q, k_pages, v_pages, rows.block_tables, chunk, *sizes, smem=plan.shared_bytes,
         )  # fmt: skip
 
     def project_residual(self, x: Any, inner: Any, weight: Any, bias: Any | None, scale: float) -> None:

@@ -16,6 +16,7 @@ from cpmrt.cuda.attention_plan import (
     plan_selected_tiles,
 )  # fmt: skip
 from cpmrt.cuda.device import Device
+from cpmrt.cuda.fp8_pages import codes_of, fp8_constant, scales_of
 from cpmrt.cuda.launcher import Launcher
 from cpmrt.cuda.linear_plan import MAX_ROWS
 from cpmrt.cuda.selection_plan import SelectionPlan, plan_selection
@@ -80,19 +81,19 @@ class SparseKernels:
         together = 1 if num_rows <= MAX_ROWS else _WINDOW_ROWS
         grid = (-(-num_rows // together), self._config.num_kv_heads, 2)
         self._launch(
-            "compress_keys.cu", "compress_keys", {"HEAD_DIM": head_dim}, grid, head_dim // 2, compressed.k1_pages,
-            compressed.k2_pages, keys, rows.positions, rows.slots, rows.block_tables, np.int32(num_rows),
-            np.int32(together), np.int32(rows.block_tables.shape[1]),
+            "compress_keys.cu", "compress_keys", {"HEAD_DIM": head_dim} | fp8_constant(keys), grid, head_dim // 2,
+            compressed.k1_pages, compressed.k2_pages, codes_of(keys), rows.positions, rows.slots, rows.block_tables,
+            np.int32(num_rows), np.int32(together), np.int32(rows.block_tables.shape[1]), *scales_of(keys),
         )  # fmt: skip
 
     def compress_path(self, arrays: Mapping[str, Any]) -> None:
         """After `accept`: the windows that end within its path, in the pages of all layers."""
         num_layers, num_pages, num_heads, _, head_dim = arrays["k_pages"].shape
         tables, keys = arrays["block_tables"], arrays.get("nope_pages", arrays["k_pages"])
+        constants, grid = {"HEAD_DIM": head_dim, "FP8": 0}, (num_layers * num_heads, _PATH_WINDOWS)
         self._launch(
-            "compress_keys.cu", "compress_path", {"HEAD_DIM": head_dim}, (num_layers * num_heads, _PATH_WINDOWS),
-            head_dim // 2, arrays["k1_pages"], arrays["k2_pages"], keys, arrays["draft_tree"], tables,
-            np.int32(num_pages), np.int32(num_heads), np.int32(tables.shape[1]),
+            "compress_keys.cu", "compress_path", constants, grid, head_dim // 2, arrays["k1_pages"], arrays["k2_pages"],
+            keys, arrays["draft_tree"], tables, np.int32(num_pages), np.int32(num_heads), np.int32(tables.shape[1]),
         )  # fmt: skip
 
     def select(
@@ -148,7 +149,7 @@ class SparseKernels:
         dense, factor = np.int32(sparse.dense_context), np.float32(scale)
         self._launch(
             "select_blocks.cu", "coarse_log_sums", constants, *plan.shape(num_rows, plan.coarse_tiles),
-            log_sums, q, k2_pages, k_pages, *places, table, *tree, *sizes, dense, factor,
+            log_sums, q, k2_pages, codes_of(k_pages), *places, table, *tree, *sizes, dense, factor,
         )  # fmt: skip
         self._launch(
             "select_blocks.cu", "score_blocks", constants, *plan.shape(num_rows, plan.fine_tiles),

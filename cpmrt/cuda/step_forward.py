@@ -14,7 +14,7 @@ from cpmrt.cuda.linear_plan import MAX_ROWS, DeviceLimits
 from cpmrt.cuda.ops import CudaOps
 from cpmrt.cuda.sparse_kernels import SparsePlans
 from cpmrt.models.decoder import forward, lm_head
-from cpmrt.ops import Rows
+from cpmrt.ops import Fp8Pages, Rows
 
 _ROW_BUFFERS = ("x", "q", "q_nope", "attention", "inner", "blocks")
 _PAGES = ("k_pages", "v_pages", "k1_pages", "k2_pages", "nope_pages")
@@ -40,8 +40,9 @@ class StepForward:
         self._config, self._arrays, self._taps = config, arrays, taps
         heads = {"num_heads": config.num_heads, "num_kv_heads": config.num_kv_heads, "head_dim": config.head_dim}
         decode_plan = decode_attention_of(
-            config, max_context, capability=device.capability, num_sms=device.num_sms, portable=device.is_portable
-        )
+            config, max_context, capability=device.capability, num_sms=device.num_sms, portable=device.is_portable,
+            is_fp8=isinstance(arrays["k_pages"], Fp8Pages),
+        )  # fmt: skip
         prefill_plan = plan_prefill_attention(**heads, arch=device.capability)
         limits, portable = DeviceLimits.of(device), device.is_portable
         is_sparse, max_rows = config.sparse is not None, len(arrays["x"])

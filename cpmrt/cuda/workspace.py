@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from cpmrt.config import EngineConfig, ModelConfig
 from cpmrt.cuda.attention_plan import decode_attention_of
+from cpmrt.cuda.fp8_pages import expanded_tables, expanded_workspace
 from cpmrt.cuda.linear_plan import MAX_ROWS, DeviceLimits
 from cpmrt.cuda.selection_plan import plan_selection
 from cpmrt.cuda.slot_state import SLOT_STATE, STEP_CONTEXT
@@ -45,10 +46,13 @@ def cuda_tables(
 ) -> tuple[BufferSpec, ...]:
     """Buffers that live as long as the executor."""
     sequences = engine.max_sequences
-    attention = decode_attention_of(config, max_context, capability=capability, num_sms=num_sms)
-    pages = KVLayout.of(config, max_context, sequences).pages_per_sequence
+    layout = KVLayout.of(config, max_context, sequences, engine.kv_dtype)
+    attention = decode_attention_of(
+        config, max_context, capability=capability, num_sms=num_sms, is_fp8=layout.is_fp8
+    )  # fmt: skip
     return (
-        _table("block_tables", 4, sequences, pages),
+        *(expanded_tables(layout) if layout.is_fp8 else ()),
+        _table("block_tables", 4, sequences, layout.pages_per_sequence),
         _table("slot_states", 1, sequences, SLOT_STATE.itemsize),
         _table("token_counts", 4, sequences, config.vocab_size),
         _table("step_context", 1, STEP_CONTEXT.itemsize),
@@ -104,6 +108,10 @@ def cuda_needs(
     max_rows = most_rows(engine)
     counters = quantised_tables(specs, config, limits)
 
+    def expanded(max_context: int) -> tuple[BufferSpec, ...]:
+        layout = KVLayout.of(config, max_context, engine.max_sequences, engine.kv_dtype)
+        return expanded_workspace(layout) if layout.is_fp8 else ()
+
     def tables(max_context: int) -> tuple[BufferSpec, ...]:
         own = cuda_tables(config, engine, max_context, capability=capability, num_sms=limits.num_sms)
         return (*own, *counters)
@@ -111,6 +119,7 @@ def cuda_needs(
     return ExecutorNeeds(
         tables=tables,
         workspace=(*cuda_workspace(config, max_rows), *quantised_workspace(specs, config, max_rows, limits)),
+        context_workspace=expanded,
         max_rows=max_rows,
         logit_rows=MAX_ROWS,
         packed=packed_regions(config, limits),

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from cpmrt.config import EngineConfig, ModelConfig
-from cpmrt.config.engine import FP8
 from cpmrt.config.speculation import MAX_NODES
 from cpmrt.errors import ConfigError
 from cpmrt.memory.kv_pages import PAGE_SIZE, KVLayout
@@ -69,13 +68,15 @@ def position_limit(config: ModelConfig, engine: EngineConfig) -> int:
 class ExecutorNeeds:
     """What an executor keeps beside the model's own buffers.
 
-    `tables` of a context live for ever; `workspace` is one step's; a step has at most `max_rows` rows, of which
+    `tables` of a context live for ever; `workspace` is one step's, and `context_workspace` where it depends on the
+    context; a step has at most `max_rows` rows, of which
     `logit_rows` reach the head (None: as many as the engine's settings say). `packed` is the layout of quantised
     weights.
     """
 
     tables: Callable[[int], tuple[BufferSpec, ...]] = lambda max_context: ()
     workspace: tuple[BufferSpec, ...] = ()
+    context_workspace: Callable[[int], tuple[BufferSpec, ...]] = lambda max_context: ()
     max_rows: int | None = None
     logit_rows: int | None = None
     packed: PackedRegions = canonical_regions
@@ -97,17 +98,13 @@ def plan_model(
     its weights, tables, pages and workspace are parts of the plan.
     """
     config = config.for_context(max_context)
-    if engine.kv_dtype == FP8 and config.sparse is not None:
-        raise ConfigError(
-            "kv_dtype", expected="auto with sparse attention", actual=engine.kv_dtype,
-            fix="turn sparse attention off (sparse='off', --sparse off), or leave keys and values as they are",
-        )  # fmt: skip
     if specs is None:
         specs = weight_specs(config, engine)
     rows = needs.max_rows or max(engine.prefill_chunk, engine.max_sequences, MAX_NODES if draft else 1)
     logit_rows = max(needs.logit_rows or engine.max_sequences, draft.max_tree_size if draft else 1)
     rope = BufferSpec("rope", (2, max_context, config.head_dim // 2), EMBED, HEAD, itemsize=4)
-    workspace, tables = (*buffer_specs(config, rows, logit_rows), *needs.workspace), (rope, *needs.tables(max_context))
+    workspace = (*buffer_specs(config, rows, logit_rows), *needs.workspace, *needs.context_workspace(max_context))
+    tables = (rope, *needs.tables(max_context))
     layout, draft_layout = KVLayout.of(config, max_context, engine.max_sequences, engine.kv_dtype), None
     if draft is not None:
         specs = (*specs, *draft.tensors)

@@ -138,7 +138,6 @@ class NumpyOps:
         store(v_pages, pages, offsets, self._stored(v_pages, v_heads[kept]))
         if compressed is None:
             return
-        assert not isinstance(k_pages, Fp8Pages), "planned without sparse attention"
         if compressed.nope_pages is not None:
             compressed.q_nope[:] = round_to(q_heads, self.dtype).reshape(q.shape)
             compressed.nope_pages[pages, :, offsets] = round_to(k_heads, self.dtype)[kept]

@@ -16,8 +16,8 @@ import numpy as np
 from cpmrt.config import SparseConfig
 from cpmrt.dtypes import F32, Array, DType, round_to
 from cpmrt.memory.kv_pages import PAGE_SIZE, pages_for
-from cpmrt.ops import CompressedKeys, Rows, Selection
-from cpmrt.reference.kv_rows import gather_row
+from cpmrt.ops import CompressedKeys, Fp8Pages, Rows, Selection
+from cpmrt.reference.kv_rows import gather, gather_row
 
 _FINE, _COARSE = 16, PAGE_SIZE
 """Tokens between the windows of K1 and of K2; a window is twice, for K2 two pages, as long."""
@@ -39,7 +39,12 @@ def window_means(keys: F32, stride: int, dtype: DType) -> F32:
 
 
 def append_compressed(
-    k1_pages: F32, k2_pages: F32, k_pages: F32, block_table: Array, positions: Iterable[int], dtype: DType
+    k1_pages: F32,
+    k2_pages: F32,
+    k_pages: F32 | Fp8Pages,
+    block_table: Array,
+    positions: Iterable[int],
+    dtype: DType,
 ) -> None:
     """Store the compressed key of every window that ends at one of a slot's positions, whose keys are in its pages."""
     for position in positions:
@@ -48,8 +53,8 @@ def append_compressed(
             first = position + 1 - 2 * stride
             if (position + 1) % stride or first < 0:
                 continue
-            covered = np.arange(first, position + 1)
-            keys = k_pages[block_table[covered // PAGE_SIZE], :, covered % PAGE_SIZE].transpose(1, 0, 2)
+            start = first % PAGE_SIZE
+            keys = gather(k_pages, block_table[first // PAGE_SIZE : page + 1], start + 2 * stride)[:, start:]
             mean = window_means(keys, stride, dtype)[:, 0]
             if stride == _FINE:
                 k1_pages[block_table[page], :, offset // _FINE] = mean
@@ -57,7 +62,7 @@ def append_compressed(
                 k2_pages[block_table[page]] = mean
 
 
-def append_step(compressed: CompressedKeys, k_pages: F32, rows: Rows, dtype: DType) -> None:
+def append_step(compressed: CompressedKeys, k_pages: F32 | Fp8Pages, rows: Rows, dtype: DType) -> None:
     """Store the compressed keys that a step's rows complete; `k_pages` with the keys after RoPE."""
     keys = k_pages if compressed.nope_pages is None else compressed.nope_pages
     for slot, position in zip(rows.slots.tolist(), rows.positions.tolist(), strict=True):
@@ -67,7 +72,7 @@ def append_step(compressed: CompressedKeys, k_pages: F32, rows: Rows, dtype: DTy
 
 
 def compressed_of_row(
-    k1_pages: F32, k2_pages: F32, k_pages: F32, rows: Rows, row: int, dtype: DType
+    k1_pages: F32, k2_pages: F32, k_pages: F32 | Fp8Pages, rows: Rows, row: int, dtype: DType
 ) -> tuple[F32, F32]:
     """What a row may score: entries 1 and on of K1 and of K2, [K, entries, D].
 

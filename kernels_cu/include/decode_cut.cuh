@@ -48,11 +48,12 @@ struct Cut {
     run_pages = divided(num_pages + wanted - 1, wanted);
     num_runs = divided(num_pages + run_pages - 1, run_pages);
   }
-  // Of the runs `first`, first + stride and so on: only the last of all runs is shorter.
-  __device__ __forceinline__ int pages_of(int first, int stride) const {
+  // Of the runs `first`, first + stride and so on, with so many pages at a step: only the last of all runs is shorter.
+  __device__ __forceinline__ int steps_of(int first, int stride, int at_once) const {
     if (first >= num_runs) return 0;
     const int others = divided(num_runs - 1 - first, stride), last = first + others * stride;
-    return others * run_pages + min(run_pages, num_pages - last * run_pages);
+    const int pages = min(run_pages, num_pages - last * run_pages);
+    return others * ((run_pages + at_once - 1) / at_once) + (pages + at_once - 1) / at_once;
   }
   __device__ __forceinline__ int clusters() const { return (num_runs + kCluster - 1) / kCluster; }
 };

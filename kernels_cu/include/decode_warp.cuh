@@ -1,9 +1,55 @@
 // One warp of decode_attention: where the keys of a row lie, and a warp's 16 keys of each page through its own ring.
 //
-// The including file defines kTileBytes, kStageBytes, STAGES, TREE and WINDOW.
+// The including file defines STAGES, TREE, WINDOW and FP8.
 #pragma once
-#include "decode_tile.cuh"
 
+// Pages, and what a warp does with tiles of them: 16 keys, 16 values.
+#if FP8
+#include "decode_tile_fp8.cuh"
+typedef uint8_t page_t;
+
+__device__ __forceinline__ int copied_place(int row, int chunk) { return swizzled_codes(row, chunk); }
+#else
+#include "decode_tile.cuh"
+typedef scalar_t page_t;
+constexpr int kTileBytes = kKeys * kRowBytes;
+constexpr int kAtOnce = 1;  // pages
+
+// Keys and values are what they are.
+struct PageScales {
+  __device__ __forceinline__ void load(int, int) {}
+  __device__ __forceinline__ void attend() {}
+  __device__ __forceinline__ float of_keys(int) const { return 1.0f; }
+  __device__ __forceinline__ float of_values(int) const { return 1.0f; }
+  __device__ __forceinline__ void next() {}
+};
+
+__device__ __forceinline__ int copied_place(int row, int chunk) { return swizzled(row, chunk); }
+
+__device__ __forceinline__ void load_query(WarpState& state, uint32_t tile) {
+  const int lane = threadIdx.x & 31;
+#pragma unroll
+  for (int step = 0; step < kDimSteps; ++step) {
+    ldmatrix_x4(state.q[step], tile + swizzled(lane_row_a(lane), 2 * step + lane_chunk_a(lane)));
+  }
+}
+
+__device__ __forceinline__ void score_keys(float (&scores)[2][4], const WarpState& state, uint32_t k_tile, float) {
+  score_tile(scores, state, TileRow(k_tile, lane_row_b(threadIdx.x & 31)));
+}
+
+__device__ __forceinline__ void softmax_at_once(float (&scores)[1][2][4], WarpState& state, float factor) {
+  softmax_tile(scores[0], state, factor);
+}
+
+__device__ __forceinline__ void accumulate_values(WarpState& state, const float (&weights)[2][4], uint32_t v_tile, float) {
+  accumulate_tile(state, weights, TileRow(v_tile, lane_row_a(threadIdx.x & 31)));
+}
+#endif
+constexpr int kHalfPlace = kAtOnce * kTileBytes;  // keys, then values, of the pages that are taken at once
+constexpr int kStageBytes = 2 * kHalfPlace;
+constexpr int kCopiedChunks = HEAD_DIM * sizeof(page_t) / 16;  // of a row in a page
+constexpr int kChunkElements = 16 / sizeof(page_t);
 constexpr int kAllKeys = 0x7FFFFFFF;
 
 #if TREE
@@ -35,20 +81,22 @@ struct Path {};
 
 // 16 rows; those from `valid` on are zeroed: they were never written and 0 * NaN would stay. Valid rows from `old` on are
 // left out. Most tiles are whole; what the others need is a loop, since short code starts soon.
-__device__ __forceinline__ void load_tile(uint32_t dst, const scalar_t* rows, int valid, int old) {
+__device__ __forceinline__ void load_tile(uint32_t dst, const page_t* rows, int valid, int old) {
   const int lane = threadIdx.x & 31;
   if (min(valid, old) >= kKeys) {
 #pragma unroll
-    for (int i = 0; i < kKeys * kRowChunks / 32; ++i) {
+    for (int i = 0; i < kKeys * kCopiedChunks / 32; ++i) {
       const int index = lane + i * 32;
-      cp_async16(dst + swizzled(index / kRowChunks, index % kRowChunks), rows + index * 8);
+      cp_async16(dst + copied_place(index / kCopiedChunks, index % kCopiedChunks), rows + index * kChunkElements);
     }
     return;
   }
 #pragma unroll 1
-  for (int index = lane; index < kKeys * kRowChunks; index += 32) {
-    const int row = index / kRowChunks, chunk = index % kRowChunks;
-    if (row < old || row >= valid) cp_async16(dst + swizzled(row, chunk), rows + index * 8, row < valid ? 16 : 0);
+  for (int index = lane; index < kKeys * kCopiedChunks; index += 32) {
+    const int row = index / kCopiedChunks, chunk = index % kCopiedChunks;
+    if (row < old || row >= valid) {
+      cp_async16(dst + copied_place(row, chunk), rows + index * kChunkElements, row < valid ? 16 : 0);
+    }
   }
 }
 
@@ -71,7 +119,7 @@ __device__ __forceinline__ void load_path_tile(uint32_t dst, const scalar_t* row
 // pages of the next run are on their way while a result is merged. K and V of a place of the ring are cp.async groups of
 // their own: at every wait exactly the 2 * STAGES - 1 youngest groups may still be in flight.
 struct Stream {
-  const scalar_t *k_rows, *v_rows;  // of this warp in page 0
+  const page_t *k_rows, *v_rows;  // of this warp in page 0
   int64_t page_stride;
   Path path;
   const int* block_table;  // of the slot
@@ -79,53 +127,86 @@ struct Stream {
   uint32_t ring;
   int first_page, run_pages;
   int first_run, run_stride;  // of the block's runs
-  int count;                  // pages of all of them
-  int step = 0, page_of_run = 0, stage = 0;  // what is loaded next
-  int numbers, ids;  // of 32 consecutive pages of the block, one a lane: the page of the row, its place in memory
+  int count;                  // steps of all of them: kAtOnce pages, or what is left of a run
+  int num_pages;              // of the row
+  PageScales scales = {};
+  int step = 0, step_of_run = 0, stage = 0;  // what is loaded next
+  // Of 32 consecutive steps of the block, one a lane: the first page of the row, the pages' places in memory (-1: there
+  // is none in the run).
+  int numbers, ids[kAtOnce];
 
-  // A place of the ring, and the page that it is filled with next, if any. It is the one that is read next, too.
+  // A place of the ring, and the pages that it is filled with next, if any. It is the one that is read next, too.
   struct Place {
     uint32_t k_tile;
-    int64_t offset;
+    int64_t offset[kAtOnce];
     int before;  // the first key
     bool is_page;
   };
+  __device__ __forceinline__ int run_steps() const { return (run_pages + kAtOnce - 1) / kAtOnce; }
 
   __device__ __forceinline__ Place advance() {
-    Place place = {ring + stage * kStageBytes, 0, 0, step < count && page_of_run < run_pages};
+    Place place = {ring + stage * kStageBytes, {}, 0, step < count && step_of_run < run_steps()};
     stage = stage + 1 == STAGES ? 0 : stage + 1;
     if (!place.is_page) {
-      page_of_run = 0;
+      step_of_run = 0;
       return place;
     }
-    if (step > 0 && step % 32 == 0) locate();
-    place.offset = __shfl_sync(0xFFFFFFFFu, ids, step % 32) * page_stride;
+    if (step > 0 && step % 32 == 0) {
+      locate();
+      load_scales();
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) place.offset[i] = __shfl_sync(0xFFFFFFFFu, ids[i], step % 32) * page_stride;
     place.before = first_key(__shfl_sync(0xFFFFFFFFu, numbers, step % 32));
-    ++step, ++page_of_run;
+    ++step, ++step_of_run;
     return place;
   }
   // The first key of the warp in a page of the row.
   __device__ __forceinline__ int first_key(int page) const { return page * kPageTokens + (threadIdx.x >> 5) * kKeys; }
-  // The next 32 pages: at the beginning by the caller.
+  // The next 32 steps: at the beginning by the caller.
   __device__ __forceinline__ void locate() {
-    const int own = step + (threadIdx.x & 31), turn = divided(own, run_pages);
-    numbers = first_page + (first_run + turn * run_stride) * run_pages + own - turn * run_pages;
-    ids = 0;
-    if (own < count) ids = __ldcg(block_table + (chosen ? __ldcg(chosen + numbers) : numbers));
+    const int own = step + (threadIdx.x & 31), turn = divided(own, run_steps());
+    const int run_begin = first_page + (first_run + turn * run_stride) * run_pages;
+    numbers = run_begin + own * kAtOnce - turn * (run_steps() * kAtOnce);
+    ids[0] = 0;
+    if (own < count) ids[0] = __ldcg(block_table + (chosen ? __ldcg(chosen + numbers) : numbers));
+#pragma unroll
+    for (int i = 1; i < kAtOnce; ++i) {
+      const int page = numbers + i;
+      ids[i] = -1;
+      if (own < count && page < min(run_begin + run_pages, first_page + num_pages)) {
+        ids[i] = __ldcg(block_table + (chosen ? __ldcg(chosen + page) : page));
+      }
+    }
+  }
+  // Of the 32 steps located last, past the wait: a page whose first token is new has a new scale.
+  __device__ __forceinline__ void load_scales() {
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) scales.load(i, ids[i]);
   }
 
   // `rows`: all keys or all values. Rows from `old` on are left out.
-  __device__ __forceinline__ void load(uint32_t tile, const scalar_t* rows, const Place& from, int length,
+  __device__ __forceinline__ void load(uint32_t tile, const page_t* rows, const Place& from, int length,
                                        int old = kAllKeys) const {
     const int valid = length - from.before;
     if (from.is_page) {
+#if FP8
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const bool exists = from.offset[i] >= 0;  // what does not becomes zeros
+        const page_t* source = rows + (exists ? from.offset[i] : 0);
+        const int skipped = i * kPageTokens;
+        load_tile(tile + i * kTileBytes, source, exists ? valid - skipped : 0, old - from.before - skipped);
+      }
+#else
 #if TREE
       if (min(from.before + kKeys, old) > path.base) {
         const scalar_t* head = rows - (threadIdx.x >> 5) * (kKeys * HEAD_DIM);
-        load_path_tile(tile, rows + from.offset, head, path, from.before, valid, old - from.before);
+        load_path_tile(tile, rows + from.offset[0], head, path, from.before, valid, old - from.before);
       } else
 #endif
-        load_tile(tile, rows + from.offset, valid, old - from.before);
+        load_tile(tile, rows + from.offset[0], valid, old - from.before);
+#endif
     }
     cp_async_commit();
   }
@@ -137,45 +218,49 @@ struct Stream {
     for (int i = 0; i < STAGES; ++i) {
       const Place place = advance();
       load(place.k_tile, k_rows, place, keys.length, keys.old);
-      load(place.k_tile + kTileBytes, v_rows, place, keys.length, keys.old);
+      load(place.k_tile + kHalfPlace, v_rows, place, keys.length, keys.old);
     }
   }
 
   // After pdl_wait: the rest of those pages, not committed. True if there is any: then cp_async_wait_all must follow.
   __device__ __forceinline__ bool fill_new(const Keys& keys) const {
     bool has_new = false;
-    int page = 0, room = run_pages;
+    int from = 0, room = run_steps();
 #pragma unroll 1
-    for (int place = 0; place < STAGES && page < count; ++place) {
+    for (int place = 0; place < STAGES && from < count; ++place) {
       if (place == room) {
-        room += run_pages + 1;
+        room += run_steps() + 1;
         continue;
       }
-      const int before = first_key(__shfl_sync(0xFFFFFFFFu, numbers, page));
-      const int64_t offset = __shfl_sync(0xFFFFFFFFu, ids, page) * page_stride;
-      const int first = max(keys.old - before, 0), end = min(keys.length - before, kKeys);
-      ++page;
-      if (first >= end) continue;
-      has_new = true;
-      load_new_rows(ring + place * kStageBytes, offset, before, first, end);
+      const int first_before = first_key(__shfl_sync(0xFFFFFFFFu, numbers, from));
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int before = first_before + i * kPageTokens;
+        const int64_t offset = __shfl_sync(0xFFFFFFFFu, ids[i], from) * page_stride;
+        const int first = max(keys.old - before, 0), end = min(keys.length - before, kKeys);
+        if (first >= end || (i > 0 && offset < 0)) continue;
+        has_new = true;
+        load_new_rows(ring + place * kStageBytes + i * kTileBytes, offset, before, first, end);
+      }
+      ++from;
     }
     return has_new;
   }
 
   // Rows of a page of the ring, k and v together: a row of each is a chunk for each lane.
   __device__ __forceinline__ void load_new_rows(uint32_t tile, int64_t offset, int before, int first, int end) const {
-    const int lane = threadIdx.x & 31, chunk = lane % kRowChunks;
-    const bool is_v = lane >= kRowChunks;
-    const scalar_t* rows = (is_v ? v_rows : k_rows) + offset + chunk * 8;
-    if (lane >= 2 * kRowChunks) return;
+    const int lane = threadIdx.x & 31, chunk = lane % kCopiedChunks;
+    const bool is_v = lane >= kCopiedChunks;
+    const page_t* rows = (is_v ? v_rows : k_rows) + offset + chunk * kChunkElements;
+    if (lane >= 2 * kCopiedChunks) return;
 #pragma unroll 1
     for (int row = first; row < end; ++row) {
-      const scalar_t* source = rows + row * HEAD_DIM;
+      const page_t* source = rows + row * HEAD_DIM;
 #if TREE
       const int step = before + row - path.base;
       if (step >= 0) source = rows - offset - (threadIdx.x >> 5) * (kKeys * HEAD_DIM) + path.offsets[step];
 #endif
-      cp_async16(tile + (is_v ? kTileBytes : 0) + swizzled(row, chunk), source);
+      cp_async16(tile + (is_v ? kHalfPlace : 0) + copied_place(row, chunk), source);
     }
   }
 };
@@ -183,23 +268,31 @@ struct Stream {
 // The next `num_pages` of the stream, a run that begins with page `page` of the row.
 __device__ __forceinline__ void attend(WarpState& state, Stream& stream, const Keys& keys, int page, int num_pages,
                                        float factor) {
-  const int lane = threadIdx.x & 31;
-  for (const int end = page + num_pages; page < end; ++page) {
+  for (const int end = page + num_pages; page < end; page += kAtOnce) {
     const int first_key = stream.first_key(page);
     const Stream::Place next = stream.advance();
-    const uint32_t k_tile = next.k_tile, v_tile = k_tile + kTileBytes;
-    float scores[2][4];
+    const uint32_t k_tile = next.k_tile, v_tile = k_tile + kHalfPlace;
+    float scores[kAtOnce][2][4];
+    stream.scales.attend();
     cp_async_wait<2 * STAGES - 1>();
     __syncwarp();
-    score_tile(scores, state, TileRow(k_tile, lane_row_b(lane)));
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) score_keys(scores[i], state, k_tile + i * kTileBytes, stream.scales.of_keys(i));
     __syncwarp();
     stream.load(k_tile, stream.k_rows, next, keys.length);
-    if (!keys.all_visible(first_key)) mask_tile(scores, first_key, {keys, keys});
-    softmax_tile(scores, state, factor);
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int first = first_key + i * kPageTokens;
+      const Keys seen = i == 0 || page + i < end ? keys : Keys{0, 0};
+      if (!seen.all_visible(first)) mask_tile(scores[i], first, {seen, seen});
+    }
+    softmax_at_once(scores, state, factor);
     cp_async_wait<2 * STAGES - 1>();
     __syncwarp();
-    accumulate_tile(state, scores, TileRow(v_tile, lane_row_a(lane)));
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) accumulate_values(state, scores[i], v_tile + i * kTileBytes, stream.scales.of_values(i));
     __syncwarp();
     stream.load(v_tile, stream.v_rows, next, keys.length);
+    stream.scales.next();
   }
 }

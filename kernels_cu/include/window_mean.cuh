@@ -3,7 +3,7 @@
 #include "types.cuh"
 
 // Two neighbouring elements of the mean of TOKENS keys, summed in float32 one by one from the first: the bits depend on
-// nothing else. `word_of(i)`, called once for each i in ascending order: where these two elements of key i are.
+// nothing else. `word_of(i)`, called once for each i in ascending order: these two elements of key i.
 template <int TOKENS, typename WordOf>
 __device__ __forceinline__ uint32_t window_mean(WordOf word_of) {
   constexpr int kInFlight = 16;
@@ -13,7 +13,7 @@ __device__ __forceinline__ uint32_t window_mean(WordOf word_of) {
   for (int first = 0; first < TOKENS; first += kInFlight) {
     uint32_t words[kInFlight];
 #pragma unroll
-    for (int i = 0; i < kInFlight; i++) words[i] = *word_of(first + i);
+    for (int i = 0; i < kInFlight; i++) words[i] = word_of(first + i);
 #pragma unroll
     for (int i = 0; i < kInFlight; i++) {
       const float2 pair = unpack2(words[i]);

@@ -34,7 +34,6 @@ def llm(checkpoint):
         yield made
 
 
-SPARSE = {"init_blocks": 1, "window_size": 64, "topk": 1, "dense_len": -1}  # leaves out tokens from 128 on
 SAMPLED = SamplingParams(max_new_tokens=20, temperature=1.0, seed=7, ignore_eos=True)
 
 
@@ -201,7 +200,6 @@ def test_closed_models_refuse(checkpoint):
     ({"executor": "reference", "lm_head_bits": 3}, ConfigError, "lm_head_bits"),
     ({"executor": "reference", "kv_dtype": "e5m2"}, ConfigError, "kv_dtype: expected auto | fp8"),
     ({"executor": "reference", "kv_dtype": "fp8", "draft": "lookup"}, ConfigError, "auto with a draft"),
-    ({"executor": "reference", "kv_dtype": "fp8", "sparse": SPARSE}, ConfigError, "sparse attention"),
     ({"executor": "reference", "hf_overrides": "x"}, ConfigError, "hf_overrides"),
 ])  # fmt: skip
 def test_a_wrong_setting_is_a_clear_error(no_gpu, checkpoint, arguments, error, words):

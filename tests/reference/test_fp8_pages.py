@@ -12,6 +12,7 @@ from cpmrt.dtypes import DType, round_to
 from cpmrt.ops import Fp8Pages
 from cpmrt.reference.fp8_pages import e4m3_codes, e4m3_values, page_scales, store, values_of
 from cpmrt.reference.ops import NumpyOps, rotate
+from cpmrt.reference.sparse_attention import append_compressed
 
 CODES = np.arange(256, dtype=np.uint8)
 FINITE = CODES[(CODES & 0x7F) != 0x7F]
@@ -140,3 +141,20 @@ def test_attention_reads_what_is_stored(dtype: DType) -> None:
     ops.decode_attention(outs[3], q, *plain, rows, 0.2)
     assert np.array_equal(outs[0], outs[1]) and np.array_equal(outs[2], outs[3])
     assert np.allclose(outs[0], round_to(outs[2], dtype), atol=2e-2 if dtype is DType.BFLOAT16 else 1e-5)
+
+
+def test_compressed_keys_are_means_of_what_is_stored() -> None:
+    data, length = Data(DType.BFLOAT16), 300
+    table, positions = data.tables(1, 6)[0], np.arange(length)
+    pages = empty_pages(6)
+    store(pages, table[positions // 64], positions % 64, data(length, KV_HEADS, HEAD_DIM))
+    found = []
+    for keys in (pages, values_of(pages, np.arange(6))):
+        k1, k2 = np.zeros((6, KV_HEADS, 4, HEAD_DIM), np.float32), np.zeros((6, KV_HEADS, HEAD_DIM), np.float32)
+        append_compressed(k1, k2, keys, table, range(length), DType.BFLOAT16)
+        found.append((k1, k2))
+    for one, other in zip(*found, strict=True):
+        assert one.any() and np.array_equal(one, other)
+    stored = values_of(pages, table).transpose(1, 0, 2, 3).reshape(KV_HEADS, -1, HEAD_DIM)
+    np.testing.assert_allclose(found[0][0][table[1], :, 2], stored[:, 80:112].mean(axis=1), rtol=1e-2, atol=1e-3)
+    np.testing.assert_allclose(found[0][1][table[3]], stored[:, 128:256].mean(axis=1), rtol=1e-2, atol=1e-3)

@@ -206,8 +206,9 @@ def test_plan_of_keys_and_values_in_fp8(json_of, capsys):
     wide, narrow = json_of(*shape)[1]["part_bytes"]["KV pages"], json_of(*shape, "--kv-dtype", "fp8")[1]
     scales = 2 * 4 * 32 * 2 * (32768 // 64)  # of keys and values; bytes, layers, heads, pages
     assert narrow["part_bytes"]["KV pages"] == wide // 2 + scales and narrow["kv_bytes_per_token"] == wide // 32768 // 2
-    assert main([*shape[:3], "--sparse", "{}", "--kv-dtype", "fp8"]) == 1
-    assert "kv_dtype: expected auto with sparse attention" in capsys.readouterr().err
+    sparse = json_of(*shape[:3], "--sparse", "{}", "--context", "32768", "--kv-dtype", "fp8")[1]["part_bytes"]
+    compressed = 32 * 2 * 128 * (32768 // 16 + 32768 // 64) * 2  # layers, heads, elements, windows, bytes
+    assert (sparse["KV pages"], sparse["compressed keys"]) == (wide // 2 + scales, compressed)
     assert main(["plan", "--draft", "lookup", "--kv-dtype", "fp8"]) == 1
     assert "leave the draft out" in capsys.readouterr().err
 

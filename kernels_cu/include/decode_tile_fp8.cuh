@@ -1,0 +1,211 @@
+// The same tile with keys and values in fp8: 16 rows of e4m3 codes in shared memory, D bytes each.
+//
+// Scores are sums over dimensions, whose order is free: a lane takes eight neighbouring codes of a key for two k-steps,
+// and of four codes in a word the even ones make one pair of the product's operand, the odd ones the other; the query is
+// held in that order. ldmatrix moves two codes of values as one element: a lane gets even dimensions for one tile of
+// the output and odd ones for the next. Codes become fp16, exactly, which is the shortest way, whatever scalar_t is; a
+// page's scale is a power of two, which scores take as they are and values through the weights.
+#pragma once
+#include "decode_tile.cuh"
+
+constexpr int kTileBytes = kKeys * HEAD_DIM;
+constexpr int kAtOnce = 2;  // pages: half the bytes leave half the time, which one page's chain of operations exceeds
+constexpr int kCodeChunks = HEAD_DIM / 16;  // 16-byte chunks of a row of codes
+
+// Byte offset of a chunk in a tile of rows of codes. Of eight rows the same chunk lies in eight places of 128 bytes, for
+// ldmatrix, and of four rows two neighbouring chunks do, for a lane's eight codes.
+__device__ __forceinline__ int swizzled_codes(int row, int chunk) {
+  const int pair = HEAD_DIM == 128 ? row & 3 : HEAD_DIM == 64 ? row >> 1 & 1 : 0;
+  return row * HEAD_DIM + ((chunk ^ (pair << 1) ^ (row >> 2 & 1)) << 4);
+}
+
+// Of four codes in a word the even ones, and the odd ones, as pairs of fp16 times kCodeUnit.
+#if __CUDA_ARCH__ >= 890
+constexpr float kCodeUnit = 1.0f;
+__device__ __forceinline__ void split_codes(uint32_t& even, uint32_t& odd, uint32_t codes) {
+  const uint32_t pairs = __byte_perm(codes, 0, 0x3120);
+  asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\n"
+      "cvt.rn.f16x2.e4m3x2 %0, low;\ncvt.rn.f16x2.e4m3x2 %1, high;\n}"
+      : "=r"(even), "=r"(odd)
+      : "r"(pairs));
+}
+#else
+constexpr float kCodeUnit = 1.0f / 256.0f;  // where the exponents of e4m3 stand in those of fp16
+__device__ __forceinline__ void split_codes(uint32_t& even, uint32_t& odd, uint32_t codes) {
+  even = (codes << 8 & 0x80008000u) | (codes << 7 & 0x3F803F80u);
+  odd = (codes & 0x80008000u) | (codes >> 1 & 0x3F803F80u);
+}
+#endif
+// What is left in sums of weighted codes: weights are multiplied by it, for those that are small are subnormal in fp16.
+constexpr float kWeightUnit = 256.0f;
+constexpr float kOutputUnit = 1.0f / (kWeightUnit * kCodeUnit);
+
+// Scales of a KV head, of 32 consecutive steps of a block, one a lane: of those located last, and of those attended to.
+// They are read long before they are needed, past the L1, which may hold what was there before this step.
+struct PageScales {
+  const float *k_scales, *v_scales;  // of page 0
+  int stride;
+  int step;  // that is attended to
+  float next_k[kAtOnce], next_v[kAtOnce], k[kAtOnce], v[kAtOnce];
+
+  __device__ __forceinline__ void load(int i, int page_id) {
+    next_k[i] = next_v[i] = 1.0f;
+    if (page_id < 0) return;
+    next_k[i] = __ldcg(k_scales + static_cast<int64_t>(page_id) * stride);
+    next_v[i] = __ldcg(v_scales + static_cast<int64_t>(page_id) * stride);
+  }
+  __device__ __forceinline__ void attend() {
+    if (step % 32 != 0) return;
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) k[i] = next_k[i], v[i] = next_v[i];
+  }
+  __device__ __forceinline__ float of_keys(int i) const { return __shfl_sync(0xFFFFFFFFu, k[i], step % 32) / kCodeUnit; }
+  __device__ __forceinline__ float of_values(int i) const {
+    return __shfl_sync(0xFFFFFFFFu, v[i], step % 32) * kWeightUnit;
+  }
+  __device__ __forceinline__ void next() { ++step; }
+};
+
+__device__ __forceinline__ uint32_t pack_fp16(float low, float high) {
+  uint32_t pair;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+
+// Two neighbours of the query. bf16 has fewer bits, but a wider range.
+__device__ __forceinline__ uint32_t query_pair(uint32_t pair) {
+#ifdef CPMRT_BF16
+  constexpr float kLargest = 65504.0f;
+  const float2 v = unpack2(pair);
+  return pack_fp16(fminf(fmaxf(v.x, -kLargest), kLargest), fminf(fmaxf(v.y, -kLargest), kLargest));
+#else
+  return pair;
+#endif
+}
+
+// As mma(), of fp16 whatever scalar_t is.
+__device__ __forceinline__ void mma_fp16(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+               "{%0, %1, %2, %3};"
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// The warp's query from its tile of rows of scalar_t.
+__device__ __forceinline__ void load_query(WarpState& state, uint32_t tile) {
+  const int lane = threadIdx.x & 31;
+#pragma unroll
+  for (int unit = 0; unit < kDimSteps / 2; ++unit) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      uint4 v;  // eight dimensions of a row
+      asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                   : "r"(tile + swizzled(lane / 4 + half * 8, 4 * unit + lane % 4))
+                   : "memory");
+      v = make_uint4(query_pair(v.x), query_pair(v.y), query_pair(v.z), query_pair(v.w));
+      state.q[2 * unit][half] = __byte_perm(v.x, v.y, 0x5410);
+      state.q[2 * unit][half + 2] = __byte_perm(v.x, v.y, 0x7632);
+      state.q[2 * unit + 1][half] = __byte_perm(v.z, v.w, 0x5410);
+      state.q[2 * unit + 1][half + 2] = __byte_perm(v.z, v.w, 0x7632);
+    }
+  }
+}
+
+__device__ __forceinline__ void score_keys(float (&scores)[2][4], const WarpState& state, uint32_t k_tile,
+                                           float k_scale) {
+  const int lane = threadIdx.x & 31;
+  float parts[2][2][4] = {};
+#pragma unroll
+  for (int unit = 0; unit < kDimSteps / 2; ++unit) {
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      uint32_t codes[2];
+      asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
+                   : "=r"(codes[0]), "=r"(codes[1])
+                   : "r"(k_tile + swizzled_codes(n * 8 + lane / 4, 2 * unit + (lane >> 1 & 1)) + (lane & 1) * 8)
+                   : "memory");
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        uint32_t b[2];
+        split_codes(b[0], b[1], codes[i]);
+        mma_fp16(parts[i][n], state.q[2 * unit + i], b);
+      }
+    }
+  }
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) scores[n][i] = (parts[0][n][i] + parts[1][n][i]) * k_scale;
+  }
+}
+
+// As softmax_tile, of the tiles of all pages at once; most leave every maximum where it was, then nothing is multiplied.
+__device__ __forceinline__ void softmax_at_once(float (&scores)[kAtOnce][2][4], WarpState& state, float factor) {
+  float keep[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float top = kHiddenScore;
+#pragma unroll
+    for (int n = 0; n < 2 * kAtOnce; ++n) {
+      const float* pair = &scores[n / 2][n % 2][2 * half];
+      top = fmaxf(top, fmaxf(pair[0], pair[1]));
+    }
+    const float max = fmaxf(state.max[half], quad_max(top) * factor);
+    keep[half] = exp2_fast(state.max[half] - max);
+    state.max[half] = max;
+    float sum = 0.0f;
+#pragma unroll
+    for (int n = 0; n < 2 * kAtOnce; ++n) {
+      float* pair = &scores[n / 2][n % 2][2 * half];
+      pair[0] = exp2_fast(fmaf(pair[0], factor, -max));
+      pair[1] = exp2_fast(fmaf(pair[1], factor, -max));
+      sum += pair[0] + pair[1];
+    }
+    state.sum[half] = fmaf(state.sum[half], keep[half], sum);
+  }
+  if (!__any_sync(0xFFFFFFFFu, keep[0] != 1.0f || keep[1] != 1.0f)) return;
+#pragma unroll
+  for (int n = 0; n < kDimTiles; ++n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) state.out[n][i] *= keep[i / 2];
+  }
+}
+
+// Output tile 2 c has the even dimensions of chunk c, tile 2 c + 1 the odd ones.
+__device__ __forceinline__ void accumulate_values(WarpState& state, const float (&weights)[2][4], uint32_t v_tile,
+                                                  float v_scale) {
+  const int lane = threadIdx.x & 31;
+  uint32_t a[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    a[i] = pack_fp16(weights[i / 2][i % 2 * 2] * v_scale, weights[i / 2][i % 2 * 2 + 1] * v_scale);
+  }
+#pragma unroll
+  for (int pair = 0; pair < kCodeChunks / 2; ++pair) {
+    uint32_t codes[4];
+    ldmatrix_x4_transposed(codes, v_tile + swizzled_codes(lane_row_a(lane), 2 * pair + lane_chunk_a(lane)));
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float (&even)[4] = state.out[2 * (2 * pair + i)], (&odd)[4] = state.out[2 * (2 * pair + i) + 1];
+      uint32_t b_even[2], b_odd[2];
+      split_codes(b_even[0], b_odd[0], codes[2 * i]);
+      split_codes(b_even[1], b_odd[1], codes[2 * i + 1]);
+      mma_fp16(even, a, b_even);
+      mma_fp16(odd, a, b_odd);
+    }
+  }
+}
+
+// A half of the lane's rows: two dimensions of each tile, so that tiles 2 c and 2 c + 1 give four neighbours.
+template <typename To>
+__device__ __forceinline__ void publish_row(const WarpState& state, int half, float inverse, To to) {
+  const float factor = inverse * kOutputUnit;
+#pragma unroll
+  for (int c = 0; c < kCodeChunks; ++c) {
+    const float *even = &state.out[2 * c][2 * half], *odd = &state.out[2 * c + 1][2 * half];
+    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to(4 * c + static_cast<int>(threadIdx.x & 3))),
+                 "f"(even[0] * factor), "f"(odd[0] * factor), "f"(even[1] * factor), "f"(odd[1] * factor)
+                 : "memory");
+  }
+}

@@ -1,0 +1,60 @@
+// e4m3 (OCP 8-bit floating point: sign, 4 bits of exponent with bias 7, 3 of mantissa, no infinities) in integer
+// arithmetic, the same bits on every architecture, and the scales of pages (cpmrt/ops/fp8_pages.py).
+#pragma once
+#include "types.cuh"
+
+// The nearest code, ties to even; beyond 448 it is 448, and NaN stays NaN.
+__device__ __forceinline__ uint32_t e4m3_code(float x) {
+  const uint32_t bits = __float_as_uint(x), magnitude = bits & 0x7FFFFFFFu;
+  // Below 2^-6 numbers are 2^-9 apart, as floats are from 2^14 on.
+  uint32_t code = __float_as_uint(__uint_as_float(magnitude) + 16384.0f) & 0xFu;
+  if (magnitude >= 0x3C800000u) code = ((magnitude + 0x7FFFFu + (magnitude >> 20 & 1)) >> 20) - (120u << 3);
+  if (magnitude >= 0x43E00000u) code = magnitude > 0x7F800000u ? 0x7F : 0x7E;
+  return code | (bits >> 24 & 0x80u);
+}
+
+// The scale of a page whose first token's largest magnitude is this: the least power of two that leaves 7 = 448 / 64,
+// from 2^-8 to 2^7.
+__device__ __forceinline__ float page_scale(float largest) {
+  const int exponent = static_cast<int>((__float_as_uint(largest) + 0x1FFFFFu) >> 23) - 2;
+  return __uint_as_float(static_cast<uint32_t>(min(max(exponent, 127 - 8), 127 + 7)) << 23);
+}
+
+// Of a power of two.
+__device__ __forceinline__ int exponent_of(float scale) { return static_cast<int>(__float_as_uint(scale) >> 23) - 127; }
+
+// Codes in the upper bytes of both halves of a word, the lower ones anything, become scalar_t times 2^-kCodeShift: the
+// same bits where they stand in that type, subnormal numbers too.
+#ifdef CPMRT_BF16
+constexpr int kCodeShift = 120;
+#else
+constexpr int kCodeShift = 8;
+#endif
+
+__device__ __forceinline__ uint32_t spread_codes(uint32_t upper) {
+#ifdef CPMRT_BF16
+  return (upper & 0x80008000u) | (upper >> 4 & 0x07F007F0u);
+#else
+  return (upper & 0x80008000u) | (upper >> 1 & 0x3F803F80u);
+#endif
+}
+
+// Both halves times a power of two. Exact.
+__device__ __forceinline__ uint32_t times2(uint32_t pair, uint32_t power) {
+  uint32_t product;
+#ifdef CPMRT_BF16
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(product) : "r"(pair), "r"(power), "r"(0x80008000u));
+#else
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(pair), "r"(power));
+#endif
+  return product;
+}
+
+// 2^exponent twice in a word, which scalar_t must hold.
+__device__ __forceinline__ uint32_t power2(int exponent) {
+#ifdef CPMRT_BF16
+  return static_cast<uint32_t>(exponent + 127) * 0x00800080u;
+#else
+  return static_cast<uint32_t>(exponent + 15) * 0x04000400u;
+#endif
+}

@@ -1,0 +1,272 @@
+"""Pages in fp8 on a GPU: what rope_append stores, what decode_attention reads, what expand_pages makes of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from attention_cases import GUARD, Case, assert_close, fp8_of, launch_attention, make_case, oracle
+
+from cpmrt.cuda.attention_plan import plan_decode_attention
+from cpmrt.dtypes import DType, round_to, to_float32
+from cpmrt.memory.kv_pages import PAGE_SIZE
+from cpmrt.ops import Fp8Pages
+from cpmrt.reference.fp8_pages import e4m3_codes, e4m3_values, page_scales, values_of
+from cpmrt.reference.ops import rotate
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = [DType.BFLOAT16, DType.FLOAT16]
+LENGTHS = [1, 2, 63, 64, 65, 127, 128, 300, 1000, 2048, 2049, 5000]
+HEADS, KV_HEADS, POISON = 6, 2, 2.0**5
+MAX_CONTEXT, PAGES = 400, 21
+
+
+# ---- storing ----
+
+
+@dataclass
+class Store:
+    """Rows for `rope_append`, on pages that hold what an earlier sequence left."""
+
+    cuda: Any
+    dtype: DType
+    head_dim: int
+
+    def __post_init__(self) -> None:
+        random = np.random.default_rng(self.head_dim)
+        self.shape = (PAGES, KV_HEADS, PAGE_SIZE, self.head_dim)
+        self.qkv = random.standard_normal((300, (HEADS + 2 * KV_HEADS) * self.head_dim), np.float32)
+        # Tokens of very different sizes, zeros among them.
+        self.qkv = round_to(self.qkv * 10.0 ** random.integers(-3, 3, (300, 1)).astype(np.float32), self.dtype)
+        self.qkv[128] = 0
+        self.table = random.permutation(PAGES).reshape(3, 7).astype(np.int32)
+        angles = np.outer(np.arange(MAX_CONTEXT), 1e4 ** -(np.arange(self.head_dim // 2) / (self.head_dim // 2)))
+        self.rope = np.stack([np.cos(angles), np.sin(angles)]).astype(np.float32)
+        self.before = random.integers(0, 256, (2, *self.shape), np.uint8)
+        self.codes = [self.cuda.array(codes) for codes in self.before]
+        self.scales = [self.cuda.array(np.full(self.shape[:2], POISON, np.float32)) for _ in "kv"]
+        self.kernel = self.cuda.kernel("rope_append.cu", "rope_append", self.dtype, HEAD_DIM=self.head_dim, FP8=1)
+
+    def append(self, rows: list[int], positions: list[int], slots: list[int]) -> None:
+        """Rows of `qkv` at these positions of slots."""
+        qkv = self.cuda.array(self.qkv[rows], self.dtype)
+        q = self.cuda.array(np.zeros((len(rows), HEADS * self.head_dim), np.float32), self.dtype)
+        places = [self.cuda.array(np.array(values, np.int32)) for values in (positions, slots)]
+        lanes = 4 if self.head_dim == 64 else 8
+        grid = -(-len(rows) * (HEADS + 2 * KV_HEADS) * lanes // 256)
+        numbers = [np.int32(n) for n in (len(rows), HEADS, KV_HEADS, self.table.shape[1], MAX_CONTEXT)]
+        self.kernel(
+            grid, 256, q, *self.codes, None, None, qkv, None, None, None, self.cuda.array(self.rope), places[0], None,
+            places[1], self.cuda.array(self.table), *numbers, np.float32(1e-5), *self.scales,
+        )  # fmt: skip
+
+    def pages(self) -> list[Fp8Pages]:
+        parts = zip(self.codes, self.scales, strict=True)
+        return [Fp8Pages(self.cuda.numpy(codes), self.cuda.numpy(scales)) for codes, scales in parts]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+def test_codes_and_scales_are_the_oracles(cuda: Any, dtype: DType, head_dim: int) -> None:
+    store, positions = Store(cuda, dtype, head_dim), np.arange(64, 354)
+    store.append([*range(290), 290], [*positions, 10**6], [1] * 290 + [-1])
+    heads = store.qkv[:290].reshape(290, -1, head_dim)[:, HEADS:]
+    keys, values = rotate(heads[:, :KV_HEADS], *store.rope[:, positions]), heads[:, KV_HEADS:]
+    pages, offsets = store.table[1, positions // PAGE_SIZE], positions % PAGE_SIZE
+    for stored, before, wanted in zip(store.pages(), store.before, (keys, values), strict=True):
+        scales = page_scales(np.abs(wanted[offsets == 0]).max(axis=-1))
+        assert np.array_equal(stored.scales[pages[offsets == 0]], scales)
+        assert (np.delete(stored.scales, np.unique(pages), axis=0) == POISON).all()
+        codes = e4m3_codes(wanted / scales[np.arange(290) // PAGE_SIZE][..., None])
+        actual = stored.codes[pages, :, offsets]
+        # A rotation that the compiler contracts may tip a tie.
+        assert (actual == codes).mean() > 0.999
+        np.testing.assert_allclose(e4m3_values(actual), e4m3_values(codes), rtol=0.13, atol=2**-9)
+        expected = before.copy()
+        expected[pages, :, offsets] = actual
+        assert np.array_equal(stored.codes, expected), "wrote elsewhere"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sizes", [[200], [1] * 200, [64, 64, 64, 8], [63, 2, 61, 5, 69], [7] * 28 + [4]], ids=str)
+def test_grouping_into_launches_changes_no_bit(cuda: Any, dtype: DType, sizes: list[int]) -> None:
+    whole, parts, end = Store(cuda, dtype, 128), Store(cuda, dtype, 128), 0
+    whole.append(list(range(200)), list(range(200)), [2] * 200)
+    for size in sizes:
+        part = list(range(end, end + size))
+        parts.append(part, part, [2] * size)
+        end += size
+    for one, other in zip(whole.pages(), parts.pages(), strict=True):
+        assert np.array_equal(one.codes, other.codes) and np.array_equal(one.scales, other.scales)
+
+
+def test_rows_of_several_slots_take_the_scales_of_their_own_pages(cuda: Any) -> None:
+    """Rows as many apart as their offsets, so that another slot's row stands where a page's first token would."""
+    alone, together = Store(cuda, DType.BFLOAT16, 64), Store(cuda, DType.BFLOAT16, 64)
+    for store in (alone, together):
+        for slot in range(3):
+            store.append(list(range(slot * 70, slot * 70 + 66)), list(range(66)), [slot] * 66)
+    rows, positions, slots = [250, 251, 252], [66, 65, 66], [0, 1, 2]
+    together.append(rows, positions, slots)
+    for row in zip(rows, positions, slots, strict=True):
+        alone.append(*([value] for value in row))
+    for one, other in zip(alone.pages(), together.pages(), strict=True):
+        assert np.array_equal(one.codes, other.codes) and np.array_equal(one.scales, other.scales)
+
+
+# ---- reading ----
+
+
+class Reader:
+    """Uploads a case's pages as codes and scales once; `run` gives the output rows."""
+
+    def __init__(self, cuda: Any, case: Case, *, portable: bool = False, arch: int | None = None, sms: int = 132):
+        self.cuda = cuda
+        self.plan = plan_decode_attention(
+            num_heads=case.num_heads, num_kv_heads=case.num_kv_heads, head_dim=case.head_dim, max_context=8192,
+            max_rows=64, arch=arch or int(cuda.arch.removeprefix("sm_")), num_sms=sms, portable=portable, is_fp8=True,
+        )  # fmt: skip
+        self.pages = [fp8_of(pages, seed) for seed, pages in enumerate((case.k_pages, case.v_pages))]
+        self.arrays = [cuda.array(pages.codes) for pages in self.pages]
+        self.scales = [cuda.array(pages.scales) for pages in self.pages]
+        self.table = cuda.array(case.block_tables)
+        self.partials = cuda.array(np.full(self.plan.partials, np.nan, np.float32))
+        self.arrivals = cuda.array(np.zeros(self.plan.arrivals, np.int32))
+
+    def run(self, case: Case, *, pdl: bool = False, launches: int = 1) -> np.ndarray[Any, Any]:
+        size = case.q.size
+        out = self.cuda.array(np.full(size + 2 * GUARD, np.nan, np.float32), case.dtype)
+        rows = [self.cuda.array(values) for values in (case.positions, case.slots)]
+        operands = [out[GUARD:], self.partials, self.arrivals, self.cuda.array(case.q, case.dtype), *self.arrays, *rows]
+        operands += [self.table, None, None]
+        sizes = [np.int32(case.num_kv_heads), np.int32(case.block_tables.shape[1])]
+        for _ in range(launches):
+            launch_attention(self.cuda, self.plan, case.dtype, operands, sizes, case.scale, pdl=pdl, scales=self.scales)
+        result = self.cuda.numpy(out, case.dtype)
+        assert np.isnan(result[:GUARD]).all() and np.isnan(result[GUARD + size :]).all(), "wrote outside out"
+        assert not self.cuda.numpy(self.arrivals).any(), "counters were not reset"
+        return result[GUARD : GUARD + size].reshape(case.q.shape)
+
+    def oracle(self, case: Case) -> np.ndarray[Any, Any]:
+        case = case.take(list(range(len(case.q))))
+        case.k_pages, case.v_pages = self.pages
+        return oracle(case)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize(("group", "kv_heads"), [(1, 3), (4, 1), (8, 2), (16, 2), (20, 2)])
+def test_attention_matches_the_numpy_op(cuda: Any, dtype: DType, group: int, kv_heads: int, head_dim: int) -> None:
+    case = make_case(dtype, group, kv_heads, head_dim, LENGTHS)
+    reader = Reader(cuda, case)
+    assert_close(reader.run(case), reader.oracle(case), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("group", "head_dim"), [(16, 128), (5, 96), (1, 64)])
+@pytest.mark.parametrize("arch", [86, 87])
+def test_attention_as_without_clusters(cuda: Any, dtype: DType, group: int, head_dim: int, arch: int) -> None:
+    """Rings as deep as on these architectures."""
+    case = make_case(dtype, group, 2, head_dim, LENGTHS)
+    reader = Reader(cuda, case, portable=True, arch=arch)
+    assert_close(reader.run(case), reader.oracle(case), dtype)
+
+
+def test_a_row_does_not_depend_on_the_others(cuda: Any) -> None:
+    case = make_case(DType.BFLOAT16, 16, 2, 128, [*LENGTHS, 3000])
+    reader = Reader(cuda, case)
+    alone = np.concatenate([reader.run(case.row(i)) for i in range(len(case.q))])
+    for num_rows in (2, 5, 8, 12, 16, 31, 32, 64):
+        rows = [(7 * i + num_rows) % len(case.q) for i in range(num_rows)]
+        assert np.array_equal(reader.run(case.take(rows), pdl=num_rows % 2 == 0), alone[rows]), num_rows
+    assert np.array_equal(reader.run(case, launches=20, pdl=True), alone)
+
+
+# What a step's append does right before attention reads: a slow writer of keys, values and scales, then attention.
+SLOW_WRITER = r"""
+extern "C" __global__ void slow_writer(unsigned char** targets, unsigned char** sources, const int* num_bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+  for (const long long start = clock64(); clock64() - start < 1000000;) {}
+  for (int array = 0; array < 4; array++)
+    for (int i = threadIdx.x; i < num_bytes[array]; i += blockDim.x) targets[array][i] = sources[array][i];
+}
+"""
+
+
+@pytest.mark.parametrize("positions", [range(1), range(1087, 1088), range(1088, 1089), range(120, 136), range(63)])
+@pytest.mark.parametrize("sms", [132, 8])
+def test_attention_sees_what_the_kernel_before_it_writes(cuda: Any, positions: range, sms: int) -> None:
+    """A first token's scale among it; until the writer is done both are other ones. With few splits a warp has read
+    scales beside it before."""
+    case = make_case(DType.BFLOAT16, 8, 2, 64, [positions.stop])
+    case.q = np.repeat(case.q, len(positions), axis=0)
+    case.positions, case.slots = np.array(positions, np.int32), np.zeros(len(positions), np.int32)
+    reader = Reader(cuda, case, sms=sms)
+    expected = reader.run(case)
+    assert_close(expected, reader.oracle(case), case.dtype)
+    before = [np.array(cuda.numpy(array)) for array in (*reader.arrays, *reader.scales)]
+    for position in positions:
+        page, offset = case.block_tables[0, position // PAGE_SIZE], position % PAGE_SIZE
+        for codes, scales in zip(before[:2], before[2:], strict=True):
+            codes[page, :, offset] = 0x7E
+            if offset == 0:
+                scales[page] *= 8
+    after = [array.copy() for array in (*reader.arrays, *reader.scales)]
+    stale = [cuda.array(values) for values in before]
+    targets = (*reader.arrays, *reader.scales)
+    pointers = [cuda.array(np.array([a.data.ptr for a in arrays], np.uint64)) for arrays in (targets, after)]
+    num_bytes = cuda.array(np.array([array.nbytes for array in targets], np.int32))
+    writer = cuda.cupy.RawKernel(SLOW_WRITER, "slow_writer")
+    operands = [cuda.array(np.zeros_like(case.q), case.dtype), reader.partials, reader.arrivals]
+    operands += [cuda.array(case.q, case.dtype), *reader.arrays, cuda.array(case.positions), cuda.array(case.slots)]
+    operands += [reader.table, None, None]
+    sizes = [np.int32(case.num_kv_heads), np.int32(case.block_tables.shape[1])]
+    for _ in range(3):
+        with cuda.stream:
+            for target, source in zip(targets, stale, strict=True):
+                target[...] = source
+            writer((1,), (1024,), (*pointers, num_bytes))
+        launch_attention(cuda, reader.plan, case.dtype, operands, sizes, case.scale, pdl=True, scales=reader.scales)
+        assert np.array_equal(cuda.numpy(operands[0], case.dtype), expected)
+
+
+# ---- expanding ----
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize("blocks", [1, 512])
+def test_every_code_and_scale_expands_exactly(cuda: Any, dtype: DType, head_dim: int, blocks: int) -> None:
+    random = np.random.default_rng(3)
+    shape, start, count = (9, 3, PAGE_SIZE, head_dim), 100, 157  # five pages
+    codes = random.integers(0, 256, (2, *shape), np.uint8)
+    codes[(codes & 0x7F) == 0x7F] = 0x80
+    scales = 2.0 ** random.integers(-8, 8, (2, *shape[:2])).astype(np.float32)
+    table = np.array([[0] * 7, [8, 3, 5, 0, 7, 1, 2]], np.int32)
+    outs = [cuda.array(np.full((7, *shape[1:]), np.nan, np.float32), dtype) for _ in "kv"]
+    kernel = cuda.kernel("expand_pages.cu", "expand_pages", dtype, HEAD_DIM=head_dim)
+    chunk = cuda.array(np.array([1, start, count, 0], np.int32))
+    arrays = [*map(cuda.array, codes), *map(cuda.array, scales), cuda.array(table), chunk]
+    kernel((blocks, 6), 256, *outs, *arrays, np.int32(3), np.int32(7))
+    for out, code, scale in zip(outs, codes, scales, strict=True):
+        expanded = cuda.numpy(out, dtype)
+        wanted = values_of(Fp8Pages(code, scale), table[1, :5])
+        assert np.array_equal(expanded[:5], wanted) and np.isnan(expanded[5:]).all()
+
+
+def test_an_empty_slot_expands_nothing(cuda: Any) -> None:
+    outs = [cuda.array(np.full((2, 1, PAGE_SIZE, 64), 7, np.uint16)) for _ in "kv"]
+    codes = [cuda.array(np.ones((2, 1, PAGE_SIZE, 64), np.uint8)) for _ in "kv"]
+    scales = [cuda.array(np.ones((2, 1), np.float32)) for _ in "kv"]
+    kernel = cuda.kernel("expand_pages.cu", "expand_pages", DType.BFLOAT16, HEAD_DIM=64)
+    for chunk in ([-1, 5, 20, 0], [0, 0, 0, 0]):
+        table, chunk_array = cuda.array(np.zeros((1, 2), np.int32)), cuda.array(np.array(chunk, np.int32))
+        kernel((4, 2), 256, *outs, *codes, *scales, table, chunk_array, np.int32(1), np.int32(2))
+        assert all((cuda.numpy(out) == 7).all() for out in outs)
+    assert np.isfinite(to_float32(cuda.numpy(outs[0]), DType.BFLOAT16)).all()

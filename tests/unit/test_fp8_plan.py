@@ -1,0 +1,74 @@
+"""Keys and values in fp8 in the plans: bytes of pages, room for expanded ones, rings that find room twice."""
+
+from __future__ import annotations
+
+import pytest
+
+from cpmrt.bench.work import decode_bytes
+from cpmrt.config import EngineConfig, ModelConfig
+from cpmrt.cuda.ahead_of_time import known_device, modules_of
+from cpmrt.cuda.attention_plan import decode_attention_of
+from cpmrt.cuda.draft_forward import executor_needs
+from cpmrt.cuda.linear_plan import DeviceLimits
+from cpmrt.dtypes import DType
+from cpmrt.models.planning import plan_model, weight_specs
+
+MODEL = ModelConfig.from_hf({
+    "architectures": ["LlamaForCausalLM"], "hidden_size": 2048, "intermediate_size": 4096, "num_hidden_layers": 3,
+    "num_attention_heads": 16, "num_key_value_heads": 2, "vocab_size": 512, "max_position_embeddings": 65536,
+})  # fmt: skip
+SHARED_OF_SM = {80: 164, 87: 164, 90: 228, 100: 228, 86: 100, 89: 100, 120: 100}
+"""KiB, of which a block takes one more than it asks for (CUDA C++ Programming Guide, "Compute Capabilities")."""
+
+
+def plan(kv_dtype: str, max_context: int = 4096):
+    engine, device = EngineConfig(kv_dtype=kv_dtype, max_sequences=3), known_device("sm_90")
+    limits = DeviceLimits.of(device)
+    needs = executor_needs(MODEL, engine, weight_specs(MODEL, engine), None, capability=90, limits=limits)
+    return plan_model(MODEL, engine, itemsize=2, max_context=max_context, needs=needs)
+
+
+def test_pages_take_half_and_one_sequence_of_a_layer_is_expanded():
+    wide, narrow = plan("auto"), plan("fp8")
+    pages = 3 * 64
+    assert narrow.region("k_codes").shape == (3, pages, 2, 64, 128) == wide.region("k_pages").shape
+    assert 2 * narrow.region("k_codes").nbytes == wide.region("k_pages").nbytes
+    assert narrow.region("v_scales").shape == (3, pages, 2) and narrow.region("v_scales").nbytes == 4 * 3 * pages * 2
+    assert narrow.region("expanded_k").shape == (64, 2, 64, 128)
+    assert narrow.part_bytes["workspace"] <= wide.part_bytes["workspace"], "it shares the memory of the MLP"
+    assert not {"k_codes", "k_scales", "expanded_k"} & {region.name for region in wide.regions}
+
+
+def test_a_long_context_needs_room_to_expand_it():
+    assert plan("fp8", 65536).part_bytes["workspace"] > plan("auto", 65536).part_bytes["workspace"]
+    assert plan("fp8", 65536).total_bytes < plan("auto", 65536).total_bytes
+
+
+def test_the_bytes_of_a_step_are_those_that_are_held():
+    wide, narrow = plan("auto").kv_bytes_per_token, plan("fp8").kv_bytes_per_token
+    assert wide == 2 * narrow == 2 * 3 * 2 * 128 * 2
+    steps = [decode_bytes(MODEL, 1000, 3, 2, kv_bytes=kv_bytes) for kv_bytes in (None, wide, narrow)]
+    assert steps[0] == steps[1] == steps[2] + 3 * 1000 * narrow
+
+
+@pytest.mark.parametrize("arch", SHARED_OF_SM)
+@pytest.mark.parametrize("portable", [False, True])
+def test_blocks_find_room_together(arch, portable):
+    device = known_device(f"sm_{arch}")
+    sizes = {"capability": arch, "num_sms": device.num_sms, "portable": portable}
+    wide, narrow = (decode_attention_of(MODEL, 65536, **sizes, is_fp8=is_fp8) for is_fp8 in (False, True))
+    blocks = narrow.num_splits * narrow.units
+    resident = SHARED_OF_SM[arch] * 1024 // (narrow.shared_bytes + 1024 + 512)
+    assert narrow.shared_bytes <= device.shared_bytes_per_block and resident >= (2 if arch >= 90 and arch != 120 else 1)
+    assert wide.num_splits == narrow.num_splits and wide.shared_bytes == narrow.shared_bytes
+    assert blocks <= resident * device.num_sms
+    assert narrow.constants["FP8"] == 1 and not narrow.has_tree_kernel
+
+
+@pytest.mark.parametrize("arch", ["sm_87", "sm_90"])
+def test_modules_of_a_start(arch):
+    modules = modules_of(MODEL, EngineConfig(kv_dtype="fp8"), known_device(arch), DType.BFLOAT16)
+    attention = [sizes for file, sizes in modules if file == "decode_attention.cu"]
+    assert len(attention) == 1 and attention[0]["FP8"] == 1
+    assert ("expand_pages.cu", {"HEAD_DIM": 128}) in modules
+    assert [sizes for file, sizes in modules if file == "rope_append.cu"] == [{"HEAD_DIM": 128, "FP8": 1}]
