@@ -103,14 +103,14 @@ __device__ __forceinline__ void publish_warp(const WarpState& state, uint32_t ou
     if (lane % 4 == 0) log_sums[row] = sum > 0.0f ? state.max[half] + log2_fast(sum) : kNoMaximum;
 #if FP8
     publish_row(state, half, inverse, [&](int vector) { return out + published_offset(row, vector); });
-    continue;
-#endif
+#else
 #pragma unroll
     for (int n = 0; n < kDimTiles; ++n) {
       const float* pair = &state.out[n][2 * half];
       const uint32_t to = out + published_offset(row, 2 * n + lane % 4 / 2) + lane % 2 * 8;
       asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(pair[0] * inverse), "f"(pair[1] * inverse) : "memory");
     }
+#endif
   }
 }
 
@@ -349,9 +349,12 @@ KERNEL(decode_attention)(scalar_t* __restrict__ out, float* partials, int* arriv
   stream.scales = {k_scales + kv_head, v_scales + kv_head, num_kv_heads};
 #endif
   WarpState state;
-  if (stream.count > 0) begin(state, shared, q, heads, stream, keys, is_early);
-  pdl_launch_dependents();
-  pdl_wait();
+  if (stream.count > 0) {
+    begin(state, shared, q, heads, stream, keys, is_early);
+  } else {  // a second wait takes time even where nothing is left to wait for
+    pdl_launch_dependents();
+    pdl_wait();
+  }
   for (int turn = 0; turn < turns; ++turn, run += run_stride, target.cluster += num_clusters) {
     const bool is_last = turn + 1 == turns;
     const unsigned char* results = shared + kQueryBytes;
