@@ -351,7 +351,7 @@ KERNEL(decode_attention)(scalar_t* __restrict__ out, float* partials, int* arriv
   WarpState state;
   if (stream.count > 0) {
     begin(state, shared, q, heads, stream, keys, is_early);
-  } else {  // a second wait takes time even where nothing is left to wait for
+  } else {
     pdl_launch_dependents();
     pdl_wait();
   }
