@@ -26,7 +26,9 @@
 #endif
 
 constexpr int kFine = 16, kCoarse = kPageTokens;  // tokens between windows; a window is two of these long
+#if !FP8
 constexpr int kPathWindows = 4;                   // of k1 that end among at most 64 positions
+#endif
 
 // The keys of one KV head in a layer's pages as a slot's block table names them, from this thread's two elements on.
 #if FP8

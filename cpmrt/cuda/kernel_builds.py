@@ -44,7 +44,7 @@ CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
         | _PORTABLE_LINEAR
         | {"HALF_TILE": 1},
         {"LINEAR": 3, "IN_FEATURES": 4096, "TOKEN_TILES": 8, "GROUP": 2, "SPLIT_WARPS": 1}
-        | {"CLUSTER": 1, "NORM": 0, "SMEM_BYTES": 232448},
+        | {"HALF_TILE": 0, "CLUSTER": 1, "NORM": 0, "SMEM_BYTES": 232448},
     ),
     "linear_w4.cu": (
         {"LINEAR": 1, "IN_FEATURES": 4096, "RUNS": 8, "ROWS": 1, "WARPS": 8, "SHARED_RUN": 0, "PREPARED": 0}
