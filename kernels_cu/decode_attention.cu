@@ -316,6 +316,7 @@ KERNEL(decode_attention)(scalar_t* __restrict__ out, float* partials, int* arriv
     mbarrier_init(barrier, 1);
     mbarrier_init_fence();
   }
+  __syncwarp();  // racecheck takes the initialisation, an instruction of the warp, for other lanes' too
 #endif
   cluster_announce();
   const int64_t head_offset = (int64_t)(kv_head * kPageTokens + warp * kKeys) * HEAD_DIM;

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 from attention_cases import launch_attention
+from slow_writer import SlowWriter
 
 from cpmrt.cuda import nvrtc
 from cpmrt.cuda.attention_plan import plan_decode_attention
@@ -95,20 +96,6 @@ def test_the_qkv_product_waits_before_it_reads(rows: int, hidden: int, head_dim:
     assert not early_accesses("linear.cu", compile_module("linear.cu", "sm_90", DType.FLOAT16, constants))
 
 
-# Stands for the product before attention: starts it at once, and writes long after attention has begun.
-SLOW_WRITER = r"""
-extern "C" __global__ void slow_writer(unsigned int** targets, unsigned int** sources, const int* num_words) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-  for (const long long start = clock64(); clock64() - start < 1000000;) {}
-  for (int array = 0; array < 3; array++)
-    for (int i = threadIdx.x; i < num_words[array]; i += blockDim.x) targets[array][i] = sources[array][i];
-}
-"""
-
-
 class WriterThenAttention:
     """Rows of one slot. Until the writer is done the query and the keys of these positions are NaN."""
 
@@ -122,7 +109,6 @@ class WriterThenAttention:
             max_context=self.max_context, max_rows=64, arch=int(cuda.arch.removeprefix("sm_")),
             num_sms=cuda.device.num_sms,
         )  # fmt: skip
-        self.writer = cuda.cupy.RawKernel(SLOW_WRITER, "slow_writer")
         num_pages = self.max_context // PAGE_SIZE
         table = rng.permutation(num_pages).astype(np.int32)
         q = rng.standard_normal((self.rows, self.num_heads * self.head_dim), np.float32)
@@ -130,14 +116,10 @@ class WriterThenAttention:
         before = pages.copy()
         for position in positions:
             before[:, table[position // PAGE_SIZE], :, position % PAGE_SIZE] = np.nan
-        self.after = [cuda.array(values, DType.BFLOAT16) for values in (q, *pages)]
-        self.before = [cuda.array(values, DType.BFLOAT16) for values in (np.full_like(q, np.nan), *before)]
-        self.inputs = [array.copy() for array in self.before]
-        self.pointers = [
-            cuda.array(np.array([array.data.ptr for array in arrays], np.uint64))
-            for arrays in (self.inputs, self.after)
-        ]
-        self.num_words = cuda.array(np.array([array.size // 2 for array in self.after], np.int32))
+        after = [cuda.array(values, DType.BFLOAT16) for values in (q, *pages)]
+        stale = [cuda.array(values, DType.BFLOAT16) for values in (np.full_like(q, np.nan), *before)]
+        self.inputs = [array.copy() for array in stale]
+        self.writer = SlowWriter(cuda, self.inputs, stale, after)
         self.out = cuda.array(np.full_like(q, np.nan), DType.BFLOAT16)
         self.partials = cuda.array(np.zeros(self.plan.partials, np.float32))
         self.arrivals = cuda.array(np.zeros(self.plan.arrivals, np.int32))
@@ -152,10 +134,7 @@ class WriterThenAttention:
         self.tree = [cuda.array(values) if is_tree else None for values in (np.array(masks, np.uint64), base)]
 
     def step(self, *, pdl: bool) -> Any:
-        with self.cuda.stream:
-            for target, source in zip(self.inputs, self.before, strict=True):
-                target[...] = source
-            self.writer((1,), (1024,), (*self.pointers, self.num_words))
+        self.writer.launch()
         operands = [
             self.out, self.partials, self.arrivals, *self.inputs, self.positions, self.slots, self.table, *self.tree
         ]  # fmt: skip

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from attention_cases import GUARD, Case, assert_close, fp8_of, launch_attention, make_case, oracle
+from slow_writer import SlowWriter
 
 from cpmrt.cuda.attention_plan import plan_decode_attention
 from cpmrt.dtypes import DType, round_to, to_float32
@@ -185,20 +186,6 @@ def test_a_row_does_not_depend_on_the_others(cuda: Any) -> None:
     assert np.array_equal(reader.run(case, launches=20, pdl=True), alone)
 
 
-# What a step's append does right before attention reads: a slow writer of keys, values and scales, then attention.
-SLOW_WRITER = r"""
-extern "C" __global__ void slow_writer(unsigned char** targets, unsigned char** sources, const int* num_bytes) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-  for (const long long start = clock64(); clock64() - start < 1000000;) {}
-  for (int array = 0; array < 4; array++)
-    for (int i = threadIdx.x; i < num_bytes[array]; i += blockDim.x) targets[array][i] = sources[array][i];
-}
-"""
-
-
 @pytest.mark.parametrize("positions", [range(1), range(1087, 1088), range(1088, 1089), range(120, 136), range(63)])
 @pytest.mark.parametrize("sms", [132, 8])
 def test_attention_sees_what_the_kernel_before_it_writes(cuda: Any, positions: range, sms: int) -> None:
@@ -220,18 +207,13 @@ def test_attention_sees_what_the_kernel_before_it_writes(cuda: Any, positions: r
     after = [array.copy() for array in (*reader.arrays, *reader.scales)]
     stale = [cuda.array(values) for values in before]
     targets = (*reader.arrays, *reader.scales)
-    pointers = [cuda.array(np.array([a.data.ptr for a in arrays], np.uint64)) for arrays in (targets, after)]
-    num_bytes = cuda.array(np.array([array.nbytes for array in targets], np.int32))
-    writer = cuda.cupy.RawKernel(SLOW_WRITER, "slow_writer")
+    writer = SlowWriter(cuda, targets, stale, after)
     operands = [cuda.array(np.zeros_like(case.q), case.dtype), reader.partials, reader.arrivals]
     operands += [cuda.array(case.q, case.dtype), *reader.arrays, cuda.array(case.positions), cuda.array(case.slots)]
     operands += [reader.table, None, None]
     sizes = [np.int32(case.num_kv_heads), np.int32(case.block_tables.shape[1])]
     for _ in range(3):
-        with cuda.stream:
-            for target, source in zip(targets, stale, strict=True):
-                target[...] = source
-            writer((1,), (1024,), (*pointers, num_bytes))
+        writer.launch()
         launch_attention(cuda, reader.plan, case.dtype, operands, sizes, case.scale, pdl=True, scales=reader.scales)
         assert np.array_equal(cuda.numpy(operands[0], case.dtype), expected)
 
