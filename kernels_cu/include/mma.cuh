@@ -31,10 +31,3 @@ __device__ __forceinline__ void ldmatrix_x4_transposed(uint32_t (&r)[4], uint32_
                : "r"(shared)
                : "memory");
 }
-
-__device__ __forceinline__ void ldmatrix_x2(uint32_t (&r)[2], uint32_t shared) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
-               : "=r"(r[0]), "=r"(r[1])
-               : "r"(shared)
-               : "memory");
-}

@@ -1,4 +1,4 @@
-// Sums and maxima over a warp or a block, in an order fixed by the block size; every thread gets the result.
+// Sums over a warp or a block, in an order fixed by the block size; every thread gets the result.
 #pragma once
 #include "types.cuh"
 
@@ -8,15 +8,6 @@ __device__ __forceinline__ float warp_sum(float value) {
   return value;
 }
 
-__device__ __forceinline__ float warp_max(float value) {
-#pragma unroll
-  for (int distance = 16; distance > 0; distance /= 2) {
-    value = fmaxf(value, __shfl_xor_sync(0xFFFFFFFFu, value, distance));
-  }
-  return value;
-}
-
-// `shared` holds WARPS floats and may be used again at once; all WARPS * 32 threads of the block take part.
 template <int WARPS>
 __device__ __forceinline__ float block_sum(float value, float* shared) {
   value = warp_sum(value);
@@ -27,16 +18,4 @@ __device__ __forceinline__ float block_sum(float value, float* shared) {
   for (int warp = 0; warp < WARPS; warp++) total += shared[warp];
   __syncthreads();
   return total;
-}
-
-template <int WARPS>
-__device__ __forceinline__ float block_max(float value, float* shared) {
-  value = warp_max(value);
-  if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = value;
-  __syncthreads();
-  float largest = shared[0];
-#pragma unroll
-  for (int warp = 1; warp < WARPS; warp++) largest = fmaxf(largest, shared[warp]);
-  __syncthreads();
-  return largest;
 }
