@@ -6,9 +6,10 @@
 
 Parts: statements hidden in held-out text and asked for at its end, by depth and length (`needles`); perplexity and KL
 against dense on long held-out text (`text`); the share of the dense attention that lies inside the blocks that are
-chosen, all over a text (`mass`) and where a statement is asked for (`asked`), both always on NumPy. Settings: the
-official ones, CPM.cu's, smaller budgets. --out gets results.json, to which each call adds, tables.md and needles.png
-(matplotlib). Runs on a GPU, or without one on NumPy.
+chosen, all over a text (`mass`) and where a statement is asked for (`asked`), both always on NumPy; how many blocks
+neighbouring tokens choose together (`unions`, official settings). Settings: the official ones, CPM.cu's, smaller
+budgets. --out gets results.json, to which each call adds, tables.md and needles.png (matplotlib). Runs on a GPU, or
+without one on NumPy.
 """
 
 from __future__ import annotations
@@ -39,8 +40,10 @@ from sparse_evaluation.needles import (  # noqa: E402
     logit_chunks,
     make_haystack,
 )
+from sparse_evaluation.neighbours import ChoiceProbe  # noqa: E402
+from sparse_evaluation.neighbours import summary as union_summary  # noqa: E402
 from sparse_evaluation.plot import plot_needles  # noqa: E402
-from sparse_evaluation.settings import ALWAYS_SPARSE, SETTINGS, Setting  # noqa: E402
+from sparse_evaluation.settings import ALWAYS_SPARSE, OFFICIAL, SETTINGS, Setting  # noqa: E402
 from sparse_evaluation.tables import tables  # noqa: E402
 from sparse_evaluation.text import held_out_text  # noqa: E402
 
@@ -48,7 +51,7 @@ from cpmrt import LLM  # noqa: E402
 from cpmrt.errors import ConfigError, CpmrtError  # noqa: E402
 from cpmrt.weights.model_folder import ModelFolder  # noqa: E402
 
-PARTS = ("needles", "text", "mass", "asked")
+PARTS = ("needles", "text", "mass", "asked", "unions")
 LENGTHS = (4096, 8192, 16384, 32768, 65536)
 CHUNK = 2048
 
@@ -108,6 +111,8 @@ class SparseEvaluation:
         if "asked" in self.options.parts:
             haystack = self._haystack(length, np.random.default_rng(self.options.seed))
             yield {"asked": self._mass(haystack.token_ids, haystack.answers[:, 0] - 1)}
+        if "unions" in self.options.parts:
+            yield {"unions": self._unions(OFFICIAL)}
 
     def _haystack(self, length: int, rng: np.random.Generator) -> Haystack:
         return make_haystack(
@@ -160,6 +165,22 @@ class SparseEvaluation:
                 pass
         found_shares = {label: summary(probe.shares[number]) for number, label in enumerate(labels)}
         return {"length": length, "settings": found_shares}
+
+    def _unions(self, setting: Setting) -> dict[str, Any]:
+        """At the end of each length of one text, in the last whole chunk whose rows all leave blocks out."""
+        config = setting.config
+        assert config is not None
+        window = self.text.windows(1, max(self.lengths))[0].tolist()
+        firsts = {length: length // CHUNK * CHUNK - CHUNK for length in self.lengths if length <= len(window)}
+        firsts = {length: first for length, first in firsts.items() if first >= 0 and config.leaves_out(first + 1)}
+        with self._opened(setting, self.options.executor, len(window)) as llm:
+            probe = ChoiceProbe(llm, CHUNK, firsts.values())
+            for _ in logit_chunks(llm, window):
+                pass
+        return {
+            str(length): union_summary(probe.choices[first], first + CHUNK - 1, config)
+            for length, first in firsts.items()
+        }
 
     def _opened(self, setting: Setting, executor: str, max_context: int) -> LLM:
         return LLM(

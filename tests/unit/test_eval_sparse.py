@@ -19,8 +19,9 @@ import eval_sparse
 from demo_model.retrieval import CELL, TOKENS_PER_PAIR, VALUE_WORDS, Statements, retrieval_rows, spread_positions
 from sparse_evaluation.attention_mass import MassProbe, Shares, block_mass, shares, summary
 from sparse_evaluation.likelihood import Predictions, divergences, predictions
-from sparse_evaluation.needles import DEPTHS, found, make_haystack
-from sparse_evaluation.settings import ALWAYS_SPARSE, SETTINGS
+from sparse_evaluation.needles import DEPTHS, found, logit_chunks, make_haystack
+from sparse_evaluation.neighbours import ChoiceProbe, chance, unions
+from sparse_evaluation.settings import ALWAYS_SPARSE, SETTINGS, Setting
 from sparse_evaluation.tables import tables
 from sparse_evaluation.text import HeldOutText
 
@@ -31,6 +32,7 @@ from cpmrt.reference.sparse_attention import choose_blocks
 TOKENIZER = Tokenizer.from_file(str(Path(__file__).resolve().parents[2] / "cpmrt/assets/demo/tokenizer.json"))
 TEXT = np.full(20_000, 300)
 """No statement has this token."""
+FOUR_BLOCKS = Setting("four blocks", {"init_blocks": 1, "window_size": 64, "topk": 3, "dense_len": -1})
 
 
 @pytest.fixture(scope="module")
@@ -229,6 +231,59 @@ def test_the_probe_leaves_attention_dense_and_sees_every_layer(tmp_path):
         assert len(rows) == 4  # positions 319, 383, 447, 511: before them four blocks hold everything
         assert all((row.chosen > 0).all() and (row.chosen <= row.best.sum(axis=1).max() + 1e-5).all() for row in rows)
         assert all((row.chosen.sum(axis=1) <= row.best.sum(axis=1) + 1e-5).all() for row in rows)
+
+
+def test_unions_are_those_of_sets():
+    blocks = np.random.default_rng(4).integers(30, size=(19, 2, 5)).astype(np.int32)
+    for together in (1, 4, 16):
+        firsts = range(0, 19 - together + 1, together)
+        expected = [
+            np.mean([len(set(blocks[first : first + together, head].ravel())) for first in firsts]) for head in range(2)
+        ]
+        np.testing.assert_allclose(unions(blocks, together), expected)
+
+
+def test_chance_is_what_random_scores_give():
+    config, rng = SparseConfig(window_size=128, topk=8, dense_len=-1), np.random.default_rng(5)
+    position = 64 * 40 + 63
+    rows = [choose_blocks(rng.random((1, 40)).astype(np.float32), position, config) for _ in range(4000)]
+    for together in (1, 4, 12):
+        assert unions(np.stack(rows), together)[0] == pytest.approx(chance(position, together, config), rel=0.01)
+
+
+def test_the_probe_of_choices_changes_nothing_and_keeps_the_wanted_chunks(tmp_path):
+    write_checkpoint(tmp_path)
+    ids = [1, *np.random.default_rng(0).integers(3, 259, size=700).tolist()]
+    config = FOUR_BLOCKS.config
+    assert config is not None and config.num_selected == 4
+    with LLM(tmp_path, executor="reference", sparse=FOUR_BLOCKS.sparse, max_context=701, prefill_chunk=128) as llm:
+        expected, layers, heads = llm.logits(ids), llm.config.num_layers, llm.config.num_kv_heads
+        probe = ChoiceProbe(llm, 128, (256, 512))
+        assert np.array_equal(np.concatenate([logits for _, logits in logit_chunks(llm, ids)]), expected)
+    assert sorted(probe.choices) == [256, 512]
+    for first, choices in probe.choices.items():
+        own = np.arange(first, first + 128) // 64
+        assert [blocks.shape for blocks in choices] == [(128, heads, config.num_selected)] * layers
+        for blocks in choices:
+            assert (blocks[:, :, -1] == own[:, None]).all() and (np.diff(blocks, axis=2) > 0).all()
+    assert not np.array_equal(probe.choices[512][0], probe.choices[512][1])
+
+
+def test_the_part_unions_measures_ends_of_lengths(tmp_path, monkeypatch):
+    write_checkpoint(tmp_path)
+    monkeypatch.setattr(eval_sparse, "CHUNK", 128)
+    evaluation = eval_sparse.SparseEvaluation.__new__(eval_sparse.SparseEvaluation)
+    evaluation.model, evaluation.lengths = tmp_path, (128, 384, 640)
+    evaluation.options = SimpleNamespace(executor="reference")
+    evaluation.text = HeldOutText(np.random.default_rng(1).integers(3, 259, size=2000), 1, "")
+    part = evaluation._unions(FOUR_BLOCKS)
+    assert list(part) == ["384", "640"], "before 256 nothing is left out"
+    for row in part.values():
+        assert list(row) == ["4", "8", "12", "16"]
+        sizes = np.array([row[count]["unions"] for count in ("4", "8", "16")])
+        assert (np.diff(sizes, axis=0) >= 0).all() and (sizes >= 4).all()
+    (lines,) = tables({"unions": part})
+    assert lines.splitlines()[-1].startswith("| 640 | ") and lines.count("(") == 8
 
 
 def test_settings_say_how_many_blocks():

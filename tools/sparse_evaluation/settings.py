@@ -36,9 +36,10 @@ def _flags(window: int, topk: int, switch: int) -> dict[str, int]:
 
 
 ALWAYS_SPARSE = Setting("always sparse", _fixed(64, 2))
+OFFICIAL = Setting("official", {"init_blocks": 1, "window_size": 2048, "topk": 64, "dense_len": 8192})
 SETTINGS = (
     Setting("dense", "off"),
-    Setting("official", {"init_blocks": 1, "window_size": 2048, "topk": 64, "dense_len": 8192}),
+    OFFICIAL,
     Setting("CPM.cu, command line", _flags(8, 64, 0)),
     Setting("CPM.cu, Python class", _flags(32, 32, 8192)),
     Setting("a half", _fixed(1024, 32)),

@@ -10,7 +10,8 @@ Results = Mapping[str, Any]
 
 def tables(results: Results) -> Iterator[str]:
     """A table, with what was measured above it, for every part that there is."""
-    for part, write in (("needles", _needles), ("text", _text), ("mass", _mass), ("asked", _asked)):
+    writers = {"needles": _needles, "text": _text, "mass": _mass, "asked": _asked, "unions": _unions}
+    for part, write in writers.items():
         if part in results:
             yield "\n".join(write(results[part]))
 
@@ -51,6 +52,21 @@ def _mass(part: Results) -> Iterator[str]:
 def _asked(part: Results) -> Iterator[str]:
     yield f"The same where statements are asked for, at the end of {part['length']} tokens:\n"
     yield from _shares(part)
+
+
+def _unions(part: Results) -> Iterator[str]:
+    yield "Blocks that neighbouring tokens choose together, official settings: mean over layers and KV heads, lowest"
+    yield "and highest of these; in brackets, what random scores would give:\n"
+    counts = list(next(iter(part.values()), {}))
+    yield from _head(["tokens", *(f"{count} neighbours" for count in counts)])
+    for length, row in part.items():
+        yield _line([_thousands(int(length)), *(_union(row[count]) for count in counts)])
+
+
+def _union(cell: Results) -> str:
+    means = [mean for layer in cell["unions"] for mean in layer]
+    mean, low, high = sum(means) / len(means), min(means), max(means)
+    return f"{mean:.0f}, {low:.0f} to {high:.0f} ({cell['chance']:.0f})"
 
 
 def _shares(part: Results) -> Iterator[str]:

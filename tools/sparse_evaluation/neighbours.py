@@ -1,0 +1,68 @@
+"""How many blocks neighbouring tokens choose together: what a kernel that takes several of them at once must read."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cpmrt import LLM
+from cpmrt.config import SparseConfig
+from cpmrt.dtypes import Array
+from cpmrt.memory.kv_pages import PAGE_SIZE
+
+NEIGHBOURS = (4, 8, 12, 16)
+
+
+class ChoiceProbe:
+    """Stands in the place of an executor's op `select_blocks` and keeps what it chose in some chunks of one prefill.
+
+    `choices[first position of the chunk][layer]` is int32 [chunk, K, W]. Chunks of `chunk` tokens, from position 0 on.
+    """
+
+    def __init__(self, llm: LLM, chunk: int, wanted: Collection[int]):
+        executor: Any = llm.executor
+        self._stream = getattr(executor, "_stream", None)
+        ops = executor._ops if self._stream is None else executor._forward._ops
+        self._select, ops.select_blocks = ops.select_blocks, self._record
+        self._chunk, self._num_layers, self._calls = chunk, llm.config.num_layers, 0
+        self.choices: dict[int, list[Array]] = {first: [] for first in wanted}
+
+    def _record(self, blocks: Any, *operands: Any) -> None:
+        self._select(blocks, *operands)
+        first = self._calls // self._num_layers * self._chunk
+        self._calls += 1
+        if first in self.choices:
+            self.choices[first].append(blocks.copy() if self._stream is None else blocks.get(stream=self._stream))
+
+
+def unions(blocks: Array, together: int) -> NDArray[np.float64]:
+    """[K]: the mean number of blocks that so many neighbours of blocks [rows, K, W] choose together."""
+    rows, num_heads, _ = blocks.shape
+    groups = blocks[: rows // together * together].reshape(-1, together, num_heads, blocks.shape[2])
+    chosen = np.zeros((len(groups), num_heads, int(blocks.max()) + 1), bool)
+    group, _, head, _ = np.ogrid[: len(groups), :1, :num_heads, :1]
+    chosen[group, head, groups] = True
+    mean: NDArray[np.float64] = chosen.sum(axis=2).mean(axis=0)
+    return mean
+
+
+def chance(position: int, together: int, config: SparseConfig) -> float:
+    """What neighbours at this position, of one block, would choose together on average if scores were random."""
+    free = position // PAGE_SIZE - config.local_blocks - config.init_blocks
+    forced = config.num_selected - config.num_scored
+    return float(forced + free * (1 - (1 - config.num_scored / free) ** together))
+
+
+def summary(layers: Sequence[Array], last: int, config: SparseConfig) -> dict[str, Any]:
+    """Of a chunk's choices, a layer each, and the position of its last row: by number of neighbours, [layers][K] means
+    and chance."""
+    return {
+        str(together): {
+            "unions": [unions(blocks, together).tolist() for blocks in layers],
+            "chance": chance(last, together, config),
+        }
+        for together in NEIGHBOURS
+    }
