@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -28,15 +27,19 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 import numpy as np  # noqa: E402
 from kernel_costs import Cost, Label, chunk_costs, packed_costs, product_costs, skinny_costs  # noqa: E402
 from kernel_table import Line, markdown, replaced  # noqa: E402
+from kernel_timing import median_us, product_ceiling  # noqa: E402
+from planted_choices import TOGETHER, planted_choices  # noqa: E402
+from sparse_evaluation.neighbours import unions  # noqa: E402
 
 from cpmrt.bench.run import shape_folder  # noqa: E402
+from cpmrt.config import SparseSetting  # noqa: E402
 from cpmrt.cuda.bandwidth import read_bandwidth  # noqa: E402
 from cpmrt.cuda.device import open_device  # noqa: E402
 from cpmrt.cuda.gemm import Gemm  # noqa: E402
 from cpmrt.cuda.launch import launch  # noqa: E402
 from cpmrt.errors import CpmrtError  # noqa: E402
 from cpmrt.llm import LLM  # noqa: E402
-from cpmrt.ops import Rows  # noqa: E402
+from cpmrt.ops import Rows, Selection  # noqa: E402
 
 README = ROOT / "kernels_cu" / "README.md"
 # So many layers that one kind of weight alone is larger than any L2.
@@ -45,7 +48,9 @@ PACKED = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": Fals
 SEQUENCES, SHORT, LONG, CHUNK = 64, 2048, 131072, 4096
 DECODE_KEYS = ((1, 1088), (8, 1088), (64, 1088), (1, 4096), (1, 32768), (1, 131072))
 PREFILL_STARTS = (0, 28672, 122880)
-REPLAYS = 15
+SELECTED_START, SELECTED_ROWS = 126976, 2048
+# Blocks that 12 neighbours choose together: at random (None), and as tools/eval_sparse.py --parts unions measured.
+SELECTED_UNIONS = (None, 250)
 COLD_BYTES = 400 << 20
 MOST_LAUNCHES = 256
 
@@ -60,6 +65,8 @@ class Sieve:
         self.counts: Counter[Label] = Counter()
         self.uses_own = False
         executor._forward._ops._launch = executor._forward._ops._quantized._launch = self
+        if executor._forward._ops.sparse is not None:
+            executor._forward._ops.sparse._launch = self
         executor._forward._ops._gemm = self.product
         executor._steps._launch = self
 
@@ -154,6 +161,30 @@ class Bench:
         name = self.ops._prefill_plan.kernel
         yield from self._each(enqueue, f"T={rows} behind {start:,}", {(name, 0, 0): Cost(name, "FLOP", flops)})
 
+    def selected_attention(self, union: int | None) -> Iterator[Line]:
+        """A chunk over blocks of which TOGETHER neighbours choose so many, where neighbours go together."""
+        config, arrays, rows = self.config, self.arrays, SELECTED_ROWS
+        assert config.sparse is not None
+        rng = np.random.default_rng(0)
+        blocks = planted_choices(SELECTED_START, rows, config.num_kv_heads, config.sparse, union, rng)
+        self._set_rows(np.zeros(rows), np.arange(SELECTED_START, SELECTED_START + rows))
+        self._set_chunk(SELECTED_START, rows)
+        arrays["blocks"][:rows].set(blocks, stream=self.stream)
+        of_rows = (arrays[name][:rows] for name in ("token_ids", "positions", "slots"))
+        step = Rows(*of_rows, arrays["block_tables"], True)
+        selection = Selection(arrays["blocks"][:rows], config.sparse)
+
+        def enqueue() -> None:
+            for layer in range(2):
+                pages = arrays["k_pages"][layer], arrays["v_pages"][layer]
+                out, q = arrays["attention"][:rows], arrays["q"][:rows]
+                self.ops.sparse.attend_chunk(out, q, *pages, step, config.head_dim**-0.5, selection)
+
+        name, chosen = "prefill_selected_wgmma", unions(blocks, TOGETHER).mean()
+        flops = 4.0 * config.q_size * rows * config.sparse.num_selected * 64
+        case = f"T={rows} behind {SELECTED_START:,}, {TOGETHER} choose {chosen:.0f}"
+        yield from self._each(enqueue, case, {(name, 0, 0): Cost(name, "FLOP", flops)})
+
     def _each(self, enqueue: Callable[[], None], case: str, costs: dict[Label, Cost]) -> Iterator[Line]:
         """A line for each kernel of what `enqueue` launches, as far as its cost is known and it was asked for."""
         self.sieve.wanted = None
@@ -183,36 +214,22 @@ class Bench:
             self.arrays["token_ids"].fill(1)
         self._set_chunk(0)
 
-    def _set_chunk(self, start: int) -> None:
+    def _set_chunk(self, start: int, rows: int = CHUNK) -> None:
         with self.stream:
-            self.arrays["chunk"].set(np.array([0, start, CHUNK, 0], np.int32))
+            self.arrays["chunk"].set(np.array([0, start, rows, 0], np.int32))
         self.stream.synchronize()
-
-
-def median_us(stream: Any, enqueue: Callable[[], None]) -> float:
-    """Of a graph of everything that is enqueued, in microseconds."""
-    from cupy.cuda import Event, get_elapsed_time
-
-    enqueue()
-    stream.synchronize()
-    with stream:
-        stream.begin_capture()
-        enqueue()
-        graph = stream.end_capture()
-    times = []
-    for _ in range(REPLAYS + 2):
-        start, end = Event(), Event()
-        start.record(stream)
-        graph.launch(stream)
-        end.record(stream)
-        end.synchronize()
-        times.append(get_elapsed_time(start, end) * 1e3)
-    return statistics.median(times[2:])
 
 
 @contextmanager
 def opened(
-    shape: str, sequences: int, context: int, ceilings: dict[str, float], wanted: str, *, is_packed: bool = False
+    shape: str,
+    sequences: int,
+    context: int,
+    ceilings: dict[str, float],
+    wanted: str,
+    *,
+    is_packed: bool = False,
+    sparse: SparseSetting = "off",
 ) -> Iterator[Bench]:
     """The shape with a few or with many layers, on random weights; twice as many layers of 4 bits."""
     overrides: dict[str, Any] = {"num_hidden_layers": LAYERS[shape]}
@@ -220,7 +237,7 @@ def opened(
         overrides = {"num_hidden_layers": 2 * LAYERS[shape], "quantization_config": PACKED}
     with shape_folder(shape) as folder, LLM(
         folder, executor="cuda", load_format="dummy", hf_overrides=overrides, max_context=context,
-        max_sequences=sequences, prefill_chunk=CHUNK if sequences == 1 else 64,
+        max_sequences=sequences, prefill_chunk=CHUNK if sequences == 1 else 64, sparse=sparse,
     ) as llm:  # fmt: skip
         yield Bench(shape, llm, ceilings, wanted)
 
@@ -241,27 +258,9 @@ def lines_of(shape: str, ceilings: dict[str, float], wanted: str, row_counts: li
         yield from bench.prefill()
         for start in PREFILL_STARTS:
             yield from bench.prefill_attention(start)
-
-
-def product_ceiling(device: Any) -> float:
-    """Operations a second of the library's product of [4096, 8192] and [16384, 8192]; 1 where it is absent."""
-    import cupy
-
-    from cpmrt.cuda.blaslt import CublasLt, CublasLtError
-    from cpmrt.dtypes import DType
-
-    rows, columns, depth = 4096, 16384, 8192
-    stream = cupy.cuda.Stream(non_blocking=True)
-    words = np.random.default_rng(0).integers(0, 1 << 16, columns * depth, dtype=np.uint16) & 0x80FF | 0x3C00
-    w, y, workspace = cupy.asarray(words), cupy.empty(rows * columns, np.uint16), cupy.empty(32 << 20, np.uint8)
-    try:
-        with CublasLt(workspace.data.ptr, workspace.nbytes) as library:
-            plan = library.plan(rows, columns, depth, DType.BFLOAT16)
-            operands = (y.data.ptr, w.data.ptr, w.data.ptr)
-            us = median_us(stream, lambda: library.matmul(plan, *operands, stream.ptr))
-    except CublasLtError:
-        return 1.0
-    return 2e6 * rows * columns * depth / us
+    with opened(shape, 1, LONG, ceilings, wanted, sparse={}) as bench:
+        for union in SELECTED_UNIONS:
+            yield from bench.selected_attention(union)
 
 
 def main(arguments: list[str]) -> int:
