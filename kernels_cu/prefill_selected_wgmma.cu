@@ -16,19 +16,23 @@
 // numerics       scores, softmax and sums in float32 (exp2 with the scale folded in); the unnormalised weights, at most
 //                2^kSlack, are rounded to scalar_t for the product with v, the result is rounded once when stored. A
 //                row's bits do not depend on the others: a block that it did not choose adds zeros to it (values are
-//                finite), and whether its maxima are raised is a matter of its heads alone
+//                finite), whether its maxima are raised is a matter of its heads alone, and products of a warp and of a
+//                warpgroup give the same bits
 // oracle         NumpyOps.prefill_attention
 // source         FlashAttention-3 (arXiv 2407.08608), InfLLM-v2 (arXiv 2509.24663)
 // layout         Neighbours choose alike, so up to kRows of them share what is read: the block lists all that they chose
-//                with a bit for each row, and one warp copies these through a ring, which every warpgroup goes along. 64
-//                rows of a product are kHeads heads of up to kTileRows neighbours: it is left out where none of these
-//                chose the block, and a warp, which has the heads of one of them, leaves out the softmax where it did
-//                not. While one warpgroup is at the softmax the others' products run.
-//                The ring couples warpgroups that need different blocks, so what counts is how long one is at a block:
-//                a maximum is raised only where it is far surpassed, and the first half of the keys is multiplied with
-//                v beside the exponentials of the second. Each block is given back before the next is waited for:
-//                products with v that waited for the next keys, or rings of their own for keys and for values, were
-//                slower. Waiting for a block a whole ring further on before giving one back would deadlock.
+//                with a bit for each row, and one warp copies these through a ring. 64 rows of a product are kHeads heads
+//                of up to kTileRows neighbours, of which a warp has one, and only if this one chose the block it makes the
+//                softmax. Where few rows share a block, three quarters of such a product are for nothing: then each row's
+//                warp multiplies alone, with the same order of sums, and the others go on to blocks of theirs. What two
+//                rows chose is faster so, and what three did is not; where rows share much, all is multiplied together.
+//                Both sides know from the list who reads an entry: a warp waits for its own ones alone, and the copying
+//                warp arrives in the place of the others. As a warp may run ahead of the ring by a whole turn, it asks
+//                first whether a copy has been started: a barrier's parity does not tell turns apart.
+//                What counts is how long one is at a block: a maximum is raised only where it is far surpassed, and the
+//                first half of the keys is multiplied with v beside the exponentials of the second. Each block is given
+//                back before the next is waited for: waiting for a block a whole ring further on would deadlock.
+//                With random choices of 128K tokens the copies alone take 86 % of the time: the L2 gives 8.2 TB/s.
 constexpr int kTilePages = 1;
 #include "wgmma_attention.cuh"
 
@@ -38,9 +42,9 @@ constexpr int kWarps = kThreads / 32;
 constexpr int kHeads = 16;
 static_assert(GROUP % kHeads == 0, "GROUP must be a multiple of 16");
 constexpr int kTileRows = kWarpgroupRows / kHeads;  // neighbours in a warpgroup's product, at most
-constexpr int kRows = kWarpgroups * kTileRows;      // of the block, at most
-constexpr int kNoRow = 31;
-static_assert(kRows <= kNoRow, "a bit each");
+#include "chosen_blocks.cuh"
+#include "warp_products.cuh"
+
 constexpr int kStages = 5;  // blocks of keys and values in shared memory
 constexpr int kParts = 2;   // of a block's keys, multiplied with v one after the other
 constexpr float kSlack = 8.0f;  // by how much scores may surpass a row's maximum before it is raised: a power of two
@@ -53,6 +57,7 @@ constexpr int kConsumerRegisters = 160;
 constexpr int kKeyTiles = kWarpgroups * kQueryBytes;
 constexpr int kValueTiles = kKeyTiles + kStages * kTileBytes;
 constexpr int kBarriers = kValueTiles + kStages * kTileBytes;
+constexpr int kIssued = kBarriers + (2 * kStages + 1) * 8;  // entries whose copies have been asked for
 constexpr int kCounts = kBarriers + (2 * kStages + 2) * 8;  // of a warp's part of the list
 constexpr int kListOffset = kCounts + kWarps * 4;
 static_assert(kListOffset % 8 == 0, "an entry is read at once");
@@ -60,64 +65,6 @@ enum Barrier { kReady, kRead, kLanded };
 
 __device__ __forceinline__ uint32_t barrier_of(uint32_t shared, Barrier kind, int stage) {
   return shared + kBarriers + (kind * kStages + stage) * 8;
-}
-
-// A block that rows chose: where it lies, and a bit for each row of the thread block that chose it.
-struct Entry {
-  int page;
-  uint32_t rows;
-};
-
-// What a thread block works on.
-struct Work {
-  int slot, start, count;
-  int first_row, num_rows;  // of the chunk
-  int last_block;           // that any of them sees
-
-  __device__ __forceinline__ Work(const int* chunk, int dense_context) {
-    slot = chunk[0], start = chunk[1], count = chunk[2];
-    const int skipped = max(dense_context - start, 0), total = max(count - skipped, 0);
-    const int tile = static_cast<int>(blockIdx.y), tiles = static_cast<int>(gridDim.y);
-    first_row = skipped + tile * total / tiles;
-    num_rows = skipped + (tile + 1) * total / tiles - first_row;
-    last_block = (start + first_row + num_rows - 1) / kPageTokens;
-  }
-};
-
-// ---- the list
-
-// Lists in ascending order what the rows chose; returns how many. `blocks`: of the first row, the next one's `stride`
-// further. All threads; `chosen` is room for a word for each block.
-__device__ __forceinline__ int list_blocks(const Work& work, const int* blocks, int stride, int num_selected,
-                                           const int* block_table, uint32_t* chosen, int* counts, Entry* list) {
-  const int lane = threadIdx.x & 31, warp = threadIdx.x / 32, num_blocks = work.last_block + 1;
-  for (int i = threadIdx.x; i < num_blocks; i += kThreads) chosen[i] = 0;
-  __syncthreads();
-  for (int i = threadIdx.x; i < work.num_rows * num_selected; i += kThreads) {
-    const int row = i / num_selected;
-    atomicOr(&chosen[blocks[(int64_t)row * stride + i % num_selected]], 1u << row);
-  }
-  __syncthreads();
-  const int run = (num_blocks + kThreads - 1) / kThreads * 32, begin = warp * run, end = min(begin + run, num_blocks);
-  int count = 0;
-  for (int i = begin + lane; i < end; i += 32) count += chosen[i] != 0;
-  count = __reduce_add_sync(0xFFFFFFFFu, count);
-  if (lane == 0) counts[warp] = count;
-  __syncthreads();
-  int before = 0, total = 0;
-  for (int other = 0; other < kWarps; ++other) {
-    if (other < warp) before += counts[other];
-    total += counts[other];
-  }
-  for (int first = begin; first < end; first += 32) {
-    const uint32_t rows = first + lane < end ? chosen[first + lane] : 0;
-    const uint32_t taken = __ballot_sync(0xFFFFFFFFu, rows != 0);
-    if (rows) list[before + __popc(taken & ((1u << lane) - 1))] = {block_table[first + lane], rows};
-    before += __popc(taken);
-  }
-  async_proxy_fence();  // copies will take the place of `chosen`
-  __syncthreads();
-  return total;
 }
 
 // ---- the copying warp
@@ -133,11 +80,13 @@ __device__ __forceinline__ void copy_blocks(const Work& work, const TensorMap& k
     const bool is_cut = i == num_entries - 1 && valid < kKeys;
     const uint32_t ready = barrier_of(base, kReady, stage), landed = is_cut ? barrier_of(base, kLanded, 0) : ready;
     if (leads) {
-      const int page = list[i].page;
+      const int page = list[i].page, absent = list[i].rows >> kAbsentShift;
       mbarrier_wait(barrier_of(base, kRead, stage), parity);
+      mbarrier_arrive_many(barrier_of(base, kRead, stage), absent);
       mbarrier_arrive_expect(landed, 2 * kTileBytes);
       copy_page(base + kKeyTiles + stage * kTileBytes, 0, k_map, num_kv_heads, kv_head, page, landed);
       copy_page(base + kValueTiles + stage * kTileBytes, 0, v_map, num_kv_heads, kv_head, page, landed);
+      *reinterpret_cast<volatile int*>(shared + kIssued) = i + 1;
     }
     if (is_cut) {
       mbarrier_wait(landed, 0);
@@ -148,17 +97,6 @@ __device__ __forceinline__ void copy_blocks(const Work& work, const TensorMap& k
 }
 
 // ---- the warpgroups that multiply
-
-// A warpgroup's rows of the thread block's.
-struct Share {
-  int first, count;
-
-  __device__ __forceinline__ Share(const Work& work, int warpgroup) {
-    first = warpgroup * work.num_rows / kWarpgroups;
-    count = (warpgroup + 1) * work.num_rows / kWarpgroups - first;
-  }
-  __device__ __forceinline__ bool chose(uint32_t rows) const { return rows >> first & ((1u << count) - 1); }
-};
 
 // Of this lane's two rows of a tile (upper and lower half of the warp's 16).
 struct Sight {
@@ -237,14 +175,94 @@ __device__ __forceinline__ void weigh(Weights& weights, Scores& scores, Rows& ro
   }
 }
 
+// What a warpgroup has of the blocks so far, and what it needs for the next one.
+struct State {
+  Rows rows;
+  Scores scores;
+  Weights weights;
+  float factor;
+
+  // Scores of which a row sees keys up to `upper` or `lower`.
+  __device__ __forceinline__ void judge(int upper, int lower) {
+    if (min(upper, lower) < kKeys - 1) mask(scores, upper, lower);
+    raise_maxima(scores, rows, factor);
+  }
+
+  // All warps of the warpgroup: a block that rows of some of them chose. `values`: of part 0.
+  __device__ __forceinline__ void take_together(uint64_t queries, uint64_t keys, uint64_t values, int upper, int lower) {
+    const bool chosen = max(upper, lower) >= 0;
+    wgmma_fence();
+    start_scores(scores, queries, keys);
+    wgmma_wait<0>();
+    settle(scores);
+    if (chosen) judge(upper, lower);
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      weigh(weights, scores, rows, part, chosen, factor);
+      if (part == 0) settle(rows.out);
+      wgmma_fence();
+      start_sums<kParts>(rows, weights, values, part);
+    }
+    wgmma_wait<0>();
+    settle(rows.out);
+    settle(weights);
+  }
+
+  // One warp: a block that its row chose. Tiles by their places in shared memory.
+  __device__ __forceinline__ void take_alone(uint32_t queries, uint32_t keys, uint32_t values, int upper, int lower) {
+    score_alone(scores, queries, keys);
+    judge(upper, lower);
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) weigh(weights, scores, rows, part, true, factor);
+    sum_alone(rows, weights, values);
+    __syncwarp();
+  }
+};
+
+// Goes through the list, 32 entries at a time: a warp takes those that its row chose and those that its warpgroup takes
+// together. The next entry is known before this one is done: looking for it takes as long as a few products.
+__device__ __forceinline__ void take_blocks(State& state, const Share& share, const Sight& sight, const Entry* list,
+                                            int num_entries, int together, uint32_t query_tile, unsigned char* shared) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x / 32 % 4;
+  const uint32_t base = shared_address(shared), key_tiles = base + kKeyTiles, value_tiles = base + kValueTiles;
+  const uint64_t queries = wgmma_descriptor<kSwizzle>(query_tile, 0);
+  const uint64_t keys = wgmma_descriptor<kSwizzle>(key_tiles, 0);
+  const uint64_t values = wgmma_descriptor<kSwizzle>(value_tiles, kTilePanelBytes);
+  const volatile int* issued = reinterpret_cast<const volatile int*>(shared + kIssued);
+  int num_issued = 0;
+  for (int first = 0; first < num_entries; first += 32) {
+    const uint32_t lane_rows = first + lane < num_entries ? list[first + lane].rows : 0, chosen = share.of(lane_rows);
+    const uint32_t all_together = __ballot_sync(0xFFFFFFFFu, __popc(chosen) >= together);
+    uint32_t left = all_together | __ballot_sync(0xFFFFFFFFu, chosen >> warp & 1);
+    int next = __shfl_sync(0xFFFFFFFFu, __ffs(left) - 1, 0);  // the same in all lanes, for the compiler too
+    while (left) {
+      const int i = first + next, stage = i % kStages;
+      const uint32_t rows = __shfl_sync(0xFFFFFFFFu, lane_rows, next);
+      const bool is_together = all_together >> next & 1;
+      left &= left - 1;
+      next = __shfl_sync(0xFFFFFFFFu, __ffs(left) - 1, 0);
+      while (num_issued <= i) num_issued = *issued;
+      mbarrier_wait(barrier_of(base, kReady, stage), i / kStages % 2);
+      const int upper = sight.last_seen(0, rows, i), lower = sight.last_seen(1, rows, i), place = stage * kTileBytes;
+      if (is_together) {
+        const uint64_t step = descriptor_step(kTileBytes) * stage;
+        state.take_together(queries, keys + step, values + step, upper, lower);
+      } else {
+        state.take_alone(query_tile, key_tiles + place, value_tiles + place, upper, lower);
+      }
+      if (lane == 0) mbarrier_arrive(barrier_of(base, kRead, stage));
+    }
+  }
+}
+
 __device__ __forceinline__ void multiply(const Work& work, scalar_t* out, const scalar_t* q, int row_stride,
-                                         float factor, const Entry* list, int num_entries, unsigned char* shared) {
+                                         float factor, const Entry* list, int num_entries, int together,
+                                         unsigned char* shared) {
   // The same in all lanes: products in a branch that looks divergent would be serialised.
   const int warpgroup = __shfl_sync(0xFFFFFFFFu, threadIdx.x / kWarpgroupThreads - 1, 0);
   const int own_barrier = 1 + warpgroup;
   const Share share(work, warpgroup);
-  const bool leads = (threadIdx.x & 31) == 0;
-  const uint32_t base = shared_address(shared), query_tile = base + warpgroup * kQueryBytes;
+  const uint32_t query_tile = shared_address(shared) + warpgroup * kQueryBytes;
   const auto place_of = [=](int row) {
     const bool exists = row / kHeads < share.count;
     const int64_t position = work.first_row + (exists ? share.first + row / kHeads : 0);
@@ -252,45 +270,12 @@ __device__ __forceinline__ void multiply(const Work& work, scalar_t* out, const 
   };
   load_queries(query_tile, q, place_of);
   wait_for_queries(own_barrier);
-
-  const uint64_t queries = wgmma_descriptor<kSwizzle>(query_tile, 0);
-  const uint64_t keys = wgmma_descriptor<kSwizzle>(base + kKeyTiles, 0);
-  const uint64_t values = wgmma_descriptor<kSwizzle>(base + kValueTiles, kTilePanelBytes);
-  const Sight sight(work, share, num_entries);
-  Rows rows = {};
-  rows.max[0] = rows.max[1] = kNoMaximum;
-  Scores scores;
-  Weights weights;
-
-  for (int i = 0; i < num_entries; ++i) {
-    const int stage = i % kStages;
-    const uint32_t bits = __shfl_sync(0xFFFFFFFFu, list[i].rows, 0);
-    mbarrier_wait(barrier_of(base, kReady, stage), i / kStages % 2);
-    if (share.chose(bits)) {
-      wgmma_fence();
-      start_scores(scores, queries, keys + descriptor_step(kTileBytes) * stage);
-      wgmma_wait<0>();
-      settle(scores);
-      const int upper = sight.last_seen(0, bits, i), lower = sight.last_seen(1, bits, i);
-      const bool chosen = max(upper, lower) >= 0;
-      if (chosen) {
-        if (min(upper, lower) < kKeys - 1) mask(scores, upper, lower);
-        raise_maxima(scores, rows, factor);
-      }
-#pragma unroll
-      for (int part = 0; part < kParts; ++part) {
-        weigh(weights, scores, rows, part, chosen, factor);
-        if (part == 0) settle(rows.out);
-        wgmma_fence();
-        start_sums<kParts>(rows, weights, values + descriptor_step(kTileBytes) * stage, part);
-      }
-      wgmma_wait<0>();
-      settle(rows.out);
-      settle(weights);
-    }
-    if (leads) mbarrier_arrive(barrier_of(base, kRead, stage));
-  }
-  store_rows(out, rows, shared + warpgroup * kQueryBytes, own_barrier, place_of);
+  State state;
+  state.rows = {};
+  state.rows.max[0] = state.rows.max[1] = kNoMaximum;
+  state.factor = factor;
+  take_blocks(state, share, Sight(work, share, num_entries), list, num_entries, together, query_tile, shared);
+  store_rows(out, state.rows, shared + warpgroup * kQueryBytes, own_barrier, place_of);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
@@ -307,10 +292,11 @@ KERNEL(prefill_selected_wgmma)(scalar_t* __restrict__ out, const scalar_t* __res
     const uint32_t base = shared_address(shared);
     for (int stage = 0; stage < kStages; ++stage) {
       mbarrier_init(barrier_of(base, kReady, stage), 1);
-      mbarrier_init(barrier_of(base, kRead, stage), kWarpgroups * 4);
+      mbarrier_init(barrier_of(base, kRead, stage), kReaders);
     }
     mbarrier_init(barrier_of(base, kLanded, 0), 1);
     mbarrier_init_fence();
+    *reinterpret_cast<int*>(shared + kIssued) = 0;
   }
   pdl_wait();
   const Work work(chunk, dense_context);
@@ -327,6 +313,7 @@ KERNEL(prefill_selected_wgmma)(scalar_t* __restrict__ out, const scalar_t* __res
     if (threadIdx.x < 32) copy_blocks(work, k_map, v_map, num_kv_heads, kv_head, list, num_entries, shared);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kConsumerRegisters));
-    multiply(work, out + head * HEAD_DIM, q + head * HEAD_DIM, row_stride, scale * kLog2e, list, num_entries, shared);
+    multiply(work, out + head * HEAD_DIM, q + head * HEAD_DIM, row_stride, scale * kLog2e, list, num_entries,
+             fewest_together(work, num_selected, num_entries), shared);
   }
 }

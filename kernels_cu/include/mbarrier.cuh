@@ -17,6 +17,12 @@ __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
+__device__ __forceinline__ void mbarrier_arrive_many(uint32_t barrier, int arrivals) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.s32 p, %1, 0;\n@p mbarrier.arrive.shared::cta.b64 _, [%0], %1;\n}" ::"r"(barrier),
+               "r"(arrivals)
+               : "memory");
+}
+
 // Arrives, and lets the phase wait for `bytes` of copies as well.
 __device__ __forceinline__ void mbarrier_arrive_expect(uint32_t barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");

@@ -1,0 +1,107 @@
+// What neighbouring rows of a chunk chose, as one list of blocks for the thread block that takes them: who reads a block,
+// and whether a warpgroup's warps take it together or each for its own row.
+//
+// The including file defines kWarpgroups that multiply, with kTileRows rows at most each (one a warp), and kThreads.
+#pragma once
+#include "attention.cuh"
+#include "tma.cuh"
+
+constexpr int kRows = kWarpgroups * kTileRows;  // of the block, at most
+constexpr int kReaders = kWarpgroups * 4;       // warps
+constexpr int kNoRow = 31;
+
+// Where the entries of a list have at least kShared / 2 rows on average, all of them are taken together; else those that
+// kTogether rows of a warpgroup chose.
+constexpr int kShared = 7;
+constexpr int kTogether = 3;
+
+// A block that rows chose: where it lies, and a bit for each row of the thread block that chose it; above these bits how
+// many warps are not at it.
+constexpr int kAbsentShift = 16;
+struct Entry {
+  int page;
+  uint32_t rows;
+};
+static_assert(kRows <= kAbsentShift && kReaders >> (kNoRow - kAbsentShift) == 0, "and the bit of no row is 0");
+
+// What a thread block works on.
+struct Work {
+  int slot, start, count;
+  int first_row, num_rows;  // of the chunk
+  int last_block;           // that any of them sees
+
+  __device__ __forceinline__ Work(const int* chunk, int dense_context) {
+    slot = chunk[0], start = chunk[1], count = chunk[2];
+    const int skipped = max(dense_context - start, 0), total = max(count - skipped, 0);
+    const int tile = static_cast<int>(blockIdx.y), tiles = static_cast<int>(gridDim.y);
+    first_row = skipped + tile * total / tiles;
+    num_rows = skipped + (tile + 1) * total / tiles - first_row;
+    last_block = (start + first_row + num_rows - 1) / kPageTokens;
+  }
+};
+
+// A warpgroup's rows of the thread block's.
+struct Share {
+  int first, count;
+
+  __device__ __forceinline__ Share(const Work& work, int warpgroup) {
+    first = warpgroup * work.num_rows / kWarpgroups;
+    count = (warpgroup + 1) * work.num_rows / kWarpgroups - first;
+  }
+  // Of them those that are among `rows`, a bit each.
+  __device__ __forceinline__ uint32_t of(uint32_t rows) const { return rows >> first & ((1u << count) - 1); }
+};
+
+// So many rows of a warpgroup take a block together.
+__device__ __forceinline__ int fewest_together(const Work& work, int num_selected, int num_entries) {
+  return 2 * work.num_rows * num_selected >= kShared * num_entries ? 1 : kTogether;
+}
+
+// Warps that are at a block that rows chose.
+__device__ __forceinline__ int num_readers(const Work& work, uint32_t rows, int together) {
+  int readers = 0;
+#pragma unroll
+  for (int warpgroup = 0; warpgroup < kWarpgroups; ++warpgroup) {
+    const int chosen = __popc(Share(work, warpgroup).of(rows));
+    readers += chosen >= together ? 4 : chosen;
+  }
+  return readers;
+}
+
+// Lists in ascending order what the rows chose; returns how many. `blocks`: of the first row, the next one's `stride`
+// further. All threads; `chosen` is room for a word for each block.
+__device__ __forceinline__ int list_blocks(const Work& work, const int* blocks, int stride, int num_selected,
+                                           const int* block_table, uint32_t* chosen, int* counts, Entry* list) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x / 32, num_blocks = work.last_block + 1;
+  for (int i = threadIdx.x; i < num_blocks; i += kThreads) chosen[i] = 0;
+  __syncthreads();
+  for (int i = threadIdx.x; i < work.num_rows * num_selected; i += kThreads) {
+    const int row = i / num_selected;
+    atomicOr(&chosen[blocks[(int64_t)row * stride + i % num_selected]], 1u << row);
+  }
+  __syncthreads();
+  const int run = (num_blocks + kThreads - 1) / kThreads * 32, begin = warp * run, end = min(begin + run, num_blocks);
+  int count = 0;
+  for (int i = begin + lane; i < end; i += 32) count += chosen[i] != 0;
+  count = __reduce_add_sync(0xFFFFFFFFu, count);
+  if (lane == 0) counts[warp] = count;
+  __syncthreads();
+  int before = 0, total = 0;
+  for (int other = 0; other < kWarps; ++other) {
+    if (other < warp) before += counts[other];
+    total += counts[other];
+  }
+  const int together = fewest_together(work, num_selected, total);
+  for (int first = begin; first < end; first += 32) {
+    const uint32_t rows = first + lane < end ? chosen[first + lane] : 0;
+    const uint32_t taken = __ballot_sync(0xFFFFFFFFu, rows != 0);
+    const uint32_t absent = kReaders - num_readers(work, rows, together);
+    if (rows) {
+      list[before + __popc(taken & ((1u << lane) - 1))] = {block_table[first + lane], rows | absent << kAbsentShift};
+    }
+    before += __popc(taken);
+  }
+  async_proxy_fence();  // copies will take the place of `chosen`
+  __syncthreads();
+  return total;
+}

@@ -1,0 +1,78 @@
+// Products of one warp with its own 16 of a warpgroup's rows, over the tiles of wgmma_attention.cuh. Sums have the order,
+// and the bits, of the warpgroup's products; a warp alone leaves the other 48 rows out.
+#pragma once
+#include "wgmma_attention.cuh"
+
+// As the accumulator of a tile of eight columns.
+__device__ __forceinline__ float (&tile_of(float* sums, int column_tile))[4] {
+  return *reinterpret_cast<float(*)[4]>(sums + 4 * column_tile);
+}
+
+// Where a lane's part of an ldmatrix begins in a tile; `row`, `chunk`: those of the first one. Further ones lie `row` + 16
+// n and `chunk` + 2 n.
+struct Fragments {
+  uint32_t first;
+
+  __device__ __forceinline__ Fragments(uint32_t tile, int row, int chunk) : first(tile + query_offset(row, chunk)) {}
+  __device__ __forceinline__ uint32_t at(int row_step, int chunk_step) const {
+    const int panel = 2 * chunk_step / kPanelChunks, within = 2 * chunk_step % kPanelChunks;
+    return (first ^ (within * 16)) + panel * kTilePanelBytes + row_step * (16 * kSwizzle);
+  }
+};
+
+struct ScoreOperands {
+  uint32_t q[4], k[kKeys / 16][4];
+
+  __device__ __forceinline__ void load(const Fragments& queries, const Fragments& keys, int step) {
+    ldmatrix_x4(q, queries.at(0, step));
+#pragma unroll
+    for (int pair = 0; pair < kKeys / 16; ++pair) ldmatrix_x4(k[pair], keys.at(pair, step));
+  }
+};
+
+// scores = q k of the warp's 16 rows.
+__device__ __forceinline__ void score_alone(Scores& scores, uint32_t query_tile, uint32_t key_tile) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x / 32 % 4;
+  const Fragments queries(query_tile, warp * 16 + lane_row_a(lane), lane_chunk_a(lane));
+  const Fragments keys(key_tile, lane_row_b(lane), lane_chunk_b(lane));
+  ScoreOperands operands[2];
+  operands[0].load(queries, keys, 0);
+#pragma unroll
+  for (int i = 0; i < kKeys / 2; ++i) scores[i] = 0.0f;
+#pragma unroll
+  for (int step = 0; step < kDimSteps; ++step) {
+    if (step + 1 < kDimSteps) operands[(step + 1) % 2].load(queries, keys, step + 1);
+    const ScoreOperands& now = operands[step % 2];
+#pragma unroll
+    for (int pair = 0; pair < kKeys / 16; ++pair) {
+      mma(tile_of(scores, 2 * pair), now.q, {now.k[pair][0], now.k[pair][1]});
+      mma(tile_of(scores, 2 * pair + 1), now.q, {now.k[pair][2], now.k[pair][3]});
+    }
+  }
+}
+
+// out += weights v.
+__device__ __forceinline__ void sum_alone(Rows& rows, const Weights& weights, uint32_t value_tile) {
+  constexpr int kAtOnce = kDimSteps / 2, kLoads = 2 * kKeys / 16;
+  const int lane = threadIdx.x & 31;
+  const Fragments values(value_tile, lane_row_a(lane), lane_chunk_a(lane));
+  uint32_t v[2][kAtOnce][4];
+  const auto load = [&](int number) {
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      ldmatrix_x4_transposed(v[number % 2][i], values.at(number / 2, number % 2 * kAtOnce + i));
+    }
+  };
+  load(0);
+#pragma unroll
+  for (int number = 0; number < kLoads; ++number) {
+    if (number + 1 < kLoads) load(number + 1);
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const uint32_t(&b)[4] = v[number % 2][i];
+      const int pair = number % 2 * kAtOnce + i;
+      mma(tile_of(rows.out, 2 * pair), weights[number / 2], {b[0], b[1]});
+      mma(tile_of(rows.out, 2 * pair + 1), weights[number / 2], {b[2], b[3]});
+    }
+  }
+}
