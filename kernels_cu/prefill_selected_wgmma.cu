@@ -27,12 +27,12 @@
 //                warp multiplies alone, with the same order of sums, and the others go on to blocks of theirs. What two
 //                rows chose is faster so, and what three did is not; where rows share much, all is multiplied together.
 //                Both sides know from the list who reads an entry: a warp waits for its own ones alone, and the copying
-//                warp arrives in the place of the others. As a warp may run ahead of the ring by a whole turn, it asks
-//                first whether a copy has been started: a barrier's parity does not tell turns apart.
+//                warp arrives in the place of the others. An entry goes to any place that is free: in order, those behind
+//                one whose warp is busy would wait too.
 //                What counts is how long one is at a block: a maximum is raised only where it is far surpassed, and the
 //                first half of the keys is multiplied with v beside the exponentials of the second. Each block is given
 //                back before the next is waited for: waiting for a block a whole ring further on would deadlock.
-//                With random choices of 128K tokens the copies alone take 86 % of the time: the L2 gives 8.2 TB/s.
+//                With random choices of 128K tokens the copies alone take 95 % of the time: the L2 gives 8.2 TB/s.
 constexpr int kTilePages = 1;
 #include "wgmma_attention.cuh"
 
@@ -57,7 +57,6 @@ constexpr int kConsumerRegisters = 160;
 constexpr int kKeyTiles = kWarpgroups * kQueryBytes;
 constexpr int kValueTiles = kKeyTiles + kStages * kTileBytes;
 constexpr int kBarriers = kValueTiles + kStages * kTileBytes;
-constexpr int kIssued = kBarriers + (2 * kStages + 1) * 8;  // entries whose copies have been asked for
 constexpr int kCounts = kBarriers + (2 * kStages + 2) * 8;  // of a warp's part of the list
 constexpr int kListOffset = kCounts + kWarps * 4;
 static_assert(kListOffset % 8 == 0, "an entry is read at once");
@@ -67,31 +66,59 @@ __device__ __forceinline__ uint32_t barrier_of(uint32_t shared, Barrier kind, in
   return shared + kBarriers + (kind * kStages + stage) * 8;
 }
 
+// Where in the ring an entry is, and the parity of this turn of the place. Written to the entry's `page`, as a negative
+// number, once its copies have been asked for: before, the barrier of the place may be turns behind. Warps poll what another
+// one writes: both by atomics.
+struct Place {
+  int stage, parity;
+
+  __device__ __forceinline__ Place(int stage, int parity) : stage(stage), parity(parity) {}
+  // Waits until the entry has one. The same in all lanes, for the compiler too.
+  __device__ __forceinline__ explicit Place(Entry& entry) {
+    int found = 0;
+    do {
+      if ((threadIdx.x & 31) == 0) found = atomicOr(&entry.page, 0);
+      found = __shfl_sync(0xFFFFFFFFu, found, 0);
+    } while (found >= 0);
+    stage = ~found >> 1, parity = ~found & 1;
+  }
+  __device__ __forceinline__ void publish(Entry& entry) const { atomicExch(&entry.page, ~(stage << 1 | parity)); }
+};
+
 // ---- the copying warp
 
+// Copies entry i to any place of the ring that is free, and says in its `page` which: an entry whose rows are busy does not
+// hold up those behind it.
 __device__ __forceinline__ void copy_blocks(const Work& work, const TensorMap& k_map, const TensorMap& v_map,
-                                            int num_kv_heads, int kv_head, const Entry* list, int num_entries,
+                                            int num_kv_heads, int kv_head, Entry* list, int num_entries,
                                             unsigned char* shared) {
+  const int lane = threadIdx.x & 31;
   const uint32_t base = shared_address(shared);
-  const bool leads = (threadIdx.x & 31) == 0;
   const int valid = work.start + work.count - work.last_block * kPageTokens;  // rows of the last block that were written
+  uint32_t turns = 0;  // how often place `lane` was taken
   for (int i = 0; i < num_entries; ++i) {
-    const int stage = i % kStages, parity = i / kStages % 2 ^ 1;
+    Entry entry = {};
+    if (lane == 0) entry = list[i];
+    uint32_t free;
+    do {
+      free = __ballot_sync(0xFFFFFFFFu, lane < kStages && mbarrier_test(barrier_of(base, kRead, lane), turns % 2 ^ 1));
+    } while (free == 0);
+    const int stage = __shfl_sync(0xFFFFFFFFu, __ffs(free) - 1, 0);
+    const Place place(stage, __shfl_sync(0xFFFFFFFFu, turns, stage) % 2);
+    if (lane == stage) ++turns;
     const bool is_cut = i == num_entries - 1 && valid < kKeys;
     const uint32_t ready = barrier_of(base, kReady, stage), landed = is_cut ? barrier_of(base, kLanded, 0) : ready;
-    if (leads) {
-      const int page = list[i].page, absent = list[i].rows >> kAbsentShift;
-      mbarrier_wait(barrier_of(base, kRead, stage), parity);
-      mbarrier_arrive_many(barrier_of(base, kRead, stage), absent);
+    if (lane == 0) {
+      mbarrier_arrive_many(barrier_of(base, kRead, stage), entry.rows >> kAbsentShift);
       mbarrier_arrive_expect(landed, 2 * kTileBytes);
-      copy_page(base + kKeyTiles + stage * kTileBytes, 0, k_map, num_kv_heads, kv_head, page, landed);
-      copy_page(base + kValueTiles + stage * kTileBytes, 0, v_map, num_kv_heads, kv_head, page, landed);
-      *reinterpret_cast<volatile int*>(shared + kIssued) = i + 1;
+      copy_page(base + kKeyTiles + stage * kTileBytes, 0, k_map, num_kv_heads, kv_head, entry.page, landed);
+      copy_page(base + kValueTiles + stage * kTileBytes, 0, v_map, num_kv_heads, kv_head, entry.page, landed);
+      place.publish(list[i]);
     }
     if (is_cut) {
       mbarrier_wait(landed, 0);
       clear_rows(shared + kValueTiles + stage * kTileBytes, valid);
-      if (leads) mbarrier_arrive(ready);
+      if (lane == 0) mbarrier_arrive(ready);
     }
   }
 }
@@ -221,43 +248,42 @@ struct State {
 
 // Goes through the list, 32 entries at a time: a warp takes those that its row chose and those that its warpgroup takes
 // together. The next entry is known before this one is done: looking for it takes as long as a few products.
-__device__ __forceinline__ void take_blocks(State& state, const Share& share, const Sight& sight, const Entry* list,
-                                            int num_entries, int together, uint32_t query_tile, unsigned char* shared) {
+__device__ __forceinline__ void take_blocks(State& state, const Share& share, const Sight& sight, Entry* list,
+                                            const Listed& listed, uint32_t query_tile, unsigned char* shared) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x / 32 % 4;
   const uint32_t base = shared_address(shared), key_tiles = base + kKeyTiles, value_tiles = base + kValueTiles;
   const uint64_t queries = wgmma_descriptor<kSwizzle>(query_tile, 0);
   const uint64_t keys = wgmma_descriptor<kSwizzle>(key_tiles, 0);
   const uint64_t values = wgmma_descriptor<kSwizzle>(value_tiles, kTilePanelBytes);
-  const volatile int* issued = reinterpret_cast<const volatile int*>(shared + kIssued);
-  int num_issued = 0;
-  for (int first = 0; first < num_entries; first += 32) {
-    const uint32_t lane_rows = first + lane < num_entries ? list[first + lane].rows : 0, chosen = share.of(lane_rows);
-    const uint32_t all_together = __ballot_sync(0xFFFFFFFFu, __popc(chosen) >= together);
+  for (int first = 0; first < listed.num_entries; first += 32) {
+    const uint32_t lane_rows = first + lane < listed.num_entries ? list[first + lane].rows : 0;
+    const uint32_t chosen = share.of(lane_rows);
+    const uint32_t all_together = __ballot_sync(0xFFFFFFFFu, __popc(chosen) >= listed.together);
     uint32_t left = all_together | __ballot_sync(0xFFFFFFFFu, chosen >> warp & 1);
     int next = __shfl_sync(0xFFFFFFFFu, __ffs(left) - 1, 0);  // the same in all lanes, for the compiler too
     while (left) {
-      const int i = first + next, stage = i % kStages;
+      const int i = first + next;
       const uint32_t rows = __shfl_sync(0xFFFFFFFFu, lane_rows, next);
       const bool is_together = all_together >> next & 1;
       left &= left - 1;
       next = __shfl_sync(0xFFFFFFFFu, __ffs(left) - 1, 0);
-      while (num_issued <= i) num_issued = *issued;
-      mbarrier_wait(barrier_of(base, kReady, stage), i / kStages % 2);
-      const int upper = sight.last_seen(0, rows, i), lower = sight.last_seen(1, rows, i), place = stage * kTileBytes;
+      const Place place(list[i]);
+      mbarrier_wait(barrier_of(base, kReady, place.stage), place.parity);
+      const int upper = sight.last_seen(0, rows, i), lower = sight.last_seen(1, rows, i);
       if (is_together) {
-        const uint64_t step = descriptor_step(kTileBytes) * stage;
+        const uint64_t step = descriptor_step(kTileBytes) * place.stage;
         state.take_together(queries, keys + step, values + step, upper, lower);
       } else {
-        state.take_alone(query_tile, key_tiles + place, value_tiles + place, upper, lower);
+        const int step = kTileBytes * place.stage;
+        state.take_alone(query_tile, key_tiles + step, value_tiles + step, upper, lower);
       }
-      if (lane == 0) mbarrier_arrive(barrier_of(base, kRead, stage));
+      if (lane == 0) mbarrier_arrive(barrier_of(base, kRead, place.stage));
     }
   }
 }
 
 __device__ __forceinline__ void multiply(const Work& work, scalar_t* out, const scalar_t* q, int row_stride,
-                                         float factor, const Entry* list, int num_entries, int together,
-                                         unsigned char* shared) {
+                                         float factor, Entry* list, const Listed& listed, unsigned char* shared) {
   // The same in all lanes: products in a branch that looks divergent would be serialised.
   const int warpgroup = __shfl_sync(0xFFFFFFFFu, threadIdx.x / kWarpgroupThreads - 1, 0);
   const int own_barrier = 1 + warpgroup;
@@ -274,7 +300,7 @@ __device__ __forceinline__ void multiply(const Work& work, scalar_t* out, const 
   state.rows = {};
   state.rows.max[0] = state.rows.max[1] = kNoMaximum;
   state.factor = factor;
-  take_blocks(state, share, Sight(work, share, num_entries), list, num_entries, together, query_tile, shared);
+  take_blocks(state, share, Sight(work, share, listed.num_entries), list, listed, query_tile, shared);
   store_rows(out, state.rows, shared + warpgroup * kQueryBytes, own_barrier, place_of);
 }
 
@@ -296,7 +322,6 @@ KERNEL(prefill_selected_wgmma)(scalar_t* __restrict__ out, const scalar_t* __res
     }
     mbarrier_init(barrier_of(base, kLanded, 0), 1);
     mbarrier_init_fence();
-    *reinterpret_cast<int*>(shared + kIssued) = 0;
   }
   pdl_wait();
   const Work work(chunk, dense_context);
@@ -304,16 +329,15 @@ KERNEL(prefill_selected_wgmma)(scalar_t* __restrict__ out, const scalar_t* __res
   const int head = blockIdx.x * kHeads, kv_head = head / GROUP;
   const int row_stride = num_kv_heads * GROUP * HEAD_DIM;
   Entry* list = reinterpret_cast<Entry*>(shared + kListOffset);
-  const int num_entries = list_blocks(
+  const Listed listed = list_blocks(
       work, blocks + ((int64_t)work.first_row * num_kv_heads + kv_head) * num_selected, num_kv_heads * num_selected,
       num_selected, block_tables + (int64_t)work.slot * pages_per_sequence,
       reinterpret_cast<uint32_t*>(shared + kKeyTiles), reinterpret_cast<int*>(shared + kCounts), list);
   if (threadIdx.x < kWarpgroupThreads) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kProducerRegisters));
-    if (threadIdx.x < 32) copy_blocks(work, k_map, v_map, num_kv_heads, kv_head, list, num_entries, shared);
+    if (threadIdx.x < 32) copy_blocks(work, k_map, v_map, num_kv_heads, kv_head, list, listed.num_entries, shared);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kConsumerRegisters));
-    multiply(work, out + head * HEAD_DIM, q + head * HEAD_DIM, row_stride, scale * kLog2e, list, num_entries,
-             fewest_together(work, num_selected, num_entries), shared);
+    multiply(work, out + head * HEAD_DIM, q + head * HEAD_DIM, row_stride, scale * kLog2e, list, listed, shared);
   }
 }

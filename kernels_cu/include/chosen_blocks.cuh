@@ -10,9 +10,9 @@ constexpr int kRows = kWarpgroups * kTileRows;  // of the block, at most
 constexpr int kReaders = kWarpgroups * 4;       // warps
 constexpr int kNoRow = 31;
 
-// Where the entries of a list have at least kShared / 2 rows on average, all of them are taken together; else those that
-// kTogether rows of a warpgroup chose.
-constexpr int kShared = 7;
+// Where at least kShared / 8 rows of a warpgroup are at a block on average, all is taken together; else the blocks of
+// kTogether rows and more.
+constexpr int kShared = 18;
 constexpr int kTogether = 3;
 
 // A block that rows chose: where it lies, and a bit for each row of the thread block that chose it; above these bits how
@@ -52,12 +52,15 @@ struct Share {
   __device__ __forceinline__ uint32_t of(uint32_t rows) const { return rows >> first & ((1u << count) - 1); }
 };
 
-// So many rows of a warpgroup take a block together.
-__device__ __forceinline__ int fewest_together(const Work& work, int num_selected, int num_entries) {
-  return 2 * work.num_rows * num_selected >= kShared * num_entries ? 1 : kTogether;
+// Warpgroups that are at a block that rows chose.
+__device__ __forceinline__ int num_warpgroups(const Work& work, uint32_t rows) {
+  int found = 0;
+#pragma unroll
+  for (int warpgroup = 0; warpgroup < kWarpgroups; ++warpgroup) found += Share(work, warpgroup).of(rows) != 0;
+  return found;
 }
 
-// Warps that are at a block that rows chose.
+// And warps, where so many rows of a warpgroup take it together.
 __device__ __forceinline__ int num_readers(const Work& work, uint32_t rows, int together) {
   int readers = 0;
 #pragma unroll
@@ -68,10 +71,15 @@ __device__ __forceinline__ int num_readers(const Work& work, uint32_t rows, int 
   return readers;
 }
 
-// Lists in ascending order what the rows chose; returns how many. `blocks`: of the first row, the next one's `stride`
-// further. All threads; `chosen` is room for a word for each block.
-__device__ __forceinline__ int list_blocks(const Work& work, const int* blocks, int stride, int num_selected,
-                                           const int* block_table, uint32_t* chosen, int* counts, Entry* list) {
+// How many entries there are, and how many rows of a warpgroup take one together.
+struct Listed {
+  int num_entries, together;
+};
+
+// Lists in ascending order what the rows chose. `blocks`: of the first row, the next one's `stride` further. All threads;
+// `chosen` is room for a word for each block.
+__device__ __forceinline__ Listed list_blocks(const Work& work, const int* blocks, int stride, int num_selected,
+                                              const int* block_table, uint32_t* chosen, int* counts, Entry* list) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x / 32, num_blocks = work.last_block + 1;
   for (int i = threadIdx.x; i < num_blocks; i += kThreads) chosen[i] = 0;
   __syncthreads();
@@ -82,16 +90,17 @@ __device__ __forceinline__ int list_blocks(const Work& work, const int* blocks, 
   __syncthreads();
   const int run = (num_blocks + kThreads - 1) / kThreads * 32, begin = warp * run, end = min(begin + run, num_blocks);
   int count = 0;
-  for (int i = begin + lane; i < end; i += 32) count += chosen[i] != 0;
+  for (int i = begin + lane; i < end; i += 32) count += (chosen[i] != 0) + (num_warpgroups(work, chosen[i]) << 16);
   count = __reduce_add_sync(0xFFFFFFFFu, count);
   if (lane == 0) counts[warp] = count;
   __syncthreads();
-  int before = 0, total = 0;
+  int before = 0, total = 0, visits = 0;
   for (int other = 0; other < kWarps; ++other) {
-    if (other < warp) before += counts[other];
-    total += counts[other];
+    const int entries = counts[other] & 0xFFFF;
+    if (other < warp) before += entries;
+    total += entries, visits += counts[other] >> 16;
   }
-  const int together = fewest_together(work, num_selected, total);
+  const int together = 8 * work.num_rows * num_selected >= kShared * visits ? 1 : kTogether;
   for (int first = begin; first < end; first += 32) {
     const uint32_t rows = first + lane < end ? chosen[first + lane] : 0;
     const uint32_t taken = __ballot_sync(0xFFFFFFFFu, rows != 0);
@@ -103,5 +112,5 @@ __device__ __forceinline__ int list_blocks(const Work& work, const int* blocks, 
   }
   async_proxy_fence();  // copies will take the place of `chosen`
   __syncthreads();
-  return total;
+  return {total, together};
 }

@@ -37,6 +37,16 @@ __device__ __forceinline__ bool mbarrier_has_completed(uint32_t barrier, int par
   return done;
 }
 
+// The same, and never waits.
+__device__ __forceinline__ bool mbarrier_test(uint32_t barrier, int parity) {
+  uint32_t done;
+  asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+               : "=r"(done)
+               : "r"(barrier), "r"(parity)
+               : "memory");
+  return done;
+}
+
 // Until the phase of this parity has completed: phases count from 0; parity 1 passes on a new barrier.
 __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, int parity) {
   while (!mbarrier_has_completed(barrier, parity)) {

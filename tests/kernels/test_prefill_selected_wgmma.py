@@ -135,6 +135,27 @@ def test_a_row_has_the_same_bits_whatever_its_neighbours_are_and_choose(
     assert np.array_equal(device_of(hopper, slots, SMALL, pdl=True).attend(q, rows, blocks), out)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "group", "kv_heads", "head_dim"), SHAPES, ids=str)
+def test_a_row_has_the_same_bits_alone_and_together(
+    hopper: Any, dtype: DType, group: int, kv_heads: int, head_dim: int
+) -> None:
+    """Neighbours of one tile share next to nothing, so that warps multiply alone; everything; a part."""
+    start, count = 33_024, 24
+    slots = Slots(dtype, [start + count], group=group, kv_heads=kv_heads, head_dim=head_dim)
+    rows, q = chunk(slots, start, count), slots.queries(count)
+    device = device_of(hopper, slots, LONG, sms=2 * group // 16)
+    apart = any_choice(slots.rng, rows, kv_heads, LONG)
+    alike = np.broadcast_to(apart[:1], apart.shape)
+    some = np.where(np.arange(count)[:, None, None] % 3 == 0, apart[:1], apart)
+    results = [device.attend(q, rows, np.ascontiguousarray(blocks)) for blocks in (apart, alike, some)]
+    assert_close(results[0], expected_attention(slots, q, rows, apart, LONG), dtype)
+    assert np.array_equal(results[1][0], results[0][0]) and np.array_equal(results[2][0], results[0][0])
+    assert not np.array_equal(results[1][1], results[0][1])
+    ours = np.arange(count) % 3 == 0
+    assert np.array_equal(results[2][ours], results[1][ours]) and np.array_equal(results[2][~ours], results[0][~ours])
+
+
 def plan_of(group: int, head_dim: int = 128, **others: Any) -> PrefillAttentionPlan | None:
     shape = {"num_heads": 2 * group, "num_kv_heads": 2, "head_dim": head_dim, "num_sms": 132}
     return plan_selected_tiles(**shape | {"num_selected": 96, "max_context": 524_288, "arch": 90} | others)
