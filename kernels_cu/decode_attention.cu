@@ -362,9 +362,17 @@ KERNEL(decode_attention)(scalar_t* __restrict__ out, float* partials, int* arriv
     Stream::Place room;
     if (run < cut.num_runs) {
       begin_run(state);
-      const int page = run * cut.run_pages;
-      attend(state, stream, keys, cut.first_page + page, min(cut.run_pages, cut.num_pages - page), scale * kLog2e);
-      room = stream.advance();
+      const int page = cut.first_page + run * cut.run_pages, pages = min(cut.run_pages, cut.first_page + cut.num_pages - page);
+#if !FP8
+      if (turns == 1 && pages <= STAGES) {
+        attend_filled(state, stream, keys, page, pages, scale * kLog2e);
+        room.k_tile = stream.ring;
+      } else
+#endif
+      {
+        attend(state, stream, keys, page, pages, scale * kLog2e);
+        room = stream.advance();
+      }
       publish_warp(state, room.k_tile, log_sums[warp]);
       results += room.k_tile - stream.ring;
       __syncthreads();

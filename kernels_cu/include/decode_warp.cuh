@@ -296,3 +296,26 @@ __device__ __forceinline__ void attend(WarpState& state, Stream& stream, const K
     stream.scales.next();
   }
 }
+
+#if !FP8
+// The same of a run whose pages all came with fill(), where no other run follows. The scores come first, which do not wait
+// for each other: those of places without a page mean nothing. The order of what follows is that of attend().
+__device__ __forceinline__ void attend_filled(WarpState& state, const Stream& stream, const Keys& keys, int page, int num_pages,
+                                              float factor) {
+  const int lane = threadIdx.x & 31;
+  float scores[STAGES][2][4];
+  cp_async_wait_all();
+  __syncwarp();
+#pragma unroll
+  for (int i = 0; i < STAGES; ++i) score_tile(scores[i], state, TileRow(stream.ring + i * kStageBytes, lane_row_b(lane)));
+#pragma unroll
+  for (int i = 0; i < STAGES; ++i) {
+    if (i >= num_pages) break;
+    const int first_key = stream.first_key(page + i);
+    if (!keys.all_visible(first_key)) mask_tile(scores[i], first_key, {keys, keys});
+    softmax_tile(scores[i], state, factor);
+    accumulate_tile(state, scores[i], TileRow(stream.ring + i * kStageBytes + kHalfPlace, lane_row_a(lane)));
+  }
+  __syncwarp();
+}
+#endif
