@@ -78,7 +78,8 @@ __device__ __forceinline__ void compress(scalar_t* compressed_pages, const Keys&
 }
 
 // What an earlier kernel of the step wrote is not __restrict__: the compiler may move a load that it takes for one of
-// a constant before pdl_wait. The next kernel may start only after the wait, as after every kernel before attention.
+// a constant before pdl_wait. The next kernel may start at once: the choice of blocks reads early only what is older than
+// the kernel before this one.
 extern "C" __global__ void __launch_bounds__(HEAD_DIM / 2)
     KERNEL(compress_keys)(scalar_t* k1_pages, scalar_t* k2_pages, const page_t* k_pages, const int32_t* positions,
                           const int32_t* slots, const int32_t* block_tables, int num_rows, int rows_per_block,
@@ -90,8 +91,8 @@ extern "C" __global__ void __launch_bounds__(HEAD_DIM / 2)
 #if !FP8
   constexpr const float* k_scales = nullptr;
 #endif
-  pdl_wait();
   pdl_launch_dependents();
+  pdl_wait();
   const int num_kv_heads = gridDim.y, kv_head = blockIdx.y;
   const int begin = blockIdx.x * rows_per_block, end_row = min(begin + rows_per_block, num_rows);
   for (int row = begin; row < end_row; row++) {

@@ -69,109 +69,9 @@ static_assert(STAGES >= 2, "a warp's ring also holds its float32 output");
 #else
 #define CLUSTER_LAUNCH
 #endif
+#define LISTED_LATE 0
 
-#include "decode_cut.cuh"
-#include "partials.cuh"
-
-constexpr int kWarps = kSlices;
-constexpr int kThreads = 32 * kWarps;
-constexpr int kTiles = (GROUP + 15) / 16;    // blocks that share a KV head
-constexpr int kHeads = (GROUP + kTiles - 1) / kTiles;
-constexpr int kVectors = kHeads * HEAD_DIM / 4;  // float4 pieces of the block's output
-constexpr int kSlice = kVectors / kCluster;
-static_assert(kVectors % kCluster == 0, "slices are equal: peers count their bytes");
-constexpr int kQueryBytes = 16 * kRowBytes;
-
-#include "decode_warp.cuh"
-static_assert(16 * HEAD_DIM * 4 == kStageBytes, "a warp's output takes a place of its ring");
-
-// ---- merging partial results ----
-
-// Byte offset of four elements of a warp's published output. Rows 0 to 3 and 4 to 7, which a store of 8 bytes a lane
-// writes together, are in different banks.
-__device__ __forceinline__ int published_offset(int row, int vector) {
-  return (row * (HEAD_DIM / 4) + (vector ^ (row % 4 * 2 + row / 4 % 2))) * 16;
-}
-
-// The warp's normalised output and log_sums, into a place of its ring that nobody reads any more.
-__device__ __forceinline__ void publish_warp(const WarpState& state, uint32_t out, float* log_sums) {
-  const int lane = threadIdx.x & 31;
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const float sum = quad_sum(state.sum[half]), inverse = sum > 0.0f ? reciprocal_fast(sum) : 0.0f;
-    const int row = lane / 4 + half * 8;
-    if (lane % 4 == 0) log_sums[row] = sum > 0.0f ? state.max[half] + log2_fast(sum) : kNoMaximum;
-#if FP8
-    publish_row(state, half, inverse, [&](int vector) { return out + published_offset(row, vector); });
-#else
-#pragma unroll
-    for (int n = 0; n < kDimTiles; ++n) {
-      const float* pair = &state.out[n][2 * half];
-      const uint32_t to = out + published_offset(row, 2 * n + lane % 4 / 2) + lane % 2 * 8;
-      asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(pair[0] * inverse), "f"(pair[1] * inverse) : "memory");
-    }
-#endif
-  }
-}
-
-// visit(vector, merged) for all vectors of the block's partial; `results`: what the first warp published.
-template <typename Visit>
-__device__ __forceinline__ void merge_warps(const unsigned char* results, const float (&warp_log_sums)[kWarps][16],
-                                            Visit visit) {
-#pragma unroll
-  for (int i = 0; i < (kVectors + kThreads - 1) / kThreads; ++i) {
-    const int vector = threadIdx.x + i * kThreads;
-    if (kVectors % kThreads != 0 && vector >= kVectors) continue;
-    visit(vector, merge<kWarps>(kWarps, [&](int warp) -> Partial {
-            const int row = vector / (HEAD_DIM / 4), offset = published_offset(row, vector % (HEAD_DIM / 4));
-            return {*reinterpret_cast<const float4*>(results + warp * STAGES * kStageBytes + offset),
-                    warp_log_sums[warp][row]};
-          }));
-  }
-}
-
-// ---- the kernel ----
-
-// The block's heads of one row of out (or q): the first element, and how many heads there are.
-struct Heads {
-  int64_t offset;
-  int count;
-};
-
-__device__ __forceinline__ void store_vector(scalar_t* out, const Heads& heads, int vector, float4 value) {
-  if (vector / (HEAD_DIM / 4) >= heads.count) return;
-  *reinterpret_cast<uint2*>(out + heads.offset + vector * 4) =
-    make_uint2(pack2(value.x, value.y), pack2(value.z, value.w));
-}
-
-// The query's tile in 16-byte pieces of each thread's, read through registers: not with the copies of the pages, which
-// nobody has to wait for then.
-struct Query {
-  static constexpr int kPieces = (16 * kRowChunks + kThreads - 1) / kThreads;
-  uint4 pieces[kPieces];
-
-  __device__ __forceinline__ void read(const scalar_t* q, const Heads& heads) {
-#pragma unroll
-    for (int i = 0; i < kPieces; ++i) {
-      const int index = threadIdx.x + i * kThreads;
-      pieces[i] = make_uint4(0, 0, 0, 0);
-      if (index / kRowChunks < heads.count) pieces[i] = load16_written(q + heads.offset + index * 8);
-    }
-  }
-  __device__ __forceinline__ void store(unsigned char* tile) const {
-#pragma unroll
-    for (int i = 0; i < kPieces; ++i) {
-      const int index = threadIdx.x + i * kThreads;
-      if (index < 16 * kRowChunks) store16(tile + swizzled(index / kRowChunks, index % kRowChunks), pieces[i]);
-    }
-  }
-};
-
-__device__ __forceinline__ void store_zeros(scalar_t* out, const Heads& heads) {
-  for (int i = threadIdx.x; i < kVectors; i += kThreads) {
-    store_vector(out, heads, i, make_float4(0.0f, 0.0f, 0.0f, 0.0f));
-  }
-}
+#include "decode_block.cuh"
 
 // The first pages and the query, by all warps. Of one row (`is_early`) what is older than the kernel before this one is
 // read before the wait. The blocks of several rows find no room before the end of that kernel: theirs is the query that
@@ -179,14 +79,14 @@ __device__ __forceinline__ void store_zeros(scalar_t* out, const Heads& heads) {
 __device__ __forceinline__ void begin(WarpState& state, unsigned char* shared, const scalar_t* q, const Heads& heads,
                                       Stream& stream, const Keys& keys, bool is_early) {
   Query query;
-  if (SELECTED) query.read(q, heads);
+  if (SELECTED) query.read(q, heads, load16_written);
 #if TREE
   const PathNode node = stream.path.look_up(stream.block_table);
 #endif
   stream.locate();
   if (!is_early && !SELECTED) {
     pdl_wait();
-    query.read(q, heads);
+    query.read(q, heads, load16_written);
   }
   stream.fill(keys);
   pdl_launch_dependents();  // now: a row's few pages would wait 3 us and more behind the next kernel's weights
@@ -196,70 +96,12 @@ __device__ __forceinline__ void begin(WarpState& state, unsigned char* shared, c
   if (is_early) pdl_wait();
   stream.load_scales();
   const bool has_new = (TREE || is_early) && stream.fill_new(keys);
-  if (is_early) query.read(q, heads);
+  if (is_early) query.read(q, heads, load16_written);
   query.store(shared);
   if (has_new) cp_async_wait_all();
   __syncthreads();
   load_query(state, shared_address(shared));
 }
-
-// Where a row's values go, by cluster of those that share it.
-struct Target {
-  scalar_t* out;
-  float* partials;
-  int cluster, used_clusters;
-
-  __device__ __forceinline__ float* log_sums() const { return partials + used_clusters * kVectors * 4; }
-
-  // To out if the row has no other cluster, else to the workspace.
-  __device__ __forceinline__ void keep(const Heads& heads, int vector, const Partial& merged) const {
-    if (used_clusters == 1) {
-      store_vector(out, heads, vector, merged.out);
-    } else {
-      __stcg(reinterpret_cast<float4*>(partials) + cluster * kVectors + vector, merged.out);
-      __stcg(log_sums() + cluster * kVectors + vector, merged.log_sum);
-    }
-  }
-
-  // By the last cluster: the merged slice, to out.
-  __device__ __forceinline__ void merge_clusters(const Heads& heads, int rank) const {
-    for (int vector = rank * kSlice + threadIdx.x; vector < (rank + 1) * kSlice; vector += kThreads) {
-      const Partial merged = merge<kMergeBatch>(used_clusters, [&](int i) -> Partial {
-        return {__ldcg(reinterpret_cast<const float4*>(partials) + i * kVectors + vector),
-                __ldcg(log_sums() + i * kVectors + vector)};
-      });
-      store_vector(out, heads, vector, merged.out);
-    }
-  }
-};
-
-#ifdef IN_CLUSTERS
-constexpr int kReceivedOffset = kQueryBytes + kWarps * STAGES * kStageBytes;  // [peer][slice] outputs, then log sums
-constexpr int kReceivedBytes = 20 * kSlice;                                   // from each peer
-
-// The slices of the block's partial to the peers that merge them.
-__device__ __forceinline__ void send_slices(const unsigned char* shared, const unsigned char* results,
-                                            const float (&log_sums)[kWarps][16], uint32_t barrier, int rank) {
-  const uint32_t received = shared_address(shared) + kReceivedOffset;
-  merge_warps(results, log_sums, [&](int vector, const Partial& part) {
-    const int place = rank * kSlice + vector % kSlice;
-    send_partial(received + place * 16, received + kVectors * 16 + place * 4, barrier, vector / kSlice, part);
-  });
-}
-
-// The block's slice of what `members` peers have sent.
-__device__ __forceinline__ void merge_slices(const unsigned char* shared, const Heads& heads, const Target& target,
-                                             int rank, int members) {
-  const uint32_t received = shared_address(shared) + kReceivedOffset;
-  for (int i = threadIdx.x; i < kSlice; i += kThreads) {
-    const Partial merged = merge<8>(members, [&](int peer) {
-      const int place = peer * kSlice + i;
-      return received_partial(received + place * 16, received + kVectors * 16 + place * 4);
-    });
-    target.keep(heads, rank * kSlice + i, merged);
-  }
-}
-#endif
 
 extern "C" __global__ void CLUSTER_LAUNCH __launch_bounds__(kThreads, 2)
 KERNEL(decode_attention)(scalar_t* __restrict__ out, float* partials, int* arrivals,

@@ -5,7 +5,7 @@ Nothing here depends on the rows of a step, so that a row's result does not eith
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 from cpmrt.config import ModelConfig
@@ -30,7 +30,8 @@ class DecodeAttentionPlan:
     """How `decode_attention` is compiled and launched; `partials` (float32) and `arrivals` (int32) count elements.
 
     `units` are the blocks that share a run of pages: one for each 16 query heads of each KV head. If
-    `has_tree_kernel`, many rows of trees that see all keys are left to `tree_attention`, which has the same workspace.
+    `has_own_kernels`, many rows of trees that see all keys are left to `tree_attention`, and rows that chose blocks to
+    `selected_attention`, which have the same workspace.
     """
 
     constants: dict[str, int]
@@ -42,7 +43,7 @@ class DecodeAttentionPlan:
     shared_bytes: int
     partials: int
     arrivals: int
-    has_tree_kernel: bool
+    has_own_kernels: bool
 
     def grid(self, rows: int) -> tuple[int, int, int]:
         """For a step of `rows` rows. It may depend on them: which block takes a run does not change the result."""
@@ -137,8 +138,8 @@ def plan_decode_attention(
     wanted = min(num_sms // units, ceil(max_context / PAGE_SIZE), _MOST_CLUSTERS * cluster)
     num_splits = max(1, wanted // cluster) * cluster
     received = 5 * heads * head_dim if cluster > 1 else 0
-    has_tree_kernel = arch == 90 and not portable and not is_fp8
-    kept_heads = _rows_of_heads(heads) if has_tree_kernel else heads
+    has_own_kernels = arch == 90 and not portable and not is_fp8
+    kept_heads = _rows_of_heads(heads) if has_own_kernels else heads
     return DecodeAttentionPlan(
         constants={"HEAD_DIM": head_dim, "GROUP": group, "STAGES": stages, "PORTABLE": int(portable)}
         | _PLAIN
@@ -151,7 +152,7 @@ def plan_decode_attention(
         shared_bytes=_QUERY_TILE * head_dim * 2 + stages * PAGE_SIZE * head_dim * 4 + received,
         partials=max_rows * units * (num_splits // cluster) * kept_heads * head_dim * 5 // 4,
         arrivals=max_rows * units * cluster,
-        has_tree_kernel=has_tree_kernel,
+        has_own_kernels=has_own_kernels,
     )
 
 
@@ -164,10 +165,10 @@ def decode_launch(
     plan: DecodeAttentionPlan, rows: int, *, is_tree: bool, window: int = 0, selected: int = 0
 ) -> AttentionLaunch:
     """For so many rows: of trees or not; `selected` as the kernel's SELECTED."""
-    if is_tree and not selected and plan.has_tree_kernel and _share_pages(plan, rows):
+    if is_tree and not selected and plan.has_own_kernels and _share_pages(plan, rows):
         return _tree_launch(plan, rows, window)
     kind = {"TREE": int(is_tree), "WINDOW": window, "SELECTED": selected}
-    return AttentionLaunch(
+    one = AttentionLaunch(
         kernel="decode_attention",
         constants=plan.constants | kind,
         grid=plan.grid(rows),
@@ -175,12 +176,22 @@ def decode_launch(
         shared_bytes=plan.shared_bytes,
         sizes=(plan.num_splits,),
     )
+    if selected != 1 or not plan.has_own_kernels:
+        return one
+    # Only as many clusters as there is room for at once: one that came later would wait for all turns of another.
+    clusters = min(max(1, _clusters_at_once(plan) // (plan.units * rows)), plan.num_splits // plan.cluster)
+    constants = {name: one.constants[name] for name in ("HEAD_DIM", "GROUP", "STAGES", "TREE")}
+    grid = (plan.cluster, plan.units * rows, clusters)
+    return replace(one, kernel="selected_attention", constants=constants, grid=grid)
+
+
+def _clusters_at_once(plan: DecodeAttentionPlan) -> int:
+    return int(plan.resident_blocks / _SMS_OF_CLUSTER[plan.cluster])
 
 
 def _share_pages(plan: DecodeAttentionPlan, rows: int) -> bool:
     """Whether it pays: where a cluster for each row is there at once, it is faster alone."""
-    resident = int(plan.resident_blocks / _SMS_OF_CLUSTER[plan.cluster])
-    return rows >= _FEWEST_SHARING_ROWS and rows * plan.units > resident
+    return rows >= _FEWEST_SHARING_ROWS and rows * plan.units > _clusters_at_once(plan)
 
 
 def _tree_launch(decode: DecodeAttentionPlan, rows: int, window: int) -> AttentionLaunch:

@@ -128,6 +128,13 @@ CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
         {"HEAD_DIM": 64, "GROUP": 1} | _TREE | {"CLUSTER": 4, "WINDOW": 1000},
         {"HEAD_DIM": 96, "GROUP": 20} | _TREE | {"CLUSTER": 2, "WINDOW": 512},
     ),
+    "selected_attention.cu": (
+        {"HEAD_DIM": 128, "GROUP": 16, "STAGES": 3, "TREE": 0},
+        {"HEAD_DIM": 128, "GROUP": 16, "STAGES": 3, "TREE": 1},
+        {"HEAD_DIM": 96, "GROUP": 4, "STAGES": 3, "TREE": 1},
+        {"HEAD_DIM": 64, "GROUP": 8, "STAGES": 3, "TREE": 1},
+        {"HEAD_DIM": 64, "GROUP": 20, "STAGES": 2, "TREE": 0},
+    ),
     "compress_keys.cu": tuple({"HEAD_DIM": size, "FP8": fp8} for fp8 in (0, 1) for size in (128, 96, 64)),
     "select_blocks.cu": (
         {"HEAD_DIM": 128, "GROUP": 16, "TREE": 1},

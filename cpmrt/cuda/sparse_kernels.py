@@ -220,12 +220,14 @@ class SparseKernels:
             )  # fmt: skip
 
 
-def selected_arguments(selection: Selection | None) -> tuple[Any, ...]:
-    """What `decode_attention` takes last when it is compiled with SELECTED."""
+def selected_arguments(selection: Selection | None, kernel: str = "decode_attention") -> tuple[Any, ...]:
+    """What `selected_attention`, or `decode_attention` if it is compiled with SELECTED, takes last."""
     if selection is None:
         return ()
     sparse = selection.config
-    return selection.blocks, np.int32(sparse.num_selected), np.int32(sparse.dense_context)
+    sizes = np.int32(sparse.num_selected), np.int32(sparse.dense_context)
+    local = (np.int32(sparse.local_blocks),) if kernel == "selected_attention" else ()
+    return selection.blocks, *sizes, *local
 
 
 def _forced(sparse: SparseConfig) -> tuple[np.int32, np.int32]:

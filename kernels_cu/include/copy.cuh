@@ -24,6 +24,16 @@ __device__ __forceinline__ uint4 load16_written(const void* source) {
   return v;
 }
 
+// Past the L1, which may hold what was there before the kernel that wrote it.
+__device__ __forceinline__ uint4 load16_past_l1(const void* source) {
+  uint4 v;
+  asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(source)
+               : "memory");
+  return v;
+}
+
 __device__ __forceinline__ void store16(void* target, uint4 v) { *static_cast<uint4*>(target) = v; }
 
 // The address of shared memory as cp.async, ldmatrix and mbarrier instructions take it.

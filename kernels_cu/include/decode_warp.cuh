@@ -1,6 +1,7 @@
 // One warp of decode_attention: where the keys of a row lie, and a warp's 16 keys of each page through its own ring.
 //
-// The including file defines STAGES, TREE, WINDOW and FP8.
+// The including file defines STAGES, TREE, WINDOW, FP8 and LISTED_LATE: lists of blocks come after pdl_wait, pages
+// that are known without them may be read before.
 #pragma once
 
 // Pages, and what a warp does with tiles of them: 16 keys, 16 values.
@@ -134,6 +135,31 @@ struct Stream {
   // Of 32 consecutive steps of the block, one a lane: the first page of the row, the pages' places in memory (-1: there
   // is none in the run).
   int numbers, ids[kAtOnce];
+#if LISTED_LATE
+  int known_from = 0, skipped_pages = 0;  // in the list: from this place on it is known, by so many less than the block
+  int missing = 0;                        // of the first run's pages
+  int known_steps = 0;
+  bool is_listed = false;
+
+  __device__ __forceinline__ void know(int known, int skipped) {
+    known_from = known, skipped_pages = skipped;
+    if (count == 0) return;
+    const int end = (first_run + 1) * run_pages;
+    missing = step_of_run = max(end - num_pages, 0);
+    const int unknown_run = divided(known_from + run_pages - 1, run_pages);  // runs from here on are known
+    const int runs = first_run < unknown_run ? 0 : divided(first_run - unknown_run, -run_stride) + 1;
+    known_steps = min(runs * run_pages - (runs > 0 ? missing : 0), count);
+    locate();
+  }
+  // Before a step is asked for.
+  __device__ __forceinline__ void wait_for_list() {
+    if (is_listed || step < known_steps) return;
+    pdl_wait();
+    pdl_launch_dependents();
+    is_listed = true;
+    locate();
+  }
+#endif
 
   // A place of the ring, and the pages that it is filled with next, if any. It is the one that is read next, too.
   struct Place {
@@ -151,6 +177,9 @@ struct Stream {
       step_of_run = 0;
       return place;
     }
+#if LISTED_LATE
+    wait_for_list();
+#endif
     if (step > 0 && step % 32 == 0) {
       locate();
       load_scales();
@@ -164,6 +193,15 @@ struct Stream {
   // The first key of the warp in a page of the row.
   __device__ __forceinline__ int first_key(int page) const { return page * kPageTokens + (threadIdx.x >> 5) * kKeys; }
   // The next 32 steps: at the beginning by the caller.
+#if LISTED_LATE
+  __device__ __forceinline__ void locate() {
+    const int own = step / 32 * 32 + (threadIdx.x & 31), place = own + missing, turn = divided(place, run_pages);
+    numbers = first_page + (first_run + turn * run_stride) * run_pages + place - turn * run_pages - (turn == 0 ? missing : 0);
+    ids[0] = 0;
+    if (own >= count || (numbers < known_from && !is_listed)) return;
+    ids[0] = __ldcg(block_table + (numbers < known_from ? __ldcg(chosen + numbers) : numbers + skipped_pages));
+  }
+#else
   __device__ __forceinline__ void locate() {
     const int own = step + (threadIdx.x & 31), turn = divided(own, run_steps());
     const int run_begin = first_page + (first_run + turn * run_stride) * run_pages;
@@ -179,6 +217,7 @@ struct Stream {
       }
     }
   }
+#endif
   // Of the 32 steps located last, past the wait: a page whose first token is new has a new scale.
   __device__ __forceinline__ void load_scales() {
 #pragma unroll
@@ -265,9 +304,16 @@ struct Stream {
   }
 };
 
-// The next `num_pages` of the stream, a run that begins with page `page` of the row.
+// The next `num_pages` of the stream, a run that begins with page `page` of the row. after_first(): behind its first one.
+#if LISTED_LATE
+template <typename AfterFirst>
+__device__ __forceinline__ void attend(WarpState& state, Stream& stream, const Keys& keys, int page, int num_pages,
+                                       float factor, AfterFirst after_first) {
+  const int first = page;
+#else
 __device__ __forceinline__ void attend(WarpState& state, Stream& stream, const Keys& keys, int page, int num_pages,
                                        float factor) {
+#endif
   for (const int end = page + num_pages; page < end; page += kAtOnce) {
     const int first_key = stream.first_key(page);
     const Stream::Place next = stream.advance();
@@ -294,6 +340,9 @@ __device__ __forceinline__ void attend(WarpState& state, Stream& stream, const K
     __syncwarp();
     stream.load(v_tile, stream.v_rows, next, keys.length);
     stream.scales.next();
+#if LISTED_LATE
+    if (page == first) after_first();
+#endif
   }
 }
 

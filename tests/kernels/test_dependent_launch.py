@@ -20,7 +20,9 @@ import numpy as np
 import pytest
 from attention_cases import launch_attention
 from slow_writer import SlowWriter
+from sparse_cases import Slots, SparseDevice, any_choice
 
+from cpmrt.config import SparseConfig
 from cpmrt.cuda import nvrtc
 from cpmrt.cuda.attention_plan import plan_decode_attention
 from cpmrt.cuda.compiler import compile_all, compile_module
@@ -29,14 +31,18 @@ from cpmrt.cuda.kernels import KERNELS, files
 from cpmrt.cuda.linear_plan import DeviceLimits, plan_linear
 from cpmrt.dtypes import DType
 from cpmrt.memory.kv_pages import PAGE_SIZE
+from cpmrt.ops import Selection
 
 H200 = DeviceLimits(num_sms=132, shared_bytes=232448, clusters=True)
 QKV = [(1152, 128, 96), (768, 128, 64), (768, 256, 64), (4608, 4096, 128)]
-READ_OLD_DATA_EARLY = ("decode_attention.cu", "tree_attention.cu", "select_blocks.cu", "pick_blocks.cu")
+READ_OLD_DATA_EARLY = (
+    *("decode_attention.cu", "tree_attention.cu", "selected_attention.cu", "select_blocks.cu", "pick_blocks.cu"),
+)
 READ_OLD_KEYS_EARLY = ("coarse_log_sums", "score_blocks")
 OLD_KEYS_LOADS = 16
 """By plain loads of 16 bytes, so that rows share them in the L1: at most so many of a lane, with 128 dimensions."""
-BEFORE_ATTENTION = sorted({spec.name for spec in KERNELS if spec.op == "qkv"})
+BEFORE_ATTENTION = sorted({spec.name for spec in KERNELS if spec.op == "qkv"} - {"compress_keys"})
+"""Behind compress_keys blocks are chosen, by kernels of which the last one starts attention after its own wait."""
 
 
 def disassembler() -> str:
@@ -84,7 +90,7 @@ def test_every_kernel_waits_before_it_reads(file: str) -> None:
     for (_, constants), cubin in zip(modules, compile_all("sm_90", DType.BFLOAT16, modules), strict=True):
         assert not early_accesses(file, cubin), constants
         for name, code, wait in functions(cubin):
-            if name.removesuffix("_bf16") in BEFORE_ATTENTION:
+            if name.removesuffix("_bf16") in (*BEFORE_ATTENTION, "pick_blocks"):
                 starts_next = [i for i, line in enumerate(code) if "PREEXIT" in line]
                 assert starts_next and min(starts_next) > wait, f"{name} starts the next kernel before its wait"
 
@@ -156,3 +162,26 @@ def test_attention_sees_what_the_kernel_before_it_writes(cuda: Any, positions: r
     assert np.isfinite(expected).all()
     for _ in range(3):
         assert np.array_equal(both.step(pdl=True), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("count", [1, 3, 12, 40])
+@pytest.mark.parametrize("sparse", [SparseConfig(1, 1024, 81, 0), SparseConfig(1, 64, 12, 0)], ids=str)
+def test_attention_waits_for_the_lists_of_blocks(cuda: Any, sparse: SparseConfig, count: int) -> None:
+    """Pages of blocks that every row looks at are read before that. Until the writer is done lists name others."""
+    slots = Slots(DType.BFLOAT16, [8000], group=16, kv_heads=2, head_dim=128)
+    rows = slots.rows(8000 - count + np.arange(count), np.zeros(count))
+    q, blocks = slots.queries(count), any_choice(slots.rng, rows, 2, sparse)
+    device = SparseDevice(cuda, slots, sparse, pdl=True)
+    expected = device.attend(q, rows, blocks)
+    query, wanted, held = cuda.array(q, slots.dtype), cuda.array(blocks), device.rows(rows)
+    lists, wrong = (cuda.array(np.zeros_like(blocks)) for _ in range(2))
+    writer = SlowWriter(cuda, [lists], [wrong], [wanted])
+    for _ in range(3):
+        out = cuda.array(np.full_like(q, np.nan), slots.dtype)
+        writer.launch()
+        device.ops.decode_attention(
+            out, query, device.pages["k_pages"], device.pages["v_pages"], held, slots.scale,
+            selection=Selection(lists, sparse),
+        )  # fmt: skip
+        assert np.array_equal(cuda.numpy(out, slots.dtype), expected)

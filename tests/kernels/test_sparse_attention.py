@@ -16,7 +16,7 @@ from cpmrt.ops import OPS
 
 pytestmark = pytest.mark.gpu
 
-KERNELS = ("dense_rows",)
+KERNELS = ("dense_rows", "selected_attention")
 SHAPES = [
     (DType.BFLOAT16, 16, 2, 128), (DType.FLOAT16, 8, 2, 64), (DType.BFLOAT16, 4, 1, 96), (DType.FLOAT16, 1, 3, 64),
     (DType.FLOAT16, 20, 1, 128),
@@ -47,14 +47,17 @@ def test_rows_match_the_numpy_op(
 
 
 @PORTABLE
-def test_many_blocks(cuda: Any, portable: bool) -> None:
+@pytest.mark.parametrize("count", [7, 16])
+def test_many_blocks(cuda: Any, count: int, portable: bool) -> None:
+    """A row has the bits that it has alone, of many rows too, which have a cluster each."""
     slots = Slots(DType.BFLOAT16, [6000], group=16, kv_heads=2, head_dim=128)
-    rows = slots.rows([5999, 2559, 2560, 2561, 4095, 4096, 3000], np.zeros(7))
-    q, blocks = slots.queries(7), any_choice(slots.rng, rows, 2, WIDE)
+    positions = [5999, 2559, 2560, 2561, 4095, 4096, 3000, *range(5000, 5990, 110)][:count]
+    rows = slots.rows(positions, np.zeros(count))
+    q, blocks = slots.queries(count), any_choice(slots.rng, rows, 2, WIDE)
     device = SparseDevice(cuda, slots, WIDE, portable=portable)
     out = device.attend(q, rows, blocks)
     assert_close(out, expected_attention(slots, q, rows, blocks, WIDE), slots.dtype)
-    for row in range(7):
+    for row in range(count):
         few = replace(rows, positions=rows.positions[[row]], slots=rows.slots[[row]])
         assert np.array_equal(device.attend(q[[row]], few, blocks[[row]])[0], out[row]), row
     again = SparseDevice(cuda, slots, WIDE, portable=portable, pdl=True)

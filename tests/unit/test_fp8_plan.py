@@ -62,7 +62,7 @@ def test_blocks_find_room_together(arch, portable):
     assert narrow.shared_bytes <= device.shared_bytes_per_block and resident >= (2 if arch >= 90 and arch != 120 else 1)
     assert wide.num_splits == narrow.num_splits and wide.shared_bytes == narrow.shared_bytes
     assert blocks <= resident * device.num_sms
-    assert narrow.constants["FP8"] == 1 and not narrow.has_tree_kernel
+    assert narrow.constants["FP8"] == 1 and not narrow.has_own_kernels
 
 
 @pytest.mark.parametrize("arch", ["sm_87", "sm_90"])

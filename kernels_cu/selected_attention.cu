@@ -1,0 +1,168 @@
+// selected_attention: decode_attention of rows that each chose its blocks, on sm_90.
+//
+// out[t, h, :] = sum_j softmax_j(scale * q[t, h, :] . k[j, h / GROUP, :]) v[j, h / GROUP, :],  j <= positions[t] in the
+// blocks of 64 that the row chose for the KV head, or all of these j while positions[t] < dense_context. k[j], v[j] lie at
+// location j of the pages of the row's slot, with TREE only for j < tree_base[t]: k[tree_base[t] + n] lies at location
+// tree_base[t] + i, i being the n-th set bit of tree_masks[t].
+//
+// out            [T, H*D] scalar_t row-major; a row of slot -1 becomes zeros
+// partials       float32 workspace, T * units * (num_splits / 8) * kHeads * D * 5 / 4 elements, where units is K heads *
+//                kTiles
+// arrivals       int32 workspace, T * units * 8, zero before the first launch and after every launch
+// q              [T, H*D] scalar_t row-major
+// k_pages        [P, K heads, 64, D] scalar_t; v_pages likewise
+// positions      [T] int32; slots [T] int32; block_tables [B, pages_per_sequence] int32
+// tree_masks     [T] uint64, tree_base [T] int32, read with TREE only: positions[t] + 1 is tree_base[t] plus the set bits
+// num_splits     into how many runs the pages of a long row that does not choose are cut, a multiple of 8
+// blocks         [T, K heads, num_selected] int32, ascending: at the end the row's own block and local_blocks before it
+// grid           (8 * a, units * T, b) for a * b clusters of a row; block 128 in clusters of 8 along x; shared memory
+//                16 * D * 2 + STAGES * 64 * D * 4 + 5 * kHeads * D bytes
+// launched after pick_blocks, which lets this kernel start once all before it have finished: all but `blocks` is read before
+//                pdl_wait
+// numerics       those of decode_attention; a row's bits depend on nothing but the row and num_splits
+// oracle         NumpyOps.decode_attention
+// source         InfLLM-v2 (arXiv 2509.24663); Flash-Decoding (Dao et al. 2023), FlashAttention-2 (arXiv 2307.08691)
+// layout         That of decode_attention but for three things. A cluster begins with the last of its runs: their pages are
+//                those of the blocks next to the row, which are known before the lists are, so that up to a third of the
+//                reading is done while blocks are still being chosen. What the blocks of a cluster send each other is merged behind
+//                the first page of the next run, when it has long arrived. And runs are longer: where many rows choose apart
+//                a cluster takes several turns, each of which costs it about 1.5 us beside what it reads.
+#ifndef STAGES
+#error "STAGES must be defined: depth of a warp's ring in pages, at least 2"
+#endif
+#ifndef TREE
+#error "TREE must be defined: 1 reads tree_masks and tree_base"
+#endif
+static_assert(STAGES >= 2, "a warp's ring also holds its float32 output");
+
+#define IN_CLUSTERS
+#define WINDOW 0
+#define SELECTED 1
+#define FP8 0
+#define LISTED_LATE 1
+#include "decode_block.cuh"
+
+// The first pages and the query, by all warps.
+__device__ __forceinline__ void begin(WarpState& state, unsigned char* shared, const scalar_t* q, const Heads& heads,
+                                      Stream& stream, const Keys& keys) {
+  Query query;
+  query.read(q, heads, load16_past_l1);
+#if TREE
+  const PathNode node = stream.path.look_up(stream.block_table);
+  stream.path.keep(node, stream.page_stride);
+#endif
+  stream.fill(keys);
+  if (stream.count <= stream.known_steps) pdl_launch_dependents();
+  query.store(shared);
+  __syncthreads();
+  load_query(state, shared_address(shared));
+}
+
+constexpr int kChosenRuns = 16;  // into how many the pages of a row that chose are cut, if it could have so many
+
+extern "C" __global__ void __cluster_dims__(8, 1, 1) __launch_bounds__(kThreads, 2)
+KERNEL(selected_attention)(scalar_t* __restrict__ out, float* partials, int* arrivals,
+                           const scalar_t* q, const scalar_t* k_pages, const scalar_t* v_pages, const int* positions,
+                           const int* slots, const int* block_tables, const uint64_t* tree_masks, const int* tree_base,
+                           int num_splits, int num_kv_heads, int pages_per_sequence, float scale,
+                           const int* blocks, int num_selected, int dense_context, int local_blocks) {
+  extern __shared__ __align__(128) unsigned char shared[];
+  __shared__ float log_sums[kWarps][16];
+  const int rank = blockIdx.x % kCluster, warp = threadIdx.x >> 5;
+  const int first_cluster = blockIdx.z * (gridDim.x / kCluster) + blockIdx.x / kCluster;
+  const int num_clusters = gridDim.z * (gridDim.x / kCluster);
+  const int units = num_kv_heads * kTiles;
+  const int row = blockIdx.y / units, kv_head = blockIdx.y % units / kTiles, tile = blockIdx.y % kTiles;
+  const Heads heads = {(((int64_t)row * num_kv_heads + kv_head) * GROUP + tile * kHeads) * HEAD_DIM,
+                       min(kHeads, GROUP - tile * kHeads)};
+  const int slot = __ldcg(slots + row), position = __ldcg(positions + row);
+  const bool chooses = position >= dense_context;
+  // By how much positions exceed their places in the list, in its last blocks, in which a path lies.
+  const int skipped = chooses ? (position / kPageTokens + 1 - num_selected) * kPageTokens : 0;
+  const Keys keys = {position + 1 - skipped, kAllKeys};
+  if (slot < 0 || keys.length <= 0) {
+    pdl_wait();
+    if (rank == 0 && first_cluster == 0) store_zeros(out, heads);
+    return;
+  }
+  const Cut cut(keys, chooses ? min(num_splits, kChosenRuns) : num_splits);
+  if (first_cluster >= cut.clusters()) return;
+  __shared__ uint64_t received;
+  const uint32_t barrier = shared_address(&received);
+  if (threadIdx.x == 0) {
+    mbarrier_init(barrier, 1);
+    mbarrier_init_fence();
+  }
+  cluster_announce();
+  const int64_t head_offset = (int64_t)(kv_head * kPageTokens + warp * kKeys) * HEAD_DIM;
+#if TREE
+  __shared__ int64_t path_table[kMaxNodes];
+  const int base = __ldcg(tree_base + row);
+  const Path path = {path_table, base, base - skipped, __ldcg(tree_masks + row)};
+#else
+  const Path path = {};
+#endif
+  const int64_t unit = blockIdx.y;
+  Target target = {out, partials + unit * (num_splits / kCluster) * kVectors * 5, first_cluster, cut.clusters()};
+  // Of the clusters of runs that are this one's the last one first.
+  const int turns = divided(target.used_clusters - first_cluster + num_clusters - 1, num_clusters);
+  const int stride = num_clusters * kCluster, first_run = first_cluster * kCluster + rank;
+  target.cluster += (turns - 1) * num_clusters;
+  int run = first_run + (turns - 1) * stride;
+  Stream stream = {k_pages + head_offset,
+                   v_pages + head_offset,
+                   (int64_t)num_kv_heads * kPageTokens * HEAD_DIM,
+                   path,
+                   block_tables + (int64_t)slot * pages_per_sequence,
+                   blocks + ((int64_t)row * num_kv_heads + kv_head) * num_selected,
+                   shared_address(shared) + kQueryBytes + warp * STAGES * kStageBytes,
+                   cut.first_page,
+                   cut.run_pages,
+                   run < cut.num_runs ? run : run - stride,
+                   -stride,
+                   cut.steps_of(first_run, stride, kAtOnce),
+                   cut.num_pages};
+  stream.know(chooses ? num_selected - 1 - local_blocks : 0, skipped / kPageTokens);
+  WarpState state;
+  if (stream.count > 0) {
+    begin(state, shared, q, heads, stream, keys);
+  } else {
+    pdl_launch_dependents();
+  }
+  const auto settle = [&](int turn) {
+    mbarrier_wait(barrier, turn & 1);
+    merge_slices(shared, heads, target, rank, min(kCluster, cut.num_runs - target.cluster * kCluster));
+    target.cluster -= num_clusters;
+  };
+  for (int turn = 0; turn < turns; ++turn, run -= stride) {
+    const unsigned char* results = shared + kQueryBytes;
+    Stream::Place room;
+    if (run < cut.num_runs) {  // all have one but in the first turn
+      begin_run(state);
+      const int page = run * cut.run_pages;
+      attend(state, stream, keys, page, min(cut.run_pages, cut.num_pages - page), scale * kLog2e, [&] {
+        if (turn == 0) return;
+        settle(turn - 1);
+        cluster_announce();  // what was received has been used
+      });
+      room = stream.advance();
+      publish_warp(state, room.k_tile, log_sums[warp]);
+      results += room.k_tile - stream.ring;
+      __syncthreads();
+    }
+    const int members = min(kCluster, cut.num_runs - target.cluster * kCluster);
+    if (threadIdx.x == 0) mbarrier_arrive_expect(barrier, members * kReceivedBytes);
+    cluster_wait();  // the peers' barriers exist, and what they received before has been used
+    if (run < cut.num_runs) send_slices(shared, results, log_sums, barrier, rank);
+    if (turn + 1 == turns) break;
+    __syncthreads();  // the results have been read
+    if (run >= cut.num_runs) continue;
+    stream.load(room.k_tile, stream.k_rows, room, keys.length);
+    stream.load(room.k_tile + kHalfPlace, stream.v_rows, room, keys.length);
+  }
+  settle(turns - 1);
+  if (!stream.is_listed) pdl_wait();  // for the kernels after this one, which wait for it alone
+  if (target.used_clusters > 1 && arrives_last(arrivals + unit * kCluster + rank, target.used_clusters, turns)) {
+    target.merge_clusters(heads, rank);
+  }
+}
