@@ -8,8 +8,8 @@
 // Grid: no more blocks than multiprocessors, with SHARED_RUN a multiple of RUNS, with CLUSTERS in clusters of RUNS; they take tiles
 //   in turn; block 32 * WARPS; SMEM_BYTES of dynamic shared memory.
 // Numerics: codes times x exactly, float32 sums over a scale group in tensor cores, groups and then RUNS runs of K added in order;
-//   one rounding where a value is stored and one where a normalised row enters the product. Bits of a row depend on its own
-//   operands only. bf16: |x| < 2^63, and below 2^-50 it counts as zero.
+//   one rounding where a value is stored and one where a normalised row enters the product, as n = round(x * norm): 1 / rms multiplies
+//   the sums. Bits of a row depend on its own operands only. bf16: |x|, |n| < 2^63, below 2^-50 they count as zero; fp16: |n| < 2^20.
 // Oracle: NumpyOps.qkv, project_residual, gate_up, lm_head.
 // Source: original; rings as in CUTLASS's pipelines; RMSNorm arXiv 1910.07467, RoPE 2104.09864, SwiGLU 2002.05202.
 // Why so: at few rows the time is that of reading W once, so a warp's weights are one contiguous run of whole copies, and the
@@ -17,13 +17,9 @@
 #include "w4_product.cuh"
 #include "linear_epilogue.cuh"
 
-#ifndef NORM
-#error "NORM (1: rows of x are normalised; 0: they are taken as they are) must be defined"
-#endif
-
 #if LINEAR == 0
-// q = rope(n Wq^T + bq) of the row's position, k and v stored in the pages of its slot at its location; n = round(norm(x)), or
-// with NORM = 0 x as it is.
+// q = rope(n Wq^T / rms + bq) of the row's position, k and v stored in the pages of its slot at its location; with NORM = 0 n is x and
+// rms 1.
 // Operands as in linear_qkv.
 extern "C" __global__ void W4_BOUNDS KERNEL(linear_w4_qkv)(
     scalar_t* __restrict__ q, scalar_t* __restrict__ k_pages, scalar_t* __restrict__ v_pages, const scalar_t* x,
@@ -33,7 +29,7 @@ extern "C" __global__ void W4_BOUNDS KERNEL(linear_w4_qkv)(
     float eps) {
   QkvEpilogue epilogue{q, k_pages, v_pages, bias, rope, positions, locations, slots, block_tables, T, num_heads, num_kv_heads,
                        pages_per_sequence, max_context};
-  w4_product<NORM>(epilogue, (num_heads + 2 * num_kv_heads) * kHeadTiles, x, norm, weight, partials, arrivals, T, eps);
+  w4_product(epilogue, (num_heads + 2 * num_kv_heads) * kHeadTiles, x, norm, weight, partials, arrivals, T, eps);
 }
 #endif
 
@@ -44,28 +40,28 @@ extern "C" __global__ void W4_BOUNDS KERNEL(linear_w4_residual)(
     const scalar_t* __restrict__ bias, int T, int N, float scale) {
   if (TRIGGER == 0) pdl_launch_dependents();
   ResidualEpilogue epilogue{x, bias, N, scale};
-  w4_product<NORM>(epilogue, N / 16, inner, nullptr, weight, partials, arrivals, T, 0.0f);
+  w4_product(epilogue, N / 16, inner, nullptr, weight, partials, arrivals, T, 0.0f);
 }
 #endif
 
 #if LINEAR == 2
-// out = silu(n Wg^T) * (n Wu^T), n = round(norm(x)).  out (T, F); x (T, K); norm (K); weight of (2 F, K): gate, then up rows.
+// out = silu(n Wg^T / rms) * (n Wu^T / rms).  out (T, F); x (T, K); norm (K); weight of (2 F, K): gate, then up rows.
 extern "C" __global__ void W4_BOUNDS KERNEL(linear_w4_gate_up)(
     scalar_t* __restrict__ out, scalar_t* __restrict__ prepared, const scalar_t* x, const scalar_t* __restrict__ norm,
     const void* __restrict__ weight, float4* partials, int* arrivals, int T, int F, float eps) {
   if (TRIGGER == 0) pdl_launch_dependents();
   GateUpEpilogue epilogue{out, F, reinterpret_cast<unsigned char*>(prepared)};
-  w4_product<NORM>(epilogue, F / 8, x, norm, weight, partials, arrivals, T, eps);
+  w4_product(epilogue, F / 8, x, norm, weight, partials, arrivals, T, eps);
 }
 #endif
 
 #if LINEAR == 3
-// logits = n W^T / divisor, n = round(norm(x)), or with NORM = 0 x as it is.  logits (T, V) float32; x (T, K); norm (K); weight of (V, K), any V.
+// logits = n W^T / rms / divisor, with NORM = 0 n is x and rms 1.  logits (T, V) float32; x (T, K); norm (K); weight of (V, K), any V.
 extern "C" __global__ void W4_BOUNDS KERNEL(linear_w4_head)(
     float* __restrict__ logits, const scalar_t* x, const scalar_t* __restrict__ norm, const void* __restrict__ weight,
     float4* partials, int* arrivals, int T, int V, float eps, float divisor) {
   if (TRIGGER == 0) pdl_launch_dependents();
   HeadEpilogue epilogue{logits, V, divisor};
-  w4_product<NORM>(epilogue, (V + 15) / 16, x, norm, weight, partials, arrivals, T, eps);
+  w4_product(epilogue, (V + 15) / 16, x, norm, weight, partials, arrivals, T, eps);
 }
 #endif

@@ -1,8 +1,9 @@
-// x of a step of 1-64 rows as linear_w4.cu takes it with PREPARED: normalised, columns in the order of a permuted weight.
+// x of a step of 1-64 rows as linear_w4.cu takes it with PREPARED: times a norm's weights, columns in the order of a permuted weight.
 //
-// Formula: out[token, j] = round(x[token, p] * s * norm[p]) * c, p = permutation[j], s = 1 / rms(x[token]); without norm, s and its
-//   factor are 1; without permutation p = j; c is 2^64 in bf16, else 1.
-// Operands: out (K/128 slices) as in include/w4_rows.cuh; x (T, K) scalar_t; norm (K) scalar_t or null; permutation (K) int32 or null.
+// Formula: out[token, j] = round(x[token, p] * norm[p]) * c, p = permutation[j], without permutation p = j; without norm it is 1. With
+//   norm a token's scale is 1 / rms(x[token]), in fp16 times 16. c is 2^64 in bf16; in fp16 it is 1, with norm 1/16.
+// Operands: out (K/128 slices) as in include/w4_rows.cuh, with norm T float scales behind them; x (T, K) scalar_t; norm (K) scalar_t or
+//   null; permutation (K) int32 or null.
 // Grid: T blocks of 256 threads; no dynamic shared memory.
 // Numerics: float32, rounded once; the square sum in the order of linear_w4.cu's own. Padding rows are not written.
 // Oracle: rms_norm of cpmrt/reference/ops.py.
@@ -25,22 +26,13 @@ extern "C" __global__ void __launch_bounds__(kRowThreads) KERNEL(prepare_w4)(
 #pragma unroll
   for (int i = 0; i < kThreadPieces; i++)
     if (RowPieces::piece(i) < kPieces) v[i] = load_written(x + static_cast<size_t>(token) * IN_FEATURES + RowPieces::piece(i) * 8);
-  float scale = 1.0f;
-  if (norm != nullptr) {
-    float sum = 0.0f;
-#pragma unroll
-    for (int i = 0; i < kThreadPieces; i++)
-      if (RowPieces::piece(i) < kPieces) sum = square_sum(v[i], sum);
-    sum = RowPieces::warp_square_sum(sum);
-    if (threadIdx.x % 32 == 0) squares[threadIdx.x / 32] = sum;
-    __syncthreads();
-    scale = RowPieces::scale(shared_address(squares), eps);
-  }
+  float square = 0.0f;
 #pragma unroll
   for (int i = 0; i < kThreadPieces; i++) {
     const int piece = RowPieces::piece(i);
     if (piece >= kPieces) continue;
-    v[i] = norm == nullptr ? scaled(v[i]) : normalised(v[i], row_pieces.norm[i], scale);
+    if (norm != nullptr) square = square_sum(v[i], square);
+    v[i] = norm == nullptr ? scaled(v[i]) : weighted(v[i], row_pieces.norm[i]);
     if (permutation != nullptr) store16(row + piece * 8, v[i]);
   }
   if (permutation != nullptr) __syncthreads();
@@ -62,4 +54,10 @@ extern "C" __global__ void __launch_bounds__(kRowThreads) KERNEL(prepare_w4)(
     const int piece = RowPieces::piece(i);
     if (piece < kPieces) *reinterpret_cast<float*>(to + sum_offset(piece, token)) = sum;
   });
+  if (norm == nullptr) return;
+  square = RowPieces::warp_square_sum(square);
+  if (threadIdx.x % 32 == 0) squares[threadIdx.x / 32] = square;
+  __syncthreads();
+  if (threadIdx.x == 0)
+    *reinterpret_cast<float*>(to + kRowScaleOffset + token * 4) = RowPieces::scale(shared_address(squares), eps);
 }

@@ -164,7 +164,7 @@ def plan_linear_w4(
         memory.nbytes,
         prepared,
         own,
-        layout.num_slices * _x_slice(layout, rows) if prepared else 0,
+        layout.num_slices * _x_slice(layout, rows) + (4 * rows if normalises else 0) if prepared else 0,
         own | {"IN_FEATURES": inner} if feeds else None,
         inner // SLICE_COLUMNS * _x_slice(layout, rows) if feeds else 0,
         layout.num_tiles * layout.runs * ceil(rows / 8) * 512 if through_memory else 0,

@@ -32,7 +32,7 @@ struct QkvEpilogue {
   const int *positions, *locations, *slots, *block_tables;
   int T, num_heads, num_kv_heads, pages_per_sequence, max_context;
   uint32_t place;   // shared int2 per token: position, its place among all pages' tokens (-1: not stored)
-  int slot, location, stored;   // of the token that this thread looks up
+  int slot, position, location, stored;   // of the token that this thread looks up
   // Angles are read a whole product early, but for NT = 8, which has no registers left for them.
   static constexpr bool kEarly = NT < 8;
   float cosine[kEarly ? NT : 1][kThreadPairs], sine[kEarly ? NT : 1][kThreadPairs];
@@ -43,10 +43,20 @@ struct QkvEpilogue {
     pdl_launch_dependents();
     place = shared;
     if (!looks_up()) return;
-    slot = slots[threadIdx.x];
-    const int position = slot < 0 ? 0 : positions[threadIdx.x];
-    location = locations == nullptr ? position : locations[threadIdx.x];
-    asm volatile("st.shared.s32 [%0], %1;" ::"r"(shared + threadIdx.x * 8), "r"(position) : "memory");
+    slot = read_now(slots + threadIdx.x);
+    position = read_now(positions + threadIdx.x);
+    location = read_now((locations == nullptr ? positions : locations) + threadIdx.x);
+  }
+  // Not later, as the compiler would.
+  __device__ __forceinline__ static int read_now(const int* source) {
+    int value;
+    asm volatile("ld.global.s32 %0, [%1];" : "=r"(value) : "l"(source) : "memory");
+    return value;
+  }
+  // Nothing waits for what `prepare` reads before x is on its way. A barrier comes before the angles are read.
+  __device__ __forceinline__ void publish() const {
+    if (looks_up())
+      asm volatile("st.shared.s32 [%0], %1;" ::"r"(place + threadIdx.x * 8), "r"(slot < 0 ? 0 : position) : "memory");
   }
   // A page hangs on two reads in a row. It is not needed before a value is stored: nothing waits for it in between.
   __device__ __forceinline__ void look_up() {
@@ -120,6 +130,7 @@ struct ResidualEpilogue {
   scalar_t before[NT][kThreadPairs][2];
 
   __device__ __forceinline__ void prepare(uint32_t) {}
+  __device__ __forceinline__ void publish() const {}
   __device__ __forceinline__ void look_up() {}
   __device__ __forceinline__ void settle() const {}
   __device__ __forceinline__ void prefetch(int nt, int i, int tile, int row, int token) {
@@ -152,6 +163,7 @@ struct GateUpEpilogue {
 
   __device__ __forceinline__ static scalar_t value(float gate, float up) { return from_float(gate / (1.0f + __expf(-gate)) * up); }
   __device__ __forceinline__ void prepare(uint32_t) {}
+  __device__ __forceinline__ void publish() const {}
   __device__ __forceinline__ void look_up() {}
   __device__ __forceinline__ void settle() const {}
   __device__ __forceinline__ void prefetch(int, int, int, int, int) {}
@@ -175,6 +187,7 @@ struct HeadEpilogue {
   float divisor;
 
   __device__ __forceinline__ void prepare(uint32_t) {}
+  __device__ __forceinline__ void publish() const {}
   __device__ __forceinline__ void look_up() {}
   __device__ __forceinline__ void settle() const {}
   __device__ __forceinline__ void prefetch(int, int, int, int, int) {}

@@ -260,7 +260,7 @@ __device__ __forceinline__ void accumulate_runs(float (&sum)[GROUP][NT][4], Stre
   }
 }
 
-// The whole product. `epilogue` gives prepare(shared), look_up() and settle(), in this order, the last with a barrier
+// The whole product. `epilogue` gives prepare(shared), publish(), look_up() and settle(), in this order, the last with a barrier
 // before the first store; prefetch(nt, i, tile, row, token) for each output that a thread will finish (not where warps
 // have tiles of their own); and store(nt, i, tile, row, token, lo, hi).
 template <class Tiles, class Epilogue>
@@ -277,8 +277,9 @@ __device__ __forceinline__ void linear_product(const Tiles& tiles, Epilogue& epi
   epilogue.prepare(at.shared + kEpilogueOffset);
   cp_async_wait<0>();
   __syncwarp();
+  epilogue.publish();
   if (NORM) activations.normalise(eps);
-  else if (LINEAR != 1) __syncthreads();   // what `prepare` wrote, and x where warps share it
+  else if (LINEAR != 1) __syncthreads();   // what `publish` wrote, and x where warps share it
   epilogue.look_up();
   int turn = 0;
 #pragma unroll 1

@@ -2,6 +2,31 @@
 #pragma once
 #include "w4_stream.cuh"
 
+// What the sums of a normalised token are multiplied by: its 1 / rms, for rows enter the product without it.
+struct RowScale {
+  const Lane& at;
+  float eps;
+
+  // Square sums of a token, by the eighths of x; with PREPARED there are none, and the finished scales lie here.
+  __device__ __forceinline__ uint32_t squares(int token) const { return at.shared + kSquareOffset + token * kRowWarps * 4; }
+  __device__ __forceinline__ uint32_t prepared(int token) const { return at.shared + kSquareOffset + token * 4; }
+  // What prepare_w4 wrote, of the token that this thread looks up; `keep` comes before a barrier.
+  __device__ __forceinline__ float load(const scalar_t* x, int T) const {
+    float scale = 1.0f;
+    if (NORM && PREPARED && threadIdx.x < T)
+      scale = load_written_float(reinterpret_cast<const unsigned char*>(x) + kRowScaleOffset + threadIdx.x * 4);
+    return scale;
+  }
+  __device__ __forceinline__ void keep(float scale, int T) const {
+    if (NORM && PREPARED && threadIdx.x < T) store_shared_float(prepared(threadIdx.x), scale);
+  }
+  // After a barrier behind `keep` or the square sums.
+  __device__ __forceinline__ float of(int token) const {
+    if (!NORM) return 1.0f;
+    return PREPARED ? load_shared_float(prepared(token)) : RowPieces::scale(squares(token), eps);
+  }
+};
+
 // x in shared memory: all that the block reads of it at once, or in stages.
 struct Activations {
   const Lane& at;
@@ -10,15 +35,13 @@ struct Activations {
 
   __device__ __forceinline__ uint32_t base() const { return at.shared + kXOffset; }
 
-  // x as it is in memory, normalised by groups of 256 threads that take tokens in turn. Before a barrier.
-  // `look()` comes after a barrier.
-  template <class Look>
-  __device__ __forceinline__ void fill_normalised(const scalar_t* x, const scalar_t* norm, WeightStream& weights, int T, float eps, Look look) const {
+  // x as it is in memory, times the weights of the norm, by groups of 256 threads that take tokens in turn. Before a barrier.
+  __device__ __forceinline__ void fill_normalised(const scalar_t* x, const scalar_t* norm, const RowScale& scale, WeightStream& weights,
+                                                  int T) const {
     constexpr int kTeams = kThreads < kRowThreads ? 1 : kThreads / kRowThreads;
     constexpr int kBatch = ROWS == 1 ? 1 : (ROWS + kTeams - 1) / kTeams;   // tokens of a team
     const int team = threadIdx.x / kRowThreads;
     const bool in_team = kThreads % kRowThreads == 0 || team < kTeams;
-    const uint32_t squares = at.shared + kSquareOffset, scales = squares + kTokens * kRowWarps * 4;
     uint4 v[kBatch][kThreadPieces];
 #pragma unroll
     for (int b = 0; b < kBatch; b++)
@@ -34,44 +57,31 @@ struct Activations {
 #pragma unroll
     for (int b = 0; b < kBatch; b++) {
       const int token = b * kTeams + team;
-      float sum = 0.0f;
-#pragma unroll
-      for (int i = 0; i < kThreadPieces; i++) {
-        stay_behind(v[b][i]);
-        if (RowPieces::piece(i) < kPieces) sum = square_sum(v[b][i], sum);
-      }
-      sum = RowPieces::warp_square_sum(sum);
-      if (at.lane == 0 && token < T && in_team) store_shared_float(squares + (token * kRowWarps + at.warp % kRowWarps) * 4, sum);
-    }
-    __syncthreads();
-    look();
-    if (ROWS > 1) {
-      if (threadIdx.x < T) store_shared_float(scales + threadIdx.x * 4, RowPieces::scale(squares + threadIdx.x * kRowWarps * 4, eps));
-      __syncthreads();
-    }
-#pragma unroll
-    for (int b = 0; b < kBatch; b++) {
-      const int token = b * kTeams + team;
       const bool is_mine = token < T && in_team;
-      const float scale = !is_mine ? 0.0f : ROWS > 1 ? load_shared_float(scales + token * 4) : RowPieces::scale(squares, eps);
+      float sums[kThreadPieces], square = 0.0f;
 #pragma unroll
       for (int i = 0; i < kThreadPieces; i++) {
         const int piece = RowPieces::piece(i);
-        const bool is_there = is_mine && piece < kPieces;
-        float sums[1] = {place(normalised(v[b][i], row_pieces.norm[i], scale), piece, token, is_there)};
-        sum_groups(sums, [&](int, float sum) { place_sum(sum, piece, token, is_there); });
+        stay_behind(v[b][i]);
+        sums[i] = place(weighted(v[b][i], row_pieces.norm[i]), piece, token, is_mine && piece < kPieces);
+        if (piece < kPieces) square = square_sum(v[b][i], square);
       }
+      sum_groups(sums, [&](int i, float sum) {
+        const int piece = RowPieces::piece(i);
+        place_sum(sum, piece, token, is_mine && piece < kPieces);
+      });
+      square = RowPieces::warp_square_sum(square);
+      if (at.lane == 0 && is_mine) store_shared_float(scale.squares(token) + at.warp % kRowWarps * 4, square);
     }
   }
 
 #if CLUSTERS
-  // The block's run of x, as it is in memory, normalised: warps take tokens in turn, and the blocks of the cluster tell each other
-  // the square sums of their runs. Before a barrier.
-  __device__ __forceinline__ void fill_run_normalised(const scalar_t* x, const scalar_t* norm, WeightStream& weights, int T,
-                                                      float eps) const {
+  // The block's run of x, as it is in memory, times the weights of the norm: warps take tokens in turn, and the blocks of the cluster
+  // tell each other the square sums of their runs. Before a barrier.
+  __device__ __forceinline__ void fill_run_normalised(const scalar_t* x, const scalar_t* norm, const RowScale& scale, WeightStream& weights,
+                                                      int T) const {
     constexpr int kBatch = (ROWS + kWarps - 1) / kWarps;   // tokens of a warp
     const int first = at.run * kEighthPieces, count = at.slices * 16;
-    const uint32_t squares = at.shared + kSquareOffset, barrier = at.shared + kSquareBarrier;
     uint4 v[kBatch][kThreadPieces], weight[kThreadPieces];
 #pragma unroll
     for (int b = 0; b < kBatch; b++)
@@ -84,35 +94,29 @@ struct Activations {
     for (int i = 0; i < kThreadPieces; i++)
       if (at.lane + i * 32 < count) weight[i] = load16(norm + (first + at.lane + i * 32) * 8);
     weights.fill_ring();
+    float sums[kBatch * kThreadPieces], square[kBatch] = {};
 #pragma unroll
     for (int b = 0; b < kBatch; b++) {
       const int token = b * kWarps + at.warp;
-      float sum = 0.0f;
-#pragma unroll
-      for (int i = 0; i < kThreadPieces; i++) {
-        stay_behind(v[b][i]);
-        if (at.lane + i * 32 < count) sum = square_sum(v[b][i], sum);
-      }
-      sum = RowPieces::warp_square_sum(sum);
-      if (token < T && at.lane < RUNS)
-        send_float(peer_address(squares + (token * RUNS + at.run) * 4, at.lane), peer_address(barrier, at.lane), sum);
-    }
-    mbarrier_wait(barrier, 0);
-    float sums[kBatch * kThreadPieces];
-#pragma unroll
-    for (int b = 0; b < kBatch; b++) {
-      const int token = b * kWarps + at.warp;
-      const float scale = token < T ? RowPieces::scale(squares + token * RUNS * 4, eps) : 0.0f;
 #pragma unroll
       for (int i = 0; i < kThreadPieces; i++) {
         const int piece = at.lane + i * 32;
-        sums[b * kThreadPieces + i] = place(normalised(v[b][i], weight[i], scale), piece, token, token < T && piece < count);
+        stay_behind(v[b][i]);
+        sums[b * kThreadPieces + i] = place(weighted(v[b][i], weight[i]), piece, token, token < T && piece < count);
+        if (piece < count) square[b] = square_sum(v[b][i], square[b]);
       }
     }
     sum_groups(sums, [&](int i, float sum) {
       const int token = i / kThreadPieces * kWarps + at.warp, piece = at.lane + i % kThreadPieces * 32;
       place_sum(sum, piece, token, token < T && piece < count);
     });
+#pragma unroll
+    for (int b = 0; b < kBatch; b++) {
+      const int token = b * kWarps + at.warp;
+      const float sum = RowPieces::warp_square_sum(square[b]);
+      if (token < T && at.lane < RUNS)
+        send_float(peer_address(scale.squares(token) + at.run * 4, at.lane), peer_address(at.shared + kSquareBarrier, at.lane), sum);
+    }
   }
 #endif
 

@@ -1,6 +1,6 @@
 // How the eight blocks with the runs of the same tiles exchange their sums (SHARED_RUN = 1 and RUNS = 8); each finishes an eighth.
 #pragma once
-#include "w4_stream.cuh"
+#include "w4_activations.cuh"
 
 constexpr int kLaneTokens = ROWS == 1 ? 1 : 2;   // of a token tile
 constexpr bool kLooksEarly = NT <= 2;            // at what an epilogue needs: before the products, or while sums are on their way
@@ -60,18 +60,20 @@ struct Exchange {
     visit_own(round, [&](int i, int tile, int row, int token, uint32_t) { epilogue.prefetch(0, i, tile, row, token); });
   }
   template <class Epilogue>
-  __device__ __forceinline__ void finish(const Sums& out, Epilogue& epilogue, int round, bool is_last) const {
+  __device__ __forceinline__ void finish(const Sums& out, Epilogue& epilogue, const RowScale& scale, int round, bool is_last) const {
     if (!RECEIVED_APART) cluster_announce();   // what lies where peers send has been read, and used: no fence
     if (!RECEIVED_APART || round > 0) cluster_wait();
     send(out, round);
     if (!kLooksEarly) look(epilogue, round);
     mbarrier_wait(barrier(), round & 1);
+    if (NORM && !PREPARED) mbarrier_wait(at.shared + kSquareBarrier, 0);
     visit_own(round, [&](int i, int tile, int row, int token, uint32_t part) {
       float lo = 0.0f, hi = 0.0f;
 #pragma unroll
       for (int run = 0; run < kFilledRuns; run++)
         lo += load_shared_float(part + run * NT * 512), hi += load_shared_float(part + run * NT * 512 + 8);
-      epilogue.store(0, i, tile, row, token, lo, hi);
+      const float factor = scale.of(token);
+      epilogue.store(0, i, tile, row, token, lo * factor, hi * factor);
     });
     if (is_last) return;
     __syncthreads();   // all have seen this phase end: the next may end at once
@@ -82,12 +84,22 @@ struct Exchange {
 #else
 constexpr int kDeparted = 1 << 16;   // counts blocks that need an arrival counter no more
 
+// What all threads wrote before a barrier comes before the count; who has seen the count sees it.
+__device__ __forceinline__ void announce(int* counter) {
+  asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(counter) : "memory");
+}
+__device__ __forceinline__ int arrivals_seen(const int* counter) {
+  int count;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(count) : "l"(counter) : "memory");
+  return count;
+}
+
 // Through memory: partials (tiles, RUNS, NT, 32) float4; arrivals (tiles) int32, 0 before and after.
 // A block waits for the others. All of a grid are on the device together: there are no more than multiprocessors, the kernels
 // before it end without it, and those after it start only when all its blocks have.
 template <class Epilogue>
-__device__ __forceinline__ void finish_grid(const Sums& out, const Lane& at, Epilogue& epilogue, int round, int num_tiles, int T,
-                                            float4* partials, int* arrivals) {
+__device__ __forceinline__ void finish_grid(const Sums& out, const Lane& at, Epilogue& epilogue, const RowScale& scale, int round, int num_tiles,
+                                            int T, float4* partials, int* arrivals) {
   constexpr int kRunParts = NT * 32;
   const int own = at.tile(round);
   if (own < num_tiles && at.slices > 0) {
@@ -97,13 +109,13 @@ __device__ __forceinline__ void finish_grid(const Sums& out, const Lane& at, Epi
       if (nt * 8 < T) __stcg(parts + nt * 32, make_float4(out[nt][0], out[nt][1], out[nt][2], out[nt][3]));
   }
   int* const arrived = arrivals + Lane::tile(round, 0);
-  __threadfence();
   __syncthreads();
+  int departed = 0;
   if (threadIdx.x == 0) {
-    atomicAdd(arrived, 1);
-    while (*static_cast<volatile int*>(arrived) % kDeparted < RUNS) {
+    announce(arrived);
+    while (arrivals_seen(arrived) % kDeparted < RUNS) {
     }
-    __threadfence();
+    departed = atomicAdd(arrived, kDeparted);
   }
   __syncthreads();
 #pragma unroll 1
@@ -121,9 +133,13 @@ __device__ __forceinline__ void finish_grid(const Sums& out, const Lane& at, Epi
     float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
     for (int run = 0; run < kFilledRuns; run++) sum.x += part[run].x, sum.y += part[run].y, sum.z += part[run].z, sum.w += part[run].w;
-    epilogue.store(0, 0, tile, row, first, sum.x, sum.z);
-    if (kLaneTokens > 1 && first + 1 < T) epilogue.store(0, 1, tile, row, first + 1, sum.y, sum.w);
+    const float factor = scale.of(first);
+    epilogue.store(0, 0, tile, row, first, sum.x * factor, sum.z * factor);
+    if (kLaneTokens == 1 || first + 1 >= T) continue;
+    const float next_factor = scale.of(first + 1);
+    epilogue.store(0, 1, tile, row, first + 1, sum.y * next_factor, sum.w * next_factor);
   }
-  if (threadIdx.x == 0 && atomicAdd(arrived, kDeparted) / kDeparted == RUNS - 1) *arrived = 0;
+  asm volatile("" : "+r"(departed));   // its thread does not wait for the result before
+  if (threadIdx.x == 0 && departed / kDeparted == RUNS - 1) *arrived = 0;
 }
 #endif

@@ -1,4 +1,4 @@
-// y[T,N] = epilogue(norm(x)[T,K] W[N,K]^T) for T <= ROWS rows and packed weights: activations, products, sums over K.
+// y[T,N] = epilogue(norm(x)[T,K] W[N,K]^T) for T <= ROWS rows and packed weights: activations, products, sums over K, 1 / rms.
 //
 // Tensor-core operand A is a tile with codes u as they are (w4_layout.cuh), operand B eight tokens. Over a scale group the tensor
 // cores sum u x; a sum grows by scale * (sum u x - 8 sum x), in 8 bits by scale * (sum u x - 128 sum x), or with ZEROS by
@@ -23,6 +23,8 @@
 #define W4_BOUNDS __launch_bounds__(kThreads, 1)
 #endif
 
+constexpr bool kLooksLate = LINEAR == 0;                          // `look` reads what `publish` wrote before a barrier
+constexpr bool kSettlesLate = !SHARED_RUN || NT < 8;              // more tiles leave no registers for what is read before the products
 constexpr float kZero = WEIGHT_BITS == 4 ? 1.0f : 16.0f;          // in units of the sums of x, which are 8 times too large
 constexpr float kHiFactor = WEIGHT_BITS == 4 ? 16.0f : 1.0f;      // of hi's codes
 
@@ -215,8 +217,8 @@ __device__ __forceinline__ void visit_pairs(int nt, int round, int num_tiles, in
 }
 
 template <class Epilogue>
-__device__ __forceinline__ void finish_block(const Sums& out, const Lane& at, Epilogue& epilogue, int round, bool is_last,
-                                             int num_tiles, int T) {
+__device__ __forceinline__ void finish_block(const Sums& out, const Lane& at, Epilogue& epilogue, const RowScale& scale, int round,
+                                             bool is_last, int num_tiles, int T) {
   constexpr bool kKeeps = KEPT_ROUNDS > 1;   // sums of each round in their own place, until the last
   const uint32_t to = at.shared + kPartialOffset + ((kKeeps ? round * kWarps : 0) + at.warp) * 512 + at.lane * 8;
 #pragma unroll
@@ -235,7 +237,8 @@ __device__ __forceinline__ void finish_block(const Sums& out, const Lane& at, Ep
         const float2 part = load_shared2(at.shared + kPartialOffset + (((pair >> 6) * RUNS + run) * 64 + (pair & 63)) * 8);
         sum.x += part.x, sum.y += part.y;
       }
-      epilogue.store(nt, i, tile, row, token, sum.x, sum.y);
+      const float factor = scale.of(token);
+      epilogue.store(nt, i, tile, row, token, sum.x * factor, sum.y * factor);
     });
   }
 }
@@ -244,7 +247,7 @@ __device__ __forceinline__ void finish_block(const Sums& out, const Lane& at, Ep
 #if FEEDS
 // All warps, at the end of the block's one round.
 template <class Epilogue>
-__device__ __forceinline__ void finish_rows(const Sums& out, const Lane& at, const Epilogue& epilogue, int, int T) {
+__device__ __forceinline__ void finish_rows(const Sums& out, const Lane& at, const Epilogue& epilogue, const RowScale& scale, int, int T) {
   const Feed feed{at, epilogue.out, epilogue.prepared, epilogue.F, T};
   __syncthreads();
 #pragma unroll
@@ -252,14 +255,15 @@ __device__ __forceinline__ void finish_rows(const Sums& out, const Lane& at, con
 #pragma unroll
     for (int odd = 0; odd < kLaneTokens; odd++) {
       const int token = nt * 8 + at.quarter * 2 + odd;
-      if (token < T) feed.keep(token, epilogue.value(out[nt][odd], out[nt][odd + 2]));
+      const float factor = scale.of(token);
+      if (token < T) feed.keep(token, epilogue.value(out[nt][odd] * factor, out[nt][odd + 2] * factor));
     }
   __syncthreads();
   feed.pass_on(blockIdx.x);
 }
 #else
 template <class Epilogue>
-__device__ __forceinline__ void finish_rows(const Sums& out, const Lane& at, Epilogue& epilogue, int tile, int T) {
+__device__ __forceinline__ void finish_rows(const Sums& out, const Lane& at, Epilogue& epilogue, const RowScale& scale, int tile, int T) {
 #pragma unroll
   for (int nt = 0; nt < NT; nt++)
 #pragma unroll
@@ -268,17 +272,21 @@ __device__ __forceinline__ void finish_rows(const Sums& out, const Lane& at, Epi
       for (int odd = 0; odd < kLaneTokens; odd++) {
         const int token = nt * 8 + at.quarter * 2 + odd;
         if (token >= T) continue;
-        if (pass == 0) epilogue.prefetch(nt, odd, tile, at.token, token);
-        else epilogue.store(nt, odd, tile, at.token, token, out[nt][odd], out[nt][odd + 2]);
+        if (pass == 0) {
+          epilogue.prefetch(nt, odd, tile, at.token, token);
+        } else {
+          const float factor = scale.of(token);
+          epilogue.store(nt, odd, tile, at.token, token, out[nt][odd] * factor, out[nt][odd + 2] * factor);
+        }
       }
 }
 #endif
 
 // The whole product; the epilogue as in linear_product.cuh. x (T, K), or with PREPARED what prepare_w4 wrote.
-template <bool kNorm, class Epilogue>
+template <class Epilogue>
 __device__ __forceinline__ void w4_product(Epilogue& epilogue, int num_tiles, const scalar_t* x, const scalar_t* norm,
                                            const void* weight, float4* partials, int* arrivals, int T, float eps) {
-  constexpr bool kNormalises = kNorm && !PREPARED;
+  constexpr bool kNormalises = NORM && !PREPARED;
   static_assert(!kNormalises || !SHARED_RUN || RUNS == 1 || CLUSTERS, "a block that sees one run of x cannot normalise it");
   const Lane at;
   const int first = Lane::tile(0, 0), step = Lane::tile(1, 0) - first;
@@ -300,8 +308,9 @@ __device__ __forceinline__ void w4_product(Epilogue& epilogue, int num_tiles, co
 #if CLUSTERS
   cluster_wait();
 #endif
+  const RowScale scale{at, eps};
+  const float prepared_scale = scale.load(x, T);
   epilogue.prepare(at.shared + kEpilogueOffset);
-  if (LINEAR == 0 && !kNormalises && !PREPARED) __syncthreads();   // `look` reads what `prepare` wrote
   const auto look = [&](int round) {
 #pragma unroll
     for (int nt = 0; nt < (SHARED_RUN ? 0 : NT); nt++)
@@ -309,44 +318,46 @@ __device__ __forceinline__ void w4_product(Epilogue& epilogue, int num_tiles, co
   };
   if (kNormalises && SHARED_RUN && RUNS > 1) {
 #if CLUSTERS
-    activations.fill_run_normalised(x, norm, weights, T, eps);
+    activations.fill_run_normalised(x, norm, scale, weights, T);
 #endif
   } else if (kNormalises) {
-    activations.fill_normalised(x, norm, weights, T, eps, [&] { look(0); });
+    activations.fill_normalised(x, norm, scale, weights, T);
   } else if (!PREPARED) {
-    activations.fill(x, weights, T, [&] { look(0); });
+    activations.fill(x, weights, T, [&] { if (!kLooksLate) look(0); });
   } else {
     if (kResident) activations.copy_prepared();
     weights.fill_ring();
   }
+  epilogue.publish();
   epilogue.look_up();
-  if (SHARED_RUN) epilogue.settle();
+  if (!kSettlesLate) epilogue.settle(), scale.keep(prepared_scale, T);
   if (PREPARED && kResident) cp_async_wait<COPY_ENGINE ? 0 : kSlots - kEarlySlots>();
 #if WGMMA_PRODUCTS
   async_proxy_fence();
 #endif
-  if (kOwnRuns) __syncwarp();
+  if (kOwnRuns && !kLooksLate) __syncwarp();
   else __syncthreads();
 #pragma unroll 1
   for (int round = 0; round < rounds; round++) {
     const int tile = at.tile(round);
-    if (round == 0 ? PREPARED : KEPT_ROUNDS == 1) look(round);
+    if (round == 0 ? PREPARED || kLooksLate : KEPT_ROUNDS == 1) look(round);
 #if CLUSTERS
     if (kLooksEarly) exchange.look(epilogue, round);
 #endif
     Sums out = {};
     accumulate(out, weights, activations, at, tile < num_tiles);
+    if (kSettlesLate && round == 0) epilogue.settle(), scale.keep(prepared_scale, T);   // a barrier comes before the stores
+    if (kSettlesLate && SHARED_RUN && round == 0 && (LINEAR == 0 || (NORM && PREPARED && !FEEDS))) __syncthreads();
     if (!SHARED_RUN) {
-      if (round == 0) epilogue.settle();   // a barrier comes before the stores
-      finish_block(out, at, epilogue, round, round + 1 == rounds, num_tiles, T);
+      finish_block(out, at, epilogue, scale, round, round + 1 == rounds, num_tiles, T);
     } else if (RUNS > 1) {
 #if CLUSTERS
-      exchange.finish(out, epilogue, round, round + 1 == rounds);
+      exchange.finish(out, epilogue, scale, round, round + 1 == rounds);
 #else
-      finish_grid(out, at, epilogue, round, num_tiles, T, partials, arrivals);
+      finish_grid(out, at, epilogue, scale, round, num_tiles, T, partials, arrivals);
 #endif
     } else if (FEEDS || tile < num_tiles) {
-      finish_rows(out, at, epilogue, tile, T);
+      finish_rows(out, at, epilogue, scale, tile, T);
     }
   }
 }

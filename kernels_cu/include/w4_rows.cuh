@@ -37,10 +37,12 @@ constexpr int kGroupLanes = SCALE_GROUP / 8;                   // that hold a sc
 // bf16 only: x enters the products times 2^64, exactly, so that sums of codes of 2^-133 are ordinary numbers.
 #ifdef CPMRT_BF16
 constexpr float kXScale = 18446744073709551616.0f;             // 2^64
+constexpr float kNormScale = kXScale;                          // of rows times the weights of a norm
 constexpr float kSumScale = 590295810358705651712.0f;          // 2^69
 constexpr float kCodeScale = 1.0f / 36893488147419103232.0f, kCodeScale2 = 1.0f / 295147905179352825856.0f;   // 2^-65, 2^-68
 #else
 constexpr float kXScale = 1.0f;
+constexpr float kNormScale = 0.0625f;                          // large ones stay finite
 constexpr float kSumScale = 16777216.0f;                       // 2^24
 constexpr float kCodeScale = 1.0f / 16777216.0f, kCodeScale2 = 1.0f;
 #endif
@@ -67,15 +69,22 @@ __device__ __forceinline__ uint4 scaled(uint4 v) {
   return v;
 }
 
-// round(v * s * w), times kXScale, which is in s.
-__device__ __forceinline__ uint4 normalised(uint4 v, uint4 w, float s) {
+// round(v * w), times kNormScale: what enters the product of a normalised row. Its 1 / rms comes after the product.
+__device__ __forceinline__ uint4 weighted(uint4 v, uint4 w) {
+#ifdef CPMRT_BF16
+  scalar2_t* values = reinterpret_cast<scalar2_t*>(&v);
+  const scalar2_t* weights = reinterpret_cast<const scalar2_t*>(&w);
+#pragma unroll
+  for (int e = 0; e < 4; e++) values[e] = __hmul2(values[e], __hmul2(weights[e], __float2bfloat162_rn(kNormScale)));
+#else
   uint32_t* values = &v.x;
   const uint32_t* weights = &w.x;
 #pragma unroll
   for (int e = 0; e < 4; e++) {
     const float2 a = unpack2(values[e]), b = unpack2(weights[e]);
-    values[e] = pack2(a.x * s * b.x, a.y * s * b.y);
+    values[e] = pack2(a.x * (b.x * kNormScale), a.y * (b.y * kNormScale));
   }
+#endif
   return v;
 }
 
@@ -95,7 +104,11 @@ __device__ __forceinline__ uint4 load_written(const void* source) {
   asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(source) : "memory");
   return v;
 }
-
+__device__ __forceinline__ float load_written_float(const void* source) {
+  float v;
+  asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(source) : "memory");
+  return v;
+}
 
 // Keeps all work on v behind the statements before this one, such as copies of weights, which need not wait for v.
 __device__ __forceinline__ void stay_behind(uint4& v) {
@@ -159,15 +172,17 @@ struct RowPieces {
     for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, distance);
     return sum;
   }
-  // kXScale / rms from the sums of the warps at `squares`.
+  // What a row's sums are multiplied by, from the square sums of the warps at `squares`: 1 / rms, and what kNormScale leaves.
   __device__ __forceinline__ static float scale(uint32_t squares, float eps) {
     float total = 0.0f;
 #pragma unroll
     for (int warp = 0; warp < kRowWarps; warp++) total += load_shared_float(squares + warp * 4);
-    return rsqrtf(fmaf(total, 1.0f / IN_FEATURES, eps)) * kXScale;
+    return rsqrtf(fmaf(total, 1.0f / IN_FEATURES, eps)) * (kXScale / kNormScale);
   }
 };
 
+// Behind the slices of rows that prepare_w4 has multiplied by the weights of a norm: what their sums are multiplied by, [token] float.
+constexpr int kRowScaleOffset = IN_FEATURES / 128 * kXSliceBytes;
 
 // Where the sum over the scale group of piece k / 8 lies.
 __device__ __forceinline__ int sum_offset(int piece, int token) {
@@ -176,15 +191,8 @@ __device__ __forceinline__ int sum_offset(int piece, int token) {
 
 // The sum of a piece, which is part of that over its scale group.
 __device__ __forceinline__ float piece_sum(uint4 v) {
-  const uint32_t* values = &v.x;
-  float sum = 0.0f;
-#pragma unroll
-  for (int e = 0; e < 4; e++) {
-    const float2 a = unpack2(values[e]);
-    sum += a.x;
-    sum += a.y;
-  }
-  return sum;
+  const float2 a = unpack2(v.x), b = unpack2(v.y), c = unpack2(v.z), d = unpack2(v.w);
+  return ((a.x + a.y) + (b.x + b.y)) + ((c.x + c.y) + (d.x + d.y));
 }
 
 // A piece of what prepare_w4 writes, in its place.

@@ -13,6 +13,9 @@
 #ifndef SHARED_RUN
 #error "SHARED_RUN (1: each warp of a block has another tile, of one run; 0: eight warps share a tile, each has a run) must be defined"
 #endif
+#ifndef NORM
+#error "NORM (1: rows of x are normalised; 0: they are taken as they are) must be defined"
+#endif
 #ifndef PREPARED
 #error "PREPARED (1: x comes from prepare_w4; 0: as the kernel before wrote it) must be defined"
 #endif

@@ -28,11 +28,11 @@ from cpmrt.errors import CheckpointError
 from cpmrt.ops import QuantizedWeight
 from cpmrt.reference import ops as reference_ops
 
-# The same roundings at the same places, but sums in another order: 8 and 11 bits of mantissa.
+# The same roundings, but sums in another order, and normalised rows are rounded before their 1 / rms: 8 and 11 bits.
 # Of the norm of 180 x 264 logits; at worst 0.022 and 0.0035 measured, in the ratio of the two types' roundings.
 REFERENCE_TOLERANCE = {"bfloat16": 3e-2, "float16": 4e-3}
 GOLDEN_TOLERANCE = {"bfloat16": 4e-2, "float16": 5e-3}
-LOGPROB_TOLERANCE = {"bfloat16": 0.15, "float16": 0.02}
+LOGPROB_TOLERANCE = {"bfloat16": 0.2, "float16": 0.02}
 SETTINGS: dict[str, Any] = {"max_context": 256, "prefill_chunk": 128}
 BY_NAME = {case.name: case for case in CASES}
 SAMPLED = SamplingParams(max_new_tokens=24, temperature=0.9, top_p=0.95, seed=5, ignore_eos=True)
