@@ -23,6 +23,7 @@ Dimensions = int | tuple[int, ...]
 # Dynamic shared memory above this needs a function attribute.
 _PLAIN_SHARED_BYTES = 48 * 1024
 _ARGUMENT_BYTES = 8
+_MOST_SHARED = 100  # per cent
 
 
 class CudaStream(Protocol):
@@ -49,6 +50,14 @@ class Kernel:
             self.raw.max_dynamic_shared_size_bytes = num_bytes
             self._shared_bytes = num_bytes
 
+    def prefer_shared(self) -> None:
+        """Multiprocessors that run it are to be all shared memory and as little L1 as they can.
+
+        A multiprocessor changes its split only while it is idle: a block that wants another one than the blocks of the
+        kernel before it waits for their end, and what the driver chooses changes with a kernel's registers.
+        """
+        self.raw.preferred_shared_memory_carveout = _MOST_SHARED
+
 
 def launch(
     stream: CudaStream,
@@ -60,17 +69,20 @@ def launch(
     *,
     pdl: bool = False,
     cluster: Dimensions | None = None,
+    prefers_shared: bool = False,
 ) -> None:
     """Launch `kernel` with `grid` blocks (not clusters) of `block` threads and `smem` bytes of dynamic shared memory.
 
     `args` are device arrays, NumPy scalars of the parameter's exact type (np.void for a struct such as a tensor map),
     or None for a null pointer. `pdl` lets the kernel start while the one before it finishes; it is ignored below sm_90,
-    where `cluster` is refused. Nothing is waited for. Raises CpmrtError if the driver refuses the launch, DeviceError
-    if a fault came before it.
+    where `cluster` is refused. `prefers_shared`: as `Kernel.prefer_shared`, from this launch on. Nothing is waited for.
+    Raises CpmrtError if the driver refuses the launch, DeviceError if a fault came before it.
     """
     from cuda.bindings import driver
 
     kernel.allow_shared_bytes(smem)
+    if prefers_shared:
+        kernel.prefer_shared()
     overlap = pdl and kernel.has_pdl
     config = _launch_config(stream.__cuda_stream__()[1], _three(grid), _three(block), smem, overlap, cluster)
     parameters = Parameters(args)

@@ -28,13 +28,14 @@ class Launcher:
         block: int,
         *args: Any,
         smem: int = 0,
+        prefers_shared: bool = False,
     ) -> None:
-        """Launch kernel `name` of `file`, compiled with these sizes."""
+        """Launch kernel `name` of `file`, compiled with these sizes; `prefers_shared` as `launch.launch`."""
         if self._recorded is not None:
             self._recorded.append((file, constants))
             return
         kernel = self.modules.kernel(file, name, constants)
-        launch(self.stream, kernel, grid, block, smem, args, pdl=self._use_pdl)
+        launch(self.stream, kernel, grid, block, smem, args, pdl=self._use_pdl, prefers_shared=prefers_shared)
 
     @property
     def is_recording(self) -> bool:

@@ -37,13 +37,14 @@ _CLUSTER_ROWS, _CLUSTER_SLICES = 32, 8
 # One of the stages of x, as a share of a block's memory.
 _STAGE_SHARE = 0.08
 # Bytes of weights on their way before x is asked for, which queues behind them: more where eight warps share a tile, so
-# that each has a chunk; none before eight rows that every block normalises, one of kept rounds. At most for one row.
+# that each has a chunk; none before eight rows that every block normalises. And at most for one row.
 _EARLY_BYTES, _EARLY_SPLIT_BYTES, _SINGLE_ROW_RING = 70_000, 102_000, 139_264
 _LATE_WEIGHTS_ROWS = 8
-# When the next kernel may start (TRIGGER). The weights that it copies then come before this one's x, which a product
-# with short runs mostly waits for; and to start it while the kernel before this one ends delays that end, which gate_up
-# of one row feels. At 64 rows it is prepare_w4, whose blocks take registers from the product after it.
-_AT_ONCE, _AFTER_WAIT, _AT_END, _LATE_TRIGGER_ROWS = 0, 1, 2, 64
+# When the next kernel may start (TRIGGER). At 64 rows it is prepare_w4, whose blocks take registers from the one after.
+_AT_ONCE, _AT_END, _LATE_TRIGGER_ROWS = 0, 1, 64
+# Up to this share of a multiprocessor's shared memory for one row, blocks of a whole layer find room beside each other:
+# one of each kernel, since a grid of as many blocks as multiprocessors asks for so much that no two of it share one.
+_SMALL_SHARE, _OVER_HALF_BYTES = 4, 1024
 # Chunks of whole lines copy faster; in 8 bits they are so large that many rows, or many warps, leave room for one only.
 _LINE_BYTES, _LARGE_CHUNK_ROWS, _LARGE_CHUNK_WARPS = 128, 16, 16
 
@@ -56,6 +57,7 @@ class LinearW4Plan:
     block of `PREPARE_THREADS` a row. `fed_constants`, unless None: the kernel also writes to a buffer of `fed_bytes`
     what prepare_w4, compiled with these, would make of its output without a norm or permutation. `partial_bytes`,
     `num_arrivals`: of the float32 and the zeroed int32 scratch that the kernel takes, 0 if it takes none.
+    `prefers_shared`: as `launch` takes it, the same for any number of rows.
     """
 
     constants: dict[str, int]
@@ -69,6 +71,7 @@ class LinearW4Plan:
     fed_bytes: int
     partial_bytes: int
     num_arrivals: int
+    prefers_shared: bool
 
 
 def row_bucket(num_rows: int) -> int:
@@ -145,7 +148,7 @@ def plan_linear_w4(
         "STAGE_SLICES": memory.stage_slices,
         "STAGES": _stages(limits),
         "FEEDS": int(feeds),
-        "TRIGGER": _trigger(layout, rows),
+        "TRIGGER": _AT_END if layout.product == "residual" and rows >= _LATE_TRIGGER_ROWS else _AT_ONCE,
         "KEPT_ROUNDS": work.kept_rounds,
         "EARLY_SLOTS": work.early_slots(rows, whole_rows=layout.runs == 1 and normalises and not prepared),
         "WARPGROUPS": int(work.multiplies_together(rows) and not portable),
@@ -155,13 +158,13 @@ def plan_linear_w4(
     if layout.product == "qkv":
         constants["HEAD_DIM"] = layout.head_dim
     own = {name: constants[name] for name in ("IN_FEATURES", "ROWS", "SCALE_GROUP", "ZEROS", "WARPGROUPS")}
-    inner = layout.out_features // 2
-    through_memory = work.exchanges and not work.in_clusters
+    inner, through_memory = layout.out_features // 2, work.exchanges and not work.in_clusters
+    is_small, fills = _is_small(layout, limits), rows == 1 and work.grid == limits.num_sms
     return LinearW4Plan(
         constants,
         work.grid,
         work.warps * 32,
-        memory.nbytes,
+        limits.shared_bytes // 2 + _OVER_HALF_BYTES if is_small and fills else memory.nbytes,
         prepared,
         own,
         layout.num_slices * _x_slice(layout, rows) + (4 * rows if normalises else 0) if prepared else 0,
@@ -169,15 +172,13 @@ def plan_linear_w4(
         inner // SLICE_COLUMNS * _x_slice(layout, rows) if feeds else 0,
         layout.num_tiles * layout.runs * ceil(rows / 8) * 512 if through_memory else 0,
         layout.num_tiles if through_memory else 0,
+        is_small,
     )
 
 
-def _trigger(layout: PackedLayout, rows: int) -> int:
-    if layout.product != "residual":
-        return _AFTER_WAIT if layout.product == "gate_up" and rows == 1 else _AT_ONCE
-    if rows >= _LATE_TRIGGER_ROWS:
-        return _AT_END
-    return _AFTER_WAIT if layout.run_slices == 1 else _AT_ONCE
+def _is_small(layout: PackedLayout, limits: DeviceLimits) -> bool:
+    one_row = _Memory.of(layout, 1, limits, _Work.of(layout, 1, limits), is_fed=False)
+    return one_row.nbytes * _SMALL_SHARE <= limits.shared_bytes
 
 
 @dataclass(frozen=True)
@@ -213,8 +214,6 @@ class _Work:
         """Chunks of a warp that are copied before x is asked for; `whole_rows`: each block normalises all of x."""
         if self.shared_run and whole_rows and rows == _LATE_WEIGHTS_ROWS:
             return 0
-        if self.kept_rounds > 1:
-            return 1
         return (_EARLY_BYTES if self.shared_run else _EARLY_SPLIT_BYTES) // self.ring.level
 
     def multiplies_together(self, rows: int) -> bool:

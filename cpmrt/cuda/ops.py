@@ -163,7 +163,7 @@ class CudaOps:
             out, self._scratch["attention_partials"], self._scratch["attention_arrivals"], q, codes_of(k_pages),
             codes_of(v_pages), rows.positions, rows.slots, rows.block_tables, rows.tree_masks, rows.tree_base,
             *map(np.int32, one.sizes), *sizes, *selected_arguments(selection, one.kernel),
-            *scales_of(k_pages, v_pages), smem=one.shared_bytes,
+            *scales_of(k_pages, v_pages), smem=one.shared_bytes, prefers_shared=self._quantized.prefers_shared,
         )  # fmt: skip
 
     def prefill_attention(

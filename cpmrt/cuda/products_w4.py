@@ -41,6 +41,8 @@ class QuantizedProducts:
         self._limits, self._portable = limits, portable
         self._fed: tuple[Any, Mapping[str, int]] | None = None
         """Rows that the product before left prepared as well, in `w4_fed`, and the constants that this took."""
+        self.prefers_shared = False
+        """Whether the last product did: then the kernels beside it should too, which else wait for each other."""
 
     def skinny(
         self,
@@ -74,8 +76,9 @@ class QuantizedProducts:
             self._fed = None if plan.fed_constants is None else (args[0], plan.fed_constants)
         self._launch(
             "linear_w4.cu", f"linear_w4_{product}", plan.constants, plan.grid, plan.block, *given,
-            smem=plan.shared_bytes,
+            smem=plan.shared_bytes, prefers_shared=plan.prefers_shared,
         )  # fmt: skip
+        self.prefers_shared = plan.prefers_shared
 
     def _planned(
         self, product: str, weight: QuantizedWeight, source: Any, *, has_norm: bool

@@ -8,14 +8,10 @@
 // the warps take a tile each of the same run, so that a block reads an eighth of x; with RUNS = 8 the blocks exchange sums.
 // Runs and the order of sums do not depend on T, ROWS, WARPS or SHARED_RUN: a row's bits are the same in every step.
 #pragma once
-#include "mma.cuh"
 #include "w4_activations.cuh"
 #include "w4_exchange.cuh"
 #include "w4_feed.cuh"
-#if WGMMA_PRODUCTS
-#include "tma.cuh"
-#include "w4_wgmma.cuh"
-#endif
+#include "w4_multiply.cuh"
 
 #if CLUSTERS
 #define W4_BOUNDS __cluster_dims__(RUNS, 1, 1) __launch_bounds__(kThreads, 1)
@@ -25,151 +21,6 @@
 
 constexpr bool kLooksLate = LINEAR == 0;                          // `look` reads what `publish` wrote before a barrier
 constexpr bool kSettlesLate = !SHARED_RUN || NT < 8;              // more tiles leave no registers for what is read before the products
-constexpr float kZero = WEIGHT_BITS == 4 ? 1.0f : 16.0f;          // in units of the sums of x, which are 8 times too large
-constexpr float kHiFactor = WEIGHT_BITS == 4 ? 16.0f : 1.0f;      // of hi's codes
-
-// out += scale * (acc - zero * sums of x) over scale group `group` of a slice, for token tiles `from` .. from + COUNT / 4 - 1.
-template <int COUNT>
-__device__ __forceinline__ void add_group(Sums& out, const float (&acc)[COUNT], int from, uint32_t unit, uint32_t x, int group,
-                                          const Lane& at) {
-  const uint32_t scales = unit + kCodeBytes + group * kScaleBytes;
-  const uint32_t sums = x + kXSumOffset + (group * kTokens + (ROWS == 1 ? 0 : at.quarter * 2)) * 4;
-  float2 scale, zero;
-  if (ZEROS) {
-    const uint2 pairs = load_shared_words(scales + at.token * 8);
-    const float2 lo = unpack2(pairs.x), hi = unpack2(pairs.y);
-    scale = make_float2(lo.x, hi.x), zero = make_float2(-lo.y, -hi.y * kHiFactor);
-  } else {
-    scale = unpack2(load_shared_word(scales + at.token * 4)), zero = make_float2(-kZero, -kZero * kHiFactor);
-  }
-#pragma unroll
-  for (int i = 0; i < COUNT / 4; i++) {
-    float2 ones;
-    if (ROWS == 1) ones.x = ones.y = load_shared_float(sums);
-    else ones = load_shared2(sums + (from + i) * 32);
-#pragma unroll
-    for (int c = 0; c < 4; c++) {
-      const float difference = fmaf(c < 2 ? zero.x : zero.y, c % 2 ? ones.y : ones.x, acc[i * 4 + c]);
-      out[from + i][c] = fmaf(c < 2 ? scale.x : scale.y, difference, out[from + i][c]);
-    }
-  }
-}
-
-// Operand A of 16 k: codes of lo and hi, two k each, then two k further.
-#if WEIGHT_BITS == 4
-constexpr int kLoadBlocks = 2;    // of 32 k in 16 bytes of a lane
-using BlockCodes = uint2;         // of 32 k
-__device__ __forceinline__ BlockCodes load_codes(uint32_t unit, int block, const Lane& at) {
-  return load_shared_words(unit + block / 2 * 512 + at.lane * 16 + block % 2 * 8);
-}
-__device__ __forceinline__ void split_codes(uint32_t (&a)[4], const uint32_t* words) {
-  const uint32_t word = words[0], high = word >> 8;
-  a[0] = word & 0x000F000Fu, a[1] = word & 0x00F000F0u, a[2] = high & 0x000F000Fu, a[3] = high & 0x00F000F0u;
-}
-#else
-constexpr int kLoadBlocks = 1;
-using BlockCodes = uint4;
-__device__ __forceinline__ BlockCodes load_codes(uint32_t unit, int block, const Lane& at) {
-  return load_shared(unit + block * 512 + at.lane * 16);
-}
-__device__ __forceinline__ void split_codes(uint32_t (&a)[4], const uint32_t* words) {
-  a[0] = __byte_perm(words[0], 0, 0x4240), a[1] = __byte_perm(words[1], 0, 0x4240);
-  a[2] = __byte_perm(words[0], 0, 0x4341), a[3] = __byte_perm(words[1], 0, 0x4341);
-}
-#endif
-constexpr int kStepWords = WEIGHT_BITS / 4;   // of a lane for 16 k
-
-#if WGMMA_PRODUCTS
-// As multiply_slices. All four warps of a warpgroup, whether they have a tile or not.
-template <int S>
-__device__ __forceinline__ void multiply_together(Sums& out, uint32_t unit, uint32_t x, const Lane& at) {
-  constexpr int kSteps = SCALE_GROUP / 16;   // of 16 k in a scale group
-  constexpr int kHeld = NT == 8 && kThreads > 512 && kSteps > 4 ? 4 : kSteps;   // with codes in registers at a time
-#pragma unroll
-  for (int group = 0; group < kUnitScales; group++) {
-    float acc[S][NT * 4];
-    uint32_t a[S][kHeld][4];
-#pragma unroll
-    for (int s = 0; s < S; s++) {
-      const uint64_t tokens = tokens_descriptor<NT, NT < 8 || kThreads <= 512>(x + s * kXSliceBytes);
-#pragma unroll
-      for (int from = 0; from < kSteps; from += kHeld) {
-        if (from > 0) {
-          wgmma_wait<0>();
-          settle(a[s]);
-        }
-#pragma unroll
-        for (int step = 0; step < kHeld; step += 2) {
-          const BlockCodes codes = load_codes(unit + s * kUnitBytes, (group * kSteps + from + step) / 2, at);
-          split_codes(a[s][step], &codes.x), split_codes(a[s][step + 1], &codes.x + kStepWords);
-        }
-        settle(a[s]);
-        wgmma_fence();
-#pragma unroll
-        for (int step = 0; step < kHeld; step++)
-          multiply_tile(acc[s], a[s][step], tokens + descriptor_step((group * kSteps + from + step) * 2 * kXWordStride), from + step > 0);
-        wgmma_commit();
-      }
-    }
-#pragma unroll
-    for (int s = 0; s < S; s++) {
-      if (s == S - 1) wgmma_wait<0>();
-      else wgmma_wait<1>();
-      settle(acc[s]);
-      settle(a[s]);
-      add_group(out, acc[s], 0, unit + s * kUnitBytes, x + s * kXSliceBytes, group, at);
-    }
-  }
-}
-#endif
-
-// out += S slices: units from `unit` on, x from `x` on. Each is a sum of its own, added in order; S > 1 needs one scale group a slice.
-template <int S>
-__device__ __forceinline__ void multiply_slices(Sums& out, uint32_t unit, uint32_t x, const Lane& at) {
-  constexpr int kGroupBlocks = SCALE_GROUP / 32;
-  // Token tiles whose sums over a scale group are in registers together.
-  constexpr int kPart = NT < 4 ? NT : kThreads < 512 ? 4 : (kThreads == 512 ? 16 : 8) / NT;
-  const uint32_t x_lane = x + (ROWS == 1 ? at.quarter : at.lane) * 16;
-#pragma unroll
-  for (int part = 0; part < kUnitScales * (NT / kPart); part++) {
-    const int group = part / (NT / kPart), from = part % (NT / kPart) * kPart;
-    float acc[S][kPart * 4] = {};
-    uint4 words[S];
-#pragma unroll
-    for (int j = group * kGroupBlocks; j < (group + 1) * kGroupBlocks; j++) {
-      uint4 b[S][kPart];
-#pragma unroll
-      for (int s = 0; s < S; s++) {
-#pragma unroll
-        for (int i = 0; i < kPart; i++) b[s][i] = load_shared(x_lane + s * kXSliceBytes + j * kXBlockBytes + (from + i) * 512);
-        if (j % kLoadBlocks == 0 || j == group * kGroupBlocks)
-          words[s] = load_shared(unit + s * kUnitBytes + j / kLoadBlocks * 512 + at.lane * 16);
-      }
-#pragma unroll
-      for (int half = 0; half < 2; half++)
-#pragma unroll
-        for (int s = 0; s < S; s++) {
-          uint32_t a[4];
-          split_codes(a, &words[s].x + (j % kLoadBlocks * 2 + half) * kStepWords);
-#pragma unroll
-          for (int i = 0; i < kPart; i++)
-            mma(reinterpret_cast<float(&)[4]>(acc[s][i * 4]), a, {half ? b[s][i].z : b[s][i].x, half ? b[s][i].w : b[s][i].y});
-        }
-    }
-#pragma unroll
-    for (int s = 0; s < S; s++) add_group(out, acc[s], from, unit + s * kUnitBytes, x + s * kXSliceBytes, group, at);
-    if (NT == 8) __syncwarp();   // keeps the next part's loads, and their registers, behind
-  }
-}
-
-template <int S>
-__device__ __forceinline__ void multiply(Sums& out, uint32_t unit, uint32_t x, const Lane& at, bool has_tile) {
-#if WGMMA_PRODUCTS
-  multiply_together<S>(out, unit, x, at);
-#else
-  if (has_tile) multiply_slices<S>(out, unit, x, at);
-#endif
-}
 
 // The warp's run of one tile.
 __device__ __forceinline__ void accumulate(Sums& out, WeightStream& weights, Activations& x, const Lane& at, bool has_tile) {
@@ -200,10 +51,30 @@ __device__ __forceinline__ void accumulate(Sums& out, WeightStream& weights, Act
     }
     if (has_tile) weights.release();
   }
+  finish_sums(out);
+}
+
+// One row, a run of one slice: the products of all rounds side by side, since those of a slice are a chain.
+constexpr bool kJoinsRounds = KEPT_ROUNDS > 1 && kRunSlices == 1 && kSlots >= KEPT_ROUNDS;
+
+__device__ __forceinline__ void accumulate_rounds(Sums (&out)[KEPT_ROUNDS], const WeightStream& weights, const Activations& x,
+                                                  const Lane& at) {
+  uint32_t units[KEPT_ROUNDS];
 #pragma unroll
-  for (int i = 0; i < NT; i++)
+  for (int round = 0; round < KEPT_ROUNDS; round++) {
+    units[round] = weights.ring + round * kChunkBytes;
+#if COPY_ENGINE
+    if (at.tile(round) < weights.num_tiles) mbarrier_wait(weights.barriers + round * 8, 0);
+#endif
+  }
+#if !COPY_ENGINE
+  cp_async_wait<0>();
+  __syncwarp();
+#endif
+  // Sums of a tile that does not exist mean nothing.
+  if (at.slices > 0) multiply_tiles(out, units, x.base() + at.run * kXSliceBytes, at);
 #pragma unroll
-    for (int c = 0; c < 4; c++) out[i][c] *= c < 2 ? kSumScale : kSumScale / kHiFactor;
+  for (int round = 0; round < KEPT_ROUNDS; round++) finish_sums(out[round]);
 }
 
 // SHARED_RUN = 0: sums over the runs, in order. `visit(nt, i, tile, row, token, pair)` for what the thread finishes.
@@ -303,7 +174,6 @@ __device__ __forceinline__ void w4_product(Epilogue& epilogue, int num_tiles, co
     activations.prepare_stages();
   }
   pdl_wait();
-  if (TRIGGER == 1) pdl_launch_dependents();
   if (!kResident) activations.start_stages();
 #if CLUSTERS
   cluster_wait();
@@ -337,8 +207,17 @@ __device__ __forceinline__ void w4_product(Epilogue& epilogue, int num_tiles, co
 #endif
   if (kOwnRuns && !kLooksLate) __syncwarp();
   else __syncthreads();
+  if constexpr (kJoinsRounds) {
+    if (PREPARED || kLooksLate) look(0);
+    Sums out[KEPT_ROUNDS] = {};
+    accumulate_rounds(out, weights, activations, at);
+    epilogue.settle(), scale.keep(prepared_scale, T);
+#pragma unroll
+    for (int round = 0; round < KEPT_ROUNDS; round++)
+      finish_block(out[round], at, epilogue, scale, round, round + 1 == KEPT_ROUNDS, num_tiles, T);
+  }
 #pragma unroll 1
-  for (int round = 0; round < rounds; round++) {
+  for (int round = 0; round < (kJoinsRounds ? 0 : rounds); round++) {
     const int tile = at.tile(round);
     if (round == 0 ? PREPARED || kLooksLate : KEPT_ROUNDS == 1) look(round);
 #if CLUSTERS

@@ -38,7 +38,7 @@
 #error "FEEDS (1: a gate_up product also writes what prepare_w4 would make of its rows for the product after it; 0: it does not) must be defined"
 #endif
 #ifndef TRIGGER
-#error "TRIGGER (the next kernel may start 0: as soon as this one; 1: when all before this one have ended; 2: at its end) must be defined"
+#error "TRIGGER (the next kernel may start 0: as soon as this one; 1: at its end) must be defined"
 #endif
 #ifndef KEPT_ROUNDS
 #error "KEPT_ROUNDS (without SHARED_RUN and with one row, rounds whose sums over runs come after the products of all; else 1) must be defined"

@@ -50,6 +50,23 @@ def test_the_limit_of_shared_memory_is_raised_once_and_only_when_needed() -> Non
 
 
 @pytest.mark.gpu
+def test_the_driver_keeps_a_preference_for_shared_memory(cuda: Any) -> None:
+    from cuda.bindings import driver
+
+    from cpmrt.cuda.compiler import Modules
+    from cpmrt.cuda.launch import launch
+
+    kernel = Modules(cuda.arch, DType.BFLOAT16).kernel("fill.cu", "fill_normal", {})
+    out = cuda.array(np.zeros(8, np.float32), DType.BFLOAT16)
+    scalars = (np.int64(8), np.uint64(7), np.float32(0.0), np.float32(1.0))
+    launch(cuda.stream, kernel, 1, 32, 0, (out, *scalars), prefers_shared=True)
+    cuda.sync()
+    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+    status, percent = driver.cuFuncGetAttribute(attribute, kernel.handle)
+    assert (int(status), percent) == (0, 100)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("pdl", [False, True])
 def test_launches_eager_and_captured_give_the_same(cuda: Any, pdl: bool) -> None:
     count = 1000

@@ -352,12 +352,25 @@ def test_plans_fit_the_device(name: str, limits: DeviceLimits) -> None:
         constants = plan.constants
         assert constants["ROWS"] == row_bucket(rows) >= rows
         assert plan.shared_bytes <= limits.shared_bytes
+        assert plan.prefers_shared == plan_linear_w4(layout, 1, limits).prefers_shared
         assert plan.grid % (layout.runs if constants["SHARED_RUN"] else 1) == 0
         exchanges = constants["SHARED_RUN"] and layout.runs > 1
         assert bool(plan.num_arrivals) == bool(plan.partial_bytes) == bool(exchanges and not constants["CLUSTERS"])
         assert bool(plan.fed_bytes) == bool(plan.fed_constants) == (name in FEEDING[limits] and rows > 8), rows
         if constants["CLUSTERS"]:
             assert exchanges and plan.grid <= 8 * limits.whole_clusters
+
+
+def test_only_blocks_that_find_room_beside_each_other_prefer_shared_memory() -> None:
+    small = {name for name in SHAPES if plan_linear_w4(make_layout(name, H200), 1, H200).prefers_shared}
+    assert {"0.5B qkv", "0.5B gate_up", "0.5B down"} <= small
+    assert not [name for name in small if name.startswith("8B")]
+
+
+def test_no_two_blocks_of_a_small_product_that_fills_the_device_share_a_multiprocessor() -> None:
+    plan = plan_linear_w4(make_layout("0.5B gate_up", H200), 1, H200)
+    assert plan.grid == H200.num_sms
+    assert plan.constants["SMEM_BYTES"] * 2 <= H200.shared_bytes < plan.shared_bytes * 2
 
 
 def make_layout(name: str, limits: DeviceLimits) -> PackedLayout:

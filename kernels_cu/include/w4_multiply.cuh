@@ -1,0 +1,192 @@
+// The products of a warp with packed weights: codes times x in tensor cores, a scale group at a time.
+#pragma once
+#include "mma.cuh"
+#include "w4_activations.cuh"
+#include "w4_exchange.cuh"
+#if WGMMA_PRODUCTS
+#include "tma.cuh"
+#include "w4_wgmma.cuh"
+#endif
+
+constexpr float kZero = WEIGHT_BITS == 4 ? 1.0f : 16.0f;          // in units of the sums of x, which are 8 times too large
+constexpr float kHiFactor = WEIGHT_BITS == 4 ? 16.0f : 1.0f;      // of hi's codes
+
+// out += scale * (acc - zero * sums of x) over scale group `group` of a slice, for token tiles `from` .. from + COUNT / 4 - 1.
+template <int COUNT>
+__device__ __forceinline__ void add_group(Sums& out, const float (&acc)[COUNT], int from, uint32_t unit, uint32_t x, int group,
+                                          const Lane& at) {
+  const uint32_t scales = unit + kCodeBytes + group * kScaleBytes;
+  const uint32_t sums = x + kXSumOffset + (group * kTokens + (ROWS == 1 ? 0 : at.quarter * 2)) * 4;
+  float2 scale, zero;
+  if (ZEROS) {
+    const uint2 pairs = load_shared_words(scales + at.token * 8);
+    const float2 lo = unpack2(pairs.x), hi = unpack2(pairs.y);
+    scale = make_float2(lo.x, hi.x), zero = make_float2(-lo.y, -hi.y * kHiFactor);
+  } else {
+    scale = unpack2(load_shared_word(scales + at.token * 4)), zero = make_float2(-kZero, -kZero * kHiFactor);
+  }
+#pragma unroll
+  for (int i = 0; i < COUNT / 4; i++) {
+    float2 ones;
+    if (ROWS == 1) ones.x = ones.y = load_shared_float(sums);
+    else ones = load_shared2(sums + (from + i) * 32);
+#pragma unroll
+    for (int c = 0; c < 4; c++) {
+      const float difference = fmaf(c < 2 ? zero.x : zero.y, c % 2 ? ones.y : ones.x, acc[i * 4 + c]);
+      out[from + i][c] = fmaf(c < 2 ? scale.x : scale.y, difference, out[from + i][c]);
+    }
+  }
+}
+
+// Operand A of 16 k: codes of lo and hi, two k each, then two k further.
+#if WEIGHT_BITS == 4
+constexpr int kLoadBlocks = 2;    // of 32 k in 16 bytes of a lane
+using BlockCodes = uint2;         // of 32 k
+__device__ __forceinline__ BlockCodes load_codes(uint32_t unit, int block, const Lane& at) {
+  return load_shared_words(unit + block / 2 * 512 + at.lane * 16 + block % 2 * 8);
+}
+__device__ __forceinline__ void split_codes(uint32_t (&a)[4], const uint32_t* words) {
+  const uint32_t word = words[0], high = word >> 8;
+  a[0] = word & 0x000F000Fu, a[1] = word & 0x00F000F0u, a[2] = high & 0x000F000Fu, a[3] = high & 0x00F000F0u;
+}
+#else
+constexpr int kLoadBlocks = 1;
+using BlockCodes = uint4;
+__device__ __forceinline__ BlockCodes load_codes(uint32_t unit, int block, const Lane& at) {
+  return load_shared(unit + block * 512 + at.lane * 16);
+}
+__device__ __forceinline__ void split_codes(uint32_t (&a)[4], const uint32_t* words) {
+  a[0] = __byte_perm(words[0], 0, 0x4240), a[1] = __byte_perm(words[1], 0, 0x4240);
+  a[2] = __byte_perm(words[0], 0, 0x4341), a[3] = __byte_perm(words[1], 0, 0x4341);
+}
+#endif
+constexpr int kStepWords = WEIGHT_BITS / 4;   // of a lane for 16 k
+
+#if WGMMA_PRODUCTS
+// As multiply_slices. All four warps of a warpgroup, whether they have a tile or not.
+template <int S>
+__device__ __forceinline__ void multiply_together(Sums& out, uint32_t unit, uint32_t x, const Lane& at) {
+  constexpr int kSteps = SCALE_GROUP / 16;   // of 16 k in a scale group
+  constexpr int kHeld = NT == 8 && kThreads > 512 && kSteps > 4 ? 4 : kSteps;   // with codes in registers at a time
+#pragma unroll
+  for (int group = 0; group < kUnitScales; group++) {
+    float acc[S][NT * 4];
+    uint32_t a[S][kHeld][4];
+#pragma unroll
+    for (int s = 0; s < S; s++) {
+      const uint64_t tokens = tokens_descriptor<NT, NT < 8 || kThreads <= 512>(x + s * kXSliceBytes);
+#pragma unroll
+      for (int from = 0; from < kSteps; from += kHeld) {
+        if (from > 0) {
+          wgmma_wait<0>();
+          settle(a[s]);
+        }
+#pragma unroll
+        for (int step = 0; step < kHeld; step += 2) {
+          const BlockCodes codes = load_codes(unit + s * kUnitBytes, (group * kSteps + from + step) / 2, at);
+          split_codes(a[s][step], &codes.x), split_codes(a[s][step + 1], &codes.x + kStepWords);
+        }
+        settle(a[s]);
+        wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < kHeld; step++)
+          multiply_tile(acc[s], a[s][step], tokens + descriptor_step((group * kSteps + from + step) * 2 * kXWordStride), from + step > 0);
+        wgmma_commit();
+      }
+    }
+#pragma unroll
+    for (int s = 0; s < S; s++) {
+      if (s == S - 1) wgmma_wait<0>();
+      else wgmma_wait<1>();
+      settle(acc[s]);
+      settle(a[s]);
+      add_group(out, acc[s], 0, unit + s * kUnitBytes, x + s * kXSliceBytes, group, at);
+    }
+  }
+}
+#endif
+
+// out += S slices: units from `unit` on, x from `x` on. Each is a sum of its own, added in order; S > 1 needs one scale group a slice.
+template <int S>
+__device__ __forceinline__ void multiply_slices(Sums& out, uint32_t unit, uint32_t x, const Lane& at) {
+  constexpr int kGroupBlocks = SCALE_GROUP / 32;
+  // Token tiles whose sums over a scale group are in registers together.
+  constexpr int kPart = NT < 4 ? NT : kThreads < 512 ? 4 : (kThreads == 512 ? 16 : 8) / NT;
+  const uint32_t x_lane = x + (ROWS == 1 ? at.quarter : at.lane) * 16;
+#pragma unroll
+  for (int part = 0; part < kUnitScales * (NT / kPart); part++) {
+    const int group = part / (NT / kPart), from = part % (NT / kPart) * kPart;
+    float acc[S][kPart * 4] = {};
+    uint4 words[S];
+#pragma unroll
+    for (int j = group * kGroupBlocks; j < (group + 1) * kGroupBlocks; j++) {
+      uint4 b[S][kPart];
+#pragma unroll
+      for (int s = 0; s < S; s++) {
+#pragma unroll
+        for (int i = 0; i < kPart; i++) b[s][i] = load_shared(x_lane + s * kXSliceBytes + j * kXBlockBytes + (from + i) * 512);
+        if (j % kLoadBlocks == 0 || j == group * kGroupBlocks)
+          words[s] = load_shared(unit + s * kUnitBytes + j / kLoadBlocks * 512 + at.lane * 16);
+      }
+#pragma unroll
+      for (int half = 0; half < 2; half++)
+#pragma unroll
+        for (int s = 0; s < S; s++) {
+          uint32_t a[4];
+          split_codes(a, &words[s].x + (j % kLoadBlocks * 2 + half) * kStepWords);
+#pragma unroll
+          for (int i = 0; i < kPart; i++)
+            mma(reinterpret_cast<float(&)[4]>(acc[s][i * 4]), a, {half ? b[s][i].z : b[s][i].x, half ? b[s][i].w : b[s][i].y});
+        }
+    }
+#pragma unroll
+    for (int s = 0; s < S; s++) add_group(out, acc[s], from, unit + s * kUnitBytes, x + s * kXSliceBytes, group, at);
+    if (NT == 8) __syncwarp();   // keeps the next part's loads, and their registers, behind
+  }
+}
+
+template <int S>
+__device__ __forceinline__ void multiply(Sums& out, uint32_t unit, uint32_t x, const Lane& at, bool has_tile) {
+#if WGMMA_PRODUCTS
+  multiply_together<S>(out, unit, x, at);
+#else
+  if (has_tile) multiply_slices<S>(out, unit, x, at);
+#endif
+}
+
+// One row: out[i] += a slice of the tile whose unit is units[i], tiles side by side, each as multiply_slices would add it.
+template <int TILES>
+__device__ __forceinline__ void multiply_tiles(Sums (&out)[TILES], const uint32_t (&units)[TILES], uint32_t x, const Lane& at) {
+  constexpr int kGroupBlocks = SCALE_GROUP / 32;
+#pragma unroll
+  for (int group = 0; group < kUnitScales; group++) {
+    float acc[TILES][4] = {};
+    uint4 words[TILES];
+#pragma unroll
+    for (int j = group * kGroupBlocks; j < (group + 1) * kGroupBlocks; j++) {
+      const uint4 b = load_shared(x + at.quarter * 16 + j * kXBlockBytes);
+#pragma unroll
+      for (int i = 0; i < TILES; i++)
+        if (j % kLoadBlocks == 0 || j == group * kGroupBlocks)
+          words[i] = load_shared(units[i] + j / kLoadBlocks * 512 + at.lane * 16);
+#pragma unroll
+      for (int half = 0; half < 2; half++)
+#pragma unroll
+        for (int i = 0; i < TILES; i++) {
+          uint32_t a[4];
+          split_codes(a, &words[i].x + (j % kLoadBlocks * 2 + half) * kStepWords);
+          mma(acc[i], a, {half ? b.z : b.x, half ? b.w : b.y});
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < TILES; i++) add_group(out[i], acc[i], 0, units[i], x, group, at);
+  }
+}
+
+// Sums in units of the codes and of x as it was.
+__device__ __forceinline__ void finish_sums(Sums& out) {
+#pragma unroll
+  for (int i = 0; i < NT; i++)
+#pragma unroll
+    for (int c = 0; c < 4; c++) out[i][c] *= c < 2 ? kSumScale : kSumScale / kHiFactor;
+}
