@@ -154,11 +154,7 @@ KERNEL(decode_attention)(scalar_t* __restrict__ out, float* partials, int* arriv
 #ifdef IN_CLUSTERS
   __shared__ uint64_t received;
   const uint32_t barrier = shared_address(&received);
-  if (threadIdx.x == 0) {
-    mbarrier_init(barrier, 1);
-    mbarrier_init_fence();
-  }
-  __syncwarp();  // racecheck takes the initialisation, an instruction of the warp, for other lanes' too
+  prepare_received(barrier);
 #endif
   cluster_announce();
   const int64_t head_offset = (int64_t)(kv_head * kPageTokens + warp * kKeys) * HEAD_DIM;

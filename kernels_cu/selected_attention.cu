@@ -89,10 +89,7 @@ KERNEL(selected_attention)(scalar_t* __restrict__ out, float* partials, int* arr
   if (first_cluster >= cut.clusters()) return;
   __shared__ uint64_t received;
   const uint32_t barrier = shared_address(&received);
-  if (threadIdx.x == 0) {
-    mbarrier_init(barrier, 1);
-    mbarrier_init_fence();
-  }
+  prepare_received(barrier);
   cluster_announce();
   const int64_t head_offset = (int64_t)(kv_head * kPageTokens + warp * kKeys) * HEAD_DIM;
 #if TREE

@@ -141,6 +141,15 @@ struct Target {
 constexpr int kReceivedOffset = kQueryBytes + kWarps * STAGES * kStageBytes;  // [peer][slice] outputs, then log sums
 constexpr int kReceivedBytes = 20 * kSlice;                                   // from each peer
 
+// The barrier that counts what peers send. All threads, before they announce themselves to the cluster.
+__device__ __forceinline__ void prepare_received(uint32_t barrier) {
+  if (threadIdx.x == 0) {
+    mbarrier_init(barrier, 1);
+    mbarrier_init_fence();
+  }
+  __syncwarp();  // racecheck takes the initialisation, an instruction of the warp, for other lanes' too
+}
+
 // The slices of the block's partial to the peers that merge them.
 __device__ __forceinline__ void send_slices(const unsigned char* shared, const unsigned char* results,
                                             const float (&log_sums)[kWarps][16], uint32_t barrier, int rank) {
