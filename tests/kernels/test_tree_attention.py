@@ -38,7 +38,7 @@ def test_many_rows_of_a_tree_share_pages() -> None:
 
 @pytest.mark.parametrize(
     ("arch", "portable", "is_tree", "selected"),
-    [(90, False, False, 0), (90, False, True, 1), (90, True, True, 0), (80, False, True, 0), (120, False, True, 0)],
+    [(90, False, False, 0), (90, True, True, 1), (90, True, True, 0), (80, False, True, 0), (120, False, True, 0)],
 )
 def test_other_rows_and_devices_do_not(arch: int, portable: bool, is_tree: bool, selected: int) -> None:
     launch = decode_launch(plan(32, 2, 128, arch, portable), 64, is_tree=is_tree, selected=selected)
