@@ -30,13 +30,13 @@ constexpr int kFine = 16, kCoarse = kPageTokens;  // tokens between windows; a w
 constexpr int kPathWindows = 4;                   // of k1 that end among at most 64 positions
 #endif
 
-// The keys of one KV head in a layer's pages as a slot's block table names them, from this thread's two elements on.
 #if FP8
 typedef uint8_t page_t;
 #else
 typedef scalar_t page_t;
 #endif
 
+// The keys of one KV head in a layer's pages as a slot's block table names them, from this thread's two elements on.
 struct Keys {
   const page_t* first;
   const int32_t* block_table;

@@ -25,7 +25,7 @@ extern "C" __global__ void __launch_bounds__(kRowThreads) KERNEL(prepare_w4)(
   uint4 v[kThreadPieces];
 #pragma unroll
   for (int i = 0; i < kThreadPieces; i++)
-    if (RowPieces::piece(i) < kPieces) v[i] = load_written(x + static_cast<size_t>(token) * IN_FEATURES + RowPieces::piece(i) * 8);
+    if (RowPieces::piece(i) < kPieces) v[i] = load16_past_l1(x + static_cast<size_t>(token) * IN_FEATURES + RowPieces::piece(i) * 8);
   float square = 0.0f;
 #pragma unroll
   for (int i = 0; i < kThreadPieces; i++) {

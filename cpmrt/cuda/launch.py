@@ -38,11 +38,11 @@ class Kernel:
     `has_pdl` says whether it was compiled for an architecture with programmatic dependent launch.
     """
 
-    __slots__ = ("_shared_bytes", "handle", "has_pdl", "name", "raw")
+    __slots__ = ("_prefers_shared", "_shared_bytes", "handle", "has_pdl", "name", "raw")
 
     def __init__(self, name: str, handle: int, raw: Any, has_pdl: bool):
         self.name, self.handle, self.raw, self.has_pdl = name, handle, raw, has_pdl
-        self._shared_bytes = _PLAIN_SHARED_BYTES
+        self._shared_bytes, self._prefers_shared = _PLAIN_SHARED_BYTES, False
 
     def allow_shared_bytes(self, num_bytes: int) -> None:
         """Raise the limit of dynamic shared memory a block; the driver refuses what the device does not have."""
@@ -56,7 +56,9 @@ class Kernel:
         A multiprocessor changes its split only while it is idle: a block that wants another one than the blocks of the
         kernel before it waits for their end, and what the driver chooses changes with a kernel's registers.
         """
-        self.raw.preferred_shared_memory_carveout = _MOST_SHARED
+        if not self._prefers_shared:
+            self.raw.preferred_shared_memory_carveout = _MOST_SHARED
+            self._prefers_shared = True
 
 
 def launch(

@@ -89,7 +89,7 @@ struct Activations {
       for (int i = 0; i < NT; i++)
 #pragma unroll
         for (int j = 0; j < 2; j++) {
-          const uint4 v = kResident ? load(at.warp * kXSlots + u, i, j) : load_written(source(i, at.own_unit + u) + j * 32);
+          const uint4 v = kResident ? load(at.warp * kXSlots + u, i, j) : load16_past_l1(source(i, at.own_unit + u) + j * 32);
           const uint32_t* values = &v.x;
 #pragma unroll
           for (int e = 0; e < 4; e++) {

@@ -49,7 +49,7 @@ struct Activations {
       for (int i = 0; i < kThreadPieces; i++) {
         const int token = b * kTeams + team;
         if (token < T && in_team && RowPieces::piece(i) < kPieces)
-          v[b][i] = load_written(x + static_cast<size_t>(token) * K + RowPieces::piece(i) * 8);
+          v[b][i] = load16_past_l1(x + static_cast<size_t>(token) * K + RowPieces::piece(i) * 8);
       }
     RowPieces row_pieces;
     row_pieces.load_norm(norm);
@@ -88,7 +88,7 @@ struct Activations {
 #pragma unroll
       for (int i = 0; i < kThreadPieces; i++) {
         const int token = b * kWarps + at.warp, piece = at.lane + i * 32;
-        if (token < T && piece < count) v[b][i] = load_written(x + static_cast<size_t>(token) * K + (first + piece) * 8);
+        if (token < T && piece < count) v[b][i] = load16_past_l1(x + static_cast<size_t>(token) * K + (first + piece) * 8);
       }
 #pragma unroll
     for (int i = 0; i < kThreadPieces; i++)
@@ -136,7 +136,7 @@ struct Activations {
 #pragma unroll
       for (int i = 0; i < kBatch; i++) {
         const int item = item_of(i);
-        if (is_there(item)) v[i] = load_written(x + static_cast<size_t>(item / kRowPieces) * K + (first + item % kRowPieces) * 8);
+        if (is_there(item)) v[i] = load16_past_l1(x + static_cast<size_t>(item / kRowPieces) * K + (first + item % kRowPieces) * 8);
       }
       if (start == 0) weights.fill_ring(), look();
 #pragma unroll
@@ -217,7 +217,7 @@ struct Activations {
     mbarrier_wait(full(stage), stage / kStages & 1);
 #else
     __syncthreads();
-    for (int i = threadIdx.x * 16; i < stage_bytes(stage); i += kThreads * 16) store_shared(stage_place(stage) + i, load_written(stage_source(stage) + i));
+    for (int i = threadIdx.x * 16; i < stage_bytes(stage); i += kThreads * 16) store_shared(stage_place(stage) + i, load16_past_l1(stage_source(stage) + i));
     __syncthreads();
 #endif
     return stage_place(stage++);

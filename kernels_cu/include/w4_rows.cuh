@@ -99,11 +99,6 @@ __device__ __forceinline__ float square_sum(uint4 v, float sum) {
 }
 
 // Written by the kernel before this one: not through the read-only path.
-__device__ __forceinline__ uint4 load_written(const void* source) {
-  uint4 v;
-  asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(source) : "memory");
-  return v;
-}
 __device__ __forceinline__ float load_written_float(const void* source) {
   float v;
   asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(source) : "memory");

@@ -160,12 +160,6 @@ __device__ __forceinline__ float load_shared_float(uint32_t address) {
   asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(address) : "memory");
   return v;
 }
-// Written by the kernel before this one: not through the read-only path.
-__device__ __forceinline__ uint4 load_written(const scalar_t* source) {
-  uint4 v;
-  asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(source) : "memory");
-  return v;
-}
 
 // The calling lane's place in the product.
 struct Lane {

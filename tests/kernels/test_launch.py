@@ -36,7 +36,7 @@ def test_a_bare_number_is_refused(argument: Any) -> None:
         Parameters((argument,))
 
 
-def test_the_limit_of_shared_memory_is_raised_once_and_only_when_needed() -> None:
+def test_attributes_of_shared_memory_are_set_once_and_only_when_needed() -> None:
     limits: list[int] = []
 
     class Raw:
@@ -47,6 +47,9 @@ def test_the_limit_of_shared_memory_is_raised_once_and_only_when_needed() -> Non
     for num_bytes in (0, 48 * 1024, 100_000, 100_000, 50_000, 200_000):
         kernel.allow_shared_bytes(num_bytes)
     assert limits == [100_000, 200_000]
+    for _ in range(3):
+        kernel.prefer_shared()
+    assert limits == [100_000, 200_000, 100]
 
 
 @pytest.mark.gpu
