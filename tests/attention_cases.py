@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from cpmrt.cuda.attention_plan import DecodeAttentionPlan, decode_launch, plan_decode_attention
+from cpmrt.cuda.ops.attention.plan import DecodeAttentionPlan, decode_launch, plan_decode_attention
 from cpmrt.dtypes import DType, round_to
 from cpmrt.memory.kv_pages import PAGE_SIZE
 from cpmrt.ops import OPS, Fp8Pages, Rows

@@ -8,8 +8,8 @@ import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
-from cpmrt.cuda import nvrtc
-from cpmrt.cuda.source import KernelSource
+from cpmrt.cuda.build import nvrtc
+from cpmrt.cuda.build.source import KernelSource
 
 
 def build(source: KernelSource, options: Sequence[str]) -> tuple[bytes, str]:

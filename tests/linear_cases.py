@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from cpmrt.cuda.linear_plan import DeviceLimits
+from cpmrt.cuda.ops.linear import DeviceLimits
 from cpmrt.dtypes import DType, round_to
 from cpmrt.memory.kv_pages import PAGE_SIZE
 from cpmrt.ops import Rows

@@ -11,12 +11,12 @@ from attention_cases import fp8_of
 from reference import sparse_brute_force as brute
 
 from cpmrt.config import SparseConfig
-from cpmrt.cuda.attention_plan import plan_decode_attention, plan_prefill_attention
-from cpmrt.cuda.compiler import Modules
-from cpmrt.cuda.launcher import Launcher
-from cpmrt.cuda.linear_plan import DeviceLimits
-from cpmrt.cuda.ops import CudaOps
-from cpmrt.cuda.sparse_kernels import SparsePlans
+from cpmrt.cuda.build.launcher import Launcher
+from cpmrt.cuda.build.modules import Modules
+from cpmrt.cuda.ops.attention.plan import plan_decode_attention, plan_prefill_attention
+from cpmrt.cuda.ops.cuda_ops import CudaOps
+from cpmrt.cuda.ops.linear import DeviceLimits
+from cpmrt.cuda.ops.selection import SparsePlans
 from cpmrt.dtypes import DType, from_float32, round_to
 from cpmrt.memory.kv_pages import PAGE_SIZE, pages_for
 from cpmrt.ops import CompressedKeys, Fp8Pages, Rows, Selection

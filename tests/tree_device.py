@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 from speculation_oracle import Row, Running
 
-from cpmrt.cuda import slot_state as ss
-from cpmrt.cuda.compiler import Modules
-from cpmrt.cuda.draft_state import DRAFT_TREE
-from cpmrt.cuda.launcher import Launcher
-from cpmrt.cuda.tree_kernels import TreeKernels
-from cpmrt.cuda.tree_workspace import TREE_TYPES, tree_tables
+from cpmrt.cuda.build.launcher import Launcher
+from cpmrt.cuda.build.modules import Modules
+from cpmrt.cuda.draft.kernels import TreeKernels
+from cpmrt.cuda.draft.memory import TREE_TYPES, tree_tables
+from cpmrt.cuda.draft.structs import DRAFT_TREE
+from cpmrt.cuda.step import structs as ss
 from cpmrt.dtypes import DType
 
 VOCAB, SLOTS, PAGES, LAYERS, HEADS, HEAD_DIM, NUM_PAGES = 96, 3, 5, 3, 2, 64, 16

@@ -34,9 +34,9 @@ from sparse_evaluation.neighbours import unions  # noqa: E402
 from cpmrt.bench.run import shape_folder  # noqa: E402
 from cpmrt.config import SparseSetting  # noqa: E402
 from cpmrt.cuda.bandwidth import read_bandwidth  # noqa: E402
-from cpmrt.cuda.device import open_device  # noqa: E402
-from cpmrt.cuda.gemm import Gemm  # noqa: E402
-from cpmrt.cuda.launch import launch  # noqa: E402
+from cpmrt.cuda.driver.device import open_device  # noqa: E402
+from cpmrt.cuda.driver.launch import launch  # noqa: E402
+from cpmrt.cuda.ops.gemm import Gemm  # noqa: E402
 from cpmrt.errors import CpmrtError  # noqa: E402
 from cpmrt.llm import LLM  # noqa: E402
 from cpmrt.ops import Rows, Selection  # noqa: E402

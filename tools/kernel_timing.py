@@ -36,7 +36,7 @@ def product_ceiling(device: Any) -> float:
     """Operations a second of the library's product of [4096, 8192] and [16384, 8192]; 1 where it is absent."""
     import cupy
 
-    from cpmrt.cuda.blaslt import CublasLt, CublasLtError
+    from cpmrt.cuda.driver.blaslt import CublasLt, CublasLtError
     from cpmrt.dtypes import DType
 
     rows, columns, depth = 4096, 16384, 8192

@@ -20,7 +20,7 @@ from cpmrt.bench.startup import seconds_to_first_token
 from cpmrt.config import EngineConfig
 from cpmrt.config.speculate_argument import LOOKUP
 from cpmrt.cuda.bandwidth import pci_bus_id, read_bandwidth
-from cpmrt.cuda.device import Device, open_device
+from cpmrt.cuda.driver.device import Device, open_device
 from cpmrt.dtypes import DType
 from cpmrt.errors import ContextLengthError, NoDeviceError
 from cpmrt.llm import LLM

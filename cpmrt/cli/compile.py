@@ -18,12 +18,12 @@ from cpmrt.cli.arguments import UsageError, add_engine_options, add_model_source
 from cpmrt.cli.described_model import DescribedModel, add_description_options, described_model
 from cpmrt.cli.output import printable, write
 from cpmrt.config import EngineConfig
-from cpmrt.cuda import cubin_cache
-from cpmrt.cuda.ahead_of_time import known_device, modules_of
 from cpmrt.cuda.assembly import storage_dtype
-from cpmrt.cuda.compiler import compile_all
-from cpmrt.cuda.device import Device, open_device
-from cpmrt.cuda.launcher import Module
+from cpmrt.cuda.build import cubin_cache
+from cpmrt.cuda.build.launcher import Module
+from cpmrt.cuda.build.modules import compile_all
+from cpmrt.cuda.driver.device import Device, open_device
+from cpmrt.cuda.precompile import known_device, modules_of
 from cpmrt.dtypes import DType
 from cpmrt.errors import NoDeviceError
 

@@ -96,7 +96,7 @@ def bundled_model() -> Finding:
 
 def executor() -> Finding:
     """What runs a model here where nothing else is asked for."""
-    from cpmrt.cuda.device import open_device
+    from cpmrt.cuda.driver.device import open_device
 
     try:
         device = open_device()

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 
 from cpmrt.cli.finding import Finding, Status
-from cpmrt.cuda import cubin_cache
-from cpmrt.cuda.kernels import KERNELS, files
-from cpmrt.cuda.source import kernels_folder
+from cpmrt.cuda.build import cubin_cache
+from cpmrt.cuda.build.source import kernels_folder
+from cpmrt.cuda.build.table import KERNELS, files
 from cpmrt.errors import KernelCompileError
 from cpmrt.memory.plan import format_bytes
 

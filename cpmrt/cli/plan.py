@@ -17,9 +17,9 @@ from cpmrt.cli.arguments import UsageError, add_engine_options, add_model_source
 from cpmrt.cli.described_model import DescribedModel, add_description_options, described_model
 from cpmrt.cli.output import printable, write, write_json
 from cpmrt.config import EngineConfig
-from cpmrt.cuda.ahead_of_time import known_device
-from cpmrt.cuda.draft_forward import executor_needs
-from cpmrt.cuda.linear_plan import DeviceLimits
+from cpmrt.cuda.draft.forward import executor_needs
+from cpmrt.cuda.ops.linear import DeviceLimits
+from cpmrt.cuda.precompile import known_device
 from cpmrt.dtypes import DType
 from cpmrt.memory.kv_pages import PAGE_SIZE
 from cpmrt.memory.plan import MemoryPlan, check_budget, format_bytes, largest_context

@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cpmrt.config import EngineConfig, ModelConfig
-from cpmrt.cuda.compiler import Modules
-from cpmrt.cuda.device import Device, open_device
-from cpmrt.cuda.draft_forward import executor_needs
-from cpmrt.cuda.linear_plan import DeviceLimits
-from cpmrt.cuda.packed_w4 import PackedLayout
-from cpmrt.cuda.weights_w4 import layouts_of
-from cpmrt.cuda.workspace import check_supported
+from cpmrt.cuda.build.modules import Modules
+from cpmrt.cuda.draft.forward import executor_needs
+from cpmrt.cuda.driver.device import Device, open_device
+from cpmrt.cuda.ops.linear import DeviceLimits
+from cpmrt.cuda.ops.linear_packed.layout import PackedLayout
+from cpmrt.cuda.ops.linear_packed.memory import layouts_of
+from cpmrt.cuda.step.memory import check_supported
 from cpmrt.dtypes import DType
 from cpmrt.errors import ConfigError
 from cpmrt.executor import Executor
@@ -52,8 +52,8 @@ def open_executor(folder: ModelFolder, settings: EngineConfig) -> tuple[Executor
         plan = fit_model(
             config, settings, itemsize=dtype.itemsize, budget=budget, needs=needs, specs=specs, draft=draft
         )
+        from cpmrt.cuda.driver.loop_graph import check_loops
         from cpmrt.cuda.executor import CudaExecutor
-        from cpmrt.cuda.loop_graph import check_loops
 
         if settings.steps_per_launch > 1:
             check_loops(device)
@@ -90,8 +90,8 @@ def _load(
     stream: Any,
     seed: int,
 ) -> None:
-    from cpmrt.cuda.checkpoint_stream import stream_checkpoint
-    from cpmrt.cuda.dummy_fill import fill_dummy, fill_dummy_packed
+    from cpmrt.cuda.load.random import fill_dummy, fill_dummy_packed
+    from cpmrt.cuda.load.stream import stream_checkpoint
 
     if checkpoint is not None:
         stream_checkpoint(arena, specs, checkpoint, regions, device, modules, layouts)

@@ -6,9 +6,9 @@ from statistics import median
 
 import numpy as np
 
-from cpmrt.cuda.compiler import Modules
-from cpmrt.cuda.device import Device
-from cpmrt.cuda.launch import launch
+from cpmrt.cuda.build.modules import Modules
+from cpmrt.cuda.driver.device import Device
+from cpmrt.cuda.driver.launch import launch
 from cpmrt.dtypes import DType
 from cpmrt.errors import MemoryPlanError
 

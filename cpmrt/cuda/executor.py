@@ -12,19 +12,19 @@ import cupy
 import numpy as np
 
 from cpmrt.config import EngineConfig, ModelConfig
-from cpmrt.cuda.compiler import Modules, compile_all
-from cpmrt.cuda.device import Device, device_faults
-from cpmrt.cuda.gemm import Gemm
-from cpmrt.cuda.graphs import Graphs
-from cpmrt.cuda.held_arrays import held_arrays
-from cpmrt.cuda.launcher import Launcher
-from cpmrt.cuda.rings import Nothing, Rings
-from cpmrt.cuda.slot_state import MAX_LOGIT_BIAS, MAX_ROWS, write_admit, write_prefill, write_recall
-from cpmrt.cuda.speculation import Speculation
-from cpmrt.cuda.step_costs import measured_limits
-from cpmrt.cuda.step_forward import StepForward
-from cpmrt.cuda.step_kernels import StepKernels, step_modules
-from cpmrt.cuda.workspace import buckets, row_counts
+from cpmrt.cuda.arena import held_arrays
+from cpmrt.cuda.build.launcher import Launcher
+from cpmrt.cuda.build.modules import Modules, compile_all
+from cpmrt.cuda.draft.speculation import Speculation
+from cpmrt.cuda.driver.device import Device, device_faults
+from cpmrt.cuda.driver.graphs import Graphs
+from cpmrt.cuda.ops.gemm import Gemm
+from cpmrt.cuda.step.costs import measured_limits
+from cpmrt.cuda.step.forward import StepForward
+from cpmrt.cuda.step.kernels import StepKernels, step_modules
+from cpmrt.cuda.step.memory import buckets, row_counts
+from cpmrt.cuda.step.rings import Nothing, Rings
+from cpmrt.cuda.step.structs import MAX_LOGIT_BIAS, MAX_ROWS, write_admit, write_prefill, write_recall
 from cpmrt.dtypes import F32, DType
 from cpmrt.errors import ConfigError, NoDeviceError
 from cpmrt.executor import Admit, Decode, ExecutorLimits, Pending, Prefill, Recall, Speculate, Step

@@ -1,6 +1,6 @@
 // What the kernels of a speculative step leave for each other, and how they set up rows of a forward.
 //
-// cpmrt/cuda/draft_state.py has the struct as a NumPy dtype; a test compiles the offsets of the one against the other.
+// cpmrt/cuda/draft/structs.py has the struct as a NumPy dtype; a test compiles the offsets of the one against the other.
 //
 // What the draft has not seen of a sequence, its pending rows: row j of carry_hidden[slot] (64 at most, carry_counts[slot]
 // of them) is the target's hidden state of position P - count + j, P being that of the newest token, which itself has

@@ -1,6 +1,6 @@
 // What a step leaves on the device and exchanges with the host: state of a slot, commands, results.
 //
-// cpmrt/cuda/slot_state.py has the same structs as NumPy dtypes and fills and reads them; a test compiles the offsets of
+// cpmrt/cuda/step/structs.py has the same structs as NumPy dtypes and fills and reads them; a test compiles the offsets of
 // the one against the other. Commands and results are rings in page-locked host memory that the device maps.
 #pragma once
 #include "types.cuh"

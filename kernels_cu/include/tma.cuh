@@ -1,4 +1,4 @@
-// The copy engine of sm_90: boxes of a matrix that a tensor map describes (cpmrt/cuda/tensor_map.py).
+// The copy engine of sm_90: boxes of a matrix that a tensor map describes (cpmrt/cuda/driver/tensor_map.py).
 #pragma once
 #include "types.cuh"
 

@@ -15,7 +15,7 @@ import pytest
 from executors.cuda_models import BASE, ROWS, all_comes_back, free_bytes, write_model
 
 from cpmrt import LLM, SamplingParams, env
-from cpmrt.cuda import cubin_cache, nvrtc
+from cpmrt.cuda.build import cubin_cache, nvrtc
 from cpmrt.errors import ContextLengthError, DeviceError, KernelCompileError, MemoryPlanError, NoDeviceError
 
 pytestmark = pytest.mark.gpu
@@ -277,7 +277,7 @@ def test_a_fault_in_the_middle_ends_every_request(folder: Path, expected: tuple[
 def test_the_error_of_a_fault_is_a_device_error() -> None:
     from cupy.cuda import driver, runtime
 
-    from cpmrt.cuda.device import device_fault
+    from cpmrt.cuda.driver.device import device_fault
 
     assert isinstance(device_fault(runtime.CUDARuntimeError(700)), DeviceError)
     assert isinstance(device_fault(driver.CUDADriverError(719)), DeviceError)

@@ -16,7 +16,7 @@ from reference.golden_models import (
 from cpmrt import LLM, SamplingParams
 from cpmrt.config import ModelConfig
 from cpmrt.config.architectures import ARCHITECTURES
-from cpmrt.cuda.workspace import check_supported
+from cpmrt.cuda.step.memory import check_supported
 from cpmrt.dtypes import DType
 from cpmrt.engine.step_log import replay
 from cpmrt.errors import UnsupportedModelError

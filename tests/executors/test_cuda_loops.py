@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cpmrt import LLM, SamplingParams
-from cpmrt.cuda.ahead_of_time import known_device
+from cpmrt.cuda.precompile import known_device
 from cpmrt.errors import ConfigError
 
 PROMPTS = ("def read_lines(path):\n", "class Stack:\n    def push(self", "import os\n\n\ndef walk(", "x = [1, 2, 3]\n")
@@ -35,7 +35,7 @@ def looping(request):
 @pytest.fixture
 def launches(monkeypatch):
     """Loops that were launched."""
-    from cpmrt.cuda.loop_graph import LoopGraph
+    from cpmrt.cuda.driver.loop_graph import LoopGraph
 
     launched, launch = [], LoopGraph.launch
     monkeypatch.setattr(LoopGraph, "launch", lambda self: (launched.append(self), launch(self))[1])
@@ -121,7 +121,7 @@ def test_other_settings(settings):
 
 def test_a_driver_without_loops_is_refused():
     pytest.importorskip("cupy")
-    from cpmrt.cuda.loop_graph import check_loops
+    from cpmrt.cuda.driver.loop_graph import check_loops
 
     with pytest.raises(ConfigError, match="conditional graph nodes"):
         check_loops(known_device("sm_90"))

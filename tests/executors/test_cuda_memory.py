@@ -222,7 +222,7 @@ def test_nothing_is_allocated_after_the_start(folder: Any, monkeypatch: pytest.M
 def test_the_count_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     import cupy
 
-    from cpmrt.cuda.host_buffers import HostBuffer
+    from cpmrt.cuda.driver.host_memory import HostBuffer
 
     with counted_allocations(monkeypatch) as calls:
         cupy.zeros(10)

@@ -224,7 +224,7 @@ def test_the_bundled_model_by_way_of_the_engine(draft):
 
 
 def test_long_steps_are_few_in_flight():
-    from cpmrt.cuda.step_costs import enough_in_flight
+    from cpmrt.cuda.step.costs import enough_in_flight
 
     assert [enough_in_flight(seconds, 4) for seconds in (9e-3, 1.5e-3, 6e-4, 4e-4, 1e-4)] == [2, 2, 3, 4, 4]
     with LLM(executor="cuda", draft="lookup") as llm:

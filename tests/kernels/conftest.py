@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cpmrt.cuda import nvrtc
-from cpmrt.cuda.kernels import files
-from cpmrt.cuda.source import read_source
+from cpmrt.cuda.build import nvrtc
+from cpmrt.cuda.build.source import read_source
+from cpmrt.cuda.build.table import files
 from cpmrt.dtypes import DType, from_float32, to_float32
 
 
@@ -22,7 +22,7 @@ class Cuda:
 
     def __init__(self) -> None:
         cupy = pytest.importorskip("cupy")
-        from cpmrt.cuda.device import open_device
+        from cpmrt.cuda.driver.device import open_device
 
         self.cupy, self.device = cupy, open_device()
         self.arch = self.device.arch
@@ -35,8 +35,8 @@ class Cuda:
         `grid` and `block` are ints or tuples; `args` are device arrays, np.int32, np.float32, np.uint64, or None for a
         null pointer.
         """
-        from cpmrt.cuda.compiler import Modules
-        from cpmrt.cuda.launch import launch
+        from cpmrt.cuda.build.modules import Modules
+        from cpmrt.cuda.driver.launch import launch
 
         if dtype not in self._modules:
             self._modules[dtype] = Modules(self.arch, dtype)

@@ -11,7 +11,7 @@ from speculation_oracle import Running, move_rows
 from tree_device import VOCAB, TreeDevice
 
 from cpmrt.config import TreeShape
-from cpmrt.cuda import slot_state as ss
+from cpmrt.cuda.step import structs as ss
 from cpmrt.reference.draft_tree import Nodes, TreeGrowth, chain_nodes
 
 pytestmark = pytest.mark.gpu

@@ -16,10 +16,10 @@ from cpmrt.bench.shapes import SHAPES, shape_config
 from cpmrt.cli import compile as command
 from cpmrt.cli.main import main
 from cpmrt.config import EngineConfig, ModelConfig
-from cpmrt.cuda import cubin_cache
-from cpmrt.cuda.ahead_of_time import known_device, modules_of
-from cpmrt.cuda.compiler import compile_all
-from cpmrt.cuda.kernels import KERNELS, files
+from cpmrt.cuda.build import cubin_cache
+from cpmrt.cuda.build.modules import compile_all
+from cpmrt.cuda.build.table import KERNELS, files
+from cpmrt.cuda.precompile import known_device, modules_of
 from cpmrt.dtypes import DType
 from cpmrt.errors import ConfigError
 from cpmrt.weights.model_folder import BUNDLED

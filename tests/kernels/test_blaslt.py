@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cpmrt.cuda import blaslt
-from cpmrt.cuda.blaslt import CublasLt, CublasLtError
+from cpmrt.cuda.driver import blaslt
+from cpmrt.cuda.driver.blaslt import CublasLt, CublasLtError
 from cpmrt.dtypes import DType, from_float32, round_to, to_float32
 from cpmrt.ops import OPS
 

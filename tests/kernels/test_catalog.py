@@ -6,9 +6,10 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from cpmrt.cuda.kernel_builds import CONSTANTS, constant_sets
-from cpmrt.cuda.kernels import KERNELS, KernelSpec
-from cpmrt.cuda.source import kernels_folder, read_source
+from kernel_builds import CONSTANTS, constant_sets
+
+from cpmrt.cuda.build.source import kernels_folder, read_source
+from cpmrt.cuda.build.table import KERNELS, KernelSpec
 from cpmrt.ops.spec import OPS
 
 ENTRY = re.compile(r'extern\s+"C"\s+__global__[^;{]*?KERNEL\((\w+)\)', re.DOTALL)

@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 from background_builds import build, build_with_cuda12, cuda12
+from kernel_builds import constant_sets
 
-from cpmrt.cuda import compiler, nvrtc
-from cpmrt.cuda.kernel_builds import constant_sets
-from cpmrt.cuda.kernels import KERNELS, files
-from cpmrt.cuda.source import KernelSource, kernels_folder
+from cpmrt.cuda.build import modules as compiler
+from cpmrt.cuda.build import nvrtc
+from cpmrt.cuda.build.source import KernelSource, kernels_folder
+from cpmrt.cuda.build.table import KERNELS, files
 from cpmrt.dtypes import DType
 from cpmrt.errors import KernelCompileError
 

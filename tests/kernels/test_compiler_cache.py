@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from cpmrt.cuda import compiler, cubin_cache, nvrtc
-from cpmrt.cuda.source import kernels_folder, read_source
+from cpmrt.cuda.build import cubin_cache, nvrtc
+from cpmrt.cuda.build import modules as compiler
+from cpmrt.cuda.build.source import kernels_folder, read_source
 from cpmrt.dtypes import DType
 from cpmrt.errors import KernelCompileError
 
@@ -185,8 +186,8 @@ def test_headers_that_include_each_other_end(sources: Path) -> None:
 def test_a_warm_start_does_not_load_nvrtc(sources: Path, needs_nvrtc_wheel: None) -> None:
     build("plain.cu")
     script = (
-        "import sys\nfrom cpmrt.cuda import compiler, nvrtc\nfrom cpmrt.dtypes import DType\n"
-        "compiler.compile_module('plain.cu', 'sm_90', DType.BFLOAT16, {'FACTOR': 4})\n"
+        "import sys\nfrom cpmrt.cuda.build import modules, nvrtc\nfrom cpmrt.dtypes import DType\n"
+        "modules.compile_module('plain.cu', 'sm_90', DType.BFLOAT16, {'FACTOR': 4})\n"
         "assert 'cuda.bindings' not in sys.modules and 'nvrtc' not in open('/proc/self/maps').read()\n"
     )
     subprocess.run([sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True, timeout=60)
@@ -194,8 +195,8 @@ def test_a_warm_start_does_not_load_nvrtc(sources: Path, needs_nvrtc_wheel: None
 
 def test_processes_that_compile_at_once_share_one_cubin(sources: Path, needs_nvrtc_wheel: None) -> None:
     script = (
-        "from cpmrt.cuda import compiler\nfrom cpmrt.dtypes import DType\n"
-        "print(compiler.compile_module('scale.cu', 'sm_90', DType.BFLOAT16, {'FACTOR': 4}))\n"
+        "from cpmrt.cuda.build import modules\nfrom cpmrt.dtypes import DType\n"
+        "print(modules.compile_module('scale.cu', 'sm_90', DType.BFLOAT16, {'FACTOR': 4}))\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     running = [

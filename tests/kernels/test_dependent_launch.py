@@ -19,16 +19,16 @@ from typing import Any
 import numpy as np
 import pytest
 from attention_cases import launch_attention
+from kernel_builds import constant_sets
 from slow_writer import SlowWriter
 from sparse_cases import Slots, SparseDevice, any_choice
 
 from cpmrt.config import SparseConfig
-from cpmrt.cuda import nvrtc
-from cpmrt.cuda.attention_plan import plan_decode_attention
-from cpmrt.cuda.compiler import compile_all, compile_module
-from cpmrt.cuda.kernel_builds import constant_sets
-from cpmrt.cuda.kernels import KERNELS, files
-from cpmrt.cuda.linear_plan import DeviceLimits, plan_linear
+from cpmrt.cuda.build import nvrtc
+from cpmrt.cuda.build.modules import compile_all, compile_module
+from cpmrt.cuda.build.table import KERNELS, files
+from cpmrt.cuda.ops.attention.plan import plan_decode_attention
+from cpmrt.cuda.ops.linear import DeviceLimits, plan_linear
 from cpmrt.dtypes import DType
 from cpmrt.memory.kv_pages import PAGE_SIZE
 from cpmrt.ops import Selection

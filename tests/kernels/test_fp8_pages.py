@@ -10,7 +10,7 @@ import pytest
 from attention_cases import GUARD, Case, assert_close, fp8_of, launch_attention, make_case, oracle
 from slow_writer import SlowWriter
 
-from cpmrt.cuda.attention_plan import plan_decode_attention
+from cpmrt.cuda.ops.attention.plan import plan_decode_attention
 from cpmrt.dtypes import DType, round_to, to_float32
 from cpmrt.memory.kv_pages import PAGE_SIZE
 from cpmrt.ops import Fp8Pages

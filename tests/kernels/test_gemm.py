@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kernel_builds import constant_sets
 
-from cpmrt.cuda.gemm_tile import gemm_tile
-from cpmrt.cuda.kernel_builds import constant_sets
+from cpmrt.cuda.ops.gemm_tile import gemm_tile
 from cpmrt.dtypes import DType, round_to
 from cpmrt.ops import OPS
 

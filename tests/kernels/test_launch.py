@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cpmrt.cuda.launch import Kernel, Parameters
+from cpmrt.cuda.driver.launch import Kernel, Parameters
 from cpmrt.dtypes import DType
 
 
@@ -56,8 +56,8 @@ def test_attributes_of_shared_memory_are_set_once_and_only_when_needed() -> None
 def test_the_driver_keeps_a_preference_for_shared_memory(cuda: Any) -> None:
     from cuda.bindings import driver
 
-    from cpmrt.cuda.compiler import Modules
-    from cpmrt.cuda.launch import launch
+    from cpmrt.cuda.build.modules import Modules
+    from cpmrt.cuda.driver.launch import launch
 
     kernel = Modules(cuda.arch, DType.BFLOAT16).kernel("fill.cu", "fill_normal", {})
     out = cuda.array(np.zeros(8, np.float32), DType.BFLOAT16)

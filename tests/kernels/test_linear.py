@@ -30,9 +30,10 @@ from linear_cases import (
     stored_rows,
 )
 
-from cpmrt.cuda import compiler, nvrtc
-from cpmrt.cuda.linear_plan import BLOCK_THREADS, DeviceLimits, plan_linear, token_tiles
-from cpmrt.cuda.source import KernelSource
+from cpmrt.cuda.build import modules as compiler
+from cpmrt.cuda.build import nvrtc
+from cpmrt.cuda.build.source import KernelSource
+from cpmrt.cuda.ops.linear import BLOCK_THREADS, DeviceLimits, plan_linear, token_tiles
 from cpmrt.dtypes import DType, from_float32, round_to, to_float32
 from cpmrt.memory.kv_pages import PAGE_SIZE
 from cpmrt.ops import OPS

@@ -29,11 +29,12 @@ from linear_cases import (
     stored_rows,
 )
 
-from cpmrt.cuda import compiler, nvrtc
-from cpmrt.cuda.linear_plan import DeviceLimits
-from cpmrt.cuda.linear_w4_plan import PREPARE_THREADS, ROW_BUCKETS, packed_layout, plan_linear_w4, row_bucket
-from cpmrt.cuda.packed_w4 import PackedLayout, pack, unpack_codes
-from cpmrt.cuda.source import KernelSource
+from cpmrt.cuda.build import modules as compiler
+from cpmrt.cuda.build import nvrtc
+from cpmrt.cuda.build.source import KernelSource
+from cpmrt.cuda.ops.linear import DeviceLimits
+from cpmrt.cuda.ops.linear_packed.layout import PackedLayout, pack, unpack_codes
+from cpmrt.cuda.ops.linear_packed.plan import PREPARE_THREADS, ROW_BUCKETS, packed_layout, plan_linear_w4, row_bucket
 from cpmrt.dtypes import DType, from_float32, round_to, to_float32
 from cpmrt.errors import UnsupportedModelError
 from cpmrt.memory.kv_pages import PAGE_SIZE

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tiny_checkpoint import write_checkpoint
 
-from cpmrt.cuda.dummy_fill import distribution, fill_dummy
+from cpmrt.cuda.load.random import distribution, fill_dummy
 from cpmrt.dtypes import DType, from_float32, to_float32
 from cpmrt.errors import CheckpointError
 from cpmrt.memory.plan import Region
@@ -81,7 +81,7 @@ def test_values_beyond_float16_are_flagged(cuda: Any, dtype: DType, expected: in
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_dummy_weights_have_their_distribution(cuda: Any, dtype: DType) -> None:
-    from cpmrt.cuda.compiler import Modules
+    from cpmrt.cuda.build.modules import Modules
 
     specs = [TensorSpec(name, shape, ()) for name, shape in {
         "layers.0.qkv": (300, 512), "layers.0.attention_norm": (515,), "layers.0.qkv_bias": (20_001,), "norm": (7,),
@@ -133,7 +133,7 @@ def test_host_and_device_agree_on_the_distribution(name: str, shape: tuple[int, 
 
 @pytest.mark.gpu
 def test_the_device_writes_mapped_host_memory(cuda: Any) -> None:
-    from cpmrt.cuda.host_buffers import HostBuffer
+    from cpmrt.cuda.driver.host_memory import HostBuffer
 
     with HostBuffer(4096) as buffer:
         words = buffer.array(np.uint16, (100,), offset=256)
@@ -158,8 +158,8 @@ def model(tmp_path: Path) -> Path:
 
 
 def stream(cuda: Any, folder: Path, dtype: DType) -> tuple[np.ndarray[Any, Any], dict[str, Region], dict[str, Any]]:
-    from cpmrt.cuda.checkpoint_stream import stream_checkpoint
-    from cpmrt.cuda.compiler import Modules
+    from cpmrt.cuda.build.modules import Modules
+    from cpmrt.cuda.load.stream import stream_checkpoint
 
     specs = tensor_specs(ModelFolder.open(str(folder)).config)
     regions, total = regions_of(specs)
@@ -189,9 +189,9 @@ def write_flat(folder: Path, shape: tuple[int, int], fill: float | None = None) 
 
 @pytest.mark.gpu
 def test_a_tensor_larger_than_the_ring_arrives_whole(cuda: Any, tmp_path: Path) -> None:
-    from cpmrt.cuda.checkpoint_stream import stream_checkpoint
-    from cpmrt.cuda.compiler import Modules
-    from cpmrt.cuda.loader import NUM_SLOTS, SLOT_BYTES
+    from cpmrt.cuda.build.modules import Modules
+    from cpmrt.cuda.load.read import NUM_SLOTS, SLOT_BYTES
+    from cpmrt.cuda.load.stream import stream_checkpoint
 
     columns = 4096
     spec = write_flat(tmp_path / "large", (3 * NUM_SLOTS * SLOT_BYTES // (2 * columns) + 5, columns))
@@ -205,8 +205,8 @@ def test_a_tensor_larger_than_the_ring_arrives_whole(cuda: Any, tmp_path: Path) 
 
 @pytest.mark.gpu
 def test_a_checkpoint_beyond_float16_is_refused(cuda: Any, tmp_path: Path) -> None:
-    from cpmrt.cuda.checkpoint_stream import stream_checkpoint
-    from cpmrt.cuda.compiler import Modules
+    from cpmrt.cuda.build.modules import Modules
+    from cpmrt.cuda.load.stream import stream_checkpoint
 
     spec = write_flat(tmp_path / "model", (64, 64), fill=1e20)
     regions, total = regions_of([spec])
@@ -219,8 +219,8 @@ def test_a_checkpoint_beyond_float16_is_refused(cuda: Any, tmp_path: Path) -> No
 
 @pytest.mark.gpu
 def test_a_cut_file_is_an_error_and_the_device_works_on(cuda: Any, model: Path) -> None:
-    from cpmrt.cuda.checkpoint_stream import stream_checkpoint
-    from cpmrt.cuda.compiler import Modules
+    from cpmrt.cuda.build.modules import Modules
+    from cpmrt.cuda.load.stream import stream_checkpoint
 
     specs = tensor_specs(ModelFolder.open(str(model)).config)
     regions, total = regions_of(specs)

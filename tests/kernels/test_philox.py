@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cpmrt.cuda import compiler, nvrtc
-from cpmrt.cuda.source import KernelSource, kernels_folder
+from cpmrt.cuda.build import modules as compiler
+from cpmrt.cuda.build import nvrtc
+from cpmrt.cuda.build.source import KernelSource, kernels_folder
 from cpmrt.dtypes import DType
 from cpmrt.reference.philox import philox
 

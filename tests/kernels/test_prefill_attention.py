@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cpmrt.cuda.attention_plan import plan_prefill_attention
-from cpmrt.cuda.tensor_map import row_boxes
+from cpmrt.cuda.driver.tensor_map import row_boxes
+from cpmrt.cuda.ops.attention.plan import plan_prefill_attention
 from cpmrt.dtypes import DType, round_to
 from cpmrt.memory.kv_pages import PAGE_SIZE
 from cpmrt.ops import OPS, Rows

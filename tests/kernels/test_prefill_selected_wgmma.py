@@ -10,7 +10,7 @@ import pytest
 from sparse_cases import SMALL, Slots, SparseDevice, any_choice, expected_attention
 
 from cpmrt.config import SparseConfig
-from cpmrt.cuda.attention_plan import PrefillAttentionPlan, plan_selected_tiles
+from cpmrt.cuda.ops.attention.plan import PrefillAttentionPlan, plan_selected_tiles
 from cpmrt.dtypes import DType
 from cpmrt.ops import OPS, Rows
 

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cpmrt.cuda.linear_plan import PRODUCTS, DeviceLimits
-from cpmrt.cuda.linear_w4_plan import packed_layout
-from cpmrt.cuda.packed_w4 import PackedLayout, pack
+from cpmrt.cuda.ops.linear import PRODUCTS, DeviceLimits
+from cpmrt.cuda.ops.linear_packed.layout import PackedLayout, pack
+from cpmrt.cuda.ops.linear_packed.plan import packed_layout
 from cpmrt.dtypes import DType, from_float32, round_to, to_float32
 from cpmrt.weights import int4_packing
 

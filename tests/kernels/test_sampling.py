@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from cpmrt.config import SamplingParams
-from cpmrt.cuda.slot_state import (
+from cpmrt.cuda.step.structs import (
     BIASED,
     NO_TOKEN,
     RESULT_RECORD,

@@ -7,10 +7,11 @@ import pytest
 
 from cpmrt.config import SamplingParams
 from cpmrt.config.speculation import MAX_CANDIDATES, MAX_NODES
-from cpmrt.cuda import compiler, nvrtc
-from cpmrt.cuda import slot_state as ss
-from cpmrt.cuda.draft_state import DRAFT_TREE, MAX_TOP_K
-from cpmrt.cuda.source import KernelSource, kernels_folder
+from cpmrt.cuda.build import modules as compiler
+from cpmrt.cuda.build import nvrtc
+from cpmrt.cuda.build.source import KernelSource, kernels_folder
+from cpmrt.cuda.draft.structs import DRAFT_TREE, MAX_TOP_K
+from cpmrt.cuda.step import structs as ss
 from cpmrt.dtypes import DType
 from cpmrt.errors import KernelCompileError, RequestError
 from cpmrt.executor import Admit, Prefill, Recall, SlotResult

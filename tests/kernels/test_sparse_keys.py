@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from sparse_cases import SMALL, Slots, SparseDevice
 
-from cpmrt.cuda.draft_state import DRAFT_TREE
+from cpmrt.cuda.draft.structs import DRAFT_TREE
 from cpmrt.dtypes import DType, from_float32
 from cpmrt.reference.sparse_attention import append_compressed
 

@@ -9,7 +9,7 @@ import pytest
 from speculation_oracle import Running
 from tree_device import DRAFT_ROW, TreeDevice
 
-from cpmrt.cuda import slot_state as ss
+from cpmrt.cuda.step import structs as ss
 
 pytestmark = pytest.mark.gpu
 POISON = 0x1234

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from cpmrt.config import SamplingParams
-from cpmrt.cuda import slot_state as ss
+from cpmrt.cuda.step import structs as ss
 from cpmrt.dtypes import DType
 from cpmrt.executor import Admit, Decode, Prefill, Recall, Release, SlotResult, Step
 from cpmrt.memory.kv_pages import KVLayout
@@ -276,7 +276,7 @@ def test_the_head_gets_the_last_row_of_the_chunk(cuda: Any, count: int) -> None:
 
 @pytest.mark.gpu
 def test_results_reach_the_host_through_mapped_memory(cuda: Any) -> None:
-    from cpmrt.cuda.host_buffers import HostBuffer
+    from cpmrt.cuda.driver.host_memory import HostBuffer
 
     device = DeviceSteps(cuda)
     size = ss.RING_ENTRIES * ss.RESULT_RECORD.itemsize

@@ -9,7 +9,7 @@ import pytest
 from attention_cases import Launcher
 from tree_cases import assert_same_bits, make_trees, random_tree
 
-from cpmrt.cuda.attention_plan import AttentionLaunch, DecodeAttentionPlan, decode_launch, plan_decode_attention
+from cpmrt.cuda.ops.attention.plan import AttentionLaunch, DecodeAttentionPlan, decode_launch, plan_decode_attention
 from cpmrt.dtypes import DType
 
 SHARED_BYTES = 232_448 - 2048

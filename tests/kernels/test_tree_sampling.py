@@ -10,7 +10,7 @@ from speculation_oracle import Running
 from tree_device import VOCAB, TreeDevice
 
 from cpmrt.config import SamplingParams, TreeShape
-from cpmrt.cuda import slot_state as ss
+from cpmrt.cuda.step import structs as ss
 from cpmrt.dtypes import DType
 from cpmrt.executor import Admit
 from cpmrt.reference.draft_tree import Nodes, TreeGrowth

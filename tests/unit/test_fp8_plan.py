@@ -6,10 +6,10 @@ import pytest
 
 from cpmrt.bench.work import decode_bytes
 from cpmrt.config import EngineConfig, ModelConfig
-from cpmrt.cuda.ahead_of_time import known_device, modules_of
-from cpmrt.cuda.attention_plan import decode_attention_of
-from cpmrt.cuda.draft_forward import executor_needs
-from cpmrt.cuda.linear_plan import DeviceLimits
+from cpmrt.cuda.draft.forward import executor_needs
+from cpmrt.cuda.ops.attention.plan import decode_attention_of
+from cpmrt.cuda.ops.linear import DeviceLimits
+from cpmrt.cuda.precompile import known_device, modules_of
 from cpmrt.dtypes import DType
 from cpmrt.models.planning import plan_model, weight_specs
 

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpmrt.cuda import loader
-from cpmrt.cuda.loader import ReadJob, load, plan_reads
+from cpmrt.cuda.load import read as loader
+from cpmrt.cuda.load.read import ReadJob, load, plan_reads
 from cpmrt.dtypes import Array, DType, from_float32, to_float32
 from cpmrt.errors import CheckpointError
 from cpmrt.memory.plan import Region

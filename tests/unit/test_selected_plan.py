@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cpmrt.cuda.attention_plan import DecodeAttentionPlan, decode_launch, plan_decode_attention
+from cpmrt.cuda.ops.attention.plan import DecodeAttentionPlan, decode_launch, plan_decode_attention
 
 
 def plan(arch: int = 90, **settings: Any) -> DecodeAttentionPlan:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cpmrt.cuda.selection_plan import SelectionPlan, plan_selection
+from cpmrt.cuda.ops.selection_plan import SelectionPlan, plan_selection
 from cpmrt.memory.kv_pages import pages_for
 
 

@@ -12,10 +12,10 @@ import pytest
 from reference.quantised_models import CASES, raw_tensors, write_quantised, write_safetensors
 
 from cpmrt.config import EngineConfig
-from cpmrt.cuda import staging
-from cpmrt.cuda.loader import load
-from cpmrt.cuda.repack import piece_reads
-from cpmrt.cuda.staging import staging_bytes, waves
+from cpmrt.cuda.load import staging
+from cpmrt.cuda.load.read import load
+from cpmrt.cuda.load.repack import piece_reads
+from cpmrt.cuda.load.staging import staging_bytes, waves
 from cpmrt.dtypes import DType, from_float32, to_float32
 from cpmrt.errors import CheckpointError
 from cpmrt.models.planning import weight_specs

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from cpmrt.bench.shapes import shape_config
 from cpmrt.config import EngineConfig, ModelConfig
-from cpmrt.cuda.ahead_of_time import known_device
-from cpmrt.cuda.linear_plan import DeviceLimits
-from cpmrt.cuda.weights_w4 import DEQUANTISED_BYTES, held_weights, layout_of, slice_rows
-from cpmrt.cuda.workspace import cuda_needs
+from cpmrt.cuda.ops.linear import DeviceLimits
+from cpmrt.cuda.ops.linear_packed.memory import DEQUANTISED_BYTES, held_weights, layout_of, slice_rows
+from cpmrt.cuda.precompile import known_device
+from cpmrt.cuda.step.memory import cuda_needs
 from cpmrt.errors import UnsupportedModelError
 from cpmrt.memory.plan import MemoryPlan
 from cpmrt.models.planning import plan_model, weight_specs

@@ -1,0 +1,113 @@
+"""Kernel sources to cubins, through the cache, and cubins to kernels on the device.
+
+A module is one file compiled for one architecture, storage type and set of compile-time sizes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from cpmrt.cuda.build import cubin_cache
+from cpmrt.cuda.build import nvrtc
+from cpmrt.cuda.driver.device import LOST_CONTEXT, OUT_OF_MEMORY, device_fault
+from cpmrt.cuda.driver.launch import Kernel
+from cpmrt.cuda.build.source import KernelSource, read_source
+from cpmrt.dtypes import DType
+from cpmrt.errors import KernelCompileError
+
+_PDL_CAPABILITY = 90
+# Instructions that only this architecture has need the "a"; a cubin of sm_90 runs on no other either.
+_TARGETS = {"sm_90": "sm_90a"}
+_SUFFIXES = {DType.BFLOAT16: "bf16", DType.FLOAT16: "fp16"}
+
+
+def options(arch: str, dtype: DType, constants: Mapping[str, int]) -> tuple[str, ...]:
+    """The compiler's options. They hold no path, so that a cache can be copied to another machine."""
+    sizes = sorted(constants.items())
+    return (
+        f"-arch={_TARGETS.get(arch, arch)}",
+        "-std=c++17",
+        "-lineinfo",
+        f"-DCPMRT_{suffix(dtype).upper()}",
+        *(f"-D{name}={value}" for name, value in sizes),
+    )
+
+
+def suffix(dtype: DType) -> str:
+    """What ends a kernel's name: "bf16" or "fp16". Raises KernelCompileError for a type without kernels."""
+    if dtype not in _SUFFIXES:
+        raise KernelCompileError("no kernels of this storage type", expected="bfloat16 or float16", actual=dtype.label)
+    return _SUFFIXES[dtype]
+
+
+def compile_module(file: str, arch: str, dtype: DType, constants: Mapping[str, int]) -> Path:
+    """The cubin of one module, compiled if the cache has none of these sources, options and compiler.
+
+    `arch` is such as "sm_90". Where NVRTC is not installed, a cubin that any version of it made is good enough. Raises
+    KernelCompileError.
+    """
+    source, chosen = read_source(file), options(arch, dtype, constants)
+    key = _key(source, chosen)
+    cached = cubin_cache.find(key, nvrtc.version())
+    if cached:
+        return cached
+    cubin, _ = nvrtc.compile_cubin(source, chosen)
+    return cubin_cache.store(key, nvrtc.version() or "unknown", cubin)
+
+
+def compile_all(arch: str, dtype: DType, modules: Iterable[tuple[str, Mapping[str, int]]]) -> list[Path]:
+    """The cubins of several (file, constants), compiled in parallel; in their order. Raises as compile_module does."""
+    with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
+        builds = [pool.submit(compile_module, file, arch, dtype, constants) for file, constants in modules]
+        try:
+            return [build.result() for build in builds]
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+class Modules:
+    """The modules of one architecture and storage type, compiled and loaded when a kernel is first asked for."""
+
+    def __init__(self, arch: str, dtype: DType):
+        self.arch, self.dtype = arch, dtype
+        self._loaded: dict[tuple[str, frozenset[tuple[str, int]]], Any] = {}
+
+    def kernel(self, file: str, name: str, constants: Mapping[str, int]) -> Kernel:
+        """The kernel `name` (without suffix) of `file` with these compile-time sizes, on the current device.
+
+        Raises KernelCompileError if it does not compile, does not load or is not there; DeviceError after a fault.
+        """
+        full_name = f"{name}_{suffix(self.dtype)}"
+        module = self._module(file, constants)
+        try:
+            raw = module.get_function(full_name)
+            return Kernel(full_name, raw.kernel.ptr, raw, has_pdl=_capability(self.arch) >= _PDL_CAPABILITY)
+        except Exception as error:  # CuPy's driver error classes cannot be named without importing it
+            if getattr(error, "status", None) in LOST_CONTEXT | {OUT_OF_MEMORY}:
+                raise device_fault(error) from error
+            what = f"{full_name} of {file} does not load for {self.arch}: {error}"
+            raise KernelCompileError(what, fix=f"delete the compiled kernels in {cubin_cache.folder()}") from error
+
+    def _module(self, file: str, constants: Mapping[str, int]) -> Any:
+        import cupy
+
+        key = (file, frozenset(constants.items()))
+        if key not in self._loaded:
+            cubin = compile_module(file, self.arch, self.dtype, constants)
+            self._loaded[key] = cupy.RawModule(path=str(cubin))
+        return self._loaded[key]
+
+
+def _key(source: KernelSource, chosen: Iterable[str]) -> str:
+    return hashlib.sha256("\0".join((source.digest, *chosen)).encode()).hexdigest()
+
+
+def _capability(arch: str) -> int:
+    """90 for "sm_90" and "sm_90a"."""
+    return int(arch.removeprefix("sm_").rstrip("af"))

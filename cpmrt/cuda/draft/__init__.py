@@ -1,0 +1,1 @@
+"""Drafting on the device: the draft's passes, the tree's kernels, whole speculative steps."""

@@ -1,0 +1,243 @@
+"""The draft's passes on the GPU: over a prefill chunk, over tokens that wait, over a frontier of the tree."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from cpmrt.config import EngineConfig, ModelConfig
+from cpmrt.cuda.build.launcher import Launcher
+from cpmrt.cuda.draft.memory import tree_tables
+from cpmrt.cuda.driver.device import Device
+from cpmrt.cuda.load.staging import staging_bytes
+from cpmrt.cuda.ops.attention.plan import decode_attention_of, plan_prefill_attention
+from cpmrt.cuda.ops.cuda_ops import CudaOps
+from cpmrt.cuda.ops.gemm import Gemm
+from cpmrt.cuda.ops.linear import MAX_ROWS, DeviceLimits
+from cpmrt.cuda.ops.linear_packed.memory import (
+    STAGING,
+    packed_regions,
+    quantised_tables,
+    quantised_workspace,
+    staging_buffer,
+)
+from cpmrt.cuda.step.forward import StepForward
+from cpmrt.cuda.step.memory import cuda_needs, cuda_workspace
+from cpmrt.memory.packed_regions import PackedRegions
+from cpmrt.models.draft import LAST_PHASE, MAX_PENDING, PREFIX, Draft, draft_forward
+from cpmrt.models.planning import ExecutorNeeds
+from cpmrt.ops import QuantizedWeight, Rows
+from cpmrt.tensor_spec import BufferSpec, TensorSpec
+
+SCRATCH = "draft_scratch."
+"""Before the names of the buffers that the draft's ops need in its own sizes."""
+_ROW_BUFFERS = ("x", "q", "attention", "inner", "embedding", "joined", "normed")
+
+
+def executor_needs(
+    config: ModelConfig,
+    engine: EngineConfig,
+    specs: Sequence[TensorSpec],
+    draft: Draft | None,
+    *,
+    capability: int,
+    limits: DeviceLimits,
+) -> ExecutorNeeds:
+    """What the executor keeps for a target with the weights `specs` and whatever drafts for it, for `models.planning`.
+
+    Raises UnsupportedModelError.
+    """
+    needs = cuda_needs(config, engine, specs, capability=capability, limits=limits)
+    if draft is None:
+        return needs
+    return _with_draft(needs, draft, specs, limits, capability=capability, max_sequences=engine.max_sequences)
+
+
+def _with_draft(
+    needs: ExecutorNeeds,
+    draft: Draft,
+    specs: Sequence[TensorSpec],
+    limits: DeviceLimits,
+    *,
+    capability: int,
+    max_sequences: int,
+) -> ExecutorNeeds:
+    """`needs`, which are the target's, and the draft's."""
+    assert needs.max_rows is not None
+    max_rows, config = needs.max_rows, draft.config.decoder
+    workspace = [spec for spec in needs.workspace if spec.name != STAGING]
+    if staged := staging_bytes((*specs, *draft.tensors)):
+        workspace.append(staging_buffer(staged))
+
+    def tables(max_context: int) -> tuple[BufferSpec, ...]:
+        own = _draft_tables(draft, specs, max_context, limits, capability=capability)
+        tree = tree_tables(max_sequences, max_context, max_rows, draft.config.hidden_width)
+        return (*needs.tables(max_context), *tree, *own)
+
+    return replace(
+        needs,
+        tables=tables,
+        workspace=(*workspace, *_draft_workspace(draft, specs, max_rows, limits)),
+        packed=needs.packed if config is None else _packed(needs.packed, packed_regions(config, limits)),
+    )
+
+
+def _packed(target: PackedRegions, draft: PackedRegions) -> PackedRegions:
+    return lambda spec: (draft if spec.name.startswith(PREFIX) else target)(spec)
+
+
+def _weights(draft: Draft, specs: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
+    """What the draft's products read: its own weights, and the target's head among `specs` if it has none."""
+    if any(spec.name == f"{PREFIX}lm_head" for spec in draft.tensors):
+        return draft.tensors
+    return (*draft.tensors, *(spec for spec in specs if spec.name == "lm_head"))
+
+
+def _draft_tables(
+    draft: Draft, specs: Sequence[TensorSpec], max_context: int, limits: DeviceLimits, *, capability: int
+) -> tuple[BufferSpec, ...]:
+    """Buffers of the draft's ops that live as long as the executor."""
+    config = draft.config.decoder
+    if config is None:
+        return ()
+    attention = decode_attention_of(config, max_context, capability=capability, num_sms=limits.num_sms)
+    tables = (
+        BufferSpec("attention_partials", (attention.partials,), 0, LAST_PHASE, itemsize=4),
+        BufferSpec("attention_arrivals", (attention.arrivals,), 0, LAST_PHASE, itemsize=4),
+        *quantised_tables(_weights(draft, specs), config, limits),
+    )
+    return tuple(_scratch(spec) for spec in tables)
+
+
+def _draft_workspace(
+    draft: Draft, specs: Sequence[TensorSpec], max_rows: int, limits: DeviceLimits
+) -> tuple[BufferSpec, ...]:
+    """Buffers of one pass, of at most `max_rows` rows; nothing of the target's runs meanwhile."""
+    config = draft.config.decoder
+    if config is None:
+        return ()
+    rows = {"token_ids", "positions", "slots", "chunk", STAGING}
+    products = quantised_workspace(_weights(draft, specs), config, max_rows, limits)
+    return tuple(_scratch(spec) for spec in (*cuda_workspace(config, max_rows), *products) if spec.name not in rows)
+
+
+def _scratch(spec: BufferSpec) -> BufferSpec:
+    return BufferSpec(SCRATCH + spec.name, spec.shape, 0, LAST_PHASE, itemsize=spec.itemsize)
+
+
+class DraftForward:
+    """Launches the passes of a `draft` with layers on `arrays`: the regions of a memory plan for `max_context`, by
+    name. Which rows a pass has, `TreeKernels` writes to the arrays `draft_*`.
+    """
+
+    def __init__(
+        self,
+        draft: Draft,
+        device: Device,
+        launcher: Launcher,
+        gemm: Gemm,
+        arrays: Mapping[str, Any],
+        max_context: int,
+    ):
+        config = draft.config.decoder
+        assert config is not None, "prompt lookup has no forward"
+        self._draft, self._arrays = draft.config, arrays
+        self._weights = dict(arrays) | _fc_halves(arrays)
+        portable, limits = device.is_portable, DeviceLimits.of(device)
+        decode_plan = decode_attention_of(
+            config, max_context, capability=device.capability, num_sms=device.num_sms, portable=portable
+        )
+        heads = {"num_heads": config.num_heads, "num_kv_heads": config.num_kv_heads, "head_dim": config.head_dim}
+        prefill_plan = plan_prefill_attention(**heads, arch=device.capability)
+        scratch = {name.removeprefix(SCRATCH): array for name, array in arrays.items() if name.startswith(SCRATCH)}
+        scratch |= {"slots": arrays["draft_slots"], "chunk": arrays["draft_chunk"]}
+        self._ops = CudaOps(config, launcher, gemm, scratch, limits, decode_plan, prefill_plan, portable=portable)
+
+    def chunk(self, num_rows: int) -> None:
+        """The rows of a prefill chunk; nothing is drafted."""
+        self._pass(self._rows(num_rows), num_rows, self._hidden(num_rows), None, is_first=True)
+
+    def waiting(self, num_rows: int) -> None:
+        """At most 64 tokens that the draft has not seen; the logits of the last one are in row 0."""
+        last = slice(num_rows - 1, num_rows)
+        self._pass(self._rows(num_rows), num_rows, self._hidden(num_rows), last, is_first=True)
+
+    def frontier(self, num_rows: int) -> None:
+        """Rows of a tree: the logits of all."""
+        a = self._arrays
+        places = (a[name][:num_rows] for name in ("draft_locations", "draft_masks", "draft_base"))
+        parents = a["draft.parents"][:num_rows] if self._draft.is_eagle else None
+        self._pass(self._rows(num_rows, *places), num_rows, parents, slice(num_rows), is_first=False)
+
+    def outputs(self, first: int, end: int) -> Any | None:
+        """Rows of the last pass' output, which a later pass continues; None where it does not."""
+        return self._arrays["draft.x"][first:end] if self._draft.is_eagle else None
+
+    def parents(self, num_rows: int) -> Any | None:
+        """Where the outputs that a pass of `frontier` continues go."""
+        return self._arrays["draft.parents"][:num_rows] if self._draft.is_eagle else None
+
+    def logits(self, num_rows: int) -> Any:
+        """Of the last pass."""
+        return self._arrays["draft.logits"][:num_rows]
+
+    def _hidden(self, num_rows: int) -> Any | None:
+        return self._arrays["hidden"][:num_rows] if self._draft.hidden_width else None
+
+    def _rows(self, num_rows: int, *places: Any) -> Rows:
+        a = self._arrays
+        tokens, positions, slots = (a[f"draft_{name}"][:num_rows] for name in ("token_ids", "positions", "slots"))
+        return Rows(tokens, positions, slots, a["block_tables"], num_rows > MAX_ROWS, *places)
+
+    def _pass(self, rows: Rows, count: int, hidden: Any | None, logit_rows: slice | None, *, is_first: bool) -> None:
+        arrays = self._arrays
+        buffers = {
+            PREFIX + name: arrays[PREFIX + name][:count] for name in _ROW_BUFFERS if PREFIX + name in arrays
+        }
+        buffers |= {name: arrays[name] for name in ("draft.k_pages", "draft.v_pages", "draft.rope")}
+        if logit_rows is not None:
+            buffers["draft.logits"] = arrays["draft.logits"][: logit_rows.stop - (logit_rows.start or 0)]
+        draft_forward(
+            self._ops, self._draft, self._weights, buffers, rows, hidden, logit_rows, is_first=is_first
+        )
+
+
+def waiting_rows(draft: Draft) -> int:
+    """Tokens that the draft has not seen when a speculative step begins, at most: what a step before may have given."""
+    return max(shape.max_emitted for shape in draft.shapes)
+
+
+def every_shape(draft: Draft, target: StepForward, forward: DraftForward | None, buckets: tuple[int, ...]) -> None:
+    """Each forward of steps with a draft once: the target's over trees, the draft's over whatever it sees."""
+    for shape in draft.shapes:
+        target.tree(shape.tree_size)
+    target.path_accepted()
+    if forward is None:
+        return
+    for bucket in buckets:
+        forward.chunk(bucket)
+    for count in (waiting_rows(draft), MAX_PENDING):
+        forward.waiting(count)
+    for shape in draft.shapes:
+        if shape.num_passes > 1:
+            forward.frontier(shape.top_k)
+
+
+def _fc_halves(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """A split `fc` as the two matrices that it holds one after the other."""
+    whole = arrays.get("draft.fc_halves")
+    if whole is None:
+        return {}
+    half = whole.shape[0] // 2
+    if not isinstance(whole, QuantizedWeight):
+        return {"draft.fc_embedding": whole[:half], "draft.fc_hidden": whole[half:]}
+    return {
+        f"draft.fc_{name}": QuantizedWeight(
+            codes=codes, scales=codes, zeros=None if whole.zeros is None else codes, perm=whole.perm,
+            shape=(half, whole.shape[1]), group_size=whole.group_size, bits=whole.bits,
+        )
+        for name, codes in zip(("embedding", "hidden"), np.split(whole.codes, 2), strict=True)
+    }  # fmt: skip

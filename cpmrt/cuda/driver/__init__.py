@@ -1,0 +1,1 @@
+"""The driver: devices, launches, graphs, host memory, cuBLASLt."""

@@ -1,0 +1,167 @@
+"""The GPU: whether there is a usable one, and what it is. The first use of CuPy is here."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cpmrt import env
+from cpmrt.cuda.driver.clusters import whole_clusters
+from cpmrt.errors import CpmrtError, DeviceError, MemoryPlanError, NoDeviceError
+from cpmrt.memory.host_memory import available_bytes
+
+MIN_CAPABILITY = 80
+_PORTABLE_CAPABILITY, _PORTABLE_SHARED_BYTES = 86, 101376
+"""The least of sm_80 to sm_89: what fits there runs on all of them."""
+OUT_OF_MEMORY = 2
+"""cudaErrorMemoryAllocation and CUDA_ERROR_OUT_OF_MEMORY."""
+LOST_CONTEXT = frozenset((700, 702, 710, *range(714, 720), 999))
+"""Of cuda.h: after these a context refuses every call. An illegal address is 700, a failed launch 719."""
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One GPU. Sizes in bytes; `driver_version` is the newest CUDA version that the driver knows, such as (13, 0).
+
+    `capability` is the compute capability whose features the kernels use, as 90: that of `arch`, but on the portable
+    path less. `whole_clusters`: clusters of eight blocks that can run at once, a block to a multiprocessor; boards of
+    one kind differ in it.
+    """
+
+    index: int
+    name: str
+    arch: str
+    capability: int
+    num_sms: int
+    l2_bytes: int
+    shared_bytes_per_block: int
+    total_bytes: int
+    is_unified: bool
+    driver_version: tuple[int, int]
+    whole_clusters: int = 0
+
+    @property
+    def is_portable(self) -> bool:
+        """Whether kernels, compiled for `arch`, do without what came with sm_90 (see `env`)."""
+        return self.arch != f"sm_{self.capability}"
+
+    def free_bytes(self) -> int:
+        """What can be allocated now. Where CPU and GPU share memory, the driver counts page cache as used."""
+        import cupy
+
+        if self.is_unified:
+            return available_bytes()
+        with device_faults(), cupy.cuda.Device(self.index):
+            free: int = cupy.cuda.runtime.memGetInfo()[0]
+        return free
+
+
+def open_device(index: int = 0) -> Device:
+    """The GPU with this index, made current. Raises NoDeviceError, with what to change, if cpmrt cannot use it."""
+    cupy = _import_cupy()
+    runtime = cupy.cuda.runtime
+    driver = _usable_driver(runtime)
+    try:
+        count = runtime.getDeviceCount()
+        if index < count:
+            runtime.setDevice(index)
+            properties = runtime.getDeviceProperties(index)
+    except runtime.CUDARuntimeError as error:
+        fix = "nvidia-smi must list a GPU (in a container: docker run --gpus all ...); see also `cpmrt doctor`"
+        raise NoDeviceError("no GPU answers", actual=str(error), fix=fix) from None
+    if index >= count:
+        raise NoDeviceError(f"no GPU with index {index}", actual=f"{count} GPU(s)", fix="check CUDA_VISIBLE_DEVICES")
+    capability = 10 * properties["major"] + properties["minor"]
+    name = properties["name"].decode("utf-8", "replace")
+    if capability < MIN_CAPABILITY:
+        raise NoDeviceError(
+            f"the GPU {name} is too old",
+            expected="compute capability 8.0 or newer (Ampere)",
+            actual=f"{capability // 10}.{capability % 10}",
+            fix="use executor='reference' or another GPU",
+        )
+    shared_bytes = properties["sharedMemPerBlockOptin"]
+    is_portable = capability >= 90 and env.asks_for_portable_kernels()
+    return Device(
+        index=index,
+        name=name,
+        arch=f"sm_{capability}",
+        capability=_PORTABLE_CAPABILITY if is_portable else capability,
+        num_sms=properties["multiProcessorCount"],
+        l2_bytes=properties["l2CacheSize"],
+        shared_bytes_per_block=min(shared_bytes, _PORTABLE_SHARED_BYTES) if is_portable else shared_bytes,
+        total_bytes=properties["totalGlobalMem"],
+        is_unified=bool(properties["integrated"]),
+        driver_version=driver,
+        whole_clusters=whole_clusters(shared_bytes) if capability >= 90 and not is_portable else 0,
+    )
+
+
+@contextmanager
+def device_faults() -> Iterator[None]:
+    """Turn the errors of CuPy's calls into MemoryPlanError where the GPU has no memory left, else into DeviceError."""
+    import cupy
+
+    try:
+        yield
+    except (cupy.cuda.runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError) as error:
+        raise device_fault(error) from error
+
+
+def device_fault(error: Any) -> CpmrtError:
+    """What a CUDARuntimeError or CUDADriverError means to the user."""
+    if error.status == OUT_OF_MEMORY:
+        return MemoryPlanError(
+            "the GPU has less free memory than was planned for",
+            actual=str(error),
+            fix="end what else uses it (nvidia-smi), or choose a smaller max_context or memory_budget",
+        )
+    return DeviceError(f"the GPU failed: {error}", fix="make a new process")
+
+
+def _usable_driver(runtime: Any) -> tuple[int, int]:
+    driver, built_for = runtime.driverGetVersion(), runtime.runtimeGetVersion()
+    if not driver:
+        raise NoDeviceError("no NVIDIA driver (libcuda.so.1)", fix="install the driver, or use executor='reference'")
+    if driver // 1000 < built_for // 1000:
+        raise NoDeviceError(
+            "the NVIDIA driver is too old for the installed CuPy",
+            expected=f"CUDA {built_for // 1000}.0 or newer",
+            actual=f"CUDA {driver // 1000}.{driver % 1000 // 10}",
+            fix=f"update the driver, or: {_pip(f'cpmrt[cuda{driver // 1000}]')}",
+        )
+    return driver // 1000, driver % 1000 // 10
+
+
+_stand_in: list[tempfile.TemporaryDirectory[str]] = []
+
+
+def _import_cupy() -> Any:
+    """Import CuPy. It creates its cache folder on import and fails where it cannot, as in a read-only home."""
+    if "cupy" not in sys.modules and not _can_write(env.cupy_cache_dir()):
+        _stand_in.append(tempfile.TemporaryDirectory(prefix="cpmrt-cupy-"))
+        env.set_cupy_cache_dir(Path(_stand_in[0].name))
+    try:
+        import cupy
+    except ImportError as error:
+        fix = f"{_pip('cpmrt[cuda13]')} (cuda12 for a driver older than 580)"
+        raise NoDeviceError(f"CuPy cannot be imported ({error})", fix=fix) from None
+    return cupy
+
+
+def _can_write(folder: Path) -> bool:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return False
+    return os.access(folder, os.W_OK | os.X_OK)
+
+
+def _pip(requirement: str) -> str:
+    return f'{sys.executable} -m pip install "{requirement}"'

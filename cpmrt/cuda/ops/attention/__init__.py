@@ -1,0 +1,1 @@
+"""Attention over KV pages: of decode rows, tree rows and prefill chunks."""

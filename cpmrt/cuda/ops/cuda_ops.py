@@ -1,0 +1,300 @@
+"""The op contract on a GPU: each op is one launch, or one fixed sequence of launches, on one stream.
+
+Steps of at most 64 rows take the fused kernels that stream the weights once; a prefill chunk goes through dense
+products with small kernels between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from cpmrt.config import ModelConfig, SparseConfig
+from cpmrt.cuda.build.launcher import Launcher
+from cpmrt.cuda.driver.tensor_map import row_boxes
+from cpmrt.cuda.ops.attention.plan import DecodeAttentionPlan, PrefillAttentionPlan, decode_launch
+from cpmrt.cuda.ops.gemm import Gemm
+from cpmrt.cuda.ops.kv import codes_of, expand, fp8_constant, scales_of
+from cpmrt.cuda.ops.linear import BLOCK_THREADS, MAX_ROWS, DeviceLimits, plan_linear
+from cpmrt.cuda.ops.linear_packed.products import QuantizedProducts
+from cpmrt.cuda.ops.selection import SparseKernels, SparsePlans, selected_arguments
+from cpmrt.memory.kv_pages import PAGE_SIZE
+from cpmrt.ops import CompressedKeys, Fp8Pages, QuantizedWeight, Rows, Selection, check_shapes
+
+_BLOCK = 256
+_VECTOR = 8
+"""Elements that a thread moves at a time."""
+
+
+class CudaOps:
+    """`ops.protocol.Ops` on CuPy arrays of storage words.
+
+    `scratch` holds the buffers of `workspace.py` by name; it is looked into at each call. A draft has an instance of
+    its own with its config, plans and scratch: `normed`, `qkv`, `gate_up` and those of attention and 4-bit products in
+    its sizes; `slots` and `chunk` are those of the rows that it works on.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        launcher: Launcher,
+        gemm: Gemm,
+        scratch: Mapping[str, Any],
+        limits: DeviceLimits,
+        decode_plan: DecodeAttentionPlan,
+        prefill_plan: PrefillAttentionPlan,
+        *,
+        portable: bool,
+        sparse: SparsePlans | None = None,
+    ):
+        self._config, self._launch, self._gemm, self._scratch = config, launcher, gemm, scratch
+        self._limits, self._decode_plan, self._prefill_plan = limits, decode_plan, prefill_plan
+        self.sparse = None if sparse is None else SparseKernels(config, launcher, scratch, sparse)
+        self._quantized = QuantizedProducts(config, launcher, gemm, scratch, limits, portable=portable)
+
+    def embed(self, out: Any, token_ids: Any, table: Any, scale: float) -> None:
+        check_shapes("embed", out=out, token_ids=token_ids, table=table)
+        slots, factor = self._scratch["slots"], np.float32(scale)
+        self._launch("embed.cu", "embed", _hidden(out), len(out), 128, out, token_ids, slots, table, factor)
+
+    def qkv(
+        self,
+        q: Any,
+        k_pages: Any,
+        v_pages: Any,
+        x: Any,
+        norm: Any | None,
+        weight: Any,
+        bias: Any | None,
+        q_norm: Any | None,
+        k_norm: Any | None,
+        rope: Any,
+        rows: Rows,
+        eps: float,
+        compressed: CompressedKeys | None = None,
+    ) -> None:
+        nope = (None, None) if compressed is None else (compressed.q_nope, compressed.nope_pages)
+        check_shapes(
+            "qkv", q=q, k_pages=k_pages, v_pages=v_pages, x=x, norm=norm, weight=weight, bias=bias, q_norm=q_norm,
+            k_norm=k_norm, rope=rope, positions=rows.positions, locations=rows.locations, slots=rows.slots,
+            block_tables=rows.block_tables, q_nope=nope[0], nope_pages=nope[1],
+        )  # fmt: skip
+        if not rows.is_prefill and q_norm is None and nope[0] is None and not isinstance(k_pages, Fp8Pages):
+            self._fused_qkv(q, k_pages, v_pages, x, norm, weight, bias, rope, rows, eps)
+        else:
+            raw = self._scratch["qkv"][: len(x)]
+            if rows.is_prefill:
+                self._dense("qkv", raw, self._normalised(x, norm, eps), weight)
+            else:
+                self._fused_qkv(raw, None, None, x, norm, weight, bias, rope, rows, eps)
+                bias = None
+            head_dim = self._config.head_dim
+            grid = -(-len(x) * (weight.shape[0] // head_dim) * (4 if head_dim == 64 else 8) // _BLOCK)
+            sizes = (np.int32(len(x)), *self._head_counts(), *_table_sizes(rows, rope), np.float32(eps))
+            self._launch(
+                "rope_append.cu", "rope_append", {"HEAD_DIM": head_dim} | fp8_constant(k_pages), grid, _BLOCK,
+                q, codes_of(k_pages), codes_of(v_pages), *nope, raw, bias, q_norm, k_norm, rope, rows.positions,
+                rows.locations, rows.slots, rows.block_tables, *sizes, *scales_of(k_pages, v_pages),
+            )  # fmt: skip
+        if self.sparse is not None and compressed is not None and rows.tree_masks is None:
+            self.sparse.compress(compressed, k_pages, rows)
+
+    def _fused_qkv(
+        self,
+        q: Any,
+        k_pages: Any | None,
+        v_pages: Any | None,
+        x: Any,
+        norm: Any | None,
+        weight: Any,
+        bias: Any | None,
+        rope: Any,
+        rows: Rows,
+        eps: float,
+    ) -> None:
+        """With null pages, q takes the projection as it is."""
+        self._linear(
+            "qkv", weight, x, norm, eps, q, k_pages, v_pages, x, norm, weight, bias, rope, rows.positions,
+            rows.locations, rows.slots, rows.block_tables, np.int32(len(x)), *self._head_counts(),
+            *_table_sizes(rows, rope), np.float32(eps),
+        )  # fmt: skip
+
+    def select_blocks(
+        self,
+        blocks: Any,
+        q: Any,
+        k1_pages: Any,
+        k2_pages: Any,
+        k_pages: Any,
+        rows: Rows,
+        scale: float,
+        config: SparseConfig,
+    ) -> None:
+        check_shapes(
+            "select_blocks", blocks=blocks, q=q, k1_pages=k1_pages, k2_pages=k2_pages, k_pages=k_pages,
+            positions=rows.positions, slots=rows.slots, block_tables=rows.block_tables, tree_masks=rows.tree_masks,
+            tree_base=rows.tree_base,
+        )  # fmt: skip
+        assert self.sparse is not None, "planned without sparse attention"
+        self.sparse.select(blocks, q, k1_pages, k2_pages, k_pages, rows, scale, config)
+
+    def decode_attention(
+        self,
+        out: Any,
+        q: Any,
+        k_pages: Any,
+        v_pages: Any,
+        rows: Rows,
+        scale: float,
+        window: int = 0,
+        selection: Selection | None = None,
+    ) -> None:
+        check_shapes(
+            "decode_attention", out=out, q=q, k_pages=k_pages, v_pages=v_pages, positions=rows.positions,
+            tree_masks=rows.tree_masks, tree_base=rows.tree_base, blocks=selection and selection.blocks,
+        )  # fmt: skip
+        is_tree, selected = rows.tree_masks is not None, int(selection is not None)
+        one = decode_launch(self._decode_plan, len(q), is_tree=is_tree, window=window, selected=selected)
+        sizes = np.int32(self._config.num_kv_heads), np.int32(rows.block_tables.shape[1]), np.float32(scale)
+        self._launch(
+            f"{one.kernel}.cu", one.kernel, one.constants, one.grid, one.threads,
+            out, self._scratch["attention_partials"], self._scratch["attention_arrivals"], q, codes_of(k_pages),
+            codes_of(v_pages), rows.positions, rows.slots, rows.block_tables, rows.tree_masks, rows.tree_base,
+            *map(np.int32, one.sizes), *sizes, *selected_arguments(selection, one.kernel),
+            *scales_of(k_pages, v_pages), smem=one.shared_bytes, prefers_shared=self._quantized.prefers_shared,
+        )  # fmt: skip
+
+    def prefill_attention(
+        self,
+        out: Any,
+        q: Any,
+        k_pages: Any,
+        v_pages: Any,
+        rows: Rows,
+        scale: float,
+        window: int = 0,
+        selection: Selection | None = None,
+    ) -> None:
+        check_shapes(
+            "prefill_attention", out=out, q=q, k_pages=k_pages, v_pages=v_pages, positions=rows.positions,
+            blocks=selection and selection.blocks,
+        )  # fmt: skip
+        if isinstance(k_pages, Fp8Pages):
+            k_pages, v_pages, rows = expand(self._launch, self._scratch, k_pages, v_pages, rows)
+        if selection is None:
+            self._dense_chunk(out, q, k_pages, v_pages, rows, scale, window, self._scratch["chunk"])
+            return
+        assert self.sparse is not None, "planned without sparse attention"
+        self._dense_chunk(out, q, k_pages, v_pages, rows, scale, 0, self.sparse.dense_rows(selection.config))
+        self.sparse.attend_chunk(out, q, k_pages, v_pages, rows, scale, selection)
+
+    def _dense_chunk(
+        self, out: Any, q: Any, k_pages: Any, v_pages: Any, rows: Rows, scale: float, window: int, chunk: Any
+    ) -> None:
+        """Rows of `chunk` (slot, start, count) over all that they see."""
+        plan, constants = self._prefill_plan, self._prefill_plan.constants | {"WINDOW": window}
+        sizes = np.int32(self._config.num_kv_heads), np.int32(rows.block_tables.shape[1]), np.float32(scale)
+        if plan.box_columns and not self._launch.is_recording:
+            k_pages, v_pages = (row_boxes(pages, PAGE_SIZE, plan.box_columns) for pages in (k_pages, v_pages))
+        self._launch(
+            f"{plan.kernel}.cu", plan.kernel, constants, (plan.blocks_per_tile, plan.tiles(len(q))), plan.threads,
+            out, q, k_pages, v_pages, rows.block_tables, chunk, *sizes, smem=plan.shared_bytes,
+        )  # fmt: skip
+
+    def project_residual(self, x: Any, inner: Any, weight: Any, bias: Any | None, scale: float) -> None:
+        sizes = check_shapes("project_residual", x=x, inner=inner, weight=weight, bias=bias)
+        if not self._is_chunk(x):
+            width, factor = np.int32(sizes["C"]), np.float32(scale)
+            self._linear("residual", weight, inner, None, 0.0, x, inner, weight, bias, np.int32(len(x)), width, factor)
+        elif bias is None:
+            self._dense("residual", x, inner, weight, alpha=scale, beta=1.0)
+        else:
+            y = self._scratch["normed"][: len(x)]
+            self._dense("residual", y, inner, weight)
+            grid = -(-x.size // _VECTOR // _BLOCK)
+            count, factor = np.int32(len(x)), np.float32(scale)
+            self._launch("residual.cu", "residual_add", _hidden(x), grid, _BLOCK, x, y, bias, count, factor)
+
+    def gate_up(self, out: Any, x: Any, norm: Any, weight: Any, eps: float) -> None:
+        check_shapes("gate_up", out=out, x=x, norm=norm, weight=weight)
+        num_rows = np.int32(len(x))
+        if not self._is_chunk(x):
+            width = np.int32(self._config.intermediate_size)
+            self._linear("gate_up", weight, x, norm, eps, out, x, norm, weight, num_rows, width, np.float32(eps))
+            return
+        both = self._scratch["gate_up"][: len(x)]
+        self._dense("gate_up", both, self._normalised(x, norm, eps), weight)
+        constants = {"INTERMEDIATE": self._config.intermediate_size}
+        self._launch(
+            "activation.cu", "silu_mul", constants, -(-out.size // _VECTOR // _BLOCK), _BLOCK, out, both, num_rows
+        )
+
+    def lm_head(self, logits: Any, x: Any, norm: Any | None, weight: Any, eps: float, divisor: float) -> None:
+        check_shapes("lm_head", logits=logits, x=x, norm=norm, weight=weight)
+        counts, factors = (np.int32(len(x)), np.int32(weight.shape[0])), (np.float32(eps), np.float32(divisor))
+        self._linear("head", weight, x, norm, eps, logits, x, norm, weight, *counts, *factors)
+
+    def rms_norm(self, out: Any, x: Any, norm: Any, eps: float) -> None:
+        check_shapes("rms_norm", out=out, x=x, norm=norm)
+        self._launch("norm.cu", "rms_norm", _hidden(x), len(x), _BLOCK, out, x, norm, np.float32(eps))
+
+    def join(self, joined: Any, a: Any, a_norm: Any | None, b: Any, b_norm: Any | None, eps: float) -> None:
+        sizes = check_shapes("join", joined=joined, a=a, a_norm=a_norm, b=b, b_norm=b_norm)
+        widths = {"A_COLUMNS": sizes["A"], "B_COLUMNS": sizes["E"]}
+        self._launch("join.cu", "join", widths, (len(a), 2), _BLOCK, joined, a, a_norm, b, b_norm, np.float32(eps))
+
+    def copy_columns(self, out: Any, x: Any, first: int) -> None:
+        check_shapes("copy_columns", out=out, x=x)
+        counts = (np.int32(count) for count in (first, out.shape[1], x.shape[1], len(x)))
+        grid = -(-x.size // _VECTOR // _BLOCK)
+        self._launch("columns.cu", "copy_columns", {}, grid, _BLOCK, out, x, *counts)
+
+    def clear(self, out: Any) -> None:
+        check_shapes("clear", out=out)
+        count = -(-out.size // _VECTOR)
+        self._launch("columns.cu", "clear", {}, -(-count // _BLOCK), _BLOCK, out, np.int32(count))
+
+    def _linear(self, product: str, weight: Any, source: Any, norm: Any | None, eps: float, *args: Any) -> None:
+        """The kernel of a step's product takes `args`; `source` of them are its rows, normalised with `norm`."""
+        if isinstance(weight, QuantizedWeight):
+            self._quantized.skinny(product, weight, source, norm, eps, args)
+            return
+        out_features, in_features = weight.shape
+        has_norm = norm is not None
+        plan = plan_linear(product, out_features, in_features, len(source), self._limits, has_norm=has_norm)
+        constants = plan.constants | ({"HEAD_DIM": self._config.head_dim} if product == "qkv" else {})
+        self._launch(
+            "linear.cu", f"linear_{product}", constants, plan.grid, BLOCK_THREADS, *args, smem=plan.shared_bytes
+        )
+
+    def _dense(self, product: str, y: Any, x: Any, weight: Any, *, alpha: float = 1.0, beta: float = 0.0) -> None:
+        """y = alpha x weight^T + beta y for the rows of a chunk."""
+        if isinstance(weight, QuantizedWeight):
+            self._quantized.chunk(product, y, x, weight, alpha=alpha, beta=beta)
+        else:
+            self._gemm(y, x, weight, alpha=alpha, beta=beta)
+
+    def _normalised(self, x: Any, norm: Any | None, eps: float) -> Any:
+        """The rows of a chunk as they enter a product."""
+        if norm is None:
+            return x
+        normed = self._scratch["normed"][: len(x)]
+        self.rms_norm(normed, x, norm, eps)
+        return normed
+
+    def _is_chunk(self, x: Any) -> bool:
+        return len(x) > MAX_ROWS
+
+    def _head_counts(self) -> tuple[np.int32, np.int32]:
+        return np.int32(self._config.num_heads), np.int32(self._config.num_kv_heads)
+
+
+def _hidden(x: Any) -> dict[str, int]:
+    return {"HIDDEN": x.shape[1]}
+
+
+def _table_sizes(rows: Rows, rope: Any) -> tuple[np.int32, np.int32]:
+    """Pages of a slot, positions of the rotary table."""
+    return np.int32(rows.block_tables.shape[1]), np.int32(rope.shape[1])

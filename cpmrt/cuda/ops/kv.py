@@ -1,0 +1,72 @@
+"""Pages in fp8 on a GPU: what the kernels take of them, and pages in 16 bits for attention of a prefill chunk.
+
+Decoding reads codes. A chunk's attention runs on tensor cores over pages that every 64 rows read again, so the pages of
+the chunk's slot are first expanded, exactly, into a workspace of one layer, where page p of the slot is page p.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from cpmrt.cuda.build.launcher import Launcher
+from cpmrt.memory.kv_pages import KVLayout
+from cpmrt.models.decoder import ATTENTION, EMBED, HEAD
+from cpmrt.ops import Fp8Pages, Rows
+from cpmrt.tensor_spec import BufferSpec
+
+_THREADS = 256
+_MOST_BLOCKS = 512
+"""In x: enough for every multiprocessor, few enough to find nothing to do in no time."""
+
+
+def held_pages(arrays: Mapping[str, Any]) -> dict[str, Fp8Pages]:
+    """`k_pages` and `v_pages` of codes and scales among the regions of a plan, if they are in fp8."""
+    if "k_codes" not in arrays:
+        return {}
+    return {f"{name}_pages": Fp8Pages(arrays[f"{name}_codes"], arrays[f"{name}_scales"]) for name in ("k", "v")}
+
+
+def expanded_workspace(layout: KVLayout) -> tuple[BufferSpec, ...]:
+    """Keys and values of one sequence in one layer."""
+    shape = (layout.pages_per_sequence, *layout.page_shape[2:])
+    return tuple(BufferSpec(name, shape, ATTENTION, ATTENTION) for name in ("expanded_k", "expanded_v"))
+
+
+def expanded_tables(layout: KVLayout) -> tuple[BufferSpec, ...]:
+    """Their block tables, the same for every slot."""
+    shape = (layout.max_sequences, layout.pages_per_sequence)
+    return (BufferSpec("expanded_tables", shape, EMBED, HEAD, itemsize=4),)
+
+
+def codes_of(pages: Any) -> Any:
+    """The array that a kernel reads and writes."""
+    return pages.codes if isinstance(pages, Fp8Pages) else pages
+
+
+def scales_of(*pages: Any) -> tuple[Any, ...]:
+    """What kernels compiled with FP8 take last."""
+    return tuple(part.scales for part in pages if isinstance(part, Fp8Pages))
+
+
+def fp8_constant(pages: Any) -> dict[str, int]:
+    """The compile-time size that says so."""
+    return {"FP8": int(isinstance(pages, Fp8Pages))}
+
+
+def expand(
+    launch: Launcher, scratch: Mapping[str, Any], k_pages: Fp8Pages, v_pages: Fp8Pages, rows: Rows
+) -> tuple[Any, Any, Rows]:
+    """Keys, values and rows in place of those of the chunk in `scratch`, whose pages are expanded."""
+    out = scratch["expanded_k"], scratch["expanded_v"]
+    num_pages, num_heads, _, head_dim = out[0].shape
+    grid = (min(num_pages, _MOST_BLOCKS), 2 * num_heads)
+    launch(
+        "expand_pages.cu", "expand_pages", {"HEAD_DIM": head_dim}, grid, _THREADS,
+        *out, k_pages.codes, v_pages.codes, *scales_of(k_pages, v_pages), rows.block_tables, scratch["chunk"],
+        np.int32(num_heads), np.int32(rows.block_tables.shape[1]),
+    )  # fmt: skip
+    return *out, replace(rows, block_tables=scratch["expanded_tables"])

@@ -1,0 +1,120 @@
+"""Products with packed weights: few rows in one kernel, a chunk with the weight dequantised slice by slice."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from cpmrt.config import ModelConfig
+from cpmrt.cuda.build.launcher import Launcher
+from cpmrt.cuda.load.repack import OWN_FORMAT, repack_constants
+from cpmrt.cuda.ops.gemm import Gemm
+from cpmrt.cuda.ops.linear import DeviceLimits
+from cpmrt.cuda.ops.linear_packed.layout import PackedLayout
+from cpmrt.cuda.ops.linear_packed.memory import slice_rows
+from cpmrt.cuda.ops.linear_packed.plan import PREPARE_THREADS, LinearW4Plan, packed_layout, plan_linear_w4
+from cpmrt.ops import QuantizedWeight
+
+_plan = lru_cache(maxsize=1024)(plan_linear_w4)
+_BLOCK = 256
+_WIDTH = 8
+"""Elements that a thread of the gathering kernel moves."""
+
+
+class QuantizedProducts:
+    """For one device and model. `scratch` holds the buffers of `weights_w4` by name."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        launcher: Launcher,
+        gemm: Gemm,
+        scratch: Mapping[str, Any],
+        limits: DeviceLimits,
+        *,
+        portable: bool,
+    ):
+        self._config, self._launch, self._gemm, self._scratch = config, launcher, gemm, scratch
+        self._limits, self._portable = limits, portable
+        self._fed: tuple[Any, Mapping[str, int]] | None = None
+        """Rows that the product before left prepared as well, in `w4_fed`, and the constants that this took."""
+        self.prefers_shared = False
+        """Whether the last product did: then the kernels beside it should too, which else wait for each other."""
+
+    def skinny(
+        self,
+        product: str,
+        weight: QuantizedWeight,
+        source: Any,
+        norm: Any | None,
+        eps: float,
+        args: tuple[Any, ...],
+    ) -> None:
+        """A product of 1 to 64 rows, fused as with a weight in 16 bits, whose kernel takes `args`.
+
+        First of them is the output. Among them are `source`, the rows (normalised with `norm` where there is one), and
+        `weight`.
+        """
+        plan, is_fed = self._planned(product, weight, source, has_norm=norm is not None)
+        rows = self._scratch["w4_fed" if is_fed else "w4_rows"] if plan.prepared else source
+        if plan.prepared and not is_fed:
+            self._launch(
+                "prepare_w4.cu", "prepare_w4", plan.prepare_constants, len(source), PREPARE_THREADS,
+                rows, source, norm, weight.perm, np.float32(eps),
+            )  # fmt: skip
+        partials = self._scratch["w4_partials"] if plan.partial_bytes else None
+        arrivals = self._scratch["w4_arrivals"] if plan.num_arrivals else None
+        given: list[Any] = []
+        for arg in args:
+            given += [weight.codes, partials, arrivals] if arg is weight else [rows if arg is source else arg]
+        self._fed = None
+        if product == "gate_up":
+            given.insert(1, None if plan.fed_constants is None else self._scratch["w4_fed"])
+            self._fed = None if plan.fed_constants is None else (args[0], plan.fed_constants)
+        self._launch(
+            "linear_w4.cu", f"linear_w4_{product}", plan.constants, plan.grid, plan.block, *given,
+            smem=plan.shared_bytes, prefers_shared=plan.prefers_shared,
+        )  # fmt: skip
+        self.prefers_shared = plan.prefers_shared
+
+    def _planned(
+        self, product: str, weight: QuantizedWeight, source: Any, *, has_norm: bool
+    ) -> tuple[LinearW4Plan, bool]:
+        """And whether the product before has prepared `source`."""
+        layout, permuted = self._layout(product, weight), weight.perm is not None
+        kind = {"permuted": permuted, "portable": self._portable, "has_norm": has_norm}
+        if self._fed is not None and self._fed[0] is source and not permuted:
+            plan = _plan(layout, len(source), self._limits, **kind, is_fed=True)
+            if plan.prepare_constants == self._fed[1]:
+                return plan, True
+        return _plan(layout, len(source), self._limits, **kind), False
+
+    def chunk(self, product: str, y: Any, x: Any, weight: QuantizedWeight, *, alpha: float, beta: float) -> None:
+        """y = alpha x weight^T + beta y for many rows, the weight rounded to 16 bits, a slice of its rows at a time."""
+        layout, (num_rows, columns) = self._layout(product, weight), weight.shape
+        if weight.perm is not None:
+            x = self._gathered(x, weight.perm)
+        step, constants = slice_rows(num_rows, columns), repack_constants(layout, OWN_FORMAT)
+        for first in range(0, num_rows, step):
+            count = min(step, num_rows - first)
+            values = self._scratch["w4_dequantised"][: count * columns].reshape(count, columns)
+            sizes = np.int32(first), np.int32(count), np.int32(num_rows)
+            grid = min(-(-count * columns // (1024 * _BLOCK // 32)), 16 * self._limits.num_sms)
+            self._launch("repack_w4.cu", "dequantize_w4", constants, grid, _BLOCK, values, weight.codes, *sizes)
+            self._gemm(y[:, first : first + count], x, values, alpha=alpha, beta=beta)
+
+    def _gathered(self, x: Any, perm: Any) -> Any:
+        count, columns = x.shape
+        name = "w4_permuted_inner" if columns == self._config.intermediate_size else "w4_permuted"
+        out = self._scratch[name][: count * columns].reshape(count, columns)
+        grid = (-(-columns // (_WIDTH * _BLOCK)), count)
+        self._launch("gather.cu", "gather_columns", {}, grid, _BLOCK, out, x, perm, np.int32(columns))
+        return out
+
+    def _layout(self, product: str, weight: QuantizedWeight) -> PackedLayout:
+        head_dim = self._config.head_dim if product == "qkv" else 0
+        sizes, has_zeros = (*weight.shape, weight.group_size), weight.zeros is not None
+        return packed_layout(product, *sizes, self._limits, zeros=has_zeros, head_dim=head_dim, bits=weight.bits)

@@ -1,0 +1,130 @@
+"""What a start of a model on a device compiles, found without the device: `cpmrt compile` builds it ahead of time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from cpmrt.config import EngineConfig, ModelConfig
+from cpmrt.cuda.build.launcher import Launcher, Module
+from cpmrt.cuda.build.modules import Modules
+from cpmrt.cuda.build.table import KERNELS, files
+from cpmrt.cuda.draft.forward import DraftForward, every_shape, executor_needs
+from cpmrt.cuda.draft.kernels import tree_modules
+from cpmrt.cuda.driver.device import Device
+from cpmrt.cuda.load.repack import repack_modules
+from cpmrt.cuda.ops.gemm import Gemm
+from cpmrt.cuda.ops.kv import held_pages
+from cpmrt.cuda.ops.linear import DeviceLimits
+from cpmrt.cuda.ops.linear_packed.memory import held_weights, layouts_of
+from cpmrt.cuda.step.forward import StepForward
+from cpmrt.cuda.step.kernels import step_modules
+from cpmrt.cuda.step.memory import buckets, check_supported, row_counts
+from cpmrt.dtypes import DType
+from cpmrt.errors import ConfigError
+from cpmrt.models.draft import Draft
+from cpmrt.models.planning import plan_model, position_limit, weight_specs
+from cpmrt.tensor_spec import TensorSpec
+
+_SHARED_SMALL, _SHARED_AMPERE, _SHARED_HOPPER = 101_376, 166_912, 232_448
+# Architecture -> name, multiprocessors, bytes of shared memory a block can have. CUDA C++ Programming Guide, "Compute
+# Capabilities", and the data sheets of the boards.
+_KNOWN_DEVICES = {
+    "sm_80": ("A100", 108, _SHARED_AMPERE),
+    "sm_86": ("RTX 3090", 82, _SHARED_SMALL),
+    "sm_87": ("Jetson AGX Orin", 16, _SHARED_AMPERE),
+    "sm_89": ("RTX 4090", 128, _SHARED_SMALL),
+    "sm_90": ("H100 and H200", 132, _SHARED_HOPPER),
+    "sm_100": ("B200", 148, _SHARED_HOPPER),
+    "sm_120": ("RTX 5090", 170, _SHARED_SMALL),
+}
+# Clusters of eight blocks, a block to a multiprocessor, of the H200 that was measured. Where there is another number,
+# a start compiles what differs.
+_KNOWN_CLUSTERS = {"sm_90": 15}
+
+
+def known_device(arch: str, num_sms: int | None = None) -> Device:
+    """A device of this architecture, such as "sm_87": with `num_sms` multiprocessors, else those of the best known one.
+
+    Which modules a model needs depends on that number; what does not matter for it is 0. Raises ConfigError.
+    """
+    if arch not in _KNOWN_DEVICES:
+        raise ConfigError("unknown architecture", expected=" | ".join(_KNOWN_DEVICES), actual=arch)
+    name, best_known, shared_bytes = _KNOWN_DEVICES[arch]
+    return Device(
+        index=0,
+        name=name,
+        arch=arch,
+        capability=int(arch.removeprefix("sm_")),
+        num_sms=num_sms or best_known,
+        l2_bytes=0,
+        shared_bytes_per_block=shared_bytes,
+        total_bytes=0,
+        is_unified=False,
+        driver_version=(0, 0),
+        whole_clusters=_KNOWN_CLUSTERS.get(arch, 0),
+    )
+
+
+def modules_of(
+    config: ModelConfig,
+    settings: EngineConfig,
+    device: Device,
+    dtype: DType,
+    draft: Draft | None = None,
+    specs: Sequence[TensorSpec] | None = None,
+) -> list[Module]:
+    """Every module of a start with these settings: the executor's own recording, on arrays without memory.
+
+    `specs`: the weights as they will be held (None: as the config alone tells). Includes what is used only where
+    cuBLASLt is absent, where weights are converted or random. Raises UnsupportedModelError, ConfigError.
+    """
+    context, limits = position_limit(config, settings), DeviceLimits.of(device)
+    config = config.for_context(context)
+    for checked in (config, None if draft is None else draft.config.decoder):
+        if checked is not None:
+            check_supported(checked)
+    specs = weight_specs(config, settings) if specs is None else specs
+    needs = executor_needs(config, settings, specs, draft, capability=device.capability, limits=limits)
+    plan = plan_model(
+        config, settings, itemsize=dtype.itemsize, max_context=context, needs=needs, specs=specs, draft=draft
+    )
+    word = np.zeros((), np.uint16)
+    arrays: dict[str, Any] = {region.name: np.broadcast_to(word, region.shape) for region in plan.regions}
+    arrays |= held_weights(plan.tensors, arrays) | held_pages(arrays)
+    launcher = Launcher(None, Modules(device.arch, dtype), use_pdl=False)
+    gemm = Gemm(device, launcher, arrays["gemm_workspace"], use_library=False)
+    with launcher.recording() as modules:
+        _record(config, settings, device, launcher, gemm, arrays, context, draft)
+    sized = {spec.file for spec in KERNELS if spec.constants}
+    without_sizes: list[Module] = [(file, {}) for file in files(device.arch) if file not in sized]
+    repacking = [m for m in repack_modules(specs, layouts_of(specs, config, limits)) if m not in modules]
+    found = [*modules, *repacking, *step_modules(config, device)]
+    if draft is not None:
+        found += tree_modules(config, device, draft.vocab_size)
+    if draft is not None and draft.config.decoder is not None:
+        layouts = layouts_of(draft.tensors, draft.config.decoder, limits)
+        found += [module for module in repack_modules(draft.tensors, layouts) if module not in found]
+    return [*found, *(module for module in without_sizes if module not in found)]
+
+
+def _record(
+    config: ModelConfig,
+    settings: EngineConfig,
+    device: Device,
+    launcher: Launcher,
+    gemm: Gemm,
+    arrays: Mapping[str, Any],
+    max_context: int,
+    draft: Draft | None,
+) -> None:
+    """All forwards of a start."""
+    taps, chunks = draft.config.taps if draft else (), buckets(settings.prefill_chunk)
+    forward = StepForward(config, device, launcher, gemm, arrays, max_context, taps)
+    forward.every_shape(chunks, row_counts(settings.max_sequences))
+    if draft is not None:
+        has_layers = draft.config.decoder is not None
+        own = DraftForward(draft, device, launcher, gemm, arrays, max_context) if has_layers else None
+        every_shape(draft, forward, own, chunks)

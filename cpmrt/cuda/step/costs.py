@@ -1,0 +1,79 @@
+"""What steps cost on this device, measured once at start: for the engine's choice between drafting and decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from math import ceil
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+from cpmrt.config import SamplingParams
+from cpmrt.cuda.driver.graphs import Graphs
+from cpmrt.executor import Admit, Decode, Executor, ExecutorLimits, Prefill, Release, Speculate, Step, StepParts
+
+_SLOT, _WARM_UP, _TIMED = 0, 2, 5
+_COVERED_S = 1e-3
+"""How long the host may be busy elsewhere before the device has nothing to do."""
+_PROMPT = (0,) * 64
+"""Long enough that n-grams repeat."""
+
+PassSeconds = Callable[[int], tuple[float, float]]
+
+
+def measured_limits(executor: Executor, pass_seconds: PassSeconds, steps_per_launch: int) -> ExecutorLimits:
+    """The executor's limits with `step_seconds` and `step_parts`, from steps of a sequence of its own.
+
+    Nobody else may use the executor meanwhile. `pass_seconds`: of the draft's passes and of the target's, for a shape
+    whose step has just been run. A shape that the context is too short for seems to cost nothing but the passes.
+
+    Of long steps fewer are in flight from then on, unless several are one launch: what is in flight when a sequence
+    ends runs before the next one's first token, and a draft step is chosen that much before its turn.
+    """
+    limits = executor.limits
+    plain, parts, totals = _seconds(executor, Decode((_SLOT,))), list[StepParts](), list[float]()
+    for shape in range(len(limits.tree_shapes)):
+        total = _seconds(executor, Speculate((_SLOT,), shape))
+        draft_s, verify_s = pass_seconds(shape)
+        totals.append(total)
+        parts.append(StepParts(draft_s, verify_s, max(total - draft_s - verify_s, 0.0)))
+    executor.submit(Release(_SLOT))
+    run_ahead = limits.run_ahead if steps_per_launch > 1 else enough_in_flight(plain, limits.run_ahead)
+    return replace(limits, run_ahead=run_ahead, step_seconds=(plain, *totals), step_parts=tuple(parts))
+
+
+def enough_in_flight(step_s: float, at_most: int) -> int:
+    """Steps of so many seconds that keep the device busy."""
+    return min(at_most, max(2, 1 + ceil(_COVERED_S / step_s)))
+
+
+def _seconds(executor: Executor, step: Step) -> float:
+    """The median of single steps, each waited for: what run-ahead hides is alike for all."""
+    limits = executor.limits
+    prompt = _PROMPT[: max(1, min(limits.prefill_chunk, limits.max_context // 2))]
+    executor.submit(Admit(_SLOT, SamplingParams(), 0, limits.max_context - len(prompt), ()))
+    executor.submit(Prefill(_SLOT, prompt, 0, True)).wait()
+    times = []
+    for _ in range(_WARM_UP + _TIMED):
+        begun = perf_counter()
+        executor.submit(step).wait()
+        times.append(perf_counter() - begun)
+    return median(times[_WARM_UP:])
+
+
+def launch_seconds(stream: Any, launches: Callable[[], None]) -> float:
+    """Of a launch sequence that has run before, as a graph."""
+    import cupy
+
+    graphs = Graphs(stream, enabled=True)
+    graphs.add("timed", launches)
+    start, end = cupy.cuda.Event(), cupy.cuda.Event()
+    for begun in range(_WARM_UP + _TIMED):
+        if begun == _WARM_UP:
+            start.record(stream)
+        graphs.run("timed")
+    end.record(stream)
+    end.synchronize()
+    graphs.close()
+    return float(cupy.cuda.get_elapsed_time(start, end)) / 1e3 / _TIMED

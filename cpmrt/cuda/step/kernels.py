@@ -1,0 +1,100 @@
+"""Launches of the step's own kernels: commands in, rows set up, tokens sampled, results out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from cpmrt.config import ModelConfig
+from cpmrt.cuda.build.launcher import Launcher, Module
+from cpmrt.cuda.driver.device import Device
+from cpmrt.cuda.step.structs import MAX_ROWS
+
+if TYPE_CHECKING:
+    from cpmrt.cuda.step.rings import Rings  # which needs CuPy
+
+_STEP, _SAMPLING, _LOOP = "step.cu", "sampling.cu", "loop.cu"
+
+
+def step_modules(config: ModelConfig, device: Device) -> tuple[Module, Module]:
+    """What `StepKernels` launches."""
+    sampling = {"VOCAB": config.vocab_size, "PORTABLE": int(device.is_portable)}
+    return (_STEP, {"VOCAB": config.vocab_size, "HIDDEN": config.hidden_size}), (_SAMPLING, sampling)
+
+
+class StepKernels:
+    """`kernels_cu/step.cu`, `sampling.cu` and `loop.cu` on the arena's arrays."""
+
+    def __init__(
+        self, launcher: Launcher, config: ModelConfig, arrays: Mapping[str, Any], rings: Rings, device: Device
+    ):
+        self._launch, self._arrays = launcher, arrays
+        self._commands, self._results = rings.addresses
+        self._command_bytes = np.int32(rings.command_bytes)
+        (_, self._constants), (_, self._sampling) = step_modules(config, device)
+        self._hidden = config.hidden_size
+        # Where nothing is drafted there is no history, and the kernels get null pointers.
+        self._history = arrays.get("history")
+        self._max_context = np.int32(0 if self._history is None else self._history.shape[1])
+        self._blocks_per_row = 8 if device.capability >= 90 else 1
+
+    def load(self, *, loops: bool) -> None:
+        """Load every kernel without running one; `loops`: that of `loop_end` too."""
+        if loops:
+            self._launch.modules.kernel(_LOOP, "loop_end", {})
+        for name in ("admit", "recall", "step_begin", "prefill_begin", "prefill_end", "first_begin"):
+            self._launch.modules.kernel(_STEP, name, self._constants)
+        self._launch.modules.kernel(_SAMPLING, "sample", self._sampling)
+
+    def admit(self) -> None:
+        a = self._arrays
+        tables, limits = a["block_tables"], (a.get("capacities"), a.get("carry_counts"))
+        outputs = (a["slot_states"], a["token_counts"], tables, *limits, self._results, a["step_context"])
+        self._step("admit", 1, 1024, *outputs, *self._in(), np.int32(tables.shape[1]))
+
+    def recall(self) -> None:
+        a = self._arrays
+        outputs = (a["slot_states"], a["token_counts"], self._history, self._results, a["step_context"])
+        self._step("recall", 1, 1024, *outputs, *self._in(), self._max_context)
+
+    def step_begin(self, num_rows: int) -> None:
+        a = self._arrays
+        outputs = (a["token_ids"], a["positions"], a["slots"], a["slot_states"], self._history, self._results)
+        sizes = (self._max_context, np.int32(num_rows))
+        self._step("step_begin", 1, 64, *outputs, a["step_context"], *self._in(), *sizes)
+
+    def prefill_begin(self, bucket: int) -> None:
+        a = self._arrays
+        rows = (a["token_ids"], a["positions"], a["slots"], a["chunk"], a["slot_states"], a["token_counts"])
+        sizes = (self._max_context, np.int32(bucket))
+        self._step("prefill_begin", 1, 1024, *rows, self._history, a["step_context"], *self._in(), *sizes)
+
+    def prefill_end(self) -> None:
+        self._step("prefill_end", 1, 32, self._results, self._arrays["chunk"], self._arrays["step_context"])
+
+    def first_begin(self) -> None:
+        self._step("first_begin", -(-self._hidden // 8 // 128), 128, self._arrays["x"], self._arrays["chunk"])
+
+    def sample(self, num_rows: int) -> None:
+        a = self._arrays
+        self._launch(
+            _SAMPLING, "sample", self._sampling, (self._blocks_per_row, num_rows), 512,
+            self._results, a["slot_states"], a["token_counts"], a["logits"], a["slots"], a["step_context"],
+        )  # fmt: skip
+
+    def loop_end(self, num_rows: int, num_words: int, handle: np.uint64, num_passes: int, num_steps: int) -> None:
+        """End `num_steps` steps that are the body of the WHILE node with this handle, which passes it so often.
+
+        `num_rows`: of a step, that may have sequences; `num_words`: that answer its command.
+        """
+        a, sizes = self._arrays, map(np.int32, (num_passes, num_steps, num_rows, num_words))
+        outputs = (self._results, a["step_context"])
+        self._launch(_LOOP, "loop_end", {}, 1, MAX_ROWS, *outputs, a["slot_states"], a["slots"], handle, *sizes)
+
+    def _step(self, name: str, grid: int, block: int, *args: Any) -> None:
+        self._launch(_STEP, name, self._constants, grid, block, *args)
+
+    def _in(self) -> tuple[np.uint64, np.int32]:
+        return self._commands, self._command_bytes

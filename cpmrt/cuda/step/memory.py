@@ -1,0 +1,141 @@
+"""What the CUDA executor needs in the arena beside weights, KV pages and the forward's own buffers.
+
+Pure sizes, without a device: `cpmrt plan` uses them too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cpmrt.config import EngineConfig, ModelConfig
+from cpmrt.cuda.ops.attention.plan import decode_attention_of
+from cpmrt.cuda.ops.kv import expanded_tables, expanded_workspace
+from cpmrt.cuda.ops.linear import MAX_ROWS, DeviceLimits
+from cpmrt.cuda.ops.linear_packed.memory import packed_regions, quantised_tables, quantised_workspace
+from cpmrt.cuda.ops.selection_plan import plan_selection
+from cpmrt.cuda.step.structs import SLOT_STATE, STEP_CONTEXT
+from cpmrt.errors import UnsupportedModelError
+from cpmrt.memory.kv_pages import KVLayout
+from cpmrt.models.decoder import EMBED, GATE_UP, HEAD, QKV
+from cpmrt.models.planning import ExecutorNeeds
+from cpmrt.tensor_spec import BufferSpec, TensorSpec
+
+GEMM_WORKSPACE_BYTES = 32 << 20
+BUCKETS = (64, 128, 256, 512, 1024, 2048, 4096)
+
+
+def buckets(prefill_chunk: int) -> tuple[int, ...]:
+    """Chunk sizes that a prefill graph is captured for: the smallest that hold `prefill_chunk` tokens and less."""
+    smaller = [size for size in BUCKETS if size < prefill_chunk]
+    return (*smaller, next((size for size in BUCKETS if size >= prefill_chunk), prefill_chunk))
+
+
+def most_rows(engine: EngineConfig) -> int:
+    """Of any step."""
+    return max(buckets(engine.prefill_chunk)[-1], MAX_ROWS)
+
+
+def row_counts(max_sequences: int) -> tuple[int, ...]:
+    """Rows that a decode graph is captured for."""
+    smaller = [count for count in (1, 2, 4, 8, 16, 32, 64) if count < max_sequences]
+    return (*smaller, next(count for count in (1, 2, 4, 8, 16, 32, 64) if count >= max_sequences))
+
+
+def cuda_tables(
+    config: ModelConfig, engine: EngineConfig, max_context: int, *, capability: int, num_sms: int
+) -> tuple[BufferSpec, ...]:
+    """Buffers that live as long as the executor."""
+    sequences = engine.max_sequences
+    layout = KVLayout.of(config, max_context, sequences, engine.kv_dtype)
+    attention = decode_attention_of(
+        config, max_context, capability=capability, num_sms=num_sms, is_fp8=layout.is_fp8
+    )  # fmt: skip
+    return (
+        *(expanded_tables(layout) if layout.is_fp8 else ()),
+        _table("block_tables", 4, sequences, layout.pages_per_sequence),
+        _table("slot_states", 1, sequences, SLOT_STATE.itemsize),
+        _table("token_counts", 4, sequences, config.vocab_size),
+        _table("step_context", 1, STEP_CONTEXT.itemsize),
+        _table("attention_partials", 4, attention.partials),
+        _table("attention_arrivals", 4, attention.arrivals),
+        _table("gemm_workspace", 1, GEMM_WORKSPACE_BYTES),
+        *_sparse_tables(config.for_context(max_context), engine, max_context, capability, num_sms),
+    )
+
+
+def _sparse_tables(
+    config: ModelConfig, engine: EngineConfig, max_context: int, capability: int, num_sms: int
+) -> tuple[BufferSpec, ...]:
+    if config.sparse is None:
+        return ()
+    plan = plan_selection(
+        config, max_context=max_context, max_rows=most_rows(engine), num_sms=num_sms, capability=capability
+    )
+    return (
+        _table("block_scores", 4, plan.pooled),
+        _table("block_log_sums", 4, plan.log_sums),
+        _table("dense_chunk", 4, 4),
+    )
+
+
+def cuda_workspace(config: ModelConfig, max_rows: int) -> tuple[BufferSpec, ...]:
+    """Buffers of one step, of at most `max_rows` rows."""
+    qkv_size = config.q_size + 2 * config.kv_size
+    return (
+        BufferSpec("token_ids", (max_rows,), EMBED, HEAD, itemsize=4),
+        BufferSpec("positions", (max_rows,), EMBED, HEAD, itemsize=4),
+        BufferSpec("slots", (max_rows,), EMBED, HEAD, itemsize=4),
+        BufferSpec("chunk", (4,), EMBED, HEAD, itemsize=4),
+        BufferSpec("normed", (max_rows, config.hidden_size), QKV, GATE_UP),
+        BufferSpec("qkv", (max_rows, qkv_size), QKV, QKV),
+        BufferSpec("gate_up", (max_rows, 2 * config.intermediate_size), GATE_UP, GATE_UP),
+    )
+
+
+def _table(name: str, itemsize: int, *shape: int) -> BufferSpec:
+    return BufferSpec(name, shape, EMBED, HEAD, itemsize=itemsize)
+
+
+def cuda_needs(
+    config: ModelConfig,
+    engine: EngineConfig,
+    specs: Sequence[TensorSpec],
+    *,
+    capability: int,
+    limits: DeviceLimits,
+) -> ExecutorNeeds:
+    """All of it without a draft, for `models.planning`; `specs`: the weights. Raises UnsupportedModelError."""
+    max_rows = most_rows(engine)
+    counters = quantised_tables(specs, config, limits)
+
+    def expanded(max_context: int) -> tuple[BufferSpec, ...]:
+        layout = KVLayout.of(config, max_context, engine.max_sequences, engine.kv_dtype)
+        return expanded_workspace(layout) if layout.is_fp8 else ()
+
+    def tables(max_context: int) -> tuple[BufferSpec, ...]:
+        own = cuda_tables(config, engine, max_context, capability=capability, num_sms=limits.num_sms)
+        return (*own, *counters)
+
+    return ExecutorNeeds(
+        tables=tables,
+        workspace=(*cuda_workspace(config, max_rows), *quantised_workspace(specs, config, max_rows, limits)),
+        context_workspace=expanded,
+        max_rows=max_rows,
+        logit_rows=MAX_ROWS,
+        packed=packed_regions(config, limits),
+    )
+
+
+def check_supported(config: ModelConfig) -> None:
+    """Raise UnsupportedModelError for a shape that the kernels do not take."""
+    sizes = {
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_attention_heads * head_dim": config.q_size,
+    }
+    wanted = {name: (size, size % 64 == 0, "a multiple of 64") for name, size in sizes.items()}
+    wanted["head_dim"] = (config.head_dim, config.head_dim in (64, 96, 128), "64, 96 or 128")
+    for name, (size, is_taken, expected) in wanted.items():
+        if not is_taken:
+            what = f"the CUDA executor does not take this {name}"
+            raise UnsupportedModelError(what, expected=expected, actual=size, fix="use executor='reference'")

@@ -1,0 +1,200 @@
+"""Builds of the kernels that are tested, as data: for each file with compile-time sizes, sets of values for them.
+
+The compile test takes the first set on every architecture and the others on a few. What a model needs follows from
+`cpmrt.cuda.precompile`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+_PORTABLE_LINEAR = {"HALF_TILE": 0, "CLUSTER": 1, "NORM": 1, "SMEM_BYTES": 98304}
+_NO_NORM = {"NORM": 0}
+_PLAIN = {"TREE": 0, "WINDOW": 0, "SELECTED": 0, "FP8": 0}
+_TREE = {"STAGES": 3, "ROW_TILES": 2, "CLUSTER": 8, "WINDOW": 0}
+_W4 = {"SCALE_GROUP": 128, "ZEROS": 0, "STAGE_SLICES": 0, "STAGES": 4, "EARLY_SLOTS": 1, "WARPGROUPS": 0, "NORM": 1}
+_W4 |= {"WEIGHT_BITS": 4, "PORTABLE": 0, "CLUSTERS": 0, "RECEIVED_APART": 0, "FEEDS": 0, "TRIGGER": 0, "KEPT_ROUNDS": 1}
+_W4 |= {"SMEM_BYTES": 98304}
+_HEAD_64, _HEAD_128 = ({**_PORTABLE_LINEAR, "HEAD_DIM": size} for size in (64, 128))
+
+CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
+    "gemm.cu": (
+        {"TILE_N": 128, "TILE_K": 32, "STAGES": 3},
+        {"TILE_N": 128, "TILE_K": 64, "STAGES": 3},
+        {"TILE_N": 256, "TILE_K": 32, "STAGES": 4},
+        {"TILE_N": 256, "TILE_K": 64, "STAGES": 3},
+        {"TILE_N": 256, "TILE_K": 64, "STAGES": 4},
+        {"TILE_N": 64, "TILE_K": 32, "STAGES": 3},
+    ),
+    "linear.cu": (
+        {"LINEAR": 0, "IN_FEATURES": 1024, "TOKEN_TILES": 1, "GROUP": 4, "SPLIT_WARPS": 8} | _HEAD_64,
+        {"LINEAR": 0, "IN_FEATURES": 4096, "TOKEN_TILES": 4, "GROUP": 3, "SPLIT_WARPS": 8} | _HEAD_128,
+        {"LINEAR": 1, "IN_FEATURES": 4096, "TOKEN_TILES": 1, "GROUP": 4, "SPLIT_WARPS": 8}
+        | _PORTABLE_LINEAR
+        | _NO_NORM,
+        {"LINEAR": 1, "IN_FEATURES": 4096, "TOKEN_TILES": 4, "GROUP": 4, "SPLIT_WARPS": 8}
+        | _PORTABLE_LINEAR
+        | _NO_NORM,
+        {"LINEAR": 2, "IN_FEATURES": 4096, "TOKEN_TILES": 1, "GROUP": 4, "SPLIT_WARPS": 1} | _PORTABLE_LINEAR,
+        {"LINEAR": 2, "IN_FEATURES": 1024, "TOKEN_TILES": 2, "GROUP": 4, "SPLIT_WARPS": 8} | _PORTABLE_LINEAR,
+        {"LINEAR": 3, "IN_FEATURES": 4096, "TOKEN_TILES": 2, "GROUP": 3, "SPLIT_WARPS": 1} | _PORTABLE_LINEAR,
+        {"LINEAR": 3, "IN_FEATURES": 1024, "TOKEN_TILES": 4, "GROUP": 5, "SPLIT_WARPS": 8} | _PORTABLE_LINEAR,
+        {"LINEAR": 0, "IN_FEATURES": 8192, "TOKEN_TILES": 2, "GROUP": 3, "SPLIT_WARPS": 8} | _HEAD_128 | _NO_NORM,
+        {"LINEAR": 2, "IN_FEATURES": 4096, "TOKEN_TILES": 2, "GROUP": 4, "SPLIT_WARPS": 8}
+        | _PORTABLE_LINEAR
+        | {"HALF_TILE": 1},
+        {"LINEAR": 3, "IN_FEATURES": 4096, "TOKEN_TILES": 8, "GROUP": 2, "SPLIT_WARPS": 1}
+        | {"HALF_TILE": 0, "CLUSTER": 1, "NORM": 0, "SMEM_BYTES": 232448},
+    ),
+    "linear_w4.cu": (
+        {"LINEAR": 1, "IN_FEATURES": 4096, "RUNS": 8, "ROWS": 1, "WARPS": 8, "SHARED_RUN": 0, "PREPARED": 0}
+        | _W4
+        | _NO_NORM,
+        {
+            "LINEAR": 0,
+            "IN_FEATURES": 4096,
+            "RUNS": 8,
+            "ROWS": 8,
+            "WARPS": 24,
+            "SHARED_RUN": 0,
+            "PREPARED": 0,
+            "HEAD_DIM": 128,
+        }
+        | _W4
+        | {"SMEM_BYTES": 182400},
+        {"LINEAR": 2, "IN_FEATURES": 4096, "RUNS": 1, "ROWS": 64, "WARPS": 16, "SHARED_RUN": 1, "PREPARED": 1}
+        | _W4
+        | {"STAGE_SLICES": 1, "WARPGROUPS": 1, "FEEDS": 1, "SMEM_BYTES": 205696},
+        {"LINEAR": 3, "IN_FEATURES": 4096, "RUNS": 1, "ROWS": 16, "WARPS": 8, "SHARED_RUN": 1, "PREPARED": 1}
+        | _W4
+        | {"STAGE_SLICES": 2, "ZEROS": 1, "SCALE_GROUP": 32},
+        {"LINEAR": 0, "IN_FEATURES": 8192, "RUNS": 8, "ROWS": 1, "WARPS": 8, "SHARED_RUN": 0, "PREPARED": 0}
+        | _W4
+        | _NO_NORM
+        | {"HEAD_DIM": 128},
+        {"LINEAR": 0, "IN_FEATURES": 4096, "RUNS": 8, "ROWS": 32, "WARPS": 20, "SHARED_RUN": 1, "PREPARED": 0}
+        | _W4
+        | {"HEAD_DIM": 128, "WARPGROUPS": 1, "CLUSTERS": 1, "SMEM_BYTES": 232448},
+        {"LINEAR": 1, "IN_FEATURES": 4096, "RUNS": 8, "ROWS": 16, "WARPS": 20, "SHARED_RUN": 1, "PREPARED": 0}
+        | _W4
+        | _NO_NORM
+        | {"CLUSTERS": 1, "RECEIVED_APART": 1, "SMEM_BYTES": 232448},
+        {"LINEAR": 3, "IN_FEATURES": 4096, "RUNS": 1, "ROWS": 1, "WARPS": 8, "SHARED_RUN": 1, "PREPARED": 0}
+        | _W4
+        | {"WEIGHT_BITS": 8},
+        {"LINEAR": 3, "IN_FEATURES": 4096, "RUNS": 1, "ROWS": 64, "WARPS": 12, "SHARED_RUN": 1, "PREPARED": 1}
+        | _W4
+        | {"WEIGHT_BITS": 8, "STAGE_SLICES": 1, "WARPGROUPS": 1, "SMEM_BYTES": 232448},
+        {"LINEAR": 2, "IN_FEATURES": 1024, "RUNS": 8, "ROWS": 1, "WARPS": 16, "SHARED_RUN": 0, "PREPARED": 0}
+        | _W4
+        | {"KEPT_ROUNDS": 2},
+    ),
+    "round_w4.cu": ({"WEIGHT_BITS": 4}, {"WEIGHT_BITS": 8}),
+    "prepare_w4.cu": ({"IN_FEATURES": 4096, "ROWS": 64, "SCALE_GROUP": 128, "ZEROS": 0, "WARPGROUPS": 1},),
+    "repack_w4.cu": tuple(
+        {"LINEAR": 1, "IN_FEATURES": 4096, "WEIGHT_BITS": 4, "RUNS": 8, "SCALE_GROUP": 64, "ZEROS": 1, "FORMAT": kind}
+        for kind in range(4)
+    )
+    + ({"LINEAR": 3, "IN_FEATURES": 4096, "WEIGHT_BITS": 8, "RUNS": 1, "SCALE_GROUP": 128, "ZEROS": 0, "FORMAT": 0},),
+    "decode_attention.cu": (
+        {"HEAD_DIM": 128, "GROUP": 16, "STAGES": 3, "PORTABLE": 0} | _PLAIN,
+        {"HEAD_DIM": 128, "GROUP": 16, "STAGES": 3, "PORTABLE": 1} | _PLAIN,
+        {"HEAD_DIM": 128, "GROUP": 16, "STAGES": 2, "PORTABLE": 0} | _PLAIN,
+        {"HEAD_DIM": 64, "GROUP": 8, "STAGES": 3, "PORTABLE": 0} | _PLAIN,
+        {"HEAD_DIM": 64, "GROUP": 1, "STAGES": 2, "PORTABLE": 0} | _PLAIN,
+        {"HEAD_DIM": 96, "GROUP": 20, "STAGES": 3, "PORTABLE": 0} | _PLAIN,
+        {"HEAD_DIM": 128, "GROUP": 16, "STAGES": 3, "PORTABLE": 0} | _PLAIN | {"TREE": 1},
+        {"HEAD_DIM": 128, "GROUP": 16, "STAGES": 3, "PORTABLE": 1} | _PLAIN | {"TREE": 1},
+        {"HEAD_DIM": 64, "GROUP": 8, "STAGES": 2, "PORTABLE": 0} | _PLAIN | {"TREE": 1},
+        {"HEAD_DIM": 64, "GROUP": 1, "STAGES": 2, "PORTABLE": 1} | _PLAIN | {"TREE": 1, "WINDOW": 1000},
+        {"HEAD_DIM": 96, "GROUP": 20, "STAGES": 3, "PORTABLE": 0} | _PLAIN | {"TREE": 1, "WINDOW": 512},
+        {"HEAD_DIM": 128, "GROUP": 16, "STAGES": 3, "PORTABLE": 0} | _PLAIN | {"WINDOW": 1024},
+        {"HEAD_DIM": 128, "GROUP": 16, "STAGES": 3, "PORTABLE": 0} | _PLAIN | {"SELECTED": 1},
+        {"HEAD_DIM": 128, "GROUP": 16, "STAGES": 3, "PORTABLE": 0} | _PLAIN | {"SELECTED": 1, "TREE": 1},
+        {"HEAD_DIM": 64, "GROUP": 8, "STAGES": 3, "PORTABLE": 1} | _PLAIN | {"SELECTED": 1, "TREE": 1},
+        {"HEAD_DIM": 128, "GROUP": 16, "STAGES": 3, "PORTABLE": 1} | _PLAIN | {"SELECTED": 2},
+        {"HEAD_DIM": 128, "GROUP": 16, "STAGES": 3, "PORTABLE": 0} | _PLAIN | {"FP8": 1},
+        {"HEAD_DIM": 128, "GROUP": 4, "STAGES": 2, "PORTABLE": 1} | _PLAIN | {"FP8": 1},
+        {"HEAD_DIM": 128, "GROUP": 16, "STAGES": 3, "PORTABLE": 0} | _PLAIN | {"FP8": 1, "SELECTED": 1},
+        {"HEAD_DIM": 96, "GROUP": 20, "STAGES": 3, "PORTABLE": 0} | _PLAIN | {"FP8": 1},
+        {"HEAD_DIM": 64, "GROUP": 8, "STAGES": 3, "PORTABLE": 0} | _PLAIN | {"FP8": 1},
+    ),
+    "tree_attention.cu": (
+        {"HEAD_DIM": 128, "GROUP": 16} | _TREE,
+        {"HEAD_DIM": 128, "GROUP": 16} | _TREE | {"ROW_TILES": 3},
+        {"HEAD_DIM": 128, "GROUP": 16} | _TREE | {"ROW_TILES": 3, "CLUSTER": 4},
+        {"HEAD_DIM": 128, "GROUP": 16} | _TREE | {"CLUSTER": 2},
+        {"HEAD_DIM": 64, "GROUP": 8} | _TREE,
+        {"HEAD_DIM": 64, "GROUP": 1} | _TREE | {"CLUSTER": 4, "WINDOW": 1000},
+        {"HEAD_DIM": 96, "GROUP": 20} | _TREE | {"CLUSTER": 2, "WINDOW": 512},
+    ),
+    "selected_attention.cu": (
+        {"HEAD_DIM": 128, "GROUP": 16, "STAGES": 3, "TREE": 0},
+        {"HEAD_DIM": 128, "GROUP": 16, "STAGES": 3, "TREE": 1},
+        {"HEAD_DIM": 96, "GROUP": 4, "STAGES": 3, "TREE": 1},
+        {"HEAD_DIM": 64, "GROUP": 8, "STAGES": 3, "TREE": 1},
+        {"HEAD_DIM": 64, "GROUP": 20, "STAGES": 2, "TREE": 0},
+    ),
+    "compress_keys.cu": tuple({"HEAD_DIM": size, "FP8": fp8} for fp8 in (0, 1) for size in (128, 96, 64)),
+    "select_blocks.cu": (
+        {"HEAD_DIM": 128, "GROUP": 16, "TREE": 1},
+        {"HEAD_DIM": 128, "GROUP": 16, "TREE": 0},
+        {"HEAD_DIM": 128, "GROUP": 20, "TREE": 1},
+        {"HEAD_DIM": 96, "GROUP": 5, "TREE": 1},
+        {"HEAD_DIM": 64, "GROUP": 8, "TREE": 0},
+        {"HEAD_DIM": 64, "GROUP": 1, "TREE": 1},
+    ),
+    "score_chunk.cu": tuple({"HEAD_DIM": size, "GROUP": 16} for size in (128, 96, 64)),
+    "prefill_attention.cu": (
+        {"HEAD_DIM": 128, "GROUP": 16, "WINDOW": 0},
+        {"HEAD_DIM": 128, "GROUP": 1, "WINDOW": 0},
+        {"HEAD_DIM": 96, "GROUP": 16, "WINDOW": 0},
+        {"HEAD_DIM": 64, "GROUP": 8, "WINDOW": 0},
+        {"HEAD_DIM": 64, "GROUP": 1, "WINDOW": 0},
+        # Not 128 with a window: one register is spilled on sm_86 to sm_90.
+        {"HEAD_DIM": 96, "GROUP": 1, "WINDOW": 1024},
+        {"HEAD_DIM": 64, "GROUP": 8, "WINDOW": 512},
+    ),
+    "prefill_attention_wgmma.cu": (
+        {"HEAD_DIM": 128, "GROUP": 16, "WINDOW": 0},
+        {"HEAD_DIM": 128, "GROUP": 1, "WINDOW": 0},
+        {"HEAD_DIM": 96, "GROUP": 16, "WINDOW": 0},
+        {"HEAD_DIM": 64, "GROUP": 8, "WINDOW": 0},
+        {"HEAD_DIM": 64, "GROUP": 3, "WINDOW": 0},
+        {"HEAD_DIM": 128, "GROUP": 16, "WINDOW": 1024},
+        {"HEAD_DIM": 96, "GROUP": 1, "WINDOW": 1024},
+        {"HEAD_DIM": 64, "GROUP": 8, "WINDOW": 512},
+    ),
+    "prefill_selected_wgmma.cu": (
+        {"HEAD_DIM": 128, "GROUP": 16},
+        {"HEAD_DIM": 128, "GROUP": 32},
+        {"HEAD_DIM": 96, "GROUP": 16},
+        {"HEAD_DIM": 64, "GROUP": 16},
+    ),
+    "step.cu": ({"VOCAB": 73448, "HIDDEN": 4096},),
+    "sampling.cu": (
+        {"VOCAB": 73448, "PORTABLE": 0},
+        {"VOCAB": 73448, "PORTABLE": 1},
+        {"VOCAB": 200_003, "PORTABLE": 0},
+    ),
+    "draft_top_k.cu": (
+        {"VOCAB": 32768, "PORTABLE": 0},
+        {"VOCAB": 73448, "PORTABLE": 1},
+        {"VOCAB": 200_003, "PORTABLE": 0},
+    ),
+    "lookup.cu": ({"PORTABLE": 0}, {"PORTABLE": 1}),
+    "tree_sampling.cu": ({"VOCAB": 73448, "PORTABLE": 0}, {"VOCAB": 73448, "PORTABLE": 1}),
+    "accept.cu": ({"VOCAB": 73448},),
+    "embed.cu": ({"HIDDEN": 4096}, {"HIDDEN": 64}),
+    "norm.cu": ({"HIDDEN": 4096}, {"HIDDEN": 64}, {"HIDDEN": 8192}),
+    "join.cu": ({"A_COLUMNS": 4096, "B_COLUMNS": 4096}, {"A_COLUMNS": 1024, "B_COLUMNS": 12288}),
+    "rope_append.cu": tuple({"HEAD_DIM": size, "FP8": fp8} for fp8 in (0, 1) for size in (128, 96, 64)),
+    "expand_pages.cu": tuple({"HEAD_DIM": size} for size in (128, 96, 64)),
+    "activation.cu": ({"INTERMEDIATE": 16384}, {"INTERMEDIATE": 64}),
+    "residual.cu": ({"HIDDEN": 4096}, {"HIDDEN": 64}),
+}
+
+
+def constant_sets(file: str) -> tuple[Mapping[str, int], ...]:
+    """The sets of compile-time sizes that `file` is tested with; one empty set if it needs none."""
+    return CONSTANTS.get(file, ({},))
