@@ -1,0 +1,288 @@
+"""Every launch of every graph of a start, traced without a GPU: kernel, constants, grid, block, memory, arguments.
+
+    tools/launch_trace.py --write before.z
+    tools/launch_trace.py --compare before.z
+
+Two trees whose traces agree start the same kernels on the same bytes, so a change of structure that keeps the trace
+keeps bits and speed. Pointers count by the order in which their buffers first appear, and by the offset within.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import mmap
+import sys
+import tempfile
+import types
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+
+def _stand_in_for_cupy() -> None:
+    """What modules of `cpmrt.cuda` name of CuPy at import; nothing of it is called while tracing."""
+    names = ("cupy", "cupy.cuda", "cupy.cuda.runtime")
+    cupy, cuda, runtime = (types.ModuleType(name) for name in names)
+    runtime.CUDARuntimeError = type("CUDARuntimeError", (Exception,), {})  # type: ignore[attr-defined]
+    cuda.runtime, cupy.cuda, cupy.ndarray = runtime, cuda, np.ndarray  # type: ignore[attr-defined]
+    sys.modules.update(zip(names, (cupy, cuda, runtime), strict=True))
+
+
+_stand_in_for_cupy()
+
+from cpmrt.bench.shapes import draft_configs, shape_config  # noqa: E402
+from cpmrt.config import EngineConfig  # noqa: E402
+from cpmrt.cuda.arena import held_arrays  # noqa: E402
+from cpmrt.cuda.build.launcher import Launcher  # noqa: E402
+from cpmrt.cuda.build.modules import Modules  # noqa: E402
+from cpmrt.cuda.draft.forward import executor_needs  # noqa: E402
+from cpmrt.cuda.draft.speculation import Speculation  # noqa: E402
+from cpmrt.cuda.driver.device import Device  # noqa: E402
+from cpmrt.cuda.ops.gemm import Gemm  # noqa: E402
+from cpmrt.cuda.ops.linear import DeviceLimits  # noqa: E402
+from cpmrt.cuda.precompile import known_device  # noqa: E402
+from cpmrt.cuda.step.forward import StepForward  # noqa: E402
+from cpmrt.cuda.step.kernels import StepKernels  # noqa: E402
+from cpmrt.cuda.step.memory import buckets, row_counts  # noqa: E402
+from cpmrt.dtypes import DType  # noqa: E402
+from cpmrt.memory.arena import Arena  # noqa: E402
+from cpmrt.memory.plan import MemoryPlan  # noqa: E402
+from cpmrt.models.draft import Draft  # noqa: E402
+from cpmrt.models.draft_weights import open_draft  # noqa: E402
+from cpmrt.models.planning import plan_model, position_limit, weight_specs  # noqa: E402
+from cpmrt.weights.draft_choice import with_speculation  # noqa: E402
+from cpmrt.weights.model_folder import ModelFolder  # noqa: E402
+
+DEVICES = ("sm_90", "sm_87", "sm_80", "sm_89", "portable")
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}
+SPARSE = {"dense_len": 512, "topk": 12, "window_size": 256}
+TREES, CHAINS = [[2, 4, 12], [4, 10, 32], [3, 8, 64]], [[5, 1, 6], [3, 1, 4]]
+BIG = shape_config("minicpm4-8b") | {"num_hidden_layers": 2}
+SMALL = shape_config("minicpm4-0.5b") | {"num_hidden_layers": 2}
+QWEN2 = SMALL | {"architectures": ["Qwen2ForCausalLM"]}
+QWEN3 = SMALL | {"architectures": ["Qwen3ForCausalLM"], "head_dim": 64}
+LLAMA = SMALL | {
+    "architectures": ["LlamaForCausalLM"], "hidden_size": 1536, "head_dim": 96, "num_key_value_heads": 4,
+    "attention_bias": True,
+}  # fmt: skip
+
+Setup = tuple[Mapping[str, Any], Mapping[str, Any], Any, str | None, int]
+"""config.json, engine settings, the sparse setting, the draft, bits of the draft's weights."""
+
+
+def setups() -> dict[str, Setup]:
+    """What is traced, by name."""
+    made: dict[str, Setup] = {}
+    for label, config in (("big", BIG), ("small", SMALL)):
+        for name, held in ((label, config), (f"{label} int4", config | {"quantization_config": GPTQ})):
+            long = {"max_context": 65536}
+            many = {"max_sequences": 64, "max_context": 4096, "prefill_chunk": 1024}
+            made[f"{name} 64"] = held, many, "auto", None, 16
+            made[f"{name} 1"] = held, {"max_context": 131072, "prefill_chunk": 2048}, "auto", None, 16
+            made[f"{name} sparse"] = held, long | {"max_sequences": 12, "prefill_chunk": 2048}, SPARSE, None, 16
+            made[f"{name} nope"] = held, long, SPARSE | {"use_nope": True}, "lookup", 16
+            made[f"{name} fp8"] = held, long | {"max_sequences": 8, "kv_dtype": "fp8"}, "auto", None, 16
+            made[f"{name} fp8 sparse"] = held, long | {"kv_dtype": "fp8"}, SPARSE, None, 16
+            for draft in ("eagle2", "eagle3", "lookup"):
+                for bits in (16, 4):
+                    made[f"{name} {draft} {bits}"] = held, {"max_context": 4096}, "auto", draft, bits
+            made[f"{name} sparse eagle2"] = held, long, SPARSE, "eagle2", 4
+        head, few = {"max_context": 4096}, {"max_context": 4096, "max_sequences": 16}
+        made[f"{label} head 8"] = config, head | {"lm_head_bits": 8}, "auto", None, 16
+        quantised = {"quantization_config": GPTQ}
+        made[f"{label} int4 head 4"] = config | quantised, head | {"lm_head_bits": 4}, "auto", None, 16
+        for name, changes in (("asym", {"sym": False, "group_size": 32}), ("order", {"desc_act": True})):
+            made[f"{label} int4 {name}"] = config | {"quantization_config": GPTQ | changes}, few, "auto", None, 16
+    for name, config in (("qwen2", QWEN2), ("qwen3", QWEN3), ("llama", LLAMA)):
+        made[name] = config, {"max_context": 4096, "max_sequences": 4}, "auto", "lookup", 16
+        held = config | {"quantization_config": GPTQ}
+        made[f"{name} int4"] = held, {"max_context": 4096, "max_sequences": 4}, "auto", None, 16
+    return made
+
+
+class TracingLauncher(Launcher):
+    """Writes down what it is asked to launch."""
+
+    is_recording = True
+
+    def __init__(self, modules: Modules):
+        super().__init__(None, modules, use_pdl=False)
+        self.graphs: dict[str, list[Any]] = {}
+        self._regions: list[tuple[int, int]] = []
+        self._seen: dict[int, int] = {}
+
+    def begin(self, graph: str) -> None:
+        """What is launched from now on belongs to `graph`."""
+        self._graph = self.graphs.setdefault(graph, [])
+
+    def arena(self, plan: MemoryPlan) -> Arena:
+        """An arena of addresses without memory, in which no two regions share any."""
+        end, apart = 4096, []
+        for region in plan.regions:
+            apart.append(replace(region, offset=end))
+            end += -(-region.nbytes // 256) * 256 + 4096
+        no_reserve = 0x4000
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve
+        buffer = np.frombuffer(mmap.mmap(-1, end, flags=flags), np.uint8)
+        self._regions = [(buffer.ctypes.data + region.offset, region.nbytes) for region in apart]
+        return Arena(replace(plan, regions=tuple(apart), total_bytes=end), buffer)
+
+    def __call__(
+        self, file: str, name: str, constants: Any, grid: Any, block: int, *args: Any, smem: int = 0,
+        prefers_shared: bool = False,
+    ) -> None:  # fmt: skip
+        sizes = tuple(map(int, (grid,) if isinstance(grid, (int, np.integer)) else grid))
+        chosen = sorted((key, int(value)) for key, value in constants.items())
+        launch = [name, chosen, (*sizes, 1, 1)[:3], int(block), int(smem), bool(prefers_shared)]
+        self._graph.append([*launch, [self._shown(arg) for arg in args]])
+
+    def _shown(self, arg: Any) -> Any:
+        if isinstance(arg, np.ndarray):
+            address = arg.ctypes.data
+            start = next(at for at, size in self._regions if at <= address < at + max(size, 1))
+            return [self._seen.setdefault(start, len(self._seen)), address - start]
+        return None if arg is None else f"{arg.dtype} {arg!r}" if isinstance(arg, np.generic) else repr(type(arg))
+
+
+class Rings:
+    """Stands in for the rings to the host."""
+
+    addresses = (np.uint64(111), np.uint64(222))
+    command_bytes = 4096
+
+
+def traced_device(name: str) -> Device:
+    """A known device, or an sm_90 on the path of older ones."""
+    if name != "portable":
+        return known_device(name)
+    return replace(known_device("sm_90"), capability=86, shared_bytes_per_block=101376, whole_clusters=0)
+
+
+def trace(setup: Setup, device: Device) -> dict[str, list[Any]]:
+    """The launches of each graph."""
+    config_json, engine, sparse, draft_name, draft_bits = setup
+    with tempfile.TemporaryDirectory(prefix="cpmrt-trace-") as folder:
+        _write_configs(Path(folder), config_json, draft_bits)
+        model = ModelFolder.open(folder, weights=False, sparse=sparse)
+        wish: Any = "auto" if draft_name is None else {"shapes": CHAINS if draft_name == "lookup" else TREES}
+        if draft_name == "eagle2" and draft_bits == 4:
+            wish |= {"draft_vocab": 32768, "head_bits": 4, "window": 1024}
+        settings = with_speculation(EngineConfig(load_format="dummy", **engine), model, draft_name, wish)
+        limits, context = DeviceLimits.of(device), position_limit(model.config, settings)
+        config = model.config.for_context(context)
+        specs = weight_specs(config, settings)
+        with open_draft(model, settings, specs) as (_, draft):
+            needs = executor_needs(config, settings, specs, draft, capability=device.capability, limits=limits)
+            plan = plan_model(
+                config, settings, itemsize=2, max_context=context, needs=needs, specs=specs, draft=draft
+            )
+    launcher = TracingLauncher(Modules(device.arch, DType.BFLOAT16))
+    arrays = held_arrays(launcher.arena(plan))
+    gemm = Gemm(device, launcher, arrays["gemm_workspace"], use_library=False)
+    forward = StepForward(config, device, launcher, gemm, arrays, context, draft.config.taps if draft else ())
+    rings: Any = Rings()
+    steps = StepKernels(launcher, config, arrays, rings, device)
+    drafting = draft and Speculation(draft, config, device, launcher, gemm, arrays, rings, forward, context, 0.0)
+    _trace_plain(launcher, steps, forward, drafting, settings)
+    if draft is not None and drafting is not None:
+        _trace_drafting(launcher, draft, drafting, settings)
+    return launcher.graphs
+
+
+def _write_configs(folder: Path, config: Mapping[str, Any], draft_bits: int) -> None:
+    (folder / "config.json").write_text(json.dumps(config))
+    shape = "minicpm4-8b" if config["hidden_size"] == BIG["hidden_size"] else "minicpm4-0.5b"
+    quantised = {"quantization_config": GPTQ} if draft_bits == 4 else {}
+    for name, draft in draft_configs(shape).items():
+        taps = {"eagle_aux_hidden_state_layer_ids": [0, 1, 1]} if name == "eagle3" else {}
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(draft | quantised | taps))
+
+
+def _trace_plain(
+    launcher: TracingLauncher, steps: StepKernels, forward: StepForward, drafting: Any, settings: EngineConfig
+) -> None:
+    launcher.begin("admit")
+    steps.admit()
+    launcher.begin("recall")
+    steps.recall()
+    launcher.begin("first")
+    steps.first_begin()
+    forward.head_of_first_row()
+    steps.sample(1)
+    for bucket in buckets(settings.prefill_chunk):
+        launcher.begin(f"prefill {bucket}")
+        steps.prefill_begin(bucket)
+        forward.chunk(bucket)
+        steps.prefill_end()
+    for rows in row_counts(settings.max_sequences):
+        launcher.begin(f"decode {rows}")
+        steps.step_begin(rows)
+        forward.decode(rows)
+        steps.sample(rows)
+        if drafting:
+            drafting.after_decode(rows)
+    launcher.begin("loop")
+    steps.loop_end(1, 1, np.uint64(7), 2, 4)
+
+
+def _trace_drafting(launcher: TracingLauncher, draft: Draft, drafting: Any, settings: EngineConfig) -> None:
+    for number, shape in enumerate(draft.shapes):
+        launcher.begin(f"speculate {number}")
+        drafting._speculate(shape)
+    if draft.config.decoder is not None:
+        for bucket in buckets(settings.prefill_chunk):
+            launcher.begin(f"draft {bucket}")
+            drafting._chunk(bucket)
+        launcher.begin("catch up")
+        drafting._catch_up()
+
+
+def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """The graphs that differ, each with its first launch that does."""
+    found = []
+    for name in dict.fromkeys((*before, *after)):
+        old, new = before.get(name), after.get(name)
+        if old == new:
+            continue
+        if old is None or new is None:
+            found.append(f"{name}: only {'after' if old is None else 'before'}")
+            continue
+        place = next((at for at, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
+        found.append(f"{name}, launch {place}:\n    {old[place : place + 1]}\n    {new[place : place + 1]}")
+    return found
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Trace, write and compare; 1 if a graph differs."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", type=Path, metavar="FILE", help="keep the traces")
+    parser.add_argument("--compare", type=Path, metavar="FILE", help="with those that were kept there")
+    args = parser.parse_args(arguments)
+    graphs = {
+        f"{device} | {name} | {graph}": launches
+        for device in DEVICES
+        for name, setup in setups().items()
+        for graph, launches in trace(setup, traced_device(device)).items()
+    }
+    graphs = json.loads(json.dumps(graphs))
+    print(f"{len(graphs)} graphs, {sum(map(len, graphs.values()))} launches")
+    if args.write:
+        args.write.write_bytes(zlib.compress(json.dumps(graphs).encode()))
+    if not args.compare:
+        return 0
+    wrong = differences(json.loads(zlib.decompress(args.compare.read_bytes())), graphs)
+    print("\n".join([*wrong[:10], f"{len(wrong)} graphs differ"]))
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
