@@ -124,7 +124,7 @@ def launch_attention(
     `scales` of pages in fp8."""
     slots, tree_base = operands[7], operands[10]
     one = decode_launch(plan, len(slots), is_tree=tree_base is not None, window=window)
-    kernel = cuda.kernel(f"{one.kernel}.cu", one.kernel, dtype, **one.constants)
+    kernel = cuda.kernel(one.kernel.name, dtype, **one.constants)
     numbers = [*map(np.int32, one.sizes), *sizes, np.float32(scale)]
     kernel(one.grid, one.threads, *operands, *numbers, *(scales or []), smem=one.shared_bytes, pdl=pdl)
 

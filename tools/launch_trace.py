@@ -19,7 +19,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -43,6 +43,7 @@ from cpmrt.config import EngineConfig  # noqa: E402
 from cpmrt.cuda.arena import held_arrays  # noqa: E402
 from cpmrt.cuda.build.launcher import Launcher  # noqa: E402
 from cpmrt.cuda.build.modules import Modules  # noqa: E402
+from cpmrt.cuda.build.spec import KernelSpec, macros_of  # noqa: E402
 from cpmrt.cuda.draft.forward import executor_needs  # noqa: E402
 from cpmrt.cuda.draft.speculation import Speculation  # noqa: E402
 from cpmrt.cuda.driver.device import Device  # noqa: E402
@@ -73,6 +74,9 @@ LLAMA = SMALL | {
     "architectures": ["LlamaForCausalLM"], "hidden_size": 1536, "head_dim": 96, "num_key_value_heads": 4,
     "attention_bias": True,
 }  # fmt: skip
+
+if TYPE_CHECKING:
+    from cpmrt.cuda.build.spec import Constants
 
 Setup = tuple[Mapping[str, Any], Mapping[str, Any], Any, str | None, int]
 """config.json, engine settings, the sparse setting, the draft, bits of the draft's weights."""
@@ -136,12 +140,12 @@ class TracingLauncher(Launcher):
         return Arena(replace(plan, regions=tuple(apart), total_bytes=end), buffer)
 
     def __call__(
-        self, file: str, name: str, constants: Any, grid: Any, block: int, *args: Any, smem: int = 0,
+        self, spec: KernelSpec, constants: Constants, grid: Any, block: int, *args: Any, smem: int = 0,
         prefers_shared: bool = False,
     ) -> None:  # fmt: skip
         sizes = tuple(map(int, (grid,) if isinstance(grid, (int, np.integer)) else grid))
-        chosen = sorted((key, int(value)) for key, value in constants.items())
-        launch = [name, chosen, (*sizes, 1, 1)[:3], int(block), int(smem), bool(prefers_shared)]
+        chosen = sorted((key, int(value)) for key, value in macros_of(constants).items())
+        launch = [spec.name, chosen, (*sizes, 1, 1)[:3], int(block), int(smem), bool(prefers_shared)]
         self._graph.append([*launch, [self._shown(arg) for arg in args]])
 
     def _shown(self, arg: Any) -> Any:
@@ -181,9 +185,7 @@ def trace(setup: Setup, device: Device) -> dict[str, list[Any]]:
         specs = weight_specs(config, settings)
         with open_draft(model, settings, specs) as (_, draft):
             needs = executor_needs(config, settings, specs, draft, capability=device.capability, limits=limits)
-            plan = plan_model(
-                config, settings, itemsize=2, max_context=context, needs=needs, specs=specs, draft=draft
-            )
+            plan = plan_model(config, settings, itemsize=2, max_context=context, needs=needs, specs=specs, draft=draft)
     launcher = TracingLauncher(Modules(device.arch, DType.BFLOAT16))
     arrays = held_arrays(launcher.arena(plan))
     gemm = Gemm(device, launcher, arrays["gemm_workspace"], use_library=False)

@@ -7,7 +7,7 @@ import sys
 from cpmrt.cli.finding import Finding, Status
 from cpmrt.cuda.build import cubin_cache
 from cpmrt.cuda.build.source import kernels_folder
-from cpmrt.cuda.build.table import KERNELS, files
+from cpmrt.cuda.kernels import KERNELS, files
 from cpmrt.errors import KernelCompileError
 from cpmrt.memory.plan import format_bytes
 

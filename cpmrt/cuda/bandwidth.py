@@ -7,11 +7,14 @@ from statistics import median
 import numpy as np
 
 from cpmrt.cuda.build.modules import Modules
+from cpmrt.cuda.build.spec import KernelSpec
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.driver.launch import launch
+from cpmrt.cuda.load.random import FILL_NORMAL
 from cpmrt.dtypes import DType
 from cpmrt.errors import MemoryPlanError
 
+READ_BANDWIDTH = KernelSpec("read_bandwidth", "bandwidth.cu", hot=True, reason="what the device's memory gives at best")
 BLOCK = 256
 TILE_BYTES = 32 << 10
 """What one block reads in one pass: 8 loads of 16 bytes a thread."""
@@ -36,8 +39,8 @@ def read_bandwidth(device: Device) -> float:
     data, out = cupy.cuda.Memory(num_tiles * TILE_BYTES), cupy.cuda.Memory(grid * BLOCK // 32 * 4)
     num_words = np.int64(num_tiles * TILE_BYTES // 2)
     fill = (np.uint64(data.ptr), num_words, np.uint64(1), np.float32(0), np.float32(1))
-    launch(stream, modules.kernel("fill.cu", "fill_normal", {}), grid, BLOCK, 0, fill)
-    kernel = modules.kernel("bandwidth.cu", "read_bandwidth", {})
+    launch(stream, modules.kernel(FILL_NORMAL, {}), grid, BLOCK, 0, fill)
+    kernel = modules.kernel(READ_BANDWIDTH, {})
     read = (np.uint64(out.ptr), np.uint64(data.ptr), np.int32(num_tiles))
     seconds: list[float] = []
     for _ in range(_RUNS):

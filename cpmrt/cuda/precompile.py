@@ -10,10 +10,10 @@ import numpy as np
 from cpmrt.config import EngineConfig, ModelConfig
 from cpmrt.cuda.build.launcher import Launcher, Module
 from cpmrt.cuda.build.modules import Modules
-from cpmrt.cuda.build.table import KERNELS, files
 from cpmrt.cuda.draft.forward import DraftForward, every_shape, executor_needs
 from cpmrt.cuda.draft.kernels import tree_modules
 from cpmrt.cuda.driver.device import Device
+from cpmrt.cuda.kernels import KERNELS, files
 from cpmrt.cuda.load.repack import repack_modules
 from cpmrt.cuda.ops.gemm import Gemm
 from cpmrt.cuda.ops.kv import held_pages
@@ -98,7 +98,7 @@ def modules_of(
     gemm = Gemm(device, launcher, arrays["gemm_workspace"], use_library=False)
     with launcher.recording() as modules:
         _record(config, settings, device, launcher, gemm, arrays, context, draft)
-    sized = {spec.file for spec in KERNELS if spec.constants}
+    sized = {spec.file for spec in KERNELS if spec.macros}
     without_sizes: list[Module] = [(file, {}) for file in files(device.arch) if file not in sized]
     repacking = [m for m in repack_modules(specs, layouts_of(specs, config, limits)) if m not in modules]
     found = [*modules, *repacking, *step_modules(config, device)]

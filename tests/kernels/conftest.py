@@ -13,8 +13,10 @@ import pytest
 
 from cpmrt.cuda.build import nvrtc
 from cpmrt.cuda.build.source import read_source
-from cpmrt.cuda.build.table import files
+from cpmrt.cuda.kernels import KERNELS, files
 from cpmrt.dtypes import DType, from_float32, to_float32
+
+_SPECS = {spec.name: spec for spec in KERNELS}
 
 
 class Cuda:
@@ -29,8 +31,8 @@ class Cuda:
         self.stream = cupy.cuda.Stream(non_blocking=True)
         self._modules: dict[DType, Any] = {}
 
-    def kernel(self, file: str, name: str, dtype: DType, **constants: int) -> Callable[..., None]:
-        """The kernel `name` of `file` as a callable(grid, block, *args, smem=0, pdl=False, cluster=None).
+    def kernel(self, name: str, dtype: DType, **constants: int) -> Callable[..., None]:
+        """The kernel of this name, as a callable(grid, block, *args, smem=0, pdl=False, cluster=None).
 
         `grid` and `block` are ints or tuples; `args` are device arrays, np.int32, np.float32, np.uint64, or None for a
         null pointer.
@@ -40,7 +42,7 @@ class Cuda:
 
         if dtype not in self._modules:
             self._modules[dtype] = Modules(self.arch, dtype)
-        kernel = self._modules[dtype].kernel(file, name, constants)
+        kernel = self._modules[dtype].kernel(_SPECS[name], constants)
 
         def call(grid: Any, block: Any, *args: Any, smem: int = 0, pdl: bool = False, cluster: Any = None) -> None:
             launch(self.stream, kernel, grid, block, smem, args, pdl=pdl, cluster=cluster)

@@ -22,7 +22,7 @@ def run(cuda: Any, dtype: DType, gate_up: Any, pdl: bool = False) -> Any:
     rows, inner = len(gate_up), gate_up.shape[1] // 2
     size = rows * inner
     out = cuda.array(np.full(size + 2 * GUARD, np.nan, np.float32), dtype)
-    kernel = cuda.kernel("activation.cu", "silu_mul", dtype, INTERMEDIATE=inner)
+    kernel = cuda.kernel("silu_mul", dtype, INTERMEDIATE=inner)
     kernel(-(-size // 2048), 256, out[GUARD:], cuda.array(gate_up, dtype), np.int32(rows), pdl=pdl)
     result = cuda.numpy(out, dtype)
     assert np.isnan(result[:GUARD]).all() and np.isnan(result[GUARD + size :]).all(), "wrote outside out"

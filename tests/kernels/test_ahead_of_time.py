@@ -18,7 +18,7 @@ from cpmrt.cli.main import main
 from cpmrt.config import EngineConfig, ModelConfig
 from cpmrt.cuda.build import cubin_cache
 from cpmrt.cuda.build.modules import compile_all
-from cpmrt.cuda.build.table import KERNELS, files
+from cpmrt.cuda.kernels import KERNELS, files
 from cpmrt.cuda.precompile import known_device, modules_of
 from cpmrt.dtypes import DType
 from cpmrt.errors import ConfigError
@@ -40,7 +40,7 @@ def test_every_module_has_the_sizes_that_a_kernel_of_it_needs(arch: str, shape: 
     modules = wanted(arch, ModelConfig.from_hf(shape_config(shape)))
     for file, sizes in modules:
         assert file in files(arch)
-        assert any(set(spec.constants) <= sizes.keys() for spec in KERNELS if spec.file == file), (file, sizes)
+        assert any(set(spec.macros) <= sizes.keys() for spec in KERNELS if spec.file == file), (file, sizes)
     used = {file for file, _ in modules}
     assert {"linear.cu", "decode_attention.cu", "sampling.cu", "step.cu", "gemm.cu", "convert.cu", "fill.cu"} <= used
     assert any(file.startswith("prefill_attention") for file in used)
@@ -62,7 +62,7 @@ def test_a_quantised_model_has_the_modules_of_its_products(arch: str, head_bits:
     config = ModelConfig.from_hf(shape_config("minicpm4-8b") | settings)
     modules = wanted(arch, config, max_sequences=64, lm_head_bits=head_bits)
     for file, sizes in modules:
-        assert any(set(spec.constants) <= sizes.keys() for spec in KERNELS if spec.file == file), (file, sizes)
+        assert any(set(spec.macros) <= sizes.keys() for spec in KERNELS if spec.file == file), (file, sizes)
     products = {sizes["LINEAR"] for file, sizes in modules if file == "linear_w4.cu"}
     assert products == ({0, 1, 2, 3} if head_bits else {0, 1, 2})
     assert products == {sizes["LINEAR"] for file, sizes in modules if file == "repack_w4.cu"}
@@ -135,7 +135,7 @@ def test_a_draft_brings_its_modules(asked: list[Any], shape: str, draft: str) ->
     plain, modules = built(asked, "--shape", shape), built(asked, "--shape", shape, "--draft", draft)
     assert all(module in modules for module in plain)
     for file, sizes in modules:
-        assert any(set(spec.constants) <= sizes.keys() for spec in KERNELS if spec.file == file), (file, sizes)
+        assert any(set(spec.macros) <= sizes.keys() for spec in KERNELS if spec.file == file), (file, sizes)
     more = [module for module in modules if module not in plain]
     assert {file for file, _ in more} >= TREES | ({"lookup.cu"} if draft == "lookup" else {"draft_top_k.cu"})
     assert any(sizes["TREE"] for file, sizes in more if file == "decode_attention.cu")

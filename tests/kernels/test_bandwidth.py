@@ -23,7 +23,7 @@ def test_every_word_is_read_once(cuda: Any, dtype: DType, grid: int, num_tiles: 
     words = np.random.default_rng(num_tiles).integers(0, 2**32, num_tiles * TILE_BYTES // 4, np.uint32)
     num_warps = grid * BLOCK // 32
     out = cuda.array(np.full(num_warps + GUARD, POISON, np.uint32))
-    kernel = cuda.kernel("bandwidth.cu", "read_bandwidth", dtype)
+    kernel = cuda.kernel("read_bandwidth", dtype)
     kernel(grid, BLOCK, out, cuda.array(words), np.int32(num_tiles), pdl=pdl)
     found = cuda.numpy(out)
     assert np.bitwise_xor.reduce(found[:num_warps]) == np.bitwise_xor.reduce(words)

@@ -9,7 +9,8 @@ from pathlib import Path
 from kernel_builds import CONSTANTS, constant_sets
 
 from cpmrt.cuda.build.source import kernels_folder, read_source
-from cpmrt.cuda.build.table import KERNELS, KernelSpec
+from cpmrt.cuda.build.spec import KernelSpec
+from cpmrt.cuda.kernels import KERNELS
 from cpmrt.ops.spec import OPS
 
 ENTRY = re.compile(r'extern\s+"C"\s+__global__[^;{]*?KERNEL\((\w+)\)', re.DOTALL)
@@ -107,7 +108,7 @@ def test_the_sizes_in_the_table_are_the_ones_the_sources_ask_for() -> None:
         known = set(SIZE.findall(text))
         sets = constant_sets(spec.file)
         assert all(constants.keys() <= known for constants in sets), f"{spec.file}: a size that no source asks for"
-        assert any(set(spec.constants) <= constants.keys() for constants in sets), f"{spec.name}: {spec.constants}"
+        assert any(set(spec.macros) <= constants.keys() for constants in sets), f"{spec.name}: {spec.macros}"
 
 
 def test_no_kernel_asks_the_host_for_a_field_of_a_command() -> None:

@@ -33,7 +33,7 @@ def inside(cuda: Any, whole: Any, shape: tuple[int, ...]) -> Any:
 def test_columns_go_where_they_belong(cuda: Any, num_rows: int, columns: int, out_columns: int) -> None:
     rng = np.random.default_rng(num_rows)
     before, x = (rng.integers(-99, 99, (num_rows, width)).astype(np.float32) for width in (out_columns, columns))
-    kernel, source = cuda.kernel("columns.cu", "copy_columns", DType.BFLOAT16), cuda.array(x, DType.BFLOAT16)
+    kernel, source = cuda.kernel("copy_columns", DType.BFLOAT16), cuda.array(x, DType.BFLOAT16)
     for first in {0, 8 * ((out_columns - columns) // 16), out_columns - columns}:
         expected = before.copy()
         NumpyOps(DType.BFLOAT16).copy_columns(expected, x, first)
@@ -47,6 +47,6 @@ def test_columns_go_where_they_belong(cuda: Any, num_rows: int, columns: int, ou
 def test_clear(cuda: Any, shape: tuple[int, int]) -> None:
     whole, out = guarded(cuda, np.full(shape, -7, np.float32))
     count = shape[0] * shape[1] // 8
-    cuda.kernel("columns.cu", "clear", DType.BFLOAT16)(-(-count // 256), 256, out, np.int32(count), pdl=True)
+    cuda.kernel("clear", DType.BFLOAT16)(-(-count // 256), 256, out, np.int32(count), pdl=True)
     zeros = inside(cuda, whole, shape)
     assert not from_float32(np.ascontiguousarray(zeros), DType.BFLOAT16).any(), "zeros without a sign"

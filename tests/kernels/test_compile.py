@@ -16,7 +16,7 @@ from kernel_builds import constant_sets
 from cpmrt.cuda.build import modules as compiler
 from cpmrt.cuda.build import nvrtc
 from cpmrt.cuda.build.source import KernelSource, kernels_folder
-from cpmrt.cuda.build.table import KERNELS, files
+from cpmrt.cuda.kernels import KERNELS, files
 from cpmrt.dtypes import DType
 from cpmrt.errors import KernelCompileError
 

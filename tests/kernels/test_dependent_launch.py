@@ -26,7 +26,7 @@ from sparse_cases import Slots, SparseDevice, any_choice
 from cpmrt.config import SparseConfig
 from cpmrt.cuda.build import nvrtc
 from cpmrt.cuda.build.modules import compile_all, compile_module
-from cpmrt.cuda.build.table import KERNELS, files
+from cpmrt.cuda.kernels import KERNELS, files
 from cpmrt.cuda.ops.attention.plan import plan_decode_attention
 from cpmrt.cuda.ops.linear import DeviceLimits, plan_linear
 from cpmrt.dtypes import DType

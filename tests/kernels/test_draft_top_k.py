@@ -19,7 +19,7 @@ def launch(
     cuda: Any, logits: Any, k: int, *, slots: Any = None, token_map: Any = None, portable: bool = False
 ) -> tuple[Any, Any]:
     rows, vocab = logits.shape
-    kernel = cuda.kernel("draft_top_k.cu", "draft_top_k", DType.BFLOAT16, VOCAB=vocab, PORTABLE=int(portable))
+    kernel = cuda.kernel("draft_top_k", DType.BFLOAT16, VOCAB=vocab, PORTABLE=int(portable))
     ids = cuda.array(np.full((rows, k), -7, np.int32))
     logprobs = cuda.array(np.full((rows, k), np.nan, np.float32))
     slots = cuda.array(np.zeros(rows, np.int32) if slots is None else slots)

@@ -20,7 +20,7 @@ def run(cuda: Any, dtype: DType, table: Any, token_ids: Any, slots: Any, scale: 
     """The rows; what lies around them must stay poison."""
     hidden, size = table.shape[1], len(token_ids) * table.shape[1]
     out = cuda.array(np.full(size + 2 * GUARD, np.nan, np.float32), dtype)
-    kernel = cuda.kernel("embed.cu", "embed", dtype, HIDDEN=hidden)
+    kernel = cuda.kernel("embed", dtype, HIDDEN=hidden)
     rows = (cuda.array(np.asarray(token_ids, np.int32)), cuda.array(np.asarray(slots, np.int32)))
     kernel(len(token_ids), 128, out[GUARD:], *rows, cuda.array(table, dtype), np.float32(scale), pdl=pdl)
     result = cuda.numpy(out, dtype)

@@ -49,7 +49,7 @@ class Store:
         self.before = random.integers(0, 256, (2, *self.shape), np.uint8)
         self.codes = [self.cuda.array(codes) for codes in self.before]
         self.scales = [self.cuda.array(np.full(self.shape[:2], POISON, np.float32)) for _ in "kv"]
-        self.kernel = self.cuda.kernel("rope_append.cu", "rope_append", self.dtype, HEAD_DIM=self.head_dim, FP8=1)
+        self.kernel = self.cuda.kernel("rope_append", self.dtype, HEAD_DIM=self.head_dim, FP8=1)
 
     def append(self, rows: list[int], positions: list[int], slots: list[int]) -> None:
         """Rows of `qkv` at these positions of slots."""
@@ -232,7 +232,7 @@ def test_every_code_and_scale_expands_exactly(cuda: Any, dtype: DType, head_dim:
     scales = 2.0 ** random.integers(-8, 8, (2, *shape[:2])).astype(np.float32)
     table = np.array([[0] * 7, [8, 3, 5, 0, 7, 1, 2]], np.int32)
     outs = [cuda.array(np.full((7, *shape[1:]), np.nan, np.float32), dtype) for _ in "kv"]
-    kernel = cuda.kernel("expand_pages.cu", "expand_pages", dtype, HEAD_DIM=head_dim)
+    kernel = cuda.kernel("expand_pages", dtype, HEAD_DIM=head_dim)
     chunk = cuda.array(np.array([1, start, count, 0], np.int32))
     arrays = [*map(cuda.array, codes), *map(cuda.array, scales), cuda.array(table), chunk]
     kernel((blocks, 6), 256, *outs, *arrays, np.int32(3), np.int32(7))
@@ -246,7 +246,7 @@ def test_an_empty_slot_expands_nothing(cuda: Any) -> None:
     outs = [cuda.array(np.full((2, 1, PAGE_SIZE, 64), 7, np.uint16)) for _ in "kv"]
     codes = [cuda.array(np.ones((2, 1, PAGE_SIZE, 64), np.uint8)) for _ in "kv"]
     scales = [cuda.array(np.ones((2, 1), np.float32)) for _ in "kv"]
-    kernel = cuda.kernel("expand_pages.cu", "expand_pages", DType.BFLOAT16, HEAD_DIM=64)
+    kernel = cuda.kernel("expand_pages", DType.BFLOAT16, HEAD_DIM=64)
     for chunk in ([-1, 5, 20, 0], [0, 0, 0, 0]):
         table, chunk_array = cuda.array(np.zeros((1, 2), np.int32)), cuda.array(np.array(chunk, np.int32))
         kernel((4, 2), 256, *outs, *codes, *scales, table, chunk_array, np.int32(1), np.int32(2))

@@ -43,7 +43,7 @@ def run(
     if y is not None:
         buffer[GUARD:-GUARD].reshape(m, n + gap)[:, :n] = y
     out = cuda.array(buffer, dtype)
-    gemm = cuda.kernel("gemm.cu", "gemm", dtype, **tile)
+    gemm = cuda.kernel("gemm", dtype, **tile)
     grid = -(-m // 128) * -(-n // tile["TILE_N"])
     sizes = (*map(np.int32, (m, n, k, n + gap)), np.float32(alpha), np.float32(y is not None))
     args = (out[GUARD:], cuda.array(x, dtype), cuda.array(w, dtype), *sizes)
@@ -102,7 +102,7 @@ def test_a_row_has_the_same_bits_in_any_tile_and_company(cuda: Any, dtype: DType
 @pytest.mark.gpu
 def test_dependent_launches_keep_the_order(cuda: Any) -> None:
     tile, dtype = constant_sets("gemm.cu")[0], DType.BFLOAT16
-    gemm = cuda.kernel("gemm.cu", "gemm", dtype, **tile)
+    gemm = cuda.kernel("gemm", dtype, **tile)
     shared = (128 + tile["TILE_N"]) * tile["TILE_K"] * 2 * tile["STAGES"]
     random = np.random.default_rng(3)
     w = cuda.array(random.standard_normal((512, 512), np.float32) / 22, dtype)

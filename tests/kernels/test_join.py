@@ -22,7 +22,7 @@ def run(cuda: Any, dtype: DType, halves: list[Any], norms: list[Any], pdl: bool 
     (rows, a_columns), (_, b_columns) = (half.shape for half in halves)
     size = rows * (a_columns + b_columns)
     out = cuda.array(np.full(size + 2 * GUARD, np.nan, np.float32), dtype)
-    kernel = cuda.kernel("join.cu", "join", dtype, A_COLUMNS=a_columns, B_COLUMNS=b_columns)
+    kernel = cuda.kernel("join", dtype, A_COLUMNS=a_columns, B_COLUMNS=b_columns)
     pairs = zip(halves, norms, strict=True)
     inputs = [None if values is None else cuda.array(values, dtype) for pair in pairs for values in pair]
     kernel((rows, 2), 256, out[GUARD:], *inputs, np.float32(EPS), pdl=pdl)
@@ -57,6 +57,6 @@ def test_halves_are_the_oracles(
 
 def normalised(cuda: Any, dtype: DType, x: Any, norm: Any) -> Any:
     out = cuda.array(np.full_like(x, np.nan), dtype)
-    kernel = cuda.kernel("norm.cu", "rms_norm", dtype, HIDDEN=x.shape[1])
+    kernel = cuda.kernel("rms_norm", dtype, HIDDEN=x.shape[1])
     kernel(len(x), 256, out, cuda.array(x, dtype), cuda.array(norm, dtype), np.float32(EPS))
     return cuda.numpy(out, dtype)

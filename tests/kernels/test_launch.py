@@ -58,8 +58,9 @@ def test_the_driver_keeps_a_preference_for_shared_memory(cuda: Any) -> None:
 
     from cpmrt.cuda.build.modules import Modules
     from cpmrt.cuda.driver.launch import launch
+    from cpmrt.cuda.load.random import FILL_NORMAL
 
-    kernel = Modules(cuda.arch, DType.BFLOAT16).kernel("fill.cu", "fill_normal", {})
+    kernel = Modules(cuda.arch, DType.BFLOAT16).kernel(FILL_NORMAL, {})
     out = cuda.array(np.zeros(8, np.float32), DType.BFLOAT16)
     scalars = (np.int64(8), np.uint64(7), np.float32(0.0), np.float32(1.0))
     launch(cuda.stream, kernel, 1, 32, 0, (out, *scalars), prefers_shared=True)
@@ -73,7 +74,7 @@ def test_the_driver_keeps_a_preference_for_shared_memory(cuda: Any) -> None:
 @pytest.mark.parametrize("pdl", [False, True])
 def test_launches_eager_and_captured_give_the_same(cuda: Any, pdl: bool) -> None:
     count = 1000
-    fill = cuda.kernel("fill.cu", "fill_normal", DType.BFLOAT16)
+    fill = cuda.kernel("fill_normal", DType.BFLOAT16)
     eager, captured = (cuda.array(np.zeros(count, np.float32), DType.BFLOAT16) for _ in range(2))
     scalars = (np.int64(count), np.uint64(7), np.float32(0.0), np.float32(1.0))
     fill(4, 256, eager, *scalars, pdl=pdl)

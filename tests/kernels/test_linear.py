@@ -125,7 +125,7 @@ class Launcher:
             constants["CPMRT_PORTABLE"] = 1
         if case.head_dim:
             constants["HEAD_DIM"] = case.head_dim
-        kernel = self.cuda.kernel("linear.cu", f"linear_{case.product}", case.dtype, **constants)
+        kernel = self.cuda.kernel(f"linear_{case.product}", case.dtype, **constants)
 
         def launch(*args: Any) -> None:
             kernel(plan.grid, BLOCK_THREADS, *args, smem=plan.shared_bytes, pdl=pdl)

@@ -59,7 +59,7 @@ def test_conversion_rounds_as_the_host_does(cuda: Any, dtype: DType, name: str, 
     source = from_float32(values, stored)
     out, flag = cuda.array(np.full(count + 2 * GUARD + 1, POISON, np.uint16)), cuda.array(np.zeros(1, np.uint32))
     # An odd element: packed tensors need not begin at a wider boundary.
-    cuda.kernel("convert.cu", name, dtype)(64, 256, out[GUARD + 1 :], flag, cuda.array(source), np.int32(count))
+    cuda.kernel(name, dtype)(64, 256, out[GUARD + 1 :], flag, cuda.array(source), np.int32(count))
     words = cuda.numpy(out)
     assert (words[: GUARD + 1] == POISON).all() and (words[GUARD + 1 + count :] == POISON).all()
     found = to_float32(words[GUARD + 1 : GUARD + 1 + count].view(dtype.storage), dtype)
@@ -74,7 +74,7 @@ def test_values_beyond_float16_are_flagged(cuda: Any, dtype: DType, expected: in
     values, flag = np.zeros(1000, np.float32), cuda.array(np.zeros(1, np.uint32))
     values[777] = 1e6
     out = cuda.array(np.zeros(1000, np.uint16))
-    cuda.kernel("convert.cu", "convert_float32", dtype)(4, 256, out, flag, cuda.array(values), np.int32(1000))
+    cuda.kernel("convert_float32", dtype)(4, 256, out, flag, cuda.array(values), np.int32(1000))
     assert cuda.numpy(flag)[0] == expected
 
 
@@ -109,7 +109,7 @@ def test_dummy_weights_have_their_distribution(cuda: Any, dtype: DType) -> None:
 
 @pytest.mark.gpu
 def test_random_words_are_uniform_and_repeatable(cuda: Any) -> None:
-    fill, count, results = cuda.kernel("fill.cu", "fill_words", DType.FLOAT16), 100_003, []
+    fill, count, results = cuda.kernel("fill_words", DType.FLOAT16), 100_003, []
     for seed in (5, 5, 6):
         out = cuda.array(np.zeros(count + 1, np.uint64))
         fill(7, 256, out, np.int64(count), np.uint64(seed))
@@ -138,7 +138,7 @@ def test_the_device_writes_mapped_host_memory(cuda: Any) -> None:
     with HostBuffer(4096) as buffer:
         words = buffer.array(np.uint16, (100,), offset=256)
         assert words.shape == (100,) and not words.any()
-        fill = cuda.kernel("fill.cu", "fill_normal", DType.FLOAT16)
+        fill = cuda.kernel("fill_normal", DType.FLOAT16)
         address = np.uint64(buffer.device_address + 256)
         fill(1, 256, address, np.int64(100), np.uint64(5), np.float32(1), np.float32(0))
         cuda.sync()

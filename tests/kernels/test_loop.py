@@ -41,7 +41,7 @@ class Loop:
         self.count = cuda.array(np.zeros(1, np.int32))
         self.rows, self.end_after = (cuda.array(np.array(values, np.int32)) for values in (slots, end_after))
         self.step = cuda.cupy.RawKernel(STEP, "step")
-        kernel = cuda.kernel("loop.cu", "loop_end", DType.BFLOAT16)
+        kernel = cuda.kernel("loop_end", DType.BFLOAT16)
         sizes = map(np.int32, (ss.SLOT_STATE.fields["finished"][1], ss.SLOT_STATE.itemsize))
         arguments = (self.context, self.states, self.count, self.end_after, *sizes)
         with cuda.stream:

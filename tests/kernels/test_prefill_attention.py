@@ -72,7 +72,7 @@ def run(
     num_kv_heads, head_dim = case.k_pages.shape[1], case.k_pages.shape[3]
     heads = width // head_dim
     plan = plan_prefill_attention(num_heads=heads, num_kv_heads=num_kv_heads, head_dim=head_dim, arch=arch)
-    kernel = cuda.kernel(f"{plan.kernel}.cu", plan.kernel, case.dtype, **plan.constants | {"WINDOW": window})
+    kernel = cuda.kernel(plan.kernel.name, case.dtype, **plan.constants | {"WINDOW": window})
     q = np.full((bucket, width), np.nan, np.float32)
     q[:count] = case.q
     out = cuda.array(np.full(bucket * width + 2 * GUARD, np.nan, np.float32), case.dtype)

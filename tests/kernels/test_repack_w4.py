@@ -56,7 +56,7 @@ class Repacker:
         self.sizes = np.int32(layout.out_features), np.int32(layout.num_tiles)
 
     def kernel(self, name: str) -> Any:
-        return self.cuda.kernel("repack_w4.cu", name, self.dtype, **self.constants)
+        return self.cuda.kernel(name, self.dtype, **self.constants)
 
     def add(self, first: int, codes: Any, scales: Any, zeros: Any, permutation: Any, group_size: int) -> None:
         """`codes` u [N, K] of rows first .. first + N - 1, as its file would have them."""
@@ -139,7 +139,7 @@ def test_codes_of_eight_bits(cuda: Any, group_size: int) -> None:
             ("repack_w4_codes", (sources[0], None), ()),
             ("repack_w4_scales", (sources[1], None), (np.int32(group_size), np.int32(0), np.int32(0))),
         ):
-            kernel = cuda.kernel("repack_w4.cu", name, dtype, **constants)
+            kernel = cuda.kernel(name, dtype, **constants)
             kernel(5, BLOCK, packed, *args, *sizes, np.int32(layout.num_tiles), *more)
     expected, ones = pack(layout, codes, scales, None), np.ones_like(scales)
     written = pack(layout, np.full_like(codes, 255), ones * np.uint16(0xFFFF), None) == 255

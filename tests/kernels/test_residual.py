@@ -20,7 +20,7 @@ def run(cuda: Any, dtype: DType, x: Any, y: Any, bias: Any, scale: float, pdl: b
     """x after the addition; what lies around it must stay poison."""
     poison = np.full(GUARD, np.nan, np.float32)
     buffer = cuda.array(np.concatenate([poison, x.ravel(), poison]), dtype)
-    kernel = cuda.kernel("residual.cu", "residual_add", dtype, HIDDEN=x.shape[1])
+    kernel = cuda.kernel("residual_add", dtype, HIDDEN=x.shape[1])
     inputs = cuda.array(y, dtype), None if bias is None else cuda.array(bias, dtype)
     kernel(-(-x.size // 2048), 256, buffer[GUARD:], *inputs, np.int32(len(x)), np.float32(scale), pdl=pdl)
     result = cuda.numpy(buffer, dtype)

@@ -93,7 +93,7 @@ def run(cuda: Any, case: Case, pdl: bool = False) -> list[Any]:
     numbers = (len(case.qkv), case.heads, case.kv_heads, case.block_tables.shape[1], MAX_CONTEXT)
     lanes = 4 if case.head_dim == 64 else 8
     grid = -(-len(case.qkv) * (case.heads + 2 * case.kv_heads) * lanes // 256)
-    kernel = cuda.kernel("rope_append.cu", "rope_append", case.dtype, HEAD_DIM=case.head_dim, FP8=0)
+    kernel = cuda.kernel("rope_append", case.dtype, HEAD_DIM=case.head_dim, FP8=0)
     targets = [out[GUARD:] for out in outs] + [None] * (5 - len(outs))
     scalars = (*map(np.int32, numbers), np.float32(EPS))
     kernel(grid, 256, *targets, cuda.array(case.qkv, case.dtype), *weights, *rows, *scalars, pdl=pdl)

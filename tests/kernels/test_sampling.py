@@ -88,7 +88,7 @@ def launch(
 ) -> Launched:
     """Sample `rows`; row i belongs to slot i unless `slots` says otherwise (-1: padding)."""
     vocab = len(rows[0].logits)
-    kernel = cuda.kernel("sampling.cu", "sample", DType.BFLOAT16, VOCAB=vocab, PORTABLE=int(portable))
+    kernel = cuda.kernel("sample", DType.BFLOAT16, VOCAB=vocab, PORTABLE=int(portable))
     slots = list(range(len(rows))) if slots is None else slots
     num_slots = max(slots) + 2
     states, counts = np.zeros(num_slots, slot_state(admit(rows[0])).dtype), np.zeros((num_slots, vocab), np.uint32)

@@ -74,10 +74,9 @@ class DeviceSteps:
         self.rows: list[tuple[int, int, int]] = []
 
     def launch(self, name: str, grid: Any, block: int, *args: Any) -> None:
-        file = "sampling.cu" if name == "sample" else "step.cu"
         sizes = {"VOCAB": VOCAB, "PORTABLE": 1} if name == "sample" else {"VOCAB": VOCAB, "HIDDEN": HIDDEN}
         arguments = [self.on_device[arg] if isinstance(arg, str) else arg for arg in args]
-        self.cuda.kernel(file, name, DType.BFLOAT16, **sizes)(grid, block, *arguments, pdl=self.pdl)
+        self.cuda.kernel(name, DType.BFLOAT16, **sizes)(grid, block, *arguments, pdl=self.pdl)
 
     def begin(self, name: str, block: int, outputs: list[str], write: Callable[[Any], None], *sizes: int) -> None:
         at = self.number % ss.RING_ENTRIES * self.stride
@@ -267,7 +266,7 @@ def test_the_head_gets_the_last_row_of_the_chunk(cuda: Any, count: int) -> None:
     x = np.random.default_rng(0).standard_normal((7, HIDDEN)).astype(np.float32)
     device_x, chunk = cuda.array(x, DType.FLOAT16), cuda.array(np.array([0, 0, count, 1], np.int32))
     before = cuda.numpy(device_x, DType.FLOAT16)
-    kernel = cuda.kernel("step.cu", "first_begin", DType.FLOAT16, VOCAB=VOCAB, HIDDEN=HIDDEN)
+    kernel = cuda.kernel("first_begin", DType.FLOAT16, VOCAB=VOCAB, HIDDEN=HIDDEN)
     kernel(1, 128, device_x, chunk)
     after = cuda.numpy(device_x, DType.FLOAT16)
     np.testing.assert_array_equal(after[0], before[count - 1])

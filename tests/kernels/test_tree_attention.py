@@ -31,7 +31,7 @@ def blocks(launch: AttentionLaunch) -> tuple[int, int]:
 
 def test_many_rows_of_a_tree_share_pages() -> None:
     chosen = [decode_launch(plan(32, 2, 128), rows, is_tree=True) for rows in (1, 12, *EVERY_BLOCK)]
-    assert [launch.kernel for launch in chosen] == ["decode_attention"] * 2 + ["tree_attention"] * 4
+    assert [launch.kernel.name for launch in chosen] == ["decode_attention"] * 2 + ["tree_attention"] * 4
     assert [blocks(launch) for launch in chosen[2:]] == [(3, 8), (2, 4), (3, 4), (2, 2)]
     assert all(launch.constants["TREE"] == 1 for launch in chosen[:2])
 
@@ -42,7 +42,7 @@ def test_many_rows_of_a_tree_share_pages() -> None:
 )
 def test_other_rows_and_devices_do_not(arch: int, portable: bool, is_tree: bool, selected: int) -> None:
     launch = decode_launch(plan(32, 2, 128, arch, portable), 64, is_tree=is_tree, selected=selected)
-    assert launch.kernel == "decode_attention"
+    assert launch.kernel.name == "decode_attention"
     assert (launch.constants["TREE"], launch.constants["SELECTED"]) == (is_tree, selected)
 
 
@@ -56,7 +56,7 @@ def test_every_launch_fits(group: int, kv_heads: int, head_dim: int) -> None:
     for rows in range(1, 65):
         launch = decode_launch(decode, rows, is_tree=True)
         assert launch.shared_bytes <= SHARED_BYTES
-        if launch.kernel == "tree_attention":
+        if launch.kernel.name == "tree_attention":
             row_tiles, cluster = blocks(launch)
             assert launch.grid[:2] == (cluster, decode.units)
             assert launch.grid[2] * row_tiles * (2 if heads <= 8 else 1) >= rows

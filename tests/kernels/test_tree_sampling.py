@@ -45,7 +45,7 @@ class Plain:
 
     def __init__(self, device: TreeDevice, portable: bool):
         self.device, self.grid = device, 1 if portable or device.cuda.device.capability < 90 else 8
-        self.kernel = device.cuda.kernel("sampling.cu", "sample", DType.BFLOAT16, VOCAB=VOCAB, PORTABLE=int(portable))
+        self.kernel = device.cuda.kernel("sample", DType.BFLOAT16, VOCAB=VOCAB, PORTABLE=int(portable))
 
     def sample(self, state: Any, counts: Any, path: list[int], logits: Any) -> tuple[int, bytes]:
         cuda, words, own = self.device.cuda, counts.copy(), state.copy()

@@ -126,7 +126,7 @@ def test_every_sanitized_test_is_a_gpu_test_that_exists(check):
 def test_every_kernel_file_is_sanitized_alone_or_in_a_model(check):
     from reference.golden_models import TINY
 
-    from cpmrt.cuda.build.table import files
+    from cpmrt.cuda.kernels import files
 
     texts = "".join((ROOT / "tests" / "kernels" / file).read_text() for file in check.SANITIZED)
     assert [file for file in files() if file.removesuffix(".cu") not in texts] == list(check.NOT_SANITIZED)

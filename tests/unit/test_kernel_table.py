@@ -11,7 +11,7 @@ import pytest
 
 from cpmrt.bench.shapes import shape_config
 from cpmrt.config import ModelConfig
-from cpmrt.cuda.build.table import KERNELS
+from cpmrt.cuda.kernels import KERNELS
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ModelConfig.from_hf(shape_config("minicpm4-8b"))

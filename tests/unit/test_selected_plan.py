@@ -19,7 +19,7 @@ def plan(arch: int = 90, **settings: Any) -> DecodeAttentionPlan:
 def test_clusters_that_find_room_at_once(rows: int, is_tree: bool) -> None:
     one = decode_launch(plan(), rows, is_tree=is_tree, selected=1)
     width, units, clusters = one.grid
-    assert one.kernel == "selected_attention" and one.constants["TREE"] == is_tree
+    assert one.kernel.name == "selected_attention" and one.constants["TREE"] == is_tree
     assert (width, units) == (8, 2 * rows) and 1 <= clusters <= 8
     assert clusters == 1 or units * clusters <= 30
     assert clusters == 8 or units * (clusters + 1) > 29
@@ -28,4 +28,4 @@ def test_clusters_that_find_room_at_once(rows: int, is_tree: bool) -> None:
 @pytest.mark.parametrize(("arch", "settings"), [(80, {}), (100, {}), (90, {"portable": True}), (90, {"is_fp8": True})])
 def test_others_have_decode_attention(arch: int, settings: dict[str, bool]) -> None:
     made = plan(arch, **settings)
-    assert decode_launch(made, 12, is_tree=False, selected=1).kernel == "decode_attention"
+    assert decode_launch(made, 12, is_tree=False, selected=1).kernel.name == "decode_attention"

@@ -1,13 +1,18 @@
-"""Launches by kernel name on one stream; or, while recording, only a list of what would have to be compiled."""
+"""Launches of kernels by spec on one stream; or, while recording, only a list of what would have to be compiled."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cpmrt.cuda.build.modules import Modules
+from cpmrt.cuda.build.spec import KernelSpec, macros_of
+from cpmrt.cuda.driver.array import KernelArgument
 from cpmrt.cuda.driver.launch import Dimensions, launch
+
+if TYPE_CHECKING:
+    from cpmrt.cuda.build.spec import Constants
 
 Module = tuple[str, Mapping[str, int]]
 
@@ -21,20 +26,19 @@ class Launcher:
 
     def __call__(
         self,
-        file: str,
-        name: str,
-        constants: Mapping[str, int],
+        spec: KernelSpec,
+        constants: Constants,
         grid: Dimensions,
         block: int,
-        *args: Any,
+        *args: KernelArgument,
         smem: int = 0,
         prefers_shared: bool = False,
     ) -> None:
-        """Launch kernel `name` of `file`, compiled with these sizes; `prefers_shared` as `launch.launch`."""
+        """Launch the kernel, compiled with these sizes; `smem` bytes, and `prefers_shared` as `launch` has it."""
         if self._recorded is not None:
-            self._recorded.append((file, constants))
+            self._recorded.append((spec.file, macros_of(constants)))
             return
-        kernel = self.modules.kernel(file, name, constants)
+        kernel = self.modules.kernel(spec, constants)
         launch(self.stream, kernel, grid, block, smem, args, pdl=self._use_pdl, prefers_shared=prefers_shared)
 
     @property

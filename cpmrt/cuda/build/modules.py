@@ -10,15 +10,18 @@ import os
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from cpmrt.cuda.build import cubin_cache
-from cpmrt.cuda.build import nvrtc
+from cpmrt.cuda.build import cubin_cache, nvrtc
+from cpmrt.cuda.build.source import KernelSource, read_source
+from cpmrt.cuda.build.spec import KernelSpec, macros_of
 from cpmrt.cuda.driver.device import LOST_CONTEXT, OUT_OF_MEMORY, device_fault
 from cpmrt.cuda.driver.launch import Kernel
-from cpmrt.cuda.build.source import KernelSource, read_source
 from cpmrt.dtypes import DType
 from cpmrt.errors import KernelCompileError
+
+if TYPE_CHECKING:
+    from cpmrt.cuda.build.spec import Constants
 
 _PDL_CAPABILITY = 90
 # Instructions that only this architecture has need the "a"; a cubin of sm_90 runs on no other either.
@@ -26,9 +29,9 @@ _TARGETS = {"sm_90": "sm_90a"}
 _SUFFIXES = {DType.BFLOAT16: "bf16", DType.FLOAT16: "fp16"}
 
 
-def options(arch: str, dtype: DType, constants: Mapping[str, int]) -> tuple[str, ...]:
+def options(arch: str, dtype: DType, constants: Constants) -> tuple[str, ...]:
     """The compiler's options. They hold no path, so that a cache can be copied to another machine."""
-    sizes = sorted(constants.items())
+    sizes = sorted(macros_of(constants).items())
     return (
         f"-arch={_TARGETS.get(arch, arch)}",
         "-std=c++17",
@@ -45,7 +48,7 @@ def suffix(dtype: DType) -> str:
     return _SUFFIXES[dtype]
 
 
-def compile_module(file: str, arch: str, dtype: DType, constants: Mapping[str, int]) -> Path:
+def compile_module(file: str, arch: str, dtype: DType, constants: Constants) -> Path:
     """The cubin of one module, compiled if the cache has none of these sources, options and compiler.
 
     `arch` is such as "sm_90". Where NVRTC is not installed, a cubin that any version of it made is good enough. Raises
@@ -60,7 +63,7 @@ def compile_module(file: str, arch: str, dtype: DType, constants: Mapping[str, i
     return cubin_cache.store(key, nvrtc.version() or "unknown", cubin)
 
 
-def compile_all(arch: str, dtype: DType, modules: Iterable[tuple[str, Mapping[str, int]]]) -> list[Path]:
+def compile_all(arch: str, dtype: DType, modules: Iterable[tuple[str, Constants]]) -> list[Path]:
     """The cubins of several (file, constants), compiled in parallel; in their order. Raises as compile_module does."""
     with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
         builds = [pool.submit(compile_module, file, arch, dtype, constants) for file, constants in modules]
@@ -78,20 +81,20 @@ class Modules:
         self.arch, self.dtype = arch, dtype
         self._loaded: dict[tuple[str, frozenset[tuple[str, int]]], Any] = {}
 
-    def kernel(self, file: str, name: str, constants: Mapping[str, int]) -> Kernel:
-        """The kernel `name` (without suffix) of `file` with these compile-time sizes, on the current device.
+    def kernel(self, spec: KernelSpec, constants: Constants) -> Kernel:
+        """The kernel with these compile-time sizes, on the current device.
 
         Raises KernelCompileError if it does not compile, does not load or is not there; DeviceError after a fault.
         """
-        full_name = f"{name}_{suffix(self.dtype)}"
-        module = self._module(file, constants)
+        full_name = f"{spec.name}_{suffix(self.dtype)}"
+        module = self._module(spec.file, macros_of(constants))
         try:
             raw = module.get_function(full_name)
             return Kernel(full_name, raw.kernel.ptr, raw, has_pdl=_capability(self.arch) >= _PDL_CAPABILITY)
         except Exception as error:  # CuPy's driver error classes cannot be named without importing it
             if getattr(error, "status", None) in LOST_CONTEXT | {OUT_OF_MEMORY}:
                 raise device_fault(error) from error
-            what = f"{full_name} of {file} does not load for {self.arch}: {error}"
+            what = f"{full_name} of {spec.file} does not load for {self.arch}: {error}"
             raise KernelCompileError(what, fix=f"delete the compiled kernels in {cubin_cache.folder()}") from error
 
     def _module(self, file: str, constants: Mapping[str, int]) -> Any:

@@ -25,40 +25,44 @@ import numpy as np
 from cpmrt.config import ModelConfig, TreeShape
 from cpmrt.config.speculation import MAX_CANDIDATES, MAX_NODES
 from cpmrt.cuda.build.launcher import Launcher, Module
+from cpmrt.cuda.build.spec import KernelSpec
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.step.structs import CATCH_UP, SPECULATE
 
 if TYPE_CHECKING:
     from cpmrt.cuda.step.rings import Rings  # which needs CuPy
 
-_TOP_K, _TREE, _LOOKUP = "draft_top_k.cu", "draft_tree.cu", "lookup.cu"
-_SPECULATE, _CARRY, _SAMPLING, _ACCEPT = "speculate.cu", "carry.cu", "tree_sampling.cu", "accept.cu"
+
+def _spec(name: str, file: str, reason: str, *constants: str, hot: bool = True) -> KernelSpec:
+    return KernelSpec(name, file, constants=constants, hot=hot, reason=reason)
+
+
+DRAFT_TOP_K = _spec("draft_top_k", "draft_top_k.cu", "drafting: candidates", "VOCAB", "PORTABLE")
+TREE_GROW = _spec("tree_grow", "draft_tree.cu", "drafting: the rows of the next pass")
+TREE_FINISH = _spec("tree_finish", "draft_tree.cu", "drafting: the nodes to verify")
+LOOKUP = _spec("lookup", "lookup.cu", "drafting: from the sequence's own tokens", "PORTABLE")
+SPECULATE_BEGIN = _spec("speculate_begin", "speculate.cu", "bookkeeping: rows that the draft has not seen")
+CATCH_UP_END = _spec("catch_up_end", "speculate.cu", "bookkeeping: the draft has seen a sequence", hot=False)
+PREFILL_ROWS = _spec("prefill_rows", "carry.cu", "bookkeeping: the draft's rows of a prefill chunk")
+CARRY_ROWS = _spec("carry_rows", "carry.cu", "bookkeeping: hidden states for the draft's next pass")
+SAMPLE_TREE = _spec("sample_tree", "tree_sampling.cu", "the sampling chain", "VOCAB", "PORTABLE")
+ACCEPT = _spec("accept", "accept.cu", "bookkeeping: the end of a speculative step", "VOCAB")
+TREE_KERNELS = (
+    DRAFT_TOP_K, TREE_GROW, TREE_FINISH, LOOKUP, SPECULATE_BEGIN, CATCH_UP_END, PREFILL_ROWS, CARRY_ROWS, SAMPLE_TREE,
+    ACCEPT,
+)  # fmt: skip
 _ROW = ("token_ids", "positions", "slots", "locations")
 _COPY_THREADS, _ROW_THREADS, _LOOKUP_THREADS, _CHUNK_THREADS = 256, 512, 1024, 1024
 _BEGIN_THREADS, _MOST_BEGIN_BLOCKS = 1024, 4
 
 
-_NAMES = (
-    (_TOP_K, "draft_top_k"),
-    (_TREE, "tree_grow"),
-    (_TREE, "tree_finish"),
-    (_LOOKUP, "lookup"),
-    (_SPECULATE, "speculate_begin"),
-    (_SPECULATE, "catch_up_end"),
-    (_CARRY, "prefill_rows"),
-    (_CARRY, "carry_rows"),
-    (_SAMPLING, "sample_tree"),
-    (_ACCEPT, "accept"),
-)
-
-
 def tree_modules(config: ModelConfig, device: Device, draft_vocab: int) -> tuple[Module, ...]:
     """What `TreeKernels` launches; `draft_vocab`: rows of the draft's head, 0 for prompt lookup."""
     portable = int(device.is_portable)
-    head = ((_TOP_K, {"VOCAB": draft_vocab, "PORTABLE": portable}),) if draft_vocab else ()
-    sampling = (_SAMPLING, {"VOCAB": config.vocab_size, "PORTABLE": portable})
-    plain: tuple[Module, ...] = tuple((file, {}) for file in (_TREE, _SPECULATE, _CARRY))
-    return (*head, *plain, (_LOOKUP, {"PORTABLE": portable}), sampling, (_ACCEPT, {"VOCAB": config.vocab_size}))
+    head = ((DRAFT_TOP_K.file, {"VOCAB": draft_vocab, "PORTABLE": portable}),) if draft_vocab else ()
+    sampling = (SAMPLE_TREE.file, {"VOCAB": config.vocab_size, "PORTABLE": portable})
+    plain: tuple[Module, ...] = tuple((spec.file, {}) for spec in (TREE_GROW, SPECULATE_BEGIN, CARRY_ROWS))
+    return (*head, *plain, (LOOKUP.file, {"PORTABLE": portable}), sampling, (ACCEPT.file, {"VOCAB": config.vocab_size}))
 
 
 class TreeKernels:
@@ -92,9 +96,9 @@ class TreeKernels:
 
     def load(self) -> None:
         """Load every kernel without running one."""
-        for file, name in _NAMES:
-            if file in self._modules:
-                self._launch.modules.kernel(file, name, self._modules[file])
+        for spec in TREE_KERNELS:
+            if spec.file in self._modules:
+                self._launch.modules.kernel(spec, self._modules[spec.file])
 
     def speculate_begin(self, num_rows: int, hidden: Any | None = None) -> None:
         """Look at the next command, a Speculate; set up the draft rows 0 .. num_rows-1 of its sequence (0: none).
@@ -114,7 +118,7 @@ class TreeKernels:
         a = self._arrays
         carry = a.get("carry_hidden")
         self._start(
-            _SPECULATE, "catch_up_end", 1, _COPY_THREADS, carry, a["carry_counts"], self._results, a["step_context"],
+            CATCH_UP_END, 1, _COPY_THREADS, carry, a["carry_counts"], self._results, a["step_context"],
             *self._in, np.int32(_width(carry)),
         )  # fmt: skip
 
@@ -126,7 +130,7 @@ class TreeKernels:
         a, rows = self._arrays, logits.shape[0]
         slots = a["draft_slots"][first_row : first_row + rows]
         self._start(
-            _TOP_K, "draft_top_k", (self._blocks_per_row, rows), _ROW_THREADS, a["draft_ids"], a["draft_logprobs"],
+            DRAFT_TOP_K, (self._blocks_per_row, rows), _ROW_THREADS, a["draft_ids"], a["draft_logprobs"],
             logits, slots, token_map, np.int32(k),
         )  # fmt: skip
 
@@ -140,7 +144,7 @@ class TreeKernels:
         a = self._arrays
         sizes = (depth, shape.top_k)
         self._start(
-            _TREE, "tree_grow", _copy_blocks(shape.top_k, hidden), _COPY_THREADS, a["draft_tree"], *self._draft_rows,
+            TREE_GROW, _copy_blocks(shape.top_k, hidden), _COPY_THREADS, a["draft_tree"], *self._draft_rows,
             hidden, outputs, a["draft_ids"], a["draft_logprobs"], *map(np.int32, sizes), self._offset,
             np.int32(_width(hidden)),
         )  # fmt: skip
@@ -150,7 +154,7 @@ class TreeKernels:
         a = self._arrays
         sizes = (shape.num_passes, shape.top_k, shape.tree_size)
         self._start(
-            _TREE, "tree_finish", 1, MAX_CANDIDATES, a["draft_tree"], *self._target_rows, a["draft_ids"],
+            TREE_FINISH, 1, MAX_CANDIDATES, a["draft_tree"], *self._target_rows, a["draft_ids"],
             a["draft_logprobs"], *map(np.int32, sizes),
         )  # fmt: skip
 
@@ -158,7 +162,7 @@ class TreeKernels:
         """Draft tree_size - 1 tokens from the sequence's own history and set up the target's rows."""
         a = self._arrays
         self._start(
-            _LOOKUP, "lookup", self._blocks_per_row, _LOOKUP_THREADS, a["draft_tree"], *self._target_rows,
+            LOOKUP, self._blocks_per_row, _LOOKUP_THREADS, a["draft_tree"], *self._target_rows,
             a["history"], self._max_context, np.int32(shape.tree_size),
         )  # fmt: skip
 
@@ -166,7 +170,7 @@ class TreeKernels:
         """A token after every node from float32 logits [tree_size, V]; log-probabilities if the request wants some."""
         a = self._arrays
         self._start(
-            _SAMPLING, "sample_tree", (self._blocks_per_row, logits.shape[0]), _ROW_THREADS, a["draft_tree"],
+            SAMPLE_TREE, (self._blocks_per_row, logits.shape[0]), _ROW_THREADS, a["draft_tree"],
             a["tree_logprobs"], a["slot_states"], a["token_counts"], logits, a["slots"],
         )  # fmt: skip
 
@@ -183,7 +187,7 @@ class TreeKernels:
         columns = (num_kept * num_layers * num_heads * head_dim + _width(hidden)) // 8
         sizes = (shape.tree_size, shape.max_emitted, num_layers, num_pages, num_heads, head_dim)
         self._start(
-            _ACCEPT, "accept", 1 - -columns // _COPY_THREADS, _COPY_THREADS, a["draft_tree"], a["slot_states"],
+            ACCEPT, 1 - -columns // _COPY_THREADS, _COPY_THREADS, a["draft_tree"], a["slot_states"],
             a["token_counts"], a["history"], a["carry_counts"], _unless(hidden, a), *kept,
             self._results, a["step_context"], hidden, a["tree_logprobs"], a["block_tables"], *map(np.int32, sizes),
             np.int32(a["block_tables"].shape[1]), np.int32(_width(hidden)), np.float32(simulate_accept),
@@ -198,7 +202,7 @@ class TreeKernels:
         a = self._arrays
         rows = (a["draft_token_ids"], a["draft_positions"], a["draft_slots"], a["draft_chunk"])
         self._start(
-            _CARRY, "prefill_rows", 1, _CHUNK_THREADS, *rows, states, _unless(states, a), a["carry_counts"],
+            PREFILL_ROWS, 1, _CHUNK_THREADS, *rows, states, _unless(states, a), a["carry_counts"],
             a["token_ids"], a["chunk"], np.int32(bucket), self._offset, np.int32(_width(states)),
         )  # fmt: skip
 
@@ -209,20 +213,20 @@ class TreeKernels:
         """
         a = self._arrays
         carry = (_unless(hidden, a), a["carry_counts"])
-        self._start(_CARRY, "carry_rows", num_rows, _COPY_THREADS, *carry, hidden, a["slots"], np.int32(_width(hidden)))
+        self._start(CARRY_ROWS, num_rows, _COPY_THREADS, *carry, hidden, a["slots"], np.int32(_width(hidden)))
 
     def _pending(self, kind: int, num_rows: int, hidden: Any | None) -> None:
         a = self._arrays
         sizes = (np.int32(kind), self._max_context, np.int32(num_rows), self._offset, np.int32(_width(hidden)))
         blocks = min(_copy_blocks(num_rows, hidden, _BEGIN_THREADS), _MOST_BEGIN_BLOCKS)
         self._start(
-            _SPECULATE, "speculate_begin", blocks, _BEGIN_THREADS, a["draft_tree"],
+            SPECULATE_BEGIN, blocks, _BEGIN_THREADS, a["draft_tree"],
             *self._draft_rows[:4], hidden, a["history"], _unless(hidden, a), a["carry_counts"], a["capacities"],
             a["slot_states"], a["step_context"], *self._in, *sizes,
         )  # fmt: skip
 
-    def _start(self, file: str, name: str, grid: Any, block: int, *args: Any) -> None:
-        self._launch(file, name, self._modules[file], grid, block, *args)
+    def _start(self, spec: KernelSpec, grid: Any, block: int, *args: Any) -> None:
+        self._launch(spec, self._modules[spec.file], grid, block, *args)
 
 
 def _width(rows: Any | None) -> int:

@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from cpmrt.cuda.build.modules import Modules
+from cpmrt.cuda.build.spec import KernelSpec
 from cpmrt.cuda.driver.launch import CudaStream, launch
 from cpmrt.cuda.load.repack import Repacker
 from cpmrt.cuda.load.staging import waves
@@ -16,6 +17,10 @@ from cpmrt.cuda.ops.linear_packed.layout import PackedLayout
 from cpmrt.memory.plan import Region
 from cpmrt.tensor_spec import TensorSpec
 
+FILL_NORMAL, FILL_WORDS = (
+    KernelSpec(name, "fill.cu", reason="random weights in place of a checkpoint")
+    for name in ("fill_normal", "fill_words")
+)
 _BLOCK = 256
 _WORDS_PER_THREAD = 4
 _BIAS_DEVIATION = 0.02
@@ -35,7 +40,7 @@ def fill_dummy(
 
     A weight depends on `seed`, its name and its shape only. The distributions are those of `weights.dummy.dummy`.
     """
-    kernel = modules.kernel("fill.cu", "fill_normal", {})
+    kernel = modules.kernel(FILL_NORMAL, {})
     for spec in specs:
         if spec.quant is not None:
             continue
@@ -68,7 +73,7 @@ def fill_dummy_packed(
     """
     from cupy.cuda import runtime
 
-    words, normal = (modules.kernel("fill.cu", name, {}) for name in ("fill_words", "fill_normal"))
+    words, normal = (modules.kernel(spec, {}) for spec in (FILL_WORDS, FILL_NORMAL))
     grid, handle = 8 * num_sms, stream.__cuda_stream__()[1]
     for spec in specs:
         if spec.quant is None:

@@ -17,6 +17,7 @@ from math import prod
 from pathlib import Path
 from typing import Protocol
 
+from cpmrt.cuda.build.spec import KernelSpec
 from cpmrt.dtypes import DType
 from cpmrt.errors import CheckpointError
 from cpmrt.memory.plan import Region
@@ -26,6 +27,10 @@ from cpmrt.weights.files import open_file
 from cpmrt.weights.names import quoted
 from cpmrt.weights.safetensors import TensorEntry
 
+CONVERT_FLOAT32, CONVERT_16BIT = (
+    KernelSpec(name, "convert.cu", reason="loading: weights stored as another type")
+    for name in ("convert_float32", "convert_16bit")
+)
 SLOT_BYTES = 4 << 20
 NUM_SLOTS = 16
 MAX_READERS = 8

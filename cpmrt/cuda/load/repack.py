@@ -9,6 +9,7 @@ import numpy as np
 
 from cpmrt.cuda.build.launcher import Module
 from cpmrt.cuda.build.modules import Modules
+from cpmrt.cuda.build.spec import KernelSpec
 from cpmrt.cuda.driver.launch import CudaStream, launch
 from cpmrt.cuda.load.read import ReadJob, reads_of, row_reads
 from cpmrt.cuda.load.staging import Piece
@@ -23,7 +24,18 @@ from cpmrt.weights.packed_formats import FLOATS, FORMATS
 _FORMATS = {"gptq": 0, "awq": 1, "compressed": 2, "marlin": 3}
 OWN_FORMAT = "gptq"
 """What rounded and random weights come in, and what is dequantised as: the format then does not matter."""
-_FILE, _ROUND = "repack_w4.cu", "round_w4.cu"
+_REPACK = "repack_w4.cu"
+_CONSTANTS = ("IN_FEATURES", "WEIGHT_BITS", "RUNS", "SCALE_GROUP", "ZEROS", "LINEAR", "FORMAT")
+REPACK_CODES, REPACK_SCALES = (
+    KernelSpec(name, _REPACK, constants=_CONSTANTS, reason="loading: 4-bit weights")
+    for name in ("repack_w4_codes", "repack_w4_scales")
+)
+DEQUANTIZE = KernelSpec(
+    "dequantize_w4", _REPACK, constants=_CONSTANTS, hot=True, reason="4-bit weights of a prefill chunk"
+)
+ROUND = KernelSpec(
+    "round_w4", "round_w4.cu", constants=("WEIGHT_BITS",), reason="loading: a head rounded to 4 or 8 bits"
+)
 _BLOCK = 256
 _BLOCKS_PER_SM = 8
 _V1_ADDEND = 0x11111111
@@ -41,9 +53,9 @@ def repack_modules(specs: Iterable[TensorSpec], layouts: Mapping[str, PackedLayo
     for spec in specs:
         for source in spec.sources if spec.name in layouts else ():
             layout, packing = layouts[spec.name], source.packing
-            used = [(_FILE, repack_constants(layout, packing.format if packing else OWN_FORMAT))]
+            used = [(_REPACK, repack_constants(layout, packing.format if packing else OWN_FORMAT))]
             if packing is None:
-                used.append((_ROUND, _round_constants(layout.bits)))
+                used.append((ROUND.file, _round_constants(layout.bits)))
             found += [module for module in used if module not in found]
     return found
 
@@ -96,14 +108,14 @@ class Repacker:
         codes, scales, values = (self._staged(place) for place in (piece.codes, piece.scales, piece.values))
         grid = -(-count * columns // (8 * _BLOCK))
         args = (codes, scales, np.uint64(fault), values, *sizes)
-        kernel = self._modules.kernel(_ROUND, "round_w4", _round_constants(piece.spec.quant.bits))
+        kernel = self._modules.kernel(ROUND, _round_constants(piece.spec.quant.bits))
         launch(self._stream, kernel, grid, _BLOCK, 0, args)
 
     def codes(self, piece: Piece) -> None:
         """Into the packed weight, in the order of its `perm`, which must be there."""
         region, perm = self._region(piece, "codes"), self._regions.get(f"{piece.spec.name}.perm")
         order = None if perm is None else np.uint64(self._arena + perm.offset)
-        self._launch(piece, "repack_w4_codes", region, self._staged(piece.codes), order, *self._sizes(piece))
+        self._launch(piece, REPACK_CODES, region, self._staged(piece.codes), order, *self._sizes(piece))
 
     def scales(self, piece: Piece, stored: DType) -> None:
         """Scales, which are `stored` so in the staging area, and zero points."""
@@ -113,12 +125,12 @@ class Repacker:
         addend = _V1_ADDEND if packing is not None and packing.v1_zeros else 0
         kinds = (np.int32(piece.spec.quant.group_size), np.int32(stored is DType.FLOAT16), np.int32(addend))
         region, scales = self._region(piece, "codes"), self._staged(piece.scales)
-        self._launch(piece, "repack_w4_scales", region, scales, zeros, *self._sizes(piece), *kinds)
+        self._launch(piece, REPACK_SCALES, region, scales, zeros, *self._sizes(piece), *kinds)
 
-    def _launch(self, piece: Piece, name: str, *args: Any) -> None:
+    def _launch(self, piece: Piece, spec: KernelSpec, *args: Any) -> None:
         packing = piece.source.packing
         constants = repack_constants(self._layouts[piece.spec.name], packing.format if packing else OWN_FORMAT)
-        launch(self._stream, self._modules.kernel(_FILE, name, constants), self._grid, _BLOCK, 0, args)
+        launch(self._stream, self._modules.kernel(spec, constants), self._grid, _BLOCK, 0, args)
 
     def _sizes(self, piece: Piece) -> tuple[np.int32, ...]:
         layout = self._layouts[piece.spec.name]

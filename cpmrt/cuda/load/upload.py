@@ -10,7 +10,7 @@ from cupy.cuda import Event, Stream, runtime
 from cpmrt.cuda.build.modules import Modules
 from cpmrt.cuda.driver.host_memory import HostBuffer
 from cpmrt.cuda.driver.launch import launch
-from cpmrt.cuda.load.read import NUM_SLOTS, SLOT_BYTES, ReadJob
+from cpmrt.cuda.load.read import CONVERT_16BIT, CONVERT_FLOAT32, NUM_SLOTS, SLOT_BYTES, ReadJob
 from cpmrt.dtypes import Array, DType
 from cpmrt.errors import CheckpointError
 from cpmrt.weights.names import quoted
@@ -27,7 +27,7 @@ class Upload:
         num_slots = max(1, min(NUM_SLOTS, len(jobs)))
         converted = [job for job in jobs if job.stored not in (None, modules.dtype)]
         self._converters = {
-            stored: modules.kernel("convert.cu", "convert_float32" if stored is DType.FLOAT32 else "convert_16bit", {})
+            stored: modules.kernel(CONVERT_FLOAT32 if stored is DType.FLOAT32 else CONVERT_16BIT, {})
             for stored in {job.stored for job in converted}
         }
         self._flags = {job.tensor: index for index, job in enumerate(converted)}

@@ -13,16 +13,25 @@ import numpy as np
 
 from cpmrt.config import ModelConfig, SparseConfig
 from cpmrt.cuda.build.launcher import Launcher
+from cpmrt.cuda.build.spec import KernelSpec
 from cpmrt.cuda.driver.tensor_map import row_boxes
 from cpmrt.cuda.ops.attention.plan import DecodeAttentionPlan, PrefillAttentionPlan, decode_launch
 from cpmrt.cuda.ops.gemm import Gemm
 from cpmrt.cuda.ops.kv import codes_of, expand, fp8_constant, scales_of
-from cpmrt.cuda.ops.linear import BLOCK_THREADS, MAX_ROWS, DeviceLimits, plan_linear
+from cpmrt.cuda.ops.linear import BLOCK_THREADS, LINEAR, MAX_ROWS, DeviceLimits, plan_linear
 from cpmrt.cuda.ops.linear_packed.products import QuantizedProducts
 from cpmrt.cuda.ops.selection import SparseKernels, SparsePlans, selected_arguments
 from cpmrt.memory.kv_pages import PAGE_SIZE
 from cpmrt.ops import CompressedKeys, Fp8Pages, QuantizedWeight, Rows, Selection, check_shapes
 
+EMBED = KernelSpec("embed", "embed.cu", "embed", ("HIDDEN",), hot=True)
+RMS_NORM = KernelSpec("rms_norm", "norm.cu", "rms_norm", ("HIDDEN",), hot=True)
+JOIN = KernelSpec("join", "join.cu", "join", ("A_COLUMNS", "B_COLUMNS"), hot=True)
+COPY_COLUMNS = KernelSpec("copy_columns", "columns.cu", "copy_columns", hot=True)
+CLEAR = KernelSpec("clear", "columns.cu", "clear", hot=True)
+ROPE_APPEND = KernelSpec("rope_append", "rope_append.cu", "qkv", ("HEAD_DIM", "FP8"), hot=True)
+SILU_MUL = KernelSpec("silu_mul", "activation.cu", "gate_up", ("INTERMEDIATE",), hot=True)
+RESIDUAL_ADD = KernelSpec("residual_add", "residual.cu", "project_residual", ("HIDDEN",), hot=True)
 _BLOCK = 256
 _VECTOR = 8
 """Elements that a thread moves at a time."""
@@ -57,7 +66,7 @@ class CudaOps:
     def embed(self, out: Any, token_ids: Any, table: Any, scale: float) -> None:
         check_shapes("embed", out=out, token_ids=token_ids, table=table)
         slots, factor = self._scratch["slots"], np.float32(scale)
-        self._launch("embed.cu", "embed", _hidden(out), len(out), 128, out, token_ids, slots, table, factor)
+        self._launch(EMBED, _hidden(out), len(out), 128, out, token_ids, slots, table, factor)
 
     def qkv(
         self,
@@ -94,7 +103,7 @@ class CudaOps:
             grid = -(-len(x) * (weight.shape[0] // head_dim) * (4 if head_dim == 64 else 8) // _BLOCK)
             sizes = (np.int32(len(x)), *self._head_counts(), *_table_sizes(rows, rope), np.float32(eps))
             self._launch(
-                "rope_append.cu", "rope_append", {"HEAD_DIM": head_dim} | fp8_constant(k_pages), grid, _BLOCK,
+                ROPE_APPEND, {"HEAD_DIM": head_dim} | fp8_constant(k_pages), grid, _BLOCK,
                 q, codes_of(k_pages), codes_of(v_pages), *nope, raw, bias, q_norm, k_norm, rope, rows.positions,
                 rows.locations, rows.slots, rows.block_tables, *sizes, *scales_of(k_pages, v_pages),
             )  # fmt: skip
@@ -159,7 +168,7 @@ class CudaOps:
         one = decode_launch(self._decode_plan, len(q), is_tree=is_tree, window=window, selected=selected)
         sizes = np.int32(self._config.num_kv_heads), np.int32(rows.block_tables.shape[1]), np.float32(scale)
         self._launch(
-            f"{one.kernel}.cu", one.kernel, one.constants, one.grid, one.threads,
+            one.kernel, one.constants, one.grid, one.threads,
             out, self._scratch["attention_partials"], self._scratch["attention_arrivals"], q, codes_of(k_pages),
             codes_of(v_pages), rows.positions, rows.slots, rows.block_tables, rows.tree_masks, rows.tree_base,
             *map(np.int32, one.sizes), *sizes, *selected_arguments(selection, one.kernel),
@@ -199,7 +208,7 @@ class CudaOps:
         if plan.box_columns and not self._launch.is_recording:
             k_pages, v_pages = (row_boxes(pages, PAGE_SIZE, plan.box_columns) for pages in (k_pages, v_pages))
         self._launch(
-            f"{plan.kernel}.cu", plan.kernel, constants, (plan.blocks_per_tile, plan.tiles(len(q))), plan.threads,
+            plan.kernel, constants, (plan.blocks_per_tile, plan.tiles(len(q))), plan.threads,
             out, q, k_pages, v_pages, rows.block_tables, chunk, *sizes, smem=plan.shared_bytes,
         )  # fmt: skip
 
@@ -215,7 +224,7 @@ class CudaOps:
             self._dense("residual", y, inner, weight)
             grid = -(-x.size // _VECTOR // _BLOCK)
             count, factor = np.int32(len(x)), np.float32(scale)
-            self._launch("residual.cu", "residual_add", _hidden(x), grid, _BLOCK, x, y, bias, count, factor)
+            self._launch(RESIDUAL_ADD, _hidden(x), grid, _BLOCK, x, y, bias, count, factor)
 
     def gate_up(self, out: Any, x: Any, norm: Any, weight: Any, eps: float) -> None:
         check_shapes("gate_up", out=out, x=x, norm=norm, weight=weight)
@@ -227,9 +236,7 @@ class CudaOps:
         both = self._scratch["gate_up"][: len(x)]
         self._dense("gate_up", both, self._normalised(x, norm, eps), weight)
         constants = {"INTERMEDIATE": self._config.intermediate_size}
-        self._launch(
-            "activation.cu", "silu_mul", constants, -(-out.size // _VECTOR // _BLOCK), _BLOCK, out, both, num_rows
-        )
+        self._launch(SILU_MUL, constants, -(-out.size // _VECTOR // _BLOCK), _BLOCK, out, both, num_rows)
 
     def lm_head(self, logits: Any, x: Any, norm: Any | None, weight: Any, eps: float, divisor: float) -> None:
         check_shapes("lm_head", logits=logits, x=x, norm=norm, weight=weight)
@@ -238,23 +245,23 @@ class CudaOps:
 
     def rms_norm(self, out: Any, x: Any, norm: Any, eps: float) -> None:
         check_shapes("rms_norm", out=out, x=x, norm=norm)
-        self._launch("norm.cu", "rms_norm", _hidden(x), len(x), _BLOCK, out, x, norm, np.float32(eps))
+        self._launch(RMS_NORM, _hidden(x), len(x), _BLOCK, out, x, norm, np.float32(eps))
 
     def join(self, joined: Any, a: Any, a_norm: Any | None, b: Any, b_norm: Any | None, eps: float) -> None:
         sizes = check_shapes("join", joined=joined, a=a, a_norm=a_norm, b=b, b_norm=b_norm)
         widths = {"A_COLUMNS": sizes["A"], "B_COLUMNS": sizes["E"]}
-        self._launch("join.cu", "join", widths, (len(a), 2), _BLOCK, joined, a, a_norm, b, b_norm, np.float32(eps))
+        self._launch(JOIN, widths, (len(a), 2), _BLOCK, joined, a, a_norm, b, b_norm, np.float32(eps))
 
     def copy_columns(self, out: Any, x: Any, first: int) -> None:
         check_shapes("copy_columns", out=out, x=x)
         counts = (np.int32(count) for count in (first, out.shape[1], x.shape[1], len(x)))
         grid = -(-x.size // _VECTOR // _BLOCK)
-        self._launch("columns.cu", "copy_columns", {}, grid, _BLOCK, out, x, *counts)
+        self._launch(COPY_COLUMNS, {}, grid, _BLOCK, out, x, *counts)
 
     def clear(self, out: Any) -> None:
         check_shapes("clear", out=out)
         count = -(-out.size // _VECTOR)
-        self._launch("columns.cu", "clear", {}, -(-count // _BLOCK), _BLOCK, out, np.int32(count))
+        self._launch(CLEAR, {}, -(-count // _BLOCK), _BLOCK, out, np.int32(count))
 
     def _linear(self, product: str, weight: Any, source: Any, norm: Any | None, eps: float, *args: Any) -> None:
         """The kernel of a step's product takes `args`; `source` of them are its rows, normalised with `norm`."""
@@ -265,9 +272,7 @@ class CudaOps:
         has_norm = norm is not None
         plan = plan_linear(product, out_features, in_features, len(source), self._limits, has_norm=has_norm)
         constants = plan.constants | ({"HEAD_DIM": self._config.head_dim} if product == "qkv" else {})
-        self._launch(
-            "linear.cu", f"linear_{product}", constants, plan.grid, BLOCK_THREADS, *args, smem=plan.shared_bytes
-        )
+        self._launch(LINEAR[product], constants, plan.grid, BLOCK_THREADS, *args, smem=plan.shared_bytes)
 
     def _dense(self, product: str, y: Any, x: Any, weight: Any, *, alpha: float = 1.0, beta: float = 0.0) -> None:
         """y = alpha x weight^T + beta y for the rows of a chunk."""

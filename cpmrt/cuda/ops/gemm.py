@@ -7,9 +7,12 @@ from typing import Any
 import numpy as np
 
 from cpmrt.cuda.build.launcher import Launcher
+from cpmrt.cuda.build.spec import KernelSpec
 from cpmrt.cuda.driver.blaslt import CublasLt, CublasLtError
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.ops.gemm_tile import gemm_tile
+
+GEMM = KernelSpec("gemm", "gemm.cu", "project_residual", ("TILE_N", "TILE_K", "STAGES"), hot=True)
 
 
 class Gemm:
@@ -37,7 +40,7 @@ class Gemm:
         tile = gemm_tile(num_rows, columns, inner, self._device.num_sms, self._device.shared_bytes_per_block)
         sizes = tuple(map(np.int32, (num_rows, columns, inner, stride)))
         factors, constants, smem = (np.float32(alpha), np.float32(beta)), tile.constants, tile.shared_bytes
-        self._launch("gemm.cu", "gemm", constants, tile.grid, tile.block, y, x, w, *sizes, *factors, smem=smem)
+        self._launch(GEMM, constants, tile.grid, tile.block, y, x, w, *sizes, *factors, smem=smem)
 
     def close(self) -> None:
         """Free the library's handles."""

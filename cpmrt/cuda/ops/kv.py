@@ -13,11 +13,13 @@ from typing import Any
 import numpy as np
 
 from cpmrt.cuda.build.launcher import Launcher
+from cpmrt.cuda.build.spec import KernelSpec
 from cpmrt.memory.kv_pages import KVLayout
 from cpmrt.models.decoder import ATTENTION, EMBED, HEAD
 from cpmrt.ops import Fp8Pages, Rows
 from cpmrt.tensor_spec import BufferSpec
 
+EXPAND_PAGES = KernelSpec("expand_pages", "expand_pages.cu", "prefill_attention", ("HEAD_DIM",), hot=True)
 _THREADS = 256
 _MOST_BLOCKS = 512
 """In x: enough for every multiprocessor, few enough to find nothing to do in no time."""
@@ -65,7 +67,7 @@ def expand(
     num_pages, num_heads, _, head_dim = out[0].shape
     grid = (min(num_pages, _MOST_BLOCKS), 2 * num_heads)
     launch(
-        "expand_pages.cu", "expand_pages", {"HEAD_DIM": head_dim}, grid, _THREADS,
+        EXPAND_PAGES, {"HEAD_DIM": head_dim}, grid, _THREADS,
         *out, k_pages.codes, v_pages.codes, *scales_of(k_pages, v_pages), rows.block_tables, scratch["chunk"],
         np.int32(num_heads), np.int32(rows.block_tables.shape[1]),
     )  # fmt: skip

@@ -9,9 +9,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
+from cpmrt.cuda.build.spec import KernelSpec
 from cpmrt.cuda.driver.device import Device
 
 PRODUCTS = {"qkv": 0, "residual": 1, "gate_up": 2, "head": 3}
+OPS = {"qkv": "qkv", "residual": "project_residual", "gate_up": "gate_up", "head": "lm_head"}
+_CONSTANTS = (
+    *("LINEAR", "IN_FEATURES", "TOKEN_TILES", "HALF_TILE", "GROUP", "CLUSTER", "SPLIT_WARPS", "NORM", "SMEM_BYTES"),
+)
+LINEAR = {
+    product: KernelSpec(
+        f"linear_{product}", "linear.cu", op, (*_CONSTANTS, "HEAD_DIM") if product == "qkv" else _CONSTANTS, hot=True
+    )
+    for product, op in OPS.items()
+}
 BLOCK_THREADS = 256
 MAX_ROWS = 64
 _WARPS = 8

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from cpmrt.config import ModelConfig, SparseConfig
 from cpmrt.cuda.build.launcher import Launcher
+from cpmrt.cuda.build.spec import KernelSpec
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.driver.tensor_map import row_boxes
 from cpmrt.cuda.ops.attention.plan import (
+    DECODE_ATTENTION,
+    SELECTED_ATTENTION,
     DecodeAttentionPlan,
     PrefillAttentionPlan,
     plan_selected_chunk,
@@ -24,6 +27,14 @@ from cpmrt.cuda.ops.selection_plan import SelectionPlan, plan_selection
 from cpmrt.memory.kv_pages import PAGE_SIZE
 from cpmrt.ops import CompressedKeys, Rows, Selection
 
+_HEADS = ("HEAD_DIM", "GROUP")
+COMPRESS_KEYS = KernelSpec("compress_keys", "compress_keys.cu", "qkv", ("HEAD_DIM", "FP8"), hot=True)
+COMPRESS_PATH = replace(COMPRESS_KEYS, name="compress_path", op="", reason="an accepted path")
+COARSE_LOG_SUMS = KernelSpec("coarse_log_sums", "select_blocks.cu", "select_blocks", (*_HEADS, "TREE"), hot=True)
+SCORE_BLOCKS = replace(COARSE_LOG_SUMS, name="score_blocks")
+SCORE_CHUNK = KernelSpec("score_chunk", "score_chunk.cu", "select_blocks", _HEADS, hot=True, arch="sm_90")
+PICK_BLOCKS = KernelSpec("pick_blocks", "pick_blocks.cu", "select_blocks", hot=True)
+DENSE_ROWS = KernelSpec("dense_rows", "pick_blocks.cu", "prefill_attention")
 _PICK_THREADS, _CHUNK_PICK_THREADS = 512, 128
 _WINDOW_ROWS = 16
 """Consecutive rows of which one ends a window."""
@@ -81,7 +92,7 @@ class SparseKernels:
         together = 1 if num_rows <= MAX_ROWS else _WINDOW_ROWS
         grid = (-(-num_rows // together), self._config.num_kv_heads, 2)
         self._launch(
-            "compress_keys.cu", "compress_keys", {"HEAD_DIM": head_dim} | fp8_constant(keys), grid, head_dim // 2,
+            COMPRESS_KEYS, {"HEAD_DIM": head_dim} | fp8_constant(keys), grid, head_dim // 2,
             compressed.k1_pages, compressed.k2_pages, codes_of(keys), rows.positions, rows.slots, rows.block_tables,
             np.int32(num_rows), np.int32(together), np.int32(rows.block_tables.shape[1]), *scales_of(keys),
         )  # fmt: skip
@@ -92,7 +103,7 @@ class SparseKernels:
         tables, keys = arrays["block_tables"], arrays.get("nope_pages", arrays["k_pages"])
         constants, grid = {"HEAD_DIM": head_dim, "FP8": 0}, (num_layers * num_heads, _PATH_WINDOWS)
         self._launch(
-            "compress_keys.cu", "compress_path", constants, grid, head_dim // 2, arrays["k1_pages"], arrays["k2_pages"],
+            COMPRESS_PATH, constants, grid, head_dim // 2, arrays["k1_pages"], arrays["k2_pages"],
             keys, arrays["draft_tree"], tables, np.int32(num_pages), np.int32(num_heads), np.int32(tables.shape[1]),
         )  # fmt: skip
 
@@ -122,7 +133,7 @@ class SparseKernels:
     ) -> None:
         plan, table = self._plans.selection, rows.block_tables
         self._launch(
-            "score_chunk.cu", "score_chunk", plan.constants, plan.chunk_grid(len(q)), plan.chunk_threads,
+            SCORE_CHUNK, plan.constants, plan.chunk_grid(len(q)), plan.chunk_threads,
             self._scratch["block_scores"], q, k1_pages, k2_pages, rows.positions[part], rows.slots[part], table,
             np.int32(len(q)), np.int32(table.shape[1]), *_forced(sparse), np.int32(sparse.dense_context),
             np.float32(scale), smem=plan.chunk_shared_bytes,
@@ -148,11 +159,11 @@ class SparseKernels:
         sizes = tuple(map(np.int32, (num_rows, together, is_chunk, table.shape[1], plan.coarse_tiles)))
         dense, factor = np.int32(sparse.dense_context), np.float32(scale)
         self._launch(
-            "select_blocks.cu", "coarse_log_sums", constants, *plan.shape(num_rows, plan.coarse_tiles),
+            COARSE_LOG_SUMS, constants, *plan.shape(num_rows, plan.coarse_tiles),
             log_sums, q, k2_pages, codes_of(k_pages), *places, table, *tree, *sizes, dense, factor,
         )  # fmt: skip
         self._launch(
-            "select_blocks.cu", "score_blocks", constants, *plan.shape(num_rows, plan.fine_tiles),
+            SCORE_BLOCKS, constants, *plan.shape(num_rows, plan.fine_tiles),
             pooled, log_sums, q, k1_pages, *places, table, tree[1], *sizes, *_forced(sparse), dense, factor,
         )  # fmt: skip
 
@@ -160,7 +171,7 @@ class SparseKernels:
         num_rows, num_heads, num_selected = blocks.shape
         pages, threads = rows.block_tables.shape[1], _CHUNK_PICK_THREADS if rows.is_prefill else _PICK_THREADS
         self._launch(
-            "pick_blocks.cu", "pick_blocks", {}, (num_rows, num_heads), threads, blocks,
+            PICK_BLOCKS, {}, (num_rows, num_heads), threads, blocks,
             self._scratch["block_scores"], rows.positions[part], rows.slots[part], np.int32(pages),
             np.int32(num_selected), *_forced(sparse), np.int32(sparse.dense_context), smem=4 * pages,
         )  # fmt: skip
@@ -169,7 +180,7 @@ class SparseKernels:
         """The prefill chunk as far as its rows look at everything: slot, start, count."""
         dense_chunk = self._scratch["dense_chunk"]
         context = np.int32(sparse.dense_context)
-        self._launch("pick_blocks.cu", "dense_rows", {}, 1, 1, dense_chunk, self._scratch["chunk"], context)
+        self._launch(DENSE_ROWS, {}, 1, 1, dense_chunk, self._scratch["chunk"], context)
         return dense_chunk
 
     def attend_chunk(
@@ -197,7 +208,7 @@ class SparseKernels:
         if plan.box_columns and not self._launch.is_recording:
             k_pages, v_pages = (row_boxes(pages, PAGE_SIZE, plan.box_columns) for pages in (k_pages, v_pages))
         self._launch(
-            f"{plan.kernel}.cu", plan.kernel, plan.constants, (plan.blocks_per_tile, plan.tiles(len(q))), plan.threads,
+            plan.kernel, plan.constants, (plan.blocks_per_tile, plan.tiles(len(q))), plan.threads,
             out, q, k_pages, v_pages, rows.block_tables, self._scratch["chunk"], selection.blocks,
             np.int32(self._config.num_kv_heads), np.int32(rows.block_tables.shape[1]), np.float32(scale),
             np.int32(selection.config.num_selected), np.int32(selection.config.dense_context), smem=plan.shared_bytes,
@@ -212,7 +223,7 @@ class SparseKernels:
         for first in range(0, len(q), step):
             part = slice(first, first + step)
             self._launch(
-                "decode_attention.cu", "decode_attention", plan.constants | {"SELECTED": 2}, plan.grid(len(q[part])),
+                DECODE_ATTENTION, plan.constants | {"SELECTED": 2}, plan.grid(len(q[part])),
                 plan.threads, out[part], None, None, q[part], k_pages, v_pages, rows.positions[part],
                 rows.slots[part], rows.block_tables, None, None, np.int32(plan.num_splits),
                 np.int32(self._config.num_kv_heads), np.int32(rows.block_tables.shape[1]), np.float32(scale),
@@ -220,13 +231,13 @@ class SparseKernels:
             )  # fmt: skip
 
 
-def selected_arguments(selection: Selection | None, kernel: str = "decode_attention") -> tuple[Any, ...]:
+def selected_arguments(selection: Selection | None, kernel: KernelSpec = DECODE_ATTENTION) -> tuple[Any, ...]:
     """What `selected_attention`, or `decode_attention` if it is compiled with SELECTED, takes last."""
     if selection is None:
         return ()
     sparse = selection.config
     sizes = np.int32(sparse.num_selected), np.int32(sparse.dense_context)
-    local = (np.int32(sparse.local_blocks),) if kernel == "selected_attention" else ()
+    local = (np.int32(sparse.local_blocks),) if kernel is SELECTED_ATTENTION else ()
     return selection.blocks, *sizes, *local
 
 

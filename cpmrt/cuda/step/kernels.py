@@ -9,19 +9,32 @@ import numpy as np
 
 from cpmrt.config import ModelConfig
 from cpmrt.cuda.build.launcher import Launcher, Module
+from cpmrt.cuda.build.spec import KernelSpec
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.step.structs import MAX_ROWS
 
 if TYPE_CHECKING:
     from cpmrt.cuda.step.rings import Rings  # which needs CuPy
 
-_STEP, _SAMPLING, _LOOP = "step.cu", "sampling.cu", "loop.cu"
+
+def _step(name: str, does: str, *, hot: bool = False) -> KernelSpec:
+    return KernelSpec(name, "step.cu", constants=("VOCAB", "HIDDEN"), hot=hot, reason=f"bookkeeping: {does}")
+
+
+ADMIT = _step("admit", "a new sequence in a slot")
+RECALL = _step("recall", "prompt tokens that need no prefill")
+STEP_BEGIN = _step("step_begin", "the rows of a decode step", hot=True)
+PREFILL_BEGIN = _step("prefill_begin", "the rows of a prefill chunk", hot=True)
+PREFILL_END = _step("prefill_end", "a chunk without a token is done")
+FIRST_BEGIN = _step("first_begin", "the row that the first token comes from")
+SAMPLE = KernelSpec("sample", "sampling.cu", constants=("VOCAB", "PORTABLE"), hot=True, reason="the sampling chain")
+LOOP_END = KernelSpec("loop_end", "loop.cu", reason="bookkeeping: whether a launch goes on with its next steps")
 
 
 def step_modules(config: ModelConfig, device: Device) -> tuple[Module, Module]:
     """What `StepKernels` launches."""
     sampling = {"VOCAB": config.vocab_size, "PORTABLE": int(device.is_portable)}
-    return (_STEP, {"VOCAB": config.vocab_size, "HIDDEN": config.hidden_size}), (_SAMPLING, sampling)
+    return (ADMIT.file, {"VOCAB": config.vocab_size, "HIDDEN": config.hidden_size}), (SAMPLE.file, sampling)
 
 
 class StepKernels:
@@ -43,44 +56,44 @@ class StepKernels:
     def load(self, *, loops: bool) -> None:
         """Load every kernel without running one; `loops`: that of `loop_end` too."""
         if loops:
-            self._launch.modules.kernel(_LOOP, "loop_end", {})
-        for name in ("admit", "recall", "step_begin", "prefill_begin", "prefill_end", "first_begin"):
-            self._launch.modules.kernel(_STEP, name, self._constants)
-        self._launch.modules.kernel(_SAMPLING, "sample", self._sampling)
+            self._launch.modules.kernel(LOOP_END, {})
+        for spec in (ADMIT, RECALL, STEP_BEGIN, PREFILL_BEGIN, PREFILL_END, FIRST_BEGIN):
+            self._launch.modules.kernel(spec, self._constants)
+        self._launch.modules.kernel(SAMPLE, self._sampling)
 
     def admit(self) -> None:
         a = self._arrays
         tables, limits = a["block_tables"], (a.get("capacities"), a.get("carry_counts"))
         outputs = (a["slot_states"], a["token_counts"], tables, *limits, self._results, a["step_context"])
-        self._step("admit", 1, 1024, *outputs, *self._in(), np.int32(tables.shape[1]))
+        self._step(ADMIT, 1, 1024, *outputs, *self._in(), np.int32(tables.shape[1]))
 
     def recall(self) -> None:
         a = self._arrays
         outputs = (a["slot_states"], a["token_counts"], self._history, self._results, a["step_context"])
-        self._step("recall", 1, 1024, *outputs, *self._in(), self._max_context)
+        self._step(RECALL, 1, 1024, *outputs, *self._in(), self._max_context)
 
     def step_begin(self, num_rows: int) -> None:
         a = self._arrays
         outputs = (a["token_ids"], a["positions"], a["slots"], a["slot_states"], self._history, self._results)
         sizes = (self._max_context, np.int32(num_rows))
-        self._step("step_begin", 1, 64, *outputs, a["step_context"], *self._in(), *sizes)
+        self._step(STEP_BEGIN, 1, 64, *outputs, a["step_context"], *self._in(), *sizes)
 
     def prefill_begin(self, bucket: int) -> None:
         a = self._arrays
         rows = (a["token_ids"], a["positions"], a["slots"], a["chunk"], a["slot_states"], a["token_counts"])
         sizes = (self._max_context, np.int32(bucket))
-        self._step("prefill_begin", 1, 1024, *rows, self._history, a["step_context"], *self._in(), *sizes)
+        self._step(PREFILL_BEGIN, 1, 1024, *rows, self._history, a["step_context"], *self._in(), *sizes)
 
     def prefill_end(self) -> None:
-        self._step("prefill_end", 1, 32, self._results, self._arrays["chunk"], self._arrays["step_context"])
+        self._step(PREFILL_END, 1, 32, self._results, self._arrays["chunk"], self._arrays["step_context"])
 
     def first_begin(self) -> None:
-        self._step("first_begin", -(-self._hidden // 8 // 128), 128, self._arrays["x"], self._arrays["chunk"])
+        self._step(FIRST_BEGIN, -(-self._hidden // 8 // 128), 128, self._arrays["x"], self._arrays["chunk"])
 
     def sample(self, num_rows: int) -> None:
         a = self._arrays
         self._launch(
-            _SAMPLING, "sample", self._sampling, (self._blocks_per_row, num_rows), 512,
+            SAMPLE, self._sampling, (self._blocks_per_row, num_rows), 512,
             self._results, a["slot_states"], a["token_counts"], a["logits"], a["slots"], a["step_context"],
         )  # fmt: skip
 
@@ -91,10 +104,10 @@ class StepKernels:
         """
         a, sizes = self._arrays, map(np.int32, (num_passes, num_steps, num_rows, num_words))
         outputs = (self._results, a["step_context"])
-        self._launch(_LOOP, "loop_end", {}, 1, MAX_ROWS, *outputs, a["slot_states"], a["slots"], handle, *sizes)
+        self._launch(LOOP_END, {}, 1, MAX_ROWS, *outputs, a["slot_states"], a["slots"], handle, *sizes)
 
-    def _step(self, name: str, grid: int, block: int, *args: Any) -> None:
-        self._launch(_STEP, name, self._constants, grid, block, *args)
+    def _step(self, spec: KernelSpec, grid: int, block: int, *args: Any) -> None:
+        self._launch(spec, self._constants, grid, block, *args)
 
     def _in(self) -> tuple[np.uint64, np.int32]:
         return self._commands, self._command_bytes

@@ -9,8 +9,25 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from cpmrt.config import ModelConfig
+from cpmrt.cuda.build.spec import KernelSpec
 from cpmrt.cuda.ops.linear import MAX_ROWS
 from cpmrt.memory.kv_pages import PAGE_SIZE, pages_for
+
+_HEADS = ("HEAD_DIM", "GROUP")
+
+
+def _spec(name: str, op: str, *constants: str, arch: str = "") -> KernelSpec:
+    return KernelSpec(name, f"{name}.cu", op, (*_HEADS, *constants), hot=True, arch=arch)
+
+
+DECODE_ATTENTION = _spec(
+    "decode_attention", "decode_attention", "STAGES", "PORTABLE", "TREE", "WINDOW", "SELECTED", "FP8"
+)
+TREE_ATTENTION = _spec("tree_attention", "decode_attention", "STAGES", "ROW_TILES", "CLUSTER", "WINDOW", arch="sm_90")
+SELECTED_ATTENTION = _spec("selected_attention", "decode_attention", "STAGES", "TREE", arch="sm_90")
+PREFILL_ATTENTION = _spec("prefill_attention", "prefill_attention", "WINDOW")
+PREFILL_WGMMA = _spec("prefill_attention_wgmma", "prefill_attention", "WINDOW", arch="sm_90")
+PREFILL_SELECTED = _spec("prefill_selected_wgmma", "prefill_attention", arch="sm_90")
 
 _QUERY_TILE = 16  # rows of an m16n8k16 tile
 _PREFILL_TILE = 128
@@ -54,9 +71,9 @@ class DecodeAttentionPlan:
 
 @dataclass(frozen=True)
 class AttentionLaunch:
-    """One launch of `kernel`, of the file of that name, for the rows of a step; `sizes`: its first integers."""
+    """One launch of `kernel` for the rows of a step; `sizes`: its first integers."""
 
-    kernel: str
+    kernel: KernelSpec
     constants: dict[str, int]
     grid: tuple[int, int, int]
     threads: int
@@ -66,14 +83,14 @@ class AttentionLaunch:
 
 @dataclass(frozen=True)
 class PrefillAttentionPlan:
-    """How `kernel` of the file of that name is compiled and launched: grid (blocks_per_tile, tiles(rows)).
+    """How `kernel` is compiled and launched: grid (blocks_per_tile, tiles(rows)).
 
     A tile has at most `rows_per_tile` rows. Where tiles share the rows evenly there are a multiple of `tiles_at_once`,
     so that the device has work to the end. With `box_columns` the kernel takes tensor maps of the pages, in boxes of a
     page's rows and so many columns.
     """
 
-    kernel: str
+    kernel: KernelSpec
     constants: dict[str, int]
     blocks_per_tile: int
     rows_per_tile: int
@@ -169,7 +186,7 @@ def decode_launch(
         return _tree_launch(plan, rows, window)
     kind = {"TREE": int(is_tree), "WINDOW": window, "SELECTED": selected}
     one = AttentionLaunch(
-        kernel="decode_attention",
+        kernel=DECODE_ATTENTION,
         constants=plan.constants | kind,
         grid=plan.grid(rows),
         threads=plan.threads,
@@ -182,7 +199,7 @@ def decode_launch(
     clusters = min(max(1, _clusters_at_once(plan) // (plan.units * rows)), plan.num_splits // plan.cluster)
     constants = {name: one.constants[name] for name in ("HEAD_DIM", "GROUP", "STAGES", "TREE")}
     grid = (plan.cluster, plan.units * rows, clusters)
-    return replace(one, kernel="selected_attention", constants=constants, grid=grid)
+    return replace(one, kernel=SELECTED_ATTENTION, constants=constants, grid=grid)
 
 
 def _clusters_at_once(plan: DecodeAttentionPlan) -> int:
@@ -206,7 +223,7 @@ def _tree_launch(decode: DecodeAttentionPlan, rows: int, window: int) -> Attenti
     most = min(groups * decode.num_splits // decode.cluster, resident // decode.units)
     constants = {name: decode.constants[name] for name in ("HEAD_DIM", "GROUP", "STAGES")}
     return AttentionLaunch(
-        kernel="tree_attention",
+        kernel=TREE_ATTENTION,
         constants=constants | {"ROW_TILES": row_tiles, "CLUSTER": cluster, "WINDOW": window},
         grid=(cluster, decode.units, max(groups, most)),
         threads=row_tiles * 128,
@@ -250,7 +267,7 @@ def plan_selected_tiles(
     if shared_bytes > _HOPPER_SHARED_BYTES or 4 * pages_for(max_context) > ring_bytes:
         return None
     return PrefillAttentionPlan(
-        kernel="prefill_selected_wgmma",
+        kernel=PREFILL_SELECTED,
         constants={"HEAD_DIM": head_dim, "GROUP": group},
         blocks_per_tile=num_heads // heads,
         rows_per_tile=rows,
@@ -268,7 +285,7 @@ def plan_prefill_attention(*, num_heads: int, num_kv_heads: int, head_dim: int, 
         return _plan_prefill_wgmma(num_heads, group, head_dim)
     heads = 2 if group % 2 == 0 else 1
     return PrefillAttentionPlan(
-        kernel="prefill_attention",
+        kernel=PREFILL_ATTENTION,
         constants={"HEAD_DIM": head_dim, "GROUP": group, "WINDOW": 0},
         blocks_per_tile=num_heads // heads,
         rows_per_tile=_PREFILL_TILE // heads,
@@ -284,7 +301,7 @@ def _plan_prefill_wgmma(num_heads: int, group: int, head_dim: int) -> PrefillAtt
     tile_rows, stages = 64 * warpgroups, 3
     barriers = 4 * stages + 1
     return PrefillAttentionPlan(
-        kernel="prefill_attention_wgmma",
+        kernel=PREFILL_WGMMA,
         constants={"HEAD_DIM": head_dim, "GROUP": group, "WINDOW": 0},
         blocks_per_tile=num_heads // heads,
         rows_per_tile=tile_rows // heads,

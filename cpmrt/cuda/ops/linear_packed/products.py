@@ -10,14 +10,31 @@ import numpy as np
 
 from cpmrt.config import ModelConfig
 from cpmrt.cuda.build.launcher import Launcher
-from cpmrt.cuda.load.repack import OWN_FORMAT, repack_constants
+from cpmrt.cuda.build.spec import KernelSpec
+from cpmrt.cuda.load.repack import DEQUANTIZE, OWN_FORMAT, repack_constants
 from cpmrt.cuda.ops.gemm import Gemm
-from cpmrt.cuda.ops.linear import DeviceLimits
+from cpmrt.cuda.ops.linear import OPS, DeviceLimits
 from cpmrt.cuda.ops.linear_packed.layout import PackedLayout
 from cpmrt.cuda.ops.linear_packed.memory import slice_rows
 from cpmrt.cuda.ops.linear_packed.plan import PREPARE_THREADS, LinearW4Plan, packed_layout, plan_linear_w4
 from cpmrt.ops import QuantizedWeight
 
+_CONSTANTS = (
+    *("LINEAR", "IN_FEATURES", "WEIGHT_BITS", "RUNS", "SCALE_GROUP", "ZEROS", "ROWS", "WARPS", "WARPGROUPS"),
+    *("SHARED_RUN", "NORM", "PREPARED", "STAGE_SLICES", "STAGES", "EARLY_SLOTS", "CLUSTERS", "RECEIVED_APART", "FEEDS"),
+    *("TRIGGER", "KEPT_ROUNDS", "SMEM_BYTES", "PORTABLE"),
+)
+LINEAR_W4 = {
+    product: KernelSpec(
+        f"linear_w4_{product}", "linear_w4.cu", op, (*_CONSTANTS, "HEAD_DIM") if product == "qkv" else _CONSTANTS,
+        hot=True,
+    )
+    for product, op in OPS.items()
+}  # fmt: skip
+PREPARE = KernelSpec(
+    "prepare_w4", "prepare_w4.cu", "gate_up", ("IN_FEATURES", "ROWS", "SCALE_GROUP", "ZEROS", "WARPGROUPS"), hot=True
+)
+GATHER = KernelSpec("gather_columns", "gather.cu", "project_residual", hot=True)
 _plan = lru_cache(maxsize=1024)(plan_linear_w4)
 _BLOCK = 256
 _WIDTH = 8
@@ -62,7 +79,7 @@ class QuantizedProducts:
         rows = self._scratch["w4_fed" if is_fed else "w4_rows"] if plan.prepared else source
         if plan.prepared and not is_fed:
             self._launch(
-                "prepare_w4.cu", "prepare_w4", plan.prepare_constants, len(source), PREPARE_THREADS,
+                PREPARE, plan.prepare_constants, len(source), PREPARE_THREADS,
                 rows, source, norm, weight.perm, np.float32(eps),
             )  # fmt: skip
         partials = self._scratch["w4_partials"] if plan.partial_bytes else None
@@ -75,7 +92,7 @@ class QuantizedProducts:
             given.insert(1, None if plan.fed_constants is None else self._scratch["w4_fed"])
             self._fed = None if plan.fed_constants is None else (args[0], plan.fed_constants)
         self._launch(
-            "linear_w4.cu", f"linear_w4_{product}", plan.constants, plan.grid, plan.block, *given,
+            LINEAR_W4[product], plan.constants, plan.grid, plan.block, *given,
             smem=plan.shared_bytes, prefers_shared=plan.prefers_shared,
         )  # fmt: skip
         self.prefers_shared = plan.prefers_shared
@@ -103,7 +120,7 @@ class QuantizedProducts:
             values = self._scratch["w4_dequantised"][: count * columns].reshape(count, columns)
             sizes = np.int32(first), np.int32(count), np.int32(num_rows)
             grid = min(-(-count * columns // (1024 * _BLOCK // 32)), 16 * self._limits.num_sms)
-            self._launch("repack_w4.cu", "dequantize_w4", constants, grid, _BLOCK, values, weight.codes, *sizes)
+            self._launch(DEQUANTIZE, constants, grid, _BLOCK, values, weight.codes, *sizes)
             self._gemm(y[:, first : first + count], x, values, alpha=alpha, beta=beta)
 
     def _gathered(self, x: Any, perm: Any) -> Any:
@@ -111,7 +128,7 @@ class QuantizedProducts:
         name = "w4_permuted_inner" if columns == self._config.intermediate_size else "w4_permuted"
         out = self._scratch[name][: count * columns].reshape(count, columns)
         grid = (-(-columns // (_WIDTH * _BLOCK)), count)
-        self._launch("gather.cu", "gather_columns", {}, grid, _BLOCK, out, x, perm, np.int32(columns))
+        self._launch(GATHER, {}, grid, _BLOCK, out, x, perm, np.int32(columns))
         return out
 
     def _layout(self, product: str, weight: QuantizedWeight) -> PackedLayout:

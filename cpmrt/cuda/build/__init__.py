@@ -1,0 +1,1 @@
+"""Kernel sources to cubins, through a cache, and cubins to kernels that launch by spec."""

@@ -1,0 +1,47 @@
+"""A kernel as data, and the compile-time sizes that it is built with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+    Constants = Mapping[str, int] | DataclassInstance
+    """Compile-time sizes by their macro's name, or a frozen dataclass with a field for each of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSpec:
+    """One `extern "C" __global__` function of `kernels_cu`. The module that launches it declares it.
+
+    `name` is without the `_bf16` / `_fp16` suffix. `op` is the op of `ops/spec.py` that the kernel computes or is a
+    part of; one that belongs to none says why in `reason`. `constants` are the sizes that its file asks for under
+    `#ifndef`: the dataclass that holds them, or the macros' names. `hot` promises no spills and no local memory. `arch`
+    is the one architecture that the file compiles for, "" for all.
+    """
+
+    name: str
+    file: str
+    op: str = ""
+    constants: tuple[str, ...] | type[DataclassInstance] = ()
+    hot: bool = False
+    reason: str = ""
+    arch: str = ""
+
+    @property
+    def macros(self) -> tuple[str, ...]:
+        """The names of its compile-time sizes."""
+        if isinstance(self.constants, tuple):
+            return self.constants
+        return tuple(field.name.upper() for field in fields(self.constants))
+
+
+def macros_of(constants: Constants) -> Mapping[str, int]:
+    """The `-D`s of these sizes: a field's name in upper case, its value as an int; a field that is None has none."""
+    if isinstance(constants, Mapping):
+        return constants
+    values = ((field.name.upper(), getattr(constants, field.name)) for field in fields(constants))
+    return {name: int(value) for name, value in values if value is not None}

@@ -1,0 +1,37 @@
+"""Every kernel, collected from the modules that declare and launch them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import ModuleType
+
+from cpmrt.cuda import bandwidth
+from cpmrt.cuda.build.spec import KernelSpec
+from cpmrt.cuda.draft import kernels as draft_kernels
+from cpmrt.cuda.load import random, read, repack
+from cpmrt.cuda.ops import cuda_ops, gemm, kv, linear, selection
+from cpmrt.cuda.ops.attention import plan as attention
+from cpmrt.cuda.ops.linear_packed import products
+from cpmrt.cuda.step import kernels as step_kernels
+
+_MODULES = (
+    *(random, read, repack, bandwidth, cuda_ops, linear, products, gemm, kv, attention, selection),
+    *(step_kernels, draft_kernels),
+)
+
+
+def _declared(module: ModuleType) -> Iterator[KernelSpec]:
+    """The specs among a module's names: single ones, and the values of tables."""
+    for value in vars(module).values():
+        for spec in value.values() if isinstance(value, Mapping) else (value,):
+            if isinstance(spec, KernelSpec):
+                yield spec
+
+
+KERNELS: tuple[KernelSpec, ...] = tuple(dict.fromkeys(spec for module in _MODULES for spec in _declared(module)))
+
+
+def files(arch: str = "") -> tuple[str, ...]:
+    """The sources that hold a kernel, each once; with `arch`, those that compile for it."""
+    family = arch.rstrip("af")
+    return tuple(dict.fromkeys(spec.file for spec in KERNELS if not arch or spec.arch in ("", family)))
