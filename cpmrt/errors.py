@@ -1,6 +1,24 @@
-"""Errors a user can meet. Each says what is wrong, what was expected, what was found and what to change."""
+"""Errors a user can meet: each says what is wrong, what was expected, what was found and what to change."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from reprlib import Repr
+
+_SHORT = Repr()
+_SHORT.maxstring = _SHORT.maxother = 100
+_SHORT.maxlist = 8
+
+
+def quoted(value: object) -> str:
+    """A name or value from a file as a short printable piece of a message: escaped, cut where it is long."""
+    return _SHORT.repr(value)
+
+
+def listed(items: Sequence[str], limit: int = 8) -> str:
+    """The first `limit` items, then how many more there are."""
+    more = len(items) - limit
+    return ", ".join(items[:limit]) + (f" and {more} more" if more > 0 else "")
 
 
 class CpmrtError(Exception):

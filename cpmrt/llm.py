@@ -19,7 +19,7 @@ from cpmrt.memory.plan import MemoryPlan
 from cpmrt.reference import assembly as reference
 from cpmrt.reference.sampling import log_softmax
 from cpmrt.text import ChatTemplate, Tokenizer
-from cpmrt.weights.draft_choice import with_speculation
+from cpmrt.weights.draft_folder import with_speculation
 from cpmrt.weights.model_folder import ModelFolder
 
 Prompt = str | Sequence[int]

@@ -59,7 +59,7 @@ from cpmrt.memory.plan import MemoryPlan  # noqa: E402
 from cpmrt.models.draft import Draft  # noqa: E402
 from cpmrt.models.draft_weights import open_draft  # noqa: E402
 from cpmrt.models.planning import plan_model, position_limit, weight_specs  # noqa: E402
-from cpmrt.weights.draft_choice import with_speculation  # noqa: E402
+from cpmrt.weights.draft_folder import with_speculation  # noqa: E402
 from cpmrt.weights.model_folder import ModelFolder  # noqa: E402
 
 DEVICES = ("sm_90", "sm_87", "sm_80", "sm_89", "portable")

@@ -15,10 +15,10 @@ from cpmrt.models.decoder import tensor_specs
 from cpmrt.models.planning import weight_specs
 from cpmrt.text import ChatTemplate, Tokenizer
 from cpmrt.weights import hub
+from cpmrt.weights.check import check
 from cpmrt.weights.checkpoint import Checkpoint
 from cpmrt.weights.files import read_json
 from cpmrt.weights.model_folder import BUNDLED, ModelFolder
-from cpmrt.weights.pack import check
 from cpmrt.weights.quantised_specs import quantisation_summary
 
 _SIZES = (

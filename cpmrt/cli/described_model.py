@@ -27,8 +27,7 @@ from cpmrt.models.draft_weights import open_draft
 from cpmrt.models.planning import weight_specs
 from cpmrt.tensor_spec import TensorSpec
 from cpmrt.weights.checkpoint import Checkpoint
-from cpmrt.weights.draft_choice import with_speculation
-from cpmrt.weights.draft_folder import resolve
+from cpmrt.weights.draft_folder import resolve, with_speculation
 from cpmrt.weights.model_folder import ModelFolder
 
 

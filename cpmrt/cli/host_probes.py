@@ -19,9 +19,9 @@ from cpmrt.errors import CpmrtError, NoDeviceError
 from cpmrt.memory.plan import format_bytes
 from cpmrt.models.decoder import tensor_specs
 from cpmrt.text import Tokenizer
+from cpmrt.weights.check import check
 from cpmrt.weights.checkpoint import Checkpoint
 from cpmrt.weights.model_folder import BUNDLED, ModelFolder
-from cpmrt.weights.pack import check
 
 OLDEST_PYTHON = (3, 10)
 

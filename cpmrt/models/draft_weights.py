@@ -14,11 +14,10 @@ from cpmrt.config.draft import DraftConfig
 from cpmrt.errors import CheckpointError, ConfigError
 from cpmrt.models.draft import PREFIX, Draft, prefixed, tensor_specs
 from cpmrt.tensor_spec import TensorSpec
+from cpmrt.weights.check import DRAFT_LEFTOVERS, LEFTOVERS, check
 from cpmrt.weights.checkpoint import Checkpoint
 from cpmrt.weights.draft_folder import DraftFolder
 from cpmrt.weights.model_folder import ModelFolder
-from cpmrt.weights.names import DRAFT_LEFTOVERS, LEFTOVERS
-from cpmrt.weights.pack import check
 from cpmrt.weights.quantised_specs import quantise_head, quantised_specs
 from cpmrt.weights.token_index import checked_token_ids, find_token_index, read_token_index
 
@@ -63,7 +62,7 @@ def _draft(
     if config.method != "eagle2":
         specs = quantise_head(specs, config.head_bits)
     if checkpoint is not None:
-        check(specs, checkpoint, ignore=(*LEFTOVERS, *DRAFT_LEFTOVERS) if config.is_eagle else LEFTOVERS)
+        check(specs, checkpoint, ignore=DRAFT_LEFTOVERS if config.is_eagle else LEFTOVERS)
     token_map, head = None, None
     if config.method == "eagle3":
         token_map = _from_offsets(config, checkpoint, target.vocab_size)

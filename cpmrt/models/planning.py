@@ -16,9 +16,9 @@ from cpmrt.models.decoder import EMBED, HEAD, buffer_specs, tensor_specs
 from cpmrt.models.draft import Draft, table_specs
 from cpmrt.models.draft import buffer_specs as draft_buffer_specs
 from cpmrt.tensor_spec import BufferSpec, TensorSpec
+from cpmrt.weights.check import check
 from cpmrt.weights.checkpoint import Checkpoint
 from cpmrt.weights.model_folder import ModelFolder
-from cpmrt.weights.pack import check
 from cpmrt.weights.quantised_specs import quantise_head, quantised_specs
 
 

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cpmrt.errors import CheckpointError
+from cpmrt.errors import CheckpointError, quoted
 from cpmrt.text.special_tokens import CONFIG_FILE, read_optional, read_special_tokens, token_text
-from cpmrt.weights.names import quoted
 
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 

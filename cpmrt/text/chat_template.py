@@ -18,12 +18,11 @@ from typing import NoReturn
 from jinja2 import Template
 from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
 
-from cpmrt.errors import CheckpointError, RequestError
+from cpmrt.errors import CheckpointError, RequestError, quoted
 from cpmrt.text.messages import checked_messages, checked_tools, plain
 from cpmrt.text.special_tokens import CONFIG_FILE, read_optional, read_special_tokens
 from cpmrt.text.template_sandbox import ChatEnvironment
 from cpmrt.weights.files import open_file
-from cpmrt.weights.names import quoted
 
 KEY = "chat_template"
 MAX_TEMPLATE_BYTES = 2**20

@@ -5,8 +5,7 @@ Templates are untrusted, so they get no object of the caller's, only copies made
 
 from __future__ import annotations
 
-from cpmrt.errors import RequestError
-from cpmrt.weights.names import quoted
+from cpmrt.errors import RequestError, quoted
 
 _MAX_DEPTH = 64
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cpmrt.errors import CheckpointError
+from cpmrt.errors import CheckpointError, quoted
 from cpmrt.weights.files import read_json
-from cpmrt.weights.names import quoted
 
 CONFIG_FILE = "tokenizer_config.json"
 NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")

@@ -10,12 +10,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from cpmrt.errors import CheckpointError, RequestError
+from cpmrt.errors import CheckpointError, RequestError, quoted
 from cpmrt.text.added_tokens import complete_added_tokens
 from cpmrt.text.special_tokens import CONFIG_FILE, read_optional, read_special_tokens
 from cpmrt.text.token_bytes import TokenBytes
 from cpmrt.weights.files import open_file, parse_object
-from cpmrt.weights.names import quoted
 
 MAX_TOKENIZER_BYTES = 256 * 2**20
 

@@ -10,9 +10,8 @@ from pathlib import Path
 from types import MappingProxyType
 
 from cpmrt.dtypes import Array
-from cpmrt.errors import CheckpointError
+from cpmrt.errors import CheckpointError, listed, quoted
 from cpmrt.weights.files import read_json
-from cpmrt.weights.names import listed, quoted
 from cpmrt.weights.safetensors import SafetensorsFile, TensorEntry
 
 INDEX_NAME = "model.safetensors.index.json"

@@ -3,15 +3,36 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from cpmrt.config import SpeculationConfig
+from cpmrt.config import EngineConfig, SpeculationConfig
 from cpmrt.config.draft import DraftConfig, Shapes, detect_method
+from cpmrt.config.speculate_argument import LOOKUP, read_speculation
 from cpmrt.weights import hub
 from cpmrt.weights.checkpoint import Checkpoint
 from cpmrt.weights.files import read_json
 from cpmrt.weights.model_folder import ModelFolder
+
+
+def with_speculation(
+    settings: EngineConfig,
+    folder: ModelFolder,
+    draft: str | Path | None = None,
+    speculate: str | Mapping[str, Any] = "auto",
+    simulate_accept: float | None = None,
+) -> EngineConfig:
+    """The settings with what `LLM` is told about drafting for the model in `folder`.
+
+    Raises ConfigError, and CheckpointError if the draft is not there.
+    """
+    name = None if draft is None else str(draft)
+    has_weights = settings.load_format != "dummy"
+    wish = read_speculation(name, speculate, lambda: method_of(str(name), folder.path, weights=has_weights))
+    needs_files = wish is not None and wish.method != LOOKUP
+    return replace(settings, draft=name if needs_files else None, speculation=wish, simulate_accept=simulate_accept)
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,7 @@ import stat
 from pathlib import Path
 from typing import BinaryIO
 
-from cpmrt.errors import CheckpointError
-from cpmrt.weights.names import quoted
+from cpmrt.errors import CheckpointError, quoted
 
 MAX_JSON_BYTES = 10_000_000
 

@@ -6,8 +6,7 @@ import os
 import re
 from pathlib import Path
 
-from cpmrt.errors import CheckpointError, ConfigError
-from cpmrt.weights.names import quoted
+from cpmrt.errors import CheckpointError, ConfigError, quoted
 
 _CONFIG_FILES = (
     "config.json",

@@ -11,15 +11,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cpmrt.dtypes import F32, Array, DType, to_float32
-from cpmrt.errors import CheckpointError
+from cpmrt.dtypes import F32, Array, to_float32
+from cpmrt.errors import CheckpointError, quoted
 from cpmrt.tensor_spec import Packing, Source
 from cpmrt.weights import int4_packing as packing
 from cpmrt.weights.checkpoint import Checkpoint
 from cpmrt.weights.int4_packing import I32, U8
-from cpmrt.weights.names import quoted
+from cpmrt.weights.safetensors import FLOATS
 
-FLOATS = {dtype.safetensors_name: dtype for dtype in DType}
 ROW_STEP = 64
 """Rows are taken in multiples of it, counted from the first: a run of Marlin's permutation."""
 Shape = tuple[int, ...]

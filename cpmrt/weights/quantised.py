@@ -11,12 +11,12 @@ from collections.abc import Iterator
 import numpy as np
 
 from cpmrt.dtypes import F32, Array, DType, round_to, to_float32
-from cpmrt.errors import CheckpointError
+from cpmrt.errors import CheckpointError, quoted
 from cpmrt.tensor_spec import Quantization, Source, TensorSpec
 from cpmrt.weights.checkpoint import Checkpoint
 from cpmrt.weights.int4_packing import U8
-from cpmrt.weights.names import quoted
-from cpmrt.weights.packed_formats import FLOATS, FORMATS, ROW_STEP, read_codes, read_order, read_scales, read_zeros
+from cpmrt.weights.packed_formats import FORMATS, ROW_STEP, read_codes, read_order, read_scales, read_zeros
+from cpmrt.weights.safetensors import FLOATS
 
 _BLOCK = 1 << 20
 """Codes unpacked at a time; temporaries are a few times as many bytes."""

@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 
 from cpmrt.config import WeightQuantization
-from cpmrt.errors import CheckpointError, ConfigError, UnsupportedModelError
+from cpmrt.errors import CheckpointError, ConfigError, UnsupportedModelError, quoted
 from cpmrt.tensor_spec import Packing, Quantization, Source, TensorSpec
 from cpmrt.weights.checkpoint import Checkpoint
 from cpmrt.weights.int4_packing import I32
-from cpmrt.weights.names import quoted
 from cpmrt.weights.packed_formats import FORMATS, packed_tensors, read_order
 from cpmrt.weights.safetensors import TensorEntry
 

@@ -18,11 +18,12 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from cpmrt.dtypes import Array
-from cpmrt.errors import CheckpointError
+from cpmrt.dtypes import Array, DType
+from cpmrt.errors import CheckpointError, quoted
 from cpmrt.weights.files import open_file, parse_object
-from cpmrt.weights.names import quoted
 
+FLOATS = {dtype.safetensors_name: dtype for dtype in DType}
+"""The types in which weights that are not quantised are stored, by the format's names."""
 MAX_HEADER_BYTES = 100_000_000
 """The format's own limit."""
 _LENGTH_BYTES = 8

@@ -18,9 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from cpmrt.errors import CheckpointError
+from cpmrt.errors import CheckpointError, listed, quoted
 from cpmrt.weights.files import open_file
-from cpmrt.weights.names import listed, quoted
 
 _MAX_BYTES = 4 << 20
 _FILE_NAME = re.compile(r"freq_(\d+)\.(?:pt|json)")

@@ -20,9 +20,9 @@ from cpmrt.memory.plan import make_plan
 from cpmrt.models.planning import weight_specs
 from cpmrt.reference.quantized import dequantized, quantized_arrays
 from cpmrt.tensor_spec import Source, TensorSpec
+from cpmrt.weights.check import check
 from cpmrt.weights.checkpoint import Checkpoint
 from cpmrt.weights.model_folder import ModelFolder
-from cpmrt.weights.pack import check
 from cpmrt.weights.quantised import dequantised_blocks, load_quantised
 
 LOGIT_TOLERANCE = 1e-4

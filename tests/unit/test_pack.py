@@ -14,9 +14,10 @@ from safetensors.numpy import save_file
 from cpmrt.dtypes import Array, DType, from_float32, to_float32
 from cpmrt.errors import CheckpointError, UnsupportedModelError
 from cpmrt.tensor_spec import Source, TensorSpec
+from cpmrt.weights.check import check
 from cpmrt.weights.checkpoint import Checkpoint
 from cpmrt.weights.dummy import dummy
-from cpmrt.weights.pack import check, pack
+from cpmrt.weights.pack import pack
 
 ROWS = TensorSpec("qkv_proj", (5, 3), (Source("q", (2, 3)), Source("k", (2, 3)), Source("v", (1, 3))))
 NORM = TensorSpec("norm", (3,), (Source("model.norm.weight", (3,)),))
@@ -174,7 +175,7 @@ def test_values_beyond_float16_are_refused(tmp_path: Path) -> None:
     "tensor, expected",
     [
         (None, "no tensor 'model.norm.weight'"),
-        (np.zeros(4, np.float32), "(expected [3], got [4])"),
+        (np.zeros(4, np.float32), "expected F32 | F16 | BF16 [3], got F32 [4]"),
         (np.zeros(3, np.int32), "got I32"),
     ],
 )

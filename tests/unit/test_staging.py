@@ -22,8 +22,9 @@ from cpmrt.models.planning import weight_specs
 from cpmrt.tensor_spec import Packing, Quantization, Source, TensorSpec
 from cpmrt.weights.checkpoint import Checkpoint
 from cpmrt.weights.model_folder import ModelFolder
-from cpmrt.weights.packed_formats import FLOATS, FORMATS, read_codes, read_scales
+from cpmrt.weights.packed_formats import FORMATS, read_codes, read_scales
 from cpmrt.weights.quantised import check_values
+from cpmrt.weights.safetensors import FLOATS
 
 BASE = 1024
 by_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

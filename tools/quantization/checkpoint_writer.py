@@ -13,15 +13,14 @@ from typing import Any
 
 from cpmrt.config import ModelConfig
 from cpmrt.dtypes import DType, from_float32, to_float32
-from cpmrt.errors import ConfigError, UnsupportedModelError
+from cpmrt.errors import ConfigError, UnsupportedModelError, listed
 from cpmrt.models.decoder import tensor_specs
 from cpmrt.models.rope import rope_table
 from cpmrt.reference.ops import rms_norm
 from cpmrt.tensor_spec import Source
+from cpmrt.weights.check import check
 from cpmrt.weights.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint
 from cpmrt.weights.model_folder import ModelFolder
-from cpmrt.weights.names import listed
-from cpmrt.weights.pack import check
 from quantization.arrays import Xp, to_host
 from quantization.calibration import InputSums
 from quantization.decoder_layer import LINEARS, DecoderLayer

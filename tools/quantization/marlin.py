@@ -17,6 +17,7 @@ from cpmrt.dtypes import Array
 from cpmrt.errors import UnsupportedModelError
 from cpmrt.models.decoder import tensor_specs
 from cpmrt.tensor_spec import Source, TensorSpec
+from cpmrt.weights.check import check
 from cpmrt.weights.checkpoint import SINGLE_NAME, Checkpoint
 from cpmrt.weights.int4_packing import (
     MARLIN_RUN,
@@ -28,7 +29,6 @@ from cpmrt.weights.int4_packing import (
     unpack_marlin_scales,
 )
 from cpmrt.weights.model_folder import ModelFolder
-from cpmrt.weights.pack import check
 from cpmrt.weights.packed_formats import read_codes, read_zeros
 from cpmrt.weights.quantised_specs import quantised_specs
 from quantization.checkpoint_writer import copy_companions, new_folder

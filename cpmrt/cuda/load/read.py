@@ -19,13 +19,13 @@ from typing import Protocol
 
 from cpmrt.cuda.build.spec import KernelSpec
 from cpmrt.dtypes import DType
-from cpmrt.errors import CheckpointError
+from cpmrt.errors import CheckpointError, quoted
 from cpmrt.memory.plan import Region
 from cpmrt.tensor_spec import Source, TensorSpec
+from cpmrt.weights.check import source_entry
 from cpmrt.weights.checkpoint import Checkpoint
 from cpmrt.weights.files import open_file
-from cpmrt.weights.names import quoted
-from cpmrt.weights.safetensors import TensorEntry
+from cpmrt.weights.safetensors import FLOATS, TensorEntry
 
 CONVERT_FLOAT32, CONVERT_16BIT = (
     KernelSpec(name, "convert.cu", reason="loading: weights stored as another type")
@@ -34,7 +34,6 @@ CONVERT_FLOAT32, CONVERT_16BIT = (
 SLOT_BYTES = 4 << 20
 NUM_SLOTS = 16
 MAX_READERS = 8
-_STORED = {dtype.safetensors_name: dtype for dtype in DType}
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +85,8 @@ def plan_reads(
     for spec in specs:
         destination = regions[spec.name].offset
         for source in spec.sources:
-            entry = _entry(source, checkpoint)
-            rows, stored = range(source.shape[0]), _STORED[entry.dtype]
+            entry = source_entry(source, checkpoint)
+            rows, stored = range(source.shape[0]), FLOATS[entry.dtype]
             jobs.extend(row_reads(source, entry, stored, destination, dtype, rows, max_bytes=max_bytes))
             destination += prod(source.shape) * dtype.itemsize
         if destination != regions[spec.name].offset + regions[spec.name].nbytes:
@@ -133,20 +132,6 @@ def load(
                 queue.clear()
         for reader in readers:
             reader.result()
-
-
-def _entry(source: Source, checkpoint: Checkpoint) -> TensorEntry:
-    entry = checkpoint.entries.get(source.name)
-    if entry is None:
-        raise CheckpointError(f"{checkpoint.folder} has no tensor {quoted(source.name)}")
-    shape = source.shape if source.rows is None else (*entry.shape[:1], *source.shape[1:])
-    if entry.shape != shape or entry.dtype not in _STORED:
-        raise CheckpointError(
-            f"{entry.path}: tensor {quoted(source.name)}",
-            expected=f"{' | '.join(_STORED)} {list(shape)}",
-            actual=f"{entry.dtype} {quoted(list(entry.shape))}",
-        )
-    return entry
 
 
 def row_reads(

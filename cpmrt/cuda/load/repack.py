@@ -19,7 +19,8 @@ from cpmrt.dtypes import DType
 from cpmrt.memory.plan import Region
 from cpmrt.tensor_spec import TensorSpec
 from cpmrt.weights.checkpoint import Checkpoint
-from cpmrt.weights.packed_formats import FLOATS, FORMATS
+from cpmrt.weights.packed_formats import FORMATS
+from cpmrt.weights.safetensors import FLOATS
 
 _FORMATS = {"gptq": 0, "awq": 1, "compressed": 2, "marlin": 3}
 OWN_FORMAT = "gptq"

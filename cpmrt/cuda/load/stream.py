@@ -17,14 +17,14 @@ from cpmrt.cuda.load.staging import Piece, waves
 from cpmrt.cuda.load.upload import Upload
 from cpmrt.cuda.ops.linear_packed.layout import PackedLayout
 from cpmrt.dtypes import DType
-from cpmrt.errors import CheckpointError
+from cpmrt.errors import CheckpointError, quoted
 from cpmrt.memory.plan import Region
 from cpmrt.tensor_spec import Source, TensorSpec
 from cpmrt.weights.checkpoint import Checkpoint
-from cpmrt.weights.names import quoted
 from cpmrt.weights.pack import pack_blocks
-from cpmrt.weights.packed_formats import FLOATS, FORMATS, read_order
+from cpmrt.weights.packed_formats import FORMATS, read_order
 from cpmrt.weights.quantised import check_values
+from cpmrt.weights.safetensors import FLOATS
 
 
 def stream_checkpoint(

@@ -12,8 +12,7 @@ from cpmrt.cuda.driver.host_memory import HostBuffer
 from cpmrt.cuda.driver.launch import launch
 from cpmrt.cuda.load.read import CONVERT_16BIT, CONVERT_FLOAT32, NUM_SLOTS, SLOT_BYTES, ReadJob
 from cpmrt.dtypes import Array, DType
-from cpmrt.errors import CheckpointError
-from cpmrt.weights.names import quoted
+from cpmrt.errors import CheckpointError, quoted
 
 _BLOCK = 256
 _MAX_GRID = 512
