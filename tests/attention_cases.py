@@ -10,7 +10,7 @@ import numpy as np
 from cpmrt.cuda.ops.attention.plan import DecodeAttentionPlan, decode_launch, plan_decode_attention
 from cpmrt.dtypes import DType, round_to
 from cpmrt.memory.kv_pages import PAGE_SIZE
-from cpmrt.ops import OPS, Fp8Pages, Rows
+from cpmrt.ops import OPS, Fp8Pages, KVPages, Rows
 from cpmrt.reference.fp8_pages import e4m3_codes
 from cpmrt.reference.ops import NumpyOps
 
@@ -140,7 +140,7 @@ def oracle(case: Case, window: int = 0) -> np.ndarray[Any, Any]:
     out = np.empty_like(case.q)
     tree = {"tree_masks": case.tree_masks, "tree_base": case.tree_base}
     rows = Rows(np.zeros(len(out), np.int32), case.positions, case.slots, case.block_tables, False, **tree)
-    NumpyOps(case.dtype).decode_attention(out, case.q, case.k_pages, case.v_pages, rows, case.scale, window)
+    NumpyOps(case.dtype).decode_attention(out, case.q, KVPages(case.k_pages, case.v_pages), rows, case.scale, window)
     return out
 
 

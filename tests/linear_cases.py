@@ -10,7 +10,7 @@ import numpy as np
 from cpmrt.cuda.ops.linear import DeviceLimits
 from cpmrt.dtypes import DType, round_to
 from cpmrt.memory.kv_pages import PAGE_SIZE
-from cpmrt.ops import Rows
+from cpmrt.ops import KVPages, QkvWeights, Rows
 from cpmrt.reference.ops import NumpyOps
 
 H200 = DeviceLimits(num_sms=132, shared_bytes=232448, clusters=True, whole_clusters=15)
@@ -97,9 +97,8 @@ def oracle(case: Case) -> Any:
     q = np.empty((62, case.num_heads * case.head_dim), np.float32)
     k_pages = np.zeros((a["block_tables"].size, case.num_kv_heads, PAGE_SIZE, case.head_dim), np.float32)
     v_pages = np.zeros_like(k_pages)
-    ops.qkv(
-        q, k_pages, v_pages, a["x"][kept], a["norm"], a["weight"], a["bias"], None, None, a["rope"], rows, EPS
-    )  # fmt: skip
+    weights = QkvWeights(a["norm"], a["weight"], a["bias"])
+    ops.qkv(q, KVPages(k_pages, v_pages), a["x"][kept], weights, a["rope"], rows, EPS)
     out = np.zeros((64, case.out_features), np.float32)
     out[kept] = np.concatenate([q, stored(k_pages, rows), stored(v_pages, rows)], axis=1)
     return out

@@ -19,7 +19,7 @@ from cpmrt.cuda.ops.linear import DeviceLimits
 from cpmrt.cuda.ops.selection import SparsePlans
 from cpmrt.dtypes import DType, from_float32, round_to
 from cpmrt.memory.kv_pages import PAGE_SIZE, pages_for
-from cpmrt.ops import CompressedKeys, Fp8Pages, Rows, Selection
+from cpmrt.ops import CompressedKeys, Fp8Pages, KVPages, Rows, Selection
 from cpmrt.reference.fp8_pages import values_of
 from cpmrt.reference.ops import NumpyOps
 from cpmrt.reference.sparse_attention import append_compressed, block_scores, choose_blocks, compressed_of_row
@@ -68,6 +68,11 @@ class Slots:
         for slot, length in enumerate(lengths):
             append_compressed(self.k1, self.k2, self.k_pages, self.tables[slot], range(length), self.dtype)
 
+    @property
+    def kv(self) -> KVPages:
+        """The pages with their compressed keys."""
+        return KVPages(self.k_pages, self.v_pages, CompressedKeys(self.k1, self.k2))
+
     def quantise(self) -> None:
         """Keys and values in fp8: `pages` as codes, and everything else what they stand for."""
         self.pages = {name: fp8_of(getattr(self, f"{name}_pages"), seed) for seed, name in enumerate("kv")}
@@ -85,7 +90,7 @@ class Slots:
     def select(self, q: Any, rows: Rows, sparse: SparseConfig) -> Any:
         """The NumPy op's choice."""
         blocks = np.full((len(q), self.kv_heads, sparse.num_selected), UNWRITTEN, np.int32)
-        NumpyOps(self.dtype).select_blocks(blocks, q, self.k1, self.k2, self.k_pages, rows, self.scale, sparse)
+        NumpyOps(self.dtype).select_blocks(blocks, q, self.kv, rows, self.scale, sparse)
         return blocks
 
 
@@ -145,6 +150,12 @@ class SparseDevice:
         identity = np.broadcast_to(np.arange(slots.tables.shape[1], dtype=np.int32), slots.tables.shape)
         self.scratch["expanded_tables"] = cuda.array(identity)
 
+    @property
+    def kv(self) -> KVPages:
+        """The pages on the device."""
+        compressed = CompressedKeys(self.pages["k1"], self.pages["k2"])
+        return KVPages(self.pages["k_pages"], self.pages["v_pages"], compressed)
+
     def rows(self, rows: Rows) -> Rows:
         """The same on the device."""
         names = ("token_ids", "positions", "slots", "block_tables", "locations", "tree_masks", "tree_base")
@@ -156,8 +167,7 @@ class SparseDevice:
     def select(self, q: Any, rows: Rows) -> Any:
         blocks = self.cuda.array(np.full((len(q), self.slots.kv_heads, self.sparse.num_selected), UNWRITTEN, np.int32))
         self.ops.select_blocks(
-            blocks, self.cuda.array(q, self.slots.dtype), self.pages["k1"], self.pages["k2"], self.pages["k_pages"],
-            self.rows(rows), self.slots.scale, self.sparse,
+            blocks, self.cuda.array(q, self.slots.dtype), self.kv, self.rows(rows), self.slots.scale, self.sparse,
         )  # fmt: skip
         return self.cuda.numpy(blocks)
 
@@ -181,10 +191,8 @@ class SparseDevice:
             kept = rows.slots >= 0
             chunk = np.array([rows.slots[0], rows.positions[0], kept.sum(), 0], np.int32)
             self.scratch["chunk"] = self.cuda.array(chunk)
-        attention(
-            out, self.cuda.array(q, self.slots.dtype), self.pages["k_pages"], self.pages["v_pages"], self.rows(rows),
-            self.slots.scale, **selection,
-        )  # fmt: skip
+        query = self.cuda.array(q, self.slots.dtype)
+        attention(out, query, self.kv, self.rows(rows), self.slots.scale, **selection)
         return self.cuda.numpy(out, self.slots.dtype)
 
     def compress(self, rows: Rows, *, before_rope: bool = False) -> None:
@@ -194,7 +202,7 @@ class SparseDevice:
         nope = (poison, keys) if before_rope else ()
         assert self.ops.sparse is not None
         compressed = CompressedKeys(self.pages["k1"], self.pages["k2"], *nope)
-        self.ops.sparse.compress(compressed, poison if before_rope else keys, self.rows(rows))
+        self.ops.sparse.compress(KVPages(poison if before_rope else keys, None, compressed), self.rows(rows))
 
     def assert_compressed(self, k1: Any, k2: Any) -> None:
         """Bit by bit, and nothing elsewhere."""
@@ -222,7 +230,7 @@ def check_choices(slots: Slots, q: Any, rows: Rows, blocks: Any, sparse: SparseC
             assert (blocks[row] == UNWRITTEN).all(), row
             continue
         chosen += 1
-        keys = compressed_of_row(slots.k1, slots.k2, slots.k_pages, rows, row, slots.dtype)
+        keys = compressed_of_row(slots.kv, rows, row, slots.dtype)
         scores = block_scores(q[row].reshape(slots.kv_heads, slots.group, -1), *keys, slots.scale)
         for head in range(slots.kv_heads):
             brute.check_choice(blocks[row, head], scores[head].tolist(), position, sparse, SLACK)
@@ -238,6 +246,6 @@ def expected_attention(slots: Slots, q: Any, rows: Rows, blocks: Any, sparse: Sp
     few = replace(rows, token_ids=rows.token_ids[kept], positions=rows.positions[kept], slots=rows.slots[kept])
     results, selection = np.zeros_like(q[kept]), Selection(blocks[kept], sparse)
     k_pages, v_pages = (np.nan_to_num(pages) for pages in (slots.k_pages, slots.v_pages))
-    attention(results, q[kept], k_pages, v_pages, few, slots.scale, selection=selection)
+    attention(results, q[kept], KVPages(k_pages, v_pages), few, slots.scale, selection=selection)
     out[kept] = results
     return out

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from cpmrt.config import ModelConfig
-from cpmrt.models.attention import attend, compressed_keys
-from cpmrt.ops import Ops, Rows
+from cpmrt.models.attention import attend, layer_pages
+from cpmrt.ops import Ops, QkvWeights, Rows
 from cpmrt.tensor_spec import BufferSpec, Source, TensorSpec
 
 Arrays = Mapping[str, Any]
@@ -109,19 +109,15 @@ def forward(
     ops.embed(x, rows.token_ids, weights["embed_tokens"], config.scale_emb)
     for layer in range(config.num_layers):
         weight = LayerWeights(weights, f"layers.{layer}.")
-        k_pages, v_pages = buffers["k_pages"][layer], buffers["v_pages"][layer]
-        compressed = compressed_keys(config, buffers, layer)
+        kv = layer_pages(config, buffers, layer)
         for place, tap in enumerate(taps):
             if hidden is not None and tap == layer:
                 ops.copy_columns(hidden, x, place * config.hidden_size)
-        ops.qkv(
-            q, k_pages, v_pages, x, weight["attention_norm"], weight["qkv"], weight["qkv_bias"],
-            weight["q_norm"], weight["k_norm"], buffers["rope"], rows, eps, compressed,
-        )  # fmt: skip
-        attend(ops, config, buffers, layer, compressed, rows)
+        after = ops.qkv(q, kv, x, weight.qkv(weight["attention_norm"]), buffers["rope"], rows, eps)
+        attend(ops, config, buffers, kv, rows, after)
         ops.project_residual(x, attention, weight["output"], weight["output_bias"], residual_scale)
-        ops.gate_up(inner, x, weight["mlp_norm"], weight["gate_up"], eps)
-        ops.project_residual(x, inner, weight["down"], None, residual_scale)
+        after = ops.gate_up(inner, x, weight["mlp_norm"], weight["gate_up"], eps)
+        ops.project_residual(x, inner, weight["down"], None, residual_scale, after)
     if hidden is not None and not taps:
         ops.rms_norm(hidden, x, weights["norm"], eps)
     if logit_rows is not None:
@@ -142,3 +138,7 @@ class LayerWeights:
 
     def __getitem__(self, name: str) -> Any | None:
         return self.weights.get(self.prefix + name)
+
+    def qkv(self, norm: Any | None) -> QkvWeights:
+        """Return the weights of the q, k and v projection, behind this RMSNorm."""
+        return QkvWeights(norm, self["qkv"], self["qkv_bias"], self["q_norm"], self["k_norm"])

@@ -16,6 +16,7 @@ from cpmrt.config.draft import DraftConfig
 from cpmrt.config.speculation import MAX_NODES
 from cpmrt.memory.kv_pages import KVLayout
 from cpmrt.models import decoder
+from cpmrt.models.attention import attend, layer_pages
 from cpmrt.models.decoder import ATTENTION, DOWN, EMBED, GATE_UP, HEAD, OUTPUT, QKV, LayerWeights
 from cpmrt.ops import Ops, Rows
 from cpmrt.tensor_spec import BufferSpec, Source, TensorSpec
@@ -241,23 +242,18 @@ def _enter_eagle3(
 
 def _layers(ops: Ops, draft: DraftConfig, config: ModelConfig, weights: Arrays, buffers: Arrays, rows: Rows) -> None:
     """The decoder layers, in place on `draft.x`."""
-    x, q, attention, inner = (buffers[PREFIX + name] for name in ("x", "q", "attention", "inner"))
-    attend = ops.prefill_attention if rows.is_prefill else ops.decode_attention
+    own_buffers = own(buffers)
+    x, inner, rope = own_buffers["x"], own_buffers["inner"], own_buffers["rope"]
     eps, residual_scale = config.rms_norm_eps, config.residual_scale
-    softmax_scale = config.head_dim**-0.5
     for layer in range(config.num_layers):
-        weight = LayerWeights(weights, f"{PREFIX}layers.{layer}.")
-        k_pages, v_pages = buffers["draft.k_pages"][layer], buffers["draft.v_pages"][layer]
+        weight, kv = LayerWeights(weights, f"{PREFIX}layers.{layer}."), layer_pages(config, own_buffers, layer)
         # What EAGLE-3 has joined is normalised already.
-        source, norm = (x, weight["attention_norm"]) if layer or not draft.taps else (buffers["draft.joined"], None)
-        ops.qkv(
-            q, k_pages, v_pages, source, norm, weight["qkv"], weight["qkv_bias"],
-            weight["q_norm"], weight["k_norm"], buffers["draft.rope"], rows, eps,
-        )  # fmt: skip
-        attend(attention, q, k_pages, v_pages, rows, softmax_scale, window=draft.window)
-        ops.project_residual(x, attention, weight["output"], weight["output_bias"], residual_scale)
-        ops.gate_up(inner, x, weight["mlp_norm"], weight["gate_up"], eps)
-        ops.project_residual(x, inner, weight["down"], None, residual_scale)
+        source, norm = (x, weight["attention_norm"]) if layer or not draft.taps else (own_buffers["joined"], None)
+        after = ops.qkv(own_buffers["q"], kv, source, weight.qkv(norm), rope, rows, eps)
+        attend(ops, config, own_buffers, kv, rows, after, draft.window)
+        ops.project_residual(x, own_buffers["attention"], weight["output"], weight["output_bias"], residual_scale)
+        after = ops.gate_up(inner, x, weight["mlp_norm"], weight["gate_up"], eps)
+        ops.project_residual(x, inner, weight["down"], None, residual_scale, after)
 
 
 def _head(ops: Ops, config: ModelConfig, weights: Arrays, logits: Any, x: Any) -> None:

@@ -12,6 +12,7 @@ another order of summation and, below float32, results on either side of a round
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from cpmrt.dtypes import DType
 
@@ -31,8 +32,8 @@ OPS = {
     "qkv": OpSpec(
         {
             "q": "T HD",
-            "k_pages": "P K S D",
-            "v_pages": "P K S D",
+            "k": "P K S D",
+            "v": "P K S D",
             "x": "T C",
             "norm": "C",
             "weight": "QKV C",
@@ -44,19 +45,19 @@ OPS = {
             "locations": "T",
             "slots": "T",
             "block_tables": "B N",
-            "k1_pages": "P K 4 D",
-            "k2_pages": "P K D",
+            "k1": "P K 4 D",
+            "k2": "P K D",
             "q_nope": "T HD",
-            "nope_pages": "P K S D",
+            "nope": "P K S D",
         }
     ),
     "select_blocks": OpSpec(
         {
             "blocks": "T K W",
             "q": "T HD",
-            "k1_pages": "P K 4 D",
-            "k2_pages": "P K D",
-            "k_pages": "P K S D",
+            "k1": "P K 4 D",
+            "k2": "P K D",
+            "k": "P K S D",
             "positions": "T",
             "slots": "T",
             "block_tables": "B N",
@@ -68,8 +69,8 @@ OPS = {
         {
             "out": "T HD",
             "q": "T HD",
-            "k_pages": "P K S D",
-            "v_pages": "P K S D",
+            "k": "P K S D",
+            "v": "P K S D",
             "positions": "T",
             "slots": "T",
             "block_tables": "B N",
@@ -82,8 +83,8 @@ OPS = {
         {
             "out": "T HD",
             "q": "T HD",
-            "k_pages": "P K S D",
-            "v_pages": "P K S D",
+            "k": "P K S D",
+            "v": "P K S D",
             "positions": "T",
             "slots": "T",
             "block_tables": "B N",
@@ -98,3 +99,24 @@ OPS = {
     "copy_columns": OpSpec({"out": "T C", "x": "T E"}),
     "clear": OpSpec({"out": "T C"}),
 }
+
+
+def check_shapes(op: str, **operands: Any) -> dict[str, int]:
+    """Match each operand's shape with the op's letters; None operands (an absent bias) are passed over.
+
+    Returns letter -> size. Raises ValueError naming the op, the operand, the expected and the actual shape: a wrong
+    shape here is a bug of the caller, never of the user.
+    """
+    spec, sizes = OPS[op].operands, dict[str, int]()
+    for name, operand in operands.items():
+        if operand is None:
+            continue
+        letters = spec[name].split()
+        expected = [sizes.get(letter, letter) for letter in letters]
+        if len(operand.shape) != len(letters):
+            raise ValueError(f"{op}: {name} has shape {operand.shape}, expected {expected}")
+        for letter, size in zip(letters, operand.shape, strict=True):
+            known = int(letter) if letter.isdigit() else sizes.setdefault(letter, size)
+            if known != size:
+                raise ValueError(f"{op}: {name} has shape {operand.shape}, expected {expected}")
+    return sizes

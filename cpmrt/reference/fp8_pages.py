@@ -1,4 +1,4 @@
-"""e4m3 in NumPy, and what is stored of keys and values in it (`ops.fp8_pages`)."""
+"""e4m3 in NumPy, and what is stored of keys and values in it (`ops.Fp8Pages`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from cpmrt.dtypes import F32, Array
 from cpmrt.memory.kv_pages import PAGE_SIZE
 from cpmrt.ops import Fp8Pages
-from cpmrt.ops.fp8_pages import HEADROOM, LARGEST, SCALE_EXPONENTS
+from cpmrt.ops.operands import FP8_HEADROOM, FP8_LARGEST, FP8_SCALE_EXPONENTS
 
 _NAN = 0x7F
 
@@ -18,7 +18,7 @@ def e4m3_codes(values: F32) -> NDArray[np.uint8]:
 
     OCP 8-bit Floating Point Specification: sign, four bits of exponent with bias 7, three of mantissa.
     """
-    magnitudes = np.minimum(np.abs(values), np.float32(LARGEST))
+    magnitudes = np.minimum(np.abs(values), np.float32(FP8_LARGEST))
     # Up to 2^-6 numbers are 2^-9 apart, then three bits of mantissa follow the first.
     exponents = np.where(magnitudes < 2.0**-6, -6, np.frexp(magnitudes)[1] - 1)
     with np.errstate(invalid="ignore"):
@@ -45,11 +45,11 @@ _VALUES: F32 = np.array([_value(code) for code in range(256)], np.float32)
 
 def page_scales(largest: F32) -> F32:
     """The scales of pages whose first token's largest magnitudes are these: the least power of two that leaves the
-    headroom, within SCALE_EXPONENTS."""
-    bound_fraction, bound_exponent = np.frexp(LARGEST / HEADROOM)
+    headroom, within FP8_SCALE_EXPONENTS."""
+    bound_fraction, bound_exponent = np.frexp(FP8_LARGEST / FP8_HEADROOM)
     fractions, exponents = np.frexp(largest)
     powers = exponents - bound_exponent + (fractions > bound_fraction)
-    low, high = SCALE_EXPONENTS
+    low, high = FP8_SCALE_EXPONENTS
     powers = np.where(largest == 0, low, np.where(np.isfinite(largest), powers, high))
     scales: F32 = np.ldexp(np.float32(1.0), np.clip(powers, low, high))
     return scales

@@ -13,7 +13,17 @@ import numpy as np
 from cpmrt.config import SparseConfig
 from cpmrt.dtypes import F32, Array, DType, round_to
 from cpmrt.memory.kv_pages import PAGE_SIZE
-from cpmrt.ops import CompressedKeys, Fp8Pages, QuantizedWeight, Rows, Selection, check_shapes
+from cpmrt.ops import (
+    NOTHING,
+    Fp8Pages,
+    Handoff,
+    KVPages,
+    QkvWeights,
+    QuantizedWeight,
+    Rows,
+    Selection,
+    check_shapes,
+)
 from cpmrt.reference import sparse_attention as sparse
 from cpmrt.reference.fp8_pages import store
 from cpmrt.reference.kv_rows import gather, gather_row
@@ -99,88 +109,66 @@ class NumpyOps:
         check_shapes("embed", out=out, token_ids=token_ids, table=table)
         out[:] = round_to(table[token_ids] * np.float32(scale), self.dtype)
 
-    def qkv(
-        self,
-        q: F32,
-        k_pages: F32 | Fp8Pages,
-        v_pages: F32 | Fp8Pages,
-        x: F32,
-        norm: F32 | None,
-        weight: Matrix,
-        bias: F32 | None,
-        q_norm: F32 | None,
-        k_norm: F32 | None,
-        rope: F32,
-        rows: Rows,
-        eps: float,
-        compressed: CompressedKeys | None = None,
-    ) -> None:
+    def qkv(self, q: F32, kv: KVPages, x: F32, weights: QkvWeights, rope: F32, rows: Rows, eps: float) -> Handoff:
         check_shapes(
-            "qkv", q=q, k_pages=k_pages, v_pages=v_pages, x=x, norm=norm, weight=weight, bias=bias, q_norm=q_norm,
-            k_norm=k_norm, rope=rope, positions=rows.positions, locations=rows.locations, slots=rows.slots,
-            block_tables=rows.block_tables,
+            "qkv", q=q, k=kv.k, v=kv.v, x=x, norm=weights.norm, weight=weights.weight, bias=weights.bias,
+            q_norm=weights.q_norm, k_norm=weights.k_norm, rope=rope, positions=rows.positions, locations=rows.locations,
+            slots=rows.slots, block_tables=rows.block_tables,
         )  # fmt: skip
-        projected = linear(self._normalised(x, norm, eps), weight)
-        if bias is not None:
-            projected += bias
-        num_kv_heads, head_dim = k_pages.shape[1], k_pages.shape[3]
+        projected = linear(self._normalised(x, weights.norm, eps), weights.weight)
+        if weights.bias is not None:
+            projected += weights.bias
+        num_kv_heads, head_dim = kv.k.shape[1], kv.k.shape[3]
         heads = projected.reshape(len(x), -1, head_dim)
         q_heads = heads[:, : -2 * num_kv_heads]
         k_heads, v_heads = heads[:, -2 * num_kv_heads : -num_kv_heads], heads[:, -num_kv_heads:]
-        if q_norm is not None and k_norm is not None:
-            q_heads, k_heads = rms_norm(q_heads, q_norm, eps), rms_norm(k_heads, k_norm, eps)
+        if weights.q_norm is not None and weights.k_norm is not None:
+            q_heads, k_heads = rms_norm(q_heads, weights.q_norm, eps), rms_norm(k_heads, weights.k_norm, eps)
         kept = rows.slots >= 0
         cos, sin = rope[:, np.where(kept, rows.positions, 0)]
         q[:] = round_to(rotate(q_heads, cos, sin), self.dtype).reshape(q.shape)
         locations = (rows.positions if rows.locations is None else rows.locations)[kept]
         pages, offsets = rows.block_tables[rows.slots[kept], locations // PAGE_SIZE], locations % PAGE_SIZE
-        store(k_pages, pages, offsets, self._stored(k_pages, rotate(k_heads, cos, sin)[kept]))
-        store(v_pages, pages, offsets, self._stored(v_pages, v_heads[kept]))
-        if compressed is None:
-            return
-        if compressed.nope_pages is not None:
-            compressed.q_nope[:] = round_to(q_heads, self.dtype).reshape(q.shape)
-            compressed.nope_pages[pages, :, offsets] = round_to(k_heads, self.dtype)[kept]
-        if rows.tree_masks is None:
-            sparse.append_step(compressed, k_pages, rows, self.dtype)
+        store(kv.k, pages, offsets, self._stored(kv.k, rotate(k_heads, cos, sin)[kept]))
+        store(kv.v, pages, offsets, self._stored(kv.v, v_heads[kept]))
+        if kv.compressed is not None:
+            if kv.compressed.nope is not None:
+                kv.compressed.q_nope[:] = round_to(q_heads, self.dtype).reshape(q.shape)
+                kv.compressed.nope[pages, :, offsets] = round_to(k_heads, self.dtype)[kept]
+            if rows.tree_masks is None:
+                sparse.append_step(kv, rows, self.dtype)
+        return NOTHING
 
     def select_blocks(
-        self,
-        blocks: Array,
-        q: F32,
-        k1_pages: F32,
-        k2_pages: F32,
-        k_pages: F32,
-        rows: Rows,
-        scale: float,
-        config: SparseConfig,
+        self, blocks: Array, q: F32, kv: KVPages, rows: Rows, scale: float, config: SparseConfig
     ) -> None:
+        assert kv.compressed is not None
         check_shapes(
-            "select_blocks", blocks=blocks, q=q, k1_pages=k1_pages, k2_pages=k2_pages, k_pages=k_pages,
+            "select_blocks", blocks=blocks, q=q, k1=kv.compressed.k1, k2=kv.compressed.k2, k=kv.scored_keys,
             positions=rows.positions, slots=rows.slots, block_tables=rows.block_tables, tree_masks=rows.tree_masks,
             tree_base=rows.tree_base,
         )  # fmt: skip
-        sparse.select_blocks(blocks, q, k1_pages, k2_pages, k_pages, rows, scale, config, self.dtype)
+        sparse.select_blocks(blocks, q, kv, rows, scale, config, self.dtype)
 
     def decode_attention(
         self,
         out: F32,
         q: F32,
-        k_pages: F32 | Fp8Pages,
-        v_pages: F32 | Fp8Pages,
+        kv: KVPages,
         rows: Rows,
         scale: float,
         window: int = 0,
         selection: Selection | None = None,
+        after: Handoff = NOTHING,
     ) -> None:
         check_shapes(
-            "decode_attention", out=out, q=q, k_pages=k_pages, v_pages=v_pages, positions=rows.positions,
-            tree_masks=rows.tree_masks, tree_base=rows.tree_base, blocks=selection and selection.blocks,
+            "decode_attention", out=out, q=q, k=kv.k, v=kv.v, positions=rows.positions, tree_masks=rows.tree_masks,
+            tree_base=rows.tree_base, blocks=selection and selection.blocks,
         )  # fmt: skip
-        num_kv_heads, head_dim = k_pages.shape[1], k_pages.shape[3]
+        num_kv_heads, head_dim = kv.k.shape[1], kv.k.shape[3]
         out[rows.slots < 0] = 0.0
         for row in map(int, np.flatnonzero(rows.slots >= 0)):
-            keys, values = (gather_row(pages, rows, row, window) for pages in (k_pages, v_pages))
+            keys, values = (gather_row(pages, rows, row, window) for pages in (kv.k, kv.v))
             if selection is not None:
                 keys, values = (sparse.chosen_tokens(tokens, selection, row) for tokens in (keys, values))
             groups = q[row].reshape(num_kv_heads, -1, head_dim)
@@ -191,53 +179,54 @@ class NumpyOps:
         self,
         out: F32,
         q: F32,
-        k_pages: F32 | Fp8Pages,
-        v_pages: F32 | Fp8Pages,
+        kv: KVPages,
         rows: Rows,
         scale: float,
         window: int = 0,
         selection: Selection | None = None,
     ) -> None:
         check_shapes(
-            "prefill_attention", out=out, q=q, k_pages=k_pages, v_pages=v_pages, positions=rows.positions,
+            "prefill_attention", out=out, q=q, k=kv.k, v=kv.v, positions=rows.positions,
             blocks=selection and selection.blocks,
         )  # fmt: skip
-        num_rows, num_kv_heads, head_dim = len(q), k_pages.shape[1], k_pages.shape[3]
+        num_rows, num_kv_heads, head_dim = len(q), kv.k.shape[1], kv.k.shape[3]
         if rows.positions[0] < 0:
             out[0] = 0.0
             taken = replace(rows, positions=rows.positions[1:], slots=rows.slots[1:])
             if num_rows > 1:
-                self.prefill_attention(out[1:], q[1:], k_pages, v_pages, taken, scale, window)
+                self.prefill_attention(out[1:], q[1:], kv, taken, scale, window)
             return
         block_table, length = rows.block_tables[rows.slots[-1]], int(rows.positions[-1]) + 1
-        keys, values = gather(k_pages, block_table, length), gather(v_pages, block_table, length)
+        keys, values = gather(kv.k, block_table, length), gather(kv.v, block_table, length)
         hidden = np.arange(length)[None, :] > rows.positions[:, None]
         if window:
             hidden |= np.arange(length)[None, :] <= rows.positions[:, None] - window
         q_heads = q.reshape(num_rows, num_kv_heads, -1, head_dim)
         out_heads = out.reshape(num_rows, num_kv_heads, -1, head_dim)
         for head in range(num_kv_heads):
+            unseen = hidden
             if selection is not None:
                 unseen = hidden | sparse.left_out(selection, rows.positions, head, length)
-            else:
-                unseen = hidden
             for member in range(q_heads.shape[2]):
                 scores = q_heads[:, head, member] @ keys[head].T * np.float32(scale)
                 scores[unseen] = -np.inf
                 out_heads[:, head, member] = round_to(softmax(scores) @ values[head], self.dtype)
 
-    def project_residual(self, x: F32, inner: F32, weight: Matrix, bias: F32 | None, scale: float) -> None:
+    def project_residual(
+        self, x: F32, inner: F32, weight: Matrix, bias: F32 | None, scale: float, after: Handoff = NOTHING
+    ) -> None:
         check_shapes("project_residual", x=x, inner=inner, weight=weight, bias=bias)
         added = linear(inner, weight)
         if bias is not None:
             added += bias
         x[:] = round_to(x + np.float32(scale) * added, self.dtype)
 
-    def gate_up(self, out: F32, x: F32, norm: F32, weight: Matrix, eps: float) -> None:
+    def gate_up(self, out: F32, x: F32, norm: F32, weight: Matrix, eps: float) -> Handoff:
         check_shapes("gate_up", out=out, x=x, norm=norm, weight=weight)
         both = linear(self._normalised(x, norm, eps), weight)
         gate, up = both[:, : out.shape[1]], both[:, out.shape[1] :]
         out[:] = round_to(silu(gate) * up, self.dtype)
+        return NOTHING
 
     def lm_head(self, logits: F32, x: F32, norm: F32 | None, weight: Matrix, eps: float, divisor: float) -> None:
         check_shapes("lm_head", logits=logits, x=x, norm=norm, weight=weight)

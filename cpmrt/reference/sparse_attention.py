@@ -16,7 +16,7 @@ import numpy as np
 from cpmrt.config import SparseConfig
 from cpmrt.dtypes import F32, Array, DType, round_to
 from cpmrt.memory.kv_pages import PAGE_SIZE, pages_for
-from cpmrt.ops import CompressedKeys, Fp8Pages, Rows, Selection
+from cpmrt.ops import Fp8Pages, KVPages, Rows, Selection
 from cpmrt.reference.kv_rows import gather, gather_row
 
 _FINE, _COARSE = 16, PAGE_SIZE
@@ -62,33 +62,33 @@ def append_compressed(
                 k2_pages[block_table[page]] = mean
 
 
-def append_step(compressed: CompressedKeys, k_pages: F32 | Fp8Pages, rows: Rows, dtype: DType) -> None:
-    """Store the compressed keys that a step's rows complete; `k_pages` with the keys after RoPE."""
-    keys = k_pages if compressed.nope_pages is None else compressed.nope_pages
+def append_step(kv: KVPages, rows: Rows, dtype: DType) -> None:
+    """Store the compressed keys that a step's rows complete."""
+    assert kv.compressed is not None
     for slot, position in zip(rows.slots.tolist(), rows.positions.tolist(), strict=True):
         if slot >= 0:
             table = rows.block_tables[slot]
-            append_compressed(compressed.k1_pages, compressed.k2_pages, keys, table, (position,), dtype)
+            append_compressed(kv.compressed.k1, kv.compressed.k2, kv.scored_keys, table, (position,), dtype)
 
 
-def compressed_of_row(
-    k1_pages: F32, k2_pages: F32, k_pages: F32 | Fp8Pages, rows: Rows, row: int, dtype: DType
-) -> tuple[F32, F32]:
-    """What a row may score: entries 1 and on of K1 and of K2, [K, entries, D].
+def compressed_of_row(kv: KVPages, rows: Rows, row: int, dtype: DType) -> tuple[F32, F32]:
+    """Return what a row may score: entries 1 and on of K1 and of K2, [K, entries, D].
 
     The windows of a row of a tree that end within its path are not in the pages: they are averaged here.
     """
+    assert kv.compressed is not None
     block_table, num_tokens = rows.block_tables[rows.slots[row]], int(rows.positions[row]) + 1
     used = block_table[: pages_for(num_tokens)]
-    k1 = k1_pages[used].transpose(1, 0, 2, 3).reshape(k1_pages.shape[1], -1, k1_pages.shape[3])
-    k2 = k2_pages[used].transpose(1, 0, 2)
+    fine, coarse = kv.compressed.k1, kv.compressed.k2
+    k1 = fine[used].transpose(1, 0, 2, 3).reshape(fine.shape[1], -1, fine.shape[3])
+    k2 = coarse[used].transpose(1, 0, 2)
     found = []
     for entries, stride in ((k1, _FINE), (k2, _COARSE)):
         entries = np.ascontiguousarray(entries[:, 1 : num_tokens // stride])
         if rows.tree_masks is not None:
             first = int(rows.tree_base[row]) // stride
             if first < num_tokens // stride:
-                keys = gather_row(k_pages, rows, row, 0)[:, : num_tokens // stride * stride]
+                keys = gather_row(kv.scored_keys, rows, row, 0)[:, : num_tokens // stride * stride]
                 entries[:, max(first - 1, 0) :] = window_means(keys[:, max(first - 1, 0) * stride :], stride, dtype)
         found.append(entries)
     return found[0], found[1]
@@ -120,22 +120,14 @@ def choose_blocks(scores: F32, position: int, config: SparseConfig) -> Array:
 
 
 def select_blocks(
-    blocks: Array,
-    q: F32,
-    k1_pages: F32,
-    k2_pages: F32,
-    k_pages: F32,
-    rows: Rows,
-    scale: float,
-    config: SparseConfig,
-    dtype: DType,
+    blocks: Array, q: F32, kv: KVPages, rows: Rows, scale: float, config: SparseConfig, dtype: DType
 ) -> None:
-    """The op of that name. Rows that leave nothing out keep what is in `blocks`."""
+    """Compute the op `select_blocks`. Rows that leave nothing out keep what is in `blocks`."""
     for row in map(int, np.flatnonzero(rows.slots >= 0)):
         position = int(rows.positions[row])
         if not config.leaves_out(position + 1):
             continue
-        k1, k2 = compressed_of_row(k1_pages, k2_pages, k_pages, rows, row, dtype)
+        k1, k2 = compressed_of_row(kv, rows, row, dtype)
         groups = q[row].reshape(k1.shape[0], -1, k1.shape[2])
         blocks[row] = choose_blocks(block_scores(groups, k1, k2, scale), position, config)
 

@@ -181,7 +181,6 @@ def test_attention_waits_for_the_lists_of_blocks(cuda: Any, sparse: SparseConfig
         out = cuda.array(np.full_like(q, np.nan), slots.dtype)
         writer.launch()
         device.ops.decode_attention(
-            out, query, device.pages["k_pages"], device.pages["v_pages"], held, slots.scale,
-            selection=Selection(lists, sparse),
-        )  # fmt: skip
+            out, query, device.kv, held, slots.scale, selection=Selection(lists, sparse)
+        )
         assert np.array_equal(cuda.numpy(out, slots.dtype), expected)

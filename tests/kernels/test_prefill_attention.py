@@ -12,7 +12,7 @@ from cpmrt.cuda.driver.tensor_map import row_boxes
 from cpmrt.cuda.ops.attention.plan import plan_prefill_attention
 from cpmrt.dtypes import DType, round_to
 from cpmrt.memory.kv_pages import PAGE_SIZE
-from cpmrt.ops import OPS, Rows
+from cpmrt.ops import OPS, KVPages, Rows
 from cpmrt.reference.ops import NumpyOps
 
 pytestmark = pytest.mark.gpu
@@ -94,7 +94,8 @@ def assert_matches_oracle(out: np.ndarray[Any, Any], case: Case, window: int = 0
     expected = np.empty_like(case.q)
     positions = np.arange(case.start, case.start + count, dtype=np.int32)
     rows = Rows(np.zeros(count, np.int32), positions, np.full(count, SLOT), case.block_tables, True)
-    NumpyOps(case.dtype).prefill_attention(expected, case.q, case.k_pages, case.v_pages, rows, case.scale, window)
+    kv = KVPages(case.k_pages, case.v_pages)
+    NumpyOps(case.dtype).prefill_attention(expected, case.q, kv, rows, case.scale, window)
     seeing = slice(int(case.start < 0), count)
     assert np.isfinite(out[seeing]).all()
     errors = np.linalg.norm(out[seeing] - expected[seeing], axis=1) / np.linalg.norm(expected[seeing], axis=1)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from reference.operands import EPS, Data, make_rows, rope_of
 
 from cpmrt.dtypes import DType, round_to
-from cpmrt.ops import Fp8Pages
+from cpmrt.ops import Fp8Pages, KVPages, QkvWeights
 from cpmrt.reference.fp8_pages import e4m3_codes, e4m3_values, page_scales, store, values_of
 from cpmrt.reference.ops import NumpyOps, rotate
 from cpmrt.reference.sparse_attention import append_compressed
@@ -109,7 +109,7 @@ def test_qkv_stores_what_it_rotated_rounded_once(dtype: DType) -> None:
     before = k_pages.codes.copy()
     rope = rope_of(128, HEAD_DIM)
     rows = make_rows(positions, slots, tables)
-    ops.qkv(q, k_pages, v_pages, x, None, weight, None, None, None, rope, rows, EPS)
+    ops.qkv(q, KVPages(k_pages, v_pages), x, QkvWeights(None, weight), rope, rows, EPS)
     heads = (x @ weight.T).reshape(60, 8, HEAD_DIM)
     keys, values = rotate(heads[:, 4:6], *rope[:, positions]), heads[:, 6:]
     for pages, expected in ((k_pages, keys), (v_pages, values)):
@@ -135,10 +135,10 @@ def test_attention_reads_what_is_stored(dtype: DType) -> None:
     plain = [values_of(pages, np.arange(6)) for pages in (k_pages, v_pages)]
     q, outs = data(length, 4 * HEAD_DIM), [np.empty((length, 4 * HEAD_DIM), np.float32) for _ in range(4)]
     rows = make_rows(positions, np.full(length, 1), tables, True)
-    ops.prefill_attention(outs[0], q, k_pages, v_pages, rows, 0.2)
-    ops.prefill_attention(outs[1], q, *plain, rows, 0.2)
-    ops.decode_attention(outs[2], q, k_pages, v_pages, rows, 0.2)
-    ops.decode_attention(outs[3], q, *plain, rows, 0.2)
+    ops.prefill_attention(outs[0], q, KVPages(k_pages, v_pages), rows, 0.2)
+    ops.prefill_attention(outs[1], q, KVPages(*plain), rows, 0.2)
+    ops.decode_attention(outs[2], q, KVPages(k_pages, v_pages), rows, 0.2)
+    ops.decode_attention(outs[3], q, KVPages(*plain), rows, 0.2)
     assert np.array_equal(outs[0], outs[1]) and np.array_equal(outs[2], outs[3])
     assert np.allclose(outs[0], round_to(outs[2], dtype), atol=2e-2 if dtype is DType.BFLOAT16 else 1e-5)
 

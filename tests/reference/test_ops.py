@@ -11,7 +11,7 @@ from reference import brute_force
 from reference.operands import EPS, Data, Poisoned, check, filled_pages, make_rows, rope_of
 
 from cpmrt.dtypes import DType
-from cpmrt.ops import Rows
+from cpmrt.ops import KVPages, QkvWeights, Rows
 from cpmrt.reference.ops import NumpyOps, rms_norm, rotate, silu, softmax
 
 PAGE = 64
@@ -113,10 +113,8 @@ class Qkv:
         self.pages = [np.full((rows.block_tables.size, kv_heads, PAGE, head_dim), np.nan, np.float32) for _ in "kv"]
 
     def run(self) -> None:
-        NumpyOps(self.dtype).qkv(
-            self.q.view, *self.pages, self.x, self.norm, self.weight, self.bias, self.q_norm, self.k_norm,
-            self.rope, self.rows, EPS,
-        )  # fmt: skip
+        weights = QkvWeights(self.norm, self.weight, self.bias, self.q_norm, self.k_norm)
+        NumpyOps(self.dtype).qkv(self.q.view, KVPages(*self.pages), self.x, weights, self.rope, self.rows, EPS)
 
     def expected(self) -> tuple[Any, Any, Any]:
         """q, k and v: [T, heads, D]."""
@@ -184,7 +182,7 @@ def test_rows_without_a_slot_are_stored_nowhere_and_see_nothing():
     assert np.isfinite(call.pages[0]).sum() == np.isfinite(call.pages[1]).sum() == 64
     k_pages, v_pages = filled_pages(data, tables, [0, 4], 1, 64)
     out = Poisoned(3, 128)
-    NumpyOps(DType.FLOAT32).decode_attention(out.view, data(3, 128), k_pages, v_pages, call.rows, 0.125)
+    NumpyOps(DType.FLOAT32).decode_attention(out.view, data(3, 128), KVPages(k_pages, v_pages), call.rows, 0.125)
     assert not out.written()[[0, 2]].any() and out.view[1].all()
 
 
@@ -198,7 +196,8 @@ def test_decode_attention(dtype, group, kv_heads, head_dim):
     slots = np.array([3, 0, 4, 2, 1])
     positions = np.array(lengths)[slots] - 1
     q, out = data(5, group * kv_heads * head_dim), Poisoned(5, group * kv_heads * head_dim)
-    NumpyOps(dtype).decode_attention(out.view, q, k_pages, v_pages, make_rows(positions, slots, tables), head_dim**-0.5)
+    rows = make_rows(positions, slots, tables)
+    NumpyOps(dtype).decode_attention(out.view, q, KVPages(k_pages, v_pages), rows, head_dim**-0.5)
     expected = brute_force.attention(q, k_pages, v_pages, positions, slots, tables, head_dim**-0.5)
     check("decode_attention", dtype, out.written(), expected)
 
@@ -213,7 +212,7 @@ def test_prefill_attention(dtype, group, start, count):
     positions, slots = np.arange(start, start + count), np.ones(count, int)
     q, out = data(count, group * kv_heads * head_dim), Poisoned(count, group * kv_heads * head_dim)
     rows = make_rows(positions, slots, tables, True)
-    NumpyOps(dtype).prefill_attention(out.view, q, k_pages, v_pages, rows, head_dim**-0.5)
+    NumpyOps(dtype).prefill_attention(out.view, q, KVPages(k_pages, v_pages), rows, head_dim**-0.5)
     expected = brute_force.attention(q, k_pages, v_pages, positions, slots, tables, head_dim**-0.5)
     check("prefill_attention", dtype, out.written(), expected)
 
@@ -224,7 +223,7 @@ def test_attention_of_one_token_is_its_value():
     k_pages, v_pages = filled_pages(data, tables, [1], 2, 64)
     out = Poisoned(1, 256)
     rows = make_rows([0], [0], tables)
-    NumpyOps(DType.FLOAT32).decode_attention(out.view, data(1, 256), k_pages, v_pages, rows, 0.125)
+    NumpyOps(DType.FLOAT32).decode_attention(out.view, data(1, 256), KVPages(k_pages, v_pages), rows, 0.125)
     assert np.array_equal(out.view.reshape(2, 2, 64), np.repeat(v_pages[tables[0, 0], :, :1], 2, axis=1))
 
 
@@ -234,7 +233,8 @@ def test_very_large_scores_do_not_overflow():
     k_pages, v_pages = filled_pages(data, tables, [9], 1, 64)
     for attend, is_prefill in (("decode_attention", False), ("prefill_attention", True)):
         out, rows = Poisoned(1, 64), make_rows([8], [0], tables, is_prefill)
-        getattr(NumpyOps(DType.FLOAT32), attend)(out.view, data(1, 64, scale=1e6), k_pages, v_pages, rows, 1.0)
+        kv, q = KVPages(k_pages, v_pages), data(1, 64, scale=1e6)
+        getattr(NumpyOps(DType.FLOAT32), attend)(out.view, q, kv, rows, 1.0)
         out.written()
 
 
@@ -246,4 +246,5 @@ def test_wrong_shapes_are_refused():
         ops.lm_head(data(2, 8), data(3, 16), data(16), data(8, 16), EPS, 1.0)
     rows = replace(make_rows([0], [0], data.tables(1, 1)), positions=np.arange(2))
     with pytest.raises(ValueError, match="decode_attention: positions"):
-        ops.decode_attention(data(1, 64), data(1, 64), data(1, 1, 64, 64), data(1, 1, 64, 64), rows, 1.0)
+        kv = KVPages(data(1, 1, 64, 64), data(1, 1, 64, 64))
+        ops.decode_attention(data(1, 64), data(1, 64), kv, rows, 1.0)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cpmrt.dtypes import F32, Array, DType, round_to
-from cpmrt.ops import QuantizedWeight, Rows
+from cpmrt.ops import KVPages, QkvWeights, QuantizedWeight, Rows
 from cpmrt.reference import quantized
 from cpmrt.reference.ops import NumpyOps, linear
 
@@ -97,7 +97,7 @@ def test_every_op_takes_one(dtype: DType, bits: int) -> None:
         qkv, down, gate_up, head = (pair[kind] for pair in weights)
         q = np.zeros((rows, heads * head_dim), np.float32)
         pages = [np.zeros((1, kv_heads, 64, head_dim), np.float32) for _ in range(2)]
-        ops.qkv(q, pages[0], pages[1], x, norm, qkv, None, None, None, rope, step, 1e-6)
+        ops.qkv(q, KVPages(*pages), x, QkvWeights(norm, qkv), rope, step, 1e-6)
         added, product = x.copy(), np.zeros((rows, inner), np.float32)
         ops.project_residual(added, gated, down, None, 0.5)
         ops.gate_up(product, x, norm, gate_up, 1e-6)

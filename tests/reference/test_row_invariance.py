@@ -10,6 +10,7 @@ from reference.tiny_models import LLAMA, MINICPM, make_executor
 from cpmrt.config import ModelConfig, SamplingParams
 from cpmrt.dtypes import DType
 from cpmrt.executor import Admit, Decode, Prefill
+from cpmrt.ops import KVPages, QkvWeights
 from cpmrt.reference.ops import NumpyOps, linear
 
 COUNTS = (1, 2, 5, 8, 12, 16, 31, 32, 64)
@@ -81,9 +82,8 @@ def test_qkv(hidden):
         q = np.empty((count, 4 * head_dim), np.float32)
         k_pages, v_pages = (np.zeros((128, 2, 64, head_dim), np.float32) for _ in "kv")
         rows = make_rows(positions[:count], slots[:count], tables)
-        ops.qkv(
-            q, k_pages, v_pages, x[:count], norm, weight, bias, head_norm, head_norm, rope_of(128, head_dim), rows, EPS
-        )
+        weights = QkvWeights(norm, weight, bias, head_norm, head_norm)
+        ops.qkv(q, KVPages(k_pages, v_pages), x[:count], weights, rope_of(128, head_dim), rows, EPS)
         places = tables[rows.slots, rows.positions // 64], slice(None), rows.positions % 64
         results[count] = (q, k_pages[places], v_pages[places])
     for count in COUNTS:
@@ -101,7 +101,7 @@ def test_decode_attention(head_dim):
     outs = {count: np.empty((count, 8 * head_dim), np.float32) for count in COUNTS}
     for count, out in outs.items():
         rows = make_rows(positions[:count], slots[:count], tables)
-        ops.decode_attention(out, q[:count], k_pages, v_pages, rows, 0.125)
+        ops.decode_attention(out, q[:count], KVPages(k_pages, v_pages), rows, 0.125)
     assert all(np.array_equal(out, outs[64][:count]) for count, out in outs.items())
 
 

@@ -14,7 +14,7 @@ from reference.operands import Data, filled_pages, make_rows
 
 from cpmrt.config import SparseConfig
 from cpmrt.dtypes import DType, round_to
-from cpmrt.ops import OPS, Selection
+from cpmrt.ops import OPS, CompressedKeys, KVPages, Selection
 from cpmrt.reference.kv_rows import gather
 from cpmrt.reference.ops import NumpyOps
 from cpmrt.reference.sparse_attention import append_compressed
@@ -42,6 +42,10 @@ class Context:
         self.k2 = np.full((*pages, DIM), np.nan, np.float32)
         append_compressed(self.k1, self.k2, self.k_pages, self.tables[0], range(self.length), self.dtype)
 
+    @property
+    def kv(self) -> KVPages:
+        return KVPages(self.k_pages, self.v_pages, CompressedKeys(self.k1, self.k2))
+
     def set_keys(self, keys: Any) -> None:
         """keys [tokens, D], alike for every KV head."""
         for position, key in enumerate(keys):
@@ -54,7 +58,7 @@ class Context:
     def select(self, q: Any, positions: Any, config: SparseConfig) -> Any:
         blocks = np.full((len(q), self.kv_heads, config.num_selected), UNWRITTEN, np.int32)
         rows = make_rows(positions, np.zeros(len(q), np.int64), self.tables)
-        self.ops.select_blocks(blocks, q, self.k1, self.k2, self.k_pages, rows, SCALE, config)
+        self.ops.select_blocks(blocks, q, self.kv, rows, SCALE, config)
         return blocks
 
     def keys(self, head: int, position: int) -> Any:
@@ -222,7 +226,7 @@ def test_padding_rows_are_left_alone():
     rows = make_rows([511, 511], [-1, 0], context.tables)
     blocks = np.full((2, 2, SMALL.num_selected), UNWRITTEN, np.int32)
     q = context.queries(2)
-    context.ops.select_blocks(blocks, q, context.k1, context.k2, context.k_pages, rows, SCALE, SMALL)
+    context.ops.select_blocks(blocks, q, context.kv, rows, SCALE, SMALL)
     assert (blocks[0] == UNWRITTEN).all()
     assert (blocks[1] != UNWRITTEN).all()
 
@@ -238,7 +242,7 @@ def test_attention_over_the_chosen_blocks(is_prefill, group, dtype):
     rows = make_rows(positions, np.zeros(len(q), np.int64), context.tables, is_prefill)
     out = np.full(q.shape, np.nan, np.float32)
     attention = context.ops.prefill_attention if is_prefill else context.ops.decode_attention
-    attention(out, q, context.k_pages, context.v_pages, rows, SCALE, selection=Selection(blocks, SMALL))
+    attention(out, q, context.kv, rows, SCALE, selection=Selection(blocks, SMALL))
     expected = np.zeros(q.shape)
     for row, position in enumerate(map(int, positions)):
         heads = q[row].reshape(2, group, DIM)
@@ -262,7 +266,7 @@ def test_with_everything_selected_the_bits_are_those_of_dense_attention(config, 
     attention = context.ops.prefill_attention if is_prefill else context.ops.decode_attention
     outs = [np.full(q.shape, np.nan, np.float32) for _ in range(2)]
     for out, selection in zip(outs, (None, Selection(blocks, config)), strict=True):
-        attention(out, q, context.k_pages, context.v_pages, rows, SCALE, selection=selection)
+        attention(out, q, context.kv, rows, SCALE, selection=selection)
     assert np.array_equal(*outs)
     assert np.isfinite(outs[0]).all()
 
@@ -312,21 +316,17 @@ def test_a_row_of_a_tree_chooses_and_attends_as_the_plain_row_of_its_path(base, 
     tree = Tree(base, parents)
     blocks = np.full((len(parents), 2, SMALL.num_selected), UNWRITTEN, np.int32)
     slot, ops = tree.tree, tree.tree.ops
-    ops.select_blocks(blocks, tree.q, slot.k1, slot.k2, slot.k_pages, tree.rows, SCALE, SMALL)
+    ops.select_blocks(blocks, tree.q, slot.kv, tree.rows, SCALE, SMALL)
     out = np.full(tree.q.shape, np.nan, np.float32)
-    ops.decode_attention(
-        out, tree.q, slot.k_pages, slot.v_pages, tree.rows, SCALE, selection=Selection(blocks, SMALL)
-    )  # fmt: skip
+    ops.decode_attention(out, tree.q, slot.kv, tree.rows, SCALE, selection=Selection(blocks, SMALL))
     for node in {0, len(parents) // 2, len(parents) - 1}:
         plain, position = tree.path_context(node), tree.positions[node]
         expected = plain.select(tree.q[node : node + 1], [position], SMALL)
         assert np.array_equal(blocks[node : node + 1], expected)
         rows = make_rows([position], [0], plain.tables)
         alone = np.full((1, out.shape[1]), np.nan, np.float32)
-        ops.decode_attention(
-            alone, tree.q[node : node + 1], plain.k_pages, plain.v_pages, rows, SCALE,
-            selection=Selection(expected, SMALL),
-        )  # fmt: skip
+        selection = Selection(expected, SMALL)
+        ops.decode_attention(alone, tree.q[node : node + 1], plain.kv, rows, SCALE, selection=selection)
         assert np.array_equal(out[node], alone[0])
 
 
@@ -358,7 +358,7 @@ def test_the_coarse_window_that_ends_in_the_path_counts():
         slot = tree.tree
         tree.q *= 4
         blocks = np.zeros((13, 2, SMALL.num_selected), np.int32)
-        slot.ops.select_blocks(blocks, tree.q, slot.k1, slot.k2, slot.k_pages, tree.rows, SCALE, SMALL)
+        slot.ops.select_blocks(blocks, tree.q, slot.kv, tree.rows, SCALE, SMALL)
         for node in range(8, 13):
             position = int(tree.positions[node])
             for head in range(2):

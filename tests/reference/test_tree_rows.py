@@ -13,7 +13,7 @@ from reference import brute_force
 from reference.operands import Data, filled_pages, make_rows
 
 from cpmrt.dtypes import DType
-from cpmrt.ops import OPS, Rows
+from cpmrt.ops import OPS, KVPages, Rows
 from cpmrt.reference.ops import NumpyOps
 
 PAGE, GROUP, KV_HEADS, HEAD_DIM, SCALE = 64, 2, 2, 64, 0.125
@@ -41,7 +41,7 @@ def path_of(mask: int, base: int) -> list[int]:
 
 def attend(q: Any, pages: Any, rows: Rows, window: int = 0, dtype: DType = DType.FLOAT32) -> Any:
     out = np.full_like(q, np.nan)
-    NumpyOps(dtype).decode_attention(out, q, *pages, rows, SCALE, window)
+    NumpyOps(dtype).decode_attention(out, q, KVPages(*pages), rows, SCALE, window)
     return out
 
 
@@ -119,7 +119,7 @@ def test_a_window_in_prefill(window: int, start: int, count: int) -> None:
     q, slots = data(count, GROUP * KV_HEADS * HEAD_DIM), np.ones(count, int)
     out, first = np.full_like(q, 7.0), int(start < 0)
     rows = make_rows(positions, np.where(positions < 0, -1, slots), tables, True)
-    NumpyOps(DType.FLOAT32).prefill_attention(out, q, *pages, rows, SCALE, window)
+    NumpyOps(DType.FLOAT32).prefill_attention(out, q, KVPages(*pages), rows, SCALE, window)
     seen = [range(max(position - window + 1, 0), position + 1) for position in positions[first:]]
     if count == first:
         return  # only the row before the sequence

@@ -16,7 +16,7 @@ from cpmrt import LLM
 from cpmrt.config import SparseConfig
 from cpmrt.dtypes import F32, Array, DType
 from cpmrt.memory.kv_pages import PAGE_SIZE, pages_for
-from cpmrt.ops import Rows, Selection
+from cpmrt.ops import KVPages, Rows, Selection
 from cpmrt.reference.executor import ReferenceExecutor
 from cpmrt.reference.kv_rows import gather_row
 from cpmrt.reference.ops import NumpyOps
@@ -53,15 +53,7 @@ class MassProbe(NumpyOps):
         return probe
 
     def select_blocks(
-        self,
-        blocks: Array,
-        q: F32,
-        k1_pages: F32,
-        k2_pages: F32,
-        k_pages: F32,
-        rows: Rows,
-        scale: float,
-        config: SparseConfig,
+        self, blocks: Array, q: F32, kv: KVPages, rows: Rows, scale: float, config: SparseConfig
     ) -> None:
         """Records; `blocks` and `config`, those of the model, are left alone."""
         layer = self._calls % self.num_layers
@@ -72,10 +64,10 @@ class MassProbe(NumpyOps):
             counted = [index for index, each in enumerate(self.configs) if each.leaves_out(position + 1)]
             if not counted:
                 continue
-            k1, k2 = compressed_of_row(k1_pages, k2_pages, k_pages, rows, row, self.dtype)
+            k1, k2 = compressed_of_row(kv, rows, row, self.dtype)
             groups = q[row].reshape(k1.shape[0], -1, k1.shape[2])
             scores = block_scores(groups, k1, k2, scale)
-            mass = block_mass(groups, gather_row(k_pages, rows, row, 0), scale)
+            mass = block_mass(groups, gather_row(kv.scored_keys, rows, row, 0), scale)
             for index in counted:
                 self.shares[index][layer].append(shares(mass, scores, position, self.configs[index]))
 

@@ -22,7 +22,17 @@ from cpmrt.cuda.ops.linear import BLOCK_THREADS, LINEAR, MAX_ROWS, DeviceLimits,
 from cpmrt.cuda.ops.linear_packed.products import QuantizedProducts
 from cpmrt.cuda.ops.selection import SparseKernels, SparsePlans, selected_arguments
 from cpmrt.memory.kv_pages import PAGE_SIZE
-from cpmrt.ops import CompressedKeys, Fp8Pages, QuantizedWeight, Rows, Selection, check_shapes
+from cpmrt.ops import (
+    NOTHING,
+    Fp8Pages,
+    Handoff,
+    KVPages,
+    QkvWeights,
+    QuantizedWeight,
+    Rows,
+    Selection,
+    check_shapes,
+)
 
 EMBED = KernelSpec("embed", "embed.cu", "embed", ("HIDDEN",), hot=True)
 RMS_NORM = KernelSpec("rms_norm", "norm.cu", "rms_norm", ("HIDDEN",), hot=True)
@@ -68,128 +78,96 @@ class CudaOps:
         slots, factor = self._scratch["slots"], np.float32(scale)
         self._launch(EMBED, _hidden(out), len(out), 128, out, token_ids, slots, table, factor)
 
-    def qkv(
-        self,
-        q: Any,
-        k_pages: Any,
-        v_pages: Any,
-        x: Any,
-        norm: Any | None,
-        weight: Any,
-        bias: Any | None,
-        q_norm: Any | None,
-        k_norm: Any | None,
-        rope: Any,
-        rows: Rows,
-        eps: float,
-        compressed: CompressedKeys | None = None,
-    ) -> None:
-        nope = (None, None) if compressed is None else (compressed.q_nope, compressed.nope_pages)
+    def qkv(self, q: Any, kv: KVPages, x: Any, weights: QkvWeights, rope: Any, rows: Rows, eps: float) -> Handoff:
+        compressed = kv.compressed
+        nope = (None, None) if compressed is None else (compressed.q_nope, compressed.nope)
         check_shapes(
-            "qkv", q=q, k_pages=k_pages, v_pages=v_pages, x=x, norm=norm, weight=weight, bias=bias, q_norm=q_norm,
-            k_norm=k_norm, rope=rope, positions=rows.positions, locations=rows.locations, slots=rows.slots,
-            block_tables=rows.block_tables, q_nope=nope[0], nope_pages=nope[1],
+            "qkv", q=q, k=kv.k, v=kv.v, x=x, norm=weights.norm, weight=weights.weight, bias=weights.bias,
+            q_norm=weights.q_norm, k_norm=weights.k_norm, rope=rope, positions=rows.positions, locations=rows.locations,
+            slots=rows.slots, block_tables=rows.block_tables, q_nope=nope[0], nope=nope[1],
         )  # fmt: skip
-        if not rows.is_prefill and q_norm is None and nope[0] is None and not isinstance(k_pages, Fp8Pages):
-            self._fused_qkv(q, k_pages, v_pages, x, norm, weight, bias, rope, rows, eps)
+        left, bias = NOTHING, weights.bias
+        if not rows.is_prefill and weights.q_norm is None and nope[0] is None and not isinstance(kv.k, Fp8Pages):
+            left = self._fused_qkv(q, kv.k, kv.v, x, weights, rope, rows, eps)
         else:
-            raw = self._scratch["qkv"][: len(x)]
+            raw, weight = self._scratch["qkv"][: len(x)], weights.weight
             if rows.is_prefill:
-                self._dense("qkv", raw, self._normalised(x, norm, eps), weight)
+                self._dense("qkv", raw, self._normalised(x, weights.norm, eps), weight)
             else:
-                self._fused_qkv(raw, None, None, x, norm, weight, bias, rope, rows, eps)
-                bias = None
+                left, bias = self._fused_qkv(raw, None, None, x, weights, rope, rows, eps), None
             head_dim = self._config.head_dim
             grid = -(-len(x) * (weight.shape[0] // head_dim) * (4 if head_dim == 64 else 8) // _BLOCK)
             sizes = (np.int32(len(x)), *self._head_counts(), *_table_sizes(rows, rope), np.float32(eps))
             self._launch(
-                ROPE_APPEND, {"HEAD_DIM": head_dim} | fp8_constant(k_pages), grid, _BLOCK,
-                q, codes_of(k_pages), codes_of(v_pages), *nope, raw, bias, q_norm, k_norm, rope, rows.positions,
-                rows.locations, rows.slots, rows.block_tables, *sizes, *scales_of(k_pages, v_pages),
+                ROPE_APPEND, {"HEAD_DIM": head_dim} | fp8_constant(kv.k), grid, _BLOCK,
+                q, codes_of(kv.k), codes_of(kv.v), *nope, raw, bias, weights.q_norm, weights.k_norm, rope,
+                rows.positions, rows.locations, rows.slots, rows.block_tables, *sizes, *scales_of(kv.k, kv.v),
             )  # fmt: skip
         if self.sparse is not None and compressed is not None and rows.tree_masks is None:
-            self.sparse.compress(compressed, k_pages, rows)
+            self.sparse.compress(kv, rows)
+        return left
 
     def _fused_qkv(
-        self,
-        q: Any,
-        k_pages: Any | None,
-        v_pages: Any | None,
-        x: Any,
-        norm: Any | None,
-        weight: Any,
-        bias: Any | None,
-        rope: Any,
-        rows: Rows,
-        eps: float,
-    ) -> None:
+        self, q: Any, k: Any | None, v: Any | None, x: Any, weights: QkvWeights, rope: Any, rows: Rows, eps: float
+    ) -> Handoff:
         """With null pages, q takes the projection as it is."""
-        self._linear(
-            "qkv", weight, x, norm, eps, q, k_pages, v_pages, x, norm, weight, bias, rope, rows.positions,
+        norm, weight = weights.norm, weights.weight
+        return self._linear(
+            "qkv", weight, x, norm, eps, q, k, v, x, norm, weight, weights.bias, rope, rows.positions,
             rows.locations, rows.slots, rows.block_tables, np.int32(len(x)), *self._head_counts(),
             *_table_sizes(rows, rope), np.float32(eps),
         )  # fmt: skip
 
-    def select_blocks(
-        self,
-        blocks: Any,
-        q: Any,
-        k1_pages: Any,
-        k2_pages: Any,
-        k_pages: Any,
-        rows: Rows,
-        scale: float,
-        config: SparseConfig,
-    ) -> None:
+    def select_blocks(self, blocks: Any, q: Any, kv: KVPages, rows: Rows, scale: float, config: SparseConfig) -> None:
+        assert self.sparse is not None and kv.compressed is not None, "planned without sparse attention"
         check_shapes(
-            "select_blocks", blocks=blocks, q=q, k1_pages=k1_pages, k2_pages=k2_pages, k_pages=k_pages,
+            "select_blocks", blocks=blocks, q=q, k1=kv.compressed.k1, k2=kv.compressed.k2, k=kv.scored_keys,
             positions=rows.positions, slots=rows.slots, block_tables=rows.block_tables, tree_masks=rows.tree_masks,
             tree_base=rows.tree_base,
         )  # fmt: skip
-        assert self.sparse is not None, "planned without sparse attention"
-        self.sparse.select(blocks, q, k1_pages, k2_pages, k_pages, rows, scale, config)
+        self.sparse.select(blocks, q, kv, rows, scale, config)
 
     def decode_attention(
         self,
         out: Any,
         q: Any,
-        k_pages: Any,
-        v_pages: Any,
+        kv: KVPages,
         rows: Rows,
         scale: float,
         window: int = 0,
         selection: Selection | None = None,
+        after: Handoff = NOTHING,
     ) -> None:
         check_shapes(
-            "decode_attention", out=out, q=q, k_pages=k_pages, v_pages=v_pages, positions=rows.positions,
-            tree_masks=rows.tree_masks, tree_base=rows.tree_base, blocks=selection and selection.blocks,
+            "decode_attention", out=out, q=q, k=kv.k, v=kv.v, positions=rows.positions, tree_masks=rows.tree_masks,
+            tree_base=rows.tree_base, blocks=selection and selection.blocks,
         )  # fmt: skip
         is_tree, selected = rows.tree_masks is not None, int(selection is not None)
         one = decode_launch(self._decode_plan, len(q), is_tree=is_tree, window=window, selected=selected)
         sizes = np.int32(self._config.num_kv_heads), np.int32(rows.block_tables.shape[1]), np.float32(scale)
         self._launch(
             one.kernel, one.constants, one.grid, one.threads,
-            out, self._scratch["attention_partials"], self._scratch["attention_arrivals"], q, codes_of(k_pages),
-            codes_of(v_pages), rows.positions, rows.slots, rows.block_tables, rows.tree_masks, rows.tree_base,
+            out, self._scratch["attention_partials"], self._scratch["attention_arrivals"], q, codes_of(kv.k),
+            codes_of(kv.v), rows.positions, rows.slots, rows.block_tables, rows.tree_masks, rows.tree_base,
             *map(np.int32, one.sizes), *sizes, *selected_arguments(selection, one.kernel),
-            *scales_of(k_pages, v_pages), smem=one.shared_bytes, prefers_shared=self._quantized.prefers_shared,
+            *scales_of(kv.k, kv.v), smem=one.shared_bytes, prefers_shared=after.prefers_shared,
         )  # fmt: skip
 
     def prefill_attention(
         self,
         out: Any,
         q: Any,
-        k_pages: Any,
-        v_pages: Any,
+        kv: KVPages,
         rows: Rows,
         scale: float,
         window: int = 0,
         selection: Selection | None = None,
     ) -> None:
         check_shapes(
-            "prefill_attention", out=out, q=q, k_pages=k_pages, v_pages=v_pages, positions=rows.positions,
+            "prefill_attention", out=out, q=q, k=kv.k, v=kv.v, positions=rows.positions,
             blocks=selection and selection.blocks,
         )  # fmt: skip
+        k_pages, v_pages = kv.k, kv.v
         if isinstance(k_pages, Fp8Pages):
             k_pages, v_pages, rows = expand(self._launch, self._scratch, k_pages, v_pages, rows)
         if selection is None:
@@ -197,7 +175,7 @@ class CudaOps:
             return
         assert self.sparse is not None, "planned without sparse attention"
         self._dense_chunk(out, q, k_pages, v_pages, rows, scale, 0, self.sparse.dense_rows(selection.config))
-        self.sparse.attend_chunk(out, q, k_pages, v_pages, rows, scale, selection)
+        self.sparse.attend_chunk(out, q, KVPages(k_pages, v_pages), rows, scale, selection)
 
     def _dense_chunk(
         self, out: Any, q: Any, k_pages: Any, v_pages: Any, rows: Rows, scale: float, window: int, chunk: Any
@@ -212,11 +190,13 @@ class CudaOps:
             out, q, k_pages, v_pages, rows.block_tables, chunk, *sizes, smem=plan.shared_bytes,
         )  # fmt: skip
 
-    def project_residual(self, x: Any, inner: Any, weight: Any, bias: Any | None, scale: float) -> None:
+    def project_residual(
+        self, x: Any, inner: Any, weight: Any, bias: Any | None, scale: float, after: Handoff = NOTHING
+    ) -> None:
         sizes = check_shapes("project_residual", x=x, inner=inner, weight=weight, bias=bias)
         if not self._is_chunk(x):
-            width, factor = np.int32(sizes["C"]), np.float32(scale)
-            self._linear("residual", weight, inner, None, 0.0, x, inner, weight, bias, np.int32(len(x)), width, factor)
+            counts = np.int32(len(x)), np.int32(sizes["C"]), np.float32(scale)
+            self._linear("residual", weight, inner, None, 0.0, x, inner, weight, bias, *counts, after=after)
         elif bias is None:
             self._dense("residual", x, inner, weight, alpha=scale, beta=1.0)
         else:
@@ -226,17 +206,19 @@ class CudaOps:
             count, factor = np.int32(len(x)), np.float32(scale)
             self._launch(RESIDUAL_ADD, _hidden(x), grid, _BLOCK, x, y, bias, count, factor)
 
-    def gate_up(self, out: Any, x: Any, norm: Any, weight: Any, eps: float) -> None:
+    def gate_up(self, out: Any, x: Any, norm: Any, weight: Any, eps: float) -> Handoff:
         check_shapes("gate_up", out=out, x=x, norm=norm, weight=weight)
         num_rows = np.int32(len(x))
         if not self._is_chunk(x):
             width = np.int32(self._config.intermediate_size)
-            self._linear("gate_up", weight, x, norm, eps, out, x, norm, weight, num_rows, width, np.float32(eps))
-            return
+            return self._linear("gate_up", weight, x, norm, eps, out, x, norm, weight, num_rows, width, np.float32(eps))
         both = self._scratch["gate_up"][: len(x)]
         self._dense("gate_up", both, self._normalised(x, norm, eps), weight)
         constants = {"INTERMEDIATE": self._config.intermediate_size}
-        self._launch(SILU_MUL, constants, -(-out.size // _VECTOR // _BLOCK), _BLOCK, out, both, num_rows)
+        self._launch(
+            SILU_MUL, constants, -(-out.size // _VECTOR // _BLOCK), _BLOCK, out, both, num_rows
+        )
+        return NOTHING
 
     def lm_head(self, logits: Any, x: Any, norm: Any | None, weight: Any, eps: float, divisor: float) -> None:
         check_shapes("lm_head", logits=logits, x=x, norm=norm, weight=weight)
@@ -263,16 +245,20 @@ class CudaOps:
         count = -(-out.size // _VECTOR)
         self._launch(CLEAR, {}, -(-count // _BLOCK), _BLOCK, out, np.int32(count))
 
-    def _linear(self, product: str, weight: Any, source: Any, norm: Any | None, eps: float, *args: Any) -> None:
+    def _linear(
+        self, product: str, weight: Any, source: Any, norm: Any | None, eps: float, *args: Any, after: Handoff = NOTHING
+    ) -> Handoff:
         """The kernel of a step's product takes `args`; `source` of them are its rows, normalised with `norm`."""
         if isinstance(weight, QuantizedWeight):
-            self._quantized.skinny(product, weight, source, norm, eps, args)
-            return
+            return self._quantized.skinny(product, weight, source, norm, eps, args, after)
         out_features, in_features = weight.shape
         has_norm = norm is not None
         plan = plan_linear(product, out_features, in_features, len(source), self._limits, has_norm=has_norm)
         constants = plan.constants | ({"HEAD_DIM": self._config.head_dim} if product == "qkv" else {})
-        self._launch(LINEAR[product], constants, plan.grid, BLOCK_THREADS, *args, smem=plan.shared_bytes)
+        self._launch(
+            LINEAR[product], constants, plan.grid, BLOCK_THREADS, *args, smem=plan.shared_bytes
+        )
+        return NOTHING
 
     def _dense(self, product: str, y: Any, x: Any, weight: Any, *, alpha: float = 1.0, beta: float = 0.0) -> None:
         """y = alpha x weight^T + beta y for the rows of a chunk."""

@@ -25,7 +25,7 @@ from cpmrt.cuda.ops.kv import codes_of, fp8_constant, scales_of
 from cpmrt.cuda.ops.linear import MAX_ROWS
 from cpmrt.cuda.ops.selection_plan import SelectionPlan, plan_selection
 from cpmrt.memory.kv_pages import PAGE_SIZE
-from cpmrt.ops import CompressedKeys, Rows, Selection
+from cpmrt.ops import KVPages, Rows, Selection
 
 _HEADS = ("HEAD_DIM", "GROUP")
 COMPRESS_KEYS = KernelSpec("compress_keys", "compress_keys.cu", "qkv", ("HEAD_DIM", "FP8"), hot=True)
@@ -85,15 +85,16 @@ class SparseKernels:
     def __init__(self, config: ModelConfig, launcher: Launcher, scratch: Mapping[str, Any], plans: SparsePlans):
         self._config, self._launch, self._scratch, self._plans = config, launcher, scratch, plans
 
-    def compress(self, compressed: CompressedKeys, k_pages: Any, rows: Rows) -> None:
-        """The windows that end at a row's position; its key is stored, in `k_pages` that after RoPE."""
-        keys = k_pages if compressed.nope_pages is None else compressed.nope_pages
+    def compress(self, kv: KVPages, rows: Rows) -> None:
+        """Store the compressed keys of the windows that end at a row's position; the keys are stored already."""
+        assert kv.compressed is not None
+        keys = kv.scored_keys
         num_rows, head_dim = len(rows.positions), self._config.head_dim
         together = 1 if num_rows <= MAX_ROWS else _WINDOW_ROWS
         grid = (-(-num_rows // together), self._config.num_kv_heads, 2)
         self._launch(
             COMPRESS_KEYS, {"HEAD_DIM": head_dim} | fp8_constant(keys), grid, head_dim // 2,
-            compressed.k1_pages, compressed.k2_pages, codes_of(keys), rows.positions, rows.slots, rows.block_tables,
+            kv.compressed.k1, kv.compressed.k2, codes_of(keys), rows.positions, rows.slots, rows.block_tables,
             np.int32(num_rows), np.int32(together), np.int32(rows.block_tables.shape[1]), *scales_of(keys),
         )  # fmt: skip
 
@@ -107,49 +108,29 @@ class SparseKernels:
             keys, arrays["draft_tree"], tables, np.int32(num_pages), np.int32(num_heads), np.int32(tables.shape[1]),
         )  # fmt: skip
 
-    def select(
-        self,
-        blocks: Any,
-        q: Any,
-        k1_pages: Any,
-        k2_pages: Any,
-        k_pages: Any,
-        rows: Rows,
-        scale: float,
-        sparse: SparseConfig,
-    ) -> None:
+    def select(self, blocks: Any, q: Any, kv: KVPages, rows: Rows, scale: float, sparse: SparseConfig) -> None:
         """The op `select_blocks`, as many rows at a time as the workspace holds."""
         plan = self._plans.selection
         for first in range(0, len(q), plan.rows_per_pass):
             part = slice(first, first + plan.rows_per_pass)
             if rows.is_prefill and plan.has_chunk_kernel:
-                self._score_chunk(q[part], k1_pages, k2_pages, rows, part, scale, sparse)
+                self._score_chunk(q[part], kv, rows, part, scale, sparse)
             else:
-                self._score(q[part], k1_pages, k2_pages, k_pages, rows, part, scale, sparse)
+                self._score(q[part], kv, rows, part, scale, sparse)
             self._pick(blocks[part], rows, part, sparse)
 
-    def _score_chunk(
-        self, q: Any, k1_pages: Any, k2_pages: Any, rows: Rows, part: slice, scale: float, sparse: SparseConfig
-    ) -> None:
+    def _score_chunk(self, q: Any, kv: KVPages, rows: Rows, part: slice, scale: float, sparse: SparseConfig) -> None:
+        assert kv.compressed is not None
         plan, table = self._plans.selection, rows.block_tables
         self._launch(
             SCORE_CHUNK, plan.constants, plan.chunk_grid(len(q)), plan.chunk_threads,
-            self._scratch["block_scores"], q, k1_pages, k2_pages, rows.positions[part], rows.slots[part], table,
-            np.int32(len(q)), np.int32(table.shape[1]), *_forced(sparse), np.int32(sparse.dense_context),
-            np.float32(scale), smem=plan.chunk_shared_bytes,
+            self._scratch["block_scores"], q, kv.compressed.k1, kv.compressed.k2, rows.positions[part],
+            rows.slots[part], table, np.int32(len(q)), np.int32(table.shape[1]), *_forced(sparse),
+            np.int32(sparse.dense_context), np.float32(scale), smem=plan.chunk_shared_bytes,
         )  # fmt: skip
 
-    def _score(
-        self,
-        q: Any,
-        k1_pages: Any,
-        k2_pages: Any,
-        k_pages: Any,
-        rows: Rows,
-        part: slice,
-        scale: float,
-        sparse: SparseConfig,
-    ) -> None:
+    def _score(self, q: Any, kv: KVPages, rows: Rows, part: slice, scale: float, sparse: SparseConfig) -> None:
+        assert kv.compressed is not None
         plan, num_rows = self._plans.selection, len(q)
         pooled, log_sums = self._scratch["block_scores"], self._scratch["block_log_sums"]
         places, table = (rows.positions[part], rows.slots[part]), rows.block_tables
@@ -160,11 +141,11 @@ class SparseKernels:
         dense, factor = np.int32(sparse.dense_context), np.float32(scale)
         self._launch(
             COARSE_LOG_SUMS, constants, *plan.shape(num_rows, plan.coarse_tiles),
-            log_sums, q, k2_pages, codes_of(k_pages), *places, table, *tree, *sizes, dense, factor,
+            log_sums, q, kv.compressed.k2, codes_of(kv.scored_keys), *places, table, *tree, *sizes, dense, factor,
         )  # fmt: skip
         self._launch(
             SCORE_BLOCKS, constants, *plan.shape(num_rows, plan.fine_tiles),
-            pooled, log_sums, q, k1_pages, *places, table, tree[1], *sizes, *_forced(sparse), dense, factor,
+            pooled, log_sums, q, kv.compressed.k1, *places, table, tree[1], *sizes, *_forced(sparse), dense, factor,
         )  # fmt: skip
 
     def _pick(self, blocks: Any, rows: Rows, part: slice, sparse: SparseConfig) -> None:
@@ -184,27 +165,20 @@ class SparseKernels:
         return dense_chunk
 
     def attend_chunk(
-        self, out: Any, q: Any, k_pages: Any, v_pages: Any, rows: Rows, scale: float, selection: Selection
+        self, out: Any, q: Any, kv: KVPages, rows: Rows, scale: float, selection: Selection
     ) -> None:
-        """The rows of a chunk that choose blocks."""
+        """Attend from the rows of a chunk that choose blocks."""
         tiled = self._plans.tiled_for(len(q))
         if tiled is None:
-            self._attend_rows(out, q, k_pages, v_pages, rows, scale, selection)
+            self._attend_rows(out, q, kv, rows, scale, selection)
         else:
-            self._attend_tiles(tiled, out, q, k_pages, v_pages, rows, scale, selection)
+            self._attend_tiles(tiled, out, q, kv, rows, scale, selection)
 
     def _attend_tiles(
-        self,
-        plan: PrefillAttentionPlan,
-        out: Any,
-        q: Any,
-        k_pages: Any,
-        v_pages: Any,
-        rows: Rows,
-        scale: float,
-        selection: Selection,
+        self, plan: PrefillAttentionPlan, out: Any, q: Any, kv: KVPages, rows: Rows, scale: float, selection: Selection
     ) -> None:
-        """Neighbours together."""
+        """Attend with neighbouring rows together in a tile."""
+        k_pages, v_pages = kv.k, kv.v
         if plan.box_columns and not self._launch.is_recording:
             k_pages, v_pages = (row_boxes(pages, PAGE_SIZE, plan.box_columns) for pages in (k_pages, v_pages))
         self._launch(
@@ -215,16 +189,16 @@ class SparseKernels:
         )  # fmt: skip
 
     def _attend_rows(
-        self, out: Any, q: Any, k_pages: Any, v_pages: Any, rows: Rows, scale: float, selection: Selection
+        self, out: Any, q: Any, kv: KVPages, rows: Rows, scale: float, selection: Selection
     ) -> None:
-        """Each row alone."""
+        """Attend with each row alone."""
         plan = self._plans.chunk
         step = _MOST_GRID_ROWS // plan.units
         for first in range(0, len(q), step):
             part = slice(first, first + step)
             self._launch(
                 DECODE_ATTENTION, plan.constants | {"SELECTED": 2}, plan.grid(len(q[part])),
-                plan.threads, out[part], None, None, q[part], k_pages, v_pages, rows.positions[part],
+                plan.threads, out[part], None, None, q[part], kv.k, kv.v, rows.positions[part],
                 rows.slots[part], rows.block_tables, None, None, np.int32(plan.num_splits),
                 np.int32(self._config.num_kv_heads), np.int32(rows.block_tables.shape[1]), np.float32(scale),
                 *selected_arguments(Selection(selection.blocks[part], selection.config)), smem=plan.shared_bytes,

@@ -17,7 +17,7 @@ from cpmrt.cuda.ops.linear import OPS, DeviceLimits
 from cpmrt.cuda.ops.linear_packed.layout import PackedLayout
 from cpmrt.cuda.ops.linear_packed.memory import slice_rows
 from cpmrt.cuda.ops.linear_packed.plan import PREPARE_THREADS, LinearW4Plan, packed_layout, plan_linear_w4
-from cpmrt.ops import QuantizedWeight
+from cpmrt.ops import Handoff, QuantizedWeight
 
 _CONSTANTS = (
     *("LINEAR", "IN_FEATURES", "WEIGHT_BITS", "RUNS", "SCALE_GROUP", "ZEROS", "ROWS", "WARPS", "WARPGROUPS"),
@@ -56,10 +56,6 @@ class QuantizedProducts:
     ):
         self._config, self._launch, self._gemm, self._scratch = config, launcher, gemm, scratch
         self._limits, self._portable = limits, portable
-        self._fed: tuple[Any, Mapping[str, int]] | None = None
-        """Rows that the product before left prepared as well, in `w4_fed`, and the constants that this took."""
-        self.prefers_shared = False
-        """Whether the last product did: then the kernels beside it should too, which else wait for each other."""
 
     def skinny(
         self,
@@ -69,13 +65,14 @@ class QuantizedProducts:
         norm: Any | None,
         eps: float,
         args: tuple[Any, ...],
-    ) -> None:
+        after: Handoff,
+    ) -> Handoff:
         """A product of 1 to 64 rows, fused as with a weight in 16 bits, whose kernel takes `args`.
 
         First of them is the output. Among them are `source`, the rows (normalised with `norm` where there is one), and
-        `weight`.
+        `weight`. `after`: what the op that made `source` has left; prepared rows are the constants of `w4_fed`.
         """
-        plan, is_fed = self._planned(product, weight, source, has_norm=norm is not None)
+        plan, is_fed = self._planned(product, weight, source, after.prepared, has_norm=norm is not None)
         rows = self._scratch["w4_fed" if is_fed else "w4_rows"] if plan.prepared else source
         if plan.prepared and not is_fed:
             self._launch(
@@ -87,25 +84,23 @@ class QuantizedProducts:
         given: list[Any] = []
         for arg in args:
             given += [weight.codes, partials, arrivals] if arg is weight else [rows if arg is source else arg]
-        self._fed = None
         if product == "gate_up":
             given.insert(1, None if plan.fed_constants is None else self._scratch["w4_fed"])
-            self._fed = None if plan.fed_constants is None else (args[0], plan.fed_constants)
         self._launch(
             LINEAR_W4[product], plan.constants, plan.grid, plan.block, *given,
             smem=plan.shared_bytes, prefers_shared=plan.prefers_shared,
         )  # fmt: skip
-        self.prefers_shared = plan.prefers_shared
+        return Handoff(plan.fed_constants if product == "gate_up" else None, plan.prefers_shared)
 
     def _planned(
-        self, product: str, weight: QuantizedWeight, source: Any, *, has_norm: bool
+        self, product: str, weight: QuantizedWeight, source: Any, fed: Mapping[str, int] | None, *, has_norm: bool
     ) -> tuple[LinearW4Plan, bool]:
-        """And whether the product before has prepared `source`."""
+        """Return the plan, and whether it takes the rows that the product before prepared with the constants `fed`."""
         layout, permuted = self._layout(product, weight), weight.perm is not None
         kind = {"permuted": permuted, "portable": self._portable, "has_norm": has_norm}
-        if self._fed is not None and self._fed[0] is source and not permuted:
+        if fed is not None and not permuted:
             plan = _plan(layout, len(source), self._limits, **kind, is_fed=True)
-            if plan.prepare_constants == self._fed[1]:
+            if plan.prepare_constants == fed:
                 return plan, True
         return _plan(layout, len(source), self._limits, **kind), False
 

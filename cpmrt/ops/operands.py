@@ -1,0 +1,166 @@
+"""What the ops of a layer work on, as typed groups of arrays: rows, weights, pages, choices of blocks.
+
+The arrays are of the executor's own kind (NumPy or CuPy); shapes are in `ops/spec.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from cpmrt.config import SparseConfig
+
+FP8_LARGEST = 448.0
+FP8_HEADROOM = 64
+"""The first token of an fp8 page may be this many times smaller than a later one. Tokens that draw attention without
+meaning it, such as the first of a sequence, have values many times smaller than others."""
+FP8_SCALE_EXPONENTS = (-8, 7)
+"""Exponents of the smallest and the largest scale: 2^-8 represents all of fp8 up to 1.75, 2^7 all that fp16 holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The rows of one step: token, position and slot of each, and the block tables that map a slot to pages.
+
+    In a prefill all rows belong to one slot and positions are consecutive; in a decode each row stands alone.
+
+    A row of a draft tree has its keys and values at `locations[t]` of the slot's pages (None: at its position), since
+    siblings share a position. It looks at positions 0 .. tree_base[t] - 1, and then, as positions tree_base[t] and
+    on, at the locations tree_base[t] + i for every set bit i of tree_masks[t] in ascending order, its own the last of
+    them: positions[t] = tree_base[t] + set bits - 1. An order of its path as if it stood alone: the row's bits are
+    those of plain decoding.
+    """
+
+    token_ids: Any
+    positions: Any
+    slots: Any
+    block_tables: Any
+    is_prefill: bool
+    locations: Any = None
+    """int32 [T]"""
+    tree_masks: Any = None
+    """uint64 [T], or None where no row is of a tree; then `tree_base` is None too."""
+    tree_base: Any = None
+    """int32 [T]"""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class QuantizedWeight:
+    """A matrix [N, K] as codes and scales in the NumPy executor's canonical layout (`weights.quantised`).
+
+    W[n, perm[k]] = scales[n, k // group_size] * (codes[n, k] - zeros[n, k // group_size]). Codes are 0..15; `zeros`
+    None: 8 everywhere; `perm` None: k itself. With `bits` 8 codes are -127..127 and the zero point is 0.
+    """
+
+    codes: Any
+    scales: Any
+    zeros: Any | None
+    perm: Any | None
+    shape: tuple[int, int]
+    group_size: int
+    bits: int = 4
+
+    @property
+    def size(self) -> int:
+        """The number of elements of the matrix."""
+        return prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class QkvWeights:
+    """The weights of the fused q, k and v projection: the RMSNorm before it (None: the rows are normalised already),
+    the matrix, its bias, and the RMSNorms of each query and key head."""
+
+    norm: Any | None
+    weight: Any
+    bias: Any | None = None
+    q_norm: Any | None = None
+    k_norm: Any | None = None
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Fp8Pages:
+    """Keys or values in 8 bits: `codes` uint8 [..., P, K, 64, D], `scales` float32 [..., P, K].
+
+    An element is an e4m3 code (OCP 8-bit floating point, the variant without infinities) times the scale of its page
+    and KV head, a power of two. The page's first token alone decides the scale, before any other is stored: how tokens
+    are grouped into steps changes no bit, and nothing is ever rewritten. Its largest magnitude lies at most at
+    448 / FP8_HEADROOM; what a later token has beyond 448 becomes 448. e4m3 is a floating-point type, so the headroom
+    costs no precision: three bits of mantissa are kept down to 1 / (2^6 * 448 / FP8_HEADROOM) of that magnitude.
+
+    Nodes of a draft tree have no place here: their keys and values move when they are accepted, to pages of other
+    scales.
+    """
+
+    codes: Any
+    scales: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the elements."""
+        return tuple(self.codes.shape)
+
+    def __getitem__(self, layer: int) -> Fp8Pages:
+        return Fp8Pages(self.codes[layer], self.scales[layer])
+
+
+@dataclass(frozen=True, slots=True)
+class CompressedKeys:
+    """Compressed keys of one layer, each in the page in which its window ends: a full page depends on its prefix only.
+
+    k1 [P, K, 4, D]: row r of a sequence's page b is the mean of the keys of positions 64 b + 16 r - 16 ..
+    64 b + 16 r + 15. k2 [P, K, D]: the mean of 64 b - 64 .. 64 b + 63. Rows whose window would begin before the text
+    (row 0 of the first page in both) or has not ended yet hold anything.
+
+    With `use_nope` the windows are over keys before RoPE, which `nope` [P, K, S, D] holds, and `q_nope` [T, HD] are the
+    queries before RoPE; else both are None.
+    """
+
+    k1: Any
+    k2: Any
+    q_nope: Any = None
+    nope: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class KVPages:
+    """The pages of one layer: keys and values [P, K, S, D] (arrays, or `Fp8Pages`), and with sparse attention the
+    compressed keys beside them."""
+
+    k: Any
+    v: Any
+    compressed: CompressedKeys | None = None
+
+    @property
+    def scored_keys(self) -> Any:
+        """The keys whose windows are compressed: those before RoPE where they are kept."""
+        nope = None if self.compressed is None else self.compressed.nope
+        return self.k if nope is None else nope
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The blocks that each row attends to: int32 [T, K, W], W = `config.num_selected`, in ascending order.
+
+    Only rows with `config.leaves_out(position + 1)` have a list; what is in the others means nothing, they look at
+    every block up to their own.
+    """
+
+    blocks: Any
+    config: SparseConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Handoff:
+    """What an op's kernel leaves for a later op besides its output; the forward passes it on.
+
+    `prepared`: the output rows once more, as the next product reads them (the executor's own kind of value).
+    `prefers_shared`: the kernel asked for all of a multiprocessor's shared memory, so that one beside it should too.
+    """
+
+    prepared: Any = None
+    prefers_shared: bool = False
+
+
+NOTHING = Handoff()
