@@ -1,21 +1,21 @@
-"""From the engine's tokens to text: pieces as they come, stop strings, and the whole at the end."""
+"""Text out of the engine's tokens: pieces as they come, the end at a stop string, the whole when it is done."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 
-from cpmrt.engine import Engine, GenerationStats, Request
+from cpmrt.engine import Engine, GenerationStats, Request, Sequence
 from cpmrt.executor import SlotResult, TokenLogprobs
 from cpmrt.text import Detokenizer, StopStrings, Tokenizer
 
 
 @dataclass(frozen=True)
 class Piece:
-    """What one step added. Text lags behind tokens while a character or a possible stop string is incomplete."""
+    """The text and the tokens that one step added. The text lags while a character or a stop string is incomplete."""
 
     text: str
-    token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
 
 
@@ -34,25 +34,36 @@ class Completion:
 
 
 class AnswerText:
-    """The text of one request, out of the engine's results as they come; with `shown_ids` among special tokens."""
+    """Turns the results of one sequence into text, and ends the sequence at its first stop string.
 
-    def __init__(self, tokenizer: Tokenizer | None, request: Request, shown_ids: frozenset[int] = frozenset()):
+    `shown_ids` are special tokens that the text keeps. Without a tokenizer all text is empty.
+    """
+
+    def __init__(
+        self, engine: Engine, tokenizer: Tokenizer | None, sequence: Sequence, shown_ids: frozenset[int] = frozenset()
+    ):
+        request = sequence.request
+        self._engine, self._sequence, self._end_ids = engine, sequence, request.stop_token_ids
         self._detokenizer = Detokenizer(tokenizer, request.prompt_ids, shown_ids) if tokenizer else None
-        self._stop, self._end_ids = StopStrings(request.sampling.stop), request.stop_token_ids
+        self._stop = StopStrings(request.sampling.stop)
 
-    def push(self, result: SlotResult) -> tuple[str, bool]:
-        """Text that may be shown now, and whether a stop string ended it."""
-        if self._detokenizer is None:
-            return "", False
-        shown = [token for token in result.token_ids if token not in self._end_ids]
-        return self._stop.push(self._detokenizer.push(shown))
+    def piece(self, result: SlotResult) -> Piece:
+        """Return the tokens of a result and the text that may be shown now."""
+        text = ""
+        if self._detokenizer is not None:
+            shown = [token for token in result.token_ids if token not in self._end_ids]
+            text, is_over = self._stop.push(self._detokenizer.push(shown))
+            if is_over:
+                self._engine.stop(self._sequence)
+        return Piece(text, result.token_ids, result.logprobs)
 
-    def flush(self) -> str:
-        """Text held back for a character or a stop string that never came."""
-        if self._detokenizer is None:
-            return ""
-        text, hit = self._stop.push(self._detokenizer.flush())
-        return text if hit else text + self._stop.flush()
+    def rest(self) -> Iterator[Piece]:
+        """Yield the text held back for a character or a stop string that never came, if there is any."""
+        if self._detokenizer is not None:
+            text, is_over = self._stop.push(self._detokenizer.flush())
+            text += "" if is_over else self._stop.flush()
+            if text:
+                yield Piece(text)
 
 
 class TextStream(Iterator[Piece]):
@@ -60,14 +71,13 @@ class TextStream(Iterator[Piece]):
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer | None, request: Request):
         self._engine, self._sequence = engine, engine.add(request)
-        self._text = AnswerText(tokenizer, request)
-        self._token_ids: list[int] = []
-        self._texts: list[str] = []
-        self._logprobs: list[TokenLogprobs] = []
+        self._answer = AnswerText(engine, tokenizer, self._sequence)
+        self._taken: list[Piece] = []
         self._pieces = self._run()
 
     def __next__(self) -> Piece:
-        return next(self._pieces)
+        self._taken.append(next(self._pieces))
+        return self._taken[-1]
 
     def __enter__(self) -> TextStream:
         return self
@@ -77,42 +87,27 @@ class TextStream(Iterator[Piece]):
 
     def close(self) -> None:
         """Cancel the request if it still runs. May be called again."""
-        self._pieces.close()  # type: ignore[attr-defined]
+        self._pieces.close()
         self._engine.finish(self._sequence, "cancelled")
 
     @property
     def completion(self) -> Completion:
-        """What has come so far; complete once the iteration has ended. "cancelled" while it has not."""
+        """Everything that has come so far; its reason is "cancelled" while the iteration has not ended."""
         return Completion(
-            text="".join(self._texts),
-            token_ids=tuple(self._token_ids),
+            text="".join(piece.text for piece in self._taken),
+            token_ids=tuple(token for piece in self._taken for token in piece.token_ids),
             finish_reason=self._sequence.finish_reason or "cancelled",
-            logprobs=tuple(self._logprobs),
+            logprobs=tuple(entry for piece in self._taken for entry in piece.logprobs),
             stats=GenerationStats.of(self._sequence),
         )
 
     def finish(self) -> Completion:
-        """Run to the end."""
+        """Run to the end and return the whole."""
         for _ in self:
             pass
         return self.completion
 
-    def _run(self) -> Iterator[Piece]:
+    def _run(self) -> Generator[Piece, None, None]:
         for result in self._engine.stream(self._sequence):
-            text, hit = self._text.push(result)
-            if hit:
-                self._engine.finish(self._sequence, "stop")
-                # A sequence that ended by itself in this very step was still ended by its stop string.
-                self._sequence.finish_reason = "stop"
-            yield self._piece(text, result)
-            if hit:
-                return
-        rest = self._text.flush()
-        if rest:
-            yield self._piece(rest, SlotResult())
-
-    def _piece(self, text: str, result: SlotResult) -> Piece:
-        self._texts.append(text)
-        self._token_ids.extend(result.token_ids)
-        self._logprobs.extend(result.logprobs)
-        return Piece(text, result.token_ids, result.logprobs)
+            yield self._answer.piece(result)
+        yield from self._answer.rest()

@@ -16,7 +16,7 @@ from cpmrt.bench.work import decode_bytes, prefill_flops
 from cpmrt.config import ModelConfig, SamplingParams
 from cpmrt.dtypes import F32
 from cpmrt.engine import Engine, Request, Sequence
-from cpmrt.engine.accept_counts import AcceptCounts
+from cpmrt.engine.stats import AcceptCounts
 from cpmrt.executor import Admit, Decode, Executor, ExecutorLimits, Pending, Prefill, Speculate, Step, StepResult
 from cpmrt.tensor_spec import TensorSpec
 

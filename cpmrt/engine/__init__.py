@@ -1,4 +1,4 @@
-"""The state machine: sequences in, steps out, results back. It sees host integers only."""
+"""The engine: a state machine that turns requests into steps and results into tokens. It sees host integers only."""
 
 from cpmrt.engine.engine import Engine
 from cpmrt.engine.sequence import Request, Sequence

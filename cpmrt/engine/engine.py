@@ -1,4 +1,4 @@
-"""The loop around the transitions: slots, the queue, steps in flight, results to their sequences."""
+"""The engine: it queues requests, gives them slots, submits their steps and hands each sequence its results."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from time import perf_counter
 from typing import NamedTuple
 
-from cpmrt.engine.accept_counts import AcceptCounts
 from cpmrt.engine.prefix_cache import PrefixCache
 from cpmrt.engine.sequence import Phase, Request, Sequence
 from cpmrt.engine.speculation import DraftPolicy
+from cpmrt.engine.stats import AcceptCounts
 from cpmrt.engine.transitions import (
     admit,
     apply,
@@ -21,12 +21,11 @@ from cpmrt.engine.transitions import (
     next_shape,
     num_reserved,
     recalls,
-    release,
     submitted,
     wants_decode,
 )
 from cpmrt.errors import ContextLengthError, RequestError
-from cpmrt.executor import Decode, Executor, Pending, Prefill, SlotResult, Speculate, Step, StepResult
+from cpmrt.executor import Decode, Executor, Pending, Prefill, Release, SlotResult, Speculate, Step, StepResult
 
 
 class _InFlight(NamedTuple):
@@ -42,12 +41,12 @@ class Engine:
     """Runs sequences on an executor. Not thread-safe: one thread drives it.
 
     Prompts wait in arrival order for a slot. While one is prefilled, a decode step of the running sequences follows
-    each chunk, so that no stream stalls behind a long prompt. `listener` is told every step with its result.
-    `prefix_cache` False computes every prompt whole.
+    each chunk, so that no stream stalls behind a long prompt. `listener` is called with every step and its result.
+    With `prefix_cache` False every prompt is computed whole.
 
-    Where the executor drafts, a sequence that decodes alone takes Speculate steps. With `adaptive`, and where the
-    executor knows what its steps cost, `speculation.DraftPolicy` chooses their shape, or plain steps; else it is the
-    first shape. Several sequences that decode together take plain steps. None of it shows in the tokens.
+    Where the executor drafts, a sequence that decodes alone takes Speculate steps. With `adaptive`, and if the executor
+    knows what its steps cost, `speculation.DraftPolicy` chooses their shape, or plain steps; otherwise all have the
+    first shape. Sequences that decode together take plain steps. The tokens are the same in every case.
     """
 
     def __init__(
@@ -63,17 +62,18 @@ class Engine:
         self._uses_cache = prefix_cache
         self.adaptive = adaptive
         self._policy: DraftPolicy | None = None
-        """Of the sequence that was admitted last."""
+        """The policy of the sequence that was admitted last."""
         self._cache = self._empty_cache()
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
         self._free_slots = list(range(self.limits.max_sequences))[::-1]
         self._in_flight: deque[_InFlight] = deque()
         self._num_in_flight = 0
-        """Of them, those that have results."""
+        """Steps in flight that have results (all but Admit, Recall, Release)."""
         self._decoding: tuple[Sequence, ...] = ()
-        """Who took the last decode step, mostly the next one too: their steps, by `next_shape`, are made once."""
+        """The sequences of the last decode step."""
         self._decode_steps: dict[int, Decode | Speculate] = {}
+        """Their steps by shape, made once: mostly the same sequences take the next step too."""
         self._last_was_prefill = False
 
     def add(self, request: Request) -> Sequence:
@@ -101,9 +101,10 @@ class Engine:
         return seq
 
     def stream(self, seq: Sequence) -> Iterator[SlotResult]:
-        """Results of one sequence as they come, advancing all of them. Closing the iterator cancels the sequence.
+        """Yield the results of one sequence as they come. Closing the iterator cancels the sequence.
 
-        What a step with this sequence raised is raised here too, whichever stream was advancing then.
+        Waiting for them advances every sequence. An error of a step is raised in the stream of each sequence in that
+        step, whichever stream was advancing then.
         """
         try:
             while True:
@@ -118,7 +119,7 @@ class Engine:
             self.finish(seq, "cancelled")
 
     def finish(self, seq: Sequence, reason: str) -> None:
-        """End a sequence from outside (a stop string, a cancelled request). No effect on a finished one."""
+        """End a sequence from outside, as when its request is cancelled. No effect on a finished one."""
         if seq.phase is Phase.FINISHED:
             return
         if seq.phase is Phase.WAITING:
@@ -127,6 +128,12 @@ class Engine:
         else:
             finish(seq, reason)
             self._release(seq)
+
+    def stop(self, seq: Sequence) -> None:
+        """End a sequence at a stop string in its text; what came after it, be it an end or an error, does not count."""
+        self.finish(seq, "stop")
+        seq.finish_reason, seq.failure = "stop", None
+        seq.outbox.clear()
 
     def advance(self) -> None:
         """Submit what may be submitted, then wait for the oldest step in flight and hand out its results."""
@@ -138,10 +145,7 @@ class Engine:
 
     @contextmanager
     def borrowed_slot(self, num_tokens: int) -> Iterator[tuple[int, tuple[int, ...]]]:
-        """A slot that no sequence holds and its block table, for `Executor.prompt_logits`, until the block ends.
-
-        Raises RequestError if all are taken.
-        """
+        """Lend a free slot and its block table, for `Executor.prompt_logits`. Raises RequestError if all are taken."""
         if not self._free_slots:
             raise RequestError("every slot is taken by a running sequence", fix="finish or close a stream first")
         slot, cache = self._free_slots.pop(), self._cache
@@ -214,7 +218,7 @@ class Engine:
         self._last_was_prefill = isinstance(step, Prefill)
 
     def _guarded(self, step: Step, affected: tuple[Sequence, ...], receivers: tuple[Sequence, ...]) -> None:
-        """Submit; cancel the affected sequences if that fails. Half a step may have advanced some of them."""
+        """Submit a step. If that fails, cancel the affected sequences: half a step may have advanced some of them."""
         try:
             pending = self.executor.submit(step)
         except BaseException as error:
@@ -229,7 +233,7 @@ class Engine:
         try:
             result = pending.wait()
         except Exception as error:
-            # Nothing will come of it. An interrupt, which is no Exception, leaves the step to be waited for again.
+            # The step will give nothing. An interrupt, which is no Exception, leaves it to be waited for again.
             self._forget_oldest()
             for seq in sequences:
                 self._fail(seq, error)
@@ -252,7 +256,7 @@ class Engine:
                 self._release(seq)
 
     def _fail(self, seq: Sequence, error: BaseException) -> None:
-        """End a sequence whose step failed. An interrupt is the business of one stream alone."""
+        """End a sequence whose step failed. An interrupt is not kept as the reason: one stream alone raises it."""
         if seq.phase is not Phase.FINISHED and isinstance(error, Exception):
             seq.failure = error
         self.finish(seq, "cancelled")
@@ -262,12 +266,13 @@ class Engine:
         self._num_in_flight -= bool(flight.sequences)
 
     def _release(self, seq: Sequence) -> None:
-        """Steps of the sequence still in flight come before the release, so slot and pages may be reused at once.
+        """Submit the release of a sequence's slot, and keep its full pages for other sequences.
 
-        They write behind what is known to be written, so not to a page that is kept.
+        Steps still in flight run before the release, so slot and pages may be reused at once. They write only behind
+        `num_written`, so never to a page that is kept.
         """
         self._running.remove(seq)
-        self._guarded(release(seq), (), ())
+        self._guarded(Release(seq.slot), (), ())
         self._free_slots.append(seq.slot)
         if self._cache and seq.pages:
             self._cache.keep(seq.pages, (*seq.request.prompt_ids, *seq.token_ids), seq.num_written)
@@ -276,6 +281,6 @@ class Engine:
         self._collect_control_steps()
 
     def _collect_control_steps(self) -> None:
-        """Steps without results (Admit, Recall, Release) are only reported, each in its place among the others."""
+        """Report steps without results (Admit, Recall, Release) to the listener, each in its place among the others."""
         while self._in_flight and not self._in_flight[0].sequences:
             self._collect_oldest()

@@ -1,4 +1,4 @@
-"""Which KV pages are free, held by sequences, or cached: held by nobody, with contents that may be wanted again."""
+"""KV pages and their holders. A page is free, held by sequences, or cached: nobody holds it, its contents are kept."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 
 class PagePool:
-    """Reference counts of `num_pages` pages.
+    """Counts the holders of `num_pages` pages and gives out pages that nobody holds.
 
-    When no page is free, the cached one that was used least recently is taken: `forget(page)` is called first and must
-    `discard` that page; it may discard others too.
+    When no page is free, it takes the cached one that was used least recently: it first calls `forget(page)`, which
+    must `discard` that page and may discard others.
     """
 
     def __init__(self, num_pages: int, forget: Callable[[int], None]):
@@ -36,7 +36,7 @@ class PagePool:
         return len(self._holders) - self.num_free - self.num_cached
 
     def take(self) -> int:
-        """A page to write to, held once. There must be one that nobody holds."""
+        """Return a page to write to, held once. There must be one that nobody holds."""
         if not self._free:
             self._forget(next(iter(self._cached)))
         page = self._free.pop()
@@ -44,13 +44,13 @@ class PagePool:
         return page
 
     def hold(self, page: int) -> None:
-        """One more holder of a page with contents."""
+        """Add a holder to a page whose contents are kept."""
         assert page in self._kept, "only contents can be shared"
         self._holders[page] += 1
         self._cached.pop(page, None)
 
     def drop(self, page: int) -> None:
-        """One holder less; after the last one the page is cached if it is kept, else free."""
+        """Remove a holder; after the last one the page is cached if its contents are kept, else free."""
         assert self._holders[page] > 0, "the page is not held"
         self._holders[page] -= 1
         if self._holders[page]:
@@ -61,17 +61,17 @@ class PagePool:
             self._free.append(page)
 
     def keep(self, page: int) -> None:
-        """The contents of a held page may be wanted after its last holder."""
+        """Keep the contents of a held page after its last holder."""
         self._kept.add(page)
 
     def discard(self, page: int) -> None:
-        """They are not wanted any more; a page that nobody holds is free."""
+        """Keep its contents no longer; a page that nobody holds becomes free."""
         self._kept.remove(page)
         if page in self._cached:
             del self._cached[page]
             self._free.append(page)
 
     def touch(self, page: int) -> None:
-        """Used just now: the last cached page to be taken."""
+        """Note that a page was used just now: of the cached pages it will be taken last."""
         if page in self._cached:
             self._cached.move_to_end(page)

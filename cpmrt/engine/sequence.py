@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from cpmrt.config import SamplingParams
-from cpmrt.engine.accept_counts import AcceptCounts
 from cpmrt.engine.prefix_cache import HeldPages
 from cpmrt.engine.speculation import DraftPolicy
+from cpmrt.engine.stats import AcceptCounts
 from cpmrt.executor import SlotResult
 
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt with everything that decides its continuation. `stop_token_ids` hold the model's end tokens too."""
+    """A prompt with everything that decides its continuation. `stop_token_ids` include the model's end tokens."""
 
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
@@ -28,7 +28,7 @@ class Request:
 
 
 class Phase(Enum):
-    """WAITING for a slot, then PREFILL until the last chunk is submitted, DECODE until FINISHED."""
+    """A sequence is WAITING for a slot, then in PREFILL until its last chunk is submitted, in DECODE until FINISHED."""
 
     WAITING = auto()
     PREFILL = auto()
@@ -38,7 +38,7 @@ class Phase(Enum):
 
 @dataclass(eq=False)
 class Sequence:
-    """A request in the engine. `transitions` alone changes phase, counts and tokens."""
+    """A request in the engine. Only `transitions` changes its phase, counts and tokens."""
 
     request: Request
     phase: Phase = Phase.WAITING
@@ -46,11 +46,11 @@ class Sequence:
     num_prefilled: int = 0
     """Prompt tokens that are cached or in submitted steps."""
     num_cached: int = 0
-    """Prompt tokens whose keys and values were there already."""
+    """Prompt tokens whose keys and values were found in the prefix cache."""
     num_computed: int = 0
     """Prompt tokens that are cached or in steps that are done."""
     pages: HeldPages | None = None
-    """What it holds while it runs; None: its slot's own."""
+    """KV pages that it holds while it runs; None: those of its slot."""
     num_in_flight: int = 0
     """Submitted steps that will give at least one token unless the sequence finishes first."""
     token_ids: list[int] = field(default_factory=list)
@@ -58,11 +58,11 @@ class Sequence:
     finish_reason: str | None = None
     """"stop", "length" or "cancelled"."""
     failure: Exception | None = None
-    """What a step raised that ended it."""
+    """The error of the step that ended it."""
     accepts: AcceptCounts | None = None
-    """What its draft steps gave; None: the executor only decodes."""
+    """What its draft steps gave; None where the executor only decodes."""
     policy: DraftPolicy | None = None
-    """Chooses its steps while it decodes alone; None: always the first shape."""
+    """Chooses the tree shape of its steps while it decodes alone; None: always the first shape."""
     outbox: deque[SlotResult] = field(default_factory=deque)
     """Results nobody has read yet."""
     added_at: float = 0.0
@@ -71,5 +71,5 @@ class Sequence:
 
     @property
     def num_written(self) -> int:
-        """Tokens whose keys and values are written: a step writes those of the token that it starts from."""
+        """Tokens whose keys and values are written: not those of the last one, from which the next step starts."""
         return self.num_computed + max(len(self.token_ids) - 1, 0)

@@ -1,16 +1,18 @@
-"""Which step a sequence takes that decodes alone: a draft tree of one of the shapes, or a plain step. Pure: no clock.
+"""The policy that chooses each step of a sequence that decodes alone: a draft tree of some shape, or a plain step.
 
-What a tree gives is estimated from the accept rate by depth, with exponential forgetting: at depth d, of the steps
-whose token at depth d - 1 was accepted, how many had their next one accepted too. A shape of depth D then gives
-1 + r1 + r1 r2 + ... + r1 .. rD tokens; where it was in use lately, what it gave counts too. The choice with the most
-expected tokens a second is taken. A shape must be better than the present choice by a margin, but may be a little
-better than the rates say (a larger tree is more often right) until it has been tried.
+The tokens that a shape of depth D will give are estimated as 1 + r1 + r1 r2 + ... + r1 .. rD, where rd is the accept
+rate at depth d: of the steps whose token at depth d - 1 was accepted, the share that had a token at depth d accepted
+too. Older steps weigh less (exponential forgetting). For a shape that was used lately, the tokens that it really gave
+count too. The policy takes the choice with the most expected tokens a second. To replace the present choice a shape
+must be better by a margin; until it has been tried it is credited with a little more than the rates say, because a
+larger tree is more often right.
 
-While plain decoding is best, single draft steps are tried now and then. The distance between them doubles as long as
-they fail, within bounds that follow from what a failure costs; one that paid off is followed by another at once.
+While plain decoding is best, the policy tries a single draft step now and then. The number of plain steps between two
+trials doubles as long as trials fail, within bounds set by the time that failing trials cost; a trial that paid off is
+followed by another at once.
 
-A sequence begins where the one before it ended: with its estimate, which counts little, and on the way to the next
-trial. So short answers do not pay for the same trials again and again.
+A sequence takes over the estimate of the sequence before it, with a low weight, and its place between two trials, so
+that short answers do not pay for the same trials again and again. There is no clock in here.
 """
 
 from __future__ import annotations
@@ -20,29 +22,31 @@ from cpmrt.config import TreeShape
 PLAIN = -1
 """The choice of a plain step; other choices are indices of shapes."""
 _FIRST_RATE = 0.6
-"""Assumed at depth 1 until there are results; deeper, the rate of the depth above is."""
+"""The accept rate assumed at depth 1 until there are results; deeper, the rate of the depth above is assumed."""
 _FIRST_WEIGHT = 2.0
-"""Results that this assumption counts for."""
+"""The number of results that this assumption weighs as much as."""
 _DERIVED_WEIGHT = 4.0
-"""Steps of a shape that what follows from the rates counts for, beside what the shape itself gave."""
+"""The number of a shape's own steps that the estimate from the rates weighs as much as."""
 _GROWTH = 1 / 0.95
-"""What a result counts for, relative to that of the draft step before it."""
+"""The weight of a draft step's result, relative to that of the step before it."""
 _OLD_WEIGHT = 3.0
-"""Results that everything before a trial counts for at most: it is that much older."""
+"""The number of results that everything before a trial weighs as much as, at most: it is that much older."""
 _MARGIN = 1.04
+"""How many times better than the present choice another one must be."""
 _CURIOSITY = 1.1
-"""What a shape may give that is not in use, relative to what follows from the rates."""
+"""The tokens credited to a shape that is not in use, relative to what follows from the rates."""
 _HIGHEST_TRIAL_COST, _LOWEST_TRIAL_COST = 0.015, 0.005
-"""Share of the time that failing trials cost, from the first ones to the long run."""
+"""The share of the time that failing trials may cost, at first and in the long run."""
 _SHORTEST_GAP = 4
+"""The fewest plain steps between two trials."""
 _LONGEST_REST = 4
-"""Results from one decision to the next: it takes the host longer than all else that it does in a step."""
+"""The most results between two decisions: a decision takes the host longer than all else that it does in a step."""
 
 
 class AcceptEstimate:
-    """Tokens that a step of each shape is expected to give.
+    """Estimates how many tokens a step of each shape will give.
 
-    Sums are of results times a weight that grows from step to step, which is the same as forgetting the older ones.
+    It sums results times a weight that grows from step to step, which has the effect of forgetting older results.
     """
 
     def __init__(self, shapes: tuple[TreeShape, ...]):
@@ -55,7 +59,7 @@ class AcceptEstimate:
         self._steps, self._tokens = [0.0] * len(shapes), [0.0] * len(shapes)
 
     def add(self, shape: int, num_tokens: int) -> None:
-        """A step of this shape gave so many tokens."""
+        """Count a step of this shape that gave so many tokens."""
         self._weight = weight = self._weight * _GROWTH
         self._steps[shape] += weight
         self._tokens[shape] += num_tokens * weight
@@ -69,12 +73,12 @@ class AcceptEstimate:
             self._divide(weight)
 
     def fade(self, num_results: float) -> None:
-        """Let what was seen so far count for at most so many results."""
+        """Reduce the weight of everything seen so far to that of `num_results` results, if it is more."""
         if self._reached:
             self._weight = max(self._weight, self._reached[0] / num_results)
 
     def expected_tokens(self) -> tuple[list[float], list[float]]:
-        """For each shape, soberly, and at best as far as is known."""
+        """Return two estimates for each shape: the plain one, and the one with the credit of an untried shape."""
         weight = 0.0
         total, reach, rate, derived = 1.0, 1.0, _FIRST_RATE, [1.0]
         for reached, accepted in zip(self._reached, self._accepted):  # noqa: B905 - strict costs a microsecond
@@ -98,10 +102,10 @@ class AcceptEstimate:
 
 
 class DraftPolicy:
-    """Chooses the steps of one sequence: `choose` for each that is submitted, `observe` for each draft step's result.
+    """Chooses the steps of one sequence: call `choose` for each step, and `observe` for each draft step's result.
 
     Results come in the order of the steps, and may lag: several steps may be chosen before the first is observed.
-    `step_seconds`: of a plain step, then of each shape; `before`: the policy of the sequence before.
+    `step_seconds` are those of a plain step, then of each shape; `before` is the policy of the sequence before.
     """
 
     def __init__(
@@ -118,19 +122,19 @@ class DraftPolicy:
         self._estimate.fade(_OLD_WEIGHT)
         self._num_plain: int = before._num_plain if before else 0
         self._gap: int = before._gap if before else 0
-        """Plain steps since the last trial, and until the next one."""
+        """`_num_plain` counts the plain steps since the last trial, `_gap` those that must come before the next one."""
         self._num_in_flight = self._num_trailing = 0
-        """Draft steps that are not observed yet; of them, those chosen before plain steps became best."""
+        """Draft steps that are not observed yet, and those among them chosen before plain steps became best."""
         self._best = PLAIN
         self._candidate = -1
-        """The best shape."""
+        """The best shape, to be tried while plain steps are best."""
         self._rest, self._num_undecided = 0, 0
-        """Results that the next decision waits for: more and more as long as nothing changes; of them, those seen."""
+        """The results to wait for before the next decision (more as long as nothing changes), and those seen so far."""
         self._decide()
         self._gap = self._gap or self._gap_of(_HIGHEST_TRIAL_COST)
 
     def choose(self, num_wanted: int) -> int:
-        """The next step: a shape's index, or PLAIN. `num_wanted`: tokens that are still wanted, at most."""
+        """Return the next step, a shape's index or PLAIN. `num_wanted` is the number of tokens still wanted."""
         if num_wanted == 1 or not self._usable:
             return PLAIN
         if self._best == PLAIN:
@@ -142,7 +146,7 @@ class DraftPolicy:
         return self._candidate
 
     def observe(self, shape: int, num_tokens: int) -> None:
-        """The result of the oldest draft step that is not observed yet."""
+        """Take the result of the oldest draft step that is not observed yet."""
         self._num_in_flight -= 1
         if self._num_trailing:
             self._num_trailing -= 1
@@ -158,11 +162,11 @@ class DraftPolicy:
             self._rest = min(self._rest + 1, _LONGEST_REST) if self._decide() else 1
 
     def _gap_of(self, cost: float) -> int:
-        """Plain steps between failing trials that cost this share of the time."""
+        """Return after how many plain steps a failing trial costs this share of the time."""
         return max(_SHORTEST_GAP, round((self._seconds[self._candidate] / self._plain_s - 1) / cost))
 
     def _decide(self) -> bool:
-        """Set the best choice, and the shape to try if that is a plain step. Returns whether it is the one before."""
+        """Set the best choice and the best shape, and return whether the choice is the one before."""
         if not self._usable:
             return True
         sober, hopeful = self._estimate.expected_tokens()

@@ -1,36 +1,106 @@
-"""What one generation cost."""
+"""What one generation cost, and what its draft steps gave."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from cpmrt.engine.sequence import Sequence
+from cpmrt.executor import ExecutorLimits
+
+if TYPE_CHECKING:
+    from cpmrt.engine.sequence import Sequence
+
+
+class AcceptCounts:
+    """Counts draft steps by the number of tokens they gave. The token that the prefill gives is in none of them."""
+
+    def __init__(self, limits: ExecutorLimits):
+        self._shapes, self._parts = limits.tree_shapes, limits.step_parts
+        self._given = [[0] * shape.max_emitted for shape in limits.tree_shapes]
+        """For each tree shape: at index n, the steps that gave n + 1 tokens."""
+        self._cut = [0] * max(map(len, self._given))
+        """At index n, the steps of any shape that gave n + 1 tokens and might have given more, but the text ended."""
+
+    def add(self, shape: int, num_tokens: int, *, is_last: bool) -> None:
+        """Count one step of this shape; `is_last` where it ended its sequence."""
+        self._given[shape][num_tokens - 1] += 1
+        if is_last:
+            self._cut[num_tokens - 1] += num_tokens < self._shapes[shape].max_emitted
+
+    def merge(self, other: AcceptCounts) -> None:
+        """Add the counts of another sequence on the same executor."""
+        for ours, theirs in zip((*self._given, self._cut), (*other._given, other._cut), strict=True):
+            ours[:] = [mine + yours for mine, yours in zip(ours, theirs, strict=True)]
+
+    @property
+    def histogram(self) -> list[int]:
+        """Steps by the tokens they gave: index n counts those that gave n + 1."""
+        lengths = range(len(self._cut))
+        return [sum(given[index] for given in self._given if index < len(given)) for index in lengths]
+
+    @property
+    def num_steps(self) -> int:
+        return sum(map(sum, self._given))
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(count * number for number, count in enumerate(self.histogram, 1))
+
+    @property
+    def rates(self) -> tuple[float, ...]:
+        """Accept rate by depth: the share of the steps that accepted a token there, of those that accepted its parent.
+
+        Steps that the end of the text cut short do not count at the depth where they were cut.
+        """
+        rates = list[float]()
+        for depth in range(1, len(self._cut)):
+            deep = [given for given in self._given if depth < len(given)]
+            accepted = sum(sum(given[depth:]) for given in deep)
+            reached = accepted + sum(given[depth - 1] for given in deep) - self._cut[depth - 1]
+            if reached:
+                rates.append(accepted / reached)
+        return tuple(rates)
+
+    @property
+    def parts_ms(self) -> tuple[float | None, float | None, float | None]:
+        """Mean milliseconds of drafting, verifying and the rest of a step; None without steps or measured parts."""
+        num_steps = self.num_steps
+        if not self._parts or not num_steps:
+            return None, None, None
+        draft, verify, rest = (
+            sum(sum(given) * getattr(parts, name) for given, parts in zip(self._given, self._parts, strict=True))
+            for name in ("draft_s", "verify_s", "rest_s")
+        )
+        scale = 1e3 / num_steps
+        return draft * scale, verify * scale, rest * scale
 
 
 @dataclass(frozen=True)
 class GenerationStats:
-    """Counts and seconds of one sequence. Prefill ends with the first token, which decode therefore excludes."""
+    """Counts and seconds of one sequence. Prefill ends with the first token, which decode therefore excludes.
+
+    What speculation gave is None or empty where no draft step was made; its milliseconds are those measured at start.
+    """
 
     prompt_tokens: int
     new_tokens: int
     prefill_s: float
     decode_s: float
     mean_accept_length: float | None
-    """Tokens a speculative step gave on average; None without speculation."""
+    """Tokens that a speculative step gave on average."""
     cached_tokens: int = 0
-    """Prompt tokens whose KV was there already."""
+    """Prompt tokens whose keys and values were found in the prefix cache."""
     accept_histogram: tuple[int, ...] = ()
-    """Index n: speculative steps that gave n + 1 tokens. The token of the prefill is in none."""
+    """As in `AcceptCounts`."""
     accept_rates: tuple[float, ...] = ()
-    """Depth by depth: of the steps that accepted the token above, how many accepted one there too."""
+    """As in `AcceptCounts`."""
     draft_ms: float | None = None
-    """Of a speculative step on average, as measured at start; None: unknown. So are the next two."""
     verify_ms: float | None = None
     rest_ms: float | None = None
 
     @property
     def prefill_tokens_per_s(self) -> float:
-        """Of those that had to be computed."""
+        """Prompt tokens a second, cached ones not counted."""
         return (self.prompt_tokens - self.cached_tokens) / self.prefill_s if self.prefill_s else 0.0
 
     @property
@@ -43,12 +113,11 @@ class GenerationStats:
 
     @property
     def speculative_tokens(self) -> int:
-        """Tokens that they gave."""
         return sum(count * number for number, count in enumerate(self.accept_histogram, 1))
 
     @classmethod
     def of(cls, seq: Sequence) -> GenerationStats:
-        """The figures of a sequence so far."""
+        """Return the figures of a sequence so far."""
         started = bool(seq.token_ids)
         counts = seq.accepts if seq.accepts and seq.accepts.num_steps else None
         draft_ms, verify_ms, rest_ms = counts.parts_ms if counts else (None, None, None)

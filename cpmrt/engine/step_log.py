@@ -1,4 +1,4 @@
-"""Steps with their results as JSON lines: the differential test between executors, and the form of a bug report."""
+"""Steps and their results as JSON lines, for tests that compare executors and for bug reports."""
 
 from __future__ import annotations
 
@@ -6,25 +6,13 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, get_args
 
 from cpmrt.config import SamplingParams
 from cpmrt.errors import ConfigError
-from cpmrt.executor import (
-    Admit,
-    Decode,
-    Executor,
-    Prefill,
-    Recall,
-    Release,
-    SlotResult,
-    Speculate,
-    Step,
-    StepResult,
-    TokenLogprobs,
-)
+from cpmrt.executor import Admit, Executor, SlotResult, Step, StepResult, TokenLogprobs
 
-_STEPS: dict[str, Any] = {kind.__name__: kind for kind in (Admit, Recall, Prefill, Decode, Speculate, Release)}
+_STEPS: dict[str, Any] = {kind.__name__: kind for kind in get_args(Step)}
 
 
 class StepLog:
@@ -40,7 +28,7 @@ class StepLog:
 
 
 def read_steps(path: Path) -> Iterator[tuple[Step, StepResult]]:
-    """Steps and recorded results of a log, in order. Raises ConfigError naming the line that is not one."""
+    """Yield the steps of a log with their recorded results. Raises ConfigError naming the line that is not one."""
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
             try:
@@ -51,7 +39,7 @@ def read_steps(path: Path) -> Iterator[tuple[Step, StepResult]]:
 
 
 def replay(steps: Iterable[Step], executor: Executor) -> Iterator[tuple[Step, StepResult]]:
-    """Submit recorded steps one after the other; each with the result this executor gives."""
+    """Submit recorded steps one after the other and yield each with the result that this executor gives."""
     for step in steps:
         yield step, executor.submit(step).wait()
 

@@ -1,4 +1,4 @@
-"""The pure part of the engine: which step comes next for a sequence, and what a result changes. No clock, no device.
+"""The pure part of the engine: it chooses the next step of a sequence and applies results. No clock, no device.
 
 `admit`, `submitted`, `apply` and `finish` change nothing but the sequence they are given.
 """
@@ -10,18 +10,18 @@ from collections.abc import Iterator
 from cpmrt.engine.prefix_cache import HeldPages
 from cpmrt.engine.sequence import Phase, Request, Sequence
 from cpmrt.engine.speculation import PLAIN
-from cpmrt.executor import Admit, Decode, ExecutorLimits, Prefill, Recall, Release, SlotResult, Speculate, Step
+from cpmrt.executor import Admit, Decode, ExecutorLimits, Prefill, Recall, SlotResult, Speculate, Step
 
 _NOTHING = SlotResult()
 
 
 def num_reserved(request: Request, limits: ExecutorLimits) -> int:
-    """Tokens that the request's pages must hold, those that are drafted past its end among them."""
+    """Return how many tokens the request's pages must hold, including those that are drafted past its end."""
     return min(len(request.prompt_ids) + request.max_new_tokens + limits.num_draft, limits.max_context)
 
 
 def admit(seq: Sequence, slot: int, pages: HeldPages | None = None) -> Admit:
-    """Give the sequence a slot, and pages (None: those of the slot)."""
+    """Give the sequence a slot and pages (None: those of the slot), and return the step that admits it."""
     seq.slot, seq.phase, seq.pages = slot, Phase.PREFILL, pages
     if pages is not None:
         seq.num_cached = seq.num_prefilled = seq.num_computed = pages.num_cached
@@ -30,7 +30,7 @@ def admit(seq: Sequence, slot: int, pages: HeldPages | None = None) -> Admit:
 
 
 def recalls(seq: Sequence, limits: ExecutorLimits) -> Iterator[Recall]:
-    """Steps that make the cached part of the prompt count, for a request or a draft that looks at it."""
+    """Yield the steps that tell the executor the cached part of the prompt, if penalties or a draft look at it."""
     if seq.request.sampling.repetition_penalty == 1 and not limits.tree_shapes:
         return
     for start in range(0, seq.num_cached, limits.prefill_chunk):
@@ -39,22 +39,23 @@ def recalls(seq: Sequence, limits: ExecutorLimits) -> Iterator[Recall]:
 
 
 def next_prefill(seq: Sequence, limits: ExecutorLimits) -> Prefill:
-    """The next chunk of the prompt."""
+    """Return the step for the next chunk of the prompt."""
     prompt, start = seq.request.prompt_ids, seq.num_prefilled
     end = min(start + limits.prefill_chunk, len(prompt))
     return Prefill(seq.slot, prompt[start:end], start, end == len(prompt))
 
 
 def wants_decode(seq: Sequence) -> bool:
-    """Whether another decode step can give a token that is still wanted, as far as is known now."""
+    """Tell whether another decode step can give a token that is still wanted, as far as is known now."""
     expected = len(seq.token_ids) + seq.num_in_flight
     return seq.phase is Phase.DECODE and expected < seq.request.max_new_tokens
 
 
 def next_shape(sequences: tuple[Sequence, ...], limits: ExecutorLimits) -> int:
-    """The tree for the next step of all of them, or PLAIN. A sequence alone is drafted for.
+    """Choose the tree shape for the next step of these sequences, or PLAIN.
 
-    Several together decode plainly: each brings a row that is right for certain, which no draft is.
+    Only a sequence that decodes alone is drafted for. Several together decode plainly: a row of another sequence gives
+    a token for certain, a drafted row only if it is accepted.
     """
     if not limits.tree_shapes or len(sequences) != 1:
         return PLAIN
@@ -65,7 +66,7 @@ def next_shape(sequences: tuple[Sequence, ...], limits: ExecutorLimits) -> int:
 
 
 def decode_step(sequences: tuple[Sequence, ...], shape: int) -> Decode | Speculate:
-    """The step for a choice of `next_shape`."""
+    """Return the step for a choice of `next_shape`."""
     slots = tuple(seq.slot for seq in sequences)
     return Decode(slots) if shape == PLAIN else Speculate((slots[0],), shape)
 
@@ -82,9 +83,9 @@ def submitted(seq: Sequence, step: Step) -> None:
 
 
 def apply(seq: Sequence, step: Step, result: SlotResult) -> SlotResult:
-    """Take a result in; returns what the sequence gained (nothing once it has finished).
+    """Add a result to the sequence and return what it gained (nothing once it has finished).
 
-    The executor stops at end tokens and at the limit by itself. The cut is made here too, so that an executor that
+    The executor stops at end tokens and at the limit by itself. Tokens are cut off here too, so that an executor that
     accepts several tokens a step can never push one past the end.
     """
     if isinstance(step, Prefill):
@@ -105,7 +106,7 @@ def apply(seq: Sequence, step: Step, result: SlotResult) -> SlotResult:
 
 
 def _num_wanted(seq: Sequence, new: tuple[int, ...]) -> int:
-    """How many of these tokens come before the end of the sequence, which is noted."""
+    """Return how many of these tokens belong to the sequence, and finish it if they reach its end."""
     request = seq.request
     stops, room = request.stop_token_ids, request.max_new_tokens - len(seq.token_ids)
     for number, token in enumerate(new, 1):
@@ -129,8 +130,3 @@ def _count(seq: Sequence, shape: int, num_tokens: int) -> None:
 def finish(seq: Sequence, reason: str) -> None:
     """End the sequence; its slot may be released."""
     seq.phase, seq.finish_reason = Phase.FINISHED, reason
-
-
-def release(seq: Sequence) -> Release:
-    """The step that gives its slot back."""
-    return Release(seq.slot)

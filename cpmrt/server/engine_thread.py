@@ -207,7 +207,7 @@ class EngineThread:
             if self._failure is not None:
                 raise self._failure
             job.sequence = llm.engine.add(job.request)
-            job.text = AnswerText(llm.tokenizer, job.request, job.shown_ids)
+            job.text = AnswerText(llm.engine, llm.tokenizer, job.sequence, job.shown_ids)
             self._active.append(job)
         except Exception as error:
             self._end([job], "error", error)
@@ -227,33 +227,24 @@ class EngineThread:
         except Exception as error:  # each sequence knows whether it was its own step
             self._note_failure(error)
         batch: list[tuple[Job, Piece | Ended]] = []
-        for job in [job for job in self._active if self._collect(llm, job, batch)]:
+        for job in [job for job in self._active if self._collect(job, batch)]:
             self._active.remove(job)
         if batch:
             self._post(self._deliver, batch)
         if self._failure is not None:
             self._end(self._active, "error", self._failure)
 
-    def _collect(self, llm: LLM, job: Job, batch: list[tuple[Job, Piece | Ended]]) -> bool:
-        """Put what a sequence gained into the batch; whether it has ended."""
+    def _collect(self, job: Job, batch: list[tuple[Job, Piece | Ended]]) -> bool:
+        """Put the new pieces of a sequence into the batch; tell whether it has ended."""
         seq, text = job.sequence, job.text
         assert seq is not None and text is not None
         if seq.slot >= 0 and not job.started_at:
             job.started_at = perf_counter()
-        if not seq.outbox and seq.finish_reason is None:
-            return False
-        hit = False
-        while seq.outbox and not hit:
-            result = seq.outbox.popleft()
-            shown, hit = text.push(result)
-            batch.append((job, Piece(shown, result.token_ids, result.logprobs)))
-        if hit:
-            llm.engine.finish(seq, "stop")
-            seq.finish_reason = "stop"
+        while seq.outbox:
+            batch.append((job, text.piece(seq.outbox.popleft())))
         if seq.finish_reason is None:
             return False
-        if not hit and (rest := text.flush()):
-            batch.append((job, Piece(rest, ())))
+        batch += [(job, piece) for piece in text.rest()]
         batch.append((job, _ended(job, "error" if seq.failure else seq.finish_reason, seq.failure)))
         return True
 

@@ -1,8 +1,7 @@
 """Text on both ends of the model: tokenizer, chat template, streaming detokenizer, stop strings."""
 
 from cpmrt.text.chat_template import ChatTemplate
-from cpmrt.text.detokenizer import Detokenizer
-from cpmrt.text.stop import StopStrings
+from cpmrt.text.streaming import Detokenizer, StopStrings
 from cpmrt.text.tokenizer import Tokenizer
 
 __all__ = ["ChatTemplate", "Detokenizer", "StopStrings", "Tokenizer"]

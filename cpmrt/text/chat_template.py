@@ -1,8 +1,8 @@
-"""Chat messages to a prompt, by the Jinja template of the checkpoint, as in Hugging Face's `apply_chat_template`.
+"""Renders chat messages as a prompt, by the checkpoint's Jinja template, as Hugging Face's `apply_chat_template` does.
 
 Formats: `chat_template.jinja` (the template), `chat_template.json` and `tokenizer_config.json` (key
 "chat_template": the template, or a list of {"name", "template"} with "default" and, for requests with tools,
-"tool_use").
+"tool_use"). Templates are untrusted: they get no object of the caller's, only checked copies made of JSON's own types.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from jinja2 import Template
 from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
 
 from cpmrt.errors import CheckpointError, RequestError, quoted
-from cpmrt.text.messages import checked_messages, checked_tools, plain
 from cpmrt.text.special_tokens import CONFIG_FILE, read_optional, read_special_tokens
 from cpmrt.text.template_sandbox import ChatEnvironment
 from cpmrt.weights.files import open_file
 
 KEY = "chat_template"
 MAX_TEMPLATE_BYTES = 2**20
+_MAX_DEPTH = 64
 
 
 class RefusedError(TemplateError):
-    """Raised by a template itself: it cannot render these messages."""
+    """A template has called `raise_exception`: it cannot render these messages."""
 
 
 class ChatTemplate:
-    """The chat template of a checkpoint; compiled once. Made by `ChatTemplate.open`."""
+    """The chat template of a checkpoint, compiled once. `ChatTemplate.open` makes it."""
 
     def __init__(self, templates: Mapping[str, str], path: Path, special_tokens: Mapping[str, object]):
         if "default" not in templates:
@@ -44,11 +44,11 @@ class ChatTemplate:
         self._environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
         self._templates = {name: self._compile(source) for name, source in templates.items()}
         self.takes_tools = any(re.search(r"\btools\b", source) for source in templates.values())
-        """Whether a prompt can show tools at all."""
+        """True if a prompt can show tools at all."""
 
     @classmethod
     def open(cls, folder: Path) -> ChatTemplate | None:
-        """The template in a checkpoint folder, None if it has none.
+        """Open the template in a checkpoint folder; None if it has none.
 
         chat_template.jinja wins over chat_template.json, that over tokenizer_config.json. Raises CheckpointError
         naming file and line if a template or a file is malformed.
@@ -71,18 +71,18 @@ class ChatTemplate:
         enable_thinking: bool | None = None,
         **kwargs: object,
     ) -> str:
-        """The prompt for a list of messages, dicts with `role` and `content` (a string or text parts).
+        """Return the prompt for a list of messages, dicts with `role` and `content` (a string or text parts).
 
-        `tools` are JSON schema functions (dicts). `enable_thinking` None leaves the variable undefined: the
-        template's own default. Other keyword arguments become variables of the template.
+        `tools` are JSON schema functions (dicts). With `enable_thinking` None the variable is undefined, so that the
+        template's own default holds. Other keyword arguments become variables of the template.
         Raises RequestError if the messages are malformed or the template does not take them, CheckpointError if
         the template does what no template may.
         """
         variables: dict[str, object] = {"documents": None, **self._special_tokens}
-        variables |= {name: plain(value, name) for name, value in kwargs.items()}
+        variables |= {name: _plain(value, name) for name, value in kwargs.items()}
         variables |= {
-            "messages": checked_messages(messages),
-            "tools": checked_tools(tools),
+            "messages": _checked_messages(messages),
+            "tools": _checked_tools(tools),
             "add_generation_prompt": bool(add_generation_prompt),
         }
         if enable_thinking is not None:
@@ -112,7 +112,7 @@ class ChatTemplate:
             raise CheckpointError(f"{self._path}: the template cannot be compiled: {_reason(error)}") from error
 
     def _explain(self, error: Exception) -> NoReturn:
-        """Say whose fault it is, with the line of the template."""
+        """Raise the error that says whether the messages or the template are at fault, with the template's line."""
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if frame.filename == str(self._path)]
         where = f"{self._path}, line {lines[-1]} of the template" if lines else str(self._path)
@@ -176,5 +176,80 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """`tojson` as in Hugging Face: Jinja's own escapes HTML."""
+    """Implement `tojson` as Hugging Face does: Jinja's own escapes HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _checked_messages(messages: object) -> list[dict[str, object]]:
+    """Check and copy the messages of a chat, each with a `role` and a `content`; text parts are joined to one string.
+
+    A message with `tool_calls` may lack the content. Keys with the value None are left out, as Hugging Face does:
+    templates test for absence, and would write "None". Raises RequestError with index and field.
+    """
+    if not isinstance(messages, (list, tuple)) or not messages:
+        raise RequestError("messages", expected="a list of at least one message", actual=quoted(messages))
+    return [_checked_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def _checked_tools(tools: object) -> list[dict[str, object]] | None:
+    """Check and copy tools, which are JSON schema functions. Raises RequestError with the index."""
+    if tools is None:
+        return None
+    if not isinstance(tools, (list, tuple)):
+        raise RequestError("tools", expected="a list of JSON schema functions", actual=quoted(tools))
+    return [_plain_object(tool, f"tools[{i}]", "a JSON schema function (a dict)") for i, tool in enumerate(tools)]
+
+
+def _plain(value: object, where: str, depth: int = 0) -> object:
+    """Copy a value made of None, bool, int, float, str, list and dict. Raises RequestError naming what does not fit."""
+    if depth > _MAX_DEPTH:
+        raise RequestError(where[:200], expected=f"at most {_MAX_DEPTH} levels of nesting", actual="more")
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, int):
+        return int.__int__(value)
+    if isinstance(value, float):
+        return float.__float__(value)
+    if isinstance(value, (list, tuple)):
+        return [_plain(item, f"{where}[{i}]", depth + 1) for i, item in enumerate(value)]
+    if isinstance(value, dict):
+        for key in value:
+            if not isinstance(key, str):
+                raise RequestError(where[:200], expected="strings as keys", actual=quoted(key))
+        return {str.__str__(key): _plain(item, f"{where}.{key}", depth + 1) for key, item in value.items()}
+    raise RequestError(where[:200], expected="JSON data", actual=type(value).__name__)
+
+
+def _checked_message(message: object, where: str) -> dict[str, object]:
+    copy = _plain_object(message, where, "a dict with role and content")
+    checked = {key: value for key, value in copy.items() if value is not None}
+    if not isinstance(checked.get("role"), str):
+        raise RequestError(f"{where}.role", expected="a string", actual=quoted(checked.get("role")))
+    calls = checked.get("tool_calls")
+    if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
+        raise RequestError(f"{where}.tool_calls", expected="a list of dicts", actual=quoted(calls))
+    content = checked.get("content")
+    if isinstance(content, list):
+        checked["content"] = "".join(_part_text(part, f"{where}.content[{i}]") for i, part in enumerate(content))
+    elif content is None and not calls:
+        raise RequestError(f"{where}.content", expected="a string (or None beside tool_calls)", actual="None")
+    elif not (content is None or isinstance(content, str)):
+        raise RequestError(f"{where}.content", expected="a string or a list of text parts", actual=quoted(content))
+    return checked
+
+
+def _part_text(part: object, where: str) -> str:
+    text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
+    if not isinstance(text, str):
+        raise RequestError(where, expected='a part {"type": "text", "text": ...}', actual=quoted(part))
+    return text
+
+
+def _plain_object(value: object, where: str, expected: str) -> dict[str, object]:
+    if not isinstance(value, dict):
+        raise RequestError(where, expected=expected, actual=quoted(value))
+    copy = _plain(value, where)
+    assert isinstance(copy, dict)
+    return copy

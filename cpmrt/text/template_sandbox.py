@@ -1,4 +1,4 @@
-"""Where chat templates run: they are programs from the network, so they reach nothing and end soon.
+"""The sandbox that chat templates run in. They are programs from the network, so they reach nothing and end soon.
 
 Jinja's immutable sandbox keeps them from Python's internals and from the caller's data. On top of it loops and
 calls are counted, and every value a template makes is measured before it is kept, so that neither a nest of
@@ -42,7 +42,7 @@ class LimitError(SecurityError):
 
 
 class Allowance(threading.local):
-    """What the rendering in this thread may still spend."""
+    """The work and the time that the rendering in this thread may still spend."""
 
     size: int = SPARE_SIZE
     left: int = 16 * SPARE_SIZE
@@ -62,7 +62,7 @@ class Allowance(threading.local):
             raise LimitError(f"it takes longer than {DEADLINE_S:g} s")
 
     def measure(self, value: object, limit: int | None = None) -> int:
-        """Size of a value in characters, nested ones counted as often as they occur. Raises LimitError."""
+        """Return the size of a value in characters; nested ones count as often as they occur. Raises LimitError."""
         limit = self.size if limit is None else limit
         total, pending = 0, [value]
         while pending:
@@ -79,7 +79,7 @@ class Allowance(threading.local):
         return total
 
     def keep(self, value: Any) -> Any:
-        """The value itself, measured and counted."""
+        """Measure and count a value, and return it."""
         self.measure(value)
         self.spend(len(value) if isinstance(value, str) else _ITEM_COST)
         if isinstance(value, (list, tuple, dict)):
@@ -88,7 +88,7 @@ class Allowance(threading.local):
 
 
 class ChatNamespace(Namespace):
-    """`namespace()` of templates; it keeps no private names and no other namespaces."""
+    """The `namespace()` of templates, which keeps no private names and no other namespaces."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         self, values = args[0], dict(*args[1:], **kwargs)
@@ -105,18 +105,18 @@ class ChatNamespace(Namespace):
 
 
 class Generation(Extension):
-    """`{% generation %}...{% endgeneration %}` marks the assistant's tokens for training: here just its body."""
+    """The tag `{% generation %}...{% endgeneration %}`, which marks tokens for training and has no effect here."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja's interface)
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
-        """The body between the tags."""
+        """Return the body between the tags."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 class ChatEnvironment(ImmutableSandboxedEnvironment):
-    """Jinja as Hugging Face's chat templates expect it, with bounds on time and memory."""
+    """A Jinja environment as Hugging Face's chat templates expect it, with bounds on time and memory."""
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
@@ -133,11 +133,11 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         }
 
     def concat(self, parts: Iterable[str]) -> str:
-        """What a macro or a block has written, as one string."""
+        """Join what a macro or a block has written."""
         return str(self.join_text(*parts))
 
     def join_text(self, *parts: object) -> str:
-        """The operator `~`."""
+        """Implement the operator `~`."""
         texts = [part if isinstance(part, str) else str(self.allowance.keep(part)) for part in parts]
         self._fits(sum(map(len, texts)))
         return "".join(texts)
@@ -147,15 +147,15 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         self.filters[name] = self._bounded_filter(name, function)
 
     def turn(self) -> None:
-        """One turn of a loop, or one call."""
+        """Count one turn of a loop, or one call."""
         self.allowance.spend(_TURN_COST)
 
     def keep(self, value: Any) -> Any:
-        """A list, tuple, dict or slice that the template makes."""
+        """Measure and count a list, tuple, dict or slice that the template makes."""
         return self.allowance.keep(value)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        """Every call in a template passes here."""
+        """Carry out a call in a template: each passes here."""
         self = __self
         if getattr(__obj, "__self__", None) is self:
             return __obj(*args)
@@ -166,7 +166,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         return self.allowance.keep(super().call(__context, __obj, *args, **kwargs))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """`+`, `*`, `**` and `%`, after a look at how large the result will be."""
+        """Compute `+`, `*`, `**` and `%`, after a look at how large the result will be."""
         if isinstance(left, int) and isinstance(right, int):
             bits = left.bit_length() * (right if operator == "**" else 1) + right.bit_length()
             if bits > _MAX_INT_BITS:
@@ -182,13 +182,13 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         return self.allowance.keep(super().call_binop(context, operator, left, right))
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """Also keeps templates from the string methods whose result can be far larger than what goes in."""
+        """Refuse also the string methods whose result can be far larger than their arguments."""
         if isinstance(obj, str) and attr in _REFUSED_METHODS:
             return False
         return super().is_safe_attribute(obj, attr, value)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """`str.format`, with a look at the widths in the format."""
+        """Wrap `str.format` so that it checks the widths in the format first."""
         wrapped = super().wrap_str_format(value)
         if wrapped is None:
             return None
@@ -257,7 +257,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
 
 
 def _countable(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Arguments with what filters such as `map` yield made into lists, so that it can be measured."""
+    """Make lists of the generators that filters such as `map` return, so that they can be measured."""
     return tuple(list(value) if isinstance(value, GeneratorType) else value for value in args)
 
 
@@ -269,11 +269,11 @@ class _Instrument(NodeTransformer):
         node.body.insert(0, nodes.ExprStmt(_call("turn", [], node), lineno=node.lineno))
         return node
 
-    def visit_List(self, node: nodes.List) -> nodes.Node:
-        return self._kept(node)
+    def _kept(self, node: nodes.Expr) -> nodes.Node:
+        self.generic_visit(node)
+        return _call("keep", [node], node)
 
-    def visit_Dict(self, node: nodes.Dict) -> nodes.Node:
-        return self._kept(node)
+    visit_List = visit_Dict = _kept
 
     def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:
         return self._kept(node) if node.ctx == "load" else self.generic_visit(node)
@@ -284,10 +284,6 @@ class _Instrument(NodeTransformer):
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
         return _call("join_text", node.nodes, node)
-
-    def _kept(self, node: nodes.Expr) -> nodes.Node:
-        self.generic_visit(node)
-        return _call("keep", [node], node)
 
 
 def _call(method: str, args: list[nodes.Expr], at: nodes.Node) -> nodes.Call:

@@ -1,8 +1,8 @@
 """The bytes that each token stands for, so that text can be put together one token at a time.
 
-The `tokenizers` library turns whole sequences into text. What a single token adds is asked from it once per
-token, behind an anchor: a token that means exactly its own text, so that a decoder which strips the space at the
-start of a sequence strips nothing here. A token that is not valid UTF-8 by itself is spelled in one of two ways,
+The `tokenizers` library decodes whole sequences only. It is asked once per token for the text of two tokens, an anchor
+and that token. The anchor is a token that means exactly its own text; with it in front, a decoder that strips the space
+at the start of a sequence strips nothing. A token that is not valid UTF-8 by itself is spelled in one of two ways,
 `<0xE4>` (SentencePiece byte fallback) or in the alphabet of byte-level BPE (GPT-2, where each of 256 printable
 characters stands for a byte).
 """
@@ -18,7 +18,7 @@ _REPLACEMENT = "\ufffd"
 
 
 class TokenBytes:
-    """Bytes of tokens, by id, special tokens included; what is asked from the library is kept."""
+    """Gives the bytes of tokens, special ones included, and keeps what it has asked the library."""
 
     def __init__(self, library: Any):
         self._library = library
@@ -27,14 +27,14 @@ class TokenBytes:
         self._inner: dict[int, bytes] = {}
 
     def inner(self, token_id: int) -> bytes:
-        """What the token adds to a sequence that already has text; b"" for an id without a token."""
+        """Return the bytes that the token adds to a sequence with text; b"" for an id without a token."""
         known = self._inner.get(token_id)
         if known is None:
             known = self._inner[token_id] = self._ask(token_id)
         return known
 
     def first(self, token_id: int) -> bytes:
-        """What the token adds as the first one of a sequence: without the space that a decoder may strip there."""
+        """Return the bytes that the token adds as the first of a sequence, where a decoder may strip a space."""
         inner, alone = self.inner(token_id), self._decode([token_id])
         text = inner.decode("utf-8", "replace")
         if not text.endswith(alone):
@@ -42,7 +42,7 @@ class TokenBytes:
         return inner[len(text[: len(text) - len(alone)].encode()) :] if alone != text else inner
 
     def join(self, token_ids: Iterable[int]) -> bytes:
-        """The bytes of a whole sequence."""
+        """Return the bytes of a whole sequence."""
         pieces: list[bytes] = []
         at_start = True
         for token_id in token_ids:
@@ -75,7 +75,7 @@ class TokenBytes:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Byte of each character, as in GPT-2: printable Latin-1 is itself, the rest follows from U+0100 on."""
+    """Return the byte of each character as in GPT-2: printable Latin-1 is itself, the rest follows from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}

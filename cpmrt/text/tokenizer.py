@@ -1,7 +1,6 @@
 """The tokenizer of a checkpoint: Hugging Face `tokenizer.json`, run by the `tokenizers` library.
 
-`tokenizer_config.json`, `special_tokens_map.json` and `added_tokens.json` add what tokenizer.json leaves open:
-whether a prompt starts with BOS, which token ends a turn, and tokens added later.
+The files beside it (`special_tokens`) say whether a prompt starts with BOS, which token ends a turn, and add tokens.
 """
 
 from __future__ import annotations
@@ -11,8 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from cpmrt.errors import CheckpointError, RequestError, quoted
-from cpmrt.text.added_tokens import complete_added_tokens
-from cpmrt.text.special_tokens import CONFIG_FILE, read_optional, read_special_tokens
+from cpmrt.text.special_tokens import CONFIG_FILE, complete_added_tokens, read_optional, read_special_tokens
 from cpmrt.text.token_bytes import TokenBytes
 from cpmrt.weights.files import open_file, parse_object
 
@@ -49,7 +47,7 @@ class Tokenizer:
 
     @classmethod
     def open(cls, folder: Path, *, vocab_size: int | None = None) -> Tokenizer:
-        """The tokenizer in a checkpoint folder; `vocab_size` is the number of rows of the model's embedding.
+        """Open the tokenizer in a checkpoint folder; `vocab_size` is the number of rows of the model's embedding.
 
         A tokenizer may know more tokens than the model has rows (or fewer: rows are often padded); only a prompt
         that needs such a token is refused, by `encode`. Raises CheckpointError if a file is missing or malformed,
@@ -68,7 +66,7 @@ class Tokenizer:
         return cls(library, folder, vocab_size=vocab_size)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text; special tokens written in it are read as such.
+        """Return the token ids of a text; special tokens written in it are read as such.
 
         With `add_special_tokens`, BOS is put in front if tokenizer_config.json has add_bos_token true, or has no
         such key and the post-processor of tokenizer.json does; but not if the text already begins with it.
@@ -93,10 +91,10 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
-        """The text of token ids. Ids without a token (padding rows of the model) add nothing.
+        """Return the text of token ids. Ids without a token (padding rows of the model) add nothing.
 
-        Equal to the `tokenizers` library's on valid UTF-8. Of other bytes only the wrong ones become U+FFFD,
-        as in SentencePiece; the library gives up the valid characters next to them too.
+        The result equals that of the `tokenizers` library on valid UTF-8. Of other bytes only the wrong ones become
+        U+FFFD, as in SentencePiece; the library replaces the valid characters next to them too.
         Raises RequestError on what is not a token id.
         """
         wanted = [_checked(token_id) for token_id in ids]
@@ -105,7 +103,7 @@ class Tokenizer:
         return self._run("decode", lambda: self._bytes.join(wanted)).decode("utf-8", "replace")
 
     def token_bytes(self, token_id: int, *, first: bool = False) -> bytes:
-        """The bytes one token adds to a text, b"" for special tokens; `first`: nothing is in front of it.
+        """Return the bytes one token adds to a text, b"" for special tokens; `first`: nothing is in front of it.
 
         Raises RequestError on what is not a token id.
         """
@@ -115,11 +113,11 @@ class Tokenizer:
         return self._run("decode", lambda: ask(token_id))
 
     def written_bytes(self, token_id: int) -> bytes:
-        """The bytes of one token as it is written out, a special one too; b"" for an id without a token."""
+        """Return the bytes of one token as it is written out, a special one too; b"" for an id without a token."""
         return self._run("decode", lambda: self._bytes.inner(_checked(token_id)))
 
     def token_id(self, text: str) -> int | None:
-        """The id of the token with exactly this text, None if there is none."""
+        """Return the id of the token with exactly this text, None if there is none."""
         found = self._run("look up", lambda: self._library.token_to_id(text))
         return None if found is None else int(found)
 
@@ -159,7 +157,7 @@ def _load(raw: bytes) -> Any:
 
 
 def _guarded(what: str, call: Callable[[], T]) -> T:
-    """The result of a call into the Rust library, whose errors are plain Exceptions and, where it panics, worse."""
+    """Call the Rust library and return the result; its errors, plain Exceptions or panics, become CheckpointErrors."""
     try:
         return call()
     except (CheckpointError, RequestError):

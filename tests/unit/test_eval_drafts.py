@@ -23,7 +23,7 @@ from quantization.quality import standard_library_texts
 
 from cpmrt import LLM, SamplingParams
 from cpmrt.config import TreeShape
-from cpmrt.engine.accept_counts import AcceptCounts
+from cpmrt.engine.stats import AcceptCounts
 from cpmrt.executor import ExecutorLimits
 
 SHAPE = TreeShape(2, 4, 6)

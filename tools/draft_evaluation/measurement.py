@@ -9,7 +9,7 @@ from typing import Any
 
 from cpmrt import LLM, SamplingParams
 from cpmrt.config import TreeShape
-from cpmrt.engine.accept_counts import AcceptCounts
+from cpmrt.engine.stats import AcceptCounts
 from cpmrt.errors import CpmrtError
 from cpmrt.memory.packed_regions import canonical_regions
 from draft_evaluation.frequent import FrequentTokens
