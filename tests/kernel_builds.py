@@ -18,7 +18,7 @@ _W4 |= {"SMEM_BYTES": 98304}
 _HEAD_64, _HEAD_128 = ({**_PORTABLE_LINEAR, "HEAD_DIM": size} for size in (64, 128))
 
 CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
-    "gemm.cu": (
+    "linear/gemm.cu": (
         {"TILE_N": 128, "TILE_K": 32, "STAGES": 3},
         {"TILE_N": 128, "TILE_K": 64, "STAGES": 3},
         {"TILE_N": 256, "TILE_K": 32, "STAGES": 4},
@@ -26,7 +26,7 @@ CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
         {"TILE_N": 256, "TILE_K": 64, "STAGES": 4},
         {"TILE_N": 64, "TILE_K": 32, "STAGES": 3},
     ),
-    "linear.cu": (
+    "linear/linear.cu": (
         {"LINEAR": 0, "IN_FEATURES": 1024, "TOKEN_TILES": 1, "GROUP": 4, "SPLIT_WARPS": 8} | _HEAD_64,
         {"LINEAR": 0, "IN_FEATURES": 4096, "TOKEN_TILES": 4, "GROUP": 3, "SPLIT_WARPS": 8} | _HEAD_128,
         {"LINEAR": 1, "IN_FEATURES": 4096, "TOKEN_TILES": 1, "GROUP": 4, "SPLIT_WARPS": 8}
@@ -46,7 +46,7 @@ CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
         {"LINEAR": 3, "IN_FEATURES": 4096, "TOKEN_TILES": 8, "GROUP": 2, "SPLIT_WARPS": 1}
         | {"HALF_TILE": 0, "CLUSTER": 1, "NORM": 0, "SMEM_BYTES": 232448},
     ),
-    "linear_w4.cu": (
+    "linear_packed/linear_packed.cu": (
         {"LINEAR": 1, "IN_FEATURES": 4096, "RUNS": 8, "ROWS": 1, "WARPS": 8, "SHARED_RUN": 0, "PREPARED": 0}
         | _W4
         | _NO_NORM,
@@ -89,14 +89,16 @@ CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
         | _W4
         | {"KEPT_ROUNDS": 2},
     ),
-    "round_w4.cu": ({"WEIGHT_BITS": 4}, {"WEIGHT_BITS": 8}),
-    "prepare_w4.cu": ({"IN_FEATURES": 4096, "ROWS": 64, "SCALE_GROUP": 128, "ZEROS": 0, "WARPGROUPS": 1},),
-    "repack_w4.cu": tuple(
+    "load/round_weights.cu": ({"WEIGHT_BITS": 4}, {"WEIGHT_BITS": 8}),
+    "linear_packed/prepare_rows.cu": (
+        {"IN_FEATURES": 4096, "ROWS": 64, "SCALE_GROUP": 128, "ZEROS": 0, "WARPGROUPS": 1},
+    ),
+    "linear_packed/repack.cu": tuple(
         {"LINEAR": 1, "IN_FEATURES": 4096, "WEIGHT_BITS": 4, "RUNS": 8, "SCALE_GROUP": 64, "ZEROS": 1, "FORMAT": kind}
         for kind in range(4)
     )
     + ({"LINEAR": 3, "IN_FEATURES": 4096, "WEIGHT_BITS": 8, "RUNS": 1, "SCALE_GROUP": 128, "ZEROS": 0, "FORMAT": 0},),
-    "decode_attention.cu": (
+    "attention/decode_attention.cu": (
         {"HEAD_DIM": 128, "GROUP": 16, "STAGES": 3, "PORTABLE": 0} | _PLAIN,
         {"HEAD_DIM": 128, "GROUP": 16, "STAGES": 3, "PORTABLE": 1} | _PLAIN,
         {"HEAD_DIM": 128, "GROUP": 16, "STAGES": 2, "PORTABLE": 0} | _PLAIN,
@@ -119,7 +121,7 @@ CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
         {"HEAD_DIM": 96, "GROUP": 20, "STAGES": 3, "PORTABLE": 0} | _PLAIN | {"FP8": 1},
         {"HEAD_DIM": 64, "GROUP": 8, "STAGES": 3, "PORTABLE": 0} | _PLAIN | {"FP8": 1},
     ),
-    "tree_attention.cu": (
+    "attention/tree_attention.cu": (
         {"HEAD_DIM": 128, "GROUP": 16} | _TREE,
         {"HEAD_DIM": 128, "GROUP": 16} | _TREE | {"ROW_TILES": 3},
         {"HEAD_DIM": 128, "GROUP": 16} | _TREE | {"ROW_TILES": 3, "CLUSTER": 4},
@@ -128,15 +130,15 @@ CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
         {"HEAD_DIM": 64, "GROUP": 1} | _TREE | {"CLUSTER": 4, "WINDOW": 1000},
         {"HEAD_DIM": 96, "GROUP": 20} | _TREE | {"CLUSTER": 2, "WINDOW": 512},
     ),
-    "selected_attention.cu": (
+    "attention/selected_attention.cu": (
         {"HEAD_DIM": 128, "GROUP": 16, "STAGES": 3, "TREE": 0},
         {"HEAD_DIM": 128, "GROUP": 16, "STAGES": 3, "TREE": 1},
         {"HEAD_DIM": 96, "GROUP": 4, "STAGES": 3, "TREE": 1},
         {"HEAD_DIM": 64, "GROUP": 8, "STAGES": 3, "TREE": 1},
         {"HEAD_DIM": 64, "GROUP": 20, "STAGES": 2, "TREE": 0},
     ),
-    "compress_keys.cu": tuple({"HEAD_DIM": size, "FP8": fp8} for fp8 in (0, 1) for size in (128, 96, 64)),
-    "select_blocks.cu": (
+    "attention/compress_keys.cu": tuple({"HEAD_DIM": size, "FP8": fp8} for fp8 in (0, 1) for size in (128, 96, 64)),
+    "attention/select_blocks.cu": (
         {"HEAD_DIM": 128, "GROUP": 16, "TREE": 1},
         {"HEAD_DIM": 128, "GROUP": 16, "TREE": 0},
         {"HEAD_DIM": 128, "GROUP": 20, "TREE": 1},
@@ -144,8 +146,8 @@ CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
         {"HEAD_DIM": 64, "GROUP": 8, "TREE": 0},
         {"HEAD_DIM": 64, "GROUP": 1, "TREE": 1},
     ),
-    "score_chunk.cu": tuple({"HEAD_DIM": size, "GROUP": 16} for size in (128, 96, 64)),
-    "prefill_attention.cu": (
+    "attention/score_chunk.cu": tuple({"HEAD_DIM": size, "GROUP": 16} for size in (128, 96, 64)),
+    "attention/prefill_attention.cu": (
         {"HEAD_DIM": 128, "GROUP": 16, "WINDOW": 0},
         {"HEAD_DIM": 128, "GROUP": 1, "WINDOW": 0},
         {"HEAD_DIM": 96, "GROUP": 16, "WINDOW": 0},
@@ -155,7 +157,7 @@ CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
         {"HEAD_DIM": 96, "GROUP": 1, "WINDOW": 1024},
         {"HEAD_DIM": 64, "GROUP": 8, "WINDOW": 512},
     ),
-    "prefill_attention_wgmma.cu": (
+    "attention/prefill_attention_wgmma.cu": (
         {"HEAD_DIM": 128, "GROUP": 16, "WINDOW": 0},
         {"HEAD_DIM": 128, "GROUP": 1, "WINDOW": 0},
         {"HEAD_DIM": 96, "GROUP": 16, "WINDOW": 0},
@@ -165,33 +167,33 @@ CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
         {"HEAD_DIM": 96, "GROUP": 1, "WINDOW": 1024},
         {"HEAD_DIM": 64, "GROUP": 8, "WINDOW": 512},
     ),
-    "prefill_selected_wgmma.cu": (
+    "attention/prefill_selected_wgmma.cu": (
         {"HEAD_DIM": 128, "GROUP": 16},
         {"HEAD_DIM": 128, "GROUP": 32},
         {"HEAD_DIM": 96, "GROUP": 16},
         {"HEAD_DIM": 64, "GROUP": 16},
     ),
-    "step.cu": ({"VOCAB": 73448, "HIDDEN": 4096},),
-    "sampling.cu": (
+    "step/step.cu": ({"VOCAB": 73448, "HIDDEN": 4096},),
+    "sampling/sampling.cu": (
         {"VOCAB": 73448, "PORTABLE": 0},
         {"VOCAB": 73448, "PORTABLE": 1},
         {"VOCAB": 200_003, "PORTABLE": 0},
     ),
-    "draft_top_k.cu": (
+    "draft/draft_top_k.cu": (
         {"VOCAB": 32768, "PORTABLE": 0},
         {"VOCAB": 73448, "PORTABLE": 1},
         {"VOCAB": 200_003, "PORTABLE": 0},
     ),
-    "lookup.cu": ({"PORTABLE": 0}, {"PORTABLE": 1}),
-    "tree_sampling.cu": ({"VOCAB": 73448, "PORTABLE": 0}, {"VOCAB": 73448, "PORTABLE": 1}),
-    "accept.cu": ({"VOCAB": 73448},),
-    "embed.cu": ({"HIDDEN": 4096}, {"HIDDEN": 64}),
-    "norm.cu": ({"HIDDEN": 4096}, {"HIDDEN": 64}, {"HIDDEN": 8192}),
-    "join.cu": ({"A_COLUMNS": 4096, "B_COLUMNS": 4096}, {"A_COLUMNS": 1024, "B_COLUMNS": 12288}),
-    "rope_append.cu": tuple({"HEAD_DIM": size, "FP8": fp8} for fp8 in (0, 1) for size in (128, 96, 64)),
-    "expand_pages.cu": tuple({"HEAD_DIM": size} for size in (128, 96, 64)),
-    "activation.cu": ({"INTERMEDIATE": 16384}, {"INTERMEDIATE": 64}),
-    "residual.cu": ({"HIDDEN": 4096}, {"HIDDEN": 64}),
+    "draft/lookup.cu": ({"PORTABLE": 0}, {"PORTABLE": 1}),
+    "sampling/tree_sampling.cu": ({"VOCAB": 73448, "PORTABLE": 0}, {"VOCAB": 73448, "PORTABLE": 1}),
+    "draft/accept.cu": ({"VOCAB": 73448},),
+    "rows/embed.cu": ({"HIDDEN": 4096}, {"HIDDEN": 64}),
+    "rows/norm.cu": ({"HIDDEN": 4096}, {"HIDDEN": 64}, {"HIDDEN": 8192}),
+    "rows/join.cu": ({"A_COLUMNS": 4096, "B_COLUMNS": 4096}, {"A_COLUMNS": 1024, "B_COLUMNS": 12288}),
+    "attention/rope_append.cu": tuple({"HEAD_DIM": size, "FP8": fp8} for fp8 in (0, 1) for size in (128, 96, 64)),
+    "attention/expand_pages.cu": tuple({"HEAD_DIM": size} for size in (128, 96, 64)),
+    "rows/activation.cu": ({"INTERMEDIATE": 16384}, {"INTERMEDIATE": 64}),
+    "rows/residual.cu": ({"HIDDEN": 4096}, {"HIDDEN": 64}),
 }
 
 

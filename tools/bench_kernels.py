@@ -200,7 +200,7 @@ class Bench:
             yield Line(self.shape, title, case, us, unit, rate, rate / self._ceilings[unit])
 
     def _fill(self) -> None:
-        kernel = self.sieve.launcher.modules.kernel("fill.cu", "fill_normal", {})
+        kernel = self.sieve.launcher.modules.kernel("load/fill.cu", "fill_normal", {})
         for name in ("x", "q", "attention", "inner", "normed", "qkv", "gate_up", "k_pages", "v_pages"):
             array = self.arrays[name]
             args = (np.uint64(array.data.ptr), np.int64(array.size), np.uint64(1), np.float32(0), np.float32(1))

@@ -44,16 +44,16 @@ SANITIZED = {
     "test_gemm.py": ("test_dependent_launches_keep_the_order",),
     "test_join.py": ("test_halves_are_the_oracles",),
     "test_linear.py": ("test_without_bias", "test_a_row_does_not_see_the_others"),
-    "test_linear_w4.py": ("test_without_bias", "test_a_row_does_not_see_the_others"),
+    "test_linear_packed.py": ("test_without_bias", "test_a_row_does_not_see_the_others"),
     "test_loader.py": ("test_values_beyond_float16_are_flagged", "test_a_streamed_checkpoint_equals_the_packed_one"),
     "test_lookup.py": ("test_no_match_no_room_and_a_finished_sequence",),
     "test_norm.py": ("test_rows_are_the_oracles",),
     "test_prefill_attention.py": ("test_a_bucket_that_is_no_multiple_of_the_tile", "test_an_empty_slot_stores_nothing"),
     "test_prefill_selected_wgmma.py": ("test_rows_that_look_at_everything_are_left_to_dense_attention",),
-    "test_repack_w4.py": ("test_bfloat16_scales_and_no_zero_points_of_a_source",),
+    "test_repack.py": ("test_bfloat16_scales_and_no_zero_points_of_a_source",),
     "test_residual.py": ("test_rows_are_the_oracles",),
     "test_rope_append.py": ("test_a_row_does_not_depend_on_the_others",),
-    "test_round_w4.py": ("test_a_value_that_is_not_finite_is_flagged",),
+    "test_round_weights.py": ("test_a_value_that_is_not_finite_is_flagged",),
     "test_sampling.py": ("test_the_state_follows_the_token", "test_padding_rows_leave_everything_alone"),
     "test_score_chunk.py": ("test_equal_scores_take_the_lower_blocks", "test_scores_that_overflow_and_vanish"),
     "test_sparse_attention.py": ("test_many_blocks",),
@@ -64,7 +64,7 @@ SANITIZED = {
     "test_tree_attention.py": ("test_rows_of_several_trees_and_padding",),
     "test_tree_sampling.py": ("test_a_node_samples_what_plain_decoding_samples",),
 }
-NOT_SANITIZED = ("loop.cu",)
+NOT_SANITIZED = ("step/loop.cu",)
 """It runs in WHILE nodes only. Under memcheck and initcheck these end in an illegal address that names no kernel, under
 racecheck in a crash."""
 PORTABLE_TESTS = tuple(

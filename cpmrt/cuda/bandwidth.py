@@ -14,7 +14,9 @@ from cpmrt.cuda.load.random import FILL_NORMAL
 from cpmrt.dtypes import DType
 from cpmrt.errors import MemoryPlanError
 
-READ_BANDWIDTH = KernelSpec("read_bandwidth", "bandwidth.cu", hot=True, reason="what the device's memory gives at best")
+READ_BANDWIDTH = KernelSpec(
+    "read_bandwidth", "load/bandwidth.cu", hot=True, reason="what the device's memory gives at best"
+)
 BLOCK = 256
 TILE_BYTES = 32 << 10
 """What one block reads in one pass: 8 loads of 16 bytes a thread."""

@@ -159,7 +159,7 @@ struct GateUpTiles {
 struct GateUpEpilogue {
   scalar_t* out;
   int F;
-  unsigned char* prepared;   // of linear_w4.cu with FEEDS
+  unsigned char* prepared;   // of linear_packed.cu with FEEDS
 
   __device__ __forceinline__ static scalar_t value(float gate, float up) { return from_float(gate / (1.0f + __expf(-gate)) * up); }
   __device__ __forceinline__ void prepare(uint32_t) {}

@@ -27,6 +27,7 @@ from cpmrt.weights.model_folder import BUNDLED
 ROOT = Path(__file__).resolve().parents[2]
 ARCHITECTURES = ("sm_80", "sm_86", "sm_87", "sm_89", "sm_90", "sm_100", "sm_120")
 SHAPE = ModelConfig.from_hf(shape_config("minicpm4-0.5b"))
+LINEAR, PACKED, ROUND = "linear/linear.cu", "linear_packed/linear_packed.cu", "load/round_weights.cu"
 
 
 def wanted(arch: str = "sm_90", config: ModelConfig = SHAPE, **settings: Any) -> list[tuple[str, Mapping[str, int]]]:
@@ -42,14 +43,16 @@ def test_every_module_has_the_sizes_that_a_kernel_of_it_needs(arch: str, shape: 
         assert file in files(arch)
         assert any(set(spec.macros) <= sizes.keys() for spec in KERNELS if spec.file == file), (file, sizes)
     used = {file for file, _ in modules}
-    assert {"linear.cu", "decode_attention.cu", "sampling.cu", "step.cu", "gemm.cu", "convert.cu", "fill.cu"} <= used
-    assert any(file.startswith("prefill_attention") for file in used)
+    products = {LINEAR, "linear/gemm.cu"}
+    assert products | {"attention/decode_attention.cu", "sampling/sampling.cu", "step/step.cu"} <= used
+    assert {"load/convert.cu", "load/fill.cu"} <= used
+    assert any(file.startswith("attention/prefill_attention") for file in used)
 
 
 @pytest.mark.parametrize(("max_sequences", "tiles"), [(1, {1, 8}), (8, {1, 8}), (16, {1, 2, 8}), (64, {1, 2, 4, 8})])
 def test_the_settings_decide_which_steps_there_are(max_sequences: int, tiles: set[int]) -> None:
     modules = wanted(max_sequences=max_sequences)
-    assert {sizes["TOKEN_TILES"] for file, sizes in modules if file == "linear.cu"} == tiles
+    assert {sizes["TOKEN_TILES"] for file, sizes in modules if file == LINEAR} == tiles
 
 
 QUANTISED = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": True}
@@ -63,13 +66,14 @@ def test_a_quantised_model_has_the_modules_of_its_products(arch: str, head_bits:
     modules = wanted(arch, config, max_sequences=64, lm_head_bits=head_bits)
     for file, sizes in modules:
         assert any(set(spec.macros) <= sizes.keys() for spec in KERNELS if spec.file == file), (file, sizes)
-    products = {sizes["LINEAR"] for file, sizes in modules if file == "linear_w4.cu"}
+    products = {sizes["LINEAR"] for file, sizes in modules if file == PACKED}
     assert products == ({0, 1, 2, 3} if head_bits else {0, 1, 2})
-    assert products == {sizes["LINEAR"] for file, sizes in modules if file == "repack_w4.cu"}
-    assert {sizes["LINEAR"] for file, sizes in modules if file == "linear.cu"} == (set() if head_bits else {3})
-    assert {sizes["ROWS"] for file, sizes in modules if file == "linear_w4.cu"} == {1, 8, 16, 32, 64}
-    assert {"prepare_w4.cu", "gather.cu"} <= {file for file, _ in modules}
-    assert [sizes["WEIGHT_BITS"] for file, sizes in modules if file == "round_w4.cu"] == [head_bits] * bool(head_bits)
+    assert products == {sizes["LINEAR"] for file, sizes in modules if file == "linear_packed/repack.cu"}
+    assert {sizes["LINEAR"] for file, sizes in modules if file == LINEAR} == (set() if head_bits else {3})
+    assert {sizes["ROWS"] for file, sizes in modules if file == PACKED} == {1, 8, 16, 32, 64}
+    assert {"linear_packed/prepare_rows.cu", "linear_packed/gather.cu"} <= {file for file, _ in modules}
+    rounded = [sizes["WEIGHT_BITS"] for file, sizes in modules if file == ROUND]
+    assert rounded == [head_bits] * bool(head_bits)
     heads = {sizes["WEIGHT_BITS"] for _, sizes in modules if sizes.get("LINEAR") == 3 and "WEIGHT_BITS" in sizes}
     assert heads == ({head_bits} if head_bits else set())
 
@@ -118,7 +122,7 @@ def test_the_command_builds_a_shape_for_each_architecture(asked: list[Any], caps
     assert "sm_87, 16 multiprocessors (Jetson AGX Orin)" in said and f"{len(asked[0][2])} compiled now" in said
 
 
-TREES = {"tree_sampling.cu", "accept.cu"}
+TREES = {"sampling/tree_sampling.cu", "draft/accept.cu"}
 
 
 def built(asked: list[Any], *arguments: str) -> list[tuple[str, Mapping[str, int]]]:
@@ -137,9 +141,9 @@ def test_a_draft_brings_its_modules(asked: list[Any], shape: str, draft: str) ->
     for file, sizes in modules:
         assert any(set(spec.macros) <= sizes.keys() for spec in KERNELS if spec.file == file), (file, sizes)
     more = [module for module in modules if module not in plain]
-    assert {file for file, _ in more} >= TREES | ({"lookup.cu"} if draft == "lookup" else {"draft_top_k.cu"})
-    assert any(sizes["TREE"] for file, sizes in more if file == "decode_attention.cu")
-    assert ("join.cu" in {file for file, _ in more}) is (draft != "lookup")
+    assert {file for file, _ in more} >= TREES | {"draft/lookup.cu" if draft == "lookup" else "draft/draft_top_k.cu"}
+    assert any(sizes["TREE"] for file, sizes in more if file == "attention/decode_attention.cu")
+    assert ("rows/join.cu" in {file for file, _ in more}) is (draft != "lookup")
 
 
 def test_wishes_for_the_draft_decide_its_modules(asked: list[Any]) -> None:
@@ -147,40 +151,40 @@ def test_wishes_for_the_draft_decide_its_modules(asked: list[Any]) -> None:
     whole = built(asked, *shape, "--draft", "eagle2")
     cut = built(asked, *shape, "--draft", "eagle2", "--draft-vocab", "8192", "--draft-window", "512")
     for modules, vocab, window in ((whole, 73448, 0), (cut, 8192, 512)):
-        assert {sizes["VOCAB"] for file, sizes in modules if file == "draft_top_k.cu"} == {vocab}
-        windows = {sizes["WINDOW"] for file, sizes in modules if file == "decode_attention.cu"}
+        assert {sizes["VOCAB"] for file, sizes in modules if file == "draft/draft_top_k.cu"} == {vocab}
+        windows = {sizes["WINDOW"] for file, sizes in modules if file == "attention/decode_attention.cu"}
         assert windows == {0, window}
     rounded = built(asked, *shape, "--draft", "eagle2", "--draft-head-bits", "8")
-    heads = {sizes["WEIGHT_BITS"] for file, sizes in rounded if file in ("linear_w4.cu", "round_w4.cu")}
-    assert heads == {8} and not any(file == "linear_w4.cu" for file, _ in whole)
+    heads = {sizes["WEIGHT_BITS"] for file, sizes in rounded if file in (PACKED, ROUND)}
+    assert heads == {8} and not any(file == PACKED for file, _ in whole)
     packed = built(asked, *shape, "--draft", "eagle2", "--draft-weight-bits", "4")
-    assert {sizes["LINEAR"] for file, sizes in packed if file == "linear_w4.cu"} == {0, 1, 2}
+    assert {sizes["LINEAR"] for file, sizes in packed if file == PACKED} == {0, 1, 2}
     trees = built(asked, *shape, "--draft", "lookup", "--tree-size", "12")
-    assert {sizes["TOKEN_TILES"] for file, sizes in trees if file == "linear.cu"} == {1, 2, 8}
+    assert {sizes["TOKEN_TILES"] for file, sizes in trees if file == LINEAR} == {1, 2, 8}
     assert built(asked, *shape, "--draft", "eagle2", "--speculate", "off") == built(asked, *shape)
 
 
 def test_every_model_that_is_known_has_its_drafts(asked: list[Any]) -> None:
     for draft in ("eagle2", "eagle3"):
         modules = built(asked, "--draft", draft)
-        assert {sizes["HIDDEN"] for file, sizes in modules if file == "step.cu"} == {256, 1024, 4096}
-        assert len([sizes for file, sizes in modules if file == "draft_top_k.cu"]) >= 2
+        assert {sizes["HIDDEN"] for file, sizes in modules if file == "step/step.cu"} == {256, 1024, 4096}
+        assert len([sizes for file, sizes in modules if file == "draft/draft_top_k.cu"]) >= 2
 
 
 def test_the_weights_of_a_checkpoint_say_which_are_quantised(asked: list[Any], tmp_path: Path) -> None:
     case = next(case for case in CASES if case.name == "awq_some")
     folder = str(write_quantised(case, tmp_path / case.name, 3))
     products = [
-        {(file, sizes["LINEAR"]) for file, sizes in modules if file in ("linear.cu", "linear_w4.cu")}
+        {(file, sizes["LINEAR"]) for file, sizes in modules if file in (LINEAR, PACKED)}
         for modules in (built(asked, folder), built(asked, folder, "--weight-bits", "4"))
     ]
-    assert {("linear.cu", 1), ("linear_w4.cu", 1)} <= products[0] and ("linear.cu", 1) not in products[1]
+    assert {(LINEAR, 1), (PACKED, 1)} <= products[0] and (LINEAR, 1) not in products[1]
 
 
 def test_without_a_model_it_builds_all_that_are_known(asked: list[Any]) -> None:
     assert main(["compile", "--arch", "sm_87"]) == 0
     ((_, _, modules),) = asked
-    hidden = {sizes["HIDDEN"] for file, sizes in modules if file == "norm.cu"}
+    hidden = {sizes["HIDDEN"] for file, sizes in modules if file == "rows/norm.cu"}
     assert {1024, 4096} < hidden and len({(file, *sorted(sizes.items())) for file, sizes in modules}) == len(modules)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kernel_builds import CONSTANTS, constant_sets
 
-from cpmrt.cuda.build.source import kernels_folder, read_source
+from cpmrt.cuda.build.source import kernels_folder, read_source, source_files
 from cpmrt.cuda.build.spec import KernelSpec
 from cpmrt.cuda.kernels import KERNELS
 from cpmrt.ops.spec import OPS
@@ -48,7 +48,7 @@ def leading_comment(lines: list[str]) -> str:
 
 
 def sources() -> dict[str, str]:
-    return {path.name: path.read_text() for path in sorted(kernels_folder().glob("*.cu"))}
+    return {file: (kernels_folder() / file).read_text() for file in source_files()}
 
 
 def missing_items(block: str) -> Iterator[str]:
@@ -113,5 +113,5 @@ def test_the_sizes_in_the_table_are_the_ones_the_sources_ask_for() -> None:
 
 def test_no_kernel_asks_the_host_for_a_field_of_a_command() -> None:
     """Every warp that did would wait most of a microsecond behind the others: `read_header` asks once for a block."""
-    asking = [path.name for path in kernels_folder().glob("*.cu") if re.search(r"load_host\(\s*&", path.read_text())]
+    asking = [file for file, text in sources().items() if re.search(r"load_host\(\s*&", text)]
     assert not asking

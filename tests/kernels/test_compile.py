@@ -15,7 +15,7 @@ from kernel_builds import constant_sets
 
 from cpmrt.cuda.build import modules as compiler
 from cpmrt.cuda.build import nvrtc
-from cpmrt.cuda.build.source import KernelSource, kernels_folder
+from cpmrt.cuda.build.source import KernelSource, with_headers
 from cpmrt.cuda.kernels import KERNELS, files
 from cpmrt.dtypes import DType
 from cpmrt.errors import KernelCompileError
@@ -128,8 +128,7 @@ def test_a_spilling_kernel_is_seen(needs_nvrtc: None) -> None:
       for (int i = 0; i < 64; i++) local[at[i]] += local[at[i + 1]];
       for (int i = 0; i < 64; i++) out[i] = local[i];
     }"""
-    header = (kernels_folder() / "include" / "types.cuh").read_bytes()
-    source = KernelSource("spills.cu", text, {"types.cuh": header})
+    source = with_headers("spills.cu", text)
     options = compiler.options("sm_90", DType.FLOAT16, {})
     _, log = nvrtc.compile_cubin(source, [*options, "--ptxas-options=-v"])
     (stack_frame, _, _) = resources(log)["spills_fp16"]

@@ -183,6 +183,15 @@ def test_headers_that_include_each_other_end(sources: Path) -> None:
     assert read_source("scale.cu").headers.keys() == {"outer.cuh", "inner.cuh"}
 
 
+def test_a_header_beside_the_file_that_includes_it_comes_before_one_in_include(sources: Path) -> None:
+    (sources / "rows").mkdir()
+    (sources / "rows" / "near.cu").write_text('#include "outer.cuh"\n')
+    (sources / "rows" / "inner.cuh").write_text("#define INNER 4.0f\n")
+    assert b"INNER 3.0f" in read_source("rows/near.cu").headers["inner.cuh"]
+    (sources / "rows" / "outer.cuh").write_text('#include "inner.cuh"\n')
+    assert b"INNER 4.0f" in read_source("rows/near.cu").headers["inner.cuh"]
+
+
 def test_a_warm_start_does_not_load_nvrtc(sources: Path, needs_nvrtc_wheel: None) -> None:
     build("plain.cu")
     script = (

@@ -35,8 +35,9 @@ from cpmrt.ops import Selection
 
 H200 = DeviceLimits(num_sms=132, shared_bytes=232448, clusters=True)
 QKV = [(1152, 128, 96), (768, 128, 64), (768, 256, 64), (4608, 4096, 128)]
-READ_OLD_DATA_EARLY = (
-    *("decode_attention.cu", "tree_attention.cu", "selected_attention.cu", "select_blocks.cu", "pick_blocks.cu"),
+READ_OLD_DATA_EARLY = tuple(
+    f"attention/{name}.cu"
+    for name in ("decode_attention", "tree_attention", "selected_attention", "select_blocks", "pick_blocks")
 )
 READ_OLD_KEYS_EARLY = ("coarse_log_sums", "score_blocks")
 OLD_KEYS_LOADS = 16
@@ -99,7 +100,7 @@ def test_every_kernel_waits_before_it_reads(file: str) -> None:
 @pytest.mark.parametrize("num_rows", [1, 8, 64])
 def test_the_qkv_product_waits_before_it_reads(rows: int, hidden: int, head_dim: int, num_rows: int) -> None:
     constants = plan_linear("qkv", rows, hidden, num_rows, H200).constants | {"HEAD_DIM": head_dim}
-    assert not early_accesses("linear.cu", compile_module("linear.cu", "sm_90", DType.FLOAT16, constants))
+    assert not early_accesses("linear/linear.cu", compile_module("linear/linear.cu", "sm_90", DType.FLOAT16, constants))
 
 
 class WriterThenAttention:

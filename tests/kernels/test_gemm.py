@@ -61,7 +61,7 @@ def integers(seed: int, *shape: int) -> np.ndarray[Any, Any]:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tile", constant_sets("gemm.cu"), ids=str)
+@pytest.mark.parametrize("tile", constant_sets("linear/gemm.cu"), ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "shape", [(1, 16, 32), (65, 80, 96), (128, 256, 64), (129, 272, 160), (300, 784, 1056), (2200, 64, 128)], ids=str
@@ -82,7 +82,7 @@ def test_a_long_sum_is_within_tolerance(cuda: Any, dtype: DType) -> None:
     w = round_to(random.standard_normal((512, 12288), np.float32) / 110, dtype)
     y = round_to(random.standard_normal((200, 512), np.float32), dtype)
     expected = np.float32(0.3) * (x @ w.T) + y
-    out = run(cuda, dtype, constant_sets("gemm.cu")[0], x, w, y, alpha=0.3)
+    out = run(cuda, dtype, constant_sets("linear/gemm.cu")[0], x, w, y, alpha=0.3)
     error = np.linalg.norm(out - expected) / np.linalg.norm(expected)
     assert error <= OPS["project_residual"].tolerance[dtype]
 
@@ -92,8 +92,8 @@ def test_a_long_sum_is_within_tolerance(cuda: Any, dtype: DType) -> None:
 def test_a_row_has_the_same_bits_in_any_tile_and_company(cuda: Any, dtype: DType) -> None:
     random = np.random.default_rng(9)
     x, w = random.standard_normal((330, 1056), np.float32), random.standard_normal((400, 1056), np.float32)
-    whole = run(cuda, dtype, constant_sets("gemm.cu")[0], x, w)
-    for tile in constant_sets("gemm.cu"):
+    whole = run(cuda, dtype, constant_sets("linear/gemm.cu")[0], x, w)
+    for tile in constant_sets("linear/gemm.cu"):
         if (128 + tile["TILE_N"]) * tile["TILE_K"] * 2 * tile["STAGES"] <= cuda.device.shared_bytes_per_block:
             for begin, end in ((0, 330), (0, 1), (70, 200), (329, 330)):
                 assert np.array_equal(run(cuda, dtype, tile, x[begin:end], w), whole[begin:end])
@@ -101,7 +101,7 @@ def test_a_row_has_the_same_bits_in_any_tile_and_company(cuda: Any, dtype: DType
 
 @pytest.mark.gpu
 def test_dependent_launches_keep_the_order(cuda: Any) -> None:
-    tile, dtype = constant_sets("gemm.cu")[0], DType.BFLOAT16
+    tile, dtype = constant_sets("linear/gemm.cu")[0], DType.BFLOAT16
     gemm = cuda.kernel("gemm", dtype, **tile)
     shared = (128 + tile["TILE_N"]) * tile["TILE_K"] * 2 * tile["STAGES"]
     random = np.random.default_rng(3)
@@ -125,7 +125,7 @@ def test_dependent_launches_keep_the_order(cuda: Any) -> None:
 )  # fmt: skip
 def test_a_chosen_tile_is_built_ahead_fits_and_covers(m: int, n: int, k: int, num_sms: int, shared: int) -> None:
     tile = gemm_tile(m, 16 * n, 32 * k, num_sms, shared)
-    assert tile.constants in constant_sets("gemm.cu")
+    assert tile.constants in constant_sets("linear/gemm.cu")
     assert tile.shared_bytes <= shared
     assert tile.grid == -(-m // 128) * -(-16 * n // tile.constants["TILE_N"])
     assert tile.block == tile.constants["TILE_N"]

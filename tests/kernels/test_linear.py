@@ -283,7 +283,7 @@ class PlanBuild:
         plans = [plan_linear(product, out_features, in_features, rows, self.limits) for rows in (8, 12, 16, 32, 64)]
         sizes = [plan.constants | extra for plan in plans]
         options = [compiler.options(self.arch, DType.BFLOAT16, constants) for constants in sizes]
-        return [(build, sources["linear.cu"], chosen) for chosen in options]
+        return [(build, sources["linear/linear.cu"], chosen) for chosen in options]
 
 
 BUILDS = [PlanBuild(name, H200, "sm_90") for name in SHAPES] + [

@@ -10,7 +10,7 @@ import pytest
 
 from cpmrt.cuda.build import modules as compiler
 from cpmrt.cuda.build import nvrtc
-from cpmrt.cuda.build.source import KernelSource, kernels_folder
+from cpmrt.cuda.build.source import with_headers
 from cpmrt.dtypes import DType
 from cpmrt.reference.philox import philox
 
@@ -26,8 +26,7 @@ extern "C" __global__ void KERNEL(uniforms)(float* out, int count, int position,
 @pytest.mark.gpu
 @pytest.mark.parametrize(("seed", "position"), [(0, 0), (1, 2**31 - 1), (2**64 - 1, 77), (0x0123456789ABCDEF, 4096)])
 def test_uniforms_have_the_oracles_bits(cuda: Any, tmp_path: Path, seed: int, position: int) -> None:
-    headers = {name: (kernels_folder() / "include" / name).read_bytes() for name in ("philox.cuh", "types.cuh")}
-    source = KernelSource("uniforms.cu", UNIFORMS, headers)
+    source = with_headers("sampling/uniforms.cu", UNIFORMS)
     cubin, _ = nvrtc.compile_cubin(source, compiler.options(cuda.arch, DType.BFLOAT16, {}))
     (tmp_path / "uniforms.cubin").write_bytes(cubin)
     raw = cuda.cupy.RawModule(path=str(tmp_path / "uniforms.cubin")).get_function("uniforms_bf16")

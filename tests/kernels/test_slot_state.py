@@ -9,7 +9,7 @@ from cpmrt.config import SamplingParams
 from cpmrt.config.speculation import MAX_CANDIDATES, MAX_NODES
 from cpmrt.cuda.build import modules as compiler
 from cpmrt.cuda.build import nvrtc
-from cpmrt.cuda.build.source import KernelSource, kernels_folder
+from cpmrt.cuda.build.source import with_headers
 from cpmrt.cuda.draft.structs import DRAFT_TREE, MAX_TOP_K
 from cpmrt.cuda.step import structs as ss
 from cpmrt.dtypes import DType
@@ -49,10 +49,8 @@ CONSTANTS = {
 
 
 def compile_claims(claims: list[str]) -> None:
-    names = ("draft_tree.cuh", "slot_state.cuh", "types.cuh")
-    headers = {name: (kernels_folder() / "include" / name).read_bytes() for name in names}
     lines = ['#include "draft_tree.cuh"', *(f'static_assert({claim}, "{claim}");' for claim in claims)]
-    source = KernelSource("claims.cu", "\n".join(lines).encode(), headers)
+    source = with_headers("draft/claims.cu", "\n".join(lines).encode())
     nvrtc.compile_cubin(source, compiler.options("sm_80", DType.BFLOAT16, {}))
 
 

@@ -68,7 +68,7 @@ def test_blocks_find_room_together(arch, portable):
 @pytest.mark.parametrize("arch", ["sm_87", "sm_90"])
 def test_modules_of_a_start(arch):
     modules = modules_of(MODEL, EngineConfig(kv_dtype="fp8"), known_device(arch), DType.BFLOAT16)
-    attention = [sizes for file, sizes in modules if file == "decode_attention.cu"]
+    attention = [sizes for file, sizes in modules if file == "attention/decode_attention.cu"]
     assert len(attention) == 1 and attention[0]["FP8"] == 1
-    assert ("expand_pages.cu", {"HEAD_DIM": 128}) in modules
-    assert [sizes for file, sizes in modules if file == "rope_append.cu"] == [{"HEAD_DIM": 128, "FP8": 1}]
+    assert ("attention/expand_pages.cu", {"HEAD_DIM": 128}) in modules
+    assert [sizes for file, sizes in modules if file == "attention/rope_append.cu"] == [{"HEAD_DIM": 128, "FP8": 1}]

@@ -40,7 +40,7 @@ def kernels_folder() -> Path:
     package = Path(__file__).resolve().parents[2]
     candidates = [explicit] if explicit else [package / "kernels_cu", package.parent / "kernels_cu"]
     for folder in candidates:
-        if next(folder.glob("*.cu"), None):
+        if next(folder.glob("**/*.cu"), None):
             return folder
     raise KernelCompileError(
         "no kernel sources",
@@ -49,22 +49,34 @@ def kernels_folder() -> Path:
     )
 
 
-def read_source(file: str) -> KernelSource:
-    """Read `file` of the kernel folder and its headers, each looked for beside the `.cu` files and in `include`.
-
-    Raises KernelCompileError if one of them is missing or not readable.
-    """
+def source_files() -> tuple[str, ...]:
+    """Every `.cu` file by its path within the kernel folder, such as "rows/embed.cu", in order."""
     folder = kernels_folder()
-    text = _read(folder / file, f"kernel source {file}")
+    return tuple(sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.cu")))
+
+
+def read_source(file: str) -> KernelSource:
+    """Read `file`, a path within the kernel folder, and its headers.
+
+    A header is looked for beside the file that includes it, then in `include`. Raises KernelCompileError if one of them
+    is missing or not readable.
+    """
+    return with_headers(file, _read(kernels_folder() / file, f"kernel source {file}"))
+
+
+def with_headers(file: str, text: bytes) -> KernelSource:
+    """Return `text` with its headers, as if it stood in the kernel folder as `file`. Raises as read_source does."""
+    folder = kernels_folder()
     headers: dict[str, bytes] = {}
-    pending = [(file, name) for name in _included(text)]
+    pending = [(folder / file, name) for name in _included(text)]
     while pending:
         includer, name = pending.pop()
         if name in headers:
             continue
-        path = folder / name if (folder / name).is_file() else folder / "include" / name
-        headers[name] = _read(path, f'header "{name}", which {includer} includes,')
-        pending += [(name, inner) for inner in _included(headers[name])]
+        beside = includer.parent / name
+        path = beside if beside.is_file() else folder / "include" / name
+        headers[name] = _read(path, f'header "{name}", which {includer.name} includes,')
+        pending += [(path, inner) for inner in _included(headers[name])]
     return KernelSource(file, text, headers)
 
 

@@ -37,16 +37,16 @@ def _spec(name: str, file: str, reason: str, *constants: str, hot: bool = True) 
     return KernelSpec(name, file, constants=constants, hot=hot, reason=reason)
 
 
-DRAFT_TOP_K = _spec("draft_top_k", "draft_top_k.cu", "drafting: candidates", "VOCAB", "PORTABLE")
-TREE_GROW = _spec("tree_grow", "draft_tree.cu", "drafting: the rows of the next pass")
-TREE_FINISH = _spec("tree_finish", "draft_tree.cu", "drafting: the nodes to verify")
-LOOKUP = _spec("lookup", "lookup.cu", "drafting: from the sequence's own tokens", "PORTABLE")
-SPECULATE_BEGIN = _spec("speculate_begin", "speculate.cu", "bookkeeping: rows that the draft has not seen")
-CATCH_UP_END = _spec("catch_up_end", "speculate.cu", "bookkeeping: the draft has seen a sequence", hot=False)
-PREFILL_ROWS = _spec("prefill_rows", "carry.cu", "bookkeeping: the draft's rows of a prefill chunk")
-CARRY_ROWS = _spec("carry_rows", "carry.cu", "bookkeeping: hidden states for the draft's next pass")
-SAMPLE_TREE = _spec("sample_tree", "tree_sampling.cu", "the sampling chain", "VOCAB", "PORTABLE")
-ACCEPT = _spec("accept", "accept.cu", "bookkeeping: the end of a speculative step", "VOCAB")
+DRAFT_TOP_K = _spec("draft_top_k", "draft/draft_top_k.cu", "drafting: candidates", "VOCAB", "PORTABLE")
+TREE_GROW = _spec("tree_grow", "draft/draft_tree.cu", "drafting: the rows of the next pass")
+TREE_FINISH = _spec("tree_finish", "draft/draft_tree.cu", "drafting: the nodes to verify")
+LOOKUP = _spec("lookup", "draft/lookup.cu", "drafting: from the sequence's own tokens", "PORTABLE")
+SPECULATE_BEGIN = _spec("speculate_begin", "draft/speculate.cu", "bookkeeping: rows that the draft has not seen")
+CATCH_UP_END = _spec("catch_up_end", "draft/speculate.cu", "bookkeeping: the draft has seen a sequence", hot=False)
+PREFILL_ROWS = _spec("prefill_rows", "draft/carry.cu", "bookkeeping: the draft's rows of a prefill chunk")
+CARRY_ROWS = _spec("carry_rows", "draft/carry.cu", "bookkeeping: hidden states for the draft's next pass")
+SAMPLE_TREE = _spec("sample_tree", "sampling/tree_sampling.cu", "the sampling chain", "VOCAB", "PORTABLE")
+ACCEPT = _spec("accept", "draft/accept.cu", "bookkeeping: the end of a speculative step", "VOCAB")
 TREE_KERNELS = (
     DRAFT_TOP_K, TREE_GROW, TREE_FINISH, LOOKUP, SPECULATE_BEGIN, CATCH_UP_END, PREFILL_ROWS, CARRY_ROWS, SAMPLE_TREE,
     ACCEPT,
@@ -66,8 +66,8 @@ def tree_modules(config: ModelConfig, device: Device, draft_vocab: int) -> tuple
 
 
 class TreeKernels:
-    """`kernels_cu/draft_top_k.cu`, `draft_tree.cu`, `lookup.cu`, `speculate.cu`, `carry.cu`, `tree_sampling.cu` and
-    `accept.cu` on the arena's arrays (`tree_workspace.tree_tables` and those of `StepKernels`).
+    """The kernels of `kernels_cu/draft` and `sampling/tree_sampling.cu` on the arena's arrays
+    (`tree_workspace.tree_tables` and those of `StepKernels`).
 
     `position_offset`: 1 if the draft's row at a position holds the token of the next one (EAGLE), 0 for an independent
     model. Rows of hidden states, target's and draft's, are arrays of 16-bit words [T, width], width a multiple of 8.

@@ -18,7 +18,7 @@ from cpmrt.memory.plan import Region
 from cpmrt.tensor_spec import TensorSpec
 
 FILL_NORMAL, FILL_WORDS = (
-    KernelSpec(name, "fill.cu", reason="random weights in place of a checkpoint")
+    KernelSpec(name, "load/fill.cu", reason="random weights in place of a checkpoint")
     for name in ("fill_normal", "fill_words")
 )
 _BLOCK = 256

@@ -28,7 +28,7 @@ from cpmrt.weights.files import open_file
 from cpmrt.weights.safetensors import FLOATS, TensorEntry
 
 CONVERT_FLOAT32, CONVERT_16BIT = (
-    KernelSpec(name, "convert.cu", reason="loading: weights stored as another type")
+    KernelSpec(name, "load/convert.cu", reason="loading: weights stored as another type")
     for name in ("convert_float32", "convert_16bit")
 )
 SLOT_BYTES = 4 << 20

@@ -25,7 +25,7 @@ from cpmrt.weights.safetensors import FLOATS
 _FORMATS = {"gptq": 0, "awq": 1, "compressed": 2, "marlin": 3}
 OWN_FORMAT = "gptq"
 """What rounded and random weights come in, and what is dequantised as: the format then does not matter."""
-_REPACK = "repack_w4.cu"
+_REPACK = "linear_packed/repack.cu"
 _CONSTANTS = ("IN_FEATURES", "WEIGHT_BITS", "RUNS", "SCALE_GROUP", "ZEROS", "LINEAR", "FORMAT")
 REPACK_CODES, REPACK_SCALES = (
     KernelSpec(name, _REPACK, constants=_CONSTANTS, reason="loading: 4-bit weights")
@@ -35,7 +35,7 @@ DEQUANTIZE = KernelSpec(
     "dequantize_w4", _REPACK, constants=_CONSTANTS, hot=True, reason="4-bit weights of a prefill chunk"
 )
 ROUND = KernelSpec(
-    "round_w4", "round_w4.cu", constants=("WEIGHT_BITS",), reason="loading: a head rounded to 4 or 8 bits"
+    "round_w4", "load/round_weights.cu", constants=("WEIGHT_BITS",), reason="loading: a head rounded to 4 or 8 bits"
 )
 _BLOCK = 256
 _BLOCKS_PER_SM = 8
@@ -43,7 +43,7 @@ _V1_ADDEND = 0x11111111
 
 
 def repack_constants(layout: PackedLayout, format: str) -> dict[str, int]:
-    """Compile-time sizes of repack_w4.cu."""
+    """Compile-time sizes of repack.cu."""
     constants = layout.constants | {"LINEAR": PRODUCTS[layout.product], "FORMAT": _FORMATS[format]}
     return constants | ({"HEAD_DIM": layout.head_dim} if layout.head_dim else {})
 
@@ -146,5 +146,5 @@ class Repacker:
 
 
 def _round_constants(bits: int) -> dict[str, int]:
-    """Compile-time sizes of round_w4.cu."""
+    """Compile-time sizes of round_weights.cu."""
     return {"WEIGHT_BITS": bits}

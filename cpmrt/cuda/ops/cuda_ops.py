@@ -34,14 +34,14 @@ from cpmrt.ops import (
     check_shapes,
 )
 
-EMBED = KernelSpec("embed", "embed.cu", "embed", ("HIDDEN",), hot=True)
-RMS_NORM = KernelSpec("rms_norm", "norm.cu", "rms_norm", ("HIDDEN",), hot=True)
-JOIN = KernelSpec("join", "join.cu", "join", ("A_COLUMNS", "B_COLUMNS"), hot=True)
-COPY_COLUMNS = KernelSpec("copy_columns", "columns.cu", "copy_columns", hot=True)
-CLEAR = KernelSpec("clear", "columns.cu", "clear", hot=True)
-ROPE_APPEND = KernelSpec("rope_append", "rope_append.cu", "qkv", ("HEAD_DIM", "FP8"), hot=True)
-SILU_MUL = KernelSpec("silu_mul", "activation.cu", "gate_up", ("INTERMEDIATE",), hot=True)
-RESIDUAL_ADD = KernelSpec("residual_add", "residual.cu", "project_residual", ("HIDDEN",), hot=True)
+EMBED = KernelSpec("embed", "rows/embed.cu", "embed", ("HIDDEN",), hot=True)
+RMS_NORM = KernelSpec("rms_norm", "rows/norm.cu", "rms_norm", ("HIDDEN",), hot=True)
+JOIN = KernelSpec("join", "rows/join.cu", "join", ("A_COLUMNS", "B_COLUMNS"), hot=True)
+COPY_COLUMNS = KernelSpec("copy_columns", "rows/columns.cu", "copy_columns", hot=True)
+CLEAR = KernelSpec("clear", "rows/columns.cu", "clear", hot=True)
+ROPE_APPEND = KernelSpec("rope_append", "attention/rope_append.cu", "qkv", ("HEAD_DIM", "FP8"), hot=True)
+SILU_MUL = KernelSpec("silu_mul", "rows/activation.cu", "gate_up", ("INTERMEDIATE",), hot=True)
+RESIDUAL_ADD = KernelSpec("residual_add", "rows/residual.cu", "project_residual", ("HIDDEN",), hot=True)
 _BLOCK = 256
 _VECTOR = 8
 """Elements that a thread moves at a time."""

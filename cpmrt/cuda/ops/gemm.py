@@ -12,7 +12,7 @@ from cpmrt.cuda.driver.blaslt import CublasLt, CublasLtError
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.ops.gemm_tile import gemm_tile
 
-GEMM = KernelSpec("gemm", "gemm.cu", "project_residual", ("TILE_N", "TILE_K", "STAGES"), hot=True)
+GEMM = KernelSpec("gemm", "linear/gemm.cu", "project_residual", ("TILE_N", "TILE_K", "STAGES"), hot=True)
 
 
 class Gemm:

@@ -1,4 +1,4 @@
-"""How a product of many rows of `kernels_cu/gemm.cu` is compiled and launched: tile sizes, grid and shared memory."""
+"""How a product of many rows of `linear/gemm.cu` is compiled and launched: tile sizes, grid and shared memory."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from cpmrt.models.decoder import ATTENTION, EMBED, HEAD
 from cpmrt.ops import Fp8Pages, Rows
 from cpmrt.tensor_spec import BufferSpec
 
-EXPAND_PAGES = KernelSpec("expand_pages", "expand_pages.cu", "prefill_attention", ("HEAD_DIM",), hot=True)
+EXPAND_PAGES = KernelSpec("expand_pages", "attention/expand_pages.cu", "prefill_attention", ("HEAD_DIM",), hot=True)
 _THREADS = 256
 _MOST_BLOCKS = 512
 """In x: enough for every multiprocessor, few enough to find nothing to do in no time."""

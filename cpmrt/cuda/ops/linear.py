@@ -1,4 +1,4 @@
-"""How a skinny matrix product of `kernels_cu/linear.cu` is compiled and launched: constants, grid and shared memory.
+"""How a skinny matrix product of `linear/linear.cu` is compiled and launched: constants, grid and shared memory.
 
 `CLUSTER` fixes the order of a sum, so it is chosen by the shape of the weight and the device alone; the other constants
 may follow from the number of rows (row invariance).
@@ -19,7 +19,11 @@ _CONSTANTS = (
 )
 LINEAR = {
     product: KernelSpec(
-        f"linear_{product}", "linear.cu", op, (*_CONSTANTS, "HEAD_DIM") if product == "qkv" else _CONSTANTS, hot=True
+        f"linear_{product}",
+        "linear/linear.cu",
+        op,
+        (*_CONSTANTS, "HEAD_DIM") if product == "qkv" else _CONSTANTS,
+        hot=True,
     )
     for product, op in OPS.items()
 }

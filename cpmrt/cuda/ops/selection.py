@@ -28,13 +28,15 @@ from cpmrt.memory.kv_pages import PAGE_SIZE
 from cpmrt.ops import KVPages, Rows, Selection
 
 _HEADS = ("HEAD_DIM", "GROUP")
-COMPRESS_KEYS = KernelSpec("compress_keys", "compress_keys.cu", "qkv", ("HEAD_DIM", "FP8"), hot=True)
+COMPRESS_KEYS = KernelSpec("compress_keys", "attention/compress_keys.cu", "qkv", ("HEAD_DIM", "FP8"), hot=True)
 COMPRESS_PATH = replace(COMPRESS_KEYS, name="compress_path", op="", reason="an accepted path")
-COARSE_LOG_SUMS = KernelSpec("coarse_log_sums", "select_blocks.cu", "select_blocks", (*_HEADS, "TREE"), hot=True)
+COARSE_LOG_SUMS = KernelSpec(
+    "coarse_log_sums", "attention/select_blocks.cu", "select_blocks", (*_HEADS, "TREE"), hot=True
+)
 SCORE_BLOCKS = replace(COARSE_LOG_SUMS, name="score_blocks")
-SCORE_CHUNK = KernelSpec("score_chunk", "score_chunk.cu", "select_blocks", _HEADS, hot=True, arch="sm_90")
-PICK_BLOCKS = KernelSpec("pick_blocks", "pick_blocks.cu", "select_blocks", hot=True)
-DENSE_ROWS = KernelSpec("dense_rows", "pick_blocks.cu", "prefill_attention")
+SCORE_CHUNK = KernelSpec("score_chunk", "attention/score_chunk.cu", "select_blocks", _HEADS, hot=True, arch="sm_90")
+PICK_BLOCKS = KernelSpec("pick_blocks", "attention/pick_blocks.cu", "select_blocks", hot=True)
+DENSE_ROWS = KernelSpec("dense_rows", "attention/pick_blocks.cu", "prefill_attention")
 _PICK_THREADS, _CHUNK_PICK_THREADS = 512, 128
 _WINDOW_ROWS = 16
 """Consecutive rows of which one ends a window."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def _step(name: str, does: str, *, hot: bool = False) -> KernelSpec:
-    return KernelSpec(name, "step.cu", constants=("VOCAB", "HIDDEN"), hot=hot, reason=f"bookkeeping: {does}")
+    return KernelSpec(name, "step/step.cu", constants=("VOCAB", "HIDDEN"), hot=hot, reason=f"bookkeeping: {does}")
 
 
 ADMIT = _step("admit", "a new sequence in a slot")
@@ -27,8 +27,10 @@ STEP_BEGIN = _step("step_begin", "the rows of a decode step", hot=True)
 PREFILL_BEGIN = _step("prefill_begin", "the rows of a prefill chunk", hot=True)
 PREFILL_END = _step("prefill_end", "a chunk without a token is done")
 FIRST_BEGIN = _step("first_begin", "the row that the first token comes from")
-SAMPLE = KernelSpec("sample", "sampling.cu", constants=("VOCAB", "PORTABLE"), hot=True, reason="the sampling chain")
-LOOP_END = KernelSpec("loop_end", "loop.cu", reason="bookkeeping: whether a launch goes on with its next steps")
+SAMPLE = KernelSpec(
+    "sample", "sampling/sampling.cu", constants=("VOCAB", "PORTABLE"), hot=True, reason="the sampling chain"
+)
+LOOP_END = KernelSpec("loop_end", "step/loop.cu", reason="bookkeeping: whether a launch goes on with its next steps")
 
 
 def step_modules(config: ModelConfig, device: Device) -> tuple[Module, Module]:
@@ -38,7 +40,7 @@ def step_modules(config: ModelConfig, device: Device) -> tuple[Module, Module]:
 
 
 class StepKernels:
-    """`kernels_cu/step.cu`, `sampling.cu` and `loop.cu` on the arena's arrays."""
+    """`kernels_cu/step/step.cu`, `sampling.cu` and `loop.cu` on the arena's arrays."""
 
     def __init__(
         self, launcher: Launcher, config: ModelConfig, arrays: Mapping[str, Any], rings: Rings, device: Device

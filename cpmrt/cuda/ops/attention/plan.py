@@ -17,7 +17,7 @@ _HEADS = ("HEAD_DIM", "GROUP")
 
 
 def _spec(name: str, op: str, *constants: str, arch: str = "") -> KernelSpec:
-    return KernelSpec(name, f"{name}.cu", op, (*_HEADS, *constants), hot=True, arch=arch)
+    return KernelSpec(name, f"attention/{name}.cu", op, (*_HEADS, *constants), hot=True, arch=arch)
 
 
 DECODE_ATTENTION = _spec(

@@ -1,7 +1,7 @@
-"""The packed layout of weights that `kernels_cu/linear_w4.cu` streams, in 4 or 8 bits: sizes, row order, packing.
+"""The packed layout of weights that `linear_packed.cu` streams, in 4 or 8 bits: sizes, row order, packing.
 
-The layout itself is described in `kernels_cu/include/w4_layout.cuh`. On the device `repack_w4.cu` writes it from the
-files' formats; the functions here are its oracle.
+The layout itself is described in `kernels_cu/linear_packed/packed_layout.cuh`. On the device `repack.cu` writes it
+from the files' formats; the functions here are its oracle.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How a skinny product with weights in 4 or 8 bits (`kernels_cu/linear_w4.cu`) is packed, compiled and launched.
+"""How a skinny product with weights in 4 or 8 bits (`linear_packed/linear_packed.cu`) is packed, compiled and launched.
 
 The packed layout fixes the order of a sum: it follows from the weight's shape and the device alone. The other constants
 may follow from the number of rows (row invariance).
@@ -51,7 +51,7 @@ _LINE_BYTES, _LARGE_CHUNK_ROWS, _LARGE_CHUNK_WARPS = 128, 16, 16
 
 @dataclass(frozen=True)
 class LinearW4Plan:
-    """Compile-time constants of linear_w4.cu and its launch: `grid` blocks of `block` threads, dynamic shared bytes.
+    """Compile-time sizes of linear_packed.cu and its launch: `grid` blocks of `block` threads, dynamic shared bytes.
 
     `prepared`: x is what prepare_w4 wrote to a buffer of `prepared_bytes`, compiled with `prepare_constants`, in one
     block of `PREPARE_THREADS` a row. `fed_constants`, unless None: the kernel also writes to a buffer of `fed_bytes`

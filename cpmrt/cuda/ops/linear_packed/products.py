@@ -26,15 +26,16 @@ _CONSTANTS = (
 )
 LINEAR_W4 = {
     product: KernelSpec(
-        f"linear_w4_{product}", "linear_w4.cu", op, (*_CONSTANTS, "HEAD_DIM") if product == "qkv" else _CONSTANTS,
-        hot=True,
+        f"linear_w4_{product}", "linear_packed/linear_packed.cu", op,
+        (*_CONSTANTS, "HEAD_DIM") if product == "qkv" else _CONSTANTS, hot=True,
     )
     for product, op in OPS.items()
-}  # fmt: skip
+}
 PREPARE = KernelSpec(
-    "prepare_w4", "prepare_w4.cu", "gate_up", ("IN_FEATURES", "ROWS", "SCALE_GROUP", "ZEROS", "WARPGROUPS"), hot=True
-)
-GATHER = KernelSpec("gather_columns", "gather.cu", "project_residual", hot=True)
+    "prepare_w4", "linear_packed/prepare_rows.cu", "gate_up",
+    ("IN_FEATURES", "ROWS", "SCALE_GROUP", "ZEROS", "WARPGROUPS"), hot=True,
+)  # fmt: skip
+GATHER = KernelSpec("gather_columns", "linear_packed/gather.cu", "project_residual", hot=True)
 _plan = lru_cache(maxsize=1024)(plan_linear_w4)
 _BLOCK = 256
 _WIDTH = 8

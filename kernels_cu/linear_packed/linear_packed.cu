@@ -2,7 +2,7 @@
 //
 // W[n, k] = scale[n, k / G] * (u[n, k] - zero[n, k / G]), u in 0..15 (8 bits: 0..255); zero is 8 (128) everywhere without ZEROS.
 // Operands: x, inner (T, K) scalar_t row-major, or with PREPARED what prepare_w4 wrote of them; weight packed as in
-//   include/w4_layout.cuh (repack_w4.cu writes it); partials (tiles, 8, NT, 32) float4 and arrivals (tiles) int32, zero, with
+//   packed_layout.cuh (repack.cu writes it); partials (tiles, 8, NT, 32) float4 and arrivals (tiles) int32, zero, with
 //   SHARED_RUN = 1, RUNS = 8 and CLUSTERS = 0, else null; prepared with FEEDS what prepare_w4 makes of out, else null; others as
 //   in linear.cu.
 // Grid: no more blocks than multiprocessors, with SHARED_RUN a multiple of RUNS, with CLUSTERS in clusters of RUNS; they take tiles
@@ -14,7 +14,7 @@
 // Source: original; rings as in CUTLASS's pipelines; RMSNorm arXiv 1910.07467, RoPE 2104.09864, SwiGLU 2002.05202.
 // Why so: at few rows the time is that of reading W once, so a warp's weights are one contiguous run of whole copies, and the
 //   codes need almost no work: as the low bits of a 16-bit float they are subnormal numbers.
-#include "w4_product.cuh"
+#include "packed_product.cuh"
 #include "linear_epilogue.cuh"
 
 #if LINEAR == 0

@@ -3,7 +3,7 @@
 // A block has the 16 tiles of 128 neighbouring columns, a slice of the product after it, which takes the same ROWS, SCALE_GROUP,
 // ZEROS and WARPGROUPS: so it sees whole scale groups, and writes whole lines.
 #pragma once
-#include "w4_stream.cuh"
+#include "packed_stream.cuh"
 
 constexpr int kFeedPitch = kSliceColumns * 2 + 16;   // bytes between tokens in shared memory: rows in other banks
 static_assert(!FEEDS || (SHARED_RUN && RUNS == 1 && kBlockTiles * 8 == kSliceColumns), "FEEDS needs blocks of 16 whole tiles");

@@ -4,8 +4,8 @@
 // and with PORTABLE, the lanes copy 16 bytes each. Either way a slot is filled again as soon as the warp has read it.
 #pragma once
 #include "copy.cuh"
-#include "w4_layout.cuh"
-#include "w4_rows.cuh"
+#include "packed_layout.cuh"
+#include "packed_rows.cuh"
 
 #ifndef WARPS
 #error "WARPS (warps of a block; with SHARED_RUN = 0 a multiple of 8) must be defined"

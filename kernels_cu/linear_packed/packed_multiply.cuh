@@ -1,11 +1,11 @@
 // The products of a warp with packed weights: codes times x in tensor cores, a scale group at a time.
 #pragma once
 #include "mma.cuh"
-#include "w4_activations.cuh"
-#include "w4_exchange.cuh"
+#include "packed_activations.cuh"
+#include "packed_exchange.cuh"
 #if WGMMA_PRODUCTS
 #include "tma.cuh"
-#include "w4_wgmma.cuh"
+#include "packed_wgmma.cuh"
 #endif
 
 constexpr float kZero = WEIGHT_BITS == 4 ? 1.0f : 16.0f;          // in units of the sums of x, which are 8 times too large

@@ -1,4 +1,4 @@
-"""linear_w4.cu and prepare_w4.cu against the NumPy ops on dequantised weights, and bitwise for every number of rows."""
+"""linear_packed.cu and prepare_rows.cu against the NumPy ops on dequantised weights; the same bits in any company."""
 
 from __future__ import annotations
 
@@ -398,7 +398,7 @@ class PlanBuild:
         rows_of_builds = [rows for rows in ROW_BUCKETS if (self.name, rows) != SPILLING]
         sizes = [plan_linear_w4(layout, rows, self.limits).constants for rows in rows_of_builds]
         options = [compiler.options(self.arch, DType.BFLOAT16, constants) for constants in sizes]
-        return [(build, sources["linear_w4.cu"], chosen) for chosen in options]
+        return [(build, sources["linear_packed/linear_packed.cu"], chosen) for chosen in options]
 
 
 BUILDS = [PlanBuild(name, H200, "sm_90") for name in SHAPES] + [
@@ -427,7 +427,7 @@ def test_packing_loses_nothing(name: str) -> None:
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_the_bytes_of_a_unit_are_those_of_the_header(bits: int) -> None:
-    """As include/w4_layout.cuh tells them."""
+    """As packed_layout.cuh tells them."""
     name = "odd head" if bits == 4 else "odd head in 8 bits"
     layout, case = make_layout(name, H200), make_case(name, DType.BFLOAT16)
     codes, packed, mask = case.arrays["codes"].astype(int), packed_weight(case, layout), 2**bits - 1

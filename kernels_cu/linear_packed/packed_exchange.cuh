@@ -1,6 +1,6 @@
 // How the eight blocks with the runs of the same tiles exchange their sums (SHARED_RUN = 1 and RUNS = 8); each finishes an eighth.
 #pragma once
-#include "w4_activations.cuh"
+#include "packed_activations.cuh"
 
 constexpr int kLaneTokens = ROWS == 1 ? 1 : 2;   // of a token tile
 constexpr bool kLooksEarly = NT <= 2;            // at what an epilogue needs: before the products, or while sums are on their way

@@ -1,4 +1,4 @@
-"""repack_w4.cu against the NumPy packing: every file format, fused sources, permuted columns; and back to 16 bits."""
+"""repack.cu against the NumPy packing: every file format, fused sources, permuted columns; and back to 16 bits."""
 
 from __future__ import annotations
 

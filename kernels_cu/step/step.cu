@@ -12,7 +12,7 @@
 //             token_counts (B, VOCAB) uint32; block_tables (B, pages_per_sequence) int32; results (16) ResultRecord and commands (16, command_bytes) in mapped host
 //             memory; context StepContext; x (T, HIDDEN) scalar_t. Where trees are drafted, else null: history (B, max_context)
 //             int32, the token at each position, the newest one added by the step that reads it; capacities and
-//             carry_counts (B) int32, as in include/draft_tree.cuh
+//             carry_counts (B) int32, as in draft_tree.cuh
 //   launch    admit, recall, prefill_begin: grid 1, block 1024; step_begin: grid 1, block 64; prefill_end: grid 1, block 32;
 //             first_begin: grid ceil(HIDDEN / 8 / 128), block 128; no shared memory
 //   numerics  integers; x is copied

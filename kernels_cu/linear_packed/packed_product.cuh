@@ -1,6 +1,6 @@
 // y[T,N] = epilogue(norm(x)[T,K] W[N,K]^T) for T <= ROWS rows and packed weights: activations, products, sums over K, 1 / rms.
 //
-// Tensor-core operand A is a tile with codes u as they are (w4_layout.cuh), operand B eight tokens. Over a scale group the tensor
+// Tensor-core operand A is a tile with codes u as they are (packed_layout.cuh), operand B eight tokens. Over a scale group the tensor
 // cores sum u x; a sum grows by scale * (sum u x - 8 sum x), in 8 bits by scale * (sum u x - 128 sum x), or with ZEROS by
 // scale * (sum u x - zero * sum x). The sums of x are taken once, where x is brought to shared memory. In 4 bits hi's sums are 16
 // times too large until the end.
@@ -8,10 +8,10 @@
 // the warps take a tile each of the same run, so that a block reads an eighth of x; with RUNS = 8 the blocks exchange sums.
 // Runs and the order of sums do not depend on T, ROWS, WARPS or SHARED_RUN: a row's bits are the same in every step.
 #pragma once
-#include "w4_activations.cuh"
-#include "w4_exchange.cuh"
-#include "w4_feed.cuh"
-#include "w4_multiply.cuh"
+#include "packed_activations.cuh"
+#include "packed_exchange.cuh"
+#include "packed_feed.cuh"
+#include "packed_multiply.cuh"
 
 #if CLUSTERS
 #define W4_BOUNDS __cluster_dims__(RUNS, 1, 1) __launch_bounds__(kThreads, 1)

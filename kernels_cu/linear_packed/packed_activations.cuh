@@ -1,6 +1,6 @@
 // x of a product with packed weights on its way to shared memory.
 #pragma once
-#include "w4_stream.cuh"
+#include "packed_stream.cuh"
 
 // What the sums of a normalised token are multiplied by: its 1 / rms, for rows enter the product without it.
 struct RowScale {

@@ -1,7 +1,7 @@
-// Weights of 4 or 8 bits from the formats of checkpoint files to the packed layout of include/w4_layout.cuh, and back to 16 bits.
+// Weights of 4 or 8 bits from the formats of checkpoint files to the packed layout of packed_layout.cuh, and back to 16 bits.
 //
 // Formula: codes u[n, j] = source(first_row + n, permutation[j]); W[n, k] = scale[n, k / G] * (u[n, k] - zero[n, k / G]).
-// Operands: packed bytes, see w4_layout.cuh; the source's tensors on the device, N its rows, K its columns, G its group size:
+// Operands: packed bytes, see packed_layout.cuh; the source's tensors on the device, N its rows, K its columns, G its group size:
 //   FORMAT 0 GPTQ: codes int32 (K/8, N), nibble i of a word is row 8 w + i; zeros int32 (K/G, N/8); scales (K/G, N); with WEIGHT_BITS 8
 //     codes (K/4, N), byte i is row 4 w + i, and no zeros
 //   FORMAT 1 AWQ GEMM: codes int32 (K, N/8), column c of eight in nibble {0, 4, 1, 5, 2, 6, 3, 7}[c]; zeros and scales alike
@@ -14,7 +14,7 @@
 // Source: original; formats as in AutoGPTQ, AutoAWQ, compressed-tensors and IST-DASLab/marlin.
 // Why so: a thread owns 16 bytes of the result, whatever sources its two rows come from, so sources can come one after the other.
 #include "copy.cuh"
-#include "w4_layout.cuh"
+#include "packed_layout.cuh"
 
 #ifndef FORMAT
 #error "FORMAT (0 GPTQ, 1 AWQ, 2 compressed-tensors, 3 Marlin) must be defined"

@@ -1,15 +1,15 @@
-// x of a step of 1-64 rows as linear_w4.cu takes it with PREPARED: times a norm's weights, columns in the order of a permuted weight.
+// x of a step of 1-64 rows as linear_packed.cu takes it with PREPARED: times a norm's weights, columns in the order of a permuted weight.
 //
 // Formula: out[token, j] = round(x[token, p] * norm[p]) * c, p = permutation[j], without permutation p = j; without norm it is 1. With
 //   norm a token's scale is 1 / rms(x[token]), in fp16 times 16. c is 2^64 in bf16; in fp16 it is 1, with norm 1/16.
-// Operands: out (K/128 slices) as in include/w4_rows.cuh, with norm T float scales behind them; x (T, K) scalar_t; norm (K) scalar_t or
+// Operands: out (K/128 slices) as in packed_rows.cuh, with norm T float scales behind them; x (T, K) scalar_t; norm (K) scalar_t or
 //   null; permutation (K) int32 or null.
 // Grid: T blocks of 256 threads; no dynamic shared memory.
-// Numerics: float32, rounded once; the square sum in the order of linear_w4.cu's own. Padding rows are not written.
+// Numerics: float32, rounded once; the square sum in the order of linear_packed.cu's own. Padding rows are not written.
 // Oracle: rms_norm of cpmrt/reference/ops.py.
 // Source: original.
 // Why the layout: a block of the product then copies its part of x in one piece.
-#include "w4_rows.cuh"
+#include "packed_rows.cuh"
 
 extern "C" __global__ void __launch_bounds__(kRowThreads) KERNEL(prepare_w4)(
     scalar_t* __restrict__ out, const scalar_t* x, const scalar_t* __restrict__ norm, const int* __restrict__ permutation, float eps) {
