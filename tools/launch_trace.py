@@ -48,7 +48,6 @@ from cpmrt.cuda.draft.forward import executor_needs  # noqa: E402
 from cpmrt.cuda.draft.speculation import Speculation  # noqa: E402
 from cpmrt.cuda.driver.device import Device  # noqa: E402
 from cpmrt.cuda.ops.gemm import Gemm  # noqa: E402
-from cpmrt.cuda.ops.linear import DeviceLimits  # noqa: E402
 from cpmrt.cuda.precompile import known_device  # noqa: E402
 from cpmrt.cuda.step.forward import StepForward  # noqa: E402
 from cpmrt.cuda.step.kernels import StepKernels  # noqa: E402
@@ -180,11 +179,11 @@ def trace(setup: Setup, device: Device) -> dict[str, list[Any]]:
         if draft_name == "eagle2" and draft_bits == 4:
             wish |= {"draft_vocab": 32768, "head_bits": 4, "window": 1024}
         settings = with_speculation(EngineConfig(load_format="dummy", **engine), model, draft_name, wish)
-        limits, context = DeviceLimits.of(device), position_limit(model.config, settings)
+        context = position_limit(model.config, settings)
         config = model.config.for_context(context)
         specs = weight_specs(config, settings)
         with open_draft(model, settings, specs) as (_, draft):
-            needs = executor_needs(config, settings, specs, draft, capability=device.capability, limits=limits)
+            needs = executor_needs(config, settings, specs, draft, device)
             plan = plan_model(config, settings, itemsize=2, max_context=context, needs=needs, specs=specs, draft=draft)
     launcher = TracingLauncher(Modules(device.arch, DType.BFLOAT16))
     arrays = held_arrays(launcher.arena(plan))

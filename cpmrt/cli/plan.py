@@ -18,7 +18,6 @@ from cpmrt.cli.described_model import DescribedModel, add_description_options, d
 from cpmrt.cli.output import printable, write, write_json
 from cpmrt.config import EngineConfig
 from cpmrt.cuda.draft.forward import executor_needs
-from cpmrt.cuda.ops.linear import DeviceLimits
 from cpmrt.cuda.precompile import known_device
 from cpmrt.dtypes import DType
 from cpmrt.memory.kv_pages import PAGE_SIZE
@@ -81,8 +80,7 @@ def _build(model: DescribedModel, settings: EngineConfig, dtype: DType, max_cont
     if dtype is DType.FLOAT32:  # which only the NumPy executor computes in
         needs = reference_needs(draft, settings.max_sequences)
     else:
-        capability, limits = _DEVICE.capability, DeviceLimits.of(_DEVICE)
-        needs = executor_needs(config, settings, specs, draft, capability=capability, limits=limits)
+        needs = executor_needs(config, settings, specs, draft, _DEVICE)
     return plan_model(
         config, settings, itemsize=dtype.itemsize, max_context=max_context, needs=needs, specs=specs, draft=draft
     )

@@ -42,7 +42,7 @@ def open_executor(folder: ModelFolder, settings: EngineConfig) -> tuple[Executor
         open_draft(folder, settings, specs) as (draft_checkpoint, draft),
     ):
         limits = DeviceLimits.of(device)
-        needs = executor_needs(config, settings, specs, draft, capability=device.capability, limits=limits)
+        needs = executor_needs(config, settings, specs, draft, device)
         layouts, parts = layouts_of(specs, config, limits), [(specs, checkpoint)]
         if draft is not None:
             parts += [(draft.specs, draft_checkpoint), ((draft.head,) if draft.head else (), checkpoint)]

@@ -87,7 +87,7 @@ def modules_of(
         if checked is not None:
             check_supported(checked)
     specs = weight_specs(config, settings) if specs is None else specs
-    needs = executor_needs(config, settings, specs, draft, capability=device.capability, limits=limits)
+    needs = executor_needs(config, settings, specs, draft, device)
     plan = plan_model(
         config, settings, itemsize=dtype.itemsize, max_context=context, needs=needs, specs=specs, draft=draft
     )

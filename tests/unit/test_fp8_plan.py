@@ -8,7 +8,6 @@ from cpmrt.bench.work import decode_bytes
 from cpmrt.config import EngineConfig, ModelConfig
 from cpmrt.cuda.draft.forward import executor_needs
 from cpmrt.cuda.ops.attention.plan import decode_attention_of
-from cpmrt.cuda.ops.linear import DeviceLimits
 from cpmrt.cuda.precompile import known_device, modules_of
 from cpmrt.dtypes import DType
 from cpmrt.models.planning import plan_model, weight_specs
@@ -23,8 +22,7 @@ SHARED_OF_SM = {80: 164, 87: 164, 90: 228, 100: 228, 86: 100, 89: 100, 120: 100}
 
 def plan(kv_dtype: str, max_context: int = 4096):
     engine, device = EngineConfig(kv_dtype=kv_dtype, max_sequences=3), known_device("sm_90")
-    limits = DeviceLimits.of(device)
-    needs = executor_needs(MODEL, engine, weight_specs(MODEL, engine), None, capability=90, limits=limits)
+    needs = executor_needs(MODEL, engine, weight_specs(MODEL, engine), None, device)
     return plan_model(MODEL, engine, itemsize=2, max_context=max_context, needs=needs)
 
 

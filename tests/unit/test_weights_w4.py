@@ -29,7 +29,7 @@ def plan_of(shape: str = "minicpm4-8b", head_bits: int | None = None, **changes:
     config = ModelConfig.from_hf(shape_config(shape) | sizes | {"quantization_config": GPTQ | changes})
     engine = EngineConfig(lm_head_bits=head_bits, max_context=4096)
     specs = weight_specs(config, engine)
-    needs = cuda_needs(config, engine, specs, capability=DEVICE.capability, limits=LIMITS)
+    needs = cuda_needs(config, engine, specs, DEVICE)
     return config, plan_model(config, engine, itemsize=2, max_context=4096, needs=needs, specs=specs)
 
 
@@ -67,7 +67,7 @@ def test_columns_in_another_order_need_buffers(order: bool) -> None:
 def test_a_model_that_is_not_quantised_needs_nothing() -> None:
     config = ModelConfig.from_hf(shape_config("minicpm4-8b"))
     engine = EngineConfig()
-    needs = cuda_needs(config, engine, weight_specs(config, engine), capability=90, limits=LIMITS)
+    needs = cuda_needs(config, engine, weight_specs(config, engine), DEVICE)
     assert not [buffer.name for buffer in (*needs.workspace, *needs.tables(128)) if buffer.name.startswith("w4")]
 
 

@@ -42,38 +42,35 @@ def executor_needs(
     engine: EngineConfig,
     specs: Sequence[TensorSpec],
     draft: Draft | None,
-    *,
-    capability: int,
-    limits: DeviceLimits,
+    device: Device,
 ) -> ExecutorNeeds:
     """What the executor keeps for a target with the weights `specs` and whatever drafts for it, for `models.planning`.
 
     Raises UnsupportedModelError.
     """
-    needs = cuda_needs(config, engine, specs, capability=capability, limits=limits)
+    needs = cuda_needs(config, engine, specs, device)
     if draft is None:
         return needs
-    return _with_draft(needs, draft, specs, limits, capability=capability, max_sequences=engine.max_sequences)
+    return _with_draft(needs, draft, specs, device, max_sequences=engine.max_sequences)
 
 
 def _with_draft(
     needs: ExecutorNeeds,
     draft: Draft,
     specs: Sequence[TensorSpec],
-    limits: DeviceLimits,
+    device: Device,
     *,
-    capability: int,
     max_sequences: int,
 ) -> ExecutorNeeds:
     """`needs`, which are the target's, and the draft's."""
     assert needs.max_rows is not None
-    max_rows, config = needs.max_rows, draft.config.decoder
+    max_rows, config, limits = needs.max_rows, draft.config.decoder, DeviceLimits.of(device)
     workspace = [spec for spec in needs.workspace if spec.name != STAGING]
     if staged := staging_bytes((*specs, *draft.tensors)):
         workspace.append(staging_buffer(staged))
 
     def tables(max_context: int) -> tuple[BufferSpec, ...]:
-        own = _draft_tables(draft, specs, max_context, limits, capability=capability)
+        own = _draft_tables(draft, specs, max_context, device)
         tree = tree_tables(max_sequences, max_context, max_rows, draft.config.hidden_width)
         return (*needs.tables(max_context), *tree, *own)
 
@@ -97,17 +94,17 @@ def _weights(draft: Draft, specs: Sequence[TensorSpec]) -> tuple[TensorSpec, ...
 
 
 def _draft_tables(
-    draft: Draft, specs: Sequence[TensorSpec], max_context: int, limits: DeviceLimits, *, capability: int
+    draft: Draft, specs: Sequence[TensorSpec], max_context: int, device: Device
 ) -> tuple[BufferSpec, ...]:
     """Buffers of the draft's ops that live as long as the executor."""
     config = draft.config.decoder
     if config is None:
         return ()
-    attention = decode_attention_of(config, max_context, capability=capability, num_sms=limits.num_sms)
+    attention = decode_attention_of(config, max_context, capability=device.capability, num_sms=device.num_sms)
     tables = (
         BufferSpec("attention_partials", (attention.partials,), 0, LAST_PHASE, itemsize=4),
         BufferSpec("attention_arrivals", (attention.arrivals,), 0, LAST_PHASE, itemsize=4),
-        *quantised_tables(_weights(draft, specs), config, limits),
+        *quantised_tables(_weights(draft, specs), config, DeviceLimits.of(device)),
     )
     return tuple(_scratch(spec) for spec in tables)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cpmrt.config import EngineConfig, ModelConfig
+from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.ops.attention.plan import decode_attention_of
 from cpmrt.cuda.ops.kv import expanded_tables, expanded_workspace
 from cpmrt.cuda.ops.linear import MAX_ROWS, DeviceLimits
@@ -42,14 +43,14 @@ def row_counts(max_sequences: int) -> tuple[int, ...]:
 
 
 def cuda_tables(
-    config: ModelConfig, engine: EngineConfig, max_context: int, *, capability: int, num_sms: int
+    config: ModelConfig, engine: EngineConfig, max_context: int, device: Device
 ) -> tuple[BufferSpec, ...]:
     """Buffers that live as long as the executor."""
     sequences = engine.max_sequences
     layout = KVLayout.of(config, max_context, sequences, engine.kv_dtype)
     attention = decode_attention_of(
-        config, max_context, capability=capability, num_sms=num_sms, is_fp8=layout.is_fp8
-    )  # fmt: skip
+        config, max_context, capability=device.capability, num_sms=device.num_sms, is_fp8=layout.is_fp8
+    )
     return (
         *(expanded_tables(layout) if layout.is_fp8 else ()),
         _table("block_tables", 4, sequences, layout.pages_per_sequence),
@@ -59,17 +60,18 @@ def cuda_tables(
         _table("attention_partials", 4, attention.partials),
         _table("attention_arrivals", 4, attention.arrivals),
         _table("gemm_workspace", 1, GEMM_WORKSPACE_BYTES),
-        *_sparse_tables(config.for_context(max_context), engine, max_context, capability, num_sms),
+        *_sparse_tables(config.for_context(max_context), engine, max_context, device),
     )
 
 
 def _sparse_tables(
-    config: ModelConfig, engine: EngineConfig, max_context: int, capability: int, num_sms: int
+    config: ModelConfig, engine: EngineConfig, max_context: int, device: Device
 ) -> tuple[BufferSpec, ...]:
     if config.sparse is None:
         return ()
     plan = plan_selection(
-        config, max_context=max_context, max_rows=most_rows(engine), num_sms=num_sms, capability=capability
+        config, max_context=max_context, max_rows=most_rows(engine), num_sms=device.num_sms,
+        capability=device.capability,
     )
     return (
         _table("block_scores", 4, plan.pooled),
@@ -97,15 +99,10 @@ def _table(name: str, itemsize: int, *shape: int) -> BufferSpec:
 
 
 def cuda_needs(
-    config: ModelConfig,
-    engine: EngineConfig,
-    specs: Sequence[TensorSpec],
-    *,
-    capability: int,
-    limits: DeviceLimits,
+    config: ModelConfig, engine: EngineConfig, specs: Sequence[TensorSpec], device: Device
 ) -> ExecutorNeeds:
     """All of it without a draft, for `models.planning`; `specs`: the weights. Raises UnsupportedModelError."""
-    max_rows = most_rows(engine)
+    max_rows, limits = most_rows(engine), DeviceLimits.of(device)
     counters = quantised_tables(specs, config, limits)
 
     def expanded(max_context: int) -> tuple[BufferSpec, ...]:
@@ -113,8 +110,7 @@ def cuda_needs(
         return expanded_workspace(layout) if layout.is_fp8 else ()
 
     def tables(max_context: int) -> tuple[BufferSpec, ...]:
-        own = cuda_tables(config, engine, max_context, capability=capability, num_sms=limits.num_sms)
-        return (*own, *counters)
+        return (*cuda_tables(config, engine, max_context, device), *counters)
 
     return ExecutorNeeds(
         tables=tables,
