@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
@@ -10,7 +11,7 @@ from math import prod
 class Packing:
     """How a checkpoint holds a quantised matrix [N, K]: as several tensors, whose layout `format` names.
 
-    `format` is a row of `weights.packed_formats.FORMATS`. `group_size` in columns (K where one group is a whole row);
+    `format` is a row of `weights.formats.FORMATS`. `group_size` in columns (K where one group is a whole row);
     `symmetric`: every zero point is 8; `permuted`: the columns of a group are not neighbours; `v1_zeros`: zero points
     are stored minus one.
     """
@@ -62,6 +63,13 @@ class TensorSpec:
     @property
     def num_elements(self) -> int:
         return prod(self.shape)
+
+    def parts(self) -> Iterator[tuple[Source, slice]]:
+        """Each source with the rows of the weight that it fills."""
+        first = 0
+        for source in self.sources:
+            yield source, slice(first, first + source.shape[0])
+            first += source.shape[0]
 
     def num_bytes(self, itemsize: int) -> int:
         """Bytes of all there is to read of it; `itemsize` = those of an element in 16 bits, and of a scale."""

@@ -36,6 +36,10 @@ class WeightQuantization:
     """Some layers differ by rules (regular expressions) that are not read: their tensors tell."""
     bits: int = 4
 
+    def group_of(self, num_columns: int) -> int:
+        """Columns of a group of a matrix with so many."""
+        return num_columns if self.group_size == -1 else self.group_size
+
     def covers(self, module: str) -> bool:
         """Whether, by these settings alone, `module` (a name as in Hugging Face models) is quantised."""
         if module == "lm_head":

@@ -73,8 +73,7 @@ def _load(
             words = pack(spec, checkpoint, dtype) if checkpoint else dummy(spec, dtype, seed)
             weight[:] = to_float32(words, dtype)
             continue
-        arrays = {"codes": weight.codes, "scales": weight.scales, "zeros": weight.zeros, "perm": weight.perm}
         if checkpoint:
-            load_quantised(spec, checkpoint, dtype, **arrays)
+            load_quantised(spec, checkpoint, dtype, weight)
         else:
-            fill_dummy_quantised(spec, dtype, seed, **arrays)
+            fill_dummy_quantised(spec, dtype, seed, weight)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from fnmatch import fnmatchcase
 
 from cpmrt.errors import CheckpointError, UnsupportedModelError, listed, quoted
 from cpmrt.tensor_spec import Source, TensorSpec
 from cpmrt.weights.checkpoint import Checkpoint
-from cpmrt.weights.packed_formats import PackedTensor, check_shape_tensor, packed_tensors
+from cpmrt.weights.formats import stored_tensors
+from cpmrt.weights.quantised import check_shape_tensor
 from cpmrt.weights.safetensors import FLOATS, TensorEntry
 
 LEFTOVERS = ("*.rotary_emb.*", "lm_head.weight")
@@ -47,7 +48,7 @@ def check(specs: Sequence[TensorSpec], checkpoint: Checkpoint, *, ignore: Sequen
     unexpected tensors are those of a quantised format.
     """
     sources = {source.name: source for spec in specs for source in spec.sources}
-    wanted = {tensor.name: tensor for source in sources.values() for tensor in _tensors(source)}
+    wanted = {tensor.name: tensor for source in sources.values() for tensor in stored_tensors(source)}
     unexpected = _unexpected(wanted.keys(), checkpoint, ignore)
     if any(source.packing for source in sources.values()):
         unexpected = [name for name in unexpected if not _is_empty_bias(name, checkpoint)]
@@ -57,7 +58,7 @@ def check(specs: Sequence[TensorSpec], checkpoint: Checkpoint, *, ignore: Sequen
     wrong = [
         f"{quoted(name)} {fault}"
         for name, tensor in wanted.items()
-        if name in found and (fault := fault_of(tensor, found[name]))
+        if name in found and (fault := tensor.fault(found[name]))
     ]
     required = [name for name, tensor in wanted.items() if tensor.required]
     faults = (
@@ -92,15 +93,6 @@ def source_entry(source: Source, checkpoint: Checkpoint) -> TensorEntry:
     return entry
 
 
-def fault_of(tensor: PackedTensor, entry: TensorEntry) -> str | None:
-    """What is wrong with `entry` as `tensor`, in words, or None."""
-    if entry.dtype not in tensor.dtypes:
-        return f"(expected {' | '.join(tensor.dtypes)}, got {entry.dtype})"
-    if entry.shape != tensor.shape:
-        return f"(expected {list(tensor.shape)}, got {quoted(list(entry.shape))})"
-    return None
-
-
 def _unexpected(wanted: Collection[str], checkpoint: Checkpoint, ignore: Sequence[str]) -> list[str]:
     return [name for name in checkpoint.entries if name not in wanted and not _is_any(name, ignore)]
 
@@ -120,14 +112,6 @@ def _refuse_quantised(names: Sequence[str], checkpoint: Checkpoint) -> None:
 def _is_empty_bias(name: str, checkpoint: Checkpoint) -> bool:
     """Whether the tensor is a bias of zeros, which old GPTQ tools gave to layers that have none."""
     return name.endswith(".bias") and checkpoint.entries[name].dtype in FLOATS and not checkpoint.view(name).any()
-
-
-def _tensors(source: Source) -> Iterator[PackedTensor]:
-    """The tensors that hold a source."""
-    if source.packing is None:
-        yield PackedTensor(source.name, tuple(FLOATS), source.shape)
-    else:
-        yield from packed_tensors(source)
 
 
 def _is_any(name: str, patterns: Sequence[str]) -> bool:

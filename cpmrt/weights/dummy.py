@@ -6,8 +6,9 @@ import hashlib
 
 import numpy as np
 
-from cpmrt.dtypes import F32, Array, DType, from_float32, round_to
+from cpmrt.dtypes import Array, DType, from_float32, round_to
 from cpmrt.tensor_spec import TensorSpec
+from cpmrt.weights.quantised import PlainArrays
 
 _TABLE = 1 << 16
 _BLOCK = 1 << 18
@@ -33,20 +34,18 @@ def dummy(spec: TensorSpec, dtype: DType, seed: int) -> Array:
     return out.reshape(spec.shape)
 
 
-def fill_dummy_quantised(
-    spec: TensorSpec, dtype: DType, seed: int, *, codes: Array, scales: F32, zeros: Array | None, perm: Array | None
-) -> None:
-    """The same for a spec with a `quant`, into canonical arrays (`weights.quantised`): uniform codes around zero points
-    of 8, scales such that the deviation is 1/sqrt(columns), groups of columns in any order."""
+def fill_dummy_quantised(spec: TensorSpec, dtype: DType, seed: int, out: PlainArrays) -> None:
+    """Fill the arrays of a spec with a `quant`: uniform codes around zero points of 8, scales such that the deviation
+    is 1/sqrt(columns), groups of columns in any order."""
     assert spec.quant is not None, spec.name
     random = _random(spec, seed)
-    codes.view(np.uint8)[:] = random.integers(0, 256, codes.shape, np.uint8)
+    out.codes.view(np.uint8)[:] = random.integers(0, 256, out.codes.shape, np.uint8)
     deviation = (4.0**spec.quant.bits / 12) ** 0.5
-    scales[:] = round_to(np.full(1, spec.shape[1] ** -0.5 / deviation, np.float32), dtype)
-    if zeros is not None:
-        zeros[:] = 8
-    if perm is not None:
-        perm[:] = random.permutation(len(perm))
+    out.scales[:] = round_to(np.full(1, spec.shape[1] ** -0.5 / deviation, np.float32), dtype)
+    if out.zeros is not None:
+        out.zeros[:] = 8
+    if out.perm is not None:
+        out.perm[:] = random.permutation(len(out.perm))
 
 
 def _random(spec: TensorSpec, seed: int) -> np.random.Generator:

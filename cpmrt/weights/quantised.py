@@ -1,4 +1,4 @@
-"""Quantised weights in canonical form: from any file format, or from 16 bits by rounding to nearest.
+"""Quantised weights as plain arrays: read from any file format, or rounded to nearest from 16 bits.
 
 Codes u [N, K] of 4 bits lie two in a byte, the even column in the low half, in the order of `perm` where there is one;
 codes of 8 bits are int8 [N, K] around 0. W[n, perm[k]] = scale[n, k // G] * (u[n, k] - zero[n, k // G]).
@@ -7,15 +7,18 @@ codes of 8 bits are int8 [N, K] around 0. W[n, perm[k]] = scale[n, k // G] * (u[
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Protocol
 
 import numpy as np
 
 from cpmrt.dtypes import F32, Array, DType, round_to, to_float32
 from cpmrt.errors import CheckpointError, quoted
-from cpmrt.tensor_spec import Quantization, Source, TensorSpec
+from cpmrt.tensor_spec import Packing, Quantization, Source, TensorSpec
 from cpmrt.weights.checkpoint import Checkpoint
-from cpmrt.weights.int4_packing import U8
-from cpmrt.weights.packed_formats import FORMATS, ROW_STEP, read_codes, read_order, read_scales, read_zeros
+from cpmrt.weights.formats import format_of
+from cpmrt.weights.formats.format import I32, U8, Format
+from cpmrt.weights.formats.gptq import from_v1
+from cpmrt.weights.formats.marlin import RUN
 from cpmrt.weights.safetensors import FLOATS
 
 _BLOCK = 1 << 20
@@ -24,72 +27,52 @@ _ZERO = 8
 _LARGEST_CODE = {4: 7, 8: 127}
 
 
-def load_quantised(
-    spec: TensorSpec,
-    checkpoint: Checkpoint,
-    dtype: DType,
-    *,
-    codes: Array,
-    scales: F32,
-    zeros: U8 | None,
-    perm: Array | None,
-) -> None:
-    """Fill the canonical arrays of a spec with a `quant`; scales are rounded to `dtype`.
+class PlainArrays(Protocol):
+    """Where a quantised weight goes: codes uint8 [N, K/2] (8 bits: int8 [N, K]), scales and zeros [N, groups], perm
+    int32 [K]; no zeros where all are 8, no perm where columns are as in the model."""
 
-    codes uint8 [N, K/2] (8 bits: int8 [N, K]), scales and zeros [N, groups], perm int32 [K]. Raises CheckpointError
-    where a tensor does not hold what it must or a scale is beyond the range of float16.
+    @property
+    def codes(self) -> Array: ...
+    @property
+    def scales(self) -> F32: ...
+    @property
+    def zeros(self) -> U8 | None: ...
+    @property
+    def perm(self) -> I32 | None: ...
+
+
+def load_quantised(spec: TensorSpec, checkpoint: Checkpoint, dtype: DType, out: PlainArrays) -> None:
+    """Fill the arrays of a spec with a `quant`; scales are rounded to `dtype`.
+
+    Raises CheckpointError where a tensor does not hold what it must or a scale is beyond the range of float16.
     """
     assert spec.quant is not None, spec.name
-    begin = 0
-    for source in spec.sources:
-        rows = slice(begin, begin + source.shape[0])
-        begin = rows.stop
+    for source, rows in spec.parts():
+        codes, scales = out.codes[rows], out.scales[rows]
         if source.packing is None:
-            _round_source(source, checkpoint, spec.quant, dtype, codes[rows], scales[rows])
+            _round_source(source, checkpoint, spec.quant, dtype, codes, scales)
             continue
         order = read_order(source, checkpoint)
-        for first, block in _code_blocks(source, checkpoint):
+        for block_rows, block in _code_blocks(source, checkpoint):
             ordered = block if order is None else block[:, order]
-            codes[rows][first : first + len(block)] = ordered[:, 0::2] | (ordered[:, 1::2] << np.uint8(4))
-        scales[rows] = _rounded_scales(source, checkpoint, dtype)
-        found = read_zeros(source, checkpoint)
-        assert found is None or zeros is not None, f"{spec.name}: no room for zero points"
-        if zeros is not None:
-            zeros[rows] = _ZERO if found is None else found
-        if perm is not None:
-            perm[:] = np.arange(source.shape[1]) if order is None else order
-
-
-def check_values(source: Source, checkpoint: Checkpoint, dtype: DType) -> None:
-    """What `load_quantised` checks of a quantised source's scales and zero points, without unpacking what is right.
-
-    Raises CheckpointError where a scale is not finite or beyond `dtype`, or the settings promise symmetry in vain.
-    """
-    assert source.packing is not None, source.name
-    row = FORMATS[source.packing.format]
-    entry = checkpoint.entries[f"{source.name}.{row.scales}"]
-    stored, words = FLOATS[entry.dtype], checkpoint.view(entry.name)
-    bits = words.view(f"u{stored.itemsize}")
-    # Without their sign, words of floating-point numbers are in the order of the magnitudes; a NaN is above infinity.
-    largest = (bits & bits.dtype.type(2 ** (8 * stored.itemsize - 1) - 1)).max().reshape(1).view(words.dtype)
-    if not np.isfinite(round_to(to_float32(largest, stored), dtype)).all():
-        _rounded_scales(source, checkpoint, dtype)
-    zeros = checkpoint.entries.get(f"{source.name}.{row.zeros}")
-    if zeros is not None and source.packing.symmetric:
-        eights = np.uint32(0x77777777 if source.packing.v1_zeros else 0x88888888)
-        if (checkpoint.view(zeros.name).view(np.uint32) != eights).any():
-            read_zeros(source, checkpoint)
+            codes[block_rows] = ordered[:, 0::2] | (ordered[:, 1::2] << np.uint8(4))
+        scales[:] = _rounded_scales(source, checkpoint, dtype)
+        zeros = read_zeros(source, checkpoint)
+        assert zeros is None or out.zeros is not None, f"{spec.name}: no room for zero points"
+        if out.zeros is not None:
+            out.zeros[rows] = _ZERO if zeros is None else zeros
+        if out.perm is not None:
+            out.perm[:] = np.arange(source.shape[1]) if order is None else order
 
 
 def dequantised_blocks(source: Source, checkpoint: Checkpoint) -> Iterator[F32]:
     """Rows of a quantised source as float32, columns in the order of the model, block after block."""
-    assert source.packing is not None, source.name
+    _, packing = _row(source)
     order = read_order(source, checkpoint)
     scales, zeros = read_scales(source, checkpoint), read_zeros(source, checkpoint)
-    for first, block in _code_blocks(source, checkpoint):
-        rows = slice(first, first + len(block))
+    for rows, block in _code_blocks(source, checkpoint):
         codes = block if order is None else block[:, order]
-        grouped = codes.reshape(len(block), -1, source.packing.group_size).astype(np.float32)
+        grouped = codes.reshape(len(block), -1, packing.group_size).astype(np.float32)
         grouped -= np.float32(_ZERO) if zeros is None else zeros[rows, :, None]
         grouped *= scales[rows, :, None]
         values: F32 = grouped.reshape(block.shape)
@@ -116,29 +99,127 @@ def round_to_nearest(values: F32, quant: Quantization, dtype: DType) -> tuple[Ar
     return u[:, 0::2] | (u[:, 1::2] << np.uint8(4)), scales
 
 
+def read_codes(source: Source, checkpoint: Checkpoint, begin: int, end: int) -> U8:
+    """u of rows begin..end (`begin` a multiple of 64), columns as in the file."""
+    row, _ = _row(source)
+    return row.codes.unpack(row.rows(checkpoint.view(row.codes.of(source.name)), begin, end))
+
+
+def read_scales(source: Source, checkpoint: Checkpoint) -> F32:
+    """float32 [N, groups]. Raises CheckpointError where one is not finite."""
+    row, _ = _row(source)
+    name = row.scales.of(source.name)
+    words = row.scales.unpack(checkpoint.view(name))
+    values = to_float32(np.ascontiguousarray(words), FLOATS[checkpoint.entries[name].dtype])
+    if not np.isfinite(values).all():
+        raise CheckpointError(f"{checkpoint.folder}: tensor {quoted(name)} has scales that are not finite")
+    return values
+
+
+def read_zeros(source: Source, checkpoint: Checkpoint) -> U8 | None:
+    """uint8 [N, groups], or None where all are 8. Raises CheckpointError where the settings promise that in vain."""
+    row, packing = _row(source)
+    if row.zeros is None or (name := row.zeros.of(source.name)) not in checkpoint.entries:
+        return None
+    words = checkpoint.view(name)
+    zeros = row.zeros.unpack(from_v1(words) if packing.v1_zeros else words)
+    if not packing.symmetric:
+        return zeros
+    if (zeros != _ZERO).any():
+        raise CheckpointError(
+            f"{checkpoint.folder}: tensor {quoted(name)} contradicts the symmetric quantisation of config.json",
+            expected="zero points of 8",
+            actual=int(zeros[zeros != _ZERO][0]),
+            fix="correct sym (or zero_point) or checkpoint_format in quantization_config",
+        )
+    return None
+
+
+def read_order(source: Source, checkpoint: Checkpoint) -> I32 | None:
+    """The columns sorted by their group (perm [K]: stored column j is input feature perm[j]); None: they are already.
+
+    Raises CheckpointError where the file's groups are out of range or of unequal size.
+    """
+    row, packing = _row(source)
+    name = f"{source.name}.{row.order}"
+    if not row.order or name not in checkpoint.entries:
+        return None
+    group_of = np.asarray(checkpoint.view(name))
+    if row.blank_order and (group_of == -1).all():
+        return None
+    where, num_groups = f"{checkpoint.folder}: tensor {quoted(name)}", source.shape[1] // packing.group_size
+    if group_of.min() < 0 or group_of.max() >= num_groups:
+        found = f"{int(group_of.min())} to {int(group_of.max())}"
+        raise CheckpointError(where, expected=f"groups in [0, {num_groups})", actual=found)
+    sizes = np.bincount(group_of, minlength=num_groups)
+    if (sizes != packing.group_size).any():
+        found = f"{int(sizes.min())} to {int(sizes.max())}"
+        raise CheckpointError(where, expected=f"{packing.group_size} columns in every group", actual=found)
+    if (np.diff(group_of) >= 0).all():
+        return None
+    return np.argsort(group_of, kind="stable").astype(np.int32)
+
+
+def check_shape_tensor(source: Source, checkpoint: Checkpoint) -> None:
+    """Raise CheckpointError where a quantised source's own note of its shape is another one."""
+    row, _ = _row(source)
+    name = f"{source.name}.{row.shape}"
+    if row.shape and name in checkpoint.entries:
+        found = checkpoint.view(name).tolist()
+        if found != list(source.shape):
+            raise CheckpointError(
+                f"{checkpoint.folder}: tensor {quoted(name)}", expected=list(source.shape), actual=quoted(found)
+            )
+
+
+def check_values(source: Source, checkpoint: Checkpoint, dtype: DType) -> None:
+    """Check what `load_quantised` does of a quantised source's scales and zero points, unpacking only what is wrong.
+
+    Raises CheckpointError where a scale is not finite or beyond `dtype`, or the settings promise symmetry in vain.
+    """
+    row, packing = _row(source)
+    entry = checkpoint.entries[row.scales.of(source.name)]
+    stored, words = FLOATS[entry.dtype], checkpoint.view(entry.name)
+    bits = words.view(f"u{stored.itemsize}")
+    # Without their sign, words of floating-point numbers are in the order of the magnitudes; a NaN is above infinity.
+    largest = (bits & bits.dtype.type(2 ** (8 * stored.itemsize - 1) - 1)).max().reshape(1).view(words.dtype)
+    if not np.isfinite(round_to(to_float32(largest, stored), dtype)).all():
+        _rounded_scales(source, checkpoint, dtype)
+    zeros = row.zeros and checkpoint.entries.get(row.zeros.of(source.name))
+    if zeros and packing.symmetric:
+        eights = np.uint32(0x77777777 if packing.v1_zeros else 0x88888888)
+        if (checkpoint.view(zeros.name).view(np.uint32) != eights).any():
+            read_zeros(source, checkpoint)
+
+
+def _row(source: Source) -> tuple[Format, Packing]:
+    assert source.packing is not None, source.name
+    return format_of(source), source.packing
+
+
 def _round_source(
     source: Source, checkpoint: Checkpoint, quant: Quantization, dtype: DType, codes: Array, scales: F32
 ) -> None:
     """Quantise a source in 16 bits, whose values are first rounded to `dtype` as they would be without."""
     words, stored = checkpoint.view(source.name), FLOATS[checkpoint.entries[source.name].dtype]
     picked = None if source.rows is None else np.array(source.rows)
-    for first in _row_steps(source):
-        block = words[first] if picked is None else words[picked[first]]
+    for rows in _row_steps(source):
+        block = words[rows] if picked is None else words[picked[rows]]
         values = round_to(to_float32(np.ascontiguousarray(block), stored), dtype)
         if not np.isfinite(values).all():
             raise CheckpointError(f"{checkpoint.folder}: tensor {quoted(source.name)} has values that are not finite")
-        codes[first], scales[first] = round_to_nearest(values, quant, dtype)
+        codes[rows], scales[rows] = round_to_nearest(values, quant, dtype)
 
 
-def _code_blocks(source: Source, checkpoint: Checkpoint) -> Iterator[tuple[int, U8]]:
+def _code_blocks(source: Source, checkpoint: Checkpoint) -> Iterator[tuple[slice, U8]]:
     for rows in _row_steps(source):
-        yield rows.start, read_codes(source, checkpoint, rows.start, rows.stop)
+        yield rows, read_codes(source, checkpoint, rows.start, rows.stop)
 
 
 def _row_steps(source: Source) -> Iterator[slice]:
-    """All rows of a source, in blocks."""
+    """All rows of a source, in blocks of whole runs of Marlin's permutation."""
     num_rows, num_columns = source.shape
-    step = max(_BLOCK // num_columns // ROW_STEP, 1) * ROW_STEP
+    step = max(_BLOCK // num_columns // RUN, 1) * RUN
     for first in range(0, num_rows, step):
         yield slice(first, min(first + step, num_rows))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,13 +12,12 @@ from cpmrt.config import WeightQuantization
 from cpmrt.errors import CheckpointError, ConfigError, UnsupportedModelError, quoted
 from cpmrt.tensor_spec import Packing, Quantization, Source, TensorSpec
 from cpmrt.weights.checkpoint import Checkpoint
-from cpmrt.weights.int4_packing import I32
-from cpmrt.weights.packed_formats import FORMATS, packed_tensors, read_order
-from cpmrt.weights.safetensors import TensorEntry
+from cpmrt.weights.formats import FORMATS, codes_of, detect, stored_tensors
+from cpmrt.weights.formats.format import I32, Entries, Format, Shape
+from cpmrt.weights.formats.marlin import FUSED_MODULES
+from cpmrt.weights.quantised import read_order
 
 _EMBEDDING = "embed_tokens"
-_FUSED_MODULES = {"qkv": "qkv_proj", "gate_up": "gate_up_proj"}
-"""What CPM.cu calls the weights that it stores fused."""
 _HEAD_GROUPS = (128, 64, 32)
 
 
@@ -116,17 +115,17 @@ def _predicted(source: Source, settings: WeightQuantization) -> Source:
     module = source.name.removesuffix(".weight")
     if not settings.covers(module):
         return source
-    size = source.shape[1] if settings.group_size == -1 else settings.group_size
+    size = settings.group_of(source.shape[1])
     packing = Packing(settings.packing, size, settings.symmetric, settings.act_order, settings.v1_zeros)
     return _packed(module, source.shape, packing)
 
 
 def _stored_sources(spec: TensorSpec, checkpoint: Checkpoint) -> tuple[Source, ...]:
     """The sources of a spec, or the one that the checkpoint stores them fused in."""
-    fused = _FUSED_MODULES.get(spec.name.rpartition(".")[2])
+    fused = FUSED_MODULES.get(spec.name.rpartition(".")[2])
     if fused is not None:
         module = f"{spec.sources[0].name.removesuffix('.weight').rpartition('.')[0]}.{fused}"
-        if any(f"{module}.{row.codes}" in checkpoint.entries for row in FORMATS.values()):
+        if codes_of(module, checkpoint.entries) is not None:
             return (Source(f"{module}.weight", spec.shape),)
     return spec.sources
 
@@ -134,7 +133,7 @@ def _stored_sources(spec: TensorSpec, checkpoint: Checkpoint) -> tuple[Source, .
 def _found(source: Source, settings: WeightQuantization, checkpoint: Checkpoint) -> Source:
     """The source as the checkpoint holds it."""
     module, entries = source.name.removesuffix(".weight"), checkpoint.entries
-    codes = next((name for row in FORMATS.values() if (name := f"{module}.{row.codes}") in entries), None)
+    codes = codes_of(module, entries)
     if codes is None:
         return source
     if source.name in entries:
@@ -143,74 +142,55 @@ def _found(source: Source, settings: WeightQuantization, checkpoint: Checkpoint)
             expected="a weight in 16 bits, or a quantised one",
             actual=f"{quoted(source.name)} and {quoted(codes)}",
         )
-    label = _format(source, settings, entries)
-    if codes != f"{module}.{FORMATS[label].codes}":
+    row = detect(module, source.shape, settings.packing, entries)
+    if codes != row.codes.of(module):
         raise CheckpointError(
             f"{checkpoint.folder}: tensor {quoted(codes)} contradicts quantization_config",
-            expected=f"{quoted(f'{module}.{FORMATS[label].codes}')} of {settings.method}",
+            expected=f"{quoted(row.codes.of(module))} of {settings.method}",
             fix="check that config.json belongs to these weights",
         )
-    if label == "marlin" and not settings.symmetric:
+    if row.zeros is None and not settings.symmetric:
         raise CheckpointError(
             f"{checkpoint.folder}: {quoted(module)} has no zero points", expected="sym true in quantization_config"
         )
-    has_zeros = label != "compressed" or f"{module}.{FORMATS[label].zeros}" in entries
-    packing = Packing(
-        label,
-        _group_size(source, label, settings, entries),
-        settings.symmetric or not has_zeros,
-        v1_zeros=settings.v1_zeros,
-    )
+    has_zeros = row.zeros_if_symmetric or (row.zeros is not None and row.zeros.of(module) in entries)
+    size, symmetric = _group_size(source, row, settings, entries), settings.symmetric or not has_zeros
+    packing = Packing(row.name, size, symmetric, v1_zeros=settings.v1_zeros)
     found = _packed(module, source.shape, packing)
     return replace(found, packing=replace(packing, permuted=_order(found, checkpoint) is not None))
 
 
-def _packed(module: str, shape: tuple[int, ...], packing: Packing) -> Source:
-    """A quantised source whose sizes divide."""
+def _packed(module: str, shape: Shape, packing: Packing) -> Source:
+    """A quantised source. Raises UnsupportedModelError where its sizes do not divide."""
     row = FORMATS[packing.format]
-    steps = {"rows": row.row_step, "columns": row.column_step}
-    for (kind, step), size in zip(steps.items(), shape, strict=True):
+    for kind, size, step, label in (
+        ("rows", shape[0], row.row_step, row.row_step),
+        ("columns", shape[1], row.column_step, row.column_step),
+        ("columns", shape[1], packing.group_size, f"group_size ({packing.group_size})"),
+    ):
         if size % step:
-            raise UnsupportedModelError(
-                f"{quoted(module)}: {kind} of a quantised weight", expected=f"a multiple of {step}", actual=size
-            )
-    if shape[1] % packing.group_size:
-        raise UnsupportedModelError(
-            f"{quoted(module)}: columns of a quantised weight",
-            expected=f"a multiple of group_size ({packing.group_size})",
-            actual=shape[1],
-        )
+            what = f"{quoted(module)}: {kind} of a quantised weight"
+            raise UnsupportedModelError(what, expected=f"a multiple of {label}", actual=size)
     return Source(module, shape, packing)
 
 
-def _format(source: Source, settings: WeightQuantization, entries: Mapping[str, TensorEntry]) -> str:
-    """The row of FORMATS; CPM.cu's Marlin files carry the config.json of the GPTQ checkpoint they were made from."""
-    module = source.name.removesuffix(".weight")
-    codes = entries.get(f"{module}.qweight")
-    if settings.packing == "gptq" and codes is not None and f"{module}.qzeros" not in entries:
-        num_rows, num_columns = source.shape
-        if codes.shape == FORMATS["marlin"].codes_shape(num_rows, num_columns, 1):
-            return "marlin"
-    return settings.packing
-
-
-def _group_size(source: Source, label: str, settings: WeightQuantization, entries: Mapping[str, TensorEntry]) -> int:
+def _group_size(source: Source, row: Format, settings: WeightQuantization, entries: Entries) -> int:
     """Columns of a group: what the settings say, or what the scales say where layers differ by rules."""
     num_rows, num_columns = source.shape
-    size = num_columns if settings.group_size == -1 else settings.group_size
-    scales = entries.get(f"{source.name.removesuffix('.weight')}.{FORMATS[label].scales}")
+    size = settings.group_of(num_columns)
+    scales = entries.get(row.scales.of(source.name.removesuffix(".weight")))
     if settings.overrides and scales is not None:
         for other in (size, 32, 64, 128, num_columns):
-            if scales.shape == FORMATS[label].scales_shape(num_rows, num_columns, num_columns // other):
+            if scales.shape == row.scales.shape(num_rows, num_columns, num_columns // other):
                 return other
     return size
 
 
 def _order(source: Source, checkpoint: Checkpoint) -> I32 | None:
-    """`read_order` of a source whose groups are what they must be; what they are else, `pack.check` tells."""
-    for tensor in packed_tensors(source):
+    """`read_order` of a source whose tensors are what they must be; what is wrong else, `check` tells."""
+    for tensor in stored_tensors(source):
         entry = checkpoint.entries.get(tensor.name)
-        if entry is not None and (entry.shape != tensor.shape or entry.dtype not in tensor.dtypes):
+        if entry is not None and tensor.fault(entry):
             return None
     return read_order(source, checkpoint)
 

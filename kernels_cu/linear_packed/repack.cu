@@ -10,7 +10,7 @@
 // Grid: any number of blocks of 256 threads; no dynamic shared memory.
 // Numerics: integers as they are; a scale of another type is rounded once, to nearest; a dequantised weight is a float32 product
 //   rounded once.
-// Oracle: cpmrt/cuda/ops/linear_packed/layout.py; cpmrt/weights/int4_packing.py.
+// Oracle: cpmrt/cuda/ops/linear_packed/layout.py; cpmrt/weights/formats/.
 // Source: original; formats as in AutoGPTQ, AutoAWQ, compressed-tensors and IST-DASLab/marlin.
 // Why so: a thread owns 16 bytes of the result, whatever sources its two rows come from, so sources can come one after the other.
 #include "copy.cuh"

@@ -18,7 +18,7 @@ from executors.cuda_models import EMPTY_TOKENIZER
 from cpmrt.bench.shapes import shape_config
 from cpmrt.config import EngineConfig, ModelConfig
 from cpmrt.models.planning import weight_specs
-from cpmrt.weights.packed_formats import packed_tensors
+from cpmrt.weights.formats import stored_tensors
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_SHARDS = 8
@@ -73,7 +73,7 @@ def tensors_of(config: dict[str, Any]) -> list[Tensor]:
             if source.packing is None:
                 found.append((source.name, "BF16", source.shape))
             else:
-                needed = (tensor for tensor in packed_tensors(source) if tensor.required)
+                needed = (tensor for tensor in stored_tensors(source) if tensor.required)
                 found += [(t.name, "I32" if t.dtypes == ("I32",) else "F16", t.shape) for t in needed]
     return found
 

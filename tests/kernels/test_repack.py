@@ -11,10 +11,12 @@ from cpmrt.cuda.ops.linear import PRODUCTS, DeviceLimits
 from cpmrt.cuda.ops.linear_packed.layout import PackedLayout, pack
 from cpmrt.cuda.ops.linear_packed.plan import packed_layout
 from cpmrt.dtypes import DType, from_float32, round_to, to_float32
-from cpmrt.weights import int4_packing
+from cpmrt.weights.formats import FORMATS
+from cpmrt.weights.formats.gptq import to_v1
 
 LIMITS = DeviceLimits(num_sms=132, shared_bytes=232448, clusters=True)
-GPTQ, AWQ, COMPRESSED, MARLIN = range(4)
+ROWS = {row.number: row for row in FORMATS.values()}
+GPTQ, AWQ, COMPRESSED, MARLIN = sorted(ROWS)
 V1_ADDEND = 0x11111111
 BLOCK = 256
 
@@ -30,19 +32,13 @@ CASES = {
 
 def words_of(kind: int, codes: Any, zeros: Any) -> tuple[Any, Any]:
     """The words of a source's codes and zero points as its format has them."""
-    if kind == GPTQ:
-        return int4_packing.pack_gptq_codes(codes), int4_packing.pack_gptq_zeros(zeros, v1=True)
-    if kind == AWQ:
-        return int4_packing.pack_awq(codes), int4_packing.pack_awq(zeros)
-    if kind == COMPRESSED:
-        return int4_packing.pack_compressed_codes(codes), int4_packing.pack_compressed_zeros(zeros)
-    return int4_packing.pack_marlin_codes(codes), None
+    row = ROWS[kind]
+    words = None if row.zeros is None else row.zeros.pack(zeros)
+    return row.codes.pack(codes), to_v1(words) if kind == GPTQ else words
 
 
 def scales_of(kind: int, scales: Any) -> Any:
-    if kind == COMPRESSED:
-        return scales
-    return int4_packing.pack_marlin_scales(scales) if kind == MARLIN else np.ascontiguousarray(scales.T)
+    return ROWS[kind].scales.pack(scales)
 
 
 class Repacker:

@@ -9,7 +9,7 @@ import pytest
 
 from cpmrt.dtypes import DType, from_float32, round_to
 from cpmrt.tensor_spec import Quantization
-from cpmrt.weights.int4_packing import unpack_gptq_codes
+from cpmrt.weights.formats import GPTQ
 from cpmrt.weights.quantised import round_to_nearest
 
 DTYPES = [DType.BFLOAT16, DType.FLOAT16]
@@ -27,7 +27,7 @@ def rounded(cuda: Any, values: Any, group_size: int, dtype: DType, bits: int = 4
     if bits == 8:
         around_zero = np.ascontiguousarray(words.T).view(np.uint8).astype(np.int16) - 128
         return around_zero.astype(np.int8), cuda.numpy(scales).T, int(cuda.numpy(fault)[0])
-    found = unpack_gptq_codes(words)
+    found = GPTQ.codes.unpack(words)
     return found[:, 0::2] | found[:, 1::2] << 4, cuda.numpy(scales).T, int(cuda.numpy(fault)[0])
 
 

@@ -66,8 +66,7 @@ def test_the_executor_holds_the_same_weights(case: QuantisedCase, folders: dict[
         arena = Arena(plan, np.zeros(plan.total_bytes, np.uint8))
         for spec in specs:
             held = quantized_arrays(spec, arena)
-            arrays = {name: getattr(held, name) for name in ("codes", "scales", "zeros", "perm")}
-            load_quantised(spec, checkpoint, DType.FLOAT32, **arrays)
+            load_quantised(spec, checkpoint, DType.FLOAT32, held)
             stored = np.concatenate([values for _, values in dequantized(held)])
             weight = np.empty_like(stored)
             weight[:, slice(None) if held.perm is None else held.perm] = stored

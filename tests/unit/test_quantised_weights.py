@@ -260,8 +260,9 @@ def test_dummy_codes_keep_the_size_of_activations() -> None:
     spec = TensorSpec("layers.0.down", (256, 512), (), Quantization(4, 128, False, True))
     codes, scales = np.zeros((256, 256), np.uint8), np.zeros((256, 4), np.float32)
     zeros, perm = np.zeros((256, 4), np.uint8), np.zeros(512, np.int32)
-    fill_dummy_quantised(spec, DType.BFLOAT16, 1, codes=codes, scales=scales, zeros=zeros, perm=perm)
-    values = np.concatenate([v for _, v in dequantized(QuantizedWeight(codes, scales, zeros, perm, (256, 512), 128))])
+    weight = QuantizedWeight(codes, scales, zeros, perm, (256, 512), 128)
+    fill_dummy_quantised(spec, DType.BFLOAT16, 1, weight)
+    values = np.concatenate([values for _, values in dequantized(weight)])
     assert values.std() * 512**0.5 == pytest.approx(1, rel=0.03) and sorted(perm) == list(range(512))
 
 
@@ -281,9 +282,9 @@ def test_loading_takes_little_more_than_the_weight(tmp_path: Path) -> None:
     with Checkpoint.open(tmp_path) as checkpoint:
         (spec,) = quantised_specs([plain], config.quantization, checkpoint)
         codes, scales = np.zeros((n, k // 2), np.uint8), np.zeros((n, k // 128), np.float32)
-        zeros = np.zeros((n, k // 128), np.uint8)
+        weight = QuantizedWeight(codes, scales, np.zeros((n, k // 128), np.uint8), None, (n, k), 128)
         tracemalloc.start()
-        load_quantised(spec, checkpoint, DType.BFLOAT16, codes=codes, scales=scales, zeros=zeros, perm=None)
+        load_quantised(spec, checkpoint, DType.BFLOAT16, weight)
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
     assert codes.any() and peak < 8 << 20

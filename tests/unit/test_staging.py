@@ -21,9 +21,9 @@ from cpmrt.errors import CheckpointError
 from cpmrt.models.planning import weight_specs
 from cpmrt.tensor_spec import Packing, Quantization, Source, TensorSpec
 from cpmrt.weights.checkpoint import Checkpoint
+from cpmrt.weights.formats import format_of
 from cpmrt.weights.model_folder import ModelFolder
-from cpmrt.weights.packed_formats import FORMATS, read_codes, read_scales
-from cpmrt.weights.quantised import check_values
+from cpmrt.weights.quantised import check_values, read_codes, read_scales
 from cpmrt.weights.safetensors import FLOATS
 
 BASE = 1024
@@ -81,16 +81,16 @@ def check_piece(piece: Any, checkpoint: Checkpoint, staged: Any, dtype: DType) -
         assert np.array_equal(found, from_float32(values, dtype).reshape(-1))
         assert piece.scales - piece.codes >= count * columns * piece.spec.quant.bits // 8
         return
-    row, groups = FORMATS[source.packing.format], columns // source.packing.group_size
-    shape = row.codes_shape(count, columns, groups)
+    row, sizes = format_of(source), (count, columns, groups := columns // source.packing.group_size)
+    shape = row.codes.shape(*sizes)
     words = staged[piece.codes : piece.codes + count * columns // 2].view(np.int32).reshape(shape)
-    assert np.array_equal(row.unpack_codes(words), read_codes(source, checkpoint, 0, count))
-    stored = FLOATS[checkpoint.entries[f"{source.name}.{row.scales}"].dtype]
+    assert np.array_equal(row.codes.unpack(words), read_codes(source, checkpoint, 0, count))
+    stored = FLOATS[checkpoint.entries[row.scales.of(source.name)].dtype]
     scales = staged[piece.scales : piece.scales + 2 * count * groups].view(stored.storage)
-    grid = row.scale_rows(scales.reshape(row.scales_shape(count, columns, groups)))
+    grid = row.scales.unpack(scales.reshape(row.scales.shape(*sizes)))
     assert np.array_equal(to_float32(np.ascontiguousarray(grid), stored), read_scales(source, checkpoint))
     if not source.packing.symmetric:
-        expected = checkpoint.view(f"{source.name}.{row.zeros}")
+        expected = checkpoint.view(row.zeros.of(source.name))
         assert np.array_equal(staged[piece.zeros : piece.zeros + expected.nbytes].view(np.int32), expected.reshape(-1))
 
 

@@ -10,13 +10,15 @@ import numpy as np
 import cpmrt
 from cpmrt.dtypes import Array
 from cpmrt.errors import ConfigError
-from cpmrt.weights.int4_packing import pack_awq, pack_gptq_codes, pack_gptq_zeros
+from cpmrt.weights.formats import AWQ, GPTQ
+from cpmrt.weights.formats.format import Format, Part
+from cpmrt.weights.formats.gptq import to_v1
 from quantization.arrays import to_host
 from quantization.file_writer import TensorPlan
 from quantization.linear import QuantisedLinear
 from quantization.recipe import Recipe
 
-FORMATS = ("gptq", "gptq_v2", "awq")
+FORMATS = {"gptq": GPTQ, "gptq_v2": GPTQ, "awq": AWQ}
 CODES_A_WORD = 8
 
 
@@ -38,23 +40,27 @@ def check_format(name: str, recipe: Recipe) -> None:
 
 def planned_tensors(name: str, num_rows: int, num_columns: int, num_groups: int) -> dict[str, TensorPlan]:
     """The tensors of one linear [num_rows, num_columns], by suffix."""
-    zeros = TensorPlan("I32", (num_groups, num_rows // CODES_A_WORD))
-    scales = TensorPlan("F16", (num_groups, num_rows))
-    if name == "awq":
-        codes = TensorPlan("I32", (num_columns, num_rows // CODES_A_WORD))
-        return {"qweight": codes, "qzeros": zeros, "scales": scales}
-    codes = TensorPlan("I32", (num_columns // CODES_A_WORD, num_rows))
-    return {"qweight": codes, "qzeros": zeros, "scales": scales, "g_idx": TensorPlan("I32", (num_columns,))}
+    row, sizes = FORMATS[name], (num_rows, num_columns, num_groups)
+    parts = (row.codes, "I32"), (_zeros(row), "I32"), (row.scales, "F16")
+    plan = {part.suffix: TensorPlan(dtype, part.shape(*sizes)) for part, dtype in parts}
+    return plan | ({row.order: TensorPlan("I32", (num_columns,))} if row.order else {})
 
 
 def packed(name: str, linear: QuantisedLinear) -> dict[str, Array]:
     """The contents of `planned_tensors`."""
-    codes, zeros = to_host(linear.codes), to_host(linear.zeros)
-    scales = np.ascontiguousarray(to_host(linear.scales).T.astype(np.float16))
-    if name == "awq":
-        return {"qweight": pack_awq(codes), "qzeros": pack_awq(zeros), "scales": scales}
-    qzeros = pack_gptq_zeros(zeros, v1=name == "gptq")
-    return {"qweight": pack_gptq_codes(codes), "qzeros": qzeros, "scales": scales, "g_idx": to_host(linear.group)}
+    row, scales = FORMATS[name], to_host(linear.scales).astype(np.float16)
+    zeros = _zeros(row).pack(to_host(linear.zeros))
+    tensors = {
+        row.codes.suffix: row.codes.pack(to_host(linear.codes)),
+        _zeros(row).suffix: to_v1(zeros) if name == "gptq" else zeros,
+        row.scales.suffix: row.scales.pack(scales),
+    }
+    return tensors | ({row.order: to_host(linear.group)} if row.order else {})
+
+
+def _zeros(row: Format) -> Part:
+    assert row.zeros is not None, row.name
+    return row.zeros
 
 
 def quantization_config(name: str, recipe: Recipe) -> Mapping[str, Any]:

@@ -19,17 +19,12 @@ from cpmrt.models.decoder import tensor_specs
 from cpmrt.tensor_spec import Source, TensorSpec
 from cpmrt.weights.check import check
 from cpmrt.weights.checkpoint import SINGLE_NAME, Checkpoint
-from cpmrt.weights.int4_packing import (
-    MARLIN_RUN,
-    U8,
-    pack_gptq_codes,
-    pack_gptq_zeros,
-    pack_marlin_codes,
-    pack_marlin_scales,
-    unpack_marlin_scales,
-)
+from cpmrt.weights.formats import GPTQ, MARLIN
+from cpmrt.weights.formats.format import U8
+from cpmrt.weights.formats.gptq import pack_zeros, to_v1
+from cpmrt.weights.formats.marlin import FUSED_MODULES
 from cpmrt.weights.model_folder import ModelFolder
-from cpmrt.weights.packed_formats import read_codes, read_zeros
+from cpmrt.weights.quantised import read_codes, read_zeros
 from cpmrt.weights.quantised_specs import quantised_specs
 from quantization.checkpoint_writer import copy_companions, new_folder
 from quantization.file_writer import SafetensorsWriter, TensorPlan
@@ -37,8 +32,6 @@ from quantization.grid import MIDDLE
 
 MARLIN_FILE = "model_gptq.safetensors"
 GROUP_SIZES = (128, -1)
-_FUSED_MODULES = {"qkv": "qkv_proj", "gate_up": "gate_up_proj"}
-_K_STEP = 16
 
 Tensor = tuple[str, TensorPlan, Callable[[], Array]]
 """A tensor to be written: its name, what it is, and its words when they are wanted."""
@@ -116,10 +109,10 @@ def _check_packing(folder: Path, packed: TensorSpec, found: str) -> None:
                 actual=stored + (", columns in an order of their own" if is_permuted else ""),
             )
     num_rows, num_columns = packed.shape
-    if num_rows % MARLIN_RUN or num_columns % _K_STEP:
+    if num_rows % MARLIN.row_step or num_columns % MARLIN.column_step:
         raise UnsupportedModelError(
             f"{folder}: {packed.name}",
-            expected=f"outputs in multiples of {MARLIN_RUN}, inputs of {_K_STEP}",
+            expected=f"outputs in multiples of {MARLIN.row_step}, inputs of {MARLIN.column_step}",
             actual=list(packed.shape),
         )
 
@@ -135,7 +128,7 @@ def _as_marlin(
 ) -> Iterator[Tensor]:
     """qweight and scales of a spec's GPTQ sources, one below the other."""
     module = packed.sources[0].name
-    fused = _FUSED_MODULES.get(spec.name.rpartition(".")[2])
+    fused = FUSED_MODULES.get(spec.name.rpartition(".")[2])
     if fused is not None:
         module = f"{module.rpartition('.')[0]}.{fused}"
     (num_rows, num_columns), names = spec.shape, [f"{source.name}.scales" for source in packed.sources]
@@ -144,12 +137,12 @@ def _as_marlin(
     def codes() -> Array:
         for source in packed.sources:
             read_zeros(source, checkpoint)
-        return pack_marlin_codes(np.concatenate([_codes(source, checkpoint) for source in packed.sources]))
+        return MARLIN.codes.pack(np.concatenate([_codes(source, checkpoint) for source in packed.sources]))
 
     def scales() -> Array:
-        return pack_marlin_scales(np.concatenate([checkpoint.view(name).T for name in names]))
+        return MARLIN.scales.pack(np.concatenate([checkpoint.view(name).T for name in names]))
 
-    yield f"{module}.qweight", TensorPlan("I32", (num_columns // _K_STEP, 2 * num_rows)), codes
+    yield f"{module}.qweight", TensorPlan("I32", (num_columns // MARLIN.column_step, 2 * num_rows)), codes
     yield f"{module}.scales", TensorPlan(entry.dtype, (entry.shape[0], num_rows)), scales
 
 
@@ -166,14 +159,15 @@ def _as_gptq(
         begin = rows.stop
 
         def codes(rows: slice = rows) -> Array:
-            return pack_gptq_codes(_codes(stored, checkpoint)[rows])
+            return GPTQ.codes.pack(_codes(stored, checkpoint)[rows])
 
         def scales(rows: slice = rows) -> Array:
-            every: Array = unpack_marlin_scales(checkpoint.view(f"{stored.name}.scales"))
+            every: Array = MARLIN.scales.unpack(checkpoint.view(f"{stored.name}.scales"))
             return np.ascontiguousarray(every[rows].T)
 
         def zeros(num_rows: int = num_rows) -> Array:
-            return pack_gptq_zeros(np.full((num_rows, num_groups), MIDDLE, np.uint8), v1=settings.v1_zeros)
+            words = pack_zeros(np.full((num_rows, num_groups), MIDDLE, np.uint8))
+            return to_v1(words) if settings.v1_zeros else words
 
         def group_of(num_columns: int = num_columns) -> Array:
             return np.repeat(np.arange(num_groups, dtype=np.int32), num_columns // num_groups)

@@ -19,10 +19,10 @@ from cpmrt.dtypes import DType
 from cpmrt.memory.plan import Region
 from cpmrt.tensor_spec import TensorSpec
 from cpmrt.weights.checkpoint import Checkpoint
-from cpmrt.weights.packed_formats import FORMATS
+from cpmrt.weights.formats import FORMATS, format_of
+from cpmrt.weights.formats.gptq import V1_STEP
 from cpmrt.weights.safetensors import FLOATS
 
-_FORMATS = {"gptq": 0, "awq": 1, "compressed": 2, "marlin": 3}
 OWN_FORMAT = "gptq"
 """What rounded and random weights come in, and what is dequantised as: the format then does not matter."""
 _REPACK = "linear_packed/repack.cu"
@@ -39,12 +39,11 @@ ROUND = KernelSpec(
 )
 _BLOCK = 256
 _BLOCKS_PER_SM = 8
-_V1_ADDEND = 0x11111111
 
 
 def repack_constants(layout: PackedLayout, format: str) -> dict[str, int]:
     """Compile-time sizes of repack.cu."""
-    constants = layout.constants | {"LINEAR": PRODUCTS[layout.product], "FORMAT": _FORMATS[format]}
+    constants = layout.constants | {"LINEAR": PRODUCTS[layout.product], "FORMAT": FORMATS[format].number}
     return constants | ({"HEAD_DIM": layout.head_dim} if layout.head_dim else {})
 
 
@@ -68,14 +67,14 @@ def piece_reads(piece: Piece, checkpoint: Checkpoint, staging: int, dtype: DType
         entry, rows = entries[source.name], range(piece.begin, piece.end)
         yield from row_reads(source, entry, FLOATS[entry.dtype], staging + piece.values, dtype, rows)
         return
-    row = FORMATS[source.packing.format]
-    yield from reads_of(entries[f"{source.name}.{row.codes}"], None, staging + piece.codes, dtype)
-    scales = entries[f"{source.name}.{row.scales}"]
+    row = format_of(source)
+    yield from reads_of(entries[row.codes.of(source.name)], None, staging + piece.codes, dtype)
+    scales = entries[row.scales.of(source.name)]
     # The repacking takes both 16-bit types.
     stored = DType.FLOAT32 if FLOATS[scales.dtype] is DType.FLOAT32 else None
     yield from reads_of(scales, stored, staging + piece.scales, dtype)
-    if not source.packing.symmetric:
-        yield from reads_of(entries[f"{source.name}.{row.zeros}"], None, staging + piece.zeros, dtype)
+    if row.zeros and not source.packing.symmetric:
+        yield from reads_of(entries[row.zeros.of(source.name)], None, staging + piece.zeros, dtype)
 
 
 class Repacker:
@@ -123,7 +122,7 @@ class Repacker:
         assert piece.spec.quant is not None, piece.spec.name
         packing = piece.source.packing
         zeros = None if packing is None or packing.symmetric else self._staged(piece.zeros)
-        addend = _V1_ADDEND if packing is not None and packing.v1_zeros else 0
+        addend = V1_STEP if packing is not None and packing.v1_zeros else 0
         kinds = (np.int32(piece.spec.quant.group_size), np.int32(stored is DType.FLOAT16), np.int32(addend))
         region, scales = self._region(piece, "codes"), self._staged(piece.scales)
         self._launch(piece, REPACK_SCALES, region, scales, zeros, *self._sizes(piece), *kinds)

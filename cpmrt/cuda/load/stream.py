@@ -21,9 +21,9 @@ from cpmrt.errors import CheckpointError, quoted
 from cpmrt.memory.plan import Region
 from cpmrt.tensor_spec import Source, TensorSpec
 from cpmrt.weights.checkpoint import Checkpoint
+from cpmrt.weights.formats import format_of
 from cpmrt.weights.pack import pack_blocks
-from cpmrt.weights.packed_formats import FORMATS, read_order
-from cpmrt.weights.quantised import check_values
+from cpmrt.weights.quantised import check_values, read_order
 from cpmrt.weights.safetensors import FLOATS
 
 
@@ -125,8 +125,7 @@ class _Quantised:
 
 def _scale_type(source: Source, checkpoint: Checkpoint, dtype: DType) -> DType:
     """Of the scales in the staging area: float32 ones were converted on the way there."""
-    assert source.packing is not None, source.name
-    stored = FLOATS[checkpoint.entries[f"{source.name}.{FORMATS[source.packing.format].scales}"].dtype]
+    stored = FLOATS[checkpoint.entries[format_of(source).scales.of(source.name)].dtype]
     return dtype if stored is DType.FLOAT32 else stored
 
 

@@ -11,19 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cpmrt.dtypes import Array
-from cpmrt.weights import int4_packing as packing
+from cpmrt.weights.formats import AWQ, COMPRESSED, FORMATS, GPTQ, MARLIN
+from cpmrt.weights.formats.awq import AWQ_ORDER
+from cpmrt.weights.formats.gptq import from_v1, to_v1
 
-CODES = {
-    "gptq": (packing.pack_gptq_codes, packing.unpack_gptq_codes, lambda n, k: (k // 8, n)),
-    "awq": (packing.pack_awq, packing.unpack_awq, lambda n, k: (k, n // 8)),
-    "compressed": (packing.pack_compressed_codes, packing.unpack_compressed_codes, lambda n, k: (n, k // 8)),
-    "marlin": (packing.pack_marlin_codes, packing.unpack_marlin_codes, lambda n, k: (k // 16, 2 * n)),
+SHAPES = {
+    "gptq": lambda n, k: (k // 8, n),
+    "awq": lambda n, k: (k, n // 8),
+    "compressed": lambda n, k: (n, k // 8),
+    "marlin": lambda n, k: (k // 16, 2 * n),
 }
-ZEROS = {
-    "gptq v1": (lambda z: packing.pack_gptq_zeros(z, v1=True), lambda w: packing.unpack_gptq_zeros(w, v1=True)),
-    "gptq v2": (lambda z: packing.pack_gptq_zeros(z, v1=False), lambda w: packing.unpack_gptq_zeros(w, v1=False)),
-    "awq": (packing.pack_awq, packing.unpack_awq),
-    "compressed": (packing.pack_compressed_zeros, packing.unpack_compressed_zeros),
+ZEROS = {row.name: (row.zeros.pack, row.zeros.unpack) for row in FORMATS.values() if row.zeros} | {
+    "gptq v1": (lambda z: to_v1(GPTQ.zeros.pack(z)), lambda words: GPTQ.zeros.unpack(from_v1(words)))
 }
 
 
@@ -31,22 +30,22 @@ def nibbles(seed: int, *shape: int) -> Array:
     return np.random.default_rng(seed).integers(0, 16, shape, np.uint8)
 
 
-@given(st.sampled_from(sorted(CODES)), st.integers(1, 3), st.integers(1, 5), st.integers(0, 2**32))
+@given(st.sampled_from(sorted(FORMATS)), st.integers(1, 3), st.integers(1, 5), st.integers(0, 2**32))
 def test_codes_come_back(name: str, rows: int, columns: int, seed: int) -> None:
-    pack, unpack, shape = CODES[name]
-    u = nibbles(seed, 64 * rows, 16 * columns)
-    words = pack(u)
-    assert words.dtype == np.int32 and words.shape == shape(*u.shape) and words.flags.c_contiguous
-    np.testing.assert_array_equal(unpack(words), u)
+    codes, u = FORMATS[name].codes, nibbles(seed, 64 * rows, 16 * columns)
+    words = codes.pack(u)
+    assert words.dtype == np.int32 and words.shape == SHAPES[name](*u.shape) == codes.shape(*u.shape, 1)
+    assert words.flags.c_contiguous
+    np.testing.assert_array_equal(codes.unpack(words), u)
 
 
-@given(st.sampled_from(sorted(CODES)), st.integers(1, 3), st.integers(0, 2**32))
+@given(st.sampled_from(sorted(FORMATS)), st.integers(1, 3), st.integers(0, 2**32))
 def test_any_words_are_codes(name: str, tiles: int, seed: int) -> None:
-    pack, unpack, shape = CODES[name]
-    words = np.random.default_rng(seed).integers(-(2**31), 2**31, shape(128, 16 * tiles), np.int32)
-    u = unpack(words)
+    codes = FORMATS[name].codes
+    words = np.random.default_rng(seed).integers(-(2**31), 2**31, SHAPES[name](128, 16 * tiles), np.int32)
+    u = codes.unpack(words)
     assert u.shape == (128, 16 * tiles) and u.max() < 16
-    np.testing.assert_array_equal(pack(u), words)
+    np.testing.assert_array_equal(codes.pack(u), words)
 
 
 @given(st.sampled_from(sorted(ZEROS)), st.integers(1, 4), st.integers(1, 5), st.integers(0, 2**32))
@@ -59,18 +58,16 @@ def test_zero_points_come_back(name: str, rows: int, groups: int, seed: int) -> 
 @given(st.sampled_from([1, 3]), st.integers(1, 3), st.integers(0, 2**32))
 def test_marlin_scales_come_back(groups: int, rows: int, seed: int) -> None:
     scales = np.random.default_rng(seed).random((64 * rows, groups), np.float32).astype(np.float16)
-    stored = packing.pack_marlin_scales(scales)
+    stored = MARLIN.scales.pack(scales)
     assert stored.shape == (groups, 64 * rows) and stored.dtype == np.float16
-    np.testing.assert_array_equal(packing.unpack_marlin_scales(stored), scales)
+    np.testing.assert_array_equal(MARLIN.scales.unpack(stored), scales)
 
 
-@pytest.mark.parametrize("name", sorted(CODES))
+@pytest.mark.parametrize("name", sorted(FORMATS))
 def test_rows_are_taken_out_of_the_middle(name: str) -> None:
-    from cpmrt.weights.packed_formats import FORMATS
-
     u, row = nibbles(0, 256, 48), FORMATS[name]
-    words = CODES[name][0](u)
-    np.testing.assert_array_equal(row.unpack_codes(row.code_words(words, 64, 192)), u[64:192])
+    words = row.codes.pack(u)
+    np.testing.assert_array_equal(row.codes.unpack(row.rows(words, 64, 192)), u[64:192])
 
 
 def one(n: int, k: int, size: tuple[int, int] = (128, 64)) -> Array:
@@ -86,9 +83,9 @@ def place(words: Array) -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize(("pack", "expected"), [
-    (packing.pack_gptq_codes, (3, 77, 5)),  # qweight[k / 8, n], nibble k % 8
-    (packing.pack_compressed_codes, (77, 3, 5)),  # weight_packed[n, k / 8], nibble k % 8
-    (packing.pack_awq, (29, 9, 6)),  # qweight[k, n / 8]; column 5 of eight is nibble 6 (0 2 4 6 1 3 5 7)
+    (GPTQ.codes.pack, (3, 77, 5)),  # qweight[k / 8, n], nibble k % 8
+    (COMPRESSED.codes.pack, (77, 3, 5)),  # weight_packed[n, k / 8], nibble k % 8
+    (AWQ.codes.pack, (29, 9, 6)),  # qweight[k, n / 8]; column 5 of eight is nibble 6 (0 2 4 6 1 3 5 7)
 ])  # fmt: skip
 def test_where_a_code_lies(pack: Callable[[Array], Array], expected: tuple[int, int, int]) -> None:
     assert place(pack(one(77, 29))) == expected
@@ -97,26 +94,26 @@ def test_where_a_code_lies(pack: Callable[[Array], Array], expected: tuple[int, 
 def test_where_marlin_puts_a_code() -> None:
     """Lane (n % 8) * 4 + (k % 8) / 2 of the tensor-core fragment holds it: four words a lane, one for each tile."""
     for n, k in ((0, 0), (77, 29), (127, 63), (8, 1), (64, 8)):
-        row, column, nibble = place(packing.pack_marlin_codes(one(n, k)))
+        row, column, nibble = place(MARLIN.codes.pack(one(n, k)))
         lane, tile = n % 8 * 4 + k % 8 // 2, n % 64 // 16
         assert row == k // 16 and column == n // 64 * 128 + lane * 4 + tile
-        assert nibble == packing.AWQ_ORDER.index(n % 16 // 8 * 4 + k % 16 // 8 * 2 + k % 2)
+        assert nibble == AWQ_ORDER.index(n % 16 // 8 * 4 + k % 16 // 8 * 2 + k % 2)
 
 
 def test_stored_zero_points() -> None:
     eights = np.full((8, 1), 8, np.uint8)
-    assert packing.pack_gptq_zeros(eights, v1=True).view(np.uint32)[0, 0] == 0x77777777
-    assert packing.pack_gptq_zeros(eights, v1=False).view(np.uint32)[0, 0] == 0x88888888
+    assert to_v1(GPTQ.zeros.pack(eights)).view(np.uint32)[0, 0] == 0x77777777
+    assert GPTQ.zeros.pack(eights).view(np.uint32)[0, 0] == 0x88888888
     # A zero point of 0 borrows from its neighbour, and gives it back.
     borrowing = np.array([[0, 5, 8, 8, 8, 8, 8, 8]], np.uint8).T
-    assert packing.pack_gptq_zeros(borrowing, v1=True).view(np.uint32)[0, 0] == 0x7777773F
+    assert to_v1(GPTQ.zeros.pack(borrowing)).view(np.uint32)[0, 0] == 0x7777773F
     places = np.arange(8, dtype=np.uint8)[:, None]
-    assert packing.pack_compressed_zeros(places).view(np.uint32)[0, 0] == 0x76543210
-    assert packing.pack_awq(places).view(np.uint32)[0, 0] == 0x75316420
+    assert COMPRESSED.zeros.pack(places).view(np.uint32)[0, 0] == 0x76543210
+    assert AWQ.zeros.pack(places).view(np.uint32)[0, 0] == 0x75316420
 
 
 def test_marlin_scale_orders() -> None:
-    grouped: Any = packing.pack_marlin_scales(np.stack([np.arange(64), np.arange(64)], axis=1))
+    grouped: Any = MARLIN.scales.pack(np.stack([np.arange(64), np.arange(64)], axis=1))
     assert grouped[0, :10].tolist() == [0, 8, 16, 24, 32, 40, 48, 56, 1, 9]
-    whole: Any = packing.pack_marlin_scales(np.arange(64)[:, None])
+    whole: Any = MARLIN.scales.pack(np.arange(64)[:, None])
     assert whole[0, :10].tolist() == [0, 1, 8, 9, 16, 17, 24, 25, 2, 3]

@@ -1,0 +1,41 @@
+"""The file formats of quantised matrices. One more is a module here, its row below, and its case in `repack.cu`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from cpmrt.tensor_spec import Source
+from cpmrt.weights.formats.awq import AWQ
+from cpmrt.weights.formats.compressed import COMPRESSED
+from cpmrt.weights.formats.format import Entries, Format, Shape, StoredTensor
+from cpmrt.weights.formats.gptq import GPTQ
+from cpmrt.weights.formats.marlin import MARLIN
+from cpmrt.weights.safetensors import FLOATS
+
+FORMATS = {row.name: row for row in (MARLIN, GPTQ, AWQ, COMPRESSED)}
+"""By name; of two formats with the same settings the first that is meant counts."""
+
+
+def format_of(source: Source) -> Format:
+    """The format of a quantised source."""
+    assert source.packing is not None, source.name
+    return FORMATS[source.packing.format]
+
+
+def codes_of(module: str, entries: Entries) -> str | None:
+    """The name of the tensor with a module's codes, in whatever format; None where it is not quantised."""
+    return next((name for row in FORMATS.values() if (name := row.codes.of(module)) in entries), None)
+
+
+def detect(module: str, shape: Shape, packing: str, entries: Entries) -> Format:
+    """The format of a module [N, K] among those that `WeightQuantization.packing` may stand for."""
+    rows = (row for row in FORMATS.values() if (row.settings or row.name) == packing)
+    return next(row for row in rows if row.is_meant(module, shape, entries))
+
+
+def stored_tensors(source: Source) -> Iterator[StoredTensor]:
+    """The tensors that a checkpoint must or may have of a source."""
+    if source.packing is None:
+        yield StoredTensor(source.name, tuple(FLOATS), source.shape)
+    else:
+        yield from format_of(source).tensors(source.name, source.shape, source.packing)

@@ -1,0 +1,33 @@
+"""AWQ: eight outputs in a word, in an order of their own, codes and zero points alike (AutoAWQ: `WQLinear_GEMM`)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from cpmrt.weights.formats.format import I32, U8, Format, Part, pack_nibbles, transposed, unpack_nibbles
+
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+"""Nibble j of a word holds column AWQ_ORDER[j] of its eight."""
+_PLACE = tuple(AWQ_ORDER.index(column) for column in range(8))
+
+
+def pack(values: U8) -> I32:
+    """`qweight` int32 [K, N/8] of codes u [N, K], or `qzeros` [groups, N/8] of z [N, groups]."""
+    columns = np.ascontiguousarray(values.T).reshape(values.shape[1], -1, 8)
+    return pack_nibbles(columns[:, :, AWQ_ORDER].reshape(values.shape[1], -1))
+
+
+def unpack(words: I32) -> U8:
+    """u [N, K] of `qweight`, or z [N, groups] of `qzeros`, or of a slice of their columns."""
+    columns = unpack_nibbles(words).reshape(words.shape[0], -1, 8)
+    return np.ascontiguousarray(columns[:, :, _PLACE].reshape(words.shape[0], -1).T)
+
+
+AWQ = Format(
+    "awq",
+    number=1,
+    codes=Part("qweight", lambda n, k, groups: (k, n // 8), pack, unpack),
+    rows=lambda words, begin, end: words[:, begin // 8 : end // 8],
+    scales=Part("scales", lambda n, k, groups: (groups, n), transposed, transposed),
+    zeros=Part("qzeros", lambda n, k, groups: (groups, n // 8), pack, unpack),
+)

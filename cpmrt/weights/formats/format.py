@@ -1,0 +1,123 @@
+"""How a file format of quantised matrices is described: its tensors, and both ways between them and plain numbers.
+
+Plain are codes u [N, K] and zero points z [N, groups], uint8 of 0..15, and float scales [N, groups]; N = output
+features (rows), K = input features (columns), in the file's order. W[n, k] = scale[n, g] * (u[n, k] - z[n, g]) with
+g = k // group_size, or g_idx[k] where the file has one. Packing only moves bits: nothing is rounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cpmrt.errors import quoted
+from cpmrt.tensor_spec import Packing
+from cpmrt.weights.safetensors import FLOATS, TensorEntry
+
+U8 = NDArray[np.uint8]
+I32 = NDArray[np.int32]
+Shape = tuple[int, ...]
+Entries = Mapping[str, TensorEntry]
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor that a checkpoint must have, or may have, with one of these types."""
+
+    name: str
+    dtypes: tuple[str, ...]
+    shape: Shape
+    required: bool = True
+
+    def fault(self, entry: TensorEntry) -> str | None:
+        """What is wrong with the file's tensor, in words, or None."""
+        if entry.dtype not in self.dtypes:
+            return f"(expected {' | '.join(self.dtypes)}, got {entry.dtype})"
+        if entry.shape != self.shape:
+            return f"(expected {list(self.shape)}, got {quoted(list(entry.shape))})"
+        return None
+
+
+@dataclass(frozen=True)
+class Part:
+    """One tensor of a matrix, named by the module and this suffix: its shape for N, K and groups a row, and its words.
+
+    `pack` makes the tensor of plain numbers [N, ..]; `unpack` is the inverse.
+    """
+
+    suffix: str
+    shape: Callable[[int, int, int], Shape]
+    pack: Callable[[NDArray[Any]], NDArray[Any]]
+    unpack: Callable[[NDArray[Any]], NDArray[Any]]
+
+    def of(self, module: str) -> str:
+        """The tensor's name."""
+        return f"{module}.{self.suffix}"
+
+
+@dataclass(frozen=True)
+class Format:
+    """One format: a row of `FORMATS`.
+
+    `number` is what `repack.cu` calls it. `rows(words, begin, end)` are the words of the codes of these rows.
+    """
+
+    name: str
+    number: int
+    codes: Part
+    rows: Callable[[I32, int, int], I32]
+    scales: Part
+    zeros: Part | None = None
+    """None: all zero points are 8."""
+    zeros_if_symmetric: bool = True
+    """Whether the zero points are there where all of them are 8."""
+    order: str = ""
+    """Suffix of the tensor that names each column's group, where there may be one."""
+    blank_order: bool = False
+    """An order of -1 everywhere is none."""
+    shape: str = ""
+    """Suffix of a tensor that holds N and K."""
+    row_step: int = 8
+    column_step: int = 8
+    """N and K are multiples of them."""
+    settings: str = ""
+    """`WeightQuantization.packing` of its checkpoints, where that is another format's name."""
+    is_meant: Callable[[str, Shape, Entries], bool] = lambda module, shape, entries: True
+    """Whether the tensors of a module [N, K] are in this format, where the settings leave that open."""
+
+    def tensors(self, module: str, shape: Shape, packing: Packing) -> Iterator[StoredTensor]:
+        """What a checkpoint must or may have of a matrix [N, K]."""
+        num_rows, num_columns = shape
+        sizes = num_rows, num_columns, num_columns // packing.group_size
+        yield StoredTensor(self.codes.of(module), ("I32",), self.codes.shape(*sizes))
+        yield StoredTensor(self.scales.of(module), tuple(FLOATS), self.scales.shape(*sizes))
+        if self.zeros and (self.zeros_if_symmetric or not packing.symmetric):
+            yield StoredTensor(self.zeros.of(module), ("I32",), self.zeros.shape(*sizes))
+        if self.order:
+            yield StoredTensor(f"{module}.{self.order}", ("I32",), (num_columns,), required=False)
+        if self.shape:
+            yield StoredTensor(f"{module}.{self.shape}", ("I32", "I64"), (2,), required=False)
+
+
+def pack_nibbles(values: U8) -> I32:
+    """uint8 [..., 8 n] with values 0..15 to int32 words [..., n], the first of eight in the low bits."""
+    pairs = values[..., 0::2] | (values[..., 1::2] << np.uint8(4))
+    return np.ascontiguousarray(pairs).view("<i4").astype(np.int32, copy=False)
+
+
+def unpack_nibbles(words: I32) -> U8:
+    """int32 words [..., n] to uint8 [..., 8 n]: the inverse of `pack_nibbles`."""
+    pairs = np.ascontiguousarray(words, "<i4").view(np.uint8)
+    out = np.empty((*pairs.shape[:-1], 2 * pairs.shape[-1]), np.uint8)
+    np.bitwise_and(pairs, 15, out=out[..., 0::2])
+    np.right_shift(pairs, 4, out=out[..., 1::2])
+    return out
+
+
+def transposed(values: NDArray[Any]) -> NDArray[Any]:
+    """[N, groups] as [groups, N], and back."""
+    return np.ascontiguousarray(values.T)
