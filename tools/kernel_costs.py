@@ -33,14 +33,14 @@ def skinny_costs(config: ModelConfig) -> dict[Label, Cost]:
 def packed_costs(config: ModelConfig, rows: int) -> dict[Label, Cost]:
     """The products of a decode step with 4-bit weights, a scale of 16 bits to 128; and what prepares their rows."""
     costs = {
-        (label[0].replace("linear", "linear_w4"), *label[1:]): cost._replace(
-            title=cost.title.replace("linear", "linear_w4"), amount=cost.amount / 2 * (0.5 + 2 / 128)
+        (label[0].replace("linear", "linear_packed"), *label[1:]): cost._replace(
+            title=cost.title.replace("linear", "linear_packed"), amount=cost.amount / 2 * (0.5 + 2 / 128)
         )
         for label, cost in skinny_costs(config).items()
         if label[0] != "linear_head"
     }
     for name, columns in (("hidden", config.hidden_size), ("inner", config.intermediate_size)):
-        costs["prepare_w4", 0, columns] = Cost(f"prepare_w4 ({name})", "byte", 4.0 * rows * columns)
+        costs["prepare_rows", 0, columns] = Cost(f"prepare_rows ({name})", "byte", 4.0 * rows * columns)
     return costs
 
 

@@ -10,7 +10,7 @@ struct RowScale {
   // Square sums of a token, by the eighths of x; with PREPARED there are none, and the finished scales lie here.
   __device__ __forceinline__ uint32_t squares(int token) const { return at.shared + kSquareOffset + token * kRowWarps * 4; }
   __device__ __forceinline__ uint32_t prepared(int token) const { return at.shared + kSquareOffset + token * 4; }
-  // What prepare_w4 wrote, of the token that this thread looks up; `keep` comes before a barrier.
+  // What prepare_rows wrote, of the token that this thread looks up; `keep` comes before a barrier.
   __device__ __forceinline__ float load(const scalar_t* x, int T) const {
     float scale = 1.0f;
     if (NORM && PREPARED && threadIdx.x < T)
@@ -30,7 +30,7 @@ struct RowScale {
 // x in shared memory: all that the block reads of it at once, or in stages.
 struct Activations {
   const Lane& at;
-  const unsigned char* prepared;   // the block's part of what prepare_w4 wrote
+  const unsigned char* prepared;   // the block's part of what prepare_rows wrote
   unsigned stage = 0, last = 0;    // the stage that is read next; the stages of all rounds
 
   __device__ __forceinline__ uint32_t base() const { return at.shared + kXOffset; }
@@ -168,7 +168,7 @@ struct Activations {
     if (is_mine) store_shared_float(base() + sum_offset(piece, token), sum);
   }
 
-  // What prepare_w4 wrote, all at once. Before a barrier.
+  // What prepare_rows wrote, all at once. Before a barrier.
   __device__ __forceinline__ void copy_prepared() const {
     const int bytes = (SHARED_RUN ? at.slices : kSlices) * kXSliceBytes;
     for (int i = threadIdx.x * 16; i < bytes; i += kThreads * 16) cp_async16(base() + i, prepared + i);

@@ -1,4 +1,4 @@
-// What a gate_up product leaves for the product after it (FEEDS = 1): its rows as prepare_w4 would write them, and as they are.
+// What a gate_up product leaves for the product after it (FEEDS = 1): its rows as prepare_rows would write them, and as they are.
 //
 // A block has the 16 tiles of 128 neighbouring columns, a slice of the product after it, which takes the same ROWS, SCALE_GROUP,
 // ZEROS and WARPGROUPS: so it sees whole scale groups, and writes whole lines.

@@ -14,9 +14,9 @@
 #include "packed_multiply.cuh"
 
 #if CLUSTERS
-#define W4_BOUNDS __cluster_dims__(RUNS, 1, 1) __launch_bounds__(kThreads, 1)
+#define PACKED_BOUNDS __cluster_dims__(RUNS, 1, 1) __launch_bounds__(kThreads, 1)
 #else
-#define W4_BOUNDS __launch_bounds__(kThreads, 1)
+#define PACKED_BOUNDS __launch_bounds__(kThreads, 1)
 #endif
 
 constexpr bool kLooksLate = LINEAR == 0;                          // `look` reads what `publish` wrote before a barrier
@@ -153,9 +153,9 @@ __device__ __forceinline__ void finish_rows(const Sums& out, const Lane& at, Epi
 }
 #endif
 
-// The whole product; the epilogue as in linear_product.cuh. x (T, K), or with PREPARED what prepare_w4 wrote.
+// The whole product; the epilogue as in linear_product.cuh. x (T, K), or with PREPARED what prepare_rows wrote.
 template <class Epilogue>
-__device__ __forceinline__ void w4_product(Epilogue& epilogue, int num_tiles, const scalar_t* x, const scalar_t* norm,
+__device__ __forceinline__ void packed_product(Epilogue& epilogue, int num_tiles, const scalar_t* x, const scalar_t* norm,
                                            const void* weight, float4* partials, int* arrivals, int T, float eps) {
   constexpr bool kNormalises = NORM && !PREPARED;
   static_assert(!kNormalises || !SHARED_RUN || RUNS == 1 || CLUSTERS, "a block that sees one run of x cannot normalise it");

@@ -144,7 +144,7 @@ __device__ __forceinline__ float2 load_shared2(uint32_t address) {
 }
 
 // One row of x in eight warps, each with an eighth of its slices: lane i has the pieces i, i + 32, ... of them. Square sums are added in
-// the order of a lane's pieces, over the lanes by halves, then over the eighths: for every T, in prepare_w4 and in clusters too.
+// the order of a lane's pieces, over the lanes by halves, then over the eighths: for every T, in prepare_rows and in clusters too.
 struct RowPieces {
   uint4 norm[kThreadPieces];
   // Before pdl_wait: the weights come from memory, x from the L2.
@@ -176,7 +176,7 @@ struct RowPieces {
   }
 };
 
-// Behind the slices of rows that prepare_w4 has multiplied by the weights of a norm: what their sums are multiplied by, [token] float.
+// Behind the slices of rows that prepare_rows has multiplied by the weights of a norm: what their sums are multiplied by, [token] float.
 constexpr int kRowScaleOffset = IN_FEATURES / 128 * kXSliceBytes;
 
 // Where the sum over the scale group of piece k / 8 lies.
@@ -190,7 +190,7 @@ __device__ __forceinline__ float piece_sum(uint4 v) {
   return ((a.x + a.y) + (b.x + b.y)) + ((c.x + c.y) + (d.x + d.y));
 }
 
-// A piece of what prepare_w4 writes, in its place.
+// A piece of what prepare_rows writes, in its place.
 __device__ __forceinline__ void store_prepared(unsigned char* prepared, int piece, int token, uint4 v) {
   unsigned char* const place = prepared + x_offset(piece, token);
   if (WGMMA_PRODUCTS) {

@@ -17,7 +17,7 @@
 #error "NORM (1: rows of x are normalised; 0: they are taken as they are) must be defined"
 #endif
 #ifndef PREPARED
-#error "PREPARED (1: x comes from prepare_w4; 0: as the kernel before wrote it) must be defined"
+#error "PREPARED (1: x comes from prepare_rows; 0: as the kernel before wrote it) must be defined"
 #endif
 #ifndef STAGE_SLICES
 #error "STAGE_SLICES (slices of x in a stage; 0: all of a block's x at once) must be defined"
@@ -35,7 +35,7 @@
 #error "RECEIVED_APART (1: what the peers of a cluster send has its own memory; 0: that of weights and x, all blocks take tiles once) must be defined"
 #endif
 #ifndef FEEDS
-#error "FEEDS (1: a gate_up product also writes what prepare_w4 would make of its rows for the product after it; 0: it does not) must be defined"
+#error "FEEDS (1: a gate_up product also writes what prepare_rows would make of its rows for the product after it; 0: it does not) must be defined"
 #endif
 #ifndef TRIGGER
 #error "TRIGGER (the next kernel may start 0: as soon as this one; 1: at its end) must be defined"
@@ -102,7 +102,7 @@ constexpr int kEpilogueOffset = kSquareOffset + kSquareBytes;
 static_assert(!WGMMA_PRODUCTS || (SHARED_RUN && kWarps % 4 == 0 && NT >= 2), "WARPGROUPS needs SHARED_RUN and 16 rows");
 static_assert(SHARED_RUN || (RUNS == 8 && kWarps % RUNS == 0), "without SHARED_RUN eight warps take one run each");
 static_assert(KEPT_ROUNDS == 1 || (!SHARED_RUN && ROWS == 1), "KEPT_ROUNDS needs SHARED_RUN = 0 and one row");
-static_assert(kResident || (SHARED_RUN && PREPARED), "x in stages is shared, and comes from prepare_w4");
+static_assert(kResident || (SHARED_RUN && PREPARED), "x in stages is shared, and comes from prepare_rows");
 static_assert(!CLUSTERS || (SHARED_RUN && RUNS == 8 && COPY_ENGINE), "a cluster has eight runs, and needs sm_90");
 static_assert(kSlots >= 1, "SMEM_BYTES is too small");
 static_assert(kEpilogueOffset + kEpilogueBytes <= SMEM_BYTES, "SMEM_BYTES is too small");

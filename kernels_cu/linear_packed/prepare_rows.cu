@@ -11,7 +11,7 @@
 // Why the layout: a block of the product then copies its part of x in one piece.
 #include "packed_rows.cuh"
 
-extern "C" __global__ void __launch_bounds__(kRowThreads) KERNEL(prepare_w4)(
+extern "C" __global__ void __launch_bounds__(kRowThreads) KERNEL(prepare_rows)(
     scalar_t* __restrict__ out, const scalar_t* x, const scalar_t* __restrict__ norm, const int* __restrict__ permutation, float eps) {
   pdl_launch_dependents();
   __shared__ __align__(16) scalar_t row[IN_FEATURES];

@@ -91,7 +91,7 @@ __device__ __forceinline__ uint32_t source_zero(const uint32_t* zeros, uint32_t 
 }
 
 // The codes of rows first_row .. + N - 1 of a weight with num_rows rows; the others' stay. `permutation` (K) int32 or null.
-extern "C" __global__ void __launch_bounds__(256) KERNEL(repack_w4_codes)(
+extern "C" __global__ void __launch_bounds__(256) KERNEL(repack_codes)(
     unsigned char* packed, const uint32_t* codes, const int* permutation, int first_row, int N, int num_rows, int num_tiles) {
   pdl_launch_dependents();
   pdl_wait();
@@ -127,7 +127,7 @@ extern "C" __global__ void __launch_bounds__(256) KERNEL(repack_w4_codes)(
 
 // Scales and zero points of the same rows. `scales` is fp16 if scales_fp16, else bf16; `zeros` null: 8; zero_addend: added to each
 // word of zeros (GPTQ v1 stores zero points minus one: 0x11111111).
-extern "C" __global__ void __launch_bounds__(256) KERNEL(repack_w4_scales)(
+extern "C" __global__ void __launch_bounds__(256) KERNEL(repack_scales)(
     unsigned char* packed, const uint16_t* scales, const uint32_t* zeros, int first_row, int N, int num_rows, int num_tiles,
     int group_size, int scales_fp16, int zero_addend) {
   pdl_launch_dependents();
@@ -149,7 +149,7 @@ extern "C" __global__ void __launch_bounds__(256) KERNEL(repack_w4_scales)(
 
 #if WEIGHT_BITS == 4   // a head, which alone may have 8, never meets a chunk of rows
 // out (count, K) scalar_t = rows first_row .. + count - 1 of the weight, columns in stored order. first_row is a multiple of 8.
-extern "C" __global__ void __launch_bounds__(256) KERNEL(dequantize_w4)(
+extern "C" __global__ void __launch_bounds__(256) KERNEL(dequantize)(
     scalar_t* out, const unsigned char* packed, int first_row, int count, int num_rows) {
   pdl_launch_dependents();
   pdl_wait();

@@ -18,7 +18,7 @@
 #endif
 
 extern "C" __global__ void __launch_bounds__(256)
-    KERNEL(round_w4)(uint32_t* __restrict__ codes, scalar_t* __restrict__ scales, uint32_t* __restrict__ fault,
+    KERNEL(round_weights)(uint32_t* __restrict__ codes, scalar_t* __restrict__ scales, uint32_t* __restrict__ fault,
                      const scalar_t* __restrict__ w, int N, int K, int group_size) {
   pdl_launch_dependents();
   pdl_wait();

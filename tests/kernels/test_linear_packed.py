@@ -197,7 +197,7 @@ class Launcher:
         is_permuted = case.arrays["permutation"] is not None
         kind = {"permuted": is_permuted, "portable": self.portable, "has_norm": "norm" in d, "is_fed": is_fed}
         plan = plan_linear_w4(self.layout, num_rows, self.limits, **kind)
-        kernel = self.cuda.kernel(f"linear_w4_{case.product}", case.dtype, **plan.constants)
+        kernel = self.cuda.kernel(f"linear_packed_{case.product}", case.dtype, **plan.constants)
         empty = self.cuda.cupy.empty
         partials = empty(plan.partial_bytes, np.uint8) if plan.partial_bytes else None
         arrivals = self.cuda.cupy.zeros(plan.num_arrivals, np.int32) if plan.num_arrivals else None
@@ -236,7 +236,7 @@ class Launcher:
     def prepare(
         self, constants: dict[str, int], num_rows: int, to: Any, x: Any, norm: Any, permutation: Any, pdl: bool
     ) -> None:
-        kernel = self.cuda.kernel("prepare_w4", self.case.dtype, **constants)
+        kernel = self.cuda.kernel("prepare_rows", self.case.dtype, **constants)
         kernel(num_rows, PREPARE_THREADS, to, x, norm, permutation, np.float32(EPS), pdl=pdl)
 
     @property

@@ -61,10 +61,10 @@ class Repacker:
         )
         order = None if permutation is None else self.cuda.array(permutation)
         count = np.int32(len(codes))
-        self.kernel("repack_w4_codes")(
+        self.kernel("repack_codes")(
             7, BLOCK, self.packed, code_words, order, np.int32(first), count, *self.sizes
         )  # fmt: skip
-        self.kernel("repack_w4_scales")(
+        self.kernel("repack_scales")(
             5, BLOCK, self.packed, self.cuda.array(scales_of(self.kind, scales)), zero_words, np.int32(first), count,
             *self.sizes, np.int32(group_size), np.int32(scales.dtype == np.float16),
             np.int32(V1_ADDEND if self.kind == GPTQ else 0),
@@ -74,7 +74,7 @@ class Repacker:
         nan = np.full((count + 1, self.layout.in_features), np.nan, np.float32)
         out = self.cuda.array(nan, self.dtype)
         sizes = np.int32(first), np.int32(count), np.int32(self.layout.out_features)
-        self.kernel("dequantize_w4")(9, BLOCK, out, self.packed, *sizes)
+        self.kernel("dequantize")(9, BLOCK, out, self.packed, *sizes)
         values = self.cuda.numpy(out, self.dtype)
         assert np.isnan(values[count:]).all()
         return values[:count]
@@ -132,8 +132,8 @@ def test_codes_of_eight_bits(cuda: Any, group_size: int) -> None:
         words = np.ascontiguousarray(np.ascontiguousarray(codes[part]).view(np.uint32).T)
         sources = cuda.array(words), cuda.array(np.ascontiguousarray(scales[part].T))
         for name, args, more in (
-            ("repack_w4_codes", (sources[0], None), ()),
-            ("repack_w4_scales", (sources[1], None), (np.int32(group_size), np.int32(0), np.int32(0))),
+            ("repack_codes", (sources[0], None), ()),
+            ("repack_scales", (sources[1], None), (np.int32(group_size), np.int32(0), np.int32(0))),
         ):
             kernel = cuda.kernel(name, dtype, **constants)
             kernel(5, BLOCK, packed, *args, *sizes, np.int32(layout.num_tiles), *more)

@@ -1,4 +1,4 @@
-"""round_w4 against the rounding of the host, bit for bit."""
+"""round_weights against the rounding of the host, bit for bit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def rounded(cuda: Any, values: Any, group_size: int, dtype: DType, bits: int = 4
     codes = cuda.array(np.zeros((columns * bits // 32, rows), np.int32))
     scales = cuda.array(np.full((columns // group_size, rows), np.nan, np.float32), dtype)
     fault, sizes = cuda.array(np.zeros(1, np.uint32)), (np.int32(rows), np.int32(columns), np.int32(group_size))
-    kernel = cuda.kernel("round_w4", dtype, WEIGHT_BITS=bits)
+    kernel = cuda.kernel("round_weights", dtype, WEIGHT_BITS=bits)
     kernel(-(-rows * columns // 2048), 256, codes, scales, fault, cuda.array(values, dtype), *sizes)
     words = cuda.numpy(codes)
     if bits == 8:

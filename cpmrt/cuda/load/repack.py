@@ -29,13 +29,13 @@ _REPACK = "linear_packed/repack.cu"
 _CONSTANTS = ("IN_FEATURES", "WEIGHT_BITS", "RUNS", "SCALE_GROUP", "ZEROS", "LINEAR", "FORMAT")
 REPACK_CODES, REPACK_SCALES = (
     KernelSpec(name, _REPACK, constants=_CONSTANTS, reason="loading: 4-bit weights")
-    for name in ("repack_w4_codes", "repack_w4_scales")
+    for name in ("repack_codes", "repack_scales")
 )
 DEQUANTIZE = KernelSpec(
-    "dequantize_w4", _REPACK, constants=_CONSTANTS, hot=True, reason="4-bit weights of a prefill chunk"
+    "dequantize", _REPACK, constants=_CONSTANTS, hot=True, reason="4-bit weights of a prefill chunk"
 )
 ROUND = KernelSpec(
-    "round_w4", "load/round_weights.cu", constants=("WEIGHT_BITS",), reason="loading: a head rounded to 4 or 8 bits"
+    "round_weights", "load/round_weights.cu", constants=("WEIGHT_BITS",), reason="loading: a head to 4 or 8 bits"
 )
 _BLOCK = 256
 _BLOCKS_PER_SM = 8

@@ -23,8 +23,8 @@ _LARGE_SHARED_BYTES = 200_000
 # Warps of a block at most: where eight share a tile; where each has a tile; on devices with little memory.
 _MOST_WARPS, _MOST_RUN_WARPS, _FEW_WARPS = 24, 20, 8
 _WARPGROUP = 4
-# From so many rows on they are normalised once, by prepare_w4, and not again in every block; a gate_up product whose
-# blocks have whole slices of the rows that it writes spares the next product prepare_w4; and four warps multiply
+# From so many rows on they are normalised once, by prepare_rows, and not again in every block; a gate_up product whose
+# blocks have whole slices of the rows that it writes spares the next product prepare_rows; and four warps multiply
 # together, but in clusters or among more warps only from more rows on.
 _PREPARED_ROWS, _FEEDING_ROWS, _WARPGROUP_ROWS, _LATE_WARPGROUP_ROWS, _WARPGROUP_WARPS = 16, 16, 16, 32, 16
 # A block that reads more of x than this shares it out: it takes one run of K, and exchanges sums with others.
@@ -40,7 +40,7 @@ _STAGE_SHARE = 0.08
 # that each has a chunk; none before eight rows that every block normalises. And at most for one row.
 _EARLY_BYTES, _EARLY_SPLIT_BYTES, _SINGLE_ROW_RING = 70_000, 102_000, 139_264
 _LATE_WEIGHTS_ROWS = 8
-# When the next kernel may start (TRIGGER). At 64 rows it is prepare_w4, whose blocks take registers from the one after.
+# When the next kernel may start (TRIGGER). At 64 rows that is prepare_rows, whose blocks take registers from the next.
 _AT_ONCE, _AT_END, _LATE_TRIGGER_ROWS = 0, 1, 64
 # Up to this share of a multiprocessor's shared memory for one row, blocks of a whole layer find room beside each other:
 # one of each kernel, since a grid of as many blocks as multiprocessors asks for so much that no two of it share one.
@@ -53,9 +53,9 @@ _LINE_BYTES, _LARGE_CHUNK_ROWS, _LARGE_CHUNK_WARPS = 128, 16, 16
 class LinearW4Plan:
     """Compile-time sizes of linear_packed.cu and its launch: `grid` blocks of `block` threads, dynamic shared bytes.
 
-    `prepared`: x is what prepare_w4 wrote to a buffer of `prepared_bytes`, compiled with `prepare_constants`, in one
+    `prepared`: x is what prepare_rows wrote to a buffer of `prepared_bytes`, compiled with `prepare_constants`, in one
     block of `PREPARE_THREADS` a row. `fed_constants`, unless None: the kernel also writes to a buffer of `fed_bytes`
-    what prepare_w4, compiled with these, would make of its output without a norm or permutation. `partial_bytes`,
+    what prepare_rows, compiled with these, would make of its output without a norm or permutation. `partial_bytes`,
     `num_arrivals`: of the float32 and the zeroed int32 scratch that the kernel takes, 0 if it takes none.
     `prefers_shared`: as `launch` takes it, the same for any number of rows.
     """
@@ -124,7 +124,7 @@ def plan_linear_w4(
     has_norm: bool = True,
     is_fed: bool = False,
 ) -> LinearW4Plan:
-    """The plan of one product; `permuted` weights take their x from prepare_w4, which gathers it.
+    """The plan of one product; `permuted` weights take their x from prepare_rows, which gathers it.
 
     `has_norm` False: rows enter the product as they are, as those of "residual" always do. `is_fed`: a gate_up product
     has prepared them.

@@ -26,13 +26,13 @@ _CONSTANTS = (
 )
 LINEAR_W4 = {
     product: KernelSpec(
-        f"linear_w4_{product}", "linear_packed/linear_packed.cu", op,
+        f"linear_packed_{product}", "linear_packed/linear_packed.cu", op,
         (*_CONSTANTS, "HEAD_DIM") if product == "qkv" else _CONSTANTS, hot=True,
     )
     for product, op in OPS.items()
 }
 PREPARE = KernelSpec(
-    "prepare_w4", "linear_packed/prepare_rows.cu", "gate_up",
+    "prepare_rows", "linear_packed/prepare_rows.cu", "gate_up",
     ("IN_FEATURES", "ROWS", "SCALE_GROUP", "ZEROS", "WARPGROUPS"), hot=True,
 )  # fmt: skip
 GATHER = KernelSpec("gather_columns", "linear_packed/gather.cu", "project_residual", hot=True)
