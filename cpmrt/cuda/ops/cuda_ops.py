@@ -15,11 +15,13 @@ from cpmrt.config import ModelConfig, SparseConfig
 from cpmrt.cuda.build.launcher import Launcher
 from cpmrt.cuda.build.spec import KernelSpec
 from cpmrt.cuda.driver.tensor_map import row_boxes
+from cpmrt.cuda.ops import rows as row_ops
 from cpmrt.cuda.ops.attention.plan import DecodeAttentionPlan, PrefillAttentionPlan, decode_launch
 from cpmrt.cuda.ops.gemm import Gemm
 from cpmrt.cuda.ops.kv import codes_of, expand, fp8_constant, scales_of
 from cpmrt.cuda.ops.linear import BLOCK_THREADS, LINEAR, MAX_ROWS, DeviceLimits, plan_linear
 from cpmrt.cuda.ops.linear_packed.products import QuantizedProducts
+from cpmrt.cuda.ops.rows import BLOCK, VECTOR, RowConstants
 from cpmrt.cuda.ops.selection import SparseKernels, SparsePlans, selected_arguments
 from cpmrt.memory.kv_pages import PAGE_SIZE
 from cpmrt.ops import (
@@ -34,17 +36,9 @@ from cpmrt.ops import (
     check_shapes,
 )
 
-EMBED = KernelSpec("embed", "rows/embed.cu", "embed", ("HIDDEN",), hot=True)
-RMS_NORM = KernelSpec("rms_norm", "rows/norm.cu", "rms_norm", ("HIDDEN",), hot=True)
-JOIN = KernelSpec("join", "rows/join.cu", "join", ("A_COLUMNS", "B_COLUMNS"), hot=True)
-COPY_COLUMNS = KernelSpec("copy_columns", "rows/columns.cu", "copy_columns", hot=True)
-CLEAR = KernelSpec("clear", "rows/columns.cu", "clear", hot=True)
 ROPE_APPEND = KernelSpec("rope_append", "attention/rope_append.cu", "qkv", ("HEAD_DIM", "FP8"), hot=True)
 SILU_MUL = KernelSpec("silu_mul", "rows/activation.cu", "gate_up", ("INTERMEDIATE",), hot=True)
-RESIDUAL_ADD = KernelSpec("residual_add", "rows/residual.cu", "project_residual", ("HIDDEN",), hot=True)
-_BLOCK = 256
-_VECTOR = 8
-"""Elements that a thread moves at a time."""
+RESIDUAL_ADD = KernelSpec("residual_add", "rows/residual.cu", "project_residual", RowConstants, hot=True)
 
 
 class CudaOps:
@@ -74,9 +68,7 @@ class CudaOps:
         self._quantized = QuantizedProducts(config, launcher, gemm, scratch, limits, portable=portable)
 
     def embed(self, out: Any, token_ids: Any, table: Any, scale: float) -> None:
-        check_shapes("embed", out=out, token_ids=token_ids, table=table)
-        slots, factor = self._scratch["slots"], np.float32(scale)
-        self._launch(EMBED, _hidden(out), len(out), 128, out, token_ids, slots, table, factor)
+        row_ops.embed(self._launch, out, token_ids, self._scratch["slots"], table, scale)
 
     def qkv(self, q: Any, kv: KVPages, x: Any, weights: QkvWeights, rope: Any, rows: Rows, eps: float) -> Handoff:
         compressed = kv.compressed
@@ -96,10 +88,10 @@ class CudaOps:
             else:
                 left, bias = self._fused_qkv(raw, None, None, x, weights, rope, rows, eps), None
             head_dim = self._config.head_dim
-            grid = -(-len(x) * (weight.shape[0] // head_dim) * (4 if head_dim == 64 else 8) // _BLOCK)
+            grid = -(-len(x) * (weight.shape[0] // head_dim) * (4 if head_dim == 64 else 8) // BLOCK)
             sizes = (np.int32(len(x)), *self._head_counts(), *_table_sizes(rows, rope), np.float32(eps))
             self._launch(
-                ROPE_APPEND, {"HEAD_DIM": head_dim} | fp8_constant(kv.k), grid, _BLOCK,
+                ROPE_APPEND, {"HEAD_DIM": head_dim} | fp8_constant(kv.k), grid, BLOCK,
                 q, codes_of(kv.k), codes_of(kv.v), *nope, raw, bias, weights.q_norm, weights.k_norm, rope,
                 rows.positions, rows.locations, rows.slots, rows.block_tables, *sizes, *scales_of(kv.k, kv.v),
             )  # fmt: skip
@@ -202,9 +194,9 @@ class CudaOps:
         else:
             y = self._scratch["normed"][: len(x)]
             self._dense("residual", y, inner, weight)
-            grid = -(-x.size // _VECTOR // _BLOCK)
+            grid = -(-x.size // VECTOR // BLOCK)
             count, factor = np.int32(len(x)), np.float32(scale)
-            self._launch(RESIDUAL_ADD, _hidden(x), grid, _BLOCK, x, y, bias, count, factor)
+            self._launch(RESIDUAL_ADD, RowConstants(x.shape[1]), grid, BLOCK, x, y, bias, count, factor)
 
     def gate_up(self, out: Any, x: Any, norm: Any, weight: Any, eps: float) -> Handoff:
         check_shapes("gate_up", out=out, x=x, norm=norm, weight=weight)
@@ -216,7 +208,7 @@ class CudaOps:
         self._dense("gate_up", both, self._normalised(x, norm, eps), weight)
         constants = {"INTERMEDIATE": self._config.intermediate_size}
         self._launch(
-            SILU_MUL, constants, -(-out.size // _VECTOR // _BLOCK), _BLOCK, out, both, num_rows
+            SILU_MUL, constants, -(-out.size // VECTOR // BLOCK), BLOCK, out, both, num_rows
         )
         return NOTHING
 
@@ -226,24 +218,16 @@ class CudaOps:
         self._linear("head", weight, x, norm, eps, logits, x, norm, weight, *counts, *factors)
 
     def rms_norm(self, out: Any, x: Any, norm: Any, eps: float) -> None:
-        check_shapes("rms_norm", out=out, x=x, norm=norm)
-        self._launch(RMS_NORM, _hidden(x), len(x), _BLOCK, out, x, norm, np.float32(eps))
+        row_ops.rms_norm(self._launch, out, x, norm, eps)
 
     def join(self, joined: Any, a: Any, a_norm: Any | None, b: Any, b_norm: Any | None, eps: float) -> None:
-        sizes = check_shapes("join", joined=joined, a=a, a_norm=a_norm, b=b, b_norm=b_norm)
-        widths = {"A_COLUMNS": sizes["A"], "B_COLUMNS": sizes["E"]}
-        self._launch(JOIN, widths, (len(a), 2), _BLOCK, joined, a, a_norm, b, b_norm, np.float32(eps))
+        row_ops.join(self._launch, joined, a, a_norm, b, b_norm, eps)
 
     def copy_columns(self, out: Any, x: Any, first: int) -> None:
-        check_shapes("copy_columns", out=out, x=x)
-        counts = (np.int32(count) for count in (first, out.shape[1], x.shape[1], len(x)))
-        grid = -(-x.size // _VECTOR // _BLOCK)
-        self._launch(COPY_COLUMNS, {}, grid, _BLOCK, out, x, *counts)
+        row_ops.copy_columns(self._launch, out, x, first)
 
     def clear(self, out: Any) -> None:
-        check_shapes("clear", out=out)
-        count = -(-out.size // _VECTOR)
-        self._launch(CLEAR, {}, -(-count // _BLOCK), _BLOCK, out, np.int32(count))
+        row_ops.clear(self._launch, out)
 
     def _linear(
         self, product: str, weight: Any, source: Any, norm: Any | None, eps: float, *args: Any, after: Handoff = NOTHING
@@ -280,10 +264,6 @@ class CudaOps:
 
     def _head_counts(self) -> tuple[np.int32, np.int32]:
         return np.int32(self._config.num_heads), np.int32(self._config.num_kv_heads)
-
-
-def _hidden(x: Any) -> dict[str, int]:
-    return {"HIDDEN": x.shape[1]}
 
 
 def _table_sizes(rows: Rows, rope: Any) -> tuple[np.int32, np.int32]:
