@@ -17,7 +17,7 @@ from cpmrt import LLM
 from cpmrt.engine import Engine
 from cpmrt.executor import Admit, ExecutorLimits, Prefill, Release, SlotResult, StepResult, TokenLogprobs
 from cpmrt.server.run import Running, address_of, bind
-from cpmrt.server.settings import ServerSettings
+from cpmrt.server.service import ServerSettings
 
 TOOL_TEMPLATE = (
     "{% if tools %}[tools]{{ tools | tojson }}{% endif %}"

@@ -29,7 +29,7 @@ from cpmrt.cli.output import note
 from cpmrt.errors import ConfigError
 
 if TYPE_CHECKING:
-    from cpmrt.server.settings import ServerSettings
+    from cpmrt.server.service import ServerSettings
 
 _ENGINE_FIELDS = (
     "executor", "dtype", "max_context", "memory_budget", "load_format", "seed", "prefill_chunk", "max_sequences",
@@ -87,7 +87,7 @@ def _check_installed() -> None:
 
 
 def _settings(args: argparse.Namespace) -> ServerSettings:
-    from cpmrt.server.settings import ServerSettings
+    from cpmrt.server.service import ServerSettings
 
     return ServerSettings(
         model_name=args.served_model_name or _name_of(args.model),

@@ -1,40 +1,118 @@
-"""Answers of both kinds of completion, as one JSON object or as the chunks of a stream."""
+"""Answers to both kinds of completion, as one JSON object or as server-sent events with the chunks of a stream."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from cpmrt.executor import TokenLogprobs
 from cpmrt.generation import Piece
 from cpmrt.server.chat_text import ChatText, Delta, message_of
-from cpmrt.server.chunks import Chunks
-from cpmrt.server.mailbox import Ended, Item
-from cpmrt.server.token_logprobs import LogprobWriter
+from cpmrt.server.engine_thread import Ended, Item
+from cpmrt.text import Tokenizer
+
+DONE = "data: [DONE]\n\n"
+_LOWEST = -9999.0
+"""The number that the API writes for minus infinity, which JSON lacks."""
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), check_circular=False).encode
 
 
-class Answer(Protocol):
-    """Turns the items of an exchange into what the client gets."""
+def to_bytes(text: str) -> bytes:
+    """Encode as UTF-8; half of a surrogate pair, which only a tool call can hold, becomes a question mark."""
+    return text.encode("utf-8", "replace")
 
-    def begin(self, chunks: Chunks) -> str:
-        """The chunks before any text."""
-        ...
 
-    def stream(self, chunks: Chunks, item: Item) -> str:
-        """The chunks of one item."""
-        ...
+def event(value: dict[str, Any]) -> str:
+    """Return one server-sent event with a JSON object."""
+    return f"data: {_encode(value)}\n\n"
 
-    def add(self, item: Item) -> None:
-        """Take in an item of an answer that is not streamed."""
-        ...
 
-    def choices(self) -> list[dict[str, Any]]:
-        """`choices` of an answer that is not streamed."""
-        ...
+class Chunks:
+    """Writes the events of one stream; what never changes is formatted once. All chunks begin with `head`."""
+
+    def __init__(self, head: dict[str, Any], *, include_usage: bool):
+        self._head = head
+        self._before = "data: " + _encode(head)[:-1] + ',"choices":[{"index":'
+        self._after = '}],"usage":null}\n\n' if include_usage else "}]}\n\n"
+        self._plain_after = ',"logprobs":null,"finish_reason":null' + self._after
+
+    def delta(self, choice: int, name: str, value: Any) -> str:
+        """Return a chunk of one choice with nothing but `name` ("delta" or "text") and its value."""
+        return f'{self._before}{choice},"{name}":{_encode(value)}{self._plain_after}'
+
+    def full(self, choice: int, name: str, value: Any, logprobs: Any, finish_reason: str | None) -> str:
+        """Return a chunk with log-probabilities or the reason of the end."""
+        fields = f'"{name}":{_encode(value)},"logprobs":{_encode(logprobs)},"finish_reason":{_encode(finish_reason)}'
+        return f"{self._before}{choice},{fields}{self._after}"
+
+    def usage(self, usage: dict[str, Any]) -> str:
+        """Return the last chunk, which has no choice."""
+        return event({**self._head, "choices": [], "usage": usage})
+
+
+class LogprobWriter:
+    """Writes log-probabilities in the two shapes of the API. Like the text they leave out the end tokens, `end_ids`.
+
+    `count` is the number of most likely tokens that were asked for.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, end_ids: Iterable[int], count: int):
+        self._tokenizer, self._end_ids, self._count = tokenizer, frozenset(end_ids), count
+        self._texts: dict[int, tuple[str, list[int]]] = {}
+
+    def chat(self, logprobs: Iterable[TokenLogprobs]) -> dict[str, Any]:
+        """Return the `logprobs` of a chat's choice."""
+        entries = [
+            {
+                **self._chat_entry(entry.token_id, entry.logprob),
+                "top_logprobs": [self._chat_entry(*pair) for pair in entry.top[: self._count]],
+            }
+            for entry in logprobs
+            if entry.token_id not in self._end_ids
+        ]
+        return {"content": entries, "refusal": None}
+
+    def completion(self, logprobs: Iterable[TokenLogprobs], offset: int) -> dict[str, Any]:
+        """Return the `logprobs` of a completion's choice; `offset` characters of text come before the first token."""
+        kept = [entry for entry in logprobs if entry.token_id not in self._end_ids]
+        tokens = [self._text(entry.token_id)[0] for entry in kept]
+        tops = [{self._text(token)[0]: _finite(lp) for token, lp in entry.top[: self._count]} for entry in kept]
+        return {
+            "tokens": tokens,
+            "token_logprobs": [_finite(entry.logprob) for entry in kept],
+            "top_logprobs": tops if self._count else None,
+            "text_offset": [offset + sum(map(len, tokens[:index])) for index in range(len(tokens))],
+        }
+
+    def _chat_entry(self, token_id: int, logprob: float) -> dict[str, Any]:
+        text, raw = self._text(token_id)
+        return {"token": text, "logprob": _finite(logprob), "bytes": raw}
+
+    def _text(self, token_id: int) -> tuple[str, list[int]]:
+        """Return the text and the bytes of a token, and keep them."""
+        if token_id not in self._texts:
+            self._texts[token_id] = self._read(token_id)
+        return self._texts[token_id]
+
+    def _read(self, token_id: int) -> tuple[str, list[int]]:
+        if self._tokenizer is None:
+            return f"token_id:{token_id}", []
+        raw = self._tokenizer.token_bytes(token_id)
+        if not raw:
+            raw = self._tokenizer.decode([token_id], skip_special_tokens=False).encode()
+        return raw.decode("utf-8", "replace"), list(raw)
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, _LOWEST)
 
 
 class ChatAnswer:
-    """POST /v1/chat/completions. `logprobs` None: not asked for."""
+    """The choices of a chat: streamed by `begin` and `stream`, or collected by `add` and written by `choices`.
+
+    `logprobs` is None where they were not asked for.
+    """
 
     def __init__(self, texts: Sequence[ChatText], logprobs: LogprobWriter | None):
         self._texts, self._logprobs = texts, logprobs
@@ -43,24 +121,26 @@ class ChatAnswer:
         self._reasons = [""] * len(texts)
 
     def begin(self, chunks: Chunks) -> str:
+        """Return the chunks before any text."""
         role = {"role": "assistant", "content": ""}
         return "".join(chunks.delta(choice, "delta", role) for choice in range(len(self._texts)))
 
     def stream(self, chunks: Chunks, item: Item) -> str:
+        """Return the chunks of one item."""
         choice, part = item
         text = self._texts[choice]
         if isinstance(part, Ended):
             rest = "".join([chunks.delta(choice, "delta", delta) for delta in text.flush()])
-            return rest + chunks.full(choice, "delta", {}, None, _reason(part, text.has_calls))
+            return rest + chunks.full(choice, "delta", {}, None, _reason(part, text))
         deltas = text.push(part.text) if part.text else []
         if self._logprobs is None or not part.logprobs:
             return "".join([chunks.delta(choice, "delta", delta) for delta in deltas])
         first, *others = deltas or [{"content": ""}]
-        entries = {"content": self._logprobs.chat(part.logprobs), "refusal": None}
-        begun = chunks.full(choice, "delta", first, entries, None)
+        begun = chunks.full(choice, "delta", first, self._logprobs.chat(part.logprobs), None)
         return begun + "".join([chunks.delta(choice, "delta", delta) for delta in others])
 
     def add(self, item: Item) -> None:
+        """Take in an item of an answer that is not streamed."""
         choice, part = item
         text = self._texts[choice]
         if isinstance(part, Piece):
@@ -68,25 +148,27 @@ class ChatAnswer:
             self._entries[choice] += part.logprobs
         else:
             self._deltas[choice] += text.flush()
-            self._reasons[choice] = _reason(part, text.has_calls)
+            self._reasons[choice] = _reason(part, text)
 
     def choices(self) -> list[dict[str, Any]]:
+        """Return the `choices` of an answer that is not streamed."""
         return [
             {
                 "index": choice,
                 "message": message_of(self._deltas[choice]),
-                "logprobs": self._written(self._entries[choice]),
+                "logprobs": self._logprobs and self._logprobs.chat(self._entries[choice]),
                 "finish_reason": reason,
             }
             for choice, reason in enumerate(self._reasons)
         ]
 
-    def _written(self, entries: list[TokenLogprobs]) -> dict[str, Any] | None:
-        return None if self._logprobs is None else {"content": self._logprobs.chat(entries), "refusal": None}
+
+def _reason(ended: Ended, text: ChatText) -> str:
+    return "tool_calls" if text.has_calls and ended.reason == "stop" else ended.reason
 
 
 class CompletionAnswer:
-    """POST /v1/completions. `echoes` are what stands in front of each choice's text."""
+    """The choices of a plain completion, with the methods of `ChatAnswer`. `echoes` are put before the texts."""
 
     def __init__(self, echoes: Sequence[str], logprobs: LogprobWriter | None):
         self._echoes, self._logprobs = echoes, logprobs
@@ -120,18 +202,14 @@ class CompletionAnswer:
         return [
             {
                 "index": choice,
-                "text": "".join(self._texts[choice]),
-                "logprobs": self._written(choice),
+                "text": "".join(text),
+                "logprobs": self._logprobs and self._logprobs.completion(entries, len(echo)),
                 "finish_reason": reason,
             }
-            for choice, reason in enumerate(self._reasons)
+            for choice, (text, entries, echo, reason) in enumerate(
+                zip(self._texts, self._entries, self._echoes, self._reasons, strict=True)
+            )
         ]
 
-    def _written(self, choice: int) -> dict[str, Any] | None:
-        if self._logprobs is None:
-            return None
-        return self._logprobs.completion(self._entries[choice], len(self._echoes[choice]))
 
-
-def _reason(ended: Ended, has_calls: bool) -> str:
-    return "tool_calls" if has_calls and ended.reason == "stop" else ended.reason
+Answer = ChatAnswer | CompletionAnswer

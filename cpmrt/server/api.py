@@ -1,33 +1,39 @@
-"""The endpoints."""
+"""The endpoints, and the chat page with the policy that keeps everything else from running in it."""
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import re
 from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from cpmrt.server.chat_page import chat_page
 from cpmrt.server.errors import ApiError
 from cpmrt.server.exchange import Exchange
 from cpmrt.server.json_body import parse_object, read_body
-from cpmrt.server.metrics import CONTENT_TYPE
 from cpmrt.server.openapi import document
-from cpmrt.server.request_log import record_of
 from cpmrt.server.responses import EventStream, JsonResponse, whole_answer
 from cpmrt.server.service import Prepared, Service
+from cpmrt.server.telemetry import METRICS_TYPE, record_of
+
+PAGE = Path(__file__).parent / "page" / "index.html"
+_PARTS = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
 
 
 class Endpoints:
-    """Handlers around one service."""
+    """Handles the requests to one service."""
 
     def __init__(self, service: Service):
         self._service = service
 
     def routes(self) -> list[Route]:
-        """Every path with its method."""
+        """Return every path with its method."""
         return [
             Route("/", self.page),
             Route("/health", self.ready),
@@ -60,26 +66,24 @@ class Endpoints:
         return JsonResponse(card)
 
     async def tokenize(self, request: Request) -> Response:
-        """{"prompt" or "content": text, "add_special_tokens": true} -> {"tokens": [...], "count", "max_model_len"}."""
-        body = await self._body(request)
-        return JsonResponse(await self._service.in_thread(lambda: self._service.tokenize(parse_object(body))))
+        """Answer {"prompt" or "content": text, "add_special_tokens": true} by {"tokens", "count", "max_model_len"}."""
+        return await self._in_thread(request, self._service.tokenize)
 
     async def detokenize(self, request: Request) -> Response:
-        """{"tokens": [...]} -> {"prompt": text}, special tokens written out."""
-        body = await self._body(request)
-        return JsonResponse(await self._service.in_thread(lambda: self._service.detokenize(parse_object(body))))
+        """Answer {"tokens": [...]} by {"prompt": text}, special tokens written out."""
+        return await self._in_thread(request, self._service.detokenize)
 
     async def live(self, request: Request) -> Response:
-        """200 as long as the event loop runs."""
+        """Answer 200 as long as the event loop runs."""
         return JsonResponse({"status": "live"})
 
     async def ready(self, request: Request) -> Response:
-        """200 if requests are taken, else 503 with the reason."""
+        """Answer 200 if requests are taken, else 503 with the reason."""
         self._service.engine.check_ready()
         return JsonResponse({"status": "ready", "model": self._service.settings.model_name})
 
     async def metrics(self, request: Request) -> Response:
-        return Response(self._service.metrics.text(self._service.engine.open_jobs), media_type=CONTENT_TYPE)
+        return Response(self._service.metrics.text(self._service.engine.open_jobs), media_type=METRICS_TYPE)
 
     async def openapi(self, request: Request) -> Response:
         return JsonResponse(document())
@@ -87,6 +91,10 @@ class Endpoints:
     async def page(self, request: Request) -> Response:
         content, headers = chat_page()
         return Response(content, media_type="text/html; charset=utf-8", headers=headers)
+
+    async def _in_thread(self, request: Request, call: Callable[[dict[str, Any]], dict[str, Any]]) -> Response:
+        body = await self._body(request)
+        return JsonResponse(await self._service.in_thread(lambda: call(parse_object(body))))
 
     async def _complete(self, request: Request, prepare: Callable[[dict[str, Any]], Prepared]) -> Response:
         self._service.engine.check_room()
@@ -96,16 +104,14 @@ class Endpoints:
         record.id = prepared.head["id"]
         if self._service.settings.log_prompts:
             record.prompt = body.decode("utf-8", "replace")
-        exchange = Exchange(
-            self._service.engine, prepared.requests, prepared.num_choices, request.receive, prepared.shown_ids
-        )
+        exchange = Exchange(self._service.engine, prepared, request.receive)
         record.ended = exchange.ended
-        if prepared.stream.is_on:
+        if prepared.wanted.streams:
             return EventStream(prepared, exchange)
         return await whole_answer(prepared, exchange)
 
     async def _body(self, request: Request) -> bytes:
-        """The body of a request that says it is JSON."""
+        """Read the body of a request, which must say that it is JSON."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             # Pages of other origins can send anything else without asking first.
@@ -117,3 +123,19 @@ class Endpoints:
         service = self._service
         card = {"id": service.settings.model_name, "object": "model", "created": service.started, "owned_by": "cpmrt"}
         return {**card, "max_model_len": service.engine.llm.max_context}
+
+
+@cache
+def chat_page() -> tuple[bytes, dict[str, str]]:
+    """Return the page and its headers. They allow its own script and styles only, known by their hashes."""
+    text = PAGE.read_text(encoding="utf-8")
+    sources = {"script": "", "style": ""}
+    for kind, content in _PARTS.findall(text):
+        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+        sources[kind] += f" 'sha256-{digest}'"
+    policy = (
+        f"default-src 'none'; script-src{sources['script']}; style-src{sources['style']}; img-src data:; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+    headers = {"Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
+    return text.encode(), headers

@@ -1,28 +1,34 @@
-"""The ASGI application: endpoints, errors in the API's shape, the gate around them."""
+"""The ASGI application: the endpoints, errors in the API's shape, and the gate that every request passes first."""
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import secrets
+from hmac import compare_digest
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cpmrt.errors import CpmrtError, RequestError
 from cpmrt.server.api import Endpoints
 from cpmrt.server.errors import ApiError, as_api_error
-from cpmrt.server.gate import Gate
 from cpmrt.server.json_body import ClientGoneError
 from cpmrt.server.responses import CLIENT_GONE, error_response
 from cpmrt.server.service import Service
+from cpmrt.server.telemetry import RequestRecord
 
 _log = logging.getLogger("cpmrt.server")
+_OPEN_PATHS = ("/", "/health", "/health/live", "/health/ready", "/openapi.json")
+_LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]", "")
 
 
 def make_app(service: Service) -> ASGIApp:
-    """The application of a service."""
+    """Return the application of a service."""
     routes = Endpoints(service).routes()
     app = Starlette(
         routes=routes,
@@ -35,7 +41,7 @@ def make_app(service: Service) -> ASGIApp:
         },
     )
     app.router.redirect_slashes = False
-    return Gate(app, service.settings, service.metrics, frozenset(route.path for route in routes))
+    return Gate(app, service, frozenset(route.path for route in routes))
 
 
 async def _answer(request: Request, error: Exception) -> Response:
@@ -45,7 +51,7 @@ async def _answer(request: Request, error: Exception) -> Response:
 
 
 async def _gone(request: Request, error: Exception) -> Response:
-    """Nobody reads this; the status is for the log."""
+    """Answer a client that has gone: the status is for the log."""
     return Response(status_code=CLIENT_GONE)
 
 
@@ -55,3 +61,62 @@ async def _routing_error(request: Request, error: Exception) -> Response:
     message = f"{request.method} {request.url.path[:100]}: {error.detail}"
     headers = dict(error.headers or {})
     return error_response(ApiError(error.status_code, message, code=codes.get(error.status_code), headers=headers))
+
+
+class Gate:
+    """Checks the API key and the host that a request means, counts it and logs it, around the application itself.
+
+    Metrics name the `paths`; other paths count together.
+    """
+
+    def __init__(self, app: ASGIApp, service: Service, paths: frozenset[str]):
+        self._app, self._metrics, self._paths, settings = app, service.metrics, paths, service.settings
+        self._key = _digest(settings.api_key.encode()) if settings.api_key else None
+        # Without a key, a page of any origin could reach this server by a name of its own that means 127.0.0.1.
+        self._checks_host = settings.is_loopback and self._key is None
+        self._own_host = settings.host
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        record = RequestRecord(f"req-{secrets.token_hex(8)}", scope["method"], scope["path"])
+        record.attach(scope)
+
+        async def noted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                record.status = message["status"]
+                message = {**message, "headers": [*message["headers"], (b"x-request-id", record.id.encode())]}
+            await send(message)
+
+        try:
+            refusal = self._refusal(scope)
+            app: Any = self._app if refusal is None else error_response(refusal)
+            await app(scope, receive, noted)
+        finally:
+            path = record.path if record.path in self._paths else "other"
+            self._metrics.requests.labels(path, str(record.status)).inc()
+            record.write()
+
+    def _refusal(self, scope: Scope) -> ApiError | None:
+        headers = {name: value for name, value in scope["headers"] if name in (b"authorization", b"host")}
+        if self._checks_host and not self._is_own(headers.get(b"host", b"")):
+            message = "this server answers only to localhost; give it an API key to open it to other names"
+            return ApiError(403, message, code="wrong_host")
+        if self._key is None or scope["path"] in _OPEN_PATHS:
+            return None
+        scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
+        if scheme.lower() == b"bearer" and compare_digest(_digest(token.strip()), self._key):
+            return None
+        message = "missing or wrong API key; send it as Authorization: Bearer KEY"
+        return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+
+    def _is_own(self, host: bytes) -> bool:
+        name = host.decode("latin-1").lower()
+        if not name.endswith("]"):
+            name = name.rpartition(":")[0] or name
+        return name in _LOOPBACK_NAMES or name == self._own_host or name.startswith("127.")
+
+
+def _digest(key: bytes) -> bytes:
+    """Hash a key: digests have one length, so that comparing them tells nothing of the key's."""
+    return hashlib.sha256(key).digest()

@@ -1,24 +1,33 @@
-"""From the text of an answer to the deltas of a chat message: thoughts, content, tool calls."""
+"""The text of a chat answer, split as it comes into thoughts, content and tool calls.
+
+Thoughts stand in `<think>...</think>` (MiniCPM4.1, MiniCPM5, Qwen) or `<|thought_start|>...<|thought_end|>` (MiniCPM3),
+at the beginning of an answer only: further on these markers are text. `tool_formats` describes the tool calls.
+"""
 
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 from typing import Any
 
-from cpmrt.server.thinking import ThinkingSplitter
-from cpmrt.server.tool_calls import ToolCallFinder
-from cpmrt.server.tool_formats import Call, Schemas
+from cpmrt.server.tool_formats import FORMATS, MAX_CALL_CHARACTERS, Call, Format, Schemas
 
 Delta = dict[str, Any]
-"""{"content": text}, {"reasoning_content": text} or {"tool_calls": [...]}, as they stand in a chunk."""
+"""A part of a message as a chunk has it: {"content": text}, {"reasoning_content": text} or {"tool_calls": [...]}."""
+_PAIRS = {"<think>": "</think>", "<|thought_start|>": "<|thought_end|>"}
+THINKING_MARKERS = (*_PAIRS, *_PAIRS.values())
+_STARTS = {form.start: form for form in FORMATS}
 
 
 class ChatText:
-    """One choice. `schemas` None: the request has no tools, and nothing is taken for a call."""
+    """Turns the text of one choice into deltas. `schemas` None: the request has no tools, so nothing is a call.
+
+    `is_thinking`: the prompt has opened a thought, so that the answer begins inside it.
+    """
 
     def __init__(self, is_thinking: bool, schemas: Schemas | None):
-        self._thinking = ThinkingSplitter(is_thinking)
-        self._tools = None if schemas is None else ToolCallFinder(schemas)
+        self._thinking = _ThinkingSplitter(is_thinking)
+        self._tools = None if schemas is None else _ToolCallFinder(schemas)
         self._num_calls = 0
 
     @property
@@ -26,22 +35,19 @@ class ChatText:
         return self._num_calls > 0
 
     def push(self, piece: str) -> list[Delta]:
-        """What this piece completes."""
+        """Return the deltas that this piece completes."""
         thoughts, text = self._thinking.push(piece)
-        calls: list[Call] = []
-        if self._tools is not None and text:
-            text, calls = self._tools.push(text)
+        text, calls = self._tools.push(text) if self._tools and text else (text, [])
         return self._deltas(thoughts, text, calls)
 
     def flush(self) -> list[Delta]:
-        """What is still held back at the end of the answer."""
+        """Return what is still held back at the end of the answer."""
         thoughts, text = self._thinking.flush()
-        calls: list[Call] = []
-        if self._tools is not None:
-            before, calls = self._tools.push(text)
-            after, more = self._tools.flush()
-            text, calls = before + after, [*calls, *more]
-        return self._deltas(thoughts, text, calls)
+        if self._tools is None:
+            return self._deltas(thoughts, text, [])
+        before, calls = self._tools.push(text)
+        after, more = self._tools.flush()
+        return self._deltas(thoughts, before + after, [*calls, *more])
 
     def _deltas(self, thoughts: str, text: str, calls: list[Call]) -> list[Delta]:
         deltas: list[Delta] = []
@@ -54,7 +60,7 @@ class ChatText:
         return deltas
 
     def _call_deltas(self, call: Call) -> list[Delta]:
-        """The head of a call, then its arguments, as the API streams them."""
+        """Return the head of a call and its arguments, as the API streams them."""
         index, self._num_calls = self._num_calls, self._num_calls + 1
         head = {"index": index, "id": f"call_{secrets.token_hex(12)}", "type": "function"}
         return [
@@ -64,23 +70,152 @@ class ChatText:
 
 
 def message_of(deltas: list[Delta]) -> dict[str, Any]:
-    """The message that the deltas of a choice make together."""
-    texts: dict[str, list[str]] = {"content": [], "reasoning_content": []}
+    """Return the message that the deltas of a choice make together."""
+    content, thoughts = ("".join(delta.get(name, "") for delta in deltas) for name in ("content", "reasoning_content"))
     calls: list[dict[str, Any]] = []
-    for delta in deltas:
-        for name, parts in texts.items():
-            parts.append(delta.get(name, ""))
-        for part in delta.get("tool_calls", ()):
-            if part["index"] == len(calls):
-                calls.append({**part, "function": dict(part["function"])})
-                del calls[-1]["index"]
-            else:
-                calls[part["index"]]["function"]["arguments"] += part["function"]["arguments"]
-    content = "".join(texts["content"])
-    message: dict[str, Any] = {"role": "assistant", "content": content if content or not calls else None}
-    message["refusal"] = None
-    if any(texts["reasoning_content"]):
-        message["reasoning_content"] = "".join(texts["reasoning_content"])
-    if calls:
-        message["tool_calls"] = calls
-    return message
+    for part in (part for delta in deltas for part in delta.get("tool_calls", ())):
+        if part["index"] == len(calls):
+            calls.append({**part, "function": dict(part["function"])})
+            del calls[-1]["index"]
+        else:
+            calls[part["index"]]["function"]["arguments"] += part["function"]["arguments"]
+    message = {"role": "assistant", "content": content if content or not calls else None, "refusal": None}
+    if thoughts:
+        message["reasoning_content"] = thoughts
+    return message | ({"tool_calls": calls} if calls else {})
+
+
+def opens_thinking(prompt_end: str) -> bool:
+    """Tell whether a prompt ends inside a thought, so that the answer begins there."""
+    return prompt_end.rstrip().endswith(tuple(_PAIRS))
+
+
+class _ThinkingSplitter:
+    """Splits text into (thoughts, text) as soon as that is certain. White space around the thoughts is dropped."""
+
+    def __init__(self, is_thinking: bool):
+        self._end = "</think>" if is_thinking else ""
+        """The marker that ends the open thought; "" outside of one."""
+        self._is_done = False
+        self._held = ""
+        self._trims = True
+
+    def push(self, piece: str) -> tuple[str, str]:
+        """Return the thoughts and the text that this piece completes."""
+        if self._is_done and not self._trims:
+            return "", piece
+        self._held += piece
+        thoughts = ""
+        if not self._is_done and not self._end:
+            self._look_for_start()
+        if self._end:
+            thoughts = self._take_thoughts()
+        return thoughts, self._take_text() if self._is_done else ""
+
+    def flush(self) -> tuple[str, str]:
+        """Return what is still held back, now that no more will come."""
+        held, self._held = self._held, ""
+        return (held.rstrip(), "") if self._end else ("", held)
+
+    def _look_for_start(self) -> None:
+        text = self._held.lstrip()
+        for start, end in _PAIRS.items():
+            if text.startswith(start):
+                self._end, self._held = end, text[len(start) :]
+                return
+        if text and not any(start.startswith(text) for start in _PAIRS):
+            self._is_done, self._trims = True, False
+
+    def _take_thoughts(self) -> str:
+        self._trim_start()
+        before, end, after = self._held.partition(self._end)
+        if end:
+            self._end, self._held = "", after
+            self._is_done = self._trims = True
+            return before.rstrip()
+        shown = self._held[: len(self._held) - _held_back(self._held, (self._end,))].rstrip()
+        self._held = self._held[len(shown) :]
+        return shown
+
+    def _take_text(self) -> str:
+        self._trim_start()
+        text, self._held = self._held, ""
+        return text
+
+    def _trim_start(self) -> None:
+        """Drop white space until something else has come."""
+        if self._trims:
+            self._held = self._held.lstrip()
+            self._trims = not self._held
+
+
+class _ToolCallFinder:
+    """Splits text into (text, calls). A block that turns out to be no call comes out as the text that it is.
+
+    White space in front of a call, and between calls, is dropped.
+    """
+
+    def __init__(self, schemas: Schemas):
+        self._schemas = schemas
+        self._held = ""
+        self._gap = ""
+        """The white space in front of the block that is open."""
+        self._form: Format | None = None
+        """The format of the block that is open."""
+        self._has_calls = False
+
+    def push(self, piece: str) -> tuple[str, list[Call]]:
+        """Return the text and the calls that this piece completes."""
+        self._held += piece
+        shown, calls = list[str](), list[Call]()
+        while self._form is None or self._form.end in self._held or len(self._held) > MAX_CALL_CHARACTERS:
+            if self._form is not None:
+                self._close(self._form, shown, calls)
+            elif not self._open(shown):
+                break
+        return "".join(shown), calls
+
+    def flush(self) -> tuple[str, list[Call]]:
+        """Return what is still held back. The end of the last block may be missing: models end their turn instead."""
+        shown, calls = list[str](), list[Call]()
+        if self._form is not None:
+            self._close(self._form, shown, calls)
+        rest, self._held = self._held, ""
+        shown.append(rest if rest.strip() or not self._has_calls else "")
+        return "".join(shown), calls
+
+    def _open(self, shown: list[str]) -> bool:
+        """Show the text that cannot belong to a call, and tell whether a call begins after it."""
+        places = [(self._held.find(start), start) for start in _STARTS]
+        found = min(((position, start) for position, start in places if position >= 0), default=None)
+        position = found[0] if found else len(self._held) - _held_back(self._held, tuple(_STARTS))
+        text = self._held[:position].rstrip()
+        shown.append(text)
+        if found is None:
+            self._held = self._held[len(text) :]
+            return False
+        self._gap, start = self._held[len(text) : position], found[1]
+        self._form, self._held = _STARTS[start], self._held[position + len(start) :]
+        return True
+
+    def _close(self, form: Format, shown: list[str], calls: list[Call]) -> None:
+        block, end, rest = self._held.partition(form.end)
+        self._form, self._held = None, rest
+        try:
+            found = form.read(block, self._schemas)
+        except ValueError:
+            shown.append(self._gap + form.start + block + end)
+            return
+        calls += found
+        self._has_calls = self._has_calls or bool(found)
+
+
+def _held_back(text: str, markers: Sequence[str]) -> int:
+    """Return the length of the end of `text` that may be the beginning of a marker."""
+    longest = min(len(text), max(map(len, markers)) - 1)
+    firsts = {marker[0] for marker in markers}
+    for length in range(longest, 0, -1):
+        start = len(text) - length
+        if text[start] in firsts and any(marker.startswith(text[start:]) for marker in markers):
+            return length
+    return 0

@@ -1,7 +1,7 @@
-"""The thread that owns the model: it alone drives the engine. The event loop hands it jobs and gets pieces back.
+"""The thread that owns the model: it alone drives the engine. The event loop gives it jobs and gets pieces back.
 
-Every method of EngineThread is for the event loop; what runs in the thread begins with `_run`. Commands reach the
-thread through a queue that it reads between two steps; results of one step reach the loop in one call.
+Every public method of EngineThread is for the event loop; what the thread itself runs begins with `_run`. Commands
+reach the thread through a queue that it reads between two steps; the results of one step reach the loop in one call.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from cpmrt.engine import GenerationStats, Request, Sequence
 from cpmrt.errors import CpmrtError, DeviceError, NoDeviceError
 from cpmrt.generation import AnswerText, Piece
 from cpmrt.server.errors import invalid, overloaded, unavailable
-from cpmrt.server.mailbox import Ended, Item, Mailbox
 
 if TYPE_CHECKING:
     from cpmrt import LLM
@@ -30,12 +29,33 @@ _NO_STATS = GenerationStats(0, 0, 0.0, 0.0, None)
 State = Literal["loading", "ready", "draining", "failed"]
 
 
+@dataclass(frozen=True)
+class Ended:
+    """The end of a choice. `reason` is "stop", "length", "cancelled" or, with an `error`, "error".
+
+    Seconds are from the request's arrival: in the queue, and to the first token (0 without one).
+    """
+
+    reason: str
+    stats: GenerationStats
+    queued_s: float = 0.0
+    first_token_s: float = 0.0
+    error: Exception | None = None
+
+
+Item = tuple[int, Piece | Ended]
+"""The number of a choice, and a piece of it or its end."""
+
+
 @dataclass(eq=False)
 class Job:
-    """One choice of a request on its way through the engine. `shown_ids`: special tokens that its text keeps."""
+    """One choice of an HTTP request on its way through the engine. `deliver` is called on the event loop.
+
+    `shown_ids` are special tokens that its text keeps.
+    """
 
     request: Request
-    mailbox: Mailbox
+    deliver: Callable[[Item], None]
     choice: int = 0
     shown_ids: frozenset[int] = frozenset()
     submitted_at: float = field(default_factory=perf_counter)
@@ -43,14 +63,19 @@ class Job:
     text: AnswerText | None = None
     started_at: float = 0.0
 
-
-_Command = tuple[Literal["submit", "cancel", "stop"], tuple[Job, ...]]
+    def ended(self, reason: str, error: Exception | None = None) -> Ended:
+        """Return the end of this job, now."""
+        seq = self.sequence
+        queued_s = (self.started_at or perf_counter()) - self.submitted_at
+        first_token_s = seq.first_token_at - self.submitted_at if seq is not None and seq.token_ids else 0.0
+        return Ended(reason, GenerationStats.of(seq) if seq else _NO_STATS, queued_s, first_token_s, error)
 
 
 class EngineThread:
     """Loads a model, then runs jobs on it until it is stopped.
 
-    `on_tokens(count)` and `on_ended(ended)` are called on the event loop, for the metrics.
+    `max_queue` sequences may wait besides those that run. `on_tokens(count)` and `on_ended(ended)` are called on the
+    event loop, for the metrics.
     """
 
     def __init__(
@@ -58,31 +83,23 @@ class EngineThread:
         load: Callable[[], LLM],
         *,
         max_queue: int,
-        on_tokens: Callable[[int], None] = lambda count: None,
-        on_ended: Callable[[Ended], None] = lambda ended: None,
+        on_tokens: Callable[[int], None],
+        on_ended: Callable[[Ended], None],
     ):
         self._load, self._max_queue = load, max_queue
         self._on_tokens, self._on_ended = on_tokens, on_ended
         self._loop = asyncio.get_running_loop()
-        self._commands: SimpleQueue[_Command] = SimpleQueue()
+        self._commands: SimpleQueue[Callable[[LLM], None] | None] = SimpleQueue()
+        """Calls for the thread to make; None ends it."""
         self._open: set[Job] = set()
         self._active: list[Job] = []
         self._llm: LLM | None = None
-        self._state: State = "loading"
+        self.state: State = "loading"
         self._failure: Exception | None = None
         self.loaded: asyncio.Future[None] = self._loop.create_future()
         """Done when the model is there, or with the exception that kept it from being loaded."""
         self._thread = threading.Thread(target=self._run, name="cpmrt-engine", daemon=True)
         self._thread.start()
-
-    @property
-    def state(self) -> State:
-        return self._state
-
-    @property
-    def failure(self) -> Exception | None:
-        """Why the state is "failed"."""
-        return self._failure
 
     @property
     def llm(self) -> LLM:
@@ -93,11 +110,11 @@ class EngineThread:
 
     def check_ready(self) -> None:
         """Raise ApiError 503, with the reason, unless requests are taken."""
-        if self._state == "loading":
+        if self.state == "loading":
             raise unavailable("the model is still being loaded")
-        if self._state == "failed":
+        if self.state == "failed":
             raise unavailable(f"the server cannot go on: {self._failure}")
-        if self._state == "draining":
+        if self.state == "draining":
             raise unavailable("the server is shutting down")
 
     @property
@@ -105,46 +122,47 @@ class EngineThread:
         """Jobs whose end has not been told yet, running or waiting."""
         return tuple(self._open)
 
+    @property
+    def _capacity(self) -> int:
+        return self.llm.engine.limits.max_sequences + self._max_queue
+
     def check_capacity(self, count: int) -> None:
         """Raise ApiError 400 if so many sequences could never be taken at once. For any thread."""
-        capacity = self.llm.engine.limits.max_sequences + self._max_queue
-        if count > capacity:
-            raise invalid("n", f"the request has {count} sequences, this server takes {capacity} at a time")
+        if count > self._capacity:
+            raise invalid("n", f"the request has {count} sequences, this server takes {self._capacity} at a time")
 
     def check_room(self, count: int = 1) -> None:
         """Raise ApiError 429 if so many more jobs would not fit the queue, 503 if none is taken at all."""
-        limits = self.llm.engine.limits
-        if len(self._open) + count > limits.max_sequences + self._max_queue:
+        if len(self._open) + count > self._capacity:
             raise overloaded(len(self._open))
 
     def submit(self, jobs: tuple[Job, ...]) -> None:
-        """Queue all of them or none. Raises ApiError as `check_room` does."""
+        """Queue all of these jobs or none. Raises ApiError as `check_room` does."""
         self.check_room(len(jobs))
         self._open.update(jobs)
-        self._commands.put(("submit", jobs))
+        self._commands.put(lambda llm: self._run_jobs(llm, jobs))
 
     def cancel(self, jobs: tuple[Job, ...]) -> None:
-        """End them before the next step. No effect on those that have ended."""
-        running = tuple(job for job in jobs if job in self._open)
+        """End these jobs before the next step. No effect on those that have ended."""
+        running = [job for job in jobs if job in self._open]
         if running:
-            self._commands.put(("cancel", running))
+            self._commands.put(lambda llm: self._run_cancel(llm, running))
 
     def drain(self) -> None:
         """Take no more jobs; those there are go on."""
-        if self._state == "ready":
-            self._state = "draining"
+        if self.state == "ready":
+            self.state = "draining"
 
     async def stop(self) -> None:
         """Cancel what is left, free the model and end the thread."""
         self.drain()
-        self._commands.put(("stop", ()))
+        self._commands.put(None)
         await self._loop.run_in_executor(None, self._thread.join)
 
     def _deliver(self, batch: list[tuple[Job, Piece | Ended]]) -> None:
         num_tokens = 0
         for job, item in batch:
-            entry: Item = (job.choice, item)
-            job.mailbox.put(entry)
+            job.deliver((job.choice, item))
             if isinstance(item, Piece):
                 num_tokens += len(item.token_ids)
             else:
@@ -160,82 +178,81 @@ class EngineThread:
             self.loaded.set_exception(failure)
             return
         self._llm = llm
-        if self._state == "loading":
-            self._state = "ready"
+        if self.state == "loading":
+            self.state = "ready"
         self.loaded.set_result(None)
 
     def _fail(self, error: Exception) -> None:
-        self._state, self._failure = "failed", error
-
-    def _post(self, call: Callable[..., None], *arguments: object) -> None:
-        with suppress(RuntimeError):  # the loop is closed: nobody is left to be told
-            self._loop.call_soon_threadsafe(call, *arguments)
+        self.state, self._failure = "failed", error
 
     def _run(self) -> None:
         try:
             llm = self._load()
         except BaseException as error:  # told to whoever waits for the model
-            self._post(self._finish_loading, None, error)
+            self._run_post(self._finish_loading, None, error)
             return
-        self._post(self._finish_loading, llm, None)
+        self._run_post(self._finish_loading, llm, None)
         try:
             while self._run_commands(llm):
                 if self._active:
                     self._run_step(llm)
         finally:
-            self._end(self._active, "cancelled", None)
+            self._run_end(self._active, "cancelled")
             with suppress(CpmrtError):
                 llm.close()
 
+    def _run_post(self, call: Callable[..., None], *arguments: object) -> None:
+        """Have the event loop make a call."""
+        with suppress(RuntimeError):  # the loop is closed: nobody is left to be told
+            self._loop.call_soon_threadsafe(call, *arguments)
+
     def _run_commands(self, llm: LLM) -> bool:
-        """Carry out what has come, waiting for it while there is nothing else to do; False to end."""
+        """Carry out the commands that have come, and wait for one while no job is active; False to end."""
         while True:
             try:
-                action, jobs = self._commands.get(block=not self._active)
+                command = self._commands.get(block=not self._active)
             except Empty:
                 return True
-            if action == "stop":
+            if command is None:
                 return False
-            if action == "submit":
-                for job in jobs:
-                    self._start(llm, job)
-            else:
-                self._cancel(llm, [job for job in jobs if job in self._active])
+            command(llm)
 
-    def _start(self, llm: LLM, job: Job) -> None:
-        try:
-            if self._failure is not None:
-                raise self._failure
-            job.sequence = llm.engine.add(job.request)
-            job.text = AnswerText(llm.engine, llm.tokenizer, job.sequence, job.shown_ids)
-            self._active.append(job)
-        except Exception as error:
-            self._end([job], "error", error)
+    def _run_jobs(self, llm: LLM, jobs: tuple[Job, ...]) -> None:
+        for job in jobs:
+            try:
+                if self._failure is not None:
+                    raise self._failure
+                job.sequence = llm.engine.add(job.request)
+                job.text = AnswerText(llm.engine, llm.tokenizer, job.sequence, job.shown_ids)
+                self._active.append(job)
+            except Exception as error:
+                self._run_end([job], "error", error)
 
-    def _cancel(self, llm: LLM, jobs: list[Job]) -> None:
+    def _run_cancel(self, llm: LLM, jobs: list[Job]) -> None:
+        jobs = [job for job in jobs if job in self._active]
         for job in jobs:
             assert job.sequence is not None
             try:
                 llm.engine.finish(job.sequence, "cancelled")
             except Exception as error:
-                self._note_failure(error)
-        self._end(jobs, "cancelled", None)
+                self._run_failed(error)
+        self._run_end(jobs, "cancelled")
 
     def _run_step(self, llm: LLM) -> None:
         try:
             llm.engine.advance()
         except Exception as error:  # each sequence knows whether it was its own step
-            self._note_failure(error)
+            self._run_failed(error)
         batch: list[tuple[Job, Piece | Ended]] = []
-        for job in [job for job in self._active if self._collect(job, batch)]:
+        for job in [job for job in self._active if self._run_collect(job, batch)]:
             self._active.remove(job)
         if batch:
-            self._post(self._deliver, batch)
+            self._run_post(self._deliver, batch)
         if self._failure is not None:
-            self._end(self._active, "error", self._failure)
+            self._run_end(self._active, "error", self._failure)
 
-    def _collect(self, job: Job, batch: list[tuple[Job, Piece | Ended]]) -> bool:
-        """Put the new pieces of a sequence into the batch; tell whether it has ended."""
+    def _run_collect(self, job: Job, batch: list[tuple[Job, Piece | Ended]]) -> bool:
+        """Put the new pieces of a sequence into the batch, and tell whether it has ended."""
         seq, text = job.sequence, job.text
         assert seq is not None and text is not None
         if seq.slot >= 0 and not job.started_at:
@@ -245,25 +262,18 @@ class EngineThread:
         if seq.finish_reason is None:
             return False
         batch += [(job, piece) for piece in text.rest()]
-        batch.append((job, _ended(job, "error" if seq.failure else seq.finish_reason, seq.failure)))
+        batch.append((job, job.ended("error" if seq.failure else seq.finish_reason, seq.failure)))
         return True
 
-    def _end(self, jobs: list[Job], reason: str, error: Exception | None) -> None:
-        """Tell the end of these jobs; they are active no more."""
-        ended = [(job, _ended(job, reason, error)) for job in jobs]
+    def _run_end(self, jobs: list[Job], reason: str, error: Exception | None = None) -> None:
+        """Take these jobs off the active ones and tell their end."""
+        ended = [(job, job.ended(reason, error)) for job in jobs]
         self._active = [job for job in self._active if job not in jobs]
-        self._post(self._deliver, ended)
+        self._run_post(self._deliver, ended)
 
-    def _note_failure(self, error: Exception) -> None:
-        """After a fault of the device nothing can run any more; any other failed step cost its own requests only."""
+    def _run_failed(self, error: Exception) -> None:
+        """Log a failed step. After a fault of the device nothing can run; others cost their own requests only."""
         _log.error("a step failed: %s", error, exc_info=None if isinstance(error, CpmrtError) else error)
         if isinstance(error, (DeviceError, NoDeviceError)):
             self._failure = error
-            self._post(self._fail, error)
-
-
-def _ended(job: Job, reason: str, error: Exception | None) -> Ended:
-    seq = job.sequence
-    queued_s = (job.started_at or perf_counter()) - job.submitted_at
-    first_token_s = seq.first_token_at - job.submitted_at if seq is not None and seq.token_ids else 0.0
-    return Ended(reason, GenerationStats.of(seq) if seq else _NO_STATS, queued_s, first_token_s, error)
+            self._run_post(self._fail, error)

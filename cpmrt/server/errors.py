@@ -14,7 +14,7 @@ _FIELD = re.compile(r"[a-z_]+(\[\d+\])?(\.[a-z_]+(\[\d+\])?)*")
 
 
 class ApiError(Exception):
-    """What a client is told. `param` names the field of the request, `code` is for programs."""
+    """An error for the client. `param` names the field of the request, `code` is for programs."""
 
     def __init__(
         self,
@@ -30,34 +30,34 @@ class ApiError(Exception):
         self.headers = headers or {}
 
     def body(self) -> dict[str, Any]:
-        """The JSON of the answer."""
+        """Return the JSON of the answer."""
         kind = _TYPES.get(self.status, "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
 def invalid(param: str, problem: str) -> ApiError:
-    """A 400 that names the field."""
+    """Return a 400 that names the field."""
     return ApiError(400, f"{param}: {problem}", param=param, code="invalid_value")
 
 
 def unsupported(param: str, problem: str) -> ApiError:
-    """A 400 for a field that is known and not supported."""
+    """Return a 400 for a field that is known and not supported."""
     return ApiError(400, f"{param} is not supported: {problem}", param=param, code="unsupported_parameter")
 
 
 def overloaded(num_open: int) -> ApiError:
-    """A 429: the queue is full."""
+    """Return a 429: the queue is full."""
     message = f"the queue is full ({num_open} sequences run or wait); try again later"
     return ApiError(429, message, code="queue_full", headers={"Retry-After": "1"})
 
 
 def unavailable(reason: str) -> ApiError:
-    """A 503: no request can be taken now."""
+    """Return a 503: no request can be taken now."""
     return ApiError(503, reason, code="unavailable", headers={"Retry-After": "5"})
 
 
 def as_api_error(error: BaseException) -> ApiError:
-    """Whose fault it is: the request's (400), the device's (503) or this program's (500)."""
+    """Return any error with the status that says where the fault lies: request (400), device (503), program (500)."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, ContextLengthError):
@@ -75,7 +75,7 @@ def as_api_error(error: BaseException) -> ApiError:
 
 
 def _field_of(what: str) -> str | None:
-    """The field that a RequestError is about: "SamplingParams.top_p ...", "prompt: token 3" or "messages[0].role"."""
+    """Find the field in a RequestError's "SamplingParams.top_p ...", "prompt: token 3" or "messages[0].role"."""
     first, is_more = what.split(" ", 1)[0], " " in what
     name = first.removeprefix("SamplingParams.").removesuffix(":")
     if not _FIELD.fullmatch(name) or (is_more and name == first):
@@ -84,7 +84,7 @@ def _field_of(what: str) -> str | None:
 
 
 def _renamed(message: str) -> str:
-    """Python's names of the fields become the API's; folders of this machine are nobody's business."""
+    """Replace Python's names of fields by the API's, and take out the folders of this machine."""
     for ours, theirs in _NAMES.items():
         message = message.replace(f"SamplingParams.{ours}", theirs)
     return _FOLDERS.sub("", message.replace("SamplingParams.", ""))

@@ -1,4 +1,4 @@
-"""uvicorn's HTTP/1.1 connection with limits that it lacks: size and time of a request's head, a reader that stopped.
+"""uvicorn's HTTP/1.1 connection with limits on a request's head (size, time) and on a client that stops reading.
 
 The body's limits are in `json_body`. A connection that breaks a limit is closed.
 """
@@ -17,7 +17,7 @@ _TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close
 
 
 class LimitedHttpProtocol(HttpToolsProtocol):
-    """One connection."""
+    """One connection with these limits."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)

@@ -1,18 +1,20 @@
-"""The body of a request: read within limits of size and time, parsed within limits of depth and numbers."""
+"""The body of a request: read within limits of size and time, parsed within limits of depth, its fields checked."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
-from typing import Any, NoReturn
+from math import isfinite
+from typing import Any, NoReturn, TypeVar
 
-from cpmrt.server.errors import ApiError
+from cpmrt.server.errors import ApiError, invalid
 
 MAX_DEPTH = 64
 BODY_TIMEOUT_S = 30.0
 
 Receive = Callable[[], Awaitable[Any]]
+T = TypeVar("T")
 
 
 class ClientGoneError(Exception):
@@ -20,7 +22,7 @@ class ClientGoneError(Exception):
 
 
 async def read_body(receive: Receive, content_length: str | None, max_bytes: int) -> bytes:
-    """The whole body. Raises ApiError 413 or 408, ClientGoneError."""
+    """Read the whole body. Raises ApiError 413 or 408, ClientGoneError."""
     if content_length is not None and content_length.isdecimal() and int(content_length[:20]) > max_bytes:
         raise _too_large(max_bytes)
     try:
@@ -49,7 +51,7 @@ def _too_large(max_bytes: int) -> ApiError:
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
-    """A JSON object. Raises ApiError 400: not UTF-8, not JSON, NaN, a number too long, too deep, no object."""
+    """Parse a JSON object. Raises ApiError 400: not UTF-8, not JSON, NaN, a number too long, too deep, no object."""
     try:
         value = json.loads(body.decode("utf-8"), parse_constant=_refuse_constant)
         _check_depth(value)
@@ -85,3 +87,76 @@ def _check_depth(value: object) -> None:
 
 def _malformed(problem: str) -> ApiError:
     return ApiError(400, f"the body is not a valid JSON request: {problem}", code="invalid_json")
+
+
+class Fields:
+    """Reads the fields of a JSON object by type. `path` is put in front of their names in errors.
+
+    Every method returns None for a field that is absent or null, as the OpenAI API takes them to be the same, and
+    raises ApiError 400 for a value of another type.
+    """
+
+    def __init__(self, values: dict[str, Any], path: str = ""):
+        self._values, self._path = values, path
+
+    def name(self, key: str) -> str:
+        """Return the name that errors give to the field."""
+        return f"{self._path}.{key}" if self._path else key
+
+    def raw(self, key: str) -> Any:
+        return self._values.get(key)
+
+    def number(self, key: str) -> float | None:
+        value = self.raw(key)
+        return None if value is None else float(self._valid(key, is_number(value), "a number"))
+
+    def integer(self, key: str, within: range | None = None) -> int | None:
+        """Return a whole number; 4.0 counts, as JSON does not tell them apart."""
+        value = self.raw(key)
+        if value is None:
+            return None
+        number = int(self._valid(key, is_number(value) and value == int(value) and abs(value) < 2**64, "an integer"))
+        if within is not None and number not in within:
+            raise invalid(self.name(key), f"expected {within[0]} to {within[-1]}, got {number}")
+        return number
+
+    def boolean(self, key: str) -> bool | None:
+        return self._typed(key, bool, "true or false")
+
+    def string(self, key: str) -> str | None:
+        return self._typed(key, str, "a string")
+
+    def array(self, key: str) -> list[Any] | None:
+        return self._typed(key, list, "an array")
+
+    def mapping(self, key: str) -> dict[str, Any] | None:
+        """Return an object as it is."""
+        return self._typed(key, dict, "an object")
+
+    def object(self, key: str) -> Fields | None:
+        """Return an object whose fields are read in turn."""
+        values = self.mapping(key)
+        return None if values is None else Fields(values, self.name(key))
+
+    def _typed(self, key: str, kind: type[T], expected: str) -> T | None:
+        value: T | None = self.raw(key)
+        return None if value is None else self._valid(key, isinstance(value, kind), expected)
+
+    def _valid(self, key: str, is_valid: bool, expected: str) -> Any:
+        value = self.raw(key)
+        if not is_valid:
+            raise invalid(self.name(key), f"expected {expected}, got {shown(value)}")
+        return value
+
+
+def is_number(value: object) -> bool:
+    """Tell whether a JSON value is a number that a float can hold."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return abs(value) < 2**1000 if isinstance(value, int) else isfinite(value)
+
+
+def shown(value: object) -> str:
+    """Return a value for an error message, cut short."""
+    text = repr(value) if not isinstance(value, (dict, list, int)) else type(value).__name__
+    return text if len(text) <= 60 else text[:57] + "..."

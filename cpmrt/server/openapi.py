@@ -1,4 +1,4 @@
-"""The OpenAPI document of the server: what its endpoints take and give. Kept by hand; tests hold it to the code."""
+"""The OpenAPI document of the server. It is written by hand; tests compare it with the code."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ from typing import Any
 
 from cpmrt import __version__
 from cpmrt.config.sampling import MAX_LOGPROBS
-from cpmrt.server.sampling import MAX_CHOICES, MAX_STOP
-from cpmrt.server.schema import MAX_PROMPTS
+from cpmrt.server.schema import MAX_CHOICES, MAX_PROMPTS, MAX_STOP
 
 Schema = dict[str, Any]
 
 
 def document() -> Schema:
-    """The document, as JSON data."""
+    """Return the document as JSON data."""
     return {
         "openapi": "3.1.0",
         "info": {"title": "cpmrt", "version": __version__, "summary": "An OpenAI-compatible API for one local model"},
@@ -22,7 +21,7 @@ def document() -> Schema:
             "/v1/chat/completions": _post("ChatRequest", "ChatCompletion", "Answer a conversation", streams=True),
             "/v1/completions": _post("CompletionRequest", "Completion", "Continue prompts", streams=True),
             "/v1/models": _get("ModelList", "The model that is served"),
-            "/v1/models/{model}": _get("Model", "One model", statuses=("401", "404", "503"), parameters=[_MODEL]),
+            "/v1/models/{model}": _get("Model", "One model", "404", parameters=(_MODEL,)),
             "/tokenize": _post("TokenizeRequest", "Tokens", "Text to token ids"),
             "/detokenize": _post("DetokenizeRequest", "Text", "Token ids to text"),
             "/health": _get("Health", "Whether requests are taken", is_open=True),
@@ -66,15 +65,10 @@ def _post(request: str, answer: str, summary: str, *, streams: bool = False) -> 
 
 
 def _get(
-    answer: str,
-    summary: str,
-    *,
-    parameters: Any = (),
-    statuses: tuple[str, ...] = ("401", "503"),
-    is_open: bool = False,
+    answer: str, summary: str, *statuses: str, parameters: tuple[Schema, ...] = (), is_open: bool = False
 ) -> Schema:
-    operation: Schema = {"summary": summary, "parameters": list(parameters)}
-    operation["responses"] = {"200": {"description": "Done", "content": _body(_ref(answer))}} | _errors(*statuses)
+    responses = {"200": {"description": "Done", "content": _body(_ref(answer))}} | _errors("401", "503", *statuses)
+    operation = {"summary": summary, "parameters": list(parameters), "responses": responses}
     return {"get": operation | ({"security": [{}]} if is_open else {})}
 
 
@@ -88,7 +82,7 @@ _MODEL = {"name": "model", "in": "path", "required": True, "schema": {"type": "s
 
 
 def _optional(*types: str, **rules: Any) -> Schema:
-    """A field that may be null."""
+    """Return a field that may be null."""
     return {"type": [*types, "null"], **rules}
 
 
@@ -96,8 +90,8 @@ def _array(items: Schema, **rules: Any) -> Schema:
     return {"type": "array", "items": items, **rules}
 
 
-def _object(properties: Schema, required: tuple[str, ...] = ()) -> Schema:
-    return {"type": "object", "properties": properties, "required": list(required)}
+def _object(required: Schema, optional: Schema | None = None) -> Schema:
+    return {"type": "object", "properties": required | (optional or {}), "required": list(required)}
 
 
 _STRING, _INTEGER, _NUMBER = {"type": "string"}, {"type": "integer"}, {"type": "number"}
@@ -120,99 +114,76 @@ _SHARED: Schema = {
     "ignore_eos": _optional("boolean", default=False),
     "seed": _optional("integer"),
     "stream": _optional("boolean", default=False),
-    "stream_options": {"anyOf": [{"type": "null"}, _object({"include_usage": _optional("boolean")})]},
+    "stream_options": {"anyOf": [{"type": "null"}, _object({}, {"include_usage": _optional("boolean")})]},
 }
 
 
 def _requests() -> Schema:
-    part = _object({"type": {"const": "text"}, "text": _STRING}, ("type", "text"))
+    part = _object({"type": {"const": "text"}, "text": _STRING})
     message = _object(
+        {"role": {"enum": ["system", "developer", "user", "assistant", "tool"]}},
         {
-            "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
             "content": {"anyOf": [_optional("string"), _array(part)]},
             "tool_calls": _optional("array", items={"type": "object"}),
             "tool_call_id": _optional("string"),
         },
-        ("role",),
     )
-    function = _object({"name": _STRING, "description": _STRING, "parameters": {"type": "object"}}, ("name",))
+    function = _object({"name": _STRING}, {"description": _STRING, "parameters": {"type": "object"}})
+    tool = _object({}, {"type": {"const": "function"}, "function": function})
     chat = {
         **_SHARED,
-        "messages": _array(message, minItems=1),
         "max_tokens": _optional("integer", minimum=1),
         "max_completion_tokens": _optional("integer", minimum=1),
         "logprobs": _optional("boolean"),
         "top_logprobs": _optional("integer", minimum=0, maximum=MAX_LOGPROBS),
-        "tools": _optional("array", items=_object({"type": {"const": "function"}, "function": function})),
+        "tools": _optional("array", items=tool),
         "tool_choice": {"enum": ["none", "auto", None]},
         "chat_template_kwargs": _optional("object", description="Variables of the template, such as enable_thinking"),
     }
     prompts = [_STRING, _TOKEN_IDS, _array(_STRING, maxItems=MAX_PROMPTS), _array(_TOKEN_IDS, maxItems=MAX_PROMPTS)]
     completion = {
         **_SHARED,
-        "prompt": {"anyOf": prompts},
         "max_tokens": _optional("integer", minimum=1, default=16),
         "echo": _optional("boolean", default=False),
         "logprobs": _optional("integer", minimum=0, maximum=MAX_LOGPROBS),
     }
     tokenize = {"prompt": _STRING, "content": _STRING, "add_special_tokens": _optional("boolean", default=True)}
     return {
-        "ChatRequest": _object(chat, ("messages",)),
-        "CompletionRequest": _object(completion, ("prompt",)),
-        "TokenizeRequest": _object(tokenize),
-        "DetokenizeRequest": _object({"tokens": _TOKEN_IDS}, ("tokens",)),
+        "ChatRequest": _object({"messages": _array(message, minItems=1)}, chat),
+        "CompletionRequest": _object({"prompt": {"anyOf": prompts}}, completion),
+        "TokenizeRequest": _object({}, tokenize),
+        "DetokenizeRequest": _object({"tokens": _TOKEN_IDS}),
     }
 
 
 def _answers() -> Schema:
-    usage = _object(
-        {
-            "prompt_tokens": _INTEGER,
-            "completion_tokens": _INTEGER,
-            "total_tokens": _INTEGER,
-            "prompt_tokens_details": _object({"cached_tokens": _INTEGER}, ("cached_tokens",)),
-        },
-        ("prompt_tokens", "completion_tokens", "total_tokens", "prompt_tokens_details"),
-    )
     message = _object(
-        {
-            "role": {"const": "assistant"},
-            "content": _optional("string"),
-            "reasoning_content": _STRING,
-            "refusal": {"type": "null"},
-            "tool_calls": _array({"type": "object"}),
-        },
-        ("role", "content"),
+        {"role": {"const": "assistant"}, "content": _optional("string")},
+        {"reasoning_content": _STRING, "refusal": {"type": "null"}, "tool_calls": _array({"type": "object"})},
     )
+    model = {"id": _STRING, "object": {"const": "model"}, "created": _INTEGER, "owned_by": _STRING}
+    error = {"message": _STRING, "type": _STRING, "param": _optional("string"), "code": _optional("string")}
     return {
-        "ChatCompletion": _completion("chat.completion", {"message": message}, ["stop", "length", "tool_calls"], usage),
-        "Completion": _completion("text_completion", {"text": _STRING}, ["stop", "length"], usage),
-        "Model": _object({"id": _STRING, "object": {"const": "model"}, "created": _INTEGER, "owned_by": _STRING,
-                          "max_model_len": _INTEGER}, ("id", "object", "created", "owned_by")),
-        "ModelList": _object({"object": {"const": "list"}, "data": _array(_ref("Model"))}, ("object", "data")),
-        "Tokens": _object({"tokens": _TOKEN_IDS, "count": _INTEGER, "max_model_len": _INTEGER}, ("tokens", "count")),
-        "Text": _object({"prompt": _STRING}, ("prompt",)),
-        "Health": _object({"status": _STRING, "model": _STRING}, ("status",)),
-        "Error": _object({"error": _object(
-            {"message": _STRING, "type": _STRING, "param": _optional("string"), "code": _optional("string")},
-            ("message", "type", "param", "code"),
-        )}, ("error",)),
-    }  # fmt: skip
+        "ChatCompletion": _completion("chat.completion", {"message": message}, ["stop", "length", "tool_calls"]),
+        "Completion": _completion("text_completion", {"text": _STRING}, ["stop", "length"]),
+        "Model": _object(model, {"max_model_len": _INTEGER}),
+        "ModelList": _object({"object": {"const": "list"}, "data": _array(_ref("Model"))}),
+        "Tokens": _object({"tokens": _TOKEN_IDS, "count": _INTEGER}, {"max_model_len": _INTEGER}),
+        "Text": _object({"prompt": _STRING}),
+        "Health": _object({"status": _STRING}, {"model": _STRING}),
+        "Error": _object({"error": _object(error)}),
+    }
 
 
-def _completion(kind: str, content: Schema, reasons: list[str], usage: Schema) -> Schema:
-    choice = {
-        "index": _INTEGER, **content, "logprobs": _optional("object"), "finish_reason": {"enum": reasons},
-    }  # fmt: skip
-    return _object(
-        {
-            "id": _STRING,
-            "object": {"const": kind},
-            "created": _INTEGER,
-            "model": _STRING,
-            "system_fingerprint": _STRING,
-            "choices": _array(_object(choice, tuple(choice))),
-            "usage": usage,
-        },
-        ("id", "object", "created", "model", "choices", "usage"),
-    )
+def _completion(kind: str, content: Schema, reasons: list[str]) -> Schema:
+    choice = {"index": _INTEGER, **content, "logprobs": _optional("object"), "finish_reason": {"enum": reasons}}
+    counts = dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens"), _INTEGER)
+    required = {
+        "id": _STRING,
+        "object": {"const": kind},
+        "created": _INTEGER,
+        "model": _STRING,
+        "choices": _array(_object(choice)),
+        "usage": _object({**counts, "prompt_tokens_details": _object({"cached_tokens": _INTEGER})}),
+    }
+    return _object(required, {"system_fingerprint": _STRING})

@@ -1,4 +1,4 @@
-"""How answers leave: JSON, or server-sent events written as they come."""
+"""Responses: JSON, or server-sent events sent as they come."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from cpmrt.server.chunks import DONE, Chunks, event, to_bytes
+from cpmrt.server.answers import DONE, Chunks, event, to_bytes
 from cpmrt.server.errors import ApiError
 from cpmrt.server.exchange import Exchange
 from cpmrt.server.json_body import ClientGoneError
-from cpmrt.server.request_log import record_of
 from cpmrt.server.service import Prepared
+from cpmrt.server.telemetry import record_of
 
 _FIRST_WAIT_S = 1.0
-"""How long the status may wait for the first token. Until then an error can still be a status of its own."""
+"""How long to wait for the first token before the status is sent: until then an error can have its own status."""
 CLIENT_GONE = 499
 
 
 class JsonResponse(Response):
-    """A JSON object in UTF-8."""
+    """A response that is a JSON object in UTF-8."""
 
     media_type = "application/json"
 
@@ -30,12 +30,12 @@ class JsonResponse(Response):
 
 
 def error_response(error: ApiError) -> JsonResponse:
-    """An error with its status."""
+    """Return an error with its status."""
     return JsonResponse(error.body(), error.status, error.headers)
 
 
 async def whole_answer(prepared: Prepared, exchange: Exchange) -> JsonResponse:
-    """Everything at once. Raises ApiError, ClientGoneError."""
+    """Answer with everything at once. Raises ApiError, ClientGoneError."""
     async with exchange:
         while not exchange.is_done:
             for item in await exchange.items():
@@ -44,7 +44,7 @@ async def whole_answer(prepared: Prepared, exchange: Exchange) -> JsonResponse:
 
 
 class EventStream(Response):
-    """The chunks of an answer, each as soon as it is there; those that came meanwhile go out together."""
+    """Sends the chunks of an answer as soon as they are there; those that came meanwhile go out together."""
 
     def __init__(self, prepared: Prepared, exchange: Exchange):
         super().__init__(
@@ -52,6 +52,7 @@ class EventStream(Response):
         )
         del self.headers["content-length"]
         self._prepared, self._exchange = prepared, exchange
+        self._chunks = Chunks(prepared.head, include_usage=prepared.wanted.include_usage)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with self._exchange:
@@ -64,24 +65,26 @@ class EventStream(Response):
                 record_of(scope).status = CLIENT_GONE
                 return
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            try:
-                while True:
-                    if events:
-                        await send({"type": "http.response.body", "body": to_bytes(events), "more_body": True})
-                    if self._exchange.is_done:
-                        break
-                    events = await self._next_events()
-                tail = self._tail()
-            except ApiError as error:
-                tail = event(error.body())
-                record_of(scope).status = error.status
-            except ClientGoneError:
-                record_of(scope).status = CLIENT_GONE
-                tail = ""
+            tail = await self._send_events(scope, send, events)
             await send({"type": "http.response.body", "body": to_bytes(tail), "more_body": False})
 
+    async def _send_events(self, scope: Scope, send: Send, events: str) -> str:
+        """Send all events but the last, which is returned. The status has been sent: an error becomes an event."""
+        try:
+            while True:
+                if events:
+                    await send({"type": "http.response.body", "body": to_bytes(events), "more_body": True})
+                if self._exchange.is_done:
+                    return self._tail()
+                events = await self._next_events()
+        except ApiError as error:
+            record_of(scope).status = error.status
+            return event(error.body())
+        except ClientGoneError:
+            record_of(scope).status = CLIENT_GONE
+            return ""
+
     async def _first_events(self) -> str:
-        self._chunks = Chunks(self._prepared.head, include_usage=self._prepared.stream.include_usage)
         begun = self._prepared.answer.begin(self._chunks)
         return begun + (await self._next_events() if self._exchange.has_items else "")
 
@@ -90,5 +93,5 @@ class EventStream(Response):
         return "".join([stream(chunks, item) for item in await self._exchange.items()])
 
     def _tail(self) -> str:
-        usage = self._chunks.usage(self._exchange.usage()) if self._prepared.stream.include_usage else ""
+        usage = self._chunks.usage(self._exchange.usage()) if self._prepared.wanted.include_usage else ""
         return usage + DONE

@@ -1,4 +1,4 @@
-"""A server from its sockets to its end: load, listen, drain, stop."""
+"""The life of a server: listen, load, serve, drain, stop."""
 
 from __future__ import annotations
 
@@ -17,21 +17,20 @@ from cpmrt import LLM
 from cpmrt.errors import ConfigError
 from cpmrt.server.app import make_app
 from cpmrt.server.http_protocol import LimitedHttpProtocol
-from cpmrt.server.service import Service
-from cpmrt.server.settings import ServerSettings
+from cpmrt.server.service import ServerSettings, Service
 
 _log = logging.getLogger("cpmrt.server")
 _KEEP_ALIVE_S = 30
 _TICK_S = 1.0
-"""How often the Date header is renewed."""
+"""The interval at which the Date header is renewed."""
 _LAST_WORDS_S = 2
-"""After the time of grace, for the errors that end what still runs."""
+"""The time after the grace for sending the errors that end what still runs."""
 # A thread that computes gives the interpreter away this often, so that the event loop answers in time.
 _SWITCH_INTERVAL_S = 0.0005
 
 
 def bind(settings: ServerSettings) -> socket.socket:
-    """A listening socket. Raises ConfigError if the address cannot be had."""
+    """Open a listening socket. Raises ConfigError if the address cannot be had."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -48,13 +47,13 @@ def bind(settings: ServerSettings) -> socket.socket:
 
 
 def address_of(listener: socket.socket) -> str:
-    """The URL of a listening socket."""
+    """Return the URL of a listening socket."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def serve(settings: ServerSettings, load: Callable[[], LLM], listener: socket.socket) -> int:
-    """Run until a signal ends it; its number, 0 if it was asked for by `Running.stop`. Raises what `load` raises."""
+    """Serve until a signal, and return its number, or 0 after `Running.stop`. Raises what `load` raises."""
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     return asyncio.run(Running(settings, load, listener).run())
 
@@ -76,7 +75,7 @@ class Running:
                 self._loop.call_soon_threadsafe(self._server.begin_exit)
 
     async def run(self) -> int:
-        """Serve; the number of the signal that ended it, or 0."""
+        """Serve, and return the number of the signal that ended it, or 0."""
         self._loop = asyncio.get_running_loop()
         self.service = service = Service(self._settings, self._load)
         server = self._server = _Server(self._config(service), service)
@@ -90,7 +89,7 @@ class Running:
         return server.signal_number
 
     async def _announce(self, service: Service, server: _Server) -> None:
-        """Say when the model is there. A model that cannot be loaded ends the server."""
+        """Log when the model is there. A model that cannot be loaded ends the server."""
         try:
             await service.engine.loaded
         except BaseException:
@@ -115,7 +114,7 @@ class Running:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn re-raises the signal that ended it; here the process ends by itself, with an exit code of its own."""
+    """A uvicorn server that does not re-raise the signal that ended it: the process has an exit code of its own."""
 
     def __init__(self, config: uvicorn.Config, service: Service):
         super().__init__(config)
@@ -124,18 +123,18 @@ class _Server(uvicorn.Server):
         self.signal_number = 0
 
     async def main_loop(self) -> None:
-        """uvicorn's wakes up ten times a second to see whether it should end."""
+        """Wait for the end. uvicorn's own loop wakes up ten times a second to look."""
         while not await self.on_tick(0):
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._exit.wait(), _TICK_S)
 
     def exit_at_once(self) -> None:
-        """Take no more requests."""
+        """Take no more requests; uvicorn ends when those there are done."""
         self.should_exit = True
         self._exit.set()
 
     def begin_exit(self) -> None:
-        """Take no more requests; those there have the time of grace."""
+        """Take no more requests, and let those there go on for `grace` seconds."""
         if not self.should_exit:
             asyncio.get_running_loop().call_later(self._service.settings.grace, self._end_requests)
         self._service.engine.drain()
@@ -146,7 +145,7 @@ class _Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Handlers for SIGINT and SIGTERM; the second SIGINT ends at once."""
+        """Handle SIGINT and SIGTERM; the second SIGINT ends at once."""
         loop = asyncio.get_running_loop()
         try:
             for number in (signal.SIGINT, signal.SIGTERM):

@@ -1,23 +1,31 @@
-"""Requests of the API as typed values. A known field that is not supported raises; an unknown one is ignored."""
+"""Requests of the API as typed values. A known field that is not supported raises; an unknown one is ignored.
+
+Every function raises ApiError 400 or RequestError naming the field.
+"""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import secrets
+from dataclasses import dataclass, replace
 from typing import Any
 
+from cpmrt.config import SamplingParams
 from cpmrt.config.sampling import MAX_LOGPROBS
 from cpmrt.server.errors import ApiError, invalid, unsupported
-from cpmrt.server.fields import Fields, shown
-from cpmrt.server.sampling import Wanted, read_wanted
+from cpmrt.server.json_body import Fields, is_number, shown
 
 MAX_PROMPTS = 128
+MAX_STOP = 16
+MAX_CHOICES = 128
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _COMPLETION_DEFAULT_TOKENS = 16
 _RESERVED_TEMPLATE_NAMES = {"messages", "tools", "add_generation_prompt", "self"}
+_NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+_UNTIL_THE_CONTEXT_ENDS = 2**31 - 1
 
 # Field -> the values that ask for nothing special.
-_NEUTRAL_CHAT: dict[str, tuple[Any, ...]] = {
+NEUTRAL_CHAT: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "parallel_tool_calls": (True,),
@@ -31,15 +39,30 @@ _NEUTRAL_CHAT: dict[str, tuple[Any, ...]] = {
     "verbosity": ("medium",),
     "web_search_options": (),
 }
-_NEUTRAL_COMPLETION: dict[str, tuple[Any, ...]] = {"suffix": ("",), "best_of": (1,)}
+NEUTRAL_COMPLETION: dict[str, tuple[Any, ...]] = {"suffix": ("",), "best_of": (1,)}
 
 
 @dataclass(frozen=True)
-class StreamOptions:
-    """Whether the answer is streamed, and with a last chunk for the usage."""
+class Wanted:
+    """The fields that chats and completions share: sampling, length, number of choices, log-probabilities, stream.
 
-    is_on: bool
+    `sampling.seed` is always set; choice number i takes the seed plus i. `max_tokens` None means as far as the context
+    goes, `logprobs` None that they are not asked for. `include_usage` asks for a last chunk with the usage.
+    """
+
+    sampling: SamplingParams
+    max_tokens: int | None
+    num_choices: int
+    logprobs: int | None
+    streams: bool
     include_usage: bool
+
+    def params(self, prompt_tokens: int, max_context: int, choice: int) -> SamplingParams:
+        """Return those of one choice. Without room they ask for one token, which the engine refuses with figures."""
+        room = max(1, max_context - prompt_tokens)
+        assert self.sampling.seed is not None
+        seed = (self.sampling.seed + choice) % 2**63
+        return replace(self.sampling, max_new_tokens=self.max_tokens or room, seed=seed)
 
 
 @dataclass(frozen=True)
@@ -50,30 +73,25 @@ class ChatRequest:
     tools: list[dict[str, Any]]
     template_kwargs: dict[str, Any]
     wanted: Wanted
-    logprobs: int | None
-    stream: StreamOptions
 
 
 @dataclass(frozen=True)
 class CompletionRequest:
-    """POST /v1/completions. `prompts` are texts or token ids; `logprobs` None: not asked for."""
+    """POST /v1/completions. `prompts` are texts or token ids; `echo` puts them in front of their answers."""
 
     prompts: list[str | list[int]]
     echo: bool
     wanted: Wanted
-    logprobs: int | None
-    stream: StreamOptions
 
 
 def read_chat(body: dict[str, Any], model: str) -> ChatRequest:
-    """Raises ApiError or RequestError naming the field."""
+    """Read a chat for the served `model`."""
     fields = Fields(body)
     _check_model(fields, model)
-    _refuse_unsupported(fields, _NEUTRAL_CHAT)
+    _refuse_unsupported(fields, NEUTRAL_CHAT)
     messages = fields.array("messages")
     if not messages:
         raise invalid("messages", "expected an array of at least one message")
-    logprobs = _chat_logprobs(fields)
     template_kwargs = fields.mapping("chat_template_kwargs") or {}
     for name in _RESERVED_TEMPLATE_NAMES & set(template_kwargs):
         raise invalid(f"chat_template_kwargs.{name}", "this variable is the server's own")
@@ -81,27 +99,46 @@ def read_chat(body: dict[str, Any], model: str) -> ChatRequest:
         messages=[_message(message, f"messages[{i}]") for i, message in enumerate(messages)],
         tools=_tools(fields),
         template_kwargs=template_kwargs,
-        wanted=read_wanted(fields, _chat_max_tokens(fields), 0 if logprobs is None else max(1, logprobs)),
-        logprobs=logprobs,
-        stream=_stream_options(fields),
+        wanted=_wanted(fields, _chat_max_tokens(fields), _chat_logprobs(fields)),
     )
 
 
 def read_completion(body: dict[str, Any], model: str) -> CompletionRequest:
-    """Raises ApiError or RequestError naming the field."""
+    """Read a plain completion for the served `model`."""
     fields = Fields(body)
     _check_model(fields, model)
-    _refuse_unsupported(fields, _NEUTRAL_COMPLETION)
+    _refuse_unsupported(fields, NEUTRAL_COMPLETION)
     max_tokens = fields.integer("max_tokens")
-    logprobs = fields.integer("logprobs")
-    if logprobs is not None and not 0 <= logprobs <= MAX_LOGPROBS:
-        raise invalid("logprobs", f"expected 0 to {MAX_LOGPROBS}, got {logprobs}")
+    logprobs = fields.integer("logprobs", range(MAX_LOGPROBS + 1))
     echo = bool(fields.boolean("echo"))
     if echo and logprobs is not None:
         raise unsupported("logprobs", "not together with echo, as the prompt's own are not computed")
-    count = 0 if logprobs is None else max(1, logprobs)
-    wanted = read_wanted(fields, _COMPLETION_DEFAULT_TOKENS if max_tokens is None else max_tokens, count)
-    return CompletionRequest(_prompts(fields.raw("prompt")), echo, wanted, logprobs, _stream_options(fields))
+    wanted = _wanted(fields, _COMPLETION_DEFAULT_TOKENS if max_tokens is None else max_tokens, logprobs)
+    return CompletionRequest(_prompts(fields.raw("prompt")), echo, wanted)
+
+
+def _wanted(fields: Fields, max_tokens: int | None, logprobs: int | None) -> Wanted:
+    if max_tokens is not None and max_tokens < 1:
+        raise invalid("max_tokens", f"expected at least 1, got {max_tokens}")
+    given = {name: fields.number(name) for name in _NUMBERS}
+    numbers = {"temperature": 1.0} | {name: value for name, value in given.items() if value is not None}
+    num_choices, seed = fields.integer("n", range(1, MAX_CHOICES + 1)), fields.integer("seed")
+    sampling = SamplingParams(
+        max_new_tokens=max_tokens or _UNTIL_THE_CONTEXT_ENDS,
+        top_k=max(0, fields.integer("top_k") or 0),  # others write -1 for "all"
+        seed=secrets.randbits(63) if seed is None else seed % 2**63,
+        stop=_stop(fields),
+        stop_token_ids=_stop_token_ids(fields),
+        ignore_eos=bool(fields.boolean("ignore_eos")),
+        logprobs=0 if logprobs is None else max(1, logprobs),
+        logit_bias=_logit_bias(fields),
+        **numbers,
+    )
+    streams, options = bool(fields.boolean("stream")), fields.object("stream_options")
+    if options is not None and not streams:
+        raise invalid("stream_options", "only together with stream")
+    include_usage = options is not None and bool(options.boolean("include_usage"))
+    return Wanted(sampling, max_tokens, num_choices or 1, logprobs, streams, include_usage)
 
 
 def _check_model(fields: Fields, served: str) -> None:
@@ -118,16 +155,6 @@ def _refuse_unsupported(fields: Fields, neutral: dict[str, tuple[Any, ...]]) -> 
             raise unsupported(name, "leave it out")
 
 
-def _stream_options(fields: Fields) -> StreamOptions:
-    is_on = bool(fields.boolean("stream"))
-    options = fields.object("stream_options")
-    if options is None:
-        return StreamOptions(is_on, include_usage=False)
-    if not is_on:
-        raise invalid("stream_options", "only together with stream")
-    return StreamOptions(is_on, bool(options.boolean("include_usage")))
-
-
 def _chat_max_tokens(fields: Fields) -> int | None:
     older, newer = fields.integer("max_tokens"), fields.integer("max_completion_tokens")
     if older is not None and newer is not None and older != newer:
@@ -136,9 +163,7 @@ def _chat_max_tokens(fields: Fields) -> int | None:
 
 
 def _chat_logprobs(fields: Fields) -> int | None:
-    wanted, count = fields.boolean("logprobs"), fields.integer("top_logprobs")
-    if count is not None and not 0 <= count <= MAX_LOGPROBS:
-        raise invalid("top_logprobs", f"expected 0 to {MAX_LOGPROBS}, got {count}")
+    wanted, count = fields.boolean("logprobs"), fields.integer("top_logprobs", range(MAX_LOGPROBS + 1))
     if count and not wanted:
         raise invalid("top_logprobs", "only together with logprobs: true")
     return (count or 0) if wanted else None
@@ -159,7 +184,7 @@ def _message(message: Any, where: str) -> dict[str, Any]:
 
 
 def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
-    """Templates want the arguments as an object; the API has them as JSON in a string."""
+    """Parse the arguments of tool calls: templates want objects, the API has JSON in a string."""
     checked = []
     for index, call in enumerate(calls if isinstance(calls, list) else [None]):
         function = call.get("function") if isinstance(call, dict) else None
@@ -203,3 +228,31 @@ def _prompts(value: Any) -> list[str | list[int]]:
         if not isinstance(prompt, str) and not is_ids:
             raise invalid("prompt", "expected a string, an array of token ids, or an array of either")
     return value
+
+
+def _stop(fields: Fields) -> tuple[str, ...]:
+    value = fields.raw("stop")
+    texts = [value] if isinstance(value, str) else value or []
+    if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
+        raise invalid("stop", "expected a non-empty string or an array of them")
+    if len(texts) > MAX_STOP:
+        raise invalid("stop", f"expected at most {MAX_STOP} strings, got {len(texts)}")
+    return tuple(texts)
+
+
+def _stop_token_ids(fields: Fields) -> tuple[int, ...]:
+    ids = fields.array("stop_token_ids") or []
+    if not all(isinstance(token, int) and not isinstance(token, bool) and 0 <= token < 2**31 for token in ids):
+        raise invalid("stop_token_ids", "expected an array of token ids")
+    if len(ids) > MAX_STOP:
+        raise invalid("stop_token_ids", f"expected at most {MAX_STOP} ids, got {len(ids)}")
+    return tuple(ids)
+
+
+def _logit_bias(fields: Fields) -> tuple[tuple[int, float], ...]:
+    pairs = []
+    for key, bias in (fields.mapping("logit_bias") or {}).items():
+        if not (key.isascii() and key.isdigit() and len(key) < 10 and is_number(bias) and -100 <= bias <= 100):
+            raise invalid("logit_bias", "expected token ids as keys and numbers in [-100, 100] as values")
+        pairs.append((int(key), float(bias)))
+    return tuple(pairs)

@@ -1,4 +1,4 @@
-"""What the endpoints do before and around the engine: requests to token ids, answers to responses."""
+"""The service of one model: it turns requests into token ids for the engine, and prepares their answers."""
 
 from __future__ import annotations
 
@@ -12,42 +12,65 @@ from typing import Any, TypeVar
 
 from cpmrt import LLM, __version__
 from cpmrt.engine import Request as EngineRequest
-from cpmrt.server.answers import Answer, ChatAnswer, CompletionAnswer
-from cpmrt.server.chat_text import ChatText
+from cpmrt.server.answers import Answer, ChatAnswer, CompletionAnswer, LogprobWriter
+from cpmrt.server.chat_text import THINKING_MARKERS, ChatText, opens_thinking
 from cpmrt.server.engine_thread import EngineThread
 from cpmrt.server.errors import ApiError, invalid, unsupported
-from cpmrt.server.fields import Fields
-from cpmrt.server.metrics import Metrics
-from cpmrt.server.sampling import Wanted
-from cpmrt.server.schema import StreamOptions, read_chat, read_completion
-from cpmrt.server.settings import ServerSettings
-from cpmrt.server.thinking import THINKING_MARKERS, opens_thinking
-from cpmrt.server.token_logprobs import LogprobWriter
+from cpmrt.server.json_body import Fields
+from cpmrt.server.schema import Wanted, read_chat, read_completion
+from cpmrt.server.telemetry import Metrics
 from cpmrt.server.tool_formats import TOOL_MARKERS, schemas_of
 from cpmrt.text import Tokenizer
 
 T = TypeVar("T")
 _MARKER_TOKENS = 16
-"""Tokens at the end of a prompt that an opened thought may take."""
+"""The most tokens that the marker of an opened thought takes at the end of a prompt."""
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """The options of `cpmrt serve`, beyond the model's own. `port` 0 takes a free one.
+
+    `max_body` is in bytes; None: 16 for each token of the context, at least 1 MiB. `grace` is how many seconds requests
+    may go on after SIGTERM. `log_prompts` writes prompts into the log.
+    """
+
+    model_name: str
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: str | None = None
+    max_queue: int = 64
+    max_body: int | None = None
+    grace: float = 30.0
+    log_prompts: bool = False
+
+    @property
+    def is_loopback(self) -> bool:
+        """True if nobody outside this machine can connect."""
+        return self.host in ("localhost", "::1") or self.host.startswith("127.")
+
+    def body_limit(self, max_context: int) -> int:
+        """Return the most bytes that a request's body may have."""
+        return self.max_body if self.max_body is not None else max(2**20, 16 * max_context)
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A request that the engine can take. `head` begins the answer; `requests` has one for each choice.
+    """A request that the engine can take. `head` has the fields that the answer begins with.
 
-    `num_choices` in a row share a prompt. `shown_ids` are special tokens that `answer` looks for.
+    `requests` has one for each choice; `wanted.num_choices` in a row share a prompt. `shown_ids` are the special tokens
+    that `answer` looks for.
     """
 
     head: dict[str, Any]
     requests: list[EngineRequest]
-    num_choices: int
+    wanted: Wanted
     answer: Answer
-    stream: StreamOptions
     shown_ids: frozenset[int] = frozenset()
 
 
 class Service:
-    """One model behind the endpoints."""
+    """Prepares requests to one model. Needs a running event loop."""
 
     def __init__(self, settings: ServerSettings, load: Callable[[], LLM]):
         self.settings = settings
@@ -62,26 +85,25 @@ class Service:
         self._workers = ThreadPoolExecutor(2, "cpmrt-prepare")
 
     async def in_thread(self, call: Callable[..., T], *arguments: Any) -> T:
-        """Run what may take long beside the event loop."""
+        """Make a call that may take long in a worker thread."""
         return await asyncio.get_running_loop().run_in_executor(self._workers, call, *arguments)
 
     def prepare_chat(self, body: dict[str, Any]) -> Prepared:
         """Check a chat, render and tokenize it. Raises ApiError, CpmrtError."""
         llm = self.engine.llm
         chat = read_chat(body, self.settings.model_name)
-        kwargs = dict(chat.template_kwargs)
+        wanted = chat.wanted
         if chat.tools and llm.chat_template is not None and not llm.chat_template.takes_tools:
             raise unsupported("tools", "the chat template of this model has none")
-        ids = llm.chat_prompt(chat.messages, tools=chat.tools or None, **kwargs)
-        count, wanted = chat.wanted.num_choices, chat.wanted
-        self.engine.check_capacity(count)
+        ids = llm.chat_prompt(chat.messages, tools=chat.tools or None, **chat.template_kwargs)
+        self.engine.check_capacity(wanted.num_choices)
         requests = _choices(llm, ids, wanted, 0)
         is_thinking = opens_thinking(_end_of(ids, llm.tokenizer))
         schemas = schemas_of(chat.tools) if chat.tools else None
-        texts = [ChatText(is_thinking, schemas) for _ in range(count)]
-        answer = ChatAnswer(texts, _writer(llm.tokenizer, requests, chat.logprobs))
-        head = self._head("chatcmpl", "chat.completion.chunk" if chat.stream.is_on else "chat.completion")
-        return Prepared(head, requests, count, answer, chat.stream, _marker_ids(llm.tokenizer))
+        texts = [ChatText(is_thinking, schemas) for _ in range(wanted.num_choices)]
+        answer = ChatAnswer(texts, _writer(llm.tokenizer, requests, wanted.logprobs))
+        head = self._head("chatcmpl", "chat.completion.chunk" if wanted.streams else "chat.completion")
+        return Prepared(head, requests, wanted, answer, _marker_ids(llm.tokenizer))
 
     def prepare_completion(self, body: dict[str, Any]) -> Prepared:
         """Check a completion and tokenize its prompts. Raises ApiError, CpmrtError."""
@@ -94,12 +116,11 @@ class Service:
         for prompt in completion.prompts:
             requests += _choices(llm, prompt, wanted, len(requests))
             echoes += [_text_of(prompt, llm.tokenizer) if completion.echo else ""] * wanted.num_choices
-        answer = CompletionAnswer(echoes, _writer(llm.tokenizer, requests, completion.logprobs))
-        head = self._head("cmpl", "text_completion")
-        return Prepared(head, requests, wanted.num_choices, answer, completion.stream)
+        answer = CompletionAnswer(echoes, _writer(llm.tokenizer, requests, wanted.logprobs))
+        return Prepared(self._head("cmpl", "text_completion"), requests, wanted, answer)
 
     def tokenize(self, body: dict[str, Any]) -> dict[str, Any]:
-        """The answer of POST /tokenize. Raises ApiError, RequestError."""
+        """Return the answer of POST /tokenize. Raises ApiError, RequestError."""
         fields = Fields(body)
         text = fields.string("prompt") if fields.raw("prompt") is not None else fields.string("content")
         if text is None:
@@ -110,7 +131,7 @@ class Service:
         return {"tokens": tokens, "count": len(tokens), "max_model_len": llm.max_context}
 
     def detokenize(self, body: dict[str, Any]) -> dict[str, Any]:
-        """The answer of POST /detokenize. Raises ApiError, RequestError."""
+        """Return the answer of POST /detokenize. Raises ApiError, RequestError."""
         tokens = Fields(body).array("tokens")
         if tokens is None or not all(isinstance(token, int) and not isinstance(token, bool) for token in tokens):
             raise invalid("tokens", "expected an array of token ids")
@@ -131,7 +152,7 @@ class Service:
 
 
 def _choices(llm: LLM, prompt: str | list[int], wanted: Wanted, first_choice: int) -> list[EngineRequest]:
-    """The choices of one prompt, which they share."""
+    """Return a request for each choice of one prompt."""
     request = llm.request(prompt, wanted.sampling)
     requests = []
     for choice in range(first_choice, first_choice + wanted.num_choices):
@@ -152,7 +173,7 @@ def _writer(tokenizer: Tokenizer | None, requests: list[EngineRequest], count: i
 
 
 def _marker_ids(tokenizer: Tokenizer | None) -> frozenset[int]:
-    """Markers of thoughts and calls are plain text in most vocabularies, and special tokens in some."""
+    """Return the markers of thoughts and calls that are special tokens; in most vocabularies they are plain text."""
     if tokenizer is None:
         return frozenset()
     ids = {tokenizer.token_id(marker) for marker in (*THINKING_MARKERS, *TOOL_MARKERS)}

@@ -1,4 +1,4 @@
-"""How models write tool calls. Nothing that a model writes is executed.
+"""Parsers for the formats in which models write tool calls. Nothing that a model writes is executed.
 
 | format | between | one call |
 |---|---|---|
@@ -35,7 +35,7 @@ Schemas = Mapping[str, Mapping[str, Any]]
 
 
 class Format(NamedTuple):
-    """Markers around a block, and what reads the text between them. `read` raises ValueError on anything else."""
+    """The markers around a block, and `read` for the text between them, which raises ValueError if that is no call."""
 
     start: str
     end: str
@@ -43,14 +43,14 @@ class Format(NamedTuple):
 
 
 def schemas_of(tools: list[dict[str, Any]]) -> Schemas:
-    """From the `tools` of a request."""
+    """Return the schemas in the `tools` of a request."""
     return {
         tool["function"]["name"]: (tool["function"].get("parameters") or {}).get("properties") or {} for tool in tools
     }
 
 
 def read_json_call(text: str, schemas: Schemas) -> list[Call]:
-    """Hermes: one JSON object, or an array of them."""
+    """Read Hermes's format: one JSON object, or an array of them."""
     try:
         value = json.loads(text)
     except RecursionError:
@@ -69,7 +69,7 @@ def _json_call(value: object) -> Call:
 
 
 def read_python_calls(text: str, schemas: Schemas) -> list[Call]:
-    """MiniCPM3 and 4: call expressions with literals as arguments; positional ones go by the order of the schema."""
+    """Read MiniCPM3's and 4's: call expressions of literals, positional ones in the order of the schema."""
     fenced = _FENCE.match(text)
     try:
         tree = ast.parse((fenced[1] if fenced else text).strip())
@@ -117,7 +117,7 @@ def _literal(node: ast.expr) -> Any:
 
 
 def read_xml_call(text: str, schemas: Schemas) -> list[Call]:
-    """MiniCPM5: what follows `<function name="`. A string is taken as it is, other types as JSON if they are."""
+    """Read MiniCPM5's, after `<function name="`: strings are taken as they are, other values as JSON if they are."""
     function = _FUNCTION.match(text)
     if not function or _PARAM.sub("", function[2]).strip():
         raise ValueError("no tool call")
@@ -153,4 +153,4 @@ TOOL_MARKERS = (
     "<tool_call>", "</tool_call>", "<|tool_call_start|>", "<|tool_call_end|>",
     "<function", "</function>", "<param", "</param>",
 )  # fmt: skip
-"""As they may stand in a vocabulary."""
+"""Markers that may be tokens of a vocabulary."""

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpmrt.server.chat_text import ChatText, message_of
-from cpmrt.server.thinking import opens_thinking
+from cpmrt.server.chat_text import ChatText, message_of, opens_thinking
 from cpmrt.server.tool_formats import read_json_call, read_python_calls, read_xml_call
 
 SCHEMAS = {"f": {"a": {"type": "integer"}, "b": {"type": "string"}}, "g": {}}

@@ -72,7 +72,7 @@ def test_a_model_that_loads_is_live_but_not_ready(tmp_path):
         gate.set()
 
     from cpmrt.server.run import Running, address_of, bind
-    from cpmrt.server.settings import ServerSettings
+    from cpmrt.server.service import ServerSettings
 
     settings = ServerSettings("slow", port=0, grace=1.0)
     listener = bind(settings)

@@ -7,9 +7,9 @@ import subprocess
 
 import pytest
 
-from cpmrt.server import fields
+from cpmrt.server import json_body
 from cpmrt.server.openapi import document
-from cpmrt.server.schema import _NEUTRAL_CHAT, _NEUTRAL_COMPLETION, read_chat, read_completion
+from cpmrt.server.schema import NEUTRAL_CHAT, NEUTRAL_COMPLETION, read_chat, read_completion
 
 
 def test_the_document_is_served(demo):
@@ -26,12 +26,12 @@ def test_every_route_is_described_with_its_method(demo):
 
 
 @pytest.mark.parametrize(("schema", "read", "body", "neutral"), [
-    ("ChatRequest", read_chat, {"messages": [{"role": "user", "content": "x"}]}, _NEUTRAL_CHAT),
-    ("CompletionRequest", read_completion, {"prompt": "x"}, _NEUTRAL_COMPLETION),
+    ("ChatRequest", read_chat, {"messages": [{"role": "user", "content": "x"}]}, NEUTRAL_CHAT),
+    ("CompletionRequest", read_completion, {"prompt": "x"}, NEUTRAL_COMPLETION),
 ])  # fmt: skip
 def test_the_fields_are_those_that_the_code_reads(monkeypatch, schema, read, body, neutral):
     asked = set()
-    monkeypatch.setattr(fields.Fields, "raw", lambda self, key: asked.add(self.name(key)) or self._values.get(key))
+    monkeypatch.setattr(json_body.Fields, "raw", lambda self, key: asked.add(self.name(key)) or self._values.get(key))
     read(body, "demo")
     assert set(document()["components"]["schemas"][schema]["properties"]) == asked - set(neutral)
 

@@ -8,7 +8,7 @@ import shutil
 import pytest
 from serving import saying_llm, serving
 
-from cpmrt.server.chat_page import PATH, chat_page
+from cpmrt.server.api import PAGE, chat_page
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
@@ -18,7 +18,7 @@ FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "-
 def test_the_page_is_one_file_that_asks_nobody_else(says):
     answer = says.client.get("/")
     assert answer.status_code == 200 and answer.headers["content-type"] == "text/html; charset=utf-8"
-    assert answer.content == PATH.read_bytes()
+    assert answer.content == PAGE.read_bytes()
     text = answer.text
     assert not re.search(r"<script[^>]+src|<link[^>]+stylesheet|@import|url\(|https?://", text)
     for way in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "new Function", " on"):
