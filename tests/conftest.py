@@ -1,23 +1,31 @@
-"""What every test shares: the `gpu` marker, the `shared_data` folder and the hypothesis profile.
+"""What every test shares: the `gpu` marker, the `shared_data` folder, a fresh compiler and the hypothesis profiles.
 
 A module of GPU tests must skip in its tests or fixtures, not at import: CPMRT_REQUIRE_GPU=1 sees only the former.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 ROOT = Path(__file__).resolve().parent.parent
 
-settings.register_profile("cpmrt", deadline=None, max_examples=60, derandomize="CI" in os.environ)
-settings.load_profile("cpmrt")
+# Nothing may fail because a machine is slow, or because of what is drawn this time: usually that is always the same.
+settings.register_profile(
+    "usual", deadline=None, max_examples=60, derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)  # fmt: skip
+settings.register_profile(
+    "long", settings.get_profile("usual"), max_examples=600, derandomize=False, print_blob=True
+)
+settings.load_profile("usual")
 
 
 @functools.cache
@@ -70,3 +78,26 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         raise NoDeviceError("no NVIDIA driver (libcuda.so.1)", fix="use executor='reference'")
 
     monkeypatch.setattr(assembly, "open_device", absent)
+
+
+@pytest.fixture
+def fresh_nvrtc() -> Iterator[None]:
+    """The compiler has been loaded; which one was found is forgotten, before and after.
+
+    The bindings keep for ever the function by which they look for NVRTC. A test that takes NVRTC away must not be the
+    first that imports them: they would keep that test's function, and no later one in the process would find NVRTC.
+    """
+    from cpmrt.cuda.build import nvrtc
+    from cpmrt.cuda.build.source import KernelSource
+    from cpmrt.errors import KernelCompileError
+
+    def forget() -> None:
+        for function in vars(nvrtc).values():
+            if hasattr(function, "cache_clear"):
+                function.cache_clear()
+
+    with contextlib.suppress(KernelCompileError):  # a machine without NVRTC
+        nvrtc.compile_cubin(KernelSource("nothing.cu", b"", {}), ["-arch=sm_90"])
+    forget()
+    yield
+    forget()

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import distributions
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 from cpmrt.cli.finding import Finding, Status, pip_install
@@ -136,9 +135,12 @@ def _absent(subject: str, found: str, driver: Driver, package: str) -> Finding:
 
 
 def _nvrtc_libraries() -> Iterator[str]:
-    """Those of the wheels first, then whatever the dynamic linker knows."""
+    """Those of the wheels first, the newest before others, then whatever the dynamic linker knows.
+
+    An older one must not be loaded beside it: the bindings would compile with the one that they find in the process.
+    """
     wheels = (dist for dist in distributions() if _is_of_family((dist.metadata["Name"] or "").lower(), _WHEELS[3]))
-    for file in chain.from_iterable(dist.files or () for dist in wheels):
-        if file.name.startswith("libnvrtc.so"):
-            yield str(Path(str(file.locate())))
+    files = chain.from_iterable(dist.files or () for dist in wheels)
+    found = (file for file in files if file.name.startswith("libnvrtc.so"))
+    yield from (str(file.locate()) for file in sorted(found, key=lambda file: file.name, reverse=True))
     yield from ("libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so")

@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -119,18 +119,6 @@ def test_beside_a_process_that_holds_the_memory(
     assert other.returncode == 0
 
 
-@pytest.fixture
-def fresh_nvrtc() -> Iterator[None]:
-    """Forget, before and after, which compiler was found. The bindings keep for ever what they load first."""
-    nvrtc.version()
-    found = (nvrtc.version, nvrtc._bindings, nvrtc._library, nvrtc._library_version, nvrtc._cuda_headers)
-    for function in found:
-        function.cache_clear()
-    yield
-    for function in found:
-        function.cache_clear()
-
-
 def no_library(patch: pytest.MonkeyPatch) -> None:
     from cuda import pathfinder
 
@@ -161,6 +149,7 @@ def test_without_a_compiler(
     missing: Callable[[pytest.MonkeyPatch], None],
     message: str,
 ) -> None:
+    """The cache has the model's kernels, and `fresh_nvrtc` has loaded NVRTC before it is hidden here."""
     with all_comes_back(monkeypatch), monkeypatch.context() as patch:
         missing(patch)
         assert answer(folder) == expected, "compiled kernels need no compiler"

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -55,17 +55,6 @@ def fake_nvrtc(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(nvrtc, "compile_cubin", compile_cubin)
     monkeypatch.setattr(nvrtc, "version", lambda: "13.5.37")
     return compiled
-
-
-@pytest.fixture
-def fresh_nvrtc() -> Iterator[None]:
-    """Forget, before and after, which NVRTC was found."""
-    cached = [nvrtc.version, nvrtc._bindings, nvrtc._library, nvrtc._library_version, nvrtc._cuda_headers]
-    for function in cached:
-        function.cache_clear()
-    yield
-    for function in cached:
-        function.cache_clear()
 
 
 def build(file: str = "scale.cu", arch: str = "sm_90", dtype: DType = DType.BFLOAT16, factor: int = 4) -> Path:

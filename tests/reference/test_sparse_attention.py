@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from drawing import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from reference import sparse_brute_force as brute
 from reference.operands import Data, filled_pages, make_rows
@@ -152,7 +153,7 @@ def test_equal_scores_take_the_lower_blocks():
         assert blocks.tolist() == [[[0, 1, 2, 3, 4, own - 2, own - 1, own]] * 2]
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(data=st.data())
 def test_planted_ties(data):
     """Small integers make every product exact, so that equal windows score exactly alike."""
@@ -308,7 +309,7 @@ class Tree:
         return moved
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(base=st.integers(330, 460), parents=st.lists(st.integers(0, 100), max_size=40), wide=st.booleans())
 def test_a_row_of_a_tree_chooses_and_attends_as_the_plain_row_of_its_path(base, parents, wide):
     """Bit for bit, also where windows of both kinds end within its path."""

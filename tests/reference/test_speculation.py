@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 from draft_checkpoint import VOCAB, write_all
-from hypothesis import HealthCheck, given, settings
+from drawing import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from speculation_steps import SETTINGS, beside_a_neighbour, generate, joined, prefill
 
@@ -99,7 +100,7 @@ def test_in_16_bits_too(root, draft, dtype):
     stop=st.lists(st.integers(0, VOCAB - 1), max_size=2).map(tuple),
     count=st.integers(1, 20),
 )
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(25)
 def test_any_mix_of_steps(executors, plain, draft, prompt, name, steps, stop, count):
     found = generate(executors(draft), prompt, SETTINGS[name], steps, stop=stop, count=count)[0]
     assert found == plain(prompt, name, stop, count)

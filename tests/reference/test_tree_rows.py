@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from drawing import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from reference import brute_force
 from reference.operands import Data, filled_pages, make_rows
@@ -72,7 +73,7 @@ def test_a_tree_against_brute_force_and_bitwise_against_its_paths(base: int, win
         assert np.array_equal(out[row], same), row
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(st.data())
 def test_any_mix_of_tree_and_plain_rows(drawn: Any) -> None:
     """A plain row among those of trees has one bit, and its position as its base."""

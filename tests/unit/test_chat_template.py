@@ -4,7 +4,8 @@ import json
 import threading
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from drawing import examples
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cpmrt.errors import CheckpointError, CpmrtError, RequestError
@@ -392,7 +393,7 @@ def templates(tmp_path_factory):
     return [open_template(tmp_path_factory.mktemp(name), source) for name, source in TEMPLATES.items()]
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(st.lists(json_values, max_size=3) | json_values, json_values)
 @example([{"role": "user", "content": "\ud800"}], None)
 def test_only_our_errors_come_out_of_any_messages(templates, messages, tools):
@@ -409,7 +410,7 @@ FRAGMENTS = """{% for m in messages %} {% endfor %} {{ m.role }} {{ m }} {% %} {
 fragments = st.sampled_from(FRAGMENTS.split()) | st.sampled_from(FRAGMENTS.replace("} {", "}\0{").split("\0"))
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(200)
 @given(st.lists(fragments, max_size=10).map(" ".join) | st.text("{}%#'\" aif().|-\n", max_size=30))
 def test_only_our_errors_come_out_of_any_template(tmp_path, source):
     try:

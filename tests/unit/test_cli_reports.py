@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import shutil
 import subprocess
 from math import prod
 from pathlib import Path
@@ -362,6 +363,8 @@ def test_nvrtc_of_a_wheel(tmp_path, monkeypatch):
         def locate(self):
             return tmp_path / self.name
 
-    dist = SimpleNamespace(metadata={"Name": "nvidia-cuda-nvrtc"}, version="13.2", files=[Packaged(library.name)])
+    older = shutil.copy(library, tmp_path / "libnvrtc.so.12")
+    files = [Packaged(older.name), Packaged(library.name)]
+    dist = SimpleNamespace(metadata={"Name": "nvidia-cuda-nvrtc"}, version="13.2", files=files)
     monkeypatch.setattr(gpu_probes, "distributions", lambda: [dist])
     assert gpu_probes.nvrtc(NO_DRIVER).found == f"13.2 ({library})"

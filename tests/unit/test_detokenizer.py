@@ -3,7 +3,8 @@
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from drawing import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Library
@@ -77,7 +78,7 @@ def stream(detokenizer, ids):
     return "".join([detokenizer.push([token_id]) for token_id in ids]) + detokenizer.flush()
 
 
-@settings(max_examples=120, deadline=None)
+@examples(120)
 @given(st.data())
 def test_pieces_join_to_what_decoding_at_once_gives(tokenizer, data):
     ids = data.draw(token_ids(tokenizer))
@@ -86,7 +87,7 @@ def test_pieces_join_to_what_decoding_at_once_gives(tokenizer, data):
     assert at_once.push(ids) + at_once.flush() == tokenizer.decode(ids)
 
 
-@settings(max_examples=120, deadline=None)
+@examples(120)
 @given(st.data())
 def test_pieces_are_what_the_output_adds_to_the_prompt(tokenizer, data):
     prompt, ids = data.draw(token_ids(tokenizer)), data.draw(token_ids(tokenizer))
@@ -94,7 +95,7 @@ def test_pieces_are_what_the_output_adds_to_the_prompt(tokenizer, data):
     assert before.push(prompt) + stream(Detokenizer(tokenizer, prompt), ids) == tokenizer.decode(prompt + ids)
 
 
-@settings(max_examples=120, deadline=None)
+@examples(120)
 @given(st.data())
 def test_decoding_equals_the_library_on_valid_text(tokenizer, data):
     ids = [token_id for token_id in data.draw(token_ids(tokenizer)) if token_id < tokenizer.vocab_size]
@@ -107,7 +108,7 @@ def test_decoding_equals_the_library_on_valid_text(tokenizer, data):
             assert "\ufffd" in ours
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(st.text(max_size=20) | st.text("你好 👨👩👧\u200dé\n▁a", max_size=20))
 def test_no_replacement_character_while_valid_text_arrives(tokenizer, text):
     detokenizer = Detokenizer(tokenizer)

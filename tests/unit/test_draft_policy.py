@@ -8,7 +8,8 @@ from collections import deque
 from statistics import mean
 
 import pytest
-from hypothesis import given, settings
+from drawing import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cpmrt.config import TreeShape
@@ -70,7 +71,7 @@ def test_where_every_draft_fails_it_loses_three_per_cent_at_most(lag):
         assert 1.5 < cost <= 1.5 * 1.03
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(st.sampled_from([TREES, TREES[:1], CHAINS, CHAINS[1:2]]), st.data())
 def test_whatever_the_steps_cost_it_loses_three_per_cent_at_most(shapes, data):
     ratio = st.one_of(st.floats(1.0, 1.3), st.floats(1.0, 10.0))

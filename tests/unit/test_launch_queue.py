@@ -3,7 +3,8 @@
 from collections import deque
 
 import pytest
-from hypothesis import given, settings
+from drawing import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from scripted import TREE_SHAPES, ScriptedExecutor, plain_continuation
@@ -115,7 +116,7 @@ class Sessions(RuleBasedStateMachine):
 
 
 TestSessions = Sessions.TestCase
-TestSessions.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+TestSessions.settings = examples(60, stateful_step_count=25)
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 8])

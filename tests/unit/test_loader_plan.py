@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from drawing import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cpmrt.cuda.load import read as loader
@@ -133,7 +134,7 @@ def test_reads_tile_every_region_once_with_the_right_bytes(
         assert jobs == sorted(jobs, key=lambda job: (job.path, job.offset))
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(models(), st.integers(1, 6), st.integers(1, 8))
 def test_threads_fill_the_arena_as_pack_does(model: Any, num_slots: int, num_readers: int) -> None:
     specs, files = model

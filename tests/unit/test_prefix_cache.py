@@ -4,7 +4,8 @@ import io
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from drawing import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from scripted import ScriptedExecutor, plain_continuation
@@ -91,7 +92,7 @@ LIMITS = st.builds(
 PROMPTS = st.lists(st.sampled_from([7, 8]), min_size=1, max_size=20)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(LIMITS, st.lists(st.tuples(PROMPTS, st.integers(1, 12), st.integers(0, 3)), min_size=2, max_size=14))
 def test_every_sequence_gets_its_own_text_under_pressure(limits, wanted):
     executor = PagedExecutor(limits)
@@ -351,5 +352,5 @@ class Sequences(RuleBasedStateMachine):
                 assert self.contents[held.table[index]] == text[: 2 * index + 2]
 
 
-Sequences.TestCase.settings = settings(max_examples=40, stateful_step_count=25)
+Sequences.TestCase.settings = examples(40, stateful_step_count=25)
 TestSequences = Sequences.TestCase

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import safetensors
 import safetensors.numpy
-from hypothesis import given, settings
+from drawing import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cpmrt.errors import CheckpointError
@@ -316,13 +317,13 @@ FIELDS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(st.dictionaries(st.text(max_size=3), FIELDS | JSON, max_size=3), st.binary(max_size=24))
 def test_random_entries(scratch: Path, header: dict[str, object], data: bytes) -> None:
     open_and_touch(build(header, data), scratch)
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(st.data())
 def test_mutated_valid_files(scratch: Path, data: st.DataObject) -> None:
     content = bytearray(build({**TWO, "__metadata__": {"format": "pt"}}, bytes(range(16))))
@@ -353,4 +354,5 @@ def test_every_valid_layout_opens(scratch: Path, tensors: list[tuple[str, list[i
         end += nbytes
     names = list(header)
     random.shuffle(names)
-    assert open_and_touch(build({name: header[name] for name in names}, bytes(range(256))[:end]), scratch)
+    content = bytes(number % 256 for number in range(end))
+    assert open_and_touch(build({name: header[name] for name in names}, content), scratch)

@@ -12,7 +12,8 @@ from contextlib import suppress
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from drawing import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cpmrt.errors import CheckpointError
@@ -53,7 +54,7 @@ def pickle_tensor(count, *, storage="LongStorage", offset=0, stride=1, key="0"):
 
 
 @given(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=3000, unique=True), st.sampled_from([2, 3, 4, 5]))
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_a_list_that_was_pickled_into_a_zip(tmp_path_factory, ids, protocol):
     path = tmp_path_factory.mktemp("index") / "freq.pt"
     write_zip(path, pickle.dumps(ids, protocol), compression=zipfile.ZIP_DEFLATED if len(ids) % 2 else 0)
@@ -135,7 +136,7 @@ def test_anything_else_is_refused(tmp_path, hostile):
 
 
 @given(st.binary(max_size=200))
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_no_bytes_raise_anything_but_the_error_for_it(tmp_path_factory, raw):
     folder = tmp_path_factory.getbasetemp()
     for path, content in ((folder / "raw.pt", raw), (folder / "zip.pt", None)):
@@ -151,7 +152,7 @@ def test_no_bytes_raise_anything_but_the_error_for_it(tmp_path_factory, raw):
 
 
 @given(st.integers(0, 5000), st.integers(0, 255))
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_a_damaged_file_is_an_error_or_a_list(tmp_path_factory, place, value):
     memory = io.BytesIO()
     write_zip(memory, pickle.dumps(list(range(1000, 2500)), 2))

@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from drawing import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cpmrt.errors import CheckpointError, CpmrtError, RequestError
@@ -217,7 +218,7 @@ PATHS = [path for path in paths(tokenizer_json()) if path]
 junk = st.sampled_from([None, True, -1, 0, 2**40, 1.5, "", "x", "\x00", [], {}, [[]], {"type": "BPE"}, "<s>"])
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(300)
 @given(st.sampled_from(PATHS), junk, st.booleans())
 def test_only_our_errors_come_out_of_mutated_files(tmp_path, path, value, remove):
     content = tokenizer_json()
@@ -235,7 +236,7 @@ def test_only_our_errors_come_out_of_mutated_files(tmp_path, path, value, remove
         assert "\n" not in str(error)
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(100)
 @given(st.integers(0, 4000), st.binary(max_size=3))
 def test_only_our_errors_come_out_of_damaged_bytes(tmp_path, position, patch):
     raw = json.dumps(tokenizer_json()).encode()
