@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from cpmrt.config import EngineConfig, ModelConfig
+from cpmrt.cuda.build.launcher import Launcher
 from cpmrt.cuda.build.modules import Modules
 from cpmrt.cuda.draft.forward import executor_needs
 from cpmrt.cuda.driver.device import Device, open_device
+from cpmrt.cuda.load.random import load_random
+from cpmrt.cuda.load.repack import Destination
+from cpmrt.cuda.load.upload import load_checkpoint
 from cpmrt.cuda.ops.linear import DeviceLimits
-from cpmrt.cuda.ops.linear_packed.layout import PackedLayout
 from cpmrt.cuda.ops.linear_packed.memory import layouts_of
 from cpmrt.cuda.step.memory import check_supported
 from cpmrt.dtypes import DType
@@ -19,8 +22,6 @@ from cpmrt.executor import Executor
 from cpmrt.memory.plan import MemoryPlan, Region
 from cpmrt.models.draft_weights import open_draft
 from cpmrt.models.planning import fit_model, open_weights, position_limit
-from cpmrt.tensor_spec import TensorSpec
-from cpmrt.weights.checkpoint import Checkpoint
 from cpmrt.weights.model_folder import ModelFolder
 
 _RESERVED_BYTES = 512 << 20
@@ -59,8 +60,12 @@ def open_executor(folder: ModelFolder, settings: EngineConfig) -> tuple[Executor
             check_loops(device)
 
         def load(arena: int, regions: Mapping[str, Region], device: Device, modules: Modules, stream: Any) -> None:
+            to = Destination(arena, regions, layouts, device, Launcher(stream, modules, use_pdl=False))
             for part, source in parts:
-                _load(part, source, arena, regions, layouts, device, modules, stream, settings.seed)
+                if source is None:
+                    load_random(part, to, settings.seed)
+                else:
+                    load_checkpoint(part, source, to)
 
         limit = position_limit(config, settings)
         config = config.for_context(plan.max_context)
@@ -77,27 +82,3 @@ def storage_dtype(config: ModelConfig, settings: EngineConfig) -> DType:
             "dtype", expected="bfloat16 or float16 on a GPU", actual="float32", fix="use executor='reference'"
         )
     return DType.BFLOAT16
-
-
-def _load(
-    specs: Sequence[TensorSpec],
-    checkpoint: Checkpoint | None,
-    arena: int,
-    regions: Mapping[str, Region],
-    layouts: Mapping[str, PackedLayout],
-    device: Device,
-    modules: Modules,
-    stream: Any,
-    seed: int,
-) -> None:
-    from cpmrt.cuda.load.random import fill_dummy, fill_dummy_packed
-    from cpmrt.cuda.load.stream import stream_checkpoint
-
-    if checkpoint is not None:
-        stream_checkpoint(arena, specs, checkpoint, regions, device, modules, layouts)
-        return
-    fill_dummy(arena, specs, regions, modules, stream, seed=seed, num_sms=device.num_sms)
-    if any(spec.quant for spec in specs):
-        sizes = {"seed": seed, "num_sms": device.num_sms}
-        fill_dummy_packed(arena, specs, regions, layouts, modules, stream, **sizes)
-    stream.synchronize()

@@ -8,14 +8,14 @@ from types import ModuleType
 from cpmrt.cuda import bandwidth
 from cpmrt.cuda.build.spec import KernelSpec
 from cpmrt.cuda.draft import kernels as draft_kernels
-from cpmrt.cuda.load import random, read, repack
+from cpmrt.cuda.load import random, repack, upload
 from cpmrt.cuda.ops import cuda_ops, gemm, kv, linear, rows, selection
 from cpmrt.cuda.ops.attention import plan as attention
 from cpmrt.cuda.ops.linear_packed import products
 from cpmrt.cuda.step import kernels as step_kernels
 
 _MODULES = (
-    *(random, read, repack, bandwidth, cuda_ops, rows, linear, products, gemm, kv, attention, selection),
+    *(random, repack, upload, bandwidth, cuda_ops, rows, linear, products, gemm, kv, attention, selection),
     *(step_kernels, draft_kernels),
 )
 

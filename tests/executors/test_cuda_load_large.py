@@ -35,7 +35,7 @@ from cpmrt.cuda import assembly
 def status(name):
     return 1024 * int(re.search(rf"{name}:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
 
-load = assembly._load
+load = assembly.load_checkpoint
 
 def measured(*args):
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
@@ -45,7 +45,7 @@ def measured(*args):
     print(json.dumps({"seconds": seconds, "peak": status("VmHWM"), "before": before}), flush=True)
     sys.exit()
 
-assembly._load = measured
+assembly.load_checkpoint = measured
 LLM(sys.argv[1], executor="cuda", max_context=64, prefill_chunk=64)
 """
 

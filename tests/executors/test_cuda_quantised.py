@@ -136,8 +136,8 @@ def test_waves_do_not_change_a_bit(folders: dict[str, Path], monkeypatch: pytest
     """A staging area for all tensors at once, or for one source after the other."""
     found = []
     for most in (128 << 20, 0):
-        monkeypatch.setattr("cpmrt.cuda.staging.LARGEST_STAGING_BYTES", most)
-        monkeypatch.setattr("cpmrt.cuda.staging._ROUNDED_BYTES", most or 40_000)
+        monkeypatch.setattr("cpmrt.cuda.load.repack.LARGEST_STAGING_BYTES", most)
+        monkeypatch.setattr("cpmrt.cuda.load.repack._ROUNDED_BYTES", most or 40_000)
         with LLM(folders[name], executor="cuda", lm_head_bits=4, **SETTINGS) as llm:
             found.append(llm.logits(LONG[:70]).tobytes())
     assert found[0] == found[1]
@@ -149,7 +149,7 @@ def test_slices_of_a_chunk_do_not_change_the_result(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, rows: int
 ) -> None:
     whole = logits_of(folders["gptq_v2_act_order"])
-    monkeypatch.setattr("cpmrt.cuda.weights_w4.DEQUANTISED_BYTES", 2 * rows * 128)
+    monkeypatch.setattr("cpmrt.cuda.ops.linear_packed.memory.DEQUANTISED_BYTES", 2 * rows * 128)
     assert relative(logits_of(folders["gptq_v2_act_order"]), whole) < REFERENCE_TOLERANCE["float16"]
 
 

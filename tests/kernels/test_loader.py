@@ -10,14 +10,18 @@ import numpy as np
 import pytest
 from tiny_checkpoint import write_checkpoint
 
-from cpmrt.cuda.load.random import distribution, fill_dummy
+from cpmrt.cuda.build.launcher import Launcher
+from cpmrt.cuda.build.modules import Modules
+from cpmrt.cuda.load.random import load_random
+from cpmrt.cuda.load.repack import Destination
+from cpmrt.cuda.load.upload import load_checkpoint
 from cpmrt.dtypes import DType, from_float32, to_float32
 from cpmrt.errors import CheckpointError
 from cpmrt.memory.plan import Region
 from cpmrt.models.decoder import tensor_specs
 from cpmrt.tensor_spec import Source, TensorSpec
 from cpmrt.weights.checkpoint import Checkpoint
-from cpmrt.weights.dummy import dummy
+from cpmrt.weights.dummy import distribution, dummy
 from cpmrt.weights.model_folder import ModelFolder
 from cpmrt.weights.pack import pack
 
@@ -35,6 +39,11 @@ def regions_of(specs: list[TensorSpec] | tuple[TensorSpec, ...]) -> tuple[dict[s
         regions[spec.name] = Region(spec.name, "layers", end, spec.num_elements * 2, spec.shape)
         end += spec.num_elements * 2 + 2 * GUARD
     return regions, end
+
+
+def destination(cuda: Any, arena: Any, regions: dict[str, Region], dtype: DType) -> Destination:
+    launcher = Launcher(cuda.stream, Modules(cuda.arch, dtype), use_pdl=False)
+    return Destination(arena.data.ptr, regions, {}, cuda.device, launcher)
 
 
 def check_regions(words: np.ndarray[Any, Any], regions: dict[str, Region], expected: dict[str, Any]) -> None:
@@ -81,17 +90,14 @@ def test_values_beyond_float16_are_flagged(cuda: Any, dtype: DType, expected: in
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_dummy_weights_have_their_distribution(cuda: Any, dtype: DType) -> None:
-    from cpmrt.cuda.build.modules import Modules
-
     specs = [TensorSpec(name, shape, ()) for name, shape in {
         "layers.0.qkv": (300, 512), "layers.0.attention_norm": (515,), "layers.0.qkv_bias": (20_001,), "norm": (7,),
     }.items()]  # fmt: skip
     regions, total = regions_of(specs)
-    modules, results = Modules(cuda.arch, dtype), []
+    results = []
     for seed in (1, 1, 2):
         arena = cuda.array(np.full(total // 2, POISON, np.uint16))
-        sizes = {"seed": seed, "num_sms": cuda.device.num_sms}
-        fill_dummy(arena.data.ptr, specs, regions, modules, cuda.stream, **sizes)
+        load_random(specs, destination(cuda, arena, regions, dtype), seed)
         results.append(cuda.numpy(arena))
     assert np.array_equal(results[0], results[1]) and not np.array_equal(results[0], results[2])
     found = {
@@ -158,14 +164,11 @@ def model(tmp_path: Path) -> Path:
 
 
 def stream(cuda: Any, folder: Path, dtype: DType) -> tuple[np.ndarray[Any, Any], dict[str, Region], dict[str, Any]]:
-    from cpmrt.cuda.build.modules import Modules
-    from cpmrt.cuda.load.stream import stream_checkpoint
-
     specs = tensor_specs(ModelFolder.open(str(folder)).config)
     regions, total = regions_of(specs)
     arena = cuda.array(np.full(total // 2, POISON, np.uint16))
     with Checkpoint.open(folder) as checkpoint:
-        stream_checkpoint(arena.data.ptr, specs, checkpoint, regions, cuda.device, Modules(cuda.arch, dtype))
+        load_checkpoint(specs, checkpoint, destination(cuda, arena, regions, dtype))
         expected = {spec.name: pack(spec, checkpoint, dtype) for spec in specs}
     return cuda.numpy(arena), regions, expected
 
@@ -189,45 +192,34 @@ def write_flat(folder: Path, shape: tuple[int, int], fill: float | None = None) 
 
 @pytest.mark.gpu
 def test_a_tensor_larger_than_the_ring_arrives_whole(cuda: Any, tmp_path: Path) -> None:
-    from cpmrt.cuda.build.modules import Modules
     from cpmrt.cuda.load.read import NUM_SLOTS, SLOT_BYTES
-    from cpmrt.cuda.load.stream import stream_checkpoint
 
     columns = 4096
     spec = write_flat(tmp_path / "large", (3 * NUM_SLOTS * SLOT_BYTES // (2 * columns) + 5, columns))
     regions, total = regions_of([spec])
     arena = cuda.array(np.full(total // 2, POISON, np.uint16))
     with Checkpoint.open(tmp_path / "large") as checkpoint:
-        modules = Modules(cuda.arch, DType.BFLOAT16)
-        stream_checkpoint(arena.data.ptr, [spec], checkpoint, regions, cuda.device, modules)
+        load_checkpoint([spec], checkpoint, destination(cuda, arena, regions, DType.BFLOAT16))
         check_regions(cuda.numpy(arena), regions, {"w": checkpoint.view("t")})
 
 
 @pytest.mark.gpu
 def test_a_checkpoint_beyond_float16_is_refused(cuda: Any, tmp_path: Path) -> None:
-    from cpmrt.cuda.build.modules import Modules
-    from cpmrt.cuda.load.stream import stream_checkpoint
-
     spec = write_flat(tmp_path / "model", (64, 64), fill=1e20)
     regions, total = regions_of([spec])
     arena = cuda.array(np.zeros(total // 2, np.uint16))
-    with Checkpoint.open(tmp_path / "model") as checkpoint:
-        modules = Modules(cuda.arch, DType.FLOAT16)
-        with pytest.raises(CheckpointError, match=r"tensor 't' has values beyond float16; use dtype bfloat16"):
-            stream_checkpoint(arena.data.ptr, [spec], checkpoint, regions, cuda.device, modules)
+    refused = pytest.raises(CheckpointError, match=r"tensor 't' has values beyond float16; use dtype bfloat16")
+    with Checkpoint.open(tmp_path / "model") as checkpoint, refused:
+        load_checkpoint([spec], checkpoint, destination(cuda, arena, regions, DType.FLOAT16))
 
 
 @pytest.mark.gpu
 def test_a_cut_file_is_an_error_and_the_device_works_on(cuda: Any, model: Path) -> None:
-    from cpmrt.cuda.build.modules import Modules
-    from cpmrt.cuda.load.stream import stream_checkpoint
-
     specs = tensor_specs(ModelFolder.open(str(model)).config)
     regions, total = regions_of(specs)
     arena = cuda.array(np.zeros(total // 2, np.uint16))
     with Checkpoint.open(model) as checkpoint:
         os.truncate(model / "model.safetensors", (model / "model.safetensors").stat().st_size // 2)
-        modules = Modules(cuda.arch, DType.BFLOAT16)
         with pytest.raises(CheckpointError, match="became shorter while it was read"):
-            stream_checkpoint(arena.data.ptr, specs, checkpoint, regions, cuda.device, modules)
+            load_checkpoint(specs, checkpoint, destination(cuda, arena, regions, DType.BFLOAT16))
     assert cuda.numpy(cuda.array(np.arange(4)))[3] == 3

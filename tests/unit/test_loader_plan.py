@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cpmrt.cuda.load import read as loader
-from cpmrt.cuda.load.read import ReadJob, load, plan_reads
+from cpmrt.cuda.load.read import ReadJob, plan_reads, read_all
 from cpmrt.dtypes import Array, DType, from_float32, to_float32
 from cpmrt.errors import CheckpointError
 from cpmrt.memory.plan import Region
@@ -142,7 +142,7 @@ def test_threads_fill_the_arena_as_pack_does(model: Any, num_slots: int, num_rea
     with checkpoint_with(files) as checkpoint:
         device = LazyDevice(total, DType.BFLOAT16, num_slots)
         jobs = plan_reads(specs, checkpoint, regions, DType.BFLOAT16, max_bytes=SLOT_BYTES)
-        load(jobs, device, num_readers=num_readers, drop_page_cache=num_readers % 2 == 0)
+        read_all(jobs, device, num_readers=num_readers, drop_page_cache=num_readers % 2 == 0)
         device.finish()
         expected = bytearray([GUARD]) * total
         for spec in specs:
@@ -164,7 +164,7 @@ def test_short_reads_are_completed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader.os, "preadv", lambda fd, buffers, offset: whole(fd, [buffers[0][:7]], offset))
     with checkpoint_with(files) as checkpoint:
         device = LazyDevice(total, DType.BFLOAT16)
-        load(plan_reads([spec], checkpoint, regions, DType.BFLOAT16, max_bytes=SLOT_BYTES), device)
+        read_all(plan_reads([spec], checkpoint, regions, DType.BFLOAT16, max_bytes=SLOT_BYTES), device)
         device.finish()
     region = regions["w"]
     assert device.arena[region.offset : region.offset + region.nbytes] == np.arange(512, dtype=np.uint16).tobytes()
@@ -178,7 +178,7 @@ def test_a_file_that_was_cut_is_named_and_nothing_hangs(kept: int) -> None:
         jobs = plan_reads([spec], checkpoint, regions, DType.BFLOAT16, max_bytes=SLOT_BYTES)
         os.truncate(jobs[0].path, kept)
         with pytest.raises(CheckpointError, match=r"a\.safetensors became shorter.*tensor 't'.*download"):
-            load(jobs, LazyDevice(total, DType.BFLOAT16), num_readers=3)
+            read_all(jobs, LazyDevice(total, DType.BFLOAT16), num_readers=3)
 
 
 def test_a_file_that_is_gone_is_named() -> None:
@@ -188,7 +188,7 @@ def test_a_file_that_is_gone_is_named() -> None:
         jobs = plan_reads([spec], checkpoint, regions, DType.BFLOAT16)
         jobs[0].path.unlink()
         with pytest.raises(CheckpointError, match=r"a\.safetensors does not exist"):
-            load(jobs, LazyDevice(total, DType.BFLOAT16))
+            read_all(jobs, LazyDevice(total, DType.BFLOAT16))
 
 
 def test_an_input_output_error_stops_all_readers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,7 +206,7 @@ def test_an_input_output_error_stops_all_readers(monkeypatch: pytest.MonkeyPatch
     with checkpoint_with(files) as checkpoint:
         jobs = plan_reads([spec], checkpoint, regions, DType.BFLOAT16, max_bytes=SLOT_BYTES)
         with pytest.raises(CheckpointError, match=r"tensor 't' cannot be read: .*Input/output error"):
-            load(jobs, LazyDevice(total, DType.BFLOAT16), num_readers=1)
+            read_all(jobs, LazyDevice(total, DType.BFLOAT16), num_readers=1)
     assert len(calls) == 5 < len(jobs)
 
 
@@ -219,7 +219,7 @@ def test_an_error_of_the_device_comes_out() -> None:
     regions, total = laid_out([spec], 2)
     with checkpoint_with(files) as checkpoint, pytest.raises(RuntimeError, match="the device is gone"):
         jobs = plan_reads([spec], checkpoint, regions, DType.BFLOAT16, max_bytes=SLOT_BYTES)
-        load(jobs, Broken(total, DType.BFLOAT16))
+        read_all(jobs, Broken(total, DType.BFLOAT16))
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,9 @@ import pytest
 from reference.quantised_models import CASES, raw_tensors, write_quantised, write_safetensors
 
 from cpmrt.config import EngineConfig
-from cpmrt.cuda.load import staging
-from cpmrt.cuda.load.read import load
-from cpmrt.cuda.load.repack import piece_reads
-from cpmrt.cuda.load.staging import staging_bytes, waves
+from cpmrt.cuda.load import repack
+from cpmrt.cuda.load.read import read_all
+from cpmrt.cuda.load.repack import piece_reads, staging_bytes, waves
 from cpmrt.dtypes import DType, from_float32, to_float32
 from cpmrt.errors import CheckpointError
 from cpmrt.models.planning import weight_specs
@@ -53,8 +52,8 @@ class HostTarget:
 def test_every_tensor_is_where_its_piece_says(
     case: Any, limit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(staging, "LARGEST_STAGING_BYTES", limit)
-    monkeypatch.setattr(staging, "_ROUNDED_BYTES", 10_000)
+    monkeypatch.setattr(repack, "LARGEST_STAGING_BYTES", limit)
+    monkeypatch.setattr(repack, "_ROUNDED_BYTES", 10_000)
     folder, dtype = ModelFolder.open(write_quantised(case, tmp_path / case.name, 3)), DType.BFLOAT16
     head_bits = None if case.head else 8 if limit else 4
     with Checkpoint.open(folder.path) as checkpoint:
@@ -63,7 +62,7 @@ def test_every_tensor_is_where_its_piece_says(
         for wave in waves(specs, size):
             target = HostTarget(BASE + size, dtype)
             jobs = [job for piece in wave for job in piece_reads(piece, checkpoint, BASE, dtype)]
-            load(jobs, target, num_readers=2)
+            read_all(jobs, target, num_readers=2)
             for piece in wave:
                 check_piece(piece, checkpoint, target.arena[BASE:], dtype)
                 assert piece.first_row == rows.get(piece.spec.name, 0) and piece.end_byte <= size

@@ -12,17 +12,15 @@ from cpmrt.config import EngineConfig, ModelConfig
 from cpmrt.cuda.build.launcher import Launcher
 from cpmrt.cuda.draft.memory import tree_tables
 from cpmrt.cuda.driver.device import Device
-from cpmrt.cuda.load.staging import staging_bytes
+from cpmrt.cuda.load.repack import STAGING, staging_buffers
 from cpmrt.cuda.ops.attention.plan import decode_attention_of, plan_prefill_attention
 from cpmrt.cuda.ops.cuda_ops import CudaOps
 from cpmrt.cuda.ops.gemm import Gemm
 from cpmrt.cuda.ops.linear import MAX_ROWS, DeviceLimits
 from cpmrt.cuda.ops.linear_packed.memory import (
-    STAGING,
     packed_regions,
     quantised_tables,
     quantised_workspace,
-    staging_buffer,
 )
 from cpmrt.cuda.step.forward import StepForward
 from cpmrt.cuda.step.memory import cuda_needs, cuda_workspace
@@ -66,8 +64,7 @@ def _with_draft(
     assert needs.max_rows is not None
     max_rows, config, limits = needs.max_rows, draft.config.decoder, DeviceLimits.of(device)
     workspace = [spec for spec in needs.workspace if spec.name != STAGING]
-    if staged := staging_bytes((*specs, *draft.tensors)):
-        workspace.append(staging_buffer(staged))
+    workspace += staging_buffers((*specs, *draft.tensors))
 
     def tables(max_context: int) -> tuple[BufferSpec, ...]:
         own = _draft_tables(draft, specs, max_context, device)
@@ -116,7 +113,7 @@ def _draft_workspace(
     config = draft.config.decoder
     if config is None:
         return ()
-    rows = {"token_ids", "positions", "slots", "chunk", STAGING}
+    rows = {"token_ids", "positions", "slots", "chunk"}
     products = quantised_workspace(_weights(draft, specs), config, max_rows, limits)
     return tuple(_scratch(spec) for spec in (*cuda_workspace(config, max_rows), *products) if spec.name not in rows)
 

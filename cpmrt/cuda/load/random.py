@@ -1,21 +1,16 @@
-"""Random weights written by the device itself, for a model that has only a config."""
+"""Random weights written by the device itself, for a model that has only a config; distributed as `weights.dummy`."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from cpmrt.cuda.build.modules import Modules
 from cpmrt.cuda.build.spec import KernelSpec
-from cpmrt.cuda.driver.launch import CudaStream, launch
-from cpmrt.cuda.load.repack import Repacker
-from cpmrt.cuda.load.staging import waves
-from cpmrt.cuda.ops.linear_packed.layout import PackedLayout
-from cpmrt.memory.plan import Region
+from cpmrt.cuda.load.repack import STAGING, Destination, repack_scales, waves
 from cpmrt.tensor_spec import TensorSpec
+from cpmrt.weights.dummy import code_scale, distribution, weight_seed
 
 FILL_NORMAL, FILL_WORDS = (
     KernelSpec(name, "load/fill.cu", reason="random weights in place of a checkpoint")
@@ -23,92 +18,50 @@ FILL_NORMAL, FILL_WORDS = (
 )
 _BLOCK = 256
 _WORDS_PER_THREAD = 4
-_BIAS_DEVIATION = 0.02
+_BLOCKS_PER_SM = 8
 
 
-def fill_dummy(
-    arena: int,
-    specs: Sequence[TensorSpec],
-    regions: Mapping[str, Region],
-    modules: Modules,
-    stream: CudaStream,
-    *,
-    seed: int,
-    num_sms: int,
-) -> None:
-    """Launch the kernels that fill the regions of `specs` in the arena at device address `arena`; waits for nothing.
-
-    A weight depends on `seed`, its name and its shape only. The distributions are those of `weights.dummy.dummy`.
-    """
-    kernel = modules.kernel(FILL_NORMAL, {})
-    for spec in specs:
-        if spec.quant is not None:
-            continue
-        mean, deviation = distribution(spec)
-        grid = min(-(-spec.num_elements // (_BLOCK * _WORDS_PER_THREAD)), 8 * num_sms)
-        args = (
-            np.uint64(arena + regions[spec.name].offset),
-            np.int64(spec.num_elements),
-            np.uint64(stream_seed(spec.name, seed)),
-            np.float32(mean),
-            np.float32(deviation),
-        )
-        launch(stream, kernel, grid, _BLOCK, 0, args)
-
-
-def fill_dummy_packed(
-    arena: int,
-    specs: Sequence[TensorSpec],
-    regions: Mapping[str, Region],
-    layouts: Mapping[str, PackedLayout],
-    modules: Modules,
-    stream: CudaStream,
-    *,
-    seed: int,
-    num_sms: int,
-) -> None:
-    """The same for the specs with a `quant`, distributed as `weights.dummy.fill_dummy_quantised` has it.
-
-    Scales come from the region "w4_staging", which must be there.
-    """
-    from cupy.cuda import runtime
-
-    words, normal = (modules.kernel(spec, {}) for spec in (FILL_WORDS, FILL_NORMAL))
-    grid, handle = 8 * num_sms, stream.__cuda_stream__()[1]
+def load_random(specs: Sequence[TensorSpec], to: Destination, seed: int) -> None:
+    """Fill the regions of `specs`; waits for the end. A weight depends on `seed`, its name and its shape only."""
     for spec in specs:
         if spec.quant is None:
-            continue
-        region = regions[f"{spec.name}.codes"]
-        random = np.uint64(stream_seed(spec.name, seed))
-        launch(stream, words, grid, _BLOCK, 0, (np.uint64(arena + region.offset), np.int64(region.nbytes // 8), random))
-        if spec.quant.permuted:
-            order = np.random.default_rng(int(random)).permutation(spec.shape[1]).astype(np.int32)
-            target = arena + regions[f"{spec.name}.perm"].offset
-            runtime.memcpyAsync(target, order.ctypes.data, order.nbytes, runtime.memcpyHostToDevice, handle)
-    repacker, staging = Repacker(arena, regions, layouts, modules, stream, num_sms), regions["w4_staging"]
-    for wave in waves(specs, staging.nbytes):
+            mean, deviation = distribution(spec)
+            _fill_normal(to, to.address(spec.name), spec.num_elements, _stream_seed(spec, seed), mean, deviation)
+    for spec in specs:
+        if spec.quant is not None:
+            _fill_codes(spec, to, seed)
+    for wave in waves(specs, to.regions[STAGING].nbytes if STAGING in to.regions else 0):
         for piece in wave:
-            assert piece.spec.quant is not None, piece.spec.name
-            num_rows, num_columns = piece.end - piece.begin, piece.source.shape[1]
-            count = np.int64(num_rows * (num_columns // piece.spec.quant.group_size))
-            scale = np.float32(num_columns**-0.5 / _code_deviation(piece.spec.quant.bits))
-            address = np.uint64(arena + staging.offset + piece.scales)
-            launch(stream, normal, grid, _BLOCK, 0, (address, count, np.uint64(0), scale, np.float32(0)))
-            repacker.scales(replace(piece, source=replace(piece.source, packing=None)), modules.dtype)
+            count = piece.num_rows * piece.num_groups
+            _fill_normal(to, to.address(STAGING, piece.scales), count, np.uint64(0), code_scale(piece.spec), 0.0)
+            # Without zero points of its own a weight gets those of 8.
+            repack_scales(replace(piece, source=replace(piece.source, packing=None)), to, to.dtype)
+    to.launch.stream.synchronize()
 
 
-def distribution(spec: TensorSpec) -> tuple[float, float]:
-    """Mean and deviation of the elements, such that activations keep their size over the layers."""
-    if len(spec.shape) == 1:
-        return (1.0, 0.0) if spec.name.endswith("norm") else (0.0, _BIAS_DEVIATION)
-    return 0.0, float(spec.shape[-1] ** -0.5)
+def _fill_codes(spec: TensorSpec, to: Destination, seed: int) -> None:
+    """Uniform codes, in columns of any order where the weight has one."""
+    from cupy.cuda import runtime
+
+    assert spec.quant is not None, spec.name
+    region, random = to.regions[f"{spec.name}.codes"], _stream_seed(spec, seed)
+    grid, words = _BLOCKS_PER_SM * to.device.num_sms, np.int64(region.nbytes // 8)
+    to.launch(FILL_WORDS, {}, grid, _BLOCK, to.address(region.name), words, random)
+    if spec.quant.permuted:
+        order = np.random.default_rng(int(random)).permutation(spec.shape[1]).astype(np.int32)
+        target, kind = int(to.address(f"{spec.name}.perm")), runtime.memcpyHostToDevice
+        runtime.memcpyAsync(target, order.ctypes.data, order.nbytes, kind, to.launch.stream.ptr)
 
 
-def _code_deviation(bits: int) -> float:
-    """Of uniform codes of so many bits around their zero point."""
-    return float((4.0**bits / 12) ** 0.5)
+def _fill_normal(
+    to: Destination, address: np.uint64, count: int, seed: np.uint64, mean: float, deviation: float
+) -> None:
+    grid = min(-(-count // (_BLOCK * _WORDS_PER_THREAD)), _BLOCKS_PER_SM * to.device.num_sms)
+    args = (address, np.int64(count), seed, np.float32(mean), np.float32(deviation))
+    to.launch(FILL_NORMAL, {}, grid, _BLOCK, *args)
 
 
-def stream_seed(name: str, seed: int) -> int:
-    """64 bits that start the random numbers of one weight."""
-    return int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8], "little")
+def _stream_seed(spec: TensorSpec, seed: int) -> np.uint64:
+    """What starts the device's random numbers of one weight."""
+    low: np.uint64 = np.uint64(weight_seed(spec.name, seed) & (2**64 - 1))
+    return low

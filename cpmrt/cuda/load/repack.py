@@ -1,23 +1,27 @@
-"""From tensors of quantised checkpoints to packed weights: what is read where, and the launches that repack it."""
+"""Quantised weights from the forms of checkpoint files to the packed layout: a staging area, and kernels.
+
+The tensors of quantised sources pass through the staging area of the arena in waves, each as large as it is. A wave is
+read and copied as a whole; then the device repacks it, while the next wave is read.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from cpmrt.cuda.build.launcher import Module
-from cpmrt.cuda.build.modules import Modules
+from cpmrt.cuda.build.launcher import Launcher, Module
 from cpmrt.cuda.build.spec import KernelSpec
-from cpmrt.cuda.driver.launch import CudaStream, launch
+from cpmrt.cuda.driver.array import KernelArgument
+from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.load.read import ReadJob, reads_of, row_reads
-from cpmrt.cuda.load.staging import Piece
 from cpmrt.cuda.ops.linear import PRODUCTS
 from cpmrt.cuda.ops.linear_packed.layout import PackedLayout
 from cpmrt.dtypes import DType
-from cpmrt.memory.plan import Region
-from cpmrt.tensor_spec import TensorSpec
+from cpmrt.memory.plan import ALIGNMENT, Region
+from cpmrt.models.decoder import EMBED
+from cpmrt.tensor_spec import BufferSpec, Quantization, Source, TensorSpec
 from cpmrt.weights.checkpoint import Checkpoint
 from cpmrt.weights.formats import FORMATS, format_of
 from cpmrt.weights.formats.gptq import V1_STEP
@@ -25,6 +29,14 @@ from cpmrt.weights.safetensors import FLOATS
 
 OWN_FORMAT = "gptq"
 """What rounded and random weights come in, and what is dequantised as: the format then does not matter."""
+STAGING = "w4_staging"
+LARGEST_STAGING_BYTES = 128 << 20
+"""Of several sources together; a larger one has what it needs."""
+_ROUNDED_BYTES = 16 << 20
+"""Of a source in 16 bits, at a time."""
+_ITEM_BYTES = 2
+_BLOCK = 256
+_BLOCKS_PER_SM = 8
 _REPACK = "linear_packed/repack.cu"
 _CONSTANTS = ("IN_FEATURES", "WEIGHT_BITS", "RUNS", "SCALE_GROUP", "ZEROS", "LINEAR", "FORMAT")
 REPACK_CODES, REPACK_SCALES = (
@@ -37,8 +49,136 @@ DEQUANTIZE = KernelSpec(
 ROUND = KernelSpec(
     "round_weights", "load/round_weights.cu", constants=("WEIGHT_BITS",), reason="loading: a head to 4 or 8 bits"
 )
-_BLOCK = 256
-_BLOCKS_PER_SM = 8
+
+
+@dataclass(frozen=True)
+class Destination:
+    """Where weights go: an arena at a device address, its regions by name, how quantised weights (by name) are packed.
+
+    `launch` launches the kernels of loading; copies are in the order of its stream.
+    """
+
+    arena: int
+    regions: Mapping[str, Region]
+    layouts: Mapping[str, PackedLayout]
+    device: Device
+    launch: Launcher
+
+    @property
+    def dtype(self) -> DType:
+        """Of weights that are not quantised, and of scales."""
+        return self.launch.modules.dtype
+
+    def address(self, region: str, offset: int = 0) -> np.uint64:
+        """The device address of a byte of a region."""
+        address: np.uint64 = np.uint64(self.arena + self.regions[region].offset + offset)
+        return address
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Rows `begin` to `end` of a source, which are rows from `first_row` on of the weight `spec`.
+
+    At these bytes of the staging area are the codes, scales (of 2 bytes) and zero points in the form of the source's
+    format, and where the source is in 16 bits its rows, from which the others are made; `end_byte`: the end of all.
+    """
+
+    spec: TensorSpec
+    source: Source
+    begin: int
+    end: int
+    first_row: int
+    codes: int = 0
+
+    @property
+    def quant(self) -> Quantization:
+        assert self.spec.quant is not None, self.spec.name
+        return self.spec.quant
+
+    @property
+    def num_rows(self) -> int:
+        return self.end - self.begin
+
+    @property
+    def num_columns(self) -> int:
+        return self.source.shape[1]
+
+    @property
+    def num_groups(self) -> int:
+        return self.num_columns // self.quant.group_size
+
+    @property
+    def scales(self) -> int:
+        return self.codes + _aligned(self.num_rows * self.num_columns * self.quant.bits // 8)
+
+    @property
+    def zeros(self) -> int:
+        return self.scales + _aligned(self.num_rows * self.num_groups * _ITEM_BYTES)
+
+    @property
+    def values(self) -> int:
+        return self.zeros + _aligned(-(-self.num_rows // 8) * 4 * self.num_groups)
+
+    @property
+    def end_byte(self) -> int:
+        rows_bytes = 0 if self.source.packing else self.num_rows * self.num_columns * _ITEM_BYTES
+        return self.values + _aligned(rows_bytes)
+
+
+def waves(specs: Sequence[TensorSpec], nbytes: int) -> Iterator[list[Piece]]:
+    """The sources of all `specs` with a `quant`, as many at a time as fit `nbytes` together."""
+    wave, end = list[Piece](), 0
+    for piece in _pieces(specs):
+        if wave and end + piece.end_byte > nbytes:
+            yield wave
+            wave, end = [], 0
+        wave.append(replace(piece, codes=end))
+        end += piece.end_byte
+    if wave:
+        yield wave
+
+
+def staging_bytes(specs: Iterable[TensorSpec]) -> int:
+    """What `waves` needs; 0 where nothing is quantised."""
+    sizes = [piece.end_byte for piece in _pieces(specs)]
+    return max(max(sizes), min(sum(sizes), LARGEST_STAGING_BYTES)) if sizes else 0
+
+
+def staging_buffers(specs: Iterable[TensorSpec]) -> Iterator[BufferSpec]:
+    """The workspace that the quantised among `specs` pass through while they are loaded, which is before any step."""
+    if nbytes := staging_bytes(specs):
+        yield BufferSpec(STAGING, (nbytes,), EMBED - 1, EMBED - 1, itemsize=1)
+
+
+def _pieces(specs: Iterable[TensorSpec]) -> Iterator[Piece]:
+    """Of all `specs` with a `quant`, each at the beginning of the staging area."""
+    for spec in specs:
+        for source, rows in spec.parts() if spec.quant else ():
+            num_rows, num_columns = source.shape
+            step = num_rows if source.packing else max(_ROUNDED_BYTES // (_ITEM_BYTES * num_columns) // 64, 1) * 64
+            for begin in range(0, num_rows, step):
+                yield Piece(spec, source, begin, min(begin + step, num_rows), rows.start + begin)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def piece_reads(piece: Piece, checkpoint: Checkpoint, staging: int, dtype: DType) -> Iterator[ReadJob]:
+    """The reads that bring a piece to the staging area, which begins at byte `staging` of the arena."""
+    source, entries = piece.source, checkpoint.entries
+    if source.packing is None:
+        rows = range(piece.begin, piece.end)
+        yield from row_reads(source, entries[source.name], staging + piece.values, dtype, rows)
+        return
+    row = format_of(source)
+    yield from reads_of(entries[row.codes.of(source.name)], staging + piece.codes, None)
+    scales = entries[row.scales.of(source.name)]
+    # The repacking takes both 16-bit types.
+    is_wide = FLOATS[scales.dtype] is DType.FLOAT32
+    yield from reads_of(scales, staging + piece.scales, dtype if is_wide else None)
+    if row.zeros and not source.packing.symmetric:
+        yield from reads_of(entries[row.zeros.of(source.name)], staging + piece.zeros, None)
 
 
 def repack_constants(layout: PackedLayout, format: str) -> dict[str, int]:
@@ -52,98 +192,47 @@ def repack_modules(specs: Iterable[TensorSpec], layouts: Mapping[str, PackedLayo
     found: list[Module] = []
     for spec in specs:
         for source in spec.sources if spec.name in layouts else ():
-            layout, packing = layouts[spec.name], source.packing
-            used = [(_REPACK, repack_constants(layout, packing.format if packing else OWN_FORMAT))]
-            if packing is None:
-                used.append((ROUND.file, _round_constants(layout.bits)))
+            layout = layouts[spec.name]
+            used: list[Module] = [(_REPACK, repack_constants(layout, _format(source)))]
+            if source.packing is None:
+                used.append((ROUND.file, {"WEIGHT_BITS": layout.bits}))
             found += [module for module in used if module not in found]
     return found
 
 
-def piece_reads(piece: Piece, checkpoint: Checkpoint, staging: int, dtype: DType) -> Iterator[ReadJob]:
-    """The reads that bring a piece to the staging area, which begins at byte `staging` of the arena."""
-    source, entries = piece.source, checkpoint.entries
-    if source.packing is None:
-        entry, rows = entries[source.name], range(piece.begin, piece.end)
-        yield from row_reads(source, entry, FLOATS[entry.dtype], staging + piece.values, dtype, rows)
-        return
-    row = format_of(source)
-    yield from reads_of(entries[row.codes.of(source.name)], None, staging + piece.codes, dtype)
-    scales = entries[row.scales.of(source.name)]
-    # The repacking takes both 16-bit types.
-    stored = DType.FLOAT32 if FLOATS[scales.dtype] is DType.FLOAT32 else None
-    yield from reads_of(scales, stored, staging + piece.scales, dtype)
-    if row.zeros and not source.packing.symmetric:
-        yield from reads_of(entries[row.zeros.of(source.name)], None, staging + piece.zeros, dtype)
+def round_rows(piece: Piece, to: Destination, fault: np.uint64) -> None:
+    """Make codes and scales of a staged piece in 16 bits; sets the word at address `fault` where one is not finite."""
+    sizes = (np.int32(piece.num_rows), np.int32(piece.num_columns), np.int32(piece.quant.group_size))
+    codes, scales, values = (to.address(STAGING, place) for place in (piece.codes, piece.scales, piece.values))
+    grid = -(-piece.num_rows * piece.num_columns // (8 * _BLOCK))
+    to.launch(ROUND, {"WEIGHT_BITS": piece.quant.bits}, grid, _BLOCK, codes, scales, fault, values, *sizes)
 
 
-class Repacker:
-    """Launches on one stream. `arena` is the device address of the regions."""
-
-    def __init__(
-        self,
-        arena: int,
-        regions: Mapping[str, Region],
-        layouts: Mapping[str, PackedLayout],
-        modules: Modules,
-        stream: CudaStream,
-        num_sms: int,
-    ):
-        self._arena, self._regions, self._layouts = arena, regions, layouts
-        self._modules, self._stream, self._grid = modules, stream, _BLOCKS_PER_SM * num_sms
-
-    def clear(self, specs: Sequence[TensorSpec]) -> None:
-        """Zero what no source fills: padding."""
-        from cupy.cuda import runtime
-
-        for spec in specs:
-            region = self._regions[f"{spec.name}.codes"]
-            runtime.memsetAsync(self._arena + region.offset, 0, region.nbytes, self._stream.__cuda_stream__()[1])
-
-    def round(self, piece: Piece, fault: int) -> None:
-        """Codes and scales of a piece in 16 bits; sets the word at device address `fault` where one is not finite."""
-        assert piece.spec.quant is not None, piece.spec.name
-        count, columns = piece.end - piece.begin, piece.source.shape[1]
-        sizes = (np.int32(count), np.int32(columns), np.int32(piece.spec.quant.group_size))
-        codes, scales, values = (self._staged(place) for place in (piece.codes, piece.scales, piece.values))
-        grid = -(-count * columns // (8 * _BLOCK))
-        args = (codes, scales, np.uint64(fault), values, *sizes)
-        kernel = self._modules.kernel(ROUND, _round_constants(piece.spec.quant.bits))
-        launch(self._stream, kernel, grid, _BLOCK, 0, args)
-
-    def codes(self, piece: Piece) -> None:
-        """Into the packed weight, in the order of its `perm`, which must be there."""
-        region, perm = self._region(piece, "codes"), self._regions.get(f"{piece.spec.name}.perm")
-        order = None if perm is None else np.uint64(self._arena + perm.offset)
-        self._launch(piece, REPACK_CODES, region, self._staged(piece.codes), order, *self._sizes(piece))
-
-    def scales(self, piece: Piece, stored: DType) -> None:
-        """Scales, which are `stored` so in the staging area, and zero points."""
-        assert piece.spec.quant is not None, piece.spec.name
-        packing = piece.source.packing
-        zeros = None if packing is None or packing.symmetric else self._staged(piece.zeros)
-        addend = V1_STEP if packing is not None and packing.v1_zeros else 0
-        kinds = (np.int32(piece.spec.quant.group_size), np.int32(stored is DType.FLOAT16), np.int32(addend))
-        region, scales = self._region(piece, "codes"), self._staged(piece.scales)
-        self._launch(piece, REPACK_SCALES, region, scales, zeros, *self._sizes(piece), *kinds)
-
-    def _launch(self, piece: Piece, spec: KernelSpec, *args: Any) -> None:
-        packing = piece.source.packing
-        constants = repack_constants(self._layouts[piece.spec.name], packing.format if packing else OWN_FORMAT)
-        launch(self._stream, self._modules.kernel(spec, constants), self._grid, _BLOCK, 0, args)
-
-    def _sizes(self, piece: Piece) -> tuple[np.int32, ...]:
-        layout = self._layouts[piece.spec.name]
-        counts = (piece.first_row, piece.end - piece.begin, layout.out_features, layout.num_tiles)
-        return tuple(map(np.int32, counts))
-
-    def _region(self, piece: Piece, name: str) -> Any:
-        return np.uint64(self._arena + self._regions[f"{piece.spec.name}.{name}"].offset)
-
-    def _staged(self, offset: int) -> Any:
-        return np.uint64(self._arena + self._regions["w4_staging"].offset + offset)
+def repack_codes(piece: Piece, to: Destination) -> None:
+    """Bring the staged codes into the packed weight, in the order of its `perm`, which must be there."""
+    perm = f"{piece.spec.name}.perm"
+    order = to.address(perm) if perm in to.regions else None
+    _repack(REPACK_CODES, piece, to, piece.codes, order)
 
 
-def _round_constants(bits: int) -> dict[str, int]:
-    """Compile-time sizes of round_weights.cu."""
-    return {"WEIGHT_BITS": bits}
+def repack_scales(piece: Piece, to: Destination, stored: DType) -> None:
+    """Bring the staged scales, which are of the type `stored`, and zero points into the packed weight."""
+    packing = piece.source.packing
+    zeros = None if packing is None or packing.symmetric else to.address(STAGING, piece.zeros)
+    addend = V1_STEP if packing is not None and packing.v1_zeros else 0
+    more = (np.int32(piece.quant.group_size), np.int32(stored is DType.FLOAT16), np.int32(addend))
+    _repack(REPACK_SCALES, piece, to, piece.scales, zeros, *more)
+
+
+def _repack(
+    kernel: KernelSpec, piece: Piece, to: Destination, staged: int, beside: KernelArgument, *more: KernelArgument
+) -> None:
+    layout = to.layouts[piece.spec.name]
+    counts = (piece.first_row, piece.num_rows, layout.out_features, layout.num_tiles)
+    constants, grid = repack_constants(layout, _format(piece.source)), _BLOCKS_PER_SM * to.device.num_sms
+    packed, source = to.address(f"{piece.spec.name}.codes"), to.address(STAGING, staged)
+    to.launch(kernel, constants, grid, _BLOCK, packed, source, beside, *map(np.int32, counts), *more)
+
+
+def _format(source: Source) -> str:
+    return source.packing.format if source.packing else OWN_FORMAT

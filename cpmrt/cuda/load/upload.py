@@ -1,42 +1,150 @@
-"""From read bytes to the device: a page-locked ring, copied or converted on a stream of its own."""
+"""A checkpoint loaded into the arena: a page-locked ring that is copied or converted on the device's stream.
+
+Weights in 16 bits go to their places, quantised ones through the staging area (`repack`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
-from cupy.cuda import Event, Stream, runtime
 
-from cpmrt.cuda.build.modules import Modules
-from cpmrt.cuda.driver.host_memory import HostBuffer
+from cpmrt.cuda.build.modules import compile_all
+from cpmrt.cuda.build.spec import KernelSpec
 from cpmrt.cuda.driver.launch import launch
-from cpmrt.cuda.load.read import CONVERT_16BIT, CONVERT_FLOAT32, NUM_SLOTS, SLOT_BYTES, ReadJob
+from cpmrt.cuda.load.read import NUM_SLOTS, SLOT_BYTES, ReadJob, in_file_order, plan_reads, read_all
+from cpmrt.cuda.load.repack import (
+    STAGING,
+    Destination,
+    Piece,
+    piece_reads,
+    repack_codes,
+    repack_modules,
+    repack_scales,
+    round_rows,
+    waves,
+)
 from cpmrt.dtypes import Array, DType
 from cpmrt.errors import CheckpointError, quoted
+from cpmrt.memory.plan import Region
+from cpmrt.tensor_spec import TensorSpec
+from cpmrt.weights.checkpoint import Checkpoint
+from cpmrt.weights.formats import format_of
+from cpmrt.weights.pack import pack_blocks
+from cpmrt.weights.quantised import check_values, read_order
+from cpmrt.weights.safetensors import FLOATS
 
+CONVERT_FLOAT32, CONVERT_16BIT = (
+    KernelSpec(name, "load/convert.cu", reason="loading: weights stored as another type")
+    for name in ("convert_float32", "convert_16bit")
+)
 _BLOCK = 256
 _MAX_GRID = 512
+_BEYOND, _NOT_FINITE = "values beyond float16", "values that are not finite"
+
+
+def load_checkpoint(specs: Sequence[TensorSpec], checkpoint: Checkpoint, to: Destination) -> None:
+    """Fill the regions of `specs`, those with a `quant` by way of the region STAGING; waits for the end.
+
+    Page-locks up to 64 MiB meanwhile. Raises CheckpointError if a file cannot be read to its end or a value is not
+    finite or beyond the range of float16, MemoryPlanError if the host cannot page-lock the ring.
+    """
+    held = [spec for spec in specs if spec.quant is not None]
+    dequantised = [spec for spec in specs if spec.quant is None and any(source.packing for source in spec.sources)]
+    plain = [spec for spec in specs if spec.quant is None and spec not in dequantised]
+    jobs = plan_reads(plain, checkpoint, to.regions, to.dtype)
+    staged = _staged(held, checkpoint, to) if held else []
+    everything = [*jobs, *(job for _, wave_jobs in staged for job in wave_jobs)]
+    rounded = [source.name for spec in held for source in spec.sources if source.packing is None]
+    faults = {(_NOT_FINITE, name): checkpoint.folder for name in rounded}
+    with Upload(to, everything, faults) as upload, ThreadPoolExecutor(1) as pool:
+        checks = pool.submit(_check, [*held, *dequantised], checkpoint, to.dtype)
+        read_all(jobs, upload, drop_page_cache=to.device.is_unified)
+        for spec in dequantised:
+            offset = to.regions[spec.name].offset
+            for block in pack_blocks(spec, checkpoint, to.dtype):
+                upload.put(offset, block)
+                offset += block.nbytes
+        if held:
+            _prepare(held, checkpoint, upload, to)
+        for wave, wave_jobs in staged:
+            read_all(wave_jobs, upload, drop_page_cache=to.device.is_unified)
+            for piece in wave:
+                _repack(piece, checkpoint, upload, to)
+        checks.result()
+        upload.finish()
+
+
+def _staged(
+    specs: Sequence[TensorSpec], checkpoint: Checkpoint, to: Destination
+) -> list[tuple[list[Piece], list[ReadJob]]]:
+    """The waves of quantised weights, each with its reads."""
+    staging, found = to.regions[STAGING], []
+    for wave in waves(specs, staging.nbytes):
+        jobs = (job for piece in wave for job in piece_reads(piece, checkpoint, staging.offset, to.dtype))
+        found.append((wave, in_file_order(jobs)))
+    return found
+
+
+def _prepare(specs: Sequence[TensorSpec], checkpoint: Checkpoint, upload: Upload, to: Destination) -> None:
+    """Compile what repacks, clear the packed weights (no source fills their padding), bring the orders of columns."""
+    compile_all(to.launch.modules.arch, to.dtype, repack_modules(specs, to.layouts))
+    for spec in specs:
+        upload.clear(to.regions[f"{spec.name}.codes"])
+    for spec in specs:
+        if spec.quant and spec.quant.permuted:
+            order = read_order(spec.sources[0], checkpoint)  # the same in all sources
+            assert order is not None, spec.name
+            upload.put(to.regions[f"{spec.name}.perm"].offset, order)
+
+
+def _repack(piece: Piece, checkpoint: Checkpoint, upload: Upload, to: Destination) -> None:
+    """Launch what brings a staged piece into its packed weight."""
+    source, stored = piece.source, to.dtype
+    if source.packing is None:
+        round_rows(piece, to, upload.fault(_NOT_FINITE, source.name))
+    else:
+        entry = checkpoint.entries[format_of(source).scales.of(source.name)]
+        # Scales in float32 were converted on the way.
+        stored = to.dtype if FLOATS[entry.dtype] is DType.FLOAT32 else FLOATS[entry.dtype]
+    repack_codes(piece, to)
+    repack_scales(piece, to, stored)
+
+
+def _check(specs: Sequence[TensorSpec], checkpoint: Checkpoint, dtype: DType) -> None:
+    for spec in specs:
+        for source in spec.sources:
+            if source.packing is not None:
+                check_values(source, checkpoint, dtype)
 
 
 class Upload:
-    """The `loader.Target` of a device, for one list of jobs. The end of the `with` block waits and frees the ring."""
+    """The `Ring` of a device for a list of jobs. The end of the `with` block waits and frees it.
 
-    def __init__(self, arena: int, jobs: Sequence[ReadJob], device_index: int, modules: Modules):
-        self._arena, self._device_index, self._dtype = arena, device_index, modules.dtype
-        num_slots = max(1, min(NUM_SLOTS, len(jobs)))
-        converted = [job for job in jobs if job.stored not in (None, modules.dtype)]
+    `faults`: kinds of wrong values and tensors that kernels beside its own may meet, and where those are.
+    """
+
+    def __init__(self, to: Destination, jobs: Sequence[ReadJob], faults: Mapping[tuple[str, str], Path]):
+        from cupy.cuda import Event, runtime
+
+        from cpmrt.cuda.driver.host_memory import HostBuffer
+
+        self._to, self._runtime, self._stream = to, runtime, to.launch.stream
+        converted = [job for job in jobs if job.stored not in (None, to.dtype)]
         self._converters = {
-            stored: modules.kernel(CONVERT_FLOAT32 if stored is DType.FLOAT32 else CONVERT_16BIT, {})
+            stored: to.launch.modules.kernel(CONVERT_FLOAT32 if stored is DType.FLOAT32 else CONVERT_16BIT, {})
             for stored in {job.stored for job in converted}
         }
-        self._flags = {job.tensor: index for index, job in enumerate(converted)}
-        self._paths = {job.tensor: job.path for job in converted}
-        self.stream = Stream(non_blocking=True)
+        self._faults = {**faults, **{(_BEYOND, job.tensor): job.path for job in converted}}
+        self._fault_index = {fault: index for index, fault in enumerate(self._faults)}
+        num_slots = max(1, min(NUM_SLOTS, len(jobs)))
         self._next_slot = 0
         self._events = [Event(block=True, disable_timing=True) for _ in range(num_slots)]
         self._ring = HostBuffer(num_slots * SLOT_BYTES)
         try:
-            self._overflow = HostBuffer(4 * max(len(converted), 1))
+            self._fault_words = HostBuffer(4 * max(len(self._faults), 1))
         except BaseException:
             self._ring.close()
             raise
@@ -50,52 +158,60 @@ class Upload:
     def wait(self, slot: int) -> None:
         """Return once the device has read what was submitted in `slot`."""
         # A new thread is on device 0 until it says otherwise.
-        runtime.setDevice(self._device_index)
+        self._runtime.setDevice(self._to.device.index)
         self._events[slot].synchronize()
 
     def submit(self, slot: int, job: ReadJob) -> None:
         """Copy or convert the job's bytes to the arena, in the order of the stream."""
-        source, target = slot * SLOT_BYTES, self._arena + job.destination
-        if job.stored in (None, self._dtype):
-            kind = runtime.memcpyHostToDevice
-            runtime.memcpyAsync(target, self._ring.address + source, job.nbytes, kind, self.stream.ptr)
+        if job.stored in (None, self._to.dtype):
+            self._copy(slot, job.destination, job.nbytes)
         else:
-            count = job.num_elements
-            flag = self._overflow.device_address + 4 * self._flags[job.tensor]
-            addresses = (target, flag, self._ring.device_address + source)
-            args = (*(np.uint64(address) for address in addresses), np.int32(count))
-            launch(self.stream, self._converters[job.stored], min(-(-count // _BLOCK), _MAX_GRID), _BLOCK, 0, args)
-        self._events[slot].record(self.stream)
+            count, source = job.num_elements, self._ring.device_address + slot * SLOT_BYTES
+            target, fault = np.uint64(self._to.arena + job.destination), self.fault(_BEYOND, job.tensor)
+            args = (target, fault, np.uint64(source), np.int32(count))
+            launch(self._stream, self._converters[job.stored], min(-(-count // _BLOCK), _MAX_GRID), _BLOCK, 0, args)
+        self._events[slot].record(self._stream)
 
     def put(self, destination: int, words: Array) -> None:
-        """Copy words of the host to byte `destination` of the arena; not while a `load` is under way."""
+        """Copy words of the host to byte `destination` of the arena; not while a `read_all` is under way."""
         data = np.ascontiguousarray(words).reshape(-1).view(np.uint8)
         for begin in range(0, data.size, SLOT_BYTES):
             piece = data[begin : begin + SLOT_BYTES]
             slot = self._next_slot = (self._next_slot + 1) % len(self._slots)
             self.wait(slot)
             self._slots[slot][: piece.size] = piece.data
-            target, start = self._arena + destination + begin, self._ring.address + slot * SLOT_BYTES
-            runtime.memcpyAsync(target, start, piece.size, runtime.memcpyHostToDevice, self.stream.ptr)
-            self._events[slot].record(self.stream)
+            self._copy(slot, destination + begin, piece.size)
+            self._events[slot].record(self._stream)
+
+    def clear(self, region: Region) -> None:
+        """Zero a region of the arena, in the order of the stream."""
+        self._runtime.memsetAsync(self._to.arena + region.offset, 0, region.nbytes, self._stream.ptr)
+
+    def fault(self, what: str, tensor: str) -> np.uint64:
+        """The device address of the word that a kernel sets where it meets such a value."""
+        address: np.uint64 = np.uint64(self._fault_words.device_address + 4 * self._fault_index[what, tensor])
+        return address
 
     def finish(self) -> None:
-        """Wait for everything submitted. Raises CheckpointError if a value was beyond the range of float16."""
-        self.stream.synchronize()
-        flags = self._overflow.array(np.uint32)
-        for tensor, index in self._flags.items():
-            if flags[index]:
-                raise CheckpointError(
-                    f"{self._paths[tensor]}: tensor {quoted(tensor)} has values beyond float16",
-                    fix="use dtype bfloat16",
-                )
+        """Wait for everything submitted. Raises CheckpointError if a kernel met a value that does not fit."""
+        self._stream.synchronize()
+        words = self._fault_words.array(np.uint32)
+        for ((what, tensor), path), fault in zip(self._faults.items(), words, strict=False):
+            if fault:
+                fix = "use dtype bfloat16" if what == _BEYOND else None
+                raise CheckpointError(f"{path}: tensor {quoted(tensor)} has {what}", fix=fix)
+
+    def _copy(self, slot: int, destination: int, nbytes: int) -> None:
+        source, runtime = self._ring.address + slot * SLOT_BYTES, self._runtime
+        target, kind = self._to.arena + destination, runtime.memcpyHostToDevice
+        runtime.memcpyAsync(target, source, nbytes, kind, self._stream.ptr)
 
     def __enter__(self) -> Upload:
         return self
 
     def __exit__(self, *exception: object) -> None:
         try:
-            self.stream.synchronize()
+            self._stream.synchronize()
         finally:
             self._ring.close()
-            self._overflow.close()
+            self._fault_words.close()

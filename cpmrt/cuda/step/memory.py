@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from cpmrt.config import EngineConfig, ModelConfig
 from cpmrt.cuda.driver.device import Device
+from cpmrt.cuda.load.repack import staging_buffers
 from cpmrt.cuda.ops.attention.plan import decode_attention_of
 from cpmrt.cuda.ops.kv import expanded_tables, expanded_workspace
 from cpmrt.cuda.ops.linear import MAX_ROWS, DeviceLimits
@@ -114,7 +115,10 @@ def cuda_needs(
 
     return ExecutorNeeds(
         tables=tables,
-        workspace=(*cuda_workspace(config, max_rows), *quantised_workspace(specs, config, max_rows, limits)),
+        workspace=(
+            *cuda_workspace(config, max_rows), *staging_buffers(specs),
+            *quantised_workspace(specs, config, max_rows, limits),
+        ),
         context_workspace=expanded,
         max_rows=max_rows,
         logit_rows=MAX_ROWS,

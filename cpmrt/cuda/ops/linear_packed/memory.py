@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from cpmrt.config import ModelConfig
-from cpmrt.cuda.load.staging import staging_bytes
 from cpmrt.cuda.ops.linear import MAX_ROWS, DeviceLimits
 from cpmrt.cuda.ops.linear_packed.layout import PackedLayout
 from cpmrt.cuda.ops.linear_packed.plan import ROW_BUCKETS, packed_layout, plan_linear_w4
@@ -17,8 +16,6 @@ from cpmrt.tensor_spec import BufferSpec, TensorSpec
 
 DEQUANTISED_BYTES = 64 << 20
 """At most so much of a weight is in 16 bits at a time, in a prefill."""
-STAGING = "w4_staging"
-_LOADING = EMBED - 1
 _PRODUCTS = {
     "qkv": "qkv", "output": "residual", "gate_up": "gate_up", "down": "residual", "lm_head": "head", "fc": "residual",
     "fc_halves": "residual",
@@ -80,9 +77,7 @@ def quantised_tables(specs: Sequence[TensorSpec], config: ModelConfig, limits: D
 def quantised_workspace(
     specs: Sequence[TensorSpec], config: ModelConfig, max_rows: int, limits: DeviceLimits
 ) -> Iterator[BufferSpec]:
-    """Buffers of a step of at most `max_rows` rows, and of loading, which is before any step."""
-    if staged := staging_bytes(specs):
-        yield staging_buffer(staged)
+    """Buffers of a step of at most `max_rows` rows."""
     held = [spec for spec in specs if spec.quant is not None]
     plans = list(_plans(held, config, limits))
     for name, itemsize, sizes in (
@@ -105,11 +100,6 @@ def quantised_workspace(
     if inner in widths:
         first = DOWN if inner not in (config.hidden_size, config.q_size) else QKV
         yield BufferSpec("w4_permuted_inner", (max_rows * inner,), first, DOWN)
-
-
-def staging_buffer(nbytes: int) -> BufferSpec:
-    """What quantised weights pass through while they are loaded."""
-    return BufferSpec(STAGING, (nbytes,), _LOADING, _LOADING, itemsize=1)
 
 
 def slice_rows(num_rows: int, num_columns: int) -> int:
