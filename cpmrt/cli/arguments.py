@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, NoReturn, Protocol
 
-from cpmrt.cli.draft_options import add_draft_options, draft_arguments
 from cpmrt.config import EngineConfig, SamplingParams, SparseSetting
 from cpmrt.config.engine import parse_bytes
 from cpmrt.config.quantization import GROUP_SIZES
@@ -38,7 +37,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def memory_size(text: str) -> int:
-    """The type of an option in bytes, such as 8GiB."""
+    """Parse the value of an option in bytes, such as 8GiB."""
     try:
         return parse_bytes(text)
     except ConfigError as error:
@@ -46,7 +45,7 @@ def memory_size(text: str) -> int:
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """The type of an option that is a JSON object."""
+    """Parse the value of an option that is a JSON object."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -56,84 +55,83 @@ def json_object(text: str) -> dict[str, Any]:
     return value
 
 
-def add_model_source(parser: Options, *, positional: bool = False) -> None:
-    """MODEL (or --model) and --revision."""
-    described = "a folder or a Hugging Face hub id (default: the bundled model)"
-    if positional:
-        parser.add_argument("model", metavar="MODEL", nargs="?", help=described)
-    else:
-        parser.add_argument("-m", "--model", metavar="MODEL", help=described)
-    parser.add_argument("--revision", metavar="REV", help="branch, tag or commit of a hub repository")
+def integer(low: int, high: int, what: str = "a positive integer") -> Callable[[str], int]:
+    """Return a parser for an option from `low` to `high`; its errors say that they expected `what`."""
 
+    def parsed(text: str) -> int:
+        if not (text.isascii() and text.isdigit() and low <= int(text) <= high):
+            raise argparse.ArgumentTypeError(f"expected {what}, got {text!r}")
+        return int(text)
 
-def add_hf_overrides(parser: Options) -> None:
-    """--hf-overrides."""
-    parser.add_argument(
-        "--hf-overrides", type=json_object, metavar="JSON", help="keys that replace those of config.json"
-    )
-
-
-def add_sparse(parser: Options) -> None:
-    """--sparse."""
-    parser.add_argument(
-        "--sparse", type=_sparse_setting, default="auto", metavar="SETTING",
-        help="sparse attention: auto (as config.json says), off, or a JSON object of its fields (default: %(default)s)",
-    )  # fmt: skip
+    return parsed
 
 
 def _sparse_setting(text: str) -> SparseSetting:
     return text if text in ("auto", "off") else json_object(text)
 
 
-def add_prefix_cache(parser: Options) -> None:
-    """--no-prefix-cache."""
-    parser.add_argument(
-        "--no-prefix-cache", dest="prefix_cache", action="store_false",
-        help="compute every prompt whole, also where an earlier one began alike",
-    )  # fmt: skip
+def _token_bias(text: str) -> tuple[int, float]:
+    token, _, bias = text.partition(":")
+    try:
+        return int(token), float(bias)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected TOKEN_ID:NUMBER, got {text[:100]!r}") from None
 
 
-def add_weight_bits(parser: Options) -> None:
-    """--weight-bits and --group-size, for models that are not quantised themselves."""
-    parser.add_argument(
-        "--weight-bits", type=int, choices=(4, 16), metavar="BITS",
-        help="as if the linear layers were quantised to 4 bits, symmetric (default: the model's own)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--group-size", type=int, choices=(-1, *GROUP_SIZES), default=128, metavar="N",
-        help="with --weight-bits 4: 32, 64, 128 or -1, a whole row (default: %(default)s)",
-    )  # fmt: skip
+def _vocab(text: str) -> int | str:
+    return int(text) if text.isascii() and text.isdigit() else text
 
 
-def overrides_with_weight_bits(args: argparse.Namespace) -> dict[str, Any] | None:
-    """--hf-overrides, with the quantisation that --weight-bits asks for."""
-    overrides: dict[str, Any] | None = args.hf_overrides
-    if args.weight_bits is None:
-        return overrides
-    return (overrides or {}) | {"quantization_config": _gptq_settings(args) if args.weight_bits == 4 else None}
-
-
-def add_draft_weight_bits(parser: Options) -> None:
-    """--draft-weight-bits."""
-    parser.add_argument(
-        "--draft-weight-bits", type=int, choices=(4, 16), default=16, metavar="BITS",
-        help="with --shape: of its drafts (--draft eagle2 or eagle3), 4 as --weight-bits 4 (default: %(default)s)",
-    )  # fmt: skip
-
-
-def draft_changes(args: argparse.Namespace) -> dict[str, Any]:
-    """Keys for the config.json of a shape's drafts. Raises UsageError without --shape."""
-    if args.draft_weight_bits == 16:
-        return {}
-    if not args.shape:
-        raise UsageError("--draft-weight-bits needs --shape: a draft of its own folder has its own bits")
-    return {"quantization_config": _gptq_settings(args)}
-
-
-def _gptq_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """The quantization_config of symmetric 4-bit weights in groups of --group-size."""
-    return {"quant_method": "gptq", "bits": 4, "group_size": args.group_size, "sym": True, "desc_act": False}
-
+# Option -> its settings, for options that fill no field of a dataclass.
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "--revision": {"metavar": "REV", "help": "branch, tag or commit of a hub repository"},
+    "--hf-overrides": {
+        "type": json_object, "metavar": "JSON", "help": "keys that replace those of config.json",
+    },
+    "--sparse": {
+        "type": _sparse_setting, "default": "auto", "metavar": "SETTING",
+        "help": "sparse attention: auto (as config.json says), off, or a JSON object of its fields "
+        "(default: %(default)s)",
+    },
+    "--no-prefix-cache": {
+        "dest": "prefix_cache", "action": "store_false",
+        "help": "compute every prompt whole, also where an earlier one began alike",
+    },
+    "--weight-bits": {
+        "type": int, "choices": (4, 16), "metavar": "BITS",
+        "help": "as if the linear layers were quantised to 4 bits, symmetric (default: the model's own)",
+    },
+    "--group-size": {
+        "type": int, "choices": (-1, *GROUP_SIZES), "default": 128, "metavar": "N",
+        "help": "with --weight-bits 4: 32, 64, 128 or -1, a whole row (default: %(default)s)",
+    },
+    "--draft-weight-bits": {
+        "type": int, "choices": (4, 16), "default": 16, "metavar": "BITS",
+        "help": "with --shape: of its drafts (--draft eagle2 or eagle3), 4 as --weight-bits 4 (default: %(default)s)",
+    },
+    "--stop": {"action": "append", "default": [], "metavar": "TEXT", "help": "end before this text; may be repeated"},
+    "--stop-token-id": {
+        "dest": "stop_token_ids", "action": "append", "default": [], "type": int, "metavar": "ID",
+        "help": "end at this token; may be repeated",
+    },
+    "--logit-bias": {
+        "action": "append", "default": [], "type": _token_bias, "metavar": "ID:X",
+        "help": "add X to the logit of this token; may be repeated",
+    },
+    "--ignore-eos": {"action": "store_true", "help": "go on past the model's end tokens"},
+    "--draft": {
+        "metavar": "DRAFT",
+        "help": "a folder or hub id, a folder within the model's own (the bundled model has eagle2 and eagle3), or "
+        "lookup, which needs no model (default: none)",
+    },
+    "--speculate": {
+        "choices": ("auto", "off"),
+        "help": "auto: draft where it pays off; off: leave the draft out (default: auto, but with the numbers of a "
+        "tree always that tree)",
+    },
+}  # fmt: skip
+WEIGHT_BITS = ("--weight-bits", "--group-size", "--draft-weight-bits")
+"""Options of models with random weights."""
 
 # Option -> (type, metavar, help). The name is the field's, with dashes.
 _ENGINE_OPTIONS: dict[str, tuple[Callable[[str], Any], str, str]] = {
@@ -159,71 +157,138 @@ _SAMPLING_OPTIONS: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "presence_penalty": (float, "X", "subtract from the logits of tokens generated before"),
     "frequency_penalty": (float, "X", "the same, for each time they were generated"),
 }
-_LLM_ENGINE_FIELDS = (
+# Option -> (key of `speculate`, type, metavar, help).
+_DRAFT_OPTIONS: dict[str, tuple[str, Callable[[str], Any], str, str]] = {
+    "--draft-iters": ("num_passes", int, "N", "draft passes of a step: the depth of its tree"),
+    "--draft-topk": ("top_k", int, "K", "tokens that each pass takes of a node, and nodes that it goes on from"),
+    "--tree-size": ("tree_size", int, "N", "drafted tokens that a step verifies, and one"),
+    "--draft-window": ("window", int, "TOKENS", "that the draft's attention looks back at (default: all)"),
+    "--draft-head-bits": ("head_bits", int, "BITS", "round the draft's head to 8 or 4 bits"),
+    "--draft-vocab": (
+        "draft_vocab", _vocab, "N|FILE",
+        "cut the draft's head to the N most frequent tokens of the list that comes with it, or to those of a file that "
+        "tools/gen_fr_index.py writes",
+    ),
+}  # fmt: skip
+MODEL_FIELDS = (
     "executor", "dtype", "max_context", "memory_budget", "load_format", "seed", "steps_per_launch", "lm_head_bits",
     "kv_dtype",
 )  # fmt: skip
-_LLM_FIELDS = ("model", "revision", "hf_overrides", "sparse", "prefix_cache")
-_NOT_FROM_OPTIONS = ("seed",)
-"""Left to the engine's seed, so that one --seed repeats a whole run and the turns of a chat still differ."""
+"""Fields of EngineConfig that every command which loads a model has options for."""
+
+
+def add_options(parser: Options, *names: str) -> None:
+    """Add options of `_OPTIONS`."""
+    for name in names:
+        parser.add_argument(name, **_OPTIONS[name])
+
+
+def add_model_source(parser: Options, *, positional: bool = False) -> None:
+    """Add MODEL (or --model) and --revision."""
+    described = "a folder or a Hugging Face hub id (default: the bundled model)"
+    if positional:
+        parser.add_argument("model", metavar="MODEL", nargs="?", help=described)
+    else:
+        parser.add_argument("-m", "--model", metavar="MODEL", help=described)
+    add_options(parser, "--revision")
 
 
 def add_engine_options(parser: Options, *names: str) -> None:
-    """Options for these fields of EngineConfig."""
+    """Add options for these fields of EngineConfig."""
     _add_fields(parser, EngineConfig, {name: _ENGINE_OPTIONS[name] for name in names})
 
 
+def add_draft_options(parser: argparse.ArgumentParser) -> None:
+    """Add --draft, --speculate and options for what differs from the method's defaults."""
+    group = parser.add_argument_group("speculation (faster, the same tokens)")
+    add_options(group, "--draft", "--speculate")
+    for option, (key, kind, metavar, described) in _DRAFT_OPTIONS.items():
+        group.add_argument(option, dest=f"speculate_{key}", type=kind, metavar=metavar, help=described)
+
+
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Everything that decides how a model is loaded."""
+    """Add everything that decides how a model is loaded."""
     group = parser.add_argument_group("model")
     add_model_source(group)
-    add_engine_options(group, *_LLM_ENGINE_FIELDS)
-    add_hf_overrides(group)
-    add_sparse(group)
-    add_prefix_cache(group)
+    add_engine_options(group, *MODEL_FIELDS)
+    add_options(group, "--hf-overrides", "--sparse", "--no-prefix-cache")
     add_draft_options(parser)
 
 
-def llm_arguments(args: argparse.Namespace) -> dict[str, Any]:
-    """Keyword arguments of `LLM` from the options of `add_model_options`."""
-    return {name: getattr(args, name) for name in (*_LLM_FIELDS, *_LLM_ENGINE_FIELDS)} | draft_arguments(args)
-
-
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
-    """One option for each field of SamplingParams but the seed."""
+    """Add an option for each field of SamplingParams but two.
+
+    `logprobs` has an option where a command can show them. The seed is left to the engine's, so that one --seed repeats
+    a whole run and the turns of a chat still differ.
+    """
     group = parser.add_argument_group("sampling")
     _add_fields(group, SamplingParams, _SAMPLING_OPTIONS)
-    group.add_argument(
-        "--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated"
-    )
-    group.add_argument(
-        "--stop-token-id", dest="stop_token_ids", action="append", default=[], type=int, metavar="ID",
-        help="end at this token; may be repeated",
-    )  # fmt: skip
-    group.add_argument(
-        "--logit-bias", action="append", default=[], type=_token_bias, metavar="ID:X",
-        help="add X to the logit of this token; may be repeated",
-    )  # fmt: skip
-    group.add_argument("--ignore-eos", action="store_true", help="go on past the model's end tokens")
+    add_options(group, "--stop", "--stop-token-id", "--logit-bias", "--ignore-eos")
 
 
 def add_logprobs_option(parser: Options) -> None:
-    """--logprobs, for commands that can show them."""
+    """Add --logprobs, for commands that can show them."""
     _add_fields(parser, SamplingParams, {"logprobs": (int, "N", "with --json: of each token and the N best")})
 
 
 def sampling_params(args: argparse.Namespace) -> SamplingParams:
-    """From the sampling options that the command has. Raises RequestError."""
-    names = [field.name for field in fields(SamplingParams) if field.name not in _NOT_FROM_OPTIONS]
-    return SamplingParams(**{name: getattr(args, name) for name in names if hasattr(args, name)})
+    """Return the sampling that the options ask for. Raises RequestError."""
+    names = [field.name for field in fields(SamplingParams) if field.name != "seed"]
+    return SamplingParams(**_given(args, *names))
 
 
-def _token_bias(text: str) -> tuple[int, float]:
-    token, _, bias = text.partition(":")
-    try:
-        return int(token), float(bias)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected TOKEN_ID:NUMBER, got {text[:100]!r}") from None
+def engine_config(args: argparse.Namespace, **others: Any) -> EngineConfig:
+    """Return the settings that the options ask for, with `others` besides. Raises ConfigError."""
+    return EngineConfig(**_given(args, *_ENGINE_OPTIONS), **others)
+
+
+def llm_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the keyword arguments of `LLM` that the options ask for."""
+    return _given(args, "model", "revision", "hf_overrides", "sparse", "prefix_cache", *_ENGINE_OPTIONS) | (
+        draft_arguments(args)
+    )
+
+
+def draft_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the keyword arguments of `LLM` about speculation."""
+    given = _given(args, *(f"speculate_{key}" for key, *_ in _DRAFT_OPTIONS.values()))
+    wishes = {name.removeprefix("speculate_"): value for name, value in given.items() if value is not None}
+    if wishes and args.speculate == "auto":
+        wishes["adaptive"] = True
+    return {"draft": args.draft, "speculate": "off" if args.speculate == "off" else wishes or "auto"}
+
+
+def overrides_with_weight_bits(args: argparse.Namespace) -> dict[str, Any] | None:
+    """Return --hf-overrides with the quantisation that --weight-bits asks for."""
+    overrides: dict[str, Any] | None = args.hf_overrides
+    if args.weight_bits is None:
+        return overrides
+    return (overrides or {}) | {"quantization_config": _gptq_settings(args) if args.weight_bits == 4 else None}
+
+
+def draft_changes(args: argparse.Namespace) -> dict[str, Any]:
+    """Return keys for the config.json of a shape's drafts. Raises UsageError without --shape."""
+    if args.draft_weight_bits == 16:
+        return {}
+    if not args.shape:
+        raise UsageError("--draft-weight-bits needs --shape: a draft of its own folder has its own bits")
+    return {"quantization_config": _gptq_settings(args)}
+
+
+def check_one_source(args: argparse.Namespace, command: str) -> None:
+    """Raise UsageError if a model and a shape are given."""
+    if args.shape and args.model:
+        raise UsageError(f"MODEL and --shape exclude each other; see cpmrt {command} --help")
+
+
+def _given(args: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """Return those of the values that the command has options for."""
+    return {name: getattr(args, name) for name in names if hasattr(args, name)}
+
+
+def _gptq_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the quantization_config of symmetric 4-bit weights in groups of --group-size."""
+    return {"quant_method": "gptq", "bits": 4, "group_size": args.group_size, "sym": True, "desc_act": False}
 
 
 def _add_fields(parser: Options, owner: Any, options: dict[str, tuple[Callable[[str], Any], str, str]]) -> None:

@@ -19,17 +19,19 @@ from cpmrt.bench.plot import check_can_plot, plot
 from cpmrt.bench.run import run_benchmark, shape_folder
 from cpmrt.bench.shapes import SHAPES, shape_config
 from cpmrt.cli.arguments import (
+    MODEL_FIELDS,
+    WEIGHT_BITS,
     UsageError,
-    add_draft_weight_bits,
+    add_draft_options,
     add_engine_options,
-    add_hf_overrides,
     add_model_source,
-    add_sparse,
-    add_weight_bits,
+    add_options,
+    check_one_source,
     draft_changes,
+    integer,
+    llm_arguments,
     overrides_with_weight_bits,
 )
-from cpmrt.cli.draft_options import add_draft_options, draft_arguments
 from cpmrt.cli.output import note, printable, write, write_table
 from cpmrt.config import SamplingParams
 from cpmrt.errors import CpmrtError
@@ -37,18 +39,13 @@ from cpmrt.weights.model_folder import BUNDLED
 
 _PREFILL_CHUNK = 2048
 _CONTEXT_NEW = 64
-_ENGINE_FIELDS = (
-    "executor", "dtype", "max_context", "memory_budget", "load_format", "seed", "prefill_chunk", "steps_per_launch",
-    "lm_head_bits", "kv_dtype",
-)  # fmt: skip
+_POSITIVE = integer(1, 2**31 - 1)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this command."""
     add_model_source(parser, positional=True)
     parser.add_argument("--shape", choices=SHAPES, help="random weights in this shape, instead of MODEL")
-    add_weight_bits(parser)
-    add_draft_weight_bits(parser)
+    add_options(parser, *WEIGHT_BITS)
     parser.add_argument(
         "--case", dest="cases", action="append", type=_case, metavar="P:N[:S]",
         help="S sequences of P prompt and N new tokens; may be repeated (default: 1024:128)",
@@ -57,7 +54,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--context", dest="cases", action="append", type=_context, metavar="TOKENS",
         help=f"a case that fills a context of so many tokens, such as 1024 or 32K, its last {_CONTEXT_NEW} new ones",
     )  # fmt: skip
-    parser.add_argument("--repeats", type=_positive, default=3, metavar="N", help="of each case (default: %(default)s)")
+    parser.add_argument("--repeats", type=_POSITIVE, default=3, metavar="N", help="of each case (default: %(default)s)")
     parser.add_argument(
         "--temperature", type=_temperature, default=0.0, metavar="T",
         help="sample, so that no text repeats itself by chance (default: 0, greedy)",
@@ -65,15 +62,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--startup", action="store_true", help="also time a fresh process to its first token")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw power, clock and load over time as a PNG")
-    add_engine_options(parser, *_ENGINE_FIELDS)
+    add_engine_options(parser, *MODEL_FIELDS, "prefill_chunk")
     parser.set_defaults(prefill_chunk=_PREFILL_CHUNK)
     parser.add_argument(
-        "--max-sequences", type=_positive, metavar="N", help="slots for sequences (default: what the cases need)"
+        "--max-sequences", type=_POSITIVE, metavar="N", help="slots for sequences (default: what the cases need)"
     )
     parser.add_argument("--no-graphs", action="store_true", help="launch kernel by kernel")
     parser.add_argument("--no-pdl", action="store_true", help="no kernel starts before the one before it has ended")
-    add_hf_overrides(parser)
-    add_sparse(parser)
+    add_options(parser, "--hf-overrides", "--sparse")
     add_draft_options(parser)
     parser.add_argument(
         "--simulate-accept", type=float, metavar="TOKENS",
@@ -83,8 +79,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure every case and show a table."""
-    if args.shape and args.model:
-        raise UsageError("MODEL and --shape exclude each other; see cpmrt bench --help")
+    check_one_source(args, "bench")
     if args.weight_bits and not args.shape and args.load_format != "dummy":
         raise UsageError("--weight-bits needs random weights: --shape, or --load-format dummy")
     changes = draft_changes(args)
@@ -113,15 +108,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def printable_lines(text: str) -> str:
-    """Every line of a text made safe for a terminal."""
+    """Make every line of a text safe for a terminal."""
     return "".join(f"{printable(line)}\n" for line in text.splitlines())
 
 
 def _settings(args: argparse.Namespace, cases: list[Case]) -> dict[str, Any]:
-    """Keyword arguments of LLM."""
-    settings = {name: getattr(args, name) for name in ("model", "revision", "sparse", *_ENGINE_FIELDS)}
-    settings["hf_overrides"] = overrides_with_weight_bits(args)
-    settings |= draft_arguments(args)
+    """Return the keyword arguments of LLM."""
+    settings = llm_arguments(args) | {"hf_overrides": overrides_with_weight_bits(args)}
     if args.simulate_accept is not None:
         settings["simulate_accept"] = args.simulate_accept
         if settings["speculate"] != "off":
@@ -139,7 +132,7 @@ def _settings(args: argparse.Namespace, cases: list[Case]) -> dict[str, Any]:
 
 
 def _long_enough(shape: str, cases: list[Case]) -> dict[str, int]:
-    """Keys for the config of a shape: random weights know no position beyond which they are worse."""
+    """Return a position limit for the config of a shape: random weights are as good at any position."""
     longest = max(case.prompt_tokens + case.new_tokens for case in cases)
     return {"max_position_embeddings": max(longest, shape_config(shape)["max_position_embeddings"])}
 
@@ -157,13 +150,7 @@ def _case(text: str) -> Case:
     numbers = text.split(":")
     if len(numbers) not in (2, 3) or not all(number.isascii() and number.isdigit() for number in numbers):
         raise argparse.ArgumentTypeError(f"expected PROMPT:NEW or PROMPT:NEW:SEQUENCES, got {text!r}")
-    return Case(*map(_positive, numbers))
-
-
-def _positive(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and 1 <= int(text) < 2**31):
-        raise argparse.ArgumentTypeError(f"expected a positive integer, got {text!r}")
-    return int(text)
+    return Case(*map(_POSITIVE, numbers))
 
 
 def _temperature(text: str) -> float:
@@ -174,7 +161,7 @@ def _temperature(text: str) -> float:
 
 
 def _check_folder(path: Path) -> None:
-    """Better before the measurement than after it."""
+    """Raise CpmrtError, before anything is measured, if the file cannot be written afterwards."""
     if not path.parent.is_dir() or path.is_dir():
         raise CpmrtError(f"{path} cannot be written", expected="a file in a folder that exists")
 

@@ -14,19 +14,18 @@ from contextlib import suppress
 
 from cpmrt import LLM, env
 from cpmrt.cli.arguments import UsageError, add_model_options, add_sampling_options, llm_arguments, sampling_params
-from cpmrt.cli.conversation import Conversation
+from cpmrt.cli.conversation import Conversation, LocalModel
 from cpmrt.cli.listeners import StopAtOnce, StopOnInterrupt, StopRequestedError
-from cpmrt.cli.local import LocalModel, LocalStream
-from cpmrt.cli.output import note, printable, write
+from cpmrt.cli.output import cost_lines, note, printable, write
 from cpmrt.cli.prompt_source import decoded
 from cpmrt.cli.remote import RemoteModel, RemoteStream
 from cpmrt.errors import RequestError
+from cpmrt.generation import TextStream
 
 HELP = "/reset forgets the conversation, /exit (or Ctrl-D) leaves, Ctrl-C stops an answer"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this command."""
     parser.add_argument("--system", metavar="TEXT", help="the system message")
     parser.add_argument(
         "--thinking", action=argparse.BooleanOptionalAction, help="let the model think first (default: its template's)"
@@ -39,7 +38,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Answer until the input ends; 1 if a line of piped input could not be answered."""
+    """Answer until the input ends. The exit code is 1 if a line of piped input could not be answered."""
     params = sampling_params(args)
     if args.url is not None:
         for option in ("model", "draft", "stats"):
@@ -68,13 +67,13 @@ def _talk(chat: Chat) -> int:
 
 
 class Chat:
-    """Takes lines: a command that begins with a slash, or a question, whose answer it writes."""
+    """Takes lines, commands that begin with a slash or questions, and writes the answers."""
 
     def __init__(
         self,
         model: LocalModel | RemoteModel,
         conversation: Conversation,
-        interrupt: StopOnInterrupt | StopAtOnce,
+        interrupt: StopAtOnce,
         max_new_tokens: int,
         *,
         shows_cost: bool = False,
@@ -88,7 +87,7 @@ class Chat:
         self._model.check(self._conversation)
 
     def take(self, line: str) -> bool:
-        """False if it could not be answered; the reason has been shown then."""
+        """Take a line. Return False if it could not be answered; the reason has been shown then."""
         line = line.strip()
         if line == "/reset":
             self._conversation.reset()
@@ -119,8 +118,8 @@ class Chat:
             self._conversation.add(question, answer)
         return True
 
-    def _written(self, stream: LocalStream | RemoteStream) -> str:
-        """Write the answer as it comes; what there is of it."""
+    def _written(self, stream: TextStream | RemoteStream) -> str:
+        """Write the answer as it comes, and return what there is of it."""
         with stream:
             try:
                 for piece in stream:
@@ -130,23 +129,24 @@ class Chat:
             except StopRequestedError:
                 stream.close()
         write("\n")
-        if stream.finish_reason == "length":
+        completion = stream.completion
+        if completion.finish_reason == "length":
             note(f"(stopped after --max-new-tokens {self._max_new_tokens})")
-        elif stream.finish_reason == "cancelled":
+        elif completion.finish_reason == "cancelled":
             note("(stopped)")
         if self._shows_cost:
-            note("\n".join(stream.cost))
-        return stream.text
+            note("\n".join(cost_lines(completion)))
+        return completion.text
 
 
 def _piped_lines() -> Iterator[str]:
-    """Until the end of the input. Raises RequestError on what is not UTF-8."""
+    """Yield lines until the end of the input. Raises RequestError on what is not UTF-8."""
     for raw in sys.stdin.buffer if sys.stdin is not None else ():
         yield decoded(raw, "standard input")
 
 
 def _typed_lines() -> Iterator[str]:
-    """Until Ctrl-D. Raises KeyboardInterrupt when Ctrl-C is pressed twice."""
+    """Yield lines until Ctrl-D. Raises KeyboardInterrupt when Ctrl-C is pressed twice."""
     with suppress(ImportError):  # not every Python has it
         import readline  # noqa: F401 - gives input() its line editing
     was_interrupted = False

@@ -14,7 +14,14 @@ import time
 from collections.abc import Iterator
 
 from cpmrt.bench.shapes import SHAPES
-from cpmrt.cli.arguments import UsageError, add_engine_options, add_model_source
+from cpmrt.cli.arguments import (
+    UsageError,
+    add_engine_options,
+    add_model_source,
+    check_one_source,
+    engine_config,
+    integer,
+)
 from cpmrt.cli.described_model import DescribedModel, add_description_options, described_model
 from cpmrt.cli.output import printable, write
 from cpmrt.config import EngineConfig
@@ -29,36 +36,25 @@ from cpmrt.errors import NoDeviceError
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this command."""
     add_model_source(parser, positional=True)
     parser.add_argument("--shape", choices=SHAPES, help="the kernels of this shape, instead of MODEL")
     parser.add_argument(
-        "--arch",
-        action="append",
-        type=_architecture,
-        metavar="SM",
+        "--arch", action="append", type=_architecture, metavar="SM",
         help="such as sm_87; may be repeated (default: this machine's GPU)",
-    )
+    )  # fmt: skip
     parser.add_argument(
-        "--sms", type=_count, metavar="N", help="multiprocessors of that GPU (default: of the best known one)"
+        "--sms", type=integer(1, 1024), metavar="N", help="multiprocessors of that GPU (default: of the best known one)"
     )
     add_engine_options(parser, "dtype", "prefill_chunk", "max_sequences", "lm_head_bits", "kv_dtype")
     add_description_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compile what the cache lacks. Raises KernelCompileError, or NoDeviceError without --arch and GPU."""
-    if args.shape and args.model:
-        raise UsageError("MODEL and --shape exclude each other; see cpmrt compile --help")
+    """Compile the modules that the cache lacks. Raises KernelCompileError, or NoDeviceError without --arch and GPU."""
+    check_one_source(args, "compile")
     if args.sms and not args.arch:
         raise UsageError("--sms needs --arch; see cpmrt compile --help")
-    settings = EngineConfig(
-        dtype=args.dtype,
-        prefill_chunk=args.prefill_chunk,
-        max_sequences=args.max_sequences,
-        lm_head_bits=args.lm_head_bits,
-        kv_dtype=args.kv_dtype,
-    )
+    settings = engine_config(args)
     models = list(_models(args, settings))
     for device in [known_device(arch, args.sms) for arch in args.arch or ()] or [_this_gpu()]:
         before, started = set(cubin_cache.folder().glob("*.cubin")), time.monotonic()
@@ -84,7 +80,7 @@ def _models(args: argparse.Namespace, settings: EngineConfig) -> Iterator[Descri
 def _wanted(
     models: list[DescribedModel], settings: EngineConfig, device: Device
 ) -> Iterator[tuple[DType, list[Module]]]:
-    """What to compile for each storage type, each module once."""
+    """Yield the modules to compile for each storage type, each module once."""
     wanted: dict[DType, dict[object, Module]] = {}
     for model in models:
         dtype = storage_dtype(model.config, settings)
@@ -98,12 +94,6 @@ def _architecture(text: str) -> str:
     if not re.fullmatch(r"sm_\d{2,3}", text):
         raise argparse.ArgumentTypeError(f"expected an architecture such as sm_87, got {text!r}")
     return text
-
-
-def _count(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and 1 <= int(text) <= 1024):
-        raise argparse.ArgumentTypeError(f"expected a positive integer, got {text!r}")
-    return int(text)
 
 
 def _this_gpu() -> Device:

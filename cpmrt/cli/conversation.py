@@ -1,15 +1,16 @@
-"""The turns of a chat, and which of them still fit the context."""
+"""The conversation of `cpmrt chat`, and a model in this process that answers it."""
 
 from __future__ import annotations
 
 from cpmrt import LLM
 from cpmrt.config import SamplingParams
+from cpmrt.generation import TextStream
 
 Message = dict[str, str]
 
 
 class Conversation:
-    """Questions with their answers, after a system message that always stays."""
+    """The turns of a chat, questions with their answers, after a system message that always stays."""
 
     def __init__(self, system: str | None):
         self._system: list[Message] = [] if system is None else [{"role": "system", "content": system}]
@@ -17,11 +18,11 @@ class Conversation:
 
     @property
     def num_turns(self) -> int:
-        """Questions that were answered and are remembered."""
+        """The number of questions that were answered and are remembered."""
         return len(self._turns)
 
     def asked(self, question: str, *, skip: int = 0) -> list[Message]:
-        """All messages but those of the `skip` oldest turns, and one more question, of which nothing is kept yet."""
+        """Return all messages but those of the `skip` oldest turns, and one more question, which is not kept yet."""
         turns = [message for turn in self._turns[skip:] for message in turn]
         return [*self._system, *turns, {"role": "user", "content": question}]
 
@@ -38,16 +39,32 @@ class Conversation:
         self._turns.clear()
 
 
-def fit(
-    llm: LLM, conversation: Conversation, question: str, params: SamplingParams, enable_thinking: bool | None
-) -> tuple[list[int], int]:
-    """The prompt for one more question, and how many of the oldest turns are not in it, to leave room for the answer.
+class LocalModel:
+    """Chats through an LLM."""
 
-    What is too long even without any is returned all the same: `LLM.stream` refuses it with the figures.
-    """
-    room = llm.max_context - params.max_new_tokens
-    for skip in range(conversation.num_turns + 1):
-        ids = llm.chat_prompt(conversation.asked(question, skip=skip), enable_thinking=enable_thinking)
-        if len(ids) <= room:
-            break
-    return ids, skip
+    def __init__(self, llm: LLM, params: SamplingParams, enable_thinking: bool | None):
+        self._llm, self._params, self._enable_thinking = llm, params, enable_thinking
+
+    def check(self, conversation: Conversation) -> None:
+        """Raise RequestError if the model cannot chat at all, or not with this system message."""
+        self._prompt(conversation.asked("?"))
+
+    def open(self, conversation: Conversation, question: str) -> tuple[TextStream, int]:
+        """Begin the answer to one more question; also return how many of the oldest turns had to be left out of it."""
+        prompt, num_dropped = self.fit(conversation, question)
+        return self._llm.stream(prompt, self._params), num_dropped
+
+    def fit(self, conversation: Conversation, question: str) -> tuple[list[int], int]:
+        """Return the prompt for one more question, without the oldest turns where it does not fit, and their number.
+
+        What is too long even without any is returned all the same: `LLM.stream` refuses it with the figures.
+        """
+        room = self._llm.max_context - self._params.max_new_tokens
+        for skip in range(conversation.num_turns + 1):
+            ids = self._prompt(conversation.asked(question, skip=skip))
+            if len(ids) <= room:
+                break
+        return ids, skip
+
+    def _prompt(self, messages: list[Message]) -> list[int]:
+        return self._llm.chat_prompt(messages, enable_thinking=self._enable_thinking)

@@ -1,6 +1,4 @@
-"""A model as its files describe it, for commands that load none: its config, its weights as they will be held, a
-draft.
-"""
+"""A model as its files describe it, for commands that load none: config, weights as they will be held, draft."""
 
 from __future__ import annotations
 
@@ -12,14 +10,13 @@ from typing import Any
 
 from cpmrt.bench.run import shape_folder
 from cpmrt.cli.arguments import (
-    add_draft_weight_bits,
-    add_hf_overrides,
-    add_sparse,
-    add_weight_bits,
+    WEIGHT_BITS,
+    add_draft_options,
+    add_options,
+    draft_arguments,
     draft_changes,
     overrides_with_weight_bits,
 )
-from cpmrt.cli.draft_options import add_draft_options, draft_arguments
 from cpmrt.config import EngineConfig, ModelConfig
 from cpmrt.config.speculate_argument import LOOKUP
 from cpmrt.models.draft import Draft
@@ -33,7 +30,7 @@ from cpmrt.weights.model_folder import ModelFolder
 
 @dataclass(frozen=True)
 class DescribedModel:
-    """`name`: of the shape or the folder."""
+    """A model that is not loaded. `name` is that of the shape or the folder, `specs` are the weights as held."""
 
     name: str
     config: ModelConfig
@@ -42,21 +39,18 @@ class DescribedModel:
 
 
 def add_description_options(parser: argparse.ArgumentParser) -> None:
-    """What changes a model beside its own files and the engine's settings."""
-    add_weight_bits(parser)
-    add_draft_weight_bits(parser)
-    add_hf_overrides(parser)
-    add_sparse(parser)
+    """Add the options that change a model, besides its own files and the engine's settings."""
+    add_options(parser, *WEIGHT_BITS, "--hf-overrides", "--sparse")
     add_draft_options(parser)
 
 
 def described_model(
     args: argparse.Namespace, settings: EngineConfig, *, model: str | None, shape: str | None
 ) -> DescribedModel:
-    """`model` (None: the bundled one) or the well-known `shape`, changed by `add_description_options`.
+    """Describe `model` (None: the bundled one) or the well-known `shape`, changed as the options say.
 
-    Fetches no weights from the hub; those of a quantised model that are there say which layers are quantised. Raises
-    CheckpointError, ConfigError, UnsupportedModelError, UsageError.
+    This fetches no weights from the hub; those of a quantised model that are there say which layers are quantised.
+    Raises CheckpointError, ConfigError, UnsupportedModelError, UsageError.
     """
     changes, overrides = draft_changes(args), overrides_with_weight_bits(args)
     with ExitStack() as stack:
@@ -70,7 +64,7 @@ def described_model(
 
 
 def _specs(folder: ModelFolder, settings: EngineConfig, *, from_weights: bool) -> tuple[TensorSpec, ...]:
-    """The weights as they will be held; a quantised checkpoint that is here tells more than its config.json."""
+    """Return the weights as they will be held; a quantised checkpoint that is here tells more than its config.json."""
     if from_weights and folder.config.quantization and any(folder.path.glob("*.safetensors")):
         with Checkpoint.open(folder.path) as checkpoint:
             return weight_specs(folder.config, settings, checkpoint)
@@ -80,7 +74,7 @@ def _specs(folder: ModelFolder, settings: EngineConfig, *, from_weights: bool) -
 def _draft(
     folder: ModelFolder, settings: EngineConfig, specs: Sequence[TensorSpec], draft: str | None, speculate: Any
 ) -> Draft | None:
-    """What is attached to the model: as its tensors say where they are there, else by its config.json."""
+    """Return the draft of the model: as its tensors say where they are there, else by its config.json."""
     is_model = draft not in (None, LOOKUP) and speculate != "off"
     if is_model and not any(resolve(str(draft), folder.path, weights=False).glob("*.safetensors")):
         settings = replace(settings, load_format="dummy")

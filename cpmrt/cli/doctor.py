@@ -9,18 +9,17 @@ import argparse
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from cpmrt.cli import gpu_probes, host_probes, kernel_probes
-from cpmrt.cli.finding import Finding, Status
+from cpmrt.cli import gpu_probes, host_probes
+from cpmrt.cli.host_probes import Finding, Status
 from cpmrt.cli.output import note, printable, write, write_json, write_table
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this command."""
     parser.add_argument("--json", action="store_true", help="write one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print every finding; 1 if one of them keeps cpmrt from running."""
+    """Print every finding. The exit code is 1 if one of them keeps cpmrt from running."""
     findings = list(_findings())
     can_run = all(finding.status is not Status.BROKEN for finding in findings)
     if args.json:
@@ -45,7 +44,7 @@ def _findings() -> Iterator[Finding]:
     yield from gpu_probes.cuda_wheels(driver)
     yield gpu_probes.nvrtc(driver)
     yield host_probes.cache_folder()
-    yield kernel_probes.sources()
-    yield kernel_probes.cubins()
+    yield host_probes.kernel_sources()
+    yield host_probes.compiled_kernels()
     yield host_probes.bundled_model()
     yield host_probes.executor()

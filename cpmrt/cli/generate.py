@@ -19,18 +19,15 @@ from cpmrt.cli.arguments import (
     llm_arguments,
     sampling_params,
 )
-from cpmrt.cli.cost import cost_lines, summary
 from cpmrt.cli.listeners import PrefillProgress, step_log, tell
-from cpmrt.cli.output import note, write, write_json
+from cpmrt.cli.output import cost_lines, note, summary, write, write_json
 from cpmrt.cli.prompt_source import add_prompt_options, read_prompt
 from cpmrt.config import EngineConfig, SamplingParams
-from cpmrt.engine import GenerationStats
 from cpmrt.generation import Completion
 from cpmrt.weights.model_folder import BUNDLED
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this command."""
     add_prompt_options(parser)
     add_model_options(parser)
     add_sampling_options(parser)
@@ -79,9 +76,5 @@ def _generate(
 
 
 def _record(model: str, completion: Completion) -> dict[str, Any]:
-    return {"model": model, **asdict(completion), "stats": _stats(completion.stats)}
-
-
-def _stats(stats: GenerationStats) -> dict[str, Any]:
-    rates = {name: getattr(stats, name) for name in ("prefill_tokens_per_s", "decode_tokens_per_s")}
-    return asdict(stats) | rates
+    rates = {name: getattr(completion.stats, name) for name in ("prefill_tokens_per_s", "decode_tokens_per_s")}
+    return {"model": model, **asdict(completion), "stats": asdict(completion.stats) | rates}

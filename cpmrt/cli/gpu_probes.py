@@ -1,4 +1,4 @@
-"""What `cpmrt doctor` looks at for CUDA: driver, devices, NVML, wheels, NVRTC. Nothing here imports CuPy.
+"""Checks of `cpmrt doctor` for CUDA: driver, devices, NVML, wheels, NVRTC. Nothing here imports CuPy.
 
 A machine without a GPU needs none of it: what is absent there is reported as unused.
 """
@@ -13,7 +13,7 @@ from importlib.metadata import distributions
 from itertools import chain
 from typing import Any
 
-from cpmrt.cli.finding import Finding, Status, pip_install
+from cpmrt.cli.host_probes import Finding, Status, pip_install
 from cpmrt.memory.plan import format_bytes
 
 _WHEELS = (
@@ -30,7 +30,7 @@ _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 75, 76
 
 @dataclass(frozen=True)
 class Driver:
-    """What the driver library says; `cuda_version` is 12080 for CUDA 12.8, 0 where no driver works."""
+    """The driver and what it finds; `cuda_version` is 12080 for CUDA 12.8, 0 where no driver works."""
 
     cuda_version: int
     findings: tuple[Finding, ...]
@@ -53,7 +53,7 @@ def driver() -> Driver:
 
 
 def nvml(driver: Driver) -> Finding:
-    """The management library behind nvidia-smi, through the optional package pynvml."""
+    """Report the management library behind nvidia-smi, which the optional package pynvml loads."""
     try:
         pynvml = importlib.import_module("pynvml")
     except ImportError:
@@ -66,7 +66,7 @@ def nvml(driver: Driver) -> Finding:
 
 
 def cuda_wheels(driver: Driver) -> Iterator[Finding]:
-    """Installed packages of CUDA, with their versions."""
+    """Report the installed packages of CUDA with their versions."""
     installed = {dist.metadata["Name"].lower(): dist.version for dist in distributions() if dist.metadata["Name"]}
     series = f"cu{driver.cuda_version // 1000}" if driver.cuda_version else "cu13"
     for wheel in _WHEELS:
@@ -78,7 +78,7 @@ def cuda_wheels(driver: Driver) -> Iterator[Finding]:
 
 
 def nvrtc(driver: Driver) -> Finding:
-    """Whether the run-time compiler can be loaded, and its version."""
+    """Report whether the run-time compiler can be loaded, and its version."""
     for path in _nvrtc_libraries():
         try:
             library = ctypes.CDLL(path)
@@ -105,7 +105,7 @@ def _devices(libcuda: Any) -> Iterator[Finding]:
 
 
 def _integer(call: Any, *arguments: Any) -> int:
-    """The int that a driver call stores behind its first argument; 0 if it fails."""
+    """Return the int that a driver call stores behind its first argument; 0 if it fails."""
     value = ctypes.c_int(0)
     return 0 if call(ctypes.byref(value), *arguments) else value.value
 
@@ -117,12 +117,12 @@ def _error_name(libcuda: Any, error: int) -> str:
 
 
 def _is_of_family(name: str, wheel: str) -> bool:
-    """Whether a distribution is `wheel`, perhaps with the CUDA series in its name (cupy-cuda13x, ...-cu12)."""
+    """Tell whether a distribution is `wheel`, perhaps with the CUDA series in its name (cupy-cuda13x, ...-cu12)."""
     return name == wheel or name.startswith((f"{wheel}-cuda", f"{wheel}-cu1"))
 
 
 def _package(wheel: str, series: str) -> str:
-    """The name to install: the CUDA 12 wheels carry the series, those of CUDA 13 no longer do."""
+    """Return the name to install: the CUDA 12 wheels carry the series, those of CUDA 13 no longer do."""
     if wheel == "cupy":
         return f"cupy-cuda{series[2:]}x"
     return f"{wheel}-{series}" if wheel.startswith("nvidia-") and series == "cu12" else wheel
@@ -135,7 +135,7 @@ def _absent(subject: str, found: str, driver: Driver, package: str) -> Finding:
 
 
 def _nvrtc_libraries() -> Iterator[str]:
-    """Those of the wheels first, the newest before others, then whatever the dynamic linker knows.
+    """Yield NVRTC's libraries: those of the wheels, the newest first, then whatever the dynamic linker knows.
 
     An older one must not be loaded beside it: the bindings would compile with the one that they find in the process.
     """

@@ -1,4 +1,4 @@
-"""What `cpmrt doctor` looks at on any machine: versions, packages, the cache folder, the bundled model."""
+"""Checks of `cpmrt doctor` on any machine: versions, packages, cache folder, bundled model, executor, kernels."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import os
 import platform
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -13,9 +15,11 @@ from typing import Any
 import numpy as np
 
 import cpmrt
-from cpmrt.cli.finding import Finding, Status, pip_install
+from cpmrt.cuda.build import cubin_cache
+from cpmrt.cuda.build.source import kernels_folder
+from cpmrt.cuda.kernels import KERNELS, files
 from cpmrt.env import cache_dir
-from cpmrt.errors import CpmrtError, NoDeviceError
+from cpmrt.errors import CpmrtError, KernelCompileError, NoDeviceError
 from cpmrt.memory.plan import format_bytes
 from cpmrt.models.decoder import tensor_specs
 from cpmrt.text import Tokenizer
@@ -26,8 +30,32 @@ from cpmrt.weights.model_folder import BUNDLED, ModelFolder
 OLDEST_PYTHON = (3, 10)
 
 
+class Status(Enum):
+    """The state of a finding: BROKEN keeps cpmrt from running, MISSING costs a part of it, UNUSED does no harm here."""
+
+    OK = "ok"
+    MISSING = "missing"
+    UNUSED = "unused"
+    BROKEN = "broken"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of `cpmrt doctor`: a subject, its state, what was found, and the command that mends it, if any."""
+
+    subject: str
+    status: Status
+    found: str
+    fix: str = ""
+
+
+def pip_install(*packages: str) -> str:
+    """Return the command that installs packages for the Python that runs."""
+    return f"{sys.executable} -m pip install {' '.join(packages)}"
+
+
 def versions() -> Iterator[Finding]:
-    """cpmrt, Python, the platform, NumPy and its BLAS."""
+    """Report cpmrt, Python, the platform, NumPy and its BLAS."""
     yield Finding("cpmrt", Status.OK, f"{cpmrt.__version__} in {Path(cpmrt.__file__).parent}")
     is_new_enough = sys.version_info >= OLDEST_PYTHON
     yield Finding(
@@ -41,7 +69,7 @@ def versions() -> Iterator[Finding]:
 
 
 def required_packages() -> Iterator[Finding]:
-    """The packages that loading and text need."""
+    """Report the packages that loading and text need."""
     for package in ("tokenizers", "huggingface_hub", "jinja2", "rich"):
         found = installed_version(package)
         if found is None:
@@ -51,7 +79,7 @@ def required_packages() -> Iterator[Finding]:
 
 
 def installed_version(package: str) -> str | None:
-    """The version of an installed distribution."""
+    """Return the version of an installed distribution, None if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -59,7 +87,7 @@ def installed_version(package: str) -> str | None:
 
 
 def cache_folder() -> Finding:
-    """Where compiled kernels go: its size, or that it cannot be written."""
+    """Report where compiled kernels go: its size, or that it cannot be written."""
     try:
         folder = cache_dir()
         existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
@@ -74,7 +102,7 @@ def cache_folder() -> Finding:
 
 
 def bundled_model() -> Finding:
-    """Whether the model that runs by default is there and whole."""
+    """Report whether the model that runs by default is there and whole."""
     try:
         config = ModelFolder.open(None).config
         with Checkpoint.open(BUNDLED) as checkpoint:
@@ -95,7 +123,7 @@ def bundled_model() -> Finding:
 
 
 def executor() -> Finding:
-    """What runs a model here where nothing else is asked for."""
+    """Report what runs a model here where nothing else is asked for."""
     from cpmrt.cuda.driver.device import open_device
 
     try:
@@ -108,10 +136,30 @@ def executor() -> Finding:
 
 
 def _blas() -> str:
-    """Its name and version as NumPy's build recorded them."""
+    """Return the name and version of the BLAS as NumPy's build recorded them."""
     try:
         build: Any = np.show_config(mode="dicts")
         blas = build["Build Dependencies"]["blas"]
         return f"{blas['name']} {blas['version']}"
     except (KeyError, TypeError):
         return "unknown"
+
+
+def kernel_sources() -> Finding:
+    """Report the folder that kernels are compiled from."""
+    try:
+        folder = kernels_folder()
+    except KernelCompileError as error:
+        return Finding("kernel sources", Status.MISSING, error.what, error.fix or "")
+    absent = [file for file in files() if not (folder / file).is_file()]
+    if absent:
+        fix = f"{sys.executable} -m pip install --force-reinstall --no-deps cpmrt"
+        return Finding("kernel sources", Status.MISSING, f"{folder} lacks {', '.join(absent)}", fix)
+    return Finding("kernel sources", Status.OK, f"{len(KERNELS)} kernels in {len(files())} files of {folder}")
+
+
+def compiled_kernels() -> Finding:
+    """Report the compiled kernels; that there are none is no fault."""
+    sizes = [path.stat().st_size for path in cubin_cache.folder().glob("*.cubin")]
+    found = f"{len(sizes)} modules, {format_bytes(sum(sizes))}" if sizes else "none yet; `cpmrt compile` makes them"
+    return Finding("compiled kernels", Status.OK, f"{found}, in {cubin_cache.folder()}")

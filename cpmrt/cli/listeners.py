@@ -1,4 +1,4 @@
-"""Who is told of the engine's steps while a command runs: a progress line, a step log, a Ctrl-C."""
+"""Listeners that are called with the engine's steps while a command runs: a progress line, a step log, Ctrl-C."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def tell(*listeners: StepListener) -> StepListener:
-    """One listener that tells all of them, in their order."""
+    """Return one listener that calls all of these in their order."""
 
     def listener(step: Step, result: StepResult) -> None:
         for each in listeners:
@@ -30,7 +30,7 @@ def tell(*listeners: StepListener) -> StepListener:
 
 @contextmanager
 def step_log(path: str) -> Iterator[StepListener]:
-    """A listener that writes the step log `path`, replacing it. Raises CpmrtError if it cannot be written."""
+    """Yield a listener that writes a step log, replacing the file. Raises CpmrtError if it cannot be written."""
     try:
         file = open(path, "w", encoding="utf-8")  # noqa: SIM115 - closed below, with its errors named
     except (OSError, ValueError) as error:
@@ -51,7 +51,7 @@ def step_log(path: str) -> Iterator[StepListener]:
 
 
 class PrefillProgress:
-    """A line on the terminal's standard error while a prompt is read, gone before its answer begins."""
+    """Shows a line on the terminal while a prompt is read, and takes it away before the answer begins."""
 
     def __init__(self) -> None:
         self._display: Progress | None = None
@@ -87,35 +87,7 @@ class PrefillProgress:
 
 
 class StopRequestedError(Exception):
-    """Ctrl-C, raised between two steps of a prompt."""
-
-
-class StopOnInterrupt:
-    """While its `with` block runs, Ctrl-C stops the answer between two steps, which leaves the engine whole.
-
-    A second Ctrl-C interrupts at once. As a listener it raises StopRequestedError between the chunks of a prompt;
-    between the pieces of an answer the caller looks at `requested`.
-    """
-
-    def __init__(self) -> None:
-        self.requested = False
-
-    def __enter__(self) -> StopOnInterrupt:
-        self._previous = signal.signal(signal.SIGINT, self._handle)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        signal.signal(signal.SIGINT, self._previous)
-        self.requested = False
-
-    def __call__(self, step: Step, result: StepResult) -> None:
-        if self.requested and isinstance(step, Prefill):
-            raise StopRequestedError
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.requested:
-            raise KeyboardInterrupt
-        self.requested = True
+    """Ctrl-C was pressed, and nothing is broken by it."""
 
 
 class StopAtOnce:
@@ -129,9 +101,27 @@ class StopAtOnce:
 
     def __exit__(self, *exception: object) -> None:
         signal.signal(signal.SIGINT, self._previous)
+        self.requested = False
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         raise StopRequestedError
+
+
+class StopOnInterrupt(StopAtOnce):
+    """While its `with` block runs, Ctrl-C stops the answer between two steps, which leaves the engine whole.
+
+    A second Ctrl-C interrupts at once. As a listener it raises StopRequestedError between the chunks of a prompt;
+    between the pieces of an answer the caller looks at `requested`.
+    """
+
+    def __call__(self, step: Step, result: StepResult) -> None:
+        if self.requested and isinstance(step, Prefill):
+            raise StopRequestedError
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.requested:
+            raise KeyboardInterrupt
+        self.requested = True
 
 
 def _unwritable(path: str, error: Exception) -> CpmrtError:

@@ -1,4 +1,4 @@
-"""The command `cpmrt`: picks a command and turns every way it can end into an exit code.
+"""The program `cpmrt`: it runs a command and turns every way that can end into an exit code.
 
 0: done. 1: a CpmrtError, one line on stderr. 2: wrong usage, one line on stderr. 130: Ctrl-C. 141: the reader of
 standard output went away (`| head`). Any other exception is a bug and keeps its traceback.
@@ -31,7 +31,7 @@ EXIT_ERROR, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_CLOSED_PIPE = 1, 2, 130, 141
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command line (default: the program's own); the exit code."""
+    """Run one command line (default: the program's own) and return the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     _open_missing_streams()
     try:
@@ -87,7 +87,7 @@ def _flushed(code: int) -> int:
 
 
 def _open_missing_streams() -> None:
-    """Python leaves a stream None where the caller has closed it; what is written there then goes nowhere.
+    """Open the standard streams that the caller has closed, which Python leaves None; what is written there is dropped.
 
     A terminal that cannot show a character gets a replacement instead of a crash.
     """

@@ -1,4 +1,4 @@
-"""What commands write: text and tables to standard output, remarks to standard error."""
+"""The output of commands: text and tables go to standard output, remarks to standard error."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ import os
 import sys
 from collections.abc import Sequence
 from math import isfinite
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cpmrt.errors import CpmrtError
+
+if TYPE_CHECKING:
+    from cpmrt.engine import GenerationStats
+    from cpmrt.generation import Completion
 
 
 def write(text: str) -> None:
@@ -25,12 +29,12 @@ def write(text: str) -> None:
 
 
 def note(text: str) -> None:
-    """One remark on standard error."""
+    """Write one remark to standard error."""
     print(text, file=sys.stderr, flush=True)
 
 
 def discard_stdout() -> None:
-    """Let what is still buffered go nowhere, or the interpreter would complain about it at exit."""
+    """Drop what is still buffered, or the interpreter would complain about it at exit."""
     try:
         descriptor = sys.stdout.fileno()
     except (OSError, ValueError, AttributeError):
@@ -41,17 +45,17 @@ def discard_stdout() -> None:
 
 
 def printable(text: str) -> str:
-    """Control characters escaped: a name in a file must not steer the terminal."""
+    """Escape control characters: a name in a file must not steer the terminal."""
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
 def write_json(value: Any) -> None:
-    """One JSON object and a newline; numbers that JSON lacks become null."""
+    """Write one JSON object and a newline; numbers that JSON lacks become null."""
     write(json.dumps(_finite(value), indent=2 if sys.stdout.isatty() else None) + "\n")
 
 
 def write_table(rows: Sequence[Sequence[str]], header: Sequence[str] = ()) -> None:
-    """Rows in aligned columns: by rich on a terminal, which folds long cells; one line a row elsewhere."""
+    """Write rows in aligned columns: by rich on a terminal, which folds long cells; one line a row elsewhere."""
     rows = [[printable(cell) for cell in row] for row in rows]
     if sys.stdout.isatty():
         _write_rich(rows, header)
@@ -81,3 +85,41 @@ def _finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     return [_finite(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def summary(completion: Completion) -> str:
+    """Return what a generation cost, on one line."""
+    stats = completion.stats
+    parts = [
+        f"prompt {stats.prompt_tokens} tokens in {stats.prefill_s:.2f} s ({stats.prefill_tokens_per_s:.1f} tok/s)",
+        f"new {stats.new_tokens} tokens in {stats.decode_s:.2f} s ({stats.decode_tokens_per_s:.1f} tok/s)",
+        f"finish: {completion.finish_reason}",
+    ]
+    if stats.mean_accept_length is not None:
+        parts.append(f"mean accept length {stats.mean_accept_length:.2f}")
+    return ", ".join(parts)
+
+
+def cost_lines(completion: Completion) -> list[str]:
+    """Return the summary, and lines about speculation where there was any."""
+    return [summary(completion), *_speculation_lines(completion.stats)]
+
+
+def _speculation_lines(stats: GenerationStats) -> list[str]:
+    steps = stats.speculative_steps
+    if not steps:
+        return []
+    shares = [f"{number}: {count / steps:.0%}" for number, count in enumerate(stats.accept_histogram, 1) if count]
+    lines = [
+        f"speculative steps {steps}, of {stats.new_tokens - 1 - stats.speculative_tokens + steps} decode steps; "
+        f"by the tokens they gave {', '.join(shares)}"
+    ]
+    if stats.accept_rates:
+        rates = [f"{depth}: {rate:.0%}" for depth, rate in enumerate(stats.accept_rates, 1)]
+        lines.append(f"accept rate by depth {', '.join(rates)}")
+    if stats.draft_ms is not None:
+        lines.append(
+            f"a speculative step: draft {stats.draft_ms:.3f} ms, verify {stats.verify_ms:.3f} ms, "
+            f"rest {stats.rest_ms:.3f} ms (measured at start)"
+        )
+    return lines

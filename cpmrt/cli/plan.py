@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from cpmrt.bench.shapes import SHAPES
-from cpmrt.cli.arguments import UsageError, add_engine_options, add_model_source, memory_size
+from cpmrt.cli.arguments import add_engine_options, add_model_source, check_one_source, engine_config, memory_size
 from cpmrt.cli.described_model import DescribedModel, add_description_options, described_model
 from cpmrt.cli.output import printable, write, write_json
 from cpmrt.config import EngineConfig
@@ -26,12 +26,11 @@ from cpmrt.models.planning import plan_model, position_limit
 from cpmrt.reference.assembly import reference_needs
 from cpmrt.weights.quantised_specs import quantisation_facts, quantisation_summary
 
-# Some of the workspace depends a little on the device: that of an H200, where it is largest.
+# The workspace depends a little on the device. Plans are for an H200, where it is largest.
 _DEVICE = known_device("sm_90")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this command."""
     add_model_source(parser, positional=True)
     parser.add_argument("--shape", choices=SHAPES, help="a well-known shape, instead of MODEL")
     parser.add_argument(
@@ -45,17 +44,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan. Raises MemoryPlanError, after it, if it does not fit."""
-    if args.shape and args.model:
-        raise UsageError("MODEL and --shape exclude each other; see cpmrt plan --help")
-    settings = EngineConfig(
-        dtype=args.dtype,
-        max_context=args.context,
-        memory_budget=args.gpu_memory,
-        prefill_chunk=args.prefill_chunk,
-        max_sequences=args.max_sequences,
-        lm_head_bits=args.lm_head_bits,
-        kv_dtype=args.kv_dtype,
-    )
+    check_one_source(args, "plan")
+    settings = engine_config(args, max_context=args.context, memory_budget=args.gpu_memory)
     model = described_model(args, settings, model=args.model, shape=args.shape)
     config, budget = model.config, settings.memory_budget
     dtype = settings.storage_dtype(config.dtype)

@@ -1,4 +1,4 @@
-"""Where the prompt of `cpmrt generate` comes from: exactly one of argument, file, token ids and piped input."""
+"""The prompt of `cpmrt generate`: exactly one of argument, file, token ids and piped input."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_PROMPT_BYTES = 64 * 2**20
 
 
 def add_prompt_options(parser: argparse.ArgumentParser) -> None:
-    """PROMPT, --prompt-file and --prompt-ids."""
+    """Add PROMPT, --prompt-file and --prompt-ids."""
     parser.add_argument("prompt", metavar="PROMPT", nargs="?", help="text to continue (default: piped input)")
     parser.add_argument("--prompt-file", metavar="FILE", help="take the prompt from this file, as it is; - is stdin")
     parser.add_argument(
@@ -22,7 +22,7 @@ def add_prompt_options(parser: argparse.ArgumentParser) -> None:
 
 
 def read_prompt(args: argparse.Namespace) -> str | list[int]:
-    """The text (nothing stripped) or the token ids. Raises UsageError, RequestError."""
+    """Return the prompt's text, nothing stripped, or its token ids. Raises UsageError, RequestError."""
     sources = {"PROMPT": args.prompt, "--prompt-file": args.prompt_file, "--prompt-ids": args.prompt_ids}
     given = {name: value for name, value in sources.items() if value is not None}
     if len(given) > 1:
@@ -42,7 +42,7 @@ def read_prompt(args: argparse.Namespace) -> str | list[int]:
 
 
 def decoded(raw: bytes, source: str) -> str:
-    """UTF-8 text from `source`. Raises RequestError."""
+    """Decode UTF-8 text; errors name the `source`. Raises RequestError."""
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:

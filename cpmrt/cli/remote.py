@@ -1,18 +1,19 @@
-"""A model behind an OpenAI-compatible server, for `cpmrt chat --url`: the standard library's HTTP client and SSE."""
+"""A model behind an OpenAI-compatible server, for `cpmrt chat --url`, by the standard library's HTTP client."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from typing import Any
 from urllib.parse import urlsplit
 
 from cpmrt.cli.conversation import Conversation, Message
 from cpmrt.config import SamplingParams
+from cpmrt.engine import GenerationStats
 from cpmrt.errors import CpmrtError, RequestError
+from cpmrt.generation import Completion, Piece
 
 _CONNECT_TIMEOUT_S = 10.0
 _ANSWER_TIMEOUT_S = 600.0
@@ -28,13 +29,6 @@ class ServerError(RequestError):
     def __init__(self, what: str, code: str | None = None):
         super().__init__(what)
         self.code = code
-
-
-@dataclass(frozen=True)
-class RemotePiece:
-    """Text to be shown as it comes. Thoughts are shown too, but are no part of the answer."""
-
-    text: str
 
 
 class RemoteModel:
@@ -58,13 +52,12 @@ class RemoteModel:
 
     def check(self, conversation: Conversation) -> None:
         """Raise CpmrtError unless the server answers and has a model."""
-        response = self._send("GET", "/models")
-        with response:
+        with self._send("GET", "/models") as response:
             models = _parsed(response.read()).get("data") or [{}]
         self._fields["model"] = models[0].get("id")
 
     def open(self, conversation: Conversation, question: str) -> tuple[RemoteStream, int]:
-        """The answer to one more question, and how many of the oldest turns had to be left out of it."""
+        """Begin the answer to one more question; also return how many of the oldest turns had to be left out of it."""
         skip = 0
         while True:
             try:
@@ -98,13 +91,13 @@ class RemoteModel:
         return response
 
 
-class RemoteStream(Iterator[RemotePiece]):
-    """Iterates over the pieces of an answer; closing it leaves, which the server takes as a cancellation."""
+class RemoteStream(Iterator[Piece]):
+    """Iterates over the pieces of an answer, thoughts among them; closing it makes the server cancel the request."""
 
     def __init__(self, response: HTTPResponse, where: str):
         self._response, self._where = response, where
         self._texts: list[str] = []
-        self.finish_reason = "cancelled"
+        self._finish_reason = "cancelled"
         self._pieces = self._run()
 
     def __enter__(self) -> RemoteStream:
@@ -113,39 +106,34 @@ class RemoteStream(Iterator[RemotePiece]):
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def __next__(self) -> RemotePiece:
+    def __next__(self) -> Piece:
         return next(self._pieces)
 
     @property
-    def text(self) -> str:
-        """The answer so far."""
-        return "".join(self._texts)
-
-    @property
-    def cost(self) -> list[str]:
-        """Nothing: a server tells no more than the answer."""
-        return []
+    def completion(self) -> Completion:
+        """The answer so far, without its thoughts. The server tells neither tokens nor costs."""
+        return Completion("".join(self._texts), (), self._finish_reason, (), GenerationStats())
 
     def close(self) -> None:
-        """Leave. May be called again."""
+        """Close the connection. May be called again."""
         with suppress(OSError):
             self._response.close()
 
-    def _run(self) -> Iterator[RemotePiece]:
+    def _run(self) -> Iterator[Piece]:
         was_thought = False
         for event in self._events():
             if "error" in event:
-                raise ServerError(_message(event), _code(event))
+                raise ServerError(str(_told(event, "message") or ""), _told(event, "code"))
             choice = (event.get("choices") or [{}])[0]
             delta = choice.get("delta") or {}
             if thought := delta.get("reasoning_content"):
                 was_thought = True
-                yield RemotePiece(str(thought))
+                yield Piece(str(thought))
             if text := delta.get("content"):
                 self._texts.append(str(text))
-                yield RemotePiece("\n\n" * was_thought + str(text))
+                yield Piece("\n\n" * was_thought + str(text))
                 was_thought = False
-            self.finish_reason = choice.get("finish_reason") or self.finish_reason
+            self._finish_reason = choice.get("finish_reason") or self._finish_reason
 
     def _events(self) -> Iterator[dict[str, Any]]:
         try:
@@ -169,7 +157,8 @@ def _body_fields(params: SamplingParams, enable_thinking: bool | None) -> dict[s
 
 def _refusal(response: HTTPResponse) -> ServerError:
     told = _parsed(response.read(2**16))
-    return ServerError(_message(told) or f"the server answers with status {response.status}", _code(told))
+    message = str(_told(told, "message") or f"the server answers with status {response.status}")
+    return ServerError(message, _told(told, "code"))
 
 
 def _parsed(raw: bytes) -> dict[str, Any]:
@@ -180,11 +169,7 @@ def _parsed(raw: bytes) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _message(told: dict[str, Any]) -> str:
-    error = told.get("error")
-    return str(error.get("message", "")) if isinstance(error, dict) else ""
-
-
-def _code(told: dict[str, Any]) -> str | None:
-    error = told.get("error")
-    return error.get("code") if isinstance(error, dict) else None
+def _told(value: dict[str, Any], key: str) -> Any:
+    """Return an entry of the error that a server tells; None if there is none."""
+    error = value.get("error")
+    return error.get(key) if isinstance(error, dict) else None

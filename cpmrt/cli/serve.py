@@ -12,18 +12,18 @@ import logging
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from cpmrt import LLM, env
 from cpmrt.cli.arguments import (
+    add_draft_options,
     add_engine_options,
-    add_hf_overrides,
     add_model_source,
-    add_prefix_cache,
-    add_sparse,
+    add_options,
+    integer,
+    llm_arguments,
     memory_size,
 )
-from cpmrt.cli.draft_options import add_draft_options, draft_arguments
 from cpmrt.cli.main import EXIT_INTERRUPTED
 from cpmrt.cli.output import note
 from cpmrt.errors import ConfigError
@@ -35,19 +35,20 @@ _ENGINE_FIELDS = (
     "executor", "dtype", "max_context", "memory_budget", "load_format", "seed", "prefill_chunk", "max_sequences",
     "steps_per_launch", "kv_dtype",
 )  # fmt: skip
+_PORT = integer(0, 2**16 - 1, "a port, 0 to 65535")
+_COUNT = integer(0, 2**20 - 1, "a number of sequences")
 _REQUIRED = ("starlette", "uvicorn", "httptools", "prometheus_client")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this command."""
     add_model_source(parser, positional=True)
     group = parser.add_argument_group("server")
     group.add_argument("--host", default="127.0.0.1", metavar="ADDR", help="where to listen (default: %(default)s)")
-    group.add_argument("--port", type=_port, default=8000, metavar="N", help="0: a free one (default: %(default)s)")
+    group.add_argument("--port", type=_PORT, default=8000, metavar="N", help="0: a free one (default: %(default)s)")
     group.add_argument("--api-key", metavar="KEY", help="what clients must send (default: $CPMRT_API_KEY, else none)")
     group.add_argument("--served-model-name", metavar="NAME", help="what clients call the model (default: its own)")
     group.add_argument(
-        "--max-queue", type=_count, default=64, metavar="N", help="sequences that may wait (default: %(default)s)"
+        "--max-queue", type=_COUNT, default=64, metavar="N", help="sequences that may wait (default: %(default)s)"
     )
     group.add_argument(
         "--max-body", type=memory_size, metavar="SIZE", help="of a request (default: by the context, at least 1MiB)"
@@ -58,9 +59,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--log-prompts", action="store_true", help="write the prompts into the log")
     model = parser.add_argument_group("model")
     add_engine_options(model, *_ENGINE_FIELDS)
-    add_hf_overrides(model)
-    add_sparse(model)
-    add_prefix_cache(model)
+    add_options(model, "--hf-overrides", "--sparse", "--no-prefix-cache")
     add_draft_options(parser)
     parser.set_defaults(max_sequences=8)
 
@@ -76,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     listener = bind(settings)
     _start_log()
     note(f"cpmrt: listening on {address_of(listener)}; loading {settings.model_name}")
-    ended_by = serve(settings, lambda: LLM(**_llm_arguments(args)), listener)
+    ended_by = serve(settings, lambda: LLM(**llm_arguments(args)), listener)
     return EXIT_INTERRUPTED if ended_by == signal.SIGINT else 0
 
 
@@ -102,16 +101,11 @@ def _settings(args: argparse.Namespace) -> ServerSettings:
 
 
 def _name_of(model: str | None) -> str:
-    """A hub id as it is, a folder by its name."""
+    """Return a hub id as it is, a folder by its name."""
     if model is None:
         return "cpmrt-demo"
     path = Path(model)
     return path.resolve().name if path.is_dir() else model
-
-
-def _llm_arguments(args: argparse.Namespace) -> dict[str, Any]:
-    names = ("model", "revision", "hf_overrides", "sparse", "prefix_cache", *_ENGINE_FIELDS)
-    return {name: getattr(args, name) for name in names} | draft_arguments(args)
 
 
 def _start_log() -> None:
@@ -121,18 +115,6 @@ def _start_log() -> None:
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
         logger.setLevel(level)
-
-
-def _port(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and int(text) < 2**16):
-        raise argparse.ArgumentTypeError(f"expected a port, 0 to 65535, got {text!r}")
-    return int(text)
-
-
-def _count(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and int(text) < 2**20):
-        raise argparse.ArgumentTypeError(f"expected a number of sequences, got {text!r}")
-    return int(text)
 
 
 def _seconds(text: str) -> float:

@@ -82,11 +82,11 @@ class GenerationStats:
     What speculation gave is None or empty where no draft step was made; its milliseconds are those measured at start.
     """
 
-    prompt_tokens: int
-    new_tokens: int
-    prefill_s: float
-    decode_s: float
-    mean_accept_length: float | None
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    mean_accept_length: float | None = None
     """Tokens that a speculative step gave on average."""
     cached_tokens: int = 0
     """Prompt tokens whose keys and values were found in the prefix cache."""

@@ -81,7 +81,7 @@ def test_generate_writes_the_text_and_a_summary(generate, checkpoint, capsys):
 
 
 def test_summary_names_the_accept_length_where_there_is_one():
-    from cpmrt.cli.cost import summary
+    from cpmrt.cli.output import summary
     from cpmrt.engine import GenerationStats
     from cpmrt.generation import Completion
 

@@ -17,7 +17,7 @@ import pytest
 from tiny_checkpoint import write_checkpoint
 
 from cpmrt import LLM, SamplingParams
-from cpmrt.cli.conversation import Conversation, fit
+from cpmrt.cli.conversation import Conversation, LocalModel
 from cpmrt.cli.listeners import StopOnInterrupt, StopRequestedError
 from cpmrt.cli.main import main
 from cpmrt.errors import ContextLengthError
@@ -126,11 +126,12 @@ def test_fit_drops_no_more_than_it_must(checkpoint):
     for index in range(5):
         conversation.add(f"question {index}", "x" * 30)
     with LLM(checkpoint, executor="reference", max_context=200) as llm:
-        ids, skipped = fit(llm, conversation, "now?", PARAMS, None)
+        model = LocalModel(llm, PARAMS, None)
+        ids, skipped = model.fit(conversation, "now?")
         assert 0 < skipped < 5 and len(ids) <= 192 and conversation.num_turns == 5
         assert len(llm.chat_prompt(conversation.asked("now?", skip=skipped - 1))) > 192
         with pytest.raises(ContextLengthError):
-            llm.stream(fit(llm, conversation, "y" * 300, PARAMS, None)[0], PARAMS)
+            model.open(conversation, "y" * 300)
 
 
 def test_input_that_is_not_text(chat, capsys):

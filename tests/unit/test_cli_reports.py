@@ -17,7 +17,7 @@ from tiny_checkpoint import CONFIG, write_checkpoint
 
 from cpmrt import LLM
 from cpmrt.cli import gpu_probes, host_probes
-from cpmrt.cli.finding import Status
+from cpmrt.cli.host_probes import Status
 from cpmrt.cli.main import main
 from cpmrt.weights.model_folder import BUNDLED
 

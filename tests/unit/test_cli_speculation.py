@@ -19,8 +19,8 @@ from cpmrt.bench.run import shape_folder
 from cpmrt.bench.samples import Samples
 from cpmrt.bench.work import decode_bytes
 from cpmrt.cli import bench as bench_module
-from cpmrt.cli.cost import cost_lines
 from cpmrt.cli.main import main
+from cpmrt.cli.output import cost_lines
 from cpmrt.config import EngineConfig, ModelConfig, SpeculationConfig, TreeShape
 from cpmrt.engine import GenerationStats
 from cpmrt.executor import ExecutorLimits, StepParts

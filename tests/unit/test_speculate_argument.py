@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cpmrt.cli.arguments import Parser
-from cpmrt.cli.draft_options import add_draft_options, draft_arguments
+from cpmrt.cli.arguments import Parser, add_draft_options, draft_arguments
 from cpmrt.config import EngineConfig, SpeculationConfig, TreeShape
 from cpmrt.config.speculate_argument import read_speculation
 from cpmrt.config.speculation import DEFAULT_SHAPES, DRAFT_METHODS
