@@ -14,6 +14,8 @@ from cpmrt.cuda.draft.kernels import TreeKernels
 from cpmrt.cuda.draft.memory import TREE_TYPES, tree_tables
 from cpmrt.cuda.draft.structs import DRAFT_TREE
 from cpmrt.cuda.step import structs as ss
+from cpmrt.cuda.step.commands import command_bytes, write_slots
+from cpmrt.cuda.step.rings import answered_tokens
 from cpmrt.dtypes import DType
 
 VOCAB, SLOTS, PAGES, LAYERS, HEADS, HEAD_DIM, NUM_PAGES = 96, 3, 5, 3, 2, 64, 16
@@ -45,7 +47,7 @@ class TreeDevice:
         host = {spec.name: np.full(spec.shape, 0x55, TREE_TYPES[spec.name]) for spec in specs}
         self.tables = rng.permutation(NUM_PAGES)[: SLOTS * PAGES].reshape(SLOTS, PAGES).astype(np.int32)
         pages = rng.integers(0, 2**16, (3, LAYERS, NUM_PAGES, HEADS, 64, HEAD_DIM), np.uint16)
-        self.stride = ss.command_bytes(64, PAGES)
+        self.stride = command_bytes(64, PAGES)
         host |= {
             "draft_tree": np.zeros(DRAFT_TREE.itemsize, np.uint8),
             "slot_states": np.zeros(SLOTS * ss.SLOT_STATE.itemsize, np.uint8),
@@ -118,16 +120,16 @@ class TreeDevice:
         self.set("carry_hidden", carry)
         self.set("capacities", capacities)
 
-    def command(self, write: Any, slot: int) -> None:
+    def command(self, kind: int, slot: int) -> None:
         """The next command of the ring; `number` is its own from then on."""
         commands, counted = self.get("commands"), int(self.get("step_context").view(ss.STEP_CONTEXT)["next_entry"][0])
         at = counted % ss.RING_ENTRIES * self.stride
-        write(commands[at : at + self.stride], slot)
+        write_slots(commands[at : at + self.stride], kind, (slot,))
         self.set("commands", commands)
         self.number = counted + 1
 
     def begin(self, running: Running, num_rows: int = 0, hidden: Any | None = None) -> None:
-        self.command(ss.write_speculate, running.slot)
+        self.command(ss.SPECULATE, running.slot)
         self.kernels.speculate_begin(num_rows, hidden)
 
     def rows(self, names: tuple[str, ...], count: int) -> list[Row]:
@@ -136,7 +138,7 @@ class TreeDevice:
 
     def words(self, count: int) -> list[int] | None:
         """Of the newest answer."""
-        return ss.answered_tokens(memoryview(self.record()["words"]), self.number, count)
+        return answered_tokens(memoryview(self.record()["words"]), self.number, count)
 
     def record(self) -> Any:
         return self.get("results").view(ss.RESULT_RECORD)[(self.number - 1) % ss.RING_ENTRIES]

@@ -10,6 +10,7 @@ from cpmrt.cuda.build.launcher import Launcher
 from cpmrt.cuda.build.modules import Modules
 from cpmrt.cuda.draft.forward import executor_needs
 from cpmrt.cuda.driver.device import Device, open_device
+from cpmrt.cuda.driver.graphs import check_loops
 from cpmrt.cuda.load.random import load_random
 from cpmrt.cuda.load.repack import Destination
 from cpmrt.cuda.load.upload import load_checkpoint
@@ -53,7 +54,6 @@ def open_executor(folder: ModelFolder, settings: EngineConfig) -> tuple[Executor
         plan = fit_model(
             config, settings, itemsize=dtype.itemsize, budget=budget, needs=needs, specs=specs, draft=draft
         )
-        from cpmrt.cuda.driver.loop_graph import check_loops
         from cpmrt.cuda.executor import CudaExecutor
 
         if settings.steps_per_launch > 1:

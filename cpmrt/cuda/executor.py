@@ -16,7 +16,8 @@ from cpmrt.cuda.arena import held_arrays
 from cpmrt.cuda.build.launcher import Launcher
 from cpmrt.cuda.build.modules import Modules, compile_all
 from cpmrt.cuda.draft.speculation import Speculation
-from cpmrt.cuda.driver.device import Device, device_faults
+from cpmrt.cuda.driver.device import Device
+from cpmrt.cuda.driver.faults import device_faults
 from cpmrt.cuda.driver.graphs import Graphs
 from cpmrt.cuda.ops.gemm import Gemm
 from cpmrt.cuda.step.costs import measured_limits
@@ -24,7 +25,7 @@ from cpmrt.cuda.step.forward import StepForward
 from cpmrt.cuda.step.kernels import StepKernels, step_modules
 from cpmrt.cuda.step.memory import buckets, row_counts
 from cpmrt.cuda.step.rings import Nothing, Rings
-from cpmrt.cuda.step.structs import MAX_LOGIT_BIAS, MAX_ROWS, write_admit, write_prefill, write_recall
+from cpmrt.cuda.step.structs import DECODE, MAX_LOGIT_BIAS, MAX_ROWS
 from cpmrt.dtypes import F32, DType
 from cpmrt.errors import ConfigError, NoDeviceError
 from cpmrt.executor import Admit, Decode, ExecutorLimits, Pending, Prefill, Recall, Speculate, Step
@@ -87,7 +88,9 @@ class CudaExecutor:
         self._arrays: dict[str, Any] = held_arrays(self._arena)
         self._graphs = Graphs(self._stream, enabled=engine.cuda_graphs, steps_per_launch=engine.steps_per_launch)
         self._resources.callback(self._graphs.close)
-        self._rings = Rings(self._stream, self._graphs, self._buckets[-1], self._layout.pages_per_sequence)
+        self._rings = Rings(
+            self._stream, self._buckets[-1], self._layout.pages_per_sequence, self.config.vocab_size
+        )  # fmt: skip
         self._resources.callback(self._rings.close)
         use_pdl = engine.dependent_launch and not device.is_portable
         self._launcher = launcher = Launcher(self._stream, self._modules, use_pdl=use_pdl)
@@ -118,14 +121,14 @@ class CudaExecutor:
             slots = step.slots
             if self._speculation is not None:
                 self._speculation.make_room(self._graphs, slots)
-            self._rings.write_decode(slots)
-            self._graphs.run_step(("decode", _at_least(len(slots), self._row_counts)), slots)
-            return self._rings.sent(len(slots), self._logprobs_of(slots))
+            self._rings.write_slots(DECODE, slots)
+            start = self._graphs.run_step(("decode", _at_least(len(slots), self._row_counts)), slots)
+            return self._rings.sent(len(slots), self._logprobs_of(slots), start)
         if isinstance(step, Speculate):
             return self._submit_speculate(step)
         if isinstance(step, Admit):
             self._layout.check_table(step.block_table)
-            write_admit(self._rings.next_entry(), step)
+            self._rings.write(step)
             self._num_logprobs.pop(step.slot, None)
             if step.sampling.logprobs:
                 self._num_logprobs[step.slot] = step.sampling.logprobs
@@ -136,13 +139,13 @@ class CudaExecutor:
         if isinstance(step, Prefill):
             return self._submit_prefill(step)
         if isinstance(step, Recall):
-            write_recall(self._rings.next_entry(), step, self.config.vocab_size)
+            self._rings.write(step)
             self._graphs.run("recall")
             return self._rings.sent(1, ())
         return Nothing()
 
     def _submit_prefill(self, step: Prefill) -> Pending:
-        write_prefill(self._rings.next_entry(), step, self.config.vocab_size)
+        self._rings.write(step)
         bucket = _at_least(len(step.token_ids), self._buckets)
         self._graphs.run(("prefill", bucket))
         if step.is_last:
@@ -154,8 +157,7 @@ class CudaExecutor:
     def _submit_speculate(self, step: Speculate) -> Pending:
         if self._speculation is None:
             raise ConfigError("nothing drafts", expected="Decode steps", actual="Speculate", fix="give LLM a draft")
-        num_words = self._speculation.speculate(self._graphs, step.slots[0], step.shape)
-        return self._rings.sent(num_words, self._logprobs_of(step.slots), is_path=True)
+        return self._speculation.speculate(self._graphs, step, self._logprobs_of(step.slots))
 
     def prompt_logits(self, slot: int, token_ids: tuple[int, ...], block_table: tuple[int, ...] = ()) -> Iterator[F32]:
         """Logits of every position, float32 [chunk, V] at a time."""

@@ -266,7 +266,7 @@ def test_a_fault_in_the_middle_ends_every_request(folder: Path, expected: tuple[
 def test_the_error_of_a_fault_is_a_device_error() -> None:
     from cupy.cuda import driver, runtime
 
-    from cpmrt.cuda.driver.device import device_fault
+    from cpmrt.cuda.driver.faults import device_fault
 
     assert isinstance(device_fault(runtime.CUDARuntimeError(700)), DeviceError)
     assert isinstance(device_fault(driver.CUDADriverError(719)), DeviceError)

@@ -35,7 +35,7 @@ def looping(request):
 @pytest.fixture
 def launches(monkeypatch):
     """Loops that were launched."""
-    from cpmrt.cuda.driver.loop_graph import LoopGraph
+    from cpmrt.cuda.driver.graphs import LoopGraph
 
     launched, launch = [], LoopGraph.launch
     monkeypatch.setattr(LoopGraph, "launch", lambda self: (launched.append(self), launch(self))[1])
@@ -121,7 +121,7 @@ def test_other_settings(settings):
 
 def test_a_driver_without_loops_is_refused():
     pytest.importorskip("cupy")
-    from cpmrt.cuda.driver.loop_graph import check_loops
+    from cpmrt.cuda.driver.graphs import check_loops
 
     with pytest.raises(ConfigError, match="conditional graph nodes"):
         check_loops(known_device("sm_90"))

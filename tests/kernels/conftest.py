@@ -32,7 +32,7 @@ class Cuda:
         self._modules: dict[DType, Any] = {}
 
     def kernel(self, name: str, dtype: DType, **constants: int) -> Callable[..., None]:
-        """The kernel of this name, as a callable(grid, block, *args, smem=0, pdl=False, cluster=None).
+        """The kernel of this name, as a callable(grid, block, *args, smem=0, pdl=False).
 
         `grid` and `block` are ints or tuples; `args` are device arrays, np.int32, np.float32, np.uint64, or None for a
         null pointer.
@@ -44,8 +44,8 @@ class Cuda:
             self._modules[dtype] = Modules(self.arch, dtype)
         kernel = self._modules[dtype].kernel(_SPECS[name], constants)
 
-        def call(grid: Any, block: Any, *args: Any, smem: int = 0, pdl: bool = False, cluster: Any = None) -> None:
-            launch(self.stream, kernel, grid, block, smem, args, pdl=pdl, cluster=cluster)
+        def call(grid: Any, block: Any, *args: Any, smem: int = 0, pdl: bool = False) -> None:
+            launch(self.stream, kernel, grid, block, smem, args, pdl=pdl)
 
         return call
 

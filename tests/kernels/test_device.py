@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from cpmrt.cli.host_probes import executor
-from cpmrt.cuda.driver.device import device_fault, device_faults, open_device
+from cpmrt.cuda.driver.device import open_device
+from cpmrt.cuda.driver.faults import device_fault, device_faults
 from cpmrt.errors import DeviceError, MemoryPlanError, NoDeviceError
 
 H200 = {

@@ -32,7 +32,7 @@ class Loop:
     def __init__(
         self, cuda: Any, passes: tuple[int, int], slots: list[int], num_words: int, end_after: list[int], *, pdl: bool
     ):
-        from cpmrt.cuda.driver.loop_graph import LoopGraph
+        from cpmrt.cuda.driver.graphs import LoopGraph
 
         self.cuda = cuda
         self.context = cuda.array(np.zeros(ss.STEP_CONTEXT.itemsize, np.uint8))

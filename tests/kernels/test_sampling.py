@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from cpmrt.config import SamplingParams
+from cpmrt.cuda.step.commands import slot_state
+from cpmrt.cuda.step.rings import step_result
 from cpmrt.cuda.step.structs import (
     BIASED,
     NO_TOKEN,
@@ -17,8 +19,6 @@ from cpmrt.cuda.step.structs import (
     RING_ENTRIES,
     SEEN,
     STEP_CONTEXT,
-    slot_result,
-    slot_state,
 )
 from cpmrt.dtypes import DType
 from cpmrt.executor import Admit, SlotResult
@@ -111,7 +111,8 @@ def launch(
     records = raw[0].view(RESULT_RECORD)
     record = records[(SEQUENCE - 1) % RING_ENTRIES]
     tokens = (record["words"] & np.uint64(NO_TOKEN)).tolist()
-    done = [slot_result(tokens[i], record, i, row.params.logprobs) for i, row in enumerate(rows) if slots[i] >= 0]
+    results = step_result(tokens[: len(rows)], record, tuple(row.params.logprobs for row in rows)).slots
+    done = [result for result, slot in zip(results, slots, strict=True) if slot >= 0]
     return Launched(raw[1].view(states.dtype), raw[2].view(np.uint32).reshape(counts.shape), records, done)
 
 

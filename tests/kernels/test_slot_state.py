@@ -1,4 +1,4 @@
-"""slot_state.py: its structs against the header's, and what goes into commands and comes out of results."""
+"""structs.py: its structs against the header's, and what goes into commands and comes out of results."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from cpmrt.cuda.build import nvrtc
 from cpmrt.cuda.build.source import with_headers
 from cpmrt.cuda.draft.structs import DRAFT_TREE, MAX_TOP_K
 from cpmrt.cuda.step import structs as ss
+from cpmrt.cuda.step.commands import command_bytes, slot_state, write_slots, write_step
+from cpmrt.cuda.step.rings import answered_tokens, step_result
 from cpmrt.dtypes import DType
 from cpmrt.errors import KernelCompileError, RequestError
-from cpmrt.executor import Admit, Prefill, Recall, SlotResult
+from cpmrt.executor import Admit, Prefill, Recall, SlotResult, TokenLogprobs
 from cpmrt.memory.kv_pages import PAGE_SIZE
 
 VOCAB, CHUNK, PAGES = 64, 8, 5
@@ -84,7 +86,7 @@ def test_a_state_holds_the_request() -> None:
         temperature=0.7, top_k=9, top_p=0.9, min_p=0.1, repetition_penalty=1.1, presence_penalty=0.2,
         frequency_penalty=-0.3, logprobs=4,
     )  # fmt: skip
-    state = ss.slot_state(Admit(2, sampling, -1, 17, (5, 3, 5)))
+    state = slot_state(Admit(2, sampling, -1, 17, (5, 3, 5)))
     assert (state["seed"], state["max_new_tokens"], state["num_logprobs"]) == (2**64 - 1, 17, 4)
     assert (state["last_token"], state["position"], state["num_generated"], state["finished"]) == (-1, 0, 0, 0)
     assert state["stop_ids"][: state["num_stop_ids"]].tolist() == [3, 5]
@@ -94,65 +96,80 @@ def test_a_state_holds_the_request() -> None:
 
 
 def test_filters_that_are_off_and_nearly_off() -> None:
-    off = ss.slot_state(Admit(0, SamplingParams(), 0, 1, ()))
+    off = slot_state(Admit(0, SamplingParams(), 0, 1, ()))
     assert (off["top_p"], off["log_min_p"], off["num_stop_ids"]) == (1, -np.inf, 0)
-    assert ss.slot_state(Admit(0, SamplingParams(top_p=1 - 1e-12), 0, 1, ()))["top_p"] < 1
+    assert slot_state(Admit(0, SamplingParams(top_p=1 - 1e-12), 0, 1, ()))["top_p"] < 1
 
 
 def test_biases_stand_in_the_order_of_their_ids() -> None:
-    state = ss.slot_state(Admit(0, SamplingParams(logit_bias={9: -1.5, 4: 2, 70: 1}), 0, 1, ()))
+    state = slot_state(Admit(0, SamplingParams(logit_bias={9: -1.5, 4: 2, 70: 1}), 0, 1, ()))
     count = state["num_logit_biases"]
     assert list(zip(state["biased_ids"][:count].tolist(), state["logit_biases"][:count].tolist(), strict=True)) == [
         (4, 2.0), (9, -1.5), (70, 1.0),
     ]  # fmt: skip
     full = SamplingParams(logit_bias=dict.fromkeys(range(301), 1.0))
     with pytest.raises(RequestError, match="at most 300, got 301"):
-        ss.slot_state(Admit(0, full, 0, 1, ()))
+        slot_state(Admit(0, full, 0, 1, ()))
 
 
 def test_too_many_stop_ids_are_refused() -> None:
-    ss.slot_state(Admit(0, SamplingParams(), 0, 1, tuple(range(32)) * 2))
+    slot_state(Admit(0, SamplingParams(), 0, 1, tuple(range(32)) * 2))
     with pytest.raises(RequestError, match="at most 32.*got 33"):
-        ss.slot_state(Admit(0, SamplingParams(), 0, 1, tuple(range(33))))
+        slot_state(Admit(0, SamplingParams(), 0, 1, tuple(range(33))))
 
 
 @pytest.mark.parametrize("token", [-1, VOCAB, 2**40])
 def test_unknown_tokens_never_reach_the_device(token: int) -> None:
-    entry = np.zeros(ss.command_bytes(CHUNK, PAGES), np.uint8)
+    entry = np.zeros(command_bytes(CHUNK, PAGES), np.uint8)
     with pytest.raises(RequestError, match=f"0 to 63, got {token}"):
-        ss.write_prefill(entry, Prefill(0, (1, token), 0, True), VOCAB)
+        write_step(entry, Prefill(0, (1, token), 0, True), VOCAB)
     with pytest.raises(RequestError, match=f"0 to 63, got {token}"):
-        ss.write_recall(entry, Recall(0, (1, token)), VOCAB)
+        write_step(entry, Recall(0, (1, token)), VOCAB)
     assert not entry.any()
 
 
 @pytest.mark.parametrize(("chunk", "pages"), [(1, 1), (8, 2048), (100, 3), (2048, 64)])
 def test_an_entry_holds_the_largest_command(chunk: int, pages: int) -> None:
-    size = ss.command_bytes(chunk, pages)
+    size = command_bytes(chunk, pages)
     assert size % 64 == 0
     entry = np.zeros(size, np.uint8)
-    ss.write_prefill(entry, Prefill(3, (7,) * chunk, 5, True), VOCAB)
-    ss.write_decode(entry, range(ss.MAX_ROWS))
-    ss.write_recall(entry, Recall(3, (7,) * chunk), VOCAB)
-    ss.write_admit(entry, Admit(1, SamplingParams(), 0, 1, tuple(range(32)), tuple(range(pages))))
+    write_step(entry, Prefill(3, (7,) * chunk, 5, True), VOCAB)
+    write_slots(entry, ss.DECODE, range(ss.MAX_ROWS))
+    write_step(entry, Recall(3, (7,) * chunk), VOCAB)
+    write_step(entry, Admit(1, SamplingParams(), 0, 1, tuple(range(32)), tuple(range(pages))), VOCAB)
 
 
 def test_a_block_table_follows_the_state() -> None:
-    entry = np.zeros(ss.command_bytes(CHUNK, PAGES), np.uint8)
-    ss.write_admit(entry, Admit(1, SamplingParams(), 0, 1, (), (4, 2, 9)))
+    entry = np.zeros(command_bytes(CHUNK, PAGES), np.uint8)
+    write_step(entry, Admit(1, SamplingParams(), 0, 1, (), (4, 2, 9)), VOCAB)
     header, state = ss.COMMAND.itemsize, ss.SLOT_STATE.itemsize
     assert entry[:header].view(ss.COMMAND)[0]["num_rows"] == 3
     assert entry[header + state :].view(np.int32)[:3].tolist() == [4, 2, 9]
-    ss.write_admit(entry, Admit(1, SamplingParams(), 0, 1, ()))
+    write_step(entry, Admit(1, SamplingParams(), 0, 1, ()), VOCAB)
     assert entry[:header].view(ss.COMMAND)[0]["num_rows"] == 0
 
 
 def test_answers_are_told_apart_by_their_number() -> None:
     record = np.zeros(1, ss.RESULT_RECORD)[0]
     words, number = memoryview(record["words"]), 2**32 + 5
-    assert ss.answered_tokens(words, number, 1) is None
+    assert answered_tokens(words, number, 1) is None
     record["words"][:2] = [5 << 32 | 9, 5 << 32 | ss.NO_TOKEN]
-    assert ss.answered_tokens(words, number, 2) == [9, ss.NO_TOKEN]
-    assert ss.answered_tokens(words, number, 3) is None
-    assert ss.slot_result(9, record, 0, 0) == SlotResult((9,))
-    assert ss.slot_result(ss.NO_TOKEN, record, 1, 3) == SlotResult()
+    assert answered_tokens(words, number, 2) == [9, ss.NO_TOKEN]
+    assert answered_tokens(words, number, 3) is None
+
+
+def test_tokens_belong_to_slots() -> None:
+    """Several slots have a word each; one has all of them, and those that it did not emit at the end."""
+    record = np.zeros(1, ss.RESULT_RECORD)[0]
+    record["logprobs"]["logprob"][:3] = [-1, -2, -3]
+    record["logprobs"]["num_top"][1] = 1
+    record["logprobs"]["top_ids"][1, 0], record["logprobs"]["top_logprobs"][1, 0] = 4, -0.5
+    none, with_logprobs = SlotResult(), TokenLogprobs(8, -2.0, ((4, -0.5),))
+    assert step_result([9, ss.NO_TOKEN], record, (0, 0)).slots == (SlotResult((9,)), none)
+    assert step_result([9, 8, ss.NO_TOKEN], record, (0, 1, 2)).slots == (
+        SlotResult((9,)), SlotResult((8,), (with_logprobs,)), none,
+    )  # fmt: skip
+    assert step_result([9, 8, ss.NO_TOKEN], record, (0,)).slots == (SlotResult((9, 8)),)
+    emitted = SlotResult((9, 8), (TokenLogprobs(9, -1.0), with_logprobs))
+    assert step_result([9, 8, ss.NO_TOKEN], record, (1,)).slots == (emitted,)
+    assert step_result([ss.NO_TOKEN], record, ()).slots == ()

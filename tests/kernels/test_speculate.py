@@ -69,7 +69,7 @@ def test_a_finished_sequence_has_only_padding(cuda: Any) -> None:
 def test_after_catching_up_the_newest_row_stays(cuda: Any, count: int) -> None:
     device, running = TreeDevice(cuda), running_with(count, 64)
     device.hold(running)
-    device.command(ss.write_catch_up, 1)
+    device.command(ss.CATCH_UP, 1)
     hidden = device.cuda.array(np.full((64, 64), POISON, np.uint16))
     device.kernels.catch_up_begin(hidden)
     check_rows(device, running, 64, 1, hidden)

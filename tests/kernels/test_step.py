@@ -11,6 +11,8 @@ import pytest
 
 from cpmrt.config import SamplingParams
 from cpmrt.cuda.step import structs as ss
+from cpmrt.cuda.step.commands import command_bytes, write_slots, write_step
+from cpmrt.cuda.step.rings import answered_tokens, step_result
 from cpmrt.dtypes import DType
 from cpmrt.executor import Admit, Decode, Prefill, Recall, Release, SlotResult, Step
 from cpmrt.memory.kv_pages import KVLayout
@@ -53,7 +55,7 @@ class DeviceSteps:
         self, cuda: Any, *, bucket: int = CHUNK, decode_rows: int = 8, pdl: bool = False, drafts: bool = False
     ):
         self.cuda, self.bucket, self.decode_rows, self.pdl = cuda, bucket, decode_rows, pdl
-        self.number, self.stride = 0, ss.command_bytes(CHUNK, PAGES)
+        self.number, self.stride = 0, command_bytes(CHUNK, PAGES)
         zeros: dict[str, Any] = {
             "states": np.zeros(SLOTS * ss.SLOT_STATE.itemsize, np.uint8),
             "counts": np.full((SLOTS, VOCAB), 0x7FFF, np.uint32),
@@ -90,13 +92,13 @@ class DeviceSteps:
     def submit(self, step: Step) -> list[SlotResult]:
         if isinstance(step, Admit):
             outputs = ["states", "counts", "block_tables", "capacities", "carry_counts", "results"]
-            self.begin("admit", 1024, outputs, lambda entry: ss.write_admit(entry, step), PAGES)
+            self.begin("admit", 1024, outputs, lambda entry: write_step(entry, step, VOCAB), PAGES)
             self.logprobs[step.slot] = step.sampling.logprobs
             assert self.answers([step.slot]) == [SlotResult()]
             return []
         if isinstance(step, Recall):
             outputs = ["states", "counts", "history", "results"]
-            self.begin("recall", 1024, outputs, lambda entry: ss.write_recall(entry, step, VOCAB), CONTEXT)
+            self.begin("recall", 1024, outputs, lambda entry: write_step(entry, step, VOCAB), CONTEXT)
             assert self.answers([step.slot]) == [SlotResult()]
             return []
         if isinstance(step, Prefill):
@@ -106,7 +108,7 @@ class DeviceSteps:
     def prefill(self, step: Prefill) -> list[SlotResult]:
         outputs = ["token_ids", "positions", "slots", "chunk", "states", "counts", "history"]
         sizes = (CONTEXT, self.bucket)
-        self.begin("prefill_begin", 1024, outputs, lambda entry: ss.write_prefill(entry, step, VOCAB), *sizes)
+        self.begin("prefill_begin", 1024, outputs, lambda entry: write_step(entry, step, VOCAB), *sizes)
         self.rows = self.rows_of(self.bucket)
         chunk = self.cuda.numpy(self.on_device["chunk"]).tolist()
         assert chunk == [step.slot, step.position, len(step.token_ids), int(step.is_last)]
@@ -118,7 +120,7 @@ class DeviceSteps:
     def decode(self, step: Decode) -> list[SlotResult]:
         outputs = ["token_ids", "positions", "slots", "states", "history", "results"]
         sizes = (CONTEXT, self.decode_rows)
-        self.begin("step_begin", 64, outputs, lambda entry: ss.write_decode(entry, step.slots), *sizes)
+        self.begin("step_begin", 64, outputs, lambda entry: write_slots(entry, ss.DECODE, step.slots), *sizes)
         self.rows = self.rows_of(self.decode_rows)
         self.sample(self.rows)
         return self.answers(list(step.slots))
@@ -144,10 +146,9 @@ class DeviceSteps:
     def answers(self, slots: list[int]) -> list[SlotResult]:
         records = np.ascontiguousarray(self.cuda.numpy(self.on_device["results"])).view(ss.RESULT_RECORD)
         record = records[(self.number - 1) % ss.RING_ENTRIES]
-        tokens = ss.answered_tokens(memoryview(record["words"]), self.number, len(slots))
+        tokens = answered_tokens(memoryview(record["words"]), self.number, len(slots))
         assert tokens is not None
-        rows = enumerate(zip(tokens, slots, strict=True))
-        return [ss.slot_result(token, record, row, self.logprobs[slot]) for row, (token, slot) in rows]
+        return list(step_result(tokens, record, tuple(self.logprobs[slot] for slot in slots)).slots)
 
 
 def random_sampling(rng: np.random.Generator) -> SamplingParams:
@@ -281,10 +282,10 @@ def test_results_reach_the_host_through_mapped_memory(cuda: Any) -> None:
     size = ss.RING_ENTRIES * ss.RESULT_RECORD.itemsize
     with HostBuffer(size) as results, HostBuffer(ss.RING_ENTRIES * device.stride) as commands:
         device.on_device["results"] = np.uint64(results.device_address)
-        ss.write_admit(commands.array(np.uint8)[: device.stride], Admit(1, SamplingParams(), 0, 1, ()))
+        write_step(commands.array(np.uint8)[: device.stride], Admit(1, SamplingParams(), 0, 1, ()), VOCAB)
         ring = np.uint64(commands.device_address)
         outputs = ("states", "counts", "block_tables", "capacities", "carry_counts", "results", "context")
         device.launch("admit", 1, 1024, *outputs, ring, np.int32(device.stride), np.int32(PAGES))
         cuda.sync()
         record = results.array(ss.RESULT_RECORD)[0]
-        assert ss.answered_tokens(memoryview(record["words"]), 1, 1) == [ss.NO_TOKEN]
+        assert answered_tokens(memoryview(record["words"]), 1, 1) == [ss.NO_TOKEN]

@@ -11,6 +11,7 @@ from tree_device import VOCAB, TreeDevice
 
 from cpmrt.config import SamplingParams, TreeShape
 from cpmrt.cuda.step import structs as ss
+from cpmrt.cuda.step.commands import slot_state
 from cpmrt.dtypes import DType
 from cpmrt.executor import Admit
 from cpmrt.reference.draft_tree import Nodes, TreeGrowth
@@ -68,7 +69,7 @@ class Plain:
 def test_a_node_samples_what_plain_decoding_samples(cuda: Any, sampling: SamplingParams, portable: bool) -> None:
     device, rng = TreeDevice(cuda, portable=portable), np.random.default_rng(2)
     running = Running(1, rng.integers(0, VOCAB, 30).tolist(), capacity=320, max_context=320)
-    state = ss.slot_state(Admit(1, sampling, 12345, 100, ()))
+    state = slot_state(Admit(1, sampling, 12345, 100, ()))
     counts = np.zeros((3, VOCAB), np.uint32)
     for token in running.tokens:
         counts[1, token] |= ss.SEEN

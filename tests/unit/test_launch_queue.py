@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from scripted import TREE_SHAPES, ScriptedExecutor, plain_continuation
 
 from cpmrt.config import EngineConfig, SamplingParams
-from cpmrt.cuda.driver.launch_queue import LaunchQueue
+from cpmrt.cuda.driver.graphs import LaunchQueue
 from cpmrt.engine import Engine, Request
 from cpmrt.errors import ConfigError
 from cpmrt.executor import Decode, ExecutorLimits, Speculate

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "manager", "base"}
-MAX_FILE_LINES = {".py": 300, ".cu": 400, ".cuh": 400}
+MAX_FILE_LINES = {".py": 400, ".cu": 400, ".cuh": 400}
 MAX_FUNCTION_LINES = 60
 
 
@@ -111,7 +111,7 @@ LONG_FUNCTION = '"""m."""\ndef f():\n' + "    x = 1\n" * MAX_FUNCTION_LINES
     ("path", "text", "expected"),
     [
         ("cpmrt/a.py", "x = 1\n", "no module docstring"),
-        ("cpmrt/a.py", '"""m."""\n' * 301, "301 lines, the limit is 300"),
+        ("cpmrt/a.py", '"""m."""\n' * 401, "401 lines, the limit is 400"),
         ("kernels_cu/gemm.cu", "//\n" * 401, "401 lines, the limit is 400"),
         ("cpmrt/a.py", LONG_FUNCTION, "f has 61 lines"),
         ("cpmrt/text_utils.py", '"""m."""\n', "'utils'"),

@@ -4,25 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from math import prod
+from typing import TYPE_CHECKING
 
 from cpmrt.cuda.build.modules import Modules
 from cpmrt.cuda.build.spec import KernelSpec, macros_of
 from cpmrt.cuda.driver.array import KernelArgument
-from cpmrt.cuda.driver.launch import Dimensions, launch
+from cpmrt.cuda.driver.launch import Dimensions, Kernel, launch, three
+from cpmrt.cuda.driver.occupancy import check_all_resident
 
 if TYPE_CHECKING:
+    from cupy.cuda import Stream
+
     from cpmrt.cuda.build.spec import Constants
 
 Module = tuple[str, Mapping[str, int]]
 
 
 class Launcher:
-    """`use_pdl`: with dependent-launch edges, where the device has them."""
+    """Launches on `stream`, which may be None where nothing but recording is asked for.
 
-    def __init__(self, stream: Any, modules: Modules, *, use_pdl: bool):
+    `use_pdl`: with dependent-launch edges, where the device has them.
+    """
+
+    def __init__(self, stream: Stream, modules: Modules, *, use_pdl: bool):
         self.stream, self.modules, self._use_pdl = stream, modules, use_pdl
         self._recorded: list[Module] | None = None
+        self._resident: set[tuple[Kernel, Dimensions, int, int]] = set()
 
     def __call__(
         self,
@@ -34,11 +42,21 @@ class Launcher:
         smem: int = 0,
         prefers_shared: bool = False,
     ) -> None:
-        """Launch the kernel, compiled with these sizes; `smem` bytes, and `prefers_shared` as `launch` has it."""
+        """Launch the kernel, compiled with these sizes; the other arguments are those of `launch`.
+
+        Where blocks wait for each other, the first launch of a shape looks whether all find room. Raises as `launch`
+        and `Modules.kernel` do, and DeviceError if they do not.
+        """
         if self._recorded is not None:
             self._recorded.append((spec.file, macros_of(constants)))
             return
         kernel = self.modules.kernel(spec, constants)
+        shape = kernel, grid, block, smem
+        if spec.waits_across_blocks is not None and shape not in self._resident:
+            if spec.waits_across_blocks(macros_of(constants)):
+                kernel.allow_shared_bytes(smem)
+                check_all_resident(kernel, prod(three(grid)), block, smem)
+            self._resident.add(shape)
         launch(self.stream, kernel, grid, block, smem, args, pdl=self._use_pdl, prefers_shared=prefers_shared)
 
     @property

@@ -10,22 +10,25 @@ import os
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from cpmrt.cuda.build import cubin_cache, nvrtc
 from cpmrt.cuda.build.source import KernelSource, read_source
 from cpmrt.cuda.build.spec import KernelSpec, macros_of
-from cpmrt.cuda.driver.device import LOST_CONTEXT, OUT_OF_MEMORY, device_fault
+from cpmrt.cuda.driver.faults import LOST_CONTEXT, OUT_OF_MEMORY, device_fault
 from cpmrt.cuda.driver.launch import Kernel
 from cpmrt.dtypes import DType
 from cpmrt.errors import KernelCompileError
 
 if TYPE_CHECKING:
+    from cupy import RawModule
+
     from cpmrt.cuda.build.spec import Constants
 
 _PDL_CAPABILITY = 90
 # Instructions that only this architecture has need the "a"; a cubin of sm_90 runs on no other either.
 _TARGETS = {"sm_90": "sm_90a"}
+_Sizes = frozenset[tuple[str, int]]
 _SUFFIXES = {DType.BFLOAT16: "bf16", DType.FLOAT16: "fp16"}
 
 
@@ -79,15 +82,23 @@ class Modules:
 
     def __init__(self, arch: str, dtype: DType):
         self.arch, self.dtype = arch, dtype
-        self._loaded: dict[tuple[str, frozenset[tuple[str, int]]], Any] = {}
+        self._loaded: dict[tuple[str, _Sizes], RawModule] = {}
+        self._kernels: dict[tuple[KernelSpec, _Sizes], Kernel] = {}
 
     def kernel(self, spec: KernelSpec, constants: Constants) -> Kernel:
         """The kernel with these compile-time sizes, on the current device.
 
         Raises KernelCompileError if it does not compile, does not load or is not there; DeviceError after a fault.
         """
+        macros = macros_of(constants)
+        sizes = frozenset(macros.items())
+        if (spec, sizes) not in self._kernels:
+            module = self._loaded.get((spec.file, sizes)) or self._load(spec.file, macros)
+            self._kernels[spec, sizes] = self._kernel(spec, module)
+        return self._kernels[spec, sizes]
+
+    def _kernel(self, spec: KernelSpec, module: RawModule) -> Kernel:
         full_name = f"{spec.name}_{suffix(self.dtype)}"
-        module = self._module(spec.file, macros_of(constants))
         try:
             raw = module.get_function(full_name)
             return Kernel(full_name, raw.kernel.ptr, raw, has_pdl=_capability(self.arch) >= _PDL_CAPABILITY)
@@ -97,14 +108,12 @@ class Modules:
             what = f"{full_name} of {spec.file} does not load for {self.arch}: {error}"
             raise KernelCompileError(what, fix=f"delete the compiled kernels in {cubin_cache.folder()}") from error
 
-    def _module(self, file: str, constants: Mapping[str, int]) -> Any:
+    def _load(self, file: str, macros: Mapping[str, int]) -> RawModule:
         import cupy
 
-        key = (file, frozenset(constants.items()))
-        if key not in self._loaded:
-            cubin = compile_module(file, self.arch, self.dtype, constants)
-            self._loaded[key] = cupy.RawModule(path=str(cubin))
-        return self._loaded[key]
+        cubin = compile_module(file, self.arch, self.dtype, macros)
+        module = self._loaded[file, frozenset(macros.items())] = cupy.RawModule(path=str(cubin))
+        return module
 
 
 def _key(source: KernelSource, chosen: Iterable[str]) -> str:

@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from cpmrt.cuda.build.source import KernelSource
@@ -76,13 +77,14 @@ def _refused(file: str, options: Sequence[str], log: str) -> KernelCompileError:
 
 
 @functools.cache
-def _bindings() -> Any:
+def _bindings() -> ModuleType:
     try:
         from cuda.bindings import nvrtc
     except ImportError as error:
         wheels = f"cuda-bindings=={_bindings_major()}.*"
         raise KernelCompileError(f"cuda.bindings cannot be imported ({error})", fix=_pip(wheels)) from None
-    return nvrtc
+    bindings: ModuleType = nvrtc
+    return bindings
 
 
 @functools.cache

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
@@ -20,7 +20,9 @@ class KernelSpec:
     `name` is without the `_bf16` / `_fp16` suffix. `op` is the op of `ops/spec.py` that the kernel computes or is a
     part of; one that belongs to none says why in `reason`. `constants` are the sizes that its file asks for under
     `#ifndef`: the dataclass that holds them, or the macros' names. `hot` promises no spills and no local memory. `arch`
-    is the one architecture that the file compiles for, "" for all.
+    is the one architecture that the file compiles for, "" for all. `waits_across_blocks` tells of compile-time sizes
+    whether blocks, other than those of a cluster, wait for each other: then all must be on the device at once. A block
+    that finishes what the others left before it came does not wait.
     """
 
     name: str
@@ -30,6 +32,7 @@ class KernelSpec:
     hot: bool = False
     reason: str = ""
     arch: str = ""
+    waits_across_blocks: Callable[[Mapping[str, int]], bool] | None = None
 
     @property
     def macros(self) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ counted by `accept`, so every launch before it may be repeated.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -27,10 +27,8 @@ from cpmrt.config.speculation import MAX_CANDIDATES, MAX_NODES
 from cpmrt.cuda.build.launcher import Launcher, Module
 from cpmrt.cuda.build.spec import KernelSpec
 from cpmrt.cuda.driver.device import Device
+from cpmrt.cuda.step.rings import Rings
 from cpmrt.cuda.step.structs import CATCH_UP, SPECULATE
-
-if TYPE_CHECKING:
-    from cpmrt.cuda.step.rings import Rings  # which needs CuPy
 
 
 def _spec(name: str, file: str, reason: str, *constants: str, hot: bool = True) -> KernelSpec:

@@ -22,8 +22,9 @@ from cpmrt.cuda.driver.graphs import Graphs
 from cpmrt.cuda.ops.gemm import Gemm
 from cpmrt.cuda.step.costs import launch_seconds
 from cpmrt.cuda.step.forward import StepForward
-from cpmrt.cuda.step.rings import Rings
-from cpmrt.cuda.step.structs import write_catch_up
+from cpmrt.cuda.step.rings import Answer, Rings
+from cpmrt.cuda.step.structs import CATCH_UP, SPECULATE
+from cpmrt.executor import Speculate
 from cpmrt.models.draft import MAX_PENDING, Draft
 from cpmrt.models.rope import rope_table
 
@@ -133,14 +134,15 @@ class Speculation:
                 self._run_catch_up(graphs, slot)
             self._pending[slot] += 1
 
-    def speculate(self, graphs: Graphs, slot: int, shape: int) -> int:
-        """Start a step; its command is written. Returns the words that will answer it."""
+    def speculate(self, graphs: Graphs, step: Speculate, num_logprobs: tuple[int, ...]) -> Answer:
+        """Start a step. `num_logprobs`: what its sequence asked for."""
+        slot = step.slots[0]
         if self._forward is not None and self._pending[slot] > self._waiting_rows:
             self._run_catch_up(graphs, slot)
-        self._rings.write_speculate(slot)
-        graphs.run_step(("speculate", shape), (slot,))
-        self._pending[slot] = emitted = self._max_emitted[shape]
-        return emitted
+        self._rings.write_slots(SPECULATE, step.slots)
+        start = graphs.run_step(("speculate", step.shape), step.slots)
+        self._pending[slot] = emitted = self._max_emitted[step.shape]
+        return self._rings.sent(emitted, num_logprobs, start)
 
     def pass_seconds(self, shape: int) -> tuple[float, float]:
         """Of the draft's passes and of the target's in a step of this shape, over the rows that the last step left."""
@@ -156,7 +158,7 @@ class Speculation:
         return drafting, launch_seconds(stream, lambda: self._target.tree(tree.tree_size))
 
     def _run_catch_up(self, graphs: Graphs, slot: int) -> None:
-        write_catch_up(self._rings.next_entry(), slot)
+        self._rings.write_slots(CATCH_UP, (slot,))
         graphs.run("catch_up")
         self._rings.sent(1, ())
         self._pending[slot] = 1

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 from ctypes import c_float, c_int, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
 from dataclasses import dataclass, field
-from typing import Any
 
 from cpmrt.dtypes import DType
 from cpmrt.errors import CpmrtError
@@ -62,7 +61,7 @@ class MatmulPlan:
     y: c_void_p = field(default_factory=c_void_p)
 
 
-def load_library() -> Any:
+def load_library() -> ctypes.CDLL:
     """libcublasLt from the cuBLAS wheel, the toolkit or JetPack. Raises CublasLtError."""
     try:
         from cuda.pathfinder import load_nvidia_dynamic_lib
@@ -86,7 +85,7 @@ class CublasLt:
     everything; the plans are dead then.
     """
 
-    def __init__(self, workspace: int, workspace_bytes: int, library: Any = None):
+    def __init__(self, workspace: int, workspace_bytes: int, library: ctypes.CDLL | None = None):
         """Raises CublasLtError if the library is missing or does not work with this device and driver."""
         self._library = library or load_library()
         self._workspace, self._workspace_bytes = workspace, workspace_bytes
@@ -148,7 +147,7 @@ class CublasLt:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _check(self, function: str, *arguments: Any) -> None:
+    def _check(self, function: str, *arguments: object) -> None:
         """Call `cublasLt<function>`. Raises CublasLtError."""
         status = getattr(self._library, f"cublasLt{function}")(*arguments)
         if status:
@@ -197,7 +196,7 @@ class CublasLt:
             self._library.cublasLtMatmulDescDestroy(plan.operation)
 
 
-def _declare(library: Any) -> None:
+def _declare(library: ctypes.CDLL) -> None:
     """Argument types of every function that is called: ctypes would pass wide integers as 32 bits."""
     pointer = c_void_p
     signatures = {

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 from cpmrt import env
-from cpmrt.cuda.driver.clusters import whole_clusters
-from cpmrt.errors import CpmrtError, DeviceError, MemoryPlanError, NoDeviceError
+from cpmrt.cuda.driver.faults import device_faults
+from cpmrt.cuda.driver.occupancy import multiprocessors, whole_clusters
+from cpmrt.errors import NoDeviceError
 from cpmrt.memory.host_memory import available_bytes
 
 MIN_CAPABILITY = 80
 _PORTABLE_CAPABILITY, _PORTABLE_SHARED_BYTES = 86, 101376
 """The least of sm_80 to sm_89: what fits there runs on all of them."""
-OUT_OF_MEMORY = 2
-"""cudaErrorMemoryAllocation and CUDA_ERROR_OUT_OF_MEMORY."""
-LOST_CONTEXT = frozenset((700, 702, 710, *range(714, 720), 999))
-"""Of cuda.h: after these a context refuses every call. An illegal address is 700, a failed launch 719."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +26,8 @@ class Device:
     """One GPU. Sizes in bytes; `driver_version` is the newest CUDA version that the driver knows, such as (13, 0).
 
     `capability` is the compute capability whose features the kernels use, as 90: that of `arch`, but on the portable
-    path less. `whole_clusters`: clusters of eight blocks that can run at once, a block to a multiprocessor; boards of
-    one kind differ in it.
+    path less. `num_sms`: multiprocessors that this process may use. `whole_clusters`: clusters of eight blocks that
+    can run at once, a block to a multiprocessor; boards of one kind differ in it.
     """
 
     index: int
@@ -93,7 +89,7 @@ def open_device(index: int = 0) -> Device:
         name=name,
         arch=f"sm_{capability}",
         capability=_PORTABLE_CAPABILITY if is_portable else capability,
-        num_sms=properties["multiProcessorCount"],
+        num_sms=multiprocessors(properties["multiProcessorCount"]),
         l2_bytes=properties["l2CacheSize"],
         shared_bytes_per_block=min(shared_bytes, _PORTABLE_SHARED_BYTES) if is_portable else shared_bytes,
         total_bytes=properties["totalGlobalMem"],
@@ -103,29 +99,7 @@ def open_device(index: int = 0) -> Device:
     )
 
 
-@contextmanager
-def device_faults() -> Iterator[None]:
-    """Turn the errors of CuPy's calls into MemoryPlanError where the GPU has no memory left, else into DeviceError."""
-    import cupy
-
-    try:
-        yield
-    except (cupy.cuda.runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError) as error:
-        raise device_fault(error) from error
-
-
-def device_fault(error: Any) -> CpmrtError:
-    """What a CUDARuntimeError or CUDADriverError means to the user."""
-    if error.status == OUT_OF_MEMORY:
-        return MemoryPlanError(
-            "the GPU has less free memory than was planned for",
-            actual=str(error),
-            fix="end what else uses it (nvidia-smi), or choose a smaller max_context or memory_budget",
-        )
-    return DeviceError(f"the GPU failed: {error}", fix="make a new process")
-
-
-def _usable_driver(runtime: Any) -> tuple[int, int]:
+def _usable_driver(runtime: ModuleType) -> tuple[int, int]:
     driver, built_for = runtime.driverGetVersion(), runtime.runtimeGetVersion()
     if not driver:
         raise NoDeviceError("no NVIDIA driver (libcuda.so.1)", fix="install the driver, or use executor='reference'")
@@ -142,17 +116,16 @@ def _usable_driver(runtime: Any) -> tuple[int, int]:
 _stand_in: list[tempfile.TemporaryDirectory[str]] = []
 
 
-def _import_cupy() -> Any:
+def _import_cupy() -> ModuleType:
     """Import CuPy. It creates its cache folder on import and fails where it cannot, as in a read-only home."""
     if "cupy" not in sys.modules and not _can_write(env.cupy_cache_dir()):
         _stand_in.append(tempfile.TemporaryDirectory(prefix="cpmrt-cupy-"))
         env.set_cupy_cache_dir(Path(_stand_in[0].name))
     try:
-        import cupy
+        return importlib.import_module("cupy")
     except ImportError as error:
         fix = f"{_pip('cpmrt[cuda13]')} (cuda12 for a driver older than 580)"
         raise NoDeviceError(f"CuPy cannot be imported ({error})", fix=fix) from None
-    return cupy
 
 
 def _can_write(folder: Path) -> bool:

@@ -1,20 +1,26 @@
-"""Step shapes captured as CUDA graphs: once each, replayed for ever."""
+"""Step shapes captured as CUDA graphs: once each, replayed for ever, several steps a launch where that is wanted."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from functools import partial
 from math import gcd
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
-from cupy.cuda.runtime import CUDARuntimeError
 
-from cpmrt.cuda.driver.device import device_fault
-from cpmrt.cuda.driver.launch_queue import LaunchQueue
-from cpmrt.cuda.driver.loop_graph import LoopGraph
+from cpmrt.cuda.driver.device import Device
+from cpmrt.cuda.driver.faults import checked, device_fault
+from cpmrt.errors import ConfigError
+
+if TYPE_CHECKING:
+    from cuda.bindings import driver
+    from cupy.cuda import Graph, Stream
 
 _MOST_STEPS_PER_PASS = 4
 """A WHILE node needs about 5 us to pass its body once more."""
+_FIRST_WITH_LOOPS = (12, 4)
+"""The first version of CUDA with WHILE nodes and capture into their bodies."""
 
 
 class Graphs:
@@ -23,12 +29,15 @@ class Graphs:
     With `steps_per_launch` above 1, which needs graphs, so many equal steps in a row are one launch.
     """
 
-    def __init__(self, stream: Any, *, enabled: bool, steps_per_launch: int = 1):
+    def __init__(self, stream: Stream, *, enabled: bool, steps_per_launch: int = 1):
+        from cupy.cuda.runtime import CUDARuntimeError
+
         self._stream, self._enabled, self._steps_per_launch = stream, enabled, steps_per_launch
-        self._captured: dict[Hashable, Any] = {}
+        self._captured: dict[Hashable, Graph] = {}
         self._loops: dict[Hashable, LoopGraph] = {}
         self._sequences: dict[Hashable, Callable[[], None]] = {}
         self._queue = LaunchQueue(self._start, steps_per_launch)
+        self._error: type[Exception] = CUDARuntimeError
 
     def add(self, key: Hashable, launches: Callable[[], None]) -> None:
         """Capture `launches`, which must have run before: a capture may neither load modules nor allocate."""
@@ -45,7 +54,10 @@ class Graphs:
         self._captured[key] = graph
 
     def add_step(self, key: Hashable, launches: Callable[[], None], loop_end: Callable[..., None]) -> None:
-        """The same for a step. `loop_end(handle, passes, steps a pass)` launches what ends a pass of a loop of them."""
+        """Capture a step, alone and in a loop of several if several are one launch.
+
+        `loop_end(handle, passes, steps a pass)` launches what ends a pass of the loop.
+        """
         self.add(key, launches)
         if self._steps_per_launch == 1:
             return
@@ -63,18 +75,12 @@ class Graphs:
         self._queue.flush()
         self._start(key, 1)
 
-    def run_step(self, key: Hashable, slots: tuple[int, ...]) -> None:
-        """The same for a step on these slots, which may start only once there are others to start with it."""
-        self._queue.add(key, slots)
+    def run_step(self, key: Hashable, slots: tuple[int, ...]) -> Callable[[], None] | None:
+        """Start a step on these slots, or let it wait for others to be launched with. Raises as `run` does.
 
-    @property
-    def num_waiting(self) -> int:
-        """Steps that have not started, of those that were run last."""
-        return self._queue.num_waiting
-
-    def start_waiting(self) -> None:
-        """Start them, however few they are."""
-        self._queue.flush()
+        Returns None if it has started. Else it starts with the next ones, or once the returned function is called.
+        """
+        return self._queue.add(key, slots)
 
     def close(self) -> None:
         """Free the graphs."""
@@ -93,5 +99,116 @@ class Graphs:
                 self._loops[key].launch()
             else:
                 self._captured[key].launch(self._stream)
-        except CUDARuntimeError as error:
+        except self._error as error:
             raise device_fault(error) from error
+
+
+class LaunchQueue:
+    """Steps that wait for others like them, so that one launch runs them all.
+
+    `start(key, count)` launches a step `count` times: `steps_per_launch` times, or once. Whoever has something else to
+    launch calls `flush` before.
+    """
+
+    def __init__(self, start: Callable[[Hashable, int], None], steps_per_launch: int):
+        self._start, self._steps_per_launch = start, steps_per_launch
+        self._kind: tuple[Hashable, tuple[int, ...]] = None, ()
+        self._num_added = 0
+        self.num_waiting = 0
+        """Steps that were added last and are not launched yet, all alike."""
+
+    def add(self, key: Hashable, slots: tuple[int, ...]) -> Callable[[], None] | None:
+        """Add a step on these slots behind those before. Steps are alike if key and slots are the same.
+
+        Returns None if the step is launched now, else what launches it if it still waits when that is called.
+        """
+        if self._steps_per_launch == 1:
+            self._start(key, 1)
+            return None
+        if self.num_waiting and self._kind != (key, slots):
+            self.flush()
+        self._kind = (key, slots)
+        self._num_added += 1
+        self.num_waiting += 1
+        if self.num_waiting < self._steps_per_launch:
+            return partial(self._start_if_waiting, self._num_added)
+        self.num_waiting = 0
+        self._start(key, self._steps_per_launch)
+        return None
+
+    def flush(self) -> None:
+        """Launch what waits, one by one."""
+        count, self.num_waiting = self.num_waiting, 0
+        for _ in range(count):
+            self._start(self._kind[0], 1)
+
+    def _start_if_waiting(self, number: int) -> None:
+        if number > self._num_added - self.num_waiting:
+            self.flush()
+
+
+class LoopGraph:
+    """A graph that is one WHILE node: a launch runs the captured body until a kernel of it says it was the last time.
+
+    That kernel calls `cudaGraphSetConditional` with the node's handle, which is 1 when the launch begins.
+    `body(handle)` launches on `stream` what must have run before.
+    """
+
+    def __init__(self, stream: Stream, body: Callable[[np.uint64], None]):
+        from cuda.bindings import driver
+
+        self._stream = stream
+        self._graph = checked(driver.cuGraphCreate(0))
+        context, always = checked(driver.cuCtxGetCurrent()), int(driver.CU_GRAPH_COND_ASSIGN_DEFAULT)
+        handle = checked(driver.cuGraphConditionalHandleCreate(self._graph, context, 1, always))
+        body_graph = _add_while_node(self._graph, context, handle)
+        relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        checked(driver.cuStreamBeginCaptureToGraph(stream.ptr, body_graph, None, None, 0, relaxed))
+        try:
+            with stream:
+                body(np.uint64(int(handle)))
+        finally:
+            captured = driver.cuStreamEndCapture(stream.ptr)
+        checked(captured)
+        self._executable = checked(driver.cuGraphInstantiate(self._graph, 0))
+        checked(driver.cuGraphUpload(self._executable, stream.ptr))
+        self._launch = driver.cuGraphLaunch
+
+    def launch(self) -> None:
+        """Start it on its stream; waits for nothing. Raises CUDARuntimeError."""
+        checked(self._launch(self._executable, self._stream.ptr))
+
+    def close(self) -> None:
+        """Free both graphs; no launch may be running. After a fault the driver frees nothing any more."""
+        from cuda.bindings import driver
+
+        driver.cuGraphExecDestroy(self._executable)
+        driver.cuGraphDestroy(self._graph)
+
+
+def _add_while_node(
+    graph: driver.CUgraph, context: driver.CUcontext, handle: driver.CUgraphConditionalHandle
+) -> driver.CUgraph:
+    """Give `graph` its WHILE node; returns the empty graph that becomes the node's body."""
+    from cuda.bindings import driver
+
+    node = driver.CUgraphNodeParams()
+    node.type = driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_CONDITIONAL
+    node.conditional.handle, node.conditional.ctx = handle, context
+    node.conditional.type = driver.CUgraphConditionalNodeType.CU_GRAPH_COND_TYPE_WHILE
+    node.conditional.size = 1
+    # With the bindings of CUDA 12 the function of five arguments, dependency data among them, has a name of its own.
+    add = getattr(driver, "cuGraphAddNode_v2", driver.cuGraphAddNode)
+    checked(add(graph, None, None, 0, node))
+    return node.conditional.phGraph_out[0]
+
+
+def check_loops(device: Device) -> None:
+    """Raises ConfigError if the driver has no WHILE nodes."""
+    if device.driver_version < _FIRST_WITH_LOOPS:
+        raise ConfigError(
+            "steps_per_launch: the driver has no conditional graph nodes",
+            expected="CUDA {}.{} or newer".format(*_FIRST_WITH_LOOPS),
+            actual="CUDA {}.{}".format(*device.driver_version),
+            fix="update the driver, or leave steps_per_launch at 1",
+        )

@@ -5,10 +5,8 @@ from __future__ import annotations
 import ctypes
 from contextlib import suppress
 from math import prod
-from typing import Any
 
 import numpy as np
-from cupy.cuda import runtime
 from numpy.typing import DTypeLike
 
 from cpmrt.dtypes import Array
@@ -23,7 +21,9 @@ class HostBuffer:
 
     def __init__(self, nbytes: int):
         """Raises MemoryPlanError if the host has no such memory."""
-        self.nbytes = nbytes
+        from cupy.cuda import runtime
+
+        self.nbytes, self._runtime = nbytes, runtime
         try:
             self._address: int = runtime.hostAlloc(nbytes, runtime.hostAllocMapped | runtime.hostAllocPortable)
         except runtime.CUDARuntimeError as error:
@@ -40,7 +40,7 @@ class HostBuffer:
     @property
     def device_address(self) -> int:
         """Where a kernel sees the buffer (the same number wherever addresses are unified)."""
-        return int(runtime.pointerGetAttributes(self.address).devicePointer)
+        return int(self._runtime.pointerGetAttributes(self.address).devicePointer)
 
     def array(self, dtype: DTypeLike, shape: tuple[int, ...] | None = None, offset: int = 0) -> Array:
         """A writable view from byte `offset` on; without a shape, a flat one of all that follows.
@@ -51,7 +51,7 @@ class HostBuffer:
         count = (self.nbytes - offset) // item.itemsize if shape is None else prod(shape)
         if offset < 0 or offset + count * item.itemsize > self.nbytes:
             raise ValueError(f"{count} x {item} at byte {offset} do not fit a host buffer of {self.nbytes} bytes")
-        memory: Any = (ctypes.c_uint8 * self.nbytes).from_address(self.address)
+        memory = memoryview((ctypes.c_uint8 * self.nbytes).from_address(self.address))
         return np.frombuffer(memory, item, count, offset).reshape((count,) if shape is None else shape)
 
     def close(self) -> None:
@@ -59,8 +59,8 @@ class HostBuffer:
         address, self._address = self._address, 0
         if address:
             # After a fault the driver frees nothing any more: the memory goes with the process.
-            with suppress(runtime.CUDARuntimeError):
-                runtime.freeHost(address)
+            with suppress(self._runtime.CUDARuntimeError):
+                self._runtime.freeHost(address)
 
     def __enter__(self) -> HostBuffer:
         return self

@@ -11,12 +11,17 @@ import functools
 import struct
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from cpmrt.cuda.driver.device import LOST_CONTEXT
+from cpmrt.cuda.driver.array import KernelArgument
+from cpmrt.cuda.driver.faults import LOST_CONTEXT
 from cpmrt.errors import CpmrtError, DeviceError
+
+if TYPE_CHECKING:
+    from cuda.bindings import driver
+    from cupy import RawKernel
 
 Dimensions = int | tuple[int, ...]
 
@@ -40,7 +45,7 @@ class Kernel:
 
     __slots__ = ("_prefers_shared", "_shared_bytes", "handle", "has_pdl", "name", "raw")
 
-    def __init__(self, name: str, handle: int, raw: Any, has_pdl: bool):
+    def __init__(self, name: str, handle: int, raw: RawKernel, has_pdl: bool):
         self.name, self.handle, self.raw, self.has_pdl = name, handle, raw, has_pdl
         self._shared_bytes, self._prefers_shared = _PLAIN_SHARED_BYTES, False
 
@@ -67,18 +72,16 @@ def launch(
     grid: Dimensions,
     block: Dimensions,
     smem: int,
-    args: Sequence[Any],
+    args: Sequence[KernelArgument],
     *,
     pdl: bool = False,
-    cluster: Dimensions | None = None,
     prefers_shared: bool = False,
 ) -> None:
     """Launch `kernel` with `grid` blocks (not clusters) of `block` threads and `smem` bytes of dynamic shared memory.
 
-    `args` are device arrays, NumPy scalars of the parameter's exact type (np.void for a struct such as a tensor map),
-    or None for a null pointer. `pdl` lets the kernel start while the one before it finishes; it is ignored below sm_90,
-    where `cluster` is refused. `prefers_shared`: as `Kernel.prefer_shared`, from this launch on. Nothing is waited for.
-    Raises CpmrtError if the driver refuses the launch, DeviceError if a fault came before it.
+    `pdl` lets the kernel start while the one before it finishes; it is ignored below sm_90. `prefers_shared`: as
+    `Kernel.prefer_shared`, from this launch on. Nothing is waited for. Raises CpmrtError if the driver refuses the
+    launch, DeviceError if a fault came before it.
     """
     from cuda.bindings import driver
 
@@ -86,7 +89,7 @@ def launch(
     if prefers_shared:
         kernel.prefer_shared()
     overlap = pdl and kernel.has_pdl
-    config = _launch_config(stream.__cuda_stream__()[1], _three(grid), _three(block), smem, overlap, cluster)
+    config = launch_config(stream.__cuda_stream__()[1], three(grid), three(block), smem, overlap)
     parameters = Parameters(args)
     (status,) = driver.cuLaunchKernelEx(config, kernel.handle, parameters.address, 0)
     if int(status):
@@ -100,7 +103,7 @@ class Parameters:
 
     __slots__ = ("_pointers", "_values")
 
-    def __init__(self, args: Sequence[Any]):
+    def __init__(self, args: Sequence[KernelArgument]):
         values = [_bytes_of(argument).ljust(_ARGUMENT_BYTES, b"\0") for argument in args]
         ends = list(accumulate(map(len, values), initial=0))
         self._values = ctypes.create_string_buffer(b"".join(values), ends[-1] or 1)
@@ -113,33 +116,38 @@ class Parameters:
         return ctypes.addressof(self._pointers)
 
 
-def _bytes_of(argument: Any) -> bytes:
+def _bytes_of(argument: KernelArgument) -> bytes:
     if isinstance(argument, np.generic):
         return argument.tobytes()
     if argument is None:
         return bytes(_ARGUMENT_BYTES)
-    if hasattr(argument, "data") and hasattr(argument.data, "ptr"):
-        return struct.pack("=Q", argument.data.ptr)
+    pointer = getattr(getattr(argument, "data", None), "ptr", None)
+    if pointer is not None:
+        return struct.pack("=Q", pointer)
     # A bare int or float would have to guess the width of the parameter.
     raise TypeError(f"a kernel takes device arrays and NumPy scalars, not {type(argument).__name__}")
 
 
-def _three(dimensions: Dimensions) -> tuple[int, int, int]:
+def three(dimensions: Dimensions) -> tuple[int, int, int]:
+    """The extents in x, y and z."""
     sizes = (dimensions,) if isinstance(dimensions, int) else tuple(dimensions)
     x, y, z = (*sizes, 1, 1, 1)[:3]
     return x, y, z
 
 
 @functools.lru_cache(maxsize=4096)
-def _launch_config(
+def launch_config(
     stream: int,
     grid: tuple[int, int, int],
     block: tuple[int, int, int],
     smem: int,
-    pdl: bool,
-    cluster: Dimensions | None,
-) -> Any:
-    """A CUlaunchConfig; building one costs more than the launch, and a step repeats the same few."""
+    pdl: bool = False,
+    cluster: tuple[int, int, int] | None = None,
+) -> driver.CUlaunchConfig:
+    """What `launch` gives the driver; building one costs more than the launch, and a step repeats the same few.
+
+    `cluster`: blocks of a cluster, for a kernel that does not say so itself.
+    """
     from cuda.bindings import driver
 
     config = driver.CUlaunchConfig()
@@ -157,7 +165,7 @@ def _launch_config(
         attribute = driver.CUlaunchAttribute()
         attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
         size = attribute.value.clusterDim
-        size.x, size.y, size.z = _three(cluster)
+        size.x, size.y, size.z = cluster
         attributes.append(attribute)
     config.attrs = attributes
     config.numAttrs = len(attributes)

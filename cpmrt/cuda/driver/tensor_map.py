@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from typing import Any
 
 import numpy as np
 
+from cpmrt.cuda.driver.array import DeviceArray
 from cpmrt.errors import CpmrtError
 
 _MAP_BYTES = 128
 _WORD_BYTES = 2
 
 
-def row_boxes(matrix: Any, box_rows: int, box_columns: int) -> np.void:
+def row_boxes(matrix: DeviceArray, box_rows: int, box_columns: int) -> np.void:
     """Boxes of `box_rows` x `box_columns` of a device array [..., columns] of 16-bit words, taken as a matrix of rows.
 
     The array is contiguous and begins at a multiple of 16 bytes. Rows of a box have 64 or 128 bytes, whose 16-byte

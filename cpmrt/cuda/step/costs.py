@@ -7,11 +7,14 @@ from dataclasses import replace
 from math import ceil
 from statistics import median
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING
 
 from cpmrt.config import SamplingParams
 from cpmrt.cuda.driver.graphs import Graphs
 from cpmrt.executor import Admit, Decode, Executor, ExecutorLimits, Prefill, Release, Speculate, Step, StepParts
+
+if TYPE_CHECKING:
+    from cupy.cuda import Stream
 
 _SLOT, _WARM_UP, _TIMED = 0, 2, 5
 _COVERED_S = 1e-3
@@ -62,7 +65,7 @@ def _seconds(executor: Executor, step: Step) -> float:
     return median(times[_WARM_UP:])
 
 
-def launch_seconds(stream: Any, launches: Callable[[], None]) -> float:
+def launch_seconds(stream: Stream, launches: Callable[[], None]) -> float:
     """Of a launch sequence that has run before, as a graph."""
     import cupy
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -11,10 +11,8 @@ from cpmrt.config import ModelConfig
 from cpmrt.cuda.build.launcher import Launcher, Module
 from cpmrt.cuda.build.spec import KernelSpec
 from cpmrt.cuda.driver.device import Device
+from cpmrt.cuda.step.rings import Rings
 from cpmrt.cuda.step.structs import MAX_ROWS
-
-if TYPE_CHECKING:
-    from cpmrt.cuda.step.rings import Rings  # which needs CuPy
 
 
 def _step(name: str, does: str, *, hot: bool = False) -> KernelSpec:

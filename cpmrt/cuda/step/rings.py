@@ -1,29 +1,27 @@
-"""The two rings in mapped host memory: commands to the device, results from it. Nothing else crosses in a step."""
+"""The two rings in mapped host memory: commands to the device, answers from it. Nothing else crosses in a step.
+
+The host writes a command into an entry and launches; the kernels count entries by themselves. Every command is answered
+by one word a row in the entry of the result ring with the same index: low half of the command's number (from 1 on)
+shifted left by 32, and a token id or NO_TOKEN. A word with the right number is complete, its log-probabilities too.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from os import sched_yield
 from time import sleep
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
-from cupy.cuda import runtime
 
-from cpmrt.cuda.driver.graphs import Graphs
 from cpmrt.cuda.driver.host_memory import HostBuffer
-from cpmrt.cuda.step.structs import (
-    RESULT_RECORD,
-    RING_ENTRIES,
-    answered_tokens,
-    command_bytes,
-    path_result,
-    slot_result,
-    write_decode,
-    write_speculate,
-)
-from cpmrt.dtypes import Array
+from cpmrt.cuda.step.commands import command_bytes, write_slots, write_step
+from cpmrt.cuda.step.structs import NO_TOKEN, RESULT_RECORD, RING_ENTRIES
 from cpmrt.errors import DeviceError
-from cpmrt.executor import StepResult
+from cpmrt.executor import Admit, Prefill, Recall, SlotResult, StepResult, TokenLogprobs
+
+if TYPE_CHECKING:
+    from cupy.cuda import Stream
 
 _POLLS_BETWEEN_CHECKS = 1000
 _NOT_READY = 600
@@ -31,131 +29,131 @@ _NOT_READY = 600
 # Some ten milliseconds. Steps that take longer do not need a core to themselves while they run.
 _POLLS_BEFORE_NAPS = 10_000
 _NAP_S = 0.0002
+_NO_RESULT = SlotResult()
 
 
 class Rings:
-    """Numbers commands from 1 on and reads their answers. `stream` runs the kernels that take them, `graphs` starts
-    them: each command is written before its graph is run, and counted (`sent`) after."""
+    """Numbers commands from 1 on: each is written, then what takes it is launched on `stream`, then it is `sent`."""
 
-    def __init__(self, stream: Any, graphs: Graphs, prefill_chunk: int, pages_per_sequence: int):
-        self._stream, self._graphs = stream, graphs
+    def __init__(self, stream: Stream, prefill_chunk: int, pages_per_sequence: int, vocab_size: int):
+        self._stream, self._vocab_size = stream, vocab_size
         self.command_bytes = command_bytes(prefill_chunk, pages_per_sequence)
         self._commands = HostBuffer(RING_ENTRIES * self.command_bytes)
         self._results = HostBuffer(RING_ENTRIES * RESULT_RECORD.itemsize)
         self._entries = self._commands.array(np.uint8, (RING_ENTRIES, self.command_bytes))
-        self._records = self._results.array(RESULT_RECORD, (RING_ENTRIES,))
+        records = self._results.array(RESULT_RECORD, (RING_ENTRIES,))
         # Python reads a memoryview several times faster than an array's scalars.
-        self._words = [memoryview(words) for words in self._records["words"]]
-        # Slots of the Decode, or the slot of the Speculate, that the place holds.
-        self._written: list[tuple[int, ...] | int | None] = [None] * RING_ENTRIES
+        self._places = [(memoryview(record["words"]), record) for record in records]
+        # Kind and slots of the command that the place holds, if it only names sequences.
+        self._written: list[tuple[int, tuple[int, ...]] | None] = [None] * RING_ENTRIES
         self._answers: list[Answer | None] = [None] * RING_ENTRIES
         self._last_number = 0
-        self._polls = 0
 
     @property
     def addresses(self) -> tuple[np.uint64, np.uint64]:
-        """Of the commands and of the results, as kernels take them."""
+        """The addresses of the commands and of the results, as kernels take them."""
         return np.uint64(self._commands.device_address), np.uint64(self._results.device_address)
 
-    def next_entry(self) -> Array:
-        """The bytes of the next command, free to be written: the answer that shares its place has been read."""
+    def write(self, step: Admit | Recall | Prefill) -> None:
+        """Write the next command. Raises RequestError, with nothing written, for what the device cannot hold."""
         place = self._free_place()
         self._written[place] = None
-        entry: Array = self._entries[place]
-        return entry
+        write_step(self._entries[place], step, self._vocab_size)
 
-    def write_decode(self, slots: tuple[int, ...]) -> None:
-        """The next command. In a steady run its place holds the same slots already, and nothing is written."""
+    def write_slots(self, kind: int, slots: tuple[int, ...]) -> None:
+        """Write the next command, of a kind that only names sequences.
+
+        In a steady run its place holds the same already, and nothing is written.
+        """
         place = self._free_place()
-        if self._written[place] != slots:
-            write_decode(self._entries[place], slots)
-            self._written[place] = slots
+        if self._written[place] != (kind, slots):
+            write_slots(self._entries[place], kind, slots)
+            self._written[place] = kind, slots
 
-    def write_speculate(self, slot: int) -> None:
-        """The next command, likewise."""
-        place = self._free_place()
-        if self._written[place] != slot:
-            write_speculate(self._entries[place], slot)
-            self._written[place] = slot
+    def sent(self, num_words: int, num_logprobs: tuple[int, ...], start: Callable[[], None] | None = None) -> Answer:
+        """Count the command just written, whose kernels are launched or wait to be. Returns what will answer it.
 
-    def sent(self, num_rows: int, num_logprobs: tuple[int, ...], *, is_path: bool = False) -> Answer:
-        """Count the command just written and run. `num_rows` words answer it: one for each of the first slots, or,
-        with `is_path`, all for the one slot."""
-        self._last_number += 1
-        answer = Answer(self, self._last_number, num_rows, num_logprobs, is_path)
-        self._answers[(self._last_number - 1) % RING_ENTRIES] = answer
-        return answer
-
-    def read(self, number: int, num_rows: int, num_logprobs: tuple[int, ...], is_path: bool) -> StepResult | None:
-        """The answer of a command, None if it is not there yet. Raises DeviceError if it will never come."""
+        The `num_words` words that answer it belong to the command's slots in equal shares. `num_logprobs`: what each
+        slot's sequence asked for, empty if it has no results. `start` launches the step if it still waits.
+        """
+        number = self._last_number = self._last_number + 1
         place = (number - 1) % RING_ENTRIES
-        tokens = answered_tokens(self._words[place], number, num_rows)
-        if tokens is None:
-            if number > self._last_number - self._graphs.num_waiting:
-                self._graphs.start_waiting()
-            self._polls += 1
-            if self._polls % _POLLS_BETWEEN_CHECKS == 0:
-                self._check_stream(number, num_rows)
-            return None
-        record, rows = self._records[place], enumerate(num_logprobs)
-        if is_path:
-            return StepResult((path_result(tokens, record, num_logprobs[0]),))
-        return StepResult(tuple([slot_result(tokens[row], record, row, wanted) for row, wanted in rows]))
-
-    def _free_place(self) -> int:
-        place = self._last_number % RING_ENTRIES
-        earlier = self._answers[place]
-        if earlier is not None and not earlier.is_read:
-            earlier.wait()
-        return place
+        self._answers[place] = answer = Answer(number, num_words, num_logprobs, *self._places[place], self, start)
+        return answer
 
     def close(self) -> None:
         """Free the memory; the device must be done with it."""
         self._commands.close()
         self._results.close()
 
-    def _check_stream(self, number: int, num_rows: int) -> None:
+    def is_idle(self) -> bool:
+        """Whether the device has done everything that was launched. Raises DeviceError after a fault."""
+        from cupy.cuda import runtime
+
         # CuPy returns the status of this call, also that of a fault, and raises nothing.
         status = runtime.streamQuery(self._stream.ptr)
-        if status == _NOT_READY:
-            return
-        if status:
+        if status not in (0, _NOT_READY):
             what = f"the GPU failed in the middle of a step: {runtime.CUDARuntimeError(status)}"
             raise DeviceError(what, fix="make a new process")
-        if answered_tokens(self._words[(number - 1) % RING_ENTRIES], number, num_rows) is None:
-            raise DeviceError(f"the GPU finished step {number} without an answer", fix="report this as a bug")
+        return not status
+
+    def _free_place(self) -> int:
+        """The place of the next command: the answer that lies there has been read."""
+        place = self._last_number % RING_ENTRIES
+        earlier = self._answers[place]
+        if earlier is not None and not earlier.is_done():
+            earlier.wait()
+        return place
 
 
 class Answer:
-    """The pending result of one command."""
+    """The pending result of one command, read from its place in the ring once all of its words are there."""
 
-    __slots__ = ("_is_path", "_num_logprobs", "_num_rows", "_number", "_result", "_rings")
+    __slots__ = ("_num_logprobs", "_num_words", "_number", "_polls", "_record", "_result", "_rings", "_start", "_words")
 
-    def __init__(self, rings: Rings, number: int, num_rows: int, num_logprobs: tuple[int, ...], is_path: bool):
-        self._rings, self._number, self._num_rows = rings, number, num_rows
-        self._num_logprobs, self._is_path = num_logprobs, is_path
+    def __init__(
+        self,
+        number: int,
+        num_words: int,
+        num_logprobs: tuple[int, ...],
+        words: memoryview,
+        record: np.void,
+        rings: Rings,
+        start: Callable[[], None] | None,
+    ):
+        self._number, self._num_words, self._num_logprobs = number, num_words, num_logprobs
+        self._words, self._record, self._rings, self._start = words, record, rings, start
         self._result: StepResult | None = None
-
-    @property
-    def is_read(self) -> bool:
-        """Whether the result is known here: its place in the ring may be taken."""
-        return self._result is not None
+        self._polls = 0
 
     def is_done(self) -> bool:
         if self._result is None:
-            self._result = self._rings.read(self._number, self._num_rows, self._num_logprobs, self._is_path)
-        return self._result is not None
+            tokens = answered_tokens(self._words, self._number, self._num_words)
+            if tokens is None:
+                self._go_on()
+                return False
+            self._result = step_result(tokens, self._record, self._num_logprobs)
+        return True
 
     def wait(self) -> StepResult:
-        polls = 0
-        while self._result is None and not self.is_done():
-            polls += 1
-            if polls < _POLLS_BEFORE_NAPS:
+        while not self.is_done():
+            if self._polls < _POLLS_BEFORE_NAPS:
                 sched_yield()  # sleep(0) sleeps for more than 50 us from Python 3.11 on
             else:
                 sleep(_NAP_S)
         assert self._result is not None
         return self._result
+
+    def _go_on(self) -> None:
+        """See to it that the answer comes. Raises DeviceError if it never will."""
+        if self._start is not None:
+            self._start()
+            self._start = None
+        self._polls += 1
+        if self._polls % _POLLS_BETWEEN_CHECKS or not self._rings.is_idle():
+            return
+        if answered_tokens(self._words, self._number, self._num_words) is None:
+            raise DeviceError(f"the GPU finished step {self._number} without an answer", fix="report this as a bug")
 
 
 class Nothing:
@@ -166,3 +164,41 @@ class Nothing:
 
     def wait(self) -> StepResult:
         return StepResult()
+
+
+def answered_tokens(words: memoryview, number: int, num_words: int) -> list[int] | None:
+    """Tokens, or NO_TOKEN, in the words of a result; None if not all belong to command `number` (from 1 on)."""
+    tokens, mark = [], number & 0xFFFFFFFF
+    for word in words[:num_words].tolist():
+        if word >> 32 != mark:
+            return None
+        tokens.append(word & NO_TOKEN)
+    return tokens
+
+
+def step_result(tokens: list[int], record: np.void, num_logprobs: tuple[int, ...]) -> StepResult:
+    """What an answered command produced for its slots, one for each entry of `num_logprobs`.
+
+    One slot has all tokens, several have one each.
+    """
+    if len(tokens) == len(num_logprobs) and not any(num_logprobs):  # mostly, and then quickly
+        return StepResult(tuple([_NO_RESULT if token == NO_TOKEN else SlotResult((token,)) for token in tokens]))
+    if len(num_logprobs) == 1:
+        return StepResult((_slot_result(tokens, record, 0, num_logprobs[0]),))
+    rows = enumerate(num_logprobs)
+    return StepResult(tuple([_slot_result(tokens[row : row + 1], record, row, count) for row, count in rows]))
+
+
+def _slot_result(tokens: list[int], record: np.void, first_row: int, num_logprobs: int) -> SlotResult:
+    """The tokens that were emitted, in the rows from `first_row` on, with their log-probabilities if any are wanted."""
+    emitted = tuple([token for token in tokens if token != NO_TOKEN])
+    if not num_logprobs:
+        return SlotResult(emitted)
+    entries = record["logprobs"][first_row:]
+    return SlotResult(emitted, tuple([_token_logprobs(*pair) for pair in zip(emitted, entries, strict=False)]))
+
+
+def _token_logprobs(token: int, entry: np.void) -> TokenLogprobs:
+    count = int(entry["num_top"])
+    top = tuple(zip(entry["top_ids"][:count].tolist(), entry["top_logprobs"][:count].tolist(), strict=True))
+    return TokenLogprobs(token, float(entry["logprob"]), top)

@@ -24,10 +24,18 @@ _CONSTANTS = (
     *("SHARED_RUN", "NORM", "PREPARED", "STAGE_SLICES", "STAGES", "EARLY_SLOTS", "CLUSTERS", "RECEIVED_APART", "FEEDS"),
     *("TRIGGER", "KEPT_ROUNDS", "SMEM_BYTES", "PORTABLE"),
 )
+
+
+def _exchange_through_memory(sizes: Mapping[str, int]) -> bool:
+    """Whether blocks that share tiles wait for each other's sums, and are not of one cluster."""
+    return bool(sizes["SHARED_RUN"] and sizes["RUNS"] > 1 and not sizes["CLUSTERS"])
+
+
 LINEAR_W4 = {
     product: KernelSpec(
         f"linear_packed_{product}", "linear_packed/linear_packed.cu", op,
         (*_CONSTANTS, "HEAD_DIM") if product == "qkv" else _CONSTANTS, hot=True,
+        waits_across_blocks=_exchange_through_memory,
     )
     for product, op in OPS.items()
 }

@@ -1,0 +1,45 @@
+"""Failures of the driver's and the runtime's calls, and what they mean to the user."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from cpmrt.errors import CpmrtError, DeviceError, MemoryPlanError
+
+OUT_OF_MEMORY = 2
+"""cudaErrorMemoryAllocation and CUDA_ERROR_OUT_OF_MEMORY."""
+LOST_CONTEXT = frozenset((700, 702, 710, *range(714, 720), 999))
+"""Of cuda.h: after these a context refuses every call. An illegal address is 700, a failed launch 719."""
+
+
+@contextmanager
+def device_faults() -> Iterator[None]:
+    """Turn the errors of CuPy's calls into MemoryPlanError where the GPU has no memory left, else into DeviceError."""
+    import cupy
+
+    try:
+        yield
+    except (cupy.cuda.runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError) as error:
+        raise device_fault(error) from error
+
+
+def device_fault(error: Exception) -> CpmrtError:
+    """What a CUDARuntimeError or CUDADriverError means to the user."""
+    if getattr(error, "status", None) == OUT_OF_MEMORY:
+        return MemoryPlanError(
+            "the GPU has less free memory than was planned for",
+            actual=str(error),
+            fix="end what else uses it (nvidia-smi), or choose a smaller max_context or memory_budget",
+        )
+    return DeviceError(f"the GPU failed: {error}", fix="make a new process")
+
+
+def checked(answer: Sequence[Any]) -> Any:
+    """The value that a call of the driver's bindings returned behind its status, if any. Raises CUDARuntimeError."""
+    if int(answer[0]):
+        from cupy.cuda.runtime import CUDARuntimeError
+
+        raise CUDARuntimeError(int(answer[0]))
+    return answer[1] if len(answer) > 1 else None

@@ -1,0 +1,82 @@
+"""How much runs at once in the current context: its multiprocessors, clusters of blocks, the blocks of a launch.
+
+A process may have fewer multiprocessors than its device: under MPS with a percentage of threads, in a green context.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cpmrt.cuda.driver.launch import Kernel, launch_config
+from cpmrt.errors import DeviceError
+
+_CLUSTER = (8, 1, 1)
+_NOTHING = b".version 7.8\n.target sm_90\n.address_size 64\n.visible .entry nothing() { ret; }\n\0"
+"""A kernel in PTX, which every driver takes: some questions are asked of a kernel."""
+
+
+def multiprocessors(of_device: int) -> int:
+    """The multiprocessors of the current context; those of its device where the driver does not tell."""
+    from cuda.bindings import driver
+
+    counts = [of_device]
+    affinity = _asked("cuCtxGetExecAffinity", driver.CUexecAffinityType.CU_EXEC_AFFINITY_TYPE_SM_COUNT)
+    if affinity is not None:
+        counts.append(int(affinity.param.smCount.val))
+    context = _asked("cuCtxGetCurrent")
+    if context is not None and hasattr(driver, "CUdevResourceType"):  # bindings of 12.4 and later
+        resource = _asked("cuCtxGetDevResource", context, driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM)
+        counts += [] if resource is None else [int(resource.sm.smCount)]
+    return min(count for count in counts if count > 0)
+
+
+def whole_clusters(shared_bytes: int) -> int:
+    """How many clusters of eight blocks run at once when each block takes a whole multiprocessor.
+
+    `shared_bytes`: dynamic shared memory of a block. It depends on which multiprocessors of a chip are in use: boards
+    of one kind differ. 0 where the driver does not tell.
+    """
+    from cuda.bindings import driver
+
+    module = _asked("cuModuleLoadData", _NOTHING)
+    if module is None:
+        return 0
+    try:
+        kernel = _asked("cuModuleGetFunction", module, b"nothing")
+        limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        driver.cuFuncSetAttribute(kernel, limit, shared_bytes)
+        config = launch_config(0, _CLUSTER, (32, 1, 1), shared_bytes, cluster=_CLUSTER)
+        return int(_asked("cuOccupancyMaxActiveClusters", kernel, config) or 0)
+    finally:
+        driver.cuModuleUnload(module)
+
+
+def check_all_resident(kernel: Kernel, num_blocks: int, block: int, shared_bytes: int) -> None:
+    """Raises DeviceError unless all blocks of a launch run at once: blocks that wait for each other never end else.
+
+    `block`: threads of each; `shared_bytes`: its dynamic shared memory, which the kernel must have been allowed.
+    """
+    from cuda.bindings import driver
+
+    count = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
+    num_sms = multiprocessors(_asked("cuDeviceGetAttribute", count, _asked("cuCtxGetDevice")) or 1)
+    at_once = num_sms * (_asked("cuOccupancyMaxActiveBlocksPerMultiprocessor", kernel.handle, block, shared_bytes) or 0)
+    if at_once < num_blocks:
+        raise DeviceError(
+            f"the blocks of {kernel.name} wait for each other and do not all find room on the GPU",
+            expected=f"room for {num_blocks} blocks of {block} threads with {shared_bytes} bytes of shared memory",
+            actual=f"room for {at_once} on {num_sms} multiprocessors",
+            fix="leave this process its multiprocessors from start to end (CUDA_MPS_ACTIVE_THREAD_PERCENTAGE, green "
+            "contexts), or use weights in 16 bits",
+        )
+
+
+def _asked(function: str, *arguments: object) -> Any:
+    """What a function of the driver returns; None where it fails, or the driver or its bindings do not have it."""
+    from cuda.bindings import driver
+
+    try:
+        status, value = getattr(driver, function)(*arguments)
+    except (AttributeError, RuntimeError):
+        return None
+    return None if int(status) else value

@@ -1,0 +1,129 @@
+"""Commands and answers without a device: who reads, who starts what waits, and what happens when nothing comes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from cpmrt.config import SamplingParams
+from cpmrt.cuda.driver.graphs import LaunchQueue
+from cpmrt.cuda.step import rings as rings_module
+from cpmrt.cuda.step.rings import Rings
+from cpmrt.cuda.step.structs import COMMAND, DECODE, NO_TOKEN, RESULT_RECORD, RING_ENTRIES, SPECULATE
+from cpmrt.errors import DeviceError, RequestError
+from cpmrt.executor import Admit, Prefill, SlotResult
+
+IDLE, BUSY, FAULT = 0, 600, 700
+
+
+class HostMemory:
+    """Page-locked memory, but for the page lock."""
+
+    all: list[HostMemory]
+
+    def __init__(self, nbytes):
+        self.bytes = np.zeros(nbytes, np.uint8)
+        self.all.append(self)
+
+    def array(self, dtype, shape):
+        return self.bytes.view(dtype).reshape(shape)
+
+
+class Device:
+    """Answers the commands that were launched, when it is told to."""
+
+    def __init__(self):
+        self.status = BUSY
+        self.rings = Rings(SimpleNamespace(ptr=0), 8, 4, 50)
+        commands, results = HostMemory.all
+        self.commands = commands.bytes.reshape(RING_ENTRIES, -1)[:, : COMMAND.itemsize].view(COMMAND)[:, 0]
+        self.words = results.bytes.view(RESULT_RECORD)["words"]
+
+    def answer(self, number, *tokens):
+        self.words[(number - 1) % RING_ENTRIES][: len(tokens)] = [number << 32 | token for token in tokens]
+
+
+@pytest.fixture
+def device(monkeypatch) -> Iterator[Device]:
+    HostMemory.all = []
+    monkeypatch.setattr(rings_module, "HostBuffer", HostMemory)
+    made = Device()
+    runtime = SimpleNamespace(streamQuery=lambda stream: made.status, CUDARuntimeError=lambda status: f"error {status}")
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "cupy.cuda", SimpleNamespace(runtime=runtime))
+    yield made
+
+
+def test_an_answer_is_there_once_all_its_words_are(device):
+    device.rings.write_slots(DECODE, (2, 0))
+    answer = device.rings.sent(2, (0, 0))
+    assert not answer.is_done()
+    device.answer(1, 7)
+    assert not answer.is_done()
+    device.answer(1, 7, NO_TOKEN)
+    assert answer.is_done() and answer.wait().slots == (SlotResult((7,)), SlotResult())
+
+
+def test_who_asks_for_a_step_that_waits_launches_it_and_nothing_behind_a_launched_one(device):
+    launched = []
+    queue = LaunchQueue(lambda key, count: launched.append((key, count)), 4)
+    starts, answers = [], []
+    for _ in range(6):
+        device.rings.write_slots(DECODE, (0,))
+        starts.append(queue.add("decode", (0,)))
+        answers.append(device.rings.sent(1, (0,), starts[-1]))
+    assert launched == [("decode", 4)] and starts[3] is None
+    assert not answers[0].is_done() and not answers[3].is_done()
+    assert launched == [("decode", 4)] and queue.num_waiting == 2
+    assert not answers[4].is_done() and not answers[5].is_done()
+    assert launched == [("decode", 4), ("decode", 1), ("decode", 1)]
+
+
+def test_a_place_is_written_again_once_its_answer_was_read(device):
+    sent = []
+    for number in range(1, RING_ENTRIES + 1):
+        device.rings.write_slots(DECODE, (0,))
+        sent.append(device.rings.sent(1, (0,)))
+        device.answer(number, number)
+    device.rings.write_slots(SPECULATE, (3,))
+    assert device.commands[0]["kind"] == SPECULATE and device.commands[0]["slot"] == 3
+    device.answer(RING_ENTRIES + 1, 99)
+    assert sent[0].wait().slots[0].token_ids == (1,), "read before its words were overwritten"
+
+
+def test_in_a_steady_run_nothing_is_written(device):
+    for number in range(1, RING_ENTRIES + 2):
+        device.rings.write_slots(DECODE, (1, 2))
+        device.rings.sent(2, (0, 0))
+        device.answer(number, 5, 5)
+        device.commands[:]["num_rows"] = 9
+    device.rings.write_slots(DECODE, (1, 2))
+    assert (device.commands["num_rows"] == 9).all()
+    device.rings.write_slots(SPECULATE, (1, 2))
+    assert device.commands[1]["num_rows"] == 2
+
+
+def test_a_refused_step_leaves_the_ring_as_it_was(device):
+    with pytest.raises(RequestError, match="unknown token id"):
+        device.rings.write(Prefill(0, (1, 50), 0, True))
+    device.rings.write(Admit(0, SamplingParams(), 0, 1, ()))
+    answer = device.rings.sent(1, ())
+    device.answer(1, NO_TOKEN)
+    assert answer.wait().slots == ()
+
+
+@pytest.mark.parametrize(("status", "message"), [
+    (FAULT, "failed in the middle of a step: error 700"), (IDLE, "finished step 1 without an answer"),
+])  # fmt: skip
+def test_an_answer_that_never_comes(device, status, message):
+    device.rings.write_slots(DECODE, (0,))
+    answer = device.rings.sent(1, (0,))
+    for _ in range(2500):
+        assert not answer.is_done()
+    device.status = status
+    with pytest.raises(DeviceError, match=message):
+        answer.wait()
