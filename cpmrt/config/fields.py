@@ -30,6 +30,10 @@ class Fields:
             raise self.fail(name, "a value")
         return None
 
+    def first_of(self, *names: str) -> str:
+        """The first of these names that has a value, else the last."""
+        return next((name for name in names if self.data.get(name) is not None), names[-1])
+
     def integer(self, name: str, default: Any = REQUIRED, low: int = 1, high: int = 2**31 - 1) -> Any:
         """An integer in [low, high]; the default (any type) where the field is absent."""
         value = self._value(name, default)

@@ -9,8 +9,7 @@ from typing import Any
 
 from cpmrt.config.architectures import ARCHITECTURES, MODEL_TYPES, Architecture
 from cpmrt.config.fields import Fields
-from cpmrt.config.quantization import WeightQuantization
-from cpmrt.config.quantization_reader import read_quantization
+from cpmrt.config.quantization import WeightQuantization, read_quantization
 from cpmrt.config.rope import RopeConfig
 from cpmrt.config.sparse import SparseConfig
 from cpmrt.dtypes import DType

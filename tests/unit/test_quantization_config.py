@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tiny_checkpoint import CONFIG
 
 from cpmrt.config import ModelConfig, WeightQuantization
-from cpmrt.config.quantization_reader import read_quantization
+from cpmrt.config.quantization import read_quantization
 from cpmrt.errors import ConfigError, CpmrtError, UnsupportedModelError
 from cpmrt.weights.model_folder import ModelFolder
 
