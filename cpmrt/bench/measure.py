@@ -23,7 +23,7 @@ from cpmrt.tensor_spec import TensorSpec
 
 @dataclass(frozen=True)
 class Case:
-    """One row of a benchmark: `sequences` prompts of `prompt_tokens` random tokens, each continued."""
+    """One row of a benchmark: `sequences` prompts of `prompt_tokens` random tokens, each continued by `new_tokens`."""
 
     prompt_tokens: int
     new_tokens: int
@@ -37,12 +37,12 @@ class Case:
 class Measurement:
     """Medians over the repeats of one case. Rates are totals over its sequences.
 
-    `host_us_per_step` is what the host spends on a decode step beside waiting until its result is there: submitting,
-    reading the result, the engine and the benchmark's own clock; `host_us_p99` is the 99th percentile, in which the
-    monitor's readings and Python's garbage collector show. `submit_us_per_step` is the part inside `Executor.submit`.
+    `host_us_per_step` is the time the host spends on a decode step besides waiting for its result: submitting, reading
+    the result, the engine and the benchmark's own clock; `host_us_p99` is the 99th percentile, in which the monitor's
+    readings and Python's garbage collector show. `submit_us_per_step` is the part inside `Executor.submit`.
     `first_token_ms` is from a request to its first token. The spans are those of every repeat, in seconds of
-    `perf_counter`. What the draft steps of all sequences gave is as in `GenerationStats`; with `is_simulated` it was
-    forced, and so is the decode rate.
+    `perf_counter`. Figures of draft steps are as in `GenerationStats`, over all sequences; with `is_simulated` they
+    were forced, and so is the decode rate.
     """
 
     case: Case
@@ -85,10 +85,8 @@ def measure(
 ) -> Measurement:
     """Run the case once to warm up, then `repeats` times.
 
-    `itemsize` = bytes of a stored weight or KV element; `tensors` and `kv_bytes` as in `work.decode_bytes`,
-    `adaptive` as for the engine; `simulated`: the executor forces accept lengths; `temperature`: of sampling, 0:
-    greedy.
-
+    `itemsize` is the bytes of a stored weight or KV element; `tensors` and `kv_bytes` are as in `work.decode_bytes`,
+    `adaptive` as for the engine. With `simulated` the executor forces accept lengths. `temperature` 0 is greedy.
     Raises ContextLengthError if the case does not fit the executor's context.
     """
     runs = [
@@ -145,11 +143,11 @@ _finish_reason = attrgetter("finish_reason")
 
 
 class _Run:
-    """One pass over a case, timed by when each step's result arrives.
+    """One pass over a case, timed by when the result of each step arrives.
 
     An executor works in order, so the time from one result to the next is the later step's own, as long as the engine
-    keeps it busy. Sequences that are already there decode between the chunks of the next prompt: those steps are in no
-    figure. Decode counts from the moment every sequence has its first token until the first of them ends.
+    keeps it busy. Decode counts from the moment every sequence has its first token until the first of them ends; the
+    steps that sequences make between the chunks of the next prompt count nowhere.
     """
 
     def __init__(self, executor: Executor, requests: list[Request], *, adaptive: bool):
@@ -194,7 +192,7 @@ class _Run:
 def _requests(
     limits: ExecutorLimits, config: ModelConfig, case: Case, seed: int, temperature: float
 ) -> Iterator[Request]:
-    """Early sequences get some tokens more, for the steps they take while later prompts are read."""
+    """Yield the requests of a case. Early ones get more tokens, for their steps while later prompts are read."""
     source, chunks = random.Random(seed), -(-case.prompt_tokens // limits.prefill_chunk)
     room = max(case.new_tokens, limits.max_context - case.prompt_tokens)
     for later in reversed(range(case.sequences)):
@@ -210,14 +208,14 @@ def _context(seq: Sequence) -> int:
 
 @dataclass
 class _HostTimes:
-    """All waiting together, and every submission of a decode step."""
+    """The seconds of all waiting together, and of every submission of a decode step."""
 
     waited_s: float = 0.0
     submit_s: list[float] = field(default_factory=list)
 
 
 class _TimedExecutor:
-    """Passes everything on, and takes down how long the host submits and how long it waits for results."""
+    """An executor around another that times how long the host submits and how long it waits for results."""
 
     def __init__(self, executor: Executor):
         self._executor, self.times = executor, _HostTimes()
@@ -248,7 +246,7 @@ class _TimedPending:
         return self._pending.is_done()
 
     def wait(self) -> StepResult:
-        """Waits here, so that only this is waiting, and what it takes to read a result that is there is not."""
+        """Wait until the result is there, and time that; reading the result is not waiting."""
         before = perf_counter()
         while not self._pending.is_done():
             sched_yield()

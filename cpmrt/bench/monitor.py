@@ -1,31 +1,32 @@
 """Samples power, clocks, temperature and load of the GPU while a benchmark runs.
 
-NVML on desktop and server GPUs; what a board's NVML lacks is left out (Jetson's lacks most), and Jetson's own sysfs
-files fill in what they have. Every reading is optional: a benchmark never fails for want of one.
+The readings come from NVML. A Jetson's NVML lacks most of them; its files in sysfs have GPU load and clock, temperature
+and power. Every reading is optional: a benchmark never fails for want of one.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from cpmrt.bench.jetson import jetson_readers
 from cpmrt.bench.samples import Samples
 
 SAMPLES_PER_S = 20
 _PATIENCE_S = 5.0
 """How long to wait at the end for a reading that hangs in the driver."""
+_JETSON_GPUS = ("gpu", "ga10b", "gv11b", "gp10b")
+"""Parts of the GPU's name: on Orin and Thor, then in older kernels on Orin, Xavier and TX2."""
 
 Reader = Callable[[], float]
 
 
 class Monitor:
-    """Use as a context manager; `samples` holds what was seen.
+    """Samples the GPU while its `with` block runs; `samples` holds the readings.
 
-    `bus_id` names the GPU as "0000:3B:00.0"; None is NVML's first. `sysfs` is where Jetson's files are looked for.
+    `bus_id` names the GPU as "0000:3B:00.0"; None is NVML's first. Jetson's files are looked for under `sysfs`.
     """
 
     def __init__(self, bus_id: str | None = None, *, sysfs: Path = Path("/sys")):
@@ -38,7 +39,7 @@ class Monitor:
 
     @property
     def driver_version(self) -> str | None:
-        """Of the NVIDIA driver, such as "580.65.06"; None if NVML does not say."""
+        """The version of the NVIDIA driver, such as "580.65.06"; None if NVML does not say."""
         return self._nvml.driver_version
 
     def __enter__(self) -> Monitor:
@@ -74,7 +75,7 @@ def _read(reader: Reader) -> float | None:
 
 
 def _handle(nvml: Any, bus_id: str | None) -> Any:
-    """Boards without PCI answer to no bus id, but they have one GPU only."""
+    """Find the GPU with a bus id. Boards without PCI have no bus ids, but one GPU only."""
     try:
         return nvml.nvmlDeviceGetHandleByPciBusId(bus_id)
     except Exception:
@@ -84,7 +85,7 @@ def _handle(nvml: Any, bus_id: str | None) -> Any:
 
 
 class Nvml:
-    """NVML through nvidia-ml-py, or nothing where either is missing."""
+    """Reads NVML through nvidia-ml-py; it has no readings where either is missing."""
 
     def __init__(self, bus_id: str | None):
         self.driver_version: str | None = None
@@ -100,7 +101,7 @@ class Nvml:
             self.close()
 
     def readers(self) -> dict[str, Reader]:
-        """Every reading that NVML defines; whether this board has it shows when it is called."""
+        """Return a function for every reading that NVML defines, also for those that this board lacks."""
         nvml = self._nvml
         if nvml is None:
             return {}
@@ -126,7 +127,7 @@ class Nvml:
             return
 
     def _power_w(self) -> float:
-        """The power of this moment; nvmlDeviceGetPowerUsage, the older call, is a mean over a second on new GPUs."""
+        """Read the power of now; nvmlDeviceGetPowerUsage, the older call, is a mean over a second on new GPUs."""
         nvml = self._nvml
         try:
             field = nvml.nvmlDeviceGetFieldValues(self._handle, [nvml.NVML_FI_DEV_POWER_INSTANT])[0]
@@ -137,9 +138,56 @@ class Nvml:
         return float(nvml.nvmlDeviceGetPowerUsage(self._handle)) / 1000
 
     def _throttle_bits(self) -> float:
-        """Drivers before 535 know the call by its first name only."""
+        """Read the throttle reasons. Drivers before 535 know the call by its first name only."""
         nvml = self._nvml
         try:
             return float(nvml.nvmlDeviceGetCurrentClocksEventReasons(self._handle))
         except Exception:
             return float(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(self._handle))
+
+
+def jetson_readers(sysfs: Path) -> dict[str, Reader]:
+    """Return the readers of a Jetson board, by the same names as NVML's; none on other machines. Raises nothing."""
+    try:
+        return dict(_jetson_found(sysfs))
+    except OSError:
+        return {}
+
+
+def _jetson_found(sysfs: Path) -> Iterator[tuple[str, Reader]]:
+    for device in sorted((sysfs / "class/devfreq").glob("*")):
+        if any(part in device.name for part in _JETSON_GPUS):
+            yield "sm_clock_mhz", _scaled(device / "cur_freq", 1e-6)
+            yield "utilisation_percent", _scaled(device / "device/load", 0.1)
+    for kind in sorted((sysfs / "class/thermal").glob("thermal_zone*/type")):
+        if "gpu" in _text(kind).lower():
+            yield "temperature_c", _scaled(kind.parent / "temp", 1e-3)
+    rails = dict(_rails(sysfs))
+    if rails:
+        # Boards without a sensor at the input have one on each rail.
+        measured = [rails["VDD_IN"]] if "VDD_IN" in rails else list(rails.values())
+        yield "power_w", lambda: sum(volt() * ampere() for volt, ampere in measured)
+
+
+def _rails(sysfs: Path) -> Iterator[tuple[str, tuple[Reader, Reader]]]:
+    """Yield the readers of volts and amperes of every channel of the INA3221 power monitors, by its label."""
+    for name in sorted((sysfs / "class/hwmon").glob("hwmon*/name")):
+        if _text(name) != "ina3221":
+            continue
+        for current in sorted(name.parent.glob("curr[123]_input")):
+            channel = current.name[4]
+            label = _text(name.parent / f"in{channel}_label")
+            if label:
+                yield label, (_scaled(name.parent / f"in{channel}_input", 1e-3), _scaled(current, 1e-3))
+
+
+def _scaled(file: Path, unit: float) -> Reader:
+    return lambda: int(file.read_text()) * unit
+
+
+def _text(file: Path) -> str:
+    """Return the text of a file, '' where it cannot be read."""
+    try:
+        return file.read_text(errors="replace").strip()
+    except OSError:
+        return ""

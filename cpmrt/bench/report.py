@@ -1,4 +1,4 @@
-"""What a benchmark found, as data: the JSON file is this, the table and the plot are drawn from it."""
+"""The results of a benchmark as data: the JSON file is this, the table and the plot are drawn from it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from cpmrt.bench.measure import Measurement
 from cpmrt.bench.samples import Samples, Span
 
 _PACKAGES = ("numpy", "cupy", "cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc", "nvidia-cublas", "nvidia-ml-py")
+_MEANS = ("power_w", "sm_clock_mhz", "memory_clock_mhz", "temperature_c", "utilisation_percent")
 
 
 @dataclass(frozen=True)
 class PhaseReadings:
-    """Means of the device's readings over one phase of a case, all repeats; None for what the board does not tell."""
+    """Means of the device's readings over one phase of a case, all repeats together; None where the board has none."""
 
     power_w: float | None
     sm_clock_mhz: float | None
@@ -30,23 +31,17 @@ class PhaseReadings:
 
     @classmethod
     def of(cls, samples: Samples, spans: Sequence[Span], num_tokens: int) -> PhaseReadings:
-        """Over the spans, in which `num_tokens` were read or generated."""
+        """Return the readings over these spans, in which `num_tokens` were read or generated."""
         energy = samples.energy_j(spans)
-        return cls(
-            samples.mean("power_w", spans),
-            samples.mean("sm_clock_mhz", spans),
-            samples.mean("memory_clock_mhz", spans),
-            samples.mean("temperature_c", spans),
-            samples.mean("utilisation_percent", spans),
-            energy,
-            energy / num_tokens if energy is not None and num_tokens else None,
-            samples.throttle_reasons(spans),
-        )
+        joules = energy / num_tokens if energy is not None and num_tokens else None
+        means = {name: samples.mean(name, spans) for name in _MEANS}
+        reasons = samples.throttle_reasons(spans)
+        return cls(**means, energy_j=energy, joules_per_token=joules, throttle_reasons=reasons)
 
 
 @dataclass(frozen=True)
 class CaseReport:
-    """One case: its times, and the device meanwhile. `read_share` is of the read bandwidth, 1 at most."""
+    """One case: its times, and the device meanwhile. Decoding uses `read_share` of the memory's read bandwidth."""
 
     measurement: Measurement
     read_share: float | None
@@ -55,7 +50,7 @@ class CaseReport:
 
     @classmethod
     def of(cls, measurement: Measurement, samples: Samples, read_gb_per_s: float | None) -> CaseReport:
-        """Join a case with what was sampled during it."""
+        """Join the times of a case with the samples taken during it."""
         case = measurement.case
         num_read = case.prompt_tokens * case.sequences * len(measurement.prefill_spans)
         return cls(
@@ -81,11 +76,11 @@ class Report:
     max_context: int
     quantization: list[str] = field(default_factory=list)
     draft: str | None = None
-    """Of speculative decoding; None: plain."""
+    """The draft; None: plain decoding."""
     simulated_accept: float | None = None
-    """The accept length was not measured but forced."""
+    """The accept length, if it was not measured but forced."""
     temperature: float = 0.0
-    """Of sampling; 0: greedy."""
+    """The temperature of sampling; 0: greedy."""
     read_gb_per_s: float | None = None
     process_to_first_token_s: float | None = None
     cases: list[CaseReport] = field(default_factory=list)
@@ -93,19 +88,19 @@ class Report:
 
     @property
     def speculation(self) -> list[str]:
-        """What a reader must know of the draft; empty without one."""
+        """The draft in words, for tables and plots; empty without one."""
         if self.draft is None:
             return []
         simulated = self.simulated_accept
         return [f"draft {self.draft}", *([] if simulated is None else [f"simulated accept length {simulated:g}"])]
 
     def record(self) -> dict[str, Any]:
-        """Everything, ready for JSON."""
+        """Return everything, ready for JSON."""
         return {"versions": versions(), **asdict(self)}
 
 
 def versions() -> dict[str, str]:
-    """Of cpmrt, Python and the packages that a number can depend on."""
+    """Return the versions of cpmrt, Python and the packages that a number can depend on."""
     found = {"cpmrt": __version__, "python": platform.python_version(), "system": platform.platform()}
     for dist in distributions():
         name = (dist.metadata["Name"] or "").lower()

@@ -1,38 +1,48 @@
-"""One benchmark from start to end: the memory's speed, the model's load, every case, the device watched meanwhile."""
+"""Runs one benchmark: it measures the memory's speed, loads the model, runs every case and watches the device."""
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, time
 from typing import Any
 
+import cpmrt
 from cpmrt.bench.measure import Case, measure
 from cpmrt.bench.monitor import Monitor
 from cpmrt.bench.report import CaseReport, Report
 from cpmrt.bench.shapes import draft_configs, shape_config
-from cpmrt.bench.startup import seconds_to_first_token
 from cpmrt.config import EngineConfig
 from cpmrt.config.speculate_argument import LOOKUP
 from cpmrt.cuda.bandwidth import pci_bus_id, read_bandwidth
 from cpmrt.cuda.driver.device import Device, open_device
 from cpmrt.dtypes import DType
-from cpmrt.errors import ContextLengthError, NoDeviceError
+from cpmrt.errors import ContextLengthError, CpmrtError, NoDeviceError
 from cpmrt.llm import LLM
 from cpmrt.reference.executor import ReferenceExecutor
 from cpmrt.weights.quantised_specs import quantisation_facts
 
 Listener = Callable[[CaseReport], None]
+_STARTUP_LIMIT_S = 600
+_STARTUP = """
+import json, sys, time
+from cpmrt import LLM, SamplingParams
+with LLM(**json.loads(sys.argv[1])) as llm:
+    llm.generate((1, 2, 3), SamplingParams(max_new_tokens=1, ignore_eos=True))
+    print(time.time())
+"""
 
 
 @contextmanager
 def shape_folder(shape: str, draft_changes: Mapping[str, Any] | None = None) -> Iterator[str]:
-    """A folder with the config.json of a named shape, and in folders within it those of its drafts; nothing else.
+    """Make a temporary folder with the config.json of a named shape, and those of its drafts in folders within it.
 
     `draft_changes` are keys for the drafts' configs. Raises ConfigError.
     """
@@ -56,8 +66,8 @@ def run_benchmark(
 ) -> Report:
     """Measure `cases` of the model that `settings` (keyword arguments of `LLM`) describe; `name` is for the reader.
 
-    `listener` is told each case as it is done. `times_startup` also times a fresh process to its first token, last, so
-    that every kernel is compiled. Raises what `LLM` raises, and ContextLengthError before any case runs.
+    `listener` is called with each case as it is done. `times_startup` also times a fresh process to its first token, at
+    the end, when every kernel is compiled. Raises what `LLM` raises, and ContextLengthError before any case runs.
     """
     device = None if settings.get("executor") == "reference" else _device()
     bandwidth = read_bandwidth(device) / 1e9 if device else None
@@ -83,7 +93,7 @@ def run_benchmark(
 
 
 def _device() -> Device | None:
-    """The GPU if there is one; LLM says why not if it needs one."""
+    """Return the GPU if there is one; LLM says why not if it needs one."""
     try:
         return open_device()
     except NoDeviceError:
@@ -122,3 +132,26 @@ def _check_cases(cases: Sequence[Case], max_context: int) -> None:
                 actual=case.prompt_tokens + case.new_tokens,
                 fix="raise max_context, or lower max_sequences",
             )
+
+
+def seconds_to_first_token(llm_arguments: Mapping[str, Any]) -> float:
+    """Time a fresh process that starts Python, makes the `LLM` and generates one token.
+
+    Raises CpmrtError with what the process said if it fails.
+    """
+    arguments = dict(llm_arguments)
+    if arguments.get("model") is not None and Path(arguments["model"]).is_dir():
+        arguments["model"] = str(Path(arguments["model"]).resolve())
+    command, started = [sys.executable, "-c", _STARTUP, json.dumps(arguments)], time()
+    try:
+        # In the folder that holds the package: Python finds it there, installed or not.
+        folder = Path(cpmrt.__file__).parent.parent
+        done = subprocess.run(
+            command, cwd=folder, capture_output=True, text=True, timeout=_STARTUP_LIMIT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise CpmrtError("a fresh process gave no token", actual=f"nothing in {_STARTUP_LIMIT_S} s") from None
+    if done.returncode:
+        said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        raise CpmrtError("a fresh process gave no token", actual=said[-1])
+    return float(done.stdout.split()[-1]) - started

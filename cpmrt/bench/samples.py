@@ -1,4 +1,4 @@
-"""What a monitor saw over time, and what it comes to over parts of that time."""
+"""The readings of a monitor over time, and their means, reasons and energy over parts of that time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Span = tuple[float, float]
 """Start and end, in seconds of `time.perf_counter`."""
 
 SHORTEST_ENERGY_S = 0.5
-"""Boards renew power and energy some ten times a second: over less than this an energy would be noise."""
+"""The shortest time an energy is stated for: boards renew power and energy only some ten times a second."""
 
 # Bits of nvmlDeviceGetCurrentClocksEventReasons, from nvml.h. Idle, application clocks and display are no throttling.
 _THROTTLE_BITS = {
@@ -28,13 +28,13 @@ _THROTTLE_BITS = {
 
 @dataclass
 class Samples:
-    """Readings by name, one for each of `times_s`; None where a reading failed."""
+    """Readings by name, each with one value for each of `times_s`; None where a reading failed."""
 
     times_s: list[float] = field(default_factory=list)
     readings: dict[str, list[float | None]] = field(default_factory=dict)
 
     def points(self, name: str, spans: Sequence[Span] | None = None) -> list[tuple[float, float]]:
-        """Times and values of a reading where there is one, within any of the spans (None: at any time)."""
+        """Return times and values of a reading within any of the spans (None: at any time), failed ones left out."""
         return [
             (time, value)
             for time, value in zip(self.times_s, self.readings.get(name, ()), strict=False)
@@ -42,19 +42,19 @@ class Samples:
         ]
 
     def mean(self, name: str, spans: Sequence[Span] | None = None) -> float | None:
-        """The mean of a reading; None if there is none."""
+        """Return the mean of a reading; None if there is none."""
         values = [value for _, value in self.points(name, spans)]
         return sum(values) / len(values) if values else None
 
     def throttle_reasons(self, spans: Sequence[Span] | None = None) -> tuple[str, ...]:
-        """Why the clocks were held down at any time of the spans."""
+        """Return the reasons why the clocks were held down at any time of the spans."""
         seen = 0
         for _, bits in self.points("throttle_bits", spans):
             seen |= int(bits)
         return tuple(reason for bit, reason in _THROTTLE_BITS.items() if seen & bit)
 
     def energy_j(self, spans: Sequence[Span]) -> float | None:
-        """Joules over all spans: from the board's counter, else power over time; None if neither covers them."""
+        """Return joules over all spans, by the board's counter or from its power; None if neither covers them."""
         if sum(end - start for start, end in spans) < SHORTEST_ENERGY_S:
             return None
         counter = self.points("energy_j")
@@ -73,7 +73,7 @@ def _covers(points: Sequence[tuple[float, float]], spans: Sequence[Span]) -> boo
 
 
 def _integral(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Running integral by trapezia."""
+    """Return the running integral, by trapezia."""
     total, sums = 0.0, [(time, 0.0) for time, _ in points[:1]]
     for (before, low), (after, high) in pairwise(points):
         total += (after - before) * (low + high) / 2
@@ -82,7 +82,7 @@ def _integral(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]
 
 
 def _at(points: Sequence[tuple[float, float]], time: float) -> float:
-    """The value at a time, on the straight line between its neighbours, or through the nearest two at the ends."""
+    """Return the value at a time, on the line between its neighbours, or through the nearest two at the ends."""
     right = min(max(bisect_left(points, (time, 0.0)), 1), len(points) - 1)
     (before, low), (after, high) = points[right - 1], points[right]
     return low + (high - low) * (time - before) / (after - before) if after > before else high

@@ -1,4 +1,4 @@
-"""Well-known model shapes for runs on random weights: config.json facts, nothing else."""
+"""The config.json of well-known model shapes, for runs on random weights."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _OF_A_LAYER = (
 
 
 def draft_configs(name: str) -> dict[str, dict[str, Any]]:
-    """The config.json objects of EAGLE drafts for a shape, each by the name of its folder: one layer of the same size.
+    """Return the config.json of each EAGLE draft for a shape, by the name of its folder: one layer of the same size.
 
     The EAGLE-3 draft has a head of half the vocabulary, at most 32768 rows.
     """
@@ -63,7 +63,7 @@ def draft_configs(name: str) -> dict[str, dict[str, Any]]:
 
 
 def shape_config(name: str) -> dict[str, Any]:
-    """The config.json object of a named shape. Raises ConfigError. The position limit is raised to 131072."""
+    """Return the config.json of a named shape; its position limit is raised to 131072. Raises ConfigError."""
     if name not in SHAPES:
         raise ConfigError("unknown shape", expected=" | ".join(SHAPES), actual=repr(name))
     return dict(SHAPES[name])

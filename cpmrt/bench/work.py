@@ -1,4 +1,4 @@
-"""How much a step must compute and read at least: the yardstick of every measured number."""
+"""The least that a step must compute and read, to compare measured times with."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def decode_bytes(
     tensors: Iterable[TensorSpec] | None = None,
     kv_bytes: int | None = None,
 ) -> int:
-    """Bytes one decode step of `rows` sequences reads: every weight once, each sequence's keys and values once; with
-    sparse attention those of the chosen blocks, and every compressed key.
+    """Return the bytes that a decode step of `rows` sequences reads: every weight and each sequence's keys and values.
 
-    The embedding table counts only where it is also the head; its few rows and all activations are left out.
-    `tensors`: the weights as they are held (None: as config.json says); those of a draft do not count. `kv_bytes`: of a
+    With sparse attention these are the keys and values of the chosen blocks, and every compressed key. The embedding
+    table counts only where it is also the head; its few rows and all activations are left out. `tensors` are the
+    weights as they are held (None: as config.json says); those of a draft do not count. `kv_bytes` are those of a
     token's keys and values (None: `itemsize` an element).
     """
     specs = tensors or weight_specs(config, EngineConfig())
@@ -38,7 +38,7 @@ def decode_bytes(
 
 
 def _seen_tokens(config: ModelConfig, num_tokens: int) -> int:
-    """How many of `num_tokens` tokens the last of them looks at."""
+    """Return how many of `num_tokens` tokens the last of them looks at."""
     sparse = config.sparse
     if sparse is None or not sparse.leaves_out(num_tokens):
         return num_tokens
@@ -46,7 +46,7 @@ def _seen_tokens(config: ModelConfig, num_tokens: int) -> int:
 
 
 def prefill_flops(config: ModelConfig, num_tokens: int, start: int = 0) -> int:
-    """Floating-point operations of `num_tokens` prompt tokens behind `start` cached ones, the head once."""
+    """Return the floating-point operations of `num_tokens` prompt tokens after `start` cached ones, the head once."""
     layer = config.hidden_size * (2 * config.q_size + 2 * config.kv_size + 3 * config.intermediate_size)
     linear = 2 * num_tokens * config.num_layers * layer
     attention = config.num_layers * config.q_size * _attention_flops(config, num_tokens, start)
@@ -54,7 +54,7 @@ def prefill_flops(config: ModelConfig, num_tokens: int, start: int = 0) -> int:
 
 
 def _attention_flops(config: ModelConfig, num_tokens: int, start: int) -> int:
-    """Of one layer, for each of its query elements; with sparse attention also those of the scores."""
+    """Return the operations of one layer's attention for each query element, with those of the scores of blocks."""
     if config.sparse is None:
         return 4 * (num_tokens * start + num_tokens * (num_tokens + 1) // 2)
     lengths = range(start + 1, start + num_tokens + 1)

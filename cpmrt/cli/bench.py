@@ -13,11 +13,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from cpmrt.bench import table
+from cpmrt.bench import views
 from cpmrt.bench.measure import Case
-from cpmrt.bench.plot import check_can_plot, plot
 from cpmrt.bench.run import run_benchmark, shape_folder
 from cpmrt.bench.shapes import SHAPES, shape_config
+from cpmrt.bench.views import check_can_plot, plot
 from cpmrt.cli.arguments import (
     MODEL_FIELDS,
     WEIGHT_BITS,
@@ -96,10 +96,10 @@ def run(args: argparse.Namespace) -> int:
         report = run_benchmark(
             args.shape or args.model or str(BUNDLED), settings, cases, repeats=args.repeats,
             temperature=args.temperature, times_startup=args.startup,
-            listener=lambda case: note(table.line(case)),
+            listener=lambda case: note(views.line(case)),
         )  # fmt: skip
-    write(printable_lines(table.summary(report)))
-    write_table(table.rows(report), table.header())
+    write(printable_lines(views.summary(report)))
+    write_table(views.rows(report), views.header())
     if args.json:
         _write_file(args.json, json.dumps(report.record(), indent=1))
     if args.plot:

@@ -14,13 +14,13 @@ from scripted import ScriptedExecutor
 from tiny_checkpoint import CONFIG, write_checkpoint
 
 from cpmrt.bench import run as run_module
-from cpmrt.bench import table
+from cpmrt.bench import views
 from cpmrt.bench.measure import Case, Measurement, measure
-from cpmrt.bench.plot import plot
 from cpmrt.bench.report import CaseReport, Report
+from cpmrt.bench.run import seconds_to_first_token
 from cpmrt.bench.samples import Samples
 from cpmrt.bench.shapes import SHAPES, shape_config
-from cpmrt.bench.startup import seconds_to_first_token
+from cpmrt.bench.views import plot
 from cpmrt.bench.work import decode_bytes
 from cpmrt.cli import bench as bench_module
 from cpmrt.cli.main import main
@@ -56,8 +56,8 @@ def test_a_context_is_filled_to_its_end(checkpoint, capsys):
 def test_a_shape_takes_longer_contexts_than_its_model(monkeypatch, tmp_path):
     asked = []
     monkeypatch.setattr(bench_module, "run_benchmark", lambda name, settings, *rest, **more: asked.append(settings))
-    monkeypatch.setattr(table, "summary", lambda report: "")
-    monkeypatch.setattr(table, "rows", lambda report: [])
+    monkeypatch.setattr(views, "summary", lambda report: "")
+    monkeypatch.setattr(views, "rows", lambda report: [])
     for options in (["--context", "512K"], ["--context", "1K", "--hf-overrides", '{"max_position_embeddings": 2048}']):
         assert main(["bench", "--shape", "minicpm4-8b", *options]) == 0
     assert [settings["hf_overrides"]["max_position_embeddings"] for settings in asked] == [524288, 2048]
@@ -204,13 +204,13 @@ def test_the_share_of_the_bandwidth_and_the_energy_of_each_phase():
     assert case.read_share == 0.9 and case.decode.power_w == 400 and case.prefill.power_w == 600
     assert case.decode.joules_per_token == pytest.approx(6 * 400 / 300)
     assert case.prefill.joules_per_token == pytest.approx(1.95 * 600 / 1000, rel=0.02)
-    row = dict(zip(table.header(), table.rows(report())[0], strict=True))
+    row = dict(zip(views.header(), views.rows(report())[0], strict=True))
     assert row["% of read"] == "90.0" and row["J/token"] == "8.000" and row["throttled by"] == "power cap"
     assert (row["W"], row["MHz"], row["C"], row["host us"]) == ("400", "1,500", "-", "12.0")
 
 
 def test_the_summary_names_the_device():
-    text = table.summary(report(process_to_first_token_s=1.25))
+    text = views.summary(report(process_to_first_token_s=1.25))
     assert text == (
         "m, bfloat16, executor cuda on Test GPU, driver 580.1\nmemory reads 1,000 GB/s; loaded in 1.50 s; "
         "a fresh process gives its first token after 1.25 s\n"
@@ -219,7 +219,7 @@ def test_the_summary_names_the_device():
 
 def test_a_case_without_decode_steps_shows_none():
     case = CaseReport.of(Measurement(Case(8, 1), prefill_spans=[(0, 1)]), Samples(), 1000.0)
-    row = dict(zip(table.header(), table.rows(report(cases=[case]))[0], strict=True))
+    row = dict(zip(views.header(), views.rows(report(cases=[case]))[0], strict=True))
     decode = ("decode tok/s", "p50 ms", "p99 ms", "GB/s", "% of read", "host us", "J/token")
     assert {row[name] for name in decode} == {"-"}
 

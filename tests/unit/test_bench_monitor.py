@@ -11,8 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from cpmrt.bench import monitor as monitor_module
-from cpmrt.bench.jetson import jetson_readers
-from cpmrt.bench.monitor import Monitor
+from cpmrt.bench.monitor import Monitor, jetson_readers
 from cpmrt.bench.samples import Samples
 
 BUS_ID = "0000:3B:00.0"

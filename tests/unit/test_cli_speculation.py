@@ -12,7 +12,7 @@ from tiny_checkpoint import write_checkpoint
 
 from cpmrt import LLM
 from cpmrt.bench import run as run_module
-from cpmrt.bench import table
+from cpmrt.bench import views
 from cpmrt.bench.measure import Case, measure
 from cpmrt.bench.report import CaseReport, Report
 from cpmrt.bench.run import shape_folder
@@ -137,9 +137,9 @@ def test_a_simulated_result_says_so_wherever_it_is_shown(monkeypatch, checkpoint
     report = Report(
         "m", "cuda", "bfloat16", "2026-01-02", {}, {}, 1.0, {}, 64, draft="eagle2", simulated_accept=2.5, cases=[case]
     )
-    row = dict(zip(table.header(), table.rows(report)[0], strict=True))
-    assert row["accept"].endswith(" simulated") and "simulated" in table.line(case)
-    assert "m, bfloat16, draft eagle2, simulated accept length 2.5, executor cuda" in table.summary(report)
+    row = dict(zip(views.header(), views.rows(report)[0], strict=True))
+    assert row["accept"].endswith(" simulated") and "simulated" in views.line(case)
+    assert "m, bfloat16, draft eagle2, simulated accept length 2.5, executor cuda" in views.summary(report)
     record = report.record()
     assert record["simulated_accept"] == 2.5 and record["cases"][0]["measurement"]["is_simulated"]
 

@@ -1,10 +1,14 @@
-"""The report as text for a reader: a summary, a line for each case as it is done, a table with a row for each."""
+"""A benchmark's report for a reader: a summary, a line for each case as it is done, a table, a plot over time."""
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 from cpmrt.bench.report import CaseReport, Report
+from cpmrt.errors import CpmrtError
 
 _COLUMNS: tuple[tuple[str, Callable[[CaseReport], str]], ...] = (
     ("case", lambda case: str(case.measurement.case)),
@@ -24,10 +28,12 @@ _COLUMNS: tuple[tuple[str, Callable[[CaseReport], str]], ...] = (
     ("C", lambda case: _number(case.decode.temperature_c)),
     ("throttled by", lambda case: ", ".join(_reasons(case)) or "-"),
 )
+_CURVES = (("power_w", "power, W"), ("sm_clock_mhz", "SM clock, MHz"), ("utilisation_percent", "utilisation, %"))
+_SHADES = {"prefill": "tab:orange", "decode": "tab:blue"}
 
 
 def summary(report: Report) -> str:
-    """What ran on what, in two lines."""
+    """Return two lines that say what ran on what."""
     device = report.device.get("name", "the CPU")
     driver = report.device.get("nvidia_driver")
     where = f"{device}, driver {driver}" if driver else device
@@ -42,17 +48,17 @@ def summary(report: Report) -> str:
 
 
 def header() -> list[str]:
-    """Names of the columns. Power, clock and temperature are means over decoding, J is of a decoded token."""
+    """Return the names of the columns. Power, clock and temperature are means over decoding."""
     return [name for name, _ in _COLUMNS]
 
 
 def rows(report: Report) -> list[list[str]]:
-    """One for each case, named prompt:new[:sequences]; "-" where a figure is missing."""
+    """Return a row for each case, named prompt:new[:sequences]; "-" stands for a missing figure."""
     return [[cell(case) for _, cell in _COLUMNS] for case in report.cases]
 
 
 def line(case: CaseReport) -> str:
-    """The gist of one case."""
+    """Return the main figures of one case on one line."""
     result = case.measurement
     share = "" if case.read_share is None else f" ({case.read_share:.1%} of the read bandwidth)"
     return (
@@ -81,3 +87,48 @@ def _decode(case: CaseReport, value: float | None, digits: int = 0) -> str:
 
 def _reasons(case: CaseReport) -> list[str]:
     return sorted({*case.prefill.throttle_reasons, *case.decode.throttle_reasons})
+
+
+def check_can_plot() -> None:
+    """Raise CpmrtError if matplotlib is not installed."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise CpmrtError("a plot needs matplotlib", fix=f"{sys.executable} -m pip install matplotlib")
+
+
+def plot(report: Report, path: Path) -> None:
+    """Write a PNG. Raises CpmrtError if matplotlib is missing or the file cannot be written."""
+    check_can_plot()
+    from matplotlib.figure import Figure
+
+    samples = report.samples
+    origin = samples.times_s[0] if samples.times_s else 0.0
+    figure = Figure(figsize=(11, 7), layout="constrained")
+    panels = figure.subplots(len(_CURVES), 1, sharex=True)
+    for axes, (name, label) in zip(panels, _CURVES, strict=True):
+        points = samples.points(name)
+        axes.plot([time - origin for time, _ in points], [value for _, value in points], color="black", linewidth=1)
+        axes.set_ylabel(label)
+        axes.set_ylim(bottom=0)
+        _shade(axes, report, origin)
+    panels[-1].set_xlabel("s")
+    panels[0].legend(loc="upper right")
+    device = report.device.get("name", "CPU")
+    kinds = ", ".join([report.dtype, *report.speculation])
+    figure.suptitle(f"{report.model}, {kinds}, executor {report.executor}, {device}, {report.date[:10]}")
+    try:
+        figure.savefig(path, dpi=120)
+    except OSError as error:
+        raise CpmrtError(f"{path} cannot be written: {error.strerror}") from error
+
+
+def _shade(axes: object, report: Report, origin: float) -> None:
+    seen = set()
+    for case in report.cases:
+        result = case.measurement
+        for phase, spans in (("prefill", result.prefill_spans), ("decode", result.decode_spans)):
+            for start, end in spans:
+                label = None if phase in seen else phase
+                seen.add(phase)
+                axes.axvspan(  # type: ignore[attr-defined]
+                    start - origin, end - origin, color=_SHADES[phase], alpha=0.25, linewidth=0, label=label
+                )
