@@ -133,7 +133,7 @@ def no_library(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_headers(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(nvrtc, "_header_candidates", lambda: iter(()))
+    patch.setattr(nvrtc, "header_folders", lambda: iter(()))
 
 
 @pytest.mark.parametrize(("missing", "message"), [

@@ -210,7 +210,7 @@ def test_processes_that_compile_at_once_share_one_cubin(sources: Path, needs_nvr
 
 @pytest.fixture
 def needs_nvrtc_wheel(fresh_nvrtc: None) -> None:
-    wheel = nvrtc._wheel("nvidia-cuda-nvrtc", nvrtc._bindings_major())
+    wheel = nvrtc.wheel_name("nvidia-cuda-nvrtc", nvrtc.bindings_major())
     try:
         importlib.metadata.version(wheel)
         importlib.metadata.version("cuda-bindings")
@@ -222,9 +222,9 @@ def test_headers_of_another_version_are_refused_with_the_wheel_to_install(
     sources: Path, needs_nvrtc_wheel: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "cuda_runtime_api.h").write_text("#pragma once\n#define CUDART_VERSION  11080\n")
-    monkeypatch.setattr(nvrtc, "_header_candidates", lambda: iter([tmp_path]))
-    major, minor = nvrtc._library_version()
-    wheel = nvrtc._wheel("nvidia-cuda-runtime", major)
+    monkeypatch.setattr(nvrtc, "header_folders", lambda: iter([tmp_path]))
+    major, minor = nvrtc.library_version()
+    wheel = nvrtc.wheel_name("nvidia-cuda-runtime", major)
     expected = rf'expected {major}\.{minor}, as NVRTC, got 11\.8 in .*pip install "{wheel}=={major}\.{minor}\.\*"'
     with pytest.raises(KernelCompileError, match=expected):
         build("plain.cu")
@@ -234,8 +234,8 @@ def test_the_right_headers_are_found_behind_wrong_ones(
     sources: Path, needs_nvrtc_wheel: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "cuda_runtime_api.h").write_text("#define CUDART_VERSION 11080\n")
-    candidates = [tmp_path, tmp_path / "absent", *nvrtc._header_candidates()]
-    monkeypatch.setattr(nvrtc, "_header_candidates", lambda: iter(candidates))
+    candidates = [tmp_path, tmp_path / "absent", *nvrtc.header_folders()]
+    monkeypatch.setattr(nvrtc, "header_folders", lambda: iter(candidates))
     assert build("plain.cu").read_bytes().startswith(b"\x7fELF")
 
 

@@ -31,11 +31,11 @@ def version() -> str | None:
     Where it comes from a wheel the library is not loaded for this: that would cost a warm start 100 ms.
     """
     try:
-        return importlib.metadata.version(_wheel("nvidia-cuda-nvrtc", _bindings_major()))
+        return importlib.metadata.version(wheel_name("nvidia-cuda-nvrtc", bindings_major()))
     except importlib.metadata.PackageNotFoundError:
         pass
     try:
-        return "{}.{}".format(*_library_version())
+        return "{}.{}".format(*library_version())
     except KernelCompileError:
         return None
 
@@ -47,7 +47,7 @@ def compile_cubin(source: KernelSource, options: Sequence[str]) -> tuple[bytes, 
     KernelCompileError with file and line for a faulty source, or with the command that installs what is missing.
     """
     nvrtc = _bindings()
-    every_option = [*options, f"--include-path={_cuda_headers(_library_version())}"]
+    every_option = [*options, f"--include-path={_cuda_headers(library_version())}"]
     arguments = [option.encode() for option in every_option]
     headers = list(source.headers.items())
     names, texts = [name.encode() for name, _ in headers], [text for _, text in headers]
@@ -81,7 +81,7 @@ def _bindings() -> ModuleType:
     try:
         from cuda.bindings import nvrtc
     except ImportError as error:
-        wheels = f"cuda-bindings=={_bindings_major()}.*"
+        wheels = f"cuda-bindings=={bindings_major()}.*"
         raise KernelCompileError(f"cuda.bindings cannot be imported ({error})", fix=_pip(wheels)) from None
     bindings: ModuleType = nvrtc
     return bindings
@@ -96,16 +96,17 @@ def _library() -> Path:
     try:
         return Path(pathfinder.load_nvidia_dynamic_lib("nvrtc").abs_path or "")
     except (pathfinder.DynamicLibNotFoundError, OSError, RuntimeError):
-        major = _bindings_major()
+        major = bindings_major()
         wheels = [
-            f"{_wheel(name, major)}=={major}.{_PINNED_MINOR[major]}.*"
+            f"{wheel_name(name, major)}=={major}.{_PINNED_MINOR[major]}.*"
             for name in ("nvidia-cuda-nvrtc", "nvidia-cuda-runtime")
         ]
         raise KernelCompileError("NVRTC is not installed (no libnvrtc that loads)", fix=_pip(*wheels)) from None
 
 
 @functools.cache
-def _library_version() -> tuple[int, int]:
+def library_version() -> tuple[int, int]:
+    """The version that the library says it has; this loads it. Raises KernelCompileError."""
     _library()
     status, major, minor = _bindings().nvrtcVersion()
     if int(status):
@@ -116,7 +117,7 @@ def _library_version() -> tuple[int, int]:
 @functools.cache
 def _cuda_headers(compiler: tuple[int, int]) -> Path:
     """The CUDA headers of the compiler's own version: another version's may compile, to something else."""
-    found = {folder: _header_version(folder) for folder in _header_candidates()}
+    found = {folder: _header_version(folder) for folder in header_folders()}
     for folder, headers in found.items():
         if headers == compiler:
             return folder
@@ -126,11 +127,12 @@ def _cuda_headers(compiler: tuple[int, int]) -> Path:
         "no CUDA headers of the compiler's version",
         expected=f"{major}.{minor}, as NVRTC",
         actual=seen or "none",
-        fix=_pip(f"{_wheel('nvidia-cuda-runtime', major)}=={major}.{minor}.*"),
+        fix=_pip(f"{wheel_name('nvidia-cuda-runtime', major)}=={major}.{minor}.*"),
     )
 
 
-def _header_candidates() -> Iterator[Path]:
+def header_folders() -> Iterator[Path]:
+    """Yields the folders that may hold CUDA headers, the likeliest first."""
     from cuda import pathfinder
 
     located = pathfinder.find_nvidia_header_directory("cudart")
@@ -148,7 +150,7 @@ def _header_version(folder: Path) -> tuple[int, int] | None:
     return divmod(int(match.group(1)) // 10, 100) if match else None
 
 
-def _bindings_major() -> int:
+def bindings_major() -> int:
     """The CUDA series in use: that of the installed bindings; the newest if there are none."""
     try:
         major = int(importlib.metadata.version("cuda-bindings").partition(".")[0])
@@ -157,7 +159,7 @@ def _bindings_major() -> int:
     return major if major in _PINNED_MINOR else max(_PINNED_MINOR)
 
 
-def _wheel(name: str, major: int) -> str:
+def wheel_name(name: str, major: int) -> str:
     """The wheels of CUDA 12 carry the series in their name; from 13 on they do not."""
     return f"{name}-cu12" if major == 12 else name
 
