@@ -53,12 +53,14 @@ class TensorSpec:
     """A weight as the executor holds it: the row-wise concatenation of `sources` (usually one).
 
     Without a `quant` it is held in 16 bits, whatever its sources are; with one, sources in 16 bits are rounded to it.
+    `head_dim`: rows of a head, whose two halves RoPE pairs, where the rows are those of heads.
     """
 
     name: str
     shape: tuple[int, ...]
     sources: tuple[Source, ...]
     quant: Quantization | None = None
+    head_dim: int = 0
 
     @property
     def num_elements(self) -> int:

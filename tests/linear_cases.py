@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
 
-from cpmrt.cuda.ops.linear import DeviceLimits
+from cpmrt.cuda.driver.device import Device
+from cpmrt.cuda.ops.linear_packed.layout import PackedLayout, packed_layout
+from cpmrt.cuda.precompile import known_device
 from cpmrt.dtypes import DType, round_to
 from cpmrt.memory.kv_pages import PAGE_SIZE
 from cpmrt.ops import KVPages, QkvWeights, Rows
 from cpmrt.reference.ops import NumpyOps
+from cpmrt.tensor_spec import Quantization, TensorSpec
 
-H200 = DeviceLimits(num_sms=132, shared_bytes=232448, clusters=True, whole_clusters=15)
-ORIN = DeviceLimits(num_sms=16, shared_bytes=166912, clusters=False)
-RTX_4090 = DeviceLimits(num_sms=128, shared_bytes=101376, clusters=False)
+H200, ORIN, RTX_4090 = map(known_device, ("sm_90", "sm_87", "sm_89"))
 EPS, SCALE, DIVISOR = 1e-5, 0.37, 2.5
 MAX_CONTEXT = 256
 UNSTORED = (3, 7)  # rows with slot -1
@@ -130,6 +132,21 @@ def bits(words: Any) -> Any:
 
 def relative_error(out: Any, expected: Any) -> float:
     return float(np.linalg.norm(out.astype(np.float64) - expected) / np.linalg.norm(expected))
+
+
+def layout_of(
+    product: str, size: tuple[int, int], group_size: int, device: Device, *,
+    zeros: bool = False, head_dim: int = 0, bits: int = 4,
+) -> PackedLayout:  # fmt: skip
+    """The packed layout of a weight of `size` (rows, columns)."""
+    name = {"residual": "output", "head": "lm_head"}.get(product, product)
+    quant = Quantization(bits, group_size, symmetric=not zeros)
+    return packed_layout(TensorSpec(name, size, (), quant, head_dim=head_dim), device)
+
+
+def older(device: Device) -> Device:
+    """The device on the path of older ones, with all of its memory."""
+    return replace(device, capability=86, whole_clusters=0)
 
 
 def op_of(product: str) -> str:

@@ -15,7 +15,6 @@ from cpmrt.cuda.build.launcher import Launcher
 from cpmrt.cuda.build.modules import Modules
 from cpmrt.cuda.ops.attention.plan import plan_decode_attention, plan_prefill_attention
 from cpmrt.cuda.ops.cuda_ops import CudaOps
-from cpmrt.cuda.ops.linear import DeviceLimits
 from cpmrt.cuda.ops.selection import SparsePlans
 from cpmrt.dtypes import DType, from_float32, round_to
 from cpmrt.memory.kv_pages import PAGE_SIZE, pages_for
@@ -136,11 +135,10 @@ class SparseDevice:
             "dense_chunk": cuda.array(np.full(4, UNWRITTEN, np.int32)),
         }
         launcher = Launcher(cuda.stream, Modules(cuda.arch, slots.dtype), use_pdl=pdl)
-        limits = DeviceLimits(num_sms=sms, shared_bytes=101376, clusters=False)
         none: Any = None
-        self.ops = CudaOps(
-            config, launcher, none, self.scratch, limits, plan, prefill, portable=portable, sparse=plans
-        )  # fmt: skip
+        of_products = dict.fromkeys(("normed", "qkv", "gate_up"))
+        self.scratch |= of_products
+        self.ops = CudaOps(config, launcher, none, self.scratch, device, plan, prefill, plans)
         names = ("k_pages", "v_pages", "k1", "k2")
         self.pages: dict[str, Any] = {name: cuda.array(getattr(slots, name), slots.dtype) for name in names}
         for name, pages in (slots.pages or {}).items():

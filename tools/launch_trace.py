@@ -186,7 +186,7 @@ def trace(setup: Setup, device: Device) -> dict[str, list[Any]]:
             needs = executor_needs(config, settings, specs, draft, device)
             plan = plan_model(config, settings, itemsize=2, max_context=context, needs=needs, specs=specs, draft=draft)
     launcher = TracingLauncher(Modules(device.arch, DType.BFLOAT16))
-    arrays = held_arrays(launcher.arena(plan))
+    arrays = held_arrays(launcher.arena(plan), device)
     gemm = Gemm(device, launcher, arrays["gemm_workspace"], use_library=False)
     forward = StepForward(config, device, launcher, gemm, arrays, context, draft.config.taps if draft else ())
     rings: Any = Rings()

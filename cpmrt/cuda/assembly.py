@@ -14,8 +14,6 @@ from cpmrt.cuda.driver.graphs import check_loops
 from cpmrt.cuda.load.random import load_random
 from cpmrt.cuda.load.repack import Destination
 from cpmrt.cuda.load.upload import load_checkpoint
-from cpmrt.cuda.ops.linear import DeviceLimits
-from cpmrt.cuda.ops.linear_packed.memory import layouts_of
 from cpmrt.cuda.step.memory import check_supported
 from cpmrt.dtypes import DType
 from cpmrt.errors import ConfigError
@@ -43,14 +41,12 @@ def open_executor(folder: ModelFolder, settings: EngineConfig) -> tuple[Executor
         open_weights(folder, settings) as (checkpoint, specs),
         open_draft(folder, settings, specs) as (draft_checkpoint, draft),
     ):
-        limits = DeviceLimits.of(device)
         needs = executor_needs(config, settings, specs, draft, device)
-        layouts, parts = layouts_of(specs, config, limits), [(specs, checkpoint)]
+        parts = [(specs, checkpoint)]
         if draft is not None:
             parts += [(draft.specs, draft_checkpoint), ((draft.head,) if draft.head else (), checkpoint)]
             if draft.config.decoder is not None:
                 check_supported(draft.config.decoder)
-                layouts |= layouts_of(draft.tensors, draft.config.decoder, limits)
         plan = fit_model(
             config, settings, itemsize=dtype.itemsize, budget=budget, needs=needs, specs=specs, draft=draft
         )
@@ -60,7 +56,7 @@ def open_executor(folder: ModelFolder, settings: EngineConfig) -> tuple[Executor
             check_loops(device)
 
         def load(arena: int, regions: Mapping[str, Region], device: Device, modules: Modules, stream: Any) -> None:
-            to = Destination(arena, regions, layouts, device, Launcher(stream, modules, use_pdl=False))
+            to = Destination(arena, regions, device, Launcher(stream, modules, use_pdl=False))
             for part, source in parts:
                 if source is None:
                     load_random(part, to, settings.seed)

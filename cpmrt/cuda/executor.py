@@ -38,7 +38,7 @@ from cpmrt.models.rope import rope_table
 LoadWeights = Callable[[int, Mapping[str, Any], Device, Modules, Any], None]
 _RUN_AHEAD = 4
 _ZEROED = (
-    "step_context", "attention_arrivals", "slot_states", "token_counts", "chunk", "token_ids", "w4_arrivals",
+    "step_context", "attention_arrivals", "slot_states", "token_counts", "chunk", "token_ids", "packed_arrivals",
 )  # fmt: skip
 
 
@@ -85,7 +85,7 @@ class CudaExecutor:
         self._memory = cupy.cuda.Memory(plan.total_bytes)
         pointer = cupy.cuda.MemoryPointer(self._memory, 0)
         self._arena = Arena(plan, cupy.ndarray((plan.total_bytes,), cupy.uint8, pointer))
-        self._arrays: dict[str, Any] = held_arrays(self._arena)
+        self._arrays: dict[str, Any] = held_arrays(self._arena, device)
         self._graphs = Graphs(self._stream, enabled=engine.cuda_graphs, steps_per_launch=engine.steps_per_launch)
         self._resources.callback(self._graphs.close)
         self._rings = Rings(

@@ -17,8 +17,7 @@ from cpmrt.cuda.kernels import KERNELS, files
 from cpmrt.cuda.load.repack import repack_modules
 from cpmrt.cuda.ops.gemm import Gemm
 from cpmrt.cuda.ops.kv import held_pages
-from cpmrt.cuda.ops.linear import DeviceLimits
-from cpmrt.cuda.ops.linear_packed.memory import held_weights, layouts_of
+from cpmrt.cuda.ops.linear_packed.memory import held_weights
 from cpmrt.cuda.step.forward import StepForward
 from cpmrt.cuda.step.kernels import step_modules
 from cpmrt.cuda.step.memory import buckets, check_supported, row_counts
@@ -81,7 +80,7 @@ def modules_of(
     `specs`: the weights as they will be held (None: as the config alone tells). Includes what is used only where
     cuBLASLt is absent, where weights are converted or random. Raises UnsupportedModelError, ConfigError.
     """
-    context, limits = position_limit(config, settings), DeviceLimits.of(device)
+    context = position_limit(config, settings)
     config = config.for_context(context)
     for checked in (config, None if draft is None else draft.config.decoder):
         if checked is not None:
@@ -93,20 +92,18 @@ def modules_of(
     )
     word = np.zeros((), np.uint16)
     arrays: dict[str, Any] = {region.name: np.broadcast_to(word, region.shape) for region in plan.regions}
-    arrays |= held_weights(plan.tensors, arrays) | held_pages(arrays)
+    arrays |= held_weights(plan.tensors, arrays, device) | held_pages(arrays)
     launcher = Launcher(None, Modules(device.arch, dtype), use_pdl=False)
     gemm = Gemm(device, launcher, arrays["gemm_workspace"], use_library=False)
     with launcher.recording() as modules:
         _record(config, settings, device, launcher, gemm, arrays, context, draft)
     sized = {spec.file for spec in KERNELS if spec.macros}
     without_sizes: list[Module] = [(file, {}) for file in files(device.arch) if file not in sized]
-    repacking = [m for m in repack_modules(specs, layouts_of(specs, config, limits)) if m not in modules]
+    weights = specs if draft is None else (*specs, *draft.tensors)
+    repacking = [module for module in repack_modules(weights, device) if module not in modules]
     found = [*modules, *repacking, *step_modules(config, device)]
     if draft is not None:
         found += tree_modules(config, device, draft.vocab_size)
-    if draft is not None and draft.config.decoder is not None:
-        layouts = layouts_of(draft.tensors, draft.config.decoder, limits)
-        found += [module for module in repack_modules(draft.tensors, layouts) if module not in found]
     return [*found, *(module for module in without_sizes if module not in found)]
 
 

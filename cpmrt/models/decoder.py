@@ -6,6 +6,7 @@ Differences between families are values of `ModelConfig`, never branches on a na
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from cpmrt.config import ModelConfig
@@ -37,10 +38,8 @@ def layer_specs(config: ModelConfig, ours: str, theirs: str, inputs: int | None 
     hidden, inner = config.hidden_size, config.intermediate_size
     qkv_rows = {"q": config.q_size, "k": config.kv_size, "v": config.kv_size}
     yield _single(f"{ours}.attention_norm", f"{theirs}.input_layernorm.weight", hidden)
-    yield _fused(
-        f"{ours}.qkv",
-        *((f"{theirs}.self_attn.{part}_proj.weight", rows, inputs or hidden) for part, rows in qkv_rows.items()),
-    )
+    qkv = ((f"{theirs}.self_attn.{part}_proj.weight", rows, inputs or hidden) for part, rows in qkv_rows.items())
+    yield replace(_fused(f"{ours}.qkv", *qkv), head_dim=config.head_dim)
     if config.qkv_bias:
         yield _fused(
             f"{ours}.qkv_bias", *((f"{theirs}.self_attn.{part}_proj.bias", rows) for part, rows in qkv_rows.items())

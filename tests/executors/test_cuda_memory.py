@@ -23,7 +23,7 @@ GUARD_BYTES = 8192
 GUARD, NAN = 0xA5, 0xFF  # every 16 and 32-bit float of such bytes is a NaN
 FLOATS = (
     "x", "q", "attention", "inner", "normed", "qkv", "gate_up", "logits", "attention_partials", "gemm_workspace",
-    "w4_rows", "w4_fed", "w4_partials", "w4_dequantised", "w4_permuted", "w4_permuted_inner",
+    "packed_rows", "packed_fed", "packed_partials", "packed_unpacked", "packed_permuted", "packed_permuted_inner",
 )  # fmt: skip
 QUANTISED = {case.name: case for case in CASES if case.name in ("gptq_v2_act_order", "awq")}
 MODELS = ("minicpm_96", "qwen3", "llama_bias", *QUANTISED)

@@ -28,12 +28,13 @@ from cpmrt.cuda.build import nvrtc
 from cpmrt.cuda.build.modules import compile_all, compile_module
 from cpmrt.cuda.kernels import KERNELS, files
 from cpmrt.cuda.ops.attention.plan import plan_decode_attention
-from cpmrt.cuda.ops.linear import DeviceLimits, plan_linear
+from cpmrt.cuda.ops.linear import plan_linear
+from cpmrt.cuda.precompile import known_device
 from cpmrt.dtypes import DType
 from cpmrt.memory.kv_pages import PAGE_SIZE
 from cpmrt.ops import Selection
 
-H200 = DeviceLimits(num_sms=132, shared_bytes=232448, clusters=True)
+H200 = known_device("sm_90")
 QKV = [(1152, 128, 96), (768, 128, 64), (768, 256, 64), (4608, 4096, 128)]
 READ_OLD_DATA_EARLY = tuple(
     f"attention/{name}.cu"
@@ -99,7 +100,7 @@ def test_every_kernel_waits_before_it_reads(file: str) -> None:
 @pytest.mark.parametrize(("rows", "hidden", "head_dim"), QKV)
 @pytest.mark.parametrize("num_rows", [1, 8, 64])
 def test_the_qkv_product_waits_before_it_reads(rows: int, hidden: int, head_dim: int, num_rows: int) -> None:
-    constants = plan_linear("qkv", rows, hidden, num_rows, H200).constants | {"HEAD_DIM": head_dim}
+    constants = plan_linear("qkv", rows, hidden, num_rows, H200, head_dim=head_dim).constants
     assert not early_accesses("linear/linear.cu", compile_module("linear/linear.cu", "sm_90", DType.FLOAT16, constants))
 
 

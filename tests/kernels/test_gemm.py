@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,13 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kernel_builds import constant_sets
 
-from cpmrt.cuda.ops.gemm_tile import gemm_tile
+from cpmrt.cuda.build.spec import macros_of
+from cpmrt.cuda.driver.device import Device
+from cpmrt.cuda.ops.gemm import GemmConstants, gemm_tile
+from cpmrt.cuda.precompile import known_device
 from cpmrt.dtypes import DType, round_to
 from cpmrt.ops import OPS
 
 DTYPES = [DType.BFLOAT16, DType.FLOAT16]
 GUARD = 256
-H200_SHARED, ORIN_SHARED, ADA_SHARED = 227 * 1024, 163 * 1024, 99 * 1024
+H200, ORIN, ADA = map(known_device, ("sm_90", "sm_87", "sm_89"))
 
 
 def run(
@@ -121,24 +125,22 @@ def test_dependent_launches_keep_the_order(cuda: Any) -> None:
 
 @given(
     st.integers(1, 40_000), st.integers(1, 4000), st.integers(1, 1000), st.integers(4, 200),
-    st.sampled_from([H200_SHARED, ORIN_SHARED, ADA_SHARED]),
+    st.sampled_from([H200, ORIN, ADA]),
 )  # fmt: skip
-def test_a_chosen_tile_is_built_ahead_fits_and_covers(m: int, n: int, k: int, num_sms: int, shared: int) -> None:
-    tile = gemm_tile(m, 16 * n, 32 * k, num_sms, shared)
-    assert tile.constants in constant_sets("linear/gemm.cu")
-    assert tile.shared_bytes <= shared
-    assert tile.grid == -(-m // 128) * -(-16 * n // tile.constants["TILE_N"])
-    assert tile.block == tile.constants["TILE_N"]
+def test_a_chosen_tile_is_built_ahead_and_fits(m: int, n: int, k: int, num_sms: int, device: Device) -> None:
+    tile = gemm_tile(m, 16 * n, 32 * k, replace(device, num_sms=num_sms))
+    assert macros_of(tile) in constant_sets("linear/gemm.cu")
+    assert tile.shared_bytes <= device.shared_bytes_per_block
 
 
 def test_wide_products_take_wide_tiles_and_few_rows_narrow_ones() -> None:
-    assert gemm_tile(8192, 32768, 4096, 132, H200_SHARED).constants == {"TILE_N": 256, "TILE_K": 64, "STAGES": 4}
-    assert gemm_tile(8192, 32768, 4096, 16, ORIN_SHARED).constants == {"TILE_N": 256, "TILE_K": 64, "STAGES": 3}
-    assert gemm_tile(8192, 32768, 4096, 76, ADA_SHARED).constants == {"TILE_N": 256, "TILE_K": 32, "STAGES": 4}
-    assert gemm_tile(100, 4096, 4096, 132, H200_SHARED).constants["TILE_N"] == 64
+    assert gemm_tile(8192, 32768, 4096, H200) == GemmConstants(tile_n=256, tile_k=64, stages=4)
+    assert gemm_tile(8192, 32768, 4096, ORIN) == GemmConstants(tile_n=256, tile_k=64, stages=3)
+    assert gemm_tile(8192, 32768, 4096, replace(ADA, num_sms=76)) == GemmConstants(tile_n=256, tile_k=32, stages=4)
+    assert gemm_tile(100, 4096, 4096, H200).tile_n == 64
 
 
 @pytest.mark.parametrize(("m", "n", "k"), [(0, 16, 32), (1, 24, 32), (1, 16, 48)])
 def test_a_shape_that_the_kernel_does_not_take_is_refused(m: int, n: int, k: int) -> None:
     with pytest.raises(ValueError, match="multiples of 16 and K of 32"):
-        gemm_tile(m, n, k, 132, H200_SHARED)
+        gemm_tile(m, n, k, H200)

@@ -21,6 +21,7 @@ from linear_cases import (
     UNSTORED,
     bits,
     normals,
+    older,
     op_of,
     oracle,
     relative_error,
@@ -33,7 +34,9 @@ from linear_cases import (
 from cpmrt.cuda.build import modules as compiler
 from cpmrt.cuda.build import nvrtc
 from cpmrt.cuda.build.source import KernelSource
-from cpmrt.cuda.ops.linear import BLOCK_THREADS, DeviceLimits, plan_linear, token_tiles
+from cpmrt.cuda.build.spec import macros_of
+from cpmrt.cuda.driver.device import Device
+from cpmrt.cuda.ops.linear import BLOCK_THREADS, plan_linear, token_tiles
 from cpmrt.dtypes import DType, from_float32, round_to, to_float32
 from cpmrt.memory.kv_pages import PAGE_SIZE
 from cpmrt.ops import OPS
@@ -113,22 +116,17 @@ class Launcher:
         for name, value in case.arrays.items():
             as_is = value is None or name in ("positions", "locations", "slots", "block_tables", "rope")
             self.device[name] = None if value is None else cuda.array(value, None if as_is else case.dtype)
-        sms, shared = cuda.device.num_sms, cuda.device.shared_bytes_per_block
-        self.limits = DeviceLimits(sms, shared, not portable and int(cuda.arch.removeprefix("sm_")) >= 90)
+        self.on = older(cuda.device) if portable else cuda.device
 
     def run(self, num_rows: int, *, pdl: bool = False, raw: bool = False) -> Any:
         case, d = self.case, self.device
         has_norm, size = case.arrays["norm"] is not None, (case.out_features, case.in_features)
-        plan = plan_linear(case.product, *size, num_rows, self.limits, has_norm=has_norm)
-        constants = dict(plan.constants)
-        if self.portable:
-            constants["CPMRT_PORTABLE"] = 1
-        if case.head_dim:
-            constants["HEAD_DIM"] = case.head_dim
-        kernel = self.cuda.kernel(f"linear_{case.product}", case.dtype, **constants)
+        plan = plan_linear(case.product, *size, num_rows, self.on, has_norm=has_norm, head_dim=case.head_dim)
+        path = {"CPMRT_PORTABLE": 1} if self.portable else {}
+        kernel = self.cuda.kernel(f"linear_{case.product}", case.dtype, **macros_of(plan.constants), **path)
 
         def launch(*args: Any) -> None:
-            kernel(plan.grid, BLOCK_THREADS, *args, smem=plan.shared_bytes, pdl=pdl)
+            kernel(plan.grid, BLOCK_THREADS, *args, smem=plan.constants.smem_bytes, pdl=pdl)
 
         rows, width = np.int32(num_rows), np.int32(case.out_features)
         if case.product == "residual":
@@ -256,16 +254,16 @@ def test_a_row_does_not_see_the_others(cuda: Any) -> None:
     assert np.array_equal(bits(Launcher(cuda, case, portable=False).run(12)[0]), bits(before[0]))
 
 
-@pytest.mark.parametrize("limits", [H200, ORIN, RTX_4090], ids=["H200", "Orin", "4090"])
+@pytest.mark.parametrize("device", [H200, ORIN, RTX_4090], ids=["H200", "Orin", "4090"])
 @pytest.mark.parametrize("name", SHAPES)
-def test_the_order_of_a_sum_does_not_depend_on_the_rows(name: str, limits: DeviceLimits) -> None:
+def test_the_order_of_a_sum_does_not_depend_on_the_rows(name: str, device: Device) -> None:
     product, out_features, in_features, _, _ = SHAPES[name]
-    plans = [plan_linear(product, out_features, in_features, rows, limits) for rows in range(1, 65)]
-    assert len({plan.constants["CLUSTER"] for plan in plans}) == 1
+    plans = [plan_linear(product, out_features, in_features, rows, device) for rows in range(1, 65)]
+    assert len({plan.constants.cluster for plan in plans}) == 1
     for rows, plan in enumerate(plans, 1):
-        assert plan.constants["TOKEN_TILES"] == token_tiles(rows) >= rows / 8
-        assert plan.shared_bytes <= limits.shared_bytes and plan.grid % plan.constants["CLUSTER"] == 0
-        assert limits.clusters or plan.constants["CLUSTER"] == 1
+        assert plan.constants.token_tiles == token_tiles(rows) >= rows / 8
+        assert plan.constants.smem_bytes <= device.shared_bytes_per_block and plan.grid % plan.constants.cluster == 0
+        assert device.capability >= 90 or plan.constants.cluster == 1
 
 
 @dataclass(frozen=True)
@@ -273,16 +271,15 @@ class PlanBuild:
     """A product on a device, for every number of rows that it is compiled for."""
 
     name: str
-    limits: DeviceLimits
+    device: Device
     arch: str
 
     def jobs(self, sources: Mapping[str, KernelSource]) -> list[tuple[Any, ...]]:
         """How to compile it for each number of rows."""
         product, out_features, in_features, head_dim, _ = SHAPES[self.name]
-        extra = {"HEAD_DIM": head_dim} if head_dim else {}
-        plans = [plan_linear(product, out_features, in_features, rows, self.limits) for rows in (8, 12, 16, 32, 64)]
-        sizes = [plan.constants | extra for plan in plans]
-        options = [compiler.options(self.arch, DType.BFLOAT16, constants) for constants in sizes]
+        size = out_features, in_features
+        plans = [plan_linear(product, *size, rows, self.device, head_dim=head_dim) for rows in (8, 12, 16, 32, 64)]
+        options = [compiler.options(self.arch, DType.BFLOAT16, plan.constants) for plan in plans]
         return [(build, sources["linear/linear.cu"], chosen) for chosen in options]
 
 

@@ -19,7 +19,9 @@ from linear_cases import (
     RTX_4090,
     SCALE,
     bits,
+    layout_of,
     normals,
+    older,
     op_of,
     oracle,
     relative_error,
@@ -28,13 +30,15 @@ from linear_cases import (
     stored,
     stored_rows,
 )
+from packed_oracle import pack, unit_offsets, unpack_codes
 
 from cpmrt.cuda.build import modules as compiler
 from cpmrt.cuda.build import nvrtc
 from cpmrt.cuda.build.source import KernelSource
-from cpmrt.cuda.ops.linear import DeviceLimits
-from cpmrt.cuda.ops.linear_packed.layout import PackedLayout, pack, unpack_codes
-from cpmrt.cuda.ops.linear_packed.plan import PREPARE_THREADS, ROW_BUCKETS, packed_layout, plan_linear_w4, row_bucket
+from cpmrt.cuda.build.spec import macros_of
+from cpmrt.cuda.driver.device import Device
+from cpmrt.cuda.ops.linear_packed.layout import PackedLayout
+from cpmrt.cuda.ops.linear_packed.plan import PREPARE_THREADS, ROW_BUCKETS, PrepareConstants, plan_packed, row_bucket
 from cpmrt.dtypes import DType, from_float32, round_to, to_float32
 from cpmrt.errors import UnsupportedModelError
 from cpmrt.memory.kv_pages import PAGE_SIZE
@@ -124,10 +128,10 @@ class Case:
     def num_heads(self) -> int:
         return self.out_features // self.head_dim - 2 * self.num_kv_heads
 
-    def layout(self, limits: DeviceLimits) -> PackedLayout:
-        zeros = self.arrays["zeros"] is not None
-        size = self.out_features, self.in_features, self.group_size
-        return packed_layout(self.product, *size, limits, zeros=zeros, head_dim=self.head_dim, bits=self.code_bits)
+    def layout(self, device: Device) -> PackedLayout:
+        size, zeros = (self.out_features, self.in_features), self.arrays["zeros"] is not None
+        kind = {"zeros": zeros, "head_dim": self.head_dim, "bits": self.code_bits}
+        return layout_of(self.product, size, self.group_size, device, **kind)
 
 
 def make_case(name: str, dtype: DType, has_bias: bool = True, is_draft: bool = False) -> Case:
@@ -177,7 +181,7 @@ class Launcher:
     """Operands of a case on the device; `run` gives the words of the first `num_rows` output rows."""
 
     def __init__(self, cuda: Any, case: Case, *, portable: bool = False):
-        self.cuda, self.case, self.portable = cuda, case, portable
+        self.cuda, self.case, self.on = cuda, case, older(cuda.device) if portable else cuda.device
         as_is = ("positions", "locations", "slots", "block_tables", "rope", "permutation")
         names = ("x", "norm", "bias", "residual", *as_is)
         self.device = {
@@ -185,31 +189,27 @@ class Launcher:
             for name in names
             if case.arrays.get(name) is not None
         }
-        whole_clusters = 0 if portable else cuda.device.whole_clusters
-        self.limits = DeviceLimits(
-            cuda.device.num_sms, cuda.device.shared_bytes_per_block, not portable, whole_clusters
-        )
-        self.layout = case.layout(self.limits)
+        self.layout = case.layout(self.on)
         self.weight = cuda.array(packed_weight(case, self.layout))
 
     def run(self, num_rows: int, *, pdl: bool = False, is_fed: bool = False) -> Any:
         case, d = self.case, self.device
         is_permuted = case.arrays["permutation"] is not None
-        kind = {"permuted": is_permuted, "portable": self.portable, "has_norm": "norm" in d, "is_fed": is_fed}
-        plan = plan_linear_w4(self.layout, num_rows, self.limits, **kind)
-        kernel = self.cuda.kernel(f"linear_packed_{case.product}", case.dtype, **plan.constants)
+        kind = {"permuted": is_permuted, "has_norm": "norm" in d, "is_fed": is_fed}
+        plan = plan_packed(self.layout, num_rows, self.on, **kind)
+        kernel = self.cuda.kernel(f"linear_packed_{case.product}", case.dtype, **macros_of(plan.constants))
         empty = self.cuda.cupy.empty
         partials = empty(plan.partial_bytes, np.uint8) if plan.partial_bytes else None
         arrivals = self.cuda.cupy.zeros(plan.num_arrivals, np.int32) if plan.num_arrivals else None
         x = d["x"]
-        if plan.prepared:
+        if plan.constants.prepared:
             x = self.poisoned(plan.prepared_bytes // 2, 1)
             norm = None if case.product == "residual" else d.get("norm")
-        fed = self.poisoned(plan.fed_bytes // 2, 1) if plan.fed_constants else None
+        fed = self.poisoned(plan.fed_bytes // 2, 1) if plan.fed else None
         out, *others = self.outputs(num_rows)
         self.cuda.cupy.cuda.Device().synchronize()
-        if plan.prepared:
-            self.prepare(plan.prepare_constants, num_rows, x, d["x"], norm, d.get("permutation"), pdl)
+        if plan.constants.prepared:
+            self.prepare(plan.prepare, num_rows, x, d["x"], norm, d.get("permutation"), pdl)
         weight, rows, width = (self.weight, partials, arrivals), np.int32(num_rows), np.int32(case.out_features)
         if case.product == "residual":
             arguments = out, x, *weight, d.get("bias"), rows, width, np.float32(SCALE)
@@ -223,9 +223,9 @@ class Launcher:
             sizes = np.int32(MAX_CONTEXT // PAGE_SIZE), np.int32(MAX_CONTEXT), np.float32(EPS)
             arguments = out, *others, x, d.get("norm"), *weight, d.get("bias"), *state, *sizes
         kernel(plan.grid, plan.block, *arguments, smem=plan.shared_bytes, pdl=pdl)
-        if plan.fed_constants:
+        if plan.fed:
             expected = self.poisoned(plan.fed_bytes // 2, 1)
-            self.prepare(plan.fed_constants, num_rows, expected, out, None, None, pdl)
+            self.prepare(plan.fed, num_rows, expected, out, None, None, pdl)
             assert np.array_equal(bits(self.cuda.numpy(fed)), bits(self.cuda.numpy(expected)))
         words = self.cuda.numpy(out)
         nan = bits(from_float32(np.full(1, np.nan, np.float32), self.stored))
@@ -234,9 +234,9 @@ class Launcher:
         return words[:num_rows] if case.product != "qkv" else self.with_pages(words, others, num_rows, nan)
 
     def prepare(
-        self, constants: dict[str, int], num_rows: int, to: Any, x: Any, norm: Any, permutation: Any, pdl: bool
+        self, constants: PrepareConstants, num_rows: int, to: Any, x: Any, norm: Any, permutation: Any, pdl: bool
     ) -> None:
-        kernel = self.cuda.kernel("prepare_rows", self.case.dtype, **constants)
+        kernel = self.cuda.kernel("prepare_rows", self.case.dtype, **macros_of(constants))
         kernel(num_rows, PREPARE_THREADS, to, x, norm, permutation, np.float32(EPS), pdl=pdl)
 
     @property
@@ -343,41 +343,41 @@ def test_large_and_small_activations(cuda: Any, spread: float) -> None:
     assert relative_error(out, oracle(case)[:5]) < OPS["project_residual"].tolerance[DType.BFLOAT16]
 
 
-@pytest.mark.parametrize("limits", [H200, ORIN, RTX_4090], ids=["H200", "Orin", "4090"])
+@pytest.mark.parametrize("device", [H200, ORIN, RTX_4090], ids=["H200", "Orin", "4090"])
 @pytest.mark.parametrize("name", SHAPES)
-def test_plans_fit_the_device(name: str, limits: DeviceLimits) -> None:
-    layout = make_layout(name, limits)
+def test_plans_fit_the_device(name: str, device: Device) -> None:
+    layout = make_layout(name, device)
     assert layout.num_bytes >= layout.out_features * layout.in_features * layout.bits // 8
     for rows in range(1, 65):
-        plan = plan_linear_w4(layout, rows, limits)
+        plan = plan_packed(layout, rows, device)
         constants = plan.constants
-        assert constants["ROWS"] == row_bucket(rows) >= rows
-        assert plan.shared_bytes <= limits.shared_bytes
-        assert plan.prefers_shared == plan_linear_w4(layout, 1, limits).prefers_shared
-        assert plan.grid % (layout.runs if constants["SHARED_RUN"] else 1) == 0
-        exchanges = constants["SHARED_RUN"] and layout.runs > 1
-        assert bool(plan.num_arrivals) == bool(plan.partial_bytes) == bool(exchanges and not constants["CLUSTERS"])
-        assert bool(plan.fed_bytes) == bool(plan.fed_constants) == (name in FEEDING[limits] and rows > 8), rows
-        if constants["CLUSTERS"]:
-            assert exchanges and plan.grid <= 8 * limits.whole_clusters
+        assert constants.rows == row_bucket(rows) >= rows
+        assert plan.shared_bytes <= device.shared_bytes_per_block
+        assert plan.prefers_shared == plan_packed(layout, 1, device).prefers_shared
+        assert plan.grid % (layout.runs if constants.shared_run else 1) == 0
+        exchanges = constants.shared_run and layout.runs > 1
+        assert bool(plan.num_arrivals) == bool(plan.partial_bytes) == (exchanges and not constants.clusters)
+        assert bool(plan.fed_bytes) == bool(plan.fed) == (name in FEEDING[device] and rows > 8), rows
+        if constants.clusters:
+            assert exchanges and plan.grid <= 8 * device.whole_clusters
 
 
 def test_only_blocks_that_find_room_beside_each_other_prefer_shared_memory() -> None:
-    small = {name for name in SHAPES if plan_linear_w4(make_layout(name, H200), 1, H200).prefers_shared}
+    small = {name for name in SHAPES if plan_packed(make_layout(name, H200), 1, H200).prefers_shared}
     assert {"0.5B qkv", "0.5B gate_up", "0.5B down"} <= small
     assert not [name for name in small if name.startswith("8B")]
 
 
 def test_no_two_blocks_of_a_small_product_that_fills_the_device_share_a_multiprocessor() -> None:
-    plan = plan_linear_w4(make_layout("0.5B gate_up", H200), 1, H200)
+    plan = plan_packed(make_layout("0.5B gate_up", H200), 1, H200)
     assert plan.grid == H200.num_sms
-    assert plan.constants["SMEM_BYTES"] * 2 <= H200.shared_bytes < plan.shared_bytes * 2
+    assert plan.constants.smem_bytes * 2 <= H200.shared_bytes_per_block < plan.shared_bytes * 2
 
 
-def make_layout(name: str, limits: DeviceLimits) -> PackedLayout:
+def make_layout(name: str, device: Device) -> PackedLayout:
     product, out_features, in_features, head_dim, _, group_size, zeros, _ = SHAPES[name]
     kind = {"zeros": zeros, "head_dim": head_dim, "bits": code_bits_of(name)}
-    return packed_layout(product, out_features, in_features, group_size, limits, **kind)
+    return layout_of(product, (out_features, in_features), group_size, device, **kind)
 
 
 SPILLING = ("permuted o in two rounds", 64)
@@ -389,14 +389,14 @@ class PlanBuild:
     """A product on a device, for every number of rows that it is compiled for."""
 
     name: str
-    limits: DeviceLimits
+    device: Device
     arch: str
 
     def jobs(self, sources: Mapping[str, KernelSource]) -> list[tuple[Any, ...]]:
         """How to compile it for each number of rows."""
-        layout = make_layout(self.name, self.limits)
+        layout = make_layout(self.name, self.device)
         rows_of_builds = [rows for rows in ROW_BUCKETS if (self.name, rows) != SPILLING]
-        sizes = [plan_linear_w4(layout, rows, self.limits).constants for rows in rows_of_builds]
+        sizes = [plan_packed(layout, rows, self.device).constants for rows in rows_of_builds]
         options = [compiler.options(self.arch, DType.BFLOAT16, constants) for constants in sizes]
         return [(build, sources["linear_packed/linear_packed.cu"], chosen) for chosen in options]
 
@@ -433,7 +433,7 @@ def test_the_bytes_of_a_unit_are_those_of_the_header(bits: int) -> None:
     codes, packed, mask = case.arrays["codes"].astype(int), packed_weight(case, layout), 2**bits - 1
     for tile, slice_index, lane, word in np.random.default_rng(0).integers(0, (62, 3, 32, bits * 2), (200, 4)):
         token, quarter = divmod(int(lane), 4)
-        begin = layout.unit_offsets()[tile, slice_index] + word // 4 * 512 + lane * 16 + word % 4 * 4
+        begin = unit_offsets(layout)[tile, slice_index] + word // 4 * 512 + lane * 16 + word % 4 * 4
         found = int(packed[begin : begin + 4].view(np.uint32)[0])
         step = word if bits == 4 else word // 4 * 2 + word % 4 // 2
         first = slice_index * 128 + step // 2 * 32 + quarter * 8 + step % 2 * 4
@@ -446,7 +446,7 @@ def test_the_bytes_of_a_unit_are_those_of_the_header(bits: int) -> None:
 @pytest.mark.parametrize(("columns", "group_size", "bits"), [(320, 64, 4), (512, 48, 4), (320, 64, 8)])
 def test_shapes_that_the_kernels_do_not_take(columns: int, group_size: int, bits: int) -> None:
     with pytest.raises(UnsupportedModelError, match=f"{bits}-bit head weight"):
-        packed_layout("head", 64, columns, group_size, H200, zeros=False, bits=bits)
+        layout_of("head", (64, columns), group_size, H200, bits=bits)
 
 
 def test_low_bits_of_a_float_are_linear() -> None:

@@ -6,15 +6,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from linear_cases import H200, layout_of
+from packed_oracle import pack
 
-from cpmrt.cuda.ops.linear import PRODUCTS, DeviceLimits
-from cpmrt.cuda.ops.linear_packed.layout import PackedLayout, pack
-from cpmrt.cuda.ops.linear_packed.plan import packed_layout
+from cpmrt.cuda.build.spec import macros_of
+from cpmrt.cuda.ops.linear_packed.layout import PackedLayout
 from cpmrt.dtypes import DType, from_float32, round_to, to_float32
 from cpmrt.weights.formats import FORMATS
 from cpmrt.weights.formats.gptq import to_v1
 
-LIMITS = DeviceLimits(num_sms=132, shared_bytes=232448, clusters=True)
 ROWS = {row.number: row for row in FORMATS.values()}
 GPTQ, AWQ, COMPRESSED, MARLIN = sorted(ROWS)
 V1_ADDEND = 0x11111111
@@ -46,8 +46,7 @@ class Repacker:
 
     def __init__(self, cuda: Any, layout: PackedLayout, dtype: DType, kind: int):
         self.cuda, self.layout, self.dtype, self.kind = cuda, layout, dtype, kind
-        constants = layout.constants | {"LINEAR": PRODUCTS[layout.product], "FORMAT": kind}
-        self.constants = constants | ({"HEAD_DIM": layout.head_dim} if layout.head_dim else {})
+        self.constants = macros_of(layout.repack_constants(kind))
         self.packed = cuda.array(np.zeros(layout.num_bytes, np.uint8))
         self.sizes = np.int32(layout.out_features), np.int32(layout.num_tiles)
 
@@ -95,7 +94,7 @@ def test_formats(cuda: Any, name: str, dtype: DType, kind: int) -> None:
     zeros = rng.integers(0, 16, (rows, groups)).astype(np.uint8)
     scales = (0.01 + 0.02 * rng.random((rows, groups))).astype(np.float16)
     permutation = rng.permutation(columns).astype(np.int32) if kind == GPTQ else None
-    layout = packed_layout(product, rows, columns, group_size, LIMITS, zeros=kind != MARLIN, head_dim=head_dim)
+    layout = layout_of(product, (rows, columns), group_size, H200, zeros=kind != MARLIN, head_dim=head_dim)
     repacker = Repacker(cuda, layout, dtype, kind)
     starts = np.cumsum((0, *counts))
     for start, stop in zip(starts, starts[1:], strict=False):
@@ -122,8 +121,8 @@ def test_codes_of_eight_bits(cuda: Any, group_size: int) -> None:
     rows, columns, dtype = 1003, 384, DType.BFLOAT16
     codes = rng.integers(0, 256, (rows, columns)).astype(np.uint8)
     scales = from_float32(rng.random((rows, columns // group_size), np.float32), dtype)
-    layout = packed_layout("head", rows, columns, group_size, LIMITS, zeros=False, bits=8)
-    constants = layout.constants | {"LINEAR": PRODUCTS["head"], "FORMAT": GPTQ}
+    layout = layout_of("head", (rows, columns), group_size, H200, bits=8)
+    constants = macros_of(layout.repack_constants(GPTQ))
     # Not zeros: all that belongs to a row must be written, and nothing else.
     packed = cuda.array(np.full(layout.num_bytes, 0xA5, np.uint8))
     for first, stop in ((0, 400), (400, 1003)):
@@ -149,7 +148,7 @@ def test_bfloat16_scales_and_no_zero_points_of_a_source(cuda: Any) -> None:
     rng = np.random.default_rng(3)
     codes = rng.integers(0, 16, (64, 256)).astype(np.uint8)
     scales = from_float32(rng.random((64, 2), np.float32), DType.BFLOAT16)
-    layout = packed_layout("residual", 64, 256, 128, LIMITS, zeros=True)
+    layout = layout_of("residual", (64, 256), 128, H200, zeros=True)
     repacker = Repacker(cuda, layout, DType.FLOAT16, MARLIN)
     repacker.add(0, codes, scales, None, None, 128)
     kept = from_float32(to_float32(scales, DType.BFLOAT16), DType.FLOAT16)

@@ -36,10 +36,10 @@ class KernelSpec:
 
     @property
     def macros(self) -> tuple[str, ...]:
-        """The names of its compile-time sizes."""
+        """The names of the compile-time sizes that every build has: not those that may be None."""
         if isinstance(self.constants, tuple):
             return self.constants
-        return tuple(field.name.upper() for field in fields(self.constants))
+        return tuple(field.name.upper() for field in fields(self.constants) if field.default is not None)
 
 
 def macros_of(constants: Constants) -> Mapping[str, int]:

@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from cpmrt.config import EngineConfig, ModelConfig
 from cpmrt.cuda.build.launcher import Launcher
 from cpmrt.cuda.draft.memory import tree_tables
@@ -16,18 +14,15 @@ from cpmrt.cuda.load.repack import STAGING, staging_buffers
 from cpmrt.cuda.ops.attention.plan import decode_attention_of, plan_prefill_attention
 from cpmrt.cuda.ops.cuda_ops import CudaOps
 from cpmrt.cuda.ops.gemm import Gemm
-from cpmrt.cuda.ops.linear import MAX_ROWS, DeviceLimits
-from cpmrt.cuda.ops.linear_packed.memory import (
-    packed_regions,
-    quantised_tables,
-    quantised_workspace,
-)
+from cpmrt.cuda.ops.linear import MAX_ROWS
+from cpmrt.cuda.ops.linear_packed.layout import PackedWeight
+from cpmrt.cuda.ops.linear_packed.memory import packed_tables
+from cpmrt.cuda.ops.products import product_workspace
 from cpmrt.cuda.step.forward import StepForward
-from cpmrt.cuda.step.memory import cuda_needs, cuda_workspace
-from cpmrt.memory.packed_regions import PackedRegions
+from cpmrt.cuda.step.memory import cuda_needs
 from cpmrt.models.draft import LAST_PHASE, MAX_PENDING, PREFIX, Draft, draft_forward
 from cpmrt.models.planning import ExecutorNeeds
-from cpmrt.ops import QuantizedWeight, Rows
+from cpmrt.ops import Rows
 from cpmrt.tensor_spec import BufferSpec, TensorSpec
 
 SCRATCH = "draft_scratch."
@@ -62,7 +57,7 @@ def _with_draft(
 ) -> ExecutorNeeds:
     """`needs`, which are the target's, and the draft's."""
     assert needs.max_rows is not None
-    max_rows, config, limits = needs.max_rows, draft.config.decoder, DeviceLimits.of(device)
+    max_rows = needs.max_rows
     workspace = [spec for spec in needs.workspace if spec.name != STAGING]
     workspace += staging_buffers((*specs, *draft.tensors))
 
@@ -74,13 +69,8 @@ def _with_draft(
     return replace(
         needs,
         tables=tables,
-        workspace=(*workspace, *_draft_workspace(draft, specs, max_rows, limits)),
-        packed=needs.packed if config is None else _packed(needs.packed, packed_regions(config, limits)),
+        workspace=(*workspace, *_draft_workspace(draft, specs, max_rows, device)),
     )
-
-
-def _packed(target: PackedRegions, draft: PackedRegions) -> PackedRegions:
-    return lambda spec: (draft if spec.name.startswith(PREFIX) else target)(spec)
 
 
 def _weights(draft: Draft, specs: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
@@ -101,21 +91,20 @@ def _draft_tables(
     tables = (
         BufferSpec("attention_partials", (attention.partials,), 0, LAST_PHASE, itemsize=4),
         BufferSpec("attention_arrivals", (attention.arrivals,), 0, LAST_PHASE, itemsize=4),
-        *quantised_tables(_weights(draft, specs), config, DeviceLimits.of(device)),
+        *packed_tables(_weights(draft, specs), device),
     )
     return tuple(_scratch(spec) for spec in tables)
 
 
 def _draft_workspace(
-    draft: Draft, specs: Sequence[TensorSpec], max_rows: int, limits: DeviceLimits
+    draft: Draft, specs: Sequence[TensorSpec], max_rows: int, device: Device
 ) -> tuple[BufferSpec, ...]:
     """Buffers of one pass, of at most `max_rows` rows; nothing of the target's runs meanwhile."""
     config = draft.config.decoder
     if config is None:
         return ()
-    rows = {"token_ids", "positions", "slots", "chunk"}
-    products = quantised_workspace(_weights(draft, specs), config, max_rows, limits)
-    return tuple(_scratch(spec) for spec in (*cuda_workspace(config, max_rows), *products) if spec.name not in rows)
+    products = product_workspace(_weights(draft, specs), config, max_rows, device)
+    return tuple(_scratch(spec) for spec in products)
 
 
 def _scratch(spec: BufferSpec) -> BufferSpec:
@@ -140,15 +129,14 @@ class DraftForward:
         assert config is not None, "prompt lookup has no forward"
         self._draft, self._arrays = draft.config, arrays
         self._weights = dict(arrays) | _fc_halves(arrays)
-        portable, limits = device.is_portable, DeviceLimits.of(device)
         decode_plan = decode_attention_of(
-            config, max_context, capability=device.capability, num_sms=device.num_sms, portable=portable
+            config, max_context, capability=device.capability, num_sms=device.num_sms, portable=device.is_portable
         )
         heads = {"num_heads": config.num_heads, "num_kv_heads": config.num_kv_heads, "head_dim": config.head_dim}
         prefill_plan = plan_prefill_attention(**heads, arch=device.capability)
         scratch = {name.removeprefix(SCRATCH): array for name, array in arrays.items() if name.startswith(SCRATCH)}
         scratch |= {"slots": arrays["draft_slots"], "chunk": arrays["draft_chunk"]}
-        self._ops = CudaOps(config, launcher, gemm, scratch, limits, decode_plan, prefill_plan, portable=portable)
+        self._ops = CudaOps(config, launcher, gemm, scratch, device, decode_plan, prefill_plan)
 
     def chunk(self, num_rows: int) -> None:
         """The rows of a prefill chunk; nothing is drafted."""
@@ -226,12 +214,5 @@ def _fc_halves(arrays: Mapping[str, Any]) -> dict[str, Any]:
     if whole is None:
         return {}
     half = whole.shape[0] // 2
-    if not isinstance(whole, QuantizedWeight):
-        return {"draft.fc_embedding": whole[:half], "draft.fc_hidden": whole[half:]}
-    return {
-        f"draft.fc_{name}": QuantizedWeight(
-            codes=codes, scales=codes, zeros=None if whole.zeros is None else codes, perm=whole.perm,
-            shape=(half, whole.shape[1]), group_size=whole.group_size, bits=whole.bits,
-        )
-        for name, codes in zip(("embedding", "hidden"), np.split(whole.codes, 2), strict=True)
-    }  # fmt: skip
+    halves = whole.halves() if isinstance(whole, PackedWeight) else (whole[:half], whole[half:])
+    return dict(zip(("draft.fc_embedding", "draft.fc_hidden"), halves, strict=True))

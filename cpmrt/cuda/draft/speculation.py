@@ -103,8 +103,8 @@ class Speculation:
         # A window may leave out some keys of a page only, with weight 0: they must be numbers.
         for name in ("draft.k_pages", "draft.v_pages", f"{SCRATCH}attention_arrivals"):
             a[name].fill(0)
-        if f"{SCRATCH}w4_arrivals" in a:
-            a[f"{SCRATCH}w4_arrivals"].fill(0)
+        if f"{SCRATCH}packed_arrivals" in a:
+            a[f"{SCRATCH}packed_arrivals"].fill(0)
         assert draft.config.decoder is not None
         a["draft.rope"].set(rope_table(draft.config.decoder, self._max_context, position_limit))
         if draft.token_map is not None:

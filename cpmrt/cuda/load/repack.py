@@ -12,12 +12,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from cpmrt.cuda.build.launcher import Launcher, Module
-from cpmrt.cuda.build.spec import KernelSpec
+from cpmrt.cuda.build.spec import KernelSpec, macros_of
 from cpmrt.cuda.driver.array import KernelArgument
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.load.read import ReadJob, reads_of, row_reads
-from cpmrt.cuda.ops.linear import PRODUCTS
-from cpmrt.cuda.ops.linear_packed.layout import PackedLayout
+from cpmrt.cuda.ops.linear_packed.layout import PackedLayout, RepackConstants, packed_layout
 from cpmrt.dtypes import DType
 from cpmrt.memory.plan import ALIGNMENT, Region
 from cpmrt.models.decoder import EMBED
@@ -28,8 +27,8 @@ from cpmrt.weights.formats.gptq import V1_STEP
 from cpmrt.weights.safetensors import FLOATS
 
 OWN_FORMAT = "gptq"
-"""What rounded and random weights come in, and what is dequantised as: the format then does not matter."""
-STAGING = "w4_staging"
+"""What rounded and random weights come in."""
+STAGING = "staging"
 LARGEST_STAGING_BYTES = 128 << 20
 """Of several sources together; a larger one has what it needs."""
 _ROUNDED_BYTES = 16 << 20
@@ -38,13 +37,9 @@ _ITEM_BYTES = 2
 _BLOCK = 256
 _BLOCKS_PER_SM = 8
 _REPACK = "linear_packed/repack.cu"
-_CONSTANTS = ("IN_FEATURES", "WEIGHT_BITS", "RUNS", "SCALE_GROUP", "ZEROS", "LINEAR", "FORMAT")
 REPACK_CODES, REPACK_SCALES = (
-    KernelSpec(name, _REPACK, constants=_CONSTANTS, reason="loading: 4-bit weights")
+    KernelSpec(name, _REPACK, constants=RepackConstants, reason="loading: 4-bit weights")
     for name in ("repack_codes", "repack_scales")
-)
-DEQUANTIZE = KernelSpec(
-    "dequantize", _REPACK, constants=_CONSTANTS, hot=True, reason="4-bit weights of a prefill chunk"
 )
 ROUND = KernelSpec(
     "round_weights", "load/round_weights.cu", constants=("WEIGHT_BITS",), reason="loading: a head to 4 or 8 bits"
@@ -53,14 +48,13 @@ ROUND = KernelSpec(
 
 @dataclass(frozen=True)
 class Destination:
-    """Where weights go: an arena at a device address, its regions by name, how quantised weights (by name) are packed.
+    """Where weights go: an arena at a device address, and its regions by name.
 
     `launch` launches the kernels of loading; copies are in the order of its stream.
     """
 
     arena: int
     regions: Mapping[str, Region]
-    layouts: Mapping[str, PackedLayout]
     device: Device
     launch: Launcher
 
@@ -181,19 +175,13 @@ def piece_reads(piece: Piece, checkpoint: Checkpoint, staging: int, dtype: DType
         yield from reads_of(entries[row.zeros.of(source.name)], staging + piece.zeros, None)
 
 
-def repack_constants(layout: PackedLayout, format: str) -> dict[str, int]:
-    """Compile-time sizes of repack.cu."""
-    constants = layout.constants | {"LINEAR": PRODUCTS[layout.product], "FORMAT": FORMATS[format].number}
-    return constants | ({"HEAD_DIM": layout.head_dim} if layout.head_dim else {})
-
-
-def repack_modules(specs: Iterable[TensorSpec], layouts: Mapping[str, PackedLayout]) -> list[Module]:
+def repack_modules(specs: Iterable[TensorSpec], device: Device) -> list[Module]:
     """What loading these weights launches, each once."""
     found: list[Module] = []
     for spec in specs:
-        for source in spec.sources if spec.name in layouts else ():
-            layout = layouts[spec.name]
-            used: list[Module] = [(_REPACK, repack_constants(layout, _format(source)))]
+        for source in spec.sources if spec.quant else ():
+            layout = packed_layout(spec, device)
+            used: list[Module] = [(_REPACK, macros_of(_constants(layout, source)))]
             if source.packing is None:
                 used.append((ROUND.file, {"WEIGHT_BITS": layout.bits}))
             found += [module for module in used if module not in found]
@@ -227,12 +215,12 @@ def repack_scales(piece: Piece, to: Destination, stored: DType) -> None:
 def _repack(
     kernel: KernelSpec, piece: Piece, to: Destination, staged: int, beside: KernelArgument, *more: KernelArgument
 ) -> None:
-    layout = to.layouts[piece.spec.name]
+    layout = packed_layout(piece.spec, to.device)
     counts = (piece.first_row, piece.num_rows, layout.out_features, layout.num_tiles)
-    constants, grid = repack_constants(layout, _format(piece.source)), _BLOCKS_PER_SM * to.device.num_sms
+    constants, grid = _constants(layout, piece.source), _BLOCKS_PER_SM * to.device.num_sms
     packed, source = to.address(f"{piece.spec.name}.codes"), to.address(STAGING, staged)
     to.launch(kernel, constants, grid, _BLOCK, packed, source, beside, *map(np.int32, counts), *more)
 
 
-def _format(source: Source) -> str:
-    return source.packing.format if source.packing else OWN_FORMAT
+def _constants(layout: PackedLayout, source: Source) -> RepackConstants:
+    return layout.repack_constants(FORMATS[source.packing.format if source.packing else OWN_FORMAT].number)

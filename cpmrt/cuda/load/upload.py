@@ -90,7 +90,7 @@ def _staged(
 
 def _prepare(specs: Sequence[TensorSpec], checkpoint: Checkpoint, upload: Upload, to: Destination) -> None:
     """Compile what repacks, clear the packed weights (no source fills their padding), bring the orders of columns."""
-    compile_all(to.launch.modules.arch, to.dtype, repack_modules(specs, to.layouts))
+    compile_all(to.launch.modules.arch, to.dtype, repack_modules(specs, to.device))
     for spec in specs:
         upload.clear(to.regions[f"{spec.name}.codes"])
     for spec in specs:

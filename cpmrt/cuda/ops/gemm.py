@@ -2,23 +2,46 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
 from cpmrt.cuda.build.launcher import Launcher
 from cpmrt.cuda.build.spec import KernelSpec
+from cpmrt.cuda.driver.array import DeviceArray
 from cpmrt.cuda.driver.blaslt import CublasLt, CublasLtError
 from cpmrt.cuda.driver.device import Device
-from cpmrt.cuda.ops.gemm_tile import gemm_tile
 
-GEMM = KernelSpec("gemm", "linear/gemm.cu", "project_residual", ("TILE_N", "TILE_K", "STAGES"), hot=True)
+TILE_ROWS = 128
+# (tile_k, stages) by tile_n, the deepest pipeline first.
+_PIPELINES = {256: ((64, 4), (64, 3), (32, 4)), 128: ((64, 3), (32, 3)), 64: ((32, 3),)}
+# Narrow tiles read more of x for a product: the time of a column of y beside that in the widest tile (estimated).
+_COLUMN_COST = {256: 1.0, 128: 1.1, 64: 1.3}
+_RESERVED_BYTES = 1024
+"""What the driver keeps of a block's shared memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class GemmConstants:
+    """Compile-time constants of gemm.cu: columns of a tile, columns of K that a stage holds, stages in flight."""
+
+    tile_n: int
+    tile_k: int
+    stages: int
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block."""
+        return (TILE_ROWS + self.tile_n) * self.tile_k * 2 * self.stages
+
+
+GEMM = KernelSpec("gemm", "linear/gemm.cu", "project_residual", GemmConstants, hot=True)
 
 
 class Gemm:
-    """y = alpha x w^T + beta y, rounded once. `reason` says why cuBLASLt is not used, None if it is."""
+    """Computes y = alpha x w^T + beta y, rounded once. `reason` says why cuBLASLt is not used, None if it is."""
 
-    def __init__(self, device: Device, launcher: Launcher, workspace: Any, *, use_library: bool = True):
+    def __init__(self, device: Device, launcher: Launcher, workspace: DeviceArray, *, use_library: bool = True):
         self._device, self._launch, self._stream = device, launcher, launcher.stream
         self._dtype = launcher.modules.dtype
         self._library: CublasLt | None = None
@@ -29,7 +52,9 @@ class Gemm:
             except CublasLtError as error:
                 self.reason = str(error)
 
-    def __call__(self, y: Any, x: Any, w: Any, *, alpha: float = 1.0, beta: float = 0.0) -> None:
+    def __call__(
+        self, y: DeviceArray, x: DeviceArray, w: DeviceArray, *, alpha: float = 1.0, beta: float = 0.0
+    ) -> None:
         """x [M, K] and w [N, K] on the device, contiguous; y [M, N], which may be columns of a wider matrix."""
         (num_rows, inner), columns, stride = x.shape, w.shape[0], y.strides[0] // y.itemsize
         if self._library is not None:
@@ -37,12 +62,34 @@ class Gemm:
             addresses = (y.data.ptr, x.data.ptr, w.data.ptr)
             self._library.matmul(plan, *addresses, self._stream.ptr, alpha=alpha, beta=beta)
             return
-        tile = gemm_tile(num_rows, columns, inner, self._device.num_sms, self._device.shared_bytes_per_block)
+        tile = gemm_tile(num_rows, columns, inner, self._device)
+        grid = -(-num_rows // TILE_ROWS) * -(-columns // tile.tile_n)
         sizes = tuple(map(np.int32, (num_rows, columns, inner, stride)))
-        factors, constants, smem = (np.float32(alpha), np.float32(beta)), tile.constants, tile.shared_bytes
-        self._launch(GEMM, constants, tile.grid, tile.block, y, x, w, *sizes, *factors, smem=smem)
+        factors = np.float32(alpha), np.float32(beta)
+        self._launch(GEMM, tile, grid, tile.tile_n, y, x, w, *sizes, *factors, smem=tile.shared_bytes)
 
     def close(self) -> None:
         """Free the library's handles."""
         if self._library is not None:
             self._library.close()
+
+
+def gemm_tile(num_rows: int, columns: int, inner: int, device: Device) -> GemmConstants:
+    """Choose the tile for Y [num_rows, columns] = X [num_rows, inner] W^T on a device.
+
+    A block of `tile_n` threads computes `TILE_ROWS` rows. No choice changes a bit of the result. Raises ValueError for
+    a shape that the kernel does not take.
+    """
+    if num_rows < 1 or columns < 1 or inner < 1 or columns % 16 or inner % 32:
+        raise ValueError(f"gemm takes N in multiples of 16 and K of 32, got M={num_rows} N={columns} K={inner}")
+    row_tiles = -(-num_rows // TILE_ROWS)
+
+    def cost(tile_n: int) -> float:
+        # The multiprocessor with the most blocks ends last; its blocks share its tensor cores.
+        return -(-row_tiles * -(-columns // tile_n) // device.num_sms) * tile_n * _COLUMN_COST[tile_n]
+
+    tile_n = min(_PIPELINES, key=cost)
+    # The deepest pipeline that leaves room for 256 / tile_n blocks on a multiprocessor, else the smallest.
+    budget = (device.shared_bytes_per_block + _RESERVED_BYTES) * tile_n // 256 - _RESERVED_BYTES
+    choices = [GemmConstants(tile_n, *pipeline) for pipeline in _PIPELINES[tile_n]]
+    return next((choice for choice in choices if choice.shared_bytes <= budget), choices[-1])

@@ -1,7 +1,7 @@
-"""How a skinny matrix product of `linear/linear.cu` is compiled and launched: constants, grid and shared memory.
+"""Products of a step's rows (1 to 64) with weights in 16 bits: how the kernels of `linear.cu` are built and launched.
 
-`CLUSTER` fixes the order of a sum, so it is chosen by the shape of the weight and the device alone; the other constants
-may follow from the number of rows (row invariance).
+`cluster` fixes the order of a sum, so it follows from the weight's shape and the device alone; the other constants may
+follow from the number of rows (row invariance).
 """
 
 from __future__ import annotations
@@ -9,30 +9,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
+from cpmrt.cuda.build.launcher import Launcher
 from cpmrt.cuda.build.spec import KernelSpec
+from cpmrt.cuda.driver.array import DeviceArray, KernelArgument
 from cpmrt.cuda.driver.device import Device
 
-PRODUCTS = {"qkv": 0, "residual": 1, "gate_up": 2, "head": 3}
-OPS = {"qkv": "qkv", "residual": "project_residual", "gate_up": "gate_up", "head": "lm_head"}
-_CONSTANTS = (
-    *("LINEAR", "IN_FEATURES", "TOKEN_TILES", "HALF_TILE", "GROUP", "CLUSTER", "SPLIT_WARPS", "NORM", "SMEM_BYTES"),
-)
-LINEAR = {
-    product: KernelSpec(
-        f"linear_{product}",
-        "linear/linear.cu",
-        op,
-        (*_CONSTANTS, "HEAD_DIM") if product == "qkv" else _CONSTANTS,
-        hot=True,
-    )
-    for product, op in OPS.items()
-}
-BLOCK_THREADS = 256
 MAX_ROWS = 64
+PRODUCTS = {"qkv": 0, "residual": 1, "gate_up": 2, "head": 3}
+"""A product's kind, and its number (LINEAR) in the kernels' sources."""
+OPS = {"qkv": "qkv", "residual": "project_residual", "gate_up": "gate_up", "head": "lm_head"}
+BLOCK_THREADS = 256
 _WARPS = 8
 _UNIT_COLUMNS = 64
 _CHUNK_BYTES = 2048
-_LARGE_SHARED_BYTES = 200_000
+LARGE_SHARED_BYTES = 200_000
+"""A block's shared memory from which on a kernel may use the sizes made for data-centre GPUs."""
 # Two tiles of tokens of which the second is half empty leave more shared memory to the weights.
 _HALF_TILE_ROWS = 12
 _MAX_GROUP = {1: 5, 2: 5, 4: 5, 8: 2}
@@ -45,99 +36,125 @@ _ROW_SPLIT_TOKEN_TILES = 8
 _ROW_SPLIT_TILES_PER_SM = 12
 
 
-@dataclass(frozen=True)
-class DeviceLimits:
-    """What the plan needs to know of a device; `clusters` is false below sm_90 and for the portable path.
+@dataclass(frozen=True, slots=True)
+class LinearConstants:
+    """Compile-time constants of linear.cu; `smem_bytes` is the dynamic shared memory of a block."""
 
-    `whole_clusters`: clusters of eight blocks that can run at once, a block to a multiprocessor (0: no clusters).
+    linear: int
+    in_features: int
+    token_tiles: int
+    half_tile: bool
+    group: int
+    cluster: int
+    split_warps: int
+    norm: bool
+    smem_bytes: int
+    head_dim: int | None = None
+
+
+LINEAR = {
+    product: KernelSpec(f"linear_{product}", "linear/linear.cu", op, LinearConstants, hot=True)
+    for product, op in OPS.items()
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StepProduct:
+    """A product of a step's rows as its kernel takes it, whatever the weight is held in.
+
+    `x` [T, K] are the rows; they enter the product normalised unless `norm` is None ("residual" products have none).
+    `outputs` are the kernel's first arguments, `rest` those behind the weight. `head_dim` is that of a "qkv" product.
     """
 
-    num_sms: int
-    shared_bytes: int
-    clusters: bool
-    whole_clusters: int = 0
+    kind: str
+    outputs: tuple[KernelArgument, ...]
+    x: DeviceArray
+    norm: DeviceArray | None
+    eps: float
+    rest: tuple[KernelArgument, ...]
+    head_dim: int = 0
 
-    @classmethod
-    def of(cls, device: Device) -> DeviceLimits:
-        has_clusters = device.capability >= 90
-        return cls(device.num_sms, device.shared_bytes_per_block, has_clusters, device.whole_clusters)
+    def arguments(
+        self, x: KernelArgument, weight: tuple[KernelArgument, ...], more_outputs: tuple[KernelArgument, ...] = ()
+    ) -> tuple[KernelArgument, ...]:
+        """Return the kernel's arguments, with the rows and the weight in the form in which it reads them."""
+        norm = () if self.kind == "residual" else (self.norm,)
+        return (*self.outputs, *more_outputs, x, *norm, *weight, *self.rest)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class LinearPlan:
-    """Compile-time constants of linear.cu, and its launch: blocks of `BLOCK_THREADS` threads, dynamic shared bytes."""
+    """How a product is launched: `grid` blocks of `BLOCK_THREADS` threads."""
 
-    constants: dict[str, int]
+    constants: LinearConstants
     grid: int
-    shared_bytes: int
+
+
+def launch_linear(launch: Launcher, product: StepProduct, weight: DeviceArray, device: Device) -> None:
+    """Launch the product with a weight [N, K] in 16 bits."""
+    (out_features, in_features), has_norm = weight.shape, product.norm is not None
+    plan = plan_linear(
+        product.kind, out_features, in_features, len(product.x), device, has_norm=has_norm, head_dim=product.head_dim
+    )
+    arguments, shared_bytes = product.arguments(product.x, (weight,)), plan.constants.smem_bytes
+    launch(LINEAR[product.kind], plan.constants, plan.grid, BLOCK_THREADS, *arguments, smem=shared_bytes)
 
 
 def token_tiles(num_rows: int) -> int:
-    """Tiles of 8 tokens of the kernel that takes `num_rows` rows (1 to 64)."""
+    """Return the tiles of 8 tokens of the kernel that takes `num_rows` rows (1 to 64)."""
     if not 1 <= num_rows <= MAX_ROWS:
         raise ValueError(f"num_rows must be 1 to {MAX_ROWS}, got {num_rows}")
     return next(tiles for tiles in (1, 2, 4, 8) if 8 * tiles >= num_rows)
 
 
 def plan_linear(
-    product: str, out_features: int, in_features: int, num_rows: int, limits: DeviceLimits, *, has_norm: bool = True
+    product: str,
+    out_features: int,
+    in_features: int,
+    num_rows: int,
+    device: Device,
+    *,
+    has_norm: bool = True,
+    head_dim: int = 0,
 ) -> LinearPlan:
-    """The plan of one product with a weight [out_features, in_features] (gate_up: both halves together).
+    """Plan one product with a weight [out_features, in_features] (gate_up: both halves together).
 
     `has_norm` False: rows enter the product as they are, as those of "residual" always do.
     """
-    tiles = token_tiles(num_rows)
-    half_tile = int(tiles == 2 and num_rows <= _HALF_TILE_ROWS)
-    num_weight_tiles = ceil(out_features / 16)
-    cluster = _cluster(num_weight_tiles, limits)
-    num_clusters = limits.num_sms // cluster
-    units = ceil(in_features / _UNIT_COLUMNS)
-    row_split = (
-        product in ("gate_up", "head")
-        and tiles >= _ROW_SPLIT_TOKEN_TILES
-        and num_weight_tiles >= _ROW_SPLIT_TILES_PER_SM * limits.num_sms
-        and cluster == 1
-        and units % _WARPS == 0
-        and in_features >= 2048
-        and limits.shared_bytes >= _LARGE_SHARED_BYTES
-    )
-    split_warps = 1 if row_split else _WARPS
-    row_warps = _WARPS // split_warps
+    tiles, weight_tiles = token_tiles(num_rows), ceil(out_features / 16)
+    half_tile = tiles == 2 and num_rows <= _HALF_TILE_ROWS
+    units, cluster = ceil(in_features / _UNIT_COLUMNS), _cluster(weight_tiles, device)
+    num_clusters, is_large = device.num_sms // cluster, device.shared_bytes_per_block >= LARGE_SHARED_BYTES
+    can_split = product in ("gate_up", "head") and cluster == 1 and units % _WARPS == 0 and in_features >= 2048
+    many = tiles >= _ROW_SPLIT_TOKEN_TILES and weight_tiles >= _ROW_SPLIT_TILES_PER_SM * device.num_sms
+    row_warps = _WARPS if can_split and many and is_large else 1
 
     def rounds(group: int) -> int:
-        return ceil(ceil(num_weight_tiles / (group * row_warps)) / num_clusters)
+        return ceil(ceil(weight_tiles / (group * row_warps)) / num_clusters)
 
-    large = limits.shared_bytes >= _LARGE_SHARED_BYTES
-    max_group = (_MAX_GROUP if large else _SMALL_MAX_GROUP)[tiles]
+    max_group = (_MAX_GROUP if is_large else _SMALL_MAX_GROUP)[tiles]
     # Rows that the busiest block reads: of the weight, and of x once a round.
     group = min(range(max_group, 0, -1), key=lambda group: rounds(group) * (16 * group * row_warps + 8 * tiles))
-    num_groups = ceil(num_weight_tiles / (group * row_warps))
     own_units = ceil(units / (_WARPS * cluster))
-    constants = {
-        "LINEAR": PRODUCTS[product],
-        "IN_FEATURES": in_features,
-        "TOKEN_TILES": tiles,
-        "HALF_TILE": half_tile,
-        "GROUP": group,
-        "CLUSTER": cluster,
-        "SPLIT_WARPS": split_warps,
-        "NORM": int(has_norm and product != "residual"),
-    }
     # A block whose whole stream fits asks for no more, so that the next kernels' blocks fit beside it and prefetch.
     stream = _WARPS * rounds(group) * group * own_units * row_warps * _CHUNK_BYTES
     activations = _WARPS * own_units * (tiles * 1024 - half_tile * 512)
     sums = _WARPS * group * (512 + 256 * tiles)
     small = _WARPS * own_units * 128 + _WARPS * cluster * tiles * 32 + tiles * 128
-    constants["SMEM_BYTES"] = min(limits.shared_bytes, stream + activations + sums + small)
-    return LinearPlan(constants, cluster * min(num_groups, num_clusters), constants["SMEM_BYTES"])
+    constants = LinearConstants(
+        linear=PRODUCTS[product], in_features=in_features, token_tiles=tiles, half_tile=half_tile, group=group,
+        cluster=cluster, split_warps=_WARPS // row_warps, norm=has_norm and product != "residual",
+        smem_bytes=min(device.shared_bytes_per_block, stream + activations + sums + small), head_dim=head_dim or None,
+    )  # fmt: skip
+    return LinearPlan(constants, cluster * min(ceil(weight_tiles / (group * row_warps)), num_clusters))
 
 
-def _cluster(num_weight_tiles: int, limits: DeviceLimits) -> int:
-    """Blocks that share a tile: 2 where halves of tiles spread more evenly over the multiprocessors."""
+def _cluster(weight_tiles: int, device: Device) -> int:
+    """Return the blocks that share a tile: 2 where halves of tiles spread more evenly over the multiprocessors."""
 
     def busiest(cluster: int) -> float:
-        return ceil(num_weight_tiles / (limits.num_sms // cluster)) / cluster
+        return ceil(weight_tiles / (device.num_sms // cluster)) / cluster
 
-    if not limits.clusters or num_weight_tiles <= limits.num_sms:
+    if device.capability < 90 or weight_tiles <= device.num_sms:
         return 1
     return 2 if busiest(2) < _CLUSTER_GAIN * busiest(1) else 1

@@ -11,7 +11,7 @@ from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.ops.attention.plan import decode_attention_of, plan_prefill_attention
 from cpmrt.cuda.ops.cuda_ops import CudaOps
 from cpmrt.cuda.ops.gemm import Gemm
-from cpmrt.cuda.ops.linear import MAX_ROWS, DeviceLimits
+from cpmrt.cuda.ops.linear import MAX_ROWS
 from cpmrt.cuda.ops.selection import SparsePlans
 from cpmrt.models.decoder import forward, lm_head
 from cpmrt.ops import Fp8Pages, Rows
@@ -44,12 +44,9 @@ class StepForward:
             is_fp8=isinstance(arrays["k_pages"], Fp8Pages),
         )  # fmt: skip
         prefill_plan = plan_prefill_attention(**heads, arch=device.capability)
-        limits, portable = DeviceLimits.of(device), device.is_portable
         is_sparse, max_rows = config.sparse is not None, len(arrays["x"])
         sparse = SparsePlans.of(config, device, max_context, max_rows) if is_sparse else None
-        self._ops = CudaOps(
-            config, launcher, gemm, arrays, limits, decode_plan, prefill_plan, portable=portable, sparse=sparse
-        )
+        self._ops = CudaOps(config, launcher, gemm, arrays, device, decode_plan, prefill_plan, sparse)
 
     def every_shape(self, buckets: Iterable[int], row_counts: Iterable[int]) -> None:
         """Each shape once: chunks of the buckets, decode steps of the row counts, and the head of a first token."""

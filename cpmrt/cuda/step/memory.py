@@ -12,13 +12,14 @@ from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.load.repack import staging_buffers
 from cpmrt.cuda.ops.attention.plan import decode_attention_of
 from cpmrt.cuda.ops.kv import expanded_tables, expanded_workspace
-from cpmrt.cuda.ops.linear import MAX_ROWS, DeviceLimits
-from cpmrt.cuda.ops.linear_packed.memory import packed_regions, quantised_tables, quantised_workspace
+from cpmrt.cuda.ops.linear import MAX_ROWS
+from cpmrt.cuda.ops.linear_packed.memory import packed_regions, packed_tables
+from cpmrt.cuda.ops.products import product_workspace
 from cpmrt.cuda.ops.selection_plan import plan_selection
 from cpmrt.cuda.step.structs import SLOT_STATE, STEP_CONTEXT
 from cpmrt.errors import UnsupportedModelError
 from cpmrt.memory.kv_pages import KVLayout
-from cpmrt.models.decoder import EMBED, GATE_UP, HEAD, QKV
+from cpmrt.models.decoder import EMBED, HEAD
 from cpmrt.models.planning import ExecutorNeeds
 from cpmrt.tensor_spec import BufferSpec, TensorSpec
 
@@ -81,17 +82,13 @@ def _sparse_tables(
     )
 
 
-def cuda_workspace(config: ModelConfig, max_rows: int) -> tuple[BufferSpec, ...]:
-    """Buffers of one step, of at most `max_rows` rows."""
-    qkv_size = config.q_size + 2 * config.kv_size
+def row_buffers(max_rows: int) -> tuple[BufferSpec, ...]:
+    """Return the buffers that say which rows a step has, at most `max_rows`."""
     return (
         BufferSpec("token_ids", (max_rows,), EMBED, HEAD, itemsize=4),
         BufferSpec("positions", (max_rows,), EMBED, HEAD, itemsize=4),
         BufferSpec("slots", (max_rows,), EMBED, HEAD, itemsize=4),
         BufferSpec("chunk", (4,), EMBED, HEAD, itemsize=4),
-        BufferSpec("normed", (max_rows, config.hidden_size), QKV, GATE_UP),
-        BufferSpec("qkv", (max_rows, qkv_size), QKV, QKV),
-        BufferSpec("gate_up", (max_rows, 2 * config.intermediate_size), GATE_UP, GATE_UP),
     )
 
 
@@ -103,8 +100,8 @@ def cuda_needs(
     config: ModelConfig, engine: EngineConfig, specs: Sequence[TensorSpec], device: Device
 ) -> ExecutorNeeds:
     """All of it without a draft, for `models.planning`; `specs`: the weights. Raises UnsupportedModelError."""
-    max_rows, limits = most_rows(engine), DeviceLimits.of(device)
-    counters = quantised_tables(specs, config, limits)
+    max_rows, counters = most_rows(engine), packed_tables(specs, device)
+    products = product_workspace(specs, config, max_rows, device)
 
     def expanded(max_context: int) -> tuple[BufferSpec, ...]:
         layout = KVLayout.of(config, max_context, engine.max_sequences, engine.kv_dtype)
@@ -115,14 +112,11 @@ def cuda_needs(
 
     return ExecutorNeeds(
         tables=tables,
-        workspace=(
-            *cuda_workspace(config, max_rows), *staging_buffers(specs),
-            *quantised_workspace(specs, config, max_rows, limits),
-        ),
+        workspace=(*row_buffers(max_rows), *products, *staging_buffers(specs)),
         context_workspace=expanded,
         max_rows=max_rows,
         logit_rows=MAX_ROWS,
-        packed=packed_regions(config, limits),
+        packed=packed_regions(device),
     )
 
 

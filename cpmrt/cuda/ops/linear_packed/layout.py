@@ -1,32 +1,54 @@
-"""The packed layout of weights that `linear_packed.cu` streams, in 4 or 8 bits: sizes, row order, packing.
+"""Weights packed in 4 or 8 bits as `linear_packed.cu` streams them: what a weight is on the device, and its layout.
 
-The layout itself is described in `kernels_cu/linear_packed/packed_layout.cuh`. On the device `repack.cu` writes it
-from the files' formats; the functions here are its oracle.
+`kernels_cu/linear_packed/packed_layout.cuh` describes the order of the bytes, which `repack.cu` writes on the device
+from the files' formats.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
 from math import ceil
 
-import numpy as np
-
-from cpmrt.dtypes import Array
+from cpmrt.cuda.driver.array import DeviceArray
+from cpmrt.cuda.driver.device import Device
+from cpmrt.cuda.ops.linear import PRODUCTS
+from cpmrt.errors import UnsupportedModelError
+from cpmrt.tensor_spec import TensorSpec
 
 SLICE_COLUMNS = 128
 TILE_ROWS = 16
-_LINE_BYTES = 128
-_SHIFTS = np.array([0, 16, 8, 24], np.uint32)
-"""Of the codes of four columns in a word."""
+LINE_BYTES = 128
+RUNS = 8
+SCALE_GROUPS = (32, 64, 128)
+_PRODUCTS = {
+    "qkv": "qkv", "output": "residual", "gate_up": "gate_up", "down": "residual", "lm_head": "head", "fc": "residual",
+    "fc_halves": "residual",
+}  # fmt: skip
+# From so many tiles a multiprocessor on a warp takes whole rows.
+_WHOLE_ROW_TILES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class RepackConstants:
+    """Compile-time constants of repack.cu; `format` is the number of the file's format."""
+
+    linear: int
+    in_features: int
+    weight_bits: int
+    runs: int
+    scale_group: int
+    zeros: bool
+    format: int
+    head_dim: int | None = None
 
 
 @dataclass(frozen=True)
 class PackedLayout:
     """Where the codes and scales of a weight [out_features, in_features] lie, for one product and device.
 
-    `runs`: parts of K; `scale_group`: columns that share a scale in the packed form (a file's larger groups are
-    repeated); `bits` 8: symmetric codes around 128.
+    A unit is the codes, scales and zero points of 16 rows (a tile) and 128 columns (a slice). K is cut into `runs`
+    parts. `scale_group`: columns that share a scale in the packed form (a file's larger groups are repeated). Codes of
+    8 bits are symmetric around 128. `head_dim` is that of a "qkv" product.
     """
 
     product: str
@@ -52,7 +74,7 @@ class PackedLayout:
 
     @property
     def code_bytes(self) -> int:
-        """Of a unit."""
+        """Bytes of a unit's codes."""
         return TILE_ROWS * SLICE_COLUMNS * self.bits // 8
 
     @property
@@ -71,101 +93,64 @@ class PackedLayout:
 
     @property
     def num_bytes(self) -> int:
-        """Of the packed matrix, scales and zero points included."""
+        """Bytes of the packed matrix, scales and zero points included."""
         return self.num_tiles * self.tile_bytes
 
+    def repack_constants(self, format: int = 0) -> RepackConstants:
+        """Return the constants of the kernels that write the layout from a file's format, or read it back."""
+        return RepackConstants(
+            PRODUCTS[self.product], self.in_features, self.bits, self.runs, self.scale_group, self.zeros, format,
+            self.head_dim or None,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class PackedWeight:
+    """A matrix [N, K] on the device: bytes in its layout, codes, scales and zero points together.
+
+    Packed column k is column `perm[k]` of the matrix (int32 [K]; None: column k itself).
+    """
+
+    data: DeviceArray
+    perm: DeviceArray | None
+    layout: PackedLayout
+
     @property
-    def constants(self) -> dict[str, int]:
-        """Compile-time constants of the layout, the same in every kernel."""
-        return {
-            "IN_FEATURES": self.in_features,
-            "WEIGHT_BITS": self.bits,
-            "RUNS": self.runs,
-            "SCALE_GROUP": self.scale_group,
-            "ZEROS": int(self.zeros),
-        }
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns of the matrix."""
+        return self.layout.out_features, self.layout.in_features
 
-    @cached_property
-    def tile_rows(self) -> Array:
-        """Row of the weight for each tile's 16 rows, int32 [tiles, 16]; -1 where there is none."""
-        tiles, row = np.arange(self.num_tiles)[:, None], np.arange(8)[None, :]
-        if self.product == "qkv":
-            half = self.head_dim // 2
-            per_head = self.head_dim // TILE_ROWS
-            low = tiles // per_head * self.head_dim + tiles % per_head * 8 + row
-            high = low + half
-        elif self.product == "gate_up":
-            low, high = tiles * 8 + row, self.out_features // 2 + tiles * 8 + row
-        else:
-            low, high = tiles * TILE_ROWS + row, tiles * TILE_ROWS + 8 + row
-        rows = np.concatenate([low, high], axis=1).astype(np.int32)
-        rows[rows >= self.out_features] = -1
-        return rows
-
-    def unit_offsets(self) -> Array:
-        """Byte offset of each unit, int64 [tiles, slices]."""
-        tile, index = np.arange(self.num_tiles)[:, None], np.arange(self.num_slices)[None, :]
-        within = index // self.run_slices * self.run_bytes + index % self.run_slices * self.unit_bytes
-        offsets: Array = tile * self.tile_bytes + within
-        return offsets
+    def halves(self) -> tuple[PackedWeight, PackedWeight]:
+        """Return the upper and the lower half of the rows, which are whole tiles."""
+        half = replace(self.layout, out_features=self.layout.out_features // 2)
+        parts = self.data[: half.num_bytes], self.data[half.num_bytes :]
+        upper, lower = (PackedWeight(part, self.perm, half) for part in parts)
+        return upper, lower
 
 
-def pack(layout: PackedLayout, codes: Array, scales: Array, zeros: Array | None) -> Array:
-    """uint8 [num_bytes] from codes [N, K] of 0..15 (8 bits: 0..255) and the storage words (uint16, or float16) of
-    scales and zero points [N, K / scale_group]. Padding is zero."""
-    packed = np.zeros(layout.num_bytes, np.uint8)
-    rows = layout.tile_rows
-    views = np.empty((layout.num_tiles, layout.num_slices, layout.unit_bytes), np.uint8)
-    units = np.where(rows[:, :, None] >= 0, codes[rows], 0).astype(np.uint32)
-    words = _words(units.reshape(len(rows), TILE_ROWS, layout.num_slices, SLICE_COLUMNS), layout.bits)
-    views[:, :, : layout.code_bytes] = words.view(np.uint8).reshape(len(rows), layout.num_slices, layout.code_bytes)
-    views[:, :, layout.code_bytes :] = _scale_bytes(layout, rows, scales, zeros)
-    packed[_unit_index(layout)] = views
-    return packed
-
-
-def unpack_codes(layout: PackedLayout, packed: Array) -> Array:
-    """Codes uint8 [N, K]: the inverse of `pack`."""
-    words = np.ascontiguousarray(packed[_unit_index(layout)][:, :, : layout.code_bytes]).view(np.uint32)
-    tiles, slices = words.shape[:2]
-    if layout.bits == 8:
-        halves = words.reshape(tiles, slices, 2, 2, 8, 4, 2, 2).transpose(0, 7, 4, 1, 2, 3, 5, 6)
-    else:
-        pairs = words.reshape(tiles, slices, 2, 8, 4, 2, 2).transpose(0, 3, 1, 2, 5, 4, 6)
-        halves = np.stack([pairs, pairs >> np.uint32(4)], axis=1)
-    codes = halves[..., None] >> _SHIFTS & np.uint32(2**layout.bits - 1)
-    out, rows = np.zeros((layout.out_features, layout.in_features), np.uint8), layout.tile_rows
-    out[rows[rows >= 0]] = codes.reshape(tiles, TILE_ROWS, layout.in_features)[rows >= 0]
-    return out
-
-
-def _words(units: Array, bits: int) -> Array:
-    """The words of codes uint32 [tiles, 16, slices, 128], in the order of memory."""
-    # k = 64 a + 32 b + 8 t + 4 step + e
-    split = units.reshape(len(units), 2, 8, -1, 2, 2, 4, 2, 4)
-    # [tile, half, g, slice, a, b, t, step]
-    halves = np.bitwise_or.reduce(split << _SHIFTS, axis=-1)
-    if bits == 8:
-        return np.ascontiguousarray(halves.transpose(0, 3, 4, 5, 2, 6, 7, 1))
-    pairs = halves[:, 0] | halves[:, 1] << np.uint32(4)
-    return np.ascontiguousarray(pairs.transpose(0, 2, 3, 1, 5, 4, 6))
-
-
-def _scale_bytes(layout: PackedLayout, rows: Array, scales: Array, zeros: Array | None) -> Array:
-    pair = [scales] if zeros is None else [scales, zeros]
-    words = np.stack([array.view(np.uint16) for array in pair], axis=-1)
-    of_tiles = np.where(rows[:, :, None, None] >= 0, words[rows], 0).astype(np.uint16)
-    count = SLICE_COLUMNS // layout.scale_group
-    split = of_tiles.reshape(len(rows), 2, 8, layout.num_slices, count, len(pair))
-    ordered = np.ascontiguousarray(split.transpose(0, 3, 4, 2, 1, 5))
-    return ordered.view(np.uint8).reshape(len(rows), layout.num_slices, -1)
-
-
-def _unit_index(layout: PackedLayout) -> Array:
-    index: Array = layout.unit_offsets()[:, :, None] + np.arange(layout.unit_bytes)
-    return index
+def packed_layout(spec: TensorSpec, device: Device) -> PackedLayout:
+    """Return the layout of a weight with a `quant`. Raises UnsupportedModelError for what the kernels do not take."""
+    assert spec.quant is not None, spec.name
+    quant, product, (out_features, in_features) = spec.quant, _PRODUCTS[spec.name.rpartition(".")[2]], spec.shape
+    if in_features % SLICE_COLUMNS:
+        raise UnsupportedModelError(
+            f"a {quant.bits}-bit {product} weight has a number of columns that the kernels do not take",
+            expected=f"a multiple of {SLICE_COLUMNS}", actual=str(in_features), fix="use the unquantised checkpoint",
+        )  # fmt: skip
+    if quant.group_size not in SCALE_GROUPS and (quant.group_size < 1 or quant.group_size % SLICE_COLUMNS):
+        raise UnsupportedModelError(
+            f"a {quant.bits}-bit {product} weight has a group size that the kernels do not take",
+            expected="32, 64, 128 or -1", actual=str(quant.group_size), fix="use a checkpoint with another group size",
+        )  # fmt: skip
+    whole_rows = product in ("gate_up", "head") and ceil(out_features / TILE_ROWS) >= _WHOLE_ROW_TILES * device.num_sms
+    # Blocks that exchange sums wait for each other: all must be on the device at once.
+    runs = 1 if whole_rows or device.num_sms < RUNS else RUNS
+    return PackedLayout(
+        product, out_features, in_features, runs, min(quant.group_size, SLICE_COLUMNS), not quant.symmetric,
+        spec.head_dim, quant.bits,
+    )  # fmt: skip
 
 
 def whole_lines(num_bytes: int) -> int:
-    """Rounded up to lines of 128 bytes."""
-    return ceil(num_bytes / _LINE_BYTES) * _LINE_BYTES
+    """Return the bytes rounded up to lines of 128."""
+    return ceil(num_bytes / LINE_BYTES) * LINE_BYTES

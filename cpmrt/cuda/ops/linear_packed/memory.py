@@ -1,121 +1,118 @@
-"""Quantised weights in the plan of the CUDA executor: their packed regions, and the buffers of their products."""
+"""Packed weights in the plan of the CUDA executor: their regions, and the buffers of their products."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 from cpmrt.config import ModelConfig
-from cpmrt.cuda.ops.linear import MAX_ROWS, DeviceLimits
-from cpmrt.cuda.ops.linear_packed.layout import PackedLayout
-from cpmrt.cuda.ops.linear_packed.plan import ROW_BUCKETS, packed_layout, plan_linear_w4
+from cpmrt.cuda.driver.array import DeviceArray
+from cpmrt.cuda.driver.device import Device
+from cpmrt.cuda.ops.linear import MAX_ROWS
+from cpmrt.cuda.ops.linear_packed.layout import PackedWeight, packed_layout
+from cpmrt.cuda.ops.linear_packed.plan import ROW_BUCKETS, PackedPlan, plan_packed
 from cpmrt.memory.packed_regions import PackedRegion, PackedRegions
 from cpmrt.models.decoder import DOWN, EMBED, GATE_UP, HEAD, QKV
-from cpmrt.ops import QuantizedWeight
 from cpmrt.tensor_spec import BufferSpec, TensorSpec
 
-DEQUANTISED_BYTES = 64 << 20
+UNPACKED_BYTES = 64 << 20
 """At most so much of a weight is in 16 bits at a time, in a prefill."""
-_PRODUCTS = {
-    "qkv": "qkv", "output": "residual", "gate_up": "gate_up", "down": "residual", "lm_head": "head", "fc": "residual",
-    "fc_halves": "residual",
-}  # fmt: skip
 
 
-def layout_of(spec: TensorSpec, config: ModelConfig, limits: DeviceLimits) -> PackedLayout:
-    """How a weight with a `quant` is packed. Raises UnsupportedModelError for what the kernels do not take."""
-    quant, product = spec.quant, _PRODUCTS[spec.name.rpartition(".")[2]]
-    assert quant is not None, spec.name
-    num_rows, num_columns = spec.shape
-    return packed_layout(
-        product, num_rows, num_columns, quant.group_size, limits, zeros=not quant.symmetric,
-        head_dim=config.head_dim if product == "qkv" else 0, bits=quant.bits,
-    )  # fmt: skip
-
-
-def layouts_of(specs: Sequence[TensorSpec], config: ModelConfig, limits: DeviceLimits) -> dict[str, PackedLayout]:
-    """`layout_of` the quantised weights among `specs`, by name."""
-    return {spec.name: layout_of(spec, config, limits) for spec in specs if spec.quant is not None}
-
-
-def packed_regions(config: ModelConfig, limits: DeviceLimits) -> PackedRegions:
-    """`name.codes` holds codes, scales and zero points together; `name.perm` is the order of the columns."""
+def packed_regions(device: Device) -> PackedRegions:
+    """Return what says the regions of a weight: `name.codes` with all its bytes, `name.perm` if it has an order."""
 
     def regions(spec: TensorSpec) -> tuple[PackedRegion, ...]:
         assert spec.quant is not None, spec.name
-        codes = PackedRegion("codes", (layout_of(spec, config, limits).num_bytes,), 1)
+        codes = PackedRegion("codes", (packed_layout(spec, device).num_bytes,), 1)
         perm = PackedRegion("perm", (spec.shape[1],), 4)
         return (codes, perm) if spec.quant.permuted else (codes,)
 
     return regions
 
 
-def held_weights(specs: Sequence[TensorSpec], arrays: Mapping[str, Any]) -> dict[str, QuantizedWeight]:
-    """The quantised weights among `specs` by name; all their arrays but `perm` are the one packed array."""
-    held = {}
-    for spec in specs:
-        if spec.quant is not None:
-            packed = arrays[f"{spec.name}.codes"]
-            held[spec.name] = QuantizedWeight(
-                codes=packed,
-                scales=packed,
-                zeros=None if spec.quant.symmetric else packed,
-                perm=arrays.get(f"{spec.name}.perm"),
-                shape=(spec.shape[0], spec.shape[1]),
-                group_size=spec.quant.group_size,
-                bits=spec.quant.bits,
-            )
-    return held
+def held_weights(
+    specs: Iterable[TensorSpec], arrays: Mapping[str, Any], device: Device
+) -> dict[str, PackedWeight]:
+    """Return the quantised weights among `specs`, whose regions are among `arrays`, by name."""
+    return {
+        spec.name: PackedWeight(
+            arrays[f"{spec.name}.codes"], arrays.get(f"{spec.name}.perm"), packed_layout(spec, device)
+        )
+        for spec in specs
+        if spec.quant is not None
+    }
 
 
-def quantised_tables(specs: Sequence[TensorSpec], config: ModelConfig, limits: DeviceLimits) -> tuple[BufferSpec, ...]:
-    """What lives as long as the executor: the arrival counters, which every product leaves at zero."""
-    counts = [plan.num_arrivals for plan in _plans(specs, config, limits)]
-    return (BufferSpec("w4_arrivals", (max(counts),), EMBED, HEAD, itemsize=4),) if any(counts) else ()
+@dataclass(frozen=True, slots=True)
+class PackedScratch:
+    """The buffers of products with packed weights; None where no weight of the model needs it.
+
+    `rows` are prepared for one product, `fed` by one product for the next; blocks exchange `partials` and count them in
+    `arrivals`, which is zero between launches. A chunk's products unpack a part of the weight to `unpacked`, and put
+    the columns of their rows into the weight's order in `permuted`, or `permuted_inner` [T, intermediate_size].
+    """
+
+    rows: DeviceArray | None = None
+    fed: DeviceArray | None = None
+    partials: DeviceArray | None = None
+    arrivals: DeviceArray | None = None
+    unpacked: DeviceArray | None = None
+    permuted: DeviceArray | None = None
+    permuted_inner: DeviceArray | None = None
+
+    @classmethod
+    def of(cls, arrays: Mapping[str, Any]) -> PackedScratch:
+        """Return those among arrays by name: those of `packed_tables` and `packed_workspace`."""
+        return cls(**{field.name: arrays.get(f"packed_{field.name}") for field in fields(cls)})
 
 
-def quantised_workspace(
-    specs: Sequence[TensorSpec], config: ModelConfig, max_rows: int, limits: DeviceLimits
+def packed_tables(specs: Iterable[TensorSpec], device: Device) -> tuple[BufferSpec, ...]:
+    """Return what lives as long as the executor: the arrival counters, which every product leaves at zero."""
+    counts = [plan.num_arrivals for plan in _plans(specs, device)]
+    return (BufferSpec("packed_arrivals", (max(counts),), EMBED, HEAD, itemsize=4),) if any(counts) else ()
+
+
+def packed_workspace(
+    specs: Sequence[TensorSpec], config: ModelConfig, max_rows: int, device: Device
 ) -> Iterator[BufferSpec]:
-    """Buffers of a step of at most `max_rows` rows."""
+    """Return the buffers of a step of at most `max_rows` rows."""
     held = [spec for spec in specs if spec.quant is not None]
-    plans = list(_plans(held, config, limits))
-    for name, itemsize, sizes in (
-        ("w4_rows", 1, [plan.prepared_bytes for plan in plans]),
-        ("w4_partials", 1, [plan.partial_bytes for plan in plans]),
+    plans = list(_plans(held, device))
+    for name, sizes in (
+        ("packed_rows", [plan.prepared_bytes for plan in plans]),
+        ("packed_partials", [plan.partial_bytes for plan in plans]),
     ):
         if any(sizes):
-            yield BufferSpec(name, (max(sizes),), QKV, HEAD, itemsize=itemsize)
+            yield BufferSpec(name, (max(sizes),), QKV, HEAD, itemsize=1)
     if fed := max((plan.fed_bytes for plan in plans), default=0):
-        yield BufferSpec("w4_fed", (fed // 2,), GATE_UP, DOWN)
-    if max_rows <= MAX_ROWS:
-        return
+        yield BufferSpec("packed_fed", (fed // 2,), GATE_UP, DOWN)
     layers = [spec for spec in held if spec.name.rpartition(".")[2] != "lm_head"]
-    if layers:
-        elements = max(slice_rows(*spec.shape) * spec.shape[1] for spec in layers)
-        yield BufferSpec("w4_dequantised", (elements,), QKV, DOWN)
+    if max_rows > MAX_ROWS and layers:
+        yield from _chunk_workspace(layers, config, max_rows)
+
+
+def _chunk_workspace(layers: Sequence[TensorSpec], config: ModelConfig, max_rows: int) -> Iterator[BufferSpec]:
+    elements = max(slice_rows(*spec.shape) * spec.shape[1] for spec in layers)
+    yield BufferSpec("packed_unpacked", (elements,), QKV, DOWN)
     inner, widths = config.intermediate_size, {spec.shape[1] for spec in layers if spec.quant and spec.quant.permuted}
     if widths - {inner}:
-        yield BufferSpec("w4_permuted", (max_rows * max(widths - {inner}),), QKV, GATE_UP)
+        yield BufferSpec("packed_permuted", (max_rows * max(widths - {inner}),), QKV, GATE_UP)
     if inner in widths:
         first = DOWN if inner not in (config.hidden_size, config.q_size) else QKV
-        yield BufferSpec("w4_permuted_inner", (max_rows * inner,), first, DOWN)
+        yield BufferSpec("packed_permuted_inner", (max_rows, inner), first, DOWN)
 
 
 def slice_rows(num_rows: int, num_columns: int) -> int:
-    """Rows of a weight that are dequantised at a time: equal parts, in multiples of 256."""
-    most = max(DEQUANTISED_BYTES // 2 // num_columns // 256, 1) * 256
+    """Return the rows of a weight that are unpacked at a time: equal parts, in multiples of 256."""
+    most = max(UNPACKED_BYTES // 2 // num_columns // 256, 1) * 256
     parts = -(-num_rows // most)
     return min(-(-num_rows // parts // 256) * 256, num_rows)
 
 
-def _plans(specs: Sequence[TensorSpec], config: ModelConfig, limits: DeviceLimits) -> Iterator[Any]:
-    """Of every product with a quantised weight, at every number of rows; layers repeat the first."""
-    seen = set()
-    for spec in specs:
-        if spec.quant is None:
-            continue
-        key = layout_of(spec, config, limits), spec.quant.permuted
-        if key not in seen:
-            seen.add(key)
-            yield from (plan_linear_w4(key[0], rows, limits, permuted=key[1]) for rows in ROW_BUCKETS)
+def _plans(specs: Iterable[TensorSpec], device: Device) -> Iterator[PackedPlan]:
+    """Plan every product with a packed weight at every number of rows; layers repeat the first."""
+    weights = ((packed_layout(spec, device), spec.quant.permuted) for spec in specs if spec.quant)
+    for layout, permuted in dict.fromkeys(weights):
+        yield from (plan_packed(layout, rows, device, permuted=permuted) for rows in ROW_BUCKETS)

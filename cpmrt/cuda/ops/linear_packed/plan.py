@@ -6,20 +6,16 @@ may follow from the number of rows (row invariance).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
-from cpmrt.cuda.ops.linear import MAX_ROWS, PRODUCTS, DeviceLimits
-from cpmrt.cuda.ops.linear_packed.layout import SLICE_COLUMNS, TILE_ROWS, PackedLayout, whole_lines
-from cpmrt.errors import UnsupportedModelError
+from cpmrt.cuda.build.spec import KernelSpec
+from cpmrt.cuda.driver.device import Device
+from cpmrt.cuda.ops.linear import LARGE_SHARED_BYTES, MAX_ROWS, OPS, PRODUCTS
+from cpmrt.cuda.ops.linear_packed.layout import LINE_BYTES, RUNS, SLICE_COLUMNS, TILE_ROWS, PackedLayout, whole_lines
 
 PREPARE_THREADS = 256
 ROW_BUCKETS = (1, 8, 16, 32, 64)
-SCALE_GROUPS = (32, 64, 128)
-_RUNS = 8
-# From so many tiles a multiprocessor on a warp takes whole rows.
-_WHOLE_ROW_TILES = 8
-_LARGE_SHARED_BYTES = 200_000
 # Warps of a block at most: where eight share a tile; where each has a tile; on devices with little memory.
 _MOST_WARPS, _MOST_RUN_WARPS, _FEW_WARPS = 24, 20, 8
 _WARPGROUP = 4
@@ -46,139 +42,181 @@ _AT_ONCE, _AT_END, _LATE_TRIGGER_ROWS = 0, 1, 64
 # one of each kernel, since a grid of as many blocks as multiprocessors asks for so much that no two of it share one.
 _SMALL_SHARE, _OVER_HALF_BYTES = 4, 1024
 # Chunks of whole lines copy faster; in 8 bits they are so large that many rows, or many warps, leave room for one only.
-_LINE_BYTES, _LARGE_CHUNK_ROWS, _LARGE_CHUNK_WARPS = 128, 16, 16
+_LARGE_CHUNK_ROWS, _LARGE_CHUNK_WARPS = 16, 16
+
+
+@dataclass(frozen=True, slots=True)
+class LinearPackedConstants:
+    """Compile-time constants of linear_packed.cu, which explains them; `smem_bytes` is what a block uses."""
+
+    linear: int
+    in_features: int
+    weight_bits: int
+    runs: int
+    scale_group: int
+    zeros: bool
+    rows: int
+    warps: int
+    warpgroups: bool
+    shared_run: bool
+    clusters: bool
+    received_apart: bool
+    norm: bool
+    prepared: bool
+    stage_slices: int
+    stages: int
+    early_slots: int
+    feeds: bool
+    trigger: int
+    kept_rounds: int
+    smem_bytes: int
+    portable: bool
+    head_dim: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PrepareConstants:
+    """Compile-time constants of prepare_rows.cu, which fix the form of the rows that it writes."""
+
+    in_features: int
+    rows: int
+    scale_group: int
+    zeros: bool
+    warpgroups: bool
+
+
+_FILE = "linear_packed/linear_packed.cu"
+LINEAR_PACKED = {
+    product: KernelSpec(f"linear_packed_{product}", _FILE, op, LinearPackedConstants, hot=True)
+    for product, op in OPS.items()
+}
+PREPARE = KernelSpec("prepare_rows", "linear_packed/prepare_rows.cu", "gate_up", PrepareConstants, hot=True)
 
 
 @dataclass(frozen=True)
-class LinearW4Plan:
-    """Compile-time sizes of linear_packed.cu and its launch: `grid` blocks of `block` threads, dynamic shared bytes.
+class PackedPlan:
+    """How one product is launched: `grid` blocks of `block` threads, each block with `shared_bytes` of memory.
 
-    `prepared`: x is what prepare_rows wrote to a buffer of `prepared_bytes`, compiled with `prepare_constants`, in one
-    block of `PREPARE_THREADS` a row. `fed_constants`, unless None: the kernel also writes to a buffer of `fed_bytes`
-    what prepare_rows, compiled with these, would make of its output without a norm or permutation. `partial_bytes`,
-    `num_arrivals`: of the float32 and the zeroed int32 scratch that the kernel takes, 0 if it takes none.
-    `prefers_shared`: as `launch` takes it, the same for any number of rows.
+    `prefers_shared` is the same for any number of rows. With `constants.prepared` the kernel reads its rows from a
+    buffer of `prepared_bytes`, which `PREPARE` writes with one block of `PREPARE_THREADS` threads a row.
     """
 
-    constants: dict[str, int]
+    layout: PackedLayout
+    constants: LinearPackedConstants
     grid: int
     block: int
     shared_bytes: int
-    prepared: bool
-    prepare_constants: dict[str, int]
-    prepared_bytes: int
-    fed_constants: dict[str, int] | None
-    fed_bytes: int
-    partial_bytes: int
-    num_arrivals: int
     prefers_shared: bool
+
+    @property
+    def prepare(self) -> PrepareConstants:
+        """The constants of the kernel that prepares the rows."""
+        own = self.constants
+        return PrepareConstants(own.in_features, own.rows, own.scale_group, own.zeros, own.warpgroups)
+
+    @property
+    def prepared_bytes(self) -> int:
+        own = self.constants
+        sums = 4 * own.rows if own.norm else 0
+        return self.layout.num_slices * _x_slice(self.layout, own.rows) + sums if own.prepared else 0
+
+    @property
+    def fed(self) -> PrepareConstants | None:
+        """The constants with which `PREPARE`, without a norm, would make of the output what the kernel writes beside it
+        into a buffer of `fed_bytes`; None if it writes the output only."""
+        return replace(self.prepare, in_features=self._fed_columns) if self.constants.feeds else None
+
+    @property
+    def fed_bytes(self) -> int:
+        slices = self._fed_columns // SLICE_COLUMNS
+        return slices * _x_slice(self.layout, self.constants.rows) if self.constants.feeds else 0
+
+    @property
+    def _fed_columns(self) -> int:
+        return self.layout.out_features // 2
+
+    @property
+    def partial_bytes(self) -> int:
+        """Bytes of the float32 sums that blocks exchange through memory."""
+        return self.num_arrivals * self.layout.runs * ceil(self.constants.rows / 8) * 512
+
+    @property
+    def num_arrivals(self) -> int:
+        """The int32 counters of those sums, which are zero before and after."""
+        exchanges = self.constants.shared_run and self.layout.runs > 1
+        return self.layout.num_tiles if exchanges and not self.constants.clusters else 0
 
 
 def row_bucket(num_rows: int) -> int:
-    """Rows of the build that takes `num_rows` rows (1 to 64)."""
+    """Return the rows of the build that takes `num_rows` rows (1 to 64)."""
     if not 1 <= num_rows <= MAX_ROWS:
         raise ValueError(f"num_rows must be 1 to {MAX_ROWS}, got {num_rows}")
     return next(bucket for bucket in ROW_BUCKETS if bucket >= num_rows)
 
 
-def packed_layout(
-    product: str,
-    out_features: int,
-    in_features: int,
-    group_size: int,
-    limits: DeviceLimits,
-    *,
-    zeros: bool,
-    head_dim: int = 0,
-    bits: int = 4,
-) -> PackedLayout:
-    """The layout of a weight [out_features, in_features] (gate_up: both halves together) on a device.
-
-    `group_size` is the file's: 32, 64, a multiple of 128, or in_features for one group a row. Raises
-    UnsupportedModelError.
-    """
-    if in_features % SLICE_COLUMNS:
-        raise UnsupportedModelError(
-            f"a {bits}-bit {product} weight has a number of columns that the kernels do not take",
-            expected=f"a multiple of {SLICE_COLUMNS}", actual=str(in_features), fix="use the unquantised checkpoint",
-        )  # fmt: skip
-    if group_size not in SCALE_GROUPS and (group_size < 1 or group_size % SLICE_COLUMNS):
-        raise UnsupportedModelError(
-            f"a {bits}-bit {product} weight has a group size that the kernels do not take",
-            expected="32, 64, 128 or -1", actual=str(group_size), fix="use a checkpoint with another group size",
-        )  # fmt: skip
-    tiles = ceil(out_features / TILE_ROWS)
-    whole_rows = product in ("gate_up", "head") and tiles >= _WHOLE_ROW_TILES * limits.num_sms
-    # Blocks that exchange sums wait for each other: all must be on the device at once.
-    runs = 1 if whole_rows or limits.num_sms < _RUNS else _RUNS
-    return PackedLayout(product, out_features, in_features, runs, min(group_size, SLICE_COLUMNS), zeros, head_dim, bits)
-
-
-def plan_linear_w4(
+def plan_packed(
     layout: PackedLayout,
     num_rows: int,
-    limits: DeviceLimits,
+    device: Device,
     *,
     permuted: bool = False,
-    portable: bool = False,
     has_norm: bool = True,
     is_fed: bool = False,
-) -> LinearW4Plan:
-    """The plan of one product; `permuted` weights take their x from prepare_rows, which gathers it.
+) -> PackedPlan:
+    """Plan one product; `permuted` weights take their rows from `PREPARE`, which gathers the columns.
 
-    `has_norm` False: rows enter the product as they are, as those of "residual" always do. `is_fed`: a gate_up product
+    `has_norm` False: rows enter the product as they are, as those of "residual" always do. `is_fed`: the product before
     has prepared them.
     """
     rows = row_bucket(num_rows)
-    work = _Work.of(layout, rows, limits)
-    memory = _Memory.of(layout, rows, limits, work, is_fed=is_fed)
+    work = _Work.of(layout, rows, device)
+    memory = _Memory.of(layout, rows, device, work, is_fed=is_fed)
     normalises = has_norm and layout.product != "residual"
-    from_memory = rows >= _PREPARED_ROWS or work.exchanges
-    prepared = permuted or is_fed or memory.stage_slices > 0 or (normalises and not work.in_clusters and from_memory)
-    feeds = rows >= _FEEDING_ROWS and work.has_whole_slices(layout)
-    constants = layout.constants | {
-        "LINEAR": PRODUCTS[layout.product],
-        "ROWS": rows,
-        "WARPS": work.warps,
-        "SHARED_RUN": int(work.shared_run),
-        "CLUSTERS": int(work.in_clusters),
-        "RECEIVED_APART": int(memory.received_apart),
-        "NORM": int(normalises),
-        "PREPARED": int(prepared),
-        "STAGE_SLICES": memory.stage_slices,
-        "STAGES": _stages(limits),
-        "FEEDS": int(feeds),
-        "TRIGGER": _AT_END if layout.product == "residual" and rows >= _LATE_TRIGGER_ROWS else _AT_ONCE,
-        "KEPT_ROUNDS": work.kept_rounds,
-        "EARLY_SLOTS": work.early_slots(rows, whole_rows=layout.runs == 1 and normalises and not prepared),
-        "WARPGROUPS": int(work.multiplies_together(rows) and not portable),
-        "PORTABLE": int(portable),
-        "SMEM_BYTES": memory.nbytes,
-    }
-    if layout.product == "qkv":
-        constants["HEAD_DIM"] = layout.head_dim
-    own = {name: constants[name] for name in ("IN_FEATURES", "ROWS", "SCALE_GROUP", "ZEROS", "WARPGROUPS")}
-    inner, through_memory = layout.out_features // 2, work.exchanges and not work.in_clusters
-    is_small, fills = _is_small(layout, limits), rows == 1 and work.grid == limits.num_sms
-    return LinearW4Plan(
-        constants,
-        work.grid,
-        work.warps * 32,
-        limits.shared_bytes // 2 + _OVER_HALF_BYTES if is_small and fills else memory.nbytes,
-        prepared,
-        own,
-        layout.num_slices * _x_slice(layout, rows) + (4 * rows if normalises else 0) if prepared else 0,
-        own | {"IN_FEATURES": inner} if feeds else None,
-        inner // SLICE_COLUMNS * _x_slice(layout, rows) if feeds else 0,
-        layout.num_tiles * layout.runs * ceil(rows / 8) * 512 if through_memory else 0,
-        layout.num_tiles if through_memory else 0,
-        is_small,
+    from_memory = normalises and not work.in_clusters and (rows >= _PREPARED_ROWS or work.exchanges)
+    constants = _constants(
+        layout, rows, device, work, memory,
+        normalises=normalises, prepared=permuted or is_fed or memory.stage_slices > 0 or from_memory,
+    )  # fmt: skip
+    is_small, fills = _is_small(layout, device), rows == 1 and work.grid == device.num_sms
+    over_half = device.shared_bytes_per_block // 2 + _OVER_HALF_BYTES
+    shared_bytes = over_half if is_small and fills else memory.nbytes
+    return PackedPlan(layout, constants, work.grid, work.warps * 32, shared_bytes, is_small)
+
+
+def _constants(
+    layout: PackedLayout, rows: int, device: Device, work: _Work, memory: _Memory, *, normalises: bool, prepared: bool
+) -> LinearPackedConstants:
+    normalises_early = layout.runs == 1 and normalises and not prepared
+    return LinearPackedConstants(
+        linear=PRODUCTS[layout.product],
+        in_features=layout.in_features,
+        weight_bits=layout.bits,
+        runs=layout.runs,
+        scale_group=layout.scale_group,
+        zeros=layout.zeros,
+        rows=rows,
+        warps=work.warps,
+        warpgroups=work.multiplies_together(rows) and not device.is_portable,
+        shared_run=work.shared_run,
+        clusters=work.in_clusters,
+        received_apart=memory.received_apart,
+        norm=normalises,
+        prepared=prepared,
+        stage_slices=memory.stage_slices,
+        stages=_stages(device),
+        early_slots=work.early_slots(rows, whole_rows=normalises_early),
+        feeds=rows >= _FEEDING_ROWS and work.has_whole_slices(layout),
+        trigger=_AT_END if layout.product == "residual" and rows >= _LATE_TRIGGER_ROWS else _AT_ONCE,
+        kept_rounds=work.kept_rounds,
+        smem_bytes=memory.nbytes,
+        portable=device.is_portable,
+        head_dim=layout.head_dim or None,
     )
 
 
-def _is_small(layout: PackedLayout, limits: DeviceLimits) -> bool:
-    one_row = _Memory.of(layout, 1, limits, _Work.of(layout, 1, limits), is_fed=False)
-    return one_row.nbytes * _SMALL_SHARE <= limits.shared_bytes
+def _is_small(layout: PackedLayout, device: Device) -> bool:
+    one_row = _Memory.of(layout, 1, device, _Work.of(layout, 1, device), is_fed=False)
+    return one_row.nbytes * _SMALL_SHARE <= device.shared_bytes_per_block
 
 
 @dataclass(frozen=True)
@@ -195,15 +233,15 @@ class _Work:
     ring: _Ring
 
     @classmethod
-    def of(cls, layout: PackedLayout, rows: int, limits: DeviceLimits) -> _Work:
+    def of(cls, layout: PackedLayout, rows: int, device: Device) -> _Work:
         whole_x = layout.num_slices * _x_slice(layout, rows)
-        shared_run = layout.runs == 1 or whole_x > min(_LARGEST_WHOLE_X, limits.shared_bytes // 2)
+        shared_run = layout.runs == 1 or whole_x > min(_LARGEST_WHOLE_X, device.shared_bytes_per_block // 2)
         copies = layout.runs if shared_run else 1
         exchanges = shared_run and layout.runs > 1
-        in_clusters = exchanges and limits.whole_clusters > 0
+        in_clusters = exchanges and device.whole_clusters > 0
         in_clusters = in_clusters and rows <= _CLUSTER_ROWS and layout.run_slices <= _CLUSTER_SLICES
-        groups = limits.whole_clusters if in_clusters else max(1, limits.num_sms // copies)
-        warps = _block_warps(layout.num_tiles, groups, limits, shared_run)
+        groups = device.whole_clusters if in_clusters else max(1, device.num_sms // copies)
+        warps = _block_warps(layout.num_tiles, groups, device, shared_run)
         tiles = warps if shared_run else warps // layout.runs
         grid = copies * min(groups, layout.num_tiles if in_clusters else ceil(layout.num_tiles / tiles))
         rounds = ceil(layout.num_tiles * copies / grid / tiles)
@@ -236,20 +274,21 @@ class _Memory:
     received_apart: bool
 
     @classmethod
-    def of(cls, layout: PackedLayout, rows: int, limits: DeviceLimits, work: _Work, *, is_fed: bool) -> _Memory:
+    def of(cls, layout: PackedLayout, rows: int, device: Device, work: _Work, *, is_fed: bool) -> _Memory:
         x_slice, ring, warps = _x_slice(layout, rows), work.ring, work.warps
         barriers = whole_lines(warps * _MAX_SLOTS * 8 + _STAGES * 16 + 16)
         received = ceil(warps / layout.runs) * layout.runs * ceil(rows / 8) * 512 if work.in_clusters else 0
         partial = 0 if work.shared_run else work.kept_rounds * warps * 512
         finishing = whole_lines(partial + whole_lines(rows * 36) + rows * 8)
         fixed = barriers + finishing + (received if work.rounds > 1 else 0)
-        space = limits.shared_bytes - fixed
+        space = device.shared_bytes_per_block - fixed
         x_bytes = (layout.run_slices if work.shared_run else layout.num_slices) * x_slice
         starts_early = is_fed and work.exchanges and not work.in_clusters  # with the first of rows that lie there
         resident = not work.shared_run or (not starts_early and x_bytes + min(ring.slots, 2) * ring.level <= space)
-        fitting = int(limits.shared_bytes * _STAGE_SHARE) // x_slice  # a stage has an even number of slices, or one
+        # A stage has an even number of slices, or one.
+        fitting = int(device.shared_bytes_per_block * _STAGE_SHARE) // x_slice
         stage_slices = 0 if resident else min(layout.run_slices, fitting // 2 * 2 or 1)
-        held = x_bytes if resident else _stages(limits) * stage_slices * x_slice
+        held = x_bytes if resident else _stages(device) * stage_slices * x_slice
         used = held + max(1, min(ring.slots, (space - held) // ring.level)) * ring.level
         # What peers send lies apart from weights and x if another round needs those, or if there is room.
         apart = work.in_clusters and (work.rounds > 1 or used + received <= space)
@@ -262,8 +301,8 @@ def _x_slice(layout: PackedLayout, rows: int) -> int:
     return SLICE_COLUMNS * 2 * rows + max(16, SLICE_COLUMNS // layout.scale_group * rows * 4)
 
 
-def _stages(limits: DeviceLimits) -> int:
-    return _STAGES if limits.shared_bytes >= _LARGE_SHARED_BYTES else _STAGES - 1
+def _stages(device: Device) -> int:
+    return _STAGES if device.shared_bytes_per_block >= LARGE_SHARED_BYTES else _STAGES - 1
 
 
 @dataclass(frozen=True)
@@ -276,7 +315,7 @@ class _Ring:
     @classmethod
     def of(cls, layout: PackedLayout, rows: int, warps: int, rounds: int) -> _Ring:
         are_small = layout.bits == 8 and (rows > _LARGE_CHUNK_ROWS or warps > _LARGE_CHUNK_WARPS)
-        copied = _LINE_BYTES // 2 if are_small else _LINE_BYTES
+        copied = LINE_BYTES // 2 if are_small else LINE_BYTES
         aligned = next(slices for slices in (1, 2, 4) if slices * layout.unit_bytes % copied == 0)
         together = 2 if rows == 16 or layout.bits == 8 else 4 if rows <= 8 else 1
         chunk_slices = min(max(aligned, together), layout.run_slices)
@@ -285,15 +324,15 @@ class _Ring:
         return cls(slots if rows > 1 else max(1, min(slots, _SINGLE_ROW_RING // level)), level)
 
 
-def _block_warps(num_tiles: int, groups: int, limits: DeviceLimits, shared_run: bool) -> int:
+def _block_warps(num_tiles: int, groups: int, device: Device, shared_run: bool) -> int:
     """Warps of a block: those that leave the busiest one the fewest tiles, in the fewest rounds."""
-    large = limits.shared_bytes >= _LARGE_SHARED_BYTES
+    large = device.shared_bytes_per_block >= LARGE_SHARED_BYTES
     most = (_MOST_RUN_WARPS if shared_run else _MOST_WARPS) if large else _FEW_WARPS
-    step, share = (_WARPGROUP, 1) if shared_run else (_RUNS, _RUNS)
+    step, share = (_WARPGROUP, 1) if shared_run else (RUNS, RUNS)
 
     def busiest(warps: int) -> tuple[int, int]:
         tiles = warps // share
         rounds = ceil(num_tiles / (groups * tiles))
         return rounds * tiles, rounds
 
-    return min(range(_RUNS, most + 1, step), key=busiest)
+    return min(range(RUNS, most + 1, step), key=busiest)

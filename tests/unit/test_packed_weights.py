@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from cpmrt.bench.shapes import shape_config
 from cpmrt.config import EngineConfig, ModelConfig
-from cpmrt.cuda.ops.linear import DeviceLimits
-from cpmrt.cuda.ops.linear_packed.memory import DEQUANTISED_BYTES, held_weights, layout_of, slice_rows
+from cpmrt.cuda.ops.linear_packed.layout import packed_layout
+from cpmrt.cuda.ops.linear_packed.memory import UNPACKED_BYTES, held_weights, slice_rows
 from cpmrt.cuda.precompile import known_device
 from cpmrt.cuda.step.memory import cuda_needs
 from cpmrt.errors import UnsupportedModelError
@@ -20,33 +20,32 @@ from cpmrt.memory.plan import MemoryPlan
 from cpmrt.models.planning import plan_model, weight_specs
 
 DEVICE = known_device("sm_90")
-LIMITS = DeviceLimits.of(DEVICE)
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}
 
 
-def plan_of(shape: str = "minicpm4-8b", head_bits: int | None = None, **changes: Any) -> tuple[ModelConfig, MemoryPlan]:
+def plan_of(shape: str = "minicpm4-8b", head_bits: int | None = None, **changes: Any) -> MemoryPlan:
     sizes = changes.pop("sizes", {})
     config = ModelConfig.from_hf(shape_config(shape) | sizes | {"quantization_config": GPTQ | changes})
     engine = EngineConfig(lm_head_bits=head_bits, max_context=4096)
     specs = weight_specs(config, engine)
     needs = cuda_needs(config, engine, specs, DEVICE)
-    return config, plan_model(config, engine, itemsize=2, max_context=4096, needs=needs, specs=specs)
+    return plan_model(config, engine, itemsize=2, max_context=4096, needs=needs, specs=specs)
 
 
 @pytest.mark.parametrize("head_bits", [4, 8])
 def test_a_packed_weight_has_its_codes_and_scales_in_one_region(head_bits: int) -> None:
-    config, plan = plan_of(head_bits=head_bits)
+    plan = plan_of(head_bits=head_bits)
     for spec in plan.tensors:
         if spec.quant is not None:
-            assert plan.region(f"{spec.name}.codes").nbytes == layout_of(spec, config, LIMITS).num_bytes
+            assert plan.region(f"{spec.name}.codes").nbytes == packed_layout(spec, DEVICE).num_bytes
             assert spec.num_bytes(2) <= plan.region(f"{spec.name}.codes").nbytes < 1.01 * spec.num_bytes(2)
     names = {region.name for region in plan.regions}
     assert "lm_head.codes" in names and "layers.0.qkv" not in names and "layers.0.qkv.perm" not in names
 
 
 def test_loading_shares_its_memory_with_the_steps_that_come_after_it() -> None:
-    _, plan = plan_of()
-    staging, codes = plan.region("w4_staging"), plan.region("layers.0.down.codes")
+    plan = plan_of()
+    staging, codes = plan.region("staging"), plan.region("layers.0.down.codes")
     assert staging.nbytes >= codes.nbytes
     workspace = [region for region in plan.regions if region.part == "workspace"]
     assert staging.offset == min(region.offset for region in workspace)
@@ -55,20 +54,21 @@ def test_loading_shares_its_memory_with_the_steps_that_come_after_it() -> None:
 
 @pytest.mark.parametrize("order", [False, True])
 def test_columns_in_another_order_need_buffers(order: bool) -> None:
-    _, plan = plan_of(desc_act=order)
+    plan = plan_of(desc_act=order)
     names = {region.name for region in plan.regions}
-    assert ({"w4_permuted", "w4_permuted_inner", "layers.0.down.perm"} <= names) is order
+    assert ({"packed_permuted", "packed_permuted_inner", "layers.0.down.perm"} <= names) is order
     arrays = {region.name: np.broadcast_to(np.uint16(0), region.shape) for region in plan.regions}
-    held = held_weights(plan.tensors, arrays)
+    held = held_weights(plan.tensors, arrays, DEVICE)
     assert len(held) == 4 * 32 and (held["layers.3.output"].perm is not None) is order
-    assert held["layers.0.gate_up"].shape == (32768, 4096) and held["layers.0.gate_up"].zeros is None
+    assert held["layers.0.gate_up"].shape == (32768, 4096) and not held["layers.0.gate_up"].layout.zeros
 
 
 def test_a_model_that_is_not_quantised_needs_nothing() -> None:
     config = ModelConfig.from_hf(shape_config("minicpm4-8b"))
     engine = EngineConfig()
     needs = cuda_needs(config, engine, weight_specs(config, engine), DEVICE)
-    assert not [buffer.name for buffer in (*needs.workspace, *needs.tables(128)) if buffer.name.startswith("w4")]
+    names = [buffer.name for buffer in (*needs.workspace, *needs.tables(128))]
+    assert not [name for name in names if name.startswith(("packed", "staging"))]
 
 
 def test_what_the_kernels_do_not_take_is_refused_in_the_plan() -> None:
@@ -81,7 +81,7 @@ def test_slices_are_even_and_bounded(rows: int, columns: int) -> None:
     num_rows, num_columns = 16 * rows, 128 * columns
     step = slice_rows(num_rows, num_columns)
     assert 0 < step <= num_rows and (step % 256 == 0 or step == num_rows)
-    assert 2 * step * num_columns <= max(DEQUANTISED_BYTES, 512 * num_columns) or step == num_rows <= 256
+    assert 2 * step * num_columns <= max(UNPACKED_BYTES, 512 * num_columns) or step == num_rows <= 256
 
 
 def test_slices_of_known_weights() -> None:

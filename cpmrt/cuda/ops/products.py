@@ -1,0 +1,184 @@
+"""The ops that multiply by a weight: q, k and v, the projections into the residual stream, gate and up, the head.
+
+A step of at most 64 rows is one kernel, which streams the weight once. The rows of a prefill chunk take a dense product
+and a small kernel behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cpmrt.config import ModelConfig
+from cpmrt.cuda.build.launcher import Launcher
+from cpmrt.cuda.build.spec import KernelSpec
+from cpmrt.cuda.driver.array import DeviceArray, KernelArgument
+from cpmrt.cuda.driver.device import Device
+from cpmrt.cuda.ops.gemm import Gemm
+from cpmrt.cuda.ops.kv import codes_of, scales_of
+from cpmrt.cuda.ops.linear import MAX_ROWS, StepProduct, launch_linear
+from cpmrt.cuda.ops.linear_packed.layout import PackedWeight
+from cpmrt.cuda.ops.linear_packed.memory import packed_workspace
+from cpmrt.cuda.ops.linear_packed.products import PackedProducts
+from cpmrt.cuda.ops.rows import BLOCK, VECTOR, RowConstants, rms_norm
+from cpmrt.models.decoder import GATE_UP, QKV
+from cpmrt.ops import NOTHING, Fp8Pages, Handoff, KVPages, QkvWeights, Rows, check_shapes
+from cpmrt.tensor_spec import BufferSpec, TensorSpec
+
+Weight = DeviceArray | PackedWeight
+
+
+@dataclass(frozen=True, slots=True)
+class RopeAppendConstants:
+    """Compile-time constants of rope_append.cu; `fp8`: whether pages hold codes of 8 bits."""
+
+    head_dim: int
+    fp8: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SiluMulConstants:
+    """Compile-time constants of activation.cu: the columns of gate, and of up."""
+
+    intermediate: int
+
+
+ROPE_APPEND = KernelSpec("rope_append", "attention/rope_append.cu", "qkv", RopeAppendConstants, hot=True)
+SILU_MUL = KernelSpec("silu_mul", "rows/activation.cu", "gate_up", SiluMulConstants, hot=True)
+RESIDUAL_ADD = KernelSpec("residual_add", "rows/residual.cu", "project_residual", RowConstants, hot=True)
+
+
+def product_workspace(
+    specs: Sequence[TensorSpec], config: ModelConfig, max_rows: int, device: Device
+) -> Iterator[BufferSpec]:
+    """Yield the buffers of the products of a step of at most `max_rows` rows with the weights `specs`."""
+    yield BufferSpec("normed", (max_rows, config.hidden_size), QKV, GATE_UP)
+    yield BufferSpec("qkv", (max_rows, config.q_size + 2 * config.kv_size), QKV, QKV)
+    yield BufferSpec("gate_up", (max_rows, 2 * config.intermediate_size), GATE_UP, GATE_UP)
+    yield from packed_workspace(specs, config, max_rows, device)
+
+
+class Products:
+    """The ops of `ops.protocol.Ops` that multiply by a weight, for one model.
+
+    `arrays` holds the buffers of `product_workspace` and `packed_tables` by name.
+    """
+
+    def __init__(
+        self, device: Device, launcher: Launcher, gemm: Gemm, arrays: Mapping[str, Any]
+    ):
+        self._device, self._launch, self._gemm = device, launcher, gemm
+        self._normed: DeviceArray = arrays["normed"]
+        self._qkv: DeviceArray = arrays["qkv"]
+        self._gate_up: DeviceArray = arrays["gate_up"]
+        self._packed = PackedProducts(launcher, gemm, arrays, device)
+
+    def qkv(
+        self,
+        q: DeviceArray,
+        kv: KVPages,
+        x: DeviceArray,
+        weights: QkvWeights,
+        rope: DeviceArray,
+        rows: Rows,
+        eps: float,
+    ) -> Handoff:
+        """Launch the op `qkv`, but for the compressed keys."""
+        nope = (kv.compressed.q_nope, kv.compressed.nope) if kv.compressed else (None, None)
+        check_shapes(
+            "qkv", q=q, k=kv.k, v=kv.v, x=x, norm=weights.norm, weight=weights.weight, bias=weights.bias,
+            q_norm=weights.q_norm, k_norm=weights.k_norm, rope=rope, positions=rows.positions, locations=rows.locations,
+            slots=rows.slots, block_tables=rows.block_tables, q_nope=nope[0], nope=nope[1],
+        )  # fmt: skip
+        (_, num_kv_heads, _, head_dim), bias = kv.k.shape, weights.bias
+        counts = len(x), q.shape[1] // head_dim, num_kv_heads, rows.block_tables.shape[1], rope.shape[1]
+        places = rope, rows.positions, rows.locations, rows.slots, rows.block_tables
+        rest = (*places, *map(np.int32, counts), np.float32(eps))
+
+        def project(*outputs: KernelArgument) -> Handoff:
+            product = StepProduct("qkv", outputs, x, weights.norm, eps, (bias, *rest), head_dim)
+            return self._step(product, weights.weight)
+
+        if not rows.is_prefill and weights.q_norm is None and nope[0] is None and not isinstance(kv.k, Fp8Pages):
+            return project(q, kv.k, kv.v)
+        raw, left = self._qkv[: len(x)], NOTHING
+        if rows.is_prefill:
+            self._dense(raw, self._normalised(x, weights.norm, eps), weights.weight)
+        else:  # with null pages the kernel stores the projection as it is
+            left, bias = project(raw, None, None), None
+        grid = -(-len(x) * (raw.shape[1] // head_dim) * (4 if head_dim == 64 else 8) // BLOCK)
+        self._launch(
+            ROPE_APPEND, RopeAppendConstants(head_dim, isinstance(kv.k, Fp8Pages)), grid, BLOCK,
+            q, codes_of(kv.k), codes_of(kv.v), *nope, raw, bias, weights.q_norm, weights.k_norm, *rest,
+            *scales_of(kv.k, kv.v),
+        )  # fmt: skip
+        return left
+
+    def project_residual(
+        self,
+        x: DeviceArray,
+        inner: DeviceArray,
+        weight: Weight,
+        bias: DeviceArray | None,
+        scale: float,
+        after: Handoff = NOTHING,
+    ) -> None:
+        """Launch the op `project_residual`."""
+        check_shapes("project_residual", x=x, inner=inner, weight=weight, bias=bias)
+        num_rows, factor = np.int32(len(x)), np.float32(scale)
+        if len(x) <= MAX_ROWS:
+            rest = bias, num_rows, np.int32(x.shape[1]), factor
+            self._step(StepProduct("residual", (x,), inner, None, 0.0, rest), weight, after)
+        elif bias is None:
+            self._dense(x, inner, weight, alpha=scale, beta=1.0)
+        else:
+            y = self._normed[: len(x)]
+            self._dense(y, inner, weight)
+            grid = -(-x.size // VECTOR // BLOCK)
+            self._launch(RESIDUAL_ADD, RowConstants(x.shape[1]), grid, BLOCK, x, y, bias, num_rows, factor)
+
+    def gate_up(self, out: DeviceArray, x: DeviceArray, norm: DeviceArray, weight: Weight, eps: float) -> Handoff:
+        """Launch the op `gate_up`."""
+        check_shapes("gate_up", out=out, x=x, norm=norm, weight=weight)
+        num_rows, width = np.int32(len(x)), out.shape[1]
+        if len(x) <= MAX_ROWS:
+            rest = num_rows, np.int32(width), np.float32(eps)
+            return self._step(StepProduct("gate_up", (out,), x, norm, eps, rest), weight)
+        both = self._gate_up[: len(x)]
+        self._dense(both, self._normalised(x, norm, eps), weight)
+        self._launch(SILU_MUL, SiluMulConstants(width), -(-out.size // VECTOR // BLOCK), BLOCK, out, both, num_rows)
+        return NOTHING
+
+    def lm_head(
+        self, logits: DeviceArray, x: DeviceArray, norm: DeviceArray | None, weight: Weight, eps: float, divisor: float
+    ) -> None:
+        """Launch the op `lm_head` for at most 64 rows."""
+        check_shapes("lm_head", logits=logits, x=x, norm=norm, weight=weight)
+        rest = np.int32(len(x)), np.int32(weight.shape[0]), np.float32(eps), np.float32(divisor)
+        self._step(StepProduct("head", (logits,), x, norm, eps, rest), weight)
+
+    def _step(self, product: StepProduct, weight: Weight, after: Handoff = NOTHING) -> Handoff:
+        if isinstance(weight, PackedWeight):
+            return self._packed.step(product, weight, after)
+        launch_linear(self._launch, product, weight, self._device)
+        return NOTHING
+
+    def _dense(
+        self, y: DeviceArray, x: DeviceArray, weight: Weight, *, alpha: float = 1.0, beta: float = 0.0
+    ) -> None:
+        """y = alpha x weight^T + beta y for the rows of a chunk."""
+        if isinstance(weight, PackedWeight):
+            self._packed.chunk(y, x, weight, alpha=alpha, beta=beta)
+        else:
+            self._gemm(y, x, weight, alpha=alpha, beta=beta)
+
+    def _normalised(self, x: DeviceArray, norm: DeviceArray | None, eps: float) -> DeviceArray:
+        """Return the rows of a chunk as they enter a product."""
+        if norm is None:
+            return x
+        normed = self._normed[: len(x)]
+        rms_norm(self._launch, normed, x, norm, eps)
+        return normed
