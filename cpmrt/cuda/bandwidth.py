@@ -1,4 +1,4 @@
-"""How fast this GPU reads its memory: the ceiling that decoding is held against."""
+"""Measures how fast this GPU reads its memory, which is the ceiling that decoding is held against."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ READ_BANDWIDTH = KernelSpec(
 )
 BLOCK = 256
 TILE_BYTES = 32 << 10
-"""What one block reads in one pass: 8 loads of 16 bytes a thread."""
+"""A block reads so much in one pass: 8 loads of 16 bytes a thread."""
 
 _BLOCKS_PER_SM = 4
 _MOST_BYTES = 2 << 30
@@ -27,7 +27,7 @@ _RUNS, _READS_PER_RUN = 15, 4
 
 
 def read_bandwidth(device: Device) -> float:
-    """Bytes a second: the median of runs timed by events, each of several passes over 2 GiB of random data.
+    """Return bytes a second: the median of runs timed by events, each of several passes over 2 GiB of random data.
 
     Half of what is free is taken where that is less; all of it is given back. Raises KernelCompileError, and
     MemoryPlanError where not even one pass of all blocks fits.
@@ -57,7 +57,7 @@ def read_bandwidth(device: Device) -> float:
 
 
 def num_tiles_within(num_bytes: int, grid: int) -> int:
-    """Tiles for `grid` blocks in at most `num_bytes`: the same number for each block, so that none reads alone."""
+    """Return how many tiles `grid` blocks read of at most `num_bytes`, each as many, so that none reads alone."""
     rounds = min(num_bytes, _MOST_BYTES) // (grid * TILE_BYTES)
     if not rounds:
         needed = f"at least {2 * grid * TILE_BYTES >> 20} MiB free"
@@ -66,7 +66,7 @@ def num_tiles_within(num_bytes: int, grid: int) -> int:
 
 
 def pci_bus_id(device: Device) -> str:
-    """Such as "0000:3B:00.0": names the GPU to NVML, whose indices are not CUDA's."""
+    """Return the name of the GPU to NVML, whose indices are not CUDA's, such as "0000:3B:00.0"."""
     import cupy
 
     found: str = cupy.cuda.runtime.deviceGetPCIBusId(device.index)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cpmrt.cuda.driver.tensor_map import row_boxes
+from cpmrt.cuda.driver.array import row_boxes
 from cpmrt.cuda.ops.attention.plan import plan_prefill_attention
 from cpmrt.dtypes import DType, round_to
 from cpmrt.memory.kv_pages import PAGE_SIZE

@@ -21,7 +21,7 @@ _COMPILER_UNKNOWN = "*"
 
 
 def find(key: str, compiler: str | None) -> Path | None:
-    """The intact cubin of `key`, by any version of the compiler if `compiler` is None; damaged ones are removed."""
+    """Return the intact cubin of `key`, by any compiler if `compiler` is None; damaged ones are removed."""
     for path in sorted(folder().glob(f"{key}.{compiler or _COMPILER_UNKNOWN}.*.cubin"), reverse=True):
         if _is_intact(path):
             return path
@@ -40,7 +40,7 @@ def store(key: str, compiler: str, cubin: bytes) -> Path:
 
 
 def folder() -> Path:
-    """Where cubins are looked for and kept."""
+    """Return the folder in which cubins are looked for and kept."""
     configured = env.cache_dir() / "cubins"
     stand_in = _stand_ins.get(configured)
     return Path(stand_in.name) if stand_in else configured

@@ -1,4 +1,4 @@
-"""Launches of kernels by spec on one stream; or, while recording, only a list of what would have to be compiled."""
+"""Launches kernels by their spec on one stream, or only notes what would have to be compiled."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Launcher:
 
     @contextmanager
     def recording(self) -> Iterator[list[Module]]:
-        """Collects, without repetition, the modules of everything that is launched meanwhile; nothing runs."""
+        """Collect, without repetition, the modules of everything that is launched meanwhile; nothing runs."""
         self._recorded = []
         modules: list[Module] = []
         try:

@@ -33,7 +33,7 @@ _SUFFIXES = {DType.BFLOAT16: "bf16", DType.FLOAT16: "fp16"}
 
 
 def options(arch: str, dtype: DType, constants: Constants) -> tuple[str, ...]:
-    """The compiler's options. They hold no path, so that a cache can be copied to another machine."""
+    """Return the compiler's options. They hold no path, so that a cache can be copied to another machine."""
     sizes = sorted(macros_of(constants).items())
     return (
         f"-arch={_TARGETS.get(arch, arch)}",
@@ -45,14 +45,14 @@ def options(arch: str, dtype: DType, constants: Constants) -> tuple[str, ...]:
 
 
 def suffix(dtype: DType) -> str:
-    """What ends a kernel's name: "bf16" or "fp16". Raises KernelCompileError for a type without kernels."""
+    """Return what ends a kernel's name: "bf16" or "fp16". Raises KernelCompileError for a type without kernels."""
     if dtype not in _SUFFIXES:
         raise KernelCompileError("no kernels of this storage type", expected="bfloat16 or float16", actual=dtype.label)
     return _SUFFIXES[dtype]
 
 
 def compile_module(file: str, arch: str, dtype: DType, constants: Constants) -> Path:
-    """The cubin of one module, compiled if the cache has none of these sources, options and compiler.
+    """Return the cubin of one module, compiled if the cache has none of these sources, options and compiler.
 
     `arch` is such as "sm_90". Where NVRTC is not installed, a cubin that any version of it made is good enough. Raises
     KernelCompileError.
@@ -67,7 +67,7 @@ def compile_module(file: str, arch: str, dtype: DType, constants: Constants) -> 
 
 
 def compile_all(arch: str, dtype: DType, modules: Iterable[tuple[str, Constants]]) -> list[Path]:
-    """The cubins of several (file, constants), compiled in parallel; in their order. Raises as compile_module does."""
+    """Return the cubins of several (file, constants), compiled side by side. Raises as compile_module does."""
     with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
         builds = [pool.submit(compile_module, file, arch, dtype, constants) for file, constants in modules]
         try:
@@ -83,22 +83,21 @@ class Modules:
     def __init__(self, arch: str, dtype: DType):
         self.arch, self.dtype = arch, dtype
         self._loaded: dict[tuple[str, _Sizes], RawModule] = {}
-        self._kernels: dict[tuple[KernelSpec, _Sizes], Kernel] = {}
+        self._kernels: dict[tuple[str, _Sizes], Kernel] = {}
 
     def kernel(self, spec: KernelSpec, constants: Constants) -> Kernel:
-        """The kernel with these compile-time sizes, on the current device.
+        """Return the kernel with these compile-time sizes, loaded on the current device.
 
         Raises KernelCompileError if it does not compile, does not load or is not there; DeviceError after a fault.
         """
         macros = macros_of(constants)
-        sizes = frozenset(macros.items())
-        if (spec, sizes) not in self._kernels:
-            module = self._loaded.get((spec.file, sizes)) or self._load(spec.file, macros)
-            self._kernels[spec, sizes] = self._kernel(spec, module)
-        return self._kernels[spec, sizes]
+        key = spec.name, frozenset(macros.items())
+        if key not in self._kernels:
+            self._kernels[key] = self._load(spec, macros)
+        return self._kernels[key]
 
-    def _kernel(self, spec: KernelSpec, module: RawModule) -> Kernel:
-        full_name = f"{spec.name}_{suffix(self.dtype)}"
+    def _load(self, spec: KernelSpec, macros: Mapping[str, int]) -> Kernel:
+        module, full_name = self._module(spec.file, macros), f"{spec.name}_{suffix(self.dtype)}"
         try:
             raw = module.get_function(full_name)
             return Kernel(full_name, raw.kernel.ptr, raw, has_pdl=_capability(self.arch) >= _PDL_CAPABILITY)
@@ -108,12 +107,13 @@ class Modules:
             what = f"{full_name} of {spec.file} does not load for {self.arch}: {error}"
             raise KernelCompileError(what, fix=f"delete the compiled kernels in {cubin_cache.folder()}") from error
 
-    def _load(self, file: str, macros: Mapping[str, int]) -> RawModule:
+    def _module(self, file: str, macros: Mapping[str, int]) -> RawModule:
         import cupy
 
-        cubin = compile_module(file, self.arch, self.dtype, macros)
-        module = self._loaded[file, frozenset(macros.items())] = cupy.RawModule(path=str(cubin))
-        return module
+        key = file, frozenset(macros.items())
+        if key not in self._loaded:
+            self._loaded[key] = cupy.RawModule(path=str(compile_module(file, self.arch, self.dtype, macros)))
+        return self._loaded[key]
 
 
 def _key(source: KernelSource, chosen: Iterable[str]) -> str:
@@ -121,5 +121,5 @@ def _key(source: KernelSource, chosen: Iterable[str]) -> str:
 
 
 def _capability(arch: str) -> int:
-    """90 for "sm_90" and "sm_90a"."""
+    """Return the number of an architecture: 90 for "sm_90" and "sm_90a"."""
     return int(arch.removeprefix("sm_").rstrip("af"))

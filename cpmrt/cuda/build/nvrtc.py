@@ -1,4 +1,4 @@
-"""NVIDIA's run-time compiler: find it and the CUDA headers of its version, and turn a source into a cubin.
+"""Finds NVIDIA's run-time compiler and the CUDA headers of its version, and turns a source into a cubin.
 
 It needs no GPU and no driver. It is loaded when something is compiled, not before.
 """
@@ -26,7 +26,7 @@ _PINNED_MINOR = {12: 9, 13: 5}
 
 @functools.cache
 def version() -> str | None:
-    """The version of NVRTC that would compile, such as "13.5.37"; None if there is none.
+    """Return the version of NVRTC that would compile, such as "13.5.37"; None if there is none.
 
     Where it comes from a wheel the library is not loaded for this: that would cost a warm start 100 ms.
     """
@@ -41,7 +41,7 @@ def version() -> str | None:
 
 
 def compile_cubin(source: KernelSource, options: Sequence[str]) -> tuple[bytes, str]:
-    """The cubin of a source, and the compiler's log (warnings, and what `--ptxas-options=-v` asks for).
+    """Return the cubin of a source and the compiler's log (warnings, and what `--ptxas-options=-v` asks for).
 
     The headers of the kernel folder are taken from `source`, so that what is compiled is what was hashed. Raises
     KernelCompileError with file and line for a faulty source, or with the command that installs what is missing.
@@ -89,7 +89,7 @@ def _bindings() -> ModuleType:
 
 @functools.cache
 def _library() -> Path:
-    """The library that is loaded, so that what stands beside it can be found."""
+    """Load the library and return its path, so that what stands beside it can be found."""
     _bindings()
     from cuda import pathfinder
 
@@ -116,7 +116,7 @@ def library_version() -> tuple[int, int]:
 
 @functools.cache
 def _cuda_headers(compiler: tuple[int, int]) -> Path:
-    """The CUDA headers of the compiler's own version: another version's may compile, to something else."""
+    """Return the CUDA headers of the compiler's own version: another version's may compile, to something else."""
     found = {folder: _header_version(folder) for folder in header_folders()}
     for folder, headers in found.items():
         if headers == compiler:
@@ -151,7 +151,7 @@ def _header_version(folder: Path) -> tuple[int, int] | None:
 
 
 def bindings_major() -> int:
-    """The CUDA series in use: that of the installed bindings; the newest if there are none."""
+    """Return the CUDA series in use: that of the installed bindings, the newest if there are none."""
     try:
         major = int(importlib.metadata.version("cuda-bindings").partition(".")[0])
     except importlib.metadata.PackageNotFoundError:
@@ -160,7 +160,7 @@ def bindings_major() -> int:
 
 
 def wheel_name(name: str, major: int) -> str:
-    """The wheels of CUDA 12 carry the series in their name; from 13 on they do not."""
+    """Return a wheel's name: those of CUDA 12 carry the series in it, from 13 on they do not."""
     return f"{name}-cu12" if major == 12 else name
 
 
@@ -169,7 +169,7 @@ def _pip(*wheels: str) -> str:
 
 
 def _value(returned: tuple[Any, ...]) -> Any:
-    """The value of a call of the bindings, which return their status first."""
+    """Return the value of a call of the bindings, which return their status first."""
     status, *values = returned
     if int(status):
         raise KernelCompileError(f"NVRTC fails: {status.name}")

@@ -20,7 +20,7 @@ _FLOAT32, _COMPUTE_FLOAT32 = 0, 68
 _TRANSPOSE_A, _TRANSPOSED = 3, 1
 _MAX_WORKSPACE, _REDUCTION_MASK, _MIN_ALIGNMENTS = 1, 3, (5, 6, 7, 8)
 _REDUCE_IN_FLOAT32 = 2
-"""Of the split-K reductions the only one that rounds the result once."""
+"""The only split-K reduction that rounds the result once."""
 _ALIGNMENT = 16
 
 
@@ -44,9 +44,8 @@ class _Heuristic(ctypes.Structure):
 class MatmulPlan:
     """A product of one shape: descriptors, and the algorithm that the library suggests first.
 
-    Rows of Y are `stride` elements apart.
-
-    Another one may be some percent faster alone, but a prefill runs at the power limit, where all take the same time.
+    Rows of Y are `stride` elements apart. Another algorithm may be some percent faster alone, but a prefill runs at the
+    power limit, where all take the same time.
     """
 
     num_rows: int
@@ -62,7 +61,7 @@ class MatmulPlan:
 
 
 def load_library() -> ctypes.CDLL:
-    """libcublasLt from the cuBLAS wheel, the toolkit or JetPack. Raises CublasLtError."""
+    """Load libcublasLt of the cuBLAS wheel, the toolkit or JetPack. Raises CublasLtError."""
     try:
         from cuda.pathfinder import load_nvidia_dynamic_lib
 
@@ -94,13 +93,8 @@ class CublasLt:
         _declare(self._library)
         self._check("Create", ctypes.byref(self._handle))
 
-    @property
-    def version(self) -> int:
-        """Of the library: 130800 is 13.8."""
-        return int(self._library.cublasLtGetVersion())
-
     def plan(self, num_rows: int, columns: int, inner: int, dtype: DType, stride: int | None = None) -> MatmulPlan:
-        """The plan for Y [num_rows, columns] and X [num_rows, inner]; made once for a shape. Raises CublasLtError.
+        """Return the plan for Y [num_rows, columns] and X [num_rows, inner], made once a shape. Raises CublasLtError.
 
         Y may be columns of a wider matrix, whose rows are `stride` elements apart.
         """
@@ -119,7 +113,7 @@ class CublasLt:
     def matmul(
         self, plan: MatmulPlan, y: int, x: int, w: int, stream: int, *, alpha: float = 1.0, beta: float = 0.0
     ) -> None:
-        """y = alpha x w^T + beta y at these device addresses, rounded once; y is not read if beta is 0.
+        """Enqueue y = alpha x w^T + beta y at these device addresses, rounded once; y is not read if beta is 0.
 
         `stream` is a raw handle. alpha and beta are read during the call and fixed in a capture.
         """
@@ -215,6 +209,5 @@ def _declare(library: ctypes.CDLL) -> None:
     }
     for name, types in signatures.items():
         getattr(library, f"cublasLt{name}").argtypes = types
-    library.cublasLtGetVersion.restype = c_size_t
     library.cublasLtGetStatusString.argtypes = [c_int]
     library.cublasLtGetStatusString.restype = ctypes.c_char_p

@@ -1,4 +1,4 @@
-"""The GPU: whether there is a usable one, and what it is. The first use of CuPy is here."""
+"""Finds the GPU and says what it is. The first use of CuPy is here."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cpmrt.memory.host_memory import available_bytes
 
 MIN_CAPABILITY = 80
 _PORTABLE_CAPABILITY, _PORTABLE_SHARED_BYTES = 86, 101376
-"""The least of sm_80 to sm_89: what fits there runs on all of them."""
+"""The least that sm_80 to sm_89 have: what fits there runs on all of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Device:
         return self.arch != f"sm_{self.capability}"
 
     def free_bytes(self) -> int:
-        """What can be allocated now. Where CPU and GPU share memory, the driver counts page cache as used."""
+        """Return what can be allocated now. Where CPU and GPU share memory, the driver counts page cache as used."""
         import cupy
 
         if self.is_unified:
@@ -59,7 +59,7 @@ class Device:
 
 
 def open_device(index: int = 0) -> Device:
-    """The GPU with this index, made current. Raises NoDeviceError, with what to change, if cpmrt cannot use it."""
+    """Make the GPU with this index current. Raises NoDeviceError, with what to change, if cpmrt cannot use it."""
     cupy = _import_cupy()
     runtime = cupy.cuda.runtime
     driver = _usable_driver(runtime)

@@ -11,7 +11,7 @@ from cpmrt.errors import CpmrtError, DeviceError, MemoryPlanError
 OUT_OF_MEMORY = 2
 """cudaErrorMemoryAllocation and CUDA_ERROR_OUT_OF_MEMORY."""
 LOST_CONTEXT = frozenset((700, 702, 710, *range(714, 720), 999))
-"""Of cuda.h: after these a context refuses every call. An illegal address is 700, a failed launch 719."""
+"""Results in cuda.h after which a context refuses every call. An illegal address is 700, a failed launch 719."""
 
 
 @contextmanager
@@ -26,7 +26,7 @@ def device_faults() -> Iterator[None]:
 
 
 def device_fault(error: Exception) -> CpmrtError:
-    """What a CUDARuntimeError or CUDADriverError means to the user."""
+    """Return what a CUDARuntimeError or CUDADriverError means to the user."""
     if getattr(error, "status", None) == OUT_OF_MEMORY:
         return MemoryPlanError(
             "the GPU has less free memory than was planned for",
@@ -37,7 +37,7 @@ def device_fault(error: Exception) -> CpmrtError:
 
 
 def checked(answer: Sequence[Any]) -> Any:
-    """The value that a call of the driver's bindings returned behind its status, if any. Raises CUDARuntimeError."""
+    """Return the value that a call of the driver's bindings gave behind its status, if any. Raises CUDARuntimeError."""
     if int(answer[0]):
         from cupy.cuda.runtime import CUDARuntimeError
 

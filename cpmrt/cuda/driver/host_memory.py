@@ -32,18 +32,18 @@ class HostBuffer:
 
     @property
     def address(self) -> int:
-        """Where the host sees the buffer."""
+        """The address at which the host sees the buffer."""
         if not self._address:
             raise ValueError("the host buffer is closed")
         return self._address
 
     @property
     def device_address(self) -> int:
-        """Where a kernel sees the buffer (the same number wherever addresses are unified)."""
+        """The address at which a kernel sees the buffer, the same wherever addresses are unified."""
         return int(self._runtime.pointerGetAttributes(self.address).devicePointer)
 
     def array(self, dtype: DTypeLike, shape: tuple[int, ...] | None = None, offset: int = 0) -> Array:
-        """A writable view from byte `offset` on; without a shape, a flat one of all that follows.
+        """Return a writable view from byte `offset` on; without a shape, a flat one of all that follows.
 
         A structured dtype gives a ring of records. Raises ValueError if it does not fit.
         """

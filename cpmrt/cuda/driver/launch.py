@@ -1,4 +1,4 @@
-"""Launching a kernel on a stream: eager or under capture, with dependent-launch edges and clusters.
+"""Launches a kernel on a stream, eagerly or under capture, with dependent-launch edges.
 
 The launch goes through the driver's cuLaunchKernelEx, because CuPy's own takes no launch attributes. Under capture it
 becomes a node of the graph, whichever side began the capture: a CuPy stream or a cuda.core GraphBuilder.
@@ -50,13 +50,13 @@ class Kernel:
         self._shared_bytes, self._prefers_shared = _PLAIN_SHARED_BYTES, False
 
     def allow_shared_bytes(self, num_bytes: int) -> None:
-        """Raise the limit of dynamic shared memory a block; the driver refuses what the device does not have."""
+        """Raise the limit of a block's dynamic shared memory; the driver refuses what the device does not have."""
         if num_bytes > self._shared_bytes:
             self.raw.max_dynamic_shared_size_bytes = num_bytes
             self._shared_bytes = num_bytes
 
     def prefer_shared(self) -> None:
-        """Multiprocessors that run it are to be all shared memory and as little L1 as they can.
+        """Ask for multiprocessors with as much shared memory and as little L1 as they can have.
 
         A multiprocessor changes its split only while it is idle: a block that wants another one than the blocks of the
         kernel before it waits for their end, and what the driver chooses changes with a kernel's registers.
@@ -112,7 +112,7 @@ class Parameters:
 
     @property
     def address(self) -> int:
-        """Of the array of pointers; valid as long as this object."""
+        """The address of the array of pointers; valid as long as this object."""
         return ctypes.addressof(self._pointers)
 
 
@@ -129,7 +129,7 @@ def _bytes_of(argument: KernelArgument) -> bytes:
 
 
 def three(dimensions: Dimensions) -> tuple[int, int, int]:
-    """The extents in x, y and z."""
+    """Return the extents in x, y and z."""
     sizes = (dimensions,) if isinstance(dimensions, int) else tuple(dimensions)
     x, y, z = (*sizes, 1, 1, 1)[:3]
     return x, y, z
@@ -144,7 +144,7 @@ def launch_config(
     pdl: bool = False,
     cluster: tuple[int, int, int] | None = None,
 ) -> driver.CUlaunchConfig:
-    """What `launch` gives the driver; building one costs more than the launch, and a step repeats the same few.
+    """Return what `launch` gives the driver. Building one costs more than the launch, and a step repeats the same few.
 
     `cluster`: blocks of a cluster, for a kernel that does not say so itself.
     """

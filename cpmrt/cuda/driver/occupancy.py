@@ -1,4 +1,4 @@
-"""How much runs at once in the current context: its multiprocessors, clusters of blocks, the blocks of a launch.
+"""Asks how much runs at once in the current context: its multiprocessors, clusters of blocks, the blocks of a launch.
 
 A process may have fewer multiprocessors than its device: under MPS with a percentage of threads, in a green context.
 """
@@ -16,7 +16,7 @@ _NOTHING = b".version 7.8\n.target sm_90\n.address_size 64\n.visible .entry noth
 
 
 def multiprocessors(of_device: int) -> int:
-    """The multiprocessors of the current context; those of its device where the driver does not tell."""
+    """Return the number of multiprocessors of the current context; `of_device` where the driver does not tell."""
     from cuda.bindings import driver
 
     counts = [of_device]
@@ -31,7 +31,7 @@ def multiprocessors(of_device: int) -> int:
 
 
 def whole_clusters(shared_bytes: int) -> int:
-    """How many clusters of eight blocks run at once when each block takes a whole multiprocessor.
+    """Return how many clusters of eight blocks run at once when each block takes a whole multiprocessor.
 
     `shared_bytes`: dynamic shared memory of a block. It depends on which multiprocessors of a chip are in use: boards
     of one kind differ. 0 where the driver does not tell.
@@ -72,7 +72,7 @@ def check_all_resident(kernel: Kernel, num_blocks: int, block: int, shared_bytes
 
 
 def _asked(function: str, *arguments: object) -> Any:
-    """What a function of the driver returns; None where it fails, or the driver or its bindings do not have it."""
+    """Return what a function of the driver says; None where it fails, or the driver or its bindings do not have it."""
     from cuda.bindings import driver
 
     try:

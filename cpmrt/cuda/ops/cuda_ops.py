@@ -13,8 +13,8 @@ import numpy as np
 
 from cpmrt.config import ModelConfig, SparseConfig
 from cpmrt.cuda.build.launcher import Launcher
+from cpmrt.cuda.driver.array import row_boxes
 from cpmrt.cuda.driver.device import Device
-from cpmrt.cuda.driver.tensor_map import row_boxes
 from cpmrt.cuda.ops import rows as row_ops
 from cpmrt.cuda.ops.attention.plan import DecodeAttentionPlan, PrefillAttentionPlan, decode_launch
 from cpmrt.cuda.ops.gemm import Gemm

@@ -11,8 +11,8 @@ import numpy as np
 from cpmrt.config import ModelConfig, SparseConfig
 from cpmrt.cuda.build.launcher import Launcher
 from cpmrt.cuda.build.spec import KernelSpec
+from cpmrt.cuda.driver.array import row_boxes
 from cpmrt.cuda.driver.device import Device
-from cpmrt.cuda.driver.tensor_map import row_boxes
 from cpmrt.cuda.ops.attention.plan import (
     DECODE_ATTENTION,
     SELECTED_ATTENTION,

@@ -1,4 +1,4 @@
-"""What steps cost on this device, measured once at start: for the engine's choice between drafting and decoding."""
+"""Measures at start what steps cost on this device: the engine chooses between drafting and decoding by that."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ if TYPE_CHECKING:
 
 _SLOT, _WARM_UP, _TIMED = 0, 2, 5
 _COVERED_S = 1e-3
-"""How long the host may be busy elsewhere before the device has nothing to do."""
+"""The host may be busy elsewhere for so long before the device has nothing to do."""
 _PROMPT = (0,) * 64
-"""Long enough that n-grams repeat."""
+"""A prompt so long that n-grams repeat."""
 
 PassSeconds = Callable[[int], tuple[float, float]]
 
 
 def measured_limits(executor: Executor, pass_seconds: PassSeconds, steps_per_launch: int) -> ExecutorLimits:
-    """The executor's limits with `step_seconds` and `step_parts`, from steps of a sequence of its own.
+    """Return the executor's limits with `step_seconds` and `step_parts`, from steps of a sequence made for this.
 
-    Nobody else may use the executor meanwhile. `pass_seconds`: of the draft's passes and of the target's, for a shape
-    whose step has just been run. A shape that the context is too short for seems to cost nothing but the passes.
+    Nobody else may use the executor meanwhile. `pass_seconds(shape)` measures the passes of the draft and those of the
+    target in a step that has just been run. A shape that the context is too short for seems to cost only the passes.
 
-    Of long steps fewer are in flight from then on, unless several are one launch: what is in flight when a sequence
+    Of long steps fewer may be in flight from then on, unless several are one launch: what is in flight when a sequence
     ends runs before the next one's first token, and a draft step is chosen that much before its turn.
     """
     limits = executor.limits
@@ -47,12 +47,12 @@ def measured_limits(executor: Executor, pass_seconds: PassSeconds, steps_per_lau
 
 
 def enough_in_flight(step_s: float, at_most: int) -> int:
-    """Steps of so many seconds that keep the device busy."""
+    """Return how many steps of so many seconds keep the device busy."""
     return min(at_most, max(2, 1 + ceil(_COVERED_S / step_s)))
 
 
 def _seconds(executor: Executor, step: Step) -> float:
-    """The median of single steps, each waited for: what run-ahead hides is alike for all."""
+    """Return the median time of single steps, each waited for: what run-ahead hides is alike for all."""
     limits = executor.limits
     prompt = _PROMPT[: max(1, min(limits.prefill_chunk, limits.max_context // 2))]
     executor.submit(Admit(_SLOT, SamplingParams(), 0, limits.max_context - len(prompt), ()))
@@ -66,7 +66,7 @@ def _seconds(executor: Executor, step: Step) -> float:
 
 
 def launch_seconds(stream: Stream, launches: Callable[[], None]) -> float:
-    """Of a launch sequence that has run before, as a graph."""
+    """Return the time of launches that have run before, as one graph."""
     import cupy
 
     graphs = Graphs(stream, enabled=True)

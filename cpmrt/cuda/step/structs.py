@@ -32,37 +32,24 @@ def struct(alignment: int, *fields: Field) -> Struct:
     return np.dtype({"names": names, "formats": formats, "offsets": ends[:-1], "itemsize": size})
 
 
+def of_type(kind: str, *names: str) -> tuple[Field, ...]:
+    """Fields of one type."""
+    return tuple((name, kind) for name in names)
+
+
 SLOT_STATE = struct(
     16,
     ("seed", "<u8"),
-    ("last_token", "<i4"),
-    ("position", "<i4"),
-    ("num_generated", "<i4"),
-    ("max_new_tokens", "<i4"),
-    ("finished", "<i4"),
-    ("top_k", "<i4"),
-    ("temperature", "<f4"),
-    ("top_p", "<f4"),
-    ("log_min_p", "<f4"),
-    ("repetition_penalty", "<f4"),
-    ("presence_penalty", "<f4"),
-    ("frequency_penalty", "<f4"),
-    ("num_logprobs", "<i4"),
-    ("num_stop_ids", "<i4"),
+    *of_type("<i4", "last_token", "position", "num_generated", "max_new_tokens", "finished", "top_k"),
+    *of_type("<f4", "temperature", "top_p", "log_min_p"),
+    *of_type("<f4", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *of_type("<i4", "num_logprobs", "num_stop_ids"),
     ("stop_ids", "<i4", (MAX_STOP_IDS,)),
     ("num_logit_biases", "<i4"),
     ("biased_ids", "<i4", (MAX_LOGIT_BIAS,)),
     ("logit_biases", "<f4", (MAX_LOGIT_BIAS,)),
 )
-COMMAND = struct(
-    16,
-    ("kind", "<i4"),
-    ("num_rows", "<i4"),
-    ("slot", "<i4"),
-    ("start", "<i4"),
-    ("is_last", "<i4"),
-    ("reserved", "<i4", (3,)),
-)
+COMMAND = struct(16, *of_type("<i4", "kind", "num_rows", "slot", "start", "is_last"), ("reserved", "<i4", (3,)))
 TOKEN_LOGPROBS = struct(
     16,
     ("logprob", "<f4"),
