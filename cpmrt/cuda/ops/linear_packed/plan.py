@@ -6,6 +6,7 @@ may follow from the number of rows (row invariance).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import ceil
 
@@ -85,11 +86,19 @@ class PrepareConstants:
     warpgroups: bool
 
 
+def _exchange_through_memory(macros: Mapping[str, int]) -> bool:
+    """Whether blocks wait for each other's sums, and are not those of one cluster."""
+    return bool(macros["SHARED_RUN"] and macros["RUNS"] > 1 and not macros["CLUSTERS"])
+
+
 _FILE = "linear_packed/linear_packed.cu"
 LINEAR_PACKED = {
-    product: KernelSpec(f"linear_packed_{product}", _FILE, op, LinearPackedConstants, hot=True)
+    product: KernelSpec(
+        f"linear_packed_{product}", _FILE, op, LinearPackedConstants, hot=True,
+        waits_across_blocks=_exchange_through_memory,
+    )
     for product, op in OPS.items()
-}
+}  # fmt: skip
 PREPARE = KernelSpec("prepare_rows", "linear_packed/prepare_rows.cu", "gate_up", PrepareConstants, hot=True)
 
 
