@@ -17,6 +17,9 @@ from cpmrt.config import SamplingParams, TreeShape
 if TYPE_CHECKING:
     from cpmrt.dtypes import F32
 
+MAX_ROWS = 64
+"""Rows of a step at most, of one token each: sequences that decode together, nodes of a draft tree, rows of logits."""
+
 
 @dataclass(frozen=True, slots=True)
 class Admit:

@@ -25,10 +25,10 @@ from cpmrt.cuda.step.forward import StepForward
 from cpmrt.cuda.step.kernels import StepKernels, step_modules
 from cpmrt.cuda.step.memory import buckets, row_counts
 from cpmrt.cuda.step.rings import Nothing, Rings
-from cpmrt.cuda.step.structs import DECODE, MAX_LOGIT_BIAS, MAX_ROWS
+from cpmrt.cuda.step.structs import DECODE, MAX_LOGIT_BIAS
 from cpmrt.dtypes import F32, DType
 from cpmrt.errors import ConfigError, NoDeviceError
-from cpmrt.executor import Admit, Decode, ExecutorLimits, Pending, Prefill, Recall, Speculate, Step
+from cpmrt.executor import MAX_ROWS, Admit, Decode, ExecutorLimits, Pending, Prefill, Recall, Speculate, Step
 from cpmrt.memory.arena import Arena
 from cpmrt.memory.kv_pages import PAGE_SIZE, KVLayout
 from cpmrt.memory.plan import MemoryPlan

@@ -36,7 +36,7 @@ from cpmrt.cuda.build import nvrtc
 from cpmrt.cuda.build.source import KernelSource
 from cpmrt.cuda.build.spec import macros_of
 from cpmrt.cuda.driver.device import Device
-from cpmrt.cuda.ops.linear import BLOCK_THREADS, plan_linear, token_tiles
+from cpmrt.cuda.ops.linear import BLOCK_THREADS, ROW_BUCKETS, plan_linear, row_bucket
 from cpmrt.dtypes import DType, from_float32, round_to, to_float32
 from cpmrt.memory.kv_pages import PAGE_SIZE
 from cpmrt.ops import OPS
@@ -261,7 +261,7 @@ def test_the_order_of_a_sum_does_not_depend_on_the_rows(name: str, device: Devic
     plans = [plan_linear(product, out_features, in_features, rows, device) for rows in range(1, 65)]
     assert len({plan.constants.cluster for plan in plans}) == 1
     for rows, plan in enumerate(plans, 1):
-        assert plan.constants.token_tiles == token_tiles(rows) >= rows / 8
+        assert 8 * plan.constants.token_tiles == row_bucket(rows, ROW_BUCKETS) >= rows
         assert plan.constants.smem_bytes <= device.shared_bytes_per_block and plan.grid % plan.constants.cluster == 0
         assert device.capability >= 90 or plan.constants.cluster == 1
 
@@ -302,7 +302,7 @@ def test_every_plan_compiles_without_spills(compiled: dict[Any, list[Future[Any]
 @pytest.mark.parametrize("rows", [0, 65, -1])
 def test_a_step_has_1_to_64_rows(rows: int) -> None:
     with pytest.raises(ValueError, match="1 to 64"):
-        token_tiles(rows)
+        row_bucket(rows, ROW_BUCKETS)
 
 
 def test_lanes_meet_every_k_once_and_both_operands_agree() -> None:

@@ -37,8 +37,9 @@ from cpmrt.cuda.build import nvrtc
 from cpmrt.cuda.build.source import KernelSource
 from cpmrt.cuda.build.spec import macros_of
 from cpmrt.cuda.driver.device import Device
+from cpmrt.cuda.ops.linear import row_bucket
 from cpmrt.cuda.ops.linear_packed.layout import PackedLayout
-from cpmrt.cuda.ops.linear_packed.plan import PREPARE_THREADS, ROW_BUCKETS, PrepareConstants, plan_packed, row_bucket
+from cpmrt.cuda.ops.linear_packed.plan import PREPARE_THREADS, ROW_BUCKETS, PrepareConstants, plan_packed
 from cpmrt.dtypes import DType, from_float32, round_to, to_float32
 from cpmrt.errors import UnsupportedModelError
 from cpmrt.memory.kv_pages import PAGE_SIZE
@@ -351,7 +352,7 @@ def test_plans_fit_the_device(name: str, device: Device) -> None:
     for rows in range(1, 65):
         plan = plan_packed(layout, rows, device)
         constants = plan.constants
-        assert constants.rows == row_bucket(rows) >= rows
+        assert constants.rows == row_bucket(rows, ROW_BUCKETS) >= rows
         assert plan.shared_bytes <= device.shared_bytes_per_block
         assert plan.prefers_shared == plan_packed(layout, 1, device).prefers_shared
         assert plan.grid % (layout.runs if constants.shared_run else 1) == 0

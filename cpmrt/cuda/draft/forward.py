@@ -14,12 +14,12 @@ from cpmrt.cuda.load.repack import STAGING, staging_buffers
 from cpmrt.cuda.ops.attention.plan import decode_attention_of, plan_prefill_attention
 from cpmrt.cuda.ops.cuda_ops import CudaOps
 from cpmrt.cuda.ops.gemm import Gemm
-from cpmrt.cuda.ops.linear import MAX_ROWS
 from cpmrt.cuda.ops.linear_packed.layout import PackedWeight
 from cpmrt.cuda.ops.linear_packed.memory import packed_tables
 from cpmrt.cuda.ops.products import product_workspace
 from cpmrt.cuda.step.forward import StepForward
 from cpmrt.cuda.step.memory import cuda_needs
+from cpmrt.executor import MAX_ROWS
 from cpmrt.models.draft import LAST_PHASE, MAX_PENDING, PREFIX, Draft, draft_forward
 from cpmrt.models.planning import ExecutorNeeds
 from cpmrt.ops import Rows

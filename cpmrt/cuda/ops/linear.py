@@ -13,12 +13,13 @@ from cpmrt.cuda.build.launcher import Launcher
 from cpmrt.cuda.build.spec import KernelSpec
 from cpmrt.cuda.driver.array import DeviceArray, KernelArgument
 from cpmrt.cuda.driver.device import Device
+from cpmrt.executor import MAX_ROWS
 
-MAX_ROWS = 64
 PRODUCTS = {"qkv": 0, "residual": 1, "gate_up": 2, "head": 3}
 """A product's kind, and its number (LINEAR) in the kernels' sources."""
 OPS = {"qkv": "qkv", "residual": "project_residual", "gate_up": "gate_up", "head": "lm_head"}
 BLOCK_THREADS = 256
+ROW_BUCKETS = (8, 16, 32, 64)
 _WARPS = 8
 _UNIT_COLUMNS = 64
 _CHUNK_BYTES = 2048
@@ -100,11 +101,11 @@ def launch_linear(launch: Launcher, product: StepProduct, weight: DeviceArray, d
     launch(LINEAR[product.kind], plan.constants, plan.grid, BLOCK_THREADS, *arguments, smem=shared_bytes)
 
 
-def token_tiles(num_rows: int) -> int:
-    """Return the tiles of 8 tokens of the kernel that takes `num_rows` rows (1 to 64)."""
+def row_bucket(num_rows: int, buckets: tuple[int, ...]) -> int:
+    """Return the rows of the build that takes `num_rows` rows (1 to 64)."""
     if not 1 <= num_rows <= MAX_ROWS:
         raise ValueError(f"num_rows must be 1 to {MAX_ROWS}, got {num_rows}")
-    return next(tiles for tiles in (1, 2, 4, 8) if 8 * tiles >= num_rows)
+    return next(bucket for bucket in buckets if bucket >= num_rows)
 
 
 def plan_linear(
@@ -121,7 +122,7 @@ def plan_linear(
 
     `has_norm` False: rows enter the product as they are, as those of "residual" always do.
     """
-    tiles, weight_tiles = token_tiles(num_rows), ceil(out_features / 16)
+    tiles, weight_tiles = row_bucket(num_rows, ROW_BUCKETS) // 8, ceil(out_features / 16)
     half_tile = tiles == 2 and num_rows <= _HALF_TILE_ROWS
     units, cluster = ceil(in_features / _UNIT_COLUMNS), _cluster(weight_tiles, device)
     num_clusters, is_large = device.num_sms // cluster, device.shared_bytes_per_block >= LARGE_SHARED_BYTES

@@ -19,11 +19,12 @@ from cpmrt.cuda.driver.array import DeviceArray, KernelArgument
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.ops.gemm import Gemm
 from cpmrt.cuda.ops.kv import codes_of, scales_of
-from cpmrt.cuda.ops.linear import MAX_ROWS, StepProduct, launch_linear
+from cpmrt.cuda.ops.linear import StepProduct, launch_linear
 from cpmrt.cuda.ops.linear_packed.layout import PackedWeight
 from cpmrt.cuda.ops.linear_packed.memory import packed_workspace
 from cpmrt.cuda.ops.linear_packed.products import PackedProducts
 from cpmrt.cuda.ops.rows import BLOCK, VECTOR, RowConstants, rms_norm
+from cpmrt.executor import MAX_ROWS
 from cpmrt.models.decoder import GATE_UP, QKV
 from cpmrt.ops import NOTHING, Fp8Pages, Handoff, KVPages, QkvWeights, Rows, check_shapes
 from cpmrt.tensor_spec import BufferSpec, TensorSpec

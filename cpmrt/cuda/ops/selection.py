@@ -22,8 +22,8 @@ from cpmrt.cuda.ops.attention.plan import (
     plan_selected_tiles,
 )  # fmt: skip
 from cpmrt.cuda.ops.kv import codes_of, fp8_constant, scales_of
-from cpmrt.cuda.ops.linear import MAX_ROWS
 from cpmrt.cuda.ops.selection_plan import SelectionPlan, plan_selection
+from cpmrt.executor import MAX_ROWS
 from cpmrt.memory.kv_pages import PAGE_SIZE
 from cpmrt.ops import KVPages, Rows, Selection
 

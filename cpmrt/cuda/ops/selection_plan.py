@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from cpmrt.config import ModelConfig
-from cpmrt.cuda.ops.linear import MAX_ROWS
+from cpmrt.executor import MAX_ROWS
 from cpmrt.memory.kv_pages import pages_for
 
 _HEAD_TILE = 16

@@ -10,7 +10,6 @@ from cpmrt.cuda.step.structs import (
     ADMIT,
     COMMAND,
     MAX_LOGIT_BIAS,
-    MAX_ROWS,
     MAX_STOP_IDS,
     PREFILL,
     RECALL,
@@ -18,7 +17,7 @@ from cpmrt.cuda.step.structs import (
 )
 from cpmrt.dtypes import Array
 from cpmrt.errors import RequestError
-from cpmrt.executor import Admit, Prefill, Recall
+from cpmrt.executor import MAX_ROWS, Admit, Prefill, Recall
 
 
 def command_bytes(prefill_chunk: int, pages_per_sequence: int) -> int:

@@ -11,8 +11,8 @@ from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.ops.attention.plan import decode_attention_of, plan_prefill_attention
 from cpmrt.cuda.ops.cuda_ops import CudaOps
 from cpmrt.cuda.ops.gemm import Gemm
-from cpmrt.cuda.ops.linear import MAX_ROWS
 from cpmrt.cuda.ops.selection import SparsePlans
+from cpmrt.executor import MAX_ROWS
 from cpmrt.models.decoder import forward, lm_head
 from cpmrt.ops import Fp8Pages, Rows
 

@@ -12,7 +12,7 @@ from cpmrt.cuda.build.launcher import Launcher, Module
 from cpmrt.cuda.build.spec import KernelSpec
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.step.rings import Rings
-from cpmrt.cuda.step.structs import MAX_ROWS
+from cpmrt.executor import MAX_ROWS
 
 
 def _step(name: str, does: str, *, hot: bool = False) -> KernelSpec:

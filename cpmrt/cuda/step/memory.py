@@ -6,18 +6,19 @@ Pure sizes, without a device: `cpmrt plan` uses them too.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from cpmrt.config import EngineConfig, ModelConfig
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.load.repack import staging_buffers
 from cpmrt.cuda.ops.attention.plan import decode_attention_of
 from cpmrt.cuda.ops.kv import expanded_tables, expanded_workspace
-from cpmrt.cuda.ops.linear import MAX_ROWS
 from cpmrt.cuda.ops.linear_packed.memory import packed_regions, packed_tables
 from cpmrt.cuda.ops.products import product_workspace
 from cpmrt.cuda.ops.selection_plan import plan_selection
 from cpmrt.cuda.step.structs import SLOT_STATE, STEP_CONTEXT
 from cpmrt.errors import UnsupportedModelError
+from cpmrt.executor import MAX_ROWS
 from cpmrt.memory.kv_pages import KVLayout
 from cpmrt.models.decoder import EMBED, HEAD
 from cpmrt.models.planning import ExecutorNeeds
@@ -116,7 +117,7 @@ def cuda_needs(
         context_workspace=expanded,
         max_rows=max_rows,
         logit_rows=MAX_ROWS,
-        packed=packed_regions(device),
+        packed=partial(packed_regions, device),
     )
 
 

@@ -7,10 +7,10 @@ from itertools import accumulate
 import numpy as np
 
 from cpmrt.config.sampling import MAX_LOGPROBS
+from cpmrt.executor import MAX_ROWS
 
 MAX_STOP_IDS = 32
 MAX_LOGIT_BIAS = 300
-MAX_ROWS = 64
 RING_ENTRIES = 16
 """Commands and results that may be outstanding: entry i may be written once command i - RING_ENTRIES is answered."""
 

@@ -10,7 +10,7 @@ from math import ceil
 
 from cpmrt.config import ModelConfig
 from cpmrt.cuda.build.spec import KernelSpec
-from cpmrt.cuda.ops.linear import MAX_ROWS
+from cpmrt.executor import MAX_ROWS
 from cpmrt.memory.kv_pages import PAGE_SIZE, pages_for
 
 _HEADS = ("HEAD_DIM", "GROUP")

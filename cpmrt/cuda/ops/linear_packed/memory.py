@@ -9,10 +9,10 @@ from typing import Any
 from cpmrt.config import ModelConfig
 from cpmrt.cuda.driver.array import DeviceArray
 from cpmrt.cuda.driver.device import Device
-from cpmrt.cuda.ops.linear import MAX_ROWS
 from cpmrt.cuda.ops.linear_packed.layout import PackedWeight, packed_layout
 from cpmrt.cuda.ops.linear_packed.plan import ROW_BUCKETS, PackedPlan, plan_packed
-from cpmrt.memory.packed_regions import PackedRegion, PackedRegions
+from cpmrt.executor import MAX_ROWS
+from cpmrt.memory.packed_regions import PackedRegion
 from cpmrt.models.decoder import DOWN, EMBED, GATE_UP, HEAD, QKV
 from cpmrt.tensor_spec import BufferSpec, TensorSpec
 
@@ -20,28 +20,21 @@ UNPACKED_BYTES = 64 << 20
 """At most so much of a weight is in 16 bits at a time, in a prefill."""
 
 
-def packed_regions(device: Device) -> PackedRegions:
-    """Return what says the regions of a weight: `name.codes` with all its bytes, `name.perm` if it has an order."""
-
-    def regions(spec: TensorSpec) -> tuple[PackedRegion, ...]:
-        assert spec.quant is not None, spec.name
-        codes = PackedRegion("codes", (packed_layout(spec, device).num_bytes,), 1)
-        perm = PackedRegion("perm", (spec.shape[1],), 4)
-        return (codes, perm) if spec.quant.permuted else (codes,)
-
-    return regions
+def packed_regions(device: Device, spec: TensorSpec) -> tuple[PackedRegion, ...]:
+    """Return the regions of a weight with a `quant`: all its bytes, and the order of its columns if it has one."""
+    codes, perm = (packed_layout(spec, device).num_bytes,), (spec.shape[1],)
+    order = (PackedRegion("perm", perm, 4),) if spec.quant and spec.quant.permuted else ()
+    return (PackedRegion("codes", codes, 1), *order)
 
 
 def held_weights(
     specs: Iterable[TensorSpec], arrays: Mapping[str, Any], device: Device
 ) -> dict[str, PackedWeight]:
     """Return the quantised weights among `specs`, whose regions are among `arrays`, by name."""
+    layouts = {spec.name: packed_layout(spec, device) for spec in specs if spec.quant is not None}
     return {
-        spec.name: PackedWeight(
-            arrays[f"{spec.name}.codes"], arrays.get(f"{spec.name}.perm"), packed_layout(spec, device)
-        )
-        for spec in specs
-        if spec.quant is not None
+        name: PackedWeight(arrays[f"{name}.codes"], arrays.get(f"{name}.perm"), layout)
+        for name, layout in layouts.items()
     }
 
 

@@ -12,7 +12,7 @@ from math import ceil
 
 from cpmrt.cuda.build.spec import KernelSpec
 from cpmrt.cuda.driver.device import Device
-from cpmrt.cuda.ops.linear import LARGE_SHARED_BYTES, MAX_ROWS, OPS, PRODUCTS
+from cpmrt.cuda.ops.linear import LARGE_SHARED_BYTES, OPS, PRODUCTS, row_bucket
 from cpmrt.cuda.ops.linear_packed.layout import LINE_BYTES, RUNS, SLICE_COLUMNS, TILE_ROWS, PackedLayout, whole_lines
 
 PREPARE_THREADS = 256
@@ -156,13 +156,6 @@ class PackedPlan:
         return self.layout.num_tiles if exchanges and not self.constants.clusters else 0
 
 
-def row_bucket(num_rows: int) -> int:
-    """Return the rows of the build that takes `num_rows` rows (1 to 64)."""
-    if not 1 <= num_rows <= MAX_ROWS:
-        raise ValueError(f"num_rows must be 1 to {MAX_ROWS}, got {num_rows}")
-    return next(bucket for bucket in ROW_BUCKETS if bucket >= num_rows)
-
-
 def plan_packed(
     layout: PackedLayout,
     num_rows: int,
@@ -177,7 +170,7 @@ def plan_packed(
     `has_norm` False: rows enter the product as they are, as those of "residual" always do. `is_fed`: the product before
     has prepared them.
     """
-    rows = row_bucket(num_rows)
+    rows = row_bucket(num_rows, ROW_BUCKETS)
     work = _Work.of(layout, rows, device)
     memory = _Memory.of(layout, rows, device, work, is_fed=is_fed)
     normalises = has_norm and layout.product != "residual"
@@ -195,32 +188,18 @@ def plan_packed(
 def _constants(
     layout: PackedLayout, rows: int, device: Device, work: _Work, memory: _Memory, *, normalises: bool, prepared: bool
 ) -> LinearPackedConstants:
-    normalises_early = layout.runs == 1 and normalises and not prepared
     return LinearPackedConstants(
-        linear=PRODUCTS[layout.product],
-        in_features=layout.in_features,
-        weight_bits=layout.bits,
-        runs=layout.runs,
-        scale_group=layout.scale_group,
-        zeros=layout.zeros,
-        rows=rows,
-        warps=work.warps,
+        linear=PRODUCTS[layout.product], in_features=layout.in_features, weight_bits=layout.bits, runs=layout.runs,
+        scale_group=layout.scale_group, zeros=layout.zeros, head_dim=layout.head_dim or None,
+        rows=rows, norm=normalises, prepared=prepared, portable=device.is_portable,
+        warps=work.warps, shared_run=work.shared_run, clusters=work.in_clusters, kept_rounds=work.kept_rounds,
         warpgroups=work.multiplies_together(rows) and not device.is_portable,
-        shared_run=work.shared_run,
-        clusters=work.in_clusters,
-        received_apart=memory.received_apart,
-        norm=normalises,
-        prepared=prepared,
-        stage_slices=memory.stage_slices,
-        stages=_stages(device),
-        early_slots=work.early_slots(rows, whole_rows=normalises_early),
         feeds=rows >= _FEEDING_ROWS and work.has_whole_slices(layout),
-        trigger=_AT_END if layout.product == "residual" and rows >= _LATE_TRIGGER_ROWS else _AT_ONCE,
-        kept_rounds=work.kept_rounds,
+        early_slots=work.early_slots(rows, whole_rows=layout.runs == 1 and normalises and not prepared),
+        received_apart=memory.received_apart, stage_slices=memory.stage_slices, stages=_stages(device),
         smem_bytes=memory.nbytes,
-        portable=device.is_portable,
-        head_dim=layout.head_dim or None,
-    )
+        trigger=_AT_END if layout.product == "residual" and rows >= _LATE_TRIGGER_ROWS else _AT_ONCE,
+    )  # fmt: skip
 
 
 def _is_small(layout: PackedLayout, device: Device) -> bool:
