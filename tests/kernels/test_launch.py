@@ -11,6 +11,7 @@ import pytest
 
 from cpmrt.cuda.driver.launch import Kernel, Parameters
 from cpmrt.dtypes import DType
+from cpmrt.errors import DeviceError
 
 
 def test_the_driver_reads_each_parameter_at_its_own_width() -> None:
@@ -85,3 +86,17 @@ def test_launches_eager_and_captured_give_the_same(cuda: Any, pdl: bool) -> None
     graph.launch(cuda.stream)
     np.testing.assert_array_equal(cuda.numpy(eager), cuda.numpy(captured))
     assert np.std(cuda.numpy(captured, DType.BFLOAT16)) > 0.5
+
+
+@pytest.mark.gpu
+def test_a_device_is_asked_what_finds_room(cuda: Any) -> None:
+    from cpmrt.cuda.build.modules import Modules
+    from cpmrt.cuda.driver.occupancy import check_all_resident, multiprocessors
+    from cpmrt.cuda.load.random import FILL_NORMAL
+
+    of_device = cuda.cupy.cuda.runtime.getDeviceProperties(0)["multiProcessorCount"]
+    assert 0 < cuda.device.num_sms == multiprocessors(of_device) <= of_device
+    kernel = Modules(cuda.arch, DType.BFLOAT16).kernel(FILL_NORMAL, {})
+    check_all_resident(kernel, cuda.device.num_sms, 1024, 0)
+    with pytest.raises(DeviceError, match="fill_normal_bf16 wait for each other"):
+        check_all_resident(kernel, 64 * cuda.device.num_sms, 1024, 0)
