@@ -73,8 +73,8 @@ class Rings:
     def sent(self, num_words: int, num_logprobs: tuple[int, ...], start: Callable[[], None] | None = None) -> Answer:
         """Count the command just written, whose kernels are launched or wait to be. Returns what will answer it.
 
-        The `num_words` words that answer it belong to the command's slots in equal shares. `num_logprobs`: what each
-        slot's sequence asked for, empty if it has no results. `start` launches the step if it still waits.
+        `num_words` words answer it, one for each slot or all for its only one. `num_logprobs`: what each slot's sequence
+        asked for, empty if there are no results. `start` launches the step if it still waits.
         """
         number = self._last_number = self._last_number + 1
         place = (number - 1) % RING_ENTRIES
@@ -98,7 +98,7 @@ class Rings:
         return not status
 
     def _free_place(self) -> int:
-        """The place of the next command: the answer that lies there has been read."""
+        """Return the place of the next command, once the answer that lies there has been read."""
         place = self._last_number % RING_ENTRIES
         earlier = self._answers[place]
         if earlier is not None and not earlier.is_done():
@@ -167,7 +167,7 @@ class Nothing:
 
 
 def answered_tokens(words: memoryview, number: int, num_words: int) -> list[int] | None:
-    """Tokens, or NO_TOKEN, in the words of a result; None if not all belong to command `number` (from 1 on)."""
+    """Return the tokens, or NO_TOKEN, in the words of a result; None if not all belong to command `number`."""
     tokens, mark = [], number & 0xFFFFFFFF
     for word in words[:num_words].tolist():
         if word >> 32 != mark:
@@ -177,7 +177,7 @@ def answered_tokens(words: memoryview, number: int, num_words: int) -> list[int]
 
 
 def step_result(tokens: list[int], record: np.void, num_logprobs: tuple[int, ...]) -> StepResult:
-    """What an answered command produced for its slots, one for each entry of `num_logprobs`.
+    """Return what an answered command produced for its slots, one for each entry of `num_logprobs`.
 
     One slot has all tokens, several have one each.
     """
@@ -190,7 +190,7 @@ def step_result(tokens: list[int], record: np.void, num_logprobs: tuple[int, ...
 
 
 def _slot_result(tokens: list[int], record: np.void, first_row: int, num_logprobs: int) -> SlotResult:
-    """The tokens that were emitted, in the rows from `first_row` on, with their log-probabilities if any are wanted."""
+    """Return the tokens that were emitted, in the rows from `first_row` on, with their log-probabilities if any are wanted."""
     emitted = tuple([token for token in tokens if token != NO_TOKEN])
     if not num_logprobs:
         return SlotResult(emitted)
