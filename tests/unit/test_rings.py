@@ -29,8 +29,8 @@ class HostMemory:
         self.bytes = np.zeros(nbytes, np.uint8)
         self.all.append(self)
 
-    def array(self, dtype, shape):
-        return self.bytes.view(dtype).reshape(shape)
+    def array(self, dtype):
+        return self.bytes.view(dtype)
 
 
 class Device:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from contextlib import suppress
-from math import prod
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -42,17 +41,11 @@ class HostBuffer:
         """The address at which a kernel sees the buffer, the same wherever addresses are unified."""
         return int(self._runtime.pointerGetAttributes(self.address).devicePointer)
 
-    def array(self, dtype: DTypeLike, shape: tuple[int, ...] | None = None, offset: int = 0) -> Array:
-        """Return a writable view from byte `offset` on; without a shape, a flat one of all that follows.
-
-        A structured dtype gives a ring of records. Raises ValueError if it does not fit.
-        """
+    def array(self, dtype: DTypeLike) -> Array:
+        """Return a writable flat view of whole items; a structured type gives records. Raises ValueError if closed."""
         item = np.dtype(dtype)
-        count = (self.nbytes - offset) // item.itemsize if shape is None else prod(shape)
-        if offset < 0 or offset + count * item.itemsize > self.nbytes:
-            raise ValueError(f"{count} x {item} at byte {offset} do not fit a host buffer of {self.nbytes} bytes")
         memory = memoryview((ctypes.c_uint8 * self.nbytes).from_address(self.address))
-        return np.frombuffer(memory, item, count, offset).reshape((count,) if shape is None else shape)
+        return np.frombuffer(memory, item, self.nbytes // item.itemsize)
 
     def close(self) -> None:
         """Free the memory. May be called again, and after a fault of the device."""

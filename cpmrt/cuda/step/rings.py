@@ -40,8 +40,8 @@ class Rings:
         self.command_bytes = command_bytes(prefill_chunk, pages_per_sequence)
         self._commands = HostBuffer(RING_ENTRIES * self.command_bytes)
         self._results = HostBuffer(RING_ENTRIES * RESULT_RECORD.itemsize)
-        self._entries = self._commands.array(np.uint8, (RING_ENTRIES, self.command_bytes))
-        records = self._results.array(RESULT_RECORD, (RING_ENTRIES,))
+        self._entries = self._commands.array(np.uint8).reshape(RING_ENTRIES, -1)
+        records = self._results.array(RESULT_RECORD)
         # Python reads a memoryview several times faster than an array's scalars.
         self._places = [(memoryview(record["words"]), record) for record in records]
         # Kind and slots of the command that the place holds, if it only names sequences.
@@ -73,7 +73,7 @@ class Rings:
     def sent(self, num_words: int, num_logprobs: tuple[int, ...], start: Callable[[], None] | None = None) -> Answer:
         """Count the command just written, whose kernels are launched or wait to be. Returns what will answer it.
 
-        `num_words` words answer it, one for each slot or all for its only one. `num_logprobs`: what each slot's sequence
+        `num_words` words answer it, one for each slot or all for its only one. `num_logprobs`: what each sequence
         asked for, empty if there are no results. `start` launches the step if it still waits.
         """
         number = self._last_number = self._last_number + 1
@@ -190,7 +190,7 @@ def step_result(tokens: list[int], record: np.void, num_logprobs: tuple[int, ...
 
 
 def _slot_result(tokens: list[int], record: np.void, first_row: int, num_logprobs: int) -> SlotResult:
-    """Return the tokens that were emitted, in the rows from `first_row` on, with their log-probabilities if any are wanted."""
+    """Return the tokens that were emitted, in rows from `first_row` on, with log-probabilities if any are wanted."""
     emitted = tuple([token for token in tokens if token != NO_TOKEN])
     if not num_logprobs:
         return SlotResult(emitted)
