@@ -34,7 +34,7 @@ from cpmrt.weights.model_folder import ModelFolder  # noqa: E402
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="folder or hub id of the 16-bit checkpoint; 'demo' is the bundled one")
     parser.add_argument("out", type=Path, help="folder to make")
@@ -60,7 +60,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def make_recipe(options: argparse.Namespace, dtype: DType) -> Recipe:
-    """The recipe that was asked for. Raises ConfigError for options that contradict each other."""
+    """Make the recipe that was asked for. Raises ConfigError for options that contradict each other."""
     if options.method != "rtn" and options.calibration is None:
         raise ConfigError(f"method {options.method} looks at activations", fix="give it text: --calibration FILE")
     if options.method != "gptq" and (options.act_order or options.static_groups):
@@ -79,7 +79,7 @@ def make_recipe(options: argparse.Namespace, dtype: DType) -> Recipe:
 
 
 def calibration_windows(options: argparse.Namespace, folder: ModelFolder) -> list[list[int]]:
-    """Token ids of the calibration text."""
+    """Return the token ids of the calibration text."""
     tokenizer = Tokenizer.open(folder.path, vocab_size=folder.config.vocab_size)
     length = min(options.window, folder.config.max_position_embeddings)
     windows: list[list[int]] = token_windows(read_texts(options.calibration), tokenizer, options.windows, length)

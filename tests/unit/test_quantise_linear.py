@@ -17,8 +17,7 @@ from quantization.awq import column_scales
 from quantization.calibration import InputSums
 from quantization.formats import packed, planned_tensors
 from quantization.gptq import GptqSettings, gptq, inverse_factor
-from quantization.grid import GridSettings, fit_grid, round_scales
-from quantization.linear import output_error, round_to_nearest
+from quantization.grid import GridSettings, fit_grid, output_error, round_scales, round_to_nearest
 
 from cpmrt.dtypes import DType, round_to
 from cpmrt.errors import CheckpointError

@@ -1,4 +1,4 @@
-"""NumPy or CuPy: which library holds an array, and the way between device and host."""
+"""Arrays of NumPy or CuPy behind one interface: which library holds them, how they come to the host."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Xp = Any
 
 
 def open_module(device: str) -> Xp:
-    """The array module of "cpu" or "cuda". Raises NoDeviceError where CuPy cannot use a GPU."""
+    """Return the array module of "cpu" or "cuda". Raises NoDeviceError where CuPy cannot use a GPU."""
     if device == "cpu":
         return np
     try:
@@ -30,7 +30,7 @@ def open_module(device: str) -> Xp:
 
 
 def module_of(array: Any) -> Xp:
-    """The library that `array` belongs to."""
+    """Return the library that `array` belongs to."""
     if isinstance(array, np.ndarray):
         return np
     import cupy
@@ -39,7 +39,7 @@ def module_of(array: Any) -> Xp:
 
 
 def to_host(array: Any) -> Array:
-    """The array in host memory; one that is there already is not copied."""
+    """Return the array in host memory; one that is there already is not copied."""
     if isinstance(array, np.ndarray):
         return array
     host: Array = array.get()
@@ -47,7 +47,7 @@ def to_host(array: Any) -> Array:
 
 
 def round_to(values: Any, dtype: DType) -> Any:
-    """Float32 values rounded to the nearest that `dtype` holds, ties to even, on either device."""
+    """Round float32 values to the nearest that `dtype` holds, ties to even, on either device."""
     if dtype is DType.BFLOAT16:
         bits = values.view(np.uint32)
         return ((bits + np.uint32(0x7FFF) + ((bits >> 16) & np.uint32(1))) & np.uint32(0xFFFF0000)).view(np.float32)

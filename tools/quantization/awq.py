@@ -16,17 +16,16 @@ from cpmrt.dtypes import DType
 from quantization.arrays import round_to
 from quantization.calibration import InputSums
 from quantization.decoder_layer import DOWN, GATE_UP, NORM_OF, QKV, STAGES, DecoderLayer
-from quantization.grid import GridSettings
-from quantization.linear import output_error, round_to_nearest
+from quantization.grid import GridSettings, output_error, round_to_nearest
 
 EXPONENTS = np.linspace(0, 1, 21)[:-1].astype(np.float32)
 SCALED_STAGES = (QKV, GATE_UP, DOWN)
 
 
 def column_scales(weights: Sequence[Any], sums: InputSums, grid: GridSettings) -> Any:
-    """Scales float32 [K] for the columns of `weights` [N, K], which share their inputs: mean |x| to some power.
+    """Find scales float32 [K] for the columns of `weights` [N, K], which share their inputs: mean |x| to some power.
 
-    The power that gives the least output error after rounding to nearest on plain grids; 0, no scaling, is tried too.
+    The power is that of the least output error after rounding to nearest on plain grids; 0, no scaling, is tried too.
     """
     grid = replace(grid, search=False)
     mean = np.maximum(sums.magnitude / np.float32(sums.num_rows), np.float32(1e-4))

@@ -1,4 +1,4 @@
-"""Calibration text: files to windows of tokens, and the sums of input products that quantisation needs."""
+"""Calibration: text files become windows of tokens, and inputs of linears the sums that quantisation needs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _READ_BYTES = 16 << 20
 
 
 def read_texts(path: Path) -> Iterator[str]:
-    """Documents of a text file, of a .jsonl file (its "text" fields), or of all such files under a folder.
+    """Yield the documents of a text file, of a .jsonl file (its "text" fields), or of all such files under a folder.
 
     A folder's files come in an order that favours none of its parts; at most 16 MB of each are read.
     Raises CheckpointError.
@@ -56,7 +56,7 @@ def _documents(path: Path) -> Iterator[str]:
 
 
 def token_windows(texts: Iterable[str], tokenizer: Tokenizer, count: int, length: int) -> list[list[int]]:
-    """`count` windows of `length` tokens of the texts laid end to end, BOS first where the model has one.
+    """Cut the texts, laid end to end, into `count` windows of `length` tokens, BOS first where the model has one.
 
     A document gives an eighth of them, and more only where there is not enough else. Fewer windows where the text is
     short; raises ConfigError where it does not fill one.
@@ -87,7 +87,7 @@ def token_windows(texts: Iterable[str], tokenizer: Tokenizer, count: int, length
 
 @dataclass
 class InputSums:
-    """Sums over the inputs x [T, K] of some linears: `hessian` of x x^T [K, K], `magnitude` of |x| [K]."""
+    """Sums over the inputs x [T, K] of linears that share them: `hessian` of x x^T [K, K], `magnitude` of |x| [K]."""
 
     hessian: Any
     magnitude: Any
@@ -95,7 +95,7 @@ class InputSums:
 
     @classmethod
     def over(cls, inputs: Iterator[Any], skip: int) -> InputSums:
-        """Of all sequences, without the first `skip` positions of each."""
+        """Sum over all sequences, without the first `skip` positions of each."""
         sums: InputSums | None = None
         for rows in inputs:
             kept = rows[skip:]
@@ -111,6 +111,6 @@ class InputSums:
 
 
 def check_windows(windows: Sequence[Sequence[int]], skip: int) -> None:
-    """Raises ConfigError where nothing would be left of a window."""
+    """Raise ConfigError where nothing would be left of a window without its first `skip` positions."""
     if skip >= len(windows[0]):
         raise ConfigError("--skip-positions", expected=f"fewer than a window's {len(windows[0])}", actual=skip)

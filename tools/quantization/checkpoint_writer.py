@@ -1,4 +1,4 @@
-"""A whole checkpoint: layer after layer read, quantised and written; at most one layer's weights are held."""
+"""Quantises a whole checkpoint layer after layer: at most one layer's weights are in memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cpmrt.config import ModelConfig
-from cpmrt.dtypes import DType, from_float32, to_float32
+from cpmrt.dtypes import from_float32, to_float32
 from cpmrt.errors import ConfigError, UnsupportedModelError, listed
 from cpmrt.models.decoder import tensor_specs
 from cpmrt.models.rope import rope_table
@@ -21,6 +21,7 @@ from cpmrt.tensor_spec import Source
 from cpmrt.weights.check import check
 from cpmrt.weights.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint
 from cpmrt.weights.model_folder import ModelFolder
+from cpmrt.weights.safetensors import FLOATS
 from quantization.arrays import Xp, to_host
 from quantization.calibration import InputSums
 from quantization.decoder_layer import LINEARS, DecoderLayer
@@ -29,18 +30,17 @@ from quantization.formats import CODES_A_WORD, check_format, packed, planned_ten
 from quantization.recipe import QuantisedLayer, Recipe, quantise_layer, quantise_together
 
 COMPANIONS = ("*.json", "*.jinja", "*.jinja2", "*.model", "*.txt", "*.py", "LICENSE*")
-"""Files beside the weights that go along: tokenizer, chat template, remote code."""
+"""Files that are copied beside the weights: tokenizer, chat template, remote code."""
 _NOT_COPIED = ("config.json", INDEX_NAME, "quantize_config.json", "*.index.json")
-_STORED = {dtype.safetensors_name: dtype for dtype in DType}
 
 HEAD = "lm_head"
 
 Report = Callable[[str, QuantisedLayer], None]
-"""Told what was quantised, when it is written."""
+"""Called with a name and the result after each part of the model is written."""
 
 
 class ModelQuantiser:
-    """One model and one recipe, a format of `formats.FORMATS`, and the array module to compute with.
+    """Quantises one model by one recipe into a format of `formats.FORMATS`, with the array module `xp`.
 
     Raises UnsupportedModelError or ConfigError where the three do not go together.
     """
@@ -87,7 +87,7 @@ class ModelQuantiser:
             self._write_linears(writer, prefix, result)
             for name, values in layer.tensors.items():
                 if name.removesuffix(".weight") not in result.linears:
-                    stored = _STORED[checkpoint.entries[prefix + name].dtype]
+                    stored = FLOATS[checkpoint.entries[prefix + name].dtype]
                     writer.write(prefix + name, from_float32(to_host(values), stored))
             done |= {prefix + name for name in layer.tensors}
             report(f"layer {index + 1} of {self.config.num_layers}", result)
@@ -112,18 +112,18 @@ class ModelQuantiser:
         return quantise_together({HEAD: head}, sums, self.recipe)
 
     def _embedded(self, checkpoint: Checkpoint, windows: Sequence[Sequence[int]]) -> list[Any]:
-        """The residual stream [T, C] of each window where the first layer reads it."""
+        """Return the residual stream [T, C] of each window where the first layer reads it."""
         name = "model.embed_tokens.weight"
-        stored, scale = _STORED[checkpoint.entries[name].dtype], self.config.scale_emb
+        stored, scale = FLOATS[checkpoint.entries[name].dtype], self.config.scale_emb
         table = checkpoint.view(name)
         return [self.xp.asarray(to_float32(table[list(window)], stored) * scale) for window in windows]
 
     def _tensors(self, checkpoint: Checkpoint, prefix: str) -> dict[str, Any]:
-        """Float32 on the device, of the names that begin with `prefix`, without it."""
+        """Read the tensors whose names begin with `prefix`: float32 on the device, by the rest of the name."""
         tensors = {}
         for name in self._sources:
             if name.startswith(prefix):
-                stored = _STORED[checkpoint.entries[name].dtype]
+                stored = FLOATS[checkpoint.entries[name].dtype]
                 tensors[name.removeprefix(prefix)] = self.xp.asarray(to_float32(checkpoint.view(name), stored))
         return tensors
 
@@ -148,7 +148,7 @@ class ModelQuantiser:
         return plan
 
     def _check_shapes(self) -> None:
-        """Every linear must be whole groups and whole words."""
+        """Raise UnsupportedModelError unless every linear is whole groups and whole words."""
         group = self.recipe.grid.group_size
         odd = {
             f"{name.split('.', 3)[-1]} {list(source.shape)}": None
@@ -175,7 +175,7 @@ class ModelQuantiser:
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """A folder to fill, which becomes `out` at the end, or is deleted after an error. Raises ConfigError."""
+    """Make a folder to fill, which becomes `out` at the end, or is deleted after an error. Raises ConfigError."""
     if out.exists():
         raise ConfigError(f"{out} exists already", fix="name a new folder, or delete it")
     if not out.parent.is_dir():

@@ -1,4 +1,4 @@
-"""One decoder layer in float32, cut open where its linears take their inputs: what calibration looks at.
+"""A decoder layer in float32 that shows what each of its linears reads: the inputs that calibration needs.
 
 The arithmetic is that of `cpmrt.reference.ops` and `cpmrt.models.decoder`, whose functions it calls; whole sequences
 attend to themselves, so there is no cache.
@@ -41,25 +41,25 @@ class DecoderLayer:
         self._future = xp.triu(xp.full((length, length), -np.inf, np.float32), 1)
 
     def weight(self, linear: str) -> Any:
-        """[N, K] of a name in `LINEARS`."""
+        """Return the weight [N, K] of a name in `LINEARS`."""
         return self.tensors[linear + ".weight"]
 
     def inputs(self, stage: int, x: Any) -> Any:
-        """What the linears of a stage read [T, K]: `x` [T, C] is the residual stream.
+        """Compute what the linears of a stage read [T, K]; `x` [T, C] is the residual stream.
 
-        For QKV and OUTPUT it is the stream as it enters the layer, for GATE_UP and DOWN as `add_attention` left it.
+        For QKV and OUTPUT that is the stream as it enters the layer, for GATE_UP and DOWN as `add_attention` left it.
         """
         if stage in NORM_OF:
             return rms_norm(x, self.tensors[NORM_OF[stage]], self.config.rms_norm_eps)
         return self._attention(self.inputs(QKV, x)) if stage == OUTPUT else self._inner(self.inputs(GATE_UP, x))
 
     def add_attention(self, x: Any) -> Any:
-        """The residual stream [T, C] after the attention half."""
+        """Compute the residual stream [T, C] after the attention half."""
         scale = np.float32(self.config.residual_scale)
         return x + scale * self._project("self_attn.o_proj", self.inputs(OUTPUT, x))
 
     def add_mlp(self, x: Any) -> Any:
-        """The residual stream [T, C] after the feed-forward half."""
+        """Compute the residual stream [T, C] after the feed-forward half."""
         return x + np.float32(self.config.residual_scale) * self._project("mlp.down_proj", self.inputs(DOWN, x))
 
     def _project(self, linear: str, x: Any) -> Any:
@@ -68,13 +68,13 @@ class DecoderLayer:
         return projected if bias is None else projected + bias
 
     def _heads(self, linear: str, x: Any) -> Any:
-        """Projected heads [T, heads, D], with a norm on each where the family has one."""
+        """Project rows to heads [T, heads, D], with a norm on each where the family has one."""
         heads = self._project(linear, x).reshape(len(x), -1, self.config.head_dim)
         norm = self.tensors.get(linear.replace("_proj", "_norm") + ".weight")
         return heads if norm is None else rms_norm(heads, norm, self.config.rms_norm_eps)
 
     def _attention(self, x: Any) -> Any:
-        """Causal attention of one sequence: normalised rows [T, C] to [T, H D]."""
+        """Compute the causal attention of one sequence: normalised rows [T, C] to [T, H D]."""
         config = self.config
         cos, sin = self.rope[0, : len(x)], self.rope[1, : len(x)]
         q, k = (rotate(self._heads(f"self_attn.{part}_proj", x), cos, sin) for part in "qk")

@@ -1,4 +1,4 @@
-"""Writing a safetensors file tensor by tensor, in any order, without holding it in memory.
+"""Writes a safetensors file tensor by tensor, in any order, without holding it in memory.
 
 Format: https://github.com/huggingface/safetensors#format.
 """

@@ -1,8 +1,9 @@
-"""Quantised linears as files have them: GPTQ (v1 and v2 zero points) and AutoAWQ GEMM, with their config sections."""
+"""Turns quantised linears into the tensors and the config section of a file format (`cpmrt.weights.formats`)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,20 +11,21 @@ import numpy as np
 import cpmrt
 from cpmrt.dtypes import Array
 from cpmrt.errors import ConfigError
-from cpmrt.weights.formats import AWQ, GPTQ
-from cpmrt.weights.formats.format import Format, Part
+from cpmrt.weights.formats import AWQ, GPTQ, MARLIN
 from cpmrt.weights.formats.gptq import to_v1
 from quantization.arrays import to_host
 from quantization.file_writer import TensorPlan
-from quantization.linear import QuantisedLinear
+from quantization.grid import QuantisedLinear
 from quantization.recipe import Recipe
 
-FORMATS = {"gptq": GPTQ, "gptq_v2": GPTQ, "awq": AWQ}
+FORMATS = ("gptq", "gptq_v2", "awq")
+"""What can be quantised to; gptq stores zero points minus one."""
+_ROWS = {"gptq": GPTQ, "gptq_v2": GPTQ, "awq": AWQ, "marlin": MARLIN}
 CODES_A_WORD = 8
 
 
 def check_format(name: str, recipe: Recipe) -> None:
-    """Raises ConfigError where the format cannot say what the recipe makes."""
+    """Raise ConfigError where the format cannot say what the recipe makes."""
     if name == "gptq" and not recipe.grid.symmetric and recipe.grid.min_zero < 1:
         raise ConfigError("format gptq stores zero points less one", expected="zero points of at least 1")
     if name != "awq":
@@ -38,33 +40,38 @@ def check_format(name: str, recipe: Recipe) -> None:
         )
 
 
-def planned_tensors(name: str, num_rows: int, num_columns: int, num_groups: int) -> dict[str, TensorPlan]:
-    """The tensors of one linear [num_rows, num_columns], by suffix."""
-    row, sizes = FORMATS[name], (num_rows, num_columns, num_groups)
-    parts = (row.codes, "I32"), (_zeros(row), "I32"), (row.scales, "F16")
-    plan = {part.suffix: TensorPlan(dtype, part.shape(*sizes)) for part, dtype in parts}
-    return plan | ({row.order: TensorPlan("I32", (num_columns,))} if row.order else {})
+def planned_tensors(
+    name: str, num_rows: int, num_columns: int, num_groups: int, scale_dtype: str = "F16"
+) -> dict[str, TensorPlan]:
+    """Describe the tensors of one linear [num_rows, num_columns], by suffix."""
+    row, sizes = _ROWS[name], (num_rows, num_columns, num_groups)
+    plans = {row.codes.suffix: TensorPlan("I32", row.codes.shape(*sizes))}
+    if row.zeros:
+        plans[row.zeros.suffix] = TensorPlan("I32", row.zeros.shape(*sizes))
+    if row.order:
+        plans[row.order] = TensorPlan("I32", (num_columns,))
+    return plans | {row.scales.suffix: TensorPlan(scale_dtype, row.scales.shape(*sizes))}
 
 
 def packed(name: str, linear: QuantisedLinear) -> dict[str, Array]:
-    """The contents of `planned_tensors`."""
-    row, scales = FORMATS[name], to_host(linear.scales).astype(np.float16)
-    zeros = _zeros(row).pack(to_host(linear.zeros))
-    tensors = {
-        row.codes.suffix: row.codes.pack(to_host(linear.codes)),
-        _zeros(row).suffix: to_v1(zeros) if name == "gptq" else zeros,
-        row.scales.suffix: row.scales.pack(scales),
-    }
-    return tensors | ({row.order: to_host(linear.group)} if row.order else {})
+    """Make the tensors of `planned_tensors`, with scales in float16."""
+    return words_of(name, replace(linear, scales=linear.scales.astype(np.float16)))
 
 
-def _zeros(row: Format) -> Part:
-    assert row.zeros is not None, row.name
-    return row.zeros
+def words_of(name: str, linear: QuantisedLinear) -> dict[str, Array]:
+    """Make the tensors of `planned_tensors`, with scales of the type that they have."""
+    row = _ROWS[name]
+    tensors = {row.codes.suffix: row.codes.pack(to_host(linear.codes))}
+    if row.zeros:
+        zeros = row.zeros.pack(to_host(linear.zeros))
+        tensors[row.zeros.suffix] = to_v1(zeros) if name == "gptq" else zeros
+    if row.order:
+        tensors[row.order] = to_host(linear.group)
+    return tensors | {row.scales.suffix: row.scales.pack(to_host(linear.scales))}
 
 
 def quantization_config(name: str, recipe: Recipe) -> Mapping[str, Any]:
-    """The `quantization_config` of config.json, as GPTQModel, AutoAWQ, transformers and vLLM read it."""
+    """Return the `quantization_config` of config.json, as GPTQModel, AutoAWQ, transformers and vLLM read it."""
     if name == "awq":
         return {
             "quant_method": "awq", "version": "gemm", "bits": 4, "group_size": recipe.grid.group_size,

@@ -13,15 +13,14 @@ import numpy as np
 
 from cpmrt.errors import CheckpointError
 from quantization.arrays import module_of
-from quantization.grid import Grid, GridSettings, fit_grid
-from quantization.linear import QuantisedLinear
+from quantization.grid import Grid, GridSettings, QuantisedLinear, fit_grid
 
 BLOCK = 128
 
 
 @dataclass(frozen=True)
 class GptqSettings:
-    """`damping` is added to the Hessian's diagonal, as a share of its mean.
+    """Settings of GPTQ. `damping` is added to the Hessian's diagonal, as a share of its mean.
 
     `act_order` takes columns by falling mean square of their inputs, groups too (g_idx); with `static_groups` groups
     stay neighbouring columns, whose grids come from the untouched weights.
@@ -59,10 +58,10 @@ def gptq(weight: Any, hessian: Any, grid: GridSettings, settings: GptqSettings) 
 
 
 def inverse_factor(hessian: Any, damping: float) -> Any:
-    """U float32 [K, K], upper, with U^T U the inverse of the damped Hessian.
+    """Compute U float32 [K, K], upper, with U^T U the inverse of the damped Hessian.
 
-    From the Cholesky factor of the reversed matrix: one triangular inverse, and no inverse of H itself. An input
-    feature that is always 0 says nothing: it gets the mean diagonal, so its column is rounded to nearest.
+    It comes from the Cholesky factor of the reversed matrix: one triangular inverse, none of H itself. An input feature
+    that is always 0 says nothing: it gets the mean diagonal, so its column is rounded to nearest.
     """
     xp = module_of(hessian)
     damped = hessian.astype(np.float64)
@@ -106,7 +105,7 @@ class _GrowingGrids:
         self.zeros: list[Any] = []
 
     def at(self, column: int, remaining: Any) -> Grid:
-        """The grid for `column`; `remaining` [.., N] begins with its weights."""
+        """Return the grid for `column`; `remaining` [.., N] begins with its weights."""
         if column % self._group == 0:
             importance = self._importance[column : column + self._group]
             made = fit_grid(remaining[: self._group].T, self._settings, importance)
@@ -116,7 +115,7 @@ class _GrowingGrids:
 
 
 def _quantise_columns(rows: Any, factor: Any, grids: _FixedGrids | _GrowingGrids) -> Any:
-    """Codes uint8 [K, N] of the transposed weights `rows` [K, N], which are used up.
+    """Choose codes uint8 [K, N] for the transposed weights `rows` [K, N], which are used up.
 
     Errors reach the columns of the same block at once, all others when the block is done: one large product.
     """

@@ -1,4 +1,4 @@
-"""The 4-bit grid of a group of weights: scale and zero point, and rounding to it.
+"""The 4-bit grid of a group of weights (scale and zero point), and a linear rounded to such grids.
 
 A weight is scale * (u - zero) with u in 0..15, as in every file format; symmetric grids have zero 8. Groups lie along
 the input features. Scales are found in float32 and rounded before any code is chosen, so nothing is rounded after.
@@ -23,7 +23,7 @@ _SMALLEST_SCALE = np.float32(2.0**-24)
 
 @dataclass(frozen=True)
 class GridSettings:
-    """How groups get their grids.
+    """Settings for how groups get their grids.
 
     `group_size` input features share one (-1: all of a row). `search` tries ranges around the plain one and keeps
     that of the least squared error. `min_zero` 1 suits files that store zero - 1, where 0 has no agreed form.
@@ -36,28 +36,28 @@ class GridSettings:
     dtype: DType = DType.BFLOAT16
 
     def group_of(self, num_columns: int) -> int:
-        """Input features a group of a matrix with `num_columns` of them."""
+        """Return the input features of a group of a matrix with `num_columns` of them."""
         return num_columns if self.group_size == -1 else self.group_size
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Scales float32 and zero points float32 (whole numbers 0..15), of one shape."""
+    """Scales and zero points of some groups: float32, of one shape, zero points whole numbers 0..15."""
 
     scales: Any
     zeros: Any
 
     def codes(self, weights: Any) -> Any:
-        """The nearest codes, float32 in 0..15, of weights that broadcast with the grid."""
+        """Return the nearest codes, float32 in 0..15, of weights that broadcast with the grid."""
         return np.clip(np.rint(weights / self.scales) + self.zeros, 0, MAX_CODE)
 
     def values(self, codes: Any) -> Any:
-        """What codes stand for, float32."""
+        """Return the weights that codes stand for, float32."""
         return self.scales * (codes - self.zeros)
 
 
 def fit_grid(groups: Any, settings: GridSettings, importance: Any | None = None) -> Grid:
-    """The grid of each group: `groups` float32 [..., group] gives scales and zeros [..., 1].
+    """Choose the grid of each group: `groups` float32 [..., group] gives scales and zeros [..., 1].
 
     `importance`, broadcastable to `groups`, weighs the squared errors of a search (default: all alike).
     """
@@ -78,7 +78,7 @@ def fit_grid(groups: Any, settings: GridSettings, importance: Any | None = None)
 
 
 def round_scales(scales: Any, dtype: DType) -> Any:
-    """Float32 values that float16 holds, and `dtype` too, nearest to `scales` but never zero.
+    """Round scales to float32 values that both float16 and `dtype` hold, but never to zero.
 
     Files keep scales as float16, which every reader expects; a model in bfloat16 then uses them unchanged.
     """
@@ -87,7 +87,7 @@ def round_scales(scales: Any, dtype: DType) -> Any:
 
 
 def _range(groups: Any, settings: GridSettings) -> tuple[Any, Any]:
-    """Ends of the plain range, [..., 1] each; it always holds 0."""
+    """Return the ends of each group's plain range, [..., 1] each; it always holds 0."""
     if settings.symmetric:
         largest = np.abs(groups).max(axis=-1, keepdims=True)
         return -largest, largest
@@ -108,3 +108,54 @@ def _grid(smallest: Any, largest: Any, settings: GridSettings) -> Grid:
 def _error(groups: Any, grid: Grid, importance: Any | None) -> Any:
     squared = np.square(grid.values(grid.codes(groups)) - groups)
     return (squared if importance is None else squared * importance).sum(axis=-1, keepdims=True)
+
+
+@dataclass(frozen=True)
+class QuantisedLinear:
+    """A quantised matrix: W[n, k] = scales[n, group[k]] * (codes[n, k] - zeros[n, group[k]]), columns as in the model.
+
+    codes uint8 [N, K]; scales float32 [N, G] and zeros uint8 [N, G]; group int32 [K], which group a column is of.
+    """
+
+    codes: Any
+    scales: Any
+    zeros: Any
+    group: Any
+
+    def values(self) -> Any:
+        """Return the weights it stands for, float32 [N, K]."""
+        zeros = self.zeros[:, self.group].astype(np.float32)
+        return self.scales[:, self.group] * (self.codes.astype(np.float32) - zeros)
+
+    def rows(self, start: int, stop: int) -> QuantisedLinear:
+        """Return the matrix of some of its outputs."""
+        return QuantisedLinear(self.codes[start:stop], self.scales[start:stop], self.zeros[start:stop], self.group)
+
+
+def round_to_nearest(weight: Any, settings: GridSettings, importance: Any | None = None) -> QuantisedLinear:
+    """Round every weight of float32 [N, K] to the nearest code of its group's grid.
+
+    `importance` [K] weighs columns in the search for a grid.
+    """
+    num_rows, num_columns = weight.shape
+    group = settings.group_of(num_columns)
+    groups = weight.reshape(num_rows, -1, group)
+    weighed = None if importance is None else importance.reshape(-1, group)
+    grid = fit_grid(groups, settings, weighed)
+    codes = grid.codes(groups).astype(np.uint8).reshape(num_rows, -1)
+    group_of = module_of(weight).arange(num_columns, dtype=np.int32) // group
+    return QuantisedLinear(codes, grid.scales[..., 0], grid.zeros[..., 0].astype(np.uint8), group_of)
+
+
+def output_error(weight: Any, approximation: Any, hessian: Any) -> float:
+    """Compute the sum over calibration rows x of |W x - W' x|^2; `hessian` [K, K] is the sum of their x x^T."""
+    return _energy(approximation - weight, hessian)
+
+
+def relative_output_error(weight: Any, approximation: Any, hessian: Any) -> float:
+    """Compute the output error as a share of the sum of |W x|^2."""
+    return output_error(weight, approximation, hessian) / max(_energy(weight, hessian), 1e-30)
+
+
+def _energy(weight: Any, hessian: Any) -> float:
+    return float(((weight @ hessian) * weight).sum(dtype=np.float64))

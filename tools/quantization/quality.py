@@ -1,4 +1,4 @@
-"""What quantisation costs: held-out bits a byte, and how often the likeliest token is still the same."""
+"""Measures what quantisation costs: held-out bits a byte, and how often the likeliest token is still the same."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class HeldOut:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of every predicted token, window after window: its negative log-probability, and which token was likeliest."""
+    """For every predicted token, window after window: its negative log-probability, and which token was likeliest."""
 
     losses: Sequence[F32]
     choices: Sequence[Array]
@@ -39,23 +39,23 @@ class Outcome:
         return float(np.concatenate(self.losses).mean(dtype=np.float64)) / log(2) / held_out.bytes_a_token
 
     def perplexity(self) -> float:
-        """Per token."""
+        """Return the perplexity of a token."""
         return float(np.exp(np.concatenate(self.losses).mean(dtype=np.float64)))
 
     def extra_bits(self, exact: Outcome, held_out: HeldOut) -> tuple[float, float]:
-        """Bits a byte above `exact`, and the standard error of that: pairs of windows, so the text cancels out."""
+        """Return the bits a byte above `exact` and their standard error, by pairs of windows: the text cancels out."""
         ratio = log(2) * held_out.bytes_a_token
         pairs = zip(self.losses, exact.losses, strict=True)
         differences = np.array([float((ours - theirs).mean()) for ours, theirs in pairs]) / ratio
         return float(differences.mean()), float(differences.std(ddof=1) / len(differences) ** 0.5)
 
     def agreement(self, exact: Outcome) -> float:
-        """Share of positions at which greedy decoding would choose the same token, given the same text before."""
+        """Return the share of positions at which greedy decoding would choose the same token after the same text."""
         return float((np.concatenate(self.choices) == np.concatenate(exact.choices)).mean())
 
 
 def standard_library_texts(held_out: bool) -> list[tuple[str, str]]:
-    """Names and texts of this Python's modules that the demo model was (not) trained on.
+    """Return names and texts of this Python's modules that the demo model was (not) trained on.
 
     The rule is that of its training, which goes by the path alone, so it holds for any Python version.
     """
@@ -67,7 +67,7 @@ def standard_library_texts(held_out: bool) -> list[tuple[str, str]]:
 
 
 def held_out_windows(llm: LLM, num_tokens: int, length: int) -> HeldOut:
-    """About `num_tokens` tokens of held-out modules, taken from all of them in turn."""
+    """Cut about `num_tokens` tokens out of held-out modules, from all of them in turn."""
     if llm.tokenizer is None or llm.config.bos_token_id is None:
         raise ValueError("the model has no tokenizer with a BOS token")
     source, texts = standard_library(), standard_library_texts(held_out=True)

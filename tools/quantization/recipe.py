@@ -1,4 +1,4 @@
-"""What to do with one decoder layer: its linears quantised in the order in which they run."""
+"""Quantises the linears of one decoder layer, in the order in which they run."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from quantization.awq import SCALED_STAGES, column_scales, fold_scales
 from quantization.calibration import InputSums
 from quantization.decoder_layer import DOWN, OUTPUT, STAGES, DecoderLayer
 from quantization.gptq import GptqSettings, gptq
-from quantization.grid import GridSettings
-from quantization.linear import QuantisedLinear, relative_output_error, round_to_nearest
+from quantization.grid import GridSettings, QuantisedLinear, relative_output_error, round_to_nearest
 
 METHODS = ("rtn", "gptq", "awq")
 _LARGEST_WEIGHT = 1e5
-"""Far from what scales in float16 reach, farther from what weights are."""
+"""Far from what scales in float16 reach, farther from what weights are: a larger one is an error."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class QuantisedLayer:
-    """Linears by short name, and for each, with calibration, its squared output error as a share of its output's."""
+    """Quantised linears by short name, and after calibration their squared output errors as shares of the outputs'."""
 
     linears: Mapping[str, QuantisedLinear]
     errors: Mapping[str, float]
@@ -76,7 +75,7 @@ def quantise_layer(layer: DecoderLayer, streams: list[Any], recipe: Recipe) -> Q
 
 
 def quantise_together(weights: Mapping[str, Any], sums: InputSums | None, recipe: Recipe) -> QuantisedLayer:
-    """Linears [N, K] that share an input, as one matrix, so that they share the order of columns too.
+    """Quantise linears [N, K] that share an input as one matrix, so that they share the order of columns too.
 
     `sums` None rounds to nearest. Raises CheckpointError.
     """
@@ -99,7 +98,7 @@ def quantise_together(weights: Mapping[str, Any], sums: InputSums | None, recipe
 
 
 def _scale_columns(layer: DecoderLayer, streams: list[Any], recipe: Recipe) -> None:
-    """AWQ's scales, all found on the layer as it was: they leave what it computes unchanged."""
+    """Scale columns as AWQ does. All scales are found on the layer as it was: they leave what it computes unchanged."""
     grid, after_attention = recipe.grid, [layer.add_attention(stream) for stream in streams]
     for stage in SCALED_STAGES:
         sums = _input_sums(layer, stage, streams if stage < OUTPUT else after_attention, recipe)
