@@ -100,7 +100,7 @@ def test_every_kernel_waits_before_it_reads(file: str) -> None:
 @pytest.mark.parametrize(("rows", "hidden", "head_dim"), QKV)
 @pytest.mark.parametrize("num_rows", [1, 8, 64])
 def test_the_qkv_product_waits_before_it_reads(rows: int, hidden: int, head_dim: int, num_rows: int) -> None:
-    constants = plan_linear("qkv", rows, hidden, num_rows, H200, head_dim=head_dim).constants
+    constants = plan_linear("qkv", (rows, hidden), num_rows, H200, head_dim=head_dim).constants
     assert not early_accesses("linear/linear.cu", compile_module("linear/linear.cu", "sm_90", DType.FLOAT16, constants))
 
 

@@ -121,7 +121,7 @@ class Launcher:
     def run(self, num_rows: int, *, pdl: bool = False, raw: bool = False) -> Any:
         case, d = self.case, self.device
         has_norm, size = case.arrays["norm"] is not None, (case.out_features, case.in_features)
-        plan = plan_linear(case.product, *size, num_rows, self.on, has_norm=has_norm, head_dim=case.head_dim)
+        plan = plan_linear(case.product, size, num_rows, self.on, has_norm=has_norm, head_dim=case.head_dim)
         path = {"CPMRT_PORTABLE": 1} if self.portable else {}
         kernel = self.cuda.kernel(f"linear_{case.product}", case.dtype, **macros_of(plan.constants), **path)
 
@@ -258,7 +258,7 @@ def test_a_row_does_not_see_the_others(cuda: Any) -> None:
 @pytest.mark.parametrize("name", SHAPES)
 def test_the_order_of_a_sum_does_not_depend_on_the_rows(name: str, device: Device) -> None:
     product, out_features, in_features, _, _ = SHAPES[name]
-    plans = [plan_linear(product, out_features, in_features, rows, device) for rows in range(1, 65)]
+    plans = [plan_linear(product, (out_features, in_features), rows, device) for rows in range(1, 65)]
     assert len({plan.constants.cluster for plan in plans}) == 1
     for rows, plan in enumerate(plans, 1):
         assert 8 * plan.constants.token_tiles == row_bucket(rows, ROW_BUCKETS) >= rows
@@ -278,7 +278,7 @@ class PlanBuild:
         """How to compile it for each number of rows."""
         product, out_features, in_features, head_dim, _ = SHAPES[self.name]
         size = out_features, in_features
-        plans = [plan_linear(product, *size, rows, self.device, head_dim=head_dim) for rows in (8, 12, 16, 32, 64)]
+        plans = [plan_linear(product, size, rows, self.device, head_dim=head_dim) for rows in (8, 12, 16, 32, 64)]
         options = [compiler.options(self.arch, DType.BFLOAT16, plan.constants) for plan in plans]
         return [(build, sources["linear/linear.cu"], chosen) for chosen in options]
 

@@ -93,11 +93,9 @@ class LinearPlan:
 
 def launch_linear(launch: Launcher, product: StepProduct, weight: DeviceArray, device: Device) -> None:
     """Launch the product with a weight [N, K] in 16 bits."""
-    (out_features, in_features), has_norm = weight.shape, product.norm is not None
-    plan = plan_linear(
-        product.kind, out_features, in_features, len(product.x), device, has_norm=has_norm, head_dim=product.head_dim
-    )
-    arguments, shared_bytes = product.arguments(product.x, (weight,)), plan.constants.smem_bytes
+    x, has_norm = product.x, product.norm is not None
+    plan = plan_linear(product.kind, weight.shape, len(x), device, has_norm=has_norm, head_dim=product.head_dim)
+    arguments, shared_bytes = product.arguments(x, (weight,)), plan.constants.smem_bytes
     launch(LINEAR[product.kind], plan.constants, plan.grid, BLOCK_THREADS, *arguments, smem=shared_bytes)
 
 
@@ -109,22 +107,16 @@ def row_bucket(num_rows: int, buckets: tuple[int, ...]) -> int:
 
 
 def plan_linear(
-    product: str,
-    out_features: int,
-    in_features: int,
-    num_rows: int,
-    device: Device,
-    *,
-    has_norm: bool = True,
-    head_dim: int = 0,
+    product: str, shape: tuple[int, ...], num_rows: int, device: Device, *, has_norm: bool = True, head_dim: int = 0
 ) -> LinearPlan:
-    """Plan one product with a weight [out_features, in_features] (gate_up: both halves together).
+    """Plan one product with a weight of this shape, [N, K] (gate_up: both halves together).
 
     `has_norm` False: rows enter the product as they are, as those of "residual" always do.
     """
-    tiles, weight_tiles = row_bucket(num_rows, ROW_BUCKETS) // 8, ceil(out_features / 16)
+    (out_features, in_features), tiles = shape, row_bucket(num_rows, ROW_BUCKETS) // 8
     half_tile = tiles == 2 and num_rows <= _HALF_TILE_ROWS
-    units, cluster = ceil(in_features / _UNIT_COLUMNS), _cluster(weight_tiles, device)
+    weight_tiles, units = ceil(out_features / 16), ceil(in_features / _UNIT_COLUMNS)
+    cluster = _cluster(weight_tiles, device)
     num_clusters, is_large = device.num_sms // cluster, device.shared_bytes_per_block >= LARGE_SHARED_BYTES
     can_split = product in ("gate_up", "head") and cluster == 1 and units % _WARPS == 0 and in_features >= 2048
     many = tiles >= _ROW_SPLIT_TOKEN_TILES and weight_tiles >= _ROW_SPLIT_TILES_PER_SM * device.num_sms
