@@ -15,6 +15,8 @@ from cpmrt.errors import ConfigError
 
 F32 = NDArray[np.float32]
 Array = NDArray[Any]
+ElementType = type[np.generic] | np.dtype[Any]
+"""The type of a buffer's elements, as NumPy takes it."""
 
 
 class DType(Enum):

@@ -5,6 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
+from typing import Literal
+
+from cpmrt.dtypes import ElementType
+
+Product = Literal["qkv", "residual", "gate_up", "head"]
+"""The fused product that a matrix takes part in: its kernel, the order of its rows, and so its packed layout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +59,17 @@ class TensorSpec:
     """A weight as the executor holds it: the row-wise concatenation of `sources` (usually one).
 
     Without a `quant` it is held in 16 bits, whatever its sources are; with one, sources in 16 bits are rounded to it.
-    `head_dim`: rows of a head, whose two halves RoPE pairs, where the rows are those of heads.
+    `product` is None for vectors and for an embedding, which are never quantised. `head_dim`: rows of a head, whose two
+    halves RoPE pairs, where the rows are those of heads. `part` is its row in the table of the memory plan.
     """
 
     name: str
     shape: tuple[int, ...]
     sources: tuple[Source, ...]
     quant: Quantization | None = None
+    product: Product | None = None
     head_dim: int = 0
+    part: str = "layers"
 
     @property
     def num_elements(self) -> int:
@@ -87,14 +96,14 @@ class BufferSpec:
     """A workspace buffer of one forward pass.
 
     It is live from the phase `first` to the phase `last`, both included: buffers whose lifetimes do not meet may
-    share memory. `itemsize` None means the activation type.
+    share memory. `dtype` None means the executor's type of activations: words of 16 bits, or float32.
     """
 
     name: str
     shape: tuple[int, ...]
     first: int
     last: int
-    itemsize: int | None = None
+    dtype: ElementType | None = None
 
     @property
     def num_elements(self) -> int:

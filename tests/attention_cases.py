@@ -9,7 +9,7 @@ import numpy as np
 
 from cpmrt.cuda.ops.attention.plan import DecodeAttentionPlan, decode_launch, plan_decode_attention
 from cpmrt.dtypes import DType, round_to
-from cpmrt.memory.kv_pages import PAGE_SIZE
+from cpmrt.memory.caches import PAGE_SIZE
 from cpmrt.ops import OPS, Fp8Pages, KVPages, Rows
 from cpmrt.reference.fp8_pages import e4m3_codes
 from cpmrt.reference.ops import NumpyOps

@@ -12,10 +12,10 @@ from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.ops.linear_packed.layout import PackedLayout, packed_layout
 from cpmrt.cuda.precompile import known_device
 from cpmrt.dtypes import DType, round_to
-from cpmrt.memory.kv_pages import PAGE_SIZE
+from cpmrt.memory.caches import PAGE_SIZE
 from cpmrt.ops import KVPages, QkvWeights, Rows
 from cpmrt.reference.ops import NumpyOps
-from cpmrt.tensor_spec import Quantization, TensorSpec
+from cpmrt.tensor_spec import Product, Quantization, TensorSpec
 
 H200, ORIN, RTX_4090 = map(known_device, ("sm_90", "sm_87", "sm_89"))
 EPS, SCALE, DIVISOR = 1e-5, 0.37, 2.5
@@ -135,13 +135,12 @@ def relative_error(out: Any, expected: Any) -> float:
 
 
 def layout_of(
-    product: str, size: tuple[int, int], group_size: int, device: Device, *,
+    product: Product, size: tuple[int, int], group_size: int, device: Device, *,
     zeros: bool = False, head_dim: int = 0, bits: int = 4,
 ) -> PackedLayout:  # fmt: skip
     """The packed layout of a weight of `size` (rows, columns)."""
-    name = {"residual": "output", "head": "lm_head"}.get(product, product)
     quant = Quantization(bits, group_size, symmetric=not zeros)
-    return packed_layout(TensorSpec(name, size, (), quant, head_dim=head_dim), device)
+    return packed_layout(TensorSpec("w", size, (), quant, product, head_dim), device)
 
 
 def older(device: Device) -> Device:

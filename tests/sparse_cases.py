@@ -17,7 +17,7 @@ from cpmrt.cuda.ops.attention.plan import plan_decode_attention, plan_prefill_at
 from cpmrt.cuda.ops.cuda_ops import CudaOps
 from cpmrt.cuda.ops.selection import SparsePlans
 from cpmrt.dtypes import DType, from_float32, round_to
-from cpmrt.memory.kv_pages import PAGE_SIZE, pages_for
+from cpmrt.memory.caches import PAGE_SIZE, pages_for
 from cpmrt.ops import CompressedKeys, Fp8Pages, KVPages, Rows, Selection
 from cpmrt.reference.fp8_pages import values_of
 from cpmrt.reference.ops import NumpyOps
@@ -197,9 +197,9 @@ class SparseDevice:
         """The windows that these rows complete, into `pages`; `before_rope`: the keys of `slots` are those."""
         keys = self.pages["k_pages"]
         poison = self.cuda.array(np.full(keys.shape, np.nan), self.slots.dtype)
-        nope = (poison, keys) if before_rope else ()
+        nope = keys if before_rope else None
         assert self.ops.sparse is not None
-        compressed = CompressedKeys(self.pages["k1"], self.pages["k2"], *nope)
+        compressed = CompressedKeys(self.pages["k1"], self.pages["k2"], nope)
         self.ops.sparse.compress(KVPages(poison if before_rope else keys, None, compressed), self.rows(rows))
 
     def assert_compressed(self, k1: Any, k2: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from cpmrt.memory.kv_pages import PAGE_SIZE
+from cpmrt.memory.caches import PAGE_SIZE
 from cpmrt.reference.draft_tree import Frontier, Nodes, accept
 
 Row = tuple[int, int, int, int, int, int]

@@ -9,7 +9,7 @@ import numpy as np
 from attention_cases import Case, Launcher, assert_close, make_case, oracle
 
 from cpmrt.dtypes import DType
-from cpmrt.memory.kv_pages import PAGE_SIZE
+from cpmrt.memory.caches import PAGE_SIZE
 
 Tree = tuple[int, list[int]]
 """The base, and the mask of each node."""

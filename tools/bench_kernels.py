@@ -39,7 +39,7 @@ from cpmrt.cuda.driver.launch import launch  # noqa: E402
 from cpmrt.cuda.ops.gemm import Gemm  # noqa: E402
 from cpmrt.errors import CpmrtError  # noqa: E402
 from cpmrt.llm import LLM  # noqa: E402
-from cpmrt.ops import Rows, Selection  # noqa: E402
+from cpmrt.ops import KVPages, Rows, Selection  # noqa: E402
 
 README = ROOT / "kernels_cu" / "README.md"
 # So many layers that one kind of weight alone is larger than any L2.
@@ -130,7 +130,7 @@ class Bench:
         self._set_rows(np.arange(num_slots), np.full(num_slots, keys - 1))
         tables, positions = self.arrays["block_tables"], self.arrays["positions"][:rows]
         windows = [self.arrays["slots"][first : first + rows] for first in range(0, num_slots - rows + 1, rows)]
-        num_bytes = 4.0 * rows * keys * config.kv_size
+        num_bytes = 4.0 * rows * keys * config.attention.kv_size
         turns = [(layer, slots) for slots in windows for layer in range(config.num_layers)]
         turns = turns[: min(MOST_LAUNCHES, int(COLD_BYTES // num_bytes) + 1)]
 
@@ -138,7 +138,8 @@ class Bench:
             out, q = self.arrays["attention"][:rows], self.arrays["q"][:rows]
             for layer, slots in turns:
                 step = Rows(self.arrays["token_ids"][:rows], positions, slots, tables, is_prefill=False)
-                self.ops.decode_attention(out, q, pages[0][layer], pages[1][layer], step, config.head_dim**-0.5)
+                kv = KVPages(pages[0][layer], pages[1][layer])
+                self.ops.decode_attention(out, q, kv, step, config.attention.head_dim**-0.5)
 
         cost = {("decode_attention", 0, 0): Cost("decode_attention", "byte", num_bytes)}
         yield from self._each(enqueue, f"T={rows}, {keys:,} keys", cost)
@@ -155,33 +156,35 @@ class Bench:
             for layer in range(2):
                 pages = arrays["k_pages"][layer], arrays["v_pages"][layer]
                 out, q = arrays["attention"][:rows], arrays["q"][:rows]
-                self.ops.prefill_attention(out, q, *pages, step, config.head_dim**-0.5)
+                self.ops.prefill_attention(out, q, *pages, step, config.attention.head_dim**-0.5)
 
-        flops = 4.0 * config.q_size * rows * (start + (rows + 1) / 2)
+        flops = 4.0 * config.attention.q_size * rows * (start + (rows + 1) / 2)
         name = self.ops._prefill_plan.kernel
         yield from self._each(enqueue, f"T={rows} behind {start:,}", {(name, 0, 0): Cost(name, "FLOP", flops)})
 
     def selected_attention(self, union: int | None) -> Iterator[Line]:
         """A chunk over blocks of which TOGETHER neighbours choose so many, where neighbours go together."""
         config, arrays, rows = self.config, self.arrays, SELECTED_ROWS
-        assert config.sparse is not None
+        assert config.attention.sparse is not None
         rng = np.random.default_rng(0)
-        blocks = planted_choices(SELECTED_START, rows, config.num_kv_heads, config.sparse, union, rng)
+        blocks = planted_choices(
+            SELECTED_START, rows, config.attention.num_kv_heads, config.attention.sparse, union, rng
+        )
         self._set_rows(np.zeros(rows), np.arange(SELECTED_START, SELECTED_START + rows))
         self._set_chunk(SELECTED_START, rows)
         arrays["blocks"][:rows].set(blocks, stream=self.stream)
         of_rows = (arrays[name][:rows] for name in ("token_ids", "positions", "slots"))
         step = Rows(*of_rows, arrays["block_tables"], True)
-        selection = Selection(arrays["blocks"][:rows], config.sparse)
+        selection = Selection(arrays["blocks"][:rows], config.attention.sparse)
 
         def enqueue() -> None:
             for layer in range(2):
                 pages = arrays["k_pages"][layer], arrays["v_pages"][layer]
                 out, q = arrays["attention"][:rows], arrays["q"][:rows]
-                self.ops.sparse.attend_chunk(out, q, *pages, step, config.head_dim**-0.5, selection)
+                self.ops.sparse.attend_chunk(out, q, *pages, step, config.attention.head_dim**-0.5, selection)
 
         name, chosen = "prefill_selected_wgmma", unions(blocks, TOGETHER).mean()
-        flops = 4.0 * config.q_size * rows * config.sparse.num_selected * 64
+        flops = 4.0 * config.attention.q_size * rows * config.attention.sparse.num_selected * 64
         case = f"T={rows} behind {SELECTED_START:,}, {TOGETHER} choose {chosen:.0f}"
         yield from self._each(enqueue, case, {(name, 0, 0): Cost(name, "FLOP", flops)})
 

@@ -20,9 +20,9 @@ class Cost(NamedTuple):
 
 def skinny_costs(config: ModelConfig) -> dict[Label, Cost]:
     """The products of a decode step, which read their weights."""
-    hidden, inner, q_size = config.hidden_size, config.intermediate_size, config.q_size
+    hidden, inner, q_size = config.hidden_size, config.mlp.intermediate_size, config.attention.q_size
     return {
-        ("linear_qkv", 0, hidden): Cost("linear_qkv", "byte", 2.0 * (q_size + 2 * config.kv_size) * hidden),
+        ("linear_qkv", 0, hidden): Cost("linear_qkv", "byte", 2.0 * (q_size + 2 * config.attention.kv_size) * hidden),
         ("linear_residual", 0, q_size): Cost("linear_residual (o)", "byte", 2.0 * hidden * q_size),
         ("linear_gate_up", 0, hidden): Cost("linear_gate_up", "byte", 4.0 * inner * hidden),
         ("linear_residual", 0, inner): Cost("linear_residual (down)", "byte", 2.0 * hidden * inner),
@@ -39,16 +39,16 @@ def packed_costs(config: ModelConfig, rows: int) -> dict[Label, Cost]:
         for label, cost in skinny_costs(config).items()
         if label[0] != "linear_head"
     }
-    for name, columns in (("hidden", config.hidden_size), ("inner", config.intermediate_size)):
+    for name, columns in (("hidden", config.hidden_size), ("inner", config.mlp.intermediate_size)):
         costs["prepare_rows", 0, columns] = Cost(f"prepare_rows ({name})", "byte", 4.0 * rows * columns)
     return costs
 
 
 def product_costs(config: ModelConfig, rows: int, name: str) -> dict[Label, Cost]:
     """The products of a chunk."""
-    hidden, inner, q_size = config.hidden_size, config.intermediate_size, config.q_size
+    hidden, inner, q_size = config.hidden_size, config.mlp.intermediate_size, config.attention.q_size
     weights = {
-        "qkv": (q_size + 2 * config.kv_size, hidden),
+        "qkv": (q_size + 2 * config.attention.kv_size, hidden),
         "o": (hidden, q_size),
         "gate_up": (2 * inner, hidden),
         "down": (hidden, inner),
@@ -64,7 +64,7 @@ def chunk_costs(config: ModelConfig, rows: int) -> dict[Label, Cost]:
     elements = {
         "embed": 2 * config.hidden_size,
         "rms_norm": 2 * config.hidden_size,
-        "rope_append": 2 * (config.q_size + 2 * config.kv_size),
-        "silu_mul": 3 * config.intermediate_size,
+        "rope_append": 2 * (config.attention.q_size + 2 * config.attention.kv_size),
+        "silu_mul": 3 * config.mlp.intermediate_size,
     }
     return {(name, 0, 0): Cost(name, "byte", 2.0 * rows * count) for name, count in elements.items()}

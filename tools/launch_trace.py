@@ -188,10 +188,10 @@ def trace(setup: Setup, device: Device) -> dict[str, list[Any]]:
     launcher = TracingLauncher(Modules(device.arch, DType.BFLOAT16))
     arrays = held_arrays(launcher.arena(plan), device)
     gemm = Gemm(device, launcher, arrays["gemm_workspace"], use_library=False)
-    forward = StepForward(config, device, launcher, gemm, arrays, context, draft.config.taps if draft else ())
+    forward = StepForward(config, device, launcher, gemm, arrays, plan.caches, draft.config.taps if draft else ())
     rings: Any = Rings()
     steps = StepKernels(launcher, config, arrays, rings, device)
-    drafting = draft and Speculation(draft, config, device, launcher, gemm, arrays, rings, forward, context, 0.0)
+    drafting = draft and Speculation(draft, config, device, launcher, gemm, arrays, rings, forward, plan, 0.0)
     _trace_plain(launcher, steps, forward, drafting, settings)
     if draft is not None and drafting is not None:
         _trace_drafting(launcher, draft, drafting, settings)

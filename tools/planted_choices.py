@@ -6,7 +6,7 @@ import numpy as np
 
 from cpmrt.config import SparseConfig
 from cpmrt.dtypes import Array
-from cpmrt.memory.kv_pages import PAGE_SIZE
+from cpmrt.memory.caches import PAGE_SIZE
 
 TOGETHER = 12
 """Neighbours whose union is stated."""

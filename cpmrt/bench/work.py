@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from cpmrt.config import EngineConfig, ModelConfig
-from cpmrt.memory.kv_pages import PAGE_SIZE, KVLayout
+from cpmrt.memory.caches import PAGE_SIZE
+from cpmrt.models.decoder import cache_layout
 from cpmrt.models.draft import PREFIX
 from cpmrt.models.planning import weight_specs
 from cpmrt.tensor_spec import TensorSpec
@@ -30,7 +31,7 @@ def decode_bytes(
     sizes = {spec.name: spec.num_bytes(itemsize) for spec in specs if not spec.name.startswith(PREFIX)}
     if "lm_head" in sizes:
         del sizes["embed_tokens"]
-    per_token = KVLayout.of(config, 1, 1).elements_per_token
+    per_token = cache_layout(config, 1, 1).bytes_per_token(1)
     read = _seen_tokens(config, context) * (kv_bytes or per_token * itemsize)
     if _seen_tokens(config, context) < context:
         read += (context // 16 + context // 64) * per_token // 2 * itemsize
@@ -39,7 +40,7 @@ def decode_bytes(
 
 def _seen_tokens(config: ModelConfig, num_tokens: int) -> int:
     """Return how many of `num_tokens` tokens the last of them looks at."""
-    sparse = config.sparse
+    sparse = config.attention.sparse
     if sparse is None or not sparse.leaves_out(num_tokens):
         return num_tokens
     return sparse.num_selected * PAGE_SIZE - -num_tokens % PAGE_SIZE
@@ -47,17 +48,18 @@ def _seen_tokens(config: ModelConfig, num_tokens: int) -> int:
 
 def prefill_flops(config: ModelConfig, num_tokens: int, start: int = 0) -> int:
     """Return the floating-point operations of `num_tokens` prompt tokens after `start` cached ones, the head once."""
-    layer = config.hidden_size * (2 * config.q_size + 2 * config.kv_size + 3 * config.intermediate_size)
+    attention, inner = config.attention, config.mlp.intermediate_size
+    layer = config.hidden_size * (2 * attention.q_size + 2 * attention.kv_size + 3 * inner)
     linear = 2 * num_tokens * config.num_layers * layer
-    attention = config.num_layers * config.q_size * _attention_flops(config, num_tokens, start)
-    return linear + attention + 2 * config.hidden_size * config.vocab_size
+    attended = config.num_layers * attention.q_size * _attention_flops(config, num_tokens, start)
+    return linear + attended + 2 * config.hidden_size * config.vocab_size
 
 
 def _attention_flops(config: ModelConfig, num_tokens: int, start: int) -> int:
     """Return the operations of one layer's attention for each query element, with those of the scores of blocks."""
-    if config.sparse is None:
+    if config.attention.sparse is None:
         return 4 * (num_tokens * start + num_tokens * (num_tokens + 1) // 2)
     lengths = range(start + 1, start + num_tokens + 1)
     seen = sum(_seen_tokens(config, length) for length in lengths)
-    scored = sum(length // 16 + length // 64 for length in lengths if config.sparse.leaves_out(length))
+    scored = sum(length // 16 + length // 64 for length in lengths if config.attention.sparse.leaves_out(length))
     return 4 * seen + 2 * scored

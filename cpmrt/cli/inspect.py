@@ -28,10 +28,6 @@ from cpmrt.weights.files import read_json
 from cpmrt.weights.model_folder import BUNDLED, ModelFolder
 from cpmrt.weights.quantised_specs import quantisation_summary
 
-_SIZES = (
-    "num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size",
-    "max_positions", "tie_word_embeddings", "qkv_bias", "qk_norm",
-)  # fmt: skip
 _SCALES = ("scale_emb", "residual_scale", "logit_divisor")
 _NESTED = ("sizes", "sparse", "scales", "special_ids", "tokenizer", "quantization")
 
@@ -131,9 +127,9 @@ def report(model: str | None, revision: str | None, hf_overrides: Mapping[str, A
         "tensor_dtypes": dict(Counter(tensor["dtype"] for tensor in tensors)),
         "dtype": _dtype_label(config, raw),
         "quantization": quantization if config else _quant_method(raw),
-        "sizes": {name: getattr(config, name) for name in _SIZES} if config else {},
+        "sizes": _sizes(config) if config else {},
         "rope": _used(asdict(config.rope)) if config else raw.get("rope_parameters", raw.get("rope_scaling")),
-        "sparse": asdict(config.sparse) if config and config.sparse else None,
+        "sparse": asdict(config.attention.sparse) if config and config.attention.sparse else None,
         "scales": {name: getattr(config, name) for name in _SCALES} if config else {},
         "special_ids": {"bos": config.bos_token_id, "eos": list(config.eos_token_ids)} if config else {},
         "tokenizer": _tokenizer(path, problems),
@@ -141,6 +137,20 @@ def report(model: str | None, revision: str | None, hf_overrides: Mapping[str, A
         "files": files,
         "tensors": tensors,
         "problems": problems,
+    }
+
+
+def _sizes(config: ModelConfig) -> dict[str, Any]:
+    attention = config.attention
+    return {
+        "num_layers": config.num_layers,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.mlp.intermediate_size,
+        **{name: getattr(attention, name) for name in ("num_heads", "num_kv_heads", "head_dim")},
+        "vocab_size": config.vocab_size,
+        "max_positions": config.max_positions,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        **{name: getattr(attention, name) for name in ("qkv_bias", "qk_norm")},
     }
 
 

@@ -8,7 +8,6 @@ model are there, they say which layers are quantised; else its config.json does.
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -20,7 +19,7 @@ from cpmrt.config import EngineConfig
 from cpmrt.cuda.draft.forward import executor_needs
 from cpmrt.cuda.precompile import known_device
 from cpmrt.dtypes import DType
-from cpmrt.memory.kv_pages import PAGE_SIZE
+from cpmrt.memory.caches import PAGE_SIZE
 from cpmrt.memory.plan import MemoryPlan, check_budget, format_bytes, largest_context
 from cpmrt.models.planning import plan_model, position_limit
 from cpmrt.reference.assembly import reference_needs
@@ -88,8 +87,8 @@ def _text(title: str, plan: MemoryPlan, budget: int | None, largest: int | None)
 
 
 def _record(model: str, dtype: DType, plan: MemoryPlan, budget: int | None, largest: int | None) -> dict[str, Any]:
-    figures = asdict(plan)
-    del figures["regions"], figures["tensors"]
+    names = ("total_bytes", "max_context", "max_sequences", "kv_bytes_per_token", "workspace_unshared_bytes")
+    figures = {name: getattr(plan, name) for name in names}
     record = {"model": model, "dtype": dtype.label, "part_bytes": plan.part_bytes, **figures}
     if budget is not None:
         record |= {"budget_bytes": budget, "left_bytes": budget - plan.total_bytes}

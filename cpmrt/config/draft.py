@@ -12,6 +12,7 @@ from math import isclose, sqrt
 from typing import Any
 
 from cpmrt.config.fields import Fields
+from cpmrt.config.layers import LayerConfig
 from cpmrt.config.model import ModelConfig
 from cpmrt.config.speculation import SpeculationConfig
 from cpmrt.errors import CheckpointError, ConfigError, UnsupportedModelError
@@ -42,8 +43,6 @@ class DraftConfig:
     """Of a layer, with {} for its number."""
     has_input_norms: bool = False
     """RMSNorm of the embedding and of the hidden state before `fc` (MiniCPM's EAGLE-2)."""
-    has_attention_norm: bool = True
-    """Of layer 0; classic EAGLE has none there."""
     has_fc_bias: bool = False
     has_split_fc: bool = False
     """Quantised as two matrices one after the other: the embedding's half [h, h], then the hidden state's (CPM.cu)."""
@@ -51,9 +50,13 @@ class DraftConfig:
     """EAGLE-3: the target's layers whose inputs it reads. None: it reads the output of the final norm."""
     draft_vocab: int = 0
     """Rows of its head; 0: lookup."""
-    window: int = 0
-    """Tokens that its attention looks back at; 0: all."""
     head_bits: int | None = None
+
+    @property
+    def layers_config(self) -> ModelConfig:
+        """The draft's layers and constants, for a draft that has layers."""
+        assert self.decoder is not None, "prompt lookup has no forward"
+        return self.decoder
 
     @property
     def is_eagle(self) -> bool:
@@ -76,7 +79,8 @@ class DraftConfig:
         """An independent model with the target's tokenizer. Raises ConfigError."""
         if decoder.vocab_size != target.vocab_size:
             raise _disagrees(source, "vocab_size", target.vocab_size, decoder.vocab_size)
-        decoder = replace(decoder, sparse=None)
+        dense = replace(decoder.attention, sparse=None)
+        decoder = replace(decoder, layers=tuple(replace(layer, mixer=dense) for layer in decoder.layers))
         return cls("model", decoder, draft_vocab=decoder.vocab_size, head_bits=wish.head_bits)
 
     @classmethod
@@ -96,8 +100,10 @@ class DraftConfig:
         if shapes is not None and (found := detect_method(shapes)) != wish.method:
             raise ConfigError(f"{source}: the draft", expected=wish.method, actual=found, fix=f"use method {found!r}")
         fields = Fields(config, source)
-        decoder = _decoder(fields, target, wish, quantize_config)
         is_mup = target.logit_divisor != 1.0 or target.scale_emb != 1.0
+        decoder = _decoder(fields, target, wish, quantize_config)
+        # Classic EAGLE has no norm before its first layer.
+        decoder = _wired(decoder, wish.method == "eagle3", wish.method == "eagle3" or is_mup, window=wish.window or 0)
         stem, layer_name = _names(wish.method, shapes, is_mup, source)
         draft = cls(
             wish.method,
@@ -105,10 +111,8 @@ class DraftConfig:
             stem,
             layer_name,
             has_input_norms=wish.method == "eagle2" and is_mup,
-            has_attention_norm=wish.method == "eagle3" or is_mup,
             taps=_taps(fields, target) if wish.method == "eagle3" else (),
             draft_vocab=_draft_vocab(fields, shapes, target, wish),
-            window=wish.window or 0,
             head_bits=wish.head_bits,
         )
         return draft if shapes is None else _as_stored(draft, shapes, source)
@@ -152,9 +156,9 @@ def _decoder(
     rope = decoder.rope
     if not any(own.get(key) for key in _ROPE_KEYS):
         rope = target.rope
-        if rope.kind == "longrope" and decoder.head_dim != target.head_dim:
+        if rope.kind == "longrope" and decoder.attention.head_dim != target.attention.head_dim:
             fix = "give the draft a rope_scaling of its own"
-            raise _disagrees(source, "head_dim", target.head_dim, decoder.head_dim, fix)
+            raise _disagrees(source, "head_dim", target.attention.head_dim, decoder.attention.head_dim, fix)
         decoder = replace(decoder, max_position_embeddings=target.max_position_embeddings)
     divisor = target.logit_divisor if wish.method == "eagle2" else 1.0
     scale = _residual_scale(fields, target, wish)
@@ -254,19 +258,30 @@ def _as_stored(draft: DraftConfig, shapes: Shapes, source: str) -> DraftConfig:
     first, hidden = draft.layer_name.format(0), decoder.hidden_size
     attention = f"{first}.self_attn"
     has_norm = f"{first}.input_layernorm.weight" in shapes
+    is_eagle3, extras = draft.method == "eagle3", {
+        "qkv_bias": f"{attention}.q_proj.bias" in shapes,
+        "output_bias": f"{attention}.o_proj.bias" in shapes,
+        "qk_norm": f"{attention}.q_norm.weight" in shapes,
+    }
     return replace(
         draft,
-        decoder=replace(
-            decoder,
-            qkv_bias=f"{attention}.q_proj.bias" in shapes,
-            output_bias=f"{attention}.o_proj.bias" in shapes,
-            qk_norm=f"{attention}.q_norm.weight" in shapes,
-        ),
+        decoder=_wired(decoder, is_eagle3, has_norm or is_eagle3, **extras),
         has_input_norms=all(norms),
-        has_attention_norm=has_norm or draft.method == "eagle3",
         has_fc_bias=f"{stem}fc.bias" in shapes,
         has_split_fc=draft.method == "eagle2" and shapes.get(f"{stem}fc.qweight") == (hidden // 16, 4 * hidden),
     )
+
+
+def _wired(decoder: ModelConfig, is_eagle3: bool, has_norm: bool, **mixer: Any) -> ModelConfig:
+    """The draft's layers: those of a decoder but for the first, and for these fields of their attention."""
+
+    def wired(number: int, layer: LayerConfig) -> LayerConfig:
+        attention = replace(decoder.attention, **mixer)
+        return replace(
+            layer, mixer=attention, reads_joined=is_eagle3 and number == 0, has_mixer_norm=number > 0 or has_norm
+        )
+
+    return replace(decoder, layers=tuple(wired(number, layer) for number, layer in enumerate(decoder.layers)))
 
 
 def _disagrees(source: str, name: str, expected: object, actual: object, fix: str | None = None) -> ConfigError:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import sqrt
-from typing import Any
+from typing import Any, TypeVar
 
 from cpmrt.config.architectures import ARCHITECTURES, MODEL_TYPES, Architecture
 from cpmrt.config.fields import Fields
+from cpmrt.config.layers import GatedMlp, GroupedAttention, LayerConfig
 from cpmrt.config.quantization import WeightQuantization, read_quantization
 from cpmrt.config.rope import RopeConfig
 from cpmrt.config.sparse import SparseConfig
 from cpmrt.dtypes import DType
 from cpmrt.errors import ConfigError, UnsupportedModelError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -22,19 +25,12 @@ class ModelConfig:
 
     architecture: str
     hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
     vocab_size: int
+    layers: tuple[LayerConfig, ...]
     max_position_embeddings: int
     rms_norm_eps: float
     rope: RopeConfig
     tie_word_embeddings: bool
-    qkv_bias: bool
-    output_bias: bool
-    qk_norm: bool
     scale_emb: float
     residual_scale: float
     """Every sublayer's output is multiplied by it before it is added: scale_depth / sqrt(layers)."""
@@ -44,16 +40,29 @@ class ModelConfig:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     quantization: WeightQuantization | None
-    sparse: SparseConfig | None = None
-    """None: every token looks at all tokens before it."""
 
     @property
-    def q_size(self) -> int:
-        return self.num_heads * self.head_dim
+    def num_layers(self) -> int:
+        return len(self.layers)
 
     @property
-    def kv_size(self) -> int:
-        return self.num_kv_heads * self.head_dim
+    def attention(self) -> GroupedAttention:
+        """The grouped attention that all layers share. Raises UnsupportedModelError where they do not."""
+        return self._shared(GroupedAttention, [layer.mixer for layer in self.layers])
+
+    @property
+    def mlp(self) -> GatedMlp:
+        """The gated mlp that all layers share. Raises UnsupportedModelError where they do not."""
+        return self._shared(GatedMlp, [layer.mlp for layer in self.layers])
+
+    def _shared(self, kind: type[T], found: Sequence[object]) -> T:
+        first = found[0]
+        if not isinstance(first, kind) or any(other != first for other in found):
+            kinds = ", ".join(dict.fromkeys(type(other).__name__ for other in found))
+            raise UnsupportedModelError(
+                f"{self.architecture}: layers of one kind", expected=kind.__name__, actual=f"{kinds}, or of many sizes"
+            )
+        return first
 
     @property
     def max_positions(self) -> int:
@@ -72,10 +81,9 @@ class ModelConfig:
         return self.max_position_embeddings if self.rope.kind == "dynamic" else self.max_positions
 
     def for_context(self, limit: int) -> ModelConfig:
-        """The same model for at most `limit` tokens: without sparse attention where no token would leave any out."""
-        if self.sparse is None or self.sparse.leaves_out(limit):
-            return self
-        return replace(self, sparse=None)
+        """Return the model for texts of at most `limit` tokens."""
+        layers = tuple(replace(layer, mixer=layer.mixer.for_context(limit)) for layer in self.layers)
+        return self if layers == self.layers else replace(self, layers=layers)
 
     @classmethod
     def from_hf(
@@ -104,27 +112,23 @@ class ModelConfig:
         if not eos and row.eos_token_id is not None:
             eos = (row.eos_token_id,)
         bos = fields.token_ids("bos_token_id", vocab)[:1] or (row.bos_token_id,)
+        attention = GroupedAttention(
+            heads, kv_heads, head_dim, bias or row.fixed_qkv_bias, bias and not row.fixed_qkv_bias, row.qk_norm,
+            SparseConfig.from_hf(config, source),
+        )  # fmt: skip
         return cls(
             architecture=row.name,
             hidden_size=hidden,
-            intermediate_size=fields.integer("intermediate_size"),
-            num_layers=layers,
-            num_heads=heads,
-            num_kv_heads=kv_heads,
-            head_dim=head_dim,
             vocab_size=vocab,
+            layers=(LayerConfig(attention, GatedMlp(fields.integer("intermediate_size"))),) * layers,
             max_position_embeddings=max_positions,
             rms_norm_eps=fields.number("rms_norm_eps", 1e-6, high=1.0),
             rope=RopeConfig.from_hf(config, source, head_dim, max_positions),
             tie_word_embeddings=fields.boolean("tie_word_embeddings", row.tie_word_embeddings),
-            qkv_bias=bias or row.fixed_qkv_bias,
-            output_bias=bias and not row.fixed_qkv_bias,
-            qk_norm=row.qk_norm,
             dtype=_dtype(fields),
             bos_token_id=bos[0],
             eos_token_ids=tuple(sorted({*eos, *extra_eos.token_ids("eos_token_id", vocab)})),
             quantization=read_quantization(config, source, quantize_config),
-            sparse=SparseConfig.from_hf(config, source),
             **_mup_scales(fields, row, hidden, layers),
         )
 

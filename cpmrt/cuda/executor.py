@@ -19,6 +19,7 @@ from cpmrt.cuda.draft.speculation import Speculation
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.driver.faults import device_faults
 from cpmrt.cuda.driver.graphs import Graphs
+from cpmrt.cuda.ops.cuda_ops import CudaOps
 from cpmrt.cuda.ops.gemm import Gemm
 from cpmrt.cuda.step.costs import measured_limits
 from cpmrt.cuda.step.forward import StepForward
@@ -30,10 +31,10 @@ from cpmrt.dtypes import F32, DType
 from cpmrt.errors import ConfigError, NoDeviceError
 from cpmrt.executor import MAX_ROWS, Admit, Decode, ExecutorLimits, Pending, Prefill, Recall, Speculate, Step
 from cpmrt.memory.arena import Arena
-from cpmrt.memory.kv_pages import PAGE_SIZE, KVLayout
+from cpmrt.memory.caches import PAGE_SIZE
 from cpmrt.memory.plan import MemoryPlan
+from cpmrt.models import decoder
 from cpmrt.models.draft import Draft
-from cpmrt.models.rope import rope_table
 
 LoadWeights = Callable[[int, Mapping[str, Any], Device, Modules, Any], None]
 _RUN_AHEAD = 4
@@ -61,13 +62,13 @@ class CudaExecutor:
         draft: Draft | None = None,
     ):
         self.config, self.plan, self.device, self._draft = config, plan, device, draft
-        self._layout = layout = KVLayout.of(config, plan.max_context, plan.max_sequences)
+        self._layout = layout = plan.caches
         self._limits = ExecutorLimits(
             plan.max_sequences, plan.max_context, engine.prefill_chunk, max(_RUN_AHEAD, 2 * engine.steps_per_launch),
             max_logit_bias=MAX_LOGIT_BIAS, num_pages=layout.num_pages, page_size=PAGE_SIZE,
             tree_shapes=draft.shapes if draft else (),
         )  # fmt: skip
-        self._stream = cupy.cuda.Stream(non_blocking=True)
+        self.stream = cupy.cuda.Stream(non_blocking=True)
         self._modules = Modules(device.arch, dtype)
         self._buckets, self._row_counts = buckets(engine.prefill_chunk), row_counts(engine.max_sequences)
         self._num_logprobs: dict[int, int] = {}
@@ -86,25 +87,25 @@ class CudaExecutor:
         pointer = cupy.cuda.MemoryPointer(self._memory, 0)
         self._arena = Arena(plan, cupy.ndarray((plan.total_bytes,), cupy.uint8, pointer))
         self._arrays: dict[str, Any] = held_arrays(self._arena, device)
-        self._graphs = Graphs(self._stream, enabled=engine.cuda_graphs, steps_per_launch=engine.steps_per_launch)
+        self._graphs = Graphs(self.stream, enabled=engine.cuda_graphs, steps_per_launch=engine.steps_per_launch)
         self._resources.callback(self._graphs.close)
         self._rings = Rings(
-            self._stream, self._buckets[-1], self._layout.pages_per_sequence, self.config.vocab_size
+            self.stream, self._buckets[-1], self._layout.pages_per_sequence, self.config.vocab_size
         )  # fmt: skip
         self._resources.callback(self._rings.close)
         use_pdl = engine.dependent_launch and not device.is_portable
-        self._launcher = launcher = Launcher(self._stream, self._modules, use_pdl=use_pdl)
+        self._launcher = launcher = Launcher(self.stream, self._modules, use_pdl=use_pdl)
         self._gemm = Gemm(device, launcher, self._arrays["gemm_workspace"], use_library=not device.is_portable)
         self._resources.callback(self._gemm.close)
         taps = self._draft.config.taps if self._draft else ()
-        self._forward = StepForward(self.config, device, launcher, self._gemm, self._arrays, plan.max_context, taps)
+        self._forward = StepForward(self.config, device, launcher, self._gemm, self._arrays, plan.caches, taps)
         self._steps = StepKernels(launcher, self.config, self._arrays, self._rings, device)
         self._speculation = None if self._draft is None else Speculation(
             self._draft, self.config, device, launcher, self._gemm, self._arrays, self._rings, self._forward,
-            plan.max_context, engine.simulate_accept or 0.0,
+            plan, engine.simulate_accept or 0.0,
         )  # fmt: skip
         # What passes through the workspace while loading is gone before the tables there are filled.
-        load(pointer.ptr, {region.name: region for region in plan.regions}, device, self._modules, self._stream)
+        load(pointer.ptr, {region.name: region for region in plan.regions}, device, self._modules, self.stream)
         self._fill_tables(position_limit)
         self._capture(loops=engine.steps_per_launch > 1)
         if self._speculation is not None:
@@ -113,6 +114,11 @@ class CudaExecutor:
     @property
     def limits(self) -> ExecutorLimits:
         return self._limits
+
+    @property
+    def ops(self) -> CudaOps:
+        """The ops of the target's forward, for tools that watch or time them."""
+        return self._forward.ops
 
     def submit(self, step: Step) -> Pending:
         """Start the step. Raises RequestError for what the device cannot hold, NoDeviceError after `close`."""
@@ -164,7 +170,7 @@ class CudaExecutor:
         self._layout.check_table(block_table)
         self._check_open()
         if block_table:
-            with device_faults(), self._stream:
+            with device_faults(), self.stream:
                 self._arrays["block_tables"][slot, : len(block_table)].set(np.array(block_table, np.int32))
         for start in range(0, len(token_ids), self._limits.prefill_chunk):
             self._check_open()
@@ -180,7 +186,7 @@ class CudaExecutor:
         for first in range(0, len(tokens), len(out)):
             rows, count = self._arrays["x"][first : first + len(out)], min(len(out), len(tokens) - first)
             self._forward.head(out[: len(rows)], rows)
-            logits[first : first + count] = out[:count].get(stream=self._stream)
+            logits[first : first + count] = out[:count].get(stream=self.stream)
         return logits
 
     def close(self) -> None:
@@ -189,7 +195,7 @@ class CudaExecutor:
             return
         self._closed = True
         try:
-            self._stream.synchronize()
+            self.stream.synchronize()
         except cupy.cuda.runtime.CUDARuntimeError:
             return  # the context is lost, and all its memory with it
         self._resources.close()
@@ -207,7 +213,7 @@ class CudaExecutor:
             raise NoDeviceError("the executor is closed", fix="make a new LLM")
 
     def _fill_tables(self, position_limit: int) -> None:
-        with self._stream:
+        with self.stream:
             for name in ("positions", *_ZEROED):
                 if name in self._arrays:
                     self._arrays[name].fill(0)
@@ -217,8 +223,9 @@ class CudaExecutor:
             self._arrays["block_tables"].set(np.array(self._layout.block_tables(), np.int32))
             if "expanded_tables" in self._arrays:
                 self._arrays["expanded_tables"][:] = cupy.arange(self._layout.pages_per_sequence, dtype=np.int32)
-            self._arrays["rope"].set(rope_table(self.config, self.plan.max_context, position_limit))
-        self._stream.synchronize()
+            for table in decoder.tables(self.config, self.plan.max_context, position_limit):
+                self._arrays[table.spec.name].set(table.values())
+        self.stream.synchronize()
 
     def _capture(self, *, loops: bool) -> None:
         """Compile what every shape needs, run each once on padding rows, which loads it, then capture it."""
@@ -232,7 +239,7 @@ class CudaExecutor:
         self._steps.load(loops=loops)
         if self._speculation is not None:
             self._speculation.load()
-        self._stream.synchronize()
+        self.stream.synchronize()
         graphs, steps = self._graphs, self._steps
         for name, launches in ("admit", steps.admit), ("recall", steps.recall), ("first", self._first_token):
             graphs.add(name, launches)
@@ -242,7 +249,7 @@ class CudaExecutor:
             graphs.add_step(("decode", rows), partial(self._decode, rows), partial(steps.loop_end, rows, rows))
         if self._speculation is not None:
             self._speculation.add_graphs(graphs, self._buckets, steps.loop_end)
-        self._stream.synchronize()
+        self.stream.synchronize()
 
     def _every_shape(self) -> None:
         self._forward.every_shape(self._buckets, self._row_counts)
@@ -269,7 +276,7 @@ class CudaExecutor:
     def _set_rows(self, slot: int, token_ids: tuple[int, ...], start: int) -> None:
         """Rows of a chunk outside of a step; what the bucket has beyond them is padding."""
         count, bucket = len(token_ids), _at_least(len(token_ids), self._buckets)
-        with self._stream:
+        with self.stream:
             for name, values, padding in (
                 ("token_ids", np.array(token_ids), 0),
                 ("positions", np.arange(start, start + count), 0),

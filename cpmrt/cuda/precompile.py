@@ -16,13 +16,13 @@ from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.kernels import KERNELS, files
 from cpmrt.cuda.load.repack import repack_modules
 from cpmrt.cuda.ops.gemm import Gemm
-from cpmrt.cuda.ops.kv import held_pages
 from cpmrt.cuda.ops.linear_packed.memory import held_weights
 from cpmrt.cuda.step.forward import StepForward
 from cpmrt.cuda.step.kernels import step_modules
 from cpmrt.cuda.step.memory import buckets, check_supported, row_counts
 from cpmrt.dtypes import DType
 from cpmrt.errors import ConfigError
+from cpmrt.memory.plan import MemoryPlan
 from cpmrt.models.draft import Draft
 from cpmrt.models.planning import plan_model, position_limit, weight_specs
 from cpmrt.tensor_spec import TensorSpec
@@ -92,11 +92,11 @@ def modules_of(
     )
     word = np.zeros((), np.uint16)
     arrays: dict[str, Any] = {region.name: np.broadcast_to(word, region.shape) for region in plan.regions}
-    arrays |= held_weights(plan.tensors, arrays, device) | held_pages(arrays)
+    arrays |= held_weights(plan.tensors, arrays, device)
     launcher = Launcher(None, Modules(device.arch, dtype), use_pdl=False)
     gemm = Gemm(device, launcher, arrays["gemm_workspace"], use_library=False)
     with launcher.recording() as modules:
-        _record(config, settings, device, launcher, gemm, arrays, context, draft)
+        _record(config, settings, device, launcher, gemm, arrays, plan, draft)
     sized = {spec.file for spec in KERNELS if spec.macros}
     without_sizes: list[Module] = [(file, {}) for file in files(device.arch) if file not in sized]
     weights = specs if draft is None else (*specs, *draft.tensors)
@@ -114,14 +114,14 @@ def _record(
     launcher: Launcher,
     gemm: Gemm,
     arrays: Mapping[str, Any],
-    max_context: int,
+    plan: MemoryPlan,
     draft: Draft | None,
 ) -> None:
     """All forwards of a start."""
     taps, chunks = draft.config.taps if draft else (), buckets(settings.prefill_chunk)
-    forward = StepForward(config, device, launcher, gemm, arrays, max_context, taps)
+    forward = StepForward(config, device, launcher, gemm, arrays, plan.caches, taps)
     forward.every_shape(chunks, row_counts(settings.max_sequences))
     if draft is not None:
-        has_layers = draft.config.decoder is not None
-        own = DraftForward(draft, device, launcher, gemm, arrays, max_context) if has_layers else None
+        caches = plan.draft_caches
+        own = None if caches is None else DraftForward(draft, device, launcher, gemm, arrays, caches)
         every_shape(draft, forward, own, chunks)

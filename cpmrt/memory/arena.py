@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from math import prod
 from typing import Any
 
 from cpmrt.memory.plan import MemoryPlan
@@ -16,10 +15,11 @@ class Arena:
             raise ValueError(f"arena: {buffer.nbytes} bytes for a plan of {plan.total_bytes}")
         self.plan, self.buffer = plan, buffer
 
-    def array(self, name: str, dtype: Any) -> Any:
-        """The region `name` as an array of the planned shape. `dtype` must fill the region exactly."""
+    def array(self, name: str) -> Any:
+        """Return the region `name` as an array of the planned shape and type."""
         region = self.plan.region(name)
-        array = self.buffer[region.offset : region.offset + region.nbytes].view(dtype)
-        if array.size != prod(region.shape):
-            raise ValueError(f"arena: {name} was planned as {region.nbytes} bytes for shape {region.shape}")
-        return array.reshape(region.shape)
+        return self.buffer[region.offset : region.offset + region.nbytes].view(region.dtype).reshape(region.shape)
+
+    def arrays(self) -> dict[str, Any]:
+        """Return every region by name."""
+        return {region.name: self.array(region.name) for region in self.plan.regions}

@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+
+from cpmrt.dtypes import ElementType
 from cpmrt.tensor_spec import TensorSpec
 
 
 @dataclass(frozen=True, slots=True)
 class PackedRegion:
-    """One piece, `layers.0.qkv.<name>`; `itemsize` None means the size of a stored element (scales)."""
+    """One piece, `layers.0.qkv.<name>`; `dtype` None means the type of a stored element (scales)."""
 
     name: str
     shape: tuple[int, ...]
-    itemsize: int | None
+    dtype: ElementType | None
 
 
 PackedRegions = Callable[[TensorSpec], tuple[PackedRegion, ...]]
@@ -22,16 +25,16 @@ PackedRegions = Callable[[TensorSpec], tuple[PackedRegion, ...]]
 
 
 def canonical_regions(spec: TensorSpec) -> tuple[PackedRegion, ...]:
-    """The layout of the NumPy executor: codes packed along K, a byte for each zero point."""
+    """Return the layout of the NumPy executor: codes packed along K, a byte for each zero point."""
     quant, (num_rows, num_columns) = spec.quant, spec.shape
     assert quant is not None, spec.name
-    num_groups = num_columns // quant.group_size
+    num_groups, code = num_columns // quant.group_size, np.uint8 if quant.bits == 4 else np.int8
     regions = [
-        PackedRegion("codes", (num_rows, num_columns * quant.bits // 8), 1),
+        PackedRegion("codes", (num_rows, num_columns * quant.bits // 8), code),
         PackedRegion("scales", (num_rows, num_groups), None),
     ]
     if not quant.symmetric:
-        regions.append(PackedRegion("zeros", (num_rows, num_groups), 1))
+        regions.append(PackedRegion("zeros", (num_rows, num_groups), np.uint8))
     if quant.permuted:
-        regions.append(PackedRegion("perm", (num_columns,), 4))
+        regions.append(PackedRegion("perm", (num_columns,), np.int32))
     return tuple(regions)

@@ -8,14 +8,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
+import numpy as np
+
+from cpmrt.dtypes import ElementType
 from cpmrt.errors import MemoryPlanError
-from cpmrt.memory.kv_pages import PAGE_SIZE, KVLayout
+from cpmrt.memory.caches import PAGE_SIZE, CacheLayout
 from cpmrt.memory.packed_regions import PackedRegions, canonical_regions
 from cpmrt.tensor_spec import BufferSpec, TensorSpec
 
 ALIGNMENT = 256
-WEIGHT_PARTS = ("embedding", "layers", "lm head", "draft")
 WORKSPACE = "workspace"
 
 
@@ -28,6 +31,7 @@ class Region:
     offset: int
     nbytes: int
     shape: tuple[int, ...]
+    dtype: np.dtype[Any]
 
 
 @dataclass(frozen=True)
@@ -39,9 +43,11 @@ class MemoryPlan:
     max_context: int
     max_sequences: int
     kv_bytes_per_token: int
-    """Without the scales of pages in fp8."""
+    """Of keys and values, without the scales of pages in fp8."""
     workspace_unshared_bytes: int
     """What the workspace would take without sharing."""
+    caches: CacheLayout
+    draft_caches: CacheLayout | None = None
     tensors: tuple[TensorSpec, ...] = ()
     """The weights. A quantised one has several regions, `name.codes`, `name.scales` and so on."""
 
@@ -84,42 +90,41 @@ def make_plan(
     tensors: Iterable[TensorSpec],
     tables: Sequence[BufferSpec],
     workspace: Sequence[BufferSpec],
-    kv: KVLayout,
+    caches: CacheLayout,
     *,
     itemsize: int,
     packed: PackedRegions = canonical_regions,
-    draft_kv: KVLayout | None = None,
+    draft_caches: CacheLayout | None = None,
 ) -> MemoryPlan:
-    """Lay out one arena; `itemsize` = bytes of a stored weight, key, value or activation element.
+    """Lay out one arena; `itemsize` = bytes of a stored weight, key, value or activation element: 2, held as words of
+    16 bits, or 4, held as float32.
 
-    `packed` is the executor's layout of quantised weights; `draft_kv` that of a draft's pages, `draft.k_pages` and
-    `draft.v_pages`.
+    `packed` is the executor's layout of quantised weights; `draft_caches` are those of a draft.
     """
-    layout, tensors = _Layout(), tuple(tensors)
+    layout, tensors = _Layout(np.dtype(np.uint16 if itemsize == 2 else np.float32)), tuple(tensors)
     for tensor in tensors:
-        part = _weight_part(tensor.name)
         if tensor.quant is None:
-            layout.add(tensor.name, part, tensor.shape, itemsize)
+            layout.add(tensor.name, tensor.part, tensor.shape)
             continue
         for piece in packed(tensor):
-            layout.add(f"{tensor.name}.{piece.name}", part, piece.shape, piece.itemsize or itemsize)
+            layout.add(f"{tensor.name}.{piece.name}", tensor.part, piece.shape, piece.dtype)
     for table in tables:
-        layout.add(table.name, "tables", table.shape, table.itemsize or itemsize)
-    for name, shape, nbytes in kv.page_arrays(itemsize):
-        layout.add(name, "KV pages", shape, nbytes)
-    for name, shape in kv.compressed_shapes.items():
-        layout.add(name, "compressed keys", shape, itemsize)
-    if draft_kv is not None:
-        for name in ("draft.k_pages", "draft.v_pages"):
-            layout.add(name, "draft KV", draft_kv.page_shape, itemsize)
-    unshared = layout.add_shared(WORKSPACE, workspace, itemsize)
+        layout.add(table.name, "tables", table.shape, table.dtype)
+    for spec, shape in caches.arrays():
+        layout.add(spec.name, spec.part, shape, spec.dtype)
+    if draft_caches is not None:
+        for spec, shape in draft_caches.arrays():
+            layout.add(f"{draft_caches.prefix}{spec.name}", "draft KV", shape, spec.dtype)
+    unshared = layout.add_shared(WORKSPACE, workspace)
     return MemoryPlan(
         regions=tuple(layout.regions),
         total_bytes=layout.end,
-        max_context=kv.max_context,
-        max_sequences=kv.max_sequences,
-        kv_bytes_per_token=kv.elements_per_token * kv.element_bytes(itemsize),
+        max_context=caches.max_context,
+        max_sequences=caches.max_sequences,
+        kv_bytes_per_token=caches.bytes_per_token(itemsize),
         workspace_unshared_bytes=unshared,
+        caches=caches,
+        draft_caches=draft_caches,
         tensors=tensors,
     )
 
@@ -154,43 +159,42 @@ def check_budget(plan: MemoryPlan, budget: int) -> None:
 
 
 class _Layout:
-    """Offsets handed out one after the other, each on an ALIGNMENT boundary."""
+    """Offsets handed out one after the other, each on an ALIGNMENT boundary; `default` is the type without another."""
 
-    def __init__(self) -> None:
+    def __init__(self, default: np.dtype[Any]) -> None:
         self.regions: list[Region] = []
         self.end = 0
+        self._default = default
 
-    def add(self, name: str, part: str, shape: tuple[int, ...], itemsize: int) -> None:
-        nbytes = prod(shape) * itemsize
-        self.regions.append(Region(name, part, self.end, nbytes, shape))
+    def add(self, name: str, part: str, shape: tuple[int, ...], dtype: ElementType | None = None) -> None:
+        """Place one array behind those before it."""
+        kind = np.dtype(dtype or self._default)
+        nbytes = prod(shape) * kind.itemsize
+        self.regions.append(Region(name, part, self.end, nbytes, shape, kind))
         self.end += _aligned(nbytes)
 
-    def add_shared(self, part: str, buffers: Sequence[BufferSpec], itemsize: int) -> int:
+    def add_shared(self, part: str, buffers: Sequence[BufferSpec]) -> int:
         """Place buffers so that two overlap in memory only if their lifetimes do not; the bytes without sharing.
 
         Greedy by size: the largest first, each at the lowest offset that is free during its whole life.
         """
         placed: list[tuple[BufferSpec, int, int]] = []
-        for buffer in sorted(buffers, key=lambda b: -b.num_elements * (b.itemsize or itemsize)):
-            size = _aligned(buffer.num_elements * (buffer.itemsize or itemsize))
-            offset = 0
+        for buffer in sorted(buffers, key=lambda buffer: -self._nbytes(buffer)):
+            size, offset = _aligned(self._nbytes(buffer)), 0
             for other, start, length in sorted(placed, key=lambda entry: entry[1]):
                 lifetimes_meet = other.first <= buffer.last and buffer.first <= other.last
                 if lifetimes_meet and start < offset + size and offset < start + length:
                     offset = start + length
             placed.append((buffer, offset, size))
         for buffer, offset, _ in placed:
-            nbytes = buffer.num_elements * (buffer.itemsize or itemsize)
-            self.regions.append(Region(buffer.name, part, self.end + offset, nbytes, buffer.shape))
+            kind, nbytes = np.dtype(buffer.dtype or self._default), self._nbytes(buffer)
+            self.regions.append(Region(buffer.name, part, self.end + offset, nbytes, buffer.shape, kind))
         self.end += max((offset + size for _, offset, size in placed), default=0)
         return sum(size for _, _, size in placed)
+
+    def _nbytes(self, buffer: BufferSpec) -> int:
+        return buffer.num_elements * np.dtype(buffer.dtype or self._default).itemsize
 
 
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
-
-
-def _weight_part(name: str) -> str:
-    if name.startswith("draft."):
-        return "draft"
-    return "layers" if name.startswith("layers.") else "lm head" if name == "lm_head" else "embedding"

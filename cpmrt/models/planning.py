@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from cpmrt.config import EngineConfig, ModelConfig
 from cpmrt.config.speculation import MAX_NODES
 from cpmrt.errors import ConfigError
-from cpmrt.memory.kv_pages import PAGE_SIZE, KVLayout
+from cpmrt.memory.caches import PAGE_SIZE
 from cpmrt.memory.packed_regions import PackedRegions, canonical_regions
 from cpmrt.memory.plan import MemoryPlan, check_budget, largest_context, make_plan
-from cpmrt.models.decoder import EMBED, HEAD, buffer_specs, tensor_specs
-from cpmrt.models.draft import Draft, table_specs
-from cpmrt.models.draft import buffer_specs as draft_buffer_specs
+from cpmrt.models import decoder
+from cpmrt.models import draft as drafts
+from cpmrt.models.draft import Draft
 from cpmrt.tensor_spec import BufferSpec, TensorSpec
 from cpmrt.weights.check import check
 from cpmrt.weights.checkpoint import Checkpoint
@@ -29,7 +29,7 @@ def weight_specs(
 
     Without a checkpoint config.json alone decides. Raises CheckpointError, ConfigError, UnsupportedModelError.
     """
-    specs = quantised_specs(tensor_specs(config), config.quantization, checkpoint)
+    specs = quantised_specs(decoder.tensor_specs(config), config.quantization, checkpoint)
     return quantise_head(specs, engine.lm_head_bits)
 
 
@@ -102,16 +102,19 @@ def plan_model(
         specs = weight_specs(config, engine)
     rows = needs.max_rows or max(engine.prefill_chunk, engine.max_sequences, MAX_NODES if draft else 1)
     logit_rows = max(needs.logit_rows or engine.max_sequences, draft.max_tree_size if draft else 1)
-    rope = BufferSpec("rope", (2, max_context, config.head_dim // 2), EMBED, HEAD, itemsize=4)
-    workspace = (*buffer_specs(config, rows, logit_rows), *needs.workspace, *needs.context_workspace(max_context))
-    tables = (rope, *needs.tables(max_context))
-    layout, draft_layout = KVLayout.of(config, max_context, engine.max_sequences, engine.kv_dtype), None
+    workspace = [*decoder.buffer_specs(config, rows, logit_rows), *needs.workspace]
+    workspace += needs.context_workspace(max_context)
+    tables = [table.spec for table in decoder.tables(config, max_context, max_context)]
+    tables += needs.tables(max_context)
+    caches, draft_caches = decoder.cache_layout(config, max_context, engine.max_sequences, engine.kv_dtype), None
     if draft is not None:
         specs = (*specs, *draft.tensors)
-        workspace = (*workspace, *draft_buffer_specs(draft, rows))
-        tables = (*tables, *table_specs(draft, max_context))
-        draft_layout = draft.kv_layout(max_context, engine.max_sequences)
-    return make_plan(specs, tables, workspace, layout, itemsize=itemsize, packed=needs.packed, draft_kv=draft_layout)
+        workspace += drafts.buffer_specs(draft, rows)
+        tables += (table.spec for table in drafts.tables(draft, max_context, max_context))
+        draft_caches = draft.cache_layout(max_context, engine.max_sequences)
+    return make_plan(
+        specs, tables, workspace, caches, itemsize=itemsize, packed=needs.packed, draft_caches=draft_caches
+    )
 
 
 def fit_model(

@@ -32,7 +32,7 @@ def rope_table(config: ModelConfig, num_positions: int, limit: int) -> F32:
 
 def inverse_frequencies(config: ModelConfig, limit: int) -> tuple[F64, float]:
     """Radians a position for each of the head_dim / 2 pairs, and the factor on cos and sin."""
-    rope, head_dim = config.rope, config.head_dim
+    rope, head_dim = config.rope, config.attention.head_dim
     if rope.kind == "dynamic":
         return _dynamic(rope, head_dim, config.max_position_embeddings, limit), 1.0
     inv_freq = _plain(rope.theta, head_dim)

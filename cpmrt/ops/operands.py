@@ -113,13 +113,11 @@ class CompressedKeys:
     64 b + 16 r + 15. k2 [P, K, D]: the mean of 64 b - 64 .. 64 b + 63. Rows whose window would begin before the text
     (row 0 of the first page in both) or has not ended yet hold anything.
 
-    With `use_nope` the windows are over keys before RoPE, which `nope` [P, K, S, D] holds, and `q_nope` [T, HD] are the
-    queries before RoPE; else both are None.
+    With `use_nope` the windows are over keys before RoPE, which `nope` [P, K, S, D] holds; else it is None.
     """
 
     k1: Any
     k2: Any
-    q_nope: Any = None
     nope: Any = None
 
 

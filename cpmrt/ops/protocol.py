@@ -25,14 +25,16 @@ class Ops(Protocol):
     def embed(self, out: Any, token_ids: Any, table: Any, scale: float) -> None:
         """out = table[token_ids] * scale."""
 
-    def qkv(self, q: Any, kv: KVPages, x: Any, weights: QkvWeights, rope: Any, rows: Rows, eps: float) -> Handoff:
+    def qkv(
+        self, q: Any, kv: KVPages, x: Any, weights: QkvWeights, rope: Any, rows: Rows, eps: float, q_nope: Any = None
+    ) -> Handoff:
         """RMSNorm, fused q/k/v projection, bias, per-head RMSNorm of q and k, RoPE (split halves) of each row's
         position; q is stored, k and v go to the pages of its slot, at its location.
 
         With `kv.compressed` also the compressed key of every window that ends at a row's position, a mean in float32 of
         the stored keys, rounded. Rows of a tree add none: their path is not decided. The windows that end within an
         accepted path are compressed when its keys move to their positions. With its `nope` q and k before RoPE are
-        stored too, and those keys are compressed."""
+        stored too, q to `q_nope`, and those keys are compressed."""
         ...
 
     def select_blocks(self, blocks: Any, q: Any, kv: KVPages, rows: Rows, scale: float, config: SparseConfig) -> None:

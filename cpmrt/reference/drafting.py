@@ -14,55 +14,50 @@ import numpy as np
 
 from cpmrt.config import TreeShape
 from cpmrt.dtypes import F32, Array
-from cpmrt.memory.kv_pages import PAGE_SIZE, pages_for
-from cpmrt.models.decoder import EMBED, HEAD
-from cpmrt.models.draft import MAX_PENDING, Draft, draft_forward
+from cpmrt.memory.caches import PAGE_SIZE, pages_for
+from cpmrt.models.draft import MAX_PENDING, Draft, DraftModel
+from cpmrt.models.layers import EMBED, HEAD
 from cpmrt.ops import Ops, Rows
 from cpmrt.reference.blas_threads import BlasThreads
 from cpmrt.reference.draft_tree import Nodes, TreeGrowth, chain_nodes, lookup, top_k
 from cpmrt.tensor_spec import BufferSpec
 
 _UNKNOWN = -1
-_ROW_BUFFERS = tuple(f"draft.{name}" for name in ("x", "q", "attention", "inner", "embedding", "joined", "normed"))
-_WHOLE = ("draft.k_pages", "draft.v_pages", "draft.rope")
 
 
 def drafting_tables(draft: Draft, max_context: int, max_sequences: int) -> tuple[BufferSpec, ...]:
     """What lives as long as the executor: `history`, int32, the token at each position of a slot; `carry`, the target's
     hidden states that the draft has not seen."""
-    tables = [BufferSpec("history", (max_sequences, pages_for(max_context) * PAGE_SIZE), EMBED, HEAD, itemsize=4)]
+    tables = [BufferSpec("history", (max_sequences, pages_for(max_context) * PAGE_SIZE), EMBED, HEAD, np.int32)]
     if draft.config.hidden_width:
         tables.append(BufferSpec("carry", (max_sequences, MAX_PENDING, draft.config.hidden_width), EMBED, HEAD))
     return tuple(tables)
 
 
 class Drafter:
-    """One draft for all slots; `buffers` and `weights` are the executor's, `capacities` the positions that the pages of
-    each slot hold."""
+    """One draft for all slots; `model` None: prompt lookup. `arrays` are the executor's, `capacities` the positions
+    that the pages of each slot hold."""
 
     def __init__(
         self,
         draft: Draft,
+        model: DraftModel | None,
         ops: Ops,
-        weights: Mapping[str, Any],
-        buffers: Mapping[str, Any],
+        arrays: Mapping[str, Any],
         block_tables: Array,
         capacities: Array,
         max_context: int,
         threads: BlasThreads,
     ):
-        self._draft, self._ops, self._weights, self._buffers = draft, ops, weights, buffers
+        self._draft, self._model, self._ops, self._buffers = draft, model, ops, arrays
         self._block_tables, self._capacities, self._max_context = block_tables, capacities, max_context
         self._threads = threads
-        self._history: Array = buffers["history"]
-        self._carry: F32 | None = buffers.get("carry")
+        self._history: Array = arrays["history"]
+        self._carry: F32 | None = arrays.get("carry")
         self._num_waiting = [0] * len(block_tables)
         self._num_recalled = [0] * len(block_tables)
-        self._has_model = draft.config.decoder is not None
         self._lead = 0 if draft.config.is_eagle else 1
         """Of a token over the draft's row for it: an independent model has its row at the token's own position."""
-        if draft.token_map is not None:
-            buffers["draft.token_map"][:] = draft.token_map
 
     def admit(self, slot: int) -> None:
         """Nothing is known of the slot's text."""
@@ -84,7 +79,7 @@ class Drafter:
         """The target has run a chunk of the prompt; its hidden states are rows 1 and on of `hidden`."""
         count = len(token_ids)
         self._history[slot, start : start + count] = token_ids
-        if not self._has_model:
+        if self._model is None:
             return
         hidden, first = self._buffers.get("hidden"), 0
         if hidden is not None and self._carry is not None:
@@ -101,7 +96,7 @@ class Drafter:
 
     def before_decode(self, slot: int, position: int) -> None:
         """Make room for one more waiting token."""
-        if self._has_model and self._num_waiting[slot] == MAX_PENDING:
+        if self._model is not None and self._num_waiting[slot] == MAX_PENDING:
             self._catch_up(slot, position, None)
             self._num_waiting[slot] = 0
 
@@ -120,7 +115,7 @@ class Drafter:
     def propose(self, slot: int, position: int, shape: TreeShape) -> Nodes:
         """The tree for the next step of a slot, whose last token stands at `position`."""
         root = int(self._history[slot, position])
-        if not self._has_model:
+        if self._model is None:
             drafted = lookup(self._history[slot, : position + 1], shape.tree_size - 1)
             return chain_nodes(root, drafted, shape.tree_size)
         growth = TreeGrowth(shape)
@@ -167,17 +162,11 @@ class Drafter:
 
     def _run(self, rows: Rows, hidden: F32 | None, logit_rows: slice | None, *, is_first: bool) -> F32:
         """A pass; the logits of `logit_rows`."""
-        count = len(rows.token_ids)
-        buffers = {name: self._buffers[name][:count] for name in _ROW_BUFFERS if name in self._buffers}
-        buffers |= {name: self._buffers[name] for name in _WHOLE}
-        num_logits = 0 if logit_rows is None else len(range(count)[logit_rows])
-        logits: F32 = self._buffers["draft.logits"][:num_logits]
-        buffers["draft.logits"] = logits
-        with self._threads.for_rows(count):
-            draft_forward(
-                self._ops, self._draft.config, self._weights, buffers, rows, hidden, logit_rows, is_first=is_first
-            )
-        return logits
+        assert self._model is not None
+        with self._threads.for_rows(len(rows.token_ids)):
+            _, logits = self._model.forward(self._ops, rows, hidden, logit_rows, is_first=is_first)
+        found: F32 = logits
+        return found
 
     def _best(self, logits: F32, count: int) -> tuple[Array, F32]:
         """The best tokens of one row, as the target calls them, and their log-probabilities."""

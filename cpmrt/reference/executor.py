@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from cpmrt.config import ModelConfig
-from cpmrt.dtypes import F32, DType
+from cpmrt.dtypes import F32, Array, DType
 from cpmrt.errors import ConfigError, NoDeviceError
 from cpmrt.executor import (
     Admit,
@@ -23,12 +24,14 @@ from cpmrt.executor import (
     StepResult,
 )
 from cpmrt.memory.arena import Arena
-from cpmrt.memory.kv_pages import PAGE_SIZE, KVLayout
-from cpmrt.memory.plan import WEIGHT_PARTS, MemoryPlan
-from cpmrt.models.decoder import forward
-from cpmrt.models.draft import Draft
-from cpmrt.models.rope import rope_table
-from cpmrt.ops import Fp8Pages, Rows
+from cpmrt.memory.caches import PAGE_SIZE
+from cpmrt.memory.plan import MemoryPlan
+from cpmrt.models import decoder
+from cpmrt.models import draft as drafts
+from cpmrt.models.decoder import Decoder
+from cpmrt.models.draft import PREFIX, Draft, DraftModel
+from cpmrt.models.layers import Table
+from cpmrt.ops import Rows
 from cpmrt.reference.blas_threads import BlasThreads
 from cpmrt.reference.drafting import Drafter
 from cpmrt.reference.ops import NumpyOps
@@ -50,10 +53,6 @@ class Done:
         return self.result
 
 
-_ROW_BUFFERS = {"x", "q", "attention", "inner", "blocks", "q_nope"}
-_TYPES = {
-    "blocks": np.int32, "history": np.int32, "draft.token_map": np.int32, "k_codes": np.uint8, "v_codes": np.uint8,
-}  # fmt: skip
 LoadWeights = Callable[[Mapping[str, Matrix]], None]
 
 
@@ -61,7 +60,7 @@ class ReferenceExecutor:
     """Runs steps in NumPy. Everything lives in one arena of float32 values that `dtype` could hold.
 
     `load(weights)` must fill the arrays it is given, by packed name (`models.planning.weight_specs`): float32, or those
-    of a quantised weight (`reference.quantized`).
+    of a quantised weight (`reference.quantized`). `ops` may be replaced by other bodies, to watch a forward.
     `position_limit` is the context that was asked for: it picks the rotary table (`models.rope`). With a `draft` in the
     plan (`drafting.drafting_tables` among its tables) it takes Speculate steps too.
     """
@@ -77,56 +76,55 @@ class ReferenceExecutor:
         draft: Draft | None = None,
     ):
         self.config, self.plan = config.for_context(plan.max_context), plan
-        self._layout = layout = KVLayout.of(config, plan.max_context, plan.max_sequences)
+        self._layout = layout = plan.caches
         self._limits = ExecutorLimits(
             plan.max_sequences, plan.max_context, prefill_chunk,
             tree_shapes=draft.shapes if draft else (), max_logit_bias=config.vocab_size,
             num_pages=layout.num_pages, page_size=PAGE_SIZE,
         )  # fmt: skip
-        self._ops = NumpyOps(dtype)
-        arena = Arena(plan, np.zeros(plan.total_bytes, np.uint8))
-        self._weights: dict[str, Matrix] = {
-            spec.name: quantized_arrays(spec, arena) if spec.quant else arena.array(spec.name, np.float32)
-            for spec in plan.tensors
+        self.ops = NumpyOps(dtype)
+        arrays = Arena(plan, np.zeros(plan.total_bytes, np.uint8)).arrays()
+        weights: dict[str, Matrix] = {
+            spec.name: quantized_arrays(spec, arrays) if spec.quant else arrays[spec.name] for spec in plan.tensors
         }
-        self._buffers = {
-            region.name: arena.array(region.name, _TYPES.get(region.name, np.float32))
-            for region in plan.regions
-            if region.part not in WEIGHT_PARTS
-        }
-        for name in ("k", "v"):
-            if f"{name}_scales" in self._buffers:
-                codes, scales = self._buffers.pop(f"{name}_codes"), self._buffers.pop(f"{name}_scales")
-                self._buffers[f"{name}_pages"] = Fp8Pages(codes, scales)
-        self._buffers["rope"][:] = rope_table(config, plan.max_context, position_limit)
-        self._block_tables = np.array(layout.block_tables(), np.int32)
-        self._threads = BlasThreads(max(weight.size for weight in self._weights.values()))
+        self._arrays: dict[str, Any] = arrays | weights
+        self._fill(decoder.tables(self.config, plan.max_context, position_limit))
+        self.block_tables = np.array(layout.block_tables(), np.int32)
+        self._threads = BlasThreads(max(weight.size for weight in weights.values()))
         self._running: dict[int, Running] = {}
         self._capacities = np.full(plan.max_sequences, layout.pages_per_sequence * PAGE_SIZE)
         self._closed = False
-        load(self._weights)
-        self._taps: tuple[int, ...] = ()
+        load(weights)
+        self._model = Decoder.bind(self.config, self._arrays, layout, draft.config.taps if draft else ())
         self._drafter: Drafter | None = None
         if draft is not None:
-            self._attach(draft, position_limit)
+            self._fill(drafts.tables(draft, plan.max_context, position_limit))
+            self._drafter = Drafter(
+                draft, self._draft_model(draft), self.ops, self._arrays, self.block_tables, self._capacities,
+                plan.max_context, self._threads,
+            )  # fmt: skip
 
-    def _attach(self, draft: Draft, position_limit: int) -> None:
-        self._taps = draft.config.taps
-        if draft.config.decoder is not None:
-            rope = self._buffers["draft.rope"]
-            rope[:] = rope_table(draft.config.decoder, self.plan.max_context, position_limit)
-        if "draft.fc_halves" in self._weights:
-            halves, hidden = self._weights["draft.fc_halves"], self.config.hidden_size
-            self._weights["draft.fc_embedding"] = rows_of(halves, slice(0, hidden))
-            self._weights["draft.fc_hidden"] = rows_of(halves, slice(hidden, 2 * hidden))
-        self._drafter = Drafter(
-            draft, self._ops, self._weights, self._buffers, self._block_tables, self._capacities,
-            self.plan.max_context, self._threads,
-        )  # fmt: skip
+    def _fill(self, tables: Iterable[Table]) -> None:
+        for table in tables:
+            self._arrays[table.spec.name][:] = table.values()
+
+    def _draft_model(self, draft: Draft) -> DraftModel | None:
+        if self.plan.draft_caches is None:
+            return None
+        whole, halves = self._arrays.get(f"{PREFIX}fc_halves"), list[Matrix]()
+        if whole is not None:
+            hidden = self.config.hidden_size
+            halves = [rows_of(whole, slice(first, first + hidden)) for first in (0, hidden)]
+        return DraftModel.bind(draft.config, self._arrays, self.plan.draft_caches, tuple(halves))
 
     @property
     def limits(self) -> ExecutorLimits:
         return self._limits
+
+    def array(self, name: str) -> Array:
+        """Return an array of the memory plan by name, for tests and tools that look inside."""
+        found: Array = self._arrays[name]
+        return found
 
     def submit(self, step: Step) -> Pending:
         """Carry out the step; the result is ready. Raises NoDeviceError after `close`."""
@@ -163,7 +161,7 @@ class ReferenceExecutor:
 
     def close(self) -> None:
         self._closed = True
-        self._weights, self._buffers, self._running = {}, {}, {}
+        self._arrays, self._running = {}, {}
 
     def _check_open(self) -> None:
         if self._closed:
@@ -171,7 +169,7 @@ class ReferenceExecutor:
 
     def _set_block_table(self, slot: int, block_table: tuple[int, ...]) -> None:
         self._layout.check_table(block_table)
-        self._block_tables[slot, : len(block_table)] = block_table
+        self.block_tables[slot, : len(block_table)] = block_table
         if block_table:
             self._capacities[slot] = len(block_table) * PAGE_SIZE
 
@@ -179,7 +177,7 @@ class ReferenceExecutor:
         running = self._running[step.slot]
         running.seen[list(step.token_ids)] = True
         running.position = step.position + len(step.token_ids)
-        logits = self._buffers["logits"][:1]
+        logits = self._arrays["logits"][:1]
         rows = self._rows(step.token_ids, range(step.position, running.position), [step.slot], True)
         self._forward(rows, slice(-1, None) if step.is_last else None, logits)
         # Before the draft's passes, whose memory is that of the logits.
@@ -196,7 +194,7 @@ class ReferenceExecutor:
         if self._drafter:
             for slot, running in zip(active, states, strict=True):
                 self._drafter.before_decode(slot, running.position)
-        logits = self._buffers["logits"][: len(active)]
+        logits = self._arrays["logits"][: len(active)]
         rows = self._rows([r.last_token for r in states], [r.position for r in states], active, False)
         self._forward(rows, slice(None), logits)
         results = {}
@@ -217,8 +215,8 @@ class ReferenceExecutor:
             return SlotResult()
         base, shape = running.position, self._limits.tree_shapes[step.shape]
         nodes = drafter.propose(slot, base, shape)
-        rows = tree_rows(nodes, slot, base, self._capacities[slot], self._limits.max_context, self._block_tables)
-        logits = self._buffers["logits"][: shape.tree_size]
+        rows = tree_rows(nodes, slot, base, self._capacities[slot], self._limits.max_context, self.block_tables)
+        logits = self._arrays["logits"][: shape.tree_size]
         self._forward(rows, slice(None), logits)
         path, results = [0], list[SlotResult]()
         while True:
@@ -228,7 +226,8 @@ class ReferenceExecutor:
             if running.finished or node is None:
                 break
             path.append(node)
-        keep_path(self._buffers, self._block_tables[slot], base, path, self._ops.dtype)
+        pages = (layer.mixer.pages for layer in self._model.layers.layers)
+        keep_path(self._layout.moved(self._arrays), pages, self.block_tables[slot], base, path, self.ops.dtype)
         drafter.accepted(slot, path)
         tokens = tuple(token for result in results for token in result.token_ids)
         return SlotResult(tokens, tuple(entry for result in results for entry in result.logprobs))
@@ -243,15 +242,12 @@ class ReferenceExecutor:
     def _rows(self, token_ids: Sequence[int], positions: Sequence[int], slots: Sequence[int], is_prefill: bool) -> Rows:
         """`slots`: of each row, or the one of all."""
         every_slot = np.broadcast_to(np.array(slots), len(token_ids))
-        return Rows(np.array(token_ids, np.int64), np.array(positions), every_slot, self._block_tables, is_prefill)
+        return Rows(np.array(token_ids, np.int64), np.array(positions), every_slot, self.block_tables, is_prefill)
 
     def _forward(self, rows: Rows, logit_rows: slice | None, logits: F32) -> None:
         """A pass of the target. What a draft reads of it goes to rows 1 and on of `hidden`."""
-        count = len(rows.token_ids)
-        buffers = {name: self._buffers[name][:count] for name in _ROW_BUFFERS & self._buffers.keys()}
-        buffers |= {name: array for name, array in self._buffers.items() if name.endswith("_pages") or name == "rope"}
-        buffers["logits"] = logits
-        if "hidden" in self._buffers:
-            buffers["hidden"] = self._buffers["hidden"][1 : count + 1]
+        count, hidden = len(rows.token_ids), self._arrays.get("hidden")
         with self._threads.for_rows(count):
-            forward(self._ops, self.config, self._weights, buffers, rows, logit_rows, self._taps)
+            x = self._model.forward(self.ops, self._arrays, rows, None if hidden is None else hidden[1 : count + 1])
+            if logit_rows is not None:
+                self._model.logits(self.ops, logits, x[logit_rows])

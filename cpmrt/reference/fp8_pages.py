@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cpmrt.dtypes import F32, Array
-from cpmrt.memory.kv_pages import PAGE_SIZE
+from cpmrt.memory.caches import PAGE_SIZE
 from cpmrt.ops import Fp8Pages
 from cpmrt.ops.operands import FP8_HEADROOM, FP8_LARGEST, FP8_SCALE_EXPONENTS
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from cpmrt.dtypes import F32, Array
-from cpmrt.memory.kv_pages import PAGE_SIZE
+from cpmrt.memory.caches import PAGE_SIZE
 from cpmrt.ops import Fp8Pages, Rows
 from cpmrt.reference.fp8_pages import values_of
 

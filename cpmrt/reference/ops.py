@@ -12,7 +12,7 @@ import numpy as np
 
 from cpmrt.config import SparseConfig
 from cpmrt.dtypes import F32, Array, DType, round_to
-from cpmrt.memory.kv_pages import PAGE_SIZE
+from cpmrt.memory.caches import PAGE_SIZE
 from cpmrt.ops import (
     NOTHING,
     Fp8Pages,
@@ -109,7 +109,17 @@ class NumpyOps:
         check_shapes("embed", out=out, token_ids=token_ids, table=table)
         out[:] = round_to(table[token_ids] * np.float32(scale), self.dtype)
 
-    def qkv(self, q: F32, kv: KVPages, x: F32, weights: QkvWeights, rope: F32, rows: Rows, eps: float) -> Handoff:
+    def qkv(
+        self,
+        q: F32,
+        kv: KVPages,
+        x: F32,
+        weights: QkvWeights,
+        rope: F32,
+        rows: Rows,
+        eps: float,
+        q_nope: F32 | None = None,
+    ) -> Handoff:
         check_shapes(
             "qkv", q=q, k=kv.k, v=kv.v, x=x, norm=weights.norm, weight=weights.weight, bias=weights.bias,
             q_norm=weights.q_norm, k_norm=weights.k_norm, rope=rope, positions=rows.positions, locations=rows.locations,
@@ -132,8 +142,8 @@ class NumpyOps:
         store(kv.k, pages, offsets, self._stored(kv.k, rotate(k_heads, cos, sin)[kept]))
         store(kv.v, pages, offsets, self._stored(kv.v, v_heads[kept]))
         if kv.compressed is not None:
-            if kv.compressed.nope is not None:
-                kv.compressed.q_nope[:] = round_to(q_heads, self.dtype).reshape(q.shape)
+            if kv.compressed.nope is not None and q_nope is not None:
+                q_nope[:] = round_to(q_heads, self.dtype).reshape(q.shape)
                 kv.compressed.nope[pages, :, offsets] = round_to(k_heads, self.dtype)[kept]
             if rows.tree_masks is None:
                 sparse.append_step(kv, rows, self.dtype)

@@ -6,13 +6,12 @@ zeros uint8 [N, groups]; perm int32 [K].
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import numpy as np
 
-from cpmrt.dtypes import F32
-from cpmrt.memory.arena import Arena
+from cpmrt.dtypes import F32, Array
 from cpmrt.ops import QuantizedWeight
 from cpmrt.tensor_spec import TensorSpec
 
@@ -25,15 +24,15 @@ _PAIRS = np.stack([np.arange(256) & 15, np.arange(256) >> 4], axis=1).astype(np.
 """Both codes of a byte as float32, in one element, which NumPy looks up several times as fast as two."""
 
 
-def quantized_arrays(spec: TensorSpec, arena: Arena) -> QuantizedWeight:
-    """Views of the regions that the plan gave to a spec with a `quant`."""
+def quantized_arrays(spec: TensorSpec, arrays: Mapping[str, Array]) -> QuantizedWeight:
+    """Return the arrays that the plan gave to a spec with a `quant`."""
     assert spec.quant is not None, spec.name
     num_rows, num_columns = spec.shape
     return QuantizedWeight(
-        codes=arena.array(f"{spec.name}.codes", np.uint8 if spec.quant.bits == 4 else np.int8),
-        scales=arena.array(f"{spec.name}.scales", np.float32),
-        zeros=None if spec.quant.symmetric else arena.array(f"{spec.name}.zeros", np.uint8),
-        perm=arena.array(f"{spec.name}.perm", np.int32) if spec.quant.permuted else None,
+        codes=arrays[f"{spec.name}.codes"],
+        scales=arrays[f"{spec.name}.scales"],
+        zeros=arrays.get(f"{spec.name}.zeros"),
+        perm=arrays.get(f"{spec.name}.perm"),
         shape=(num_rows, num_columns),
         group_size=spec.quant.group_size,
         bits=spec.quant.bits,

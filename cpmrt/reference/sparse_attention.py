@@ -15,7 +15,7 @@ import numpy as np
 
 from cpmrt.config import SparseConfig
 from cpmrt.dtypes import F32, Array, DType, round_to
-from cpmrt.memory.kv_pages import PAGE_SIZE, pages_for
+from cpmrt.memory.caches import PAGE_SIZE, pages_for
 from cpmrt.ops import Fp8Pages, KVPages, Rows, Selection
 from cpmrt.reference.kv_rows import gather, gather_row
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from cpmrt.dtypes import F32, Array, DType
-from cpmrt.memory.kv_pages import PAGE_SIZE
-from cpmrt.ops import Rows
+from cpmrt.memory.caches import PAGE_SIZE
+from cpmrt.ops import KVPages, Rows
 from cpmrt.reference.draft_tree import Nodes
 from cpmrt.reference.sparse_attention import append_compressed
-
-_MOVED = ("k_pages", "v_pages", "nope_pages")
 
 
 def tree_rows(nodes: Nodes, slot: int, base: int, num_positions: int, max_context: int, block_tables: Array) -> Rows:
@@ -42,21 +40,19 @@ def child_with(nodes: Nodes, rows: Rows, parent: int, token: int) -> int | None:
     return int(found[0]) if len(found) else None
 
 
-def keep_path(buffers: Mapping[str, F32], block_table: Array, base: int, path: Sequence[int], dtype: DType) -> None:
-    """Move the keys and values of the path's nodes, in every layer, to the positions they have from now on.
+def keep_path(
+    moved: Iterable[F32], pages: Iterable[KVPages], block_table: Array, base: int, path: Sequence[int], dtype: DType
+) -> None:
+    """Move what the caches `moved` [layers, P, ..., 64, D] hold of the path's nodes to the positions of the path.
 
-    Windows of sparse attention that end within the path are compressed then.
+    Windows of sparse attention that end within the path are compressed then, in the `pages` of every layer.
     """
-    for position, node in enumerate(path):
-        if position != node:
-            to, source = (divmod(base + place, PAGE_SIZE) for place in (position, node))
-            for name in _MOVED:
-                if name in buffers:
-                    pages = buffers[name]
-                    pages[:, block_table[to[0]], :, to[1]] = pages[:, block_table[source[0]], :, source[1]]
-    if "k1_pages" in buffers:
-        positions = range(base, base + len(path))
-        keys = buffers.get("nope_pages", buffers["k_pages"])
-        for layer in range(len(keys)):
-            fine, coarse = buffers["k1_pages"][layer], buffers["k2_pages"][layer]
-            append_compressed(fine, coarse, keys[layer], block_table, positions, dtype)
+    for cache in moved:
+        for position, node in enumerate(path):
+            if position != node:
+                to, source = (divmod(base + place, PAGE_SIZE) for place in (position, node))
+                cache[:, block_table[to[0]], :, to[1]] = cache[:, block_table[source[0]], :, source[1]]
+    for kv in pages:
+        if kv.compressed is not None:
+            positions = range(base, base + len(path))
+            append_compressed(kv.compressed.k1, kv.compressed.k2, kv.scored_keys, block_table, positions, dtype)

@@ -12,7 +12,7 @@ from typing import Any
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from cpmrt.engine.sequence import Phase
-from cpmrt.memory.kv_pages import PAGE_SIZE, pages_for
+from cpmrt.memory.caches import PAGE_SIZE, pages_for
 from cpmrt.server.engine_thread import Ended, Job
 
 METRICS_TYPE = CONTENT_TYPE_LATEST

@@ -50,7 +50,7 @@ def quantise_head(specs: Sequence[TensorSpec], bits: int | None) -> tuple[Tensor
     if bits is None:
         return tuple(specs)
     by_name = {spec.name: spec for spec in specs}
-    head = by_name.get("lm_head") or replace(by_name[_EMBEDDING], name="lm_head")
+    head = by_name.get("lm_head") or replace(by_name[_EMBEDDING], name="lm_head", product="head", part="lm head")
     if any(source.packing for source in head.sources):
         raise ConfigError("lm_head_bits", expected="nothing: the head is quantised in the checkpoint", actual=bits)
     group_size = next((size for size in _HEAD_GROUPS if head.shape[1] % size == 0), None)
@@ -65,7 +65,7 @@ def quantisation_summary(settings: WeightQuantization | None, specs: Sequence[Te
 
     `in_16_bits`: matrices that the checkpoint holds so; `dequantised`: those that become so while they are loaded.
     """
-    matrices = [spec for spec in specs if len(spec.shape) == 2 and spec.name != _EMBEDDING]
+    matrices = [spec for spec in specs if spec.product is not None]
     held = {spec.name: spec.quant for spec in matrices if spec.quant is not None}
     packed = [spec for spec in matrices if any(source.packing for source in spec.sources)]
     if not held and not packed:
@@ -101,7 +101,7 @@ def quantisation_facts(settings: WeightQuantization | None, specs: Sequence[Tens
 
 
 def _quantised(spec: TensorSpec, settings: WeightQuantization, checkpoint: Checkpoint | None) -> TensorSpec:
-    if len(spec.shape) != 2 or spec.name == _EMBEDDING:
+    if spec.product is None:
         return spec
     if checkpoint is None:
         sources = tuple(_predicted(source, settings) for source in spec.sources)

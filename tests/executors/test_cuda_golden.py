@@ -74,7 +74,7 @@ def test_the_golden_files_hold_every_architecture_and_every_rotation():
     configs = [model(name)[0] for name in TINY]
     assert {config.architecture for config in configs} == set(ARCHITECTURES)
     assert {config.rope.kind for config in configs} == {"default", "linear", "dynamic", "llama3", "yarn", "longrope"}
-    assert {config.head_dim for config in configs} == {64, 96, 128}
+    assert {config.attention.head_dim for config in configs} == {64, 96, 128}
 
 
 @pytest.mark.parametrize("name", TINY)

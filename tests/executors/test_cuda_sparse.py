@@ -120,7 +120,7 @@ def test_below_dense_len_it_is_dense_to_the_bit_and_above_it_is_not(checkpoint, 
         open_llm(checkpoint, sparse="off", **settings) as dense,
     ):
         sparse_logits, dense_logits = llm.logits(LONG), dense.logits(LONG)
-        before_rope = llm.config.sparse.use_nope
+        before_rope = llm.config.attention.sparse.use_nope
     # Keys before RoPE are kept by a kernel of its own, between which and the product q and k are rounded: always for
     # many rows, only then for few.
     if before_rope and chunk == 64:

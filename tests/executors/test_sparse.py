@@ -105,7 +105,8 @@ def test_speculation_leaves_what_decoding_leaves(checkpoint, use_nope):
     for settings in ({}, speculative):
         with open_llm(checkpoint, sparse=setting, prefix_cache=False, **settings) as llm:
             out = llm.generate(LONG, GREEDY)
-            pages = {name: array.copy() for name, array in llm.executor._buffers.items() if name.endswith("_pages")}
+            names = ("k1_pages", "k2_pages", *(("nope_pages",) if use_nope else ()))
+            pages = {name: llm.executor.array(name).copy() for name in names}
             found.append((out.token_ids, pages))
     assert out.stats.mean_accept_length > 2
     (tokens, plain), (drafted, speculated) = found
@@ -115,7 +116,7 @@ def test_speculation_leaves_what_decoding_leaves(checkpoint, use_nope):
     for name, stride in (("k1_pages", 16), ("k2_pages", 64), ("nope_pages", 1)):
         if name in plain:
             entries = [np.moveaxis(pages[name], 2, -2) for pages in (plain, speculated)]
-            order = llm.executor._block_tables[0]
+            order = llm.executor.block_tables[0]
             one, other = (array[:, order].reshape(len(array), -1, 2, 32) for array in entries)
             assert np.array_equal(one[:, 1 : num_written // stride], other[:, 1 : num_written // stride])
             assert one[:, 1 : num_written // stride].any(axis=-1).all()

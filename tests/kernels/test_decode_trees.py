@@ -11,7 +11,7 @@ from attention_cases import Launcher, assert_close, make_case, oracle
 from tree_cases import assert_same_bits, make_trees, random_tree
 
 from cpmrt.dtypes import DType
-from cpmrt.memory.kv_pages import PAGE_SIZE
+from cpmrt.memory.caches import PAGE_SIZE
 
 pytestmark = pytest.mark.gpu
 

@@ -31,7 +31,7 @@ from cpmrt.cuda.ops.attention.plan import plan_decode_attention
 from cpmrt.cuda.ops.linear import plan_linear
 from cpmrt.cuda.precompile import known_device
 from cpmrt.dtypes import DType
-from cpmrt.memory.kv_pages import PAGE_SIZE
+from cpmrt.memory.caches import PAGE_SIZE
 from cpmrt.ops import Selection
 
 H200 = known_device("sm_90")

@@ -12,7 +12,7 @@ from slow_writer import SlowWriter
 
 from cpmrt.cuda.ops.attention.plan import plan_decode_attention
 from cpmrt.dtypes import DType, round_to, to_float32
-from cpmrt.memory.kv_pages import PAGE_SIZE
+from cpmrt.memory.caches import PAGE_SIZE
 from cpmrt.ops import Fp8Pages
 from cpmrt.reference.fp8_pages import e4m3_codes, e4m3_values, page_scales, values_of
 from cpmrt.reference.ops import rotate

@@ -38,7 +38,7 @@ from cpmrt.cuda.build.spec import macros_of
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.ops.linear import BLOCK_THREADS, ROW_BUCKETS, plan_linear, row_bucket
 from cpmrt.dtypes import DType, from_float32, round_to, to_float32
-from cpmrt.memory.kv_pages import PAGE_SIZE
+from cpmrt.memory.caches import PAGE_SIZE
 from cpmrt.ops import OPS
 from cpmrt.reference.ops import linear, rms_norm
 

@@ -42,7 +42,7 @@ from cpmrt.cuda.ops.linear_packed.layout import PackedLayout
 from cpmrt.cuda.ops.linear_packed.plan import PREPARE_THREADS, ROW_BUCKETS, PrepareConstants, plan_packed
 from cpmrt.dtypes import DType, from_float32, round_to, to_float32
 from cpmrt.errors import UnsupportedModelError
-from cpmrt.memory.kv_pages import PAGE_SIZE
+from cpmrt.memory.caches import PAGE_SIZE
 from cpmrt.ops import OPS
 
 DTYPES = [DType.BFLOAT16, DType.FLOAT16]

@@ -11,7 +11,7 @@ import pytest
 from cpmrt.cuda.driver.array import row_boxes
 from cpmrt.cuda.ops.attention.plan import plan_prefill_attention
 from cpmrt.dtypes import DType, round_to
-from cpmrt.memory.kv_pages import PAGE_SIZE
+from cpmrt.memory.caches import PAGE_SIZE
 from cpmrt.ops import OPS, KVPages, Rows
 from cpmrt.reference.ops import NumpyOps
 

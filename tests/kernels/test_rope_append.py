@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from cpmrt.dtypes import DType, round_to
-from cpmrt.memory.kv_pages import PAGE_SIZE
+from cpmrt.memory.caches import PAGE_SIZE
 from cpmrt.ops import OPS
 from cpmrt.reference.ops import rms_norm, rotate
 

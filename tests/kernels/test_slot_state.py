@@ -17,7 +17,7 @@ from cpmrt.cuda.step.rings import answered_tokens, step_result
 from cpmrt.dtypes import DType
 from cpmrt.errors import KernelCompileError, RequestError
 from cpmrt.executor import Admit, Prefill, Recall, SlotResult, TokenLogprobs
-from cpmrt.memory.kv_pages import PAGE_SIZE
+from cpmrt.memory.caches import PAGE_SIZE
 
 VOCAB, CHUNK, PAGES = 64, 8, 5
 STRUCTS = {

@@ -11,7 +11,7 @@ from sparse_cases import SMALL, Slots, SparseDevice, any_choice, expected_attent
 
 from cpmrt.config import SparseConfig
 from cpmrt.dtypes import DType
-from cpmrt.memory.kv_pages import PAGE_SIZE
+from cpmrt.memory.caches import PAGE_SIZE
 from cpmrt.ops import OPS
 
 pytestmark = pytest.mark.gpu

@@ -12,7 +12,7 @@ from sparse_cases import SLACK, SMALL, Slots, SparseDevice, check_choices
 
 from cpmrt.config import SparseConfig
 from cpmrt.dtypes import DType, round_to
-from cpmrt.memory.kv_pages import PAGE_SIZE
+from cpmrt.memory.caches import PAGE_SIZE
 from cpmrt.reference.kv_rows import gather
 
 pytestmark = pytest.mark.gpu

@@ -15,13 +15,13 @@ from cpmrt.cuda.step.commands import command_bytes, write_slots, write_step
 from cpmrt.cuda.step.rings import answered_tokens, step_result
 from cpmrt.dtypes import DType
 from cpmrt.executor import Admit, Decode, Prefill, Recall, Release, SlotResult, Step
-from cpmrt.memory.kv_pages import KVLayout
+from cpmrt.memory.caches import CacheLayout
 from cpmrt.ops import Rows
 from cpmrt.reference.executor import ReferenceExecutor
 
 VOCAB, HIDDEN, SLOTS, CHUNK, PAGES = 64, 64, 4, 8, 5
 CONTEXT = 64 * PAGES
-LAYOUT = KVLayout(1, 1, 1, max_context=CONTEXT, max_sequences=SLOTS)
+LAYOUT = CacheLayout((), CONTEXT, SLOTS)
 
 
 def logits_after(token: int, position: int) -> Any:
@@ -36,9 +36,9 @@ class Bookkeeping(ReferenceExecutor):
     def __init__(self) -> None:
         self.config = SimpleNamespace(vocab_size=VOCAB)  # type: ignore[assignment]
         self._running, self._closed = {}, False
-        self._layout, self._block_tables = LAYOUT, np.array(LAYOUT.block_tables(), np.int32)
+        self._layout, self.block_tables = LAYOUT, np.array(LAYOUT.block_tables(), np.int32)
         self._capacities, self._drafter = np.full(SLOTS, CONTEXT), None
-        self._buffers = {"logits": np.zeros((ss.MAX_ROWS, VOCAB), np.float32)}
+        self._arrays = {"logits": np.zeros((ss.MAX_ROWS, VOCAB), np.float32)}
         self.rows: list[tuple[int, int, int]] = []
 
     def _forward(self, rows: Rows, logit_rows: slice | None, logits: Any) -> None:

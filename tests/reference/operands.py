@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from cpmrt.dtypes import DType, round_to
-from cpmrt.memory.kv_pages import PAGE_SIZE
+from cpmrt.memory.caches import PAGE_SIZE
 from cpmrt.ops import OPS, Rows
 
 EPS = 1e-5

@@ -142,7 +142,8 @@ def modules(case: QuantisedCase) -> Iterator[tuple[str, int, int]]:
     config = ModelConfig.from_hf(case.config)
     sources = [source for spec in tensor_specs(config) for source in spec.sources]
     fused = {"q_proj": "qkv_proj", "gate_proj": "gate_up_proj"}
-    rows = {"qkv_proj": config.q_size + 2 * config.kv_size, "gate_up_proj": 2 * config.intermediate_size}
+    attention, inner = config.attention, config.mlp.intermediate_size
+    rows = {"qkv_proj": attention.q_size + 2 * attention.kv_size, "gate_up_proj": 2 * inner}
     for source in sources:
         module = source.name.removesuffix(".weight")
         parent, _, last = module.rpartition(".")

@@ -15,8 +15,8 @@ from cpmrt import LLM
 from cpmrt.config import EngineConfig, SamplingParams
 from cpmrt.dtypes import Array, DType, from_float32
 from cpmrt.memory.arena import Arena
-from cpmrt.memory.kv_pages import KVLayout
 from cpmrt.memory.plan import make_plan
+from cpmrt.models.decoder import cache_layout
 from cpmrt.models.planning import weight_specs
 from cpmrt.reference.quantized import dequantized, quantized_arrays
 from cpmrt.tensor_spec import Source, TensorSpec
@@ -62,10 +62,10 @@ def test_the_executor_holds_the_same_weights(case: QuantisedCase, folders: dict[
     config = ModelFolder.open(folders[case.name]).config
     with Checkpoint.open(folders[case.name]) as checkpoint:
         specs = [spec for spec in weight_specs(config, EngineConfig(), checkpoint) if spec.quant]
-        plan = make_plan(specs, (), (), KVLayout.of(config, 64, 1), itemsize=4)
-        arena = Arena(plan, np.zeros(plan.total_bytes, np.uint8))
+        plan = make_plan(specs, (), (), cache_layout(config, 64, 1), itemsize=4)
+        held_arrays = Arena(plan, np.zeros(plan.total_bytes, np.uint8)).arrays()
         for spec in specs:
-            held = quantized_arrays(spec, arena)
+            held = quantized_arrays(spec, held_arrays)
             load_quantised(spec, checkpoint, DType.FLOAT32, held)
             stored = np.concatenate([values for _, values in dequantized(held)])
             weight = np.empty_like(stored)

@@ -339,13 +339,14 @@ def test_an_accepted_path_is_compressed_where_it_moves(use_nope):
         tree.paths[node] = [*range(0, node, 2), node]
     path, context = tree.paths[19], tree.tree
     moved = tree.path_context(19)
-    names = ("nope_pages", "v_pages") if use_nope else ("k_pages", "v_pages")
-    buffers = {"k1_pages": context.k1[None], "k2_pages": context.k2[None], "k_pages": context.v_pages[None]}
-    buffers |= dict(zip(names, (context.k_pages[None], context.v_pages[None].copy()), strict=True))
-    keep_path(buffers, context.tables[0], tree.base, path, context.dtype)
+    # With NoPE the keys before RoPE are compressed; others stand in for those after it.
+    keys, others = context.k_pages, context.v_pages.copy()
+    caches = [others, context.v_pages, keys] if use_nope else [keys, context.v_pages]
+    pages = KVPages(caches[0], caches[1], CompressedKeys(context.k1, context.k2, keys if use_nope else None))
+    keep_path([cache[None] for cache in caches], [pages], context.tables[0], tree.base, path, context.dtype)
     num_tokens = tree.base + len(path)
     assert num_tokens == 451
-    assert np.array_equal(gather(buffers[names[0]][0], context.tables[0], num_tokens), moved.keys_of_all(num_tokens))
+    assert np.array_equal(gather(keys, context.tables[0], num_tokens), moved.keys_of_all(num_tokens))
     assert np.array_equal(context.k1, moved.k1, equal_nan=True)
     assert np.array_equal(context.k2, moved.k2, equal_nan=True)
 

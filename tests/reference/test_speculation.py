@@ -234,7 +234,7 @@ def test_a_target_with_sparse_attention(root, use_nope):
     found, lengths = generate(with_draft, prompt, SETTINGS[name], steps, count=count)
     assert found == expected and max(lengths) > 1
     for name, stride in (("k1_pages", 16), ("k2_pages", 64)):
-        pages = [executor._buffers[name] for executor in (without, with_draft)]
+        pages = [executor.array(name) for executor in (without, with_draft)]
         of_all = [array.reshape(*array.shape[:3], -1, array.shape[-1]).swapaxes(2, 3) for array in pages]
         entries = [array.reshape(len(array), -1, *array.shape[3:]) for array in of_all]
         num_ended = (350 + count - 1) // stride

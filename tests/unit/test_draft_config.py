@@ -51,7 +51,8 @@ def test_eagle2_under_vllm_names():
     tensors = eagle2_tensors("vllm", layers=2)
     draft = read(DRAFT | {"num_hidden_layers": 2}, tensors)
     assert sources(draft) == needed(tensors, "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
-    assert (draft.has_input_norms, draft.has_attention_norm, draft.has_fc_bias) == (True, True, False)
+    first = draft.layers_config.layers[0]
+    assert (draft.has_input_norms, first.has_mixer_norm, draft.has_fc_bias) == (True, True, False)
     assert (draft.hidden_width, draft.taps, draft.draft_vocab) == (HIDDEN, (), VOCAB)
 
 
@@ -66,7 +67,8 @@ def test_classic_eagle_has_no_norms_and_a_file_without_a_bias_gives_none():
     tensors = eagle2_tensors("cpmcu", norms=False)
     draft = read(LLAMA_FIELDS | {"num_hidden_layers": 1}, tensors, target=LLAMA)
     assert sources(draft) == needed(tensors, "embed_tokens.weight")
-    assert (draft.has_input_norms, draft.has_attention_norm, draft.has_fc_bias) == (False, False, False)
+    first = draft.layers_config.layers[0]
+    assert (draft.has_input_norms, first.has_mixer_norm, draft.has_fc_bias) == (False, False, False)
     assert draft.decoder.residual_scale == 1.0 and draft.decoder.logit_divisor == 1.0
 
 

@@ -97,7 +97,8 @@ def test_the_runtime_takes_it_for_a_draft_of_the_target(method, target, tmp_path
     assert (read.method, read.taps, read.draft_vocab) == (method, config.taps, config.vocab_size)
     assert read.has_input_norms is (method == "eagle2")
     assert read.decoder.residual_scale == pytest.approx(config.residual_scale)
-    assert (read.decoder.num_heads, read.decoder.num_kv_heads, read.decoder.head_dim) == (2, 1, 32)
+    attention = read.decoder.attention
+    assert (attention.num_heads, attention.num_kv_heads, attention.head_dim) == (2, 1, 32)
     assert read.decoder.rope == target.config.rope
 
 

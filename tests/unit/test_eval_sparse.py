@@ -257,7 +257,7 @@ def test_the_probe_of_choices_changes_nothing_and_keeps_the_wanted_chunks(tmp_pa
     config = FOUR_BLOCKS.config
     assert config is not None and config.num_selected == 4
     with LLM(tmp_path, executor="reference", sparse=FOUR_BLOCKS.sparse, max_context=701, prefill_chunk=128) as llm:
-        expected, layers, heads = llm.logits(ids), llm.config.num_layers, llm.config.num_kv_heads
+        expected, layers, heads = llm.logits(ids), llm.config.num_layers, llm.config.attention.num_kv_heads
         probe = ChoiceProbe(llm, 128, (256, 512))
         assert np.array_equal(np.concatenate([logits for _, logits in logit_chunks(llm, ids)]), expected)
     assert sorted(probe.choices) == [256, 512]

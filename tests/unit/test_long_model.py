@@ -89,5 +89,5 @@ def test_the_folder_is_a_model_with_a_sparse_config(tmp_path, monkeypatch):
     statements = Statements.of(Tokenizer.from_file(str(long_model.BUNDLED / "tokenizer.json")))
     question = statements.draw(1, np.random.default_rng(0))[0].tolist()
     with LLM(tmp_path / "long", executor="reference") as llm, LLM(executor="reference", max_context=256) as bundled:
-        assert llm.config.sparse is not None and llm.max_context == 256
+        assert llm.config.attention.sparse is not None and llm.max_context == 256
         assert np.abs(llm.logits(question) - bundled.logits(question)).max() > 1e-3

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from cpmrt.config import EngineConfig, ModelConfig
 from cpmrt.errors import ConfigError, MemoryPlanError
 from cpmrt.memory.arena import Arena
-from cpmrt.memory.kv_pages import KVLayout
 from cpmrt.memory.plan import ALIGNMENT, format_bytes, largest_context, make_plan
-from cpmrt.models.decoder import tensor_specs
+from cpmrt.models.decoder import cache_layout, tensor_specs
 from cpmrt.models.planning import fit_model, plan_model
 from cpmrt.tensor_spec import BufferSpec
 
@@ -68,7 +67,7 @@ def test_the_table_names_every_part():
 @given(st.lists(st.tuples(st.integers(1, 5000), st.integers(0, 6), st.integers(0, 6)), min_size=1, max_size=12))
 def test_buffers_that_live_together_never_overlap(sizes):
     buffers = [BufferSpec(f"b{i}", (n,), min(a, b), max(a, b)) for i, (n, a, b) in enumerate(sizes)]
-    plan = make_plan([], [], buffers, KVLayout.of(SMALL, 64, 1), itemsize=2)
+    plan = make_plan([], [], buffers, cache_layout(SMALL, 64, 1), itemsize=2)
     regions = {region.name: region for region in plan.regions}
     for i, one in enumerate(buffers):
         region = regions[one.name]
@@ -94,12 +93,11 @@ def test_largest_context_is_the_largest(budget, limit):
 def test_arena_views_are_the_planned_regions():
     plan = plan_model(SMALL, EngineConfig(), itemsize=4, max_context=128)
     arena = Arena(plan, np.full(plan.total_bytes, 0xFF, np.uint8))
-    weight = arena.array("layers.0.qkv", np.float32)
-    assert weight.shape == (3 * 128, 128) and np.isnan(weight).all()
+    weight = arena.array("layers.0.qkv")
+    assert weight.dtype == np.float32 and weight.shape == (3 * 128, 128) and np.isnan(weight).all()
     weight[:] = 1
-    assert np.isnan(arena.array("layers.0.output", np.float32)).all()
-    with pytest.raises(ValueError, match="qkv"):
-        arena.array("layers.0.qkv", np.float16)
+    assert np.isnan(arena.array("layers.0.output")).all()
+    assert plan_model(SMALL, EngineConfig(), itemsize=2, max_context=128).region("x").dtype == np.uint16
     with pytest.raises(ValueError, match="arena"):
         Arena(plan, np.zeros(plan.total_bytes - 1, np.uint8))
 

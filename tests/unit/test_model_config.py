@@ -38,13 +38,14 @@ def test_class_defaults_of_each_architecture():
     qwen2 = read(architectures=["Qwen2ForCausalLM"])
     assert (qwen2.qkv_bias, qwen2.output_bias, qwen2.max_position_embeddings) == (True, False, 32768)
     qwen3 = read(architectures=["Qwen3ForCausalLM"])
-    assert (qwen3.qk_norm, qwen3.head_dim, qwen3.q_size) == (True, 128, 1024)
+    assert (qwen3.attention.qk_norm, qwen3.attention.head_dim, qwen3.attention.q_size) == (True, 128, 1024)
 
 
 def test_minicpm4_8b(shared_data):
     config = ModelConfig.from_hf(json.loads((shared_data / "minicpm4_8b_config.json").read_text()))
     assert config.residual_scale == pytest.approx(0.247487, abs=1e-6)
-    assert (config.logit_divisor, config.scale_emb, config.num_kv_heads, config.head_dim) == (16, 12, 2, 128)
+    assert (config.logit_divisor, config.scale_emb) == (16, 12)
+    assert (config.attention.num_kv_heads, config.attention.head_dim) == (2, 128)
     assert config.rope.kind == "longrope" and len(config.rope.long_factor) == 64
     assert config.eos_token_ids == (2, 73440) and config.dtype is DType.BFLOAT16
 
@@ -56,7 +57,7 @@ def test_minicpm3_is_refused_by_name(shared_data):
 
 def test_minicpm5_has_an_explicit_head_dim():
     config = read(hidden_size=1536, num_attention_heads=16, num_key_value_heads=2, head_dim=128)
-    assert (config.q_size, config.kv_size) == (2048, 256)
+    assert (config.attention.q_size, config.attention.kv_size) == (2048, 256)
 
 
 YARN = {"factor": 4.0, "original_max_position_embeddings": 1024}
@@ -166,7 +167,7 @@ def test_any_json_is_read_or_refused(changes, architecture):
     except CpmrtError as error:
         assert "\n" not in str(error) and len(str(error)) < 1000
     else:
-        assert config.num_heads % config.num_kv_heads == 0 and config.max_positions >= 1
+        assert config.attention.num_heads % config.attention.num_kv_heads == 0 and config.max_positions >= 1
 
 
 @pytest.mark.parametrize(("text", "size"), [("8GiB", 2**33), ("8 GB", 8 * 10**9), ("512m", 2**29), (4096, 4096)])

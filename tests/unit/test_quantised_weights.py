@@ -198,7 +198,7 @@ def test_the_plan_counts_every_piece() -> None:
     assert sizes["layers.0.down.codes"] == 128 * 256 // 2 and sizes["layers.0.down.scales"] == 128 * 8 * 2
     assert sizes["layers.0.down.zeros"] == 128 * 8 and sizes["layers.0.down.perm"] == 256 * 4
     assert "layers.0.down" not in sizes and sizes["lm_head"] == 264 * 128 * 2
-    own = ExecutorNeeds(packed=lambda spec: (PackedRegion("tiles", (spec.num_elements,), 1),))
+    own = ExecutorNeeds(packed=lambda spec: (PackedRegion("tiles", (spec.num_elements,), np.uint8),))
     plan = plan_model(config, EngineConfig(), itemsize=2, max_context=64, needs=own)
     assert plan.region("layers.1.qkv.tiles").nbytes == 256 * 128 and plan.part_bytes["layers"] > 0
 
@@ -278,7 +278,7 @@ def test_loading_takes_little_more_than_the_weight(tmp_path: Path) -> None:
     assert config.quantization is not None
     from cpmrt.weights.quantised_specs import quantised_specs
 
-    plain = TensorSpec("layers.0.down", (n, k), (Source("w.weight", (n, k)),))
+    plain = TensorSpec("layers.0.down", (n, k), (Source("w.weight", (n, k)),), product="residual")
     with Checkpoint.open(tmp_path) as checkpoint:
         (spec,) = quantised_specs([plain], config.quantization, checkpoint)
         codes, scales = np.zeros((n, k // 2), np.uint8), np.zeros((n, k // 128), np.float32)
@@ -303,4 +303,4 @@ def test_the_plan_of_the_config_fits_or_not() -> None:
     with pytest.raises(CpmrtError, match="does not fit"):
         fit_model(config_of("gptq"), EngineConfig(), itemsize=2, budget=10_000)
     plan = fit_model(config_of("gptq"), EngineConfig(), itemsize=2, budget=1 << 24)
-    assert Arena(plan, np.zeros(plan.total_bytes, np.uint8)).array("layers.0.qkv.codes", np.uint8).shape == (256, 64)
+    assert Arena(plan, np.zeros(plan.total_bytes, np.uint8)).array("layers.0.qkv.codes").shape == (256, 64)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cpmrt.cuda.ops.selection_plan import SelectionPlan, plan_selection
-from cpmrt.memory.kv_pages import pages_for
+from cpmrt.memory.caches import pages_for
 
 
 def plan(context: int, rows: int, *, heads: int = 32, sms: int = 132, capability: int = 90) -> SelectionPlan:

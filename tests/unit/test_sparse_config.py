@@ -110,7 +110,7 @@ def test_a_setting_that_is_none(setting):
 def test_the_flags_of_cpm_cu():
     flags = {"sink_window_size": 1, "block_window_size": 8, "sparse_topk_k": 64, "sparse_switch": 0}
     flags["use_compress_lse"] = True
-    made = ModelConfig.from_hf(with_sparse_setting(CONFIG, flags)).sparse
+    made = ModelConfig.from_hf(with_sparse_setting(CONFIG, flags)).attention.sparse
     assert made == SparseConfig(init_blocks=1, window_size=512, topk=64, dense_len=0)
     assert made is not None and made.num_selected == 64 + 8
 
@@ -145,15 +145,15 @@ def test_a_context_in_which_nothing_is_left_out_is_planned_dense():
         plan = plan_model(sparse_8b(), EngineConfig(), itemsize=2, max_context=context)
         assert ("compressed keys" in plan.part_bytes) == is_sparse
         assert any(region.name == "blocks" for region in plan.regions) == is_sparse
-        assert (sparse_8b().for_context(context).sparse is None) != is_sparse
+        assert (sparse_8b().for_context(context).attention.sparse is None) != is_sparse
 
 
 def test_a_folder_is_opened_with_the_setting(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"sparse_config": OFFICIAL}))
-    assert ModelFolder.open(tmp_path).config.sparse == SparseConfig()
-    assert ModelFolder.open(tmp_path, sparse="off").config.sparse is None
+    assert ModelFolder.open(tmp_path).config.attention.sparse == SparseConfig()
+    assert ModelFolder.open(tmp_path, sparse="off").config.attention.sparse is None
     opened = ModelFolder.open(tmp_path, hf_overrides={"sparse_config": {"topk": 5}}, sparse={"dense_len": 0})
-    assert opened.config.sparse == SparseConfig(topk=5, dense_len=0)
+    assert opened.config.attention.sparse == SparseConfig(topk=5, dense_len=0)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+import numpy as np
+
 from cpmrt import LLM, SamplingParams
 from cpmrt.config import TreeShape
 from cpmrt.engine.stats import AcceptCounts
@@ -139,5 +141,6 @@ def _head(llm: LLM) -> tuple[int, int, int]:
     if spec.quant is None:
         return spec.shape[0], 8 * itemsize, prod(spec.shape) * itemsize
     regions = canonical_regions(spec)
-    num_bytes = sum(prod(region.shape) * (region.itemsize or itemsize) for region in regions)
+    sizes = (np.dtype(region.dtype).itemsize if region.dtype else itemsize for region in regions)
+    num_bytes = sum(prod(region.shape) * size for region, size in zip(regions, sizes, strict=True))
     return spec.shape[0], spec.quant.bits, num_bytes

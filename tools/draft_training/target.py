@@ -73,7 +73,7 @@ class Target:
     def new_cache(self, rows: int, length: int) -> Tensor:
         """Keys and values of `rows` sequences: [layers, 2, B, kv heads, L, D]."""
         config = self.config
-        shape = (config.num_layers, 2, rows, config.num_kv_heads, length, config.head_dim)
+        shape = (config.num_layers, 2, rows, config.attention.num_kv_heads, length, config.attention.head_dim)
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     @torch.no_grad()
@@ -87,17 +87,17 @@ class Target:
 
     def _layer(self, layer: int, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         config, name = self.config, f"layers.{layer}"
-        normed = self._norm(f"{name}.attention_norm", x)
+        attention, normed = config.attention, self._norm(f"{name}.attention_norm", x)
         qkv = F.linear(normed, self.weights[f"{name}.qkv"], self.weights.get(f"{name}.qkv_bias"))
         pairs, value = (
-            part.unflatten(-1, (-1, config.head_dim)).transpose(1, 2)
-            for part in qkv.split((config.q_size + config.kv_size, config.kv_size), dim=-1)
+            part.unflatten(-1, (-1, config.attention.head_dim)).transpose(1, 2)
+            for part in qkv.split((attention.q_size + attention.kv_size, attention.kv_size), dim=-1)
         )
-        if config.qk_norm:
-            query, key = pairs.split((config.num_heads, config.num_kv_heads), dim=1)
+        if config.attention.qk_norm:
+            query, key = pairs.split((config.attention.num_heads, config.attention.num_kv_heads), dim=1)
             pairs = torch.cat((self._norm(f"{name}.q_norm", query), self._norm(f"{name}.k_norm", key)), dim=1)
         # Queries and keys turn together: small targets wait for launches, not for arithmetic.
-        query, key = rotate(pairs, cos, sin).split((config.num_heads, config.num_kv_heads), dim=1)
+        query, key = rotate(pairs, cos, sin).split((config.attention.num_heads, config.attention.num_kv_heads), dim=1)
         mixed = attend(query, key, value).transpose(1, 2).flatten(2)
         output = F.linear(mixed, self.weights[f"{name}.output"], self.weights.get(f"{name}.output_bias"))
         x = x + output * config.residual_scale

@@ -69,7 +69,7 @@ class DecoderLayer:
 
     def _heads(self, linear: str, x: Any) -> Any:
         """Project rows to heads [T, heads, D], with a norm on each where the family has one."""
-        heads = self._project(linear, x).reshape(len(x), -1, self.config.head_dim)
+        heads = self._project(linear, x).reshape(len(x), -1, self.config.attention.head_dim)
         norm = self.tensors.get(linear.replace("_proj", "_norm") + ".weight")
         return heads if norm is None else rms_norm(heads, norm, self.config.rms_norm_eps)
 
@@ -80,10 +80,10 @@ class DecoderLayer:
         q, k = (rotate(self._heads(f"self_attn.{part}_proj", x), cos, sin) for part in "qk")
         values = self._heads("self_attn.v_proj", x)
         future = self._future[: len(x), : len(x)]
-        q = q.reshape(len(x), config.num_kv_heads, -1, config.head_dim)
+        q = q.reshape(len(x), config.attention.num_kv_heads, -1, config.attention.head_dim)
         out = module_of(x).empty_like(q)
-        for head in range(config.num_kv_heads):
-            scores = q[:, head].transpose(1, 0, 2) @ k[:, head].T * np.float32(config.head_dim**-0.5)
+        for head in range(config.attention.num_kv_heads):
+            scores = q[:, head].transpose(1, 0, 2) @ k[:, head].T * np.float32(config.attention.head_dim**-0.5)
             out[:, head] = (softmax(scores + future) @ values[:, head]).transpose(1, 0, 2)
         return out.reshape(len(x), -1)
 

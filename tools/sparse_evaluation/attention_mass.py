@@ -15,7 +15,7 @@ import numpy as np
 from cpmrt import LLM
 from cpmrt.config import SparseConfig
 from cpmrt.dtypes import F32, Array, DType
-from cpmrt.memory.kv_pages import PAGE_SIZE, pages_for
+from cpmrt.memory.caches import PAGE_SIZE, pages_for
 from cpmrt.ops import KVPages, Rows, Selection
 from cpmrt.reference.executor import ReferenceExecutor
 from cpmrt.reference.kv_rows import gather_row
@@ -48,8 +48,8 @@ class MassProbe(NumpyOps):
         """One in the place of the ops of a reference executor whose model is sparse for every token."""
         executor = llm.executor
         assert isinstance(executor, ReferenceExecutor)
-        probe = cls(executor._ops.dtype, configs, llm.config.num_layers, positions)
-        executor._ops = probe
+        probe = cls(executor.ops.dtype, configs, llm.config.num_layers, positions)
+        executor.ops = probe
         return probe
 
     def select_blocks(

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from cpmrt import LLM
 from cpmrt.config import SparseConfig
 from cpmrt.dtypes import Array
-from cpmrt.memory.kv_pages import PAGE_SIZE
+from cpmrt.memory.caches import PAGE_SIZE
 
 NEIGHBOURS = (4, 8, 12, 16)
 
@@ -24,8 +24,8 @@ class ChoiceProbe:
 
     def __init__(self, llm: LLM, chunk: int, wanted: Collection[int]):
         executor: Any = llm.executor
-        self._stream = getattr(executor, "_stream", None)
-        ops = executor._ops if self._stream is None else executor._forward._ops
+        self._stream = getattr(executor, "stream", None)
+        ops = executor.ops
         self._select, ops.select_blocks = ops.select_blocks, self._record
         self._chunk, self._num_layers, self._calls = chunk, llm.config.num_layers, 0
         self.choices: dict[int, list[Array]] = {first: [] for first in wanted}

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from cpmrt.config import EngineConfig, ModelConfig
 from cpmrt.cuda.build.launcher import Launcher
 from cpmrt.cuda.draft.memory import tree_tables
@@ -20,14 +22,14 @@ from cpmrt.cuda.ops.products import product_workspace
 from cpmrt.cuda.step.forward import StepForward
 from cpmrt.cuda.step.memory import cuda_needs
 from cpmrt.executor import MAX_ROWS
-from cpmrt.models.draft import LAST_PHASE, MAX_PENDING, PREFIX, Draft, draft_forward
+from cpmrt.memory.caches import CacheLayout
+from cpmrt.models.draft import LAST_PHASE, MAX_PENDING, PREFIX, Draft, DraftModel
 from cpmrt.models.planning import ExecutorNeeds
 from cpmrt.ops import Rows
 from cpmrt.tensor_spec import BufferSpec, TensorSpec
 
 SCRATCH = "draft_scratch."
 """Before the names of the buffers that the draft's ops need in its own sizes."""
-_ROW_BUFFERS = ("x", "q", "attention", "inner", "embedding", "joined", "normed")
 
 
 def executor_needs(
@@ -89,8 +91,8 @@ def _draft_tables(
         return ()
     attention = decode_attention_of(config, max_context, capability=device.capability, num_sms=device.num_sms)
     tables = (
-        BufferSpec("attention_partials", (attention.partials,), 0, LAST_PHASE, itemsize=4),
-        BufferSpec("attention_arrivals", (attention.arrivals,), 0, LAST_PHASE, itemsize=4),
+        BufferSpec("attention_partials", (attention.partials,), 0, LAST_PHASE, np.float32),
+        BufferSpec("attention_arrivals", (attention.arrivals,), 0, LAST_PHASE, np.int32),
         *packed_tables(_weights(draft, specs), device),
     )
     return tuple(_scratch(spec) for spec in tables)
@@ -108,12 +110,13 @@ def _draft_workspace(
 
 
 def _scratch(spec: BufferSpec) -> BufferSpec:
-    return BufferSpec(SCRATCH + spec.name, spec.shape, 0, LAST_PHASE, itemsize=spec.itemsize)
+    return BufferSpec(SCRATCH + spec.name, spec.shape, 0, LAST_PHASE, spec.dtype)
 
 
 class DraftForward:
-    """Launches the passes of a `draft` with layers on `arrays`: the regions of a memory plan for `max_context`, by
-    name. Which rows a pass has, `TreeKernels` writes to the arrays `draft_*`.
+    """Launches the passes of a draft with layers on the regions of a memory plan.
+
+    Which rows a pass has, `TreeKernels` writes to the arrays `draft_*`.
     """
 
     def __init__(
@@ -123,16 +126,18 @@ class DraftForward:
         launcher: Launcher,
         gemm: Gemm,
         arrays: Mapping[str, Any],
-        max_context: int,
+        caches: CacheLayout,
     ):
-        config = draft.config.decoder
-        assert config is not None, "prompt lookup has no forward"
+        config, max_context = draft.config.layers_config, caches.max_context
         self._draft, self._arrays = draft.config, arrays
-        self._weights = dict(arrays) | _fc_halves(arrays)
+        self._model = DraftModel.bind(draft.config, arrays, caches, _fc_halves(arrays))
         decode_plan = decode_attention_of(
             config, max_context, capability=device.capability, num_sms=device.num_sms, portable=device.is_portable
         )
-        heads = {"num_heads": config.num_heads, "num_kv_heads": config.num_kv_heads, "head_dim": config.head_dim}
+        attention = config.attention
+        heads = {
+            name: getattr(attention, name) for name in ("num_heads", "num_kv_heads", "head_dim")
+        }
         prefill_plan = plan_prefill_attention(**heads, arch=device.capability)
         scratch = {name.removeprefix(SCRATCH): array for name, array in arrays.items() if name.startswith(SCRATCH)}
         scratch |= {"slots": arrays["draft_slots"], "chunk": arrays["draft_chunk"]}
@@ -140,19 +145,19 @@ class DraftForward:
 
     def chunk(self, num_rows: int) -> None:
         """The rows of a prefill chunk; nothing is drafted."""
-        self._pass(self._rows(num_rows), num_rows, self._hidden(num_rows), None, is_first=True)
+        self._model.forward(self._ops, self._rows(num_rows), self._hidden(num_rows), None, is_first=True)
 
     def waiting(self, num_rows: int) -> None:
         """At most 64 tokens that the draft has not seen; the logits of the last one are in row 0."""
         last = slice(num_rows - 1, num_rows)
-        self._pass(self._rows(num_rows), num_rows, self._hidden(num_rows), last, is_first=True)
+        self._model.forward(self._ops, self._rows(num_rows), self._hidden(num_rows), last, is_first=True)
 
     def frontier(self, num_rows: int) -> None:
         """Rows of a tree: the logits of all."""
         a = self._arrays
         places = (a[name][:num_rows] for name in ("draft_locations", "draft_masks", "draft_base"))
         parents = a["draft.parents"][:num_rows] if self._draft.is_eagle else None
-        self._pass(self._rows(num_rows, *places), num_rows, parents, slice(num_rows), is_first=False)
+        self._model.forward(self._ops, self._rows(num_rows, *places), parents, slice(num_rows), is_first=False)
 
     def outputs(self, first: int, end: int) -> Any | None:
         """Rows of the last pass' output, which a later pass continues; None where it does not."""
@@ -173,18 +178,6 @@ class DraftForward:
         a = self._arrays
         tokens, positions, slots = (a[f"draft_{name}"][:num_rows] for name in ("token_ids", "positions", "slots"))
         return Rows(tokens, positions, slots, a["block_tables"], num_rows > MAX_ROWS, *places)
-
-    def _pass(self, rows: Rows, count: int, hidden: Any | None, logit_rows: slice | None, *, is_first: bool) -> None:
-        arrays = self._arrays
-        buffers = {
-            PREFIX + name: arrays[PREFIX + name][:count] for name in _ROW_BUFFERS if PREFIX + name in arrays
-        }
-        buffers |= {name: arrays[name] for name in ("draft.k_pages", "draft.v_pages", "draft.rope")}
-        if logit_rows is not None:
-            buffers["draft.logits"] = arrays["draft.logits"][: logit_rows.stop - (logit_rows.start or 0)]
-        draft_forward(
-            self._ops, self._draft, self._weights, buffers, rows, hidden, logit_rows, is_first=is_first
-        )
 
 
 def waiting_rows(draft: Draft) -> int:
@@ -208,11 +201,10 @@ def every_shape(draft: Draft, target: StepForward, forward: DraftForward | None,
             forward.frontier(shape.top_k)
 
 
-def _fc_halves(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """A split `fc` as the two matrices that it holds one after the other."""
+def _fc_halves(arrays: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return a split `fc` as the two matrices that it holds one after the other; nothing where there is none."""
     whole = arrays.get("draft.fc_halves")
     if whole is None:
-        return {}
+        return ()
     half = whole.shape[0] // 2
-    halves = whole.halves() if isinstance(whole, PackedWeight) else (whole[:half], whole[half:])
-    return dict(zip(("draft.fc_embedding", "draft.fc_hidden"), halves, strict=True))
+    return whole.halves() if isinstance(whole, PackedWeight) else (whole[:half], whole[half:])

@@ -29,6 +29,7 @@ from cpmrt.cuda.build.spec import KernelSpec
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.step.rings import Rings
 from cpmrt.cuda.step.structs import CATCH_UP, SPECULATE
+from cpmrt.memory.caches import CacheLayout
 
 
 def _spec(name: str, file: str, reason: str, *constants: str, hot: bool = True) -> KernelSpec:
@@ -52,6 +53,8 @@ TREE_KERNELS = (
 _ROW = ("token_ids", "positions", "slots", "locations")
 _COPY_THREADS, _ROW_THREADS, _LOOKUP_THREADS, _CHUNK_THREADS = 256, 512, 1024, 1024
 _BEGIN_THREADS, _MOST_BEGIN_BLOCKS = 1024, 4
+_MOST_MOVED = 3
+"""Caches that `accept` moves rows of, at most; all have the shape of the first."""
 
 
 def tree_modules(config: ModelConfig, device: Device, draft_vocab: int) -> tuple[Module, ...]:
@@ -76,13 +79,14 @@ class TreeKernels:
         launcher: Launcher,
         config: ModelConfig,
         arrays: Mapping[str, Any],
+        caches: CacheLayout,
         rings: Rings,
         device: Device,
         *,
         draft_vocab: int,
         position_offset: int = 1,
     ):
-        self._launch, self._arrays = launcher, arrays
+        self._launch, self._arrays, self._caches = launcher, arrays, caches
         commands, self._results = rings.addresses
         self._in = commands, np.int32(rings.command_bytes)
         self._modules = dict(tree_modules(config, device, draft_vocab))
@@ -179,10 +183,10 @@ class TreeKernels:
         `simulate_accept`: not 0: a deepest path counts as accepted, cut to that many tokens in the mean (for timing).
         """
         a = self._arrays
-        num_layers, num_pages, num_heads, _, head_dim = a["k_pages"].shape
-        kept = (a["k_pages"], a["v_pages"], a.get("nope_pages"))
-        num_kept = sum(pages is not None for pages in kept)
-        columns = (num_kept * num_layers * num_heads * head_dim + _width(hidden)) // 8
+        moved = self._caches.moved(a)
+        num_layers, num_pages, num_heads, _, head_dim = moved[0].shape
+        columns = (len(moved) * num_layers * num_heads * head_dim + _width(hidden)) // 8
+        kept = (*moved, *[None] * (_MOST_MOVED - len(moved)))
         sizes = (shape.tree_size, shape.max_emitted, num_layers, num_pages, num_heads, head_dim)
         self._start(
             ACCEPT, 1 - -columns // _COPY_THREADS, _COPY_THREADS, a["draft_tree"], a["slot_states"],

@@ -10,13 +10,11 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from cpmrt.config import ModelConfig, TreeShape
 from cpmrt.cuda.build.launcher import Launcher, Module
 from cpmrt.cuda.draft.forward import SCRATCH, DraftForward, every_shape, waiting_rows
 from cpmrt.cuda.draft.kernels import TreeKernels, tree_modules
-from cpmrt.cuda.draft.memory import TREE_TYPES
+from cpmrt.cuda.draft.memory import tree_tables
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.driver.graphs import Graphs
 from cpmrt.cuda.ops.gemm import Gemm
@@ -25,8 +23,9 @@ from cpmrt.cuda.step.forward import StepForward
 from cpmrt.cuda.step.rings import Answer, Rings
 from cpmrt.cuda.step.structs import CATCH_UP, SPECULATE
 from cpmrt.executor import Speculate
+from cpmrt.memory.plan import MemoryPlan
 from cpmrt.models.draft import MAX_PENDING, Draft
-from cpmrt.models.rope import rope_table
+from cpmrt.models.draft import tables as draft_tables
 
 
 class Speculation:
@@ -45,21 +44,20 @@ class Speculation:
         arrays: Mapping[str, Any],
         rings: Rings,
         target: StepForward,
-        max_context: int,
+        plan: MemoryPlan,
         simulate_accept: float,
     ):
         self._draft, self._arrays, self._rings, self._target = draft, arrays, rings, target
         self._launcher = launcher
-        self._simulate_accept, self._max_context = simulate_accept, max_context
+        self._simulate_accept, self._max_context = simulate_accept, plan.max_context
         self._config, self._device = config, device
-        method = draft.config.method
         self._kernels = TreeKernels(
-            launcher, config, arrays, rings, device,
+            launcher, config, arrays, plan.caches, rings, device,
             draft_vocab=draft.vocab_size, position_offset=int(draft.config.is_eagle),
         )  # fmt: skip
-        self._forward = (
-            None if method == "lookup" else DraftForward(draft, device, launcher, gemm, arrays, max_context)
-        )
+        self._forward = None
+        if plan.draft_caches is not None:
+            self._forward = DraftForward(draft, device, launcher, gemm, arrays, plan.draft_caches)
         self._waiting_rows = waiting_rows(draft)
         self._max_emitted = tuple(shape.max_emitted for shape in draft.shapes)
         self._pending: dict[int, int] = {}
@@ -93,9 +91,9 @@ class Speculation:
     def fill_tables(self, capacity: int, position_limit: int) -> None:
         """Before the first step; `capacity`: positions that every slot's own pages hold. The stream is current."""
         a, draft = self._arrays, self._draft
-        for name in TREE_TYPES:
-            if name in a:
-                a[name].fill(0)
+        for spec in tree_tables(1, 1, 1, 1):
+            if spec.name in a:
+                a[spec.name].fill(0)
         a["draft_slots"].fill(-1)
         a["capacities"].fill(capacity)
         if self._forward is None:
@@ -105,10 +103,8 @@ class Speculation:
             a[name].fill(0)
         if f"{SCRATCH}packed_arrivals" in a:
             a[f"{SCRATCH}packed_arrivals"].fill(0)
-        assert draft.config.decoder is not None
-        a["draft.rope"].set(rope_table(draft.config.decoder, self._max_context, position_limit))
-        if draft.token_map is not None:
-            a["draft.token_map"].set(np.array(draft.token_map, np.int32))
+        for table in draft_tables(draft, self._max_context, position_limit):
+            a[table.spec.name].set(table.values())
 
     def admitted(self, slot: int) -> None:
         """Nothing of the slot's new sequence is there yet."""

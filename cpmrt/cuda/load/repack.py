@@ -19,7 +19,7 @@ from cpmrt.cuda.load.read import ReadJob, reads_of, row_reads
 from cpmrt.cuda.ops.linear_packed.layout import PackedLayout, RepackConstants, packed_layout
 from cpmrt.dtypes import DType
 from cpmrt.memory.plan import ALIGNMENT, Region
-from cpmrt.models.decoder import EMBED
+from cpmrt.models.layers import EMBED
 from cpmrt.tensor_spec import BufferSpec, Quantization, Source, TensorSpec
 from cpmrt.weights.checkpoint import Checkpoint
 from cpmrt.weights.formats import FORMATS, format_of
@@ -141,7 +141,7 @@ def staging_bytes(specs: Iterable[TensorSpec]) -> int:
 def staging_buffers(specs: Iterable[TensorSpec]) -> Iterator[BufferSpec]:
     """The workspace that the quantised among `specs` pass through while they are loaded, which is before any step."""
     if nbytes := staging_bytes(specs):
-        yield BufferSpec(STAGING, (nbytes,), EMBED - 1, EMBED - 1, itemsize=1)
+        yield BufferSpec(STAGING, (nbytes,), EMBED - 1, EMBED - 1, np.uint8)
 
 
 def _pieces(specs: Iterable[TensorSpec]) -> Iterator[Piece]:

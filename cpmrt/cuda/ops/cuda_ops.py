@@ -21,7 +21,7 @@ from cpmrt.cuda.ops.gemm import Gemm
 from cpmrt.cuda.ops.kv import codes_of, expand, scales_of
 from cpmrt.cuda.ops.products import Products
 from cpmrt.cuda.ops.selection import SparseKernels, SparsePlans, selected_arguments
-from cpmrt.memory.kv_pages import PAGE_SIZE
+from cpmrt.memory.caches import PAGE_SIZE
 from cpmrt.ops import (
     NOTHING,
     Fp8Pages,
@@ -63,8 +63,10 @@ class CudaOps:
     def embed(self, out: Any, token_ids: Any, table: Any, scale: float) -> None:
         row_ops.embed(self._launch, out, token_ids, self._scratch["slots"], table, scale)
 
-    def qkv(self, q: Any, kv: KVPages, x: Any, weights: QkvWeights, rope: Any, rows: Rows, eps: float) -> Handoff:
-        left = self._products.qkv(q, kv, x, weights, rope, rows, eps)
+    def qkv(
+        self, q: Any, kv: KVPages, x: Any, weights: QkvWeights, rope: Any, rows: Rows, eps: float, q_nope: Any = None
+    ) -> Handoff:
+        left = self._products.qkv(q, kv, x, weights, rope, rows, eps, q_nope)
         if self.sparse is not None and kv.compressed is not None and rows.tree_masks is None:
             self.sparse.compress(kv, rows)
         return left
@@ -95,7 +97,7 @@ class CudaOps:
         )  # fmt: skip
         is_tree, selected = rows.tree_masks is not None, int(selection is not None)
         one = decode_launch(self._decode_plan, len(q), is_tree=is_tree, window=window, selected=selected)
-        sizes = np.int32(self._config.num_kv_heads), np.int32(rows.block_tables.shape[1]), np.float32(scale)
+        sizes = np.int32(self._config.attention.num_kv_heads), np.int32(rows.block_tables.shape[1]), np.float32(scale)
         self._launch(
             one.kernel, one.constants, one.grid, one.threads,
             out, self._scratch["attention_partials"], self._scratch["attention_arrivals"], q, codes_of(kv.k),
@@ -133,7 +135,7 @@ class CudaOps:
     ) -> None:
         """Rows of `chunk` (slot, start, count) over all that they see."""
         plan, constants = self._prefill_plan, self._prefill_plan.constants | {"WINDOW": window}
-        sizes = np.int32(self._config.num_kv_heads), np.int32(rows.block_tables.shape[1]), np.float32(scale)
+        sizes = np.int32(self._config.attention.num_kv_heads), np.int32(rows.block_tables.shape[1]), np.float32(scale)
         if plan.box_columns and not self._launch.is_recording:
             k_pages, v_pages = (row_boxes(pages, PAGE_SIZE, plan.box_columns) for pages in (k_pages, v_pages))
         self._launch(

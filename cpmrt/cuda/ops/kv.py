@@ -14,8 +14,8 @@ import numpy as np
 
 from cpmrt.cuda.build.launcher import Launcher
 from cpmrt.cuda.build.spec import KernelSpec
-from cpmrt.memory.kv_pages import KVLayout
-from cpmrt.models.decoder import ATTENTION, EMBED, HEAD
+from cpmrt.memory.caches import CacheLayout
+from cpmrt.models.layers import ATTENTION, EMBED, HEAD
 from cpmrt.ops import Fp8Pages, Rows
 from cpmrt.tensor_spec import BufferSpec
 
@@ -25,23 +25,21 @@ _MOST_BLOCKS = 512
 """In x: enough for every multiprocessor, few enough to find nothing to do in no time."""
 
 
-def held_pages(arrays: Mapping[str, Any]) -> dict[str, Fp8Pages]:
-    """`k_pages` and `v_pages` of codes and scales among the regions of a plan, if they are in fp8."""
-    if "k_codes" not in arrays:
-        return {}
-    return {f"{name}_pages": Fp8Pages(arrays[f"{name}_codes"], arrays[f"{name}_scales"]) for name in ("k", "v")}
+def is_fp8(caches: CacheLayout) -> bool:
+    """Whether keys and values are in fp8."""
+    return "k_codes" in caches.specs
 
 
-def expanded_workspace(layout: KVLayout) -> tuple[BufferSpec, ...]:
-    """Keys and values of one sequence in one layer."""
-    shape = (layout.pages_per_sequence, *layout.page_shape[2:])
+def expanded_workspace(caches: CacheLayout) -> tuple[BufferSpec, ...]:
+    """Return the buffers for the keys and values of one sequence in one layer, in 16 bits."""
+    shape = (caches.pages_per_sequence, *caches.specs["k_codes"].shape)
     return tuple(BufferSpec(name, shape, ATTENTION, ATTENTION) for name in ("expanded_k", "expanded_v"))
 
 
-def expanded_tables(layout: KVLayout) -> tuple[BufferSpec, ...]:
-    """Their block tables, the same for every slot."""
-    shape = (layout.max_sequences, layout.pages_per_sequence)
-    return (BufferSpec("expanded_tables", shape, EMBED, HEAD, itemsize=4),)
+def expanded_tables(caches: CacheLayout) -> tuple[BufferSpec, ...]:
+    """Return the block tables of the expanded pages, the same for every slot."""
+    shape = (caches.max_sequences, caches.pages_per_sequence)
+    return (BufferSpec("expanded_tables", shape, EMBED, HEAD, np.int32),)
 
 
 def codes_of(pages: Any) -> Any:

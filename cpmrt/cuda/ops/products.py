@@ -25,7 +25,7 @@ from cpmrt.cuda.ops.linear_packed.memory import packed_workspace
 from cpmrt.cuda.ops.linear_packed.products import PackedProducts
 from cpmrt.cuda.ops.rows import BLOCK, VECTOR, RowConstants, rms_norm
 from cpmrt.executor import MAX_ROWS
-from cpmrt.models.decoder import GATE_UP, QKV
+from cpmrt.models.layers import GATE_UP, QKV
 from cpmrt.ops import NOTHING, Fp8Pages, Handoff, KVPages, QkvWeights, Rows, check_shapes
 from cpmrt.tensor_spec import BufferSpec, TensorSpec
 
@@ -57,8 +57,8 @@ def product_workspace(
 ) -> Iterator[BufferSpec]:
     """Yield the buffers of the products of a step of at most `max_rows` rows with the weights `specs`."""
     yield BufferSpec("normed", (max_rows, config.hidden_size), QKV, GATE_UP)
-    yield BufferSpec("qkv", (max_rows, config.q_size + 2 * config.kv_size), QKV, QKV)
-    yield BufferSpec("gate_up", (max_rows, 2 * config.intermediate_size), GATE_UP, GATE_UP)
+    yield BufferSpec("qkv", (max_rows, config.attention.q_size + 2 * config.attention.kv_size), QKV, QKV)
+    yield BufferSpec("gate_up", (max_rows, 2 * config.mlp.intermediate_size), GATE_UP, GATE_UP)
     yield from packed_workspace(specs, config, max_rows, device)
 
 
@@ -86,9 +86,10 @@ class Products:
         rope: DeviceArray,
         rows: Rows,
         eps: float,
+        q_nope: DeviceArray | None = None,
     ) -> Handoff:
         """Launch the op `qkv`, but for the compressed keys."""
-        nope = (kv.compressed.q_nope, kv.compressed.nope) if kv.compressed else (None, None)
+        nope = q_nope, kv.compressed.nope if kv.compressed else None
         check_shapes(
             "qkv", q=q, k=kv.k, v=kv.v, x=x, norm=weights.norm, weight=weights.weight, bias=weights.bias,
             q_norm=weights.q_norm, k_norm=weights.k_norm, rope=rope, positions=rows.positions, locations=rows.locations,

@@ -24,7 +24,7 @@ from cpmrt.cuda.ops.attention.plan import (
 from cpmrt.cuda.ops.kv import codes_of, fp8_constant, scales_of
 from cpmrt.cuda.ops.selection_plan import SelectionPlan, plan_selection
 from cpmrt.executor import MAX_ROWS
-from cpmrt.memory.kv_pages import PAGE_SIZE
+from cpmrt.memory.caches import PAGE_SIZE
 from cpmrt.ops import KVPages, Rows, Selection
 
 _HEADS = ("HEAD_DIM", "GROUP")
@@ -58,8 +58,11 @@ class SparsePlans:
     @classmethod
     def of(cls, config: ModelConfig, device: Device, max_context: int, max_rows: int) -> SparsePlans:
         """max_rows: the most rows of a step."""
-        heads = {"num_heads": config.num_heads, "num_kv_heads": config.num_kv_heads, "head_dim": config.head_dim}
-        arch, num_selected = device.capability, config.sparse.num_selected if config.sparse else 0
+        attention = config.attention
+        heads = {
+            name: getattr(attention, name) for name in ("num_heads", "num_kv_heads", "head_dim")
+        }
+        arch, num_selected = device.capability, config.attention.sparse.num_selected if config.attention.sparse else 0
         tiled = plan_selected_tiles(
             **heads, num_selected=num_selected, max_context=max_context, arch=arch, num_sms=device.num_sms
         )  # fmt: skip
@@ -91,9 +94,9 @@ class SparseKernels:
         """Store the compressed keys of the windows that end at a row's position; the keys are stored already."""
         assert kv.compressed is not None
         keys = kv.scored_keys
-        num_rows, head_dim = len(rows.positions), self._config.head_dim
+        num_rows, head_dim = len(rows.positions), self._config.attention.head_dim
         together = 1 if num_rows <= MAX_ROWS else _WINDOW_ROWS
-        grid = (-(-num_rows // together), self._config.num_kv_heads, 2)
+        grid = (-(-num_rows // together), self._config.attention.num_kv_heads, 2)
         self._launch(
             COMPRESS_KEYS, {"HEAD_DIM": head_dim} | fp8_constant(keys), grid, head_dim // 2,
             kv.compressed.k1, kv.compressed.k2, codes_of(keys), rows.positions, rows.slots, rows.block_tables,
@@ -186,7 +189,7 @@ class SparseKernels:
         self._launch(
             plan.kernel, plan.constants, (plan.blocks_per_tile, plan.tiles(len(q))), plan.threads,
             out, q, k_pages, v_pages, rows.block_tables, self._scratch["chunk"], selection.blocks,
-            np.int32(self._config.num_kv_heads), np.int32(rows.block_tables.shape[1]), np.float32(scale),
+            np.int32(self._config.attention.num_kv_heads), np.int32(rows.block_tables.shape[1]), np.float32(scale),
             np.int32(selection.config.num_selected), np.int32(selection.config.dense_context), smem=plan.shared_bytes,
         )  # fmt: skip
 
@@ -202,7 +205,7 @@ class SparseKernels:
                 DECODE_ATTENTION, plan.constants | {"SELECTED": 2}, plan.grid(len(q[part])),
                 plan.threads, out[part], None, None, q[part], kv.k, kv.v, rows.positions[part],
                 rows.slots[part], rows.block_tables, None, None, np.int32(plan.num_splits),
-                np.int32(self._config.num_kv_heads), np.int32(rows.block_tables.shape[1]), np.float32(scale),
+                np.int32(self._config.attention.num_kv_heads), np.int32(rows.block_tables.shape[1]), np.float32(scale),
                 *selected_arguments(Selection(selection.blocks[part], selection.config)), smem=plan.shared_bytes,
             )  # fmt: skip
 

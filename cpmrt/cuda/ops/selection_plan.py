@@ -7,7 +7,7 @@ from math import ceil
 
 from cpmrt.config import ModelConfig
 from cpmrt.executor import MAX_ROWS
-from cpmrt.memory.kv_pages import pages_for
+from cpmrt.memory.caches import pages_for
 
 _HEAD_TILE = 16
 _MOST_WARPS, _RESIDENT_BLOCKS = 4, 3
@@ -81,17 +81,17 @@ def plan_selection(
     config: ModelConfig, *, max_context: int, max_rows: int, num_sms: int, capability: int
 ) -> SelectionPlan:
     """max_rows: the most rows of a step; capability: compute capability as 90."""
-    group = config.num_heads // config.num_kv_heads
+    group = config.attention.num_heads // config.attention.num_kv_heads
     has_chunk_kernel = capability == 90 and group == _HEAD_TILE
     pages = pages_for(max_context)
     coarse_tiles = ceil(pages / _COARSE_KEYS)
-    pooled = config.num_kv_heads * pages * 2
-    log_sums = config.num_kv_heads * coarse_tiles * ceil(group / _HEAD_TILE) * _HEAD_TILE
+    pooled = config.attention.num_kv_heads * pages * 2
+    log_sums = config.attention.num_kv_heads * coarse_tiles * ceil(group / _HEAD_TILE) * _HEAD_TILE
     row_bytes = 4 * (pooled + (0 if has_chunk_kernel else log_sums))
     rows = _rows_per_pass(max_rows, max(MAX_ROWS, _WORKSPACE_BYTES // row_bytes))
     return SelectionPlan(
-        constants={"HEAD_DIM": config.head_dim, "GROUP": group},
-        num_kv_heads=config.num_kv_heads,
+        constants={"HEAD_DIM": config.attention.head_dim, "GROUP": group},
+        num_kv_heads=config.attention.num_kv_heads,
         pages=pages,
         coarse_tiles=coarse_tiles,
         rows_per_pass=rows,

@@ -8,19 +8,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+import numpy as np
+
 from cpmrt.config import EngineConfig, ModelConfig
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.load.repack import staging_buffers
 from cpmrt.cuda.ops.attention.plan import decode_attention_of
-from cpmrt.cuda.ops.kv import expanded_tables, expanded_workspace
+from cpmrt.cuda.ops.kv import expanded_tables, expanded_workspace, is_fp8
 from cpmrt.cuda.ops.linear_packed.memory import packed_regions, packed_tables
 from cpmrt.cuda.ops.products import product_workspace
 from cpmrt.cuda.ops.selection_plan import plan_selection
 from cpmrt.cuda.step.structs import SLOT_STATE, STEP_CONTEXT
+from cpmrt.dtypes import ElementType
 from cpmrt.errors import UnsupportedModelError
 from cpmrt.executor import MAX_ROWS
-from cpmrt.memory.kv_pages import KVLayout
-from cpmrt.models.decoder import EMBED, HEAD
+from cpmrt.models.decoder import cache_layout
+from cpmrt.models.layers import EMBED, HEAD
 from cpmrt.models.planning import ExecutorNeeds
 from cpmrt.tensor_spec import BufferSpec, TensorSpec
 
@@ -50,19 +53,19 @@ def cuda_tables(
 ) -> tuple[BufferSpec, ...]:
     """Buffers that live as long as the executor."""
     sequences = engine.max_sequences
-    layout = KVLayout.of(config, max_context, sequences, engine.kv_dtype)
+    layout = cache_layout(config, max_context, sequences, engine.kv_dtype)
     attention = decode_attention_of(
-        config, max_context, capability=device.capability, num_sms=device.num_sms, is_fp8=layout.is_fp8
+        config, max_context, capability=device.capability, num_sms=device.num_sms, is_fp8=is_fp8(layout)
     )
     return (
-        *(expanded_tables(layout) if layout.is_fp8 else ()),
-        _table("block_tables", 4, sequences, layout.pages_per_sequence),
-        _table("slot_states", 1, sequences, SLOT_STATE.itemsize),
-        _table("token_counts", 4, sequences, config.vocab_size),
-        _table("step_context", 1, STEP_CONTEXT.itemsize),
-        _table("attention_partials", 4, attention.partials),
-        _table("attention_arrivals", 4, attention.arrivals),
-        _table("gemm_workspace", 1, GEMM_WORKSPACE_BYTES),
+        *(expanded_tables(layout) if is_fp8(layout) else ()),
+        _table("block_tables", np.int32, sequences, layout.pages_per_sequence),
+        _table("slot_states", np.uint8, sequences, SLOT_STATE.itemsize),
+        _table("token_counts", np.uint32, sequences, config.vocab_size),
+        _table("step_context", np.uint8, STEP_CONTEXT.itemsize),
+        _table("attention_partials", np.float32, attention.partials),
+        _table("attention_arrivals", np.int32, attention.arrivals),
+        _table("gemm_workspace", np.uint8, GEMM_WORKSPACE_BYTES),
         *_sparse_tables(config.for_context(max_context), engine, max_context, device),
     )
 
@@ -70,31 +73,31 @@ def cuda_tables(
 def _sparse_tables(
     config: ModelConfig, engine: EngineConfig, max_context: int, device: Device
 ) -> tuple[BufferSpec, ...]:
-    if config.sparse is None:
+    if config.attention.sparse is None:
         return ()
     plan = plan_selection(
         config, max_context=max_context, max_rows=most_rows(engine), num_sms=device.num_sms,
         capability=device.capability,
     )
     return (
-        _table("block_scores", 4, plan.pooled),
-        _table("block_log_sums", 4, plan.log_sums),
-        _table("dense_chunk", 4, 4),
+        _table("block_scores", np.float32, plan.pooled),
+        _table("block_log_sums", np.float32, plan.log_sums),
+        _table("dense_chunk", np.int32, 4),
     )
 
 
 def row_buffers(max_rows: int) -> tuple[BufferSpec, ...]:
     """Return the buffers that say which rows a step has, at most `max_rows`."""
     return (
-        BufferSpec("token_ids", (max_rows,), EMBED, HEAD, itemsize=4),
-        BufferSpec("positions", (max_rows,), EMBED, HEAD, itemsize=4),
-        BufferSpec("slots", (max_rows,), EMBED, HEAD, itemsize=4),
-        BufferSpec("chunk", (4,), EMBED, HEAD, itemsize=4),
+        BufferSpec("token_ids", (max_rows,), EMBED, HEAD, np.int32),
+        BufferSpec("positions", (max_rows,), EMBED, HEAD, np.int32),
+        BufferSpec("slots", (max_rows,), EMBED, HEAD, np.int32),
+        BufferSpec("chunk", (4,), EMBED, HEAD, np.int32),
     )
 
 
-def _table(name: str, itemsize: int, *shape: int) -> BufferSpec:
-    return BufferSpec(name, shape, EMBED, HEAD, itemsize=itemsize)
+def _table(name: str, dtype: ElementType, *shape: int) -> BufferSpec:
+    return BufferSpec(name, shape, EMBED, HEAD, dtype)
 
 
 def cuda_needs(
@@ -105,8 +108,8 @@ def cuda_needs(
     products = product_workspace(specs, config, max_rows, device)
 
     def expanded(max_context: int) -> tuple[BufferSpec, ...]:
-        layout = KVLayout.of(config, max_context, engine.max_sequences, engine.kv_dtype)
-        return expanded_workspace(layout) if layout.is_fp8 else ()
+        layout = cache_layout(config, max_context, engine.max_sequences, engine.kv_dtype)
+        return expanded_workspace(layout) if is_fp8(layout) else ()
 
     def tables(max_context: int) -> tuple[BufferSpec, ...]:
         return (*cuda_tables(config, engine, max_context, device), *counters)
@@ -125,11 +128,11 @@ def check_supported(config: ModelConfig) -> None:
     """Raise UnsupportedModelError for a shape that the kernels do not take."""
     sizes = {
         "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_attention_heads * head_dim": config.q_size,
+        "intermediate_size": config.mlp.intermediate_size,
+        "num_attention_heads * head_dim": config.attention.q_size,
     }
     wanted = {name: (size, size % 64 == 0, "a multiple of 64") for name, size in sizes.items()}
-    wanted["head_dim"] = (config.head_dim, config.head_dim in (64, 96, 128), "64, 96 or 128")
+    wanted["head_dim"] = (config.attention.head_dim, config.attention.head_dim in (64, 96, 128), "64, 96 or 128")
     for name, (size, is_taken, expected) in wanted.items():
         if not is_taken:
             what = f"the CUDA executor does not take this {name}"

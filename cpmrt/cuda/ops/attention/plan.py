@@ -11,7 +11,7 @@ from math import ceil
 from cpmrt.config import ModelConfig
 from cpmrt.cuda.build.spec import KernelSpec
 from cpmrt.executor import MAX_ROWS
-from cpmrt.memory.kv_pages import PAGE_SIZE, pages_for
+from cpmrt.memory.caches import PAGE_SIZE, pages_for
 
 _HEADS = ("HEAD_DIM", "GROUP")
 
@@ -115,9 +115,9 @@ def decode_attention_of(
 ) -> DecodeAttentionPlan:
     """The plan of a model's attention in steps of any number of rows."""
     return plan_decode_attention(
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
+        num_heads=config.attention.num_heads,
+        num_kv_heads=config.attention.num_kv_heads,
+        head_dim=config.attention.head_dim,
         max_context=max_context,
         max_rows=MAX_ROWS,
         arch=capability,

@@ -20,10 +20,6 @@ TILE_ROWS = 16
 LINE_BYTES = 128
 RUNS = 8
 SCALE_GROUPS = (32, 64, 128)
-_PRODUCTS = {
-    "qkv": "qkv", "output": "residual", "gate_up": "gate_up", "down": "residual", "lm_head": "head", "fc": "residual",
-    "fc_halves": "residual",
-}  # fmt: skip
 # From so many tiles a multiprocessor on a warp takes whole rows.
 _WHOLE_ROW_TILES = 8
 
@@ -130,8 +126,8 @@ class PackedWeight:
 
 def packed_layout(spec: TensorSpec, device: Device) -> PackedLayout:
     """Return the layout of a weight with a `quant`. Raises UnsupportedModelError for what the kernels do not take."""
-    assert spec.quant is not None, spec.name
-    quant, product, (out_features, in_features) = spec.quant, _PRODUCTS[spec.name.rpartition(".")[2]], spec.shape
+    assert spec.quant is not None and spec.product is not None, spec.name
+    quant, product, (out_features, in_features) = spec.quant, spec.product, spec.shape
     if in_features % SLICE_COLUMNS:
         raise UnsupportedModelError(
             f"a {quant.bits}-bit {product} weight has a number of columns that the kernels do not take",

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+import numpy as np
+
 from cpmrt.config import ModelConfig
 from cpmrt.cuda.driver.array import DeviceArray
 from cpmrt.cuda.driver.device import Device
@@ -13,7 +15,7 @@ from cpmrt.cuda.ops.linear_packed.layout import PackedWeight, packed_layout
 from cpmrt.cuda.ops.linear_packed.plan import ROW_BUCKETS, PackedPlan, plan_packed
 from cpmrt.executor import MAX_ROWS
 from cpmrt.memory.packed_regions import PackedRegion
-from cpmrt.models.decoder import DOWN, EMBED, GATE_UP, HEAD, QKV
+from cpmrt.models.layers import DOWN, EMBED, GATE_UP, HEAD, QKV
 from cpmrt.tensor_spec import BufferSpec, TensorSpec
 
 UNPACKED_BYTES = 64 << 20
@@ -23,8 +25,8 @@ UNPACKED_BYTES = 64 << 20
 def packed_regions(device: Device, spec: TensorSpec) -> tuple[PackedRegion, ...]:
     """Return the regions of a weight with a `quant`: all its bytes, and the order of its columns if it has one."""
     codes, perm = (packed_layout(spec, device).num_bytes,), (spec.shape[1],)
-    order = (PackedRegion("perm", perm, 4),) if spec.quant and spec.quant.permuted else ()
-    return (PackedRegion("codes", codes, 1), *order)
+    order = (PackedRegion("perm", perm, np.int32),) if spec.quant and spec.quant.permuted else ()
+    return (PackedRegion("codes", codes, np.uint8), *order)
 
 
 def held_weights(
@@ -64,7 +66,7 @@ class PackedScratch:
 def packed_tables(specs: Iterable[TensorSpec], device: Device) -> tuple[BufferSpec, ...]:
     """Return what lives as long as the executor: the arrival counters, which every product leaves at zero."""
     counts = [plan.num_arrivals for plan in _plans(specs, device)]
-    return (BufferSpec("packed_arrivals", (max(counts),), EMBED, HEAD, itemsize=4),) if any(counts) else ()
+    return (BufferSpec("packed_arrivals", (max(counts),), EMBED, HEAD, np.int32),) if any(counts) else ()
 
 
 def packed_workspace(
@@ -78,10 +80,10 @@ def packed_workspace(
         ("packed_partials", [plan.partial_bytes for plan in plans]),
     ):
         if any(sizes):
-            yield BufferSpec(name, (max(sizes),), QKV, HEAD, itemsize=1)
+            yield BufferSpec(name, (max(sizes),), QKV, HEAD, np.uint8)
     if fed := max((plan.fed_bytes for plan in plans), default=0):
         yield BufferSpec("packed_fed", (fed // 2,), GATE_UP, DOWN)
-    layers = [spec for spec in held if spec.name.rpartition(".")[2] != "lm_head"]
+    layers = [spec for spec in held if spec.product != "head"]
     if max_rows > MAX_ROWS and layers:
         yield from _chunk_workspace(layers, config, max_rows)
 
@@ -89,11 +91,12 @@ def packed_workspace(
 def _chunk_workspace(layers: Sequence[TensorSpec], config: ModelConfig, max_rows: int) -> Iterator[BufferSpec]:
     elements = max(slice_rows(*spec.shape) * spec.shape[1] for spec in layers)
     yield BufferSpec("packed_unpacked", (elements,), QKV, DOWN)
-    inner, widths = config.intermediate_size, {spec.shape[1] for spec in layers if spec.quant and spec.quant.permuted}
+    inner = config.mlp.intermediate_size
+    widths = {spec.shape[1] for spec in layers if spec.quant and spec.quant.permuted}
     if widths - {inner}:
         yield BufferSpec("packed_permuted", (max_rows * max(widths - {inner}),), QKV, GATE_UP)
     if inner in widths:
-        first = DOWN if inner not in (config.hidden_size, config.q_size) else QKV
+        first = DOWN if inner not in (config.hidden_size, config.attention.q_size) else QKV
         yield BufferSpec("packed_permuted_inner", (max_rows, inner), first, DOWN)
 
 

@@ -1,0 +1,125 @@
+"""Caches as data: what a layer keeps of a sequence, and how the caches of all layers lie in pages and slots.
+
+A page is 64 tokens of one sequence in every layer; a block table maps a slot's runs of tokens to pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Literal, TypeVar
+
+import numpy as np
+
+from cpmrt.dtypes import ElementType
+from cpmrt.errors import ConfigError
+
+PAGE_SIZE = 64
+Scope = Literal["page", "slot"]
+OnAccept = Literal["move", "recompute", "restore"]
+T = TypeVar("T")
+
+
+def pages_for(num_tokens: int) -> int:
+    """Return the number of pages that `num_tokens` tokens occupy."""
+    return -(-num_tokens // PAGE_SIZE)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSpec:
+    """One array that a layer keeps: `shape` for every page (scope page) or for every slot (scope slot).
+
+    `dtype` None means the executor's type of activations. `on_accept` says what happens when a path of a draft tree is
+    accepted: `move` its rows (tokens are the dimension before the last) to the positions of the path, `recompute` what
+    is made of moved rows, `restore` a recurrent state; None: a draft cannot be used with this cache. `part` is its row
+    in the table of the memory plan.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: ElementType | None = None
+    scope: Scope = "page"
+    on_accept: OnAccept | None = "move"
+    part: str = "KV pages"
+
+    def bytes_per_token(self, itemsize: int) -> int:
+        """Return the bytes of one token's keys or values; 0 for what is not kept token by token."""
+        if self.part != "KV pages" or len(self.shape) < 2 or self.scope != "page":
+            return 0
+        return prod(self.shape) * (np.dtype(self.dtype).itemsize if self.dtype else itemsize) // PAGE_SIZE
+
+
+@dataclass(frozen=True)
+class CacheLayout:
+    """The caches of `max_sequences` sequences of at most `max_context` tokens: `layers` lists those of each layer.
+
+    Layers that keep a cache of the same name share one array [layers that have it, pages or slots, *shape], called
+    `prefix` and the name. Page numbers are the same in every array.
+    """
+
+    layers: tuple[tuple[CacheSpec, ...], ...]
+    max_context: int
+    max_sequences: int
+    prefix: str = ""
+
+    @property
+    def pages_per_sequence(self) -> int:
+        return pages_for(self.max_context)
+
+    @property
+    def num_pages(self) -> int:
+        return self.pages_per_sequence * self.max_sequences
+
+    @cached_property
+    def specs(self) -> dict[str, CacheSpec]:
+        """The distinct caches by name, in the order in which layers name them."""
+        found: dict[str, CacheSpec] = {}
+        for layer in self.layers:
+            for spec in layer:
+                if found.setdefault(spec.name, spec) != spec:
+                    raise ValueError(f"layers disagree about the cache {spec.name}: {found[spec.name]}, {spec}")
+        return found
+
+    def arrays(self) -> Iterator[tuple[CacheSpec, tuple[int, ...]]]:
+        """Yield each distinct cache with the shape of its array."""
+        for spec in self.specs.values():
+            count = sum(spec in layer for layer in self.layers)
+            places = self.num_pages if spec.scope == "page" else self.max_sequences
+            yield spec, (count, places, *spec.shape)
+
+    def of_layer(self, layer: int, arrays: Mapping[str, T]) -> dict[str, T]:
+        """Return a layer's own part of each array that it has, by the cache's name."""
+        found = {}
+        for spec in self.layers[layer]:
+            index = sum(spec in other for other in self.layers[:layer])
+            found[spec.name] = arrays[self.prefix + spec.name][index]  # type: ignore[index]
+        return found
+
+    def moved(self, arrays: Mapping[str, T]) -> list[T]:
+        """Return the arrays whose rows move when a path of a tree is accepted, all layers together."""
+        return [arrays[self.prefix + name] for name, spec in self.specs.items() if spec.on_accept == "move"]
+
+    @property
+    def has_state(self) -> bool:
+        """Whether a sequence is more than its pages: a prefix is resumable only where its state was kept."""
+        return any(spec.scope == "slot" for spec in self.specs.values())
+
+    def bytes_per_token(self, itemsize: int) -> int:
+        """Return the bytes of keys and values of one token over all layers."""
+        return sum(spec.bytes_per_token(itemsize) for layer in self.layers for spec in layer)
+
+    def check_table(self, block_table: Sequence[int]) -> None:
+        """Raise ConfigError for a table that is too long or names a page that is not there."""
+        most = self.pages_per_sequence
+        if len(block_table) > most:
+            raise ConfigError("block table", expected=f"at most {most} pages", actual=len(block_table))
+        if block_table and not 0 <= min(block_table) <= max(block_table) < self.num_pages:
+            actual = f"{min(block_table)} to {max(block_table)}"
+            raise ConfigError("block table", expected=f"pages 0 to {self.num_pages - 1}", actual=actual)
+
+    def block_tables(self) -> list[list[int]]:
+        """Return the page numbers of each slot at first: its own run of pages."""
+        count = self.pages_per_sequence
+        return [list(range(slot * count, (slot + 1) * count)) for slot in range(self.max_sequences)]

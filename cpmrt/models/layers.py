@@ -1,0 +1,120 @@
+"""What a kind of mixer or mlp says of itself, and the tables of those that there are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Protocol, TypeVar
+
+from cpmrt.config import ModelConfig
+from cpmrt.config.layers import LayerConfig
+from cpmrt.dtypes import Array
+from cpmrt.memory.caches import CacheSpec
+from cpmrt.ops import Ops, Rows
+from cpmrt.tensor_spec import BufferSpec, Product, Source, TensorSpec
+
+B = TypeVar("B")
+
+# Phases of a forward pass, for buffer lifetimes; those of a layer repeat.
+EMBED, QKV, ATTENTION, OUTPUT, GATE_UP, DOWN, HEAD = range(7)
+
+
+@dataclass(frozen=True)
+class Names:
+    """The beginnings of a layer's weight names: `ours` in the arena, `theirs` in the checkpoint."""
+
+    ours: str
+    theirs: str
+
+    def weight(self, name: str, source: str, *shape: int, product: Product | None = None) -> TensorSpec:
+        """Return the weight `name`, which is the checkpoint's tensor `source`."""
+        return self.fused(name, (source, shape), product=product)
+
+    def fused(self, name: str, *parts: tuple[str, tuple[int, ...]], product: Product | None = None) -> TensorSpec:
+        """Return the weight `name`: the rows of the checkpoint's tensors, each with its shape, one after another."""
+        sources = tuple(Source(f"{self.theirs}{source}", shape) for source, shape in parts)
+        shape = (sum(source.shape[0] for source in sources), *sources[0].shape[1:])
+        return TensorSpec(f"{self.ours}{name}", shape, sources, product=product)
+
+
+@dataclass(frozen=True)
+class Table:
+    """A buffer that is filled once, before the first step."""
+
+    spec: BufferSpec
+    values: Callable[[], Array]
+
+
+class Weights:
+    """The arrays of one layer by short name; a weight that the architecture does not have is None."""
+
+    def __init__(self, arrays: Mapping[str, Any], prefix: str):
+        self._arrays, self._prefix = arrays, prefix
+
+    def __getitem__(self, name: str) -> Any | None:
+        return self._arrays.get(self._prefix + name)
+
+
+class StepBuffers:
+    """The workspace as one pass sees it: buffers with a row for each of its rows, and whole tables."""
+
+    def __init__(self, arrays: Mapping[str, Any], row_names: frozenset[str], num_rows: int, prefix: str = ""):
+        self._arrays, self._row_names, self._num_rows, self._prefix = arrays, row_names, num_rows, prefix
+
+    def of(self, kind: type[B]) -> B:
+        """Return a `kind`, a dataclass whose fields are called as the buffers are; an absent buffer is None."""
+        return kind(**{field.name: self[field.name] for field in fields(kind)})  # type: ignore[arg-type]
+
+    def __getitem__(self, name: str) -> Any | None:
+        array = self._arrays.get(self._prefix + name)
+        return array[: self._num_rows] if array is not None and name in self._row_names else array
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One pass of rows through the layers: the residual stream x [T, hidden], in place, and what all layers share."""
+
+    ops: Ops
+    x: Any
+    rows: Rows
+    buffers: StepBuffers
+    eps: float
+    residual_scale: float
+
+
+class Mixer(Protocol):
+    """A module of `models/mixers`. `bind` makes of arrays what `run` wants; the other functions are sizes alone."""
+
+    def tensors(self, layer: LayerConfig, model: ModelConfig, names: Names) -> Iterator[TensorSpec]:
+        """Yield the layer's weights up to its mlp."""
+        ...
+
+    def caches(self, mixer: Any, kv_dtype: str) -> tuple[CacheSpec, ...]: ...
+
+    def buffers(self, mixer: Any, max_rows: int) -> Iterator[BufferSpec]:
+        """Yield the workspace of a pass, each with a row for every row of the pass."""
+        ...
+
+    def tables(self, mixer: Any, model: ModelConfig, max_context: int, limit: int) -> Iterator[Table]:
+        """Yield what is computed once for `max_context` positions; `limit`: the context that was asked for."""
+        ...
+
+    def bind(self, layer: LayerConfig, weights: Weights, caches: Mapping[str, Any]) -> Any: ...
+
+    def run(self, step: Pass, layer: LayerConfig, bound: Any) -> None:
+        """x += residual_scale * mixer(norm(x))."""
+        ...
+
+
+class Mlp(Protocol):
+    """A module of `models/mlps`."""
+
+    def tensors(self, mlp: Any, model: ModelConfig, names: Names) -> Iterator[TensorSpec]: ...
+
+    def buffers(self, mlp: Any, max_rows: int) -> Iterator[BufferSpec]: ...
+
+    def bind(self, mlp: Any, weights: Weights) -> Any: ...
+
+    def run(self, step: Pass, bound: Any) -> None:
+        """x += residual_scale * mlp(norm(x))."""
+        ...
