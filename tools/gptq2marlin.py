@@ -143,7 +143,7 @@ def _settings(folder: ModelFolder) -> WeightQuantization:
             actual=f"sym {settings.symmetric}, desc_act {settings.act_order}, group_size {settings.group_size}",
             fix="quantise again, with --static-groups if --act-order is wanted",
         )
-    if config.qkv_bias or config.output_bias or config.qk_norm:
+    if config.attention.qkv_bias or config.attention.output_bias or config.attention.qk_norm:
         raise UnsupportedModelError(
             f"{folder.path}: CPM.cu's Marlin models have no biases and no norms on heads", actual=config.architecture
         )
