@@ -10,9 +10,9 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 if sys.version_info < (3, 10):  # noqa: UP036 - this file also meets Pythons that the package does not support
     sys.exit(f"tools/dev.py: cpmrt needs Python 3.10 or newer, this is {sys.version.split()[0]}; run it with one")
@@ -22,13 +22,19 @@ VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 STAMP = VENV / "cpmrt-install.json"
 PYTHON_VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
+TIERS = {(): ("first",), ("--all",): ("first", "all"), ("--rest",): ("all",)}
+"""The tiers of tests that `test` with these arguments runs."""
+MOST_WORKERS = 8
 
 HELP = """\
 usage: python3 tools/dev.py COMMAND [ARGUMENTS...]
 
   generate, chat, serve, plan, inspect, doctor, ...
                         run that cpmrt command: tools/dev.py generate "def read_lines(path):"
-  test                  the whole check: ruff, mypy, import-linter, the fast tests, then the slow ones
+  test                  ruff, mypy, import-linter and the first tier of tests; some minutes on two cores
+  test --all            the same, then what the second tier adds: kernels for every architecture, by both compilers
+                        and in all sizes, long fuzzing with new examples, load
+  test --rest           only what --all adds
   test PYTEST_ARGS...   only pytest, with these arguments, in the repository root
   gpu [--quick] [--logs DIR]
                         on a GPU machine: GPU tests, sanitizer and benchmark, with the packages of this Python
@@ -37,6 +43,30 @@ usage: python3 tools/dev.py COMMAND [ARGUMENTS...]
 The first call makes .venv in the repository root and installs cpmrt there (editable), with the CUDA extra
 that fits the NVIDIA driver if there is one; `serve` adds what the server needs, `test` the development tools.
 It is done again only when pyproject.toml, the Python version or the driver changes. To start afresh, delete .venv."""
+
+
+class Stage(NamedTuple):
+    """One command of the check, for the Python of the venv."""
+
+    name: str
+    arguments: tuple[str, ...]
+    environment: dict[str, str] | None = None
+
+
+class Outcome(NamedTuple):
+    """How a stage went: a row of the summary."""
+
+    name: str
+    verdict: str
+    seconds: float
+    failed: bool
+
+
+CHECKS_OF_TEXT = (
+    Stage("ruff", ("-m", "ruff", "check", ".")),
+    Stage("mypy", ("-m", "mypy")),
+    Stage("import-linter", (str(VENV / "bin" / "lint-imports"),)),
+)
 
 
 def fail(message: str, code: int = 1) -> NoReturn:
@@ -231,26 +261,64 @@ def execute(*arguments: str) -> NoReturn:
     os.execv(PYTHON, [str(PYTHON), *arguments])
 
 
-def run_checks() -> int:
-    """Run every stage even if one fails, one line each with its time; 1 if any failed."""
+def test_environment() -> dict[str, str]:
+    """The environment of the tests: BLAS with one thread in each of the processes that run side by side, and bytecode
+    kept, which the workers and the many programs that tests start share."""
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    return {**kept, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+
+
+def pytest_stages(tier: str) -> list[Stage]:
+    """The tests of one tier, a process for each core; those that measure the machine follow alone, with the second."""
+    workers = str(max(2, min(MOST_WORKERS, len(os.sched_getaffinity(0)))))
+    side_by_side = ("-m", "pytest", "-q", "-n", workers, "--dist", "worksteal")
+    environment = test_environment()
+    if tier == "first":
+        return [Stage("tests", (*side_by_side, "-m", "not all and not gpu and not alone"), environment)]
+    environment["CPMRT_LOAD_SECONDS"] = "20"
+    seed = int.from_bytes(os.urandom(4), "big")
+    drawing = ("--hypothesis-profile=long", f"--hypothesis-seed={seed}")
+    print(f"new examples: {' '.join(drawing)} draws the same again", flush=True)
+    texts = {path: path.read_text(encoding="utf-8") for path in sorted((ROOT / "tests").rglob("test_*.py"))}
+    files = [str(path.relative_to(ROOT)) for path, text in texts.items() if "mark.alone" in text]
+    more = (*side_by_side, *drawing, "-m", "(all or hypothesis) and not gpu and not alone")
+    alone = ("-m", "pytest", "-q", "-m", "alone and not gpu", *files)
+    return [Stage("tests of --all", more, environment), Stage("tests that run alone", alone, environment)]
+
+
+def run_stage(stage: Stage, is_quiet: bool = False) -> Outcome:
+    """Run one command in the repository root. A quiet one shows what it says only if it fails, in one piece."""
     import subprocess
 
-    stages = {
-        "ruff check": ("-m", "ruff", "check", "."),
-        "mypy": ("-m", "mypy"),
-        "lint-imports": (str(VENV / "bin" / "lint-imports"),),
-        "pytest (fast)": ("-m", "pytest", "-m", "not slow"),
-        "pytest (slow)": ("-m", "pytest", "-m", "slow"),
-    }
-    outcomes, started = {}, time.monotonic()
-    for name, arguments in stages.items():
-        begun = time.monotonic()
-        outcomes[name] = subprocess.call([PYTHON, *arguments], cwd=ROOT)
-        verdict = f"FAILED (exit code {outcomes[name]})" if outcomes[name] else "ok"
-        print(f"[{name}] {verdict}, {time.monotonic() - begun:.1f} s", flush=True)
-    failed = [name for name, code in outcomes.items() if code]
-    summary = f"FAILED: {', '.join(failed)}" if failed else f"all {len(stages)} stages passed"
-    print(f"{summary} ({time.monotonic() - started:.0f} s)", flush=True)
+    begun, told = time.monotonic(), subprocess.PIPE if is_quiet else None
+    done = subprocess.run(
+        [PYTHON, *stage.arguments], cwd=ROOT, env=stage.environment, stdout=told, stderr=subprocess.STDOUT, check=False
+    )
+    if done.returncode and done.stdout:
+        sys.stdout.buffer.write(done.stdout)
+    verdict = f"FAILED (exit code {done.returncode})" if done.returncode else "ok"
+    outcome = Outcome(stage.name, verdict, time.monotonic() - begun, bool(done.returncode))
+    print(f"[{outcome.name}] {outcome.verdict}, {outcome.seconds:.1f} s", flush=True)
+    return outcome
+
+
+def run_checks(tiers: Sequence[str], installation_s: float) -> int:
+    """Run every stage even if one fails, the checks of the text beside the tests; 1 if any failed."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    started, quiet = time.monotonic(), CHECKS_OF_TEXT if "first" in tiers else ()
+    with ThreadPoolExecutor(1) as beside:
+        checks = [beside.submit(run_stage, stage, is_quiet=True) for stage in quiet]
+        outcomes = [run_stage(stage) for tier in tiers for stage in pytest_stages(tier)]
+        outcomes = [check.result() for check in checks] + outcomes
+    width = max(len(outcome.name) for outcome in outcomes)
+    print()
+    for outcome in outcomes:
+        print(f"{outcome.name:<{width}}  {outcome.seconds:6.1f} s  {outcome.verdict}")
+    failed = [outcome.name for outcome in outcomes if outcome.failed]
+    summary = f"FAILED: {', '.join(failed)}" if failed else f"all {len(outcomes)} stages passed"
+    print(f"{summary} in {time.monotonic() - started:.0f} s, after {installation_s:.0f} s of installation", flush=True)
+    print("GPU tests are not among them: `tools/dev.py gpu` runs them, on a GPU machine", flush=True)
     return 1 if failed else 0
 
 
@@ -266,11 +334,13 @@ def main(arguments: list[str]) -> int:
         ensure_installed({"server"} if arguments[0] == "serve" else set())
         # The console script and not `-m`: `-m` would put the caller's folder before the installed packages.
         execute(str(VENV / "bin" / "cpmrt"), *arguments)
+    begun = time.monotonic()
     ensure_installed({"dev"})
-    if arguments[1:]:
+    tiers = TIERS.get(tuple(arguments[1:]))
+    if tiers is None:
         os.chdir(ROOT)
         execute("-m", "pytest", *arguments[1:])
-    return run_checks()
+    return run_checks(tiers, time.monotonic() - begun)
 
 
 if __name__ == "__main__":

@@ -158,9 +158,10 @@ def judge_bench(path: Path) -> Callable[[str], Verdict]:
 def stages(logs: Path, *, quick: bool, gpu_bytes: int, sanitizer: str | None) -> list[Stage]:
     """What to run, in order. `sanitizer` is the path of compute-sanitizer, None where it is not installed."""
     pytest = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider")
-    marked, limit = "gpu and not slow" if quick else "gpu", 300 if quick else 1200
-    found = [Stage("GPU tests", (*pytest, "-m", marked, *gpu_test_files()), limit, judge_pytest)]
-    portable = ("env", "CPMRT_PORTABLE=1", *pytest, "-m", marked, *PORTABLE_TESTS)
+    limit = 300 if quick else 1200
+    side_by_side = (sys.executable, "tools/gpu_tests.py", "-m", "gpu and not all" if quick else "gpu")
+    found = [Stage("GPU tests", (*side_by_side, *gpu_test_files()), limit, judge_pytest)]
+    portable = ("env", "CPMRT_PORTABLE=1", *side_by_side, *PORTABLE_TESTS)
     found.append(Stage("path of older GPUs", portable, limit, judge_pytest))
     selection = [f"tests/kernels/{file}::{test}" for file, tests in SANITIZED.items() for test in tests]
     models = [f"tests/executors/test_cuda_golden.py::test_a_model_of_transformers[{m}]" for m in SANITIZED_MODELS]
@@ -276,7 +277,7 @@ def run_stages(found: Sequence[Stage], logs: Path) -> int:
 def main(arguments: Sequence[str]) -> int:
     """Parse the options and run; the exit code."""
     parser = argparse.ArgumentParser(prog="tools/dev.py gpu", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="no slow tests, and the benchmark of the 0.5B shape only")
+    parser.add_argument("--quick", action="store_true", help="only tests of the first tier, and the 0.5B shape")
     parser.add_argument("--logs", type=Path, default=ROOT / "build" / "gpu", metavar="DIR", help="default: build/gpu")
     args = parser.parse_args(arguments)
     memory = gpu_bytes()

@@ -145,7 +145,7 @@ def test_ten_thousand_tokens_without_drift():
         assert ten_thousand_tokens(**settings) == expected, settings
 
 
-@pytest.mark.slow
+@pytest.mark.all
 @pytest.mark.parametrize("settings", [{}, {"cuda_graphs": False, "dependent_launch": False}], ids=["graphs", "eager"])
 def test_ten_thousand_tokens_alone_are_those_under_load(settings):
     expected = ten_thousand_tokens()
@@ -155,6 +155,7 @@ def test_ten_thousand_tokens_alone_are_those_under_load(settings):
         assert [llm.generate(PROMPTS[0], wanted).token_ids for wanted in params] == [expected[0], expected[4]]
 
 
+@pytest.mark.alone
 def test_closing_frees_the_device():
     cupy = pytest.importorskip("cupy")
     with LLM(executor="cuda") as warm:

@@ -18,7 +18,7 @@ from cpmrt import LLM, SamplingParams, env
 from cpmrt.cuda.build import cubin_cache, nvrtc
 from cpmrt.errors import ContextLengthError, DeviceError, KernelCompileError, MemoryPlanError, NoDeviceError
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 ROOT = Path(__file__).resolve().parents[2]
 GREEDY = SamplingParams(max_new_tokens=8, ignore_eos=True)

@@ -107,7 +107,8 @@ def write_large(folder: Path, config: dict[str, Any]) -> int:
 
 
 @pytest.mark.gpu
-@pytest.mark.slow
+@pytest.mark.all
+@pytest.mark.alone
 @pytest.mark.parametrize("quantization", [None, QUANTISED], ids=["", "gptq"])
 def test_gigabytes_pass_through_little_host_memory(tmp_path: Path, quantization: dict[str, Any] | None) -> None:
     nbytes = write_large(tmp_path, fitting_config(tmp_path, quantization))

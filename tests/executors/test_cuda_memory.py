@@ -17,7 +17,7 @@ from cpmrt import LLM, SamplingParams
 from cpmrt.cuda import assembly
 from cpmrt.memory.plan import WORKSPACE, MemoryPlan, Region
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 GUARD_BYTES = 8192
 GUARD, NAN = 0xA5, 0xFF  # every 16 and 32-bit float of such bytes is a NaN

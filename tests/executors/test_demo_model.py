@@ -100,7 +100,7 @@ print(json.dumps([max(rates), peak_kib / 1024]))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.all
 def test_speed_and_memory():
     """At least 25 tokens a second and under 400 MB; the same figures as `cpmrt generate` prints."""
     # A fresh process, so that neither pytest's memory nor its other tests' arrays count.

@@ -1,19 +1,18 @@
-"""The `cuda` fixture: compile a kernel, put arrays on the device, launch, read back. And builds in the background."""
+"""The `cuda` fixture: compile a kernel, put arrays on the device, launch, read back. And `compiles`, without a GPU."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from multiprocessing import get_context
 from typing import Any
 
 import numpy as np
 import pytest
+from kernel_compiles import Compiles
 
 from cpmrt.cuda.build import nvrtc
-from cpmrt.cuda.build.source import read_source
-from cpmrt.cuda.kernels import KERNELS, files
+from cpmrt.cuda.kernels import KERNELS
 from cpmrt.dtypes import DType, from_float32, to_float32
 
 _SPECS = {spec.name: spec for spec in KERNELS}
@@ -75,24 +74,12 @@ def cuda() -> Cuda:
     return Cuda()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of a build come last of all: the others run while they compile."""
-    items.sort(key=lambda item: "build" in getattr(item, "fixturenames", ()))
-
-
-@pytest.fixture(scope="session", autouse=True)
-def compiled(request: pytest.FixtureRequest) -> Iterator[dict[Any, list[Future[tuple[bytes, str]]]]]:
-    """Cubin and log of every job of every parameter `build`, compiling behind the other tests of this folder.
-
-    A build says by `jobs(sources)` what it is made of: a function of `background_builds`, a source, the compiler's
-    options. In processes of their own: other tests take compiler and sources away for a while.
-    """
-    params = (getattr(item, "callspec", None) for item in request.session.items)
-    wanted = dict.fromkeys(spec.params["build"] for spec in params if spec and "build" in spec.params)
-    sources = {file: read_source(file) for file in files()}
-    if not wanted or nvrtc.version() is None:
-        yield {}
-        return
-    with ProcessPoolExecutor(mp_context=get_context("spawn"), initializer=os.nice, initargs=(10,)) as pool:
-        yield {build: [pool.submit(*job) for job in build.jobs(sources)] for build in wanted}
-        pool.shutdown(cancel_futures=True)
+@pytest.fixture(scope="session")
+def compiles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compiles]:
+    """Modules compiled without a GPU, each once in a run: its processes share a folder."""
+    if nvrtc.version() is None:
+        pytest.skip("no NVRTC: pip install 'cpmrt[dev]'")
+    own = tmp_path_factory.getbasetemp()
+    shared = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+    with contextlib.closing(Compiles(shared / "compiles")) as service:
+        yield service

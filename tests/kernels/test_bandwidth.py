@@ -31,6 +31,7 @@ def test_every_word_is_read_once(cuda: Any, dtype: DType, grid: int, num_tiles: 
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_the_bandwidth_is_that_of_memory_and_its_buffer_is_freed(cuda: Any) -> None:
     first = read_bandwidth(cuda.device)
     before = cuda.cupy.cuda.runtime.memGetInfo()[0]

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Iterator, Mapping
-from concurrent.futures import Future
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
-from background_builds import build, build_with_cuda12, cuda12
 from kernel_builds import constant_sets
+from kernel_compiles import VERBOSE, Compiled, Compiles, cuda12
 
 from cpmrt.cuda.build import modules as compiler
 from cpmrt.cuda.build import nvrtc
@@ -21,8 +20,10 @@ from cpmrt.dtypes import DType
 from cpmrt.errors import KernelCompileError
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_87", "sm_89", "sm_90", "sm_100", "sm_120")
-BOTH_TYPES_ON = ("sm_80", "sm_90")
-"""Where the other storage type is built too: the oldest target, and the first with its own code path."""
+BOTH_TYPES_ON = ("sm_80", "sm_87", "sm_90")
+"""Where the other storage type is built too: older targets, and the first with its own code path."""
+IN_FIRST_TIER = (("sm_87", DType.FLOAT16), ("sm_90", DType.BFLOAT16))
+"""Of each file's first sizes."""
 OTHER_SIZES_ON = ("sm_87", "sm_90")
 """Where sizes after a file's first are built: the others compile as one of these does."""
 MOST_SHARED_BYTES = {"sm_87": 166_912, "sm_90": 232_448}
@@ -46,14 +47,12 @@ class Build:
         sizes = "".join(f",{name}={value}" for name, value in self.constants)
         return f"{self.file}-{self.arch}-{compiler.suffix(self.dtype)}{sizes}"
 
-    def jobs(self, sources: Mapping[str, KernelSource]) -> list[tuple[Any, KernelSource, tuple[str, ...]]]:
-        """How to compile it."""
-        options = compiler.options(self.arch, self.dtype, dict(self.constants))
-        return [(build_with_cuda12 if self.cuda12 else build, sources[self.file], options)]
+    def compile(self, compiles: Compiles) -> Compiled:
+        return compiles.module(self.file, self.arch, self.dtype, dict(self.constants), with_cuda12=self.cuda12)
 
 
 def builds() -> Iterator[Any]:
-    """bf16 everywhere, fp16 where BOTH_TYPES_ON; sizes after a file's first on fewer targets, but for sm_90 slow."""
+    """A file's first sizes everywhere, also as fp16 where BOTH_TYPES_ON; others on fewer targets."""
     for file in files():
         for constants in constant_sets(file):
             is_first = constants == constant_sets(file)[0]
@@ -62,17 +61,18 @@ def builds() -> Iterator[Any]:
                     continue
                 if not is_first and constants.get("SMEM_BYTES", 0) > MOST_SHARED_BYTES[arch]:
                     continue
-                for dtype in (DType.BFLOAT16, DType.FLOAT16) if arch in BOTH_TYPES_ON else (DType.BFLOAT16,):
+                has_both = arch in BOTH_TYPES_ON if is_first else arch == "sm_90"
+                for dtype in (DType.BFLOAT16, DType.FLOAT16) if has_both else (DType.BFLOAT16,):
                     module = Build(file, arch, dtype, tuple(sorted(constants.items())))
-                    is_quick = is_first or (dtype is DType.BFLOAT16 and arch == "sm_90")
-                    yield pytest.param(module, id=str(module), marks=() if is_quick else (pytest.mark.slow,))
+                    is_in_first = is_first and (arch, dtype) in IN_FIRST_TIER
+                    yield pytest.param(module, id=str(module), marks=() if is_in_first else (pytest.mark.all,))
 
 
 def builds_with_cuda12() -> Iterator[object]:
     """Every file for every architecture once more, with the oldest compiler that is supported."""
     for module in (param.values[0] for param in builds()):
         if module.dtype is DType.BFLOAT16 and dict(module.constants) == constant_sets(module.file)[0]:
-            yield pytest.param(replace(module, cuda12=True), id=str(module), marks=pytest.mark.slow)
+            yield pytest.param(replace(module, cuda12=True), id=str(module))
 
 
 @pytest.fixture(scope="module")
@@ -95,22 +95,20 @@ def resources(log: str) -> dict[str, tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("build", list(builds()))
-def test_compiles_for_every_architecture(
-    needs_nvrtc: None, compiled: dict[Build, list[Future[tuple[bytes, str]]]], build: Build
-) -> None:
-    check_build(build, *compiled[build][0].result())
+def test_compiles_for_every_architecture(compiles: Compiles, build: Build) -> None:
+    check_build(build, build.compile(compiles))
 
 
+@pytest.mark.all
 @pytest.mark.skipif(cuda12() is None, reason="needs NVRTC of CUDA 12: pip install 'cpmrt[dev]'")
 @pytest.mark.parametrize("build", list(builds_with_cuda12()))
-def test_compiles_with_cuda_12_too(
-    needs_nvrtc: None, compiled: dict[Build, list[Future[tuple[bytes, str]]]], build: Build
-) -> None:
-    check_build(build, *compiled[build][0].result())
+def test_compiles_with_cuda_12_too(compiles: Compiles, build: Build) -> None:
+    check_build(build, build.compile(compiles))
 
 
-def check_build(build: Build, cubin: bytes, log: str) -> None:
-    assert is_whole_elf(cubin)
+def check_build(build: Build, compiled: Compiled) -> None:
+    log = compiled.log
+    assert is_whole_elf(compiled.cubin.read_bytes())
     assert "warning" not in log and "Potential Performance Loss" not in log, log
     tail = "_" + compiler.suffix(build.dtype)
     specs = {spec.name + tail: spec for spec in KERNELS if spec.file == build.file}
@@ -130,7 +128,7 @@ def test_a_spilling_kernel_is_seen(needs_nvrtc: None) -> None:
     }"""
     source = with_headers("spills.cu", text)
     options = compiler.options("sm_90", DType.FLOAT16, {})
-    _, log = nvrtc.compile_cubin(source, [*options, "--ptxas-options=-v"])
+    _, log = nvrtc.compile_cubin(source, [*options, VERBOSE])
     (stack_frame, _, _) = resources(log)["spills_fp16"]
     assert stack_frame >= 256
 

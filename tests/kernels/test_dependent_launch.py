@@ -8,11 +8,12 @@ what is older than the product that made their queries.
 
 from __future__ import annotations
 
+import functools
 import re
 import shutil
 import subprocess
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,11 @@ import numpy as np
 import pytest
 from attention_cases import launch_attention
 from kernel_builds import constant_sets
+from kernel_compiles import Compiles
 from slow_writer import SlowWriter
 from sparse_cases import Slots, SparseDevice, any_choice
 
 from cpmrt.config import SparseConfig
-from cpmrt.cuda.build import nvrtc
-from cpmrt.cuda.build.modules import compile_all, compile_module
 from cpmrt.cuda.kernels import KERNELS, files
 from cpmrt.cuda.ops.attention.plan import plan_decode_attention
 from cpmrt.cuda.ops.linear import plan_linear
@@ -55,12 +55,15 @@ def disassembler() -> str:
     return found
 
 
-def functions(cubin: Path) -> Iterator[tuple[str, list[str], int]]:
+@functools.cache
+def functions(cubin: Path) -> tuple[tuple[str, list[str], int], ...]:
     """Name, instructions and index of the first wait (0: there is none) of all functions."""
     text = subprocess.run([disassembler(), "-c", str(cubin)], capture_output=True, text=True, check=True).stdout
+    found = []
     for function in re.split(r"\.section\s+\.text\.", text)[1:]:
         code = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(.*?);", function)
-        yield function.split(",")[0], code, next((i for i, line in enumerate(code) if "ACQBULK" in line), 0)
+        found.append((function.split(",")[0], code, next((i for i, line in enumerate(code) if "ACQBULK" in line), 0)))
+    return tuple(found)
 
 
 def early_accesses(file: str, cubin: Path) -> list[str]:
@@ -79,29 +82,31 @@ def early_accesses(file: str, cubin: Path) -> list[str]:
     return found
 
 
-@pytest.fixture(autouse=True)
-def compiler() -> None:
-    if nvrtc.version() is None:
-        pytest.skip("needs NVRTC")
+def builds() -> Iterator[Any]:
+    """Every file with all sets of sizes that it is tested with; the first tier takes the first."""
+    for file in files():
+        for index, constants in enumerate(constant_sets(file)):
+            yield pytest.param(file, constants, id=f"{file}-{index}", marks=pytest.mark.all if index else ())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("file", files())
-def test_every_kernel_waits_before_it_reads(file: str) -> None:
-    modules = [(file, constants) for constants in constant_sets(file)]
-    for (_, constants), cubin in zip(modules, compile_all("sm_90", DType.BFLOAT16, modules), strict=True):
-        assert not early_accesses(file, cubin), constants
-        for name, code, wait in functions(cubin):
-            if name.removesuffix("_bf16") in (*BEFORE_ATTENTION, "pick_blocks"):
-                starts_next = [i for i, line in enumerate(code) if "PREEXIT" in line]
-                assert starts_next and min(starts_next) > wait, f"{name} starts the next kernel before its wait"
+@pytest.mark.parametrize(("file", "constants"), list(builds()))
+def test_every_kernel_waits_before_it_reads(compiles: Compiles, file: str, constants: Mapping[str, int]) -> None:
+    cubin = compiles.module(file, "sm_90", DType.BFLOAT16, constants).cubin
+    assert not early_accesses(file, cubin)
+    for name, code, wait in functions(cubin):
+        if name.removesuffix("_bf16") in (*BEFORE_ATTENTION, "pick_blocks"):
+            starts_next = [i for i, line in enumerate(code) if "PREEXIT" in line]
+            assert starts_next and min(starts_next) > wait, f"{name} starts the next kernel before its wait"
 
 
 @pytest.mark.parametrize(("rows", "hidden", "head_dim"), QKV)
-@pytest.mark.parametrize("num_rows", [1, 8, 64])
-def test_the_qkv_product_waits_before_it_reads(rows: int, hidden: int, head_dim: int, num_rows: int) -> None:
+@pytest.mark.parametrize("num_rows", [1, pytest.param(8, marks=pytest.mark.all), 64])
+def test_the_qkv_product_waits_before_it_reads(
+    compiles: Compiles, rows: int, hidden: int, head_dim: int, num_rows: int
+) -> None:
     constants = plan_linear("qkv", (rows, hidden), num_rows, H200, head_dim=head_dim).constants
-    assert not early_accesses("linear/linear.cu", compile_module("linear/linear.cu", "sm_90", DType.FLOAT16, constants))
+    cubin = compiles.module("linear/linear.cu", "sm_90", DType.FLOAT16, constants).cubin
+    assert not early_accesses("linear/linear.cu", cubin)
 
 
 class WriterThenAttention:

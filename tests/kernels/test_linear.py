@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from concurrent.futures import Future
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
-from background_builds import build
+from kernel_compiles import Compiles
 from linear_cases import (
     DIVISOR,
     EPS,
@@ -31,9 +30,6 @@ from linear_cases import (
     stored_rows,
 )
 
-from cpmrt.cuda.build import modules as compiler
-from cpmrt.cuda.build import nvrtc
-from cpmrt.cuda.build.source import KernelSource
 from cpmrt.cuda.build.spec import macros_of
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.ops.linear import BLOCK_THREADS, ROW_BUCKETS, plan_linear, row_bucket
@@ -189,7 +185,7 @@ class Launcher:
 @pytest.mark.parametrize("portable", [False, True], ids=["", "portable"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.label)
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in LARGE else []) for name in SHAPES]
+    "name", [pytest.param(name, marks=[pytest.mark.all] if name in LARGE else []) for name in SHAPES]
 )
 def test_against_the_op_and_bitwise_for_every_number_of_rows(
     cuda: Any, name: str, dtype: DType, portable: bool
@@ -211,7 +207,7 @@ def test_against_the_op_and_bitwise_for_every_number_of_rows(
 @pytest.mark.parametrize(
     "name",
     ["EAGLE-3 demo qkv", "96 qkv", "uneven qkv", "demo head", "odd head", "uneven head"]
-    + [pytest.param(name, marks=pytest.mark.slow) for name in ("EAGLE-3 qkv", "8B head")],
+    + [pytest.param(name, marks=pytest.mark.all) for name in ("EAGLE-3 qkv", "8B head")],
 )
 def test_rows_of_a_draft(cuda: Any, name: str, dtype: DType, portable: bool) -> None:
     case = make_case(name, dtype, is_draft=True)
@@ -274,13 +270,12 @@ class PlanBuild:
     device: Device
     arch: str
 
-    def jobs(self, sources: Mapping[str, KernelSource]) -> list[tuple[Any, ...]]:
-        """How to compile it for each number of rows."""
+    def sizes(self) -> Iterator[Any]:
+        """Its compile-time sizes for each number of rows."""
         product, out_features, in_features, head_dim, _ = SHAPES[self.name]
         size = out_features, in_features
-        plans = [plan_linear(product, size, rows, self.device, head_dim=head_dim) for rows in (8, 12, 16, 32, 64)]
-        options = [compiler.options(self.arch, DType.BFLOAT16, plan.constants) for plan in plans]
-        return [(build, sources["linear/linear.cu"], chosen) for chosen in options]
+        for rows in (8, 12, 16, 32, 64):
+            yield plan_linear(product, size, rows, self.device, head_dim=head_dim).constants
 
 
 BUILDS = [PlanBuild(name, H200, "sm_90") for name in SHAPES] + [
@@ -291,11 +286,16 @@ BUILDS = [PlanBuild(name, H200, "sm_90") for name in SHAPES] + [
 ]
 
 
-@pytest.mark.parametrize("build", BUILDS, ids=lambda build: f"{build.name}-{build.arch}")
-def test_every_plan_compiles_without_spills(compiled: dict[Any, list[Future[Any]]], build: PlanBuild) -> None:
-    if nvrtc.version() is None:
-        pytest.skip("no NVRTC: pip install 'cpmrt[dev]'")
-    for _, log in (job.result() for job in compiled[build]):
+def tiered(build: PlanBuild) -> Any:
+    """The first tier has the products of the 0.5B shape."""
+    marks = () if build.name.startswith("0.5B") else pytest.mark.all
+    return pytest.param(build, id=f"{build.name}-{build.arch}", marks=marks)
+
+
+@pytest.mark.parametrize("build", list(map(tiered, BUILDS)))
+def test_every_plan_compiles_without_spills(compiles: Compiles, build: PlanBuild) -> None:
+    for sizes in build.sizes():
+        log = compiles.module("linear/linear.cu", build.arch, DType.BFLOAT16, sizes).log
         assert "warning" not in log and " 0 bytes spill stores, 0 bytes spill loads" in log, log
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from concurrent.futures import Future
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
-from background_builds import build
+from kernel_compiles import Compiles
 from linear_cases import (
     DIVISOR,
     EPS,
@@ -32,9 +31,6 @@ from linear_cases import (
 )
 from packed_oracle import pack, unit_offsets, unpack_codes
 
-from cpmrt.cuda.build import modules as compiler
-from cpmrt.cuda.build import nvrtc
-from cpmrt.cuda.build.source import KernelSource
 from cpmrt.cuda.build.spec import macros_of
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.ops.linear import row_bucket
@@ -287,7 +283,7 @@ def check_every_number_of_rows(cuda: Any, case: Case, portable: bool) -> None:
 @pytest.mark.parametrize("portable", [False, True], ids=["", "portable"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.label)
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in LARGE else []) for name in SHAPES]
+    "name", [pytest.param(name, marks=[pytest.mark.all] if name in LARGE else []) for name in SHAPES]
 )
 def test_against_the_op_and_bitwise_for_every_number_of_rows(
     cuda: Any, name: str, dtype: DType, portable: bool
@@ -301,7 +297,7 @@ def test_against_the_op_and_bitwise_for_every_number_of_rows(
 @pytest.mark.parametrize(
     "name",
     ["demo qkv", "uneven qkv", "permuted qkv", "odd head", "odd head in 8 bits", "whole rows in 8 bits"]
-    + [pytest.param(name, marks=pytest.mark.slow) for name in ("EAGLE-3 qkv", "8B head")],
+    + [pytest.param(name, marks=pytest.mark.all) for name in ("EAGLE-3 qkv", "8B head")],
 )
 def test_rows_of_a_draft(cuda: Any, name: str, dtype: DType, portable: bool) -> None:
     check_every_number_of_rows(cuda, make_case(name, dtype, is_draft=True), portable)
@@ -393,13 +389,12 @@ class PlanBuild:
     device: Device
     arch: str
 
-    def jobs(self, sources: Mapping[str, KernelSource]) -> list[tuple[Any, ...]]:
-        """How to compile it for each number of rows."""
+    def sizes(self) -> Iterator[Any]:
+        """Its compile-time sizes for each number of rows."""
         layout = make_layout(self.name, self.device)
-        rows_of_builds = [rows for rows in ROW_BUCKETS if (self.name, rows) != SPILLING]
-        sizes = [plan_packed(layout, rows, self.device).constants for rows in rows_of_builds]
-        options = [compiler.options(self.arch, DType.BFLOAT16, constants) for constants in sizes]
-        return [(build, sources["linear_packed/linear_packed.cu"], chosen) for chosen in options]
+        for rows in ROW_BUCKETS:
+            if (self.name, rows) != SPILLING:
+                yield plan_packed(layout, rows, self.device).constants
 
 
 BUILDS = [PlanBuild(name, H200, "sm_90") for name in SHAPES] + [
@@ -408,12 +403,16 @@ BUILDS = [PlanBuild(name, H200, "sm_90") for name in SHAPES] + [
 """Not sm_100: there 64 rows spill up to 32 bytes, where a block has 16 warps that do not multiply together."""
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("build", BUILDS, ids=lambda build: f"{build.name}-{build.arch}")
-def test_every_plan_compiles_without_spills(compiled: dict[Any, list[Future[Any]]], build: PlanBuild) -> None:
-    if nvrtc.version() is None:
-        pytest.skip("no NVRTC: pip install 'cpmrt[dev]'")
-    for _, log in (job.result() for job in compiled[build]):
+def tiered(build: PlanBuild) -> Any:
+    """The first tier has the products of the 0.5B shape."""
+    marks = () if build.name.startswith("0.5B") else pytest.mark.all
+    return pytest.param(build, id=f"{build.name}-{build.arch}", marks=marks)
+
+
+@pytest.mark.parametrize("build", list(map(tiered, BUILDS)))
+def test_every_plan_compiles_without_spills(compiles: Compiles, build: PlanBuild) -> None:
+    for sizes in build.sizes():
+        log = compiles.module("linear_packed/linear_packed.cu", build.arch, DType.BFLOAT16, sizes).log
         assert "warning" not in log and " 0 bytes spill stores, 0 bytes spill loads" in log, log
 
 

@@ -196,7 +196,7 @@ def test_tokens_are_the_definitions(cuda: Any, vocab: int, portable: bool) -> No
     assert decided > 100
 
 
-@pytest.mark.slow
+@pytest.mark.all
 @pytest.mark.parametrize("vocab", [151_936, 200_003])
 def test_large_vocabularies(cuda: Any, vocab: int) -> None:
     rows = random_rows(vocab, 3, count=20)

@@ -141,7 +141,7 @@ def test_help_needs_no_venv(project: Path) -> None:
     assert not (project / ".venv").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.all
 def test_first_call_installs_and_second_only_runs(project: Path) -> None:
     expected = f"{project / 'elsewhere'}|generate|def f(|--json\n"
     code, out, err = call(project, "generate", "def f(", "--json")
@@ -150,7 +150,7 @@ def test_first_call_installs_and_second_only_runs(project: Path) -> None:
     assert call(project, "generate", "def f(", "--json") == (7, expected, "")
 
 
-@pytest.mark.slow
+@pytest.mark.all
 def test_changed_project_and_broken_venv_are_mended(project: Path) -> None:
     call(project, "plan")
     (project / "pyproject.toml").write_text(PYPROJECT + "# changed\n")
@@ -164,7 +164,7 @@ def test_changed_project_and_broken_venv_are_mended(project: Path) -> None:
     assert code == 7 and "making" in err
 
 
-@pytest.mark.slow
+@pytest.mark.all
 def test_concurrent_first_calls_install_once(project: Path) -> None:
     calls = [start(project, "plan", str(number)) for number in range(3)]
     results = [process.communicate(timeout=120) for process in calls]
@@ -172,7 +172,7 @@ def test_concurrent_first_calls_install_once(project: Path) -> None:
     assert sum("installing cpmrt" in err for _, err in results) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.all
 def test_unreachable_index_is_named_and_the_next_call_tries_again(project: Path) -> None:
     backend = project / "backend.py"
     backend.write_text(BACKEND.replace('REQUIRES = ""', 'REQUIRES = "Requires-Dist: not-on-this-disk\\n"'))

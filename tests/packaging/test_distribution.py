@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "cpmrt" / "assets" / "demo"
 METHODS = ("eagle2", "eagle3")
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.all
 
 
 def run(*command: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -96,12 +96,13 @@ def test_the_whole_check(check, tmp_path):
     assert all(stage.command and stage.limit_s > 0 for stage in found)
     assert [stage.command[0] for stage in found[2:5]] == [SANITIZER] * 3 and found[5].command[-1] == SANITIZER
     assert found[1].command[:2] == ("env", "CPMRT_PORTABLE=1")
-    assert "gpu" in found[0].command and "tests/kernels/test_linear.py" in found[0].command
+    assert found[0].command[1:4] == ("tools/gpu_tests.py", "-m", "gpu")
+    assert "tests/kernels/test_linear.py" in found[0].command and "tools/gpu_tests.py" in found[1].command
 
 
-def test_the_quick_check_leaves_out_slow_tests_and_the_large_shape(check, tmp_path):
+def test_the_quick_check_leaves_out_the_second_tier_and_the_large_shape(check, tmp_path):
     found = check.stages(tmp_path, quick=True, gpu_bytes=140 << 30, sanitizer=SANITIZER)
-    assert names(found)[-1] == "benchmark 0.5B" and "gpu and not slow" in found[0].command
+    assert names(found)[-1] == "benchmark 0.5B" and "gpu and not all" in found[0].command
 
 
 def test_what_cannot_run_is_said_and_is_no_failure(check, tmp_path, capsys):

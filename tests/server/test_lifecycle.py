@@ -324,7 +324,7 @@ def test_curl(says):
     assert "".join(texts) == "from curl"
 
 
-@pytest.mark.slow
+@pytest.mark.all
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
 def test_a_signal_drains_and_ends_with_its_exit_code(number, code):
     process, lines = start_process("--max-context", "256", "--max-sequences", "2", CPMRT_API_KEY="k")
@@ -337,7 +337,7 @@ def test_a_signal_drains_and_ends_with_its_exit_code(number, code):
     assert "Traceback" not in process.stderr.read()
 
 
-@pytest.mark.slow
+@pytest.mark.all
 def test_a_model_that_cannot_be_loaded_ends_the_server_with_one_line():
     process, lines = start_process("/nowhere/at/all")
     assert process.wait(10) == 1

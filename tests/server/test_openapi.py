@@ -36,7 +36,7 @@ def test_the_fields_are_those_that_the_code_reads(monkeypatch, schema, read, bod
     assert set(document()["components"]["schemas"][schema]["properties"]) == asked - set(neutral)
 
 
-@pytest.mark.slow
+@pytest.mark.all
 def test_no_request_that_the_document_allows_or_forbids_is_a_5xx(demo, tmp_path):
     command = shutil.which("schemathesis")
     if command is None:

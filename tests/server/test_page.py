@@ -64,7 +64,7 @@ def ask(page, text, count=1):
     return page.locator(".message.assistant").last
 
 
-@pytest.mark.slow
+@pytest.mark.all
 def test_a_conversation(page):
     first = ask(page, "say(Use **bold** and `code`:\n\n```python\nprint(1)\n```\n- one\n- two)yas")
     assert first.locator("strong").inner_text() == "bold" and first.locator("p code").inner_text() == "code"
@@ -78,13 +78,13 @@ def test_a_conversation(page):
     assert page.inner_text("#model") == "says" and not page.problems
 
 
-@pytest.mark.slow
+@pytest.mark.all
 def test_thoughts_are_folded_away(page):
     answer = ask(page, "say(<think>hm</think>yes)yas")
     assert answer.locator("summary").inner_text() == "Thoughts" and answer.locator("p").inner_text() == "yes"
 
 
-@pytest.mark.slow
+@pytest.mark.all
 def test_html_in_an_answer_or_a_question_stays_text(page):
     attack = (
         "<img src=x onerror=alert(1)><script>window.hit=1</script>[x](javascript:alert(2)) "
@@ -98,7 +98,7 @@ def test_html_in_an_answer_or_a_question_stays_text(page):
     assert "<script>" in page.locator(".message.user").inner_text()
 
 
-@pytest.mark.slow
+@pytest.mark.all
 def test_the_page_fits_a_phone_and_the_dark(page):
     ask(page, "say(" + "x" * 400 + "\n\n    " + "y" * 300 + ")yas")
     page.click("#options")
@@ -107,7 +107,7 @@ def test_the_page_fits_a_phone_and_the_dark(page):
     assert max(map(int, re.findall(r"\d+", background)[:3])) < 60
 
 
-@pytest.mark.slow
+@pytest.mark.all
 def test_everything_can_be_done_with_the_keyboard(page):
     page.keyboard.type("say(hi)yas")
     page.keyboard.press("Enter")
@@ -119,7 +119,7 @@ def test_everything_can_be_done_with_the_keyboard(page):
     assert {"fresh", "options", "question", "send", "regenerate"} <= seen
 
 
-@pytest.mark.slow
+@pytest.mark.all
 def test_stop_and_a_server_that_restarts_in_between(browser, tmp_path):
     def slow():
         return saying_llm(tmp_path, lambda prompt: "0123456789" * 300, delay_s=0.005)

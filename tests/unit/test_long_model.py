@@ -75,7 +75,7 @@ def test_a_stage_or_the_long_model(monkeypatch, capsys):
     assert make_demo_model.parse_arguments().long == Path("out")
 
 
-@pytest.mark.slow
+@pytest.mark.all
 def test_the_folder_is_a_model_with_a_sparse_config(tmp_path, monkeypatch):
     text = np.random.default_rng(0).integers(261, 4096, size=3000).astype(np.uint16)
     monkeypatch.setattr(long_model, "_encoded", lambda work, tokenizer, stride: (text, text))

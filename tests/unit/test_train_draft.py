@@ -205,7 +205,7 @@ def test_a_cut_vocabulary_holds_the_stops_and_the_most_frequent_tokens():
     assert frequent_tokens(tokens, 12, 4, (2,)).tolist() == [2, 3, 5, 9]
 
 
-@pytest.mark.slow
+@pytest.mark.all
 @pytest.mark.parametrize("method", METHODS)
 def test_the_tool_trains_and_measures(method, folder, tmp_path, capsys):
     text = tmp_path / "text.txt"
