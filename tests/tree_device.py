@@ -11,7 +11,7 @@ from speculation_oracle import Row, Running
 from cpmrt.cuda.build.launcher import Launcher
 from cpmrt.cuda.build.modules import Modules
 from cpmrt.cuda.draft.kernels import TreeKernels
-from cpmrt.cuda.draft.memory import TREE_TYPES, tree_tables
+from cpmrt.cuda.draft.memory import tree_tables
 from cpmrt.cuda.draft.structs import DRAFT_TREE
 from cpmrt.cuda.step import structs as ss
 from cpmrt.cuda.step.commands import command_bytes, write_slots
@@ -44,7 +44,7 @@ class TreeDevice:
         self.max_context = max_context or PAGES * 64
         rng = np.random.default_rng(3)
         specs = tree_tables(SLOTS, self.max_context, MAX_ROWS, width)
-        host = {spec.name: np.full(spec.shape, 0x55, TREE_TYPES[spec.name]) for spec in specs}
+        host = {spec.name: np.full(spec.shape, 0x55, spec.dtype or np.uint16) for spec in specs}
         self.tables = rng.permutation(NUM_PAGES)[: SLOTS * PAGES].reshape(SLOTS, PAGES).astype(np.int32)
         pages = rng.integers(0, 2**16, (3, LAYERS, NUM_PAGES, HEADS, 64, HEAD_DIM), np.uint16)
         self.stride = command_bytes(64, PAGES)
