@@ -40,9 +40,9 @@ class LLM:
     the same tokenizer, the name of a folder within the model's own, or "lookup", which needs no model. `speculate`:
     "auto" (a few tree shapes, of which the engine takes the one that pays off, or none), "off", or an object with any
     of num_passes, top_k, tree_size (one tree), shapes (a list of those three), adaptive, draft_vocab (FR-Spec: how many
-    tokens, or a file that lists them), window, head_bits, residual_scale, method (`config.speculate_argument`).
-    `simulate_accept`, for benchmarks on random weights, makes a draft step give that many tokens on average: the text
-    is then meaningless.
+    tokens, or a file that lists them), window, head_bits, residual_scale, method (`config.speculate_argument`) and
+    simulate_accept, for benchmarks on random weights: a draft step then gives that many tokens on average, and the text
+    means nothing.
 
     `load_format="dummy"` fills the config with seeded random weights. `hf_overrides` replace keys of config.json.
     `sparse`: "auto" (block-sparse attention if config.json has a sparse_config), "off", or fields of it that replace
@@ -75,7 +75,6 @@ class LLM:
         kv_dtype: str = "auto",
         draft: str | Path | None = None,
         speculate: str | Mapping[str, Any] = "auto",
-        simulate_accept: float | None = None,
         on_step: StepListener | None = None,
     ):
         settings = EngineConfig(
@@ -86,7 +85,7 @@ class LLM:
         folder = ModelFolder.open(
             model, revision=revision, weights=not is_dummy, hf_overrides=hf_overrides, sparse=sparse
         )  # fmt: skip
-        settings = with_speculation(settings, folder, draft, speculate, simulate_accept)
+        settings = with_speculation(settings, folder, draft, speculate)
         self.config: ModelConfig = folder.config
         self._seed, self._num_requests = seed, 0
         self.tokenizer = _open_tokenizer(folder, is_dummy)

@@ -191,7 +191,7 @@ def trace(setup: Setup, device: Device) -> dict[str, list[Any]]:
     forward = StepForward(config, device, launcher, gemm, arrays, plan.caches, draft.config.taps if draft else ())
     rings: Any = Rings()
     steps = StepKernels(launcher, config, arrays, rings, device)
-    drafting = draft and Speculation(draft, config, device, launcher, gemm, arrays, rings, forward, plan, 0.0)
+    drafting = draft and Speculation(draft, config, device, launcher, gemm, arrays, rings, forward, plan)
     _trace_plain(launcher, steps, forward, drafting, settings)
     if draft is not None and drafting is not None:
         _trace_drafting(launcher, draft, drafting, settings)

@@ -82,7 +82,7 @@ def run_benchmark(
                 result = measure(
                     llm.executor, llm.config, case, repeats=repeats, itemsize=itemsize, tensors=llm.plan.tensors,
                     kv_bytes=llm.plan.kv_bytes_per_token,
-                    adaptive=llm.engine.adaptive, simulated=settings.get("simulate_accept") is not None,
+                    adaptive=llm.engine.adaptive, simulated=report.simulated_accept is not None,
                     temperature=temperature,
                 )  # fmt: skip
                 report.cases.append(CaseReport.of(result, monitor.samples, bandwidth))
@@ -107,6 +107,7 @@ def _report(
     dtype = EngineConfig(dtype=settings.get("dtype", "auto")).storage_dtype(llm.config.dtype)
     if not is_reference and dtype is DType.FLOAT32:
         dtype = DType.BFLOAT16
+    wishes = settings.get("speculate")
     return Report(
         model=name,
         executor="reference" if is_reference else "cuda",
@@ -119,7 +120,7 @@ def _report(
         max_context=llm.max_context,
         quantization=quantisation_facts(llm.config.quantization, llm.plan.tensors),
         draft=(settings.get("draft") or LOOKUP) if llm.executor.limits.tree_shapes else None,
-        simulated_accept=settings.get("simulate_accept"),
+        simulated_accept=wishes.get("simulate_accept") if isinstance(wishes, Mapping) else None,
     )
 
 

@@ -34,7 +34,7 @@ from cpmrt.cli.arguments import (
 )
 from cpmrt.cli.output import note, printable, write, write_table
 from cpmrt.config import SamplingParams
-from cpmrt.errors import CpmrtError
+from cpmrt.errors import ConfigError, CpmrtError
 from cpmrt.weights.model_folder import BUNDLED
 
 _PREFILL_CHUNK = 2048
@@ -116,11 +116,11 @@ def _settings(args: argparse.Namespace, cases: list[Case]) -> dict[str, Any]:
     """Return the keyword arguments of LLM."""
     settings = llm_arguments(args) | {"hf_overrides": overrides_with_weight_bits(args)}
     if args.simulate_accept is not None:
-        settings["simulate_accept"] = args.simulate_accept
-        if settings["speculate"] != "off":
-            # Always the first shape: what pays off is not to be found out from forced results.
-            wishes = {} if settings["speculate"] == "auto" else settings["speculate"]
-            settings["speculate"] = wishes | {"adaptive": False}
+        if settings["speculate"] == "off":
+            raise ConfigError("simulate_accept needs speculation", fix="name a draft")
+        # Always the first shape: what pays off is not to be found out from forced results.
+        wishes = {} if settings["speculate"] == "auto" else settings["speculate"]
+        settings["speculate"] = wishes | {"adaptive": False, "simulate_accept": args.simulate_accept}
     needed = max(case.sequences for case in cases)
     if args.max_sequences is not None and args.max_sequences < needed:
         raise UsageError(f"--max-sequences {args.max_sequences}: a case has {needed} sequences")

@@ -34,9 +34,8 @@ class EngineConfig:
     for. None of it changes a bit of the output. `lm_head_bits` 8 or 4 rounds the output head to that many bits while it
     is loaded (None: it stays as it is). `prefix_cache` keeps the KV pages of ended sequences, as far as nothing needs
     their room, for later prompts that begin alike. `speculation` says how the model in `draft` (a folder, a hub id or a
-    folder within the model's own; None for the method lookup) is put to use. `simulate_accept` is for benchmarks on
-    random weights: tokens that a Speculate step of the first shape gives on average, right or wrong. `kv_dtype` "fp8"
-    keeps keys and values in 8 bits (e4m3, a scale for each page and head) instead of in `dtype` ("auto").
+    folder within the model's own; None for the method lookup) is put to use. `kv_dtype` "fp8" keeps keys and values in
+    8 bits (e4m3, a scale for each page and head) instead of in `dtype` ("auto").
     """
 
     executor: str = "auto"
@@ -54,7 +53,6 @@ class EngineConfig:
     prefix_cache: bool = True
     draft: str | None = None
     speculation: SpeculationConfig | None = None
-    simulate_accept: float | None = None
     kv_dtype: str = "auto"
 
     def __post_init__(self) -> None:
@@ -86,27 +84,17 @@ class EngineConfig:
         self._check_speculation()
 
     def _check_speculation(self) -> None:
-        speculation, accept = self.speculation, self.simulate_accept
-        needs_draft = speculation is not None and speculation.method != "lookup"
+        needs_draft = self.speculation is not None and self.speculation.method != "lookup"
         if needs_draft != (self.draft is not None):
             raise ConfigError(
                 "draft", expected="a draft model" if needs_draft else "nothing", actual=repr(self.draft),
                 fix="draft and speculation belong together",
             )  # fmt: skip
-        if speculation is not None and self.kv_dtype == FP8:
+        if self.speculation is not None and self.kv_dtype == FP8:
             raise ConfigError(
                 "kv_dtype", expected="auto with a draft", actual=self.kv_dtype,
                 fix="leave the draft out (speculate='off'), or keys and values as they are",
             )  # fmt: skip
-        if accept is None:
-            return
-        if speculation is None:
-            raise ConfigError("simulate_accept needs speculation", fix="name a draft")
-        most = speculation.shapes[0].max_emitted
-        if isinstance(accept, bool) or not isinstance(accept, (int, float)) or not 1 <= accept <= most:
-            raise ConfigError(
-                "simulate_accept", expected=f"a number in [1, {most}], what the tree can give", actual=repr(accept)
-            )
 
     def storage_dtype(self, checkpoint_dtype: DType | None) -> DType:
         """The type of weights, KV and activations: the user's wish, else the checkpoint's, else bfloat16."""

@@ -12,7 +12,10 @@ from cpmrt.errors import ConfigError
 LOOKUP = "lookup"
 """The draft that is no model: what followed the last tokens where they came before."""
 _SHAPE_KEYS = ("num_passes", "top_k", "tree_size")
-_KEYS = ("method", *_SHAPE_KEYS, "shapes", "adaptive", "draft_vocab", "window", "head_bits", "residual_scale")
+_KEYS = (
+    "method", *_SHAPE_KEYS, "shapes", "adaptive", "draft_vocab", "window", "head_bits", "residual_scale",
+    "simulate_accept",
+)  # fmt: skip
 
 
 def read_speculation(
@@ -46,6 +49,7 @@ def read_speculation(
         wishes.get("window"),
         wishes.get("head_bits"),
         fields.text("residual_scale", "draft"),
+        wishes.get("simulate_accept"),
     )
 
 

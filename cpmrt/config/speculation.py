@@ -96,7 +96,8 @@ class SpeculationConfig:
     `shapes`: the trees that are captured, the first one is the default. `is_adaptive` lets the engine choose among
     them and plain decoding. `draft_vocab` cuts the draft's head to frequent tokens (FR-Spec, arXiv 2502.14856): how
     many, of the list that comes with the draft, or the path of a list; `window`: tokens that the draft's attention
-    looks back at; `head_bits` 8 or 4 rounds the draft's head. Raises ConfigError.
+    looks back at; `head_bits` 8 or 4 rounds the draft's head. `forced_accept`, for benchmarks on random weights:
+    tokens that a Speculate step of the first shape gives on average, right or wrong. Raises ConfigError.
     """
 
     method: str
@@ -107,6 +108,7 @@ class SpeculationConfig:
     head_bits: int | None = None
     residual_scale: str = "draft"
     """Of an EAGLE draft's sublayers: by its own config.json, or as CPM.cu has it, which counts the target's layers."""
+    forced_accept: float | None = None
 
     def __post_init__(self) -> None:
         if self.method not in DRAFT_METHODS:
@@ -123,6 +125,16 @@ class SpeculationConfig:
             raise ConfigError("speculate: head_bits", expected="4 | 8, or nothing", actual=repr(self.head_bits))
         if self.residual_scale not in ("draft", "cpmcu"):
             raise ConfigError("speculate: residual_scale", expected="draft | cpmcu", actual=repr(self.residual_scale))
+        self._check_forced()
         for name in _FOREIGN.get(self.method, ()):
             if getattr(self, name) is not None:
                 raise ConfigError(f"speculate: {name} means nothing to method {self.method}", fix="leave it out")
+
+    def _check_forced(self) -> None:
+        accept, most = self.forced_accept, self.shapes[0].max_emitted
+        if accept is None:
+            return
+        if isinstance(accept, bool) or not isinstance(accept, (int, float)) or not 1 <= accept <= most:
+            raise ConfigError(
+                "simulate_accept", expected=f"a number in [1, {most}], what the tree can give", actual=repr(accept)
+            )

@@ -102,7 +102,7 @@ class CudaExecutor:
         self._steps = StepKernels(launcher, self.config, self._arrays, self._rings, device)
         self._speculation = None if self._draft is None else Speculation(
             self._draft, self.config, device, launcher, self._gemm, self._arrays, self._rings, self._forward,
-            plan, engine.simulate_accept or 0.0,
+            plan,
         )  # fmt: skip
         # What passes through the workspace while loading is gone before the tables there are filled.
         load(pointer.ptr, {region.name: region for region in plan.regions}, device, self._modules, self.stream)

@@ -35,7 +35,8 @@ class Draft:
 
     `specs` are made of the draft's checkpoint, `head` of the target's: all of its head in fewer bits, or the rows
     `token_map`. The draft's head without a weight `draft.lm_head` is the target's. `token_map` gives the target's id of
-    each row of the head; None: they are the same.
+    each row of the head; None: they are the same. `forced_accept`: tokens that a step gives on average, whatever was
+    sampled; None: those that the target agrees with.
     """
 
     config: DraftConfig
@@ -43,6 +44,7 @@ class Draft:
     specs: tuple[TensorSpec, ...] = ()
     head: TensorSpec | None = None
     token_map: tuple[int, ...] | None = None
+    forced_accept: float | None = None
 
     @property
     def tensors(self) -> tuple[TensorSpec, ...]:

@@ -38,7 +38,7 @@ def open_draft(
         yield None, None
         return
     if wish.method == "lookup" or engine.draft is None:
-        yield None, Draft(DraftConfig.lookup(), wish.shapes)
+        yield None, Draft(DraftConfig.lookup(), wish.shapes, forced_accept=wish.forced_accept)
         return
     is_dummy = engine.load_format == "dummy"
     draft = DraftFolder.open(engine.draft, folder, wish, weights=not is_dummy)
@@ -69,7 +69,7 @@ def _draft(
     elif config.method == "eagle2":
         token_map = _frequent(folder.path, checkpoint, target.vocab_size, wish)
         head = _copied_head(target_specs, config.head_bits, token_map)
-    draft = Draft(config, wish.shapes, prefixed(specs), head, token_map)
+    draft = Draft(config, wish.shapes, prefixed(specs), head, token_map, wish.forced_accept)
     if draft.max_logit_rows > draft.vocab_size:
         raise ConfigError(
             "speculate: top_k", expected=f"at most the draft's {draft.vocab_size} tokens", actual=draft.max_logit_rows

@@ -34,7 +34,7 @@ def open_executor(folder: ModelFolder, settings: EngineConfig) -> tuple[Executor
     dtype = settings.storage_dtype(folder.config.dtype)
     budget = settings.memory_budget or available_bytes()
     limit = position_limit(folder.config, settings)
-    if settings.simulate_accept is not None:
+    if settings.speculation is not None and settings.speculation.forced_accept is not None:
         raise ConfigError("simulate_accept", expected="nothing: the NumPy executor only does what its draft is worth")
     with ExitStack() as stack:
         checkpoint, specs = stack.enter_context(open_weights(folder, settings))

@@ -22,7 +22,6 @@ def with_speculation(
     folder: ModelFolder,
     draft: str | Path | None = None,
     speculate: str | Mapping[str, Any] = "auto",
-    simulate_accept: float | None = None,
 ) -> EngineConfig:
     """The settings with what `LLM` is told about drafting for the model in `folder`.
 
@@ -32,7 +31,7 @@ def with_speculation(
     has_weights = settings.load_format != "dummy"
     wish = read_speculation(name, speculate, lambda: method_of(str(name), folder.path, weights=has_weights))
     needs_files = wish is not None and wish.method != LOOKUP
-    return replace(settings, draft=name if needs_files else None, speculation=wish, simulate_accept=simulate_accept)
+    return replace(settings, draft=name if needs_files else None, speculation=wish)
 
 
 @dataclass(frozen=True)

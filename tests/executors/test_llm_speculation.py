@@ -61,8 +61,8 @@ def test_off_leaves_the_draft_out(checkpoint):
     ({"draft": "small", "speculate": {"window": 64}}, ConfigError, "window means nothing to method model"),
     ({"speculate": {"num_passes": 3}}, ConfigError, "speculate needs a draft"),
     ({"speculate": "yes"}, ConfigError, "auto | off | an object"),
-    ({"simulate_accept": 2.0}, ConfigError, "simulate_accept needs speculation"),
-    ({"draft": "lookup", "simulate_accept": 2.0}, ConfigError, "NumPy"),
+    ({"speculate": {"simulate_accept": 2.0}}, ConfigError, "speculate needs a draft"),
+    ({"draft": "lookup", "speculate": {"simulate_accept": 2.0}}, ConfigError, "NumPy"),
 ], ids=str)  # fmt: skip
 def test_what_cannot_be(checkpoint, settings, error, says):
     with pytest.raises(error, match=says):

@@ -86,6 +86,7 @@ def test_what_a_generation_cost():
     (["chat", "--url", "http://127.0.0.1:9", "--stats"], 2, "--url and --"),
     (["bench", "--case", "8:4", "--simulate-accept", "2"], 1, "speculate needs a draft"),
     (["bench", "--case", "8:4", "--draft", "lookup", "--simulate-accept", "7"], 1, "a number in [1, 6]"),
+    (["bench", "--draft", "lookup", "--speculate", "off", "--simulate-accept", "2"], 1, "simulate_accept needs specul"),
     (["bench", "--case", "8:4", "--draft-weight-bits", "4"], 2, "--draft-weight-bits needs --shape"),
 ], ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else None)  # fmt: skip
 def test_mistakes_are_one_line(checkpoint, capsys, arguments, code, says):
@@ -97,15 +98,15 @@ def test_mistakes_are_one_line(checkpoint, capsys, arguments, code, says):
 
 
 @pytest.mark.parametrize(("line", "speculate"), [
-    ((), {"adaptive": False}),
-    (("--draft-iters", "2", "--speculate", "auto"), {"num_passes": 2, "adaptive": False}),
+    ((), {"adaptive": False, "simulate_accept": 2.5}),
+    (("--draft-iters", "2", "--speculate", "auto"), {"num_passes": 2, "adaptive": False, "simulate_accept": 2.5}),
 ])  # fmt: skip
 def test_forced_results_do_not_choose_the_shape(checkpoint, monkeypatch, line, speculate):
     seen = {}
     monkeypatch.setattr(bench_module, "run_benchmark", lambda name, settings, cases, **options: seen.update(settings))
     with pytest.raises(AttributeError):  # there is no report
         main(["bench", checkpoint, "--draft", "d", "--simulate-accept", "2.5", *line])
-    assert (seen["draft"], seen["speculate"], seen["simulate_accept"]) == ("d", speculate, 2.5)
+    assert (seen["draft"], seen["speculate"]) == ("d", speculate)
 
 
 SHAPES = (TreeShape.chain(3), TreeShape.chain(2))

@@ -105,6 +105,11 @@ def test_what_concerns_the_draft_itself(vocab):
     ("d", {"window": "1k"}, "window"),
     ("d", {"head_bits": 3}, "head_bits"),
     ("d", {"residual_scale": "llama"}, "residual_scale"),
+    (None, {"simulate_accept": 2.0}, "speculate needs a draft"),
+    ("d", {"simulate_accept": 3.5}, r"a number in \[1, 3\]"),
+    ("d", {"simulate_accept": 0.9}, "simulate_accept"),
+    ("d", {"simulate_accept": "2"}, "simulate_accept"),
+    ("d", {"simulate_accept": float("nan")}, "simulate_accept"),
     ("lookup", {"window": 5}, "window means nothing to method lookup"),
     ("lookup", {"top_k": 2}, "lookup drafts chains"),
 ])  # fmt: skip
@@ -145,11 +150,6 @@ EAGLE = SpeculationConfig("eagle2")
     ({"draft": "d"}, "draft: expected nothing, got 'd'"),
     ({"speculation": EAGLE}, "draft: expected a draft model"),
     ({"draft": "d", "speculation": SpeculationConfig("lookup", DEFAULT_SHAPES["lookup"])}, "expected nothing"),
-    ({"simulate_accept": 2.0}, "simulate_accept needs speculation"),
-    ({"draft": "d", "speculation": EAGLE, "simulate_accept": 3.5}, r"a number in \[1, 3\]"),
-    ({"draft": "d", "speculation": EAGLE, "simulate_accept": 0.9}, "simulate_accept"),
-    ({"draft": "d", "speculation": EAGLE, "simulate_accept": "2"}, "simulate_accept"),
-    ({"draft": "d", "speculation": EAGLE, "simulate_accept": float("nan")}, "simulate_accept"),
 ])  # fmt: skip
 def test_engine_settings_that_contradict_each_other(settings, message):
     with pytest.raises(ConfigError, match=message):
@@ -158,4 +158,4 @@ def test_engine_settings_that_contradict_each_other(settings, message):
 
 def test_accept_lengths_up_to_what_the_tree_can_give():
     for accept in (1, 2.5, 3.0):
-        assert EngineConfig(draft="d", speculation=EAGLE, simulate_accept=accept).simulate_accept == accept
+        assert read("d", {"simulate_accept": accept}).forced_accept == accept

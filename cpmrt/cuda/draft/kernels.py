@@ -176,11 +176,11 @@ class TreeKernels:
             a["tree_logprobs"], a["slot_states"], a["token_counts"], logits, a["slots"],
         )  # fmt: skip
 
-    def accept(self, shape: TreeShape, hidden: Any | None = None, simulate_accept: float = 0.0) -> None:
+    def accept(self, shape: TreeShape, hidden: Any | None = None, forced: float | None = None) -> None:
         """Accept the longest path: state, history, result, the target's KV pages; count the command.
 
         `hidden` [tree_size, carry width]: the target's hidden states of the nodes, or None where the draft reads none.
-        `simulate_accept`: not 0: a deepest path counts as accepted, cut to that many tokens in the mean (for timing).
+        With `forced` a deepest path counts as accepted, cut to that many tokens in the mean (for timing).
         """
         a = self._arrays
         moved = self._caches.moved(a)
@@ -192,7 +192,7 @@ class TreeKernels:
             ACCEPT, 1 - -columns // _COPY_THREADS, _COPY_THREADS, a["draft_tree"], a["slot_states"],
             a["token_counts"], a["history"], a["carry_counts"], _unless(hidden, a), *kept,
             self._results, a["step_context"], hidden, a["tree_logprobs"], a["block_tables"], *map(np.int32, sizes),
-            np.int32(a["block_tables"].shape[1]), np.int32(_width(hidden)), np.float32(simulate_accept),
+            np.int32(a["block_tables"].shape[1]), np.int32(_width(hidden)), np.float32(forced or 0.0),
         )  # fmt: skip
 
     def prefill_rows(self, bucket: int, states: Any | None = None) -> None:

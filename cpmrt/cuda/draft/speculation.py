@@ -29,10 +29,7 @@ from cpmrt.models.draft import tables as draft_tables
 
 
 class Speculation:
-    """The draft of a CUDA executor: its launches, its graphs, and how much it has not seen of each slot.
-
-    `simulate_accept`: not 0: so many tokens a step are accepted in the mean, whatever was sampled (for timing).
-    """
+    """The draft of a CUDA executor: its launches, its graphs, and how much it has not seen of each slot."""
 
     def __init__(
         self,
@@ -45,11 +42,10 @@ class Speculation:
         rings: Rings,
         target: StepForward,
         plan: MemoryPlan,
-        simulate_accept: float,
     ):
         self._draft, self._arrays, self._rings, self._target = draft, arrays, rings, target
         self._launcher = launcher
-        self._simulate_accept, self._max_context = simulate_accept, plan.max_context
+        self._max_context = plan.max_context
         self._config, self._device = config, device
         self._kernels = TreeKernels(
             launcher, config, arrays, plan.caches, rings, device,
@@ -180,7 +176,7 @@ class Speculation:
             kernels.tree_finish(shape)
         self._target.tree(shape.tree_size)
         kernels.sample_tree(self._arrays["logits"][: shape.tree_size])
-        kernels.accept(shape, self._hidden(shape.tree_size), self._simulate_accept)
+        kernels.accept(shape, self._hidden(shape.tree_size), self._draft.forced_accept)
         self._target.path_accepted()
 
     def _grow(self, shape: TreeShape, draft: DraftForward) -> None:
