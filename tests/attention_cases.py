@@ -1,18 +1,24 @@
-"""Rows of decode_attention with their pages, its launch, and the NumPy op's result."""
+"""Rows of a step with their pages, the op decode_attention on them, and the NumPy op's result."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from cpmrt.cuda.ops.attention.plan import DecodeAttentionPlan, decode_launch, plan_decode_attention
+from cpmrt.config.layers import GroupedAttention
+from cpmrt.cuda.driver.device import Device
+from cpmrt.cuda.ops.attention.attention import AttentionOps, AttentionPlan
 from cpmrt.dtypes import DType, round_to
+from cpmrt.executor import MAX_ROWS
 from cpmrt.memory.caches import PAGE_SIZE
 from cpmrt.ops import OPS, Fp8Pages, KVPages, Rows
 from cpmrt.reference.fp8_pages import e4m3_codes
 from cpmrt.reference.ops import NumpyOps
+from cpmrt.tensor_spec import BufferSpec
 
 GUARD = 256
 
@@ -81,59 +87,64 @@ def fp8_of(pages: Any, seed: int) -> Fp8Pages:
     return Fp8Pages(np.where(unwritten, np.uint8(0x7F), codes), scales)
 
 
-class Launcher:
-    """Uploads a case's pages once; `run` gives the output rows and checks the guards and the counters."""
+def planned_device(cuda: Any, *, sms: int = 132, portable: bool = False, capability: int | None = None) -> Device:
+    """The device with the multiprocessors and the compute capability to plan for; `portable`: without clusters."""
+    return replace(cuda.device, num_sms=sms, capability=capability or (80 if portable else cuda.device.capability))
 
-    def __init__(self, cuda: Any, case: Case, *, portable: bool = False, max_context: int = 8192, sms: int = 132):
-        self.cuda, self.case = cuda, case
-        self.plan = plan_for(case, int(cuda.arch.removeprefix("sm_")), max_context, sms, portable)
-        self.k_pages, self.v_pages = cuda.array(case.k_pages, case.dtype), cuda.array(case.v_pages, case.dtype)
-        self.block_tables = cuda.array(case.block_tables)
-        self.partials = cuda.array(np.full(self.plan.partials, np.nan, np.float32))
-        self.arrivals = cuda.array(np.zeros(self.plan.arrivals, np.int32))
+
+def workspace(cuda: Any, plan: AttentionPlan) -> dict[str, Any]:
+    """What the plan needs in the arena: counters are 0, everything else is poison."""
+    specs = (*plan.tables, BufferSpec("chunk", (4,), 0, 0, np.int32))
+    arrays = {spec.name: np.full(spec.shape, np.nan if spec.dtype is np.float32 else -7, spec.dtype) for spec in specs}
+    arrays["attention_arrivals"][:] = 0
+    return {name: cuda.array(values) for name, values in arrays.items()}
+
+
+class AttentionDevice:
+    """Uploads a case's pages once, or `pages` in fp8; `run` gives the output rows, checks guards and counters."""
+
+    def __init__(
+        self,
+        cuda: Any,
+        case: Case,
+        *,
+        pages: tuple[Fp8Pages, Fp8Pages] | None = None,
+        portable: bool = False,
+        capability: int | None = None,
+        max_context: int = 8192,
+        sms: int = 132,
+    ):
+        self.cuda = cuda
+        heads = GroupedAttention(case.num_heads, case.num_kv_heads, case.head_dim)
+        device = planned_device(cuda, sms=sms, portable=portable, capability=capability)
+        self.plan = AttentionPlan.of(heads, device, max_context, MAX_ROWS, is_fp8=pages is not None)
+        self.arrays, self.block_tables = workspace(cuda, self.plan), cuda.array(case.block_tables)
+        if pages is None:
+            self.kv = KVPages(*(cuda.array(values, case.dtype) for values in (case.k_pages, case.v_pages)))
+        else:
+            self.kv = KVPages(*(Fp8Pages(cuda.array(part.codes), cuda.array(part.scales)) for part in pages))
+
+    def attention(self, out: Any, case: Case, *, pdl: bool = False, window: int = 0) -> Callable[[], None]:
+        """The op on rows that are uploaded now, to be launched any number of times; `out` on the device."""
+        places = (case.positions, case.slots, case.tree_masks, case.tree_base)
+        positions, slots, *tree = (None if values is None else self.cuda.array(values) for values in places)
+        rows = Rows(None, positions, slots, self.block_tables, False, None, *tree)
+        ops = AttentionOps(self.cuda.launcher(case.dtype, pdl=pdl), self.plan, self.arrays)
+        return partial(
+            ops.decode_attention, out, self.cuda.array(case.q, case.dtype), self.kv, rows, case.scale, window
+        )  # fmt: skip
 
     def run(self, case: Case, *, pdl: bool = False, window: int = 0, launches: int = 1) -> np.ndarray[Any, Any]:
         size = case.q.size
         out = self.cuda.array(np.full(size + 2 * GUARD, np.nan, np.float32), case.dtype)
-        inputs = [self.cuda.array(case.q, case.dtype), self.k_pages, self.v_pages]
-        rows = [self.cuda.array(case.positions), self.cuda.array(case.slots), self.block_tables]
-        tree = [None if values is None else self.cuda.array(values) for values in (case.tree_masks, case.tree_base)]
-        sizes = [np.int32(case.num_kv_heads), np.int32(case.block_tables.shape[1])]
-        operands = [out[GUARD:], self.partials, self.arrivals, *inputs, *rows, *tree]
+        inner = out[GUARD : GUARD + size].reshape(case.q.shape)
+        attend = self.attention(inner, case, pdl=pdl, window=window)
         for _ in range(launches):
-            launch_attention(self.cuda, self.plan, case.dtype, operands, sizes, case.scale, window=window, pdl=pdl)
+            attend()
         result = self.cuda.numpy(out, case.dtype)
         assert np.isnan(result[:GUARD]).all() and np.isnan(result[GUARD + size :]).all(), "wrote outside out"
-        assert not self.cuda.numpy(self.arrivals).any(), "counters were not reset"
+        assert not self.cuda.numpy(self.arrays["attention_arrivals"]).any(), "counters were not reset"
         return result[GUARD : GUARD + size].reshape(case.q.shape)
-
-
-def launch_attention(
-    cuda: Any,
-    plan: DecodeAttentionPlan,
-    dtype: DType,
-    operands: list[Any],
-    sizes: list[Any],
-    scale: float,
-    *,
-    window: int = 0,
-    pdl: bool = False,
-    scales: list[Any] | None = None,
-) -> None:
-    """As `CudaOps` does. `operands`: up to tree_base, None for plain rows; `sizes`: KV heads, pages of a sequence;
-    `scales` of pages in fp8."""
-    slots, tree_base = operands[7], operands[10]
-    one = decode_launch(plan, len(slots), is_tree=tree_base is not None, window=window)
-    kernel = cuda.kernel(one.kernel.name, dtype, **one.constants)
-    numbers = [*map(np.int32, one.sizes), *sizes, np.float32(scale)]
-    kernel(one.grid, one.threads, *operands, *numbers, *(scales or []), smem=one.shared_bytes, pdl=pdl)
-
-
-def plan_for(case: Case, arch: int, max_context: int, sms: int, portable: bool) -> DecodeAttentionPlan:
-    return plan_decode_attention(
-        num_heads=case.num_heads, num_kv_heads=case.num_kv_heads, head_dim=case.head_dim, max_context=max_context,
-        max_rows=64, arch=arch, num_sms=sms, portable=portable,
-    )  # fmt: skip
 
 
 def oracle(case: Case, window: int = 0) -> np.ndarray[Any, Any]:

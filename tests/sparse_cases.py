@@ -1,21 +1,20 @@
-"""Slots of tokens with their compressed keys, and `CudaOps` over them: sparse attention on a device, op by op."""
+"""Slots of tokens with their compressed keys, and sparse attention over them on a device, op by op."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from attention_cases import fp8_of
+from attention_cases import fp8_of, planned_device, workspace
 from reference import sparse_brute_force as brute
 
 from cpmrt.config import SparseConfig
-from cpmrt.cuda.build.launcher import Launcher
-from cpmrt.cuda.build.modules import Modules
-from cpmrt.cuda.ops.attention.plan import plan_decode_attention, plan_prefill_attention
-from cpmrt.cuda.ops.cuda_ops import CudaOps
-from cpmrt.cuda.ops.selection import SparsePlans
+from cpmrt.config.layers import GroupedAttention
+from cpmrt.cuda.ops.attention.attention import AttentionOps, AttentionPlan
+from cpmrt.cuda.ops.attention.decode import Operands
+from cpmrt.cuda.ops.attention.selected import attend_selected_chunk
+from cpmrt.cuda.ops.kv import compress_keys
 from cpmrt.dtypes import DType, from_float32, round_to
 from cpmrt.memory.caches import PAGE_SIZE, pages_for
 from cpmrt.ops import CompressedKeys, Fp8Pages, KVPages, Rows, Selection
@@ -113,32 +112,16 @@ class SparseDevice:
         pdl: bool = False,
     ):
         self.cuda, self.slots, self.sparse = cuda, slots, sparse
-        heads = {"num_heads": slots.group * slots.kv_heads, "num_kv_heads": slots.kv_heads, "head_dim": slots.head_dim}
-        config: Any = SimpleNamespace(**heads, sparse=sparse)
-        context, capability = slots.tables.shape[1] * PAGE_SIZE, int(cuda.arch.removeprefix("sm_"))
-        device: Any = SimpleNamespace(capability=80 if portable else capability, num_sms=sms)
-        plans = SparsePlans.of(config, device, context, max_rows)
-        few = min(rows_per_pass, plans.selection.rows_per_pass)
-        plans = replace(plans, selection=replace(plans.selection, rows_per_pass=few))
+        heads = GroupedAttention(slots.group * slots.kv_heads, slots.kv_heads, slots.head_dim, sparse=sparse)
+        device, context = planned_device(cuda, sms=sms, portable=portable), slots.tables.shape[1] * PAGE_SIZE
+        plan = AttentionPlan.of(heads, device, context, max_rows, is_fp8=slots.pages is not None)
+        assert plan.selection is not None and plan.selected is not None
+        few = min(rows_per_pass, plan.selection.rows_per_pass)
+        plan = replace(plan, selection=replace(plan.selection, rows_per_pass=few))
         if fewest_tiled is not None:
-            plans = replace(plans, fewest_tiled=fewest_tiled)
-        plan = plan_decode_attention(
-            **heads, max_context=context, max_rows=64, arch=capability, num_sms=sms, portable=portable,
-            is_fp8=slots.pages is not None,
-        )  # fmt: skip
-        prefill = plan_prefill_attention(**heads, arch=80 if portable else capability)
-        self.scratch = {
-            "attention_partials": cuda.array(np.full(plan.partials, np.nan, np.float32)),
-            "attention_arrivals": cuda.array(np.zeros(plan.arrivals, np.int32)),
-            "block_scores": cuda.array(np.full(plans.selection.pooled, np.nan, np.float32)),
-            "block_log_sums": cuda.array(np.full(plans.selection.log_sums, np.nan, np.float32)),
-            "dense_chunk": cuda.array(np.full(4, UNWRITTEN, np.int32)),
-        }
-        launcher = Launcher(cuda.stream, Modules(cuda.arch, slots.dtype), use_pdl=pdl)
-        none: Any = None
-        of_products = dict.fromkeys(("normed", "qkv", "gate_up"))
-        self.scratch |= of_products
-        self.ops = CudaOps(config, launcher, none, self.scratch, device, plan, prefill, plans)
+            plan = replace(plan, selected=replace(plan.selected, fewest_tiled=fewest_tiled))
+        self.plan, self.scratch = plan, workspace(cuda, plan)
+        self.launcher = cuda.launcher(slots.dtype, pdl=pdl)
         names = ("k_pages", "v_pages", "k1", "k2")
         self.pages: dict[str, Any] = {name: cuda.array(getattr(slots, name), slots.dtype) for name in names}
         for name, pages in (slots.pages or {}).items():
@@ -147,6 +130,7 @@ class SparseDevice:
             self.scratch[f"expanded_{name}"] = cuda.array(expanded, slots.dtype)
         identity = np.broadcast_to(np.arange(slots.tables.shape[1], dtype=np.int32), slots.tables.shape)
         self.scratch["expanded_tables"] = cuda.array(identity)
+        self.ops = AttentionOps(self.launcher, plan, self.scratch)
 
     @property
     def kv(self) -> KVPages:
@@ -172,35 +156,36 @@ class SparseDevice:
     def attend(self, q: Any, rows: Rows, blocks: Any | None) -> Any:
         """Over chosen blocks, or without them over everything; rows that nothing is stored for come back as NaN."""
         attention = self.ops.prefill_attention if rows.is_prefill else self.ops.decode_attention
-        selection = None if blocks is None else Selection(self.cuda.array(blocks), self.sparse)
-        found = self._attended(attention, q, rows, selection=selection)
+        given = self._given(q, rows, blocks)
+        attention(given.out, given.q, given.kv, given.rows, given.scale, selection=given.selection)
         assert not self.cuda.numpy(self.scratch["attention_arrivals"]).any(), "counters were not reset"
-        return found
+        return self.cuda.numpy(given.out, self.slots.dtype)
 
     def attend_chosen(self, q: Any, rows: Rows, blocks: Any) -> Any:
         """Only the part of a chunk's attention that is over chosen blocks."""
-        assert self.ops.sparse is not None
-        selection = Selection(self.cuda.array(blocks), self.sparse)
-        return self._attended(self.ops.sparse.attend_chunk, q, rows, selection=selection)
+        assert self.plan.selected is not None
+        given = self._given(q, rows, blocks)
+        attend_selected_chunk(self.launcher, self.plan.selected, given, self.scratch["chunk"], given.selection)
+        return self.cuda.numpy(given.out, self.slots.dtype)
 
-    def _attended(self, attention: Any, q: Any, rows: Rows, **selection: Any) -> Any:
-        out = self.cuda.array(np.full(q.shape, np.nan, np.float32), self.slots.dtype)
+    def _given(self, q: Any, rows: Rows, blocks: Any | None) -> Any:
+        """What attention takes, with poison in place of its result."""
         if rows.is_prefill:
-            kept = rows.slots >= 0
-            chunk = np.array([rows.slots[0], rows.positions[0], kept.sum(), 0], np.int32)
-            self.scratch["chunk"] = self.cuda.array(chunk)
+            chunk = np.array([rows.slots[0], rows.positions[0], (rows.slots >= 0).sum(), 0], np.int32)
+            with self.cuda.stream:
+                self.scratch["chunk"].set(chunk)
+            self.cuda.sync()
+        out = self.cuda.array(np.full(q.shape, np.nan, np.float32), self.slots.dtype)
+        selection = None if blocks is None else Selection(self.cuda.array(blocks), self.sparse)
         query = self.cuda.array(q, self.slots.dtype)
-        attention(out, query, self.kv, self.rows(rows), self.slots.scale, **selection)
-        return self.cuda.numpy(out, self.slots.dtype)
+        return Operands(out, query, self.kv, self.rows(rows), self.slots.scale, selection)
 
     def compress(self, rows: Rows, *, before_rope: bool = False) -> None:
         """The windows that these rows complete, into `pages`; `before_rope`: the keys of `slots` are those."""
         keys = self.pages["k_pages"]
         poison = self.cuda.array(np.full(keys.shape, np.nan), self.slots.dtype)
-        nope = keys if before_rope else None
-        assert self.ops.sparse is not None
-        compressed = CompressedKeys(self.pages["k1"], self.pages["k2"], nope)
-        self.ops.sparse.compress(KVPages(poison if before_rope else keys, None, compressed), self.rows(rows))
+        compressed = CompressedKeys(self.pages["k1"], self.pages["k2"], keys if before_rope else None)
+        compress_keys(self.launcher, KVPages(poison if before_rope else keys, None, compressed), self.rows(rows))
 
     def assert_compressed(self, k1: Any, k2: Any) -> None:
         """Bit by bit, and nothing elsewhere."""

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from attention_cases import Case, Launcher, assert_close, make_case, oracle
+from attention_cases import AttentionDevice, Case, assert_close, make_case, oracle
 
 from cpmrt.dtypes import DType
 from cpmrt.memory.caches import PAGE_SIZE
@@ -44,7 +44,7 @@ def assert_same_bits(
     cuda: Any, tree: Case, plain: Case, *, portable: bool = False, window: int = 0, counts: tuple[int, ...] = ()
 ) -> None:
     """Of all rows together, and of the first few."""
-    launcher = Launcher(cuda, tree, portable=portable)
+    launcher = AttentionDevice(cuda, tree, portable=portable)
     expected = launcher.run(plain, window=window)
     assert_close(expected, oracle(plain, window), plain.dtype)
     for count in (len(tree.q), *counts):

@@ -36,17 +36,23 @@ class Cuda:
         `grid` and `block` are ints or tuples; `args` are device arrays, np.int32, np.float32, np.uint64, or None for a
         null pointer.
         """
-        from cpmrt.cuda.build.modules import Modules
         from cpmrt.cuda.driver.launch import launch
 
-        if dtype not in self._modules:
-            self._modules[dtype] = Modules(self.arch, dtype)
-        kernel = self._modules[dtype].kernel(_SPECS[name], constants)
+        kernel = self.launcher(dtype).modules.kernel(_SPECS[name], constants)
 
         def call(grid: Any, block: Any, *args: Any, smem: int = 0, pdl: bool = False) -> None:
             launch(self.stream, kernel, grid, block, smem, args, pdl=pdl)
 
         return call
+
+    def launcher(self, dtype: DType, *, pdl: bool = False) -> Any:
+        """The launcher of ops, on this stream."""
+        from cpmrt.cuda.build.launcher import Launcher
+        from cpmrt.cuda.build.modules import Modules
+
+        if dtype not in self._modules:
+            self._modules[dtype] = Modules(self.arch, dtype)
+        return Launcher(self.stream, self._modules[dtype], use_pdl=pdl)
 
     def array(self, values: Any, dtype: DType | None = None) -> Any:
         """A device copy: float32 rounded to the storage words of `dtype`, or the array as it is if that is None."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from attention_cases import Launcher, assert_close, make_case, oracle
+from attention_cases import AttentionDevice, assert_close, make_case, oracle
 from tree_cases import assert_same_bits, make_trees, random_tree
 
 from cpmrt.dtypes import DType
@@ -55,7 +55,7 @@ def test_long_contexts(cuda: Any, base: int, portable: bool) -> None:
     masks = [1, 0b11, 0b101, 0b1101, 1 << 63 | 1, 2**64 - 1] * 2
     tree, plain = make_trees(DType.FLOAT16, 16, 2, 64, [(base, masks)])
     assert_same_bits(cuda, tree, plain, portable=portable, counts=(1, 2, 5))
-    launcher = Launcher(cuda, tree, portable=portable)
+    launcher = AttentionDevice(cuda, tree, portable=portable)
     together, alone = launcher.run(tree), [launcher.run(tree.row(row)) for row in range(len(masks))]
     assert np.array_equal(np.concatenate(alone), together)
 
@@ -75,7 +75,7 @@ def test_plain_rows_among_those_of_trees(cuda: Any) -> None:
     waiting = np.arange(95, 101, dtype=np.int32)
     rows = [0] * len(waiting)
     chain = replace(tree.take(rows), positions=waiting, tree_masks=np.ones(len(rows), np.uint64), tree_base=waiting)
-    launcher = Launcher(cuda, tree)
+    launcher = AttentionDevice(cuda, tree)
     expected = launcher.run(replace(chain, tree_masks=None, tree_base=None))
     assert np.array_equal(launcher.run(chain, pdl=True), expected)
     assert_same_bits(cuda, tree, plain, counts=(4,))
@@ -83,9 +83,9 @@ def test_plain_rows_among_those_of_trees(cuda: Any) -> None:
 
 def test_padding_rows_become_zeros(cuda: Any) -> None:
     tree, plain = make_trees(DType.BFLOAT16, 16, 2, 128, [(100, [1, 3, 5, 9, 27])])
-    expected = Launcher(cuda, tree).run(plain)
+    expected = AttentionDevice(cuda, tree).run(plain)
     tree.slots[[1, 3]], tree.positions[1], tree.tree_base[1], tree.tree_masks[3] = -1, 10**9, 10**9, 0
-    out = Launcher(cuda, tree).run(tree)
+    out = AttentionDevice(cuda, tree).run(tree)
     assert not out[[1, 3]].any()
     assert np.array_equal(out[[0, 2, 4]], expected[[0, 2, 4]])
 
@@ -103,7 +103,7 @@ def test_a_window_of_plain_rows(cuda: Any, dtype: DType, window: int, portable: 
         case.k_pages[pages, :, offsets], case.v_pages[pages, :, offsets] = 9.0, 1e4
         before = case.block_tables[slot, : first // PAGE_SIZE]
         case.k_pages[before], case.v_pages[before] = np.nan, np.nan
-    launcher = Launcher(cuda, case, portable=portable)
+    launcher = AttentionDevice(cuda, case, portable=portable)
     out = launcher.run(case, window=window)
     readable = replace(case, k_pages=np.nan_to_num(case.k_pages), v_pages=np.nan_to_num(case.v_pages))
     assert_close(out, oracle(readable, window), dtype)

@@ -19,20 +19,22 @@ from typing import Any
 
 import numpy as np
 import pytest
-from attention_cases import launch_attention
+from attention_cases import workspace
 from kernel_builds import constant_sets
 from kernel_compiles import Compiles
 from slow_writer import SlowWriter
 from sparse_cases import Slots, SparseDevice, any_choice
 
 from cpmrt.config import SparseConfig
+from cpmrt.config.layers import GroupedAttention
 from cpmrt.cuda.kernels import KERNELS, files
-from cpmrt.cuda.ops.attention.plan import plan_decode_attention
+from cpmrt.cuda.ops.attention.attention import AttentionOps, AttentionPlan
 from cpmrt.cuda.ops.linear import plan_linear
 from cpmrt.cuda.precompile import known_device
 from cpmrt.dtypes import DType
+from cpmrt.executor import MAX_ROWS
 from cpmrt.memory.caches import PAGE_SIZE
-from cpmrt.ops import Selection
+from cpmrt.ops import KVPages, Rows, Selection
 
 H200 = known_device("sm_90")
 QKV = [(1152, 128, 96), (768, 128, 64), (768, 256, 64), (4608, 4096, 128)]
@@ -117,11 +119,9 @@ class WriterThenAttention:
     def __init__(self, cuda: Any, positions: range, is_tree: bool):
         self.cuda, self.rows = cuda, len(positions)
         rng = np.random.default_rng(len(positions))
-        self.plan = plan_decode_attention(
-            num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim,
-            max_context=self.max_context, max_rows=64, arch=int(cuda.arch.removeprefix("sm_")),
-            num_sms=cuda.device.num_sms,
-        )  # fmt: skip
+        heads = GroupedAttention(self.num_heads, self.num_kv_heads, self.head_dim)
+        self.plan = AttentionPlan.of(heads, cuda.device, self.max_context, MAX_ROWS)
+        self.arrays = workspace(cuda, self.plan)
         num_pages = self.max_context // PAGE_SIZE
         table = rng.permutation(num_pages).astype(np.int32)
         q = rng.standard_normal((self.rows, self.num_heads * self.head_dim), np.float32)
@@ -134,25 +134,22 @@ class WriterThenAttention:
         self.inputs = [array.copy() for array in stale]
         self.writer = SlowWriter(cuda, self.inputs, stale, after)
         self.out = cuda.array(np.full_like(q, np.nan), DType.BFLOAT16)
-        self.partials = cuda.array(np.zeros(self.plan.partials, np.float32))
-        self.arrivals = cuda.array(np.zeros(self.plan.arrivals, np.int32))
-        self.table, self.slots = cuda.array(table[None]), cuda.array(np.zeros(self.rows, np.int32))
+        table, slots = cuda.array(table[None]), cuda.array(np.zeros(self.rows, np.int32))
         # A tree whose nodes are children of the root by turns with those of the node before.
         masks = [1]
         for row in range(1, self.rows):
             masks.append((masks[-1] if row % 3 else 1) | 1 << row)
         base = np.full(self.rows, positions.start, np.int32)
         depths = [mask.bit_count() - 1 for mask in masks]
-        self.positions = cuda.array(np.array(base + depths if is_tree else positions, np.int32))
-        self.tree = [cuda.array(values) if is_tree else None for values in (np.array(masks, np.uint64), base)]
+        places = cuda.array(np.array(base + depths if is_tree else positions, np.int32))
+        tree = [cuda.array(values) if is_tree else None for values in (np.array(masks, np.uint64), base)]
+        self.step_rows = Rows(None, places, slots, table, False, None, *tree)
 
     def step(self, *, pdl: bool) -> Any:
+        ops = AttentionOps(self.cuda.launcher(DType.BFLOAT16, pdl=pdl), self.plan, self.arrays)
+        q, *pages = self.inputs
         self.writer.launch()
-        operands = [
-            self.out, self.partials, self.arrivals, *self.inputs, self.positions, self.slots, self.table, *self.tree
-        ]  # fmt: skip
-        sizes = [np.int32(self.num_kv_heads), np.int32(self.table.shape[1])]
-        launch_attention(self.cuda, self.plan, DType.BFLOAT16, operands, sizes, self.head_dim**-0.5, pdl=pdl)
+        ops.decode_attention(self.out, q, KVPages(*pages), self.step_rows, self.head_dim**-0.5)
         return self.cuda.numpy(self.out, DType.BFLOAT16)
 
 

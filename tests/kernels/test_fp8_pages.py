@@ -7,10 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from attention_cases import GUARD, Case, assert_close, fp8_of, launch_attention, make_case, oracle
+from attention_cases import AttentionDevice, Case, assert_close, fp8_of, make_case, oracle
 from slow_writer import SlowWriter
 
-from cpmrt.cuda.ops.attention.plan import plan_decode_attention
 from cpmrt.dtypes import DType, round_to, to_float32
 from cpmrt.memory.caches import PAGE_SIZE
 from cpmrt.ops import Fp8Pages
@@ -121,35 +120,12 @@ def test_rows_of_several_slots_take_the_scales_of_their_own_pages(cuda: Any) -> 
 # ---- reading ----
 
 
-class Reader:
-    """Uploads a case's pages as codes and scales once; `run` gives the output rows."""
+class Reader(AttentionDevice):
+    """Attention over a case's pages as codes and scales."""
 
-    def __init__(self, cuda: Any, case: Case, *, portable: bool = False, arch: int | None = None, sms: int = 132):
-        self.cuda = cuda
-        self.plan = plan_decode_attention(
-            num_heads=case.num_heads, num_kv_heads=case.num_kv_heads, head_dim=case.head_dim, max_context=8192,
-            max_rows=64, arch=arch or int(cuda.arch.removeprefix("sm_")), num_sms=sms, portable=portable, is_fp8=True,
-        )  # fmt: skip
-        self.pages = [fp8_of(pages, seed) for seed, pages in enumerate((case.k_pages, case.v_pages))]
-        self.arrays = [cuda.array(pages.codes) for pages in self.pages]
-        self.scales = [cuda.array(pages.scales) for pages in self.pages]
-        self.table = cuda.array(case.block_tables)
-        self.partials = cuda.array(np.full(self.plan.partials, np.nan, np.float32))
-        self.arrivals = cuda.array(np.zeros(self.plan.arrivals, np.int32))
-
-    def run(self, case: Case, *, pdl: bool = False, launches: int = 1) -> np.ndarray[Any, Any]:
-        size = case.q.size
-        out = self.cuda.array(np.full(size + 2 * GUARD, np.nan, np.float32), case.dtype)
-        rows = [self.cuda.array(values) for values in (case.positions, case.slots)]
-        operands = [out[GUARD:], self.partials, self.arrivals, self.cuda.array(case.q, case.dtype), *self.arrays, *rows]
-        operands += [self.table, None, None]
-        sizes = [np.int32(case.num_kv_heads), np.int32(case.block_tables.shape[1])]
-        for _ in range(launches):
-            launch_attention(self.cuda, self.plan, case.dtype, operands, sizes, case.scale, pdl=pdl, scales=self.scales)
-        result = self.cuda.numpy(out, case.dtype)
-        assert np.isnan(result[:GUARD]).all() and np.isnan(result[GUARD + size :]).all(), "wrote outside out"
-        assert not self.cuda.numpy(self.arrivals).any(), "counters were not reset"
-        return result[GUARD : GUARD + size].reshape(case.q.shape)
+    def __init__(self, cuda: Any, case: Case, **settings: Any):
+        self.pages = fp8_of(case.k_pages, 0), fp8_of(case.v_pages, 1)
+        super().__init__(cuda, case, pages=self.pages, **settings)
 
     def oracle(self, case: Case) -> np.ndarray[Any, Any]:
         case = case.take(list(range(len(case.q))))
@@ -172,7 +148,7 @@ def test_attention_matches_the_numpy_op(cuda: Any, dtype: DType, group: int, kv_
 def test_attention_as_without_clusters(cuda: Any, dtype: DType, group: int, head_dim: int, arch: int) -> None:
     """Rings as deep as on these architectures."""
     case = make_case(dtype, group, 2, head_dim, LENGTHS)
-    reader = Reader(cuda, case, portable=True, arch=arch)
+    reader = Reader(cuda, case, capability=arch)
     assert_close(reader.run(case), reader.oracle(case), dtype)
 
 
@@ -197,25 +173,22 @@ def test_attention_sees_what_the_kernel_before_it_writes(cuda: Any, positions: r
     reader = Reader(cuda, case, sms=sms)
     expected = reader.run(case)
     assert_close(expected, reader.oracle(case), case.dtype)
-    before = [np.array(cuda.numpy(array)) for array in (*reader.arrays, *reader.scales)]
+    targets = [array for part in (reader.kv.k, reader.kv.v) for array in (part.codes, part.scales)]
+    before = [np.array(cuda.numpy(array)) for array in targets]
     for position in positions:
         page, offset = case.block_tables[0, position // PAGE_SIZE], position % PAGE_SIZE
-        for codes, scales in zip(before[:2], before[2:], strict=True):
+        for codes, scales in zip(before[::2], before[1::2], strict=True):
             codes[page, :, offset] = 0x7E
             if offset == 0:
                 scales[page] *= 8
-    after = [array.copy() for array in (*reader.arrays, *reader.scales)]
-    stale = [cuda.array(values) for values in before]
-    targets = (*reader.arrays, *reader.scales)
-    writer = SlowWriter(cuda, targets, stale, after)
-    operands = [cuda.array(np.zeros_like(case.q), case.dtype), reader.partials, reader.arrivals]
-    operands += [cuda.array(case.q, case.dtype), *reader.arrays, cuda.array(case.positions), cuda.array(case.slots)]
-    operands += [reader.table, None, None]
-    sizes = [np.int32(case.num_kv_heads), np.int32(case.block_tables.shape[1])]
+    after = [array.copy() for array in targets]
+    writer = SlowWriter(cuda, targets, [cuda.array(values) for values in before], after)
+    out = cuda.array(np.zeros_like(case.q), case.dtype)
+    attend = reader.attention(out, case, pdl=True)
     for _ in range(3):
         writer.launch()
-        launch_attention(cuda, reader.plan, case.dtype, operands, sizes, case.scale, pdl=True, scales=reader.scales)
-        assert np.array_equal(cuda.numpy(operands[0], case.dtype), expected)
+        attend()
+        assert np.array_equal(cuda.numpy(out, case.dtype), expected)
 
 
 # ---- expanding ----

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cpmrt.cuda.driver.array import row_boxes
-from cpmrt.cuda.ops.attention.plan import plan_prefill_attention
+from cpmrt.config.layers import GroupedAttention
+from cpmrt.cuda.ops.attention.decode import Operands
+from cpmrt.cuda.ops.attention.prefill import PrefillPlan, attend_chunk
 from cpmrt.dtypes import DType, round_to
 from cpmrt.memory.caches import PAGE_SIZE
 from cpmrt.ops import OPS, KVPages, Rows
@@ -70,20 +71,15 @@ def run(
     """Rows of the bucket; those past the chunk must come back as NaN, the poison they were filled with."""
     count, width = case.q.shape
     num_kv_heads, head_dim = case.k_pages.shape[1], case.k_pages.shape[3]
-    heads = width // head_dim
-    plan = plan_prefill_attention(num_heads=heads, num_kv_heads=num_kv_heads, head_dim=head_dim, arch=arch)
-    kernel = cuda.kernel(plan.kernel.name, case.dtype, **plan.constants | {"WINDOW": window})
+    plan = PrefillPlan.of(GroupedAttention(width // head_dim, num_kv_heads, head_dim), arch)
     q = np.full((bucket, width), np.nan, np.float32)
     q[:count] = case.q
     out = cuda.array(np.full(bucket * width + 2 * GUARD, np.nan, np.float32), case.dtype)
+    inner = out[GUARD : GUARD + bucket * width].reshape(bucket, width)
     queries, *pages = (cuda.array(values, case.dtype) for values in (q, case.k_pages, case.v_pages))
-    caches = [row_boxes(cache, PAGE_SIZE, plan.box_columns) for cache in pages] if plan.box_columns else pages
-    kernel(
-        (plan.blocks_per_tile, plan.tiles(bucket)), plan.threads, out[GUARD:], queries, *caches,
-        cuda.array(case.block_tables), cuda.array(np.array([slot, case.start, count], np.int32)),
-        np.int32(num_kv_heads), np.int32(case.block_tables.shape[1]), np.float32(case.scale),
-        smem=plan.shared_bytes, pdl=pdl,
-    )  # fmt: skip
+    rows, chunk = Rows(None, None, None, cuda.array(case.block_tables), True), np.array([slot, case.start, count])
+    given = Operands(inner, queries, KVPages(*pages), rows, case.scale)
+    attend_chunk(cuda.launcher(case.dtype, pdl=pdl), plan, given, cuda.array(chunk.astype(np.int32)), window)
     result = cuda.numpy(out, case.dtype)
     assert np.isnan(result[:GUARD]).all() and np.isnan(result[GUARD + bucket * width :]).all(), "wrote outside out"
     return result[GUARD : GUARD + bucket * width].reshape(bucket, width)

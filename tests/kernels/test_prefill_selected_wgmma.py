@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,10 @@ import pytest
 from sparse_cases import SMALL, Slots, SparseDevice, any_choice, expected_attention
 
 from cpmrt.config import SparseConfig
-from cpmrt.cuda.ops.attention.plan import PrefillAttentionPlan, plan_selected_tiles
+from cpmrt.config.layers import GroupedAttention
+from cpmrt.cuda.ops.attention.prefill import PrefillPlan
+from cpmrt.cuda.ops.attention.selected import plan_tiles
+from cpmrt.cuda.precompile import known_device
 from cpmrt.dtypes import DType
 from cpmrt.ops import OPS, Rows
 
@@ -156,21 +160,21 @@ def test_a_row_has_the_same_bits_alone_and_together(
     assert np.array_equal(results[2][ours], results[1][ours]) and np.array_equal(results[2][~ours], results[0][~ours])
 
 
-def plan_of(group: int, head_dim: int = 128, **others: Any) -> PrefillAttentionPlan | None:
-    shape = {"num_heads": 2 * group, "num_kv_heads": 2, "head_dim": head_dim, "num_sms": 132}
-    return plan_selected_tiles(**shape | {"num_selected": 96, "max_context": 524_288, "arch": 90} | others)
+def plan_of(
+    group: int, head_dim: int = 128, *, topk: int = 64, max_context: int = 524_288, arch: int = 90, num_sms: int = 132
+) -> PrefillPlan | None:
+    heads = GroupedAttention(2 * group, 2, head_dim, sparse=replace(LONG, topk=topk))
+    return plan_tiles(heads, known_device(f"sm_{arch}", num_sms), max_context)
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
 @pytest.mark.parametrize(("group", "rows"), [(16, 12), (32, 12), (8, None), (24, None), (1, None)])
 def test_the_plan_says_who_takes_a_shape(group: int, head_dim: int, rows: int | None) -> None:
-    def plan(**others: Any) -> PrefillAttentionPlan | None:
-        return plan_of(group, head_dim, **others)
-
+    plan = partial(plan_of, group, head_dim)
     taken = plan()
     assert (taken and taken.rows_per_tile) == rows
     assert taken is None or taken.shared_bytes <= 232_448
-    assert plan(num_selected=8192) is None, "the lists are too long"
+    assert plan(topk=8192) is None, "the lists are too long"
     assert plan(max_context=1 << 24) is None, "the ring has no room for a word a block"
     assert [plan(arch=arch) for arch in (80, 89, 100, 120)] == [None] * 4
 
@@ -180,7 +184,7 @@ def test_tiles_hold_the_rows_and_keep_the_device_busy(group: int, num_sms: int) 
     plan = plan_of(group, num_sms=num_sms)
     assert plan is not None
     for rows in (1, 12, 13, 500, 2048, 4096):
-        tiles = plan.tiles(rows)
+        _, tiles = plan.grid(rows)
         blocks, needed = tiles * plan.blocks_per_tile, -(-rows // plan.rows_per_tile) * plan.blocks_per_tile
         assert needed <= blocks < needed + max(num_sms, plan.blocks_per_tile), rows
         assert num_sms % plan.blocks_per_tile or blocks % num_sms == 0, rows

@@ -9,7 +9,9 @@ import pytest
 from sparse_cases import SMALL, Slots, SparseDevice
 
 from cpmrt.cuda.draft.structs import DRAFT_TREE
+from cpmrt.cuda.ops.kv import compress_path
 from cpmrt.dtypes import DType, from_float32
+from cpmrt.ops import CompressedKeys, KVPages
 from cpmrt.reference.sparse_attention import append_compressed
 
 pytestmark = pytest.mark.gpu
@@ -72,7 +74,6 @@ def test_an_accepted_path_in_every_layer(
         layer.tables = tables
         layer.set_tokens(1, *(layer.normal(256, kv_heads, head_dim) for _ in "kv"))
         layer.compress([0, root])
-    device = SparseDevice(cuda, layers[0], SMALL)
     tree = np.zeros(1, DRAFT_TREE)
     tree["slot"], tree["position"], tree["path_length"] = 1, root, length
     names = ("k1", "k2")
@@ -82,12 +83,11 @@ def test_an_accepted_path_in_every_layer(
     if root % 2:  # as in models that choose by keys before RoPE
         arrays["nope_pages"] = arrays["k_pages"]
         arrays["k_pages"] = cuda.array(np.full(np.stack(keys).shape, np.nan, np.float32), dtype)
-    arrays["draft_tree"] = cuda.array(tree.view(np.uint8))
-    assert device.ops.sparse is not None
+    compressed = CompressedKeys(arrays["k1_pages"], arrays["k2_pages"], nope=arrays.get("nope_pages"))
+    pages = KVPages(arrays["k_pages"], None, compressed)
     for is_there in (False, True):
         tree["slot"] = 1 if is_there else -1
-        arrays["draft_tree"] = cuda.array(tree.view(np.uint8))
-        device.ops.sparse.compress_path(arrays)
+        compress_path(cuda.launcher(dtype), pages, cuda.array(tree.view(np.uint8)), arrays["block_tables"])
         if is_there:
             for number in range(3):
                 path = range(root, root + length)

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from attention_cases import Launcher
+from attention_cases import AttentionDevice
 from tree_cases import assert_same_bits, make_trees, random_tree
 
-from cpmrt.cuda.ops.attention.plan import AttentionLaunch, DecodeAttentionPlan, decode_launch, plan_decode_attention
+from cpmrt.config.layers import GroupedAttention
+from cpmrt.cuda.build.spec import macros_of
+from cpmrt.cuda.ops.attention.attention import step_launch
+from cpmrt.cuda.ops.attention.decode import AttentionLaunch, DecodePlan
+from cpmrt.cuda.ops.attention.tree import TreeConstants
+from cpmrt.cuda.precompile import known_device
 from cpmrt.dtypes import DType
 
 SHARED_BYTES = 232_448 - 2048
@@ -18,32 +24,36 @@ EVERY_BLOCK = (16, 24, 32, 64)
 """Rows with two units (2 KV heads of 16 heads): tiles and clusters (3, 8), (2, 4), (3, 4), (2, 2)."""
 
 
-def plan(num_heads: int, kv_heads: int, head_dim: int, arch: int = 90, portable: bool = False) -> DecodeAttentionPlan:
-    return plan_decode_attention(
-        num_heads=num_heads, num_kv_heads=kv_heads, head_dim=head_dim, max_context=4096, max_rows=64, arch=arch,
-        num_sms=132, portable=portable,
-    )  # fmt: skip
+def plan(num_heads: int, kv_heads: int, head_dim: int, arch: int = 90, portable: bool = False) -> DecodePlan:
+    device = known_device(f"sm_{arch}", num_sms=132)
+    device = replace(device, capability=86) if portable else device
+    return DecodePlan.of(GroupedAttention(num_heads, kv_heads, head_dim), device, max_context=4096)
 
 
 def blocks(launch: AttentionLaunch) -> tuple[int, int]:
-    return launch.constants["ROW_TILES"], launch.constants["CLUSTER"]
+    assert isinstance(launch.constants, TreeConstants)
+    return launch.constants.row_tiles, launch.constants.cluster
 
 
 def test_many_rows_of_a_tree_share_pages() -> None:
-    chosen = [decode_launch(plan(32, 2, 128), rows, is_tree=True) for rows in (1, 12, *EVERY_BLOCK)]
+    chosen = [step_launch(plan(32, 2, 128), rows, is_tree=True) for rows in (1, 12, *EVERY_BLOCK)]
     assert [launch.kernel.name for launch in chosen] == ["decode_attention"] * 2 + ["tree_attention"] * 4
     assert [blocks(launch) for launch in chosen[2:]] == [(3, 8), (2, 4), (3, 4), (2, 2)]
-    assert all(launch.constants["TREE"] == 1 for launch in chosen[:2])
+    assert all(macros_of(launch.constants)["TREE"] == 1 for launch in chosen[:2])
 
 
 @pytest.mark.parametrize(
-    ("arch", "portable", "is_tree", "selected"),
-    [(90, False, False, 0), (90, True, True, 1), (90, True, True, 0), (80, False, True, 0), (120, False, True, 0)],
-)
-def test_other_rows_and_devices_do_not(arch: int, portable: bool, is_tree: bool, selected: int) -> None:
-    launch = decode_launch(plan(32, 2, 128, arch, portable), 64, is_tree=is_tree, selected=selected)
+    ("arch", "portable", "is_tree", "is_selected"),
+    [
+        (90, False, False, False), (90, True, True, True), (90, True, True, False), (80, False, True, False),
+        (120, False, True, False),
+    ],
+)  # fmt: skip
+def test_other_rows_and_devices_do_not(arch: int, portable: bool, is_tree: bool, is_selected: bool) -> None:
+    launch = step_launch(plan(32, 2, 128, arch, portable), 64, is_tree=is_tree, is_selected=is_selected)
     assert launch.kernel.name == "decode_attention"
-    assert (launch.constants["TREE"], launch.constants["SELECTED"]) == (is_tree, selected)
+    constants = macros_of(launch.constants)
+    assert (constants["TREE"], constants["SELECTED"]) == (is_tree, is_selected)
 
 
 @pytest.mark.parametrize(("group", "kv_heads"), [(1, 36), (5, 8), (8, 2), (16, 2), (20, 1), (24, 4)])
@@ -52,9 +62,9 @@ def test_every_launch_fits(group: int, kv_heads: int, head_dim: int) -> None:
     decode = plan(group * kv_heads, kv_heads, head_dim)
     heads = -(-group // -(-group // 16))
     row_elements = (8 if heads <= 8 else 16) * head_dim
-    assert decode.partials >= 64 * decode.units * (decode.num_splits // 8) * row_elements * 5 // 4
+    assert decode.tables[0].num_elements >= 64 * decode.units * (decode.num_splits // 8) * row_elements * 5 // 4
     for rows in range(1, 65):
-        launch = decode_launch(decode, rows, is_tree=True)
+        launch = step_launch(decode, rows, is_tree=True)
         assert launch.shared_bytes <= SHARED_BYTES
         if launch.kernel.name == "tree_attention":
             row_tiles, cluster = blocks(launch)
@@ -89,10 +99,10 @@ def test_rows_of_several_trees_and_padding(cuda: Any) -> None:
     rng = np.random.default_rng(3)
     trees = [(base, random_tree(rng, 7)) for base in (0, 64, 1021, 2100)]
     tree, plain = make_trees(DType.BFLOAT16, 8, 2, 64, trees)
-    expected = Launcher(cuda, tree).run(plain)
+    expected = AttentionDevice(cuda, tree).run(plain)
     padding = [0, 9, 27]
     tree.slots[padding], tree.positions[9], tree.tree_base[9], tree.tree_masks[27] = -1, 10**9, 10**9, 0
-    out = Launcher(cuda, tree).run(tree, pdl=True)
+    out = AttentionDevice(cuda, tree).run(tree, pdl=True)
     assert not out[padding].any()
     others = [row for row in range(len(out)) if row not in padding]
     assert np.array_equal(out[others], expected[others])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from cpmrt.bench.work import decode_bytes
 from cpmrt.config import EngineConfig, ModelConfig
 from cpmrt.cuda.draft.forward import executor_needs
-from cpmrt.cuda.ops.attention.plan import decode_attention_of
+from cpmrt.cuda.ops.attention.decode import DecodePlan
 from cpmrt.cuda.precompile import known_device, modules_of
 from cpmrt.dtypes import DType
 from cpmrt.models.planning import plan_model, weight_specs
@@ -53,14 +55,14 @@ def test_the_bytes_of_a_step_are_those_that_are_held():
 @pytest.mark.parametrize("portable", [False, True])
 def test_blocks_find_room_together(arch, portable):
     device = known_device(f"sm_{arch}")
-    sizes = {"capability": arch, "num_sms": device.num_sms, "portable": portable}
-    wide, narrow = (decode_attention_of(MODEL, 65536, **sizes, is_fp8=is_fp8) for is_fp8 in (False, True))
-    blocks = narrow.num_splits * narrow.units
-    resident = SHARED_OF_SM[arch] * 1024 // (narrow.shared_bytes + 1024 + 512)
-    assert narrow.shared_bytes <= device.shared_bytes_per_block and resident >= (2 if arch >= 90 and arch != 120 else 1)
-    assert wide.num_splits == narrow.num_splits and wide.shared_bytes == narrow.shared_bytes
+    planned = replace(device, capability=86) if portable else device
+    wide, narrow = (DecodePlan.of(MODEL.attention, planned, 65536, is_fp8=is_fp8) for is_fp8 in (False, True))
+    blocks, one = narrow.num_splits * narrow.units, narrow.launch(1, narrow.constants)
+    resident = SHARED_OF_SM[arch] * 1024 // (one.shared_bytes + 1024 + 512)
+    assert one.shared_bytes <= device.shared_bytes_per_block and resident >= (2 if arch >= 90 and arch != 120 else 1)
+    assert wide.num_splits == narrow.num_splits and wide.launch(1, wide.constants).shared_bytes == one.shared_bytes
     assert blocks <= resident * device.num_sms
-    assert narrow.constants["FP8"] == 1 and not narrow.has_own_kernels
+    assert narrow.constants.fp8 and not narrow.has_own_kernels
 
 
 @pytest.mark.parametrize("arch", ["sm_87", "sm_90"])

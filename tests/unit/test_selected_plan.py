@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
 import pytest
 
-from cpmrt.cuda.ops.attention.plan import DecodeAttentionPlan, decode_launch, plan_decode_attention
+from cpmrt.config.layers import GroupedAttention
+from cpmrt.cuda.build.spec import macros_of
+from cpmrt.cuda.ops.attention.attention import step_launch
+from cpmrt.cuda.ops.attention.decode import DecodePlan
+from cpmrt.cuda.precompile import known_device
 
 
-def plan(arch: int = 90, **settings: Any) -> DecodeAttentionPlan:
-    heads = {"num_heads": 32, "num_kv_heads": 2, "head_dim": 128}
-    return plan_decode_attention(**heads, max_context=131_072, max_rows=64, arch=arch, num_sms=132, **settings)
+def plan(arch: int = 90, capability: int | None = None, *, is_fp8: bool = False) -> DecodePlan:
+    device = replace(known_device(f"sm_{arch}", 132), capability=capability or arch)
+    return DecodePlan.of(GroupedAttention(32, 2, 128), device, 131_072, is_fp8=is_fp8)
 
 
 @pytest.mark.parametrize("is_tree", [False, True])
 @pytest.mark.parametrize("rows", [1, 2, 4, 5, 7, 8, 12, 15, 16, 64])
 def test_clusters_that_find_room_at_once(rows: int, is_tree: bool) -> None:
-    one = decode_launch(plan(), rows, is_tree=is_tree, selected=1)
+    one = step_launch(plan(), rows, is_tree=is_tree, is_selected=True)
     width, units, clusters = one.grid
-    assert one.kernel.name == "selected_attention" and one.constants["TREE"] == is_tree
+    assert one.kernel.name == "selected_attention" and macros_of(one.constants)["TREE"] == is_tree
     assert (width, units) == (8, 2 * rows) and 1 <= clusters <= 8
     assert clusters == 1 or units * clusters <= 30
     assert clusters == 8 or units * (clusters + 1) > 29
 
 
-@pytest.mark.parametrize(("arch", "settings"), [(80, {}), (100, {}), (90, {"portable": True}), (90, {"is_fp8": True})])
-def test_others_have_decode_attention(arch: int, settings: dict[str, bool]) -> None:
-    made = plan(arch, **settings)
-    assert decode_launch(made, 12, is_tree=False, selected=1).kernel.name == "decode_attention"
+@pytest.mark.parametrize("made", [plan(80), plan(100), plan(90, capability=86), plan(90, is_fp8=True)])
+def test_others_have_decode_attention(made: DecodePlan) -> None:
+    assert step_launch(made, 12, is_tree=False, is_selected=True).kernel.name == "decode_attention"

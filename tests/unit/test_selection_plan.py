@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 from math import ceil
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from cpmrt.cuda.ops.selection_plan import SelectionPlan, plan_selection
+from cpmrt.config.layers import GroupedAttention
+from cpmrt.cuda.ops.selection import SelectionPlan
+from cpmrt.cuda.precompile import known_device
 from cpmrt.memory.caches import pages_for
 
 
 def plan(context: int, rows: int, *, heads: int = 32, sms: int = 132, capability: int = 90) -> SelectionPlan:
-    config: Any = SimpleNamespace(num_heads=heads, num_kv_heads=2, head_dim=128)
-    return plan_selection(config, max_context=context, max_rows=rows, num_sms=sms, capability=capability)
+    return SelectionPlan.of(GroupedAttention(heads, 2, 128), known_device(f"sm_{capability}", sms), context, rows)
 
 
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize(("context", "passes"), [(2048, 1), (65_536, 1), (131_200, 2), (1_000_000, 11)])
 def test_passes_of_equal_length_in_a_bounded_workspace(context: int, passes: int, capability: int) -> None:
     made = plan(context, 2048, capability=capability)
-    assert made.pooled >= made.rows_per_pass * 2 * pages_for(context) * 2
-    assert 4 * made.pooled <= 52 << 20
+    assert made.scores >= made.rows_per_pass * 2 * pages_for(context) * 2
+    assert 4 * made.scores <= 52 << 20
     if capability == 90:
         assert ceil(2048 / made.rows_per_pass) == passes
         assert made.rows_per_pass * passes - 2048 < 16 * passes

@@ -6,14 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from cpmrt.config import EngineConfig, ModelConfig
 from cpmrt.cuda.build.launcher import Launcher
 from cpmrt.cuda.draft.memory import tree_tables
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.load.repack import STAGING, staging_buffers
-from cpmrt.cuda.ops.attention.plan import decode_attention_of, plan_prefill_attention
+from cpmrt.cuda.ops.attention.attention import AttentionPlan
+from cpmrt.cuda.ops.attention.decode import DecodePlan
 from cpmrt.cuda.ops.cuda_ops import CudaOps
 from cpmrt.cuda.ops.gemm import Gemm
 from cpmrt.cuda.ops.linear_packed.layout import PackedWeight
@@ -89,12 +88,8 @@ def _draft_tables(
     config = draft.config.decoder
     if config is None:
         return ()
-    attention = decode_attention_of(config, max_context, capability=device.capability, num_sms=device.num_sms)
-    tables = (
-        BufferSpec("attention_partials", (attention.partials,), 0, LAST_PHASE, np.float32),
-        BufferSpec("attention_arrivals", (attention.arrivals,), 0, LAST_PHASE, np.int32),
-        *packed_tables(_weights(draft, specs), device),
-    )
+    attention = DecodePlan.of(config.attention, device, max_context)
+    tables = (*attention.tables, *packed_tables(_weights(draft, specs), device))
     return tuple(_scratch(spec) for spec in tables)
 
 
@@ -128,20 +123,13 @@ class DraftForward:
         arrays: Mapping[str, Any],
         caches: CacheLayout,
     ):
-        config, max_context = draft.config.layers_config, caches.max_context
+        config = draft.config.layers_config
         self._draft, self._arrays = draft.config, arrays
         self._model = DraftModel.bind(draft.config, arrays, caches, _fc_halves(arrays))
-        decode_plan = decode_attention_of(
-            config, max_context, capability=device.capability, num_sms=device.num_sms, portable=device.is_portable
-        )
-        attention = config.attention
-        heads = {
-            name: getattr(attention, name) for name in ("num_heads", "num_kv_heads", "head_dim")
-        }
-        prefill_plan = plan_prefill_attention(**heads, arch=device.capability)
         scratch = {name.removeprefix(SCRATCH): array for name, array in arrays.items() if name.startswith(SCRATCH)}
         scratch |= {"slots": arrays["draft_slots"], "chunk": arrays["draft_chunk"]}
-        self._ops = CudaOps(config, launcher, gemm, scratch, device, decode_plan, prefill_plan)
+        plan = AttentionPlan.of(config.attention, device, caches.max_context, len(arrays["draft.x"]))
+        self._ops = CudaOps(device, launcher, gemm, scratch, plan)
 
     def chunk(self, num_rows: int) -> None:
         """The rows of a prefill chunk; nothing is drafted."""

@@ -1,72 +1,75 @@
-"""Pages in fp8 on a GPU: what the kernels take of them, and pages in 16 bits for attention of a prefill chunk.
-
-Decoding reads codes. A chunk's attention runs on tensor cores over pages that every 64 rows read again, so the pages of
-the chunk's slot are first expanded, exactly, into a workspace of one layer, where page p of the slot is page p.
-"""
+"""Pages of keys and values in 16 bits or fp8 as kernels take them, and the compressed keys beside them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from cpmrt.cuda.build.launcher import Launcher
 from cpmrt.cuda.build.spec import KernelSpec
+from cpmrt.cuda.driver.array import DeviceArray
+from cpmrt.executor import MAX_ROWS
 from cpmrt.memory.caches import CacheLayout
-from cpmrt.models.layers import ATTENTION, EMBED, HEAD
-from cpmrt.ops import Fp8Pages, Rows
-from cpmrt.tensor_spec import BufferSpec
+from cpmrt.ops import Fp8Pages, KVPages, Rows
 
-EXPAND_PAGES = KernelSpec("expand_pages", "attention/expand_pages.cu", "prefill_attention", ("HEAD_DIM",), hot=True)
-_THREADS = 256
-_MOST_BLOCKS = 512
-"""In x: enough for every multiprocessor, few enough to find nothing to do in no time."""
+_WINDOW_ROWS = 16
+"""Consecutive rows of which one ends a window of compressed keys."""
+_PATH_WINDOWS = 5
+"""Windows that may end within an accepted path."""
+
+
+@dataclass(frozen=True)
+class PageConstants:
+    """Elements of a head, and whether pages hold fp8 codes."""
+
+    head_dim: int
+    fp8: bool
+
+
+COMPRESS_KEYS = KernelSpec("compress_keys", "attention/compress_keys.cu", "qkv", PageConstants, hot=True)
+COMPRESS_PATH = replace(COMPRESS_KEYS, name="compress_path", op="", reason="an accepted path")
 
 
 def is_fp8(caches: CacheLayout) -> bool:
-    """Whether keys and values are in fp8."""
+    """Return whether keys and values are in fp8."""
     return "k_codes" in caches.specs
 
 
-def expanded_workspace(caches: CacheLayout) -> tuple[BufferSpec, ...]:
-    """Return the buffers for the keys and values of one sequence in one layer, in 16 bits."""
-    shape = (caches.pages_per_sequence, *caches.specs["k_codes"].shape)
-    return tuple(BufferSpec(name, shape, ATTENTION, ATTENTION) for name in ("expanded_k", "expanded_v"))
-
-
-def expanded_tables(caches: CacheLayout) -> tuple[BufferSpec, ...]:
-    """Return the block tables of the expanded pages, the same for every slot."""
-    shape = (caches.max_sequences, caches.pages_per_sequence)
-    return (BufferSpec("expanded_tables", shape, EMBED, HEAD, np.int32),)
-
-
-def codes_of(pages: Any) -> Any:
-    """The array that a kernel reads and writes."""
+def codes_of(pages: DeviceArray | Fp8Pages | None) -> DeviceArray | None:
+    """Return the array of elements that a kernel reads and writes: the pages themselves, or their fp8 codes."""
     return pages.codes if isinstance(pages, Fp8Pages) else pages
 
 
-def scales_of(*pages: Any) -> tuple[Any, ...]:
-    """What kernels compiled with FP8 take last."""
+def scales_of(*pages: DeviceArray | Fp8Pages) -> tuple[DeviceArray, ...]:
+    """Return the arguments that a kernel compiled for fp8 pages takes last; none for pages in 16 bits."""
     return tuple(part.scales for part in pages if isinstance(part, Fp8Pages))
 
 
-def fp8_constant(pages: Any) -> dict[str, int]:
-    """The compile-time size that says so."""
-    return {"FP8": int(isinstance(pages, Fp8Pages))}
-
-
-def expand(
-    launch: Launcher, scratch: Mapping[str, Any], k_pages: Fp8Pages, v_pages: Fp8Pages, rows: Rows
-) -> tuple[Any, Any, Rows]:
-    """Keys, values and rows in place of those of the chunk in `scratch`, whose pages are expanded."""
-    out = scratch["expanded_k"], scratch["expanded_v"]
-    num_pages, num_heads, _, head_dim = out[0].shape
-    grid = (min(num_pages, _MOST_BLOCKS), 2 * num_heads)
+def compress_keys(launch: Launcher, kv: KVPages, rows: Rows) -> None:
+    """Store the compressed keys of the windows that end at a row's position; the keys are stored already."""
+    assert kv.compressed is not None, "planned without sparse attention"
+    keys, num_rows = kv.scored_keys, len(rows.positions)
+    _, num_kv_heads, _, head_dim = keys.shape
+    rows_per_block = 1 if num_rows <= MAX_ROWS else _WINDOW_ROWS
+    sizes = num_rows, rows_per_block, rows.block_tables.shape[1]
     launch(
-        EXPAND_PAGES, {"HEAD_DIM": head_dim}, grid, _THREADS,
-        *out, k_pages.codes, v_pages.codes, *scales_of(k_pages, v_pages), rows.block_tables, scratch["chunk"],
-        np.int32(num_heads), np.int32(rows.block_tables.shape[1]),
+        COMPRESS_KEYS, PageConstants(head_dim, isinstance(keys, Fp8Pages)),
+        (-(-num_rows // rows_per_block), num_kv_heads, 2), head_dim // 2,
+        kv.compressed.k1, kv.compressed.k2, codes_of(keys), rows.positions, rows.slots, rows.block_tables,
+        *map(np.int32, sizes), *scales_of(keys),
     )  # fmt: skip
-    return *out, replace(rows, block_tables=scratch["expanded_tables"])
+
+
+def compress_path(launch: Launcher, kv: KVPages, tree: DeviceArray, block_tables: DeviceArray) -> None:
+    """Store the compressed keys of the windows that end within the accepted path of the draft `tree`.
+
+    The arrays of `kv` are those of all layers [L, P, ...]; the keys of the path lie at their positions already.
+    """
+    assert kv.compressed is not None, "planned without sparse attention"
+    num_layers, num_pages, num_kv_heads, _, head_dim = kv.scored_keys.shape
+    launch(
+        COMPRESS_PATH, PageConstants(head_dim, fp8=False), (num_layers * num_kv_heads, _PATH_WINDOWS), head_dim // 2,
+        kv.compressed.k1, kv.compressed.k2, kv.scored_keys, tree, block_tables,
+        *map(np.int32, (num_pages, num_kv_heads, block_tables.shape[1])),
+    )  # fmt: skip

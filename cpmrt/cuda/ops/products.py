@@ -18,7 +18,7 @@ from cpmrt.cuda.build.spec import KernelSpec
 from cpmrt.cuda.driver.array import DeviceArray, KernelArgument
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.ops.gemm import Gemm
-from cpmrt.cuda.ops.kv import codes_of, scales_of
+from cpmrt.cuda.ops.kv import PageConstants, codes_of, compress_keys, scales_of
 from cpmrt.cuda.ops.linear import StepProduct, launch_linear
 from cpmrt.cuda.ops.linear_packed.layout import PackedWeight
 from cpmrt.cuda.ops.linear_packed.memory import packed_workspace
@@ -33,21 +33,13 @@ Weight = DeviceArray | PackedWeight
 
 
 @dataclass(frozen=True, slots=True)
-class RopeAppendConstants:
-    """Compile-time constants of rope_append.cu; `fp8`: whether pages hold codes of 8 bits."""
-
-    head_dim: int
-    fp8: bool
-
-
-@dataclass(frozen=True, slots=True)
 class SiluMulConstants:
     """Compile-time constants of activation.cu: the columns of gate, and of up."""
 
     intermediate: int
 
 
-ROPE_APPEND = KernelSpec("rope_append", "attention/rope_append.cu", "qkv", RopeAppendConstants, hot=True)
+ROPE_APPEND = KernelSpec("rope_append", "attention/rope_append.cu", "qkv", PageConstants, hot=True)
 SILU_MUL = KernelSpec("silu_mul", "rows/activation.cu", "gate_up", SiluMulConstants, hot=True)
 RESIDUAL_ADD = KernelSpec("residual_add", "rows/residual.cu", "project_residual", RowConstants, hot=True)
 
@@ -88,7 +80,7 @@ class Products:
         eps: float,
         q_nope: DeviceArray | None = None,
     ) -> Handoff:
-        """Launch the op `qkv`, but for the compressed keys."""
+        """Launch the op `qkv`."""
         nope = q_nope, kv.compressed.nope if kv.compressed else None
         check_shapes(
             "qkv", q=q, k=kv.k, v=kv.v, x=x, norm=weights.norm, weight=weights.weight, bias=weights.bias,
@@ -104,19 +96,22 @@ class Products:
             product = StepProduct("qkv", outputs, x, weights.norm, eps, (bias, *rest), head_dim)
             return self._step(product, weights.weight)
 
-        if not rows.is_prefill and weights.q_norm is None and nope[0] is None and not isinstance(kv.k, Fp8Pages):
-            return project(q, kv.k, kv.v)
-        raw, left = self._qkv[: len(x)], NOTHING
-        if rows.is_prefill:
-            self._dense(raw, self._normalised(x, weights.norm, eps), weights.weight)
-        else:  # with null pages the kernel stores the projection as it is
-            left, bias = project(raw, None, None), None
-        grid = -(-len(x) * (raw.shape[1] // head_dim) * (4 if head_dim == 64 else 8) // BLOCK)
-        self._launch(
-            ROPE_APPEND, RopeAppendConstants(head_dim, isinstance(kv.k, Fp8Pages)), grid, BLOCK,
-            q, codes_of(kv.k), codes_of(kv.v), *nope, raw, bias, weights.q_norm, weights.k_norm, *rest,
-            *scales_of(kv.k, kv.v),
-        )  # fmt: skip
+        left, raw, is_fp8 = NOTHING, self._qkv[: len(x)], isinstance(kv.k, Fp8Pages)
+        if not rows.is_prefill and weights.q_norm is None and nope[0] is None and not is_fp8:
+            left = project(q, kv.k, kv.v)
+        else:
+            if rows.is_prefill:
+                self._dense(raw, self._normalised(x, weights.norm, eps), weights.weight)
+            else:  # with null pages the kernel stores the projection as it is
+                left, bias = project(raw, None, None), None
+            grid = -(-len(x) * (raw.shape[1] // head_dim) * (4 if head_dim == 64 else 8) // BLOCK)
+            self._launch(
+                ROPE_APPEND, PageConstants(head_dim, is_fp8), grid, BLOCK,
+                q, codes_of(kv.k), codes_of(kv.v), *nope, raw, bias, weights.q_norm, weights.k_norm, *rest,
+                *scales_of(kv.k, kv.v),
+            )  # fmt: skip
+        if kv.compressed is not None and rows.tree_masks is None:
+            compress_keys(self._launch, kv, rows)
         return left
 
     def project_residual(

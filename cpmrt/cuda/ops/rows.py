@@ -43,7 +43,7 @@ CLEAR = KernelSpec("clear", "rows/columns.cu", "clear", hot=True)
 
 
 def embed(
-    launch: Launcher, out: DeviceArray, token_ids: DeviceArray, slots: DeviceArray, table: DeviceArray, scale: float
+    launch: Launcher, slots: DeviceArray, out: DeviceArray, token_ids: DeviceArray, table: DeviceArray, scale: float
 ) -> None:
     """Launch the op `embed`; rows of slot -1 become zeros."""
     check_shapes("embed", out=out, token_ids=token_ids, table=table)

@@ -8,15 +8,14 @@ from typing import Any
 from cpmrt.config import ModelConfig
 from cpmrt.cuda.build.launcher import Launcher
 from cpmrt.cuda.driver.device import Device
-from cpmrt.cuda.ops.attention.plan import decode_attention_of, plan_prefill_attention
+from cpmrt.cuda.ops.attention.attention import AttentionPlan
 from cpmrt.cuda.ops.cuda_ops import CudaOps
 from cpmrt.cuda.ops.gemm import Gemm
-from cpmrt.cuda.ops.kv import is_fp8
-from cpmrt.cuda.ops.selection import SparsePlans
+from cpmrt.cuda.ops.kv import compress_path, is_fp8
 from cpmrt.executor import MAX_ROWS
 from cpmrt.memory.caches import CacheLayout
 from cpmrt.models.decoder import Decoder
-from cpmrt.ops import Rows
+from cpmrt.ops import CompressedKeys, KVPages, Rows
 
 
 class StepForward:
@@ -37,19 +36,9 @@ class StepForward:
         taps: tuple[int, ...] = (),
     ):
         self._model, self._arrays = Decoder.bind(config, arrays, caches, taps), arrays
-        max_context = caches.max_context
-        attention = config.attention
-        heads = {
-            name: getattr(attention, name) for name in ("num_heads", "num_kv_heads", "head_dim")
-        }
-        decode_plan = decode_attention_of(
-            config, max_context, capability=device.capability, num_sms=device.num_sms, portable=device.is_portable,
-            is_fp8=is_fp8(caches),
-        )  # fmt: skip
-        prefill_plan = plan_prefill_attention(**heads, arch=device.capability)
-        is_sparse, max_rows = config.attention.sparse is not None, len(arrays["x"])
-        sparse = SparsePlans.of(config, device, max_context, max_rows) if is_sparse else None
-        self.ops = CudaOps(config, launcher, gemm, arrays, device, decode_plan, prefill_plan, sparse)
+        max_rows, has_codes = len(arrays["x"]), is_fp8(caches)
+        plan = AttentionPlan.of(config.attention, device, caches.max_context, max_rows, is_fp8=has_codes)
+        self._launch, self.ops = launcher, CudaOps(device, launcher, gemm, arrays, plan)
 
     def every_shape(self, buckets: Iterable[int], row_counts: Iterable[int]) -> None:
         """Each shape once: chunks of the buckets, decode steps of the row counts, and the head of a first token."""
@@ -74,8 +63,11 @@ class StepForward:
 
     def path_accepted(self) -> None:
         """What sparse attention keeps of the path of a tree, once its keys and values are at their positions."""
-        if self.ops.sparse is not None:
-            self.ops.sparse.compress_path(self._arrays)
+        a = self._arrays
+        if "k1_pages" in a:
+            compressed = CompressedKeys(a["k1_pages"], a["k2_pages"], a.get("nope_pages"))
+            pages = KVPages(a["k_pages"], a["v_pages"], compressed)
+            compress_path(self._launch, pages, a["draft_tree"], a["block_tables"])
 
     def _layers(self, num_rows: int, logit_rows: slice | None, *places: Any, first_state: int = 0) -> None:
         """The rows at the front of the buffers."""

@@ -13,11 +13,11 @@ import numpy as np
 from cpmrt.config import EngineConfig, ModelConfig
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.load.repack import staging_buffers
-from cpmrt.cuda.ops.attention.plan import decode_attention_of
-from cpmrt.cuda.ops.kv import expanded_tables, expanded_workspace, is_fp8
+from cpmrt.cuda.ops.attention.attention import AttentionPlan
+from cpmrt.cuda.ops.attention.prefill import ExpandedPages
+from cpmrt.cuda.ops.kv import is_fp8
 from cpmrt.cuda.ops.linear_packed.memory import packed_regions, packed_tables
 from cpmrt.cuda.ops.products import product_workspace
-from cpmrt.cuda.ops.selection_plan import plan_selection
 from cpmrt.cuda.step.structs import SLOT_STATE, STEP_CONTEXT
 from cpmrt.dtypes import ElementType
 from cpmrt.errors import UnsupportedModelError
@@ -54,35 +54,16 @@ def cuda_tables(
     """Buffers that live as long as the executor."""
     sequences = engine.max_sequences
     layout = cache_layout(config, max_context, sequences, engine.kv_dtype)
-    attention = decode_attention_of(
-        config, max_context, capability=device.capability, num_sms=device.num_sms, is_fp8=is_fp8(layout)
-    )
+    shape, max_rows = config.for_context(max_context).attention, most_rows(engine)
+    attention = AttentionPlan.of(shape, device, max_context, max_rows, is_fp8=is_fp8(layout))
     return (
-        *(expanded_tables(layout) if is_fp8(layout) else ()),
+        *attention.tables,
+        *(ExpandedPages.tables(layout) if is_fp8(layout) else ()),
         _table("block_tables", np.int32, sequences, layout.pages_per_sequence),
         _table("slot_states", np.uint8, sequences, SLOT_STATE.itemsize),
         _table("token_counts", np.uint32, sequences, config.vocab_size),
         _table("step_context", np.uint8, STEP_CONTEXT.itemsize),
-        _table("attention_partials", np.float32, attention.partials),
-        _table("attention_arrivals", np.int32, attention.arrivals),
         _table("gemm_workspace", np.uint8, GEMM_WORKSPACE_BYTES),
-        *_sparse_tables(config.for_context(max_context), engine, max_context, device),
-    )
-
-
-def _sparse_tables(
-    config: ModelConfig, engine: EngineConfig, max_context: int, device: Device
-) -> tuple[BufferSpec, ...]:
-    if config.attention.sparse is None:
-        return ()
-    plan = plan_selection(
-        config, max_context=max_context, max_rows=most_rows(engine), num_sms=device.num_sms,
-        capability=device.capability,
-    )
-    return (
-        _table("block_scores", np.float32, plan.pooled),
-        _table("block_log_sums", np.float32, plan.log_sums),
-        _table("dense_chunk", np.int32, 4),
     )
 
 
@@ -109,7 +90,7 @@ def cuda_needs(
 
     def expanded(max_context: int) -> tuple[BufferSpec, ...]:
         layout = cache_layout(config, max_context, engine.max_sequences, engine.kv_dtype)
-        return expanded_workspace(layout) if is_fp8(layout) else ()
+        return ExpandedPages.workspace(layout) if is_fp8(layout) else ()
 
     def tables(max_context: int) -> tuple[BufferSpec, ...]:
         return (*cuda_tables(config, engine, max_context, device), *counters)

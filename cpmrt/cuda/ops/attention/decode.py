@@ -1,0 +1,214 @@
+"""Attention of the rows of a step: how the keys of a row are split over blocks, and the kernel `decode_attention`.
+
+Splits and clusters depend on the device and the context alone, never on the rows of a step: so a row's result does not
+either.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import ceil
+
+import numpy as np
+
+from cpmrt.config.layers import GroupedAttention
+from cpmrt.cuda.build.launcher import Launcher
+from cpmrt.cuda.build.spec import KernelSpec
+from cpmrt.cuda.driver.array import DeviceArray
+from cpmrt.cuda.driver.device import Device
+from cpmrt.cuda.ops.kv import codes_of, scales_of
+from cpmrt.executor import MAX_ROWS
+from cpmrt.memory.caches import PAGE_SIZE, pages_for
+from cpmrt.models.layers import EMBED, HEAD
+from cpmrt.ops import KVPages, Rows, Selection
+from cpmrt.tensor_spec import BufferSpec
+
+QUERY_TILE = 16
+"""Query rows of a tile of the tensor cores (m16n8k16)."""
+SMS_OF_CLUSTER = {8: 8.8, 4: 4.4, 2: 2}
+"""By size of a cluster: of how many multiprocessors one finds room for a block on each (measured on an H200)."""
+_MOST_CLUSTERS = 32  # whose partial results one block merges for a row
+_SMALL_SHARED_MEMORY = (86, 89, 120)  # compute capabilities with 100 KB of shared memory a multiprocessor
+
+
+@dataclass(frozen=True)
+class HeadConstants:
+    """Elements of a head, and query heads of a KV head."""
+
+    head_dim: int
+    group: int
+
+
+@dataclass(frozen=True)
+class DecodeConstants(HeadConstants):
+    """`stages` of the ring of pages; `portable`: without clusters; `tree`: rows of draft trees; `window` in keys (0:
+    all of them); `selected`: rows of a step (1) or of a prefill chunk (2) that chose blocks; `fp8` pages."""
+
+    stages: int
+    portable: bool
+    tree: bool = False
+    window: int = 0
+    selected: int = 0
+    fp8: bool = False
+
+
+DECODE_ATTENTION = KernelSpec(
+    "decode_attention", "attention/decode_attention.cu", "decode_attention", DecodeConstants, hot=True
+)
+
+
+@dataclass(frozen=True)
+class Operands:
+    """What attention and the choice of blocks take: where their result goes, queries [T, HD], the pages of a layer, the
+    rows, and what these chose."""
+
+    out: DeviceArray
+    q: DeviceArray
+    kv: KVPages
+    rows: Rows
+    scale: float
+    selection: Selection | None = None
+
+    @property
+    def sizes(self) -> tuple[np.int32, np.int32, np.float32]:
+        """What every attention kernel takes behind its arrays: KV heads, pages of a sequence, factor of the scores."""
+        return np.int32(self.kv.k.shape[1]), np.int32(self.rows.block_tables.shape[1]), np.float32(self.scale)
+
+    def part(self, part: slice) -> Operands:
+        """Return those of some of the rows."""
+        rows, chosen = self.rows, self.selection
+        rows = replace(rows, positions=rows.positions[part], slots=rows.slots[part])
+        if rows.tree_masks is not None:
+            rows = replace(rows, tree_masks=rows.tree_masks[part], tree_base=rows.tree_base[part])
+        chosen = chosen and replace(chosen, blocks=chosen.blocks[part])
+        return replace(self, out=self.out[part], q=self.q[part], rows=rows, selection=chosen)
+
+
+@dataclass(frozen=True)
+class AttentionLaunch:
+    """One launch of `kernel` for the rows of a step. `sizes` are the integers that only this kernel takes;
+    `takes_local`: behind the arguments of a selection it wants the blocks that every row looks at behind itself."""
+
+    kernel: KernelSpec
+    constants: HeadConstants
+    grid: tuple[int, int, int]
+    threads: int
+    shared_bytes: int
+    sizes: tuple[int, ...]
+    takes_local: bool = False
+
+
+@dataclass(frozen=True)
+class DecodePlan:
+    """How the keys of a row are split over `num_splits` runs of pages, of which a cluster of `cluster` blocks merges as
+    many. With `has_own_kernels`, many rows of trees that see all keys are left to `tree_attention`, and rows that chose
+    blocks to `selected_attention`, which have the same workspace.
+
+    A tile has `heads` query heads of a KV head, and a row of a tree takes `tree_heads` rows of it, a half or all of
+    them. `units` blocks share a run of pages: one for each tile of each KV head.
+    """
+
+    constants: DecodeConstants
+    num_splits: int
+    cluster: int
+    num_sms: int
+    heads: int
+    units: int
+    has_own_kernels: bool
+
+    @classmethod
+    def of(cls, shape: GroupedAttention, device: Device, max_context: int, *, is_fp8: bool = False) -> DecodePlan:
+        """Plan for steps of any number of rows; pages in fp8 lie in the ring two in a place.
+
+        One row alone should keep every multiprocessor reading: one run of pages for each. Clusters of 8 (sm_90 on)
+        merge partial results without going through memory; without them one block merges all runs, which more than 32
+        make slower than they make the reading faster. A capacity of few pages needs few splits.
+        """
+        one = cls.of_single_rows(shape, device)
+        cluster = 8 if device.capability >= 90 else 1
+        wanted = min(device.num_sms // one.units, pages_for(max_context), _MOST_CLUSTERS * cluster)
+        return replace(
+            one,
+            constants=replace(one.constants, portable=device.is_portable, selected=0, fp8=is_fp8),
+            num_splits=max(1, wanted // cluster) * cluster,
+            cluster=cluster,
+            has_own_kernels=device.capability == 90 and not is_fp8,
+        )
+
+    @classmethod
+    def of_single_rows(cls, shape: GroupedAttention, device: Device) -> DecodePlan:
+        """Plan for rows of a prefill chunk that chose blocks: so many that a tile of a row's heads is one block's,
+        which needs no workspace."""
+        group = shape.num_heads // shape.num_kv_heads
+        tiles = ceil(group / QUERY_TILE)
+        stages = 2 if device.capability in _SMALL_SHARED_MEMORY else 3
+        return cls(
+            constants=DecodeConstants(shape.head_dim, group, stages, portable=True, selected=2),
+            num_splits=1,
+            cluster=1,
+            num_sms=device.num_sms,
+            heads=ceil(group / tiles),
+            units=shape.num_kv_heads * tiles,
+            has_own_kernels=False,
+        )
+
+    @property
+    def tree_heads(self) -> int:
+        return QUERY_TILE // 2 if self.heads <= QUERY_TILE // 2 else QUERY_TILE
+
+    @property
+    def tables(self) -> tuple[BufferSpec, BufferSpec]:
+        """The workspace, which lives as long as the executor: the results that clusters leave for the block that merges
+        them, and counters of the blocks that have left theirs, which begin and end as zeros."""
+        heads, clusters = self.tree_heads if self.has_own_kernels else self.heads, self.num_splits // self.cluster
+        partials = MAX_ROWS * self.units * clusters * heads * self.constants.head_dim * 5 // 4
+        return (
+            BufferSpec("attention_partials", (partials,), EMBED, HEAD, np.float32),
+            BufferSpec("attention_arrivals", (MAX_ROWS * self.units * self.cluster,), EMBED, HEAD, np.int32),
+        )
+
+    @property
+    def clusters_at_once(self) -> int:
+        """Clusters that find room on the device at the same time, two blocks on a multiprocessor."""
+        return int(2 * self.num_sms / SMS_OF_CLUSTER[self.cluster])
+
+    def launch(self, rows: int, constants: DecodeConstants) -> AttentionLaunch:
+        """Launch `decode_attention` for so many rows. The grid may depend on them: which block takes a run does not
+        change the result."""
+        clusters = 2 * self.num_sms // (self.units * rows * self.cluster)
+        clusters, units = min(max(1, clusters), self.num_splits // self.cluster), self.units
+        head_dim, received = constants.head_dim, 5 * self.heads * constants.head_dim if self.cluster > 1 else 0
+        return AttentionLaunch(
+            kernel=DECODE_ATTENTION,
+            constants=constants,
+            grid=(self.cluster * clusters, units, 1) if rows == 1 else (self.cluster, units * rows, clusters),
+            threads=128,
+            shared_bytes=QUERY_TILE * head_dim * 2 + constants.stages * PAGE_SIZE * head_dim * 4 + received,
+            sizes=(self.num_splits,),
+        )
+
+
+@dataclass(frozen=True)
+class AttentionScratch:
+    """The workspace of rows whose keys are split; None for others."""
+
+    partials: DeviceArray | None = None
+    arrivals: DeviceArray | None = None
+
+
+def attend_rows(
+    launch: Launcher, one: AttentionLaunch, scratch: AttentionScratch, given: Operands, *, prefers_shared: bool = False
+) -> None:
+    """Launch `decode_attention`, `tree_attention` or `selected_attention`, whose arguments are alike."""
+    kv, rows, selection = given.kv, given.rows, given.selection
+    chosen: tuple[DeviceArray | np.generic, ...] = ()
+    if selection is not None:
+        sparse = selection.config
+        local = (sparse.local_blocks,) if one.takes_local else ()
+        chosen = selection.blocks, *map(np.int32, (sparse.num_selected, sparse.dense_context, *local))
+    launch(
+        one.kernel, one.constants, one.grid, one.threads,
+        given.out, scratch.partials, scratch.arrivals, given.q, codes_of(kv.k), codes_of(kv.v), rows.positions,
+        rows.slots, rows.block_tables, rows.tree_masks, rows.tree_base, *map(np.int32, one.sizes), *given.sizes,
+        *chosen, *scales_of(kv.k, kv.v), smem=one.shared_bytes, prefers_shared=prefers_shared,
+    )  # fmt: skip

@@ -1,0 +1,56 @@
+"""Attention of many rows of draft trees that see all keys: `tree_attention`, where rows share the pages they read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+
+from cpmrt.cuda.build.spec import KernelSpec
+from cpmrt.cuda.ops.attention.decode import QUERY_TILE, SMS_OF_CLUSTER, AttentionLaunch, DecodePlan, HeadConstants
+from cpmrt.memory.caches import PAGE_SIZE
+
+
+@dataclass(frozen=True)
+class TreeConstants(HeadConstants):
+    """`stages` of the ring of pages, tiles of query rows of a block, blocks of a cluster, `window` in keys (0: all)."""
+
+    stages: int
+    row_tiles: int
+    cluster: int
+    window: int
+
+
+TREE_ATTENTION = KernelSpec(
+    "tree_attention", "attention/tree_attention.cu", "decode_attention", TreeConstants, hot=True, arch="sm_90"
+)
+_FEWEST_ROWS = 8
+# Tiles of query rows of a block, blocks of a cluster: what is faster if all groups of rows are there at once is first.
+_BLOCKS = ((2, 8), (3, 8), (2, 4), (3, 4), (2, 2))
+
+
+def shares_pages(plan: DecodePlan, rows: int) -> bool:
+    """Return whether rows of trees together are faster: where a cluster for each row is there at once, they are not."""
+    return plan.has_own_kernels and rows >= _FEWEST_ROWS and rows * plan.units > plan.clusters_at_once
+
+
+def tree_launch(plan: DecodePlan, rows: int, window: int) -> AttentionLaunch:
+    """Launch all groups of rows at once, as far as they find room."""
+    head_dim, group, stages = plan.constants.head_dim, plan.constants.group, plan.constants.stages
+    for row_tiles, cluster in _BLOCKS:
+        groups = ceil(rows / (row_tiles * (QUERY_TILE // plan.tree_heads)))
+        resident = int(plan.num_sms / SMS_OF_CLUSTER[cluster])
+        if groups * plan.units <= resident:
+            break
+    # A row of many runs gives work to more clusters.
+    most = min(groups * plan.num_splits // plan.cluster, resident // plan.units)
+    # Shared memory: the ring; nodes and queries, or what slices exchange; what a block receives.
+    page, query, exchange = 2 * PAGE_SIZE * head_dim * 2, QUERY_TILE * head_dim * 2, 3 * QUERY_TILE * head_dim * 4
+    received = plan.cluster * (QUERY_TILE * head_dim * 4 // cluster + QUERY_TILE * 4)
+    return AttentionLaunch(
+        kernel=TREE_ATTENTION,
+        constants=TreeConstants(head_dim, group, stages, row_tiles, cluster, window),
+        grid=(cluster, plan.units, max(groups, most)),
+        threads=row_tiles * 128,
+        shared_bytes=stages * page + max(page + row_tiles * query, row_tiles * exchange) + row_tiles * received,
+        sizes=(rows, plan.num_splits),
+    )
