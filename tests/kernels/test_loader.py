@@ -36,7 +36,7 @@ def regions_of(specs: list[TensorSpec] | tuple[TensorSpec, ...]) -> tuple[dict[s
     regions, end = {}, 2 * GUARD
     for spec in specs:
         end = -(-end // 256) * 256
-        regions[spec.name] = Region(spec.name, "layers", end, spec.num_elements * 2, spec.shape)
+        regions[spec.name] = Region(spec.name, "layers", end, spec.num_elements * 2, spec.shape, np.dtype(np.uint16))
         end += spec.num_elements * 2 + 2 * GUARD
     return regions, end
 

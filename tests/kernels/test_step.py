@@ -209,7 +209,7 @@ def test_steps_follow_the_reference_executor(cuda: Any, seed: int, pdl: bool) ->
     assert device.number > 2 * ss.RING_ENTRIES and tokens > 20 and surplus > 0
     states = np.ascontiguousarray(cuda.numpy(device.on_device["states"])).view(ss.SLOT_STATE)
     counts = cuda.numpy(device.on_device["counts"])
-    np.testing.assert_array_equal(cuda.numpy(device.on_device["block_tables"]), reference._block_tables)
+    np.testing.assert_array_equal(cuda.numpy(device.on_device["block_tables"]), reference.block_tables)
     for slot, running in reference._running.items():
         state = states[slot]
         for name in ("position", "last_token", "num_generated", "finished"):

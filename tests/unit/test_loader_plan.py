@@ -73,7 +73,7 @@ def laid_out(specs: Sequence[TensorSpec], itemsize: int, gap: int = 16) -> tuple
     regions, end = {}, gap
     for spec in specs:
         nbytes = spec.num_elements * itemsize
-        regions[spec.name] = Region(spec.name, "layers", end, nbytes, spec.shape)
+        regions[spec.name] = Region(spec.name, "layers", end, nbytes, spec.shape, np.dtype(f"u{itemsize}"))
         end += nbytes + gap
     return regions, end
 
