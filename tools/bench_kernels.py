@@ -10,16 +10,16 @@ measured first. The steps' bookkeeping kernels are not here: they take commands,
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import date
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
@@ -27,19 +27,30 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 import numpy as np  # noqa: E402
 from kernel_costs import Cost, Label, chunk_costs, packed_costs, product_costs, skinny_costs  # noqa: E402
 from kernel_table import Line, markdown, replaced  # noqa: E402
-from kernel_timing import median_us, product_ceiling  # noqa: E402
 from planted_choices import TOGETHER, planted_choices  # noqa: E402
 from sparse_evaluation.neighbours import unions  # noqa: E402
 
-from cpmrt.bench.run import shape_folder  # noqa: E402
-from cpmrt.config import SparseSetting  # noqa: E402
+from cpmrt.bench.shapes import shape_config  # noqa: E402
+from cpmrt.config import EngineConfig, ModelConfig, SparseSetting  # noqa: E402
+from cpmrt.config.sparse import with_sparse_setting  # noqa: E402
+from cpmrt.cuda.arena import held_arrays  # noqa: E402
 from cpmrt.cuda.bandwidth import read_bandwidth  # noqa: E402
-from cpmrt.cuda.driver.device import open_device  # noqa: E402
-from cpmrt.cuda.driver.launch import launch  # noqa: E402
-from cpmrt.cuda.ops.gemm import Gemm  # noqa: E402
+from cpmrt.cuda.build.launcher import Launcher  # noqa: E402
+from cpmrt.cuda.build.modules import Modules  # noqa: E402
+from cpmrt.cuda.build.spec import KernelSpec, macros_of  # noqa: E402
+from cpmrt.cuda.draft.forward import executor_needs  # noqa: E402
+from cpmrt.cuda.load.random import FILL_NORMAL  # noqa: E402
+from cpmrt.cuda.ops.gemm import GEMM, Gemm  # noqa: E402
+from cpmrt.cuda.step.forward import StepForward  # noqa: E402
+from cpmrt.cuda.step.kernels import StepKernels  # noqa: E402
+from cpmrt.dtypes import DType  # noqa: E402
 from cpmrt.errors import CpmrtError  # noqa: E402
-from cpmrt.llm import LLM  # noqa: E402
+from cpmrt.models import decoder  # noqa: E402
+from cpmrt.models.planning import plan_model, weight_specs  # noqa: E402
 from cpmrt.ops import KVPages, Rows, Selection  # noqa: E402
+
+if TYPE_CHECKING:
+    from kernel_timing import Gpu
 
 README = ROOT / "kernels_cu" / "README.md"
 # So many layers that one kind of weight alone is larger than any L2.
@@ -53,143 +64,153 @@ SELECTED_START, SELECTED_ROWS = 126976, 2048
 SELECTED_UNIONS = (None, 226)
 COLD_BYTES = 400 << 20
 MOST_LAUNCHES = 256
+_RANDOM = ("x", "q", "attention", "inner", "normed", "qkv", "gate_up", "k_pages", "v_pages")
 
 
-class Sieve:
-    """Stands before the model's launcher and its products: only those with the wanted label pass. Counts all."""
+class Sieve(Launcher):
+    """Launches only what has the wanted label, and counts everything."""
 
-    def __init__(self, executor: Any):
-        self.launcher, self.library = executor._launcher, executor._gemm
-        self.own = Gemm(executor.device, self.launcher, None, use_library=False)
+    def __init__(self, stream: Any, modules: Modules):
+        super().__init__(stream, modules, use_pdl=True)
         self.wanted: Label | None = None
         self.counts: Counter[Label] = Counter()
-        self.uses_own = False
-        executor._forward._ops._launch = executor._forward._ops._quantized._launch = self
-        if executor._forward._ops.sparse is not None:
-            executor._forward._ops.sparse._launch = self
-        executor._forward._ops._gemm = self.product
-        executor._steps._launch = self
 
-    def __call__(self, file: str, name: str, sizes: Any, grid: Any, block: int, *args: Any, smem: int = 0) -> None:
-        if self._passes((name, 0, sizes.get("IN_FEATURES", 0))):
-            self.launcher(file, name, sizes, grid, block, *args, smem=smem)
-
-    def product(self, y: Any, x: Any, w: Any, *, alpha: float = 1.0, beta: float = 0.0) -> None:
-        """A product of a chunk."""
-        if self._passes(("gemm" if self.uses_own else "cuBLASLt", *w.shape)):
-            (self.own if self.uses_own else self.library)(y, x, w, alpha=alpha, beta=beta)
-
-    def _passes(self, label: Label) -> bool:
+    def passes(self, label: Label) -> bool:
+        """Count it; return whether it is to be launched."""
         self.counts[label] += 1
         return label == self.wanted
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.launcher, name)
+    def __call__(self, spec: KernelSpec, constants: Any, grid: Any, block: int, *args: Any, **options: Any) -> None:
+        depth = macros_of(constants).get("IN_FEATURES", 0)
+        if spec is GEMM or self.passes((spec.name, 0, depth)):  # products have been looked at before
+            super().__call__(spec, constants, grid, block, *args, **options)
+
+
+class SievedGemm(Gemm):
+    """Products of a chunk, called `name`."""
+
+    def __init__(self, name: str, sieve: Sieve, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        self._name, self._sieve = name, sieve
+
+    def __call__(self, y: Any, x: Any, w: Any, *, alpha: float = 1.0, beta: float = 0.0) -> None:
+        if self._sieve.passes((self._name, *w.shape)):
+            super().__call__(y, x, w, alpha=alpha, beta=beta)
 
 
 class Bench:
-    """A shape on the device, its kernels one by one. `ceilings` are of bytes and of operations, a second."""
+    """A shape on random weights, its kernels one by one. `ceilings` are of bytes and of operations, a second."""
 
-    def __init__(self, shape: str, llm: LLM, ceilings: dict[str, float], wanted: str):
-        self.shape, self.config, self.executor = shape, llm.config, llm.executor
-        self.stream, self.arrays = self.executor._stream, self.executor._arrays
-        self.sieve = Sieve(self.executor)
-        self.ops = self.executor._forward._ops
-        self._ceilings, self._wanted = ceilings, wanted
-        self._fill()
+    def __init__(
+        self, gpu: Gpu, shape: str, config: ModelConfig, settings: EngineConfig, ceilings: dict[str, float], wanted: str
+    ):
+        self.shape, self.config, self._gpu, self._ceilings, self._wanted = shape, config, gpu, ceilings, wanted
+        modules, context = Modules(gpu.device.arch, DType.BFLOAT16), settings.max_context or 0
+        self.sieve, everything = Sieve(gpu.stream, modules), Launcher(gpu.stream, modules, use_pdl=True)
+        specs = weight_specs(config, settings)
+        needs = executor_needs(config, settings, specs, None, gpu.device)
+        plan = plan_model(config, settings, itemsize=2, max_context=context, needs=needs, specs=specs)
+        arena = gpu.arena(plan)
+        self.arrays, self.caches = held_arrays(arena, gpu.device), plan.caches
+        gpu.randomise(everything, arena, specs)
+        for array in map(self.arrays.get, _RANDOM):
+            distribution = np.int64(array.size), np.uint64(1), np.float32(0), np.float32(1)
+            everything(FILL_NORMAL, {}, 1024, 256, array, *distribution)
+        gpu.put(self.arrays["block_tables"], np.array(plan.caches.block_tables()))
+        for table in decoder.tables(config, context, context):
+            gpu.put(self.arrays[table.spec.name], table.values())
+        self._rings = gpu.rings(context, config.vocab_size)
+        self.steps = StepKernels(self.sieve, config, self.arrays, self._rings, gpu.device)
+        self.library, self.own = self._forward("cuBLASLt", gpu.has_library), self._forward("gemm", False)
+
+    def _forward(self, name: str, use_library: bool) -> StepForward:
+        device, workspace = self._gpu.device, self.arrays["gemm_workspace"]
+        gemm = SievedGemm(name, self.sieve, device, self.sieve, workspace, use_library=use_library)
+        return StepForward(self.config, device, self.sieve, gemm, self.arrays, self.caches)
 
     def decode(self, row_counts: Iterable[int]) -> Iterator[Line]:
-        """The products and the sampler of a decode step."""
+        """Time the products and the sampler of a decode step."""
         costs = skinny_costs(self.config)
         for rows in row_counts:
             self._set_rows(np.arange(rows), np.full(rows, SHORT - 1))
-            yield from self._each(partial(self.executor._forward.decode, rows), f"T={rows}", costs)
+            yield from self._each(partial(self.library.decode, rows), f"T={rows}", costs)
             sampled = {("sample", 0, 0): Cost("sample", "byte", 4.0 * rows * self.config.vocab_size)}
-            yield from self._each(partial(self.executor._steps.sample, rows), f"T={rows}", sampled)
+            yield from self._each(partial(self.steps.sample, rows), f"T={rows}", sampled)
 
     def packed(self, row_counts: Iterable[int]) -> Iterator[Line]:
-        """The products of a decode step with 4-bit weights."""
+        """Time the products of a decode step with 4-bit weights."""
         for rows in row_counts:
             self._set_rows(np.arange(rows), np.full(rows, SHORT - 1))
-            layers = partial(self.executor._forward.decode, rows)
-            yield from self._each(layers, f"T={rows}", packed_costs(self.config, rows))
+            yield from self._each(partial(self.library.decode, rows), f"T={rows}", packed_costs(self.config, rows))
 
     def prefill(self) -> Iterator[Line]:
-        """Everything in a chunk but attention, the products by the library and by the own kernel."""
+        """Time everything in a chunk but attention, the products by the library and by the own kernel."""
         self._set_rows(np.zeros(CHUNK), np.arange(CHUNK))
-        layers, case = partial(self.executor._forward.chunk, CHUNK), f"T={CHUNK}"
-        yield from self._each(layers, case, product_costs(self.config, CHUNK, "cuBLASLt"))
-        yield from self._each(layers, case, chunk_costs(self.config, CHUNK))
-        self.sieve.uses_own = True
-        yield from self._each(layers, case, product_costs(self.config, CHUNK, "gemm"))
+        case = f"T={CHUNK}"
+        library = product_costs(self.config, CHUNK, "cuBLASLt") | chunk_costs(self.config, CHUNK)
+        yield from self._each(partial(self.library.chunk, CHUNK), case, library)
+        yield from self._each(partial(self.own.chunk, CHUNK), case, product_costs(self.config, CHUNK, "gemm"))
 
     def decode_attention(self, rows: int, keys: int) -> Iterator[Line]:
-        """Layers and slots take turns, so that no key is in the L2."""
-        config, pages = self.config, (self.arrays["k_pages"], self.arrays["v_pages"])
+        """Time attention in turns over layers and slots, so that no key is in the L2."""
         num_slots = len(self.arrays["block_tables"])
         self._set_rows(np.arange(num_slots), np.full(num_slots, keys - 1))
-        tables, positions = self.arrays["block_tables"], self.arrays["positions"][:rows]
-        windows = [self.arrays["slots"][first : first + rows] for first in range(0, num_slots - rows + 1, rows)]
-        num_bytes = 4.0 * rows * keys * config.attention.kv_size
-        turns = [(layer, slots) for slots in windows for layer in range(config.num_layers)]
-        turns = turns[: min(MOST_LAUNCHES, int(COLD_BYTES // num_bytes) + 1)]
+        num_bytes = 4.0 * rows * keys * self.config.attention.kv_size
+        turns = [
+            (layer, slice(first, first + rows))
+            for first in range(0, num_slots - rows + 1, rows)
+            for layer in range(self.config.num_layers)
+        ][: min(MOST_LAUNCHES, int(COLD_BYTES // num_bytes) + 1)]
 
         def enqueue() -> None:
-            out, q = self.arrays["attention"][:rows], self.arrays["q"][:rows]
             for layer, slots in turns:
-                step = Rows(self.arrays["token_ids"][:rows], positions, slots, tables, is_prefill=False)
-                kv = KVPages(pages[0][layer], pages[1][layer])
-                self.ops.decode_attention(out, q, kv, step, config.attention.head_dim**-0.5)
+                step, (out, q, kv, scale) = self._rows(rows, False, slots), self._operands(rows, layer)
+                self.library.ops.decode_attention(out, q, kv, step, scale)
 
         cost = {("decode_attention", 0, 0): Cost("decode_attention", "byte", num_bytes)}
         yield from self._each(enqueue, f"T={rows}, {keys:,} keys", cost)
 
     def prefill_attention(self, start: int) -> Iterator[Line]:
-        """A chunk behind `start` keys."""
-        config, (rows, arrays) = self.config, (CHUNK, self.arrays)
-        self._set_chunk(start)
-        step = Rows(
-            arrays["token_ids"][:rows], arrays["positions"][:rows], arrays["slots"][:rows], arrays["block_tables"], True
-        )
-
-        def enqueue() -> None:
-            for layer in range(2):
-                pages = arrays["k_pages"][layer], arrays["v_pages"][layer]
-                out, q = arrays["attention"][:rows], arrays["q"][:rows]
-                self.ops.prefill_attention(out, q, *pages, step, config.attention.head_dim**-0.5)
-
-        flops = 4.0 * config.attention.q_size * rows * (start + (rows + 1) / 2)
-        name = self.ops._prefill_plan.kernel
-        yield from self._each(enqueue, f"T={rows} behind {start:,}", {(name, 0, 0): Cost(name, "FLOP", flops)})
+        """Time the attention of a chunk behind `start` keys."""
+        self._set_chunk(start, CHUNK)
+        flops = 4.0 * self.config.attention.q_size * CHUNK * (start + (CHUNK + 1) / 2)
+        names = ("prefill_attention", "prefill_attention_wgmma")  # one of which the device takes
+        costs = {(name, 0, 0): Cost(name, "FLOP", flops) for name in names}
+        yield from self._each(partial(self._attend_chunk, CHUNK, None), f"T={CHUNK} behind {start:,}", costs)
 
     def selected_attention(self, union: int | None) -> Iterator[Line]:
-        """A chunk over blocks of which TOGETHER neighbours choose so many, where neighbours go together."""
-        config, arrays, rows = self.config, self.arrays, SELECTED_ROWS
-        assert config.attention.sparse is not None
-        rng = np.random.default_rng(0)
-        blocks = planted_choices(
-            SELECTED_START, rows, config.attention.num_kv_heads, config.attention.sparse, union, rng
-        )
+        """Time a chunk over blocks of which TOGETHER neighbours choose so many, where neighbours go together."""
+        attention, rows, rng = self.config.attention, SELECTED_ROWS, np.random.default_rng(0)
+        assert attention.sparse is not None
+        blocks = planted_choices(SELECTED_START, rows, attention.num_kv_heads, attention.sparse, union, rng)
         self._set_rows(np.zeros(rows), np.arange(SELECTED_START, SELECTED_START + rows))
         self._set_chunk(SELECTED_START, rows)
-        arrays["blocks"][:rows].set(blocks, stream=self.stream)
-        of_rows = (arrays[name][:rows] for name in ("token_ids", "positions", "slots"))
-        step = Rows(*of_rows, arrays["block_tables"], True)
-        selection = Selection(arrays["blocks"][:rows], config.attention.sparse)
-
-        def enqueue() -> None:
-            for layer in range(2):
-                pages = arrays["k_pages"][layer], arrays["v_pages"][layer]
-                out, q = arrays["attention"][:rows], arrays["q"][:rows]
-                self.ops.sparse.attend_chunk(out, q, *pages, step, config.attention.head_dim**-0.5, selection)
-
+        self._gpu.put(self.arrays["blocks"], blocks)
+        selection = Selection(self.arrays["blocks"][:rows], attention.sparse)
         name, chosen = "prefill_selected_wgmma", unions(blocks, TOGETHER).mean()
-        flops = 4.0 * config.attention.q_size * rows * config.attention.sparse.num_selected * 64
+        flops = 4.0 * attention.q_size * rows * attention.sparse.num_selected * 64
         case = f"T={rows} behind {SELECTED_START:,}, {TOGETHER} choose {chosen:.0f}"
-        yield from self._each(enqueue, case, {(name, 0, 0): Cost(name, "FLOP", flops)})
+        costs = {(name, 0, 0): Cost(name, "FLOP", flops)}
+        yield from self._each(partial(self._attend_chunk, rows, selection), case, costs)
+
+    def _attend_chunk(self, rows: int, selection: Selection | None) -> None:
+        for layer in range(2):
+            out, q, kv, scale = self._operands(rows, layer)
+            self.library.ops.prefill_attention(out, q, kv, self._rows(rows, True), scale, selection=selection)
+
+    def _rows(self, count: int, is_prefill: bool, slots: slice | None = None) -> Rows:
+        tokens, positions = (self.arrays[name][:count] for name in ("token_ids", "positions"))
+        of_slots = self.arrays["slots"][slots or slice(count)]
+        return Rows(tokens, positions, of_slots, self.arrays["block_tables"], is_prefill)
+
+    def _operands(self, rows: int, layer: int) -> tuple[Any, Any, KVPages, float]:
+        """Return output, queries, a layer's pages, and the factor of attention."""
+        pages = self.caches.of_layer(layer, self.arrays)
+        kv = KVPages(pages["k_pages"], pages["v_pages"])
+        return self.arrays["attention"][:rows], self.arrays["q"][:rows], kv, self.config.attention.head_dim**-0.5
 
     def _each(self, enqueue: Callable[[], None], case: str, costs: dict[Label, Cost]) -> Iterator[Line]:
-        """A line for each kernel of what `enqueue` launches, as far as its cost is known and it was asked for."""
+        """Yield a line for each kernel that `enqueue` launches, if its cost is known and it was asked for."""
         self.sieve.wanted = None
         self.sieve.counts.clear()
         enqueue()
@@ -197,73 +218,52 @@ class Bench:
             if label not in costs or self._wanted not in costs[label].title:
                 continue
             self.sieve.wanted = label
-            us = median_us(self.stream, enqueue) / count
+            us = self._gpu.microseconds(enqueue) / count
             title, unit, amount = costs[label]
             rate = amount / us * 1e6
             yield Line(self.shape, title, case, us, unit, rate, rate / self._ceilings[unit])
 
-    def _fill(self) -> None:
-        kernel = self.sieve.launcher.modules.kernel("load/fill.cu", "fill_normal", {})
-        for name in ("x", "q", "attention", "inner", "normed", "qkv", "gate_up", "k_pages", "v_pages"):
-            array = self.arrays[name]
-            args = (np.uint64(array.data.ptr), np.int64(array.size), np.uint64(1), np.float32(0), np.float32(1))
-            launch(self.stream, kernel, 1024, 256, 0, args)
-        self.stream.synchronize()
-
     def _set_rows(self, slots: Any, positions: Any) -> None:
-        with self.stream:
-            self.arrays["slots"][: len(slots)].set(slots.astype(np.int32))
-            self.arrays["positions"][: len(positions)].set(positions.astype(np.int32))
-            self.arrays["token_ids"].fill(1)
-        self._set_chunk(0)
+        for name, values in (("slots", slots), ("positions", positions), ("token_ids", 1)):
+            self._gpu.put(self.arrays[name], values)
+        self._set_chunk(0, CHUNK)
 
-    def _set_chunk(self, start: int, rows: int = CHUNK) -> None:
-        with self.stream:
-            self.arrays["chunk"].set(np.array([0, start, rows, 0], np.int32))
-        self.stream.synchronize()
+    def _set_chunk(self, start: int, rows: int) -> None:
+        self._gpu.put(self.arrays["chunk"], np.array([0, start, rows, 0]))
 
 
-@contextmanager
-def opened(
-    shape: str,
-    sequences: int,
-    context: int,
-    ceilings: dict[str, float],
-    wanted: str,
-    *,
-    is_packed: bool = False,
-    sparse: SparseSetting = "off",
-) -> Iterator[Bench]:
-    """The shape with a few or with many layers, on random weights; twice as many layers of 4 bits."""
-    overrides: dict[str, Any] = {"num_hidden_layers": LAYERS[shape]}
-    if is_packed:
-        overrides = {"num_hidden_layers": 2 * LAYERS[shape], "quantization_config": PACKED}
-    with shape_folder(shape) as folder, LLM(
-        folder, executor="cuda", load_format="dummy", hf_overrides=overrides, max_context=context,
-        max_sequences=sequences, prefill_chunk=CHUNK if sequences == 1 else 64, sparse=sparse,
-    ) as llm:  # fmt: skip
-        yield Bench(shape, llm, ceilings, wanted)
+def lines_of(
+    gpu: Gpu, shape: str, ceilings: dict[str, float], wanted: str, row_counts: Iterable[int]
+) -> Iterator[Line]:
+    """Yield every measurement of a shape. Of layers with 4-bit weights there are twice as many."""
 
+    def bench(sequences: int, context: int, sparse: SparseSetting = "off", **overrides: Any) -> Bench:
+        gc.collect()  # the arena of the one before
+        config_json = shape_config(shape) | {"num_hidden_layers": LAYERS[shape]} | overrides
+        config = ModelConfig.from_hf(with_sparse_setting(config_json, sparse))
+        chunk = CHUNK if sequences == 1 else 64
+        settings = EngineConfig(max_context=context, max_sequences=sequences, prefill_chunk=chunk)
+        return Bench(gpu, shape, config.for_context(context), settings, ceilings, wanted)
 
-def lines_of(shape: str, ceilings: dict[str, float], wanted: str, row_counts: list[int]) -> Iterator[Line]:
-    """Every measurement of a shape."""
-    with opened(shape, SEQUENCES, SHORT, ceilings, wanted, is_packed=True) as bench:
-        yield from bench.packed(sorted({*row_counts, 16, 32}))
-    with opened(shape, SEQUENCES, SHORT, ceilings, wanted) as bench:
-        yield from bench.decode(row_counts)
-        for rows, keys in DECODE_KEYS:
-            if keys <= SHORT:
-                yield from bench.decode_attention(rows, keys)
-    with opened(shape, 1, LONG, ceilings, wanted) as bench:
-        for rows, keys in DECODE_KEYS:
-            if keys > SHORT:
-                yield from bench.decode_attention(rows, keys)
-        yield from bench.prefill()
-        for start in PREFILL_STARTS:
-            yield from bench.prefill_attention(start)
-    with opened(shape, 1, LONG, ceilings, wanted, sparse={}) as bench:
-        for union in SELECTED_UNIONS:
-            yield from bench.selected_attention(union)
+    packed = {"num_hidden_layers": 2 * LAYERS[shape], "quantization_config": PACKED}
+    yield from bench(SEQUENCES, SHORT, **packed).packed(sorted({*row_counts, 16, 32}))
+    of_many = bench(SEQUENCES, SHORT)
+    yield from of_many.decode(row_counts)
+    for rows, keys in DECODE_KEYS:
+        if keys <= SHORT:
+            yield from of_many.decode_attention(rows, keys)
+    del of_many
+    of_one = bench(1, LONG)
+    for rows, keys in DECODE_KEYS:
+        if keys > SHORT:
+            yield from of_one.decode_attention(rows, keys)
+    yield from of_one.prefill()
+    for start in PREFILL_STARTS:
+        yield from of_one.prefill_attention(start)
+    del of_one
+    of_sparse = bench(1, LONG, sparse={})
+    for union in SELECTED_UNIONS:
+        yield from of_sparse.selected_attention(union)
 
 
 def main(arguments: list[str]) -> int:
@@ -275,18 +275,19 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--write", action="store_true", help="put the table into kernels_cu/README.md")
     options = parser.parse_args(arguments)
-    device = open_device()
-    ceilings = {"byte": read_bandwidth(device), "FLOP": product_ceiling(device)}
-    lines = []
+    from kernel_timing import Gpu
+
+    gpu, lines = Gpu(), list[Line]()
+    ceilings = {"byte": read_bandwidth(gpu.device), "FLOP": gpu.product_ceiling()}
     for shape in options.shape or LAYERS:
-        for line in lines_of(shape, ceilings, options.kernel, [int(rows) for rows in options.rows.split(",")]):
+        for line in lines_of(gpu, shape, ceilings, options.kernel, [int(rows) for rows in options.rows.split(",")]):
             print(line, flush=True)
             lines.append(line)
     if options.json:
-        record = {"device": device.name, "ceilings": ceilings, "lines": [asdict(line) for line in lines]}
+        record = {"device": gpu.device.name, "ceilings": ceilings, "lines": [asdict(line) for line in lines]}
         options.json.write_text(json.dumps(record, indent=1))
     if options.write:
-        table = markdown(lines, f"{device.name}, {date.today()}", ceilings)
+        table = markdown(lines, f"{gpu.device.name}, {date.today()}", ceilings)
         README.write_text(replaced(README.read_text(encoding="utf-8"), table), encoding="utf-8")
     return 0
 
