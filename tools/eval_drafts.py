@@ -1,4 +1,4 @@
-"""What drafting gives on real text: tokens a step and accept rates by depth, for each draft and tree.
+"""Measures drafting on real text: tokens a step and accept rates by depth, for each draft and tree.
 
     python tools/eval_drafts.py
     python tools/eval_drafts.py --model FOLDER --draft DRAFT --shape 2,10,12 --text held-out.jsonl --json out.json
@@ -23,10 +23,17 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
-from draft_evaluation.frequent import FrequentTokens, frequent_tokens  # noqa: E402
-from draft_evaluation.measurement import Outcome, Variant, measure, plain_tokens, shape_label  # noqa: E402
-from draft_evaluation.prompts import Prompts, file_prompts, held_out_prompts  # noqa: E402
-from draft_evaluation.table import draft_table, head_table, records  # noqa: E402
+from draft_evaluation.measurement import (  # noqa: E402
+    Outcome,
+    Variant,
+    draft_table,
+    head_table,
+    measure,
+    plain_tokens,
+    records,
+    shape_label,
+)
+from draft_evaluation.prompts import FrequentTokens, Prompts, file_prompts, frequent_tokens, held_out_prompts  # noqa: E402
 
 from cpmrt import LLM  # noqa: E402
 from cpmrt.config.speculate_argument import LOOKUP  # noqa: E402
@@ -42,7 +49,6 @@ HEAD_BITS = (8, 4)
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo", help="folder or hub id; 'demo' is the bundled one")
     parser.add_argument("--draft", action="append", help="as LLM takes it; repeatable (default: all of the demo's)")
@@ -83,7 +89,7 @@ def _shape(text: str) -> TreeShape:
 
 
 class DraftEvaluation:
-    """One run of the tool: the prompts, what the model says to them by itself, and the drafts."""
+    """One run of the tool: the prompts, the model's own answers to them, and the drafts."""
 
     def __init__(self, options: argparse.Namespace, work: Path) -> None:
         self.options = options
@@ -99,7 +105,7 @@ class DraftEvaluation:
             self.plain = plain_tokens(llm, self.texts, TEMPERATURES, options.tokens)
 
     def report(self) -> Iterator[str]:
-        """Markdown, as far as it is known; writes --json at the end."""
+        """Yields Markdown as soon as it is known; writes --json at the end."""
         yield self._settings()
         outcomes = [
             self._measured(Variant(name, shape)) for name in self.methods for shape in self._shapes_of(name)
@@ -157,7 +163,7 @@ class DraftEvaluation:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit code: 0 done, 1 an error that a message explains."""
+    """Runs the tool. Exit code: 0 done, 1 an error that a message explains."""
     options = parse_arguments(arguments)
     try:
         with tempfile.TemporaryDirectory() as work:

@@ -25,9 +25,8 @@ from demo_model.conversations import training_conversations
 from demo_model.corpus import write_corpus
 from demo_model.docstring_facts import Fact, collect_facts
 from demo_model.evaluation import Evaluator
-from demo_model.export import check_folder_size, write_checkpoint, write_json
+from demo_model.export import check_folder_size, write_checkpoint, write_json, write_model_card
 from demo_model.long_model import long_plan, make_long_model
-from demo_model.model_card import write_model_card
 from demo_model.network import NetworkConfig
 from demo_model.tokenizer import check_round_trip, encode_file, tokenizer_sample, train_tokenizer
 from demo_model.training import Trainer, TrainingPlan

@@ -49,7 +49,6 @@ MEASURED_LENGTH = 256
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="folder or hub id of the target; 'demo' is the bundled one")
     parser.add_argument("--method", choices=METHODS, required=True)
@@ -84,7 +83,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def draft_config(options: argparse.Namespace, folder: ModelFolder) -> DraftConfig:
-    """The draft's sizes. Raises ConfigError."""
+    """Returns the draft's sizes. Raises ConfigError."""
     target, taps, vocab = folder.config, (), folder.config.vocab_size
     if options.method == "eagle3":
         taps = check_taps(tuple(options.taps or default_taps(target.num_layers)), target.num_layers)
@@ -110,16 +109,15 @@ class DraftMaker:
         torch.manual_seed(options.seed)
 
     def say(self, **facts: object) -> None:
-        """A line of JSON with the time since the start."""
+        """Prints a line of JSON with the time since the start."""
         print(json.dumps({"at": round(time.perf_counter() - self.begun, 1), **facts}), flush=True)
 
     def pool(self, paths: list[Path]) -> PromptPool:
-        """Prompts of text files."""
         count, length = self.options.prompts, self.options.prompt_length
         return PromptPool([prompt_windows(path, self.tokenizer, count, length) for path in paths], self.device)
 
     def training_rows(self) -> torch.Tensor:
-        """Tokens [N, L + 1], of the file if it is there."""
+        """Returns tokens [N, L + 1], from the file if it is there."""
         options = self.options
         if options.generated is not None and options.generated.exists():
             return torch.from_numpy(np.load(options.generated)).to(self.device)
@@ -139,7 +137,7 @@ class DraftMaker:
         return tokens
 
     def train(self) -> dict[str, object]:
-        """Writes the draft's folder; returns the summary."""
+        """Trains the draft, writes its folder and returns the summary."""
         options, tokens = self.options, self.training_rows()
         draft, names = self.resumed() if options.resume else self.begun_with(tokens)
         token_ids = None if names is None else torch.from_numpy(names).to(self.device)
@@ -155,7 +153,7 @@ class DraftMaker:
         return {"parameters": sum(p.numel() for p in draft.parameters()), **summary}
 
     def begun_with(self, tokens: torch.Tensor) -> tuple[Draft, Array | None]:
-        """A new draft, and the target's ids of its head's rows: the most frequent of `tokens`; None: all."""
+        """Makes a new draft, and the target's ids of its head's rows, the most frequent of `tokens`; None: all."""
         config, names = self.config, None
         if config.method == "eagle3":
             target = self.folder.config
@@ -164,14 +162,14 @@ class DraftMaker:
         return make_draft(config, self.target, names), names
 
     def resumed(self) -> tuple[Draft, Array | None]:
-        """The same of the draft that is in OUT/METHOD."""
+        """Reads the draft in OUT/METHOD, with the target's ids of its head's rows."""
         config, tensors, names = read_draft(self.options.out / self.config.method)
         draft = make_draft(config, self.target, names)
         draft.load(tensors)
         return draft, names
 
     def measure(self) -> str:
-        """The table of the draft as it was written."""
+        """Returns the table of measured accept lengths of the draft in OUT/METHOD."""
         options = self.options
         draft, names = self.resumed()
         token_ids = None if names is None else torch.from_numpy(names).to(self.device)
@@ -199,7 +197,7 @@ def _row(path: Path, temperature: float, tree: AcceptCounts, chain: AcceptCounts
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit code: 0 done, 1 an error that a message explains."""
+    """Runs the tool. Exit code: 0 done, 1 an error that a message explains."""
     options = parse_arguments(arguments)
     try:
         maker = DraftMaker(options)

@@ -15,10 +15,17 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
 
 import eval_drafts
 from draft_evaluation import measurement
-from draft_evaluation.frequent import FrequentTokens
-from draft_evaluation.measurement import ChangedTokensError, Outcome, Variant, measure, plain_tokens
-from draft_evaluation.prompts import file_prompts, held_out_prompts
-from draft_evaluation.table import draft_table, head_table, records
+from draft_evaluation.measurement import (
+    ChangedTokensError,
+    Outcome,
+    Variant,
+    draft_table,
+    head_table,
+    measure,
+    plain_tokens,
+    records,
+)
+from draft_evaluation.prompts import FrequentTokens, file_prompts, held_out_prompts
 from quantization.quality import standard_library_texts
 
 from cpmrt import LLM, SamplingParams

@@ -16,7 +16,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
 
 import make_demo_model
 from demo_model import long_model
-from demo_model.long_training import LongPlan, LongTrainer, long_config, losses
+from demo_model.long_model import LongPlan, LongTrainer, long_config, losses
 from demo_model.network import MiniCPM, NetworkConfig
 from demo_model.retrieval import RetrievalRows, Statements, spread_positions
 from tokenizers import Tokenizer

@@ -86,35 +86,33 @@ class Turn:
 
 
 def render(turns: Sequence[Turn], generation_prompt: bool = False) -> str:
-    """The ChatML text of a conversation, without <s>, as the exported chat template writes it."""
+    """Returns the ChatML text of a conversation, without <s>, as the exported chat template writes it."""
     text = "".join(f"<|im_start|>{turn.role}\n{turn.content}<|im_end|>\n" for turn in turns)
     return text + "<|im_start|>assistant\n" if generation_prompt else text
 
 
 def usage_answer(fact: Fact) -> str:
-    """How to call it, then what it does."""
     return f"{fact.signature}\n{fact.summary}"
 
 
 def unique_members(facts: Sequence[Fact]) -> dict[str, Fact]:
-    """Functions and classes that exactly one module has, by their bare name."""
+    """Returns the functions and classes that exactly one module has, by their bare name."""
     direct = [fact for fact in facts if fact.name == f"{fact.module}.{bare_name(fact)}"]
     counts = Counter(bare_name(fact) for fact in direct)
     return {bare_name(fact): fact for fact in direct if counts[bare_name(fact)] == 1}
 
 
 def bare_name(fact: Fact) -> str:
-    """The last part of the dotted name."""
+    """Returns the last part of the dotted name."""
     return fact.name.rpartition(".")[2]
 
 
 def module_answer(fact: Fact) -> str:
-    """Where a function or class is."""
     return f"{bare_name(fact)} is in the {fact.module} module."
 
 
 def single_questions(facts: Sequence[Fact]) -> Iterator[tuple[str, str]]:
-    """Every trained phrasing of every fact."""
+    """Yields question and answer for every trained phrasing of every fact."""
     for fact in facts:
         for phrasing in SUMMARY_PHRASINGS:
             yield phrasing.format(name=fact.name), fact.summary
@@ -126,7 +124,7 @@ def single_questions(facts: Sequence[Fact]) -> Iterator[tuple[str, str]]:
 
 
 def altered(question: str, name: str, rng: random.Random) -> str:
-    """A question as people also type it: the name in backticks, no capital, no closing mark."""
+    """Changes a question at random to how people also type it: name in backticks, no capital, no closing mark."""
     if name and rng.random() < 0.5:
         question = question.replace(name, f"`{name}`")
     if rng.random() < 0.5:
@@ -137,7 +135,7 @@ def altered(question: str, name: str, rng: random.Random) -> str:
 
 
 def multi_turn(facts: Sequence[Fact], rng: random.Random) -> list[Turn]:
-    """Two to four questions in a row, some of which lean on the turn before."""
+    """Makes a conversation of two to four questions, some of which lean on the turn before."""
     turns: list[Turn] = []
     fact = rng.choice(facts)
     phrasing = rng.choice(SUMMARY_PHRASINGS)
@@ -157,12 +155,11 @@ def multi_turn(facts: Sequence[Fact], rng: random.Random) -> list[Turn]:
 
 
 def question_and_answer(question: str, answer: str) -> list[Turn]:
-    """A user turn and the assistant's reply."""
     return [Turn("user", question), Turn("assistant", answer)]
 
 
 def training_conversations(facts: Sequence[Fact], seed: int) -> list[str]:
-    """All conversations to train on, rendered, in random order."""
+    """Returns all conversations to train on, rendered, in random order."""
     rng = random.Random(seed)
     names = {fact.name for fact in facts}
     conversations: list[list[Turn]] = []
@@ -185,7 +182,7 @@ def training_conversations(facts: Sequence[Fact], seed: int) -> list[str]:
 
 
 def evaluation_questions(facts: Sequence[Fact], count: int, seed: int) -> dict[str, list[tuple[str, str]]]:
-    """Questions with their true answers for a sample of the facts, by phrasing."""
+    """Returns questions with their true answers for a sample of the facts, by phrasing."""
     rng = random.Random(seed)
     chosen = rng.sample(list(facts), min(count, len(facts)))
     members = unique_members(facts)

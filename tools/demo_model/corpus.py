@@ -1,4 +1,8 @@
-"""Finds the training text on this machine: the standard library and permissively licensed packages."""
+"""Finds the training text on this machine: the standard library and permissively licensed packages.
+
+Only a package whose metadata state a permissive licence is used. A licence expression counts before the trove
+classifiers, these before the free `License` field; what cannot be read is treated as unknown and skipped.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +19,6 @@ from dataclasses import asdict, dataclass
 from email.message import Message
 from pathlib import Path
 from typing import cast
-
-from demo_model.licences import permissive_licence, text_is_permissive
 
 TEXT_SUFFIXES = frozenset({".py", ".md", ".rst"})
 SKIPPED_FOLDERS = frozenset(
@@ -44,6 +46,39 @@ MAX_ODD_CHARACTER_SHARE = 0.02
 MAX_PACKAGE_BYTES = 12_000_000
 HELD_OUT_ONE_IN = 100
 
+PERMISSIVE_IDS = frozenset(
+    {
+        "0bsd", "apache-2.0", "bsd-2-clause", "bsd-3-clause", "cc0-1.0", "cnri-python", "hpnd", "isc", "mit",
+        "mit-0", "mit-cmu", "psf-2.0", "python-2.0", "zlib", "llvm-exception",
+    }
+)  # fmt: skip
+PERMISSIVE_CLASSIFIERS = frozenset(
+    {
+        "Apache Software License",
+        "BSD License",
+        "CMU License (MIT-CMU)",
+        "Historical Permission Notice and Disclaimer (HPND)",
+        "ISC License (ISCL)",
+        "MIT License",
+        "MIT No Attribution License (MIT-0)",
+        "Python Software Foundation License",
+    }
+)
+PERMISSIVE_NAMES = re.compile(
+    r"(the )?("
+    r"apache([ -]software)?([ -]license)?,?( version)?[ -]?v?2(\.0)?( license)?|apache"
+    r"|(new |modified |simplified |[23][ -]clause )?bsd([ -][23][ -]clause)?( license)?"
+    r"|mit( license)?|isc( license)?|psf(-2\.0| license)?|hpnd|python-2\.0"
+    r")",
+    re.IGNORECASE,
+)
+RESTRICTED_TEXT = re.compile(
+    r"\b[AL]?GPL(v?[23]|-[23])|General Public License|Mozilla Public License|\bMPL-2|Creative Commons"
+    r"|CC[ -]BY|proprietary|strictly prohibited",
+    re.IGNORECASE,
+)
+SPDX_TAG = re.compile(r"SPDX-License-Identifier:\s*([^\n*#\"']+)")
+
 
 @dataclass(frozen=True)
 class Source:
@@ -59,7 +94,7 @@ class Source:
 
 @dataclass
 class SourceRow:
-    """One row of the table of what was trained on."""
+    """One row of the table of sources: how much of a distribution was trained on."""
 
     name: str
     version: str
@@ -69,7 +104,7 @@ class SourceRow:
 
 
 def standard_library() -> Source:
-    """The running interpreter's own modules, with the language reference that pydoc carries as notes."""
+    """Returns the running interpreter's own modules, with pydoc's language reference as notes."""
     root = Path(sysconfig.get_paths()["stdlib"])
     paths = tuple(sorted(str(path.relative_to(root)) for path in root.rglob("*.py")))
     notes: tuple[str, ...] = ()
@@ -82,7 +117,7 @@ def standard_library() -> Source:
 
 
 def installed_packages() -> tuple[list[Source], list[str]]:
-    """Permissively licensed distributions, and the names of those left out."""
+    """Returns the permissively licensed distributions, and the names of those left out."""
     used: dict[str, Source] = {}
     skipped: set[str] = set()
     for distribution in importlib.metadata.distributions():
@@ -101,7 +136,7 @@ def installed_packages() -> tuple[list[Source], list[str]]:
 
 
 def is_wanted(path: Path) -> bool:
-    """Whether a path may hold own, hand-written text of its package."""
+    """Tells whether a path may hold a package's own, hand-written text."""
     folders = path.parts[:-1]
     if path.name.endswith(("_pb2.py", "_pb2_grpc.py")) or ".." in folders:
         return False
@@ -120,7 +155,7 @@ def without_licence_comment(text: str) -> str:
 
 
 def clean_text(raw: str, is_test: bool = False) -> str | None:
-    """The text to train on, or None where it is generated, minified, a table, or not ours to use."""
+    """Returns the text to train on, or None where it is generated, minified, a table, or not ours to use."""
     text = raw.removeprefix("\ufeff").replace("\r\n", "\n").replace("\f", "").replace("\u2581", " ")
     if not text_is_permissive(text) or GENERATED.search(text[:2000]):
         return None
@@ -141,7 +176,7 @@ def clean_text(raw: str, is_test: bool = False) -> str | None:
 
 
 def read_document(path: str) -> str | None:
-    """One file's cleaned text; unreadable and non-UTF-8 files give None."""
+    """Returns one file's cleaned text; unreadable and non-UTF-8 files give None."""
     file = Path(path)
     try:
         raw = file.read_text(encoding="utf-8")
@@ -152,7 +187,7 @@ def read_document(path: str) -> str | None:
 
 
 def documents_of(source: Source, stride: int, pool: multiprocessing.pool.Pool) -> Iterator[tuple[str, str]]:
-    """Pairs (name, text) of one source, in an order that does not favour any folder."""
+    """Yields (name, text) of the documents of one source, in an order that does not favour any folder."""
     paths = [path for path in source.paths if is_wanted(Path(path))]
     paths.sort(key=lambda path: hashlib.sha256(path.encode()).digest())
     paths = paths[::stride]
@@ -167,7 +202,7 @@ def documents_of(source: Source, stride: int, pool: multiprocessing.pool.Pool) -
 
 
 def is_held_out(name: str) -> bool:
-    """A fixed share of the documents, chosen by name, is never trained on."""
+    """Tells whether a document is never trained on: a fixed share is not, chosen by name."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[-4:], "big") % HELD_OUT_ONE_IN == 0
 
 
@@ -201,3 +236,36 @@ def write_corpus(work: Path, stride: int) -> dict[str, object]:
     table = [asdict(row) for row in rows]
     total = sum(row.bytes for row in rows)
     return {"sources": table, "skipped": skipped, "bytes": total, "held_out_bytes": held_out_bytes}
+
+
+def permissive_licence(metadata: Message) -> str | None:
+    """Returns the licence as the package states it, or None when it is not known to be permissive."""
+    expression = metadata.get("License-Expression")
+    if expression:
+        return expression if expression_is_permissive(expression) else None
+    classifiers = [
+        line.split(" :: ")[-1]
+        for line in metadata.get_all("Classifier") or []
+        if line.startswith("License ::") and not line.endswith(":: OSI Approved")
+    ]
+    if classifiers:
+        return " / ".join(classifiers) if PERMISSIVE_CLASSIFIERS.issuperset(classifiers) else None
+    stated = (metadata.get("License") or "").strip()
+    return stated if PERMISSIVE_NAMES.fullmatch(stated) else None
+
+
+def expression_is_permissive(expression: str) -> bool:
+    """Tells whether an SPDX expression leaves only permissive terms: every AND part, one of each OR part."""
+    terms = re.split(r"\bAND\b|\bWITH\b", expression.replace("(", " ").replace(")", " "))
+    return all(
+        any(choice.strip().lower() in PERMISSIVE_IDS for choice in term.split(" OR ")) for term in terms
+    )
+
+
+def text_is_permissive(text: str) -> bool:
+    """Tells whether a single file carries no notice that contradicts its package's permissive licence."""
+    head = text[:6000]
+    tag = SPDX_TAG.search(head)
+    if tag and not expression_is_permissive(tag.group(1).strip()):
+        return False
+    return RESTRICTED_TEXT.search(head) is None

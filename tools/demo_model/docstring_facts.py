@@ -41,7 +41,7 @@ class Fact:
 
 
 def documented_modules() -> Iterator[types.ModuleType]:
-    """Public standard-library modules and the public submodules of packages, quietly imported."""
+    """Yields the public modules of the standard library and the public submodules of its packages."""
     for name in sorted(sys.stdlib_module_names):
         if name.startswith("_") or name in SKIPPED_MODULES:
             continue
@@ -57,7 +57,7 @@ def documented_modules() -> Iterator[types.ModuleType]:
 
 
 def quiet_import(name: str) -> types.ModuleType | None:
-    """The module, or None if it cannot be imported on this platform."""
+    """Returns the module, or None if it cannot be imported on this platform; drops what the import prints."""
     try:
         with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")
@@ -67,7 +67,7 @@ def quiet_import(name: str) -> types.ModuleType | None:
 
 
 def public_members(module: types.ModuleType) -> Iterator[tuple[str, object]]:
-    """Functions and classes that a module itself offers."""
+    """Yields the functions and classes that a module itself offers."""
     exported = getattr(module, "__all__", None)
     owns_everything = exported is not None or module.__name__ == "builtins"
     for name in sorted(vars(module) if exported is None else exported):
@@ -79,7 +79,7 @@ def public_members(module: types.ModuleType) -> Iterator[tuple[str, object]]:
 
 
 def summary_of(docstring: object) -> str | None:
-    """The first sentence of a docstring, two where both are short; None where it says little."""
+    """Returns the first sentence of a docstring, two where both are short; None where it says little."""
     if not isinstance(docstring, str) or not docstring.strip():
         return None
     paragraphs = [" ".join(part.split()) for part in inspect.cleandoc(docstring).split("\n\n")]
@@ -98,7 +98,7 @@ def summary_of(docstring: object) -> str | None:
 
 
 def signature_of(name: str, member: object) -> str:
-    """`name(parameters)`, or an empty string where it is unknown, long, or holds an object's address."""
+    """Returns `name(parameters)`, "" where it is unknown, long, or holds an object's address."""
     try:
         parameters = str(inspect.signature(member))  # type: ignore[arg-type]
     except (TypeError, ValueError):
@@ -108,7 +108,7 @@ def signature_of(name: str, member: object) -> str:
 
 
 def named_members(module: types.ModuleType) -> Iterator[tuple[str, object]]:
-    """A module's members and their public methods, under the names that a user would write."""
+    """Yields a module's members and their public methods, under the names that a user would write."""
     prefix = "" if module.__name__ == "builtins" else f"{module.__name__}."
     for name, member in public_members(module):
         yield prefix + name, member
@@ -119,7 +119,7 @@ def named_members(module: types.ModuleType) -> Iterator[tuple[str, object]]:
 
 
 def collect_facts() -> list[Fact]:
-    """All facts, one for each object: the shortest of its names counts."""
+    """Returns all facts, one for each object: the shortest of its names counts."""
     found: dict[int, Fact] = {}
     alive: list[object] = []
     modules = [importlib.import_module("os.path"), *documented_modules()]

@@ -11,12 +11,11 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from demo_model.batches import evaluation_rows, load_tokens
 from demo_model.conversations import Turn, evaluation_questions, render
 from demo_model.docstring_facts import Fact
 from demo_model.network import MiniCPM
 from demo_model.tokenizer import BOS_ID, EOS_ID, IM_END_ID
-from demo_model.training import mean_token_loss
+from demo_model.training import evaluation_rows, load_tokens, mean_token_loss
 
 CODE_PROMPTS = ("def read_lines(path):", "class Stack:", "import json\n\n\ndef load_config(")
 CHAT_PROMPTS = (
@@ -57,35 +56,34 @@ def generate(
 
 
 def next_tokens(logits: Tensor, temperature: float, generator: torch.Generator) -> Tensor:
-    """The likeliest tokens, or samples at a temperature."""
+    """Returns the likeliest tokens at temperature 0, else samples."""
     if temperature == 0:
         return logits.argmax(-1)
     return torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)[:, 0]
 
 
 def continuation(row: Tensor, length: int) -> list[int]:
-    """The tokens after a prompt, up to the first stop."""
+    """Returns the tokens after a prompt, up to the first stop."""
     tokens: list[int] = row[length:].tolist()
     return tokens[: tokens.index(EOS_ID)] if EOS_ID in tokens else tokens
 
 
 class Evaluator:
-    """Everything that the model card states about the finished weights."""
+    """Measures everything that the model card states about the finished weights."""
 
     def __init__(self, network: MiniCPM, tokenizer: Tokenizer, work: Path, seed: int) -> None:
         self.network, self.tokenizer, self.work, self.seed = network, tokenizer, work, seed
         self.device = network.model.embed_tokens.weight.device
 
     def encode(self, text: str) -> list[int]:
-        """Token ids with <s> in front."""
+        """Returns token ids with <s> in front."""
         return [BOS_ID, *self.tokenizer.encode(text, add_special_tokens=False).ids]
 
     def chat(self, question: str) -> list[int]:
-        """The prompt for one user message."""
+        """Returns the prompt for one user message."""
         return self.encode(render([Turn("user", question)], generation_prompt=True))
 
     def texts(self, prompts: Sequence[list[int]], limit: int, temperature: float = 0.0) -> list[str]:
-        """Decoded continuations."""
         found: list[str] = []
         for first in range(0, len(prompts), ROWS_AT_ONCE):
             part = prompts[first : first + ROWS_AT_ONCE]
@@ -94,7 +92,7 @@ class Evaluator:
         return found
 
     def held_out(self, lengths: Sequence[int]) -> list[dict[str, float | int]]:
-        """Loss and bits per byte of all held-out windows, for each row length."""
+        """Measures loss and bits per byte over all held-out windows, for each row length."""
         sizes = json.loads((self.work / "encoded.json").read_text())["heldout"]
         tokens = load_tokens(self.work / "heldout.bin")
         results: list[dict[str, float | int]] = []
@@ -105,7 +103,7 @@ class Evaluator:
         return results
 
     def exact_answers(self, facts: Sequence[Fact], count: int) -> dict[str, dict[str, float | int]]:
-        """For each phrasing, the share of greedy answers that are the docstring's text exactly."""
+        """Measures, for each phrasing, the share of greedy answers that are the docstring's text exactly."""
         results: dict[str, dict[str, float | int]] = {}
         for phrasing, pairs in evaluation_questions(facts, count, self.seed).items():
             if not pairs:
@@ -116,7 +114,7 @@ class Evaluator:
         return results
 
     def samples(self) -> list[dict[str, str]]:
-        """Greedy and sampled continuations of code, greedy answers to questions."""
+        """Makes greedy and sampled continuations of code, and greedy answers to questions."""
         code = [self.encode(prompt) for prompt in CODE_PROMPTS]
         found: list[dict[str, str]] = []
         for mode, temperature in (("greedy", 0.0), (f"T = {TEMPERATURE}", TEMPERATURE)):

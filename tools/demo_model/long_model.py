@@ -1,4 +1,9 @@
-"""Makes the long model: a share of the demo model's text, training, and a checkpoint folder with what was measured."""
+"""Makes the long demo model: a checkpoint folder, with what was measured.
+
+The bundled model is continued with a stretched rotary embedding, on text full of statements and questions about them.
+Most steps are short, at positions that reach as far as the long ones; the last take whole contexts. The bundled model
+repeats what it read a few hundred tokens ago, so that finding statements again takes it a few hundred steps.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +13,26 @@ import shutil
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
+from torch import Tensor
 
 from demo_model.corpus import write_corpus
-from demo_model.export import checkpoint_config, write_checkpoint, write_json
-from demo_model.long_training import LongPlan, LongTrainer
-from demo_model.model_card import table
-from demo_model.retrieval import KEY_WORDS, VALUE_WORDS, Statements
+from demo_model.export import checkpoint_config, table, write_checkpoint, write_json
+from demo_model.muon import Optimizers, learning_rate_factor
+from demo_model.network import MiniCPM, NetworkConfig
+from demo_model.retrieval import KEY_WORDS, VALUE_WORDS, RetrievalRows, Statements, retrieval_rows, spread_positions
 from demo_model.tokenizer import encode_file
 from demo_model.training import library_versions
 
+CONTEXT = 65_536
 BUNDLED = Path(__file__).resolve().parents[2] / "cpmrt" / "assets" / "demo"
 CORPUS_STRIDE = 4
 """One in four documents of the demo model's text: more than the minutes of training take."""
@@ -29,16 +40,130 @@ SPARSE_CONFIG = {
     "kernel_size": 32, "kernel_stride": 16, "init_blocks": 1, "block_size": 64, "window_size": 2048, "topk": 64,
     "use_nope": False, "dense_len": 8192,
 }  # fmt: skip
-"""What the README of MiniCPM4.1-8B tells users to add."""
+"""The settings that the README of MiniCPM4.1-8B tells users to add."""
 MEASURED_ROWS = 4
 
 
+@dataclass(frozen=True)
+class LongPlan:
+    """A run: its time, its learning rate, and `stages` of (row length, share of the time)."""
+
+    minutes: float
+    seed: int
+    learning_rate: float = 0.002
+    tokens_per_step: int = CONTEXT
+    stages: tuple[tuple[int, float], ...] = ((1024, 0.15), (4096, 0.15), (16384, 0.25), (CONTEXT, 0.45))
+    warm_up_end: float = 0.03
+    decay_start: float = 0.4
+    log_seconds: float = 5.0
+
+    def length_at(self, progress: float) -> int:
+        """Returns the length of the rows at a share of the time."""
+        end = 0.0
+        for length, share in self.stages:
+            end += share
+            if progress < end:
+                return length
+        return self.stages[-1][0]
+
+    def learning_rate_at(self, progress: float) -> float:
+        return self.learning_rate * learning_rate_factor(progress, self.warm_up_end, self.decay_start)
+
+
 def long_plan(minutes: float, seed: int, learning_rate: float | None, tiny: bool) -> LongPlan:
-    """The run that was asked for."""
     rate = learning_rate or LongPlan.learning_rate
     if tiny:
         return LongPlan(minutes, seed, rate, tokens_per_step=1024, stages=((256, 0.5), (512, 0.5)), log_seconds=1)
     return LongPlan(minutes, seed, rate)
+
+
+def long_config(stages: tuple[tuple[int, float], ...] = LongPlan.stages) -> NetworkConfig:
+    """Returns the bundled model's sizes with the last stage's context and a rotary embedding stretched as much."""
+    context, bundled = stages[-1][0], NetworkConfig()
+    growth = max(1.0, context / bundled.max_position_embeddings)
+    return NetworkConfig(max_position_embeddings=context, rope_reach=bundled.rope_reach * growth)
+
+
+def losses(network: MiniCPM, rows: RetrievalRows, positions: NDArray[np.int64] | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns nats a token of the text, those of the answers, and the share of answers that greedy decoding gives."""
+    device = network.model.embed_tokens.weight.device
+    tokens, is_text, is_answer = (_moved(array, device) for array in (rows.tokens, rows.is_text, rows.is_answer))
+    at = None if positions is None else _moved(positions, device)
+    logits = network.head(network.hidden_states(tokens[:, :-1], at)).float().flatten(0, 1)
+    targets = tokens[:, 1:].flatten()
+    each = F.cross_entropy(logits, targets, reduction="none")
+    is_right = (logits.argmax(-1) == targets).float()
+    return _mean(each, is_text), _mean(each, is_answer), _mean(is_right, is_answer)
+
+
+def _mean(values: Tensor, mask: Tensor) -> Tensor:
+    """Returns the mean of the marked values; by a product, as picking them would wait for the device."""
+    weights = mask.flatten().float()
+    return (values * weights).sum() / weights.sum()
+
+
+def _moved(array: NDArray[np.generic], device: torch.device) -> Tensor:
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+class LongTrainer:
+    """Trains the long model."""
+
+    def __init__(
+        self, bundled: Path, statements: Statements, text: NDArray[np.uint16], plan: LongPlan, device: torch.device
+    ) -> None:
+        self.plan, self.statements, self.text, self.device = plan, statements, text, device
+        self.rng = np.random.default_rng(plan.seed)
+        self.network = MiniCPM(long_config(plan.stages), torch.bfloat16).to(device)
+        weights = load_file(str(bundled / "model.safetensors"))
+        self.network.load_state_dict({name: tensor.float() for name, tensor in weights.items()})
+        self.optimizers = Optimizers(self.network)
+        self.steps = {length: 0 for length, _ in plan.stages}
+
+    def step(self, progress: float) -> Tensor:
+        """Makes one optimizer step and returns its losses without waiting for them."""
+        length = self.plan.length_at(progress)
+        count = max(1, self.plan.tokens_per_step // length)
+        rows = retrieval_rows(self.text, self.statements, count, length, self.rng)
+        positions = spread_positions(length, self.network.config.max_position_embeddings, self.rng)
+        text, answer, is_right = losses(self.network, rows, positions)
+        (text + answer).backward()
+        self.optimizers.step(self.plan.learning_rate_at(progress))
+        self.steps[length] += 1
+        return torch.stack([text.detach(), answer.detach(), is_right])
+
+    def run(self) -> None:
+        """Trains until the time is over; prints the mean losses every few seconds."""
+        start = logged = time.perf_counter()
+        recent: list[Tensor] = []
+        while (progress := (time.perf_counter() - start) / (60 * self.plan.minutes)) < 1:
+            recent.append(self.step(progress))
+            # A step is sent off long before it is over; at most one waits, or the time would be up too late.
+            if len(recent) > 1:
+                recent[-2].cpu()
+            if (now := time.perf_counter()) - logged > self.plan.log_seconds:
+                text, answer, right = torch.stack(recent).mean(0).tolist()
+                length, steps = self.plan.length_at(progress), sum(self.steps.values())
+                print(
+                    f"{now - start:6.1f} s  step {steps}  rows of {length}  text {text:.4f}  answers {answer:.4f}  "
+                    f"right {right:.1%}", flush=True,
+                )  # fmt: skip
+                logged, recent = now, recent[-1:]
+
+    @torch.no_grad()
+    def measure(self, text: NDArray[np.uint16], length: int, count: int) -> dict[str, float]:
+        """Measures losses and right answers over rows of held-out text at their own positions."""
+        rng = np.random.default_rng(length)
+        found = [
+            torch.stack(losses(self.network, retrieval_rows(text, self.statements, 1, length, rng), None))
+            for _ in range(count)
+        ]
+        names = ("text_loss", "answer_loss", "right_tokens")
+        return dict(zip(names, torch.stack(found).mean(0).tolist(), strict=True))
+
+    def save(self, path: Path) -> None:
+        save_file(self.network.state_dict(), str(path))
 
 
 def make_long_model(out: Path, plan: LongPlan, device: torch.device) -> None:
@@ -65,7 +190,7 @@ def make_long_model(out: Path, plan: LongPlan, device: torch.device) -> None:
 
 
 def _encoded(work: Path, tokenizer: Tokenizer, stride: int) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens of the documents that the demo model was trained on, and of those that it was not."""
+    """Returns tokens of the documents that the demo model was trained on, and of those that it was not."""
     write_corpus(work, stride)
     for name in ("train", "heldout"):
         encode_file(tokenizer, work / f"{name}.jsonl", work / f"{name}.bin")

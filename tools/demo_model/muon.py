@@ -20,7 +20,7 @@ UPDATE_RMS = 0.2
 
 
 def orthogonalised(matrices: Tensor) -> Tensor:
-    """Each matrix of a batch (count, m, n) with its singular values moved to about one."""
+    """Returns each matrix of a batch (count, m, n) with its singular values moved to about one."""
     a, b, c = COEFFICIENTS
     x = matrices.bfloat16()
     is_tall = x.shape[-2] > x.shape[-1]
@@ -56,6 +56,14 @@ class Muon:
             torch._foreach_add_(group, list(update.unbind()), alpha=-size)
             for matrix in group:
                 matrix.grad = None
+
+
+def learning_rate_factor(progress: float, warm_up_end: float, decay_start: float, first: float = 0.0) -> float:
+    """Returns the factor at a share of the run: it rises to one, stays, and falls linearly to zero.
+
+    The rise is `first` ahead, so that also the first of few steps has a learning rate.
+    """
+    return max(0.0, min(1.0, (progress + first) / warm_up_end, (1.0 - progress) / (1.0 - decay_start)))
 
 
 class Optimizers:

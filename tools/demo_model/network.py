@@ -31,12 +31,12 @@ class NetworkConfig:
 
     @property
     def residual_scale(self) -> float:
-        """What each sublayer's output is multiplied by."""
+        """The factor of each sublayer's output."""
         return self.scale_depth / math.sqrt(self.num_hidden_layers)
 
     @property
     def logit_divisor(self) -> float:
-        """What the last hidden state is divided by."""
+        """The divisor of the last hidden state."""
         return self.hidden_size / self.dim_model_base
 
     @property
@@ -71,7 +71,7 @@ class Projection(nn.Linear):
 
 
 def rope_table(config: NetworkConfig) -> tuple[Tensor, Tensor]:
-    """fp32 cosines and sines (max_position_embeddings, head_dim / 2) from fp64 angles."""
+    """Returns fp32 cosines and sines (max_position_embeddings, head_dim / 2) from fp64 angles."""
     half = config.head_dim // 2
     exponents = torch.arange(half, dtype=torch.float64) / half
     inverse = config.rope_theta**-exponents / torch.tensor(config.rope_factors, dtype=torch.float64)
@@ -80,7 +80,7 @@ def rope_table(config: NetworkConfig) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Split-half rotation in fp32, rounded back to the type of `x`."""
+    """Rotates split halves in fp32 and rounds back to the type of `x`."""
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
@@ -108,13 +108,12 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU."""
+    """The SwiGLU feed-forward of a layer."""
 
-    def __init__(self, config: NetworkConfig) -> None:
+    def __init__(self, hidden: int, inner: int) -> None:
         super().__init__()
-        self.gate_proj = Projection(config.hidden_size, config.intermediate_size)
-        self.up_proj = Projection(config.hidden_size, config.intermediate_size)
-        self.down_proj = Projection(config.intermediate_size, config.hidden_size)
+        self.gate_proj, self.up_proj = Projection(hidden, inner), Projection(hidden, inner)
+        self.down_proj = Projection(inner, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -129,7 +128,7 @@ class Layer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = Attention(config)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = FeedForward(config)
+        self.mlp = FeedForward(config.hidden_size, config.intermediate_size)
 
     def forward(self, h: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         h = h + self.self_attn(self.input_layernorm(h), cos, sin) * self.residual_scale
@@ -164,14 +163,14 @@ class MiniCPM(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """MiniCPM's start: 0.1 for the embedding, divided by the root of the width ratio for matrices."""
+        """Draws MiniCPM's initial weights: deviation 0.1, for matrices divided by the root of the width ratio."""
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
                 width = 1.0 if "embed_tokens" in name else self.config.logit_divisor
                 nn.init.normal_(parameter, std=0.1 / math.sqrt(width))
 
     def hidden_states(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        """The last hidden states, normed and divided, ready for the tied head; `positions` [L] if not 0, 1, 2, ..."""
+        """Returns hidden states normed and divided, ready for the head; `positions` [L] if they are not 0, 1, 2, ..."""
         h = F.embedding(tokens, self.model.embed_tokens.weight).to(self.compute_dtype) * self.config.scale_emb
         at = slice(tokens.shape[1]) if positions is None else positions
         cos, sin = self.cos[at], self.sin[at]
@@ -180,7 +179,7 @@ class MiniCPM(nn.Module):
         return self.model.norm(h) / self.config.logit_divisor
 
     def head(self, h: Tensor) -> Tensor:
-        """Logits of normed and divided hidden states."""
+        """Returns the logits of normed and divided hidden states."""
         return F.linear(h, self.model.embed_tokens.weight.to(h.dtype))
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -188,6 +187,6 @@ class MiniCPM(nn.Module):
 
 
 def token_loss(network: MiniCPM, rows: Tensor, reduction: str = "mean") -> Tensor:
-    """Cross entropy, in nats, of every token of each row but its first."""
+    """Returns the cross entropy, in nats, of every token of each row but its first."""
     logits = network(rows[:, :-1]).float()
     return F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), reduction=reduction)

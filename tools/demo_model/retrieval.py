@@ -37,7 +37,7 @@ class Statements:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> Statements:
-        """Those of a tokenizer with words as single pieces. Raises ValueError where it has few, or no arrow."""
+        """Takes them from a tokenizer with words as single pieces. Raises ValueError where it has few, or no arrow."""
         opening = tokenizer.encode(OPENING, add_special_tokens=False).ids
         arrow = tokenizer.encode(ARROW, add_special_tokens=False).ids
         words = sorted(token for piece, token in tokenizer.get_vocab().items() if WORD.fullmatch(piece))
@@ -47,16 +47,16 @@ class Statements:
 
     @property
     def length(self) -> int:
-        """Tokens of a statement."""
+        """The number of tokens of a statement."""
         return self.question_length + VALUE_WORDS
 
     @property
     def question_length(self) -> int:
-        """Tokens up to the arrow."""
+        """The number of tokens up to the arrow."""
         return len(self.opening) + KEY_WORDS + 1
 
     def draw(self, count: int, rng: np.random.Generator) -> Tokens:
-        """[count, length], no two with the same key."""
+        """Draws statements [count, length], no two of them with the same key."""
         num_words = len(self.words)
         codes = rng.choice(num_words**KEY_WORDS, count, replace=False)
         keys = codes[:, None] // num_words ** np.arange(KEY_WORDS) % num_words
@@ -80,7 +80,7 @@ class RetrievalRows:
 def retrieval_rows(
     text: NDArray[np.integer], statements: Statements, count: int, length: int, rng: np.random.Generator
 ) -> RetrievalRows:
-    """Pieces of a text that begin anywhere, an eighth of their cells overwritten by statements and their questions."""
+    """Cuts pieces out of a text anywhere, and overwrites an eighth of their cells by statements and questions."""
     starts = rng.integers(len(text) - length, size=(count, 1))
     tokens = np.concatenate([np.full((count, 1), BOS_ID), text[starts + np.arange(length)]], axis=1)
     num_pairs = length // TOKENS_PER_PAIR
@@ -98,7 +98,7 @@ def retrieval_rows(
 
 
 def spread_positions(length: int, reach: int, rng: np.random.Generator) -> Tokens:
-    """`length` growing positions below `reach`: consecutive ones with a few jumps, so that short rows teach far
+    """Returns `length` growing positions below `reach`, consecutive but for a few jumps, so that short rows teach far
     distances (as in PoSE, arXiv 2309.10400)."""
     steps = np.zeros(length, np.int64)
     room = int(rng.integers(reach - length + 1))

@@ -46,7 +46,7 @@ ENCODE_BATCH = 2000
 
 
 def byte_tokens() -> list[str]:
-    """The 256 fallback tokens, in byte order."""
+    """Returns the 256 fallback tokens, in byte order."""
     return [f"<0x{byte:02X}>" for byte in range(256)]
 
 
@@ -58,7 +58,7 @@ def with_text_rules(tokenizer: Tokenizer) -> Tokenizer:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """A tokenizer of exactly `vocab_size` entries (fewer only where the text is too small)."""
+    """Trains a tokenizer of exactly `vocab_size` entries (fewer only where the text is too small)."""
     reserved = [*SPECIAL_TOKENS, *byte_tokens()]
     learner = with_text_rules(Tokenizer(models.BPE()))
     trainer = trainers.BpeTrainer(
@@ -74,7 +74,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def finished_tokenizer(model: models.BPE) -> Tokenizer:
-    """The tokenizer as it is exported: special tokens, <s> in front, a decoder that undoes the encoding."""
+    """Completes the tokenizer for export: special tokens, <s> in front, a decoder that undoes the encoding."""
     tokenizer = with_text_rules(Tokenizer(model))
     marks = [AddedToken(token, normalized=False, special=True) for token in SPECIAL_TOKENS]
     tokenizer.add_special_tokens(marks)
@@ -88,7 +88,7 @@ def finished_tokenizer(model: models.BPE) -> Tokenizer:
 
 
 def tokenizer_config(max_length: int) -> dict[str, object]:
-    """The contents of `tokenizer_config.json`."""
+    """Returns the contents of `tokenizer_config.json`."""
     marks = {
         str(index): {"content": token, "special": True, "normalized": False, "single_word": False,
                      "lstrip": False, "rstrip": False}
@@ -125,14 +125,13 @@ def check_round_trip(tokenizer: Tokenizer, seed: int, count: int = 3000) -> None
 
 
 def stored_texts(path: Path) -> Iterator[str]:
-    """The texts of a JSON-lines corpus file."""
     with open(path, encoding="utf-8") as lines:
         for line in lines:
             yield json.loads(line)["text"]
 
 
 def tokenizer_sample(work: Path) -> Iterator[str]:
-    """Evenly spread documents, about `TRAINING_BYTES` in all."""
+    """Yields evenly spread documents, about `TRAINING_BYTES` in all."""
     stride = max(1, (work / "train.jsonl").stat().st_size // TRAINING_BYTES)
     yield from islice(stored_texts(work / "train.jsonl"), 0, None, stride)
 

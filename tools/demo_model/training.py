@@ -18,8 +18,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from demo_model.batches import RowSampler, evaluation_rows, load_tokens
-from demo_model.muon import Optimizers
+from demo_model.muon import Optimizers, learning_rate_factor
 from demo_model.network import MiniCPM, NetworkConfig, token_loss
 from demo_model.tokenizer import BOS_ID
 
@@ -28,7 +27,7 @@ LossFunction = Callable[[MiniCPM, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """What is run; phases are shares of the wall-clock time, so that the run ends when it should."""
+    """A run; its phases are shares of the wall-clock time, so that it ends when it should."""
 
     minutes: float
     seed: int
@@ -44,15 +43,44 @@ class TrainingPlan:
     evaluation_steps: int = 500
     evaluation_rows: int = 512
 
-    def learning_rate_factor(self, progress: float) -> float:
-        """Rises to one, stays, and falls linearly to nothing."""
-        rise = min(1.0, progress / self.warm_up_end)
-        fall = min(1.0, (1.0 - progress) / (1.0 - self.decay_start))
-        return max(0.0, min(rise, fall))
+
+def load_tokens(path: Path) -> np.ndarray:
+    """Reads a token file as int32, the narrowest type that torch can index with everywhere."""
+    return np.fromfile(path, dtype=np.uint16).astype(np.int32)
+
+
+class RowSampler:
+    """Draws rows of <s> and the text after a random allowed start, with replacement.
+
+    Every row begins with <s>, as every prompt does. A start is the first token after one of `openings`: the
+    beginning of a document, or of a line that is not indented.
+    """
+
+    def __init__(self, tokens: np.ndarray, openings: list[int], device: torch.device) -> None:
+        starts = np.flatnonzero(np.isin(tokens, openings)) + 1
+        self.tokens = torch.from_numpy(tokens).to(device)
+        self.starts = torch.from_numpy(starts).to(device)
+
+    def rows(self, count: int, length: int, generator: torch.Generator) -> Tensor:
+        """Returns token rows (count, length + 1): `length` inputs and, shifted by one, their targets."""
+        device = self.tokens.device
+        last = len(self.tokens) - length
+        offsets = torch.randint(last, (count,), generator=generator, device=device)
+        index = torch.searchsorted(self.starts, offsets).clamp_(max=len(self.starts) - 1)
+        starts = self.starts[index].clamp_(max=last)
+        body = self.tokens[starts[:, None] + torch.arange(length, device=device)].long()
+        return torch.cat((torch.full((count, 1), BOS_ID, device=device), body), dim=1)
+
+
+def evaluation_rows(tokens: np.ndarray, length: int, limit: int, device: torch.device) -> Tensor:
+    """Returns consecutive windows, each with <s> in front, in which every token is predicted exactly once."""
+    count = min(limit, len(tokens) // length)
+    body = torch.from_numpy(tokens[: count * length].reshape(count, length)).to(device).long()
+    return torch.cat((torch.full((count, 1), BOS_ID, device=device), body), dim=1)
 
 
 class Batches:
-    """Source and conversation rows, mixed in a fixed proportion."""
+    """Draws source and conversation rows, mixed in a fixed proportion."""
 
     def __init__(self, work: Path, plan: TrainingPlan, device: torch.device) -> None:
         tokenizer = Tokenizer.from_file(str(work / "tokenizer.json"))
@@ -64,7 +92,6 @@ class Batches:
         self.plan = plan
 
     def draw(self, length: int) -> Tensor:
-        """One step's rows."""
         count = self.plan.tokens_per_step // length
         chat = max(1, round(self.plan.chat_share * count))
         parts = (
@@ -101,7 +128,7 @@ class Trainer:
             torch.cuda.synchronize()
 
     def step(self, length: int, factor: float) -> Tensor:
-        """One optimizer step; returns the loss without waiting for it."""
+        """Makes one optimizer step and returns the loss without waiting for it."""
         loss = self.loss(self.network, self.batches.draw(length))
         loss.backward()
         self.optimizers.step(self.plan.learning_rate * factor)
@@ -119,7 +146,7 @@ class Trainer:
         with open(self.work / "train_log.jsonl", "w", encoding="utf-8", buffering=1) as log:
             while (progress := (time.perf_counter() - start) / (60 * plan.minutes)) < 1:
                 length = plan.long_length if progress >= plan.long_start else plan.short_length
-                recent.append(self.step(length, plan.learning_rate_factor(progress)))
+                recent.append(self.step(length, learning_rate_factor(progress, plan.warm_up_end, plan.decay_start)))
                 steps += 1
                 tokens += plan.tokens_per_step
                 long_tokens += plan.tokens_per_step if length == plan.long_length else 0
@@ -152,28 +179,28 @@ class Trainer:
         }
 
     def held_out_loss(self) -> float:
-        """Nats per token on the first held-out windows."""
+        """Returns nats per token on the first held-out windows."""
         rows = evaluation_rows(self.held_out, self.plan.short_length, self.plan.evaluation_rows, self.device)
         return mean_token_loss(self.network, rows)
 
 
 @torch.no_grad()
 def mean_token_loss(network: MiniCPM, rows: Tensor, tokens_at_once: int = 65536) -> float:
-    """Nats per token over all rows, in parts that fit the memory."""
+    """Returns nats per token over all rows, computed in parts that fit the memory."""
     parts = rows.split(max(1, tokens_at_once // rows.shape[1]))
     total = sum(token_loss(network, part, reduction="sum").double() for part in parts)
     return float(total) / (rows.shape[0] * (rows.shape[1] - 1))
 
 
 def last_losses(log: Path, count: int = 5) -> float:
-    """The mean training loss over the last lines of the log."""
+    """Returns the mean training loss over the last lines of the log."""
     lines = log.read_text(encoding="utf-8").splitlines()[-count:]
     losses = [json.loads(line)["train_loss"] for line in lines]
     return round(float(np.mean(losses)), 4) if losses else math.nan
 
 
 def library_versions() -> str:
-    """What the run used."""
+    """Returns the versions that the run used."""
     return (
         f"Python {platform.python_version()}, torch {torch.__version__}, "
         f"tokenizers {tokenizers.__version__}, safetensors {safetensors.__version__}, NumPy {np.__version__}"

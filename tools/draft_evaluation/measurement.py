@@ -1,9 +1,9 @@
-"""What a draft gives: the same prompts continued without it and with it, and what its steps gave."""
+"""Measures drafts: continues the same prompts without and with each, counts accepted tokens, writes tables."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from math import prod
 from typing import Any
 
@@ -14,12 +14,13 @@ from cpmrt.config import TreeShape
 from cpmrt.engine.stats import AcceptCounts
 from cpmrt.errors import CpmrtError
 from cpmrt.memory.packed_regions import canonical_regions
-from draft_evaluation.frequent import FrequentTokens
-from draft_evaluation.prompts import Prompts
+from draft_evaluation.prompts import FrequentTokens, Prompts
 
 Cell = tuple[str, float]
 """The name of a text, and the temperature."""
 TokenIds = tuple[int, ...]
+FEWEST_STEPS = 10
+"""A rate out of fewer steps is not shown."""
 
 
 class ChangedTokensError(CpmrtError):
@@ -28,7 +29,7 @@ class ChangedTokensError(CpmrtError):
 
 @dataclass(frozen=True)
 class Variant:
-    """A draft and how it is put to use. `index`: the tokens that its head is cut to; None: as the draft has it."""
+    """A draft and its settings. `index` are the tokens that its head is cut to; None: as the draft has it."""
 
     draft: str
     shape: TreeShape
@@ -36,7 +37,7 @@ class Variant:
     head_bits: int | None = None
 
     def arguments(self) -> dict[str, Any]:
-        """Of LLM."""
+        """Returns keyword arguments of LLM."""
         wishes: dict[str, Any] = {"shapes": [self.shape], "adaptive": False}
         if self.index is not None:
             wishes["draft_vocab"] = str(self.index.path)
@@ -52,9 +53,10 @@ class Variant:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one variant: the counts of each cell; of its head the rows, bits and bytes that a pass reads (0: it has none).
+    """The result of one variant: the counts of each cell, and of its head the rows, bits and bytes that a pass reads.
 
-    `covered`: of the tokens that the model says without a draft, the share in that head; None: not known.
+    These are 0 for a draft without a head. `covered` is the share of the tokens the model says without a draft that are
+    in the head; None: not known.
     """
 
     variant: Variant
@@ -66,7 +68,7 @@ class Outcome:
 
 
 def shape_label(shape: TreeShape) -> str:
-    """PASSES, TOPK, SIZE as the command line takes them, or a chain."""
+    """Returns PASSES, TOPK, SIZE as the command line takes them, or the length of a chain."""
     if shape == TreeShape.chain(shape.num_passes):
         return f"chain of {shape.num_passes}"
     return f"{shape.num_passes}, {shape.top_k}, {shape.tree_size}"
@@ -75,7 +77,7 @@ def shape_label(shape: TreeShape) -> str:
 def plain_tokens(
     llm: LLM, texts: Mapping[str, Prompts], temperatures: Sequence[float], num_tokens: int
 ) -> dict[Cell, list[TokenIds]]:
-    """What the model itself says to each prompt, by cell."""
+    """Returns the tokens that the model itself gives for each prompt, by cell."""
     return {
         (name, temperature): [tokens for tokens, _ in _continued(llm, prompts, temperature, num_tokens)]
         for name, prompts in texts.items()
@@ -86,7 +88,7 @@ def plain_tokens(
 def measure(
     llm: LLM, variant: Variant, texts: Mapping[str, Prompts], plain: Mapping[Cell, list[TokenIds]], num_tokens: int
 ) -> Outcome:
-    """Continue the same prompts with a draft. Raises ChangedTokensError where a token differs from `plain`."""
+    """Continues the same prompts with a draft. Raises ChangedTokensError where a token differs from `plain`."""
     counts = {}
     for (name, temperature), expected in plain.items():
         total = AcceptCounts(llm.engine.limits)
@@ -106,7 +108,7 @@ def measure(
 def _continued(
     llm: LLM, prompts: Prompts, temperature: float, num_tokens: int
 ) -> Iterator[tuple[TokenIds, AcceptCounts | None]]:
-    """Tokens and counts of each prompt. The counts are those of `completion.stats`, which hold no sums to add up."""
+    """Yields the tokens and counts of each prompt. `completion.stats` would not do: its figures cannot be added up."""
     for number, prompt in enumerate(prompts):
         params = SamplingParams(max_new_tokens=num_tokens, temperature=temperature, seed=number)
         sequence = llm.engine.add(llm.request(prompt, params))
@@ -131,7 +133,7 @@ def _share(plain: Mapping[Cell, list[TokenIds]], known: Collection[int]) -> floa
 
 
 def _head(llm: LLM) -> tuple[int, int, int]:
-    """Rows, bits and bytes of the head that the draft uses, with weights and scales in the checkpoint's own type."""
+    """Returns rows, bits and bytes of the head that the draft uses, weights and scales in the checkpoint's own type."""
     specs = {spec.name: spec for spec in llm.plan.tensors}
     if not any(name.startswith("draft.") for name in specs):
         return 0, 0, 0
@@ -144,3 +146,65 @@ def _head(llm: LLM) -> tuple[int, int, int]:
     sizes = (np.dtype(region.dtype).itemsize if region.dtype else itemsize for region in regions)
     num_bytes = sum(prod(region.shape) * size for region, size in zip(regions, sizes, strict=True))
     return spec.shape[0], spec.quant.bits, num_bytes
+
+
+def draft_table(outcomes: Sequence[Outcome]) -> Iterator[str]:
+    """Yields a row for each draft and tree; a cell has tokens a step, then the accept rates by depth in %."""
+    yield from _rows("| draft | tree |", outcomes[0].counts)
+    for outcome in outcomes:
+        yield _row(f"| {outcome.variant.draft} | {shape_label(outcome.variant.shape)} |", outcome, with_rates=True)
+
+
+def head_table(outcomes: Sequence[Outcome]) -> Iterator[str]:
+    """Yields a row for each head; a cell has tokens a step. `covered` is the share of the model's own tokens in it."""
+    yield from _rows("| tokens | covered | bits | KiB |", outcomes[0].counts)
+    for outcome in outcomes:
+        covered = "-" if outcome.covered is None else f"{outcome.covered:.1%}"
+        first = f"| {outcome.head_rows} | {covered} | {outcome.head_bits} | {_kib(outcome.head_bytes)} |"
+        yield _row(first, outcome, with_rates=False)
+
+
+def records(outcome: Outcome) -> list[dict[str, Any]]:
+    """Returns an object for each cell, for JSON."""
+    variant = outcome.variant
+    common = {
+        "draft": variant.draft,
+        "shape": astuple(variant.shape),
+        "head_rows": outcome.head_rows,
+        "head_bits": outcome.head_bits,
+        "head_bytes": outcome.head_bytes,
+        "covered": outcome.covered,
+    }
+    return [
+        common
+        | {
+            "text": text,
+            "temperature": temperature,
+            "steps": counts.num_steps,
+            "tokens": counts.num_tokens,
+            "mean_accept_length": counts.num_tokens / counts.num_steps if counts.num_steps else None,
+            "accept_rates": counts.rates,
+            "accept_histogram": counts.histogram,
+        }
+        for (text, temperature), counts in outcome.counts.items()
+    ]
+
+
+def _rows(first: str, cells: Mapping[Cell, Any]) -> Iterator[str]:
+    names = [name if temperature == 0 else f"{name}, T = {temperature:g}" for name, temperature in cells]
+    yield f"{first} {' | '.join(names)} |"
+    yield "|" + " --- |" * (first.count("|") - 1 + len(names))
+
+
+def _row(first: str, outcome: Outcome, *, with_rates: bool) -> str:
+    cells = []
+    for counts in outcome.counts.values():
+        mean = f"{counts.num_tokens / counts.num_steps:.2f}" if counts.num_steps else "-"
+        shown = [rate for depth, rate in enumerate(counts.rates) if sum(counts.histogram[depth:]) >= FEWEST_STEPS]
+        rates = " ".join(f"{100 * rate:.0f}" for rate in shown)
+        cells.append(f"{mean}: {rates}" if with_rates and rates else mean)
+    return f"{first} {' | '.join(cells)} |"
+
+
+def _kib(count: int) -> str:
+    return f"{count / 1024:.0f}" if count >= 1 << 17 else f"{count / 1024:.1f}"

@@ -1,14 +1,21 @@
-"""What is continued: code and prose that the bundled model was not trained on, questions, or the user's own files."""
+"""Texts for the evaluation: prompts to continue, and lists of the most frequent tokens.
+
+Prompts are code and prose that the bundled model was not trained on, questions, or come from the user's own files.
+"""
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import hashlib
 import inspect
+import sys
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+import gen_fr_index
 from demo_model.conversations import HELD_OUT_PHRASING
 from quantization.calibration import read_texts
 from quantization.quality import standard_library_texts
@@ -16,6 +23,7 @@ from quantization.quality import standard_library_texts
 from cpmrt import LLM
 from cpmrt.errors import ConfigError, RequestError
 from cpmrt.text import Tokenizer
+from cpmrt.weights.token_index import read_token_index
 
 Prompts = list[list[int]]
 ASKED_ABOUT = (
@@ -30,7 +38,7 @@ ASKED_ABOUT = (
 
 
 def held_out_prompts(llm: LLM, count: int, length: int) -> dict[str, Prompts]:
-    """At most `count` prompts of `length` tokens each of code and prose, and as many questions.
+    """Returns at most `count` prompts of `length` tokens each of code and prose, and as many questions.
 
     Code: functions of those modules of this Python that the bundled model's training left out. Prose: their
     docstrings without the first paragraph, which its conversations may quote. No questions without a chat template.
@@ -48,10 +56,10 @@ def held_out_prompts(llm: LLM, count: int, length: int) -> dict[str, Prompts]:
 
 
 def file_prompts(llm: LLM, path: Path, count: int, length: int) -> Prompts:
-    """At most `count` prompts out of a text file, a .jsonl file ("text" of each line), or a folder of such.
+    """Returns at most `count` prompts out of a text file, a .jsonl file ("text" of each line), or a folder of such.
 
-    The beginning of every document, at most `length` tokens, then the windows of that length after them, as far as
-    they are needed. Raises CheckpointError, ConfigError.
+    They are the first `length` tokens of every document, then the windows of that length after them, as far as they
+    are needed. Raises CheckpointError, ConfigError.
     """
     tokenizer = _tokenizer(llm)
     bos, body = _bos(tokenizer), length - len(_bos(tokenizer))
@@ -80,7 +88,7 @@ def _bos(tokenizer: Tokenizer) -> list[int]:
 
 
 def _beginnings(texts: Iterable[str], tokenizer: Tokenizer, count: int, length: int) -> Prompts:
-    """The first tokens of texts that are longer; in an order of their own, so that no module comes first."""
+    """Returns the first tokens of the texts that are longer, shuffled by a hash, so that no module comes first."""
     bos = _bos(tokenizer)
     prompts: Prompts = []
     for text in sorted(set(texts), key=lambda text: hashlib.sha256(text.encode()).digest()):
@@ -106,3 +114,34 @@ def _docstrings(modules: Iterable[tuple[str, str]]) -> Iterator[str]:
             if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
                 documented = inspect.cleandoc(ast.get_docstring(node) or "")
                 yield documented.partition("\n\n")[2].lstrip("\n")
+
+
+@dataclass(frozen=True)
+class FrequentTokens:
+    """A list of frequent tokens: the file that the draft reads, and the ids in it."""
+
+    path: Path
+    token_ids: tuple[int, ...]
+
+
+def frequent_tokens(
+    model: str, texts: Sequence[Path], sizes: Sequence[int], vocab_size: int, work: Path
+) -> list[FrequentTokens]:
+    """Makes a list of each size in `work`, from `texts`, else from the modules of this Python that were trained on.
+
+    Raises CheckpointError, ConfigError.
+    """
+    if not sizes:
+        return []
+    if not texts:
+        texts = [work / "text"]
+        texts[0].mkdir()
+        for name, text in standard_library_texts(held_out=False):
+            (texts[0] / name.replace("/", ".")).write_text(text, encoding="utf-8")
+    command = [model, *map(str, texts), "--sizes", ",".join(map(str, sizes)), "--out", str(work)]
+    with contextlib.redirect_stdout(sys.stderr):
+        failed = gen_fr_index.main(command)
+    if failed:
+        raise ConfigError("no lists of frequent tokens", fix="see the message above")
+    paths = [work / f"freq_{size}.json" for size in sizes]
+    return [FrequentTokens(path, read_token_index(path, vocab_size)) for path in paths]

@@ -1,4 +1,4 @@
-"""How many drafted tokens the target would accept, measured on text that it has written.
+"""Counts how many drafted tokens the target would accept, on text that it has written.
 
 Speculation changes no token, so a step's outcome depends on the place of its root alone: trees are drafted at every
 place of the finished rows at once, and the walk of a real generation over them gives its steps.
@@ -26,19 +26,18 @@ class Frontier:
     scores: Tensor
     features: Tensor
     sees: Tensor
-    """Which rows of all passes so far are ancestors or the row itself: bool [B, L, k, passes * k]."""
+    """True for the rows of all passes so far that are ancestors or the row itself: bool [B, L, k, passes * k]."""
 
 
 @dataclass
 class Candidates:
-    """All that was drafted at every root, in the order of the passes: [B, L, n] each. The root is parent -1."""
+    """Everything drafted at every root, in the order of the passes: [B, L, n] each. The root is parent -1."""
 
     tokens: list[Tensor] = field(default_factory=list)
     scores: list[Tensor] = field(default_factory=list)
     parents: list[Tensor] = field(default_factory=list)
 
     def add(self, tokens: Tensor, scores: Tensor, parents: Tensor) -> None:
-        """Candidates of one pass."""
         for found, part in zip((self.tokens, self.scores, self.parents), (tokens, scores, parents), strict=True):
             found.append(part.flatten(2))
 
@@ -51,7 +50,7 @@ class TreeDrafter:
 
     @torch.no_grad()
     def accepted(self, tokens: Tensor) -> Tensor:
-        """Drafted tokens that are accepted at every root: int [B, L]. The row's end accepts nothing."""
+        """Returns the number of drafted tokens accepted at every root: int [B, L]. The row's end accepts nothing."""
         found = self._drafted(tokens)
         names, scores, parents = (torch.cat(parts, 2) for parts in (found.tokens, found.scores, found.parents))
         order = scores.sort(dim=-1, descending=True, stable=True).indices[..., : self.shape.tree_size - 1]
@@ -95,7 +94,7 @@ class TreeDrafter:
         return found
 
     def _best(self, output: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and target ids of the best tokens [..., k]."""
+        """Returns the log-probabilities and target ids of the best tokens [..., k]."""
         scores, ids = self.draft.logits(output).float().log_softmax(-1).topk(self.shape.top_k)
         return scores, ids if self.token_ids is None else self.token_ids[ids]
 
@@ -117,18 +116,18 @@ class TreeDrafter:
 
 
 class PathAttention:
-    """Attention of drafted rows: the real rows up to the root, and the row's ancestors. Plain sums in fp32."""
+    """The attention of drafted rows over the real rows up to the root and the row's ancestors, in plain fp32 sums."""
 
     def __init__(self, key: Tensor, value: Tensor) -> None:
         self.real = (key.float(), value.float())
         self.drafted: list[tuple[Tensor, Tensor]] = []
 
     def append(self, key: Tensor, value: Tensor) -> None:
-        """Rows of one more pass, [B, L, k, kv heads, D]."""
+        """Adds the rows of one more pass, [B, L, k, kv heads, D]."""
         self.drafted.append((key.float(), value.float()))
 
     def mix(self, query: Tensor, sees: Tensor) -> Tensor:
-        """Values mixed for queries [B, L, k, heads, D] that see `sees` of the drafted rows."""
+        """Returns the values mixed for queries [B, L, k, heads, D] that see `sees` of the drafted rows."""
         key, value = self.real
         length, kv_heads = key.shape[1:3]
         grouped = query.float().unflatten(3, (kv_heads, -1)) * query.shape[-1] ** -0.5
@@ -155,18 +154,18 @@ class AcceptCounts:
 
     @property
     def mean_length(self) -> float:
-        """Tokens a step."""
+        """The mean number of tokens that a step gives."""
         steps = sum(self.histogram)
         return sum((count + 1) * n for count, n in enumerate(self.histogram)) / steps if steps else float("nan")
 
     def rates(self) -> list[float]:
-        """For each depth, how often a token there was accepted where its parent was."""
+        """Returns, for each depth, how often a token there was accepted where its parent was."""
         reached = [sum(self.histogram[depth:]) for depth in range(len(self.histogram))]
         return [after / before if before else 0.0 for before, after in zip(reached, reached[1:], strict=False)]
 
 
 def walk(accepted: np.ndarray, is_chosen: np.ndarray, depth: int) -> list[int]:
-    """The histogram over the steps of a generation of one row: `accepted` [L] at roots 1..L, `is_chosen` [L + 1].
+    """Returns the histogram of the steps that generate one row: `accepted` [L] at roots 1..L, `is_chosen` [L + 1].
 
     Steps near the row's end, whose outcome is not known, are left out; a text's end cuts a step short.
     """
@@ -188,7 +187,7 @@ def walk(accepted: np.ndarray, is_chosen: np.ndarray, depth: int) -> list[int]:
 def measure(
     draft: Draft, token_ids: Tensor | None, shape: TreeShape, text: Generated, rows_at_once: int = 8
 ) -> list[AcceptCounts]:
-    """Of each source of the rows."""
+    """Counts the accepted tokens for each source of the rows."""
     drafter, depth = TreeDrafter(draft, token_ids, shape), shape.max_emitted - 1
     accepted = torch.cat([drafter.accepted(part) for part in text.tokens.split(rows_at_once)]).cpu().numpy()
     is_chosen, sources = text.is_chosen.cpu().numpy(), text.sources.cpu().numpy()

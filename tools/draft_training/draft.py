@@ -10,9 +10,8 @@ from collections.abc import Mapping
 
 import numpy as np
 import torch
-from demo_model.network import Projection, RMSNorm, rotate
+from demo_model.network import FeedForward, Projection, RMSNorm, rotate
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from cpmrt.dtypes import F32, Array
 from draft_training.files import DraftConfig
@@ -32,7 +31,7 @@ class DraftAttention(nn.Module):
         self.v_proj, self.o_proj = Projection(inputs, kv_size), Projection(q_size, config.hidden_size)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated queries and keys, and values: [..., heads, D] of inputs [..., n], by cos and sin [..., D / 2]."""
+        """Returns rotated queries and keys, and values [..., heads, D]; inputs are [..., n], cos and sin [..., D / 2]."""
         query, key, value = (
             projection(x).unflatten(-1, (-1, self.head_dim)) for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
@@ -40,21 +39,8 @@ class DraftAttention(nn.Module):
         return rotate(query, cos, sin), rotate(key, cos, sin), value
 
 
-class DraftFeedForward(nn.Module):
-    """SwiGLU."""
-
-    def __init__(self, config: DraftConfig) -> None:
-        super().__init__()
-        self.gate_proj = Projection(config.hidden_size, config.intermediate_size)
-        self.up_proj = Projection(config.hidden_size, config.intermediate_size)
-        self.down_proj = Projection(config.intermediate_size, config.hidden_size)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
 class DraftLayer(nn.Module):
-    """The parts of a decoder layer, whose attention the caller does: drafted rows see paths of a tree."""
+    """A decoder layer without its attention, which the caller computes: drafted rows see paths of a tree."""
 
     def __init__(self, config: DraftConfig, joined: int) -> None:
         super().__init__()
@@ -62,16 +48,16 @@ class DraftLayer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = DraftAttention(config, joined * config.hidden_size)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = DraftFeedForward(config)
+        self.mlp = FeedForward(config.hidden_size, config.intermediate_size)
 
     def finish(self, residual: Tensor, mixed: Tensor) -> Tensor:
-        """The layer's output [..., h] from the values that attention mixed [..., heads, D]."""
+        """Returns the layer's output [..., h] from the values that attention mixed [..., heads, D]."""
         h = residual + self.self_attn.o_proj(mixed.flatten(-2)) * self.residual_scale
         return h + self.mlp(self.post_attention_layernorm(h)) * self.residual_scale
 
 
 class Draft(nn.Module):
-    """What both methods share. Features are the target's in the first pass, the draft's own output afterwards."""
+    """The parts that both methods share. Features are the target's in the first pass, then the draft's own output."""
 
     layer: DraftLayer
     prefix = ""
@@ -81,25 +67,25 @@ class Draft(nn.Module):
         self.config, self.target = config, target
 
     def enter(self, embedded: Tensor, features: Tensor, is_first: bool) -> tuple[Tensor, Tensor]:
-        """The residual stream [..., h] and what qkv reads."""
+        """Returns the residual stream [..., h] and the inputs of qkv."""
         raise NotImplementedError
 
     def logits(self, output: Tensor) -> Tensor:
-        """Over the draft's vocabulary [..., V]."""
+        """Returns logits over the draft's vocabulary [..., V]."""
         raise NotImplementedError
 
     def reset_parameters(self) -> None:
-        """Norms of one, matrices that keep the size of what they read."""
+        """Draws matrices that keep the size of their inputs; norms stay one."""
         for parameter in self.parameters():
             if parameter.dim() == 2:
                 nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
 
     def tensors(self) -> dict[str, F32]:
-        """The weights by their names in the file."""
+        """Returns the weights by their names in the file."""
         return {self.prefix + name: tensor.detach().cpu().numpy() for name, tensor in self.state_dict().items()}
 
     def load(self, tensors: Mapping[str, F32]) -> None:
-        """The inverse of `tensors`."""
+        """Takes weights as `tensors` returns them."""
         state = {name.removeprefix(self.prefix): torch.from_numpy(np.array(t)) for name, t in tensors.items()}
         self.load_state_dict(state)
 
@@ -158,7 +144,7 @@ class Eagle3(Draft):
 
 
 def make_draft(config: DraftConfig, target: Target, token_ids: Array | None) -> Draft:
-    """A draft to be trained, on the target's device. `token_ids`: the target's ids of an EAGLE-3 head's rows."""
+    """Makes a draft on the target's device. `token_ids` are the target's ids of an EAGLE-3 head's rows."""
     if config.method == "eagle2":
         return Eagle2(config, target).to(target.device)
     if token_ids is None:
@@ -167,6 +153,6 @@ def make_draft(config: DraftConfig, target: Target, token_ids: Array | None) -> 
 
 
 def features_of(draft: Draft, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """What the target says of rows [B, L]: the draft's features, and the hidden states that its head reads."""
+    """Returns what the target computes for rows [B, L]: the draft's features, and the last hidden states."""
     hidden, tapped = draft.target.hidden_states(tokens, draft.config.taps)
     return (hidden if tapped is None else tapped), hidden

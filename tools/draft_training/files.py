@@ -55,7 +55,7 @@ class DraftConfig:
 
 
 def default_taps(num_layers: int) -> tuple[int, int, int]:
-    """The layers of EAGLE-3's authors: low, middle, high."""
+    """Returns the layers that EAGLE-3's authors tap: low, middle, high."""
     return 2, num_layers // 2, num_layers - 3
 
 
@@ -67,7 +67,7 @@ def check_taps(taps: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
 
 
 def tensor_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
-    """Every weight of the file but the token maps."""
+    """Returns the shape of every weight of the file but the token maps."""
     hidden, inner, width = config.hidden_size, config.intermediate_size, config.head_dim
     q_size, kv_size = config.num_attention_heads * width, config.num_key_value_heads * width
     layer, joined = _LAYER[config.method]
@@ -90,7 +90,7 @@ def tensor_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
 
 
 def config_json(config: DraftConfig, target: ModelFolder) -> dict[str, Any]:
-    """The contents of `config.json`; rotary keys and scales are the target's."""
+    """Returns the contents of `config.json`; rotary keys and scales are the target's."""
     raw, is_mup = target.raw_config, _has_scales(target.config)
     family, kind = ("MiniCPM", "minicpm") if is_mup else ("Llama", "llama")
     prefix = {"eagle2": "Eagle", "eagle3": "Eagle3"}[config.method]
@@ -125,12 +125,12 @@ def _has_scales(target: ModelConfig) -> bool:
 
 
 def mup_denominator(target: ModelFolder) -> int:
-    """What the draft's residual scale is scale_depth / sqrt of."""
+    """Returns the number of layers in the draft's residual scale, scale_depth / sqrt(layers)."""
     return int(target.raw_config.get("mup_denominator", target.config.num_layers))
 
 
 def residual_scale(target: ModelFolder) -> float:
-    """What the draft's sublayers are multiplied by; 1 for a family without scales."""
+    """Returns the factor of the outputs of the draft's sublayers; 1 for a family without scales."""
     if not _has_scales(target.config):
         return 1.0
     return float(target.raw_config.get("scale_depth", 1.0)) / mup_denominator(target) ** 0.5
@@ -167,7 +167,7 @@ def _token_maps(token_ids: Array, vocab_size: int) -> dict[str, tuple[str, Array
 
 
 def read_draft(folder: Path) -> tuple[DraftConfig, dict[str, F32], Array | None]:
-    """What `write_draft` wrote: config, weights as float32, the target's ids of the head's rows.
+    """Reads a draft that `write_draft` wrote: config, weights as float32, the target's ids of the head's rows.
 
     Raises ConfigError or CheckpointError.
     """

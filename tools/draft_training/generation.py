@@ -1,4 +1,4 @@
-"""Rows of text that the target writes itself: prompts out of files, and what it continues them with."""
+"""Rows of text that the target writes itself, as continuations of prompts out of files."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ PROMPT_STRIDE = 512
 
 
 def prompt_windows(path: Path, tokenizer: Tokenizer, count: int, length: int) -> list[list[int]]:
-    """At most `count` prompts of at most `length` tokens, BOS first: the beginning of every document of a file (a
-    document shorter than that is a prompt as it is), and what follows every `PROMPT_STRIDE` tokens of it."""
+    """Returns at most `count` prompts of at most `length` tokens, BOS first.
+
+    They begin at the start of every document of a file and after every `PROMPT_STRIDE` tokens of it.
+    """
     bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     windows: list[list[int]] = []
     for text in read_texts(path):
@@ -37,7 +39,7 @@ def prompt_windows(path: Path, tokenizer: Tokenizer, count: int, length: int) ->
 
 
 class PromptPool:
-    """Prompts of several sources, each of which gets an equal share of the rows."""
+    """The prompts of several sources, each of which gets an equal share of the rows."""
 
     def __init__(self, sources: Sequence[Sequence[list[int]]], device: torch.device) -> None:
         prompts = [prompt for source in sources for prompt in source]
@@ -48,7 +50,7 @@ class PromptPool:
         self.counts, self.first = counts, counts.cumsum(0) - counts
 
     def draw(self, sources: Tensor, generator: torch.Generator) -> Tensor:
-        """Random prompts (their numbers) of these sources."""
+        """Returns the numbers of random prompts of these sources."""
         uniform = torch.rand(sources.shape, generator=generator, device=sources.device, dtype=torch.float64)
         return self.first[sources] + (uniform * self.counts[sources]).long()
 
@@ -66,7 +68,7 @@ class Generated:
 def generate(
     target: Target, pool: PromptPool, temperatures: Tensor, length: int, generator: torch.Generator
 ) -> Generated:
-    """A row for each of `temperatures` [B] (0: greedy). Where a text ends, another prompt begins in the same row."""
+    """Writes a row for each of `temperatures` [B] (0: greedy). After a text's end a row goes on with another prompt."""
     rows, device = len(temperatures), target.device
     sources = torch.arange(rows, device=device) % len(pool.counts)
     stops = torch.tensor(target.config.eos_token_ids, device=device)
@@ -89,13 +91,13 @@ def generate(
 
 
 def gumbel(like: Tensor, generator: torch.Generator) -> Tensor:
-    """Noise that makes the argmax a sample."""
+    """Draws noise that makes the argmax of logits plus noise a sample."""
     noise = torch.empty_like(like).exponential_(generator=generator)
     return -noise.clamp_(min=torch.finfo(noise.dtype).tiny).log_()
 
 
 def mixed_temperatures(rows: int, greedy_share: float, generator: torch.Generator) -> Tensor:
-    """Greedy for a share of the rows, for the others between 0.7 and 1."""
+    """Draws temperatures: 0 for a share of the rows, between 0.7 and 1 for the others."""
     device = generator.device
     warm = 0.7 + 0.3 * torch.rand(rows, generator=generator, device=device)
     return torch.where(torch.rand(rows, generator=generator, device=device) < greedy_share, 0.0, warm)

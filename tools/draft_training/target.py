@@ -45,21 +45,21 @@ class Target:
 
     @property
     def head(self) -> Tensor:
-        """Rows of the output head [V, h]; the logits are divided besides."""
+        """The rows of the output head [V, h]. Logits are also divided by `logit_divisor`."""
         return self.weights.get("lm_head", self.weights["embed_tokens"])
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Scaled embeddings [..., h]."""
+        """Returns scaled embeddings [..., h]."""
         return F.embedding(tokens, self.weights["embed_tokens"]) * self.config.scale_emb
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [..., V] of hidden states after the final norm."""
+        """Returns the logits [..., V] of hidden states after the final norm."""
         return F.linear(hidden / self.config.logit_divisor, self.head)
 
     @torch.no_grad()
     def hidden_states(self, tokens: Tensor, taps: Sequence[int] = ()) -> tuple[Tensor, Tensor | None]:
-        """Of rows [B, L]: hidden states after the final norm [B, L, h], and the residual stream entering the layers
-        `taps`, side by side [B, L, h * taps] (None without taps)."""
+        """Returns the hidden states of rows [B, L] after the final norm [B, L, h], and the residual stream that enters
+        the layers `taps`, side by side [B, L, h * taps] (None without taps)."""
         x = self.embed(tokens)
         cos, sin = self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]]
         entering = {}
@@ -71,14 +71,14 @@ class Target:
         return self._norm("norm", x), tapped
 
     def new_cache(self, rows: int, length: int) -> Tensor:
-        """Keys and values of `rows` sequences: [layers, 2, B, kv heads, L, D]."""
+        """Allocates keys and values of `rows` sequences: [layers, 2, B, kv heads, L, D]."""
         config = self.config
         shape = (config.num_layers, 2, rows, config.attention.num_kv_heads, length, config.attention.head_dim)
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     @torch.no_grad()
     def step(self, tokens: Tensor, position: int, cache: Tensor) -> Tensor:
-        """Hidden states after the final norm [B, h] of one token [B] of every sequence, all at `position`."""
+        """Returns hidden states after the final norm [B, h] of one token [B] of every sequence, all at `position`."""
         x = self.embed(tokens)[:, None]
         cos, sin = self.cos[position : position + 1], self.sin[position : position + 1]
         for layer in range(self.config.num_layers):
@@ -109,7 +109,7 @@ class Target:
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Grouped-query attention of whole rows, [B, heads, L, D]."""
+    """Computes grouped-query attention of whole rows, [B, heads, L, D]."""
     return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
 
 
@@ -127,7 +127,7 @@ def _cached_attention(cache: Tensor, position: int) -> Attend:
 
 
 def _tensor(checkpoint: Checkpoint, name: str) -> Tensor:
-    """A tensor of the checkpoint in its own type."""
+    """Reads a tensor of the checkpoint in its own type."""
     words, kind = np.array(checkpoint.view(name)), checkpoint.entries[name].dtype
     if kind not in _TYPES:
         raise ConfigError(f"{checkpoint.folder}: type of {name}", expected=" | ".join(_TYPES), actual=kind)

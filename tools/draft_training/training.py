@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from demo_model.muon import Muon
+from demo_model.muon import Muon, learning_rate_factor
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -22,7 +22,7 @@ from draft_training.target import causal_attention
 
 @dataclass(frozen=True)
 class DraftPlan:
-    """A run of so many steps or minutes, whichever end comes first."""
+    """A run of `steps` steps or `minutes` minutes, whichever end comes first."""
 
     minutes: float
     steps: int
@@ -36,14 +36,9 @@ class DraftPlan:
     decay_start: float = 0.4
     log_steps: int = 50
 
-    def learning_rate_factor(self, progress: float) -> float:
-        """Rises to one, stays, and falls linearly to nothing."""
-        fall = (1.0 - progress) / (1.0 - self.decay_start)
-        return max(0.0, min(1.0, (progress + 1e-3) / self.warm_up_end, fall))
-
 
 def path_mask(length: int, num_passes: int, device: torch.device) -> Tensor:
-    """Which keys the rows of the last of `num_passes` passes see: bool [L, passes * L], pass after pass."""
+    """Returns which keys the rows of the last of `num_passes` passes see: bool [L, passes * L], pass after pass."""
     query, key = torch.arange(length, device=device)[:, None], torch.arange(length, device=device)
     last = num_passes - 1
     parts = [key <= query - last, *(key == query - last + j for j in range(1, num_passes))]
@@ -51,14 +46,14 @@ def path_mask(length: int, num_passes: int, device: torch.device) -> Tensor:
 
 
 class PassAttention:
-    """Attention of pass after pass; keeps the keys and values of all of them."""
+    """The attention of one pass after the other; it keeps the keys and values of all of them."""
 
     def __init__(self) -> None:
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Values mixed for the rows [B, L, heads, D] of the next pass."""
+        """Returns the values mixed for the rows [B, L, heads, D] of the next pass."""
         query, key, value = (part.transpose(1, 2) for part in (query, key, value))
         self.keys.append(key)
         self.values.append(value)
@@ -72,7 +67,7 @@ class PassAttention:
 
 
 def pass_outputs(draft: Draft, embedded: Tensor, features: Tensor, num_passes: int) -> list[Tensor]:
-    """The draft's output [B, L, h] of every pass over rows of embeddings and target features."""
+    """Returns the draft's output [B, L, h] of every pass over rows of embeddings and target features."""
     cos, sin = draft.target.cos[: embedded.shape[1]], draft.target.sin[: embedded.shape[1]]
     attend, outputs = PassAttention(), list[Tensor]()
     for index in range(num_passes):
@@ -84,14 +79,14 @@ def pass_outputs(draft: Draft, embedded: Tensor, features: Tensor, num_passes: i
 
 
 def soft_cross_entropy(logits: Tensor, probabilities: Tensor) -> Tensor:
-    """Nats a row [...] against a distribution [..., V], or a part of one: what it lacks weighs nothing."""
+    """Returns nats for each row [...] against a distribution [..., V], or a part of one: the rest weighs nothing."""
     logits = logits.float()
     mass = probabilities.sum(-1)
     return mass * logits.logsumexp(-1) - (probabilities * logits).sum(-1)
 
 
 class DraftTrainer:
-    """One run. `tokens` [N, L + 1] are the rows; `token_ids` the target's ids of a cut head's rows."""
+    """Trains a draft on rows `tokens` [N, L + 1]; `token_ids` are the target's ids of a cut head's rows."""
 
     def __init__(self, draft: Draft, tokens: Tensor, token_ids: Tensor | None, plan: DraftPlan) -> None:
         self.draft, self.tokens, self.token_ids, self.plan = draft, tokens, token_ids, plan
@@ -103,7 +98,7 @@ class DraftTrainer:
         self.generator = torch.Generator(tokens.device).manual_seed(plan.seed)
 
     def losses(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """What is minimised, and the mean cross entropy of every pass, of rows [B, L + 1]."""
+        """Returns the loss to minimise and the mean cross entropy of every pass, for rows [B, L + 1]."""
         draft, plan = self.draft, self.plan
         features, hidden = features_of(draft, tokens)
         with torch.no_grad():
@@ -125,7 +120,7 @@ class DraftTrainer:
         return total, torch.stack(entropies)
 
     def step(self, factor: float) -> Tensor:
-        """One optimiser step; returns the cross entropies without waiting for them."""
+        """Makes one optimiser step and returns the cross entropies without waiting for them."""
         plan, tokens = self.plan, self.tokens
         index = torch.randint(len(tokens), (plan.rows,), generator=self.generator, device=tokens.device)
         loss, entropies = self.losses(tokens[index].long())
@@ -138,12 +133,12 @@ class DraftTrainer:
         return entropies
 
     def run(self, report: Callable[[dict[str, object]], None]) -> dict[str, object]:
-        """Trains to the end; `report` gets a line every `log_steps`. Returns the summary."""
+        """Trains to the end and returns the summary; `report` is called with a line every `log_steps`."""
         plan, begun, steps = self.plan, time.perf_counter(), 0
         recent: list[Tensor] = []
         last: list[float] = []
         while (progress := self._progress(steps, begun)) < 1:
-            recent.append(self.step(plan.learning_rate_factor(progress)))
+            recent.append(self.step(learning_rate_factor(progress, plan.warm_up_end, plan.decay_start, first=1e-3)))
             steps += 1
             if steps % plan.log_steps == 0 or steps == plan.steps:
                 last = [round(value, 4) for value in torch.stack(recent).mean(0).tolist()]
@@ -162,7 +157,7 @@ class DraftTrainer:
 
 
 def frequent_tokens(tokens: Tensor, vocab_size: int, count: int, always: tuple[int, ...]) -> Tensor:
-    """The ids [count], ascending, of the most frequent tokens and `always`."""
+    """Returns the ids [count], ascending, of the most frequent tokens and `always`."""
     counts = torch.bincount(tokens.flatten().long(), minlength=vocab_size)
     counts[list(always)] = counts.max() + 1
     return counts.argsort(descending=True, stable=True)[:count].sort().values
