@@ -28,8 +28,7 @@ from cpmrt.errors import CpmrtError  # noqa: E402
 
 @dataclass(frozen=True)
 class Variant:
-    """A row: its label, the options of tools/quantize.py (None: the bundled checkpoint), bits of the head, type of keys
-    and values."""
+    """A row of the table. `options` are those of tools/quantize.py; None: the bundled checkpoint as it is."""
 
     label: str
     options: tuple[str, ...] | None
@@ -58,7 +57,7 @@ VARIANTS = (
 
 
 def main() -> int:
-    """Exit code: 0 done, 1 an error that a message explains."""
+    """Runs the tool. Exit code: 0 done, 1 an error that a message explains."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, default=Path("build/quality"), help="made afresh, for the checkpoints")
     parser.add_argument("--out", type=Path, help="also write the table there")
@@ -78,7 +77,7 @@ def main() -> int:
 
 
 def report(options: argparse.Namespace) -> Iterator[str]:
-    """Lines of Markdown, each printed as soon as it is known."""
+    """Yields lines of Markdown and prints each as soon as it is known."""
     for line in _rows(options):
         print(line, flush=True)
         yield line
@@ -109,7 +108,7 @@ def _rows(options: argparse.Namespace) -> Iterator[str]:
 
 
 def _opened(variant: Variant, calibration: Path, options: argparse.Namespace) -> LLM:
-    """The model of a row, quantised first if its checkpoint is not there."""
+    """Opens the model of a row, quantised first if its checkpoint is not there."""
     folder: Path | None = None
     if variant.options is not None:
         folder = options.work / "-".join(part.strip("-") for part in variant.options)

@@ -1,4 +1,4 @@
-"""What sparse attention (InfLLM-v2) loses against dense attention of the same weights.
+"""Measures what sparse attention (InfLLM-v2) loses against dense attention of the same weights.
 
     python tools/make_demo_model.py --long build/long --minutes 2
     python tools/eval_sparse.py --model build/long --out build/sparse
@@ -37,15 +37,13 @@ from sparse_evaluation.needles import (  # noqa: E402
     Haystack,
     found,
     found_by_decoding,
+    held_out_text,
     logit_chunks,
     make_haystack,
 )
 from sparse_evaluation.neighbours import ChoiceProbe  # noqa: E402
 from sparse_evaluation.neighbours import summary as union_summary  # noqa: E402
-from sparse_evaluation.plot import plot_needles  # noqa: E402
-from sparse_evaluation.settings import ALWAYS_SPARSE, OFFICIAL, SETTINGS, Setting  # noqa: E402
-from sparse_evaluation.tables import tables  # noqa: E402
-from sparse_evaluation.text import held_out_text  # noqa: E402
+from sparse_evaluation.tables import ALWAYS_SPARSE, OFFICIAL, SETTINGS, Setting, plot_needles, tables  # noqa: E402
 
 from cpmrt import LLM  # noqa: E402
 from cpmrt.errors import ConfigError, CpmrtError  # noqa: E402
@@ -57,7 +55,6 @@ CHUNK = 2048
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo", help="folder or hub id; 'demo' is the bundled one")
     parser.add_argument("--out", type=Path, default=Path("build/sparse"), help="folder for results")
@@ -75,7 +72,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 
 class SparseEvaluation:
-    """One run of the tool: the text, what is hidden in it, and what each setting makes of it."""
+    """One run of the tool: the text, the statements hidden in it, and the results of each setting."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
@@ -93,7 +90,7 @@ class SparseEvaluation:
         self.dense: list[Predictions] = []
 
     def measure(self) -> Iterator[dict[str, Any]]:
-        """Results as far as they are known, after every setting."""
+        """Yields the results known so far after every setting."""
         needles: dict[str, Any] = {}
         text: dict[str, Any] = {}
         for setting in SETTINGS if self.haystacks or self.windows else ():
@@ -124,7 +121,7 @@ class SparseEvaluation:
         return {length: [self._haystack(length, rng) for _ in range(self.options.haystacks)] for length in self.lengths}
 
     def _needles(self, llm: LLM) -> dict[str, Any]:
-        """Shares of found statements by length and depth; one question of each haystack is asked again by decoding."""
+        """Returns the shares of statements found by length and depth, and how many a decoding run confirms."""
         grid, asked, same = {}, 0, 0
         for length, haystacks in self.haystacks.items():
             hits = [found(llm, haystack) for haystack in haystacks]
@@ -136,7 +133,7 @@ class SparseEvaluation:
         return {"grid": grid, "decoded": {"asked": asked, "same": same}}
 
     def _spans(self, llm: LLM) -> list[dict[str, Any]]:
-        """Against dense attention, whose turn comes first."""
+        """Compares predictions with those of dense attention, whose turn comes first."""
         own = [predictions(llm, window, self.options.stride) for window in self.windows]
         self.dense = self.dense or own
         edges = [0, *self.lengths]
@@ -156,7 +153,7 @@ class SparseEvaluation:
         return parts
 
     def _mass(self, token_ids: Tokens, positions: Iterable[int]) -> dict[str, Any]:
-        """Of some positions of a text, which goes through the NumPy ops."""
+        """Measures attention shares at some positions of a text, which goes through the NumPy ops."""
         length = len(token_ids)
         labels = {setting.label: config for setting in SETTINGS if (config := setting.config) is not None}
         with self._opened(ALWAYS_SPARSE, "reference", length) as llm:
@@ -167,7 +164,7 @@ class SparseEvaluation:
         return {"length": length, "settings": found_shares}
 
     def _unions(self, setting: Setting) -> dict[str, Any]:
-        """At the end of each length of one text, in the last whole chunk whose rows all leave blocks out."""
+        """Counts blocks at the end of each length of a text, in the last whole chunk whose rows leave blocks out."""
         config = setting.config
         assert config is not None
         window = self.text.windows(1, max(self.lengths))[0].tolist()
@@ -190,7 +187,7 @@ class SparseEvaluation:
 
 
 def store(out: Path, facts: dict[str, Any], parts: dict[str, Any]) -> str:
-    """Adds to results.json and writes everything that follows from it; returns the tables."""
+    """Adds to results.json, writes everything that follows from it and returns the tables."""
     path = out / "results.json"
     results = (json.loads(path.read_text()) if path.exists() else {}) | facts | parts
     path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
@@ -200,7 +197,7 @@ def store(out: Path, facts: dict[str, Any], parts: dict[str, Any]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit code: 0 done, 1 an error that a message explains."""
+    """Runs the tool. Exit code: 0 done, 1 an error that a message explains."""
     options = parse_arguments(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
     try:

@@ -36,7 +36,7 @@ Counts = np.ndarray[Any, np.dtype[np.int64]]
 
 
 def text_files(paths: Iterable[Path]) -> Iterator[Path]:
-    """The files themselves, and all text files under the folders. Raises CheckpointError where a folder has none."""
+    """Yields the files themselves and all text files in the folders. Raises CheckpointError where a folder has none."""
     for path in paths:
         if not path.is_dir():
             yield path
@@ -48,7 +48,7 @@ def text_files(paths: Iterable[Path]) -> Iterator[Path]:
 
 
 def pieces(path: Path) -> Iterator[str]:
-    """A file's text, cut after a line break where there is one. Raises CheckpointError."""
+    """Yields a file's text in pieces, cut after a line break where there is one. Raises CheckpointError."""
     with open_file(path) as file:
         yield from _documents(file, path) if path.suffix == ".jsonl" else _blocks(file)
 
@@ -75,7 +75,7 @@ def _documents(file: BinaryIO, path: Path) -> Iterator[str]:
 
 
 def count_tokens(texts: Iterator[str], library: tokenizers.Tokenizer, vocab_size: int) -> Counts:
-    """How often each token below `vocab_size` comes: int64 [vocab_size]. A few texts are in work at a time."""
+    """Counts each token below `vocab_size`: int64 [vocab_size]. Only a few texts are in memory at a time."""
     counts = np.zeros(vocab_size, np.int64)
     # JSON may hold halves of surrogate pairs.
     texts = (text.encode("utf-8", "replace").decode() for text in texts)
@@ -88,7 +88,7 @@ def count_tokens(texts: Iterator[str], library: tokenizers.Tokenizer, vocab_size
 
 
 def ranked(counts: Counts, size: int, always: frozenset[int]) -> list[int]:
-    """`size` ids: the most frequent ones, the lower id first where two are equal, then those of `always`, ascending.
+    """Returns `size` ids: the most frequent ones, the lower id first where two are equal, then `always`, ascending.
 
     Raises ConfigError if there are not so many.
     """
@@ -101,7 +101,7 @@ def ranked(counts: Counts, size: int, always: frozenset[int]) -> list[int]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Count, write the lists and say how much of the text each covers."""
+    """Counts, writes the lists and prints how much of the text each covers."""
     options = _parse(arguments)
     try:
         folder = ModelFolder.open(None if options.model == "demo" else options.model, weights=False)

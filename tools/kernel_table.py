@@ -1,4 +1,4 @@
-"""Measurements of single kernels as lines, and as the table in `kernels_cu/README.md`."""
+"""Measurements of single kernels as lines of text, and as the table in `kernels_cu/README.md`."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class Line:
 
     @property
     def amount(self) -> str:
-        """The rate in its unit."""
+        """The rate with its unit, for people."""
         return f"{self.rate / 1e12:.0f} TFLOP/s" if self.unit == "FLOP" else f"{self.rate / 1e9:,.0f} GB/s"
 
 
 def markdown(lines: Iterable[Line], device: str, ceilings: dict[str, float]) -> str:
-    """A table with a row for each kernel and case, a column for each shape."""
+    """Returns a table with a row for each kernel and case, a column for each shape."""
     found = list(lines)
     shapes = list(dict.fromkeys(line.shape for line in found))
     rows: dict[tuple[str, str], dict[str, Line]] = {}
@@ -52,7 +52,7 @@ def markdown(lines: Iterable[Line], device: str, ceilings: dict[str, float]) -> 
 
 
 def replaced(text: str, table: str) -> str:
-    """`text` with what stands between the markers replaced. Raises ValueError if they are not there."""
+    """Returns `text` with the part between the markers replaced. Raises ValueError if they are not there."""
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:

@@ -53,7 +53,7 @@ MAX_SEEDS = 100
 
 
 def main() -> None:
-    """Write what was asked for."""
+    """Writes what was asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("tiny", "demo", "quantised", "sparse"))
     what = parser.parse_args().what
@@ -79,7 +79,7 @@ def main() -> None:
 
 
 def write(name: str, command: str, config_text: str, arrays: dict[str, Any]) -> None:
-    """One npz: `config` and `metadata` are JSON texts. Entries of an npz carry no time, so the bytes repeat."""
+    """Writes one npz; `config` and `metadata` are JSON texts. Its entries carry no time, so the bytes repeat."""
     metadata = {"command": f"python tools/make_golden.py {command}", **versions()}
     path = GOLDEN / f"{name}.npz"
     np.savez_compressed(path, config=np.array(config_text), metadata=np.array(json.dumps(metadata)), **arrays)
@@ -87,7 +87,7 @@ def write(name: str, command: str, config_text: str, arrays: dict[str, Any]) -> 
 
 
 def versions() -> dict[str, str]:
-    """Of everything that took part."""
+    """Returns the versions of everything that took part."""
     return {
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -97,7 +97,7 @@ def versions() -> dict[str, str]:
 
 
 def write_tiny(case: Case) -> None:
-    """The first seed whose greedy path no rounding can change: logits of every position, and that path."""
+    """Writes logits of every position and the greedy path, for the first seed whose path no rounding can change."""
     config = ModelConfig.from_hf(case.config)
     specs = tensor_specs(config)
     for seed in range(MAX_SEEDS):
@@ -120,7 +120,7 @@ def write_tiny(case: Case) -> None:
 
 
 def write_sparse(name: str) -> None:
-    """The first seed for which no rounding can change a token or a choice: logits of some positions, and the path."""
+    """Writes some logits and the path, for the first seed for which no rounding can change a token or a choice."""
     settings = sparse.CASES[name]
     config = ModelConfig.from_hf(settings)
     specs = tensor_specs(config)
@@ -150,7 +150,7 @@ def write_sparse(name: str) -> None:
 
 
 def write_rope_frequencies() -> None:
-    """rope.json: inverse frequencies and attention factor of every tiny config, short and long."""
+    """Writes rope.json: inverse frequencies and attention factor of every tiny config, short and long."""
     rows = []
     for case in CASES:
         config = hugging_face_config(case.config)
@@ -169,7 +169,7 @@ def write_rope_frequencies() -> None:
 
 
 def write_demo() -> None:
-    """demo.npz: greedy continuations of a few prompts, with the logits of the last positions."""
+    """Writes demo.npz: greedy continuations of a few prompts, with the logits of the last positions."""
     from safetensors.torch import load_file
     from tokenizers import Tokenizer
 

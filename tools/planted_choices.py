@@ -1,4 +1,4 @@
-"""Choices of blocks for a chunk of prefill of which it is known how much neighbours share."""
+"""Makes choices of blocks for a chunk of prefill whose neighbours share a known number of blocks."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from cpmrt.dtypes import Array
 from cpmrt.memory.caches import PAGE_SIZE
 
 TOGETHER = 12
-"""Neighbours whose union is stated."""
+"""The number of neighbours whose union is stated."""
 
 
 def planted_choices(
     start: int, rows: int, num_heads: int, config: SparseConfig, union: float | None, rng: np.random.Generator
 ) -> Array:
-    """Ascending blocks int32 [rows, K, W] of the rows from position `start` on, all of which leave blocks out.
+    """Returns ascending blocks int32 [rows, K, W] of the rows from position `start` on, all of which leave blocks out.
 
     Each row keeps as many of the blocks of the one before that TOGETHER neighbours choose about `union` blocks in all,
     and draws the others at random; None: it draws all of them.
@@ -36,10 +36,10 @@ def planted_choices(
 
 
 def _drawn(union: float, own: int, config: SparseConfig) -> float:
-    """The share of its blocks that a row does not have from the one before.
+    """Returns the share of its blocks that a row does not have from the one before.
 
     A block is in none of n choices with probability (1 - s) (1 - s / (1 - s) x)^(n - 1), where s is the share of all
-    blocks that a row chooses and x what is asked for.
+    blocks that a row chooses and x is the result.
     """
     free = own - config.local_blocks - config.init_blocks
     share, forced = config.num_scored / free, config.num_selected - config.num_scored

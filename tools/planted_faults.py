@@ -1,4 +1,4 @@
-"""Does compute-sanitizer see our kernels at all? Each of its tools is given a kernel with the fault that it looks for.
+"""Checks that compute-sanitizer sees our kernels: each of its tools must find a fault planted in a kernel.
 
     python tools/planted_faults.py /usr/local/cuda/bin/compute-sanitizer
 
@@ -19,7 +19,7 @@ NUM_BYTES, NUM_THREADS, FOUND = 256, 64, 99
 
 
 def launch(fault: str) -> None:
-    """On fresh memory of 64 words, by 64 threads."""
+    """Launches the kernel with this fault on fresh memory of 64 words, by 64 threads."""
     import cupy
 
     memory = cupy.cuda.Memory(NUM_BYTES)
@@ -30,7 +30,7 @@ def launch(fault: str) -> None:
 
 
 def is_found(sanitizer: str, tool: str) -> bool:
-    """Whether the tool ends with the exit code for errors, and not with another."""
+    """Tells whether the tool ends with the exit code for errors."""
     command = [sanitizer, "--tool", tool, "--error-exitcode", str(FOUND), sys.executable, __file__, tool]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     found = done.returncode == FOUND

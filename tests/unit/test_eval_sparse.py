@@ -19,11 +19,9 @@ import eval_sparse
 from demo_model.retrieval import CELL, TOKENS_PER_PAIR, VALUE_WORDS, Statements, retrieval_rows, spread_positions
 from sparse_evaluation.attention_mass import MassProbe, Shares, block_mass, shares, summary
 from sparse_evaluation.likelihood import Predictions, divergences, predictions
-from sparse_evaluation.needles import DEPTHS, found, logit_chunks, make_haystack
+from sparse_evaluation.needles import DEPTHS, HeldOutText, found, logit_chunks, make_haystack
 from sparse_evaluation.neighbours import ChoiceProbe, chance, unions
-from sparse_evaluation.settings import ALWAYS_SPARSE, SETTINGS, Setting
-from sparse_evaluation.tables import tables
-from sparse_evaluation.text import HeldOutText
+from sparse_evaluation.tables import ALWAYS_SPARSE, SETTINGS, Setting, plot_needles, tables
 
 from cpmrt import LLM
 from cpmrt.config import SparseConfig
@@ -316,7 +314,6 @@ def test_results_add_up_in_one_file_and_give_tables(tmp_path):
 
 def test_the_plot_is_small(tmp_path):
     pytest.importorskip("matplotlib")
-    from sparse_evaluation.plot import plot_needles
 
     grid = {str(length): np.linspace(0, 1, DEPTHS).tolist() for length in (4096, 65536)}
     rows = {setting.label: {"budget": setting.budget, "grid": grid} for setting in SETTINGS}

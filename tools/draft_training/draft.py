@@ -31,7 +31,7 @@ class DraftAttention(nn.Module):
         self.v_proj, self.o_proj = Projection(inputs, kv_size), Projection(q_size, config.hidden_size)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns rotated queries and keys, and values [..., heads, D]; inputs are [..., n], cos and sin [..., D / 2]."""
+        """Returns rotated queries, rotated keys and values [..., heads, D]; x is [..., n], cos and sin [..., D / 2]."""
         query, key, value = (
             projection(x).unflatten(-1, (-1, self.head_dim)) for projection in (self.q_proj, self.k_proj, self.v_proj)
         )

@@ -34,12 +34,12 @@ class Case:
 
 
 def _changed(base: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    """Keys replaced; a value None removes the key."""
+    """Returns a config with keys replaced; a value None removes the key."""
     return {key: value for key, value in (base | changes).items() if value is not None}
 
 
 def _new_spelling(base: dict[str, Any], rope: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    """The names of transformers 5: rope_parameters and dtype."""
+    """Returns a config with the names of transformers 5, rope_parameters and dtype."""
     rope = {"rope_theta": 10000.0, "rope_type": "default"} | rope
     return _changed(base, rope_theta=None, torch_dtype=None, dtype="float32", rope_parameters=rope, **changes)
 
@@ -63,82 +63,39 @@ CASES = (
     Case("llama_tied", _changed(_LLAMA, tie_word_embeddings=True, num_key_value_heads=2)),
     Case("llama_bias", _changed(_LLAMA, attention_bias=True)),
     Case("llama_head_dim", _new_spelling(_LLAMA, {"rope_theta": 5000000.0}, head_dim=96, eos_token_id=[1, 90])),
-    Case(
-        "rope_llama3",
-        _changed(
-            _LLAMA,
-            rope_scaling={
-                "rope_type": "llama3",
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 64,
-            },
-        ),
-    ),  # fmt: skip
+    Case("rope_llama3", _changed(_LLAMA, rope_scaling={
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    })),
     Case("rope_linear", _changed(_LLAMA, rope_scaling={"type": "linear", "factor": 4.0})),
-    Case(
-        "rope_dynamic_native",
-        _changed(_LLAMA, max_position_embeddings=128, rope_scaling={"type": "dynamic", "factor": 2.0}),
-    ),
-    Case(
-        "rope_dynamic_stretched",
-        _new_spelling(_LLAMA, {"rope_type": "dynamic", "factor": 4.0}, max_position_embeddings=48),
-        max_context=CONTEXT,
-    ),
-    Case(
-        "rope_yarn",
-        _changed(_LLAMA, rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}),
-    ),
-    Case(
-        "rope_yarn_mscale",
-        _new_spelling(
-            _LLAMA,
-            {
-                "rope_type": "yarn",
-                "factor": 4.0,
-                "original_max_position_embeddings": 64,
-                "beta_fast": 4.0,
-                "beta_slow": 0.5,
-                "mscale": 1.4,
-                "mscale_all_dim": 0.7,
-                "truncate": False,
-            },
-        ),
-    ),  # fmt: skip
-    Case(
-        "rope_longrope_short",
-        _changed(
-            _LLAMA,
-            max_position_embeddings=512,
-            rope_scaling={"type": "longrope", "original_max_position_embeddings": 128, **_LISTS},
-        ),
-        max_context=128,
-    ),
-    Case(
-        "rope_longrope_long",
-        _new_spelling(_LLAMA, {"rope_type": "longrope", "original_max_position_embeddings": 64, **_LISTS}),
-        max_context=CONTEXT,
-    ),
+    Case("rope_dynamic_native", _changed(
+        _LLAMA, max_position_embeddings=128, rope_scaling={"type": "dynamic", "factor": 2.0},
+    )),
+    Case("rope_dynamic_stretched", _new_spelling(
+        _LLAMA, {"rope_type": "dynamic", "factor": 4.0}, max_position_embeddings=48,
+    ), max_context=CONTEXT),
+    Case("rope_yarn", _changed(_LLAMA, rope_scaling={
+        "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64,
+    })),
+    Case("rope_yarn_mscale", _new_spelling(_LLAMA, {
+        "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 4.0, "beta_slow": 0.5,
+        "mscale": 1.4, "mscale_all_dim": 0.7, "truncate": False,
+    })),
+    Case("rope_longrope_short", _changed(_LLAMA, max_position_embeddings=512, rope_scaling={
+        "type": "longrope", "original_max_position_embeddings": 128, **_LISTS,
+    }), max_context=128),
+    Case("rope_longrope_long", _new_spelling(_LLAMA, {
+        "rope_type": "longrope", "original_max_position_embeddings": 64, **_LISTS,
+    }), max_context=CONTEXT),
     Case("qwen2", _QWEN2),
     Case("qwen2_tied", _changed(_QWEN2, tie_word_embeddings=True)),
     Case("qwen3", _QWEN3),
     Case("minicpm", _MINICPM),
     Case("minicpm_tied", _changed(_MINICPM, tie_word_embeddings=None, torch_dtype="bfloat16", scale_emb=0.75)),
-    Case(
-        "minicpm_longrope",
-        _changed(
-            _MINICPM,
-            rope_scaling={"rope_type": "longrope", "original_max_position_embeddings": 256, **_LISTS},
-        ),
-    ),
-    Case(
-        "minicpm_longrope_extended",
-        _changed(
-            _MINICPM,
-            rope_theta=None,
-            rope_scaling={"type": "su", "original_max_position_embeddings": 64, **_LISTS},
-        ),
-        max_context=CONTEXT,
-    ),
-)
+    Case("minicpm_longrope", _changed(_MINICPM, rope_scaling={
+        "rope_type": "longrope", "original_max_position_embeddings": 256, **_LISTS,
+    })),
+    Case("minicpm_longrope_extended", _changed(_MINICPM, rope_theta=None, rope_scaling={
+        "type": "su", "original_max_position_embeddings": 64, **_LISTS,
+    }), max_context=CONTEXT),
+)  # fmt: skip

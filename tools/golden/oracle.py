@@ -13,35 +13,27 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from numpy.typing import NDArray
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedConfig,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import PreTrainedConfig
 
 Tensors = Mapping[str, NDArray[np.float32]]
 
-_CLASSES: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {
-    "LlamaForCausalLM": (LlamaConfig, LlamaForCausalLM),
-    "MiniCPMForCausalLM": (LlamaConfig, LlamaForCausalLM),
-    "Qwen2ForCausalLM": (Qwen2Config, Qwen2ForCausalLM),
-    "Qwen3ForCausalLM": (Qwen3Config, Qwen3ForCausalLM),
-}
 _MUP_KEYS = ("scale_emb", "scale_depth", "dim_model_base", "mup_denominator")
 
 
 def is_minicpm(config: Mapping[str, Any]) -> bool:
-    return config["architectures"] == ["MiniCPMForCausalLM"]
+    return bool(config["architectures"] == ["MiniCPMForCausalLM"])
+
+
+def _of_family(config: Mapping[str, Any], kind: str) -> Any:
+    """Returns the class of transformers for a model's family, such as LlamaConfig for `kind` "Config"."""
+    family = "Llama" if is_minicpm(config) else config["architectures"][0].removesuffix("ForCausalLM")
+    return getattr(transformers, family + kind)
 
 
 def hugging_face_config(config: Mapping[str, Any]) -> PreTrainedConfig:
-    """The configuration object of a config.json; MiniCPM's as that of its folded Llama."""
+    """Returns the configuration object of a config.json; for MiniCPM that of its folded Llama."""
     settings = copy.deepcopy({key: value for key, value in config.items() if key not in _MUP_KEYS})
     if is_minicpm(config):
         settings |= {"tie_word_embeddings": False, "architectures": ["LlamaForCausalLM"], "model_type": "llama"}
@@ -49,12 +41,12 @@ def hugging_face_config(config: Mapping[str, Any]) -> PreTrainedConfig:
         if scaling.get("type") == "su":
             scaling["type"] = "longrope"
     settings.pop("model_type", None)
-    made: PreTrainedConfig = _CLASSES[config["architectures"][0]][0](**settings, attn_implementation="eager")
+    made: PreTrainedConfig = _of_family(config, "Config")(**settings, attn_implementation="eager")
     return made
 
 
 def fold(config: Mapping[str, Any], tensors: Tensors) -> dict[str, NDArray[np.float32]]:
-    """The weights of the Llama that a MiniCPM checkpoint is."""
+    """Returns the weights of the Llama that a MiniCPM checkpoint is once its scales are folded in."""
     head_name = "model.embed_tokens.weight" if config.get("tie_word_embeddings", True) else "lm_head.weight"
     residual = np.float32(config["scale_depth"] / sqrt(config["num_hidden_layers"]))
     folded = {}
@@ -76,7 +68,7 @@ class Oracle:
         made = hugging_face_config(config)
         if made.tie_word_embeddings:
             tensors = {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"]}
-        self._model = _CLASSES[config["architectures"][0]][1](made).to(torch.float32).eval()
+        self._model = _of_family(config, "ForCausalLM")(made).to(torch.float32).eval()
         self._model.load_state_dict({name: torch.from_numpy(np.array(t)) for name, t in tensors.items()}, strict=True)
         if made.rope_parameters["rope_type"] == "dynamic" and limit is not None:
             # Dynamic NTK keeps the base of the longest sequence seen, as long as no shorter one than the native
@@ -84,14 +76,14 @@ class Oracle:
             self.logits([0] * limit)
 
     def logits(self, token_ids: list[int]) -> NDArray[np.float32]:
-        """float32 [T, V]."""
+        """Returns the logits of every position, float32 [T, V]."""
         with torch.no_grad():
             out = self._model(torch.tensor([token_ids]), use_cache=False)
         logits: NDArray[np.float32] = out.logits[0].numpy()
         return logits
 
     def greedy(self, prompt: list[int], count: int) -> tuple[list[int], float]:
-        """The continuation, and the smallest margin between the best and the second best logit on its way."""
+        """Returns the greedy continuation, and the smallest margin between the best two logits on its way."""
         token_ids, margin = list(prompt), float("inf")
         for _ in range(count):
             last = self.logits(token_ids)[-1]

@@ -42,8 +42,11 @@ CASES = {
 
 @dataclass
 class SparseAttention:
-    """Stands in for attention in a model whose sequences begin at position 0. `gap` is the smallest relative distance
-    so far between the score of a block that was chosen and of one that was not, equal ones aside."""
+    """The attention of a model whose sequences begin at position 0.
+
+    `gap` is the smallest relative distance so far between the score of a block that was chosen and of one that was not,
+    equal ones aside.
+    """
 
     settings: Mapping[str, Any]
     rotary: Callable[..., Any] | None = None
@@ -59,7 +62,7 @@ class SparseAttention:
         scaling: float,
         **_: Any,
     ) -> tuple[torch.Tensor, None]:
-        """query [1, H, T, D]; key, value [1, K, T, D] -> [1, T, H, D]."""
+        """Attends: query [1, H, T, D]; key, value [1, K, T, D] -> [1, T, H, D]."""
         query, key, value = query[0], key[0], value[0]
         scored = (self._unrotated(query), self._unrotated(key)) if self.settings["use_nope"] else (query, key)
         num_tokens, group = query.shape[1], query.shape[0] // key.shape[0]
@@ -73,7 +76,7 @@ class SparseAttention:
         return (weights @ value.repeat_interleave(group, dim=0)).transpose(0, 1)[None], None
 
     def _blocks(self, query: torch.Tensor, key: torch.Tensor, scaling: float) -> torch.Tensor:
-        """Which blocks each token looks at: bool [K, T, blocks]."""
+        """Returns which blocks each token looks at: bool [K, T, blocks]."""
         num_heads, num_tokens, head_dim = key.shape
         fine, coarse = (key.unfold(1, size, stride).mean(-1) for size, stride in ((32, 16), (128, 64)))
         index = torch.arange(num_tokens)[:, None]
@@ -103,7 +106,7 @@ class SparseAttention:
         return chosen & (block <= own)
 
     def _unrotated(self, heads: torch.Tensor) -> torch.Tensor:
-        """Rotated back by the angle of each position."""
+        """Rotates heads back by the angle of each position."""
         assert self.rotary is not None
         cos, sin = self.rotary(heads, torch.arange(heads.shape[1])[None])
         half = heads.shape[-1] // 2
@@ -112,7 +115,7 @@ class SparseAttention:
 
 
 class SparseOracle(Oracle):
-    """A MiniCPM model whose attention is `attention`."""
+    """A MiniCPM model in transformers whose attention is `attention`."""
 
     def __init__(self, config: Mapping[str, Any], tensors: Tensors):
         settings = copy.deepcopy(dict(config))

@@ -1,4 +1,4 @@
-"""How much of the dense attention lies inside the blocks that would be chosen: exact, in NumPy, layer by layer.
+"""Measures how much of the dense attention lies inside the blocks that would be chosen, exactly, layer by layer.
 
 The hidden states are those of dense attention, so that a layer is judged by itself.
 """
@@ -26,16 +26,18 @@ from cpmrt.reference.sparse_attention import block_scores, choose_blocks, compre
 
 @dataclass(frozen=True)
 class Shares:
-    """Of one row of a layer: [K, G] for each KV head and its query heads, the attention inside the chosen blocks, and
-    inside the best blocks that could have been chosen in their stead."""
+    """Attention shares of a row of a layer, [K, G] for each KV head and its query heads: inside the chosen blocks, and
+    inside the best blocks that could have been chosen instead."""
 
     chosen: F32
     best: F32
 
 
 class MassProbe(NumpyOps):
-    """The NumPy ops with dense attention throughout; at those of the `positions` that leave blocks out under a config
-    it records what the choice would cover: `shares[number of the config][layer]`."""
+    """The NumPy ops with dense attention throughout, which record what a choice of blocks would cover.
+
+    They do so at those of the `positions` that leave blocks out under a config: `shares[number of the config][layer]`.
+    """
 
     def __init__(self, dtype: DType, configs: Sequence[SparseConfig], num_layers: int, positions: Collection[int]):
         super().__init__(dtype)
@@ -45,7 +47,7 @@ class MassProbe(NumpyOps):
 
     @classmethod
     def attached(cls, llm: LLM, configs: Sequence[SparseConfig], positions: Collection[int]) -> MassProbe:
-        """One in the place of the ops of a reference executor whose model is sparse for every token."""
+        """Makes a probe and puts it in the place of a reference executor's ops; its model is sparse for every token."""
         executor = llm.executor
         assert isinstance(executor, ReferenceExecutor)
         probe = cls(executor.ops.dtype, configs, llm.config.num_layers, positions)
@@ -55,7 +57,7 @@ class MassProbe(NumpyOps):
     def select_blocks(
         self, blocks: Array, q: F32, kv: KVPages, rows: Rows, scale: float, config: SparseConfig
     ) -> None:
-        """Records; `blocks` and `config`, those of the model, are left alone."""
+        """Records the shares; `blocks` and `config`, those of the model, are left alone."""
         layer = self._calls % self.num_layers
         self._calls += 1
         for row, position in enumerate(rows.positions.tolist()):
@@ -72,12 +74,12 @@ class MassProbe(NumpyOps):
                 self.shares[index][layer].append(shares(mass, scores, position, self.configs[index]))
 
     def prefill_attention(self, *operands: Any, selection: Selection | None = None, **others: Any) -> None:
-        """Dense."""
+        """Attends densely, whatever was selected."""
         super().prefill_attention(*operands, **others)
 
 
 def block_mass(groups: F32, keys: F32, scale: float) -> F32:
-    """q [K, G, D] of a row, keys [K, tokens, D] that it sees -> [K, G, blocks]: the attention in each block."""
+    """Returns the attention in each block, [K, G, blocks], of a row's q [K, G, D] over its keys [K, tokens, D]."""
     num_blocks = pages_for(keys.shape[1])
     weights = np.exp(log_softmax(groups @ keys.transpose(0, 2, 1) * np.float32(scale)))
     padded = np.pad(weights, ((0, 0), (0, 0), (0, num_blocks * PAGE_SIZE - keys.shape[1])))
@@ -86,7 +88,7 @@ def block_mass(groups: F32, keys: F32, scale: float) -> F32:
 
 
 def shares(mass: F32, scores: F32, position: int, config: SparseConfig) -> Shares:
-    """Of a row that leaves blocks out, from `block_mass` and `block_scores`.
+    """Returns the shares of a row that leaves blocks out, from `block_mass` and `block_scores`.
 
     The best blocks are those with the most attention of all heads of a group together, with the forced ones in place.
     """
@@ -100,8 +102,10 @@ def shares(mass: F32, scores: F32, position: int, config: SparseConfig) -> Share
 
 
 def summary(layers: Mapping[int, Sequence[Shares]]) -> dict[str, float]:
-    """Means over rows, layers and heads, the tenth percentile, the mean of the worst layer; rows that leave nothing
-    out are not among them."""
+    """Returns means over rows, layers and heads, tenth percentiles and means of the worst layer.
+
+    Rows that leave nothing out do not count.
+    """
     if not layers:
         return {}
     figures: dict[str, float] = {"rows": len(layers[0])}

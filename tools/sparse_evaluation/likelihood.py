@@ -1,4 +1,4 @@
-"""How far sparse attention's predictions on plain text are from those of dense attention."""
+"""Compares sparse attention's predictions on plain text with those of dense attention."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sparse_evaluation.needles import logit_chunks
 
 @dataclass(frozen=True)
 class Predictions:
-    """Of some positions of a text: float32 [N, V] log-probabilities of the token after each, int64 [N] positions."""
+    """Some positions of a text, int64 [N], and log-probabilities of the token after each, float32 [N, V]."""
 
     positions: Tokens
     log_probs: F32
@@ -24,7 +24,7 @@ class Predictions:
 
 @dataclass(frozen=True)
 class Divergence:
-    """Of positions in [low, high): mean loss in nats, mean KL(dense || this) in nats, share of equal greedy tokens."""
+    """Means over the positions in [low, high): loss and KL(dense || this) in nats, share of equal greedy tokens."""
 
     low: int
     high: int
@@ -35,7 +35,7 @@ class Divergence:
 
 
 def predictions(llm: LLM, window: Tokens, stride: int) -> Predictions:
-    """At every `stride`-th position of a window, but its last."""
+    """Returns the predictions at every `stride`-th position of a window, but its last."""
     positions, parts = [], []
     for first, logits in logit_chunks(llm, window.tolist()):
         at = np.arange(first, first + len(logits))
@@ -48,7 +48,7 @@ def predictions(llm: LLM, window: Tokens, stride: int) -> Predictions:
 def divergences(
     windows: Sequence[Tokens], dense: Sequence[Predictions], ours: Iterator[Predictions], edges: Sequence[int]
 ) -> list[Divergence]:
-    """One for each two neighbouring `edges` that positions lie between."""
+    """Returns the divergence from `dense` for each two neighbouring `edges` that positions lie between."""
     positions, losses, kls, equal = [], [], [], []
     for window, theirs, own in zip(windows, dense, ours, strict=True):
         following = window[own.positions + 1]

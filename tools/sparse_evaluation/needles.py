@@ -1,13 +1,19 @@
-"""Statements hidden in a text at known depths, all of them asked for at its end."""
+"""Long held-out text, and statements hidden in it at known depths, all of them asked for at its end.
+
+The text is documents of the packages at hand that the demo model was not trained on, end to end.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
+from demo_model.corpus import Source, installed_packages, is_held_out, is_wanted, read_document, standard_library
 from demo_model.retrieval import CELL, VALUE_WORDS, Mask, Statements, Tokens
 from numpy.typing import NDArray
+from tokenizers import Tokenizer
 
 from cpmrt import LLM, SamplingParams
 from cpmrt.dtypes import F32
@@ -17,9 +23,46 @@ DEPTHS = 10
 
 
 @dataclass(frozen=True)
+class HeldOutText:
+    """The tokens of a text, each document between <s>, which is `bos`, and </s>, and what it is made of."""
+
+    token_ids: Tokens
+    bos: int
+    provenance: str
+
+    def windows(self, count: int, length: int) -> list[Tokens]:
+        """Returns at most `count` pieces of `length` tokens from all over the text, <s> first, without overlaps."""
+        available = len(self.token_ids) // (length - 1)
+        starts = np.linspace(0, available - 1, min(count, available)).astype(int) * (length - 1)
+        return [np.concatenate([[self.bos], self.token_ids[start : start + length - 1]]) for start in starts]
+
+
+def held_out_text(tokenizer: Tokenizer, bos: int, eos: int) -> HeldOutText:
+    """Collects the documents that training left out. It goes by paths alone, so any version of a package will do."""
+    packages, _ = installed_packages()
+    pieces: list[np.ndarray] = []
+    names: set[str] = set()
+    for source in (standard_library(), *packages):
+        texts = _documents(source)
+        names |= {source.name} if texts else set()
+        encodings = tokenizer.encode_batch(texts, add_special_tokens=False)
+        pieces += [np.array([bos, *encoding.ids, eos], np.int64) for encoding in encodings]
+    provenance = f"{len(pieces)} documents of {len(names)} packages that training left out"
+    return HeldOutText(np.concatenate(pieces), bos, provenance)
+
+
+def _documents(source: Source) -> list[str]:
+    wanted = (path for path in source.paths if is_wanted(Path(path)) and is_held_out(f"{source.name}/{path}"))
+    texts = (read_document(str(Path(source.root, path))) for path in wanted)
+    return [text for text in texts if text is not None]
+
+
+@dataclass(frozen=True)
 class Haystack:
-    """`token_ids` end with the questions and their answers; `answers` [N, VALUE_WORDS] are the positions of these,
-    `depths` [N] the part of the text in which each statement is."""
+    """A text with hidden statements, which ends with the questions and their answers.
+
+    `answers` [N, VALUE_WORDS] are the positions of these, `depths` [N] the part of the text that has each statement.
+    """
 
     token_ids: Tokens
     answers: NDArray[np.int64]
@@ -29,7 +72,7 @@ class Haystack:
 def make_haystack(
     text: NDArray[np.integer], statements: Statements, length: int, per_depth: int, bos: int, rng: np.random.Generator
 ) -> Haystack:
-    """`length` tokens in all, `per_depth` statements in each part of the text, the questions in random order.
+    """Makes a haystack of `length` tokens, `per_depth` statements in each part, the questions in random order.
 
     Raises ValueError where the text or the length has no room.
     """
@@ -52,7 +95,7 @@ def make_haystack(
 
 
 def logit_chunks(llm: LLM, token_ids: Sequence[int], first: int = 0) -> Iterator[tuple[int, F32]]:
-    """(position of the first row, logits [rows, V]) of every position from `first` on, a chunk at a time."""
+    """Yields (position of the first row, logits [rows, V]) of all positions from `first` on, a chunk at a time."""
     ids, start = tuple(map(int, token_ids)), 0
     with llm.engine.borrowed_slot(len(ids)) as (slot, block_table):
         for logits in llm.executor.prompt_logits(slot, ids, block_table):
@@ -62,7 +105,7 @@ def logit_chunks(llm: LLM, token_ids: Sequence[int], first: int = 0) -> Iterator
 
 
 def found(llm: LLM, haystack: Haystack) -> Mask:
-    """Whether greedy decoding answers each question: bool [N], in the order of `haystack.depths`."""
+    """Tells for each question whether greedy decoding answers it: bool [N], in the order of `haystack.depths`."""
     first = int(haystack.answers.min()) - 1
     choices = np.concatenate([logits.argmax(axis=-1) for _, logits in logit_chunks(llm, haystack.token_ids, first)])
     expected = haystack.token_ids[haystack.answers]
@@ -71,7 +114,7 @@ def found(llm: LLM, haystack: Haystack) -> Mask:
 
 
 def found_by_decoding(llm: LLM, haystack: Haystack, index: int) -> bool:
-    """The same of one question, by generating its answer."""
+    """Tells whether one question is answered, by generating the answer."""
     first = int(haystack.answers[index, 0])
     params = SamplingParams(max_new_tokens=VALUE_WORDS, ignore_eos=True)
     given = llm.generate(haystack.token_ids[:first].tolist(), params).token_ids

@@ -1,4 +1,4 @@
-"""How many blocks neighbouring tokens choose together: what a kernel that takes several of them at once must read."""
+"""Counts the blocks that neighbouring tokens choose together, which a kernel that takes several of them must read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NEIGHBOURS = (4, 8, 12, 16)
 
 
 class ChoiceProbe:
-    """Stands in the place of an executor's op `select_blocks` and keeps what it chose in some chunks of one prefill.
+    """Takes the place of an executor's op `select_blocks` and keeps what it chose in some chunks of one prefill.
 
     `choices[first position of the chunk][layer]` is int32 [chunk, K, W]. Chunks of `chunk` tokens, from position 0 on.
     """
@@ -39,7 +39,7 @@ class ChoiceProbe:
 
 
 def unions(blocks: Array, together: int) -> NDArray[np.float64]:
-    """[K]: the mean number of blocks that so many neighbours of blocks [rows, K, W] choose together."""
+    """Returns [K], the mean number of blocks of [rows, K, W] that `together` neighbours choose between them."""
     rows, num_heads, _ = blocks.shape
     groups = blocks[: rows // together * together].reshape(-1, together, num_heads, blocks.shape[2])
     chosen = np.zeros((len(groups), num_heads, int(blocks.max()) + 1), bool)
@@ -50,15 +50,17 @@ def unions(blocks: Array, together: int) -> NDArray[np.float64]:
 
 
 def chance(position: int, together: int, config: SparseConfig) -> float:
-    """What neighbours at this position, of one block, would choose together on average if scores were random."""
+    """Returns how many blocks neighbours of one block would choose together on average if scores were random."""
     free = position // PAGE_SIZE - config.local_blocks - config.init_blocks
     forced = config.num_selected - config.num_scored
     return float(forced + free * (1 - (1 - config.num_scored / free) ** together))
 
 
 def summary(layers: Sequence[Array], last: int, config: SparseConfig) -> dict[str, Any]:
-    """Of a chunk's choices, a layer each, and the position of its last row: by number of neighbours, [layers][K] means
-    and chance."""
+    """Returns means [layers][K] and chance by number of neighbours, from a chunk's choices, a layer each.
+
+    `last` is the position of the chunk's last row.
+    """
     return {
         str(together): {
             "unions": [unions(blocks, together).tolist() for blocks in layers],

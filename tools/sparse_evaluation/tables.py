@@ -1,15 +1,62 @@
-"""Results, as they are kept in JSON, as Markdown tables."""
+"""The settings that are compared, and the results kept in JSON as Markdown tables and as a picture."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+import numpy as np
+
+from cpmrt.config import SparseConfig, SparseSetting
+from cpmrt.config.sparse import with_sparse_setting
 
 Results = Mapping[str, Any]
 
 
+@dataclass(frozen=True)
+class Setting:
+    """A row of every table: its label, and what LLM takes as `sparse`."""
+
+    label: str
+    sparse: SparseSetting
+
+    @property
+    def config(self) -> SparseConfig | None:
+        """The configuration for a model without a sparse_config of its own."""
+        return SparseConfig.from_hf(with_sparse_setting({}, self.sparse), self.label)
+
+    @property
+    def budget(self) -> str:
+        """The number of blocks that a token looks at, and how many of them are chosen by score."""
+        config = self.config
+        return "all" if config is None else f"{config.num_selected} ({config.num_scored})"
+
+
+def _fixed(window: int, topk: int) -> dict[str, int]:
+    return {"init_blocks": 1, "window_size": window, "topk": topk, "dense_len": -1}
+
+
+def _flags(window: int, topk: int, switch: int) -> dict[str, int]:
+    return {"sink_window_size": 1, "block_window_size": window, "sparse_topk_k": topk, "sparse_switch": switch}
+
+
+ALWAYS_SPARSE = Setting("always sparse", _fixed(64, 2))
+OFFICIAL = Setting("official", {"init_blocks": 1, "window_size": 2048, "topk": 64, "dense_len": 8192})
+SETTINGS = (
+    Setting("dense", "off"),
+    OFFICIAL,
+    Setting("CPM.cu, command line", _flags(8, 64, 0)),
+    Setting("CPM.cu, Python class", _flags(32, 32, 8192)),
+    Setting("a half", _fixed(1024, 32)),
+    Setting("a quarter", _fixed(512, 16)),
+    Setting("an eighth", _fixed(256, 8)),
+)
+
+
 def tables(results: Results) -> Iterator[str]:
-    """A table, with what was measured above it, for every part that there is."""
+    """Yields a table for every part that there is, with what was measured above it."""
     writers = {"needles": _needles, "text": _text, "mass": _mass, "asked": _asked, "unions": _unions}
     for part, write in writers.items():
         if part in results:
@@ -92,3 +139,22 @@ def _thousands(count: int) -> str:
 
 def _percent(share: float) -> str:
     return f"{100 * share:.1f}"
+
+
+def plot_needles(part: Results, path: Path) -> None:
+    """Draws a panel for each setting: context length across, depth of the statement down, share found as colour."""
+    from matplotlib.figure import Figure
+
+    lengths, settings = part["lengths"], part["settings"]
+    figure: Any = Figure(figsize=(2.1 * len(settings) + 0.9, 2.9), layout="constrained")
+    axes = figure.subplots(1, len(settings), sharey=True, squeeze=False)[0]
+    for axis, (label, row) in zip(axes, settings.items(), strict=True):
+        grid = np.array([row["grid"][str(length)] for length in lengths]).T
+        image = axis.imshow(grid, vmin=0, vmax=1, cmap="viridis", aspect="auto")
+        axis.set_title(f"{label}\n{row['budget']} blocks", fontsize=8)
+        axis.set_xticks(range(len(lengths)), [f"{length // 1024}K" for length in lengths], fontsize=7)
+        middles = [f"{100 * (depth + 0.5) / len(grid):.0f} %" for depth in range(len(grid))]
+        axis.set_yticks(range(len(grid)), middles, fontsize=7)
+    axes[0].set_ylabel("depth", fontsize=8)
+    figure.colorbar(image, ax=list(axes), label="found", fraction=0.02)
+    figure.savefig(path, dpi=110)
