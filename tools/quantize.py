@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
 from quantization.arrays import open_module  # noqa: E402
-from quantization.calibration import check_windows, read_texts, token_windows  # noqa: E402
+from quantization.calibration import read_texts, token_windows  # noqa: E402
 from quantization.checkpoint_writer import ModelQuantiser  # noqa: E402
 from quantization.formats import FORMATS  # noqa: E402
 from quantization.gptq import GptqSettings  # noqa: E402
@@ -83,7 +83,9 @@ def calibration_windows(options: argparse.Namespace, folder: ModelFolder) -> lis
     tokenizer = Tokenizer.open(folder.path, vocab_size=folder.config.vocab_size)
     length = min(options.window, folder.config.max_position_embeddings)
     windows: list[list[int]] = token_windows(read_texts(options.calibration), tokenizer, options.windows, length)
-    check_windows(windows, options.skip_positions)
+    if options.skip_positions >= len(windows[0]):
+        most = f"fewer than a window's {len(windows[0])}"
+        raise ConfigError("--skip-positions", expected=most, actual=options.skip_positions)
     return windows
 
 

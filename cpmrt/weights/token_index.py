@@ -1,4 +1,4 @@
-"""The list of frequent tokens that a draft's head is cut to (FR-Spec, arXiv 2502.14856): `freq_N.pt` or JSON.
+"""Reads the list of frequent tokens that a draft's head is cut to (FR-Spec, arXiv 2502.14856): `freq_N.pt` or JSON.
 
 `freq_N.pt` is what torch.save makes of a list of ints or of a tensor: a zip with a pickle. A pickle can run code, so
 this one is not unpickled: its few instructions that make lists, ints and tensors are followed here, and any other is
@@ -33,7 +33,7 @@ _MARK = object()
 
 
 def read_token_index(path: Path, vocab_size: int) -> tuple[int, ...]:
-    """The token ids, most frequent first. Raises CheckpointError: not such a file, ids out of range or there twice."""
+    """Read the token ids, most frequent first. Raises CheckpointError: another file, ids out of range or there twice."""
     with open_file(path) as file:
         raw = file.read(_MAX_BYTES + 1)
         if len(raw) > _MAX_BYTES:
@@ -44,7 +44,7 @@ def read_token_index(path: Path, vocab_size: int) -> tuple[int, ...]:
 
 
 def checked_token_ids(ids: Any, vocab_size: int, source: str) -> tuple[int, ...]:
-    """The ids as a tuple. Raises CheckpointError if they are no tokens of the model or not unique."""
+    """Return the ids as a tuple. Raises CheckpointError if they are no tokens of the model or not unique."""
     if not isinstance(ids, list) or not ids:
         raise CheckpointError(source, expected="a list of token ids", actual=quoted(ids))
     for token in ids:
@@ -61,7 +61,7 @@ def checked_token_ids(ids: Any, vocab_size: int, source: str) -> tuple[int, ...]
 
 
 def find_token_index(folder: Path, wanted: int | None) -> Path | None:
-    """The shortest file `freq_N.*` of a draft's folder with at least `wanted` tokens; None wanted: the longest.
+    """Find the shortest file `freq_N.*` of a draft's folder with at least `wanted` tokens; None wanted: the longest.
 
     None where the folder has no such file. Raises CheckpointError where all are too short.
     """
@@ -114,7 +114,7 @@ def _member(archive: zipfile.ZipFile, name: str) -> bytes:
 
 
 class _RefusedError(Exception):
-    """What is in the file and may not be."""
+    """Its text is what is in the file and may not be."""
 
 
 @dataclass(frozen=True)
@@ -124,22 +124,22 @@ class _Storage:
 
 
 class _Machine:
-    """The stack of a pickle, for the instructions that lists, ints and tensors need."""
+    """Follows a pickle on a stack of its own, for the instructions that lists, ints and tensors need."""
 
     def __init__(self, storage: Callable[[str], bytes]):
         self._storage = storage
-        self._stack: list[Any] = []
-        self._memo: dict[int, Any] = {}
+        self.stack: list[Any] = []
+        self.memo: dict[int, Any] = {}
 
     def run(self, pickle: bytes) -> Any:
-        """The object. Raises _RefusedError for an instruction that is none of these."""
+        """Return the pickled object. Raises _RefusedError for an instruction that is none of these."""
         for opcode, argument, _ in pickletools.genops(pickle):
             if opcode.name == "STOP":
-                return self._stack.pop()
+                return self.stack.pop()
             if opcode.name in _CONSTANTS:
-                self._stack.append(_CONSTANTS[opcode.name])
+                self.stack.append(_CONSTANTS[opcode.name])
             elif opcode.name in _LITERALS:
-                self._stack.append(argument)
+                self.stack.append(argument)
             elif opcode.name in _ACTIONS:
                 _ACTIONS[opcode.name](self, argument)
             elif opcode.name not in ("PROTO", "FRAME"):
@@ -147,50 +147,43 @@ class _Machine:
         raise _RefusedError("a pickle without an end")
 
     def put(self, index: int) -> None:
-        self._memo[index] = self._stack[-1]
+        self.memo[index] = self.stack[-1]
 
-    def get(self, index: int) -> None:
-        self._stack.append(self._memo[index])
+    def extend(self, items: list[Any]) -> None:
+        if not isinstance(self.stack[-1], list):
+            raise _RefusedError("something else than a list")
+        self.stack[-1].extend(items)
 
-    def memoize(self, _: object) -> None:
-        self._memo[len(self._memo)] = self._stack[-1]
+    def since_mark(self) -> list[Any]:
+        items: list[Any] = []
+        while (item := self.stack.pop()) is not _MARK:
+            items.append(item)
+        return items[::-1]
 
-    def empty_list(self, _: object) -> None:
-        self._stack.append([])
-
-    def append(self, _: object) -> None:
-        item = self._stack.pop()
-        self._list().append(item)
-
-    def appends(self, _: object) -> None:
-        items = self._since_mark()
-        self._list().extend(items)
-
-    def tuple_of(self, count: int | None) -> None:
-        items = self._since_mark() if count is None else [self._stack.pop() for _ in range(count)][::-1]
-        self._stack.append(tuple(items))
+    def tuple_of(self, count: int) -> None:
+        self.stack.append(tuple([self.stack.pop() for _ in range(count)][::-1]))
 
     def global_name(self, name: str) -> None:
         if name not in (_REBUILD, _ORDERED, *_STORAGES):
             raise _RefusedError(f"the name {quoted(name)}")
-        self._stack.append(name)
+        self.stack.append(name)
 
     def stack_global(self, _: object) -> None:
-        name, module = self._stack.pop(), self._stack.pop()
+        name, module = self.stack.pop(), self.stack.pop()
         self.global_name(f"{module} {name}")
 
     def persistent(self, _: object) -> None:
-        entry = self._stack.pop()
+        entry = self.stack.pop()
         if not isinstance(entry, tuple) or len(entry) != 5 or entry[0] != "storage" or entry[1] not in _STORAGES:
             raise _RefusedError("a tensor that is not of int64 or int32")
-        self._stack.append(_Storage(_STORAGES[entry[1]], str(entry[2])))
+        self.stack.append(_Storage(_STORAGES[entry[1]], str(entry[2])))
 
     def reduce(self, _: object) -> None:
-        arguments, name = self._stack.pop(), self._stack.pop()
+        arguments, name = self.stack.pop(), self.stack.pop()
         if name == _ORDERED and arguments == ():
-            self._stack.append(None)  # the tensor's hooks: there are none
+            self.stack.append(None)  # the tensor's hooks: there are none
         elif name == _REBUILD and isinstance(arguments, tuple) and len(arguments) >= 4:
-            self._stack.append(self._tensor(*arguments[:4]))
+            self.stack.append(self._tensor(*arguments[:4]))
         else:
             raise _RefusedError("a call")
 
@@ -204,37 +197,23 @@ class _Machine:
         row: list[int] = values[offset : offset + shape[0]].tolist()
         return row
 
-    def mark(self, _: object) -> None:
-        self._stack.append(_MARK)
-
-    def _since_mark(self) -> list[Any]:
-        items: list[Any] = []
-        while (item := self._stack.pop()) is not _MARK:
-            items.append(item)
-        return items[::-1]
-
-    def _list(self) -> list[Any]:
-        if not isinstance(self._stack[-1], list):
-            raise _RefusedError("something else than a list")
-        return self._stack[-1]
-
 
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
 _LITERALS = ("BININT", "BININT1", "BININT2", "LONG1", "BINUNICODE", "SHORT_BINUNICODE")
 _ACTIONS: dict[str, Callable[[_Machine, Any], None]] = {
-    "MARK": _Machine.mark,
-    "EMPTY_LIST": _Machine.empty_list,
-    "APPEND": _Machine.append,
-    "APPENDS": _Machine.appends,
-    "TUPLE": lambda machine, _: machine.tuple_of(None),
+    "MARK": lambda machine, _: machine.stack.append(_MARK),
+    "EMPTY_LIST": lambda machine, _: machine.stack.append([]),
+    "APPEND": lambda machine, _: machine.extend([machine.stack.pop()]),
+    "APPENDS": lambda machine, _: machine.extend(machine.since_mark()),
+    "TUPLE": lambda machine, _: machine.stack.append(tuple(machine.since_mark())),
     "TUPLE1": lambda machine, _: machine.tuple_of(1),
     "TUPLE2": lambda machine, _: machine.tuple_of(2),
     "TUPLE3": lambda machine, _: machine.tuple_of(3),
-    "BINPUT": _Machine.put,
-    "LONG_BINPUT": _Machine.put,
-    "BINGET": _Machine.get,
-    "LONG_BINGET": _Machine.get,
-    "MEMOIZE": _Machine.memoize,
+    "BINPUT": lambda machine, index: machine.put(index),
+    "LONG_BINPUT": lambda machine, index: machine.put(index),
+    "MEMOIZE": lambda machine, _: machine.put(len(machine.memo)),
+    "BINGET": lambda machine, index: machine.stack.append(machine.memo[index]),
+    "LONG_BINGET": lambda machine, index: machine.stack.append(machine.memo[index]),
     "GLOBAL": _Machine.global_name,
     "STACK_GLOBAL": _Machine.stack_global,
     "BINPERSID": _Machine.persistent,

@@ -17,7 +17,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
 import gptq2marlin
 import quantize
 from quantization.calibration import read_texts, token_windows
-from quantization.decoder_layer import LINEARS, DecoderLayer
+from quantization.decoder_layer import DOWN, LINEARS, OUTPUT, DecoderLayer
 from quantization.file_writer import SafetensorsWriter, TensorPlan
 
 from cpmrt import LLM
@@ -176,7 +176,7 @@ def test_the_calibration_forward_is_that_of_the_executor(tmp_path, config):
         prefix = f"model.layers.{index}."
         tensors = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
         layer = DecoderLayer(settings, tensors, rope)
-        stream = layer.add_mlp(layer.add_attention(stream))
+        stream = layer.after(DOWN, layer.after(OUTPUT, stream))
     normalised = stream / np.sqrt(np.square(stream).mean(-1, keepdims=True) + settings.rms_norm_eps)
     head = weights.get("lm_head.weight", weights["model.embed_tokens.weight"])
     found = (normalised * weights["model.norm.weight"]) @ head.T / np.float32(settings.logit_divisor)

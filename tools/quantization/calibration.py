@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,9 +108,3 @@ class InputSums:
         if sums is None:
             raise ValueError("no calibration sequences")
         return sums
-
-
-def check_windows(windows: Sequence[Sequence[int]], skip: int) -> None:
-    """Raise ConfigError where nothing would be left of a window without its first `skip` positions."""
-    if skip >= len(windows[0]):
-        raise ConfigError("--skip-positions", expected=f"fewer than a window's {len(windows[0])}", actual=skip)

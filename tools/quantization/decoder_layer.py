@@ -47,20 +47,16 @@ class DecoderLayer:
     def inputs(self, stage: int, x: Any) -> Any:
         """Compute what the linears of a stage read [T, K]; `x` [T, C] is the residual stream.
 
-        For QKV and OUTPUT that is the stream as it enters the layer, for GATE_UP and DOWN as `add_attention` left it.
+        For QKV and OUTPUT that is the stream as it enters the layer, for GATE_UP and DOWN as OUTPUT left it.
         """
         if stage in NORM_OF:
             return rms_norm(x, self.tensors[NORM_OF[stage]], self.config.rms_norm_eps)
         return self._attention(self.inputs(QKV, x)) if stage == OUTPUT else self._inner(self.inputs(GATE_UP, x))
 
-    def add_attention(self, x: Any) -> Any:
-        """Compute the residual stream [T, C] after the attention half."""
-        scale = np.float32(self.config.residual_scale)
-        return x + scale * self._project("self_attn.o_proj", self.inputs(OUTPUT, x))
-
-    def add_mlp(self, x: Any) -> Any:
-        """Compute the residual stream [T, C] after the feed-forward half."""
-        return x + np.float32(self.config.residual_scale) * self._project("mlp.down_proj", self.inputs(DOWN, x))
+    def after(self, stage: int, x: Any) -> Any:
+        """Compute the residual stream [T, C] after OUTPUT or DOWN, the end of a half of the layer."""
+        (linear,) = STAGES[stage]
+        return x + np.float32(self.config.residual_scale) * self._project(linear, self.inputs(stage, x))
 
     def _project(self, linear: str, x: Any) -> Any:
         projected = x @ self.weight(linear).T

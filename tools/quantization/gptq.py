@@ -6,6 +6,7 @@ error e costs least when every later column k is changed by -e / U[j, j] * U[j, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,12 +44,19 @@ def gptq(weight: Any, hessian: Any, grid: GridSettings, settings: GptqSettings) 
         column_group = order // group
         fixed = fit_grid(weight.reshape(len(weight), -1, group), grid, diagonal.reshape(-1, group))
         scales, zeros = fixed.scales[..., 0].T, fixed.zeros[..., 0].T
-        codes = _quantise_columns(rows, factor, _FixedGrids(scales[column_group], zeros[column_group]))
+        of_column = Grid(scales[column_group], zeros[column_group])
+        codes = _quantise_columns(rows, factor, lambda column, _: of_column.at(column))
     else:
-        column_group = xp.arange(num_columns) // group
-        growing = _GrowingGrids(group, grid, diagonal[order])
-        codes = _quantise_columns(rows, factor, growing)
-        scales, zeros = xp.stack(growing.scales), xp.stack(growing.zeros)
+        column_group, made, importance = xp.arange(num_columns) // group, list[Grid](), diagonal[order]
+
+        def grid_at(column: int, remaining: Any) -> Grid:
+            if column % group == 0:
+                fitted = fit_grid(remaining[:group].T, grid, importance[column : column + group])
+                made.append(Grid(fitted.scales[:, 0], fitted.zeros[:, 0]))
+            return made[-1]
+
+        codes = _quantise_columns(rows, factor, grid_at)
+        scales, zeros = xp.stack([one.scales for one in made]), xp.stack([one.zeros for one in made])
     inverse = xp.argsort(order)
     contiguous = xp.ascontiguousarray
     return QuantisedLinear(
@@ -86,37 +94,10 @@ def _not_positive() -> CheckpointError:
     )
 
 
-class _FixedGrids:
-    """Grids known beforehand: one row of scales and zeros [K, N] a column."""
-
-    def __init__(self, scales: Any, zeros: Any):
-        self._scales, self._zeros = scales, zeros
-
-    def at(self, column: int, remaining: Any) -> Grid:
-        return Grid(self._scales[column], self._zeros[column])
-
-
-class _GrowingGrids:
-    """Grids of consecutive columns, each made of the weights as they are when its first column's turn comes."""
-
-    def __init__(self, group: int, settings: GridSettings, importance: Any):
-        self._group, self._settings, self._importance = group, settings, importance
-        self.scales: list[Any] = []
-        self.zeros: list[Any] = []
-
-    def at(self, column: int, remaining: Any) -> Grid:
-        """Return the grid for `column`; `remaining` [.., N] begins with its weights."""
-        if column % self._group == 0:
-            importance = self._importance[column : column + self._group]
-            made = fit_grid(remaining[: self._group].T, self._settings, importance)
-            self.scales.append(made.scales[:, 0])
-            self.zeros.append(made.zeros[:, 0])
-        return Grid(self.scales[-1], self.zeros[-1])
-
-
-def _quantise_columns(rows: Any, factor: Any, grids: _FixedGrids | _GrowingGrids) -> Any:
+def _quantise_columns(rows: Any, factor: Any, grid_at: Callable[[int, Any], Grid]) -> Any:
     """Choose codes uint8 [K, N] for the transposed weights `rows` [K, N], which are used up.
 
+    `grid_at` gives the grid of a column, told its weights and those after it [.., N] as they are when its turn comes.
     Errors reach the columns of the same block at once, all others when the block is done: one large product.
     """
     xp, num_columns = module_of(rows), len(rows)
@@ -125,7 +106,7 @@ def _quantise_columns(rows: Any, factor: Any, grids: _FixedGrids | _GrowingGrids
         stop = min(start + BLOCK, num_columns)
         errors = xp.empty((stop - start, rows.shape[1]), np.float32)
         for column in range(start, stop):
-            grid = grids.at(column, rows[column:])
+            grid = grid_at(column, rows[column:])
             chosen = grid.codes(rows[column])
             codes[column] = chosen
             error = (rows[column] - grid.values(chosen)) / factor[column, column]

@@ -47,6 +47,10 @@ class Grid:
     scales: Any
     zeros: Any
 
+    def at(self, index: int) -> Grid:
+        """Return one row of the grids."""
+        return Grid(self.scales[index], self.zeros[index])
+
     def codes(self, weights: Any) -> Any:
         """Return the nearest codes, float32 in 0..15, of weights that broadcast with the grid."""
         return np.clip(np.rint(weights / self.scales) + self.zeros, 0, MAX_CODE)

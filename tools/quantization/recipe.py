@@ -68,9 +68,7 @@ def quantise_layer(layer: DecoderLayer, streams: list[Any], recipe: Recipe) -> Q
         for name in names:
             layer.tensors[name + ".weight"] = linears[name].values()
         if stage in (OUTPUT, DOWN):
-            advance = layer.add_attention if stage == OUTPUT else layer.add_mlp
-            for index, stream in enumerate(streams):
-                streams[index] = advance(stream)
+            streams[:] = [layer.after(stage, stream) for stream in streams]
     return QuantisedLayer(linears, errors)
 
 
@@ -99,7 +97,7 @@ def quantise_together(weights: Mapping[str, Any], sums: InputSums | None, recipe
 
 def _scale_columns(layer: DecoderLayer, streams: list[Any], recipe: Recipe) -> None:
     """Scale columns as AWQ does. All scales are found on the layer as it was: they leave what it computes unchanged."""
-    grid, after_attention = recipe.grid, [layer.add_attention(stream) for stream in streams]
+    grid, after_attention = recipe.grid, [layer.after(OUTPUT, stream) for stream in streams]
     for stage in SCALED_STAGES:
         sums = _input_sums(layer, stage, streams if stage < OUTPUT else after_attention, recipe)
         weights = [layer.weight(name) for name in STAGES[stage]]
