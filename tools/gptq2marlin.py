@@ -34,7 +34,7 @@ from cpmrt.tensor_spec import Source, TensorSpec  # noqa: E402
 from cpmrt.weights.check import check  # noqa: E402
 from cpmrt.weights.checkpoint import SINGLE_NAME, Checkpoint  # noqa: E402
 from cpmrt.weights.formats import MARLIN, format_of  # noqa: E402
-from cpmrt.weights.formats.marlin import FUSED_MODULES  # noqa: E402
+from cpmrt.weights.formats.marlin import fused_module  # noqa: E402
 from cpmrt.weights.model_folder import ModelFolder  # noqa: E402
 from cpmrt.weights.quantised import read_codes, read_zeros  # noqa: E402
 from cpmrt.weights.quantised_specs import quantised_specs  # noqa: E402
@@ -84,7 +84,7 @@ def _parts(
     check(stored, checkpoint)
     linears, unchanged = list[Linear](), list[str]()
     for spec, packed in zip(plain, stored, strict=True):
-        if len(spec.shape) == 2 and spec.name.startswith("layers."):
+        if spec.product not in (None, "head"):
             _check_packing(folder.path, packed, "marlin" if back else "gptq")
             linears.append(Linear(packed.sources, _modules(spec, packed, fused=not back)))
         else:
@@ -96,8 +96,8 @@ def _modules(spec: TensorSpec, packed: TensorSpec, *, fused: bool) -> dict[str, 
     """The modules of a matrix in the new checkpoint, with their rows: its own, or one for all of them."""
     if not fused:
         return {source.name.removesuffix(".weight"): rows for source, rows in spec.parts()}
-    module, name = packed.sources[0].name, FUSED_MODULES.get(spec.name.rpartition(".")[2])
-    return {f"{module.rpartition('.')[0]}.{name}" if name else module: slice(0, spec.shape[0])}
+    module = packed.sources[0].name
+    return {fused_module(module, spec.product) or module: slice(0, spec.shape[0])}
 
 
 def _plan(linear: Linear, checkpoint: Checkpoint, name: str) -> dict[str, TensorPlan]:

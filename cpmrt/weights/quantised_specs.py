@@ -14,10 +14,9 @@ from cpmrt.tensor_spec import Packing, Quantization, Source, TensorSpec
 from cpmrt.weights.checkpoint import Checkpoint
 from cpmrt.weights.formats import FORMATS, codes_of, detect, stored_tensors
 from cpmrt.weights.formats.format import I32, Entries, Format, Shape
-from cpmrt.weights.formats.marlin import FUSED_MODULES
+from cpmrt.weights.formats.marlin import fused_module
 from cpmrt.weights.quantised import read_order
 
-_EMBEDDING = "embed_tokens"
 _HEAD_GROUPS = (128, 64, 32)
 
 
@@ -50,7 +49,7 @@ def quantise_head(specs: Sequence[TensorSpec], bits: int | None) -> tuple[Tensor
     if bits is None:
         return tuple(specs)
     by_name = {spec.name: spec for spec in specs}
-    head = by_name.get("lm_head") or replace(by_name[_EMBEDDING], name="lm_head", product="head", part="lm head")
+    head = by_name.get("lm_head") or replace(by_name["embed_tokens"], name="lm_head", product="head", part="lm head")
     if any(source.packing for source in head.sources):
         raise ConfigError("lm_head_bits", expected="nothing: the head is quantised in the checkpoint", actual=bits)
     group_size = next((size for size in _HEAD_GROUPS if head.shape[1] % size == 0), None)
@@ -122,11 +121,9 @@ def _predicted(source: Source, settings: WeightQuantization) -> Source:
 
 def _stored_sources(spec: TensorSpec, checkpoint: Checkpoint) -> tuple[Source, ...]:
     """The sources of a spec, or the one that the checkpoint stores them fused in."""
-    fused = FUSED_MODULES.get(spec.name.rpartition(".")[2])
-    if fused is not None:
-        module = f"{spec.sources[0].name.removesuffix('.weight').rpartition('.')[0]}.{fused}"
-        if codes_of(module, checkpoint.entries) is not None:
-            return (Source(f"{module}.weight", spec.shape),)
+    fused = fused_module(spec.sources[0].name.removesuffix(".weight"), spec.product)
+    if fused and codes_of(fused, checkpoint.entries):
+        return (Source(f"{fused}.weight", spec.shape),)
     return spec.sources
 
 

@@ -33,7 +33,7 @@ _MARK = object()
 
 
 def read_token_index(path: Path, vocab_size: int) -> tuple[int, ...]:
-    """Read the token ids, most frequent first. Raises CheckpointError: another file, ids out of range or there twice."""
+    """Read the token ids, most frequent first. Raises CheckpointError: no list, ids out of range or there twice."""
     with open_file(path) as file:
         raw = file.read(_MAX_BYTES + 1)
         if len(raw) > _MAX_BYTES:

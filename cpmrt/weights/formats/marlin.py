@@ -11,14 +11,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cpmrt.tensor_spec import Product
 from cpmrt.weights.formats.awq import AWQ_ORDER
 from cpmrt.weights.formats.format import I32, U8, Entries, Format, Part, Shape, pack_nibbles, unpack_nibbles
 
 TILE = 16
 RUN = 64
 """Rows that are permuted together."""
-FUSED_MODULES = {"qkv": "qkv_proj", "gate_up": "gate_up_proj"}
-"""What CPM.cu calls the matrices that it stores fused."""
+_FUSED: dict[Product | None, str] = {"qkv": "qkv_proj", "gate_up": "gate_up_proj"}
+
+
+def fused_module(module: str, product: Product | None) -> str | None:
+    """Return the module that CPM.cu stores `module` in, fused with others of the same product; None: it does not."""
+    fused = _FUSED.get(product)
+    return fused and f"{module.rpartition('.')[0]}.{fused}"
 
 
 def pack_codes(u: U8) -> I32:
