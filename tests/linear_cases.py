@@ -9,9 +9,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from cpmrt.cuda.driver.device import Device
+from cpmrt.cuda.ops.linear import StepProduct
 from cpmrt.cuda.ops.linear_packed.layout import PackedLayout, packed_layout
 from cpmrt.cuda.precompile import known_device
-from cpmrt.dtypes import DType, round_to
+from cpmrt.dtypes import DType, from_float32, round_to
 from cpmrt.memory.caches import PAGE_SIZE
 from cpmrt.ops import KVPages, QkvWeights, Rows
 from cpmrt.reference.ops import NumpyOps
@@ -104,6 +105,76 @@ def oracle(case: Case) -> Any:
     out = np.zeros((64, case.out_features), np.float32)
     out[kept] = np.concatenate([q, stored(k_pages, rows), stored(v_pages, rows)], axis=1)
     return out
+
+
+class OnDevice:
+    """The operands of a case on the device, as `arrays`; outputs for 65 rows that hold NaN; and what is in them."""
+
+    def __init__(self, cuda: Any, case: Case, *, portable: bool = False):
+        self.cuda, self.case, self.on = cuda, case, older(cuda.device) if portable else cuda.device
+        as_is = ("positions", "locations", "slots", "block_tables", "rope", "permutation")
+        names = ("x", "norm", "bias", "residual", *as_is)
+        held = {name: case.arrays.get(name) for name in names}
+        self.arrays = {
+            name: None if array is None else cuda.array(array, None if name in as_is else case.dtype)
+            for name, array in held.items()
+        }
+
+    @property
+    def stored(self) -> DType:
+        return DType.FLOAT32 if self.case.product == "head" else self.case.dtype
+
+    def poisoned(self, rows: int, width: int, dtype: DType | None = None) -> Any:
+        nan = np.full((rows, width), np.nan, np.float32)
+        return self.cuda.array(nan, None if dtype is DType.FLOAT32 else self.case.dtype)
+
+    def outputs(self, num_rows: int) -> tuple[Any, ...]:
+        """What the product of so many rows writes: q and pages of K and V, or one matrix."""
+        case = self.case
+        if case.product == "qkv":
+            pages = case.arrays["block_tables"].size, case.num_kv_heads * PAGE_SIZE * case.head_dim
+            return self.poisoned(65, case.num_heads * case.head_dim), self.poisoned(*pages), self.poisoned(*pages)
+        width = case.out_features // 2 if case.product == "gate_up" else case.out_features
+        out = self.poisoned(65, width, self.stored)
+        if case.product == "residual":
+            out[:num_rows] = self.arrays["residual"][:num_rows]
+        return (out,)
+
+    def wait(self) -> None:
+        """Until what CuPy does on a stream of its own is done."""
+        self.cuda.cupy.cuda.Device().synchronize()
+
+    def product(self, num_rows: int, outputs: tuple[Any, ...]) -> StepProduct:
+        case, d, rows, eps = self.case, self.arrays, np.int32(num_rows), np.float32(EPS)
+        width = np.int32(case.out_features // 2 if case.product == "gate_up" else case.out_features)
+        tables = d["rope"], d["positions"], d["locations"], d["slots"], d["block_tables"]
+        heads = np.int32(case.num_heads if case.head_dim else 0), np.int32(case.num_kv_heads)
+        rest: dict[str, tuple[Any, ...]] = {
+            "qkv": (d["bias"], *tables, rows, *heads, *map(np.int32, (MAX_CONTEXT // PAGE_SIZE, MAX_CONTEXT)), eps),
+            "residual": (d["bias"], rows, width, np.float32(SCALE)),
+            "gate_up": (rows, width, eps),
+            "head": (rows, width, eps, np.float32(DIVISOR)),
+        }
+        norm = None if case.product == "residual" else d["norm"]
+        return StepProduct(case.product, outputs, d["x"], norm, EPS, rest[case.product], case.head_dim)
+
+    def words(self, num_rows: int, outputs: tuple[Any, ...]) -> Any:
+        """The words of the rows; those behind them must be untouched. A qkv row is q, then the stored k and v."""
+        first, *pages = outputs
+        words = self.cuda.numpy(first)
+        nan = bits(from_float32(np.full(1, np.nan, np.float32), self.stored))
+        assert (bits(words[num_rows:]) == nan).all()
+        if not pages:
+            return words[:num_rows]
+        case, kept = self.case, stored_rows(num_rows)
+        shape = case.arrays["block_tables"].size, case.num_kv_heads, PAGE_SIZE, case.head_dim
+        k, v = (self.cuda.numpy(page).reshape(shape) for page in pages)
+        rows = rows_of(case.arrays, kept)
+        out = np.zeros((num_rows, case.out_features), words.dtype)
+        out[kept] = np.concatenate([words[kept], stored(k, rows), stored(v, rows)], axis=1)
+        for page in (k, v):
+            assert (bits(page) != nan).sum() == len(kept) * case.num_kv_heads * case.head_dim
+        return out
 
 
 def stored_rows(num_rows: int) -> list[int]:

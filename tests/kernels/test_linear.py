@@ -10,31 +10,24 @@ import numpy as np
 import pytest
 from kernel_compiles import Compiles
 from linear_cases import (
-    DIVISOR,
     EPS,
     H200,
-    MAX_CONTEXT,
     ORIN,
     RTX_4090,
-    SCALE,
     UNSTORED,
+    OnDevice,
     bits,
     normals,
-    older,
     op_of,
     oracle,
     relative_error,
-    rows_of,
     step_operands,
-    stored,
-    stored_rows,
 )
 
 from cpmrt.cuda.build.spec import macros_of
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.ops.linear import BLOCK_THREADS, ROW_BUCKETS, plan_linear, row_bucket
-from cpmrt.dtypes import DType, from_float32, round_to, to_float32
-from cpmrt.memory.caches import PAGE_SIZE
+from cpmrt.dtypes import DType, round_to, to_float32
 from cpmrt.ops import OPS
 from cpmrt.reference.ops import linear, rms_norm
 
@@ -103,82 +96,27 @@ def make_case(name: str, dtype: DType, has_bias: bool = True, is_draft: bool = F
     return Case(product, dtype, out_features, in_features, head_dim, num_kv_heads, has_bias, arrays)
 
 
-class Launcher:
-    """Operands of a case on the device; `run` gives the words of the first `num_rows` output rows."""
+class Launcher(OnDevice):
+    """`run` gives the words of the first `num_rows` output rows."""
 
     def __init__(self, cuda: Any, case: Case, *, portable: bool):
-        self.cuda, self.case, self.portable = cuda, case, portable
-        self.device: dict[str, Any] = {}
-        for name, value in case.arrays.items():
-            as_is = value is None or name in ("positions", "locations", "slots", "block_tables", "rope")
-            self.device[name] = None if value is None else cuda.array(value, None if as_is else case.dtype)
-        self.on = older(cuda.device) if portable else cuda.device
+        super().__init__(cuda, case, portable=portable)
+        self.weight = cuda.array(case.arrays["weight"], case.dtype)
+        self.path = {"CPMRT_PORTABLE": 1} if portable else {}
 
     def run(self, num_rows: int, *, pdl: bool = False, raw: bool = False) -> Any:
-        case, d = self.case, self.device
-        has_norm, size = case.arrays["norm"] is not None, (case.out_features, case.in_features)
-        plan = plan_linear(case.product, size, num_rows, self.on, has_norm=has_norm, head_dim=case.head_dim)
-        path = {"CPMRT_PORTABLE": 1} if self.portable else {}
-        kernel = self.cuda.kernel(f"linear_{case.product}", case.dtype, **macros_of(plan.constants), **path)
-
-        def launch(*args: Any) -> None:
-            kernel(plan.grid, BLOCK_THREADS, *args, smem=plan.constants.smem_bytes, pdl=pdl)
-
-        rows, width = np.int32(num_rows), np.int32(case.out_features)
-        if case.product == "residual":
-            out = self.poisoned(65, case.out_features)
-            out[:num_rows] = d["residual"][:num_rows]
-            self.cuda.cupy.cuda.Device().synchronize()
-            launch(out, d["x"], d["weight"], d["bias"], rows, width, np.float32(SCALE))
-        elif case.product == "gate_up":
-            out = self.poisoned(65, case.out_features // 2)
-            launch(out, d["x"], d["norm"], d["weight"], rows, np.int32(case.out_features // 2), np.float32(EPS))
-        elif case.product == "head":
-            out = self.poisoned(65, case.out_features, DType.FLOAT32)
-            launch(out, d["x"], d["norm"], d["weight"], rows, width, np.float32(EPS), np.float32(DIVISOR))
-        else:
-            return self.run_qkv(launch, num_rows, raw)
-        words = self.cuda.numpy(out)
-        untouched = self.cuda.numpy(self.poisoned(65 - num_rows, words.shape[1], self.stored))
-        assert np.array_equal(bits(words[num_rows:]), bits(untouched))
-        return words[:num_rows]
-
-    @property
-    def stored(self) -> DType:
-        return DType.FLOAT32 if self.case.product == "head" else self.case.dtype
-
-    def poisoned(self, rows: int, width: int, dtype: DType | None = None) -> Any:
-        return self.cuda.array(
-            np.full((rows, width), np.nan, np.float32), None if dtype is DType.FLOAT32 else self.case.dtype
+        """`raw`: a qkv product as it is, without pages."""
+        case, has_norm = self.case, self.case.arrays["norm"] is not None
+        outputs = (self.poisoned(65, case.out_features),) if raw else self.outputs(num_rows)
+        product = self.product(num_rows, (*outputs, None, None) if raw else outputs)
+        plan = plan_linear(
+            case.product, self.weight.shape, num_rows, self.on, has_norm=has_norm, head_dim=case.head_dim
         )
-
-    def run_qkv(self, launch: Any, num_rows: int, raw: bool) -> Any:
-        case, d = self.case, self.device
-        width = case.out_features if raw else case.num_heads * case.head_dim
-        num_pages = case.arrays["block_tables"].size
-        q, k, v = (
-            self.poisoned(65, width),
-            *(self.poisoned(num_pages, case.num_kv_heads * PAGE_SIZE * case.head_dim) for _ in range(2)),
-        )
-        launch(
-            q, None if raw else k, None if raw else v, d["x"], d["norm"], d["weight"], d["bias"], d["rope"],
-            d["positions"], d["locations"], d["slots"], d["block_tables"], np.int32(num_rows),
-            np.int32(case.num_heads), np.int32(case.num_kv_heads), np.int32(MAX_CONTEXT // PAGE_SIZE),
-            np.int32(MAX_CONTEXT), np.float32(EPS),
-        )  # fmt: skip
-        words = self.cuda.numpy(q)
-        nan = bits(from_float32(np.full(1, np.nan, np.float32), case.dtype))
-        assert (bits(words[num_rows:]) == nan).all()
-        if raw:
-            return words[:num_rows]
-        pages = [self.cuda.numpy(p).reshape(num_pages, case.num_kv_heads, PAGE_SIZE, case.head_dim) for p in (k, v)]
-        kept = stored_rows(num_rows)
-        rows = rows_of(case.arrays, kept)
-        out = np.zeros((num_rows, case.out_features), words.dtype)
-        out[kept] = np.concatenate([words[kept], stored(pages[0], rows), stored(pages[1], rows)], axis=1)
-        for page in pages:
-            assert (bits(page) != nan).sum() == len(kept) * case.num_kv_heads * case.head_dim
-        return out
+        kernel = self.cuda.kernel(f"linear_{case.product}", case.dtype, **macros_of(plan.constants), **self.path)
+        arguments = product.arguments(product.x, (self.weight,))
+        self.wait()
+        kernel(plan.grid, BLOCK_THREADS, *arguments, smem=plan.constants.smem_bytes, pdl=pdl)
+        return self.words(num_rows, outputs)
 
 
 @pytest.mark.gpu

@@ -10,23 +10,18 @@ import numpy as np
 import pytest
 from kernel_compiles import Compiles
 from linear_cases import (
-    DIVISOR,
     EPS,
     H200,
-    MAX_CONTEXT,
     ORIN,
     RTX_4090,
-    SCALE,
+    OnDevice,
     bits,
     layout_of,
     normals,
-    older,
     op_of,
     oracle,
     relative_error,
-    rows_of,
     step_operands,
-    stored,
     stored_rows,
 )
 from packed_oracle import pack, unit_offsets, unpack_codes
@@ -38,7 +33,6 @@ from cpmrt.cuda.ops.linear_packed.layout import PackedLayout
 from cpmrt.cuda.ops.linear_packed.plan import PREPARE_THREADS, ROW_BUCKETS, PrepareConstants, plan_packed
 from cpmrt.dtypes import DType, from_float32, round_to, to_float32
 from cpmrt.errors import UnsupportedModelError
-from cpmrt.memory.caches import PAGE_SIZE
 from cpmrt.ops import OPS
 
 DTYPES = [DType.BFLOAT16, DType.FLOAT16]
@@ -174,98 +168,43 @@ def packed_weight(case: Case, layout: PackedLayout) -> Any:
     return pack(layout, a["codes"], *words)
 
 
-class Launcher:
-    """Operands of a case on the device; `run` gives the words of the first `num_rows` output rows."""
+class Launcher(OnDevice):
+    """`run` gives the words of the first `num_rows` output rows."""
 
     def __init__(self, cuda: Any, case: Case, *, portable: bool = False):
-        self.cuda, self.case, self.on = cuda, case, older(cuda.device) if portable else cuda.device
-        as_is = ("positions", "locations", "slots", "block_tables", "rope", "permutation")
-        names = ("x", "norm", "bias", "residual", *as_is)
-        self.device = {
-            name: cuda.array(case.arrays[name], None if name in as_is else case.dtype)
-            for name in names
-            if case.arrays.get(name) is not None
-        }
+        super().__init__(cuda, case, portable=portable)
         self.layout = case.layout(self.on)
         self.weight = cuda.array(packed_weight(case, self.layout))
 
     def run(self, num_rows: int, *, pdl: bool = False, is_fed: bool = False) -> Any:
-        case, d = self.case, self.device
-        is_permuted = case.arrays["permutation"] is not None
-        kind = {"permuted": is_permuted, "has_norm": "norm" in d, "is_fed": is_fed}
+        case, permutation, outputs = self.case, self.arrays["permutation"], self.outputs(num_rows)
+        kind = {"permuted": permutation is not None, "has_norm": self.arrays["norm"] is not None, "is_fed": is_fed}
         plan = plan_packed(self.layout, num_rows, self.on, **kind)
         kernel = self.cuda.kernel(f"linear_packed_{case.product}", case.dtype, **macros_of(plan.constants))
-        empty = self.cuda.cupy.empty
-        partials = empty(plan.partial_bytes, np.uint8) if plan.partial_bytes else None
+        partials = self.cuda.cupy.empty(plan.partial_bytes, np.uint8) if plan.partial_bytes else None
         arrivals = self.cuda.cupy.zeros(plan.num_arrivals, np.int32) if plan.num_arrivals else None
-        x = d["x"]
-        if plan.constants.prepared:
-            x = self.poisoned(plan.prepared_bytes // 2, 1)
-            norm = None if case.product == "residual" else d.get("norm")
         fed = self.poisoned(plan.fed_bytes // 2, 1) if plan.fed else None
-        out, *others = self.outputs(num_rows)
-        self.cuda.cupy.cuda.Device().synchronize()
+        product = self.product(num_rows, outputs)
+        x = self.poisoned(plan.prepared_bytes // 2, 1) if plan.constants.prepared else product.x
+        self.wait()
         if plan.constants.prepared:
-            self.prepare(plan.prepare, num_rows, x, d["x"], norm, d.get("permutation"), pdl)
-        weight, rows, width = (self.weight, partials, arrivals), np.int32(num_rows), np.int32(case.out_features)
-        if case.product == "residual":
-            arguments = out, x, *weight, d.get("bias"), rows, width, np.float32(SCALE)
-        elif case.product == "gate_up":
-            arguments = out, fed, x, d.get("norm"), *weight, rows, np.int32(case.out_features // 2), np.float32(EPS)
-        elif case.product == "head":
-            arguments = out, x, d.get("norm"), *weight, rows, width, np.float32(EPS), np.float32(DIVISOR)
-        else:
-            heads = np.int32(case.num_heads), np.int32(case.num_kv_heads)
-            state = d["rope"], d["positions"], d.get("locations"), d["slots"], d["block_tables"], rows, *heads
-            sizes = np.int32(MAX_CONTEXT // PAGE_SIZE), np.int32(MAX_CONTEXT), np.float32(EPS)
-            arguments = out, *others, x, d.get("norm"), *weight, d.get("bias"), *state, *sizes
+            self.prepare(plan.prepare, num_rows, x, product.x, product.norm, permutation, pdl)
+        weight = self.weight, partials, arrivals
+        arguments = product.arguments(x, weight, (fed,) if case.product == "gate_up" else ())
         kernel(plan.grid, plan.block, *arguments, smem=plan.shared_bytes, pdl=pdl)
         if plan.fed:
             expected = self.poisoned(plan.fed_bytes // 2, 1)
-            self.prepare(plan.fed, num_rows, expected, out, None, None, pdl)
+            self.prepare(plan.fed, num_rows, expected, outputs[0], None, None, pdl)
             assert np.array_equal(bits(self.cuda.numpy(fed)), bits(self.cuda.numpy(expected)))
-        words = self.cuda.numpy(out)
-        nan = bits(from_float32(np.full(1, np.nan, np.float32), self.stored))
-        assert (bits(words[num_rows:]) == nan).all()
+        words = self.words(num_rows, outputs)
         assert arrivals is None or not arrivals.any()
-        return words[:num_rows] if case.product != "qkv" else self.with_pages(words, others, num_rows, nan)
+        return words
 
     def prepare(
         self, constants: PrepareConstants, num_rows: int, to: Any, x: Any, norm: Any, permutation: Any, pdl: bool
     ) -> None:
         kernel = self.cuda.kernel("prepare_rows", self.case.dtype, **macros_of(constants))
         kernel(num_rows, PREPARE_THREADS, to, x, norm, permutation, np.float32(EPS), pdl=pdl)
-
-    @property
-    def stored(self) -> DType:
-        return DType.FLOAT32 if self.case.product == "head" else self.case.dtype
-
-    def poisoned(self, rows: int, width: int, dtype: DType | None = None) -> Any:
-        return self.cuda.array(
-            np.full((rows, width), np.nan, np.float32), None if dtype is DType.FLOAT32 else self.case.dtype
-        )
-
-    def outputs(self, num_rows: int) -> list[Any]:
-        case = self.case
-        if case.product == "qkv":
-            pages = case.arrays["block_tables"].size, case.num_kv_heads * PAGE_SIZE * case.head_dim
-            return [self.poisoned(65, case.num_heads * case.head_dim), self.poisoned(*pages), self.poisoned(*pages)]
-        width = case.out_features // 2 if case.product == "gate_up" else case.out_features
-        out = self.poisoned(65, width, self.stored)
-        if case.product == "residual":
-            out[:num_rows] = self.device["residual"][:num_rows]
-        return [out]
-
-    def with_pages(self, q: Any, pages: list[Any], num_rows: int, nan: Any) -> Any:
-        case, kept = self.case, stored_rows(num_rows)
-        shape = case.arrays["block_tables"].size, case.num_kv_heads, PAGE_SIZE, case.head_dim
-        k, v = (self.cuda.numpy(page).reshape(shape) for page in pages)
-        rows = rows_of(case.arrays, kept)
-        out = np.zeros((num_rows, case.out_features), q.dtype)
-        out[kept] = np.concatenate([q[kept], stored(k, rows), stored(v, rows)], axis=1)
-        for page in (k, v):
-            assert (bits(page) != nan).sum() == len(kept) * case.num_kv_heads * case.head_dim
-        return out
 
 
 def check_every_number_of_rows(cuda: Any, case: Case, portable: bool) -> None:
