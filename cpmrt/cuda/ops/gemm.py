@@ -11,6 +11,8 @@ from cpmrt.cuda.build.spec import KernelSpec
 from cpmrt.cuda.driver.array import DeviceArray
 from cpmrt.cuda.driver.blaslt import CublasLt, CublasLtError
 from cpmrt.cuda.driver.device import Device
+from cpmrt.models.layers import EMBED, HEAD
+from cpmrt.tensor_spec import BufferSpec
 
 TILE_ROWS = 128
 # (tile_k, stages) by tile_n, the deepest pipeline first.
@@ -35,6 +37,7 @@ class GemmConstants:
         return (TILE_ROWS + self.tile_n) * self.tile_k * 2 * self.stages
 
 
+GEMM_WORKSPACE = BufferSpec("gemm_workspace", (32 << 20,), EMBED, HEAD, np.uint8)
 GEMM = KernelSpec("gemm", "linear/gemm.cu", "project_residual", GemmConstants, hot=True)
 
 

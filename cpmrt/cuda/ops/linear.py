@@ -14,10 +14,11 @@ from cpmrt.cuda.build.spec import KernelSpec
 from cpmrt.cuda.driver.array import DeviceArray, KernelArgument
 from cpmrt.cuda.driver.device import Device
 from cpmrt.executor import MAX_ROWS
+from cpmrt.tensor_spec import Product
 
-PRODUCTS = {"qkv": 0, "residual": 1, "gate_up": 2, "head": 3}
-"""A product's kind, and its number (LINEAR) in the kernels' sources."""
-OPS = {"qkv": "qkv", "residual": "project_residual", "gate_up": "gate_up", "head": "lm_head"}
+PRODUCTS: dict[Product, int] = {"qkv": 0, "residual": 1, "gate_up": 2, "head": 3}
+"""The number (LINEAR) of a product in the kernels' sources."""
+OPS: dict[Product, str] = {"qkv": "qkv", "residual": "project_residual", "gate_up": "gate_up", "head": "lm_head"}
 BLOCK_THREADS = 256
 ROW_BUCKETS = (8, 16, 32, 64)
 _WARPS = 8
@@ -67,7 +68,7 @@ class StepProduct:
     `outputs` are the kernel's first arguments, `rest` those behind the weight. `head_dim` is that of a "qkv" product.
     """
 
-    kind: str
+    kind: Product
     outputs: tuple[KernelArgument, ...]
     x: DeviceArray
     norm: DeviceArray | None
@@ -107,7 +108,7 @@ def row_bucket(num_rows: int, buckets: tuple[int, ...]) -> int:
 
 
 def plan_linear(
-    product: str, shape: tuple[int, ...], num_rows: int, device: Device, *, has_norm: bool = True, head_dim: int = 0
+    product: Product, shape: tuple[int, ...], num_rows: int, device: Device, *, has_norm: bool = True, head_dim: int = 0
 ) -> LinearPlan:
     """Plan one product with a weight of this shape, [N, K] (gate_up: both halves together).
 

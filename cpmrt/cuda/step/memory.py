@@ -15,6 +15,7 @@ from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.load.repack import staging_buffers
 from cpmrt.cuda.ops.attention.attention import AttentionPlan
 from cpmrt.cuda.ops.attention.prefill import ExpandedPages
+from cpmrt.cuda.ops.gemm import GEMM_WORKSPACE
 from cpmrt.cuda.ops.kv import is_fp8
 from cpmrt.cuda.ops.linear_packed.memory import packed_regions, packed_tables
 from cpmrt.cuda.ops.products import product_workspace
@@ -27,7 +28,6 @@ from cpmrt.models.layers import EMBED, HEAD
 from cpmrt.models.planning import ExecutorNeeds
 from cpmrt.tensor_spec import BufferSpec, TensorSpec
 
-GEMM_WORKSPACE_BYTES = 32 << 20
 BUCKETS = (64, 128, 256, 512, 1024, 2048, 4096)
 
 
@@ -63,7 +63,7 @@ def cuda_tables(
         _table("slot_states", np.uint8, sequences, SLOT_STATE.itemsize),
         _table("token_counts", np.uint32, sequences, config.vocab_size),
         _table("step_context", np.uint8, STEP_CONTEXT.itemsize),
-        _table("gemm_workspace", np.uint8, GEMM_WORKSPACE_BYTES),
+        GEMM_WORKSPACE,
     )
 
 

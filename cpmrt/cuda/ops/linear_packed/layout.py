@@ -13,7 +13,7 @@ from cpmrt.cuda.driver.array import DeviceArray
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.ops.linear import PRODUCTS
 from cpmrt.errors import UnsupportedModelError
-from cpmrt.tensor_spec import TensorSpec
+from cpmrt.tensor_spec import Product, TensorSpec
 
 SLICE_COLUMNS = 128
 TILE_ROWS = 16
@@ -47,7 +47,7 @@ class PackedLayout:
     8 bits are symmetric around 128. `head_dim` is that of a "qkv" product.
     """
 
-    product: str
+    product: Product
     out_features: int
     in_features: int
     runs: int
