@@ -1,4 +1,4 @@
-"""What one launch of a kernel must read and write, or compute: the yardstick of its measured time."""
+"""Says what one launch of a kernel must read and write, or compute: the yardstick of its measured time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 from cpmrt.config import ModelConfig
 
 Label = tuple[str, int, int]
-"""Kernel, columns and depth of its weight (0 where it has none, or where the kernel alone says which it is)."""
+"""A kernel, and columns and depth of its weight: 0 where it has none, or where the kernel alone says which it is."""
 
 
 class Cost(NamedTuple):
@@ -19,7 +19,7 @@ class Cost(NamedTuple):
 
 
 def skinny_costs(config: ModelConfig) -> dict[Label, Cost]:
-    """The products of a decode step, which read their weights."""
+    """Return the costs of the products of a decode step, which read their weights."""
     hidden, inner, q_size = config.hidden_size, config.mlp.intermediate_size, config.attention.q_size
     return {
         ("linear_qkv", 0, hidden): Cost("linear_qkv", "byte", 2.0 * (q_size + 2 * config.attention.kv_size) * hidden),
@@ -31,7 +31,7 @@ def skinny_costs(config: ModelConfig) -> dict[Label, Cost]:
 
 
 def packed_costs(config: ModelConfig, rows: int) -> dict[Label, Cost]:
-    """The products of a decode step with 4-bit weights, a scale of 16 bits to 128; and what prepares their rows."""
+    """Return the costs of products with 4-bit weights, a scale of 16 bits to 128, and of what prepares their rows."""
     costs = {
         (label[0].replace("linear", "linear_packed"), *label[1:]): cost._replace(
             title=cost.title.replace("linear", "linear_packed"), amount=cost.amount / 2 * (0.5 + 2 / 128)
@@ -45,7 +45,7 @@ def packed_costs(config: ModelConfig, rows: int) -> dict[Label, Cost]:
 
 
 def product_costs(config: ModelConfig, rows: int, name: str) -> dict[Label, Cost]:
-    """The products of a chunk."""
+    """Return the costs of the products of a chunk, which are called `name`."""
     hidden, inner, q_size = config.hidden_size, config.mlp.intermediate_size, config.attention.q_size
     weights = {
         "qkv": (q_size + 2 * config.attention.kv_size, hidden),
@@ -60,7 +60,7 @@ def product_costs(config: ModelConfig, rows: int, name: str) -> dict[Label, Cost
 
 
 def chunk_costs(config: ModelConfig, rows: int) -> dict[Label, Cost]:
-    """What stands between the products of a chunk: each reads and writes its rows once."""
+    """Return the costs of what stands between the products of a chunk: each reads and writes its rows once."""
     elements = {
         "embed": 2 * config.hidden_size,
         "rms_norm": 2 * config.hidden_size,

@@ -35,7 +35,7 @@ class Launch(NamedTuple):
 
 @dataclass
 class Cost:
-    """Of all launches of a kernel with one grid in the steps looked at, in us."""
+    """What all launches of a kernel with one grid cost in the steps looked at, in us."""
 
     count: int = 0
     own: float = 0.0
@@ -43,7 +43,7 @@ class Cost:
 
 
 def costs(launches: Sequence[Launch], first_kernel: str) -> tuple[int, float, dict[tuple[str, tuple[int, ...]], Cost]]:
-    """Steps looked at, the median of a step in us, and costs by kernel and grid. `launches` ascend by start.
+    """Return the steps looked at, the median of a step in us, and costs by kernel and grid. `launches` ascend by start.
 
     The last steps of the trace count, without the very last one, whose end is not known.
     """
@@ -63,7 +63,7 @@ def costs(launches: Sequence[Launch], first_kernel: str) -> tuple[int, float, di
 
 
 def table(num_steps: int, step_us: float, found: dict[tuple[str, tuple[int, ...]], Cost]) -> str:
-    """A line for each kernel and grid, the costliest first."""
+    """Return a line for each kernel and grid, the costliest first."""
     lines = [f"{num_steps} steps of {step_us:.1f} us", "  a step   own us  from start to end  us a step  kernel, grid"]
     for (name, grid), cost in sorted(found.items(), key=lambda item: -item[1].own):
         lines.append(
@@ -74,7 +74,7 @@ def table(num_steps: int, step_us: float, found: dict[tuple[str, tuple[int, ...]
 
 
 def traced(arguments: Sequence[str]) -> list[Launch]:
-    """The kernels of `cpmrt bench` with these arguments."""
+    """Run `cpmrt bench` with these arguments and return its kernels."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 

@@ -23,8 +23,7 @@ Index = SupportsIndex | slice | tuple[SupportsIndex | slice, ...]
 class DevicePointer(Protocol):
     """CuPy's `MemoryPointer`."""
 
-    @property
-    def ptr(self) -> int: ...
+    ptr: int
 
 
 class DeviceArray(Protocol):
@@ -34,22 +33,15 @@ class DeviceArray(Protocol):
     unless they are given one; `get` waits, `set` may not.
     """
 
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def strides(self) -> tuple[int, ...]: ...
-    @property
-    def dtype(self) -> np.dtype[Any]: ...
-    @property
-    def ndim(self) -> int: ...
-    @property
-    def size(self) -> int: ...
-    @property
-    def itemsize(self) -> int: ...
-    @property
-    def nbytes(self) -> int: ...
-    @property
-    def data(self) -> DevicePointer: ...
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: np.dtype[Any]
+    ndim: int
+    size: int
+    itemsize: int
+    nbytes: int
+    data: DevicePointer
+
     def __len__(self) -> int: ...
     def __getitem__(self, index: Index) -> DeviceArray: ...
     def __setitem__(self, index: Index, values: DeviceArray | int | float) -> None: ...

@@ -192,20 +192,15 @@ class CublasLt:
 
 def _declare(library: ctypes.CDLL) -> None:
     """Argument types of every function that is called: ctypes would pass wide integers as 32 bits."""
-    pointer = c_void_p
-    signatures = {
-        "Create": [pointer],
-        "Destroy": [pointer],
+    pointer, sized = c_void_p, [c_void_p, c_int, c_void_p, c_size_t]
+    destroyers = ("Destroy", "MatmulDescDestroy", "MatrixLayoutDestroy", "MatmulPreferenceDestroy")
+    signatures = {name: [pointer] for name in ("Create", "MatmulPreferenceCreate", *destroyers)} | {
         "MatmulDescCreate": [pointer, c_int, c_int],
-        "MatmulDescSetAttribute": [pointer, c_int, pointer, c_size_t],
-        "MatmulDescDestroy": [pointer],
+        "MatmulDescSetAttribute": sized,
         "MatrixLayoutCreate": [pointer, c_int, c_uint64, c_uint64, c_int64],
-        "MatrixLayoutDestroy": [pointer],
-        "MatmulPreferenceCreate": [pointer],
-        "MatmulPreferenceSetAttribute": [pointer, c_int, pointer, c_size_t],
-        "MatmulPreferenceDestroy": [pointer],
-        "MatmulAlgoGetHeuristic": [pointer] * 7 + [c_int, pointer, pointer],
-        "Matmul": [pointer] * 14 + [c_size_t, pointer],
+        "MatmulPreferenceSetAttribute": sized,
+        "MatmulAlgoGetHeuristic": [*[pointer] * 7, c_int, pointer, pointer],
+        "Matmul": [*[pointer] * 14, c_size_t, pointer],
     }
     for name, types in signatures.items():
         getattr(library, f"cublasLt{name}").argtypes = types
