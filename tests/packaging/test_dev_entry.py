@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -139,6 +141,58 @@ def test_help_needs_no_venv(project: Path) -> None:
     assert (code, err) == (0, "")
     assert "generate" in out and "test" in out
     assert not (project / ".venv").exists()
+
+
+def expressions(dev: ModuleType, tier: str) -> list[str]:
+    """Which marks the tests of each stage of a tier must have."""
+    options = [stage.arguments for stage in dev.pytest_stages(tier)]
+    return [arguments[arguments.index("-m", 2) + 1] for arguments in options]
+
+
+def test_every_test_without_a_gpu_is_in_one_tier_and_only_drawn_examples_are_in_both(dev: ModuleType) -> None:
+    names = ("all", "alone", "gpu", "hypothesis")
+    for marks in itertools.product((False, True), repeat=len(names)):
+        values = {f"_{name}": value for name, value in zip(names, marks, strict=True)}
+        taken = {
+            tier: sum(bool(eval(re.sub(r"\b(all|alone|gpu|hypothesis)\b", r"_\1", text), values.copy()))
+                      for text in expressions(dev, tier))
+            for tier in ("first", "all")
+        }  # fmt: skip
+        drawn_again = values["_hypothesis"] and not values["_all"] and not values["_alone"]
+        assert sum(taken.values()) == (0 if values["_gpu"] else 1 + drawn_again), values
+
+
+def test_new_examples_are_drawn_with_a_seed_that_is_said(dev: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    seeds = set()
+    for _ in range(2):
+        (option,) = [part for part in dev.pytest_stages("all")[0].arguments if "--hypothesis-seed=" in part]
+        assert option in capsys.readouterr().out
+        seeds.add(option)
+    assert len(seeds) == 2 and not any("seed" in part for part in dev.pytest_stages("first")[0].arguments)
+
+
+def test_one_failure_fails_the_check_and_every_stage_has_its_line(
+    dev: ModuleType, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    faulty = dev.Stage("text", ("-c", "print('the reason'); raise SystemExit(3)"))
+    monkeypatch.setattr(dev, "PYTHON", sys.executable)
+    monkeypatch.setattr(dev, "CHECKS_OF_TEXT", (faulty, dev.Stage("good", ("-c", "print('not shown')"))))
+    monkeypatch.setattr(dev, "pytest_stages", lambda tier: [dev.Stage(tier, ("-c", f"print('of {tier}')"))])
+    assert dev.run_checks(("first", "all"), 7.2) == 1
+    *_, text, good, first, rest, total, hint = (out := capfd.readouterr().out).splitlines()
+    assert "the reason\n" in out and "of first\n" in out and "not shown" not in out
+    assert text.startswith("text") and text.endswith("FAILED (exit code 3)")
+    assert [line.split()[0] for line in (good, first, rest)] == ["good", "first", "all"]
+    assert total.startswith("FAILED: text in ") and total.endswith("after 7 s of installation")
+    assert "dev.py gpu" in hint
+    assert dev.run_checks(("all",), 0) == 0
+    assert "all 1 stages passed" in capfd.readouterr().out
+
+
+def test_ci_runs_the_command_of_the_readme_and_then_only_the_rest(dev: ModuleType) -> None:
+    commands = re.findall(r"^python3 tools/dev.py (.*)$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
+    assert [tuple(command.split()[1:]) for command in commands] == [(), ("--rest",)]
+    assert dev.TIERS[()] + dev.TIERS[("--rest",)] == dev.TIERS[("--all",)]
 
 
 @pytest.mark.all
