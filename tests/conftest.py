@@ -23,7 +23,7 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )  # fmt: skip
 settings.register_profile(
-    "long", settings.get_profile("usual"), max_examples=600, derandomize=False, print_blob=True
+    "long", settings.get_profile("usual"), max_examples=1200, derandomize=False, print_blob=True
 )
 settings.load_profile("usual")
 

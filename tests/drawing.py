@@ -1,4 +1,4 @@
-"""How many examples hypothesis draws for a test: as many as the test says, ten times as many in a long run."""
+"""How many examples hypothesis draws for a test: as many as the test says, twenty times as many in a long run."""
 
 from __future__ import annotations
 

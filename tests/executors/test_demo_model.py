@@ -76,6 +76,7 @@ def test_scores_prefer_python_to_noise(demo):
     assert demo.score(code).mean() > demo.score(noise).mean() + 1
 
 
+@pytest.mark.all
 def test_the_whole_context_can_be_used(demo):
     prompt = demo.tokenizer.encode("import os\n" * 2000)[: demo.max_context - 4]
     out = demo.generate(prompt, SamplingParams(max_new_tokens=4, ignore_eos=True))

@@ -144,7 +144,7 @@ def trees() -> st.SearchStrategy[Nodes]:
     return st.lists(st.tuples(st.integers(0, 63), st.integers(0, 4)), max_size=63).map(build)
 
 
-@examples(200)
+@examples(100)
 @given(trees(), st.lists(st.integers(0, 4), min_size=64, max_size=64))
 def test_the_accepted_path_is_the_only_longest_one(nodes: Nodes, sampled: list[int]) -> None:
     def line(node: int) -> list[int]:

@@ -67,8 +67,8 @@ def test_a_negative_seed_is_its_64_bit_pattern():
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_frequencies_follow_the_softmax(temperature):
-    """Chi-square of 20000 draws, with a fixed seed; 7 degrees of freedom stay below 24.3 in 999 of 1000 runs."""
-    logits, count = np.array([1.0, 0.0, -1.0, 2.0, 0.5, -0.5, 1.5, 0.0], np.float32), 20_000
+    """Chi-square of 5000 draws, with a fixed seed; 7 degrees of freedom stay below 24.3 in 999 of 1000 runs."""
+    logits, count = np.array([1.0, 0.0, -1.0, 2.0, 0.5, -0.5, 1.5, 0.0], np.float32), 5000
     params = SamplingParams(temperature=temperature)
     drawn = [draw(logits, params, seed=1234, position=position) for position in range(count)]
     observed = np.bincount(drawn, minlength=8)
@@ -78,8 +78,8 @@ def test_frequencies_follow_the_softmax(temperature):
 
 
 def test_seeds_are_as_random_as_positions():
-    drawn = [draw(np.zeros(4), SamplingParams(temperature=1.0), seed=seed) for seed in range(8000)]
-    assert ((np.bincount(drawn, minlength=4) - 2000.0) ** 2 / 2000.0).sum() < 16.3
+    drawn = [draw(np.zeros(4), SamplingParams(temperature=1.0), seed=seed) for seed in range(2000)]
+    assert ((np.bincount(drawn, minlength=4) - 500.0) ** 2 / 500.0).sum() < 16.3
 
 
 def test_only_survivors_are_drawn():

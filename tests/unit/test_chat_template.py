@@ -393,7 +393,7 @@ def templates(tmp_path_factory):
     return [open_template(tmp_path_factory.mktemp(name), source) for name, source in TEMPLATES.items()]
 
 
-@examples(200)
+@examples(100)
 @given(st.lists(json_values, max_size=3) | json_values, json_values)
 @example([{"role": "user", "content": "\ud800"}], None)
 def test_only_our_errors_come_out_of_any_messages(templates, messages, tools):
@@ -410,7 +410,7 @@ FRAGMENTS = """{% for m in messages %} {% endfor %} {{ m.role }} {{ m }} {% %} {
 fragments = st.sampled_from(FRAGMENTS.split()) | st.sampled_from(FRAGMENTS.replace("} {", "}\0{").split("\0"))
 
 
-@examples(200)
+@examples(100)
 @given(st.lists(fragments, max_size=10).map(" ".join) | st.text("{}%#'\" aif().|-\n", max_size=30))
 def test_only_our_errors_come_out_of_any_template(tmp_path, source):
     try:

@@ -78,7 +78,7 @@ def stream(detokenizer, ids):
     return "".join([detokenizer.push([token_id]) for token_id in ids]) + detokenizer.flush()
 
 
-@examples(120)
+@examples(40)
 @given(st.data())
 def test_pieces_join_to_what_decoding_at_once_gives(tokenizer, data):
     ids = data.draw(token_ids(tokenizer))
@@ -87,7 +87,7 @@ def test_pieces_join_to_what_decoding_at_once_gives(tokenizer, data):
     assert at_once.push(ids) + at_once.flush() == tokenizer.decode(ids)
 
 
-@examples(120)
+@examples(40)
 @given(st.data())
 def test_pieces_are_what_the_output_adds_to_the_prompt(tokenizer, data):
     prompt, ids = data.draw(token_ids(tokenizer)), data.draw(token_ids(tokenizer))
@@ -95,7 +95,7 @@ def test_pieces_are_what_the_output_adds_to_the_prompt(tokenizer, data):
     assert before.push(prompt) + stream(Detokenizer(tokenizer, prompt), ids) == tokenizer.decode(prompt + ids)
 
 
-@examples(120)
+@examples(40)
 @given(st.data())
 def test_decoding_equals_the_library_on_valid_text(tokenizer, data):
     ids = [token_id for token_id in data.draw(token_ids(tokenizer)) if token_id < tokenizer.vocab_size]
@@ -108,7 +108,7 @@ def test_decoding_equals_the_library_on_valid_text(tokenizer, data):
             assert "\ufffd" in ours
 
 
-@examples(100)
+@examples(40)
 @given(st.text(max_size=20) | st.text("你好 👨👩👧\u200dé\n▁a", max_size=20))
 def test_no_replacement_character_while_valid_text_arrives(tokenizer, text):
     detokenizer = Detokenizer(tokenizer)

@@ -316,13 +316,13 @@ FIELDS = st.fixed_dictionaries(
 )
 
 
-@examples(300)
+@examples(150)
 @given(st.dictionaries(st.text(max_size=3), FIELDS | JSON, max_size=3), st.binary(max_size=24))
 def test_random_entries(scratch: Path, header: dict[str, object], data: bytes) -> None:
     open_and_touch(build(header, data), scratch)
 
 
-@examples(300)
+@examples(150)
 @given(st.data())
 def test_mutated_valid_files(scratch: Path, data: st.DataObject) -> None:
     content = bytearray(build({**TWO, "__metadata__": {"format": "pt"}}, bytes(range(16))))

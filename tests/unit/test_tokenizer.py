@@ -218,7 +218,7 @@ PATHS = [path for path in paths(tokenizer_json()) if path]
 junk = st.sampled_from([None, True, -1, 0, 2**40, 1.5, "", "x", "\x00", [], {}, [[]], {"type": "BPE"}, "<s>"])
 
 
-@examples(300)
+@examples(100)
 @given(st.sampled_from(PATHS), junk, st.booleans())
 def test_only_our_errors_come_out_of_mutated_files(tmp_path, path, value, remove):
     content = tokenizer_json()
