@@ -44,7 +44,7 @@ class Server:
         lines = self.client.get("/metrics").text.splitlines()
         return sum(float(line.rpartition(" ")[2]) for line in lines if line.split("{")[0].split(" ")[0] == name)
 
-    def wait_idle(self, timeout_s: float = 10) -> None:
+    def wait_idle(self, timeout_s: float = 30) -> None:
         """Until no job is open and every slot is free."""
         deadline = time.monotonic() + timeout_s
         engine = self.engine

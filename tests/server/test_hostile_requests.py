@@ -119,7 +119,7 @@ def test_slowloris_is_cut_off(says, monkeypatch):
             except ConnectionError:
                 break
             time.sleep(0.02)
-        assert drained(connection) == b"" and time.monotonic() - begun < 2
+        assert drained(connection) == b"" and time.monotonic() - begun < 10
 
 
 def test_a_silent_connection_is_closed(says, monkeypatch):
@@ -165,7 +165,7 @@ def test_a_name_that_another_site_gave_this_machine_is_refused(says):
 
 def logged(caplog, text):
     """The lines with `text`, as soon as there is one: a request is logged after its answer is sent."""
-    until = time.monotonic() + 5
+    until = time.monotonic() + 30
     while not (found := [line for line in caplog.messages if text in line]) and time.monotonic() < until:
         time.sleep(0.01)
     assert found, f"no line with {text!r}"

@@ -302,5 +302,5 @@ def test_closing_a_stream_frees_its_slot(demo, client):
     next(iter(stream))
     assert demo.engine.open_jobs
     stream.close()
-    demo.wait_idle(timeout_s=2)
+    demo.wait_idle()
     assert demo.metric("cpmrt_sequences_running") == 0
