@@ -9,12 +9,14 @@ from typing import Any
 
 import numpy as np
 
+from cpmrt.config.engine import FP8
 from cpmrt.config.layers import GroupedAttention
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.ops.attention.attention import AttentionOps, AttentionPlan
 from cpmrt.dtypes import DType, round_to
 from cpmrt.executor import MAX_ROWS
-from cpmrt.memory.caches import PAGE_SIZE
+from cpmrt.memory.caches import PAGE_SIZE, CacheLayout
+from cpmrt.models.mixers.grouped import caches
 from cpmrt.ops import OPS, Fp8Pages, KVPages, Rows
 from cpmrt.reference.fp8_pages import e4m3_codes
 from cpmrt.reference.ops import NumpyOps
@@ -92,6 +94,14 @@ def planned_device(cuda: Any, *, sms: int = 132, portable: bool = False, capabil
     return replace(cuda.device, num_sms=sms, capability=capability or (80 if portable else cuda.device.capability))
 
 
+def plan_of(
+    attention: GroupedAttention, device: Device, max_context: int, max_rows: int = MAX_ROWS, *, is_fp8: bool = False
+) -> AttentionPlan:
+    """The plan of a model whose one layer has this attention."""
+    layers = (caches(attention, FP8 if is_fp8 else "auto"),)
+    return AttentionPlan.of(attention, device, CacheLayout(layers, max_context, max_sequences=1), max_rows)
+
+
 def workspace(cuda: Any, plan: AttentionPlan) -> dict[str, Any]:
     """What the plan needs in the arena: counters are 0, everything else is poison."""
     specs = (*plan.tables, BufferSpec("chunk", (4,), 0, 0, np.int32))
@@ -117,7 +127,7 @@ class AttentionDevice:
         self.cuda = cuda
         heads = GroupedAttention(case.num_heads, case.num_kv_heads, case.head_dim)
         device = planned_device(cuda, sms=sms, portable=portable, capability=capability)
-        self.plan = AttentionPlan.of(heads, device, max_context, MAX_ROWS, is_fp8=pages is not None)
+        self.plan = plan_of(heads, device, max_context, is_fp8=pages is not None)
         self.arrays, self.block_tables = workspace(cuda, self.plan), cuda.array(case.block_tables)
         if pages is None:
             self.kv = KVPages(*(cuda.array(values, case.dtype) for values in (case.k_pages, case.v_pages)))

@@ -6,13 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from attention_cases import fp8_of, planned_device, workspace
+from attention_cases import fp8_of, plan_of, planned_device, workspace
 from reference import sparse_brute_force as brute
 
 from cpmrt.config import SparseConfig
 from cpmrt.config.layers import GroupedAttention
-from cpmrt.cuda.ops.attention.attention import AttentionOps, AttentionPlan
-from cpmrt.cuda.ops.attention.decode import Operands
+from cpmrt.cuda.ops.attention import Operands
+from cpmrt.cuda.ops.attention.attention import AttentionOps
 from cpmrt.cuda.ops.attention.selected import attend_selected_chunk
 from cpmrt.cuda.ops.kv import compress_keys
 from cpmrt.dtypes import DType, from_float32, round_to
@@ -114,7 +114,7 @@ class SparseDevice:
         self.cuda, self.slots, self.sparse = cuda, slots, sparse
         heads = GroupedAttention(slots.group * slots.kv_heads, slots.kv_heads, slots.head_dim, sparse=sparse)
         device, context = planned_device(cuda, sms=sms, portable=portable), slots.tables.shape[1] * PAGE_SIZE
-        plan = AttentionPlan.of(heads, device, context, max_rows, is_fp8=slots.pages is not None)
+        plan = plan_of(heads, device, context, max_rows, is_fp8=slots.pages is not None)
         assert plan.selection is not None and plan.selected is not None
         few = min(rows_per_pass, plan.selection.rows_per_pass)
         plan = replace(plan, selection=replace(plan.selection, rows_per_pass=few))

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from attention_cases import workspace
+from attention_cases import plan_of, workspace
 from kernel_builds import constant_sets
 from kernel_compiles import Compiles
 from slow_writer import SlowWriter
@@ -28,11 +28,10 @@ from sparse_cases import Slots, SparseDevice, any_choice
 from cpmrt.config import SparseConfig
 from cpmrt.config.layers import GroupedAttention
 from cpmrt.cuda.kernels import KERNELS, files
-from cpmrt.cuda.ops.attention.attention import AttentionOps, AttentionPlan
+from cpmrt.cuda.ops.attention.attention import AttentionOps
 from cpmrt.cuda.ops.linear import plan_linear
 from cpmrt.cuda.precompile import known_device
 from cpmrt.dtypes import DType
-from cpmrt.executor import MAX_ROWS
 from cpmrt.memory.caches import PAGE_SIZE
 from cpmrt.ops import KVPages, Rows, Selection
 
@@ -120,7 +119,7 @@ class WriterThenAttention:
         self.cuda, self.rows = cuda, len(positions)
         rng = np.random.default_rng(len(positions))
         heads = GroupedAttention(self.num_heads, self.num_kv_heads, self.head_dim)
-        self.plan = AttentionPlan.of(heads, cuda.device, self.max_context, MAX_ROWS)
+        self.plan = plan_of(heads, cuda.device, self.max_context)
         self.arrays = workspace(cuda, self.plan)
         num_pages = self.max_context // PAGE_SIZE
         table = rng.permutation(num_pages).astype(np.int32)

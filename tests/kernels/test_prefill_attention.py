@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from cpmrt.config.layers import GroupedAttention
-from cpmrt.cuda.ops.attention.decode import Operands
+from cpmrt.cuda.ops.attention import Operands
 from cpmrt.cuda.ops.attention.prefill import PrefillPlan, attend_chunk
 from cpmrt.dtypes import DType, round_to
 from cpmrt.memory.caches import PAGE_SIZE

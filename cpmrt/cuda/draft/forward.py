@@ -128,7 +128,7 @@ class DraftForward:
         self._model = DraftModel.bind(draft.config, arrays, caches, _fc_halves(arrays))
         scratch = {name.removeprefix(SCRATCH): array for name, array in arrays.items() if name.startswith(SCRATCH)}
         scratch |= {"slots": arrays["draft_slots"], "chunk": arrays["draft_chunk"]}
-        plan = AttentionPlan.of(config.attention, device, caches.max_context, len(arrays["draft.x"]))
+        plan = AttentionPlan.of(config.attention, device, caches, max_rows=len(arrays["draft.x"]))
         self._ops = CudaOps(device, launcher, gemm, scratch, plan)
 
     def chunk(self, num_rows: int) -> None:

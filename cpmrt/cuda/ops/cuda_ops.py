@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 from cpmrt.cuda.build.launcher import Launcher
+from cpmrt.cuda.driver.array import DeviceArray
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.ops import rows as row_ops
 from cpmrt.cuda.ops.attention.attention import AttentionOps, AttentionPlan
@@ -21,7 +21,9 @@ class CudaOps:
     rows. A draft has an instance of its own, in its sizes.
     """
 
-    def __init__(self, device: Device, launcher: Launcher, gemm: Gemm, scratch: Mapping[str, Any], plan: AttentionPlan):
+    def __init__(
+        self, device: Device, launcher: Launcher, gemm: Gemm, scratch: Mapping[str, DeviceArray], plan: AttentionPlan
+    ):
         self.embed = partial(row_ops.embed, launcher, scratch["slots"])
         self.rms_norm, self.join = partial(row_ops.rms_norm, launcher), partial(row_ops.join, launcher)
         self.copy_columns, self.clear = partial(row_ops.copy_columns, launcher), partial(row_ops.clear, launcher)

@@ -58,14 +58,9 @@ def rms_norm(launch: Launcher, out: DeviceArray, x: DeviceArray, norm: DeviceArr
 
 
 def join(
-    launch: Launcher,
-    joined: DeviceArray,
-    a: DeviceArray,
-    a_norm: DeviceArray | None,
-    b: DeviceArray,
-    b_norm: DeviceArray | None,
-    eps: float,
-) -> None:
+    launch: Launcher, joined: DeviceArray, a: DeviceArray, a_norm: DeviceArray | None,
+    b: DeviceArray, b_norm: DeviceArray | None, eps: float,
+) -> None:  # fmt: skip
     """Launch the op `join`: a block for each half of each row."""
     sizes = check_shapes("join", joined=joined, a=a, a_norm=a_norm, b=b, b_norm=b_norm)
     constants = JoinConstants(sizes["A"], sizes["E"])

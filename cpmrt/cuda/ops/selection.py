@@ -17,7 +17,7 @@ from cpmrt.cuda.build.launcher import Launcher
 from cpmrt.cuda.build.spec import KernelSpec
 from cpmrt.cuda.driver.array import DeviceArray
 from cpmrt.cuda.driver.device import Device
-from cpmrt.cuda.ops.attention.decode import HeadConstants, Operands
+from cpmrt.cuda.ops.attention import HeadConstants, Operands
 from cpmrt.cuda.ops.kv import codes_of
 from cpmrt.executor import MAX_ROWS
 from cpmrt.memory.caches import pages_for

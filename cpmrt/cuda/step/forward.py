@@ -11,7 +11,7 @@ from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.ops.attention.attention import AttentionPlan
 from cpmrt.cuda.ops.cuda_ops import CudaOps
 from cpmrt.cuda.ops.gemm import Gemm
-from cpmrt.cuda.ops.kv import compress_path, is_fp8
+from cpmrt.cuda.ops.kv import compress_path
 from cpmrt.executor import MAX_ROWS
 from cpmrt.memory.caches import CacheLayout
 from cpmrt.models.decoder import Decoder
@@ -36,8 +36,7 @@ class StepForward:
         taps: tuple[int, ...] = (),
     ):
         self._model, self._arrays = Decoder.bind(config, arrays, caches, taps), arrays
-        max_rows, has_codes = len(arrays["x"]), is_fp8(caches)
-        plan = AttentionPlan.of(config.attention, device, caches.max_context, max_rows, is_fp8=has_codes)
+        plan = AttentionPlan.of(config.attention, device, caches, max_rows=len(arrays["x"]))
         self._launch, self.ops = launcher, CudaOps(device, launcher, gemm, arrays, plan)
 
     def every_shape(self, buckets: Iterable[int], row_counts: Iterable[int]) -> None:

@@ -14,15 +14,14 @@ from cpmrt.config import EngineConfig, ModelConfig
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.load.repack import staging_buffers
 from cpmrt.cuda.ops.attention.attention import AttentionPlan
-from cpmrt.cuda.ops.attention.prefill import ExpandedPages
 from cpmrt.cuda.ops.gemm import GEMM_WORKSPACE
-from cpmrt.cuda.ops.kv import is_fp8
 from cpmrt.cuda.ops.linear_packed.memory import packed_regions, packed_tables
 from cpmrt.cuda.ops.products import product_workspace
 from cpmrt.cuda.step.structs import SLOT_STATE, STEP_CONTEXT
 from cpmrt.dtypes import ElementType
 from cpmrt.errors import UnsupportedModelError
 from cpmrt.executor import MAX_ROWS
+from cpmrt.memory.caches import pages_for
 from cpmrt.models.decoder import cache_layout
 from cpmrt.models.layers import EMBED, HEAD
 from cpmrt.models.planning import ExecutorNeeds
@@ -53,18 +52,19 @@ def cuda_tables(
 ) -> tuple[BufferSpec, ...]:
     """Buffers that live as long as the executor."""
     sequences = engine.max_sequences
-    layout = cache_layout(config, max_context, sequences, engine.kv_dtype)
-    shape, max_rows = config.for_context(max_context).attention, most_rows(engine)
-    attention = AttentionPlan.of(shape, device, max_context, max_rows, is_fp8=is_fp8(layout))
     return (
-        *attention.tables,
-        *(ExpandedPages.tables(layout) if is_fp8(layout) else ()),
-        _table("block_tables", np.int32, sequences, layout.pages_per_sequence),
+        *_attention(config, engine, max_context, device).tables,
+        _table("block_tables", np.int32, sequences, pages_for(max_context)),
         _table("slot_states", np.uint8, sequences, SLOT_STATE.itemsize),
         _table("token_counts", np.uint32, sequences, config.vocab_size),
         _table("step_context", np.uint8, STEP_CONTEXT.itemsize),
         GEMM_WORKSPACE,
     )
+
+
+def _attention(config: ModelConfig, engine: EngineConfig, max_context: int, device: Device) -> AttentionPlan:
+    caches = cache_layout(config, max_context, engine.max_sequences, engine.kv_dtype)
+    return AttentionPlan.of(config.for_context(max_context).attention, device, caches, most_rows(engine))
 
 
 def row_buffers(max_rows: int) -> tuple[BufferSpec, ...]:
@@ -89,8 +89,7 @@ def cuda_needs(
     products = product_workspace(specs, config, max_rows, device)
 
     def expanded(max_context: int) -> tuple[BufferSpec, ...]:
-        layout = cache_layout(config, max_context, engine.max_sequences, engine.kv_dtype)
-        return ExpandedPages.workspace(layout) if is_fp8(layout) else ()
+        return _attention(config, engine, max_context, device).workspace
 
     def tables(max_context: int) -> tuple[BufferSpec, ...]:
         return (*cuda_tables(config, engine, max_context, device), *counters)

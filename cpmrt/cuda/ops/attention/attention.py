@@ -13,17 +13,13 @@ from cpmrt.config.layers import GroupedAttention
 from cpmrt.cuda.build.launcher import Launcher
 from cpmrt.cuda.driver.array import DeviceArray
 from cpmrt.cuda.driver.device import Device
-from cpmrt.cuda.ops.attention.decode import (
-    AttentionLaunch,
-    AttentionScratch,
-    DecodePlan,
-    Operands,
-    attend_rows,
-)
-from cpmrt.cuda.ops.attention.prefill import ExpandedPages, PrefillPlan, attend_chunk
+from cpmrt.cuda.ops.attention import Operands, prefill
+from cpmrt.cuda.ops.attention.decode import AttentionLaunch, AttentionScratch, DecodePlan, attend_rows
 from cpmrt.cuda.ops.attention.selected import SelectedChunkPlan, attend_selected_chunk, dense_rows, selected_launch
 from cpmrt.cuda.ops.attention.tree import shares_pages, tree_launch
+from cpmrt.cuda.ops.kv import is_fp8
 from cpmrt.cuda.ops.selection import BlockChoice, SelectionPlan
+from cpmrt.memory.caches import CacheLayout
 from cpmrt.models.layers import EMBED, HEAD
 from cpmrt.ops import NOTHING, Handoff, KVPages, Rows, Selection, check_shapes
 from cpmrt.tensor_spec import BufferSpec
@@ -31,33 +27,37 @@ from cpmrt.tensor_spec import BufferSpec
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """How a layer's attention is computed on a device; `selection` and `selected` only with sparse attention."""
+    """How the layers that keep these `caches` attend on a device; `selection` and `selected` only with sparse
+    attention."""
 
+    caches: CacheLayout
     decode: DecodePlan
-    prefill: PrefillPlan
+    prefill: prefill.PrefillPlan
     selection: SelectionPlan | None = None
     selected: SelectedChunkPlan | None = None
 
     @classmethod
-    def of(
-        cls, shape: GroupedAttention, device: Device, max_context: int, max_rows: int, *, is_fp8: bool = False
-    ) -> AttentionPlan:
+    def of(cls, shape: GroupedAttention, device: Device, caches: CacheLayout, max_rows: int) -> AttentionPlan:
         """Plan for steps of at most `max_rows` rows."""
-        plan = cls(
-            DecodePlan.of(shape, device, max_context, is_fp8=is_fp8), PrefillPlan.of(shape, device.capability)
-        )  # fmt: skip
+        context = caches.max_context
+        decode = DecodePlan.of(shape, device, context, is_fp8=is_fp8(caches))
+        plan = cls(caches, decode, prefill.PrefillPlan.of(shape, device.capability))
         if shape.sparse is None:
             return plan
-        selection = SelectionPlan.of(shape, device, max_context, max_rows)
-        return replace(plan, selection=selection, selected=SelectedChunkPlan.of(shape, device, max_context))
+        selection = SelectionPlan.of(shape, device, context, max_rows)
+        return replace(plan, selection=selection, selected=SelectedChunkPlan.of(shape, device, context))
 
     @property
     def tables(self) -> tuple[BufferSpec, ...]:
-        """The workspace, which lives as long as the executor, except that of pages in fp8 (`ExpandedPages`)."""
-        if self.selection is None:
-            return self.decode.tables
+        """The workspace that lives as long as the executor."""
         dense_chunk = BufferSpec("dense_chunk", (4,), EMBED, HEAD, np.int32)
-        return (*self.decode.tables, *self.selection.tables, dense_chunk)
+        sparse = () if self.selection is None else (*self.selection.tables, dense_chunk)
+        return (*self.decode.tables, *sparse, *(prefill.expanded_tables(self.caches) if is_fp8(self.caches) else ()))
+
+    @property
+    def workspace(self) -> tuple[BufferSpec, ...]:
+        """The workspace that lives during attention."""
+        return prefill.expanded_workspace(self.caches) if is_fp8(self.caches) else ()
 
 
 def step_launch(
@@ -80,7 +80,8 @@ class AttentionOps:
     def __init__(self, launcher: Launcher, plan: AttentionPlan, arrays: Mapping[str, DeviceArray]):
         self._launch, self._plan = launcher, plan
         self._scratch = AttentionScratch(arrays["attention_partials"], arrays["attention_arrivals"])
-        self._expanded = ExpandedPages.of(arrays)
+        names = ("expanded_k", "expanded_v", "expanded_tables")
+        self._expanded = prefill.ExpandedPages(*(arrays[name] for name in names)) if is_fp8(plan.caches) else None
         self._chunk, self._dense_chunk = arrays["chunk"], arrays.get("dense_chunk")
         self._choose = None if plan.selection is None else BlockChoice(launcher, plan.selection, arrays)
 
@@ -96,16 +97,9 @@ class AttentionOps:
         self._choose(Operands(blocks, q, kv, rows, scale), config)
 
     def decode_attention(
-        self,
-        out: DeviceArray,
-        q: DeviceArray,
-        kv: KVPages,
-        rows: Rows,
-        scale: float,
-        window: int = 0,
-        selection: Selection | None = None,
-        after: Handoff = NOTHING,
-    ) -> None:
+        self, out: DeviceArray, q: DeviceArray, kv: KVPages, rows: Rows, scale: float, window: int = 0,
+        selection: Selection | None = None, after: Handoff = NOTHING,
+    ) -> None:  # fmt: skip
         check_shapes(
             "decode_attention", out=out, q=q, k=kv.k, v=kv.v, positions=rows.positions, tree_masks=rows.tree_masks,
             tree_base=rows.tree_base, blocks=selection and selection.blocks,
@@ -116,15 +110,9 @@ class AttentionOps:
         attend_rows(self._launch, one, self._scratch, given, prefers_shared=after.prefers_shared)
 
     def prefill_attention(
-        self,
-        out: DeviceArray,
-        q: DeviceArray,
-        kv: KVPages,
-        rows: Rows,
-        scale: float,
-        window: int = 0,
+        self, out: DeviceArray, q: DeviceArray, kv: KVPages, rows: Rows, scale: float, window: int = 0,
         selection: Selection | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         check_shapes(
             "prefill_attention", out=out, q=q, k=kv.k, v=kv.v, positions=rows.positions,
             blocks=selection and selection.blocks,
@@ -133,9 +121,9 @@ class AttentionOps:
         if self._expanded is not None:
             given = self._expanded.expand(self._launch, given, self._chunk)
         if selection is None:
-            attend_chunk(self._launch, self._plan.prefill, given, self._chunk, window)
+            prefill.attend_chunk(self._launch, self._plan.prefill, given, self._chunk, window)
             return
         assert self._plan.selected is not None and self._dense_chunk is not None, "planned without sparse attention"
         dense_rows(self._launch, self._dense_chunk, self._chunk, selection.config)
-        attend_chunk(self._launch, self._plan.prefill, given, self._dense_chunk)
+        prefill.attend_chunk(self._launch, self._plan.prefill, given, self._dense_chunk)
         attend_selected_chunk(self._launch, self._plan.selected, given, self._chunk, selection)

@@ -16,27 +16,17 @@ from cpmrt.cuda.build.launcher import Launcher
 from cpmrt.cuda.build.spec import KernelSpec
 from cpmrt.cuda.driver.array import DeviceArray
 from cpmrt.cuda.driver.device import Device
+from cpmrt.cuda.ops.attention import QUERY_TILE, HeadConstants, Operands
 from cpmrt.cuda.ops.kv import codes_of, scales_of
 from cpmrt.executor import MAX_ROWS
 from cpmrt.memory.caches import PAGE_SIZE, pages_for
 from cpmrt.models.layers import EMBED, HEAD
-from cpmrt.ops import KVPages, Rows, Selection
 from cpmrt.tensor_spec import BufferSpec
 
-QUERY_TILE = 16
-"""Query rows of a tile of the tensor cores (m16n8k16)."""
 SMS_OF_CLUSTER = {8: 8.8, 4: 4.4, 2: 2}
 """By size of a cluster: of how many multiprocessors one finds room for a block on each (measured on an H200)."""
 _MOST_CLUSTERS = 32  # whose partial results one block merges for a row
 _SMALL_SHARED_MEMORY = (86, 89, 120)  # compute capabilities with 100 KB of shared memory a multiprocessor
-
-
-@dataclass(frozen=True)
-class HeadConstants:
-    """Elements of a head, and query heads of a KV head."""
-
-    head_dim: int
-    group: int
 
 
 @dataclass(frozen=True)
@@ -58,33 +48,6 @@ DECODE_ATTENTION = KernelSpec(
 
 
 @dataclass(frozen=True)
-class Operands:
-    """What attention and the choice of blocks take: where their result goes, queries [T, HD], the pages of a layer, the
-    rows, and what these chose."""
-
-    out: DeviceArray
-    q: DeviceArray
-    kv: KVPages
-    rows: Rows
-    scale: float
-    selection: Selection | None = None
-
-    @property
-    def sizes(self) -> tuple[np.int32, np.int32, np.float32]:
-        """What every attention kernel takes behind its arrays: KV heads, pages of a sequence, factor of the scores."""
-        return np.int32(self.kv.k.shape[1]), np.int32(self.rows.block_tables.shape[1]), np.float32(self.scale)
-
-    def part(self, part: slice) -> Operands:
-        """Return those of some of the rows."""
-        rows, chosen = self.rows, self.selection
-        rows = replace(rows, positions=rows.positions[part], slots=rows.slots[part])
-        if rows.tree_masks is not None:
-            rows = replace(rows, tree_masks=rows.tree_masks[part], tree_base=rows.tree_base[part])
-        chosen = chosen and replace(chosen, blocks=chosen.blocks[part])
-        return replace(self, out=self.out[part], q=self.q[part], rows=rows, selection=chosen)
-
-
-@dataclass(frozen=True)
 class AttentionLaunch:
     """One launch of `kernel` for the rows of a step. `sizes` are the integers that only this kernel takes;
     `takes_local`: behind the arguments of a selection it wants the blocks that every row looks at behind itself."""
@@ -100,12 +63,13 @@ class AttentionLaunch:
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """How the keys of a row are split over `num_splits` runs of pages, of which a cluster of `cluster` blocks merges as
-    many. With `has_own_kernels`, many rows of trees that see all keys are left to `tree_attention`, and rows that chose
-    blocks to `selected_attention`, which have the same workspace.
+    """How the keys of a row are split over `num_splits` runs of pages; the blocks of a cluster take `cluster` of them
+    and merge their results.
 
-    A tile has `heads` query heads of a KV head, and a row of a tree takes `tree_heads` rows of it, a half or all of
-    them. `units` blocks share a run of pages: one for each tile of each KV head.
+    With `has_own_kernels`, many rows of trees that see all keys are left to `tree_attention`, and rows that chose
+    blocks to `selected_attention`, which have the same workspace. A tile has `heads` query heads of a KV head, and a
+    row of a tree takes `tree_heads` rows of it, a half or all of them. `units` blocks share a run of pages: one for
+    each tile of each KV head.
     """
 
     constants: DecodeConstants

@@ -6,7 +6,6 @@ exactly, into a workspace of one sequence in one layer, where page p of the sequ
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import ceil
 
@@ -16,7 +15,7 @@ from cpmrt.config.layers import GroupedAttention
 from cpmrt.cuda.build.launcher import Launcher
 from cpmrt.cuda.build.spec import KernelSpec
 from cpmrt.cuda.driver.array import DeviceArray, KernelArgument, row_boxes
-from cpmrt.cuda.ops.attention.decode import HeadConstants, Operands
+from cpmrt.cuda.ops.attention import HeadConstants, Operands
 from cpmrt.cuda.ops.kv import codes_of, scales_of
 from cpmrt.memory.caches import PAGE_SIZE, CacheLayout
 from cpmrt.models.layers import ATTENTION, EMBED, HEAD
@@ -123,24 +122,6 @@ class ExpandedPages:
     v: DeviceArray
     block_tables: DeviceArray
 
-    @classmethod
-    def of(cls, arrays: Mapping[str, DeviceArray]) -> ExpandedPages | None:
-        """Find it among arrays by name; None where pages are in 16 bits."""
-        names = ("expanded_k", "expanded_v", "expanded_tables")
-        return cls(*(arrays[name] for name in names)) if names[0] in arrays else None
-
-    @staticmethod
-    def workspace(caches: CacheLayout) -> tuple[BufferSpec, ...]:
-        """The room, which a step shares with what does not live during attention."""
-        shape = (caches.pages_per_sequence, *caches.specs["k_codes"].shape)
-        return tuple(BufferSpec(name, shape, ATTENTION, ATTENTION) for name in ("expanded_k", "expanded_v"))
-
-    @staticmethod
-    def tables(caches: CacheLayout) -> tuple[BufferSpec, ...]:
-        """The block tables, the same for every slot, which live as long as the executor."""
-        shape = (caches.max_sequences, caches.pages_per_sequence)
-        return (BufferSpec("expanded_tables", shape, EMBED, HEAD, np.int32),)
-
     def expand(self, launch: Launcher, given: Operands, chunk: DeviceArray) -> Operands:
         """Expand the pages of the chunk's slot, and return what attention takes instead."""
         kv, rows, (num_pages, num_kv_heads, _, head_dim) = given.kv, given.rows, self.k.shape
@@ -151,3 +132,15 @@ class ExpandedPages:
             *given.sizes[:2],
         )  # fmt: skip
         return replace(given, kv=KVPages(self.k, self.v), rows=replace(rows, block_tables=self.block_tables))
+
+
+def expanded_workspace(caches: CacheLayout) -> tuple[BufferSpec, ...]:
+    """Return the room for expanded pages, which a step shares with what does not live during attention."""
+    shape = (caches.pages_per_sequence, *caches.specs["k_codes"].shape)
+    return tuple(BufferSpec(name, shape, ATTENTION, ATTENTION) for name in ("expanded_k", "expanded_v"))
+
+
+def expanded_tables(caches: CacheLayout) -> tuple[BufferSpec, ...]:
+    """Return the block tables of expanded pages, the same for every slot, which live as long as the executor."""
+    shape = (caches.max_sequences, caches.pages_per_sequence)
+    return (BufferSpec("expanded_tables", shape, EMBED, HEAD, np.int32),)

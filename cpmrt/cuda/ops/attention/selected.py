@@ -16,15 +16,8 @@ from cpmrt.cuda.build.launcher import Launcher
 from cpmrt.cuda.build.spec import KernelSpec
 from cpmrt.cuda.driver.array import DeviceArray
 from cpmrt.cuda.driver.device import Device
-from cpmrt.cuda.ops.attention.decode import (
-    QUERY_TILE,
-    AttentionLaunch,
-    AttentionScratch,
-    DecodePlan,
-    HeadConstants,
-    Operands,
-    attend_rows,
-)
+from cpmrt.cuda.ops.attention import QUERY_TILE, HeadConstants, Operands
+from cpmrt.cuda.ops.attention.decode import AttentionLaunch, AttentionScratch, DecodePlan, attend_rows
 from cpmrt.cuda.ops.attention.prefill import PrefillPlan, box_columns
 from cpmrt.memory.caches import PAGE_SIZE, pages_for
 from cpmrt.ops import Selection

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from math import ceil
 
 from cpmrt.cuda.build.spec import KernelSpec
-from cpmrt.cuda.ops.attention.decode import QUERY_TILE, SMS_OF_CLUSTER, AttentionLaunch, DecodePlan, HeadConstants
+from cpmrt.cuda.ops.attention import QUERY_TILE, HeadConstants
+from cpmrt.cuda.ops.attention.decode import SMS_OF_CLUSTER, AttentionLaunch, DecodePlan
 from cpmrt.memory.caches import PAGE_SIZE
 
 
