@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from cpmrt.cuda.driver.device import Device
-from cpmrt.cuda.ops.linear_packed.memory import held_weights
+from cpmrt.cuda.ops.linear_packed.products import held_weights
 from cpmrt.memory.arena import Arena
 
 

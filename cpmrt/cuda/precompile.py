@@ -16,7 +16,7 @@ from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.kernels import KERNELS, files
 from cpmrt.cuda.load.repack import repack_modules
 from cpmrt.cuda.ops.gemm import Gemm
-from cpmrt.cuda.ops.linear_packed.memory import held_weights
+from cpmrt.cuda.ops.linear_packed.products import held_weights
 from cpmrt.cuda.step.forward import StepForward
 from cpmrt.cuda.step.kernels import step_modules
 from cpmrt.cuda.step.memory import buckets, check_supported, row_counts

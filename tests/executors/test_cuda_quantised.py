@@ -149,7 +149,7 @@ def test_slices_of_a_chunk_do_not_change_the_result(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, rows: int
 ) -> None:
     whole = logits_of(folders["gptq_v2_act_order"])
-    monkeypatch.setattr("cpmrt.cuda.ops.linear_packed.memory.UNPACKED_BYTES", 2 * rows * 128)
+    monkeypatch.setattr("cpmrt.cuda.ops.linear_packed.products.UNPACKED_BYTES", 2 * rows * 128)
     assert relative(logits_of(folders["gptq_v2_act_order"]), whole) < REFERENCE_TOLERANCE["float16"]
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from cpmrt.bench.shapes import shape_config
 from cpmrt.config import EngineConfig, ModelConfig
 from cpmrt.cuda.ops.linear_packed.layout import packed_layout
-from cpmrt.cuda.ops.linear_packed.memory import UNPACKED_BYTES, held_weights, slice_rows
+from cpmrt.cuda.ops.linear_packed.products import UNPACKED_BYTES, held_weights, slice_rows
 from cpmrt.cuda.precompile import known_device
 from cpmrt.cuda.step.memory import cuda_needs
 from cpmrt.errors import UnsupportedModelError

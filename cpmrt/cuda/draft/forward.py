@@ -16,7 +16,7 @@ from cpmrt.cuda.ops.attention.decode import DecodePlan
 from cpmrt.cuda.ops.cuda_ops import CudaOps
 from cpmrt.cuda.ops.gemm import Gemm
 from cpmrt.cuda.ops.linear_packed.layout import PackedWeight
-from cpmrt.cuda.ops.linear_packed.memory import packed_tables
+from cpmrt.cuda.ops.linear_packed.products import packed_tables
 from cpmrt.cuda.ops.products import product_workspace
 from cpmrt.cuda.step.forward import StepForward
 from cpmrt.cuda.step.memory import cuda_needs

@@ -21,8 +21,7 @@ from cpmrt.cuda.ops.gemm import Gemm
 from cpmrt.cuda.ops.kv import PageConstants, codes_of, compress_keys, scales_of
 from cpmrt.cuda.ops.linear import StepProduct, launch_linear
 from cpmrt.cuda.ops.linear_packed.layout import PackedWeight
-from cpmrt.cuda.ops.linear_packed.memory import packed_workspace
-from cpmrt.cuda.ops.linear_packed.products import PackedProducts
+from cpmrt.cuda.ops.linear_packed.products import PackedProducts, packed_workspace
 from cpmrt.cuda.ops.rows import BLOCK, VECTOR, RowConstants, rms_norm
 from cpmrt.executor import MAX_ROWS
 from cpmrt.models.layers import GATE_UP, QKV
@@ -81,38 +80,46 @@ class Products:
         q_nope: DeviceArray | None = None,
     ) -> Handoff:
         """Launch the op `qkv`."""
-        nope = q_nope, kv.compressed.nope if kv.compressed else None
+        nope = kv.compressed.nope if kv.compressed else None
         check_shapes(
             "qkv", q=q, k=kv.k, v=kv.v, x=x, norm=weights.norm, weight=weights.weight, bias=weights.bias,
             q_norm=weights.q_norm, k_norm=weights.k_norm, rope=rope, positions=rows.positions, locations=rows.locations,
-            slots=rows.slots, block_tables=rows.block_tables, q_nope=nope[0], nope=nope[1],
+            slots=rows.slots, block_tables=rows.block_tables, q_nope=q_nope, nope=nope,
         )  # fmt: skip
-        (_, num_kv_heads, _, head_dim), bias = kv.k.shape, weights.bias
+        _, num_kv_heads, _, head_dim = kv.k.shape
         counts = len(x), q.shape[1] // head_dim, num_kv_heads, rows.block_tables.shape[1], rope.shape[1]
         places = rope, rows.positions, rows.locations, rows.slots, rows.block_tables
         rest = (*places, *map(np.int32, counts), np.float32(eps))
 
         def project(*outputs: KernelArgument) -> Handoff:
-            product = StepProduct("qkv", outputs, x, weights.norm, eps, (bias, *rest), head_dim)
+            product = StepProduct("qkv", outputs, x, weights.norm, eps, (weights.bias, *rest), head_dim)
             return self._step(product, weights.weight)
 
-        left, raw, is_fp8 = NOTHING, self._qkv[: len(x)], isinstance(kv.k, Fp8Pages)
-        if not rows.is_prefill and weights.q_norm is None and nope[0] is None and not is_fp8:
+        raw, left = self._qkv[: len(x)], NOTHING
+        if rows.is_prefill:
+            self._dense(raw, self._normalised(x, weights.norm, eps), weights.weight)
+            self._append(q, kv, raw, weights.bias, weights, (q_nope, nope), rest)
+        elif weights.q_norm is None and q_nope is None and not isinstance(kv.k, Fp8Pages):
             left = project(q, kv.k, kv.v)
-        else:
-            if rows.is_prefill:
-                self._dense(raw, self._normalised(x, weights.norm, eps), weights.weight)
-            else:  # with null pages the kernel stores the projection as it is
-                left, bias = project(raw, None, None), None
-            grid = -(-len(x) * (raw.shape[1] // head_dim) * (4 if head_dim == 64 else 8) // BLOCK)
-            self._launch(
-                ROPE_APPEND, PageConstants(head_dim, is_fp8), grid, BLOCK,
-                q, codes_of(kv.k), codes_of(kv.v), *nope, raw, bias, weights.q_norm, weights.k_norm, *rest,
-                *scales_of(kv.k, kv.v),
-            )  # fmt: skip
+        else:  # with null pages the kernel stores the projection as it is, the bias added
+            left = project(raw, None, None)
+            self._append(q, kv, raw, None, weights, (q_nope, nope), rest)
         if kv.compressed is not None and rows.tree_masks is None:
             compress_keys(self._launch, kv, rows)
         return left
+
+    def _append(
+        self, q: DeviceArray, kv: KVPages, raw: DeviceArray, bias: DeviceArray | None, weights: QkvWeights,
+        nope: tuple[DeviceArray | None, DeviceArray | None], rest: tuple[KernelArgument, ...],
+    ) -> None:  # fmt: skip
+        """Store q, k and v of a projection [T, QKV]: bias, the norms of heads, RoPE, pages."""
+        head_dim = kv.k.shape[3]
+        grid = -(-len(raw) * (raw.shape[1] // head_dim) * (4 if head_dim == 64 else 8) // BLOCK)
+        self._launch(
+            ROPE_APPEND, PageConstants(head_dim, isinstance(kv.k, Fp8Pages)), grid, BLOCK,
+            q, codes_of(kv.k), codes_of(kv.v), *nope, raw, bias, weights.q_norm, weights.k_norm, *rest,
+            *scales_of(kv.k, kv.v),
+        )  # fmt: skip
 
     def project_residual(
         self,

@@ -15,7 +15,7 @@ from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.load.repack import staging_buffers
 from cpmrt.cuda.ops.attention.attention import AttentionPlan
 from cpmrt.cuda.ops.gemm import GEMM_WORKSPACE
-from cpmrt.cuda.ops.linear_packed.memory import packed_regions, packed_tables
+from cpmrt.cuda.ops.linear_packed.products import packed_regions, packed_tables
 from cpmrt.cuda.ops.products import product_workspace
 from cpmrt.cuda.step.structs import SLOT_STATE, STEP_CONTEXT
 from cpmrt.dtypes import ElementType
