@@ -1,1 +1,1 @@
-"""From a model's name to arrays: hub or folder, checkpoint files, tensors packed for an executor."""
+"""Everything between a model's name and arrays of weights: hub, folders, checkpoint files, formats, packing."""

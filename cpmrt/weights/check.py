@@ -1,4 +1,4 @@
-"""A checkpoint compared with what the model needs: every missing, unexpected and wrong tensor in one message."""
+"""Compares a checkpoint with what the model needs; one message names every missing, unexpected and wrong tensor."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def check(specs: Sequence[TensorSpec], checkpoint: Checkpoint, *, ignore: Sequen
 
 
 def source_entry(source: Source, checkpoint: Checkpoint) -> TensorEntry:
-    """The tensor of a source that is not quantised. Raises CheckpointError if it is absent, or of another kind."""
+    """Find the tensor of a source that is not quantised. Raises CheckpointError if it is absent, or of another kind."""
     entry = checkpoint.entries.get(source.name)
     if entry is None:
         raise CheckpointError(f"{checkpoint.folder} has no tensor {quoted(source.name)}")

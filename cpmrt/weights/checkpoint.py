@@ -1,4 +1,4 @@
-"""A checkpoint folder: which safetensors files make it up, and all their tensors by name."""
+"""Opens a checkpoint folder: finds the safetensors files that make it up, and gives all their tensors by name."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CONVERT_PICKLES = (
     "for f in sorted(glob.glob('{pattern}'))]; "
     "s.save_file({k: v.contiguous().clone() for k, v in w.items()}, 'model.safetensors')\""
 )
-"""The way out of a .bin checkpoint; {pattern} stands for its files."""
+"""What to do with a .bin checkpoint; {pattern} stands for its files."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -63,11 +63,11 @@ class Checkpoint:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all tensors."""
+        """The size of all tensors."""
         return sum(entry.nbytes for entry in self.entries.values())
 
     def view(self, name: str) -> Array:
-        """The tensor as a read-only array over its mapped file, as `SafetensorsFile.view` gives it."""
+        """Return the tensor as a read-only array over its mapped file, as `SafetensorsFile.view` gives it."""
         entry = self.entries.get(name)
         if entry is None:
             raise CheckpointError(f"{self.folder} has no tensor {quoted(name)}")
@@ -86,7 +86,7 @@ class Checkpoint:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """The tensor -> file name map of an index, each name a plain one inside the folder."""
+    """Read which tensor is in which file; each name is a plain one inside the folder."""
     weight_map = read_json(path, unique_keys=True).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(
@@ -116,7 +116,7 @@ def _check_index(folder: Path, shard_of: Mapping[str, str], entries: Mapping[str
 
 
 def _single_file(folder: Path) -> str:
-    """The name of the only safetensors file of a folder without an index. Raises CheckpointError."""
+    """Find the only safetensors file of a folder without an index. Raises CheckpointError."""
     try:
         present = sorted(path.name for path in folder.iterdir())
     except (OSError, ValueError) as error:

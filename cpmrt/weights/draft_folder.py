@@ -1,4 +1,4 @@
-"""A draft as the user names it: its folder, and what its config and its tensor names say."""
+"""Resolves a draft as the user names it: its folder, its method, and the settings that follow."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def with_speculation(
     draft: str | Path | None = None,
     speculate: str | Mapping[str, Any] = "auto",
 ) -> EngineConfig:
-    """The settings with what `LLM` is told about drafting for the model in `folder`.
+    """Return the settings with what `LLM` is told about drafting for the model in `folder`.
 
     Raises ConfigError, and CheckpointError if the draft is not there.
     """
@@ -61,7 +61,7 @@ class DraftFolder:
 
 
 def resolve(draft: str, target: Path, *, weights: bool = True) -> Path:
-    """The folder of a draft: a folder, a folder within the target's, or a hub id. Raises CheckpointError."""
+    """Return the folder of a draft: a folder, one within the target's, or that of a hub id. Raises CheckpointError."""
     within = target / draft
     if not os.path.isdir(os.path.expanduser(draft)) and within.is_dir():
         return within
@@ -69,7 +69,7 @@ def resolve(draft: str, target: Path, *, weights: bool = True) -> Path:
 
 
 def method_of(draft: str, target: Path, *, weights: bool = True) -> str:
-    """The method that a draft was made for: eagle2 | eagle3 | model. Raises CheckpointError.
+    """Return the method that a draft was made for: eagle2 | eagle3 | model. Raises CheckpointError.
 
     Its tensors tell; where there are none (`weights` False), the architecture that its config.json names.
     """

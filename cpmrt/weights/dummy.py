@@ -1,4 +1,4 @@
-"""Random weights for a model that has only a config: a forward is as fast with them as with real ones."""
+"""Makes random weights for a model that has only a config: a forward is as fast with them as with real ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _BIAS_DEVIATION = 0.02
 
 
 def distribution(spec: TensorSpec) -> tuple[float, float]:
-    """Mean and deviation of a weight's elements.
+    """Return mean and deviation of a weight's elements.
 
     Matrices have the deviation 1/sqrt(columns), so that activations keep their size over the layers. 1-D weights named
     "...norm" are ones, other 1-D weights (biases) small.
@@ -27,19 +27,19 @@ def distribution(spec: TensorSpec) -> tuple[float, float]:
 
 
 def code_scale(spec: TensorSpec) -> float:
-    """The scale that gives a quantised weight the deviation of `distribution`, with uniform codes around their zero."""
+    """Return the scale that gives uniform codes around their zero point the deviation of `distribution`."""
     assert spec.quant is not None, spec.name
     deviation = (4.0**spec.quant.bits / 12) ** 0.5
     return float(spec.shape[1] ** -0.5 / deviation)
 
 
 def weight_seed(name: str, seed: int) -> int:
-    """256 bits that start the random numbers of one weight."""
+    """Return 256 bits that start the random numbers of one weight."""
     return int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest(), "little")
 
 
 def dummy(spec: TensorSpec, dtype: DType, seed: int) -> Array:
-    """The weight `spec` in the storage words of `dtype`; depends on `seed`, the name and the shape only."""
+    """Make the weight `spec` in the storage words of `dtype`; it depends on `seed`, the name and the shape only."""
     mean, deviation = distribution(spec)
     if not deviation:
         return from_float32(np.full(spec.shape, mean, np.float32), dtype)

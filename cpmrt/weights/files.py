@@ -1,4 +1,4 @@
-"""Reading files that may be missing, cut, hostile or not files at all: regular files and JSON objects."""
+"""Opens files and parses JSON that may be missing, cut, hostile or something else entirely."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def open_file(path: Path) -> BinaryIO:
 
 
 def parse_object(raw: bytes, source: str, *, unique_keys: bool = False) -> dict[str, object]:
-    """A JSON object from UTF-8 bytes; `source` names it in errors.
+    """Parse a JSON object from UTF-8 bytes; `source` names it in errors.
 
     `unique_keys` refuses an object, at any depth, that has a key twice (JSON leaves open which one counts).
     Raises CheckpointError.
@@ -49,7 +49,7 @@ def parse_object(raw: bytes, source: str, *, unique_keys: bool = False) -> dict[
 
 
 def read_json(path: Path, *, unique_keys: bool = False) -> dict[str, object]:
-    """The object in a JSON file such as config.json or tokenizer_config.json.
+    """Read the object in a JSON file such as config.json or tokenizer_config.json.
 
     NaN and Infinity are accepted, as Python's own writer makes them; `unique_keys` as in `parse_object`.
     Raises CheckpointError if the file is missing, over 10 MB, not UTF-8, not JSON or not an object.

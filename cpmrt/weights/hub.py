@@ -1,4 +1,4 @@
-"""Where a model's files are: a local folder, or a Hugging Face hub repository, fetched to the cache."""
+"""Finds a model's files: in a local folder, or in a Hugging Face hub repository, which is fetched to the cache."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _REPOSITORY = re.compile(f"{_NAME}/{_NAME}")
 
 
 def resolve(model: str | Path, *, revision: str | None = None, weights: bool = True) -> Path:
-    """The folder with the files of `model`: itself if it is a folder, else fetched as the hub id "org/name".
+    """Return the folder with the files of `model`: itself if it is one, else fetched as the hub id "org/name".
 
     A local folder never touches the network, and a `Path` is always local. `revision` is a branch, tag or
     commit of a hub repository; `weights=False` fetches configs and tokenizer only. Cache, token and offline
@@ -83,7 +83,7 @@ def _fetch(repository: str, revision: str | None, weights: bool) -> Path:
 
 
 def _explain(repository: str, revision: str | None, error: Exception) -> CheckpointError:
-    """One line for what the hub library raised; the most special class comes first."""
+    """Put what the hub library raised into one line; the most special class comes first."""
     from huggingface_hub import errors
 
     label = f"{repository} at revision {quoted(revision)}" if revision is not None else repository

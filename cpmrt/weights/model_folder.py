@@ -1,4 +1,4 @@
-"""A model as the user names it: its folder and its config."""
+"""Resolves a model as the user names it to its folder and its config."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoint tensors packed into the weights of an executor: fused row after row, converted, dequantised."""
+"""Packs checkpoint tensors into the weights of an executor: fused row after row, converted, dequantised."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BLOCK = 1 << 18
 
 
 def pack(spec: TensorSpec, checkpoint: Checkpoint, dtype: DType) -> Array:
-    """The weight `spec` in the storage words of `dtype`: the rows of its sources, one after another, dequantised.
+    """Make the weight `spec` in the storage words of `dtype`: the rows of its sources one after another, dequantised.
 
     A single source that is stored as `dtype` already comes as a read-only view of the mapped file; everything
     else as a new array. Raises CheckpointError if a source is missing, is not what the spec says, or has a
@@ -40,7 +40,7 @@ def pack(spec: TensorSpec, checkpoint: Checkpoint, dtype: DType) -> Array:
 
 
 def pack_blocks(spec: TensorSpec, checkpoint: Checkpoint, dtype: DType) -> Iterator[Array]:
-    """The words of `pack`, flat, block after block: the largest temporaries are a few MiB. Raises as `pack` does."""
+    """Yield the words of `pack`, flat, in blocks; the largest temporaries are a few MiB. Raises as `pack` does."""
     for source in spec.sources:
         yield from _blocks(source, checkpoint, dtype)
 
@@ -52,7 +52,7 @@ def _read(source: Source, checkpoint: Checkpoint) -> tuple[Array, DType]:
 
 
 def _blocks(source: Source, checkpoint: Checkpoint, dtype: DType) -> Iterator[Array]:
-    """The elements of a source as words of `dtype`, block after block. Raises CheckpointError beyond float16."""
+    """Yield the elements of a source as words of `dtype`, in blocks. Raises CheckpointError beyond float16."""
     if source.packing is not None:
         for rows in dequantised_blocks(source, checkpoint):
             yield _within_range(from_float32(rows.reshape(-1), dtype), source, checkpoint, dtype)

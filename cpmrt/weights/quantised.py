@@ -1,4 +1,4 @@
-"""Quantised weights as plain arrays: read from any file format, or rounded to nearest from 16 bits.
+"""Reads quantised weights into plain arrays, from any file format, or rounds them to nearest from 16 bits.
 
 Codes u [N, K] of 4 bits lie two in a byte, the even column in the low half, in the order of `perm` where there is one;
 codes of 8 bits are int8 [N, K] around 0. W[n, perm[k]] = scale[n, k // G] * (u[n, k] - zero[n, k // G]).
@@ -66,7 +66,7 @@ def load_quantised(spec: TensorSpec, checkpoint: Checkpoint, dtype: DType, out: 
 
 
 def dequantised_blocks(source: Source, checkpoint: Checkpoint) -> Iterator[F32]:
-    """Rows of a quantised source as float32, columns in the order of the model, block after block."""
+    """Yield rows of a quantised source as float32, columns in the order of the model, in blocks."""
     _, packing = _row(source)
     order = read_order(source, checkpoint)
     scales, zeros = read_scales(source, checkpoint), read_zeros(source, checkpoint)
@@ -84,9 +84,9 @@ def dequantised_blocks(source: Source, checkpoint: Checkpoint) -> Iterator[F32]:
 
 
 def round_to_nearest(values: F32, quant: Quantization, dtype: DType) -> tuple[Array, F32]:
-    """Symmetric codes and scales of float32 rows [n, K]: the largest magnitude of a group becomes 7 (8 bits: 127).
+    """Round float32 rows [n, K] to symmetric codes: the largest magnitude of a group becomes 7 (8 bits: 127).
 
-    The scales are rounded to `dtype` before the codes are chosen.
+    Returns codes and scales; the scales are rounded to `dtype` before the codes are chosen.
     """
     largest = _LARGEST_CODE[quant.bits]
     grouped = values.reshape(len(values), -1, quant.group_size)
@@ -100,13 +100,13 @@ def round_to_nearest(values: F32, quant: Quantization, dtype: DType) -> tuple[Ar
 
 
 def read_codes(source: Source, checkpoint: Checkpoint, begin: int, end: int) -> U8:
-    """u of rows begin..end (`begin` a multiple of 64), columns as in the file."""
+    """Read the codes u of rows begin..end (`begin` a multiple of 64), columns as in the file."""
     row, _ = _row(source)
     return row.codes.unpack(row.rows(checkpoint.view(row.codes.of(source.name)), begin, end))
 
 
 def read_scales(source: Source, checkpoint: Checkpoint) -> F32:
-    """float32 [N, groups]. Raises CheckpointError where one is not finite."""
+    """Read the scales as float32 [N, groups]. Raises CheckpointError where one is not finite."""
     row, _ = _row(source)
     name = row.scales.of(source.name)
     words = row.scales.unpack(checkpoint.view(name))
@@ -117,7 +117,10 @@ def read_scales(source: Source, checkpoint: Checkpoint) -> F32:
 
 
 def read_zeros(source: Source, checkpoint: Checkpoint) -> U8 | None:
-    """uint8 [N, groups], or None where all are 8. Raises CheckpointError where the settings promise that in vain."""
+    """Read the zero points as uint8 [N, groups]; None: all are 8.
+
+    Raises CheckpointError where the settings promise that in vain.
+    """
     row, packing = _row(source)
     if row.zeros is None or (name := row.zeros.of(source.name)) not in checkpoint.entries:
         return None
@@ -136,7 +139,7 @@ def read_zeros(source: Source, checkpoint: Checkpoint) -> U8 | None:
 
 
 def read_order(source: Source, checkpoint: Checkpoint) -> I32 | None:
-    """The columns sorted by their group (perm [K]: stored column j is input feature perm[j]); None: they are already.
+    """Sort the columns by their group: perm [K], column j is input feature perm[j]; None: they are sorted already.
 
     Raises CheckpointError where the file's groups are out of range or of unequal size.
     """
@@ -217,7 +220,7 @@ def _code_blocks(source: Source, checkpoint: Checkpoint) -> Iterator[tuple[slice
 
 
 def _row_steps(source: Source) -> Iterator[slice]:
-    """All rows of a source, in blocks of whole runs of Marlin's permutation."""
+    """Yield all rows of a source, in blocks of whole runs of Marlin's permutation."""
     num_rows, num_columns = source.shape
     step = max(_BLOCK // num_columns // RUN, 1) * RUN
     for first in range(0, num_rows, step):

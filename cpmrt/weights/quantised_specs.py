@@ -1,4 +1,4 @@
-"""Which weights of a model are quantised and how: from the tensors of its checkpoint, or from its settings alone."""
+"""Finds which weights of a model are quantised and how: by the tensors of its checkpoint, or by settings alone."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _HEAD_GROUPS = (128, 64, 32)
 def quantised_specs(
     specs: Sequence[TensorSpec], settings: WeightQuantization | None, checkpoint: Checkpoint | None
 ) -> tuple[TensorSpec, ...]:
-    """`specs` of a model in 16 bits, with the quantised ones told apart.
+    """Return the `specs` of a model in 16 bits as its checkpoint holds them.
 
-    By the tensors of `checkpoint`; without one by `settings` alone, which is right but for layers that differ by
+    Its tensors decide; without a checkpoint the `settings` alone, which is right but for layers that differ by
     rules. Sources that cannot share one quantised weight (other groups, another order of columns, some in 16 bits)
     are to be dequantised: their spec has packed sources and no `quant`. Raises CheckpointError where tensors and
     settings contradict each other, UnsupportedModelError for sizes that do not divide.
@@ -42,7 +42,7 @@ def quantised_specs(
 
 
 def quantise_head(specs: Sequence[TensorSpec], bits: int | None) -> tuple[TensorSpec, ...]:
-    """`specs` with the output head held in `bits` bits (None: as it is), a copy of its own where it is tied.
+    """Return `specs` with the output head held in `bits` bits (None: as it is), a copy of its own where it is tied.
 
     Raises ConfigError where the head is quantised already, or its columns make no groups.
     """
@@ -60,7 +60,7 @@ def quantise_head(specs: Sequence[TensorSpec], bits: int | None) -> tuple[Tensor
 
 
 def quantisation_summary(settings: WeightQuantization | None, specs: Sequence[TensorSpec]) -> dict[str, Any] | None:
-    """What is quantised and how, for people; None where nothing is.
+    """Say what is quantised and how, for people; None where nothing is.
 
     `in_16_bits`: matrices that the checkpoint holds so; `dequantised`: those that become so while they are loaded.
     """
@@ -86,7 +86,7 @@ def quantisation_summary(settings: WeightQuantization | None, specs: Sequence[Te
 
 
 def quantisation_facts(settings: WeightQuantization | None, specs: Sequence[TensorSpec]) -> list[str]:
-    """The same in short words; empty where nothing is quantised."""
+    """Say what is quantised and how in short words; empty where nothing is."""
     summary = quantisation_summary(settings, specs)
     if summary is None:
         return []
@@ -110,7 +110,7 @@ def _quantised(spec: TensorSpec, settings: WeightQuantization, checkpoint: Check
 
 
 def _predicted(source: Source, settings: WeightQuantization) -> Source:
-    """The source as the settings alone describe it."""
+    """Return a source as the settings alone describe it."""
     module = source.name.removesuffix(".weight")
     if not settings.covers(module):
         return source
@@ -120,7 +120,7 @@ def _predicted(source: Source, settings: WeightQuantization) -> Source:
 
 
 def _stored_sources(spec: TensorSpec, checkpoint: Checkpoint) -> tuple[Source, ...]:
-    """The sources of a spec, or the one that the checkpoint stores them fused in."""
+    """Return the sources of a spec, or the one that the checkpoint stores them fused in."""
     fused = fused_module(spec.sources[0].name.removesuffix(".weight"), spec.product)
     if fused and codes_of(fused, checkpoint.entries):
         return (Source(f"{fused}.weight", spec.shape),)
@@ -128,7 +128,7 @@ def _stored_sources(spec: TensorSpec, checkpoint: Checkpoint) -> tuple[Source, .
 
 
 def _found(source: Source, settings: WeightQuantization, checkpoint: Checkpoint) -> Source:
-    """The source as the checkpoint holds it."""
+    """Return a source as the checkpoint holds it."""
     module, entries = source.name.removesuffix(".weight"), checkpoint.entries
     codes = codes_of(module, entries)
     if codes is None:
@@ -158,7 +158,7 @@ def _found(source: Source, settings: WeightQuantization, checkpoint: Checkpoint)
 
 
 def _packed(module: str, shape: Shape, packing: Packing) -> Source:
-    """A quantised source. Raises UnsupportedModelError where its sizes do not divide."""
+    """Make a quantised source. Raises UnsupportedModelError where its sizes do not divide."""
     row = FORMATS[packing.format]
     for kind, size, step, label in (
         ("rows", shape[0], row.row_step, row.row_step),
@@ -172,7 +172,7 @@ def _packed(module: str, shape: Shape, packing: Packing) -> Source:
 
 
 def _group_size(source: Source, row: Format, settings: WeightQuantization, entries: Entries) -> int:
-    """Columns of a group: what the settings say, or what the scales say where layers differ by rules."""
+    """Return the columns of a group: as the settings say, or as the scales say where layers differ by rules."""
     num_rows, num_columns = source.shape
     size = settings.group_of(num_columns)
     scales = entries.get(row.scales.of(source.name.removesuffix(".weight")))
@@ -184,7 +184,7 @@ def _group_size(source: Source, row: Format, settings: WeightQuantization, entri
 
 
 def _order(source: Source, checkpoint: Checkpoint) -> I32 | None:
-    """`read_order` of a source whose tensors are what they must be; what is wrong else, `check` tells."""
+    """Read the order of a source's columns if its tensors are what they must be; if not, `check` tells."""
     for tensor in stored_tensors(source):
         entry = checkpoint.entries.get(tensor.name)
         if entry is not None and tensor.fault(entry):
@@ -193,7 +193,7 @@ def _order(source: Source, checkpoint: Checkpoint) -> I32 | None:
 
 
 def _shared(sources: Sequence[Source], checkpoint: Checkpoint | None) -> Quantization | None:
-    """How one weight can hold all of `sources`, or None."""
+    """Return how one weight can hold all of `sources`, or None."""
     packings = [source.packing for source in sources if source.packing is not None]
     if len(packings) < len(sources) or len({(p.group_size, p.permuted) for p in packings}) > 1:
         return None

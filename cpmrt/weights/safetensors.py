@@ -1,4 +1,4 @@
-"""The safetensors file format, read through a memory map: no tensor byte is touched before it is asked for.
+"""Reads safetensors files through a memory map: no tensor byte is touched before it is asked for.
 
 A file is the length of its header (8 bytes, little-endian), a JSON header with dtype, shape and place of each
 tensor, then the tensors back to back (format: https://github.com/huggingface/safetensors#format). The whole
@@ -99,7 +99,7 @@ class SafetensorsFile:
         return cls(path, MappingProxyType(entries), MappingProxyType(metadata), mapped)
 
     def view(self, name: str) -> Array:
-        """The tensor as a read-only array over the mapped file: no copy.
+        """Return the tensor as a read-only array over the mapped file: no copy.
 
         bfloat16 comes as uint16 words, 8-bit floats and booleans as uint8; types of 4 and 6 bits as the flat
         bytes they are packed in. Raises CheckpointError if there is no such tensor or the file is closed.
@@ -189,14 +189,14 @@ def _entry(path: Path, name: str, fields: object, start: int, size: int) -> Tens
 
 
 def _sizes(where: str, value: object) -> tuple[int, ...]:
-    """A JSON list of integers >= 0 (a bool is not one)."""
+    """Check that a value is a JSON list of integers >= 0 (a bool is not one)."""
     if not isinstance(value, list) or not all(type(item) is int and item >= 0 for item in value):
         raise CheckpointError(where, expected="a list of integers >= 0", actual=quoted(value))
     return tuple(value)
 
 
 def _check_layout(path: Path, entries: Iterable[TensorEntry], start: int, size: int) -> None:
-    """The tensors must fill the file to its last byte, without overlaps and holes."""
+    """Check that the tensors fill the file to its last byte, without overlaps and holes."""
     end = start
     for entry in sorted(entries, key=lambda entry: (entry.offset, entry.nbytes)):
         if entry.offset != end:

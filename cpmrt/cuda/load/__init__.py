@@ -1,1 +1,1 @@
-"""Weights on their way into the arena: read, uploaded, repacked, or drawn at random."""
+"""Brings weights into the arena: reads, uploads and repacks those of a checkpoint, or draws random ones."""

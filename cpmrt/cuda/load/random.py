@@ -1,4 +1,4 @@
-"""Random weights written by the device itself, for a model that has only a config; distributed as `weights.dummy`."""
+"""Lets the device draw random weights, for a model that has only a config; distributed as in `weights.dummy`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _BLOCKS_PER_SM = 8
 
 
 def load_random(specs: Sequence[TensorSpec], to: Destination, seed: int) -> None:
-    """Fill the regions of `specs`; waits for the end. A weight depends on `seed`, its name and its shape only."""
+    """Fill the regions of `specs`, and wait. A weight depends on `seed`, its name and its shape only."""
     for spec in specs:
         if spec.quant is None:
             mean, deviation = distribution(spec)
@@ -40,7 +40,7 @@ def load_random(specs: Sequence[TensorSpec], to: Destination, seed: int) -> None
 
 
 def _fill_codes(spec: TensorSpec, to: Destination, seed: int) -> None:
-    """Uniform codes, in columns of any order where the weight has one."""
+    """Fill a packed weight with uniform codes, and draw the order of its columns where it has one."""
     from cupy.cuda import runtime
 
     assert spec.quant is not None, spec.name
@@ -62,6 +62,6 @@ def _fill_normal(
 
 
 def _stream_seed(spec: TensorSpec, seed: int) -> np.uint64:
-    """What starts the device's random numbers of one weight."""
+    """Return what starts the device's random numbers of one weight."""
     low: np.uint64 = np.uint64(weight_seed(spec.name, seed) & (2**64 - 1))
     return low

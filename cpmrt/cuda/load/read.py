@@ -1,4 +1,4 @@
-"""Reading a checkpoint's files: which bytes belong where in the arena, and the threads that read them.
+"""Reads a checkpoint's files: which bytes belong where in the arena, and the threads that read them.
 
 The rows of a weight are those of its sources one after another, so fused weights (qkv, gate_up) come about by the
 places alone. A file is read in pieces into a small ring of host buffers; nothing else is held.
@@ -33,7 +33,7 @@ MAX_READERS = 8
 
 @dataclass(frozen=True, slots=True)
 class ReadJob:
-    """`nbytes` bytes at `offset` of a file: whole elements of `tensor`, stored as `stored`.
+    """One read: `nbytes` bytes at `offset` of a file, whole elements of `tensor`, stored as `stored`.
 
     They belong, in the arena's type, at byte `destination` of the arena; with `stored` None as they are.
     """
@@ -51,12 +51,14 @@ class ReadJob:
 
 
 class Ring(Protocol):
-    """Host buffers, and what takes their bytes on. A slot's `wait` and `submit` are only ever called from one thread,
-    those of different slots from several."""
+    """Host buffers, and what takes their bytes on.
+
+    A slot's `wait` and `submit` are only ever called from one thread, those of different slots from several.
+    """
 
     @property
     def slots(self) -> Sequence[memoryview]:
-        """Writable host buffers."""
+        """The buffers, writable."""
 
     def wait(self, slot: int) -> None:
         """Return once the buffer of `slot` may be written again."""
@@ -73,7 +75,7 @@ def plan_reads(
     *,
     max_bytes: int = SLOT_BYTES,
 ) -> list[ReadJob]:
-    """The reads that fill the regions of `specs` (by name, planned for `dtype`), in file order.
+    """Plan the reads that fill the regions of `specs` (by name, planned for `dtype`), in file order.
 
     No read is larger than `max_bytes`. Raises CheckpointError if a source is not in the checkpoint as specified.
     """
@@ -91,7 +93,7 @@ def plan_reads(
 
 
 def in_file_order(jobs: Iterable[ReadJob]) -> list[ReadJob]:
-    """The jobs as a disk likes them."""
+    """Sort jobs as a disk likes them."""
     return sorted(jobs, key=lambda job: (job.path, job.offset))
 
 
@@ -104,7 +106,7 @@ def row_reads(
     *,
     max_bytes: int = SLOT_BYTES,
 ) -> Iterator[ReadJob]:
-    """The reads that bring rows of a source (elements of a vector) to one place, as `dtype`.
+    """Plan the reads that bring rows of a source (elements of a vector) to one place, as `dtype`.
 
     Where the source is chosen rows of its tensor, those that follow one another there are read together.
     """
@@ -123,8 +125,10 @@ def reads_of(
     *,
     max_bytes: int = SLOT_BYTES,
 ) -> Iterator[ReadJob]:
-    """Cut a tensor, or a run of its elements, into reads of whole elements that become `dtype`; None: of bytes as they
-    are."""
+    """Cut a tensor, or a run of its elements, into reads of whole elements that become `dtype`.
+
+    With `dtype` None they are bytes, which stay as they are.
+    """
     stored = None if dtype is None else FLOATS[entry.dtype]
     width, kept = (1, 1) if stored is None or dtype is None else (stored.itemsize, dtype.itemsize)
     first, end = (0, entry.nbytes) if elements is None else (elements.start * width, elements.stop * width)
@@ -135,7 +139,7 @@ def reads_of(
 
 
 def _runs(rows: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Beginning and end of each run of consecutive numbers."""
+    """Yield beginning and end of each run of consecutive numbers."""
     if isinstance(rows, range):
         yield rows.start, rows.stop
         return

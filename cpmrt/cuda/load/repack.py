@@ -1,4 +1,4 @@
-"""Quantised weights from the forms of checkpoint files to the packed layout: a staging area, and kernels.
+"""Repacks quantised weights on the device, from the formats of checkpoint files to the packed layout.
 
 The tensors of quantised sources pass through the staging area of the arena in waves, each as large as it is. A wave is
 read and copied as a whole; then the device repacks it, while the next wave is read.
@@ -27,12 +27,12 @@ from cpmrt.weights.formats.gptq import V1_STEP
 from cpmrt.weights.safetensors import FLOATS
 
 OWN_FORMAT = "gptq"
-"""What rounded and random weights come in."""
+"""The format of weights that are rounded or random."""
 STAGING = "staging"
 LARGEST_STAGING_BYTES = 128 << 20
-"""Of several sources together; a larger one has what it needs."""
+"""The most that several sources share; a larger source has what it needs."""
 _ROUNDED_BYTES = 16 << 20
-"""Of a source in 16 bits, at a time."""
+"""How much of a source in 16 bits is staged at a time."""
 _ITEM_BYTES = 2
 _BLOCK = 256
 _BLOCKS_PER_SM = 8
@@ -60,20 +60,20 @@ class Destination:
 
     @property
     def dtype(self) -> DType:
-        """Of weights that are not quantised, and of scales."""
+        """The type of weights that are not quantised, and of scales."""
         return self.launch.modules.dtype
 
     def address(self, region: str, offset: int = 0) -> np.uint64:
-        """The device address of a byte of a region."""
+        """Return the device address of a byte of a region."""
         address: np.uint64 = np.uint64(self.arena + self.regions[region].offset + offset)
         return address
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Rows `begin` to `end` of a source, which are rows from `first_row` on of the weight `spec`.
+    """Part of a source: its rows `begin` to `end`, which are rows from `first_row` on of the weight `spec`.
 
-    At these bytes of the staging area are the codes, scales (of 2 bytes) and zero points in the form of the source's
+    At these bytes of the staging area are its codes, scales (of 2 bytes) and zero points in the form of the source's
     format, and where the source is in 16 bits its rows, from which the others are made; `end_byte`: the end of all.
     """
 
@@ -120,7 +120,7 @@ class Piece:
 
 
 def waves(specs: Sequence[TensorSpec], nbytes: int) -> Iterator[list[Piece]]:
-    """The sources of all `specs` with a `quant`, as many at a time as fit `nbytes` together."""
+    """Yield the sources of all `specs` with a `quant`, as many at a time as fit `nbytes` together."""
     wave, end = list[Piece](), 0
     for piece in _pieces(specs):
         if wave and end + piece.end_byte > nbytes:
@@ -133,19 +133,19 @@ def waves(specs: Sequence[TensorSpec], nbytes: int) -> Iterator[list[Piece]]:
 
 
 def staging_bytes(specs: Iterable[TensorSpec]) -> int:
-    """What `waves` needs; 0 where nothing is quantised."""
+    """Return how large a staging area `waves` needs; 0 where nothing is quantised."""
     sizes = [piece.end_byte for piece in _pieces(specs)]
     return max(max(sizes), min(sum(sizes), LARGEST_STAGING_BYTES)) if sizes else 0
 
 
 def staging_buffers(specs: Iterable[TensorSpec]) -> Iterator[BufferSpec]:
-    """The workspace that the quantised among `specs` pass through while they are loaded, which is before any step."""
+    """Yield the staging area of `specs`, none where nothing is quantised. Loading comes before any step."""
     if nbytes := staging_bytes(specs):
         yield BufferSpec(STAGING, (nbytes,), EMBED - 1, EMBED - 1, np.uint8)
 
 
 def _pieces(specs: Iterable[TensorSpec]) -> Iterator[Piece]:
-    """Of all `specs` with a `quant`, each at the beginning of the staging area."""
+    """Yield the pieces of all `specs` with a `quant`, each at the beginning of the staging area."""
     for spec in specs:
         for source, rows in spec.parts() if spec.quant else ():
             num_rows, num_columns = source.shape
@@ -159,7 +159,7 @@ def _aligned(nbytes: int) -> int:
 
 
 def piece_reads(piece: Piece, checkpoint: Checkpoint, staging: int, dtype: DType) -> Iterator[ReadJob]:
-    """The reads that bring a piece to the staging area, which begins at byte `staging` of the arena."""
+    """Plan the reads that bring a piece to the staging area, which begins at byte `staging` of the arena."""
     source, entries = piece.source, checkpoint.entries
     if source.packing is None:
         rows = range(piece.begin, piece.end)
@@ -176,7 +176,7 @@ def piece_reads(piece: Piece, checkpoint: Checkpoint, staging: int, dtype: DType
 
 
 def repack_modules(specs: Iterable[TensorSpec], device: Device) -> list[Module]:
-    """What loading these weights launches, each once."""
+    """Return the modules that loading these weights launches, each once."""
     found: list[Module] = []
     for spec in specs:
         for source in spec.sources if spec.quant else ():

@@ -1,4 +1,4 @@
-"""A checkpoint loaded into the arena: a page-locked ring that is copied or converted on the device's stream.
+"""Loads a checkpoint into the arena, through a page-locked ring that is copied or converted on the device's stream.
 
 Weights in 16 bits go to their places, quantised ones through the staging area (`repack`).
 """
@@ -46,7 +46,7 @@ _BEYOND, _NOT_FINITE = "values beyond float16", "values that are not finite"
 
 
 def load_checkpoint(specs: Sequence[TensorSpec], checkpoint: Checkpoint, to: Destination) -> None:
-    """Fill the regions of `specs`, those with a `quant` by way of the region STAGING; waits for the end.
+    """Fill the regions of `specs`, those with a `quant` by way of the region STAGING, and wait.
 
     Page-locks up to 64 MiB meanwhile. Raises CheckpointError if a file cannot be read to its end or a value is not
     finite or beyond the range of float16, MemoryPlanError if the host cannot page-lock the ring.
@@ -80,7 +80,7 @@ def load_checkpoint(specs: Sequence[TensorSpec], checkpoint: Checkpoint, to: Des
 def _staged(
     specs: Sequence[TensorSpec], checkpoint: Checkpoint, to: Destination
 ) -> list[tuple[list[Piece], list[ReadJob]]]:
-    """The waves of quantised weights, each with its reads."""
+    """Return the waves of quantised weights, each with its reads."""
     staging, found = to.regions[STAGING], []
     for wave in waves(specs, staging.nbytes):
         jobs = (job for piece in wave for job in piece_reads(piece, checkpoint, staging.offset, to.dtype))
@@ -121,7 +121,7 @@ def _check(specs: Sequence[TensorSpec], checkpoint: Checkpoint, dtype: DType) ->
 
 
 class Upload:
-    """The `Ring` of a device for a list of jobs. The end of the `with` block waits and frees it.
+    """The `Ring` of a device for a list of jobs; the end of the `with` block waits and frees it.
 
     `faults`: kinds of wrong values and tensors that kernels beside its own may meet, and where those are.
     """
@@ -188,7 +188,7 @@ class Upload:
         self._runtime.memsetAsync(self._to.arena + region.offset, 0, region.nbytes, self._stream.ptr)
 
     def fault(self, what: str, tensor: str) -> np.uint64:
-        """The device address of the word that a kernel sets where it meets such a value."""
+        """Return the device address of the word that a kernel sets where it meets such a value."""
         address: np.uint64 = np.uint64(self._fault_words.device_address + 4 * self._fault_index[what, tensor])
         return address
 

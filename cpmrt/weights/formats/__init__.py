@@ -17,24 +17,24 @@ FORMATS = {row.name: row for row in (MARLIN, GPTQ, AWQ, COMPRESSED)}
 
 
 def format_of(source: Source) -> Format:
-    """The format of a quantised source."""
+    """Return the format of a quantised source."""
     assert source.packing is not None, source.name
     return FORMATS[source.packing.format]
 
 
 def codes_of(module: str, entries: Entries) -> str | None:
-    """The name of the tensor with a module's codes, in whatever format; None where it is not quantised."""
+    """Find the tensor with a module's codes, in whatever format; None where it is not quantised."""
     return next((name for row in FORMATS.values() if (name := row.codes.of(module)) in entries), None)
 
 
 def detect(module: str, shape: Shape, packing: str, entries: Entries) -> Format:
-    """The format of a module [N, K] among those that `WeightQuantization.packing` may stand for."""
+    """Find the format of a module [N, K] among those that `WeightQuantization.packing` may stand for."""
     rows = (row for row in FORMATS.values() if (row.settings or row.name) == packing)
     return next(row for row in rows if row.is_meant(module, shape, entries))
 
 
 def stored_tensors(source: Source) -> Iterator[StoredTensor]:
-    """The tensors that a checkpoint must or may have of a source."""
+    """Yield the tensors that a checkpoint must or may have of a source."""
     if source.packing is None:
         yield StoredTensor(source.name, tuple(FLOATS), source.shape)
     else:

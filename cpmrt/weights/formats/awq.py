@@ -12,13 +12,13 @@ _PLACE = tuple(AWQ_ORDER.index(column) for column in range(8))
 
 
 def pack(values: U8) -> I32:
-    """`qweight` int32 [K, N/8] of codes u [N, K], or `qzeros` [groups, N/8] of z [N, groups]."""
+    """Pack `qweight` int32 [K, N/8] of codes u [N, K], or `qzeros` [groups, N/8] of z [N, groups]."""
     columns = np.ascontiguousarray(values.T).reshape(values.shape[1], -1, 8)
     return pack_nibbles(columns[:, :, AWQ_ORDER].reshape(values.shape[1], -1))
 
 
 def unpack(words: I32) -> U8:
-    """u [N, K] of `qweight`, or z [N, groups] of `qzeros`, or of a slice of their columns."""
+    """Unpack u [N, K] of `qweight`, or z [N, groups] of `qzeros`, or of a slice of their columns."""
     columns = unpack_nibbles(words).reshape(words.shape[0], -1, 8)
     return np.ascontiguousarray(columns[:, :, _PLACE].reshape(words.shape[0], -1).T)
 

@@ -11,12 +11,12 @@ from cpmrt.weights.formats.format import I32, U8, Format, Part, pack_nibbles, un
 
 
 def pack_zeros(z: U8) -> I32:
-    """`weight_zero_point` int32 [N/8, groups] of z [N, groups]: packed along the output features."""
+    """Pack `weight_zero_point` int32 [N/8, groups] of z [N, groups], along the output features."""
     return np.ascontiguousarray(pack_nibbles(z.T).T)
 
 
 def unpack_zeros(weight_zero_point: I32) -> U8:
-    """z [N, groups] of `weight_zero_point` [N/8, groups]."""
+    """Unpack z [N, groups] of `weight_zero_point` [N/8, groups]."""
     return np.ascontiguousarray(unpack_nibbles(weight_zero_point.T).T)
 
 

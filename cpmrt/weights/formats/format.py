@@ -1,4 +1,4 @@
-"""How a file format of quantised matrices is described: its tensors, and both ways between them and plain numbers.
+"""Describes a file format of quantised matrices: its tensors, and both ways between them and plain numbers.
 
 Plain are codes u [N, K] and zero points z [N, groups], uint8 of 0..15, and float scales [N, groups]; N = output
 features (rows), K = input features (columns), in the file's order. W[n, k] = scale[n, g] * (u[n, k] - z[n, g]) with
@@ -34,7 +34,7 @@ class StoredTensor:
     required: bool = True
 
     def fault(self, entry: TensorEntry) -> str | None:
-        """What is wrong with the file's tensor, in words, or None."""
+        """Say what is wrong with the file's tensor, or None."""
         if entry.dtype not in self.dtypes:
             return f"(expected {' | '.join(self.dtypes)}, got {entry.dtype})"
         if entry.shape != self.shape:
@@ -44,7 +44,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Part:
-    """One tensor of a matrix, named by the module and this suffix: its shape for N, K and groups a row, and its words.
+    """One tensor of a matrix. Its name ends in `suffix`; `shape` is for N, K and so many groups a row.
 
     `pack` makes the tensor of plain numbers [N, ..]; `unpack` is the inverse.
     """
@@ -55,13 +55,13 @@ class Part:
     unpack: Callable[[NDArray[Any]], NDArray[Any]]
 
     def of(self, module: str) -> str:
-        """The tensor's name."""
+        """Return the tensor's name."""
         return f"{module}.{self.suffix}"
 
 
 @dataclass(frozen=True)
 class Format:
-    """One format: a row of `FORMATS`.
+    """One file format, a row of `FORMATS`.
 
     `number` is what `repack.cu` calls it. `rows(words, begin, end)` are the words of the codes of these rows.
     """
@@ -83,14 +83,14 @@ class Format:
     """Suffix of a tensor that holds N and K."""
     row_step: int = 8
     column_step: int = 8
-    """N and K are multiples of them."""
+    """N is a multiple of `row_step`, K of `column_step`."""
     settings: str = ""
     """`WeightQuantization.packing` of its checkpoints, where that is another format's name."""
     is_meant: Callable[[str, Shape, Entries], bool] = lambda module, shape, entries: True
     """Whether the tensors of a module [N, K] are in this format, where the settings leave that open."""
 
     def tensors(self, module: str, shape: Shape, packing: Packing) -> Iterator[StoredTensor]:
-        """What a checkpoint must or may have of a matrix [N, K]."""
+        """Yield what a checkpoint must or may have of a matrix [N, K]."""
         num_rows, num_columns = shape
         sizes = num_rows, num_columns, num_columns // packing.group_size
         yield StoredTensor(self.codes.of(module), ("I32",), self.codes.shape(*sizes))
@@ -104,13 +104,13 @@ class Format:
 
 
 def pack_nibbles(values: U8) -> I32:
-    """uint8 [..., 8 n] with values 0..15 to int32 words [..., n], the first of eight in the low bits."""
+    """Pack uint8 [..., 8 n] with values 0..15 to int32 words [..., n], the first of eight in the low bits."""
     pairs = values[..., 0::2] | (values[..., 1::2] << np.uint8(4))
     return np.ascontiguousarray(pairs).view("<i4").astype(np.int32, copy=False)
 
 
 def unpack_nibbles(words: I32) -> U8:
-    """int32 words [..., n] to uint8 [..., 8 n]: the inverse of `pack_nibbles`."""
+    """Unpack int32 words [..., n] to uint8 [..., 8 n]: the inverse of `pack_nibbles`."""
     pairs = np.ascontiguousarray(words, "<i4").view(np.uint8)
     out = np.empty((*pairs.shape[:-1], 2 * pairs.shape[-1]), np.uint8)
     np.bitwise_and(pairs, 15, out=out[..., 0::2])
@@ -119,5 +119,5 @@ def unpack_nibbles(words: I32) -> U8:
 
 
 def transposed(values: NDArray[Any]) -> NDArray[Any]:
-    """[N, groups] as [groups, N], and back."""
+    """Turn [N, groups] into [groups, N], and back."""
     return np.ascontiguousarray(values.T)

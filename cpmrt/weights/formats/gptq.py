@@ -11,33 +11,33 @@ V1_STEP = 0x11111111
 
 
 def pack_codes(u: U8) -> I32:
-    """`qweight` int32 [K/8, N] of codes u [N, K]."""
+    """Pack `qweight` int32 [K/8, N] of codes u [N, K]."""
     return np.ascontiguousarray(pack_nibbles(u).T)
 
 
 def unpack_codes(qweight: I32) -> U8:
-    """u [N, K] of `qweight` [K/8, N], or of a slice of its columns."""
+    """Unpack u [N, K] of `qweight` [K/8, N], or of a slice of its columns."""
     return unpack_nibbles(qweight.T)
 
 
 def pack_zeros(z: U8) -> I32:
-    """`qzeros` int32 [groups, N/8] of z [N, groups], as version 2 stores them."""
+    """Pack `qzeros` int32 [groups, N/8] of z [N, groups], as version 2 stores them."""
     return pack_nibbles(z.T)
 
 
 def unpack_zeros(qzeros: I32) -> U8:
-    """z [N, groups] of `qzeros` [groups, N/8]."""
+    """Unpack z [N, groups] of `qzeros` [groups, N/8]."""
     return np.ascontiguousarray(unpack_nibbles(qzeros).T)
 
 
 def to_v1(words: I32) -> I32:
-    """Zero points as version 1 stores them: with a borrow from the next one where a zero point is 0, as GPTQModel."""
+    """Take one from every zero point, as version 1 stores them; one of 0 borrows from the next, as in GPTQModel."""
     less: I32 = (words.view(np.uint32) - np.uint32(V1_STEP)).view(np.int32)
     return less
 
 
 def from_v1(words: I32) -> I32:
-    """The inverse of `to_v1`."""
+    """Add one to every zero point: the inverse of `to_v1`."""
     more: I32 = (np.ascontiguousarray(words, np.int32).view(np.uint32) + np.uint32(V1_STEP)).view(np.int32)
     return more
 

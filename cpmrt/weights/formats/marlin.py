@@ -28,7 +28,7 @@ def fused_module(module: str, product: Product | None) -> str | None:
 
 
 def pack_codes(u: U8) -> I32:
-    """`qweight` int32 [K/16, 2 N]: 16 x 16 tiles, four neighbours permuted to the order of tensor-core lanes."""
+    """Pack `qweight` int32 [K/16, 2 N]: 16 x 16 tiles, four neighbours permuted to the order of tensor-core lanes."""
     num_rows, num_columns = u.shape
     tiles = u.T.reshape(num_columns // TILE, TILE, num_rows // TILE, TILE)
     runs = np.ascontiguousarray(tiles.transpose(0, 2, 1, 3)).reshape(num_columns // TILE, -1, 1024)
@@ -36,7 +36,7 @@ def pack_codes(u: U8) -> I32:
 
 
 def unpack_codes(qweight: I32) -> U8:
-    """u [N, K] of `qweight` [K/16, 2 N], or of a slice of its columns that begins and ends at runs of 64 rows of u."""
+    """Unpack u [N, K] of `qweight` [K/16, 2 N], or of a slice of its columns that holds whole runs of 64 rows of u."""
     num_tiles = qweight.shape[0]
     runs = unpack_nibbles(qweight).reshape(num_tiles, -1, 1024)
     tiles = runs[:, :, np.argsort(_code_order())].reshape(num_tiles, -1, TILE, TILE)
@@ -45,14 +45,14 @@ def unpack_codes(qweight: I32) -> U8:
 
 
 def pack_scales(scales: NDArray[Any]) -> NDArray[Any]:
-    """`scales` [groups, N] of scales [N, groups], whatever their type."""
+    """Pack `scales` [groups, N] of scales [N, groups], whatever their type."""
     order = _scale_order(scales.shape[1] > 1)
     rows = np.ascontiguousarray(scales.T)
     return np.ascontiguousarray(rows.reshape(-1, len(order))[:, order]).reshape(rows.shape)
 
 
 def unpack_scales(scales: NDArray[Any]) -> NDArray[Any]:
-    """Scales [N, groups] of `scales` [groups, N]."""
+    """Unpack scales [N, groups] of `scales` [groups, N]."""
     inverse = np.argsort(_scale_order(scales.shape[0] > 1))
     rows = np.ascontiguousarray(scales).reshape(-1, len(inverse))[:, inverse].reshape(scales.shape)
     return np.ascontiguousarray(rows.T)
@@ -60,7 +60,7 @@ def unpack_scales(scales: NDArray[Any]) -> NDArray[Any]:
 
 @lru_cache(maxsize=1)
 def _code_order() -> NDArray[np.intp]:
-    """The 1024 places of four tiles, in the order in which they are stored."""
+    """Return the 1024 places of four tiles, in the order in which they are stored."""
     order = []
     for lane in range(32):
         column, row = lane // 4, lane % 4
@@ -75,7 +75,7 @@ def _code_order() -> NDArray[np.intp]:
 
 @lru_cache(maxsize=2)
 def _scale_order(grouped: bool) -> NDArray[np.intp]:
-    """Which of 64 (one group a row: 32) neighbouring scales comes at each place."""
+    """Return which of 64 (one group a row: 32) neighbouring scales comes at each place."""
     if grouped:
         order = [place + 8 * step for place in range(8) for step in range(8)]
     else:
