@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import stat
+from collections import Counter
 from pathlib import Path
 from typing import BinaryIO
 
@@ -33,14 +34,19 @@ def parse_object(raw: bytes, source: str, *, unique_keys: bool = False) -> dict[
     `unique_keys` refuses an object, at any depth, that has a key twice (JSON leaves open which one counts).
     Raises CheckpointError.
     """
+
+    def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        for key, count in Counter(key for key, _ in pairs).items():
+            if count > 1:
+                raise CheckpointError(f"{source} has the key {quoted(key)} twice")
+        return dict(pairs)
+
     try:
-        value = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique if unique_keys else None)
+        value = json.loads(raw.decode("utf-8"), object_pairs_hook=unique if unique_keys else None)
     except UnicodeDecodeError as error:
         raise CheckpointError(f"{source} is not UTF-8: byte {error.start} cannot be decoded") from error
     except RecursionError as error:
         raise CheckpointError(f"{source} is nested too deeply to be JSON of a model") from error
-    except _DuplicateKeyError as error:
-        raise CheckpointError(f"{source} has the key {error} twice") from error
     except ValueError as error:
         raise CheckpointError(f"{source} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
@@ -61,18 +67,3 @@ def read_json(path: Path, *, unique_keys: bool = False) -> dict[str, object]:
             f"{path} is too large for a JSON file of a model", expected=f"at most {MAX_JSON_BYTES} bytes"
         )
     return parse_object(raw, str(path), unique_keys=unique_keys)
-
-
-class _DuplicateKeyError(Exception):
-    """Raised inside the JSON parser; its text is the key."""
-
-
-def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        seen: set[str] = set()
-        for key, _ in pairs:
-            if key in seen:
-                raise _DuplicateKeyError(quoted(key))
-            seen.add(key)
-    return found

@@ -9,18 +9,9 @@ from pathlib import Path
 from cpmrt.errors import CheckpointError, ConfigError, quoted
 
 _CONFIG_FILES = (
-    "config.json",
-    "generation_config.json",
-    "quantize_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-    "chat_template.jinja2",
-    "chat_template.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "freq_*.pt",
-    "freq_*.json",
+    *("config.json", "generation_config.json", "quantize_config.json", "tokenizer.json", "tokenizer_config.json"),
+    *("chat_template.jinja", "chat_template.jinja2", "chat_template.json", "special_tokens_map.json"),
+    *("added_tokens.json", "freq_*.pt", "freq_*.json"),
 )
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
 _SUBFOLDERS = "*/*"

@@ -24,7 +24,7 @@ from cpmrt.weights.model_folder import ModelFolder
 from cpmrt.weights.safetensors import FLOATS
 from quantization.arrays import Xp, to_host
 from quantization.calibration import InputSums
-from quantization.decoder_layer import LINEARS, DecoderLayer
+from quantization.decoder_layer import DecoderLayer
 from quantization.file_writer import SafetensorsWriter, TensorPlan
 from quantization.formats import CODES_A_WORD, check_format, packed, planned_tensors, quantization_config
 from quantization.recipe import QuantisedLayer, Recipe, quantise_layer, quantise_together
@@ -128,12 +128,10 @@ class ModelQuantiser:
         return tensors
 
     def _linears(self) -> Iterator[tuple[str, Source]]:
-        for index in range(self.config.num_layers):
-            for linear in LINEARS:
-                name = f"model.layers.{index}.{linear}"
-                yield name, self._sources[name + ".weight"]
-        if self.recipe.lm_head:
-            yield HEAD, self._sources[f"{HEAD}.weight"]
+        """Yield the matrices to quantise and their modules."""
+        for spec in tensor_specs(self.config):
+            if spec.product and (spec.product != "head" or self.recipe.lm_head):
+                yield from ((source.name.removesuffix(".weight"), source) for source in spec.sources)
 
     def _plan(self, checkpoint: Checkpoint) -> dict[str, TensorPlan]:
         plan = {

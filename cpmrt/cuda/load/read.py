@@ -84,8 +84,8 @@ def plan_reads(
         region = regions[spec.name]
         place = region.offset
         for source in spec.sources:
-            entry, rows = source_entry(source, checkpoint), range(source.shape[0])
-            jobs.extend(row_reads(source, entry, place, dtype, rows, max_bytes=max_bytes))
+            entry, elements = source_entry(source, checkpoint), elements_of(source, range(source.shape[0]))
+            jobs.extend(reads_of(entry, place, dtype, elements, max_bytes=max_bytes))
             place += prod(source.shape) * dtype.itemsize
         if place != region.offset + region.nbytes:
             raise ValueError(f"the sources of {spec.name} do not fill its region of {region.nbytes} bytes")
@@ -97,57 +97,41 @@ def in_file_order(jobs: Iterable[ReadJob]) -> list[ReadJob]:
     return sorted(jobs, key=lambda job: (job.path, job.offset))
 
 
-def row_reads(
-    source: Source,
-    entry: TensorEntry,
-    destination: int,
-    dtype: DType,
-    rows: range,
-    *,
-    max_bytes: int = SLOT_BYTES,
-) -> Iterator[ReadJob]:
-    """Plan the reads that bring rows of a source (elements of a vector) to one place, as `dtype`.
-
-    Where the source is chosen rows of its tensor, those that follow one another there are read together.
-    """
-    columns = prod(source.shape[1:])
-    for first, end in _runs(rows if source.rows is None else source.rows[rows.start : rows.stop]):
-        elements = range(first * columns, end * columns)
-        yield from reads_of(entry, destination, dtype, elements, max_bytes=max_bytes)
-        destination += len(elements) * dtype.itemsize
-
-
 def reads_of(
     entry: TensorEntry,
     destination: int,
     dtype: DType | None,
-    elements: range | None = None,
+    runs: Iterable[range] | None = None,
     *,
     max_bytes: int = SLOT_BYTES,
 ) -> Iterator[ReadJob]:
-    """Cut a tensor, or a run of its elements, into reads of whole elements that become `dtype`.
+    """Cut a tensor, or runs of its elements, into reads of whole elements that become `dtype`, one after another.
 
     With `dtype` None they are bytes, which stay as they are.
     """
     stored = None if dtype is None else FLOATS[entry.dtype]
     width, kept = (1, 1) if stored is None or dtype is None else (stored.itemsize, dtype.itemsize)
-    first, end = (0, entry.nbytes) if elements is None else (elements.start * width, elements.stop * width)
-    size = max_bytes // width * width
-    for begin in range(first, end, size):
-        place = destination + (begin - first) // width * kept
-        yield ReadJob(entry.name, entry.path, entry.offset + begin, min(size, end - begin), stored, place)
+    size = max_bytes // width
+    for run in runs or (range(entry.nbytes // width),):
+        for first in range(run.start, run.stop, size):
+            count = min(size, run.stop - first)
+            yield ReadJob(entry.name, entry.path, entry.offset + first * width, count * width, stored, destination)
+            destination += count * kept
 
 
-def _runs(rows: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield beginning and end of each run of consecutive numbers."""
-    if isinstance(rows, range):
-        yield rows.start, rows.stop
+def elements_of(source: Source, rows: range) -> Iterator[range]:
+    """Yield the elements of a tensor that are these rows of a source (elements of a vector), in runs.
+
+    Where the source is chosen rows of its tensor, those that follow one another there are one run.
+    """
+    columns = prod(source.shape[1:])
+    chosen = source.rows and source.rows[rows.start : rows.stop]
+    if not chosen:
+        yield range(rows.start * columns, rows.stop * columns)
         return
-    first = 0
-    for at in range(1, len(rows) + 1):
-        if at == len(rows) or rows[at] != rows[at - 1] + 1:
-            yield rows[first], rows[at - 1] + 1
-            first = at
+    borders = [at for at in range(1, len(chosen)) if chosen[at] != chosen[at - 1] + 1]
+    for first, end in zip((0, *borders), (*borders, len(chosen)), strict=True):
+        yield range(chosen[first] * columns, (chosen[end - 1] + 1) * columns)
 
 
 def read_all(

@@ -15,7 +15,7 @@ from cpmrt.cuda.build.launcher import Launcher, Module
 from cpmrt.cuda.build.spec import KernelSpec, macros_of
 from cpmrt.cuda.driver.array import KernelArgument
 from cpmrt.cuda.driver.device import Device
-from cpmrt.cuda.load.read import ReadJob, reads_of, row_reads
+from cpmrt.cuda.load.read import ReadJob, elements_of, reads_of
 from cpmrt.cuda.ops.linear_packed.layout import PackedLayout, RepackConstants, packed_layout
 from cpmrt.dtypes import DType
 from cpmrt.memory.plan import ALIGNMENT, Region
@@ -162,8 +162,8 @@ def piece_reads(piece: Piece, checkpoint: Checkpoint, staging: int, dtype: DType
     """Plan the reads that bring a piece to the staging area, which begins at byte `staging` of the arena."""
     source, entries = piece.source, checkpoint.entries
     if source.packing is None:
-        rows = range(piece.begin, piece.end)
-        yield from row_reads(source, entries[source.name], staging + piece.values, dtype, rows)
+        elements = elements_of(source, range(piece.begin, piece.end))
+        yield from reads_of(entries[source.name], staging + piece.values, dtype, elements)
         return
     row = format_of(source)
     yield from reads_of(entries[row.codes.of(source.name)], staging + piece.codes, None)

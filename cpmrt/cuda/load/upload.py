@@ -14,18 +14,9 @@ import numpy as np
 from cpmrt.cuda.build.modules import compile_all
 from cpmrt.cuda.build.spec import KernelSpec
 from cpmrt.cuda.driver.launch import launch
+from cpmrt.cuda.load import repack
 from cpmrt.cuda.load.read import NUM_SLOTS, SLOT_BYTES, ReadJob, in_file_order, plan_reads, read_all
-from cpmrt.cuda.load.repack import (
-    STAGING,
-    Destination,
-    Piece,
-    piece_reads,
-    repack_codes,
-    repack_modules,
-    repack_scales,
-    round_rows,
-    waves,
-)
+from cpmrt.cuda.load.repack import STAGING, Destination, Piece
 from cpmrt.dtypes import Array, DType
 from cpmrt.errors import CheckpointError, quoted
 from cpmrt.memory.plan import Region
@@ -82,15 +73,15 @@ def _staged(
 ) -> list[tuple[list[Piece], list[ReadJob]]]:
     """Return the waves of quantised weights, each with its reads."""
     staging, found = to.regions[STAGING], []
-    for wave in waves(specs, staging.nbytes):
-        jobs = (job for piece in wave for job in piece_reads(piece, checkpoint, staging.offset, to.dtype))
+    for wave in repack.waves(specs, staging.nbytes):
+        jobs = (job for piece in wave for job in repack.piece_reads(piece, checkpoint, staging.offset, to.dtype))
         found.append((wave, in_file_order(jobs)))
     return found
 
 
 def _prepare(specs: Sequence[TensorSpec], checkpoint: Checkpoint, upload: Upload, to: Destination) -> None:
     """Compile what repacks, clear the packed weights (no source fills their padding), bring the orders of columns."""
-    compile_all(to.launch.modules.arch, to.dtype, repack_modules(specs, to.device))
+    compile_all(to.launch.modules.arch, to.dtype, repack.repack_modules(specs, to.device))
     for spec in specs:
         upload.clear(to.regions[f"{spec.name}.codes"])
     for spec in specs:
@@ -104,13 +95,13 @@ def _repack(piece: Piece, checkpoint: Checkpoint, upload: Upload, to: Destinatio
     """Launch what brings a staged piece into its packed weight."""
     source, stored = piece.source, to.dtype
     if source.packing is None:
-        round_rows(piece, to, upload.fault(_NOT_FINITE, source.name))
+        repack.round_rows(piece, to, upload.fault(_NOT_FINITE, source.name))
     else:
         entry = checkpoint.entries[format_of(source).scales.of(source.name)]
         # Scales in float32 were converted on the way.
         stored = to.dtype if FLOATS[entry.dtype] is DType.FLOAT32 else FLOATS[entry.dtype]
-    repack_codes(piece, to)
-    repack_scales(piece, to, stored)
+    repack.repack_codes(piece, to)
+    repack.repack_scales(piece, to, stored)
 
 
 def _check(specs: Sequence[TensorSpec], checkpoint: Checkpoint, dtype: DType) -> None:
