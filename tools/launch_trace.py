@@ -41,10 +41,10 @@ _stand_in_for_cupy()
 from cpmrt.bench.shapes import draft_configs, shape_config  # noqa: E402
 from cpmrt.config import EngineConfig  # noqa: E402
 from cpmrt.cuda.arena import held_arrays  # noqa: E402
+from cpmrt.cuda.assembly import CudaTarget  # noqa: E402
 from cpmrt.cuda.build.launcher import Launcher  # noqa: E402
 from cpmrt.cuda.build.modules import Modules  # noqa: E402
 from cpmrt.cuda.build.spec import KernelSpec, macros_of  # noqa: E402
-from cpmrt.cuda.draft.forward import executor_needs  # noqa: E402
 from cpmrt.cuda.draft.speculation import Speculation  # noqa: E402
 from cpmrt.cuda.driver.device import Device  # noqa: E402
 from cpmrt.cuda.ops.gemm import Gemm  # noqa: E402
@@ -56,9 +56,7 @@ from cpmrt.dtypes import DType  # noqa: E402
 from cpmrt.memory.arena import Arena  # noqa: E402
 from cpmrt.memory.plan import MemoryPlan  # noqa: E402
 from cpmrt.models.draft import Draft  # noqa: E402
-from cpmrt.models.draft_weights import open_draft  # noqa: E402
-from cpmrt.models.planning import plan_model, position_limit, weight_specs  # noqa: E402
-from cpmrt.weights.draft_folder import with_speculation  # noqa: E402
+from cpmrt.opening import described  # noqa: E402
 from cpmrt.weights.model_folder import ModelFolder  # noqa: E402
 
 DEVICES = ("sm_90", "sm_87", "sm_80", "sm_89", "portable")
@@ -178,13 +176,10 @@ def trace(setup: Setup, device: Device) -> dict[str, list[Any]]:
         wish: Any = "auto" if draft_name is None else {"shapes": CHAINS if draft_name == "lookup" else TREES}
         if draft_name == "eagle2" and draft_bits == 4:
             wish |= {"draft_vocab": 32768, "head_bits": 4, "window": 1024}
-        settings = with_speculation(EngineConfig(load_format="dummy", **engine), model, draft_name, wish)
-        context = position_limit(model.config, settings)
-        config = model.config.for_context(context)
-        specs = weight_specs(config, settings)
-        with open_draft(model, settings, specs) as (_, draft):
-            needs = executor_needs(config, settings, specs, draft, device)
-            plan = plan_model(config, settings, itemsize=2, max_context=context, needs=needs, specs=specs, draft=draft)
+        settings = EngineConfig(load_format="dummy", **engine)
+        blueprint = described(model, settings, CudaTarget(device), draft_name, wish)
+    plan, draft = blueprint.plan(blueprint.position_limit), blueprint.draft
+    config = model.config.for_context(plan.max_context)
     launcher = TracingLauncher(Modules(device.arch, DType.BFLOAT16))
     arrays = held_arrays(launcher.arena(plan), device)
     gemm = Gemm(device, launcher, arrays["gemm_workspace"], use_library=False)

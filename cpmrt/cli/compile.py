@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from cpmrt.bench.shapes import SHAPES
 from cpmrt.cli.arguments import (
@@ -22,10 +22,10 @@ from cpmrt.cli.arguments import (
     engine_config,
     integer,
 )
-from cpmrt.cli.described_model import DescribedModel, add_description_options, described_model
+from cpmrt.cli.described_model import add_description_options, described_model
 from cpmrt.cli.output import printable, write
-from cpmrt.config import EngineConfig
-from cpmrt.cuda.assembly import storage_dtype
+from cpmrt.config import EngineConfig, ModelConfig
+from cpmrt.cuda.assembly import CudaTarget
 from cpmrt.cuda.build import cubin_cache
 from cpmrt.cuda.build.launcher import Module
 from cpmrt.cuda.build.modules import compile_all
@@ -33,6 +33,7 @@ from cpmrt.cuda.driver.device import Device, open_device
 from cpmrt.cuda.precompile import known_device, modules_of
 from cpmrt.dtypes import DType
 from cpmrt.errors import NoDeviceError
+from cpmrt.opening import Blueprint
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -55,10 +56,9 @@ def run(args: argparse.Namespace) -> int:
     if args.sms and not args.arch:
         raise UsageError("--sms needs --arch; see cpmrt compile --help")
     settings = engine_config(args)
-    models = list(_models(args, settings))
     for device in [known_device(arch, args.sms) for arch in args.arch or ()] or [_this_gpu()]:
         before, started = set(cubin_cache.folder().glob("*.cubin")), time.monotonic()
-        wanted = _wanted(models, settings, device)
+        wanted = _wanted(_models(args, settings, device), device)
         paths = {path for dtype, modules in wanted for path in compile_all(device.arch, dtype, modules)}
         seconds = time.monotonic() - started
         write(
@@ -69,23 +69,23 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _models(args: argparse.Namespace, settings: EngineConfig) -> Iterator[DescribedModel]:
+def _models(args: argparse.Namespace, settings: EngineConfig, device: Device) -> Iterator[Blueprint]:
+    def target(config: ModelConfig) -> CudaTarget:
+        return CudaTarget(device)
+
     shapes = [args.shape] if args.shape else [] if args.model else list(SHAPES)
     for shape in shapes:
-        yield described_model(args, settings, model=None, shape=shape)
+        yield described_model(args, settings, target, model=None, shape=shape)[1]
     if not args.shape:
-        yield described_model(args, settings, model=args.model, shape=None)
+        yield described_model(args, settings, target, model=args.model, shape=None)[1]
 
 
-def _wanted(
-    models: list[DescribedModel], settings: EngineConfig, device: Device
-) -> Iterator[tuple[DType, list[Module]]]:
+def _wanted(models: Iterable[Blueprint], device: Device) -> Iterator[tuple[DType, list[Module]]]:
     """Yield the modules to compile for each storage type, each module once."""
     wanted: dict[DType, dict[object, Module]] = {}
     for model in models:
-        dtype = storage_dtype(model.config, settings)
-        for file, sizes in modules_of(model.config, settings, device, dtype, model.draft, model.specs):
-            wanted.setdefault(dtype, {})[file, frozenset(sizes.items())] = file, sizes
+        for file, sizes in modules_of(model, device):
+            wanted.setdefault(model.dtype, {})[file, frozenset(sizes.items())] = file, sizes
     for dtype, modules in wanted.items():
         yield dtype, list(modules.values())
 

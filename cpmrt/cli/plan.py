@@ -8,21 +8,20 @@ model are there, they say which layers are quantised; else its config.json does.
 from __future__ import annotations
 
 import argparse
-from functools import partial
 from typing import Any
 
 from cpmrt.bench.shapes import SHAPES
 from cpmrt.cli.arguments import add_engine_options, add_model_source, check_one_source, engine_config, memory_size
-from cpmrt.cli.described_model import DescribedModel, add_description_options, described_model
+from cpmrt.cli.described_model import add_description_options, described_model
 from cpmrt.cli.output import printable, write, write_json
-from cpmrt.config import EngineConfig
-from cpmrt.cuda.draft.forward import executor_needs
+from cpmrt.config import ModelConfig
+from cpmrt.cuda.assembly import CudaTarget
 from cpmrt.cuda.precompile import known_device
 from cpmrt.dtypes import DType
 from cpmrt.memory.caches import PAGE_SIZE
 from cpmrt.memory.plan import MemoryPlan, check_budget, format_bytes, largest_context
-from cpmrt.models.planning import plan_model, position_limit
-from cpmrt.reference.assembly import reference_needs
+from cpmrt.opening import Target
+from cpmrt.reference.assembly import ReferenceTarget
 from cpmrt.weights.quantised_specs import quantisation_facts, quantisation_summary
 
 # The workspace depends a little on the device. Plans are for an H200, where it is largest.
@@ -45,34 +44,27 @@ def run(args: argparse.Namespace) -> int:
     """Print the plan. Raises MemoryPlanError, after it, if it does not fit."""
     check_one_source(args, "plan")
     settings = engine_config(args, max_context=args.context, memory_budget=args.gpu_memory)
-    model = described_model(args, settings, model=args.model, shape=args.shape)
-    config, budget = model.config, settings.memory_budget
-    dtype = settings.storage_dtype(config.dtype)
-    build = partial(_build, model, settings, dtype)
-    limit = position_limit(config, settings)
-    largest = None if budget is None else largest_context(build, budget, config.max_positions)
+
+    def target(config: ModelConfig) -> Target:
+        # Only the NumPy executor computes in float32.
+        is_reference = settings.storage_dtype(config.dtype) is DType.FLOAT32
+        return ReferenceTarget() if is_reference else CudaTarget(_DEVICE)
+
+    name, blueprint = described_model(args, settings, target, model=args.model, shape=args.shape)
+    config, budget, dtype = blueprint.config, settings.memory_budget, blueprint.dtype
+    limit = blueprint.position_limit
+    largest = None if budget is None else largest_context(blueprint.plan, budget, config.max_positions)
     context = limit if settings.max_context or largest is None else min(limit, largest or PAGE_SIZE)
-    plan = build(context)
+    plan = blueprint.plan(context)
     if args.json:
-        quantization = quantisation_summary(config.quantization, model.specs)
-        write_json(_record(model.name, dtype, plan, budget, largest) | {"quantization": quantization})
+        quantization = quantisation_summary(config.quantization, blueprint.specs)
+        write_json(_record(name, dtype, plan, budget, largest) | {"quantization": quantization})
     else:
-        kinds = [config.architecture, dtype.label, *quantisation_facts(config.quantization, model.specs)]
-        write(_text(f"{model.name}: {', '.join(kinds)}", plan, budget, largest))
+        kinds = [config.architecture, dtype.label, *quantisation_facts(config.quantization, blueprint.specs)]
+        write(_text(f"{name}: {', '.join(kinds)}", plan, budget, largest))
     if budget is not None:
         check_budget(plan, budget)
     return 0
-
-
-def _build(model: DescribedModel, settings: EngineConfig, dtype: DType, max_context: int) -> MemoryPlan:
-    config, specs, draft = model.config, model.specs, model.draft
-    if dtype is DType.FLOAT32:  # which only the NumPy executor computes in
-        needs = reference_needs(draft, settings.max_sequences)
-    else:
-        needs = executor_needs(config, settings, specs, draft, _DEVICE)
-    return plan_model(
-        config, settings, itemsize=dtype.itemsize, max_context=max_context, needs=needs, specs=specs, draft=draft
-    )
 
 
 def _text(title: str, plan: MemoryPlan, budget: int | None, largest: int | None) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import cupy
 import numpy as np
 
-from cpmrt.config import EngineConfig, ModelConfig
+from cpmrt.config import EngineConfig
 from cpmrt.cuda.arena import held_arrays
 from cpmrt.cuda.build.launcher import Launcher
 from cpmrt.cuda.build.modules import Modules, compile_all
@@ -19,6 +19,7 @@ from cpmrt.cuda.draft.speculation import Speculation
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.driver.faults import device_faults
 from cpmrt.cuda.driver.graphs import Graphs
+from cpmrt.cuda.load.repack import Destination
 from cpmrt.cuda.ops.cuda_ops import CudaOps
 from cpmrt.cuda.ops.gemm import Gemm
 from cpmrt.cuda.step.costs import measured_limits
@@ -27,16 +28,16 @@ from cpmrt.cuda.step.kernels import StepKernels, step_modules
 from cpmrt.cuda.step.memory import buckets, row_counts
 from cpmrt.cuda.step.rings import Nothing, Rings
 from cpmrt.cuda.step.structs import DECODE, MAX_LOGIT_BIAS
-from cpmrt.dtypes import F32, DType
+from cpmrt.dtypes import F32
 from cpmrt.errors import ConfigError, NoDeviceError
 from cpmrt.executor import MAX_ROWS, Admit, Decode, ExecutorLimits, Pending, Prefill, Recall, Speculate, Step
 from cpmrt.memory.arena import Arena
 from cpmrt.memory.caches import PAGE_SIZE
 from cpmrt.memory.plan import MemoryPlan
 from cpmrt.models import decoder
-from cpmrt.models.draft import Draft
+from cpmrt.opening import Blueprint
 
-LoadWeights = Callable[[int, Mapping[str, Any], Device, Modules, Any], None]
+LoadWeights = Callable[[Destination], None]
 _RUN_AHEAD = 4
 _ZEROED = (
     "step_context", "attention_arrivals", "slot_states", "token_counts", "chunk", "token_ids", "packed_arrivals",
@@ -46,22 +47,14 @@ _ZEROED = (
 class CudaExecutor:
     """Runs steps on one GPU. Everything lives in one arena laid out by `plan` (itemsize 2, `workspace.cuda_needs`).
 
-    `load(arena address, regions by name, device, modules, stream)` fills all weights. `position_limit` is the context
-    that was asked for. `engine.cuda_graphs` False launches kernel by kernel, with the same bits.
+    `load` fills all weights. With `cuda_graphs` False in the settings kernels are launched one by one, with the same
+    bits.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        engine: EngineConfig,
-        plan: MemoryPlan,
-        device: Device,
-        dtype: DType,
-        position_limit: int,
-        load: LoadWeights,
-        draft: Draft | None = None,
-    ):
-        self.config, self.plan, self.device, self._draft = config, plan, device, draft
+    def __init__(self, blueprint: Blueprint, plan: MemoryPlan, device: Device, load: LoadWeights):
+        engine, draft = blueprint.settings, blueprint.draft
+        self.config, self._draft = blueprint.config.for_context(plan.max_context), draft
+        self.plan, self.device = plan, device
         self._layout = layout = plan.caches
         self._limits = ExecutorLimits(
             plan.max_sequences, plan.max_context, engine.prefill_chunk, max(_RUN_AHEAD, 2 * engine.steps_per_launch),
@@ -69,13 +62,13 @@ class CudaExecutor:
             tree_shapes=draft.shapes if draft else (),
         )  # fmt: skip
         self.stream = cupy.cuda.Stream(non_blocking=True)
-        self._modules = Modules(device.arch, dtype)
+        self._modules = Modules(device.arch, blueprint.dtype)
         self._buckets, self._row_counts = buckets(engine.prefill_chunk), row_counts(engine.max_sequences)
         self._num_logprobs: dict[int, int] = {}
         self._closed, self._resources = False, ExitStack()
         try:
             with device_faults():
-                self._start(engine, position_limit, load)
+                self._start(engine, blueprint.position_limit, load)
         except BaseException:
             self._resources.close()
             raise
@@ -105,7 +98,8 @@ class CudaExecutor:
             plan,
         )  # fmt: skip
         # What passes through the workspace while loading is gone before the tables there are filled.
-        load(pointer.ptr, {region.name: region for region in plan.regions}, device, self._modules, self.stream)
+        regions = {region.name: region for region in plan.regions}
+        load(Destination(pointer.ptr, regions, device, Launcher(self.stream, self._modules, use_pdl=False)))
         self._fill_tables(position_limit)
         self._capture(loops=engine.steps_per_launch > 1)
         if self._speculation is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,7 @@ import numpy as np
 from cpmrt.config import EngineConfig, ModelConfig
 from cpmrt.cuda.build.launcher import Launcher, Module
 from cpmrt.cuda.build.modules import Modules
-from cpmrt.cuda.draft.forward import DraftForward, every_shape, executor_needs
+from cpmrt.cuda.draft.forward import DraftForward, every_shape
 from cpmrt.cuda.draft.kernels import tree_modules
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.kernels import KERNELS, files
@@ -19,13 +19,11 @@ from cpmrt.cuda.ops.gemm import Gemm
 from cpmrt.cuda.ops.linear_packed.products import held_weights
 from cpmrt.cuda.step.forward import StepForward
 from cpmrt.cuda.step.kernels import step_modules
-from cpmrt.cuda.step.memory import buckets, check_supported, row_counts
-from cpmrt.dtypes import DType
+from cpmrt.cuda.step.memory import buckets, row_counts
 from cpmrt.errors import ConfigError
 from cpmrt.memory.plan import MemoryPlan
 from cpmrt.models.draft import Draft
-from cpmrt.models.planning import plan_model, position_limit, weight_specs
-from cpmrt.tensor_spec import TensorSpec
+from cpmrt.opening import Blueprint
 
 _SHARED_SMALL, _SHARED_AMPERE, _SHARED_HOPPER = 101_376, 166_912, 232_448
 # Architecture -> name, multiprocessors, bytes of shared memory a block can have. CUDA C++ Programming Guide, "Compute
@@ -67,40 +65,27 @@ def known_device(arch: str, num_sms: int | None = None) -> Device:
     )
 
 
-def modules_of(
-    config: ModelConfig,
-    settings: EngineConfig,
-    device: Device,
-    dtype: DType,
-    draft: Draft | None = None,
-    specs: Sequence[TensorSpec] | None = None,
-) -> list[Module]:
-    """Every module of a start with these settings: the executor's own recording, on arrays without memory.
+def modules_of(blueprint: Blueprint, device: Device) -> list[Module]:
+    """Return every module of a start on this device: the executor's own recording, on arrays without memory.
 
-    `specs`: the weights as they will be held (None: as the config alone tells). Includes what is used only where
-    cuBLASLt is absent, where weights are converted or random. Raises UnsupportedModelError, ConfigError.
+    This includes what is used only where cuBLASLt is absent, where weights are converted or random. Raises
+    UnsupportedModelError, ConfigError.
     """
-    context = position_limit(config, settings)
-    config = config.for_context(context)
+    settings, draft, plan = blueprint.settings, blueprint.draft, blueprint.plan(blueprint.position_limit)
+    config = blueprint.config.for_context(plan.max_context)
     for checked in (config, None if draft is None else draft.config.decoder):
         if checked is not None:
-            check_supported(checked)
-    specs = weight_specs(config, settings) if specs is None else specs
-    needs = executor_needs(config, settings, specs, draft, device)
-    plan = plan_model(
-        config, settings, itemsize=dtype.itemsize, max_context=context, needs=needs, specs=specs, draft=draft
-    )
+            blueprint.target.check(checked, settings)
     word = np.zeros((), np.uint16)
     arrays: dict[str, Any] = {region.name: np.broadcast_to(word, region.shape) for region in plan.regions}
     arrays |= held_weights(plan.tensors, arrays, device)
-    launcher = Launcher(None, Modules(device.arch, dtype), use_pdl=False)
+    launcher = Launcher(None, Modules(device.arch, blueprint.dtype), use_pdl=False)
     gemm = Gemm(device, launcher, arrays["gemm_workspace"], use_library=False)
     with launcher.recording() as modules:
         _record(config, settings, device, launcher, gemm, arrays, plan, draft)
     sized = {spec.file for spec in KERNELS if spec.macros}
     without_sizes: list[Module] = [(file, {}) for file in files(device.arch) if file not in sized]
-    weights = specs if draft is None else (*specs, *draft.tensors)
-    repacking = [module for module in repack_modules(weights, device) if module not in modules]
+    repacking = [module for module in repack_modules(plan.tensors, device) if module not in modules]
     found = [*modules, *repacking, *step_modules(config, device)]
     if draft is not None:
         found += tree_modules(config, device, draft.vocab_size)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 
-from cpmrt.config import EngineConfig
+from cpmrt.config import EngineConfig, ModelConfig
 from cpmrt.dtypes import DType, to_float32
 from cpmrt.errors import ConfigError
 from cpmrt.executor import Executor
 from cpmrt.memory.host_memory import available_bytes
 from cpmrt.memory.plan import MemoryPlan
 from cpmrt.models.draft import Draft
-from cpmrt.models.draft_weights import open_draft
-from cpmrt.models.planning import ExecutorNeeds, fit_model, open_weights, position_limit
+from cpmrt.models.planning import ExecutorNeeds
+from cpmrt.opening import open_blueprint
 from cpmrt.ops import QuantizedWeight
 from cpmrt.reference.drafting import drafting_tables
 from cpmrt.reference.executor import ReferenceExecutor
@@ -26,38 +25,48 @@ from cpmrt.weights.pack import pack
 from cpmrt.weights.quantised import load_quantised
 
 
+class ReferenceTarget:
+    """What the NumPy executor adds to a blueprint: float32 arrays, and what its drafter knows of each slot."""
+
+    itemsize = DType.FLOAT32.itemsize
+
+    def dtype(self, config: ModelConfig, settings: EngineConfig) -> DType:
+        """Return the type to whose values everything is rounded."""
+        return settings.storage_dtype(config.dtype)
+
+    def check(self, config: ModelConfig, settings: EngineConfig) -> None:
+        """Raise ConfigError for forced accept lengths, which are for timing steps on a GPU."""
+        if settings.speculation is not None and settings.speculation.forced_accept is not None:
+            raise ConfigError(
+                "simulate_accept", expected="nothing: the NumPy executor only does what its draft is worth"
+            )
+
+    def needs(
+        self, config: ModelConfig, settings: EngineConfig, specs: Sequence[TensorSpec], draft: Draft | None
+    ) -> ExecutorNeeds:
+        """Return the tables of the drafter."""
+        if draft is None:
+            return ExecutorNeeds()
+        return ExecutorNeeds(tables=lambda max_context: drafting_tables(draft, max_context, settings.max_sequences))
+
+
 def open_executor(folder: ModelFolder, settings: EngineConfig) -> tuple[Executor, MemoryPlan]:
     """Plan within the host's free memory and load.
 
     Raises CheckpointError, ConfigError, UnsupportedModelError, MemoryPlanError.
     """
-    dtype = settings.storage_dtype(folder.config.dtype)
-    budget = settings.memory_budget or available_bytes()
-    limit = position_limit(folder.config, settings)
-    if settings.speculation is not None and settings.speculation.forced_accept is not None:
-        raise ConfigError("simulate_accept", expected="nothing: the NumPy executor only does what its draft is worth")
-    with ExitStack() as stack:
-        checkpoint, specs = stack.enter_context(open_weights(folder, settings))
-        draft_checkpoint, draft = stack.enter_context(open_draft(folder, settings, specs))
-        needs = reference_needs(draft, settings.max_sequences)
-        itemsize = DType.FLOAT32.itemsize
-        plan = fit_model(
-            folder.config, settings, itemsize=itemsize, budget=budget, needs=needs, specs=specs, draft=draft
-        )
+    with open_blueprint(folder, settings, ReferenceTarget()) as blueprint:
+        plan, dtype = blueprint.fit(settings.memory_budget or available_bytes()), blueprint.dtype
 
         def load(weights: Mapping[str, Matrix]) -> None:
-            copied = (draft.head,) if draft and draft.head else ()
-            _load((*specs, *copied), checkpoint, dtype, settings.seed, weights)
-            _load(draft.specs if draft else (), draft_checkpoint, dtype, settings.seed, weights)
+            for specs, checkpoint in blueprint.parts:
+                _load(specs, checkpoint, dtype, settings.seed, weights)
 
-        return ReferenceExecutor(folder.config, plan, dtype, settings.prefill_chunk, limit, load, draft), plan
-
-
-def reference_needs(draft: Draft | None, max_sequences: int) -> ExecutorNeeds:
-    """What this executor keeps beside the model's own buffers: what it knows of the slots that it drafts for."""
-    if draft is None:
-        return ExecutorNeeds()
-    return ExecutorNeeds(tables=lambda max_context: drafting_tables(draft, max_context, max_sequences))
+        limit = blueprint.position_limit
+        executor = ReferenceExecutor(
+            folder.config, plan, dtype, settings.prefill_chunk, limit, load, blueprint.draft
+        )
+        return executor, plan
 
 
 def _load(

@@ -15,7 +15,9 @@ from reference.quantised_models import CASES, write_quantised
 
 from cpmrt import LLM, SamplingParams
 from cpmrt.cuda import assembly
+from cpmrt.cuda.load.repack import Destination
 from cpmrt.memory.plan import WORKSPACE, MemoryPlan, Region
+from cpmrt.opening import Blueprint
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
@@ -79,21 +81,21 @@ class Guarded:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.arena, self.plan = 0, None
-        fit_model, load = assembly.fit_model, assembly._load
+        fit, load = assembly.fit, assembly.load
 
-        def fit(*args: Any, **settings: Any) -> MemoryPlan:
-            self.plan = spread(fit_model(*args, **settings))
+        def spread_fit(blueprint: Blueprint, budget: int) -> MemoryPlan:
+            self.plan = spread(fit(blueprint, budget))
             return self.plan
 
-        def load_between_guards(folder: Any, settings: Any, arena: int, *rest: Any) -> None:
-            self.arena = arena
+        def load_between_guards(blueprint: Blueprint, to: Destination) -> None:
+            self.arena = to.arena
             for offset, nbytes in gaps(self.plan):
-                fill(arena, offset, nbytes, GUARD)
+                fill(self.arena, offset, nbytes, GUARD)
             self.poison("k_pages", "v_pages", *FLOATS)
-            load(folder, settings, arena, *rest)
+            load(blueprint, to)
 
-        monkeypatch.setattr(assembly, "fit_model", fit)
-        monkeypatch.setattr(assembly, "_load", load_between_guards)
+        monkeypatch.setattr(assembly, "fit", spread_fit)
+        monkeypatch.setattr(assembly, "load", load_between_guards)
 
     def poison(self, *names: str) -> None:
         for region in self.plan.regions:

@@ -16,12 +16,14 @@ from cpmrt.bench.shapes import SHAPES, shape_config
 from cpmrt.cli import compile as command
 from cpmrt.cli.main import main
 from cpmrt.config import EngineConfig, ModelConfig
+from cpmrt.cuda.assembly import CudaTarget
 from cpmrt.cuda.build import cubin_cache
 from cpmrt.cuda.build.modules import compile_all
 from cpmrt.cuda.kernels import KERNELS, files
 from cpmrt.cuda.precompile import known_device, modules_of
 from cpmrt.dtypes import DType
 from cpmrt.errors import ConfigError
+from cpmrt.opening import Blueprint
 from cpmrt.weights.model_folder import BUNDLED
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,7 +34,7 @@ LINEAR, PACKED, ROUND = "linear/linear.cu", "linear_packed/linear_packed.cu", "l
 
 def wanted(arch: str = "sm_90", config: ModelConfig = SHAPE, **settings: Any) -> list[tuple[str, Mapping[str, int]]]:
     device = known_device(arch, settings.pop("num_sms", None))
-    return modules_of(config, EngineConfig(**settings), device, DType.BFLOAT16)
+    return modules_of(Blueprint.of(config, EngineConfig(dtype="bfloat16", **settings), CudaTarget(device)), device)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -92,7 +94,9 @@ def test_neither_cupy_nor_a_driver_is_needed() -> None:
         "import sys; sys.modules['cupy'] = None\nfrom cpmrt.cli import compile\nfrom cpmrt.config import *\n"
         "from cpmrt.bench.shapes import shape_config\nfrom cpmrt.dtypes import DType\n"
         "shape = ModelConfig.from_hf(shape_config('minicpm4-0.5b'))\n"
-        "print(len(compile.modules_of(shape, EngineConfig(), compile.known_device('sm_87'), DType.FLOAT16)))\n"
+        "device = compile.known_device('sm_87')\nfrom cpmrt.opening import Blueprint\n"
+        "model = Blueprint.of(shape, EngineConfig(dtype='float16'), compile.CudaTarget(device))\n"
+        "print(len(compile.modules_of(model, device)))\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", script], env=environment, check=True, capture_output=True, timeout=60)
@@ -225,7 +229,8 @@ def test_a_start_after_it_compiles_nothing(cuda: Any, tmp_path: Path, monkeypatc
     monkeypatch.setenv("CPMRT_CACHE_DIR", str(tmp_path))
     with LLM(executor="reference", max_context=64) as llm:
         config = llm.config
-    modules = modules_of(config, EngineConfig(max_sequences=2), cuda.device, DType.BFLOAT16)
+    settings = EngineConfig(dtype="bfloat16", max_sequences=2)
+    modules = modules_of(Blueprint.of(config, settings, CudaTarget(cuda.device)), cuda.device)
     built = {path.name for path in compile_all(cuda.arch, DType.BFLOAT16, modules)}
     with LLM(executor="cuda", max_context=64, max_sequences=2):
         assert {path.name for path in cubin_cache.folder().iterdir()} == built

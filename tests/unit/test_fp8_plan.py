@@ -8,11 +8,10 @@ import pytest
 
 from cpmrt.bench.work import decode_bytes
 from cpmrt.config import EngineConfig, ModelConfig
-from cpmrt.cuda.draft.forward import executor_needs
+from cpmrt.cuda.assembly import CudaTarget
 from cpmrt.cuda.ops.attention.decode import DecodePlan
 from cpmrt.cuda.precompile import known_device, modules_of
-from cpmrt.dtypes import DType
-from cpmrt.models.planning import plan_model, weight_specs
+from cpmrt.opening import Blueprint
 
 MODEL = ModelConfig.from_hf({
     "architectures": ["LlamaForCausalLM"], "hidden_size": 2048, "intermediate_size": 4096, "num_hidden_layers": 3,
@@ -24,8 +23,7 @@ SHARED_OF_SM = {80: 164, 87: 164, 90: 228, 100: 228, 86: 100, 89: 100, 120: 100}
 
 def plan(kv_dtype: str, max_context: int = 4096):
     engine, device = EngineConfig(kv_dtype=kv_dtype, max_sequences=3), known_device("sm_90")
-    needs = executor_needs(MODEL, engine, weight_specs(MODEL, engine), None, device)
-    return plan_model(MODEL, engine, itemsize=2, max_context=max_context, needs=needs)
+    return Blueprint.of(MODEL, engine, CudaTarget(device)).plan(max_context)
 
 
 def test_pages_take_half_and_one_sequence_of_a_layer_is_expanded():
@@ -67,7 +65,9 @@ def test_blocks_find_room_together(arch, portable):
 
 @pytest.mark.parametrize("arch", ["sm_87", "sm_90"])
 def test_modules_of_a_start(arch):
-    modules = modules_of(MODEL, EngineConfig(kv_dtype="fp8"), known_device(arch), DType.BFLOAT16)
+    modules = modules_of(
+        Blueprint.of(MODEL, EngineConfig(kv_dtype="fp8"), CudaTarget(known_device(arch))), known_device(arch)
+    )
     attention = [sizes for file, sizes in modules if file == "attention/decode_attention.cu"]
     assert len(attention) == 1 and attention[0]["FP8"] == 1
     assert ("attention/expand_pages.cu", {"HEAD_DIM": 128}) in modules

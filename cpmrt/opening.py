@@ -1,0 +1,145 @@
+"""The one opening: from a model's folder and the settings to a blueprint, which every executor and command builds on.
+
+A blueprint says how the weights of a model and of its draft will be held, where they come from, and what memory a
+context needs. It takes no memory of a device. What an executor adds of its own is a `Target`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Protocol
+
+from cpmrt.config import EngineConfig, ModelConfig
+from cpmrt.config.speculate_argument import LOOKUP
+from cpmrt.dtypes import DType
+from cpmrt.memory.plan import MemoryPlan
+from cpmrt.models.draft import Draft
+from cpmrt.models.draft_weights import open_draft
+from cpmrt.models.planning import ExecutorNeeds, fit_model, open_weights, plan_model, position_limit, weight_specs
+from cpmrt.tensor_spec import TensorSpec
+from cpmrt.weights.checkpoint import Checkpoint
+from cpmrt.weights.draft_folder import resolve, with_speculation
+from cpmrt.weights.model_folder import ModelFolder
+
+Parts = tuple[tuple[tuple[TensorSpec, ...], Checkpoint | None], ...]
+"""Weights, with the checkpoint that they are read from; None: they are random."""
+
+
+class Target(Protocol):
+    """What an executor adds to the files: the types and sizes of what it keeps."""
+
+    def dtype(self, config: ModelConfig, settings: EngineConfig) -> DType:
+        """Return the storage type of weights, keys, values and activations. Raises ConfigError."""
+        ...
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes that an element of that type takes in the arena."""
+        ...
+
+    def check(self, config: ModelConfig, settings: EngineConfig) -> None:
+        """Raise UnsupportedModelError or ConfigError for a decoder, or settings, that the executor cannot run."""
+        ...
+
+    def needs(
+        self, config: ModelConfig, settings: EngineConfig, specs: tuple[TensorSpec, ...], draft: Draft | None
+    ) -> ExecutorNeeds:
+        """Return the buffers that the executor keeps beside the model's own. Raises UnsupportedModelError."""
+        ...
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """A model as a target will hold it. `parts` say what is read from where, empty where nothing will be loaded."""
+
+    config: ModelConfig
+    settings: EngineConfig
+    target: Target
+    specs: tuple[TensorSpec, ...]
+    draft: Draft | None = None
+    parts: Parts = ()
+
+    @classmethod
+    def of(cls, config: ModelConfig, settings: EngineConfig, target: Target) -> Blueprint:
+        """Return the blueprint of a model without a draft from its config alone."""
+        return cls(config, settings, target, weight_specs(config, settings))
+
+    @cached_property
+    def dtype(self) -> DType:
+        """The storage type. Raises ConfigError."""
+        return self.target.dtype(self.config, self.settings)
+
+    @property
+    def position_limit(self) -> int:
+        """The context that was asked for, in tokens. Raises ConfigError."""
+        return position_limit(self.config, self.settings)
+
+    @cached_property
+    def needs(self) -> ExecutorNeeds:
+        """What the target keeps beside the model's own buffers. Raises UnsupportedModelError."""
+        return self.target.needs(self.config, self.settings, self.specs, self.draft)
+
+    def plan(self, max_context: int) -> MemoryPlan:
+        """Return the memory plan for exactly `max_context` tokens a sequence."""
+        return plan_model(
+            self.config, self.settings, itemsize=self.target.itemsize, max_context=max_context, needs=self.needs,
+            specs=self.specs, draft=self.draft,
+        )  # fmt: skip
+
+    def fit(self, budget: int) -> MemoryPlan:
+        """Return the plan within `budget` bytes. Raises MemoryPlanError."""
+        return fit_model(
+            self.config, self.settings, itemsize=self.target.itemsize, budget=budget, needs=self.needs,
+            specs=self.specs, draft=self.draft,
+        )  # fmt: skip
+
+
+@contextmanager
+def open_blueprint(folder: ModelFolder, settings: EngineConfig, target: Target) -> Iterator[Blueprint]:
+    """Open the checkpoints of the model and of its draft, compare them with their configs, and describe both.
+
+    The checkpoints are open inside the context. Raises CheckpointError, ConfigError, UnsupportedModelError.
+    """
+    target.dtype(folder.config, settings)
+    position_limit(folder.config, settings)
+    target.check(folder.config, settings)
+    with ExitStack() as stack:
+        checkpoint, specs = stack.enter_context(open_weights(folder, settings))
+        draft_checkpoint, draft = stack.enter_context(open_draft(folder, settings, specs))
+        parts: Parts = ((specs, checkpoint),)
+        if draft is not None:
+            parts += ((draft.specs, draft_checkpoint), ((draft.head,) if draft.head else (), checkpoint))
+            if draft.config.decoder is not None:
+                target.check(draft.config.decoder, settings)
+        yield Blueprint(folder.config, settings, target, specs, draft, parts)
+
+
+def described(
+    folder: ModelFolder,
+    settings: EngineConfig,
+    target: Target,
+    draft: str | None = None,
+    speculate: str | Mapping[str, Any] = "auto",
+    *,
+    reads_weights: bool = True,
+) -> Blueprint:
+    """Return the blueprint of a model that will not be loaded: weights that are not here need not be.
+
+    Those of a quantised model, or of a draft, that are here tell more than a config.json does (`reads_weights`: of the
+    model). `draft` and `speculate` as `LLM` takes them.
+    """
+    has_weights = any(folder.path.glob("*.safetensors")) and folder.config.quantization is not None
+    if reads_weights and has_weights:
+        with Checkpoint.open(folder.path) as checkpoint:
+            specs = weight_specs(folder.config, settings, checkpoint)
+    else:
+        specs = weight_specs(folder.config, settings)
+    is_model = draft not in (None, LOOKUP) and speculate != "off"
+    if is_model and not any(resolve(str(draft), folder.path, weights=False).glob("*.safetensors")):
+        settings = replace(settings, load_format="dummy")
+    settings = with_speculation(settings, folder, draft, speculate)
+    with open_draft(folder, settings, specs) as (_, found):
+        return Blueprint(folder.config, settings, target, specs, found)
