@@ -43,13 +43,13 @@ SCORE_CHUNK = KernelSpec(
 PICK_BLOCKS = KernelSpec("pick_blocks", "attention/pick_blocks.cu", "select_blocks", hot=True)
 _HEAD_TILE = 16
 _MOST_WARPS, _RESIDENT_BLOCKS = 4, 3
-"""Of a block of `select_blocks.cu`; blocks of so many on a multiprocessor."""
+"""`select_blocks.cu`: a block has at most so many warps, and so many of its blocks run on a multiprocessor."""
 _COARSE_KEYS, _FINE_BLOCKS = 32, 8
-"""What a warp takes at a time: entries of K2, and blocks' entries of K1."""
+"""`select_blocks.cu`: a warp takes so many entries of K2 at a time, or those of K1 of so many blocks of tokens."""
 _CHUNK_ROWS, _CHUNK_KEYS, _CHUNK_STAGES, _CHUNK_BLOCKS = 16, 64, 8, 16
-"""Of `score_chunk`: rows of a block, compressed keys of a tile, tiles in shared memory, blocks of tokens of a tile."""
+"""`score_chunk`: rows of a block, compressed keys of a tile, tiles in shared memory, blocks of tokens of a tile."""
 _CHUNK_THREADS = (_CHUNK_ROWS + 4) * 32
-"""A warp a row, and four that copy keys."""
+"""`score_chunk`: a warp for each row, and four that copy keys."""
 _PICK_THREADS, _CHUNK_PICK_THREADS = 512, 128
 _WORKSPACE_BYTES = 48 << 20
 

@@ -46,7 +46,7 @@ PREFILL_WGMMA = replace(
 EXPAND_PAGES = KernelSpec("expand_pages", "attention/expand_pages.cu", "prefill_attention", ExpandConstants, hot=True)
 _EXPAND_THREADS = 256
 _MOST_EXPAND_BLOCKS = 512
-"""In x: enough for every multiprocessor, few enough to find nothing to do in no time."""
+"""The grid's first dimension: enough blocks for every multiprocessor, few enough to end at once without pages."""
 
 
 @dataclass(frozen=True)
