@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from cpmrt.weights.formats.format import I32, U8, Format, Part, pack_nibbles, transposed, unpack_nibbles
+from cpmrt.weights.formats.format import I32, SCALES, U8, Format, Part, pack_nibbles, transposed, unpack_nibbles
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Nibble j of a word holds column AWQ_ORDER[j] of its eight."""
@@ -28,6 +28,6 @@ AWQ = Format(
     number=1,
     codes=Part("qweight", lambda n, k, groups: (k, n // 8), pack, unpack),
     rows=lambda words, begin, end: words[:, begin // 8 : end // 8],
-    scales=Part("scales", lambda n, k, groups: (groups, n), transposed, transposed),
+    scales=Part("scales", lambda n, k, groups: (groups, n), transposed, transposed, SCALES),
     zeros=Part("qzeros", lambda n, k, groups: (groups, n // 8), pack, unpack),
 )

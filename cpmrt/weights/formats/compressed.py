@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from cpmrt.weights.formats.format import I32, U8, Format, Part, pack_nibbles, unpack_nibbles
+from cpmrt.weights.formats.format import I32, SCALES, U8, Format, Part, pack_nibbles, unpack_nibbles
 
 
 def pack_zeros(z: U8) -> I32:
@@ -25,7 +25,7 @@ COMPRESSED = Format(
     number=2,
     codes=Part("weight_packed", lambda n, k, groups: (n, k // 8), pack_nibbles, unpack_nibbles),
     rows=lambda words, begin, end: words[begin:end],
-    scales=Part("weight_scale", lambda n, k, groups: (n, groups), np.asarray, np.asarray),
+    scales=Part("weight_scale", lambda n, k, groups: (n, groups), np.asarray, np.asarray, SCALES),
     zeros=Part("weight_zero_point", lambda n, k, groups: (n // 8, groups), pack_zeros, unpack_zeros),
     zeros_if_symmetric=False,
     order="weight_g_idx",

@@ -22,6 +22,8 @@ U8 = NDArray[np.uint8]
 I32 = NDArray[np.int32]
 Shape = tuple[int, ...]
 Entries = Mapping[str, TensorEntry]
+SCALES = tuple(FLOATS)
+"""The types that scales may have."""
 
 
 @dataclass(frozen=True)
@@ -46,13 +48,14 @@ class StoredTensor:
 class Part:
     """One tensor of a matrix. Its name ends in `suffix`; `shape` is for N, K and so many groups a row.
 
-    `pack` makes the tensor of plain numbers [N, ..]; `unpack` is the inverse.
+    `pack` makes the tensor of plain numbers [N, ..]; `unpack` is the inverse. `dtypes` are the types it may have.
     """
 
     suffix: str
     shape: Callable[[int, int, int], Shape]
     pack: Callable[[NDArray[Any]], NDArray[Any]]
     unpack: Callable[[NDArray[Any]], NDArray[Any]]
+    dtypes: tuple[str, ...] = ("I32",)
 
     def of(self, module: str) -> str:
         """Return the tensor's name."""
@@ -93,10 +96,10 @@ class Format:
         """Yield what a checkpoint must or may have of a matrix [N, K]."""
         num_rows, num_columns = shape
         sizes = num_rows, num_columns, num_columns // packing.group_size
-        yield StoredTensor(self.codes.of(module), ("I32",), self.codes.shape(*sizes))
-        yield StoredTensor(self.scales.of(module), tuple(FLOATS), self.scales.shape(*sizes))
-        if self.zeros and (self.zeros_if_symmetric or not packing.symmetric):
-            yield StoredTensor(self.zeros.of(module), ("I32",), self.zeros.shape(*sizes))
+        has_zeros = self.zeros_if_symmetric or not packing.symmetric
+        for part in (self.codes, self.scales, self.zeros if has_zeros else None):
+            if part is not None:
+                yield StoredTensor(part.of(module), part.dtypes, part.shape(*sizes))
         if self.order:
             yield StoredTensor(f"{module}.{self.order}", ("I32",), (num_columns,), required=False)
         if self.shape:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from cpmrt.weights.formats.format import I32, U8, Format, Part, pack_nibbles, transposed, unpack_nibbles
+from cpmrt.weights.formats.format import I32, SCALES, U8, Format, Part, pack_nibbles, transposed, unpack_nibbles
 
 V1_STEP = 0x11111111
 """What version 1 takes from each word of zero points, which it stores minus one."""
@@ -47,7 +47,7 @@ GPTQ = Format(
     number=0,
     codes=Part("qweight", lambda n, k, groups: (k // 8, n), pack_codes, unpack_codes),
     rows=lambda words, begin, end: words[:, begin:end],
-    scales=Part("scales", lambda n, k, groups: (groups, n), transposed, transposed),
+    scales=Part("scales", lambda n, k, groups: (groups, n), transposed, transposed, SCALES),
     zeros=Part("qzeros", lambda n, k, groups: (groups, n // 8), pack_zeros, unpack_zeros),
     order="g_idx",
 )

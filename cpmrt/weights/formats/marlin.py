@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from cpmrt.tensor_spec import Product
 from cpmrt.weights.formats.awq import AWQ_ORDER
-from cpmrt.weights.formats.format import I32, U8, Entries, Format, Part, Shape, pack_nibbles, unpack_nibbles
+from cpmrt.weights.formats.format import I32, SCALES, U8, Entries, Format, Part, Shape, pack_nibbles, unpack_nibbles
 
 TILE = 16
 RUN = 64
@@ -95,7 +95,7 @@ MARLIN = Format(
     number=3,
     codes=Part("qweight", lambda n, k, groups: (k // TILE, 2 * n), pack_codes, unpack_codes),
     rows=lambda words, begin, end: words[:, 2 * begin : 2 * end],
-    scales=Part("scales", lambda n, k, groups: (groups, n), pack_scales, unpack_scales),
+    scales=Part("scales", lambda n, k, groups: (groups, n), pack_scales, unpack_scales, SCALES),
     row_step=RUN,
     column_step=TILE,
     settings="gptq",
