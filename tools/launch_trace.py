@@ -55,7 +55,6 @@ from cpmrt.cuda.step.memory import buckets, row_counts  # noqa: E402
 from cpmrt.dtypes import DType  # noqa: E402
 from cpmrt.memory.arena import Arena  # noqa: E402
 from cpmrt.memory.plan import MemoryPlan  # noqa: E402
-from cpmrt.models.draft import Draft  # noqa: E402
 from cpmrt.opening import described  # noqa: E402
 from cpmrt.weights.model_folder import ModelFolder  # noqa: E402
 
@@ -188,8 +187,8 @@ def trace(setup: Setup, device: Device) -> dict[str, list[Any]]:
     steps = StepKernels(launcher, config, arrays, rings, device)
     drafting = draft and Speculation(draft, config, device, launcher, gemm, arrays, rings, forward, plan)
     _trace_plain(launcher, steps, forward, drafting, settings)
-    if draft is not None and drafting is not None:
-        _trace_drafting(launcher, draft, drafting, settings)
+    if drafting is not None:
+        _trace_drafting(launcher, drafting, settings)
     return launcher.graphs
 
 
@@ -230,16 +229,10 @@ def _trace_plain(
     steps.loop_end(1, 1, np.uint64(7), 2, 4)
 
 
-def _trace_drafting(launcher: TracingLauncher, draft: Draft, drafting: Any, settings: EngineConfig) -> None:
-    for number, shape in enumerate(draft.shapes):
-        launcher.begin(f"speculate {number}")
-        drafting._speculate(shape)
-    if draft.config.decoder is not None:
-        for bucket in buckets(settings.prefill_chunk):
-            launcher.begin(f"draft {bucket}")
-            drafting._chunk(bucket)
-        launcher.begin("catch up")
-        drafting._catch_up()
+def _trace_drafting(launcher: TracingLauncher, drafting: Speculation, settings: EngineConfig) -> None:
+    for name, launches in drafting.launches(buckets(settings.prefill_chunk)).items():
+        launcher.begin(name.replace("_", " ") if isinstance(name, str) else "{} {}".format(*name))
+        launches()
 
 
 def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:

@@ -10,7 +10,6 @@ import numpy as np
 
 from cpmrt.config import TreeShape
 from cpmrt.config.draft import DraftConfig
-from cpmrt.config.speculation import MAX_NODES
 from cpmrt.dtypes import Array
 from cpmrt.memory.caches import CacheLayout
 from cpmrt.models import decoder
@@ -22,8 +21,6 @@ from cpmrt.ops import Ops, Rows
 from cpmrt.tensor_spec import BufferSpec, TensorSpec
 
 PREFIX = "draft."
-MAX_PENDING = MAX_NODES
-"""Tokens of a slot that may wait for the draft, and rows of the target's states that are kept for them."""
 # The phases of a draft pass come after all of the target's, whose buffers are free by then.
 _LATER = HEAD + 1
 LAST_PHASE = _LATER + HEAD

@@ -53,29 +53,28 @@ def top_k(logits: F32, k: int) -> tuple[Array, F32]:
 
 
 class TreeGrowth:
-    """Candidates of one step: `add_root` once, then for every further pass `frontier` and `grow`, then `nodes`."""
+    """The candidates of one step: `grow` for each pass, whose rows are those of `frontier`, then `nodes`."""
 
     frontier: Frontier
-    """The rows of the next pass; there from `add_root` on."""
+    """The rows of the next pass; there from the first `grow` on."""
 
     def __init__(self, shape: TreeShape):
         self._shape = shape
         self._tokens = np.zeros(0, np.int32)
         self._scores = np.zeros(0, np.float32)
         self._parents = np.zeros(0, np.int64)
-        self._newest = np.zeros(0, np.int64)
+        self._newest = np.full(1, -1)
         self._num_passes = 0
 
-    def add_root(self, ids: Array, logprobs: F32) -> None:
-        """What the first pass gives after the root: [top_k], best first."""
-        self._add(np.full(self._shape.top_k, -1), ids, logprobs.astype(np.float32))
-
     def grow(self, ids: Array, logprobs: F32) -> None:
-        """What a pass gives after each row of `frontier`: [top_k, top_k], best first in each row.
+        """Take what a pass gives after each of its rows, best first: [1, top_k] after the root, which is the row of the
+        first pass, then [top_k, top_k] after each row of `frontier`.
 
         A row that had no room for its keys has log-probabilities of -inf.
         """
-        scores = self._scores[self._newest][:, None] + logprobs.astype(np.float32)
+        scores = logprobs.astype(np.float32)
+        if self._num_passes:
+            scores = self._scores[self._newest][:, None] + scores
         self._add(np.repeat(self._newest, self._shape.top_k), ids.reshape(-1), scores.reshape(-1))
 
     def nodes(self, root_token: int) -> Nodes:

@@ -1,4 +1,4 @@
-"""Drafting in NumPy: what a draft knows of each slot, and its passes from there to a tree.
+"""Drafting in NumPy: what a draft knows of each slot, and the operations of a step with it.
 
 A draft model is behind the target by the tokens that wait in `carry`: with EAGLE, the draft's row at position q joins
 the embedding of token q + 1 and the target's hidden state of token q. What the draft itself writes past the last
@@ -7,41 +7,60 @@ token is overwritten by the next step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from cpmrt.config import TreeShape
-from cpmrt.dtypes import F32, Array
+from cpmrt.dtypes import F32, Array, DType
+from cpmrt.executor import SlotResult
 from cpmrt.memory.caches import PAGE_SIZE, pages_for
-from cpmrt.models.draft import MAX_PENDING, Draft, DraftModel
+from cpmrt.models.draft import Draft, DraftModel
 from cpmrt.models.layers import EMBED, HEAD
-from cpmrt.ops import Ops, Rows
+from cpmrt.ops import KVPages, Ops, Rows
 from cpmrt.reference.blas_threads import BlasThreads
 from cpmrt.reference.draft_tree import Nodes, TreeGrowth, chain_nodes, lookup, top_k
+from cpmrt.reference.running import Running
+from cpmrt.reference.sparse_attention import append_compressed
+from cpmrt.speculation.procedure import MAX_WAITING, Waiting, after_chunk, catch_up, propose, speculate
 from cpmrt.tensor_spec import BufferSpec
 
 _UNKNOWN = -1
 
 
 def drafting_tables(draft: Draft, max_context: int, max_sequences: int) -> tuple[BufferSpec, ...]:
-    """What lives as long as the executor: `history`, int32, the token at each position of a slot; `carry`, the target's
-    hidden states that the draft has not seen."""
+    """Return the buffers that live as long as the executor: `history`, int32, the token at each position of a slot, and
+    `carry`, the target's hidden states of the tokens that wait."""
     tables = [BufferSpec("history", (max_sequences, pages_for(max_context) * PAGE_SIZE), EMBED, HEAD, np.int32)]
     if draft.config.hidden_width:
-        tables.append(BufferSpec("carry", (max_sequences, MAX_PENDING, draft.config.hidden_width), EMBED, HEAD))
+        tables.append(BufferSpec("carry", (max_sequences, MAX_WAITING, draft.config.hidden_width), EMBED, HEAD))
     return tuple(tables)
 
 
+@dataclass(frozen=True)
+class Target:
+    """The target's part in a speculative step: what the executor does for it.
+
+    `run` gives the logits of every row, `sample(slot, logits)` the token after the sequence's last one, and
+    `keep(slot, base, path)` leaves in the pages what they hold of these nodes of the tree.
+    """
+
+    run: Callable[[Rows], F32]
+    sample: Callable[[int, F32], SlotResult]
+    keep: Callable[[int, int, Sequence[int]], None]
+
+
 class Drafter:
-    """One draft for all slots; `model` None: prompt lookup. `arrays` are the executor's, `capacities` the positions
-    that the pages of each slot hold."""
+    """Drafts for all slots. `model` None: prompt lookup. `arrays` are the executor's, `capacities` the positions that
+    the pages of each slot hold."""
 
     def __init__(
         self,
         draft: Draft,
         model: DraftModel | None,
+        target: Target,
         ops: Ops,
         arrays: Mapping[str, Any],
         block_tables: Array,
@@ -49,126 +68,223 @@ class Drafter:
         max_context: int,
         threads: BlasThreads,
     ):
-        self._draft, self._model, self._ops, self._buffers = draft, model, ops, arrays
-        self._block_tables, self._capacities, self._max_context = block_tables, capacities, max_context
-        self._threads = threads
-        self._history: Array = arrays["history"]
-        self._carry: F32 | None = arrays.get("carry")
-        self._num_waiting = [0] * len(block_tables)
+        self.model, self.target, self.buffers, self._ops, self._threads = model, target, arrays, ops, threads
+        self.block_tables, self.capacities, self.max_context = block_tables, capacities, max_context
+        self.history: Array = arrays["history"]
+        self.carry: F32 | None = arrays.get("carry")
+        self.token_map: Array | None = arrays.get("draft.token_map")
+        self.is_eagle = draft.config.is_eagle
+        self.waiting = Waiting(MAX_WAITING)
         self._num_recalled = [0] * len(block_tables)
-        self._lead = 0 if draft.config.is_eagle else 1
-        """Of a token over the draft's row for it: an independent model has its row at the token's own position."""
 
     def admit(self, slot: int) -> None:
-        """Nothing is known of the slot's text."""
-        self._history[slot] = _UNKNOWN
-        self._num_waiting[slot] = self._num_recalled[slot] = 0
+        """Forget the slot's text."""
+        self.history[slot] = _UNKNOWN
+        self.waiting.admitted(slot)
+        self._num_recalled[slot] = 0
 
     def recall(self, slot: int, token_ids: Sequence[int]) -> None:
-        """The next tokens of a prompt that is in the pages already."""
+        """Take in the next tokens of a prompt that is in the pages already."""
         start = self._num_recalled[slot]
         self._num_recalled[slot] += len(token_ids)
-        self._history[slot, start : self._num_recalled[slot]] = token_ids
+        self.history[slot, start : self._num_recalled[slot]] = token_ids
 
     def sampled(self, slot: int, position: int, token: int) -> None:
-        """`token` stands at `position`."""
-        if position < self._history.shape[1]:
-            self._history[slot, position] = token
+        """Take in that `token` stands at `position`."""
+        if position < self.history.shape[1]:
+            self.history[slot, position] = token
 
     def prefilled(self, slot: int, token_ids: Sequence[int], start: int) -> None:
-        """The target has run a chunk of the prompt; its hidden states are rows 1 and on of `hidden`."""
+        """Take in a chunk of the prompt; the target's hidden states of it are rows 1 and on of `hidden`."""
         count = len(token_ids)
-        self._history[slot, start : start + count] = token_ids
-        if self._model is None:
-            return
-        hidden, first = self._buffers.get("hidden"), 0
-        if hidden is not None and self._carry is not None:
-            # The chunk's first token needs the state before it, which a chunk before this one has left.
-            first = 1 - self._num_waiting[slot]
-            hidden[0] = self._carry[slot, 0]
-            self._carry[slot, 0] = hidden[count]
-            hidden = hidden[first:count]
-        self._num_waiting[slot] = 1
-        if first < count:
-            positions = start - 1 + self._lead + np.arange(first, count)
-            rows = self._rows(token_ids[first:], positions, slot, is_prefill=True)
-            self._run(rows, hidden, None, is_first=True)
+        self.history[slot, start : start + count] = token_ids
+        if self.model is not None:
+            after_chunk(DraftStep(self, (slot,), start), count)
+            self.waiting.prefilled(slot)
 
-    def before_decode(self, slot: int, position: int) -> None:
-        """Make room for one more waiting token."""
-        if self._model is not None and self._num_waiting[slot] == MAX_PENDING:
-            self._catch_up(slot, position, None)
-            self._num_waiting[slot] = 0
+    def decoding(self, positions: Mapping[int, int]) -> None:
+        """Make room for the tokens of a plain decode step; `positions`: of the last token of each slot."""
+        for slot in self.waiting.before_decode(positions) if self.model is not None else ():
+            catch_up(DraftStep(self, (slot,), positions[slot]))
 
-    def decoded(self, slot: int, row: int) -> None:
-        """A plain step of the target, whose row `row` was this slot's."""
-        if self._carry is not None:
-            self._carry[slot, self._num_waiting[slot]] = self._buffers["hidden"][1 + row]
-        self._num_waiting[slot] += 1
+    def decoded(self, slots: tuple[int, ...]) -> None:
+        """Take in what a plain decode step of these slots has left in `hidden`."""
+        if self.model is not None:
+            DraftStep(self, slots, 0).carry(len(slots))
 
-    def accepted(self, slot: int, path: Sequence[int]) -> None:
-        """The target has run a tree, of which the nodes `path` stay."""
-        if self._carry is not None:
-            self._carry[slot, : len(path)] = self._buffers["hidden"][1 + np.array(path)]
-        self._num_waiting[slot] = len(path)
+    def speculate(self, slot: int, running: Running, shape: TreeShape) -> list[SlotResult]:
+        """Carry out a speculative step; return what each node of the accepted path gives."""
+        step = TreeStep(self, slot, running, shape)
+        speculate(step, shape, self._num_waiting(slot))
+        return step.results
 
-    def propose(self, slot: int, position: int, shape: TreeShape) -> Nodes:
-        """The tree for the next step of a slot, whose last token stands at `position`."""
-        root = int(self._history[slot, position])
-        if self._model is None:
-            drafted = lookup(self._history[slot, : position + 1], shape.tree_size - 1)
-            return chain_nodes(root, drafted, shape.tree_size)
-        growth = TreeGrowth(shape)
-        num_waiting = self._num_waiting[slot]
-        logits = self._catch_up(slot, position, slice(num_waiting - 1, num_waiting))
-        growth.add_root(*self._best(logits[0], shape.top_k))
-        outputs = self._buffers["draft.x"][num_waiting - 1 : num_waiting]
-        for depth in range(1, shape.num_passes):
-            frontier = growth.frontier
-            rows = self._frontier_rows(slot, position + self._lead, depth, frontier.tokens, frontier.masks)
-            parents = None
-            if self._draft.config.is_eagle:
-                parents = self._buffers["draft.parents"][: shape.top_k]
-                parents[:] = outputs[frontier.parent_rows]
-            logits = self._run(rows, parents, slice(None), is_first=False)
-            best = [self._best(row, shape.top_k) for row in logits]
-            logprobs = np.where((rows.slots >= 0)[:, None], np.stack([found for _, found in best]), -np.inf)
-            growth.grow(np.stack([ids for ids, _ in best]), logprobs)
-            outputs = self._buffers["draft.x"][: shape.top_k]
-        return growth.nodes(root)
+    def proposed(self, slot: int, running: Running, shape: TreeShape) -> Nodes:
+        """Return the tree that a speculative step would verify."""
+        step = TreeStep(self, slot, running, shape)
+        propose(step, shape, self._num_waiting(slot))
+        return step.nodes
 
-    def _catch_up(self, slot: int, position: int, logit_rows: slice | None) -> F32:
-        """Run the tokens that wait; the last of them is the one at `position`."""
-        count = self._num_waiting[slot]
-        tokens = self._history[slot, position - count + 1 : position + 1]
-        rows = self._rows(tokens, position + self._lead - count + np.arange(count), slot)
-        hidden = None if self._carry is None else self._carry[slot, :count]
-        return self._run(rows, hidden, logit_rows, is_first=True)
+    def _num_waiting(self, slot: int) -> int:
+        return 0 if self.model is None else self.waiting.of(slot)
 
-    def _frontier_rows(self, slot: int, base: int, depth: int, tokens: Array, masks: Array) -> Rows:
-        """Behind the `base` positions that are decided; what does not fit is padding."""
-        count = len(tokens)
-        position, locations = base + depth - 1, base + (depth - 1) * count + np.arange(count)
-        fits = (locations < self._capacities[slot]) & (position < self._max_context)
-        slots = np.where(fits, slot, -1)
-        return Rows(
-            tokens.astype(np.int64), np.where(fits, position, 0), slots, self._block_tables, False,
-            np.where(fits, locations, 0), masks, np.full(count, base),
-        )  # fmt: skip
-
-    def _rows(self, tokens: Any, positions: Array, slot: int, *, is_prefill: bool = False) -> Rows:
-        slots = np.full(len(positions), slot)
-        return Rows(np.array(tokens, np.int64), positions, slots, self._block_tables, is_prefill)
-
-    def _run(self, rows: Rows, hidden: F32 | None, logit_rows: slice | None, *, is_first: bool) -> F32:
-        """A pass; the logits of `logit_rows`."""
-        assert self._model is not None
+    def run(self, rows: Rows, hidden: F32 | None, logit_rows: slice | None, *, is_first: bool) -> F32:
+        """Run a pass of the draft; return the logits of `logit_rows`."""
+        assert self.model is not None
         with self._threads.for_rows(len(rows.token_ids)):
-            _, logits = self._model.forward(self._ops, rows, hidden, logit_rows, is_first=is_first)
+            _, logits = self.model.forward(self._ops, rows, hidden, logit_rows, is_first=is_first)
         found: F32 = logits
         return found
 
-    def _best(self, logits: F32, count: int) -> tuple[Array, F32]:
-        """The best tokens of one row, as the target calls them, and their log-probabilities."""
-        ids, logprobs = top_k(logits, count)
-        return (ids if self._draft.token_map is None else self._buffers["draft.token_map"][ids]), logprobs
+    def tree_rows(
+        self, slot: int, base: int, tokens: Array, positions: Array, locations: Array, masks: Array,
+        there: Array | bool = True,
+    ) -> Rows:
+        """Return rows behind the `base` positions that are decided; one that does not fit, or is not `there`, is
+        padding (slot -1)."""
+        fits = there & (locations < self.capacities[slot]) & (positions < self.max_context)
+        return Rows(
+            tokens.astype(np.int64), np.where(fits, positions, 0), np.where(fits, slot, -1), self.block_tables, False,
+            np.where(fits, locations, 0), masks, np.full(len(tokens), base),
+        )  # fmt: skip
+
+
+class DraftStep:
+    """The operations beside the target's steps (`speculation.procedure.DraftOps`).
+
+    `position`: of the last token of the first of the slots, or where a chunk of its prompt begins.
+    """
+
+    def __init__(self, drafter: Drafter, slots: tuple[int, ...], position: int):
+        self._drafter, self._slots, self._slot, self._position = drafter, slots, slots[0], position
+        self._hidden: F32 | None = None
+        self._lead = 0 if drafter.is_eagle else 1
+        """Of a token over the draft's row for it: an independent model has its row at the token's own position."""
+
+    def waiting(self, num_rows: int) -> None:
+        self._logits = self._drafter.run(self._rows, self._hidden, slice(num_rows - 1, num_rows), is_first=True)
+
+    def catch_up_begin(self) -> None:
+        self._set_waiting(MAX_WAITING)
+
+    def catch_up_end(self) -> None:
+        carry = self._drafter.carry
+        if carry is not None:
+            carry[self._slot, 0] = carry[self._slot, -1]
+
+    def chunk_begin(self, num_rows: int) -> None:
+        carry, first = self._drafter.carry, 0
+        if carry is not None:
+            # The chunk's first token needs the state before it, which a chunk before this one has left.
+            first, hidden = 1 - self._drafter.waiting.of(self._slot), self._drafter.buffers["hidden"]
+            hidden[0] = carry[self._slot, 0]
+            carry[self._slot, 0] = hidden[num_rows]
+            self._hidden = hidden[first:num_rows]
+        self._set_rows(self._position + first, num_rows - first, is_prefill=True)
+
+    def chunk(self, num_rows: int) -> None:
+        if len(self._rows.token_ids):
+            self._drafter.run(self._rows, self._hidden, None, is_first=True)
+
+    def carry(self, num_rows: int) -> None:
+        drafter = self._drafter
+        if drafter.carry is not None:
+            for row, slot in enumerate(self._slots, 1):
+                drafter.carry[slot, drafter.waiting.of(slot) - 1] = drafter.buffers["hidden"][row]
+
+    def _set_waiting(self, num_rows: int) -> None:
+        carry = self._drafter.carry
+        self._set_rows(self._position + 1 - num_rows, num_rows)
+        self._hidden = None if carry is None else carry[self._slot, :num_rows]
+
+    def _set_rows(self, first: int, count: int, *, is_prefill: bool = False) -> None:
+        """The draft's rows for the tokens at `first` and on."""
+        tokens = self._drafter.history[self._slot, first : first + count].astype(np.int64)
+        positions, slots = first - 1 + self._lead + np.arange(count), np.full(count, self._slot)
+        self._rows = Rows(tokens, positions, slots, self._drafter.block_tables, is_prefill)
+
+
+class TreeStep(DraftStep):
+    """The operations of a speculative step too (`speculation.procedure.TreeOps`)."""
+
+    def __init__(self, drafter: Drafter, slot: int, running: Running, shape: TreeShape):
+        super().__init__(drafter, (slot,), running.position)
+        self.results: list[SlotResult] = []
+        """What each node of the accepted path gives."""
+        self._running, self._growth = running, TreeGrowth(shape)
+
+    def begin(self, num_rows: int) -> None:
+        if num_rows:
+            self._set_waiting(num_rows)
+
+    def top_k(self, shape: TreeShape, rows: slice) -> None:
+        token_map = self._drafter.token_map
+        found = [top_k(logits, shape.top_k) for logits in self._logits]
+        ids, logprobs = (np.stack(of_rows) for of_rows in zip(*found, strict=True))
+        has_room = (self._rows.slots[rows] >= 0)[:, None]
+        self._growth.grow(ids if token_map is None else token_map[ids], np.where(has_room, logprobs, -np.inf))
+
+    def grow(self, shape: TreeShape, depth: int, rows: slice) -> None:
+        drafter, frontier = self._drafter, self._growth.frontier
+        self._hidden = None
+        if drafter.is_eagle:
+            parents: F32 = drafter.buffers["draft.parents"][: shape.top_k]
+            parents[:] = drafter.buffers["draft.x"][rows][frontier.parent_rows]
+            self._hidden = parents
+        base = self._position + self._lead
+        self._rows = drafter.tree_rows(
+            self._slot, base, frontier.tokens, np.full(shape.top_k, base + depth - 1),
+            base + (depth - 1) * shape.top_k + np.arange(shape.top_k), frontier.masks,
+        )  # fmt: skip
+
+    def frontier(self, num_rows: int) -> None:
+        self._logits = self._drafter.run(self._rows, self._hidden, slice(num_rows), is_first=False)
+
+    def finish(self, shape: TreeShape) -> None:
+        self.nodes = self._growth.nodes(self._running.last_token)
+
+    def lookup(self, shape: TreeShape) -> None:
+        text = self._drafter.history[self._slot, : self._position + 1]
+        self.nodes = chain_nodes(self._running.last_token, lookup(text, shape.tree_size - 1), shape.tree_size)
+
+    def verify(self, shape: TreeShape) -> None:
+        nodes, base, numbers = self.nodes, self._position, np.arange(shape.tree_size)
+        self._rows = self._drafter.tree_rows(
+            self._slot, base, nodes.tokens, base + nodes.depths, base + numbers, nodes.masks,
+            (nodes.parents >= 0) | (numbers == 0),
+        )  # fmt: skip
+        self._logits = self._drafter.target.run(self._rows)
+
+    def sample(self, shape: TreeShape) -> None:
+        running, nodes, self._path = self._running, self.nodes, list[int]()
+        children = np.zeros(1, np.int64)
+        while len(children) and not running.finished:
+            self._path.append(int(children[0]))
+            running.position += 1
+            self.results.append(self._drafter.target.sample(self._slot, self._logits[self._path[-1]]))
+            fits = (nodes.parents == self._path[-1]) & (self._rows.slots >= 0)
+            children = np.flatnonzero(fits & (nodes.tokens == running.last_token))
+
+    def accept(self, shape: TreeShape) -> None:
+        drafter, path = self._drafter, self._path
+        drafter.target.keep(self._slot, self._position, path)
+        if drafter.carry is not None:
+            drafter.carry[self._slot, : len(path)] = drafter.buffers["hidden"][1 + np.array(path)]
+        drafter.waiting.accepted(self._slot, len(path))
+
+
+def keep_path(
+    moved: Iterable[F32], pages: Iterable[KVPages], block_table: Array, base: int, path: Sequence[int], dtype: DType
+) -> None:
+    """Move what the caches `moved` [layers, P, ..., 64, D] hold of the path's nodes to the positions of the path.
+
+    Windows of sparse attention that end within the path are compressed then, in the `pages` of every layer.
+    """
+    for cache in moved:
+        for position, node in enumerate(path):
+            if position != node:
+                to, source = (divmod(base + place, PAGE_SIZE) for place in (position, node))
+                cache[:, block_table[to[0]], :, to[1]] = cache[:, block_table[source[0]], :, source[1]]
+    for kv in pages:
+        if kv.compressed is not None:
+            positions = range(base, base + len(path))
+            append_compressed(kv.compressed.k1, kv.compressed.k2, kv.scored_keys, block_table, positions, dtype)

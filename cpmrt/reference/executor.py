@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from cpmrt.config import ModelConfig
+from cpmrt.config import ModelConfig, TreeShape
 from cpmrt.dtypes import F32, Array, DType
 from cpmrt.errors import ConfigError, NoDeviceError
 from cpmrt.executor import (
@@ -33,11 +33,11 @@ from cpmrt.models.draft import PREFIX, Draft, DraftModel
 from cpmrt.models.layers import Table
 from cpmrt.ops import Rows
 from cpmrt.reference.blas_threads import BlasThreads
-from cpmrt.reference.drafting import Drafter
+from cpmrt.reference.draft_tree import Nodes
+from cpmrt.reference.drafting import Drafter, Target, keep_path
 from cpmrt.reference.ops import NumpyOps
 from cpmrt.reference.quantized import Matrix, quantized_arrays, rows_of
 from cpmrt.reference.running import Running
-from cpmrt.reference.tree_step import child_with, keep_path, tree_rows
 
 
 @dataclass(frozen=True)
@@ -100,8 +100,8 @@ class ReferenceExecutor:
         if draft is not None:
             self._fill(drafts.tables(draft, plan.max_context, position_limit))
             self._drafter = Drafter(
-                draft, self._draft_model(draft), self.ops, self._arrays, self.block_tables, self._capacities,
-                plan.max_context, self._threads,
+                draft, self._draft_model(draft), Target(self._tree_logits, self._sample, self._keep), self.ops,
+                self._arrays, self.block_tables, self._capacities, plan.max_context, self._threads,
             )  # fmt: skip
 
     def _fill(self, tables: Iterable[Table]) -> None:
@@ -125,6 +125,11 @@ class ReferenceExecutor:
         """Return an array of the memory plan by name, for tests and tools that look inside."""
         found: Array = self._arrays[name]
         return found
+
+    def proposed(self, slot: int, shape: TreeShape) -> Nodes:
+        """Return the tree that a speculative step of an admitted slot would verify now, for tests that look inside."""
+        assert self._drafter is not None
+        return self._drafter.proposed(slot, self._running[slot], shape)
 
     def submit(self, step: Step) -> Pending:
         """Carry out the step; the result is ready. Raises NoDeviceError after `close`."""
@@ -192,45 +197,37 @@ class ReferenceExecutor:
             return StepResult((SlotResult(),) * len(step.slots))
         states = [self._running[slot] for slot in active]
         if self._drafter:
-            for slot, running in zip(active, states, strict=True):
-                self._drafter.before_decode(slot, running.position)
+            self._drafter.decoding({slot: self._running[slot].position for slot in active})
         logits = self._arrays["logits"][: len(active)]
         rows = self._rows([r.last_token for r in states], [r.position for r in states], active, False)
         self._forward(rows, slice(None), logits)
+        if self._drafter:
+            self._drafter.decoded(tuple(active))
         results = {}
         for row, (slot, running) in enumerate(zip(active, states, strict=True)):
-            if self._drafter:
-                self._drafter.decoded(slot, row)
             running.position += 1
             results[slot] = self._sample(slot, logits[row])
         return StepResult(tuple(results.get(slot, SlotResult()) for slot in step.slots))
 
     def _speculate(self, step: Speculate) -> SlotResult:
-        """Draft a tree, run the target over it, and follow it as long as it is what plain decoding gives."""
         (slot,) = step.slots
-        running, drafter = self._running[slot], self._drafter
-        if drafter is None:
+        running = self._running[slot]
+        if self._drafter is None:
             raise ConfigError("this executor has no draft", expected="Decode steps", actual="a Speculate step")
         if running.finished:
             return SlotResult()
-        base, shape = running.position, self._limits.tree_shapes[step.shape]
-        nodes = drafter.propose(slot, base, shape)
-        rows = tree_rows(nodes, slot, base, self._capacities[slot], self._limits.max_context, self.block_tables)
-        logits = self._arrays["logits"][: shape.tree_size]
-        self._forward(rows, slice(None), logits)
-        path, results = [0], list[SlotResult]()
-        while True:
-            running.position += 1
-            results.append(self._sample(slot, logits[path[-1]]))
-            node = child_with(nodes, rows, path[-1], running.last_token)
-            if running.finished or node is None:
-                break
-            path.append(node)
-        pages = (layer.mixer.pages for layer in self._model.layers.layers)
-        keep_path(self._layout.moved(self._arrays), pages, self.block_tables[slot], base, path, self.ops.dtype)
-        drafter.accepted(slot, path)
+        results = self._drafter.speculate(slot, running, self._limits.tree_shapes[step.shape])
         tokens = tuple(token for result in results for token in result.token_ids)
         return SlotResult(tokens, tuple(entry for result in results for entry in result.logprobs))
+
+    def _tree_logits(self, rows: Rows) -> F32:
+        logits: F32 = self._arrays["logits"][: len(rows.token_ids)]
+        self._forward(rows, slice(None), logits)
+        return logits
+
+    def _keep(self, slot: int, base: int, path: Sequence[int]) -> None:
+        pages = (layer.mixer.pages for layer in self._model.layers.layers)
+        keep_path(self._layout.moved(self._arrays), pages, self.block_tables[slot], base, path, self.ops.dtype)
 
     def _sample(self, slot: int, logits: F32) -> SlotResult:
         running = self._running[slot]

@@ -27,7 +27,7 @@ def random_tree(rng: np.random.Generator, shape: TreeShape, root: int) -> Nodes:
         if level:
             growth.grow(ids, logprobs)
         else:
-            growth.add_root(ids[0], logprobs[0])
+            growth.grow(ids[:1], logprobs[:1])
     return growth.nodes(root)
 
 

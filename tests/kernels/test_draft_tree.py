@@ -39,7 +39,7 @@ def check_growth(device: TreeDevice, shape: TreeShape, running: Running, *, offs
     rng, k, growth = np.random.default_rng([shape.top_k, shape.num_passes, has_ties]), shape.top_k, TreeGrowth(shape)
     device.begin(running)
     ids, logprobs = drafted(rng, 1, k, has_ties)
-    growth.add_root(ids[0], logprobs[0])
+    growth.grow(ids[:1], logprobs[:1])
     outputs = rng.integers(0, 2**16, (1, device.width), np.uint16)
     num_padding = 0
     for depth in range(1, shape.num_passes):

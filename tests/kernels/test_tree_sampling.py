@@ -37,7 +37,7 @@ def deep_tree(rng: np.random.Generator) -> Nodes:
         if level:
             growth.grow(ids, logprobs)
         else:
-            growth.add_root(ids[0], logprobs[0])
+            growth.grow(ids[:1], logprobs[:1])
     return growth.nodes(4)
 
 

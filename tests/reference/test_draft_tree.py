@@ -90,7 +90,7 @@ def test_a_tree_is_the_naive_one(shape: TreeShape, kind: str) -> None:
     passes = drafted(np.random.default_rng([shape.num_passes, shape.top_k, len(kind)]), shape, kind)
     frontiers, chosen = naive(shape, passes)
     growth = TreeGrowth(shape)
-    growth.add_root(passes[0][0][0], passes[0][1][0])
+    growth.grow(passes[0][0][:1], passes[0][1][:1])
     for level, expected in enumerate(frontiers):
         rows = growth.frontier
         assert rows.tokens.tolist() == [one.token for one in expected]

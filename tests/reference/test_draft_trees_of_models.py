@@ -49,7 +49,7 @@ def expected_paths(draft, text, shape):
 
 
 def proposed_paths(executor, text):
-    nodes = executor._drafter.propose(0, len(text) - 1, SHAPE)
+    nodes = executor.proposed(0, SHAPE)
     assert int(nodes.tokens[0]) == text[-1]
     paths = [()]
     for token, parent in zip(nodes.tokens[1:].tolist(), nodes.parents[1:].tolist(), strict=True):
@@ -168,7 +168,7 @@ def test_many_waiting_tokens_do_not_shift_the_draft(tmp_path):
 
 
 @pytest.mark.parametrize("method", ["eagle2", "eagle3"])
-def test_states_of_an_accepted_path_that_leaves_out_nodes(tmp_path, monkeypatch, method):
+def test_states_of_an_accepted_path_that_leaves_out_nodes(tmp_path, method):
     """The path's states are gathered from rows that later ones overwrite; the next tree shows whether one was lost."""
     config, tensors, plain_of = (
         (DRAFT, eagle2_tensors("vllm"), PlainEagle2) if method == "eagle2" else (EAGLE3, eagle3_tensors(), PlainEagle3)
@@ -179,11 +179,13 @@ def test_states_of_an_accepted_path_that_leaves_out_nodes(tmp_path, monkeypatch,
         plain.scale = 1.4 / sqrt(32)
     else:
         plain.kept = (np.arange(18) + tensors["d2t"]).tolist()
-    kept = executor._drafter.accepted
-    monkeypatch.setattr(executor._drafter, "accepted", lambda slot, path: (paths.append(path), kept(slot, path)))
     executor.submit(Admit(0, SamplingParams(temperature=1.0), 8, 150, ())).wait()
     text = [*PROMPT[:9], *executor.submit(Prefill(0, PROMPT[:9], 0, True)).wait().slots[0].token_ids]
     while sum(path != list(range(len(path))) for path in paths) < 4:
-        text += executor.submit(Speculate((0,))).wait().slots[0].token_ids
-        if len(paths[-1]) > 1:
+        nodes, given = executor.proposed(0, SHAPE), executor.submit(Speculate((0,))).wait().slots[0].token_ids
+        text, path = [*text, *given], [0]
+        for token in given[:-1]:
+            path.append(int(np.flatnonzero((nodes.parents == path[-1]) & (nodes.tokens == token))[0]))
+        paths.append(path)
+        if len(path) > 1:
             assert proposed_paths(executor, text) == expected_paths(plain, text, SHAPE)

@@ -16,10 +16,10 @@ from reference.operands import Data, filled_pages, make_rows
 from cpmrt.config import SparseConfig
 from cpmrt.dtypes import DType, round_to
 from cpmrt.ops import OPS, CompressedKeys, KVPages, Selection
+from cpmrt.reference.drafting import keep_path
 from cpmrt.reference.kv_rows import gather
 from cpmrt.reference.ops import NumpyOps
 from cpmrt.reference.sparse_attention import append_compressed
-from cpmrt.reference.tree_step import keep_path
 
 PAGE, DIM, SCALE = 64, 16, 0.25
 SMALL = SparseConfig(init_blocks=1, window_size=64, topk=3, dense_len=-1)

@@ -22,9 +22,10 @@ from cpmrt.cuda.step.forward import StepForward
 from cpmrt.cuda.step.memory import cuda_needs
 from cpmrt.executor import MAX_ROWS
 from cpmrt.memory.caches import CacheLayout
-from cpmrt.models.draft import LAST_PHASE, MAX_PENDING, PREFIX, Draft, DraftModel
+from cpmrt.models.draft import LAST_PHASE, PREFIX, Draft, DraftModel
 from cpmrt.models.planning import ExecutorNeeds
 from cpmrt.ops import Rows
+from cpmrt.speculation.procedure import MAX_WAITING
 from cpmrt.tensor_spec import BufferSpec, TensorSpec
 
 SCRATCH = "draft_scratch."
@@ -147,9 +148,9 @@ class DraftForward:
         parents = a["draft.parents"][:num_rows] if self._draft.is_eagle else None
         self._model.forward(self._ops, self._rows(num_rows, *places), parents, slice(num_rows), is_first=False)
 
-    def outputs(self, first: int, end: int) -> Any | None:
+    def outputs(self, rows: slice) -> Any | None:
         """Rows of the last pass' output, which a later pass continues; None where it does not."""
-        return self._arrays["draft.x"][first:end] if self._draft.is_eagle else None
+        return self._arrays["draft.x"][rows] if self._draft.is_eagle else None
 
     def parents(self, num_rows: int) -> Any | None:
         """Where the outputs that a pass of `frontier` continues go."""
@@ -182,7 +183,7 @@ def every_shape(draft: Draft, target: StepForward, forward: DraftForward | None,
         return
     for bucket in buckets:
         forward.chunk(bucket)
-    for count in (waiting_rows(draft), MAX_PENDING):
+    for count in (waiting_rows(draft), MAX_WAITING):
         forward.waiting(count)
     for shape in draft.shapes:
         if shape.num_passes > 1:

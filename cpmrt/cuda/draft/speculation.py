@@ -1,12 +1,8 @@
-"""Speculation on the GPU: the draft beside the target in every step, and whole speculative steps as graphs.
-
-The draft must see every token. What it has not seen yet waits in the carry of its slot: up to `MAX_PENDING` of the
-target's hidden states. This file knows at most how many wait, without asking the device.
-"""
+"""Speculation on the GPU: the draft beside the target in every step, and whole speculative steps as graphs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from functools import partial
 from typing import Any
 
@@ -24,8 +20,83 @@ from cpmrt.cuda.step.rings import Answer, Rings
 from cpmrt.cuda.step.structs import CATCH_UP, SPECULATE
 from cpmrt.executor import Speculate
 from cpmrt.memory.plan import MemoryPlan
-from cpmrt.models.draft import MAX_PENDING, Draft
+from cpmrt.models.draft import Draft
 from cpmrt.models.draft import tables as draft_tables
+from cpmrt.speculation.procedure import MAX_WAITING, Waiting, after_chunk, catch_up, speculate
+
+
+class DraftLaunches:
+    """The operations of the drafting procedure as launches (`speculation.procedure.TreeOps`).
+
+    Which slot they are about the kernels read from the command of the step.
+    """
+
+    def __init__(
+        self,
+        draft: Draft,
+        kernels: TreeKernels,
+        forward: DraftForward | None,
+        target: StepForward,
+        arrays: Mapping[str, Any],
+    ):
+        self._draft, self._kernels, self._forward, self._target, self._arrays = draft, kernels, forward, target, arrays
+
+    @property
+    def _model(self) -> DraftForward:
+        assert self._forward is not None
+        return self._forward
+
+    def begin(self, num_rows: int) -> None:
+        self._kernels.speculate_begin(num_rows, self._hidden(num_rows))
+
+    def waiting(self, num_rows: int) -> None:
+        self._model.waiting(num_rows)
+
+    def top_k(self, shape: TreeShape, rows: slice) -> None:
+        logits = self._model.logits(rows.stop - rows.start)
+        self._kernels.top_k(logits, shape.top_k, self._arrays.get("draft.token_map"), first_row=rows.start)
+
+    def grow(self, shape: TreeShape, depth: int, rows: slice) -> None:
+        self._kernels.tree_grow(shape, depth, self._model.outputs(rows), self._model.parents(shape.top_k))
+
+    def frontier(self, num_rows: int) -> None:
+        self._model.frontier(num_rows)
+
+    def finish(self, shape: TreeShape) -> None:
+        self._kernels.tree_finish(shape)
+
+    def lookup(self, shape: TreeShape) -> None:
+        self._kernels.lookup(shape)
+
+    def verify(self, shape: TreeShape) -> None:
+        self._target.tree(shape.tree_size)
+
+    def sample(self, shape: TreeShape) -> None:
+        self._kernels.sample_tree(self._arrays["logits"][: shape.tree_size])
+
+    def accept(self, shape: TreeShape) -> None:
+        self._kernels.accept(shape, self._hidden(shape.tree_size), self._draft.forced_accept)
+        self._target.path_accepted()
+
+    def catch_up_begin(self) -> None:
+        self._kernels.catch_up_begin(self._hidden(MAX_WAITING))
+
+    def catch_up_end(self) -> None:
+        self._kernels.catch_up_end()
+
+    def chunk_begin(self, num_rows: int) -> None:
+        # The chunk's states stand behind the row that the chunk before has left.
+        self._kernels.prefill_rows(num_rows, self._hidden(num_rows + 1))
+
+    def chunk(self, num_rows: int) -> None:
+        self._model.chunk(num_rows)
+
+    def carry(self, num_rows: int) -> None:
+        self._kernels.carry_rows(num_rows, self._hidden(num_rows))
+
+    def _hidden(self, num_rows: int) -> Any | None:
+        """The target's states that the draft reads; None where it reads none."""
+        return self._arrays["hidden"][:num_rows] if self._draft.config.hidden_width else None
 
 
 class Speculation:
@@ -44,8 +115,7 @@ class Speculation:
         plan: MemoryPlan,
     ):
         self._draft, self._arrays, self._rings, self._target = draft, arrays, rings, target
-        self._launcher = launcher
-        self._max_context = plan.max_context
+        self._launcher, self._max_context = launcher, plan.max_context
         self._config, self._device = config, device
         self._kernels = TreeKernels(
             launcher, config, arrays, plan.caches, rings, device,
@@ -54,9 +124,9 @@ class Speculation:
         self._forward = None
         if plan.draft_caches is not None:
             self._forward = DraftForward(draft, device, launcher, gemm, arrays, plan.draft_caches)
-        self._waiting_rows = waiting_rows(draft)
+        self._ops = DraftLaunches(draft, self._kernels, self._forward, target, arrays)
+        self._waiting = Waiting(waiting_rows(draft))
         self._max_emitted = tuple(shape.max_emitted for shape in draft.shapes)
-        self._pending: dict[int, int] = {}
 
     def modules(self) -> tuple[Module, ...]:
         """What is launched beside the forwards."""
@@ -70,19 +140,27 @@ class Speculation:
         """Load the kernels that are not run by `every_shape`."""
         self._kernels.load()
 
-    def add_graphs(self, graphs: Graphs, buckets: tuple[int, ...], loop_end: Callable[..., None]) -> None:
-        """Capture what the draft does of its own accord, and the speculative step of each shape.
+    def launches(self, buckets: tuple[int, ...]) -> dict[Hashable, Callable[[], None]]:
+        """Return by name of its graph what the draft does of its own accord: the speculative step of each shape, the
+        draft's pass over a chunk of each bucket, catching up."""
+        rows = 0 if self._forward is None else self._waiting.step_rows
+        found: dict[Hashable, Callable[[], None]] = {
+            ("speculate", number): partial(speculate, self._ops, shape, rows)
+            for number, shape in enumerate(self._draft.shapes)
+        }
+        if self._forward is not None:
+            found |= {("draft", bucket): partial(after_chunk, self._ops, bucket) for bucket in buckets}
+            found["catch_up"] = partial(catch_up, self._ops)
+        return found
 
-        `loop_end` is that of `StepKernels`. The first row of the target is the tree's root.
-        """
+    def add_graphs(self, graphs: Graphs, buckets: tuple[int, ...], loop_end: Callable[..., None]) -> None:
+        """Capture the `launches`; `loop_end` is that of `StepKernels`. The first row of the target is the root."""
+        launches = self.launches(buckets)
         for number, shape in enumerate(self._draft.shapes):
-            end = partial(loop_end, 1, shape.max_emitted)
-            graphs.add_step(("speculate", number), partial(self._speculate, shape), end)
-        if self._forward is None:
-            return
-        for bucket in buckets:
-            graphs.add(("draft", bucket), partial(self._chunk, bucket))
-        graphs.add("catch_up", self._catch_up)
+            name = "speculate", number
+            graphs.add_step(name, launches.pop(name), partial(loop_end, 1, shape.max_emitted))
+        for other, launch in launches.items():
+            graphs.add(other, launch)
 
     def fill_tables(self, capacity: int, position_limit: int) -> None:
         """Before the first step; `capacity`: positions that every slot's own pages hold. The stream is current."""
@@ -104,36 +182,34 @@ class Speculation:
 
     def admitted(self, slot: int) -> None:
         """Nothing of the slot's new sequence is there yet."""
-        self._pending[slot] = 0
+        self._waiting.admitted(slot)
 
     def prefilled(self, graphs: Graphs, slot: int, bucket: int) -> None:
-        """After the target's graphs of a chunk: the draft's."""
+        """Start the draft's pass over a chunk, after the target's graphs of it."""
         if self._forward is not None:
             graphs.run(("draft", bucket))
-            self._pending[slot] = 1
+            self._waiting.prefilled(slot)
 
     def after_decode(self, num_rows: int) -> None:
-        """Launches at the end of a decode step: its hidden states are the draft's to see."""
+        """Launch the end of a decode step, whose hidden states are the draft's to see."""
         if self._forward is not None:
-            self._kernels.carry_rows(num_rows, self._hidden(num_rows))
+            self._ops.carry(num_rows)
 
     def make_room(self, graphs: Graphs, slots: tuple[int, ...]) -> None:
-        """Before a decode step: no carry may overflow."""
-        if self._forward is None:
-            return
-        for slot in slots:
-            if self._pending[slot] >= MAX_PENDING:
+        """Let drafts catch up before a decode step, so that no more tokens wait than there is room for."""
+        if self._forward is not None:
+            for slot in self._waiting.before_decode(slots):
                 self._run_catch_up(graphs, slot)
-            self._pending[slot] += 1
 
     def speculate(self, graphs: Graphs, step: Speculate, num_logprobs: tuple[int, ...]) -> Answer:
         """Start a step. `num_logprobs`: what its sequence asked for."""
-        slot = step.slots[0]
-        if self._forward is not None and self._pending[slot] > self._waiting_rows:
+        (slot,) = step.slots
+        if self._forward is not None and self._waiting.before_speculation(slot):
             self._run_catch_up(graphs, slot)
         self._rings.write_slots(SPECULATE, step.slots)
         start = graphs.run_step(("speculate", step.shape), step.slots)
-        self._pending[slot] = emitted = self._max_emitted[step.shape]
+        emitted = self._max_emitted[step.shape]
+        self._waiting.accepted(slot, emitted)
         return self._rings.sent(emitted, num_logprobs, start)
 
     def pass_seconds(self, shape: int) -> tuple[float, float]:
@@ -142,7 +218,7 @@ class Speculation:
 
         def passes() -> None:
             if draft is not None:
-                draft.waiting(self._waiting_rows)
+                draft.waiting(self._waiting.step_rows)
                 for _ in range(tree.num_passes - 1):
                     draft.frontier(tree.top_k)
 
@@ -153,50 +229,3 @@ class Speculation:
         self._rings.write_slots(CATCH_UP, (slot,))
         graphs.run("catch_up")
         self._rings.sent(1, ())
-        self._pending[slot] = 1
-
-    def _chunk(self, bucket: int) -> None:
-        assert self._forward is not None
-        self._kernels.prefill_rows(bucket, self._states_after_carry(bucket))
-        self._forward.chunk(bucket)
-
-    def _catch_up(self) -> None:
-        assert self._forward is not None
-        self._kernels.catch_up_begin(self._hidden(MAX_PENDING))
-        self._forward.waiting(MAX_PENDING)
-        self._kernels.catch_up_end()
-
-    def _speculate(self, shape: TreeShape) -> None:
-        kernels = self._kernels
-        if self._forward is None:
-            kernels.speculate_begin(0)
-            kernels.lookup(shape)
-        else:
-            self._grow(shape, self._forward)
-            kernels.tree_finish(shape)
-        self._target.tree(shape.tree_size)
-        kernels.sample_tree(self._arrays["logits"][: shape.tree_size])
-        kernels.accept(shape, self._hidden(shape.tree_size), self._draft.forced_accept)
-        self._target.path_accepted()
-
-    def _grow(self, shape: TreeShape, draft: DraftForward) -> None:
-        """The draft's passes, and the candidates of each."""
-        kernels, rows, k = self._kernels, self._waiting_rows, shape.top_k
-        token_map = self._arrays.get("draft.token_map")
-        kernels.speculate_begin(rows, self._hidden(rows))
-        draft.waiting(rows)
-        kernels.top_k(draft.logits(1), k, token_map, first_row=rows - 1)
-        outputs = draft.outputs(rows - 1, rows)
-        for depth in range(1, shape.num_passes):
-            kernels.tree_grow(shape, depth, outputs, draft.parents(k))
-            draft.frontier(k)
-            kernels.top_k(draft.logits(k), k, token_map)
-            outputs = draft.outputs(0, k)
-
-    def _hidden(self, num_rows: int) -> Any | None:
-        """The target's states that the draft reads."""
-        return self._arrays["hidden"][:num_rows] if self._draft.config.hidden_width else None
-
-    def _states_after_carry(self, bucket: int) -> Any | None:
-        """Those of a chunk, behind the row that the chunk before left; so the draft's row i finds its own in row i."""
-        return self._arrays["hidden"][: bucket + 1] if self._draft.config.hidden_width else None

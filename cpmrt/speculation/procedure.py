@@ -1,0 +1,176 @@
+"""The drafting procedure of every executor: what is run in a speculative step, and beside the target's other steps.
+
+A draft has to see every token that the target sees. Tokens that it has not seen yet wait, with the target's hidden
+states where the draft reads those, until the next pass over them. One token always waits after a pass that drafts
+nothing: the newest, after which a speculative step begins to draft.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from cpmrt.config import TreeShape
+from cpmrt.config.speculation import MAX_NODES
+
+MAX_WAITING = MAX_NODES
+"""Tokens of a slot that may wait for the draft, and rows of the target's states that are kept for them."""
+
+
+class DraftOps(Protocol):
+    """The operations of a draft beside the target's steps, as an executor carries them out or captures them."""
+
+    def waiting(self, num_rows: int) -> None:
+        """Run the draft over the rows of tokens that wait; the last row, the newest token's, has logits."""
+        ...
+
+    def catch_up_begin(self) -> None:
+        """Set up MAX_WAITING draft rows in a step that only catches up."""
+        ...
+
+    def catch_up_end(self) -> None:
+        """Leave the newest of the tokens waiting, and no other."""
+        ...
+
+    def chunk_begin(self, num_rows: int) -> None:
+        """Set up draft rows for a chunk of the prompt that the target has just run; its last token waits."""
+        ...
+
+    def chunk(self, num_rows: int) -> None:
+        """Run the draft over them."""
+        ...
+
+    def carry(self, num_rows: int) -> None:
+        """Let the tokens of the target's decode step wait, a row each."""
+        ...
+
+
+class TreeOps(DraftOps, Protocol):
+    """The operations of a speculative step.
+
+    Rows of a pass are counted from 0. What one operation leaves for the next is the executor's own: the candidates of
+    `top_k`, the nodes of the tree, the target's logits.
+    """
+
+    def begin(self, num_rows: int) -> None:
+        """Set up draft rows for the tokens that wait, the newest in row `num_rows` - 1; 0: there is no model."""
+        ...
+
+    def top_k(self, shape: TreeShape, rows: slice) -> None:
+        """Take the best `shape.top_k` tokens after each of these rows, which are those of the last pass with logits."""
+        ...
+
+    def grow(self, shape: TreeShape, depth: int, rows: slice) -> None:
+        """Set up the rows of pass `depth` (from 1 on) for the best candidates; they follow `rows` of the last pass."""
+        ...
+
+    def frontier(self, num_rows: int) -> None:
+        """Run the draft over the rows of the tree's newest level; all have logits."""
+        ...
+
+    def finish(self, shape: TreeShape) -> None:
+        """Choose the tree's nodes among all candidates, and set up the target's rows for them."""
+        ...
+
+    def lookup(self, shape: TreeShape) -> None:
+        """Draft a chain from the sequence's own text, and set up the target's rows for it."""
+        ...
+
+    def verify(self, shape: TreeShape) -> None:
+        """Run the target over the nodes."""
+        ...
+
+    def sample(self, shape: TreeShape) -> None:
+        """Sample the target's token after each node that the path may reach."""
+        ...
+
+    def accept(self, shape: TreeShape) -> None:
+        """Follow the tree as long as it has the sampled tokens; the path's keys and values go to their positions.
+
+        The tokens are the step's result. Those of the path wait from then on.
+        """
+        ...
+
+
+def speculate(ops: TreeOps, shape: TreeShape, num_waiting: int) -> None:
+    """Draft a tree, run the target over it, and accept what plain decoding would have given.
+
+    `num_waiting`: rows of the first draft pass; 0: no model drafts, the text is looked up.
+    """
+    propose(ops, shape, num_waiting)
+    ops.verify(shape)
+    ops.sample(shape)
+    ops.accept(shape)
+
+
+def propose(ops: TreeOps, shape: TreeShape, num_waiting: int) -> None:
+    """Draft a tree as `speculate` does; nothing has come of it that the next step does not overwrite."""
+    ops.begin(num_waiting)
+    if not num_waiting:
+        ops.lookup(shape)
+        return
+    newest = slice(num_waiting - 1, num_waiting)
+    ops.waiting(num_waiting)
+    ops.top_k(shape, newest)
+    for depth in range(1, shape.num_passes):
+        ops.grow(shape, depth, newest)
+        ops.frontier(shape.top_k)
+        newest = slice(0, shape.top_k)
+        ops.top_k(shape, newest)
+    ops.finish(shape)
+
+
+def catch_up(ops: DraftOps) -> None:
+    """Show the draft what waits without drafting anything."""
+    ops.catch_up_begin()
+    ops.waiting(MAX_WAITING)
+    ops.catch_up_end()
+
+
+def after_chunk(ops: DraftOps, num_rows: int) -> None:
+    """Show the draft the chunk of a prompt that the target has just run."""
+    ops.chunk_begin(num_rows)
+    ops.chunk(num_rows)
+
+
+class Waiting:
+    """Counts the tokens of each slot that wait for the draft, on the host.
+
+    Where the host does not know how many tokens a step has given it is told the most, so that counts are upper bounds.
+    `step_rows`: rows of the pass over what waits that a speculative step begins with.
+    """
+
+    def __init__(self, step_rows: int):
+        self.step_rows = step_rows
+        self._counts: dict[int, int] = {}
+
+    def of(self, slot: int) -> int:
+        """Return how many tokens of a slot wait."""
+        return self._counts[slot]
+
+    def admitted(self, slot: int) -> None:
+        """Nothing of the slot's new sequence is there yet."""
+        self._counts[slot] = 0
+
+    def prefilled(self, slot: int) -> None:
+        """The draft has seen a chunk, except for its last token."""
+        self._counts[slot] = 1
+
+    def before_decode(self, slots: Iterable[int]) -> list[int]:
+        """Count a token more of each slot; return the slots whose draft has to catch up before it comes."""
+        late = [slot for slot in slots if self._counts[slot] >= MAX_WAITING]
+        self._counts.update(dict.fromkeys(late, 1))
+        for slot in slots:
+            self._counts[slot] += 1
+        return late
+
+    def before_speculation(self, slot: int) -> bool:
+        """Return whether the draft has to catch up before a speculative step, since more waits than that looks at."""
+        is_late = self._counts[slot] > self.step_rows
+        if is_late:
+            self._counts[slot] = 1
+        return is_late
+
+    def accepted(self, slot: int, count: int) -> None:
+        """A speculative step gives `count` tokens, which all wait."""
+        self._counts[slot] = count
