@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -60,7 +59,7 @@ class Products:
     """
 
     def __init__(
-        self, device: Device, launcher: Launcher, gemm: Gemm, arrays: Mapping[str, Any]
+        self, device: Device, launcher: Launcher, gemm: Gemm, arrays: Mapping[str, DeviceArray]
     ):
         self._device, self._launch, self._gemm = device, launcher, gemm
         self._normed: DeviceArray = arrays["normed"]

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 
@@ -56,7 +55,7 @@ def packed_regions(device: Device, spec: TensorSpec) -> tuple[PackedRegion, ...]
 
 
 def held_weights(
-    specs: Iterable[TensorSpec], arrays: Mapping[str, Any], device: Device
+    specs: Iterable[TensorSpec], arrays: Mapping[str, DeviceArray], device: Device
 ) -> dict[str, PackedWeight]:
     """Return the quantised weights among `specs`, whose regions are among `arrays`, by name."""
     layouts = {spec.name: packed_layout(spec, device) for spec in specs if spec.quant is not None}
@@ -84,7 +83,7 @@ class PackedScratch:
     permuted_inner: DeviceArray | None = None
 
     @classmethod
-    def of(cls, arrays: Mapping[str, Any]) -> PackedScratch:
+    def of(cls, arrays: Mapping[str, DeviceArray]) -> PackedScratch:
         """Return those among arrays by name: those of `packed_tables` and `packed_workspace`."""
         return cls(**{field.name: arrays.get(f"packed_{field.name}") for field in fields(cls)})
 
@@ -151,7 +150,7 @@ class Prepared:
 class PackedProducts:
     """Launches the products with packed weights of one model; `arrays` holds the buffers of `PackedScratch` by name."""
 
-    def __init__(self, launcher: Launcher, gemm: Gemm, arrays: Mapping[str, Any], device: Device):
+    def __init__(self, launcher: Launcher, gemm: Gemm, arrays: Mapping[str, DeviceArray], device: Device):
         self._launch, self._gemm, self._device = launcher, gemm, device
         self._scratch = PackedScratch.of(arrays)
 
