@@ -104,8 +104,11 @@ def plan_of(
 
 def workspace(cuda: Any, plan: AttentionPlan) -> dict[str, Any]:
     """What the plan needs in the arena: counters are 0, everything else is poison."""
-    specs = (*plan.tables, BufferSpec("chunk", (4,), 0, 0, np.int32))
-    arrays = {spec.name: np.full(spec.shape, np.nan if spec.dtype is np.float32 else -7, spec.dtype) for spec in specs}
+    specs = (*plan.tables, *plan.workspace, BufferSpec("chunk", (4,), 0, 0, np.int32))
+    arrays = {
+        spec.name: np.full(spec.shape, np.nan if spec.dtype is np.float32 else 0x77, spec.dtype or np.uint16)
+        for spec in specs
+    }
     arrays["attention_arrivals"][:] = 0
     return {name: cuda.array(values) for name, values in arrays.items()}
 

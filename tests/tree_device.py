@@ -17,6 +17,7 @@ from cpmrt.cuda.step import structs as ss
 from cpmrt.cuda.step.commands import command_bytes, write_slots
 from cpmrt.cuda.step.rings import answered_tokens
 from cpmrt.dtypes import DType
+from cpmrt.memory.caches import CacheLayout, CacheSpec
 
 VOCAB, SLOTS, PAGES, LAYERS, HEADS, HEAD_DIM, NUM_PAGES = 96, 3, 5, 3, 2, 64, 16
 MAX_ROWS = 128
@@ -70,8 +71,11 @@ class TreeDevice:
             device = SimpleNamespace(capability=80, is_portable=True)
         launcher = Launcher(cuda.stream, Modules(cuda.arch, DType.BFLOAT16), use_pdl=pdl)
         config: Any = SimpleNamespace(vocab_size=VOCAB)
+        names = ("k_pages", "v_pages", *(("nope_pages",) if has_nope_pages else ()))
+        layer = tuple(CacheSpec(name, (HEADS, 64, HEAD_DIM)) for name in names)
+        caches = CacheLayout((layer,) * LAYERS, self.max_context, SLOTS)
         self.kernels = TreeKernels(
-            launcher, config, self.arrays, rings, device,  # type: ignore[arg-type]
+            launcher, config, self.arrays, caches, rings, device,  # type: ignore[arg-type]
             draft_vocab=draft_vocab, position_offset=offset,
         )  # fmt: skip
 

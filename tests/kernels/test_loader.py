@@ -43,7 +43,7 @@ def regions_of(specs: list[TensorSpec] | tuple[TensorSpec, ...]) -> tuple[dict[s
 
 def destination(cuda: Any, arena: Any, regions: dict[str, Region], dtype: DType) -> Destination:
     launcher = Launcher(cuda.stream, Modules(cuda.arch, dtype), use_pdl=False)
-    return Destination(arena.data.ptr, regions, {}, cuda.device, launcher)
+    return Destination(arena.data.ptr, regions, cuda.device, launcher)
 
 
 def check_regions(words: np.ndarray[Any, Any], regions: dict[str, Region], expected: dict[str, Any]) -> None:
