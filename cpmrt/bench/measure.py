@@ -100,7 +100,10 @@ def measure(
     result.prefill_tflops = flops / result.prefill_s / 1e12
     result.first_token_ms = median(ms for run in runs for ms in run.first_token_ms)
     result.prefill_spans = [(run.started, run.prefilled) for run in runs]
-    _add_accepts(result, executor.limits, [counts for run in runs for counts in run.accepts])
+    accepts = AcceptCounts(executor.limits)
+    for counts in (counts for run in runs for counts in run.accepts):
+        accepts.merge(counts)
+    vars(result).update(accepts.figures)
     result.is_simulated = simulated and result.mean_accept_length is not None
     runs = [run for run in runs if run.step_s]
     if runs:
@@ -120,19 +123,6 @@ def _add_decode(result: Measurement, runs: list[_Run], step_bytes: Callable[[_Ru
     result.submit_us_per_step = median(seconds for run in runs for seconds in run.submit_s) * 1e6
     result.num_decoded = sum(run.num_decoded for run in runs)
     result.decode_spans = [(run.prefilled, run.prefilled + run.decode_s) for run in runs]
-
-
-def _add_accepts(result: Measurement, limits: ExecutorLimits, counts: list[AcceptCounts]) -> None:
-    if not counts:
-        return
-    total = AcceptCounts(limits)
-    for one in counts:
-        total.merge(one)
-    if not total.num_steps:
-        return
-    result.mean_accept_length = total.num_tokens / total.num_steps
-    result.accept_histogram, result.accept_rates = tuple(total.histogram), total.rates
-    result.draft_ms, result.verify_ms, result.rest_ms = total.parts_ms
 
 
 def _p99(ascending: list[float]) -> float:

@@ -18,20 +18,7 @@ from cpmrt.bench.measure import Case
 from cpmrt.bench.run import run_benchmark, shape_folder
 from cpmrt.bench.shapes import SHAPES, shape_config
 from cpmrt.bench.views import check_can_plot, plot
-from cpmrt.cli.arguments import (
-    MODEL_FIELDS,
-    WEIGHT_BITS,
-    UsageError,
-    add_draft_options,
-    add_engine_options,
-    add_model_source,
-    add_options,
-    check_one_source,
-    draft_changes,
-    integer,
-    llm_arguments,
-    overrides_with_weight_bits,
-)
+from cpmrt.cli import arguments as options
 from cpmrt.cli.output import note, printable, write, write_table
 from cpmrt.config import SamplingParams
 from cpmrt.errors import ConfigError, CpmrtError
@@ -39,13 +26,13 @@ from cpmrt.weights.model_folder import BUNDLED
 
 _PREFILL_CHUNK = 2048
 _CONTEXT_NEW = 64
-_POSITIVE = integer(1, 2**31 - 1)
+_POSITIVE = options.integer(1, 2**31 - 1)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    add_model_source(parser, positional=True)
+    options.add_model_source(parser, positional=True)
     parser.add_argument("--shape", choices=SHAPES, help="random weights in this shape, instead of MODEL")
-    add_options(parser, *WEIGHT_BITS)
+    options.add_options(parser, *options.WEIGHT_BITS)
     parser.add_argument(
         "--case", dest="cases", action="append", type=_case, metavar="P:N[:S]",
         help="S sequences of P prompt and N new tokens; may be repeated (default: 1024:128)",
@@ -62,15 +49,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--startup", action="store_true", help="also time a fresh process to its first token")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw power, clock and load over time as a PNG")
-    add_engine_options(parser, *MODEL_FIELDS, "prefill_chunk")
+    options.add_engine_options(parser, *options.MODEL_FIELDS, "prefill_chunk")
     parser.set_defaults(prefill_chunk=_PREFILL_CHUNK)
     parser.add_argument(
         "--max-sequences", type=_POSITIVE, metavar="N", help="slots for sequences (default: what the cases need)"
     )
     parser.add_argument("--no-graphs", action="store_true", help="launch kernel by kernel")
     parser.add_argument("--no-pdl", action="store_true", help="no kernel starts before the one before it has ended")
-    add_options(parser, "--hf-overrides", "--sparse")
-    add_draft_options(parser)
+    options.add_options(parser, "--hf-overrides", "--sparse")
+    options.add_draft_options(parser)
     parser.add_argument(
         "--simulate-accept", type=float, metavar="TOKENS",
         help="force the tokens of a speculative step, on average: for timing with random weights",
@@ -79,10 +66,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure every case and show a table."""
-    check_one_source(args, "bench")
+    options.check_one_source(args, "bench")
     if args.weight_bits and not args.shape and args.load_format != "dummy":
-        raise UsageError("--weight-bits needs random weights: --shape, or --load-format dummy")
-    changes = draft_changes(args)
+        raise options.UsageError("--weight-bits needs random weights: --shape, or --load-format dummy")
+    changes = options.draft_changes(args)
     for path in filter(None, (args.json, args.plot)):
         _check_folder(path)
     if args.plot:
@@ -114,7 +101,7 @@ def printable_lines(text: str) -> str:
 
 def _settings(args: argparse.Namespace, cases: list[Case]) -> dict[str, Any]:
     """Return the keyword arguments of LLM."""
-    settings = llm_arguments(args) | {"hf_overrides": overrides_with_weight_bits(args)}
+    settings = options.llm_arguments(args) | {"hf_overrides": options.overrides_with_weight_bits(args)}
     if args.simulate_accept is not None:
         if settings["speculate"] == "off":
             raise ConfigError("simulate_accept needs speculation", fix="name a draft")
@@ -123,7 +110,7 @@ def _settings(args: argparse.Namespace, cases: list[Case]) -> dict[str, Any]:
         settings["speculate"] = wishes | {"adaptive": False, "simulate_accept": args.simulate_accept}
     needed = max(case.sequences for case in cases)
     if args.max_sequences is not None and args.max_sequences < needed:
-        raise UsageError(f"--max-sequences {args.max_sequences}: a case has {needed} sequences")
+        raise options.UsageError(f"--max-sequences {args.max_sequences}: a case has {needed} sequences")
     return settings | {
         "max_sequences": args.max_sequences or needed,
         "cuda_graphs": not args.no_graphs,

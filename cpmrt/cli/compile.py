@@ -14,14 +14,7 @@ import time
 from collections.abc import Iterable, Iterator
 
 from cpmrt.bench.shapes import SHAPES
-from cpmrt.cli.arguments import (
-    UsageError,
-    add_engine_options,
-    add_model_source,
-    check_one_source,
-    engine_config,
-    integer,
-)
+from cpmrt.cli import arguments as options
 from cpmrt.cli.described_model import add_description_options, described_model
 from cpmrt.cli.output import printable, write
 from cpmrt.config import EngineConfig, ModelConfig
@@ -37,25 +30,26 @@ from cpmrt.opening import Blueprint
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    add_model_source(parser, positional=True)
+    options.add_model_source(parser, positional=True)
     parser.add_argument("--shape", choices=SHAPES, help="the kernels of this shape, instead of MODEL")
     parser.add_argument(
         "--arch", action="append", type=_architecture, metavar="SM",
         help="such as sm_87; may be repeated (default: this machine's GPU)",
     )  # fmt: skip
     parser.add_argument(
-        "--sms", type=integer(1, 1024), metavar="N", help="multiprocessors of that GPU (default: of the best known one)"
-    )
-    add_engine_options(parser, "dtype", "prefill_chunk", "max_sequences", "lm_head_bits", "kv_dtype")
+        "--sms", type=options.integer(1, 1024), metavar="N",
+        help="multiprocessors of that GPU (default: of the best known one)",
+    )  # fmt: skip
+    options.add_engine_options(parser, "dtype", "prefill_chunk", "max_sequences", "lm_head_bits", "kv_dtype")
     add_description_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Compile the modules that the cache lacks. Raises KernelCompileError, or NoDeviceError without --arch and GPU."""
-    check_one_source(args, "compile")
+    options.check_one_source(args, "compile")
     if args.sms and not args.arch:
-        raise UsageError("--sms needs --arch; see cpmrt compile --help")
-    settings = engine_config(args)
+        raise options.UsageError("--sms needs --arch; see cpmrt compile --help")
+    settings = options.engine_config(args)
     for device in [known_device(arch, args.sms) for arch in args.arch or ()] or [_this_gpu()]:
         before, started = set(cubin_cache.folder().glob("*.cubin")), time.monotonic()
         wanted = _wanted(_models(args, settings, device), device)

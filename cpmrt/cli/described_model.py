@@ -7,14 +7,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 from cpmrt.bench.run import shape_folder
-from cpmrt.cli.arguments import (
-    WEIGHT_BITS,
-    add_draft_options,
-    add_options,
-    draft_arguments,
-    draft_changes,
-    overrides_with_weight_bits,
-)
+from cpmrt.cli import arguments as options
 from cpmrt.config import EngineConfig, ModelConfig
 from cpmrt.opening import Blueprint, Target, described
 from cpmrt.weights.model_folder import ModelFolder
@@ -22,8 +15,8 @@ from cpmrt.weights.model_folder import ModelFolder
 
 def add_description_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that change a model, besides its own files and the engine's settings."""
-    add_options(parser, *WEIGHT_BITS, "--hf-overrides", "--sparse")
-    add_draft_options(parser)
+    options.add_options(parser, *options.WEIGHT_BITS, "--hf-overrides", "--sparse")
+    options.add_draft_options(parser)
 
 
 def described_model(
@@ -39,13 +32,13 @@ def described_model(
     This fetches no weights from the hub; those of a quantised model that are there say which layers are quantised.
     Raises CheckpointError, ConfigError, UnsupportedModelError, UsageError.
     """
-    changes, overrides = draft_changes(args), overrides_with_weight_bits(args)
+    changes, overrides = options.draft_changes(args), options.overrides_with_weight_bits(args)
     with ExitStack() as stack:
         source = stack.enter_context(shape_folder(shape, changes)) if shape else model
         folder = ModelFolder.open(
             source, revision=args.revision, weights=False, hf_overrides=overrides, sparse=args.sparse
         )  # fmt: skip
         blueprint = described(
-            folder, settings, target(folder.config), **draft_arguments(args), reads_weights=args.weight_bits is None
+            folder, settings, target(folder.config), **options.draft_arguments(args), reads_weights=args.weight_bits is None
         )  # fmt: skip
         return shape or str(folder.path), blueprint

@@ -12,13 +12,7 @@ from dataclasses import asdict
 from typing import Any
 
 from cpmrt import LLM
-from cpmrt.cli.arguments import (
-    add_logprobs_option,
-    add_model_options,
-    add_sampling_options,
-    llm_arguments,
-    sampling_params,
-)
+from cpmrt.cli import arguments as options
 from cpmrt.cli.listeners import PrefillProgress, step_log, tell
 from cpmrt.cli.output import cost_lines, note, summary, write, write_json
 from cpmrt.cli.prompt_source import add_prompt_options, read_prompt
@@ -29,9 +23,9 @@ from cpmrt.weights.model_folder import BUNDLED
 
 def configure(parser: argparse.ArgumentParser) -> None:
     add_prompt_options(parser)
-    add_model_options(parser)
-    add_sampling_options(parser)
-    add_logprobs_option(parser)
+    options.add_model_options(parser)
+    options.add_sampling_options(parser)
+    options.add_logprobs_option(parser)
     parser.add_argument("--json", action="store_true", help="write one JSON object when all is done, and nothing else")
     parser.add_argument("--quiet", action="store_true", help="no closing summary")
     parser.add_argument("--stats", action="store_true", help="a closing summary with the accept lengths of the draft")
@@ -42,13 +36,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Generate once."""
-    params = sampling_params(args)
+    params = options.sampling_params(args)
     prompt = read_prompt(args)
     with ExitStack() as stack:
         progress = PrefillProgress()
         stack.callback(progress.stop)
         log = (stack.enter_context(step_log(args.log_steps)),) if args.log_steps is not None else ()
-        llm = stack.enter_context(LLM(**llm_arguments(args), on_step=tell(progress, *log)))
+        llm = stack.enter_context(LLM(**options.llm_arguments(args), on_step=tell(progress, *log)))
         completion = _generate(llm, prompt, params, progress, is_silent=args.json)
     if args.json:
         write_json(_record(args.model or str(BUNDLED), completion))

@@ -15,15 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cpmrt import LLM, env
-from cpmrt.cli.arguments import (
-    add_draft_options,
-    add_engine_options,
-    add_model_source,
-    add_options,
-    integer,
-    llm_arguments,
-    memory_size,
-)
+from cpmrt.cli import arguments as options
 from cpmrt.cli.main import EXIT_INTERRUPTED
 from cpmrt.cli.output import note
 from cpmrt.errors import ConfigError
@@ -35,13 +27,13 @@ _ENGINE_FIELDS = (
     "executor", "dtype", "max_context", "memory_budget", "load_format", "seed", "prefill_chunk", "max_sequences",
     "steps_per_launch", "kv_dtype",
 )  # fmt: skip
-_PORT = integer(0, 2**16 - 1, "a port, 0 to 65535")
-_COUNT = integer(0, 2**20 - 1, "a number of sequences")
+_PORT = options.integer(0, 2**16 - 1, "a port, 0 to 65535")
+_COUNT = options.integer(0, 2**20 - 1, "a number of sequences")
 _REQUIRED = ("starlette", "uvicorn", "httptools", "prometheus_client")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    add_model_source(parser, positional=True)
+    options.add_model_source(parser, positional=True)
     group = parser.add_argument_group("server")
     group.add_argument("--host", default="127.0.0.1", metavar="ADDR", help="where to listen (default: %(default)s)")
     group.add_argument("--port", type=_PORT, default=8000, metavar="N", help="0: a free one (default: %(default)s)")
@@ -51,16 +43,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--max-queue", type=_COUNT, default=64, metavar="N", help="sequences that may wait (default: %(default)s)"
     )
     group.add_argument(
-        "--max-body", type=memory_size, metavar="SIZE", help="of a request (default: by the context, at least 1MiB)"
-    )
+        "--max-body", type=options.memory_size, metavar="SIZE",
+        help="of a request (default: by the context, at least 1MiB)",
+    )  # fmt: skip
     group.add_argument(
         "--grace", type=_seconds, default=30.0, metavar="S", help="for running requests at the end (default: 30)"
     )
     group.add_argument("--log-prompts", action="store_true", help="write the prompts into the log")
     model = parser.add_argument_group("model")
-    add_engine_options(model, *_ENGINE_FIELDS)
-    add_options(model, "--hf-overrides", "--sparse", "--no-prefix-cache")
-    add_draft_options(parser)
+    options.add_engine_options(model, *_ENGINE_FIELDS)
+    options.add_options(model, "--hf-overrides", "--sparse", "--no-prefix-cache")
+    options.add_draft_options(parser)
     parser.set_defaults(max_sequences=8)
 
 
@@ -75,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     listener = bind(settings)
     _start_log()
     note(f"cpmrt: listening on {address_of(listener)}; loading {settings.model_name}")
-    ended_by = serve(settings, lambda: LLM(**llm_arguments(args)), listener)
+    ended_by = serve(settings, lambda: LLM(**options.llm_arguments(args)), listener)
     return EXIT_INTERRUPTED if ended_by == signal.SIGINT else 0
 
 

@@ -8,22 +8,11 @@ from contextlib import contextmanager
 from time import perf_counter
 from typing import NamedTuple
 
+from cpmrt.engine import transitions
 from cpmrt.engine.prefix_cache import PrefixCache
 from cpmrt.engine.sequence import Phase, Request, Sequence
 from cpmrt.engine.speculation import DraftPolicy
 from cpmrt.engine.stats import AcceptCounts
-from cpmrt.engine.transitions import (
-    admit,
-    apply,
-    decode_step,
-    finish,
-    next_prefill,
-    next_shape,
-    num_reserved,
-    recalls,
-    submitted,
-    wants_decode,
-)
 from cpmrt.errors import ContextLengthError, RequestError
 from cpmrt.executor import Decode, Executor, Pending, Prefill, Release, SlotResult, Speculate, Step, StepResult
 
@@ -124,9 +113,9 @@ class Engine:
             return
         if seq.phase is Phase.WAITING:
             self._waiting.remove(seq)
-            finish(seq, reason)
+            transitions.finish(seq, reason)
         else:
-            finish(seq, reason)
+            transitions.finish(seq, reason)
             self._release(seq)
 
     def stop(self, seq: Sequence) -> None:
@@ -161,7 +150,7 @@ class Engine:
     def close(self) -> None:
         """Cancel whatever runs or waits and close the executor. May be called again."""
         for seq in (*self._waiting, *self._running):
-            finish(seq, "cancelled")
+            transitions.finish(seq, "cancelled")
         self._waiting.clear()
         self._running.clear()
         self._in_flight.clear()
@@ -183,20 +172,20 @@ class Engine:
                 self._admit(seq)
             except RequestError:
                 return True  # the sequence's own stream raises it: another one may be advancing
-        decoding = tuple([seq for seq in self._running if wants_decode(seq)])
+        decoding = tuple([seq for seq in self._running if transitions.wants_decode(seq)])
         if not (decoding and self._last_was_prefill):
             for seq in self._running:
                 if seq.phase is Phase.PREFILL:
-                    self._submit(next_prefill(seq, self.limits), (seq,))
+                    self._submit(transitions.next_prefill(seq, self.limits), (seq,))
                     return True
         if not decoding:
             return False
         if decoding != self._decoding:
             self._decoding, self._decode_steps = decoding, {}
-        shape = next_shape(decoding, self.limits)
+        shape = transitions.next_shape(decoding, self.limits)
         step = self._decode_steps.get(shape)
         if step is None:
-            step = self._decode_steps[shape] = decode_step(decoding, shape)
+            step = self._decode_steps[shape] = transitions.decode_step(decoding, shape)
         self._submit(step, decoding)
         return True
 
@@ -206,15 +195,16 @@ class Engine:
             seq.accepts = AcceptCounts(limits)
             if self.adaptive and limits.step_seconds:
                 self._policy = seq.policy = DraftPolicy(limits.tree_shapes, limits.step_seconds, self._policy)
-        pages = self._cache.acquire(request.prompt_ids, num_reserved(request, limits)) if self._cache else None
-        self._guarded(admit(seq, slot, pages), (seq,), ())
-        for step in recalls(seq, limits):
+        num_tokens = transitions.num_reserved(request, limits)
+        pages = self._cache.acquire(request.prompt_ids, num_tokens) if self._cache else None
+        self._guarded(transitions.admit(seq, slot, pages), (seq,), ())
+        for step in transitions.recalls(seq, limits):
             self._guarded(step, (seq,), ())
 
     def _submit(self, step: Step, sequences: tuple[Sequence, ...]) -> None:
         self._guarded(step, sequences, sequences)
         for seq in sequences:
-            submitted(seq, step)
+            transitions.submitted(seq, step)
         self._last_was_prefill = isinstance(step, Prefill)
 
     def _guarded(self, step: Step, affected: tuple[Sequence, ...], receivers: tuple[Sequence, ...]) -> None:
@@ -244,7 +234,7 @@ class Engine:
             self._listener(step, result)
         for seq, slot_result in zip(sequences, result.slots, strict=True):
             was_running = seq.finish_reason is None
-            gained = apply(seq, step, slot_result)
+            gained = transitions.apply(seq, step, slot_result)
             if isinstance(step, Prefill) and self._cache and seq.pages:
                 self._cache.keep(seq.pages, seq.request.prompt_ids, seq.num_computed)
             if gained.token_ids:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cpmrt.executor import ExecutorLimits
 
@@ -18,7 +18,7 @@ class AcceptCounts:
         self._shapes, self._parts = limits.tree_shapes, limits.step_parts
         self._given = [[0] * shape.max_emitted for shape in limits.tree_shapes]
         """For each tree shape: at index n, the steps that gave n + 1 tokens."""
-        self._cut = [0] * max(map(len, self._given))
+        self._cut = [0] * max(map(len, self._given), default=0)
         """At index n, the steps of any shape that gave n + 1 tokens and might have given more, but the text ended."""
 
     def add(self, shape: int, num_tokens: int, *, is_last: bool) -> None:
@@ -62,17 +62,18 @@ class AcceptCounts:
         return tuple(rates)
 
     @property
-    def parts_ms(self) -> tuple[float | None, float | None, float | None]:
-        """Mean milliseconds of drafting, verifying and the rest of a step; None without steps or measured parts."""
+    def figures(self) -> dict[str, Any]:
+        """The fields of `GenerationStats` about speculation; empty where no step was made."""
         num_steps = self.num_steps
-        if not self._parts or not num_steps:
-            return None, None, None
-        draft, verify, rest = (
-            sum(sum(given) * getattr(parts, name) for given, parts in zip(self._given, self._parts, strict=True))
-            for name in ("draft_s", "verify_s", "rest_s")
-        )
-        scale = 1e3 / num_steps
-        return draft * scale, verify * scale, rest * scale
+        if not num_steps:
+            return {}
+        figures: dict[str, Any] = {"mean_accept_length": self.num_tokens / num_steps, "accept_rates": self.rates}
+        figures["accept_histogram"] = tuple(self.histogram)
+        for part in ("draft", "verify", "rest") if self._parts else ():
+            pairs = zip(self._given, self._parts, strict=True)
+            seconds = sum(sum(given) * getattr(parts, f"{part}_s") for given, parts in pairs)
+            figures[f"{part}_ms"] = seconds * 1e3 / num_steps
+        return figures
 
 
 @dataclass(frozen=True)
@@ -119,18 +120,11 @@ class GenerationStats:
     def of(cls, seq: Sequence) -> GenerationStats:
         """Return the figures of a sequence so far."""
         started = bool(seq.token_ids)
-        counts = seq.accepts if seq.accepts and seq.accepts.num_steps else None
-        draft_ms, verify_ms, rest_ms = counts.parts_ms if counts else (None, None, None)
         return cls(
             prompt_tokens=len(seq.request.prompt_ids),
             new_tokens=len(seq.token_ids),
             prefill_s=seq.first_token_at - seq.added_at if started else 0.0,
             decode_s=seq.last_token_at - seq.first_token_at if started else 0.0,
-            mean_accept_length=counts.num_tokens / counts.num_steps if counts else None,
             cached_tokens=seq.num_cached,
-            accept_histogram=tuple(counts.histogram) if counts else (),
-            accept_rates=counts.rates if counts else (),
-            draft_ms=draft_ms,
-            verify_ms=verify_ms,
-            rest_ms=rest_ms,
+            **(seq.accepts.figures if seq.accepts else {}),
         )

@@ -182,7 +182,7 @@ def records(outcome: Outcome) -> list[dict[str, Any]]:
             "temperature": temperature,
             "steps": counts.num_steps,
             "tokens": counts.num_tokens,
-            "mean_accept_length": counts.num_tokens / counts.num_steps if counts.num_steps else None,
+            "mean_accept_length": counts.figures.get("mean_accept_length"),
             "accept_rates": counts.rates,
             "accept_histogram": counts.histogram,
         }
