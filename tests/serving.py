@@ -48,7 +48,7 @@ class Server:
         """Until no job is open and every slot is free."""
         deadline = time.monotonic() + timeout_s
         engine = self.engine
-        while engine.open_jobs or engine._active or engine._llm.engine._running:
+        while engine.open_jobs or engine.llm.engine.running:
             assert time.monotonic() < deadline, "a slot leaks"
             time.sleep(0.005)
 

@@ -141,9 +141,8 @@ class _Run:
     """
 
     def __init__(self, executor: Executor, requests: list[Request], *, adaptive: bool):
-        timed = _TimedExecutor(executor)
-        self._times, self._waited_before = timed.times, 0.0
-        engine = Engine(timed, self._note, adaptive=adaptive)
+        self._times, self._waited_before = _TimedExecutor(executor), 0.0
+        engine = Engine(self._times, self._note, adaptive=adaptive)
         self.prefill_s, self.step_s, self.host_s = 0.0, list[float](), list[float]()
         self._decodes = False
         self.started = self._last = perf_counter()
@@ -159,7 +158,7 @@ class _Run:
                 seq.outbox.clear()
         at_end = sum(map(_context, sequences))
         self.num_decoded, self.decode_s = at_end - at_start, sum(self.step_s)
-        self.submit_s = timed.times.submit_s
+        self.submit_s = self._times.submit_s
         self.mean_context = (at_start + at_end) // (2 * len(requests))
         self._decodes = False
         while not all(map(_finish_reason, sequences)):
@@ -196,19 +195,14 @@ def _context(seq: Sequence) -> int:
     return len(seq.request.prompt_ids) + len(seq.token_ids)
 
 
-@dataclass
-class _HostTimes:
-    """The seconds of all waiting together, and of every submission of a decode step."""
-
-    waited_s: float = 0.0
-    submit_s: list[float] = field(default_factory=list)
-
-
 class _TimedExecutor:
-    """An executor around another that times how long the host submits and how long it waits for results."""
+    """An executor around another that times how long the host submits and how long it waits for results.
+
+    `waited_s` is all waiting together, `submit_s` has every submission of a decode step.
+    """
 
     def __init__(self, executor: Executor):
-        self._executor, self.times = executor, _HostTimes()
+        self._executor, self.waited_s, self.submit_s = executor, 0.0, list[float]()
 
     @property
     def limits(self) -> ExecutorLimits:
@@ -218,8 +212,8 @@ class _TimedExecutor:
         before = perf_counter()
         pending = self._executor.submit(step)
         if isinstance(step, (Decode, Speculate)):
-            self.times.submit_s.append(perf_counter() - before)
-        return _TimedPending(pending, self.times)
+            self.submit_s.append(perf_counter() - before)
+        return _TimedPending(pending, self)
 
     def prompt_logits(self, slot: int, token_ids: tuple[int, ...], block_table: tuple[int, ...] = ()) -> Iterator[F32]:
         return self._executor.prompt_logits(slot, token_ids, block_table)
@@ -229,7 +223,7 @@ class _TimedExecutor:
 
 
 class _TimedPending:
-    def __init__(self, pending: Pending, times: _HostTimes):
+    def __init__(self, pending: Pending, times: _TimedExecutor):
         self._pending, self._times = pending, times
 
     def is_done(self) -> bool:

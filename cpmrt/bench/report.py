@@ -95,7 +95,6 @@ class Report:
         return [f"draft {self.draft}", *([] if simulated is None else [f"simulated accept length {simulated:g}"])]
 
     def record(self) -> dict[str, Any]:
-        """Return everything, ready for JSON."""
         return {"versions": versions(), **asdict(self)}
 
 

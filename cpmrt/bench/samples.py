@@ -73,7 +73,6 @@ def _covers(points: Sequence[tuple[float, float]], spans: Sequence[Span]) -> boo
 
 
 def _integral(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the running integral, by trapezia."""
     total, sums = 0.0, [(time, 0.0) for time, _ in points[:1]]
     for (before, low), (after, high) in pairwise(points):
         total += (after - before) * (low + high) / 2

@@ -90,7 +90,6 @@ def _reasons(case: CaseReport) -> list[str]:
 
 
 def check_can_plot() -> None:
-    """Raise CpmrtError if matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
         raise CpmrtError("a plot needs matplotlib", fix=f"{sys.executable} -m pip install matplotlib")
 

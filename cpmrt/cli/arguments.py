@@ -32,7 +32,6 @@ class Parser(argparse.ArgumentParser):
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **settings)
 
     def error(self, message: str) -> NoReturn:
-        """Raise UsageError."""
         raise UsageError(f"{message}; see {self.prog} --help")
 
 
@@ -178,7 +177,6 @@ MODEL_FIELDS = (
 
 
 def add_options(parser: Options, *names: str) -> None:
-    """Add options of `_OPTIONS`."""
     for name in names:
         parser.add_argument(name, **_OPTIONS[name])
 
@@ -276,7 +274,6 @@ def draft_changes(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def check_one_source(args: argparse.Namespace, command: str) -> None:
-    """Raise UsageError if a model and a shape are given."""
     if args.shape and args.model:
         raise UsageError(f"MODEL and --shape exclude each other; see cpmrt {command} --help")
 

@@ -100,7 +100,6 @@ def printable_lines(text: str) -> str:
 
 
 def _settings(args: argparse.Namespace, cases: list[Case]) -> dict[str, Any]:
-    """Return the keyword arguments of LLM."""
     settings = options.llm_arguments(args) | {"hf_overrides": options.overrides_with_weight_bits(args)}
     if args.simulate_accept is not None:
         if settings["speculate"] == "off":

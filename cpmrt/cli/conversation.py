@@ -27,7 +27,6 @@ class Conversation:
         return [*self._system, *turns, {"role": "user", "content": question}]
 
     def add(self, question: str, answer: str) -> None:
-        """Keep a question with its answer."""
         self._turns.append(({"role": "user", "content": question}, {"role": "assistant", "content": answer}))
 
     def drop_oldest(self, count: int) -> None:
@@ -35,7 +34,6 @@ class Conversation:
         del self._turns[:count]
 
     def reset(self) -> None:
-        """Forget all but the system message."""
         self._turns.clear()
 
 

@@ -39,6 +39,7 @@ def described_model(
             source, revision=args.revision, weights=False, hf_overrides=overrides, sparse=args.sparse
         )  # fmt: skip
         blueprint = described(
-            folder, settings, target(folder.config), **options.draft_arguments(args), reads_weights=args.weight_bits is None
+            folder, settings, target(folder.config), **options.draft_arguments(args),
+            reads_weights=args.weight_bits is None,
         )  # fmt: skip
         return shape or str(folder.path), blueprint

@@ -35,7 +35,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Generate once."""
     params = options.sampling_params(args)
     prompt = read_prompt(args)
     with ExitStack() as stack:

@@ -34,22 +34,18 @@ _REQUIRED = ("starlette", "uvicorn", "httptools", "prometheus_client")
 
 def configure(parser: argparse.ArgumentParser) -> None:
     options.add_model_source(parser, positional=True)
-    group = parser.add_argument_group("server")
-    group.add_argument("--host", default="127.0.0.1", metavar="ADDR", help="where to listen (default: %(default)s)")
-    group.add_argument("--port", type=_PORT, default=8000, metavar="N", help="0: a free one (default: %(default)s)")
-    group.add_argument("--api-key", metavar="KEY", help="what clients must send (default: $CPMRT_API_KEY, else none)")
-    group.add_argument("--served-model-name", metavar="NAME", help="what clients call the model (default: its own)")
-    group.add_argument(
-        "--max-queue", type=_COUNT, default=64, metavar="N", help="sequences that may wait (default: %(default)s)"
-    )
-    group.add_argument(
+    add = parser.add_argument_group("server").add_argument
+    add("--host", default="127.0.0.1", metavar="ADDR", help="where to listen (default: %(default)s)")
+    add("--port", type=_PORT, default=8000, metavar="N", help="0: a free one (default: %(default)s)")
+    add("--api-key", metavar="KEY", help="what clients must send (default: $CPMRT_API_KEY, else none)")
+    add("--served-model-name", metavar="NAME", help="what clients call the model (default: its own)")
+    add("--max-queue", type=_COUNT, default=64, metavar="N", help="sequences that may wait (default: %(default)s)")
+    add(
         "--max-body", type=options.memory_size, metavar="SIZE",
         help="of a request (default: by the context, at least 1MiB)",
     )  # fmt: skip
-    group.add_argument(
-        "--grace", type=_seconds, default=30.0, metavar="S", help="for running requests at the end (default: 30)"
-    )
-    group.add_argument("--log-prompts", action="store_true", help="write the prompts into the log")
+    add("--grace", type=_seconds, default=30.0, metavar="S", help="for running requests at the end (default: 30)")
+    add("--log-prompts", action="store_true", help="write the prompts into the log")
     model = parser.add_argument_group("model")
     options.add_engine_options(model, *_ENGINE_FIELDS)
     options.add_options(model, "--hf-overrides", "--sparse", "--no-prefix-cache")

@@ -47,14 +47,16 @@ class Engine:
         adaptive: bool = True,
     ):
         self.executor, self.limits = executor, executor.limits
-        self._listener = listener
+        self.listener = listener
         self._uses_cache = prefix_cache
         self.adaptive = adaptive
         self._policy: DraftPolicy | None = None
         """The policy of the sequence that was admitted last."""
-        self._cache = self._empty_cache()
+        self.cache = self._empty_cache()
+        """Gives out the KV pages; None where the executor's block tables are fixed."""
         self._waiting: deque[Sequence] = deque()
-        self._running: list[Sequence] = []
+        self.running: list[Sequence] = []
+        """The sequences that hold a slot."""
         self._free_slots = list(range(self.limits.max_sequences))[::-1]
         self._in_flight: deque[_InFlight] = deque()
         self._num_in_flight = 0
@@ -64,6 +66,16 @@ class Engine:
         self._decode_steps: dict[int, Decode | Speculate] = {}
         """Their steps by shape, made once: mostly the same sequences take the next step too."""
         self._last_was_prefill = False
+
+    @property
+    def free_slots(self) -> tuple[int, ...]:
+        """The slots that no sequence holds."""
+        return tuple(self._free_slots)
+
+    @property
+    def is_idle(self) -> bool:
+        """True if no sequence waits or runs and no step is in flight."""
+        return not (self._waiting or self.running or self._in_flight)
 
     def add(self, request: Request) -> Sequence:
         """Queue a request. Raises ContextLengthError, before any work, if prompt and new tokens exceed the context."""
@@ -137,7 +149,7 @@ class Engine:
         """Lend a free slot and its block table, for `Executor.prompt_logits`. Raises RequestError if all are taken."""
         if not self._free_slots:
             raise RequestError("every slot is taken by a running sequence", fix="finish or close a stream first")
-        slot, cache = self._free_slots.pop(), self._cache
+        slot, cache = self._free_slots.pop(), self.cache
         pages = cache.acquire((), num_tokens) if cache else None
         try:
             yield slot, pages.table if pages else ()
@@ -149,15 +161,15 @@ class Engine:
 
     def close(self) -> None:
         """Cancel whatever runs or waits and close the executor. May be called again."""
-        for seq in (*self._waiting, *self._running):
+        for seq in (*self._waiting, *self.running):
             transitions.finish(seq, "cancelled")
         self._waiting.clear()
-        self._running.clear()
+        self.running.clear()
         self._in_flight.clear()
         self._num_in_flight = 0
         # A request from now on shall reach the executor, which refuses it, and not wait for a slot.
         self._free_slots = list(range(self.limits.max_sequences))[::-1]
-        self._cache = self._empty_cache()
+        self.cache = self._empty_cache()
         self.executor.close()
 
     def _empty_cache(self) -> PrefixCache | None:
@@ -167,14 +179,14 @@ class Engine:
     def _submit_next(self) -> bool:
         if self._waiting and self._free_slots:
             seq = self._waiting.popleft()
-            self._running.append(seq)
+            self.running.append(seq)
             try:
                 self._admit(seq)
             except RequestError:
                 return True  # the sequence's own stream raises it: another one may be advancing
-        decoding = tuple([seq for seq in self._running if transitions.wants_decode(seq)])
+        decoding = tuple([seq for seq in self.running if transitions.wants_decode(seq)])
         if not (decoding and self._last_was_prefill):
-            for seq in self._running:
+            for seq in self.running:
                 if seq.phase is Phase.PREFILL:
                     self._submit(transitions.next_prefill(seq, self.limits), (seq,))
                     return True
@@ -196,7 +208,7 @@ class Engine:
             if self.adaptive and limits.step_seconds:
                 self._policy = seq.policy = DraftPolicy(limits.tree_shapes, limits.step_seconds, self._policy)
         num_tokens = transitions.num_reserved(request, limits)
-        pages = self._cache.acquire(request.prompt_ids, num_tokens) if self._cache else None
+        pages = self.cache.acquire(request.prompt_ids, num_tokens) if self.cache else None
         self._guarded(transitions.admit(seq, slot, pages), (seq,), ())
         for step in transitions.recalls(seq, limits):
             self._guarded(step, (seq,), ())
@@ -230,13 +242,13 @@ class Engine:
             raise
         self._forget_oldest()
         now = perf_counter()
-        if self._listener is not None:
-            self._listener(step, result)
+        if self.listener is not None:
+            self.listener(step, result)
         for seq, slot_result in zip(sequences, result.slots, strict=True):
             was_running = seq.finish_reason is None
             gained = transitions.apply(seq, step, slot_result)
-            if isinstance(step, Prefill) and self._cache and seq.pages:
-                self._cache.keep(seq.pages, seq.request.prompt_ids, seq.num_computed)
+            if isinstance(step, Prefill) and self.cache and seq.pages:
+                self.cache.keep(seq.pages, seq.request.prompt_ids, seq.num_computed)
             if gained.token_ids:
                 if not seq.first_token_at:
                     seq.first_token_at = now
@@ -261,12 +273,12 @@ class Engine:
         Steps still in flight run before the release, so slot and pages may be reused at once. They write only behind
         `num_written`, so never to a page that is kept.
         """
-        self._running.remove(seq)
+        self.running.remove(seq)
         self._guarded(Release(seq.slot), (), ())
         self._free_slots.append(seq.slot)
-        if self._cache and seq.pages:
-            self._cache.keep(seq.pages, (*seq.request.prompt_ids, *seq.token_ids), seq.num_written)
-            self._cache.release(seq.pages)
+        if self.cache and seq.pages:
+            self.cache.keep(seq.pages, (*seq.request.prompt_ids, *seq.token_ids), seq.num_written)
+            self.cache.release(seq.pages)
             seq.pages = None
         self._collect_control_steps()
 

@@ -66,7 +66,6 @@ def next_shape(sequences: tuple[Sequence, ...], limits: ExecutorLimits) -> int:
 
 
 def decode_step(sequences: tuple[Sequence, ...], shape: int) -> Decode | Speculate:
-    """Return the step for a choice of `next_shape`."""
     slots = tuple(seq.slot for seq in sequences)
     return Decode(slots) if shape == PLAIN else Speculate((slots[0],), shape)
 

@@ -151,7 +151,6 @@ class ChatAnswer:
             self._reasons[choice] = _reason(part, text)
 
     def choices(self) -> list[dict[str, Any]]:
-        """Return the `choices` of an answer that is not streamed."""
         return [
             {
                 "index": choice,

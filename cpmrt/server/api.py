@@ -33,7 +33,6 @@ class Endpoints:
         self._service = service
 
     def routes(self) -> list[Route]:
-        """Return every path with its method."""
         return [
             Route("/", self.page),
             Route("/health", self.ready),

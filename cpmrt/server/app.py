@@ -28,7 +28,6 @@ _LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]", "")
 
 
 def make_app(service: Service) -> ASGIApp:
-    """Return the application of a service."""
     routes = Endpoints(service).routes()
     app = Starlette(
         routes=routes,

@@ -46,7 +46,6 @@ class Exchange:
 
     @property
     def is_done(self) -> bool:
-        """True when every choice has ended."""
         return len(self.ended) == len(self._jobs)
 
     @property

@@ -6,6 +6,7 @@ The body's limits are in `json_body`. A connection that breaks a limit is closed
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -21,21 +22,19 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._head_bytes = 0
-        self._is_in_head = True
-        self._head_timer: asyncio.TimerHandle | None = None
-        self._write_timer: asyncio.TimerHandle | None = None
-        self._start_head_timer()
+        self._head_bytes, self._is_in_head = 0, True
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._start("head", HEAD_TIMEOUT_S, self._head_is_late)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_head_timer()
-        self._stop_write_timer()
+        self._stop("head")
+        self._stop("write")
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         if self._is_in_head:
             self._head_bytes += len(data)
-            self._start_head_timer()
+            self._start("head", HEAD_TIMEOUT_S, self._head_is_late)
         super().data_received(data)
         if self._is_in_head and self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
             self.transport.write(_TOO_LARGE)
@@ -43,7 +42,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._is_in_head, self._head_bytes = False, 0
-        self._stop_head_timer()
+        self._stop("head")
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
@@ -52,29 +51,24 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._stop_write_timer()
-        self._write_timer = self.loop.call_later(WRITE_TIMEOUT_S, self.transport.abort)
+        self._stop("write")
+        self._start("write", WRITE_TIMEOUT_S, self.transport.abort)
 
     def resume_writing(self) -> None:
-        self._stop_write_timer()
+        self._stop("write")
         super().resume_writing()
 
-    def _start_head_timer(self) -> None:
-        if self._head_timer is None:
-            self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._head_is_late)
+    def _start(self, timer: str, seconds: float, call: Callable[[], None]) -> None:
+        """Start a timer unless it runs."""
+        if timer not in self._timers:
+            self._timers[timer] = self.loop.call_later(seconds, call)
 
-    def _stop_head_timer(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
-
-    def _stop_write_timer(self) -> None:
-        if self._write_timer is not None:
-            self._write_timer.cancel()
-            self._write_timer = None
+    def _stop(self, timer: str) -> None:
+        if timer in self._timers:
+            self._timers.pop(timer).cancel()
 
     def _head_is_late(self) -> None:
-        self._head_timer = None
+        self._stop("head")
         cycle: Any = self.cycle
         if cycle is None or cycle.response_complete:  # what comes early, during an answer, is waited for
             self.transport.close()

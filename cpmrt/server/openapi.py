@@ -12,7 +12,6 @@ Schema = dict[str, Any]
 
 
 def document() -> Schema:
-    """Return the document as JSON data."""
     return {
         "openapi": "3.1.0",
         "info": {"title": "cpmrt", "version": __version__, "summary": "An OpenAI-compatible API for one local model"},

@@ -30,7 +30,6 @@ class JsonResponse(Response):
 
 
 def error_response(error: ApiError) -> JsonResponse:
-    """Return an error with its status."""
     return JsonResponse(error.body(), error.status, error.headers)
 
 

@@ -47,7 +47,6 @@ def bind(settings: ServerSettings) -> socket.socket:
 
 
 def address_of(listener: socket.socket) -> str:
-    """Return the URL of a listening socket."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 

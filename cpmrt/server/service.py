@@ -138,7 +138,6 @@ class Service:
         return {"prompt": _needed(self.engine.llm.tokenizer).decode(tokens, skip_special_tokens=False)}
 
     def close(self) -> None:
-        """End the worker threads."""
         self._workers.shutdown(wait=False, cancel_futures=True)
 
     def _head(self, prefix: str, kind: str) -> dict[str, Any]:
@@ -152,7 +151,6 @@ class Service:
 
 
 def _choices(llm: LLM, prompt: str | list[int], wanted: Wanted, first_choice: int) -> list[EngineRequest]:
-    """Return a request for each choice of one prompt."""
     request = llm.request(prompt, wanted.sampling)
     requests = []
     for choice in range(first_choice, first_choice + wanted.num_choices):

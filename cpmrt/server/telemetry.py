@@ -49,11 +49,9 @@ class Metrics:
         self._pages = gauge("cpmrt_kv_pages_used", f"KV pages ({PAGE_SIZE} tokens) of running sequences")
 
     def add_tokens(self, count: int) -> None:
-        """Count the tokens that a step gave."""
         self._generated.inc(count)
 
     def add_ended(self, ended: Ended) -> None:
-        """Count a sequence that has ended."""
         stats = ended.stats
         if not stats.new_tokens:
             return
@@ -99,7 +97,6 @@ class RequestRecord:
         scope[_KEY] = self
 
     def write(self) -> None:
-        """Write the line."""
         # A path that is not printable could forge a line.
         path = self.path if self.path.isprintable() and len(self.path) <= 200 else repr(self.path[:200])
         parts = [self.id, str(self.status), self.method, path]
@@ -116,6 +113,5 @@ class RequestRecord:
 
 
 def record_of(scope: MutableMapping[str, Any]) -> RequestRecord:
-    """Return the record of a request."""
     record: RequestRecord = scope[_KEY]
     return record

@@ -43,7 +43,6 @@ class Format(NamedTuple):
 
 
 def schemas_of(tools: list[dict[str, Any]]) -> Schemas:
-    """Return the schemas in the `tools` of a request."""
     return {
         tool["function"]["name"]: (tool["function"].get("parameters") or {}).get("properties") or {} for tool in tools
     }

@@ -133,7 +133,6 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         }
 
     def concat(self, parts: Iterable[str]) -> str:
-        """Join what a macro or a block has written."""
         return str(self.join_text(*parts))
 
     def join_text(self, *parts: object) -> str:

@@ -42,7 +42,6 @@ class TokenBytes:
         return inner[len(text[: len(text) - len(alone)].encode()) :] if alone != text else inner
 
     def join(self, token_ids: Iterable[int]) -> bytes:
-        """Return the bytes of a whole sequence."""
         pieces: list[bytes] = []
         at_start = True
         for token_id in token_ids:

@@ -77,7 +77,7 @@ def test_streams_together_share_pages(checkpoint):
             outs = [stream.finish() for index, stream in enumerate(streams) if index not in (1, 4)]
             assert texts(outs) == [tokens for index, tokens in enumerate(alone) if index not in (1, 4)]
             assert min(cached(outs)) >= 64
-        assert llm.engine._cache.pool.num_held == 0
+        assert llm.engine.cache.pool.num_held == 0
 
 
 def test_scoring_writes_to_no_page_of_others(checkpoint, whole):

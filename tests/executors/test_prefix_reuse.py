@@ -53,7 +53,7 @@ def test_branching_conversations(checkpoint, whole, chunk):
     with open_llm(checkpoint, prefill_chunk=chunk) as llm:
         outs = branching(llm)
         assert texts(outs) == whole and cached(outs) == BRANCHING_CACHED
-        assert llm.engine._cache.pool.num_held == 0
+        assert llm.engine.cache.pool.num_held == 0
 
 
 def test_eviction_under_pressure(checkpoint, whole):
@@ -61,7 +61,7 @@ def test_eviction_under_pressure(checkpoint, whole):
     with open_llm(checkpoint, max_context=256) as llm:
         outs = branching(llm)
         assert texts(outs) == whole and 0 < sum(cached(outs)) < sum(BRANCHING_CACHED)
-        pool = llm.engine._cache.pool
+        pool = llm.engine.cache.pool
         assert (pool.num_held, pool.num_cached + pool.num_free) == (0, 4)
 
 

@@ -109,7 +109,7 @@ def test_a_full_queue_is_a_429_and_waiters_come_in_their_order(tmp_path):
         streams[0].close()
         until(lambda: len(server.engine.open_jobs) == 2)
         until(lambda: server.metric("cpmrt_sequences_running") == 1)
-        running = [job.text and job.request.prompt_ids for job in server.engine._active if job.sequence.slot >= 0]
+        running = [job.text and job.request.prompt_ids for job in server.engine.open_jobs if job.sequence.slot >= 0]
         decode = server.engine.llm.tokenizer.decode
         assert [decode(ids) for ids in running] == ["[user]1[assistant]"], "first come, first served"
         for stream in streams:
@@ -135,7 +135,7 @@ def test_a_client_that_leaves_frees_its_slot_within_a_step(tmp_path, is_stream):
         until(lambda: not server.engine.open_jobs, timeout_s=5)
         seen = len(job.sequence.token_ids)
         time.sleep(0.05)
-        assert len(job.sequence.token_ids) == seen < 3000 and not server.engine.llm.engine._running
+        assert len(job.sequence.token_ids) == seen < 3000 and not server.engine.llm.engine.running
 
 
 def test_a_slow_reader_slows_nobody_and_loses_nothing(tmp_path):
@@ -194,7 +194,7 @@ def test_health_answers_within_50_ms_during_a_long_prefill(demo):
 
 def test_a_running_stream_moves_on_between_the_chunks_of_another_prompt(demo):
     steps = []
-    demo.engine.llm.engine._listener = lambda step, result: steps.append(type(step))
+    demo.engine.llm.engine.listener = lambda step, result: steps.append(type(step))
     try:
         with demo.client.stream("POST", "/v1/completions", json={
             "prompt": "x", "max_tokens": 200, "stream": True, "ignore_eos": True,
@@ -205,7 +205,7 @@ def test_a_running_stream_moves_on_between_the_chunks_of_another_prompt(demo):
             answer = demo.client.post("/v1/completions", json={"prompt": [9, 6, 7, 6] * 64, "max_tokens": 1})
             assert answer.status_code == 200
     finally:
-        demo.engine.llm.engine._listener = None
+        demo.engine.llm.engine.listener = None
         demo.wait_idle()
     second = [index for index, kind in enumerate(steps) if kind is Admit][1]
     chunks = [index for index, kind in enumerate(steps) if kind is Prefill and index > second]

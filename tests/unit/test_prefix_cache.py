@@ -111,7 +111,7 @@ def test_every_sequence_gets_its_own_text_under_pressure(limits, wanted):
             expected = plain_continuation(one.request.prompt_ids, 0, new, set())
             assert tokens_of(engine, one) == expected
         history.append([*prompt, *seq.token_ids])
-    assert engine._cache.pool.num_held == 0, "every page is returned"
+    assert engine.cache.pool.num_held == 0, "every page is returned"
     while executor.queue:
         executor.run_one()
 
@@ -146,7 +146,7 @@ def test_a_prompt_is_shared_while_its_first_sequence_still_runs():
     next(first)
     second = engine.add(ask(range(9), new=4))
     assert tokens_of(engine, second) == plain_continuation(range(9), 0, 4, set()) and second.num_cached == 8
-    assert engine._cache.pool.num_held == 6
+    assert engine.cache.pool.num_held == 6
     first.close()
 
 
@@ -156,7 +156,7 @@ def test_a_cancelled_sequence_leaves_what_is_written():
     for _ in range(3):  # the first one reads that the sequence was admitted
         engine.advance()
     engine.finish(seq, "cancelled")
-    assert engine._cache.pool.num_held == 0
+    assert engine.cache.pool.num_held == 0
     again = engine.add(ask(range(20)))
     assert tokens_of(engine, again) == plain_continuation(range(20), 0, 6, set())
     assert again.num_cached == 8, "two chunks were known to be done"
@@ -187,7 +187,7 @@ def test_without_the_cache_every_prompt_is_computed():
     for _ in range(5):
         seq = engine.add(ask(range(20)))
         assert tokens_of(engine, seq) == plain_continuation(range(20), 0, 6, set()) and seq.num_cached == 0
-    assert (engine._cache.pool.num_held, engine._cache.pool.num_cached) == (0, 0)
+    assert (engine.cache.pool.num_held, engine.cache.pool.num_cached) == (0, 0)
 
 
 @pytest.mark.parametrize(("options", "is_on"), [([], True), (["--no-prefix-cache"], False)])
@@ -209,12 +209,12 @@ def test_a_borrowed_slot_has_pages_of_its_own():
     engine = Engine(PagedExecutor(paged_limits(max_sequences=2, prefill_chunk=16)))
     stream = engine.stream(engine.add(ask(range(9), new=12)))
     next(stream)
-    (running,) = engine._running
+    (running,) = engine.running
     with engine.borrowed_slot(32) as (slot, table):
         assert slot != running.slot and len(table) == 8 and not {*table} & {*running.pages.table}
-        assert engine._cache.pool.num_held == 8 + 6
+        assert engine.cache.pool.num_held == 8 + 6
     stream.close()
-    assert engine._cache.pool.num_held == 0 and sorted(engine._free_slots) == [0, 1]
+    assert engine.cache.pool.num_held == 0 and sorted(engine.free_slots) == [0, 1]
 
 
 def test_a_log_with_block_tables_replays(tmp_path):
@@ -232,7 +232,7 @@ def test_closing_starts_with_an_empty_cache():
     engine = Engine(PagedExecutor(paged_limits(prefill_chunk=16)))
     next(engine.stream(engine.add(ask(range(20)))))
     engine.close()
-    assert (engine._cache.pool.num_held, engine._cache.pool.num_cached) == (0, 0)
+    assert (engine.cache.pool.num_held, engine.cache.pool.num_cached) == (0, 0)
 
 
 def test_the_least_recently_used_page_goes_first():
