@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from cpmrt.weights.formats import FORMATS
+
 _PORTABLE_LINEAR = {"HALF_TILE": 0, "CLUSTER": 1, "NORM": 1, "SMEM_BYTES": 98304}
 _NO_NORM = {"NORM": 0}
 _PLAIN = {"TREE": 0, "WINDOW": 0, "SELECTED": 0, "FP8": 0}
@@ -95,7 +97,7 @@ CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
     ),
     "linear_packed/repack.cu": tuple(
         {"LINEAR": 1, "IN_FEATURES": 4096, "WEIGHT_BITS": 4, "RUNS": 8, "SCALE_GROUP": 64, "ZEROS": 1, "FORMAT": kind}
-        for kind in range(4)
+        for kind in sorted(row.number for row in FORMATS.values())
     )
     + ({"LINEAR": 3, "IN_FEATURES": 4096, "WEIGHT_BITS": 8, "RUNS": 1, "SCALE_GROUP": 128, "ZEROS": 0, "FORMAT": 0},),
     "attention/decode_attention.cu": (

@@ -137,7 +137,7 @@ def test_waves_do_not_change_a_bit(folders: dict[str, Path], monkeypatch: pytest
     found = []
     for most in (128 << 20, 0):
         monkeypatch.setattr("cpmrt.cuda.load.repack.LARGEST_STAGING_BYTES", most)
-        monkeypatch.setattr("cpmrt.cuda.load.repack._ROUNDED_BYTES", most or 40_000)
+        monkeypatch.setattr("cpmrt.cuda.load.repack.ROUNDED_BYTES", most or 40_000)
         with LLM(folders[name], executor="cuda", lm_head_bits=4, **SETTINGS) as llm:
             found.append(llm.logits(LONG[:70]).tobytes())
     assert found[0] == found[1]

@@ -53,7 +53,7 @@ def test_every_tensor_is_where_its_piece_says(
     case: Any, limit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(repack, "LARGEST_STAGING_BYTES", limit)
-    monkeypatch.setattr(repack, "_ROUNDED_BYTES", 10_000)
+    monkeypatch.setattr(repack, "ROUNDED_BYTES", 10_000)
     folder, dtype = ModelFolder.open(write_quantised(case, tmp_path / case.name, 3)), DType.BFLOAT16
     head_bits = None if case.head else 8 if limit else 4
     with Checkpoint.open(folder.path) as checkpoint:

@@ -31,7 +31,7 @@ OWN_FORMAT = "gptq"
 STAGING = "staging"
 LARGEST_STAGING_BYTES = 128 << 20
 """The most that several sources share; a larger source has what it needs."""
-_ROUNDED_BYTES = 16 << 20
+ROUNDED_BYTES = 16 << 20
 """How much of a source in 16 bits is staged at a time."""
 _ITEM_BYTES = 2
 _BLOCK = 256
@@ -149,7 +149,7 @@ def _pieces(specs: Iterable[TensorSpec]) -> Iterator[Piece]:
     for spec in specs:
         for source, rows in spec.parts() if spec.quant else ():
             num_rows, num_columns = source.shape
-            step = num_rows if source.packing else max(_ROUNDED_BYTES // (_ITEM_BYTES * num_columns) // 64, 1) * 64
+            step = num_rows if source.packing else max(ROUNDED_BYTES // (_ITEM_BYTES * num_columns) // 64, 1) * 64
             for begin in range(0, num_rows, step):
                 yield Piece(spec, source, begin, min(begin + step, num_rows), rows.start + begin)
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from cpmrt.dtypes import Array
 from cpmrt.errors import quoted
 from cpmrt.tensor_spec import Packing
 from cpmrt.weights.safetensors import FLOATS, TensorEntry
@@ -53,8 +53,8 @@ class Part:
 
     suffix: str
     shape: Callable[[int, int, int], Shape]
-    pack: Callable[[NDArray[Any]], NDArray[Any]]
-    unpack: Callable[[NDArray[Any]], NDArray[Any]]
+    pack: Callable[[Array], Array]
+    unpack: Callable[[Array], Array]
     dtypes: tuple[str, ...] = ("I32",)
 
     def of(self, module: str) -> str:
@@ -121,6 +121,6 @@ def unpack_nibbles(words: I32) -> U8:
     return out
 
 
-def transposed(values: NDArray[Any]) -> NDArray[Any]:
+def transposed(values: Array) -> Array:
     """Turn [N, groups] into [groups, N], and back."""
     return np.ascontiguousarray(values.T)

@@ -6,11 +6,11 @@ Sources: IST-DASLab/marlin; `gptq_marlin_repack` of vLLM.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from cpmrt.dtypes import Array
 from cpmrt.tensor_spec import Product
 from cpmrt.weights.formats.awq import AWQ_ORDER
 from cpmrt.weights.formats.format import I32, SCALES, U8, Entries, Format, Part, Shape, pack_nibbles, unpack_nibbles
@@ -44,14 +44,14 @@ def unpack_codes(qweight: I32) -> U8:
     return np.ascontiguousarray(columns)
 
 
-def pack_scales(scales: NDArray[Any]) -> NDArray[Any]:
+def pack_scales(scales: Array) -> Array:
     """Pack `scales` [groups, N] of scales [N, groups], whatever their type."""
     order = _scale_order(scales.shape[1] > 1)
     rows = np.ascontiguousarray(scales.T)
     return np.ascontiguousarray(rows.reshape(-1, len(order))[:, order]).reshape(rows.shape)
 
 
-def unpack_scales(scales: NDArray[Any]) -> NDArray[Any]:
+def unpack_scales(scales: Array) -> Array:
     """Unpack scales [N, groups] of `scales` [groups, N]."""
     inverse = np.argsort(_scale_order(scales.shape[0] > 1))
     rows = np.ascontiguousarray(scales).reshape(-1, len(inverse))[:, inverse].reshape(scales.shape)
