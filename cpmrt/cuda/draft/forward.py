@@ -9,6 +9,7 @@ from typing import Any
 from cpmrt.config import EngineConfig, ModelConfig
 from cpmrt.cuda.build.launcher import Launcher
 from cpmrt.cuda.draft.memory import tree_tables
+from cpmrt.cuda.driver.array import DeviceArray
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.load.repack import STAGING, staging_buffers
 from cpmrt.cuda.ops.attention.attention import AttentionPlan
@@ -57,7 +58,7 @@ def _with_draft(
     *,
     max_sequences: int,
 ) -> ExecutorNeeds:
-    """`needs`, which are the target's, and the draft's."""
+    """Add what the draft needs to `needs`, which are the target's."""
     assert needs.max_rows is not None
     max_rows = needs.max_rows
     workspace = [spec for spec in needs.workspace if spec.name != STAGING]
@@ -85,7 +86,7 @@ def _weights(draft: Draft, specs: Sequence[TensorSpec]) -> tuple[TensorSpec, ...
 def _draft_tables(
     draft: Draft, specs: Sequence[TensorSpec], max_context: int, device: Device
 ) -> tuple[BufferSpec, ...]:
-    """Buffers of the draft's ops that live as long as the executor."""
+    """Return the buffers of the draft's ops that live as long as the executor."""
     config = draft.config.decoder
     if config is None:
         return ()
@@ -97,7 +98,7 @@ def _draft_tables(
 def _draft_workspace(
     draft: Draft, specs: Sequence[TensorSpec], max_rows: int, device: Device
 ) -> tuple[BufferSpec, ...]:
-    """Buffers of one pass, of at most `max_rows` rows; nothing of the target's runs meanwhile."""
+    """Return the buffers of one pass of at most `max_rows` rows; nothing of the target's runs meanwhile."""
     config = draft.config.decoder
     if config is None:
         return ()
@@ -133,37 +134,38 @@ class DraftForward:
         self._ops = CudaOps(device, launcher, gemm, scratch, plan)
 
     def chunk(self, num_rows: int) -> None:
-        """The rows of a prefill chunk; nothing is drafted."""
+        """Run the rows of a prefill chunk; nothing is drafted."""
         self._model.forward(self._ops, self._rows(num_rows), self._hidden(num_rows), None, is_first=True)
 
     def waiting(self, num_rows: int) -> None:
-        """At most 64 tokens that the draft has not seen; the logits of the last one are in row 0."""
+        """Run at most 64 tokens that the draft has not seen; the logits of the last one are in row 0."""
         last = slice(num_rows - 1, num_rows)
         self._model.forward(self._ops, self._rows(num_rows), self._hidden(num_rows), last, is_first=True)
 
     def frontier(self, num_rows: int) -> None:
-        """Rows of a tree: the logits of all."""
+        """Run rows of a tree's newest level; all have logits."""
         a = self._arrays
         places = (a[name][:num_rows] for name in ("draft_locations", "draft_masks", "draft_base"))
         parents = a["draft.parents"][:num_rows] if self._draft.is_eagle else None
         self._model.forward(self._ops, self._rows(num_rows, *places), parents, slice(num_rows), is_first=False)
 
-    def outputs(self, rows: slice) -> Any | None:
-        """Rows of the last pass' output, which a later pass continues; None where it does not."""
+    def outputs(self, rows: slice) -> DeviceArray | None:
+        """Return rows of the last pass' output, which a later pass continues; None where it does not."""
         return self._arrays["draft.x"][rows] if self._draft.is_eagle else None
 
-    def parents(self, num_rows: int) -> Any | None:
-        """Where the outputs that a pass of `frontier` continues go."""
+    def parents(self, num_rows: int) -> DeviceArray | None:
+        """Return where the outputs go that a pass of `frontier` continues; None where it continues none."""
         return self._arrays["draft.parents"][:num_rows] if self._draft.is_eagle else None
 
-    def logits(self, num_rows: int) -> Any:
-        """Of the last pass."""
-        return self._arrays["draft.logits"][:num_rows]
+    def logits(self, num_rows: int) -> DeviceArray:
+        """Return the logits of the last pass, whose row 0 is the first row that has any."""
+        logits: DeviceArray = self._arrays["draft.logits"]
+        return logits[:num_rows]
 
-    def _hidden(self, num_rows: int) -> Any | None:
+    def _hidden(self, num_rows: int) -> DeviceArray | None:
         return self._arrays["hidden"][:num_rows] if self._draft.hidden_width else None
 
-    def _rows(self, num_rows: int, *places: Any) -> Rows:
+    def _rows(self, num_rows: int, *places: DeviceArray) -> Rows:
         a = self._arrays
         tokens, positions, slots = (a[f"draft_{name}"][:num_rows] for name in ("token_ids", "positions", "slots"))
         return Rows(tokens, positions, slots, a["block_tables"], num_rows > MAX_ROWS, *places)

@@ -18,6 +18,7 @@ counted by `accept`, so every launch before it may be repeated.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from cpmrt.config import ModelConfig, TreeShape
 from cpmrt.config.speculation import MAX_CANDIDATES, MAX_NODES
 from cpmrt.cuda.build.launcher import Launcher, Module
 from cpmrt.cuda.build.spec import KernelSpec
+from cpmrt.cuda.driver.array import DeviceArray
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.step.rings import Rings
 from cpmrt.cuda.step.structs import CATCH_UP, SPECULATE
@@ -66,6 +68,41 @@ def tree_modules(config: ModelConfig, device: Device, draft_vocab: int) -> tuple
     return (*head, *plain, (LOOKUP.file, {"PORTABLE": portable}), sampling, (ACCEPT.file, {"VOCAB": config.vocab_size}))
 
 
+@dataclass(frozen=True)
+class DraftState:
+    """The buffers that the kernels of a speculative step read and write, named as in the memory plan."""
+
+    block_tables: DeviceArray
+    capacities: DeviceArray
+    carry_counts: DeviceArray
+    chunk: DeviceArray
+    draft_chunk: DeviceArray
+    draft_ids: DeviceArray
+    draft_logprobs: DeviceArray
+    draft_positions: DeviceArray
+    draft_slots: DeviceArray
+    draft_token_ids: DeviceArray
+    draft_tree: DeviceArray
+    history: DeviceArray
+    slot_states: DeviceArray
+    slots: DeviceArray
+    step_context: DeviceArray
+    token_counts: DeviceArray
+    token_ids: DeviceArray
+    tree_logprobs: DeviceArray
+    carry_hidden: DeviceArray | None = None
+    """The target's states of the tokens that wait; None where the draft reads none."""
+
+    @classmethod
+    def of(cls, arrays: Mapping[str, Any]) -> DraftState:
+        """Find the buffers among all regions of the plan."""
+        return cls(**{field.name: arrays[field.name] for field in fields(cls) if field.name in arrays})
+
+    def carry_for(self, hidden: DeviceArray | None) -> DeviceArray | None:
+        """Return the states that wait, if the launch is given rows `hidden` that belong to them."""
+        return None if hidden is None else self.carry_hidden
+
+
 class TreeKernels:
     """The kernels of `kernels_cu/draft` and `sampling/tree_sampling.cu` on the arena's arrays
     (`tree_workspace.tree_tables` and those of `StepKernels`).
@@ -86,12 +123,12 @@ class TreeKernels:
         draft_vocab: int,
         position_offset: int = 1,
     ):
-        self._launch, self._arrays, self._caches = launcher, arrays, caches
+        self._launch, self._state, self._moved = launcher, DraftState.of(arrays), caches.moved(arrays)
         commands, self._results = rings.addresses
         self._in = commands, np.int32(rings.command_bytes)
         self._modules = dict(tree_modules(config, device, draft_vocab))
         self._offset = np.int32(position_offset)
-        self._max_context = np.int32(arrays["history"].shape[1])
+        self._max_context = np.int32(self._state.history.shape[1])
         self._blocks_per_row = 8 if device.capability >= 90 else 1
         self._draft_rows = tuple(arrays[f"draft_{name}"] for name in (*_ROW, "masks", "base"))
         self._target_rows = tuple(arrays[name] for name in (*_ROW, "tree_masks", "tree_base"))
@@ -102,7 +139,7 @@ class TreeKernels:
             if spec.file in self._modules:
                 self._launch.modules.kernel(spec, self._modules[spec.file])
 
-    def speculate_begin(self, num_rows: int, hidden: Any | None = None) -> None:
+    def speculate_begin(self, num_rows: int, hidden: DeviceArray | None = None) -> None:
         """Look at the next command, a Speculate; set up the draft rows 0 .. num_rows-1 of its sequence (0: none).
 
         They are the positions that the draft has not seen, in order, the newest in the last row; rows at the front
@@ -111,135 +148,129 @@ class TreeKernels:
         """
         self._pending(SPECULATE, num_rows, hidden)
 
-    def catch_up_begin(self, hidden: Any | None = None) -> None:
-        """The same with MAX_NODES rows for a CatchUp command: a pass of the draft that drafts nothing."""
+    def catch_up_begin(self, hidden: DeviceArray | None = None) -> None:
+        """Look at the next command, a CatchUp, and set up MAX_NODES draft rows as `speculate_begin` does."""
         self._pending(CATCH_UP, MAX_NODES, hidden)
 
     def catch_up_end(self) -> None:
         """Count the CatchUp command and answer it. All but the newest row have been seen then."""
-        a = self._arrays
-        carry = a.get("carry_hidden")
+        s = self._state
         self._start(
-            CATCH_UP_END, 1, _COPY_THREADS, carry, a["carry_counts"], self._results, a["step_context"],
-            *self._in, np.int32(_width(carry)),
+            CATCH_UP_END, 1, _COPY_THREADS, s.carry_hidden, s.carry_counts, self._results, s.step_context,
+            *self._in, np.int32(_width(s.carry_hidden)),
         )  # fmt: skip
 
-    def top_k(self, logits: Any, k: int, token_map: Any | None = None, first_row: int = 0) -> None:
+    def top_k(self, logits: DeviceArray, k: int, token_map: DeviceArray | None = None, first_row: int = 0) -> None:
         """The best `k` of each row of float32 logits [T, draft_vocab], row t being draft row first_row + t.
 
         `token_map` int32 [draft_vocab]: the token of each row of the draft's head; None: the same number.
         """
-        a, rows = self._arrays, logits.shape[0]
-        slots = a["draft_slots"][first_row : first_row + rows]
+        s, rows = self._state, logits.shape[0]
+        slots = s.draft_slots[first_row : first_row + rows]
         self._start(
-            DRAFT_TOP_K, (self._blocks_per_row, rows), _ROW_THREADS, a["draft_ids"], a["draft_logprobs"],
+            DRAFT_TOP_K, (self._blocks_per_row, rows), _ROW_THREADS, s.draft_ids, s.draft_logprobs,
             logits, slots, token_map, np.int32(k),
         )  # fmt: skip
 
-    def tree_grow(self, shape: TreeShape, depth: int, outputs: Any | None, hidden: Any | None) -> None:
+    def tree_grow(self, shape: TreeShape, depth: int, outputs: DeviceArray | None, hidden: DeviceArray | None) -> None:
         """Take the candidates of pass depth - 1 and set up draft rows 0 .. top_k-1 of pass `depth` (from 1 on).
 
         `hidden` [top_k, width]: becomes, for each row, the row of `outputs` that it follows. `outputs`: what the draft
         gave for the rows of the pass before; for depth 1 the one row of its newest position. Both None where the draft
         reads no hidden state.
         """
-        a = self._arrays
+        s = self._state
         sizes = (depth, shape.top_k)
         self._start(
-            TREE_GROW, _copy_blocks(shape.top_k, hidden), _COPY_THREADS, a["draft_tree"], *self._draft_rows,
-            hidden, outputs, a["draft_ids"], a["draft_logprobs"], *map(np.int32, sizes), self._offset,
+            TREE_GROW, _copy_blocks(shape.top_k, hidden), _COPY_THREADS, s.draft_tree, *self._draft_rows,
+            hidden, outputs, s.draft_ids, s.draft_logprobs, *map(np.int32, sizes), self._offset,
             np.int32(_width(hidden)),
         )  # fmt: skip
 
     def tree_finish(self, shape: TreeShape) -> None:
         """Take the candidates of the last pass, choose the nodes, and set up the target's rows 0 .. tree_size-1."""
-        a = self._arrays
+        s = self._state
         sizes = (shape.num_passes, shape.top_k, shape.tree_size)
         self._start(
-            TREE_FINISH, 1, MAX_CANDIDATES, a["draft_tree"], *self._target_rows, a["draft_ids"],
-            a["draft_logprobs"], *map(np.int32, sizes),
+            TREE_FINISH, 1, MAX_CANDIDATES, s.draft_tree, *self._target_rows, s.draft_ids,
+            s.draft_logprobs, *map(np.int32, sizes),
         )  # fmt: skip
 
     def lookup(self, shape: TreeShape) -> None:
         """Draft tree_size - 1 tokens from the sequence's own history and set up the target's rows."""
-        a = self._arrays
+        s = self._state
         self._start(
-            LOOKUP, self._blocks_per_row, _LOOKUP_THREADS, a["draft_tree"], *self._target_rows,
-            a["history"], self._max_context, np.int32(shape.tree_size),
+            LOOKUP, self._blocks_per_row, _LOOKUP_THREADS, s.draft_tree, *self._target_rows,
+            s.history, self._max_context, np.int32(shape.tree_size),
         )  # fmt: skip
 
-    def sample_tree(self, logits: Any) -> None:
+    def sample_tree(self, logits: DeviceArray) -> None:
         """A token after every node from float32 logits [tree_size, V]; log-probabilities if the request wants some."""
-        a = self._arrays
+        s = self._state
         self._start(
-            SAMPLE_TREE, (self._blocks_per_row, logits.shape[0]), _ROW_THREADS, a["draft_tree"],
-            a["tree_logprobs"], a["slot_states"], a["token_counts"], logits, a["slots"],
+            SAMPLE_TREE, (self._blocks_per_row, logits.shape[0]), _ROW_THREADS, s.draft_tree,
+            s.tree_logprobs, s.slot_states, s.token_counts, logits, s.slots,
         )  # fmt: skip
 
-    def accept(self, shape: TreeShape, hidden: Any | None = None, forced: float | None = None) -> None:
+    def accept(self, shape: TreeShape, hidden: DeviceArray | None = None, forced: float | None = None) -> None:
         """Accept the longest path: state, history, result, the target's KV pages; count the command.
 
         `hidden` [tree_size, carry width]: the target's hidden states of the nodes, or None where the draft reads none.
         With `forced` a deepest path counts as accepted, cut to that many tokens in the mean (for timing).
         """
-        a = self._arrays
-        moved = self._caches.moved(a)
+        s = self._state
+        moved = self._moved
         num_layers, num_pages, num_heads, _, head_dim = moved[0].shape
         columns = (len(moved) * num_layers * num_heads * head_dim + _width(hidden)) // 8
         kept = (*moved, *[None] * (_MOST_MOVED - len(moved)))
         sizes = (shape.tree_size, shape.max_emitted, num_layers, num_pages, num_heads, head_dim)
         self._start(
-            ACCEPT, 1 - -columns // _COPY_THREADS, _COPY_THREADS, a["draft_tree"], a["slot_states"],
-            a["token_counts"], a["history"], a["carry_counts"], _unless(hidden, a), *kept,
-            self._results, a["step_context"], hidden, a["tree_logprobs"], a["block_tables"], *map(np.int32, sizes),
-            np.int32(a["block_tables"].shape[1]), np.int32(_width(hidden)), np.float32(forced or 0.0),
+            ACCEPT, 1 - -columns // _COPY_THREADS, _COPY_THREADS, s.draft_tree, s.slot_states,
+            s.token_counts, s.history, s.carry_counts, s.carry_for(hidden), *kept,
+            self._results, s.step_context, hidden, s.tree_logprobs, s.block_tables, *map(np.int32, sizes),
+            np.int32(s.block_tables.shape[1]), np.int32(_width(hidden)), np.float32(forced or 0.0),
         )  # fmt: skip
 
-    def prefill_rows(self, bucket: int, states: Any | None = None) -> None:
+    def prefill_rows(self, bucket: int, states: DeviceArray | None = None) -> None:
         """Set up the draft's rows of a prefill chunk after the target's layers have run over it, `draft_chunk` too.
 
         `states` [bucket + 1, carry width]: the target's hidden state of the chunk's row i in row i + 1; row 0 becomes
         what the chunk before left. So row i is what the draft's row i reads. The chunk's last row is kept.
         """
-        a = self._arrays
-        rows = (a["draft_token_ids"], a["draft_positions"], a["draft_slots"], a["draft_chunk"])
+        s = self._state
+        rows = (s.draft_token_ids, s.draft_positions, s.draft_slots, s.draft_chunk)
         self._start(
-            PREFILL_ROWS, 1, _CHUNK_THREADS, *rows, states, _unless(states, a), a["carry_counts"],
-            a["token_ids"], a["chunk"], np.int32(bucket), self._offset, np.int32(_width(states)),
+            PREFILL_ROWS, 1, _CHUNK_THREADS, *rows, states, s.carry_for(states), s.carry_counts,
+            s.token_ids, s.chunk, np.int32(bucket), self._offset, np.int32(_width(states)),
         )  # fmt: skip
 
-    def carry_rows(self, num_rows: int, hidden: Any | None = None) -> None:
+    def carry_rows(self, num_rows: int, hidden: DeviceArray | None = None) -> None:
         """After a Decode step: append each row of `hidden` [num_rows, carry width] to what the draft has not seen.
 
         A slot that has MAX_NODES already forgets them: let it catch up before.
         """
-        a = self._arrays
-        carry = (_unless(hidden, a), a["carry_counts"])
-        self._start(CARRY_ROWS, num_rows, _COPY_THREADS, *carry, hidden, a["slots"], np.int32(_width(hidden)))
+        s = self._state
+        carry = (s.carry_for(hidden), s.carry_counts)
+        self._start(CARRY_ROWS, num_rows, _COPY_THREADS, *carry, hidden, s.slots, np.int32(_width(hidden)))
 
-    def _pending(self, kind: int, num_rows: int, hidden: Any | None) -> None:
-        a = self._arrays
+    def _pending(self, kind: int, num_rows: int, hidden: DeviceArray | None) -> None:
+        s = self._state
         sizes = (np.int32(kind), self._max_context, np.int32(num_rows), self._offset, np.int32(_width(hidden)))
         blocks = min(_copy_blocks(num_rows, hidden, _BEGIN_THREADS), _MOST_BEGIN_BLOCKS)
         self._start(
-            SPECULATE_BEGIN, blocks, _BEGIN_THREADS, a["draft_tree"],
-            *self._draft_rows[:4], hidden, a["history"], _unless(hidden, a), a["carry_counts"], a["capacities"],
-            a["slot_states"], a["step_context"], *self._in, *sizes,
+            SPECULATE_BEGIN, blocks, _BEGIN_THREADS, s.draft_tree,
+            *self._draft_rows[:4], hidden, s.history, s.carry_for(hidden), s.carry_counts, s.capacities,
+            s.slot_states, s.step_context, *self._in, *sizes,
         )  # fmt: skip
 
     def _start(self, spec: KernelSpec, grid: Any, block: int, *args: Any) -> None:
         self._launch(spec, self._modules[spec.file], grid, block, *args)
 
 
-def _width(rows: Any | None) -> int:
+def _width(rows: DeviceArray | None) -> int:
     return 0 if rows is None else int(rows.shape[-1])
 
 
-def _unless(hidden: Any | None, arrays: Mapping[str, Any]) -> Any | None:
-    """The pending rows, if the draft reads hidden states."""
-    return None if hidden is None else arrays["carry_hidden"]
-
-
-def _copy_blocks(num_rows: int, hidden: Any | None, threads: int = _COPY_THREADS) -> int:
+def _copy_blocks(num_rows: int, hidden: DeviceArray | None, threads: int = _COPY_THREADS) -> int:
     """Blocks that copy rows of `hidden`, 16 bytes a thread; one where there is nothing to copy."""
     return max(1, -(-num_rows * _width(hidden) // 8 // threads))

@@ -11,6 +11,7 @@ from cpmrt.cuda.build.launcher import Launcher, Module
 from cpmrt.cuda.draft.forward import SCRATCH, DraftForward, every_shape, waiting_rows
 from cpmrt.cuda.draft.kernels import TreeKernels, tree_modules
 from cpmrt.cuda.draft.memory import tree_tables
+from cpmrt.cuda.driver.array import DeviceArray
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.driver.graphs import Graphs
 from cpmrt.cuda.ops.gemm import Gemm
@@ -39,7 +40,10 @@ class DraftLaunches:
         target: StepForward,
         arrays: Mapping[str, Any],
     ):
-        self._draft, self._kernels, self._forward, self._target, self._arrays = draft, kernels, forward, target, arrays
+        self._draft, self._kernels, self._forward, self._target = draft, kernels, forward, target
+        self._logits: DeviceArray = arrays["logits"]
+        self._token_map: DeviceArray | None = arrays.get("draft.token_map")
+        self._hidden_states: DeviceArray | None = arrays["hidden"] if draft.config.hidden_width else None
 
     @property
     def _model(self) -> DraftForward:
@@ -54,7 +58,7 @@ class DraftLaunches:
 
     def top_k(self, shape: TreeShape, rows: slice) -> None:
         logits = self._model.logits(rows.stop - rows.start)
-        self._kernels.top_k(logits, shape.top_k, self._arrays.get("draft.token_map"), first_row=rows.start)
+        self._kernels.top_k(logits, shape.top_k, self._token_map, first_row=rows.start)
 
     def grow(self, shape: TreeShape, depth: int, rows: slice) -> None:
         self._kernels.tree_grow(shape, depth, self._model.outputs(rows), self._model.parents(shape.top_k))
@@ -72,7 +76,7 @@ class DraftLaunches:
         self._target.tree(shape.tree_size)
 
     def sample(self, shape: TreeShape) -> None:
-        self._kernels.sample_tree(self._arrays["logits"][: shape.tree_size])
+        self._kernels.sample_tree(self._logits[: shape.tree_size])
 
     def accept(self, shape: TreeShape) -> None:
         self._kernels.accept(shape, self._hidden(shape.tree_size), self._draft.forced_accept)
@@ -94,9 +98,9 @@ class DraftLaunches:
     def carry(self, num_rows: int) -> None:
         self._kernels.carry_rows(num_rows, self._hidden(num_rows))
 
-    def _hidden(self, num_rows: int) -> Any | None:
+    def _hidden(self, num_rows: int) -> DeviceArray | None:
         """The target's states that the draft reads; None where it reads none."""
-        return self._arrays["hidden"][:num_rows] if self._draft.config.hidden_width else None
+        return self._hidden_states[:num_rows] if self._hidden_states is not None else None
 
 
 class Speculation:
@@ -129,11 +133,11 @@ class Speculation:
         self._max_emitted = tuple(shape.max_emitted for shape in draft.shapes)
 
     def modules(self) -> tuple[Module, ...]:
-        """What is launched beside the forwards."""
+        """Return the kernels that are launched beside the forwards."""
         return tree_modules(self._config, self._device, self._draft.vocab_size)
 
     def every_shape(self, buckets: tuple[int, ...]) -> None:
-        """Each forward once, on padding rows."""
+        """Run each forward once, on padding rows."""
         every_shape(self._draft, self._target, self._forward, buckets)
 
     def load(self) -> None:
@@ -163,7 +167,7 @@ class Speculation:
             graphs.add(other, launch)
 
     def fill_tables(self, capacity: int, position_limit: int) -> None:
-        """Before the first step; `capacity`: positions that every slot's own pages hold. The stream is current."""
+        """Fill the buffers, on the current stream. `capacity`: positions that a slot's own pages hold."""
         a, draft = self._arrays, self._draft
         for spec in tree_tables(1, 1, 1, 1):
             if spec.name in a:
@@ -213,7 +217,7 @@ class Speculation:
         return self._rings.sent(emitted, num_logprobs, start)
 
     def pass_seconds(self, shape: int) -> tuple[float, float]:
-        """Of the draft's passes and of the target's in a step of this shape, over the rows that the last step left."""
+        """Time the draft's passes and the target's of a step of this shape, over the rows that the last step left."""
         tree, draft, stream = self._draft.shapes[shape], self._forward, self._launcher.stream
 
         def passes() -> None:
