@@ -31,12 +31,12 @@ class DType(Enum):
 
     @property
     def itemsize(self) -> int:
-        """Bytes an element."""
+        """The bytes of an element."""
         return self.storage.itemsize
 
     @classmethod
     def parse(cls, name: str) -> DType:
-        """From a config name such as "bfloat16", "torch.float16", "fp32" or "bf16". Raises ConfigError."""
+        """Read a name in a config, such as "bfloat16", "torch.float16", "fp32" or "bf16". Raises ConfigError."""
         plain = str(name).removeprefix("torch.")
         for dtype in cls:
             if plain in (dtype.label, _SHORT_NAMES[dtype.label]):
@@ -72,7 +72,7 @@ def from_float32(values: F32, dtype: DType) -> Array:
 
 
 def round_to(values: F32, dtype: DType) -> F32:
-    """The float32 value that a store to `dtype` and a load would give."""
+    """Return the float32 values that a store to `dtype` and a load would give."""
     if dtype is DType.FLOAT32:
         return values
     return to_float32(from_float32(values, dtype), dtype)

@@ -11,18 +11,18 @@ _SHORT.maxlist = 8
 
 
 def quoted(value: object) -> str:
-    """A name or value from a file as a short printable piece of a message: escaped, cut where it is long."""
+    """Make a name or value from a file a short printable piece of a message: escaped, cut where it is long."""
     return _SHORT.repr(value)
 
 
 def listed(items: Sequence[str], limit: int = 8) -> str:
-    """The first `limit` items, then how many more there are."""
+    """List the first `limit` items, then say how many more there are."""
     more = len(items) - limit
     return ", ".join(items[:limit]) + (f" and {more} more" if more > 0 else "")
 
 
 class CpmrtError(Exception):
-    """What is wrong, on one line.
+    """An error that says on one line what is wrong.
 
     `expected`, `actual` and `fix` are kept as attributes, so that a caller can act on them without parsing text.
     """

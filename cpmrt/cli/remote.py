@@ -76,7 +76,7 @@ class RemoteModel:
         try:
             connection.connect()
             connection.sock.settimeout(_ANSWER_TIMEOUT_S)
-            # Closing the response is then enough to leave.
+            # With this header, closing the response closes the connection too.
             connection.request(method, self._path + path, body, {**self._headers, "Connection": "close"})
             response = connection.getresponse()
         except (OSError, HTTPException, ValueError) as error:
