@@ -28,7 +28,8 @@ class Admit:
     `max_new_tokens` and `stop_token_ids` are resolved values: the executor finishes the sequence by them alone.
     `seed` is a 64-bit integer, the Philox key of every token of the sequence. `block_table` has the number of the KV
     page for each run of `page_size` positions that the sequence may reach; empty: the slot's table stays as it is, at
-    first its own run of pages.
+    first its own run of pages. Where sequences have a state beside their pages, it begins as that of `snapshot`, which
+    a `Keep` step wrote; None: at zero.
     """
 
     slot: int
@@ -37,6 +38,15 @@ class Admit:
     max_new_tokens: int
     stop_token_ids: tuple[int, ...]
     block_table: tuple[int, ...] = ()
+    snapshot: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """Copy the state of a slot to a snapshot, one of `ExecutorLimits.num_snapshots`, for sequences admitted later."""
+
+    slot: int
+    snapshot: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +92,7 @@ class Release:
     slot: int
 
 
-Step = Admit | Recall | Prefill | Decode | Speculate | Release
+Step = Admit | Keep | Recall | Prefill | Decode | Speculate | Release
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +116,7 @@ class SlotResult:
 
 @dataclass(slots=True)
 class StepResult:
-    """One entry for each slot of the step, in its order (`Admit`, `Recall` and `Release` have none)."""
+    """One entry for each slot of the step, in its order (`Admit`, `Keep`, `Recall` and `Release` have none)."""
 
     slots: tuple[SlotResult, ...] = ()
 
@@ -154,6 +164,9 @@ class ExecutorLimits:
     """KV pages that block tables may name, enough for `max_sequences` of `max_context` tokens; 0: tables are fixed."""
     page_size: int = 64
     """Tokens of a KV page."""
+    num_snapshots: int = 0
+    """States that `Keep` may write. 0: a sequence is its pages alone, and every prefix of pages can be resumed;
+    otherwise only one whose state was kept."""
 
     @property
     def num_draft(self) -> int:

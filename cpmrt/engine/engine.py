@@ -60,7 +60,7 @@ class Engine:
         self._free_slots = list(range(self.limits.max_sequences))[::-1]
         self._in_flight: deque[_InFlight] = deque()
         self._num_in_flight = 0
-        """Steps in flight that have results (all but Admit, Recall, Release)."""
+        """Steps in flight that have results (all but Admit, Keep, Recall, Release)."""
         self._decoding: tuple[Sequence, ...] = ()
         """The sequences of the last decode step."""
         self._decode_steps: dict[int, Decode | Speculate] = {}
@@ -174,7 +174,9 @@ class Engine:
 
     def _empty_cache(self) -> PrefixCache | None:
         limits = self.limits
-        return PrefixCache(limits.num_pages, limits.page_size, self._uses_cache) if limits.num_pages else None
+        if not limits.num_pages:
+            return None
+        return PrefixCache(limits.num_pages, limits.page_size, self._uses_cache, limits.num_snapshots)
 
     def _submit_next(self) -> bool:
         if self._waiting and self._free_slots:
@@ -188,7 +190,7 @@ class Engine:
         if not (decoding and self._last_was_prefill):
             for seq in self.running:
                 if seq.phase is Phase.PREFILL:
-                    self._submit(transitions.next_prefill(seq, self.limits), (seq,))
+                    self._submit_prefill(seq)
                     return True
         if not decoding:
             return False
@@ -212,6 +214,12 @@ class Engine:
         self._guarded(transitions.admit(seq, slot, pages), (seq,), ())
         for step in transitions.recalls(seq, limits):
             self._guarded(step, (seq,), ())
+
+    def _submit_prefill(self, seq: Sequence) -> None:
+        self._submit(transitions.next_prefill(seq, self.limits), (seq,))
+        keep = transitions.keep_state(seq)
+        if keep is not None:
+            self._guarded(keep, (seq,), ())
 
     def _submit(self, step: Step, sequences: tuple[Sequence, ...]) -> None:
         self._guarded(step, sequences, sequences)
@@ -283,6 +291,6 @@ class Engine:
         self._collect_control_steps()
 
     def _collect_control_steps(self) -> None:
-        """Report steps without results (Admit, Recall, Release) to the listener, each in its place among the others."""
+        """Report steps without results (Admit, Keep, Recall, Release) to the listener, each in its place."""
         while self._in_flight and not self._in_flight[0].sequences:
             self._collect_oldest()

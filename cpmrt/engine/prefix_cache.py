@@ -3,11 +3,15 @@
 A full page depends on its own tokens and on those of the pages before it, nothing else. So the pages form a tree: a
 page's tokens are looked up among those that follow the page before. Python hashes the tokens' bytes (with a secret
 key) and compares them whole, so no collision can give a page of other text, and none can be provoked from outside.
+
+Where a sequence has a state beside its pages, a text can be resumed only behind a page where a snapshot of the state
+was kept: one at the last border of pages within each prompt, and the pages before it.
 """
 
 from __future__ import annotations
 
 from array import array
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -33,17 +37,62 @@ class HeldPages:
     path: list[_Node]
     """The tree's node of each full page so far. Its page is another one than the table's if two sequences computed
     the same text at a time."""
+    resumed: int | None = None
+    """The snapshot with the state behind the cached tokens; None: the state begins at zero, or there is none."""
+    border: int = 0
+    """The number of tokens after which the state is to be kept; 0: it is not."""
+    reserved: int | None = None
+    """The snapshot to keep it in, until it is known to others."""
+
+
+class _Snapshots:
+    """Who has which of `count` snapshots: a node, a sequence that is about to write it, or nobody.
+
+    A snapshot may be taken while a step that reads it is on its way: steps that write it anew come after that.
+    """
+
+    def __init__(self, count: int):
+        self._free = list(range(count))[::-1]
+        self._kept: OrderedDict[_Node, int] = OrderedDict()
+
+    def of(self, node: _Node) -> int | None:
+        """Return the snapshot of the state behind a page, if there is one, and note that it is used."""
+        if node in self._kept:
+            self._kept.move_to_end(node)
+        return self._kept.get(node)
+
+    def take(self) -> int | None:
+        """Return one to write to: a free one, or the least recently used; None: all are about to be written."""
+        if not self._free and self._kept:
+            self._free.append(self._kept.popitem(last=False)[1])
+        return self._free.pop() if self._free else None
+
+    def put(self, node: _Node, snapshot: int) -> None:
+        """Make it the snapshot of the state behind a page, unless that has one."""
+        if self._kept.setdefault(node, snapshot) != snapshot:
+            self._free.append(snapshot)
+
+    def give_back(self, snapshot: int | None) -> None:
+        """Free a snapshot that was taken and not put; None is none."""
+        if snapshot is not None:
+            self._free.append(snapshot)
+
+    def forget(self, node: _Node) -> None:
+        """Free the snapshot of a page that is dropped."""
+        self.give_back(self._kept.pop(node, None))
 
 
 class PrefixCache:
     """Gives pages to sequences and keeps what they computed.
 
     `num_pages` must do for every sequence that runs at a time at its longest: then `acquire` always succeeds, since
-    what nobody holds is free or can be dropped. `is_on` False keeps nothing.
+    what nobody holds is free or can be dropped. `is_on` False keeps nothing. `num_snapshots` is that of
+    `ExecutorLimits`.
     """
 
-    def __init__(self, num_pages: int, page_size: int, is_on: bool = True):
+    def __init__(self, num_pages: int, page_size: int, is_on: bool = True, num_snapshots: int = 0):
         self._page_size, self._is_on = page_size, is_on
+        self._snapshots = _Snapshots(num_snapshots) if num_snapshots else None
         self._root = _Node()
         self._nodes: dict[int, _Node] = {}
         self.pool = PagePool(num_pages, self._forget)
@@ -57,16 +106,36 @@ class PrefixCache:
             if child is None:
                 break
             path.append(node := child)
+        resumed = self._resumed(path)
         for node in path:
             self.pool.hold(node.page)
         num_new = -(-num_tokens // self._page_size) - len(path)
         table = (*(node.page for node in path), *(self.pool.take() for _ in range(num_new)))
-        return HeldPages(table, len(path) * self._page_size, path)
+        held = HeldPages(table, len(path) * self._page_size, path, resumed)
+        border = max(len(prompt_ids) - 1, 0) // self._page_size * self._page_size
+        if self._snapshots and self._is_on and border > held.num_cached:
+            held.reserved = self._snapshots.take()
+            held.border = 0 if held.reserved is None else border
+        return held
+
+    def _resumed(self, path: list[_Node]) -> int | None:
+        """Shorten the path to where a text can be resumed, and return the snapshot of the state there."""
+        while self._snapshots and path:
+            snapshot = self._snapshots.of(path[-1])
+            if snapshot is not None:
+                return snapshot
+            path.pop()
+        return None
 
     def keep(self, held: HeldPages, token_ids: Sequence[int], num_written: int) -> None:
-        """Make the full pages of the first `num_written` tokens, which are computed, known to others."""
+        """Make the full pages of the first `num_written` tokens, which are computed, known to others.
+
+        Where sequences have a state, only those up to the held border are of use to others.
+        """
         if not self._is_on:
             return
+        if self._snapshots:
+            num_written = min(num_written, held.border)
         path = held.path
         # Another sequence's page of the same text was dropped, and with it all that followed it.
         while path and self._nodes.get(path[-1].page) is not path[-1]:
@@ -80,9 +149,15 @@ class PrefixCache:
                 parent.children[tokens] = self._nodes[node.page] = node
                 self.pool.keep(node.page)
             path.append(node)
+        if self._snapshots and held.reserved is not None and len(path) * self._page_size == held.border:
+            self._snapshots.put(path[-1], held.reserved)
+            held.reserved = None
 
     def release(self, held: HeldPages) -> None:
         """Give the pages back; those that are known stay cached, the end of a text to be dropped before its start."""
+        if self._snapshots:
+            self._snapshots.give_back(held.reserved)
+            held.reserved = None
         for page in reversed(held.table):
             self.pool.drop(page)
         for node in reversed(held.path):
@@ -103,4 +178,6 @@ class PrefixCache:
             node = below.pop()
             below.extend(node.children.values())
             del self._nodes[node.page]
+            if self._snapshots:
+                self._snapshots.forget(node)
             self.pool.discard(node.page)

@@ -46,7 +46,7 @@ def replay(steps: Iterable[Step], executor: Executor) -> Iterator[tuple[Step, St
 
 def _step(record: dict[str, Any]) -> Step:
     kind = _STEPS[record["step"]]
-    values = {field.name: _hashable(record[field.name]) for field in fields(kind)}
+    values = {field.name: _hashable(record[field.name]) for field in fields(kind) if field.name in record}
     if kind is Admit:
         values["sampling"] = SamplingParams(**values["sampling"])
     step: Step = kind(**values)

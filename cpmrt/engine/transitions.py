@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from cpmrt.engine.prefix_cache import HeldPages
 from cpmrt.engine.sequence import Phase, Request, Sequence
 from cpmrt.engine.speculation import PLAIN
-from cpmrt.executor import Admit, Decode, ExecutorLimits, Prefill, Recall, SlotResult, Speculate, Step
+from cpmrt.executor import Admit, Decode, ExecutorLimits, Keep, Prefill, Recall, SlotResult, Speculate, Step
 
 _NOTHING = SlotResult()
 
@@ -26,7 +26,10 @@ def admit(seq: Sequence, slot: int, pages: HeldPages | None = None) -> Admit:
     if pages is not None:
         seq.num_cached = seq.num_prefilled = seq.num_computed = pages.num_cached
     request, table = seq.request, pages.table if pages else ()
-    return Admit(slot, request.sampling, request.seed, request.max_new_tokens, request.stop_token_ids, table)
+    return Admit(
+        slot, request.sampling, request.seed, request.max_new_tokens, request.stop_token_ids, table,
+        pages.resumed if pages else None,
+    )  # fmt: skip
 
 
 def recalls(seq: Sequence, limits: ExecutorLimits) -> Iterator[Recall]:
@@ -39,10 +42,19 @@ def recalls(seq: Sequence, limits: ExecutorLimits) -> Iterator[Recall]:
 
 
 def next_prefill(seq: Sequence, limits: ExecutorLimits) -> Prefill:
-    """Return the step for the next chunk of the prompt."""
+    """Return the step for the next chunk of the prompt; one ends where the state is to be kept."""
     prompt, start = seq.request.prompt_ids, seq.num_prefilled
     end = min(start + limits.prefill_chunk, len(prompt))
+    if seq.pages and start < seq.pages.border:
+        end = min(end, seq.pages.border)
     return Prefill(seq.slot, prompt[start:end], start, end == len(prompt))
+
+
+def keep_state(seq: Sequence) -> Keep | None:
+    """Return the step that keeps the state for other sequences, if the last chunk ended where it is to be kept."""
+    if seq.pages is None or seq.pages.reserved is None or seq.num_prefilled != seq.pages.border:
+        return None
+    return Keep(seq.slot, seq.pages.reserved)
 
 
 def wants_decode(seq: Sequence) -> bool:

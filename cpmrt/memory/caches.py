@@ -17,6 +17,9 @@ from cpmrt.dtypes import ElementType
 from cpmrt.errors import ConfigError
 
 PAGE_SIZE = 64
+SNAPSHOTS_PER_SLOT = 4
+"""How many states are kept beside that of each slot: the prompts that other prompts may begin with."""
+_SNAPSHOTS = ".snapshots"
 Scope = Literal["page", "slot"]
 OnAccept = Literal["move", "recompute", "restore"]
 T = TypeVar("T")
@@ -97,6 +100,16 @@ class CacheLayout:
             found[spec.name] = arrays[self.prefix + spec.name][index]  # type: ignore[index]
         return found
 
+    def snapshots(self) -> Iterator[tuple[str, CacheSpec, tuple[int, ...]]]:
+        """Yield the array of snapshots of each cache of scope slot: its name, the cache, its shape."""
+        for spec, (count, _, *shape) in self.arrays():
+            if spec.scope == "slot":
+                yield f"{spec.name}{_SNAPSHOTS}", spec, (count, self.num_snapshots, *shape)
+
+    def states(self, arrays: Mapping[str, T]) -> list[tuple[T, T]]:
+        """Return the caches of scope slot [layers, slots, ...], each with its snapshots [layers, snapshots, ...]."""
+        return [(arrays[self.prefix + spec.name], arrays[self.prefix + name]) for name, spec, _ in self.snapshots()]
+
     def moved(self, arrays: Mapping[str, T]) -> list[T]:
         """Return the arrays whose rows move when a path of a tree is accepted, all layers together."""
         return [arrays[self.prefix + name] for name, spec in self.specs.items() if spec.on_accept == "move"]
@@ -105,6 +118,11 @@ class CacheLayout:
     def has_state(self) -> bool:
         """Whether a sequence is more than its pages: a prefix is resumable only where its state was kept."""
         return any(spec.scope == "slot" for spec in self.specs.values())
+
+    @property
+    def num_snapshots(self) -> int:
+        """How many states are kept of sequences that may have ended; 0 where a sequence is its pages alone."""
+        return SNAPSHOTS_PER_SLOT * self.max_sequences if self.has_state else 0
 
     def bytes_per_token(self, itemsize: int) -> int:
         """Return the bytes of keys and values of one token over all layers."""
@@ -118,6 +136,17 @@ class CacheLayout:
         if block_table and not 0 <= min(block_table) <= max(block_table) < self.num_pages:
             actual = f"{min(block_table)} to {max(block_table)}"
             raise ConfigError("block table", expected=f"pages 0 to {self.num_pages - 1}", actual=actual)
+
+    def check_draft(self) -> None:
+        """Raise ConfigError for a cache that cannot follow an accepted path of a draft tree."""
+        for spec in self.specs.values():
+            if spec.on_accept not in ("move", "recompute"):
+                raise ConfigError(
+                    f"a draft cannot be used with the cache {spec.name}",
+                    expected="a cache whose rows move or are made anew when a draft is accepted",
+                    actual=f"on_accept={spec.on_accept!r}",
+                    fix="run this model without a draft",
+                )
 
     def block_tables(self) -> list[list[int]]:
         """Return the page numbers of each slot at first: its own run of pages."""

@@ -112,6 +112,8 @@ def make_plan(
         layout.add(table.name, "tables", table.shape, table.dtype)
     for spec, shape in caches.arrays():
         layout.add(spec.name, spec.part, shape, spec.dtype)
+    for name, spec, shape in caches.snapshots():
+        layout.add(name, "snapshots", shape, spec.dtype)
     if draft_caches is not None:
         for spec, shape in draft_caches.arrays():
             layout.add(f"{draft_caches.prefix}{spec.name}", "draft KV", shape, spec.dtype)

@@ -108,6 +108,7 @@ def plan_model(
     tables += needs.tables(max_context)
     caches, draft_caches = decoder.cache_layout(config, max_context, engine.max_sequences, engine.kv_dtype), None
     if draft is not None:
+        caches.check_draft()
         specs = (*specs, *draft.tensors)
         workspace += drafts.buffer_specs(draft, rows)
         tables += (table.spec for table in drafts.tables(draft, max_context, max_context))

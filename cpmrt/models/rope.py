@@ -17,22 +17,22 @@ from cpmrt.dtypes import F32
 F64 = NDArray[np.float64]
 
 
-def rope_table(config: ModelConfig, num_positions: int, limit: int) -> F32:
+def rope_table(config: ModelConfig, head_dim: int, num_positions: int, limit: int) -> F32:
     """cos and sin of the first `num_positions` positions: float32 [2, num_positions, head_dim / 2].
 
     `limit` is the context that was asked for: it picks LongRoPE's list and dynamic NTK's base, so that the same wish
     always gives the same rotation whatever memory there is.
     """
-    inv_freq, attention_factor = inverse_frequencies(config, limit)
+    inv_freq, attention_factor = inverse_frequencies(config, head_dim, limit)
     angles = np.arange(num_positions, dtype=np.float64)[:, None] * inv_freq[None, :]
     table: F32 = np.stack([np.cos(angles), np.sin(angles)]).astype(np.float32)
     table *= np.float32(attention_factor)
     return table
 
 
-def inverse_frequencies(config: ModelConfig, limit: int) -> tuple[F64, float]:
+def inverse_frequencies(config: ModelConfig, head_dim: int, limit: int) -> tuple[F64, float]:
     """Radians a position for each of the head_dim / 2 pairs, and the factor on cos and sin."""
-    rope, head_dim = config.rope, config.attention.head_dim
+    rope = config.rope
     if rope.kind == "dynamic":
         return _dynamic(rope, head_dim, config.max_position_embeddings, limit), 1.0
     inv_freq = _plain(rope.theta, head_dim)

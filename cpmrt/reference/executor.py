@@ -15,6 +15,7 @@ from cpmrt.executor import (
     Admit,
     Decode,
     ExecutorLimits,
+    Keep,
     Pending,
     Prefill,
     Recall,
@@ -80,7 +81,7 @@ class ReferenceExecutor:
         self._limits = ExecutorLimits(
             plan.max_sequences, plan.max_context, prefill_chunk,
             tree_shapes=draft.shapes if draft else (), max_logit_bias=config.vocab_size,
-            num_pages=layout.num_pages, page_size=PAGE_SIZE,
+            num_pages=layout.num_pages, page_size=PAGE_SIZE, num_snapshots=layout.num_snapshots,
         )  # fmt: skip
         self.ops = NumpyOps(dtype)
         arrays = Arena(plan, np.zeros(plan.total_bytes, np.uint8)).arrays()
@@ -142,9 +143,13 @@ class ReferenceExecutor:
             return Done(StepResult((self._speculate(step),)))
         if isinstance(step, Admit):
             self._set_block_table(step.slot, step.block_table)
+            self._begin_state(step.slot, step.snapshot)
             self._running[step.slot] = Running.start(step, self.config.vocab_size)
             if self._drafter:
                 self._drafter.admit(step.slot)
+        elif isinstance(step, Keep):
+            for state, snapshots in self._layout.states(self._arrays):
+                snapshots[:, step.snapshot] = state[:, step.slot]
         elif isinstance(step, Recall):
             self._running[step.slot].seen[list(step.token_ids)] = True
             if self._drafter:
@@ -157,6 +162,7 @@ class ReferenceExecutor:
         """Logits of every position, float32 [chunk, V] at a time."""
         chunk = self._limits.prefill_chunk
         self._set_block_table(slot, block_table)
+        self._begin_state(slot, None)
         for start in range(0, len(token_ids), chunk):
             self._check_open()
             tokens = token_ids[start : start + chunk]
@@ -177,6 +183,10 @@ class ReferenceExecutor:
         self.block_tables[slot, : len(block_table)] = block_table
         if block_table:
             self._capacities[slot] = len(block_table) * PAGE_SIZE
+
+    def _begin_state(self, slot: int, snapshot: int | None) -> None:
+        for state, snapshots in self._layout.states(self._arrays):
+            state[:, slot] = 0 if snapshot is None else snapshots[:, snapshot]
 
     def _prefill(self, step: Prefill) -> SlotResult:
         running = self._running[step.slot]
@@ -226,7 +236,8 @@ class ReferenceExecutor:
         return logits
 
     def _keep(self, slot: int, base: int, path: Sequence[int]) -> None:
-        pages = (layer.mixer.pages for layer in self._model.layers.layers)
+        layers = zip(self._layout.layers, self._model.layers.layers, strict=True)
+        pages = (layer.mixer.pages for caches, layer in layers if any(spec.on_accept == "recompute" for spec in caches))
         keep_path(self._layout.moved(self._arrays), pages, self.block_tables[slot], base, path, self.ops.dtype)
 
     def _sample(self, slot: int, logits: F32) -> SlotResult:

@@ -10,7 +10,7 @@ import pytest
 from reference.tiny_models import GOLDEN, LLAMA
 
 from cpmrt.config import ModelConfig
-from cpmrt.models.rope import inverse_frequencies, rope_table
+from cpmrt.models import rope
 
 ROWS = json.loads((GOLDEN / "rope.json").read_text())["rows"]
 FLOAT32_ROUNDING = 2e-6
@@ -19,6 +19,14 @@ FLOAT32_ROUNDING = 2e-6
 
 def scaled(**scaling):
     return ModelConfig.from_hf(LLAMA | {"max_position_embeddings": 8192, "rope_scaling": scaling})
+
+
+def inverse_frequencies(config, limit):
+    return rope.inverse_frequencies(config, config.attention.head_dim, limit)
+
+
+def rope_table(config, num_positions, limit):
+    return rope.rope_table(config, config.attention.head_dim, num_positions, limit)
 
 
 def name_of(row):

@@ -16,7 +16,7 @@ from cpmrt.engine import Engine, GenerationStats, Request
 from cpmrt.engine.page_pool import PagePool
 from cpmrt.engine.prefix_cache import PrefixCache
 from cpmrt.engine.step_log import StepLog, read_steps, replay
-from cpmrt.executor import Admit, ExecutorLimits, Prefill, Recall, Speculate
+from cpmrt.executor import Admit, ExecutorLimits, Keep, Prefill, Recall, Speculate
 
 SIZE = 4
 
@@ -36,6 +36,7 @@ class PagedExecutor(ScriptedExecutor):
         super().__init__(limits, draft_seed)
         self.pages = [[None] * limits.page_size for _ in range(limits.num_pages)]
         self.recalled = {}
+        self.states, self.snapshots = {}, [None] * limits.num_snapshots
 
     def place(self, table, position):
         return self.pages[table[position // self.limits.page_size]], position % self.limits.page_size
@@ -55,6 +56,10 @@ class PagedExecutor(ScriptedExecutor):
         if isinstance(step, Admit):
             assert len(set(step.block_table)) == len(step.block_table)
             self.recalled[step.slot] = []
+            self.states[step.slot] = [] if step.snapshot is None else self.snapshots[step.snapshot]
+        if isinstance(step, Keep):
+            self.snapshots[step.snapshot] = list(self.running[step.slot].tokens)
+            return []
         if isinstance(step, Recall):
             self.recalled[step.slot] += step.token_ids
             return []
@@ -63,6 +68,7 @@ class PagedExecutor(ScriptedExecutor):
             running = self.running[slot]
             if isinstance(step, Prefill) and not running.tokens:
                 running.tokens = self.read(running.admit.block_table, step.position)
+                assert not self.snapshots or running.tokens == self.states[slot]
             written = len(running.tokens) - running.ready
             assert self.read(running.admit.block_table, written) == running.tokens[:written]
         if isinstance(step, Speculate):
@@ -87,6 +93,7 @@ LIMITS = st.builds(
     prefill_chunk=st.integers(1, 9),
     run_ahead=st.integers(1, 4),
     tree_shapes=st.sampled_from([(), (), (TreeShape.chain(3),), (TreeShape(4, 10, 12),)]),
+    num_snapshots=st.sampled_from([0, 0, 1, 3]),
 )
 # Few tokens, so that prompts begin alike, branch and come again.
 PROMPTS = st.lists(st.sampled_from([7, 8]), min_size=1, max_size=20)
@@ -180,6 +187,43 @@ def test_cached_tokens_count_for_a_draft():
         seq = engine.add(ask(range(9)))
         tokens_of(engine, seq)
         assert executor.recalled[seq.slot] == expected
+
+
+@pytest.mark.parametrize(("length", "again", "longer"), [(4, 0, 0), (5, 4, 4), (8, 4, 4), (14, 12, 12)])
+def test_a_state_is_kept_at_the_last_border_within_a_prompt(length, again, longer):
+    executor = PagedExecutor(paged_limits(prefill_chunk=16, run_ahead=3, num_snapshots=2))
+    engine = Engine(executor)
+    for count, expected in ((length, 0), (length, again), (length + 4, longer), (length + 1, length // SIZE * SIZE)):
+        seq = engine.add(ask(range(count), new=3))
+        assert tokens_of(engine, seq) == plain_continuation(range(count), 0, 3, set())
+        assert seq.num_cached == expected
+    assert sum(isinstance(step, Keep) for step in executor.steps) > 0
+
+
+def test_what_was_generated_is_not_resumed_where_there_is_a_state():
+    engine = Engine(PagedExecutor(paged_limits(prefill_chunk=16, num_snapshots=2)))
+    first = engine.add(ask(range(6), new=12))
+    second = engine.add(ask([*range(6), *tokens_of(engine, first), 30]))
+    tokens_of(engine, second)
+    assert second.num_cached == 4 and engine.cache.pool.num_cached == 4
+
+
+def test_the_snapshot_used_least_recently_goes_first():
+    engine, cached = Engine(PagedExecutor(paged_limits(prefill_chunk=16, num_snapshots=2))), []
+    for first in (0, 10, 0, 20, 0, 10):
+        seq = engine.add(ask(range(first, first + 6), new=1))
+        tokens_of(engine, seq)
+        cached.append(seq.num_cached)
+    assert cached == [0, 0, 4, 0, 4, 0]
+
+
+def test_pages_that_are_dropped_take_their_snapshot_with_them():
+    """All pages go to one long prompt, whose own snapshot is one of three."""
+    engine = Engine(PagedExecutor(paged_limits(max_sequences=1, prefill_chunk=16, num_snapshots=3)))
+    for prompt, expected in ((range(6), 0), (range(40, 70), 0), (range(6), 0), (range(6), 4)):
+        seq = engine.add(ask(prompt, new=2))
+        tokens_of(engine, seq)
+        assert seq.num_cached == expected
 
 
 def test_without_the_cache_every_prompt_is_computed():

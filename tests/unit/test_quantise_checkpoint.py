@@ -171,7 +171,7 @@ def test_the_calibration_forward_is_that_of_the_executor(tmp_path, config):
     settings = ModelConfig.from_hf(json.loads((folder / "config.json").read_text()))
     weights = load_file(folder / "model.safetensors")
     stream = weights["model.embed_tokens.weight"][IDS] * np.float32(settings.scale_emb)
-    rope = rope_table(settings, len(IDS), len(IDS))
+    rope = rope_table(settings, settings.attention.head_dim, len(IDS), len(IDS))
     for index in range(settings.num_layers):
         prefix = f"model.layers.{index}."
         tensors = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}

@@ -40,7 +40,7 @@ class Target:
                 spec.name: torch.cat([_tensor(checkpoint, source.name) for source in spec.sources]).to(device, dtype)
                 for spec in tensor_specs(self.config)
             }
-        table = torch.from_numpy(rope_table(self.config, context, context)).to(device)
+        table = torch.from_numpy(rope_table(self.config, self.config.attention.head_dim, context, context)).to(device)
         self.cos, self.sin = table[0], table[1]
 
     @property

@@ -78,7 +78,7 @@ class ModelQuantiser:
         streams = self._embedded(checkpoint, windows)
         # Without windows nothing is run, and one position is enough.
         length = max((len(window) for window in windows), default=1)
-        rope = self.xp.asarray(rope_table(self.config, length, length))
+        rope = self.xp.asarray(rope_table(self.config, self.config.attention.head_dim, length, length))
         done = set()
         for index in range(self.config.num_layers):
             prefix = f"model.layers.{index}."

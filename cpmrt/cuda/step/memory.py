@@ -105,7 +105,11 @@ def cuda_needs(
 
 
 def check_supported(config: ModelConfig) -> None:
-    """Raise UnsupportedModelError for a shape that the kernels do not take."""
+    """Raise UnsupportedModelError for layers or shapes that the kernels do not take."""
+    if cache_layout(config, max_context=1, max_sequences=1).has_state:
+        what = "the CUDA executor does not take layers with a recurrent state"
+        expected, actual = "caches of pages", "a cache of slots"
+        raise UnsupportedModelError(what, expected=expected, actual=actual, fix="use executor='reference'")
     sizes = {
         "hidden_size": config.hidden_size,
         "intermediate_size": config.mlp.intermediate_size,

@@ -97,7 +97,7 @@ def buffers(mixer: GroupedAttention, max_rows: int) -> Iterator[BufferSpec]:
 def tables(mixer: GroupedAttention, model: ModelConfig, max_context: int, limit: int) -> Iterator[Table]:
     """Yield the rotary table."""
     spec = BufferSpec("rope", (2, max_context, mixer.head_dim // 2), EMBED, HEAD, np.float32)
-    yield Table(spec, lambda: rope_table(model, max_context, limit))
+    yield Table(spec, lambda: rope_table(model, mixer.head_dim, max_context, limit))
 
 
 def bind(layer: LayerConfig, weights: Weights, caches: Mapping[str, Any]) -> BoundAttention:
