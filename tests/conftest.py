@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import functools
 import os
+import signal
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
@@ -26,6 +27,12 @@ settings.register_profile(
     "long", settings.get_profile("usual"), max_examples=1200, derandomize=False, print_blob=True
 )
 settings.load_profile("usual")
+
+
+def pytest_configure() -> None:
+    """Programs that tests interrupt must not inherit that SIGINT is ignored, as it is in the background of a shell."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @functools.cache

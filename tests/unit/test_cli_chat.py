@@ -203,7 +203,10 @@ def until(descriptor, mark, seconds=30):
 def interrupt_at_the_prompt(child, terminal):
     """readline shows its prompt a moment before it waits, and a signal between the two is not seen until a key is."""
     until(terminal, b"> ")
-    time.sleep(0.5)
+    looks_asleep, stat = 0, Path("/proc", str(child.pid), "stat")
+    while looks_asleep < 10:
+        time.sleep(0.03)
+        looks_asleep = looks_asleep + 1 if stat.read_text().rpartition(")")[2].split()[0] == "S" else 0
     child.send_signal(signal.SIGINT)
 
 

@@ -51,7 +51,7 @@ def test_ctrl_c_is_quiet(checkpoint):
     child = long_run(checkpoint, "abc")
     assert child.stdout.read(20)
     child.send_signal(signal.SIGINT)
-    _, err = child.communicate(timeout=20)
+    _, err = child.communicate(timeout=60)
     assert child.returncode == 130 and err == b""
 
 
@@ -59,7 +59,7 @@ def test_a_closed_pipe_is_quiet(checkpoint):
     child = long_run(checkpoint, "abc")
     assert child.stdout.read(20)
     child.stdout.close()
-    assert child.wait(timeout=20) == 141 and child.stderr.read() == b""
+    assert child.wait(timeout=60) == 141 and child.stderr.read() == b""
     child.stderr.close()
 
 
