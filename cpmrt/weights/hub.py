@@ -78,25 +78,21 @@ def _explain(repository: str, revision: str | None, error: Exception) -> Checkpo
     from huggingface_hub import errors
 
     label = f"{repository} at revision {quoted(revision)}" if revision is not None else repository
-    if isinstance(error, errors.GatedRepoError):
-        return CheckpointError(
-            f"{repository} is gated",
-            fix=f"accept its terms at https://huggingface.co/{repository} and set HF_TOKEN to your token",
-        )
-    if isinstance(error, errors.RepositoryNotFoundError):
-        return CheckpointError(
-            f"{repository} is neither a local folder nor a repository of the hub that you may see",
-            fix="check the name; a private repository needs HF_TOKEN",
-        )
-    if isinstance(error, errors.RevisionNotFoundError):
-        return CheckpointError(
-            f"{repository} has no revision {quoted(revision)}", fix="name a branch, tag or commit of it"
-        )
-    if isinstance(error, errors.OfflineModeIsEnabled) or isinstance(error.__cause__, errors.OfflineModeIsEnabled):
-        return CheckpointError(
-            f"{label} is not in the local cache, or not all of it, and offline mode is on",
-            fix="unset HF_HUB_OFFLINE to download it, or name a local folder",
-        )
+    if isinstance(error.__cause__, errors.OfflineModeIsEnabled):
+        error = error.__cause__
+    for kind, what, fix in (
+        (errors.GatedRepoError, f"{repository} is gated",
+         f"accept its terms at https://huggingface.co/{repository} and set HF_TOKEN to your token"),
+        (errors.RepositoryNotFoundError,
+         f"{repository} is neither a local folder nor a repository of the hub that you may see",
+         "check the name; a private repository needs HF_TOKEN"),
+        (errors.RevisionNotFoundError, f"{repository} has no revision {quoted(revision)}",
+         "name a branch, tag or commit of it"),
+        (errors.OfflineModeIsEnabled, f"{label} is not in the local cache, or not all of it, and offline mode is on",
+         "unset HF_HUB_OFFLINE to download it, or name a local folder"),
+    ):  # fmt: skip
+        if isinstance(error, kind):
+            return CheckpointError(what, fix=fix)
     if isinstance(error, errors.LocalEntryNotFoundError):
         cause = error.__cause__ or error
         return CheckpointError(

@@ -32,30 +32,15 @@ _MAX_DIMS = 32
 _MAX_BYTES = 2**63 - 1
 _DOWNLOAD_AGAIN = "the file may be cut or damaged: download it again"
 
+_WORDS = {
+    "BOOL": "u1", "U8": "u1", "I8": "i1", "U16": "<u2", "I16": "<i2", "U32": "<u4", "I32": "<i4", "U64": "<u8",
+    "I64": "<i8", "F16": "<f2", "BF16": "<u2", "F32": "<f4", "F64": "<f8", "C64": "<c8", "F8_E4M3": "u1",
+    "F8_E5M2": "u1", "F8_E8M0": "u1", "F8_E4M3FNUZ": "u1", "F8_E5M2FNUZ": "u1",
+}  # fmt: skip
 # dtype -> bits an element, and the type that holds its words (unsigned where NumPy lacks the type).
 _DTYPES: dict[str, tuple[int, np.dtype[Any]]] = {
-    "BOOL": (8, np.dtype(np.uint8)),
-    "U8": (8, np.dtype(np.uint8)),
-    "I8": (8, np.dtype(np.int8)),
-    "U16": (16, np.dtype("<u2")),
-    "I16": (16, np.dtype("<i2")),
-    "U32": (32, np.dtype("<u4")),
-    "I32": (32, np.dtype("<i4")),
-    "U64": (64, np.dtype("<u8")),
-    "I64": (64, np.dtype("<i8")),
-    "F16": (16, np.dtype("<f2")),
-    "BF16": (16, np.dtype("<u2")),
-    "F32": (32, np.dtype("<f4")),
-    "F64": (64, np.dtype("<f8")),
-    "C64": (64, np.dtype("<c8")),
-    "F8_E4M3": (8, np.dtype(np.uint8)),
-    "F8_E5M2": (8, np.dtype(np.uint8)),
-    "F8_E8M0": (8, np.dtype(np.uint8)),
-    "F8_E4M3FNUZ": (8, np.dtype(np.uint8)),
-    "F8_E5M2FNUZ": (8, np.dtype(np.uint8)),
-    "F6_E2M3": (6, np.dtype(np.uint8)),
-    "F6_E3M2": (6, np.dtype(np.uint8)),
-    "F4": (4, np.dtype(np.uint8)),
+    **{name: (8 * np.dtype(words).itemsize, np.dtype(words)) for name, words in _WORDS.items()},
+    **{name: (int(name[1]), np.dtype("u1")) for name in ("F6_E2M3", "F6_E3M2", "F4")},
 }
 
 

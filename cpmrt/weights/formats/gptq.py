@@ -1,33 +1,17 @@
-"""GPTQ: eight input features of one output in a word, zero points of eight outputs (AutoGPTQ, GPTQModel: `qlinear`)."""
+"""GPTQ as AutoGPTQ and GPTQModel write it (`qlinear`).
+
+`qweight` int32 [K/8, N]: eight neighbouring input features of one output in a word. `qzeros` int32 [groups, N/8]: zero
+points of eight outputs in a word; version 1 stores them minus one.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 
-from cpmrt.weights.formats.format import I32, SCALES, U8, Format, Part, pack_nibbles, transposed, unpack_nibbles
+from cpmrt.weights.formats.format import I32, SCALES, Format, Part, pack_nibbles, transposed, unpack_nibbles
 
 V1_STEP = 0x11111111
-"""What version 1 takes from each word of zero points, which it stores minus one."""
-
-
-def pack_codes(u: U8) -> I32:
-    """Pack `qweight` int32 [K/8, N] of codes u [N, K]."""
-    return np.ascontiguousarray(pack_nibbles(u).T)
-
-
-def unpack_codes(qweight: I32) -> U8:
-    """Unpack u [N, K] of `qweight` [K/8, N], or of a slice of its columns."""
-    return unpack_nibbles(qweight.T)
-
-
-def pack_zeros(z: U8) -> I32:
-    """Pack `qzeros` int32 [groups, N/8] of z [N, groups], as version 2 stores them."""
-    return pack_nibbles(z.T)
-
-
-def unpack_zeros(qzeros: I32) -> U8:
-    """Unpack z [N, groups] of `qzeros` [groups, N/8]."""
-    return np.ascontiguousarray(unpack_nibbles(qzeros).T)
+"""What version 1 takes from each word of zero points."""
 
 
 def to_v1(words: I32) -> I32:
@@ -45,9 +29,19 @@ def from_v1(words: I32) -> I32:
 GPTQ = Format(
     "gptq",
     number=0,
-    codes=Part("qweight", lambda n, k, groups: (k // 8, n), pack_codes, unpack_codes),
+    codes=Part(
+        "qweight",
+        lambda n, k, groups: (k // 8, n),
+        pack=lambda u: transposed(pack_nibbles(u)),
+        unpack=lambda words: unpack_nibbles(words.T),
+    ),
     rows=lambda words, begin, end: words[:, begin:end],
     scales=Part("scales", lambda n, k, groups: (groups, n), transposed, transposed, SCALES),
-    zeros=Part("qzeros", lambda n, k, groups: (groups, n // 8), pack_zeros, unpack_zeros),
+    zeros=Part(
+        "qzeros",
+        lambda n, k, groups: (groups, n // 8),
+        pack=lambda z: pack_nibbles(z.T),
+        unpack=lambda words: transposed(unpack_nibbles(words)),
+    ),
     order="g_idx",
 )
