@@ -28,41 +28,39 @@ constexpr float kNoMaximum = -1e25f;
 // Byte offset of a 16-byte chunk in a tile of rows. The XOR spreads the same chunk of 8 consecutive rows over all 32
 // banks, which is what an 8x8 ldmatrix reads. 96 elements are 1.5 times the banks: rows alternate between two halves,
 // so there two row bits select among four chunks.
-__device__ __forceinline__ int swizzle_phase(int row) { return HEAD_DIM == 96 ? (row >> 1) & 3 : row & 7; }
-__device__ __forceinline__ int swizzled(int row, int chunk) {
-  return row * kRowBytes + ((chunk ^ swizzle_phase(row)) << 4);
-}
+DEVICE int swizzle_phase(int row) { return HEAD_DIM == 96 ? (row >> 1) & 3 : row & 7; }
+DEVICE int swizzled(int row, int chunk) { return row * kRowBytes + ((chunk ^ swizzle_phase(row)) << 4); }
 
 // The 64 rows of one KV head in one page.
-__device__ __forceinline__ const scalar_t* page_rows(const scalar_t* pages, int page, int num_kv_heads, int kv_head) {
+DEVICE const scalar_t* page_rows(const scalar_t* pages, int page, int num_kv_heads, int kv_head) {
   return pages + ((int64_t)page * num_kv_heads + kv_head) * (kPageTokens * HEAD_DIM);
 }
 
-__device__ __forceinline__ float exp2_fast(float x) {
+DEVICE float exp2_fast(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
-__device__ __forceinline__ float log2_fast(float x) {
+DEVICE float log2_fast(float x) {
   float y;
   asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
-__device__ __forceinline__ float reciprocal_fast(float x) {
+DEVICE float reciprocal_fast(float x) {
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
 // Over the four lanes that hold one row of an accumulator tile.
-__device__ __forceinline__ float quad_max(float x) {
+DEVICE float quad_max(float x) {
   x = fmaxf(x, __shfl_xor_sync(0xFFFFFFFFu, x, 1));
   return fmaxf(x, __shfl_xor_sync(0xFFFFFFFFu, x, 2));
 }
 
-__device__ __forceinline__ float quad_sum(float x) {
+DEVICE float quad_sum(float x) {
   x += __shfl_xor_sync(0xFFFFFFFFu, x, 1);
   return x + __shfl_xor_sync(0xFFFFFFFFu, x, 2);
 }
@@ -70,7 +68,7 @@ __device__ __forceinline__ float quad_sum(float x) {
 // Rows of this lane's address in an ldmatrix.x4 over a 16 x 16 block. "A": matrices in the order (rows, dims) = (0, 0),
 // (8, 0), (0, 1), (8, 1): the A operand, or with .trans the B operand of p v. "B": (0, 0), (0, 1), (8, 0), (8, 1): the
 // B operand of q k for two key tiles.
-__device__ __forceinline__ int lane_row_a(int lane) { return (lane & 7) + (lane & 8); }
-__device__ __forceinline__ int lane_chunk_a(int lane) { return lane >> 4; }
-__device__ __forceinline__ int lane_row_b(int lane) { return (lane & 7) + ((lane >> 1) & 8); }
-__device__ __forceinline__ int lane_chunk_b(int lane) { return (lane >> 3) & 1; }
+DEVICE int lane_row_a(int lane) { return (lane & 7) + (lane & 8); }
+DEVICE int lane_chunk_a(int lane) { return lane >> 4; }
+DEVICE int lane_row_b(int lane) { return (lane & 7) + ((lane >> 1) & 8); }
+DEVICE int lane_chunk_b(int lane) { return (lane >> 3) & 1; }

@@ -30,7 +30,7 @@ struct Work {
   int first_row, num_rows;  // of the chunk
   int last_block;           // that any of them sees
 
-  __device__ __forceinline__ Work(const int* chunk, int dense_context) {
+  DEVICE Work(const int* chunk, int dense_context) {
     slot = chunk[0], start = chunk[1], count = chunk[2];
     const int skipped = max(dense_context - start, 0), total = max(count - skipped, 0);
     const int tile = static_cast<int>(blockIdx.y), tiles = static_cast<int>(gridDim.y);
@@ -44,16 +44,16 @@ struct Work {
 struct Share {
   int first, count;
 
-  __device__ __forceinline__ Share(const Work& work, int warpgroup) {
+  DEVICE Share(const Work& work, int warpgroup) {
     first = warpgroup * work.num_rows / kWarpgroups;
     count = (warpgroup + 1) * work.num_rows / kWarpgroups - first;
   }
   // Of them those that are among `rows`, a bit each.
-  __device__ __forceinline__ uint32_t of(uint32_t rows) const { return rows >> first & ((1u << count) - 1); }
+  DEVICE uint32_t of(uint32_t rows) const { return rows >> first & ((1u << count) - 1); }
 };
 
 // Warpgroups that are at a block that rows chose.
-__device__ __forceinline__ int num_warpgroups(const Work& work, uint32_t rows) {
+DEVICE int num_warpgroups(const Work& work, uint32_t rows) {
   int found = 0;
 #pragma unroll
   for (int warpgroup = 0; warpgroup < kWarpgroups; ++warpgroup) found += Share(work, warpgroup).of(rows) != 0;
@@ -61,7 +61,7 @@ __device__ __forceinline__ int num_warpgroups(const Work& work, uint32_t rows) {
 }
 
 // And warps, where so many rows of a warpgroup take it together.
-__device__ __forceinline__ int num_readers(const Work& work, uint32_t rows, int together) {
+DEVICE int num_readers(const Work& work, uint32_t rows, int together) {
   int readers = 0;
 #pragma unroll
   for (int warpgroup = 0; warpgroup < kWarpgroups; ++warpgroup) {
@@ -78,8 +78,8 @@ struct Listed {
 
 // Lists in ascending order what the rows chose. `blocks`: of the first row, the next one's `stride` further. All threads;
 // `chosen` is room for a word for each block.
-__device__ __forceinline__ Listed list_blocks(const Work& work, const int* blocks, int stride, int num_selected,
-                                              const int* block_table, uint32_t* chosen, int* counts, Entry* list) {
+DEVICE Listed list_blocks(const Work& work, const int* blocks, int stride, int num_selected, const int* block_table,
+                          uint32_t* chosen, int* counts, Entry* list) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x / 32, num_blocks = work.last_block + 1;
   for (int i = threadIdx.x; i < num_blocks; i += kThreads) chosen[i] = 0;
   __syncthreads();

@@ -44,7 +44,7 @@ struct Keys {
   const float* scales;  // of this KV head in page 0, with FP8
   int scale_stride;
 
-  __device__ __forceinline__ Keys(const page_t* pages, const int32_t* table, int num_kv_heads, int kv_head,
+  DEVICE Keys(const page_t* pages, const int32_t* table, int num_kv_heads, int kv_head,
                                   const float* k_scales = nullptr)
       : first(pages + kv_head * (kPageTokens * HEAD_DIM) + threadIdx.x * 2),
         block_table(table),
@@ -52,7 +52,7 @@ struct Keys {
         scales(FP8 ? k_scales + kv_head : nullptr),
         scale_stride(num_kv_heads) {}
 
-  __device__ __forceinline__ uint32_t word(int position) const {
+  DEVICE uint32_t word(int position) const {
     const int page = block_table[position / kPageTokens];
     const page_t* key = first + page * page_stride + position % kPageTokens * HEAD_DIM;
 #if FP8
@@ -67,8 +67,7 @@ struct Keys {
 
 // The window that ends at `end`, if one does: to row end % 64 / STRIDE of the page's rows for the KV head.
 template <int STRIDE>
-__device__ __forceinline__ void compress(scalar_t* compressed_pages, const Keys& keys, int num_kv_heads, int kv_head,
-                                         int end) {
+DEVICE void compress(scalar_t* compressed_pages, const Keys& keys, int num_kv_heads, int kv_head, int end) {
   const int first = end + 1 - 2 * STRIDE;
   if ((end + 1) % STRIDE != 0 || first < 0) return;
   const uint32_t mean = window_mean<2 * STRIDE>([&](int i) { return keys.word(first + i); });
@@ -91,8 +90,7 @@ extern "C" __global__ void __launch_bounds__(HEAD_DIM / 2)
 #if !FP8
   constexpr const float* k_scales = nullptr;
 #endif
-  pdl_launch_dependents();
-  pdl_wait();
+  pdl_begin();
   const int num_kv_heads = gridDim.y, kv_head = blockIdx.y;
   const int begin = blockIdx.x * rows_per_block, end_row = min(begin + rows_per_block, num_rows);
   for (int row = begin; row < end_row; row++) {

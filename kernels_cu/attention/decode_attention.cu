@@ -76,8 +76,8 @@ static_assert(STAGES >= 2, "a warp's ring also holds its float32 output");
 // The first pages and the query, by all warps. Of one row (`is_early`) what is older than the kernel before this one is
 // read before the wait. The blocks of several rows find no room before the end of that kernel: theirs is the query that
 // must not queue behind the pages.
-__device__ __forceinline__ void begin(WarpState& state, unsigned char* shared, const scalar_t* q, const Heads& heads,
-                                      Stream& stream, const Keys& keys, bool is_early) {
+DEVICE void begin(WarpState& state, unsigned char* shared, const scalar_t* q, const Heads& heads, Stream& stream,
+                  const Keys& keys, bool is_early) {
   Query query;
   if (SELECTED) query.read(q, heads, load16_written);
 #if TREE
@@ -191,8 +191,7 @@ KERNEL(decode_attention)(scalar_t* __restrict__ out, float* partials, int* arriv
   if (stream.count > 0) {
     begin(state, shared, q, heads, stream, keys, is_early);
   } else {
-    pdl_launch_dependents();
-    pdl_wait();
+    pdl_begin();
   }
   for (int turn = 0; turn < turns; ++turn, run += run_stride, target.cluster += num_clusters) {
     const bool is_last = turn + 1 == turns;

@@ -26,7 +26,7 @@ struct Heads {
   int count;
 };
 
-__device__ __forceinline__ void store_vector(scalar_t* out, const Heads& heads, int vector, float4 value) {
+DEVICE void store_vector(scalar_t* out, const Heads& heads, int vector, float4 value) {
   if (vector / (HEAD_DIM / 4) >= heads.count) return;
   *reinterpret_cast<uint2*>(out + heads.offset + vector * 4) =
     make_uint2(pack2(value.x, value.y), pack2(value.z, value.w));
@@ -39,7 +39,7 @@ struct Query {
   uint4 pieces[kPieces];
 
   template <typename Load>
-  __device__ __forceinline__ void read(const scalar_t* q, const Heads& heads, Load load) {
+  DEVICE void read(const scalar_t* q, const Heads& heads, Load load) {
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) {
       const int index = threadIdx.x + i * kThreads;
@@ -47,7 +47,7 @@ struct Query {
       if (index / kRowChunks < heads.count) pieces[i] = load(q + heads.offset + index * 8);
     }
   }
-  __device__ __forceinline__ void store(unsigned char* tile) const {
+  DEVICE void store(unsigned char* tile) const {
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) {
       const int index = threadIdx.x + i * kThreads;
@@ -56,7 +56,7 @@ struct Query {
   }
 };
 
-__device__ __forceinline__ void store_zeros(scalar_t* out, const Heads& heads) {
+DEVICE void store_zeros(scalar_t* out, const Heads& heads) {
   for (int i = threadIdx.x; i < kVectors; i += kThreads) {
     store_vector(out, heads, i, make_float4(0.0f, 0.0f, 0.0f, 0.0f));
   }
@@ -66,12 +66,12 @@ __device__ __forceinline__ void store_zeros(scalar_t* out, const Heads& heads) {
 
 // Byte offset of four elements of a warp's published output. Rows 0 to 3 and 4 to 7, which a store of 8 bytes a lane
 // writes together, are in different banks.
-__device__ __forceinline__ int published_offset(int row, int vector) {
+DEVICE int published_offset(int row, int vector) {
   return (row * (HEAD_DIM / 4) + (vector ^ (row % 4 * 2 + row / 4 % 2))) * 16;
 }
 
 // The warp's normalised output and log_sums, into a place of its ring that nobody reads any more.
-__device__ __forceinline__ void publish_warp(const WarpState& state, uint32_t out, float* log_sums) {
+DEVICE void publish_warp(const WarpState& state, uint32_t out, float* log_sums) {
   const int lane = threadIdx.x & 31;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -93,8 +93,7 @@ __device__ __forceinline__ void publish_warp(const WarpState& state, uint32_t ou
 
 // visit(vector, merged) for all vectors of the block's partial; `results`: what the first warp published.
 template <typename Visit>
-__device__ __forceinline__ void merge_warps(const unsigned char* results, const float (&warp_log_sums)[kWarps][16],
-                                            Visit visit) {
+DEVICE void merge_warps(const unsigned char* results, const float (&warp_log_sums)[kWarps][16], Visit visit) {
 #pragma unroll
   for (int i = 0; i < (kVectors + kThreads - 1) / kThreads; ++i) {
     const int vector = threadIdx.x + i * kThreads;
@@ -113,10 +112,10 @@ struct Target {
   float* partials;
   int cluster, used_clusters;
 
-  __device__ __forceinline__ float* log_sums() const { return partials + used_clusters * kVectors * 4; }
+  DEVICE float* log_sums() const { return partials + used_clusters * kVectors * 4; }
 
   // To out if the row has no other cluster, else to the workspace.
-  __device__ __forceinline__ void keep(const Heads& heads, int vector, const Partial& merged) const {
+  DEVICE void keep(const Heads& heads, int vector, const Partial& merged) const {
     if (used_clusters == 1) {
       store_vector(out, heads, vector, merged.out);
     } else {
@@ -126,7 +125,7 @@ struct Target {
   }
 
   // By the last cluster: the merged slice, to out.
-  __device__ __forceinline__ void merge_clusters(const Heads& heads, int rank) const {
+  DEVICE void merge_clusters(const Heads& heads, int rank) const {
     for (int vector = rank * kSlice + threadIdx.x; vector < (rank + 1) * kSlice; vector += kThreads) {
       const Partial merged = merge<kMergeBatch>(used_clusters, [&](int i) -> Partial {
         return {__ldcg(reinterpret_cast<const float4*>(partials) + i * kVectors + vector),
@@ -142,7 +141,7 @@ constexpr int kReceivedOffset = kQueryBytes + kWarps * STAGES * kStageBytes;  //
 constexpr int kReceivedBytes = 20 * kSlice;                                   // from each peer
 
 // The barrier that counts what peers send. All threads, before they announce themselves to the cluster.
-__device__ __forceinline__ void prepare_received(uint32_t barrier) {
+DEVICE void prepare_received(uint32_t barrier) {
   if (threadIdx.x == 0) {
     mbarrier_init(barrier, 1);
     mbarrier_init_fence();
@@ -151,8 +150,8 @@ __device__ __forceinline__ void prepare_received(uint32_t barrier) {
 }
 
 // The slices of the block's partial to the peers that merge them.
-__device__ __forceinline__ void send_slices(const unsigned char* shared, const unsigned char* results,
-                                            const float (&log_sums)[kWarps][16], uint32_t barrier, int rank) {
+DEVICE void send_slices(const unsigned char* shared, const unsigned char* results, const float (&log_sums)[kWarps][16],
+                        uint32_t barrier, int rank) {
   const uint32_t received = shared_address(shared) + kReceivedOffset;
   merge_warps(results, log_sums, [&](int vector, const Partial& part) {
     const int place = rank * kSlice + vector % kSlice;
@@ -161,8 +160,7 @@ __device__ __forceinline__ void send_slices(const unsigned char* shared, const u
 }
 
 // The block's slice of what `members` peers have sent.
-__device__ __forceinline__ void merge_slices(const unsigned char* shared, const Heads& heads, const Target& target,
-                                             int rank, int members) {
+DEVICE void merge_slices(const unsigned char* shared, const Heads& heads, const Target& target, int rank, int members) {
   const uint32_t received = shared_address(shared) + kReceivedOffset;
   for (int i = threadIdx.x; i < kSlice; i += kThreads) {
     const Partial merged = merge<8>(members, [&](int peer) {

@@ -25,23 +25,19 @@ constexpr int kKeys = kPageTokens / kSlices;  // of a slice
 struct Keys {
   int length, old;
 
-  __device__ __forceinline__ int first() const { return WINDOW > 0 ? max(length - WINDOW, 0) : 0; }
-  __device__ __forceinline__ bool all_visible(int from) const {
-    return from + kKeys <= length && (WINDOW == 0 || from >= first());
-  }
-  __device__ __forceinline__ bool visible(int key) const { return key < length && (WINDOW == 0 || key >= first()); }
+  DEVICE int first() const { return WINDOW > 0 ? max(length - WINDOW, 0) : 0; }
+  DEVICE bool all_visible(int from) const { return from + kKeys <= length && (WINDOW == 0 || from >= first()); }
+  DEVICE bool visible(int key) const { return key < length && (WINDOW == 0 || key >= first()); }
 };
 
 // a / b, for counts below 2^20: a quotient is at least 0.5 / b away from the next integer, and the error less.
-__device__ __forceinline__ int divided(int a, int b) {
-  return __float2int_rz((a + 0.5f) * reciprocal_fast(static_cast<float>(b)));
-}
+DEVICE int divided(int a, int b) { return __float2int_rz((a + 0.5f) * reciprocal_fast(static_cast<float>(b))); }
 
 // How the pages that a row sees are cut: pages of a run, and how many runs there are.
 struct Cut {
   int first_page, num_pages, run_pages, num_runs;
 
-  __device__ __forceinline__ Cut(const Keys& keys, int num_splits) {
+  DEVICE Cut(const Keys& keys, int num_splits) {
     first_page = keys.first() / kPageTokens;
     num_pages = (keys.length + kPageTokens - 1) / kPageTokens - first_page;
     const int wanted = num_pages <= kClusterPages ? kCluster : num_splits;
@@ -49,11 +45,11 @@ struct Cut {
     num_runs = divided(num_pages + run_pages - 1, run_pages);
   }
   // Of the runs `first`, first + stride and so on, with so many pages at a step: only the last of all runs is shorter.
-  __device__ __forceinline__ int steps_of(int first, int stride, int at_once) const {
+  DEVICE int steps_of(int first, int stride, int at_once) const {
     if (first >= num_runs) return 0;
     const int others = divided(num_runs - 1 - first, stride), last = first + others * stride;
     const int pages = min(run_pages, num_pages - last * run_pages);
     return others * ((run_pages + at_once - 1) / at_once) + (pages + at_once - 1) / at_once;
   }
-  __device__ __forceinline__ int clusters() const { return (num_runs + kCluster - 1) / kCluster; }
+  DEVICE int clusters() const { return (num_runs + kCluster - 1) / kCluster; }
 };

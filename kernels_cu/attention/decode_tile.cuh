@@ -11,7 +11,7 @@ struct WarpState {
 };
 
 // No key seen yet; q stays.
-__device__ __forceinline__ void begin_run(WarpState& state) {
+DEVICE void begin_run(WarpState& state) {
 #pragma unroll
   for (int n = 0; n < kDimTiles; ++n) {
 #pragma unroll
@@ -26,14 +26,13 @@ struct TileRow {
   uint32_t start;
   int phase;
 
-  __device__ __forceinline__ TileRow(uint32_t tile, int row)
-      : start(tile + row * kRowBytes), phase(swizzle_phase(row)) {}
-  __device__ __forceinline__ uint32_t chunk(int index) const { return start + ((index ^ phase) << 4); }
+  DEVICE TileRow(uint32_t tile, int row) : start(tile + row * kRowBytes), phase(swizzle_phase(row)) {}
+  DEVICE uint32_t chunk(int index) const { return start + ((index ^ phase) << 4); }
 };
 
 // Two key tiles, of which a lane reads its row lane_row_b; even and odd k-steps in accumulators of their
 // own, for four independent chains of products.
-__device__ __forceinline__ void score_tile(float (&scores)[2][4], const WarpState& state, const TileRow& k_row) {
+DEVICE void score_tile(float (&scores)[2][4], const WarpState& state, const TileRow& k_row) {
   const int lane = threadIdx.x & 31;
   float parts[2][2][4] = {};
 #pragma unroll
@@ -51,7 +50,7 @@ __device__ __forceinline__ void score_tile(float (&scores)[2][4], const WarpStat
 }
 
 // `keys`: of rows 0 to 7 and of rows 8 to 15.
-__device__ __forceinline__ void mask_tile(float (&scores)[2][4], int first_key, const Keys (&keys)[2]) {
+DEVICE void mask_tile(float (&scores)[2][4], int first_key, const Keys (&keys)[2]) {
   const int lane = threadIdx.x & 31;
 #pragma unroll
   for (int n = 0; n < 2; ++n) {
@@ -63,7 +62,7 @@ __device__ __forceinline__ void mask_tile(float (&scores)[2][4], int first_key, 
 }
 
 // Scores become weights 2^(factor * score - max); output and sums are brought to the new maximum.
-__device__ __forceinline__ void softmax_tile(float (&scores)[2][4], WarpState& state, float factor) {
+DEVICE void softmax_tile(float (&scores)[2][4], WarpState& state, float factor) {
   float keep[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -88,7 +87,7 @@ __device__ __forceinline__ void softmax_tile(float (&scores)[2][4], WarpState& s
 }
 
 // out += weights v. A lane reads its row lane_row_a of v.
-__device__ __forceinline__ void accumulate_tile(WarpState& state, const float (&weights)[2][4], const TileRow& v_row) {
+DEVICE void accumulate_tile(WarpState& state, const float (&weights)[2][4], const TileRow& v_row) {
   const int lane = threadIdx.x & 31;
   const uint32_t a[4] = {pack2(weights[0][0], weights[0][1]), pack2(weights[0][2], weights[0][3]),
                            pack2(weights[1][0], weights[1][1]), pack2(weights[1][2], weights[1][3])};

@@ -14,7 +14,7 @@ constexpr int kCodeChunks = HEAD_DIM / 16;  // 16-byte chunks of a row of codes
 
 // Byte offset of a chunk in a tile of rows of codes. Of eight rows the same chunk lies in eight places of 128 bytes, for
 // ldmatrix, and of four rows two neighbouring chunks do, for a lane's eight codes.
-__device__ __forceinline__ int swizzled_codes(int row, int chunk) {
+DEVICE int swizzled_codes(int row, int chunk) {
   const int pair = HEAD_DIM == 128 ? row & 3 : HEAD_DIM == 64 ? row >> 1 & 1 : 0;
   return row * HEAD_DIM + ((chunk ^ (pair << 1) ^ (row >> 2 & 1)) << 4);
 }
@@ -22,7 +22,7 @@ __device__ __forceinline__ int swizzled_codes(int row, int chunk) {
 // Of four codes in a word the even ones, and the odd ones, as pairs of fp16 times kCodeUnit.
 #if __CUDA_ARCH__ >= 890
 constexpr float kCodeUnit = 1.0f;
-__device__ __forceinline__ void split_codes(uint32_t& even, uint32_t& odd, uint32_t codes) {
+DEVICE void split_codes(uint32_t& even, uint32_t& odd, uint32_t codes) {
   const uint32_t pairs = __byte_perm(codes, 0, 0x3120);
   asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\n"
       "cvt.rn.f16x2.e4m3x2 %0, low;\ncvt.rn.f16x2.e4m3x2 %1, high;\n}"
@@ -31,7 +31,7 @@ __device__ __forceinline__ void split_codes(uint32_t& even, uint32_t& odd, uint3
 }
 #else
 constexpr float kCodeUnit = 1.0f / 256.0f;  // where the exponents of e4m3 stand in those of fp16
-__device__ __forceinline__ void split_codes(uint32_t& even, uint32_t& odd, uint32_t codes) {
+DEVICE void split_codes(uint32_t& even, uint32_t& odd, uint32_t codes) {
   even = (codes << 8 & 0x80008000u) | (codes << 7 & 0x3F803F80u);
   odd = (codes & 0x80008000u) | (codes >> 1 & 0x3F803F80u);
 }
@@ -48,32 +48,30 @@ struct PageScales {
   int step;  // that is attended to
   float next_k[kAtOnce], next_v[kAtOnce], k[kAtOnce], v[kAtOnce];
 
-  __device__ __forceinline__ void load(int i, int page_id) {
+  DEVICE void load(int i, int page_id) {
     next_k[i] = next_v[i] = 1.0f;
     if (page_id < 0) return;
     next_k[i] = __ldcg(k_scales + static_cast<int64_t>(page_id) * stride);
     next_v[i] = __ldcg(v_scales + static_cast<int64_t>(page_id) * stride);
   }
-  __device__ __forceinline__ void attend() {
+  DEVICE void attend() {
     if (step % 32 != 0) return;
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) k[i] = next_k[i], v[i] = next_v[i];
   }
-  __device__ __forceinline__ float of_keys(int i) const { return __shfl_sync(0xFFFFFFFFu, k[i], step % 32) / kCodeUnit; }
-  __device__ __forceinline__ float of_values(int i) const {
-    return __shfl_sync(0xFFFFFFFFu, v[i], step % 32) * kWeightUnit;
-  }
-  __device__ __forceinline__ void next() { ++step; }
+  DEVICE float of_keys(int i) const { return __shfl_sync(0xFFFFFFFFu, k[i], step % 32) / kCodeUnit; }
+  DEVICE float of_values(int i) const { return __shfl_sync(0xFFFFFFFFu, v[i], step % 32) * kWeightUnit; }
+  DEVICE void next() { ++step; }
 };
 
-__device__ __forceinline__ uint32_t pack_fp16(float low, float high) {
+DEVICE uint32_t pack_fp16(float low, float high) {
   uint32_t pair;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
   return pair;
 }
 
 // Two neighbours of the query. bf16 has fewer bits, but a wider range.
-__device__ __forceinline__ uint32_t query_pair(uint32_t pair) {
+DEVICE uint32_t query_pair(uint32_t pair) {
 #ifdef CPMRT_BF16
   constexpr float kLargest = 65504.0f;
   const float2 v = unpack2(pair);
@@ -84,7 +82,7 @@ __device__ __forceinline__ uint32_t query_pair(uint32_t pair) {
 }
 
 // As mma(), of fp16 whatever scalar_t is.
-__device__ __forceinline__ void mma_fp16(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+DEVICE void mma_fp16(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
                "{%0, %1, %2, %3};"
                : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
@@ -92,7 +90,7 @@ __device__ __forceinline__ void mma_fp16(float (&c)[4], const uint32_t (&a)[4], 
 }
 
 // The warp's query from its tile of rows of scalar_t.
-__device__ __forceinline__ void load_query(WarpState& state, uint32_t tile) {
+DEVICE void load_query(WarpState& state, uint32_t tile) {
   const int lane = threadIdx.x & 31;
 #pragma unroll
   for (int unit = 0; unit < kDimSteps / 2; ++unit) {
@@ -112,8 +110,7 @@ __device__ __forceinline__ void load_query(WarpState& state, uint32_t tile) {
   }
 }
 
-__device__ __forceinline__ void score_keys(float (&scores)[2][4], const WarpState& state, uint32_t k_tile,
-                                           float k_scale) {
+DEVICE void score_keys(float (&scores)[2][4], const WarpState& state, uint32_t k_tile, float k_scale) {
   const int lane = threadIdx.x & 31;
   float parts[2][2][4] = {};
 #pragma unroll
@@ -141,7 +138,7 @@ __device__ __forceinline__ void score_keys(float (&scores)[2][4], const WarpStat
 }
 
 // As softmax_tile, of the tiles of all pages at once; most leave every maximum where it was, then nothing is multiplied.
-__device__ __forceinline__ void softmax_at_once(float (&scores)[kAtOnce][2][4], WarpState& state, float factor) {
+DEVICE void softmax_at_once(float (&scores)[kAtOnce][2][4], WarpState& state, float factor) {
   float keep[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -173,8 +170,7 @@ __device__ __forceinline__ void softmax_at_once(float (&scores)[kAtOnce][2][4], 
 }
 
 // Output tile 2 c has the even dimensions of chunk c, tile 2 c + 1 the odd ones.
-__device__ __forceinline__ void accumulate_values(WarpState& state, const float (&weights)[2][4], uint32_t v_tile,
-                                                  float v_scale) {
+DEVICE void accumulate_values(WarpState& state, const float (&weights)[2][4], uint32_t v_tile, float v_scale) {
   const int lane = threadIdx.x & 31;
   uint32_t a[4];
 #pragma unroll
@@ -199,7 +195,7 @@ __device__ __forceinline__ void accumulate_values(WarpState& state, const float 
 
 // A half of the lane's rows: two dimensions of each tile, so that tiles 2 c and 2 c + 1 give four neighbours.
 template <typename To>
-__device__ __forceinline__ void publish_row(const WarpState& state, int half, float inverse, To to) {
+DEVICE void publish_row(const WarpState& state, int half, float inverse, To to) {
   const float factor = inverse * kOutputUnit;
 #pragma unroll
   for (int c = 0; c < kCodeChunks; ++c) {

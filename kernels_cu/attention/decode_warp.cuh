@@ -9,7 +9,7 @@
 #include "decode_tile_fp8.cuh"
 typedef uint8_t page_t;
 
-__device__ __forceinline__ int copied_place(int row, int chunk) { return swizzled_codes(row, chunk); }
+DEVICE int copied_place(int row, int chunk) { return swizzled_codes(row, chunk); }
 #else
 #include "decode_tile.cuh"
 typedef scalar_t page_t;
@@ -18,16 +18,16 @@ constexpr int kAtOnce = 1;  // pages
 
 // Keys and values are what they are.
 struct PageScales {
-  __device__ __forceinline__ void load(int, int) {}
-  __device__ __forceinline__ void attend() {}
-  __device__ __forceinline__ float of_keys(int) const { return 1.0f; }
-  __device__ __forceinline__ float of_values(int) const { return 1.0f; }
-  __device__ __forceinline__ void next() {}
+  DEVICE void load(int, int) {}
+  DEVICE void attend() {}
+  DEVICE float of_keys(int) const { return 1.0f; }
+  DEVICE float of_values(int) const { return 1.0f; }
+  DEVICE void next() {}
 };
 
-__device__ __forceinline__ int copied_place(int row, int chunk) { return swizzled(row, chunk); }
+DEVICE int copied_place(int row, int chunk) { return swizzled(row, chunk); }
 
-__device__ __forceinline__ void load_query(WarpState& state, uint32_t tile) {
+DEVICE void load_query(WarpState& state, uint32_t tile) {
   const int lane = threadIdx.x & 31;
 #pragma unroll
   for (int step = 0; step < kDimSteps; ++step) {
@@ -35,15 +35,15 @@ __device__ __forceinline__ void load_query(WarpState& state, uint32_t tile) {
   }
 }
 
-__device__ __forceinline__ void score_keys(float (&scores)[2][4], const WarpState& state, uint32_t k_tile, float) {
+DEVICE void score_keys(float (&scores)[2][4], const WarpState& state, uint32_t k_tile, float) {
   score_tile(scores, state, TileRow(k_tile, lane_row_b(threadIdx.x & 31)));
 }
 
-__device__ __forceinline__ void softmax_at_once(float (&scores)[1][2][4], WarpState& state, float factor) {
+DEVICE void softmax_at_once(float (&scores)[1][2][4], WarpState& state, float factor) {
   softmax_tile(scores[0], state, factor);
 }
 
-__device__ __forceinline__ void accumulate_values(WarpState& state, const float (&weights)[2][4], uint32_t v_tile, float) {
+DEVICE void accumulate_values(WarpState& state, const float (&weights)[2][4], uint32_t v_tile, float) {
   accumulate_tile(state, weights, TileRow(v_tile, lane_row_a(threadIdx.x & 31)));
 }
 #endif
@@ -66,12 +66,12 @@ struct Path {
   uint64_t mask;
 
   // By the whole block, a node a thread.
-  __device__ __forceinline__ PathNode look_up(const int* block_table) const {
+  DEVICE PathNode look_up(const int* block_table) const {
     const int node = threadIdx.x, location = first + node;
     if (node >= kMaxNodes || !(mask >> node & 1)) return {-1, 0, 0};
     return {__popcll(mask & ((1ull << node) - 1)), __ldcg(block_table + location / kPageTokens), location % kPageTokens};
   }
-  __device__ __forceinline__ void keep(const PathNode& node, int64_t page_stride) const {
+  DEVICE void keep(const PathNode& node, int64_t page_stride) const {
     if (node.step >= 0) offsets[node.step] = node.page * page_stride + node.token * HEAD_DIM;
     __syncthreads();
   }
@@ -82,7 +82,7 @@ struct Path {};
 
 // 16 rows; those from `valid` on are zeroed: they were never written and 0 * NaN would stay. Valid rows from `old` on are
 // left out. Most tiles are whole; what the others need is a loop, since short code starts soon.
-__device__ __forceinline__ void load_tile(uint32_t dst, const page_t* rows, int valid, int old) {
+DEVICE void load_tile(uint32_t dst, const page_t* rows, int valid, int old) {
   const int lane = threadIdx.x & 31;
   if (min(valid, old) >= kKeys) {
 #pragma unroll
@@ -104,8 +104,8 @@ __device__ __forceinline__ void load_tile(uint32_t dst, const page_t* rows, int 
 #if TREE
 // The same of a tile that begins at position `before` with rows before `old` that are not before the base. `head`: the
 // first token of page 0.
-__device__ __forceinline__ void load_path_tile(uint32_t dst, const scalar_t* rows, const scalar_t* head,
-                                               const Path& path, int before, int valid, int old) {
+DEVICE void load_path_tile(uint32_t dst, const scalar_t* rows, const scalar_t* head, const Path& path, int before,
+                           int valid, int old) {
 #pragma unroll 1
   for (int index = threadIdx.x & 31; index < kKeys * kRowChunks; index += 32) {
     const int row = index / kRowChunks, chunk = index % kRowChunks, step = before + row - path.base;
@@ -141,7 +141,7 @@ struct Stream {
   int known_steps = 0;
   bool is_listed = false;
 
-  __device__ __forceinline__ void know(int known, int skipped) {
+  DEVICE void know(int known, int skipped) {
     known_from = known, skipped_pages = skipped;
     if (count == 0) return;
     const int end = (first_run + 1) * run_pages;
@@ -152,7 +152,7 @@ struct Stream {
     locate();
   }
   // Before a step is asked for.
-  __device__ __forceinline__ void wait_for_list() {
+  DEVICE void wait_for_list() {
     if (is_listed || step < known_steps) return;
     pdl_wait();
     pdl_launch_dependents();
@@ -168,9 +168,9 @@ struct Stream {
     int before;  // the first key
     bool is_page;
   };
-  __device__ __forceinline__ int run_steps() const { return (run_pages + kAtOnce - 1) / kAtOnce; }
+  DEVICE int run_steps() const { return (run_pages + kAtOnce - 1) / kAtOnce; }
 
-  __device__ __forceinline__ Place advance() {
+  DEVICE Place advance() {
     Place place = {ring + stage * kStageBytes, {}, 0, step < count && step_of_run < run_steps()};
     stage = stage + 1 == STAGES ? 0 : stage + 1;
     if (!place.is_page) {
@@ -191,10 +191,10 @@ struct Stream {
     return place;
   }
   // The first key of the warp in a page of the row.
-  __device__ __forceinline__ int first_key(int page) const { return page * kPageTokens + (threadIdx.x >> 5) * kKeys; }
+  DEVICE int first_key(int page) const { return page * kPageTokens + (threadIdx.x >> 5) * kKeys; }
   // The next 32 steps: at the beginning by the caller.
 #if LISTED_LATE
-  __device__ __forceinline__ void locate() {
+  DEVICE void locate() {
     const int own = step / 32 * 32 + (threadIdx.x & 31), place = own + missing, turn = divided(place, run_pages);
     numbers = first_page + (first_run + turn * run_stride) * run_pages + place - turn * run_pages - (turn == 0 ? missing : 0);
     ids[0] = 0;
@@ -202,7 +202,7 @@ struct Stream {
     ids[0] = __ldcg(block_table + (numbers < known_from ? __ldcg(chosen + numbers) : numbers + skipped_pages));
   }
 #else
-  __device__ __forceinline__ void locate() {
+  DEVICE void locate() {
     const int own = step + (threadIdx.x & 31), turn = divided(own, run_steps());
     const int run_begin = first_page + (first_run + turn * run_stride) * run_pages;
     numbers = run_begin + own * kAtOnce - turn * (run_steps() * kAtOnce);
@@ -219,14 +219,13 @@ struct Stream {
   }
 #endif
   // Of the 32 steps located last, past the wait: a page whose first token is new has a new scale.
-  __device__ __forceinline__ void load_scales() {
+  DEVICE void load_scales() {
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) scales.load(i, ids[i]);
   }
 
   // `rows`: all keys or all values. Rows from `old` on are left out.
-  __device__ __forceinline__ void load(uint32_t tile, const page_t* rows, const Place& from, int length,
-                                       int old = kAllKeys) const {
+  DEVICE void load(uint32_t tile, const page_t* rows, const Place& from, int length, int old = kAllKeys) const {
     const int valid = length - from.before;
     if (from.is_page) {
 #if FP8
@@ -252,7 +251,7 @@ struct Stream {
 
   // The ring's first pages but for keys from keys.old on: all that is older than the kernel before this one, which lets
   // this one start only after its own pdl_wait. The loops stay loops: short code starts soon.
-  __device__ __forceinline__ void fill(const Keys& keys) {
+  DEVICE void fill(const Keys& keys) {
 #pragma unroll 1
     for (int i = 0; i < STAGES; ++i) {
       const Place place = advance();
@@ -262,7 +261,7 @@ struct Stream {
   }
 
   // After pdl_wait: the rest of those pages, not committed. True if there is any: then cp_async_wait_all must follow.
-  __device__ __forceinline__ bool fill_new(const Keys& keys) const {
+  DEVICE bool fill_new(const Keys& keys) const {
     bool has_new = false;
     int from = 0, room = run_steps();
 #pragma unroll 1
@@ -287,7 +286,7 @@ struct Stream {
   }
 
   // Rows of a page of the ring, k and v together: a row of each is a chunk for each lane.
-  __device__ __forceinline__ void load_new_rows(uint32_t tile, int64_t offset, int before, int first, int end) const {
+  DEVICE void load_new_rows(uint32_t tile, int64_t offset, int before, int first, int end) const {
     const int lane = threadIdx.x & 31, chunk = lane % kCopiedChunks;
     const bool is_v = lane >= kCopiedChunks;
     const page_t* rows = (is_v ? v_rows : k_rows) + offset + chunk * kChunkElements;
@@ -307,12 +306,11 @@ struct Stream {
 // The next `num_pages` of the stream, a run that begins with page `page` of the row. after_first(): behind its first one.
 #if LISTED_LATE
 template <typename AfterFirst>
-__device__ __forceinline__ void attend(WarpState& state, Stream& stream, const Keys& keys, int page, int num_pages,
-                                       float factor, AfterFirst after_first) {
+DEVICE void attend(WarpState& state, Stream& stream, const Keys& keys, int page, int num_pages, float factor,
+                   AfterFirst after_first) {
   const int first = page;
 #else
-__device__ __forceinline__ void attend(WarpState& state, Stream& stream, const Keys& keys, int page, int num_pages,
-                                       float factor) {
+DEVICE void attend(WarpState& state, Stream& stream, const Keys& keys, int page, int num_pages, float factor) {
 #endif
   for (const int end = page + num_pages; page < end; page += kAtOnce) {
     const int first_key = stream.first_key(page);
@@ -349,8 +347,8 @@ __device__ __forceinline__ void attend(WarpState& state, Stream& stream, const K
 #if !FP8
 // The same of a run whose pages all came with fill(), where no other run follows. The scores come first, which do not wait
 // for each other: those of places without a page mean nothing. The order of what follows is that of attend().
-__device__ __forceinline__ void attend_filled(WarpState& state, const Stream& stream, const Keys& keys, int page, int num_pages,
-                                              float factor) {
+DEVICE void attend_filled(WarpState& state, const Stream& stream, const Keys& keys, int page, int num_pages,
+                          float factor) {
   const int lane = threadIdx.x & 31;
   float scores[STAGES][2][4];
   cp_async_wait_all();

@@ -4,7 +4,7 @@
 #include "types.cuh"
 
 // The nearest code, ties to even; beyond 448 it is 448, and NaN stays NaN.
-__device__ __forceinline__ uint32_t e4m3_code(float x) {
+DEVICE uint32_t e4m3_code(float x) {
   const uint32_t bits = __float_as_uint(x), magnitude = bits & 0x7FFFFFFFu;
   // Below 2^-6 numbers are 2^-9 apart, as floats are from 2^14 on.
   uint32_t code = __float_as_uint(__uint_as_float(magnitude) + 16384.0f) & 0xFu;
@@ -15,13 +15,13 @@ __device__ __forceinline__ uint32_t e4m3_code(float x) {
 
 // The scale of a page whose first token's largest magnitude is this: the least power of two that leaves 7 = 448 / 64,
 // from 2^-8 to 2^7.
-__device__ __forceinline__ float page_scale(float largest) {
+DEVICE float page_scale(float largest) {
   const int exponent = static_cast<int>((__float_as_uint(largest) + 0x1FFFFFu) >> 23) - 2;
   return __uint_as_float(static_cast<uint32_t>(min(max(exponent, 127 - 8), 127 + 7)) << 23);
 }
 
 // Of a power of two.
-__device__ __forceinline__ int exponent_of(float scale) { return static_cast<int>(__float_as_uint(scale) >> 23) - 127; }
+DEVICE int exponent_of(float scale) { return static_cast<int>(__float_as_uint(scale) >> 23) - 127; }
 
 // Codes in the upper bytes of both halves of a word, the lower ones anything, become scalar_t times 2^-kCodeShift: the
 // same bits where they stand in that type, subnormal numbers too.
@@ -31,7 +31,7 @@ constexpr int kCodeShift = 120;
 constexpr int kCodeShift = 8;
 #endif
 
-__device__ __forceinline__ uint32_t spread_codes(uint32_t upper) {
+DEVICE uint32_t spread_codes(uint32_t upper) {
 #ifdef CPMRT_BF16
   return (upper & 0x80008000u) | (upper >> 4 & 0x07F007F0u);
 #else
@@ -40,7 +40,7 @@ __device__ __forceinline__ uint32_t spread_codes(uint32_t upper) {
 }
 
 // Both halves times a power of two. Exact.
-__device__ __forceinline__ uint32_t times2(uint32_t pair, uint32_t power) {
+DEVICE uint32_t times2(uint32_t pair, uint32_t power) {
   uint32_t product;
 #ifdef CPMRT_BF16
   asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(product) : "r"(pair), "r"(power), "r"(0x80008000u));
@@ -51,7 +51,7 @@ __device__ __forceinline__ uint32_t times2(uint32_t pair, uint32_t power) {
 }
 
 // 2^exponent twice in a word, which scalar_t must hold.
-__device__ __forceinline__ uint32_t power2(int exponent) {
+DEVICE uint32_t power2(int exponent) {
 #ifdef CPMRT_BF16
   return static_cast<uint32_t>(exponent + 127) * 0x00800080u;
 #else

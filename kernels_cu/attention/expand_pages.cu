@@ -26,7 +26,7 @@ constexpr int kThreads = 256;
 constexpr int kPageElements = kPageTokens * HEAD_DIM;
 
 // Four codes, in order, as two words of scalar_t.
-__device__ __forceinline__ uint2 expand4(uint32_t codes, uint32_t power) {
+DEVICE uint2 expand4(uint32_t codes, uint32_t power) {
   const uint32_t low = __byte_perm(codes, 0, 0x1404), high = __byte_perm(codes, 0, 0x3424);
   return make_uint2(times2(spread_codes(low), power), times2(spread_codes(high), power));
 }
@@ -35,8 +35,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 KERNEL(expand_pages)(scalar_t* __restrict__ k_out, scalar_t* __restrict__ v_out, const uint8_t* k_codes,
                      const uint8_t* v_codes, const float* k_scales, const float* v_scales,
                      const int* __restrict__ block_tables, const int* chunk, int num_kv_heads, int pages_per_sequence) {
-  pdl_launch_dependents();
-  pdl_wait();
+  pdl_begin();
   const int slot = chunk[0], num_pages = (chunk[1] + chunk[2] + kPageTokens - 1) / kPageTokens;
   if (slot < 0) return;
   const int head = blockIdx.y % num_kv_heads;

@@ -14,7 +14,7 @@ struct Partial {
 
 // Mean of `count` partials weighted by their sums of weights, in index order. BATCH loads are in flight at a time.
 template <int BATCH, typename Load>
-__device__ __forceinline__ Partial merge(int count, Load load) {
+DEVICE Partial merge(int count, Load load) {
   Partial total = {make_float4(0.0f, 0.0f, 0.0f, 0.0f), kNoMaximum};
   float sum = 0.0f;
   for (int first = 0; first < count; first += BATCH) {
@@ -47,20 +47,19 @@ __device__ __forceinline__ Partial merge(int count, Load load) {
 
 #ifdef IN_CLUSTERS
 // All threads of the cluster are here.
-__device__ __forceinline__ void cluster_barrier() {
+DEVICE void cluster_barrier() {
   cluster_arrive();
   cluster_wait();
 }
 
 // 20 bytes into the shared memory of block `rank`, counted by its barrier: `out` and `log_sum` are where they go.
-__device__ __forceinline__ void send_partial(uint32_t out, uint32_t log_sum, uint32_t barrier, int rank,
-                                             const Partial& part) {
+DEVICE void send_partial(uint32_t out, uint32_t log_sum, uint32_t barrier, int rank, const Partial& part) {
   barrier = peer_address(barrier, rank);
   send_float4(peer_address(out, rank), barrier, part.out.x, part.out.y, part.out.z, part.out.w);
   send_float(peer_address(log_sum, rank), barrier, part.log_sum);
 }
 
-__device__ __forceinline__ Partial received_partial(uint32_t out, uint32_t log_sum) {
+DEVICE Partial received_partial(uint32_t out, uint32_t log_sum) {
   Partial part;
   asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
                : "=f"(part.out.x), "=f"(part.out.y), "=f"(part.out.z), "=f"(part.out.w)
@@ -69,15 +68,15 @@ __device__ __forceinline__ Partial received_partial(uint32_t out, uint32_t log_s
   return part;
 }
 #else
-__device__ __forceinline__ void cluster_announce() {}
-__device__ __forceinline__ void cluster_wait() {}
-__device__ __forceinline__ void cluster_barrier() { __syncthreads(); }
+DEVICE void cluster_announce() {}
+DEVICE void cluster_wait() {}
+DEVICE void cluster_barrier() { __syncthreads(); }
 #endif
 
 // True in the block whose `count` makes the sum of all that call it with the same counter `expected`; the counter is then
 // zero again. What the others wrote before is visible: one thread's acquire and release stand for the block, which the
 // barriers order around it.
-__device__ __forceinline__ bool arrives_last(int* arrivals, int expected, int count = 1) {
+DEVICE bool arrives_last(int* arrivals, int expected, int count = 1) {
   __shared__ bool last;
   __syncthreads();
   if (threadIdx.x == 0) {

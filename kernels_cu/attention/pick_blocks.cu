@@ -35,13 +35,13 @@ struct Counts {
 struct Run {
   int begin, end;
 
-  __device__ __forceinline__ explicit Run(int count) {
+  DEVICE explicit Run(int count) {
     const int threads = blockDim.x, length = (count + threads - 1) / threads * 32;
     begin = threadIdx.x / 32 * length, end = min(begin + length, count);
   }
   // This lane's, kAtOnce at a time: take(i, value_at(i)), once the values of all of them are there.
   template <typename ValueAt, typename Take>
-  __device__ __forceinline__ void each(ValueAt value_at, Take take) const {
+  DEVICE void each(ValueAt value_at, Take take) const {
 #pragma unroll 1
     for (int first = begin + static_cast<int>(threadIdx.x & 31); first < end; first += kAtOnce * 32) {
       uint32_t values[kAtOnce];
@@ -55,16 +55,16 @@ struct Run {
   }
 };
 
-__device__ __forceinline__ int sum_of_warps(const int (&parts)[kMostWarps], int end) {
+DEVICE int sum_of_warps(const int (&parts)[kMostWarps], int end) {
   const int lane = threadIdx.x & 31;
   return __reduce_add_sync(0xFFFFFFFFu, lane < end ? parts[lane] : 0);
 }
 
-__device__ __forceinline__ int sum_of(const int4& bins) { return bins.x + bins.y + bins.z + bins.w; }
+DEVICE int sum_of(const int4& bins) { return bins.x + bins.y + bins.z + bins.w; }
 
 // The digit of the key of rank `wanted` from above, out of the bins, which are cleared. A thread has the bins of some groups
 // of four, the first thread the highest ones.
-__device__ __forceinline__ void find_digit(Counts& counts, int wanted) {
+DEVICE void find_digit(Counts& counts, int wanted) {
   const int lane = threadIdx.x & 31, groups = kGroups / blockDim.x, highest = kGroups - 1 - threadIdx.x * groups;
   int own = 0;
   for (int group = highest; group > highest - groups; group--) own += sum_of(counts.bins[group]);
@@ -92,7 +92,7 @@ __device__ __forceinline__ void find_digit(Counts& counts, int wanted) {
 }
 
 // The largest key that `wanted` keys are not below; or less, if then these are exactly so many.
-__device__ __forceinline__ uint32_t threshold(const uint32_t* keys, const Run& run, int wanted, Counts& counts) {
+DEVICE uint32_t threshold(const uint32_t* keys, const Run& run, int wanted, Counts& counts) {
   int* bins = reinterpret_cast<int*>(counts.bins);
   uint32_t found = 0;
 #pragma unroll 1

@@ -42,13 +42,12 @@ constexpr int kPageBytes = kPageTokens * kRowBytes;
 constexpr int kQueryBytes = kTileRows * kRowBytes;
 
 // Blocks take the chunk's rows from the end: negative past the beginning.
-__device__ __forceinline__ int first_row_of_block(int count) {
+DEVICE int first_row_of_block(int count) {
   return ((count + kRows - 1) / kRows - 1 - static_cast<int>(blockIdx.y)) * kRows;
 }
 
 // q rows of the block into shared memory; rows that do not exist become zeros.
-__device__ __forceinline__ void load_queries(uint32_t dst, const scalar_t* q, int row_stride, int first_row,
-                                             int count) {
+DEVICE void load_queries(uint32_t dst, const scalar_t* q, int row_stride, int first_row, int count) {
 #pragma unroll
   for (int i = 0; i < kTileRows * kRowChunks / kThreads; ++i) {
     const int index = threadIdx.x + i * kThreads, row = index / kRowChunks, chunk = index % kRowChunks;
@@ -60,7 +59,7 @@ __device__ __forceinline__ void load_queries(uint32_t dst, const scalar_t* q, in
 }
 
 // One page of K or V; rows from `valid` on are zeroed: they were never written and 0 * NaN would stay.
-__device__ __forceinline__ void load_page(uint32_t dst, const scalar_t* rows, int valid) {
+DEVICE void load_page(uint32_t dst, const scalar_t* rows, int valid) {
 #pragma unroll
   for (int i = 0; i < kPageTokens * kRowChunks / kThreads; ++i) {
     const int index = threadIdx.x + i * kThreads, row = index / kRowChunks, chunk = index % kRowChunks;
@@ -75,7 +74,7 @@ struct WarpRows {
 };
 
 // scores[m-tile][key tile] = q k for the warp's 32 rows and the 64 keys of a page.
-__device__ __forceinline__ void score_page(float (&scores)[2][8][4], uint32_t q_tile, uint32_t k_tile) {
+DEVICE void score_page(float (&scores)[2][8][4], uint32_t q_tile, uint32_t k_tile) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
 #pragma unroll
   for (int step = 0; step < kDimSteps; ++step) {
@@ -98,12 +97,12 @@ __device__ __forceinline__ void score_page(float (&scores)[2][8][4], uint32_t q_
 }
 
 // Whether a query does not see a key, both by position: the key comes after it, or before its window.
-__device__ __forceinline__ bool is_hidden(int key, int query) {
+DEVICE bool is_hidden(int key, int query) {
   return WINDOW > 0 ? static_cast<uint32_t>(query - key) >= static_cast<uint32_t>(WINDOW) : key > query;
 }
 
 // Hides keys that a row does not see. first_query: position of row 0 of the block.
-__device__ __forceinline__ void mask_page(float (&scores)[2][8][4], int first_key, int first_query) {
+DEVICE void mask_page(float (&scores)[2][8][4], int first_key, int first_query) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
 #pragma unroll
   for (int m = 0; m < 2; ++m) {
@@ -120,7 +119,7 @@ __device__ __forceinline__ void mask_page(float (&scores)[2][8][4], int first_ke
 }
 
 // Scores become weights 2^(factor * score - max); output and sums are brought to the new maximum.
-__device__ __forceinline__ void softmax_page(float (&scores)[2][8][4], WarpRows& rows, float factor) {
+DEVICE void softmax_page(float (&scores)[2][8][4], WarpRows& rows, float factor) {
 #pragma unroll
   for (int m = 0; m < 2; ++m) {
     float keep[2];
@@ -154,7 +153,7 @@ __device__ __forceinline__ void softmax_page(float (&scores)[2][8][4], WarpRows&
 }
 
 // out += weights v.
-__device__ __forceinline__ void accumulate_page(WarpRows& rows, const float (&weights)[2][8][4], uint32_t v_tile) {
+DEVICE void accumulate_page(WarpRows& rows, const float (&weights)[2][8][4], uint32_t v_tile) {
   const int lane = threadIdx.x & 31;
 #pragma unroll
   for (int step = 0; step < kPageTokens / 16; ++step) {
@@ -181,8 +180,7 @@ __device__ __forceinline__ void accumulate_page(WarpRows& rows, const float (&we
 }
 
 // Through the warp's own rows of the query tile, so that rows leave in 16-byte pieces.
-__device__ __forceinline__ void store_rows(scalar_t* out, WarpRows& rows, unsigned char* q_tile, int row_stride,
-                                           int first_row, int count) {
+DEVICE void store_rows(scalar_t* out, WarpRows& rows, unsigned char* q_tile, int row_stride, int first_row, int count) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   __syncwarp();
 #pragma unroll
@@ -215,8 +213,7 @@ KERNEL(prefill_attention)(scalar_t* __restrict__ out, const scalar_t* __restrict
                           const scalar_t* __restrict__ k_pages, const scalar_t* __restrict__ v_pages,
                           const int* __restrict__ block_tables, const int* CHUNK_RESTRICT chunk, int num_kv_heads,
                           int pages_per_sequence, float scale) {
-  pdl_launch_dependents();
-  pdl_wait();
+  pdl_begin();
   const int slot = chunk[0], start = chunk[1], count = chunk[2];
   const int first_row = first_row_of_block(count);
   if (slot < 0 || first_row < 0) return;

@@ -46,7 +46,7 @@ constexpr int kSharedBytes = kBarriers + (4 * kStages + 1) * 8;
 enum Barrier { kKeysReady, kValuesReady, kKeysRead, kValuesRead, kLanded };
 static_assert(kSharedBytes <= 227 * 1024, "more shared memory than a block can have");
 
-__device__ __forceinline__ uint32_t barrier_of(uint32_t shared, Barrier kind, int stage) {
+DEVICE uint32_t barrier_of(uint32_t shared, Barrier kind, int stage) {
   return shared + kBarriers + (kind * kStages + stage) * 8;
 }
 
@@ -56,22 +56,20 @@ struct Work {
   int first_row;  // of the chunk; blocks take its rows from the end: negative past the beginning
   int tiles;      // of keys up to the one that its last row sees last
 
-  __device__ __forceinline__ explicit Work(const int* chunk) {
+  DEVICE explicit Work(const int* chunk) {
     slot = chunk[0], start = chunk[1], count = chunk[2];
     first_row = ((count + kRows - 1) / kRows - 1 - static_cast<int>(blockIdx.y)) * kRows;
     tiles = (start + min(count, first_row + kRows) + kKeys - 1) / kKeys;
   }
   // Tiles that are read: those of the first row's window, and later ones.
-  __device__ __forceinline__ int rounds() const {
-    return WINDOW > 0 ? tiles - max(start + first_row + 1 - WINDOW, 0) / kKeys : tiles;
-  }
+  DEVICE int rounds() const { return WINDOW > 0 ? tiles - max(start + first_row + 1 - WINDOW, 0) / kKeys : tiles; }
 };
 
 // Row of the chunk, and head of the block, of a row of a warpgroup.
-__device__ __forceinline__ int warpgroup_row(int first_row, int warpgroup) {
+DEVICE int warpgroup_row(int first_row, int warpgroup) {
   return first_row + (kHeads == 1 ? warpgroup * kWarpgroupRows : 0);
 }
-__device__ __forceinline__ int warpgroup_head(int warpgroup) { return kHeads == 1 ? 0 : warpgroup; }
+DEVICE int warpgroup_head(int warpgroup) { return kHeads == 1 ? 0 : warpgroup; }
 
 // ---- the copying warp
 
@@ -80,8 +78,7 @@ struct Source {
   int num_kv_heads, kv_head;
 
   // Starts the copies of `count` pages of a tile.
-  __device__ __forceinline__ void copy(uint32_t tile, const int (&pages)[kTilePages], int count,
-                                       uint32_t barrier) const {
+  DEVICE void copy(uint32_t tile, const int (&pages)[kTilePages], int count, uint32_t barrier) const {
 #pragma unroll
     for (int i = 0; i < kTilePages; ++i) {
       if (i < count) copy_page(tile, i, map, num_kv_heads, kv_head, pages[i], barrier);
@@ -89,8 +86,8 @@ struct Source {
   }
 };
 
-__device__ __forceinline__ void copy_tiles(const Work& work, const Source& keys, const Source& values,
-                                           const int* block_table, unsigned char* shared) {
+DEVICE void copy_tiles(const Work& work, const Source& keys, const Source& values, const int* block_table,
+                       unsigned char* shared) {
   const uint32_t base = shared_address(shared);
   const bool leads = (threadIdx.x & 31) == 0;
   const int rounds = work.rounds();
@@ -126,12 +123,12 @@ __device__ __forceinline__ void copy_tiles(const Work& work, const Source& keys,
 // ---- the warpgroups that multiply
 
 // Whether a query does not see a key, both by position: the key comes after it, or before its window.
-__device__ __forceinline__ bool is_hidden(int key, int query) {
+DEVICE bool is_hidden(int key, int query) {
   return WINDOW > 0 ? static_cast<uint32_t>(query - key) >= static_cast<uint32_t>(WINDOW) : key > query;
 }
 
 // Hides keys that a row does not see. first_key, first_query: positions of the tile and of the warpgroup's row 0.
-__device__ __forceinline__ void mask(Scores& scores, int first_key, int first_query) {
+DEVICE void mask(Scores& scores, int first_key, int first_query) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x / 32 % 4;
   const int last = first_query + warp * 16 + lane / 4 - first_key - lane % 4 * 2;  // column that the upper row sees
 #pragma unroll
@@ -141,16 +138,16 @@ __device__ __forceinline__ void mask(Scores& scores, int first_key, int first_qu
 }
 
 // Warpgroup w waits at barrier 1 + w until it may start products; there are tiles - 1 rounds, and w = 0 begins.
-__device__ __forceinline__ void take_turn(int warpgroup, int round) {
+DEVICE void take_turn(int warpgroup, int round) {
   if (warpgroup > 0 || round > 1) barrier_wait(1 + warpgroup, 2 * kWarpgroupThreads);
 }
-__device__ __forceinline__ void pass_turn(int warpgroup, int round, int rounds) {
+DEVICE void pass_turn(int warpgroup, int round, int rounds) {
   const int next = (warpgroup + 1) % kWarpgroups;
   if (next > 0 || round < rounds) barrier_arrive(1 + next, 2 * kWarpgroupThreads);
 }
 
-__device__ __forceinline__ void multiply(const Work& work, scalar_t* out, const scalar_t* q, int row_stride,
-                                         float factor, unsigned char* shared) {
+DEVICE void multiply(const Work& work, scalar_t* out, const scalar_t* q, int row_stride, float factor,
+                     unsigned char* shared) {
   // The same in all lanes: products in a branch that looks divergent would be serialised.
   const int warpgroup = __shfl_sync(0xFFFFFFFFu, threadIdx.x / kWarpgroupThreads - 1, 0);
   const int own_barrier = 1 + kWarpgroups + warpgroup;

@@ -62,7 +62,7 @@ constexpr int kListOffset = kCounts + kWarps * 4;
 static_assert(kListOffset % 8 == 0, "an entry is read at once");
 enum Barrier { kReady, kRead, kLanded };
 
-__device__ __forceinline__ uint32_t barrier_of(uint32_t shared, Barrier kind, int stage) {
+DEVICE uint32_t barrier_of(uint32_t shared, Barrier kind, int stage) {
   return shared + kBarriers + (kind * kStages + stage) * 8;
 }
 
@@ -72,9 +72,9 @@ __device__ __forceinline__ uint32_t barrier_of(uint32_t shared, Barrier kind, in
 struct Place {
   int stage, parity;
 
-  __device__ __forceinline__ Place(int stage, int parity) : stage(stage), parity(parity) {}
+  DEVICE Place(int stage, int parity) : stage(stage), parity(parity) {}
   // Waits until the entry has one. The same in all lanes, for the compiler too.
-  __device__ __forceinline__ explicit Place(Entry& entry) {
+  DEVICE explicit Place(Entry& entry) {
     int found = 0;
     do {
       if ((threadIdx.x & 31) == 0) found = atomicOr(&entry.page, 0);
@@ -82,16 +82,15 @@ struct Place {
     } while (found >= 0);
     stage = ~found >> 1, parity = ~found & 1;
   }
-  __device__ __forceinline__ void publish(Entry& entry) const { atomicExch(&entry.page, ~(stage << 1 | parity)); }
+  DEVICE void publish(Entry& entry) const { atomicExch(&entry.page, ~(stage << 1 | parity)); }
 };
 
 // ---- the copying warp
 
 // Copies entry i to any place of the ring that is free, and says in its `page` which: an entry whose rows are busy does not
 // hold up those behind it.
-__device__ __forceinline__ void copy_blocks(const Work& work, const TensorMap& k_map, const TensorMap& v_map,
-                                            int num_kv_heads, int kv_head, Entry* list, int num_entries,
-                                            unsigned char* shared) {
+DEVICE void copy_blocks(const Work& work, const TensorMap& k_map, const TensorMap& v_map, int num_kv_heads, int kv_head,
+                        Entry* list, int num_entries, unsigned char* shared) {
   const int lane = threadIdx.x & 31;
   const uint32_t base = shared_address(shared);
   const int valid = work.start + work.count - work.last_block * kPageTokens;  // rows of the last block that were written
@@ -131,7 +130,7 @@ struct Sight {
   int own_entry[2];  // of the list: its own block, where it sees no later key
   int own_column[2];
 
-  __device__ __forceinline__ Sight(const Work& work, const Share& share, int num_entries) {
+  DEVICE Sight(const Work& work, const Share& share, int num_entries) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x / 32 % 4;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -143,13 +142,13 @@ struct Sight {
     }
   }
   // The last key that it sees of entry i, -1 if it chose another.
-  __device__ __forceinline__ int last_seen(int half, uint32_t rows, int i) const {
+  DEVICE int last_seen(int half, uint32_t rows, int i) const {
     return !(rows >> bit[half] & 1) ? -1 : i == own_entry[half] ? own_column[half] : kKeys - 1;
   }
 };
 
 // Hides the keys after the last seen one.
-__device__ __forceinline__ void mask(Scores& scores, int upper, int lower) {
+DEVICE void mask(Scores& scores, int upper, int lower) {
   const int column = threadIdx.x % 4 * 2;
 #pragma unroll
   for (int i = 0; i < kKeys / 2; ++i) {
@@ -159,7 +158,7 @@ __device__ __forceinline__ void mask(Scores& scores, int upper, int lower) {
 
 // Raises the maxima of the rows where scores surpass them by more than kSlack powers of two; what the rows had before is
 // brought to the new ones. All lanes of a warp do or none does.
-__device__ __forceinline__ void raise_maxima(const Scores& scores, Rows& rows, float factor) {
+DEVICE void raise_maxima(const Scores& scores, Rows& rows, float factor) {
   float top[2], keep[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -180,8 +179,7 @@ __device__ __forceinline__ void raise_maxima(const Scores& scores, Rows& rows, f
 }
 
 // The scores of a part of the keys become weights; 0 where the rows did not choose the block.
-__device__ __forceinline__ void weigh(Weights& weights, Scores& scores, Rows& rows, int part, bool chosen,
-                                      float factor) {
+DEVICE void weigh(Weights& weights, Scores& scores, Rows& rows, int part, bool chosen, float factor) {
   constexpr int kCount = kKeys / 2 / kParts;
   const int first = part * kCount;
   if (!chosen) {
@@ -210,13 +208,13 @@ struct State {
   float factor;
 
   // Scores of which a row sees keys up to `upper` or `lower`.
-  __device__ __forceinline__ void judge(int upper, int lower) {
+  DEVICE void judge(int upper, int lower) {
     if (min(upper, lower) < kKeys - 1) mask(scores, upper, lower);
     raise_maxima(scores, rows, factor);
   }
 
   // All warps of the warpgroup: a block that rows of some of them chose. `values`: of part 0.
-  __device__ __forceinline__ void take_together(uint64_t queries, uint64_t keys, uint64_t values, int upper, int lower) {
+  DEVICE void take_together(uint64_t queries, uint64_t keys, uint64_t values, int upper, int lower) {
     const bool chosen = max(upper, lower) >= 0;
     wgmma_fence();
     start_scores(scores, queries, keys);
@@ -236,7 +234,7 @@ struct State {
   }
 
   // One warp: a block that its row chose. Tiles by their places in shared memory.
-  __device__ __forceinline__ void take_alone(uint32_t queries, uint32_t keys, uint32_t values, int upper, int lower) {
+  DEVICE void take_alone(uint32_t queries, uint32_t keys, uint32_t values, int upper, int lower) {
     score_alone(scores, queries, keys);
     judge(upper, lower);
 #pragma unroll
@@ -248,8 +246,8 @@ struct State {
 
 // Goes through the list, 32 entries at a time: a warp takes those that its row chose and those that its warpgroup takes
 // together. The next entry is known before this one is done: looking for it takes as long as a few products.
-__device__ __forceinline__ void take_blocks(State& state, const Share& share, const Sight& sight, Entry* list,
-                                            const Listed& listed, uint32_t query_tile, unsigned char* shared) {
+DEVICE void take_blocks(State& state, const Share& share, const Sight& sight, Entry* list, const Listed& listed,
+                        uint32_t query_tile, unsigned char* shared) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x / 32 % 4;
   const uint32_t base = shared_address(shared), key_tiles = base + kKeyTiles, value_tiles = base + kValueTiles;
   const uint64_t queries = wgmma_descriptor<kSwizzle>(query_tile, 0);
@@ -282,8 +280,8 @@ __device__ __forceinline__ void take_blocks(State& state, const Share& share, co
   }
 }
 
-__device__ __forceinline__ void multiply(const Work& work, scalar_t* out, const scalar_t* q, int row_stride,
-                                         float factor, Entry* list, const Listed& listed, unsigned char* shared) {
+DEVICE void multiply(const Work& work, scalar_t* out, const scalar_t* q, int row_stride, float factor, Entry* list,
+                     const Listed& listed, unsigned char* shared) {
   // The same in all lanes: products in a branch that looks divergent would be serialised.
   const int warpgroup = __shfl_sync(0xFFFFFFFFu, threadIdx.x / kWarpgroupThreads - 1, 0);
   const int own_barrier = 1 + warpgroup;

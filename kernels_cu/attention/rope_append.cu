@@ -42,7 +42,7 @@ struct Halves {
   float first[8], second[8];
 };
 
-__device__ __forceinline__ void load8(float (&out)[8], const scalar_t* source) {
+DEVICE void load8(float (&out)[8], const scalar_t* source) {
   const uint4 v = load16(source);
   const uint32_t words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
@@ -52,23 +52,23 @@ __device__ __forceinline__ void load8(float (&out)[8], const scalar_t* source) {
   }
 }
 
-__device__ __forceinline__ void load8(float (&out)[8], const float* source) {
+DEVICE void load8(float (&out)[8], const float* source) {
   const float4 a = reinterpret_cast<const float4*>(source)[0], b = reinterpret_cast<const float4*>(source)[1];
   out[0] = a.x, out[1] = a.y, out[2] = a.z, out[3] = a.w, out[4] = b.x, out[5] = b.y, out[6] = b.z, out[7] = b.w;
 }
 
-__device__ __forceinline__ void store8(scalar_t* target, const float (&v)[8]) {
+DEVICE void store8(scalar_t* target, const float (&v)[8]) {
   store16(target, make_uint4(pack2(v[0], v[1]), pack2(v[2], v[3]), pack2(v[4], v[5]), pack2(v[6], v[7])));
 }
 
-__device__ __forceinline__ void store8(uint8_t* target, const float (&v)[8]) {
+DEVICE void store8(uint8_t* target, const float (&v)[8]) {
   uint32_t words[2] = {};
 #pragma unroll
   for (int i = 0; i < 8; i++) words[i / 4] |= e4m3_code(v[i]) << i % 4 * 8;
   *reinterpret_cast<uint2*>(target) = make_uint2(words[0], words[1]);
 }
 
-__device__ __forceinline__ Halves load_halves(const scalar_t* source) {
+DEVICE Halves load_halves(const scalar_t* source) {
   Halves h;
   load8(h.first, source);
   load8(h.second, source + kHalf);
@@ -76,7 +76,7 @@ __device__ __forceinline__ Halves load_halves(const scalar_t* source) {
 }
 
 // All lanes of the head call it; those past its end bring zeros.
-__device__ __forceinline__ void normalise(Halves& h, const scalar_t* weight, float eps) {
+DEVICE void normalise(Halves& h, const scalar_t* weight, float eps) {
   float sum = 0.0f;
 #pragma unroll
   for (int i = 0; i < 8; i++) sum += h.first[i] * h.first[i] + h.second[i] * h.second[i];
@@ -90,7 +90,7 @@ __device__ __forceinline__ void normalise(Halves& h, const scalar_t* weight, flo
   for (int i = 0; i < 8; i++) h.first[i] *= scale * w.first[i], h.second[i] *= scale * w.second[i];
 }
 
-__device__ __forceinline__ void rotate(Halves& h, const float* cos_row, const float* sin_row) {
+DEVICE void rotate(Halves& h, const float* cos_row, const float* sin_row) {
   float cosine[8], sine[8];
   load8(cosine, cos_row);
   load8(sine, sin_row);
@@ -103,13 +103,13 @@ __device__ __forceinline__ void rotate(Halves& h, const float* cos_row, const fl
 }
 
 template <typename T>
-__device__ __forceinline__ void store_halves(T* target, const Halves& h) {
+DEVICE void store_halves(T* target, const Halves& h) {
   store8(target, h.first);
   store8(target + kHalf, h.second);
 }
 
 // The largest magnitude of a head. All its lanes call it.
-__device__ __forceinline__ float largest_of(const Halves& h, bool works) {
+DEVICE float largest_of(const Halves& h, bool works) {
   float largest = 0.0f;
 #pragma unroll
   for (int i = 0; i < 8; i++) largest = fmaxf(largest, fmaxf(fabsf(h.first[i]), fabsf(h.second[i])));

@@ -41,7 +41,7 @@ constexpr int kTileChunks = kKeys * kRowChunks;
 struct Queries {
   uint32_t a[kDimSteps][4];
 
-  __device__ __forceinline__ void load(const scalar_t* q) {
+  DEVICE void load(const scalar_t* q) {
     const uint32_t* low = reinterpret_cast<const uint32_t*>(q + (threadIdx.x & 31) / 4 * HEAD_DIM) + threadIdx.x % 4;
     const uint32_t* high = low + 8 * HEAD_DIM / 2;
 #pragma unroll
@@ -62,7 +62,7 @@ struct Keys {
   int page_stride, last;  // elements; the last entry that exists
 
   // By all copiers: starts copies of a tile. Chunks are permuted within a panel as tensor cores read them.
-  __device__ __forceinline__ void copy(uint32_t target, int tile) const {
+  DEVICE void copy(uint32_t target, int tile) const {
 #pragma unroll 4
     for (int index = threadIdx.x % kCopiers; index < kTileChunks; index += kCopiers) {
       const int key = index / kRowChunks, chunk = index % kRowChunks;
@@ -81,23 +81,23 @@ struct Tiles {
   Keys<kFine> fine;
   int num_coarse, num_fine, first_fine, stride;
 
-  __device__ __forceinline__ int count() const { return num_coarse + num_fine; }
+  DEVICE int count() const { return num_coarse + num_fine; }
 };
 
 // The ring: its tiles, and for each a barrier that it is there and one that all 16 warps have read it.
 struct Ring {
   uint32_t tiles, barriers;
 
-  __device__ __forceinline__ uint32_t tile(int i) const { return tiles + i % kStages * kTileBytes; }
-  __device__ __forceinline__ uint32_t ready(int i) const { return barriers + i % kStages * 8; }
-  __device__ __forceinline__ uint32_t read(int i) const { return barriers + (kStages + i % kStages) * 8; }
+  DEVICE uint32_t tile(int i) const { return tiles + i % kStages * kTileBytes; }
+  DEVICE uint32_t ready(int i) const { return barriers + i % kStages * 8; }
+  DEVICE uint32_t read(int i) const { return barriers + (kStages + i % kStages) * 8; }
 
-  __device__ __forceinline__ void create() const {
+  DEVICE void create() const {
     for (int i = 0; i < kStages; i++) mbarrier_init(ready(i), kCopiers), mbarrier_init(read(i), kRows);
     mbarrier_init_fence();
   }
   // By all copiers.
-  __device__ __forceinline__ void fill(const Tiles& all) const {
+  DEVICE void fill(const Tiles& all) const {
 #pragma unroll 1
     for (int i = 0; i < all.count() + kInFlight; i++) {
       if (i < all.count()) {
@@ -118,7 +118,7 @@ struct Ring {
 };
 
 // Starts scores = q k of a tile.
-__device__ __forceinline__ void start_scores(Scores& scores, const Queries& queries, uint64_t keys) {
+DEVICE void start_scores(Scores& scores, const Queries& queries, uint64_t keys) {
 #pragma unroll
   for (int step = 0; step < kDimSteps; step++) {
     const int panel = step * 32 / kSwizzle, within = step * 32 % kSwizzle;
@@ -128,18 +128,18 @@ __device__ __forceinline__ void start_scores(Scores& scores, const Queries& quer
 }
 
 // Warpgroup w waits at barrier 1 + w until it may start products; w = 0 begins, and ends after all tiles.
-__device__ __forceinline__ void take_turn(int warpgroup, int i) {
+DEVICE void take_turn(int warpgroup, int i) {
   if (warpgroup > 0 || i > 0) barrier_wait(1 + warpgroup, 256);
 }
-__device__ __forceinline__ void pass_turn(int warpgroup, int i, int count) {
+DEVICE void pass_turn(int warpgroup, int i, int count) {
   const int next = (warpgroup + 1) % kWarpgroups;
   if (next > 0 || i + 1 < count) barrier_arrive(1 + next, 256);
 }
 
 // Hands the scores of the ring's tiles begin .. end - 1 to `consume(scores, number)`, number = first, first + stride, ...
 template <typename Consume>
-__device__ __forceinline__ void each_tile(const Queries& queries, const Ring& ring, int begin, int end, int all,
-                                          int first, int stride, Consume& consume) {
+DEVICE void each_tile(const Queries& queries, const Ring& ring, int begin, int end, int all, int first, int stride,
+                      Consume& consume) {
   const int warpgroup = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 128, 0);  // the same in all lanes
   const uint64_t keys = wgmma_descriptor<kSwizzle>(ring.tiles, 0);
   Scores scores;
@@ -163,7 +163,7 @@ struct LogSums {
   float max[2], sum[2], factor;
   int last;
 
-  __device__ __forceinline__ void operator()(Scores& scores, int tile) {
+  DEVICE void operator()(Scores& scores, int tile) {
     const int first = tile * kKeys + threadIdx.x % 4 * 2;
     if (tile == 0 || tile * kKeys + kKeys - 1 > last) {
 #pragma unroll
@@ -188,7 +188,7 @@ struct LogSums {
   }
 
   // All four lanes of a head call it.
-  __device__ __forceinline__ float value(int half) const { return max[half] + log2_fast(quad_sum(sum[half])); }
+  DEVICE float value(int half) const { return max[half] + log2_fast(quad_sum(sum[half])); }
 };
 
 // The sum over a row's heads, pooled and stored: blocks tile * 16 .. + 15, of which those up to `last` exist.
@@ -197,7 +197,7 @@ struct PooledScores {
   float factor, offsets[2];
   int last;  // -1: nothing is stored
 
-  __device__ __forceinline__ void operator()(Scores& scores, int tile) {
+  DEVICE void operator()(Scores& scores, int tile) {
     const int lane = threadIdx.x & 31;
     float p[kKeys / 8][2];
 #pragma unroll

@@ -46,8 +46,7 @@ constexpr float kScoreBits = 24.0f;   // scores are 2^this times as large
 struct Work {
   int row, slot, position, first, stride;
 
-  __device__ __forceinline__ Work(const int* positions, const int* slots, int num_rows, int rows_per_block,
-                                  int dense_context) {
+  DEVICE Work(const int* positions, const int* slots, int num_rows, int rows_per_block, int dense_context) {
     const int warp = threadIdx.x / 32, lanes = blockDim.x / 32 / rows_per_block;
     row = blockIdx.y * rows_per_block + warp % rows_per_block;
     first = blockIdx.x + warp / rows_per_block * gridDim.x;  // the first warps of all blocks before their others
@@ -57,19 +56,19 @@ struct Work {
     if (slot < 0 || position + 1 <= dense_context) row = -1;
   }
   // Keys of tokens from this position on may not be read before pdl_wait. `written`: what the step writes of each row.
-  __device__ __forceinline__ int first_new(const int* written, const int* slots, int num_rows, int is_chunk) const {
+  DEVICE int first_new(const int* written, const int* slots, int num_rows, int is_chunk) const {
     if (is_chunk) return 0;
     return num_rows == 1 ? __ldcg(written) : first_written(written, slots, slot, num_rows);
   }
   // Of the row and KV head among those of all rows.
-  __device__ __forceinline__ int64_t unit() const { return static_cast<int64_t>(row) * gridDim.z + blockIdx.z; }
+  DEVICE int64_t unit() const { return static_cast<int64_t>(row) * gridDim.z + blockIdx.z; }
 };
 
 // 16 query heads as the a operands of all k-steps.
 struct Queries {
   uint32_t a[2 * kParts][4];
 
-  __device__ __forceinline__ void load(const scalar_t* q, int num_heads) {
+  DEVICE void load(const scalar_t* q, int num_heads) {
     const int head = (threadIdx.x & 31) / 4, dim = threadIdx.x % 4 * 8;
 #pragma unroll
     for (int part = 0; part < kParts; part++) {
@@ -83,7 +82,7 @@ struct Queries {
   }
 };
 
-__device__ __forceinline__ void load_queries(Queries (&queries)[kHeadTiles], const scalar_t* q, int64_t unit) {
+DEVICE void load_queries(Queries (&queries)[kHeadTiles], const scalar_t* q, int64_t unit) {
 #pragma unroll
   for (int tile = 0; tile < kHeadTiles; tile++) {
     queries[tile].load(q + (unit * GROUP + tile * 16) * HEAD_DIM, GROUP - tile * 16);
@@ -95,7 +94,7 @@ struct KeyTile {
   uint4 words[kKeyTiles][kParts];
 
   template <typename RowOf>
-  __device__ __forceinline__ void load(int first, int last, RowOf row_of) {
+  DEVICE void load(int first, int last, RowOf row_of) {
     const scalar_t* rows[kKeyTiles];
 #pragma unroll
     for (int n = 0; n < kKeyTiles; n++) {
@@ -109,7 +108,7 @@ struct KeyTile {
     }
   }
 
-  __device__ __forceinline__ void score(float (&scores)[kKeyTiles][4], const Queries& queries) const {
+  DEVICE void score(float (&scores)[kKeyTiles][4], const Queries& queries) const {
 #pragma unroll
     for (int n = 0; n < kKeyTiles; n++) {
 #pragma unroll
@@ -130,8 +129,8 @@ struct KeyTile {
 #if TREE
 // By a warp: the mean of positions first .. first + 127 of a row of a tree, into shared memory. `keys`: of the KV head in
 // page 0. Behind `base` the path goes through the set bits of `mask`.
-__device__ __forceinline__ void mean_of_path(scalar_t* mean, const scalar_t* keys, const int* block_table,
-                                             int64_t page_stride, int first, int base, uint64_t mask) {
+DEVICE void mean_of_path(scalar_t* mean, const scalar_t* keys, const int* block_table, int64_t page_stride, int first,
+                         int base, uint64_t mask) {
 #pragma unroll 1
   for (int word = threadIdx.x & 31; word < HEAD_DIM / 2; word += 32) {
     uint64_t left = mask;
@@ -150,7 +149,7 @@ __device__ __forceinline__ void mean_of_path(scalar_t* mean, const scalar_t* key
 
 // log2 of the sum of 2^(factor * score) over keys first_key .. + 31, of which those from 1 to `last` count; there is one of
 // them. For row lane / 4 + 8 half of a tile of heads; all four lanes of a row get it.
-__device__ __forceinline__ float log_sum(const float (&scores)[kKeyTiles][4], int half, float factor, int first_key, int last) {
+DEVICE float log_sum(const float (&scores)[kKeyTiles][4], int half, float factor, int first_key, int last) {
   const int first = first_key + threadIdx.x % 4 * 2;
   float values[2 * kKeyTiles], top = kHiddenScore, sum = 0.0f;
 #pragma unroll
@@ -225,7 +224,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
 // ---- scores
 
 // The log sum of head lane % 16 of a tile from its partial ones, in their order: even ones, odd ones, then both.
-__device__ __forceinline__ float merge_log_sums(const float* parts, int count) {
+DEVICE float merge_log_sums(const float* parts, int count) {
   constexpr int kMergeBatch = 32;  // that a lane waits for at once
   const int lane = threadIdx.x & 31;
   parts += lane % 16;
@@ -251,7 +250,7 @@ __device__ __forceinline__ float merge_log_sums(const float* parts, int count) {
 }
 
 // Entries first_entry .. + 31 of p, summed over all heads: blocks first_entry / 4 .. + 7, of which those up to `last` exist.
-__device__ __forceinline__ void store_pooled(float2* pooled, float (&p)[kKeyTiles][2], int first_entry, int last) {
+DEVICE void store_pooled(float2* pooled, float (&p)[kKeyTiles][2], int first_entry, int last) {
   const int lane = threadIdx.x & 31;
 #pragma unroll
   for (int n = 0; n < kKeyTiles; n++) {

@@ -43,8 +43,8 @@ static_assert(STAGES >= 2, "a warp's ring also holds its float32 output");
 #include "decode_block.cuh"
 
 // The first pages and the query, by all warps.
-__device__ __forceinline__ void begin(WarpState& state, unsigned char* shared, const scalar_t* q, const Heads& heads,
-                                      Stream& stream, const Keys& keys) {
+DEVICE void begin(WarpState& state, unsigned char* shared, const scalar_t* q, const Heads& heads, Stream& stream,
+                  const Keys& keys) {
   Query query;
   query.read(q, heads, load16_past_l1);
 #if TREE

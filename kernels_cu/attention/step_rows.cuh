@@ -4,7 +4,7 @@
 
 // The first location that the step writes in `slot`, to be called by whole warps. `written`: of each row, its location
 // or one before.
-__device__ __forceinline__ int first_written(const int* written, const int* slots, int slot, int num_rows) {
+DEVICE int first_written(const int* written, const int* slots, int slot, int num_rows) {
   int first = 0x7FFFFFFF;
 #pragma unroll 1
   for (int row = threadIdx.x & 31; row < num_rows; row += 32) {

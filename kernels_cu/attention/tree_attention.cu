@@ -74,7 +74,7 @@ struct TileRows {
   const uint8_t* path[2];
   int row[2];
 
-  __device__ __forceinline__ TileRows(const Members& members, int tile) {
+  DEVICE TileRows(const Members& members, int tile) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int place = tile * kPacked + half % kPacked;
@@ -83,8 +83,8 @@ struct TileRows {
       path[half] = members.path[place];
     }
   }
-  __device__ __forceinline__ int length() const { return max(keys[0].length, keys[1].length); }
-  __device__ __forceinline__ bool all_visible(int first_key) const {
+  DEVICE int length() const { return max(keys[0].length, keys[1].length); }
+  DEVICE bool all_visible(int first_key) const {
     return keys[0].all_visible(first_key) && keys[1].all_visible(first_key);
   }
 };
@@ -95,7 +95,7 @@ struct Sources {
   int base;
 
   // Of key `key` of a row. What no row sees counts as zero: memory that was never written may hold NaN.
-  __device__ __forceinline__ TileRow find(const TileRows& rows, int half, int key, int offset) const {
+  DEVICE TileRow find(const TileRows& rows, int half, int key, int offset) const {
     if (key < base) return TileRow(stage + offset, key % kPageTokens);
     if (key < rows.keys[half].length) return TileRow(nodes + offset, rows.path[half][key - base]);
     return TileRow(zeros, 0);
@@ -103,8 +103,7 @@ struct Sources {
 };
 
 // A slice of a page, all rows of the tile.
-__device__ __forceinline__ void attend_slice(WarpState& state, const Sources& sources, const TileRows& rows,
-                                             int first_key, float factor) {
+DEVICE void attend_slice(WarpState& state, const Sources& sources, const TileRows& rows, int first_key, float factor) {
   const int lane = threadIdx.x & 31, k_key = first_key + lane_row_b(lane), v_key = first_key + lane_row_a(lane);
   const bool is_apart = kPacked == 2 && first_key + kKeys > sources.base;  // two rows' keys differ
   float scores[2][4];
@@ -131,15 +130,14 @@ __device__ __forceinline__ void attend_slice(WarpState& state, const Sources& so
 struct Heads {
   int kv_head, num_kv_heads, tile;
 
-  __device__ __forceinline__ int count() const { return min(kHeads, GROUP - tile * kHeads); }
-  __device__ __forceinline__ int64_t offset(int row, int head) const {
+  DEVICE int count() const { return min(kHeads, GROUP - tile * kHeads); }
+  DEVICE int64_t offset(int row, int head) const {
     return (((int64_t)row * num_kv_heads + kv_head) * GROUP + tile * kHeads + head) * HEAD_DIM;
   }
 };
 
 // A warp's tile of q from memory to shared memory, by the four warps of the tile.
-__device__ __forceinline__ void load_queries(unsigned char* queries, const scalar_t* q, const TileRows& rows,
-                                             const Heads& heads) {
+DEVICE void load_queries(unsigned char* queries, const scalar_t* q, const TileRows& rows, const Heads& heads) {
   constexpr int kPieces = (16 * kRowChunks + 127) / 128;
   uint4 pieces[kPieces];
 #pragma unroll
@@ -157,8 +155,8 @@ __device__ __forceinline__ void load_queries(unsigned char* queries, const scala
 }
 
 // All runs of the block in one cluster of runs, its ring filled, the queries on their way.
-__device__ __forceinline__ void attend_runs(unsigned char* shared, Pages& pages, Sources sources, const TileRows& rows,
-                                            const Exchange& exchange, int num_nodes, int first_tail, float scale) {
+DEVICE void attend_runs(unsigned char* shared, Pages& pages, Sources sources, const TileRows& rows,
+                        const Exchange& exchange, int num_nodes, int first_tail, float scale) {
   const int lane = threadIdx.x & 31, slice = threadIdx.x / 32 % kSlices, tile = threadIdx.x / 128;
   WarpState state;
   begin_run(state);
@@ -210,17 +208,17 @@ struct Output {
   Heads heads;
   int unit, units, most_clusters;
 
-  __device__ __forceinline__ void store(int row, const VectorPlace& place, float4 value) const {
+  DEVICE void store(int row, const VectorPlace& place, float4 value) const {
     scalar_t* to = out + heads.offset(row, kPacked == 2 ? place.lane / 4 : place.query()) + place.element();
     *reinterpret_cast<uint32_t*>(to) = pack2(value.x, value.y);
     *reinterpret_cast<uint32_t*>(to + 8) = pack2(value.z, value.w);
   }
-  __device__ __forceinline__ RowPartials of_row(int row, int num_clusters) const {
+  DEVICE RowPartials of_row(int row, int num_clusters) const {
     return {partials + ((int64_t)row * units + unit) * most_clusters * kRowVectors * 5, num_clusters};
   }
   // visit(tile, index in the block's slice of the tile, place in the tile, row) for all vectors of rows that there are.
   template <typename Visit>
-  __device__ __forceinline__ void each_vector(const Members& members, int rank, Visit visit) const {
+  DEVICE void each_vector(const Members& members, int rank, Visit visit) const {
     for (int i = threadIdx.x; i < ROW_TILES * kSlice; i += kThreads) {
       const int tile = i / kSlice, index = i % kSlice;
       const VectorPlace place(rank * kSlice + index);
@@ -228,7 +226,7 @@ struct Output {
       if (row >= 0 && (kPacked == 2 ? place.lane / 4 : place.query()) < heads.count()) visit(tile, index, place, row);
     }
   }
-  __device__ __forceinline__ void store_zeros(uint64_t rows) const {
+  DEVICE void store_zeros(uint64_t rows) const {
     for (; rows; rows &= rows - 1) {
       scalar_t* to = out + heads.offset(__ffsll(rows) - 1, 0);
       for (int i = threadIdx.x; i < heads.count() * kRowChunks; i += kThreads) {
@@ -280,8 +278,7 @@ KERNEL(tree_attention)(scalar_t* __restrict__ out, float* partials, int* arrival
     pages.base = group.base;
     if (threadIdx.x < 32) group.describe(step_rows, members);
     if (group.is_old) pages.fill();
-    pdl_launch_dependents();
-    pdl_wait();
+    pdl_begin();
     if (!group.is_old) pages.fill();
     const int first_tail = pages.first_tail();
     if (first_tail == 0) pages.load_nodes(memory + kScratchOffset, group.num_nodes);

@@ -6,7 +6,7 @@
 
 constexpr uint32_t kAllLanes = 0xFFFFFFFFu;
 
-__device__ __forceinline__ uint64_t ballot(bool low, bool high) {
+DEVICE uint64_t ballot(bool low, bool high) {
   return __ballot_sync(kAllLanes, low) | (uint64_t)__ballot_sync(kAllLanes, high) << 32;
 }
 
@@ -16,8 +16,8 @@ struct StepRows {
   uint64_t path[2];
   uint64_t seeing;  // rows that see a key, one bit each
 
-  __device__ __forceinline__ StepRows(const int* slots, const int* positions, const int* tree_base,
-                                      const uint64_t* tree_masks, int num_rows, int num_splits) {
+  DEVICE StepRows(const int* slots, const int* positions, const int* tree_base, const uint64_t* tree_masks,
+                  int num_rows, int num_splits) {
     bool sees[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -38,11 +38,11 @@ struct StepRows {
     }
   }
 
-  __device__ __forceinline__ int of_row(const int (&values)[2], int row) const {
+  DEVICE int of_row(const int (&values)[2], int row) const {
     return __shfl_sync(kAllLanes, row < 32 ? values[0] : values[1], row % 32);
   }
   // The rows with that value.
-  __device__ __forceinline__ uint64_t with(const int (&values)[2], int value) const {
+  DEVICE uint64_t with(const int (&values)[2], int value) const {
     return ballot(values[0] == value, values[1] == value);
   }
 };
@@ -62,7 +62,7 @@ struct Group {
   bool is_old;    // the keys before the base were in the cache before this step
 
   // The `item`-th of all groups and their clusters, the first clusters of like groups first; false if there are fewer.
-  __device__ __forceinline__ bool find(const StepRows& all, int item) {
+  DEVICE bool find(const StepRows& all, int item) {
     uint64_t pending = all.seeing;
     while (pending) {
       const int leader = __ffsll(pending) - 1, cut = all.of_row(all.cut, leader);
@@ -82,7 +82,7 @@ struct Group {
   }
 
   // By one warp: into `members`, for all.
-  __device__ __forceinline__ void describe(const StepRows& all, Members& members) const {
+  DEVICE void describe(const StepRows& all, Members& members) const {
     const int lane = threadIdx.x & 31;
     if (lane < kRows) members.row[lane] = -1, members.length[lane] = 0;
     __syncwarp();
@@ -97,7 +97,7 @@ struct Group {
   }
 
  private:
-  __device__ __forceinline__ void choose(const StepRows& all, uint64_t alike, int index) {
+  DEVICE void choose(const StepRows& all, uint64_t alike, int index) {
     const int lane = threadIdx.x & 31;
     bool chosen[2];
     int longest = 0, oldest = 0x7FFFFFFF;

@@ -21,11 +21,10 @@ constexpr int kRunBytes = ROW_TILES * (kSlice * 16 + 64);
 struct VectorPlace {
   int pair, half, lane;
 
-  __device__ __forceinline__ explicit VectorPlace(int vector)
-      : pair(vector / 64), half(vector / 32 % 2), lane(vector % 32) {}
-  __device__ __forceinline__ int query() const { return lane / 4 + 8 * half; }
-  __device__ __forceinline__ int element() const { return pair * 16 + lane % 4 * 2; }
-  __device__ __forceinline__ int of_row() const { return kPacked == 2 ? pair * 32 + lane : pair * 64 + half * 32 + lane; }
+  DEVICE explicit VectorPlace(int vector) : pair(vector / 64), half(vector / 32 % 2), lane(vector % 32) {}
+  DEVICE int query() const { return lane / 4 + 8 * half; }
+  DEVICE int element() const { return pair * 16 + lane % 4 * 2; }
+  DEVICE int of_row() const { return kPacked == 2 ? pair * 32 + lane : pair * 64 + half * 32 + lane; }
 };
 
 struct Exchange {
@@ -35,7 +34,7 @@ struct Exchange {
 
   // By all warps, each with the state of its slice and tile: merges the slices, and sends the result as that of run
   // `member` of the cluster.
-  __device__ __forceinline__ void finish_run(const WarpState& state, int member) const {
+  DEVICE void finish_run(const WarpState& state, int member) const {
     const int lane = threadIdx.x & 31, slice = threadIdx.x / 32 % kSlices, tile = threadIdx.x / 128;
     float4 own[(kPairs + 3) / 4][2];
 #pragma unroll
@@ -73,7 +72,7 @@ struct Exchange {
   }
 
   // Of a vector of a tile in the block's slice, all `members` runs. Then its query row is that of `place`.
-  __device__ __forceinline__ Partial merge_runs(int tile, int index, const VectorPlace& place, int members) const {
+  DEVICE Partial merge_runs(int tile, int index, const VectorPlace& place, int members) const {
     return merge<kCluster>(members, [&](int member) {
       const int part = member * ROW_TILES + tile;
       return received_partial(received + (part * kSlice + index) * 16,
@@ -82,16 +81,16 @@ struct Exchange {
   }
 
  private:
-  __device__ __forceinline__ float4* piece(int tile, int pair, int half, int slice) const {
+  DEVICE float4* piece(int tile, int pair, int half, int slice) const {
     const int place = ((tile * kPairs + pair) * 2 + half) * 3 + ((slice - pair) & 3) - 1;
     return reinterpret_cast<float4*>(memory) + place * 32 + (threadIdx.x & 31);
   }
-  __device__ __forceinline__ void send(int vector, int member, int tile, const Partial& part) const {
+  DEVICE void send(int vector, int member, int tile, const Partial& part) const {
     const int peer = vector / kSlice, place = (member * ROW_TILES + tile) * kSlice + vector % kSlice;
     send_float4(peer_address(received + place * 16, peer), peer_address(barrier, peer), part.out.x, part.out.y,
                 part.out.z, part.out.w);
   }
-  __device__ __forceinline__ void send_log_sum(int query, int member, int tile, float log_sum) const {
+  DEVICE void send_log_sum(int query, int member, int tile, float log_sum) const {
     const uint32_t to = received + kReceivedOutputs + ((member * ROW_TILES + tile) * 16 + query) * 4;
 #pragma unroll
     for (int peer = 0; peer < CLUSTER; ++peer) {
@@ -105,11 +104,11 @@ struct RowPartials {
   float* memory;
   int num_clusters;
 
-  __device__ __forceinline__ void put(int cluster, int vector, const Partial& part) const {
+  DEVICE void put(int cluster, int vector, const Partial& part) const {
     __stcg(reinterpret_cast<float4*>(memory) + cluster * kRowVectors + vector, part.out);
     __stcg(log_sums() + cluster * kRowVectors + vector, part.log_sum);
   }
-  __device__ __forceinline__ Partial merged(int vector) const {
+  DEVICE Partial merged(int vector) const {
     return merge<kMergeBatch>(num_clusters, [&](int cluster) -> Partial {
       return {__ldcg(reinterpret_cast<const float4*>(memory) + cluster * kRowVectors + vector),
               __ldcg(log_sums() + cluster * kRowVectors + vector)};
@@ -117,5 +116,5 @@ struct RowPartials {
   }
 
  private:
-  __device__ __forceinline__ float* log_sums() const { return memory + num_clusters * kRowVectors * 4; }
+  DEVICE float* log_sums() const { return memory + num_clusters * kRowVectors * 4; }
 };

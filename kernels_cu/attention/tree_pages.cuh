@@ -16,7 +16,7 @@ struct Pages {
   int count;
   int numbers, ids;  // of 32 consecutive steps, one a lane: the page of the row, its place in memory
 
-  __device__ __forceinline__ Pages(const Cut& cut, int cluster, int rank) {
+  DEVICE Pages(const Cut& cut, int cluster, int rank) {
     run_pages = cut.run_pages;
     first_page = cut.first_page;
     first_run = cluster * kCluster + rank;
@@ -24,19 +24,19 @@ struct Pages {
     const int last_run = first_run + (runs - 1) * CLUSTER;
     count = runs > 0 ? (runs - 1) * run_pages + min(run_pages, cut.num_pages - last_run * run_pages) : 0;
   }
-  __device__ __forceinline__ int page_of(int step) const {
+  DEVICE int page_of(int step) const {
     return first_page + (first_run + step / run_pages * CLUSTER) * run_pages + step % run_pages;
   }
-  __device__ __forceinline__ uint32_t stage(int step) const { return ring + step % STAGES * kStageBytes; }
+  DEVICE uint32_t stage(int step) const { return ring + step % STAGES * kStageBytes; }
 
   // The first step of the run in which the base lies or which begins behind it.
-  __device__ __forceinline__ int first_tail() const {
+  DEVICE int first_tail() const {
     const int run = max(base / kPageTokens - first_page, 0) / run_pages;
     return max(run - first_run + CLUSTER - 1, 0) / CLUSTER * run_pages;
   }
 
   // The ring's first pages, a group each.
-  __device__ __forceinline__ void fill() {
+  DEVICE void fill() {
 #pragma unroll 1
     for (int step = 0; step < STAGES; ++step) {
       load(step);
@@ -44,7 +44,7 @@ struct Pages {
     }
   }
   // By all threads, for steps in ascending order: the keys before the base.
-  __device__ __forceinline__ void load(int step) {
+  DEVICE void load(int step) {
     if (step % 32 == 0) {
       const int own = step + (threadIdx.x & 31);
       numbers = page_of(own);
@@ -56,7 +56,7 @@ struct Pages {
   }
 
   // By all threads: the nodes, which may go on in the page after that of the base.
-  __device__ __forceinline__ void load_nodes(uint32_t nodes, int num_nodes) const {
+  DEVICE void load_nodes(uint32_t nodes, int num_nodes) const {
     for (int index = threadIdx.x; index < num_nodes * kRowChunks; index += kThreads) {
       const int node = index / kRowChunks, chunk = index % kRowChunks, location = base + node;
       const int64_t page = __ldcg(block_table + location / kPageTokens);
@@ -67,7 +67,7 @@ struct Pages {
   }
 
  private:
-  __device__ __forceinline__ void copy(uint32_t tile, const scalar_t* keys, const scalar_t* values, int valid) const {
+  DEVICE void copy(uint32_t tile, const scalar_t* keys, const scalar_t* values, int valid) const {
 #pragma unroll
     for (int i = 0; i < (kPageTokens * kRowChunks + kThreads - 1) / kThreads; ++i) {
       const int index = threadIdx.x + i * kThreads, row = index / kRowChunks, chunk = index % kRowChunks;

@@ -4,7 +4,7 @@
 #include "wgmma_attention.cuh"
 
 // As the accumulator of a tile of eight columns.
-__device__ __forceinline__ float (&tile_of(float* sums, int column_tile))[4] {
+DEVICE float (&tile_of(float* sums, int column_tile))[4] {
   return *reinterpret_cast<float(*)[4]>(sums + 4 * column_tile);
 }
 
@@ -13,8 +13,8 @@ __device__ __forceinline__ float (&tile_of(float* sums, int column_tile))[4] {
 struct Fragments {
   uint32_t first;
 
-  __device__ __forceinline__ Fragments(uint32_t tile, int row, int chunk) : first(tile + query_offset(row, chunk)) {}
-  __device__ __forceinline__ uint32_t at(int row_step, int chunk_step) const {
+  DEVICE Fragments(uint32_t tile, int row, int chunk) : first(tile + query_offset(row, chunk)) {}
+  DEVICE uint32_t at(int row_step, int chunk_step) const {
     const int panel = 2 * chunk_step / kPanelChunks, within = 2 * chunk_step % kPanelChunks;
     return (first ^ (within * 16)) + panel * kTilePanelBytes + row_step * (16 * kSwizzle);
   }
@@ -23,7 +23,7 @@ struct Fragments {
 struct ScoreOperands {
   uint32_t q[4], k[kKeys / 16][4];
 
-  __device__ __forceinline__ void load(const Fragments& queries, const Fragments& keys, int step) {
+  DEVICE void load(const Fragments& queries, const Fragments& keys, int step) {
     ldmatrix_x4(q, queries.at(0, step));
 #pragma unroll
     for (int pair = 0; pair < kKeys / 16; ++pair) ldmatrix_x4(k[pair], keys.at(pair, step));
@@ -31,7 +31,7 @@ struct ScoreOperands {
 };
 
 // scores = q k of the warp's 16 rows.
-__device__ __forceinline__ void score_alone(Scores& scores, uint32_t query_tile, uint32_t key_tile) {
+DEVICE void score_alone(Scores& scores, uint32_t query_tile, uint32_t key_tile) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x / 32 % 4;
   const Fragments queries(query_tile, warp * 16 + lane_row_a(lane), lane_chunk_a(lane));
   const Fragments keys(key_tile, lane_row_b(lane), lane_chunk_b(lane));
@@ -52,7 +52,7 @@ __device__ __forceinline__ void score_alone(Scores& scores, uint32_t query_tile,
 }
 
 // out += weights v.
-__device__ __forceinline__ void sum_alone(Rows& rows, const Weights& weights, uint32_t value_tile) {
+DEVICE void sum_alone(Rows& rows, const Weights& weights, uint32_t value_tile) {
   constexpr int kAtOnce = kDimSteps / 2, kLoads = 2 * kKeys / 16;
   const int lane = threadIdx.x & 31;
   const Fragments values(value_tile, lane_row_a(lane), lane_chunk_a(lane));

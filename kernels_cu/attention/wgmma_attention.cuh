@@ -23,7 +23,7 @@ constexpr int kTilePanelBytes = kKeys * kSwizzle;
 constexpr int kPagePanelBytes = kPageTokens * kSwizzle;
 
 // Byte offset of a 16-byte chunk in the 64 rows of a warpgroup.
-__device__ __forceinline__ int query_offset(int row, int chunk) {
+DEVICE int query_offset(int row, int chunk) {
   const int permuted = chunk % kPanelChunks ^ (kSwizzle == 128 ? row & 7 : (row >> 1) & 3);
   return chunk / kPanelChunks * (kWarpgroupRows * kSwizzle) + row * kSwizzle + permuted * 16;
 }
@@ -31,8 +31,8 @@ __device__ __forceinline__ int query_offset(int row, int chunk) {
 // ---- copies
 
 // Starts the copies of page `page`, rows of one KV head, to place `i` of a tile; one thread.
-__device__ __forceinline__ void copy_page(uint32_t tile, int i, const TensorMap& map, int num_kv_heads, int kv_head,
-                                          int page, uint32_t barrier) {
+DEVICE void copy_page(uint32_t tile, int i, const TensorMap& map, int num_kv_heads, int kv_head, int page,
+                      uint32_t barrier) {
   const int row = (page * num_kv_heads + kv_head) * kPageTokens;
 #pragma unroll
   for (int panel = 0; panel < kPanels; ++panel) {
@@ -41,7 +41,7 @@ __device__ __forceinline__ void copy_page(uint32_t tile, int i, const TensorMap&
 }
 
 // Rows of a tile of values from `first` on become zeros: they were never written, and 0 * NaN would stay.
-__device__ __forceinline__ void clear_rows(unsigned char* tile, int first) {
+DEVICE void clear_rows(unsigned char* tile, int first) {
   for (int panel = 0; panel < kPanels; ++panel) {
     for (int i = first * kPanelChunks + (threadIdx.x & 31); i < kKeys * kPanelChunks; i += 32) {
       store16(tile + panel * kTilePanelBytes + i * 16, make_uint4(0, 0, 0, 0));
@@ -59,7 +59,7 @@ struct RowPlace {
 
 // q rows of the warpgroup into shared memory; rows that do not exist become zeros. place_of(row) is a RowPlace.
 template <typename PlaceOf>
-__device__ __forceinline__ void load_queries(uint32_t tile, const scalar_t* q, const PlaceOf& place_of) {
+DEVICE void load_queries(uint32_t tile, const scalar_t* q, const PlaceOf& place_of) {
 #pragma unroll
   for (int i = 0; i < kWarpgroupRows * kRowChunks / kWarpgroupThreads; ++i) {
     const int index = threadIdx.x % kWarpgroupThreads + i * kWarpgroupThreads;
@@ -71,7 +71,7 @@ __device__ __forceinline__ void load_queries(uint32_t tile, const scalar_t* q, c
 }
 
 // Until they are there, for the products of all warps of the warpgroup.
-__device__ __forceinline__ void wait_for_queries(int barrier) {
+DEVICE void wait_for_queries(int barrier) {
   cp_async_wait<0>();
   async_proxy_fence();
   barrier_wait(barrier, kWarpgroupThreads);
@@ -88,7 +88,7 @@ using Scores = float[kKeys / 2];
 using Weights = uint32_t[kKeys / 16][4];
 
 // Starts scores = q k.
-__device__ __forceinline__ void start_scores(Scores& scores, uint64_t queries, uint64_t keys) {
+DEVICE void start_scores(Scores& scores, uint64_t queries, uint64_t keys) {
 #pragma unroll
   for (int step = 0; step < kDimSteps; ++step) {
     const int panel = step * 16 / kPanel, within = step * 16 % kPanel * 2;
@@ -100,7 +100,7 @@ __device__ __forceinline__ void start_scores(Scores& scores, uint64_t queries, u
 
 // Starts out += weights v, of one of PARTS parts of the keys.
 template <int PARTS = 1>
-__device__ __forceinline__ void start_sums(Rows& rows, const Weights& weights, uint64_t values, int part = 0) {
+DEVICE void start_sums(Rows& rows, const Weights& weights, uint64_t values, int part = 0) {
   constexpr int kSteps = kKeys / 16 / PARTS;
 #pragma unroll
   for (int step = part * kSteps; step < (part + 1) * kSteps; ++step) {
@@ -110,7 +110,7 @@ __device__ __forceinline__ void start_sums(Rows& rows, const Weights& weights, u
 }
 
 // Scores become weights 2^(factor * score - max). keep: what brings earlier weights to the new maximum.
-__device__ __forceinline__ void softmax(Scores& scores, Rows& rows, float (&keep)[2], float factor) {
+DEVICE void softmax(Scores& scores, Rows& rows, float (&keep)[2], float factor) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     float top = scores[2 * half];
@@ -130,13 +130,13 @@ __device__ __forceinline__ void softmax(Scores& scores, Rows& rows, float (&keep
   }
 }
 
-__device__ __forceinline__ void rescale(Rows& rows, const float (&keep)[2]) {
+DEVICE void rescale(Rows& rows, const float (&keep)[2]) {
 #pragma unroll
   for (int i = 0; i < HEAD_DIM / 2; ++i) rows.out[i] *= keep[i / 2 % 2];
 }
 
 // The sums of a column-tile pair are the a operand of a product over 16 keys.
-__device__ __forceinline__ void pack(Weights& weights, const Scores& scores) {
+DEVICE void pack(Weights& weights, const Scores& scores) {
 #pragma unroll
   for (int i = 0; i < kKeys / 4; ++i) weights[i / 4][i % 4] = pack2(scores[2 * i], scores[2 * i + 1]);
 }
@@ -144,8 +144,7 @@ __device__ __forceinline__ void pack(Weights& weights, const Scores& scores) {
 // Through the warpgroup's rows of shared memory, whose products have been waited for, so that rows leave in 16-byte
 // pieces.
 template <typename PlaceOf>
-__device__ __forceinline__ void store_rows(scalar_t* out, const Rows& rows, unsigned char* tile, int barrier,
-                                           const PlaceOf& place_of) {
+DEVICE void store_rows(scalar_t* out, const Rows& rows, unsigned char* tile, int barrier, const PlaceOf& place_of) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x / 32 % 4;
   barrier_wait(barrier, kWarpgroupThreads);  // every warp's products have read the queries
 #pragma unroll

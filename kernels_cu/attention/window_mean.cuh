@@ -5,7 +5,7 @@
 // Two neighbouring elements of the mean of TOKENS keys, summed in float32 one by one from the first: the bits depend on
 // nothing else. `word_of(i)`, called once for each i in ascending order: these two elements of key i.
 template <int TOKENS, typename WordOf>
-__device__ __forceinline__ uint32_t window_mean(WordOf word_of) {
+DEVICE uint32_t window_mean(WordOf word_of) {
   constexpr int kInFlight = 16;
   static_assert(TOKENS % kInFlight == 0 && (TOKENS & (TOKENS - 1)) == 0, "whole batches, and an exact quotient");
   float low = 0.0f, high = 0.0f;

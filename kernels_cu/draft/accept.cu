@@ -28,9 +28,6 @@
 constexpr int kThreads = 256;
 constexpr int kInFlight = 4;
 
-// What an earlier kernel of the step wrote is not __restrict__: the compiler may move a load that it takes for one of
-// a constant before pdl_wait.
-
 struct Path {
   int nodes[kMaxNodes], tokens[kMaxNodes];
   int length;
@@ -41,7 +38,7 @@ struct Path {
 struct LaneNodes {
   int token[2], parent[2], depth[2];
 
-  __device__ __forceinline__ LaneNodes(const DraftTree* tree, int tree_size) {
+  DEVICE LaneNodes(const DraftTree* tree, int tree_size) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       const int node = threadIdx.x + 32 * half;
@@ -55,14 +52,14 @@ struct LaneNodes {
   }
 
   // The first child of `node` that has this token, -1 without one.
-  __device__ __forceinline__ int child(int node, int sampled) const {
+  DEVICE int child(int node, int sampled) const {
     const uint32_t low = __ballot_sync(0xFFFFFFFFu, parent[0] == node && token[0] == sampled);
     const uint32_t high = __ballot_sync(0xFFFFFFFFu, parent[1] == node && token[1] == sampled);
     return low ? __ffs(low) - 1 : high ? __ffs(high) + 31 : -1;
   }
 
   // The first of the deepest nodes that there is room for.
-  __device__ __forceinline__ int deepest() const {
+  DEVICE int deepest() const {
     uint32_t best = 0;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -75,14 +72,14 @@ struct LaneNodes {
 };
 
 // Tokens that a step is to accept so that the mean over steps is `mean`.
-__device__ __forceinline__ int simulated_length(const DraftTree* tree, float mean) {
+DEVICE int simulated_length(const DraftTree* tree, float mean) {
   const double before = static_cast<double>(tree->num_steps - 1) * mean;
   return static_cast<int>(floor(before + mean) - floor(before));
 }
 
 // Warp 0: the path into shared memory.
-__device__ __forceinline__ void find_path(Path& path, int* line, const DraftTree* tree, const SlotState* state,
-                                          int tree_size, float simulate_accept) {
+DEVICE void find_path(Path& path, int* line, const DraftTree* tree, const SlotState* state, int tree_size,
+                      float simulate_accept) {
   const int lane = threadIdx.x, num_left = state->max_new_tokens - tree->num_generated;
   const int num_stop_ids = state->num_stop_ids, stop_id = state->stop_ids[lane];
   const LaneNodes nodes(tree, tree_size);
@@ -108,10 +105,9 @@ __device__ __forceinline__ void find_path(Path& path, int* line, const DraftTree
 }
 
 // Block 0: state, history, counts and result.
-__device__ __forceinline__ void finish_step(const Path& path, DraftTree* tree, SlotState* states,
-                                            uint32_t* token_counts, int32_t* history, int32_t* carry_counts,
-                                            const TokenLogprobs* node_logprobs, ResultRecord* results,
-                                            StepContext* context, int num_words) {
+DEVICE void finish_step(const Path& path, DraftTree* tree, SlotState* states, uint32_t* token_counts, int32_t* history,
+                        int32_t* carry_counts, const TokenLogprobs* node_logprobs, ResultRecord* results,
+                        StepContext* context, int num_words) {
   const int slot = tree->slot, length = slot < 0 ? 0 : path.length, i = threadIdx.x;
   const uint64_t sequence = context->next_entry + 1;
   const bool has_logprobs = slot >= 0 && states[slot].num_logprobs > 0;
@@ -149,7 +145,7 @@ __device__ __forceinline__ void finish_step(const Path& path, DraftTree* tree, S
 
 // Rows nodes[first ..] of a column, `source(j)` to `target(j)`, the lowest first.
 template <typename Source, typename Target>
-__device__ __forceinline__ void move_rows(int first, int length, Source source, Target target) {
+DEVICE void move_rows(int first, int length, Source source, Target target) {
   for (int j = first; j < length; j += kInFlight) {
     uint4 values[kInFlight];
 #pragma unroll
@@ -165,18 +161,18 @@ struct Pages {
   scalar_t *k, *v, *nope;   // nope null: there is none
   int num_layers, num_pages, num_heads, head_dim;
 
-  __device__ __forceinline__ int num_arrays() const { return nope ? 3 : 2; }
-  __device__ __forceinline__ int num_columns() const { return num_arrays() * num_layers * num_heads * (head_dim / 8); }
+  DEVICE int num_arrays() const { return nope ? 3 : 2; }
+  DEVICE int num_columns() const { return num_arrays() * num_layers * num_heads * (head_dim / 8); }
 
   // The first row of a column in the slot's page 0; pages and positions are added to it.
-  __device__ __forceinline__ scalar_t* column(int index) const {
+  DEVICE scalar_t* column(int index) const {
     const int chunk = index % (head_dim / 8), rest = index / (head_dim / 8), head = rest % num_heads;
     const int array = rest / num_heads % num_arrays(), layer = rest / num_heads / num_arrays();
     const int64_t page = static_cast<int64_t>(layer) * num_pages * num_heads + head;
     return (array == 0 ? k : array == 1 ? v : nope) + page * kPageTokens * head_dim + chunk * 8;
   }
 
-  __device__ __forceinline__ int64_t offset(const int32_t* table, int location) const {
+  DEVICE int64_t offset(const int32_t* table, int location) const {
     const int64_t row = static_cast<int64_t>(table[location / kPageTokens]) * num_heads * kPageTokens;
     return (row + location % kPageTokens) * head_dim;
   }
@@ -191,8 +187,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
                    float simulate_accept) {
   __shared__ Path path;
   __shared__ int line[kMaxNodes];
-  pdl_launch_dependents();
-  pdl_wait();
+  pdl_begin();
   const int slot = tree->slot;
   // Block 0 changes what the others do not read here: they take from the tree what the step began with.
   if (slot >= 0 && threadIdx.x < 32) find_path(path, line, tree, states + slot, tree_size, simulate_accept);

@@ -20,15 +20,12 @@
 constexpr int kChunkThreads = 1024;
 constexpr int kRowThreads = 256;
 
-// What an earlier kernel of the step wrote is not __restrict__: the compiler may move a load that it takes for one of
-// a constant before pdl_wait.
 extern "C" __global__ void __launch_bounds__(kChunkThreads)
     KERNEL(prefill_rows)(int32_t* __restrict__ draft_token_ids, int32_t* __restrict__ draft_positions,
                          int32_t* __restrict__ draft_slots, int32_t* __restrict__ draft_chunk, scalar_t* hidden,
                          scalar_t* carry_hidden, int32_t* carry_counts, const int32_t* token_ids,
                          const int32_t* chunk, int num_rows, int position_offset, int width) {
-  pdl_launch_dependents();
-  pdl_wait();
+  pdl_begin();
   const int slot = chunk[0], first = chunk[1] - position_offset, count = chunk[2];
   const int pending = carry_counts[slot];
   const bool has_first = first >= 0 && (pending > 0 || position_offset == 0);
@@ -59,8 +56,7 @@ extern "C" __global__ void __launch_bounds__(kChunkThreads)
 extern "C" __global__ void __launch_bounds__(kRowThreads)
     KERNEL(carry_rows)(scalar_t* __restrict__ carry_hidden, int32_t* carry_counts, const scalar_t* hidden,
                        const int32_t* slots, int width) {
-  pdl_launch_dependents();
-  pdl_wait();
+  pdl_begin();
   const int row = blockIdx.x, slot = slots[row];
   if (slot < 0) return;
   const int count = carry_counts[slot], place = count < kMaxNodes ? count : 0;

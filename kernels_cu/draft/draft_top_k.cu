@@ -41,7 +41,7 @@ struct Shared {
 
 // visit(logit, row of the head) for the tokens of this block.
 template <typename Visit>
-__device__ __forceinline__ void for_each(const float* logits, Visit visit) {
+DEVICE void for_each(const float* logits, Visit visit) {
   const int first = blockIdx.x * kBlockQuads, end = min(first + kBlockQuads, kQuads);
 #pragma unroll 4
   for (int quad = first + threadIdx.x; quad < end; quad += kThreads) {
@@ -61,7 +61,7 @@ __device__ __forceinline__ void for_each(const float* logits, Visit visit) {
 }
 
 // The address of `local` in the first block of the row, for an atomic.
-__device__ __forceinline__ uint32_t add_to_first(uint32_t* local, uint32_t value) {
+DEVICE uint32_t add_to_first(uint32_t* local, uint32_t value) {
 #if __CUDA_ARCH__ >= 900 && !PORTABLE
   uint32_t old;
   asm volatile("atom.shared::cluster.add.u32 %0, [%1], %2;"
@@ -76,7 +76,7 @@ __device__ __forceinline__ uint32_t add_to_first(uint32_t* local, uint32_t value
 
 // The sum or the largest of the values of the block's threads, for all of them.
 template <bool SUM>
-__device__ __forceinline__ uint64_t block_combine(Shared* shared, uint64_t value) {
+DEVICE uint64_t block_combine(Shared* shared, uint64_t value) {
 #pragma unroll
   for (int distance = 16; distance > 0; distance /= 2) {
     const uint64_t other = __shfl_xor_sync(0xFFFFFFFFu, value, distance);
@@ -100,7 +100,7 @@ struct Output {
   const int32_t* token_map;
   float maximum, log_sum;
 
-  __device__ __forceinline__ void write(int rank, uint64_t best) const {
+  DEVICE void write(int rank, uint64_t best) const {
     const int row = token_of(best);
     ids[rank] = token_map ? token_map[row] : row;
     logprobs[rank] = __fsub_rn(__fsub_rn(unordered(static_cast<uint32_t>(best >> 32)), maximum), log_sum);
@@ -108,7 +108,7 @@ struct Output {
 };
 
 // One candidate after the other, each the largest below the last.
-__device__ __forceinline__ void search(Shared* shared, const float* logits, int k, const Output& output) {
+DEVICE void search(Shared* shared, const float* logits, int k, const Output& output) {
   uint64_t previous = ~0ull;
 #pragma unroll 1
   for (int rank = 0; rank < k; rank++) {
@@ -127,8 +127,6 @@ __device__ __forceinline__ void search(Shared* shared, const float* logits, int 
   }
 }
 
-// What an earlier kernel of the step wrote is not __restrict__: the compiler may move a load that it takes for one of
-// a constant before pdl_wait.
 extern "C" __global__ void __launch_bounds__(kThreads, 1) ROW_BLOCKS
     KERNEL(draft_top_k)(int32_t* __restrict__ ids, float* __restrict__ logprobs, const float* logits,
                         const int32_t* slots, const int32_t* __restrict__ token_map, int k) {

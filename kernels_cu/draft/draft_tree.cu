@@ -18,12 +18,9 @@
 
 constexpr int kGrowThreads = 256;
 
-// What an earlier kernel of the step wrote is not __restrict__: the compiler may move a load that it takes for one of
-// a constant before pdl_wait.
-
 // How many of keys[0 .. count-1] go before keys[own]: larger ones, and equal ones of a lower index. `count` is a
 // multiple of 32, and so is the first index of a warp; key 0 stands for no candidate.
-__device__ __forceinline__ int rank_of(const uint32_t* keys, int count, int own) {
+DEVICE int rank_of(const uint32_t* keys, int count, int own) {
   const uint32_t key = keys[own];
   const int warp_first = own & ~31;
   int rank = 0;
@@ -43,20 +40,19 @@ __device__ __forceinline__ int rank_of(const uint32_t* keys, int count, int own)
 struct Level {
   int first, count;
 
-  __device__ __forceinline__ Level(int depth, int top_k)
+  DEVICE Level(int depth, int top_k)
       : first(depth == 0 ? 0 : top_k + (depth - 1) * top_k * top_k), count(depth == 0 ? top_k : top_k * top_k) {}
 };
 
-__device__ __forceinline__ float score_of(const DraftTree* tree, const float* logprobs, int index, int depth,
-                                          int top_k) {
+DEVICE float score_of(const DraftTree* tree, const float* logprobs, int index, int depth, int top_k) {
   const float logprob = logprobs[index];
   return depth == 0 ? logprob : __fadd_rn(tree->scores[tree->frontier[(depth - 1) * top_k + index / top_k]], logprob);
 }
 
 // NaN goes last, and so do the children of one: else a child could go before its parent.
-__device__ __forceinline__ uint32_t key_of(float score) { return score == score ? ordered(score) : 1; }
+DEVICE uint32_t key_of(float score) { return score == score ? ordered(score) : 1; }
 
-__device__ __forceinline__ int padded(int count) { return (count + 31) & ~31; }
+DEVICE int padded(int count) { return (count + 31) & ~31; }
 
 // depth: of the pass whose rows are set up, from 1 on.
 extern "C" __global__ void __launch_bounds__(kGrowThreads)
@@ -66,8 +62,7 @@ extern "C" __global__ void __launch_bounds__(kGrowThreads)
                       const int32_t* ids, const float* logprobs, int depth, int top_k, int position_offset, int width) {
   __shared__ __align__(16) uint32_t keys[kMaxCandidates];
   __shared__ int chosen[kMaxTopK];
-  pdl_launch_dependents();
-  pdl_wait();
+  pdl_begin();
   const Level level(depth - 1, top_k);
   for (int c = threadIdx.x; c < padded(level.count); c += kGrowThreads) {
     keys[c] = 0;
@@ -112,8 +107,7 @@ extern "C" __global__ void __launch_bounds__(kMaxCandidates)
   __shared__ __align__(16) uint32_t keys[kMaxCandidates];
   __shared__ int node_of[kMaxCandidates];
   __shared__ int chosen[kMaxNodes], parents[kMaxNodes];
-  pdl_launch_dependents();
-  pdl_wait();
+  pdl_begin();
   const Level last(num_passes - 1, top_k);
   const int count = last.first + last.count, c = threadIdx.x;
   uint32_t key = 0;

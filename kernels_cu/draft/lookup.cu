@@ -18,11 +18,8 @@ constexpr int kThreads = 1024;
 constexpr int kInFlight = 8;
 constexpr int kPositionBits = 28;
 
-// What an earlier kernel of the step wrote is not __restrict__: the compiler may move a load that it takes for one of
-// a constant before pdl_wait.
-
 // The best match that this thread finds of the tokens up to `last`: length << kPositionBits | end, or 0.
-__device__ __forceinline__ uint32_t best_match(const int32_t* history, int last) {
+DEVICE uint32_t best_match(const int32_t* history, int last) {
   uint32_t best = 0;
   const int newest = history[last];
   for (int first = blockIdx.x * kThreads + threadIdx.x; first < last; first += kInFlight * kBlocks * kThreads) {

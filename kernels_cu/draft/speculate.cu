@@ -22,11 +22,7 @@
 constexpr int kThreads = 1024;
 constexpr int kEndThreads = 256;
 
-// What an earlier kernel of the step wrote is not __restrict__: the compiler may move a load that it takes for one of
-// a constant before pdl_wait.
-
-__device__ __forceinline__ void begin_tree(DraftTree* tree, const SlotState* state, int slot, int capacity,
-                                           int max_context) {
+DEVICE void begin_tree(DraftTree* tree, const SlotState* state, int slot, int capacity, int max_context) {
   tree->slot = slot;
   tree->position = state->position;
   tree->root_token = state->last_token;
@@ -43,8 +39,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
                             const int32_t* carry_counts, const int32_t* capacities, const SlotState* states,
                             const StepContext* context, const uint8_t* __restrict__ commands, int command_bytes,
                             int kind, int max_context, int num_rows, int position_offset, int width) {
-  pdl_launch_dependents();
-  pdl_wait();
+  pdl_begin();
   const Command header = read_header(next_command(context, commands, command_bytes));
   const int slot = header.slot;
   if (header.kind != kind) __trap();
@@ -79,8 +74,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 extern "C" __global__ void __launch_bounds__(kEndThreads)
     KERNEL(catch_up_end)(scalar_t* carry_hidden, int32_t* carry_counts, ResultRecord* __restrict__ results,
                          StepContext* context, const uint8_t* __restrict__ commands, int command_bytes, int width) {
-  pdl_launch_dependents();
-  pdl_wait();
+  pdl_begin();
   Command header;
   take_command(header, context, commands, command_bytes, kCatchUp);
   const int slot = header.slot;

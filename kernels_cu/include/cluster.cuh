@@ -3,24 +3,24 @@
 #include "mbarrier.cuh"
 
 // Arrives with nothing written that a peer will read: no fence.
-__device__ __forceinline__ void cluster_announce() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+DEVICE void cluster_announce() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
 // The same shared address in block `rank` of the cluster.
-__device__ __forceinline__ uint32_t peer_address(uint32_t address, int rank) {
+DEVICE uint32_t peer_address(uint32_t address, int rank) {
   uint32_t remote;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
   return remote;
 }
 
 // To a peer: `to` and `barrier`, which counts the bytes, are its peer_address.
-__device__ __forceinline__ void send_float4(uint32_t to, uint32_t barrier, float a, float b, float c, float d) {
+DEVICE void send_float4(uint32_t to, uint32_t barrier, float a, float b, float c, float d) {
   asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to), "f"(a),
                "f"(b), "f"(c), "f"(d), "r"(barrier)
                : "memory");
 }
-__device__ __forceinline__ void send_float(uint32_t to, uint32_t barrier, float a) {
+DEVICE void send_float(uint32_t to, uint32_t barrier, float a) {
   asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(to), "f"(a), "r"(barrier)
                : "memory");
 }

@@ -7,21 +7,18 @@
 
 // The host's memory: never from a cache. A warp's request takes most of a microsecond, and requests for the same place are
 // answered one after another, whichever blocks they come from.
-__device__ __forceinline__ int load_host(const int32_t* source) { return __ldcv(source); }
+DEVICE int load_host(const int32_t* source) { return __ldcv(source); }
 
-__device__ __forceinline__ const int32_t* payload(const Command* command) {
-  return reinterpret_cast<const int32_t*>(command + 1);
-}
+DEVICE const int32_t* payload(const Command* command) { return reinterpret_cast<const int32_t*>(command + 1); }
 
 // The next command of the ring.
-__device__ __forceinline__ const Command* next_command(const StepContext* context, const uint8_t* commands,
-                                                       int command_bytes) {
+DEVICE const Command* next_command(const StepContext* context, const uint8_t* commands, int command_bytes) {
   const uint8_t* at = commands + static_cast<int64_t>(context->next_entry % kRingEntries) * command_bytes;
   return reinterpret_cast<const Command*>(at);
 }
 
 // The header of a command, read by one warp for the whole block, all threads of which call it.
-__device__ __forceinline__ Command read_header(const Command* command) {
+DEVICE Command read_header(const Command* command) {
   __shared__ Command header;
   int32_t* words = reinterpret_cast<int32_t*>(&header);
   if (threadIdx.x < sizeof(Command) / 4) {
@@ -32,7 +29,7 @@ __device__ __forceinline__ Command read_header(const Command* command) {
 }
 
 // Counts the command, which must be of the kernel's kind. All threads of the only block call it, after next_command.
-__device__ __forceinline__ void take(StepContext* context, bool is_expected) {
+DEVICE void take(StepContext* context, bool is_expected) {
   const uint64_t entry = context->next_entry;
   __syncthreads();
   if (threadIdx.x == 0) {
@@ -44,8 +41,8 @@ __device__ __forceinline__ void take(StepContext* context, bool is_expected) {
 }
 
 // The next command, which is counted, and its header.
-__device__ __forceinline__ const Command* take_command(Command& header, StepContext* context, const uint8_t* commands,
-                                                       int command_bytes, CommandKind kind) {
+DEVICE const Command* take_command(Command& header, StepContext* context, const uint8_t* commands, int command_bytes,
+                                   CommandKind kind) {
   const Command* command = next_command(context, commands, command_bytes);
   header = read_header(command);
   take(context, header.kind == kind);

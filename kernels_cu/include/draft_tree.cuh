@@ -35,7 +35,7 @@ struct alignas(16) DraftTree {
 };
 
 // The slot of a row at this place, -1 where there is none: such a row is padding and writes no keys.
-__device__ __forceinline__ int slot_at(const DraftTree* tree, int location, int position) {
+DEVICE int slot_at(const DraftTree* tree, int location, int position) {
   return location < tree->capacity && position < tree->max_context ? tree->slot : -1;
 }
 
@@ -45,8 +45,7 @@ struct Rows {
   uint64_t* masks;
   int32_t* base;
 
-  __device__ __forceinline__ void set(int row, int slot, int token, int position, int location, uint64_t mask,
-                                      int first) const {
+  DEVICE void set(int row, int slot, int token, int position, int location, uint64_t mask, int first) const {
     const bool used = slot >= 0;
     token_ids[row] = used ? token : 0;
     positions[row] = used ? position : 0;
@@ -58,8 +57,7 @@ struct Rows {
 };
 
 // A node of the tree and the target's row for it. Parent -1, but for the root: there is no such node.
-__device__ __forceinline__ void set_node(DraftTree* tree, const Rows& rows, int node, int token, int parent, int depth,
-                                         uint64_t mask) {
+DEVICE void set_node(DraftTree* tree, const Rows& rows, int node, int token, int parent, int depth, uint64_t mask) {
   const int position = tree->position + depth, location = tree->position + node;
   const bool exists = node == 0 || parent >= 0;
   tree->tokens[node] = token;

@@ -18,13 +18,11 @@ constexpr int kHalf = HEAD_DIM / 2, kHeadTiles = HEAD_DIM / 16, kPageTokens = 64
 // Tile i of a head: dimensions 8 i .. + 7 and the 8 dimensions D/2 further, the partners of the rotation.
 struct QkvTiles {
   int num_tiles, num_groups;
-  static __device__ __forceinline__ int dimension(int tile, int row) { return tile % kHeadTiles * 8 + row; }
-  __device__ __forceinline__ int lo(int tile, int row) const { return tile / kHeadTiles * HEAD_DIM + dimension(tile, row); }
-  __device__ __forceinline__ int hi(int tile, int row) const { return lo(tile, row) + kHalf; }
+  static DEVICE int dimension(int tile, int row) { return tile % kHeadTiles * 8 + row; }
+  DEVICE int lo(int tile, int row) const { return tile / kHeadTiles * HEAD_DIM + dimension(tile, row); }
+  DEVICE int hi(int tile, int row) const { return lo(tile, row) + kHalf; }
 };
 
-// What an earlier kernel of the step wrote is not __restrict__: the compiler may move a load that it takes for one of
-// a constant before pdl_wait.
 struct QkvEpilogue {
   scalar_t *q, *k_pages, *v_pages;
   const scalar_t* bias;
@@ -37,9 +35,9 @@ struct QkvEpilogue {
   static constexpr bool kEarly = NT < 8;
   float cosine[kEarly ? NT : 1][kThreadPairs], sine[kEarly ? NT : 1][kThreadPairs];
 
-  __device__ __forceinline__ bool looks_up() const { return k_pages != nullptr && threadIdx.x < T; }
+  DEVICE bool looks_up() const { return k_pages != nullptr && threadIdx.x < T; }
   // Not before the wait: decode_attention, the next kernel, reads early what is older than this launch.
-  __device__ __forceinline__ void prepare(uint32_t shared) {
+  DEVICE void prepare(uint32_t shared) {
     pdl_launch_dependents();
     place = shared;
     if (!looks_up()) return;
@@ -48,41 +46,41 @@ struct QkvEpilogue {
     location = read_now((locations == nullptr ? positions : locations) + threadIdx.x);
   }
   // Not later, as the compiler would.
-  __device__ __forceinline__ static int read_now(const int* source) {
+  DEVICE static int read_now(const int* source) {
     int value;
     asm volatile("ld.global.s32 %0, [%1];" : "=r"(value) : "l"(source) : "memory");
     return value;
   }
   // Nothing waits for what `prepare` reads before x is on its way. A barrier comes before the angles are read.
-  __device__ __forceinline__ void publish() const {
+  DEVICE void publish() const {
     if (looks_up())
       asm volatile("st.shared.s32 [%0], %1;" ::"r"(place + threadIdx.x * 8), "r"(slot < 0 ? 0 : position) : "memory");
   }
   // A page hangs on two reads in a row. It is not needed before a value is stored: nothing waits for it in between.
-  __device__ __forceinline__ void look_up() {
+  DEVICE void look_up() {
     stored = -1;
     if (!looks_up() || slot < 0) return;
     const int page = block_tables[static_cast<int64_t>(slot) * pages_per_sequence + location / kPageTokens];
     stored = page * kPageTokens + location % kPageTokens;
   }
-  __device__ __forceinline__ void settle() const {
+  DEVICE void settle() const {
     if (looks_up()) asm volatile("st.shared.s32 [%0], %1;" ::"r"(place + threadIdx.x * 8 + 4), "r"(stored) : "memory");
   }
-  __device__ __forceinline__ int2 position_and_place(int token) const {
+  DEVICE int2 position_and_place(int token) const {
     int2 v;
     asm volatile("ld.shared.v2.s32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(place + token * 8) : "memory");
     return v;
   }
-  __device__ __forceinline__ void prefetch(int nt, int i, int tile, int row, int token) {
+  DEVICE void prefetch(int nt, int i, int tile, int row, int token) {
     if (kEarly) read_angle(nt, i, tile, row, token);
   }
-  __device__ __forceinline__ void read_angle(int nt, int i, int tile, int row, int token) {
+  DEVICE void read_angle(int nt, int i, int tile, int row, int token) {
     if (k_pages == nullptr || tile / kHeadTiles >= num_heads + num_kv_heads) return;
     const int64_t angle = static_cast<int64_t>(position_and_place(token).x) * kHalf + QkvTiles::dimension(tile, row);
     cosine[nt][i] = __ldg(rope + angle);
     sine[nt][i] = __ldg(rope + static_cast<int64_t>(max_context) * kHalf + angle);
   }
-  __device__ __forceinline__ void store(int nt, int i, int tile, int row, int token, float lo, float hi) {
+  DEVICE void store(int nt, int i, int tile, int row, int token, float lo, float hi) {
     const int head = tile / kHeadTiles, d = QkvTiles::dimension(tile, row);
     if (bias != nullptr) lo += to_float(bias[head * HEAD_DIM + d]), hi += to_float(bias[head * HEAD_DIM + d + kHalf]);
     scalar_t* out;
@@ -118,8 +116,8 @@ struct QkvEpilogue {
 #if LINEAR == 1
 struct ConsecutiveTiles {
   int num_tiles, num_groups;
-  __device__ __forceinline__ int lo(int tile, int row) const { return tile * 16 + row; }
-  __device__ __forceinline__ int hi(int tile, int row) const { return tile * 16 + 8 + row; }
+  DEVICE int lo(int tile, int row) const { return tile * 16 + row; }
+  DEVICE int hi(int tile, int row) const { return tile * 16 + 8 + row; }
 };
 
 struct ResidualEpilogue {
@@ -129,16 +127,16 @@ struct ResidualEpilogue {
   float scale;
   scalar_t before[NT][kThreadPairs][2];
 
-  __device__ __forceinline__ void prepare(uint32_t) {}
-  __device__ __forceinline__ void publish() const {}
-  __device__ __forceinline__ void look_up() {}
-  __device__ __forceinline__ void settle() const {}
-  __device__ __forceinline__ void prefetch(int nt, int i, int tile, int row, int token) {
+  DEVICE void prepare(uint32_t) {}
+  DEVICE void publish() const {}
+  DEVICE void look_up() {}
+  DEVICE void settle() const {}
+  DEVICE void prefetch(int nt, int i, int tile, int row, int token) {
     const scalar_t* from = x + static_cast<int64_t>(token) * N + tile * 16 + row;
     before[nt][i][0] = from[0];
     before[nt][i][1] = from[8];
   }
-  __device__ __forceinline__ void store(int nt, int i, int tile, int row, int token, float lo, float hi) {
+  DEVICE void store(int nt, int i, int tile, int row, int token, float lo, float hi) {
     const int column = tile * 16 + row;
     if (bias != nullptr) lo += to_float(bias[column]), hi += to_float(bias[column + 8]);
     scalar_t* out = x + static_cast<int64_t>(token) * N + column;
@@ -152,8 +150,8 @@ struct ResidualEpilogue {
 // Eight gate rows and the matching up rows.
 struct GateUpTiles {
   int num_tiles, num_groups, F;
-  __device__ __forceinline__ int lo(int tile, int row) const { return tile * 8 + row; }
-  __device__ __forceinline__ int hi(int tile, int row) const { return F + tile * 8 + row; }
+  DEVICE int lo(int tile, int row) const { return tile * 8 + row; }
+  DEVICE int hi(int tile, int row) const { return F + tile * 8 + row; }
 };
 
 struct GateUpEpilogue {
@@ -161,13 +159,13 @@ struct GateUpEpilogue {
   int F;
   unsigned char* prepared;   // of linear_packed.cu with FEEDS
 
-  __device__ __forceinline__ static scalar_t value(float gate, float up) { return from_float(gate / (1.0f + __expf(-gate)) * up); }
-  __device__ __forceinline__ void prepare(uint32_t) {}
-  __device__ __forceinline__ void publish() const {}
-  __device__ __forceinline__ void look_up() {}
-  __device__ __forceinline__ void settle() const {}
-  __device__ __forceinline__ void prefetch(int, int, int, int, int) {}
-  __device__ __forceinline__ void store(int, int, int tile, int row, int token, float gate, float up) {
+  DEVICE static scalar_t value(float gate, float up) { return from_float(gate / (1.0f + __expf(-gate)) * up); }
+  DEVICE void prepare(uint32_t) {}
+  DEVICE void publish() const {}
+  DEVICE void look_up() {}
+  DEVICE void settle() const {}
+  DEVICE void prefetch(int, int, int, int, int) {}
+  DEVICE void store(int, int, int tile, int row, int token, float gate, float up) {
     out[static_cast<int64_t>(token) * F + tile * 8 + row] = value(gate, up);
   }
 };
@@ -177,8 +175,8 @@ struct GateUpEpilogue {
 // The last tile may reach past V: rows that do not exist read the last one, and nothing of them is stored.
 struct HeadTiles {
   int num_tiles, num_groups, V;
-  __device__ __forceinline__ int lo(int tile, int row) const { return min(tile * 16 + row, V - 1); }
-  __device__ __forceinline__ int hi(int tile, int row) const { return min(tile * 16 + 8 + row, V - 1); }
+  DEVICE int lo(int tile, int row) const { return min(tile * 16 + row, V - 1); }
+  DEVICE int hi(int tile, int row) const { return min(tile * 16 + 8 + row, V - 1); }
 };
 
 struct HeadEpilogue {
@@ -186,12 +184,12 @@ struct HeadEpilogue {
   int V;
   float divisor;
 
-  __device__ __forceinline__ void prepare(uint32_t) {}
-  __device__ __forceinline__ void publish() const {}
-  __device__ __forceinline__ void look_up() {}
-  __device__ __forceinline__ void settle() const {}
-  __device__ __forceinline__ void prefetch(int, int, int, int, int) {}
-  __device__ __forceinline__ void store(int, int, int tile, int row, int token, float lo, float hi) {
+  DEVICE void prepare(uint32_t) {}
+  DEVICE void publish() const {}
+  DEVICE void look_up() {}
+  DEVICE void settle() const {}
+  DEVICE void prefetch(int, int, int, int, int) {}
+  DEVICE void store(int, int, int tile, int row, int token, float lo, float hi) {
     const int first = tile * 16 + row;
     float* out = logits + static_cast<int64_t>(token) * V + first;
     if (first < V) out[0] = lo / divisor;

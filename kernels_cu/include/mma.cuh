@@ -5,7 +5,7 @@
 // c (16x8) += a (16x16, row-major) b (16x8, column-major). With g = lane / 4 and t = lane % 4 a lane holds
 //   a  {a[g][2t..], a[g+8][2t..], a[g][2t+8..], a[g+8][2t+8..]}, pairs    b  {b[2t..][g], b[2t+8..][g]}, pairs
 //   c  {c[g][2t], c[g][2t+1], c[g+8][2t], c[g+8][2t+1]}
-__device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+DEVICE void mma(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
 #ifdef CPMRT_BF16
   asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
                "{%0, %1, %2, %3};"
@@ -18,14 +18,14 @@ __device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], const
 }
 
 // Four 8x8 matrices; lane i gives the address of row i % 8 of matrix i / 8 (see shared_address in copy.cuh).
-__device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], uint32_t shared) {
+DEVICE void ldmatrix_x4(uint32_t (&r)[4], uint32_t shared) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(shared)
                : "memory");
 }
 
-__device__ __forceinline__ void ldmatrix_x4_transposed(uint32_t (&r)[4], uint32_t shared) {
+DEVICE void ldmatrix_x4_transposed(uint32_t (&r)[4], uint32_t shared) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(shared)

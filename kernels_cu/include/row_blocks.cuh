@@ -10,40 +10,40 @@
 #define ROW_BLOCKS __cluster_dims__(8, 1, 1)
 constexpr int kBlocks = 8;
 
-__device__ __forceinline__ void row_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
-__device__ __forceinline__ void row_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
+DEVICE void row_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
+DEVICE void row_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
 
 // `local`, in the shared memory of block `block` of the cluster.
-__device__ __forceinline__ uint32_t peer_address(const void* local, int block) {
+DEVICE uint32_t peer_address(const void* local, int block) {
   uint32_t remote;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
                : "=r"(remote)
                : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(local))), "r"(block));
   return remote;
 }
-__device__ __forceinline__ uint32_t load_peer(const uint32_t* local, int block) {
+DEVICE uint32_t load_peer(const uint32_t* local, int block) {
   uint32_t value;
   asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(value) : "r"(peer_address(local, block)) : "memory");
   return value;
 }
-__device__ __forceinline__ void store_peer(uint32_t* local, int block, uint32_t value) {
+DEVICE void store_peer(uint32_t* local, int block, uint32_t value) {
   asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(peer_address(local, block)), "r"(value) : "memory");
 }
-__device__ __forceinline__ void store_peer(uint64_t* local, int block, uint64_t value) {
+DEVICE void store_peer(uint64_t* local, int block, uint64_t value) {
   asm volatile("st.shared::cluster.u64 [%0], %1;" ::"r"(peer_address(local, block)), "l"(value) : "memory");
 }
 #else
 #define ROW_BLOCKS
 constexpr int kBlocks = 1;
 
-__device__ __forceinline__ void row_arrive() {}
-__device__ __forceinline__ void row_wait() { __syncthreads(); }
-__device__ __forceinline__ uint32_t load_peer(const uint32_t* local, int) { return *local; }
-__device__ __forceinline__ void store_peer(uint32_t* local, int, uint32_t value) { *local = value; }
-__device__ __forceinline__ void store_peer(uint64_t* local, int, uint64_t value) { *local = value; }
+DEVICE void row_arrive() {}
+DEVICE void row_wait() { __syncthreads(); }
+DEVICE uint32_t load_peer(const uint32_t* local, int) { return *local; }
+DEVICE void store_peer(uint32_t* local, int, uint32_t value) { *local = value; }
+DEVICE void store_peer(uint64_t* local, int, uint64_t value) { *local = value; }
 #endif
 
-__device__ __forceinline__ void row_barrier() {
+DEVICE void row_barrier() {
   row_arrive();
   row_wait();
 }

@@ -40,7 +40,7 @@ struct alignas(16) SlotState {
 };
 
 // What the request adds to the logit of a token that is among biased_ids.
-__device__ __forceinline__ float logit_bias_of(const SlotState* state, int token) {
+DEVICE float logit_bias_of(const SlotState* state, int token) {
   int at = 0;
 #pragma unroll 1
   for (int step = 256; step > 0; step /= 2) {
@@ -88,8 +88,7 @@ struct alignas(16) StepContext {
 constexpr uint32_t kNoToken = 0xFFFFFFFFu;
 
 // What a row produced, for the host. The fence orders the logprobs that this thread stored before.
-__device__ __forceinline__ void publish(ResultRecord* results, uint64_t sequence, int row, uint32_t token,
-                                        bool has_logprobs) {
+DEVICE void publish(ResultRecord* results, uint64_t sequence, int row, uint32_t token, bool has_logprobs) {
   if (has_logprobs) __threadfence_system();
   volatile uint64_t* word = &results[(sequence - 1) % kRingEntries].words[row];
   *word = sequence << 32 | token;

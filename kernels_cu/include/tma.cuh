@@ -7,13 +7,12 @@ struct alignas(64) TensorMap {
   uint64_t words[16];
 };
 
-__device__ __forceinline__ void prefetch_tensor_map(const TensorMap& map) {
+DEVICE void prefetch_tensor_map(const TensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
 // Starts the copy of the map's box at (row, column) to shared memory; its bytes count at `barrier`. One thread.
-__device__ __forceinline__ void copy_box(uint32_t shared, const TensorMap& map, int row, int column,
-                                         uint32_t barrier) {
+DEVICE void copy_box(uint32_t shared, const TensorMap& map, int row, int column, uint32_t barrier) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
           shared),
@@ -22,4 +21,4 @@ __device__ __forceinline__ void copy_box(uint32_t shared, const TensorMap& map, 
 }
 
 // Between a thread's ordinary stores to shared memory and reads of them by the tensor cores or the copy engine.
-__device__ __forceinline__ void async_proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+DEVICE void async_proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }

@@ -11,6 +11,9 @@ typedef unsigned long long uint64_t;
 typedef int int32_t;
 typedef long long int64_t;
 
+// Of every function that kernels call.
+#define DEVICE __device__ __forceinline__
+
 #define CPMRT_PASTE(name, suffix) name##_##suffix
 
 // KERNEL(embed) is embed_bf16 or embed_fp16.
@@ -28,7 +31,7 @@ typedef __half2 scalar2_t;
 #error "CPMRT_BF16 or CPMRT_FP16 must be defined"
 #endif
 
-__device__ __forceinline__ float to_float(scalar_t x) {
+DEVICE float to_float(scalar_t x) {
 #ifdef CPMRT_BF16
   return __bfloat162float(x);
 #else
@@ -37,7 +40,7 @@ __device__ __forceinline__ float to_float(scalar_t x) {
 }
 
 // Rounds to nearest even; fp16 overflow becomes infinity.
-__device__ __forceinline__ scalar_t from_float(float x) {
+DEVICE scalar_t from_float(float x) {
 #ifdef CPMRT_BF16
   return __float2bfloat16_rn(x);
 #else
@@ -46,7 +49,7 @@ __device__ __forceinline__ scalar_t from_float(float x) {
 }
 
 // Two neighbours in memory as one word: .x is the lower address.
-__device__ __forceinline__ float2 unpack2(uint32_t word) {
+DEVICE float2 unpack2(uint32_t word) {
 #ifdef CPMRT_BF16
   return make_float2(__uint_as_float(word << 16), __uint_as_float(word & 0xFFFF0000u));
 #else
@@ -54,7 +57,7 @@ __device__ __forceinline__ float2 unpack2(uint32_t word) {
 #endif
 }
 
-__device__ __forceinline__ uint32_t pack2(float low, float high) {
+DEVICE uint32_t pack2(float low, float high) {
 #ifdef CPMRT_BF16
   const scalar2_t pair = __floats2bfloat162_rn(low, high);
 #else
@@ -65,15 +68,22 @@ __device__ __forceinline__ uint32_t pack2(float low, float high) {
 
 // Programmatic dependent launch: lets the next kernel of the stream start its prologue. Nothing below sm_90. Called after
 // pdl_wait, it also tells the next kernel that all before this one have finished and their writes are visible.
-__device__ __forceinline__ void pdl_launch_dependents() {
+DEVICE void pdl_launch_dependents() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
-// Returns when every kernel before this one has finished and its writes are visible.
-__device__ __forceinline__ void pdl_wait() {
+// Returns when every kernel before this one has finished and its writes are visible. A pointer to what one of them wrote is
+// not __restrict__: the compiler may move a load that it takes for one of a constant before the wait.
+DEVICE void pdl_wait() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
+}
+
+// How a kernel begins that has nothing to do before the wait.
+DEVICE void pdl_begin() {
+  pdl_launch_dependents();
+  pdl_wait();
 }

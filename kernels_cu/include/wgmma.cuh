@@ -10,41 +10,41 @@
 // its rows (an operand "of rows"); it is ignored where the product sums along a row. Sums of 16 elements then start 32
 // bytes apart in a row, or 16 rows apart: `descriptor_step` of these bytes.
 template <int SWIZZLE>
-__device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t shared, int panel_bytes) {
+DEVICE uint64_t wgmma_descriptor(uint32_t shared, int panel_bytes) {
   static_assert(SWIZZLE == 128 || SWIZZLE == 64, "SWIZZLE");
   const uint64_t kind = SWIZZLE == 128 ? 1 : 2, rows8 = 8 * SWIZZLE;
   return kind << 62 | rows8 >> 4 << 32 | static_cast<uint64_t>(panel_bytes) >> 4 << 16 | (shared & 0x3FFFF) >> 4;
 }
 
-__device__ __forceinline__ constexpr uint64_t descriptor_step(int bytes) { return bytes >> 4; }
+DEVICE constexpr uint64_t descriptor_step(int bytes) { return bytes >> 4; }
 
 // Before the first product after the warpgroup wrote registers that it uses.
-__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
-__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
 // Until at most `PENDING` of the committed groups run. What they used is in order again after `settle`.
 template <int PENDING>
-__device__ __forceinline__ void wgmma_wait() {
+DEVICE void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
 // Keeps the compiler from moving uses of these registers across: it does not know that products write them late.
 template <int COUNT>
-__device__ __forceinline__ void settle(float (&registers)[COUNT]) {
+DEVICE void settle(float (&registers)[COUNT]) {
 #pragma unroll
   for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(registers[i])::"memory");
 }
 
 template <int COUNT>
-__device__ __forceinline__ void settle(uint32_t (&registers)[COUNT][4]) {
+DEVICE void settle(uint32_t (&registers)[COUNT][4]) {
 #pragma unroll
   for (int i = 0; i < COUNT * 4; ++i) asm volatile("" : "+r"(registers[i / 4][i % 4])::"memory");
 }
 
 // Keeps the arithmetic that `positive` comes from before the next wgmma_wait: ptxas would move all of it behind, where
 // no product runs beside it. A store that never happens, to any address in shared memory.
-__device__ __forceinline__ void finish_before_wait(float positive, uint32_t shared) {
+DEVICE void finish_before_wait(float positive, uint32_t shared) {
   asm volatile("{\n.reg .pred p;\nsetp.lt.f32 p, %0, 0f00000000;\n@p st.shared.f32 [%1], %0;\n}" ::"f"(positive),
                "r"(shared)
                : "memory");
@@ -68,13 +68,13 @@ __device__ __forceinline__ void finish_before_wait(float positive, uint32_t shar
 // `accumulate` c is only written. wgmma_registers: c += a b, a in registers as mma takes it, b an operand of rows.
 // REGISTERS: the numbers of c in the code; A to E: those of the operands after it.
 #define WGMMA(N, REGISTERS, SUMS, A, B, C, D, E)                                                                     \
-  __device__ __forceinline__ void wgmma_shared(float (&c)[N / 2], uint64_t a, uint64_t b, bool accumulate) {         \
+  DEVICE void wgmma_shared(float (&c)[N / 2], uint64_t a, uint64_t b, bool accumulate) {         \
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" C ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N               \
                  "k16.f32." WGMMA_TYPES " {" REGISTERS "}, %" A ", %" B ", p, 1, 1, 0, 0;\n}"                        \
                  : SUMS                                                                                              \
                  : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));                                               \
   }                                                                                                                  \
-  __device__ __forceinline__ void wgmma_registers(float (&c)[N / 2], const uint32_t (&a)[4], uint64_t b) {           \
+  DEVICE void wgmma_registers(float (&c)[N / 2], const uint32_t (&a)[4], uint64_t b) {           \
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\nwgmma.mma_async.sync.aligned.m64n" #N                    \
                  "k16.f32." WGMMA_TYPES " {" REGISTERS "}, {%" A ", %" B ", %" C ", %" D "}, %" E                    \
                  ", p, 1, 1, 1;\n}"                                                                                  \
@@ -94,7 +94,7 @@ WGMMA(128, WGMMA_R0 ", " WGMMA_R1 ", " WGMMA_R2 ", " WGMMA_R3, WGMMA_LIST(WGMMA_
 
 // multiply_tile: c (+)= a b, a in registers as mma takes it, b (16 x N) summed along its rows in shared memory.
 #define WGMMA_TILE(N, REGISTERS, SUMS, A, B, C, D, E, F)                                                             \
-  __device__ __forceinline__ void multiply_tile(float (&c)[N / 2], const uint32_t (&a)[4], uint64_t b,               \
+  DEVICE void multiply_tile(float (&c)[N / 2], const uint32_t (&a)[4], uint64_t b,               \
                                                 bool accumulate) {                                                   \
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" F ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N                 \
                  "k16.f32." WGMMA_TYPES " {" REGISTERS "}, {%" A ", %" B ", %" C ", %" D "}, %" E                    \

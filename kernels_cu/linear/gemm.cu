@@ -37,12 +37,10 @@ static_assert(TILE_K == 32 || TILE_K == 64, "TILE_K");
 static_assert(STAGES >= 3, "STAGES");
 
 // Where chunk `chunk` of a tile row lies in that row. 8 rows at one chunk then cover all 32 banks.
-__device__ __forceinline__ int swizzle(int row, int chunk) {
-  return chunk ^ (kChunks == 8 ? row & 7 : (row >> 1) & 3);
-}
+DEVICE int swizzle(int row, int chunk) { return chunk ^ (kChunks == 8 ? row & 7 : (row >> 1) & 3); }
 
 // Column tile and row tile of a block: down a band of kBand row tiles, then on to the next column of tiles.
-__device__ __forceinline__ int2 tile_of(int block, int tiles_m, int tiles_n) {
+DEVICE int2 tile_of(int block, int tiles_m, int tiles_n) {
   const int band = block / (kBand * tiles_n), first = band * kBand;
   const int height = min(kBand, tiles_m - first), index = block - first * tiles_n;
   return make_int2(index / height, first + index % height);
@@ -56,7 +54,7 @@ struct TileCopy {
   int rows_left, k_left, step;
   uint32_t target;
 
-  __device__ __forceinline__ TileCopy(const scalar_t* matrix, int first, int num_rows, int k, uint32_t shared) {
+  DEVICE TileCopy(const scalar_t* matrix, int first, int num_rows, int k, uint32_t shared) {
     const int row = threadIdx.x / kChunks, chunk = threadIdx.x % kChunks;
     source = matrix + (int64_t)(first + row) * k + chunk * 8;
     rows_left = num_rows - first - row;
@@ -66,7 +64,7 @@ struct TileCopy {
   }
 
   // Starts the copy of the tile at column k0; what lies outside the matrix becomes zero and is not read.
-  __device__ __forceinline__ void start(int k0, int stage) const {
+  DEVICE void start(int k0, int stage) const {
 #pragma unroll
     for (int i = 0; i < kCopies; i++) {
       const bool inside = i * kStride < rows_left && k0 < k_left;
@@ -76,7 +74,7 @@ struct TileCopy {
 };
 
 // values[j] of lane t becomes values[t] of lane j, over the four lanes of a quad.
-__device__ __forceinline__ void transpose_quad(uint32_t (&values)[4]) {
+DEVICE void transpose_quad(uint32_t (&values)[4]) {
   const bool odd = threadIdx.x & 1, upper = threadIdx.x & 2;
 #pragma unroll
   for (int j = 0; j < 4; j += 2) {
@@ -94,14 +92,14 @@ struct Fragments {
   uint32_t x[kFragmentsM][4], w[kFragmentsN / 2][4];  // w: two 8-column fragments a load
 
   // `x_row` and `w_row`: this lane's first row of either tile in shared memory; `chunk` by mma k-step.
-  __device__ __forceinline__ void load(uint32_t x_row, uint32_t w_row, int x_chunk, int w_chunk) {
+  DEVICE void load(uint32_t x_row, uint32_t w_row, int x_chunk, int w_chunk) {
 #pragma unroll
     for (int i = 0; i < kFragmentsM; i++) ldmatrix_x4(x[i], x_row + i * 16 * kRowBytes + x_chunk * 16);
 #pragma unroll
     for (int j = 0; j < kFragmentsN / 2; j++) ldmatrix_x4(w[j], w_row + j * 16 * kRowBytes + w_chunk * 16);
   }
 
-  __device__ __forceinline__ void multiply(float (&sums)[kFragmentsM][kFragmentsN][4]) const {
+  DEVICE void multiply(float (&sums)[kFragmentsM][kFragmentsN][4]) const {
 #pragma unroll
     for (int i = 0; i < kFragmentsM; i++)
 #pragma unroll
@@ -115,8 +113,8 @@ struct Fragments {
 };
 
 // Scales, adds and stores one warp's sums. A quad transposes four fragments, so that a lane owns 16 bytes of a row.
-__device__ __forceinline__ void store(scalar_t* y, float (&sums)[kFragmentsM][kFragmentsN][4], int row, int column,
-                                      int m, int n, int stride, float alpha, float beta) {
+DEVICE void store(scalar_t* y, float (&sums)[kFragmentsM][kFragmentsN][4], int row, int column, int m, int n,
+                  int stride, float alpha, float beta) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int i = 0; i < kFragmentsM * 2; i++) {

@@ -13,28 +13,28 @@ struct Activations {
   int remaining;           // units still to copy, over all groups
   float scale[NT];         // 1 / rms of token i * 8 + g
 
-  __device__ __forceinline__ Activations(const Lane& lane, const scalar_t* rows, int num_rows, int passes)
+  DEVICE Activations(const Lane& lane, const scalar_t* rows, int num_rows, int passes)
       : at(lane), x(rows + lane.quarter * 8), T(num_rows), base(lane.shared + kXOffset + lane.lane * 16),
         remaining(lane.own_units * (kResident ? 1 : passes)) {}
 
-  __device__ __forceinline__ const scalar_t* source(int i, int from_unit) const {
+  DEVICE const scalar_t* source(int i, int from_unit) const {
     return x + static_cast<size_t>(min(i * 8 + at.token, T - 1)) * K + from_unit * 64;
   }
-  __device__ __forceinline__ uint32_t address(int place, int i, int j) const {
+  DEVICE uint32_t address(int place, int i, int j) const {
     return base + place * kXUnitBytes + i * 1024 + j * (is_half(i) ? 256 : 512);
   }
-  __device__ __forceinline__ static bool is_half(int i) { return HALF_TILE && i + 1 == NT; }
-  __device__ __forceinline__ bool has(int i) const { return !is_half(i) || at.lane < 16; }
-  __device__ __forceinline__ uint4 load(int place, int i, int j) const {
+  DEVICE static bool is_half(int i) { return HALF_TILE && i + 1 == NT; }
+  DEVICE bool has(int i) const { return !is_half(i) || at.lane < 16; }
+  DEVICE uint4 load(int place, int i, int j) const {
     return has(i) ? load_shared(address(place, i, j)) : make_uint4(0, 0, 0, 0);
   }
   // The place of a unit of the warp's run; `turn` counts the units read so far, modulo the places.
-  __device__ __forceinline__ int place(int u, int turn) const {
+  DEVICE int place(int u, int turn) const {
     if (kStaged) return turn;
     return SPLIT_WARPS == 1 ? u : at.warp * kXSlots + (kResident ? u : turn);
   }
 
-  __device__ __forceinline__ void copy_next() {
+  DEVICE void copy_next() {
     if (remaining-- <= 0) return;
     const int from = kStaged ? (at.rank * kOwnUnits + unit) * kWarps + at.warp : at.own_unit + unit;
     const int to = kStaged ? slot * kWarps + at.warp : at.warp * kXSlots + slot;
@@ -46,20 +46,20 @@ struct Activations {
     unit = unit + 1 == at.own_units ? 0 : unit + 1;
     slot = slot + 1 == kXSlots ? 0 : slot + 1;
   }
-  __device__ __forceinline__ void copy_first() {
+  DEVICE void copy_first() {
     for (int i = 0; i < (kStaged ? 1 : kXSlots); i++) copy_next();
     cp_async_commit();
   }
 
-  __device__ __forceinline__ void copy_norm_weights(const scalar_t* norm) const {
+  DEVICE void copy_norm_weights(const scalar_t* norm) const {
     for (int i = at.lane; i < at.own_units * 8; i += 32)
       cp_async16(at.shared + kNormOffset + at.warp * kOwnUnits * 128 + i * 16, norm + at.own_unit * 64 + i * 8);
   }
   // Norm weights of a unit of the block, in the order of x.
-  __device__ __forceinline__ uint4 norm_weights(int block_unit, int j) const {
+  DEVICE uint4 norm_weights(int block_unit, int j) const {
     return load_shared(at.shared + kNormOffset + block_unit * 128 + j * 64 + at.quarter * 16);
   }
-  __device__ __forceinline__ uint4 normalised(uint4 v, uint4 w, float s) const {
+  DEVICE uint4 normalised(uint4 v, uint4 w, float s) const {
     uint32_t* values = &v.x;
     const uint32_t* weights = &w.x;
 #pragma unroll
@@ -69,7 +69,7 @@ struct Activations {
     }
     return v;
   }
-  __device__ __forceinline__ void normalise_in_place(int at_place, int block_unit) const {
+  DEVICE void normalise_in_place(int at_place, int block_unit) const {
 #pragma unroll
     for (int j = 0; j < 2; j++) {
       const uint4 w = norm_weights(block_unit, j);
@@ -80,7 +80,7 @@ struct Activations {
   }
 
   // scale[i], and x normalised where it is resident. Square sums: lane order, four lanes, then the owners in order.
-  __device__ __forceinline__ void normalise(float eps) {
+  DEVICE void normalise(float eps) {
     float sum[NT];
 #pragma unroll
     for (int i = 0; i < NT; i++) sum[i] = 0.0f;
@@ -122,7 +122,7 @@ struct Activations {
   }
 
   // Before the block reads the stage that starts at unit u of its run: its own unit of it, then the next stage's copy.
-  __device__ __forceinline__ void enter_stage(int u, int turn) {
+  DEVICE void enter_stage(int u, int turn) {
     cp_async_wait<kPending>();
     if (NORM) normalise_in_place(turn + at.warp, u + at.warp);
     __syncthreads();
@@ -131,7 +131,7 @@ struct Activations {
 };
 
 // acc += tile (16 rows) x tokens over 32 k, as two m16n8k16 products.
-__device__ __forceinline__ void multiply(float (&acc)[NT][4], uint4 lo, uint4 hi, const uint4 (&x)[NT]) {
+DEVICE void multiply(float (&acc)[NT][4], uint4 lo, uint4 hi, const uint4 (&x)[NT]) {
 #pragma unroll
   for (int i = 0; i < NT; i++) {
     mma(acc[i], {lo.x, hi.x, lo.y, hi.y}, {x[i].x, x[i].y});
@@ -141,7 +141,7 @@ __device__ __forceinline__ void multiply(float (&acc)[NT][4], uint4 lo, uint4 hi
 
 // One group of the warp's tiles over a run of K, from unit `first` of the warp's.
 template <class Stream>
-__device__ __forceinline__ void accumulate(float (&acc)[GROUP][NT][4], Stream& weights, Activations& x, int first, int units, int& turn) {
+DEVICE void accumulate(float (&acc)[GROUP][NT][4], Stream& weights, Activations& x, int first, int units, int& turn) {
   constexpr int kBlocks = 2 / kUnitSplit;   // 32-k blocks of x in registers at a time
   constexpr int kTurns = kStaged ? 2 * kWarps : kXSlots;
 #pragma unroll 1
@@ -182,8 +182,8 @@ __device__ __forceinline__ void accumulate(float (&acc)[GROUP][NT][4], Stream& w
 
 // Sums of a group where the warps split K: over the warps of the block, then over the blocks. Returns by visiting.
 template <class Epilogue>
-__device__ __forceinline__ void finish_split(const float (&acc)[GROUP][NT][4], const Lane& at, Epilogue& epilogue, int group,
-                                             int num_tiles, int T, bool last) {
+DEVICE void finish_split(const float (&acc)[GROUP][NT][4], const Lane& at, Epilogue& epilogue, int group, int num_tiles,
+                         int T, bool last) {
   constexpr int kAll = GROUP * 64, kAllThread = (kAll + kThreads - 1) / kThreads;
   if (CLUSTER > 1) group_wait();   // both blocks have read the sums of the group before
 #pragma unroll
@@ -231,8 +231,8 @@ __device__ __forceinline__ void finish_split(const float (&acc)[GROUP][NT][4], c
 
 // The values of a group where every warp has tiles of its own.
 template <class Epilogue>
-__device__ __forceinline__ void finish_rows(const float (&sum)[GROUP][NT][4], const Lane& at, Epilogue& epilogue, int group,
-                                            int num_tiles, int T) {
+DEVICE void finish_rows(const float (&sum)[GROUP][NT][4], const Lane& at, Epilogue& epilogue, int group, int num_tiles,
+                        int T) {
 #pragma unroll
   for (int t = 0; t < GROUP; t++)
 #pragma unroll
@@ -246,7 +246,7 @@ __device__ __forceinline__ void finish_rows(const float (&sum)[GROUP][NT][4], co
 
 // sum += all runs of K in one warp, added as finish_split adds those of eight.
 template <class Stream>
-__device__ __forceinline__ void accumulate_runs(float (&sum)[GROUP][NT][4], Stream& weights, Activations& x, int& turn) {
+DEVICE void accumulate_runs(float (&sum)[GROUP][NT][4], Stream& weights, Activations& x, int& turn) {
 #pragma unroll 1
   for (int run = 0; run < kWarps; run++) {
     float acc[GROUP][NT][4] = {};
@@ -264,8 +264,8 @@ __device__ __forceinline__ void accumulate_runs(float (&sum)[GROUP][NT][4], Stre
 // before the first store; prefetch(nt, i, tile, row, token) for each output that a thread will finish (not where warps
 // have tiles of their own); and store(nt, i, tile, row, token, lo, hi).
 template <class Tiles, class Epilogue>
-__device__ __forceinline__ void linear_product(const Tiles& tiles, Epilogue& epilogue, const scalar_t* x, const scalar_t* norm,
-                                               const scalar_t* weight, int T, float eps) {
+DEVICE void linear_product(const Tiles& tiles, Epilogue& epilogue, const scalar_t* x, const scalar_t* norm,
+                           const scalar_t* weight, int T, float eps) {
   const Lane at;
   const int num_clusters = gridDim.x / CLUSTER, first_group = blockIdx.x / CLUSTER;
   Activations activations(at, x, T, (tiles.num_groups - first_group + num_clusters - 1) / num_clusters);

@@ -98,64 +98,64 @@ static_assert(kSlots >= 1 && kPending >= 0 && (kUnitSplit == 1 || kSlots >= GROU
 #error "CLUSTER > 1 needs sm_90 or newer and no CPMRT_PORTABLE"
 #endif
 #define LINEAR_BOUNDS __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kThreads, NT <= 2 ? 2 : 1)
-__device__ __forceinline__ int block_rank() {
+DEVICE int block_rank() {
   uint32_t rank;
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return rank;
 }
-__device__ __forceinline__ void group_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+DEVICE void group_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 // Arrives with nothing written before that the peer will read: no fence.
-__device__ __forceinline__ void group_announce() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
-__device__ __forceinline__ void group_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+DEVICE void group_announce() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+DEVICE void group_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 // The same shared address in block `rank` of the cluster.
-__device__ __forceinline__ uint32_t peer_address(uint32_t address, int rank) {
+DEVICE uint32_t peer_address(uint32_t address, int rank) {
   uint32_t remote;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
   return remote;
 }
-__device__ __forceinline__ void store_peer(uint32_t address, float a) {
+DEVICE void store_peer(uint32_t address, float a) {
   asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(a) : "memory");
 }
-__device__ __forceinline__ void store_peer(uint32_t address, float a, float b) {
+DEVICE void store_peer(uint32_t address, float a, float b) {
   asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(a), "f"(b) : "memory");
 }
 #else
 #define LINEAR_BOUNDS __launch_bounds__(kThreads, NT <= 2 ? 2 : 1)
-__device__ __forceinline__ int block_rank() { return 0; }
-__device__ __forceinline__ void group_arrive() {}
-__device__ __forceinline__ void group_announce() {}
-__device__ __forceinline__ void group_wait() { __syncthreads(); }
-__device__ __forceinline__ uint32_t peer_address(uint32_t address, int) { return address; }
-__device__ __forceinline__ void store_peer(uint32_t address, float a) {
+DEVICE int block_rank() { return 0; }
+DEVICE void group_arrive() {}
+DEVICE void group_announce() {}
+DEVICE void group_wait() { __syncthreads(); }
+DEVICE uint32_t peer_address(uint32_t address, int) { return address; }
+DEVICE void store_peer(uint32_t address, float a) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(a) : "memory");
 }
-__device__ __forceinline__ void store_peer(uint32_t address, float a, float b) {
+DEVICE void store_peer(uint32_t address, float a, float b) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(a), "f"(b) : "memory");
 }
 #endif
 
 // Without the hint the memory answers in 64-byte pieces: a large product took 73 us with it off and 67 with it on.
-__device__ __forceinline__ void copy_weights(uint32_t shared, const scalar_t* global) {
+DEVICE void copy_weights(uint32_t shared, const scalar_t* global) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
 }
-__device__ __forceinline__ uint4 load_shared(uint32_t address) {
+DEVICE uint4 load_shared(uint32_t address) {
   uint4 v;
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address) : "memory");
   return v;
 }
-__device__ __forceinline__ void store_shared(uint32_t address, uint4 v) {
+DEVICE void store_shared(uint32_t address, uint4 v) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 
-__device__ __forceinline__ void store_shared2(uint32_t address, float a, float b) {
+DEVICE void store_shared2(uint32_t address, float a, float b) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(a), "f"(b) : "memory");
 }
-__device__ __forceinline__ float2 load_shared2(uint32_t address) {
+DEVICE float2 load_shared2(uint32_t address) {
   float2 v;
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
   return v;
 }
-__device__ __forceinline__ float load_shared_float(uint32_t address) {
+DEVICE float load_shared_float(uint32_t address) {
   float v;
   asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(address) : "memory");
   return v;
@@ -168,7 +168,7 @@ struct Lane {
   int rank;                 // block of the cluster
   int first_unit, units;    // what the warp reads of K: its run, or all
   int own_unit, own_units;  // the units of x that the warp copies and normalises
-  __device__ __forceinline__ Lane() {
+  DEVICE Lane() {
     extern __shared__ __align__(1024) unsigned char memory[];
     shared = shared_address(memory);
     warp = threadIdx.x >> 5, lane = threadIdx.x & 31, token = lane >> 2, quarter = lane & 3;
@@ -181,7 +181,7 @@ struct Lane {
     units = SPLIT_WARPS == 1 ? kUnits : own_units;
   }
   // The first of the warp's tiles in a group of the block's.
-  __device__ __forceinline__ int tile(int group) const { return group * kBlockTiles + (SPLIT_WARPS == 1 ? warp * GROUP : 0); }
+  DEVICE int tile(int group) const { return group * kBlockTiles + (SPLIT_WARPS == 1 ? warp * GROUP : 0); }
 };
 
 // The warp's stream of weight chunks: groups of GROUP tiles, for each its units, for each the tiles of the group.
@@ -194,7 +194,7 @@ struct WeightStream {
   int group, unit = 0, tile = 0;   // the next chunk to copy
   int slot = 0;                    // the next chunk to read, and where the next copy goes
 
-  __device__ __forceinline__ WeightStream(const Lane& lane, const Tiles& t, const scalar_t* weight)
+  DEVICE WeightStream(const Lane& lane, const Tiles& t, const scalar_t* weight)
       : at(lane), tiles(t), column(weight + lane.first_unit * 64 + lane.quarter * 8), ring(lane.shared + lane.warp * kSlots * kChunkBytes),
         group(lane.units > 0 ? blockIdx.x / CLUSTER : kNoGroup) {
     for (int i = 0; i < kSlots; i++) {
@@ -204,7 +204,7 @@ struct WeightStream {
   }
 
   // Starts the copy of the next chunk into the slot that was read last. The caller commits.
-  __device__ __forceinline__ void copy_next() {
+  DEVICE void copy_next() {
     const int index = at.tile(group) + tile;
     if (group < tiles.num_groups && index < tiles.num_tiles) {
       const scalar_t* lo = column + static_cast<size_t>(tiles.lo(index, at.token)) * K + unit * 64;
@@ -223,7 +223,7 @@ struct WeightStream {
   }
 
   // The lane's 16 bytes of row lo + g (half 0) or hi + g (half 1), k 32 j + 8 t .. of the chunk in `place`.
-  __device__ __forceinline__ uint4 read(int place, int half, int j) const {
+  DEVICE uint4 read(int place, int half, int j) const {
     return load_shared(ring + place * kChunkBytes + half * 1024 + j * 512 + at.lane * 16);
   }
 };

@@ -12,8 +12,7 @@
 
 extern "C" __global__ void __launch_bounds__(256)
     KERNEL(gather_columns)(scalar_t* __restrict__ out, const scalar_t* x, const int* __restrict__ permutation, int K) {
-  pdl_launch_dependents();
-  pdl_wait();
+  pdl_begin();
   const int first = (blockIdx.x * 256 + threadIdx.x) * 8;
   if (first >= K) return;
   const int4 low = *reinterpret_cast<const int4*>(permutation + first);

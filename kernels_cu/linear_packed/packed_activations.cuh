@@ -8,20 +8,20 @@ struct RowScale {
   float eps;
 
   // Square sums of a token, by the eighths of x; with PREPARED there are none, and the finished scales lie here.
-  __device__ __forceinline__ uint32_t squares(int token) const { return at.shared + kSquareOffset + token * kRowWarps * 4; }
-  __device__ __forceinline__ uint32_t prepared(int token) const { return at.shared + kSquareOffset + token * 4; }
+  DEVICE uint32_t squares(int token) const { return at.shared + kSquareOffset + token * kRowWarps * 4; }
+  DEVICE uint32_t prepared(int token) const { return at.shared + kSquareOffset + token * 4; }
   // What prepare_rows wrote, of the token that this thread looks up; `keep` comes before a barrier.
-  __device__ __forceinline__ float load(const scalar_t* x, int T) const {
+  DEVICE float load(const scalar_t* x, int T) const {
     float scale = 1.0f;
     if (NORM && PREPARED && threadIdx.x < T)
       scale = load_written_float(reinterpret_cast<const unsigned char*>(x) + kRowScaleOffset + threadIdx.x * 4);
     return scale;
   }
-  __device__ __forceinline__ void keep(float scale, int T) const {
+  DEVICE void keep(float scale, int T) const {
     if (NORM && PREPARED && threadIdx.x < T) store_shared_float(prepared(threadIdx.x), scale);
   }
   // After a barrier behind `keep` or the square sums.
-  __device__ __forceinline__ float of(int token) const {
+  DEVICE float of(int token) const {
     if (!NORM) return 1.0f;
     return PREPARED ? load_shared_float(prepared(token)) : RowPieces::scale(squares(token), eps);
   }
@@ -33,11 +33,11 @@ struct Activations {
   const unsigned char* prepared;   // the block's part of what prepare_rows wrote
   unsigned stage = 0, last = 0;    // the stage that is read next; the stages of all rounds
 
-  __device__ __forceinline__ uint32_t base() const { return at.shared + kXOffset; }
+  DEVICE uint32_t base() const { return at.shared + kXOffset; }
 
   // x as it is in memory, times the weights of the norm, by groups of 256 threads that take tokens in turn. Before a barrier.
-  __device__ __forceinline__ void fill_normalised(const scalar_t* x, const scalar_t* norm, const RowScale& scale, WeightStream& weights,
-                                                  int T) const {
+  DEVICE void fill_normalised(const scalar_t* x, const scalar_t* norm, const RowScale& scale, WeightStream& weights,
+                              int T) const {
     constexpr int kTeams = kThreads < kRowThreads ? 1 : kThreads / kRowThreads;
     constexpr int kBatch = ROWS == 1 ? 1 : (ROWS + kTeams - 1) / kTeams;   // tokens of a team
     const int team = threadIdx.x / kRowThreads;
@@ -78,8 +78,8 @@ struct Activations {
 #if CLUSTERS
   // The block's run of x, as it is in memory, times the weights of the norm: warps take tokens in turn, and the blocks of the cluster
   // tell each other the square sums of their runs. Before a barrier.
-  __device__ __forceinline__ void fill_run_normalised(const scalar_t* x, const scalar_t* norm, const RowScale& scale, WeightStream& weights,
-                                                      int T) const {
+  DEVICE void fill_run_normalised(const scalar_t* x, const scalar_t* norm, const RowScale& scale, WeightStream& weights,
+                                  int T) const {
     constexpr int kBatch = (ROWS + kWarps - 1) / kWarps;   // tokens of a warp
     const int first = at.run * kEighthPieces, count = at.slices * 16;
     uint4 v[kBatch][kThreadPieces], weight[kThreadPieces];
@@ -122,7 +122,7 @@ struct Activations {
 
   // The block's part of x, as it is in memory. Before a barrier. `look()` comes while it is on its way.
   template <class Look>
-  __device__ __forceinline__ void fill(const scalar_t* x, WeightStream& weights, int T, Look look) const {
+  DEVICE void fill(const scalar_t* x, WeightStream& weights, int T, Look look) const {
     constexpr int kRowPieces = kBlockSlices * 16;   // of a token
     constexpr int kNeeded = (ROWS * kRowPieces + kThreads - 1) / kThreads;
     constexpr int kBatch = kOwnRuns ? kThreadPieces : kNeeded <= 2 ? kNeeded : kNeeded <= 4 ? 4 : 8;
@@ -153,7 +153,7 @@ struct Activations {
   }
 
   // A piece; its sum.
-  __device__ __forceinline__ float place(uint4 v, int piece, int token, bool is_mine) const {
+  DEVICE float place(uint4 v, int piece, int token, bool is_mine) const {
     const uint32_t to = base() + x_offset(piece, token);
     if (is_mine && WGMMA_PRODUCTS) {
 #pragma unroll
@@ -164,33 +164,33 @@ struct Activations {
     return piece_sum(v);
   }
   // The sum over the scale group of a piece.
-  __device__ __forceinline__ void place_sum(float sum, int piece, int token, bool is_mine) const {
+  DEVICE void place_sum(float sum, int piece, int token, bool is_mine) const {
     if (is_mine) store_shared_float(base() + sum_offset(piece, token), sum);
   }
 
   // What prepare_rows wrote, all at once. Before a barrier.
-  __device__ __forceinline__ void copy_prepared() const {
+  DEVICE void copy_prepared() const {
     const int bytes = (SHARED_RUN ? at.slices : kSlices) * kXSliceBytes;
     for (int i = threadIdx.x * 16; i < bytes; i += kThreads * 16) cp_async16(base() + i, prepared + i);
     cp_async_commit();
   }
 
-  __device__ __forceinline__ int stage_bytes(unsigned index) const {
+  DEVICE int stage_bytes(unsigned index) const {
     const unsigned stages = (at.slices + kStageSlices - 1) / kStageSlices;
     const int left = at.slices - index % stages * kStageSlices;
     return (left < kStageSlices ? left : kStageSlices) * kXSliceBytes;
   }
-  __device__ __forceinline__ const unsigned char* stage_source(unsigned index) const {
+  DEVICE const unsigned char* stage_source(unsigned index) const {
     const unsigned stages = (at.slices + kStageSlices - 1) / kStageSlices;
     return prepared + static_cast<size_t>(index % stages) * kStageSlices * kXSliceBytes;
   }
-  __device__ __forceinline__ uint32_t stage_place(unsigned index) const { return base() + index % kStages * kStageSlices * kXSliceBytes; }
+  DEVICE uint32_t stage_place(unsigned index) const { return base() + index % kStages * kStageSlices * kXSliceBytes; }
 #if COPY_ENGINE
   // Barriers of a stage: its bytes have come; all warps have read it.
-  __device__ __forceinline__ uint32_t full(unsigned index) const { return at.shared + kXBarrier + index % kStages * 16; }
-  __device__ __forceinline__ uint32_t empty(unsigned index) const { return full(index) + 8; }
+  DEVICE uint32_t full(unsigned index) const { return at.shared + kXBarrier + index % kStages * 16; }
+  DEVICE uint32_t empty(unsigned index) const { return full(index) + 8; }
 #endif
-  __device__ __forceinline__ void start_stage(unsigned index) const {
+  DEVICE void start_stage(unsigned index) const {
 #if COPY_ENGINE
     if (threadIdx.x != 0 || index >= last) return;
     if (index >= kStages) mbarrier_wait(empty(index), index / kStages - 1 & 1);
@@ -198,18 +198,18 @@ struct Activations {
 #endif
   }
   // Before pdl_wait, and a barrier before anyone reads.
-  __device__ __forceinline__ void prepare_stages() const {
+  DEVICE void prepare_stages() const {
 #if COPY_ENGINE
     if (threadIdx.x == 0)
       for (int i = 0; i < kStages; i++) mbarrier_init(full(i), 1), mbarrier_init(empty(i), kWarps);
     mbarrier_init_fence();
 #endif
   }
-  __device__ __forceinline__ void start_stages() const {
+  DEVICE void start_stages() const {
     for (int i = 0; i < kStages - 1; i++) start_stage(i);
   }
   // The next stage. The calling warp has read the one before it; the first thread goes on with the copies.
-  __device__ __forceinline__ uint32_t enter_stage() {
+  DEVICE uint32_t enter_stage() {
 #if COPY_ENGINE
     __syncwarp();
     if (stage > 0 && at.lane == 0) mbarrier_arrive(empty(stage - 1));

@@ -13,19 +13,19 @@ struct Exchange {
   const Lane& at;
   int num_tiles, T;
 
-  __device__ __forceinline__ uint32_t barrier() const { return at.shared + kReceivedBarrier; }
+  DEVICE uint32_t barrier() const { return at.shared + kReceivedBarrier; }
   // Of the tile at `place`.
-  __device__ __forceinline__ uint32_t received(int place, int run) const {
+  DEVICE uint32_t received(int place, int run) const {
     return at.shared + kReceivedOffset + (place / RUNS * kFilledRuns + run) * NT * 512;
   }
   // One thread.
-  __device__ __forceinline__ void expect(int round) const {
+  DEVICE void expect(int round) const {
     int count = 0;
     for (int place = at.run; place < kWarps; place += RUNS) count += Lane::tile(round, place) < num_tiles;
     mbarrier_arrive_expect(barrier(), count * kFilledRuns * ((T + 7) / 8) * 512);
   }
   // Before cluster_wait, which comes before anything is sent.
-  __device__ __forceinline__ void prepare() const {
+  DEVICE void prepare() const {
     if (threadIdx.x == 0) {
       mbarrier_init(barrier(), 1), mbarrier_init(at.shared + kSquareBarrier, 1);
       mbarrier_init_fence();
@@ -34,7 +34,7 @@ struct Exchange {
     }
     cluster_announce();
   }
-  __device__ __forceinline__ void send(const Sums& out, int round) const {
+  DEVICE void send(const Sums& out, int round) const {
     if (at.tile(round) >= num_tiles || at.slices == 0) return;
     const uint32_t to = peer_address(received(at.warp, at.run) + at.lane * 16, at.warp % RUNS);
     const uint32_t peer_barrier = peer_address(barrier(), at.warp % RUNS);
@@ -44,7 +44,7 @@ struct Exchange {
   }
   // visit(i, tile, row, token, where its lo part of the first run is) for what the thread finishes.
   template <class Visit>
-  __device__ __forceinline__ void visit_own(int round, Visit visit) const {
+  DEVICE void visit_own(int round, Visit visit) const {
     int thread;   // read here, so that nothing of the places is computed, and kept, before the products
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
 #pragma unroll
@@ -56,11 +56,11 @@ struct Exchange {
     }
   }
   template <class Epilogue>
-  __device__ __forceinline__ void look(Epilogue& epilogue, int round) const {
+  DEVICE void look(Epilogue& epilogue, int round) const {
     visit_own(round, [&](int i, int tile, int row, int token, uint32_t) { epilogue.prefetch(0, i, tile, row, token); });
   }
   template <class Epilogue>
-  __device__ __forceinline__ void finish(const Sums& out, Epilogue& epilogue, const RowScale& scale, int round, bool is_last) const {
+  DEVICE void finish(const Sums& out, Epilogue& epilogue, const RowScale& scale, int round, bool is_last) const {
     if (!RECEIVED_APART) cluster_announce();   // what lies where peers send has been read, and used: no fence
     if (!RECEIVED_APART || round > 0) cluster_wait();
     send(out, round);
@@ -85,10 +85,10 @@ struct Exchange {
 constexpr int kDeparted = 1 << 16;   // counts blocks that need an arrival counter no more
 
 // What all threads wrote before a barrier comes before the count; who has seen the count sees it.
-__device__ __forceinline__ void announce(int* counter) {
+DEVICE void announce(int* counter) {
   asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(counter) : "memory");
 }
-__device__ __forceinline__ int arrivals_seen(const int* counter) {
+DEVICE int arrivals_seen(const int* counter) {
   int count;
   asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(count) : "l"(counter) : "memory");
   return count;
@@ -98,8 +98,8 @@ __device__ __forceinline__ int arrivals_seen(const int* counter) {
 // A block waits for the others. All of a grid are on the device together: there are no more than multiprocessors, the kernels
 // before it end without it, and those after it start only when all its blocks have.
 template <class Epilogue>
-__device__ __forceinline__ void finish_grid(const Sums& out, const Lane& at, Epilogue& epilogue, const RowScale& scale, int round, int num_tiles,
-                                            int T, float4* partials, int* arrivals) {
+DEVICE void finish_grid(const Sums& out, const Lane& at, Epilogue& epilogue, const RowScale& scale, int round,
+                        int num_tiles, int T, float4* partials, int* arrivals) {
   constexpr int kRunParts = NT * 32;
   const int own = at.tile(round);
   if (own < num_tiles && at.slices > 0) {

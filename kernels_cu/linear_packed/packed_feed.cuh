@@ -16,14 +16,14 @@ struct Feed {
   int columns, T;
 
   // In place of weights that have been read.
-  __device__ __forceinline__ uint32_t row(int token) const { return at.shared + kRingOffset + token * kFeedPitch; }
+  DEVICE uint32_t row(int token) const { return at.shared + kRingOffset + token * kFeedPitch; }
   // A value of the warp's own tile.
-  __device__ __forceinline__ void keep(int token, scalar_t value) const {
+  DEVICE void keep(int token, scalar_t value) const {
     const unsigned short& bits = reinterpret_cast<const unsigned short&>(value);
     asm volatile("st.shared.b16 [%0], %1;" ::"r"(row(token) + (at.warp * 8 + at.token) * 2), "h"(bits) : "memory");
   }
   // Once all tiles of the slice are kept. A warp takes two tokens, of which a lane has one piece each.
-  __device__ __forceinline__ void pass_on(int slice) const {
+  DEVICE void pass_on(int slice) const {
     for (int first = at.warp * 2; first < T; first += kWarps * 2) {
       const int token = first + at.lane / 16, of_slice = at.lane % 16, piece = slice * 16 + of_slice;
       const bool is_there = token < T;

@@ -54,6 +54,6 @@ static_assert(RUNS == 1 || RUNS == 8, "RUNS must be 1 or 8");
 static_assert(SCALE_GROUP == 32 || SCALE_GROUP == 64 || SCALE_GROUP == 128, "SCALE_GROUP must be 32, 64 or 128");
 
 // Where a unit begins in the packed matrix.
-__device__ __forceinline__ int64_t unit_offset(int tile, int slice) {
+DEVICE int64_t unit_offset(int tile, int slice) {
   return tile * kTileBytes + slice / kRunSlices * kRunBytes + slice % kRunSlices * kUnitBytes;
 }

@@ -13,8 +13,8 @@ constexpr float kHiFactor = WEIGHT_BITS == 4 ? 16.0f : 1.0f;      // of hi's cod
 
 // out += scale * (acc - zero * sums of x) over scale group `group` of a slice, for token tiles `from` .. from + COUNT / 4 - 1.
 template <int COUNT>
-__device__ __forceinline__ void add_group(Sums& out, const float (&acc)[COUNT], int from, uint32_t unit, uint32_t x, int group,
-                                          const Lane& at) {
+DEVICE void add_group(Sums& out, const float (&acc)[COUNT], int from, uint32_t unit, uint32_t x, int group,
+                      const Lane& at) {
   const uint32_t scales = unit + kCodeBytes + group * kScaleBytes;
   const uint32_t sums = x + kXSumOffset + (group * kTokens + (ROWS == 1 ? 0 : at.quarter * 2)) * 4;
   float2 scale, zero;
@@ -42,20 +42,20 @@ __device__ __forceinline__ void add_group(Sums& out, const float (&acc)[COUNT], 
 #if WEIGHT_BITS == 4
 constexpr int kLoadBlocks = 2;    // of 32 k in 16 bytes of a lane
 using BlockCodes = uint2;         // of 32 k
-__device__ __forceinline__ BlockCodes load_codes(uint32_t unit, int block, const Lane& at) {
+DEVICE BlockCodes load_codes(uint32_t unit, int block, const Lane& at) {
   return load_shared_words(unit + block / 2 * 512 + at.lane * 16 + block % 2 * 8);
 }
-__device__ __forceinline__ void split_codes(uint32_t (&a)[4], const uint32_t* words) {
+DEVICE void split_codes(uint32_t (&a)[4], const uint32_t* words) {
   const uint32_t word = words[0], high = word >> 8;
   a[0] = word & 0x000F000Fu, a[1] = word & 0x00F000F0u, a[2] = high & 0x000F000Fu, a[3] = high & 0x00F000F0u;
 }
 #else
 constexpr int kLoadBlocks = 1;
 using BlockCodes = uint4;
-__device__ __forceinline__ BlockCodes load_codes(uint32_t unit, int block, const Lane& at) {
+DEVICE BlockCodes load_codes(uint32_t unit, int block, const Lane& at) {
   return load_shared(unit + block * 512 + at.lane * 16);
 }
-__device__ __forceinline__ void split_codes(uint32_t (&a)[4], const uint32_t* words) {
+DEVICE void split_codes(uint32_t (&a)[4], const uint32_t* words) {
   a[0] = __byte_perm(words[0], 0, 0x4240), a[1] = __byte_perm(words[1], 0, 0x4240);
   a[2] = __byte_perm(words[0], 0, 0x4341), a[3] = __byte_perm(words[1], 0, 0x4341);
 }
@@ -65,7 +65,7 @@ constexpr int kStepWords = WEIGHT_BITS / 4;   // of a lane for 16 k
 #if WGMMA_PRODUCTS
 // As multiply_slices. All four warps of a warpgroup, whether they have a tile or not.
 template <int S>
-__device__ __forceinline__ void multiply_together(Sums& out, uint32_t unit, uint32_t x, const Lane& at) {
+DEVICE void multiply_together(Sums& out, uint32_t unit, uint32_t x, const Lane& at) {
   constexpr int kSteps = SCALE_GROUP / 16;   // of 16 k in a scale group
   constexpr int kHeld = NT == 8 && kThreads > 512 && kSteps > 4 ? 4 : kSteps;   // with codes in registers at a time
 #pragma unroll
@@ -108,7 +108,7 @@ __device__ __forceinline__ void multiply_together(Sums& out, uint32_t unit, uint
 
 // out += S slices: units from `unit` on, x from `x` on. Each is a sum of its own, added in order; S > 1 needs one scale group a slice.
 template <int S>
-__device__ __forceinline__ void multiply_slices(Sums& out, uint32_t unit, uint32_t x, const Lane& at) {
+DEVICE void multiply_slices(Sums& out, uint32_t unit, uint32_t x, const Lane& at) {
   constexpr int kGroupBlocks = SCALE_GROUP / 32;
   // Token tiles whose sums over a scale group are in registers together.
   constexpr int kPart = NT < 4 ? NT : kThreads < 512 ? 4 : (kThreads == 512 ? 16 : 8) / NT;
@@ -146,7 +146,7 @@ __device__ __forceinline__ void multiply_slices(Sums& out, uint32_t unit, uint32
 }
 
 template <int S>
-__device__ __forceinline__ void multiply(Sums& out, uint32_t unit, uint32_t x, const Lane& at, bool has_tile) {
+DEVICE void multiply(Sums& out, uint32_t unit, uint32_t x, const Lane& at, bool has_tile) {
 #if WGMMA_PRODUCTS
   multiply_together<S>(out, unit, x, at);
 #else
@@ -156,7 +156,7 @@ __device__ __forceinline__ void multiply(Sums& out, uint32_t unit, uint32_t x, c
 
 // One row: out[i] += a slice of the tile whose unit is units[i], tiles side by side, each as multiply_slices would add it.
 template <int TILES>
-__device__ __forceinline__ void multiply_tiles(Sums (&out)[TILES], const uint32_t (&units)[TILES], uint32_t x, const Lane& at) {
+DEVICE void multiply_tiles(Sums (&out)[TILES], const uint32_t (&units)[TILES], uint32_t x, const Lane& at) {
   constexpr int kGroupBlocks = SCALE_GROUP / 32;
 #pragma unroll
   for (int group = 0; group < kUnitScales; group++) {
@@ -184,7 +184,7 @@ __device__ __forceinline__ void multiply_tiles(Sums (&out)[TILES], const uint32_
 }
 
 // Sums in units of the codes and of x as it was.
-__device__ __forceinline__ void finish_sums(Sums& out) {
+DEVICE void finish_sums(Sums& out) {
 #pragma unroll
   for (int i = 0; i < NT; i++)
 #pragma unroll

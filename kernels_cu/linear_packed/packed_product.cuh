@@ -23,7 +23,7 @@ constexpr bool kLooksLate = LINEAR == 0;                          // `look` read
 constexpr bool kSettlesLate = !SHARED_RUN || NT < 8;              // more tiles leave no registers for what is read before the products
 
 // The warp's run of one tile.
-__device__ __forceinline__ void accumulate(Sums& out, WeightStream& weights, Activations& x, const Lane& at, bool has_tile) {
+DEVICE void accumulate(Sums& out, WeightStream& weights, Activations& x, const Lane& at, bool has_tile) {
   // Slices with several scale groups come one by one: the groups' sums are added slice by slice, whatever ROWS is.
   constexpr bool kCanJoin = kUnitScales == 1 && kChunkSlices % kTogetherSlices == 0 && (kResident || kStageSlices % kTogetherSlices == 0);
   constexpr int kTogether = kCanJoin ? kTogetherSlices : 1;
@@ -57,8 +57,8 @@ __device__ __forceinline__ void accumulate(Sums& out, WeightStream& weights, Act
 // One row, a run of one slice: the products of all rounds side by side, since those of a slice are a chain.
 constexpr bool kJoinsRounds = KEPT_ROUNDS > 1 && kRunSlices == 1 && kSlots >= KEPT_ROUNDS;
 
-__device__ __forceinline__ void accumulate_rounds(Sums (&out)[KEPT_ROUNDS], const WeightStream& weights, const Activations& x,
-                                                  const Lane& at) {
+DEVICE void accumulate_rounds(Sums (&out)[KEPT_ROUNDS], const WeightStream& weights, const Activations& x,
+                              const Lane& at) {
   uint32_t units[KEPT_ROUNDS];
 #pragma unroll
   for (int round = 0; round < KEPT_ROUNDS; round++) {
@@ -79,7 +79,7 @@ __device__ __forceinline__ void accumulate_rounds(Sums (&out)[KEPT_ROUNDS], cons
 
 // SHARED_RUN = 0: sums over the runs, in order. `visit(nt, i, tile, row, token, pair)` for what the thread finishes.
 template <class Visit>
-__device__ __forceinline__ void visit_pairs(int nt, int round, int num_tiles, int T, Visit visit) {
+DEVICE void visit_pairs(int nt, int round, int num_tiles, int T, Visit visit) {
 #pragma unroll
   for (int i = 0; i < kThreadPairs; i++) {
     const int pair = threadIdx.x + i * kThreads, token = nt * 8 + (pair & 3) * 2 + (pair >> 5 & 1), tile = Lane::tile(round, pair >> 6);
@@ -88,8 +88,8 @@ __device__ __forceinline__ void visit_pairs(int nt, int round, int num_tiles, in
 }
 
 template <class Epilogue>
-__device__ __forceinline__ void finish_block(const Sums& out, const Lane& at, Epilogue& epilogue, const RowScale& scale, int round,
-                                             bool is_last, int num_tiles, int T) {
+DEVICE void finish_block(const Sums& out, const Lane& at, Epilogue& epilogue, const RowScale& scale, int round,
+                         bool is_last, int num_tiles, int T) {
   constexpr bool kKeeps = KEPT_ROUNDS > 1;   // sums of each round in their own place, until the last
   const uint32_t to = at.shared + kPartialOffset + ((kKeeps ? round * kWarps : 0) + at.warp) * 512 + at.lane * 8;
 #pragma unroll
@@ -118,7 +118,7 @@ __device__ __forceinline__ void finish_block(const Sums& out, const Lane& at, Ep
 #if FEEDS
 // All warps, at the end of the block's one round.
 template <class Epilogue>
-__device__ __forceinline__ void finish_rows(const Sums& out, const Lane& at, const Epilogue& epilogue, const RowScale& scale, int, int T) {
+DEVICE void finish_rows(const Sums& out, const Lane& at, const Epilogue& epilogue, const RowScale& scale, int, int T) {
   const Feed feed{at, epilogue.out, epilogue.prepared, epilogue.F, T};
   __syncthreads();
 #pragma unroll
@@ -134,7 +134,7 @@ __device__ __forceinline__ void finish_rows(const Sums& out, const Lane& at, con
 }
 #else
 template <class Epilogue>
-__device__ __forceinline__ void finish_rows(const Sums& out, const Lane& at, Epilogue& epilogue, const RowScale& scale, int tile, int T) {
+DEVICE void finish_rows(const Sums& out, const Lane& at, Epilogue& epilogue, const RowScale& scale, int tile, int T) {
 #pragma unroll
   for (int nt = 0; nt < NT; nt++)
 #pragma unroll
@@ -155,8 +155,8 @@ __device__ __forceinline__ void finish_rows(const Sums& out, const Lane& at, Epi
 
 // The whole product; the epilogue as in linear_product.cuh. x (T, K), or with PREPARED what prepare_rows wrote.
 template <class Epilogue>
-__device__ __forceinline__ void packed_product(Epilogue& epilogue, int num_tiles, const scalar_t* x, const scalar_t* norm,
-                                           const void* weight, float4* partials, int* arrivals, int T, float eps) {
+DEVICE void packed_product(Epilogue& epilogue, int num_tiles, const scalar_t* x, const scalar_t* norm,
+                           const void* weight, float4* partials, int* arrivals, int T, float eps) {
   constexpr bool kNormalises = NORM && !PREPARED;
   static_assert(!kNormalises || !SHARED_RUN || RUNS == 1 || CLUSTERS, "a block that sees one run of x cannot normalise it");
   const Lane at;

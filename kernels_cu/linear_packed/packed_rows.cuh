@@ -54,13 +54,13 @@ constexpr int kThreadPieces = (kEighthPieces + 31) / 32;
 
 // Where piece k / 8 of a token begins; with WGMMA_PRODUCTS its four words are kXWordStride bytes apart.
 constexpr int kXWordStride = NT * 128;
-__device__ __forceinline__ int x_offset(int piece, int token) {
+DEVICE int x_offset(int piece, int token) {
   const int block = (piece >> 4) * kXSliceBytes + (piece >> 2 & 3) * kXBlockBytes;
   if (WGMMA_PRODUCTS) return block + (token >> 3) * 128 + (token & 7) * 16 + (piece & 3) * 4;
   return block + (ROWS == 1 ? 0 : (token >> 3) * 512 + (token & 7) * 64) + (piece & 3) * 16;
 }
 
-__device__ __forceinline__ uint4 scaled(uint4 v) {
+DEVICE uint4 scaled(uint4 v) {
 #ifdef CPMRT_BF16
   scalar2_t* pairs = reinterpret_cast<scalar2_t*>(&v);
 #pragma unroll
@@ -70,7 +70,7 @@ __device__ __forceinline__ uint4 scaled(uint4 v) {
 }
 
 // round(v * w), times kNormScale: what enters the product of a normalised row. Its 1 / rms comes after the product.
-__device__ __forceinline__ uint4 weighted(uint4 v, uint4 w) {
+DEVICE uint4 weighted(uint4 v, uint4 w) {
 #ifdef CPMRT_BF16
   scalar2_t* values = reinterpret_cast<scalar2_t*>(&v);
   const scalar2_t* weights = reinterpret_cast<const scalar2_t*>(&w);
@@ -88,7 +88,7 @@ __device__ __forceinline__ uint4 weighted(uint4 v, uint4 w) {
   return v;
 }
 
-__device__ __forceinline__ float square_sum(uint4 v, float sum) {
+DEVICE float square_sum(uint4 v, float sum) {
   const uint32_t* values = &v.x;
 #pragma unroll
   for (int e = 0; e < 4; e++) {
@@ -99,46 +99,46 @@ __device__ __forceinline__ float square_sum(uint4 v, float sum) {
 }
 
 // Written by the kernel before this one: not through the read-only path.
-__device__ __forceinline__ float load_written_float(const void* source) {
+DEVICE float load_written_float(const void* source) {
   float v;
   asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(source) : "memory");
   return v;
 }
 
 // Keeps all work on v behind the statements before this one, such as copies of weights, which need not wait for v.
-__device__ __forceinline__ void stay_behind(uint4& v) {
+DEVICE void stay_behind(uint4& v) {
   asm volatile("" : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)::"memory");
 }
 
-__device__ __forceinline__ uint4 load_shared(uint32_t address) {
+DEVICE uint4 load_shared(uint32_t address) {
   uint4 v;
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address) : "memory");
   return v;
 }
-__device__ __forceinline__ void store_shared(uint32_t address, uint4 v) {
+DEVICE void store_shared(uint32_t address, uint4 v) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
-__device__ __forceinline__ uint32_t load_shared_word(uint32_t address) {
+DEVICE uint32_t load_shared_word(uint32_t address) {
   uint32_t v;
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
   return v;
 }
-__device__ __forceinline__ uint2 load_shared_words(uint32_t address) {
+DEVICE uint2 load_shared_words(uint32_t address) {
   uint2 v;
   asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address) : "memory");
   return v;
 }
-__device__ __forceinline__ void store_shared_word(uint32_t address, uint32_t word) {
+DEVICE void store_shared_word(uint32_t address, uint32_t word) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(word) : "memory");
 }
-__device__ __forceinline__ void store_shared_float(uint32_t address, float a) {
+DEVICE void store_shared_float(uint32_t address, float a) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(a) : "memory");
 }
-__device__ __forceinline__ float load_shared_float(uint32_t address) { return __uint_as_float(load_shared_word(address)); }
-__device__ __forceinline__ void store_shared2(uint32_t address, float a, float b) {
+DEVICE float load_shared_float(uint32_t address) { return __uint_as_float(load_shared_word(address)); }
+DEVICE void store_shared2(uint32_t address, float a, float b) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(a), "f"(b) : "memory");
 }
-__device__ __forceinline__ float2 load_shared2(uint32_t address) {
+DEVICE float2 load_shared2(uint32_t address) {
   const uint2 v = load_shared_words(address);
   return make_float2(__uint_as_float(v.x), __uint_as_float(v.y));
 }
@@ -148,27 +148,27 @@ __device__ __forceinline__ float2 load_shared2(uint32_t address) {
 struct RowPieces {
   uint4 norm[kThreadPieces];
   // Before pdl_wait: the weights come from memory, x from the L2.
-  __device__ __forceinline__ static void prefetch_norm(const scalar_t* weights) {
+  DEVICE static void prefetch_norm(const scalar_t* weights) {
     const int line = threadIdx.x * 64;
     if (line < IN_FEATURES) asm volatile("prefetch.global.L2 [%0];" ::"l"(weights + line));
   }
   // kPieces or more: the thread has none.
-  __device__ __forceinline__ static int piece(int i) {
+  DEVICE static int piece(int i) {
     const int of_eighth = threadIdx.x % 32 + i * 32;
     return of_eighth < kEighthPieces ? threadIdx.x / 32 % kRowWarps * kEighthPieces + of_eighth : kPieces;
   }
-  __device__ __forceinline__ void load_norm(const scalar_t* weights) {
+  DEVICE void load_norm(const scalar_t* weights) {
 #pragma unroll
     for (int i = 0; i < kThreadPieces; i++)
       if (piece(i) < kPieces) norm[i] = load16(weights + piece(i) * 8);
   }
-  __device__ __forceinline__ static float warp_square_sum(float sum) {
+  DEVICE static float warp_square_sum(float sum) {
 #pragma unroll
     for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, distance);
     return sum;
   }
   // What a row's sums are multiplied by, from the square sums of the warps at `squares`: 1 / rms, and what kNormScale leaves.
-  __device__ __forceinline__ static float scale(uint32_t squares, float eps) {
+  DEVICE static float scale(uint32_t squares, float eps) {
     float total = 0.0f;
 #pragma unroll
     for (int warp = 0; warp < kRowWarps; warp++) total += load_shared_float(squares + warp * 4);
@@ -180,18 +180,18 @@ struct RowPieces {
 constexpr int kRowScaleOffset = IN_FEATURES / 128 * kXSliceBytes;
 
 // Where the sum over the scale group of piece k / 8 lies.
-__device__ __forceinline__ int sum_offset(int piece, int token) {
+DEVICE int sum_offset(int piece, int token) {
   return (piece >> 4) * kXSliceBytes + kXSumOffset + ((piece & 15) / kGroupLanes * kTokens + token) * 4;
 }
 
 // The sum of a piece, which is part of that over its scale group.
-__device__ __forceinline__ float piece_sum(uint4 v) {
+DEVICE float piece_sum(uint4 v) {
   const float2 a = unpack2(v.x), b = unpack2(v.y), c = unpack2(v.z), d = unpack2(v.w);
   return ((a.x + a.y) + (b.x + b.y)) + ((c.x + c.y) + (d.x + d.y));
 }
 
 // A piece of what prepare_rows writes, in its place.
-__device__ __forceinline__ void store_prepared(unsigned char* prepared, int piece, int token, uint4 v) {
+DEVICE void store_prepared(unsigned char* prepared, int piece, int token, uint4 v) {
   unsigned char* const place = prepared + x_offset(piece, token);
   if (WGMMA_PRODUCTS) {
 #pragma unroll
@@ -202,13 +202,13 @@ __device__ __forceinline__ void store_prepared(unsigned char* prepared, int piec
 }
 
 // The sum of a scale group times a code of 8 (ZEROS: 1).
-__device__ __forceinline__ float group_sum(float sum) { return sum * kCodeScale * (ZEROS ? kCodeScale2 : kCodeScale2 * 8.0f); }
+DEVICE float group_sum(float sum) { return sum * kCodeScale * (ZEROS ? kCodeScale2 : kCodeScale2 * 8.0f); }
 
 // Sums over scale groups, times a code of 8 (ZEROS: 1), of COUNT pieces a lane: kGroupLanes neighbouring lanes hold a group. All lanes
 // of a warp. `store(i, sum)` for piece i, in one lane of each group. Neighbours are added first, whatever COUNT is; with more than
 // one piece each lane goes on with half of them.
 template <int COUNT, class Store, int DISTANCE = 1, int HELD = COUNT>
-__device__ __forceinline__ void sum_groups(float (&sums)[COUNT], Store store, int first = 0, bool stores = true) {
+DEVICE void sum_groups(float (&sums)[COUNT], Store store, int first = 0, bool stores = true) {
   const bool is_upper = threadIdx.x & DISTANCE;
   if constexpr (DISTANCE == kGroupLanes) {
 #pragma unroll

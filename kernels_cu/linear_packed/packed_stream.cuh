@@ -109,7 +109,7 @@ static_assert(kEpilogueOffset + kEpilogueBytes <= SMEM_BYTES, "SMEM_BYTES is too
 
 #if COPY_ENGINE
 // Starts a copy of `bytes` (a multiple of 16) that arrives at `barrier`. One thread.
-__device__ __forceinline__ void copy_bulk(uint32_t shared, const void* source, int bytes, uint32_t barrier) {
+DEVICE void copy_bulk(uint32_t shared, const void* source, int bytes, uint32_t barrier) {
   mbarrier_arrive_expect(barrier, bytes);
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
                "l"(source), "r"(bytes), "r"(barrier)
@@ -122,7 +122,7 @@ struct Lane {
   uint32_t shared;                  // start of dynamic shared memory
   int warp, lane, token, quarter;   // token = g (also the row inside a tile half), quarter = t
   int run, slices;                  // the warp's part of K; the slices in it
-  __device__ __forceinline__ Lane() {
+  DEVICE Lane() {
     extern __shared__ __align__(1024) unsigned char memory[];
     shared = shared_address(memory);
     warp = threadIdx.x >> 5, lane = threadIdx.x & 31, token = lane >> 2, quarter = lane & 3;
@@ -130,8 +130,8 @@ struct Lane {
     slices = run < kSlices / kRunSlices ? kRunSlices : run == kSlices / kRunSlices ? kSlices % kRunSlices : 0;
   }
   // The warp's tile in a round of the grid; tile `place` of the block.
-  __device__ __forceinline__ int tile(int round) const { return tile(round, SHARED_RUN ? warp : warp / RUNS); }
-  __device__ __forceinline__ static int tile(int round, int place) {
+  DEVICE int tile(int round) const { return tile(round, SHARED_RUN ? warp : warp / RUNS); }
+  DEVICE static int tile(int round, int place) {
     const int block = SHARED_RUN ? blockIdx.x / RUNS : blockIdx.x, blocks = SHARED_RUN ? gridDim.x / RUNS : gridDim.x;
     return FEEDS ? (round * blocks + block) * kBlockTiles + place : (round * kBlockTiles + place) * blocks + block;
   }
@@ -147,7 +147,7 @@ struct WeightStream {
   int slot = 0;                     // the next chunk to read, and where the next copy goes
   int parity = 1;                   // of the phase that the slot's next chunk ends; 0 once the ring is filled
 
-  __device__ __forceinline__ WeightStream(const Lane& lane, const void* packed, int tiles)
+  DEVICE WeightStream(const Lane& lane, const void* packed, int tiles)
       : at(lane), weight(static_cast<const unsigned char*>(packed) + lane.run * kRunBytes), num_tiles(lane.slices > 0 ? tiles : 0),
         ring(lane.shared + kRingOffset + lane.warp * kSlots * kChunkBytes), barriers(lane.shared + lane.warp * kMaxSlots * 8) {
 #if COPY_ENGINE
@@ -159,12 +159,12 @@ struct WeightStream {
     for (int i = 0; i < kEarlySlots; i++) copy_next();
   }
   // The rest of the ring, behind the loads of x.
-  __device__ __forceinline__ void fill_ring() {
+  DEVICE void fill_ring() {
     for (int i = kEarlySlots; i < kSlots; i++) copy_next();
   }
 
   // Starts the copy of the next chunk into the slot that was read last.
-  __device__ __forceinline__ void copy_next() {
+  DEVICE void copy_next() {
     const int tile = at.tile(round);
     if (tile < num_tiles) {
       const int left = at.slices - slice, bytes = (left < kChunkSlices ? left : kChunkSlices) * kUnitBytes;
@@ -187,7 +187,7 @@ struct WeightStream {
   }
 
   // The next chunk in shared memory, once it is there.
-  __device__ __forceinline__ uint32_t wait() {
+  DEVICE uint32_t wait() {
 #if COPY_ENGINE
     mbarrier_wait(barriers + slot * 8, parity);
 #else
@@ -197,7 +197,7 @@ struct WeightStream {
     return ring + slot * kChunkBytes;
   }
   // The warp has read the chunk.
-  __device__ __forceinline__ void release() {
+  DEVICE void release() {
     __syncwarp();
     copy_next();
   }

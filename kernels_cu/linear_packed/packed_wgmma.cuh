@@ -8,7 +8,7 @@
 // 16 k of x at `shared`: [2][token tile][8 tokens] 16 bytes. With IN_UNIFORM a shuffle tells the compiler that all lanes have the same
 // address: it then keeps this and the descriptors after it in uniform registers, and adds nothing lane by lane.
 template <int NT, bool IN_UNIFORM>
-__device__ __forceinline__ uint64_t tokens_descriptor(uint32_t shared) {
+DEVICE uint64_t tokens_descriptor(uint32_t shared) {
   if (IN_UNIFORM) shared = __shfl_sync(0xFFFFFFFFu, shared, 0);
   return static_cast<uint64_t>(128 >> 4) << 32 | static_cast<uint64_t>(NT * 128 >> 4) << 16 | (shared & 0x3FFFF) >> 4;
 }

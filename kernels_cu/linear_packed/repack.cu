@@ -30,7 +30,7 @@ static_assert(WEIGHT_BITS == 4 || FORMAT == 0, "codes of 8 bits come in FORMAT 0
 #include <cuda_bf16.h>
 
 // Row `row` (0 to 15, from 8 on hi) of a tile, as the Tiles structs of linear_epilogue.cuh have it; num_rows: of the whole weight.
-__device__ __forceinline__ int tile_row(int tile, int row, int num_rows) {
+DEVICE int tile_row(int tile, int row, int num_rows) {
 #if LINEAR == 0
   constexpr int kHeadTiles = HEAD_DIM / 16;
   return tile / kHeadTiles * HEAD_DIM + tile % kHeadTiles * 8 + row % 8 + row / 8 * (HEAD_DIM / 2);
@@ -42,7 +42,7 @@ __device__ __forceinline__ int tile_row(int tile, int row, int num_rows) {
 }
 
 // The inverse for eight rows: x tile, y 0 for lo and 1 for hi.
-__device__ __forceinline__ int2 tile_half(int first_row, int num_rows) {
+DEVICE int2 tile_half(int first_row, int num_rows) {
 #if LINEAR == 0
   constexpr int kHalf = HEAD_DIM / 2;
   return make_int2(first_row / HEAD_DIM * (HEAD_DIM / 16) + first_row % kHalf / 8, first_row % HEAD_DIM / kHalf);
@@ -54,7 +54,7 @@ __device__ __forceinline__ int2 tile_half(int first_row, int num_rows) {
 }
 
 // The code of row n and column k of a source with N rows.
-__device__ __forceinline__ uint32_t source_code(const uint32_t* codes, int n, int k, int N) {
+DEVICE uint32_t source_code(const uint32_t* codes, int n, int k, int N) {
 #if FORMAT == 0
   constexpr int kWordCodes = 32 / WEIGHT_BITS;
   return codes[static_cast<int64_t>(k / kWordCodes) * N + n] >> (k % kWordCodes * WEIGHT_BITS) & ((1 << WEIGHT_BITS) - 1);
@@ -73,7 +73,7 @@ __device__ __forceinline__ uint32_t source_code(const uint32_t* codes, int n, in
 }
 
 // Where the scale of row n in group `group` of `groups` lies.
-__device__ __forceinline__ int64_t scale_index(int n, int group, int groups, int N) {
+DEVICE int64_t scale_index(int n, int group, int groups, int N) {
 #if FORMAT == 2
   return static_cast<int64_t>(n) * groups + group;
 #elif FORMAT == 3
@@ -85,7 +85,7 @@ __device__ __forceinline__ int64_t scale_index(int n, int group, int groups, int
 #endif
 }
 
-__device__ __forceinline__ uint32_t source_zero(const uint32_t* zeros, uint32_t addend, int n, int group, int groups, int N) {
+DEVICE uint32_t source_zero(const uint32_t* zeros, uint32_t addend, int n, int group, int groups, int N) {
   const int64_t word = FORMAT == 2 ? static_cast<int64_t>(n / 8) * groups + group : static_cast<int64_t>(group) * (N / 8) + n / 8;
   return zeros[word] + addend >> (FORMAT == 1 ? (n % 2 * 4 + n % 8 / 2) * 4 : n % 8 * 4) & 15;
 }
@@ -93,8 +93,7 @@ __device__ __forceinline__ uint32_t source_zero(const uint32_t* zeros, uint32_t 
 // The codes of rows first_row .. + N - 1 of a weight with num_rows rows; the others' stay. `permutation` (K) int32 or null.
 extern "C" __global__ void __launch_bounds__(256) KERNEL(repack_codes)(
     unsigned char* packed, const uint32_t* codes, const int* permutation, int first_row, int N, int num_rows, int num_tiles) {
-  pdl_launch_dependents();
-  pdl_wait();
+  pdl_begin();
   constexpr int kParts = kCodeBytes / 512, kPartColumns = kSliceColumns / kParts, kHiShift = WEIGHT_BITS % 8;
   constexpr uint32_t kLoBits = WEIGHT_BITS == 4 ? 0x0F0F0F0Fu : ~0u, kHiBits = WEIGHT_BITS == 4 ? 0xF0F0F0F0u : ~0u;
   const int64_t total = static_cast<int64_t>(num_tiles) * kSlices * kParts * 32;
@@ -130,8 +129,7 @@ extern "C" __global__ void __launch_bounds__(256) KERNEL(repack_codes)(
 extern "C" __global__ void __launch_bounds__(256) KERNEL(repack_scales)(
     unsigned char* packed, const uint16_t* scales, const uint32_t* zeros, int first_row, int N, int num_rows, int num_tiles,
     int group_size, int scales_fp16, int zero_addend) {
-  pdl_launch_dependents();
-  pdl_wait();
+  pdl_begin();
   constexpr int kScales = kSlices * kUnitScales;
   const int groups = K / group_size;
   const int64_t total = static_cast<int64_t>(num_tiles) * kScales * 16;
@@ -151,8 +149,7 @@ extern "C" __global__ void __launch_bounds__(256) KERNEL(repack_scales)(
 // out (count, K) scalar_t = rows first_row .. + count - 1 of the weight, columns in stored order. first_row is a multiple of 8.
 extern "C" __global__ void __launch_bounds__(256) KERNEL(dequantize)(
     scalar_t* out, const unsigned char* packed, int first_row, int count, int num_rows) {
-  pdl_launch_dependents();
-  pdl_wait();
+  pdl_begin();
   const int lane = threadIdx.x % 32;
   const int64_t total = static_cast<int64_t>((count + 7) / 8) * kSlices;
   for (int64_t i = (static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x) / 32; i < total; i += static_cast<int64_t>(gridDim.x) * 8) {

@@ -14,8 +14,7 @@ constexpr int kLoads = 8;
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     KERNEL(read_bandwidth)(uint32_t* __restrict__ out, const uint4* __restrict__ data, int num_tiles) {
-  pdl_launch_dependents();
-  pdl_wait();
+  pdl_begin();
   uint32_t found = 0;
   for (int tile = blockIdx.x; tile < num_tiles; tile += gridDim.x) {
     const uint4* source = data + static_cast<int64_t>(tile) * (kLoads * kThreads) + threadIdx.x;

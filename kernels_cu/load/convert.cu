@@ -16,17 +16,16 @@
 
 #ifdef CPMRT_BF16
 using other_t = __half;
-__device__ __forceinline__ float widen(other_t value) { return __half2float(value); }
+DEVICE float widen(other_t value) { return __half2float(value); }
 #else
 using other_t = __nv_bfloat16;
-__device__ __forceinline__ float widen(other_t value) { return __bfloat162float(value); }
+DEVICE float widen(other_t value) { return __bfloat162float(value); }
 #endif
-__device__ __forceinline__ float widen(float value) { return value; }
+DEVICE float widen(float value) { return value; }
 
 template <typename T>
-__device__ __forceinline__ void convert(scalar_t* out, uint32_t* overflow, const T* in, int n) {
-  pdl_launch_dependents();
-  pdl_wait();
+DEVICE void convert(scalar_t* out, uint32_t* overflow, const T* in, int n) {
+  pdl_begin();
   bool infinite = false;
   for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n; i += (int64_t)gridDim.x * blockDim.x) {
     const scalar_t value = from_float(widen(in[i]));

@@ -11,14 +11,14 @@
 
 constexpr int kWords = 4;
 
-__device__ __forceinline__ unsigned long long mix(unsigned long long state) {
+DEVICE unsigned long long mix(unsigned long long state) {
   state = (state ^ (state >> 30)) * 0xbf58476d1ce4e5b9ull;
   state = (state ^ (state >> 27)) * 0x94d049bb133111ebull;
   return state ^ (state >> 31);
 }
 
 // Two standard normal values from two 16-bit integers. The halves keep the logarithm finite.
-__device__ __forceinline__ float2 normal_pair(unsigned radius_bits, unsigned angle_bits) {
+DEVICE float2 normal_pair(unsigned radius_bits, unsigned angle_bits) {
   const float radius = sqrtf(-2.f * __logf((radius_bits + 0.5f) * 0x1p-16f));
   float sine, cosine;
   sincospif((angle_bits + 0.5f) * 0x1p-15f, &sine, &cosine);
@@ -27,8 +27,7 @@ __device__ __forceinline__ float2 normal_pair(unsigned radius_bits, unsigned ang
 
 // formula: out[i] = 64 random bits, a function of (seed, i) only.  operands: out (n) uint64.  oracle: none, they are codes.
 extern "C" __global__ void KERNEL(fill_words)(unsigned long long* __restrict__ out, int64_t n, unsigned long long seed) {
-  pdl_launch_dependents();
-  pdl_wait();
+  pdl_begin();
   const int64_t stride = (int64_t)gridDim.x * blockDim.x;
   for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n; i += stride)
     out[i] = mix(seed + (i + 1) * 0x9e3779b97f4a7c15ull);
@@ -36,8 +35,7 @@ extern "C" __global__ void KERNEL(fill_words)(unsigned long long* __restrict__ o
 
 extern "C" __global__ void KERNEL(fill_normal)(scalar_t* __restrict__ out, int64_t n, unsigned long long seed,
                                                float mean, float deviation) {
-  pdl_launch_dependents();
-  pdl_wait();
+  pdl_begin();
   const int64_t groups = (n + kWords - 1) / kWords, stride = (int64_t)gridDim.x * blockDim.x;
   for (int64_t group = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; group < groups; group += stride) {
     const unsigned long long bits = mix(seed + (group + 1) * 0x9e3779b97f4a7c15ull);

@@ -20,8 +20,7 @@
 extern "C" __global__ void __launch_bounds__(256)
     KERNEL(round_weights)(uint32_t* __restrict__ codes, scalar_t* __restrict__ scales, uint32_t* __restrict__ fault,
                      const scalar_t* __restrict__ w, int N, int K, int group_size) {
-  pdl_launch_dependents();
-  pdl_wait();
+  pdl_begin();
   constexpr int kLargest = (1 << WEIGHT_BITS - 1) - 1, kWords = WEIGHT_BITS / 4, kWordCodes = 8 / kWords;
   const int64_t pieces = static_cast<int64_t>(N) * (K / 8), index = static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x;
   const bool inside = index < pieces;

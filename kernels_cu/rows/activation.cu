@@ -15,19 +15,16 @@
 #endif
 static_assert(INTERMEDIATE % 8 == 0, "INTERMEDIATE must be a multiple of 8");
 
-__device__ __forceinline__ float silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
+DEVICE float silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
 
-__device__ __forceinline__ uint32_t gated(uint32_t gate, uint32_t up) {
+DEVICE uint32_t gated(uint32_t gate, uint32_t up) {
   const float2 g = unpack2(gate), u = unpack2(up);
   return pack2(silu(g.x) * u.x, silu(g.y) * u.y);
 }
 
-// What an earlier kernel of the step wrote is not __restrict__: the compiler may move a load that it takes for one of
-// a constant before pdl_wait.
 extern "C" __global__ void __launch_bounds__(256)
     KERNEL(silu_mul)(scalar_t* __restrict__ out, const scalar_t* gate_up, int num_rows) {
-  pdl_launch_dependents();
-  pdl_wait();
+  pdl_begin();
   constexpr int kPieces = INTERMEDIATE / 8;
   const int64_t piece = blockIdx.x * static_cast<int64_t>(256) + threadIdx.x;
   const int64_t row = piece / kPieces, column = piece % kPieces * 8;

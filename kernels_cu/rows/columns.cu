@@ -10,13 +10,10 @@
 //   layout    a thread moves 16 bytes
 #include "copy.cuh"
 
-// What an earlier kernel of the step wrote is not __restrict__: the compiler may move a load that it takes for one of
-// a constant before pdl_wait.
 extern "C" __global__ void __launch_bounds__(256)
     KERNEL(copy_columns)(scalar_t* __restrict__ out, const scalar_t* x, int first, int out_columns, int columns,
                          int num_rows) {
-  pdl_launch_dependents();
-  pdl_wait();
+  pdl_begin();
   const int64_t item = blockIdx.x * static_cast<int64_t>(256) + threadIdx.x;
   const int vectors = columns / 8;
   const int64_t row = item / vectors;
@@ -25,8 +22,7 @@ extern "C" __global__ void __launch_bounds__(256)
 }
 
 extern "C" __global__ void __launch_bounds__(256) KERNEL(clear)(scalar_t* __restrict__ out, int count) {
-  pdl_launch_dependents();
-  pdl_wait();
+  pdl_begin();
   const int item = blockIdx.x * 256 + threadIdx.x;
   if (item < count) store16(out + static_cast<int64_t>(item) * 8, make_uint4(0, 0, 0, 0));
 }

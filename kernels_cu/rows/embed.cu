@@ -14,18 +14,15 @@
 #endif
 static_assert(HIDDEN % 8 == 0, "HIDDEN must be a multiple of 8");
 
-__device__ __forceinline__ uint32_t scaled(uint32_t pair, float scale) {
+DEVICE uint32_t scaled(uint32_t pair, float scale) {
   const float2 v = unpack2(pair);
   return pack2(v.x * scale, v.y * scale);
 }
 
-// What an earlier kernel of the step wrote is not __restrict__: the compiler may move a load that it takes for one of
-// a constant before pdl_wait.
 extern "C" __global__ void __launch_bounds__(128)
     KERNEL(embed)(scalar_t* __restrict__ x, const int32_t* token_ids, const int32_t* slots,
                   const scalar_t* __restrict__ table, float scale) {
-  pdl_launch_dependents();
-  pdl_wait();
+  pdl_begin();
   const int64_t row = blockIdx.x;
   const bool used = slots[row] >= 0;
   const scalar_t* source = table + static_cast<int64_t>(used ? token_ids[row] : 0) * HIDDEN;

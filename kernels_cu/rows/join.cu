@@ -20,7 +20,7 @@
 static_assert(A_COLUMNS % 8 == 0 && B_COLUMNS % 8 == 0, "A_COLUMNS and B_COLUMNS must be multiples of 8");
 
 template <int COLUMNS>
-__device__ __forceinline__ void join_half(scalar_t* out, const scalar_t* x, const scalar_t* weight, float eps) {
+DEVICE void join_half(scalar_t* out, const scalar_t* x, const scalar_t* weight, float eps) {
   if (weight != nullptr) {
     normalise_row<COLUMNS>(out, x, weight, eps);
     return;
@@ -28,13 +28,10 @@ __device__ __forceinline__ void join_half(scalar_t* out, const scalar_t* x, cons
   for (int column = threadIdx.x * 8; column < COLUMNS; column += kThreads * 8) store16(out + column, load16(x + column));
 }
 
-// What an earlier kernel of the step wrote is not __restrict__: the compiler may move a load that it takes for one of
-// a constant before pdl_wait.
 extern "C" __global__ void __launch_bounds__(kThreads)
     KERNEL(join)(scalar_t* __restrict__ joined, const scalar_t* a, const scalar_t* __restrict__ a_norm, const scalar_t* b,
                  const scalar_t* __restrict__ b_norm, float eps) {
-  pdl_launch_dependents();
-  pdl_wait();
+  pdl_begin();
   const int64_t row = blockIdx.x;
   scalar_t* const out = joined + row * (A_COLUMNS + B_COLUMNS);
   if (blockIdx.y == 0) {

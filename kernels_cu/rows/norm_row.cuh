@@ -5,12 +5,12 @@
 
 constexpr int kThreads = 256;
 
-__device__ __forceinline__ float squares(uint32_t pair) {
+DEVICE float squares(uint32_t pair) {
   const float2 v = unpack2(pair);
   return v.x * v.x + v.y * v.y;
 }
 
-__device__ __forceinline__ uint32_t normalised(uint32_t pair, uint32_t weight, float scale) {
+DEVICE uint32_t normalised(uint32_t pair, uint32_t weight, float scale) {
   const float2 v = unpack2(pair), w = unpack2(weight);
   return pack2(v.x * scale * w.x, v.y * scale * w.y);
 }
@@ -18,7 +18,7 @@ __device__ __forceinline__ uint32_t normalised(uint32_t pair, uint32_t weight, f
 // out[c] = round(x[c] / sqrt(mean(x^2) + eps) * weight[c]) for COLUMNS columns, a multiple of 8; x was written by an earlier
 // kernel of the step, which the caller has waited for.
 template <int COLUMNS>
-__device__ __forceinline__ void normalise_row(scalar_t* out, const scalar_t* x, const scalar_t* weight, float eps) {
+DEVICE void normalise_row(scalar_t* out, const scalar_t* x, const scalar_t* weight, float eps) {
   constexpr int kTurns = (COLUMNS / 8 + kThreads - 1) / kThreads;
   __shared__ float shared[kThreads / 32];
   uint4 held[kTurns];

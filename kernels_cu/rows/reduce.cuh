@@ -2,14 +2,14 @@
 #pragma once
 #include "types.cuh"
 
-__device__ __forceinline__ float warp_sum(float value) {
+DEVICE float warp_sum(float value) {
 #pragma unroll
   for (int distance = 16; distance > 0; distance /= 2) value += __shfl_xor_sync(0xFFFFFFFFu, value, distance);
   return value;
 }
 
 template <int WARPS>
-__device__ __forceinline__ float block_sum(float value, float* shared) {
+DEVICE float block_sum(float value, float* shared) {
   value = warp_sum(value);
   if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = value;
   __syncthreads();

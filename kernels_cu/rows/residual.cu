@@ -14,18 +14,15 @@
 #endif
 static_assert(HIDDEN % 8 == 0, "HIDDEN must be a multiple of 8");
 
-__device__ __forceinline__ uint32_t added(uint32_t pair, uint32_t addend, uint32_t bias, float scale) {
+DEVICE uint32_t added(uint32_t pair, uint32_t addend, uint32_t bias, float scale) {
   const float2 v = unpack2(pair), y = unpack2(addend), b = unpack2(bias);
   return pack2(v.x + scale * (y.x + b.x), v.y + scale * (y.y + b.y));
 }
 
-// What an earlier kernel of the step wrote is not __restrict__: the compiler may move a load that it takes for one of
-// a constant before pdl_wait.
 extern "C" __global__ void __launch_bounds__(256)
     KERNEL(residual_add)(scalar_t* x, const scalar_t* y, const scalar_t* __restrict__ bias,
                          int num_rows, float scale) {
-  pdl_launch_dependents();
-  pdl_wait();
+  pdl_begin();
   constexpr int kPieces = HIDDEN / 8;
   const int64_t piece = blockIdx.x * static_cast<int64_t>(256) + threadIdx.x;
   if (piece >= static_cast<int64_t>(num_rows) * kPieces) return;

@@ -6,7 +6,7 @@
 #include "types.cuh"
 
 // Four random words of the counter (group, position, 0, 0).
-__device__ __forceinline__ uint4 philox(uint32_t group, uint32_t position, uint64_t seed) {
+DEVICE uint4 philox(uint32_t group, uint32_t position, uint64_t seed) {
   uint4 c = make_uint4(group, position, 0u, 0u);
   uint32_t key_low = static_cast<uint32_t>(seed), key_high = static_cast<uint32_t>(seed >> 32);
 #pragma unroll
@@ -21,8 +21,6 @@ __device__ __forceinline__ uint4 philox(uint32_t group, uint32_t position, uint6
 }
 
 // (top 23 bits + 1/2) / 2^23: exact, never 0 or 1.
-__device__ __forceinline__ float uniform(uint32_t word) {
-  return (static_cast<float>(word >> 9) + 0.5f) * 0x1p-23f;
-}
+DEVICE float uniform(uint32_t word) { return (static_cast<float>(word >> 9) + 0.5f) * 0x1p-23f; }
 
-__device__ __forceinline__ float gumbel(uint32_t word) { return -logf(-logf(uniform(word))); }
+DEVICE float gumbel(uint32_t word) { return -logf(-logf(uniform(word))); }

@@ -6,15 +6,14 @@
 struct Ending {
   int num_stop_ids, stop_id, num_generated, max_new_tokens;
 
-  __device__ __forceinline__ explicit Ending(const SlotState* state)
+  DEVICE explicit Ending(const SlotState* state)
       : num_stop_ids(state->num_stop_ids), stop_id(state->stop_ids[threadIdx.x % kMaxStopIds]),
         num_generated(state->num_generated), max_new_tokens(state->max_new_tokens) {}
 };
 
 // Warp 0 of a row's first block: what the token changes, and the row's result.
-__device__ __forceinline__ void finish_row(ResultRecord* results, SlotState* state, const Ending& ending,
-                                           uint32_t* token_counts, uint64_t sequence, int row, int token,
-                                           bool has_logprobs) {
+DEVICE void finish_row(ResultRecord* results, SlotState* state, const Ending& ending, uint32_t* token_counts,
+                       uint64_t sequence, int row, int token, bool has_logprobs) {
   const int lane = threadIdx.x;
   const bool stops = __any_sync(0xFFFFFFFFu, lane < ending.num_stop_ids && ending.stop_id == token);
   if (lane != 0) return;

@@ -22,11 +22,9 @@
 struct SlotCounts {
   const uint32_t* words;
 
-  __device__ __forceinline__ uint32_t of(int token) const { return words[token]; }
+  DEVICE uint32_t of(int token) const { return words[token]; }
 };
 
-// What an earlier kernel of the step wrote is not __restrict__: the compiler may move a load that it takes for one of
-// a constant before pdl_wait.
 extern "C" __global__ void __launch_bounds__(kThreads, 1) ROW_BLOCKS
     KERNEL(sample)(ResultRecord* __restrict__ results, SlotState* states, uint32_t* token_counts, const float* logits,
                    const int32_t* slots, const StepContext* context) {

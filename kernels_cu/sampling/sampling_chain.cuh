@@ -35,9 +35,7 @@ struct Shared {
 };
 
 // Probability relative to the largest, in units of 2^-40.
-__device__ __forceinline__ uint64_t mass_of(float below_maximum) {
-  return __float2ull_rn(expf(below_maximum) * 0x1p40f);
-}
+DEVICE uint64_t mass_of(float below_maximum) { return __float2ull_rn(expf(below_maximum) * 0x1p40f); }
 
 struct Larger {
   __device__ static uint64_t of(uint64_t a, uint64_t b) { return a > b ? a : b; }
@@ -65,9 +63,9 @@ struct Row {
   int position, block, parity;
   bool is_adjusted;  // by penalties or biases
 
-  __device__ __forceinline__ int end_group() const { return min((block + 1) * kBlockGroups, kGroups); }
+  DEVICE int end_group() const { return min((block + 1) * kBlockGroups, kGroups); }
 
-  __device__ __forceinline__ void load(float (&values)[4], int group) const {
+  DEVICE void load(float (&values)[4], int group) const {
     if (VOCAB % 4 == 0) {
       const float4 v = *reinterpret_cast<const float4*>(logits + group * 4);
       values[0] = v.x, values[1] = v.y, values[2] = v.z, values[3] = v.w;
@@ -78,7 +76,7 @@ struct Row {
   }
 
   // z of a token: the oracle's operations one by one.
-  __device__ __forceinline__ float adjust(float logit, int token) const {
+  DEVICE float adjust(float logit, int token) const {
     if (is_adjusted) {
       const uint32_t word = token_counts.of(token), count = word & ~(kSeen | kBiased);
       if (word & kBiased) logit = __fadd_rn(logit, logit_bias_of(state, token));
@@ -94,7 +92,7 @@ struct Row {
   // visit(value, token) for the block's tokens: raw logits, or z. The first pass finds them in L2 and needs several
   // loads in flight; later ones find them in L1, and short code serves them better.
   template <bool RAW, int UNROLL = 1, typename Visit>
-  __device__ __forceinline__ void for_each(Visit visit) const {
+  DEVICE void for_each(Visit visit) const {
 #pragma unroll UNROLL
     for (int group = block * kBlockGroups + threadIdx.x; group < end_group(); group += kThreads) {
       float values[4];
@@ -109,7 +107,7 @@ struct Row {
 
   // The values of all threads of the row in one; everyone gets it. Integers, so no order matters.
   template <typename Operation>
-  __device__ __forceinline__ uint64_t combine(uint64_t value) {
+  DEVICE uint64_t combine(uint64_t value) {
 #pragma unroll
     for (int distance = 16; distance > 0; distance /= 2) {
       value = Operation::of(value, __shfl_xor_sync(0xFFFFFFFFu, value, distance));
@@ -127,17 +125,17 @@ struct Row {
     return value;
   }
 
-  __device__ __forceinline__ int step_of(float z) const {
+  DEVICE int step_of(float z) const {
     return static_cast<int>(fminf(__fsub_rn(maximum, z) * kStepsPerUnit, static_cast<float>(kTail)));
   }
 
-  __device__ __forceinline__ bool kept(float z, Cut cut) const {
+  DEVICE bool kept(float z, Cut cut) const {
     const int step = step_of(z);
     return step < cut.step || (step == cut.step && ordered(z) >= cut.key);
   }
 };
 
-__device__ __forceinline__ void clear_histogram(Shared* shared) {
+DEVICE void clear_histogram(Shared* shared) {
   for (int bin = threadIdx.x; bin < kBins; bin += kThreads) {
     shared->counts[bin] = 0, shared->mass_low[bin] = 0, shared->mass_high[bin] = 0;
   }
@@ -145,7 +143,7 @@ __device__ __forceinline__ void clear_histogram(Shared* shared) {
 }
 
 template <bool MASS>
-__device__ __forceinline__ void add_token(Shared* shared, int bin, float below_maximum) {
+DEVICE void add_token(Shared* shared, int bin, float below_maximum) {
   atomicAdd(&shared->counts[bin], 1u);
   if (!MASS) return;
   const uint64_t mass = mass_of(below_maximum);
@@ -156,7 +154,7 @@ __device__ __forceinline__ void add_token(Shared* shared, int bin, float below_m
 }
 
 // Every block sums a share of the bins over all blocks and hands the sums to all.
-__device__ __forceinline__ void merge_histograms(Shared* shared, int block) {
+DEVICE void merge_histograms(Shared* shared, int block) {
   row_barrier();
   if (threadIdx.x == 0) shared->found_digit = -1;  // everyone has read the last one
   for (int i = threadIdx.x; i < kBins / kBlocks; i += kThreads) {
@@ -186,7 +184,7 @@ struct Digit {
 
 // The bin in which the running sum over the row's bins reaches `goal`. `share` > 0: the goal is that share of the sum.
 template <bool MASS>
-__device__ __forceinline__ Digit find_digit(Shared* shared, uint64_t& goal, float share) {
+DEVICE Digit find_digit(Shared* shared, uint64_t& goal, float share) {
   const int first = 2 * threadIdx.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const uint64_t a = MASS ? shared->row_masses[first] : shared->row_counts[first];
   const uint64_t b = MASS ? shared->row_masses[first + 1] : shared->row_counts[first + 1];
@@ -221,7 +219,7 @@ __device__ __forceinline__ Digit find_digit(Shared* shared, uint64_t& goal, floa
 // The cut at the goal-th largest z (MASS false), or where the sum of probabilities, largest first and only of what
 // `outer` keeps, reaches `share` of its total. Tokens with the same z stay or go together.
 template <bool MASS, typename Counts>
-__device__ __forceinline__ Cut select(const Row<Counts>& row, uint64_t goal, float share, Cut outer) {
+DEVICE Cut select(const Row<Counts>& row, uint64_t goal, float share, Cut outer) {
   int step = -1, shift = 0;
   uint32_t low = 0, high = 0;  // keys that the step's tokens may have
   while (true) {
@@ -258,7 +256,7 @@ __device__ __forceinline__ Cut select(const Row<Counts>& row, uint64_t goal, flo
 }
 
 template <typename Counts>
-__device__ __forceinline__ Cut filter(const Row<Counts>& row, int top_k, float top_p) {
+DEVICE Cut filter(const Row<Counts>& row, int top_k, float top_p) {
   Cut cut = {kTail, 0};
   if (0 < top_k && top_k < VOCAB) cut = select<false>(row, top_k, 0.0f, cut);
   if (top_p < 1.0f) {
@@ -271,7 +269,7 @@ __device__ __forceinline__ Cut filter(const Row<Counts>& row, int top_k, float t
 
 // The arg max of z + noise among what the filters keep.
 template <typename Counts>
-__device__ __forceinline__ int draw(Row<Counts>& row, Cut cut, float log_min_p) {
+DEVICE int draw(Row<Counts>& row, Cut cut, float log_min_p) {
   const float minus_infinity = __uint_as_float(0xFF800000u), least = __fadd_rn(row.maximum, log_min_p);
   uint64_t best = 0;
 #pragma unroll 1
@@ -294,7 +292,7 @@ __device__ __forceinline__ int draw(Row<Counts>& row, Cut cut, float log_min_p) 
 
 // Log-probabilities of the chosen token and of the `count` best, from the raw logits, one pass over the row for each.
 template <typename Counts>
-__device__ __forceinline__ void write_logprobs(TokenLogprobs* out, Row<Counts>& row, int chosen, int count) {
+DEVICE void write_logprobs(TokenLogprobs* out, Row<Counts>& row, int chosen, int count) {
   uint64_t best = 0, sum = 0;
   row.template for_each<true>([&](float logit, int token) { best = Larger::of(best, candidate(logit, token)); });
   const float maximum = unordered(static_cast<uint32_t>(row.template combine<Larger>(best) >> 32));
@@ -322,7 +320,7 @@ __device__ __forceinline__ void write_logprobs(TokenLogprobs* out, Row<Counts>& 
 }
 
 template <typename Counts>
-__device__ __forceinline__ void set_request(Row<Counts>& row, const SlotState* state, Shared* shared) {
+DEVICE void set_request(Row<Counts>& row, const SlotState* state, Shared* shared) {
   row.state = state;
   row.shared = shared;
   row.seed = state->seed;
@@ -339,7 +337,7 @@ __device__ __forceinline__ void set_request(Row<Counts>& row, const SlotState* s
 
 // The row's token. It ends with a barrier of the row: every block has read the state, none is read from any more.
 template <typename Counts>
-__device__ __forceinline__ int sample_row(Row<Counts>& row, int top_k, float top_p, float log_min_p) {
+DEVICE int sample_row(Row<Counts>& row, int top_k, float top_p, float log_min_p) {
   uint64_t best = 0;
   row.template for_each<false, 4>([&](float z, int token) { best = Larger::of(best, candidate(z, token)); });
   best = row.template combine<Larger>(best);

@@ -19,7 +19,7 @@ struct PathCounts {
   const int* path;
   int length;
 
-  __device__ __forceinline__ uint32_t of(int token) const {
+  DEVICE uint32_t of(int token) const {
     uint32_t word = words[token];
     for (int i = 0; i < length; i++) {
       if (path[i] == token) word = (word + 1) | kSeen;
@@ -28,8 +28,6 @@ struct PathCounts {
   }
 };
 
-// What an earlier kernel of the step wrote is not __restrict__: the compiler may move a load that it takes for one of
-// a constant before pdl_wait.
 extern "C" __global__ void __launch_bounds__(kThreads, 1) ROW_BLOCKS
     KERNEL(sample_tree)(DraftTree* tree, TokenLogprobs* __restrict__ node_logprobs, const SlotState* states,
                         const uint32_t* token_counts, const float* logits, const int32_t* slots) {

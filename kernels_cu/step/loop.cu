@@ -21,8 +21,7 @@ extern "C" __global__ void __launch_bounds__(kMaxRows)
     KERNEL(loop_end)(ResultRecord* __restrict__ results, StepContext* context, const SlotState* states,
                      const int32_t* slots, uint64_t loop, int num_passes, int num_steps, int num_rows,
                      int num_words) {
-  pdl_launch_dependents();
-  pdl_wait();
+  pdl_begin();
   const int row = threadIdx.x, slot = row < num_rows ? slots[row] : -1;
   const uint64_t sequence = context->sequence;
   const int passed = context->num_passed + 1, left = (num_passes - passed) * num_steps;

@@ -31,16 +31,12 @@
 static_assert(sizeof(SlotState) / 4 <= 1024, "admit copies the state with one word a thread");
 static_assert(HIDDEN % 8 == 0, "HIDDEN must be a multiple of 8");
 
-// What an earlier kernel of the step wrote is not __restrict__: the compiler may move a load that it takes for one of
-// a constant before pdl_wait.
-
 extern "C" __global__ void KERNEL(admit)(SlotState* states, uint32_t* __restrict__ token_counts,
                                          int32_t* __restrict__ block_tables, int32_t* __restrict__ capacities,
                                          int32_t* __restrict__ carry_counts, ResultRecord* __restrict__ results,
                                          StepContext* context, const uint8_t* __restrict__ commands,
                                          int command_bytes, int pages_per_sequence) {
-  pdl_launch_dependents();
-  pdl_wait();
+  pdl_begin();
   Command header;
   const Command* command = take_command(header, context, commands, command_bytes, kAdmit);
   const int slot = header.slot, num_pages = header.num_rows;
@@ -68,8 +64,7 @@ extern "C" __global__ void KERNEL(recall)(SlotState* states, uint32_t* __restric
                                           int32_t* __restrict__ history, ResultRecord* __restrict__ results,
                                           StepContext* context, const uint8_t* __restrict__ commands,
                                           int command_bytes, int max_context) {
-  pdl_launch_dependents();
-  pdl_wait();
+  pdl_begin();
   Command header;
   const Command* command = take_command(header, context, commands, command_bytes, kRecall);
   const int count = header.num_rows, slot = header.slot;
@@ -92,8 +87,7 @@ extern "C" __global__ void KERNEL(step_begin)(int32_t* __restrict__ token_ids, i
                                               int32_t* __restrict__ history, ResultRecord* __restrict__ results,
                                               StepContext* context, const uint8_t* __restrict__ commands,
                                               int command_bytes, int max_context, int num_rows) {
-  pdl_launch_dependents();
-  pdl_wait();
+  pdl_begin();
   constexpr int kHeaderWords = sizeof(Command) / 4;
   __shared__ alignas(16) int words[kHeaderWords + kMaxRows];
   const int32_t* command = reinterpret_cast<const int32_t*>(next_command(context, commands, command_bytes));
@@ -132,8 +126,7 @@ extern "C" __global__ void KERNEL(prefill_begin)(int32_t* __restrict__ token_ids
                                                  int32_t* __restrict__ history, StepContext* context,
                                                  const uint8_t* __restrict__ commands, int command_bytes,
                                                  int max_context, int num_rows) {
-  pdl_launch_dependents();
-  pdl_wait();
+  pdl_begin();
   Command header;
   const Command* command = take_command(header, context, commands, command_bytes, kPrefill);
   const int count = header.num_rows, slot = header.slot, start = header.start;
@@ -160,15 +153,13 @@ extern "C" __global__ void KERNEL(prefill_begin)(int32_t* __restrict__ token_ids
 // The last launch of a prefill: a chunk before the last has no token. After the last one the sampler reports.
 extern "C" __global__ void KERNEL(prefill_end)(ResultRecord* __restrict__ results, const int32_t* chunk,
                                                const StepContext* context) {
-  pdl_launch_dependents();
-  pdl_wait();
+  pdl_begin();
   if (threadIdx.x == 0 && !chunk[3]) publish(results, context->sequence, 0, kNoToken, false);
 }
 
 // slots[0] is the chunk's slot already.
 extern "C" __global__ void KERNEL(first_begin)(scalar_t* x, const int32_t* chunk) {
-  pdl_launch_dependents();
-  pdl_wait();
+  pdl_begin();
   const int column = (blockIdx.x * blockDim.x + threadIdx.x) * 8, last = chunk[2] - 1;
   if (column < HIDDEN && last > 0) store16(x + column, load16(x + static_cast<int64_t>(last) * HIDDEN + column));
 }
