@@ -5,15 +5,8 @@
 #include "copy.cuh"
 #include "mma.cuh"
 
-#ifndef HEAD_DIM
-#error "HEAD_DIM must be defined: elements of a head, 64, 96 or 128"
-#endif
-#ifndef GROUP
-#error "GROUP must be defined: query heads of one KV head"
-#endif
 static_assert(HEAD_DIM == 64 || HEAD_DIM == 96 || HEAD_DIM == 128, "HEAD_DIM must be 64, 96 or 128");
 
-constexpr int kPageTokens = 64;
 constexpr int kRowBytes = HEAD_DIM * 2;
 constexpr int kRowChunks = HEAD_DIM / 8;  // 16-byte chunks of a row
 constexpr int kDimSteps = HEAD_DIM / 16;  // k-steps of q k

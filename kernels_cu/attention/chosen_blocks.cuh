@@ -1,11 +1,14 @@
 // What neighbouring rows of a chunk chose, as one list of blocks for the thread block that takes them: who reads a block,
 // and whether a warpgroup's warps take it together or each for its own row.
-//
-// The including file defines kWarpgroups that multiply, with kTileRows rows at most each (one a warp), and kThreads.
 #pragma once
-#include "attention.cuh"
-#include "tma.cuh"
+#include "wgmma_attention.cuh"
 
+constexpr int kWarpgroups = 3;  // that multiply: two leave the tensor cores waiting for the softmax more often
+constexpr int kThreads = (kWarpgroups + 1) * kWarpgroupThreads;
+constexpr int kWarps = kThreads / 32;
+constexpr int kHeads = 16;
+static_assert(GROUP % kHeads == 0, "GROUP must be a multiple of 16");
+constexpr int kTileRows = kWarpgroupRows / kHeads;  // neighbours in a warpgroup's product, at most, one a warp
 constexpr int kRows = kWarpgroups * kTileRows;  // of the block, at most
 constexpr int kReaders = kWarpgroups * 4;       // warps
 constexpr int kNoRow = 31;

@@ -6,6 +6,7 @@
 //   operands  k1_pages (P, K, 4, D), k2_pages (P, K, D), k_pages (P, K, 64, D) scalar_t, compress_path: (layers, P, ...),
 //             the keys before RoPE where the config wants them; with FP8 uint8 codes, k_scales (P, K) float32;
 //             positions, slots (T) int32; block_tables (B, pages_per_sequence) int32. A row of slot -1 stores nothing
+//   constants HEAD_DIM: elements of a head: 64, 96 or 128. FP8: 1 reads codes and scales
 //   launch    compress_keys: grid (T / rows_per_block rounded up, K, 2: k1 and k2), block D / 2; compress_path: grid
 //             (layers * K, 5: four windows of k1, one of k2), block D / 2; no shared memory
 //   numerics  float32, summed token by token from the first, rounded once
@@ -13,17 +14,12 @@
 //   source    InfLLM-v2 (arXiv 2509.24663)
 //   layout    a thread sums two neighbouring elements, so that the order of a sum is that of its tokens. Of 16
 //             consecutive rows one ends a window: a block of a chunk takes so many
+#if !defined(HEAD_DIM) || !defined(FP8)
+#error "a constant is not defined"
+#endif
 #include "draft_tree.cuh"
 #include "e4m3.cuh"
 #include "window_mean.cuh"
-
-#ifndef HEAD_DIM
-#error "HEAD_DIM must be defined: elements of a head, 64, 96 or 128"
-#endif
-
-#ifndef FP8
-#error "FP8 must be defined: 1 reads codes and scales"
-#endif
 
 constexpr int kFine = 16, kCoarse = kPageTokens;  // tokens between windows; a window is two of these long
 #if !FP8

@@ -18,6 +18,10 @@
 // blocks         [T, K heads, num_selected] int32, ascending, the row's own block the last, read with SELECTED only; with
 //                SELECTED 2 the rows that see everything are left to prefill_attention: nothing is stored
 // num_splits     into how many runs a long row's pages are cut, a multiple of kCluster
+// constants      HEAD_DIM: elements of a head: 64, 96 or 128. GROUP: query heads of a KV head. STAGES: depth of a
+//                warp's ring in pages, at least 2. PORTABLE: 1 leaves clusters out on sm_90 and later too. TREE: 1
+//                reads tree_masks and tree_base. WINDOW: how many of a row's last keys it sees, 0 for all. SELECTED: 1
+//                and 2 read blocks. FP8: 1 reads codes and scales
 // grid           (kCluster * a, units * T, b) for a * b clusters of a row; block 128 in clusters of kCluster along x;
 //                shared memory 16 * D * 2 + STAGES * 64 * D * 4 bytes, and in clusters 5 * kHeads * D more
 // launched after linear_qkv or rope_append, which let this kernel start once all before them have finished: where keys
@@ -26,52 +30,33 @@
 //                rounded to scalar_t for the product with v, the result is rounded once when stored
 // oracle         NumpyOps.decode_attention
 // source         Flash-Decoding (Dao et al. 2023), FlashAttention-2 (arXiv 2307.08691)
-// layout         The query heads of a KV head are the rows of m16n8k16 tiles, so a page is read once for all of them (more than 16
-//                heads: several blocks, the later ones out of the L2). A row's pages are cut into runs whose length depends on that
-//                row's length and the number of splits alone: a row's bits do not depend on its neighbours. A row of a tree is that
-//                of its path alone: its keys take the places that they would have, only where they are copied from differs. So it
-//                is with the blocks that a row chose. Of each page a warp takes 16 keys through a ring of its own, filled with
-//                cp.async by the lanes that read it: no barrier in the stream. A partial is (normalised output, log2 of the sum of
-//                weights); the four warps are merged through shared memory, the blocks of a cluster by sending each other what
-//                belongs to the other's slice of the heads' outputs (stores that a barrier there counts: a barrier of the cluster
-//                costs a fence and a second one keeps blocks alive), and clusters through the workspace, where the last one to
-//                arrive merges the slice: one block that reads all partials, as without clusters (below sm_90), needs 10 us and
-//                more. Short rows stay in one cluster and never touch the workspace. The grid need not cover num_splits, clusters
-//                take several turns: a grid for 64 rows of the longest context would be mostly blocks that start, find nothing and
-//                leave. Those that have nothing to do come last.
+// layout         The query heads of a KV head are the rows of m16n8k16 tiles, so that a page is read once for all of
+//                them (more than 16 heads: several blocks, the later ones out of the L2). A row's pages are cut into
+//                runs by that row's length and the number of splits alone: a row's bits do not depend on its
+//                neighbours. The keys of a tree's path, or of chosen blocks, take the places that they would have
+//                alone: only where they are copied from differs. Of each page a warp takes 16 keys through a ring of
+//                its own, filled by the lanes that read it: no barrier in the stream. A partial is (normalised output,
+//                log2 of the sum of weights). The four warps are merged through shared memory, the blocks of a cluster
+//                by sending each other slices of the output, clusters through the workspace, where the last one to
+//                arrive merges; a short row stays in one cluster. The grid need not cover num_splits: clusters take
+//                several turns, and those that have nothing to do come last. Why not otherwise: tools/log/attention.md
+#if !defined(HEAD_DIM) || !defined(GROUP) || !defined(STAGES) || !defined(PORTABLE) || !defined(TREE) || \
+    !defined(WINDOW) || !defined(SELECTED) || !defined(FP8)
+#error "a constant is not defined"
+#endif
 #include "attention.cuh"
 
-#ifndef STAGES
-#error "STAGES must be defined: depth of a warp's ring in pages, at least 2"
-#endif
-#ifndef PORTABLE
-#error "PORTABLE must be defined: 1 leaves clusters out on sm_90 and later too"
-#endif
-#ifndef TREE
-#error "TREE must be defined: 1 reads tree_masks and tree_base"
-#endif
-#ifndef WINDOW
-#error "WINDOW must be defined: how many of a row's last keys it sees; 0 for all"
-#endif
-#ifndef SELECTED
-#error "SELECTED must be defined: 1 and 2 read blocks"
-#endif
-#ifndef FP8
-#error "FP8 must be defined: 1 reads codes and scales"
-#endif
 static_assert(!FP8 || !TREE, "nodes that move would change their scales");
 static_assert(!SELECTED || WINDOW == 0, "a row chooses among all its blocks");
 static_assert(STAGES >= 2, "a warp's ring also holds its float32 output");
 
-#if __CUDA_ARCH__ >= 900 && !PORTABLE
-#define IN_CLUSTERS
-#define CLUSTER_LAUNCH __cluster_dims__(8, 1, 1)
+#include "decode_block.cuh"
+
+#if IN_CLUSTERS
+#define CLUSTER_LAUNCH __cluster_dims__(kCluster, 1, 1)
 #else
 #define CLUSTER_LAUNCH
 #endif
-#define LISTED_LATE 0
-
-#include "decode_block.cuh"
 
 // The first pages and the query, by all warps. Of one row (`is_early`) what is older than the kernel before this one is
 // read before the wait. The blocks of several rows find no room before the end of that kernel: theirs is the query that
@@ -80,9 +65,8 @@ DEVICE void begin(WarpState& state, unsigned char* shared, const scalar_t* q, co
                   const Keys& keys, bool is_early) {
   Query query;
   if (SELECTED) query.read(q, heads, load16_written);
-#if TREE
-  const PathNode node = stream.path.look_up(stream.block_table);
-#endif
+  PathNode node;
+  if (TREE) node = stream.path.look_up(stream.block_table);
   stream.locate();
   if (!is_early && !SELECTED) {
     pdl_wait();
@@ -90,9 +74,7 @@ DEVICE void begin(WarpState& state, unsigned char* shared, const scalar_t* q, co
   }
   stream.fill(keys);
   pdl_launch_dependents();  // now: a row's few pages would wait 3 us and more behind the next kernel's weights
-#if TREE
-  stream.path.keep(node, stream.page_stride);
-#endif
+  if (TREE) stream.path.keep(node, stream.page_stride);
   if (is_early) pdl_wait();
   stream.load_scales();
   const bool has_new = (TREE || is_early) && stream.fill_new(keys);
@@ -101,6 +83,10 @@ DEVICE void begin(WarpState& state, unsigned char* shared, const scalar_t* q, co
   if (has_new) cp_async_wait_all();
   __syncthreads();
   load_query(state, shared_address(shared));
+}
+
+DEVICE void attend(WarpState& state, Stream& stream, const Keys& keys, int page, int num_pages, float factor) {
+  attend(state, stream, keys, page, num_pages, factor, [] {});
 }
 
 extern "C" __global__ void CLUSTER_LAUNCH __launch_bounds__(kThreads, 2)
@@ -128,9 +114,7 @@ KERNEL(decode_attention)(scalar_t* __restrict__ out, float* partials, int* arriv
   const bool is_early = !SELECTED && num_rows == 1;
   if (SELECTED) pdl_wait();  // the kernel before this one chose the pages
   const int slot = __ldcg(slots + row), position = __ldcg(positions + row);
-#if TREE
-  const uint64_t mask = __ldcg(tree_masks + row);
-#endif
+  const uint64_t mask = TREE ? __ldcg(tree_masks + row) : 0;
   const int base = TREE ? __ldcg(tree_base + row) : position;
 #if SELECTED
   const bool chooses = position >= dense_context;
@@ -151,21 +135,14 @@ KERNEL(decode_attention)(scalar_t* __restrict__ out, float* partials, int* arriv
   }
   const Cut cut(keys, num_splits);
   if (first_cluster >= cut.clusters()) return;
-#ifdef IN_CLUSTERS
   __shared__ uint64_t received;
   const uint32_t barrier = shared_address(&received);
-  prepare_received(barrier);
-#endif
-  cluster_announce();
+  if (IN_CLUSTERS) prepare_received(barrier);
   const int64_t head_offset = (int64_t)(kv_head * kPageTokens + warp * kKeys) * HEAD_DIM;
   const int64_t page_stride = (int64_t)num_kv_heads * kPageTokens * HEAD_DIM;
   const int* block_table = block_tables + (int64_t)slot * pages_per_sequence;
-#if TREE
   __shared__ int64_t path_table[kMaxNodes];
   const Path path = {path_table, base, base - skipped, mask};
-#else
-  const Path path = {};
-#endif
   const int64_t unit = blockIdx.y;
   Target target = {out, partials + unit * (num_splits / kCluster) * kVectors * 5, first_cluster, cut.clusters()};
   const int turns = divided(target.used_clusters - first_cluster + num_clusters - 1, num_clusters);
@@ -191,7 +168,8 @@ KERNEL(decode_attention)(scalar_t* __restrict__ out, float* partials, int* arriv
   if (stream.count > 0) {
     begin(state, shared, q, heads, stream, keys, is_early);
   } else {
-    pdl_begin();
+    pdl_launch_dependents();
+    pdl_wait();
   }
   for (int turn = 0; turn < turns; ++turn, run += run_stride, target.cluster += num_clusters) {
     const bool is_last = turn + 1 == turns;
@@ -200,13 +178,10 @@ KERNEL(decode_attention)(scalar_t* __restrict__ out, float* partials, int* arriv
     if (run < cut.num_runs) {
       begin_run(state);
       const int page = cut.first_page + run * cut.run_pages, pages = min(cut.run_pages, cut.first_page + cut.num_pages - page);
-#if !FP8
-      if (turns == 1 && pages <= STAGES) {
+      if (!FP8 && turns == 1 && pages <= STAGES) {
         attend_filled(state, stream, keys, page, pages, scale * kLog2e);
         room.k_tile = stream.ring;
-      } else
-#endif
-      {
+      } else {
         attend(state, stream, keys, page, pages, scale * kLog2e);
         room = stream.advance();
       }
@@ -214,7 +189,7 @@ KERNEL(decode_attention)(scalar_t* __restrict__ out, float* partials, int* arriv
       results += room.k_tile - stream.ring;
       __syncthreads();
     }
-#ifdef IN_CLUSTERS
+#if IN_CLUSTERS
     const int members = min(kCluster, cut.num_runs - target.cluster * kCluster);
     if (threadIdx.x == 0) mbarrier_arrive_expect(barrier, members * kReceivedBytes);
     cluster_wait();  // the peers' barriers exist, and what they received before has been used

@@ -1,10 +1,8 @@
 // What a block of decode attention does beside reading pages: the query's tile, and merging the results of its warps, of
 // the blocks of a cluster, and of clusters through the workspace.
-//
-// The including file defines what decode_warp.cuh asks for, and IN_CLUSTERS where blocks merge their results in clusters.
 #pragma once
-#include "decode_cut.cuh"
 #include "partials.cuh"
+#include "decode_warp.cuh"
 
 constexpr int kWarps = kSlices;
 constexpr int kThreads = 32 * kWarps;
@@ -14,8 +12,6 @@ constexpr int kVectors = kHeads * HEAD_DIM / 4;  // float4 pieces of the block's
 constexpr int kSlice = kVectors / kCluster;
 static_assert(kVectors % kCluster == 0, "slices are equal: peers count their bytes");
 constexpr int kQueryBytes = 16 * kRowBytes;
-
-#include "decode_warp.cuh"
 static_assert(16 * HEAD_DIM * 4 == kStageBytes, "a warp's output takes a place of its ring");
 
 // ---- a block's part of q and out
@@ -136,17 +132,19 @@ struct Target {
   }
 };
 
-#ifdef IN_CLUSTERS
+// ---- in clusters
+
 constexpr int kReceivedOffset = kQueryBytes + kWarps * STAGES * kStageBytes;  // [peer][slice] outputs, then log sums
 constexpr int kReceivedBytes = 20 * kSlice;                                   // from each peer
 
-// The barrier that counts what peers send. All threads, before they announce themselves to the cluster.
+// The barrier that counts what peers send; all threads announce it to the cluster.
 DEVICE void prepare_received(uint32_t barrier) {
   if (threadIdx.x == 0) {
     mbarrier_init(barrier, 1);
     mbarrier_init_fence();
   }
   __syncwarp();  // racecheck takes the initialisation, an instruction of the warp, for other lanes' too
+  cluster_announce();
 }
 
 // The slices of the block's partial to the peers that merge them.
@@ -170,4 +168,3 @@ DEVICE void merge_slices(const unsigned char* shared, const Heads& heads, const 
     target.keep(heads, rank * kSlice + i, merged);
   }
 }
-#endif

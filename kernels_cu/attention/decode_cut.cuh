@@ -1,22 +1,33 @@
 // Which keys a row of decode_attention sees, and how their pages are cut into runs: by that row's length and the number
 // of splits alone, so that every kernel that attends to them in this order gives the same bits.
-//
-// The including file defines WINDOW, and IN_CLUSTERS where blocks merge their results in clusters.
 #pragma once
 #include "attention.cuh"
 
+// A kernel without one of these options attends as with 0.
+#ifndef WINDOW
+#define WINDOW 0
+#endif
+#ifndef TREE
+#define TREE 0
+#endif
+#ifndef FP8
+#define FP8 0
+#endif
+#ifndef LISTED_LATE
+#define LISTED_LATE 0  // 1: the list of blocks comes after pdl_wait, pages that are known without it are read before
+#endif
+#if __CUDA_ARCH__ >= 900 && !PORTABLE
+#define IN_CLUSTERS 1  // blocks merge their results in clusters of 8
+#else
+#define IN_CLUSTERS 0
+#endif
+
 // How many runs are merged without going through memory, and up to how many pages a row is cut into that many alone:
 // cheaper than merging through the workspace.
-#ifdef IN_CLUSTERS
-constexpr int kCluster = 8;
-constexpr int kClusterPages = 32;
-#else
-constexpr int kCluster = 1;
-constexpr int kClusterPages = 4;
-#endif
-constexpr int kMergeBatch = kCluster > 1 ? 8 : 16;  // clusters read at a time: without clusters there are more
+constexpr int kCluster = IN_CLUSTERS ? 8 : 1;
+constexpr int kClusterPages = IN_CLUSTERS ? 32 : 4;
+constexpr int kMergeBatch = IN_CLUSTERS ? 8 : 16;  // clusters read at a time: without clusters there are more
 
-constexpr int kMaxNodes = 64;                // of a draft tree, and rows of a step
 constexpr int kSlices = 4;                    // of a page, each a warp's
 constexpr int kKeys = kPageTokens / kSlices;  // of a slice
 

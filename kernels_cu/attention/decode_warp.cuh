@@ -1,8 +1,6 @@
 // One warp of decode_attention: where the keys of a row lie, and a warp's 16 keys of each page through its own ring.
-//
-// The including file defines STAGES, TREE, WINDOW, FP8 and LISTED_LATE: lists of blocks come after pdl_wait, pages
-// that are known without them may be read before.
 #pragma once
+#include "decode_cut.cuh"
 
 // Pages, and what a warp does with tiles of them: 16 keys, 16 values.
 #if FP8
@@ -53,7 +51,6 @@ constexpr int kCopiedChunks = HEAD_DIM * sizeof(page_t) / 16;  // of a row in a 
 constexpr int kChunkElements = 16 / sizeof(page_t);
 constexpr int kAllKeys = 0x7FFFFFFF;
 
-#if TREE
 struct PathNode {
   int step, page, token;  // step -1: of no path
 };
@@ -76,9 +73,6 @@ struct Path {
     __syncthreads();
   }
 };
-#else
-struct Path {};
-#endif
 
 // 16 rows; those from `valid` on are zeroed: they were never written and 0 * NaN would stay. Valid rows from `old` on are
 // left out. Most tiles are whole; what the others need is a loop, since short code starts soon.
@@ -101,20 +95,18 @@ DEVICE void load_tile(uint32_t dst, const page_t* rows, int valid, int old) {
   }
 }
 
-#if TREE
 // The same of a tile that begins at position `before` with rows before `old` that are not before the base. `head`: the
 // first token of page 0.
-DEVICE void load_path_tile(uint32_t dst, const scalar_t* rows, const scalar_t* head, const Path& path, int before,
+DEVICE void load_path_tile(uint32_t dst, const page_t* rows, const page_t* head, const Path& path, int before,
                            int valid, int old) {
 #pragma unroll 1
   for (int index = threadIdx.x & 31; index < kKeys * kRowChunks; index += 32) {
     const int row = index / kRowChunks, chunk = index % kRowChunks, step = before + row - path.base;
-    const scalar_t* source = rows + index * 8;
+    const page_t* source = rows + index * 8;
     if (step >= 0 && row < valid) source = head + path.offsets[step] + chunk * 8;
     if (row < old || row >= valid) cp_async16(dst + swizzled(row, chunk), source, row < valid ? 16 : 0);
   }
 }
-#endif
 
 // The pages of a block's runs, one run after another, through a warp's ring, and after each run room for its result: so
 // pages of the next run are on their way while a result is merged. K and V of a place of the ring are cp.async groups of
@@ -228,23 +220,20 @@ struct Stream {
   DEVICE void load(uint32_t tile, const page_t* rows, const Place& from, int length, int old = kAllKeys) const {
     const int valid = length - from.before;
     if (from.is_page) {
-#if FP8
+      if constexpr (FP8) {
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        const bool exists = from.offset[i] >= 0;  // what does not becomes zeros
-        const page_t* source = rows + (exists ? from.offset[i] : 0);
-        const int skipped = i * kPageTokens;
-        load_tile(tile + i * kTileBytes, source, exists ? valid - skipped : 0, old - from.before - skipped);
-      }
-#else
-#if TREE
-      if (min(from.before + kKeys, old) > path.base) {
-        const scalar_t* head = rows - (threadIdx.x >> 5) * (kKeys * HEAD_DIM);
+        for (int i = 0; i < kAtOnce; ++i) {
+          const bool exists = from.offset[i] >= 0;  // what does not becomes zeros
+          const page_t* source = rows + (exists ? from.offset[i] : 0);
+          const int skipped = i * kPageTokens;
+          load_tile(tile + i * kTileBytes, source, exists ? valid - skipped : 0, old - from.before - skipped);
+        }
+      } else if (TREE && min(from.before + kKeys, old) > path.base) {
+        const page_t* head = rows - (threadIdx.x >> 5) * (kKeys * HEAD_DIM);
         load_path_tile(tile, rows + from.offset[0], head, path, from.before, valid, old - from.before);
-      } else
-#endif
+      } else {
         load_tile(tile, rows + from.offset[0], valid, old - from.before);
-#endif
+      }
     }
     cp_async_commit();
   }
@@ -294,24 +283,18 @@ struct Stream {
 #pragma unroll 1
     for (int row = first; row < end; ++row) {
       const page_t* source = rows + row * HEAD_DIM;
-#if TREE
-      const int step = before + row - path.base;
+      const int step = TREE ? before + row - path.base : -1;
       if (step >= 0) source = rows - offset - (threadIdx.x >> 5) * (kKeys * HEAD_DIM) + path.offsets[step];
-#endif
       cp_async16(tile + (is_v ? kHalfPlace : 0) + copied_place(row, chunk), source);
     }
   }
 };
 
 // The next `num_pages` of the stream, a run that begins with page `page` of the row. after_first(): behind its first one.
-#if LISTED_LATE
 template <typename AfterFirst>
 DEVICE void attend(WarpState& state, Stream& stream, const Keys& keys, int page, int num_pages, float factor,
                    AfterFirst after_first) {
-  const int first = page;
-#else
-DEVICE void attend(WarpState& state, Stream& stream, const Keys& keys, int page, int num_pages, float factor) {
-#endif
+  const int first_page = page;
   for (const int end = page + num_pages; page < end; page += kAtOnce) {
     const int first_key = stream.first_key(page);
     const Stream::Place next = stream.advance();
@@ -338,13 +321,10 @@ DEVICE void attend(WarpState& state, Stream& stream, const Keys& keys, int page,
     __syncwarp();
     stream.load(v_tile, stream.v_rows, next, keys.length);
     stream.scales.next();
-#if LISTED_LATE
-    if (page == first) after_first();
-#endif
+    if (page == first_page) after_first();
   }
 }
 
-#if !FP8
 // The same of a run whose pages all came with fill(), where no other run follows. The scores come first, which do not wait
 // for each other: those of places without a page mean nothing. The order of what follows is that of attend().
 DEVICE void attend_filled(WarpState& state, const Stream& stream, const Keys& keys, int page, int num_pages,
@@ -365,4 +345,3 @@ DEVICE void attend_filled(WarpState& state, const Stream& stream, const Keys& ke
   }
   __syncwarp();
 }
-#endif

@@ -7,6 +7,7 @@
 // k_scales       [P, K heads] float32, powers of two; v_scales likewise
 // block_tables   [B, pages_per_sequence] int32
 // chunk          [3] int32: slot, start, count, in device memory; slot -1: nothing is stored
+// constants      HEAD_DIM: elements of a head: 64, 96 or 128
 // grid           (any number, 2 K heads): keys of all heads, then values; block 256; no shared memory
 // numerics       exact: every e4m3 number times every scale is a number of both 16-bit types. Codes that were never
 //                written become finite numbers too
@@ -14,14 +15,12 @@
 // source         original
 // layout         A page of a head is 64 D codes in a row: a thread takes 16 of them at a time. Attention of a chunk reads a
 //                page once for every 64 of its rows, this kernel once in all: the tensor cores need no other way in
+#if !defined(HEAD_DIM)
+#error "a constant is not defined"
+#endif
 #include "copy.cuh"
 #include "e4m3.cuh"
 
-#ifndef HEAD_DIM
-#error "HEAD_DIM must be defined: elements of a head, 64, 96 or 128"
-#endif
-
-constexpr int kPageTokens = 64;
 constexpr int kThreads = 256;
 constexpr int kPageElements = kPageTokens * HEAD_DIM;
 

@@ -1,11 +1,7 @@
-// Partial results of an attention row and their merging, also across the blocks of a cluster. Where IN_CLUSTERS is not
-// defined a block is alone, and the cluster's barrier is the block's.
+// Partial results of an attention row and their merging, also across the blocks of a cluster.
 #pragma once
-
-#include "attention.cuh"
-#ifdef IN_CLUSTERS
 #include "cluster.cuh"
-#endif
+#include "decode_cut.cuh"
 
 struct Partial {
   float4 out;  // normalised
@@ -45,13 +41,6 @@ DEVICE Partial merge(int count, Load load) {
       total.log_sum + log2_fast(sum)};
 }
 
-#ifdef IN_CLUSTERS
-// All threads of the cluster are here.
-DEVICE void cluster_barrier() {
-  cluster_arrive();
-  cluster_wait();
-}
-
 // 20 bytes into the shared memory of block `rank`, counted by its barrier: `out` and `log_sum` are where they go.
 DEVICE void send_partial(uint32_t out, uint32_t log_sum, uint32_t barrier, int rank, const Partial& part) {
   barrier = peer_address(barrier, rank);
@@ -67,11 +56,6 @@ DEVICE Partial received_partial(uint32_t out, uint32_t log_sum) {
   asm volatile("ld.shared.f32 %0, [%1];" : "=f"(part.log_sum) : "r"(log_sum) : "memory");
   return part;
 }
-#else
-DEVICE void cluster_announce() {}
-DEVICE void cluster_wait() {}
-DEVICE void cluster_barrier() { __syncthreads(); }
-#endif
 
 // True in the block whose `count` makes the sum of all that call it with the same counter `expected`; the counter is then
 // zero again. What the others wrote before is visible: one thread's acquire and release stand for the block, which the

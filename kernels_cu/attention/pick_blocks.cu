@@ -16,7 +16,6 @@
 //             are not negative, so that their bits have their order. A thread reads only keys that it has stored
 #include "types.cuh"
 
-constexpr int kPageTokens = 64;
 constexpr int kMostWarps = 16;
 constexpr int kThreads = kMostWarps * 32;
 constexpr int kKeyBits = 31;  // a score has no sign

@@ -9,22 +9,23 @@
 // block_tables   [B, pages_per_sequence] int32
 // chunk          [3] int32: slot, start, count, in device memory, so that one launch serves every chunk of a bucket;
 //                slot -1 or count 0: nothing is stored. start may be -1: then out of row 0, which sees nothing, is undefined
+// constants      HEAD_DIM: elements of a head: 64, 96 or 128. GROUP: query heads of a KV head. WINDOW: how many of a
+//                row's last keys it sees, 0 for all
 // grid           (H / kHeads, bucket rows / kRows rounded up); block 128; shared memory (128 + 4 * 64) * D * 2 bytes
 // numerics       scores, softmax and sums in float32 (exp2 with the scale folded in); the unnormalised weights are
 //                rounded to scalar_t for the product with v, the result is rounded once when stored
 // oracle         NumpyOps.prefill_attention
 // source         FlashAttention-2 (arXiv 2307.08691)
 // layout         A block takes 128 query rows: 64 positions of two heads of one KV head where GROUP is even, so that a
-//                page serves both and only one page in a run is cut by the diagonal; else 128 positions of one head.
-//                4 warps x 32 rows: a K or V fragment feeds two m-tiles, which halves the shared-memory reads that
-//                bound 16-row warps; q is read again from shared memory for every page, since 32 rows of scores and
-//                output fill the registers. Pages are double-buffered with cp.async, one barrier a page. Long blocks
-//                come first, heads vary fastest: blocks in flight share pages through the L2.
-#include "attention.cuh"
-
-#ifndef WINDOW
-#error "WINDOW must be defined: how many of a row's last keys it sees; 0 for all"
+//                page serves both and only one page in a run is cut by the diagonal; else 128 positions of one head. 4
+//                warps x 32 rows: a K or V fragment feeds two m-tiles, which halves the shared-memory reads that bound
+//                16-row warps; q is read again for every page, since 32 rows of scores and output fill the registers.
+//                Pages are double-buffered with cp.async, one barrier a page. Long blocks come first, heads vary
+//                fastest: blocks in flight share pages through the L2
+#if !defined(HEAD_DIM) || !defined(GROUP) || !defined(WINDOW)
+#error "a constant is not defined"
 #endif
+#include "attention.cuh"
 
 // An earlier kernel writes the chunk: as __restrict__ it might be loaded before pdl_wait. Below sm_90 nothing starts
 // early, and the promise saves a register that would be spilled.

@@ -10,6 +10,8 @@
 // block_tables   [B, pages_per_sequence] int32
 // chunk          [3] int32: slot, start, count, in device memory, so that one launch serves every chunk of a bucket;
 //                slot -1 or count 0: nothing is stored. start may be -1: then out of row 0, which sees nothing, is undefined
+// constants      HEAD_DIM: elements of a head: 64, 96 or 128. GROUP: query heads of a KV head. WINDOW: how many of a
+//                row's last keys it sees, 0 for all
 // grid           (H / kHeads, bucket rows / kRows rounded up); block kThreads; shared memory kSharedBytes
 // numerics       scores, softmax and sums in float32 (exp2 with the scale folded in); the unnormalised weights are
 //                rounded to scalar_t for the product with v, the result is rounded once when stored. A row's bits do
@@ -21,12 +23,17 @@
 //                One more warp copies tiles of keys and values through a ring. The products of a tile's scores are
 //                started before those of the last tile's values, and warpgroups take turns to start products: one's
 //                softmax runs beside another's products. Tiles come from the diagonal down, long blocks first.
-constexpr int kTilePages = 2;
+#if !defined(HEAD_DIM) || !defined(GROUP) || !defined(WINDOW)
+#error "a constant is not defined"
+#endif
 #include "wgmma_attention.cuh"
 
-#ifndef WINDOW
-#error "WINDOW must be defined: how many of a row's last keys it sees; 0 for all"
-#endif
+constexpr int kTilePages = 2;
+constexpr int kKeys = kTilePages * kPageTokens;  // of a tile
+constexpr int kTileBytes = kKeys * kRowBytes;
+constexpr int kTilePanelBytes = kKeys * kSwizzle;
+using Scores = float[kKeys / 2];
+using Weights = uint32_t[kKeys / 16][4];
 
 constexpr int kWarpgroups = HEAD_DIM == 64 ? 3 : 2;  // that multiply: as many as the registers allow
 constexpr int kThreads = (kWarpgroups + 1) * kWarpgroupThreads;
@@ -81,7 +88,7 @@ struct Source {
   DEVICE void copy(uint32_t tile, const int (&pages)[kTilePages], int count, uint32_t barrier) const {
 #pragma unroll
     for (int i = 0; i < kTilePages; ++i) {
-      if (i < count) copy_page(tile, i, map, num_kv_heads, kv_head, pages[i], barrier);
+      if (i < count) copy_page<kKeys>(tile, i, map, num_kv_heads, kv_head, pages[i], barrier);
     }
   }
 };
@@ -114,7 +121,7 @@ DEVICE void copy_tiles(const Work& work, const Source& keys, const Source& value
     }
     if (is_cut) {
       mbarrier_wait(values_ready, 0);
-      clear_rows(shared + kValueTiles + stage * kTileBytes, valid);
+      clear_rows<kKeys>(shared + kValueTiles + stage * kTileBytes, valid);
       if (leads) mbarrier_arrive(barrier_of(base, kValuesReady, stage));
     }
   }
@@ -135,6 +142,33 @@ DEVICE void mask(Scores& scores, int first_key, int first_query) {
   for (int i = 0; i < kKeys / 2; ++i) {
     if (is_hidden(i / 4 * 8 + i % 2, last + (i / 2) % 2 * 8)) scores[i] = kHiddenScore;
   }
+}
+
+// Scores become weights 2^(factor * score - max). keep: what brings earlier weights to the new maximum.
+DEVICE void softmax(Scores& scores, Rows& rows, float (&keep)[2], float factor) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float top = scores[2 * half];
+#pragma unroll
+    for (int i = 2 * half; i < kKeys / 2; i += 4) top = fmaxf(top, fmaxf(scores[i], scores[i + 1]));
+    top = fmaxf(rows.max[half], quad_max(top) * factor);
+    keep[half] = exp2_fast(rows.max[half] - top);
+    rows.max[half] = top;
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 2 * half; i < kKeys / 2; i += 4) {
+      scores[i] = exp2_fast(fmaf(scores[i], factor, -top));
+      scores[i + 1] = exp2_fast(fmaf(scores[i + 1], factor, -top));
+      sum += scores[i] + scores[i + 1];
+    }
+    rows.sum[half] = rows.sum[half] * keep[half] + sum;
+  }
+}
+
+// The sums of a column-tile pair are the a operand of a product over 16 keys.
+DEVICE void pack(Weights& weights, const Scores& scores) {
+#pragma unroll
+  for (int i = 0; i < kKeys / 4; ++i) weights[i / 4][i % 4] = pack2(scores[2 * i], scores[2 * i + 1]);
 }
 
 // Warpgroup w waits at barrier 1 + w until it may start products; there are tiles - 1 rounds, and w = 0 begins.

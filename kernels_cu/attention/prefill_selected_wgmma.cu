@@ -11,6 +11,7 @@
 // block_tables   [B, pages_per_sequence] int32
 // chunk          [3] int32: slot, start, count, in device memory; slot -1 or count 0: nothing is stored
 // blocks         [rows, K heads, num_selected] int32: blocks of 64 tokens, ascending, a row's own block the last
+// constants      HEAD_DIM: elements of a head: 64, 96 or 128. GROUP: query heads of a KV head, a multiple of 16
 // grid           (H / kHeads, at least bucket rows / kRows rounded up), which share the rows evenly; block kThreads;
 //                shared memory kListOffset bytes and 8 for each of kRows * num_selected entries
 // numerics       scores, softmax and sums in float32 (exp2 with the scale folded in); the unnormalised weights, at most
@@ -20,30 +21,28 @@
 //                warpgroup give the same bits
 // oracle         NumpyOps.prefill_attention
 // source         FlashAttention-3 (arXiv 2407.08608), InfLLM-v2 (arXiv 2509.24663)
-// layout         Neighbours choose alike, so up to kRows of them share what is read: the block lists all that they chose
-//                with a bit for each row, and one warp copies these through a ring. 64 rows of a product are kHeads heads
-//                of up to kTileRows neighbours, of which a warp has one, and only if this one chose the block it makes the
-//                softmax. Where few rows share a block, three quarters of such a product are for nothing: then each row's
-//                warp multiplies alone, with the same order of sums, and the others go on to blocks of theirs. What two
-//                rows chose is faster so, and what three did is not; where rows share much, all is multiplied together.
-//                Both sides know from the list who reads an entry: a warp waits for its own ones alone, and the copying
-//                warp arrives in the place of the others. An entry goes to any place that is free: in order, those behind
-//                one whose warp is busy would wait too.
-//                What counts is how long one is at a block: a maximum is raised only where it is far surpassed, and the
+// layout         Neighbours choose alike, so up to kRows of them share what is read: the block lists all that they
+//                chose with a bit for each row, and one warp copies these through a ring. 64 rows of a product are
+//                kHeads heads of up to kTileRows neighbours, of which a warp has one, and makes the softmax only if
+//                this one chose the block. Blocks that at most two rows of a warpgroup chose are multiplied by each
+//                row's warp alone, with the same order of sums; where rows share much, all is multiplied together. Both
+//                sides know from the list who reads an entry: a warp waits for its own ones alone, and the copying warp
+//                arrives in the place of the others. An entry goes to any place that is free: in order, those behind
+//                one whose warp is busy would wait too. A maximum is raised only where it is far surpassed, and the
 //                first half of the keys is multiplied with v beside the exponentials of the second. Each block is given
-//                back before the next is waited for: waiting for a block a whole ring further on would deadlock.
-//                With random choices of 128K tokens the copies alone take 95 % of the time: the L2 gives 8.2 TB/s.
-constexpr int kTilePages = 1;
-#include "wgmma_attention.cuh"
-
-constexpr int kWarpgroups = 3;  // that multiply: two leave the tensor cores waiting for the softmax more often
-constexpr int kThreads = (kWarpgroups + 1) * kWarpgroupThreads;
-constexpr int kWarps = kThreads / 32;
-constexpr int kHeads = 16;
-static_assert(GROUP % kHeads == 0, "GROUP must be a multiple of 16");
-constexpr int kTileRows = kWarpgroupRows / kHeads;  // neighbours in a warpgroup's product, at most
+//                back before the next is waited for: waiting a whole ring further on would deadlock. Measured:
+//                tools/log/sparse.md
+#if !defined(HEAD_DIM) || !defined(GROUP)
+#error "a constant is not defined"
+#endif
 #include "chosen_blocks.cuh"
 #include "warp_products.cuh"
+
+constexpr int kKeys = kPageTokens;  // of a tile
+constexpr int kTileBytes = kKeys * kRowBytes;
+constexpr int kTilePanelBytes = kKeys * kSwizzle;
+using Scores = float[kKeys / 2];
+using Weights = uint32_t[kKeys / 16][4];
 
 constexpr int kStages = 5;  // blocks of keys and values in shared memory
 constexpr int kParts = 2;   // of a block's keys, multiplied with v one after the other
@@ -110,13 +109,13 @@ DEVICE void copy_blocks(const Work& work, const TensorMap& k_map, const TensorMa
     if (lane == 0) {
       mbarrier_arrive_many(barrier_of(base, kRead, stage), entry.rows >> kAbsentShift);
       mbarrier_arrive_expect(landed, 2 * kTileBytes);
-      copy_page(base + kKeyTiles + stage * kTileBytes, 0, k_map, num_kv_heads, kv_head, entry.page, landed);
-      copy_page(base + kValueTiles + stage * kTileBytes, 0, v_map, num_kv_heads, kv_head, entry.page, landed);
+      copy_page<kKeys>(base + kKeyTiles + stage * kTileBytes, 0, k_map, num_kv_heads, kv_head, entry.page, landed);
+      copy_page<kKeys>(base + kValueTiles + stage * kTileBytes, 0, v_map, num_kv_heads, kv_head, entry.page, landed);
       place.publish(list[i]);
     }
     if (is_cut) {
       mbarrier_wait(landed, 0);
-      clear_rows(shared + kValueTiles + stage * kTileBytes, valid);
+      clear_rows<kKeys>(shared + kValueTiles + stage * kTileBytes, valid);
       if (lane == 0) mbarrier_arrive(ready);
     }
   }

@@ -10,6 +10,7 @@
 //             positions, slots (T) int32; locations (T) int32 or null: positions; block_tables (B, pages_per_sequence)
 //             int32. A row with slot -1 stores q and q_nope only, as of position 0. With FP8 k_pages, v_pages are uint8,
 //             k_scales, v_scales (P, K) float32: stored with a first token, else read; locations are null
+//   constants HEAD_DIM: elements of a head: 64, 96 or 128. FP8: 1 stores codes and scales
 //   launch    grid ceil(T * (H + 2K) * LANES / 256) with LANES = 4 for D = 64, else 8; block 256; no shared memory
 //   numerics  float32, squares summed a lane's in order, then over lanes; each value rounded once
 //   oracle    NumpyOps.qkv after its product
@@ -17,20 +18,16 @@
 //   layout    a lane holds 8 elements of each half, so that a pair of a rotation is in one thread and every access takes
 //             16 bytes; the lanes of a head are neighbours, so its mean square is a few shuffles. Where a page's first
 //             token is a row of the same launch, all rows of the page compute it again: no row waits for another
+#if !defined(HEAD_DIM) || !defined(FP8)
+#error "a constant is not defined"
+#endif
 #include "copy.cuh"
 #include "e4m3.cuh"
 
-#ifndef HEAD_DIM
-#error "HEAD_DIM must be defined: elements of a head, 64, 96 or 128"
-#endif
-#ifndef FP8
-#error "FP8 must be defined: 1 stores codes and scales"
-#endif
 static_assert(HEAD_DIM == 64 || HEAD_DIM == 96 || HEAD_DIM == 128, "HEAD_DIM must be 64, 96 or 128");
 
 constexpr int kHalf = HEAD_DIM / 2;
 constexpr int kLanes = HEAD_DIM == 64 ? 4 : 8;
-constexpr int kPageTokens = 64;
 
 #if FP8
 typedef uint8_t page_t;

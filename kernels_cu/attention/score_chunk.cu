@@ -4,6 +4,7 @@
 //   operands  pooled float32 workspace (T, K, pages_per_sequence, 2); q (T, H*D) scalar_t; k1_pages (P, K, 4, D), k2_pages
 //             (P, K, D) scalar_t; positions, slots (T) int32: rows of one slot, padding (-1) behind them; block_tables (B,
 //             pages_per_sequence) int32
+//   constants HEAD_DIM: elements of a head: 64, 96 or 128. GROUP: query heads of a KV head: 16
 //   launch    grid (any, T / 16 rounded up, K), block kThreads, kStages * kTileBytes of dynamic shared memory
 //   numerics  products, sums and scores in float32, each in an order of its own row and entry alone, which is not that of
 //             select_blocks.cu; scores are 2^24 times as large as there is written, so that small ones have an order too
@@ -13,6 +14,9 @@
 //             All 16 warps take the same compressed keys, 64 at a time, out of a ring that one more warpgroup fills. Warpgroups
 //             take turns to multiply: the exponentials of three, summed over the heads, run beside the products of the
 //             fourth. Blocks that share rows (grid x) each make the log sums again and divide the scores
+#if !defined(HEAD_DIM) || !defined(GROUP)
+#error "a constant is not defined"
+#endif
 #include "attention.cuh"
 #include "mbarrier.cuh"
 #include "tma.cuh"

@@ -10,6 +10,8 @@
 //             (P, K, D) scalar_t: entry e of K1 is row e % 4 of page e / 4 of the slot, of K2 page e; positions, slots
 //             (T) int32; block_tables (B, pages_per_sequence) int32; with TREE k_pages (P, K, 64, D) scalar_t, tree_masks
 //             (T) uint64, tree_base (T) int32: entry tree_base[t] / 64 of K2 is the mean of keys of the row's path
+//   constants HEAD_DIM: elements of a head: 64, 96 or 128. GROUP: query heads of a KV head. TREE: 1 reads tree_masks
+//             and tree_base
 //   launch    grid (any, T / rows_per_block rounded up, K); block rows_per_block * 32 or more, at most 128; no dynamic shared
 //             memory. is_chunk: rows of a prefill chunk, which may not be all of it
 //   numerics  products, sums and scores in float32, each in an order of its own entry alone; scores are 2^24 times as large,
@@ -22,13 +24,11 @@
 //             of a block take the same keys for neighbouring rows, which then find them in L1, or other keys for one row.
 //             Both kernels let the next one start at once, and read their first keys before pdl_wait unless this step
 //             writes them: keys, positions, slots and tables of earlier steps are older than the product that made q
-#include "attention.cuh"
-#include "step_rows.cuh"
-#include "window_mean.cuh"
-
-#ifndef TREE
-#error "TREE must be defined: 1 reads tree_masks and tree_base"
+#if !defined(HEAD_DIM) || !defined(GROUP) || !defined(TREE)
+#error "a constant is not defined"
 #endif
+#include "attention.cuh"
+#include "window_mean.cuh"
 
 constexpr int kMostWarps = 4;
 constexpr int kThreads = kMostWarps * 32;
@@ -41,6 +41,18 @@ constexpr int kKeys = kKeyTiles * 8;  // that a warp takes at a time
 constexpr int kEntries = 4;           // of K1 in a block
 constexpr float kNoHead = 1e30f;      // the log sum of a head that there is not: it weighs nothing
 constexpr float kScoreBits = 24.0f;   // scores are 2^this times as large
+
+// The first location that the step writes in `slot`, to be called by whole warps. `written`: of each row, its location
+// or one before. Positions, slots and trees are older than the product before attention.
+DEVICE int first_written(const int* written, const int* slots, int slot, int num_rows) {
+  int first = 0x7FFFFFFF;
+#pragma unroll 1
+  for (int row = threadIdx.x & 31; row < num_rows; row += 32) {
+    const int other = __ldcg(slots + row), location = __ldcg(written + row);
+    if (other == slot) first = min(first, location);
+  }
+  return __reduce_min_sync(0xFFFFFFFFu, first);
+}
 
 // What a warp does: a row, and every stride-th tile of keys from `first` on. `row` is -1 where the row does not choose.
 struct Work {

@@ -15,6 +15,8 @@
 // tree_masks     [T] uint64, tree_base [T] int32, read with TREE only: positions[t] + 1 is tree_base[t] plus the set bits
 // num_splits     into how many runs the pages of a long row that does not choose are cut, a multiple of 8
 // blocks         [T, K heads, num_selected] int32, ascending: at the end the row's own block and local_blocks before it
+// constants      HEAD_DIM: elements of a head: 64, 96 or 128. GROUP: query heads of a KV head. STAGES: depth of a
+//                warp's ring in pages, at least 2. TREE: 1 reads tree_masks and tree_base
 // grid           (8 * a, units * T, b) for a * b clusters of a row; block 128 in clusters of 8 along x; shared memory
 //                16 * D * 2 + STAGES * 64 * D * 4 + 5 * kHeads * D bytes
 // launched after pick_blocks, which lets this kernel start once all before it have finished: all but `blocks` is read before
@@ -22,23 +24,16 @@
 // numerics       those of decode_attention; a row's bits depend on nothing but the row and num_splits
 // oracle         NumpyOps.decode_attention
 // source         InfLLM-v2 (arXiv 2509.24663); Flash-Decoding (Dao et al. 2023), FlashAttention-2 (arXiv 2307.08691)
-// layout         That of decode_attention but for three things. A cluster begins with the last of its runs: their pages are
-//                those of the blocks next to the row, which are known before the lists are, so that up to a third of the
-//                reading is done while blocks are still being chosen. What the blocks of a cluster send each other is merged behind
-//                the first page of the next run, when it has long arrived. And runs are longer: where many rows choose apart
-//                a cluster takes several turns, each of which costs it about 1.5 us beside what it reads.
-#ifndef STAGES
-#error "STAGES must be defined: depth of a warp's ring in pages, at least 2"
-#endif
-#ifndef TREE
-#error "TREE must be defined: 1 reads tree_masks and tree_base"
+// layout         That of decode_attention but for three things. A cluster begins with the last of its runs: their pages
+//                are those of the blocks next to the row, known before the lists are, so that up to a third of the
+//                reading is done while blocks are still being chosen. What the blocks of a cluster send each other is
+//                merged behind the first page of the next run, when it has long arrived. And runs are longer, since a
+//                turn of a cluster costs time beside what it reads
+#if !defined(HEAD_DIM) || !defined(GROUP) || !defined(STAGES) || !defined(TREE)
+#error "a constant is not defined"
 #endif
 static_assert(STAGES >= 2, "a warp's ring also holds its float32 output");
 
-#define IN_CLUSTERS
-#define WINDOW 0
-#define SELECTED 1
-#define FP8 0
 #define LISTED_LATE 1
 #include "decode_block.cuh"
 
@@ -47,10 +42,7 @@ DEVICE void begin(WarpState& state, unsigned char* shared, const scalar_t* q, co
                   const Keys& keys) {
   Query query;
   query.read(q, heads, load16_past_l1);
-#if TREE
-  const PathNode node = stream.path.look_up(stream.block_table);
-  stream.path.keep(node, stream.page_stride);
-#endif
+  if (TREE) stream.path.keep(stream.path.look_up(stream.block_table), stream.page_stride);
   stream.fill(keys);
   if (stream.count <= stream.known_steps) pdl_launch_dependents();
   query.store(shared);
@@ -90,15 +82,10 @@ KERNEL(selected_attention)(scalar_t* __restrict__ out, float* partials, int* arr
   __shared__ uint64_t received;
   const uint32_t barrier = shared_address(&received);
   prepare_received(barrier);
-  cluster_announce();
   const int64_t head_offset = (int64_t)(kv_head * kPageTokens + warp * kKeys) * HEAD_DIM;
-#if TREE
   __shared__ int64_t path_table[kMaxNodes];
-  const int base = __ldcg(tree_base + row);
-  const Path path = {path_table, base, base - skipped, __ldcg(tree_masks + row)};
-#else
-  const Path path = {};
-#endif
+  const int base = TREE ? __ldcg(tree_base + row) : 0;
+  const Path path = {path_table, base, base - skipped, TREE ? __ldcg(tree_masks + row) : 0};
   const int64_t unit = blockIdx.y;
   Target target = {out, partials + unit * (num_splits / kCluster) * kVectors * 5, first_cluster, cut.clusters()};
   // Of the clusters of runs that are this one's the last one first.

@@ -13,6 +13,9 @@
 // positions      [T] int32; slots [T] int32; block_tables [B, pages_per_sequence] int32
 // tree_masks     [T] uint64, tree_base [T] int32: positions[t] + 1 is tree_base[t] plus the set bits
 // num_rows       T, at most 64; num_splits: into how many runs a long row's pages are cut, a multiple of 8
+// constants      HEAD_DIM: elements of a head: 64, 96 or 128. GROUP: query heads of a KV head. STAGES: depth of the
+//                ring in pages, at least 2. ROW_TILES: tiles of 16 query rows of a block. CLUSTER: blocks that share
+//                eight runs: 2, 4 or 8. WINDOW: how many of a row's last keys it sees, 0 for all
 // grid           (CLUSTER, units, n): n clusters of each unit take turns with groups of rows and their clusters of runs;
 //                block 128 * ROW_TILES in clusters of CLUSTER along x; shared memory (STAGES * 128 + max(128 + 16 *
 //                ROW_TILES, 96 * ROW_TILES)) * D * 2 + ROW_TILES * (16 * D * 32 / CLUSTER + 512) bytes
@@ -21,44 +24,21 @@
 // numerics       those of decode_attention, to the bit
 // oracle         NumpyOps.decode_attention
 // source         original; Flash-Decoding (Dao et al. 2023), FlashAttention-2 (arXiv 2307.08691)
-// layout         A row's bits must be those of plain decoding, which fix its runs of pages, the four slices of 16 keys of a
-//                page with a softmax of their own, and the order in which these are merged; nothing fixes who does that.
-//                Rows of a tree see the same pages, cut alike unless a page begins between them (Group). A block takes the
-//                heads of up to ROW_TILES * kPacked of them, a warp one slice for a tile of 16 query rows, and every page
-//                is read once for all: with a block for each row reading from the L2 and starting blocks take longer than
-//                everything else. The nodes are loaded in their own order beside the ring, and ldmatrix finds the keys of
-//                each row's path by address: a tile that two rows share multiplies such a slice twice. A block takes
-//                8 / CLUSTER runs: small clusters where many groups would otherwise wait for a turn. In an accumulator a
-//                lane holds the same elements in all four slices, which exchange them in that layout.
-#include "attention.cuh"
-
-#ifndef STAGES
-#error "STAGES must be defined: depth of the ring in pages, at least 2"
-#endif
-#ifndef ROW_TILES
-#error "ROW_TILES must be defined: tiles of 16 query rows of a block"
-#endif
-#ifndef CLUSTER
-#error "CLUSTER must be defined: blocks that share eight runs, 2, 4 or 8"
-#endif
-#ifndef WINDOW
-#error "WINDOW must be defined: how many of a row's last keys it sees; 0 for all"
+// layout         A row's bits must be those of plain decoding, which fix its runs of pages, the four slices of 16 keys
+//                of a page with a softmax of their own, and the order in which these are merged; nothing fixes who does
+//                that. Rows of a tree see the same pages, cut alike unless a page begins between them (Group). A block
+//                takes the heads of up to ROW_TILES * kPacked of them, a warp one slice for a tile of 16 query rows,
+//                and every page is read once for all. The nodes are loaded in their own order beside the ring, and
+//                ldmatrix finds the keys of each row's path by address: a tile that two rows share multiplies such a
+//                slice twice. A block takes 8 / CLUSTER runs: small clusters where many groups would otherwise wait for
+//                a turn. In an accumulator a lane holds the same elements in all four slices, which exchange them so
+#if !defined(HEAD_DIM) || !defined(GROUP) || !defined(STAGES) || !defined(ROW_TILES) || !defined(CLUSTER) || \
+    !defined(WINDOW)
+#error "a constant is not defined"
 #endif
 static_assert(STAGES >= 2, "the page before may still be read when one is loaded");
 
-#define IN_CLUSTERS
-constexpr int kTiles = (GROUP + 15) / 16;  // blocks that share a KV head
-constexpr int kHeads = (GROUP + kTiles - 1) / kTiles;
-constexpr int kPacked = kHeads <= 8 ? 2 : 1;  // rows of a tile
-constexpr int kRows = ROW_TILES * kPacked;
-constexpr int kTileBytes = 64 * HEAD_DIM * 2;  // of a page
-constexpr int kStageBytes = 2 * kTileBytes;
-constexpr int kThreads = 128 * ROW_TILES;
-
-#include "partials.cuh"
-#include "tree_group.cuh"
 #include "tree_merge.cuh"
-#include "tree_pages.cuh"
 
 // Behind the ring: the nodes and the queries while keys are read, then what the slices exchange.
 constexpr int kScratchOffset = STAGES * kStageBytes;
@@ -265,7 +245,8 @@ KERNEL(tree_attention)(scalar_t* __restrict__ out, float* partials, int* arrival
     if (turn == 0) {
       cluster_announce();
     } else {
-      cluster_barrier();  // all that the blocks share has been read
+      cluster_arrive();
+      cluster_wait();  // all that the blocks share has been read
     }
     const Cut cut({group.length, 0}, num_splits);
     Pages pages(cut, group.cluster, rank);
@@ -278,7 +259,8 @@ KERNEL(tree_attention)(scalar_t* __restrict__ out, float* partials, int* arrival
     pages.base = group.base;
     if (threadIdx.x < 32) group.describe(step_rows, members);
     if (group.is_old) pages.fill();
-    pdl_begin();
+    pdl_launch_dependents();
+    pdl_wait();
     if (!group.is_old) pages.fill();
     const int first_tail = pages.first_tail();
     if (first_tail == 0) pages.load_nodes(memory + kScratchOffset, group.num_nodes);

@@ -1,11 +1,11 @@
 // Merging the partial results of a block's tiles: of four slices by an exchange in the layout of accumulators, of the
 // runs of a cluster by sending each block what belongs to its slice of the output, of clusters through the workspace.
 //
-// The including file defines ROW_TILES, CLUSTER, kThreads and kPacked. A vector is four elements of one query row that a lane
-// holds: of pair p of accumulator tiles elements 16 p + 2 (lane % 4) and the next, and the two that are 8 further on.
+// A vector is four elements of one query row that a lane holds: of pair p of accumulator tiles elements 16 p + 2 (lane % 4)
+// and the next, and the two that are 8 further on.
 #pragma once
-#include "decode_tile.cuh"
 #include "partials.cuh"
+#include "tree_group.cuh"
 
 constexpr int kPairs = kDimTiles / 2;
 constexpr int kVectors = kPairs * 2 * 32;  // of a tile: [pair][half][lane]

@@ -10,6 +10,7 @@
 //             k_pages, v_pages (layers, num_pages, kv_heads, 64, head_dim) scalar_t; nope_pages alike, or null;
 //             block_tables (B, pages_per_sequence) int32; node_logprobs (64) TokenLogprobs; results (16) ResultRecord in mapped host
 //             memory; context StepContext
+//   constants VOCAB: entries of the vocabulary
 //   launch    grid 1 + ceil((n * layers * kv_heads * head_dim + width) / 8 / 256), n = 2, with nope_pages 3; block 256; 2 KB of
 //             static shared memory
 //   numerics  integers; keys, values and hidden are copied
@@ -18,12 +19,11 @@
 //   layout    every block finds the path by itself, from the same words in L2, so that one launch does it all: the first
 //             block reports at once, the others move 16-byte columns. A thread moves all rows of its column, the lowest
 //             first: path[j] >= j, so nothing is overwritten before it is read
+#if !defined(VOCAB)
+#error "a constant is not defined"
+#endif
 #include "copy.cuh"
 #include "draft_tree.cuh"
-
-#ifndef VOCAB
-#error "VOCAB must be defined: entries of the vocabulary"
-#endif
 
 constexpr int kThreads = 256;
 constexpr int kInFlight = 4;

@@ -4,6 +4,7 @@
 //             logprob = logit - max - log sum exp(logit - max)
 //   operands  ids (rows, k) int32; logprobs (rows, k) float32; logits (rows, VOCAB) float32; slots (rows) int32, -1: the
 //             row is padding and gets id 0 and log-probability -infinity; token_map (VOCAB) int32, or null
+//   constants VOCAB: rows of the draft's head. PORTABLE: 1 leaves clusters out on sm_90 and later too
 //   launch    grid (blocks of a row, rows), block 512; 8 blocks of a row, a cluster, on sm_90 and later unless PORTABLE,
 //             else 1; 9 KB of static shared memory
 //   numerics  float32, no contraction; probabilities are rounded to multiples of 2^-40 of the largest and summed as
@@ -14,12 +15,11 @@
 //             reaches it, mostly little more than k, goes into one list, where a thread each counts what goes before it.
 //             Two passes over the row, the second one from L1 or L2. A row in which too much reaches the bound is
 //             searched k times instead
+#if !defined(VOCAB) || !defined(PORTABLE)
+#error "a constant is not defined"
+#endif
 #include "ordered_float.cuh"
 #include "row_blocks.cuh"
-
-#ifndef VOCAB
-#error "VOCAB must be defined: rows of the draft's head"
-#endif
 
 constexpr int kThreads = 512;
 constexpr int kGroups = 128;  // of threads of a row
@@ -46,13 +46,7 @@ DEVICE void for_each(const float* logits, Visit visit) {
 #pragma unroll 4
   for (int quad = first + threadIdx.x; quad < end; quad += kThreads) {
     float values[4];
-    if (VOCAB % 4 == 0) {
-      const float4 v = *reinterpret_cast<const float4*>(logits + quad * 4);
-      values[0] = v.x, values[1] = v.y, values[2] = v.z, values[3] = v.w;
-    } else {
-#pragma unroll
-      for (int i = 0; i < 4; i++) values[i] = quad * 4 + i < VOCAB ? logits[quad * 4 + i] : 0.0f;
-    }
+    load_logits<VOCAB>(values, logits, quad);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       if (VOCAB % 4 == 0 || quad * 4 + i < VOCAB) visit(values[i], quad * 4 + i);
@@ -60,18 +54,15 @@ DEVICE void for_each(const float* logits, Visit visit) {
   }
 }
 
-// The address of `local` in the first block of the row, for an atomic.
+// Adds to `local` of the first block of the row; what was there before.
 DEVICE uint32_t add_to_first(uint32_t* local, uint32_t value) {
-#if __CUDA_ARCH__ >= 900 && !PORTABLE
+  if constexpr (kBlocks == 1) return atomicAdd(local, value);
   uint32_t old;
   asm volatile("atom.shared::cluster.add.u32 %0, [%1], %2;"
                : "=r"(old)
                : "r"(peer_address(local, 0)), "r"(value)
                : "memory");
   return old;
-#else
-  return atomicAdd(local, value);
-#endif
 }
 
 // The sum or the largest of the values of the block's threads, for all of them.
@@ -164,7 +155,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) ROW_BLOCKS
   const float maximum = unordered(static_cast<uint32_t>(shared.warps[0]));
   uint64_t mass = 0;
   for_each(logits, [&](float logit, int row) {
-    mass += __float2ull_rn(expf(__fsub_rn(logit, maximum)) * 0x1p40f);
+    mass += mass_of(__fsub_rn(logit, maximum));
     if (ordered(logit) < bound) return;
     const uint32_t place = add_to_first(&shared.num_listed, 1);
     if (place < kListed) store_peer(&shared.listed[place], 0, candidate(logit, row));

@@ -4,6 +4,7 @@
 //             node i = history[end + 1 + (i - 1) % (position - end)], a chain; no such position: only the root
 //   operands  tree DraftTree; token_ids, positions, slots, locations, base (tree_size) int32 and masks (tree_size) uint64:
 //             the target's rows; history (B, max_context) int32
+//   constants PORTABLE: 1 leaves clusters out on sm_90 and later too
 //   launch    grid of a row's blocks, block 1024; 8 blocks, a cluster, on sm_90 and later unless PORTABLE, else 1;
 //             under 1 KB of static shared memory
 //   numerics  integers
@@ -11,6 +12,9 @@
 //   source    prompt lookup decoding (Saxena, 2023); original
 //   layout    a match is one integer, its length above its position, and the largest wins. A thread has 8 positions in
 //             flight and looks further back only where the newest token matches
+#if !defined(PORTABLE)
+#error "a constant is not defined"
+#endif
 #include "draft_tree.cuh"
 #include "row_blocks.cuh"
 

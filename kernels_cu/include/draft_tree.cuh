@@ -8,7 +8,6 @@
 #pragma once
 #include "slot_state.cuh"
 
-constexpr int kMaxNodes = 64;
 constexpr int kMaxCandidates = 1024;
 constexpr int kMaxTopK = 32;
 

@@ -1,19 +1,14 @@
 // Which rows of W a tile of a skinny product takes, and what becomes of its sums: one pair of structs a product.
 //
-// LINEAR chooses the product. Whoever includes this defines NT, the tiles of 8 tokens, and kThreadPairs, the outputs
-// (lo row, hi row, token) of a token tile that one thread finishes.
+// An epilogue gives prefetch(nt, i, tile, row, token) for each output that a thread will finish, where there is time for it,
+// and store(nt, i, tile, row, token, lo, hi); with LINEAR 0 before these prepare(shared), publish(), look_up() and settle(),
+// in this order, the last with a barrier before the first store. NT: tiles of 8 tokens; PAIRS: outputs (lo row, hi row,
+// token) of a token tile that one thread finishes.
 #pragma once
-#include "types.cuh"
-
-#ifndef LINEAR
-#error "LINEAR (which product: 0 qkv, 1 residual, 2 gate_up, 3 head) must be defined"
-#endif
-#if LINEAR == 0 && !defined(HEAD_DIM)
-#error "HEAD_DIM must be defined for the qkv product"
-#endif
+#include "copy.cuh"
 
 #if LINEAR == 0
-constexpr int kHalf = HEAD_DIM / 2, kHeadTiles = HEAD_DIM / 16, kPageTokens = 64;
+constexpr int kHalf = HEAD_DIM / 2, kHeadTiles = HEAD_DIM / 16;
 
 // Tile i of a head: dimensions 8 i .. + 7 and the 8 dimensions D/2 further, the partners of the rotation.
 struct QkvTiles {
@@ -23,6 +18,7 @@ struct QkvTiles {
   DEVICE int hi(int tile, int row) const { return lo(tile, row) + kHalf; }
 };
 
+template <int NT, int PAIRS>
 struct QkvEpilogue {
   scalar_t *q, *k_pages, *v_pages;
   const scalar_t* bias;
@@ -33,7 +29,7 @@ struct QkvEpilogue {
   int slot, position, location, stored;   // of the token that this thread looks up
   // Angles are read a whole product early, but for NT = 8, which has no registers left for them.
   static constexpr bool kEarly = NT < 8;
-  float cosine[kEarly ? NT : 1][kThreadPairs], sine[kEarly ? NT : 1][kThreadPairs];
+  float cosine[kEarly ? NT : 1][PAIRS], sine[kEarly ? NT : 1][PAIRS];
 
   DEVICE bool looks_up() const { return k_pages != nullptr && threadIdx.x < T; }
   // Not before the wait: decode_attention, the next kernel, reads early what is older than this launch.
@@ -53,8 +49,7 @@ struct QkvEpilogue {
   }
   // Nothing waits for what `prepare` reads before x is on its way. A barrier comes before the angles are read.
   DEVICE void publish() const {
-    if (looks_up())
-      asm volatile("st.shared.s32 [%0], %1;" ::"r"(place + threadIdx.x * 8), "r"(slot < 0 ? 0 : position) : "memory");
+    if (looks_up()) store_shared_word(place + threadIdx.x * 8, slot < 0 ? 0 : position);
   }
   // A page hangs on two reads in a row. It is not needed before a value is stored: nothing waits for it in between.
   DEVICE void look_up() {
@@ -64,12 +59,11 @@ struct QkvEpilogue {
     stored = page * kPageTokens + location % kPageTokens;
   }
   DEVICE void settle() const {
-    if (looks_up()) asm volatile("st.shared.s32 [%0], %1;" ::"r"(place + threadIdx.x * 8 + 4), "r"(stored) : "memory");
+    if (looks_up()) store_shared_word(place + threadIdx.x * 8 + 4, stored);
   }
   DEVICE int2 position_and_place(int token) const {
-    int2 v;
-    asm volatile("ld.shared.v2.s32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(place + token * 8) : "memory");
-    return v;
+    const uint2 v = load_shared_words(place + token * 8);
+    return make_int2(v.x, v.y);
   }
   DEVICE void prefetch(int nt, int i, int tile, int row, int token) {
     if (kEarly) read_angle(nt, i, tile, row, token);
@@ -113,24 +107,20 @@ struct QkvEpilogue {
 };
 #endif
 
-#if LINEAR == 1
 struct ConsecutiveTiles {
   int num_tiles, num_groups;
   DEVICE int lo(int tile, int row) const { return tile * 16 + row; }
   DEVICE int hi(int tile, int row) const { return tile * 16 + 8 + row; }
 };
 
+template <int NT, int PAIRS>
 struct ResidualEpilogue {
   scalar_t* x;
   const scalar_t* bias;
   int N;
   float scale;
-  scalar_t before[NT][kThreadPairs][2];
+  scalar_t before[NT][PAIRS][2];
 
-  DEVICE void prepare(uint32_t) {}
-  DEVICE void publish() const {}
-  DEVICE void look_up() {}
-  DEVICE void settle() const {}
   DEVICE void prefetch(int nt, int i, int tile, int row, int token) {
     const scalar_t* from = x + static_cast<int64_t>(token) * N + tile * 16 + row;
     before[nt][i][0] = from[0];
@@ -144,9 +134,7 @@ struct ResidualEpilogue {
     out[8] = from_float(fmaf(scale, hi, to_float(before[nt][i][1])));
   }
 };
-#endif
 
-#if LINEAR == 2
 // Eight gate rows and the matching up rows.
 struct GateUpTiles {
   int num_tiles, num_groups, F;
@@ -160,18 +148,12 @@ struct GateUpEpilogue {
   unsigned char* prepared;   // of linear_packed.cu with FEEDS
 
   DEVICE static scalar_t value(float gate, float up) { return from_float(gate / (1.0f + __expf(-gate)) * up); }
-  DEVICE void prepare(uint32_t) {}
-  DEVICE void publish() const {}
-  DEVICE void look_up() {}
-  DEVICE void settle() const {}
   DEVICE void prefetch(int, int, int, int, int) {}
   DEVICE void store(int, int, int tile, int row, int token, float gate, float up) {
     out[static_cast<int64_t>(token) * F + tile * 8 + row] = value(gate, up);
   }
 };
-#endif
 
-#if LINEAR == 3
 // The last tile may reach past V: rows that do not exist read the last one, and nothing of them is stored.
 struct HeadTiles {
   int num_tiles, num_groups, V;
@@ -184,10 +166,6 @@ struct HeadEpilogue {
   int V;
   float divisor;
 
-  DEVICE void prepare(uint32_t) {}
-  DEVICE void publish() const {}
-  DEVICE void look_up() {}
-  DEVICE void settle() const {}
   DEVICE void prefetch(int, int, int, int, int) {}
   DEVICE void store(int, int, int tile, int row, int token, float lo, float hi) {
     const int first = tile * 16 + row;
@@ -196,4 +174,3 @@ struct HeadEpilogue {
     if (first + 8 < V) out[8] = hi / divisor;
   }
 };
-#endif

@@ -1,4 +1,4 @@
-// Floats as integers of the same order, and the arg max as one of them.
+// Floats as integers of the same order, the arg max as one of them, and probabilities as integers, whose sums have no order.
 #pragma once
 #include "types.cuh"
 
@@ -16,3 +16,18 @@ DEVICE uint64_t candidate(float value, int token) {
 }
 
 DEVICE int token_of(uint64_t best) { return static_cast<int>(~static_cast<uint32_t>(best)); }
+
+// Probability relative to the largest, in units of 2^-40.
+DEVICE uint64_t mass_of(float below_maximum) { return __float2ull_rn(expf(below_maximum) * 0x1p40f); }
+
+// Logits of four neighbouring tokens of a row; those past its end are 0.
+template <int VOCABULARY>
+DEVICE void load_logits(float (&values)[4], const float* logits, int group) {
+  if (VOCABULARY % 4 == 0) {
+    const float4 v = *reinterpret_cast<const float4*>(logits + group * 4);
+    values[0] = v.x, values[1] = v.y, values[2] = v.z, values[3] = v.w;
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; i++) values[i] = group * 4 + i < VOCABULARY ? logits[group * 4 + i] : 0.0f;
+  }
+}

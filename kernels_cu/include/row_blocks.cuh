@@ -2,16 +2,28 @@
 #pragma once
 #include "types.cuh"
 
-#ifndef PORTABLE
-#error "PORTABLE must be defined: 1 leaves clusters out on sm_90 and later too"
-#endif
-
 #if __CUDA_ARCH__ >= 900 && !PORTABLE
 #define ROW_BLOCKS __cluster_dims__(8, 1, 1)
 constexpr int kBlocks = 8;
+#else
+#define ROW_BLOCKS
+constexpr int kBlocks = 1;
+#endif
 
-DEVICE void row_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
-DEVICE void row_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
+DEVICE void row_arrive() {
+  if constexpr (kBlocks > 1) asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+}
+DEVICE void row_wait() {
+  if constexpr (kBlocks == 1) {
+    __syncthreads();
+  } else {
+    asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+  }
+}
+DEVICE void row_barrier() {
+  row_arrive();
+  row_wait();
+}
 
 // `local`, in the shared memory of block `block` of the cluster.
 DEVICE uint32_t peer_address(const void* local, int block) {
@@ -22,28 +34,22 @@ DEVICE uint32_t peer_address(const void* local, int block) {
   return remote;
 }
 DEVICE uint32_t load_peer(const uint32_t* local, int block) {
+  if constexpr (kBlocks == 1) return *local;
   uint32_t value;
   asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(value) : "r"(peer_address(local, block)) : "memory");
   return value;
 }
 DEVICE void store_peer(uint32_t* local, int block, uint32_t value) {
-  asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(peer_address(local, block)), "r"(value) : "memory");
+  if constexpr (kBlocks == 1) {
+    *local = value;
+  } else {
+    asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(peer_address(local, block)), "r"(value) : "memory");
+  }
 }
 DEVICE void store_peer(uint64_t* local, int block, uint64_t value) {
-  asm volatile("st.shared::cluster.u64 [%0], %1;" ::"r"(peer_address(local, block)), "l"(value) : "memory");
-}
-#else
-#define ROW_BLOCKS
-constexpr int kBlocks = 1;
-
-DEVICE void row_arrive() {}
-DEVICE void row_wait() { __syncthreads(); }
-DEVICE uint32_t load_peer(const uint32_t* local, int) { return *local; }
-DEVICE void store_peer(uint32_t* local, int, uint32_t value) { *local = value; }
-DEVICE void store_peer(uint64_t* local, int, uint64_t value) { *local = value; }
-#endif
-
-DEVICE void row_barrier() {
-  row_arrive();
-  row_wait();
+  if constexpr (kBlocks == 1) {
+    *local = value;
+  } else {
+    asm volatile("st.shared::cluster.u64 [%0], %1;" ::"r"(peer_address(local, block)), "l"(value) : "memory");
+  }
 }

@@ -8,9 +8,7 @@
 constexpr int kMaxStopIds = 32;
 constexpr int kMaxLogprobs = 20;
 constexpr int kMaxLogitBias = 300;
-constexpr int kMaxRows = 64;
 constexpr int kRingEntries = 16;
-constexpr int kPageTokens = 64;
 
 // One word of token_counts [B, V]: how often a token was generated, whether it stands in the prompt or was generated,
 // and whether the request adds something to its logit.

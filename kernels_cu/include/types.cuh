@@ -14,6 +14,12 @@ typedef long long int64_t;
 // Of every function that kernels call.
 #define DEVICE __device__ __forceinline__
 
+// Sizes that the host knows too (a test compares them): tokens of a page of keys and values, which is also a block that
+// sparse attention chooses; rows of a step; nodes of a draft tree.
+constexpr int kPageTokens = 64;
+constexpr int kMaxRows = 64;
+constexpr int kMaxNodes = 64;
+
 #define CPMRT_PASTE(name, suffix) name##_##suffix
 
 // KERNEL(embed) is embed_bf16 or embed_fp16.

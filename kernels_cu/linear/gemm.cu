@@ -3,6 +3,8 @@
 //   formula   y[m, n] = round(alpha * sum_k x[m, k] w[n, k] + beta * y[m, n]);  y is not read if beta is 0
 //   operands  y (M, N) scalar_t, its rows `stride` elements apart; x (M, K) scalar_t row-major; w (N, K) scalar_t row-major;
 //             16-byte aligned. M any, N a multiple of 16, K a multiple of 32, stride a multiple of 8
+//   constants TILE_N: columns of y a block: 64, 128 or 256. TILE_K: elements of k a stage: 32 or 64. STAGES: tiles of x
+//             and w in flight, at least 3
 //   launch    grid ceil(M / 128) * ceil(N / TILE_N), block TILE_N, shared (128 + TILE_N) * TILE_K * 2 * STAGES bytes
 //   numerics  fp32 accumulation in ascending k, one rounding at the store. A row's bits depend on its x, w, alpha, beta
 //             only: not on M, not on TILE_N, TILE_K or STAGES
@@ -12,19 +14,12 @@
 //             fit beside 128 sums. The 16-byte chunks of a tile row are permuted by its row number, so that neither
 //             cp.async nor ldmatrix meets a bank conflict. Tiles are walked in bands of kBand rows of tiles: the blocks
 //             that run together share x and w in L2.
+#if !defined(TILE_N) || !defined(TILE_K) || !defined(STAGES)
+#error "a constant is not defined"
+#endif
 #include "copy.cuh"
 #include "mma.cuh"
 #include "types.cuh"
-
-#ifndef TILE_N
-#error "TILE_N must be defined: 64, 128 or 256 columns of y a block"
-#endif
-#ifndef TILE_K
-#error "TILE_K must be defined: 32 or 64 elements of k a stage"
-#endif
-#ifndef STAGES
-#error "STAGES must be defined: tiles of x and w in flight, at least 3"
-#endif
 
 constexpr int kTileM = 128, kBand = 16;
 constexpr int kWarpTile = 64, kWarpsN = TILE_N / kWarpTile, kThreads = kTileM / kWarpTile * kWarpsN * 32;

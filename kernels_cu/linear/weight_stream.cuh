@@ -11,33 +11,9 @@
 // Runs, unit order and that order depend on K and CLUSTER alone, never on T, NT, GROUP or SPLIT_WARPS: a row's bits are the
 // same in every step.
 #pragma once
+#include "cluster.cuh"
 #include "copy.cuh"
 #include "mma.cuh"
-
-#ifndef IN_FEATURES
-#error "IN_FEATURES (K, the columns of W) must be defined"
-#endif
-#ifndef TOKEN_TILES
-#error "TOKEN_TILES (NT, tiles of 8 tokens: 1, 2, 4 or 8) must be defined"
-#endif
-#ifndef HALF_TILE
-#error "HALF_TILE (1: the last tile of tokens has at most four) must be defined"
-#endif
-#ifndef GROUP
-#error "GROUP (tiles of 16 weight rows that share one pass over x) must be defined"
-#endif
-#ifndef CLUSTER
-#error "CLUSTER (blocks that split K: 1, or 2 from sm_90 on) must be defined"
-#endif
-#ifndef SPLIT_WARPS
-#error "SPLIT_WARPS (warps that share a tile and split its K: 8, or 1) must be defined"
-#endif
-#ifndef NORM
-#error "NORM (1: rows of x are normalised; 0: they are taken as they are) must be defined"
-#endif
-#ifndef SMEM_BYTES
-#error "SMEM_BYTES (dynamic shared memory of the launch) must be defined"
-#endif
 
 constexpr int K = IN_FEATURES, NT = TOKEN_TILES;
 constexpr int kWarps = 8, kThreads = kWarps * 32;
@@ -94,72 +70,44 @@ static_assert(CLUSTER == 1 || CLUSTER == 2, "CLUSTER must be 1 or 2");
 static_assert(kSlots >= 1 && kPending >= 0 && (kUnitSplit == 1 || kSlots >= GROUP), "SMEM_BYTES is too small for GROUP and NT");
 
 #if CLUSTER > 1
-#if defined(CPMRT_PORTABLE) || __CUDA_ARCH__ < 900
-#error "CLUSTER > 1 needs sm_90 or newer and no CPMRT_PORTABLE"
-#endif
 #define LINEAR_BOUNDS __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kThreads, NT <= 2 ? 2 : 1)
-DEVICE int block_rank() {
-  uint32_t rank;
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
-}
-DEVICE void group_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-// Arrives with nothing written before that the peer will read: no fence.
-DEVICE void group_announce() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
-DEVICE void group_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-// The same shared address in block `rank` of the cluster.
-DEVICE uint32_t peer_address(uint32_t address, int rank) {
-  uint32_t remote;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
-  return remote;
-}
-DEVICE void store_peer(uint32_t address, float a) {
-  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(a) : "memory");
-}
-DEVICE void store_peer(uint32_t address, float a, float b) {
-  asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(a), "f"(b) : "memory");
-}
 #else
 #define LINEAR_BOUNDS __launch_bounds__(kThreads, NT <= 2 ? 2 : 1)
-DEVICE int block_rank() { return 0; }
-DEVICE void group_arrive() {}
-DEVICE void group_announce() {}
-DEVICE void group_wait() { __syncthreads(); }
-DEVICE uint32_t peer_address(uint32_t address, int) { return address; }
-DEVICE void store_peer(uint32_t address, float a) {
-  asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(a) : "memory");
-}
-DEVICE void store_peer(uint32_t address, float a, float b) {
-  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(a), "f"(b) : "memory");
-}
 #endif
 
-// Without the hint the memory answers in 64-byte pieces: a large product took 73 us with it off and 67 with it on.
-DEVICE void copy_weights(uint32_t shared, const scalar_t* global) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
+// The blocks that split K: a cluster, or one block alone.
+DEVICE int block_rank() {
+  uint32_t rank = 0;
+  if constexpr (CLUSTER > 1) asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
 }
-DEVICE uint4 load_shared(uint32_t address) {
-  uint4 v;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address) : "memory");
-  return v;
+DEVICE void group_arrive() {
+  if constexpr (CLUSTER > 1) cluster_arrive();
 }
-DEVICE void store_shared(uint32_t address, uint4 v) {
-  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+DEVICE void group_announce() {
+  if constexpr (CLUSTER > 1) cluster_announce();
+}
+DEVICE void group_wait() {
+  if constexpr (CLUSTER > 1) cluster_wait(); else __syncthreads();
+}
+DEVICE uint32_t block_address(uint32_t address, int rank) {
+  if constexpr (CLUSTER > 1) return peer_address(address, rank); else return address;
+}
+DEVICE void store_peer(uint32_t address, float a) {
+  if constexpr (CLUSTER > 1) {
+    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(a) : "memory");
+  } else {
+    store_shared_float(address, a);
+  }
+}
+DEVICE void store_peer(uint32_t address, float a, float b) {
+  if constexpr (CLUSTER > 1) {
+    asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(a), "f"(b) : "memory");
+  } else {
+    store_shared2(address, a, b);
+  }
 }
 
-DEVICE void store_shared2(uint32_t address, float a, float b) {
-  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(a), "f"(b) : "memory");
-}
-DEVICE float2 load_shared2(uint32_t address) {
-  float2 v;
-  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
-  return v;
-}
-DEVICE float load_shared_float(uint32_t address) {
-  float v;
-  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(address) : "memory");
-  return v;
-}
 
 // The calling lane's place in the product.
 struct Lane {
@@ -210,10 +158,10 @@ struct WeightStream {
       const scalar_t* lo = column + static_cast<size_t>(tiles.lo(index, at.token)) * K + unit * 64;
       const scalar_t* hi = column + static_cast<size_t>(tiles.hi(index, at.token)) * K + unit * 64;
       const uint32_t to = ring + slot * kChunkBytes + at.lane * 16;
-      copy_weights(to, lo);
-      copy_weights(to + 512, lo + 32);
-      copy_weights(to + 1024, hi);
-      copy_weights(to + 1536, hi + 32);
+      cp_async16_lines(to, lo);
+      cp_async16_lines(to + 512, lo + 32);
+      cp_async16_lines(to + 1024, hi);
+      cp_async16_lines(to + 1536, hi + 32);
     }
     if (++tile == GROUP) {
       tile = 0;

@@ -5,6 +5,31 @@
 //   packed_layout.cuh (repack.cu writes it); partials (tiles, 8, NT, 32) float4 and arrivals (tiles) int32, zero, with
 //   SHARED_RUN = 1, RUNS = 8 and CLUSTERS = 0, else null; prepared with FEEDS what prepare_rows makes of out, else null; others as
 //   in linear.cu.
+// Constants:
+//   LINEAR: the product, 0 qkv, 1 residual, 2 gate_up, 3 head
+//   HEAD_DIM: of qkv only, elements of a head
+//   IN_FEATURES: K, the columns of W, a multiple of 128
+//   WEIGHT_BITS: 4, or 8 with ZEROS 0
+//   RUNS: contiguous parts of K, summed in order: 8 or 1
+//   SCALE_GROUP: columns that share a scale: 32, 64 or 128
+//   ZEROS: 1 has zero points beside the scales; 0: all are 8, in 8 bits 128
+//   ROWS: most rows of a step: 1, 8, 16, 32 or 64
+//   WARPS: of a block, with SHARED_RUN 0 a multiple of 8
+//   WARPGROUPS: 1 lets four warps multiply together where the architecture can
+//   SHARED_RUN: 1: each warp of a block has another tile, of one run; 0: eight warps share a tile, each has a run
+//   NORM: 1 normalises rows of x
+//   PREPARED: 1: x comes from prepare_rows; 0: as the kernel before wrote it
+//   STAGE_SLICES: slices of x in a stage; 0: all of a block's x at once
+//   STAGES: of x in shared memory: 3 or more, or with STAGE_SLICES 0 any
+//   EARLY_SLOTS: chunks of a warp that are copied before x is asked for
+//   CLUSTERS: 1: the eight blocks with the runs of the same tiles are a cluster, which needs sm_90
+//   RECEIVED_APART: 1: what the peers of a cluster send has its own memory; 0: that of weights and x, and all blocks
+//     take tiles once
+//   FEEDS: 1: a gate_up product also writes what prepare_rows would make of its rows for the product after it
+//   TRIGGER: the next kernel may start 0 as soon as this one, 1 at its end
+//   KEPT_ROUNDS: with SHARED_RUN 0 and one row, rounds whose sums over runs come after the products of all; else 1
+//   SMEM_BYTES: dynamic shared memory of the launch
+//   PORTABLE: 1 leaves the copy engine out on sm_90 and later too
 // Grid: no more blocks than multiprocessors, with SHARED_RUN a multiple of RUNS, with CLUSTERS in clusters of RUNS; they take tiles
 //   in turn; block 32 * WARPS; SMEM_BYTES of dynamic shared memory.
 // Numerics: codes times x exactly, float32 sums over a scale group in tensor cores, groups and then RUNS runs of K added in order;
@@ -14,8 +39,275 @@
 // Source: original; rings as in CUTLASS's pipelines; RMSNorm arXiv 1910.07467, RoPE 2104.09864, SwiGLU 2002.05202.
 // Why so: at few rows the time is that of reading W once, so a warp's weights are one contiguous run of whole copies, and the
 //   codes need almost no work: as the low bits of a 16-bit float they are subnormal numbers.
-#include "packed_product.cuh"
+//   Tensor-core operand A is a tile with codes u as they are, operand B eight tokens. Over a scale group the tensor cores sum u x;
+//   a sum grows by scale * (sum u x - zero * sum x), and the sums of x are taken once, where x is brought to shared memory. In 4
+//   bits hi's sums are 16 times too large until the end. K is cut into RUNS runs that are added in order: by eight warps of a
+//   block, or, with RUNS = 8 and SHARED_RUN = 1, by eight blocks that read an eighth of x each and exchange sums.
+#if !defined(LINEAR) || (LINEAR == 0 && !defined(HEAD_DIM)) || !defined(IN_FEATURES) || !defined(WEIGHT_BITS) || \
+    !defined(RUNS) || !defined(SCALE_GROUP) || !defined(ZEROS) || !defined(ROWS) || !defined(WARPS) || \
+    !defined(WARPGROUPS) || !defined(SHARED_RUN) || !defined(NORM) || !defined(PREPARED) || !defined(STAGE_SLICES) \
+    || !defined(STAGES) || !defined(EARLY_SLOTS) || !defined(CLUSTERS) || !defined(RECEIVED_APART) || \
+    !defined(FEEDS) || !defined(TRIGGER) || !defined(KEPT_ROUNDS) || !defined(SMEM_BYTES) || !defined(PORTABLE)
+#error "a constant is not defined"
+#endif
 #include "linear_epilogue.cuh"
+#include "packed_activations.cuh"
+#include "packed_exchange.cuh"
+#include "packed_multiply.cuh"
+
+#if CLUSTERS
+#define PACKED_BOUNDS __cluster_dims__(RUNS, 1, 1) __launch_bounds__(kThreads, 1)
+#else
+#define PACKED_BOUNDS __launch_bounds__(kThreads, 1)
+#endif
+
+constexpr bool kLooksLate = LINEAR == 0;                          // `look` reads what `publish` wrote before a barrier
+constexpr bool kSettlesLate = !SHARED_RUN || NT < 8;              // more tiles leave no registers for what is read before the products
+
+// The warp's run of one tile.
+DEVICE void accumulate(Sums& out, WeightStream& weights, Activations& x, const Lane& at, bool has_tile) {
+  // Slices with several scale groups come one by one: the groups' sums are added slice by slice, whatever ROWS is.
+  constexpr bool kCanJoin = kUnitScales == 1 && kChunkSlices % kTogetherSlices == 0 && (kResident || kStageSlices % kTogetherSlices == 0);
+  constexpr int kTogether = kCanJoin ? kTogetherSlices : 1;
+  uint32_t place = x.base() + (SHARED_RUN ? 0 : at.run * kRunSlices * kXSliceBytes);
+  // Instructions bind where four warps multiply together: a chunk is straight code, its addresses parts of the instructions.
+  constexpr int kUnrolled = !WGMMA_PRODUCTS || kThreads > 512 ? 1 : 4;
+#pragma unroll 1
+  for (int done = 0; done < at.slices; done += kChunkSlices) {
+    uint32_t unit = has_tile ? weights.wait() : weights.ring;
+    const int left = at.slices - done;
+    if (left >= kChunkSlices) {
+#pragma unroll kUnrolled
+      for (int i = 0; i < kChunkSlices; i += kTogether) {
+        if (!kResident && (kChunkSlices % kStageSlices == 0 ? i : done + i) % kStageSlices == 0) place = x.enter_stage();
+        multiply<kTogether>(out, unit, place, at, has_tile);
+        place += kTogether * kXSliceBytes, unit += kTogether * kUnitBytes;
+      }
+    } else {
+#pragma unroll 1
+      for (int i = 0; i < left; i++) {
+        if (!kResident && (done + i) % kStageSlices == 0) place = x.enter_stage();
+        multiply<1>(out, unit, place, at, has_tile);
+        place += kXSliceBytes, unit += kUnitBytes;
+      }
+    }
+    if (has_tile) weights.release();
+  }
+  finish_sums(out);
+}
+
+// One row, a run of one slice: the products of all rounds side by side, since those of a slice are a chain.
+constexpr bool kJoinsRounds = KEPT_ROUNDS > 1 && kRunSlices == 1 && kSlots >= KEPT_ROUNDS;
+
+DEVICE void accumulate_rounds(Sums (&out)[KEPT_ROUNDS], const WeightStream& weights, const Activations& x,
+                              const Lane& at) {
+  uint32_t units[KEPT_ROUNDS];
+#pragma unroll
+  for (int round = 0; round < KEPT_ROUNDS; round++) {
+    units[round] = weights.ring + round * kChunkBytes;
+    if (kCopyEngine && at.tile(round) < weights.num_tiles) mbarrier_wait(weights.barriers + round * 8, 0);
+  }
+  if (!kCopyEngine) {
+    cp_async_wait<0>();
+    __syncwarp();
+  }
+  // Sums of a tile that does not exist mean nothing.
+  if (at.slices > 0) multiply_tiles(out, units, x.base() + at.run * kXSliceBytes, at);
+#pragma unroll
+  for (int round = 0; round < KEPT_ROUNDS; round++) finish_sums(out[round]);
+}
+
+// SHARED_RUN = 0: sums over the runs, in order. `visit(nt, i, tile, row, token, pair)` for what the thread finishes.
+template <class Visit>
+DEVICE void visit_pairs(int nt, int round, int num_tiles, int T, Visit visit) {
+#pragma unroll
+  for (int i = 0; i < kThreadPairs; i++) {
+    const int pair = threadIdx.x + i * kThreads, token = nt * 8 + (pair & 3) * 2 + (pair >> 5 & 1), tile = Lane::tile(round, pair >> 6);
+    if (pair < kPairs && tile < num_tiles && token < T) visit(i, tile, pair >> 2 & 7, token, pair);
+  }
+}
+
+template <class Epilogue>
+DEVICE void finish_block(const Sums& out, const Lane& at, Epilogue& epilogue, const RowScale& scale, int round,
+                         bool is_last, int num_tiles, int T) {
+  constexpr bool kKeeps = KEPT_ROUNDS > 1;   // sums of each round in their own place, until the last
+  const uint32_t to = at.shared + kPartialOffset + ((kKeeps ? round * kWarps : 0) + at.warp) * 512 + at.lane * 8;
+#pragma unroll
+  for (int nt = 0; nt < NT; nt++) {
+    if (!kKeeps && (nt > 0 || round > 0)) __syncthreads();
+#pragma unroll
+    for (int odd = 0; odd < kLaneTokens; odd++)
+      if (nt * 8 + at.quarter * 2 + odd < T)
+        store_shared2(to + odd * 256, out[nt][odd], out[nt][odd + 2]);
+    if (kKeeps && !is_last) return;
+    __syncthreads();
+    visit_pairs(nt, kKeeps ? 0 : round, num_tiles, T, [&](int i, int tile, int row, int token, int pair) {
+      float2 sum = make_float2(0.0f, 0.0f);
+#pragma unroll
+      for (int run = 0; run < kFilledRuns; run++) {
+        const float2 part = load_shared2(at.shared + kPartialOffset + (((pair >> 6) * RUNS + run) * 64 + (pair & 63)) * 8);
+        sum.x += part.x, sum.y += part.y;
+      }
+      const float factor = scale.of(token);
+      epilogue.store(nt, i, tile, row, token, sum.x * factor, sum.y * factor);
+    });
+  }
+}
+
+// SHARED_RUN = 1 and RUNS = 1: a lane's own values.
+template <class Epilogue>
+DEVICE void finish_rows(const Sums& out, const Lane& at, Epilogue& epilogue, const RowScale& scale, int tile, int T) {
+#pragma unroll
+  for (int nt = 0; nt < NT; nt++)
+#pragma unroll
+    for (int pass = 0; pass < 2; pass++)
+#pragma unroll
+      for (int odd = 0; odd < kLaneTokens; odd++) {
+        const int token = nt * 8 + at.quarter * 2 + odd;
+        if (token >= T) continue;
+        if (pass == 0) {
+          epilogue.prefetch(nt, odd, tile, at.token, token);
+        } else {
+          const float factor = scale.of(token);
+          epilogue.store(nt, odd, tile, at.token, token, out[nt][odd] * factor, out[nt][odd + 2] * factor);
+        }
+      }
+}
+
+// With FEEDS a gate_up product leaves its rows for the product after it as prepare_rows would write them, and as they are. A block
+// has the 16 tiles of 128 neighbouring columns, a slice of the product after it, which takes the same ROWS, SCALE_GROUP, ZEROS and
+// WARPGROUPS: so it sees whole scale groups, and writes whole lines.
+constexpr int kFeedPitch = kSliceColumns * 2 + 16;   // bytes between tokens in shared memory: rows in other banks
+static_assert(!FEEDS || (SHARED_RUN && RUNS == 1 && kBlockTiles * 8 == kSliceColumns), "FEEDS needs blocks of 16 whole tiles");
+static_assert(!FEEDS || kTokens * kFeedPitch <= SMEM_BYTES - kRingOffset, "SMEM_BYTES is too small");
+
+struct Feed {
+  const Lane& at;
+  scalar_t* out;             // (T, columns)
+  unsigned char* prepared;
+  int columns, T;
+
+  // In place of weights that have been read.
+  DEVICE uint32_t row(int token) const { return at.shared + kRingOffset + token * kFeedPitch; }
+  // A value of the warp's own tile.
+  DEVICE void keep(int token, scalar_t value) const {
+    const unsigned short& bits = reinterpret_cast<const unsigned short&>(value);
+    asm volatile("st.shared.b16 [%0], %1;" ::"r"(row(token) + (at.warp * 8 + at.token) * 2), "h"(bits) : "memory");
+  }
+  // Once all tiles of the slice are kept. A warp takes two tokens, of which a lane has one piece each.
+  DEVICE void pass_on(int slice) const {
+    for (int first = at.warp * 2; first < T; first += kWarps * 2) {
+      const int token = first + at.lane / 16, of_slice = at.lane % 16, piece = slice * 16 + of_slice;
+      const bool is_there = token < T;
+      uint4 v = load_shared(row(token) + of_slice * 16);
+      if (is_there) store16(out + static_cast<size_t>(token) * columns + piece * 8, v);
+      v = scaled(v);
+      if (is_there) store_prepared(prepared, piece, token, v);
+      float sums[1] = {piece_sum(v)};
+      sum_groups(sums, [&](int, float sum) {
+        if (is_there) *reinterpret_cast<float*>(prepared + sum_offset(piece, token)) = sum;
+      });
+    }
+  }
+};
+
+// All warps, at the end of the block's one round.
+template <class Epilogue>
+DEVICE void feed_rows(const Sums& out, const Lane& at, const Epilogue& epilogue, const RowScale& scale, int T) {
+  const Feed feed{at, epilogue.out, epilogue.prepared, epilogue.F, T};
+  __syncthreads();
+#pragma unroll
+  for (int nt = 0; nt < NT; nt++)
+#pragma unroll
+    for (int odd = 0; odd < kLaneTokens; odd++) {
+      const int token = nt * 8 + at.quarter * 2 + odd;
+      const float factor = scale.of(token);
+      if (token < T) feed.keep(token, epilogue.value(out[nt][odd] * factor, out[nt][odd + 2] * factor));
+    }
+  __syncthreads();
+  feed.pass_on(blockIdx.x);
+}
+// The whole product; x (T, K), or with PREPARED what prepare_rows wrote.
+template <class Epilogue>
+DEVICE void packed_product(Epilogue& epilogue, int num_tiles, const scalar_t* x, const scalar_t* norm,
+                           const void* weight, float4* partials, int* arrivals, int T, float eps) {
+  constexpr bool kNormalises = NORM && !PREPARED;
+  static_assert(!kNormalises || !SHARED_RUN || RUNS == 1 || CLUSTERS, "a block that sees one run of x cannot normalise it");
+  const Lane at;
+  const int first = Lane::tile(0, 0), step = Lane::tile(1, 0) - first;
+  const int rounds = FEEDS ? 1 : (num_tiles - first + step - 1) / step;   // known: that leaves registers for straight code
+  WeightStream weights(at, weight, num_tiles);
+  if (kNormalises) RowPieces::prefetch_norm(norm);
+  Activations activations{at, reinterpret_cast<const unsigned char*>(x) + (SHARED_RUN ? at.run * kRunSlices * kXSliceBytes : 0)};
+  const Exchange exchange{at, num_tiles, T};
+  if constexpr (CLUSTERS) exchange.prepare();
+  if (!kResident) {
+    activations.last = rounds * ((at.slices + kStageSlices - 1) / kStageSlices);
+    activations.prepare_stages();
+  }
+  pdl_wait();
+  if (!kResident) activations.start_stages();
+  if constexpr (CLUSTERS) cluster_wait();
+  const RowScale scale{at, eps};
+  const float prepared_scale = scale.load(x, T);
+  if constexpr (LINEAR == 0) epilogue.prepare(at.shared + kEpilogueOffset);
+  const auto look = [&](int round) {
+#pragma unroll
+    for (int nt = 0; nt < (SHARED_RUN ? 0 : NT); nt++)
+      visit_pairs(nt, round, num_tiles, T, [&](int i, int tile, int row, int token, int) { epilogue.prefetch(nt, i, tile, row, token); });
+  };
+  if constexpr (kNormalises && CLUSTERS) {
+    activations.fill_run_normalised(x, norm, scale, weights, T);
+  } else if (kNormalises) {
+    activations.fill_normalised(x, norm, scale, weights, T);
+  } else if (!PREPARED) {
+    activations.fill(x, weights, T, [&] { if (!kLooksLate) look(0); });
+  } else {
+    if (kResident) activations.copy_prepared();
+    weights.fill_ring();
+  }
+  if constexpr (LINEAR == 0) epilogue.publish();
+  if constexpr (LINEAR == 0) epilogue.look_up();
+  const auto settle = [&] {
+    if constexpr (LINEAR == 0) epilogue.settle();
+    scale.keep(prepared_scale, T);
+  };
+  if (!kSettlesLate) settle();
+  if (PREPARED && kResident) cp_async_wait<kCopyEngine ? 0 : kSlots - kEarlySlots>();
+  if constexpr (WGMMA_PRODUCTS) async_proxy_fence();
+  if (kOwnRuns && !kLooksLate) __syncwarp();
+  else __syncthreads();
+  if constexpr (kJoinsRounds) {
+    if (PREPARED || kLooksLate) look(0);
+    Sums out[KEPT_ROUNDS] = {};
+    accumulate_rounds(out, weights, activations, at);
+    settle();
+#pragma unroll
+    for (int round = 0; round < KEPT_ROUNDS; round++)
+      finish_block(out[round], at, epilogue, scale, round, round + 1 == KEPT_ROUNDS, num_tiles, T);
+  }
+#pragma unroll 1
+  for (int round = 0; round < (kJoinsRounds ? 0 : rounds); round++) {
+    const int tile = at.tile(round);
+    if (round == 0 ? PREPARED || kLooksLate : KEPT_ROUNDS == 1) look(round);
+    if (CLUSTERS && kLooksEarly) exchange.look(epilogue, round);
+    Sums out = {};
+    accumulate(out, weights, activations, at, tile < num_tiles);
+    if (kSettlesLate && round == 0) settle();   // a barrier comes before the stores
+    if (kSettlesLate && SHARED_RUN && round == 0 && (LINEAR == 0 || (NORM && PREPARED && !FEEDS))) __syncthreads();
+    if constexpr (!SHARED_RUN) {
+      finish_block(out, at, epilogue, scale, round, round + 1 == rounds, num_tiles, T);
+    } else if constexpr (CLUSTERS) {
+      exchange.finish(out, epilogue, scale, round, round + 1 == rounds);
+    } else if constexpr (RUNS > 1) {
+      finish_grid(out, at, epilogue, scale, round, num_tiles, T, partials, arrivals);
+    } else if constexpr (FEEDS) {
+      feed_rows(out, at, epilogue, scale, T);
+    } else if (tile < num_tiles) {
+      finish_rows(out, at, epilogue, scale, tile, T);
+    }
+  }
+}
 
 #if LINEAR == 0
 // q = rope(n Wq^T / rms + bq) of the row's position, k and v stored in the pages of its slot at its location; with NORM = 0 n is x and
@@ -27,7 +319,7 @@ extern "C" __global__ void PACKED_BOUNDS KERNEL(linear_packed_qkv)(
     const scalar_t* __restrict__ bias, const float* __restrict__ rope, const int* positions, const int* locations, const int* slots,
     const int* __restrict__ block_tables, int T, int num_heads, int num_kv_heads, int pages_per_sequence, int max_context,
     float eps) {
-  QkvEpilogue epilogue{q, k_pages, v_pages, bias, rope, positions, locations, slots, block_tables, T, num_heads, num_kv_heads,
+  QkvEpilogue<NT, kThreadPairs> epilogue{q, k_pages, v_pages, bias, rope, positions, locations, slots, block_tables, T, num_heads, num_kv_heads,
                        pages_per_sequence, max_context};
   packed_product(epilogue, (num_heads + 2 * num_kv_heads) * kHeadTiles, x, norm, weight, partials, arrivals, T, eps);
 }
@@ -39,7 +331,7 @@ extern "C" __global__ void PACKED_BOUNDS KERNEL(linear_packed_residual)(
     scalar_t* x, const scalar_t* inner, const void* __restrict__ weight, float4* partials, int* arrivals,
     const scalar_t* __restrict__ bias, int T, int N, float scale) {
   if (TRIGGER == 0) pdl_launch_dependents();
-  ResidualEpilogue epilogue{x, bias, N, scale};
+  ResidualEpilogue<NT, kThreadPairs> epilogue{x, bias, N, scale};
   packed_product(epilogue, N / 16, inner, nullptr, weight, partials, arrivals, T, 0.0f);
 }
 #endif

@@ -75,7 +75,6 @@ struct Activations {
     }
   }
 
-#if CLUSTERS
   // The block's run of x, as it is in memory, times the weights of the norm: warps take tokens in turn, and the blocks of the cluster
   // tell each other the square sums of their runs. Before a barrier.
   DEVICE void fill_run_normalised(const scalar_t* x, const scalar_t* norm, const RowScale& scale, WeightStream& weights,
@@ -118,7 +117,6 @@ struct Activations {
         send_float(peer_address(scale.squares(token) + at.run * 4, at.lane), peer_address(at.shared + kSquareBarrier, at.lane), sum);
     }
   }
-#endif
 
   // The block's part of x, as it is in memory. Before a barrier. `look()` comes while it is on its way.
   template <class Look>
@@ -185,41 +183,37 @@ struct Activations {
     return prepared + static_cast<size_t>(index % stages) * kStageSlices * kXSliceBytes;
   }
   DEVICE uint32_t stage_place(unsigned index) const { return base() + index % kStages * kStageSlices * kXSliceBytes; }
-#if COPY_ENGINE
   // Barriers of a stage: its bytes have come; all warps have read it.
   DEVICE uint32_t full(unsigned index) const { return at.shared + kXBarrier + index % kStages * 16; }
   DEVICE uint32_t empty(unsigned index) const { return full(index) + 8; }
-#endif
   DEVICE void start_stage(unsigned index) const {
-#if COPY_ENGINE
-    if (threadIdx.x != 0 || index >= last) return;
+    if (!kCopyEngine || threadIdx.x != 0 || index >= last) return;
     if (index >= kStages) mbarrier_wait(empty(index), index / kStages - 1 & 1);
     copy_bulk(stage_place(index), stage_source(index), stage_bytes(index), full(index));
-#endif
   }
   // Before pdl_wait, and a barrier before anyone reads.
   DEVICE void prepare_stages() const {
-#if COPY_ENGINE
+    if (!kCopyEngine) return;
     if (threadIdx.x == 0)
       for (int i = 0; i < kStages; i++) mbarrier_init(full(i), 1), mbarrier_init(empty(i), kWarps);
     mbarrier_init_fence();
-#endif
   }
   DEVICE void start_stages() const {
     for (int i = 0; i < kStages - 1; i++) start_stage(i);
   }
   // The next stage. The calling warp has read the one before it; the first thread goes on with the copies.
   DEVICE uint32_t enter_stage() {
-#if COPY_ENGINE
-    __syncwarp();
-    if (stage > 0 && at.lane == 0) mbarrier_arrive(empty(stage - 1));
-    start_stage(stage + kStages - 1);
-    mbarrier_wait(full(stage), stage / kStages & 1);
-#else
-    __syncthreads();
-    for (int i = threadIdx.x * 16; i < stage_bytes(stage); i += kThreads * 16) store_shared(stage_place(stage) + i, load16_past_l1(stage_source(stage) + i));
-    __syncthreads();
-#endif
+    if constexpr (kCopyEngine) {
+      __syncwarp();
+      if (stage > 0 && at.lane == 0) mbarrier_arrive(empty(stage - 1));
+      start_stage(stage + kStages - 1);
+      mbarrier_wait(full(stage), stage / kStages & 1);
+    } else {
+      __syncthreads();
+      for (int i = threadIdx.x * 16; i < stage_bytes(stage); i += kThreads * 16)
+        store_shared(stage_place(stage) + i, load16_past_l1(stage_source(stage) + i));
+      __syncthreads();
+    }
     return stage_place(stage++);
   }
 };

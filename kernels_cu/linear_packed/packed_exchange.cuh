@@ -6,8 +6,7 @@ constexpr int kLaneTokens = ROWS == 1 ? 1 : 2;   // of a token tile
 constexpr bool kLooksEarly = NT <= 2;            // at what an epilogue needs: before the products, or while sums are on their way
 using Sums = float[NT][4];   // of a lane and its warp's tile: token tile, {lo: token 2t, 2t+1; hi: the same}
 
-#if CLUSTERS
-// Through the shared memory of the block that finishes a tile, which counts the bytes that come: received [own tile][run][token
+// With CLUSTERS: through the shared memory of the block that finishes a tile, which counts the bytes that come: received [own tile][run][token
 // tile][lane] float4.
 struct Exchange {
   const Lane& at;
@@ -81,7 +80,7 @@ struct Exchange {
     cluster_arrive();
   }
 };
-#else
+
 constexpr int kDeparted = 1 << 16;   // counts blocks that need an arrival counter no more
 
 // What all threads wrote before a barrier comes before the count; who has seen the count sees it.
@@ -94,7 +93,7 @@ DEVICE int arrivals_seen(const int* counter) {
   return count;
 }
 
-// Through memory: partials (tiles, RUNS, NT, 32) float4; arrivals (tiles) int32, 0 before and after.
+// Without CLUSTERS: through memory: partials (tiles, RUNS, NT, 32) float4; arrivals (tiles) int32, 0 before and after.
 // A block waits for the others. All of a grid are on the device together: there are no more than multiprocessors, the kernels
 // before it end without it, and those after it start only when all its blocks have.
 template <class Epilogue>
@@ -142,4 +141,3 @@ DEVICE void finish_grid(const Sums& out, const Lane& at, Epilogue& epilogue, con
   asm volatile("" : "+r"(departed));   // its thread does not wait for the result before
   if (threadIdx.x == 0 && departed / kDeparted == RUNS - 1) *arrived = 0;
 }
-#endif

@@ -18,22 +18,6 @@
 #pragma once
 #include "types.cuh"
 
-#ifndef IN_FEATURES
-#error "IN_FEATURES (K, the columns of W, a multiple of 128) must be defined"
-#endif
-#ifndef WEIGHT_BITS
-#error "WEIGHT_BITS (bits of a code: 4, or 8 with ZEROS = 0) must be defined"
-#endif
-#ifndef RUNS
-#error "RUNS (contiguous parts of K, summed in order: 8 or 1) must be defined"
-#endif
-#ifndef SCALE_GROUP
-#error "SCALE_GROUP (columns that share a scale: 32, 64 or 128) must be defined"
-#endif
-#ifndef ZEROS
-#error "ZEROS (1: zero points beside the scales; 0: every zero point is 8, in 8 bits 128) must be defined"
-#endif
-
 constexpr int K = IN_FEATURES;
 constexpr int kSliceColumns = 128;
 constexpr int kSlices = K / kSliceColumns;

@@ -3,10 +3,8 @@
 #include "mma.cuh"
 #include "packed_activations.cuh"
 #include "packed_exchange.cuh"
-#if WGMMA_PRODUCTS
 #include "tma.cuh"
-#include "packed_wgmma.cuh"
-#endif
+#include "wgmma.cuh"
 
 constexpr float kZero = WEIGHT_BITS == 4 ? 1.0f : 16.0f;          // in units of the sums of x, which are 8 times too large
 constexpr float kHiFactor = WEIGHT_BITS == 4 ? 16.0f : 1.0f;      // of hi's codes
@@ -62,8 +60,16 @@ DEVICE void split_codes(uint32_t (&a)[4], const uint32_t* words) {
 #endif
 constexpr int kStepWords = WEIGHT_BITS / 4;   // of a lane for 16 k
 
-#if WGMMA_PRODUCTS
-// As multiply_slices. All four warps of a warpgroup, whether they have a tile or not.
+// 16 k of x at `shared`: [2][token tile][8 tokens] 16 bytes. With IN_UNIFORM a shuffle tells the compiler that all lanes have the same
+// address: it then keeps this and the descriptors after it in uniform registers, and adds nothing lane by lane.
+template <int NT, bool IN_UNIFORM>
+DEVICE uint64_t tokens_descriptor(uint32_t shared) {
+  if (IN_UNIFORM) shared = __shfl_sync(0xFFFFFFFFu, shared, 0);
+  return static_cast<uint64_t>(128 >> 4) << 32 | static_cast<uint64_t>(NT * 128 >> 4) << 16 | (shared & 0x3FFFF) >> 4;
+}
+
+// As multiply_slices, by four warps together (sm_90a): weights in registers, x in shared memory as eight tokens x 8 k. The sums are
+// the same, bit for bit; four times as many come out in the same time. All four warps of a warpgroup, whether they have a tile or not.
 template <int S>
 DEVICE void multiply_together(Sums& out, uint32_t unit, uint32_t x, const Lane& at) {
   constexpr int kSteps = SCALE_GROUP / 16;   // of 16 k in a scale group
@@ -104,7 +110,6 @@ DEVICE void multiply_together(Sums& out, uint32_t unit, uint32_t x, const Lane& 
     }
   }
 }
-#endif
 
 // out += S slices: units from `unit` on, x from `x` on. Each is a sum of its own, added in order; S > 1 needs one scale group a slice.
 template <int S>
@@ -147,11 +152,11 @@ DEVICE void multiply_slices(Sums& out, uint32_t unit, uint32_t x, const Lane& at
 
 template <int S>
 DEVICE void multiply(Sums& out, uint32_t unit, uint32_t x, const Lane& at, bool has_tile) {
-#if WGMMA_PRODUCTS
-  multiply_together<S>(out, unit, x, at);
-#else
-  if (has_tile) multiply_slices<S>(out, unit, x, at);
-#endif
+  if constexpr (WGMMA_PRODUCTS) {
+    multiply_together<S>(out, unit, x, at);
+  } else {
+    if (has_tile) multiply_slices<S>(out, unit, x, at);
+  }
 }
 
 // One row: out[i] += a slice of the tile whose unit is units[i], tiles side by side, each as multiply_slices would add it.

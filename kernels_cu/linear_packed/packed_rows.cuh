@@ -2,21 +2,6 @@
 #pragma once
 #include "copy.cuh"
 
-#ifndef IN_FEATURES
-#error "IN_FEATURES (K, the columns of W, a multiple of 128) must be defined"
-#endif
-#ifndef ROWS
-#error "ROWS (rows of a step that this build takes at most: 1, 8, 16, 32 or 64) must be defined"
-#endif
-#ifndef SCALE_GROUP
-#error "SCALE_GROUP (columns that share a scale: 32, 64 or 128) must be defined"
-#endif
-#ifndef ZEROS
-#error "ZEROS (1: zero points beside the scales; 0: every zero point is 8, or 128) must be defined"
-#endif
-#ifndef WARPGROUPS
-#error "WARPGROUPS (1: four warps multiply together where the architecture lets them; 0: each alone) must be defined"
-#endif
 static_assert(ROWS == 1 || ROWS == 8 || ROWS == 16 || ROWS == 32 || ROWS == 64, "ROWS must be 1, 8, 16, 32 or 64");
 
 constexpr int NT = (ROWS + 7) / 8;                             // tiles of 8 tokens
@@ -108,39 +93,6 @@ DEVICE float load_written_float(const void* source) {
 // Keeps all work on v behind the statements before this one, such as copies of weights, which need not wait for v.
 DEVICE void stay_behind(uint4& v) {
   asm volatile("" : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)::"memory");
-}
-
-DEVICE uint4 load_shared(uint32_t address) {
-  uint4 v;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address) : "memory");
-  return v;
-}
-DEVICE void store_shared(uint32_t address, uint4 v) {
-  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
-}
-DEVICE uint32_t load_shared_word(uint32_t address) {
-  uint32_t v;
-  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
-  return v;
-}
-DEVICE uint2 load_shared_words(uint32_t address) {
-  uint2 v;
-  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address) : "memory");
-  return v;
-}
-DEVICE void store_shared_word(uint32_t address, uint32_t word) {
-  asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(word) : "memory");
-}
-DEVICE void store_shared_float(uint32_t address, float a) {
-  asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(a) : "memory");
-}
-DEVICE float load_shared_float(uint32_t address) { return __uint_as_float(load_shared_word(address)); }
-DEVICE void store_shared2(uint32_t address, float a, float b) {
-  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(a), "f"(b) : "memory");
-}
-DEVICE float2 load_shared2(uint32_t address) {
-  const uint2 v = load_shared_words(address);
-  return make_float2(__uint_as_float(v.x), __uint_as_float(v.y));
 }
 
 // One row of x in eight warps, each with an eighth of its slices: lane i has the pieces i, i + 32, ... of them. Square sums are added in

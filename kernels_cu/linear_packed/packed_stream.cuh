@@ -3,57 +3,15 @@
 // From sm_90 on lane 0 copies whole chunks with the copy engine and a barrier in shared memory counts their bytes; elsewhere,
 // and with PORTABLE, the lanes copy 16 bytes each. Either way a slot is filled again as soon as the warp has read it.
 #pragma once
+#include "cluster.cuh"
 #include "copy.cuh"
 #include "packed_layout.cuh"
 #include "packed_rows.cuh"
 
-#ifndef WARPS
-#error "WARPS (warps of a block; with SHARED_RUN = 0 a multiple of 8) must be defined"
-#endif
-#ifndef SHARED_RUN
-#error "SHARED_RUN (1: each warp of a block has another tile, of one run; 0: eight warps share a tile, each has a run) must be defined"
-#endif
-#ifndef NORM
-#error "NORM (1: rows of x are normalised; 0: they are taken as they are) must be defined"
-#endif
-#ifndef PREPARED
-#error "PREPARED (1: x comes from prepare_rows; 0: as the kernel before wrote it) must be defined"
-#endif
-#ifndef STAGE_SLICES
-#error "STAGE_SLICES (slices of x in a stage; 0: all of a block's x at once) must be defined"
-#endif
-#ifndef STAGES
-#error "STAGES (stages of x in shared memory: 3 or more, or with STAGE_SLICES = 0 any) must be defined"
-#endif
-#ifndef EARLY_SLOTS
-#error "EARLY_SLOTS (chunks of a warp that are copied before x is asked for) must be defined"
-#endif
-#ifndef CLUSTERS
-#error "CLUSTERS (1: the eight blocks with the runs of the same tiles are a cluster, which needs sm_90; 0: no clusters) must be defined"
-#endif
-#ifndef RECEIVED_APART
-#error "RECEIVED_APART (1: what the peers of a cluster send has its own memory; 0: that of weights and x, all blocks take tiles once) must be defined"
-#endif
-#ifndef FEEDS
-#error "FEEDS (1: a gate_up product also writes what prepare_rows would make of its rows for the product after it; 0: it does not) must be defined"
-#endif
-#ifndef TRIGGER
-#error "TRIGGER (the next kernel may start 0: as soon as this one; 1: at its end) must be defined"
-#endif
-#ifndef KEPT_ROUNDS
-#error "KEPT_ROUNDS (without SHARED_RUN and with one row, rounds whose sums over runs come after the products of all; else 1) must be defined"
-#endif
-#ifndef SMEM_BYTES
-#error "SMEM_BYTES (dynamic shared memory of the launch) must be defined"
-#endif
-#ifndef PORTABLE
-#error "PORTABLE must be defined: 1 leaves the copy engine out on sm_90 and later too"
-#endif
 #if __CUDA_ARCH__ >= 900 && !PORTABLE
-#define COPY_ENGINE 1
-#include "cluster.cuh"
+constexpr bool kCopyEngine = true;
 #else
-#define COPY_ENGINE 0
+constexpr bool kCopyEngine = false;
 #endif
 
 constexpr int kWarps = WARPS, kThreads = kWarps * 32;
@@ -103,11 +61,10 @@ static_assert(!WGMMA_PRODUCTS || (SHARED_RUN && kWarps % 4 == 0 && NT >= 2), "WA
 static_assert(SHARED_RUN || (RUNS == 8 && kWarps % RUNS == 0), "without SHARED_RUN eight warps take one run each");
 static_assert(KEPT_ROUNDS == 1 || (!SHARED_RUN && ROWS == 1), "KEPT_ROUNDS needs SHARED_RUN = 0 and one row");
 static_assert(kResident || (SHARED_RUN && PREPARED), "x in stages is shared, and comes from prepare_rows");
-static_assert(!CLUSTERS || (SHARED_RUN && RUNS == 8 && COPY_ENGINE), "a cluster has eight runs, and needs sm_90");
+static_assert(!CLUSTERS || (SHARED_RUN && RUNS == 8 && kCopyEngine), "a cluster has eight runs, and needs sm_90");
 static_assert(kSlots >= 1, "SMEM_BYTES is too small");
 static_assert(kEpilogueOffset + kEpilogueBytes <= SMEM_BYTES, "SMEM_BYTES is too small");
 
-#if COPY_ENGINE
 // Starts a copy of `bytes` (a multiple of 16) that arrives at `barrier`. One thread.
 DEVICE void copy_bulk(uint32_t shared, const void* source, int bytes, uint32_t barrier) {
   mbarrier_arrive_expect(barrier, bytes);
@@ -115,7 +72,6 @@ DEVICE void copy_bulk(uint32_t shared, const void* source, int bytes, uint32_t b
                "l"(source), "r"(bytes), "r"(barrier)
                : "memory");
 }
-#endif
 
 // The calling lane's place in the product.
 struct Lane {
@@ -150,12 +106,12 @@ struct WeightStream {
   DEVICE WeightStream(const Lane& lane, const void* packed, int tiles)
       : at(lane), weight(static_cast<const unsigned char*>(packed) + lane.run * kRunBytes), num_tiles(lane.slices > 0 ? tiles : 0),
         ring(lane.shared + kRingOffset + lane.warp * kSlots * kChunkBytes), barriers(lane.shared + lane.warp * kMaxSlots * 8) {
-#if COPY_ENGINE
-    if (at.lane == 0)
-      for (int i = 0; i < kSlots; i++) mbarrier_init(barriers + i * 8, 1);
-    mbarrier_init_fence();
-    __syncwarp();
-#endif
+    if constexpr (kCopyEngine) {
+      if (at.lane == 0)
+        for (int i = 0; i < kSlots; i++) mbarrier_init(barriers + i * 8, 1);
+      mbarrier_init_fence();
+      __syncwarp();
+    }
     for (int i = 0; i < kEarlySlots; i++) copy_next();
   }
   // The rest of the ring, behind the loads of x.
@@ -171,16 +127,13 @@ struct WeightStream {
       const uint32_t places = tile * static_cast<uint32_t>(kTileBytes / 16) + slice * (kUnitBytes / 16);   // of 16 bytes
       const unsigned char* const from = weight + static_cast<uint64_t>(places) * 16;
       const uint32_t to = ring + slot * kChunkBytes;
-#if COPY_ENGINE
-      if (at.lane == 0) copy_bulk(to, from, bytes, barriers + slot * 8);
-#else
-      for (int i = at.lane * 16; i < bytes; i += 512)
-        asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to + i), "l"(from + i) : "memory");
-#endif
+      if constexpr (kCopyEngine) {
+        if (at.lane == 0) copy_bulk(to, from, bytes, barriers + slot * 8);
+      } else {
+        for (int i = at.lane * 16; i < bytes; i += 512) cp_async16_lines(to + i, from + i);
+      }
     }
-#if !COPY_ENGINE
-    cp_async_commit();
-#endif
+    if (!kCopyEngine) cp_async_commit();
     slice += kChunkSlices;
     if (slice >= at.slices) slice = 0, round++;
     if (++slot == kSlots) slot = 0, parity ^= 1;
@@ -188,12 +141,12 @@ struct WeightStream {
 
   // The next chunk in shared memory, once it is there.
   DEVICE uint32_t wait() {
-#if COPY_ENGINE
-    mbarrier_wait(barriers + slot * 8, parity);
-#else
-    cp_async_wait<kSlots - 1>();
-    __syncwarp();
-#endif
+    if constexpr (kCopyEngine) {
+      mbarrier_wait(barriers + slot * 8, parity);
+    } else {
+      cp_async_wait<kSlots - 1>();
+      __syncwarp();
+    }
     return ring + slot * kChunkBytes;
   }
   // The warp has read the chunk.

@@ -7,24 +7,23 @@
 //   FORMAT 1 AWQ GEMM: codes int32 (K, N/8), column c of eight in nibble {0, 4, 1, 5, 2, 6, 3, 7}[c]; zeros and scales alike
 //   FORMAT 2 compressed-tensors pack-quantized: codes int32 (N, K/8); zeros int32 (N/8, K/G); scales (N, K/G)
 //   FORMAT 3 Marlin: codes int32 (K/16, 2 N), 16 x 16 tiles; scales (K/G, N) permuted by 64 columns, by 32 with one group; no zeros
+// Constants: LINEAR: the product, 0 qkv, 1 residual, 2 gate_up, 3 head. HEAD_DIM: of qkv only, elements of a head.
+//   FORMAT: 0 GPTQ, 1 AWQ, 2 compressed-tensors, 3 Marlin. IN_FEATURES: K, the columns of W, a multiple of 128.
+//   WEIGHT_BITS: 4, or 8 with ZEROS 0. RUNS: contiguous parts of K, summed in order: 8 or 1. SCALE_GROUP: columns that
+//   share a scale: 32, 64 or 128. ZEROS: 1 has zero points beside the scales; 0: all are 8, in 8 bits 128
 // Grid: any number of blocks of 256 threads; no dynamic shared memory.
 // Numerics: integers as they are; a scale of another type is rounded once, to nearest; a dequantised weight is a float32 product
 //   rounded once.
 // Oracle: cpmrt/cuda/ops/linear_packed/layout.py; cpmrt/weights/formats/.
 // Source: original; formats as in AutoGPTQ, AutoAWQ, compressed-tensors and IST-DASLab/marlin.
 // Why so: a thread owns 16 bytes of the result, whatever sources its two rows come from, so sources can come one after the other.
+#if !defined(LINEAR) || (LINEAR == 0 && !defined(HEAD_DIM)) || !defined(FORMAT) || !defined(IN_FEATURES) || \
+    !defined(WEIGHT_BITS) || !defined(RUNS) || !defined(SCALE_GROUP) || !defined(ZEROS)
+#error "a constant is not defined"
+#endif
 #include "copy.cuh"
 #include "packed_layout.cuh"
 
-#ifndef FORMAT
-#error "FORMAT (0 GPTQ, 1 AWQ, 2 compressed-tensors, 3 Marlin) must be defined"
-#endif
-#ifndef LINEAR
-#error "LINEAR (which product: 0 qkv, 1 residual, 2 gate_up, 3 head) must be defined"
-#endif
-#if LINEAR == 0 && !defined(HEAD_DIM)
-#error "HEAD_DIM must be defined for the qkv product"
-#endif
 static_assert(WEIGHT_BITS == 4 || FORMAT == 0, "codes of 8 bits come in FORMAT 0");
 #include <cuda_fp16.h>
 #include <cuda_bf16.h>

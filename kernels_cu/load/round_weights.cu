@@ -5,17 +5,17 @@
 //   operands  codes (K/8, N) uint32, nibble i of a word is column 8 w + i (in 8 bits (K/4, N), byte i column 4 w + i);
 //             scales (K/G, N) scalar_t; fault (1) uint32, set to 1 if a w is not finite, else left alone (may be mapped host
 //             memory); w (N, K) scalar_t row-major, 16-byte aligned. G is 32, 64 or 128 and divides K
+//   constants WEIGHT_BITS: bits of a code: 4 or 8
 //   launch    grid ceil(N * K / 2048), block 256, no shared memory
 //   numerics  float32 division, round to nearest even, the scale rounded to scalar_t before the codes are chosen
 //   oracle    weights/quantised.py round_to_nearest
 //   source    original
 //   layout    a thread has 8 columns, which are one or two words; the lanes of a group find its largest value together
+#if !defined(WEIGHT_BITS)
+#error "a constant is not defined"
+#endif
 #include "copy.cuh"
 #include "types.cuh"
-
-#ifndef WEIGHT_BITS
-#error "WEIGHT_BITS (bits of a code: 4 or 8) must be defined"
-#endif
 
 extern "C" __global__ void __launch_bounds__(256)
     KERNEL(round_weights)(uint32_t* __restrict__ codes, scalar_t* __restrict__ scales, uint32_t* __restrict__ fault,

@@ -2,17 +2,18 @@
 //
 //   formula   out[t, f] = round(g / (1 + exp(-g)) * gate_up[t, F + f]),  g = gate_up[t, f]
 //   operands  out (T, F) scalar_t; gate_up (T, 2F) scalar_t; row-major; F = INTERMEDIATE
+//   constants INTERMEDIATE: columns of the output, a multiple of 8
 //   launch    grid ceil(T * F / 8 / 256), block 256, no shared memory
 //   numerics  float32 with the fast exponential and division (a few units in the last place), rounded once
 //   oracle    reference/ops.py silu(gate) * up, rounded
 //   source    arXiv 2002.05202
 //   layout    16 bytes a thread: memory-bound, each element is touched once. The accurate functions would make it
 //             compute-bound
+#if !defined(INTERMEDIATE)
+#error "a constant is not defined"
+#endif
 #include "copy.cuh"
 
-#ifndef INTERMEDIATE
-#error "INTERMEDIATE must be defined: columns of the output, a multiple of 8"
-#endif
 static_assert(INTERMEDIATE % 8 == 0, "INTERMEDIATE must be a multiple of 8");
 
 DEVICE float silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }

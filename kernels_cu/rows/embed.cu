@@ -2,16 +2,17 @@
 //
 //   formula   x[t, :] = round(table[token_ids[t], :] * scale); rows with slot -1 become 0
 //   operands  x (T, HIDDEN) scalar_t; token_ids, slots (T) int32; table (V, HIDDEN) scalar_t; row-major
+//   constants HIDDEN: elements of a row, a multiple of 8
 //   launch    grid T, block 128, no shared memory
 //   numerics  float32 product, rounded once
 //   oracle    NumpyOps.embed
 //   source    original
 //   layout    a block a row, 16 bytes a thread: rows of the table lie anywhere, each is read whole
+#if !defined(HIDDEN)
+#error "a constant is not defined"
+#endif
 #include "copy.cuh"
 
-#ifndef HIDDEN
-#error "HIDDEN must be defined: elements of a row, a multiple of 8"
-#endif
 static_assert(HIDDEN % 8 == 0, "HIDDEN must be a multiple of 8");
 
 DEVICE uint32_t scaled(uint32_t pair, float scale) {

@@ -4,19 +4,17 @@
 //             without a weight a half is copied
 //   operands  joined (T, A_COLUMNS + B_COLUMNS), a (T, A_COLUMNS), b (T, B_COLUMNS) scalar_t; a_norm (A_COLUMNS), b_norm (B_COLUMNS)
 //             scalar_t or null; row-major
+//   constants A_COLUMNS: elements of a row of a, a multiple of 8. B_COLUMNS: elements of a row of b, a multiple of 8
 //   launch    grid (T, 2), block 256, 64 bytes of static shared memory
 //   numerics  as in norm.cu: the halves have the bits that rms_norm gives them
 //   oracle    NumpyOps.join
 //   source    arXiv 1910.07467; EAGLE (arXiv 2401.15077)
 //   layout    a block a half
+#if !defined(A_COLUMNS) || !defined(B_COLUMNS)
+#error "a constant is not defined"
+#endif
 #include "norm_row.cuh"
 
-#ifndef A_COLUMNS
-#error "A_COLUMNS must be defined: elements of a row of a, a multiple of 8"
-#endif
-#ifndef B_COLUMNS
-#error "B_COLUMNS must be defined: elements of a row of b, a multiple of 8"
-#endif
 static_assert(A_COLUMNS % 8 == 0 && B_COLUMNS % 8 == 0, "A_COLUMNS and B_COLUMNS must be multiples of 8");
 
 template <int COLUMNS>

@@ -1,9 +1,21 @@
 // A row normalised by a block of 256 threads, held in registers between its only read and its only write.
 #pragma once
 #include "copy.cuh"
-#include "reduce.cuh"
 
 constexpr int kThreads = 256;
+
+// Over the block, in an order fixed by its size; every thread gets the sum.
+DEVICE float block_sum(float value, float* shared) {
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) value += __shfl_xor_sync(0xFFFFFFFFu, value, distance);
+  if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = value;
+  __syncthreads();
+  float total = 0.0f;
+#pragma unroll
+  for (int warp = 0; warp < kThreads / 32; warp++) total += shared[warp];
+  __syncthreads();
+  return total;
+}
 
 DEVICE float squares(uint32_t pair) {
   const float2 v = unpack2(pair);
@@ -32,7 +44,7 @@ DEVICE void normalise_row(scalar_t* out, const scalar_t* x, const scalar_t* weig
   for (int turn = 0; turn < kTurns; turn++) {
     sum += squares(held[turn].x) + squares(held[turn].y) + squares(held[turn].z) + squares(held[turn].w);
   }
-  const float scale = 1.0f / sqrtf(block_sum<kThreads / 32>(sum, shared) / COLUMNS + eps);
+  const float scale = 1.0f / sqrtf(block_sum(sum, shared) / COLUMNS + eps);
 #pragma unroll
   for (int turn = 0; turn < kTurns; turn++) {
     const int column = (turn * kThreads + threadIdx.x) * 8;

@@ -2,16 +2,17 @@
 //
 //   formula   x[t, c] = round(x[t, c] + scale * (y[t, c] + bias[c]))
 //   operands  x, y (T, HIDDEN) scalar_t; bias (HIDDEN) scalar_t or null; row-major
+//   constants HIDDEN: elements of a row, a multiple of 8
 //   launch    grid ceil(T * HIDDEN / 8 / 256), block 256, no shared memory
 //   numerics  float32, rounded once
 //   oracle    NumpyOps.project_residual after its product
 //   source    original
 //   layout    16 bytes a thread: memory-bound, each element is touched once
+#if !defined(HIDDEN)
+#error "a constant is not defined"
+#endif
 #include "copy.cuh"
 
-#ifndef HIDDEN
-#error "HIDDEN must be defined: elements of a row, a multiple of 8"
-#endif
 static_assert(HIDDEN % 8 == 0, "HIDDEN must be a multiple of 8");
 
 DEVICE uint32_t added(uint32_t pair, uint32_t addend, uint32_t bias, float scale) {

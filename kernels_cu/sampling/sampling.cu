@@ -5,6 +5,7 @@
 //             The lowest id wins a tie. logprob = logit - max - log sum exp(logit - max), of the raw logits
 //   operands  results (16) ResultRecord in mapped host memory; states (B) SlotState; token_counts (B, VOCAB) uint32;
 //             logits (rows, VOCAB) float32; slots (rows) int32, -1: the row is passed over; context StepContext
+//   constants VOCAB: entries of the vocabulary. PORTABLE: 1 leaves clusters out on sm_90 and later too
 //   launch    grid (blocks of a row, rows), block 512; 8 blocks of a row, a cluster, on sm_90 and later unless PORTABLE,
 //             else 1; 25 KB of static shared memory
 //   numerics  float32 in the oracle's order, no contraction; probabilities are rounded to multiples of 2^-40 of the
@@ -16,8 +17,34 @@
 //             row of 73,448 logits is 37 KB a block). A threshold is found digit by digit: first equal steps of z below
 //             the maximum, which spread the tokens evenly where bits of the float would not, then bits of the float
 //             inside one step. A digit that holds a single token ends the search, mostly the first or second.
-#include "row_ending.cuh"
+#if !defined(VOCAB) || !defined(PORTABLE)
+#error "a constant is not defined"
+#endif
 #include "sampling_chain.cuh"
+
+// What finish_row needs of the state, read before the token is known. Lane i has stop id i.
+struct Ending {
+  int num_stop_ids, stop_id, num_generated, max_new_tokens;
+
+  DEVICE explicit Ending(const SlotState* state)
+      : num_stop_ids(state->num_stop_ids), stop_id(state->stop_ids[threadIdx.x % kMaxStopIds]),
+        num_generated(state->num_generated), max_new_tokens(state->max_new_tokens) {}
+};
+
+// Warp 0 of a row's first block: what the token changes, and the row's result.
+DEVICE void finish_row(ResultRecord* results, SlotState* state, const Ending& ending, uint32_t* token_counts,
+                       uint64_t sequence, int row, int token, bool has_logprobs) {
+  const int lane = threadIdx.x;
+  const bool stops = __any_sync(0xFFFFFFFFu, lane < ending.num_stop_ids && ending.stop_id == token);
+  if (lane != 0) return;
+  const uint32_t count = token_counts[token];
+  const int num_generated = ending.num_generated + 1;
+  state->num_generated = num_generated;
+  state->last_token = token;
+  state->finished = stops || num_generated == ending.max_new_tokens;
+  publish(results, sequence, row, token, has_logprobs);
+  token_counts[token] = kSeen | (count + 1);
+}
 
 struct SlotCounts {
   const uint32_t* words;

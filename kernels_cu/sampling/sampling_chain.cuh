@@ -5,10 +5,6 @@
 #include "row_blocks.cuh"
 #include "slot_state.cuh"
 
-#ifndef VOCAB
-#error "VOCAB must be defined: entries of the vocabulary"
-#endif
-
 constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / 32;
 constexpr int kBins = 2 * kThreads;
@@ -34,14 +30,11 @@ struct Shared {
   int found_digit;
 };
 
-// Probability relative to the largest, in units of 2^-40.
-DEVICE uint64_t mass_of(float below_maximum) { return __float2ull_rn(expf(below_maximum) * 0x1p40f); }
-
 struct Larger {
-  __device__ static uint64_t of(uint64_t a, uint64_t b) { return a > b ? a : b; }
+  DEVICE static uint64_t of(uint64_t a, uint64_t b) { return a > b ? a : b; }
 };
 struct Sum {
-  __device__ static uint64_t of(uint64_t a, uint64_t b) { return a + b; }
+  DEVICE static uint64_t of(uint64_t a, uint64_t b) { return a + b; }
 };
 
 // What a filter keeps: tokens of a lower first digit, and of the same one those with at least this key.
@@ -65,16 +58,6 @@ struct Row {
 
   DEVICE int end_group() const { return min((block + 1) * kBlockGroups, kGroups); }
 
-  DEVICE void load(float (&values)[4], int group) const {
-    if (VOCAB % 4 == 0) {
-      const float4 v = *reinterpret_cast<const float4*>(logits + group * 4);
-      values[0] = v.x, values[1] = v.y, values[2] = v.z, values[3] = v.w;
-    } else {
-#pragma unroll
-      for (int i = 0; i < 4; i++) values[i] = group * 4 + i < VOCAB ? logits[group * 4 + i] : 0.0f;
-    }
-  }
-
   // z of a token: the oracle's operations one by one.
   DEVICE float adjust(float logit, int token) const {
     if (is_adjusted) {
@@ -96,7 +79,7 @@ struct Row {
 #pragma unroll UNROLL
     for (int group = block * kBlockGroups + threadIdx.x; group < end_group(); group += kThreads) {
       float values[4];
-      load(values, group);
+      load_logits<VOCAB>(values, logits, group);
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         const int token = group * 4 + i;
@@ -275,7 +258,7 @@ DEVICE int draw(Row<Counts>& row, Cut cut, float log_min_p) {
 #pragma unroll 1
   for (int group = row.block * kBlockGroups + threadIdx.x; group < row.end_group(); group += kThreads) {
     float values[4];
-    row.load(values, group);
+    load_logits<VOCAB>(values, row.logits, group);
     const uint4 random = philox(group, row.position, row.seed);
     const uint32_t words[4] = {random.x, random.y, random.z, random.w};
 #pragma unroll

@@ -5,12 +5,16 @@
 //   operands  tree DraftTree; node_logprobs (64) TokenLogprobs, written if the request wants some; states (B) SlotState and
 //             token_counts (B, VOCAB) uint32, which stay as they are; logits (tree_size, VOCAB) float32; slots (tree_size)
 //             int32, -1: the row is passed over
+//   constants VOCAB: entries of the vocabulary. PORTABLE: 1 leaves clusters out on sm_90 and later too
 //   launch    grid (blocks of a row, tree_size), block 512; 8 blocks of a row, a cluster, on sm_90 and later unless
 //             PORTABLE, else 1; 25 KB of static shared memory
 //   numerics  as in sampling.cu, bit for bit
 //   oracle    reference/sampling.py sample, token_logprobs
 //   source    original
 //   layout    as in sampling.cu. A path is short, and looked through for each token only where a penalty is on
+#if !defined(VOCAB) || !defined(PORTABLE)
+#error "a constant is not defined"
+#endif
 #include "draft_tree.cuh"
 #include "sampling_chain.cuh"
 

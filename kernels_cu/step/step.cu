@@ -13,21 +13,19 @@
 //             memory; context StepContext; x (T, HIDDEN) scalar_t. Where trees are drafted, else null: history (B, max_context)
 //             int32, the token at each position, the newest one added by the step that reads it; capacities and
 //             carry_counts (B) int32, as in draft_tree.cuh
+//   constants VOCAB: entries of the vocabulary. HIDDEN: elements of a row, a multiple of 8
 //   launch    admit, recall, prefill_begin: grid 1, block 1024; step_begin: grid 1, block 64; prefill_end: grid 1, block 32;
 //             first_begin: grid ceil(HIDDEN / 8 / 128), block 128; no shared memory
 //   numerics  integers; x is copied
 //   oracle    reference/executor.py ReferenceExecutor: Admit, Recall, _prefill, _decode
 //   source    original
 //   layout    one block: every launch takes one entry, and a few KB over the bus are bound by latency
+#if !defined(VOCAB) || !defined(HIDDEN)
+#error "a constant is not defined"
+#endif
 #include "commands.cuh"
 #include "copy.cuh"
 
-#ifndef VOCAB
-#error "VOCAB must be defined: entries of the vocabulary"
-#endif
-#ifndef HIDDEN
-#error "HIDDEN must be defined: elements of a row of x, a multiple of 8"
-#endif
 static_assert(sizeof(SlotState) / 4 <= 1024, "admit copies the state with one word a thread");
 static_assert(HIDDEN % 8 == 0, "HIDDEN must be a multiple of 8");
 

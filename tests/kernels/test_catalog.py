@@ -8,13 +8,15 @@ from pathlib import Path
 
 from kernel_builds import CONSTANTS, constant_sets
 
-from cpmrt.cuda.build.source import kernels_folder, read_source, source_files
+from cpmrt.cuda.build.source import kernels_folder, source_files
 from cpmrt.cuda.build.spec import KernelSpec
 from cpmrt.cuda.kernels import KERNELS
 from cpmrt.ops.spec import OPS
 
 ENTRY = re.compile(r'extern\s+"C"\s+__global__[^;{]*?KERNEL\((\w+)\)', re.DOTALL)
-SIZE = re.compile(r"(?:#\s*ifn?def\s+|defined\s*\(?\s*)(\w+)")
+DEFINED = re.compile(r"!defined\((\w+)\)")
+NAMES = re.compile(r"`([^`]+)`")
+MULTI = re.MULTILINE | re.DOTALL | re.IGNORECASE
 # The seven items of a kernel's opening block, each by what its line begins with or must hold.
 BLOCK = {
     "formula": r"formula|.* = ",
@@ -100,15 +102,74 @@ def test_every_kernel_has_a_test() -> None:
     assert [spec.name for spec in KERNELS if not is_tested(spec, tests)] == []
 
 
-def test_the_sizes_in_the_table_are_the_ones_the_sources_ask_for() -> None:
+def constants_of(text: str) -> tuple[set[str], set[str]]:
+    """The compile-time sizes that a `.cu` file checks for: those of every build, and those of some products only."""
+    check = re.search(r"^#if( !defined.*?)\n#error", text, re.MULTILINE | re.DOTALL)
+    tests = check.group(1) if check else ""
+    always = {name for name in DEFINED.findall(re.sub(r"\([^()]*&&[^()]*\(\w+\)\)", "", tests))}
+    return always, set(DEFINED.findall(tests)) - always
+
+
+def test_the_sizes_that_a_file_asks_for_are_those_of_its_block_its_kernels_and_their_builds() -> None:
     assert CONSTANTS.keys() <= {spec.file for spec in KERNELS}
-    for spec in KERNELS:
-        source = read_source(spec.file)
-        text = b"\n".join((source.text, *source.headers.values())).decode()
-        known = set(SIZE.findall(text))
-        sets = constant_sets(spec.file)
-        assert all(constants.keys() <= known for constants in sets), f"{spec.file}: a size that no source asks for"
-        assert any(set(spec.macros) <= constants.keys() for constants in sets), f"{spec.name}: {spec.macros}"
+    for file, text in sources().items():
+        always, sometimes = constants_of(text)
+        item = re.search(r"^constants\b(.*?)(?=^(?:launch|grid)\b)", leading_comment(text.splitlines()), MULTI)
+        assert set(re.findall(r"\b([A-Z][A-Z0-9_]+):", item.group(1) if item else "")) == always | sometimes, file
+        for spec in KERNELS:
+            if spec.file == file:
+                assert always <= set(spec.macros) <= always | sometimes, spec.name
+        for sizes in constant_sets(file):
+            assert always <= sizes.keys() <= always | sometimes, (file, sizes)
+
+
+def readme_rows() -> dict[str, list[str]]:
+    """The cells of README's tables by the file or header in the first one."""
+    lines = (kernels_folder() / "README.md").read_text().splitlines()
+    rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| `"))
+    return {cells[0].strip("`"): cells[1:] for cells in rows}
+
+
+def test_the_readme_has_every_file_its_kernels_and_sizes() -> None:
+    rows = readme_rows()
+    for file, text in sources().items():
+        assert set(NAMES.findall(rows[file][0])) == entries(text).keys(), file
+        assert set(NAMES.findall(rows[file][2])) == set.union(*constants_of(text)), file
+
+
+def headers() -> dict[str, Path]:
+    return {path.relative_to(kernels_folder()).as_posix(): path for path in kernels_folder().rglob("*.cuh")}
+
+
+def test_the_readme_has_every_header_and_who_includes_it() -> None:
+    """In a room the files, of `include` the rooms: two at least, else the header belongs into the one."""
+    rows, users = readme_rows(), includers()
+    names = [Path(header).name for header in headers()]
+    assert len(names) == len(set(names)), "two headers of one name"
+    for header, path in headers().items():
+        listed = set(NAMES.findall(rows[header][1]))
+        if path.parent.name == "include":
+            assert {name.strip("/") for name in listed} == rooms_of(path, users) and len(listed) > 1, header
+        else:
+            assert listed == {user.name for user in users[path.name]} != set(), header
+    assert {file for file in rows if file.endswith((".cu", ".cuh"))} == headers().keys() | sources().keys()
+
+
+def includers() -> dict[str, set[Path]]:
+    """The files that include a header themselves, by its name."""
+    found: dict[str, set[Path]] = {}
+    for path in kernels_folder().rglob("*.cu*"):
+        for name in re.findall(r'#include "(.*?)"', path.read_text()):
+            found.setdefault(name, set()).add(path)
+    return found
+
+
+def rooms_of(header: Path, users: dict[str, set[Path]]) -> set[str]:
+    """The rooms with a file that includes a header, itself or by another one of `include`."""
+    rooms: set[str] = set()
+    for user in users.get(header.name, ()):
+        rooms |= rooms_of(user, users) if user.parent.name == "include" else {user.parent.name}
+    return rooms
 
 
 def test_no_kernel_asks_the_host_for_a_field_of_a_command() -> None:
