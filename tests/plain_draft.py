@@ -39,13 +39,13 @@ class PlainDraft:
             u = w["fc.weight"] @ features if is_first else features
             x = np.concatenate((self.norm(e, layer + "input_layernorm.weight"),
                                 self.norm(u, layer + "hidden_norm.weight")))  # fmt: skip
-        head_dim = config.attention.head_dim
+        head_dim = config.head_dim
         q, k, v = ((w[f"{layer}self_attn.{part}_proj.weight"] @ x).reshape(-1, head_dim) for part in "qkv")
         q, own = self.rotated(q, position), (self.rotated(k, position), v)
         mixed = []
         for head in range(config.num_attention_heads):
             rows = [*seen, own]
-            scores = np.array([q[head] @ key[head // group] for key, _ in rows]) / np.sqrt(config.attention.head_dim)
+            scores = np.array([q[head] @ key[head // group] for key, _ in rows]) / np.sqrt(config.head_dim)
             weights = np.exp(scores - scores.max())
             mixed.append(
                 sum(p * value[head // group] for p, (_, value) in zip(weights / weights.sum(), rows, strict=True))

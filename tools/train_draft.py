@@ -84,13 +84,13 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 def draft_config(options: argparse.Namespace, folder: ModelFolder) -> DraftConfig:
     """Returns the draft's sizes. Raises ConfigError."""
-    target, taps, vocab = folder.config, (), folder.config.vocab_size
+    target, attention, taps, vocab = folder.config, folder.config.attention, (), folder.config.vocab_size
     if options.method == "eagle3":
         taps = check_taps(tuple(options.taps or default_taps(target.num_layers)), target.num_layers)
         vocab = min(vocab, options.draft_vocab or vocab)
     return DraftConfig(
-        options.method, target.hidden_size, options.intermediate or target.intermediate_size,
-        options.heads or target.num_heads, options.kv_heads or target.num_kv_heads, target.head_dim, vocab,
+        options.method, target.hidden_size, options.intermediate or target.mlp.intermediate_size,
+        options.heads or attention.num_heads, options.kv_heads or attention.num_kv_heads, attention.head_dim, vocab,
         target.rms_norm_eps, residual_scale(folder), taps,
     )  # fmt: skip
 

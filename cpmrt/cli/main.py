@@ -38,14 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = _run(arguments)
         sys.stdout.flush()
         return code
-    except SystemExit as leaving:  # --help and --version
-        return _flushed(leaving.code if isinstance(leaving.code, int) else 0)
-    except UsageError as error:
+    except (UsageError, CpmrtError) as error:
         note(f"cpmrt: error: {printable(str(error))}")
-        return EXIT_USAGE
-    except CpmrtError as error:
-        note(f"cpmrt: error: {printable(str(error))}")
-        return EXIT_ERROR
+        return EXIT_USAGE if isinstance(error, UsageError) else EXIT_ERROR
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
@@ -54,13 +49,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: list[str]) -> int:
-    # Only the first argument is parsed here: the command's own parser needs imports that --help should not pay.
-    command = _parser().parse_args(arguments[:1]).command
-    module = importlib.import_module(f"cpmrt.cli.{command}")
-    parser = Parser(prog=f"cpmrt {command}", description=module.__doc__)
-    module.configure(parser)
-    code: int = module.run(parser.parse_args(arguments[1:]))
-    return code
+    try:
+        # Only the first argument is parsed here: the command's own parser needs imports that --help should not pay.
+        command = _parser().parse_args(arguments[:1]).command
+        module = importlib.import_module(f"cpmrt.cli.{command}")
+        parser = Parser(prog=f"cpmrt {command}", description=module.__doc__)
+        module.configure(parser)
+        code: int = module.run(parser.parse_args(arguments[1:]))
+        return code
+    except SystemExit as leaving:  # --help and --version
+        return leaving.code if isinstance(leaving.code, int) else 0
 
 
 def _parser() -> Parser:
@@ -75,15 +73,6 @@ def _parser() -> Parser:
     parser.add_argument("--version", action="version", version=f"cpmrt {__version__}")
     parser.add_argument("command", metavar="COMMAND", choices=COMMANDS, help=argparse.SUPPRESS)
     return parser
-
-
-def _flushed(code: int) -> int:
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        discard_stdout()
-        return EXIT_CLOSED_PIPE
-    return code
 
 
 def _open_missing_streams() -> None:

@@ -15,10 +15,10 @@ import platform
 import re
 import sysconfig
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from email.message import Message
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 TEXT_SUFFIXES = frozenset({".py", ".md", ".rst"})
 SKIPPED_FOLDERS = frozenset(
@@ -90,17 +90,6 @@ class Source:
     root: str
     paths: tuple[str, ...]
     notes: tuple[str, ...] = ()
-
-
-@dataclass
-class SourceRow:
-    """One row of the table of sources: how much of a distribution was trained on."""
-
-    name: str
-    version: str
-    licence: str
-    files: int = 0
-    bytes: int = 0
 
 
 def standard_library() -> Source:
@@ -210,7 +199,7 @@ def write_corpus(work: Path, stride: int) -> dict[str, object]:
     """Writes one in `stride` documents to `train.jsonl` and `heldout.jsonl` and returns the table of sources."""
     packages, skipped = installed_packages()
     seen: set[bytes] = set()
-    rows: list[SourceRow] = []
+    rows: list[dict[str, Any]] = []
     held_out_bytes = 0
     with (
         multiprocessing.Pool() as pool,
@@ -218,24 +207,22 @@ def write_corpus(work: Path, stride: int) -> dict[str, object]:
         open(work / "heldout.jsonl", "w", encoding="utf-8") as held_out,
     ):
         for source in [standard_library(), *packages]:
-            row = SourceRow(source.name, source.version, source.licence)
+            row = {"name": source.name, "version": source.version, "licence": source.licence, "files": 0, "bytes": 0}
             for name, text in documents_of(source, stride, pool):
-                digest = hashlib.sha256(text.encode()).digest()
-                if digest in seen or row.bytes >= MAX_PACKAGE_BYTES:
+                encoded = text.encode()
+                digest = hashlib.sha256(encoded).digest()
+                if digest in seen or row["bytes"] >= MAX_PACKAGE_BYTES:
                     continue
                 seen.add(digest)
-                size = len(text.encode())
-                row.files += 1
-                row.bytes += size
-                held_out_bytes += size if is_held_out(name) else 0
+                row["files"] += 1
+                row["bytes"] += len(encoded)
+                held_out_bytes += len(encoded) if is_held_out(name) else 0
                 target = held_out if is_held_out(name) else train
                 target.write(json.dumps({"name": name, "text": text}) + "\n")
-            if row.files:
-                rows.append(row)
-    rows.sort(key=lambda row: -row.bytes)
-    table = [asdict(row) for row in rows]
-    total = sum(row.bytes for row in rows)
-    return {"sources": table, "skipped": skipped, "bytes": total, "held_out_bytes": held_out_bytes}
+            rows += [row] if row["files"] else []
+    rows.sort(key=lambda row: -row["bytes"])
+    total = sum(row["bytes"] for row in rows)
+    return {"sources": rows, "skipped": skipped, "bytes": total, "held_out_bytes": held_out_bytes}
 
 
 def permissive_licence(metadata: Message) -> str | None:

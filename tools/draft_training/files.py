@@ -25,7 +25,11 @@ from cpmrt.weights.safetensors import SafetensorsFile
 METHODS = ("eagle2", "eagle3")
 # Layer that reads the features, by method: its prefix in the file, and how many hidden rows are joined for its qkv.
 _LAYER = {"eagle2": ("model.eagle_layers.0", 1), "eagle3": ("midlayer", 2)}
-# Keys of the target's config.json that say what position a row has.
+# Keys of config.json that are fields of DraftConfig.
+_SIZES = (
+    "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps",
+)  # fmt: skip
+# Keys of the target's config.json about rotary positions.
 _ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings")
 
 
@@ -98,15 +102,10 @@ def config_json(config: DraftConfig, target: ModelFolder) -> dict[str, Any]:
         "architectures": [f"{prefix}{family}ForCausalLM"],
         "model_type": kind,
         "vocab_size": target.config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
         "num_hidden_layers": 1,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads,
-        "head_dim": config.head_dim,
+        **{name: getattr(config, name) for name in _SIZES},
         "hidden_act": "silu",
         "attention_bias": False,
-        "rms_norm_eps": config.rms_norm_eps,
         "tie_word_embeddings": False,
         "torch_dtype": "bfloat16",
     }
@@ -190,11 +189,7 @@ def _read_config(raw: Mapping[str, Any], source: str) -> DraftConfig:
     try:
         method = "eagle3" if raw["architectures"][0].startswith("Eagle3") else "eagle2"
         scale = raw["scale_depth"] / raw["mup_denominator"] ** 0.5 if "scale_depth" in raw else 1.0
-        names = (
-            "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
-            "rms_norm_eps",
-        )  # fmt: skip
-        sizes = {name: raw[name] for name in names}
+        sizes = {name: raw[name] for name in _SIZES}
         vocab = raw["draft_vocab_size" if method == "eagle3" else "vocab_size"]
         taps = tuple(raw.get("eagle_aux_hidden_state_layer_ids", ()))
     except (KeyError, IndexError, TypeError, AttributeError) as error:
