@@ -40,7 +40,8 @@ def kernels_folder() -> Path:
     package = Path(__file__).resolve().parents[2]
     candidates = [explicit] if explicit else [package / "kernels_cu", package.parent / "kernels_cu"]
     for folder in candidates:
-        if next(folder.glob("**/*.cu"), None):
+        # A start asks this for every module: one look into a folder, and no walk through all of them.
+        if (folder / "include").is_dir() or next(folder.glob("*.cu"), None) or next(folder.glob("*/*.cu"), None):
             return folder
     raise KernelCompileError(
         "no kernel sources",
