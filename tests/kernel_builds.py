@@ -14,9 +14,11 @@ _PORTABLE_LINEAR = {"HALF_TILE": 0, "CLUSTER": 1, "NORM": 1, "SMEM_BYTES": 98304
 _NO_NORM = {"NORM": 0}
 _PLAIN = {"TREE": 0, "WINDOW": 0, "SELECTED": 0, "FP8": 0}
 _TREE = {"STAGES": 3, "ROW_TILES": 2, "CLUSTER": 8, "WINDOW": 0}
-_W4 = {"SCALE_GROUP": 128, "ZEROS": 0, "STAGE_SLICES": 0, "STAGES": 4, "EARLY_SLOTS": 1, "WARPGROUPS": 0, "NORM": 1}
-_W4 |= {"WEIGHT_BITS": 4, "PORTABLE": 0, "CLUSTERS": 0, "RECEIVED_APART": 0, "FEEDS": 0, "TRIGGER": 0, "KEPT_ROUNDS": 1}
-_W4 |= {"SMEM_BYTES": 98304}
+_PACKED = {
+    **{"SCALE_GROUP": 128, "ZEROS": 0, "WEIGHT_BITS": 4, "NORM": 1, "WARPGROUPS": 0, "STAGE_SLICES": 0, "STAGES": 4},
+    **{"EARLY_SLOTS": 1, "CLUSTERS": 0, "RECEIVED_APART": 0, "FEEDS": 0, "TRIGGER": 0, "KEPT_ROUNDS": 1},
+    **{"SMEM_BYTES": 98304, "PORTABLE": 0},
+}
 _HEAD_64, _HEAD_128 = ({**_PORTABLE_LINEAR, "HEAD_DIM": size} for size in (64, 128))
 
 CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
@@ -50,7 +52,7 @@ CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
     ),
     "linear_packed/linear_packed.cu": (
         {"LINEAR": 1, "IN_FEATURES": 4096, "RUNS": 8, "ROWS": 1, "WARPS": 8, "SHARED_RUN": 0, "PREPARED": 0}
-        | _W4
+        | _PACKED
         | _NO_NORM,
         {
             "LINEAR": 0,
@@ -62,33 +64,33 @@ CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
             "PREPARED": 0,
             "HEAD_DIM": 128,
         }
-        | _W4
+        | _PACKED
         | {"SMEM_BYTES": 182400},
         {"LINEAR": 2, "IN_FEATURES": 4096, "RUNS": 1, "ROWS": 64, "WARPS": 16, "SHARED_RUN": 1, "PREPARED": 1}
-        | _W4
+        | _PACKED
         | {"STAGE_SLICES": 1, "WARPGROUPS": 1, "FEEDS": 1, "SMEM_BYTES": 205696},
         {"LINEAR": 3, "IN_FEATURES": 4096, "RUNS": 1, "ROWS": 16, "WARPS": 8, "SHARED_RUN": 1, "PREPARED": 1}
-        | _W4
+        | _PACKED
         | {"STAGE_SLICES": 2, "ZEROS": 1, "SCALE_GROUP": 32},
         {"LINEAR": 0, "IN_FEATURES": 8192, "RUNS": 8, "ROWS": 1, "WARPS": 8, "SHARED_RUN": 0, "PREPARED": 0}
-        | _W4
+        | _PACKED
         | _NO_NORM
         | {"HEAD_DIM": 128},
         {"LINEAR": 0, "IN_FEATURES": 4096, "RUNS": 8, "ROWS": 32, "WARPS": 20, "SHARED_RUN": 1, "PREPARED": 0}
-        | _W4
+        | _PACKED
         | {"HEAD_DIM": 128, "WARPGROUPS": 1, "CLUSTERS": 1, "SMEM_BYTES": 232448},
         {"LINEAR": 1, "IN_FEATURES": 4096, "RUNS": 8, "ROWS": 16, "WARPS": 20, "SHARED_RUN": 1, "PREPARED": 0}
-        | _W4
+        | _PACKED
         | _NO_NORM
         | {"CLUSTERS": 1, "RECEIVED_APART": 1, "SMEM_BYTES": 232448},
         {"LINEAR": 3, "IN_FEATURES": 4096, "RUNS": 1, "ROWS": 1, "WARPS": 8, "SHARED_RUN": 1, "PREPARED": 0}
-        | _W4
+        | _PACKED
         | {"WEIGHT_BITS": 8},
         {"LINEAR": 3, "IN_FEATURES": 4096, "RUNS": 1, "ROWS": 64, "WARPS": 12, "SHARED_RUN": 1, "PREPARED": 1}
-        | _W4
+        | _PACKED
         | {"WEIGHT_BITS": 8, "STAGE_SLICES": 1, "WARPGROUPS": 1, "SMEM_BYTES": 232448},
         {"LINEAR": 2, "IN_FEATURES": 1024, "RUNS": 8, "ROWS": 1, "WARPS": 16, "SHARED_RUN": 0, "PREPARED": 0}
-        | _W4
+        | _PACKED
         | {"KEPT_ROUNDS": 2},
     ),
     "load/round_weights.cu": ({"WEIGHT_BITS": 4}, {"WEIGHT_BITS": 8}),

@@ -29,6 +29,12 @@ DEVICE const scalar_t* page_rows(const scalar_t* pages, int page, int num_kv_hea
   return pages + ((int64_t)page * num_kv_heads + kv_head) * (kPageTokens * HEAD_DIM);
 }
 
+// Whether a query does not see a key, both by position: the key comes after it, or before its window (0: it has none).
+template <int KEYS>
+DEVICE bool is_hidden(int key, int query) {
+  return KEYS > 0 ? static_cast<uint32_t>(query - key) >= static_cast<uint32_t>(KEYS) : key > query;
+}
+
 DEVICE float exp2_fast(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

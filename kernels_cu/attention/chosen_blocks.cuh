@@ -51,11 +51,11 @@ struct Share {
     first = warpgroup * work.num_rows / kWarpgroups;
     count = (warpgroup + 1) * work.num_rows / kWarpgroups - first;
   }
-  // Of them those that are among `rows`, a bit each.
+  // The rows of the share that are among `rows`, a bit each.
   DEVICE uint32_t of(uint32_t rows) const { return rows >> first & ((1u << count) - 1); }
 };
 
-// Warpgroups that are at a block that rows chose.
+// How many warpgroups are at a block that rows chose.
 DEVICE int num_warpgroups(const Work& work, uint32_t rows) {
   int found = 0;
 #pragma unroll
@@ -63,7 +63,7 @@ DEVICE int num_warpgroups(const Work& work, uint32_t rows) {
   return found;
 }
 
-// And warps, where so many rows of a warpgroup take it together.
+// How many warps are at such a block, where at least `together` rows of a warpgroup take it together.
 DEVICE int num_readers(const Work& work, uint32_t rows, int together) {
   int readers = 0;
 #pragma unroll

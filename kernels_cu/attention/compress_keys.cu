@@ -40,13 +40,10 @@ struct Keys {
   const float* scales;  // of this KV head in page 0, with FP8
   int scale_stride;
 
-  DEVICE Keys(const page_t* pages, const int32_t* table, int num_kv_heads, int kv_head,
-                                  const float* k_scales = nullptr)
-      : first(pages + kv_head * (kPageTokens * HEAD_DIM) + threadIdx.x * 2),
-        block_table(table),
+  DEVICE Keys(const page_t* pages, const int32_t* table, int num_kv_heads, int kv_head, const float* k_scales = nullptr)
+      : first(pages + kv_head * (kPageTokens * HEAD_DIM) + threadIdx.x * 2), block_table(table),
         page_stride(static_cast<int64_t>(num_kv_heads) * (kPageTokens * HEAD_DIM)),
-        scales(FP8 ? k_scales + kv_head : nullptr),
-        scale_stride(num_kv_heads) {}
+        scales(FP8 ? k_scales + kv_head : nullptr), scale_stride(num_kv_heads) {}
 
   DEVICE uint32_t word(int position) const {
     const int page = block_table[position / kPageTokens];

@@ -90,11 +90,10 @@ DEVICE void attend(WarpState& state, Stream& stream, const Keys& keys, int page,
 }
 
 extern "C" __global__ void CLUSTER_LAUNCH __launch_bounds__(kThreads, 2)
-KERNEL(decode_attention)(scalar_t* __restrict__ out, float* partials, int* arrivals,
-                         const scalar_t* q, const page_t* k_pages, const page_t* v_pages, const int* positions,
-                         const int* slots, const int* block_tables, const uint64_t* tree_masks,
-                         const int* tree_base, int num_splits,
-                         int num_kv_heads, int pages_per_sequence, float scale
+    KERNEL(decode_attention)(scalar_t* __restrict__ out, float* partials, int* arrivals, const scalar_t* q,
+                             const page_t* k_pages, const page_t* v_pages, const int* positions, const int* slots,
+                             const int* block_tables, const uint64_t* tree_masks, const int* tree_base, int num_splits,
+                             int num_kv_heads, int pages_per_sequence, float scale
 #if SELECTED
                          , const int* blocks, int num_selected, int dense_context
 #endif
@@ -119,7 +118,7 @@ KERNEL(decode_attention)(scalar_t* __restrict__ out, float* partials, int* arriv
 #if SELECTED
   const bool chooses = position >= dense_context;
   const int* chosen = chooses ? blocks + ((int64_t)row * num_kv_heads + kv_head) * num_selected : nullptr;
-  // By how much positions exceed their places in the list, in its last blocks, in which a path lies.
+  // Positions minus places in the list of blocks, for its last blocks, in which a path lies.
   const int skipped = chooses ? (position / kPageTokens + 1 - num_selected) * kPageTokens : 0;
   if (SELECTED == 2 && slot >= 0 && !chooses) return;
 #else

@@ -81,7 +81,7 @@ DEVICE void publish_warp(const WarpState& state, uint32_t out, float* log_sums) 
     for (int n = 0; n < kDimTiles; ++n) {
       const float* pair = &state.out[n][2 * half];
       const uint32_t to = out + published_offset(row, 2 * n + lane % 4 / 2) + lane % 2 * 8;
-      asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(pair[0] * inverse), "f"(pair[1] * inverse) : "memory");
+      store_shared2(to, pair[0] * inverse, pair[1] * inverse);
     }
 #endif
   }
@@ -110,7 +110,7 @@ struct Target {
 
   DEVICE float* log_sums() const { return partials + used_clusters * kVectors * 4; }
 
-  // To out if the row has no other cluster, else to the workspace.
+  // Stores a vector: to `out` if the row has no other cluster, else to the workspace.
   DEVICE void keep(const Heads& heads, int vector, const Partial& merged) const {
     if (used_clusters == 1) {
       store_vector(out, heads, vector, merged.out);
@@ -120,7 +120,7 @@ struct Target {
     }
   }
 
-  // By the last cluster: the merged slice, to out.
+  // The last cluster to arrive merges the slice and stores it in `out`.
   DEVICE void merge_clusters(const Heads& heads, int rank) const {
     for (int vector = rank * kSlice + threadIdx.x; vector < (rank + 1) * kSlice; vector += kThreads) {
       const Partial merged = merge<kMergeBatch>(used_clusters, [&](int i) -> Partial {

@@ -55,7 +55,7 @@ struct Cut {
     run_pages = divided(num_pages + wanted - 1, wanted);
     num_runs = divided(num_pages + run_pages - 1, run_pages);
   }
-  // Of the runs `first`, first + stride and so on, with so many pages at a step: only the last of all runs is shorter.
+  // Steps of `at_once` pages in the runs `first`, first + stride and so on: only the last of all runs is shorter.
   DEVICE int steps_of(int first, int stride, int at_once) const {
     if (first >= num_runs) return 0;
     const int others = divided(num_runs - 1 - first, stride), last = first + others * stride;

@@ -13,10 +13,9 @@ struct WarpState {
 // No key seen yet; q stays.
 DEVICE void begin_run(WarpState& state) {
 #pragma unroll
-  for (int n = 0; n < kDimTiles; ++n) {
+  for (int n = 0; n < kDimTiles; ++n)
 #pragma unroll
     for (int i = 0; i < 4; ++i) state.out[n][i] = 0.0f;
-  }
   state.max[0] = state.max[1] = kNoMaximum;
   state.sum[0] = state.sum[1] = 0.0f;
 }
@@ -43,10 +42,9 @@ DEVICE void score_tile(float (&scores)[2][4], const WarpState& state, const Tile
     mma(parts[step & 1][1], state.q[step], {b[2], b[3]});
   }
 #pragma unroll
-  for (int n = 0; n < 2; ++n) {
+  for (int n = 0; n < 2; ++n)
 #pragma unroll
     for (int i = 0; i < 4; ++i) scores[n][i] = parts[0][n][i] + parts[1][n][i];
-  }
 }
 
 // `keys`: of rows 0 to 7 and of rows 8 to 15.
@@ -80,10 +78,9 @@ DEVICE void softmax_tile(float (&scores)[2][4], WarpState& state, float factor) 
                           ((scores[0][i] + scores[0][i + 1]) + (scores[1][i] + scores[1][i + 1]));
   }
 #pragma unroll
-  for (int n = 0; n < kDimTiles; ++n) {
+  for (int n = 0; n < kDimTiles; ++n)
 #pragma unroll
     for (int i = 0; i < 4; ++i) state.out[n][i] *= keep[i / 2];
-  }
 }
 
 // out += weights v. A lane reads its row lane_row_a of v.

@@ -1,4 +1,4 @@
-// The same tile with keys and values in fp8: 16 rows of e4m3 codes in shared memory, D bytes each.
+// The tile of decode_tile.cuh with keys and values in fp8: 16 rows of e4m3 codes in shared memory, D bytes each.
 //
 // Scores are sums over dimensions, whose order is free: a lane takes eight neighbouring codes of a key for two k-steps,
 // and of four codes in a word the even ones make one pair of the product's operand, the odd ones the other; the query is
@@ -19,7 +19,7 @@ DEVICE int swizzled_codes(int row, int chunk) {
   return row * HEAD_DIM + ((chunk ^ (pair << 1) ^ (row >> 2 & 1)) << 4);
 }
 
-// Of four codes in a word the even ones, and the odd ones, as pairs of fp16 times kCodeUnit.
+// Splits four codes in a word into the even and the odd ones, as pairs of fp16 times kCodeUnit.
 #if __CUDA_ARCH__ >= 890
 constexpr float kCodeUnit = 1.0f;
 DEVICE void split_codes(uint32_t& even, uint32_t& odd, uint32_t codes) {
@@ -81,7 +81,7 @@ DEVICE uint32_t query_pair(uint32_t pair) {
 #endif
 }
 
-// As mma(), of fp16 whatever scalar_t is.
+// The product of mma() in fp16, whatever scalar_t is.
 DEVICE void mma_fp16(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
                "{%0, %1, %2, %3};"
@@ -96,11 +96,7 @@ DEVICE void load_query(WarpState& state, uint32_t tile) {
   for (int unit = 0; unit < kDimSteps / 2; ++unit) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      uint4 v;  // eight dimensions of a row
-      asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                   : "r"(tile + swizzled(lane / 4 + half * 8, 4 * unit + lane % 4))
-                   : "memory");
+      uint4 v = load_shared(tile + swizzled(lane / 4 + half * 8, 4 * unit + lane % 4));  // eight dimensions of a row
       v = make_uint4(query_pair(v.x), query_pair(v.y), query_pair(v.z), query_pair(v.w));
       state.q[2 * unit][half] = __byte_perm(v.x, v.y, 0x5410);
       state.q[2 * unit][half + 2] = __byte_perm(v.x, v.y, 0x7632);
@@ -117,11 +113,9 @@ DEVICE void score_keys(float (&scores)[2][4], const WarpState& state, uint32_t k
   for (int unit = 0; unit < kDimSteps / 2; ++unit) {
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
-      uint32_t codes[2];
-      asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
-                   : "=r"(codes[0]), "=r"(codes[1])
-                   : "r"(k_tile + swizzled_codes(n * 8 + lane / 4, 2 * unit + (lane >> 1 & 1)) + (lane & 1) * 8)
-                   : "memory");
+      const uint2 words =
+          load_shared_words(k_tile + swizzled_codes(n * 8 + lane / 4, 2 * unit + (lane >> 1 & 1)) + (lane & 1) * 8);
+      const uint32_t codes[2] = {words.x, words.y};
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         uint32_t b[2];
@@ -131,13 +125,12 @@ DEVICE void score_keys(float (&scores)[2][4], const WarpState& state, uint32_t k
     }
   }
 #pragma unroll
-  for (int n = 0; n < 2; ++n) {
+  for (int n = 0; n < 2; ++n)
 #pragma unroll
     for (int i = 0; i < 4; ++i) scores[n][i] = (parts[0][n][i] + parts[1][n][i]) * k_scale;
-  }
 }
 
-// As softmax_tile, of the tiles of all pages at once; most leave every maximum where it was, then nothing is multiplied.
+// Does what softmax_tile does for the tiles of all pages at once; most leave every maximum, then nothing is multiplied.
 DEVICE void softmax_at_once(float (&scores)[kAtOnce][2][4], WarpState& state, float factor) {
   float keep[2];
 #pragma unroll
@@ -163,10 +156,9 @@ DEVICE void softmax_at_once(float (&scores)[kAtOnce][2][4], WarpState& state, fl
   }
   if (!__any_sync(0xFFFFFFFFu, keep[0] != 1.0f || keep[1] != 1.0f)) return;
 #pragma unroll
-  for (int n = 0; n < kDimTiles; ++n) {
+  for (int n = 0; n < kDimTiles; ++n)
 #pragma unroll
     for (int i = 0; i < 4; ++i) state.out[n][i] *= keep[i / 2];
-  }
 }
 
 // Output tile 2 c has the even dimensions of chunk c, tile 2 c + 1 the odd ones.

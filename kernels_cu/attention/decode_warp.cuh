@@ -62,7 +62,7 @@ struct Path {
   int first, base;
   uint64_t mask;
 
-  // By the whole block, a node a thread.
+  // Finds where the nodes lie; all threads of the block call it, each for a node.
   DEVICE PathNode look_up(const int* block_table) const {
     const int node = threadIdx.x, location = first + node;
     if (node >= kMaxNodes || !(mask >> node & 1)) return {-1, 0, 0};
@@ -95,8 +95,7 @@ DEVICE void load_tile(uint32_t dst, const page_t* rows, int valid, int old) {
   }
 }
 
-// The same of a tile that begins at position `before` with rows before `old` that are not before the base. `head`: the
-// first token of page 0.
+// Loads a tile that begins at position `before` and has rows from the base on. `head`: the first token of page 0.
 DEVICE void load_path_tile(uint32_t dst, const page_t* rows, const page_t* head, const Path& path, int before,
                            int valid, int old) {
 #pragma unroll 1
@@ -143,7 +142,7 @@ struct Stream {
     known_steps = min(runs * run_pages - (runs > 0 ? missing : 0), count);
     locate();
   }
-  // Before a step is asked for.
+  // Waits for the list, if the next step needs it.
   DEVICE void wait_for_list() {
     if (is_listed || step < known_steps) return;
     pdl_wait();
@@ -184,7 +183,7 @@ struct Stream {
   }
   // The first key of the warp in a page of the row.
   DEVICE int first_key(int page) const { return page * kPageTokens + (threadIdx.x >> 5) * kKeys; }
-  // The next 32 steps: at the beginning by the caller.
+  // Looks up the pages of the next 32 steps; the caller does it for the first ones.
 #if LISTED_LATE
   DEVICE void locate() {
     const int own = step / 32 * 32 + (threadIdx.x & 31), place = own + missing, turn = divided(place, run_pages);
@@ -210,7 +209,7 @@ struct Stream {
     }
   }
 #endif
-  // Of the 32 steps located last, past the wait: a page whose first token is new has a new scale.
+  // Loads the scales of the 32 steps located last. It comes after pdl_wait: a page whose first token is new has a new scale.
   DEVICE void load_scales() {
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) scales.load(i, ids[i]);
@@ -249,7 +248,7 @@ struct Stream {
     }
   }
 
-  // After pdl_wait: the rest of those pages, not committed. True if there is any: then cp_async_wait_all must follow.
+  // Starts copies of the rest of those pages, after pdl_wait. True if there are any: then cp_async_wait_all must follow.
   DEVICE bool fill_new(const Keys& keys) const {
     bool has_new = false;
     int from = 0, room = run_steps();
@@ -325,7 +324,7 @@ DEVICE void attend(WarpState& state, Stream& stream, const Keys& keys, int page,
   }
 }
 
-// The same of a run whose pages all came with fill(), where no other run follows. The scores come first, which do not wait
+// Attends to a run whose pages all came with fill(), where no other run follows. The scores come first, which do not wait
 // for each other: those of places without a page mean nothing. The order of what follows is that of attend().
 DEVICE void attend_filled(WarpState& state, const Stream& stream, const Keys& keys, int page, int num_pages,
                           float factor) {

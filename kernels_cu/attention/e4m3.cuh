@@ -20,7 +20,7 @@ DEVICE float page_scale(float largest) {
   return __uint_as_float(static_cast<uint32_t>(min(max(exponent, 127 - 8), 127 + 7)) << 23);
 }
 
-// Of a power of two.
+// The exponent of a scale, which is a power of two.
 DEVICE int exponent_of(float scale) { return static_cast<int>(__float_as_uint(scale) >> 23) - 127; }
 
 // Codes in the upper bytes of both halves of a word, the lower ones anything, become scalar_t times 2^-kCodeShift: the
@@ -39,7 +39,7 @@ DEVICE uint32_t spread_codes(uint32_t upper) {
 #endif
 }
 
-// Both halves times a power of two. Exact.
+// Multiplies both halves by a power of two, exactly.
 DEVICE uint32_t times2(uint32_t pair, uint32_t power) {
   uint32_t product;
 #ifdef CPMRT_BF16

@@ -52,8 +52,9 @@ DEVICE Partial received_partial(uint32_t out, uint32_t log_sum) {
   Partial part;
   asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
                : "=f"(part.out.x), "=f"(part.out.y), "=f"(part.out.z), "=f"(part.out.w)
-               : "r"(out) : "memory");
-  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(part.log_sum) : "r"(log_sum) : "memory");
+               : "r"(out)
+               : "memory");
+  part.log_sum = load_shared_float(log_sum);
   return part;
 }
 

@@ -97,11 +97,6 @@ DEVICE void score_page(float (&scores)[2][8][4], uint32_t q_tile, uint32_t k_til
   }
 }
 
-// Whether a query does not see a key, both by position: the key comes after it, or before its window.
-DEVICE bool is_hidden(int key, int query) {
-  return WINDOW > 0 ? static_cast<uint32_t>(query - key) >= static_cast<uint32_t>(WINDOW) : key > query;
-}
-
 // Hides keys that a row does not see. first_query: position of row 0 of the block.
 DEVICE void mask_page(float (&scores)[2][8][4], int first_key, int first_query) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
@@ -113,7 +108,7 @@ DEVICE void mask_page(float (&scores)[2][8][4], int first_key, int first_query) 
       for (int i = 0; i < 4; ++i) {
         const int row = (warp * 32 + m * 16 + lane / 4 + (i / 2) * 8) % kRows;
         const int key = first_key + n * 8 + (lane % 4) * 2 + i % 2;
-        if (is_hidden(key, first_query + row)) scores[m][n][i] = kHiddenScore;
+        if (is_hidden<WINDOW>(key, first_query + row)) scores[m][n][i] = kHiddenScore;
       }
     }
   }
@@ -146,10 +141,9 @@ DEVICE void softmax_page(float (&scores)[2][8][4], WarpRows& rows, float factor)
     // Most pages leave every maximum where it was: then the factors are exactly 1.
     if (!__any_sync(0xFFFFFFFFu, keep[0] != 1.0f || keep[1] != 1.0f)) continue;
 #pragma unroll
-    for (int n = 0; n < kDimTiles; ++n) {
+    for (int n = 0; n < kDimTiles; ++n)
 #pragma unroll
       for (int i = 0; i < 4; ++i) rows.out[m][n][i] *= keep[i / 2];
-    }
   }
 }
 

@@ -129,18 +129,13 @@ DEVICE void copy_tiles(const Work& work, const Source& keys, const Source& value
 
 // ---- the warpgroups that multiply
 
-// Whether a query does not see a key, both by position: the key comes after it, or before its window.
-DEVICE bool is_hidden(int key, int query) {
-  return WINDOW > 0 ? static_cast<uint32_t>(query - key) >= static_cast<uint32_t>(WINDOW) : key > query;
-}
-
 // Hides keys that a row does not see. first_key, first_query: positions of the tile and of the warpgroup's row 0.
 DEVICE void mask(Scores& scores, int first_key, int first_query) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x / 32 % 4;
   const int last = first_query + warp * 16 + lane / 4 - first_key - lane % 4 * 2;  // column that the upper row sees
 #pragma unroll
   for (int i = 0; i < kKeys / 2; ++i) {
-    if (is_hidden(i / 4 * 8 + i % 2, last + (i / 2) % 2 * 8)) scores[i] = kHiddenScore;
+    if (is_hidden<WINDOW>(i / 4 * 8 + i % 2, last + (i / 2) % 2 * 8)) scores[i] = kHiddenScore;
   }
 }
 
@@ -182,7 +177,7 @@ DEVICE void pass_turn(int warpgroup, int round, int rounds) {
 
 DEVICE void multiply(const Work& work, scalar_t* out, const scalar_t* q, int row_stride, float factor,
                      unsigned char* shared) {
-  // The same in all lanes: products in a branch that looks divergent would be serialised.
+  // The number is the same in all lanes: products in a branch that looks divergent would be serialised.
   const int warpgroup = __shfl_sync(0xFFFFFFFFu, threadIdx.x / kWarpgroupThreads - 1, 0);
   const int own_barrier = 1 + kWarpgroups + warpgroup;
   const int first_row = warpgroup_row(work.first_row, warpgroup), first_query = work.start + first_row;

@@ -123,7 +123,7 @@ DEVICE void copy_blocks(const Work& work, const TensorMap& k_map, const TensorMa
 
 // ---- the warpgroups that multiply
 
-// Of this lane's two rows of a tile (upper and lower half of the warp's 16).
+// What this lane's two rows of a tile see (one in the upper, one in the lower half of the warp's 16).
 struct Sight {
   int bit[2];        // which row of the thread block; kNoRow: none
   int own_entry[2];  // of the list: its own block, where it sees no later key
@@ -140,7 +140,7 @@ struct Sight {
       own_column[half] = position % kPageTokens;
     }
   }
-  // The last key that it sees of entry i, -1 if it chose another.
+  // The last key of entry i that the row sees; -1 if it did not choose this block.
   DEVICE int last_seen(int half, uint32_t rows, int i) const {
     return !(rows >> bit[half] & 1) ? -1 : i == own_entry[half] ? own_column[half] : kKeys - 1;
   }
@@ -281,7 +281,7 @@ DEVICE void take_blocks(State& state, const Share& share, const Sight& sight, En
 
 DEVICE void multiply(const Work& work, scalar_t* out, const scalar_t* q, int row_stride, float factor, Entry* list,
                      const Listed& listed, unsigned char* shared) {
-  // The same in all lanes: products in a branch that looks divergent would be serialised.
+  // The number is the same in all lanes: products in a branch that looks divergent would be serialised.
   const int warpgroup = __shfl_sync(0xFFFFFFFFu, threadIdx.x / kWarpgroupThreads - 1, 0);
   const int own_barrier = 1 + warpgroup;
   const Share share(work, warpgroup);

@@ -78,9 +78,7 @@ DEVICE void normalise(Halves& h, const scalar_t* weight, float eps) {
 #pragma unroll
   for (int i = 0; i < 8; i++) sum += h.first[i] * h.first[i] + h.second[i] * h.second[i];
 #pragma unroll
-  for (int distance = kLanes / 2; distance > 0; distance /= 2) {
-    sum += __shfl_xor_sync(0xFFFFFFFFu, sum, distance);
-  }
+  for (int distance = kLanes / 2; distance > 0; distance /= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, distance);
   const float scale = 1.0f / sqrtf(sum / HEAD_DIM + eps);
   const Halves w = load_halves(weight);
 #pragma unroll

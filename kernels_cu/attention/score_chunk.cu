@@ -41,7 +41,7 @@ constexpr int kPanelBytes = kKeys * kSwizzle;
 constexpr int kTileBytes = kKeys * kRowBytes;
 constexpr int kTileChunks = kKeys * kRowChunks;
 
-// Of a row's 16 heads; a lane has heads lane / 4 and lane / 4 + 8.
+// The queries of a row's 16 heads; a lane has heads lane / 4 and lane / 4 + 8.
 struct Queries {
   uint32_t a[kDimSteps][4];
 
@@ -65,7 +65,7 @@ struct Keys {
   const int* block_table;
   int page_stride, last;  // elements; the last entry that exists
 
-  // By all copiers: starts copies of a tile. Chunks are permuted within a panel as tensor cores read them.
+  // All copiers start copies of a tile. Chunks are permuted within a panel as tensor cores read them.
   DEVICE void copy(uint32_t target, int tile) const {
 #pragma unroll 4
     for (int index = threadIdx.x % kCopiers; index < kTileChunks; index += kCopiers) {
@@ -100,7 +100,7 @@ struct Ring {
     for (int i = 0; i < kStages; i++) mbarrier_init(ready(i), kCopiers), mbarrier_init(read(i), kRows);
     mbarrier_init_fence();
   }
-  // By all copiers.
+  // All copiers fill the ring, tile by tile.
   DEVICE void fill(const Tiles& all) const {
 #pragma unroll 1
     for (int i = 0; i < all.count() + kInFlight; i++) {

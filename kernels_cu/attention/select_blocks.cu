@@ -72,7 +72,7 @@ struct Work {
     if (is_chunk) return 0;
     return num_rows == 1 ? __ldcg(written) : first_written(written, slots, slot, num_rows);
   }
-  // Of the row and KV head among those of all rows.
+  // The number of the row and KV head among those of all rows.
   DEVICE int64_t unit() const { return static_cast<int64_t>(row) * gridDim.z + blockIdx.z; }
 };
 
@@ -114,18 +114,16 @@ struct KeyTile {
       rows[n] = row_of(entry) + threadIdx.x % 4 * 8;
     }
 #pragma unroll
-    for (int n = 0; n < kKeyTiles; n++) {
+    for (int n = 0; n < kKeyTiles; n++)
 #pragma unroll
       for (int part = 0; part < kParts; part++) words[n][part] = load16(rows[n] + part * 32);
-    }
   }
 
   DEVICE void score(float (&scores)[kKeyTiles][4], const Queries& queries) const {
 #pragma unroll
-    for (int n = 0; n < kKeyTiles; n++) {
+    for (int n = 0; n < kKeyTiles; n++)
 #pragma unroll
       for (int i = 0; i < 4; i++) scores[n][i] = 0.0f;
-    }
 #pragma unroll
     for (int part = 0; part < kParts; part++) {
 #pragma unroll
@@ -139,7 +137,7 @@ struct KeyTile {
 // ---- the normaliser
 
 #if TREE
-// By a warp: the mean of positions first .. first + 127 of a row of a tree, into shared memory. `keys`: of the KV head in
+// A warp stores the mean of positions first .. first + 127 of a row of a tree, into shared memory. `keys`: of the KV head in
 // page 0. Behind `base` the path goes through the set bits of `mask`.
 DEVICE void mean_of_path(scalar_t* mean, const scalar_t* keys, const int* block_table, int64_t page_stride, int first,
                          int base, uint64_t mask) {
@@ -267,10 +265,9 @@ DEVICE void store_pooled(float2* pooled, float (&p)[kKeyTiles][2], int first_ent
 #pragma unroll
   for (int n = 0; n < kKeyTiles; n++) {
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
+    for (int i = 0; i < 2; i++)
 #pragma unroll
       for (int distance = 4; distance < 32; distance *= 2) p[n][i] += __shfl_xor_sync(0xFFFFFFFFu, p[n][i], distance);
-    }
     if (first_entry + n == 0 && lane % 4 == 0) p[n][0] = 0.0f;  // entry 0 is a window that there is not
     const float highest = fmaxf(p[n][0], p[n][1]);
     const float2 block = make_float2(p[n][0], fmaxf(highest, __shfl_xor_sync(0xFFFFFFFFu, highest, 1)));
@@ -324,12 +321,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
       float scores[kKeyTiles][4];
       keys.score(scores, queries[heads]);
 #pragma unroll
-      for (int n = 0; n < kKeyTiles; n++) {
+      for (int n = 0; n < kKeyTiles; n++)
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-          p[n][i % 2] += exp2_fast(fmaf(scores[n][i], scale * kLog2e, offsets[heads][i / 2]));
-        }
-      }
+        for (int i = 0; i < 4; i++) p[n][i % 2] += exp2_fast(fmaf(scores[n][i], scale * kLog2e, offsets[heads][i / 2]));
     }
     store_pooled(pooled + work.unit() * pages_per_sequence, p, tile * kKeys, local);
   }

@@ -69,7 +69,7 @@ KERNEL(selected_attention)(scalar_t* __restrict__ out, float* partials, int* arr
                        min(kHeads, GROUP - tile * kHeads)};
   const int slot = __ldcg(slots + row), position = __ldcg(positions + row);
   const bool chooses = position >= dense_context;
-  // By how much positions exceed their places in the list, in its last blocks, in which a path lies.
+  // Positions minus places in the list of blocks, for its last blocks, in which a path lies.
   const int skipped = chooses ? (position / kPageTokens + 1 - num_selected) * kPageTokens : 0;
   const Keys keys = {position + 1 - skipped, kAllKeys};
   if (slot < 0 || keys.length <= 0) {
@@ -88,7 +88,7 @@ KERNEL(selected_attention)(scalar_t* __restrict__ out, float* partials, int* arr
   const Path path = {path_table, base, base - skipped, TREE ? __ldcg(tree_masks + row) : 0};
   const int64_t unit = blockIdx.y;
   Target target = {out, partials + unit * (num_splits / kCluster) * kVectors * 5, first_cluster, cut.clusters()};
-  // Of the clusters of runs that are this one's the last one first.
+  // This cluster takes the last of its clusters of runs first.
   const int turns = divided(target.used_clusters - first_cluster + num_clusters - 1, num_clusters);
   const int stride = num_clusters * kCluster, first_run = first_cluster * kCluster + rank;
   target.cluster += (turns - 1) * num_clusters;

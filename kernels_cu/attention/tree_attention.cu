@@ -74,7 +74,7 @@ struct Sources {
   uint32_t stage, nodes, zeros;
   int base;
 
-  // Of key `key` of a row. What no row sees counts as zero: memory that was never written may hold NaN.
+  // Finds key `key` of a row. What no row sees counts as zero: memory that was never written may hold NaN.
   DEVICE TileRow find(const TileRows& rows, int half, int key, int offset) const {
     if (key < base) return TileRow(stage + offset, key % kPageTokens);
     if (key < rows.keys[half].length) return TileRow(nodes + offset, rows.path[half][key - base]);
@@ -82,7 +82,7 @@ struct Sources {
   }
 };
 
-// A slice of a page, all rows of the tile.
+// Attends to a slice of a page for all rows of the tile.
 DEVICE void attend_slice(WarpState& state, const Sources& sources, const TileRows& rows, int first_key, float factor) {
   const int lane = threadIdx.x & 31, k_key = first_key + lane_row_b(lane), v_key = first_key + lane_row_a(lane);
   const bool is_apart = kPacked == 2 && first_key + kKeys > sources.base;  // two rows' keys differ

@@ -49,7 +49,7 @@ struct StepRows {
   DEVICE int of_row(const int (&values)[2], int row) const {
     return __shfl_sync(kAllLanes, row < 32 ? values[0] : values[1], row % 32);
   }
-  // The rows with that value.
+  // The rows that have this value, one bit each.
   DEVICE uint64_t with(const int (&values)[2], int value) const {
     return ballot(values[0] == value, values[1] == value);
   }
@@ -89,7 +89,7 @@ struct Group {
     return false;
   }
 
-  // By one warp: into `members`, for all.
+  // One warp writes the group to `members`, where the whole block reads it.
   DEVICE void describe(const StepRows& all, Members& members) const {
     const int lane = threadIdx.x & 31;
     if (lane < kRows) members.row[lane] = -1, members.length[lane] = 0;
@@ -164,7 +164,7 @@ struct Pages {
       cp_async_commit();
     }
   }
-  // By all threads, for steps in ascending order: the keys before the base.
+  // Loads the page of a step, its keys before the base. All threads call it, for steps in ascending order.
   DEVICE void load(int step) {
     if (step % 32 == 0) {
       const int own = step + (threadIdx.x & 31);
@@ -176,7 +176,7 @@ struct Pages {
     if (step < count && valid > 0) copy(stage(step), k_pages + offset, v_pages + offset, valid);
   }
 
-  // By all threads: the nodes, which may go on in the page after that of the base.
+  // Loads the nodes, which may go on in the page after that of the base. All threads call it.
   DEVICE void load_nodes(uint32_t nodes, int num_nodes) const {
     for (int index = threadIdx.x; index < num_nodes * kRowChunks; index += kThreads) {
       const int node = index / kRowChunks, chunk = index % kRowChunks, location = base + node;

@@ -32,7 +32,7 @@ struct Exchange {
   float (*log_sums)[kSlices][16];  // of each tile
   uint32_t received, barrier;
 
-  // By all warps, each with the state of its slice and tile: merges the slices, and sends the result as that of run
+  // Merges the slices of all warps, each with the state of its slice and tile, and sends the result as that of run
   // `member` of the cluster.
   DEVICE void finish_run(const WarpState& state, int member) const {
     const int lane = threadIdx.x & 31, slice = threadIdx.x / 32 % kSlices, tile = threadIdx.x / 128;
@@ -71,7 +71,7 @@ struct Exchange {
     }
   }
 
-  // Of a vector of a tile in the block's slice, all `members` runs. Then its query row is that of `place`.
+  // Merges all `members` runs of a vector of a tile in the block's slice; its query row is that of `place`.
   DEVICE Partial merge_runs(int tile, int index, const VectorPlace& place, int members) const {
     return merge<kCluster>(members, [&](int member) {
       const int part = member * ROW_TILES + tile;
@@ -93,9 +93,7 @@ struct Exchange {
   DEVICE void send_log_sum(int query, int member, int tile, float log_sum) const {
     const uint32_t to = received + kReceivedOutputs + ((member * ROW_TILES + tile) * 16 + query) * 4;
 #pragma unroll
-    for (int peer = 0; peer < CLUSTER; ++peer) {
-      send_float(peer_address(to, peer), peer_address(barrier, peer), log_sum);
-    }
+    for (int peer = 0; peer < CLUSTER; ++peer) send_float(peer_address(to, peer), peer_address(barrier, peer), log_sum);
   }
 };
 

@@ -3,7 +3,7 @@
 #pragma once
 #include "wgmma_attention.cuh"
 
-// As the accumulator of a tile of eight columns.
+// The sums of a tile of eight columns, as mma takes an accumulator.
 DEVICE float (&tile_of(float* sums, int column_tile))[4] {
   return *reinterpret_cast<float(*)[4]>(sums + 4 * column_tile);
 }

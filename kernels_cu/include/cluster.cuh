@@ -14,7 +14,7 @@ DEVICE uint32_t peer_address(uint32_t address, int rank) {
   return remote;
 }
 
-// To a peer: `to` and `barrier`, which counts the bytes, are its peer_address.
+// Sends floats to a peer: `to` and `barrier`, which counts the bytes, are addresses in its memory (peer_address).
 DEVICE void send_float4(uint32_t to, uint32_t barrier, float a, float b, float c, float d) {
   asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to), "f"(a),
                "f"(b), "f"(c), "f"(d), "r"(barrier)

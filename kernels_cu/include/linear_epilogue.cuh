@@ -32,7 +32,7 @@ struct QkvEpilogue {
   float cosine[kEarly ? NT : 1][PAIRS], sine[kEarly ? NT : 1][PAIRS];
 
   DEVICE bool looks_up() const { return k_pages != nullptr && threadIdx.x < T; }
-  // Not before the wait: decode_attention, the next kernel, reads early what is older than this launch.
+  // Starts the next kernel, after the wait: decode_attention reads early what is older than this launch.
   DEVICE void prepare(uint32_t shared) {
     pdl_launch_dependents();
     place = shared;
@@ -41,7 +41,7 @@ struct QkvEpilogue {
     position = read_now(positions + threadIdx.x);
     location = read_now((locations == nullptr ? positions : locations) + threadIdx.x);
   }
-  // Not later, as the compiler would.
+  // Reads now, not later as the compiler would.
   DEVICE static int read_now(const int* source) {
     int value;
     asm volatile("ld.global.s32 %0, [%1];" : "=r"(value) : "l"(source) : "memory");

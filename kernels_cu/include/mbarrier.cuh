@@ -37,7 +37,7 @@ DEVICE bool mbarrier_has_completed(uint32_t barrier, int parity) {
   return done;
 }
 
-// The same, and never waits.
+// Whether the phase has completed, without waiting for it.
 DEVICE bool mbarrier_test(uint32_t barrier, int parity) {
   uint32_t done;
   asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"

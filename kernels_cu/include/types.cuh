@@ -11,7 +11,7 @@ typedef unsigned long long uint64_t;
 typedef int int32_t;
 typedef long long int64_t;
 
-// Of every function that kernels call.
+// What stands before every function that kernels call.
 #define DEVICE __device__ __forceinline__
 
 // Sizes that the host knows too (a test compares them): tokens of a page of keys and values, which is also a block that

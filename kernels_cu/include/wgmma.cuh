@@ -18,7 +18,7 @@ DEVICE uint64_t wgmma_descriptor(uint32_t shared, int panel_bytes) {
 
 DEVICE constexpr uint64_t descriptor_step(int bytes) { return bytes >> 4; }
 
-// Before the first product after the warpgroup wrote registers that it uses.
+// Comes before the first product after the warpgroup wrote registers that it uses.
 DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
 DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }

@@ -24,7 +24,7 @@
 #include "linear_epilogue.cuh"
 
 // x in shared memory in the order in which lanes read it, [unit][token tile][32 k][lane] 16 bytes, and its normalisation.
-// Of half a tile the first 16 lanes have all: what the others would have is zero.
+// The first 16 lanes have all of half a tile: what the others would have is zero.
 struct Activations {
   const Lane& at;
   const scalar_t* x;       // column 8 t of row 0
@@ -142,7 +142,7 @@ struct Activations {
     }
   }
 
-  // Before the block reads the stage that starts at unit u of its run: its own unit of it, then the next stage's copy.
+  // Normalises the warp's unit of the stage that starts at unit u, then starts the next stage's copy.
   DEVICE void enter_stage(int u, int turn) {
     cp_async_wait<kPending>();
     if (NORM) normalise_in_place(turn + at.warp, u + at.warp);

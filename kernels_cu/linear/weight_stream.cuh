@@ -108,7 +108,6 @@ DEVICE void store_peer(uint32_t address, float a, float b) {
   }
 }
 
-
 // The calling lane's place in the product.
 struct Lane {
   uint32_t shared;          // start of dynamic shared memory

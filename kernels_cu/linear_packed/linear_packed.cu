@@ -137,8 +137,7 @@ DEVICE void finish_block(const Sums& out, const Lane& at, Epilogue& epilogue, co
     if (!kKeeps && (nt > 0 || round > 0)) __syncthreads();
 #pragma unroll
     for (int odd = 0; odd < kLaneTokens; odd++)
-      if (nt * 8 + at.quarter * 2 + odd < T)
-        store_shared2(to + odd * 256, out[nt][odd], out[nt][odd + 2]);
+      if (nt * 8 + at.quarter * 2 + odd < T) store_shared2(to + odd * 256, out[nt][odd], out[nt][odd + 2]);
     if (kKeeps && !is_last) return;
     __syncthreads();
     visit_pairs(nt, kKeeps ? 0 : round, num_tiles, T, [&](int i, int tile, int row, int token, int pair) {
@@ -187,7 +186,7 @@ struct Feed {
   unsigned char* prepared;
   int columns, T;
 
-  // In place of weights that have been read.
+  // Where a token's row is kept: in the place of weights that have been read.
   DEVICE uint32_t row(int token) const { return at.shared + kRingOffset + token * kFeedPitch; }
   // A value of the warp's own tile.
   DEVICE void keep(int token, scalar_t value) const {

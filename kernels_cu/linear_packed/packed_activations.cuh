@@ -20,7 +20,7 @@ struct RowScale {
   DEVICE void keep(float scale, int T) const {
     if (NORM && PREPARED && threadIdx.x < T) store_shared_float(prepared(threadIdx.x), scale);
   }
-  // After a barrier behind `keep` or the square sums.
+  // Returns the scale of a token; a barrier must have come after `keep` or after the square sums.
   DEVICE float of(int token) const {
     if (!NORM) return 1.0f;
     return PREPARED ? load_shared_float(prepared(token)) : RowPieces::scale(squares(token), eps);
@@ -150,7 +150,7 @@ struct Activations {
     }
   }
 
-  // A piece; its sum.
+  // Stores a piece of a row, if it is the thread's, and returns its sum.
   DEVICE float place(uint4 v, int piece, int token, bool is_mine) const {
     const uint32_t to = base() + x_offset(piece, token);
     if (is_mine && WGMMA_PRODUCTS) {
@@ -161,12 +161,12 @@ struct Activations {
     }
     return piece_sum(v);
   }
-  // The sum over the scale group of a piece.
+  // Stores the sum over a piece's scale group.
   DEVICE void place_sum(float sum, int piece, int token, bool is_mine) const {
     if (is_mine) store_shared_float(base() + sum_offset(piece, token), sum);
   }
 
-  // What prepare_rows wrote, all at once. Before a barrier.
+  // Copies all that prepare_rows wrote for the block. A barrier must follow.
   DEVICE void copy_prepared() const {
     const int bytes = (SHARED_RUN ? at.slices : kSlices) * kXSliceBytes;
     for (int i = threadIdx.x * 16; i < bytes; i += kThreads * 16) cp_async16(base() + i, prepared + i);
@@ -191,7 +191,7 @@ struct Activations {
     if (index >= kStages) mbarrier_wait(empty(index), index / kStages - 1 & 1);
     copy_bulk(stage_place(index), stage_source(index), stage_bytes(index), full(index));
   }
-  // Before pdl_wait, and a barrier before anyone reads.
+  // Prepares the barriers of all stages, before pdl_wait. A barrier of the block must come before anyone reads.
   DEVICE void prepare_stages() const {
     if (!kCopyEngine) return;
     if (threadIdx.x == 0)
@@ -201,7 +201,7 @@ struct Activations {
   DEVICE void start_stages() const {
     for (int i = 0; i < kStages - 1; i++) start_stage(i);
   }
-  // The next stage. The calling warp has read the one before it; the first thread goes on with the copies.
+  // Waits for the next stage. The calling warp has read the one before it; the first thread goes on with the copies.
   DEVICE uint32_t enter_stage() {
     if constexpr (kCopyEngine) {
       __syncwarp();

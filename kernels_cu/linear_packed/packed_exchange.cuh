@@ -13,17 +13,17 @@ struct Exchange {
   int num_tiles, T;
 
   DEVICE uint32_t barrier() const { return at.shared + kReceivedBarrier; }
-  // Of the tile at `place`.
+  // Where the sums of a run for the tile at `place` arrive.
   DEVICE uint32_t received(int place, int run) const {
     return at.shared + kReceivedOffset + (place / RUNS * kFilledRuns + run) * NT * 512;
   }
-  // One thread.
+  // Says how many bytes will come in a round. One thread calls it.
   DEVICE void expect(int round) const {
     int count = 0;
     for (int place = at.run; place < kWarps; place += RUNS) count += Lane::tile(round, place) < num_tiles;
     mbarrier_arrive_expect(barrier(), count * kFilledRuns * ((T + 7) / 8) * 512);
   }
-  // Before cluster_wait, which comes before anything is sent.
+  // Sets up the barriers. It comes before cluster_wait, and that before anything is sent.
   DEVICE void prepare() const {
     if (threadIdx.x == 0) {
       mbarrier_init(barrier(), 1), mbarrier_init(at.shared + kSquareBarrier, 1);

@@ -99,7 +99,7 @@ DEVICE void stay_behind(uint4& v) {
 // the order of a lane's pieces, over the lanes by halves, then over the eighths: for every T, in prepare_rows and in clusters too.
 struct RowPieces {
   uint4 norm[kThreadPieces];
-  // Before pdl_wait: the weights come from memory, x from the L2.
+  // Asks for the norm's weights before pdl_wait: they come from memory, x comes from the L2.
   DEVICE static void prefetch_norm(const scalar_t* weights) {
     const int line = threadIdx.x * 64;
     if (line < IN_FEATURES) asm volatile("prefetch.global.L2 [%0];" ::"l"(weights + line));

@@ -16,8 +16,7 @@
 static_assert(HIDDEN % 8 == 0, "HIDDEN must be a multiple of 8");
 
 extern "C" __global__ void __launch_bounds__(kThreads)
-    KERNEL(rms_norm)(scalar_t* __restrict__ out, const scalar_t* x, const scalar_t* __restrict__ weight,
-                     float eps) {
+    KERNEL(rms_norm)(scalar_t* __restrict__ out, const scalar_t* x, const scalar_t* __restrict__ weight, float eps) {
   pdl_begin();
   const int64_t start = static_cast<int64_t>(blockIdx.x) * HIDDEN;
   normalise_row<HIDDEN>(out + start, x + start, weight, eps);

@@ -21,8 +21,7 @@ DEVICE uint32_t added(uint32_t pair, uint32_t addend, uint32_t bias, float scale
 }
 
 extern "C" __global__ void __launch_bounds__(256)
-    KERNEL(residual_add)(scalar_t* x, const scalar_t* y, const scalar_t* __restrict__ bias,
-                         int num_rows, float scale) {
+    KERNEL(residual_add)(scalar_t* x, const scalar_t* y, const scalar_t* __restrict__ bias, int num_rows, float scale) {
   pdl_begin();
   constexpr int kPieces = HIDDEN / 8;
   const int64_t piece = blockIdx.x * static_cast<int64_t>(256) + threadIdx.x;

@@ -19,8 +19,7 @@ extern "C" __device__ void cudaGraphSetConditional(uint64_t handle, unsigned val
 // a constant before pdl_wait. num_words: that answer a command.
 extern "C" __global__ void __launch_bounds__(kMaxRows)
     KERNEL(loop_end)(ResultRecord* __restrict__ results, StepContext* context, const SlotState* states,
-                     const int32_t* slots, uint64_t loop, int num_passes, int num_steps, int num_rows,
-                     int num_words) {
+                     const int32_t* slots, uint64_t loop, int num_passes, int num_steps, int num_rows, int num_words) {
   pdl_begin();
   const int row = threadIdx.x, slot = row < num_rows ? slots[row] : -1;
   const uint64_t sequence = context->sequence;
