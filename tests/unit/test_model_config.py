@@ -28,15 +28,16 @@ def read(**changes):
 
 def test_class_defaults_of_each_architecture():
     llama = read()
-    assert (llama.num_kv_heads, llama.head_dim, llama.max_position_embeddings) == (8, 32, 2048)
-    assert (llama.tie_word_embeddings, llama.qkv_bias, llama.qk_norm) == (False, False, False)
+    assert (llama.attention.num_kv_heads, llama.attention.head_dim, llama.max_position_embeddings) == (8, 32, 2048)
+    assert (llama.tie_word_embeddings, llama.attention.qkv_bias, llama.attention.qk_norm) == (False, False, False)
     assert llama.eos_token_ids == (2,)
     assert (llama.scale_emb, llama.residual_scale, llama.logit_divisor, llama.dtype) == (1, 1, 1, None)
     minicpm = read(architectures=["MiniCPMForCausalLM"])
     assert minicpm.tie_word_embeddings and minicpm.residual_scale == pytest.approx(2**-0.5)
     assert minicpm.logit_divisor == 256
     qwen2 = read(architectures=["Qwen2ForCausalLM"])
-    assert (qwen2.qkv_bias, qwen2.output_bias, qwen2.max_position_embeddings) == (True, False, 32768)
+    assert (qwen2.attention.qkv_bias, qwen2.attention.output_bias) == (True, False)
+    assert qwen2.max_position_embeddings == 32768
     qwen3 = read(architectures=["Qwen3ForCausalLM"])
     assert (qwen3.attention.qk_norm, qwen3.attention.head_dim, qwen3.attention.q_size) == (True, 128, 1024)
 
