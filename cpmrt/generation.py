@@ -98,7 +98,7 @@ class TextStream(Iterator[Piece]):
             token_ids=tuple(token for piece in self._taken for token in piece.token_ids),
             finish_reason=self._sequence.finish_reason or "cancelled",
             logprobs=tuple(entry for piece in self._taken for entry in piece.logprobs),
-            stats=GenerationStats.of(self._sequence),
+            stats=self._sequence.stats,
         )
 
     def finish(self) -> Completion:

@@ -99,7 +99,10 @@ class LLM:
         return self.stream(prompt, params).finish()
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> TextStream:
-        """The same, piece by piece; closing the stream cancels. Its `completion` holds the whole."""
+        """Continue a prompt like `generate`, but return its text piece by piece.
+
+        Closing the stream cancels the generation. Its `completion` holds the whole answer.
+        """
         return TextStream(self._engine, self.tokenizer, self.request(prompt, params or SamplingParams()))
 
     def chat(

@@ -9,7 +9,7 @@ from enum import Enum, auto
 from cpmrt.config import SamplingParams
 from cpmrt.engine.prefix_cache import HeldPages
 from cpmrt.engine.speculation import DraftPolicy
-from cpmrt.engine.stats import AcceptCounts
+from cpmrt.engine.stats import AcceptCounts, GenerationStats
 from cpmrt.executor import SlotResult
 
 
@@ -73,3 +73,16 @@ class Sequence:
     def num_written(self) -> int:
         """Tokens whose keys and values are written: not those of the last one, from which the next step starts."""
         return self.num_computed + max(len(self.token_ids) - 1, 0)
+
+    @property
+    def stats(self) -> GenerationStats:
+        """Return what the sequence has cost and given so far."""
+        started = bool(self.token_ids)
+        return GenerationStats(
+            prompt_tokens=len(self.request.prompt_ids),
+            new_tokens=len(self.token_ids),
+            prefill_s=self.first_token_at - self.added_at if started else 0.0,
+            decode_s=self.last_token_at - self.first_token_at if started else 0.0,
+            cached_tokens=self.num_cached,
+            **(self.accepts.figures if self.accepts else {}),
+        )

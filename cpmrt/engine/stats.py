@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cpmrt.executor import ExecutorLimits
-
-if TYPE_CHECKING:
-    from cpmrt.engine.sequence import Sequence
 
 
 class AcceptCounts:
@@ -115,16 +112,3 @@ class GenerationStats:
     @property
     def speculative_tokens(self) -> int:
         return sum(count * number for number, count in enumerate(self.accept_histogram, 1))
-
-    @classmethod
-    def of(cls, seq: Sequence) -> GenerationStats:
-        """Return the figures of a sequence so far."""
-        started = bool(seq.token_ids)
-        return cls(
-            prompt_tokens=len(seq.request.prompt_ids),
-            new_tokens=len(seq.token_ids),
-            prefill_s=seq.first_token_at - seq.added_at if started else 0.0,
-            decode_s=seq.last_token_at - seq.first_token_at if started else 0.0,
-            cached_tokens=seq.num_cached,
-            **(seq.accepts.figures if seq.accepts else {}),
-        )

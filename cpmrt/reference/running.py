@@ -13,13 +13,13 @@ from cpmrt.reference.sampling import sample, token_logprobs
 
 @dataclass
 class Running:
-    """Its text stands at positions 0 .. `position`; the last of its tokens has no keys and values yet."""
+    """A sequence that holds a slot. Its tokens are at positions 0 .. `position`; the last one is not cached yet."""
 
     admit: Admit
     seen: Array = field(repr=False)
-    """bool [V]: in the prompt or generated."""
+    """bool [V]: the tokens that are in the prompt or were generated."""
     counts: Array = field(repr=False)
-    """int32 [V]: generated."""
+    """int32 [V]: how often each token was generated."""
     position: int = 0
     last_token: int = -1
     num_generated: int = 0

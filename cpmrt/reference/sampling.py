@@ -77,14 +77,17 @@ def _top_p_threshold(logits: F32, top_p: float) -> float:
 
 
 def log_softmax(logits: F32) -> F32:
-    """Over the last axis, in float32."""
+    """Return the logarithm of the softmax over the last axis, in float32."""
     shifted = logits - logits.max(axis=-1, keepdims=True)
     logprobs: F32 = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
     return logprobs
 
 
 def token_logprobs(logits: F32, token_id: int, count: int) -> TokenLogprobs:
-    """Of the chosen token and of the `count` best, from the raw logits [V]; ties in the order of ids."""
+    """Return the log probabilities of the chosen token and of the `count` best ones, from the raw logits [V].
+
+    Tokens with equal logits come in the order of their ids.
+    """
     logprobs = log_softmax(logits)
     best = np.argsort(-logits, kind="stable")[:count]
     top = tuple((int(token), float(logprobs[token])) for token in best)

@@ -67,7 +67,7 @@ class Job:
         seq = self.sequence
         queued_s = (self.started_at or perf_counter()) - self.submitted_at
         first_token_s = seq.first_token_at - self.submitted_at if seq is not None and seq.token_ids else 0.0
-        return Ended(reason, GenerationStats.of(seq) if seq else GenerationStats(), queued_s, first_token_s, error)
+        return Ended(reason, seq.stats if seq else GenerationStats(), queued_s, first_token_s, error)
 
 
 class EngineThread:

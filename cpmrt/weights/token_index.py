@@ -114,7 +114,7 @@ def _member(archive: zipfile.ZipFile, name: str) -> bytes:
 
 
 class _RefusedError(Exception):
-    """Its text is what is in the file and may not be."""
+    """Raised for content that a token index may not have; the message names that content."""
 
 
 @dataclass(frozen=True)

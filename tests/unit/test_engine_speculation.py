@@ -6,7 +6,7 @@ import pytest
 from scripted import TREE_SHAPES, ScriptedExecutor, plain_continuation
 
 from cpmrt.config import SamplingParams, TreeShape
-from cpmrt.engine import Engine, GenerationStats, Request
+from cpmrt.engine import Engine, Request
 from cpmrt.executor import Decode, ExecutorLimits, Release, Speculate, StepParts
 
 
@@ -28,7 +28,7 @@ def test_mean_accept_length_leaves_the_prefill_token_out():
     seq = engine.add(request([1, 2], new=20))
     tokens_of(engine, seq)
     num_steps = sum(isinstance(step, Speculate) for step in executor.steps)
-    stats = GenerationStats.of(seq)
+    stats = seq.stats
     assert stats.mean_accept_length == pytest.approx(19 / num_steps)
     assert (stats.speculative_steps, stats.speculative_tokens) == (num_steps, 19)
 
@@ -43,7 +43,7 @@ def test_counts_of_draft_steps_are_those_of_their_results(accuracy):
     steps = [
         (shapes[step.shape], len(result.slots[0].token_ids)) for step, result in results if isinstance(step, Speculate)
     ]
-    stats = GenerationStats.of(seq)
+    stats = seq.stats
     assert stats.accept_histogram == tuple(sum(given == number for _, given in steps) for number in range(1, 6))
     for depth, rate in enumerate(stats.accept_rates, 1):
         tried = [given for shape, given in steps if shape.max_emitted > depth <= given]
@@ -58,7 +58,7 @@ def test_the_parts_of_a_step_are_the_executors_or_none():
         engine = Engine(ScriptedExecutor(drafting(*shapes, step_parts=parts)))
         seq = engine.add(request([1], new=9))
         tokens_of(engine, seq)
-        stats = GenerationStats.of(seq)
+        stats = seq.stats
         found = (stats.draft_ms, stats.verify_ms, stats.rest_ms)
         assert found == (pytest.approx(expected) if expected else (None,) * 3)
 
@@ -67,7 +67,7 @@ def test_without_drafts_there_is_nothing_to_count():
     engine = Engine(ScriptedExecutor(ExecutorLimits(1, 64, 16)))
     seq = engine.add(request([1], new=9))
     tokens_of(engine, seq)
-    stats = GenerationStats.of(seq)
+    stats = seq.stats
     assert (stats.mean_accept_length, stats.accept_histogram, stats.accept_rates) == (None, (), ())
 
 

@@ -12,7 +12,7 @@ from scripted import ScriptedExecutor, plain_continuation
 
 from cpmrt.cli.arguments import Parser, add_model_options, llm_arguments
 from cpmrt.config import SamplingParams, TreeShape
-from cpmrt.engine import Engine, GenerationStats, Request
+from cpmrt.engine import Engine, Request
 from cpmrt.engine.page_pool import PagePool
 from cpmrt.engine.prefix_cache import PrefixCache
 from cpmrt.engine.step_log import StepLog, read_steps, replay
@@ -133,7 +133,7 @@ def test_the_next_turn_prefills_only_what_is_new():
     assert tokens_of(engine, second) == plain_continuation(conversation, 0, 3, set())
     # 16 of the 17 tokens of the first turn are written: the last one was never computed with.
     assert [(step.position, len(step.token_ids)) for step in executor.steps if isinstance(step, Prefill)] == [(16, 4)]
-    stats = GenerationStats.of(second)
+    stats = second.stats
     assert (stats.cached_tokens, stats.prompt_tokens) == (16, 20)
     assert stats.prefill_tokens_per_s == pytest.approx(4 / stats.prefill_s)
 

@@ -37,7 +37,7 @@ def buckets(prefill_chunk: int) -> tuple[int, ...]:
 
 
 def most_rows(engine: EngineConfig) -> int:
-    """Of any step."""
+    """Return the most rows that a step may have: those of a full prefill chunk, or of a decode step."""
     return max(buckets(engine.prefill_chunk)[-1], MAX_ROWS)
 
 
