@@ -1,9 +1,9 @@
 // Which rows of W a tile of a skinny product takes, and what becomes of its sums: one pair of structs a product.
 //
-// An epilogue gives prefetch(nt, i, tile, row, token) for each output that a thread will finish, where there is time for it,
-// and store(nt, i, tile, row, token, lo, hi); with LINEAR 0 before these prepare(shared), publish(), look_up() and settle(),
-// in this order, the last with a barrier before the first store. NT: tiles of 8 tokens; PAIRS: outputs (lo row, hi row,
-// token) of a token tile that one thread finishes.
+// An epilogue gives prefetch(nt, i, tile, row, token) for each output that a thread will finish, where there is time for it;
+// settle(), with a barrier before the first store; and store(nt, i, tile, row, token, lo, hi). With LINEAR 0 it also has
+// prepare(shared), publish() and look_up(), which come first in this order. NT: tiles of 8 tokens; PAIRS: outputs (lo row,
+// hi row, token) of a token tile that one thread finishes.
 #pragma once
 #include "copy.cuh"
 
@@ -121,6 +121,7 @@ struct ResidualEpilogue {
   float scale;
   scalar_t before[NT][PAIRS][2];
 
+  DEVICE void settle() const {}
   DEVICE void prefetch(int nt, int i, int tile, int row, int token) {
     const scalar_t* from = x + static_cast<int64_t>(token) * N + tile * 16 + row;
     before[nt][i][0] = from[0];
@@ -148,6 +149,7 @@ struct GateUpEpilogue {
   unsigned char* prepared;   // of linear_packed.cu with FEEDS
 
   DEVICE static scalar_t value(float gate, float up) { return from_float(gate / (1.0f + __expf(-gate)) * up); }
+  DEVICE void settle() const {}
   DEVICE void prefetch(int, int, int, int, int) {}
   DEVICE void store(int, int, int tile, int row, int token, float gate, float up) {
     out[static_cast<int64_t>(token) * F + tile * 8 + row] = value(gate, up);
@@ -166,6 +168,7 @@ struct HeadEpilogue {
   int V;
   float divisor;
 
+  DEVICE void settle() const {}
   DEVICE void prefetch(int, int, int, int, int) {}
   DEVICE void store(int, int, int tile, int row, int token, float lo, float hi) {
     const int first = tile * 16 + row;

@@ -321,9 +321,7 @@ DEVICE void linear_product(const Tiles& tiles, Epilogue& epilogue, const scalar_
       continue;
     }
     accumulate(acc, weights, activations, 0, at.units, turn);
-    if constexpr (LINEAR == 0) {
-      if (group == first_group) epilogue.settle();  // a barrier comes before the stores
-    }
+    if (group == first_group) epilogue.settle();  // a barrier comes before the stores
     finish_split(acc, at, epilogue, group, tiles.num_tiles, T, last);
   }
 }

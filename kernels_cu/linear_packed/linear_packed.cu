@@ -267,11 +267,7 @@ DEVICE void packed_product(Epilogue& epilogue, int num_tiles, const scalar_t* x,
   }
   if constexpr (LINEAR == 0) epilogue.publish();
   if constexpr (LINEAR == 0) epilogue.look_up();
-  const auto settle = [&] {
-    if constexpr (LINEAR == 0) epilogue.settle();
-    scale.keep(prepared_scale, T);
-  };
-  if (!kSettlesLate) settle();
+  if (!kSettlesLate) epilogue.settle(), scale.keep(prepared_scale, T);
   if (PREPARED && kResident) cp_async_wait<kCopyEngine ? 0 : kSlots - kEarlySlots>();
   if constexpr (WGMMA_PRODUCTS) async_proxy_fence();
   if (kOwnRuns && !kLooksLate) __syncwarp();
@@ -280,7 +276,7 @@ DEVICE void packed_product(Epilogue& epilogue, int num_tiles, const scalar_t* x,
     if (PREPARED || kLooksLate) look(0);
     Sums out[KEPT_ROUNDS] = {};
     accumulate_rounds(out, weights, activations, at);
-    settle();
+    epilogue.settle(), scale.keep(prepared_scale, T);
 #pragma unroll
     for (int round = 0; round < KEPT_ROUNDS; round++)
       finish_block(out[round], at, epilogue, scale, round, round + 1 == KEPT_ROUNDS, num_tiles, T);
@@ -292,7 +288,7 @@ DEVICE void packed_product(Epilogue& epilogue, int num_tiles, const scalar_t* x,
     if (CLUSTERS && kLooksEarly) exchange.look(epilogue, round);
     Sums out = {};
     accumulate(out, weights, activations, at, tile < num_tiles);
-    if (kSettlesLate && round == 0) settle();   // a barrier comes before the stores
+    if (kSettlesLate && round == 0) epilogue.settle(), scale.keep(prepared_scale, T);   // a barrier comes before the stores
     if (kSettlesLate && SHARED_RUN && round == 0 && (LINEAR == 0 || (NORM && PREPARED && !FEEDS))) __syncthreads();
     if constexpr (!SHARED_RUN) {
       finish_block(out, at, epilogue, scale, round, round + 1 == rounds, num_tiles, T);
