@@ -86,6 +86,7 @@ def run(folder: Path, marked: str, **tests: str) -> tuple[int, list[str]]:
         (folder / f"{name}.py").write_text(text)
     command = [sys.executable, str(ROOT / "tools" / "gpu_tests.py"), "--workers", "2", "-m", marked]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+    environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     done = subprocess.run(
         [*command, *(f"{name}.py" for name in tests)],
         cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False,
