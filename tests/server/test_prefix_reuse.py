@@ -34,7 +34,8 @@ def test_the_second_turn_finds_the_first(server):
 
 
 def test_the_choices_of_a_later_request_share_a_prompt(server):
-    fields = {"messages": FIRST, "max_tokens": 4, "n": 2, "seed": 1, "temperature": 1}
+    messages = [{"role": "user", "content": "Explain json.dumps. " * 12}]
+    fields = {"messages": messages, "max_tokens": 4, "n": 2, "seed": 1, "temperature": 1}
     answers = [server.client.post("/v1/chat/completions", json=fields).json() for _ in range(2)]
     assert answers[1]["usage"]["prompt_tokens_details"]["cached_tokens"] >= 64, "counted once, as the prompt is"
     assert answers[0]["choices"] == answers[1]["choices"]
