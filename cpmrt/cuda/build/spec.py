@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Hashable
+    from typing import Protocol
+
     from _typeshed import DataclassInstance
 
-    Constants = Mapping[str, int] | DataclassInstance
+    class FrozenSizes(DataclassInstance, Hashable, Protocol):
+        """A frozen dataclass; one that is not frozen has no hash."""
+
+    Constants = Mapping[str, int] | FrozenSizes
     """Compile-time sizes by their macro's name, or a frozen dataclass with a field for each of them."""
 
 
@@ -44,7 +51,11 @@ class KernelSpec:
 
 def macros_of(constants: Constants) -> Mapping[str, int]:
     """The `-D`s of these sizes: a field's name in upper case, its value as an int; a field that is None has none."""
-    if isinstance(constants, Mapping):
-        return constants
+    return constants if isinstance(constants, Mapping) else _macros(constants)
+
+
+# Every launch asks for these, and a model has few different sets of sizes.
+@functools.cache
+def _macros(constants: FrozenSizes) -> Mapping[str, int]:
     values = ((field.name.upper(), getattr(constants, field.name)) for field in fields(constants))
     return {name: int(value) for name, value in values if value is not None}
