@@ -13,11 +13,11 @@ import argparse
 import json
 import mmap
 import sys
-import tempfile
 import types
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +38,7 @@ def _stand_in_for_cupy() -> None:
 
 _stand_in_for_cupy()
 
-from cpmrt.bench.shapes import draft_configs, shape_config  # noqa: E402
+from cpmrt.bench.shapes import config_folder, draft_configs, gptq_config, shape_config  # noqa: E402
 from cpmrt.config import EngineConfig  # noqa: E402
 from cpmrt.cuda.arena import held_arrays  # noqa: E402
 from cpmrt.cuda.assembly import CudaTarget  # noqa: E402
@@ -51,6 +51,7 @@ from cpmrt.cuda.ops.gemm import Gemm  # noqa: E402
 from cpmrt.cuda.precompile import known_device  # noqa: E402
 from cpmrt.cuda.step.forward import StepForward  # noqa: E402
 from cpmrt.cuda.step.kernels import StepKernels  # noqa: E402
+from cpmrt.cuda.step.launches import step_launches  # noqa: E402
 from cpmrt.cuda.step.memory import buckets, row_counts  # noqa: E402
 from cpmrt.dtypes import DType  # noqa: E402
 from cpmrt.memory.arena import Arena  # noqa: E402
@@ -59,7 +60,7 @@ from cpmrt.opening import described  # noqa: E402
 from cpmrt.weights.model_folder import ModelFolder  # noqa: E402
 
 DEVICES = ("sm_90", "sm_87", "sm_80", "sm_89", "portable")
-GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}
+GPTQ = gptq_config()
 SPARSE = {"dense_len": 512, "topk": 12, "window_size": 256}
 TREES, CHAINS = [[2, 4, 12], [4, 10, 32], [3, 8, 64]], [[5, 1, 6], [3, 1, 4]]
 BIG = shape_config("minicpm4-8b") | {"num_hidden_layers": 2}
@@ -169,8 +170,7 @@ def traced_device(name: str) -> Device:
 def trace(setup: Setup, device: Device) -> dict[str, list[Any]]:
     """The launches of each graph."""
     config_json, engine, sparse, draft_name, draft_bits = setup
-    with tempfile.TemporaryDirectory(prefix="cpmrt-trace-") as folder:
-        _write_configs(Path(folder), config_json, draft_bits)
+    with config_folder(config_json, _draft_configs(config_json, draft_bits)) as folder:
         model = ModelFolder.open(folder, weights=False, sparse=sparse)
         wish: Any = "auto" if draft_name is None else {"shapes": CHAINS if draft_name == "lookup" else TREES}
         if draft_name == "eagle2" and draft_bits == 4:
@@ -186,53 +186,22 @@ def trace(setup: Setup, device: Device) -> dict[str, list[Any]]:
     rings: Any = Rings()
     steps = StepKernels(launcher, config, arrays, rings, device)
     drafting = draft and Speculation(draft, config, device, launcher, gemm, arrays, rings, forward, plan)
-    _trace_plain(launcher, steps, forward, drafting, settings)
-    if drafting is not None:
-        _trace_drafting(launcher, drafting, settings)
+    chunks, rows = buckets(settings.prefill_chunk), row_counts(settings.max_sequences)
+    launches = step_launches(steps, forward, chunks, rows, drafting.after_decode if drafting else None)
+    launches["loop"] = partial(steps.loop_end, 1, 1, np.uint64(7), 2, 4)
+    launches |= drafting.launches(chunks) if drafting else {}
+    for name, launch in launches.items():
+        launcher.begin(name.replace("_", " ") if isinstance(name, str) else "{} {}".format(*name))
+        launch()
     return launcher.graphs
 
 
-def _write_configs(folder: Path, config: Mapping[str, Any], draft_bits: int) -> None:
-    (folder / "config.json").write_text(json.dumps(config))
+def _draft_configs(config: Mapping[str, Any], bits: int) -> dict[str, dict[str, Any]]:
+    """The drafts of the shape that `config` is made from, with weights of so many bits; EAGLE-3's for two layers."""
     shape = "minicpm4-8b" if config["hidden_size"] == BIG["hidden_size"] else "minicpm4-0.5b"
-    quantised = {"quantization_config": GPTQ} if draft_bits == 4 else {}
-    for name, draft in draft_configs(shape).items():
-        taps = {"eagle_aux_hidden_state_layer_ids": [0, 1, 1]} if name == "eagle3" else {}
-        (folder / name).mkdir()
-        (folder / name / "config.json").write_text(json.dumps(draft | quantised | taps))
-
-
-def _trace_plain(
-    launcher: TracingLauncher, steps: StepKernels, forward: StepForward, drafting: Any, settings: EngineConfig
-) -> None:
-    launcher.begin("admit")
-    steps.admit()
-    launcher.begin("recall")
-    steps.recall()
-    launcher.begin("first")
-    steps.first_begin()
-    forward.head_of_first_row()
-    steps.sample(1)
-    for bucket in buckets(settings.prefill_chunk):
-        launcher.begin(f"prefill {bucket}")
-        steps.prefill_begin(bucket)
-        forward.chunk(bucket)
-        steps.prefill_end()
-    for rows in row_counts(settings.max_sequences):
-        launcher.begin(f"decode {rows}")
-        steps.step_begin(rows)
-        forward.decode(rows)
-        steps.sample(rows)
-        if drafting:
-            drafting.after_decode(rows)
-    launcher.begin("loop")
-    steps.loop_end(1, 1, np.uint64(7), 2, 4)
-
-
-def _trace_drafting(launcher: TracingLauncher, drafting: Speculation, settings: EngineConfig) -> None:
-    for name, launches in drafting.launches(buckets(settings.prefill_chunk)).items():
-        launcher.begin(name.replace("_", " ") if isinstance(name, str) else "{} {}".format(*name))
-        launches()
+    drafts, quantised = draft_configs(shape), {"quantization_config": GPTQ} if bits == 4 else {}
+    drafts["eagle3"]["eagle_aux_hidden_state_layer_ids"] = [0, 1, 1]
+    return {name: draft | quantised for name, draft in drafts.items()}
 
 
 def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:

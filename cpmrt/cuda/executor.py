@@ -14,7 +14,7 @@ import numpy as np
 from cpmrt.config import EngineConfig
 from cpmrt.cuda.arena import held_arrays
 from cpmrt.cuda.build.launcher import Launcher
-from cpmrt.cuda.build.modules import Modules, compile_all
+from cpmrt.cuda.build.modules import Modules
 from cpmrt.cuda.draft.speculation import Speculation
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.driver.faults import device_faults
@@ -25,6 +25,7 @@ from cpmrt.cuda.ops.gemm import Gemm
 from cpmrt.cuda.step.costs import measured_limits
 from cpmrt.cuda.step.forward import StepForward
 from cpmrt.cuda.step.kernels import StepKernels, step_modules
+from cpmrt.cuda.step.launches import step_launches
 from cpmrt.cuda.step.memory import buckets, row_counts
 from cpmrt.cuda.step.rings import Nothing, Rings
 from cpmrt.cuda.step.structs import DECODE, MAX_LOGIT_BIAS
@@ -45,7 +46,7 @@ _ZEROED = (
 
 
 class CudaExecutor:
-    """Runs steps on one GPU. Everything lives in one arena laid out by `plan` (itemsize 2, `workspace.cuda_needs`).
+    """Runs steps on one GPU. Everything lives in one arena laid out by `plan` (itemsize 2, `step.memory.cuda_needs`).
 
     `load` fills all weights. With `cuda_graphs` False in the settings kernels are launched one by one, with the same
     bits.
@@ -228,19 +229,20 @@ class CudaExecutor:
         modules.extend(step_modules(self.config, self.device))
         if self._speculation is not None:
             modules.extend(self._speculation.modules())
-        compile_all(self._modules.arch, self._modules.dtype, modules)
+        self._modules.compile(modules)
         self._every_shape()
         self._steps.load(loops=loops)
         if self._speculation is not None:
             self._speculation.load()
         self.stream.synchronize()
         graphs, steps = self._graphs, self._steps
-        for name, launches in ("admit", steps.admit), ("recall", steps.recall), ("first", self._first_token):
-            graphs.add(name, launches)
-        for bucket in self._buckets:
-            graphs.add(("prefill", bucket), partial(self._prefill, bucket))
-        for rows in self._row_counts:
-            graphs.add_step(("decode", rows), partial(self._decode, rows), partial(steps.loop_end, rows, rows))
+        after_decode = None if self._speculation is None else self._speculation.after_decode
+        launches = step_launches(steps, self._forward, self._buckets, self._row_counts, after_decode)
+        decodes = {rows: launches.pop(("decode", rows)) for rows in self._row_counts}
+        for name, launch in launches.items():
+            graphs.add(name, launch)
+        for rows, launch in decodes.items():
+            graphs.add_step(("decode", rows), launch, partial(steps.loop_end, rows, rows))
         if self._speculation is not None:
             self._speculation.add_graphs(graphs, self._buckets, steps.loop_end)
         self.stream.synchronize()
@@ -249,23 +251,6 @@ class CudaExecutor:
         self._forward.every_shape(self._buckets, self._row_counts)
         if self._speculation is not None:
             self._speculation.every_shape(self._buckets)
-
-    def _prefill(self, bucket: int) -> None:
-        self._steps.prefill_begin(bucket)
-        self._forward.chunk(bucket)
-        self._steps.prefill_end()
-
-    def _first_token(self) -> None:
-        self._steps.first_begin()
-        self._forward.head_of_first_row()
-        self._steps.sample(1)
-
-    def _decode(self, num_rows: int) -> None:
-        self._steps.step_begin(num_rows)
-        self._forward.decode(num_rows)
-        self._steps.sample(num_rows)
-        if self._speculation is not None:
-            self._speculation.after_decode(num_rows)
 
     def _set_rows(self, slot: int, token_ids: tuple[int, ...], start: int) -> None:
         """Rows of a chunk outside of a step; what the bucket has beyond them is padding."""

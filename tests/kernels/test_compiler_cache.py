@@ -9,12 +9,14 @@ import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from cpmrt.cuda.build import cubin_cache, nvrtc
 from cpmrt.cuda.build import modules as compiler
 from cpmrt.cuda.build.source import kernels_folder, read_source
+from cpmrt.cuda.build.spec import KernelSpec
 from cpmrt.dtypes import DType
 from cpmrt.errors import KernelCompileError
 
@@ -148,6 +150,23 @@ def test_the_order_of_compile_all_is_that_of_its_input(sources: Path, fake_nvrtc
     paths = compiler.compile_all("sm_90", DType.FLOAT16, modules)
     assert paths == [build(dtype=DType.FLOAT16, factor=factor) for factor in range(8)]
     assert len(fake_nvrtc) == 8
+
+
+def test_what_was_compiled_beforehand_is_only_loaded(
+    sources: Path, fake_nvrtc: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    function = SimpleNamespace(kernel=SimpleNamespace(ptr=1))
+    raw_module = SimpleNamespace(get_function=lambda _: function)
+    cupy = SimpleNamespace(RawModule=lambda path: loaded.append(path) or raw_module)
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    loaded, spec = list[str](), KernelSpec("scale", "scale.cu", constants=("FACTOR",))
+    modules = compiler.Modules("sm_90", DType.BFLOAT16)
+    modules.compile([("scale.cu", {"FACTOR": factor}) for factor in (4, 5, 4)])
+    with monkeypatch.context() as only_loads:
+        only_loads.setattr(compiler, "compile_module", None)
+        modules.kernel(spec, {"FACTOR": 5})
+    modules.kernel(spec, {"FACTOR": 6})
+    assert loaded == [str(build(factor=5)), str(build(factor=6))] and len(fake_nvrtc) == 3
 
 
 def test_a_type_without_kernels_is_refused(sources: Path) -> None:

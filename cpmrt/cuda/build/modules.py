@@ -82,8 +82,17 @@ class Modules:
 
     def __init__(self, arch: str, dtype: DType):
         self.arch, self.dtype = arch, dtype
+        self._cubins: dict[tuple[str, _Sizes], Path] = {}
         self._loaded: dict[tuple[str, _Sizes], RawModule] = {}
         self._kernels: dict[tuple[str, _Sizes], Kernel] = {}
+
+    def compile(self, modules: Iterable[tuple[str, Constants]]) -> None:
+        """Find or compile several (file, constants) side by side: their kernels need only be loaded afterwards.
+
+        Raises as compile_module does.
+        """
+        wanted = {(file, frozenset(macros_of(constants).items())): (file, constants) for file, constants in modules}
+        self._cubins.update(zip(wanted, compile_all(self.arch, self.dtype, wanted.values()), strict=True))
 
     def kernel(self, spec: KernelSpec, constants: Constants) -> Kernel:
         """Return the kernel with these compile-time sizes, loaded on the current device.
@@ -112,7 +121,8 @@ class Modules:
 
         key = file, frozenset(macros.items())
         if key not in self._loaded:
-            self._loaded[key] = cupy.RawModule(path=str(compile_module(file, self.arch, self.dtype, macros)))
+            cubin = self._cubins.get(key) or compile_module(file, self.arch, self.dtype, macros)
+            self._loaded[key] = cupy.RawModule(path=str(cubin))
         return self._loaded[key]
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 
-from cpmrt.cuda.build.modules import compile_all
 from cpmrt.cuda.build.spec import KernelSpec
 from cpmrt.cuda.driver.launch import launch
 from cpmrt.cuda.load import repack
@@ -81,7 +80,7 @@ def _staged(
 
 def _prepare(specs: Sequence[TensorSpec], checkpoint: Checkpoint, upload: Upload, to: Destination) -> None:
     """Compile what repacks, clear the packed weights (no source fills their padding), bring the orders of columns."""
-    compile_all(to.launch.modules.arch, to.dtype, repack.repack_modules(specs, to.device))
+    to.launch.modules.compile(repack.repack_modules(specs, to.device))
     for spec in specs:
         upload.clear(to.regions[f"{spec.name}.codes"])
     for spec in specs:

@@ -1,0 +1,41 @@
+"""What each graph of a step launches, other than those of a draft."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable
+from functools import partial
+
+from cpmrt.cuda.step.forward import StepForward
+from cpmrt.cuda.step.kernels import StepKernels
+
+
+def step_launches(
+    steps: StepKernels,
+    forward: StepForward,
+    buckets: Iterable[int],
+    row_counts: Iterable[int],
+    after_decode: Callable[[int], None] | None,
+) -> dict[Hashable, Callable[[], None]]:
+    """Return by name of its graph what admits a sequence, recalls cached tokens, prefills a chunk of each bucket, gives
+    its first token, and decodes each number of rows. `after_decode(rows)` ends a decode step, unless it is None."""
+
+    def first() -> None:
+        steps.first_begin()
+        forward.head_of_first_row()
+        steps.sample(1)
+
+    def prefill(bucket: int) -> None:
+        steps.prefill_begin(bucket)
+        forward.chunk(bucket)
+        steps.prefill_end()
+
+    def decode(num_rows: int) -> None:
+        steps.step_begin(num_rows)
+        forward.decode(num_rows)
+        steps.sample(num_rows)
+        if after_decode is not None:
+            after_decode(num_rows)
+
+    plain: dict[Hashable, Callable[[], None]] = {"admit": steps.admit, "recall": steps.recall, "first": first}
+    chunks = {("prefill", bucket): partial(prefill, bucket) for bucket in buckets}
+    return plain | chunks | {("decode", rows): partial(decode, rows) for rows in row_counts}
