@@ -30,7 +30,7 @@ from kernel_table import Line, markdown, replaced  # noqa: E402
 from planted_choices import TOGETHER, planted_choices  # noqa: E402
 from sparse_evaluation.neighbours import unions  # noqa: E402
 
-from cpmrt.bench.shapes import shape_config  # noqa: E402
+from cpmrt.bench.shapes import gptq_config, shape_config  # noqa: E402
 from cpmrt.config import EngineConfig, ModelConfig, SparseSetting  # noqa: E402
 from cpmrt.config.sparse import with_sparse_setting  # noqa: E402
 from cpmrt.cuda.arena import held_arrays  # noqa: E402
@@ -55,7 +55,6 @@ if TYPE_CHECKING:
 README = ROOT / "kernels_cu" / "README.md"
 # So many layers that one kind of weight alone is larger than any L2.
 LAYERS = {"minicpm4-8b": 8, "minicpm4-0.5b": 64}
-PACKED = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
 SEQUENCES, SHORT, LONG, CHUNK = 64, 2048, 131072, 4096
 DECODE_KEYS = ((1, 1088), (8, 1088), (64, 1088), (1, 4096), (1, 32768), (1, 131072))
 PREFILL_STARTS = (0, 28672, 122880)
@@ -245,7 +244,7 @@ def lines_of(
         settings = EngineConfig(max_context=context, max_sequences=sequences, prefill_chunk=chunk)
         return Bench(gpu, shape, config.for_context(context), settings, ceilings, wanted)
 
-    packed = {"num_hidden_layers": 2 * LAYERS[shape], "quantization_config": PACKED}
+    packed = {"num_hidden_layers": 2 * LAYERS[shape], "quantization_config": gptq_config()}
     yield from bench(SEQUENCES, SHORT, **packed).packed(sorted({*row_counts, 16, 32}))
     of_many = bench(SEQUENCES, SHORT)
     yield from of_many.decode(row_counts)

@@ -279,8 +279,8 @@ def pytest_stages(tier: str) -> list[Stage]:
     seed = int.from_bytes(os.urandom(4), "big")
     drawing = ("--hypothesis-profile=long", f"--hypothesis-seed={seed}")
     print(f"new examples: {' '.join(drawing)} draws the same again", flush=True)
-    texts = {path: path.read_text(encoding="utf-8") for path in sorted((ROOT / "tests").rglob("test_*.py"))}
-    files = [str(path.relative_to(ROOT)) for path, text in texts.items() if "mark.alone" in text]
+    paths = sorted((ROOT / "tests").rglob("test_*.py"))
+    files = [str(path.relative_to(ROOT)) for path in paths if "mark.alone" in path.read_text(encoding="utf-8")]
     more = (*side_by_side, *drawing, "-m", "(all or hypothesis) and not gpu and not alone")
     alone = ("-m", "pytest", "-q", "-m", "alone and not gpu", *files)
     return [Stage("tests of --all", more, environment), Stage("tests that run alone", alone, environment)]

@@ -17,7 +17,6 @@ import json
 import random
 import re
 import sys
-import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,7 +27,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from cpmrt.bench.shapes import draft_configs, shape_config  # noqa: E402
+from cpmrt.bench.shapes import config_folder, draft_configs, gptq_config, shape_config  # noqa: E402
 from cpmrt.config import SamplingParams  # noqa: E402
 from cpmrt.executor import Admit, Decode, Executor, Prefill, Release, Speculate, StepResult  # noqa: E402
 from cpmrt.llm import LLM  # noqa: E402
@@ -38,7 +37,6 @@ SAMPLED = SamplingParams(temperature=0.9, top_k=50, top_p=0.95, min_p=0.01, repe
 TREES = {"shapes": [[2, 4, 12], [4, 10, 32], [3, 8, 64]]}
 CHAINS = {"shapes": [[5, 1, 6], [3, 1, 4], [8, 1, 9]]}
 SPECULATE = {"eagle2": TREES, "eagle3": TREES, "lookup": CHAINS}
-GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}
 SHORT_SPARSE = {"dense_len": 256, "topk": 8, "window_size": 128}
 TINY: dict[str, Any] = {
     "architectures": ["MiniCPMForCausalLM"], "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256,
@@ -175,16 +173,16 @@ def opened(case: Case, executor: str) -> Iterator[LLM]:
         with LLM(executor=executor, **case.settings) as llm:
             yield llm
         return
-    with tempfile.TemporaryDirectory(prefix="cpmrt-digest-") as folder:
-        config = dict(TINY) if case.shape == "tiny" else shape_config(case.shape)
-        if case.weight_bits == 4:
-            config["quantization_config"] = GPTQ
-        Path(folder, "config.json").write_text(json.dumps(config))
-        for name, draft in ({} if case.shape == "tiny" else draft_configs(case.shape)).items():
-            Path(folder, name).mkdir()
-            Path(folder, name, "config.json").write_text(json.dumps(draft))
-        with LLM(folder, executor=executor, load_format="dummy", **case.settings) as llm:
-            yield llm
+    is_tiny = case.shape == "tiny"
+    config = dict(TINY) if is_tiny else shape_config(case.shape)
+    if case.weight_bits == 4:
+        config["quantization_config"] = gptq_config()
+    drafts = {} if is_tiny else draft_configs(case.shape)
+    with (
+        config_folder(config, drafts) as folder,
+        LLM(folder, executor=executor, load_format="dummy", **case.settings) as llm,
+    ):
+        yield llm
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
@@ -18,7 +16,6 @@ import cpmrt
 from cpmrt.bench.measure import Case, measure
 from cpmrt.bench.monitor import Monitor
 from cpmrt.bench.report import CaseReport, Report
-from cpmrt.bench.shapes import draft_configs, shape_config
 from cpmrt.config import EngineConfig
 from cpmrt.config.speculate_argument import LOOKUP
 from cpmrt.cuda.bandwidth import pci_bus_id, read_bandwidth
@@ -38,20 +35,6 @@ with LLM(**json.loads(sys.argv[1])) as llm:
     llm.generate((1, 2, 3), SamplingParams(max_new_tokens=1, ignore_eos=True))
     print(time.time())
 """
-
-
-@contextmanager
-def shape_folder(shape: str, draft_changes: Mapping[str, Any] | None = None) -> Iterator[str]:
-    """Make a temporary folder with the config.json of a named shape, and those of its drafts in folders within it.
-
-    `draft_changes` are keys for the drafts' configs. Raises ConfigError.
-    """
-    with tempfile.TemporaryDirectory(prefix="cpmrt-shape-") as folder:
-        Path(folder, "config.json").write_text(json.dumps(shape_config(shape)))
-        for name, config in draft_configs(shape).items():
-            Path(folder, name).mkdir()
-            Path(folder, name, "config.json").write_text(json.dumps(config | dict(draft_changes or {})))
-        yield folder
 
 
 def run_benchmark(

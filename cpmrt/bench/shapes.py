@@ -1,7 +1,12 @@
-"""The config.json of well-known model shapes, for runs on random weights."""
+"""The config.json of well-known model shapes, and folders that hold them, for runs on random weights."""
 
 from __future__ import annotations
 
+import json
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from cpmrt.errors import ConfigError
@@ -67,3 +72,30 @@ def shape_config(name: str) -> dict[str, Any]:
     if name not in SHAPES:
         raise ConfigError("unknown shape", expected=" | ".join(SHAPES), actual=repr(name))
     return dict(SHAPES[name])
+
+
+def gptq_config(group_size: int = 128) -> dict[str, Any]:
+    """Return the quantization_config of symmetric 4-bit weights."""
+    return {"quant_method": "gptq", "bits": 4, "group_size": group_size, "sym": True, "desc_act": False}
+
+
+@contextmanager
+def shape_folder(shape: str, draft_changes: Mapping[str, Any] | None = None) -> Iterator[str]:
+    """Make a temporary folder with the config.json of a named shape, and those of its drafts in folders within it.
+
+    `draft_changes` are keys for the drafts' configs. Raises ConfigError.
+    """
+    drafts = {name: config | dict(draft_changes or {}) for name, config in draft_configs(shape).items()}
+    with config_folder(shape_config(shape), drafts) as folder:
+        yield folder
+
+
+@contextmanager
+def config_folder(config: Mapping[str, Any], drafts: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """Make a temporary folder with a model's config.json, and one with each draft's in folders of their names."""
+    with tempfile.TemporaryDirectory(prefix="cpmrt-shape-") as folder:
+        Path(folder, "config.json").write_text(json.dumps(dict(config)))
+        for name, draft in drafts.items():
+            Path(folder, name).mkdir()
+            Path(folder, name, "config.json").write_text(json.dumps(dict(draft)))
+        yield folder

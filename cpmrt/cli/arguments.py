@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, NoReturn, Protocol
 
+from cpmrt.bench.shapes import gptq_config
 from cpmrt.config import EngineConfig, SamplingParams, SparseSetting
 from cpmrt.config.engine import parse_bytes
 from cpmrt.config.quantization import GROUP_SIZES
@@ -261,7 +262,7 @@ def overrides_with_weight_bits(args: argparse.Namespace) -> dict[str, Any] | Non
     overrides: dict[str, Any] | None = args.hf_overrides
     if args.weight_bits is None:
         return overrides
-    return (overrides or {}) | {"quantization_config": _gptq_settings(args) if args.weight_bits == 4 else None}
+    return (overrides or {}) | {"quantization_config": gptq_config(args.group_size) if args.weight_bits == 4 else None}
 
 
 def draft_changes(args: argparse.Namespace) -> dict[str, Any]:
@@ -270,7 +271,7 @@ def draft_changes(args: argparse.Namespace) -> dict[str, Any]:
         return {}
     if not args.shape:
         raise UsageError("--draft-weight-bits needs --shape: a draft of its own folder has its own bits")
-    return {"quantization_config": _gptq_settings(args)}
+    return {"quantization_config": gptq_config(args.group_size)}
 
 
 def check_one_source(args: argparse.Namespace, command: str) -> None:
@@ -281,11 +282,6 @@ def check_one_source(args: argparse.Namespace, command: str) -> None:
 def _given(args: argparse.Namespace, *names: str) -> dict[str, Any]:
     """Return those of the values that the command has options for."""
     return {name: getattr(args, name) for name in names if hasattr(args, name)}
-
-
-def _gptq_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the quantization_config of symmetric 4-bit weights in groups of --group-size."""
-    return {"quant_method": "gptq", "bits": 4, "group_size": args.group_size, "sym": True, "desc_act": False}
 
 
 def _add_fields(parser: Options, owner: Any, options: dict[str, tuple[Callable[[str], Any], str, str]]) -> None:

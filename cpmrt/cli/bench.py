@@ -15,8 +15,8 @@ from typing import Any
 
 from cpmrt.bench import views
 from cpmrt.bench.measure import Case
-from cpmrt.bench.run import run_benchmark, shape_folder
-from cpmrt.bench.shapes import SHAPES, shape_config
+from cpmrt.bench.run import run_benchmark
+from cpmrt.bench.shapes import SHAPES, shape_config, shape_folder
 from cpmrt.bench.views import check_can_plot, plot
 from cpmrt.cli import arguments as options
 from cpmrt.cli.output import note, printable, write, write_table

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from contextlib import ExitStack
 
-from cpmrt.bench.run import shape_folder
+from cpmrt.bench.shapes import shape_folder
 from cpmrt.cli import arguments as options
 from cpmrt.config import EngineConfig, ModelConfig
 from cpmrt.opening import Blueprint, Target, described

@@ -153,7 +153,7 @@ def kernel_sources() -> Finding:
         return Finding("kernel sources", Status.MISSING, error.what, error.fix or "")
     absent = [file for file in files() if not (folder / file).is_file()]
     if absent:
-        fix = f"{sys.executable} -m pip install --force-reinstall --no-deps cpmrt"
+        fix = pip_install("--force-reinstall", "--no-deps", "cpmrt")
         return Finding("kernel sources", Status.MISSING, f"{folder} lacks {', '.join(absent)}", fix)
     return Finding("kernel sources", Status.OK, f"{len(KERNELS)} kernels in {len(files())} files of {folder}")
 

@@ -19,7 +19,7 @@ from cpmrt.bench.measure import Case, Measurement, measure
 from cpmrt.bench.report import CaseReport, Report
 from cpmrt.bench.run import seconds_to_first_token
 from cpmrt.bench.samples import Samples
-from cpmrt.bench.shapes import SHAPES, shape_config
+from cpmrt.bench.shapes import SHAPES, shape_config, shape_folder
 from cpmrt.bench.views import plot
 from cpmrt.bench.work import decode_bytes
 from cpmrt.cli import bench as bench_module
@@ -298,7 +298,7 @@ def test_the_shapes_are_the_models(name, billions):
 
 
 def test_an_unknown_shape_is_refused():
-    with pytest.raises(ConfigError, match="unknown shape"), run_module.shape_folder("gpt"):
+    with pytest.raises(ConfigError, match="unknown shape"), shape_folder("gpt"):
         pass
 
 

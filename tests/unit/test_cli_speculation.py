@@ -11,12 +11,11 @@ from scripted import ScriptedExecutor
 from tiny_checkpoint import write_checkpoint
 
 from cpmrt import LLM
-from cpmrt.bench import run as run_module
 from cpmrt.bench import views
 from cpmrt.bench.measure import Case, measure
 from cpmrt.bench.report import CaseReport, Report
-from cpmrt.bench.run import shape_folder
 from cpmrt.bench.samples import Samples
+from cpmrt.bench.shapes import draft_configs, shape_folder
 from cpmrt.bench.work import decode_bytes
 from cpmrt.cli import bench as bench_module
 from cpmrt.cli.main import main
@@ -179,7 +178,7 @@ def test_shapes_come_with_drafts(method, bits):
             assert draft.config.decoder.num_layers == 1
             assert {spec.quant is not None for spec in draft.tensors if spec.name.endswith("qkv")} == {bits == 4}
             assert draft.vocab_size == (73448 if method == "eagle2" else 32768)
-    assert run_module.draft_configs("minicpm4-0.5b")[method]["hidden_size"] == 1024
+    assert draft_configs("minicpm4-0.5b")[method]["hidden_size"] == 1024
 
 
 def test_plan_holds_the_draft(checkpoint, capsys):
