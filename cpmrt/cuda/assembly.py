@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from cpmrt.config import EngineConfig, ModelConfig
 from cpmrt.cuda.draft.forward import executor_needs
 from cpmrt.cuda.driver.device import Device, open_device
 from cpmrt.cuda.driver.graphs import check_loops
-from cpmrt.cuda.load.random import load_random
 from cpmrt.cuda.load.repack import Destination
-from cpmrt.cuda.load.upload import load_checkpoint
 from cpmrt.cuda.step.memory import check_supported
 from cpmrt.dtypes import DType
 from cpmrt.errors import ConfigError
@@ -64,27 +63,24 @@ def open_executor(folder: ModelFolder, settings: EngineConfig) -> tuple[Executor
     device = open_device()
     budget = settings.memory_budget or max(device.free_bytes() - _RESERVED_BYTES, 1)
     with open_blueprint(folder, settings, CudaTarget(device)) as blueprint:
-        plan = fit(blueprint, budget)
+        plan = blueprint.fit(budget)
         from cpmrt.cuda.executor import CudaExecutor
 
         if settings.steps_per_launch > 1:
             check_loops(device)
 
-        def load_all(to: Destination) -> None:
-            load(blueprint, to)
-
-        return CudaExecutor(blueprint, plan, device, load_all), plan
-
-
-def fit(blueprint: Blueprint, budget: int) -> MemoryPlan:
-    """Return the plan within `budget` bytes."""
-    return blueprint.fit(budget)
+        return CudaExecutor(blueprint, plan, device, partial(load, blueprint)), plan
 
 
 def load(blueprint: Blueprint, to: Destination) -> None:
     """Fill all weights: from their checkpoints, or at random."""
     for specs, checkpoint in blueprint.parts:
+        # Each start needs one of the two.
         if checkpoint is None:
+            from cpmrt.cuda.load.random import load_random
+
             load_random(specs, to, blueprint.settings.seed)
         else:
+            from cpmrt.cuda.load.upload import load_checkpoint
+
             load_checkpoint(specs, checkpoint, to)

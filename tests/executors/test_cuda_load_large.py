@@ -30,12 +30,12 @@ MEASURE = """
 import json, re, sys, time
 from pathlib import Path
 from cpmrt import LLM
-from cpmrt.cuda import assembly
+from cpmrt.cuda.load import upload
 
 def status(name):
     return 1024 * int(re.search(rf"{name}:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
 
-load = assembly.load_checkpoint
+load = upload.load_checkpoint
 
 def measured(*args):
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
@@ -45,7 +45,7 @@ def measured(*args):
     print(json.dumps({"seconds": seconds, "peak": status("VmHWM"), "before": before}), flush=True)
     sys.exit()
 
-assembly.load_checkpoint = measured
+upload.load_checkpoint = measured
 LLM(sys.argv[1], executor="cuda", max_context=64, prefill_chunk=64)
 """
 

@@ -81,7 +81,7 @@ class Guarded:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.arena, self.plan = 0, None
-        fit, load = assembly.fit, assembly.load
+        fit, load = Blueprint.fit, assembly.load
 
         def spread_fit(blueprint: Blueprint, budget: int) -> MemoryPlan:
             self.plan = spread(fit(blueprint, budget))
@@ -94,7 +94,7 @@ class Guarded:
             self.poison("k_pages", "v_pages", *FLOATS)
             load(blueprint, to)
 
-        monkeypatch.setattr(assembly, "fit", spread_fit)
+        monkeypatch.setattr(Blueprint, "fit", spread_fit)
         monkeypatch.setattr(assembly, "load", load_between_guards)
 
     def poison(self, *names: str) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kernel_builds import CONSTANTS, constant_sets
 
-from cpmrt.cuda.build.source import kernels_folder, source_files
+from cpmrt.cuda.build.source import kernels_folder
 from cpmrt.cuda.build.spec import KernelSpec
 from cpmrt.cuda.kernels import KERNELS
 from cpmrt.ops.spec import OPS
@@ -50,7 +50,9 @@ def leading_comment(lines: list[str]) -> str:
 
 
 def sources() -> dict[str, str]:
-    return {file: (kernels_folder() / file).read_text() for file in source_files()}
+    """The text of every `.cu` file by its path within the kernel folder, such as "rows/embed.cu", in order."""
+    folder = kernels_folder()
+    return {path.relative_to(folder).as_posix(): path.read_text() for path in sorted(folder.rglob("*.cu"))}
 
 
 def missing_items(block: str) -> Iterator[str]:

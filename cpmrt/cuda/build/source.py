@@ -50,12 +50,6 @@ def kernels_folder() -> Path:
     )
 
 
-def source_files() -> tuple[str, ...]:
-    """Every `.cu` file by its path within the kernel folder, such as "rows/embed.cu", in order."""
-    folder = kernels_folder()
-    return tuple(sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.cu")))
-
-
 def read_source(file: str) -> KernelSource:
     """Read `file`, a path within the kernel folder, and its headers.
 

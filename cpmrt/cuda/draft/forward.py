@@ -64,8 +64,10 @@ def _with_draft(
     workspace = [spec for spec in needs.workspace if spec.name != STAGING]
     workspace += staging_buffers((*specs, *draft.tensors))
 
+    counters = packed_tables(_weights(draft, specs), device)
+
     def tables(max_context: int) -> tuple[BufferSpec, ...]:
-        own = _draft_tables(draft, specs, max_context, device)
+        own = _draft_tables(draft, counters, max_context, device)
         tree = tree_tables(max_sequences, max_context, max_rows, draft.config.hidden_width)
         return (*needs.tables(max_context), *tree, *own)
 
@@ -84,15 +86,14 @@ def _weights(draft: Draft, specs: Sequence[TensorSpec]) -> tuple[TensorSpec, ...
 
 
 def _draft_tables(
-    draft: Draft, specs: Sequence[TensorSpec], max_context: int, device: Device
+    draft: Draft, counters: Sequence[BufferSpec], max_context: int, device: Device
 ) -> tuple[BufferSpec, ...]:
-    """Return the buffers of the draft's ops that live as long as the executor."""
+    """Return the buffers of the draft's ops that live as long as the executor; `counters`: of its products."""
     config = draft.config.decoder
     if config is None:
         return ()
     attention = DecodePlan.of(config.attention, device, max_context)
-    tables = (*attention.tables, *packed_tables(_weights(draft, specs), device))
-    return tuple(_scratch(spec) for spec in tables)
+    return tuple(_scratch(spec) for spec in (*attention.tables, *counters))
 
 
 def _draft_workspace(

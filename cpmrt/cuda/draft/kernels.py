@@ -105,7 +105,7 @@ class DraftState:
 
 class TreeKernels:
     """The kernels of `kernels_cu/draft` and `sampling/tree_sampling.cu` on the arena's arrays
-    (`tree_workspace.tree_tables` and those of `StepKernels`).
+    (`draft.memory.tree_tables` and those of `StepKernels`).
 
     `position_offset`: 1 if the draft's row at a position holds the token of the next one (EAGLE), 0 for an independent
     model. Rows of hidden states, target's and draft's, are arrays of 16-bit words [T, width], width a multiple of 8.
@@ -132,6 +132,10 @@ class TreeKernels:
         self._blocks_per_row = 8 if device.capability >= 90 else 1
         self._draft_rows = tuple(arrays[f"draft_{name}"] for name in (*_ROW, "masks", "base"))
         self._target_rows = tuple(arrays[name] for name in (*_ROW, "tree_masks", "tree_base"))
+
+    def modules(self) -> tuple[Module, ...]:
+        """Return what is launched."""
+        return tuple(self._modules.items())
 
     def load(self) -> None:
         """Load every kernel without running one."""

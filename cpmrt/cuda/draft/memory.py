@@ -6,8 +6,8 @@ import numpy as np
 
 from cpmrt.config.speculation import MAX_NODES
 from cpmrt.cuda.draft.structs import DRAFT_TREE, MAX_TOP_K
+from cpmrt.cuda.step.memory import lasting_buffer
 from cpmrt.cuda.step.structs import TOKEN_LOGPROBS
-from cpmrt.dtypes import ElementType
 from cpmrt.models.layers import EMBED, HEAD
 from cpmrt.tensor_spec import BufferSpec
 
@@ -20,26 +20,22 @@ def tree_tables(max_sequences: int, max_context: int, max_rows: int, carry_width
     """
     carry = (BufferSpec("carry_hidden", (max_sequences, MAX_NODES, carry_width), EMBED, HEAD),) if carry_width else ()
     return (
-        _table("history", np.int32, max_sequences, max_context),
-        _table("capacities", np.int32, max_sequences),
-        _table("carry_counts", np.int32, max_sequences),
+        lasting_buffer("history", np.int32, max_sequences, max_context),
+        lasting_buffer("capacities", np.int32, max_sequences),
+        lasting_buffer("carry_counts", np.int32, max_sequences),
         *carry,
-        _table("draft_tree", np.uint8, DRAFT_TREE.itemsize),
-        _table("tree_logprobs", np.uint8, MAX_NODES * TOKEN_LOGPROBS.itemsize),
-        _table("locations", np.int32, MAX_NODES),
-        _table("tree_masks", np.uint64, MAX_NODES),
-        _table("tree_base", np.int32, MAX_NODES),
-        _table("draft_token_ids", np.int32, max_rows),
-        _table("draft_positions", np.int32, max_rows),
-        _table("draft_slots", np.int32, max_rows),
-        _table("draft_chunk", np.int32, 4),
-        _table("draft_locations", np.int32, MAX_NODES),
-        _table("draft_masks", np.uint64, MAX_NODES),
-        _table("draft_base", np.int32, MAX_NODES),
-        _table("draft_ids", np.int32, MAX_TOP_K, MAX_TOP_K),
-        _table("draft_logprobs", np.float32, MAX_TOP_K, MAX_TOP_K),
+        lasting_buffer("draft_tree", np.uint8, DRAFT_TREE.itemsize),
+        lasting_buffer("tree_logprobs", np.uint8, MAX_NODES * TOKEN_LOGPROBS.itemsize),
+        lasting_buffer("locations", np.int32, MAX_NODES),
+        lasting_buffer("tree_masks", np.uint64, MAX_NODES),
+        lasting_buffer("tree_base", np.int32, MAX_NODES),
+        lasting_buffer("draft_token_ids", np.int32, max_rows),
+        lasting_buffer("draft_positions", np.int32, max_rows),
+        lasting_buffer("draft_slots", np.int32, max_rows),
+        lasting_buffer("draft_chunk", np.int32, 4),
+        lasting_buffer("draft_locations", np.int32, MAX_NODES),
+        lasting_buffer("draft_masks", np.uint64, MAX_NODES),
+        lasting_buffer("draft_base", np.int32, MAX_NODES),
+        lasting_buffer("draft_ids", np.int32, MAX_TOP_K, MAX_TOP_K),
+        lasting_buffer("draft_logprobs", np.float32, MAX_TOP_K, MAX_TOP_K),
     )
-
-
-def _table(name: str, dtype: ElementType, *shape: int) -> BufferSpec:
-    return BufferSpec(name, shape, EMBED, HEAD, dtype)

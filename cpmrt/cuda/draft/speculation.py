@@ -9,7 +9,7 @@ from typing import Any
 from cpmrt.config import ModelConfig, TreeShape
 from cpmrt.cuda.build.launcher import Launcher, Module
 from cpmrt.cuda.draft.forward import SCRATCH, DraftForward, every_shape, waiting_rows
-from cpmrt.cuda.draft.kernels import TreeKernels, tree_modules
+from cpmrt.cuda.draft.kernels import TreeKernels
 from cpmrt.cuda.draft.memory import tree_tables
 from cpmrt.cuda.driver.array import DeviceArray
 from cpmrt.cuda.driver.device import Device
@@ -120,7 +120,6 @@ class Speculation:
     ):
         self._draft, self._arrays, self._rings, self._target = draft, arrays, rings, target
         self._launcher, self._max_context = launcher, plan.max_context
-        self._config, self._device = config, device
         self._kernels = TreeKernels(
             launcher, config, arrays, plan.caches, rings, device,
             draft_vocab=draft.vocab_size, position_offset=int(draft.config.is_eagle),
@@ -134,7 +133,7 @@ class Speculation:
 
     def modules(self) -> tuple[Module, ...]:
         """Return the kernels that are launched beside the forwards."""
-        return tree_modules(self._config, self._device, self._draft.vocab_size)
+        return self._kernels.modules()
 
     def every_shape(self, buckets: tuple[int, ...]) -> None:
         """Run each forward once, on padding rows."""

@@ -54,10 +54,10 @@ def cuda_tables(
     sequences = engine.max_sequences
     return (
         *_attention(config, engine, max_context, device).tables,
-        _table("block_tables", np.int32, sequences, pages_for(max_context)),
-        _table("slot_states", np.uint8, sequences, SLOT_STATE.itemsize),
-        _table("token_counts", np.uint32, sequences, config.vocab_size),
-        _table("step_context", np.uint8, STEP_CONTEXT.itemsize),
+        lasting_buffer("block_tables", np.int32, sequences, pages_for(max_context)),
+        lasting_buffer("slot_states", np.uint8, sequences, SLOT_STATE.itemsize),
+        lasting_buffer("token_counts", np.uint32, sequences, config.vocab_size),
+        lasting_buffer("step_context", np.uint8, STEP_CONTEXT.itemsize),
         GEMM_WORKSPACE,
     )
 
@@ -77,7 +77,8 @@ def row_buffers(max_rows: int) -> tuple[BufferSpec, ...]:
     )
 
 
-def _table(name: str, dtype: ElementType, *shape: int) -> BufferSpec:
+def lasting_buffer(name: str, dtype: ElementType, *shape: int) -> BufferSpec:
+    """Return a buffer that lives as long as the executor."""
     return BufferSpec(name, shape, EMBED, HEAD, dtype)
 
 

@@ -136,7 +136,7 @@ def _plans(specs: Iterable[TensorSpec], device: Device) -> Iterator[PackedPlan]:
     """Plan every product with a packed weight at every number of rows; layers repeat the first."""
     weights = ((packed_layout(spec, device), spec.quant.permuted) for spec in specs if spec.quant)
     for layout, permuted in dict.fromkeys(weights):
-        yield from (plan_packed(layout, rows, device, permuted=permuted) for rows in ROW_BUCKETS)
+        yield from (_plan(layout, rows, device, permuted=permuted) for rows in ROW_BUCKETS)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
