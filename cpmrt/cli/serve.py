@@ -38,6 +38,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--host", default="127.0.0.1", metavar="ADDR", help="where to listen (default: %(default)s)")
     add("--port", type=_PORT, default=8000, metavar="N", help="0: a free one (default: %(default)s)")
     add("--api-key", metavar="KEY", help="what clients must send (default: $CPMRT_API_KEY, else none)")
+    add(
+        "--allowed-host", action="append", default=[], metavar="NAME",
+        help="a name in the Host header of requests, as proxies send it; may be repeated (default: only loopback ones "
+        "where nobody else can connect and there is no key, else any)",
+    )  # fmt: skip
     add("--served-model-name", metavar="NAME", help="what clients call the model (default: its own)")
     add("--max-queue", type=_COUNT, default=64, metavar="N", help="sequences that may wait (default: %(default)s)")
     add(
@@ -86,6 +91,7 @@ def _settings(args: argparse.Namespace) -> ServerSettings:
         max_body=args.max_body,
         grace=args.grace,
         log_prompts=args.log_prompts,
+        allowed_hosts=tuple(args.allowed_host),
     )
 
 

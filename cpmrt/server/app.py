@@ -17,14 +17,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from cpmrt.errors import CpmrtError, RequestError
 from cpmrt.server.api import Endpoints
 from cpmrt.server.errors import ApiError, as_api_error
-from cpmrt.server.json_body import ClientGoneError
+from cpmrt.server.hosts import AllowedHosts
+from cpmrt.server.json_body import ClientGoneError, shown
 from cpmrt.server.responses import CLIENT_GONE, error_response
 from cpmrt.server.service import Service
 from cpmrt.server.telemetry import RequestRecord
 
 _log = logging.getLogger("cpmrt.server")
 _OPEN_PATHS = ("/", "/health", "/health/live", "/health/ready", "/openapi.json")
-_LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]", "")
 
 
 def make_app(service: Service) -> ASGIApp:
@@ -72,8 +72,8 @@ class Gate:
         self._app, self._metrics, self._paths, settings = app, service.metrics, paths, service.settings
         self._key = _digest(settings.api_key.encode()) if settings.api_key else None
         # Without a key, a page of any origin could reach this server by a name of its own that means 127.0.0.1.
-        self._checks_host = settings.is_loopback and self._key is None
-        self._own_host = settings.host
+        checks_host = bool(settings.allowed_hosts) or (settings.is_loopback and self._key is None)
+        self._hosts = AllowedHosts((settings.host, *settings.allowed_hosts)) if checks_host else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -97,23 +97,20 @@ class Gate:
             record.write()
 
     def _refusal(self, scope: Scope) -> ApiError | None:
-        headers = {name: value for name, value in scope["headers"] if name in (b"authorization", b"host")}
-        if self._checks_host and not self._is_own(headers.get(b"host", b"")):
-            message = "this server answers only to localhost; give it an API key to open it to other names"
-            return ApiError(403, message, code="wrong_host")
+        headers = scope["headers"]
+        if self._hosts is not None:
+            wrong = [value for name, value in headers if name == b"host" and not self._hosts.allow(value)]
+            if wrong:
+                name = shown(wrong[0].decode("latin-1"))
+                return ApiError(403, f"{name} is no name of this server; see --allowed-host", code="wrong_host")
         if self._key is None or scope["path"] in _OPEN_PATHS:
             return None
-        scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
+        given = next((value for name, value in headers if name == b"authorization"), b"")
+        scheme, _, token = given.partition(b" ")
         if scheme.lower() == b"bearer" and compare_digest(_digest(token.strip()), self._key):
             return None
         message = "missing or wrong API key; send it as Authorization: Bearer KEY"
         return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
-
-    def _is_own(self, host: bytes) -> bool:
-        name = host.decode("latin-1").lower()
-        if not name.endswith("]"):
-            name = name.rpartition(":")[0] or name
-        return name in _LOOPBACK_NAMES or name == self._own_host or name.startswith("127.")
 
 
 def _digest(key: bytes) -> bytes:

@@ -16,6 +16,7 @@ from cpmrt.server.answers import Answer, ChatAnswer, CompletionAnswer, LogprobWr
 from cpmrt.server.chat_text import THINKING_MARKERS, ChatText, opens_thinking
 from cpmrt.server.engine_thread import EngineThread
 from cpmrt.server.errors import ApiError, invalid, unsupported
+from cpmrt.server.hosts import is_loopback
 from cpmrt.server.json_body import Fields
 from cpmrt.server.schema import Wanted, read_chat, read_completion
 from cpmrt.server.telemetry import Metrics
@@ -32,7 +33,8 @@ class ServerSettings:
     """The options of `cpmrt serve`, beyond the model's own. `port` 0 takes a free one.
 
     `max_body` is in bytes; None: 16 for each token of the context, at least 1 MiB. `grace` is how many seconds requests
-    may go on after SIGTERM. `log_prompts` writes prompts into the log.
+    may go on after SIGTERM. `log_prompts` writes prompts into the log. `allowed_hosts` are the names, besides loopback
+    and `host`, that a request may give this server; with any of them all requests are held to it.
     """
 
     model_name: str
@@ -43,11 +45,12 @@ class ServerSettings:
     max_body: int | None = None
     grace: float = 30.0
     log_prompts: bool = False
+    allowed_hosts: tuple[str, ...] = ()
 
     @property
     def is_loopback(self) -> bool:
         """True if nobody outside this machine can connect."""
-        return self.host in ("localhost", "::1") or self.host.startswith("127.")
+        return is_loopback(self.host)
 
     def body_limit(self, max_context: int) -> int:
         """Return the most bytes that a request's body may have."""
