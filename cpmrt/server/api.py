@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from cpmrt import LLM
 from cpmrt.server.errors import ApiError
 from cpmrt.server.exchange import Exchange
 from cpmrt.server.json_body import parse_object, read_body
@@ -21,7 +22,9 @@ from cpmrt.server.openapi import document
 from cpmrt.server.responses import EventStream, JsonResponse, whole_answer
 from cpmrt.server.service import Prepared, Service
 from cpmrt.server.telemetry import METRICS_TYPE, record_of
+from cpmrt.server.tokenizing import detokenize, tokenize, tokenizer_info
 
+Handler = Callable[[Request], Awaitable[Response]]
 PAGE = Path(__file__).parent / "page" / "index.html"
 _PARTS = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
 
@@ -44,8 +47,9 @@ class Endpoints:
             Route("/v1/models/{model:path}", self.model),
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
             Route("/v1/completions", self.completions, methods=["POST"]),
-            Route("/tokenize", self.tokenize, methods=["POST"]),
-            Route("/detokenize", self.detokenize, methods=["POST"]),
+            Route("/tokenize", self._calls(tokenize), methods=["POST"]),
+            Route("/detokenize", self._calls(detokenize), methods=["POST"]),
+            Route("/tokenizer_info", self.tokenizer_info),
         ]
 
     async def chat(self, request: Request) -> Response:
@@ -64,13 +68,8 @@ class Endpoints:
             raise ApiError(404, message, param="model", code="model_not_found")
         return JsonResponse(card)
 
-    async def tokenize(self, request: Request) -> Response:
-        """Answer {"prompt" or "content": text, "add_special_tokens": true} by {"tokens", "count", "max_model_len"}."""
-        return await self._in_thread(request, self._service.tokenize)
-
-    async def detokenize(self, request: Request) -> Response:
-        """Answer {"tokens": [...]} by {"prompt": text}, special tokens written out."""
-        return await self._in_thread(request, self._service.detokenize)
+    async def tokenizer_info(self, request: Request) -> Response:
+        return JsonResponse(await self._service.in_thread(lambda: tokenizer_info(self._service.engine.llm)))
 
     async def live(self, request: Request) -> Response:
         """Answer 200 as long as the event loop runs."""
@@ -91,9 +90,15 @@ class Endpoints:
         content, headers = chat_page()
         return Response(content, media_type="text/html; charset=utf-8", headers=headers)
 
-    async def _in_thread(self, request: Request, call: Callable[[dict[str, Any]], dict[str, Any]]) -> Response:
-        body = await self._body(request)
-        return JsonResponse(await self._service.in_thread(lambda: call(parse_object(body))))
+    def _calls(self, call: Callable[[LLM, dict[str, Any]], dict[str, Any]]) -> Handler:
+        """Return a handler that answers a body by what a function makes of it, in a worker thread."""
+
+        async def handle(request: Request) -> Response:
+            body = await self._body(request)
+            service = self._service
+            return JsonResponse(await service.in_thread(lambda: call(service.engine.llm, parse_object(body))))
+
+        return handle
 
     async def _complete(self, request: Request, prepare: Callable[[dict[str, Any]], Prepared]) -> Response:
         self._service.engine.check_room()

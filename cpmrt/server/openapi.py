@@ -21,8 +21,9 @@ def document() -> Schema:
             "/v1/completions": _post("CompletionRequest", "Completion", "Continue prompts", streams=True),
             "/v1/models": _get("ModelList", "The model that is served"),
             "/v1/models/{model}": _get("Model", "One model", "404", parameters=(_MODEL,)),
-            "/tokenize": _post("TokenizeRequest", "Tokens", "Text to token ids"),
+            "/tokenize": _post("TokenizeRequest", "Tokens", "Text or a chat to token ids"),
             "/detokenize": _post("DetokenizeRequest", "Text", "Token ids to text"),
+            "/tokenizer_info": _get("TokenizerInfo", "Special tokens, chat template and size of the vocabulary", "400"),
             "/health": _get("Health", "Whether requests are taken", is_open=True),
             "/health/live": _get("Health", "Whether the process answers", is_open=True),
             "/health/ready": _get("Health", "Whether requests are taken", is_open=True),
@@ -143,10 +144,20 @@ def _requests() -> Schema:
     completion = {
         **_SHARED,
         "max_tokens": _optional("integer", minimum=1, default=16),
+        "suffix": _optional("string", description="What follows the text to write, for models that fill in the middle"),
         "echo": _optional("boolean", default=False),
         "logprobs": _optional("integer", minimum=0, maximum=MAX_LOGPROBS),
     }
-    tokenize = {"prompt": _STRING, "content": _STRING, "add_special_tokens": _optional("boolean", default=True)}
+    tokenize = {
+        "prompt": _STRING,
+        "content": _STRING,
+        "add_special_tokens": _optional("boolean", default=True),
+        "messages": _array(message, minItems=1),
+        "add_generation_prompt": _optional("boolean", default=True),
+        "return_token_strs": _optional("boolean", default=False),
+        "with_pieces": _optional("boolean", default=False),
+        **{name: chat[name] for name in ("tools", "tool_choice", "chat_template_kwargs")},
+    }
     return {
         "ChatRequest": _object({"messages": _array(message, minItems=1)}, chat),
         "CompletionRequest": _object({"prompt": {"anyOf": prompts}}, completion),
@@ -167,8 +178,12 @@ def _answers() -> Schema:
         "Completion": _completion("text_completion", {"text": _STRING}, ["stop", "length"]),
         "Model": _object(model, {"max_model_len": _INTEGER}),
         "ModelList": _object({"object": {"const": "list"}, "data": _array(_ref("Model"))}),
-        "Tokens": _object({"tokens": _TOKEN_IDS, "count": _INTEGER}, {"max_model_len": _INTEGER}),
-        "Text": _object({"prompt": _STRING}),
+        "Tokens": _object(
+            {"tokens": _array({"type": ["integer", "object"]}), "count": _INTEGER},
+            {"max_model_len": _INTEGER, "token_strs": _array(_STRING)},
+        ),
+        "Text": _object({"prompt": _STRING, "content": _STRING}),
+        "TokenizerInfo": _object({"vocab_size": _INTEGER, "max_model_len": _INTEGER}),
         "Health": _object({"status": _STRING}, {"model": _STRING}),
         "Error": _object({"error": _object(error)}),
     }

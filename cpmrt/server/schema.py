@@ -39,7 +39,7 @@ NEUTRAL_CHAT: dict[str, tuple[Any, ...]] = {
     "verbosity": ("medium",),
     "web_search_options": (),
 }
-NEUTRAL_COMPLETION: dict[str, tuple[Any, ...]] = {"suffix": ("",), "best_of": (1,)}
+NEUTRAL_COMPLETION: dict[str, tuple[Any, ...]] = {"best_of": (1,)}
 
 
 @dataclass(frozen=True)
@@ -77,9 +77,13 @@ class ChatRequest:
 
 @dataclass(frozen=True)
 class CompletionRequest:
-    """POST /v1/completions. `prompts` are texts or token ids; `echo` puts them in front of their answers."""
+    """POST /v1/completions. `prompts` are texts or token ids; `echo` puts them in front of their answers.
+
+    With a `suffix`, all prompts are texts and the answer is what stands between them and it.
+    """
 
     prompts: list[str | list[int]]
+    suffix: str
     echo: bool
     wanted: Wanted
 
@@ -89,16 +93,10 @@ def read_chat(body: dict[str, Any], model: str) -> ChatRequest:
     fields = Fields(body)
     _check_model(fields, model)
     _refuse_unsupported(fields, NEUTRAL_CHAT)
-    messages = fields.array("messages")
-    if not messages:
-        raise invalid("messages", "expected an array of at least one message")
-    template_kwargs = fields.mapping("chat_template_kwargs") or {}
-    for name in _RESERVED_TEMPLATE_NAMES & set(template_kwargs):
-        raise invalid(f"chat_template_kwargs.{name}", "this variable is the server's own")
     return ChatRequest(
-        messages=[_message(message, f"messages[{i}]") for i, message in enumerate(messages)],
-        tools=_tools(fields),
-        template_kwargs=template_kwargs,
+        messages=read_messages(fields),
+        tools=read_tools(fields),
+        template_kwargs=read_template_kwargs(fields),
         wanted=_wanted(fields, _chat_max_tokens(fields), _chat_logprobs(fields)),
     )
 
@@ -114,7 +112,10 @@ def read_completion(body: dict[str, Any], model: str) -> CompletionRequest:
     if echo and logprobs is not None:
         raise unsupported("logprobs", "not together with echo, as the prompt's own are not computed")
     wanted = _wanted(fields, _COMPLETION_DEFAULT_TOKENS if max_tokens is None else max_tokens, logprobs)
-    return CompletionRequest(_prompts(fields.raw("prompt")), echo, wanted)
+    prompts, suffix = _prompts(fields.raw("prompt")), fields.string("suffix") or ""
+    if suffix and not all(isinstance(prompt, str) for prompt in prompts):
+        raise invalid("suffix", "only together with prompts that are texts")
+    return CompletionRequest(prompts, suffix, echo, wanted)
 
 
 def _wanted(fields: Fields, max_tokens: int | None, logprobs: int | None) -> Wanted:
@@ -169,6 +170,22 @@ def _chat_logprobs(fields: Fields) -> int | None:
     return (count or 0) if wanted else None
 
 
+def read_messages(fields: Fields) -> list[dict[str, Any]]:
+    """Read the messages of a chat, as templates take them."""
+    messages = fields.array("messages")
+    if not messages:
+        raise invalid("messages", "expected an array of at least one message")
+    return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def read_template_kwargs(fields: Fields) -> dict[str, Any]:
+    """Read the variables that a request sets for the chat template."""
+    template_kwargs = fields.mapping("chat_template_kwargs") or {}
+    for name in _RESERVED_TEMPLATE_NAMES & set(template_kwargs):
+        raise invalid(f"chat_template_kwargs.{name}", "this variable is the server's own")
+    return template_kwargs
+
+
 def _message(message: Any, where: str) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise invalid(where, f"expected an object with role and content, got {shown(message)}")
@@ -201,7 +218,8 @@ def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
     return checked
 
 
-def _tools(fields: Fields) -> list[dict[str, Any]]:
+def read_tools(fields: Fields) -> list[dict[str, Any]]:
+    """Read the tools that a model may call; empty where it may call none."""
     tools, choice = fields.array("tools") or [], fields.raw("tool_choice")
     for index, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None

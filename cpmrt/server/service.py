@@ -15,9 +15,9 @@ from cpmrt.engine import Request as EngineRequest
 from cpmrt.server.answers import Answer, ChatAnswer, CompletionAnswer, LogprobWriter
 from cpmrt.server.chat_text import THINKING_MARKERS, ChatText, opens_thinking
 from cpmrt.server.engine_thread import EngineThread
-from cpmrt.server.errors import ApiError, invalid, unsupported
+from cpmrt.server.errors import unsupported
+from cpmrt.server.fill_in_middle import fill_prompt
 from cpmrt.server.hosts import is_loopback
-from cpmrt.server.json_body import Fields
 from cpmrt.server.schema import Wanted, read_chat, read_completion
 from cpmrt.server.telemetry import Metrics
 from cpmrt.server.tool_formats import TOOL_MARKERS, schemas_of
@@ -117,28 +117,11 @@ class Service:
         echoes: list[str] = []
         self.engine.check_capacity(len(completion.prompts) * wanted.num_choices)
         for prompt in completion.prompts:
-            requests += _choices(llm, prompt, wanted, len(requests))
+            asked = _filling(llm.tokenizer, prompt, completion.suffix)
+            requests += _choices(llm, asked, wanted, len(requests))
             echoes += [_text_of(prompt, llm.tokenizer) if completion.echo else ""] * wanted.num_choices
         answer = CompletionAnswer(echoes, _writer(llm.tokenizer, requests, wanted.logprobs))
         return Prepared(self._head("cmpl", "text_completion"), requests, wanted, answer)
-
-    def tokenize(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Return the answer of POST /tokenize. Raises ApiError, RequestError."""
-        fields = Fields(body)
-        text = fields.string("prompt") if fields.raw("prompt") is not None else fields.string("content")
-        if text is None:
-            raise invalid("prompt", "expected a string")
-        llm = self.engine.llm
-        is_bare = fields.boolean("add_special_tokens") is False
-        tokens = _needed(llm.tokenizer).encode(text, add_special_tokens=not is_bare)
-        return {"tokens": tokens, "count": len(tokens), "max_model_len": llm.max_context}
-
-    def detokenize(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Return the answer of POST /detokenize. Raises ApiError, RequestError."""
-        tokens = Fields(body).array("tokens")
-        if tokens is None or not all(isinstance(token, int) and not isinstance(token, bool) for token in tokens):
-            raise invalid("tokens", "expected an array of token ids")
-        return {"prompt": _needed(self.engine.llm.tokenizer).decode(tokens, skip_special_tokens=False)}
 
     def close(self) -> None:
         self._workers.shutdown(wait=False, cancel_futures=True)
@@ -163,12 +146,6 @@ def _choices(llm: LLM, prompt: str | list[int], wanted: Wanted, first_choice: in
     return requests
 
 
-def _needed(tokenizer: Tokenizer | None) -> Tokenizer:
-    if tokenizer is None:
-        raise ApiError(400, "this model has no tokenizer", code="no_tokenizer")
-    return tokenizer
-
-
 def _writer(tokenizer: Tokenizer | None, requests: list[EngineRequest], count: int | None) -> LogprobWriter | None:
     return None if count is None else LogprobWriter(tokenizer, requests[0].stop_token_ids, count)
 
@@ -183,6 +160,14 @@ def _marker_ids(tokenizer: Tokenizer | None) -> frozenset[int]:
 
 def _end_of(ids: list[int], tokenizer: Tokenizer | None) -> str:
     return tokenizer.decode(ids[-_MARKER_TOKENS:], skip_special_tokens=False) if tokenizer else ""
+
+
+def _filling(tokenizer: Tokenizer | None, prompt: str | list[int], suffix: str) -> str | list[int]:
+    """Return the prompt that a model continues: with a suffix, one for what stands between."""
+    if not suffix:
+        return prompt
+    assert isinstance(prompt, str)
+    return fill_prompt(tokenizer, prompt, suffix, param="suffix")
 
 
 def _text_of(prompt: str | list[int], tokenizer: Tokenizer | None) -> str:

@@ -42,6 +42,8 @@ class ChatTemplate:
         self._environment = ChatEnvironment()
         self._environment.set_filter("tojson", _to_json)
         self._environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+        self.source = templates["default"]
+        """The template of requests without tools, as its author wrote it."""
         self._templates = {name: self._compile(source) for name, source in templates.items()}
         self.takes_tools = any(re.search(r"\btools\b", source) for source in templates.values())
         """True if a prompt can show tools at all."""

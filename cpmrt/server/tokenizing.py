@@ -1,0 +1,85 @@
+"""Answers to /tokenize, /detokenize and /tokenizer_info: texts and chats as token ids, and back.
+
+Field names are those of vLLM ("prompt", "messages") and llama.cpp ("content", "with_pieces").
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cpmrt import LLM
+from cpmrt.server.errors import ApiError, invalid
+from cpmrt.server.fill_in_middle import markers_of
+from cpmrt.server.json_body import Fields
+from cpmrt.server.schema import read_messages, read_template_kwargs, read_tools
+from cpmrt.text import Tokenizer
+
+
+def needed(tokenizer: Tokenizer | None) -> Tokenizer:
+    """Return the tokenizer. Raises ApiError 400 for a model that has none."""
+    if tokenizer is None:
+        raise ApiError(400, "this model has no tokenizer", code="no_tokenizer")
+    return tokenizer
+
+
+def tokenize(llm: LLM, body: dict[str, Any]) -> dict[str, Any]:
+    """Return the tokens of a text, or those of a chat as its template writes it. Raises ApiError, RequestError."""
+    fields, tokenizer = Fields(body), needed(llm.tokenizer)
+    ids = _chat_ids(llm, fields) if fields.raw("messages") is not None else _text_ids(tokenizer, fields)
+    answer: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": llm.max_context}
+    if fields.boolean("return_token_strs"):
+        answer["token_strs"] = [written(tokenizer, token) for token in ids]
+    if fields.boolean("with_pieces"):
+        answer["tokens"] = [{"id": token, "piece": written(tokenizer, token)} for token in ids]
+    return answer
+
+
+def detokenize(llm: LLM, body: dict[str, Any]) -> dict[str, Any]:
+    """Return the text of {"tokens": [...]}, special tokens written out. Raises ApiError, RequestError."""
+    tokens = Fields(body).array("tokens")
+    if tokens is None or not all(isinstance(token, int) and not isinstance(token, bool) for token in tokens):
+        raise invalid("tokens", "expected an array of token ids")
+    text = needed(llm.tokenizer).decode(tokens, skip_special_tokens=False)
+    return {"prompt": text, "content": text}
+
+
+def tokenizer_info(llm: LLM) -> dict[str, Any]:
+    """Return what a client needs to build prompts of its own. Raises ApiError 400 without a tokenizer."""
+    tokenizer = needed(llm.tokenizer)
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_ids
+    markers = markers_of(tokenizer)
+    return {
+        "vocab_size": tokenizer.vocab_size,
+        "max_model_len": llm.max_context,
+        "bos_token": None if bos is None else written(tokenizer, bos),
+        "bos_token_id": bos,
+        "add_bos_token": bos is not None and tokenizer.encode("")[:1] == [bos],
+        "eos_token": written(tokenizer, eos[0]) if eos else None,
+        "eos_token_ids": list(eos),
+        "special_tokens": {written(tokenizer, token): token for token in sorted(tokenizer.special_ids)},
+        "fill_in_middle": markers and dict(zip(("prefix", "suffix", "middle"), markers.texts, strict=True)),
+        "chat_template": llm.chat_template.source if llm.chat_template else None,
+    }
+
+
+def written(tokenizer: Tokenizer, token_id: int) -> str:
+    """Return the text of one token, special or not; bytes that are no character by themselves become U+FFFD."""
+    return tokenizer.written_bytes(token_id).decode("utf-8", "replace")
+
+
+def _text_ids(tokenizer: Tokenizer, fields: Fields) -> list[int]:
+    text = fields.string("prompt") if fields.raw("prompt") is not None else fields.string("content")
+    if text is None:
+        raise invalid("prompt", "expected a string, or messages")
+    is_bare = fields.boolean("add_special_tokens") is False
+    return tokenizer.encode(text, add_special_tokens=not is_bare)
+
+
+def _chat_ids(llm: LLM, fields: Fields) -> list[int]:
+    opens_answer = fields.boolean("add_generation_prompt") is not False
+    return llm.chat_prompt(
+        read_messages(fields),
+        tools=read_tools(fields) or None,
+        add_generation_prompt=opens_answer,
+        **read_template_kwargs(fields),
+    )

@@ -1,0 +1,112 @@
+"""/tokenize, /detokenize, /tokenizer_info and fill in the middle, against the model's own tokenizer and template."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from serving import saying_llm, serving
+from tiny_checkpoint import write_checkpoint
+from tokenizers import Tokenizer as Library
+
+from cpmrt.executor import Prefill
+
+CHAT = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "What is a list?"}]
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+
+
+@pytest.fixture(scope="module")
+def fills(tmp_path_factory):
+    """A model whose tokenizer has the markers of filling in the middle; it answers `FILL`."""
+    folder = tmp_path_factory.mktemp("fills")
+    write_checkpoint(folder, vocab_size=262)
+    library = Library.from_file(str(folder / "tokenizer.json"))
+    library.add_special_tokens(["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"])
+    library.save(str(folder / "tokenizer.json"))
+    with serving(lambda: saying_llm(folder, lambda prompt: "FILL"), model_name="fills") as server:
+        yield server
+
+
+def prompt_of(server, path, **body) -> tuple[str, dict]:
+    """The prompt that the engine gets, special tokens written out, and the answer."""
+    ids, engine = [], server.engine.llm.engine
+    engine.listener = lambda step, result: ids.extend(step.token_ids) if isinstance(step, Prefill) else None
+    answer = server.client.post(path, json=body)
+    engine.listener = None
+    assert answer.status_code == 200, answer.text
+    return server.engine.llm.tokenizer.decode(ids, skip_special_tokens=False), answer.json()
+
+
+@pytest.mark.parametrize("extra", [{}, {"add_generation_prompt": False}, {"tools": [TOOL]}])
+def test_a_chat_is_tokenized_as_its_template_writes_it(says, extra):
+    answer = says.client.post("/tokenize", json={"messages": CHAT, "return_token_strs": True} | extra).json()
+    llm = says.engine.llm
+    text = llm.chat_template.render(CHAT, **extra)
+    assert answer["tokens"] == llm.tokenizer.encode(text) and answer["count"] == len(answer["tokens"])
+    assert "".join(answer["token_strs"]) == "<s>" + text and answer["max_model_len"] == 4096
+
+
+def test_the_tokens_of_a_chat_are_those_that_a_chat_takes(demo):
+    ids = demo.client.post("/tokenize", json={"messages": CHAT}).json()["tokens"]
+    usage = demo.client.post("/v1/chat/completions", json={"messages": CHAT, "max_tokens": 1}).json()["usage"]
+    assert usage["prompt_tokens"] == len(ids)
+    asked = {"prompt": ids, "max_tokens": 4, "temperature": 0}
+    continued = demo.client.post("/v1/completions", json=asked).json()["choices"][0]["text"]
+    answered = demo.chat(CHAT[1]["content"], messages=CHAT, max_tokens=4, temperature=0).json()
+    assert answered["choices"][0]["message"]["content"] == continued
+
+
+def test_pieces_as_llama_cpp_has_them(says):
+    answer = says.client.post("/tokenize", json={"content": "é", "with_pieces": True}).json()
+    assert [each["piece"] for each in answer["tokens"]] == ["<s>", "\ufffd", "\ufffd"] and answer["count"] == 3
+    ids = [each["id"] for each in answer["tokens"]]
+    assert says.client.post("/detokenize", json={"tokens": ids}).json() == {"prompt": "<s>é", "content": "<s>é"}
+
+
+def test_the_tokenizer_describes_itself(demo, fills):
+    info = demo.client.get("/tokenizer_info").json()
+    assert (info["bos_token"], info["bos_token_id"], info["add_bos_token"]) == ("<s>", 1, True)
+    assert info["eos_token"] == "<|im_end|>" and info["vocab_size"] == 4096 and info["fill_in_middle"] is None
+    assert info["special_tokens"]["<|im_start|>"] == 4 and "<|im_start|>" in info["chat_template"]
+    markers = fills.client.get("/tokenizer_info").json()["fill_in_middle"]
+    assert markers == {"prefix": "<|fim_prefix|>", "suffix": "<|fim_suffix|>", "middle": "<|fim_middle|>"}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_suffix_asks_for_what_stands_between(fills, stream):
+    fields = {"prompt": "def f(", "suffix": "return x", "echo": True}
+    prompt, answer = prompt_of(fills, "/v1/completions", **fields)
+    assert prompt == "<s><|fim_prefix|>def f(<|fim_suffix|>return x<|fim_middle|>"
+    assert answer["choices"][0]["text"] == "def f(FILL"
+    if stream:
+        lines = fills.client.post("/v1/completions", json=fields | {"stream": True}).text.splitlines()
+        events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+        assert "".join(event["choices"][0]["text"] for event in events) == "def f(FILL"
+
+
+def test_several_prompts_share_a_suffix(fills):
+    _, answer = prompt_of(fills, "/v1/completions", prompt=["a", "b"], suffix="c", n=2)
+    assert [choice["text"] for choice in answer["choices"]] == ["FILL"] * 4
+
+
+def test_without_markers_a_suffix_is_a_400(demo):
+    answer = demo.client.post("/v1/completions", json={"prompt": "x", "suffix": "y"})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "suffix"
+    assert "no tokens for filling in the middle" in answer.json()["error"]["message"]
+
+
+def test_a_suffix_needs_a_text(fills):
+    answer = fills.client.post("/v1/completions", json={"prompt": [5, 6], "suffix": "y"})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "suffix"
+
+
+@pytest.mark.parametrize(("path", "body", "param"), [
+    ("/tokenize", {"messages": []}, "messages"),
+    ("/tokenize", {"messages": CHAT, "chat_template_kwargs": {"tools": 1}}, "chat_template_kwargs.tools"),
+    ("/tokenize", {"prompt": 5}, "prompt"),
+    ("/tokenize", {"prompt": "x", "with_pieces": "yes"}, "with_pieces"),
+    ("/detokenize", {"tokens": [True]}, "tokens"),
+])  # fmt: skip
+def test_what_is_refused_names_the_field(says, path, body, param):
+    answer = says.client.post(path, json=body)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == param
