@@ -16,8 +16,6 @@ from cpmrt.errors import ContextLengthError, NoDeviceError, RequestError
 from cpmrt.executor import Executor
 from cpmrt.generation import Completion, TextStream
 from cpmrt.memory.plan import MemoryPlan
-from cpmrt.reference import assembly as reference
-from cpmrt.reference.sampling import log_softmax
 from cpmrt.text import ChatTemplate, Tokenizer
 from cpmrt.weights.draft_folder import with_speculation
 from cpmrt.weights.model_folder import ModelFolder
@@ -138,6 +136,8 @@ class LLM:
 
     def score(self, token_ids: Sequence[int]) -> F32:
         """Natural log-probability of each token after the first, given those before it: float32 [T - 1]."""
+        from cpmrt.reference.sampling import log_softmax
+
         ids, parts, start = np.array(token_ids), list[F32](), 0
         for logits in self._prompt_logits(token_ids):
             following = ids[start + 1 : start + 1 + len(logits)]
@@ -234,9 +234,12 @@ def _open_tokenizer(folder: ModelFolder, is_dummy: bool) -> Tokenizer | None:
 
 
 def _open_executor(folder: ModelFolder, settings: EngineConfig) -> tuple[Executor, MemoryPlan]:
-    """A GPU if it can be used and nothing else was asked for; NumPy by wish, or for the bundled model."""
+    """A GPU if it can be used and nothing else was asked for; NumPy by wish, or for the bundled model.
+
+    Only what runs is imported: a start on a GPU needs nothing of the NumPy executor.
+    """
     if settings.executor == "reference":
-        return reference.open_executor(folder, settings)
+        return _open_reference(folder, settings)
     from cpmrt.cuda.assembly import open_executor
 
     try:
@@ -245,9 +248,15 @@ def _open_executor(folder: ModelFolder, settings: EngineConfig) -> tuple[Executo
         if settings.executor == "cuda":
             raise
         if folder.is_bundled:
-            return reference.open_executor(folder, settings)
+            return _open_reference(folder, settings)
         raise NoDeviceError(
             f"{error.what}, and the NumPy executor is about a hundred times slower",
             actual=error.actual,
             fix="use executor='reference' (--executor reference) to run it anyway, or see `cpmrt doctor`",
         ) from error
+
+
+def _open_reference(folder: ModelFolder, settings: EngineConfig) -> tuple[Executor, MemoryPlan]:
+    from cpmrt.reference.assembly import open_executor
+
+    return open_executor(folder, settings)
