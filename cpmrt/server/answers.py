@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from cpmrt.executor import TokenLogprobs
 from cpmrt.generation import Piece
 from cpmrt.server.chat_text import ChatText, Delta, message_of
 from cpmrt.server.engine_thread import Ended, Item
+from cpmrt.server.errors import ApiError
 from cpmrt.text import Tokenizer
 
 DONE = "data: [DONE]\n\n"
@@ -26,6 +27,34 @@ def to_bytes(text: str) -> bytes:
 def event(value: dict[str, Any]) -> str:
     """Return one server-sent event with a JSON object."""
     return f"data: {_encode(value)}\n\n"
+
+
+class AnswerFormat(Protocol):
+    """Writes an answer in the shape of one API: as events while it comes (`begin`, `stream`, `end`), or as a whole.
+
+    `usage` is that of `Exchange.usage`.
+    """
+
+    ping: str
+    """An event that means nothing and keeps a connection open."""
+
+    def begin(self) -> str:
+        """Return the events before any text."""
+
+    def stream(self, item: Item) -> str:
+        """Return the events of one item."""
+
+    def end(self, usage: dict[str, Any]) -> str:
+        """Return the last events."""
+
+    def failed(self, error: ApiError) -> str:
+        """Return the event that ends an answer which has begun."""
+
+    def add(self, item: Item) -> None:
+        """Take in an item of an answer that is not streamed."""
+
+    def whole(self, usage: dict[str, Any]) -> dict[str, Any]:
+        """Return the answer that all items make."""
 
 
 class Chunks:
@@ -212,3 +241,31 @@ class CompletionAnswer:
 
 
 Answer = ChatAnswer | CompletionAnswer
+
+
+class OpenAIFormat:
+    """Writes chats and plain completions. Both kinds of answer begin with `head`."""
+
+    ping = ": ping\n\n"
+
+    def __init__(self, head: dict[str, Any], answer: Answer, *, include_usage: bool):
+        self._head, self._answer, self._include_usage = head, answer, include_usage
+        self._chunks = Chunks(head, include_usage=include_usage)
+
+    def begin(self) -> str:
+        return self._answer.begin(self._chunks)
+
+    def stream(self, item: Item) -> str:
+        return self._answer.stream(self._chunks, item)
+
+    def end(self, usage: dict[str, Any]) -> str:
+        return (self._chunks.usage(usage) if self._include_usage else "") + DONE
+
+    def failed(self, error: ApiError) -> str:
+        return event(error.body())
+
+    def add(self, item: Item) -> None:
+        self._answer.add(item)
+
+    def whole(self, usage: dict[str, Any]) -> dict[str, Any]:
+        return {**self._head, "choices": self._answer.choices(), "usage": usage}

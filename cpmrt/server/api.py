@@ -6,7 +6,7 @@ import base64
 import hashlib
 import re
 from collections.abc import Awaitable, Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from starlette.routing import Route
 from cpmrt import LLM
 from cpmrt.server.errors import ApiError
 from cpmrt.server.exchange import Exchange
+from cpmrt.server.infill import prepare_infill
 from cpmrt.server.json_body import parse_object, read_body
 from cpmrt.server.openapi import document
 from cpmrt.server.responses import EventStream, JsonResponse, whole_answer
@@ -47,6 +48,7 @@ class Endpoints:
             Route("/v1/models/{model:path}", self.model),
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
             Route("/v1/completions", self.completions, methods=["POST"]),
+            Route("/infill", self.infill, methods=["POST"]),
             Route("/tokenize", self._calls(tokenize), methods=["POST"]),
             Route("/detokenize", self._calls(detokenize), methods=["POST"]),
             Route("/tokenizer_info", self.tokenizer_info),
@@ -57,6 +59,9 @@ class Endpoints:
 
     async def completions(self, request: Request) -> Response:
         return await self._complete(request, self._service.prepare_completion)
+
+    async def infill(self, request: Request) -> Response:
+        return await self._complete(request, partial(prepare_infill, self._service))
 
     async def models(self, request: Request) -> Response:
         return JsonResponse({"object": "list", "data": [self._model_card()]})
@@ -105,7 +110,7 @@ class Endpoints:
         body = await self._body(request)
         prepared = await self._service.in_thread(lambda: prepare(parse_object(body)))
         record = record_of(request.scope)
-        record.id = prepared.head["id"]
+        record.id = prepared.id
         if self._service.settings.log_prompts:
             record.prompt = body.decode("utf-8", "replace")
         exchange = Exchange(self._service.engine, prepared, request.receive)

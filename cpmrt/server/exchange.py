@@ -11,6 +11,9 @@ from cpmrt.server.errors import as_api_error, unavailable
 from cpmrt.server.json_body import ClientGoneError, Receive
 from cpmrt.server.service import Prepared
 
+PING_S = 10.0
+"""How long an answer may be silent, in the queue or during a long prompt, until its client gets a sign of life."""
+
 
 class Exchange:
     """Runs the choices of a prepared request and collects what comes for them. Use it as `async with`.
@@ -31,14 +34,19 @@ class Exchange:
         """Choices that have ended, by number."""
         self._client_is_gone = False
         self._watcher: asyncio.Task[None] | None = None
+        self._is_silent = True
+        self._alarm: asyncio.TimerHandle | None = None
         engine.submit(self._jobs)
 
     async def __aenter__(self) -> Exchange:
         self._watcher = asyncio.get_running_loop().create_task(self._watch())
+        self._set_alarm()
         return self
 
     async def __aexit__(self, *exception: object) -> None:
         self._engine.cancel(self._jobs)
+        if self._alarm is not None:
+            self._alarm.cancel()
         if self._watcher is not None:
             self._watcher.cancel()
             with suppress(asyncio.CancelledError):
@@ -54,7 +62,7 @@ class Exchange:
         return self._has_come.is_set()
 
     async def items(self) -> list[Item]:
-        """Wait for at least one item, and return all that have come since the last call.
+        """Wait for at least one item, and return all that have come since the last call; none after a long silence.
 
         Raises ApiError if a sequence failed or the server stops it, ClientGoneError if nobody waits for it any more.
         """
@@ -86,7 +94,17 @@ class Exchange:
 
     def _put(self, item: Item) -> None:
         self._items.append(item)
+        self._is_silent = False
         self._has_come.set()
+
+    def _set_alarm(self) -> None:
+        self._alarm = asyncio.get_running_loop().call_later(PING_S, self._end_silence)
+
+    def _end_silence(self) -> None:
+        if self._is_silent:
+            self._has_come.set()
+        self._is_silent = True
+        self._set_alarm()
 
     def _check(self, ended: Ended) -> None:
         if ended.reason == "error":

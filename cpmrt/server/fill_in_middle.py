@@ -38,9 +38,12 @@ def markers_of(tokenizer: Tokenizer) -> FillMarkers | None:
     return None
 
 
-def fill_prompt(tokenizer: Tokenizer | None, prefix: str, suffix: str, *, begun: str = "", param: str) -> list[int]:
-    """Return the token ids of a prompt for the text between `prefix` and `suffix`, of which `begun` is written already.
+def fill_prompt(
+    tokenizer: Tokenizer | None, prefix: str, suffix: str, *, param: str, before: str = "", begun: str = ""
+) -> list[int]:
+    """Return the token ids of a prompt for the text between `prefix` and `suffix`.
 
+    `before` is text of other files, which comes first; `begun` is what is written already of the text in between.
     Raises ApiError 400 naming the field `param` if the tokenizer has no such markers, RequestError as `encode` does.
     """
     markers = markers_of(tokenizer) if tokenizer is not None else None
@@ -50,6 +53,7 @@ def fill_prompt(tokenizer: Tokenizer | None, prefix: str, suffix: str, *, begun:
     def plain(text: str) -> Sequence[int]:
         return tokenizer.encode(text, add_special_tokens=False) if text else ()
 
-    before, after, middle = markers.ids
+    prefix_id, suffix_id, middle_id = markers.ids
     bos = tokenizer.encode("")
-    return [*bos, before, *plain(prefix), after, *plain(suffix), middle, *plain(begun)]
+    around = [prefix_id, *plain(prefix), suffix_id, *plain(suffix)]
+    return [*bos, *plain(before), *around, middle_id, *plain(begun)]

@@ -19,6 +19,7 @@ def document() -> Schema:
         "paths": {
             "/v1/chat/completions": _post("ChatRequest", "ChatCompletion", "Answer a conversation", streams=True),
             "/v1/completions": _post("CompletionRequest", "Completion", "Continue prompts", streams=True),
+            "/infill": _post("InfillRequest", "Infill", "Fill in the middle, as llama.cpp has it", streams=True),
             "/v1/models": _get("ModelList", "The model that is served"),
             "/v1/models/{model}": _get("Model", "One model", "404", parameters=(_MODEL,)),
             "/tokenize": _post("TokenizeRequest", "Tokens", "Text or a chat to token ids"),
@@ -146,7 +147,17 @@ def _requests() -> Schema:
         "max_tokens": _optional("integer", minimum=1, default=16),
         "suffix": _optional("string", description="What follows the text to write, for models that fill in the middle"),
         "echo": _optional("boolean", default=False),
+        "best_of": _optional("integer", minimum=1, maximum=MAX_CHOICES, description="Choices to try; n are given"),
         "logprobs": _optional("integer", minimum=0, maximum=MAX_LOGPROBS),
+    }
+    infill = {
+        **{name: rule for name, rule in _SHARED.items() if name not in ("model", "n", "repetition_penalty")},
+        "input_prefix": _optional("string"),
+        "input_suffix": _optional("string"),
+        "input_extra": _optional("array", items=_object({"text": _STRING}, {"filename": _STRING})),
+        "prompt": _optional("string", description="What the answer begins with"),
+        "n_predict": _optional("integer", default=128),
+        "repeat_penalty": _SHARED["repetition_penalty"],
     }
     tokenize = {
         "prompt": _STRING,
@@ -161,6 +172,7 @@ def _requests() -> Schema:
     return {
         "ChatRequest": _object({"messages": _array(message, minItems=1)}, chat),
         "CompletionRequest": _object({"prompt": {"anyOf": prompts}}, completion),
+        "InfillRequest": _object({}, infill),
         "TokenizeRequest": _object({}, tokenize),
         "DetokenizeRequest": _object({"tokens": _TOKEN_IDS}),
     }
@@ -176,6 +188,7 @@ def _answers() -> Schema:
     return {
         "ChatCompletion": _completion("chat.completion", {"message": message}, ["stop", "length", "tool_calls"]),
         "Completion": _completion("text_completion", {"text": _STRING}, ["stop", "length"]),
+        "Infill": _object({"content": _STRING, "stop": {"const": True}}, {"tokens_predicted": _INTEGER}),
         "Model": _object(model, {"max_model_len": _INTEGER}),
         "ModelList": _object({"object": {"const": "list"}, "data": _array(_ref("Model"))}),
         "Tokens": _object(

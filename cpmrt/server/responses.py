@@ -8,7 +8,7 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from cpmrt.server.answers import DONE, Chunks, event, to_bytes
+from cpmrt.server.answers import to_bytes
 from cpmrt.server.errors import ApiError
 from cpmrt.server.exchange import Exchange
 from cpmrt.server.json_body import ClientGoneError
@@ -38,8 +38,8 @@ async def whole_answer(prepared: Prepared, exchange: Exchange) -> JsonResponse:
     async with exchange:
         while not exchange.is_done:
             for item in await exchange.items():
-                prepared.answer.add(item)
-    return JsonResponse({**prepared.head, "choices": prepared.answer.choices(), "usage": exchange.usage()})
+                prepared.format.add(item)
+    return JsonResponse(prepared.format.whole(exchange.usage()))
 
 
 class EventStream(Response):
@@ -50,8 +50,7 @@ class EventStream(Response):
             media_type="text/event-stream", headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         )
         del self.headers["content-length"]
-        self._prepared, self._exchange = prepared, exchange
-        self._chunks = Chunks(prepared.head, include_usage=prepared.wanted.include_usage)
+        self._format, self._exchange = prepared.format, exchange
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with self._exchange:
@@ -74,23 +73,18 @@ class EventStream(Response):
                 if events:
                     await send({"type": "http.response.body", "body": to_bytes(events), "more_body": True})
                 if self._exchange.is_done:
-                    return self._tail()
+                    return self._format.end(self._exchange.usage())
                 events = await self._next_events()
         except ApiError as error:
             record_of(scope).status = error.status
-            return event(error.body())
+            return self._format.failed(error)
         except ClientGoneError:
             record_of(scope).status = CLIENT_GONE
             return ""
 
     async def _first_events(self) -> str:
-        begun = self._prepared.answer.begin(self._chunks)
-        return begun + (await self._next_events() if self._exchange.has_items else "")
+        return self._format.begin() + (await self._next_events() if self._exchange.has_items else "")
 
     async def _next_events(self) -> str:
-        stream, chunks = self._prepared.answer.stream, self._chunks
-        return "".join([stream(chunks, item) for item in await self._exchange.items()])
-
-    def _tail(self) -> str:
-        usage = self._chunks.usage(self._exchange.usage()) if self._prepared.wanted.include_usage else ""
-        return usage + DONE
+        items, stream = await self._exchange.items(), self._format.stream
+        return "".join([stream(item) for item in items]) if items else self._format.ping

@@ -39,7 +39,7 @@ NEUTRAL_CHAT: dict[str, tuple[Any, ...]] = {
     "verbosity": ("medium",),
     "web_search_options": (),
 }
-NEUTRAL_COMPLETION: dict[str, tuple[Any, ...]] = {"best_of": (1,)}
+NEUTRAL_COMPLETION: dict[str, tuple[Any, ...]] = {}
 
 
 @dataclass(frozen=True)
@@ -79,13 +79,15 @@ class ChatRequest:
 class CompletionRequest:
     """POST /v1/completions. `prompts` are texts or token ids; `echo` puts them in front of their answers.
 
-    With a `suffix`, all prompts are texts and the answer is what stands between them and it.
+    With a `suffix`, all prompts are texts and the answer is what stands between them and it. `num_kept` of the
+    `wanted.num_choices` choices of each prompt are given, those with the best log-probability per token.
     """
 
     prompts: list[str | list[int]]
     suffix: str
     echo: bool
     wanted: Wanted
+    num_kept: int
 
 
 def read_chat(body: dict[str, Any], model: str) -> ChatRequest:
@@ -97,7 +99,7 @@ def read_chat(body: dict[str, Any], model: str) -> ChatRequest:
         messages=read_messages(fields),
         tools=read_tools(fields),
         template_kwargs=read_template_kwargs(fields),
-        wanted=_wanted(fields, _chat_max_tokens(fields), _chat_logprobs(fields)),
+        wanted=read_wanted(fields, _chat_max_tokens(fields), _chat_logprobs(fields)),
     )
 
 
@@ -111,14 +113,28 @@ def read_completion(body: dict[str, Any], model: str) -> CompletionRequest:
     echo = bool(fields.boolean("echo"))
     if echo and logprobs is not None:
         raise unsupported("logprobs", "not together with echo, as the prompt's own are not computed")
-    wanted = _wanted(fields, _COMPLETION_DEFAULT_TOKENS if max_tokens is None else max_tokens, logprobs)
+    wanted = read_wanted(fields, _COMPLETION_DEFAULT_TOKENS if max_tokens is None else max_tokens, logprobs)
     prompts, suffix = _prompts(fields.raw("prompt")), fields.string("suffix") or ""
     if suffix and not all(isinstance(prompt, str) for prompt in prompts):
         raise invalid("suffix", "only together with prompts that are texts")
-    return CompletionRequest(prompts, suffix, echo, wanted)
+    return CompletionRequest(prompts, suffix, echo, _with_best_of(fields, wanted), wanted.num_choices)
 
 
-def _wanted(fields: Fields, max_tokens: int | None, logprobs: int | None) -> Wanted:
+def _with_best_of(fields: Fields, wanted: Wanted) -> Wanted:
+    """Return what is wanted, with as many choices as have to be tried."""
+    best_of = fields.integer("best_of", range(1, MAX_CHOICES + 1)) or wanted.num_choices
+    if best_of == wanted.num_choices:
+        return wanted
+    if best_of < wanted.num_choices:
+        raise invalid("best_of", f"expected at least n ({wanted.num_choices}), got {best_of}")
+    if wanted.streams:
+        raise invalid("best_of", "not together with stream: the best are known at the end only")
+    sampling = replace(wanted.sampling, logprobs=max(1, wanted.sampling.logprobs))
+    return replace(wanted, sampling=sampling, num_choices=best_of)
+
+
+def read_wanted(fields: Fields, max_tokens: int | None, logprobs: int | None) -> Wanted:
+    """Read what all kinds of request share."""
     if max_tokens is not None and max_tokens < 1:
         raise invalid("max_tokens", f"expected at least 1, got {max_tokens}")
     given = {name: fields.number(name) for name in _NUMBERS}

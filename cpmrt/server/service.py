@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 
 from cpmrt import LLM, __version__
 from cpmrt.engine import Request as EngineRequest
-from cpmrt.server.answers import Answer, ChatAnswer, CompletionAnswer, LogprobWriter
+from cpmrt.server.answers import Answer, AnswerFormat, ChatAnswer, CompletionAnswer, LogprobWriter, OpenAIFormat
+from cpmrt.server.best_of import BestOf
 from cpmrt.server.chat_text import THINKING_MARKERS, ChatText, opens_thinking
 from cpmrt.server.engine_thread import EngineThread
 from cpmrt.server.errors import unsupported
@@ -59,16 +60,16 @@ class ServerSettings:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A request that the engine can take. `head` has the fields that the answer begins with.
+    """A request that the engine can take, and the `format` that its answer has. The log knows it by its `id`.
 
     `requests` has one for each choice; `wanted.num_choices` in a row share a prompt. `shown_ids` are the special tokens
-    that `answer` looks for.
+    that the answer looks for.
     """
 
-    head: dict[str, Any]
+    id: str
     requests: list[EngineRequest]
     wanted: Wanted
-    answer: Answer
+    format: AnswerFormat
     shown_ids: frozenset[int] = frozenset()
 
 
@@ -100,13 +101,13 @@ class Service:
             raise unsupported("tools", "the chat template of this model has none")
         ids = llm.chat_prompt(chat.messages, tools=chat.tools or None, **chat.template_kwargs)
         self.engine.check_capacity(wanted.num_choices)
-        requests = _choices(llm, ids, wanted, 0)
+        requests = choices_of(llm, ids, wanted)
         is_thinking = opens_thinking(_end_of(ids, llm.tokenizer))
         schemas = schemas_of(chat.tools) if chat.tools else None
         texts = [ChatText(is_thinking, schemas) for _ in range(wanted.num_choices)]
         answer = ChatAnswer(texts, _writer(llm.tokenizer, requests, wanted.logprobs))
         head = self._head("chatcmpl", "chat.completion.chunk" if wanted.streams else "chat.completion")
-        return Prepared(head, requests, wanted, answer, _marker_ids(llm.tokenizer))
+        return self._prepared(head, requests, wanted, answer, _marker_ids(llm.tokenizer))
 
     def prepare_completion(self, body: dict[str, Any]) -> Prepared:
         """Check a completion and tokenize its prompts. Raises ApiError, CpmrtError."""
@@ -118,13 +119,26 @@ class Service:
         self.engine.check_capacity(len(completion.prompts) * wanted.num_choices)
         for prompt in completion.prompts:
             asked = _filling(llm.tokenizer, prompt, completion.suffix)
-            requests += _choices(llm, asked, wanted, len(requests))
+            requests += choices_of(llm, asked, wanted, len(requests))
             echoes += [_text_of(prompt, llm.tokenizer) if completion.echo else ""] * wanted.num_choices
-        answer = CompletionAnswer(echoes, _writer(llm.tokenizer, requests, wanted.logprobs))
-        return Prepared(self._head("cmpl", "text_completion"), requests, wanted, answer)
+        logprobs = _writer(llm.tokenizer, requests, wanted.logprobs)
+        kept, tried = completion.num_kept, wanted.num_choices
+        answer = CompletionAnswer(echoes, logprobs) if kept == tried else BestOf(kept, tried, echoes, logprobs)
+        return self._prepared(self._head("cmpl", "text_completion"), requests, wanted, answer)
 
     def close(self) -> None:
         self._workers.shutdown(wait=False, cancel_futures=True)
+
+    def _prepared(
+        self,
+        head: dict[str, Any],
+        requests: list[EngineRequest],
+        wanted: Wanted,
+        answer: Answer,
+        shown_ids: frozenset[int] = frozenset(),
+    ) -> Prepared:
+        answer_format = OpenAIFormat(head, answer, include_usage=wanted.include_usage)
+        return Prepared(head["id"], requests, wanted, answer_format, shown_ids)
 
     def _head(self, prefix: str, kind: str) -> dict[str, Any]:
         return {
@@ -136,7 +150,7 @@ class Service:
         }
 
 
-def _choices(llm: LLM, prompt: str | list[int], wanted: Wanted, first_choice: int) -> list[EngineRequest]:
+def choices_of(llm: LLM, prompt: str | list[int], wanted: Wanted, first_choice: int = 0) -> list[EngineRequest]:
     request = llm.request(prompt, wanted.sampling)
     requests = []
     for choice in range(first_choice, first_choice + wanted.num_choices):

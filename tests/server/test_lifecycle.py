@@ -21,7 +21,7 @@ from timing import slowness
 from cpmrt import LLM
 from cpmrt.errors import DeviceError, RequestError
 from cpmrt.executor import Admit, Decode, ExecutorLimits, Prefill
-from cpmrt.server import http_protocol
+from cpmrt.server import exchange, http_protocol
 
 CHAT = "/v1/chat/completions"
 
@@ -391,3 +391,18 @@ def test_the_model_is_closed_at_the_end(tmp_path):
     with serving(lambda: Watched(executor="reference", max_context=64)):
         assert not closed
     assert len(closed) == 1
+
+
+def test_who_waits_in_the_queue_gets_a_sign_of_life(tmp_path, monkeypatch):
+    monkeypatch.setattr(exchange, "PING_S", 0.1)
+    limits = ExecutorLimits(max_sequences=1, max_context=4096, prefill_chunk=64)
+    with serving(lambda: endless(tmp_path, limits=limits), max_queue=2) as server:
+        first = stalled_stream(server, "first")
+        until(lambda: server.metric("cpmrt_sequences_running") == 1)
+        with server.client.stream("POST", CHAT, json=body("second", stream=True, max_tokens=3)) as stream:
+            lines = stream.iter_lines()
+            seen = [line for _, line in zip(range(8), lines, strict=False)]
+            assert seen.count(": ping") >= 2 and server.metric("cpmrt_sequences_waiting") == 1
+            first.close()
+            rest = [line for line in lines if line.startswith("data: ")]
+        assert rest[-1] == "data: [DONE]" and '"finish_reason":"length"' in rest[-2]

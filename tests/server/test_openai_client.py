@@ -279,7 +279,8 @@ def test_what_is_refused_names_the_field(client, fields, error, param):
 
 @pytest.mark.parametrize(("fields", "param"), [
     ({"suffix": "x"}, "suffix"),
-    ({"best_of": 3}, "best_of"),
+    ({"best_of": 1, "n": 2}, "best_of"),
+    ({"best_of": 3, "stream": True}, "best_of"),
     ({"echo": True, "logprobs": 1}, "logprobs"),
     ({"prompt": [[1, 2], "x", {}]}, "prompt"),
     ({"prompt": [10**9]}, "prompt"),
@@ -295,6 +296,20 @@ def test_unknown_fields_and_nulls_are_ignored(client):
     fields = {"user": "me", "top_p": None, "metadata": None, "whatever": {"a": 1}, "min_p": 0.1, "top_k": -1}
     answer = client.chat.completions.create(model="demo", messages=ASK, max_tokens=2, extra_body=fields)
     assert answer.usage.completion_tokens == 2
+
+
+def test_the_best_of_several_choices_are_those_with_the_best_mean_logprob(client):
+    fields = {"model": "demo", "prompt": "def read(", "max_tokens": 6, "temperature": 1.5, "seed": 11}
+    tried = client.completions.create(**fields, n=5, logprobs=1).choices
+
+    def mean(choice):
+        return sum(choice.logprobs.token_logprobs) / len(choice.logprobs.token_logprobs)
+
+    best = sorted(tried, key=mean, reverse=True)[:2]
+    kept = client.completions.create(**fields, n=2, best_of=5)
+    assert [choice.text for choice in kept.choices] == [choice.text for choice in best]
+    assert [choice.index for choice in kept.choices] == [0, 1] and kept.choices[0].logprobs is None
+    assert kept.usage.completion_tokens == 30, "all that were tried"
 
 
 def test_closing_a_stream_frees_its_slot(demo, client):

@@ -1,4 +1,4 @@
-"""/tokenize, /detokenize, /tokenizer_info and fill in the middle, against the model's own tokenizer and template."""
+"""/tokenize, /detokenize, /tokenizer_info, /infill and `suffix`, against the model's own tokenizer and template."""
 
 from __future__ import annotations
 
@@ -100,12 +100,37 @@ def test_a_suffix_needs_a_text(fills):
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "suffix"
 
 
+def test_infill_as_the_plug_ins_of_llama_cpp_ask_for_it(fills):
+    fields = {
+        "input_prefix": "def f(", "input_suffix": "return x", "prompt": "y = ", "n_predict": 3, "top_k": 40,
+        "input_extra": [{"text": "import os", "filename": "a.py"}], "samplers": ["top_k"], "cache_prompt": True,
+    }  # fmt: skip
+    prompt, answer = prompt_of(fills, "/infill", **fields)
+    begun = "<|fim_prefix|>def f(<|fim_suffix|>return x<|fim_middle|>y = "
+    assert prompt == f"<s>--- a.py ---\nimport os\n\n{begun}"
+    assert answer["content"] == "FIL" and answer["stop_type"] == "limit" and answer["tokens_predicted"] == 3
+    whole = fills.client.post("/infill", json={**fields, "n_predict": -1}).json()
+    assert whole["content"] == "FILL" and whole["stop_type"] == "eos"
+    stream = fills.client.post("/infill", json={**fields, "n_predict": 9, "stream": True}).text
+    events = [json.loads(line[6:]) for line in stream.splitlines() if line]
+    assert "".join(event["content"] for event in events) == "FILL"
+    assert [event["stop"] for event in events[-2:]] == [False, True] and events[-1]["tokens_predicted"] == 5
+
+
+def test_infill_for_no_token_warms_the_cache_only(fills):
+    answer = fills.client.post("/infill", json={"input_prefix": "a", "input_suffix": "b", "n_predict": 0}).json()
+    assert answer["content"] == "" and answer["stop"] is True
+
+
 @pytest.mark.parametrize(("path", "body", "param"), [
     ("/tokenize", {"messages": []}, "messages"),
     ("/tokenize", {"messages": CHAT, "chat_template_kwargs": {"tools": 1}}, "chat_template_kwargs.tools"),
     ("/tokenize", {"prompt": 5}, "prompt"),
     ("/tokenize", {"prompt": "x", "with_pieces": "yes"}, "with_pieces"),
     ("/detokenize", {"tokens": [True]}, "tokens"),
+    ("/infill", {"input_prefix": "x"}, "input_suffix"),
+    ("/infill", {"input_prefix": 5}, "input_prefix"),
+    ("/infill", {"input_extra": ["x"]}, "input_extra[0]"),
 ])  # fmt: skip
 def test_what_is_refused_names_the_field(says, path, body, param):
     answer = says.client.post(path, json=body)
