@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from cpmrt.config import EngineConfig, ModelConfig, SamplingParams, SparseSetting
+from cpmrt.config.engine import parse_bytes
 from cpmrt.dtypes import F32
 from cpmrt.engine import Engine, Request
 from cpmrt.engine.engine import StepListener
@@ -28,8 +29,8 @@ class LLM:
 
     `model` is a folder or a Hugging Face id; None is the bundled demo model. `executor`: "auto", "cuda" or
     "reference" (NumPy). `dtype` of weights, KV and activations: "auto" (the checkpoint's), "bfloat16", "float16",
-    "float32". `max_context` in tokens and `memory_budget` in bytes bound the memory plan (None: the model's own
-    context, what is free). `lm_head_bits` 8 or 4 rounds the output head to that many bits.
+    "float32". `max_context` in tokens and `memory_budget` in bytes (or such as "8GiB") bound the memory plan (None: the
+    model's own context, what is free). `lm_head_bits` 8 or 4 rounds the output head to that many bits.
     `kv_dtype="fp8"` keeps keys and values in 8 bits (`ops.fp8_pages`); not with a draft.
     `prefix_cache` (`engine.prefix_cache`) spares a prompt what an earlier one, or its answer, has computed already;
     the bits that a prefill rounds off may then differ, as they do between values of `prefill_chunk`.
@@ -58,7 +59,7 @@ class LLM:
         executor: str = "auto",
         dtype: str = "auto",
         max_context: int | None = None,
-        memory_budget: int | None = None,
+        memory_budget: int | str | None = None,
         load_format: str = "auto",
         seed: int = 0,
         hf_overrides: Mapping[str, Any] | None = None,
@@ -75,8 +76,9 @@ class LLM:
         speculate: str | Mapping[str, Any] = "auto",
         on_step: StepListener | None = None,
     ):
+        budget = parse_bytes(memory_budget) if isinstance(memory_budget, str) else memory_budget
         settings = EngineConfig(
-            executor, dtype, max_context, memory_budget, load_format, seed, prefill_chunk, max_sequences,
+            executor, dtype, max_context, budget, load_format, seed, prefill_chunk, max_sequences,
             cuda_graphs, dependent_launch, steps_per_launch, lm_head_bits, prefix_cache, kv_dtype=kv_dtype,
         )  # fmt: skip
         is_dummy = load_format == "dummy"

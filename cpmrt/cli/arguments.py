@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from dataclasses import fields
+from difflib import get_close_matches
 from typing import Any, NoReturn, Protocol
 
 from cpmrt.bench.shapes import gptq_config
@@ -32,8 +34,23 @@ class Parser(argparse.ArgumentParser):
         # Descriptions are docstrings, laid out already.
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **settings)
 
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse a command line; an error about an unknown option names the nearest that there is."""
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            options = [word.partition("=")[0] for word in unknown if word.startswith("--")]
+            meant = "".join(nearest(option, self._option_string_actions) for option in options)
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")
+        return parsed
+
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}; see {self.prog} --help")
+
+
+def nearest(word: str, words: Iterable[str]) -> str:
+    """Return a hint at the one of `words` that is most like `word`, or nothing where none is."""
+    found = get_close_matches(word, words, n=1, cutoff=0.7)
+    return f" (did you mean {found[0]}?)" if found else ""
 
 
 def memory_size(text: str) -> int:
@@ -64,6 +81,14 @@ def integer(low: int, high: int, what: str = "a positive integer") -> Callable[[
         return int(text)
 
     return parsed
+
+
+def token_count(text: str) -> int:
+    """Parse the value of an option in tokens, such as 4096, 128K (of 1,024) or 1M."""
+    number = re.fullmatch(r"([0-9]{1,10})([KkMm]?)", text)
+    if not number:
+        raise argparse.ArgumentTypeError(f"expected a number of tokens such as 4096 or 128K, got {text[:100]!r}")
+    return int(number[1]) * {"": 1, "k": 2**10, "m": 2**20}[number[2].lower()]
 
 
 def _sparse_setting(text: str) -> SparseSetting:
@@ -137,11 +162,11 @@ WEIGHT_BITS = ("--weight-bits", "--group-size", "--draft-weight-bits")
 _ENGINE_OPTIONS: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "executor": (str, "NAME", "auto, cuda or reference (NumPy)"),
     "dtype": (str, "TYPE", "of weights, KV and activations: auto (the checkpoint's), bfloat16, float16 or float32"),
-    "max_context": (int, "TOKENS", "most tokens of prompt and answer together (default: the model's own)"),
+    "max_context": (token_count, "TOKENS", "most tokens of prompt and answer together (default: the model's own)"),
     "memory_budget": (memory_size, "SIZE", "most memory to use, such as 8GiB (default: what is free)"),
     "load_format": (str, "FORMAT", "auto, safetensors or dummy (random weights)"),
     "seed": (int, "N", "of the first request's random numbers, each further one takes the next; and of dummy weights"),
-    "prefill_chunk": (int, "TOKENS", "most prompt tokens of one step"),
+    "prefill_chunk": (token_count, "TOKENS", "most prompt tokens of one step"),
     "max_sequences": (int, "N", "sequences that decode together"),
     "steps_per_launch": (int, "N", "decode steps of one launch on a GPU, which a new request then waits for"),
     "kv_dtype": (str, "TYPE", "of keys and values: auto (as --dtype) or fp8 (8 bits; without a draft)"),
@@ -162,7 +187,7 @@ _DRAFT_OPTIONS: dict[str, tuple[str, Callable[[str], Any], str, str]] = {
     "--draft-iters": ("num_passes", int, "N", "draft passes of a step: the depth of its tree"),
     "--draft-topk": ("top_k", int, "K", "tokens that each pass takes of a node, and nodes that it goes on from"),
     "--tree-size": ("tree_size", int, "N", "drafted tokens that a step verifies, and one"),
-    "--draft-window": ("window", int, "TOKENS", "that the draft's attention looks back at (default: all)"),
+    "--draft-window": ("window", token_count, "TOKENS", "that the draft's attention looks back at (default: all)"),
     "--draft-head-bits": ("head_bits", int, "BITS", "round the draft's head to 8 or 4 bits"),
     "--draft-vocab": (
         "draft_vocab", _vocab, "N|FILE",

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -124,8 +123,7 @@ def _long_enough(shape: str, cases: list[Case]) -> dict[str, int]:
 
 
 def _context(text: str) -> Case:
-    number = re.fullmatch(r"([0-9]{1,7})([Kk]?)", text)
-    tokens = int(number[1]) * (1024 if number[2] else 1) if number else 0
+    tokens = options.token_count(text)
     if not 2 * _CONTEXT_NEW <= tokens <= 2**24:
         what = f"expected {2 * _CONTEXT_NEW} tokens or more, such as 1024 or 32K, got {text!r}"
         raise argparse.ArgumentTypeError(what)

@@ -38,6 +38,7 @@ def run(args: argparse.Namespace) -> int:
 def _findings() -> Iterator[Finding]:
     yield from host_probes.versions()
     yield from host_probes.required_packages()
+    yield from host_probes.optional_packages()
     driver = gpu_probes.driver()
     yield from driver.findings
     yield gpu_probes.nvml(driver)

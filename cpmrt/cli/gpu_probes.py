@@ -13,7 +13,8 @@ from importlib.metadata import distributions
 from itertools import chain
 from typing import Any
 
-from cpmrt.cli.host_probes import Finding, Status, pip_install
+from cpmrt.cli.host_probes import Finding, Status
+from cpmrt.installation import pip_install
 from cpmrt.memory.plan import format_bytes
 
 _WHEELS = (

@@ -20,6 +20,7 @@ from cpmrt.cuda.build.source import kernels_folder
 from cpmrt.cuda.kernels import KERNELS, files
 from cpmrt.env import cache_dir
 from cpmrt.errors import CpmrtError, KernelCompileError, NoDeviceError
+from cpmrt.installation import EXTRAS, install_extra, missing_packages, pip_install, reinstall
 from cpmrt.memory.plan import format_bytes
 from cpmrt.models.decoder import tensor_specs
 from cpmrt.text import Tokenizer
@@ -49,11 +50,6 @@ class Finding:
     fix: str = ""
 
 
-def pip_install(*packages: str) -> str:
-    """Return the command that installs packages for the Python that runs."""
-    return f"{sys.executable} -m pip install {' '.join(packages)}"
-
-
 def versions() -> Iterator[Finding]:
     """Report cpmrt, Python, the platform, NumPy and its BLAS."""
     yield Finding("cpmrt", Status.OK, f"{cpmrt.__version__} in {Path(cpmrt.__file__).parent}")
@@ -76,6 +72,18 @@ def required_packages() -> Iterator[Finding]:
             yield Finding(package, Status.BROKEN, "not installed", pip_install(package))
         else:
             yield Finding(package, Status.OK, found)
+
+
+def optional_packages() -> Iterator[Finding]:
+    """Report the packages that only some commands need: those of `serve`, and of models from ModelScope."""
+    for extra, purpose in (("server", "cpmrt serve"), ("modelscope", "models named modelscope:ORG/NAME")):
+        absent = missing_packages(extra)
+        if absent:
+            what = f"{', '.join(absent)} not installed, which {purpose} needs"
+            yield Finding(f"packages for {extra}", Status.UNUSED, what, install_extra(extra))
+        else:
+            found = ", ".join(f"{package} {installed_version(package)}" for package in EXTRAS[extra])
+            yield Finding(f"packages for {extra}", Status.OK, found)
 
 
 def installed_version(package: str) -> str | None:
@@ -117,7 +125,7 @@ def bundled_model() -> Finding:
             "bundled model",
             Status.MISSING,
             str(error),
-            fix if is_checkout else pip_install("--force-reinstall", "cpmrt"),
+            fix if is_checkout else reinstall(),
         )
     return Finding("bundled model", Status.OK, f"{config.architecture}, {size} of weights in {BUNDLED}")
 
@@ -153,8 +161,7 @@ def kernel_sources() -> Finding:
         return Finding("kernel sources", Status.MISSING, error.what, error.fix or "")
     absent = [file for file in files() if not (folder / file).is_file()]
     if absent:
-        fix = pip_install("--force-reinstall", "--no-deps", "cpmrt")
-        return Finding("kernel sources", Status.MISSING, f"{folder} lacks {', '.join(absent)}", fix)
+        return Finding("kernel sources", Status.MISSING, f"{folder} lacks {', '.join(absent)}", reinstall())
     return Finding("kernel sources", Status.OK, f"{len(KERNELS)} kernels in {len(files())} files of {folder}")
 
 

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from cpmrt import __version__
-from cpmrt.cli.arguments import Parser, UsageError
+from cpmrt.cli.arguments import Parser, UsageError, nearest
 from cpmrt.cli.output import discard_stdout, note, printable
 from cpmrt.errors import CpmrtError
 
@@ -71,8 +71,14 @@ def _parser() -> Parser:
         epilog=f"commands:\n{listing}\n\n`cpmrt COMMAND --help` describes one.",
     )
     parser.add_argument("--version", action="version", version=f"cpmrt {__version__}")
-    parser.add_argument("command", metavar="COMMAND", choices=COMMANDS, help=argparse.SUPPRESS)
+    parser.add_argument("command", metavar="COMMAND", type=_command, help=argparse.SUPPRESS)
     return parser
+
+
+def _command(text: str) -> str:
+    if text not in COMMANDS:
+        raise argparse.ArgumentTypeError(f"invalid choice: {text!r}{nearest(text, COMMANDS)}")
+    return text
 
 
 def _open_missing_streams() -> None:

@@ -8,16 +8,19 @@ model are there, they say which layers are quantised; else its config.json does.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from cpmrt.bench.shapes import SHAPES
-from cpmrt.cli.arguments import add_engine_options, add_model_source, check_one_source, engine_config, memory_size
+from cpmrt.cli import arguments as options
 from cpmrt.cli.described_model import add_description_options, described_model
 from cpmrt.cli.output import printable, write, write_json
-from cpmrt.config import ModelConfig
+from cpmrt.config import EngineConfig, ModelConfig
 from cpmrt.cuda.assembly import CudaTarget
 from cpmrt.cuda.precompile import known_device
 from cpmrt.dtypes import DType
+from cpmrt.errors import CpmrtError
 from cpmrt.memory.caches import PAGE_SIZE
 from cpmrt.memory.plan import MemoryPlan, check_budget, format_bytes, largest_context
 from cpmrt.opening import Target
@@ -29,21 +32,24 @@ _DEVICE = known_device("sm_90")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    add_model_source(parser, positional=True)
+    options.add_model_source(parser, positional=True)
     parser.add_argument("--shape", choices=SHAPES, help="a well-known shape, instead of MODEL")
     parser.add_argument(
-        "--context", type=int, metavar="TOKENS", help="of one sequence (default: the model's own, or what fits)"
+        "--context", "--max-context", dest="context", type=options.token_count, metavar="TOKENS",
+        help="of one sequence, such as 32768 or 32K (default: the model's own, or what fits)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--gpu-memory", type=options.memory_size, metavar="SIZE", help="what the plan must fit, such as 8GiB"
     )
-    parser.add_argument("--gpu-memory", type=memory_size, metavar="SIZE", help="what the plan must fit, such as 8GiB")
-    add_engine_options(parser, "dtype", "max_sequences", "prefill_chunk", "lm_head_bits", "kv_dtype")
+    options.add_engine_options(parser, "dtype", "max_sequences", "prefill_chunk", "lm_head_bits", "kv_dtype")
     add_description_options(parser)
     parser.add_argument("--json", action="store_true", help="write one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan. Raises MemoryPlanError, after it, if it does not fit."""
-    check_one_source(args, "plan")
-    settings = engine_config(args, max_context=args.context, memory_budget=args.gpu_memory)
+    options.check_one_source(args, "plan")
+    settings = options.engine_config(args, max_context=args.context, memory_budget=args.gpu_memory)
 
     def target(config: ModelConfig) -> Target:
         # Only the NumPy executor computes in float32.
@@ -62,9 +68,27 @@ def run(args: argparse.Namespace) -> int:
     else:
         kinds = [config.architecture, dtype.label, *quantisation_facts(config.quantization, blueprint.specs)]
         write(_text(f"{name}: {', '.join(kinds)}", plan, budget, largest))
-    if budget is not None:
-        check_budget(plan, budget)
+    if budget is not None and plan.total_bytes > budget:
+        check_budget(plan, budget, _how_to_fit(args, settings, target, budget, largest))
     return 0
+
+
+def _how_to_fit(
+    args: argparse.Namespace,
+    settings: EngineConfig,
+    target: Callable[[ModelConfig], Target],
+    budget: int,
+    largest: int | None,
+) -> str:
+    """Return what to change on the command line so that the plan fits."""
+    ways = [f"--context {largest} fits"] if largest else []
+    if args.weight_bits is None:
+        smaller = argparse.Namespace(**vars(args) | {"weight_bits": 4})
+        with suppress(CpmrtError):  # not every matrix can be cut into groups
+            _, blueprint = described_model(smaller, settings, target, model=args.model, shape=args.shape)
+            context = largest_context(blueprint.plan, budget, blueprint.config.max_positions)
+            ways += [f"--weight-bits 4 fits, with a context of up to {context} tokens"] if context else []
+    return "; ".join(ways) or "choose a larger --gpu-memory, or a smaller model"
 
 
 def _text(title: str, plan: MemoryPlan, budget: int | None, largest: int | None) -> str:

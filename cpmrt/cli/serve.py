@@ -1,13 +1,12 @@
 """Serve a model over HTTP: an OpenAI-compatible API under /v1 and, at /, a chat page.
 
 SIGTERM and Ctrl-C take no more requests and let those that run finish, for --grace seconds; a second Ctrl-C does not
-wait. Needs the server extra: pip install 'cpmrt[server]'.
+wait. Needs the packages of the extra `server`; `cpmrt doctor` says whether they are here.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import logging
 import signal
 import sys
@@ -19,6 +18,7 @@ from cpmrt.cli import arguments as options
 from cpmrt.cli.main import EXIT_INTERRUPTED
 from cpmrt.cli.output import note
 from cpmrt.errors import ConfigError
+from cpmrt.installation import install_extra, missing_packages
 
 if TYPE_CHECKING:
     from cpmrt.server.service import ServerSettings
@@ -29,7 +29,6 @@ _ENGINE_FIELDS = (
 )  # fmt: skip
 _PORT = options.integer(0, 2**16 - 1, "a port, 0 to 65535")
 _COUNT = options.integer(0, 2**20 - 1, "a number of sequences")
-_REQUIRED = ("starlette", "uvicorn", "httptools", "prometheus_client")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -74,9 +73,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_installed() -> None:
-    missing = [name for name in _REQUIRED if importlib.util.find_spec(name) is None]
+    missing = missing_packages("server")
     if missing:
-        raise ConfigError(f"cpmrt serve needs {', '.join(missing)}", fix="pip install 'cpmrt[server]'")
+        raise ConfigError(f"cpmrt serve needs {', '.join(missing)}", fix=install_extra("server"))
 
 
 def _settings(args: argparse.Namespace) -> ServerSettings:

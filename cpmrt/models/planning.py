@@ -145,5 +145,15 @@ def fit_model(
     if engine.max_context is None:
         context = largest_context(build, budget, limit) or min(limit, PAGE_SIZE)
     plan = build(context)
-    check_budget(plan, budget)
+    if plan.total_bytes > budget:
+        check_budget(plan, budget, _how_to_fit(largest_context(build, budget, limit)))
     return plan
+
+
+def _how_to_fit(largest: int) -> str:
+    if largest:
+        return f"choose a smaller max_context (--max-context {largest} fits) or a larger memory_budget"
+    return (
+        "no context fits beside these weights: choose a smaller model, 4-bit weights (cpmrt quantize makes them) or a "
+        "larger memory_budget (--memory-budget)"
+    )

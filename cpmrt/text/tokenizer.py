@@ -16,6 +16,12 @@ from cpmrt.weights.files import open_file, parse_object
 
 MAX_TOKENIZER_BYTES = 256 * 2**20
 
+MAKE_TOKENIZER = (
+    "pip install transformers sentencepiece protobuf && "
+    "python -c \"from transformers import LlamaTokenizerFast as T; T.from_pretrained('.').save_pretrained('.')\""
+)
+"""The command that makes tokenizer.json of a SentencePiece model (AutoTokenizer makes one with other ids)."""
+
 T = TypeVar("T")
 
 
@@ -174,8 +180,7 @@ def _missing(folder: Path) -> CheckpointError:
     if (folder / "tokenizer.model").exists():
         return CheckpointError(
             f"{folder} has a tokenizer.model but no tokenizer.json",
-            fix=f"make one with transformers: AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained("
-            f"{str(folder)!r})",
+            fix=f"copy tokenizer.json from the model's repository, or make it in this folder: {MAKE_TOKENIZER}",
         )
     return CheckpointError(f"{folder} has no tokenizer.json", fix="copy it from the model's repository")
 

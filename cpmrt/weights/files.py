@@ -11,6 +11,16 @@ from typing import BinaryIO
 from cpmrt.errors import CheckpointError, quoted
 
 MAX_JSON_BYTES = 10_000_000
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+"""How the small text begins that git leaves in place of a large file."""
+
+
+def lfs_pointer(path: Path | str) -> CheckpointError:
+    """Return the error for a file of which only the Git LFS pointer is here."""
+    return CheckpointError(
+        f"{path} is a Git LFS pointer", expected="the file that it stands for",
+        fix="in the cloned folder: git lfs install && git lfs pull; or let cpmrt pull ORG/NAME download the model",
+    )  # fmt: skip
 
 
 def open_file(path: Path) -> BinaryIO:
@@ -34,6 +44,9 @@ def parse_object(raw: bytes, source: str, *, unique_keys: bool = False) -> dict[
     `unique_keys` refuses an object, at any depth, that has a key twice (JSON leaves open which one counts).
     Raises CheckpointError.
     """
+
+    if raw.startswith(LFS_POINTER):
+        raise lfs_pointer(source)
 
     def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
         for key, count in Counter(key for key, _ in pairs).items():

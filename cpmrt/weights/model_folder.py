@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from cpmrt.config import ModelConfig, SparseSetting, with_sparse_setting
-from cpmrt.errors import ConfigError
+from cpmrt.errors import CheckpointError, ConfigError, quoted
 from cpmrt.weights import hub
 from cpmrt.weights.files import read_json
 
@@ -45,6 +46,7 @@ class ModelFolder:
         """
         path = BUNDLED if model is None else hub.resolve(model, revision=revision, weights=weights)
         source = path / "config.json"
+        check_kind(path)
         raw_config = with_sparse_setting(_merged(read_json(source), hf_overrides), sparse)
         generation_config = _read_if_there(path / "generation_config.json")
         quantize_config = _read_if_there(path / "quantize_config.json")
@@ -54,6 +56,25 @@ class ModelFolder:
 
 def _read_if_there(path: Path) -> dict[str, Any] | None:
     return read_json(path) if path.exists() else None
+
+
+def check_kind(path: Path) -> None:
+    """Raise CheckpointError, with what to do, for a folder that cannot be read or is an adapter for a model."""
+    try:
+        os.listdir(path)
+        os.stat(os.path.join(path, "."))
+    except PermissionError as error:
+        raise CheckpointError(
+            f"you have no permission to read the folder {path}", expected=f"one that user {os.geteuid()} may read",
+            actual=f"one of user {path.stat().st_uid}", fix=f"let its owner run: chmod -R a+rX {path}",
+        ) from error  # fmt: skip
+    if (path / "adapter_config.json").exists() and not (path / "config.json").exists():
+        base = read_json(path / "adapter_config.json").get("base_model_name_or_path")
+        raise CheckpointError(
+            f"{path} holds a LoRA adapter (adapter_config.json)", expected="a whole model with config.json",
+            fix=f"merge it into its base model {quoted(base)} with peft: merge_and_unload(), then save_pretrained(), "
+            "together with the tokenizer",
+        )  # fmt: skip
 
 
 def _merged(config: dict[str, Any], overrides: Mapping[str, Any] | None) -> dict[str, Any]:

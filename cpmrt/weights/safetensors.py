@@ -20,7 +20,7 @@ import numpy as np
 
 from cpmrt.dtypes import Array, DType
 from cpmrt.errors import CheckpointError, quoted
-from cpmrt.weights.files import open_file, parse_object
+from cpmrt.weights.files import LFS_POINTER, lfs_pointer, open_file, parse_object
 
 FLOATS = {dtype.safetensors_name: dtype for dtype in DType}
 """The types in which weights that are not quantised are stored, by the format's names."""
@@ -118,7 +118,10 @@ def _read_header(file: BinaryIO, path: Path, size: int) -> bytes:
         raise CheckpointError(
             f"{path} is too short", expected="at least 8 bytes", actual=f"{size} bytes", fix=_DOWNLOAD_AGAIN
         )
-    length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+    head = file.read(_LENGTH_BYTES)
+    if LFS_POINTER.startswith(head):
+        raise lfs_pointer(path)
+    length = int.from_bytes(head, "little")
     limit = min(MAX_HEADER_BYTES, size - _LENGTH_BYTES)
     if not 0 < length <= limit:
         raise CheckpointError(

@@ -189,6 +189,8 @@ def test_closed_models_refuse(checkpoint):
     ({"executor": "auto"}, NoDeviceError, "reference"),
     ({"executor": "reference", "max_context": 257}, ConfigError, "at most 256"),
     ({"executor": "reference", "memory_budget": 1000}, MemoryPlanError, "does not fit"),
+    ({"executor": "reference", "memory_budget": "1KiB"}, MemoryPlanError, "at most 1.00 KiB"),
+    ({"executor": "reference", "memory_budget": "lots"}, ConfigError, "a size such as 8GiB"),
     ({"executor": "reference", "hf_overrides": {"vocab_size": 301}}, CheckpointError, "embed_tokens"),
     ({"executor": "reference", "hf_overrides": {"num_hidden_layers": 3}}, CheckpointError, "missing"),
     ({"executor": "reference", "hf_overrides": {"num_hidden_layers": 1}}, CheckpointError, "unexpected"),

@@ -136,7 +136,7 @@ def test_a_fresh_process_that_fails_says_why(tmp_path):
     (["--shape", "minicpm4-8b", "--weight-bits", "4", "--group-size", "48"], 2, "--group-size"),
     (["--case", "12"], 2, "expected PROMPT:NEW or PROMPT:NEW:SEQUENCES, got '12'"),
     (["--case", "1:2:3:4"], 2, "expected PROMPT:NEW"),
-    (["--context", "1M"], 2, "expected 128 tokens or more, such as 1024 or 32K, got '1M'"),
+    (["--context", "1G"], 2, "expected a number of tokens such as 4096 or 128K, got '1G'"),
         (["--context", "127"], 2, "expected 128 tokens or more"),
         (["--case", "0:4"], 2, "expected a positive integer, got '0'"),
     (["--case", "8:-4"], 2, "expected PROMPT:NEW"),

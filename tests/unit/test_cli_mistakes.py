@@ -6,7 +6,9 @@ import io
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Callable
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,6 +50,15 @@ def cut(folder: Path) -> None:
         file.truncate(5000)
 
 
+POINTER = ("model.safetensors", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 16\n")
+
+
+def adapter(folder: Path) -> None:
+    """Leave what peft saves."""
+    (folder / "config.json").unlink()
+    (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}')
+
+
 def no_template(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text("{}")
 
@@ -71,6 +82,10 @@ MISTAKES = [
     # The command line itself
     Mistake("no command", [], "required: COMMAND", 2),
     Mistake("unknown command", ["sing"], "invalid choice: 'sing'", 2),
+    Mistake("misspelt command", ["genrate"], "(did you mean generate?)", 2),
+    Mistake("misspelt option", [*GP, "--temprature", "0.5"], "(did you mean --temperature?)", 2),
+    Mistake("misspelt option with its value", [*GP, "--max-contxt=9"], "(did you mean --max-context?)", 2),
+    Mistake("context in no unit", [*GP, "--max-context", "4X"], "a number of tokens such as 4096 or 128K", 2),
     Mistake("unknown option", [*GP, "--beam", "4"], "unrecognized arguments: --beam 4", 2),
     Mistake("abbreviated option", [*GP, "--temp", "1"], "unrecognized arguments: --temp", 2),
     Mistake("option without value", [*GP, "--top-k"], "--top-k: expected one argument", 2),
@@ -149,6 +164,11 @@ MISTAKES = [
     Mistake("quantised in 3 bits", GP, "bits: expected 4", spoil=config(quantization_config=GPTQ | {"bits": 3})),
     Mistake("quantised and not", GP, "no tensor is quantised", spoil=config(quantization_config=GPTQ)),
     Mistake("quantised plan", ["plan", "M"], "'fp8'", spoil=config(quantization_config={"quant_method": "fp8"})),
+    Mistake("weights left in git", GP, "model.safetensors is a Git LFS pointer", spoil=write(*POINTER)),
+    Mistake("tokenizer left in git", GP, "git lfs pull", spoil=write("tokenizer.json", POINTER[1])),
+    Mistake("adapter for a model", GP, "LoRA adapter (adapter_config.json): expected a whole model", spoil=adapter),
+    Mistake("adapter planned", ["plan", "M"], "its base model 'org/base' with peft", spoil=adapter),
+    Mistake("adapter inspected", ["inspect", "M"], "merge_and_unload()", spoil=adapter),
     Mistake("no weights", GP, "no safetensors weights", spoil=remove("model.safetensors")),
     Mistake("pickled weights", GP, "pickled weights can run code", spoil=pickled),
     Mistake("cut weights", GP, "cut or damaged", spoil=cut),
@@ -195,3 +215,33 @@ def test_hub_ids_come_from_the_cache_when_offline(tmp_path, capsys, monkeypatch)
     (home / "snapshots" / "abc123" / "model.safetensors").unlink()
     assert main(["inspect", "org/tiny"]) == 0
     assert capsys.readouterr().out.endswith("this version can run it once its weights are fetched\n")
+
+
+@contextmanager
+def nobody():
+    """Root may read everything, so root is somebody else within."""
+    mine = os.geteuid()
+    if mine == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(mine)
+
+
+@pytest.mark.parametrize("mode", [0o000, 0o444, 0o111], ids=["closed", "only-listed", "only-passed"])
+def test_a_folder_without_permission_is_named(mode, capsys):
+    lines = (["plan", "M"], ["inspect", "M"], ["generate", "x", "-m", "M", "--executor", "reference"])
+    with tempfile.TemporaryDirectory() as root:  # the folders of tmp_path are closed to others
+        folder = write_checkpoint(Path(root) / "model")
+        lines = [[part.replace("M", str(folder)) for part in line] for line in lines]
+        assert [main(line) for line in lines] == [0, 0, 0]  # and all modules are imported
+        capsys.readouterr()
+        os.chmod(root, 0o755)
+        os.chmod(folder, mode)
+        with nobody():
+            codes = [main(line) for line in lines]
+        os.chmod(folder, 0o755)
+        err = capsys.readouterr().err.splitlines()
+        assert codes == [1, 1, 1] and len(err) == 3
+        assert all(f"no permission to read the folder {folder}: expected" in line and "chmod" in line for line in err)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import json
+import re
 import shutil
 import subprocess
 from math import prod
@@ -17,6 +19,7 @@ from tiny_checkpoint import CONFIG, write_checkpoint
 
 from cpmrt import LLM
 from cpmrt.cli import gpu_probes, host_probes
+from cpmrt.cli.arguments import Parser
 from cpmrt.cli.host_probes import Status
 from cpmrt.cli.main import main
 from cpmrt.weights.model_folder import BUNDLED
@@ -82,6 +85,26 @@ def test_plan_that_does_not_fit_is_shown_and_refused(checkpoint, capsys):
     out, err = capsys.readouterr()
     assert "workspace" in out and out.endswith("largest context that fits 100.00 KiB: none\n")
     assert err.startswith("cpmrt: error: the plan for 64 tokens of context does not fit") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("wish", [[], ["--context", "128K"], ["--max-context", "131072"]])
+def test_what_a_plan_advises_is_an_option_it_has_and_fits(capsys, wish):
+    plan = ["plan", "--shape", "minicpm4-8b", "--gpu-memory", "8GiB"]
+    assert main([*plan, *wish]) == 1
+    advice = r"; --weight-bits 4 fits, with a context of up to (\d+) tokens$"
+    context = re.search(advice, capsys.readouterr().err.strip())
+    assert main([*plan, "--weight-bits", "4", "--context", context[1]]) == 0
+    assert main([*plan, "--weight-bits", "4", "--context", str(int(context[1]) + 64)]) == 1
+    assert f"; --context {context[1]} fits" in capsys.readouterr().err
+
+
+def test_a_context_is_named_in_thousands_wherever_there_is_one(checkpoint, json_of):
+    assert json_of("plan", checkpoint, "--context", "2K")[1]["max_context"] == 2048
+    for line in (["generate", "x"], ["chat"], ["serve"], ["bench"]):
+        module = importlib.import_module(f"cpmrt.cli.{line[0]}")
+        parser = Parser(prog="cpmrt")
+        module.configure(parser)
+        assert parser.parse_args([*line[1:], "--max-context", "128K"]).max_context == 131072
 
 
 def test_plan_of_a_real_config(shared_data, tmp_path, json_of):
@@ -262,6 +285,19 @@ def test_doctor_fails_where_cpmrt_cannot_run(monkeypatch, capsys):
     assert main(["doctor"]) == 1
     out, err = capsys.readouterr()
     assert "-m pip install tokenizers" in out and err.startswith("cpmrt: error: ") and err.count("\n") == 1
+
+
+def test_doctor_reports_the_packages_of_the_server(monkeypatch, json_of):
+    def finding() -> dict:
+        findings = json_of("doctor")[1]["findings"]
+        return next(finding for finding in findings if finding["subject"] == "packages for server")
+
+    assert finding()["status"] == "ok" and "uvicorn 0." in finding()["found"]
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "uvicorn" else found(name))
+    absent = finding()
+    assert absent["status"] == "unused" and "uvicorn not installed, which cpmrt serve needs" in absent["found"]
+    assert "'uvicorn>=" in absent["fix"] and "'starlette>=" in absent["fix"] and "cpmrt[" not in absent["fix"]
 
 
 def test_cache_folder(monkeypatch, tmp_path):

@@ -14,6 +14,7 @@ from cpmrt import env
 from cpmrt.cuda.driver.faults import device_faults
 from cpmrt.cuda.driver.occupancy import multiprocessors, whole_clusters
 from cpmrt.errors import NoDeviceError
+from cpmrt.installation import install_extra
 from cpmrt.memory.host_memory import available_bytes
 
 MIN_CAPABILITY = 80
@@ -108,7 +109,7 @@ def _usable_driver(runtime: ModuleType) -> tuple[int, int]:
             "the NVIDIA driver is too old for the installed CuPy",
             expected=f"CUDA {built_for // 1000}.0 or newer",
             actual=f"CUDA {driver // 1000}.{driver % 1000 // 10}",
-            fix=f"update the driver, or: {_pip(f'cpmrt[cuda{driver // 1000}]')}",
+            fix=f"update the driver, or: {install_extra(f'cuda{driver // 1000}')}",
         )
     return driver // 1000, driver % 1000 // 10
 
@@ -124,7 +125,7 @@ def _import_cupy() -> ModuleType:
     try:
         return importlib.import_module("cupy")
     except ImportError as error:
-        fix = f"{_pip('cpmrt[cuda13]')} (cuda12 for a driver older than 580)"
+        fix = f"{install_extra('cuda13')} (for a driver older than 580: {install_extra('cuda12')})"
         raise NoDeviceError(f"CuPy cannot be imported ({error})", fix=fix) from None
 
 
@@ -134,7 +135,3 @@ def _can_write(folder: Path) -> bool:
     except OSError:
         return False
     return os.access(folder, os.W_OK | os.X_OK)
-
-
-def _pip(requirement: str) -> str:
-    return f'{sys.executable} -m pip install "{requirement}"'

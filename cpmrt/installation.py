@@ -1,0 +1,55 @@
+"""Says which optional packages are missing, and the command that installs them, however cpmrt itself came here."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shlex
+import sys
+from importlib.metadata import PackageNotFoundError, distribution, requires
+from urllib.parse import unquote, urlsplit
+
+EXTRAS = {
+    "server": ("starlette", "uvicorn", "httptools", "prometheus_client"),
+    "modelscope": ("modelscope_hub",),
+}
+"""The packages that the commands of an extra import."""
+
+
+def missing_packages(extra: str) -> list[str]:
+    """Return those packages of an extra that cannot be imported."""
+    return [name for name in EXTRAS[extra] if importlib.util.find_spec(name) is None]
+
+
+def pip_install(*requirements: str) -> str:
+    """Return the command that installs packages for this Python, ready to be pasted into a shell."""
+    return f"{shlex.quote(sys.executable)} -m pip install {' '.join(map(shlex.quote, requirements))}"
+
+
+def install_extra(extra: str) -> str:
+    """Return the command that installs what an extra of cpmrt (server, modelscope, cuda12, cuda13) needs.
+
+    It names the packages and not cpmrt[extra], because a checkout or a wheel need not be on any index.
+    """
+    return pip_install(*(_requirements(extra) or [f"cpmrt[{extra}]"]))
+
+
+def reinstall() -> str:
+    """Return the command that puts cpmrt's own files back: from the checkout or wheel that it came from, if known."""
+    try:
+        origin = json.loads(distribution("cpmrt").read_text("direct_url.json") or "{}")
+    except PackageNotFoundError:
+        origin = {}
+    source = unquote(urlsplit(origin["url"]).path) if "url" in origin else "cpmrt"
+    editable = ["--editable"] if origin.get("dir_info", {}).get("editable") else []
+    return pip_install("--force-reinstall", "--no-deps", *editable, source)
+
+
+def _requirements(extra: str) -> list[str]:
+    """Return the requirements of an extra besides cpmrt's own; nothing where cpmrt is not installed."""
+    try:
+        lines = requires("cpmrt") or []
+    except PackageNotFoundError:
+        return []
+    parts = [line.replace(" ", "").replace('"', "'").partition(";") for line in lines]
+    return [requirement for requirement, _, marker in parts if marker == f"extra=='{extra}'"]
