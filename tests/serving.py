@@ -31,7 +31,7 @@ class Server:
 
     def __init__(self, running: Running, url: str):
         self.running, self.url = running, url
-        self.client = httpx.Client(base_url=url, timeout=30)
+        self.client = httpx.Client(base_url=url, timeout=30, verify=False)
 
     @property
     def engine(self):
@@ -69,7 +69,7 @@ def serving(load: Callable[[], LLM], **settings) -> Iterator[Server]:
 
     thread = threading.Thread(target=run)
     thread.start()
-    server = Server(running, address_of(listener))
+    server = Server(running, address_of(listener, config))
     try:
         deadline = time.monotonic() + 30
         while server.client.get("/health/ready").status_code != 200 and not failures:

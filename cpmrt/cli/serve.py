@@ -36,13 +36,27 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("server").add_argument
     add("--host", default="127.0.0.1", metavar="ADDR", help="where to listen (default: %(default)s)")
     add("--port", type=_PORT, default=8000, metavar="N", help="0: a free one (default: %(default)s)")
-    add("--api-key", metavar="KEY", help="what clients must send (default: $CPMRT_API_KEY, else none)")
+    add(
+        "--api-key", action="append", default=[], metavar="KEY",
+        help="what clients must send; may be repeated (default: $CPMRT_API_KEY, else none)",
+    )  # fmt: skip
+    add("--api-key-file", type=Path, metavar="FILE", help="more keys, one on each line")
     add(
         "--allowed-host", action="append", default=[], metavar="NAME",
         help="a name in the Host header of requests, as proxies send it; may be repeated (default: only loopback ones "
         "where nobody else can connect and there is no key, else any)",
     )  # fmt: skip
-    add("--served-model-name", metavar="NAME", help="what clients call the model (default: its own)")
+    add(
+        "--cors-origin", action="append", default=[], metavar="ORIGIN",
+        help="an origin such as https://example.org whose pages may use the API from a browser, or *; may be repeated "
+        "(default: none)",
+    )  # fmt: skip
+    add("--ssl-certfile", type=Path, metavar="FILE", help="serve HTTPS with this certificate and its chain (PEM)")
+    add("--ssl-keyfile", type=Path, metavar="FILE", help="its private key, if that is in a file of its own")
+    add(
+        "--served-model-name", action="append", default=[], metavar="NAME",
+        help="what clients call the model; more names may follow with the option repeated (default: its own)",
+    )  # fmt: skip
     add("--max-queue", type=_COUNT, default=64, metavar="N", help="sequences that may wait (default: %(default)s)")
     add(
         "--max-body", type=options.memory_size, metavar="SIZE",
@@ -63,11 +77,11 @@ def run(args: argparse.Namespace) -> int:
     from cpmrt.server.run import address_of, bind, serve
 
     settings = _settings(args)
-    if not settings.is_loopback and not settings.api_key:
+    if not settings.is_loopback and not settings.api_keys:
         note(f"cpmrt: warning: {settings.host} can be reached from other machines and there is no --api-key")
     listener = bind(settings)
     _start_log()
-    note(f"cpmrt: listening on {address_of(listener)}; loading {settings.model_name}")
+    note(f"cpmrt: listening on {address_of(listener, settings)}; loading {settings.model_name}")
     ended_by = serve(settings, lambda: LLM(**options.llm_arguments(args)), listener)
     return EXIT_INTERRUPTED if ended_by == signal.SIGINT else 0
 
@@ -79,13 +93,24 @@ def _check_installed() -> None:
 
 
 def _settings(args: argparse.Namespace) -> ServerSettings:
+    from cpmrt.server.access import check_certificate, read_keys
     from cpmrt.server.service import ServerSettings
 
+    if args.ssl_certfile:
+        check_certificate(args.ssl_certfile, args.ssl_keyfile)
+    elif args.ssl_keyfile:
+        raise ConfigError("--ssl-keyfile needs --ssl-certfile, the certificate of that key")
+    keys = [*args.api_key, *(read_keys(args.api_key_file) if args.api_key_file else ())]
+    model_name, *aliases = args.served_model_name or [_name_of(args.model)]
     return ServerSettings(
-        model_name=args.served_model_name or _name_of(args.model),
+        model_name=model_name,
+        aliases=tuple(aliases),
         host=args.host,
         port=args.port,
-        api_key=args.api_key or env.api_key(),
+        api_keys=tuple(keys) or tuple(filter(None, [env.api_key()])),
+        cors_origins=tuple(args.cors_origin),
+        ssl_certfile=args.ssl_certfile,
+        ssl_keyfile=args.ssl_keyfile,
         max_queue=args.max_queue,
         max_body=args.max_body,
         grace=args.grace,

@@ -64,14 +64,15 @@ class Endpoints:
         return await self._complete(request, partial(prepare_infill, self._service))
 
     async def models(self, request: Request) -> Response:
-        return JsonResponse({"object": "list", "data": [self._model_card()]})
+        names = self._service.settings.model_names
+        return JsonResponse({"object": "list", "data": [self._model_card(name) for name in names]})
 
     async def model(self, request: Request) -> Response:
-        card, wanted = self._model_card(), request.path_params["model"]
-        if wanted != card["id"]:
+        wanted = request.path_params["model"]
+        if wanted not in self._service.settings.model_names:
             message = f"the model {wanted[:100]!r} does not exist here"
             raise ApiError(404, message, param="model", code="model_not_found")
-        return JsonResponse(card)
+        return JsonResponse(self._model_card(wanted))
 
     async def tokenizer_info(self, request: Request) -> Response:
         return JsonResponse(await self._service.in_thread(lambda: tokenizer_info(self._service.engine.llm)))
@@ -128,10 +129,10 @@ class Endpoints:
         limit = self._service.settings.body_limit(self._service.engine.llm.max_context)
         return await read_body(request.receive, request.headers.get("content-length"), limit)
 
-    def _model_card(self) -> dict[str, Any]:
+    def _model_card(self, name: str) -> dict[str, Any]:
         service = self._service
-        card = {"id": service.settings.model_name, "object": "model", "created": service.started, "owned_by": "cpmrt"}
-        return {**card, "max_model_len": service.engine.llm.max_context}
+        card = {"id": name, "object": "model", "created": service.started, "owned_by": "cpmrt"}
+        return {**card, "root": service.settings.model_name, "max_model_len": service.engine.llm.max_context}
 
 
 @cache

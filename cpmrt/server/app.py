@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import secrets
-from hmac import compare_digest
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cpmrt.errors import CpmrtError, RequestError
+from cpmrt.server.access import ApiKeys
 from cpmrt.server.api import Endpoints
 from cpmrt.server.errors import ApiError, as_api_error
 from cpmrt.server.hosts import AllowedHosts
@@ -40,7 +40,14 @@ def make_app(service: Service) -> ASGIApp:
         },
     )
     app.router.redirect_slashes = False
-    return Gate(app, service, frozenset(route.path for route in routes))
+    gate = Gate(app, service, frozenset(route.path for route in routes))
+    origins = service.settings.cors_origins
+    if not origins:
+        return gate
+    # Around the gate: browsers send no key when they ask what they may send.
+    return CORSMiddleware(
+        gate, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"], expose_headers=["x-request-id"]
+    )
 
 
 async def _answer(request: Request, error: Exception) -> Response:
@@ -70,9 +77,9 @@ class Gate:
 
     def __init__(self, app: ASGIApp, service: Service, paths: frozenset[str]):
         self._app, self._metrics, self._paths, settings = app, service.metrics, paths, service.settings
-        self._key = _digest(settings.api_key.encode()) if settings.api_key else None
+        self._keys = ApiKeys(settings.api_keys)
         # Without a key, a page of any origin could reach this server by a name of its own that means 127.0.0.1.
-        checks_host = bool(settings.allowed_hosts) or (settings.is_loopback and self._key is None)
+        checks_host = bool(settings.allowed_hosts) or (settings.is_loopback and not self._keys)
         self._hosts = AllowedHosts((settings.host, *settings.allowed_hosts)) if checks_host else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -103,16 +110,7 @@ class Gate:
             if wrong:
                 name = shown(wrong[0].decode("latin-1"))
                 return ApiError(403, f"{name} is no name of this server; see --allowed-host", code="wrong_host")
-        if self._key is None or scope["path"] in _OPEN_PATHS:
-            return None
-        given = next((value for name, value in headers if name == b"authorization"), b"")
-        scheme, _, token = given.partition(b" ")
-        if scheme.lower() == b"bearer" and compare_digest(_digest(token.strip()), self._key):
+        if not self._keys or scope["path"] in _OPEN_PATHS or self._keys.admit(headers):
             return None
         message = "missing or wrong API key; send it as Authorization: Bearer KEY"
         return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
-
-
-def _digest(key: bytes) -> bytes:
-    """Hash a key: digests have one length, so that comparing them tells nothing of the key's."""
-    return hashlib.sha256(key).digest()

@@ -20,7 +20,7 @@ def document() -> Schema:
             "/v1/chat/completions": _post("ChatRequest", "ChatCompletion", "Answer a conversation", streams=True),
             "/v1/completions": _post("CompletionRequest", "Completion", "Continue prompts", streams=True),
             "/infill": _post("InfillRequest", "Infill", "Fill in the middle, as llama.cpp has it", streams=True),
-            "/v1/models": _get("ModelList", "The model that is served"),
+            "/v1/models": _get("ModelList", "The names of the model that is served"),
             "/v1/models/{model}": _get("Model", "One model", "404", parameters=(_MODEL,)),
             "/tokenize": _post("TokenizeRequest", "Tokens", "Text or a chat to token ids"),
             "/detokenize": _post("DetokenizeRequest", "Text", "Token ids to text"),
@@ -189,7 +189,7 @@ def _answers() -> Schema:
         "ChatCompletion": _completion("chat.completion", {"message": message}, ["stop", "length", "tool_calls"]),
         "Completion": _completion("text_completion", {"text": _STRING}, ["stop", "length"]),
         "Infill": _object({"content": _STRING, "stop": {"const": True}}, {"tokens_predicted": _INTEGER}),
-        "Model": _object(model, {"max_model_len": _INTEGER}),
+        "Model": _object(model, {"root": _STRING, "max_model_len": _INTEGER}),
         "ModelList": _object({"object": {"const": "list"}, "data": _array(_ref("Model"))}),
         "Tokens": _object(
             {"tokens": _array({"type": ["integer", "object"]}), "count": _INTEGER},

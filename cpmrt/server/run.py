@@ -46,9 +46,10 @@ def bind(settings: ServerSettings) -> socket.socket:
     return listener
 
 
-def address_of(listener: socket.socket) -> str:
+def address_of(listener: socket.socket, settings: ServerSettings) -> str:
+    scheme = "https" if settings.ssl_certfile else "http"
     host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def serve(settings: ServerSettings, load: Callable[[], LLM], listener: socket.socket) -> int:
@@ -62,7 +63,7 @@ class Running:
 
     def __init__(self, settings: ServerSettings, load: Callable[[], LLM], listener: socket.socket):
         self._settings, self._load, self._listener = settings, load, listener
-        self._address = address_of(listener)
+        self._address = address_of(listener, settings)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._server: _Server | None = None
         self.service: Service | None = None
@@ -108,6 +109,8 @@ class Running:
             proxy_headers=False,
             server_header=False,
             timeout_keep_alive=_KEEP_ALIVE_S,
+            ssl_certfile=self._settings.ssl_certfile,
+            ssl_keyfile=self._settings.ssl_keyfile,
             timeout_graceful_shutdown=round(self._settings.grace) + _LAST_WORDS_S,
         )
 

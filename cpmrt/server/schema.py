@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -90,10 +91,10 @@ class CompletionRequest:
     num_kept: int
 
 
-def read_chat(body: dict[str, Any], model: str) -> ChatRequest:
-    """Read a chat for the served `model`."""
+def read_chat(body: dict[str, Any], models: Sequence[str]) -> ChatRequest:
+    """Read a chat for the model that is served under these names."""
     fields = Fields(body)
-    _check_model(fields, model)
+    check_model(fields, models)
     _refuse_unsupported(fields, NEUTRAL_CHAT)
     return ChatRequest(
         messages=read_messages(fields),
@@ -103,10 +104,10 @@ def read_chat(body: dict[str, Any], model: str) -> ChatRequest:
     )
 
 
-def read_completion(body: dict[str, Any], model: str) -> CompletionRequest:
-    """Read a plain completion for the served `model`."""
+def read_completion(body: dict[str, Any], models: Sequence[str]) -> CompletionRequest:
+    """Read a plain completion for the model that is served under these names."""
     fields = Fields(body)
-    _check_model(fields, model)
+    check_model(fields, models)
     _refuse_unsupported(fields, NEUTRAL_COMPLETION)
     max_tokens = fields.integer("max_tokens")
     logprobs = fields.integer("logprobs", range(MAX_LOGPROBS + 1))
@@ -158,10 +159,11 @@ def read_wanted(fields: Fields, max_tokens: int | None, logprobs: int | None) ->
     return Wanted(sampling, max_tokens, num_choices or 1, logprobs, streams, include_usage)
 
 
-def _check_model(fields: Fields, served: str) -> None:
+def check_model(fields: Fields, served: Sequence[str]) -> None:
+    """Raise ApiError 404 if a request names another model."""
     name = fields.string("model")
-    if name is not None and name != served:
-        message = f"the model {shown(name)} does not exist here; this server has {served!r}"
+    if name is not None and name not in served:
+        message = f"the model {shown(name)} does not exist here; this server has {' and '.join(map(repr, served))}"
         raise ApiError(404, message, param="model", code="model_not_found")
 
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 from cpmrt import LLM, __version__
@@ -35,18 +36,29 @@ class ServerSettings:
 
     `max_body` is in bytes; None: 16 for each token of the context, at least 1 MiB. `grace` is how many seconds requests
     may go on after SIGTERM. `log_prompts` writes prompts into the log. `allowed_hosts` are the names, besides loopback
-    and `host`, that a request may give this server; with any of them all requests are held to it.
+    and `host`, that a request may give this server; with any of them all requests are held to it. `aliases` are more
+    names of the model. Pages of `cors_origins` ("*": any) may use the API from a browser. With `ssl_certfile` the
+    server speaks HTTPS.
     """
 
     model_name: str
     host: str = "127.0.0.1"
     port: int = 8000
-    api_key: str | None = None
+    api_keys: tuple[str, ...] = ()
     max_queue: int = 64
     max_body: int | None = None
     grace: float = 30.0
     log_prompts: bool = False
     allowed_hosts: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
+    cors_origins: tuple[str, ...] = ()
+    ssl_certfile: Path | None = None
+    ssl_keyfile: Path | None = None
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """What requests may call the model."""
+        return (self.model_name, *self.aliases)
 
     @property
     def is_loopback(self) -> bool:
@@ -95,7 +107,7 @@ class Service:
     def prepare_chat(self, body: dict[str, Any]) -> Prepared:
         """Check a chat, render and tokenize it. Raises ApiError, CpmrtError."""
         llm = self.engine.llm
-        chat = read_chat(body, self.settings.model_name)
+        chat = read_chat(body, self.settings.model_names)
         wanted = chat.wanted
         if chat.tools and llm.chat_template is not None and not llm.chat_template.takes_tools:
             raise unsupported("tools", "the chat template of this model has none")
@@ -112,7 +124,7 @@ class Service:
     def prepare_completion(self, body: dict[str, Any]) -> Prepared:
         """Check a completion and tokenize its prompts. Raises ApiError, CpmrtError."""
         llm = self.engine.llm
-        completion = read_completion(body, self.settings.model_name)
+        completion = read_completion(body, self.settings.model_names)
         wanted = completion.wanted
         requests: list[EngineRequest] = []
         echoes: list[str] = []

@@ -199,7 +199,7 @@ def test_a_template_of_the_model_gets_at_nothing(tmp_path):
 @pytest.fixture(scope="module")
 def locked(tmp_path_factory):
     folder = tmp_path_factory.mktemp("locked")
-    with serving(lambda: saying_llm(folder, lambda prompt: "ok"), api_key="sésame", log_prompts=True) as server:
+    with serving(lambda: saying_llm(folder, lambda prompt: "ok"), api_keys=("sésame",), log_prompts=True) as server:
         server.client.headers["authorization"] = "Bearer sésame"
         yield server
 

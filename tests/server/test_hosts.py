@@ -48,7 +48,7 @@ def test_a_proxy_with_a_name_of_its_own_is_answered(tmp_path):
 
 
 def test_with_given_names_a_key_does_not_open_others(tmp_path):
-    with serving(lambda: saying_llm(tmp_path, str), allowed_hosts=("upstream",), api_key="k") as server:
+    with serving(lambda: saying_llm(tmp_path, str), allowed_hosts=("upstream",), api_keys=("k",)) as server:
         def status(host):
             return server.client.get("/v1/models", headers={"host": host, "authorization": "Bearer k"}).status_code
 

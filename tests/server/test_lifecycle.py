@@ -77,7 +77,7 @@ def test_a_model_that_loads_is_live_but_not_ready(tmp_path):
 
     settings = ServerSettings("slow", port=0, grace=1.0)
     listener = bind(settings)
-    url = address_of(listener)
+    url = address_of(listener, settings)
     running = Running(settings, load, listener)
     import asyncio
 

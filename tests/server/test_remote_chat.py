@@ -73,7 +73,7 @@ def test_url_and_model_exclude_each_other(chat, capsys):
 
 
 def test_a_key_that_the_server_wants(chat, tmp_path, capsys, monkeypatch):
-    with serving(lambda: saying_llm(tmp_path, lambda prompt: "ok"), api_key="sesame") as server:
+    with serving(lambda: saying_llm(tmp_path, lambda prompt: "ok"), api_keys=("sesame",)) as server:
         assert chat(server.url, "hi\n") == 1 and "API key" in capsys.readouterr().err
         assert chat(server.url, "hi\n", "--api-key", "sesame") == 0
         monkeypatch.setenv("CPMRT_API_KEY", "sesame")

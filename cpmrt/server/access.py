@@ -1,0 +1,72 @@
+"""Who may use a server: API keys, compared in constant time, and the TLS certificate that it shows."""
+
+from __future__ import annotations
+
+import hashlib
+import ssl
+from collections.abc import Iterable
+from hmac import compare_digest
+from pathlib import Path
+
+from cpmrt.errors import ConfigError
+
+Headers = Iterable[tuple[bytes, bytes]]
+
+
+class ApiKeys:
+    """The keys of which a request must send one, as `Authorization: Bearer KEY` or, as Anthropic's API, `x-api-key`."""
+
+    def __init__(self, keys: Iterable[str]):
+        self._digests = [_digest(key.encode()) for key in keys]
+
+    def __bool__(self) -> bool:
+        return bool(self._digests)
+
+    def admit(self, headers: Headers) -> bool:
+        """Tell whether a request with these headers has one of the keys. All are compared, whichever fits."""
+        sent = [key for name, value in headers if (key := _key_in(name, value)) is not None]
+        return any([compare_digest(_digest(key), digest) for key in sent[:2] for digest in self._digests])
+
+
+def _key_in(name: bytes, value: bytes) -> bytes | None:
+    """Return the key that a header carries, None for a header that carries none."""
+    if name == b"x-api-key":
+        return value.strip()
+    scheme, _, token = value.partition(b" ") if name == b"authorization" else (b"", b"", b"")
+    return token.strip() if scheme.lower() == b"bearer" else None
+
+
+def _digest(key: bytes) -> bytes:
+    """Hash a key: digests have one length, so that comparing them tells nothing of the key's."""
+    return hashlib.sha256(key).digest()
+
+
+def read_keys(path: Path) -> tuple[str, ...]:
+    """Read a file with an API key on each line; empty lines and those that begin with # do not count.
+
+    Raises ConfigError if it cannot be read or has no key.
+    """
+    try:
+        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"--api-key-file {path} cannot be read: {error}") from error
+    keys = tuple(line for line in lines if line and not line.startswith("#"))
+    if not keys:
+        raise ConfigError(f"--api-key-file {path} is empty", expected="a key on each line")
+    return keys
+
+
+def check_certificate(certificate: Path, key: Path | None) -> None:
+    """Raise ConfigError unless these PEM files can serve TLS: a certificate with its chain, and its private key.
+
+    `key` None: the certificate's file has both. Keys with a pass phrase are refused, as nobody is there to type it.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(certificate, key, password=lambda: "")
+    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+        files = f"--ssl-certfile {certificate}" + (f" --ssl-keyfile {key}" if key else "")
+        raise ConfigError(
+            f"{files} cannot be used for TLS: {error}",
+            fix="give the PEM file of the certificate with its chain, and that of its key without a pass phrase",
+        ) from error

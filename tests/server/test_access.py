@@ -1,0 +1,128 @@
+"""Who may use a server and how: several keys, names of the model, origins of pages, HTTPS."""
+
+from __future__ import annotations
+
+import shutil
+import ssl
+import subprocess
+
+import httpx
+import pytest
+from serving import saying_llm, serving
+
+from cpmrt.cli.main import main
+from cpmrt.errors import ConfigError
+from cpmrt.server.access import ApiKeys, check_certificate, read_keys
+
+ORIGIN = "https://app.example"
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory):
+    """A server with two keys, two more names of its model, and one origin."""
+    folder = tmp_path_factory.mktemp("guarded")
+    settings = {"api_keys": ("first", "zweiter"), "aliases": ("gpt-4o", "any"), "cors_origins": (ORIGIN,)}
+    with serving(lambda: saying_llm(folder, lambda prompt: "ok"), **settings) as server:
+        server.client.headers["x-api-key"] = "first"
+        yield server
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory):
+    """PEM files of a certificate for 127.0.0.1 and of its key."""
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("needs the openssl program")
+    folder = tmp_path_factory.mktemp("tls")
+    command = [openssl, "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
+    files = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", folder / "key.pem", "-out", folder / "cert.pem"]
+    subprocess.run([*command, *files], check=True, capture_output=True, timeout=60)
+    return folder / "cert.pem", folder / "key.pem"
+
+
+@pytest.mark.parametrize(("headers", "status"), [
+    ({"Authorization": "Bearer first"}, 200),
+    ({"Authorization": "bearer zweiter"}, 200),
+    ({"x-api-key": "zweiter"}, 200),
+    ({"Authorization": "Bearer wrong", "x-api-key": "first"}, 200),
+    ({"Authorization": "Bearer third"}, 401),
+    ({"Authorization": "Basic first"}, 401),
+    ({"x-api-key": "first,zweiter"}, 401),
+    ({"x-api-key": ""}, 401),
+    ({}, 401),
+])  # fmt: skip
+def test_any_of_the_keys_opens(guarded, headers, status):
+    assert httpx.get(guarded.url + "/v1/models", headers=headers).status_code == status
+
+
+def test_no_key_admits_nobody_where_there_are_keys():
+    assert not ApiKeys(["k"]).admit([]) and not ApiKeys(["k"]).admit([(b"authorization", b"Bearer")])
+    assert not ApiKeys([])
+
+
+def test_keys_of_a_file(tmp_path):
+    path = tmp_path / "keys"
+    path.write_text("# of the office\nabc\n\n  def  \n")
+    assert read_keys(path) == ("abc", "def")
+    for text in (None, "# nothing\n"):
+        path.unlink() if text is None else path.write_text(text)
+        with pytest.raises(ConfigError, match="--api-key-file"):
+            read_keys(path)
+
+
+def test_every_name_of_the_model_is_taken_and_listed(guarded):
+    cards = guarded.client.get("/v1/models").json()["data"]
+    assert [card["id"] for card in cards] == ["demo", "gpt-4o", "any"] and {card["root"] for card in cards} == {"demo"}
+    assert guarded.client.get("/v1/models/any").json()["id"] == "any"
+    for name in ("demo", "gpt-4o", "any"):
+        assert guarded.chat(model=name).json()["model"] == "demo"
+    refused = guarded.chat(model="gpt-4")
+    assert refused.status_code == 404 and "'demo' and 'gpt-4o' and 'any'" in refused.json()["error"]["message"]
+
+
+def test_pages_of_an_allowed_origin_may_ask_and_read(guarded):
+    asking = {"Origin": ORIGIN, "Access-Control-Request-Method": "POST"}
+    asking["Access-Control-Request-Headers"] = "authorization,content-type"
+    allowed = httpx.options(guarded.url + "/v1/chat/completions", headers=asking)
+    assert allowed.status_code == 200 and allowed.headers["access-control-allow-origin"] == ORIGIN
+    assert "authorization" in allowed.headers["access-control-allow-headers"]
+    for headers, status in (({"x-api-key": "first"}, 200), ({}, 401)):
+        answer = httpx.get(guarded.url + "/v1/models", headers={"Origin": ORIGIN} | headers)
+        assert answer.status_code == status and answer.headers["access-control-allow-origin"] == ORIGIN
+
+
+def test_other_origins_may_not(guarded, says):
+    asking = {"Origin": "https://evil.example", "Access-Control-Request-Method": "POST"}
+    assert httpx.options(guarded.url + "/v1/chat/completions", headers=asking).status_code == 400
+    for server in (guarded, says):
+        answer = httpx.get(server.url + "/health", headers={"Origin": "https://evil.example"})
+        assert "access-control-allow-origin" not in answer.headers
+    answer = httpx.options(says.url + "/v1/chat/completions", headers={**asking, "Origin": ORIGIN})
+    assert answer.status_code == 405 and "access-control-allow-origin" not in answer.headers, "off unless asked for"
+
+
+def test_https(tmp_path, certificate):
+    cert, key = certificate
+    check_certificate(cert, key)
+    trust = ssl.create_default_context(cafile=str(cert))
+    with serving(lambda: saying_llm(tmp_path, lambda prompt: "secret"), ssl_certfile=cert, ssl_keyfile=key) as server:
+        assert server.url.startswith("https://127.0.0.1:")
+        body = {"messages": [{"role": "user", "content": "hi"}], "stream": True}
+        answer = httpx.post(server.url + "/v1/chat/completions", json=body, verify=trust)
+        assert answer.status_code == 200 and '"content":"s"' in answer.text
+        with pytest.raises(httpx.TransportError):
+            httpx.get(server.url.replace("https", "http") + "/health")
+
+
+def test_a_certificate_that_cannot_serve_is_one_line_before_anything_is_loaded(tmp_path, certificate, capsys):
+    cert, key = certificate
+    (tmp_path / "empty.pem").write_text("")
+    for options in (
+        ["--ssl-certfile", "/nowhere.pem"],
+        ["--ssl-certfile", str(cert)],
+        ["--ssl-certfile", str(tmp_path / "empty.pem"), "--ssl-keyfile", str(key)],
+        ["--ssl-keyfile", str(key)],
+    ):
+        assert main(["serve", "/no/model", "--port", "0", *options]) == 1
+        error = capsys.readouterr().err
+        assert error.startswith("cpmrt: error: --ssl-") and error.count("\n") == 1
