@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cpmrt.errors import ConfigError
+from cpmrt.errors import ConfigError, quoted
 
 F32 = NDArray[np.float32]
 Array = NDArray[Any]
@@ -41,7 +41,7 @@ class DType(Enum):
         for dtype in cls:
             if plain in (dtype.label, _SHORT_NAMES[dtype.label]):
                 return dtype
-        raise ConfigError("unknown dtype", expected=" | ".join(d.label for d in cls), actual=repr(name))
+        raise ConfigError("unknown dtype", expected=" | ".join(d.label for d in cls), actual=quoted(name))
 
 
 _SHORT_NAMES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}

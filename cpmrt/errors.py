@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from reprlib import Repr
 
-_SHORT = Repr()
+
+class _Short(Repr):
+    def repr_int(self, x: int, level: int) -> str:
+        """Python refuses to write out an integer of more than 4300 digits."""
+        return super().repr_int(x, level) if x.bit_length() < 1000 else f"an integer of {x.bit_length()} bits"
+
+
+_SHORT = _Short()
 _SHORT.maxstring = _SHORT.maxother = 100
 _SHORT.maxlist = 8
 

@@ -117,7 +117,8 @@ class Bench:
             everything(FILL_NORMAL, {}, 1024, 256, array, *distribution)
         gpu.put(self.arrays["block_tables"], np.array(plan.caches.block_tables()))
         for table in decoder.tables(config, context, context):
-            gpu.put(self.arrays[table.spec.name], table.values())
+            for part, values in table.parts(self.arrays[table.spec.name]):
+                gpu.put(part, values)
         self._rings = gpu.rings(context, config.vocab_size)
         self.steps = StepKernels(self.sieve, config, self.arrays, self._rings, gpu.device)
         self.library, self.own = self._forward("cuBLASLt", gpu.has_library), self._forward("gemm", False)

@@ -13,9 +13,9 @@ from typing import Any
 
 from cpmrt.config.fields import Fields
 from cpmrt.config.layers import LayerConfig
-from cpmrt.config.model import ModelConfig
+from cpmrt.config.model import SCALES, ModelConfig
 from cpmrt.config.speculation import SpeculationConfig
-from cpmrt.errors import CheckpointError, ConfigError, UnsupportedModelError
+from cpmrt.errors import CheckpointError, ConfigError, UnsupportedModelError, quoted
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Of the tensors of a checkpoint, by name."""
@@ -176,7 +176,7 @@ def _check_constant(fields: Fields, name: str, expected: float | None) -> None:
 
 def _residual_scale(fields: Fields, target: ModelConfig, wish: SpeculationConfig) -> float:
     """Factor on the output of the draft's sublayers. Two runtimes disagree; `wish.residual_scale` says whose counts."""
-    depth = fields.number("scale_depth", None)
+    depth = fields.number("scale_depth", None, *SCALES)
     kind = f"{fields.data.get('model_type')} {fields.data.get('architectures')}".lower()
     if wish.method == "eagle3" and "minicpm" not in kind:
         return 1.0  # a Llama layer, whatever else its config.json has taken over from the target's
@@ -226,7 +226,7 @@ def _taps(fields: Fields, target: ModelConfig) -> tuple[int, ...]:
         raise ConfigError(
             f"{place.source}: {_TAPS}",
             expected=f"a list of layers in [0, {layers})",
-            actual=repr(taps)[:80],
+            actual=quoted(taps),
             fix=f"name the tapped layers in the draft's config.json ({_TAPS})",
         )
     return tuple(taps)

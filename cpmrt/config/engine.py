@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from cpmrt.config.speculation import SpeculationConfig
 from cpmrt.dtypes import DType
-from cpmrt.errors import ConfigError
+from cpmrt.errors import ConfigError, quoted
 
 FP8 = "fp8"
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -16,9 +16,10 @@ _UNITS |= {"K": 2**10, "M": 2**20, "G": 2**30}
 
 def parse_bytes(text: str | int) -> int:
     """Bytes from 8589934592, "8GiB", "8 GB" or "512MiB" (K, M and G alone are binary). Raises ConfigError."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(text))
+    written = text if isinstance(text, str) else quoted(text)
+    match = re.fullmatch(r"\s*(\d{1,20}(?:\.\d{1,20})?)\s*([a-zA-Z]*)\s*", written)
     if isinstance(text, bool) or not match or match[2].upper() not in _UNITS or float(match[1]) <= 0:
-        raise ConfigError("memory size", expected="a size such as 8GiB or 512MiB", actual=repr(text))
+        raise ConfigError("memory size", expected="a size such as 8GiB or 512MiB", actual=quoted(text))
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
@@ -62,7 +63,7 @@ class EngineConfig:
         if self.dtype != "auto":
             DType.parse(self.dtype)
         if self.lm_head_bits not in (None, 4, 8) or isinstance(self.lm_head_bits, float):
-            raise ConfigError("lm_head_bits", expected="4 | 8, or nothing", actual=repr(self.lm_head_bits))
+            raise ConfigError("lm_head_bits", expected="4 | 8, or nothing", actual=quoted(self.lm_head_bits))
         for name, low, high in (
             ("max_context", 1, 2**31 - 1),
             ("memory_budget", 1, 2**63),
@@ -75,7 +76,7 @@ class EngineConfig:
             if value is None and name in ("max_context", "memory_budget"):
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-                raise ConfigError(name, expected=f"an integer in [{low}, {high}]", actual=repr(value))
+                raise ConfigError(name, expected=f"an integer in [{low}, {high}]", actual=quoted(value))
         if self.steps_per_launch > 1 and not self.cuda_graphs:
             raise ConfigError(
                 "steps_per_launch", expected="1 without CUDA graphs", actual=self.steps_per_launch,
@@ -87,7 +88,7 @@ class EngineConfig:
         needs_draft = self.speculation is not None and self.speculation.method != "lookup"
         if needs_draft != (self.draft is not None):
             raise ConfigError(
-                "draft", expected="a draft model" if needs_draft else "nothing", actual=repr(self.draft),
+                "draft", expected="a draft model" if needs_draft else "nothing", actual=quoted(self.draft),
                 fix="draft and speculation belong together",
             )  # fmt: skip
         if self.speculation is not None and self.kv_dtype == FP8:
@@ -103,4 +104,4 @@ class EngineConfig:
 
 def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
-        raise ConfigError(name, expected=" | ".join(allowed), actual=repr(value))
+        raise ConfigError(name, expected=" | ".join(allowed), actual=quoted(value))

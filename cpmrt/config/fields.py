@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import isfinite
 from typing import Any
 
-from cpmrt.errors import ConfigError
+from cpmrt.errors import ConfigError, quoted
 
 REQUIRED: Any = object()
 
@@ -19,8 +18,8 @@ class Fields:
 
     def fail(self, name: str, expected: str, fix: str | None = None) -> ConfigError:
         """The error for a field that does not hold what it must."""
-        actual = repr(self.data[name]) if name in self.data else "nothing"
-        return ConfigError(f"{self.source}: {name}", expected=expected, actual=actual[:200], fix=fix)
+        actual = quoted(self.data[name]) if name in self.data else "nothing"
+        return ConfigError(f"{self.source}: {name}", expected=expected, actual=actual, fix=fix)
 
     def _value(self, name: str, default: Any) -> Any:
         value = self.data.get(name)
@@ -45,14 +44,13 @@ class Fields:
             raise self.fail(name, f"an integer in [{low}, {high}]")
         return value
 
-    def number(self, name: str, default: Any = REQUIRED, low: float = 0.0, high: float = 1e12) -> Any:
-        """A finite number in (low, high] as float; the default (any type) where the field is absent."""
+    def number(self, name: str, default: Any = REQUIRED, low: float = 1e-12, high: float = 1e12) -> Any:
+        """A number in [low, high] as float; the default (any type) where the field is absent."""
         value = self._value(name, default)
         if value is None:
             return default
-        ok = isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value)
-        if not ok or not low < value <= high:
-            raise self.fail(name, f"a number in ({low:g}, {high:g}]")
+        if not _is_number_in(value, low, high):
+            raise self.fail(name, f"a number in [{low:g}, {high:g}]")
         return float(value)
 
     def boolean(self, name: str, default: bool) -> bool:
@@ -73,14 +71,16 @@ class Fields:
             raise self.fail(name, "a string")
         return value
 
-    def numbers(self, name: str, length: int) -> tuple[float, ...]:
-        """A list of `length` positive numbers."""
+    def numbers(self, name: str, length: int, low: float, high: float) -> tuple[float, ...]:
+        """A list of `length` numbers in [low, high]."""
         values = self._value(name, REQUIRED)
         if not isinstance(values, list) or len(values) != length:
-            found = f"a list of {len(values)}" if isinstance(values, list) else repr(values)[:80]
+            found = f"a list of {len(values)}" if isinstance(values, list) else quoted(values)
             raise ConfigError(f"{self.source}: {name}", expected=f"a list of {length} numbers", actual=found)
-        if not all(isinstance(v, (int, float)) and not isinstance(v, bool) and 0 < v < 1e9 for v in values):
-            raise ConfigError(f"{self.source}: {name}", expected="positive finite numbers", actual=repr(values)[:80])
+        wrong = [value for value in values if not _is_number_in(value, low, high)]
+        if wrong:
+            expected = f"numbers in [{low:g}, {high:g}]"
+            raise ConfigError(f"{self.source}: {name}", expected=expected, actual=quoted(wrong[0]))
         return tuple(float(v) for v in values)
 
     def token_ids(self, name: str, vocab_size: int) -> tuple[int, ...]:
@@ -110,3 +110,8 @@ class Fields:
         if not all(isinstance(entry, str) and entry for entry in flat):
             raise self.fail(name, "a list of names")
         return flat
+
+
+def _is_number_in(value: object, low: float, high: float) -> bool:
+    """NaN is in no range, and an integer too large for a float is compared as it is."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high

@@ -14,9 +14,11 @@ from cpmrt.config.quantization import WeightQuantization, read_quantization
 from cpmrt.config.rope import RopeConfig
 from cpmrt.config.sparse import SparseConfig
 from cpmrt.dtypes import DType
-from cpmrt.errors import ConfigError, UnsupportedModelError
+from cpmrt.errors import ConfigError, UnsupportedModelError, quoted
 
 T = TypeVar("T")
+SCALES = 1e-3, 1e4
+"""What the scales of a muP model may be: outside of it activations vanish or overflow 16 bits."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +140,7 @@ def _architecture(config: Mapping[str, Any], source: str) -> Architecture:
     if names is None and isinstance(config.get("model_type"), str):
         names = [MODEL_TYPES.get(config["model_type"], config["model_type"])]
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
-        raise ConfigError(f"{source}: architectures", expected="a list of one name", actual=repr(names)[:200])
+        raise ConfigError(f"{source}: architectures", expected="a list of one name", actual=quoted(names))
     if names[0] not in ARCHITECTURES:
         raise UnsupportedModelError(
             f"{source}: architecture {names[0][:100]} is not supported", expected="one of " + ", ".join(ARCHITECTURES)
@@ -149,7 +151,7 @@ def _architecture(config: Mapping[str, Any], source: str) -> Architecture:
 def _refuse_unsupported(fields: Fields) -> None:
     activation = fields.text("hidden_act", "silu")
     if activation not in ("silu", "swish"):
-        raise UnsupportedModelError(f"{fields.source}: hidden_act", expected="silu", actual=repr(activation))
+        raise UnsupportedModelError(f"{fields.source}: hidden_act", expected="silu", actual=quoted(activation))
     if fields.boolean("mlp_bias", False):
         raise UnsupportedModelError(f"{fields.source}: mlp_bias", expected="false", actual="true")
     if fields.integer("num_experts", 0, low=0):
@@ -180,9 +182,9 @@ def _mup_scales(fields: Fields, row: Architecture, hidden: int, layers: int) -> 
     if not row.mup:
         return {"scale_emb": 1.0, "residual_scale": 1.0, "logit_divisor": 1.0}
     return {
-        "scale_emb": fields.number("scale_emb", 1.0),
-        "residual_scale": fields.number("scale_depth", 1.0) / sqrt(layers),
-        "logit_divisor": hidden / fields.number("dim_model_base", 1.0),
+        "scale_emb": fields.number("scale_emb", 1.0, *SCALES),
+        "residual_scale": fields.number("scale_depth", 1.0, *SCALES) / sqrt(layers),
+        "logit_divisor": hidden / fields.number("dim_model_base", 1.0, low=1.0, high=1e6),
     }
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cpmrt.config.fields import Fields
-from cpmrt.errors import ConfigError, UnsupportedModelError
+from cpmrt.errors import ConfigError, UnsupportedModelError, quoted
 
 GROUP_SIZES = (32, 64, 128)
 """Beside -1, one group a row."""
@@ -101,8 +101,8 @@ def _check_same(section: Mapping[str, Any], quantize_config: Mapping[str, Any], 
         if one is not None and other is not None and one != other:
             raise ConfigError(
                 f"{beside}: {name} contradicts config.json",
-                expected=repr(one)[:100],
-                actual=repr(other)[:100],
+                expected=quoted(one),
+                actual=quoted(other),
                 fix="both are of one model: download them again, or remove the wrong one",
             )
 
@@ -224,7 +224,7 @@ def _config_groups(fields: Fields) -> Iterator[Fields]:
     for name, group in groups.items():
         where = f"{fields.source}.config_groups.{name[:100]}"
         if not isinstance(group, Mapping):
-            raise ConfigError(where, expected="an object", actual=repr(group)[:200])
+            raise ConfigError(where, expected="an object", actual=quoted(group))
         yield Fields(group, where)
 
 

@@ -6,10 +6,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cpmrt.config.fields import Fields
-from cpmrt.errors import ConfigError, UnsupportedModelError
+from cpmrt.config.fields import REQUIRED, Fields
+from cpmrt.errors import ConfigError, UnsupportedModelError, quoted
 
+_THETAS = 1.001, 1e12
+"""Below, the pairs would not differ in how fast they turn."""
+_FACTORS = 1.0, 1e6
+"""Of the context; transformers also takes factors below 1, and warns."""
+_WEIGHTS = 0.01, 100.0
+"""Of what multiplies cos and sin, or its logarithm."""
+_TURNS = 1e-3, 1e6
+"""In an original context, between which frequencies are blended."""
+_DIVISORS = 0.01, 1e6
+"""Of single frequencies."""
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+_ORIGINAL = "original_max_position_embeddings"
 _ALIASES = {"su": "longrope", "ntk": "dynamic"}
 
 
@@ -52,17 +63,22 @@ class RopeConfig:
             raise UnsupportedModelError(f"{source}: {section}: one rotary embedding per layer type is not supported")
         fields = Fields(scaling, f"{source}: {section}")
         kind = _kind(fields)
-        theta = fields.number("rope_theta", None) or outer.number("rope_theta", None)
-        theta = theta or Fields(parameters, f"{source}: rope_parameters").number("rope_theta", 10000.0)
+        places = (fields, outer, Fields(parameters, f"{source}: rope_parameters"))
+        thetas = (place.number("rope_theta", None, *_THETAS) for place in places)
+        theta = next((theta for theta in thetas if theta is not None), 10000.0)
         partial = fields.number("partial_rotary_factor", None) or outer.number("partial_rotary_factor", 1.0)
         if partial != 1.0:
             raise UnsupportedModelError(
                 f"{source}: partial_rotary_factor", expected="1.0", actual=partial
             )
         # transformers prefers the outer key, which Phi-style configs carry.
-        original = outer.integer("original_max_position_embeddings", None)
-        original = original or fields.integer("original_max_position_embeddings", None) or max_positions
+        place = outer if outer.data.get(_ORIGINAL) is not None else fields
+        original = place.integer(_ORIGINAL, max_positions, low=2 if kind == "longrope" else 1)
         own = _READERS[kind](fields, head_dim)
+        if kind == "longrope" and original < 2:
+            raise outer.fail("max_position_embeddings", f"at least 2, or an {_ORIGINAL}")
+        if kind == "yarn" and own["factor"] is None and max_positions < original:
+            raise place.fail(_ORIGINAL, f"at most max_position_embeddings ({max_positions}), or a factor")
         return cls(kind=kind, theta=theta, original_max_positions=original, **own)
 
 
@@ -73,7 +89,7 @@ def _kind(fields: Fields) -> str:
         raise ConfigError(f"{fields.source}: rope_type and type", expected="the same kind", actual=named)
     kind: str = names.pop() if names else "default"
     if kind not in KINDS:
-        raise UnsupportedModelError(f"{fields.source}: rope_type", expected=" | ".join(KINDS), actual=repr(kind))
+        raise UnsupportedModelError(f"{fields.source}: rope_type", expected=" | ".join(KINDS), actual=quoted(kind))
     return kind
 
 
@@ -82,41 +98,47 @@ def _no_fields(fields: Fields, head_dim: int) -> dict[str, Any]:
 
 
 def _factor_only(fields: Fields, head_dim: int) -> dict[str, Any]:
-    return {"factor": fields.number("factor")}
+    return {"factor": fields.number("factor", low=_FACTORS[0], high=_FACTORS[1])}
+
+
+def _dynamic(fields: Fields, head_dim: int) -> dict[str, Any]:
+    if head_dim < 4:
+        raise ConfigError(f"{fields.source}: dynamic scaling", expected="a head_dim of at least 4", actual=head_dim)
+    return _factor_only(fields, head_dim)
 
 
 def _llama3(fields: Fields, head_dim: int) -> dict[str, Any]:
-    low, high = fields.number("low_freq_factor"), fields.number("high_freq_factor")
+    low, high = (fields.number(name, REQUIRED, *_TURNS) for name in ("low_freq_factor", "high_freq_factor"))
     if not low < high:
         raise fields.fail("high_freq_factor", f"more than low_freq_factor ({low})")
-    return {"factor": fields.number("factor"), "low_freq_factor": low, "high_freq_factor": high}
+    return {**_factor_only(fields, head_dim), "low_freq_factor": low, "high_freq_factor": high}
 
 
 def _yarn(fields: Fields, head_dim: int) -> dict[str, Any]:
     return {
-        "factor": fields.number("factor", None),
-        "attention_factor": fields.number("attention_factor", None),
-        "beta_fast": fields.number("beta_fast", 32.0),
-        "beta_slow": fields.number("beta_slow", 1.0),
-        "mscale": fields.number("mscale", None),
-        "mscale_all_dim": fields.number("mscale_all_dim", None),
+        "factor": fields.number("factor", None, *_FACTORS),
+        "attention_factor": fields.number("attention_factor", None, *_WEIGHTS),
+        "beta_fast": fields.number("beta_fast", 32.0, *_TURNS),
+        "beta_slow": fields.number("beta_slow", 1.0, *_TURNS),
+        "mscale": fields.number("mscale", None, *_WEIGHTS),
+        "mscale_all_dim": fields.number("mscale_all_dim", None, *_WEIGHTS),
         "truncate": fields.boolean("truncate", True),
     }
 
 
 def _longrope(fields: Fields, head_dim: int) -> dict[str, Any]:
     return {
-        "factor": fields.number("factor", None),
-        "attention_factor": fields.number("attention_factor", None),
-        "short_factor": fields.numbers("short_factor", head_dim // 2),
-        "long_factor": fields.numbers("long_factor", head_dim // 2),
+        "factor": fields.number("factor", None, *_FACTORS),
+        "attention_factor": fields.number("attention_factor", None, *_WEIGHTS),
+        "short_factor": fields.numbers("short_factor", head_dim // 2, *_DIVISORS),
+        "long_factor": fields.numbers("long_factor", head_dim // 2, *_DIVISORS),
     }
 
 
 _READERS = {
     "default": _no_fields,
     "linear": _factor_only,
-    "dynamic": _factor_only,
+    "dynamic": _dynamic,
     "llama3": _llama3,
     "yarn": _yarn,
     "longrope": _longrope,

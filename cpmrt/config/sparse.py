@@ -23,7 +23,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from cpmrt.config.fields import Fields
-from cpmrt.errors import ConfigError, UnsupportedModelError
+from cpmrt.errors import ConfigError, UnsupportedModelError, quoted
 
 SparseSetting = str | Mapping[str, Any]
 """What `LLM(sparse=...)` takes: "auto" (as config.json says), "off", or settings that replace config.json's."""
@@ -89,7 +89,7 @@ class SparseConfig:
         for name in section:
             if name not in known:
                 raise ConfigError(
-                    f"{read.source}: unknown field", expected=" | ".join(known), actual=repr(name)[:80],
+                    f"{read.source}: unknown field", expected=" | ".join(known), actual=quoted(name),
                     fix='sparse="off" runs the model dense',
                 )  # fmt: skip
         for name, value in _FIXED.items():
@@ -120,7 +120,7 @@ def with_sparse_setting(config: Mapping[str, Any], setting: SparseSetting) -> di
     elif setting == "off":
         changed.pop(_SECTION, None)
     elif setting != "auto":
-        raise ConfigError("sparse", expected='"auto" | "off" | fields of sparse_config', actual=repr(setting)[:200])
+        raise ConfigError("sparse", expected='"auto" | "off" | fields of sparse_config', actual=quoted(setting))
     return changed
 
 
@@ -129,7 +129,7 @@ def _own_names(setting: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in setting.items():
         if name == "use_compress_lse":
             if value is not True:
-                raise ConfigError("sparse: use_compress_lse", expected="true", actual=repr(value)[:80])
+                raise ConfigError("sparse: use_compress_lse", expected="true", actual=quoted(value))
             continue
         field, unit = _CPMCU_FLAGS.get(name, (name, 1))
         if field in own:

@@ -7,7 +7,7 @@ from typing import Any
 
 from cpmrt.config.fields import Fields
 from cpmrt.config.speculation import CHAIN_METHODS, DEFAULT_SHAPES, SpeculationConfig, TreeShape
-from cpmrt.errors import ConfigError
+from cpmrt.errors import ConfigError, quoted
 
 LOOKUP = "lookup"
 """The draft that is no model: what followed the last tokens where they came before."""
@@ -30,9 +30,9 @@ def read_speculation(
     if speculate == "off":
         return None
     if speculate != "auto" and not isinstance(speculate, Mapping):
-        raise ConfigError("speculate", expected="auto | off | an object", actual=repr(speculate)[:100])
+        raise ConfigError("speculate", expected="auto | off | an object", actual=quoted(speculate))
     wishes: Mapping[str, Any] = {} if isinstance(speculate, str) else speculate
-    unknown = [repr(key) for key in wishes if key not in _KEYS]
+    unknown = [quoted(key) for key in wishes if key not in _KEYS]
     if unknown:
         raise ConfigError("speculate: unknown keys", expected=" | ".join(_KEYS), actual=", ".join(unknown)[:200])
     if draft is None and isinstance(speculate, str):
@@ -60,7 +60,7 @@ def _method(draft: str | None, wanted: str | None, method_of_draft: Callable[[],
         )
     found = LOOKUP if draft in (None, LOOKUP) else method_of_draft()
     if wanted not in (None, found):
-        raise ConfigError("speculate: method", expected=f"{found}, as the draft is", actual=repr(wanted))
+        raise ConfigError("speculate: method", expected=f"{found}, as the draft is", actual=quoted(wanted))
     return found
 
 

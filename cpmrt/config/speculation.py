@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cpmrt.errors import ConfigError
+from cpmrt.errors import ConfigError, quoted
 
 DRAFT_METHODS = ("eagle2", "eagle3", "model", "lookup")
 CHAIN_METHODS = ("model", "lookup")
@@ -30,7 +30,7 @@ class TreeShape:
         for name, low, high in (("num_passes", 1, 32), ("top_k", 1, 32), ("tree_size", 2, MAX_NODES)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-                raise ConfigError(f"speculate: {name}", expected=f"an integer in [{low}, {high}]", actual=repr(value))
+                raise ConfigError(f"speculate: {name}", expected=f"an integer in [{low}, {high}]", actual=quoted(value))
         if self.num_candidates > MAX_CANDIDATES:
             raise ConfigError(
                 "speculate: too many candidates",
@@ -112,7 +112,7 @@ class SpeculationConfig:
 
     def __post_init__(self) -> None:
         if self.method not in DRAFT_METHODS:
-            raise ConfigError("speculate: method", expected=" | ".join(DRAFT_METHODS), actual=repr(self.method))
+            raise ConfigError("speculate: method", expected=" | ".join(DRAFT_METHODS), actual=quoted(self.method))
         if not self.shapes:
             raise ConfigError("speculate: shapes", expected="at least one tree shape", actual="none")
         if self.method in CHAIN_METHODS and any(shape.top_k != 1 for shape in self.shapes):
@@ -120,11 +120,11 @@ class SpeculationConfig:
         is_path = isinstance(self.draft_vocab, str) and bool(self.draft_vocab)
         for name, value in (("draft_vocab", None if is_path else self.draft_vocab), ("window", self.window)):
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise ConfigError(f"speculate: {name}", expected="a positive integer", actual=repr(value))
+                raise ConfigError(f"speculate: {name}", expected="a positive integer", actual=quoted(value))
         if self.head_bits not in (None, 4, 8) or isinstance(self.head_bits, float):
-            raise ConfigError("speculate: head_bits", expected="4 | 8, or nothing", actual=repr(self.head_bits))
+            raise ConfigError("speculate: head_bits", expected="4 | 8, or nothing", actual=quoted(self.head_bits))
         if self.residual_scale not in ("draft", "cpmcu"):
-            raise ConfigError("speculate: residual_scale", expected="draft | cpmcu", actual=repr(self.residual_scale))
+            raise ConfigError("speculate: residual_scale", expected="draft | cpmcu", actual=quoted(self.residual_scale))
         self._check_forced()
         for name in _FOREIGN.get(self.method, ()):
             if getattr(self, name) is not None:
@@ -136,5 +136,5 @@ class SpeculationConfig:
             return
         if isinstance(accept, bool) or not isinstance(accept, (int, float)) or not 1 <= accept <= most:
             raise ConfigError(
-                "simulate_accept", expected=f"a number in [1, {most}], what the tree can give", actual=repr(accept)
+                "simulate_accept", expected=f"a number in [1, {most}], what the tree can give", actual=quoted(accept)
             )

@@ -219,7 +219,8 @@ class CudaExecutor:
             if "expanded_tables" in self._arrays:
                 self._arrays["expanded_tables"][:] = cupy.arange(self._layout.pages_per_sequence, dtype=np.int32)
             for table in decoder.tables(self.config, self.plan.max_context, position_limit):
-                self._arrays[table.spec.name].set(table.values())
+                for part, values in table.parts(self._arrays[table.spec.name]):
+                    part.set(values)
         self.stream.synchronize()
 
     def _capture(self, *, loops: bool) -> None:

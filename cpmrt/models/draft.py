@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -108,10 +108,10 @@ def tables(draft: Draft, max_context: int, limit: int) -> tuple[Table, ...]:
         token_map = draft.token_map
         spec = BufferSpec("token_map", (len(token_map),), EMBED, HEAD, np.int32)
 
-        def values() -> Array:
-            return np.array(token_map, np.int32)
+        def pieces() -> Iterator[Array]:
+            yield np.array(token_map, np.int32)
 
-        found.append(Table(spec, values))
+        found.append(Table(spec, pieces))
     return tuple(
         replace(table, spec=replace(table.spec, name=PREFIX + table.spec.name, last=LAST_PHASE)) for table in found
     )

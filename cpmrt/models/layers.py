@@ -39,10 +39,20 @@ class Names:
 
 @dataclass(frozen=True)
 class Table:
-    """A buffer that is filled once, before the first step."""
+    """A buffer that is filled once, before the first step.
+
+    `pieces` yields its values in the order of memory, a few at a time: the memory plan knows nothing of them.
+    """
 
     spec: BufferSpec
-    values: Callable[[], Array]
+    pieces: Callable[[], Iterator[Array]]
+
+    def parts(self, array: Any) -> Iterator[tuple[Any, Array]]:
+        """Yield each part of the buffer `array` (NumPy or CuPy), flat, with the flat values that belong there."""
+        flat, start = array.reshape(-1), 0
+        for piece in self.pieces():
+            yield flat[start : start + piece.size], piece.reshape(-1)
+            start += piece.size
 
 
 class Weights:

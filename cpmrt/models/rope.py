@@ -6,6 +6,7 @@ LongRoPE (arXiv 2402.13753); Llama 3.1's frequency bands; with the defaults of t
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import ceil, floor, log, pi, sqrt
 
 import numpy as np
@@ -15,6 +16,8 @@ from cpmrt.config import ModelConfig, RopeConfig
 from cpmrt.dtypes import F32
 
 F64 = NDArray[np.float64]
+PIECE = 4096
+"""Positions that are computed at a time: their float64 angles take 2 MiB for heads of 128."""
 
 
 def rope_table(config: ModelConfig, head_dim: int, num_positions: int, limit: int) -> F32:
@@ -23,11 +26,18 @@ def rope_table(config: ModelConfig, head_dim: int, num_positions: int, limit: in
     `limit` is the context that was asked for: it picks LongRoPE's list and dynamic NTK's base, so that the same wish
     always gives the same rotation whatever memory there is.
     """
+    return np.concatenate(list(rope_pieces(config, head_dim, num_positions, limit))).reshape(2, num_positions, -1)
+
+
+def rope_pieces(config: ModelConfig, head_dim: int, num_positions: int, limit: int) -> Iterator[F32]:
+    """Yield the values of `rope_table` in the order of memory: float32 [at most PIECE, head_dim / 2] at a time."""
     inv_freq, attention_factor = inverse_frequencies(config, head_dim, limit)
-    angles = np.arange(num_positions, dtype=np.float64)[:, None] * inv_freq[None, :]
-    table: F32 = np.stack([np.cos(angles), np.sin(angles)]).astype(np.float32)
-    table *= np.float32(attention_factor)
-    return table
+    for function in (np.cos, np.sin):
+        for start in range(0, num_positions, PIECE):
+            positions = np.arange(start, min(start + PIECE, num_positions), dtype=np.float64)
+            piece: F32 = function(positions[:, None] * inv_freq[None, :]).astype(np.float32)
+            piece *= np.float32(attention_factor)
+            yield piece
 
 
 def inverse_frequencies(config: ModelConfig, head_dim: int, limit: int) -> tuple[F64, float]:

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 
 from cpmrt.config import EngineConfig, ModelConfig
 from cpmrt.dtypes import DType, to_float32
-from cpmrt.errors import ConfigError
+from cpmrt.errors import ConfigError, MemoryPlanError
 from cpmrt.executor import Executor
 from cpmrt.memory.host_memory import available_bytes
-from cpmrt.memory.plan import MemoryPlan
+from cpmrt.memory.plan import MemoryPlan, format_bytes
 from cpmrt.models.draft import Draft
 from cpmrt.models.planning import ExecutorNeeds
 from cpmrt.opening import open_blueprint
@@ -23,6 +23,9 @@ from cpmrt.weights.dummy import dummy, fill_dummy_quantised
 from cpmrt.weights.model_folder import ModelFolder
 from cpmrt.weights.pack import pack
 from cpmrt.weights.quantised import load_quantised
+
+_RESERVED_BYTES = 256 << 20
+"""Of the free memory, for what NumPy holds while it computes."""
 
 
 class ReferenceTarget:
@@ -55,17 +58,24 @@ def open_executor(folder: ModelFolder, settings: EngineConfig) -> tuple[Executor
 
     Raises CheckpointError, ConfigError, UnsupportedModelError, MemoryPlanError.
     """
+    budget = settings.memory_budget or max(available_bytes() - _RESERVED_BYTES, 1)
     with open_blueprint(folder, settings, ReferenceTarget()) as blueprint:
-        plan, dtype = blueprint.fit(settings.memory_budget or available_bytes()), blueprint.dtype
+        plan, dtype = blueprint.fit(budget), blueprint.dtype
 
         def load(weights: Mapping[str, Matrix]) -> None:
             for specs, checkpoint in blueprint.parts:
                 _load(specs, checkpoint, dtype, settings.seed, weights)
 
         limit = blueprint.position_limit
-        executor = ReferenceExecutor(
-            folder.config, plan, dtype, settings.prefill_chunk, limit, load, blueprint.draft
-        )
+        try:
+            executor = ReferenceExecutor(
+                folder.config, plan, dtype, settings.prefill_chunk, limit, load, blueprint.draft
+            )
+        except MemoryError as error:
+            raise MemoryPlanError(
+                f"the system does not give the memory of the plan: {error}", expected=format_bytes(plan.total_bytes),
+                fix="choose a smaller max_context or memory_budget",
+            ) from error
         return executor, plan
 
 

@@ -107,7 +107,8 @@ class ReferenceExecutor:
 
     def _fill(self, tables: Iterable[Table]) -> None:
         for table in tables:
-            self._arrays[table.spec.name][:] = table.values()
+            for part, values in table.parts(self._arrays[table.spec.name]):
+                part[:] = values
 
     def _draft_model(self, draft: Draft) -> DraftModel | None:
         if self.plan.draft_caches is None:

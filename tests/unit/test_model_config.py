@@ -61,6 +61,7 @@ def test_minicpm5_has_an_explicit_head_dim():
     assert (config.attention.q_size, config.attention.kv_size) == (2048, 256)
 
 
+LISTS = {"short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
 YARN = {"factor": 4.0, "original_max_position_embeddings": 1024}
 
 
@@ -146,6 +147,29 @@ def test_position_limits():
     ({"rope_scaling": {"type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 1}},
      ConfigError, "high_freq"),
     ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, UnsupportedModelError, "layer type"),
+    ({"rms_norm_eps": 10**400}, ConfigError, r"rms_norm_eps: expected a number in \[1e-12, 1\]"),
+    ({"rope_theta": 10**400}, ConfigError, "rope_theta"),
+    ({"rope_theta": 1.0}, ConfigError, r"rope_theta: expected a number in \[1.001"),
+    ({"rope_scaling": {"type": "linear", "factor": 1e-300}}, ConfigError, r"factor: expected a number in .1, 1e.06."),
+    ({"rope_scaling": {"type": "linear", "factor": 10**5000}}, ConfigError, "got an integer of 16610 bits"),
+    ({"rope_scaling": {"type": "yarn", **YARN, "factor": 1e-9}}, ConfigError, "factor"),
+    ({"rope_scaling": {"type": "yarn", **YARN, "rope_theta": 1.0}}, ConfigError, "rope_theta"),
+    ({"rope_scaling": {"type": "yarn", **YARN, "attention_factor": 1e12}}, ConfigError, "attention_factor.*100"),
+    ({"rope_scaling": {"type": "yarn", **YARN, "beta_fast": 1e300}}, ConfigError, "beta_fast"),
+    ({"rope_scaling": {"type": "yarn", "original_max_position_embeddings": 4096}}, ConfigError,
+     "original_max_position_embeddings: expected at most max_position_embeddings"),
+    ({"rope_scaling": {"type": "dynamic", "factor": 2.0}, "head_dim": 2}, ConfigError, "head_dim of at least 4, got 2"),
+    ({"rope_scaling": {"type": "longrope", **LISTS, "original_max_position_embeddings": 1}}, ConfigError,
+     "original_max_position_embeddings: expected an integer in .2, "),
+    ({"rope_scaling": {"type": "longrope", **LISTS}, "max_position_embeddings": 1}, ConfigError, "at least 2"),
+    ({"rope_scaling": {"type": "longrope", **LISTS, "long_factor": [1e-308] * 16}}, ConfigError,
+     "long_factor: expected numbers in .0.01, 1e.06., got 1e-308"),
+    ({"rope_scaling": {"type": "longrope", **LISTS, "long_factor": [float("nan")] * 16}}, ConfigError, "long_factor"),
+    ({"architectures": ["MiniCPMForCausalLM"], "scale_emb": 1e-300}, ConfigError, r"scale_emb.*\[0.001, 10000\]"),
+    ({"architectures": ["MiniCPMForCausalLM"], "scale_emb": 10**19}, ConfigError, "scale_emb"),
+    ({"architectures": ["MiniCPMForCausalLM"], "scale_depth": 10**400}, ConfigError, "scale_depth"),
+    ({"architectures": ["MiniCPMForCausalLM"], "dim_model_base": 10**19}, ConfigError, "dim_model_base"),
+    ({"hidden_act": "x" * 10**5}, UnsupportedModelError, "hidden_act.{0,200}$"),
 ])  # fmt: skip
 def test_a_bad_field_is_named(changes, error, words):
     with pytest.raises(error, match=words):
@@ -176,10 +200,17 @@ def test_parse_bytes(text, size):
     assert parse_bytes(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "8 parsecs", "0", True, "1e99GiB"])
+@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "8 parsecs", "0", True, "1e99GiB", "9" * 400])
 def test_parse_bytes_refuses(text):
     with pytest.raises(ConfigError, match="8GiB"):
         parse_bytes(text)
+
+
+def test_an_integer_that_cannot_be_written_out_is_described():
+    with pytest.raises(ConfigError, match="got an integer of 16610 bits"):
+        parse_bytes(10**5000)
+    with pytest.raises(ConfigError, match="seed.*got an integer of 16610 bits"):
+        EngineConfig(seed=10**5000)
 
 
 @pytest.mark.parametrize("changes", [

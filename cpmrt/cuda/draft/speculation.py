@@ -181,7 +181,8 @@ class Speculation:
         if f"{SCRATCH}packed_arrivals" in a:
             a[f"{SCRATCH}packed_arrivals"].fill(0)
         for table in draft_tables(draft, self._max_context, position_limit):
-            a[table.spec.name].set(table.values())
+            for part, values in table.parts(a[table.spec.name]):
+                part.set(values)
 
     def admitted(self, slot: int) -> None:
         """Nothing of the slot's new sequence is there yet."""

@@ -17,7 +17,7 @@ from cpmrt.config.engine import FP8
 from cpmrt.config.layers import GroupedAttention, LayerConfig
 from cpmrt.memory.caches import PAGE_SIZE, CacheSpec
 from cpmrt.models.layers import ATTENTION, EMBED, HEAD, OUTPUT, QKV, Names, Pass, Table, Weights
-from cpmrt.models.rope import rope_table
+from cpmrt.models.rope import rope_pieces
 from cpmrt.ops import CompressedKeys, Fp8Pages, KVPages, QkvWeights, Selection
 from cpmrt.tensor_spec import BufferSpec, TensorSpec
 
@@ -97,7 +97,7 @@ def buffers(mixer: GroupedAttention, max_rows: int) -> Iterator[BufferSpec]:
 def tables(mixer: GroupedAttention, model: ModelConfig, max_context: int, limit: int) -> Iterator[Table]:
     """Yield the rotary table."""
     spec = BufferSpec("rope", (2, max_context, mixer.head_dim // 2), EMBED, HEAD, np.float32)
-    yield Table(spec, lambda: rope_table(model, mixer.head_dim, max_context, limit))
+    yield Table(spec, lambda: rope_pieces(model, mixer.head_dim, max_context, limit))
 
 
 def bind(layer: LayerConfig, weights: Weights, caches: Mapping[str, Any]) -> BoundAttention:
