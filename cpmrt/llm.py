@@ -112,10 +112,21 @@ class LLM:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         enable_thinking: bool | None = None,
+        allow_special_tokens: bool = False,
         **template_kwargs: Any,
     ) -> Completion:
-        """Answer a conversation: messages of {"role", "content"}, rendered by the checkpoint's chat template."""
-        prompt = self.chat_prompt(messages, tools=tools, enable_thinking=enable_thinking, **template_kwargs)
+        """Answer a conversation: messages of {"role", "content"}, rendered by the checkpoint's chat template.
+
+        Special tokens such as <|im_end|> that users, tools and documents write are plain text, so that nobody can forge
+        a turn; `allow_special_tokens` makes them count.
+        """
+        prompt = self.chat_prompt(
+            messages,
+            tools=tools,
+            enable_thinking=enable_thinking,
+            allow_special_tokens=allow_special_tokens,
+            **template_kwargs,
+        )
         return self.generate(prompt, params)
 
     def chat_prompt(
@@ -124,13 +135,17 @@ class LLM:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         enable_thinking: bool | None = None,
+        allow_special_tokens: bool = False,
         **template_kwargs: Any,
     ) -> list[int]:
         """Token ids of a conversation, ready for `stream`."""
         if self.chat_template is None:
             raise RequestError("the checkpoint has no chat template", fix="use generate, or add chat_template.jinja")
-        text = self.chat_template.render(messages, tools=tools, enable_thinking=enable_thinking, **template_kwargs)
-        return self._encode(text)
+        if self.tokenizer is None:
+            raise RequestError("the checkpoint has no tokenizer", fix="pass token ids instead of text")
+        control_tokens = () if allow_special_tokens else self.tokenizer.control_tokens.texts
+        options = {"tools": tools, "enable_thinking": enable_thinking, **template_kwargs}
+        return self.tokenizer.encode_marked(self.chat_template.render_marked(messages, control_tokens, **options))
 
     def logits(self, token_ids: Sequence[int]) -> F32:
         """Logits at every position: float32 [T, V], in the model's vocabulary order."""

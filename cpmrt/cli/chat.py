@@ -30,6 +30,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--thinking", action=argparse.BooleanOptionalAction, help="let the model think first (default: its template's)"
     )
+    parser.add_argument(
+        "--allow-special-tokens",
+        action="store_true",
+        help="special tokens in what you type count as such (default: they are plain text)",
+    )
     parser.add_argument("--url", metavar="URL", help="of a running server (cpmrt serve) that has the model")
     parser.add_argument("--stats", action="store_true", help="after each answer, what it cost")
     parser.add_argument("--api-key", metavar="KEY", help="of that server (default: $CPMRT_API_KEY)")
@@ -44,11 +49,11 @@ def run(args: argparse.Namespace) -> int:
         for option in ("model", "draft", "stats"):
             if getattr(args, option) not in (None, False):
                 raise UsageError(f"--url and --{option} exclude each other; see cpmrt chat --help")
-        remote = RemoteModel(args.url, args.api_key or env.api_key(), params, args.thinking)
+        remote = RemoteModel(args.url, args.api_key or env.api_key(), params, args.thinking, args.allow_special_tokens)
         return _talk(Chat(remote, Conversation(args.system), StopAtOnce(), params.max_new_tokens))
     interrupt = StopOnInterrupt()
     with LLM(**llm_arguments(args), on_step=interrupt) as llm:
-        local = LocalModel(llm, params, args.thinking)
+        local = LocalModel(llm, params, args.thinking, args.allow_special_tokens)
         chat = Chat(local, Conversation(args.system), interrupt, params.max_new_tokens, shows_cost=args.stats)
         return _talk(chat)
 

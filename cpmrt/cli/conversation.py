@@ -40,8 +40,11 @@ class Conversation:
 class LocalModel:
     """Chats through an LLM."""
 
-    def __init__(self, llm: LLM, params: SamplingParams, enable_thinking: bool | None):
-        self._llm, self._params, self._enable_thinking = llm, params, enable_thinking
+    def __init__(
+        self, llm: LLM, params: SamplingParams, enable_thinking: bool | None, allow_special_tokens: bool = False
+    ):
+        self._llm, self._params = llm, params
+        self._enable_thinking, self._allow_special_tokens = enable_thinking, allow_special_tokens
 
     def check(self, conversation: Conversation) -> None:
         """Raise RequestError if the model cannot chat at all, or not with this system message."""
@@ -65,4 +68,6 @@ class LocalModel:
         return ids, skip
 
     def _prompt(self, messages: list[Message]) -> list[int]:
-        return self._llm.chat_prompt(messages, enable_thinking=self._enable_thinking)
+        return self._llm.chat_prompt(
+            messages, enable_thinking=self._enable_thinking, allow_special_tokens=self._allow_special_tokens
+        )

@@ -34,7 +34,14 @@ class ServerError(RequestError):
 class RemoteModel:
     """Chats through the server at `url` (with or without /v1)."""
 
-    def __init__(self, url: str, api_key: str | None, params: SamplingParams, enable_thinking: bool | None):
+    def __init__(
+        self,
+        url: str,
+        api_key: str | None,
+        params: SamplingParams,
+        enable_thinking: bool | None,
+        allow_special_tokens: bool = False,
+    ):
         parts = urlsplit(url if "://" in url else f"http://{url}")
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise RequestError("--url", expected="http://HOST:PORT", actual=repr(url)[:100])
@@ -49,6 +56,8 @@ class RemoteModel:
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self._fields = _body_fields(params, enable_thinking)
+        if allow_special_tokens:
+            self._fields["allow_special_tokens"] = True
 
     def check(self, conversation: Conversation) -> None:
         """Raise CpmrtError unless the server answers and has a model."""

@@ -11,11 +11,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from cpmrt.server.tool_formats import FORMATS, MAX_CALL_CHARACTERS, Call, Format, Schemas
+from cpmrt.text.markers import THINKING_PAIRS
 
 Delta = dict[str, Any]
 """A part of a message as a chunk has it: {"content": text}, {"reasoning_content": text} or {"tool_calls": [...]}."""
-_PAIRS = {"<think>": "</think>", "<|thought_start|>": "<|thought_end|>"}
-THINKING_MARKERS = (*_PAIRS, *_PAIRS.values())
 _STARTS = {form.start: form for form in FORMATS}
 
 
@@ -87,7 +86,7 @@ def message_of(deltas: list[Delta]) -> dict[str, Any]:
 
 def opens_thinking(prompt_end: str) -> bool:
     """Tell whether a prompt ends inside a thought, so that the answer begins there."""
-    return prompt_end.rstrip().endswith(tuple(_PAIRS))
+    return prompt_end.rstrip().endswith(tuple(THINKING_PAIRS))
 
 
 class _ThinkingSplitter:
@@ -119,11 +118,11 @@ class _ThinkingSplitter:
 
     def _look_for_start(self) -> None:
         text = self._held.lstrip()
-        for start, end in _PAIRS.items():
+        for start, end in THINKING_PAIRS.items():
             if text.startswith(start):
                 self._end, self._held = end, text[len(start) :]
                 return
-        if text and not any(start.startswith(text) for start in _PAIRS):
+        if text and not any(start.startswith(text) for start in THINKING_PAIRS):
             self._is_done, self._trims = True, False
 
     def _take_thoughts(self) -> str:

@@ -140,6 +140,9 @@ def _requests() -> Schema:
         "tools": _optional("array", items=tool),
         "tool_choice": {"enum": ["none", "auto", None]},
         "chat_template_kwargs": _optional("object", description="Variables of the template, such as enable_thinking"),
+        "allow_special_tokens": _optional(
+            "boolean", default=False, description="Special tokens in messages of users and tools count as such"
+        ),
     }
     prompts = [_STRING, _TOKEN_IDS, _array(_STRING, maxItems=MAX_PROMPTS), _array(_TOKEN_IDS, maxItems=MAX_PROMPTS)]
     completion = {
@@ -167,7 +170,7 @@ def _requests() -> Schema:
         "add_generation_prompt": _optional("boolean", default=True),
         "return_token_strs": _optional("boolean", default=False),
         "with_pieces": _optional("boolean", default=False),
-        **{name: chat[name] for name in ("tools", "tool_choice", "chat_template_kwargs")},
+        **{name: chat[name] for name in ("tools", "tool_choice", "chat_template_kwargs", "allow_special_tokens")},
     }
     return {
         "ChatRequest": _object({"messages": _array(message, minItems=1)}, chat),

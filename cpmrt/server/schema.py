@@ -21,7 +21,7 @@ MAX_STOP = 16
 MAX_CHOICES = 128
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _COMPLETION_DEFAULT_TOKENS = 16
-_RESERVED_TEMPLATE_NAMES = {"messages", "tools", "add_generation_prompt", "self"}
+_RESERVED_TEMPLATE_NAMES = {"messages", "tools", "add_generation_prompt", "allow_special_tokens", "self"}
 _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 _UNTIL_THE_CONTEXT_ENDS = 2**31 - 1
 
@@ -68,11 +68,15 @@ class Wanted:
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """POST /v1/chat/completions. `tools` are empty where the model may not call any."""
+    """POST /v1/chat/completions. `tools` are empty where the model may not call any.
+
+    `allow_special_tokens`: special tokens that users, tools and documents write count as such.
+    """
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]]
     template_kwargs: dict[str, Any]
+    allow_special_tokens: bool
     wanted: Wanted
 
 
@@ -100,6 +104,7 @@ def read_chat(body: dict[str, Any], models: Sequence[str]) -> ChatRequest:
         messages=read_messages(fields),
         tools=read_tools(fields),
         template_kwargs=read_template_kwargs(fields),
+        allow_special_tokens=fields.boolean("allow_special_tokens") is True,
         wanted=read_wanted(fields, _chat_max_tokens(fields), _chat_logprobs(fields)),
     )
 

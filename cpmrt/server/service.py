@@ -15,15 +15,16 @@ from cpmrt import LLM, __version__
 from cpmrt.engine import Request as EngineRequest
 from cpmrt.server.answers import Answer, AnswerFormat, ChatAnswer, CompletionAnswer, LogprobWriter, OpenAIFormat
 from cpmrt.server.best_of import BestOf
-from cpmrt.server.chat_text import THINKING_MARKERS, ChatText, opens_thinking
+from cpmrt.server.chat_text import ChatText, opens_thinking
 from cpmrt.server.engine_thread import EngineThread
 from cpmrt.server.errors import unsupported
 from cpmrt.server.fill_in_middle import fill_prompt
 from cpmrt.server.hosts import is_loopback
 from cpmrt.server.schema import Wanted, read_chat, read_completion
 from cpmrt.server.telemetry import Metrics
-from cpmrt.server.tool_formats import TOOL_MARKERS, schemas_of
+from cpmrt.server.tool_formats import schemas_of
 from cpmrt.text import Tokenizer
+from cpmrt.text.markers import ANSWER_MARKERS
 
 T = TypeVar("T")
 _MARKER_TOKENS = 16
@@ -111,7 +112,12 @@ class Service:
         wanted = chat.wanted
         if chat.tools and llm.chat_template is not None and not llm.chat_template.takes_tools:
             raise unsupported("tools", "the chat template of this model has none")
-        ids = llm.chat_prompt(chat.messages, tools=chat.tools or None, **chat.template_kwargs)
+        ids = llm.chat_prompt(
+            chat.messages,
+            tools=chat.tools or None,
+            allow_special_tokens=chat.allow_special_tokens,
+            **chat.template_kwargs,
+        )
         self.engine.check_capacity(wanted.num_choices)
         requests = choices_of(llm, ids, wanted)
         is_thinking = opens_thinking(_end_of(ids, llm.tokenizer))
@@ -180,7 +186,7 @@ def _marker_ids(tokenizer: Tokenizer | None) -> frozenset[int]:
     """Return the markers of thoughts and calls that are special tokens; in most vocabularies they are plain text."""
     if tokenizer is None:
         return frozenset()
-    ids = {tokenizer.token_id(marker) for marker in (*THINKING_MARKERS, *TOOL_MARKERS)}
+    ids = {tokenizer.token_id(marker) for marker in ANSWER_MARKERS}
     return frozenset(token_id for token_id in tokenizer.special_ids if token_id in ids)
 
 

@@ -81,5 +81,6 @@ def _chat_ids(llm: LLM, fields: Fields) -> list[int]:
         read_messages(fields),
         tools=read_tools(fields) or None,
         add_generation_prompt=opens_answer,
+        allow_special_tokens=fields.boolean("allow_special_tokens") is True,
         **read_template_kwargs(fields),
     )

@@ -148,8 +148,3 @@ FORMATS = (
     Format("<|tool_call_start|>", "<|tool_call_end|>", read_python_calls),
     Format('<function name="', "</function>", read_xml_call),
 )
-TOOL_MARKERS = (
-    "<tool_call>", "</tool_call>", "<|tool_call_start|>", "<|tool_call_end|>",
-    "<function", "</function>", "<param", "</param>",
-)  # fmt: skip
-"""Markers that may be tokens of a vocabulary."""

@@ -10,22 +10,23 @@ from __future__ import annotations
 import json
 import re
 import traceback
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import NoReturn
 
 from jinja2 import Template
-from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
+from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError, UndefinedError
 
 from cpmrt.errors import CheckpointError, RequestError, quoted
+from cpmrt.text.marks import MarkedText, Marks
+from cpmrt.text.messages import checked_messages, checked_tools, marked_variables, plain, with_contents
 from cpmrt.text.special_tokens import CONFIG_FILE, read_optional, read_special_tokens
 from cpmrt.text.template_sandbox import ChatEnvironment
 from cpmrt.weights.files import open_file
 
 KEY = "chat_template"
 MAX_TEMPLATE_BYTES = 2**20
-_MAX_DEPTH = 64
 
 
 class RefusedError(TemplateError):
@@ -44,6 +45,7 @@ class ChatTemplate:
         self._environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
         self.source = templates["default"]
         """The template of requests without tools, as its author wrote it."""
+        self._sources = list(templates.values())
         self._templates = {name: self._compile(source) for name, source in templates.items()}
         self.takes_tools = any(re.search(r"\btools\b", source) for source in templates.values())
         """True if a prompt can show tools at all."""
@@ -80,22 +82,57 @@ class ChatTemplate:
         Raises RequestError if the messages are malformed or the template does not take them, CheckpointError if
         the template does what no template may.
         """
+        options = {"tools": tools, "add_generation_prompt": add_generation_prompt, "enable_thinking": enable_thinking}
+        return self.render_marked(messages, (), **{**kwargs, **options}).text
+
+    def render_marked(
+        self,
+        messages: object,
+        control_tokens: Collection[str],
+        *,
+        tools: object = None,
+        add_generation_prompt: object = True,
+        enable_thinking: object = None,
+        **kwargs: object,
+    ) -> MarkedText:
+        """Return the same prompt as `render`, with the text that people wrote marked.
+
+        That is the text of messages of users and tools, and of documents. System messages are the developer's own; in
+        the model's own messages only `control_tokens` are marked, and of those none that stands around thoughts or tool
+        calls. Without `control_tokens` nothing is marked.
+        """
         variables: dict[str, object] = {"documents": None, **self._special_tokens}
-        variables |= {name: _plain(value, name) for name, value in kwargs.items()}
+        variables |= {name: plain(value, name) for name, value in kwargs.items()}
         variables |= {
-            "messages": _checked_messages(messages),
-            "tools": _checked_tools(tools),
+            "messages": checked_messages(messages),
+            "tools": checked_tools(tools),
             "add_generation_prompt": bool(add_generation_prompt),
         }
         if enable_thinking is not None:
             variables["enable_thinking"] = bool(enable_thinking)
+        marks = Marks(control_tokens, [variables, *self._sources]) if control_tokens else None
+        return MarkedText(self._rendered(marked_variables(variables, marks), marks), marks)
+
+    def _rendered(self, variables: dict[str, object], marks: Marks | None) -> str:
         name = "tool_use" if variables["tools"] and "tool_use" in self._templates else "default"
+        self._environment.current.marks = marks
         try:
             return self._run(self._templates[name], variables)
         except Exception as error:
             self._explain(error)
+        finally:
+            self._environment.current.marks = None
 
     def _run(self, template: Template, variables: dict[str, object]) -> str:
+        """Run a template. One that takes no message without content (one with tool calls only) gets an empty one."""
+        try:
+            return self._run_once(template, variables)
+        except (UndefinedError, TypeError):
+            if (complete := with_contents(variables["messages"])) is None:
+                raise
+            return self._run_once(template, variables | {"messages": complete})
+
+    def _run_once(self, template: Template, variables: dict[str, object]) -> str:
         allowance = self._environment.allowance
         allowance.start(variables)
         pieces: list[str] = []
@@ -119,7 +156,8 @@ class ChatTemplate:
         lines = [frame.lineno for frame in frames if frame.filename == str(self._path)]
         where = f"{self._path}, line {lines[-1]} of the template" if lines else str(self._path)
         if isinstance(error, RefusedError):
-            raise RequestError(f"the chat template refuses the messages: {error.message}") from error
+            said = self._environment.unmarked(error.message)
+            raise RequestError(f"the chat template refuses the messages: {said}") from error
         if isinstance(error, (SecurityError, RecursionError, MemoryError)):
             raise CheckpointError(f"{where}: a chat template may not do this: {_reason(error)}") from error
         raise RequestError(
@@ -180,78 +218,3 @@ def _to_json(
 ) -> str:
     """Implement `tojson` as Hugging Face does: Jinja's own escapes HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _checked_messages(messages: object) -> list[dict[str, object]]:
-    """Check and copy the messages of a chat, each with a `role` and a `content`; text parts are joined to one string.
-
-    A message with `tool_calls` may lack the content. Keys with the value None are left out, as Hugging Face does:
-    templates test for absence, and would write "None". Raises RequestError with index and field.
-    """
-    if not isinstance(messages, (list, tuple)) or not messages:
-        raise RequestError("messages", expected="a list of at least one message", actual=quoted(messages))
-    return [_checked_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
-
-
-def _checked_tools(tools: object) -> list[dict[str, object]] | None:
-    """Check and copy tools, which are JSON schema functions. Raises RequestError with the index."""
-    if tools is None:
-        return None
-    if not isinstance(tools, (list, tuple)):
-        raise RequestError("tools", expected="a list of JSON schema functions", actual=quoted(tools))
-    return [_plain_object(tool, f"tools[{i}]", "a JSON schema function (a dict)") for i, tool in enumerate(tools)]
-
-
-def _plain(value: object, where: str, depth: int = 0) -> object:
-    """Copy a value made of None, bool, int, float, str, list and dict. Raises RequestError naming what does not fit."""
-    if depth > _MAX_DEPTH:
-        raise RequestError(where[:200], expected=f"at most {_MAX_DEPTH} levels of nesting", actual="more")
-    if value is None or isinstance(value, bool):
-        return value
-    if isinstance(value, str):
-        return str.__str__(value)
-    if isinstance(value, int):
-        return int.__int__(value)
-    if isinstance(value, float):
-        return float.__float__(value)
-    if isinstance(value, (list, tuple)):
-        return [_plain(item, f"{where}[{i}]", depth + 1) for i, item in enumerate(value)]
-    if isinstance(value, dict):
-        for key in value:
-            if not isinstance(key, str):
-                raise RequestError(where[:200], expected="strings as keys", actual=quoted(key))
-        return {str.__str__(key): _plain(item, f"{where}.{key}", depth + 1) for key, item in value.items()}
-    raise RequestError(where[:200], expected="JSON data", actual=type(value).__name__)
-
-
-def _checked_message(message: object, where: str) -> dict[str, object]:
-    copy = _plain_object(message, where, "a dict with role and content")
-    checked = {key: value for key, value in copy.items() if value is not None}
-    if not isinstance(checked.get("role"), str):
-        raise RequestError(f"{where}.role", expected="a string", actual=quoted(checked.get("role")))
-    calls = checked.get("tool_calls")
-    if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
-        raise RequestError(f"{where}.tool_calls", expected="a list of dicts", actual=quoted(calls))
-    content = checked.get("content")
-    if isinstance(content, list):
-        checked["content"] = "".join(_part_text(part, f"{where}.content[{i}]") for i, part in enumerate(content))
-    elif content is None and not calls:
-        raise RequestError(f"{where}.content", expected="a string (or None beside tool_calls)", actual="None")
-    elif not (content is None or isinstance(content, str)):
-        raise RequestError(f"{where}.content", expected="a string or a list of text parts", actual=quoted(content))
-    return checked
-
-
-def _part_text(part: object, where: str) -> str:
-    text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
-    if not isinstance(text, str):
-        raise RequestError(where, expected='a part {"type": "text", "text": ...}', actual=quoted(part))
-    return text
-
-
-def _plain_object(value: object, where: str, expected: str) -> dict[str, object]:
-    if not isinstance(value, dict):
-        raise RequestError(where, expected=expected, actual=quoted(value))
-    copy = _plain(value, where)
-    assert isinstance(copy, dict)
-    return copy

@@ -24,6 +24,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
+from cpmrt.text.marks import Marks
+
 SPARE_SIZE = 2**22  # characters and items that one value may have beyond those of the conversation
 DEADLINE_S = 10.0
 _TURN_COST = 128  # in characters, of one turn of a loop or one call
@@ -87,6 +89,12 @@ class Allowance(threading.local):
         return value
 
 
+class Current(threading.local):
+    """The marks of the conversation that is rendered in this thread; None: no text is marked."""
+
+    marks: Marks | None = None
+
+
 class ChatNamespace(Namespace):
     """The `namespace()` of templates, which keeps no private names and no other namespaces."""
 
@@ -121,8 +129,15 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
     def __init__(self) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols], optimized=False)
+        super().__init__(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[Generation, loopcontrols],
+            optimized=False,
+            finalize=self._written,
+        )
         self.allowance = Allowance()
+        self.current = Current()
         del self.globals["lipsum"]
         self.globals["namespace"] = ChatNamespace
         self.tests = {name: self._bounded_test(test) for name, test in self.tests.items()}
@@ -137,7 +152,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
 
     def join_text(self, *parts: object) -> str:
         """Implement the operator `~`."""
-        texts = [part if isinstance(part, str) else str(self.allowance.keep(part)) for part in parts]
+        texts = [self._written(self.allowance.keep(part)) for part in parts]
         self._fits(sum(map(len, texts)))
         return "".join(texts)
 
@@ -153,6 +168,11 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         """Measure and count a list, tuple, dict or slice that the template makes."""
         return self.allowance.keep(value)
 
+    def unmarked(self, value: Any) -> Any:
+        """Return an operand of a comparison as the template is to see it: without marks."""
+        marks = self.current.marks
+        return value if marks is None else marks.removed(value)
+
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         """Carry out a call in a template: each passes here."""
         self = __self
@@ -162,7 +182,13 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         name, own = getattr(__obj, "__name__", ""), getattr(__obj, "__self__", None)
         args = _countable(args) if name == "join" else args
         self._check_arguments(name, own, args, kwargs)
-        return self.allowance.keep(super().call(__context, __obj, *args, **kwargs))
+        call = super().call
+        if isinstance(own, str):
+            made = self._carried(lambda own, *rest, **named: call(__context, getattr(own, name), *rest, **named),
+                                 (own, *args), kwargs)  # fmt: skip
+        else:
+            made = call(__context, __obj, *args, **kwargs)
+        return self.allowance.keep(made)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """Compute `+`, `*`, `**` and `%`, after a look at how large the result will be."""
@@ -178,7 +204,10 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
             self._check_format(left, right)
         elif operator == "+":
             self._fits(self.allowance.measure(left) + self.allowance.measure(right))
-        return self.allowance.keep(super().call_binop(context, operator, left, right))
+        compute = super().call_binop
+        if operator == "%":
+            return self.allowance.keep(self._carried(compute, (context, operator, left, right), {}))
+        return self.allowance.keep(compute(context, operator, left, right))
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         """Refuse also the string methods whose result can be far larger than their arguments."""
@@ -194,7 +223,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
 
         def bounded(*args: Any, **kwargs: Any) -> str:
             self._check_format(value.__self__, [*args, *kwargs.values()])
-            return wrapped(*args, **kwargs)
+            return str(self._carried(wrapped, args, kwargs))
 
         return bounded
 
@@ -209,7 +238,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
             args = _countable(args) if name == "join" else args
             own, *rest = args[1:] if takes_context else args
             self._check_arguments(name, own, tuple(rest), kwargs)
-            return self.allowance.keep(function(*args, **kwargs))
+            return self.allowance.keep(self._carried(function, args, kwargs))
 
         return bounded
 
@@ -217,7 +246,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         @wraps(test)
         def bounded(*args: Any, **kwargs: Any) -> Any:
             self.allowance.spend(1)
-            return test(*args, **kwargs)
+            return self._carried(test, args, kwargs)
 
         return bounded
 
@@ -249,6 +278,14 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         count = text.count("%") + text.count("{")
         self._fits(len(text) + count * (self.allowance.measure(values) + _MAX_FORMATTED))
 
+    def _carried(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        marks = self.current.marks
+        return function(*args, **kwargs) if marks is None else marks.carried(function, args, kwargs)
+
+    def _written(self, value: Any) -> str:
+        """Return a value as the template writes it out."""
+        return value if isinstance(value, str) else str(self._carried(str, (value,), {}))
+
     def _fits(self, size: int) -> None:
         if size > self.allowance.size:
             raise LimitError(f"it makes a value of more than {self.allowance.size} characters")
@@ -261,7 +298,7 @@ def _countable(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 class _Instrument(NodeTransformer):
-    """Puts the environment's `turn`, `keep` and `join_text` into a parsed template."""
+    """Puts the environment's `turn`, `keep`, `join_text` and `unmarked` into a parsed template."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         self.generic_visit(node)
@@ -279,6 +316,13 @@ class _Instrument(NodeTransformer):
 
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
         return self._kept(node) if isinstance(node.arg, nodes.Slice) else self.generic_visit(node)
+
+    def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
+        self.generic_visit(node)
+        node.expr = _call("unmarked", [node.expr], node)
+        for operand in node.ops:
+            operand.expr = _call("unmarked", [operand.expr], node)
+        return node
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from cpmrt.errors import CheckpointError, RequestError, quoted
+from cpmrt.text.control_tokens import ControlTokens
+from cpmrt.text.marks import MarkedText
 from cpmrt.text.special_tokens import CONFIG_FILE, complete_added_tokens, read_optional, read_special_tokens
 from cpmrt.text.token_bytes import TokenBytes
 from cpmrt.weights.files import open_file, parse_object
@@ -49,6 +51,7 @@ class Tokenizer:
             )
         if self._add_bos and self.bos_token_id is None:
             raise CheckpointError(f"{folder / CONFIG_FILE}: add_bos_token is true but bos_token is not set")
+        self.control_tokens = ControlTokens(library)
         self._bytes = self._run("be decoded", lambda: TokenBytes(library))
 
     @classmethod
@@ -78,6 +81,18 @@ class Tokenizer:
         such key and the post-processor of tokenizer.json does; but not if the text already begins with it.
         Raises RequestError on text that is not valid Unicode or needs a token the model has no embedding for.
         """
+        return self._encoded(
+            text, lambda: self._library.encode(text, add_special_tokens=False), add_special_tokens=add_special_tokens
+        )
+
+    def encode_marked(self, prompt: MarkedText) -> list[int]:
+        """Return the token ids of a rendered chat as `encode` does, but special tokens in marked text are plain text.
+
+        Raises RequestError like `encode`.
+        """
+        return self._encoded(prompt.plain, lambda: self.control_tokens.encode(prompt), add_special_tokens=True)
+
+    def _encoded(self, text: str, encode: Callable[[], Any], *, add_special_tokens: bool) -> list[int]:
         if not isinstance(text, str):
             raise RequestError("text to encode", expected="a str", actual=type(text).__name__)
         try:
@@ -87,7 +102,7 @@ class Tokenizer:
                 f"text to encode is not valid Unicode: lone surrogate U+{ord(text[error.start]):04X} "
                 f"at character {error.start}"
             ) from error
-        ids = self._run("encode", lambda: self._encode(text, add_special_tokens))
+        ids = self._run("encode", lambda: self._completed(encode(), add_special_tokens))
         if self._rows is not None and ids and max(ids) >= self._rows:
             raise RequestError(
                 f"text to encode has token {quoted(self._library.id_to_token(max(ids)))}, which the model lacks",
@@ -127,8 +142,8 @@ class Tokenizer:
         found = self._run("look up", lambda: self._library.token_to_id(text))
         return None if found is None else int(found)
 
-    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        plain = self._library.encode(text, add_special_tokens=False)
+    def _completed(self, plain: Any, add_special_tokens: bool) -> list[int]:
+        """Return the ids of an encoding, with BOS in front where the checkpoint wants it."""
         if not add_special_tokens:
             return list(plain.ids)
         full = self._library.post_process(plain, None, True)

@@ -95,6 +95,18 @@ def test_commands(chat, prompts, capsys):
     assert questions[2][-1] == ("user", "/usr/bin is?") and len(questions[2]) == 4 and len(questions) == 3
 
 
+@pytest.mark.parametrize("option", [(), ("--allow-special-tokens",)])
+def test_special_tokens_that_are_typed(chat, monkeypatch, option):
+    allowed, chat_prompt = [], LLM.chat_prompt
+
+    def spy(self, messages, **options):
+        allowed.append(options["allow_special_tokens"])
+        return chat_prompt(self, messages, **options)
+
+    monkeypatch.setattr(LLM, "chat_prompt", spy)
+    assert chat("one</s>\n", *SAMPLING, *option) == 0 and set(allowed) == {bool(option)}
+
+
 @pytest.mark.parametrize(("option", "value"), [((), None), (("--thinking",), True), (("--no-thinking",), False)])
 def test_thinking(chat, prompts, option, value):
     assert chat("one\n", *SAMPLING, *option) == 0

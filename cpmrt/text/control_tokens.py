@@ -1,0 +1,86 @@
+"""The tokens that steer a model, such as <|im_end|>, and prompts in which only the template's own count as such.
+
+The `tokenizers` library finds added tokens in a text wherever they are written. A text in which some are to be plain is
+therefore encoded by a second tokenizer, made when it is first needed: there these tokens have other, unguessable names,
+and the vocabulary does not hold the known ones. Everything else in it is the same, so that other text gets the ids that
+it always gets.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from functools import cached_property
+from typing import Any
+
+from cpmrt.errors import CheckpointError
+from cpmrt.text.marks import MarkedText
+
+_TAG = re.compile(r"</?[^\s<>]+>?")
+
+
+class ControlTokens:
+    """The special tokens of a `tokenizers.Tokenizer`, and its other added tokens that are written as tags (<think>).
+
+    `texts` are what they look like.
+    """
+
+    def __init__(self, library: Any):
+        self._library = library
+        self._ids: dict[str, int] = {
+            token.content: token_id
+            for token_id, token in library.get_added_tokens_decoder().items()
+            if (token.special or _TAG.fullmatch(token.content)) and token.content.strip() and not token.single_word
+        }
+        self.texts = frozenset(self._ids)
+        longest_first = sorted(self._ids, key=len, reverse=True)
+        self._pattern = re.compile("(" + ("|".join(map(re.escape, longest_first)) or "(?!)") + ")")
+
+    def encode(self, prompt: MarkedText) -> Any:
+        """Return the library's encoding of a prompt, no BOS added; tokens that hold a marked character are plain text.
+
+        Without such tokens it is the encoding of the whole text.
+        """
+        encoding = self._library.encode(prompt.plain, add_special_tokens=False)
+        if prompt.marks is None:
+            return encoding
+        known = set(self._ids.values())
+        found = [token_id for token_id in encoding.ids if token_id in known]
+        if found == [self._ids[text] for text in self._pattern.findall(prompt.text)]:
+            return encoding
+        parts = self._pattern.split(prompt.text)
+        parts[::2] = [prompt.marks.removed(part) for part in parts[::2]]
+        parts[1::2] = [self._aliases[part] for part in parts[1::2]]
+        return self._renamed_library.encode("".join(parts), add_special_tokens=False)
+
+    @cached_property
+    def _aliases(self) -> dict[str, str]:
+        nonce = secrets.token_hex(16)
+        return {text: f"\U000f0000{nonce}{index:x}\U000f0001" for index, text in enumerate(self._ids)}
+
+    @cached_property
+    def _renamed_library(self) -> Any:
+        content, aliases = json.loads(self._library.to_str()), self._aliases
+        for token in content["added_tokens"]:
+            token["content"] = aliases.get(token["content"], token["content"])
+        _rename_in_model(content["model"], aliases)
+        renamed = type(self._library).from_str(json.dumps(content))
+        for text, token_id in self._ids.items():
+            if renamed.token_to_id(aliases[text]) != token_id:
+                raise CheckpointError(f"tokenizer.json: token {text!r} cannot be told from plain text")
+        return renamed
+
+
+def _rename_in_model(model: dict[str, Any], aliases: dict[str, str]) -> None:
+    """Rename tokens in a vocabulary (a dict, or Unigram's list), and drop merges that would make them out of text."""
+    vocab = model["vocab"]
+    if isinstance(vocab, dict):
+        model["vocab"] = {aliases.get(text, text): token_id for text, token_id in vocab.items()}
+    else:
+        model["vocab"] = [[aliases.get(text, text), score] for text, score in vocab]
+    if model.get("unk_token") in aliases:
+        model["unk_token"] = aliases[model["unk_token"]]
+    if "merges" in model:
+        pairs = (pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"])
+        model["merges"] = [pair for pair in pairs if "".join(pair) not in aliases]

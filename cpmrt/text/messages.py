@@ -1,0 +1,118 @@
+"""Checks the messages of a chat, and marks in them what people wrote.
+
+Templates are untrusted and get no object of the caller's, only these copies made of JSON's own types.
+"""
+
+from __future__ import annotations
+
+from cpmrt.errors import RequestError, quoted
+from cpmrt.text.markers import ANSWER_MARKERS
+from cpmrt.text.marks import Marks
+
+_MAX_DEPTH = 64
+_TRUSTED_ROLES = ("system", "developer")
+
+
+def checked_messages(messages: object) -> list[dict[str, object]]:
+    """Check and copy the messages of a chat, each with a `role` and a `content`; text parts are joined to one string.
+
+    A message with `tool_calls` may lack the content. Keys with the value None are left out, as Hugging Face does:
+    templates test for absence, and would write "None". Raises RequestError with index and field.
+    """
+    if not isinstance(messages, (list, tuple)) or not messages:
+        raise RequestError("messages", expected="a list of at least one message", actual=quoted(messages))
+    return [_checked_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def checked_tools(tools: object) -> list[dict[str, object]] | None:
+    """Check and copy tools, which are JSON schema functions. Raises RequestError with the index."""
+    if tools is None:
+        return None
+    if not isinstance(tools, (list, tuple)):
+        raise RequestError("tools", expected="a list of JSON schema functions", actual=quoted(tools))
+    return [_plain_object(tool, f"tools[{i}]", "a JSON schema function (a dict)") for i, tool in enumerate(tools)]
+
+
+def marked_variables(variables: dict[str, object], marks: Marks | None) -> dict[str, object]:
+    """Return the variables of a template with what people wrote marked: messages by their role, and documents."""
+    if marks is None:
+        return variables
+    messages = variables["messages"]
+    assert isinstance(messages, list)
+    marked = [_marked_message(message, marks) for message in messages]
+    return variables | {"messages": marked, "documents": marks.put(variables["documents"])}
+
+
+def _marked_message(message: dict[str, object], marks: Marks) -> dict[str, object]:
+    role = message["role"]
+    if role in _TRUSTED_ROLES:
+        return message
+    if role == "assistant":
+        marked = marks.put_on_tokens(message, but=ANSWER_MARKERS)
+    else:
+        marked = marks.put(message) | {"role": marks.put_on_tokens(role)}
+    assert isinstance(marked, dict)
+    return marked
+
+
+def with_contents(messages: object) -> list[dict[str, object]] | None:
+    """Return the messages with an empty content for those that have none; None if all have one."""
+    assert isinstance(messages, list)
+    if all("content" in message for message in messages):
+        return None
+    return [{"content": "", **message} for message in messages]
+
+
+def plain(value: object, where: str, depth: int = 0) -> object:
+    """Copy a value made of None, bool, int, float, str, list and dict. Raises RequestError naming what does not fit."""
+    if depth > _MAX_DEPTH:
+        raise RequestError(where[:200], expected=f"at most {_MAX_DEPTH} levels of nesting", actual="more")
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, int):
+        return int.__int__(value)
+    if isinstance(value, float):
+        return float.__float__(value)
+    if isinstance(value, (list, tuple)):
+        return [plain(item, f"{where}[{i}]", depth + 1) for i, item in enumerate(value)]
+    if isinstance(value, dict):
+        for key in value:
+            if not isinstance(key, str):
+                raise RequestError(where[:200], expected="strings as keys", actual=quoted(key))
+        return {str.__str__(key): plain(item, f"{where}.{key}", depth + 1) for key, item in value.items()}
+    raise RequestError(where[:200], expected="JSON data", actual=type(value).__name__)
+
+
+def _checked_message(message: object, where: str) -> dict[str, object]:
+    copy = _plain_object(message, where, "a dict with role and content")
+    checked = {key: value for key, value in copy.items() if value is not None}
+    if not isinstance(checked.get("role"), str):
+        raise RequestError(f"{where}.role", expected="a string", actual=quoted(checked.get("role")))
+    calls = checked.get("tool_calls")
+    if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
+        raise RequestError(f"{where}.tool_calls", expected="a list of dicts", actual=quoted(calls))
+    content = checked.get("content")
+    if isinstance(content, list):
+        checked["content"] = "".join(_part_text(part, f"{where}.content[{i}]") for i, part in enumerate(content))
+    elif content is None and not calls:
+        raise RequestError(f"{where}.content", expected="a string (or None beside tool_calls)", actual="None")
+    elif not (content is None or isinstance(content, str)):
+        raise RequestError(f"{where}.content", expected="a string or a list of text parts", actual=quoted(content))
+    return checked
+
+
+def _part_text(part: object, where: str) -> str:
+    text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
+    if not isinstance(text, str):
+        raise RequestError(where, expected='a part {"type": "text", "text": ...}', actual=quoted(part))
+    return text
+
+
+def _plain_object(value: object, where: str, expected: str) -> dict[str, object]:
+    if not isinstance(value, dict):
+        raise RequestError(where, expected=expected, actual=quoted(value))
+    copy = plain(value, where)
+    assert isinstance(copy, dict)
+    return copy
