@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
-from cpmrt.executor import TokenLogprobs
-from cpmrt.generation import Piece
-from cpmrt.server.chat_text import ChatText, Delta, message_of
+from cpmrt.server.chat_text import ChatText, Message
 from cpmrt.server.engine_thread import Ended, Item
 from cpmrt.server.errors import ApiError
-from cpmrt.text import Tokenizer
+from cpmrt.server.token_logprobs import ChoiceLogprobs
 
 DONE = "data: [DONE]\n\n"
-_LOWEST = -9999.0
-"""The number that the API writes for minus infinity, which JSON lacks."""
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), check_circular=False).encode
 
 
@@ -53,8 +49,8 @@ class AnswerFormat(Protocol):
     def add(self, item: Item) -> None:
         """Take in an item of an answer that is not streamed."""
 
-    def whole(self, usage: dict[str, Any]) -> dict[str, Any]:
-        """Return the answer that all items make."""
+    def whole(self, usage: dict[str, Any]) -> Iterator[str]:
+        """Yield the JSON of the answer that all items make, in pieces that are quickly made."""
 
 
 class Chunks:
@@ -70,9 +66,9 @@ class Chunks:
         """Return a chunk of one choice with nothing but `name` ("delta" or "text") and its value."""
         return f'{self._before}{choice},"{name}":{_encode(value)}{self._plain_after}'
 
-    def full(self, choice: int, name: str, value: Any, logprobs: Any, finish_reason: str | None) -> str:
-        """Return a chunk with log-probabilities or the reason of the end."""
-        fields = f'"{name}":{_encode(value)},"logprobs":{_encode(logprobs)},"finish_reason":{_encode(finish_reason)}'
+    def full(self, choice: int, name: str, value: Any, logprobs: str, finish_reason: str | None) -> str:
+        """Return a chunk with log-probabilities, which are JSON already, or the reason of the end."""
+        fields = f'"{name}":{_encode(value)},"logprobs":{logprobs},"finish_reason":{_encode(finish_reason)}'
         return f"{self._before}{choice},{fields}{self._after}"
 
     def usage(self, usage: dict[str, Any]) -> str:
@@ -80,73 +76,15 @@ class Chunks:
         return event({**self._head, "choices": [], "usage": usage})
 
 
-class LogprobWriter:
-    """Writes log-probabilities in the two shapes of the API. Like the text they leave out the end tokens, `end_ids`.
-
-    `count` is the number of most likely tokens that were asked for.
-    """
-
-    def __init__(self, tokenizer: Tokenizer | None, end_ids: Iterable[int], count: int):
-        self._tokenizer, self._end_ids, self._count = tokenizer, frozenset(end_ids), count
-        self._texts: dict[int, tuple[str, list[int]]] = {}
-
-    def chat(self, logprobs: Iterable[TokenLogprobs]) -> dict[str, Any]:
-        """Return the `logprobs` of a chat's choice."""
-        entries = [
-            {
-                **self._chat_entry(entry.token_id, entry.logprob),
-                "top_logprobs": [self._chat_entry(*pair) for pair in entry.top[: self._count]],
-            }
-            for entry in logprobs
-            if entry.token_id not in self._end_ids
-        ]
-        return {"content": entries, "refusal": None}
-
-    def completion(self, logprobs: Iterable[TokenLogprobs], offset: int) -> dict[str, Any]:
-        """Return the `logprobs` of a completion's choice; `offset` characters of text come before the first token."""
-        kept = [entry for entry in logprobs if entry.token_id not in self._end_ids]
-        tokens = [self._text(entry.token_id)[0] for entry in kept]
-        tops = [{self._text(token)[0]: _finite(lp) for token, lp in entry.top[: self._count]} for entry in kept]
-        return {
-            "tokens": tokens,
-            "token_logprobs": [_finite(entry.logprob) for entry in kept],
-            "top_logprobs": tops if self._count else None,
-            "text_offset": [offset + sum(map(len, tokens[:index])) for index in range(len(tokens))],
-        }
-
-    def _chat_entry(self, token_id: int, logprob: float) -> dict[str, Any]:
-        text, raw = self._text(token_id)
-        return {"token": text, "logprob": _finite(logprob), "bytes": raw}
-
-    def _text(self, token_id: int) -> tuple[str, list[int]]:
-        """Return the text and the bytes of a token, and keep them."""
-        if token_id not in self._texts:
-            self._texts[token_id] = self._read(token_id)
-        return self._texts[token_id]
-
-    def _read(self, token_id: int) -> tuple[str, list[int]]:
-        if self._tokenizer is None:
-            return f"token_id:{token_id}", []
-        raw = self._tokenizer.token_bytes(token_id)
-        if not raw:
-            raw = self._tokenizer.decode([token_id], skip_special_tokens=False).encode()
-        return raw.decode("utf-8", "replace"), list(raw)
-
-
-def _finite(logprob: float) -> float:
-    return max(logprob, _LOWEST)
-
-
 class ChatAnswer:
     """The choices of a chat: streamed by `begin` and `stream`, or collected by `add` and written by `choices`.
 
-    `logprobs` is None where they were not asked for.
+    `logprobs` are empty where they were not asked for.
     """
 
-    def __init__(self, texts: Sequence[ChatText], logprobs: LogprobWriter | None):
+    def __init__(self, texts: Sequence[ChatText], logprobs: Sequence[ChoiceLogprobs]):
         self._texts, self._logprobs = texts, logprobs
-        self._deltas: list[list[Delta]] = [[] for _ in texts]
-        self._entries: list[list[TokenLogprobs]] = [[] for _ in texts]
+        self._messages = [Message() for _ in texts]
         self._reasons = [""] * len(texts)
 
     def begin(self, chunks: Chunks) -> str:
@@ -160,49 +98,50 @@ class ChatAnswer:
         text = self._texts[choice]
         if isinstance(part, Ended):
             rest = "".join([chunks.delta(choice, "delta", delta) for delta in text.flush()])
-            return rest + chunks.full(choice, "delta", {}, None, _reason(part, text))
+            return rest + chunks.full(choice, "delta", {}, "null", _reason(part, text))
         deltas = text.push(part.text) if part.text else []
-        if self._logprobs is None or not part.logprobs:
+        if not self._logprobs or not part.logprobs:
             return "".join([chunks.delta(choice, "delta", delta) for delta in deltas])
         first, *others = deltas or [{"content": ""}]
-        begun = chunks.full(choice, "delta", first, self._logprobs.chat(part.logprobs), None)
+        self._logprobs[choice].add(part.logprobs)
+        begun = chunks.full(choice, "delta", first, "".join(self._logprobs[choice].take()), None)
         return begun + "".join([chunks.delta(choice, "delta", delta) for delta in others])
 
     def add(self, item: Item) -> None:
         """Take in an item of an answer that is not streamed."""
         choice, part = item
-        text = self._texts[choice]
-        if isinstance(part, Piece):
-            self._deltas[choice] += text.push(part.text)
-            self._entries[choice] += part.logprobs
-        else:
-            self._deltas[choice] += text.flush()
+        text, message = self._texts[choice], self._messages[choice]
+        if isinstance(part, Ended):
+            message.add(text.flush())
             self._reasons[choice] = _reason(part, text)
+            return
+        message.add(text.push(part.text))
+        if self._logprobs:
+            self._logprobs[choice].add(part.logprobs)
 
-    def choices(self) -> list[dict[str, Any]]:
-        return [
-            {
-                "index": choice,
-                "message": message_of(self._deltas[choice]),
-                "logprobs": self._logprobs and self._logprobs.chat(self._entries[choice]),
-                "finish_reason": reason,
-            }
-            for choice, reason in enumerate(self._reasons)
-        ]
+    def choices(self) -> Iterator[str]:
+        """Yield the JSON of the choices, with commas between them."""
+        for choice, reason in enumerate(self._reasons):
+            logprobs = self._logprobs[choice].take() if self._logprobs else ("null",)
+            yield from _choice(choice, "message", self._messages[choice].content(), logprobs, reason)
 
 
 def _reason(ended: Ended, text: ChatText) -> str:
     return "tool_calls" if text.has_calls and ended.reason == "stop" else ended.reason
 
 
+def _choice(index: int, name: str, value: Any, logprobs: Iterable[str], reason: str) -> Iterator[str]:
+    yield f'{"," * bool(index)}{{"index":{index},"{name}":{_encode(value)},"logprobs":'
+    yield from logprobs
+    yield f',"finish_reason":{_encode(reason)}}}'
+
+
 class CompletionAnswer:
     """The choices of a plain completion, with the methods of `ChatAnswer`. `echoes` are put before the texts."""
 
-    def __init__(self, echoes: Sequence[str], logprobs: LogprobWriter | None):
+    def __init__(self, echoes: Sequence[str], logprobs: Sequence[ChoiceLogprobs]):
         self._echoes, self._logprobs = echoes, logprobs
         self._texts = [[echo] for echo in echoes]
-        self._lengths = [len(echo) for echo in echoes]
-        self._entries: list[list[TokenLogprobs]] = [[] for _ in echoes]
         self._reasons = [""] * len(echoes)
 
     def begin(self, chunks: Chunks) -> str:
@@ -211,33 +150,29 @@ class CompletionAnswer:
     def stream(self, chunks: Chunks, item: Item) -> str:
         choice, part = item
         if isinstance(part, Ended):
-            return chunks.full(choice, "text", "", None, part.reason)
-        if self._logprobs is None or not part.logprobs:
+            return chunks.full(choice, "text", "", "null", part.reason)
+        if not self._logprobs or not part.logprobs:
             return chunks.delta(choice, "text", part.text) if part.text else ""
-        written = self._logprobs.completion(part.logprobs, self._lengths[choice])
-        self._lengths[choice] += sum(map(len, written["tokens"]))
-        return chunks.full(choice, "text", part.text, written, None)
+        self._logprobs[choice].add(part.logprobs)
+        return chunks.full(choice, "text", part.text, "".join(self._logprobs[choice].take()), None)
 
     def add(self, item: Item) -> None:
         choice, part = item
         if isinstance(part, Ended):
             self._reasons[choice] = part.reason
-        else:
-            self._texts[choice].append(part.text)
-            self._entries[choice] += part.logprobs
+            return
+        self._texts[choice].append(part.text)
+        if self._logprobs:
+            self._logprobs[choice].add(part.logprobs)
 
-    def choices(self) -> list[dict[str, Any]]:
-        return [
-            {
-                "index": choice,
-                "text": "".join(text),
-                "logprobs": self._logprobs and self._logprobs.completion(entries, len(echo)),
-                "finish_reason": reason,
-            }
-            for choice, (text, entries, echo, reason) in enumerate(
-                zip(self._texts, self._entries, self._echoes, self._reasons, strict=True)
-            )
-        ]
+    def choices(self) -> Iterator[str]:
+        for index, choice in enumerate(self.kept()):
+            logprobs = self._logprobs[choice].take() if self._logprobs else ("null",)
+            yield from _choice(index, "text", "".join(self._texts[choice]), logprobs, self._reasons[choice])
+
+    def kept(self) -> Sequence[int]:
+        """Return the choices that are given, in their order."""
+        return range(len(self._reasons))
 
 
 Answer = ChatAnswer | CompletionAnswer
@@ -267,5 +202,7 @@ class OpenAIFormat:
     def add(self, item: Item) -> None:
         self._answer.add(item)
 
-    def whole(self, usage: dict[str, Any]) -> dict[str, Any]:
-        return {**self._head, "choices": self._answer.choices(), "usage": usage}
+    def whole(self, usage: dict[str, Any]) -> Iterator[str]:
+        yield _encode(self._head)[:-1] + ',"choices":['
+        yield from self._answer.choices()
+        yield f'],"usage":{_encode(usage)}}}'

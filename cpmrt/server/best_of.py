@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-from cpmrt.server.answers import CompletionAnswer, LogprobWriter
+from cpmrt.server.answers import CompletionAnswer
+from cpmrt.server.engine_thread import Ended, Item
+from cpmrt.server.token_logprobs import ChoiceLogprobs
 
 
 class BestOf(CompletionAnswer):
@@ -14,18 +15,24 @@ class BestOf(CompletionAnswer):
     The requests must ask for log-probabilities, though the answer need not have them.
     """
 
-    def __init__(self, num_kept: int, num_tried: int, echoes: Sequence[str], logprobs: LogprobWriter | None):
+    def __init__(self, num_kept: int, num_tried: int, echoes: Sequence[str], logprobs: Sequence[ChoiceLogprobs]):
         super().__init__(echoes, logprobs)
         self._num_kept, self._num_tried = num_kept, num_tried
+        self._sums, self._counts = [0.0] * len(echoes), [0] * len(echoes)
 
-    def choices(self) -> list[dict[str, Any]]:
-        tried = super().choices()
-        kept: list[dict[str, Any]] = []
-        for start in range(0, len(tried), self._num_tried):
+    def add(self, item: Item) -> None:
+        super().add(item)
+        choice, part = item
+        if not isinstance(part, Ended):
+            self._sums[choice] += sum(entry.logprob for entry in part.logprobs)
+            self._counts[choice] += len(part.logprobs)
+
+    def kept(self) -> Sequence[int]:
+        kept: list[int] = []
+        for start in range(0, len(self._sums), self._num_tried):
             group = range(start, start + self._num_tried)
-            kept += [tried[index] for index in sorted(group, key=self._mean_logprob, reverse=True)[: self._num_kept]]
-        return [{**choice, "index": index} for index, choice in enumerate(kept)]
+            kept += sorted(group, key=self._mean_logprob, reverse=True)[: self._num_kept]
+        return kept
 
     def _mean_logprob(self, choice: int) -> float:
-        logprobs = [entry.logprob for entry in self._entries[choice]]
-        return sum(logprobs) / len(logprobs) if logprobs else float("-inf")
+        return self._sums[choice] / self._counts[choice] if self._counts[choice] else float("-inf")

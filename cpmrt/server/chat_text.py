@@ -68,20 +68,35 @@ class ChatText:
         ]
 
 
-def message_of(deltas: list[Delta]) -> dict[str, Any]:
-    """Return the message that the deltas of a choice make together."""
-    content, thoughts = ("".join(delta.get(name, "") for delta in deltas) for name in ("content", "reasoning_content"))
-    calls: list[dict[str, Any]] = []
-    for part in (part for delta in deltas for part in delta.get("tool_calls", ())):
-        if part["index"] == len(calls):
-            calls.append({**part, "function": dict(part["function"])})
-            del calls[-1]["index"]
+class Message:
+    """The message that the deltas of a choice make together."""
+
+    def __init__(self) -> None:
+        self._content: list[str] = []
+        self._thoughts: list[str] = []
+        self._calls: list[dict[str, Any]] = []
+
+    def add(self, deltas: list[Delta]) -> None:
+        for delta in deltas:
+            self._content.append(delta.get("content", ""))
+            self._thoughts.append(delta.get("reasoning_content", ""))
+            for part in delta.get("tool_calls", ()):
+                self._add_call(part)
+
+    def content(self) -> dict[str, Any]:
+        """Return the message as the API has it."""
+        content, thoughts = "".join(self._content), "".join(self._thoughts)
+        message = {"role": "assistant", "content": content if content or not self._calls else None, "refusal": None}
+        if thoughts:
+            message["reasoning_content"] = thoughts
+        return message | ({"tool_calls": self._calls} if self._calls else {})
+
+    def _add_call(self, part: dict[str, Any]) -> None:
+        function = part["function"]
+        if part["index"] == len(self._calls):
+            self._calls.append({"id": part["id"], "type": part["type"], "function": dict(function)})
         else:
-            calls[part["index"]]["function"]["arguments"] += part["function"]["arguments"]
-    message = {"role": "assistant", "content": content if content or not calls else None, "refusal": None}
-    if thoughts:
-        message["reasoning_content"] = thoughts
-    return message | ({"tool_calls": calls} if calls else {})
+            self._calls[part["index"]]["function"]["arguments"] += function["arguments"]
 
 
 def opens_thinking(prompt_end: str) -> bool:

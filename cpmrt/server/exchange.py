@@ -13,6 +13,8 @@ from cpmrt.server.service import Prepared
 
 PING_S = 10.0
 """How long an answer may be silent, in the queue or during a long prompt, until its client gets a sign of life."""
+_MAX_ITEMS = 64
+"""Items that are worked on before others have their turn, where a client read slowly and many wait."""
 
 
 class Exchange:
@@ -27,6 +29,7 @@ class Exchange:
         self._engine, self._num_choices, self._receive = engine, prepared.wanted.num_choices, receive
         self._items: list[Item] = []
         self._has_come = asyncio.Event()
+        self._has_more = False
         self._jobs = tuple(
             Job(request, self._put, choice, prepared.shown_ids) for choice, request in enumerate(prepared.requests)
         )
@@ -62,13 +65,18 @@ class Exchange:
         return self._has_come.is_set()
 
     async def items(self) -> list[Item]:
-        """Wait for at least one item, and return all that have come since the last call; none after a long silence.
+        """Wait for at least one item, and return what has come since the last call, a part of it if it is much.
 
-        Raises ApiError if a sequence failed or the server stops it, ClientGoneError if nobody waits for it any more.
+        Returns none after a long silence. Raises ApiError if a sequence failed or the server stops it, ClientGoneError
+        if nobody waits for it any more.
         """
+        if self._has_more:
+            await asyncio.sleep(0)
         await self._has_come.wait()
-        self._has_come.clear()
-        items, self._items = self._items, []
+        items, self._items = self._items[:_MAX_ITEMS], self._items[_MAX_ITEMS:]
+        self._has_more = bool(self._items)
+        if not self._has_more:
+            self._has_come.clear()
         for choice, item in items:
             if isinstance(item, Ended):
                 self.ended[choice] = item

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
+from collections.abc import Iterator
 from typing import Any
 
 from cpmrt.server.answers import event
@@ -80,7 +81,7 @@ class InfillFormat:
         return event({"content": text, "stop": False}) if text else ""
 
     def end(self, usage: dict[str, Any]) -> str:
-        return event({**self.whole(usage), "content": ""})
+        return event(self._fields(""))
 
     def failed(self, error: ApiError) -> str:
         return f"error: {json.dumps(error.body()['error'])}\n\n"
@@ -88,11 +89,14 @@ class InfillFormat:
     def add(self, item: Item) -> None:
         self._texts.append(self._take(item))
 
-    def whole(self, usage: dict[str, Any]) -> dict[str, Any]:
+    def whole(self, usage: dict[str, Any]) -> Iterator[str]:
+        yield json.dumps(self._fields("".join(self._texts)), ensure_ascii=False)
+
+    def _fields(self, content: str) -> dict[str, Any]:
         assert self._ended is not None
         stats = self._ended.stats
         return {
-            "content": "".join(self._texts),
+            "content": content,
             "stop": True,
             "stop_type": _STOP_TYPES.get(self._ended.reason, self._ended.reason),
             "model": self._model_name,

@@ -6,7 +6,7 @@ from typing import Any
 
 from cpmrt import __version__
 from cpmrt.config.sampling import MAX_LOGPROBS
-from cpmrt.server.schema import MAX_CHOICES, MAX_PROMPTS, MAX_STOP
+from cpmrt.server.schema import MAX_CHOICES, MAX_PROMPTS, MAX_STOP, MAX_STOP_BYTES, MAX_STOP_TOKEN_IDS
 
 Schema = dict[str, Any]
 
@@ -109,9 +109,10 @@ _SHARED: Schema = {
     "logit_bias": _optional("object", additionalProperties={"type": "number", "minimum": -100, "maximum": 100}),
     "n": _optional("integer", minimum=1, maximum=MAX_CHOICES, default=1),
     "stop": {
-        "anyOf": [_optional("string", minLength=1), _array({"type": "string", "minLength": 1}, maxItems=MAX_STOP)]
+        "anyOf": [_optional("string", minLength=1), _array({"type": "string", "minLength": 1}, maxItems=MAX_STOP)],
+        "description": f"At most {MAX_STOP_BYTES} bytes together",
     },
-    "stop_token_ids": _optional("array", items=_INTEGER, maxItems=MAX_STOP),
+    "stop_token_ids": _optional("array", items=_INTEGER, maxItems=MAX_STOP_TOKEN_IDS),
     "ignore_eos": _optional("boolean", default=False),
     "seed": _optional("integer"),
     "stream": _optional("boolean", default=False),

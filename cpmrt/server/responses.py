@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from starlette.responses import Response
@@ -17,6 +19,7 @@ from cpmrt.server.telemetry import record_of
 
 _FIRST_WAIT_S = 1.0
 """How long to wait for the first token before the status is sent: until then an error can have its own status."""
+_PART_BYTES = 256 * 1024
 CLIENT_GONE = 499
 
 
@@ -33,13 +36,35 @@ def error_response(error: ApiError) -> JsonResponse:
     return JsonResponse(error.body(), error.status, error.headers)
 
 
-async def whole_answer(prepared: Prepared, exchange: Exchange) -> JsonResponse:
+async def whole_answer(prepared: Prepared, exchange: Exchange) -> Response:
     """Answer with everything at once. Raises ApiError, ClientGoneError."""
     async with exchange:
         while not exchange.is_done:
             for item in await exchange.items():
                 prepared.format.add(item)
-    return JsonResponse(prepared.format.whole(exchange.usage()))
+    parts = [bytearray()]
+    for piece in prepared.format.whole(exchange.usage()):
+        parts[-1] += to_bytes(piece)
+        if len(parts[-1]) >= _PART_BYTES:
+            parts.append(bytearray())
+        await asyncio.sleep(0)  # however long the answer is, others are served while it is written
+    return LongJsonResponse(parts)
+
+
+class LongJsonResponse(Response):
+    """A response of JSON text in parts, each of which is sent when the client has taken most of those before."""
+
+    def __init__(self, parts: Sequence[bytes | bytearray]):
+        length = str(sum(map(len, parts)))
+        super().__init__(media_type="application/json", headers={"content-length": length})
+        self._parts = parts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        for part in self._parts:
+            await send({"type": "http.response.body", "body": bytes(part), "more_body": True})
+            await asyncio.sleep(0)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 class EventStream(Response):

@@ -17,7 +17,10 @@ from cpmrt.server.errors import ApiError, invalid, unsupported
 from cpmrt.server.json_body import Fields, is_number, shown
 
 MAX_PROMPTS = 128
-MAX_STOP = 16
+MAX_STOP = 1024
+MAX_STOP_BYTES = 16 * 1024
+"""All stop strings of a request together."""
+MAX_STOP_TOKEN_IDS = 16
 MAX_CHOICES = 128
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _COMPLETION_DEFAULT_TOKENS = 16
@@ -278,6 +281,9 @@ def _stop(fields: Fields) -> tuple[str, ...]:
         raise invalid("stop", "expected a non-empty string or an array of them")
     if len(texts) > MAX_STOP:
         raise invalid("stop", f"expected at most {MAX_STOP} strings, got {len(texts)}")
+    num_bytes = sum(len(text.encode("utf-8", "surrogatepass")) for text in texts)
+    if num_bytes > MAX_STOP_BYTES:
+        raise invalid("stop", f"expected at most {MAX_STOP_BYTES} bytes in all strings together, got {num_bytes}")
     return tuple(texts)
 
 
@@ -285,8 +291,8 @@ def _stop_token_ids(fields: Fields) -> tuple[int, ...]:
     ids = fields.array("stop_token_ids") or []
     if not all(isinstance(token, int) and not isinstance(token, bool) and 0 <= token < 2**31 for token in ids):
         raise invalid("stop_token_ids", "expected an array of token ids")
-    if len(ids) > MAX_STOP:
-        raise invalid("stop_token_ids", f"expected at most {MAX_STOP} ids, got {len(ids)}")
+    if len(ids) > MAX_STOP_TOKEN_IDS:
+        raise invalid("stop_token_ids", f"expected at most {MAX_STOP_TOKEN_IDS} ids, got {len(ids)}")
     return tuple(ids)
 
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from cpmrt import LLM, __version__
 from cpmrt.engine import Request as EngineRequest
-from cpmrt.server.answers import Answer, AnswerFormat, ChatAnswer, CompletionAnswer, LogprobWriter, OpenAIFormat
+from cpmrt.server.answers import Answer, AnswerFormat, ChatAnswer, CompletionAnswer, OpenAIFormat
 from cpmrt.server.best_of import BestOf
 from cpmrt.server.chat_text import ChatText, opens_thinking
 from cpmrt.server.engine_thread import EngineThread
@@ -22,9 +22,11 @@ from cpmrt.server.fill_in_middle import fill_prompt
 from cpmrt.server.hosts import is_loopback
 from cpmrt.server.schema import Wanted, read_chat, read_completion
 from cpmrt.server.telemetry import Metrics
+from cpmrt.server.token_logprobs import ChatLogprobs, CompletionLogprobs, TokenTexts
 from cpmrt.server.tool_formats import schemas_of
 from cpmrt.text import Tokenizer
 from cpmrt.text.markers import ANSWER_MARKERS
+from cpmrt.text.streaming import stop_automaton
 
 T = TypeVar("T")
 _MARKER_TOKENS = 16
@@ -123,7 +125,11 @@ class Service:
         is_thinking = opens_thinking(_end_of(ids, llm.tokenizer))
         schemas = schemas_of(chat.tools) if chat.tools else None
         texts = [ChatText(is_thinking, schemas) for _ in range(wanted.num_choices)]
-        answer = ChatAnswer(texts, _writer(llm.tokenizer, requests, wanted.logprobs))
+        logprobs = list[ChatLogprobs]()
+        if wanted.logprobs is not None:
+            tokens, end_ids = TokenTexts(llm.tokenizer), frozenset(requests[0].stop_token_ids)
+            logprobs = [ChatLogprobs(tokens, end_ids, wanted.logprobs) for _ in texts]
+        answer = ChatAnswer(texts, logprobs)
         head = self._head("chatcmpl", "chat.completion.chunk" if wanted.streams else "chat.completion")
         return self._prepared(head, requests, wanted, answer, _marker_ids(llm.tokenizer))
 
@@ -139,7 +145,10 @@ class Service:
             asked = _filling(llm.tokenizer, prompt, completion.suffix)
             requests += choices_of(llm, asked, wanted, len(requests))
             echoes += [_text_of(prompt, llm.tokenizer) if completion.echo else ""] * wanted.num_choices
-        logprobs = _writer(llm.tokenizer, requests, wanted.logprobs)
+        logprobs = list[CompletionLogprobs]()
+        if wanted.logprobs is not None:
+            tokens, end_ids = TokenTexts(llm.tokenizer), frozenset(requests[0].stop_token_ids)
+            logprobs = [CompletionLogprobs(tokens, end_ids, wanted.logprobs, len(echo)) for echo in echoes]
         kept, tried = completion.num_kept, wanted.num_choices
         answer = CompletionAnswer(echoes, logprobs) if kept == tried else BestOf(kept, tried, echoes, logprobs)
         return self._prepared(self._head("cmpl", "text_completion"), requests, wanted, answer)
@@ -170,16 +179,14 @@ class Service:
 
 def choices_of(llm: LLM, prompt: str | list[int], wanted: Wanted, first_choice: int = 0) -> list[EngineRequest]:
     request = llm.request(prompt, wanted.sampling)
+    if wanted.sampling.stop:
+        stop_automaton(wanted.sampling.stop)  # built here, so that the engine's thread finds it
     requests = []
     for choice in range(first_choice, first_choice + wanted.num_choices):
         params = wanted.params(len(request.prompt_ids), llm.max_context, choice)
         assert params.seed is not None
         requests.append(replace(request, sampling=params, seed=params.seed))
     return requests
-
-
-def _writer(tokenizer: Tokenizer | None, requests: list[EngineRequest], count: int | None) -> LogprobWriter | None:
-    return None if count is None else LogprobWriter(tokenizer, requests[0].stop_token_ids, count)
 
 
 def _marker_ids(tokenizer: Tokenizer | None) -> frozenset[int]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import codecs
+from collections import deque
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
 from cpmrt.errors import RequestError
 from cpmrt.text.tokenizer import Tokenizer
@@ -49,62 +51,90 @@ class StopStrings:
     """Cuts text before the first stop string, and shows as much of it as early as possible.
 
     The first match is the one that ends earliest, so it does not matter where the text is split into pieces; of several
-    that end at the same character the longest counts. Each stop string is followed by the automaton of Knuth, Morris
-    and Pratt (1977): constant work per character.
+    that end at the same character the longest counts.
     """
 
     def __init__(self, stop: tuple[str, ...]):
-        if not all(isinstance(text, str) and text for text in stop):
-            raise RequestError("stop strings", expected="non-empty strings", actual=repr(stop))
-        self._stop = stop
-        self._borders = [_borders(text) for text in stop]
-        self._matched = [0] * len(stop)
+        self._automaton = stop_automaton(stop) if stop else None
+        self._node = 0
         self._held = ""
         self._hit = False
 
     def push(self, piece: str) -> tuple[str, bool]:
         """Return the text that may be shown now, and whether a stop string was hit; then no more text follows."""
-        if self._hit:
-            return "", True
-        if not self._stop:
-            return piece, False
+        automaton = self._automaton
+        if self._hit or automaton is None:
+            return ("", True) if self._hit else (piece, False)
         text, before = self._held + piece, len(self._held)
-        for index, char in enumerate(piece):
-            longest = self._advance(char)
-            if longest:
+        node = self._node
+        for index, char in enumerate(piece, before + 1):
+            node = automaton.after(node, char)
+            if automaton.longest[node]:
                 self._held, self._hit = "", True
-                return text[: before + index + 1 - longest], True
-        shown = len(text) - max(self._matched)
+                return text[: index - automaton.longest[node]], True
+        self._node = node
+        shown = len(text) - automaton.depth[node]
         self._held = text[shown:]
         return text[:shown], False
 
     def flush(self) -> str:
         """Return the text still held back, now that no more will come; "" after a hit."""
-        held, self._held = self._held, ""
-        self._matched = [0] * len(self._stop)
+        held, self._held, self._node = self._held, "", 0
         return held
 
-    def _advance(self, char: str) -> int:
-        """Return the length of the longest stop string that ends with this character, 0 if none does."""
-        longest = 0
-        for i, (stop, borders) in enumerate(zip(self._stop, self._borders, strict=True)):
-            matched = self._matched[i]
-            while matched and stop[matched] != char:
-                matched = borders[matched - 1]
-            matched += stop[matched] == char
-            self._matched[i] = matched
-            if matched == len(stop):
-                longest = max(longest, matched)
-        return longest
+
+class StopAutomaton:
+    """Follows all stop strings at once (Aho and Corasick, 1975): constant work per character, on average.
+
+    A node stands for a beginning of stop strings, the longest that the text ends with; 0 is the empty one. `depth` is
+    its length, `longest` the length of the longest stop string that the text ends with there, 0 without one. Building
+    it takes time and memory in proportion to the characters of all stop strings.
+    """
+
+    def __init__(self, stop: tuple[str, ...]):
+        if not all(isinstance(text, str) and text for text in stop):
+            raise RequestError("stop strings", expected="non-empty strings", actual=repr(stop))
+        self.depth, self.longest = [0], [0]
+        self._children: list[dict[str, int]] = [{}]
+        for text in stop:
+            self._insert(text)
+        self._shorter = [0] * len(self.depth)
+        """Of each node: the longest other one that its text ends with."""
+        self._link()
+
+    def after(self, node: int, char: str) -> int:
+        """Return the node that follows `node` with one more character."""
+        while (child := self._children[node].get(char)) is None:
+            if not node:
+                return 0
+            node = self._shorter[node]
+        return child
+
+    def _insert(self, text: str) -> None:
+        node = 0
+        for length, char in enumerate(text, 1):
+            child = self._children[node].get(char)
+            if child is None:
+                child = self._children[node][char] = len(self.depth)
+                self._children.append({})
+                self.depth.append(length)
+                self.longest.append(0)
+            node = child
+        self.longest[node] = len(text)
+
+    def _link(self) -> None:
+        """Set `_shorter`, shorter nodes before longer ones, and carry the stop strings over that end inside others."""
+        queue = deque(self._children[0].values())
+        while queue:
+            node = queue.popleft()
+            shorter = self._shorter[node]
+            for char, child in self._children[node].items():
+                self._shorter[child] = self.after(shorter, char)
+                queue.append(child)
+            self.longest[node] = self.longest[node] or self.longest[shorter]
 
 
-def _borders(text: str) -> list[int]:
-    """Return, for each prefix of the text, the length of its longest proper prefix that is also its suffix."""
-    borders = [0] * len(text)
-    length = 0
-    for i in range(1, len(text)):
-        while length and text[i] != text[length]:
-            length = borders[length - 1]
-        length += text[i] == text[length]
-        borders[i] = length
-    return borders
+@lru_cache(maxsize=32)
+def stop_automaton(stop: tuple[str, ...]) -> StopAutomaton:
+    """Return the automaton of these stop strings; the sequences of a request, and later ones, share it."""
+    return StopAutomaton(stop)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpmrt.server.chat_text import ChatText, message_of, opens_thinking
+from cpmrt.server.chat_text import ChatText, Message, opens_thinking
 from cpmrt.server.tool_formats import read_json_call, read_python_calls, read_xml_call
 
 SCHEMAS = {"f": {"a": {"type": "integer"}, "b": {"type": "string"}}, "g": {}}
@@ -23,8 +23,11 @@ TEXTS = st.lists(st.sampled_from(MARKS), max_size=14).map("".join)
 
 def message(pieces, *, is_thinking=False, schemas=SCHEMAS):
     text = ChatText(is_thinking, schemas)
-    deltas = [delta for piece in pieces for delta in text.push(piece)] + text.flush()
-    made = message_of(deltas)
+    whole = Message()
+    for piece in pieces:
+        whole.add(text.push(piece))
+    whole.add(text.flush())
+    made = whole.content()
     for call in made.get("tool_calls", ()):
         assert call.pop("id").startswith("call_") and call.pop("type") == "function"
     return made

@@ -1,11 +1,15 @@
 """Stop strings: what is shown, when, and where the text is cut."""
 
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from timing import least_cpu_seconds, slowness
 
 from cpmrt.errors import RequestError
 from cpmrt.text import StopStrings
+from cpmrt.text.streaming import StopAutomaton, stop_automaton
 
 
 def run(stop, pieces):
@@ -78,6 +82,29 @@ def test_long_stop_string_that_almost_matches_is_linear():
     shown = sum(len(strings.push("a" * 100)[0]) for _ in range(600))
     assert shown == 60_000 - 20_000
     assert len(strings.flush()) == 20_000
+
+
+@pytest.mark.parametrize("stop", [
+    ("a" * 16_000 + "b",),
+    tuple(f"{number:04}" * 4 for number in range(1000)),
+    tuple("a" * length for length in range(1, 178)),
+], ids=["one long", "many", "each begins the next"])  # fmt: skip
+def test_building_and_following_16_kb_takes_time_in_proportion(stop):
+    def work():
+        StopAutomaton(stop)
+        stop_automaton(stop)
+        strings = StopStrings(stop)
+        for _ in range(1000):
+            strings.push("000100020" * 10)
+
+    limit = 0.5 * slowness(time.process_time)
+    assert least_cpu_seconds(work, limit) < limit
+
+
+def test_sequences_with_the_same_stop_strings_share_their_tables():
+    stop = ("one", "two")
+    assert stop_automaton(stop) is stop_automaton(tuple(["one", "two"]))
+    assert run(stop, ["a one"]) == ("a ", True) and run(stop, ["a tw", "o"]) == ("a ", True)
 
 
 @pytest.mark.parametrize("stop", [("",), ("a", ""), (1,)])

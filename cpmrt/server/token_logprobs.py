@@ -1,0 +1,134 @@
+"""Log-probabilities in the two shapes of the API, written as JSON token by token: each costs the same, however many."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import NamedTuple, Protocol
+
+from cpmrt.executor import TokenLogprobs
+from cpmrt.text import Tokenizer
+
+_LOWEST = -9999.0
+"""The number that the API writes for minus infinity, which JSON lacks."""
+_BLOCK = 256
+
+
+class TokenText(NamedTuple):
+    """A token as answers name it: its text in JSON, the length of that text, and its entry in a chat up to a number."""
+
+    json: str
+    length: int
+    entry: str
+
+
+class TokenTexts:
+    """The texts of tokens, each read once. Without a tokenizer they are numbers."""
+
+    def __init__(self, tokenizer: Tokenizer | None):
+        self._tokenizer = tokenizer
+        self._known: dict[int, TokenText] = {}
+
+    def of(self, token_id: int) -> TokenText:
+        known = self._known.get(token_id)
+        if known is None:
+            known = self._known[token_id] = self._read(token_id)
+        return known
+
+    def _read(self, token_id: int) -> TokenText:
+        text, raw = f"token_id:{token_id}", b""
+        if self._tokenizer is not None:
+            raw = self._tokenizer.token_bytes(token_id) or self._tokenizer.written_bytes(token_id)
+            text = raw.decode("utf-8", "replace")
+        written = json.dumps(text, ensure_ascii=False)
+        return TokenText(written, len(text), f'{{"token":{written},"bytes":{json.dumps(list(raw))},"logprob":')
+
+
+class ChoiceLogprobs(Protocol):
+    """The log-probabilities of one choice."""
+
+    def add(self, logprobs: Iterable[TokenLogprobs]) -> None: ...
+
+    def take(self) -> list[str]:
+        """Return the JSON of those added since the last call, in pieces of some hundred kilobytes at most."""
+
+
+class _Entries:
+    """JSON values, joined by commas, block by block as they come."""
+
+    def __init__(self) -> None:
+        self._blocks: list[str] = []
+        self._last: list[str] = []
+
+    def append(self, entry: str) -> None:
+        self._last.append(entry)
+        if len(self._last) == _BLOCK:
+            self._close()
+
+    def take(self) -> list[str]:
+        if self._last:
+            self._close()
+        blocks, self._blocks = self._blocks, []
+        return blocks
+
+    def _close(self) -> None:
+        self._blocks += ["," * bool(self._blocks) + ",".join(self._last)]
+        self._last.clear()
+
+
+class ChatLogprobs:
+    """Those of a chat's choice. `count` is the number of most likely tokens that were asked for.
+
+    Like the text they leave out the end tokens, `end_ids`.
+    """
+
+    def __init__(self, texts: TokenTexts, end_ids: frozenset[int], count: int):
+        self._texts, self._end_ids, self._count = texts, end_ids, count
+        self._entries = _Entries()
+
+    def add(self, logprobs: Iterable[TokenLogprobs]) -> None:
+        for entry in logprobs:
+            if entry.token_id not in self._end_ids:
+                top = ",".join([self._entry(*pair) + "}" for pair in entry.top[: self._count]])
+                self._entries.append(f'{self._entry(entry.token_id, entry.logprob)},"top_logprobs":[{top}]}}')
+
+    def take(self) -> list[str]:
+        return ['{"content":[', *self._entries.take(), '],"refusal":null}']
+
+    def _entry(self, token_id: int, logprob: float) -> str:
+        return self._texts.of(token_id).entry + _number(logprob)
+
+
+class CompletionLogprobs:
+    """Those of a completion's choice, as `ChatLogprobs`; `offset` characters come before the first token's text."""
+
+    def __init__(self, texts: TokenTexts, end_ids: frozenset[int], count: int, offset: int):
+        self._texts, self._end_ids, self._count, self._offset = texts, end_ids, count, offset
+        self._tokens, self._numbers, self._tops, self._offsets = (_Entries() for _ in range(4))
+
+    def add(self, logprobs: Iterable[TokenLogprobs]) -> None:
+        for entry in logprobs:
+            if entry.token_id not in self._end_ids:
+                text = self._texts.of(entry.token_id)
+                self._tokens.append(text.json)
+                self._numbers.append(_number(entry.logprob))
+                self._offsets.append(str(self._offset))
+                self._offset += text.length
+                if self._count:
+                    self._tops.append(self._top(entry))
+
+    def take(self) -> list[str]:
+        tops = ["[", *self._tops.take(), "]"] if self._count else ["null"]
+        return [
+            '{"tokens":[', *self._tokens.take(), '],"token_logprobs":[', *self._numbers.take(),
+            '],"top_logprobs":', *tops, ',"text_offset":[', *self._offsets.take(), "]}",
+        ]  # fmt: skip
+
+    def _top(self, entry: TokenLogprobs) -> str:
+        # Tokens of the same text are one name; the last stays.
+        best = {self._texts.of(token).json: _number(logprob) for token, logprob in entry.top[: self._count]}
+        return "{" + ",".join([f"{text}:{number}" for text, number in best.items()]) + "}"
+
+
+def _number(logprob: float) -> str:
+    return float.__repr__(max(logprob, _LOWEST))
