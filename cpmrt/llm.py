@@ -19,6 +19,7 @@ from cpmrt.generation import Completion, TextStream
 from cpmrt.memory.plan import MemoryPlan
 from cpmrt.text import ChatTemplate, Tokenizer
 from cpmrt.weights.draft_folder import with_speculation
+from cpmrt.weights.files import is_there
 from cpmrt.weights.model_folder import ModelFolder
 
 Prompt = str | Sequence[int]
@@ -245,7 +246,7 @@ class LLM:
 
 def _open_tokenizer(folder: ModelFolder, is_dummy: bool) -> Tokenizer | None:
     """Random weights need no tokenizer; a real checkpoint has one."""
-    if is_dummy and not (folder.path / "tokenizer.json").exists():
+    if is_dummy and not is_there(folder.path / "tokenizer.json"):
         return None
     return Tokenizer.open(folder.path, vocab_size=folder.config.vocab_size)
 

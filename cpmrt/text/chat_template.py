@@ -23,7 +23,7 @@ from cpmrt.text.marks import MarkedText, Marks
 from cpmrt.text.messages import checked_messages, checked_tools, marked_variables, plain, with_contents
 from cpmrt.text.special_tokens import CONFIG_FILE, read_optional, read_special_tokens
 from cpmrt.text.template_sandbox import ChatEnvironment
-from cpmrt.weights.files import open_file
+from cpmrt.weights.files import is_there, read_file
 
 KEY = "chat_template"
 MAX_TEMPLATE_BYTES = 2**20
@@ -58,7 +58,7 @@ class ChatTemplate:
         naming file and line if a template or a file is malformed.
         """
         path = folder / "chat_template.jinja"
-        if path.exists():
+        if is_there(path):
             return cls({"default": _read_template(path)}, path, read_special_tokens(folder))
         for path in (folder / "chat_template.json", folder / CONFIG_FILE):
             value = read_optional(path).get(KEY)
@@ -167,10 +167,8 @@ class ChatTemplate:
 
 
 def _read_template(path: Path) -> str:
-    with open_file(path) as file:
-        raw = file.read(MAX_TEMPLATE_BYTES + 1)
     try:
-        return _fitting(raw.decode("utf-8"), path)
+        return read_file(path, MAX_TEMPLATE_BYTES).decode("utf-8")
     except UnicodeDecodeError as error:
         raise CheckpointError(f"{path} is not UTF-8: byte {error.start} cannot be decoded") from error
 

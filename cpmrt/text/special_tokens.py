@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from cpmrt.errors import CheckpointError, quoted
-from cpmrt.weights.files import read_json
+from cpmrt.weights.files import read_json_if_there
 
 CONFIG_FILE = "tokenizer_config.json"
 NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -22,7 +22,7 @@ _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 def read_optional(path: Path) -> dict[str, object]:
     """Return the JSON object in a file, or {} if the checkpoint lacks it. Raises CheckpointError on any defect."""
-    return read_json(path) if path.exists() else {}
+    return read_json_if_there(path) or {}
 
 
 def read_special_tokens(folder: Path) -> dict[str, str | list[str]]:

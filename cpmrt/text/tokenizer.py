@@ -14,7 +14,7 @@ from cpmrt.text.control_tokens import ControlTokens
 from cpmrt.text.marks import MarkedText
 from cpmrt.text.special_tokens import CONFIG_FILE, complete_added_tokens, read_optional, read_special_tokens
 from cpmrt.text.token_bytes import TokenBytes
-from cpmrt.weights.files import open_file, parse_object
+from cpmrt.weights.files import is_there, parse_object, read_file
 
 MAX_TOKENIZER_BYTES = 256 * 2**20
 
@@ -63,12 +63,9 @@ class Tokenizer:
         or if two files give a token different ids.
         """
         path = folder / "tokenizer.json"
-        if not path.exists():
+        if not is_there(path):
             raise _missing(folder)
-        with open_file(path) as file:
-            raw = file.read(MAX_TOKENIZER_BYTES + 1)
-        if len(raw) > MAX_TOKENIZER_BYTES:
-            raise CheckpointError(f"{path} is too large", expected=f"at most {MAX_TOKENIZER_BYTES} bytes")
+        raw = read_file(path, MAX_TOKENIZER_BYTES)
         content = parse_object(raw, str(path))
         library = _guarded(f"{path} cannot be read", lambda: _load(raw))
         _guarded(f"{path} does not fit the files beside it", lambda: complete_added_tokens(library, folder, content))

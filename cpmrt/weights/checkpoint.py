@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from types import MappingProxyType
 
 from cpmrt.dtypes import Array
 from cpmrt.errors import CheckpointError, listed, quoted
-from cpmrt.weights.files import read_json
+from cpmrt.weights.files import is_there, read_json
 from cpmrt.weights.safetensors import SafetensorsFile, TensorEntry
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -42,7 +41,7 @@ class Checkpoint:
 
         Raises CheckpointError: nothing to open, a file that is not valid, an index that contradicts them.
         """
-        shard_of = _read_index(folder / INDEX_NAME) if os.path.exists(folder / INDEX_NAME) else None
+        shard_of = _read_index(folder / INDEX_NAME) if is_there(folder / INDEX_NAME) else None
         names = sorted(set(shard_of.values())) if shard_of is not None else [_single_file(folder)]
         files: dict[Path, SafetensorsFile] = {}
         entries: dict[str, TensorEntry] = {}

@@ -13,7 +13,7 @@ from cpmrt.config.draft import DraftConfig, Shapes, detect_method
 from cpmrt.config.speculate_argument import LOOKUP, read_speculation
 from cpmrt.weights import hub
 from cpmrt.weights.checkpoint import Checkpoint
-from cpmrt.weights.files import read_json
+from cpmrt.weights.files import read_json, read_json_if_there
 from cpmrt.weights.model_folder import ModelFolder
 
 
@@ -54,8 +54,7 @@ class DraftFolder:
             decoder = ModelFolder.open(path).config
             return cls(path, DraftConfig.of_model(decoder, target.config, wish, source))
         shapes = _shapes(path) if weights else None
-        beside = path / "quantize_config.json"
-        quantize_config = read_json(beside) if beside.exists() else None
+        quantize_config = read_json_if_there(path / "quantize_config.json")
         raw = read_json(path / "config.json")
         return cls(path, DraftConfig.of_eagle(raw, shapes, target.config, wish, source, quantize_config))
 

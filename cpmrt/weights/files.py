@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import stat
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
@@ -23,19 +26,80 @@ def lfs_pointer(path: Path | str) -> CheckpointError:
     )  # fmt: skip
 
 
-def open_file(path: Path) -> BinaryIO:
-    """Open a regular file (or a link to one) for reading. Raises CheckpointError.
+def is_there(path: Path) -> bool:
+    """Whether a folder has an entry of that name, be it a link that leads nowhere.
 
-    Anything else is refused before it is opened: a FIFO would block, a device never ends.
+    Only what is absent may be left out: whatever else keeps a file from being read raises CheckpointError.
     """
     try:
-        if not stat.S_ISREG(path.stat().st_mode):
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {_reason(error)}") from error
+    return True
+
+
+def open_file(path: Path, *, anywhere: bool = False) -> BinaryIO:
+    """Open a regular file for reading. Raises CheckpointError.
+
+    A link must lead to a file in the same folder or to a blob of the hub's cache, unless it may lead `anywhere`: a
+    folder that somebody else made could show any file of this machine. What is not a regular file is refused before it
+    is opened: a FIFO would block, a device never ends.
+    """
+    try:
+        is_regular = stat.S_ISREG(path.stat().st_mode)
+        if path.is_symlink() and not anywhere:
+            _check_link(path)
+        if not is_regular:
             raise CheckpointError(f"{path} is not a regular file")
         return path.open("rb")
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path} does not exist") from error
+        what = f"is a link to {os.readlink(path)}, which does not exist" if path.is_symlink() else "does not exist"
+        raise CheckpointError(f"{path} {what}") from error
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
+        raise CheckpointError(f"{path} cannot be read: {_reason(error)}") from error
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Make a CheckpointError that names the file of what the operating system raises, such as a failing disk."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {_reason(error)}") from error
+
+
+def read_file(path: Path, max_bytes: int) -> bytes:
+    """Return all bytes of a file. Raises CheckpointError if it cannot be opened or read, or has more than `max_bytes`.
+    """
+    with open_file(path) as file, reading(path):
+        raw = file.read(max_bytes + 1)
+    if len(raw) > max_bytes:
+        raise CheckpointError(f"{path} is too large", expected=f"at most {max_bytes} bytes")
+    return raw
+
+
+def _check_link(path: Path) -> None:
+    folder, target = Path(os.path.realpath(path.parent)), Path(os.path.realpath(path))
+    if not any(target.is_relative_to(root) for root in (folder, *_blobs(folder))):
+        raise CheckpointError(
+            f"{path} is a link that leads out of its folder", expected="a file, or a link within the folder",
+            actual=quoted(str(target)), fix="put a copy of the file there if you trust where the folder comes from",
+        )  # fmt: skip
+
+
+def _blobs(folder: Path) -> Iterator[Path]:
+    """Yield where a folder of the hub's cache, models--org--name/snapshots/commit or one below, keeps its files."""
+    for place in (folder, *folder.parents):
+        repository = place.parent.parent
+        if place.parent.name == "snapshots" and repository.name.startswith("models--"):
+            yield Path(os.path.realpath(repository / "blobs"))
+
+
+def _reason(error: Exception) -> str:
+    """Return what is wrong without the path, which the message has already."""
+    return getattr(error, "strerror", None) or str(error)
 
 
 def parse_object(raw: bytes, source: str, *, unique_keys: bool = False) -> dict[str, object]:
@@ -73,10 +137,9 @@ def read_json(path: Path, *, unique_keys: bool = False) -> dict[str, object]:
     NaN and Infinity are accepted, as Python's own writer makes them; `unique_keys` as in `parse_object`.
     Raises CheckpointError if the file is missing, over 10 MB, not UTF-8, not JSON or not an object.
     """
-    with open_file(path) as file:
-        raw = file.read(MAX_JSON_BYTES + 1)
-    if len(raw) > MAX_JSON_BYTES:
-        raise CheckpointError(
-            f"{path} is too large for a JSON file of a model", expected=f"at most {MAX_JSON_BYTES} bytes"
-        )
-    return parse_object(raw, str(path), unique_keys=unique_keys)
+    return parse_object(read_file(path, MAX_JSON_BYTES), str(path), unique_keys=unique_keys)
+
+
+def read_json_if_there(path: Path) -> dict[str, object] | None:
+    """Read the object in a JSON file as `read_json` does; None if the folder has no such file."""
+    return read_json(path) if is_there(path) else None

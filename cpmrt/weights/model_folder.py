@@ -11,7 +11,7 @@ from typing import Any
 from cpmrt.config import ModelConfig, SparseSetting, with_sparse_setting
 from cpmrt.errors import CheckpointError, ConfigError, quoted
 from cpmrt.weights import hub
-from cpmrt.weights.files import read_json
+from cpmrt.weights.files import is_there, read_json, read_json_if_there
 
 BUNDLED = Path(__file__).parent.parent / "assets" / "demo"
 
@@ -48,14 +48,10 @@ class ModelFolder:
         source = path / "config.json"
         check_kind(path)
         raw_config = with_sparse_setting(_merged(read_json(source), hf_overrides), sparse)
-        generation_config = _read_if_there(path / "generation_config.json")
-        quantize_config = _read_if_there(path / "quantize_config.json")
+        generation_config = read_json_if_there(path / "generation_config.json")
+        quantize_config = read_json_if_there(path / "quantize_config.json")
         config = ModelConfig.from_hf(raw_config, generation_config, str(source), quantize_config)
         return cls(path, raw_config, config)
-
-
-def _read_if_there(path: Path) -> dict[str, Any] | None:
-    return read_json(path) if path.exists() else None
 
 
 def check_kind(path: Path) -> None:
@@ -68,7 +64,7 @@ def check_kind(path: Path) -> None:
             f"you have no permission to read the folder {path}", expected=f"one that user {os.geteuid()} may read",
             actual=f"one of user {path.stat().st_uid}", fix=f"let its owner run: chmod -R a+rX {path}",
         ) from error  # fmt: skip
-    if (path / "adapter_config.json").exists() and not (path / "config.json").exists():
+    if is_there(path / "adapter_config.json") and not is_there(path / "config.json"):
         base = read_json(path / "adapter_config.json").get("base_model_name_or_path")
         raise CheckpointError(
             f"{path} holds a LoRA adapter (adapter_config.json)", expected="a whole model with config.json",

@@ -20,7 +20,7 @@ import numpy as np
 
 from cpmrt.dtypes import Array, DType
 from cpmrt.errors import CheckpointError, quoted
-from cpmrt.weights.files import LFS_POINTER, lfs_pointer, open_file, parse_object
+from cpmrt.weights.files import LFS_POINTER, lfs_pointer, open_file, parse_object, reading
 
 FLOATS = {dtype.safetensors_name: dtype for dtype in DType}
 """The types in which weights that are not quantised are stored, by the format's names."""
@@ -69,7 +69,7 @@ class SafetensorsFile:
     @classmethod
     def open(cls, path: Path) -> SafetensorsFile:
         """Map `path` and validate its header (milliseconds, whatever the size). Raises CheckpointError."""
-        with open_file(path) as file:
+        with open_file(path) as file, reading(path):
             size = os.fstat(file.fileno()).st_size
             header = _read_header(file, path, size)
             start = _LENGTH_BYTES + len(header)

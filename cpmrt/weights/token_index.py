@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from cpmrt.errors import CheckpointError, listed, quoted
-from cpmrt.weights.files import open_file
+from cpmrt.weights.files import open_file, reading
 
 _MAX_BYTES = 4 << 20
 _FILE_NAME = re.compile(r"freq_(\d+)\.(?:pt|json)")
@@ -34,7 +34,7 @@ _MARK = object()
 
 def read_token_index(path: Path, vocab_size: int) -> tuple[int, ...]:
     """Read the token ids, most frequent first. Raises CheckpointError: no list, ids out of range or there twice."""
-    with open_file(path) as file:
+    with open_file(path, anywhere=True) as file, reading(path):
         raw = file.read(_MAX_BYTES + 1)
         if len(raw) > _MAX_BYTES:
             raise CheckpointError(f"{path} is too large for a list of tokens", expected=f"at most {_MAX_BYTES} bytes")

@@ -67,10 +67,12 @@ def test_shards(tmp_path: Path) -> None:
 
 def test_shards_may_be_links(tmp_path: Path) -> None:
     """The hub's cache holds links to blobs that have no suffix."""
-    (tmp_path / "snapshot").mkdir()
-    save_file({"a": A}, tmp_path / "blob")
-    (tmp_path / "snapshot" / "model.safetensors").symlink_to(tmp_path / "blob")
-    with Checkpoint.open(tmp_path / "snapshot") as checkpoint:
+    snapshot, blobs = tmp_path / "models--org--name" / "snapshots" / "abc", tmp_path / "models--org--name" / "blobs"
+    for folder in (snapshot, blobs):
+        folder.mkdir(parents=True)
+    save_file({"a": A}, blobs / "0123")
+    (snapshot / "model.safetensors").symlink_to("../../blobs/0123")
+    with Checkpoint.open(snapshot) as checkpoint:
         np.testing.assert_array_equal(checkpoint.view("a"), A)
 
 

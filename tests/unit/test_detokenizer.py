@@ -1,5 +1,6 @@
 """Streaming text: equal to decoding at once, complete characters only, for every kind of tokenizer."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -60,7 +61,7 @@ def tokenizer(request, tmp_path_factory):
     if request.param in LIBRARIES:
         LIBRARIES[request.param].save(str(path))
     elif (DATA / "minicpm3_tokenizer.json").exists():
-        path.symlink_to((DATA / "minicpm3_tokenizer.json").resolve())
+        shutil.copy(DATA / "minicpm3_tokenizer.json", path)
     else:
         pytest.skip("no shared data")
     return Tokenizer.open(folder)
