@@ -13,9 +13,9 @@ from importlib.metadata import distributions
 from itertools import chain
 from typing import Any
 
+from cpmrt.byte_sizes import format_bytes
 from cpmrt.cli.host_probes import Finding, Status
 from cpmrt.installation import pip_install
-from cpmrt.memory.plan import format_bytes
 
 _WHEELS = (
     "cupy", "cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc", "nvidia-cuda-runtime", "nvidia-cublas",

@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 
 import cpmrt
+from cpmrt.byte_sizes import format_bytes
 from cpmrt.cuda.build import cubin_cache
 from cpmrt.cuda.build.source import kernels_folder
 from cpmrt.cuda.kernels import KERNELS, files
 from cpmrt.env import cache_dir
 from cpmrt.errors import CpmrtError, KernelCompileError, NoDeviceError
 from cpmrt.installation import EXTRAS, install_extra, missing_packages, pip_install, reinstall
-from cpmrt.memory.plan import format_bytes
 from cpmrt.models.decoder import tensor_specs
 from cpmrt.text import Tokenizer
 from cpmrt.weights.check import check

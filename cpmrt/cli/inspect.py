@@ -13,11 +13,11 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from cpmrt.byte_sizes import format_bytes
 from cpmrt.cli.arguments import add_model_source, add_options
 from cpmrt.cli.output import printable, write, write_json, write_table
 from cpmrt.config import EngineConfig, ModelConfig, RopeConfig
 from cpmrt.errors import CpmrtError
-from cpmrt.memory.plan import format_bytes
 from cpmrt.models.decoder import tensor_specs
 from cpmrt.models.planning import weight_specs
 from cpmrt.text import ChatTemplate, Tokenizer

@@ -13,6 +13,7 @@ from contextlib import suppress
 from typing import Any
 
 from cpmrt.bench.shapes import SHAPES
+from cpmrt.byte_sizes import format_bytes
 from cpmrt.cli import arguments as options
 from cpmrt.cli.described_model import add_description_options, described_model
 from cpmrt.cli.output import printable, write, write_json
@@ -22,7 +23,7 @@ from cpmrt.cuda.precompile import known_device
 from cpmrt.dtypes import DType
 from cpmrt.errors import CpmrtError
 from cpmrt.memory.caches import PAGE_SIZE
-from cpmrt.memory.plan import MemoryPlan, check_budget, format_bytes, largest_context
+from cpmrt.memory.plan import MemoryPlan, check_budget, largest_context
 from cpmrt.opening import Target
 from cpmrt.reference.assembly import ReferenceTarget
 from cpmrt.weights.quantised_specs import quantisation_facts, quantisation_summary

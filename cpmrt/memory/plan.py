@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from cpmrt.byte_sizes import format_bytes
 from cpmrt.dtypes import ElementType
 from cpmrt.errors import MemoryPlanError
 from cpmrt.memory.caches import PAGE_SIZE, CacheLayout
@@ -76,14 +77,6 @@ class MemoryPlan:
         rows = [(part, format_bytes(size), details.get(part, "")) for part, size in self.part_bytes.items()]
         rows.append(("total", format_bytes(self.total_bytes), ""))
         return "\n".join(f"{part:<15}{size:>12}  {detail}".rstrip() for part, size, detail in rows)
-
-
-def format_bytes(count: int) -> str:
-    """1536 -> "1.5 KiB"."""
-    size, units = float(count), ["B", "KiB", "MiB", "GiB"]
-    while size >= 1024 and len(units) > 1:
-        size, units = size / 1024, units[1:]
-    return f"{size:.0f} {units[0]}" if units[0] == "B" else f"{size:.2f} {units[0]}"
 
 
 def make_plan(

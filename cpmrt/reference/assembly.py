@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from cpmrt.byte_sizes import format_bytes
 from cpmrt.config import EngineConfig, ModelConfig
 from cpmrt.dtypes import DType, to_float32
 from cpmrt.errors import ConfigError, MemoryPlanError
 from cpmrt.executor import Executor
 from cpmrt.memory.host_memory import available_bytes
-from cpmrt.memory.plan import MemoryPlan, format_bytes
+from cpmrt.memory.plan import MemoryPlan
 from cpmrt.models.draft import Draft
 from cpmrt.models.planning import ExecutorNeeds
 from cpmrt.opening import open_blueprint
