@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from cpmrt.config import SamplingParams, TreeShape
+from cpmrt.config import Sampling, TreeShape
 
 if TYPE_CHECKING:
     from cpmrt.dtypes import F32
@@ -33,7 +33,7 @@ class Admit:
     """
 
     slot: int
-    sampling: SamplingParams
+    sampling: Sampling
     seed: int
     max_new_tokens: int
     stop_token_ids: tuple[int, ...]

@@ -45,7 +45,7 @@ class AnswerText:
         request = sequence.request
         self._engine, self._sequence, self._end_ids = engine, sequence, request.stop_token_ids
         self._detokenizer = Detokenizer(tokenizer, request.prompt_ids, shown_ids) if tokenizer else None
-        self._stop = StopStrings(request.sampling.stop)
+        self._stop = StopStrings(request.stop)
 
     def piece(self, result: SlotResult) -> Piece:
         """Return the tokens of a result and the text that may be shown now."""

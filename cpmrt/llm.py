@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from cpmrt.config import EngineConfig, ModelConfig, SamplingParams, SparseSetting
+from cpmrt.config import EngineConfig, ModelConfig, SamplingDefaults, SamplingParams, SparseSetting
 from cpmrt.config.engine import parse_bytes
 from cpmrt.dtypes import F32
-from cpmrt.engine import Engine, Request
+from cpmrt.engine import Engine, Request, request_seed
 from cpmrt.engine.engine import StepListener
 from cpmrt.errors import ContextLengthError, NoDeviceError, RequestError
 from cpmrt.executor import Executor
@@ -88,6 +88,7 @@ class LLM:
         )  # fmt: skip
         settings = with_speculation(settings, folder, draft, speculate)
         self.config: ModelConfig = folder.config
+        self.sampling_defaults: SamplingDefaults = folder.sampling
         self._seed, self._num_requests = seed, 0
         self.tokenizer = _open_tokenizer(folder, is_dummy)
         self.chat_template = ChatTemplate.open(folder.path)
@@ -208,7 +209,7 @@ class LLM:
             yield from self._executor.prompt_logits(slot, ids, block_table)
 
     def request(self, prompt: Prompt, params: SamplingParams) -> Request:
-        """What the engine takes: token ids, end tokens and seed made definite. Raises RequestError.
+        """What the engine takes: token ids, sampling, length, end tokens and seed made definite. Raises RequestError.
 
         May be called by other threads than the one that drives the engine; so may `chat_prompt`.
         """
@@ -218,9 +219,14 @@ class LLM:
             raise RequestError("stop strings need a tokenizer", fix="use stop_token_ids")
         ids = self._checked(self._encode(prompt) if isinstance(prompt, str) else prompt)
         end_ids = () if params.ignore_eos else self._end_token_ids()
-        seed = params.seed if params.seed is not None else self._seed + self._num_requests
+        seed = params.seed if params.seed is not None else request_seed(self._seed, self._num_requests)
         self._num_requests += 1
-        return Request(ids, params, seed % 2**64, tuple(sorted({*params.stop_token_ids, *end_ids})))
+        # Without room for one token the engine refuses the request, with figures.
+        room = max(1, self.max_context - len(ids))
+        return Request(
+            ids, params.with_defaults(self.sampling_defaults), seed % 2**64,
+            tuple(sorted({*params.stop_token_ids, *end_ids})), params.max_new_tokens or room, params.stop,
+        )  # fmt: skip
 
     def _end_token_ids(self) -> tuple[int, ...]:
         own = self.tokenizer.eos_token_ids if self.tokenizer else ()

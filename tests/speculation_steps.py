@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from itertools import cycle
 
-from cpmrt.config import SamplingParams
+from cpmrt.config import Sampling
 from cpmrt.executor import Admit, Decode, Prefill, Recall, Release, Speculate
 
 SETTINGS = {
-    "greedy": SamplingParams(),
-    "greedy with penalties": SamplingParams(repetition_penalty=1.3, frequency_penalty=0.3, logprobs=3),
-    "sampled": SamplingParams(temperature=1.0, logprobs=2),
-    "filtered": SamplingParams(temperature=0.8, top_p=0.9, top_k=9, presence_penalty=0.4),
-    "biased": SamplingParams(temperature=1.3, min_p=0.05, repetition_penalty=1.1, logit_bias=((5, 1.0),)),
+    "greedy": Sampling(),
+    "greedy with penalties": Sampling(repetition_penalty=1.3, frequency_penalty=0.3, logprobs=3),
+    "sampled": Sampling(temperature=1.0, logprobs=2),
+    "filtered": Sampling(temperature=0.8, top_p=0.9, top_k=9, presence_penalty=0.4),
+    "biased": Sampling(temperature=1.3, min_p=0.05, repetition_penalty=1.1, logit_bias=((5, 1.0),)),
 }
 
 
@@ -49,7 +49,7 @@ def joined(results):
 
 def beside_a_neighbour(executor, prompt, other, steps, count):
     """`count` tokens of a sequence in slot 0, and those of one that decodes plainly in slot 1, admitted before it."""
-    greedy = SamplingParams()
+    greedy = Sampling()
     neighbour = [prefill(executor, 1, other, greedy, count=21)]
     own = generate(executor, prompt, greedy, steps, count=count)[0]
     neighbour += [executor.submit(Decode((1,))).wait().slots[0] for _ in range(20)]

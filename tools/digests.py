@@ -152,7 +152,7 @@ def speculated(executor: Executor, prompt: Sequence[int], steps: int) -> Iterato
 
 
 def _prefilled(executor: Executor, slot: int, prompt: Sequence[int], params: SamplingParams) -> Iterator[StepResult]:
-    executor.submit(Admit(slot, params, 1000 + slot, 1024, ()))
+    executor.submit(Admit(slot, params.with_defaults(), 1000 + slot, 1024, ()))
     chunk = executor.limits.prefill_chunk
     for start in range(0, len(prompt), chunk):
         tokens = tuple(prompt[start : start + chunk])

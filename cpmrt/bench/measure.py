@@ -13,7 +13,7 @@ from time import perf_counter
 
 from cpmrt.bench.samples import Span
 from cpmrt.bench.work import decode_bytes, prefill_flops
-from cpmrt.config import ModelConfig, SamplingParams
+from cpmrt.config import ModelConfig, Sampling
 from cpmrt.dtypes import F32
 from cpmrt.engine import Engine, Request, Sequence
 from cpmrt.engine.stats import AcceptCounts
@@ -187,8 +187,7 @@ def _requests(
     for later in reversed(range(case.sequences)):
         prompt = tuple(source.choices(range(config.vocab_size), k=case.prompt_tokens))
         count = min(case.new_tokens + later * chunks, room)
-        sampling = SamplingParams(max_new_tokens=count, temperature=temperature, ignore_eos=True)
-        yield Request(prompt, sampling, seed, ())
+        yield Request(prompt, Sampling(temperature), seed, (), count)
 
 
 def _context(seq: Sequence) -> int:

@@ -32,7 +32,7 @@ _STARTUP = """
 import json, sys, time
 from cpmrt import LLM, SamplingParams
 with LLM(**json.loads(sys.argv[1])) as llm:
-    llm.generate((1, 2, 3), SamplingParams(max_new_tokens=1, ignore_eos=True))
+    llm.generate((1, 2, 3), SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True))
     print(time.time())
 """
 

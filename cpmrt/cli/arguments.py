@@ -14,7 +14,7 @@ from cpmrt.bench.shapes import gptq_config
 from cpmrt.config import EngineConfig, SamplingParams, SparseSetting
 from cpmrt.config.engine import parse_bytes
 from cpmrt.config.quantization import GROUP_SIZES
-from cpmrt.errors import ConfigError
+from cpmrt.errors import ConfigError, RequestError
 
 
 class Options(Protocol):
@@ -103,6 +103,15 @@ def _token_bias(text: str) -> tuple[int, float]:
         raise argparse.ArgumentTypeError(f"expected TOKEN_ID:NUMBER, got {text[:100]!r}") from None
 
 
+def _token_limit(text: str) -> int | None:
+    if text == "none":
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a number of tokens, or none, got {text[:100]!r}") from None
+
+
 def _vocab(text: str) -> int | str:
     return int(text) if text.isascii() and text.isdigit() else text
 
@@ -165,7 +174,7 @@ _ENGINE_OPTIONS: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "max_context": (token_count, "TOKENS", "most tokens of prompt and answer together (default: the model's own)"),
     "memory_budget": (memory_size, "SIZE", "most memory to use, such as 8GiB (default: what is free)"),
     "load_format": (str, "FORMAT", "auto, safetensors or dummy (random weights)"),
-    "seed": (int, "N", "of the first request's random numbers, each further one takes the next; and of dummy weights"),
+    "seed": (int, "N", "what the random numbers of every request, and dummy weights, derive from"),
     "prefill_chunk": (token_count, "TOKENS", "most prompt tokens of one step"),
     "max_sequences": (int, "N", "sequences that decode together"),
     "steps_per_launch": (int, "N", "decode steps of one launch on a GPU, which a new request then waits for"),
@@ -173,7 +182,7 @@ _ENGINE_OPTIONS: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "lm_head_bits": (int, "BITS", "round the output head to 8 or 4 bits (default: leave it as it is)"),
 }
 _SAMPLING_OPTIONS: dict[str, tuple[Callable[[str], Any], str, str]] = {
-    "max_new_tokens": (int, "N", "stop after this many tokens"),
+    "max_new_tokens": (_token_limit, "N", "stop after this many tokens; none: when the context is full"),
     "temperature": (float, "T", "0 is greedy"),
     "top_k": (int, "K", "sample from the K most likely tokens; 0: all"),
     "top_p": (float, "P", "sample from the most likely tokens of this total probability"),
@@ -182,6 +191,8 @@ _SAMPLING_OPTIONS: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "presence_penalty": (float, "X", "subtract from the logits of tokens generated before"),
     "frequency_penalty": (float, "X", "the same, for each time they were generated"),
 }
+MODELS_OWN = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+"""Fields of SamplingParams whose default the model decides."""
 # Option -> (key of `speculate`, type, metavar, help).
 _DRAFT_OPTIONS: dict[str, tuple[str, Callable[[str], Any], str, str]] = {
     "--draft-iters": ("num_passes", int, "N", "draft passes of a step: the depth of its tree"),
@@ -256,9 +267,14 @@ def add_logprobs_option(parser: Options) -> None:
 
 
 def sampling_params(args: argparse.Namespace) -> SamplingParams:
-    """Return the sampling that the options ask for. Raises RequestError."""
+    """Return the sampling that the options ask for. Raises RequestError naming the option."""
     names = [field.name for field in fields(SamplingParams) if field.name != "seed"]
-    return SamplingParams(**_given(args, *names))
+    try:
+        return SamplingParams(**_given(args, *names))
+    except RequestError as error:
+        name = error.what.removeprefix("SamplingParams.")
+        option = "--stop-token-id" if name == "stop_token_ids" else f"--{name.replace('_', '-')}"
+        raise RequestError(option, expected=error.expected, actual=error.actual) from error
 
 
 def engine_config(args: argparse.Namespace, **others: Any) -> EngineConfig:
@@ -314,4 +330,6 @@ def _add_fields(parser: Options, owner: Any, options: dict[str, tuple[Callable[[
     for name, (kind, metavar, described) in options.items():
         default = defaults[name]
         shown = described if default is None else f"{described} (default: %(default)s)"
+        if name in MODELS_OWN:
+            shown = f"{described} (default: the model's own)"
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=default, metavar=metavar, help=shown)

@@ -139,7 +139,7 @@ def _case(text: str) -> Case:
 
 def _temperature(text: str) -> float:
     try:
-        return SamplingParams(temperature=float(text)).temperature
+        return SamplingParams(temperature=float(text)).with_defaults().temperature
     except (ValueError, CpmrtError) as error:
         raise argparse.ArgumentTypeError(f"{text!r}: {error}") from error
 

@@ -40,6 +40,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--api-key", metavar="KEY", help="of that server (default: $CPMRT_API_KEY)")
     add_model_options(parser)
     add_sampling_options(parser)
+    parser.set_defaults(max_new_tokens=None)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -79,7 +80,7 @@ class Chat:
         model: LocalModel | RemoteModel,
         conversation: Conversation,
         interrupt: StopAtOnce,
-        max_new_tokens: int,
+        max_new_tokens: int | None,
         *,
         shows_cost: bool = False,
     ):
@@ -136,7 +137,8 @@ class Chat:
         write("\n")
         completion = stream.completion
         if completion.finish_reason == "length":
-            note(f"(stopped after --max-new-tokens {self._max_new_tokens})")
+            limit = self._max_new_tokens
+            note(f"(stopped after --max-new-tokens {limit})" if limit else "(stopped: the context is full)")
         elif completion.finish_reason == "cancelled":
             note("(stopped)")
         if self._shows_cost:

@@ -7,6 +7,8 @@ from cpmrt.config import SamplingParams
 from cpmrt.generation import TextStream
 
 Message = dict[str, str]
+_ANSWER_ROOM = 1024
+"""Tokens of the context that are kept free for an answer that may go on until the context is full."""
 
 
 class Conversation:
@@ -60,7 +62,8 @@ class LocalModel:
 
         What is too long even without any is returned all the same: `LLM.stream` refuses it with the figures.
         """
-        room = self._llm.max_context - self._params.max_new_tokens
+        context = self._llm.max_context
+        room = context - (self._params.max_new_tokens or min(_ANSWER_ROOM, context // 4))
         for skip in range(conversation.num_turns + 1):
             ids = self._prompt(conversation.asked(question, skip=skip))
             if len(ids) <= room:

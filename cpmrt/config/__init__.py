@@ -4,7 +4,8 @@ from cpmrt.config.engine import EngineConfig
 from cpmrt.config.model import ModelConfig
 from cpmrt.config.quantization import WeightQuantization
 from cpmrt.config.rope import RopeConfig
-from cpmrt.config.sampling import MAX_LOGPROBS, SamplingParams
+from cpmrt.config.sampling import MAX_LOGPROBS, Sampling, SamplingParams
+from cpmrt.config.sampling_defaults import SamplingDefaults
 from cpmrt.config.sparse import SparseConfig, SparseSetting, with_sparse_setting
 from cpmrt.config.speculation import SpeculationConfig, TreeShape
 
@@ -13,6 +14,8 @@ __all__ = [
     "EngineConfig",
     "ModelConfig",
     "RopeConfig",
+    "Sampling",
+    "SamplingDefaults",
     "SamplingParams",
     "SparseConfig",
     "SparseSetting",

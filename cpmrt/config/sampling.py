@@ -3,30 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from math import isfinite
+from dataclasses import dataclass, fields
+from numbers import Integral, Real
+from typing import Any
 
+from cpmrt.config.sampling_defaults import SamplingDefaults
 from cpmrt.errors import RequestError
 
 MAX_LOGPROBS = 20
+LOWEST_TEMPERATURE = 1e-30
+"""Logits divided by less than this could overflow float32: such a temperature is greedy decoding."""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Sampling of one request; temperature 0 is greedy. Raises RequestError on a value out of range.
+    """What a request asks of sampling. Raises RequestError on a value out of range; numbers may be NumPy's.
 
-    `seed` None takes the engine's seed plus the number of the request, so a run repeats as a whole.
+    `temperature`, `top_k`, `top_p`, `min_p` and `repetition_penalty` None take the model's own (`SamplingDefaults`);
+    temperature 0 is greedy. `max_new_tokens` None goes on until the model ends or the context is full.
+    `seed` None takes a hash of the engine's seed and the number of the request, so a run repeats as a whole. The noise
+    of a position depends on the seed and the position alone: requests with one explicit seed share it.
     `stop` strings end the text before them; `stop_token_ids` and the model's own end tokens end it too, unless
     `ignore_eos` drops the latter. `logprobs` = n asks for the chosen token's log-probability and the n best.
     `logit_bias` pairs token ids with what is added to their logits; not every executor takes it.
     """
 
-    max_new_tokens: int = 128
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
+    max_new_tokens: int | None = 128
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     seed: int | None = None
@@ -38,22 +45,47 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
-        object.__setattr__(self, "stop", _tuple_of(stop, str, "stop"))
-        object.__setattr__(self, "stop_token_ids", _tuple_of(self.stop_token_ids, int, "stop_token_ids"))
+        object.__setattr__(self, "stop", _texts(stop))
+        object.__setattr__(self, "stop_token_ids", _token_ids(self.stop_token_ids))
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
         for name in _RANGES:
             value = getattr(self, name)
-            if name != "seed" or value is not None:
-                _check_number(name, value)
+            if value is not None or name not in _OPTIONAL:
+                object.__setattr__(self, name, _number(name, value))
         if not isinstance(self.ignore_eos, bool):
             raise RequestError("SamplingParams.ignore_eos", expected="a bool", actual=repr(self.ignore_eos))
-        if any(not text for text in self.stop):
-            raise RequestError("SamplingParams.stop", expected="non-empty strings", actual="an empty one")
-        if any(token < 0 for token in self.stop_token_ids):
-            raise RequestError("SamplingParams.stop_token_ids", expected="ids >= 0", actual=self.stop_token_ids)
+
+    def with_defaults(self, defaults: SamplingDefaults | None = None) -> Sampling:
+        """Return the sampling with the defaults of a model (None: greedy) where nothing was asked for."""
+        own = defaults or SamplingDefaults()
+        chosen = {field.name: getattr(self, field.name) for field in fields(Sampling)}
+        return Sampling(**{name: getattr(own, name) if value is None else value for name, value in chosen.items()})
 
 
-_RANGES: dict[str, tuple[type, float, float, str]] = {
+@dataclass(frozen=True)
+class Sampling:
+    """The sampling of one sequence as an executor carries it out: every value is known.
+
+    `SamplingParams.with_defaults` makes it and has checked the values. A temperature that is too small to divide by
+    becomes 0, greedy.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logprobs: int = 0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.temperature < LOWEST_TEMPERATURE:
+            object.__setattr__(self, "temperature", 0.0)
+
+
+_RANGES: dict[str, tuple[type[int] | type[float], float, float, str]] = {
     "max_new_tokens": (int, 1, 2**31 - 1, "an integer >= 1"),
     "temperature": (float, 0.0, 1e6, "a number >= 0"),
     "top_k": (int, 0, 2**31 - 1, "an integer >= 0 (0: off)"),
@@ -65,15 +97,21 @@ _RANGES: dict[str, tuple[type, float, float, str]] = {
     "logprobs": (int, 0, MAX_LOGPROBS, f"an integer in [0, {MAX_LOGPROBS}]"),
     "seed": (int, -(2**63), 2**64 - 1, "an integer of 64 bits"),
 }
+_OPTIONAL = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
 
 
-def _check_number(name: str, value: object) -> None:
+def _number(name: str, value: Any) -> int | float:
+    """Return a number of any kind, NumPy's among them, as Python's own."""
     kind, low, high, expected = _RANGES[name]
-    ok = isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value)
-    if ok and kind is int:
-        ok = isinstance(value, int)
-    if not ok or not low <= value <= high:  # type: ignore[operator]
-        raise RequestError(f"SamplingParams.{name}", expected=expected, actual=repr(value))
+    if _is_number(value, Integral if kind is int else Real):
+        number = value if isinstance(value, int) else kind(value)  # an int may be too large for a float
+        if low <= number <= high:
+            return kind(number)
+    raise RequestError(f"SamplingParams.{name}", expected=expected, actual=repr(value)[:80])
+
+
+def _is_number(value: Any, kind: type) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
 
 
 def _biases(pairs: object) -> tuple[tuple[int, float], ...]:
@@ -81,20 +119,39 @@ def _biases(pairs: object) -> tuple[tuple[int, float], ...]:
     items = pairs.items() if isinstance(pairs, dict) else pairs
     checked: dict[int, float] = {}
     for pair in items if isinstance(items, Iterable) else [None]:
+        token: Any
+        bias: Any
         token, bias = pair if isinstance(pair, (tuple, list)) and len(pair) == 2 else (None, None)
-        is_token = isinstance(token, int) and not isinstance(token, bool) and 0 <= token < 2**31
-        is_bias = isinstance(bias, (int, float)) and not isinstance(bias, bool) and -100 <= bias <= 100
+        is_token = _is_number(token, Integral) and 0 <= token < 2**31
+        is_bias = _is_number(bias, Real) and -100 <= bias <= 100
         if not (is_token and is_bias):
             raise RequestError(
                 "SamplingParams.logit_bias", expected="token ids with numbers in [-100, 100]", actual=repr(pair)[:80]
             )
-        checked[token] = float(bias)  # type: ignore[index, arg-type]
+        checked[int(token)] = float(bias)
     return tuple(sorted(checked.items()))
 
 
-def _tuple_of(values: object, kind: type, name: str) -> tuple[object, ...]:
+def _texts(values: object) -> tuple[str, ...]:
+    texts = _sequence(values, "stop", "str")
+    if not all(isinstance(text, str) for text in texts):
+        raise RequestError("SamplingParams.stop", expected="only str", actual=repr(values)[:80])
+    if not all(texts):
+        raise RequestError("SamplingParams.stop", expected="non-empty strings", actual="an empty one")
+    return texts
+
+
+def _token_ids(values: object) -> tuple[int, ...]:
+    ids = _sequence(values, "stop_token_ids", "int")
+    if not all(_is_number(token, Integral) for token in ids):
+        raise RequestError("SamplingParams.stop_token_ids", expected="only int", actual=repr(values)[:80])
+    if any(token < 0 for token in ids):
+        raise RequestError("SamplingParams.stop_token_ids", expected="ids >= 0", actual=repr(values)[:80])
+    return tuple(int(token) for token in ids)
+
+
+def _sequence(values: object, name: str, kind: str) -> tuple[Any, ...]:
+    """Return a list, tuple or set as a tuple; a set in its order, so that equal settings are equal."""
     if not isinstance(values, (tuple, list, set, frozenset)):
-        raise RequestError(f"SamplingParams.{name}", expected=f"a sequence of {kind.__name__}", actual=repr(values))
-    if not all(isinstance(value, kind) and not isinstance(value, bool) for value in values):
-        raise RequestError(f"SamplingParams.{name}", expected=f"only {kind.__name__}", actual=repr(values))
-    return tuple(sorted(values)) if isinstance(values, (set, frozenset)) else tuple(values)
+        raise RequestError(f"SamplingParams.{name}", expected=f"a sequence of {kind}", actual=repr(values)[:80])
+    return tuple(sorted(values, key=repr)) if isinstance(values, (set, frozenset)) else tuple(values)

@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from cpmrt.config import SamplingParams
+from cpmrt.config import Sampling
 from cpmrt.engine.prefix_cache import HeldPages
 from cpmrt.engine.speculation import DraftPolicy
 from cpmrt.engine.stats import AcceptCounts, GenerationStats
@@ -15,16 +15,17 @@ from cpmrt.executor import SlotResult
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt with everything that decides its continuation. `stop_token_ids` include the model's end tokens."""
+    """A prompt with everything that decides its continuation. `stop_token_ids` include the model's end tokens.
+
+    `stop` are strings that end the text; whoever makes the text looks for them.
+    """
 
     prompt_ids: tuple[int, ...]
-    sampling: SamplingParams
+    sampling: Sampling
     seed: int
     stop_token_ids: tuple[int, ...]
-
-    @property
-    def max_new_tokens(self) -> int:
-        return self.sampling.max_new_tokens
+    max_new_tokens: int
+    stop: tuple[str, ...] = ()
 
 
 class Phase(Enum):

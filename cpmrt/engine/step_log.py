@@ -8,7 +8,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import IO, Any, get_args
 
-from cpmrt.config import SamplingParams
+from cpmrt.config import Sampling
 from cpmrt.errors import ConfigError
 from cpmrt.executor import Admit, Executor, SlotResult, Step, StepResult, TokenLogprobs
 
@@ -48,7 +48,7 @@ def _step(record: dict[str, Any]) -> Step:
     kind = _STEPS[record["step"]]
     values = {field.name: _hashable(record[field.name]) for field in fields(kind) if field.name in record}
     if kind is Admit:
-        values["sampling"] = SamplingParams(**values["sampling"])
+        values["sampling"] = Sampling(**{name: _hashable(value) for name, value in values["sampling"].items()})
     step: Step = kind(**values)
     return step
 

@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from cpmrt.config import SamplingParams
+from cpmrt.config import Sampling
 from cpmrt.dtypes import F32, Array
 from cpmrt.executor import TokenLogprobs
 from cpmrt.reference.philox import gumbel
 
 
-def sample(logits: F32, params: SamplingParams, seed: int, position: int, seen: Array, counts: Array) -> int:
+def sample(logits: F32, params: Sampling, seed: int, position: int, seen: Array, counts: Array) -> int:
     """The token for `position`. logits [V]; seen bool [V]: in the prompt or generated; counts int [V]: generated."""
     logits = penalise(biased(logits, params.logit_bias), params, seen, counts)
     if params.temperature == 0.0:
@@ -43,7 +43,7 @@ def biased(logits: F32, logit_bias: tuple[tuple[int, float], ...]) -> F32:
     return moved
 
 
-def penalise(logits: F32, params: SamplingParams, seen: Array, counts: Array) -> F32:
+def penalise(logits: F32, params: Sampling, seen: Array, counts: Array) -> F32:
     """Apply the three penalties; the input array is not changed."""
     if params.repetition_penalty != 1.0:
         factor = np.float32(params.repetition_penalty)
@@ -55,7 +55,7 @@ def penalise(logits: F32, params: SamplingParams, seen: Array, counts: Array) ->
     return logits
 
 
-def keep_mask(logits: F32, params: SamplingParams) -> Array:
+def keep_mask(logits: F32, params: Sampling) -> Array:
     """Which tokens survive top-k, then top-p among those, then min-p. logits are after temperature."""
     keep = np.ones(len(logits), bool)
     if 0 < params.top_k < len(logits):

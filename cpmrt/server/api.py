@@ -6,6 +6,7 @@ import base64
 import hashlib
 import re
 from collections.abc import Awaitable, Callable
+from dataclasses import asdict
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -131,8 +132,10 @@ class Endpoints:
 
     def _model_card(self, name: str) -> dict[str, Any]:
         service = self._service
+        llm = service.engine.llm
         card = {"id": name, "object": "model", "created": service.started, "owned_by": "cpmrt"}
-        return {**card, "root": service.settings.model_name, "max_model_len": service.engine.llm.max_context}
+        card |= {"root": service.settings.model_name, "max_model_len": llm.max_context}
+        return {**card, "sampling_defaults": asdict(llm.sampling_defaults)}
 
 
 @cache

@@ -97,13 +97,15 @@ def _object(required: Schema, optional: Schema | None = None) -> Schema:
 
 _STRING, _INTEGER, _NUMBER = {"type": "string"}, {"type": "integer"}, {"type": "number"}
 _TOKEN_IDS = _array({"type": "integer", "minimum": 0})
+_MAX_TOKENS = _optional("integer", minimum=1, description="Default: until the model ends or the context is full")
+_OWN = "Default: the model's own, see sampling_defaults in /v1/models"
 _SHARED: Schema = {
     "model": _optional("string", description="The name in /v1/models, or nothing"),
-    "temperature": _optional("number", minimum=0, default=1),
-    "top_p": _optional("number", exclusiveMinimum=0, maximum=1, default=1),
-    "top_k": _optional("integer", default=0),
-    "min_p": _optional("number", minimum=0, maximum=1, default=0),
-    "repetition_penalty": _optional("number", minimum=0.001, maximum=1000, default=1),
+    "temperature": _optional("number", minimum=0, description=_OWN),
+    "top_p": _optional("number", exclusiveMinimum=0, maximum=1, description=_OWN),
+    "top_k": _optional("integer", description=_OWN),
+    "min_p": _optional("number", minimum=0, maximum=1, description=_OWN),
+    "repetition_penalty": _optional("number", minimum=0.001, maximum=1000, description=_OWN),
     "presence_penalty": _optional("number", minimum=-100, maximum=100, default=0),
     "frequency_penalty": _optional("number", minimum=-100, maximum=100, default=0),
     "logit_bias": _optional("object", additionalProperties={"type": "number", "minimum": -100, "maximum": 100}),
@@ -134,8 +136,8 @@ def _requests() -> Schema:
     tool = _object({}, {"type": {"const": "function"}, "function": function})
     chat = {
         **_SHARED,
-        "max_tokens": _optional("integer", minimum=1),
-        "max_completion_tokens": _optional("integer", minimum=1),
+        "max_tokens": _MAX_TOKENS,
+        "max_completion_tokens": _MAX_TOKENS,
         "logprobs": _optional("boolean"),
         "top_logprobs": _optional("integer", minimum=0, maximum=MAX_LOGPROBS),
         "tools": _optional("array", items=tool),
@@ -148,7 +150,7 @@ def _requests() -> Schema:
     prompts = [_STRING, _TOKEN_IDS, _array(_STRING, maxItems=MAX_PROMPTS), _array(_TOKEN_IDS, maxItems=MAX_PROMPTS)]
     completion = {
         **_SHARED,
-        "max_tokens": _optional("integer", minimum=1, default=16),
+        "max_tokens": _MAX_TOKENS,
         "suffix": _optional("string", description="What follows the text to write, for models that fill in the middle"),
         "echo": _optional("boolean", default=False),
         "best_of": _optional("integer", minimum=1, maximum=MAX_CHOICES, description="Choices to try; n are given"),
@@ -188,12 +190,14 @@ def _answers() -> Schema:
         {"reasoning_content": _STRING, "refusal": {"type": "null"}, "tool_calls": _array({"type": "object"})},
     )
     model = {"id": _STRING, "object": {"const": "model"}, "created": _INTEGER, "owned_by": _STRING}
+    numbers = dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty"), _NUMBER)
+    defaults = _object({**numbers, "top_k": _INTEGER, "source": _STRING})
     error = {"message": _STRING, "type": _STRING, "param": _optional("string"), "code": _optional("string")}
     return {
         "ChatCompletion": _completion("chat.completion", {"message": message}, ["stop", "length", "tool_calls"]),
         "Completion": _completion("text_completion", {"text": _STRING}, ["stop", "length"]),
         "Infill": _object({"content": _STRING, "stop": {"const": True}}, {"tokens_predicted": _INTEGER}),
-        "Model": _object(model, {"root": _STRING, "max_model_len": _INTEGER}),
+        "Model": _object(model, {"root": _STRING, "max_model_len": _INTEGER, "sampling_defaults": defaults}),
         "ModelList": _object({"object": {"const": "list"}, "data": _array(_ref("Model"))}),
         "Tokens": _object(
             {"tokens": _array({"type": ["integer", "object"]}), "count": _INTEGER},

@@ -13,6 +13,7 @@ from typing import Any
 
 from cpmrt.config import SamplingParams
 from cpmrt.config.sampling import MAX_LOGPROBS
+from cpmrt.engine import request_seed
 from cpmrt.server.errors import ApiError, invalid, unsupported
 from cpmrt.server.json_body import Fields, is_number, shown
 
@@ -23,10 +24,8 @@ MAX_STOP_BYTES = 16 * 1024
 MAX_STOP_TOKEN_IDS = 16
 MAX_CHOICES = 128
 _ROLES = ("system", "developer", "user", "assistant", "tool")
-_COMPLETION_DEFAULT_TOKENS = 16
 _RESERVED_TEMPLATE_NAMES = {"messages", "tools", "add_generation_prompt", "allow_special_tokens", "self"}
 _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-_UNTIL_THE_CONTEXT_ENDS = 2**31 - 1
 
 # Field -> the values that ask for nothing special.
 NEUTRAL_CHAT: dict[str, tuple[Any, ...]] = {
@@ -50,23 +49,20 @@ NEUTRAL_COMPLETION: dict[str, tuple[Any, ...]] = {}
 class Wanted:
     """The fields that chats and completions share: sampling, length, number of choices, log-probabilities, stream.
 
-    `sampling.seed` is always set; choice number i takes the seed plus i. `max_tokens` None means as far as the context
-    goes, `logprobs` None that they are not asked for. `include_usage` asks for a last chunk with the usage.
+    `sampling.seed` is always set. `logprobs` None means that they are not asked
+    for. `include_usage` asks for a last chunk with the usage.
     """
 
     sampling: SamplingParams
-    max_tokens: int | None
     num_choices: int
     logprobs: int | None
     streams: bool
     include_usage: bool
 
-    def params(self, prompt_tokens: int, max_context: int, choice: int) -> SamplingParams:
-        """Return those of one choice. Without room they ask for one token, which the engine refuses with figures."""
-        room = max(1, max_context - prompt_tokens)
+    def seed(self, choice: int) -> int:
+        """Return the seed of one choice: that of the request for the first, one derived from it for the others."""
         assert self.sampling.seed is not None
-        seed = (self.sampling.seed + choice) % 2**63
-        return replace(self.sampling, max_new_tokens=self.max_tokens or room, seed=seed)
+        return request_seed(self.sampling.seed, choice) if choice else self.sampling.seed
 
 
 @dataclass(frozen=True)
@@ -117,12 +113,11 @@ def read_completion(body: dict[str, Any], models: Sequence[str]) -> CompletionRe
     fields = Fields(body)
     check_model(fields, models)
     _refuse_unsupported(fields, NEUTRAL_COMPLETION)
-    max_tokens = fields.integer("max_tokens")
     logprobs = fields.integer("logprobs", range(MAX_LOGPROBS + 1))
     echo = bool(fields.boolean("echo"))
     if echo and logprobs is not None:
         raise unsupported("logprobs", "not together with echo, as the prompt's own are not computed")
-    wanted = read_wanted(fields, _COMPLETION_DEFAULT_TOKENS if max_tokens is None else max_tokens, logprobs)
+    wanted = read_wanted(fields, fields.integer("max_tokens"), logprobs)
     prompts, suffix = _prompts(fields.raw("prompt")), fields.string("suffix") or ""
     if suffix and not all(isinstance(prompt, str) for prompt in prompts):
         raise invalid("suffix", "only together with prompts that are texts")
@@ -147,11 +142,12 @@ def read_wanted(fields: Fields, max_tokens: int | None, logprobs: int | None) ->
     if max_tokens is not None and max_tokens < 1:
         raise invalid("max_tokens", f"expected at least 1, got {max_tokens}")
     given = {name: fields.number(name) for name in _NUMBERS}
-    numbers = {"temperature": 1.0} | {name: value for name, value in given.items() if value is not None}
+    numbers = {name: value for name, value in given.items() if value is not None}
+    top_k = fields.integer("top_k")
     num_choices, seed = fields.integer("n", range(1, MAX_CHOICES + 1)), fields.integer("seed")
     sampling = SamplingParams(
-        max_new_tokens=max_tokens or _UNTIL_THE_CONTEXT_ENDS,
-        top_k=max(0, fields.integer("top_k") or 0),  # others write -1 for "all"
+        max_new_tokens=max_tokens,
+        top_k=None if top_k is None else max(0, top_k),  # others write -1 for "all"
         seed=secrets.randbits(63) if seed is None else seed % 2**63,
         stop=_stop(fields),
         stop_token_ids=_stop_token_ids(fields),
@@ -164,7 +160,7 @@ def read_wanted(fields: Fields, max_tokens: int | None, logprobs: int | None) ->
     if options is not None and not streams:
         raise invalid("stream_options", "only together with stream")
     include_usage = options is not None and bool(options.boolean("include_usage"))
-    return Wanted(sampling, max_tokens, num_choices or 1, logprobs, streams, include_usage)
+    return Wanted(sampling, num_choices or 1, logprobs, streams, include_usage)
 
 
 def check_model(fields: Fields, served: Sequence[str]) -> None:

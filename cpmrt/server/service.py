@@ -181,12 +181,8 @@ def choices_of(llm: LLM, prompt: str | list[int], wanted: Wanted, first_choice: 
     request = llm.request(prompt, wanted.sampling)
     if wanted.sampling.stop:
         stop_automaton(wanted.sampling.stop)  # built here, so that the engine's thread finds it
-    requests = []
-    for choice in range(first_choice, first_choice + wanted.num_choices):
-        params = wanted.params(len(request.prompt_ids), llm.max_context, choice)
-        assert params.seed is not None
-        requests.append(replace(request, sampling=params, seed=params.seed))
-    return requests
+    choices = range(first_choice, first_choice + wanted.num_choices)
+    return [replace(request, seed=wanted.seed(choice)) for choice in choices]
 
 
 def _marker_ids(tokenizer: Tokenizer | None) -> frozenset[int]:

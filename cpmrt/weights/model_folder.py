@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cpmrt.config import ModelConfig, SparseSetting, with_sparse_setting
+from cpmrt.config import ModelConfig, SamplingDefaults, SparseSetting, with_sparse_setting
 from cpmrt.errors import CheckpointError, ConfigError, quoted
 from cpmrt.weights import hub
 from cpmrt.weights.files import is_there, read_json, read_json_if_there
@@ -23,6 +23,8 @@ class ModelFolder:
     path: Path
     raw_config: dict[str, Any]
     config: ModelConfig
+    sampling: SamplingDefaults
+    """What a request takes where it does not say."""
 
     @property
     def is_bundled(self) -> bool:
@@ -48,10 +50,12 @@ class ModelFolder:
         source = path / "config.json"
         check_kind(path)
         raw_config = with_sparse_setting(_merged(read_json(source), hf_overrides), sparse)
-        generation_config = read_json_if_there(path / "generation_config.json")
+        generation_source = path / "generation_config.json"
+        generation_config = read_json_if_there(generation_source)
         quantize_config = read_json_if_there(path / "quantize_config.json")
         config = ModelConfig.from_hf(raw_config, generation_config, str(source), quantize_config)
-        return cls(path, raw_config, config)
+        sampling = SamplingDefaults.of_model(generation_config, raw_config, str(generation_source))
+        return cls(path, raw_config, config, sampling)
 
 
 def check_kind(path: Path) -> None:

@@ -12,6 +12,7 @@ from executors.cuda_models import BASE, EMPTY_TOKENIZER, ROWS
 from speculation_steps import SETTINGS, beside_a_neighbour, generate, prefill
 
 from cpmrt import LLM, SamplingParams
+from cpmrt.config import Sampling
 from cpmrt.executor import Decode, SlotResult, Speculate
 from cpmrt.weights.model_folder import ModelFolder
 
@@ -149,13 +150,13 @@ def test_a_draft_that_is_the_target_itself_is_always_right():
     wishes = {"shapes": CHAINS, "adaptive": False}
     with LLM(executor="cuda", draft=str(ModelFolder.open(None).path), prefill_chunk=64, speculate=wishes) as llm:
         for prompt in PROMPTS:
-            _, lengths = generate(llm.executor, prompt, SamplingParams(ignore_eos=True), (0,), count=31)
+            _, lengths = generate(llm.executor, prompt, Sampling(), (0,), count=31)
             assert lengths == [5] * 6, prompt
 
 
 def test_many_plain_steps_between():
     """More tokens wait for the draft than it keeps states of; afterwards it is as good as it was."""
-    demo, greedy = ModelFolder.open(None).path, SamplingParams()
+    demo, greedy = ModelFolder.open(None).path, Sampling()
     with LLM(executor="cuda") as llm:
         expected = generate(llm.executor, PROMPTS[1], greedy, count=240)[0][0]
     for draft in (str(demo), "eagle2", "eagle3"):
@@ -188,7 +189,7 @@ def test_up_to_the_last_position_of_the_context(open_llm, draft, max_context):
 def test_stop_tokens_and_limits_inside_a_path():
     demo = str(ModelFolder.open(None).path)
     with LLM(executor="cuda", draft=demo, speculate={"shapes": CHAINS, "adaptive": False}) as llm:
-        greedy, prompt = SamplingParams(), PROMPTS[1]
+        greedy, prompt = Sampling(), PROMPTS[1]
         tokens = generate(llm.executor, prompt, greedy, count=12)[0][0]
         for stop in dict.fromkeys(tokens):
             (found, _), lengths = generate(llm.executor, prompt, greedy, (0,), stop=(stop,), count=12)
@@ -242,7 +243,7 @@ def test_the_draft_is_the_reference_executors(draft):
         with LLM(executor=executor, draft=draft, dtype="float16", max_context=512, prefill_chunk=64,
                  speculate={"adaptive": False, "shapes": [(2, 10, 12)]}) as llm:  # fmt: skip
             ids = llm.tokenizer.encode('def parse(text):\n    """Split the text into words and count them."""\n' * 5)
-            tokens, lengths[executor] = generate(llm.executor, tuple(ids), SamplingParams(), (0,), count=60)
+            tokens, lengths[executor] = generate(llm.executor, tuple(ids), Sampling(), (0,), count=60)
     common = min(map(len, lengths.values()))
     agreeing = sum(a == b for a, b in zip(*(found[:common] for found in lengths.values()), strict=True))
     assert agreeing >= 0.8 * common, lengths

@@ -122,4 +122,4 @@ def test_scoring_writes_to_no_page_of_others(checkpoint, whole):
 @pytest.mark.parametrize("table", [(0, 8), (-1,), tuple(range(8)) + (0,)])
 def test_a_block_table_past_the_pages_is_refused(checkpoint, table):
     with open_llm(checkpoint) as llm, pytest.raises(ConfigError, match="block table"):
-        llm.executor.submit(Admit(0, GREEDY, 0, 1, (), table))
+        llm.executor.submit(Admit(0, GREEDY.with_defaults(), 0, 1, (), table))

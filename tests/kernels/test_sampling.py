@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cpmrt.config import SamplingParams
+from cpmrt.config import Sampling
 from cpmrt.cuda.step.commands import slot_state
 from cpmrt.cuda.step.rings import step_result
 from cpmrt.cuda.step.structs import (
@@ -38,13 +38,14 @@ class Row:
     """One row with everything that decides its token."""
 
     logits: Any
-    params: SamplingParams
+    params: Sampling
     seed: int
     position: int
     seen: Any
     counts: Any
     stop_token_ids: tuple[int, ...] = ()
     num_generated: int = 0
+    max_new_tokens: int = 1000
 
     @property
     def token(self) -> int:
@@ -64,12 +65,12 @@ class Row:
 
     def is_top_p_decided(self, z: Any) -> bool:
         """Whether sums in float64 cross top_p at the same logit, with room on both sides."""
-        only_k = SamplingParams(temperature=1.0, top_k=self.params.top_k)
+        only_k = Sampling(temperature=1.0, top_k=self.params.top_k)
         kept = -np.sort(-z[keep_mask(z, only_k)])
         mass = np.cumsum(np.exp(kept.astype(np.float64) - kept[0]))
         goals = np.float64(np.float32(self.params.top_p)) * mass[-1] * (1 + np.array([-1e-4, 0, 1e-4]))
         crossings = kept[np.minimum(np.searchsorted(mass, goals), len(kept) - 1)]
-        both = SamplingParams(temperature=1.0, top_k=self.params.top_k, top_p=self.params.top_p)
+        both = Sampling(temperature=1.0, top_k=self.params.top_k, top_p=self.params.top_p)
         return bool((crossings == z[keep_mask(z, both)].min()).all())
 
 
@@ -121,7 +122,7 @@ def context_of(cuda: Any, context: Any) -> Any:
 
 
 def admit(row: Row) -> Admit:
-    return Admit(0, row.params, row.seed, row.params.max_new_tokens, row.stop_token_ids)
+    return Admit(0, row.params, row.seed, row.max_new_tokens, row.stop_token_ids)
 
 
 def logits_of(kind: str, vocab: int, rng: np.random.Generator) -> Any:
@@ -150,8 +151,7 @@ def random_rows(vocab: int, seed: int, count: int = 64, logprobs: int = 0) -> li
     top_ks = (0, 0, 1, 2, 5, 50, vocab // 2, vocab - 1, vocab, 3 * vocab)
     rows = []
     for index in range(count):
-        params = SamplingParams(
-            max_new_tokens=1000,
+        params = Sampling(
             temperature=float(rng.choice([0, 0.6, 1.0, 1.0, 1.7])),
             top_k=int(rng.choice(top_ks)),
             top_p=float(rng.choice([1.0, 1.0, 0.1, 0.5, 0.9, 0.95, 0.999])),
@@ -170,17 +170,19 @@ def random_rows(vocab: int, seed: int, count: int = 64, logprobs: int = 0) -> li
     return rows
 
 
-def random_biases(vocab: int, rng: np.random.Generator) -> dict[int, float]:
+def random_biases(vocab: int, rng: np.random.Generator) -> tuple[tuple[int, float], ...]:
     """Mostly none; else a few or as many as fit, some of them of tokens that the model lacks."""
     count = int(rng.choice([0, 0, 0, 1, 7, 300]))
     tokens = rng.choice(vocab + 400, count, replace=False)
-    return {int(token): float(bias) for token, bias in zip(tokens, rng.normal(0, 5, count), strict=True)}
+    biases = zip(tokens.tolist(), rng.normal(0, 5, count).tolist(), strict=True)
+    return tuple(sorted(biases))
 
 
-def simple_row(logits: Any, **settings: Any) -> Row:
+def simple_row(logits: Any, *, max_new_tokens: int = 1000, **settings: Any) -> Row:
     vocab = len(logits)
-    params = SamplingParams(**{"max_new_tokens": 1000, **settings})
-    return Row(np.asarray(logits, np.float32), params, 5, 9, np.zeros(vocab, bool), np.zeros(vocab, np.int32))
+    params = Sampling(**settings)
+    seen, counts = np.zeros(vocab, bool), np.zeros(vocab, np.int32)
+    return Row(np.asarray(logits, np.float32), params, 5, 9, seen, counts, max_new_tokens=max_new_tokens)
 
 
 @pytest.mark.parametrize("portable", [False, True])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cpmrt.config import SamplingParams
+from cpmrt.config import Sampling
 from cpmrt.config.speculation import MAX_CANDIDATES, MAX_NODES
 from cpmrt.cuda.build import modules as compiler
 from cpmrt.cuda.build import nvrtc
@@ -82,7 +82,7 @@ def test_a_wrong_offset_would_be_seen(needs_nvrtc: None) -> None:
 
 
 def test_a_state_holds_the_request() -> None:
-    sampling = SamplingParams(
+    sampling = Sampling(
         temperature=0.7, top_k=9, top_p=0.9, min_p=0.1, repetition_penalty=1.1, presence_penalty=0.2,
         frequency_penalty=-0.3, logprobs=4,
     )  # fmt: skip
@@ -96,26 +96,26 @@ def test_a_state_holds_the_request() -> None:
 
 
 def test_filters_that_are_off_and_nearly_off() -> None:
-    off = slot_state(Admit(0, SamplingParams(), 0, 1, ()))
+    off = slot_state(Admit(0, Sampling(), 0, 1, ()))
     assert (off["top_p"], off["log_min_p"], off["num_stop_ids"]) == (1, -np.inf, 0)
-    assert slot_state(Admit(0, SamplingParams(top_p=1 - 1e-12), 0, 1, ()))["top_p"] < 1
+    assert slot_state(Admit(0, Sampling(top_p=1 - 1e-12), 0, 1, ()))["top_p"] < 1
 
 
 def test_biases_stand_in_the_order_of_their_ids() -> None:
-    state = slot_state(Admit(0, SamplingParams(logit_bias={9: -1.5, 4: 2, 70: 1}), 0, 1, ()))
+    state = slot_state(Admit(0, Sampling(logit_bias=((4, 2.0), (9, -1.5), (70, 1.0))), 0, 1, ()))
     count = state["num_logit_biases"]
     assert list(zip(state["biased_ids"][:count].tolist(), state["logit_biases"][:count].tolist(), strict=True)) == [
         (4, 2.0), (9, -1.5), (70, 1.0),
     ]  # fmt: skip
-    full = SamplingParams(logit_bias=dict.fromkeys(range(301), 1.0))
+    full = Sampling(logit_bias=tuple((token, 1.0) for token in range(301)))
     with pytest.raises(RequestError, match="at most 300, got 301"):
         slot_state(Admit(0, full, 0, 1, ()))
 
 
 def test_too_many_stop_ids_are_refused() -> None:
-    slot_state(Admit(0, SamplingParams(), 0, 1, tuple(range(32)) * 2))
+    slot_state(Admit(0, Sampling(), 0, 1, tuple(range(32)) * 2))
     with pytest.raises(RequestError, match="at most 32.*got 33"):
-        slot_state(Admit(0, SamplingParams(), 0, 1, tuple(range(33))))
+        slot_state(Admit(0, Sampling(), 0, 1, tuple(range(33))))
 
 
 @pytest.mark.parametrize("token", [-1, VOCAB, 2**40])
@@ -136,16 +136,16 @@ def test_an_entry_holds_the_largest_command(chunk: int, pages: int) -> None:
     write_step(entry, Prefill(3, (7,) * chunk, 5, True), VOCAB)
     write_slots(entry, ss.DECODE, range(ss.MAX_ROWS))
     write_step(entry, Recall(3, (7,) * chunk), VOCAB)
-    write_step(entry, Admit(1, SamplingParams(), 0, 1, tuple(range(32)), tuple(range(pages))), VOCAB)
+    write_step(entry, Admit(1, Sampling(), 0, 1, tuple(range(32)), tuple(range(pages))), VOCAB)
 
 
 def test_a_block_table_follows_the_state() -> None:
     entry = np.zeros(command_bytes(CHUNK, PAGES), np.uint8)
-    write_step(entry, Admit(1, SamplingParams(), 0, 1, (), (4, 2, 9)), VOCAB)
+    write_step(entry, Admit(1, Sampling(), 0, 1, (), (4, 2, 9)), VOCAB)
     header, state = ss.COMMAND.itemsize, ss.SLOT_STATE.itemsize
     assert entry[:header].view(ss.COMMAND)[0]["num_rows"] == 3
     assert entry[header + state :].view(np.int32)[:3].tolist() == [4, 2, 9]
-    write_step(entry, Admit(1, SamplingParams(), 0, 1, ()), VOCAB)
+    write_step(entry, Admit(1, Sampling(), 0, 1, ()), VOCAB)
     assert entry[:header].view(ss.COMMAND)[0]["num_rows"] == 0
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cpmrt.config import SamplingParams
+from cpmrt.config import Sampling
 from cpmrt.cuda.step import structs as ss
 from cpmrt.cuda.step.commands import command_bytes, write_slots, write_step
 from cpmrt.cuda.step.rings import answered_tokens, step_result
@@ -151,12 +151,13 @@ class DeviceSteps:
         return list(step_result(tokens, record, tuple(self.logprobs[slot] for slot in slots)).slots)
 
 
-def random_sampling(rng: np.random.Generator) -> SamplingParams:
-    return SamplingParams(
+def random_sampling(rng: np.random.Generator) -> Sampling:
+    biases = {int(token): float(rng.normal() * 3) for token in rng.integers(0, VOCAB + 9, rng.choice([0, 6]))}
+    return Sampling(
         temperature=float(rng.choice([0.0, 0.8])), top_k=int(rng.choice([0, 12])),
         repetition_penalty=float(rng.choice([1.0, 1.3])), presence_penalty=float(rng.choice([0.0, 0.5])),
         frequency_penalty=float(rng.choice([0.0, 0.4])), logprobs=int(rng.choice([0, 2])),
-        logit_bias={int(token): float(rng.normal() * 3) for token in rng.integers(0, VOCAB + 9, rng.choice([0, 6]))},
+        logit_bias=tuple(sorted(biases.items())),
     )  # fmt: skip
 
 
@@ -253,7 +254,7 @@ def test_a_history_holds_what_stands_before_the_newest_token(cuda: Any, seed: in
 def test_a_step_fits_every_number_of_rows(cuda: Any, decode_rows: int) -> None:
     reference, device = Bookkeeping(), DeviceSteps(cuda, bucket=CHUNK + 3, decode_rows=decode_rows)
     slots = tuple(range(min(decode_rows, SLOTS)))[::-1]
-    steps: list[Step] = [Admit(slot, SamplingParams(temperature=1.0), slot, 9, ()) for slot in slots]
+    steps: list[Step] = [Admit(slot, Sampling(temperature=1.0), slot, 9, ()) for slot in slots]
     steps += [Prefill(slot, (slot + 1, 5, 5), 0, True) for slot in slots] + [Decode(slots)] * 3
     for step in steps:
         reference.rows = device.rows = []
@@ -282,7 +283,7 @@ def test_results_reach_the_host_through_mapped_memory(cuda: Any) -> None:
     size = ss.RING_ENTRIES * ss.RESULT_RECORD.itemsize
     with HostBuffer(size) as results, HostBuffer(ss.RING_ENTRIES * device.stride) as commands:
         device.on_device["results"] = np.uint64(results.device_address)
-        write_step(commands.array(np.uint8)[: device.stride], Admit(1, SamplingParams(), 0, 1, ()), VOCAB)
+        write_step(commands.array(np.uint8)[: device.stride], Admit(1, Sampling(), 0, 1, ()), VOCAB)
         ring = np.uint64(commands.device_address)
         outputs = ("states", "counts", "block_tables", "capacities", "carry_counts", "results", "context")
         device.launch("admit", 1, 1024, *outputs, ring, np.int32(device.stride), np.int32(PAGES))

@@ -9,7 +9,7 @@ import pytest
 from speculation_oracle import Running
 from tree_device import VOCAB, TreeDevice
 
-from cpmrt.config import SamplingParams, TreeShape
+from cpmrt.config import Sampling, TreeShape
 from cpmrt.cuda.step import structs as ss
 from cpmrt.cuda.step.commands import slot_state
 from cpmrt.dtypes import DType
@@ -18,11 +18,11 @@ from cpmrt.reference.draft_tree import Nodes, TreeGrowth
 
 pytestmark = pytest.mark.gpu
 SAMPLINGS = (
-    SamplingParams(),
-    SamplingParams(temperature=1.0),
-    SamplingParams(repetition_penalty=1.5, presence_penalty=0.5, frequency_penalty=0.7, logit_bias={3: 4.0, 70: -2.0}),
-    SamplingParams(temperature=0.8, top_k=20, top_p=0.9, min_p=0.02, frequency_penalty=1.3, logprobs=3),
-    SamplingParams(temperature=1.2, top_p=0.7, repetition_penalty=0.8, logprobs=20),
+    Sampling(),
+    Sampling(temperature=1.0),
+    Sampling(repetition_penalty=1.5, presence_penalty=0.5, frequency_penalty=0.7, logit_bias=((3, 4.0), (70, -2.0))),
+    Sampling(temperature=0.8, top_k=20, top_p=0.9, min_p=0.02, frequency_penalty=1.3, logprobs=3),
+    Sampling(temperature=1.2, top_p=0.7, repetition_penalty=0.8, logprobs=20),
 )
 SHAPE = TreeShape(5, 8, 64)
 
@@ -66,7 +66,7 @@ class Plain:
 
 @pytest.mark.parametrize("portable", [False, True], ids=["", "portable"])
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=range(len(SAMPLINGS)))
-def test_a_node_samples_what_plain_decoding_samples(cuda: Any, sampling: SamplingParams, portable: bool) -> None:
+def test_a_node_samples_what_plain_decoding_samples(cuda: Any, sampling: Sampling, portable: bool) -> None:
     device, rng = TreeDevice(cuda, portable=portable), np.random.default_rng(2)
     running = Running(1, rng.integers(0, VOCAB, 30).tolist(), capacity=320, max_context=320)
     state = slot_state(Admit(1, sampling, 12345, 100, ()))

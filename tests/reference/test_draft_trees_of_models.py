@@ -10,7 +10,7 @@ from draft_checkpoint import DRAFT, EAGLE3, HEAD_DIM, TARGET, VOCAB, eagle2_tens
 from draft_checkpoint import write_folder as write
 from reference.plain_eagle import PlainEagle2, PlainEagle3
 
-from cpmrt.config import EngineConfig, SamplingParams, SpeculationConfig, TreeShape
+from cpmrt.config import EngineConfig, Sampling, SpeculationConfig, TreeShape
 from cpmrt.executor import Admit, Decode, Prefill, Speculate
 from cpmrt.reference.assembly import open_executor
 from cpmrt.weights.model_folder import ModelFolder
@@ -59,7 +59,7 @@ def proposed_paths(executor, text):
 
 def check_trees(executor, plain):
     """After a prompt in three chunks, and after steps of both kinds."""
-    executor.submit(Admit(0, SamplingParams(temperature=1.0), 5, 40, ())).wait()
+    executor.submit(Admit(0, Sampling(temperature=1.0), 5, 40, ())).wait()
     text = list(PROMPT)
     for start in range(0, len(PROMPT), 16):
         is_last = start + 16 >= len(PROMPT)
@@ -160,7 +160,7 @@ def test_many_waiting_tokens_do_not_shift_the_draft(tmp_path):
     executor = open_pair(tmp_path, TARGET, EAGLE3, tensors, wish("eagle3"), max_context=192)
     plain = PlainEagle3(target_tensors(), TARGET, tensors, EAGLE3, 192)
     plain.kept = (np.arange(18) + tensors["d2t"]).tolist()
-    executor.submit(Admit(0, SamplingParams(temperature=1.0), 5, 99, ())).wait()
+    executor.submit(Admit(0, Sampling(temperature=1.0), 5, 99, ())).wait()
     text = [*PROMPT[:7], *executor.submit(Prefill(0, PROMPT[:7], 0, True)).wait().slots[0].token_ids]
     for _ in range(70):
         text += executor.submit(Decode((0,))).wait().slots[0].token_ids
@@ -179,7 +179,7 @@ def test_states_of_an_accepted_path_that_leaves_out_nodes(tmp_path, method):
         plain.scale = 1.4 / sqrt(32)
     else:
         plain.kept = (np.arange(18) + tensors["d2t"]).tolist()
-    executor.submit(Admit(0, SamplingParams(temperature=1.0), 8, 150, ())).wait()
+    executor.submit(Admit(0, Sampling(temperature=1.0), 8, 150, ())).wait()
     text = [*PROMPT[:9], *executor.submit(Prefill(0, PROMPT[:9], 0, True)).wait().slots[0].token_ids]
     while sum(path != list(range(len(path))) for path in paths) < 4:
         nodes, given = executor.proposed(0, SHAPE), executor.submit(Speculate((0,))).wait().slots[0].token_ids

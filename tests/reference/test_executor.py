@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from reference.tiny_models import LLAMA, MINICPM, make_executor
 
-from cpmrt.config import ModelConfig, SamplingParams
+from cpmrt.config import ModelConfig, Sampling
 from cpmrt.dtypes import DType
 from cpmrt.errors import ConfigError, NoDeviceError
 from cpmrt.executor import Admit, Decode, Prefill, Release, SlotResult, Speculate
@@ -14,7 +14,7 @@ from cpmrt.executor import Admit, Decode, Prefill, Release, SlotResult, Speculat
 CONFIG = ModelConfig.from_hf(MINICPM)
 RANDOM = np.random.default_rng(4)
 PROMPTS = [tuple(RANDOM.integers(3, 96, count).tolist()) for count in (70, 5, 64, 17)]
-SAMPLED = SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.1, presence_penalty=0.2, logprobs=3)
+SAMPLED = Sampling(temperature=1.0, top_p=0.9, repetition_penalty=1.1, presence_penalty=0.2, logprobs=3)
 
 
 def admit(executor, slot, prompt, *, seed=7, count=20, stop=(), chunk=16, sampling=SAMPLED):
@@ -137,13 +137,13 @@ def test_prompt_logits_come_in_chunks_and_predict_the_next_token():
     chunks = list(executor.prompt_logits(0, PROMPTS[0]))
     assert [chunk.shape for chunk in chunks] == [(32, 96), (32, 96), (6, 96)]
     assert {chunk.dtype for chunk in chunks} == {np.dtype(np.float32)}
-    greedy = admit(executor, 0, PROMPTS[0], sampling=SamplingParams())
+    greedy = admit(executor, 0, PROMPTS[0], sampling=Sampling())
     assert greedy.token_ids == (int(np.argmax(chunks[-1][-1])),)
 
 
 def test_generated_tokens_are_the_prompt_of_a_longer_prompt():
     """Decoding and prefilling fill the pages alike."""
-    greedy = SamplingParams()
+    greedy = Sampling()
     executor = make_executor(CONFIG, max_sequences=2)
     tokens = tokens_of(run(executor, 0, PROMPTS[2], count=12, sampling=greedy))
     for kept in (1, 5, 11):
@@ -152,25 +152,25 @@ def test_generated_tokens_are_the_prompt_of_a_longer_prompt():
 
 
 def test_a_sampled_sequence_repeats_with_its_seed_only():
-    hot = SamplingParams(temperature=2.0)
+    hot = Sampling(temperature=2.0)
     runs = [tuple(tokens_of(run(make_executor(CONFIG), 0, PROMPTS[1], seed=s, sampling=hot))) for s in (1, 1, 2)]
     assert runs[0] == runs[1] != runs[2]
 
 
 def test_penalties_count_prompt_and_generated_tokens():
     config = ModelConfig.from_hf(LLAMA)
-    never_twice = SamplingParams(repetition_penalty=1000.0)
+    never_twice = Sampling(repetition_penalty=1000.0)
     prompt = tuple(range(3, 60))
     tokens = tokens_of(run(make_executor(config), 0, prompt, sampling=never_twice))
-    plain = tokens_of(run(make_executor(config), 0, prompt, sampling=SamplingParams()))
+    plain = tokens_of(run(make_executor(config), 0, prompt, sampling=Sampling()))
     assert len({*tokens, *prompt}) == len(tokens) + len(prompt)
     assert len({*plain, *prompt}) < len(plain) + len(prompt)
 
 
 def test_logprobs_only_on_request():
     executor = make_executor(CONFIG)
-    assert admit(executor, 0, PROMPTS[1], sampling=SamplingParams()).logprobs == ()
-    (entry,) = admit(executor, 0, PROMPTS[1], sampling=SamplingParams(logprobs=4)).logprobs
+    assert admit(executor, 0, PROMPTS[1], sampling=Sampling()).logprobs == ()
+    (entry,) = admit(executor, 0, PROMPTS[1], sampling=Sampling(logprobs=4)).logprobs
     assert len(entry.top) == 4
     assert entry.top[0] == (entry.token_id, entry.logprob)
 

@@ -10,7 +10,7 @@ from reference.golden_models import STORAGE_TOLERANCE, TINY, all_tokens, executo
 from reference.tiny_models import GOLDEN, make_executor, random_weights
 
 from cpmrt import LLM
-from cpmrt.config import ModelConfig, SamplingParams
+from cpmrt.config import ModelConfig, Sampling, SamplingParams
 from cpmrt.dtypes import DType
 from cpmrt.engine import Engine, Request
 from cpmrt.executor import Executor
@@ -21,7 +21,7 @@ LOGIT_TOLERANCE = 1e-4
 
 def greedy(executor: Executor, prompt: tuple[int, ...], count: int) -> list[int]:
     engine = Engine(executor)
-    seq = engine.add(Request(prompt, SamplingParams(max_new_tokens=count), seed=0, stop_token_ids=()))
+    seq = engine.add(Request(prompt, Sampling(), seed=0, stop_token_ids=(), max_new_tokens=count))
     return [token for result in engine.stream(seq) for token in result.token_ids]
 
 

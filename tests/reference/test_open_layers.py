@@ -12,7 +12,7 @@ import toy_mixer
 import toy_mlp
 from reference.tiny_models import LLAMA, make_executor, random_weights
 
-from cpmrt.config import EngineConfig, ModelConfig, SamplingParams, TreeShape
+from cpmrt.config import EngineConfig, ModelConfig, Sampling, TreeShape
 from cpmrt.config.draft import DraftConfig
 from cpmrt.config.layers import LayerConfig
 from cpmrt.cuda.step.memory import check_supported
@@ -32,7 +32,7 @@ ATTENTION, GATED = LLAMA_CONFIG.attention, LLAMA_CONFIG.mlp
 DECAYING, SINGLE = toy_mixer.Decaying(HIDDEN, DECAY), toy_mlp.SingleMatrix(HIDDEN)
 TOYS = (LayerConfig(DECAYING, SINGLE),) * 2
 MIXED = (LayerConfig(DECAYING, GATED), LayerConfig(ATTENTION, SINGLE), LayerConfig(DECAYING, SINGLE))
-GREEDY = SamplingParams(temperature=0.0)
+GREEDY = Sampling(temperature=0.0)
 RANDOM = np.random.default_rng(5)
 TEXTS = [tuple(RANDOM.integers(3, 96, count).tolist()) for count in (150, 70, 9)]
 
@@ -159,10 +159,9 @@ def answers(config, listener=None, **settings):
     """Texts one after the other, then all at once; with what was cached of each of the first."""
     executor = make_executor(config, prefill_chunk=33, max_sequences=2, max_context=CONTEXT)
     engine = Engine(executor, listener, **settings)
-    params = SamplingParams(max_new_tokens=6, temperature=0.0)
     found, cached = [], []
     for prompts in (*([prompt] for prompt in CHATS), CHATS):
-        sequences = [engine.add(Request(prompt, params, 0, ())) for prompt in prompts]
+        sequences = [engine.add(Request(prompt, GREEDY, 0, (), 6)) for prompt in prompts]
         found += [[token for result in engine.stream(seq) for token in result.token_ids] for seq in sequences]
         cached += [seq.num_cached for seq in sequences]
     return found, cached

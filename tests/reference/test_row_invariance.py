@@ -7,7 +7,7 @@ import pytest
 from reference.operands import EPS, Data, filled_pages, make_rows, rope_of
 from reference.tiny_models import LLAMA, MINICPM, make_executor
 
-from cpmrt.config import ModelConfig, SamplingParams
+from cpmrt.config import ModelConfig, Sampling
 from cpmrt.dtypes import DType
 from cpmrt.executor import Admit, Decode, Prefill
 from cpmrt.ops import KVPages, QkvWeights
@@ -112,7 +112,7 @@ def test_sequences_decode_together_as_each_does_alone(base, dtype):
     config = ModelConfig.from_hf(base | {"hidden_size": 256, "intermediate_size": 640, "num_attention_heads": 8})
     random = np.random.default_rng(1)
     prompts = [tuple(random.integers(0, 96, count).tolist()) for count in (3, 64, 65, 20, 1, 50, 7, 31, 90)]
-    sampling = SamplingParams(max_new_tokens=12, temperature=0.8, logprobs=5)
+    sampling = Sampling(temperature=0.8, logprobs=5)
 
     def start(executor, slot, prompt, seed):
         executor.submit(Admit(slot, sampling, seed, 12, ()))

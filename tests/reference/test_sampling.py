@@ -8,7 +8,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from cpmrt.config import SamplingParams
+from cpmrt.config import Sampling
 from cpmrt.reference.philox import gumbel, philox
 from cpmrt.reference.sampling import keep_mask, log_softmax, penalise, sample, token_logprobs
 
@@ -16,7 +16,7 @@ VOCAB = 24
 LOGITS = arrays(np.float32, VOCAB, elements=st.floats(-30, 30, width=32))
 TIED_LOGITS = arrays(np.float32, VOCAB, elements=st.sampled_from([np.float32(x) for x in (-2.0, 0.0, 0.5, 3.0)]))
 FILTERS = st.builds(
-    SamplingParams,
+    Sampling,
     temperature=st.floats(0.05, 5.0),
     top_k=st.integers(0, VOCAB + 3),
     top_p=st.floats(0.001, 1.0),
@@ -69,7 +69,7 @@ def test_a_negative_seed_is_its_64_bit_pattern():
 def test_frequencies_follow_the_softmax(temperature):
     """Chi-square of 5000 draws, with a fixed seed; 7 degrees of freedom stay below 24.3 in 999 of 1000 runs."""
     logits, count = np.array([1.0, 0.0, -1.0, 2.0, 0.5, -0.5, 1.5, 0.0], np.float32), 5000
-    params = SamplingParams(temperature=temperature)
+    params = Sampling(temperature=temperature)
     drawn = [draw(logits, params, seed=1234, position=position) for position in range(count)]
     observed = np.bincount(drawn, minlength=8)
     weights = np.exp(logits.astype(np.float64) / temperature)
@@ -78,13 +78,13 @@ def test_frequencies_follow_the_softmax(temperature):
 
 
 def test_seeds_are_as_random_as_positions():
-    drawn = [draw(np.zeros(4), SamplingParams(temperature=1.0), seed=seed) for seed in range(2000)]
+    drawn = [draw(np.zeros(4), Sampling(temperature=1.0), seed=seed) for seed in range(2000)]
     assert ((np.bincount(drawn, minlength=4) - 500.0) ** 2 / 500.0).sum() < 16.3
 
 
 def test_only_survivors_are_drawn():
     logits = np.array([3.0, 2.0, 1.0, 0.0, -1.0], np.float32)
-    params = SamplingParams(temperature=3.0, top_k=2)
+    params = Sampling(temperature=3.0, top_k=2)
     assert {draw(logits, params, position=position) for position in range(300)} == {0, 1}
 
 
@@ -122,32 +122,32 @@ def test_the_best_token_always_survives_and_ties_stay_together(logits, params):
 
 def test_top_k_keeps_ties_at_its_border():
     logits = np.array([1.0, 2.0, 1.0, 0.0, 1.0], np.float32)
-    assert keep_mask(logits, SamplingParams(top_k=2)).tolist() == [True, True, True, False, True]
-    assert keep_mask(logits, SamplingParams(top_k=1)).tolist() == [False, True, False, False, False]
-    assert keep_mask(logits, SamplingParams(top_k=5)).all()
+    assert keep_mask(logits, Sampling(top_k=2)).tolist() == [True, True, True, False, True]
+    assert keep_mask(logits, Sampling(top_k=1)).tolist() == [False, True, False, False, False]
+    assert keep_mask(logits, Sampling(top_k=5)).all()
 
 
 def test_top_p_keeps_the_token_that_reaches_it():
     logits = np.log(np.array([0.5, 0.3, 0.15, 0.05], np.float32))
     for top_p, count in ((0.4, 1), (0.6, 2), (0.79, 2), (0.9, 3), (0.99, 4), (1.0, 4), (1e-6, 1)):
-        assert keep_mask(logits, SamplingParams(top_p=top_p)).sum() == count
+        assert keep_mask(logits, Sampling(top_p=top_p)).sum() == count
 
 
 def test_top_p_counts_the_mass_that_top_k_left():
     logits = np.log(np.array([0.4, 0.3, 0.2, 0.1], np.float32))
-    assert keep_mask(logits, SamplingParams(top_p=0.5)).sum() == 2
-    assert keep_mask(logits, SamplingParams(top_p=0.5, top_k=2)).sum() == 1
+    assert keep_mask(logits, Sampling(top_p=0.5)).sum() == 2
+    assert keep_mask(logits, Sampling(top_p=0.5, top_k=2)).sum() == 1
 
 
 def test_min_p_is_relative_to_the_best():
     logits = np.log(np.array([0.5, 0.2, 0.06, 0.04], np.float32))
-    assert keep_mask(logits, SamplingParams(min_p=0.1)).tolist() == [True, True, True, False]
-    assert keep_mask(logits, SamplingParams(min_p=1.0)).tolist() == [True, False, False, False]
+    assert keep_mask(logits, Sampling(min_p=0.1)).tolist() == [True, True, True, False]
+    assert keep_mask(logits, Sampling(min_p=1.0)).tolist() == [True, False, False, False]
 
 
 def test_a_min_p_below_float32_keeps_everything():
     with np.errstate(all="raise"):
-        assert keep_mask(np.array([0.0, -80.0, -500.0], np.float32), SamplingParams(min_p=1e-300)).all()
+        assert keep_mask(np.array([0.0, -80.0, -500.0], np.float32), Sampling(min_p=1e-300)).all()
 
 
 @given(
@@ -159,7 +159,7 @@ def test_a_min_p_below_float32_keeps_everything():
     st.floats(-5.0, 5.0),
 )
 def test_penalties(logits, counts, in_prompt, repetition, presence, frequency):
-    params = SamplingParams(repetition_penalty=repetition, presence_penalty=presence, frequency_penalty=frequency)
+    params = Sampling(repetition_penalty=repetition, presence_penalty=presence, frequency_penalty=frequency)
     before = logits.copy()
     actual = penalise(logits, params, in_prompt | (counts > 0), counts)
     for token in range(VOCAB):
@@ -182,7 +182,7 @@ def test_a_draw_is_a_function_of_logits_seed_and_position(logits, params, seed, 
 
 @given(TIED_LOGITS, st.integers(0, 100))
 def test_greedy_takes_the_lowest_id_of_a_tie(logits, position):
-    params = SamplingParams(temperature=0.0, top_k=3, top_p=0.5, min_p=0.2)
+    params = Sampling(temperature=0.0, top_k=3, top_p=0.5, min_p=0.2)
     best = min(i for i in range(VOCAB) if logits[i] == max(logits.tolist()))
     assert draw(logits, params, position, position) == best
 
@@ -190,10 +190,10 @@ def test_greedy_takes_the_lowest_id_of_a_tie(logits, position):
 def test_greedy_obeys_the_penalties():
     seen, counts = np.array([True, False, False]), np.array([0, 0, 0], np.int32)
     logits = np.array([2.0, 1.9, 0.0], np.float32)
-    assert sample(logits, SamplingParams(repetition_penalty=1.5), 0, 0, seen, counts) == 1
+    assert sample(logits, Sampling(repetition_penalty=1.5), 0, 0, seen, counts) == 1
     counts = np.array([1, 2, 0], np.int32)
-    assert sample(logits, SamplingParams(frequency_penalty=2.0), 0, 0, seen, counts) == 0
-    assert sample(logits, SamplingParams(presence_penalty=3.0), 0, 0, seen, counts) == 2
+    assert sample(logits, Sampling(frequency_penalty=2.0), 0, 0, seen, counts) == 0
+    assert sample(logits, Sampling(presence_penalty=3.0), 0, 0, seen, counts) == 2
 
 
 @given(LOGITS)
@@ -220,8 +220,8 @@ def test_logit_bias_comes_before_everything_else():
     logits = np.array([1.0, 3.0, 2.0, 0.0], np.float32)
     seen, counts = np.zeros(4, bool), np.zeros(4, np.int32)
     for bias, expected in (((1, -2.5),), 2), (((3, 100.0), (9, 5.0)), 3), ((), 1):
-        assert sample(logits, SamplingParams(logit_bias=bias), 0, 0, seen, counts) == expected
+        assert sample(logits, Sampling(logit_bias=bias), 0, 0, seen, counts) == expected
     assert logits.tolist() == [1.0, 3.0, 2.0, 0.0], "the caller's logits stay as they are"
-    params = SamplingParams(logit_bias={0: 1.5}, repetition_penalty=2.0)
+    params = Sampling(logit_bias=((0, 1.5),), repetition_penalty=2.0)
     seen[0] = True
     assert sample(logits, params, 0, 0, seen, counts) == 1, "the penalty divides the biased logit"

@@ -12,7 +12,7 @@ import pytest
 from reference.golden_models import logits_of, relative
 from reference.tiny_models import GOLDEN, make_executor, random_weights
 
-from cpmrt.config import ModelConfig, SamplingParams, with_sparse_setting
+from cpmrt.config import ModelConfig, Sampling, with_sparse_setting
 from cpmrt.dtypes import DType
 from cpmrt.engine import Engine, Request
 from cpmrt.models.decoder import tensor_specs
@@ -50,7 +50,7 @@ def test_greedy_tokens(name):
     """Prefill, then decoding over the end of a block and of windows of both kinds."""
     prompt, expected = tuple(golden(name)["prompt_ids"].tolist()), golden(name)["greedy_ids"].tolist()
     engine = Engine(executor_for(name, prefill_chunk=64))
-    sequence = engine.add(Request(prompt, SamplingParams(max_new_tokens=24), seed=0, stop_token_ids=()))
+    sequence = engine.add(Request(prompt, Sampling(), seed=0, stop_token_ids=(), max_new_tokens=24))
     assert [token for result in engine.stream(sequence) for token in result.token_ids] == expected
 
 

@@ -16,6 +16,8 @@ import cpmrt
 from cpmrt import LLM, SamplingParams
 from cpmrt.cli.main import COMMANDS, main
 from cpmrt.cli.output import printable, write_json, write_table
+from cpmrt.config import Sampling
+from cpmrt.engine import request_seed
 from cpmrt.engine.step_log import read_steps
 from cpmrt.executor import Prefill
 from cpmrt.weights.model_folder import BUNDLED
@@ -42,10 +44,8 @@ def piped(monkeypatch):
 
 
 def expected(checkpoint, prompt="abc", *, seed=0, stop=(), logprobs=0):
-    with LLM(checkpoint, executor="reference") as llm:
-        params = SamplingParams(
-            max_new_tokens=12, temperature=1.0, ignore_eos=True, seed=seed, stop=stop, logprobs=logprobs
-        )
+    with LLM(checkpoint, executor="reference", seed=seed) as llm:
+        params = SamplingParams(max_new_tokens=12, temperature=1.0, ignore_eos=True, stop=stop, logprobs=logprobs)
         return llm.generate(prompt, params)
 
 
@@ -128,11 +128,11 @@ def test_options_reach_the_request(generate, tmp_path):
     )  # fmt: skip
     assert code == 0
     admit = next(read_steps(log))[0]
-    assert admit.sampling == SamplingParams(
-        5, 0.5, 7, 0.9, 0.01, 1.1, -1.0, 0.25, stop=("zz", "yy"), stop_token_ids=(258,),
-        logit_bias=((4, 1.0), (9, -2.5)),
+    assert admit.sampling == Sampling(
+        0.5, 7, 0.9, 0.01, 1.1, -1.0, 0.25, logit_bias=((4, 1.0), (9, -2.5))
     )
-    assert admit.seed == 11 and set(admit.stop_token_ids) == {2, 258}
+    assert admit.seed == request_seed(11, 0) and admit.max_new_tokens == 5
+    assert set(admit.stop_token_ids) == {2, 258}
 
 
 def test_the_step_log_holds_the_generation(generate, checkpoint, tmp_path, capsys):

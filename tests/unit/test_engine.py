@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scripted import TREE_SHAPES, ScriptedExecutor, next_token, plain_continuation
 
-from cpmrt.config import SamplingParams
+from cpmrt.config import Sampling
 from cpmrt.engine import Engine, Request
 from cpmrt.engine.step_log import StepLog, read_steps, replay
 from cpmrt.errors import ConfigError, ContextLengthError, DeviceError, RequestError
@@ -15,7 +15,7 @@ from cpmrt.executor import Admit, Decode, ExecutorLimits, Prefill, Release
 
 
 def request(prompt, *, new=8, seed=0, stop=()):
-    return Request(tuple(prompt), SamplingParams(max_new_tokens=new), seed, tuple(stop))
+    return Request(tuple(prompt), Sampling(), seed, tuple(stop), new)
 
 
 def tokens_of(engine, seq):
@@ -275,7 +275,7 @@ def test_a_line_that_is_no_step_is_named(tmp_path, line):
 
 
 def test_a_logit_bias_that_the_executor_cannot_do_is_refused():
-    biased = Request((1,), SamplingParams(max_new_tokens=2, logit_bias={3: 1.0}), 0, ())
+    biased = Request((1,), Sampling(logit_bias=((3, 1.0),)), 0, (), 2)
     with pytest.raises(RequestError, match="logit_bias"):
         Engine(ScriptedExecutor(ExecutorLimits(1, 64, 16))).add(biased)
     assert Engine(ScriptedExecutor(ExecutorLimits(1, 64, 16, max_logit_bias=1))).add(biased).request is biased

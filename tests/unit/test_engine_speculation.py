@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 from scripted import TREE_SHAPES, ScriptedExecutor, plain_continuation
 
-from cpmrt.config import SamplingParams, TreeShape
+from cpmrt.config import Sampling, TreeShape
 from cpmrt.engine import Engine, Request
 from cpmrt.executor import Decode, ExecutorLimits, Release, Speculate, StepParts
 
 
 def request(prompt, *, new):
-    return Request(tuple(prompt), SamplingParams(max_new_tokens=new), 0, ())
+    return Request(tuple(prompt), Sampling(), 0, (), new)
 
 
 def tokens_of(engine, seq):

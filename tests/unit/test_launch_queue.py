@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from scripted import TREE_SHAPES, ScriptedExecutor, plain_continuation
 
-from cpmrt.config import EngineConfig, SamplingParams
+from cpmrt.config import EngineConfig, Sampling
 from cpmrt.cuda.driver.graphs import LaunchQueue
 from cpmrt.engine import Engine, Request
 from cpmrt.errors import ConfigError
@@ -81,7 +81,7 @@ class Sessions(RuleBasedStateMachine):
     @rule(wanted=REQUESTS)
     def add(self, wanted):
         prompt, new, seed, stop = wanted
-        seq = self.engine.add(Request(tuple(prompt), SamplingParams(max_new_tokens=new), seed, tuple(stop)))
+        seq = self.engine.add(Request(tuple(prompt), Sampling(), seed, tuple(stop), new))
         self.streams.append((seq, self.engine.stream(seq), [], plain_continuation(prompt, seed, new, stop)))
 
     @rule(which=st.integers(0, 9), pieces=st.integers(1, 9), closes=st.booleans())
@@ -123,7 +123,7 @@ TestSessions.settings = examples(60, stateful_step_count=25)
 def test_a_long_generation_is_launched_in_whole_loops(steps):
     executor = LoopingExecutor(limits_for(steps), steps)
     engine = Engine(executor)
-    seq = engine.add(Request((1, 2, 3), SamplingParams(max_new_tokens=32), 0, ()))
+    seq = engine.add(Request((1, 2, 3), Sampling(), 0, (), 32))
     tokens = [token for result in engine.stream(seq) for token in result.token_ids]
     assert tokens == plain_continuation([1, 2, 3], 0, 32, set())
     # The first token is the prefill's.

@@ -227,7 +227,8 @@ def test_engine_config_names_the_bad_field(changes):
     {"temperature": "hot"}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.1}, {"min_p": 2.0},
     {"repetition_penalty": 0}, {"presence_penalty": float("inf")}, {"frequency_penalty": None}, {"seed": 2**64},
     {"seed": 1.0}, {"stop": 3}, {"stop": [""]}, {"stop": [b"x"]}, {"stop_token_ids": [-1]}, {"stop_token_ids": ["a"]},
-    {"ignore_eos": 1}, {"logprobs": 21}, {"logprobs": True},
+    {"top_k": 10**400}, {"temperature": 10**400}, {"stop_token_ids": [True]}, {"logprobs": 21}, {"logprobs": True},
+    {"ignore_eos": 1},
 ])  # fmt: skip
 def test_sampling_params_name_the_bad_field(changes):
     with pytest.raises(RequestError, match=next(iter(changes))):

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from scripted import ScriptedExecutor, plain_continuation
 
 from cpmrt.cli.arguments import Parser, add_model_options, llm_arguments
-from cpmrt.config import SamplingParams, TreeShape
+from cpmrt.config import Sampling, TreeShape
 from cpmrt.engine import Engine, Request
 from cpmrt.engine.page_pool import PagePool
 from cpmrt.engine.prefix_cache import PrefixCache
@@ -22,7 +22,7 @@ SIZE = 4
 
 
 def ask(prompt, *, new=6, seed=0, **sampling):
-    return Request(tuple(prompt), SamplingParams(max_new_tokens=new, **sampling), seed, ())
+    return Request(tuple(prompt), Sampling(**sampling), seed, (), new)
 
 
 def tokens_of(engine, seq):

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from cpmrt.config import SamplingParams
+from cpmrt.config import Sampling
 from cpmrt.cuda.driver.graphs import LaunchQueue
 from cpmrt.cuda.step import rings as rings_module
 from cpmrt.cuda.step.rings import Rings
@@ -110,7 +110,7 @@ def test_in_a_steady_run_nothing_is_written(device):
 def test_a_refused_step_leaves_the_ring_as_it_was(device):
     with pytest.raises(RequestError, match="unknown token id"):
         device.rings.write(Prefill(0, (1, 50), 0, True))
-    device.rings.write(Admit(0, SamplingParams(), 0, 1, ()))
+    device.rings.write(Admit(0, Sampling(), 0, 1, ()))
     answer = device.rings.sent(1, ())
     device.answer(1, NO_TOKEN)
     assert answer.wait().slots == ()

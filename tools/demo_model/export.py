@@ -19,7 +19,7 @@ from demo_model.tokenizer import BOS_ID, EOS_ID, IM_END_ID, tokenizer_config
 MAX_FOLDER_BYTES = 16_000_000
 CURVE_ROWS = 12
 SPECIAL_IDS = {"bos_token_id": BOS_ID, "eos_token_id": [EOS_ID, IM_END_ID], "pad_token_id": EOS_ID}
-GENERATION_CONFIG = SPECIAL_IDS | {"do_sample": True, "temperature": 0.8, "top_p": 0.8}
+GENERATION_CONFIG = SPECIAL_IDS | {"do_sample": False}
 
 
 def checkpoint_config(config: NetworkConfig) -> dict[str, object]:

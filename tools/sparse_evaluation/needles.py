@@ -116,6 +116,6 @@ def found(llm: LLM, haystack: Haystack) -> Mask:
 def found_by_decoding(llm: LLM, haystack: Haystack, index: int) -> bool:
     """Tells whether one question is answered, by generating the answer."""
     first = int(haystack.answers[index, 0])
-    params = SamplingParams(max_new_tokens=VALUE_WORDS, ignore_eos=True)
+    params = SamplingParams(max_new_tokens=VALUE_WORDS, temperature=0.0, ignore_eos=True)
     given = llm.generate(haystack.token_ids[:first].tolist(), params).token_ids
     return list(given) == haystack.token_ids[haystack.answers[index]].tolist()

@@ -9,7 +9,7 @@ from statistics import median
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from cpmrt.config import SamplingParams
+from cpmrt.config import Sampling
 from cpmrt.cuda.driver.graphs import Graphs
 from cpmrt.executor import Admit, Decode, Executor, ExecutorLimits, Prefill, Release, Speculate, Step, StepParts
 
@@ -55,7 +55,7 @@ def _seconds(executor: Executor, step: Step) -> float:
     """Return the median time of single steps, each waited for: what run-ahead hides is alike for all."""
     limits = executor.limits
     prompt = _PROMPT[: max(1, min(limits.prefill_chunk, limits.max_context // 2))]
-    executor.submit(Admit(_SLOT, SamplingParams(), 0, limits.max_context - len(prompt), ()))
+    executor.submit(Admit(_SLOT, Sampling(), 0, limits.max_context - len(prompt), ()))
     executor.submit(Prefill(_SLOT, prompt, 0, True)).wait()
     times = []
     for _ in range(_WARM_UP + _TIMED):

@@ -1,0 +1,123 @@
+"""The sampling that the makers of a model recommend, for requests that do not say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cpmrt.config.fields import Fields
+from cpmrt.errors import ConfigError
+
+_FIX = "correct the value in that file, or remove it"
+
+
+@dataclass(frozen=True)
+class SamplingDefaults:
+    """The values that a request takes where it asks for nothing, and where they come from.
+
+    Without any the model decodes greedily.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    source: str = "greedy, as the checkpoint recommends nothing"
+
+    @classmethod
+    def of_model(
+        cls, generation_config: Mapping[str, Any] | None, config: Mapping[str, Any], source: str
+    ) -> SamplingDefaults:
+        """Return what generation_config.json (its path is `source`) says, else the row of a known model.
+
+        As Hugging Face has it, `do_sample` false is greedy, whatever else there is, and true without a temperature is
+        temperature 1. Where `do_sample` is absent the other values count all the same. `config` is the object of
+        config.json. Raises ConfigError.
+        """
+        fields, file = Fields(generation_config or {}, source), "generation_config.json"
+        found = _read(fields)
+        if not fields.boolean("do_sample", True):
+            return cls(repetition_penalty=found.get("repetition_penalty", 1.0), source=file)
+        if not found and not fields.data.get("do_sample"):
+            return _of_known_model(config)
+        samples = fields.data.get("do_sample") or found.keys() - {"repetition_penalty"}
+        return cls(**{"temperature": 1.0 if samples else 0.0, "source": file, **found})
+
+    def __str__(self) -> str:
+        """Return what differs from plain sampling, on one line."""
+        if self.temperature == 0:
+            parts = ["greedy"]
+        else:
+            parts = [f"temperature {self.temperature:g}"]
+            parts += [f"top_k {self.top_k}"] * (self.top_k > 0)
+            parts += [f"top_p {self.top_p:g}"] * (self.top_p < 1)
+            parts += [f"min_p {self.min_p:g}"] * (self.min_p > 0)
+        parts += [f"repetition penalty {self.repetition_penalty:g}"] * (self.repetition_penalty != 1)
+        return ", ".join(parts)
+
+
+def _read(fields: Fields) -> dict[str, Any]:
+    """Return the values that are there, by name. A top_k below 0 is off: some write -1."""
+    found = {
+        "temperature": _within(fields, "temperature", 0.0, 1e6),
+        "top_k": fields.integer("top_k", None, low=-1),
+        "top_p": _within(fields, "top_p", 1e-9, 1.0),
+        "min_p": _within(fields, "min_p", 0.0, 1.0),
+        "repetition_penalty": _within(fields, "repetition_penalty", 1e-3, 1e3),
+    }
+    if found["top_k"] is not None:
+        found["top_k"] = max(0, found["top_k"])
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _within(fields: Fields, name: str, low: float, high: float) -> float | None:
+    value = fields.data.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not low <= value <= high:
+        raise ConfigError(
+            f"{fields.source}: {name}", expected=f"a number in [{low:g}, {high:g}]", actual=repr(value)[:80], fix=_FIX
+        )
+    return float(value)
+
+
+@dataclass(frozen=True)
+class _KnownModel:
+    """A model whose makers recommend a sampling on its card; it is known by fields of its config.json."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int | None
+    """None: any."""
+    context: int
+    """The context that it was trained for, in tokens."""
+    defaults: SamplingDefaults
+
+
+def _card(name: str, temperature: float, top_p: float) -> SamplingDefaults:
+    return SamplingDefaults(temperature, top_p=top_p, source=f"the model card of {name}")
+
+
+# Sources: https://huggingface.co/openbmb/<name>. Of MiniCPM5-1B's two settings this is the one for thinking, which its
+# template begins with (without: temperature 0.7). MiniCPM5-2B's card adds repetition_penalty 1.05 "if it loops".
+_KNOWN_MODELS = (
+    _KnownModel("LlamaForCausalLM", 130560, 2048, 131072, _card("MiniCPM5-2B", 1.0, 0.95)),
+    _KnownModel("LlamaForCausalLM", 130560, 1536, 131072, _card("MiniCPM5-1B", 0.9, 0.95)),
+    _KnownModel("MiniCPMForCausalLM", 73448, None, 32768, _card("MiniCPM4-8B", 0.8, 0.8)),
+    _KnownModel("MiniCPMForCausalLM", 73448, None, 65536, _card("MiniCPM4.1-8B", 0.9, 0.95)),
+)
+
+
+def _of_known_model(config: Mapping[str, Any]) -> SamplingDefaults:
+    """Return the row for a config.json, else greedy decoding."""
+    names, rope = config.get("architectures"), config.get("rope_scaling")
+    name = names[0] if isinstance(names, list) and names else None
+    native = rope.get("original_max_position_embeddings") if isinstance(rope, Mapping) else None
+    context = native or config.get("max_position_embeddings")
+    for row in _KNOWN_MODELS:
+        sizes = (row.vocab_size, row.hidden_size or config.get("hidden_size"), row.context)
+        if name == row.architecture and sizes == (config.get("vocab_size"), config.get("hidden_size"), context):
+            return row.defaults
+    return SamplingDefaults()

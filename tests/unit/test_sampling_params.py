@@ -1,0 +1,171 @@
+"""What a request asks of sampling, what the model recommends, and what the two make together."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny_checkpoint import write_checkpoint
+
+from cpmrt import LLM, SamplingParams
+from cpmrt.config import Sampling, SamplingDefaults
+from cpmrt.engine import request_seed
+from cpmrt.errors import ConfigError
+from cpmrt.weights.model_folder import ModelFolder
+
+DATA = Path("/work/shared/data")
+SOURCE = "/models/m/generation_config.json"
+QWEN = {"architectures": ["Qwen3ForCausalLM"], "vocab_size": 151936, "hidden_size": 1024}
+
+
+def defaults_of(generation_config, config=QWEN):
+    return SamplingDefaults.of_model(generation_config, config, SOURCE)
+
+
+def test_what_is_not_given_is_the_models_own():
+    own = SamplingDefaults(0.8, 40, 0.9, 0.02, 1.05)
+    assert SamplingParams().with_defaults(own) == Sampling(0.8, 40, 0.9, 0.02, 1.05)
+    asked = SamplingParams(temperature=0, top_k=0, top_p=1, min_p=0, repetition_penalty=1)
+    assert asked.with_defaults(own) == Sampling(), "explicit values win, those that switch something off too"
+    assert SamplingParams(top_p=0.5, logprobs=3).with_defaults(own) == Sampling(0.8, 40, 0.5, 0.02, 1.05, logprobs=3)
+    assert SamplingParams().with_defaults() == Sampling(temperature=0.0)
+
+
+@pytest.mark.parametrize(("given", "expected"), [
+    ({"do_sample": True, "temperature": 0.8, "top_p": 0.8}, Sampling(0.8, top_p=0.8)),
+    ({"temperature": 0.6, "top_k": 20, "min_p": 0.1}, Sampling(0.6, 20, min_p=0.1)),
+    ({"do_sample": True}, Sampling(1.0)),
+    ({"top_p": 0.9}, Sampling(1.0, top_p=0.9)),
+    ({"do_sample": False, "temperature": 0.8, "top_p": 0.8}, Sampling(0.0)),
+    ({"repetition_penalty": 1.05}, Sampling(0.0, repetition_penalty=1.05)),
+    ({"do_sample": False, "repetition_penalty": 1.2}, Sampling(0.0, repetition_penalty=1.2)),
+    ({"temperature": 1, "top_k": -1, "top_p": None}, Sampling(1.0)),
+    ({"eos_token_id": [2, 3]}, Sampling(0.0)),
+    (None, Sampling(0.0)),
+])  # fmt: skip
+def test_generation_config_says_what_the_default_is(given, expected):
+    assert SamplingParams().with_defaults(defaults_of(given)) == expected
+
+
+@pytest.mark.parametrize(("key", "value"), [
+    ("temperature", "hot"), ("temperature", -0.5), ("temperature", float("nan")), ("temperature", True),
+    ("temperature", 10**400), ("top_p", 0), ("top_p", 1.5), ("top_k", 2.5), ("top_k", -2), ("min_p", 2),
+    ("repetition_penalty", 0), ("do_sample", "yes"), ("top_p", [0.9]),
+])  # fmt: skip
+def test_a_bad_default_names_file_key_and_what_was_expected(key, value):
+    with pytest.raises(ConfigError) as caught:
+        defaults_of({key: value})
+    assert caught.value.what == f"{SOURCE}: {key}"
+    assert caught.value.expected and repr(value)[:40] in caught.value.actual
+
+
+MINICPM5 = {"architectures": ["LlamaForCausalLM"], "vocab_size": 130560, "max_position_embeddings": 131072}
+MINICPM4 = {"architectures": ["MiniCPMForCausalLM"], "vocab_size": 73448}
+
+
+@pytest.mark.parametrize(("config", "expected"), [
+    (MINICPM5 | {"hidden_size": 2048}, (1.0, 0.95, "MiniCPM5-2B")),
+    (MINICPM5 | {"hidden_size": 1536}, (0.9, 0.95, "MiniCPM5-1B")),
+    (MINICPM4 | {"hidden_size": 1024, "max_position_embeddings": 32768}, (0.8, 0.8, "MiniCPM4-8B")),
+    (MINICPM4 | {"hidden_size": 4096, "max_position_embeddings": 65536}, (0.9, 0.95, "MiniCPM4.1-8B")),
+    (
+        MINICPM4 | {"max_position_embeddings": 131072, "rope_scaling": {"original_max_position_embeddings": 32768}},
+        (0.8, 0.8, "MiniCPM4-8B"),
+    ),
+    (MINICPM5 | {"hidden_size": 4096}, (0.0, 1.0, "greedy")),
+    (MINICPM4 | {"max_position_embeddings": 4096}, (0.0, 1.0, "greedy")),
+    ({}, (0.0, 1.0, "greedy")),
+])  # fmt: skip
+def test_known_models_have_the_values_of_their_cards(config, expected):
+    found = defaults_of({"eos_token_id": 2}, config)
+    assert (found.temperature, found.top_p) == expected[:2] and expected[2] in found.source
+    own = defaults_of({"do_sample": True, "temperature": 0.3}, config)
+    assert own.temperature == 0.3, "what the checkpoint ships comes first"
+
+
+@pytest.mark.skipif(not DATA.exists(), reason="the released configs are not here")
+def test_the_released_config_of_minicpm4_is_known():
+    found = defaults_of(None, json.loads((DATA / "minicpm4_8b_config.json").read_text()))
+    assert str(found) == "temperature 0.8, top_p 0.8"
+
+
+def test_defaults_on_one_line():
+    assert str(SamplingDefaults()) == "greedy"
+    assert str(SamplingDefaults(0.0, 40, 0.5, repetition_penalty=1.1)) == "greedy, repetition penalty 1.1"
+    assert str(SamplingDefaults(0.7, 20, 0.9, 0.05, 1.05)) == (
+        "temperature 0.7, top_k 20, top_p 0.9, min_p 0.05, repetition penalty 1.05"
+    )
+
+
+def test_a_checkpoints_defaults_reach_the_tokens(tmp_path):
+    folder = write_checkpoint(tmp_path)
+    (folder / "generation_config.json").write_text(json.dumps({"do_sample": True, "temperature": 1.5, "top_k": 30}))
+    assert ModelFolder.open(folder).sampling == SamplingDefaults(1.5, 30, source="generation_config.json")
+    explicit = SamplingParams(max_new_tokens=20, temperature=1.5, top_k=30, seed=4, ignore_eos=True)
+    with LLM(folder, executor="reference") as llm:
+        assert llm.sampling_defaults.temperature == 1.5
+        wanted = llm.generate("abc", explicit).token_ids
+        assert llm.generate("abc", SamplingParams(max_new_tokens=20, seed=4, ignore_eos=True)).token_ids == wanted
+        greedy = SamplingParams(max_new_tokens=20, temperature=0, seed=4, ignore_eos=True)
+        found = llm.generate("abc", greedy).token_ids
+        assert found != wanted and found == llm.generate("abc", greedy).token_ids
+
+
+def test_until_the_context_is_full(tmp_path):
+    with LLM(write_checkpoint(tmp_path), executor="reference", max_context=40) as llm:
+        answer = llm.generate([5] * 10, SamplingParams(max_new_tokens=None, temperature=0, ignore_eos=True))
+        assert answer.finish_reason == "length" and len(answer.token_ids) == 30
+
+
+@pytest.mark.parametrize("number", [np.float32(0.5), np.float64(0.5), np.float16(0.5)])
+def test_numbers_of_numpy_are_numbers(number):
+    params = SamplingParams(
+        temperature=number, top_p=number, min_p=number, presence_penalty=number, top_k=np.int64(7), seed=np.uint64(9),
+        max_new_tokens=np.int32(5), logprobs=np.int8(2), stop_token_ids=[np.int64(3)],
+        logit_bias={np.int64(4): np.float32(1.5)},
+    )  # fmt: skip
+    assert params == SamplingParams(
+        max_new_tokens=5, temperature=0.5, top_p=0.5, min_p=0.5, presence_penalty=0.5, top_k=7, seed=9, logprobs=2,
+        stop_token_ids=(3,), logit_bias=((4, 1.5),),
+    )  # fmt: skip
+    assert type(params.temperature) is float and type(params.top_k) is int and type(params.stop_token_ids[0]) is int
+    assert type(params.logit_bias[0][0]) is int
+
+
+@pytest.mark.parametrize("temperature", [1e-45, 1e-39, 1e-38, 1e-31])
+def test_a_temperature_too_small_to_divide_by_is_greedy(temperature):
+    assert SamplingParams(temperature=temperature).with_defaults().temperature == 0
+    assert Sampling(temperature=temperature).temperature == 0
+    assert Sampling(temperature=1e-3).temperature == 1e-3
+
+
+def test_seeds_of_requests_do_not_overlap():
+    seeds = {request_seed(seed, number) for seed in range(-50, 50) for number in range(200)}
+    assert len(seeds) == 100 * 200 and not seeds & set(range(10_000))
+    assert all(0 <= seed < 2**64 for seed in seeds)
+    bits = np.array([[seed >> bit & 1 for bit in range(64)] for seed in seeds])
+    assert np.abs(bits.mean(0) - 0.5).max() < 6 * 0.5 / np.sqrt(len(seeds))
+
+
+def test_the_mix_is_that_of_splitmix64():
+    """The first outputs of the published generator with state 0: it adds the same constant and mixes."""
+    published = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+    golden = 0x9E3779B97F4A7C15
+    base = published[0]  # what seed 0 becomes
+    assert request_seed(0, -base) == published[0]
+    assert [request_seed(0, step * golden - base) for step in range(3)] == published
+
+
+def test_runs_with_other_seeds_share_no_request(tmp_path):
+    folder, params = write_checkpoint(tmp_path), SamplingParams(max_new_tokens=12, temperature=2.0, ignore_eos=True)
+    texts = []
+    for seed in (0, 1):
+        with LLM(folder, executor="reference", seed=seed) as llm:
+            texts += [llm.generate("s", params).token_ids for _ in range(4)]
+    with LLM(folder, executor="reference") as llm:
+        for seed in range(4):
+            explicit = SamplingParams(max_new_tokens=12, temperature=2.0, ignore_eos=True, seed=seed)
+            texts.append(llm.generate("s", explicit).token_ids)
+    assert len(set(texts)) == 12
