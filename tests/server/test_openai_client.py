@@ -68,8 +68,9 @@ def test_several_choices_have_seeds_of_their_own(client):
     answer = client.chat.completions.create(**fields, n=3)
     texts = [choice.message.content for choice in answer.choices]
     assert [choice.index for choice in answer.choices] == [0, 1, 2] and len(set(texts)) == 3
-    alone = client.chat.completions.create(**{**fields, "seed": 4})
-    assert texts[1] == alone.choices[0].message.content
+    alone = [client.chat.completions.create(**{**fields, "seed": seed}) for seed in (3, 4)]
+    assert texts[0] == alone[0].choices[0].message.content, "the first choice is the answer of n = 1"
+    assert alone[1].choices[0].message.content not in texts, "nor does the next seed repeat a choice"
     streamed = ["", "", ""]
     for chunk in client.chat.completions.create(**fields, n=3, stream=True):
         streamed[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
@@ -111,10 +112,26 @@ def test_completions_of_text_and_of_token_ids(demo, client):
     assert both.usage.prompt_tokens == 2 * len(ids) and both.usage.completion_tokens == 32
 
 
-def test_completions_take_16_tokens_unless_told(client):
-    fields = {"temperature": 0, "extra_body": {"ignore_eos": True}}
-    answer = client.completions.create(model="demo", prompt="import os\n", **fields)
-    assert answer.usage.completion_tokens == 16
+def test_answers_go_on_until_the_context_is_full_unless_told(client):
+    fields = {"model": "demo", "temperature": 0, "extra_body": {"ignore_eos": True}}
+    completion = client.completions.create(prompt="import os\n", **fields)
+    chat = client.chat.completions.create(messages=ASK, **fields)
+    context = client.models.retrieve("demo").max_model_len
+    for answer in (completion, chat):
+        assert (answer.usage.total_tokens, answer.choices[0].finish_reason) == (context, "length")
+
+
+def test_the_model_says_how_it_samples_by_default(client):
+    defaults = client.models.retrieve("demo").sampling_defaults
+    assert defaults == {
+        "temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0,
+        "source": "generation_config.json",
+    }  # fmt: skip
+    texts = [
+        client.completions.create(model="demo", prompt="def main():", max_tokens=8, **fields).choices[0].text
+        for fields in ({}, {}, {"temperature": 0}, {"extra_body": {"temperature": None}})
+    ]
+    assert len(set(texts)) == 1
 
 
 @pytest.mark.parametrize("stream", [False, True])
