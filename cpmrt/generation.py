@@ -47,6 +47,11 @@ class AnswerText:
         self._detokenizer = Detokenizer(tokenizer, request.prompt_ids, shown_ids) if tokenizer else None
         self._stop = StopStrings(request.stop)
 
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that has ended the text, None where none has."""
+        return self._stop.hit
+
     def piece(self, result: SlotResult) -> Piece:
         """Return the tokens of a result and the text that may be shown now."""
         text = ""

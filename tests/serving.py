@@ -25,6 +25,14 @@ TOOL_TEMPLATE = (
     "{% endfor %}[assistant]{% if enable_thinking %}<think>\n{% endif %}"
 )
 
+TOOL_CALLS = {
+    "hermes": 'Sure.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Köln", "days": 2}}\n</tool_call>',
+    "minicpm4": 'Sure.\n<|tool_call_start|>\n```python\nweather("Köln", days=2)\n```\n<|tool_call_end|>\n',
+    "minicpm5": 'Sure.\n<function name="weather"><param name="city">Köln</param><param name="days">2</param>'
+    "</function>",
+}
+"""The same call in the formats of three families of models."""
+
 
 class Server:
     """What tests need of a running server."""

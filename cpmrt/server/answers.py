@@ -12,7 +12,7 @@ from cpmrt.server.errors import ApiError
 from cpmrt.server.token_logprobs import ChoiceLogprobs
 
 DONE = "data: [DONE]\n\n"
-_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), check_circular=False).encode
+compact_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), check_circular=False).encode
 
 
 def to_bytes(text: str) -> bytes:
@@ -22,7 +22,7 @@ def to_bytes(text: str) -> bytes:
 
 def event(value: dict[str, Any]) -> str:
     """Return one server-sent event with a JSON object."""
-    return f"data: {_encode(value)}\n\n"
+    return f"data: {compact_json(value)}\n\n"
 
 
 class AnswerFormat(Protocol):
@@ -58,17 +58,17 @@ class Chunks:
 
     def __init__(self, head: dict[str, Any], *, include_usage: bool):
         self._head = head
-        self._before = "data: " + _encode(head)[:-1] + ',"choices":[{"index":'
+        self._before = "data: " + compact_json(head)[:-1] + ',"choices":[{"index":'
         self._after = '}],"usage":null}\n\n' if include_usage else "}]}\n\n"
         self._plain_after = ',"logprobs":null,"finish_reason":null' + self._after
 
     def delta(self, choice: int, name: str, value: Any) -> str:
         """Return a chunk of one choice with nothing but `name` ("delta" or "text") and its value."""
-        return f'{self._before}{choice},"{name}":{_encode(value)}{self._plain_after}'
+        return f'{self._before}{choice},"{name}":{compact_json(value)}{self._plain_after}'
 
     def full(self, choice: int, name: str, value: Any, logprobs: str, finish_reason: str | None) -> str:
         """Return a chunk with log-probabilities, which are JSON already, or the reason of the end."""
-        fields = f'"{name}":{_encode(value)},"logprobs":{logprobs},"finish_reason":{_encode(finish_reason)}'
+        fields = f'"{name}":{compact_json(value)},"logprobs":{logprobs},"finish_reason":{compact_json(finish_reason)}'
         return f"{self._before}{choice},{fields}{self._after}"
 
     def usage(self, usage: dict[str, Any]) -> str:
@@ -131,9 +131,9 @@ def _reason(ended: Ended, text: ChatText) -> str:
 
 
 def _choice(index: int, name: str, value: Any, logprobs: Iterable[str], reason: str) -> Iterator[str]:
-    yield f'{"," * bool(index)}{{"index":{index},"{name}":{_encode(value)},"logprobs":'
+    yield f'{"," * bool(index)}{{"index":{index},"{name}":{compact_json(value)},"logprobs":'
     yield from logprobs
-    yield f',"finish_reason":{_encode(reason)}}}'
+    yield f',"finish_reason":{compact_json(reason)}}}'
 
 
 class CompletionAnswer:
@@ -203,6 +203,6 @@ class OpenAIFormat:
         self._answer.add(item)
 
     def whole(self, usage: dict[str, Any]) -> Iterator[str]:
-        yield _encode(self._head)[:-1] + ',"choices":['
+        yield compact_json(self._head)[:-1] + ',"choices":['
         yield from self._answer.choices()
-        yield f'],"usage":{_encode(usage)}}}'
+        yield f'],"usage":{compact_json(usage)}}}'

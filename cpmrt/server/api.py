@@ -15,11 +15,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from cpmrt import LLM
 from cpmrt.server.errors import ApiError
 from cpmrt.server.exchange import Exchange
 from cpmrt.server.infill import prepare_infill
 from cpmrt.server.json_body import parse_object, read_body
+from cpmrt.server.messages import count_tokens, prepare_message
 from cpmrt.server.openapi import document
 from cpmrt.server.responses import EventStream, JsonResponse, whole_answer
 from cpmrt.server.service import Prepared, Service
@@ -49,6 +49,8 @@ class Endpoints:
             Route("/v1/models/{model:path}", self.model),
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
             Route("/v1/completions", self.completions, methods=["POST"]),
+            Route("/v1/messages", self.messages, methods=["POST"]),
+            Route("/v1/messages/count_tokens", self._calls(count_tokens), methods=["POST"]),
             Route("/infill", self.infill, methods=["POST"]),
             Route("/tokenize", self._calls(tokenize), methods=["POST"]),
             Route("/detokenize", self._calls(detokenize), methods=["POST"]),
@@ -60,6 +62,9 @@ class Endpoints:
 
     async def completions(self, request: Request) -> Response:
         return await self._complete(request, self._service.prepare_completion)
+
+    async def messages(self, request: Request) -> Response:
+        return await self._complete(request, partial(prepare_message, self._service))
 
     async def infill(self, request: Request) -> Response:
         return await self._complete(request, partial(prepare_infill, self._service))
@@ -76,7 +81,7 @@ class Endpoints:
         return JsonResponse(self._model_card(wanted))
 
     async def tokenizer_info(self, request: Request) -> Response:
-        return JsonResponse(await self._service.in_thread(lambda: tokenizer_info(self._service.engine.llm)))
+        return JsonResponse(await self._service.in_thread(tokenizer_info, self._service))
 
     async def live(self, request: Request) -> Response:
         """Answer 200 as long as the event loop runs."""
@@ -97,13 +102,12 @@ class Endpoints:
         content, headers = chat_page()
         return Response(content, media_type="text/html; charset=utf-8", headers=headers)
 
-    def _calls(self, call: Callable[[LLM, dict[str, Any]], dict[str, Any]]) -> Handler:
+    def _calls(self, call: Callable[[Service, dict[str, Any]], dict[str, Any]]) -> Handler:
         """Return a handler that answers a body by what a function makes of it, in a worker thread."""
 
         async def handle(request: Request) -> Response:
             body = await self._body(request)
-            service = self._service
-            return JsonResponse(await service.in_thread(lambda: call(service.engine.llm, parse_object(body))))
+            return JsonResponse(await self._service.in_thread(lambda: call(self._service, parse_object(body))))
 
         return handle
 

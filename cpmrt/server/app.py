@@ -53,7 +53,7 @@ def make_app(service: Service) -> ASGIApp:
 async def _answer(request: Request, error: Exception) -> Response:
     if not isinstance(error, (ApiError, RequestError)):
         _log.error("%s: %s", request.url.path[:100], error)
-    return error_response(as_api_error(error))
+    return error_response(as_api_error(error), request.url.path)
 
 
 async def _gone(request: Request, error: Exception) -> Response:
@@ -66,7 +66,8 @@ async def _routing_error(request: Request, error: Exception) -> Response:
     codes = {404: "not_found", 405: "method_not_allowed"}
     message = f"{request.method} {request.url.path[:100]}: {error.detail}"
     headers = dict(error.headers or {})
-    return error_response(ApiError(error.status_code, message, code=codes.get(error.status_code), headers=headers))
+    code = codes.get(error.status_code)
+    return error_response(ApiError(error.status_code, message, code=code, headers=headers), request.url.path)
 
 
 class Gate:
@@ -96,7 +97,7 @@ class Gate:
 
         try:
             refusal = self._refusal(scope)
-            app: Any = self._app if refusal is None else error_response(refusal)
+            app: Any = self._app if refusal is None else error_response(refusal, record.path)
             await app(scope, receive, noted)
         finally:
             path = record.path if record.path in self._paths else "other"

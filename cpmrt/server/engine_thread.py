@@ -40,6 +40,8 @@ class Ended:
     queued_s: float = 0.0
     first_token_s: float = 0.0
     error: Exception | None = None
+    stop_string: str | None = None
+    """The stop string that ended the text."""
 
 
 Item = tuple[int, Piece | Ended]
@@ -67,7 +69,8 @@ class Job:
         seq = self.sequence
         queued_s = (self.started_at or perf_counter()) - self.submitted_at
         first_token_s = seq.first_token_at - self.submitted_at if seq is not None and seq.token_ids else 0.0
-        return Ended(reason, seq.stats if seq else GenerationStats(), queued_s, first_token_s, error)
+        stop_string = self.text.stop_string if self.text else None
+        return Ended(reason, seq.stats if seq else GenerationStats(), queued_s, first_token_s, error, stop_string)
 
 
 class EngineThread:

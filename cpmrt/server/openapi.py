@@ -19,6 +19,8 @@ def document() -> Schema:
         "paths": {
             "/v1/chat/completions": _post("ChatRequest", "ChatCompletion", "Answer a conversation", streams=True),
             "/v1/completions": _post("CompletionRequest", "Completion", "Continue prompts", streams=True),
+            "/v1/messages": _post("MessageRequest", "Message", "Answer, as Anthropic does", streams=True),
+            "/v1/messages/count_tokens": _post("CountRequest", "Count", "The tokens that a conversation takes"),
             "/infill": _post("InfillRequest", "Infill", "Fill in the middle, as llama.cpp has it", streams=True),
             "/v1/models": _get("ModelList", "The names of the model that is served"),
             "/v1/models/{model}": _get("Model", "One model", "404", parameters=(_MODEL,)),
@@ -178,9 +180,35 @@ def _requests() -> Schema:
     return {
         "ChatRequest": _object({"messages": _array(message, minItems=1)}, chat),
         "CompletionRequest": _object({"prompt": {"anyOf": prompts}}, completion),
+        **_message_requests(),
         "InfillRequest": _object({}, infill),
         "TokenizeRequest": _object({}, tokenize),
         "DetokenizeRequest": _object({"tokens": _TOKEN_IDS}),
+    }
+
+
+def _message_requests() -> Schema:
+    """Return what Anthropic's endpoints take."""
+    block = _object({"type": _STRING})
+    content = {"anyOf": [_STRING, _array(block)]}
+    turn = _object({"role": {"enum": ["user", "assistant"]}, "content": content})
+    tool = _object({"name": _STRING, "input_schema": {"type": "object"}}, {"description": _STRING})
+    thinking = ["enabled", "disabled", "adaptive", "between_tools"]
+    conversation = {
+        "model": _SHARED["model"],
+        "system": {"anyOf": [*content["anyOf"], {"type": "null"}]},
+        "tools": _optional("array", items=tool),
+        "tool_choice": {"anyOf": [{"type": "null"}, _object({"type": {"enum": ["auto", "none"]}})]},
+        "thinking": {"anyOf": [{"type": "null"}, _object({"type": {"enum": thinking}})]},
+    }
+    settings = {
+        "stop_sequences": _optional("array", items={"type": "string", "minLength": 1}, maxItems=MAX_STOP),
+        **{name: _SHARED[name] for name in ("temperature", "top_p", "top_k", "stream")},
+    }
+    required = {"messages": _array(turn, minItems=1)}
+    return {
+        "CountRequest": _object(required, conversation),
+        "MessageRequest": _object(required | {"max_tokens": _INTEGER | {"minimum": 1}}, conversation | settings),
     }
 
 
@@ -206,6 +234,17 @@ def _answers() -> Schema:
         "Text": _object({"prompt": _STRING, "content": _STRING}),
         "TokenizerInfo": _object({"vocab_size": _INTEGER, "max_model_len": _INTEGER}),
         "Health": _object({"status": _STRING}, {"model": _STRING}),
+        "Message": _object({
+            "id": _STRING,
+            "type": {"const": "message"},
+            "role": {"const": "assistant"},
+            "model": _STRING,
+            "content": _array(_object({"type": {"enum": ["text", "thinking", "tool_use"]}})),
+            "stop_reason": {"enum": ["end_turn", "max_tokens", "stop_sequence", "tool_use"]},
+            "stop_sequence": _optional("string"),
+            "usage": _object({"input_tokens": _INTEGER, "output_tokens": _INTEGER}),
+        }),
+        "Count": _object({"input_tokens": _INTEGER}),
         "Error": _object({"error": _object(error)}),
     }
 

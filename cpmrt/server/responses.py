@@ -14,6 +14,7 @@ from cpmrt.server.answers import to_bytes
 from cpmrt.server.errors import ApiError
 from cpmrt.server.exchange import Exchange
 from cpmrt.server.json_body import ClientGoneError
+from cpmrt.server.messages_answer import messages_error
 from cpmrt.server.service import Prepared
 from cpmrt.server.telemetry import record_of
 
@@ -32,8 +33,10 @@ class JsonResponse(Response):
         return to_bytes(json.dumps(content, ensure_ascii=False, separators=(",", ":")))
 
 
-def error_response(error: ApiError) -> JsonResponse:
-    return JsonResponse(error.body(), error.status, error.headers)
+def error_response(error: ApiError, path: str) -> JsonResponse:
+    """Return the response for an error of a request to `path`, in the shape of that API."""
+    body = messages_error(error) if path.startswith("/v1/messages") else error.body()
+    return JsonResponse(body, error.status, error.headers)
 
 
 async def whole_answer(prepared: Prepared, exchange: Exchange) -> Response:
@@ -83,7 +86,7 @@ class EventStream(Response):
             try:
                 events = await self._first_events()
             except ApiError as error:
-                return await error_response(error)(scope, receive, send)
+                return await error_response(error, scope["path"])(scope, receive, send)
             except ClientGoneError:
                 record_of(scope).status = CLIENT_GONE
                 return

@@ -137,8 +137,10 @@ def _with_best_of(fields: Fields, wanted: Wanted) -> Wanted:
     return replace(wanted, sampling=sampling, num_choices=best_of)
 
 
-def read_wanted(fields: Fields, max_tokens: int | None, logprobs: int | None) -> Wanted:
-    """Read what all kinds of request share."""
+def read_wanted(
+    fields: Fields, max_tokens: int | None, logprobs: int | None, *, stop_field: str = "stop"
+) -> Wanted:
+    """Read what all kinds of request share; `stop_field` is what they call their stop strings."""
     if max_tokens is not None and max_tokens < 1:
         raise invalid("max_tokens", f"expected at least 1, got {max_tokens}")
     given = {name: fields.number(name) for name in _NUMBERS}
@@ -149,7 +151,7 @@ def read_wanted(fields: Fields, max_tokens: int | None, logprobs: int | None) ->
         max_new_tokens=max_tokens,
         top_k=None if top_k is None else max(0, top_k),  # others write -1 for "all"
         seed=secrets.randbits(63) if seed is None else seed % 2**63,
-        stop=_stop(fields),
+        stop=_stop(fields, stop_field),
         stop_token_ids=_stop_token_ids(fields),
         ignore_eos=bool(fields.boolean("ignore_eos")),
         logprobs=0 if logprobs is None else max(1, logprobs),
@@ -270,16 +272,16 @@ def _prompts(value: Any) -> list[str | list[int]]:
     return value
 
 
-def _stop(fields: Fields) -> tuple[str, ...]:
-    value = fields.raw("stop")
+def _stop(fields: Fields, name: str) -> tuple[str, ...]:
+    value = fields.raw(name)
     texts = [value] if isinstance(value, str) else value or []
     if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
-        raise invalid("stop", "expected a non-empty string or an array of them")
+        raise invalid(name, "expected a non-empty string or an array of them")
     if len(texts) > MAX_STOP:
-        raise invalid("stop", f"expected at most {MAX_STOP} strings, got {len(texts)}")
+        raise invalid(name, f"expected at most {MAX_STOP} strings, got {len(texts)}")
     num_bytes = sum(len(text.encode("utf-8", "surrogatepass")) for text in texts)
     if num_bytes > MAX_STOP_BYTES:
-        raise invalid("stop", f"expected at most {MAX_STOP_BYTES} bytes in all strings together, got {num_bytes}")
+        raise invalid(name, f"expected at most {MAX_STOP_BYTES} bytes in all strings together, got {num_bytes}")
     return tuple(texts)
 
 

@@ -122,7 +122,7 @@ class Service:
         )
         self.engine.check_capacity(wanted.num_choices)
         requests = choices_of(llm, ids, wanted)
-        is_thinking = opens_thinking(_end_of(ids, llm.tokenizer))
+        is_thinking = prompt_opens_thinking(ids, llm.tokenizer)
         schemas = schemas_of(chat.tools) if chat.tools else None
         texts = [ChatText(is_thinking, schemas) for _ in range(wanted.num_choices)]
         logprobs = list[ChatLogprobs]()
@@ -131,7 +131,7 @@ class Service:
             logprobs = [ChatLogprobs(tokens, end_ids, wanted.logprobs) for _ in texts]
         answer = ChatAnswer(texts, logprobs)
         head = self._head("chatcmpl", "chat.completion.chunk" if wanted.streams else "chat.completion")
-        return self._prepared(head, requests, wanted, answer, _marker_ids(llm.tokenizer))
+        return self._prepared(head, requests, wanted, answer, marker_ids(llm.tokenizer))
 
     def prepare_completion(self, body: dict[str, Any]) -> Prepared:
         """Check a completion and tokenize its prompts. Raises ApiError, CpmrtError."""
@@ -185,7 +185,7 @@ def choices_of(llm: LLM, prompt: str | list[int], wanted: Wanted, first_choice: 
     return [replace(request, seed=wanted.seed(choice)) for choice in choices]
 
 
-def _marker_ids(tokenizer: Tokenizer | None) -> frozenset[int]:
+def marker_ids(tokenizer: Tokenizer | None) -> frozenset[int]:
     """Return the markers of thoughts and calls that are special tokens; in most vocabularies they are plain text."""
     if tokenizer is None:
         return frozenset()
@@ -193,8 +193,9 @@ def _marker_ids(tokenizer: Tokenizer | None) -> frozenset[int]:
     return frozenset(token_id for token_id in tokenizer.special_ids if token_id in ids)
 
 
-def _end_of(ids: list[int], tokenizer: Tokenizer | None) -> str:
-    return tokenizer.decode(ids[-_MARKER_TOKENS:], skip_special_tokens=False) if tokenizer else ""
+def prompt_opens_thinking(ids: list[int], tokenizer: Tokenizer | None) -> bool:
+    """Tell whether the answer to a prompt begins inside a thought."""
+    return tokenizer is not None and opens_thinking(tokenizer.decode(ids[-_MARKER_TOKENS:], skip_special_tokens=False))
 
 
 def _filling(tokenizer: Tokenizer | None, prompt: str | list[int], suffix: str) -> str | list[int]:

@@ -12,6 +12,7 @@ from cpmrt.server.errors import ApiError, invalid
 from cpmrt.server.fill_in_middle import markers_of
 from cpmrt.server.json_body import Fields
 from cpmrt.server.schema import read_messages, read_template_kwargs, read_tools
+from cpmrt.server.service import Service
 from cpmrt.text import Tokenizer
 
 
@@ -22,9 +23,10 @@ def needed(tokenizer: Tokenizer | None) -> Tokenizer:
     return tokenizer
 
 
-def tokenize(llm: LLM, body: dict[str, Any]) -> dict[str, Any]:
+def tokenize(service: Service, body: dict[str, Any]) -> dict[str, Any]:
     """Return the tokens of a text, or those of a chat as its template writes it. Raises ApiError, RequestError."""
-    fields, tokenizer = Fields(body), needed(llm.tokenizer)
+    fields, llm = Fields(body), service.engine.llm
+    tokenizer = needed(llm.tokenizer)
     ids = _chat_ids(llm, fields) if fields.raw("messages") is not None else _text_ids(tokenizer, fields)
     answer: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": llm.max_context}
     if fields.boolean("return_token_strs"):
@@ -34,17 +36,18 @@ def tokenize(llm: LLM, body: dict[str, Any]) -> dict[str, Any]:
     return answer
 
 
-def detokenize(llm: LLM, body: dict[str, Any]) -> dict[str, Any]:
+def detokenize(service: Service, body: dict[str, Any]) -> dict[str, Any]:
     """Return the text of {"tokens": [...]}, special tokens written out. Raises ApiError, RequestError."""
     tokens = Fields(body).array("tokens")
     if tokens is None or not all(isinstance(token, int) and not isinstance(token, bool) for token in tokens):
         raise invalid("tokens", "expected an array of token ids")
-    text = needed(llm.tokenizer).decode(tokens, skip_special_tokens=False)
+    text = needed(service.engine.llm.tokenizer).decode(tokens, skip_special_tokens=False)
     return {"prompt": text, "content": text}
 
 
-def tokenizer_info(llm: LLM) -> dict[str, Any]:
+def tokenizer_info(service: Service) -> dict[str, Any]:
     """Return what a client needs to build prompts of its own. Raises ApiError 400 without a tokenizer."""
+    llm = service.engine.llm
     tokenizer = needed(llm.tokenizer)
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_ids
     markers = markers_of(tokenizer)

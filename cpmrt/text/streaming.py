@@ -58,20 +58,22 @@ class StopStrings:
         self._automaton = stop_automaton(stop) if stop else None
         self._node = 0
         self._held = ""
-        self._hit = False
+        self.hit: str | None = None
+        """The stop string that has ended the text."""
 
     def push(self, piece: str) -> tuple[str, bool]:
         """Return the text that may be shown now, and whether a stop string was hit; then no more text follows."""
         automaton = self._automaton
-        if self._hit or automaton is None:
-            return ("", True) if self._hit else (piece, False)
+        if self.hit or automaton is None:
+            return ("", True) if self.hit else (piece, False)
         text, before = self._held + piece, len(self._held)
         node = self._node
         for index, char in enumerate(piece, before + 1):
             node = automaton.after(node, char)
             if automaton.longest[node]:
-                self._held, self._hit = "", True
-                return text[: index - automaton.longest[node]], True
+                begin = index - automaton.longest[node]
+                self._held, self.hit = "", text[begin:index]
+                return text[:begin], True
         self._node = node
         shown = len(text) - automaton.depth[node]
         self._held = text[shown:]

@@ -6,6 +6,7 @@ import json
 
 import openai
 import pytest
+from serving import TOOL_CALLS
 
 TOOLS = [
     {
@@ -213,15 +214,7 @@ def test_a_thought_that_the_prompt_opened(says_client):
     assert (message.reasoning_content, message.content) == ("so it is", "Yes.")
 
 
-CALLS = {
-    "hermes": 'Sure.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Köln", "days": 2}}\n</tool_call>',
-    "minicpm4": 'Sure.\n<|tool_call_start|>\n```python\nweather("Köln", days=2)\n```\n<|tool_call_end|>\n',
-    "minicpm5": 'Sure.\n<function name="weather"><param name="city">Köln</param><param name="days">2</param>'
-    "</function>",
-}
-
-
-@pytest.mark.parametrize("text", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize("text", TOOL_CALLS.values(), ids=TOOL_CALLS)
 def test_tool_calls(says_client, text):
     choice = say(says_client, text, tools=TOOLS).choices[0]
     assert choice.finish_reason == "tool_calls" and choice.message.content == "Sure."
@@ -231,7 +224,7 @@ def test_tool_calls(says_client, text):
 
 
 def test_tool_calls_are_streamed_as_deltas(says_client):
-    text = "".join(CALLS.values())
+    text = "".join(TOOL_CALLS.values())
     name, arguments, content, reasons = ["", "", ""], ["", "", ""], "", []
     for chunk in say(says_client, text, tools=TOOLS, stream=True):
         delta = chunk.choices[0].delta
@@ -261,7 +254,7 @@ def test_tools_and_their_results_reach_the_template(says_client):
 
 def test_without_tools_their_marks_are_text(says_client):
     for fields in ({}, {"tools": TOOLS, "tool_choice": "none"}):
-        assert say(says_client, CALLS["hermes"], **fields).choices[0].message.content == CALLS["hermes"]
+        assert say(says_client, TOOL_CALLS["hermes"], **fields).choices[0].message.content == TOOL_CALLS["hermes"]
 
 
 @pytest.mark.parametrize(("fields", "error", "param"), [

@@ -1,0 +1,45 @@
+"""POST /v1/messages and /v1/messages/count_tokens: conversations in the format of Anthropic's API."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+from cpmrt import LLM
+from cpmrt.server.chat_text import ChatText
+from cpmrt.server.errors import unsupported
+from cpmrt.server.messages_answer import MessagesFormat
+from cpmrt.server.messages_request import Conversation, read_conversation, read_settings
+from cpmrt.server.service import Prepared, Service, choices_of, marker_ids, prompt_opens_thinking
+from cpmrt.server.tokenizing import needed
+from cpmrt.server.tool_formats import schemas_of
+
+
+def prepare_message(service: Service, body: dict[str, Any]) -> Prepared:
+    """Check a conversation, render and tokenize it. Raises ApiError, CpmrtError."""
+    llm, settings = service.engine.llm, service.settings
+    conversation = read_conversation(body, settings.model_names)
+    wanted = read_settings(body)
+    ids = _prompt_ids(llm, conversation)
+    schemas = schemas_of(conversation.tools) if conversation.tools else None
+    text = ChatText(prompt_opens_thinking(ids, llm.tokenizer), schemas)
+    message_id = f"msg_{secrets.token_hex(12)}"
+    answer = MessagesFormat(message_id, settings.model_name, text, len(ids))
+    return Prepared(message_id, choices_of(llm, ids, wanted), wanted, answer, marker_ids(llm.tokenizer))
+
+
+def count_tokens(service: Service, body: dict[str, Any]) -> dict[str, Any]:
+    """Return how many tokens a conversation takes. Raises ApiError, CpmrtError."""
+    conversation = read_conversation(body, service.settings.model_names)
+    return {"input_tokens": len(_prompt_ids(service.engine.llm, conversation))}
+
+
+def _prompt_ids(llm: LLM, conversation: Conversation) -> list[int]:
+    if conversation.tools and llm.chat_template is not None and not llm.chat_template.takes_tools:
+        raise unsupported("tools", "the chat template of this model has none")
+    ids = llm.chat_prompt(
+        conversation.messages, tools=conversation.tools or None, enable_thinking=conversation.thinks
+    )
+    if conversation.begun:
+        ids += needed(llm.tokenizer).encode(conversation.begun, add_special_tokens=False)
+    return ids

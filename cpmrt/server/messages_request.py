@@ -1,0 +1,167 @@
+"""Requests of Anthropic's Messages API as the messages, tools and settings that chat templates and the engine take.
+
+Every function raises ApiError 400 naming the field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cpmrt.server.errors import ApiError, invalid, unsupported
+from cpmrt.server.json_body import Fields, shown
+from cpmrt.server.schema import Wanted, check_model, read_wanted
+
+_UNSUPPORTED = ("output_format", "mcp_servers", "container", "context_management")
+_THINKING = {"enabled": True, "disabled": False, "adaptive": None, "between_tools": None}
+"""How the model shall think -> whether it does so at all, None where the template decides."""
+Block = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """What the prompt is made of. The answer goes on after `begun`, which the last message says already.
+
+    `thinks` None leaves it to the template whether the model thinks first.
+    """
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]]
+    thinks: bool | None
+    begun: str
+
+
+def read_conversation(body: dict[str, Any], models: Sequence[str]) -> Conversation:
+    """Read what the prompt is made of, for the model that is served under these names."""
+    fields = Fields(body)
+    check_model(fields, models)
+    for name in _UNSUPPORTED:
+        if fields.raw(name) is not None:
+            raise unsupported(name, "leave it out")
+    output = fields.object("output_config")
+    if output is not None and output.raw("format") is not None:
+        raise unsupported("output_config.format", "leave it out")
+    turns = fields.array("messages")
+    if not turns:
+        raise invalid("messages", "expected an array of at least one message")
+    messages = _system(fields.raw("system"))
+    for index, turn in enumerate(turns):
+        messages += _turn(turn, f"messages[{index}]")
+    begun = ""
+    if messages[-1]["role"] == "assistant" and len(messages) > 1:
+        last = messages.pop()
+        if "tool_calls" in last:
+            raise invalid(f"messages[{len(turns) - 1}]", "expected the results of its tool calls to follow")
+        begun = last["content"]
+    return Conversation(messages, _tools(fields), _thinks(fields.object("thinking")), begun)
+
+
+def read_settings(body: dict[str, Any]) -> Wanted:
+    """Read sampling, length and stream."""
+    fields = Fields(body)
+    max_tokens = fields.integer("max_tokens")
+    if max_tokens is None:
+        raise invalid("max_tokens", "expected a number of tokens")
+    wanted = read_wanted(fields, max_tokens, None, stop_field="stop_sequences")
+    if wanted.num_choices != 1:
+        raise invalid("n", "only one answer here")
+    return wanted
+
+
+def _system(value: Any) -> list[dict[str, Any]]:
+    text = "\n\n".join(_text(block, f"system[{i}]") for i, block in enumerate(_blocks(value or [], "system")))
+    return [{"role": "system", "content": text}] if text else []
+
+
+def _blocks(content: Any, where: str) -> list[Block]:
+    """Return content as blocks; a string is one block of text."""
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    if not isinstance(content, list) or not all(isinstance(block, dict) for block in content):
+        raise invalid(where, f"expected a string or an array of blocks, got {shown(content)}")
+    return content
+
+
+def _text(block: Block, where: str) -> str:
+    if block.get("type") != "text":
+        raise ApiError(400, f"{where}: only text is supported, got {shown(block.get('type'))}", param=where)
+    if not isinstance(block.get("text"), str):
+        raise invalid(f"{where}.text", "expected a string")
+    return str(block["text"])
+
+
+def _turn(turn: Any, where: str) -> list[dict[str, Any]]:
+    """Return one message as those of a template: the results of tools are messages of their own there."""
+    role = turn.get("role") if isinstance(turn, dict) else None
+    if role not in ("user", "assistant"):
+        raise invalid(f"{where}.role", f"expected user or assistant, got {shown(role)}")
+    where += ".content"
+    blocks = _blocks(turn.get("content"), where)
+    named = [(block, f"{where}[{index}]") for index, block in enumerate(blocks)]
+    return [_assistant(named)] if role == "assistant" else _user(named)
+
+
+def _assistant(blocks: list[tuple[Block, str]]) -> dict[str, Any]:
+    texts, thoughts, calls = [], [], []
+    for block, where in blocks:
+        kind = block.get("type")
+        if kind == "tool_use":
+            calls.append(_tool_call(block, where))
+        elif kind == "thinking":
+            thoughts.append(str(block.get("thinking") or ""))
+        elif kind != "redacted_thinking":
+            texts.append(_text(block, where))
+    message: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
+    if thoughts:
+        message["reasoning_content"] = "".join(thoughts)
+    return message | ({"tool_calls": calls} if calls else {})
+
+
+def _user(blocks: list[tuple[Block, str]]) -> list[dict[str, Any]]:
+    messages: list[dict[str, Any]] = []
+    for block, where in blocks:
+        if block.get("type") == "tool_result":
+            parts = enumerate(_blocks(block.get("content") or [], f"{where}.content"))
+            text = "".join(_text(part, f"{where}.content[{index}]") for index, part in parts)
+            messages.append({"role": "tool", "tool_call_id": str(block.get("tool_use_id", "")), "content": text})
+        elif messages and messages[-1]["role"] == "user":
+            messages[-1]["content"] += _text(block, where)
+        else:
+            messages.append({"role": "user", "content": _text(block, where)})
+    return messages or [{"role": "user", "content": ""}]
+
+
+def _tool_call(block: Block, where: str) -> dict[str, Any]:
+    name, arguments = block.get("name"), block.get("input")
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        raise invalid(where, "expected a tool_use block with a name and an object as input")
+    return {"id": str(block.get("id", "")), "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _tools(fields: Fields) -> list[dict[str, Any]]:
+    """Return the tools as chat templates take them; none where the model may not call any."""
+    tools = []
+    for index, tool in enumerate(fields.array("tools") or []):
+        where = f"tools[{index}]"
+        if not isinstance(tool, dict) or tool.get("type") not in (None, "custom"):
+            raise unsupported(where, "only tools with a name and an input_schema")
+        if not isinstance(tool.get("name"), str) or not isinstance(tool.get("input_schema"), dict):
+            raise invalid(where, "expected an object with a name and an input_schema")
+        function = {"name": tool["name"], "parameters": tool["input_schema"]}
+        if isinstance(tool.get("description"), str):
+            function["description"] = tool["description"]
+        tools.append({"type": "function", "function": function})
+    choice = fields.mapping("tool_choice") or {"type": "auto"}
+    if choice.get("type") not in ("auto", "none"):
+        raise unsupported("tool_choice", 'only "auto" and "none"; no model can be made to call a tool yet')
+    return [] if choice["type"] == "none" else tools
+
+
+def _thinks(thinking: Fields | None) -> bool | None:
+    if thinking is None:
+        return None
+    kind = thinking.string("type") or ""
+    if kind not in _THINKING:
+        raise invalid("thinking.type", f"expected {', '.join(_THINKING)}, got {shown(kind)}")
+    return _THINKING[kind]
