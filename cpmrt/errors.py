@@ -73,5 +73,9 @@ class DeviceError(CpmrtError):
     """The GPU failed while it ran; the process's context is lost."""
 
 
+class NonFiniteLogitsError(CpmrtError):
+    """The model gave NaN or infinity where a token was to be sampled; other sequences go on."""
+
+
 class NoDeviceError(CpmrtError):
     """No usable device for the executor that was asked for."""

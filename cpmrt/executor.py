@@ -108,10 +108,15 @@ class TokenLogprobs:
 # Results are not frozen: that makes a dataclass take three times as long to construct, and a step has one for each row.
 @dataclass(slots=True)
 class SlotResult:
-    """What one step produced for one slot: no tokens if the sequence had finished before."""
+    """What one step produced for one slot: no tokens if the sequence had finished before.
+
+    `non_finite`: the logits behind these tokens hold NaN or +infinity, or nothing but -infinity, so that no token could
+    be sampled there. The executor has finished the sequence, as after an end token.
+    """
 
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
+    non_finite: bool = False
 
 
 @dataclass(slots=True)

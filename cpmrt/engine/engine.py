@@ -285,7 +285,8 @@ class Engine:
         self._guarded(Release(seq.slot), (), ())
         self._free_slots.append(seq.slot)
         if self.cache and seq.pages:
-            self.cache.keep(seq.pages, (*seq.request.prompt_ids, *seq.token_ids), seq.num_written)
+            if seq.failure is None:
+                self.cache.keep(seq.pages, (*seq.request.prompt_ids, *seq.token_ids), seq.num_written)
             self.cache.release(seq.pages)
             seq.pages = None
         self._collect_control_steps()

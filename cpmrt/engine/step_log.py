@@ -57,7 +57,7 @@ def _slot_result(entry: dict[str, Any]) -> SlotResult:
     logprobs = tuple(
         TokenLogprobs(item["token_id"], item["logprob"], _hashable(item["top"])) for item in entry["logprobs"]
     )
-    return SlotResult(tuple(entry["token_ids"]), logprobs)
+    return SlotResult(tuple(entry["token_ids"]), logprobs, entry.get("non_finite", False))
 
 
 def _hashable(value: Any) -> Any:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from cpmrt.engine.prefix_cache import HeldPages
 from cpmrt.engine.sequence import Phase, Request, Sequence
 from cpmrt.engine.speculation import PLAIN
+from cpmrt.errors import NonFiniteLogitsError
 from cpmrt.executor import Admit, Decode, ExecutorLimits, Keep, Prefill, Recall, SlotResult, Speculate, Step
 
 _NOTHING = SlotResult()
@@ -105,15 +106,27 @@ def apply(seq: Sequence, step: Step, result: SlotResult) -> SlotResult:
             return _NOTHING
     seq.num_in_flight -= 1
     new = result.token_ids
-    if not new or seq.finish_reason is not None:
+    if seq.finish_reason is not None or not (new or result.non_finite):
         return _NOTHING
     kept = _num_wanted(seq, new)
     if kept < len(new):
         result = SlotResult(new[:kept], result.logprobs[:kept])
     seq.token_ids.extend(result.token_ids)
-    if isinstance(step, Speculate):
+    if result.non_finite and seq.finish_reason is None:
+        _fail(seq)
+    if isinstance(step, Speculate) and kept:
         _count(seq, step.shape, kept)
     return result
+
+
+def _fail(seq: Sequence) -> None:
+    """End a sequence whose next token cannot be sampled."""
+    seq.failure = NonFiniteLogitsError(
+        f"the logits for position {len(seq.request.prompt_ids) + len(seq.token_ids)} are not finite",
+        expected="numbers", actual="NaN or infinity",
+        fix="look for NaN and infinity in the weights, or use dtype bfloat16 or float32: float16 ends at 65504",
+    )  # fmt: skip
+    finish(seq, "cancelled")
 
 
 def _num_wanted(seq: Sequence, new: tuple[int, ...]) -> int:

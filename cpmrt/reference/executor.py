@@ -39,6 +39,7 @@ from cpmrt.reference.drafting import Drafter, Target, keep_path
 from cpmrt.reference.ops import NumpyOps
 from cpmrt.reference.quantized import Matrix, quantized_arrays, rows_of
 from cpmrt.reference.running import Running
+from cpmrt.reference.sampling import is_usable
 
 
 @dataclass(frozen=True)
@@ -136,6 +137,10 @@ class ReferenceExecutor:
     def submit(self, step: Step) -> Pending:
         """Carry out the step; the result is ready. Raises NoDeviceError after `close`."""
         self._check_open()
+        with np.errstate(all="ignore"):  # what is not finite in the end is reported in the result
+            return self._carry_out(step)
+
+    def _carry_out(self, step: Step) -> Pending:
         if isinstance(step, Prefill):
             return Done(StepResult((self._prefill(step),)))
         if isinstance(step, Decode):
@@ -168,7 +173,8 @@ class ReferenceExecutor:
             self._check_open()
             tokens = token_ids[start : start + chunk]
             logits = np.empty((len(tokens), self.config.vocab_size), np.float32)
-            self._forward(self._rows(tokens, range(start, start + len(tokens)), [slot], True), slice(None), logits)
+            with np.errstate(all="ignore"):
+                self._forward(self._rows(tokens, range(start, start + len(tokens)), [slot], True), slice(None), logits)
             yield logits
 
     def close(self) -> None:
@@ -229,7 +235,8 @@ class ReferenceExecutor:
             return SlotResult()
         results = self._drafter.speculate(slot, running, self._limits.tree_shapes[step.shape])
         tokens = tuple(token for result in results for token in result.token_ids)
-        return SlotResult(tokens, tuple(entry for result in results for entry in result.logprobs))
+        logprobs = tuple(entry for result in results for entry in result.logprobs)
+        return SlotResult(tokens, logprobs, any(result.non_finite for result in results))
 
     def _tree_logits(self, rows: Rows) -> F32:
         logits: F32 = self._arrays["logits"][: len(rows.token_ids)]
@@ -243,6 +250,9 @@ class ReferenceExecutor:
 
     def _sample(self, slot: int, logits: F32) -> SlotResult:
         running = self._running[slot]
+        if not is_usable(logits):
+            running.finished = True
+            return SlotResult(non_finite=True)
         token = running.sample(logits)
         if self._drafter:
             self._drafter.sampled(slot, running.position, token)

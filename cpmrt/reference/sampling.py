@@ -32,6 +32,11 @@ def sample(logits: F32, params: Sampling, seed: int, position: int, seen: Array,
     return int(np.argmax(kept + gumbel(seed, position, len(logits))))
 
 
+def is_usable(logits: F32) -> bool:
+    """Tell whether a token can be sampled from a row: no logit is NaN or +infinity, and not all are -infinity."""
+    return bool(np.isfinite(np.max(logits)))
+
+
 def biased(logits: F32, logit_bias: tuple[tuple[int, float], ...]) -> F32:
     """Add to the logits of some tokens; ids that the model lacks have none. The input array is not changed."""
     if not logit_bias:
