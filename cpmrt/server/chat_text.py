@@ -21,11 +21,12 @@ _STARTS = {form.start: form for form in FORMATS}
 class ChatText:
     """Turns the text of one choice into deltas. `schemas` None: the request has no tools, so nothing is a call.
 
-    `is_thinking`: the prompt has opened a thought, so that the answer begins inside it.
+    `is_thinking`: the prompt has opened a thought, so that the answer begins inside it. `one_call`: calls after the
+    first are left out.
     """
 
-    def __init__(self, is_thinking: bool, schemas: Schemas | None):
-        self._thinking = _ThinkingSplitter(is_thinking)
+    def __init__(self, is_thinking: bool, schemas: Schemas | None, *, one_call: bool = False):
+        self._thinking, self._one_call = _ThinkingSplitter(is_thinking), one_call
         self._tools = None if schemas is None else _ToolCallFinder(schemas)
         self._num_calls = 0
 
@@ -55,7 +56,8 @@ class ChatText:
         if text:
             deltas.append({"content": text})
         for call in calls:
-            deltas += self._call_deltas(call)
+            if not (self._one_call and self._num_calls):
+                deltas += self._call_deltas(call)
         return deltas
 
     def _call_deltas(self, call: Call) -> list[Delta]:

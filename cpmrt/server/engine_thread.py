@@ -128,10 +128,13 @@ class EngineThread:
     def _capacity(self) -> int:
         return self.llm.engine.limits.max_sequences + self._max_queue
 
-    def check_capacity(self, count: int) -> None:
-        """Raise ApiError 400 if so many sequences could never be taken at once. For any thread."""
+    def check_capacity(self, count: int, param: str) -> None:
+        """Raise ApiError 400, naming the field `param`, if so many sequences could never be taken at once.
+
+        For any thread.
+        """
         if count > self._capacity:
-            raise invalid("n", f"the request has {count} sequences, this server takes {self._capacity} at a time")
+            raise invalid(param, f"that makes {count} answers, and this server takes {self._capacity} at a time")
 
     def check_room(self, count: int = 1) -> None:
         """Raise ApiError 429 if so many more jobs would not fit the queue, 503 if none is taken at all."""

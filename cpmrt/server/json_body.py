@@ -115,7 +115,8 @@ class Fields:
         value = self.raw(key)
         if value is None:
             return None
-        number = int(self._valid(key, is_number(value) and value == int(value) and abs(value) < 2**64, "an integer"))
+        self._valid(key, is_number(value) and value == int(value), "an integer")
+        number = int(self._valid(key, abs(value) < 2**64, "an integer of at most 64 bits"))
         if within is not None and number not in within:
             raise invalid(self.name(key), f"expected {within[0]} to {within[-1]}, got {number}")
         return number
@@ -157,6 +158,11 @@ def is_number(value: object) -> bool:
 
 
 def shown(value: object) -> str:
-    """Return a value for an error message, cut short."""
-    text = repr(value) if not isinstance(value, (dict, list, int)) else type(value).__name__
-    return text if len(text) <= 60 else text[:57] + "..."
+    """Return a value for an error message as JSON has it, cut short."""
+    if isinstance(value, (dict, list)):
+        return "an object" if isinstance(value, dict) else "an array"
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"a number of {value.bit_length()} bits"
+    if isinstance(value, str):
+        return repr(value if len(value) <= 60 else value[:57] + "...")
+    return json.dumps(value)

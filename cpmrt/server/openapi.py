@@ -6,7 +6,15 @@ from typing import Any
 
 from cpmrt import __version__
 from cpmrt.config.sampling import MAX_LOGPROBS
-from cpmrt.server.schema import MAX_CHOICES, MAX_PROMPTS, MAX_STOP, MAX_STOP_BYTES, MAX_STOP_TOKEN_IDS
+from cpmrt.server.schema import (
+    MAX_CHOICES,
+    MAX_PROMPTS,
+    MAX_STOP,
+    MAX_STOP_BYTES,
+    MAX_STOP_TOKEN_IDS,
+    REASONING_EFFORTS,
+)
+from cpmrt.server.unused_fields import HARMLESS
 
 Schema = dict[str, Any]
 
@@ -124,6 +132,10 @@ _SHARED: Schema = {
 }
 
 
+def _unused() -> Schema:
+    return {name: _optional(kind, description="Accepted, without effect") for name, kind in HARMLESS.items()}
+
+
 def _requests() -> Schema:
     part = _object({"type": {"const": "text"}, "text": _STRING})
     message = _object(
@@ -138,12 +150,18 @@ def _requests() -> Schema:
     tool = _object({}, {"type": {"const": "function"}, "function": function})
     chat = {
         **_SHARED,
+        **_unused(),
         "max_tokens": _MAX_TOKENS,
         "max_completion_tokens": _MAX_TOKENS,
         "logprobs": _optional("boolean"),
         "top_logprobs": _optional("integer", minimum=0, maximum=MAX_LOGPROBS),
         "tools": _optional("array", items=tool),
         "tool_choice": {"enum": ["none", "auto", None]},
+        "parallel_tool_calls": _optional("boolean", default=True, description="false: the first call alone is given"),
+        "reasoning_effort": {
+            "enum": [*REASONING_EFFORTS, None],
+            "description": "none and minimal: no thoughts, others: thoughts, if the model's template can choose",
+        },
         "chat_template_kwargs": _optional("object", description="Variables of the template, such as enable_thinking"),
         "allow_special_tokens": _optional(
             "boolean", default=False, description="Special tokens in messages of users and tools count as such"
@@ -152,6 +170,7 @@ def _requests() -> Schema:
     prompts = [_STRING, _TOKEN_IDS, _array(_STRING, maxItems=MAX_PROMPTS), _array(_TOKEN_IDS, maxItems=MAX_PROMPTS)]
     completion = {
         **_SHARED,
+        **_unused(),
         "max_tokens": _MAX_TOKENS,
         "suffix": _optional("string", description="What follows the text to write, for models that fill in the middle"),
         "echo": _optional("boolean", default=False),

@@ -1,4 +1,4 @@
-"""Requests of the API as typed values. A known field that is not supported raises; an unknown one is ignored.
+"""Requests of the API as typed values. `unused_fields` has the fields that are accepted or refused without being used.
 
 Every function raises ApiError 400 or RequestError naming the field.
 """
@@ -16,6 +16,7 @@ from cpmrt.config.sampling import MAX_LOGPROBS
 from cpmrt.engine import request_seed
 from cpmrt.server.errors import ApiError, invalid, unsupported
 from cpmrt.server.json_body import Fields, is_number, shown
+from cpmrt.server.unused_fields import REFUSED, REFUSED_IN_CHATS, check_unused
 
 MAX_PROMPTS = 128
 MAX_STOP = 1024
@@ -27,22 +28,8 @@ _ROLES = ("system", "developer", "user", "assistant", "tool")
 _RESERVED_TEMPLATE_NAMES = {"messages", "tools", "add_generation_prompt", "allow_special_tokens", "self"}
 _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
-# Field -> the values that ask for nothing special.
-NEUTRAL_CHAT: dict[str, tuple[Any, ...]] = {
-    "response_format": ({"type": "text"},),
-    "modalities": (["text"],),
-    "parallel_tool_calls": (True,),
-    "audio": (),
-    "functions": ([],),
-    "function_call": ("none",),
-    "prediction": (),
-    "reasoning_effort": (),
-    "service_tier": ("auto", "default"),
-    "store": (False,),
-    "verbosity": ("medium",),
-    "web_search_options": (),
-}
-NEUTRAL_COMPLETION: dict[str, tuple[Any, ...]] = {}
+REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+_EFFORTS_WITHOUT_THOUGHTS = ("none", "minimal")
 
 
 @dataclass(frozen=True)
@@ -67,7 +54,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """POST /v1/chat/completions. `tools` are empty where the model may not call any.
+    """POST /v1/chat/completions. `tools` are empty where the model may call none, with `one_call` it may call one once.
 
     `allow_special_tokens`: special tokens that users, tools and documents write count as such.
     """
@@ -76,6 +63,7 @@ class ChatRequest:
     tools: list[dict[str, Any]]
     template_kwargs: dict[str, Any]
     allow_special_tokens: bool
+    one_call: bool
     wanted: Wanted
 
 
@@ -98,12 +86,13 @@ def read_chat(body: dict[str, Any], models: Sequence[str]) -> ChatRequest:
     """Read a chat for the model that is served under these names."""
     fields = Fields(body)
     check_model(fields, models)
-    _refuse_unsupported(fields, NEUTRAL_CHAT)
+    check_unused(fields, REFUSED_IN_CHATS)
     return ChatRequest(
         messages=read_messages(fields),
         tools=read_tools(fields),
-        template_kwargs=read_template_kwargs(fields),
+        template_kwargs=_thinking_kwargs(fields) | read_template_kwargs(fields),
         allow_special_tokens=fields.boolean("allow_special_tokens") is True,
+        one_call=fields.boolean("parallel_tool_calls") is False,
         wanted=read_wanted(fields, _chat_max_tokens(fields), _chat_logprobs(fields)),
     )
 
@@ -112,7 +101,7 @@ def read_completion(body: dict[str, Any], models: Sequence[str]) -> CompletionRe
     """Read a plain completion for the model that is served under these names."""
     fields = Fields(body)
     check_model(fields, models)
-    _refuse_unsupported(fields, NEUTRAL_COMPLETION)
+    check_unused(fields, REFUSED)
     logprobs = fields.integer("logprobs", range(MAX_LOGPROBS + 1))
     echo = bool(fields.boolean("echo"))
     if echo and logprobs is not None:
@@ -148,7 +137,7 @@ def read_wanted(
     top_k = fields.integer("top_k")
     num_choices, seed = fields.integer("n", range(1, MAX_CHOICES + 1)), fields.integer("seed")
     sampling = SamplingParams(
-        max_new_tokens=max_tokens,
+        max_new_tokens=max_tokens and min(max_tokens, 2**31 - 1),
         top_k=None if top_k is None else max(0, top_k),  # others write -1 for "all"
         seed=secrets.randbits(63) if seed is None else seed % 2**63,
         stop=_stop(fields, stop_field),
@@ -173,11 +162,14 @@ def check_model(fields: Fields, served: Sequence[str]) -> None:
         raise ApiError(404, message, param="model", code="model_not_found")
 
 
-def _refuse_unsupported(fields: Fields, neutral: dict[str, tuple[Any, ...]]) -> None:
-    for name, values in neutral.items():
-        value = fields.raw(name)
-        if value is not None and value not in values:
-            raise unsupported(name, "leave it out")
+def _thinking_kwargs(fields: Fields) -> dict[str, Any]:
+    """Return the variables of the template by which models think or do not; none: as the template itself wants it."""
+    effort = fields.string("reasoning_effort")
+    if effort is None:
+        return {}
+    if effort not in REASONING_EFFORTS:
+        raise invalid("reasoning_effort", f"expected one of {', '.join(REASONING_EFFORTS)}, got {shown(effort)}")
+    return {"enable_thinking": effort not in _EFFORTS_WITHOUT_THOUGHTS, "reasoning_effort": effort}
 
 
 def _chat_max_tokens(fields: Fields) -> int | None:

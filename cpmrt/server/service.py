@@ -120,11 +120,11 @@ class Service:
             allow_special_tokens=chat.allow_special_tokens,
             **chat.template_kwargs,
         )
-        self.engine.check_capacity(wanted.num_choices)
+        self.engine.check_capacity(wanted.num_choices, "n")
         requests = choices_of(llm, ids, wanted)
         is_thinking = prompt_opens_thinking(ids, llm.tokenizer)
         schemas = schemas_of(chat.tools) if chat.tools else None
-        texts = [ChatText(is_thinking, schemas) for _ in range(wanted.num_choices)]
+        texts = [ChatText(is_thinking, schemas, one_call=chat.one_call) for _ in range(wanted.num_choices)]
         logprobs = list[ChatLogprobs]()
         if wanted.logprobs is not None:
             tokens, end_ids = TokenTexts(llm.tokenizer), frozenset(requests[0].stop_token_ids)
@@ -140,7 +140,8 @@ class Service:
         wanted = completion.wanted
         requests: list[EngineRequest] = []
         echoes: list[str] = []
-        self.engine.check_capacity(len(completion.prompts) * wanted.num_choices)
+        num_prompts = len(completion.prompts)
+        self.engine.check_capacity(num_prompts * wanted.num_choices, "prompt" if num_prompts > 1 else "n")
         for prompt in completion.prompts:
             asked = _filling(llm.tokenizer, prompt, completion.suffix)
             requests += choices_of(llm, asked, wanted, len(requests))
@@ -181,6 +182,9 @@ def choices_of(llm: LLM, prompt: str | list[int], wanted: Wanted, first_choice: 
     request = llm.request(prompt, wanted.sampling)
     if wanted.sampling.stop:
         stop_automaton(wanted.sampling.stop)  # built here, so that the engine's thread finds it
+    # Without room for one token the engine refuses the request, with figures.
+    room = max(1, llm.max_context - len(request.prompt_ids))
+    request = replace(request, max_new_tokens=min(request.max_new_tokens, room))
     choices = range(first_choice, first_choice + wanted.num_choices)
     return [replace(request, seed=wanted.seed(choice)) for choice in choices]
 

@@ -9,7 +9,8 @@ import pytest
 
 from cpmrt.server import json_body
 from cpmrt.server.openapi import document
-from cpmrt.server.schema import NEUTRAL_CHAT, NEUTRAL_COMPLETION, read_chat, read_completion
+from cpmrt.server.schema import read_chat, read_completion
+from cpmrt.server.unused_fields import REFUSED, REFUSED_IN_CHATS
 
 
 def test_the_document_is_served(demo):
@@ -25,15 +26,15 @@ def test_every_route_is_described_with_its_method(demo):
     assert described == served
 
 
-@pytest.mark.parametrize(("schema", "read", "body", "neutral"), [
-    ("ChatRequest", read_chat, {"messages": [{"role": "user", "content": "x"}]}, NEUTRAL_CHAT),
-    ("CompletionRequest", read_completion, {"prompt": "x"}, NEUTRAL_COMPLETION),
+@pytest.mark.parametrize(("schema", "read", "body", "refused"), [
+    ("ChatRequest", read_chat, {"messages": [{"role": "user", "content": "x"}]}, REFUSED_IN_CHATS),
+    ("CompletionRequest", read_completion, {"prompt": "x"}, REFUSED),
 ])  # fmt: skip
-def test_the_fields_are_those_that_the_code_reads(monkeypatch, schema, read, body, neutral):
+def test_the_fields_are_those_that_the_code_reads(monkeypatch, schema, read, body, refused):
     asked = set()
     monkeypatch.setattr(json_body.Fields, "raw", lambda self, key: asked.add(self.name(key)) or self._values.get(key))
     read(body, ["demo"])
-    assert set(document()["components"]["schemas"][schema]["properties"]) == asked - set(neutral)
+    assert set(document()["components"]["schemas"][schema]["properties"]) == asked - set(refused)
 
 
 @pytest.mark.all

@@ -1,0 +1,142 @@
+"""Which fields of a request are used, accepted without effect, or refused by name."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
+CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+
+
+def ask(server, fields, path=CHAT, text="say(ok)yas"):
+    prompt = {"messages": [{"role": "user", "content": text}]} if path == CHAT else {"prompt": text}
+    return server.client.post(path, json=prompt | fields)
+
+
+ACCEPTED = [
+    {"user": "me"}, {"metadata": {"a": "b"}}, {"store": True}, {"service_tier": "flex"}, {"verbosity": "low"},
+    {"safety_identifier": "x"}, {"prompt_cache_key": "x"}, {"prediction": {"type": "content", "content": "x"}},
+    {"min_tokens": 0}, {"response_format": {"type": "text"}}, {"guided_json": None}, {"skip_special_tokens": True},
+    {"length_penalty": 1.0}, {"whatever": [1]},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fields", ACCEPTED, ids=lambda fields: next(iter(fields)))
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_fields_that_change_nothing_are_accepted(says, fields, path):
+    answer = ask(says, fields, path)
+    assert answer.status_code == 200, answer.text
+    (choice,) = answer.json()["choices"]
+    assert (choice["message"]["content"] if path == CHAT else choice["text"]) == "ok"
+
+
+REFUSED = [
+    {"guided_json": {}}, {"guided_regex": "a+"}, {"guided_choice": ["a"]}, {"guided_grammar": "root ::= x"},
+    {"structured_outputs": {"json": {}}}, {"response_format": {"type": "json_object"}}, {"min_tokens": 5},
+    {"use_beam_search": True}, {"length_penalty": 0.5}, {"bad_words": ["x"]}, {"allowed_token_ids": [1]},
+    {"grammar": "root ::= x"}, {"include_stop_str_in_output": True}, {"skip_special_tokens": False},
+    {"min_tokens": True}, {"prompt_logprobs": 1}, {"truncate_prompt_tokens": 5},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fields", REFUSED, ids=json.dumps)
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_fields_that_would_change_the_answer_are_refused_by_name(says, fields, path):
+    answer = ask(says, fields, path)
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["param"] in fields
+    assert error["message"].startswith(f"{error['param']} is not supported: ") and len(error["message"]) > 40
+
+
+@pytest.mark.parametrize("fields", [
+    {"continue_final_message": True}, {"add_generation_prompt": False}, {"chat_template": "x"}, {"functions": [{}]},
+    {"function_call": "auto"}, {"modalities": ["text", "audio"]}, {"web_search_options": {}}, {"documents": [{}]},
+], ids=json.dumps)  # fmt: skip
+def test_what_only_chats_refuse(says, fields):
+    answer = ask(says, fields)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] in fields
+
+
+@pytest.mark.parametrize("fields", [{"user": 5}, {"metadata": "x"}, {"store": "yes"}, {"parallel_tool_calls": 1},
+                                    {"reasoning_effort": "hard"}, {"reasoning_effort": 1}], ids=json.dumps)  # fmt: skip
+def test_accepted_fields_have_types_too(says, fields):
+    answer = ask(says, fields)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] in fields
+
+
+@pytest.mark.parametrize(("effort", "thinks"), [("none", False), ("minimal", False), ("low", True), ("high", True)])
+def test_reasoning_effort_switches_thoughts(says, effort, thinks):
+    message = ask(says, {"reasoning_effort": effort}, text="say(so</think>yes)yas").json()["choices"][0]["message"]
+    assert message.get("reasoning_content") == ("so" if thinks else None)
+
+
+def test_the_template_s_own_switch_wins_over_reasoning_effort(says):
+    fields = {"reasoning_effort": "high", "chat_template_kwargs": {"enable_thinking": False}}
+    assert ask(says, fields, text="say(so</think>yes)yas").json()["choices"][0]["message"]["content"] == "so</think>yes"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("parallel", "count"), [(None, 3), (True, 3), (False, 1)])
+def test_parallel_tool_calls_false_gives_the_first_call_alone(says, parallel, count, stream):
+    fields = {"tools": TOOLS, "parallel_tool_calls": parallel, "stream": stream}
+    answer = ask(says, fields, text=f"say({CALL * 3})yas")
+    if stream:
+        events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+        deltas = [event["choices"][0]["delta"] for event in events]
+        calls = [call for delta in deltas for call in delta.get("tool_calls", ()) if "id" in call]
+    else:
+        calls = answer.json()["choices"][0]["message"]["tool_calls"]
+    assert len(calls) == count
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize("max_tokens", [4000, 1_000_000, 2**40])
+def test_max_tokens_above_the_room_ends_with_length(says, path, max_tokens):
+    answer = ask(says, {"max_tokens": max_tokens}, path, text=f"say({'x' * 3000})yas").json()
+    assert answer["choices"][0]["finish_reason"] == "length" and answer["usage"]["total_tokens"] == 4096
+
+
+@pytest.mark.parametrize("max_tokens", [None, 5, 10**6])
+def test_a_prompt_that_leaves_no_room_is_refused_with_its_length(demo, max_tokens):
+    answer = ask(demo, {"prompt": [7] * 512, "max_tokens": max_tokens}, COMPLETIONS)
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["code"] == "context_length_exceeded" and error["param"] is None
+    assert "512" in error["message"] and "shorten the prompt" in error["message"]
+
+
+@pytest.mark.parametrize(("fields", "message"), [
+    ({"seed": 2**70}, "seed: expected an integer of at most 64 bits, got 1180591620717411303424"),
+    ({"seed": 10**200}, "seed: expected an integer of at most 64 bits, got a number of 665 bits"),
+    ({"seed": "x"}, "seed: expected an integer, got 'x'"),
+    ({"seed": True}, "seed: expected an integer, got true"),
+    ({"seed": [1]}, "seed: expected an integer, got an array"),
+    ({"temperature": "hot"}, "temperature: expected a number, got 'hot'"),
+    ({"stream": 1}, "stream: expected true or false, got 1"),
+    ({"n": 100}, "n: that makes 100 answers, and this server takes 68 at a time"),
+])  # fmt: skip
+def test_messages_say_what_came(says, fields, message):
+    assert ask(says, fields).json()["error"]["message"] == message
+
+
+def test_too_many_prompts_do_not_blame_n(says):
+    error = ask(says, {"prompt": ["x"] * 100}, COMPLETIONS).json()["error"]
+    assert error["param"] == "prompt" and error["message"].startswith("prompt: that makes 100 answers")
+
+
+@pytest.mark.parametrize(("stop", "is_allowed"), [
+    (["x" * 16384], True),
+    (["é" * 8192], True),
+    ([f"{number:016}" for number in range(1024)], True),
+    (["x" * 16384, "y"], False),
+    (["é" * 8193], False),
+    ([f"{number}" for number in range(1025)], False),
+    (["x" * 60_000] * 16, False),
+], ids=["one", "umlauts", "many", "two", "too many umlauts", "too many", "very long"])  # fmt: skip
+def test_stop_strings_are_bounded_in_number_and_bytes(says, stop, is_allowed):
+    answer = ask(says, {"stop": stop})
+    assert answer.status_code == (200 if is_allowed else 400), answer.text
+    if not is_allowed:
+        assert answer.json()["error"]["param"] == "stop" and "at most" in answer.json()["error"]["message"]
