@@ -6,16 +6,19 @@ at the beginning of an answer only: further on these markers are text. `tool_for
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Sequence
 from typing import Any
 
-from cpmrt.server.tool_formats import FORMATS, MAX_CALL_CHARACTERS, Call, Format, Schemas
+from cpmrt.server.tool_calls import Call, Schemas
+from cpmrt.server.tool_formats import FORMATS, MAX_CALL_CHARACTERS, EndFinder, Format
 from cpmrt.text.markers import THINKING_PAIRS
 
 Delta = dict[str, Any]
 """A part of a message as a chunk has it: {"content": text}, {"reasoning_content": text} or {"tool_calls": [...]}."""
 _STARTS = {form.start: form for form in FORMATS}
+_ANY_START = re.compile("|".join(map(re.escape, _STARTS)))
 
 
 class ChatText:
@@ -178,52 +181,79 @@ class _ToolCallFinder:
         """The white space in front of the block that is open."""
         self._form: Format | None = None
         """The format of the block that is open."""
+        self._end = EndFinder(FORMATS[0])
+        """Of the block that is open."""
         self._has_calls = False
+        self._skips_quoted = True
 
     def push(self, piece: str) -> tuple[str, list[Call]]:
         """Return the text and the calls that this piece completes."""
         self._held += piece
         shown, calls = list[str](), list[Call]()
-        while self._form is None or self._form.end in self._held or len(self._held) > MAX_CALL_CHARACTERS:
-            if self._form is not None:
-                self._close(self._form, shown, calls)
-            elif not self._open(shown):
-                break
+        while self._open(shown) if self._form is None else self._continue(self._form, shown, calls):
+            pass
         return "".join(shown), calls
 
     def flush(self) -> tuple[str, list[Call]]:
-        """Return what is still held back. The end of the last block may be missing: models end their turn instead."""
+        """Return what is still held back. The end of the last block may be missing: models end their turn instead.
+
+        If the block is no call either way, a quotation may be open in it; from then on quoted end markers count.
+        """
+        self._skips_quoted = False
         shown, calls = list[str](), list[Call]()
-        if self._form is not None:
-            self._close(self._form, shown, calls)
+        while self._form is not None:
+            form, self._form = self._form, None
+            if self._read(form, self._held, calls):
+                self._held = ""
+            else:
+                block, end, self._held = self._held.partition(form.end)
+                shown.append(self._gap + form.start + block + end)
+            text, more = self.push("")
+            shown.append(text)
+            calls += more
         rest, self._held = self._held, ""
         shown.append(rest if rest.strip() or not self._has_calls else "")
         return "".join(shown), calls
 
     def _open(self, shown: list[str]) -> bool:
         """Show the text that cannot belong to a call, and tell whether a call begins after it."""
-        places = [(self._held.find(start), start) for start in _STARTS]
-        found = min(((position, start) for position, start in places if position >= 0), default=None)
-        position = found[0] if found else len(self._held) - _held_back(self._held, tuple(_STARTS))
+        found = _ANY_START.search(self._held)
+        position = found.start() if found else len(self._held) - _held_back(self._held, tuple(_STARTS))
         text = self._held[:position].rstrip()
         shown.append(text)
         if found is None:
             self._held = self._held[len(text) :]
             return False
-        self._gap, start = self._held[len(text) : position], found[1]
-        self._form, self._held = _STARTS[start], self._held[position + len(start) :]
+        self._gap, self._form = self._held[len(text) : position], _STARTS[found[0]]
+        self._held = self._held[found.end() :]
+        self._end = EndFinder(self._form, skips_quoted=self._skips_quoted)
         return True
 
-    def _close(self, form: Format, shown: list[str], calls: list[Call]) -> None:
-        block, end, rest = self._held.partition(form.end)
-        self._form, self._held = None, rest
+    def _continue(self, form: Format, shown: list[str], calls: list[Call]) -> bool:
+        """Close the open block if its end has come, or give it up if it is too long. Tell whether it is closed."""
+        window = self._held[:MAX_CALL_CHARACTERS]
+        place = self._end.find(window)
+        if place is None and len(self._held) < MAX_CALL_CHARACTERS:
+            return False
+        if place is None:
+            shown.append(self._gap + form.start + window)
+            self._held = self._held[len(window) :]
+        else:
+            block, self._held = self._held[:place], self._held[place + len(form.end) :]
+            if not self._read(form, block, calls):
+                shown.append(self._gap + form.start + block + form.end)
+        self._form = None
+        return True
+
+    def _read(self, form: Format, block: str, calls: list[Call]) -> bool:
+        """Add the calls of a block, and tell whether it has any."""
         try:
             found = form.read(block, self._schemas)
         except ValueError:
-            shown.append(self._gap + form.start + block + end)
-            return
+            return False
         calls += found
         self._has_calls = self._has_calls or bool(found)
+        return True
 
 
 def _held_back(text: str, markers: Sequence[str]) -> int:

@@ -12,7 +12,7 @@ from cpmrt.server.messages_answer import MessagesFormat
 from cpmrt.server.messages_request import Conversation, read_conversation, read_settings
 from cpmrt.server.service import Prepared, Service, choices_of, marker_ids, prompt_opens_thinking
 from cpmrt.server.tokenizing import needed
-from cpmrt.server.tool_formats import schemas_of
+from cpmrt.server.tool_calls import schemas_of
 
 
 def prepare_message(service: Service, body: dict[str, Any]) -> Prepared:

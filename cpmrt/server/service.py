@@ -23,7 +23,7 @@ from cpmrt.server.hosts import is_loopback
 from cpmrt.server.schema import Wanted, read_chat, read_completion
 from cpmrt.server.telemetry import Metrics
 from cpmrt.server.token_logprobs import ChatLogprobs, CompletionLogprobs, TokenTexts
-from cpmrt.server.tool_formats import schemas_of
+from cpmrt.server.tool_calls import schemas_of
 from cpmrt.text import Tokenizer
 from cpmrt.text.markers import ANSWER_MARKERS
 from cpmrt.text.streaming import stop_automaton

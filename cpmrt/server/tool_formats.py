@@ -1,4 +1,4 @@
-"""Parsers for the formats in which models write tool calls. Nothing that a model writes is executed.
+"""The formats in which models write tool calls, and their parsers. Nothing that a model writes is executed.
 
 | format | between | one call |
 |---|---|---|
@@ -12,40 +12,77 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Callable, Mapping
-from html import unescape
+from collections.abc import Callable
 from typing import Any, NamedTuple
+
+from cpmrt.server.tool_calls import Call, Schemas, as_json
+from cpmrt.server.xml_calls import read_xml_call
 
 MAX_CALL_CHARACTERS = 2**20
 _FENCE = re.compile(r"\A\s*```[a-z]*\n(.*?)\n?```\s*\Z", re.DOTALL)
-_FUNCTION = re.compile(r'\A([^"]+)"\s*>(.*)\Z', re.DOTALL)
-_PARAM = re.compile(r'<param name="([^"]+)"\s*>(.*?)</param>', re.DOTALL)
-_CDATA = re.compile(r"\A\s*<!\[CDATA\[(.*)\]\]>\s*\Z", re.DOTALL)
 
 
-class Call(NamedTuple):
-    """A function's name and its arguments, a JSON object as text."""
+class Quoting(NamedTuple):
+    """A way to quote text in a block, within which nothing is a marker.
 
-    name: str
-    arguments: str
+    `opening` begins it. `closing` finds its end, and escape sequences within it, which begin with a backslash.
+    `partial` finds what may become either at the end of the text so far.
+    """
 
-
-Schemas = Mapping[str, Mapping[str, Any]]
-"""Function name -> properties of its parameters (JSON schemas by name, in order)."""
+    opening: str
+    closing: re.Pattern[str]
+    partial: re.Pattern[str]
 
 
 class Format(NamedTuple):
-    """The markers around a block, and `read` for the text between them, which raises ValueError if that is no call."""
+    """The markers around a block, the quotings in it, and `read` for the text between the markers.
+
+    `read` raises ValueError if that is no call.
+    """
 
     start: str
     end: str
+    quotings: tuple[Quoting, ...]
     read: Callable[[str, Schemas], list[Call]]
 
 
-def schemas_of(tools: list[dict[str, Any]]) -> Schemas:
-    return {
-        tool["function"]["name"]: (tool["function"].get("parameters") or {}).get("properties") or {} for tool in tools
-    }
+class EndFinder:
+    """Finds the end marker of a block that grows, and looks at each of its characters once.
+
+    Quoted ones do not count, unless `skips_quoted` is False.
+    """
+
+    def __init__(self, form: Format, *, skips_quoted: bool = True):
+        quotings = form.quotings if skips_quoted else ()
+        marks = [*(quoting.opening for quoting in quotings), form.end]
+        self._outside = re.compile("|".join(map(re.escape, marks)))
+        self._longest = max(map(len, marks))
+        self._end, self._quotings = form.end, {quoting.opening: quoting for quoting in quotings}
+        self._inside: Quoting | None = None
+        self._at = 0
+
+    def find(self, text: str) -> int | None:
+        """Return where the end marker stands; `text` begins as it did at the last call."""
+        while True:
+            found = (self._inside.closing if self._inside else self._outside).search(text, self._at)
+            if found is None:
+                self._wait(text)
+                return None
+            if found[0] == self._end:
+                return found.start()
+            self._at = found.end()
+            if self._inside is None:
+                self._inside = self._quotings[found[0]]
+            elif not found[0].startswith("\\"):
+                self._inside = None
+
+    def _wait(self, text: str) -> None:
+        """Remember where the next search must begin."""
+        if self._inside is None:
+            self._at = max(self._at, len(text) - self._longest + 1)
+        else:
+            partial = self._inside.partial.search(text, self._at)
+            self._at = partial.start() if partial else len(text)
 
 
 def read_json_call(text: str, schemas: Schemas) -> list[Call]:
@@ -64,7 +101,7 @@ def _json_call(value: object) -> Call:
         arguments = json.loads(arguments)
     if not isinstance(name, str) or not isinstance(arguments, dict):
         raise ValueError("no tool call")
-    return Call(name, _dumps(arguments))
+    return Call(name, as_json(arguments))
 
 
 def read_python_calls(text: str, schemas: Schemas) -> list[Call]:
@@ -85,7 +122,7 @@ def _python_call(statement: ast.stmt, schemas: Schemas) -> Call:
     if not isinstance(node, ast.Call):
         raise ValueError("no call")
     name = _dotted(node.func)
-    order = list(schemas.get(name, {}))
+    order = list(schemas.get(name, {}).get("properties") or {})
     if len(node.args) > len(order):
         raise ValueError("positional arguments without names")
     arguments = {order[index]: _literal(value) for index, value in enumerate(node.args)}
@@ -93,7 +130,7 @@ def _python_call(statement: ast.stmt, schemas: Schemas) -> Call:
         if keyword.arg is None:
             raise ValueError("unpacked arguments")
         arguments[keyword.arg] = _literal(keyword.value)
-    return Call(name, _dumps(arguments))
+    return Call(name, as_json(arguments))
 
 
 def _dotted(node: ast.expr) -> str:
@@ -115,36 +152,10 @@ def _literal(node: ast.expr) -> Any:
         raise ValueError("no literal") from None
 
 
-def read_xml_call(text: str, schemas: Schemas) -> list[Call]:
-    """Read MiniCPM5's, after `<function name="`: strings are taken as they are, other values as JSON if they are."""
-    function = _FUNCTION.match(text)
-    if not function or _PARAM.sub("", function[2]).strip():
-        raise ValueError("no tool call")
-    types = schemas.get(function[1], {})
-    arguments = {name: _xml_value(value, types.get(name)) for name, value in _PARAM.findall(function[2])}
-    return [Call(function[1], _dumps(arguments))]
-
-
-def _xml_value(text: str, schema: object) -> Any:
-    quoted = _CDATA.match(text)
-    value = quoted[1] if quoted else unescape(text)
-    if isinstance(schema, Mapping) and schema.get("type") == "string":
-        return value
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError):
-        return value
-
-
-def _dumps(arguments: dict[str, Any]) -> str:
-    try:
-        return json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-    except (TypeError, RecursionError):
-        raise ValueError("arguments that JSON lacks") from None
-
-
+_CDATA = Quoting("<![CDATA[", re.compile(r"\]\]>"), re.compile(r"\]{1,2}\Z"))
+_DOUBLE, _SINGLE = (Quoting(mark, re.compile(rf"\\.|{mark}", re.DOTALL), re.compile(r"\\\Z")) for mark in "\"'")
 FORMATS = (
-    Format("<tool_call>", "</tool_call>", read_json_call),
-    Format("<|tool_call_start|>", "<|tool_call_end|>", read_python_calls),
-    Format('<function name="', "</function>", read_xml_call),
+    Format("<tool_call>", "</tool_call>", (_DOUBLE,), read_json_call),
+    Format("<|tool_call_start|>", "<|tool_call_end|>", (_DOUBLE, _SINGLE), read_python_calls),
+    Format('<function name="', "</function>", (_CDATA,), read_xml_call),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 from hypothesis import given
@@ -11,12 +12,19 @@ from hypothesis import strategies as st
 from cpmrt.server.chat_text import ChatText, Message, opens_thinking
 from cpmrt.server.tool_formats import read_json_call, read_python_calls, read_xml_call
 
-SCHEMAS = {"f": {"a": {"type": "integer"}, "b": {"type": "string"}}, "g": {}}
+SCHEMAS = {
+    "f": {
+        "properties": {"a": {"type": "integer"}, "b": {"type": "string"}, "c": {"type": ["string", "null"]}, "z": {}}
+    },
+    "g": {},
+    "needy": {"properties": {"a": {}, "b": {}}, "required": ["a"]},
+}
 MARKS = [
     "<think>", "</think>", "<|thought_start|>", "<|thought_end|>", "<tool_call>", "</tool_call>",
     '{"name": "f", "arguments": {"a": 1}}', "<|tool_call_start|>", "<|tool_call_end|>",
     "```python\n", "\n```", "f(a=1)", '<function name="f">', "</function>", '<param name="a">', "1", "</param>", " ",
-    "\n", "text", "<", "<t", "<|t", "é",
+    "\n", "text", "<", "<t", "<|t", "é", "<![CDATA[", "]]>", "]", '<param name="b"><![CDATA[</function></param>', '"',
+    '"</tool_call>', "\\", "'", "'<|tool_call_end|>",
 ]  # fmt: skip
 TEXTS = st.lists(st.sampled_from(MARKS), max_size=14).map("".join)
 
@@ -89,7 +97,8 @@ def test_python_calls(text, calls):
 
 @pytest.mark.parametrize("text", [
     "", "x = 1", "f(a=__import__('os'))", "f(a=open('/etc/passwd').read())", "f(a=[1 for _ in b])", "f(*x)", "f(**x)",
-    "f(1, 2, 3)", "f(lambda: 1)", "(lambda: 1)()", "f(a=1j)", "f(a=b'x')", "f(a={1, 2})", "f(a=1" + "0" * 5000 + ")",
+    "f(1, 2, 3, 4, 5)", "f(lambda: 1)",
+    "(lambda: 1)()", "f(a=1j)", "f(a=b'x')", "f(a={1, 2})", "f(a=1" + "0" * 5000 + ")",
     "f(a=" + "(" * 500 + ")" * 500 + ")", "f(a=" + "-" * 100_000 + "1)", "f(" + "a." * 100_000 + "b)", "f(a=1e999)",
     "import os", "f(a={(1, 2): 3})", "f(\x00)",
 ])  # fmt: skip
@@ -111,22 +120,69 @@ def test_json_calls():
 
 
 @pytest.mark.parametrize(("text", "arguments"), [
-    ('f"><param name="a">1</param></function>', {"a": 1}),
+    ('f"><param name="a">1</param>', {"a": 1}),
     ('f">\n<param name="b">1</param>\n', {"b": "1"}),
+    ('f"><arguments>\n<param name="a">1</param></arguments>', {"a": 1}),
     ('f"><param name="b"><![CDATA[a < b & c\n]]></param>', {"b": "a < b & c\n"}),
-    ('f"><param name="b">a &lt; b</param>', {"b": "a < b"}),
+    ('f"><param name="b">\n<![CDATA[ <p>x</param></function> ]]>\n</param>', {"b": " <p>x</param></function> "}),
+    ('f"><param name="b"><![CDATA[a]]]]><![CDATA[>b]]></param>', {"b": "a]]>b"}),
+    ('f"><param name="b">1 <![CDATA[<]]> 2 </param>', {"b": "1 < 2"}),
+    ('f"><param name="b">\n a &lt; b\n</param>', {"b": "a < b"}),
+    ('f"><param name="b">True</param>', {"b": "True"}),
+    ('f"><param name="a">True</param><param name="z"> None </param>', {"a": True, "z": None}),
     ('f"><param name="z">[1, 2]</param>', {"z": [1, 2]}),
+    ('f"><param name="z">[\'x\', (1, False)]</param>', {"z": ["x", [1, False]]}),
     ('f"><param name="z">so so</param>', {"z": "so so"}),
+    ('f"><param name="z">{1, 2}</param>', {"z": "{1, 2}"}),
+    ('f"><param name="z">__import__("os")</param>', {"z": '__import__("os")'}),
+    ('f"><param name="a">NaN</param><param name="z">1e999</param>', {"a": "NaN", "z": "1e999"}),
+    ('f"><param name="c">null</param>', {"c": None}),
+    ('f"><param name="c">12</param>', {"c": "12"}),
+    ('g"><param name="any">1</param>', {"any": 1}),
+    ('g">', {}),
+    ('needy"><param name="a">1</param>', {"a": 1}),
 ])  # fmt: skip
 def test_xml_calls(text, arguments):
-    ((name, written),) = read_xml_call(text.removesuffix("</function>"), SCHEMAS)
-    assert (name, json.loads(written)) == ("f", arguments)
+    ((name, written),) = read_xml_call(text, SCHEMAS)
+    assert (name, json.loads(written)) == (text.partition('"')[0], arguments)
+    made = message(list(f'<function name="{text}</function> after'))
+    assert [call["function"] for call in made["tool_calls"]] == [{"name": name, "arguments": written}]
+    assert made["content"] == " after"
 
 
-@pytest.mark.parametrize("text", ["", 'f">text', 'f"<param>', 'f"><param name="a">1', 'f"><param name="a">NaN</param>'])
-def test_xml_that_is_no_call_is_refused(text):
+@pytest.mark.parametrize("text", [
+    "", 'f">text', 'f"<param>', 'f"><param name="a">1', 'h"><param name="a">1</param>',
+    'f"><param name="unknown">1</param>', 'f"><param name="a">1</param><param name="a">1</param>', 'needy">',
+    'f"><param name="b"><![CDATA[</param>', 'f"><param name="a">1</param>text',
+])  # fmt: skip
+def test_xml_that_is_no_call_is_refused_and_shown(text):
     with pytest.raises(ValueError):
         read_xml_call(text, SCHEMAS)
+    text = f'<function name="{text}</function> after'
+    assert message(list(text)) == {"role": "assistant", "content": text, "refusal": None}
+
+
+@pytest.mark.parametrize(("start", "end", "call"), [
+    ("<tool_call>", "</tool_call>", '{"name": "f", "arguments": {"b": "\\"</tool_call>"}}'),
+    ("<|tool_call_start|>", "<|tool_call_end|>", "f(b='<|tool_call_end|>', z=\"it's<|tool_call_end|>\")"),
+    ('<function name="', "</function>", 'f"><param name="b"><![CDATA[</function>]]></param>'),
+])  # fmt: skip
+def test_a_quoted_end_marker_is_no_end(start, end, call):
+    made = message(list(f"{start}{call}{end}{start}{call}{end}done"))
+    assert len(made["tool_calls"]) == 2 and made["content"] == "done"
+    assert end in str(json.loads(made["tool_calls"][0]["function"]["arguments"]).values())
+
+
+def test_a_quotation_that_never_ends_spoils_no_other_call():
+    good = '<function name="f"><param name="a">1</param></function>'
+    made = message([f'<function name="f"><param name="b"><![CDATA[x</param></function>{good}'])
+    assert len(made["tool_calls"]) == 1 and made["content"].endswith("<![CDATA[x</param></function>")
+
+
+def test_the_end_of_a_long_answer_costs_little():
+    text = '<function name="<![CDATA[</function>' * 10_000
+    begin = time.perf_counter()
+    assert message([text])["content"] == text and time.perf_counter() - begin < 10
 
 
 def test_a_call_without_its_end_counts():
@@ -140,5 +196,5 @@ def test_a_block_that_is_no_call_is_shown():
 
 
 def test_a_call_that_never_ends_is_given_up():
-    made = message(["<tool_call>" + "x" * (2**20 + 1), "y"])
-    assert len(made["content"]) == 2**20 + 13 and made["content"].endswith("xy")
+    text = "<tool_call>" + "x" * (2**20 + 1) + "</tool_call>y"
+    assert message([text])["content"] == message([text[: 2**20], text[2**20 :]])["content"] == text

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from cpmrt.errors import CheckpointError, CpmrtError, RequestError
 from cpmrt.text import ChatTemplate, template_sandbox
+from cpmrt.weights.model_folder import BUNDLED
 
 TEMPLATES = {"chatml": CHATML, "qwen": QWEN_STYLE, "llama": LLAMA_STYLE}
 TOKENS = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "pad_token": None}
@@ -49,6 +50,15 @@ def test_minicpm_chatml(tmp_path):
         "<|im_start|>assistant\n"
     )
     assert template.render(USER, add_generation_prompt=False).endswith("<|im_end|>\n")
+
+
+def test_a_message_of_tool_calls_without_content_fits_every_template(tmp_path):
+    """One that looks at the content finds none, and one that takes none gets an empty one."""
+    assert "<|im_start|>assistant\n<|im_end|>" in ChatTemplate.open(BUNDLED).render(CALLS)
+    assert open_template(tmp_path, "{{ messages[1].content is defined }}").render(CALLS) == "False"
+    assert open_template(tmp_path, "{{ messages[1].content|length }}").render(CALLS) == "0"
+    with pytest.raises(RequestError, match="UndefinedError"):
+        open_template(tmp_path, "{{ messages[1].other.more }}").render(CALLS)
 
 
 def test_thinking_is_undefined_unless_said(tmp_path):

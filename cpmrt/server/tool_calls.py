@@ -1,0 +1,31 @@
+"""What a tool call is: a function's name and its arguments, checked against nothing but JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+
+class Call(NamedTuple):
+    """A function's name and its arguments, a JSON object as text."""
+
+    name: str
+    arguments: str
+
+
+Schemas = Mapping[str, Mapping[str, Any]]
+"""Function name -> JSON schema of its parameters."""
+
+
+def schemas_of(tools: list[dict[str, Any]]) -> Schemas:
+    """Return the schemas of a request's tools."""
+    return {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
+
+
+def as_json(value: object) -> str:
+    """Write arguments as JSON. Raises ValueError if JSON lacks one of the values."""
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (TypeError, RecursionError):
+        raise ValueError("arguments that JSON lacks") from None

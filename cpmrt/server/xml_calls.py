@@ -1,0 +1,113 @@
+"""Reads the tool calls of MiniCPM5: `<function name="f"><param name="a">1</param></function>`.
+
+The parameters may stand inside `<arguments>`. A value is text with XML entities, or CDATA, where nothing is a marker.
+A call that does not fit the request's tools is none: it names another function, a parameter that the function lacks
+or had already, or leaves out a required one.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Iterator, Mapping
+from html import unescape
+from typing import Any
+
+from cpmrt.server.tool_calls import Call, Schemas, as_json
+
+_FUNCTION = re.compile(r'([^"]+)"\s*>')
+_PARAM = re.compile(r'\s*<param\s+name="([^"]+)"\s*>')
+_VALUE_STOP = re.compile(r"</param>|<!\[CDATA\[")
+_JSON_TYPES = {
+    type(None): ("null",), bool: ("boolean",), int: ("integer", "number"), float: ("number",), str: ("string",),
+    list: ("array",), dict: ("object",),
+}  # fmt: skip
+
+
+def read_xml_call(text: str, schemas: Schemas) -> list[Call]:
+    """Read what follows `<function name="`, up to the closing tag. Raises ValueError if it is no call."""
+    function = _FUNCTION.match(text)
+    if function is None or function[1] not in schemas:
+        raise ValueError("no call of a known function")
+    body = text[function.end() :].strip()
+    if body.startswith("<arguments>"):
+        body = body.removeprefix("<arguments>").removesuffix("</arguments>")
+    schema = schemas[function[1]]
+    properties = schema.get("properties") or {}
+    arguments: dict[str, Any] = {}
+    for name, value in _params(body):
+        if name in arguments or not (name in properties or not properties or schema.get("additionalProperties")):
+            raise ValueError(f"parameter {name!r} is unknown or given twice")
+        arguments[name] = _typed(value, properties.get(name))
+    if missing := set(schema.get("required") or ()) - set(arguments):
+        raise ValueError(f"required parameters are missing: {missing}")
+    return [Call(function[1], as_json(arguments))]
+
+
+def _params(text: str) -> Iterator[tuple[str, str]]:
+    """Yield name and value of each parameter. Raises ValueError where something else stands."""
+    at, end = 0, len(text.rstrip())
+    while at < end:
+        head = _PARAM.match(text, at)
+        if head is None:
+            raise ValueError("no parameter")
+        value, at = _value(text, head.end())
+        yield head[1], value
+
+
+def _value(text: str, at: int) -> tuple[str, int]:
+    """Return the value that begins at a position, and the position after its end tag.
+
+    White space around it is dropped, but not within CDATA: there it may be a file's.
+    """
+    plain, parts = list[str](), list[str]()
+    while stop := _VALUE_STOP.search(text, at):
+        plain.append(unescape(text[at : stop.start()]))
+        parts.append(plain[-1])
+        if stop[0] == "</param>":
+            is_quoted = len(parts) > len(plain) and not "".join(plain).strip()
+            return "".join(parts[1::2]) if is_quoted else "".join(parts).strip(), stop.end()
+        end = text.find("]]>", stop.end())
+        if end < 0:
+            break
+        parts.append(text[stop.end() : end])
+        at = end + len("]]>")
+    raise ValueError("a value without its end")
+
+
+def _typed(text: str, schema: object) -> Any:
+    """Return a value as its schema wants it: text if that may be a string, else JSON or a Python literal if it is one.
+
+    Where strings are one of several types, only values of the other types are not text.
+    """
+    types = _types(schema)
+    if types == {"string"}:
+        return text
+    value = _literal(text)
+    return value if "string" not in types or types.intersection(_JSON_TYPES[type(value)]) else text
+
+
+def _types(schema: object) -> set[str]:
+    """Return the JSON types that a schema names; none if it does not say."""
+    if not isinstance(schema, Mapping):
+        return set()
+    listed = schema.get("type")
+    types = {listed} if isinstance(listed, str) else set(listed) if isinstance(listed, list) else set()
+    for choice in (*_list(schema.get("anyOf")), *_list(schema.get("oneOf"))):
+        types |= _types(choice)
+    return types
+
+
+def _list(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _literal(text: str) -> Any:
+    """Return the value of JSON, or of a Python literal that JSON can express (True, None, ['a']); else the text."""
+    for read in (json.loads, ast.literal_eval):
+        try:
+            return json.loads(as_json(read(text)))
+        except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+            continue
+    return text
