@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hashlib
 import re
@@ -20,10 +21,11 @@ from cpmrt.server.exchange import Exchange
 from cpmrt.server.infill import prepare_infill
 from cpmrt.server.json_body import parse_object, read_body
 from cpmrt.server.messages import count_tokens, prepare_message
+from cpmrt.server.metrics import METRICS_TYPE
 from cpmrt.server.openapi import document
 from cpmrt.server.responses import EventStream, JsonResponse, whole_answer
 from cpmrt.server.service import Prepared, Service
-from cpmrt.server.telemetry import METRICS_TYPE, record_of
+from cpmrt.server.telemetry import record_of
 from cpmrt.server.tokenizing import detokenize, tokenize, tokenizer_info
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -93,7 +95,10 @@ class Endpoints:
         return JsonResponse({"status": "ready", "model": self._service.settings.model_name})
 
     async def metrics(self, request: Request) -> Response:
-        return Response(self._service.metrics.text(self._service.engine.open_jobs), media_type=METRICS_TYPE)
+        engine = self._service.engine
+        llm = engine.llm if engine.state == "ready" else None
+        text = await asyncio.to_thread(self._service.metrics.text, engine.open_jobs, llm)
+        return Response(text, media_type=METRICS_TYPE)
 
     async def openapi(self, request: Request) -> Response:
         return JsonResponse(document())

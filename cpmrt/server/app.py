@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+from time import perf_counter
 from typing import Any
 
 from starlette.applications import Starlette
@@ -101,7 +102,7 @@ class Gate:
             await app(scope, receive, noted)
         finally:
             path = record.path if record.path in self._paths else "other"
-            self._metrics.requests.labels(path, str(record.status)).inc()
+            self._metrics.add_request(path, record.status, perf_counter() - record.begun_at)
             record.write()
 
     def _refusal(self, scope: Scope) -> ApiError | None:

@@ -20,8 +20,8 @@ from cpmrt.server.engine_thread import EngineThread
 from cpmrt.server.errors import unsupported
 from cpmrt.server.fill_in_middle import fill_prompt
 from cpmrt.server.hosts import is_loopback
+from cpmrt.server.metrics import Metrics
 from cpmrt.server.schema import Wanted, read_chat, read_completion
-from cpmrt.server.telemetry import Metrics
 from cpmrt.server.token_logprobs import ChatLogprobs, CompletionLogprobs, TokenTexts
 from cpmrt.server.tool_calls import schemas_of
 from cpmrt.text import Tokenizer
@@ -93,7 +93,7 @@ class Service:
 
     def __init__(self, settings: ServerSettings, load: Callable[[], LLM]):
         self.settings = settings
-        self.metrics = Metrics()
+        self.metrics = Metrics(settings.model_name, settings.max_queue)
         self.engine = EngineThread(
             load,
             max_queue=settings.max_queue,

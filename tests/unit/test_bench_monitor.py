@@ -6,84 +6,14 @@ import sys
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
+from fake_nvml import BUS_ID, FakeNvml
 
 from cpmrt.bench import monitor as monitor_module
-from cpmrt.bench.monitor import Monitor, jetson_readers
+from cpmrt.bench.monitor import Monitor
 from cpmrt.bench.samples import Samples
-
-BUS_ID = "0000:3B:00.0"
-
-
-class FakeNvml:
-    """The parts of nvidia-ml-py that are used; `missing` names calls that this board refuses."""
-
-    NVML_SUCCESS, NVML_TEMPERATURE_GPU, NVML_CLOCK_SM, NVML_CLOCK_MEM = 0, 0, 1, 2
-    NVML_FI_DEV_POWER_INSTANT = 186
-
-    def __init__(self, *missing: str, count: int = 1):
-        self.missing, self.count, self.calls = set(missing), count, []
-        self.joules, self.bits, self.instant_mw = 0.0, 0x5, 700_000
-
-    def __getattribute__(self, name):
-        if name.startswith("nvml") and name in self.missing:
-
-            def refuse(*arguments):
-                raise RuntimeError(f"{name}: Not Supported")
-
-            return refuse
-        return super().__getattribute__(name)
-
-    def nvmlInit(self):
-        self.calls.append("init")
-
-    def nvmlShutdown(self):
-        self.calls.append("shutdown")
-
-    def nvmlDeviceGetCount(self):
-        return self.count
-
-    def nvmlDeviceGetHandleByIndex(self, index):
-        return f"index {index}"
-
-    def nvmlDeviceGetHandleByPciBusId(self, bus_id):
-        if bus_id != BUS_ID:
-            raise RuntimeError("not found")
-        return "by bus id"
-
-    def nvmlSystemGetDriverVersion(self):
-        return "580.65.06"
-
-    def nvmlDeviceGetPowerUsage(self, handle):
-        return 400_000
-
-    def nvmlDeviceGetFieldValues(self, handle, fields):
-        assert fields == [self.NVML_FI_DEV_POWER_INSTANT]
-        return [SimpleNamespace(nvmlReturn=0 if self.instant_mw else 3, value=SimpleNamespace(uiVal=self.instant_mw))]
-
-    def nvmlDeviceGetTotalEnergyConsumption(self, handle):
-        self.joules += 10
-        return int(self.joules * 1000)
-
-    def nvmlDeviceGetTemperature(self, handle, sensor):
-        return 55
-
-    def nvmlDeviceGetClockInfo(self, handle, clock):
-        return {1: 1980, 2: 3201}[clock]
-
-    def nvmlDeviceGetUtilizationRates(self, handle):
-        return SimpleNamespace(gpu=97, memory=80)
-
-    def nvmlDeviceGetMemoryInfo(self, handle):
-        return SimpleNamespace(used=17 << 30)
-
-    def nvmlDeviceGetCurrentClocksEventReasons(self, handle):
-        return self.bits
-
-    def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle):
-        return 0x40
+from cpmrt.gpu_readings import GpuReadings, Nvml, jetson_readers
 
 
 @pytest.fixture
@@ -168,10 +98,10 @@ def test_a_failing_shutdown_is_nothing(nvml, tmp_path):
 
 def test_the_gpu_is_found_by_its_bus_id_or_by_being_the_only_one(nvml, tmp_path):
     nvml(count=2)
-    assert Monitor(BUS_ID, sysfs=tmp_path)._nvml._handle == "by bus id"
-    assert Monitor("0000:99:00.0", sysfs=tmp_path)._nvml.readers() == {}, "another GPU's figures would be wrong"
+    assert Nvml(BUS_ID)._handle == "by bus id"
+    assert Nvml("0000:99:00.0").readers() == {}, "another GPU's figures would be wrong"
     nvml(count=1)
-    assert Monitor("0000:00:00.0", sysfs=tmp_path)._nvml._handle == "index 0"
+    assert Nvml("0000:00:00.0")._handle == "index 0"
 
 
 def test_a_reading_that_hangs_does_not_hang_the_end(nvml, tmp_path, monkeypatch):
@@ -264,8 +194,8 @@ def test_any_file_may_be_unreadable_or_nonsense(tmp_path, damaged):
 
 
 def watch_files(root):
-    """How many readings a monitor keeps."""
-    return len(Monitor(sysfs=root)._readers)
+    """How many readings there are."""
+    return len(GpuReadings(sysfs=root).read())
 
 
 @pytest.fixture(autouse=True)

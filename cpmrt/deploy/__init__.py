@@ -1,0 +1,1 @@
+"""Running servers in production: files for other programs, and an app for Ray Serve."""
