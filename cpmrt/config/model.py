@@ -159,7 +159,9 @@ def _refuse_unsupported(fields: Fields) -> None:
     if fields.boolean("use_sliding_window", False):
         raise UnsupportedModelError(f"{fields.source}: use_sliding_window", expected="false", actual="true")
     layer_types = fields.data.get("layer_types")
-    if isinstance(layer_types, list) and any(kind != "full_attention" for kind in layer_types):
+    if layer_types is not None and not isinstance(layer_types, list):
+        raise fields.fail("layer_types", "a list or null")
+    if any(kind != "full_attention" for kind in layer_types or ()):
         raise UnsupportedModelError(f"{fields.source}: layer_types", expected="full_attention only")
 
 

@@ -55,10 +55,10 @@ class RopeConfig:
         """
         outer = Fields(config, source)
         section = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
-        scaling, parameters = config.get(section) or {}, config.get("rope_parameters") or {}
-        for name, value in ((section, scaling), ("rope_parameters", parameters)):
-            if not isinstance(value, Mapping):
+        for name in ("rope_scaling", "rope_parameters"):
+            if config.get(name) is not None and not isinstance(config[name], Mapping):
                 raise outer.fail(name, "an object or null")
+        scaling, parameters = config.get(section) or {}, config.get("rope_parameters") or {}
         if any(isinstance(value, Mapping) for value in scaling.values()):
             raise UnsupportedModelError(f"{source}: {section}: one rotary embedding per layer type is not supported")
         fields = Fields(scaling, f"{source}: {section}")

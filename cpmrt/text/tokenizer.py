@@ -14,9 +14,10 @@ from cpmrt.text.control_tokens import ControlTokens
 from cpmrt.text.marks import MarkedText
 from cpmrt.text.special_tokens import CONFIG_FILE, complete_added_tokens, read_optional, read_special_tokens
 from cpmrt.text.token_bytes import TokenBytes
+from cpmrt.text.tokenizer_check import check_tokenizer
 from cpmrt.weights.files import is_there, parse_object, read_file
 
-MAX_TOKENIZER_BYTES = 256 * 2**20
+MAX_TOKENIZER_BYTES = 64 * 2**20
 
 MAKE_TOKENIZER = (
     "pip install transformers sentencepiece protobuf && "
@@ -66,7 +67,8 @@ class Tokenizer:
         if not is_there(path):
             raise _missing(folder)
         raw = read_file(path, MAX_TOKENIZER_BYTES)
-        content = parse_object(raw, str(path))
+        content = parse_object(raw, str(path), unique_keys=True)
+        check_tokenizer(content, str(path))
         library = _guarded(f"{path} cannot be read", lambda: _load(raw))
         _guarded(f"{path} does not fit the files beside it", lambda: complete_added_tokens(library, folder, content))
         return cls(library, folder, vocab_size=vocab_size)

@@ -160,11 +160,11 @@ def test_malformed_ids(tmp_path, ids):
 MALFORMED = [
     ({"tokenizer": ""}, "tokenizer.json is not valid JSON"),
     ({"tokenizer": "[]"}, "expected a JSON object"),
-    ({"tokenizer": {}}, "tokenizer.json cannot be read"),
+    ({"tokenizer": {}}, "tokenizer.json: model: expected an object"),
     ({"tokenizer": "{" * 5000}, "tokenizer.json"),
     ({"tokenizer": '{"a":' * 50_000}, "tokenizer.json"),
     ({"tokenizer": tokenizer_json() | {"model": {"type": "Nothing"}}}, "tokenizer.json cannot be read"),
-    ({"tokenizer": tokenizer_json() | {"decoder": {"type": "Nothing"}}}, "tokenizer.json cannot be read"),
+    ({"tokenizer": tokenizer_json() | {"decoder": {"type": "Nothing"}}}, "decoder: type of a component"),
     ({"tokenizer": tokenizer_json() | {"added_tokens": [added(999, "<new>")]}}, "'<new>': expected the id 264"),
     ({"tokenizer_config": "{"}, "tokenizer_config.json is not valid JSON"),
     ({"tokenizer_config": {"bos_token": 1}}, "bos_token: expected a token"),

@@ -1,0 +1,153 @@
+"""Checks that a regular expression of a tokenizer cannot take for ever.
+
+The `tokenizers` library matches them by backtracking (Oniguruma, Ruby's syntax). What takes exponential time there is a
+repetition of something that can match the same text in several ways, or a long row of parts that are optional. Patterns
+of tokenizers have neither: `'s|'t| ?\\p{L}+|\\s+(?!\\S)|\\s+`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+MAX_LENGTH = 8192
+MAX_VARIABLE = 8
+"""Parts of one alternative that can be of several lengths."""
+MAX_LONG = 3
+"""Those of them that can be long: the time to fail grows with this power of the text's length."""
+_LONG = 8
+"""Repetitions up to which a part is short."""
+_GROUP = re.compile(r"\((?!\?|\*)|\(\?(?:[im]*(?:-[im]+)?:|[=!>]|<[=!]|<[A-Za-z_]\w*>)")
+_OPTION = re.compile(r"\(\?[im]+\)")
+_ESCAPE = re.compile(
+    r"\\(?:[pP]\{\^?[\w =-]{1,40}\}|x\{[0-9A-Fa-f]{1,8}\}|x[0-9A-Fa-f]{2}|u[0-9A-Fa-f]{4}|[^\dkgKRXpPxu])", re.DOTALL
+)
+_QUANTIFIER = re.compile(r"([*+?])[?+]?|\{(\d{0,5})(,?)(\d{0,5})\}\??")
+
+
+class UnsafeRegexError(ValueError):
+    """A regular expression that may take too long, or that is more than tokenizers use."""
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """How many parts of the longest alternative vary in length, and how many of them can be long."""
+
+    variable: int = 0
+    long: int = 0
+    has_choice: bool = False
+
+    def then(self, other: _Shape) -> _Shape:
+        return _Shape(
+            self.variable + other.variable, self.long + other.long, self.has_choice or other.has_choice
+        )
+
+    def either(self, other: _Shape) -> _Shape:
+        return _Shape(max(self.variable, other.variable), max(self.long, other.long), True)
+
+
+def check_regex(pattern: str) -> None:
+    """Raise UnsafeRegexError, with the reason, for a pattern that may take exponential time or that is not known."""
+    if len(pattern) > MAX_LENGTH:
+        raise UnsafeRegexError(f"it has more than {MAX_LENGTH} characters")
+    scanner = _Scanner(pattern)
+    shape = scanner.alternatives()
+    if scanner.at < len(pattern):
+        raise UnsafeRegexError("it closes a group that it has not opened")
+    if shape.variable > MAX_VARIABLE or shape.long > MAX_LONG:
+        raise UnsafeRegexError("too many parts that follow each other can be of any length")
+
+
+class _Scanner:
+    """Reads a pattern from left to right; `at` is the next character."""
+
+    def __init__(self, pattern: str):
+        self.pattern, self.at, self._depth = pattern, 0, 0
+
+    def alternatives(self) -> _Shape:
+        """Read up to the end or to the bracket that closes the group."""
+        shape = self._sequence()
+        while self._peek() == "|":
+            self.at += 1
+            shape = shape.either(self._sequence())
+        return shape
+
+    def _sequence(self) -> _Shape:
+        shape = _Shape()
+        while self._peek() not in ("", "|", ")"):
+            shape = shape.then(self._quantified(self._atom()))
+        return shape
+
+    def _atom(self) -> _Shape:
+        char = self._peek()
+        if char == "(":
+            return self._group()
+        if char == "[":
+            self._char_class()
+        elif char == "\\":
+            self._take(_ESCAPE, "an escape that tokenizers do not use")
+        elif _QUANTIFIER.match(self.pattern, self.at):
+            raise UnsafeRegexError("a repetition of a repetition, or of nothing")
+        else:
+            self.at += 1
+        return _Shape()
+
+    def _group(self) -> _Shape:
+        if self.at == 0 and (option := _OPTION.match(self.pattern)):
+            self.at = option.end()  # elsewhere it would change what the alternatives behind it are
+            return _Shape()
+        self._take(_GROUP, "a kind of group that tokenizers do not use")
+        self._depth += 1
+        if self._depth > 50:
+            raise UnsafeRegexError("groups are nested too deeply")
+        shape = self.alternatives()
+        if self._peek() != ")":
+            raise UnsafeRegexError("a group without an end")
+        self.at, self._depth = self.at + 1, self._depth - 1
+        return shape
+
+    def _char_class(self) -> None:
+        depth = 0
+        while self.at < len(self.pattern):
+            char = self.pattern[self.at]
+            if char == "\\":
+                self._take(_ESCAPE, "an escape that tokenizers do not use")
+                continue
+            self.at += 1
+            if char == "[":
+                depth += 1
+                self.at += self._peek() == "^"
+                self.at += self._peek() == "]"  # as the first character it is itself
+            elif char == "]":
+                depth -= 1
+                if depth == 0:
+                    return
+        raise UnsafeRegexError("a character class without an end")
+
+    def _quantified(self, shape: _Shape) -> _Shape:
+        found = _QUANTIFIER.match(self.pattern, self.at)
+        if found is None or found[0] == "{}" or (found[3] and not (found[2] or found[4])):
+            return shape
+        self.at = found.end()
+        least, most = _limits(found)
+        if most > 1 and (shape.variable or shape.has_choice):
+            raise UnsafeRegexError("a repetition of what can match in several ways")
+        return shape.then(_Shape(int(least != most), int(most > _LONG)))
+
+    def _take(self, wanted: re.Pattern[str], otherwise: str) -> None:
+        found = wanted.match(self.pattern, self.at)
+        if found is None:
+            raise UnsafeRegexError(otherwise)
+        self.at = found.end()
+
+    def _peek(self) -> str:
+        return self.pattern[self.at : self.at + 1]
+
+
+def _limits(quantifier: re.Match[str]) -> tuple[int, int]:
+    """Return the fewest and the most repetitions; 10**6 stands for any number."""
+    sign, low, comma, high = quantifier.groups()
+    if sign:
+        return (1 if sign == "+" else 0), (1 if sign == "?" else 10**6)
+    least = int(low or 0)
+    return least, int(high) if high else 10**6 if comma else least
