@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from itertools import count
 from pathlib import Path
-from typing import Any
+from threading import Lock
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -15,18 +17,25 @@ from cpmrt.engine import Engine, Request, request_seed
 from cpmrt.engine.engine import StepListener
 from cpmrt.errors import ContextLengthError, NoDeviceError, RequestError
 from cpmrt.executor import Executor
-from cpmrt.generation import Completion, TextStream
+from cpmrt.generation import Completion
 from cpmrt.memory.plan import MemoryPlan
+from cpmrt.sharing.jobs import Ended, EndsInbox, Generation, Job, Reading
+from cpmrt.sharing.shared_engine import SharedEngine
+from cpmrt.sharing.text_stream import TextStream
 from cpmrt.text import ChatTemplate, Tokenizer
 from cpmrt.weights.draft_folder import with_speculation
 from cpmrt.weights.files import is_there
 from cpmrt.weights.model_folder import ModelFolder
 
 Prompt = str | Sequence[int]
+T = TypeVar("T")
 
 
 class LLM:
-    """A language model on one device, for one thread at a time.
+    """A language model on one device, for any number of threads.
+
+    Calls of several threads run together as far as there are slots (`max_sequences`), else one after the other; each
+    gets what it would get alone. `close` ends calls that still wait with a ClosedError.
 
     `model` is a folder or a Hugging Face id; None is the bundled demo model. `executor`: "auto", "cuda" or
     "reference" (NumPy). `dtype` of weights, KV and activations: "auto" (the checkpoint's), "bfloat16", "float16",
@@ -89,23 +98,30 @@ class LLM:
         settings = with_speculation(settings, folder, draft, speculate)
         self.config: ModelConfig = folder.config
         self.sampling_defaults: SamplingDefaults = folder.sampling
-        self._seed, self._num_requests = seed, 0
+        self._seed, self._numbers = seed, count()
+        self._rendering = Lock()
         self.tokenizer = _open_tokenizer(folder, is_dummy)
         self.chat_template = ChatTemplate.open(folder.path)
         self._executor, self._plan = _open_executor(folder, settings)
         adaptive = settings.speculation is None or settings.speculation.is_adaptive
-        self._engine = Engine(self._executor, on_step, prefix_cache=prefix_cache, adaptive=adaptive)
+        self.use(Engine(self._executor, on_step, prefix_cache=prefix_cache, adaptive=adaptive))
+
+    def use(self, engine: Engine) -> None:
+        """Run everything on this engine from now on: tests bring one of their own."""
+        self._shared = SharedEngine(engine, self.tokenizer)
 
     def generate(self, prompt: Prompt, params: SamplingParams | None = None) -> Completion:
         """Continue a prompt (text, or token ids taken as they are). Raises RequestError, ContextLengthError."""
-        return self.stream(prompt, params).finish()
+        job = Generation(self.request(prompt, params or SamplingParams()))
+        self._run(job)
+        return job.completion
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> TextStream:
         """Continue a prompt like `generate`, but return its text piece by piece.
 
-        Closing the stream cancels the generation. Its `completion` holds the whole answer.
+        Its `completion` holds the whole answer. A stream that is closed or left before its end is cancelled.
         """
-        return TextStream(self._engine, self.tokenizer, self.request(prompt, params or SamplingParams()))
+        return TextStream(self._shared, Generation(self.request(prompt, params or SamplingParams())))
 
     def chat(
         self,
@@ -147,22 +163,39 @@ class LLM:
             raise RequestError("the checkpoint has no tokenizer", fix="pass token ids instead of text")
         control_tokens = () if allow_special_tokens else self.tokenizer.control_tokens.texts
         options = {"tools": tools, "enable_thinking": enable_thinking, **template_kwargs}
-        return self.tokenizer.encode_marked(self.chat_template.render_marked(messages, control_tokens, **options))
+        with self._rendering:  # templates share an allowance of work
+            text = self.chat_template.render_marked(messages, control_tokens, **options)
+        return self.tokenizer.encode_marked(text)
 
     def logits(self, token_ids: Sequence[int]) -> F32:
         """Logits at every position: float32 [T, V], in the model's vocabulary order."""
-        return np.concatenate(list(self._prompt_logits(token_ids)))
+        ids = self._readable(token_ids)
+
+        def work(slot: int, block_table: tuple[int, ...]) -> Generator[None, None, F32]:
+            parts = list[F32]()
+            for logits in self._executor.prompt_logits(slot, ids, block_table):
+                parts.append(logits)
+                yield
+            return np.concatenate(parts)
+
+        return self._read(ids, work)
 
     def score(self, token_ids: Sequence[int]) -> F32:
         """Natural log-probability of each token after the first, given those before it: float32 [T - 1]."""
         from cpmrt.reference.sampling import log_softmax
 
-        ids, parts, start = np.array(token_ids), list[F32](), 0
-        for logits in self._prompt_logits(token_ids):
-            following = ids[start + 1 : start + 1 + len(logits)]
-            parts.append(log_softmax(logits[: len(following)])[np.arange(len(following)), following])
-            start += len(logits)
-        return np.concatenate(parts)
+        ids = self._readable(token_ids)
+
+        def work(slot: int, block_table: tuple[int, ...]) -> Generator[None, None, F32]:
+            parts, start = list[F32](), 0
+            for logits in self._executor.prompt_logits(slot, ids, block_table):
+                following = np.array(ids[start + 1 : start + 1 + len(logits)], np.int64)
+                parts.append(log_softmax(logits[: len(following)])[np.arange(len(following)), following])
+                start += len(logits)
+                yield
+            return np.concatenate(parts)
+
+        return self._read(ids, work)
 
     @property
     def plan(self) -> MemoryPlan:
@@ -176,17 +209,22 @@ class LLM:
 
     @property
     def engine(self) -> Engine:
-        """The state machine, for a server that drives many requests; one thread at a time."""
-        return self._engine
+        """The state machine, for tools that drive it themselves while nothing else uses this object."""
+        return self._shared.engine
+
+    @property
+    def shared(self) -> SharedEngine:
+        """What runs the jobs of all threads, for a server."""
+        return self._shared
 
     @property
     def max_context(self) -> int:
         """Tokens a sequence may hold, prompt and new ones together."""
-        return self._engine.limits.max_context
+        return self.engine.limits.max_context
 
     def close(self) -> None:
-        """Free everything. May be called again."""
-        self._engine.close()
+        """Free everything; calls that still wait, in whatever thread, raise ClosedError. May be called again."""
+        self._shared.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -194,7 +232,28 @@ class LLM:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _prompt_logits(self, token_ids: Sequence[int]) -> Iterator[F32]:
+    def _run(self, job: Job) -> None:
+        """Run one job to its end. Raises what ends it, and cancels it where waiting raises."""
+        inbox = EndsInbox()
+        self._shared.submit((job,), inbox)
+        try:
+            _, end = self._shared.next(inbox)
+        except BaseException:
+            self._shared.cancel((job,))
+            raise
+        if isinstance(end, Ended) and end.error is not None:
+            raise end.error
+
+    def _read(
+        self, ids: tuple[int, ...], work: Callable[[int, tuple[int, ...]], Generator[None, None, T]]
+    ) -> T:
+        """Return what `work` (see `Reading`) makes of a prompt."""
+        reading = Reading(len(ids), work)
+        self._run(reading)
+        result: T = reading.result
+        return result
+
+    def _readable(self, token_ids: Sequence[int]) -> tuple[int, ...]:
         ids = self._checked(token_ids)
         if not ids:
             raise RequestError("token_ids are empty", expected="at least one token", actual=0)
@@ -205,13 +264,12 @@ class LLM:
                 actual=len(ids),
                 fix="raise max_context",
             )
-        with self._engine.borrowed_slot(len(ids)) as (slot, block_table):
-            yield from self._executor.prompt_logits(slot, ids, block_table)
+        return ids
 
     def request(self, prompt: Prompt, params: SamplingParams) -> Request:
-        """What the engine takes: token ids, sampling, length, end tokens and seed made definite. Raises RequestError.
+        """What the engine takes: token ids, sampling, length, end tokens and seed made definite.
 
-        May be called by other threads than the one that drives the engine; so may `chat_prompt`.
+        Raises RequestError.
         """
         if not isinstance(params, SamplingParams):
             raise RequestError("params", expected="SamplingParams", actual=type(params).__name__)
@@ -219,8 +277,7 @@ class LLM:
             raise RequestError("stop strings need a tokenizer", fix="use stop_token_ids")
         ids = self._checked(self._encode(prompt) if isinstance(prompt, str) else prompt)
         end_ids = () if params.ignore_eos else self._end_token_ids()
-        seed = params.seed if params.seed is not None else request_seed(self._seed, self._num_requests)
-        self._num_requests += 1
+        seed = params.seed if params.seed is not None else request_seed(self._seed, next(self._numbers))
         # Without room for one token the engine refuses the request, with figures.
         room = max(1, self.max_context - len(ids))
         return Request(

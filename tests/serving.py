@@ -165,6 +165,6 @@ def saying_llm(
     def reply_ids(prompt):
         return tokenizer.encode(reply(tokenizer.decode(prompt)), add_special_tokens=False)
 
-    llm._engine.close()
-    llm._engine = Engine(Saying(limits, reply_ids, **settings))
+    llm.engine.close()
+    llm.use(Engine(Saying(limits, reply_ids, **settings)))
     return llm

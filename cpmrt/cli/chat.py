@@ -20,7 +20,7 @@ from cpmrt.cli.output import cost_lines, note, printable, write
 from cpmrt.cli.prompt_source import decoded
 from cpmrt.cli.remote import RemoteModel, RemoteStream
 from cpmrt.errors import RequestError
-from cpmrt.generation import TextStream
+from cpmrt.sharing.text_stream import TextStream
 
 HELP = "/reset forgets the conversation, /exit (or Ctrl-D) leaves, Ctrl-C stops an answer"
 

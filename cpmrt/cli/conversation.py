@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cpmrt import LLM
 from cpmrt.config import SamplingParams
-from cpmrt.generation import TextStream
+from cpmrt.sharing.text_stream import TextStream
 
 Message = dict[str, str]
 _ANSWER_ROOM = 1024

@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
+from threading import local
 from typing import Any
 
 import cupy
@@ -67,6 +68,8 @@ class CudaExecutor:
         self._buckets, self._row_counts = buckets(engine.prefill_chunk), row_counts(engine.max_sequences)
         self._num_logprobs: dict[int, int] = {}
         self._closed, self._resources = False, ExitStack()
+        self._threads = local()
+        """Of the calling thread: whether the device is current there."""
         try:
             with device_faults():
                 self._start(engine, blueprint.position_limit, load)
@@ -190,6 +193,7 @@ class CudaExecutor:
             return
         self._closed = True
         try:
+            self._make_current()
             self.stream.synchronize()
         except cupy.cuda.runtime.CUDARuntimeError:
             return  # the context is lost, and all its memory with it
@@ -206,6 +210,13 @@ class CudaExecutor:
     def _check_open(self) -> None:
         if self._closed:
             raise NoDeviceError("the executor is closed", fix="make a new LLM")
+        self._make_current()
+
+    def _make_current(self) -> None:
+        """Make the device current in the calling thread: unlike the runtime's calls, the driver's need that."""
+        if not hasattr(self._threads, "is_current"):
+            cupy.cuda.runtime.setDevice(self.device.index)
+            self._threads.is_current = True
 
     def _fill_tables(self, position_limit: int) -> None:
         with self.stream:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from time import perf_counter
 from typing import NamedTuple
 
 from cpmrt.engine import transitions
-from cpmrt.engine.prefix_cache import PrefixCache
+from cpmrt.engine.prefix_cache import HeldPages, PrefixCache
 from cpmrt.engine.sequence import Phase, Request, Sequence
 from cpmrt.engine.speculation import DraftPolicy
 from cpmrt.engine.stats import AcceptCounts
@@ -26,12 +27,29 @@ class _InFlight(NamedTuple):
 StepListener = Callable[[Step, StepResult], None]
 
 
-class Engine:
-    """Runs sequences on an executor. Not thread-safe: one thread drives it.
+@dataclass(eq=False)
+class Loan:
+    """A slot for a caller that drives the executor itself, as for `Executor.prompt_logits`."""
 
-    Prompts wait in arrival order for a slot. While one is prefilled, a decode step of the running sequences follows
-    each chunk, so that no stream stalls behind a long prompt. `listener` is called with every step and its result.
-    With `prefix_cache` False every prompt is computed whole.
+    num_tokens: int
+    """Tokens that its pages shall hold."""
+    slot: int = -1
+    """The slot; -1 while none is free."""
+    pages: HeldPages | None = None
+    """KV pages that come with it; None: those of the slot."""
+
+    @property
+    def block_table(self) -> tuple[int, ...]:
+        """The block table of the pages, as in `Admit`."""
+        return self.pages.table if self.pages else ()
+
+
+class Engine:
+    """Runs sequences on an executor. Not thread-safe: one thread at a time drives it (`cpmrt.sharing`).
+
+    Prompts and loans wait in arrival order for a slot. While one is prefilled, a decode step of the running sequences
+    follows each chunk, so that no stream stalls behind a long prompt. `listener` is called with every step and its
+    result. With `prefix_cache` False every prompt is computed whole.
 
     Where the executor drafts, a sequence that decodes alone takes Speculate steps. With `adaptive`, and if the executor
     knows what its steps cost, `speculation.DraftPolicy` chooses their shape, or plain steps; otherwise all have the
@@ -54,7 +72,9 @@ class Engine:
         """The policy of the sequence that was admitted last."""
         self.cache = self._empty_cache()
         """Gives out the KV pages; None where the executor's block tables are fixed."""
-        self._waiting: deque[Sequence] = deque()
+        self._waiting: deque[Sequence | Loan] = deque()
+        self._loans: set[Loan] = set()
+        """Slots that are lent."""
         self.running: list[Sequence] = []
         """The sequences that hold a slot."""
         self._free_slots = list(range(self.limits.max_sequences))[::-1]
@@ -78,7 +98,17 @@ class Engine:
         return not (self._waiting or self.running or self._in_flight)
 
     def add(self, request: Request) -> Sequence:
-        """Queue a request. Raises ContextLengthError, before any work, if prompt and new tokens exceed the context."""
+        """Queue a request. Raises as `sequence` does, before any work."""
+        seq = self.sequence(request)
+        self.queue(seq)
+        return seq
+
+    def sequence(self, request: Request) -> Sequence:
+        """Return a new sequence, which is not queued yet; any thread may call this.
+
+        Raises ContextLengthError if prompt and new tokens exceed the context, RequestError for an empty prompt or more
+        biases than the executor takes.
+        """
         prompt, new, limit = len(request.prompt_ids), request.max_new_tokens, self.limits.max_context
         if not prompt:
             raise RequestError("the prompt is empty", expected="at least one token", actual=0)
@@ -97,9 +127,11 @@ class Engine:
                 expected=f"at most {self.limits.max_logit_bias} tokens",
                 actual=len(request.sampling.logit_bias),
             )
-        seq = Sequence(request, added_at=perf_counter())
+        return Sequence(request, added_at=perf_counter())
+
+    def queue(self, seq: Sequence) -> None:
+        """Have a new sequence wait for a slot."""
         self._waiting.append(seq)
-        return seq
 
     def stream(self, seq: Sequence) -> Iterator[SlotResult]:
         """Yield the results of one sequence as they come. Closing the iterator cancels the sequence.
@@ -130,8 +162,12 @@ class Engine:
             transitions.finish(seq, reason)
             self._release(seq)
 
-    def stop(self, seq: Sequence) -> None:
-        """End a sequence at a stop string in its text; what came after it, be it an end or an error, does not count."""
+    def stop(self, seq: Sequence, num_tokens: int) -> None:
+        """End a sequence at a stop string in its text, which its first `num_tokens` tokens complete.
+
+        What came after them, be it tokens, an end or an error, does not count.
+        """
+        transitions.cut(seq, num_tokens)
         self.finish(seq, "stop")
         seq.finish_reason, seq.failure = "stop", None
         seq.outbox.clear()
@@ -144,26 +180,40 @@ class Engine:
             self._collect_oldest()
         self._collect_control_steps()
 
+    def borrow(self, num_tokens: int) -> Loan:
+        """Ask for a slot with pages for so many tokens; `advance` lends it when its turn comes."""
+        loan = Loan(num_tokens)
+        self._waiting.append(loan)
+        return loan
+
+    def give_back(self, loan: Loan) -> None:
+        """End a loan, lent or still waiting. No effect on one that has ended."""
+        if loan in self._loans:
+            self._loans.remove(loan)
+            self._free_slots.append(loan.slot)
+            if self.cache and loan.pages:
+                self.cache.release(loan.pages)
+        elif loan in self._waiting:
+            self._waiting.remove(loan)
+
     @contextmanager
     def borrowed_slot(self, num_tokens: int) -> Iterator[tuple[int, tuple[int, ...]]]:
-        """Lend a free slot and its block table, for `Executor.prompt_logits`. Raises RequestError if all are taken."""
-        if not self._free_slots:
-            raise RequestError("every slot is taken by a running sequence", fix="finish or close a stream first")
-        slot, cache = self._free_slots.pop(), self.cache
-        pages = cache.acquire((), num_tokens) if cache else None
+        """Lend a slot and its block table for a `with` block; if none is free, run what runs until one is."""
+        loan = self.borrow(num_tokens)
         try:
-            yield slot, pages.table if pages else ()
+            while loan.slot < 0:
+                self.advance()
+            yield loan.slot, loan.block_table
         finally:
-            if slot not in self._free_slots:  # which holds all of them after `close`
-                self._free_slots.append(slot)
-            if cache and pages:
-                cache.release(pages)
+            self.give_back(loan)
 
     def close(self) -> None:
         """Cancel whatever runs or waits and close the executor. May be called again."""
         for seq in (*self._waiting, *self.running):
-            transitions.finish(seq, "cancelled")
+            if isinstance(seq, Sequence):
+                transitions.finish(seq, "cancelled")
         self._waiting.clear()
+        self._loans.clear()
         self.running.clear()
         self._in_flight.clear()
         self._num_in_flight = 0
@@ -180,10 +230,13 @@ class Engine:
 
     def _submit_next(self) -> bool:
         if self._waiting and self._free_slots:
-            seq = self._waiting.popleft()
-            self.running.append(seq)
+            first = self._waiting.popleft()
+            if isinstance(first, Loan):
+                self._lend(first)
+                return True
+            self.running.append(first)
             try:
-                self._admit(seq)
+                self._admit(first)
             except RequestError:
                 return True  # the sequence's own stream raises it: another one may be advancing
         decoding = tuple([seq for seq in self.running if transitions.wants_decode(seq)])
@@ -202,6 +255,11 @@ class Engine:
             step = self._decode_steps[shape] = transitions.decode_step(decoding, shape)
         self._submit(step, decoding)
         return True
+
+    def _lend(self, loan: Loan) -> None:
+        loan.pages = self.cache.acquire((), loan.num_tokens) if self.cache else None
+        loan.slot = self._free_slots.pop()
+        self._loans.add(loan)
 
     def _admit(self, seq: Sequence) -> None:
         slot, request, limits = self._free_slots.pop(), seq.request, self.limits
@@ -249,9 +307,14 @@ class Engine:
                 self._fail(seq, error)
             raise
         self._forget_oldest()
+        try:
+            if self.listener is not None:
+                self.listener(step, result)
+        finally:  # whatever a listener raises costs nobody a token
+            self._hand_out(step, sequences, result)
+
+    def _hand_out(self, step: Step, sequences: tuple[Sequence, ...], result: StepResult) -> None:
         now = perf_counter()
-        if self.listener is not None:
-            self.listener(step, result)
         for seq, slot_result in zip(sequences, result.slots, strict=True):
             was_running = seq.finish_reason is None
             gained = transitions.apply(seq, step, slot_result)

@@ -151,6 +151,14 @@ def _count(seq: Sequence, shape: int, num_tokens: int) -> None:
         seq.policy.observe(shape, num_tokens)
 
 
+def cut(seq: Sequence, num_tokens: int) -> None:
+    """Take back the tokens after the first `num_tokens`, all of which the last step gave."""
+    surplus = len(seq.token_ids) - num_tokens
+    del seq.token_ids[num_tokens:]
+    if surplus and seq.accepts is not None:
+        seq.accepts.take_back(surplus)
+
+
 def finish(seq: Sequence, reason: str) -> None:
     """End the sequence; its slot may be released."""
     seq.phase, seq.finish_reason = Phase.FINISHED, reason

@@ -7,9 +7,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 from cpmrt.server.chat_text import ChatText, Message
-from cpmrt.server.engine_thread import Ended, Item
+from cpmrt.server.engine_thread import Item
 from cpmrt.server.errors import ApiError
 from cpmrt.server.token_logprobs import ChoiceLogprobs
+from cpmrt.sharing.jobs import Ended
 
 DONE = "data: [DONE]\n\n"
 compact_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), check_circular=False).encode

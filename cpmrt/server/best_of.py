@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cpmrt.server.answers import CompletionAnswer
-from cpmrt.server.engine_thread import Ended, Item
+from cpmrt.server.engine_thread import Item
 from cpmrt.server.token_logprobs import ChoiceLogprobs
+from cpmrt.sharing.jobs import Ended
 
 
 class BestOf(CompletionAnswer):

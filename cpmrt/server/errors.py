@@ -5,7 +5,15 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from cpmrt.errors import CheckpointError, ContextLengthError, CpmrtError, DeviceError, NoDeviceError, RequestError
+from cpmrt.errors import (
+    CheckpointError,
+    ClosedError,
+    ContextLengthError,
+    CpmrtError,
+    DeviceError,
+    NoDeviceError,
+    RequestError,
+)
 
 _TYPES = {404: "not_found_error", 429: "rate_limit_error", 500: "server_error", 503: "service_unavailable_error"}
 _NAMES = {"max_new_tokens": "max_tokens", "logprobs": "top_logprobs"}
@@ -68,6 +76,8 @@ def as_api_error(error: BaseException) -> ApiError:
         return ApiError(400, message, code="template_refused")
     if isinstance(error, (DeviceError, NoDeviceError)):
         return ApiError(503, str(error), code="device_failed")
+    if isinstance(error, ClosedError):
+        return unavailable("the server is shutting down")
     if isinstance(error, CpmrtError):
         return ApiError(500, str(error), code="internal_error")
     return ApiError(500, f"internal error ({type(error).__name__}); see the server's log", code="internal_error")

@@ -6,10 +6,11 @@ import asyncio
 from contextlib import suppress
 from typing import Any
 
-from cpmrt.server.engine_thread import Ended, EngineThread, Item, Job
+from cpmrt.server.engine_thread import EngineThread, Item, Job
 from cpmrt.server.errors import as_api_error, unavailable
 from cpmrt.server.json_body import ClientGoneError, Receive
 from cpmrt.server.service import Prepared
+from cpmrt.sharing.jobs import Ended
 
 PING_S = 10.0
 """How long an answer may be silent, in the queue or during a long prompt, until its client gets a sign of life."""
@@ -31,7 +32,8 @@ class Exchange:
         self._has_come = asyncio.Event()
         self._has_more = False
         self._jobs = tuple(
-            Job(request, self._put, choice, prepared.shown_ids) for choice, request in enumerate(prepared.requests)
+            Job(request, prepared.shown_ids, deliver=self._put, choice=choice)
+            for choice, request in enumerate(prepared.requests)
         )
         self.ended: dict[int, Ended] = {}
         """Choices that have ended, by number."""

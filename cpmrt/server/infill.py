@@ -8,12 +8,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from cpmrt.server.answers import event
-from cpmrt.server.engine_thread import Ended, Item
+from cpmrt.server.engine_thread import Item
 from cpmrt.server.errors import ApiError, invalid
 from cpmrt.server.fill_in_middle import fill_prompt
 from cpmrt.server.json_body import Fields
 from cpmrt.server.schema import read_wanted
 from cpmrt.server.service import Prepared, Service, choices_of
+from cpmrt.sharing.jobs import Ended
 
 _DEFAULT_TOKENS = 128
 _RENAMED = {"n_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 from cpmrt.server.answers import compact_json, event
 from cpmrt.server.chat_text import ChatText, Delta
-from cpmrt.server.engine_thread import Ended, Item
+from cpmrt.server.engine_thread import Item
 from cpmrt.server.errors import ApiError
+from cpmrt.sharing.jobs import Ended
 
 _ERROR_TYPES = {
     401: "authentication_error",

@@ -25,7 +25,8 @@ from cpmrt import LLM, __version__
 from cpmrt.engine.sequence import Phase
 from cpmrt.gpu_readings import GpuReadings
 from cpmrt.memory.caches import PAGE_SIZE, pages_for
-from cpmrt.server.engine_thread import Ended, Job
+from cpmrt.server.engine_thread import Job
+from cpmrt.sharing.jobs import Ended
 
 METRICS_TYPE = CONTENT_TYPE_LATEST
 _MODEL = "model_name"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
-from cpmrt.server.engine_thread import Ended
+from cpmrt.sharing.jobs import Ended
 
 _log = logging.getLogger("cpmrt.server")
 _KEY = "cpmrt.record"

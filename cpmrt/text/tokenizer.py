@@ -38,6 +38,7 @@ class Tokenizer:
 
     def __init__(self, library: Any, folder: Path, *, vocab_size: int | None = None):
         self._library, self._folder, self._rows = library, folder, vocab_size
+        self._file = str(folder / "tokenizer.json")
         names = read_special_tokens(folder)
         self.bos_token_id = self._named(names.get("bos_token"), "bos_token")
         eos_token_id = self._named(names.get("eos_token"), "eos_token")
@@ -164,7 +165,7 @@ class Tokenizer:
         return token_id
 
     def _run(self, action: str, call: Callable[[], T]) -> T:
-        return _guarded(f"{self._folder / 'tokenizer.json'} cannot {action}", call)
+        return _guarded(f"{self._file} cannot {action}", call)
 
 
 def _load(raw: bytes) -> Any:

@@ -1,0 +1,1 @@
+"""How any number of threads and event loops share one engine."""

@@ -1,0 +1,294 @@
+"""Many threads, one engine: of the threads that wait for results one drives the engine for all of them.
+
+So a lone caller drives it by itself, without a hand-over between threads. The others sleep at their inboxes until
+something comes for them, or until the thread that drives has what it waited for and leaves the lead to one of them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from threading import Lock, get_ident
+from time import perf_counter
+
+from cpmrt.engine import Engine
+from cpmrt.errors import ClosedError, CpmrtError, RequestError
+from cpmrt.generation import AnswerText, Piece
+from cpmrt.sharing.interrupts import HeldInterrupt
+from cpmrt.sharing.jobs import LEAD, STOP, Closed, Ended, Generation, Inbox, Item, Job, Message, Reading, Receiver
+from cpmrt.text import Tokenizer
+
+_log = logging.getLogger("cpmrt")
+
+
+class SharedEngine:
+    """Runs the jobs of any number of threads on one engine. What runs on the driving thread begins with `_run`.
+
+    `cancel` may be called by the garbage collector, in any thread and between any two instructions, also of this file.
+    Therefore nothing here waits for a lock, and every change to the engine is a command in a queue, which the thread
+    that drives carries out between two steps.
+    """
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer | None):
+        self.engine, self._tokenizer = engine, tokenizer
+        self._lead = Lock()
+        """Held by the thread that drives."""
+        self._leader = 0
+        self._commands: deque[Callable[[], None]] = deque()
+        self._sleeping: dict[Inbox, None] = {}
+        """Inboxes of threads that wait while another one drives."""
+        self._generations: list[Generation] = []
+        self._readings: list[Reading] = []
+        self._is_closed = False
+        self._process = os.getpid()
+
+    @property
+    def is_idle(self) -> bool:
+        """True if there is nothing to do for anybody."""
+        return not (self._commands or self._generations or self._readings)
+
+    def submit(self, jobs: Sequence[Job], receiver: Receiver) -> None:
+        """Queue these jobs, in their order; what comes for them goes to `receiver`.
+
+        Raises ContextLengthError or RequestError, with nothing queued, if the engine does not take one of them, and
+        ClosedError after `close` and in a forked process.
+        """
+        self._check_usable()
+        for job in jobs:
+            job.receiver = receiver
+            if isinstance(job, Generation):
+                job.sequence = self.engine.sequence(job.request)
+                job.text = AnswerText(self._tokenizer, job.request, job.shown_ids)
+        self._commands.append(partial(self._run_add, jobs))
+
+    def cancel(self, jobs: Sequence[Job]) -> None:
+        """End these jobs, now or before the next step. No effect on those that have ended."""
+        if os.getpid() == self._process:
+            self._commands.append(partial(self._run_cancel, jobs))
+            self._carry_out()
+
+    def next(self, inbox: Inbox) -> Item:
+        """Return the next item that comes to the inbox. The calling thread drives the engine or sleeps meanwhile.
+
+        Raises whatever the caller's listener raises, and KeyboardInterrupt between two steps.
+        """
+        while True:
+            message = self._message(inbox)
+            if isinstance(message, tuple):
+                return message
+
+    def serve(self, inbox: Inbox) -> None:
+        """Drive the engine whenever there is a job, until STOP comes to the inbox; any other message wakes it."""
+        message: Message | None = None
+        while message is not STOP:
+            try:
+                if self.is_idle or not inbox.is_empty():
+                    message = inbox.get()
+                elif not self._drive(lambda: self.is_idle or not inbox.is_empty()):
+                    message = self._sleep(inbox)
+            except Exception as error:
+                _log.error("a step failed: %s", error, exc_info=None if isinstance(error, CpmrtError) else error)
+
+    def close(self) -> None:
+        """End every job with ClosedError, and close the engine. May be called again, and by any thread.
+
+        It returns when all is done, but where the calling thread drives the engine itself (a signal handler or a
+        listener has called this): then that happens before the next step.
+        """
+        if self._is_closed or os.getpid() != self._process:
+            return
+        inbox, closed = Inbox(), Closed()
+        self._commands.append(partial(self._run_close, inbox, closed))
+        if self._leader == get_ident():
+            return
+        while self._message(inbox) is not closed:
+            pass
+        if closed.error is not None:
+            raise closed.error
+
+    def _check_usable(self) -> None:
+        if os.getpid() != self._process:
+            raise ClosedError(
+                "the model belongs to the process that this one was forked from",
+                fix="make an LLM in this process, or start it with multiprocessing's method 'spawn'",
+            )
+        if self._is_closed:
+            raise _closed()
+
+    def _message(self, inbox: Inbox) -> Message:
+        """Return the next message at the inbox; the calling thread drives the engine or sleeps until one comes."""
+        if not inbox.is_empty() or self._drive(lambda: not inbox.is_empty()):
+            return inbox.get()
+        return self._sleep(inbox)
+
+    def _drive(self, is_done: Callable[[], bool]) -> bool:
+        """Drive the engine until `is_done()`; return False at once if another thread does."""
+        with HeldInterrupt() as interrupt:
+            if not self._takes_lead():
+                return False
+            try:
+                while not (is_done() or interrupt.requested):
+                    self._run_step()
+            finally:
+                self._leave_lead()
+                self._carry_out()
+        return True
+
+    def _takes_lead(self) -> bool:
+        if not self._lead.acquire(blocking=False):
+            return False
+        self._leader = get_ident()
+        return True
+
+    def _leave_lead(self) -> None:
+        self._leader = 0
+        self._lead.release()
+
+    def _sleep(self, inbox: Inbox) -> Message:
+        """Wait for a message while another thread drives."""
+        if self._leader == get_ident():
+            raise RequestError("a listener or a signal handler asks the engine that it interrupts", fix="ask it later")
+        self._sleeping[inbox] = None
+        message: Message | None = None
+        try:
+            # Whoever stops driving looks for sleepers after that: one of the two sees the other.
+            message = inbox.get() if self._lead.locked() else LEAD
+        finally:
+            self._sleeping.pop(inbox, None)
+            if message is not LEAD:
+                self._wake_one()
+        return message
+
+    def _carry_out(self) -> None:
+        """Carry out the commands that have come, unless another thread drives and does; then look for a driver."""
+        while self._commands and self._takes_lead():
+            try:
+                self._run_commands()
+            finally:
+                self._leave_lead()
+        self._wake_one()
+
+    def _wake_one(self) -> None:
+        """Leave the lead to a thread that sleeps, if there is one, unless some thread has it."""
+        if self._sleeping and not self._lead.locked():
+            with suppress(KeyError):  # the last one has woken up
+                self._sleeping.popitem()[0].put(LEAD)
+
+    def _run_step(self) -> None:
+        """Carry out the commands, advance every reading by a chunk and the sequences by a step, hand out the results.
+
+        Raises errors that are no sequence's own, such as a listener's.
+        """
+        self._run_commands()
+        for reading in tuple(self._readings):
+            self._run_reading(reading)
+        try:
+            self.engine.advance()
+        except Exception as error:
+            if not any(job.sequence.failure is error for job in self._generations):
+                raise
+        finally:
+            self._run_hand_out()
+
+    def _run_commands(self) -> None:
+        while self._commands:
+            self._commands.popleft()()
+
+    def _run_add(self, jobs: Sequence[Job]) -> None:
+        for job in jobs:
+            if self._is_closed:
+                self._run_end(job, _closed())
+            elif isinstance(job, Generation):
+                self.engine.queue(job.sequence)
+                self._generations.append(job)
+            else:
+                job.loan = self.engine.borrow(job.num_tokens)
+                self._readings.append(job)
+
+    def _run_cancel(self, jobs: Sequence[Job]) -> None:
+        for job in jobs:
+            if job in self._generations or job in self._readings:
+                # What fails here (a lost device, a listener) fails again in the next step, whose caller hears of it.
+                with suppress(Exception):
+                    if isinstance(job, Generation):
+                        self.engine.finish(job.sequence, "cancelled")
+                self._run_end(job)
+
+    def _run_close(self, inbox: Inbox, closed: Closed) -> None:
+        self._is_closed = True
+        try:
+            self.engine.close()
+        except Exception as error:
+            closed.error = error
+        jobs: list[Job] = [*self._generations, *self._readings]
+        for job in jobs:
+            self._run_end(job, _closed())
+        inbox.put(closed)
+
+    def _run_reading(self, reading: Reading) -> None:
+        loan = reading.loan
+        assert loan is not None
+        if loan.slot < 0:
+            return
+        try:
+            if reading.running is None:
+                reading.running = reading.work(loan.slot, loan.block_table)
+            next(reading.running)
+        except StopIteration as end:
+            reading.result = end.value
+            self._run_end(reading)
+        except Exception as error:
+            self._run_end(reading, error)
+
+    def _run_hand_out(self) -> None:
+        """Give the receivers, in one call each, what has come for their jobs."""
+        batches: dict[Receiver, list[Item]] = {}
+        for job in tuple(self._generations):
+            try:
+                items = self._run_collect(job)
+            except Exception as error:
+                with suppress(Exception):
+                    self.engine.finish(job.sequence, "cancelled")
+                items = [(job, job.ended(error))]
+            if items:
+                batches.setdefault(job.receiver, []).extend(items)
+                if isinstance(items[-1][1], Ended):
+                    self._generations.remove(job)
+        for receiver, batch in batches.items():
+            receiver.receive(batch)
+
+    def _run_collect(self, job: Generation) -> list[Item]:
+        """Return the new pieces of a generation, and its end if it has come."""
+        seq, text, items = job.sequence, job.text, list[Item]()
+        if not job.started_at and seq.slot >= 0:
+            job.started_at = perf_counter()
+        while seq.outbox:
+            items.append((job, text.push(seq.outbox.popleft())))
+            if text.is_over:
+                self.engine.stop(seq, text.num_tokens)
+        if seq.finish_reason is not None:
+            rest = text.rest()
+            items += [(job, Piece(rest))] * bool(rest)
+            items.append((job, job.ended()))
+        return items
+
+    def _run_end(self, job: Job, error: Exception | None = None) -> None:
+        """Take a job off the active ones and tell its end."""
+        if isinstance(job, Generation):
+            if job in self._generations:
+                self._generations.remove(job)
+        elif job in self._readings:
+            self._readings.remove(job)
+            if job.running is not None:
+                job.running.close()
+            if job.loan is not None:
+                self.engine.give_back(job.loan)
+        job.receiver.receive([(job, job.ended(error))])
+
+
+def _closed() -> ClosedError:
+    return ClosedError("the model is closed", fix="make a new LLM")

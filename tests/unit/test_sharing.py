@@ -1,0 +1,202 @@
+"""Threads that share one engine, on a scripted executor: random calls, each with the answer it has alone."""
+
+import gc
+import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scripted import ScriptedExecutor, plain_continuation
+
+from cpmrt.config import Sampling, TreeShape
+from cpmrt.engine import Engine, Request
+from cpmrt.executor import ExecutorLimits
+from cpmrt.sharing.jobs import STOP, WORK, Ended, EndsInbox, Generation, Inbox, Reading
+from cpmrt.sharing.shared_engine import SharedEngine
+from cpmrt.sharing.text_stream import TextStream
+
+
+def shared_engine(max_sequences=3, **limits):
+    limits = ExecutorLimits(max_sequences, 256, 16, **{"run_ahead": 2, "num_pages": 64 * max_sequences, "page_size": 4,
+                                                       **limits})  # fmt: skip
+    return SharedEngine(Engine(ScriptedExecutor(limits), prefix_cache=False), None)
+
+
+def generation(prompt, new=12, seed=0):
+    return Generation(Request(tuple(prompt), Sampling(), seed, (), new))
+
+
+class Caller:
+    """Makes random calls on a shared engine and checks each answer."""
+
+    def __init__(self, shared, seed):
+        self.shared, self.random = shared, random.Random(seed)
+
+    def ask(self):
+        prompt = [self.random.randrange(50) for _ in range(self.random.randint(1, 40))]
+        return prompt, self.random.randint(1, 40), self.random.randrange(9)
+
+    def generate(self):
+        prompt, new, seed = self.ask()
+        job, inbox = generation(prompt, new, seed), EndsInbox()
+        self.shared.submit((job,), inbox)
+        assert self.shared.next(inbox)[1].error is None
+        assert list(job.completion.token_ids) == plain_continuation(prompt, seed, new, set())
+
+    def several(self):
+        asks, inbox = [self.ask() for _ in range(self.random.randint(2, 5))], EndsInbox()
+        jobs = [generation(*ask) for ask in asks]
+        self.shared.submit(jobs, inbox)
+        for _ in jobs:
+            self.shared.next(inbox)
+        for job, (prompt, new, seed) in zip(jobs, asks, strict=True):
+            assert list(job.completion.token_ids) == plain_continuation(prompt, seed, new, set())
+
+    def stream(self):
+        prompt, new, seed = self.ask()
+        found = [token for piece in TextStream(self.shared, generation(prompt, new, seed)) for token in piece.token_ids]
+        assert found == plain_continuation(prompt, seed, new, set())
+
+    def leave(self):
+        prompt, new, seed = self.ask()
+        stream, found = TextStream(self.shared, generation(prompt, new, seed)), []
+        for piece in stream:
+            found += piece.token_ids
+            if len(found) > new // 2:
+                break
+        assert found == plain_continuation(prompt, seed, new, set())[: len(found)]
+        if self.random.random() < 0.5:
+            stream.cycle = stream  # left to the garbage collector, in whatever thread it runs
+
+    def cancel(self):
+        prompt, new, seed = self.ask()
+        with TextStream(self.shared, generation(prompt, new, seed)) as stream:
+            if self.random.random() < 0.5:
+                next(stream)
+        assert stream.completion.finish_reason == "cancelled"
+
+    def read(self):
+        slots = []
+
+        def work(slot, block_table):
+            slots.append((slot, block_table))
+            for _ in range(self.random.randint(0, 4)):
+                yield
+            return "what was read"
+
+        reading, inbox = Reading(20, work), Inbox()
+        self.shared.submit((reading,), inbox)
+        self.shared.next(inbox)
+        assert reading.result == "what was read"
+        ((slot, table),) = slots
+        assert 0 <= slot < 3 and len(set(table)) == 5
+
+    def run(self, count):
+        calls = (self.generate, self.several, self.stream, self.leave, self.cancel, self.read)
+        for _ in range(count):
+            self.random.choice(calls)()
+
+
+def check_whole(shared):
+    assert shared.is_idle
+    for _ in range(shared.engine.limits.run_ahead):
+        shared.engine.advance()  # steps beyond the end of the last sequence
+    assert shared.engine.is_idle
+    assert len(shared.engine.free_slots) == shared.engine.limits.max_sequences
+    assert shared.engine.cache.pool.num_held == 0
+
+
+@pytest.mark.parametrize("shapes", [(), (TreeShape.chain(3), TreeShape(1, 8, 8))])
+@pytest.mark.parametrize("num_calls", [20, pytest.param(200, marks=pytest.mark.all)])
+def test_random_calls_of_eight_threads(shapes, num_calls):
+    shared = shared_engine(tree_shapes=shapes)
+    callers = [Caller(shared, seed) for seed in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        for done in [pool.submit(caller.run, num_calls) for caller in callers]:
+            done.result(300)
+    gc.collect()
+    check_whole(shared)
+
+
+def test_a_thread_serves_receivers_that_do_not_wait():
+    shared, inbox, ends = shared_engine(), Inbox(), EndsInbox()
+    thread = threading.Thread(target=shared.serve, args=(inbox,))
+    thread.start()
+    jobs = [generation([seed], 30, seed) for seed in range(9)]
+    for job in jobs:
+        shared.submit((job,), ends)
+        inbox.put(WORK)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda seed: Caller(shared, seed).run(5), range(2)))
+    for _ in jobs:
+        ends.get()
+    for seed, job in enumerate(jobs):
+        assert list(job.completion.token_ids) == plain_continuation([seed], seed, 30, set())
+    inbox.put(STOP)
+    thread.join(10)
+    assert not thread.is_alive()
+    check_whole(shared)
+
+
+@given(st.lists(st.sampled_from("asncr"), max_size=30), st.integers(1, 3), st.integers(0, 99))
+@settings(max_examples=60)
+def test_any_order_of_calls_of_one_thread(calls, max_sequences, seed):
+    """Streams of one thread: a call for which there is no slot runs the others to their end."""
+    shared, source = shared_engine(max_sequences), random.Random(seed)
+    streams = []
+    for call in calls:
+        if call == "a":
+            prompt, new, own = [source.randrange(50)], source.randint(1, 20), source.randrange(5)
+            stream = TextStream(shared, generation(prompt, new, own))
+            streams.append((stream, [], plain_continuation(prompt, own, new, set())))
+            del stream
+        elif call == "s":
+            Caller(shared, seed).generate()
+        elif call == "r":
+            Caller(shared, seed).read()
+        elif streams:
+            stream, found, whole = source.choice(streams)
+            if call == "n":
+                found += next(stream).token_ids if len(found) < len(whole) else ()
+                assert found == whole[: len(found)]
+            else:
+                streams = [each for each in streams if each[0] is not stream]
+            del stream
+    for stream, found, whole in streams:
+        assert found + [token for piece in stream for token in piece.token_ids] == whole
+    del streams
+    check_whole(shared)
+
+
+def test_a_cancelled_reading_gives_its_slot_back():
+    shared, inbox, closed = shared_engine(1), Inbox(), []
+
+    def work(slot, block_table):
+        try:
+            while True:
+                yield
+        finally:
+            closed.append(slot)
+
+    reading = Reading(8, work)
+    shared.submit((reading,), inbox)
+    done = EndsInbox()
+    shared.submit((generation([1], 5),), done)
+    threading.Timer(0.05, shared.cancel, ((reading,),)).start()
+    assert shared.next(done)[1].reason == "length" and closed == [0]
+    assert isinstance(shared.next(inbox)[1], Ended)
+    check_whole(shared)
+
+
+def test_a_reading_that_fails_tells_its_caller():
+    shared, inbox = shared_engine(1), Inbox()
+
+    def work(slot, block_table):
+        yield
+        raise ValueError("no such row")
+
+    shared.submit((Reading(8, work),), inbox)
+    assert str(shared.next(inbox)[1].error) == "no such row"
+    check_whole(shared)
