@@ -6,6 +6,7 @@ context needs. It takes no memory of a device. What an executor adds of its own 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -104,7 +105,7 @@ def open_blueprint(folder: ModelFolder, settings: EngineConfig, target: Target) 
     The checkpoints are open inside the context. Raises CheckpointError, ConfigError, UnsupportedModelError.
     """
     target.dtype(folder.config, settings)
-    position_limit(folder.config, settings)
+    _warn_of_lists(folder.config, position_limit(folder.config, settings))
     target.check(folder.config, settings)
     with ExitStack() as stack:
         checkpoint, specs = stack.enter_context(open_weights(folder, settings))
@@ -115,6 +116,20 @@ def open_blueprint(folder: ModelFolder, settings: EngineConfig, target: Target) 
             if draft.config.decoder is not None:
                 target.check(draft.config.decoder, settings)
         yield Blueprint(folder.config, settings, target, specs, draft, parts)
+
+
+def _warn_of_lists(config: ModelConfig, limit: int) -> None:
+    """Warn where short texts are rotated otherwise than in transformers: LongRoPE's lists differ, the long one counts.
+    """
+    rope = config.rope
+    if rope.list_by == "context" and rope.mixes_lists(limit):
+        original = rope.original_max_positions
+        warnings.warn(
+            f"LongRoPE: with a context of {limit} tokens every text is rotated by the long list; transformers rotates "
+            f"texts of up to {original} tokens by the short one. For short texts choose max_context={original}, or "
+            'hf_overrides={"rope_scaling": {"list_by": "length"}}, which takes the short list up to there.',
+            stacklevel=2,
+        )
 
 
 def described(

@@ -45,6 +45,13 @@ class RopeConfig:
     truncate: bool = True
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
+    list_by: str = "context"
+    """What chooses between LongRoPE's two lists: "context", the context that was asked for, or "length", that of the
+    text so far (`models.rope`)."""
+
+    def mixes_lists(self, limit: int) -> bool:
+        """Whether texts of at most `limit` tokens may be longer and shorter than where LongRoPE's lists change."""
+        return self.short_factor != self.long_factor and limit > self.original_max_positions
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], source: str, head_dim: int, max_positions: int) -> RopeConfig:
@@ -127,11 +134,15 @@ def _yarn(fields: Fields, head_dim: int) -> dict[str, Any]:
 
 
 def _longrope(fields: Fields, head_dim: int) -> dict[str, Any]:
+    list_by = fields.text("list_by", "context")
+    if list_by not in ("context", "length"):
+        raise fields.fail("list_by", "context | length")
     return {
         "factor": fields.number("factor", None, *_FACTORS),
         "attention_factor": fields.number("attention_factor", None, *_WEIGHTS),
         "short_factor": fields.numbers("short_factor", head_dim // 2, *_DIVISORS),
         "long_factor": fields.numbers("long_factor", head_dim // 2, *_DIVISORS),
+        "list_by": list_by,
     }
 
 

@@ -23,21 +23,36 @@ PIECE = 4096
 def rope_table(config: ModelConfig, head_dim: int, num_positions: int, limit: int) -> F32:
     """cos and sin of the first `num_positions` positions: float32 [2, num_positions, head_dim / 2].
 
-    `limit` is the context that was asked for: it picks LongRoPE's list and dynamic NTK's base, so that the same wish
-    always gives the same rotation whatever memory there is.
+    `limit` is the context that was asked for: it picks LongRoPE's list (`RopeConfig.list_by`) and dynamic NTK's base,
+    so that the same wish always gives the same rotation whatever memory there is.
     """
     return np.concatenate(list(rope_pieces(config, head_dim, num_positions, limit))).reshape(2, num_positions, -1)
 
 
 def rope_pieces(config: ModelConfig, head_dim: int, num_positions: int, limit: int) -> Iterator[F32]:
     """Yield the values of `rope_table` in the order of memory: float32 [at most PIECE, head_dim / 2] at a time."""
-    inv_freq, attention_factor = inverse_frequencies(config, head_dim, limit)
     for function in (np.cos, np.sin):
-        for start in range(0, num_positions, PIECE):
-            positions = np.arange(start, min(start + PIECE, num_positions), dtype=np.float64)
-            piece: F32 = function(positions[:, None] * inv_freq[None, :]).astype(np.float32)
-            piece *= np.float32(attention_factor)
-            yield piece
+        for positions, inv_freq, attention_factor in _stretches(config, head_dim, num_positions, limit):
+            for start in range(positions.start, positions.stop, PIECE):
+                some = np.arange(start, min(start + PIECE, positions.stop), dtype=np.float64)
+                piece: F32 = function(some[:, None] * inv_freq[None, :]).astype(np.float32)
+                piece *= np.float32(attention_factor)
+                yield piece
+
+
+def _stretches(
+    config: ModelConfig, head_dim: int, num_positions: int, limit: int
+) -> Iterator[tuple[range, F64, float]]:
+    """Yield the runs of positions that share their frequencies, with these (`inverse_frequencies`).
+
+    There are two where LongRoPE's list is chosen by the length of the text so far: a position of the original range
+    never turns by the long list. transformers rotates the tokens that it generates, and prompts within that range, in
+    the same way; prompts that are longer it rotates by the long list alone.
+    """
+    original = config.rope.original_max_positions
+    border = min(original, num_positions) if config.rope.list_by == "length" else 0
+    yield range(border), *inverse_frequencies(config, head_dim, original)
+    yield range(border, num_positions), *inverse_frequencies(config, head_dim, limit)
 
 
 def inverse_frequencies(config: ModelConfig, head_dim: int, limit: int) -> tuple[F64, float]:

@@ -123,6 +123,19 @@ def test_longrope_changes_lists_right_after_the_original_range():
     np.testing.assert_allclose(plain / inverse_frequencies(config, 1025)[0], _LISTS["long_factor"])
 
 
+def test_longrope_by_length_rotates_each_position_by_the_list_of_its_length():
+    """As transformers does while it decodes: the frequencies of a step are those of the text's length then."""
+    lists = {"type": "longrope", "original_max_position_embeddings": 1024, **_LISTS}
+    by_length, by_context = scaled(**lists, list_by="length"), scaled(**lists)
+    table = rope_table(by_length, 8192, 8192)
+    for position in (0, 1, 1023, 1024, 5000, 8191):
+        of_length = rope_table(by_context, position + 1, position + 1)
+        assert np.array_equal(table[:, position], of_length[:, position])
+    assert np.array_equal(table[:, :1024], rope_table(by_context, 1024, 1024))
+    assert np.array_equal(rope_table(by_length, 500, 8192), table[:, :500])
+    assert not np.array_equal(table[:, 5], rope_table(by_context, 8192, 8192)[:, 5])
+
+
 @pytest.mark.parametrize(("theta", "head_dim"), [(10000.0, 64), (5e6, 128), (1e6, 96)], ids=["1e4", "5e6", "1e6"])
 def test_positions_to_131072(theta, head_dim):
     config = ModelConfig.from_hf(LLAMA | {"rope_theta": theta, "head_dim": head_dim, "max_position_embeddings": 131072})

@@ -163,6 +163,7 @@ def test_position_limits():
     ({"rope_scaling": {"type": "dynamic", "factor": 2.0}, "head_dim": 2}, ConfigError, "head_dim of at least 4, got 2"),
     ({"rope_scaling": {"type": "longrope", **LISTS, "original_max_position_embeddings": 1}}, ConfigError,
      "original_max_position_embeddings: expected an integer in .2, "),
+    ({"rope_scaling": {"type": "longrope", **LISTS, "list_by": "token"}}, ConfigError, "list_by: expected context"),
     ({"rope_scaling": {"type": "longrope", **LISTS}, "max_position_embeddings": 1}, ConfigError, "at least 2"),
     ({"rope_scaling": {"type": "longrope", **LISTS, "long_factor": [1e-308] * 16}}, ConfigError,
      "long_factor: expected numbers in .0.01, 1e.06., got 1e-308"),
