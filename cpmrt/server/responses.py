@@ -10,7 +10,7 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from cpmrt.server.answers import to_bytes
+from cpmrt.server.answers import event, to_bytes
 from cpmrt.server.errors import ApiError
 from cpmrt.server.exchange import Exchange
 from cpmrt.server.json_body import ClientGoneError
@@ -20,6 +20,7 @@ from cpmrt.server.telemetry import record_of
 
 _FIRST_WAIT_S = 1.0
 """How long to wait for the first token before the status is sent: until then an error can have its own status."""
+_MESSAGES = "/v1/messages"
 _PART_BYTES = 256 * 1024
 CLIENT_GONE = 499
 
@@ -35,8 +36,15 @@ class JsonResponse(Response):
 
 def error_response(error: ApiError, path: str) -> JsonResponse:
     """Return the response for an error of a request to `path`, in the shape of that API."""
-    body = messages_error(error) if path.startswith("/v1/messages") else error.body()
+    body = messages_error(error) if path.startswith(_MESSAGES) else error.body()
     return JsonResponse(body, error.status, error.headers)
+
+
+def error_event(error: ApiError, path: str) -> str:
+    """Return the event that ends a stream which `path` has begun."""
+    if path.startswith(_MESSAGES):
+        return f"event: error\n{event(messages_error(error))}"
+    return event(error.body())
 
 
 async def whole_answer(prepared: Prepared, exchange: Exchange) -> Response:
