@@ -22,7 +22,8 @@ class Piece:
 class Completion:
     """A finished generation. `text` ends before the stop string or end token; `token_ids` hold the end token too.
 
-    `finish_reason` is "stop", "length" or "cancelled"; `logprobs` (one entry a token) are empty unless asked for.
+    `finish_reason` is "stop", "length", "loop" or "cancelled"; `logprobs`, one entry a token, are empty unless asked
+    for.
     """
 
     text: str

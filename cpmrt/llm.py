@@ -13,7 +13,7 @@ import numpy as np
 from cpmrt.config import EngineConfig, ModelConfig, SamplingDefaults, SamplingParams, SparseSetting
 from cpmrt.config.engine import parse_bytes
 from cpmrt.dtypes import F32
-from cpmrt.engine import Engine, Request, request_seed
+from cpmrt.engine import Engine, Request, ThinkingBudget, request_seed
 from cpmrt.engine.engine import StepListener
 from cpmrt.errors import ContextLengthError, NoDeviceError, RequestError
 from cpmrt.executor import Executor
@@ -22,13 +22,15 @@ from cpmrt.memory.plan import MemoryPlan
 from cpmrt.sharing.jobs import Ended, EndsInbox, Generation, Job, Reading
 from cpmrt.sharing.shared_engine import SharedEngine
 from cpmrt.sharing.text_stream import TextStream
-from cpmrt.text import ChatTemplate, Tokenizer
+from cpmrt.text import ChatTemplate, ThoughtEnd, Tokenizer
 from cpmrt.weights.draft_folder import with_speculation
 from cpmrt.weights.files import is_there
 from cpmrt.weights.model_folder import ModelFolder
 
 Prompt = str | Sequence[int]
 T = TypeVar("T")
+_MARKER_TOKENS = 16
+"""The most tokens that the marker of an opened thought takes at the end of a prompt."""
 
 
 class LLM:
@@ -283,7 +285,17 @@ class LLM:
         return Request(
             ids, params.with_defaults(self.sampling_defaults), seed % 2**64,
             tuple(sorted({*params.stop_token_ids, *end_ids})), params.max_new_tokens or room, params.stop,
+            params.loop_repeats, params.loop_penalty, self._thinking_budget(ids, params),
         )  # fmt: skip
+
+    def _thinking_budget(self, prompt_ids: tuple[int, ...], params: SamplingParams) -> ThinkingBudget | None:
+        if params.max_thinking_tokens is None:
+            return None
+        if self.tokenizer is None:
+            raise RequestError("max_thinking_tokens needs a tokenizer", fix="leave it out")
+        prompt_end = self.tokenizer.decode(prompt_ids[-_MARKER_TOKENS:], skip_special_tokens=False)
+        thought_end = ThoughtEnd.of(self.tokenizer, self.chat_template, prompt_end)
+        return ThinkingBudget(params.max_thinking_tokens, thought_end)
 
     def _end_token_ids(self) -> tuple[int, ...]:
         own = self.tokenizer.eos_token_ids if self.tokenizer else ()

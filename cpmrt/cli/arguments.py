@@ -190,6 +190,9 @@ _SAMPLING_OPTIONS: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "repetition_penalty": (float, "R", "divide the logits of tokens seen before; 1: off"),
     "presence_penalty": (float, "X", "subtract from the logits of tokens generated before"),
     "frequency_penalty": (float, "X", "the same, for each time they were generated"),
+    "loop_repeats": (int, "N", "end an answer that repeats itself N times, 128 tokens or more; 0: never"),
+    "loop_penalty": (float, "R", "first raise the repetition penalty of such an answer to R; 1: off"),
+    "max_thinking_tokens": (int, "N", "close a thought after this many tokens (default: never)"),
 }
 MODELS_OWN = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 """Fields of SamplingParams whose default the model decides."""

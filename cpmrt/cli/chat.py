@@ -16,7 +16,7 @@ from cpmrt import LLM, env
 from cpmrt.cli.arguments import UsageError, add_model_options, add_sampling_options, llm_arguments, sampling_params
 from cpmrt.cli.conversation import Conversation, LocalModel
 from cpmrt.cli.listeners import StopAtOnce, StopOnInterrupt, StopRequestedError
-from cpmrt.cli.output import cost_lines, note, printable, write
+from cpmrt.cli.output import cost_lines, note, printable, sampling_line, write
 from cpmrt.cli.prompt_source import decoded
 from cpmrt.cli.remote import RemoteModel, RemoteStream
 from cpmrt.errors import RequestError
@@ -40,7 +40,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--api-key", metavar="KEY", help="of that server (default: $CPMRT_API_KEY)")
     add_model_options(parser)
     add_sampling_options(parser)
-    parser.set_defaults(max_new_tokens=None)
+    parser.set_defaults(max_new_tokens="none", loop_repeats=8)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -56,6 +56,8 @@ def run(args: argparse.Namespace) -> int:
     with LLM(**llm_arguments(args), on_step=interrupt) as llm:
         local = LocalModel(llm, params, args.thinking, args.allow_special_tokens)
         chat = Chat(local, Conversation(args.system), interrupt, params.max_new_tokens, shows_cost=args.stats)
+        if sys.stdin is not None and sys.stdin.isatty():
+            note(f"sampling: {sampling_line(params, llm.sampling_defaults)}")
         return _talk(chat)
 
 
@@ -139,6 +141,8 @@ class Chat:
         if completion.finish_reason == "length":
             limit = self._max_new_tokens
             note(f"(stopped after --max-new-tokens {limit})" if limit else "(stopped: the context is full)")
+        elif completion.finish_reason == "loop":
+            note("(stopped: the answer repeats itself; --loop-repeats 0 lets it go on)")
         elif completion.finish_reason == "cancelled":
             note("(stopped)")
         if self._shows_cost:

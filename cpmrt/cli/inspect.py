@@ -113,10 +113,10 @@ def report(model: str | None, revision: str | None, hf_overrides: Mapping[str, A
     check_kind(path)
     raw = read_json(path / "config.json")
     problems: list[str] = []
-    config = None
+    config, sampling = None, None
     try:
         folder = ModelFolder.open(path, hf_overrides=hf_overrides)
-        raw, config = folder.raw_config, folder.config
+        raw, config, sampling = folder.raw_config, folder.config, folder.sampling
     except CpmrtError as error:
         problems.append(str(error))
     is_remote = model is not None and not Path(model).expanduser().is_dir()
@@ -133,6 +133,7 @@ def report(model: str | None, revision: str | None, hf_overrides: Mapping[str, A
         "sparse": asdict(config.attention.sparse) if config and config.attention.sparse else None,
         "scales": {name: getattr(config, name) for name in _SCALES} if config else {},
         "special_ids": {"bos": config.bos_token_id, "eos": list(config.eos_token_ids)} if config else {},
+        "sampling": asdict(sampling) if sampling else {},
         "tokenizer": _tokenizer(path, problems),
         "config": raw,
         "files": files,

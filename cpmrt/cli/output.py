@@ -6,12 +6,14 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import fields, replace
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 from cpmrt.errors import CpmrtError
 
 if TYPE_CHECKING:
+    from cpmrt.config import SamplingDefaults, SamplingParams
     from cpmrt.engine import GenerationStats
     from cpmrt.generation import Completion
 
@@ -85,6 +87,15 @@ def _finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     return [_finite(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def sampling_line(params: SamplingParams, own: SamplingDefaults) -> str:
+    """Return how answers will be sampled, and where those values come from that the user did not give."""
+    chosen = params.with_defaults(own)
+    names = [field.name for field in fields(own) if field.name != "source"]
+    used = replace(own, **{name: getattr(chosen, name) for name in names})
+    given = [f"--{name.replace('_', '-')}" for name in names if getattr(params, name) is not None]
+    return f"{used} ({', '.join([*given, own.source])})"
 
 
 def summary(completion: Completion) -> str:

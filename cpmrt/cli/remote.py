@@ -20,6 +20,7 @@ _ANSWER_TIMEOUT_S = 600.0
 _SAMPLING_FIELDS = (
     "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
     "stop_token_ids", "ignore_eos",
+    "loop_repeats", "loop_penalty", "max_thinking_tokens",
 )  # fmt: skip
 
 

@@ -26,6 +26,10 @@ class SamplingParams:
     `stop` strings end the text before them; `stop_token_ids` and the model's own end tokens end it too, unless
     `ignore_eos` drops the latter. `logprobs` = n asks for the chosen token's log-probability and the n best.
     `logit_bias` pairs token ids with what is added to their logits; not every executor takes it.
+    `loop_repeats` = n (0: off) ends an answer whose last tokens repeat one run n times, 128 tokens or more in all, with
+    the reason "loop"; with a `loop_penalty` the first loop raises the repetition penalty to that, and only the next one
+    ends the answer. `max_thinking_tokens` closes a thought that the answer is in after that many tokens, with the
+    model's own marker. After either, presence and frequency penalties count anew.
     """
 
     max_new_tokens: int | None = 128
@@ -42,6 +46,9 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int = 0
     logit_bias: tuple[tuple[int, float], ...] = ()
+    loop_repeats: int = 0
+    loop_penalty: float = 1.0
+    max_thinking_tokens: int | None = None
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
@@ -52,6 +59,8 @@ class SamplingParams:
             value = getattr(self, name)
             if value is not None or name not in _OPTIONAL:
                 object.__setattr__(self, name, _number(name, value))
+        if self.loop_repeats == 1:
+            raise RequestError("SamplingParams.loop_repeats", expected=_RANGES["loop_repeats"][-1], actual=1)
         if not isinstance(self.ignore_eos, bool):
             raise RequestError("SamplingParams.ignore_eos", expected="a bool", actual=repr(self.ignore_eos))
 
@@ -96,8 +105,13 @@ _RANGES: dict[str, tuple[type[int] | type[float], float, float, str]] = {
     "frequency_penalty": (float, -100.0, 100.0, "a number in [-100, 100]"),
     "logprobs": (int, 0, MAX_LOGPROBS, f"an integer in [0, {MAX_LOGPROBS}]"),
     "seed": (int, -(2**63), 2**64 - 1, "an integer of 64 bits"),
+    "loop_repeats": (int, 0, 1000, "0 (off) or an integer from 2 to 1000"),
+    "loop_penalty": (float, 1.0, 1e3, "a number in [1, 1000] (1: off)"),
+    "max_thinking_tokens": (int, 1, 2**31 - 1, "an integer >= 1"),
 }
-_OPTIONAL = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
+_OPTIONAL = (
+    "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "max_thinking_tokens",
+)  # fmt: skip
 
 
 def _number(name: str, value: Any) -> int | float:

@@ -2,7 +2,7 @@
 
 from cpmrt.engine.engine import Engine
 from cpmrt.engine.seeds import request_seed
-from cpmrt.engine.sequence import Request, Sequence
+from cpmrt.engine.sequence import Request, Sequence, ThinkingBudget
 from cpmrt.engine.stats import GenerationStats
 
-__all__ = ["Engine", "GenerationStats", "Request", "Sequence", "request_seed"]
+__all__ = ["Engine", "GenerationStats", "Request", "Sequence", "ThinkingBudget", "request_seed"]

@@ -264,11 +264,11 @@ class Engine:
     def _admit(self, seq: Sequence) -> None:
         slot, request, limits = self._free_slots.pop(), seq.request, self.limits
         if limits.tree_shapes:
-            seq.accepts = AcceptCounts(limits)
+            seq.accepts = seq.accepts or AcceptCounts(limits)
             if self.adaptive and limits.step_seconds:
                 self._policy = seq.policy = DraftPolicy(limits.tree_shapes, limits.step_seconds, self._policy)
         num_tokens = transitions.num_reserved(request, limits)
-        pages = self.cache.acquire(request.prompt_ids, num_tokens) if self.cache else None
+        pages = self.cache.acquire(seq.text, num_tokens) if self.cache else None
         self._guarded(transitions.admit(seq, slot, pages), (seq,), ())
         for step in transitions.recalls(seq, limits):
             self._guarded(step, (seq,), ())
@@ -319,7 +319,7 @@ class Engine:
             was_running = seq.finish_reason is None
             gained = transitions.apply(seq, step, slot_result)
             if isinstance(step, Prefill) and self.cache and seq.pages:
-                self.cache.keep(seq.pages, seq.request.prompt_ids, seq.num_computed)
+                self.cache.keep(seq.pages, seq.text, seq.num_computed)
             if gained.token_ids:
                 if not seq.first_token_at:
                     seq.first_token_at = now
@@ -327,6 +327,8 @@ class Engine:
                 seq.outbox.append(gained)
             if was_running and seq.finish_reason is not None:
                 self._release(seq)
+            elif seq.phase is Phase.PAUSED and not seq.num_in_flight:
+                self._resume(seq)
 
     def _fail(self, seq: Sequence, error: BaseException) -> None:
         """End a sequence whose step failed. An interrupt is not kept as the reason: one stream alone raises it."""
@@ -337,6 +339,19 @@ class Engine:
     def _forget_oldest(self) -> None:
         flight = self._in_flight.popleft()
         self._num_in_flight -= bool(flight.sequences)
+
+    def _resume(self, seq: Sequence) -> None:
+        """Have a paused sequence go on, before all that wait, with a prefill of what it has so far.
+
+        The prefix cache makes that cheap: only the last page is computed again.
+        """
+        self._release(seq)
+        gained = transitions.resume(seq)
+        if gained.token_ids:
+            seq.outbox.append(gained)
+        if seq.phase is Phase.WAITING:
+            self._waiting.appendleft(seq)
+            self._decoding = ()  # it may get another slot
 
     def _release(self, seq: Sequence) -> None:
         """Submit the release of a sequence's slot, and keep its full pages for other sequences.

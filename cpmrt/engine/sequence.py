@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
+from collections.abc import Sequence as TokenIds
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from cpmrt.config import Sampling
+from cpmrt.engine.loops import LoopGuard
 from cpmrt.engine.prefix_cache import HeldPages
 from cpmrt.engine.speculation import DraftPolicy
 from cpmrt.engine.stats import AcceptCounts, GenerationStats
@@ -14,10 +17,23 @@ from cpmrt.executor import SlotResult
 
 
 @dataclass(frozen=True)
+class ThinkingBudget:
+    """The first `max_tokens` tokens of an answer may be a thought; one that is open then is closed.
+
+    `closing_ids(token_ids)` gives the tokens that do it, none if an answer of these tokens is not thinking.
+    """
+
+    max_tokens: int
+    closing_ids: Callable[[TokenIds[int]], tuple[int, ...]]
+
+
+@dataclass(frozen=True)
 class Request:
     """A prompt with everything that decides its continuation. `stop_token_ids` include the model's end tokens.
 
-    `stop` are strings that end the text; whoever makes the text looks for them.
+    `stop` are strings that end the text; whoever makes the text looks for them. `loop_repeats` is that of
+    `loops.LoopGuard`, 0 for none; a loop raises the repetition penalty to `loop_penalty` where that is more, else it
+    ends the answer.
     """
 
     prompt_ids: tuple[int, ...]
@@ -26,14 +42,21 @@ class Request:
     stop_token_ids: tuple[int, ...]
     max_new_tokens: int
     stop: tuple[str, ...] = ()
+    loop_repeats: int = 0
+    loop_penalty: float = 1.0
+    thinking: ThinkingBudget | None = None
 
 
 class Phase(Enum):
-    """A sequence is WAITING for a slot, then in PREFILL until its last chunk is submitted, in DECODE until FINISHED."""
+    """A sequence is WAITING for a slot, then in PREFILL until its last chunk is submitted, in DECODE until FINISHED.
+
+    One that has to go on in another way is PAUSED until its steps in flight are done, then WAITING again.
+    """
 
     WAITING = auto()
     PREFILL = auto()
     DECODE = auto()
+    PAUSED = auto()
     FINISHED = auto()
 
 
@@ -44,20 +67,26 @@ class Sequence:
     request: Request
     phase: Phase = Phase.WAITING
     slot: int = -1
+    text: tuple[int, ...] = field(init=False)
+    """The tokens that are prefilled: the prompt, and the answer so far where the sequence was paused."""
     num_prefilled: int = 0
-    """Prompt tokens that are cached or in submitted steps."""
+    """Tokens of the text that are cached or in submitted steps."""
     num_cached: int = 0
     """Prompt tokens whose keys and values were found in the prefix cache."""
     num_computed: int = 0
-    """Prompt tokens that are cached or in steps that are done."""
+    """Tokens of the text that are cached or in steps that are done."""
     pages: HeldPages | None = None
     """KV pages that it holds while it runs; None: those of its slot."""
     num_in_flight: int = 0
     """Submitted steps that will give at least one token unless the sequence finishes first."""
     token_ids: list[int] = field(default_factory=list)
     """Generated tokens."""
+    sampling: Sampling = field(init=False)
+    guard: LoopGuard | None = field(init=False)
+    thinking: ThinkingBudget | None = field(init=False)
+    """The request's, until it is spent."""
     finish_reason: str | None = None
-    """"stop", "length" or "cancelled"."""
+    """"stop", "length", "loop" or "cancelled"."""
     failure: Exception | None = None
     """The error of the step that ended it."""
     accepts: AcceptCounts | None = None
@@ -70,10 +99,22 @@ class Sequence:
     first_token_at: float = 0.0
     last_token_at: float = 0.0
 
+    def __post_init__(self) -> None:
+        request = self.request
+        self.text, self.sampling, self.thinking = request.prompt_ids, request.sampling, request.thinking
+        self.guard = LoopGuard(request.loop_repeats) if request.loop_repeats else None
+
+    @property
+    def num_wanted(self) -> int:
+        """The number of tokens, generated ones and all, at which the sequence ends or pauses."""
+        most = self.request.max_new_tokens
+        return min(most, self.thinking.max_tokens) if self.thinking else most
+
     @property
     def num_written(self) -> int:
         """Tokens whose keys and values are written: not those of the last one, from which the next step starts."""
-        return self.num_computed + max(len(self.token_ids) - 1, 0)
+        num_generated = len(self.request.prompt_ids) + len(self.token_ids) - len(self.text)
+        return self.num_computed + max(num_generated - 1, 0)
 
     @property
     def stats(self) -> GenerationStats:

@@ -1,17 +1,30 @@
 """The pure part of the engine: it chooses the next step of a sequence and applies results. No clock, no device.
 
-`admit`, `submitted`, `apply` and `finish` change nothing but the sequence they are given.
+`admit`, `submitted`, `apply`, `resume` and `finish` change nothing but the sequence they are given.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
+from cpmrt.engine.loops import LoopGuard
 from cpmrt.engine.prefix_cache import HeldPages
 from cpmrt.engine.sequence import Phase, Request, Sequence
 from cpmrt.engine.speculation import PLAIN
 from cpmrt.errors import NonFiniteLogitsError
-from cpmrt.executor import Admit, Decode, ExecutorLimits, Keep, Prefill, Recall, SlotResult, Speculate, Step
+from cpmrt.executor import (
+    Admit,
+    Decode,
+    ExecutorLimits,
+    Keep,
+    Prefill,
+    Recall,
+    SlotResult,
+    Speculate,
+    Step,
+    TokenLogprobs,
+)
 
 _NOTHING = SlotResult()
 
@@ -25,30 +38,32 @@ def admit(seq: Sequence, slot: int, pages: HeldPages | None = None) -> Admit:
     """Give the sequence a slot and pages (None: those of the slot), and return the step that admits it."""
     seq.slot, seq.phase, seq.pages = slot, Phase.PREFILL, pages
     if pages is not None:
-        seq.num_cached = seq.num_prefilled = seq.num_computed = pages.num_cached
+        seq.num_prefilled = seq.num_computed = pages.num_cached
+        if not seq.token_ids:
+            seq.num_cached = pages.num_cached
     request, table = seq.request, pages.table if pages else ()
+    num_new = seq.num_wanted - len(seq.token_ids)
     return Admit(
-        slot, request.sampling, request.seed, request.max_new_tokens, request.stop_token_ids, table,
-        pages.resumed if pages else None,
-    )  # fmt: skip
+        slot, seq.sampling, request.seed, num_new, request.stop_token_ids, table, pages.resumed if pages else None
+    )
 
 
 def recalls(seq: Sequence, limits: ExecutorLimits) -> Iterator[Recall]:
-    """Yield the steps that tell the executor the cached part of the prompt, if penalties or a draft look at it."""
-    if seq.request.sampling.repetition_penalty == 1 and not limits.tree_shapes:
+    """Yield the steps that tell the executor the cached part of the text, if penalties or a draft look at it."""
+    if seq.sampling.repetition_penalty == 1 and not limits.tree_shapes:
         return
-    for start in range(0, seq.num_cached, limits.prefill_chunk):
-        end = min(start + limits.prefill_chunk, seq.num_cached)
-        yield Recall(seq.slot, seq.request.prompt_ids[start:end])
+    for start in range(0, seq.num_prefilled, limits.prefill_chunk):
+        end = min(start + limits.prefill_chunk, seq.num_prefilled)
+        yield Recall(seq.slot, seq.text[start:end])
 
 
 def next_prefill(seq: Sequence, limits: ExecutorLimits) -> Prefill:
-    """Return the step for the next chunk of the prompt; one ends where the state is to be kept."""
-    prompt, start = seq.request.prompt_ids, seq.num_prefilled
-    end = min(start + limits.prefill_chunk, len(prompt))
+    """Return the step for the next chunk of the text; one ends where the state is to be kept."""
+    text, start = seq.text, seq.num_prefilled
+    end = min(start + limits.prefill_chunk, len(text))
     if seq.pages and start < seq.pages.border:
         end = min(end, seq.pages.border)
-    return Prefill(seq.slot, prompt[start:end], start, end == len(prompt))
+    return Prefill(seq.slot, text[start:end], start, end == len(text))
 
 
 def keep_state(seq: Sequence) -> Keep | None:
@@ -61,7 +76,7 @@ def keep_state(seq: Sequence) -> Keep | None:
 def wants_decode(seq: Sequence) -> bool:
     """Tell whether another decode step can give a token that is still wanted, as far as is known now."""
     expected = len(seq.token_ids) + seq.num_in_flight
-    return seq.phase is Phase.DECODE and expected < seq.request.max_new_tokens
+    return seq.phase is Phase.DECODE and expected < seq.num_wanted
 
 
 def next_shape(sequences: tuple[Sequence, ...], limits: ExecutorLimits) -> int:
@@ -75,7 +90,7 @@ def next_shape(sequences: tuple[Sequence, ...], limits: ExecutorLimits) -> int:
     seq = sequences[0]
     if seq.policy is None:
         return 0
-    return seq.policy.choose(seq.request.max_new_tokens - len(seq.token_ids) - seq.num_in_flight)
+    return seq.policy.choose(seq.num_wanted - len(seq.token_ids) - seq.num_in_flight)
 
 
 def decode_step(sequences: tuple[Sequence, ...], shape: int) -> Decode | Speculate:
@@ -106,13 +121,13 @@ def apply(seq: Sequence, step: Step, result: SlotResult) -> SlotResult:
             return _NOTHING
     seq.num_in_flight -= 1
     new = result.token_ids
-    if seq.finish_reason is not None or not (new or result.non_finite):
+    if seq.phase in (Phase.FINISHED, Phase.PAUSED) or not (new or result.non_finite):
         return _NOTHING
     kept = _num_wanted(seq, new)
     if kept < len(new):
         result = SlotResult(new[:kept], result.logprobs[:kept])
     seq.token_ids.extend(result.token_ids)
-    if result.non_finite and seq.finish_reason is None:
+    if result.non_finite and seq.phase is Phase.DECODE:
         _fail(seq)
     if isinstance(step, Speculate) and kept:
         _count(seq, step.shape, kept)
@@ -130,21 +145,66 @@ def _fail(seq: Sequence) -> None:
 
 
 def _num_wanted(seq: Sequence, new: tuple[int, ...]) -> int:
-    """Return how many of these tokens belong to the sequence, and finish it if they reach its end."""
-    request = seq.request
-    stops, room = request.stop_token_ids, request.max_new_tokens - len(seq.token_ids)
+    """Return how many of these tokens belong to the sequence, and finish or pause it if they reach its end."""
+    request, guard = seq.request, seq.guard
+    stops, room = request.stop_token_ids, seq.num_wanted - len(seq.token_ids)
     for number, token in enumerate(new, 1):
+        loops = guard is not None and guard.push(token)
         if token in stops:
             finish(seq, "stop")
-            return number
-        if number == room:
+        elif number == room and seq.num_wanted == request.max_new_tokens:
             finish(seq, "length")
-            return number
+        elif loops:
+            _end_loop(seq)
+        elif number == room:
+            seq.phase = Phase.PAUSED
+        else:
+            continue
+        return number
     return len(new)
 
 
+def _end_loop(seq: Sequence) -> None:
+    """Pause a sequence that loops, to go on under a higher penalty; finish it if it has that already."""
+    penalty = seq.request.loop_penalty
+    if seq.sampling.repetition_penalty >= penalty:
+        finish(seq, "loop")
+        return
+    seq.phase, seq.guard = Phase.PAUSED, LoopGuard(seq.request.loop_repeats)
+    seq.sampling = replace(seq.sampling, repetition_penalty=penalty)
+
+
+def resume(seq: Sequence) -> SlotResult:
+    """Have a paused sequence wait for a slot again, and return the tokens that it gains without sampling.
+
+    A thought that has used up its budget gets the end that the model gives it. What follows is prefilled with all that
+    there is so far, under the same seed and at the same positions. A forced token has the log-probability 0; presence
+    and frequency penalties count from here on.
+    """
+    thinking, gained = seq.thinking, _NOTHING
+    if thinking and len(seq.token_ids) == thinking.max_tokens:
+        seq.thinking = None
+        gained = _forced(seq, thinking.closing_ids(seq.token_ids))
+    seq.text = (*seq.request.prompt_ids, *seq.token_ids)
+    seq.phase, seq.slot, seq.num_prefilled, seq.num_computed = Phase.WAITING, -1, 0, 0
+    if len(seq.token_ids) == seq.num_wanted:
+        finish(seq, "length")
+    return gained
+
+
+def _forced(seq: Sequence, token_ids: tuple[int, ...]) -> SlotResult:
+    """Add tokens that were not sampled, as far as there is room."""
+    token_ids = token_ids[: seq.num_wanted - len(seq.token_ids)]
+    seq.token_ids.extend(token_ids)
+    if seq.guard is not None:
+        for token in token_ids:
+            seq.guard.push(token)
+    has_logprobs = bool(seq.sampling.logprobs)
+    return SlotResult(token_ids, tuple(TokenLogprobs(token, 0.0) for token in token_ids) if has_logprobs else ())
+
+
 def _count(seq: Sequence, shape: int, num_tokens: int) -> None:
-    is_last = seq.finish_reason is not None
+    is_last = seq.phase is not Phase.DECODE
     if seq.accepts is not None:
         seq.accepts.add(shape, num_tokens, is_last=is_last)
     if seq.policy is not None and not is_last:

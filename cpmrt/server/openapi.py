@@ -40,7 +40,6 @@ def document() -> Schema:
             "/health/ready": _get("Health", "Whether requests are taken", is_open=True),
             "/metrics": _plain_get("text/plain", "Prometheus metrics"),
             "/": _plain_get("text/html", "The chat page"),
-            "/page/{file}": _page_file(),
             "/openapi.json": _plain_get("application/json", "This document"),
         },
         "components": {
@@ -90,15 +89,6 @@ def _plain_get(kind: str, summary: str) -> Schema:
     return {"get": {"summary": summary, "responses": done | _errors("401")}}
 
 
-def _page_file() -> Schema:
-    kinds = ("text/css", "text/javascript", "image/svg+xml")
-    content = {kind: {"schema": {"type": "string"}} for kind in kinds}
-    done = {"200": {"description": "Done", "content": content}, "304": {"description": "Not changed"}}
-    parameter = {"name": "file", "in": "path", "required": True, "schema": {"type": "string"}}
-    operation = {"summary": "A file of the chat page", "security": [{}], "parameters": [parameter]}
-    return {"get": operation | {"responses": done | _errors("404")}}
-
-
 _MODEL = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
 
 
@@ -128,6 +118,13 @@ _SHARED: Schema = {
     "repetition_penalty": _optional("number", minimum=0.001, maximum=1000, description=_OWN),
     "presence_penalty": _optional("number", minimum=-100, maximum=100, default=0),
     "frequency_penalty": _optional("number", minimum=-100, maximum=100, default=0),
+    "loop_repeats": _optional(
+        "integer", minimum=0, maximum=1000, default=0, description="End an answer that repeats itself so often"
+    ),
+    "loop_penalty": _optional(
+        "number", minimum=1, maximum=1000, default=1, description="First raise the repetition penalty of a loop to this"
+    ),
+    "max_thinking_tokens": _optional("integer", minimum=1, description="Close a thought after so many tokens"),
     "logit_bias": _optional("object", additionalProperties={"type": "number", "minimum": -100, "maximum": 100}),
     "n": _optional("integer", minimum=1, maximum=MAX_CHOICES, default=1),
     "stop": {
@@ -247,12 +244,13 @@ def _answers() -> Schema:
         {"reasoning_content": _STRING, "refusal": {"type": "null"}, "tool_calls": _array({"type": "object"})},
     )
     model = {"id": _STRING, "object": {"const": "model"}, "created": _INTEGER, "owned_by": _STRING}
+    reasons = ["stop", "length", "loop"]
     numbers = dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty"), _NUMBER)
     defaults = _object({**numbers, "top_k": _INTEGER, "source": _STRING})
     error = {"message": _STRING, "type": _STRING, "param": _optional("string"), "code": _optional("string")}
     return {
-        "ChatCompletion": _completion("chat.completion", {"message": message}, ["stop", "length", "tool_calls"]),
-        "Completion": _completion("text_completion", {"text": _STRING}, ["stop", "length"]),
+        "ChatCompletion": _completion("chat.completion", {"message": message}, [*reasons, "tool_calls"]),
+        "Completion": _completion("text_completion", {"text": _STRING}, reasons),
         "Infill": _object({"content": _STRING, "stop": {"const": True}}, {"tokens_predicted": _INTEGER}),
         "Model": _object(model, {"root": _STRING, "max_model_len": _INTEGER, "sampling_defaults": defaults}),
         "ModelList": _object({"object": {"const": "list"}, "data": _array(_ref("Model"))}),

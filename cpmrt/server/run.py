@@ -96,6 +96,8 @@ class Running:
             server.exit_at_once()
             raise
         _log.info("ready: %s at %s", self._settings.model_name, self._address)
+        own = service.engine.llm.sampling_defaults
+        _log.info("sampling where a request does not say: %s (%s)", own, own.source)
 
     def _config(self, service: Service) -> uvicorn.Config:
         return uvicorn.Config(

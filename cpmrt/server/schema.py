@@ -26,7 +26,9 @@ MAX_STOP_TOKEN_IDS = 16
 MAX_CHOICES = 128
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _RESERVED_TEMPLATE_NAMES = {"messages", "tools", "add_generation_prompt", "allow_special_tokens", "self"}
-_NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+_NUMBERS = (
+    "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "loop_penalty",
+)  # fmt: skip
 
 REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 _EFFORTS_WITHOUT_THOUGHTS = ("none", "minimal")
@@ -36,8 +38,8 @@ _EFFORTS_WITHOUT_THOUGHTS = ("none", "minimal")
 class Wanted:
     """The fields that chats and completions share: sampling, length, number of choices, log-probabilities, stream.
 
-    `sampling.seed` is always set. `logprobs` None means that they are not asked
-    for. `include_usage` asks for a last chunk with the usage.
+    `sampling.seed` is always set. `logprobs` None means that they are not asked for. `include_usage` asks for a last
+    chunk with the usage.
     """
 
     sampling: SamplingParams
@@ -145,6 +147,8 @@ def read_wanted(
         ignore_eos=bool(fields.boolean("ignore_eos")),
         logprobs=0 if logprobs is None else max(1, logprobs),
         logit_bias=_logit_bias(fields),
+        loop_repeats=fields.integer("loop_repeats") or 0,
+        max_thinking_tokens=fields.integer("max_thinking_tokens"),
         **numbers,
     )
     streams, options = bool(fields.boolean("stream")), fields.object("stream_options")

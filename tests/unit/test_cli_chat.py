@@ -20,6 +20,8 @@ from cpmrt import LLM, SamplingParams
 from cpmrt.cli.conversation import Conversation, LocalModel
 from cpmrt.cli.listeners import StopOnInterrupt, StopRequestedError
 from cpmrt.cli.main import main
+from cpmrt.cli.output import sampling_line
+from cpmrt.config import SamplingDefaults
 from cpmrt.errors import ContextLengthError
 from cpmrt.executor import Decode, Prefill, StepResult
 from cpmrt.weights.model_folder import BUNDLED
@@ -77,6 +79,23 @@ def test_piped_lines_are_turns(chat, checkpoint, capsys):
     assert chat("one\n\ntwo\nthree", *SAMPLING) == 0
     out = capsys.readouterr().out
     assert out == "".join(f"{text}\n" for text in answers(checkpoint, ["one", "two", "three"]))
+
+
+def test_an_answer_that_loops_is_ended_by_default(chat, capsys):
+    greedy = ("--temperature", "0", "--ignore-eos", "--max-new-tokens", "600")
+    assert chat("one\n", *greedy, "--stats") == 0
+    ended = capsys.readouterr().err
+    assert "(stopped: the answer repeats itself; --loop-repeats 0" in ended and "finish: loop" in ended
+    assert chat("one\n", *greedy, "--loop-repeats", "0", "--stats") == 0
+    assert "finish: length" in capsys.readouterr().err
+
+
+def test_how_answers_are_sampled_on_one_line():
+    own = SamplingDefaults(0.8, top_p=0.9, source="generation_config.json")
+    assert sampling_line(SamplingParams(), own) == "temperature 0.8, top_p 0.9 (generation_config.json)"
+    asked = SamplingParams(temperature=0, repetition_penalty=1.1)
+    line = "greedy, repetition penalty 1.1 (--temperature, --repetition-penalty, generation_config.json)"
+    assert sampling_line(asked, own) == line
 
 
 def test_the_seed_repeats_a_chat(chat, checkpoint, capsys):

@@ -1,0 +1,70 @@
+"""The end of a thought that has used up its budget."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cpmrt.errors import RequestError
+from cpmrt.text.chat_template import ChatTemplate
+from cpmrt.text.markers import THINKING_PAIRS
+from cpmrt.text.tokenizer import Tokenizer
+
+_QUESTION = [{"role": "user", "content": "?"}]
+_USUAL_GAP = "\n\n"
+"""What stands between a thought and its answer where the template does not say."""
+
+
+@dataclass(frozen=True)
+class ThoughtEnd:
+    """Gives the tokens that close the thought which an answer to one prompt is in.
+
+    A thought is opened at the end of the prompt (`prompt_end`, at least its last tokens) or at the very beginning of
+    the answer. `closings` are the tokens for each marker.
+    """
+
+    tokenizer: Tokenizer
+    prompt_end: str
+    closings: dict[str, tuple[int, ...]]
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, template: ChatTemplate | None, prompt_end: str) -> ThoughtEnd:
+        """Find out how the model closes a thought. `template` None: it has none. Raises CheckpointError."""
+        markers = THINKING_PAIRS.values()
+        closings = {marker: _encoded(tokenizer, closing_text(template, marker)) for marker in markers}
+        return cls(tokenizer, prompt_end, closings)
+
+    def __call__(self, token_ids: Sequence[int]) -> tuple[int, ...]:
+        """Return the closing tokens for an answer of these tokens, none if no thought is open."""
+        answer = self.tokenizer.decode(token_ids, skip_special_tokens=False)
+        marker = open_marker(self.prompt_end, answer)
+        return () if marker is None else self.closings[marker]
+
+
+def open_marker(prompt_end: str, answer: str) -> str | None:
+    """Return the marker that ends the thought which is open behind an answer; None: there is none."""
+    for opening, closing in THINKING_PAIRS.items():
+        if prompt_end.rstrip().endswith(opening) or answer.lstrip().startswith(opening):
+            return None if closing in answer else closing
+    return None
+
+
+def closing_text(template: ChatTemplate | None, marker: str) -> str:
+    """Return what closes a thought: the marker, and the gap that the template leaves after a thought that is empty."""
+    gap = _USUAL_GAP
+    try:
+        prompt = template.render(_QUESTION, enable_thinking=False) if template else ""
+    except RequestError:  # a template that wants other messages
+        prompt = ""
+    _, found, rest = prompt.rpartition(marker)
+    if found and rest and not rest.strip():
+        gap = rest
+    return f"\n{marker}{gap}"
+
+
+def _encoded(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
+    """Encode text that goes on another: behind a full stop, as some tokenizers begin a text with a space."""
+    before = tokenizer.encode(".", add_special_tokens=False)
+    whole = tokenizer.encode(f".{text}", add_special_tokens=False)
+    is_split = whole[: len(before)] == before
+    return tuple(whole[len(before) :] if is_split else tokenizer.encode(text, add_special_tokens=False))

@@ -1,0 +1,177 @@
+"""A thought that has used up its budget is closed by the model's own marker, and the answer goes on behind it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from drawing import examples
+from hypothesis import given
+from hypothesis import strategies as st
+from scripted import TREE_SHAPES, next_token
+from tiny_checkpoint import write_checkpoint
+from unit.test_prefix_cache import PagedExecutor, paged_limits
+
+from cpmrt import LLM, SamplingParams
+from cpmrt.config import Sampling
+from cpmrt.engine import Engine, Request, ThinkingBudget
+from cpmrt.errors import RequestError
+from cpmrt.text import ChatTemplate
+from cpmrt.text.thinking import closing_text, open_marker
+
+CLOSING = (40, 41, 42)
+
+
+def closing_ids(token_ids):
+    """A thought that is open unless it holds a 7."""
+    return () if 7 in token_ids else CLOSING
+
+
+def expected(prompt, new, stops, budget):
+    """The definition: sample, but behind `budget` tokens put the closing ones where the thought is open."""
+    tokens = []
+    while len(tokens) < new:
+        tokens.append(next_token([*prompt, *tokens], 5))
+        if tokens[-1] in stops:
+            break
+        if len(tokens) == budget:
+            tokens += closing_ids(tokens)[: new - len(tokens)]
+    return tokens
+
+
+LIMITS = st.builds(
+    paged_limits,
+    max_sequences=st.integers(1, 3),
+    max_context=st.just(64),
+    prefill_chunk=st.integers(1, 9),
+    run_ahead=st.integers(1, 4),
+    tree_shapes=st.sampled_from([(), *TREE_SHAPES]),
+    num_snapshots=st.sampled_from([0, 0, 2]),
+)
+REQUESTS = st.tuples(
+    st.lists(st.sampled_from([7, 8, 9]), min_size=1, max_size=20),
+    st.integers(1, 30),
+    st.sets(st.integers(0, 39), max_size=2),
+    st.one_of(st.none(), st.integers(1, 32)),
+)
+
+
+@examples(120)
+@given(LIMITS, st.lists(REQUESTS, min_size=1, max_size=5), st.integers(0, 99), st.booleans())
+def test_every_schedule_closes_the_thought_at_the_same_token(limits, wanted, draft_seed, prefix_cache):
+    executor = PagedExecutor(limits, draft_seed)
+    engine = Engine(executor, prefix_cache=prefix_cache)
+    sequences = []
+    for prompt, new, stops, budget in wanted:
+        thinking = ThinkingBudget(budget, closing_ids) if budget else None
+        sequences.append(
+            engine.add(Request(tuple(prompt), Sampling(logprobs=1), 5, tuple(stops), new, thinking=thinking))
+        )
+    for seq, (prompt, new, stops, budget) in zip(sequences, wanted, strict=True):
+        results = list(engine.stream(seq))
+        tokens = [token for result in results for token in result.token_ids]
+        assert tokens == seq.token_ids == expected(prompt, new, stops, budget)
+        assert [entry.token_id for result in results for entry in result.logprobs] == tokens
+        assert seq.finish_reason == ("stop" if tokens[-1] in stops else "length")
+        assert (seq.stats.prompt_tokens, seq.stats.new_tokens) == (len(prompt), len(tokens))
+    assert not engine.running and engine.cache.pool.num_held == 0
+    while executor.queue:
+        executor.run_one()
+    assert not executor.running, "every slot is released"
+
+
+@given(LIMITS, st.integers(1, 6), st.integers(0, 9))
+def test_cancelling_around_the_closing_leaves_nothing(limits, budget, num_read):
+    engine = Engine(PagedExecutor(limits))
+    request = Request((8, 9), Sampling(), 5, (), 30, thinking=ThinkingBudget(budget, closing_ids))
+    seq, beside = engine.add(request), engine.add(Request((9, 9), Sampling(), 5, (), 30))
+    stream = engine.stream(seq)
+    for _ in range(num_read):
+        next(stream, None)
+    engine.finish(seq, "cancelled")
+    rest = [token for result in engine.stream(beside) for token in result.token_ids]
+    assert rest == expected((9, 9), 30, (), None)
+    assert not engine.running and engine.cache.pool.num_held == 0
+
+
+def test_only_the_last_page_is_computed_again():
+    executor = PagedExecutor(paged_limits(max_context=64, prefill_chunk=32))
+    engine = Engine(executor)
+    seq = engine.add(
+        Request(tuple(range(8, 28)), Sampling(), 5, (), 30, thinking=ThinkingBudget(9, lambda tokens: CLOSING))
+    )
+    list(engine.stream(seq))
+    prefills = [(step.position, len(step.token_ids)) for step in executor.steps if hasattr(step, "is_last")]
+    assert prefills == [(0, 20), (28, 4)], "20 + 8 of 29 tokens are written"
+    assert seq.stats.cached_tokens == 0, "of the prompt"
+
+
+@pytest.mark.parametrize(("prompt_end", "answer", "marker"), [
+    ("<think>\n", "so", "</think>"), ("<think>\n", "so</think>yes", None), ("bot\n", "<think>hm", "</think>"),
+    ("bot\n", "\n<think>\nhm </think>", None), ("bot\n", "I <think>", None), ("bot\n", "", None),
+    ("<|thought_start|>", "a </think>", "<|thought_end|>"), ("<think>\n\n</think>\n\n", "yes", None),
+])  # fmt: skip
+def test_whether_a_thought_is_open(prompt_end, answer, marker):
+    assert open_marker(prompt_end, answer) == marker
+
+
+@pytest.mark.parametrize(("template", "expected_text"), [
+    ("<think>\n\n</think>{{ '\n' }}", "\n</think>\n"), ("bot{% if enable_thinking %}<think>{% endif %}", None),
+    ("<think></think> {{ messages[0].content }}", None), ("{{ raise_exception('no') }}", None),
+])  # fmt: skip
+def test_the_gap_is_the_templates(template, expected_text, tmp_path):
+    (tmp_path / "chat_template.jinja").write_text(template)
+    found = closing_text(ChatTemplate.open(tmp_path), "</think>")
+    assert found == (expected_text or "\n</think>\n\n") and closing_text(None, "</think>") == "\n</think>\n\n"
+
+
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[bot]<think>"
+    "{% if enable_thinking == false %}\n</think>\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = write_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": TEMPLATE}))
+    return folder
+
+
+@pytest.mark.parametrize("settings", [{}, {"draft": "lookup"}, {"prefix_cache": False}], ids=str)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_an_answer_of_a_model(checkpoint, settings, temperature):
+    """Behind the marker comes what a prompt of all that gives, at the same positions with the same seed."""
+    fields = {"temperature": temperature, "seed": 3, "ignore_eos": True, "repetition_penalty": 1.2}
+    with LLM(checkpoint, executor="reference", **settings) as llm:
+        prompt = llm.chat_prompt([{"role": "user", "content": "hi"}])
+        free = llm.generate(prompt, SamplingParams(max_new_tokens=90, **fields)).token_ids
+        closing = tuple(llm.tokenizer.encode("\n</think>\n", add_special_tokens=False))
+        begun = (*free[:70], *closing)
+        rest = llm.generate([*prompt, *begun], SamplingParams(max_new_tokens=20, **fields)).token_ids
+        whole = SamplingParams(max_new_tokens=len(begun) + 20, max_thinking_tokens=70, logprobs=2, **fields)
+        answer = llm.generate(prompt, whole)
+        assert answer.token_ids == (*begun, *rest)
+        assert [entry.token_id for entry in answer.logprobs] == list(answer.token_ids)
+        forced = answer.logprobs[70 : len(begun)]
+        assert all(entry.logprob == 0 and entry.top == () for entry in forced)
+        assert answer.stats.new_tokens == len(answer.token_ids) and answer.finish_reason == "length"
+        short = SamplingParams(max_new_tokens=40, max_thinking_tokens=70, **fields)
+        assert llm.generate(prompt, short).token_ids == free[:40]
+
+
+def test_without_a_thought_nothing_is_forced(checkpoint):
+    fields = {"max_new_tokens": 40, "temperature": 0, "ignore_eos": True}
+    with LLM(checkpoint, executor="reference") as llm:
+        for prompt in ("plain text", llm.chat_prompt([{"role": "user", "content": "hi"}], enable_thinking=False)):
+            free = llm.generate(prompt, SamplingParams(**fields))
+            bound = llm.generate(prompt, SamplingParams(**fields, max_thinking_tokens=9))
+            assert (bound.token_ids, bound.text) == (free.token_ids, free.text)
+
+
+def test_a_model_without_a_tokenizer_has_no_budget(checkpoint):
+    with LLM(checkpoint, executor="reference", load_format="dummy") as llm:
+        llm.tokenizer = None
+        with pytest.raises(RequestError, match="max_thinking_tokens"):
+            llm.generate([1, 2], SamplingParams(max_thinking_tokens=4))
