@@ -30,6 +30,11 @@ def api_key() -> str | None:
     return os.environ.get("CPMRT_API_KEY") or None
 
 
+def is_hub_offline() -> bool:
+    """Tell whether no hub may be asked: `HF_HUB_OFFLINE`, in the values that huggingface_hub takes for yes."""
+    return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+
+
 def cupy_cache_dir() -> Path:
     """Return CuPy's own cache, which it creates on import: `CUPY_CACHE_DIR`, else `~/.cupy/kernel_cache`."""
     return Path(os.environ.get("CUPY_CACHE_DIR") or os.path.expanduser("~/.cupy/kernel_cache"))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from threading import Lock
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -94,17 +94,19 @@ class LLM:
             cuda_graphs, dependent_launch, steps_per_launch, lm_head_bits, prefix_cache, kv_dtype=kv_dtype,
         )  # fmt: skip
         is_dummy = load_format == "dummy"
-        folder = ModelFolder.open(
-            model, revision=revision, weights=not is_dummy, hf_overrides=hf_overrides, sparse=sparse
-        )  # fmt: skip
+        folder = ModelFolder.open(model, revision=revision, weights=False, hf_overrides=hf_overrides, sparse=sparse)
+        self.tokenizer = _open_tokenizer(folder, is_dummy)
+        if folder.lacks_weights and not is_dummy:
+            _on_executor(folder, settings, lambda assembly: assembly.fetch_weights(folder, settings))
         settings = with_speculation(settings, folder, draft, speculate)
         self.config: ModelConfig = folder.config
         self.sampling_defaults: SamplingDefaults = folder.sampling
         self._seed, self._numbers = seed, count()
         self._rendering = Lock()
-        self.tokenizer = _open_tokenizer(folder, is_dummy)
         self.chat_template = ChatTemplate.open(folder.path)
-        self._executor, self._plan = _open_executor(folder, settings)
+        self._executor, self._plan = _on_executor(
+            folder, settings, lambda assembly: assembly.open_executor(folder, settings)
+        )
         adaptive = settings.speculation is None or settings.speculation.is_adaptive
         self.use(Engine(self._executor, on_step, prefix_cache=prefix_cache, adaptive=adaptive))
 
@@ -326,22 +328,30 @@ def _open_tokenizer(folder: ModelFolder, is_dummy: bool) -> Tokenizer | None:
     return Tokenizer.open(folder.path, vocab_size=folder.config.vocab_size)
 
 
-def _open_executor(folder: ModelFolder, settings: EngineConfig) -> tuple[Executor, MemoryPlan]:
-    """A GPU if it can be used and nothing else was asked for; NumPy by wish, or for the bundled model.
+class Assembly(Protocol):
+    """What the module `assembly` of an executor offers."""
+
+    def fetch_weights(self, folder: ModelFolder, settings: EngineConfig) -> None: ...
+    def open_executor(self, folder: ModelFolder, settings: EngineConfig) -> tuple[Executor, MemoryPlan]: ...
+
+
+def _on_executor(folder: ModelFolder, settings: EngineConfig, run: Callable[[Assembly], T]) -> T:
+    """Run something on a GPU if it can be used and nothing else was asked for; on NumPy by wish, or for the bundled
+    model.
 
     Only what runs is imported: a start on a GPU needs nothing of the NumPy executor.
     """
     if settings.executor == "reference":
-        return _open_reference(folder, settings)
-    from cpmrt.cuda.assembly import open_executor
+        return run(_reference())
+    from cpmrt.cuda import assembly
 
     try:
-        return open_executor(folder, settings)
+        return run(assembly)
     except NoDeviceError as error:
         if settings.executor == "cuda":
             raise
         if folder.is_bundled:
-            return _open_reference(folder, settings)
+            return run(_reference())
         raise NoDeviceError(
             f"{error.what}, and the NumPy executor is about a hundred times slower",
             actual=error.actual,
@@ -349,7 +359,7 @@ def _open_executor(folder: ModelFolder, settings: EngineConfig) -> tuple[Executo
         ) from error
 
 
-def _open_reference(folder: ModelFolder, settings: EngineConfig) -> tuple[Executor, MemoryPlan]:
-    from cpmrt.reference.assembly import open_executor
+def _reference() -> Assembly:
+    from cpmrt.reference import assembly
 
-    return open_executor(folder, settings)
+    return assembly

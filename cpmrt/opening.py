@@ -98,6 +98,19 @@ class Blueprint:
         )  # fmt: skip
 
 
+def fetch_weights(folder: ModelFolder, settings: EngineConfig, target: Target, budget: int) -> None:
+    """Fetch the weights of a hub's model that are not here, if by its config they can run and fit `budget` bytes.
+
+    Raises CheckpointError, ConfigError, UnsupportedModelError, MemoryPlanError.
+    """
+    if not folder.lacks_weights:
+        return
+    target.dtype(folder.config, settings)
+    target.check(folder.config, settings)
+    Blueprint.of(folder.config, settings, target).fit(budget)
+    folder.fetch_weights()
+
+
 @contextmanager
 def open_blueprint(folder: ModelFolder, settings: EngineConfig, target: Target) -> Iterator[Blueprint]:
     """Open the checkpoints of the model and of its draft, compare them with their configs, and describe both.

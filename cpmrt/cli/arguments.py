@@ -221,6 +221,10 @@ def add_options(parser: Options, *names: str) -> None:
         parser.add_argument(name, **_OPTIONS[name])
 
 
+def add_quiet(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-q", "--quiet", action="store_true", help="say nothing on standard error but errors")
+
+
 def add_model_source(parser: Options, *, positional: bool = False) -> None:
     """Add MODEL (or --model) and --revision."""
     described = "a folder or a Hugging Face hub id (default: the bundled model)"

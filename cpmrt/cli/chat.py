@@ -16,7 +16,7 @@ from cpmrt import LLM, env
 from cpmrt.cli.arguments import UsageError, add_model_options, add_sampling_options, llm_arguments, sampling_params
 from cpmrt.cli.conversation import Conversation, LocalModel
 from cpmrt.cli.listeners import StopAtOnce, StopOnInterrupt, StopRequestedError
-from cpmrt.cli.output import cost_lines, note, printable, sampling_line, write
+from cpmrt.cli.output import complain, cost_lines, note, printable, sampling_line, write
 from cpmrt.cli.prompt_source import decoded
 from cpmrt.cli.remote import RemoteModel, RemoteStream
 from cpmrt.errors import RequestError
@@ -120,7 +120,7 @@ class Chat:
             note("(stopped)")
             return True
         except RequestError as error:
-            note(f"cpmrt: error: {printable(str(error))}")
+            complain(f"cpmrt: error: {printable(str(error))}")
             return False
         if answer:
             self._conversation.add(question, answer)

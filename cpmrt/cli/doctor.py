@@ -11,7 +11,7 @@ from dataclasses import asdict
 
 from cpmrt.cli import gpu_probes, host_probes
 from cpmrt.cli.host_probes import Finding, Status
-from cpmrt.cli.output import note, printable, write, write_json, write_table
+from cpmrt.cli.output import complain, printable, write, write_json, write_table
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     if fixes:
         write("\nto mend:\n" + "".join(f"  {printable(f.subject)}: {printable(f.fix)}\n" for f in fixes))
     if not can_run:
-        note("cpmrt: error: cpmrt cannot run here; mend what is broken")
+        complain("cpmrt: error: cpmrt cannot run here; mend what is broken")
     return 0 if can_run else 1
 
 

@@ -27,7 +27,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     options.add_sampling_options(parser)
     options.add_logprobs_option(parser)
     parser.add_argument("--json", action="store_true", help="write one JSON object when all is done, and nothing else")
-    parser.add_argument("--quiet", action="store_true", help="no closing summary")
     parser.add_argument("--stats", action="store_true", help="a closing summary with the accept lengths of the draft")
     parser.add_argument(
         "--log-steps", metavar="FILE", help="write every step of the engine and its result as JSON lines"
@@ -47,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
         write_json(_record(args.model or str(BUNDLED), completion))
     elif args.stats:
         note("\n".join(cost_lines(completion)))
-    elif not args.quiet:
+    else:
         note(summary(completion))
     return 0
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import logging
 import os
 import sys
 from collections.abc import Sequence
 
 from cpmrt import __version__
-from cpmrt.cli.arguments import Parser, UsageError, nearest
-from cpmrt.cli.output import discard_stdout, note, printable
+from cpmrt.cli.arguments import Parser, UsageError, add_quiet, nearest
+from cpmrt.cli.output import complain, discard_stdout, printable, show_remarks
 from cpmrt.errors import CpmrtError
 
 COMMANDS = {
@@ -25,6 +26,9 @@ COMMANDS = {
     "inspect": "show what a checkpoint holds: sizes, tensors, tokenizer",
     "bench": "measure speed and energy of a model, or of a shape with random weights",
     "compile": "compile the CUDA kernels ahead of time, for this GPU or another",
+    "pull": "download a model, or what is missing of it",
+    "list": "list the downloaded models, with their sizes",
+    "rm": "remove downloaded models",
     "doctor": "check this machine and say what is missing",
 }
 EXIT_ERROR, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_CLOSED_PIPE = 1, 2, 130, 141
@@ -39,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except (UsageError, CpmrtError) as error:
-        note(f"cpmrt: error: {printable(str(error))}")
+        complain(f"cpmrt: error: {printable(str(error))}")
         return EXIT_USAGE if isinstance(error, UsageError) else EXIT_ERROR
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
@@ -55,10 +59,23 @@ def _run(arguments: list[str]) -> int:
         module = importlib.import_module(f"cpmrt.cli.{command}")
         parser = Parser(prog=f"cpmrt {command}", description=module.__doc__)
         module.configure(parser)
-        code: int = module.run(parser.parse_args(arguments[1:]))
+        add_quiet(parser)
+        args = parser.parse_args(arguments[1:])
+        _start_log(is_quiet=args.quiet)
+        code: int = module.run(args)
         return code
     except SystemExit as leaving:  # --help and --version
         return leaving.code if isinstance(leaving.code, int) else 0
+
+
+def _start_log(*, is_quiet: bool) -> None:
+    """Show what cpmrt logs while it fetches a model on standard error, unless nothing is to be said."""
+    show_remarks(not is_quiet)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    logger = logging.getLogger("cpmrt.weights")
+    logger.handlers, logger.propagate = [handler], False
+    logger.setLevel(logging.ERROR if is_quiet else logging.INFO)
 
 
 def _parser() -> Parser:

@@ -30,8 +30,22 @@ def write(text: str) -> None:
         raise CpmrtError(f"standard output cannot be written: {error.strerror}") from error
 
 
+_REMARKS = {"are shown": True}
+
+
+def show_remarks(are_shown: bool) -> None:
+    """Show what `note` is told from now on, or drop it (--quiet)."""
+    _REMARKS["are shown"] = are_shown
+
+
 def note(text: str) -> None:
     """Write one remark to standard error."""
+    if _REMARKS["are shown"]:
+        complain(text)
+
+
+def complain(text: str) -> None:
+    """Write an error or a warning to standard error, which --quiet does not drop."""
     print(text, file=sys.stderr, flush=True)
 
 

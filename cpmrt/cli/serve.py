@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from cpmrt import LLM, env
 from cpmrt.cli import arguments as options
 from cpmrt.cli.main import EXIT_INTERRUPTED
-from cpmrt.cli.output import note
+from cpmrt.cli.output import complain, note
 from cpmrt.errors import ConfigError
 from cpmrt.installation import install_extra, missing_packages
 
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
 
     settings = _settings(args)
     if not settings.is_loopback and not settings.api_keys:
-        note(f"cpmrt: warning: {settings.host} can be reached from other machines and there is no --api-key")
+        complain(f"cpmrt: warning: {settings.host} can be reached from other machines and there is no --api-key")
     listener = bind(settings)
     _start_log()
     note(f"cpmrt: listening on {address_of(listener, settings)}; loading {settings.model_name}")

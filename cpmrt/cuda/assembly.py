@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from cpmrt import opening
 from cpmrt.config import EngineConfig, ModelConfig
 from cpmrt.cuda.draft.forward import executor_needs
 from cpmrt.cuda.driver.device import Device, open_device
@@ -55,13 +56,27 @@ class CudaTarget:
         return executor_needs(config, settings, specs, draft, self.device)
 
 
+def fetch_weights(folder: ModelFolder, settings: EngineConfig) -> None:
+    """Fetch the weights of a hub's model that are not here, if its config says that the device can run it.
+
+    Raises as `open_executor` does.
+    """
+    if folder.lacks_weights:
+        device = open_device()
+        opening.fetch_weights(folder, settings, CudaTarget(device), _budget(device, settings))
+
+
+def _budget(device: Device, settings: EngineConfig) -> int:
+    return settings.memory_budget or max(device.free_bytes() - _RESERVED_BYTES, 1)
+
+
 def open_executor(folder: ModelFolder, settings: EngineConfig) -> tuple[Executor, MemoryPlan]:
     """Open the device, plan within its free memory, load and capture.
 
     Raises NoDeviceError, UnsupportedModelError, ConfigError, MemoryPlanError, CheckpointError, KernelCompileError.
     """
     device = open_device()
-    budget = settings.memory_budget or max(device.free_bytes() - _RESERVED_BYTES, 1)
+    budget = _budget(device, settings)
     with open_blueprint(folder, settings, CudaTarget(device)) as blueprint:
         plan = blueprint.fit(budget)
         from cpmrt.cuda.executor import CudaExecutor

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from cpmrt import opening
 from cpmrt.byte_sizes import format_bytes
 from cpmrt.config import EngineConfig, ModelConfig
 from cpmrt.dtypes import DType, to_float32
@@ -54,14 +55,25 @@ class ReferenceTarget:
         return ExecutorNeeds(tables=lambda max_context: drafting_tables(draft, max_context, settings.max_sequences))
 
 
+def fetch_weights(folder: ModelFolder, settings: EngineConfig) -> None:
+    """Fetch the weights of a hub's model that are not here, if its config says that they can run in this memory.
+
+    Raises as `open_executor` does.
+    """
+    opening.fetch_weights(folder, settings, ReferenceTarget(), _budget(settings))
+
+
+def _budget(settings: EngineConfig) -> int:
+    return settings.memory_budget or max(available_bytes() - _RESERVED_BYTES, 1)
+
+
 def open_executor(folder: ModelFolder, settings: EngineConfig) -> tuple[Executor, MemoryPlan]:
     """Plan within the host's free memory and load.
 
     Raises CheckpointError, ConfigError, UnsupportedModelError, MemoryPlanError.
     """
-    budget = settings.memory_budget or max(available_bytes() - _RESERVED_BYTES, 1)
     with open_blueprint(folder, settings, ReferenceTarget()) as blueprint:
-        plan, dtype = blueprint.fit(budget), blueprint.dtype
+        plan, dtype = blueprint.fit(_budget(settings)), blueprint.dtype
 
         def load(weights: Mapping[str, Matrix]) -> None:
             for specs, checkpoint in blueprint.parts:

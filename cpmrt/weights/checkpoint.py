@@ -41,8 +41,8 @@ class Checkpoint:
 
         Raises CheckpointError: nothing to open, a file that is not valid, an index that contradicts them.
         """
-        shard_of = _read_index(folder / INDEX_NAME) if is_there(folder / INDEX_NAME) else None
-        names = sorted(set(shard_of.values())) if shard_of is not None else [_single_file(folder)]
+        shard_of = read_index(folder / INDEX_NAME) if is_there(folder / INDEX_NAME) else None
+        names = select_files(_names(folder), shard_of, str(folder))
         files: dict[Path, SafetensorsFile] = {}
         entries: dict[str, TensorEntry] = {}
         with ExitStack() as opened:
@@ -84,8 +84,8 @@ class Checkpoint:
         self.close()
 
 
-def _read_index(path: Path) -> dict[str, str]:
-    """Read which tensor is in which file; each name is a plain one inside the folder."""
+def read_index(path: Path) -> dict[str, str]:
+    """Read which tensor is in which file; each name is a plain one inside the folder. Raises CheckpointError."""
     weight_map = read_json(path, unique_keys=True).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(
@@ -114,30 +114,40 @@ def _check_index(folder: Path, shard_of: Mapping[str, str], entries: Mapping[str
             )
 
 
-def _single_file(folder: Path) -> str:
-    """Find the only safetensors file of a folder without an index. Raises CheckpointError."""
+def _names(folder: Path) -> list[str]:
     try:
-        present = sorted(path.name for path in folder.iterdir())
+        return [path.name for path in folder.iterdir()]
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{folder} is not a folder that can be read: {error}") from error
+
+
+def select_files(names: Sequence[str], shard_of: Mapping[str, str] | None, where: str) -> list[str]:
+    """Return those of the files in a folder or repository (`names`) that hold its weights: all that the index names
+    (`shard_of`), else the only one, under the names that there are for it.
+
+    `where` names the folder in errors. Raises CheckpointError.
+    """
+    if shard_of is not None:
+        return sorted(set(shard_of.values()))
+    present = sorted(names)
     if SINGLE_NAME in present:
-        return SINGLE_NAME
+        return [SINGLE_NAME]
     candidates = [name for name in present if name.endswith(".safetensors")]
     # Beside other weights CPM.cu keeps its own in model_gptq_marlin.safetensors or model_gptq.safetensors.
     marlin = [name for name in candidates if name.startswith("model_gptq")]
-    for names in (candidates, marlin):
-        if len(names) == 1:
-            return names[0]
+    for found in (candidates, marlin):
+        if len(found) == 1:
+            return found
     if candidates:
         raise CheckpointError(
-            f"{folder} has several safetensors files and no {INDEX_NAME}",
+            f"{where} has several safetensors files and no {INDEX_NAME}",
             actual=listed([quoted(name) for name in candidates]),
             fix="add the index, or leave one file",
         )
-    raise _nothing_to_open(folder, present)
+    raise _nothing_to_open(where, present)
 
 
-def _nothing_to_open(folder: Path, present: Sequence[str]) -> CheckpointError:
+def _nothing_to_open(where: str, present: Sequence[str]) -> CheckpointError:
     found = listed([quoted(name) for name in present]) or "an empty folder"
     pickles = [name for name in present if name.endswith((".bin", ".pt", ".pth"))]
     if pickles:
@@ -149,7 +159,7 @@ def _nothing_to_open(folder: Path, present: Sequence[str]) -> CheckpointError:
     else:
         fix = "name the folder that holds config.json and the weights"
     return CheckpointError(
-        f"{folder} has no safetensors weights",
+        f"{where} has no safetensors weights",
         expected=f"{INDEX_NAME}, {SINGLE_NAME} or one other *.safetensors",
         actual=found,
         fix=fix,

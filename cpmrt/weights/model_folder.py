@@ -12,6 +12,7 @@ from cpmrt.config import ModelConfig, SamplingDefaults, SparseSetting, with_spar
 from cpmrt.errors import CheckpointError, ConfigError, quoted
 from cpmrt.weights import hub
 from cpmrt.weights.files import is_there, read_json, read_json_if_there
+from cpmrt.weights.repository import Repository, has_weights
 
 BUNDLED = Path(__file__).parent.parent / "assets" / "demo"
 
@@ -25,6 +26,8 @@ class ModelFolder:
     config: ModelConfig
     sampling: SamplingDefaults
     """What a request takes where it does not say."""
+    repository: Repository | None = None
+    """Where it came from, None for a local folder."""
 
     @property
     def is_bundled(self) -> bool:
@@ -42,11 +45,12 @@ class ModelFolder:
     ) -> ModelFolder:
         """Resolve a folder or hub id (None: the bundled model) and read its config.
 
-        `weights` False fetches no weights from the hub. `hf_overrides` replace keys of config.json; an object is
-        merged key by key; then `sparse` counts (`config.sparse`). Raises CheckpointError, ConfigError,
-        UnsupportedModelError.
+        The weights of a hub's model are fetched after its config has been read, or, with `weights` False, not until
+        `fetch_weights`. `hf_overrides` replace keys of config.json; an object is merged key by key; then `sparse`
+        counts (`config.sparse`). Raises CheckpointError, ConfigError, UnsupportedModelError.
         """
-        path = BUNDLED if model is None else hub.resolve(model, revision=revision, weights=weights)
+        found = BUNDLED if model is None else hub.find(model, revision=revision)
+        path = found if isinstance(found, Path) else found.fetch_config()
         source = path / "config.json"
         check_kind(path)
         raw_config = with_sparse_setting(_merged(read_json(source), hf_overrides), sparse)
@@ -55,7 +59,20 @@ class ModelFolder:
         quantize_config = read_json_if_there(path / "quantize_config.json")
         config = ModelConfig.from_hf(raw_config, generation_config, str(source), quantize_config)
         sampling = SamplingDefaults.of_model(generation_config, raw_config, str(generation_source))
-        return cls(path, raw_config, config, sampling)
+        folder = cls(path, raw_config, config, sampling, None if isinstance(found, Path) else found)
+        if weights:
+            folder.fetch_weights()
+        return folder
+
+    @property
+    def lacks_weights(self) -> bool:
+        """Whether weights have to be fetched from the model's hub."""
+        return self.repository is not None and not has_weights(self.path)
+
+    def fetch_weights(self) -> None:
+        """Fetch the weights of a hub's model that are not here. Raises CheckpointError."""
+        if self.repository is not None and self.lacks_weights:
+            self.repository.fetch_weights(self.path)
 
 
 def check_kind(path: Path) -> None:

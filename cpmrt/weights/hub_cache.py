@@ -1,0 +1,82 @@
+"""What the caches of the hubs hold: models with their sizes, whole or not, and how to remove them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from cpmrt.errors import CheckpointError, CpmrtError
+from cpmrt.weights.draft_folder import method_of
+from cpmrt.weights.hub import HUBS
+from cpmrt.weights.model_folder import ModelFolder
+from cpmrt.weights.repository import CachedRepository, Hub, has_weights
+
+
+class State(Enum):
+    """Whether cpmrt can run a cached model: alone, as the draft of another one, or once the rest of it is fetched."""
+
+    READY = "ready"
+    DRAFT = "draft"
+    INCOMPLETE = "incomplete"
+    UNSUPPORTED = "unsupported"
+
+
+@dataclass(frozen=True)
+class CachedModel:
+    """A model in the cache of a hub, under the name that loads it."""
+
+    hub: Hub
+    repository: CachedRepository
+
+    @property
+    def name(self) -> str:
+        return f"{self.hub.prefix}{self.repository.name}"
+
+    @property
+    def path(self) -> Path:
+        """The folder of all that the cache holds of it."""
+        return self.repository.path
+
+    @property
+    def num_bytes(self) -> int:
+        return self.repository.num_bytes
+
+    @property
+    def modified(self) -> float:
+        """When it last changed, in seconds since 1970."""
+        return self.repository.modified
+
+    @property
+    def state(self) -> State:
+        """The state of its best revision."""
+        states = [_state(folder) for folder in self.repository.folders]
+        return next((state for state in State if state in states), State.INCOMPLETE)
+
+    def remove(self) -> None:
+        """Remove it from the cache. Raises CheckpointError where the folder cannot be written."""
+        try:
+            self.hub.remove(self.repository)
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.name} cannot be removed: {error}", fix=f"remove the folder {self.path} as its owner"
+            ) from error
+
+
+def cached_models() -> Iterator[CachedModel]:
+    """Yield the models in the caches of all hubs."""
+    for hub in HUBS:
+        for repository in hub.cached():
+            yield CachedModel(hub, repository)
+
+
+def _state(folder: Path) -> State:
+    try:
+        is_whole = has_weights(folder)
+        if is_whole and method_of(str(folder), folder) != "model":
+            return State.DRAFT
+        ModelFolder.open(folder, weights=False)
+    except CpmrtError:
+        return State.UNSUPPORTED
+    return State.READY if is_whole else State.INCOMPLETE

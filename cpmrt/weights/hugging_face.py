@@ -1,0 +1,190 @@
+"""The Hugging Face hub, and mirrors that speak its protocol (HF_ENDPOINT), through `huggingface_hub`.
+
+Cache, token (HF_TOKEN) and offline mode (HF_HUB_OFFLINE=1) are that library's. It is imported where it is used: it
+costs a third of a second, which a local model need not pay.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import re
+import shutil
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from cpmrt.errors import CheckpointError, quoted
+from cpmrt.weights.repository import DISK_ERRORS, CachedRepository, disk_full, literal
+
+_SUBFOLDERS = "*/*"
+"""Never fetched: they hold other formats of the same weights (`*` of a hub pattern matches slashes too)."""
+_HASH_PIECE = 1 << 22
+
+
+class HuggingFace:
+    """The hub at HF_ENDPOINT (default: huggingface.co). A folder of its cache is named for a commit."""
+
+    prefix = ""
+    cache_variable = "HF_HOME"
+
+    def fetch(self, name: str, revision: str | None, patterns: Sequence[str]) -> Path:
+        """Return the folder of the newest commit of `revision` with the files that fit; offline the cached one."""
+        from huggingface_hub import snapshot_download
+
+        _quieten()
+        try:
+            folder = snapshot_download(
+                name, revision=revision, allow_patterns=list(patterns), ignore_patterns=[_SUBFOLDERS]
+            )
+        except Exception as error:  # transport errors are classes of whichever HTTP client the library uses
+            raise _explain(name, revision, error) from error
+        return Path(folder)
+
+    def sizes(self, name: str, revision: str | None, folder: Path) -> Mapping[str, int]:
+        """Return the sizes of all files of that commit, from one request. Raises CheckpointError, also offline."""
+        from huggingface_hub import HfApi
+
+        try:
+            siblings = HfApi().model_info(name, revision=folder.name, files_metadata=True).siblings or []
+        except Exception as error:
+            raise _explain(name, revision, error) from error
+        return {file.rfilename: file.size or 0 for file in siblings}
+
+    def download(self, name: str, revision: str | None, folder: Path, files: Sequence[str]) -> None:
+        """Fetch files of the commit that `folder` is named for, those that are whole one by one."""
+        commit = folder.name
+        try:
+            for file in files:
+                _download_blob(name, commit, file, folder.parent.parent / "blobs")
+            self.fetch(name, commit, literal(files))
+        except CheckpointError:
+            raise
+        except Exception as error:
+            raise _explain(name, revision, error) from error
+
+    def cached(self) -> list[CachedRepository]:
+        """Return the models in the cache; data sets there are none of ours."""
+        return [
+            CachedRepository(
+                repository.repo_id, repository.repo_path,
+                tuple(revision.snapshot_path for revision in repository.revisions),
+                repository.size_on_disk, repository.last_modified,
+            )
+            for repository in _scan() if repository.repo_type == "model"
+        ]  # fmt: skip
+
+
+    def remove(self, repository: CachedRepository) -> None:
+        """Remove a repository as the library does, which knows what other repositories share with it."""
+        from huggingface_hub import scan_cache_dir
+
+        commits = [folder.name for folder in repository.folders]
+        scan_cache_dir().delete_revisions(*commits).execute()
+        shutil.rmtree(repository.path, ignore_errors=True)  # where no revision is whole, the library finds none
+
+
+def _scan() -> Iterable[Any]:
+    from huggingface_hub import scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    try:
+        return scan_cache_dir().repos
+    except CacheNotFound:
+        return ()
+
+
+def _download_blob(name: str, commit: str, file: str, blobs: Path) -> None:
+    """Put the content of a file where the cache keeps it, going on from what an interrupted call has left there.
+
+    The library itself begins such a file anew, except where it transfers pieces by another protocol (xet).
+    """
+    from huggingface_hub import constants, get_hf_file_metadata, get_token, hf_hub_url
+    from huggingface_hub.file_download import http_get
+
+    url, token = hf_hub_url(name, file, revision=commit), get_token()
+    headers = {"authorization": f"Bearer {token}"} if token else {}
+    known = get_hf_file_metadata(url, headers=headers)
+    is_xet = known.xet_file_data is not None and not constants.HF_HUB_DISABLE_XET
+    if is_xet or known.etag is None or not re.fullmatch(r"[0-9a-f]{40,64}", known.etag):
+        return
+    blobs.mkdir(parents=True, exist_ok=True)
+    blob, partial = blobs / known.etag, blobs / f"{known.etag}.incomplete"
+    with partial.open("ab") as to:
+        fcntl.flock(to, fcntl.LOCK_EX)  # another process may be fetching the same file
+        if blob.exists():
+            partial.unlink(missing_ok=True)
+            return
+        is_at_hub = known.location.startswith(constants.ENDPOINT)  # the token is for the hub alone
+        http_get(
+            known.location, to, resume_size=to.tell(), headers=headers if is_at_hub else {}, expected_size=known.size,
+            displayed_filename=file,
+        )  # fmt: skip
+        to.flush()
+        if len(known.etag) == 64 and _sha256(partial) != known.etag:
+            partial.unlink()
+            raise CheckpointError(
+                f"{name}: {file} arrived damaged: its SHA-256 is not that of the hub", fix="download it again"
+            )
+        partial.replace(blob)
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(_HASH_PIECE):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def _quieten() -> None:
+    """Draw progress bars on a terminal only."""
+    from huggingface_hub.utils.tqdm import disable_progress_bars
+
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+
+
+def _explain(repository: str, revision: str | None, error: Exception) -> CheckpointError:
+    """Put what the library raised into one line; the most special class comes first."""
+    from huggingface_hub import constants, errors
+
+    label = f"{repository} at revision {quoted(revision)}" if revision is not None else repository
+    if isinstance(error.__cause__, errors.OfflineModeIsEnabled):
+        error = error.__cause__
+    for kind, what, fix in (
+        (errors.GatedRepoError, f"{repository} is gated",
+         f"accept its terms at {constants.ENDPOINT}/{repository} and set HF_TOKEN to your token"),
+        (errors.RepositoryNotFoundError,
+         f"{repository} is neither a local folder nor a repository of the hub that you may see",
+         "check the name; a private repository needs HF_TOKEN"),
+        (errors.RevisionNotFoundError, f"{repository} has no revision {quoted(revision)}",
+         "name a branch, tag or commit of it"),
+        (errors.OfflineModeIsEnabled, f"{label} is not in the local cache, or not all of it, and offline mode is on",
+         "unset HF_HUB_OFFLINE to download it, or name a local folder"),
+    ):  # fmt: skip
+        if isinstance(error, kind):
+            return CheckpointError(what, fix=fix)
+    if isinstance(error, OSError) and error.errno in DISK_ERRORS:
+        return disk_full(repository, error, HuggingFace.cache_variable)
+    if _status(error) == 401:
+        return CheckpointError(
+            f"{label}: the hub does not accept the token (401)", fix="set HF_TOKEN to a valid token, or unset it"
+        )
+    if isinstance(error, errors.LocalEntryNotFoundError) or "Connect" in type(error).__name__:
+        cause = error.__cause__ or error
+        return CheckpointError(
+            f"{label} is not in the local cache, or not all of it, and the hub {constants.ENDPOINT} cannot be reached",
+            actual=quoted(f"{type(cause).__name__}: {cause}"),
+            fix="check the network connection (HF_ENDPOINT names a mirror), or name a local folder",
+        )
+    return CheckpointError(
+        f"{label} could not be downloaded",
+        actual=f"{type(error).__name__}: {error}",
+        fix="check network, disk space and access, then try again: whole files stay, and others go on where they ended",
+    )
+
+
+def _status(error: Exception) -> Any:
+    return getattr(getattr(error, "response", None), "status_code", None)
