@@ -99,7 +99,7 @@ CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
     ),
     "linear_packed/repack.cu": tuple(
         {"LINEAR": 1, "IN_FEATURES": 4096, "WEIGHT_BITS": 4, "RUNS": 8, "SCALE_GROUP": 64, "ZEROS": 1, "FORMAT": kind}
-        for kind in sorted(row.number for row in FORMATS.values())
+        for kind in sorted({row.number for row in FORMATS.values()})
     )
     + ({"LINEAR": 3, "IN_FEATURES": 4096, "WEIGHT_BITS": 8, "RUNS": 1, "SCALE_GROUP": 128, "ZEROS": 0, "FORMAT": 0},),
     "attention/decode_attention.cu": (

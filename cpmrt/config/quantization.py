@@ -52,6 +52,8 @@ class WeightQuantization:
     v1_zeros: bool = False
     """GPTQ zero points are stored minus one."""
     lm_head: bool = False
+    wide_head_group: int = 0
+    """Columns of a group of an output head in 8 bits; 0: a quantised head has as many bits as the layers."""
     skipped: tuple[str, ...] = ()
     """Parts of module names that stay in 16 bits."""
     only: tuple[str, ...] = ()
@@ -142,9 +144,18 @@ def _gptq(fields: Fields) -> WeightQuantization:
         act_order=fields.boolean("desc_act", False) and not fields.boolean("static_groups", False),
         v1_zeros=v1_zeros,
         lm_head=fields.boolean("lm_head", False),
+        wide_head_group=_wide_head_group(rules, fields.source),
         only=tuple(fields.names("modules_in_block_to_quantize")),
         overrides=bool(rules),
     )
+
+
+def _wide_head_group(rules: Mapping[str, Any], source: str) -> int:
+    """Return the group size of the rule that GPTQModel adds for a quantised head, in 8 bits; 0 without one."""
+    rule = rules.get("lm_head")
+    if not isinstance(rule, Mapping) or rule.get("bits") != 8:
+        return 0
+    return _group_size(Fields(rule, f"{source}: dynamic: lm_head"), "group_size")
 
 
 def _awq(fields: Fields) -> WeightQuantization:

@@ -17,7 +17,7 @@ from cpmrt.tensor_spec import Packing, Quantization, Source, TensorSpec
 from cpmrt.weights.checkpoint import Checkpoint
 from cpmrt.weights.formats import format_of
 from cpmrt.weights.formats.format import I32, U8, Format
-from cpmrt.weights.formats.gptq import from_v1
+from cpmrt.weights.formats.gptq import V1_STEPS, from_v1
 from cpmrt.weights.formats.marlin import RUN
 from cpmrt.weights.safetensors import FLOATS
 
@@ -25,6 +25,8 @@ _BLOCK = 1 << 20
 """Codes unpacked at a time; temporaries are a few times as many bytes."""
 _ZERO = 8
 _LARGEST_CODE = {4: 7, 8: 127}
+_MIDDLE = {4: 0x88888888, 8: 0x80808080}
+"""A word of the zero points of symmetric codes."""
 
 
 class PlainArrays(Protocol):
@@ -55,7 +57,10 @@ def load_quantised(spec: TensorSpec, checkpoint: Checkpoint, dtype: DType, out: 
         order = read_order(source, checkpoint)
         for block_rows, block in _code_blocks(source, checkpoint):
             ordered = block if order is None else block[:, order]
-            codes[block_rows] = ordered[:, 0::2] | (ordered[:, 1::2] << np.uint8(4))
+            if spec.quant.bits == 8:
+                codes[block_rows] = (ordered ^ np.uint8(128)).view(np.int8)  # u - 128
+            else:
+                codes[block_rows] = ordered[:, 0::2] | (ordered[:, 1::2] << np.uint8(4))
         scales[:] = _rounded_scales(source, checkpoint, dtype)
         zeros = read_zeros(source, checkpoint)
         assert zeros is None or out.zeros is not None, f"{spec.name}: no room for zero points"
@@ -67,13 +72,13 @@ def load_quantised(spec: TensorSpec, checkpoint: Checkpoint, dtype: DType, out: 
 
 def dequantised_blocks(source: Source, checkpoint: Checkpoint) -> Iterator[F32]:
     """Yield rows of a quantised source as float32, columns in the order of the model, in blocks."""
-    _, packing = _row(source)
+    row, packing = _row(source)
     order = read_order(source, checkpoint)
     scales, zeros = read_scales(source, checkpoint), read_zeros(source, checkpoint)
     for rows, block in _code_blocks(source, checkpoint):
         codes = block if order is None else block[:, order]
         grouped = codes.reshape(len(block), -1, packing.group_size).astype(np.float32)
-        grouped -= np.float32(_ZERO) if zeros is None else zeros[rows, :, None]
+        grouped -= np.float32(row.zero) if zeros is None else zeros[rows, :, None]
         grouped *= scales[rows, :, None]
         values: F32 = grouped.reshape(block.shape)
         if order is not None:
@@ -117,7 +122,7 @@ def read_scales(source: Source, checkpoint: Checkpoint) -> F32:
 
 
 def read_zeros(source: Source, checkpoint: Checkpoint) -> U8 | None:
-    """Read the zero points as uint8 [N, groups]; None: all are 8.
+    """Read the zero points as uint8 [N, groups]; None: all are 8 (in 8 bits 128).
 
     Raises CheckpointError where the settings promise that in vain.
     """
@@ -125,14 +130,14 @@ def read_zeros(source: Source, checkpoint: Checkpoint) -> U8 | None:
     if row.zeros is None or (name := row.zeros.of(source.name)) not in checkpoint.entries:
         return None
     words = checkpoint.view(name)
-    zeros = row.zeros.unpack(from_v1(words) if packing.v1_zeros else words)
+    zeros = row.zeros.unpack(from_v1(words, row.bits) if packing.v1_zeros else words)
     if not packing.symmetric:
         return zeros
-    if (zeros != _ZERO).any():
+    if (zeros != row.zero).any():
         raise CheckpointError(
             f"{checkpoint.folder}: tensor {quoted(name)} contradicts the symmetric quantisation of config.json",
-            expected="zero points of 8",
-            actual=int(zeros[zeros != _ZERO][0]),
+            expected=f"zero points of {row.zero}",
+            actual=int(zeros[zeros != row.zero][0]),
             fix="correct sym (or zero_point) or checkpoint_format in quantization_config",
         )
     return None
@@ -190,8 +195,8 @@ def check_values(source: Source, checkpoint: Checkpoint, dtype: DType) -> None:
         _rounded_scales(source, checkpoint, dtype)
     zeros = row.zeros and checkpoint.entries.get(row.zeros.of(source.name))
     if zeros and packing.symmetric:
-        eights = np.uint32(0x77777777 if packing.v1_zeros else 0x88888888)
-        if (checkpoint.view(zeros.name).view(np.uint32) != eights).any():
+        middle = _MIDDLE[row.bits] - (V1_STEPS[row.bits] if packing.v1_zeros else 0)
+        if (checkpoint.view(zeros.name).view(np.uint32) != np.uint32(middle)).any():
             read_zeros(source, checkpoint)
 
 

@@ -14,6 +14,7 @@ from cpmrt.tensor_spec import Packing, Quantization, Source, TensorSpec
 from cpmrt.weights.checkpoint import Checkpoint
 from cpmrt.weights.formats import FORMATS, codes_of, detect, stored_tensors
 from cpmrt.weights.formats.format import I32, Entries, Format, Shape
+from cpmrt.weights.formats.gptq import GPTQ_HEAD, HEAD
 from cpmrt.weights.formats.marlin import fused_module
 from cpmrt.weights.quantised import read_order
 
@@ -116,6 +117,9 @@ def _predicted(source: Source, settings: WeightQuantization) -> Source:
         return source
     size = settings.group_of(source.shape[1])
     packing = Packing(settings.packing, size, settings.symmetric, settings.act_order, settings.v1_zeros)
+    if module == HEAD and settings.wide_head_group:
+        size = source.shape[1] if settings.wide_head_group == -1 else settings.wide_head_group
+        packing = Packing(GPTQ_HEAD.name, size, symmetric=True, v1_zeros=settings.v1_zeros)
     return _packed(module, source.shape, packing)
 
 
@@ -151,7 +155,8 @@ def _found(source: Source, settings: WeightQuantization, checkpoint: Checkpoint)
             f"{checkpoint.folder}: {quoted(module)} has no zero points", expected="sym true in quantization_config"
         )
     has_zeros = row.zeros_if_symmetric or (row.zeros is not None and row.zeros.of(module) in entries)
-    size, symmetric = _group_size(source, row, settings, entries), settings.symmetric or not has_zeros
+    # A head in 8 bits is symmetric whatever the layers are; `read_zeros` checks it.
+    size, symmetric = _group_size(source, row, settings, entries), settings.symmetric or not has_zeros or row.bits == 8
     packing = Packing(row.name, size, symmetric, v1_zeros=settings.v1_zeros)
     found = _packed(module, source.shape, packing)
     return replace(found, packing=replace(packing, permuted=_order(found, checkpoint) is not None))
@@ -202,4 +207,9 @@ def _shared(sources: Sequence[Source], checkpoint: Checkpoint | None) -> Quantiz
         orders = [order for source in sources if (order := _order(source, checkpoint)) is not None]
         if not all(np.array_equal(order, orders[0]) for order in orders):
             return None
-    return Quantization(4, first.group_size, all(p.symmetric for p in packings), first.permuted)
+    bits = FORMATS[first.format].bits
+    if bits == 8 and first.permuted:
+        raise UnsupportedModelError(
+            f"{quoted(sources[0].name)}: an output head in 8 bits", expected="its columns in order", actual="act-order"
+        )
+    return Quantization(bits, first.group_size, all(p.symmetric for p in packings), first.permuted)

@@ -20,6 +20,7 @@ from reference.quantised_models import (
     write_golden_cases,
     write_safetensors,
 )
+from wide_head import write_wide_head
 
 from cpmrt import LLM, SamplingParams
 from cpmrt.dtypes import DType, round_to
@@ -208,3 +209,16 @@ def test_random_weights(folders: dict[str, Path], order: bool, head_bits: int | 
             spreads.append(float(logits.std()))
     assert spreads[0] == spreads[1] != spreads[2]
     assert 0.7 < spreads[0] / spreads[3] < 1.4
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_head_in_8_bits_is_read_as_it_is(tmp_path: Path, dtype: str) -> None:
+    """Beside the reference, which reads the same bytes on its own; short prompts and one longer than a chunk."""
+    folder, settings = write_wide_head(tmp_path), SETTINGS | {"dtype": dtype}
+    with LLM(folder, executor="cuda", **settings) as llm:
+        short, long = llm.logits(LONG[:40]), llm.logits(LONG)
+        assert llm.generate(LONG[:100], SAMPLED).stats.new_tokens == SAMPLED.max_new_tokens
+    with LLM(folder, executor="reference", **settings) as reference:
+        assert relative(short, reference.logits(LONG[:40])) < REFERENCE_TOLERANCE[dtype]
+        assert relative(long, reference.logits(LONG)) < REFERENCE_TOLERANCE[dtype]

@@ -17,7 +17,7 @@ from cpmrt.dtypes import Array, DType
 from cpmrt.tensor_spec import Quantization, Source, TensorSpec
 from cpmrt.weights.check import check
 from cpmrt.weights.checkpoint import Checkpoint
-from cpmrt.weights.formats import AWQ, COMPRESSED, FORMATS, GPTQ, MARLIN
+from cpmrt.weights.formats import AWQ, COMPRESSED, FORMATS, GPTQ, GPTQ_HEAD, MARLIN
 from cpmrt.weights.formats.awq import AWQ_ORDER
 from cpmrt.weights.formats.format import SCALES, Format, Part
 from cpmrt.weights.formats.gptq import from_v1, to_v1
@@ -29,6 +29,7 @@ SHAPES = {
     "awq": lambda n, k: (k, n // 8),
     "compressed": lambda n, k: (n, k // 8),
     "marlin": lambda n, k: (k // 16, 2 * n),
+    "gptq 8-bit head": lambda n, k: (k // 4, n),
 }
 ZEROS = {row.name: (row.zeros.pack, row.zeros.unpack) for row in FORMATS.values() if row.zeros} | {
     "gptq v1": (lambda z: to_v1(GPTQ.zeros.pack(z)), lambda words: GPTQ.zeros.unpack(from_v1(words)))
@@ -53,7 +54,7 @@ def test_any_words_are_codes(name: str, tiles: int, seed: int) -> None:
     codes = FORMATS[name].codes
     words = np.random.default_rng(seed).integers(-(2**31), 2**31, SHAPES[name](128, 16 * tiles), np.int32)
     u = codes.unpack(words)
-    assert u.shape == (128, 16 * tiles) and u.max() < 16
+    assert u.shape == (128, 16 * tiles) and u.max() < 2 ** FORMATS[name].bits
     np.testing.assert_array_equal(codes.pack(u), words)
 
 
@@ -107,6 +108,17 @@ def test_where_marlin_puts_a_code() -> None:
         lane, tile = n % 8 * 4 + k % 8 // 2, n % 64 // 16
         assert row == k // 16 and column == n // 64 * 128 + lane * 4 + tile
         assert nibble == AWQ_ORDER.index(n % 16 // 8 * 4 + k % 16 // 8 * 2 + k % 2)
+
+
+def test_codes_of_8_bits() -> None:
+    """Four neighbouring input features in a word; zero points of four outputs, version 1 minus one."""
+    u = np.random.default_rng(0).integers(0, 256, (12, 16), np.uint8)
+    words, zeros = GPTQ_HEAD.codes.pack(u).view(np.uint32), GPTQ_HEAD.zeros
+    assert [words[7 // 4, 5] >> 8 * (7 % 4) & 255, words[3, 11] & 255] == [u[5, 7], u[11, 12]]
+    np.testing.assert_array_equal(GPTQ_HEAD.codes.unpack(GPTQ_HEAD.codes.pack(u)), u)
+    assert zeros is not None
+    stored = np.full((2, 3), 0x7F7F7F7F, np.int32)
+    assert (zeros.unpack(from_v1(stored, 8)) == 128).all() and zeros.unpack(stored).shape == (12, 2)
 
 
 def test_stored_zero_points() -> None:

@@ -23,7 +23,7 @@ from cpmrt.models.layers import EMBED
 from cpmrt.tensor_spec import BufferSpec, Quantization, Source, TensorSpec
 from cpmrt.weights.checkpoint import Checkpoint
 from cpmrt.weights.formats import FORMATS, format_of
-from cpmrt.weights.formats.gptq import V1_STEP
+from cpmrt.weights.formats.gptq import V1_STEPS
 from cpmrt.weights.safetensors import FLOATS
 
 OWN_FORMAT = "gptq"
@@ -207,7 +207,7 @@ def repack_scales(piece: Piece, to: Destination, stored: DType) -> None:
     """Bring the staged scales, which are of the type `stored`, and zero points into the packed weight."""
     packing = piece.source.packing
     zeros = None if packing is None or packing.symmetric else to.address(STAGING, piece.zeros)
-    addend = V1_STEP if packing is not None and packing.v1_zeros else 0
+    addend = V1_STEPS[4] if packing is not None and packing.v1_zeros else 0
     more = (np.int32(piece.quant.group_size), np.int32(stored is DType.FLOAT16), np.int32(addend))
     _repack(REPACK_SCALES, piece, to, piece.scales, zeros, *more)
 

@@ -8,11 +8,11 @@ from cpmrt.tensor_spec import Source
 from cpmrt.weights.formats.awq import AWQ
 from cpmrt.weights.formats.compressed import COMPRESSED
 from cpmrt.weights.formats.format import Entries, Format, Shape, StoredTensor
-from cpmrt.weights.formats.gptq import GPTQ
+from cpmrt.weights.formats.gptq import GPTQ, GPTQ_HEAD
 from cpmrt.weights.formats.marlin import MARLIN
 from cpmrt.weights.safetensors import FLOATS
 
-FORMATS = {row.name: row for row in (MARLIN, GPTQ, AWQ, COMPRESSED)}
+FORMATS = {row.name: row for row in (MARLIN, GPTQ_HEAD, GPTQ, AWQ, COMPRESSED)}
 """By name; of two formats with the same settings the first that is meant counts."""
 
 

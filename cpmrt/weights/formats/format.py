@@ -1,8 +1,9 @@
 """Describes a file format of quantised matrices: its tensors, and both ways between them and plain numbers.
 
-Plain are codes u [N, K] and zero points z [N, groups], uint8 of 0..15, and float scales [N, groups]; N = output
-features (rows), K = input features (columns), in the file's order. W[n, k] = scale[n, g] * (u[n, k] - z[n, g]) with
-g = k // group_size, or g_idx[k] where the file has one. Packing only moves bits: nothing is rounded.
+Plain are codes u [N, K] and zero points z [N, groups], uint8 of 0..15 (of 0..255 in 8 bits), and float scales
+[N, groups]; N = output features (rows), K = input features (columns), in the file's order. W[n, k] = scale[n, g] *
+(u[n, k] - z[n, g]) with g = k // group_size, or g_idx[k] where the file has one. Packing only moves bits: nothing is
+rounded.
 """
 
 from __future__ import annotations
@@ -89,8 +90,15 @@ class Format:
     """N is a multiple of `row_step`, K of `column_step`."""
     settings: str = ""
     """`WeightQuantization.packing` of its checkpoints, where that is another format's name."""
+    bits: int = 4
+    """Of a code and of a zero point."""
     is_meant: Callable[[str, Shape, Entries], bool] = lambda module, shape, entries: True
     """Whether the tensors of a module [N, K] are in this format, where the settings leave that open."""
+
+    @property
+    def zero(self) -> int:
+        """The zero point of symmetric codes."""
+        return 1 << self.bits - 1
 
     def tensors(self, module: str, shape: Shape, packing: Packing) -> Iterator[StoredTensor]:
         """Yield what a checkpoint must or may have of a matrix [N, K]."""
