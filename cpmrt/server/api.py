@@ -1,21 +1,18 @@
-"""The endpoints, and the chat page with the policy that keeps everything else from running in it."""
+"""The endpoints of the server: what each path answers."""
 
 from __future__ import annotations
 
 import asyncio
-import base64
-import hashlib
-import re
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
-from functools import cache, partial
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from cpmrt.server.chat_page import INDEX, OPEN_PREFIX, page_files
 from cpmrt.server.errors import ApiError
 from cpmrt.server.exchange import Exchange
 from cpmrt.server.infill import prepare_infill
@@ -29,8 +26,6 @@ from cpmrt.server.telemetry import record_of
 from cpmrt.server.tokenizing import detokenize, tokenize, tokenizer_info
 
 Handler = Callable[[Request], Awaitable[Response]]
-PAGE = Path(__file__).parent / "page" / "index.html"
-_PARTS = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
 
 
 class Endpoints:
@@ -42,6 +37,7 @@ class Endpoints:
     def routes(self) -> list[Route]:
         return [
             Route("/", self.page),
+            Route(OPEN_PREFIX + "{file:path}", self.page),
             Route("/health", self.ready),
             Route("/health/live", self.live),
             Route("/health/ready", self.ready),
@@ -104,8 +100,13 @@ class Endpoints:
         return JsonResponse(document())
 
     async def page(self, request: Request) -> Response:
-        content, headers = chat_page()
-        return Response(content, media_type="text/html; charset=utf-8", headers=headers)
+        """Answer with a file of the chat page; its first one stands at "/" alone."""
+        file = page_files().get(request.path_params.get("file", INDEX))
+        if file is None or request.path_params.get("file") == INDEX:
+            raise ApiError(404, "the chat page has no such file", code="not_found")
+        if request.headers.get("if-none-match") == file.etag:
+            return Response(status_code=304, headers=file.headers)
+        return Response(file.content, headers=file.headers)
 
     def _calls(self, call: Callable[[Service, dict[str, Any]], dict[str, Any]]) -> Handler:
         """Return a handler that answers a body by what a function makes of it, in a worker thread."""
@@ -145,19 +146,3 @@ class Endpoints:
         card = {"id": name, "object": "model", "created": service.started, "owned_by": "cpmrt"}
         card |= {"root": service.settings.model_name, "max_model_len": llm.max_context}
         return {**card, "sampling_defaults": asdict(llm.sampling_defaults)}
-
-
-@cache
-def chat_page() -> tuple[bytes, dict[str, str]]:
-    """Return the page and its headers. They allow its own script and styles only, known by their hashes."""
-    text = PAGE.read_text(encoding="utf-8")
-    sources = {"script": "", "style": ""}
-    for kind, content in _PARTS.findall(text):
-        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
-        sources[kind] += f" 'sha256-{digest}'"
-    policy = (
-        f"default-src 'none'; script-src{sources['script']}; style-src{sources['style']}; img-src data:; "
-        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    )
-    headers = {"Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
-    return text.encode(), headers

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from cpmrt.errors import CpmrtError, RequestError
 from cpmrt.server.access import ApiKeys
 from cpmrt.server.api import Endpoints
+from cpmrt.server.chat_page import OPEN_PREFIX
 from cpmrt.server.errors import ApiError, as_api_error
 from cpmrt.server.hosts import AllowedHosts
 from cpmrt.server.json_body import ClientGoneError, shown
@@ -112,7 +113,8 @@ class Gate:
             if wrong:
                 name = shown(wrong[0].decode("latin-1"))
                 return ApiError(403, f"{name} is no name of this server; see --allowed-host", code="wrong_host")
-        if not self._keys or scope["path"] in _OPEN_PATHS or self._keys.admit(headers):
+        is_open = scope["path"] in _OPEN_PATHS or scope["path"].startswith(OPEN_PREFIX)
+        if not self._keys or is_open or self._keys.admit(headers):
             return None
         message = "missing or wrong API key; send it as Authorization: Bearer KEY"
         return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})

@@ -40,6 +40,7 @@ def document() -> Schema:
             "/health/ready": _get("Health", "Whether requests are taken", is_open=True),
             "/metrics": _plain_get("text/plain", "Prometheus metrics"),
             "/": _plain_get("text/html", "The chat page"),
+            "/page/{file}": _page_file(),
             "/openapi.json": _plain_get("application/json", "This document"),
         },
         "components": {
@@ -87,6 +88,15 @@ def _plain_get(kind: str, summary: str) -> Schema:
     content = _body({"type": "object"} if kind == "application/json" else {"type": "string"}, kind)
     done = {"200": {"description": "Done", "content": content}}
     return {"get": {"summary": summary, "responses": done | _errors("401")}}
+
+
+def _page_file() -> Schema:
+    kinds = ("text/css", "text/javascript", "image/svg+xml")
+    content = {kind: {"schema": {"type": "string"}} for kind in kinds}
+    done = {"200": {"description": "Done", "content": content}, "304": {"description": "Not changed"}}
+    parameter = {"name": "file", "in": "path", "required": True, "schema": {"type": "string"}}
+    operation = {"summary": "A file of the chat page", "security": [{}], "parameters": [parameter]}
+    return {"get": operation | {"responses": done | _errors("404")}}
 
 
 _MODEL = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}

@@ -1,0 +1,49 @@
+// Maths as MathML, by Temml, which is loaded when the first formula comes.
+
+import { element } from "../dom.js";
+
+const LONGEST = 4000;
+const BUDGET_MS = 8;
+const SETTINGS = { throwOnError: true, trust: false, maxExpand: 300, maxSize: [40, 40] };
+
+let temml = null;
+let loading = null;
+const waiting = [];
+
+/** Return an element with a formula: its source until Temml is there, and for good where Temml cannot read it. */
+export function mathElement(tex, isDisplay) {
+  const box = element(isDisplay ? "div" : "span", { class: isDisplay ? "math display" : "math" });
+  box.append(element("code", { text: tex }));
+  if (tex.length > LONGEST) return box;
+  if (temml) draw(box, tex, isDisplay);
+  else {
+    waiting.push([box, tex, isDisplay]);
+    loading ??= load();
+  }
+  return box;
+}
+
+async function load() {
+  try {
+    temml = (await import("../vendor/temml/temml.mjs")).default;
+  } catch {
+    return; // formulas stay readable as source
+  }
+  drawWaiting();
+}
+
+function drawWaiting() {
+  const end = performance.now() + BUDGET_MS;
+  while (waiting.length && performance.now() < end) draw(...waiting.shift());
+  if (waiting.length) setTimeout(drawWaiting);
+}
+
+function draw(box, tex, displayMode) {
+  const drawn = document.createElement("span");
+  try {
+    temml.render(tex, drawn, { ...SETTINGS, displayMode });
+  } catch {
+    return;
+  }
+  box.replaceChildren(...drawn.childNodes);
+}

@@ -1,0 +1,58 @@
+// The box that a question is written in.
+
+export class Composer {
+  /** `actions` has `ask(text)`, `stop()` and `editLast()`. */
+  constructor({ form, box, send, stop }, actions) {
+    Object.assign(this, { box, send, stop, actions });
+    form.addEventListener("submit", event => {
+      event.preventDefault();
+      this.#submit();
+    });
+    box.addEventListener("input", () => this.#grow());
+    box.addEventListener("keydown", event => this.#onKey(event));
+    stop.addEventListener("click", () => actions.stop());
+    this.setWriting(false);
+  }
+
+  setWriting(isWriting) {
+    this.isWriting = isWriting;
+    const hadFocus = document.activeElement === this.send || document.activeElement === this.stop;
+    this.stop.hidden = !isWriting;
+    this.send.hidden = isWriting;
+    if (hadFocus) (isWriting ? this.stop : this.box).focus();
+    this.#grow();
+  }
+
+  focus() {
+    this.box.focus();
+  }
+
+  fill(text) {
+    this.box.value = text;
+    this.#grow();
+    this.box.focus();
+  }
+
+  #submit() {
+    const text = this.box.value.trim();
+    if (!text || this.isWriting) return;
+    this.fill("");
+    this.actions.ask(text);
+  }
+
+  #onKey(event) {
+    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+      event.preventDefault();
+      this.#submit();
+    } else if (event.key === "ArrowUp" && !this.box.value) {
+      event.preventDefault();
+      this.actions.editLast();
+    }
+  }
+
+  #grow() {
+    this.box.style.height = "auto";
+    this.box.style.height = `${this.box.scrollHeight}px`;
+    this.send.disabled = !this.box.value.trim();
+  }
+}
