@@ -14,6 +14,14 @@ def cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cpmrt"
 
 
+def state_dir() -> Path:
+    """Return the folder of what runs keep: `CPMRT_STATE_DIR`, `$XDG_STATE_HOME/cpmrt` or `~/.local/state/cpmrt`."""
+    explicit = os.environ.get("CPMRT_STATE_DIR")
+    if explicit:
+        return Path(explicit)
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "cpmrt"
+
+
 def kernels_dir() -> Path | None:
     """Return the folder to take CUDA sources from instead of the installed ones: `CPMRT_KERNELS_DIR`; None if unset."""
     explicit = os.environ.get("CPMRT_KERNELS_DIR")

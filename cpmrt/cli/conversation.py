@@ -1,76 +1,173 @@
-"""The conversation of `cpmrt chat`, and a model in this process that answers it."""
+"""The conversation of `cpmrt chat`: what was said, how it is kept in a file, and what a model must do to answer it."""
 
 from __future__ import annotations
 
-from cpmrt import LLM
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Protocol
+
 from cpmrt.config import SamplingParams
-from cpmrt.sharing.text_stream import TextStream
+from cpmrt.errors import RequestError, quoted
+from cpmrt.generation import Completion
 
 Message = dict[str, str]
-_ANSWER_ROOM = 1024
-"""Tokens of the context that are kept free for an answer that may go on until the context is full."""
+MAX_FILE_BYTES = 64 * 2**20
+
+
+class Part(NamedTuple):
+    """A part of an answer as it comes."""
+
+    text: str
+    is_thought: bool = False
+
+
+class Answer(Protocol):
+    """An answer that is being given. Leaving its `with` block cancels what has not come yet."""
+
+    def __iter__(self) -> Iterator[Part]: ...
+    def __enter__(self) -> Answer: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    @property
+    def text(self) -> str:
+        """What has come so far, without the thoughts."""
+        ...
+
+    @property
+    def completion(self) -> Completion:
+        """How the answer ended and what it cost, as far as that is known."""
+        ...
+
+
+class ChatModel(Protocol):
+    """A model that chats, in this process or behind a server. The settings may be changed between answers."""
+
+    params: SamplingParams
+    enable_thinking: bool | None
+
+    def check(self, conversation: Conversation) -> None:
+        """Raise CpmrtError if the model cannot chat at all, or not with this system message."""
+        ...
+
+    def open(self, conversation: Conversation, question: str) -> tuple[Answer, int]:
+        """Begin the answer to one more question; also return how many of the oldest turns had to be left out of it."""
+        ...
+
+    def describe(self) -> list[str]:
+        """Return lines that say which model this is, what it has and how it samples."""
+        ...
+
+    def usage(self, conversation: Conversation) -> str:
+        """Return a line that says how much of the context the conversation takes; "" if that is not known."""
+        ...
 
 
 class Conversation:
     """The turns of a chat, questions with their answers, after a system message that always stays."""
 
     def __init__(self, system: str | None):
-        self._system: list[Message] = [] if system is None else [{"role": "system", "content": system}]
-        self._turns: list[tuple[Message, Message]] = []
+        self.system = system
+        self._turns: list[tuple[str, str]] = []
 
     @property
     def num_turns(self) -> int:
         """The number of questions that were answered and are remembered."""
         return len(self._turns)
 
+    def messages(self, *, skip: int = 0) -> list[Message]:
+        """Return the system message and the turns, but for the `skip` oldest."""
+        start = [] if self.system is None else [_message("system", self.system)]
+        turns = [(_message("user", question), _message("assistant", answer)) for question, answer in self._turns[skip:]]
+        return [*start, *(message for turn in turns for message in turn)]
+
     def asked(self, question: str, *, skip: int = 0) -> list[Message]:
-        """Return all messages but those of the `skip` oldest turns, and one more question, which is not kept yet."""
-        turns = [message for turn in self._turns[skip:] for message in turn]
-        return [*self._system, *turns, {"role": "user", "content": question}]
+        """Return the messages and one more question, which is not kept yet."""
+        return [*self.messages(skip=skip), _message("user", question)]
 
     def add(self, question: str, answer: str) -> None:
-        self._turns.append(({"role": "user", "content": question}, {"role": "assistant", "content": answer}))
+        self._turns.append((question, answer))
+
+    def undo(self) -> str | None:
+        """Forget the last question and its answer, and return the question; None if there is none."""
+        return self._turns.pop()[0] if self._turns else None
 
     def drop_oldest(self, count: int) -> None:
         """Forget the oldest questions and their answers."""
         del self._turns[:count]
 
-    def reset(self) -> None:
+    def clear(self) -> None:
+        """Forget all questions and answers."""
         self._turns.clear()
 
+    def save(self, path: Path) -> None:
+        """Write the messages as JSON, for this user's eyes only, and all at once.
 
-class LocalModel:
-    """Chats through an LLM."""
-
-    def __init__(
-        self, llm: LLM, params: SamplingParams, enable_thinking: bool | None, allow_special_tokens: bool = False
-    ):
-        self._llm, self._params = llm, params
-        self._enable_thinking, self._allow_special_tokens = enable_thinking, allow_special_tokens
-
-    def check(self, conversation: Conversation) -> None:
-        """Raise RequestError if the model cannot chat at all, or not with this system message."""
-        self._prompt(conversation.asked("?"))
-
-    def open(self, conversation: Conversation, question: str) -> tuple[TextStream, int]:
-        """Begin the answer to one more question; also return how many of the oldest turns had to be left out of it."""
-        prompt, num_dropped = self.fit(conversation, question)
-        return self._llm.stream(prompt, self._params), num_dropped
-
-    def fit(self, conversation: Conversation, question: str) -> tuple[list[int], int]:
-        """Return the prompt for one more question, without the oldest turns where it does not fit, and their number.
-
-        What is too long even without any is returned all the same: `LLM.stream` refuses it with the figures.
+        Replaces a conversation, but no other file. Raises RequestError.
         """
-        context = self._llm.max_context
-        room = context - (self._params.max_new_tokens or min(_ANSWER_ROOM, context // 4))
-        for skip in range(conversation.num_turns + 1):
-            ids = self._prompt(conversation.asked(question, skip=skip))
-            if len(ids) <= room:
-                break
-        return ids, skip
+        if path.exists():
+            try:
+                _read(path)
+            except RequestError as error:
+                raise RequestError(f"{path} exists and is no conversation", fix="save to another file") from error
+        text = json.dumps({"messages": self.messages()}, ensure_ascii=False, indent=1)
+        try:
+            number, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        except OSError as error:
+            raise _failed(path, "written", error) from error
+        try:
+            with open(number, "w", encoding="utf-8") as file:
+                file.write(text + "\n")
+            os.replace(name, path)
+        except (OSError, ValueError) as error:
+            with suppress(OSError):
+                os.unlink(name)
+            raise _failed(path, "written", error) from error
 
-    def _prompt(self, messages: list[Message]) -> list[int]:
-        return self._llm.chat_prompt(
-            messages, enable_thinking=self._enable_thinking, allow_special_tokens=self._allow_special_tokens
-        )
+    def load(self, path: Path) -> None:
+        """Replace the conversation by that of a file. Raises RequestError, and then changes nothing."""
+        self.system, self._turns = _read(path)
+
+
+def _message(role: str, content: str) -> Message:
+    return {"role": role, "content": content}
+
+
+def _failed(path: Path, verb: str, error: Exception) -> RequestError:
+    return RequestError(f"{path} cannot be {verb}: {getattr(error, 'strerror', None) or error}")
+
+
+def _read(path: Path) -> tuple[str | None, list[tuple[str, str]]]:
+    """Return the system message and the turns in a file. Raises RequestError."""
+    try:
+        with path.open("rb") as file:
+            raw = file.read(MAX_FILE_BYTES + 1)
+        value = json.loads(raw) if len(raw) <= MAX_FILE_BYTES else None
+    except OSError as error:
+        raise _failed(path, "read", error) from error
+    except (ValueError, RecursionError):
+        value = None
+    messages = value.get("messages") if isinstance(value, dict) else value
+    if not isinstance(messages, list):
+        raise RequestError(f"{path} is no conversation", expected='JSON with "messages", as /save writes it')
+    pairs = [_checked(message, f"{path}: messages[{index}]") for index, message in enumerate(messages)]
+    system = pairs.pop(0)[1] if pairs and pairs[0][0] == "system" else None
+    for index, (role, _) in enumerate(pairs):
+        if role != ("user", "assistant")[index % 2]:
+            raise RequestError(f"{path}: the roles do not alternate", expected="user, assistant, user, ...")
+    if len(pairs) % 2:
+        raise RequestError(f"{path} ends with a question", expected="an answer to each question")
+    return system, [(pairs[i][1], pairs[i + 1][1]) for i in range(0, len(pairs), 2)]
+
+
+def _checked(message: Any, where: str) -> tuple[str, str]:
+    role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
+    if not isinstance(role, str) or not isinstance(content, str):
+        raise RequestError(where, expected="a role and a content, both strings", actual=quoted(message))
+    return role, content

@@ -44,6 +44,11 @@ def note(text: str) -> None:
         complain(text)
 
 
+def reply(text: str) -> None:
+    """Write what the user asked for beside answers and tables to standard error, which --quiet does not drop."""
+    complain(text)
+
+
 def complain(text: str) -> None:
     """Write an error or a warning to standard error, which --quiet does not drop."""
     print(text, file=sys.stderr, flush=True)

@@ -6,14 +6,16 @@ import json
 from collections.abc import Iterator
 from contextlib import suppress
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from time import perf_counter
+from types import TracebackType
 from typing import Any
 from urllib.parse import urlsplit
 
-from cpmrt.cli.conversation import Conversation, Message
+from cpmrt.cli.conversation import Conversation, Message, Part
 from cpmrt.config import SamplingParams
 from cpmrt.engine import GenerationStats
 from cpmrt.errors import CpmrtError, RequestError
-from cpmrt.generation import Completion, Piece
+from cpmrt.generation import Completion
 
 _CONNECT_TIMEOUT_S = 10.0
 _ANSWER_TIMEOUT_S = 600.0
@@ -56,17 +58,27 @@ class RemoteModel:
         self._headers = {"Content-Type": "application/json"}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
-        self._fields = _body_fields(params, enable_thinking)
-        if allow_special_tokens:
-            self._fields["allow_special_tokens"] = True
+        self.params, self.enable_thinking = params, enable_thinking
+        self._allow_special_tokens = allow_special_tokens
+        self._model: str | None = None
+        self._context: object = None
 
     def check(self, conversation: Conversation) -> None:
         """Raise CpmrtError unless the server answers and has a model."""
         with self._send("GET", "/models") as response:
             models = _parsed(response.read()).get("data") or [{}]
-        self._fields["model"] = models[0].get("id")
+        self._model, self._context = models[0].get("id"), models[0].get("max_model_len")
 
-    def open(self, conversation: Conversation, question: str) -> tuple[RemoteStream, int]:
+    def describe(self) -> list[str]:
+        """Return name, server and context."""
+        context = f", context {self._context:,} tokens" if isinstance(self._context, int) else ""
+        return [f"{self._model} at {self._where}{context}"]
+
+    def usage(self, conversation: Conversation) -> str:
+        """Return nothing: only the server can count the tokens."""
+        return ""
+
+    def open(self, conversation: Conversation, question: str) -> tuple[RemoteAnswer, int]:
         """Begin the answer to one more question; also return how many of the oldest turns had to be left out of it."""
         skip = 0
         while True:
@@ -77,9 +89,12 @@ class RemoteModel:
                     raise
                 skip += 1
 
-    def _ask(self, messages: list[Message]) -> RemoteStream:
-        body = json.dumps({**self._fields, "messages": messages, "stream": True})
-        return RemoteStream(self._send("POST", "/chat/completions", body.encode()), self._where)
+    def _ask(self, messages: list[Message]) -> RemoteAnswer:
+        fields = {**_body_fields(self.params, self.enable_thinking), "model": self._model, "messages": messages}
+        if self._allow_special_tokens:
+            fields["allow_special_tokens"] = True
+        body = json.dumps({**fields, "stream": True, "stream_options": {"include_usage": True}})
+        return RemoteAnswer(self._send("POST", "/chat/completions", body.encode()), self._where)
 
     def _send(self, method: str, path: str, body: bytes | None = None) -> HTTPResponse:
         connection = self._kind(self._host, self._port, timeout=_CONNECT_TIMEOUT_S)
@@ -101,49 +116,57 @@ class RemoteModel:
         return response
 
 
-class RemoteStream(Iterator[Piece]):
-    """Iterates over the pieces of an answer, thoughts among them; closing it makes the server cancel the request."""
+class RemoteAnswer:
+    """An answer of a server; leaving its `with` block makes the server cancel the request."""
 
     def __init__(self, response: HTTPResponse, where: str):
         self._response, self._where = response, where
         self._texts: list[str] = []
         self._finish_reason = "cancelled"
-        self._pieces = self._run()
+        self._asked_at, self._began_at, self._ended_at = perf_counter(), 0.0, 0.0
+        self._usage: dict[str, Any] = {}
 
-    def __enter__(self) -> RemoteStream:
+    def __enter__(self) -> RemoteAnswer:
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def __next__(self) -> Piece:
-        return next(self._pieces)
-
-    @property
-    def completion(self) -> Completion:
-        """The answer so far, without its thoughts. The server tells neither tokens nor costs."""
-        return Completion("".join(self._texts), (), self._finish_reason, (), GenerationStats())
-
-    def close(self) -> None:
-        """Close the connection. May be called again."""
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         with suppress(OSError):
             self._response.close()
 
-    def _run(self) -> Iterator[Piece]:
-        was_thought = False
+    def __iter__(self) -> Iterator[Part]:
         for event in self._events():
             if "error" in event:
                 raise ServerError(str(_told(event, "message") or ""), _told(event, "code"))
+            self._usage = event.get("usage") or self._usage
             choice = (event.get("choices") or [{}])[0]
             delta = choice.get("delta") or {}
+            self._ended_at = perf_counter()
             if thought := delta.get("reasoning_content"):
-                was_thought = True
-                yield Piece(str(thought))
+                self._began_at = self._began_at or self._ended_at
+                yield Part(str(thought), is_thought=True)
             if text := delta.get("content"):
+                self._began_at = self._began_at or self._ended_at
                 self._texts.append(str(text))
-                yield Piece("\n\n" * was_thought + str(text))
-                was_thought = False
+                yield Part(str(text))
             self._finish_reason = choice.get("finish_reason") or self._finish_reason
+
+    @property
+    def text(self) -> str:
+        """What has come so far, without the thoughts."""
+        return "".join(self._texts)
+
+    @property
+    def completion(self) -> Completion:
+        """The answer so far, its tokens as the server counts them at the end, its times as seen from here."""
+        stats = GenerationStats(
+            prompt_tokens=_count(self._usage.get("prompt_tokens")),
+            new_tokens=_count(self._usage.get("completion_tokens")),
+            prefill_s=max(0.0, self._began_at - self._asked_at),
+            decode_s=max(0.0, self._ended_at - self._began_at),
+        )
+        return Completion(self.text, (), self._finish_reason, (), stats)
 
     def _events(self) -> Iterator[dict[str, Any]]:
         try:
@@ -177,6 +200,10 @@ def _parsed(raw: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
+
+
+def _count(value: object) -> int:
+    return value if isinstance(value, int) else 0
 
 
 def _told(value: dict[str, Any], key: str) -> Any:

@@ -42,7 +42,7 @@ def test_turns_system_message_and_reset(chat, says, capsys):
     lines = out.splitlines()
     assert lines[0] == "one"
     assert lines[1] == "one", "the question before is part of the prompt"
-    assert lines[2] == "[system]be brief[user]now?[assistant]" and "/reset" in err
+    assert lines[2] == "[system]be brief[user]now?[assistant]" and "/clear" in err
 
 
 def test_thoughts_are_shown_and_not_remembered(chat, says, capsys):

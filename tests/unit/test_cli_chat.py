@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import io
 import os
-import pty
 import select
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -17,8 +17,9 @@ import pytest
 from tiny_checkpoint import write_checkpoint
 
 from cpmrt import LLM, SamplingParams
-from cpmrt.cli.conversation import Conversation, LocalModel
+from cpmrt.cli.conversation import Conversation
 from cpmrt.cli.listeners import StopOnInterrupt, StopRequestedError
+from cpmrt.cli.local_model import LocalModel
 from cpmrt.cli.main import main
 from cpmrt.cli.output import sampling_line
 from cpmrt.config import SamplingDefaults
@@ -106,9 +107,9 @@ def test_the_seed_repeats_a_chat(chat, checkpoint, capsys):
 
 
 def test_commands(chat, prompts, capsys):
-    assert chat("one\n/reset\ntwo\n/help\n/what\n/usr/bin is?\n/exit\nnever\n", *SAMPLING, "--system", "Be kind.") == 0
+    assert chat("one\n/reset\ntwo\n/help\n/what\n/usr/bin is?\n/exit\nnever\n", *SAMPLING, "--system", "Be kind.") == 1
     err = capsys.readouterr().err
-    assert "forgotten" in err and "/reset forgets" in err and "/what is no command" in err
+    assert "forgotten" in err and "forget the conversation" in err and "/what is no command" in err
     questions = [messages for messages, _ in prompts[1:]]
     assert questions[:2] == [[("system", "Be kind."), ("user", "one")], [("system", "Be kind."), ("user", "two")]]
     assert questions[2][-1] == ("user", "/usr/bin is?") and len(questions[2]) == 4 and len(questions) == 3
@@ -150,6 +151,86 @@ def test_a_question_too_long_alone_is_refused_and_forgets_nothing(chat, prompts,
     out, err = capsys.readouterr()
     assert out.count("\n") >= 2 and "cpmrt: error: the request does not fit the context" in err
     assert [content for role, content in prompts[-1][0] if role == "user"] == ["first", "second"]
+
+
+def test_messages_of_several_lines_through_a_pipe(chat, prompts):
+    assert chat('one \\\ntwo\n"""\n  three\n\nfour"""\n"""five', *SAMPLING) == 0
+    asked = [messages[-1][1] for messages, _ in prompts[1:]]
+    assert list(dict.fromkeys(asked)) == ["one \ntwo", "  three\n\nfour", "five"]
+
+
+def test_undo_and_retry(chat, prompts, capsys):
+    assert chat("one\ntwo\n/retry\n/undo\nthree\n/undo\n/undo\n/undo\n/retry\n", *SAMPLING) == 1
+    last = [[content for role, content in messages if role == "user"] for messages, _ in prompts[1:]]
+    assert list(map(tuple, last)) == [("one",), ("one", "two"), ("one", "two"), ("one", "three")]
+    err = capsys.readouterr().err
+    assert "forgotten: two" in err and "no question to forget" in err and "no question to ask again" in err
+
+
+def test_a_saved_conversation_goes_on_in_another_run(chat, prompts, tmp_path, capsys):
+    file = tmp_path / "kept.json"
+    assert chat(f"one\n/save {file}\ntwo\n/save {file}\n", *SAMPLING, "--system", "S") == 0
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600 and os.listdir(tmp_path) == ["kept.json"]
+    before = prompts[-1][0]
+    assert chat(f"/load {file}\nthree\n", *SAMPLING) == 0
+    assert prompts[-1][0][: len(before)] == before and prompts[-1][0][-1] == ("user", "three")
+    assert "loaded 2 turns" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("content", "message"), [
+    (None, "cannot be read: No such file"),
+    ("{", "is no conversation"),
+    ("[" * 100_000, "is no conversation"),
+    ('{"messages": 3}', "is no conversation"),
+    ('{"messages": [{"role": "user"}]}', "messages[0]: expected a role and a content"),
+    ('{"messages": [{"role": "user", "content": "a"}]}', "ends with a question"),
+    ('{"messages": [{"role": "assistant", "content": "a"}]}', "do not alternate"),
+])  # fmt: skip
+def test_a_file_that_is_no_conversation_changes_nothing(chat, prompts, tmp_path, capsys, content, message):
+    file = tmp_path / "file"
+    if content is not None:
+        file.write_text(content)
+    assert chat(f"one\n/load {file}\ntwo\n", *SAMPLING) == 1
+    err = capsys.readouterr().err
+    assert message in err and [text for role, text in prompts[-1][0] if role == "user"] == ["one", "two"]
+
+
+def test_no_other_file_is_written_over(chat, tmp_path, capsys):
+    file = tmp_path / "notes.txt"
+    file.write_text("precious")
+    assert chat(f"one\n/save {file}\n/save {tmp_path / 'no' / 'folder'}\n/save\n", *SAMPLING) == 1
+    err = capsys.readouterr().err
+    assert "exists and is no conversation" in err and "cannot be written" in err and "/save needs FILE" in err
+    assert file.read_text() == "precious"
+
+
+def test_settings_change_the_answers_that_follow(chat, checkpoint, prompts, capsys):
+    assert chat("/set max-new-tokens 3\n/set temperature 0\none\n/set thinking on\ntwo\n/stats\n", *SAMPLING) == 0
+    out, err = capsys.readouterr()
+    with LLM(checkpoint, executor="reference") as llm:
+        greedy = SamplingParams(max_new_tokens=3, temperature=0, ignore_eos=True)
+        assert out.split("\n")[0] == llm.chat([{"role": "user", "content": "one"}], greedy).text
+    assert "max_new_tokens 3" in err and "new 3 tokens" in err and "of 2,048 tokens" in err
+    assert [thinks for _, thinks in prompts[1:3]] == [None, True]
+
+
+@pytest.mark.parametrize(("line", "message"), [
+    ("/set temprature 1", "/set temprature: there is no such setting; did you mean temperature?"),
+    ("/set temperature hot", "/set temperature: expected a number"),
+    ("/set temperature", "/set temperature: expected a value"),
+    ("/set thinking maybe", "expected on or off"),
+    ("/retri", "/retri is no command: did you mean /retry?"),
+])  # fmt: skip
+def test_settings_and_commands_that_are_wrong(chat, capsys, line, message):
+    assert chat(f"{line}\n", *SAMPLING) == 1
+    err = capsys.readouterr().err
+    assert message in err and err.count("\n") == 1
+
+
+def test_the_system_message_can_change(chat, prompts, capsys):
+    assert chat("/system Be kind.\none\n/system\n/system none\ntwo\n", *SAMPLING, "--system", "S") == 0
+    assert prompts[1][0][0] == ("system", "Be kind.") and prompts[-1][0][0] == ("user", "one")
+    assert capsys.readouterr().err.count("system message: Be kind.") == 2
 
 
 def test_fit_drops_no_more_than_it_must(checkpoint):
@@ -216,7 +297,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(checkpoint):
             assert until(child.stderr.fileno(), b"(stopped)\n")
         child.stdin.write(b"/help\n")
         _, err = child.communicate(timeout=30)
-        assert child.returncode == 0 and b"/reset forgets" in err
+        assert child.returncode == 0 and b"forget the conversation" in err
 
 
 def until(descriptor, mark, seconds=30):
@@ -229,47 +310,6 @@ def until(descriptor, mark, seconds=30):
             assert chunk, f"{mark!r} did not come: {seen!r}"
             seen += chunk
     return seen
-
-
-def interrupt_at_the_prompt(child, terminal):
-    """readline shows its prompt a moment before it waits, and a signal between the two is not seen until a key is."""
-    until(terminal, b"> ")
-    looks_asleep, stat = 0, Path("/proc", str(child.pid), "stat")
-    while looks_asleep < 10:
-        time.sleep(0.03)
-        looks_asleep = looks_asleep + 1 if stat.read_text().rpartition(")")[2].split()[0] == "S" else 0
-    child.send_signal(signal.SIGINT)
-
-
-def test_on_a_terminal(checkpoint):
-    """Prompt, answer, Ctrl-C during one, Ctrl-C twice at the prompt."""
-    ours, theirs = pty.openpty()
-    with start(checkpoint, *ENDLESS, stdin=theirs, stdout=theirs, stderr=theirs) as child:
-        os.close(theirs)
-        until(ours, b"> ")
-        os.write(ours, b"one\n")
-        until(ours, b"one\r\n")
-        # Line editing leaves a few bytes of its own before the answer begins.
-        for _ in range(60):
-            os.read(ours, 1)
-        child.send_signal(signal.SIGINT)
-        until(ours, b"(stopped)")
-        interrupt_at_the_prompt(child, ours)
-        until(ours, b"(Ctrl-C again or /exit to leave)")
-        interrupt_at_the_prompt(child, ours)
-        assert child.wait(timeout=30) == 130
-    os.close(ours)
-
-
-@pytest.mark.parametrize("leave", [b"/exit\n", b"\x04"])
-def test_leaving_a_terminal(checkpoint, leave):
-    ours, theirs = pty.openpty()
-    with start(checkpoint, *SAMPLING, stdin=theirs, stdout=theirs, stderr=theirs) as child:
-        os.close(theirs)
-        until(ours, b"> ")
-        os.write(ours, leave)
-        assert child.wait(timeout=30) == 0
-    os.close(ours)
 
 
 @pytest.mark.skipif(not (BUNDLED / "model.safetensors").exists(), reason="the bundled model is not there yet")

@@ -1,0 +1,204 @@
+"""What a line that begins with a slash does in `cpmrt chat`."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import fields, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from cpmrt.cli.output import complain, cost_lines, printable, reply
+from cpmrt.config import SamplingParams
+from cpmrt.errors import RequestError
+
+if TYPE_CHECKING:
+    from cpmrt.cli.chat_session import ChatSession
+
+_SWITCHES = {"on": True, "off": False}
+_NOT_SETTINGS = {"logprobs", "logit_bias", "stop_token_ids"}
+
+
+class Command(NamedTuple):
+    """A command: what it takes, what it does, and the function that does it; `needs` says that it must be given."""
+
+    takes: str
+    does: str
+    run: Callable[[ChatSession, str], bool]
+    needs: bool = False
+
+
+def run_command(session: ChatSession, line: str) -> bool | None:
+    """Run the command that a line is; None: it is none. Return False if it failed; the reason has been shown then."""
+    name, _, argument = line.partition(" ")
+    if re.fullmatch(r"/[a-z?]+", name) is None or (name not in COMMANDS and argument):
+        return None
+    command, argument = COMMANDS.get(name), argument.strip()
+    if command is None:
+        near = get_close_matches(name, COMMANDS, 1)
+        reply(f"{name} is no command" + (f": did you mean {near[0]}?" if near else "; /help lists them"))
+        return False
+    if argument and not command.takes:
+        return None
+    if command.needs and not argument:
+        reply(f"{name} needs {command.takes}")
+        return False
+    try:
+        return command.run(session, argument)
+    except RequestError as error:
+        complain(f"cpmrt: error: {printable(str(error))}")
+        return False
+
+
+def _help(session: ChatSession, argument: str) -> bool:
+    rows = [(f"{name} {command.takes}".strip(), command.does) for name, command in COMMANDS.items() if command.does]
+    width = max(len(left) for left, _ in rows)
+    reply("\n".join(f"  {left:<{width}}  {right}" for left, right in rows))
+    reply('  """ begins and ends a message of several lines; a backslash at the end of a line continues it')
+    reply("  Ctrl-C ends an answer, Ctrl-D leaves")
+    return True
+
+
+def _clear(session: ChatSession, argument: str) -> bool:
+    session.conversation.clear()
+    reply("the conversation is forgotten")
+    return True
+
+
+def _undo(session: ChatSession, argument: str) -> bool:
+    question = session.conversation.undo()
+    reply("there is no question to forget" if question is None else f"forgotten: {_short(question)}")
+    return question is not None
+
+
+def _retry(session: ChatSession, argument: str) -> bool:
+    question = session.conversation.undo()
+    if question is None:
+        reply("there is no question to ask again")
+        return False
+    return session.answer(question)
+
+
+def _system(session: ChatSession, argument: str) -> bool:
+    if argument:
+        session.conversation.system = None if argument == "none" else argument
+    system = session.conversation.system
+    reply("there is no system message" if system is None else f"system message: {_short(system)}")
+    return True
+
+
+def _save(session: ChatSession, argument: str) -> bool:
+    session.conversation.save(Path(argument).expanduser())
+    reply(f"saved to {printable(argument)}")
+    return True
+
+
+def _load(session: ChatSession, argument: str) -> bool:
+    session.conversation.load(Path(argument).expanduser())
+    reply(f"loaded {session.conversation.num_turns} turns from {printable(argument)}")
+    return True
+
+
+def _stats(session: ChatSession, argument: str) -> bool:
+    lines = cost_lines(session.last) if session.last is not None else ["no answer yet"]
+    reply("\n".join(filter(None, [*lines, session.model.usage(session.conversation)])))
+    return True
+
+
+def _set(session: ChatSession, argument: str) -> bool:
+    name, _, value = argument.partition(" ")
+    name, value = name.replace("-", "_"), value.strip()
+    if name and not value:
+        raise RequestError(f"/set {name}", expected="a value", fix="/set alone shows all settings")
+    if name:
+        _change(session, name, value)
+    settings = {**_settings(session.model.params), "thinking": session.model.enable_thinking}
+    settings |= {"stats": session.shows_cost, "markdown": session.makes_up}
+    shown = {key: setting for key, setting in settings.items() if not name or key == name}
+    reply("\n".join(f"  {key} {_text(setting)}" for key, setting in shown.items()))
+    return True
+
+
+def _change(session: ChatSession, name: str, value: str) -> None:
+    """Change one setting. Raises RequestError that names it."""
+    model = session.model
+    known = [*_settings(model.params), "thinking", "stats", "markdown"]
+    if name not in known:
+        near = get_close_matches(name, known, 1)
+        raise RequestError(
+            f"/set {printable(name)[:40]}: there is no such setting",
+            fix=f"did you mean {near[0]}?" if near else f"one of {', '.join(known)}",
+        )
+    if name == "thinking" and value in ("auto", "none"):
+        model.enable_thinking = None
+    elif name in ("thinking", "stats", "markdown"):
+        if value not in _SWITCHES:
+            raise RequestError(f"/set {name}", expected="on or off", actual=value[:40])
+        target, attribute = {
+            "thinking": (model, "enable_thinking"), "stats": (session, "shows_cost"), "markdown": (session, "makes_up"),
+        }[name]  # fmt: skip
+        setattr(target, attribute, _SWITCHES[value])
+    else:
+        model.params = _replaced(model.params, name, value)
+
+
+def _replaced(params: SamplingParams, name: str, value: str) -> SamplingParams:
+    read: Any = _value(value)
+    try:
+        return replace(params, **{name: read})
+    except RequestError as error:
+        what = error.what.replace("SamplingParams.", "/set ", 1)
+        raise RequestError(what, expected=error.expected, actual=error.actual, fix=error.fix) from error
+
+
+def _value(text: str) -> Any:
+    """Return none, on, off, a number or a JSON list as such, other text as it is."""
+    if text in ("none", "auto", "default"):
+        return None
+    if text in _SWITCHES:
+        return _SWITCHES[text]
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _settings(params: SamplingParams) -> dict[str, Any]:
+    return {field.name: getattr(params, field.name) for field in fields(params) if field.name not in _NOT_SETTINGS}
+
+
+def _text(value: object) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return "default" if value is None else json.dumps(value, ensure_ascii=False)
+
+
+def _short(text: str, limit: int = 200) -> str:
+    return printable(text if len(text) <= limit else text[: limit - 3] + "...")
+
+
+def _leave(session: ChatSession, argument: str) -> bool:
+    session.is_over = True
+    return True
+
+
+COMMANDS = {
+    "/help": Command("", "show this", _help),
+    "/set": Command("[NAME VALUE]", "show the settings, or change one", _set),
+    "/system": Command("[TEXT]", "show or change the system message (none: leave it out)", _system),
+    "/retry": Command("", "ask the last question again", _retry),
+    "/undo": Command("", "forget the last question and its answer", _undo),
+    "/clear": Command("", "forget the conversation", _clear),
+    "/save": Command("FILE", "write the conversation into a file", _save, needs=True),
+    "/load": Command("FILE", "go on with the conversation of a file", _load, needs=True),
+    "/stats": Command("", "what the last answer cost, and how much of the context is taken", _stats),
+    "/bye": Command("", "leave", _leave),
+    "/?": Command("", "", _help),
+    "/reset": Command("", "", _clear),
+    "/exit": Command("", "", _leave),
+    "/quit": Command("", "", _leave),
+}
+"""Those without a description are other names, as users of other programs know them."""

@@ -1,0 +1,125 @@
+"""A model in this process that answers the conversation of `cpmrt chat`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import TracebackType
+
+from cpmrt import LLM
+from cpmrt.byte_sizes import format_bytes
+from cpmrt.cli.conversation import Conversation, Message, Part
+from cpmrt.cli.output import sampling_line
+from cpmrt.config import SamplingParams
+from cpmrt.generation import Completion
+from cpmrt.server.chat_text import ChatText, Delta, opens_thinking
+from cpmrt.sharing.text_stream import TextStream
+from cpmrt.text import Tokenizer
+
+_ANSWER_ROOM = 1024
+"""Tokens of the context that are kept free for an answer that may go on until the context is full."""
+_MARKER_TOKENS = 16
+"""The most tokens that the marker of an opened thought takes at the end of a prompt."""
+
+
+class LocalModel:
+    """Chats through an LLM. `name` is what the user calls the model."""
+
+    def __init__(
+        self,
+        llm: LLM,
+        params: SamplingParams,
+        enable_thinking: bool | None,
+        *,
+        allow_special_tokens: bool = False,
+        name: str = "the bundled model",
+    ):
+        self._llm, self._name = llm, name
+        self.params, self.enable_thinking = params, enable_thinking
+        self._allow_special_tokens = allow_special_tokens
+
+    def check(self, conversation: Conversation) -> None:
+        """Raise RequestError if the model cannot chat at all, or not with this system message."""
+        self._prompt(conversation.asked("?"))
+
+    def describe(self) -> list[str]:
+        """Return name, device, context and memory, and how answers are sampled."""
+        device = getattr(self._llm.executor, "device", None)
+        where = device.name if device is not None else "the CPU (NumPy)"
+        memory = format_bytes(self._llm.plan.total_bytes)
+        model = f"{self._name} on {where}, context {self._llm.max_context:,} tokens, memory {memory}"
+        return [model, f"sampling: {sampling_line(self.params, self._llm.sampling_defaults)}"]
+
+    def usage(self, conversation: Conversation) -> str:
+        """Return how many tokens of the context the conversation takes."""
+        messages = conversation.messages()
+        return f"context: {len(self._prompt(messages)) if messages else 0:,} of {self._llm.max_context:,} tokens"
+
+    def open(self, conversation: Conversation, question: str) -> tuple[LocalAnswer, int]:
+        """Begin the answer to one more question; also return how many of the oldest turns had to be left out of it."""
+        prompt, num_dropped = self.fit(conversation, question)
+        is_thinking = _begins_inside_a_thought(prompt, self._llm.tokenizer)
+        return LocalAnswer(self._llm.stream(prompt, self.params), is_thinking), num_dropped
+
+    def fit(self, conversation: Conversation, question: str) -> tuple[list[int], int]:
+        """Return the prompt for one more question, without the oldest turns where it does not fit, and their number.
+
+        What is too long even without any is returned all the same: `LLM.stream` refuses it with the figures.
+        """
+        context = self._llm.max_context
+        room = context - (self.params.max_new_tokens or min(_ANSWER_ROOM, context // 4))
+        for skip in range(conversation.num_turns + 1):
+            ids = self._prompt(conversation.asked(question, skip=skip))
+            if len(ids) <= room:
+                break
+        return ids, skip
+
+    def _prompt(self, messages: list[Message]) -> list[int]:
+        return self._llm.chat_prompt(
+            messages, enable_thinking=self.enable_thinking, allow_special_tokens=self._allow_special_tokens
+        )
+
+
+class LocalAnswer:
+    """An answer of an LLM, its thoughts told from the rest."""
+
+    def __init__(self, stream: TextStream, is_thinking: bool):
+        self._stream, self._splitter = stream, ChatText(is_thinking, None)
+        self._texts: list[str] = []
+
+    def __iter__(self) -> Iterator[Part]:
+        for piece in self._stream:
+            yield from list(self._parts(self._splitter.push(piece.text))) or [Part("")]  # the caller may want to stop
+        yield from self._parts(self._splitter.flush())
+
+    def __enter__(self) -> LocalAnswer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stream.close()
+
+    @property
+    def text(self) -> str:
+        """What has come so far, without the thoughts."""
+        return "".join(self._texts)
+
+    @property
+    def completion(self) -> Completion:
+        """The completion so far, with the thoughts."""
+        return self._stream.completion
+
+    def _parts(self, deltas: list[Delta]) -> Iterator[Part]:
+        for delta in deltas:
+            if thought := delta.get("reasoning_content"):
+                yield Part(thought, is_thought=True)
+            if text := delta.get("content"):
+                self._texts.append(text)
+                yield Part(text)
+
+
+def _begins_inside_a_thought(prompt: list[int], tokenizer: Tokenizer | None) -> bool:
+    """Tell whether the prompt opens a thought whose end will be visible: special tokens are not part of the text."""
+    if tokenizer is None or tokenizer.token_id("</think>") in tokenizer.special_ids:
+        return False
+    return opens_thinking(tokenizer.decode(prompt[-_MARKER_TOKENS:], skip_special_tokens=False))

@@ -1,0 +1,96 @@
+"""A program on a terminal: what it shows is read off the screen of a terminal emulator (pyte)."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import select
+import struct
+import subprocess
+import termios
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import pyte
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class Terminal:
+    """Runs a command on a terminal of its own size; leaving the `with` block ends it."""
+
+    def __init__(self, command: Sequence[str], *, columns: int = 60, rows: int = 24, **variables: str):
+        self.screen = pyte.HistoryScreen(columns, rows, history=2000)
+        self._stream = pyte.ByteStream(self.screen)
+        self._ours, theirs = pty.openpty()
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+        env: Mapping[str, str] = os.environ | {"PYTHONPATH": str(ROOT), "TERM": "xterm-256color"} | variables
+        self.child = subprocess.Popen(
+            command, stdin=theirs, stdout=theirs, stderr=theirs, env=env, preexec_fn=_take_terminal
+        )
+        os.close(theirs)
+
+    def __enter__(self) -> Terminal:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.child.kill()
+        self.child.wait()
+        os.close(self._ours)
+
+    @property
+    def lines(self) -> list[str]:
+        """What was shown, what has left the screen at the top included, without empty lines at the end."""
+        columns = range(self.screen.columns)
+        gone = ["".join(line[x].data for x in columns) for line in self.screen.history.top]
+        shown = [line.rstrip() for line in (*gone, *self.screen.display)]
+        while shown and not shown[-1]:
+            shown.pop()
+        return shown
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self.lines)
+
+    def type(self, text: str) -> None:
+        os.write(self._ours, text.encode())
+
+    def paste(self, text: str) -> None:
+        """Paste as terminals do, with brackets around it."""
+        self.type(f"\x1b[200~{text}\x1b[201~")
+
+    def wait(self, what: str | Callable[[], bool], seconds: float = 30) -> None:
+        """Read until something is shown; fails if that does not come in time."""
+        deadline = time.monotonic() + seconds
+        is_there = what if callable(what) else lambda: what in self.text
+        while not is_there():
+            assert time.monotonic() < deadline, f"{what!r} was not shown:\n{self.text}"
+            self.read(0.2)
+
+    def wait_for_prompt(self, text: str = ">") -> None:
+        """Read until the last line is the prompt."""
+        self.wait(lambda: bool(self.lines) and self.lines[-1].rstrip() == text)
+
+    def read(self, seconds: float) -> None:
+        """Take in what comes within some seconds."""
+        if select.select([self._ours], [], [], seconds)[0]:
+            try:
+                self._stream.feed(os.read(self._ours, 2**16))
+            except OSError:  # the program has ended
+                time.sleep(0.01)
+
+    def end(self, seconds: float = 30) -> int:
+        """Wait for the end of the program, and return its exit code."""
+        deadline = time.monotonic() + seconds
+        while self.child.poll() is None:
+            assert time.monotonic() < deadline, f"it does not end:\n{self.text}"
+            self.read(0.05)
+        self.read(0.05)
+        return self.child.returncode
+
+
+def _take_terminal() -> None:
+    os.setsid()
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)

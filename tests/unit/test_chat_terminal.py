@@ -1,0 +1,177 @@
+"""`cpmrt chat` on a terminal: what the screen shows, what keys do, and what is kept between runs."""
+
+from __future__ import annotations
+
+import stat
+import sys
+import time
+
+import pytest
+from terminal import ROOT, Terminal
+
+pytest.importorskip("httpx")
+SAYS = [sys.executable, str(ROOT / "tests" / "says_chat.py")]
+LONG = "word " * 400
+
+
+@pytest.fixture
+def chat(tmp_path):
+    """Start a chat whose model says what stands between say( and )yas."""
+
+    def start(*arguments, delay_s=0.0, **sizes):
+        command = [*SAYS, str(tmp_path / "model"), str(delay_s), *arguments]
+        variables = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "CPMRT_STATE_DIR": str(tmp_path / "state")}
+        return Terminal(command, **variables, **sizes)
+
+    return start
+
+
+def test_a_banner_a_question_an_answer_and_ctrl_d(chat):
+    with chat(columns=100) as terminal:
+        terminal.wait_for_prompt()
+        assert "on the CPU (NumPy), context 4,096 tokens, memory" in terminal.text and "/help" in terminal.text
+        terminal.type("say(fine)yas\r")
+        terminal.wait("\nfine\n>")
+        terminal.type("\x04")
+        assert terminal.end() == 0
+
+
+def test_quiet_shows_no_banner(chat):
+    with chat("--quiet") as terminal:
+        terminal.wait_for_prompt()
+        assert terminal.lines == [">"]
+
+
+def test_pasted_lines_are_one_message(chat):
+    with chat("--no-markdown") as terminal:
+        terminal.wait_for_prompt()
+        terminal.paste("first\nsecond\n  third")
+        terminal.type("\r")
+        terminal.wait("[user]first\nsecond\n  third[assistant]")
+
+
+def test_quotes_and_backslashes_make_several_lines(chat):
+    with chat("--no-markdown") as terminal:
+        terminal.wait_for_prompt()
+        terminal.type('"""one\rtwo\r\r"""\r')
+        terminal.wait("[user]one\ntwo[assistant]")
+        terminal.wait_for_prompt()
+        terminal.type("/clear\r")
+        terminal.wait("forgotten")
+        terminal.type("three\\\rfour\r")
+        terminal.wait("[user]three\nfour[assistant]")
+
+
+def test_words_are_not_broken(chat):
+    words = [f"word{index}" for index in range(40)]
+    with chat("--no-markdown", columns=40) as terminal:
+        terminal.wait_for_prompt()
+        terminal.type("/set max_new_tokens 1000\r")
+        terminal.wait("max_new_tokens 1000")
+        terminal.paste(f"say({' '.join(words)} end.)yas")
+        terminal.type("\r")
+        terminal.wait("end.\n>")
+        shown = terminal.text.rpartition(")yas\n")[2]
+        assert [word for line in shown.splitlines() for word in line.split()][:41] == [*words, "end."]
+
+
+def test_markdown_is_made_up_when_the_answer_ends(chat):
+    answer = "See **this**:\n\n```python\ndef f():\n    return 1\n```\nand List<int>."
+    with chat(delay_s=0.01) as terminal:
+        terminal.wait_for_prompt()
+        terminal.paste(f"say({answer})yas")
+        terminal.type("\r")
+        terminal.wait("and List<int>.\n>")
+        shown = terminal.text.rpartition(")yas\n")[2]
+        assert "See this:" in shown and "**" not in shown and "```" not in shown and "def f():" in shown
+        row = next(y for y, line in enumerate(terminal.screen.display) if line.strip() == "def f():")
+        colours = {terminal.screen.buffer[row][x].fg for x in range(10)}
+        assert len(colours) > 1, "code has colours"
+
+
+def test_an_answer_longer_than_the_screen_stays_whole(chat):
+    answer = "\n\n".join(f"- item **{number}**" for number in range(30))
+    with chat(rows=10) as terminal:
+        terminal.wait_for_prompt()
+        terminal.paste(f"say({answer})yas")
+        terminal.type("\r")
+        terminal.wait("item 29\n>")
+        shown = terminal.text.rpartition(")yas\n")[2]
+        assert [line.rpartition(" ")[2] for line in shown.splitlines() if "item" in line] == [str(n) for n in range(30)]
+
+
+def test_what_is_typed_ahead_stays_out_of_the_answer(chat):
+    with chat("--no-markdown", delay_s=0.02) as terminal:
+        terminal.wait_for_prompt()
+        terminal.type(f"say({'x' * 60})yas\r")
+        terminal.wait(lambda: terminal.lines[-1].startswith("xxxxx"))
+        terminal.type("say(second)yas\r")
+        terminal.wait("\nsecond\n>")
+        answer = terminal.text.partition("> say(second)yas")[0].rpartition(")yas\n")[2]
+        assert answer.replace("\n", "") == "x" * 60
+
+
+def test_ctrl_c_ends_the_answer_and_not_the_chat(chat):
+    with chat(delay_s=0.02) as terminal:
+        terminal.wait_for_prompt()
+        terminal.type(f"say(begin {'x ' * 200})yas\r")
+        terminal.wait("\nbegin x x")
+        terminal.type("\x03")
+        terminal.wait("(stopped)\n>")
+        terminal.type("half typed\x03")
+        terminal.wait("Ctrl-C again")
+        terminal.type("say(still here)yas\r")
+        terminal.wait("\nstill here\n>")
+        terminal.type("\x03")
+        time.sleep(0.1)
+        terminal.type("\x03")
+        assert terminal.end() == 130
+
+
+def test_the_history_is_kept_between_runs_for_this_user_alone(chat, tmp_path):
+    for _ in range(2):
+        with chat() as terminal:
+            terminal.wait_for_prompt()
+            terminal.type("\x1b[A")  # up
+            terminal.read(0.3)
+            terminal.type("\x15say(one)yas\r")  # Ctrl-U
+            terminal.wait("\none\n>")
+            terminal.type("/bye\r")
+            assert terminal.end() == 0
+    history = tmp_path / "state" / "chat_history"
+    assert stat.S_IMODE(history.stat().st_mode) == 0o600 and stat.S_IMODE(history.parent.stat().st_mode) == 0o700
+    with chat() as terminal:
+        terminal.wait_for_prompt()
+        terminal.type("\x1b[A\x1b[A")
+        terminal.wait("> say(one)yas")
+
+
+def test_a_history_that_cannot_be_kept_is_no_reason_to_stop(chat, tmp_path):
+    (tmp_path / "state").write_text("a file where the folder should be")
+    with chat() as terminal:
+        terminal.wait_for_prompt()
+        terminal.type("say(one)yas\r")
+        terminal.wait("\none\n>")
+
+
+def test_tab_completes_commands(chat):
+    with chat() as terminal:
+        terminal.wait_for_prompt()
+        terminal.type("/sta\t\r")
+        terminal.wait("no answer yet")
+
+
+def test_answers_cannot_steer_the_terminal(chat):
+    with chat("--no-markdown") as terminal:
+        terminal.wait_for_prompt()
+        terminal.paste("say(a\x1b]0;owned\x07\x1b[2Jb)yas")
+        terminal.type("\r")
+        terminal.wait("\na\\x1b]0;owned\\x07\\x1b[2Jb\n>")
+        assert terminal.screen.title != "owned"
+
+
+def test_thoughts_are_dim_and_apart(chat):
+    with chat() as terminal:
+        terminal.wait_for_prompt()
+        terminal.type("say(<think>hm</think>yes)yas\r")
+        terminal.wait("\nhm\n\nyes\n>")
