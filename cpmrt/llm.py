@@ -169,7 +169,7 @@ class LLM:
         options = {"tools": tools, "enable_thinking": enable_thinking, **template_kwargs}
         with self._rendering:  # templates share an allowance of work
             text = self.chat_template.render_marked(messages, control_tokens, **options)
-        return self.tokenizer.encode_marked(text)
+        return self.tokenizer.encode_marked(text, max_tokens=self.max_context)
 
     def logits(self, token_ids: Sequence[int]) -> F32:
         """Logits at every position: float32 [T, V], in the model's vocabulary order."""
@@ -306,7 +306,7 @@ class LLM:
     def _encode(self, text: str) -> list[int]:
         if self.tokenizer is None:
             raise RequestError("the checkpoint has no tokenizer", fix="pass token ids instead of text")
-        return self.tokenizer.encode(text)
+        return self.tokenizer.encode(text, max_tokens=self.max_context)
 
     def _checked(self, token_ids: Sequence[int]) -> tuple[int, ...]:
         if isinstance(token_ids, np.ndarray):

@@ -91,6 +91,10 @@ def serving(load: Callable[[], LLM], **settings) -> Iterator[Server]:
     assert not failures and not thread.is_alive()
 
 
+_OTHERS = tuple((index, 1.0 - index) for index in range(3, 22))
+"""The tokens that come next after the one said, with their log-probabilities."""
+
+
 class Saying:
     """An executor that answers a prompt with the tokens that `reply(prompt ids)` gives, then with `end_id`.
 
@@ -128,7 +132,8 @@ class Saying:
         slot[3] = done + 1
         token = answer[done]
         count = admit.sampling.logprobs
-        return SlotResult((token,), (TokenLogprobs(token, -0.5, ((token, -0.5), (3, -2.0))[:count]),) if count else ())
+        top = ((token, -0.5), *_OTHERS)[:count]
+        return SlotResult((token,), (TokenLogprobs(token, -0.5, top),) if count else ())
 
     def prompt_logits(self, slot, token_ids):
         raise NotImplementedError

@@ -20,7 +20,7 @@ from cpmrt.server.json_body import parse_object, read_body
 from cpmrt.server.messages import count_tokens, prepare_message
 from cpmrt.server.metrics import METRICS_TYPE
 from cpmrt.server.openapi import document
-from cpmrt.server.responses import EventStream, JsonResponse, whole_answer
+from cpmrt.server.responses import EventStream, JsonResponse, LongJsonResponse, json_parts, whole_answer
 from cpmrt.server.service import Prepared, Service
 from cpmrt.server.telemetry import record_of
 from cpmrt.server.tokenizing import detokenize, tokenize, tokenizer_info
@@ -79,7 +79,7 @@ class Endpoints:
         return JsonResponse(self._model_card(wanted))
 
     async def tokenizer_info(self, request: Request) -> Response:
-        return JsonResponse(await self._service.in_thread(tokenizer_info, self._service))
+        return JsonResponse(await self._service.in_thread(lambda: tokenizer_info(self._service)))
 
     async def live(self, request: Request) -> Response:
         """Answer 200 as long as the event loop runs."""
@@ -113,14 +113,18 @@ class Endpoints:
 
         async def handle(request: Request) -> Response:
             body = await self._body(request)
-            return JsonResponse(await self._service.in_thread(lambda: call(self._service, parse_object(body))))
+
+            def answer() -> Response:
+                return LongJsonResponse(json_parts(call(self._service, parse_object(body))))
+
+            return await self._service.in_thread(answer, len(body))
 
         return handle
 
     async def _complete(self, request: Request, prepare: Callable[[dict[str, Any]], Prepared]) -> Response:
         self._service.engine.check_room()
         body = await self._body(request)
-        prepared = await self._service.in_thread(lambda: prepare(parse_object(body)))
+        prepared = await self._service.in_thread(lambda: prepare(parse_object(body)), len(body))
         record = record_of(request.scope)
         record.id = prepared.id
         if self._service.settings.log_prompts:

@@ -14,7 +14,7 @@ from cpmrt.sharing.jobs import Ended
 
 PING_S = 10.0
 """How long an answer may be silent, in the queue or during a long prompt, until its client gets a sign of life."""
-_MAX_ITEMS = 64
+_MAX_ITEMS = 16
 """Items that are worked on before others have their turn, where a client read slowly and many wait."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import json.scanner
 from collections.abc import Awaitable, Callable
 from math import isfinite
 from typing import Any, NoReturn, TypeVar
@@ -11,6 +12,8 @@ from typing import Any, NoReturn, TypeVar
 from cpmrt.server.errors import ApiError, invalid
 
 MAX_DEPTH = 64
+LONG_BYTES = 64 * 1024
+"""Bodies from here on are long: what is done with them must leave other requests their turn."""
 BODY_TIMEOUT_S = 30.0
 
 Receive = Callable[[], Awaitable[Any]]
@@ -52,8 +55,9 @@ def _too_large(max_bytes: int) -> ApiError:
 
 def parse_object(body: bytes) -> dict[str, Any]:
     """Parse a JSON object. Raises ApiError 400: not UTF-8, not JSON, NaN, a number too long, too deep, no object."""
+    decoder = _DECODER if len(body) < LONG_BYTES else _YIELDING_DECODER
     try:
-        value = json.loads(body.decode("utf-8"), parse_constant=_refuse_constant)
+        value = decoder.decode(body.decode("utf-8"))
         _check_depth(value)
     except UnicodeDecodeError as error:
         raise _malformed(f"it is not UTF-8 (byte {error.start})") from None
@@ -68,6 +72,16 @@ def parse_object(body: bytes) -> dict[str, Any]:
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON number")
+
+
+def _yielding_decoder() -> json.JSONDecoder:
+    """Return a decoder that lets other threads run between values: the usual one holds the interpreter to the end."""
+    decoder = json.JSONDecoder(parse_constant=_refuse_constant)
+    decoder.scan_once = json.scanner.py_make_scanner(decoder)  # type: ignore[attr-defined]
+    return decoder
+
+
+_DECODER, _YIELDING_DECODER = json.JSONDecoder(parse_constant=_refuse_constant), _yielding_decoder()
 
 
 def _check_depth(value: object) -> None:

@@ -12,6 +12,8 @@ from cpmrt.server.schema import (
     MAX_STOP,
     MAX_STOP_BYTES,
     MAX_STOP_TOKEN_IDS,
+    MAX_TEMPLATE_VARIABLES,
+    MAX_TOOLS,
     REASONING_EFFORTS,
 )
 from cpmrt.server.unused_fields import HARMLESS
@@ -172,14 +174,16 @@ def _requests() -> Schema:
         "max_completion_tokens": _MAX_TOKENS,
         "logprobs": _optional("boolean"),
         "top_logprobs": _optional("integer", minimum=0, maximum=MAX_LOGPROBS),
-        "tools": _optional("array", items=tool),
+        "tools": _optional("array", items=tool, maxItems=MAX_TOOLS),
         "tool_choice": {"enum": ["none", "auto", None]},
         "parallel_tool_calls": _optional("boolean", default=True, description="false: the first call alone is given"),
         "reasoning_effort": {
             "enum": [*REASONING_EFFORTS, None],
             "description": "none and minimal: no thoughts, others: thoughts, if the model's template can choose",
         },
-        "chat_template_kwargs": _optional("object", description="Variables of the template, such as enable_thinking"),
+        "chat_template_kwargs": _optional(
+            "object", maxProperties=MAX_TEMPLATE_VARIABLES, description="Variables of the template, as enable_thinking"
+        ),
         "allow_special_tokens": _optional(
             "boolean", default=False, description="Special tokens in messages of users and tools count as such"
         ),
@@ -233,7 +237,7 @@ def _message_requests() -> Schema:
     conversation = {
         "model": _SHARED["model"],
         "system": {"anyOf": [*content["anyOf"], {"type": "null"}]},
-        "tools": _optional("array", items=tool),
+        "tools": _optional("array", items=tool, maxItems=MAX_TOOLS),
         "tool_choice": {"anyOf": [{"type": "null"}, _object({"type": {"enum": ["auto", "none"]}})]},
         "thinking": {"anyOf": [{"type": "null"}, _object({"type": {"enum": thinking}})]},
     }

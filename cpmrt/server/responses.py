@@ -53,13 +53,28 @@ async def whole_answer(prepared: Prepared, exchange: Exchange) -> Response:
         while not exchange.is_done:
             for item in await exchange.items():
                 prepared.format.add(item)
-    parts = [bytearray()]
+    parts = _Parts()
     for piece in prepared.format.whole(exchange.usage()):
-        parts[-1] += to_bytes(piece)
-        if len(parts[-1]) >= _PART_BYTES:
-            parts.append(bytearray())
+        parts.add(piece)
         await asyncio.sleep(0)  # however long the answer is, others are served while it is written
     return LongJsonResponse(parts)
+
+
+class _Parts(list[bytearray]):
+    """Text as UTF-8, in parts that are quickly sent."""
+
+    def add(self, text: str) -> None:
+        if not self or len(self[-1]) >= _PART_BYTES:
+            self.append(bytearray())
+        self[-1] += to_bytes(text)
+
+
+def json_parts(content: Any) -> Sequence[bytearray]:
+    """Return the JSON of an object of any size. For a worker thread: other threads can run between its values."""
+    parts = _Parts()
+    for text in json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).iterencode(content):
+        parts.add(text)
+    return parts
 
 
 class LongJsonResponse(Response):

@@ -24,6 +24,8 @@ MAX_STOP_BYTES = 16 * 1024
 """All stop strings of a request together."""
 MAX_STOP_TOKEN_IDS = 16
 MAX_CHOICES = 128
+MAX_TEMPLATE_VARIABLES = 64
+MAX_TOOLS = 512
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _RESERVED_TEMPLATE_NAMES = {"messages", "tools", "add_generation_prompt", "allow_special_tokens", "self"}
 _NUMBERS = (
@@ -201,6 +203,9 @@ def read_messages(fields: Fields) -> list[dict[str, Any]]:
 def read_template_kwargs(fields: Fields) -> dict[str, Any]:
     """Read the variables that a request sets for the chat template."""
     template_kwargs = fields.mapping("chat_template_kwargs") or {}
+    if len(template_kwargs) > MAX_TEMPLATE_VARIABLES:
+        problem = f"expected at most {MAX_TEMPLATE_VARIABLES} variables, got {len(template_kwargs)}"
+        raise invalid("chat_template_kwargs", problem)
     for name in _RESERVED_TEMPLATE_NAMES & set(template_kwargs):
         raise invalid(f"chat_template_kwargs.{name}", "this variable is the server's own")
     return template_kwargs
@@ -241,6 +246,8 @@ def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
 def read_tools(fields: Fields) -> list[dict[str, Any]]:
     """Read the tools that a model may call; empty where it may call none."""
     tools, choice = fields.array("tools") or [], fields.raw("tool_choice")
+    if len(tools) > MAX_TOOLS:
+        raise invalid("tools", f"expected at most {MAX_TOOLS} tools, got {len(tools)}")
     for index, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):

@@ -13,13 +13,15 @@ from typing import Any, TypeVar
 
 from cpmrt import LLM, __version__
 from cpmrt.engine import Request as EngineRequest
+from cpmrt.errors import CpmrtError
 from cpmrt.server.answers import Answer, AnswerFormat, ChatAnswer, CompletionAnswer, OpenAIFormat
 from cpmrt.server.best_of import BestOf
 from cpmrt.server.chat_text import ChatText, opens_thinking
 from cpmrt.server.engine_thread import EngineThread
-from cpmrt.server.errors import unsupported
+from cpmrt.server.errors import ApiError, unsupported
 from cpmrt.server.fill_in_middle import fill_prompt
 from cpmrt.server.hosts import is_loopback
+from cpmrt.server.json_body import LONG_BYTES
 from cpmrt.server.metrics import Metrics
 from cpmrt.server.schema import Wanted, read_chat, read_completion
 from cpmrt.server.token_logprobs import ChatLogprobs, CompletionLogprobs, TokenTexts
@@ -102,10 +104,16 @@ class Service:
         )
         self.started = int(time.time())
         self._workers = ThreadPoolExecutor(2, "cpmrt-prepare")
+        # One: each thread that computes in Python makes the event loop wait longer for its turn.
+        self._long_workers = ThreadPoolExecutor(1, "cpmrt-prepare-long")
 
-    async def in_thread(self, call: Callable[..., T], *arguments: Any) -> T:
-        """Make a call that may take long in a worker thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._workers, call, *arguments)
+    async def in_thread(self, call: Callable[[], T], num_bytes: int = 0) -> T:
+        """Make a call in a worker thread; those about a body of many bytes do not hold up the others."""
+        workers = self._workers if num_bytes < LONG_BYTES else self._long_workers
+        result = await asyncio.get_running_loop().run_in_executor(workers, _outcome, call)
+        if isinstance(result, _Refusal):
+            raise result.error
+        return result
 
     def prepare_chat(self, body: dict[str, Any]) -> Prepared:
         """Check a chat, render and tokenize it. Raises ApiError, CpmrtError."""
@@ -155,7 +163,8 @@ class Service:
         return self._prepared(self._head("cmpl", "text_completion"), requests, wanted, answer)
 
     def close(self) -> None:
-        self._workers.shutdown(wait=False, cancel_futures=True)
+        for workers in (self._workers, self._long_workers):
+            workers.shutdown(wait=False, cancel_futures=True)
 
     def _prepared(
         self,
@@ -176,6 +185,23 @@ class Service:
             "model": self.settings.model_name,
             "system_fingerprint": f"cpmrt-{__version__}",
         }
+
+
+@dataclass(frozen=True)
+class _Refusal:
+    error: Exception
+
+
+def _outcome(call: Callable[[], T]) -> T | _Refusal:
+    """Make a call, and return the error that refuses a request without its traceback.
+
+    The traceback would keep all that was made of a large request, to be freed by the event loop.
+    """
+    try:
+        return call()
+    except (ApiError, CpmrtError) as error:
+        error.__context__ = error.__cause__ = None
+        return _Refusal(error.with_traceback(None))
 
 
 def choices_of(llm: LLM, prompt: str | list[int], wanted: Wanted, first_choice: int = 0) -> list[EngineRequest]:

@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import Any
 
 from cpmrt.errors import CheckpointError
+from cpmrt.text.encoding import encode_freely
 from cpmrt.text.marks import MarkedText
 
 _TAG = re.compile(r"</?[^\s<>]+>?")
@@ -42,7 +43,7 @@ class ControlTokens:
 
         Without such tokens it is the encoding of the whole text.
         """
-        encoding = self._library.encode(prompt.plain, add_special_tokens=False)
+        encoding = encode_freely(self._library, prompt.plain)
         if prompt.marks is None:
             return encoding
         known = set(self._ids.values())
@@ -52,7 +53,7 @@ class ControlTokens:
         parts = self._pattern.split(prompt.text)
         parts[::2] = [prompt.marks.removed(part) for part in parts[::2]]
         parts[1::2] = [self._aliases[part] for part in parts[1::2]]
-        return self._renamed_library.encode("".join(parts), add_special_tokens=False)
+        return encode_freely(self._renamed_library, "".join(parts))
 
     @cached_property
     def _aliases(self) -> dict[str, str]:

@@ -6,11 +6,13 @@ The files beside it (`special_tokens`) say whether a prompt starts with BOS, whi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from cpmrt.errors import CheckpointError, RequestError, quoted
 from cpmrt.text.control_tokens import ControlTokens
+from cpmrt.text.encoding import PromptLimit, encode_freely, longest_token
 from cpmrt.text.marks import MarkedText
 from cpmrt.text.special_tokens import CONFIG_FILE, complete_added_tokens, read_optional, read_special_tokens
 from cpmrt.text.token_bytes import TokenBytes
@@ -33,11 +35,11 @@ class Tokenizer:
 
     `bos_token_id` is None and `eos_token_ids` empty where the tokenizer's files name none; the model's own end
     tokens (config.json, generation_config.json) are not among them. `vocab_size` counts all tokens, added ones
-    included; it may differ from the rows of the model's embedding.
+    included; it may differ from the rows of the model's embedding. `longest_token`: the most bytes of a token.
     """
 
-    def __init__(self, library: Any, folder: Path, *, vocab_size: int | None = None):
-        self._library, self._folder, self._rows = library, folder, vocab_size
+    def __init__(self, library: Any, folder: Path, *, longest_token: int, vocab_size: int | None = None):
+        self._library, self._folder, self._rows, self._longest_token = library, folder, vocab_size, longest_token
         self._file = str(folder / "tokenizer.json")
         names = read_special_tokens(folder)
         self.bos_token_id = self._named(names.get("bos_token"), "bos_token")
@@ -72,37 +74,44 @@ class Tokenizer:
         check_tokenizer(content, str(path))
         library = _guarded(f"{path} cannot be read", lambda: _load(raw))
         _guarded(f"{path} does not fit the files beside it", lambda: complete_added_tokens(library, folder, content))
-        return cls(library, folder, vocab_size=vocab_size)
+        return cls(library, folder, longest_token=longest_token(content), vocab_size=vocab_size)
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
         """Return the token ids of a text; special tokens written in it are read as such.
 
         With `add_special_tokens`, BOS is put in front if tokenizer_config.json has add_bos_token true, or has no
         such key and the post-processor of tokenizer.json does; but not if the text already begins with it.
-        Raises RequestError on text that is not valid Unicode or needs a token the model has no embedding for.
+        Raises RequestError on text that is not valid Unicode or needs a token the model has no embedding for,
+        ContextLengthError on more than `max_tokens`, if the text alone shows it before it is encoded.
         """
-        return self._encoded(
-            text, lambda: self._library.encode(text, add_special_tokens=False), add_special_tokens=add_special_tokens
-        )
+        return self._encoded(text, partial(encode_freely, self._library, text), add_special_tokens, max_tokens)
 
-    def encode_marked(self, prompt: MarkedText) -> list[int]:
+    def encode_marked(self, prompt: MarkedText, *, max_tokens: int | None = None) -> list[int]:
         """Return the token ids of a rendered chat as `encode` does, but special tokens in marked text are plain text.
 
-        Raises RequestError like `encode`.
+        Raises RequestError and ContextLengthError like `encode`.
         """
-        return self._encoded(prompt.plain, lambda: self.control_tokens.encode(prompt), add_special_tokens=True)
+        return self._encoded(prompt.plain, partial(self.control_tokens.encode, prompt), True, max_tokens)
 
-    def _encoded(self, text: str, encode: Callable[[], Any], *, add_special_tokens: bool) -> list[int]:
+    def _encoded(
+        self, text: str, encode: Callable[[], Any], add_special_tokens: bool, max_tokens: int | None
+    ) -> list[int]:
         if not isinstance(text, str):
             raise RequestError("text to encode", expected="a str", actual=type(text).__name__)
+        limit = None if max_tokens is None else PromptLimit(max_tokens, self._longest_token)
         try:
-            text.encode("utf-8")
+            num_bytes = len(text.encode("utf-8"))
         except UnicodeEncodeError as error:
             raise RequestError(
                 f"text to encode is not valid Unicode: lone surrogate U+{ord(text[error.start]):04X} "
                 f"at character {error.start}"
             ) from error
-        ids = self._run("encode", lambda: self._completed(encode(), add_special_tokens))
+        if limit is not None:
+            limit.check_bytes(num_bytes)
+        plain = self._run("encode", encode)
+        if limit is not None:
+            limit.check_tokens(len(plain))
+        ids = self._run("encode", lambda: self._completed(plain, add_special_tokens))
         if self._rows is not None and ids and max(ids) >= self._rows:
             raise RequestError(
                 f"text to encode has token {quoted(self._library.id_to_token(max(ids)))}, which the model lacks",
@@ -144,16 +153,25 @@ class Tokenizer:
 
     def _completed(self, plain: Any, add_special_tokens: bool) -> list[int]:
         """Return the ids of an encoding, with BOS in front where the checkpoint wants it."""
+        plain_ids: list[int] = plain.ids
         if not add_special_tokens:
-            return list(plain.ids)
-        full = self._library.post_process(plain, None, True)
-        ids, bos, add_bos = list(full.ids), self.bos_token_id, self._add_bos
-        has_front = full.special_tokens_mask[:1] == [1]
-        if has_front and ids[:1] == plain.ids[:1]:
+            return plain_ids
+        front, back = self._added_ids
+        ids, bos, add_bos = [*front, *plain_ids, *back], self.bos_token_id, self._add_bos
+        if front and ids[:1] == plain_ids[:1]:
             return ids[1:]  # the text brings its own
-        if has_front and ids[0] == bos:
+        if front and ids[0] == bos:
             return ids[1:] if add_bos is False else ids
-        return [bos, *ids] if add_bos and bos is not None and plain.ids[:1] != [bos] else ids
+        return [bos, *ids] if add_bos and bos is not None and plain_ids[:1] != [bos] else ids
+
+    @cached_property
+    def _added_ids(self) -> tuple[list[int], list[int]]:
+        """The ids that the post-processor puts in front of every text and behind it."""
+        plain = self._library.encode("a", add_special_tokens=False)
+        full = self._library.post_process(plain, None, True)
+        ids = list(full.ids)
+        num_front = full.special_tokens_mask.index(0) if plain.ids else len(ids)
+        return ids[:num_front], ids[num_front + len(plain.ids) :]
 
     def _named(self, text: object, name: str) -> int | None:
         token_id = self.token_id(text) if isinstance(text, str) else None
