@@ -15,7 +15,7 @@ from cpmrt.config.engine import parse_bytes
 from cpmrt.dtypes import F32
 from cpmrt.engine import Engine, Request, ThinkingBudget, request_seed
 from cpmrt.engine.engine import StepListener
-from cpmrt.errors import ContextLengthError, NoDeviceError, RequestError
+from cpmrt.errors import ContextLengthError, NoDeviceError, NonFiniteLogitsError, RequestError
 from cpmrt.executor import Executor
 from cpmrt.generation import Completion
 from cpmrt.memory.plan import MemoryPlan
@@ -185,7 +185,10 @@ class LLM:
         return self._read(ids, work)
 
     def score(self, token_ids: Sequence[int]) -> F32:
-        """Natural log-probability of each token after the first, given those before it: float32 [T - 1]."""
+        """Natural log-probability of each token after the first, given those before it: float32 [T - 1].
+
+        Raises NonFiniteLogitsError where the model gives NaN or infinity.
+        """
         from cpmrt.reference.sampling import log_softmax
 
         ids = self._readable(token_ids)
@@ -194,6 +197,9 @@ class LLM:
             parts, start = list[F32](), 0
             for logits in self._executor.prompt_logits(slot, ids, block_table):
                 following = np.array(ids[start + 1 : start + 1 + len(logits)], np.int64)
+                bad = np.flatnonzero(~np.isfinite(logits[: len(following)].max(axis=-1)))
+                if len(bad):
+                    raise NonFiniteLogitsError.at(start + int(bad[0]) + 1)
                 parts.append(log_softmax(logits[: len(following)])[np.arange(len(following)), following])
                 start += len(logits)
                 yield

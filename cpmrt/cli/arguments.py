@@ -14,7 +14,7 @@ from cpmrt.bench.shapes import gptq_config
 from cpmrt.config import EngineConfig, SamplingParams, SparseSetting
 from cpmrt.config.engine import parse_bytes
 from cpmrt.config.quantization import GROUP_SIZES
-from cpmrt.errors import ConfigError, RequestError
+from cpmrt.errors import ConfigError
 
 
 class Options(Protocol):
@@ -274,14 +274,19 @@ def add_logprobs_option(parser: Options) -> None:
 
 
 def sampling_params(args: argparse.Namespace) -> SamplingParams:
-    """Return the sampling that the options ask for. Raises RequestError naming the option."""
+    """Return the sampling that the options ask for. Raises RequestError."""
     names = [field.name for field in fields(SamplingParams) if field.name != "seed"]
-    try:
-        return SamplingParams(**_given(args, *names))
-    except RequestError as error:
-        name = error.what.removeprefix("SamplingParams.")
-        option = "--stop-token-id" if name == "stop_token_ids" else f"--{name.replace('_', '-')}"
-        raise RequestError(option, expected=error.expected, actual=error.actual) from error
+    return SamplingParams(**_given(args, *names))
+
+
+def naming_options(message: str) -> str:
+    """Replace the fields of SamplingParams in an error by the options that fill them."""
+
+    def option(match: re.Match[str]) -> str:
+        name = match[1].removesuffix("s") if match[1] == "stop_token_ids" else match[1]
+        return f"--{name.replace('_', '-')}"
+
+    return re.sub(r"SamplingParams\.(\w+)", option, message)
 
 
 def engine_config(args: argparse.Namespace, **others: Any) -> EngineConfig:

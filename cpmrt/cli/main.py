@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 
 from cpmrt import __version__
-from cpmrt.cli.arguments import Parser, UsageError, add_quiet, nearest
+from cpmrt.cli.arguments import Parser, UsageError, add_quiet, naming_options, nearest
 from cpmrt.cli.output import complain, discard_stdout, printable, show_remarks
 from cpmrt.errors import CpmrtError
 
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except (UsageError, CpmrtError) as error:
-        complain(f"cpmrt: error: {printable(str(error))}")
+        complain(f"cpmrt: error: {printable(naming_options(str(error)))}")
         return EXIT_USAGE if isinstance(error, UsageError) else EXIT_ERROR
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED

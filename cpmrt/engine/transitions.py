@@ -128,20 +128,11 @@ def apply(seq: Sequence, step: Step, result: SlotResult) -> SlotResult:
         result = SlotResult(new[:kept], result.logprobs[:kept])
     seq.token_ids.extend(result.token_ids)
     if result.non_finite and seq.phase is Phase.DECODE:
-        _fail(seq)
+        seq.failure = NonFiniteLogitsError.at(len(seq.request.prompt_ids) + len(seq.token_ids))
+        finish(seq, "cancelled")
     if isinstance(step, Speculate) and kept:
         _count(seq, step.shape, kept)
     return result
-
-
-def _fail(seq: Sequence) -> None:
-    """End a sequence whose next token cannot be sampled."""
-    seq.failure = NonFiniteLogitsError(
-        f"the logits for position {len(seq.request.prompt_ids) + len(seq.token_ids)} are not finite",
-        expected="numbers", actual="NaN or infinity",
-        fix="look for NaN and infinity in the weights, or use dtype bfloat16 or float32: float16 ends at 65504",
-    )  # fmt: skip
-    finish(seq, "cancelled")
 
 
 def _num_wanted(seq: Sequence, new: tuple[int, ...]) -> int:

@@ -6,7 +6,7 @@ Every function raises ApiError 400 naming the field.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cpmrt.server.errors import ApiError, invalid, unsupported
@@ -66,7 +66,13 @@ def read_settings(body: dict[str, Any]) -> Wanted:
     wanted = read_wanted(fields, max_tokens, None, stop_field="stop_sequences")
     if wanted.num_choices != 1:
         raise invalid("n", "only one answer here")
-    return wanted
+    thinking = fields.object("thinking")
+    budget = thinking.integer("budget_tokens") if thinking else None
+    if budget is None:
+        return wanted
+    if budget < 1:
+        raise invalid("thinking.budget_tokens", f"expected at least 1, got {budget}")
+    return replace(wanted, sampling=replace(wanted.sampling, max_thinking_tokens=min(budget, max_tokens)))
 
 
 def _system(value: Any) -> list[dict[str, Any]]:

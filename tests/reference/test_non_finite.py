@@ -130,3 +130,6 @@ def test_the_stream_raises_it_after_its_text(tmp_path):
         completion = stream.completion
         assert completion.token_ids == whole[: whole.index(token) + 1]
         assert llm.generate([5], SamplingParams(max_new_tokens=1)).token_ids
+        with pytest.raises(NonFiniteLogitsError, match="position 1 "):
+            llm.score([token, 6, 5])
+        assert np.isfinite(llm.score([5, 6, 5])).all()

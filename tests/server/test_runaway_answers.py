@@ -70,6 +70,16 @@ def test_log_probabilities_of_a_closed_thought(server):
     assert [len(entry["top_logprobs"]) for entry in entries] == [1] * 5 + [0] * 7
 
 
+def test_the_budget_of_anthropics_api(server):
+    thinking = {"type": "enabled", "budget_tokens": 40}
+    body = {"messages": MESSAGES, "max_tokens": 400, "thinking": thinking}
+    answer = server.client.post("/v1/messages", json=body).json()
+    parts = [part.get("thinking") or part.get("text") for part in answer["content"]]
+    assert parts == [(THOUGHT * 3)[:40].rstrip(), "yes"]
+    thinking["budget_tokens"] = 0
+    assert "thinking.budget_tokens" in server.client.post("/v1/messages", json=body).json()["error"]["message"]
+
+
 def test_a_loop_ends_the_answer_where_that_is_asked_for(server):
     message, reason, count = ask(server, "weather", loop_repeats=4)
     assert (reason, count) == ("loop", 128) and message["content"] == ("It rains. " * 13)[:128]

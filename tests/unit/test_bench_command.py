@@ -141,7 +141,7 @@ def test_a_fresh_process_that_fails_says_why(tmp_path):
         (["--case", "0:4"], 2, "expected a positive integer, got '0'"),
     (["--case", "8:-4"], 2, "expected PROMPT:NEW"),
     (["--repeats", "0"], 2, "expected a positive integer"),
-    (["--temperature", "-1"], 2, "SamplingParams.temperature"),
+    (["--temperature", "-1"], 2, "--temperature: expected"),
     (["--shape", "minicpm4-8b"], 2, "MODEL and --shape exclude each other"),
     (["--case", "8:4:3", "--max-sequences", "2"], 2, "--max-sequences 2: a case has 3 sequences"),
     (["--case", "60:5"], 1, "case 60:5 does not fit the context: expected at most 64 tokens, got 65"),
