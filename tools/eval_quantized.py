@@ -3,7 +3,7 @@
     python tools/eval_quantized.py --work build/quality --out build/quality/table.md
 
 Text for both is this Python's own standard library, offline: calibration on modules of the training set, evaluation on
-modules that it left out. Every row is a checkpoint made by tools/quantize.py and read back from its files.
+modules that it left out. Every row is a checkpoint made by `cpmrt quantize` and read back from its files.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
-import quantize  # noqa: E402
 from quantization.quality import HeldOut, Outcome, held_out_windows, measure, standard_library_texts  # noqa: E402
 
 from cpmrt import LLM  # noqa: E402
+from cpmrt.cli.main import main as cpmrt_main  # noqa: E402
 from cpmrt.errors import CpmrtError  # noqa: E402
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A row of the table. `options` are those of tools/quantize.py; None: the bundled checkpoint as it is."""
+    """A row of the table. `options` are those of `cpmrt quantize`; None: the bundled checkpoint as it is."""
 
     label: str
     options: tuple[str, ...] | None
@@ -113,7 +113,7 @@ def _opened(variant: Variant, calibration: Path, options: argparse.Namespace) ->
     if variant.options is not None:
         folder = options.work / "-".join(part.strip("-") for part in variant.options)
         if not folder.exists():
-            made = quantize.main(_command(folder, variant.options, calibration, options.calibration_windows))
+            made = cpmrt_main(_command(folder, variant.options, calibration, options.calibration_windows))
             if made:
                 raise SystemExit(made)
     settings = {"executor": options.executor, "max_context": options.window, "kv_dtype": variant.kv_dtype}
@@ -122,7 +122,7 @@ def _opened(variant: Variant, calibration: Path, options: argparse.Namespace) ->
 
 def _command(folder: Path, method: Sequence[str], calibration: Path, windows: int) -> list[str]:
     text = () if "rtn" in method else ("--calibration", str(calibration), "--windows", str(windows), "--window", "512")
-    return ["demo", str(folder), *method, *text, "--quiet"]
+    return ["quantize", "demo", str(folder), *method, *text, "--quiet"]
 
 
 def _row(variant: Variant, outcome: Outcome, exact: Outcome, held_out: HeldOut) -> str:

@@ -24,9 +24,8 @@ import tokenizers
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
-from quantization.calibration import SUFFIXES  # noqa: E402
-
 from cpmrt.errors import CheckpointError, ConfigError, CpmrtError  # noqa: E402
+from cpmrt.quantization.calibration import SUFFIXES  # noqa: E402
 from cpmrt.text import Tokenizer  # noqa: E402
 from cpmrt.weights.files import open_file  # noqa: E402
 from cpmrt.weights.model_folder import ModelFolder  # noqa: E402

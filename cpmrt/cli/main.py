@@ -26,6 +26,8 @@ COMMANDS = {
     "inspect": "show what a checkpoint holds: sizes, tensors, tokenizer",
     "bench": "measure speed and energy of a model, or of a shape with random weights",
     "compile": "compile the CUDA kernels ahead of time, for this GPU or another",
+    "quantize": "make a 4-bit checkpoint of a 16-bit one",
+    "convert": "convert a 4-bit checkpoint to CPM.cu's Marlin layout, or back",
     "pull": "download a model, or what is missing of it",
     "list": "list the downloaded models, with their sizes",
     "rm": "remove downloaded models",

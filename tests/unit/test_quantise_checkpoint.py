@@ -1,10 +1,8 @@
-"""tools/quantize.py and tools/gptq2marlin.py on tiny checkpoints: what they write, what reads it, what they refuse."""
+"""`cpmrt quantize` and `cpmrt convert` on tiny checkpoints: what they write, what reads it, what they refuse."""
 
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,18 +10,14 @@ from safetensors.numpy import load_file, save_file
 from threadpoolctl import threadpool_limits
 from tiny_checkpoint import write_checkpoint
 
-sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
-
-import gptq2marlin
-import quantize
-from quantization.calibration import read_texts, token_windows
-from quantization.decoder_layer import DOWN, LINEARS, OUTPUT, DecoderLayer
-from quantization.file_writer import SafetensorsWriter, TensorPlan
-
 from cpmrt import LLM
+from cpmrt.cli.main import main
 from cpmrt.config import ModelConfig
 from cpmrt.errors import CheckpointError, ConfigError
 from cpmrt.models.rope import rope_table
+from cpmrt.quantization.calibration import read_texts, token_windows
+from cpmrt.quantization.decoder_layer import DOWN, LINEARS, OUTPUT, DecoderLayer
+from cpmrt.quantization.file_writer import SafetensorsWriter, TensorPlan
 from cpmrt.text import Tokenizer
 from cpmrt.weights.safetensors import SafetensorsFile
 
@@ -55,9 +49,9 @@ def text(tmp_path_factory):
 
 
 def quantised(model, text, folder, *options):
-    """The folder that tools/quantize.py makes."""
+    """The folder that `cpmrt quantize` makes."""
     calibration = ("--calibration", str(text), "--windows", "4", "--window", "64")
-    assert quantize.main([str(model), str(folder), *calibration, *options]) == 0
+    assert main(["quantize", str(model), str(folder), *calibration, *options]) == 0
     return folder
 
 
@@ -148,7 +142,7 @@ def test_the_head_on_request(text, tmp_path, method, capsys):
     assert weights["lm_head.weight"].shape == (264, 128)
     np.testing.assert_allclose(logits(folder), plain_logits(model, weights, tmp_path / "plain"), atol=2e-4)
     tied = write_checkpoint(tmp_path / "tied", **SIZES, vocab_size=264)
-    assert quantize.main([str(tied), str(tmp_path / "no"), "--method", "rtn", "--lm-head"]) == 1
+    assert main(["quantize", str(tied), str(tmp_path / "no"), "--method", "rtn", "--lm-head"]) == 1
     assert "lm_head_bits" in capsys.readouterr().err
 
 
@@ -186,8 +180,8 @@ def test_the_calibration_forward_is_that_of_the_executor(tmp_path, config):
 @pytest.mark.parametrize("group_size", ["128", "-1"])
 def test_marlin_and_back_gives_the_same_bytes(model, text, tmp_path, group_size):
     folder = quantised(model, text, tmp_path / "gptq", "--method", "rtn", "--group-size", group_size)
-    assert gptq2marlin.main([str(folder), str(tmp_path / "marlin")]) == 0
-    assert gptq2marlin.main(["--back", str(tmp_path / "marlin"), str(tmp_path / "back")]) == 0
+    assert main(["convert", str(folder), str(tmp_path / "marlin")]) == 0
+    assert main(["convert", "--to", "gptq", str(tmp_path / "marlin"), str(tmp_path / "back")]) == 0
     for path in folder.iterdir():
         assert (tmp_path / "back" / path.name).read_bytes() == path.read_bytes(), path.name
     np.testing.assert_allclose(logits(tmp_path / "marlin"), logits(folder), atol=1e-5)
@@ -195,7 +189,7 @@ def test_marlin_and_back_gives_the_same_bytes(model, text, tmp_path, group_size)
 
 def test_marlin_files_are_those_of_cpm_cu(model, text, tmp_path):
     folder = quantised(model, text, tmp_path / "gptq", "--method", "rtn")
-    assert gptq2marlin.main([str(folder), str(tmp_path / "marlin")]) == 0
+    assert main(["convert", str(folder), str(tmp_path / "marlin")]) == 0
     stored = load_file(tmp_path / "marlin" / "model_gptq.safetensors")
     prefix = "model.layers.1."
     assert {name.removeprefix(prefix) for name in stored if name.startswith(prefix)} == {
@@ -221,7 +215,7 @@ def test_a_failed_run_leaves_nothing(model, text, tmp_path, capsys):
     for path in model.glob("*.json"):
         (broken / path.name).write_bytes(path.read_bytes())
     save_file(weights, broken / "model.safetensors")
-    assert quantize.main([str(broken), str(tmp_path / "out"), "--method", "rtn"]) == 1
+    assert main(["quantize", str(broken), str(tmp_path / "out"), "--method", "rtn"]) == 1
     assert "mlp.up_proj" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["broken"]
 
@@ -239,7 +233,7 @@ def test_a_failed_run_leaves_nothing(model, text, tmp_path, capsys):
 ])  # fmt: skip
 def test_mistakes_are_explained(model, text, tmp_path, capsys, options, message):
     words = [str(text) if word == "TEXT" else word for word in options]
-    assert quantize.main([str(model), str(tmp_path / "out"), *words]) == 1
+    assert main(["quantize", str(model), str(tmp_path / "out"), *words]) == 1
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1 and "Traceback" not in error
     assert not list(tmp_path.iterdir())
@@ -257,9 +251,9 @@ def test_models_that_cannot_be_quantised(model, text, tmp_path, capsys):
         (model, "no/where", "not a folder"),
     ):  # fmt: skip
         capsys.readouterr()
-        assert quantize.main([str(folder), str(tmp_path / out), "--method", "rtn"]) == 1
+        assert main(["quantize", str(folder), str(tmp_path / out), "--method", "rtn"]) == 1
         assert message in capsys.readouterr().err, message
-    assert quantize.main([str(odd), str(tmp_path / "out"), "--method", "rtn", "--group-size", "32"]) == 0
+    assert main(["quantize", str(odd), str(tmp_path / "out"), "--method", "rtn", "--group-size", "32"]) == 0
 
 
 def test_what_marlin_cannot_say(model, text, tmp_path, capsys):
@@ -268,11 +262,11 @@ def test_what_marlin_cannot_say(model, text, tmp_path, capsys):
     ordered = quantised(model, text, tmp_path / "ordered", "--act-order")
     for folder, message in ((asymmetric, "sym True"), (small, "128 or -1"), (ordered, "desc_act"), (model, "4 bits")):
         capsys.readouterr()
-        assert gptq2marlin.main([str(folder), str(tmp_path / "out")]) == 1
+        assert main(["convert", str(folder), str(tmp_path / "out")]) == 1
         assert message.lower() in capsys.readouterr().err.lower(), message
     good = quantised(model, text, tmp_path / "good", "--act-order", "--static-groups")
-    assert gptq2marlin.main(["--back", str(good), str(tmp_path / "out")]) == 1
-    assert gptq2marlin.main([str(good), str(tmp_path / "out")]) == 0
+    assert main(["convert", "--to", "gptq", str(good), str(tmp_path / "out")]) == 1
+    assert main(["convert", str(good), str(tmp_path / "out")]) == 0
 
 
 def test_calibration_text(tmp_path, model):

@@ -13,14 +13,13 @@ from threadpoolctl import threadpool_limits
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
 
-from quantization.awq import column_scales
-from quantization.calibration import InputSums
-from quantization.formats import packed, planned_tensors
-from quantization.gptq import GptqSettings, gptq, inverse_factor
-from quantization.grid import GridSettings, fit_grid, output_error, round_scales, round_to_nearest
-
 from cpmrt.dtypes import DType, round_to
 from cpmrt.errors import CheckpointError
+from cpmrt.quantization.awq import column_scales
+from cpmrt.quantization.calibration import InputSums
+from cpmrt.quantization.formats import packed, planned_tensors
+from cpmrt.quantization.gptq import GptqSettings, gptq, inverse_factor
+from cpmrt.quantization.grid import GridSettings, fit_grid, output_error, round_scales, round_to_nearest
 
 PLAIN = GridSettings(32, search=False)
 

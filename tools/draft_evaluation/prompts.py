@@ -17,11 +17,11 @@ from pathlib import Path
 
 import gen_fr_index
 from demo_model.conversations import HELD_OUT_PHRASING
-from quantization.calibration import read_texts
 from quantization.quality import standard_library_texts
 
 from cpmrt import LLM
 from cpmrt.errors import ConfigError, RequestError
+from cpmrt.quantization.calibration import read_texts
 from cpmrt.text import Tokenizer
 from cpmrt.weights.token_index import read_token_index
 

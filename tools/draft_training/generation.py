@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from quantization.calibration import read_texts
 from torch import Tensor
 
 from cpmrt.errors import ConfigError, RequestError
+from cpmrt.quantization.calibration import read_texts
 from cpmrt.text import Tokenizer
 from draft_training.target import Target
 

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from cpmrt.errors import CheckpointError, ConfigError, RequestError
+from cpmrt.quantization.arrays import module_of
 from cpmrt.text import Tokenizer
 from cpmrt.weights.files import open_file
-from quantization.arrays import module_of
 
 SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl")
 _READ_BYTES = 16 << 20

@@ -1,8 +1,5 @@
 """Converts a symmetric 4-bit GPTQ checkpoint (group size 128 or -1) to CPM.cu's Marlin layout, and back.
 
-    python tools/gptq2marlin.py GPTQ_FOLDER NEW_FOLDER
-    python tools/gptq2marlin.py --back MARLIN_FOLDER NEW_FOLDER
-
 Codes and scales only change places: there and back gives the same bits. Marlin as CPM.cu writes it has one file,
 model_gptq.safetensors; q, k, v and gate, up fused along the outputs; qweight and scales in the order of tensor-core
 fragments, without qzeros and g_idx; and config.json of the GPTQ checkpoint.
@@ -10,34 +7,29 @@ fragments, without qzeros and g_idx; and config.json of the GPTQ checkpoint.
 
 from __future__ import annotations
 
-import argparse
 import shutil
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+import numpy as np
 
-import numpy as np  # noqa: E402
-from quantization.checkpoint_writer import copy_companions, new_folder  # noqa: E402
-from quantization.file_writer import SafetensorsWriter, TensorPlan  # noqa: E402
-from quantization.formats import planned_tensors, words_of  # noqa: E402
-from quantization.grid import MIDDLE, QuantisedLinear  # noqa: E402
-
-from cpmrt.config import WeightQuantization  # noqa: E402
-from cpmrt.dtypes import Array  # noqa: E402
-from cpmrt.errors import CpmrtError, UnsupportedModelError  # noqa: E402
-from cpmrt.models.decoder import tensor_specs  # noqa: E402
-from cpmrt.tensor_spec import Source, TensorSpec  # noqa: E402
-from cpmrt.weights.check import check  # noqa: E402
-from cpmrt.weights.checkpoint import SINGLE_NAME, Checkpoint  # noqa: E402
-from cpmrt.weights.formats import MARLIN, format_of  # noqa: E402
-from cpmrt.weights.formats.marlin import fused_module  # noqa: E402
-from cpmrt.weights.model_folder import ModelFolder  # noqa: E402
-from cpmrt.weights.quantised import read_codes, read_zeros  # noqa: E402
-from cpmrt.weights.quantised_specs import quantised_specs  # noqa: E402
+from cpmrt.config import WeightQuantization
+from cpmrt.dtypes import Array
+from cpmrt.errors import UnsupportedModelError
+from cpmrt.models.decoder import tensor_specs
+from cpmrt.quantization.checkpoint_writer import copy_companions, new_folder
+from cpmrt.quantization.file_writer import SafetensorsWriter, TensorPlan
+from cpmrt.quantization.formats import planned_tensors, words_of
+from cpmrt.quantization.grid import MIDDLE, QuantisedLinear
+from cpmrt.tensor_spec import Source, TensorSpec
+from cpmrt.weights.check import check
+from cpmrt.weights.checkpoint import SINGLE_NAME, Checkpoint
+from cpmrt.weights.formats import format_of
+from cpmrt.weights.formats.marlin import MARLIN, fused_module
+from cpmrt.weights.model_folder import ModelFolder
+from cpmrt.weights.quantised import read_codes, read_zeros
+from cpmrt.weights.quantised_specs import quantised_specs
 
 MARLIN_FILE = "model_gptq.safetensors"
 GROUP_SIZES = (128, -1)
@@ -167,23 +159,3 @@ def _check_packing(folder: Path, packed: TensorSpec, found: str) -> None:
             expected=f"outputs in multiples of {MARLIN.row_step}, inputs of {MARLIN.column_step}",
             actual=list(packed.shape),
         )
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Exit code: 0 done, 1 an error that a message explains."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("source", type=Path)
-    parser.add_argument("target", type=Path, help="folder to make")
-    parser.add_argument("--back", action="store_true", help="from Marlin to GPTQ")
-    options = parser.parse_args(arguments)
-    try:
-        convert(options.source, options.target, back=options.back)
-    except CpmrtError as error:
-        print(f"gptq2marlin.py: {error}", file=sys.stderr)
-        return 1
-    print(f"{options.target}: done")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

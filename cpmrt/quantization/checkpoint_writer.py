@@ -16,18 +16,18 @@ from cpmrt.dtypes import from_float32, to_float32
 from cpmrt.errors import ConfigError, UnsupportedModelError, listed
 from cpmrt.models.decoder import tensor_specs
 from cpmrt.models.rope import rope_table
+from cpmrt.quantization.arrays import Xp, to_host
+from cpmrt.quantization.calibration import InputSums
+from cpmrt.quantization.decoder_layer import DecoderLayer
+from cpmrt.quantization.file_writer import SafetensorsWriter, TensorPlan
+from cpmrt.quantization.formats import CODES_A_WORD, check_format, packed, planned_tensors, quantization_config
+from cpmrt.quantization.recipe import QuantisedLayer, Recipe, quantise_layer, quantise_together
 from cpmrt.reference.ops import rms_norm
 from cpmrt.tensor_spec import Source
 from cpmrt.weights.check import check
 from cpmrt.weights.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint
 from cpmrt.weights.model_folder import ModelFolder
 from cpmrt.weights.safetensors import FLOATS
-from quantization.arrays import Xp, to_host
-from quantization.calibration import InputSums
-from quantization.decoder_layer import DecoderLayer
-from quantization.file_writer import SafetensorsWriter, TensorPlan
-from quantization.formats import CODES_A_WORD, check_format, packed, planned_tensors, quantization_config
-from quantization.recipe import QuantisedLayer, Recipe, quantise_layer, quantise_together
 
 COMPANIONS = ("*.json", "*.jinja", "*.jinja2", "*.model", "*.txt", "*.py", "LICENSE*")
 """Files that are copied beside the weights: tokenizer, chat template, remote code."""

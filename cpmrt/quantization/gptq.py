@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from cpmrt.errors import CheckpointError
-from quantization.arrays import module_of
-from quantization.grid import Grid, GridSettings, QuantisedLinear, fit_grid
+from cpmrt.quantization.arrays import module_of
+from cpmrt.quantization.grid import Grid, GridSettings, QuantisedLinear, fit_grid
 
 BLOCK = 128
 

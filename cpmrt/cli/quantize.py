@@ -1,8 +1,8 @@
-"""Makes a 4-bit (W4A16) checkpoint of a 16-bit one, without torch.
+"""Make a 4-bit (W4A16) checkpoint of a 16-bit one, without torch.
 
-    python tools/quantize.py MODEL OUT --method gptq --calibration TEXT
-    python tools/quantize.py MODEL OUT --method rtn --group-size 64
-    python tools/quantize.py MODEL OUT --method awq --format awq --calibration TEXT
+    cpmrt quantize MODEL OUT --calibration TEXT                        GPTQ
+    cpmrt quantize MODEL OUT --method rtn --group-size 64              round to nearest: no text, but worse
+    cpmrt quantize MODEL OUT --method awq --format awq --calibration TEXT
 
 MODEL is a folder or a Hugging Face id; OUT must not exist. The result is a folder of standard GPTQ safetensors (or
 AutoAWQ's) with config.json and the tokenizer, for cpmrt, vLLM, transformers and GPTQModel. Embedding and head stay as
@@ -12,32 +12,29 @@ they are. Large models need a GPU (--device cuda: CuPy with cuBLAS and cuSOLVER)
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
-
-from quantization.arrays import open_module  # noqa: E402
-from quantization.calibration import read_texts, token_windows  # noqa: E402
-from quantization.checkpoint_writer import ModelQuantiser  # noqa: E402
-from quantization.formats import FORMATS  # noqa: E402
-from quantization.gptq import GptqSettings  # noqa: E402
-from quantization.grid import GridSettings  # noqa: E402
-from quantization.recipe import METHODS, QuantisedLayer, Recipe  # noqa: E402
-
-from cpmrt.dtypes import DType  # noqa: E402
-from cpmrt.errors import ConfigError, CpmrtError  # noqa: E402
-from cpmrt.text import Tokenizer  # noqa: E402
-from cpmrt.weights.model_folder import ModelFolder  # noqa: E402
+from cpmrt.byte_sizes import format_bytes
+from cpmrt.cli.output import note
+from cpmrt.dtypes import DType
+from cpmrt.errors import ConfigError
+from cpmrt.quantization.arrays import open_module
+from cpmrt.quantization.calibration import read_texts, token_windows
+from cpmrt.quantization.checkpoint_writer import ModelQuantiser
+from cpmrt.quantization.formats import FORMATS
+from cpmrt.quantization.gptq import GptqSettings
+from cpmrt.quantization.grid import GridSettings
+from cpmrt.quantization.recipe import METHODS, QuantisedLayer, Recipe
+from cpmrt.text import Tokenizer
+from cpmrt.weights.model_folder import ModelFolder
 
 
-def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", help="folder or hub id of the 16-bit checkpoint; 'demo' is the bundled one")
-    parser.add_argument("out", type=Path, help="folder to make")
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model", metavar="MODEL", help="folder or hub id of the 16-bit checkpoint; 'demo' is the bundled one"
+    )
+    parser.add_argument("out", metavar="OUT", type=Path, help="folder to make")
     parser.add_argument("--method", choices=METHODS, default="gptq")
     parser.add_argument("--format", choices=FORMATS, default="gptq", help="gptq_v2: zero points stored as they are")
     parser.add_argument("--group-size", type=int, choices=(32, 64, 128, -1), default=128, help="-1: a whole row")
@@ -55,8 +52,6 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--skip-positions", type=int, default=0, help="first positions not calibrated on")
     parser.add_argument("--lm-head", action="store_true", help="quantise the output head too, if it is not tied")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--quiet", action="store_true", help="say nothing but errors")
-    return parser.parse_args(arguments)
 
 
 def make_recipe(options: argparse.Namespace, dtype: DType) -> Recipe:
@@ -89,35 +84,20 @@ def calibration_windows(options: argparse.Namespace, folder: ModelFolder) -> lis
     return windows
 
 
-def run(options: argparse.Namespace) -> None:
-    """Quantise. Raises CpmrtError."""
-    folder = ModelFolder.open(None if options.model == "demo" else options.model)
+def run(options: argparse.Namespace) -> int:
+    """Quantise. Raises CpmrtError, and nothing is left of the new folder then."""
+    folder = ModelFolder.open(None if options.model == "demo" else options.model, weights=False)
     recipe = make_recipe(options, folder.config.dtype or DType.BFLOAT16)
     quantiser = ModelQuantiser(folder, recipe, options.format, open_module(options.device))
     windows = calibration_windows(options, folder) if recipe.needs_calibration else []
+    folder.fetch_weights()
     begun = time.perf_counter()
 
     def report(what: str, result: QuantisedLayer) -> None:
-        if options.quiet:
-            return
         errors = " ".join(f"{name.rpartition('.')[2]} {error:.1e}" for name, error in result.errors.items())
-        print(f"{what}, {time.perf_counter() - begun:.0f} s  {errors}".rstrip(), flush=True)
+        note(f"{what}, {time.perf_counter() - begun:.0f} s  {errors}".rstrip())
 
     quantiser.write(options.out, windows, report)
-    if not options.quiet:
-        size = sum(file.stat().st_size for file in options.out.iterdir())
-        print(f"{options.out}: {size / 1e6:.1f} MB; calibrated on {sum(map(len, windows))} tokens")
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Exit code: 0 done, 1 an error that a message explains."""
-    try:
-        run(parse_arguments(arguments))
-    except CpmrtError as error:
-        print(f"quantize.py: {error}", file=sys.stderr)
-        return 1
+    size = sum(file.stat().st_size for file in options.out.iterdir())
+    note(f"{options.out}: {format_bytes(size)}; calibrated on {sum(map(len, windows))} tokens")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

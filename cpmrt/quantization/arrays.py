@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
 
 from cpmrt.dtypes import Array, DType
-from cpmrt.errors import NoDeviceError
 
 Xp = Any
 """The module `numpy` or `cupy`."""
@@ -17,25 +17,14 @@ def open_module(device: str) -> Xp:
     """Return the array module of "cpu" or "cuda". Raises NoDeviceError where CuPy cannot use a GPU."""
     if device == "cpu":
         return np
-    try:
-        import cupy
+    from cpmrt.cuda.linear_algebra import open_cupy
 
-        cupy.linalg.cholesky(cupy.eye(2))
-    except Exception as error:  # CuPy's own classes cannot be named where it is not installed
-        raise NoDeviceError(
-            f"CuPy cannot run on a GPU here: {type(error).__name__}: {error}",
-            fix="install CuPy with cuBLAS and cuSOLVER (pip install 'cupy-cuda13x[ctk]'), or use --device cpu",
-        ) from error
-    return cupy
+    return open_cupy()
 
 
 def module_of(array: Any) -> Xp:
     """Return the library that `array` belongs to."""
-    if isinstance(array, np.ndarray):
-        return np
-    import cupy
-
-    return cupy
+    return sys.modules[type(array).__module__.partition(".")[0]]
 
 
 def to_host(array: Any) -> Array:

@@ -11,12 +11,13 @@ import numpy as np
 import cpmrt
 from cpmrt.dtypes import Array
 from cpmrt.errors import ConfigError
-from cpmrt.weights.formats import AWQ, GPTQ, MARLIN
-from cpmrt.weights.formats.gptq import to_v1
-from quantization.arrays import to_host
-from quantization.file_writer import TensorPlan
-from quantization.grid import QuantisedLinear
-from quantization.recipe import Recipe
+from cpmrt.quantization.arrays import to_host
+from cpmrt.quantization.file_writer import TensorPlan
+from cpmrt.quantization.grid import QuantisedLinear
+from cpmrt.quantization.recipe import Recipe
+from cpmrt.weights.formats.awq import AWQ
+from cpmrt.weights.formats.gptq import GPTQ, to_v1
+from cpmrt.weights.formats.marlin import MARLIN
 
 FORMATS = ("gptq", "gptq_v2", "awq")
 """What can be quantised to; gptq stores zero points minus one."""

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from cpmrt.dtypes import DType
-from quantization.arrays import round_to
-from quantization.calibration import InputSums
-from quantization.decoder_layer import DOWN, GATE_UP, NORM_OF, QKV, STAGES, DecoderLayer
-from quantization.grid import GridSettings, output_error, round_to_nearest
+from cpmrt.quantization.arrays import round_to
+from cpmrt.quantization.calibration import InputSums
+from cpmrt.quantization.decoder_layer import DOWN, GATE_UP, NORM_OF, QKV, STAGES, DecoderLayer
+from cpmrt.quantization.grid import GridSettings, output_error, round_to_nearest
 
 EXPONENTS = np.linspace(0, 1, 21)[:-1].astype(np.float32)
 SCALED_STAGES = (QKV, GATE_UP, DOWN)

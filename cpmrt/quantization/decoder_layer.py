@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from cpmrt.config import ModelConfig
+from cpmrt.quantization.arrays import module_of
 from cpmrt.reference.ops import rms_norm, rotate, silu, softmax
-from quantization.arrays import module_of
 
 QKV, OUTPUT, GATE_UP, DOWN = range(4)
 
@@ -55,7 +55,7 @@ class DecoderLayer:
 
     def after(self, stage: int, x: Any) -> Any:
         """Compute the residual stream [T, C] after OUTPUT or DOWN, the end of a half of the layer."""
-        (linear,) = STAGES[stage]
+        linear = STAGES[stage][0]
         return x + np.float32(self.config.residual_scale) * self._project(linear, self.inputs(stage, x))
 
     def _project(self, linear: str, x: Any) -> Any:

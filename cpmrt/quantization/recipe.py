@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 
 from cpmrt.errors import CheckpointError
-from quantization.arrays import module_of
-from quantization.awq import SCALED_STAGES, column_scales, fold_scales
-from quantization.calibration import InputSums
-from quantization.decoder_layer import DOWN, OUTPUT, STAGES, DecoderLayer
-from quantization.gptq import GptqSettings, gptq
-from quantization.grid import GridSettings, QuantisedLinear, relative_output_error, round_to_nearest
+from cpmrt.quantization.arrays import module_of
+from cpmrt.quantization.awq import SCALED_STAGES, column_scales, fold_scales
+from cpmrt.quantization.calibration import InputSums
+from cpmrt.quantization.decoder_layer import DOWN, OUTPUT, STAGES, DecoderLayer
+from cpmrt.quantization.gptq import GptqSettings, gptq
+from cpmrt.quantization.grid import GridSettings, QuantisedLinear, relative_output_error, round_to_nearest
 
 METHODS = ("rtn", "gptq", "awq")
 _LARGEST_WEIGHT = 1e5

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from cpmrt.dtypes import DType
-from quantization.arrays import module_of, round_to
+from cpmrt.quantization.arrays import module_of, round_to
 
 MAX_CODE = 15
 MIDDLE = 8
