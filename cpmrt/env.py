@@ -43,6 +43,11 @@ def is_hub_offline() -> bool:
     return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
 
 
+def notify_socket() -> str | None:
+    """Return the socket on which systemd waits for news of a service: `NOTIFY_SOCKET`; None if unset or empty."""
+    return os.environ.get("NOTIFY_SOCKET") or None
+
+
 def cupy_cache_dir() -> Path:
     """Return CuPy's own cache, which it creates on import: `CUPY_CACHE_DIR`, else `~/.cupy/kernel_cache`."""
     return Path(os.environ.get("CUPY_CACHE_DIR") or os.path.expanduser("~/.cupy/kernel_cache"))

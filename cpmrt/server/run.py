@@ -19,6 +19,7 @@ from cpmrt.errors import ConfigError
 from cpmrt.server.app import make_app
 from cpmrt.server.http_protocol import LimitedHttpProtocol
 from cpmrt.server.service import ServerSettings, Service
+from cpmrt.server.systemd import notify
 
 _log = logging.getLogger("cpmrt.server")
 _KEEP_ALIVE_S = 30
@@ -102,6 +103,7 @@ class Running:
         _log.info("ready: %s at %s", self._settings.model_name, self._address)
         own = service.engine.llm.sampling_defaults
         _log.info("sampling where a request does not say: %s (%s)", own, own.source)
+        notify("READY=1", f"STATUS=serving {self._settings.model_name} at {self._address}")
 
     def _config(self, service: Service) -> uvicorn.Config:
         return uvicorn.Config(
@@ -133,6 +135,7 @@ class _Server(uvicorn.Server):
     async def main_loop(self) -> None:
         """Wait for the end. uvicorn's own loop wakes up ten times a second to look."""
         while not await self.on_tick(0):
+            notify("WATCHDOG=1")
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._exit.wait(), _TICK_S)
 
@@ -145,6 +148,7 @@ class _Server(uvicorn.Server):
         """Take no more requests, and let those there go on for `grace` seconds."""
         if not self.should_exit:
             asyncio.get_running_loop().call_later(self._service.settings.grace, self._end_requests)
+        notify("STOPPING=1", "STATUS=waiting for the requests that run")
         self._service.engine.drain()
         self.exit_at_once()
 
