@@ -1,0 +1,21 @@
+"""Decode faster with a draft, to exactly the same text: python examples/draft.py [MODEL DRAFT]
+
+Without arguments: the bundled model with its EAGLE-2 draft.
+"""
+
+import sys
+
+from cpmrt import LLM, SamplingParams
+
+model, draft = sys.argv[1:] or (None, "eagle2")
+params = SamplingParams(max_new_tokens=64, temperature=0.7, seed=3)
+texts = []
+for chosen in (None, draft):
+    with LLM(model, draft=chosen) as llm:
+        completion = llm.generate("class Queue:\n    def __init__(self):", params)
+        texts.append(completion.text)
+        stats = completion.stats
+        num_accepted = stats.mean_accept_length or 1
+        print(f"draft {chosen}: {stats.decode_tokens_per_s:.0f} tokens/s, {num_accepted:.2f} tokens a step")
+assert texts[0] == texts[1]
+print(texts[0])

@@ -1,0 +1,87 @@
+"""The examples run on the bundled model, and show what they promise."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+from cpmrt import LLM, SamplingParams
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+pytestmark = pytest.mark.skipif(not EXAMPLES.exists(), reason="the examples are not part of the wheel")
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Run an example; what it writes on standard output and standard error."""
+
+    def run(name: str) -> tuple[str, str]:
+        monkeypatch.setattr(sys, "argv", [name])
+        runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+        return capsys.readouterr()
+
+    return run
+
+
+def greedy(prompt: str, num_tokens: int) -> str:
+    with LLM() as llm:
+        return llm.generate(prompt, SamplingParams(max_new_tokens=num_tokens, temperature=0)).text
+
+
+def test_every_example_has_a_test_and_a_line_in_the_readme():
+    tests = {name.removeprefix("test_") for name in globals() if name.startswith("test_")}
+    names = {path.stem for path in EXAMPLES.glob("*.py")}
+    assert names and names <= tests
+    assert names == set(re.findall(r"\((\w+)\.py\)", (EXAMPLES / "README.md").read_text()))
+
+
+def test_generate(run):
+    out, err = run("generate")
+    assert out.startswith("def read_lines(path):") and len(out) > 60 and "tokens/s" in err
+
+
+def test_chat(run):
+    out, err = run("chat")
+    assert out.count("> ") == 2 and len(out.split("\n\n")[1]) > 30
+    first, second = [int(line.split()[0]) for line in err.splitlines()]
+    assert first == 0 < second
+
+
+def test_stream(run):
+    out, err = run("stream")
+    assert out.rstrip("\n").count("\n") >= 7 and err.strip().startswith("cancelled after")
+
+
+def test_threads(run):
+    out, _ = run("threads")
+    answers = dict(zip(("def add(a, b):", "class Stack:"), re.split(r"^--- ", out, flags=re.M)[1:], strict=False))
+    for prompt, answer in answers.items():
+        assert answer == f"{prompt}{greedy(prompt, 24)}\n"
+
+
+def test_draft(run):
+    out, _ = run("draft")
+    assert float(re.search(r"draft eagle2: .* ([\d.]+) tokens a step", out)[1]) > 1.2
+
+
+def test_long_context(run):
+    out, _ = run("long_context")
+    dense, sparse = (float(found) for found in re.findall(r"perplexity ([\d.]+)", out))
+    assert dense != sparse and abs(dense - sparse) < 0.1 * dense
+
+
+def test_tool_calls(run):
+    out, _ = run("tool_calls")
+    assert out.startswith("weather({'city': 'Beijing', 'days': 2})\nBeijing: sunny for 2 days\n")
+
+
+def test_server(run):
+    pytest.importorskip("openai")
+    out, _ = run("server")
+    with LLM() as llm:
+        params = SamplingParams(max_new_tokens=32, temperature=0)
+        assert out == llm.chat([{"role": "user", "content": "What is a list?"}], params).text + "\n"
