@@ -72,6 +72,6 @@ function tagOf(block) {
 }
 
 function classOf(block) {
-  if (block.kind === "heading") return { class: `heading level-${block.tag.slice(1)}` };
+  if (block.kind === "heading") return { class: "heading" };
   return { class: block.isTight ? "tight" : block.align ? `align-${block.align}` : null };
 }

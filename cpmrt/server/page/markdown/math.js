@@ -18,9 +18,14 @@ export function mathElement(tex, isDisplay) {
   if (temml) draw(box, tex, isDisplay);
   else {
     waiting.push([box, tex, isDisplay]);
-    loading ??= load();
+    loadTemml();
   }
   return box;
+}
+
+/** Load Temml, if that has not begun; returns when formulas that wait are being drawn. */
+export function loadTemml() {
+  return (loading ??= load());
 }
 
 async function load() {

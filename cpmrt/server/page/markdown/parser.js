@@ -30,8 +30,8 @@ function tooDeep(state, line, end, silent) {
 }
 
 /**
- * Return the blocks of a text: `{kind, tag, key, line, text, info, children}`. `line` is where a block of the top level
- * begins, `text` is unparsed for blocks that hold words. Equal keys mean that one element can show either block.
+ * Return the blocks of a text: `{kind, tag, key, line, end, text, info, children}`. `line` is where a block of the top
+ * level begins, `end` the line behind it, `text` is unparsed for blocks that hold words. Equal keys mean that one element can show either block.
  * `env` keeps the link definitions of a document from call to call.
  */
 export function parseBlocks(text, env) {
@@ -53,7 +53,7 @@ function asBlock(token) {
   return {
     kind, tag: token.tag, key: `${kind} ${token.tag} ${token.hidden} ${attributes} ${token.info}`,
     isTight: token.hidden, align: /text-align:(\w+)/.exec(attributes)?.[1], start: token.attrGet("start"),
-    line: token.map?.[0] ?? 0, text: token.content, info: token.info, isClosed: token.meta?.isClosed, children: [],
+    line: token.map?.[0] ?? 0, end: token.map?.[1], text: token.content, info: token.info, isClosed: token.meta?.isClosed, children: [],
   };
 }
 

@@ -37,9 +37,9 @@ export class MarkdownStream {
     for (const block of blocks) if (block.kind === "heading") place(block, outline);
     showBlocks(this.root, this.open, blocks, this.env);
     this.open = blocks;
-    // Lines decide where blocks begin, so the block that the last whole line belongs to can change, and none before it.
+    // Lines decide where blocks begin: behind the last block that has surely begun, and in it, more text can change things.
     const numWhole = this.tail.split("\n").length - 1;
-    const first = blocks.findLastIndex(block => block.line < numWhole);
+    const first = blocks.findLastIndex(block => hasBegun(block, numWhole));
     if (first <= 0) return;
     for (const block of blocks.slice(0, first)) if (block.kind === "heading") place(block, this.outline);
     this.open = blocks.slice(first);
@@ -47,6 +47,12 @@ export class MarkdownStream {
     for (let line = 0; line < blocks[first].line; line++) offset = this.tail.indexOf("\n", offset) + 1;
     this.tail = this.tail.slice(offset);
   }
+}
+
+/** Return whether no line that is still to come, or to be completed, can make another block of the first line of this one. */
+function hasBegun(block, numWhole) {
+  if (block.kind === "math_block") return block.isClosed && block.end <= numWhole;
+  return block.line + (block.kind === "table" ? 1 : 0) < numWhole;
 }
 
 /** Give a heading the level below the heading that it stands under, so that none is left out. */
