@@ -99,6 +99,7 @@ def test_filters_that_are_off_and_nearly_off() -> None:
     off = slot_state(Admit(0, Sampling(), 0, 1, ()))
     assert (off["top_p"], off["log_min_p"], off["num_stop_ids"]) == (1, -np.inf, 0)
     assert slot_state(Admit(0, Sampling(top_p=1 - 1e-12), 0, 1, ()))["top_p"] < 1
+    assert slot_state(Admit(0, Sampling(temperature=1e-38), 0, 1, ()))["temperature"] == 0, "greedy: nothing is divided"
 
 
 def test_biases_stand_in_the_order_of_their_ids() -> None:
