@@ -1,32 +1,18 @@
-"""Trains an EAGLE-2 or EAGLE-3 draft of a Llama, MiniCPM or Qwen checkpoint on what the checkpoint itself writes.
-
-    python tools/train_draft.py --model demo --method eagle2 --text code.jsonl --text chat.jsonl --out drafts
-    python tools/train_draft.py --model FOLDER --method eagle3 --text TEXT --draft-vocab 32000 --out drafts
-
-The target continues prompts out of the text files (.txt, .jsonl with "text", or folders of them; each --text gets an
-equal share), and the draft learns its distributions. The result is written to OUT/METHOD and read back; its acceptance
-is measured on the target's continuations of --held-out prompts and printed as a table. Needs torch; a GPU for anything
-but the smallest target.
-"""
+"""The program of `cpmrt train-draft`: the target's text, the draft's training, and what the draft is worth."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
-
-from draft_training.acceptance import AcceptCounts, measure  # noqa: E402
-from draft_training.draft import Draft, make_draft  # noqa: E402
-from draft_training.files import (  # noqa: E402
-    METHODS,
+from draft_training.acceptance import AcceptCounts, measure
+from draft_training.draft import Draft, make_draft
+from draft_training.files import (
     DraftConfig,
     check_taps,
     default_taps,
@@ -34,52 +20,18 @@ from draft_training.files import (  # noqa: E402
     residual_scale,
     write_draft,
 )
-from draft_training.generation import Generated, PromptPool, generate, mixed_temperatures, prompt_windows  # noqa: E402
-from draft_training.target import Target  # noqa: E402
-from draft_training.training import DraftPlan, DraftTrainer, frequent_tokens  # noqa: E402
+from draft_training.generation import Generated, PromptPool, generate, mixed_temperatures, prompt_windows
+from draft_training.target import Target
+from draft_training.training import DraftPlan, DraftTrainer, frequent_tokens
 
-from cpmrt.config.speculation import TreeShape  # noqa: E402
-from cpmrt.dtypes import Array  # noqa: E402
-from cpmrt.errors import ConfigError, CpmrtError  # noqa: E402
-from cpmrt.text import Tokenizer  # noqa: E402
-from cpmrt.weights.model_folder import ModelFolder  # noqa: E402
+from cpmrt.config.speculation import TreeShape
+from cpmrt.dtypes import Array
+from cpmrt.errors import ConfigError
+from cpmrt.text import Tokenizer
+from cpmrt.weights.model_folder import ModelFolder
 
 CHAIN, TREE = TreeShape.chain(5), TreeShape(2, 10, 12)
 MEASURED_LENGTH = 256
-
-
-def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="folder or hub id of the target; 'demo' is the bundled one")
-    parser.add_argument("--method", choices=METHODS, required=True)
-    parser.add_argument("--out", type=Path, required=True, help="the draft goes to OUT/METHOD")
-    parser.add_argument("--text", type=Path, action="append", default=[], help="prompts to train on; repeatable")
-    parser.add_argument("--held-out", type=Path, action="append", help="prompts to measure on; repeatable")
-    sizes = parser.add_argument_group("sizes of the draft (default: those of a layer of the target)")
-    sizes.add_argument("--intermediate", type=int)
-    sizes.add_argument("--heads", type=int)
-    sizes.add_argument("--kv-heads", type=int)
-    sizes.add_argument("--draft-vocab", type=int, help="eagle3: most frequent tokens that its head knows")
-    sizes.add_argument("--taps", type=int, nargs=3, help="eagle3: layers whose inputs it reads")
-    texts = parser.add_argument_group("generated text")
-    texts.add_argument("--generated", type=Path, help="file to keep the rows in; read if it is there")
-    texts.add_argument("--rows", type=int, default=4096, help="rows to train on")
-    texts.add_argument("--rows-at-once", type=int, default=256, help="rows that are generated together")
-    texts.add_argument("--length", type=int, default=512, help="tokens of a row")
-    texts.add_argument("--prompts", type=int, default=20000, help="prompts of each text")
-    texts.add_argument("--prompt-length", type=int, default=32, help="tokens of a prompt, at most")
-    texts.add_argument("--greedy-share", type=float, default=0.25, help="of the rows; the others have T = 0.7 to 1")
-    run = parser.add_argument_group("training")
-    run.add_argument("--minutes", type=float, default=60.0)
-    run.add_argument("--steps", type=int, default=1_000_000, help="0: only measure the draft that is in OUT/METHOD")
-    run.add_argument("--resume", action="store_true", help="go on with the draft that is in OUT/METHOD, in its sizes")
-    run.add_argument("--batch", type=int, default=16, help="rows of a step")
-    run.add_argument("--passes", type=int, default=DraftPlan.num_passes, help="drafted depths that are trained")
-    run.add_argument("--learning-rate", type=float, default=DraftPlan.learning_rate)
-    run.add_argument("--hidden-weight", type=float, default=DraftPlan.hidden_weight, help="eagle2: of the regression")
-    run.add_argument("--seed", type=int, default=1)
-    run.add_argument("--measured-rows", type=int, default=64, help="held-out rows of each text and temperature")
-    return parser.parse_args(arguments)
 
 
 def draft_config(options: argparse.Namespace, folder: ModelFolder) -> DraftConfig:
@@ -145,8 +97,7 @@ class DraftMaker:
             covered = torch.isin(tokens.long(), token_ids).float().mean().item()
             self.say(draft_vocab=len(token_ids), covered=round(covered, 4))
         plan = DraftPlan(
-            options.minutes, options.steps, options.batch, options.seed, options.passes,
-            learning_rate=options.learning_rate, hidden_weight=options.hidden_weight,
+            options.minutes, options.steps, options.batch, options.seed, **_given(options),
         )  # fmt: skip
         summary = DraftTrainer(draft, tokens, token_ids, plan).run(lambda facts: self.say(**facts))
         write_draft(options.out / draft.config.method, draft.config, self.folder, draft.tensors(), names)
@@ -196,21 +147,19 @@ def _row(path: Path, temperature: float, tree: AcceptCounts, chain: AcceptCounts
     return f"| {path.stem} | {temperature:g} | {tree.mean_length:.2f} | {chain.mean_length:.2f} | {rates} |"
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Runs the tool. Exit code: 0 done, 1 an error that a message explains."""
-    options = parse_arguments(arguments)
-    try:
-        maker = DraftMaker(options)
-        if options.steps:
-            maker.say(**maker.train())
-        if options.held_out:
-            print(maker.measure(), flush=True)
-        maker.say(done=str(options.out / options.method))
-    except CpmrtError as error:
-        print(f"train_draft.py: {error}", file=sys.stderr)
-        return 1
-    return 0
+def _given(options: argparse.Namespace) -> dict[str, Any]:
+    """Returns the fields of DraftPlan that the command line sets."""
+    wishes = {
+        "num_passes": options.passes, "learning_rate": options.learning_rate, "hidden_weight": options.hidden_weight,
+    }  # fmt: skip
+    return {name: value for name, value in wishes.items() if value is not None}
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def run(options: argparse.Namespace) -> None:
+    """Trains and measures as the options of `cpmrt train-draft` say. Raises CpmrtError."""
+    maker = DraftMaker(options)
+    if options.steps:
+        maker.say(**maker.train())
+    if options.held_out:
+        print(maker.measure(), flush=True)
+    maker.say(done=str(options.out / options.method))

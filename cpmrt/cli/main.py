@@ -28,6 +28,7 @@ COMMANDS = {
     "compile": "compile the CUDA kernels ahead of time, for this GPU or another",
     "quantize": "make a 4-bit checkpoint of a 16-bit one",
     "convert": "convert a 4-bit checkpoint to CPM.cu's Marlin layout, or back",
+    "train-draft": "train a draft for a model (needs torch)",
     "pull": "download a model, or what is missing of it",
     "list": "list the downloaded models, with their sizes",
     "rm": "remove downloaded models",
@@ -58,7 +59,7 @@ def _run(arguments: list[str]) -> int:
     try:
         # Only the first argument is parsed here: the command's own parser needs imports that --help should not pay.
         command = _parser().parse_args(arguments[:1]).command
-        module = importlib.import_module(f"cpmrt.cli.{command}")
+        module = importlib.import_module(f"cpmrt.cli.{command.replace('-', '_')}")
         parser = Parser(prog=f"cpmrt {command}", description=module.__doc__)
         module.configure(parser)
         add_quiet(parser)

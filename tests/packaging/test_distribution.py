@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
@@ -62,6 +63,18 @@ def package_files() -> set[str]:
     """Every file the wheel must hold, relative to the repository root."""
     files = [*(ROOT / "cpmrt").rglob("*.py"), *(path for path in DEMO.rglob("*") if path.is_file())]
     return {path.relative_to(ROOT).as_posix() for path in files if "__pycache__" not in path.parts}
+
+
+def test_wheel_holds_all_that_the_program_for_drafts_imports(wheel: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path)
+    folder = tmp_path / "cpmrt" / "tools"
+    imported = set()
+    for path in [folder / "train_draft.py", *(folder / "draft_training").glob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith(("draft_", "demo_")):
+                imported.add(node.module.replace(".", "/") + ".py")
+    assert len(imported) > 6 and all((folder / name).is_file() for name in imported)
 
 
 def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:

@@ -1,4 +1,4 @@
-"""tools/train_draft.py on a tiny random target, on the CPU: every part against plain loops in NumPy."""
+"""`cpmrt train-draft` on a tiny random target, on the CPU: every part against plain loops in NumPy."""
 # ruff: noqa: E402
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ import pytest
 from plain_draft import PlainDraft
 from tiny_checkpoint import write_checkpoint
 
-torch = pytest.importorskip("torch", reason="tools/train_draft.py needs torch")
+torch = pytest.importorskip("torch", reason="cpmrt train-draft needs torch")
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
 
-import train_draft
 from draft_training.acceptance import AcceptCounts, TreeDrafter, walk
 from draft_training.draft import features_of, make_draft
 from draft_training.files import DraftConfig, read_draft
@@ -24,6 +23,7 @@ from draft_training.target import Target
 from draft_training.training import frequent_tokens, pass_outputs, soft_cross_entropy
 
 from cpmrt import LLM
+from cpmrt.cli.main import main
 from cpmrt.config.speculation import TreeShape
 from cpmrt.text import Tokenizer
 from cpmrt.weights.model_folder import ModelFolder
@@ -216,7 +216,7 @@ def test_the_tool_trains_and_measures(method, folder, tmp_path, capsys):
         "--steps", "120", "--measured-rows", "2", "--prompt-length", "8", "--greedy-share", "1",
     ]  # fmt: skip
     cut = ["--draft-vocab", "64", "--taps", "0", "1", "2", "--heads", "2"] if method == "eagle3" else []
-    assert train_draft.main([*command, *cut]) == 0
+    assert main(["train-draft", *command, *cut]) == 0
     printed = capsys.readouterr().out
     entropies = [json.loads(line)["cross_entropy"] for line in printed.splitlines() if '"step"' in line]
     assert len(entropies) == 3
@@ -228,7 +228,7 @@ def test_the_tool_trains_and_measures(method, folder, tmp_path, capsys):
     # The greedy text of a random target is a loop, and this draft has seen it.
     assert float(rows[1][2]) > 1.5
     # Sizes and vocabulary are those of the draft that is there, and it is as good as it was.
-    assert train_draft.main([*command, "--resume", "--steps", "1", "--batch", "48"]) == 0
+    assert main(["train-draft", *command, "--resume", "--steps", "1", "--batch", "48"]) == 0
     summary = next(json.loads(line) for line in capsys.readouterr().out.splitlines() if '"parameters"' in line)
     assert all(entropy < first for entropy, first in zip(summary["cross_entropy"], entropies[0], strict=True))
     again, _, same_ids = read_draft(tmp_path / method)
@@ -239,13 +239,13 @@ def test_mistakes_are_explained(folder, tmp_path, capsys):
     text = tmp_path / "text.txt"
     text.write_text("text")
     common = ["--model", str(folder), "--out", str(tmp_path), "--text", str(text)]
-    assert train_draft.main(["--model", str(folder), "--out", str(tmp_path), "--method", "eagle2"]) == 1
+    assert main(["train-draft", "--model", str(folder), "--out", str(tmp_path), "--method", "eagle2"]) == 1
     assert "no text" in capsys.readouterr().err
     for options, word in (
         (["--method", "eagle2", "--length", "9999"], "row length"),
         (["--method", "eagle3", "--taps", "0", "1", "3"], "taps"),
         (["--method", "eagle2", "--kv-heads", "3"], "heads"),
     ):
-        assert train_draft.main([*common, *options]) == 1
+        assert main(["train-draft", *common, *options]) == 1
         error = capsys.readouterr().err
-        assert error.startswith("train_draft.py: ") and word in error
+        assert error.startswith("cpmrt: error: ") and word in error

@@ -1,1 +1,1 @@
-"""The parts of `tools/train_draft.py`: target, generation, draft, training, acceptance, files."""
+"""The parts of `cpmrt train-draft`: target, generation, draft, training, acceptance, files."""

@@ -193,5 +193,5 @@ def _read_config(raw: Mapping[str, Any], source: str) -> DraftConfig:
         vocab = raw["draft_vocab_size" if method == "eagle3" else "vocab_size"]
         taps = tuple(raw.get("eagle_aux_hidden_state_layer_ids", ()))
     except (KeyError, IndexError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{source} is not a draft's", expected="what tools/train_draft.py writes") from error
+        raise ConfigError(f"{source} is not a draft's", expected="what cpmrt train-draft writes") from error
     return DraftConfig(method, vocab_size=vocab, residual_scale=scale, taps=taps, **sizes)

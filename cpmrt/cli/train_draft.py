@@ -1,0 +1,72 @@
+"""Train an EAGLE-2 or EAGLE-3 draft of a Llama, MiniCPM or Qwen checkpoint on what the checkpoint itself writes.
+
+    cpmrt train-draft --model demo --method eagle2 --text code.jsonl --text chat.jsonl --out drafts
+    cpmrt train-draft --model FOLDER --method eagle3 --text TEXT --draft-vocab 32000 --out drafts
+
+The target continues prompts out of the text files (.txt, .jsonl with "text", or folders of them; each --text gets an
+equal share), and the draft learns its distributions. The result is written to OUT/METHOD and read back; its acceptance
+is measured on the target's continuations of --held-out prompts and printed as a table. Needs torch, which nothing else
+here does; a GPU for anything but the smallest target.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+from pathlib import Path
+
+import cpmrt
+from cpmrt.errors import ConfigError
+from cpmrt.installation import pip_install, reinstall
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", required=True, help="folder or hub id of the target; 'demo' is the bundled one")
+    parser.add_argument("--method", choices=("eagle2", "eagle3"), required=True)
+    parser.add_argument("--out", type=Path, required=True, help="the draft goes to OUT/METHOD")
+    parser.add_argument("--text", type=Path, action="append", default=[], help="prompts to train on; repeatable")
+    parser.add_argument("--held-out", type=Path, action="append", help="prompts to measure on; repeatable")
+    sizes = parser.add_argument_group("sizes of the draft (default: those of a layer of the target)")
+    sizes.add_argument("--intermediate", type=int)
+    sizes.add_argument("--heads", type=int)
+    sizes.add_argument("--kv-heads", type=int)
+    sizes.add_argument("--draft-vocab", type=int, help="eagle3: most frequent tokens that its head knows")
+    sizes.add_argument("--taps", type=int, nargs=3, help="eagle3: layers whose inputs it reads")
+    texts = parser.add_argument_group("generated text")
+    texts.add_argument("--generated", type=Path, help="file to keep the rows in; read if it is there")
+    texts.add_argument("--rows", type=int, default=4096, help="rows to train on")
+    texts.add_argument("--rows-at-once", type=int, default=256, help="rows that are generated together")
+    texts.add_argument("--length", type=int, default=512, help="tokens of a row")
+    texts.add_argument("--prompts", type=int, default=20000, help="prompts of each text")
+    texts.add_argument("--prompt-length", type=int, default=32, help="tokens of a prompt, at most")
+    texts.add_argument("--greedy-share", type=float, default=0.25, help="of the rows; the others have T = 0.7 to 1")
+    training = parser.add_argument_group("training")
+    training.add_argument("--minutes", type=float, default=60.0)
+    training.add_argument("--steps", type=int, default=1_000_000, help="0: only measure the draft in OUT/METHOD")
+    training.add_argument("--resume", action="store_true", help="go on with the draft in OUT/METHOD, in its sizes")
+    training.add_argument("--batch", type=int, default=16, help="rows of a step")
+    training.add_argument("--passes", type=int, help="drafted depths that are trained (default: 3)")
+    training.add_argument("--learning-rate", type=float, help="at its highest (default: 0.01)")
+    training.add_argument("--hidden-weight", type=float, help="eagle2: of the regression (default: 0.1)")
+    training.add_argument("--seed", type=int, default=1)
+    training.add_argument("--measured-rows", type=int, default=64, help="held-out rows of each text and temperature")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the program that trains, which is no part of the package because it needs torch. Raises ConfigError."""
+    folder = tools_folder()
+    if importlib.util.find_spec("torch") is None:
+        raise ConfigError("cpmrt train-draft needs torch, which is not installed", fix=pip_install("torch"))
+    sys.path.insert(0, str(folder))
+    importlib.import_module("train_draft").run(args)
+    return 0
+
+
+def tools_folder() -> Path:
+    """Return the folder of the program: within the package as a wheel installs it, else of the checkout."""
+    package = Path(cpmrt.__file__).parent
+    for folder in (package / "tools", package.parent / "tools"):
+        if (folder / "train_draft.py").is_file():
+            return folder
+    raise ConfigError(f"{package} lacks the program that trains drafts", fix=reinstall())
