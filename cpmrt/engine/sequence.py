@@ -81,6 +81,8 @@ class Sequence:
     """Submitted steps that will give at least one token unless the sequence finishes first."""
     token_ids: list[int] = field(default_factory=list)
     """Generated tokens."""
+    num_forced: int = 0
+    """Tokens at their end that were not sampled."""
     sampling: Sampling = field(init=False)
     guard: LoopGuard | None = field(init=False)
     thinking: ThinkingBudget | None = field(init=False)

@@ -127,6 +127,7 @@ def apply(seq: Sequence, step: Step, result: SlotResult) -> SlotResult:
     if kept < len(new):
         result = SlotResult(new[:kept], result.logprobs[:kept])
     seq.token_ids.extend(result.token_ids)
+    seq.num_forced = 0
     if result.non_finite and seq.phase is Phase.DECODE:
         seq.failure = NonFiniteLogitsError.at(len(seq.request.prompt_ids) + len(seq.token_ids))
         finish(seq, "cancelled")
@@ -187,6 +188,7 @@ def _forced(seq: Sequence, token_ids: tuple[int, ...]) -> SlotResult:
     """Add tokens that were not sampled, as far as there is room."""
     token_ids = token_ids[: seq.num_wanted - len(seq.token_ids)]
     seq.token_ids.extend(token_ids)
+    seq.num_forced = len(token_ids)
     if seq.guard is not None:
         for token in token_ids:
             seq.guard.push(token)
@@ -203,10 +205,10 @@ def _count(seq: Sequence, shape: int, num_tokens: int) -> None:
 
 
 def cut(seq: Sequence, num_tokens: int) -> None:
-    """Take back the tokens after the first `num_tokens`, all of which the last step gave."""
-    surplus = len(seq.token_ids) - num_tokens
+    """Take back the tokens after the first `num_tokens`: all of them are of the last step, or forced behind it."""
+    surplus = len(seq.token_ids) - num_tokens - seq.num_forced
     del seq.token_ids[num_tokens:]
-    if surplus and seq.accepts is not None:
+    if surplus > 0 and seq.accepts is not None:
         seq.accepts.take_back(surplus)
 
 

@@ -161,6 +161,23 @@ def test_an_answer_of_a_model(checkpoint, settings, temperature):
         assert llm.generate(prompt, short).token_ids == free[:40]
 
 
+@pytest.mark.parametrize("draft", [None, "lookup"])
+def test_stop_strings_around_the_closing(checkpoint, draft):
+    """Token ids end with the token that completes the stop string, sampled or forced; the slot is free afterwards."""
+    fields = {"max_new_tokens": 60, "temperature": 1.0, "seed": 3, "ignore_eos": True, "max_thinking_tokens": 30}
+    with LLM(checkpoint, executor="reference", draft=draft) as llm:
+        prompt = llm.chat_prompt([{"role": "user", "content": "hi"}])
+        whole = llm.generate(prompt, SamplingParams(**fields))
+        text, forced = whole.text, whole.text.index("\n</think>")
+        for stop in ("\n</th", text[forced - 3 : forced], text[forced - 2 : forced + 3], text[-4:-1]):
+            cut = llm.generate(prompt, SamplingParams(**fields, stop=stop, logprobs=1))
+            assert cut.finish_reason == "stop" and cut.text == text.partition(stop)[0]
+            tokens = whole.token_ids[: len(cut.token_ids)]
+            assert cut.token_ids == tokens and len(cut.logprobs) == len(tokens) == cut.stats.new_tokens
+            assert stop in llm.tokenizer.decode(tokens) and stop not in llm.tokenizer.decode(tokens[:-1])
+        assert llm.generate(prompt, SamplingParams(**fields)).token_ids == whole.token_ids
+
+
 def test_without_a_thought_nothing_is_forced(checkpoint):
     fields = {"max_new_tokens": 40, "temperature": 0, "ignore_eos": True}
     with LLM(checkpoint, executor="reference") as llm:
