@@ -1,13 +1,14 @@
 // Dense product of many rows with tensor cores: the stand-in for cuBLASLt where that library is absent.
 //
-//   formula   y[m, n] = round(alpha * sum_k x[m, k] w[n, k] + beta * y[m, n]);  y is not read if beta is 0
+//   formula   y[m, n] = round(round(alpha * sum_k x[m, k] w[n, k]) + beta * y[m, n]);  y is not read if beta is 0
 //   operands  y (M, N) scalar_t, its rows `stride` elements apart; x (M, K) scalar_t row-major; w (N, K) scalar_t row-major;
 //             16-byte aligned. M any, N a multiple of 16, K a multiple of 32, stride a multiple of 8
 //   constants TILE_N: columns of y a block: 64, 128 or 256. TILE_K: elements of k a stage: 32 or 64. STAGES: tiles of x
 //             and w in flight, at least 3
 //   launch    grid ceil(M / 128) * ceil(N / TILE_N), block TILE_N, shared (128 + TILE_N) * TILE_K * 2 * STAGES bytes
-//   numerics  fp32 accumulation in ascending k, one rounding at the store. A row's bits depend on its x, w, alpha, beta
-//             only: not on M, not on TILE_N, TILE_K or STAGES
+//   numerics  fp32 accumulation in ascending k; the product is rounded to scalar_t before y is added, as in cuBLASLt,
+//             whose algorithms of sm_90 that do not split the sum give the same bits. A row's bits depend on its x, w,
+//             alpha, beta only: not on M, not on TILE_N, TILE_K or STAGES
 //   oracle    reference/ops.py project_residual without bias (alpha = the residual scale, beta = 1)
 //   source    original; the shape is that of CUTLASS's sm_80 kernels (https://github.com/NVIDIA/cutlass)
 //   layout    a warp has 64 x 64 of the tile: an operand fragment serves 4 or 8 mma, and the fragments of the next k-step
@@ -129,12 +130,13 @@ DEVICE void store(scalar_t* y, float (&sums)[kFragmentsM][kFragmentsN][4], int r
       }
 #pragma unroll
       for (int f = 0; f < 4; f++) {
-        float2 value = make_float2(alpha * sums[i / 2][j + f][i % 2 * 2], alpha * sums[i / 2][j + f][i % 2 * 2 + 1]);
+        const float* pair = sums[i / 2][j + f] + i % 2 * 2;
+        uint32_t product = pack2(alpha * pair[0], alpha * pair[1]);
         if (beta != 0.f) {
-          const float2 old = unpack2(words[f]);
-          value = make_float2(fmaf(beta, old.x, value.x), fmaf(beta, old.y, value.y));
+          const float2 value = unpack2(product), old = unpack2(words[f]);
+          product = pack2(fmaf(beta, old.x, value.x), fmaf(beta, old.y, value.y));
         }
-        words[f] = pack2(value.x, value.y);
+        words[f] = product;
       }
       transpose_quad(words);
       if (inside) store16(place, make_uint4(words[0], words[1], words[2], words[3]));

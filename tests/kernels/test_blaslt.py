@@ -30,7 +30,8 @@ class StandIn:
         self.num_algorithms, self.failing = num_algorithms, failing
         self.alive: dict[int, Any] = {}
         self.preferences: dict[int, int] = {}
-        self.num_searches = 0
+        self.searched: list[int] = []
+        """The K of each product that algorithms were asked for."""
         for name in dir(type(self)):
             if name.startswith("cublasLt"):
                 # ctypes functions take attributes such as argtypes; bound methods do not.
@@ -78,10 +79,11 @@ class StandIn:
         return 0
 
     def cublasLtMatmulAlgoGetHeuristic(self, *arguments: Any) -> int:
-        *_, requested, results, count = arguments
-        self.num_searches += 1
+        _, _, w_layout, *_, requested, results, count = arguments
+        self.searched.append(self.alive[w_layout.value][1])
         contents(count).value = min(self.num_algorithms, requested)
-        contents(results).algorithm[0] = 77
+        for number in range(contents(count).value):
+            results[number].words[0] = 77 + number
         return 0
 
     cublasLtDestroy = cublasLtMatmulDescDestroy = cublasLtMatrixLayoutDestroy = cublasLtMatmulPreferenceDestroy = _drop
@@ -150,19 +152,36 @@ def test_a_shape_is_planned_once_and_everything_is_destroyed() -> None:
     library = StandIn()
     with CublasLt(0, 123 << 10, library) as lt:
         plan = lt.plan(100, 64, 128, DType.BFLOAT16)
-        assert lt.plan(100, 64, 128, DType.BFLOAT16) is plan and library.num_searches == 1
+        assert lt.plan(100, 64, 128, DType.BFLOAT16) is plan and library.searched == [128]
         assert lt.plan(100, 64, 128, DType.FLOAT16) is not plan
-        assert plan.algorithm.algorithm[0] == 77
+        assert plan.algorithm.words[0] == 77
         assert "preference" not in library.alive.values()
     assert not library.alive
     lt.close()
 
 
-def test_only_algorithms_that_round_once_are_asked_for() -> None:
+def test_only_algorithms_that_split_no_sum_are_asked_for() -> None:
     library = StandIn()
     with CublasLt(0, 123 << 10, library) as lt:
         lt.plan(100, 64, 128, DType.BFLOAT16)
-    assert library.preferences == {1: 123 << 10, 3: 2, 5: 16, 6: 16, 7: 16, 8: 16}
+    assert library.preferences == {1: 123 << 10, 3: 0, 5: 16, 6: 16, 7: 16, 8: 16}
+
+
+def test_the_first_algorithm_that_is_taken() -> None:
+    library = StandIn(num_algorithms=3)
+    with CublasLt(0, 123 << 10, library) as lt:
+        plan = lt.plan(100, 64, 128, DType.BFLOAT16, takes=lambda algorithm: algorithm.words[0] > 77)
+        assert plan.algorithm.words[0] == 78
+        with pytest.raises(CublasLtError, match="no algorithm for"):
+            lt.plan(100, 64, 256, DType.BFLOAT16, takes=lambda _: False)
+    assert not library.alive
+
+
+def test_long_sums_are_asked_for_as_shorter_ones() -> None:
+    library = StandIn()
+    with CublasLt(0, 123 << 10, library) as lt:
+        assert lt.plan(128, 4096, 16384, DType.BFLOAT16).inner == 16384
+    assert library.searched == [4096] and not library.alive
 
 
 @pytest.mark.parametrize("failing", ["Create", "MatrixLayoutCreate", "MatmulAlgoGetHeuristic"])

@@ -14,8 +14,9 @@ from kernel_builds import constant_sets
 
 from cpmrt.cuda.build.spec import macros_of
 from cpmrt.cuda.driver.device import Device
-from cpmrt.cuda.ops.gemm import GemmConstants, gemm_tile
+from cpmrt.cuda.ops.gemm import Gemm, GemmConstants, gemm_tile
 from cpmrt.cuda.precompile import known_device
+from cpmrt.cuda.step.memory import BUCKETS
 from cpmrt.dtypes import DType, round_to
 from cpmrt.ops import OPS
 
@@ -75,7 +76,7 @@ def test_every_element_is_exact(cuda: Any, tile: Mapping[str, int], dtype: DType
     x, w, y = integers(1, m, k), integers(2, n, k), integers(3, m, n)
     assert np.array_equal(run(cuda, dtype, tile, x, w), round_to(x @ w.T, dtype))
     added = run(cuda, dtype, tile, x, w, y, alpha=0.375, gap=24)
-    assert np.array_equal(added, round_to(np.float32(0.375) * (x @ w.T) + y, dtype))
+    assert np.array_equal(added, round_to(round_to(np.float32(0.375) * (x @ w.T), dtype) + y, dtype))
 
 
 @pytest.mark.gpu
@@ -101,6 +102,36 @@ def test_a_row_has_the_same_bits_in_any_tile_and_company(cuda: Any, dtype: DType
         if (128 + tile["TILE_N"]) * tile["TILE_K"] * 2 * tile["STAGES"] <= cuda.device.shared_bytes_per_block:
             for begin, end in ((0, 330), (0, 1), (70, 200), (329, 330)):
                 assert np.array_equal(run(cuda, dtype, tile, x[begin:end], w), whole[begin:end])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1280, 1024), (784, 1056), (4096, 16384), (640, 256)], ids=str)
+@pytest.mark.parametrize(("alpha", "beta"), [(1.0, 0.0), (0.22, 1.0)])
+def test_the_library_gives_the_bits_of_the_own_kernel_in_every_bucket(
+    cuda: Any, dtype: DType, shape: tuple[int, int], alpha: float, beta: float
+) -> None:
+    columns, inner = shape
+    random = np.random.default_rng(11)
+    x, y = random.standard_normal((128, inner), np.float32), random.standard_normal((128, columns), np.float32)
+    w = cuda.array(random.standard_normal((columns, inner), np.float32) / inner**0.5, dtype)
+    gemms = [
+        Gemm(cuda.device, cuda.launcher(dtype), cuda.cupy.empty(32 << 20, np.uint8), use_library=use_library)
+        for use_library in (False, True)
+    ]
+    if gemms[1].reason is not None:
+        pytest.skip(gemms[1].reason)
+    expected = None
+    for bucket in BUCKETS:
+        for gemm in gemms:
+            out = cuda.array(np.tile(y, (bucket // 128, 1)), dtype)
+            gemm(out, cuda.array(np.tile(x, (bucket // 128, 1)), dtype), w, alpha=alpha, beta=beta)
+            found = cuda.numpy(out, dtype).reshape(-1, 128, columns)
+            expected = found[0] if expected is None else expected
+            assert (found == expected).all(), (bucket, gemm.reason)
+    assert gemms[1].reason is None, "an algorithm was found for every bucket"
+    for gemm in gemms:
+        gemm.close()
 
 
 @pytest.mark.gpu

@@ -1,16 +1,23 @@
-"""Products of a prefill chunk: cuBLASLt where it works, the own tensor-core kernel where it does not."""
+"""Products of a prefill chunk: cuBLASLt where it gives the bits of the own tensor-core kernel, else that kernel.
+
+A row's bits follow from the row, the weight and the factors alone: the own kernel sums along K in ascending order
+whatever its tile, and of the library's algorithms only those are taken that agree with it (`gemm_trial`).
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from cpmrt.cuda.build.launcher import Launcher
 from cpmrt.cuda.build.spec import KernelSpec
 from cpmrt.cuda.driver.array import DeviceArray
-from cpmrt.cuda.driver.blaslt import CublasLt, CublasLtError
+from cpmrt.cuda.driver.blaslt import CublasLt, CublasLtError, MatmulPlan
 from cpmrt.cuda.driver.device import Device
+from cpmrt.cuda.ops import gemm_trial
+from cpmrt.cuda.ops.gemm_trial import GemmTrial
 from cpmrt.models.layers import EMBED, HEAD
 from cpmrt.tensor_spec import BufferSpec
 
@@ -42,16 +49,21 @@ GEMM = KernelSpec("gemm", "linear/gemm.cu", "project_residual", GemmConstants, h
 
 
 class Gemm:
-    """Computes y = alpha x w^T + beta y, rounded once. `reason` says why cuBLASLt is not used, None if it is."""
+    """Computes y = alpha x w^T + beta y, the product rounded before y is added.
+
+    `reason` says why cuBLASLt is not used, or not for every shape; None if it is.
+    """
 
     def __init__(self, device: Device, launcher: Launcher, workspace: DeviceArray, *, use_library: bool = True):
         self._device, self._launch, self._stream = device, launcher, launcher.stream
         self._dtype = launcher.modules.dtype
         self._library: CublasLt | None = None
+        self._trial = GemmTrial(workspace, self._dtype, launcher.stream, self._launch_own)
+        self._plans: dict[tuple[int, int, int, int], MatmulPlan | None] = {}
         self.reason: str | None = None if use_library else "switched off"
         if use_library:
             try:
-                self._library = CublasLt(workspace.data.ptr, workspace.nbytes)
+                self._library = CublasLt(workspace.data.ptr, self._trial.free_bytes)
             except CublasLtError as error:
                 self.reason = str(error)
 
@@ -59,12 +71,33 @@ class Gemm:
         self, y: DeviceArray, x: DeviceArray, w: DeviceArray, *, alpha: float = 1.0, beta: float = 0.0
     ) -> None:
         """x [M, K] and w [N, K] on the device, contiguous; y [M, N], which may be columns of a wider matrix."""
+        if self._launch.is_recording:
+            self._launch(GEMM, gemm_tile(gemm_trial.ROWS, gemm_trial.COLUMNS, gemm_trial.INNER, self._device), 1, 1)
+            if self._library is not None:
+                return
         (num_rows, inner), columns, stride = x.shape, w.shape[0], y.strides[0] // y.itemsize
-        if self._library is not None:
-            plan = self._library.plan(num_rows, columns, inner, self._dtype, stride)
-            addresses = (y.data.ptr, x.data.ptr, w.data.ptr)
-            self._library.matmul(plan, *addresses, self._stream.ptr, alpha=alpha, beta=beta)
+        plan = self._plan((num_rows, columns, inner, stride))
+        if self._library is None or plan is None:
+            self._launch_own(y, x, w, alpha, beta)
             return
+        addresses = (y.data.ptr, x.data.ptr, w.data.ptr)
+        self._library.matmul(plan, *addresses, self._stream.ptr, alpha=alpha, beta=beta)
+
+    def _plan(self, shape: tuple[int, int, int, int]) -> MatmulPlan | None:
+        """Return the library's plan for M, N, K and the stride of y; None: nothing it suggests agrees."""
+        if self._library is None:
+            return None
+        if shape not in self._plans:
+            library, (num_rows, columns, inner, stride) = self._library, shape
+            agrees = partial(self._trial.agrees, library)
+            try:
+                self._plans[shape] = library.plan(num_rows, columns, inner, self._dtype, stride, agrees)
+            except CublasLtError as error:
+                self._plans[shape], self.reason = None, str(error)
+        return self._plans[shape]
+
+    def _launch_own(self, y: DeviceArray, x: DeviceArray, w: DeviceArray, alpha: float, beta: float) -> None:
+        (num_rows, inner), columns, stride = x.shape, w.shape[0], y.strides[0] // y.itemsize
         tile = gemm_tile(num_rows, columns, inner, self._device)
         grid = -(-num_rows // TILE_ROWS) * -(-columns // tile.tile_n)
         sizes = tuple(map(np.int32, (num_rows, columns, inner, stride)))

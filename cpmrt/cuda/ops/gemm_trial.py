@@ -1,0 +1,90 @@
+"""Which of cuBLASLt's algorithms give the bits of the own kernel: each is tried once, on random operands.
+
+Algorithms differ in how they group the terms of a sum, and in how they add to what is there. Both show in the last bits
+of some of a few thousand random sums, whatever the shape that an algorithm was suggested for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from cpmrt.cuda.driver.array import DeviceArray
+from cpmrt.cuda.driver.blaslt import Algorithm, CublasLt, CublasLtError
+from cpmrt.dtypes import Array, DType, from_float32
+
+if TYPE_CHECKING:
+    from cupy.cuda import Stream
+
+ROWS, COLUMNS, INNER = 64, 128, 2048
+_FACTORS = ((1.0, 0.0), (0.3, 1.0))
+"""alpha and beta of the trials: a product alone, and one that is added."""
+
+Product = Callable[[DeviceArray, DeviceArray, DeviceArray, float, float], None]
+"""Launches y = alpha x w^T + beta y, given y, x, w, alpha and beta."""
+
+
+class GemmTrial:
+    """Compares the library's algorithms with `own`, in the last part of `workspace`, bytes on the device.
+
+    The library may use the first `free_bytes` of the workspace.
+    """
+
+    def __init__(self, workspace: DeviceArray, dtype: DType, stream: Stream, own: Product):
+        self._workspace, self._dtype, self._stream, self._own = workspace, dtype, stream, own
+        self.free_bytes = workspace.nbytes - 2 * (ROWS * INNER + COLUMNS * INNER + ROWS * COLUMNS)
+        self._verdicts: dict[bytes, bool] = {}
+        self._operands: tuple[DeviceArray, DeviceArray, DeviceArray] | None = None
+        self._expected: list[Array] = []
+
+    def agrees(self, library: CublasLt, algorithm: Algorithm) -> bool:
+        """Tell whether an algorithm gives the own kernel's bits. Waits for the stream, so not during a capture."""
+        key = bytes(algorithm.words)
+        if key not in self._verdicts:
+            if self._operands is None:
+                self._operands = self._placed()
+                self._expected = self._products(self._own)
+            self._verdicts[key] = self._is_equal(library, algorithm)
+        return self._verdicts[key]
+
+    def _is_equal(self, library: CublasLt, algorithm: Algorithm) -> bool:
+        plan = library.plan(ROWS, COLUMNS, INNER, self._dtype).using(algorithm)
+
+        def product(y: DeviceArray, x: DeviceArray, w: DeviceArray, alpha: float, beta: float) -> None:
+            library.matmul(plan, y.data.ptr, x.data.ptr, w.data.ptr, self._stream.ptr, alpha=alpha, beta=beta)
+
+        try:
+            found = self._products(product)
+        except CublasLtError:  # it does not take this shape
+            return False
+        return all(map(np.array_equal, found, self._expected))
+
+    def _products(self, product: Product) -> list[Array]:
+        """Return the words of y after each trial."""
+        assert self._operands is not None
+        y, x, w = self._operands
+        results = []
+        for alpha, beta in _FACTORS:
+            with self._stream:
+                y.set(_random(0, ROWS, COLUMNS, self._dtype))
+            product(y, x, w, alpha, beta)
+            results.append(y.get(stream=self._stream))
+        return results
+
+    def _placed(self) -> tuple[DeviceArray, DeviceArray, DeviceArray]:
+        """Put y, x and w behind what the library uses."""
+        begin, placed = self.free_bytes, list[DeviceArray]()
+        for seed, (rows, columns) in enumerate(((ROWS, COLUMNS), (ROWS, INNER), (COLUMNS, INNER))):
+            end = begin + 2 * rows * columns
+            array = self._workspace[begin:end].view(self._dtype.storage).reshape(rows, columns)
+            with self._stream:
+                array.set(_random(seed, rows, columns, self._dtype))
+            placed.append(array)
+            begin = end
+        return placed[0], placed[1], placed[2]
+
+
+def _random(seed: int, rows: int, columns: int, dtype: DType) -> Array:
+    return from_float32(np.random.default_rng(seed).standard_normal((rows, columns), np.float32), dtype)
