@@ -70,7 +70,8 @@ def run(step: Pass, layer: LayerConfig, bound: BoundDecaying) -> None:
     rows = step.buffers["decayed"]
     step.ops.rms_norm(rows, step.x, bound.norm, step.eps)
     decay_rows(rows, bound.states, step.rows.slots, layer.mixer.decay)
-    step.ops.project_residual(step.x, rows, bound.output, None, step.residual_scale)
+    is_prefill = step.rows.is_prefill
+    step.ops.project_residual(step.x, rows, bound.output, None, step.residual_scale, is_prefill=is_prefill)
 
 
 def decay_rows(rows: Any, states: Any, slots: Any, decay: float) -> None:

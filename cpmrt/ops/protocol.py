@@ -3,9 +3,12 @@
 Arrays are whatever the executor uses (NumPy, CuPy); shapes are in `ops/spec.py`. Outputs come first, then inputs,
 then scalars. Arithmetic is float32; a value is rounded to the storage type where the op stores it and where a
 normalised row enters a matrix product, nowhere else. The `weight` of a product is a matrix or a quantised weight of the
-executor's own kind, whose elements count as the exact float32 products that they stand for; with more than 64 rows they
-may be rounded to the storage type. Keys and values may be stored in 8 bits (`Fp8Pages`), rounded once from float32;
-everybody reads what is stored.
+executor's own kind, whose elements count as the exact float32 products that they stand for. In a prefill they may be
+rounded to the storage type, and so may a product before it is added to the residual stream. Keys and values may be
+stored in 8 bits (`Fp8Pages`), rounded once from float32; everybody reads what is stored.
+
+The bits of a row never depend on the other rows of its step or on their number. Prefill steps and other steps may sum
+in different orders; `rows.is_prefill`, or `is_prefill` where an op knows no more of its rows, says which it is.
 
 A row of slot -1 is padding: its keys and values are stored nowhere, its position may be anything, and nobody uses what
 an op makes of it.
@@ -76,12 +79,15 @@ class Ops(Protocol):
         first row may stand at position -1, before the sequence: it takes no part, and its output is left undefined."""
 
     def project_residual(
-        self, x: Any, inner: Any, weight: Any, bias: Any | None, scale: float, after: Handoff = NOTHING
-    ) -> None:
+        self, x: Any, inner: Any, weight: Any, bias: Any | None, scale: float, after: Handoff = NOTHING,
+        *, is_prefill: bool = False,
+    ) -> None:  # fmt: skip
         """x += scale * (inner weight^T + bias), in place (o_proj, down_proj, a draft's fc). `after`: what the op that
         made `inner` has left."""
 
-    def gate_up(self, out: Any, x: Any, norm: Any, weight: Any, eps: float) -> Handoff:
+    def gate_up(
+        self, out: Any, x: Any, norm: Any, weight: Any, eps: float, *, is_prefill: bool = False
+    ) -> Handoff:
         """RMSNorm, fused gate and up projection, out = silu(gate) * up."""
         ...
 

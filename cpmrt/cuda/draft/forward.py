@@ -21,7 +21,6 @@ from cpmrt.cuda.ops.linear_packed.products import packed_tables
 from cpmrt.cuda.ops.products import product_workspace
 from cpmrt.cuda.step.forward import StepForward
 from cpmrt.cuda.step.memory import cuda_needs
-from cpmrt.executor import MAX_ROWS
 from cpmrt.memory.caches import CacheLayout
 from cpmrt.models.draft import LAST_PHASE, PREFIX, Draft, DraftModel
 from cpmrt.models.planning import ExecutorNeeds
@@ -136,7 +135,8 @@ class DraftForward:
 
     def chunk(self, num_rows: int) -> None:
         """Run the rows of a prefill chunk; nothing is drafted."""
-        self._model.forward(self._ops, self._rows(num_rows), self._hidden(num_rows), None, is_first=True)
+        rows = self._rows(num_rows, is_prefill=True)
+        self._model.forward(self._ops, rows, self._hidden(num_rows), None, is_first=True)
 
     def waiting(self, num_rows: int) -> None:
         """Run at most 64 tokens that the draft has not seen; the logits of the last one are in row 0."""
@@ -166,10 +166,10 @@ class DraftForward:
     def _hidden(self, num_rows: int) -> DeviceArray | None:
         return self._arrays["hidden"][:num_rows] if self._draft.hidden_width else None
 
-    def _rows(self, num_rows: int, *places: DeviceArray) -> Rows:
+    def _rows(self, num_rows: int, *places: DeviceArray, is_prefill: bool = False) -> Rows:
         a = self._arrays
         tokens, positions, slots = (a[f"draft_{name}"][:num_rows] for name in ("token_ids", "positions", "slots"))
-        return Rows(tokens, positions, slots, a["block_tables"], num_rows > MAX_ROWS, *places)
+        return Rows(tokens, positions, slots, a["block_tables"], is_prefill, *places)
 
 
 def waiting_rows(draft: Draft) -> int:

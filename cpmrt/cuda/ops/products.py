@@ -1,7 +1,7 @@
 """The ops that multiply by a weight: q, k and v, the projections into the residual stream, gate and up, the head.
 
-A step of at most 64 rows is one kernel, which streams the weight once. The rows of a prefill chunk take a dense product
-and a small kernel behind it.
+In a step of at most 64 rows each is one kernel, which streams the weight once. The rows of a prefill chunk take a dense
+product and a small kernel behind it, however few they are.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from cpmrt.cuda.ops.linear import StepProduct, launch_linear
 from cpmrt.cuda.ops.linear_packed.layout import PackedWeight
 from cpmrt.cuda.ops.linear_packed.products import PackedProducts, packed_workspace
 from cpmrt.cuda.ops.rows import BLOCK, VECTOR, RowConstants, rms_norm
-from cpmrt.executor import MAX_ROWS
 from cpmrt.models.layers import GATE_UP, QKV
 from cpmrt.ops import NOTHING, Fp8Pages, Handoff, KVPages, QkvWeights, Rows, check_shapes
 from cpmrt.tensor_spec import BufferSpec, TensorSpec
@@ -128,11 +127,13 @@ class Products:
         bias: DeviceArray | None,
         scale: float,
         after: Handoff = NOTHING,
+        *,
+        is_prefill: bool = False,
     ) -> None:
         """Launch the op `project_residual`."""
         check_shapes("project_residual", x=x, inner=inner, weight=weight, bias=bias)
         num_rows, factor = np.int32(len(x)), np.float32(scale)
-        if len(x) <= MAX_ROWS:
+        if not is_prefill:
             rest = bias, num_rows, np.int32(x.shape[1]), factor
             self._step(StepProduct("residual", (x,), inner, None, 0.0, rest), weight, after)
         elif bias is None:
@@ -143,11 +144,14 @@ class Products:
             grid = -(-x.size // VECTOR // BLOCK)
             self._launch(RESIDUAL_ADD, RowConstants(x.shape[1]), grid, BLOCK, x, y, bias, num_rows, factor)
 
-    def gate_up(self, out: DeviceArray, x: DeviceArray, norm: DeviceArray, weight: Weight, eps: float) -> Handoff:
+    def gate_up(
+        self, out: DeviceArray, x: DeviceArray, norm: DeviceArray, weight: Weight, eps: float,
+        *, is_prefill: bool = False,
+    ) -> Handoff:  # fmt: skip
         """Launch the op `gate_up`."""
         check_shapes("gate_up", out=out, x=x, norm=norm, weight=weight)
         num_rows, width = np.int32(len(x)), out.shape[1]
-        if len(x) <= MAX_ROWS:
+        if not is_prefill:
             rest = num_rows, np.int32(width), np.float32(eps)
             return self._step(StepProduct("gate_up", (out,), x, norm, eps, rest), weight)
         both = self._gate_up[: len(x)]

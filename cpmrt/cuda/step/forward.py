@@ -12,7 +12,6 @@ from cpmrt.cuda.ops.attention.attention import AttentionPlan
 from cpmrt.cuda.ops.cuda_ops import CudaOps
 from cpmrt.cuda.ops.gemm import Gemm
 from cpmrt.cuda.ops.kv import compress_path
-from cpmrt.executor import MAX_ROWS
 from cpmrt.memory.caches import CacheLayout
 from cpmrt.models.decoder import Decoder
 from cpmrt.ops import CompressedKeys, KVPages, Rows
@@ -49,7 +48,7 @@ class StepForward:
 
     def chunk(self, num_rows: int) -> None:
         """The rows of a prefill chunk through every layer; their states begin in row 1 of `hidden`."""
-        self._layers(num_rows, None, first_state=1)
+        self._layers(num_rows, None, first_state=1, is_prefill=True)
 
     def decode(self, num_rows: int) -> None:
         """Rows of at most MAX_ROWS sequences through every layer and the head."""
@@ -68,11 +67,13 @@ class StepForward:
             pages = KVPages(a["k_pages"], a["v_pages"], compressed)
             compress_path(self._launch, pages, a["draft_tree"], a["block_tables"])
 
-    def _layers(self, num_rows: int, logit_rows: slice | None, *places: Any, first_state: int = 0) -> None:
+    def _layers(
+        self, num_rows: int, logit_rows: slice | None, *places: Any, first_state: int = 0, is_prefill: bool = False
+    ) -> None:
         """The rows at the front of the buffers."""
         arrays = self._arrays
         tokens, positions, slots = (arrays[name][:num_rows] for name in ("token_ids", "positions", "slots"))
-        rows = Rows(tokens, positions, slots, arrays["block_tables"], num_rows > MAX_ROWS, *places)
+        rows = Rows(tokens, positions, slots, arrays["block_tables"], is_prefill, *places)
         hidden = arrays["hidden"][first_state : first_state + num_rows] if "hidden" in arrays else None
         x = self._model.forward(self.ops, arrays, rows, hidden)
         if logit_rows is not None:

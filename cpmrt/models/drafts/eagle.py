@@ -116,20 +116,21 @@ class Eagle:
         ops.clear(x)
         if not self.draft.has_split_fc:
             ops.join(buffers["joined"], embedding, norms[0], hidden, norms[1], eps)
-            ops.project_residual(x, buffers["joined"], self.fc[0], bias, 1.0)
+            ops.project_residual(x, buffers["joined"], self.fc[0], bias, 1.0, is_prefill=rows.is_prefill)
             return
         for half, norm, weight, added in zip((embedding, hidden), norms, self.fc, (bias, None), strict=True):
             inner = half
             if norm is not None:
                 inner = buffers["normed"]
                 ops.rms_norm(inner, half, norm, eps)
-            ops.project_residual(x, inner, weight, added, 1.0)
+            ops.project_residual(x, inner, weight, added, 1.0, is_prefill=rows.is_prefill)
 
     def _enter_eagle3(self, ops: Ops, x: Any, buffers: StepBuffers, rows: Rows, hidden: Any, is_first: bool) -> None:
         """x = hidden fc^T, or in later passes hidden itself; layer 0 reads [norm(embedding) | norm(x)]."""
         if is_first:
             ops.clear(x)
-            ops.project_residual(x, hidden, self.fc[0], self.weights["fc_bias"], 1.0)
+            bias = self.weights["fc_bias"]
+            ops.project_residual(x, hidden, self.fc[0], bias, 1.0, is_prefill=rows.is_prefill)
         else:
             ops.copy_columns(x, hidden, 0)
         embedding, norm = self._embed(ops, buffers, rows), self.weights["layers.0.attention_norm"]

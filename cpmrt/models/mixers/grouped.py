@@ -128,7 +128,9 @@ def run(step: Pass, layer: LayerConfig, bound: BoundAttention) -> None:
         ops.prefill_attention(out, q, pages, rows, scale, window=mixer.window, selection=selection)
     else:
         ops.decode_attention(out, q, pages, rows, scale, window=mixer.window, selection=selection, after=after)
-    ops.project_residual(step.x, out, bound.output, bound.output_bias, step.residual_scale)
+    ops.project_residual(
+        step.x, out, bound.output, bound.output_bias, step.residual_scale, is_prefill=rows.is_prefill
+    )  # fmt: skip
 
 
 def _attention(layer: LayerConfig) -> GroupedAttention:

@@ -42,6 +42,6 @@ def bind(mlp: GatedMlp, weights: Weights) -> GatedWeights:
 
 def run(step: Pass, bound: GatedWeights) -> None:
     """x += residual_scale * down(silu(gate(norm(x))) * up(norm(x)))."""
-    inner = step.buffers["inner"]
-    after = step.ops.gate_up(inner, step.x, bound.norm, bound.gate_up, step.eps)
-    step.ops.project_residual(step.x, inner, bound.down, None, step.residual_scale, after)
+    inner, is_prefill = step.buffers["inner"], step.rows.is_prefill
+    after = step.ops.gate_up(inner, step.x, bound.norm, bound.gate_up, step.eps, is_prefill=is_prefill)
+    step.ops.project_residual(step.x, inner, bound.down, None, step.residual_scale, after, is_prefill=is_prefill)

@@ -1,0 +1,52 @@
+"""Prompts whose keys, values and logits must have the same bits however they are cut, reused and accompanied."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from cpmrt import LLM, SamplingParams
+from cpmrt.executor import TokenLogprobs
+
+Answer = tuple[tuple[int, ...], tuple[TokenLogprobs, ...]]
+Open = Callable[..., LLM]
+SAMPLED = SamplingParams(max_new_tokens=12, temperature=0.8, seed=5, logprobs=2, ignore_eos=True)
+
+
+def text(num_tokens: int, seed: int, vocab: int) -> list[int]:
+    """Random tokens."""
+    ids: list[int] = np.random.default_rng(seed).integers(1, vocab, num_tokens).tolist()
+    return ids
+
+
+def answer(llm: LLM, prompt: Sequence[int], params: SamplingParams = SAMPLED) -> Answer:
+    """The tokens of an answer and their log-probabilities, to the last bit."""
+    out = llm.generate(prompt, params)
+    return out.token_ids, out.logprobs
+
+
+def logits_of(open_llm: Open, prompt: Sequence[int], **settings: Any) -> np.ndarray[Any, Any]:
+    with open_llm(**settings) as llm:
+        return llm.logits(prompt)
+
+
+def reused_answers(open_llm: Open, prompt: Sequence[int], depths: Sequence[int], **settings: Any) -> list[Answer]:
+    """Answers to a prompt of which so many tokens were in the cache; each depth is computed from an empty cache."""
+    answers = []
+    for depth in depths:
+        with open_llm(**settings) as llm:
+            if depth:
+                llm.generate([*prompt[:depth], 1], SamplingParams(max_new_tokens=1))
+            out = llm.generate(prompt, SAMPLED)
+            assert out.stats.cached_tokens == depth // 64 * 64
+            answers.append((out.token_ids, out.logprobs))
+    return answers
+
+
+def accompanied(open_llm: Open, prompts: Sequence[Sequence[int]], **settings: Any) -> list[Answer]:
+    """Answers of prompts that run together."""
+    with open_llm(max_sequences=len(prompts), **settings) as llm:
+        outs = [stream.finish() for stream in [llm.stream(prompt, SAMPLED) for prompt in prompts]]
+    return [(out.token_ids, out.logprobs) for out in outs]
