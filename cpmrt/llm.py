@@ -44,8 +44,9 @@ class LLM:
     "float32". `max_context` in tokens and `memory_budget` in bytes (or such as "8GiB") bound the memory plan (None: the
     model's own context, what is free). `lm_head_bits` 8 or 4 rounds the output head to that many bits.
     `kv_dtype="fp8"` keeps keys and values in 8 bits (`ops.fp8_pages`); not with a draft.
-    `prefix_cache` (`engine.prefix_cache`) spares a prompt what an earlier one, or its answer, has computed already;
-    the bits that a prefill rounds off may then differ, as they do between values of `prefill_chunk`.
+    `prefix_cache` spares a prompt what an earlier one that began alike has computed already, and changes no bit.
+    "fast" reuses what decode steps have written too, so that the next turn of a chat computes only its new part; a
+    prefill would round that a little differently.
 
     `draft` makes decoding faster and changes no token: a folder or hub id of an EAGLE draft or of a smaller model with
     the same tokenizer, the name of a folder within the model's own, or "lookup", which needs no model. `speculate`:
@@ -82,7 +83,7 @@ class LLM:
         dependent_launch: bool = True,
         steps_per_launch: int = 1,
         lm_head_bits: int | None = None,
-        prefix_cache: bool = True,
+        prefix_cache: bool | str = True,
         kv_dtype: str = "auto",
         draft: str | Path | None = None,
         speculate: str | Mapping[str, Any] = "auto",

@@ -12,7 +12,7 @@ from typing import Any, NoReturn, Protocol
 
 from cpmrt.bench.shapes import gptq_config
 from cpmrt.config import EngineConfig, SamplingParams, SparseSetting
-from cpmrt.config.engine import parse_bytes
+from cpmrt.config.engine import KEEP_ANSWERS, parse_bytes
 from cpmrt.config.quantization import GROUP_SIZES
 from cpmrt.errors import ConfigError
 
@@ -112,6 +112,13 @@ def _token_limit(text: str) -> int | None:
         raise argparse.ArgumentTypeError(f"expected a number of tokens, or none, got {text[:100]!r}") from None
 
 
+def _prefix_cache(text: str) -> bool | str:
+    values: dict[str, bool | str] = {"on": True, "off": False, KEEP_ANSWERS: KEEP_ANSWERS}
+    if text not in values:
+        raise argparse.ArgumentTypeError(f"expected on, fast or off, got {text[:100]!r}")
+    return values[text]
+
+
 def _vocab(text: str) -> int | str:
     return int(text) if text.isascii() and text.isdigit() else text
 
@@ -127,9 +134,13 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "help": "sparse attention: auto (as config.json says), off, or a JSON object of its fields "
         "(default: %(default)s)",
     },
+    "--prefix-cache": {
+        "type": _prefix_cache, "default": True, "metavar": "on|fast|off",
+        "help": "reuse what an earlier prompt that began alike has computed (default: on); fast: what its answer has "
+        "too, though a prefill would round it a little differently",
+    },
     "--no-prefix-cache": {
-        "dest": "prefix_cache", "action": "store_false",
-        "help": "compute every prompt whole, also where an earlier one began alike",
+        "dest": "prefix_cache", "action": "store_false", "help": "the same as --prefix-cache off",
     },
     "--weight-bits": {
         "type": int, "choices": (4, 16), "metavar": "BITS",
@@ -253,7 +264,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model")
     add_model_source(group)
     add_engine_options(group, *MODEL_FIELDS)
-    add_options(group, "--hf-overrides", "--sparse", "--no-prefix-cache")
+    add_options(group, "--hf-overrides", "--sparse", "--prefix-cache", "--no-prefix-cache")
     add_draft_options(parser)
 
 

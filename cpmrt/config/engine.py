@@ -10,6 +10,8 @@ from cpmrt.dtypes import DType
 from cpmrt.errors import ConfigError, quoted
 
 FP8 = "fp8"
+KEEP_ANSWERS = "fast"
+"""The value of `EngineConfig.prefix_cache` that keeps what decode steps have written."""
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _UNITS |= {"K": 2**10, "M": 2**20, "G": 2**30}
 
@@ -33,8 +35,9 @@ class EngineConfig:
     `steps_per_launch` equal decode steps are one launch of a graph that loops, where so many are wanted and nothing
     comes between them; twice as many are then submitted before their results are read, which a new request has to wait
     for. None of it changes a bit of the output. `lm_head_bits` 8 or 4 rounds the output head to that many bits while it
-    is loaded (None: it stays as it is). `prefix_cache` keeps the KV pages of ended sequences, as far as nothing needs
-    their room, for later prompts that begin alike. `speculation` says how the model in `draft` (a folder, a hub id or a
+    is loaded (None: it stays as it is). `prefix_cache` keeps the KV pages of prompts, as far as nothing needs their
+    room, for later prompts that begin alike; "fast" keeps those of answers too, whose bits differ a little from those
+    that a prefill of the same text makes. `speculation` says how the model in `draft` (a folder, a hub id or a
     folder within the model's own; None for the method lookup) is put to use. `kv_dtype` "fp8" keeps keys and values in
     8 bits (e4m3, a scale for each page and head) instead of in `dtype` ("auto").
     """
@@ -51,7 +54,7 @@ class EngineConfig:
     dependent_launch: bool = True
     steps_per_launch: int = 1
     lm_head_bits: int | None = None
-    prefix_cache: bool = True
+    prefix_cache: bool | str = True
     draft: str | None = None
     speculation: SpeculationConfig | None = None
     kv_dtype: str = "auto"
@@ -60,6 +63,7 @@ class EngineConfig:
         _one_of("executor", self.executor, ("auto", "cuda", "reference"))
         _one_of("load_format", self.load_format, ("auto", "safetensors", "dummy"))
         _one_of("kv_dtype", self.kv_dtype, ("auto", FP8))
+        _one_of("prefix_cache", self.prefix_cache, (True, False, KEEP_ANSWERS))
         if self.dtype != "auto":
             DType.parse(self.dtype)
         if self.lm_head_bits not in (None, 4, 8) or isinstance(self.lm_head_bits, float):
@@ -102,6 +106,6 @@ class EngineConfig:
         return DType.parse(self.dtype) if self.dtype != "auto" else checkpoint_dtype or DType.BFLOAT16
 
 
-def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ConfigError(name, expected=" | ".join(allowed), actual=quoted(value))
+def _one_of(name: str, value: object, allowed: tuple[str | bool, ...]) -> None:
+    if not any(value is one or (isinstance(value, str) and value == one) for one in allowed):
+        raise ConfigError(name, expected=" | ".join(map(str, allowed)), actual=quoted(value))

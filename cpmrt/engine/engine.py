@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import NamedTuple
 
+from cpmrt.config.engine import KEEP_ANSWERS
 from cpmrt.engine import transitions
 from cpmrt.engine.prefix_cache import HeldPages, PrefixCache
 from cpmrt.engine.sequence import Phase, Request, Sequence
@@ -49,7 +50,8 @@ class Engine:
 
     Prompts and loans wait in arrival order for a slot. While one is prefilled, a decode step of the running sequences
     follows each chunk, so that no stream stalls behind a long prompt. `listener` is called with every step and its
-    result. With `prefix_cache` False every prompt is computed whole.
+    result. With `prefix_cache` False every prompt is computed whole; with KEEP_ANSWERS what decode steps have written
+    is reused too, whose bits are not those of a prefill.
 
     Where the executor drafts, a sequence that decodes alone takes Speculate steps. With `adaptive`, and if the executor
     knows what its steps cost, `speculation.DraftPolicy` chooses their shape, or plain steps; otherwise all have the
@@ -61,12 +63,12 @@ class Engine:
         executor: Executor,
         listener: StepListener | None = None,
         *,
-        prefix_cache: bool = True,
+        prefix_cache: bool | str = True,
         adaptive: bool = True,
     ):
         self.executor, self.limits = executor, executor.limits
         self.listener = listener
-        self._uses_cache = prefix_cache
+        self._uses_cache, self._keeps_answers = bool(prefix_cache), prefix_cache == KEEP_ANSWERS
         self.adaptive = adaptive
         self._policy: DraftPolicy | None = None
         """The policy of the sequence that was admitted last."""
@@ -343,7 +345,8 @@ class Engine:
     def _resume(self, seq: Sequence) -> None:
         """Have a paused sequence go on, before all that wait, with a prefill of what it has so far.
 
-        The prefix cache makes that cheap: only the last page is computed again.
+        The prefix cache has the pages of its prompt, and with KEEP_ANSWERS what was decoded too, which is otherwise
+        computed again.
         """
         self._release(seq)
         gained = transitions.resume(seq)
@@ -354,7 +357,7 @@ class Engine:
             self._decoding = ()  # it may get another slot
 
     def _release(self, seq: Sequence) -> None:
-        """Submit the release of a sequence's slot, and keep its full pages for other sequences.
+        """Submit the release of a sequence's slot. The cache has its prompt's full pages, and may take its answer's.
 
         Steps still in flight run before the release, so slot and pages may be reused at once. They write only behind
         `num_written`, so never to a page that is kept.
@@ -363,7 +366,7 @@ class Engine:
         self._guarded(Release(seq.slot), (), ())
         self._free_slots.append(seq.slot)
         if self.cache and seq.pages:
-            if seq.failure is None:
+            if self._keeps_answers and seq.failure is None:
                 self.cache.keep(seq.pages, (*seq.request.prompt_ids, *seq.token_ids), seq.num_written)
             self.cache.release(seq.pages)
             seq.pages = None

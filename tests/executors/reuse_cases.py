@@ -42,5 +42,7 @@ def num_prefilled(log: list[tuple[Step, Any]]) -> int:
     return sum(len(step.token_ids) for step, _ in log if isinstance(step, Prefill))
 
 
-BRANCHING_CACHED = [0, 128, 128, 64, 64, 0, 128]
-"""Pages are 64 tokens, and the last token of an answer is not written."""
+BRANCHING_CACHED = [0, 64, 128, 64, 64, 0, 128]
+"""Pages are 64 tokens, and the last token of a prompt is computed in any case."""
+BRANCHING_CACHED_FAST = [0, 128, 128, 64, 64, 0, 128]
+"""Where pages of answers are kept too."""

@@ -1,4 +1,4 @@
-"""The prefix cache on a GPU. With chunks of 64 tokens or fewer the rows' results do not depend on chunk borders."""
+"""The prefix cache on a GPU."""
 
 from dataclasses import replace
 
@@ -7,6 +7,7 @@ import pytest
 from executors.cuda_models import BASE, ROWS, write_model
 from executors.reuse_cases import (
     BRANCHING_CACHED,
+    BRANCHING_CACHED_FAST,
     GREEDY,
     PENALISED,
     SAMPLED,
@@ -43,7 +44,7 @@ def whole(checkpoint):
     return texts(outs)
 
 
-@pytest.mark.parametrize("settings", [{}, {"cuda_graphs": False}], ids=["graphs", "eager"])
+@pytest.mark.parametrize("settings", [{}, {"cuda_graphs": False}, {"prefill_chunk": 33}], ids=str)
 def test_branching_conversations_bit_by_bit(checkpoint, whole, settings):
     log = []
     with open_llm(checkpoint, on_step=lambda *record: log.append(record), **settings) as llm:
@@ -90,9 +91,10 @@ def test_scoring_writes_to_no_page_of_others(checkpoint, whole):
         np.testing.assert_array_equal(llm.score((START * 3)[:256]), scores)
 
 
-def test_long_chunks_reuse_too(checkpoint):
-    """Other chunk borders round differently, and no more than that."""
-    with open_llm(checkpoint, prefill_chunk=512) as llm:
+def test_pages_of_answers_round_differently_and_no_more_than_that(checkpoint):
+    with open_llm(checkpoint, prefix_cache="fast") as llm:
+        assert cached(branching(llm)) == BRANCHING_CACHED_FAST
+    with open_llm(checkpoint, prefill_chunk=512, prefix_cache="fast") as llm:
         prompt = [*START, *llm.generate(START, GREEDY).token_ids, 40]
         out = llm.generate(prompt, replace(GREEDY, max_new_tokens=1, logprobs=1))
         assert out.stats.cached_tokens == 128

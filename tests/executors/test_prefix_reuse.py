@@ -3,6 +3,7 @@
 import pytest
 from executors.reuse_cases import (
     BRANCHING_CACHED,
+    BRANCHING_CACHED_FAST,
     GREEDY,
     PENALISED,
     SAMPLED,
@@ -49,10 +50,11 @@ def test_branching_conversations_in_fp8(checkpoint, chunk):
 
 
 @pytest.mark.parametrize("chunk", [33, 512])
-def test_branching_conversations(checkpoint, whole, chunk):
-    with open_llm(checkpoint, prefill_chunk=chunk) as llm:
+@pytest.mark.parametrize(("reuse", "expected"), [(True, BRANCHING_CACHED), ("fast", BRANCHING_CACHED_FAST)])
+def test_branching_conversations(checkpoint, whole, chunk, reuse, expected):
+    with open_llm(checkpoint, prefill_chunk=chunk, prefix_cache=reuse) as llm:
         outs = branching(llm)
-        assert texts(outs) == whole and cached(outs) == BRANCHING_CACHED
+        assert texts(outs) == whole and cached(outs) == expected
         assert llm.engine.cache.pool.num_held == 0
 
 
@@ -76,16 +78,18 @@ def test_streams_together_share_pages(checkpoint):
     assert texts(outs) == alone and cached(outs) == [64] * 6
 
 
-def test_the_second_turn_of_a_chat_prefills_only_what_is_new(checkpoint):
+@pytest.mark.parametrize("reuse", [True, "fast"])
+def test_the_second_turn_of_a_chat_prefills_what_is_new_and_the_answer_unless_that_is_reused(checkpoint, reuse):
     log = []
     ask = [{"role": "user", "content": "What are pages of sixty-four tokens good for? " * 2}]
-    with open_llm(checkpoint, on_step=lambda *record: log.append(record)) as llm:
+    with open_llm(checkpoint, on_step=lambda *record: log.append(record), prefix_cache=reuse) as llm:
         first = llm.chat(ask, GREEDY)
         prompt = [*llm.chat_prompt(ask), *first.token_ids, *llm.tokenizer.encode("[user]And then?[bot]")]
         log.clear()
         second = llm.generate(prompt, GREEDY)
-    reused = (first.stats.prompt_tokens + len(first.token_ids) - 1) // 64 * 64
-    assert second.stats.cached_tokens == reused == 128
+    written = len(first.token_ids) - 1 if reuse == "fast" else 0
+    reused = (first.stats.prompt_tokens + written) // 64 * 64
+    assert second.stats.cached_tokens == reused == (128 if reuse == "fast" else 64)
     assert num_prefilled(log) == len(prompt) - reused
 
 

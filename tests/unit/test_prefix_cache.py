@@ -123,19 +123,22 @@ def test_every_sequence_gets_its_own_text_under_pressure(limits, wanted):
         executor.run_one()
 
 
-def test_the_next_turn_prefills_only_what_is_new():
+@pytest.mark.parametrize(("reuse", "cached"), [("fast", 16), (True, 8)])
+def test_the_next_turn_prefills_what_is_new_and_the_answer_unless_that_is_kept(reuse, cached):
     executor = PagedExecutor(paged_limits(prefill_chunk=16))
-    engine = Engine(executor)
+    engine = Engine(executor, prefix_cache=reuse)
     first = engine.add(ask(range(10), new=7))
     conversation = [*range(10), *tokens_of(engine, first), 30, 31, 32]
     executor.steps.clear()
     second = engine.add(ask(conversation, new=3))
     assert tokens_of(engine, second) == plain_continuation(conversation, 0, 3, set())
-    # 16 of the 17 tokens of the first turn are written: the last one was never computed with.
-    assert [(step.position, len(step.token_ids)) for step in executor.steps if isinstance(step, Prefill)] == [(16, 4)]
+    # 16 of the 17 tokens of the first turn are written: the last one was never computed with. 10 are its prompt.
+    new = 20 - cached
+    chunks = [(step.position, len(step.token_ids)) for step in executor.steps if isinstance(step, Prefill)]
+    assert chunks == [(cached, new)]
     stats = second.stats
-    assert (stats.cached_tokens, stats.prompt_tokens) == (16, 20)
-    assert stats.prefill_tokens_per_s == pytest.approx(4 / stats.prefill_s)
+    assert (stats.cached_tokens, stats.prompt_tokens) == (cached, 20)
+    assert stats.prefill_tokens_per_s == pytest.approx(new / stats.prefill_s)
 
 
 @pytest.mark.parametrize(("length", "cached"), [(4, 0), (5, 4), (8, 4), (9, 8), (10, 8)])
@@ -234,11 +237,20 @@ def test_without_the_cache_every_prompt_is_computed():
     assert (engine.cache.pool.num_held, engine.cache.pool.num_cached) == (0, 0)
 
 
-@pytest.mark.parametrize(("options", "is_on"), [([], True), (["--no-prefix-cache"], False)])
-def test_the_option_of_the_command_line(options, is_on):
+@pytest.mark.parametrize(
+    ("options", "value"),
+    [
+        ([], True),
+        (["--no-prefix-cache"], False),
+        (["--prefix-cache", "off"], False),
+        (["--prefix-cache", "on"], True),
+        (["--prefix-cache", "fast"], "fast"),
+    ],
+)
+def test_the_option_of_the_command_line(options, value):
     parser = Parser()
     add_model_options(parser)
-    assert llm_arguments(parser.parse_args(options))["prefix_cache"] is is_on
+    assert llm_arguments(parser.parse_args(options))["prefix_cache"] == value
 
 
 def test_fixed_tables_reuse_nothing():
