@@ -14,6 +14,7 @@ from typing import Any
 
 from cpmrt.bench import views
 from cpmrt.bench.measure import Case
+from cpmrt.bench.repeatability import TEMPERATURES, ask_again
 from cpmrt.bench.run import run_benchmark
 from cpmrt.bench.shapes import SHAPES, shape_config, shape_folder
 from cpmrt.bench.views import check_can_plot, plot
@@ -21,10 +22,12 @@ from cpmrt.cli import arguments as options
 from cpmrt.cli.output import note, printable, write, write_table
 from cpmrt.config import SamplingParams
 from cpmrt.errors import ConfigError, CpmrtError
+from cpmrt.llm import LLM
 from cpmrt.weights.model_folder import BUNDLED
 
 _PREFILL_CHUNK = 2048
 _CONTEXT_NEW = 64
+_NUM_PROMPTS, _TOGETHER = 200, 8
 _POSITIVE = options.integer(1, 2**31 - 1)
 
 
@@ -44,6 +47,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--temperature", type=_temperature, default=0.0, metavar="T",
         help="sample, so that no text repeats itself by chance (default: 0, greedy)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--repeatability", type=_POSITIVE, nargs="?", const=_NUM_PROMPTS, metavar="N",
+        help="instead of times: ask N prompts again, alone and together, and count answers that differ "
+        "(default: %(const)s)",
     )  # fmt: skip
     parser.add_argument("--startup", action="store_true", help="also time a fresh process to its first token")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured")
@@ -79,6 +87,9 @@ def run(args: argparse.Namespace) -> int:
         if args.shape:
             settings |= {"model": stack.enter_context(shape_folder(args.shape, changes)), "load_format": "dummy"}
             settings["hf_overrides"] = _long_enough(args.shape, cases) | (settings["hf_overrides"] or {})
+        if args.repeatability:
+            settings["max_sequences"] = args.max_sequences or _TOGETHER
+            return _repeatability(settings, args.repeatability)
         report = run_benchmark(
             args.shape or args.model or str(BUNDLED), settings, cases, repeats=args.repeats,
             temperature=args.temperature, times_startup=args.startup,
@@ -91,6 +102,18 @@ def run(args: argparse.Namespace) -> int:
     if args.plot:
         plot(report, args.plot)
     return 0
+
+
+def _repeatability(settings: dict[str, Any], num_prompts: int) -> int:
+    """Return 1 if any answer differs."""
+    with LLM(**settings) as llm:
+        counts = [ask_again(llm, num_prompts, temperature) for temperature in TEMPERATURES]
+    rows = [
+        (f"{count.temperature:g}", f"{count.again} of {num_prompts}", f"{count.together} of {num_prompts}")
+        for count in counts
+    ]
+    write_table(rows, ("temperature", "differ when asked again", f"differ {settings['max_sequences']} at a time"))
+    return int(any(count.again or count.together for count in counts))
 
 
 def printable_lines(text: str) -> str:
