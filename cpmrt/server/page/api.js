@@ -22,7 +22,11 @@ async function send(path, options) {
   }
   if (response.ok) return response;
   const told = (await response.json().catch(() => null))?.error;
-  throw new ServerError(told?.message ?? `The server answers with status ${response.status}.`, told?.code ?? null, response.status);
+  throw new ServerError(
+    told?.message ?? `The server answers with status ${response.status}.`,
+    told?.code ?? null,
+    response.status,
+  );
 }
 
 /** Return the entry of the model that is served. */
@@ -33,7 +37,9 @@ export async function fetchModel(key) {
 /** Yield the events of a streamed answer to `body`. */
 export async function* streamChat(body, key, signal) {
   const response = await send("v1/chat/completions", {
-    method: "POST", headers: headers(key), signal,
+    method: "POST",
+    headers: headers(key),
+    signal,
     body: JSON.stringify({ ...body, stream: true, stream_options: { include_usage: true } }),
   });
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();

@@ -67,16 +67,28 @@ const sidebar = new Sidebar(byId("conversations"), {
     toast.show("The conversation is deleted.", { label: "Undo", run: putBack });
   },
 });
-const composer = new Composer({ form: byId("ask"), box: byId("question"), send: byId("send"), stop: byId("stop") }, {
-  ask: text => chat.ask(text),
-  stop: () => chat.stop(),
-  editLast: () => [...document.querySelectorAll(".message.user .edit")].at(-1)?.click(),
-});
+const composer = new Composer(
+  { form: byId("ask"), box: byId("question"), send: byId("send"), stop: byId("stop") },
+  {
+    ask: text => chat.ask(text),
+    stop: () => chat.stop(),
+    editLast: () => [...document.querySelectorAll(".message.user .edit")].at(-1)?.click(),
+  },
+);
 const chat = new Chat({ store, settings, view, channel: new BroadcastChannel("cpmrt") });
-const dialog = new SettingsDialog({
-  dialog: byId("settings"), form: byId("settings-form"), numbers: byId("numbers"), system: byId("system"),
-  thinking: byId("thinking"), key: byId("key"), reset: byId("reset"),
-}, settings, { onChange: system => chat.setSystem(system), onKey: loadModel });
+const dialog = new SettingsDialog(
+  {
+    dialog: byId("settings"),
+    form: byId("settings-form"),
+    numbers: byId("numbers"),
+    system: byId("system"),
+    thinking: byId("thinking"),
+    key: byId("key"),
+    reset: byId("reset"),
+  },
+  settings,
+  { onChange: system => chat.setSystem(system), onKey: loadModel },
+);
 
 /** Let screen readers say something once. What is written piece by piece is not read piece by piece. */
 function announce(text) {

@@ -41,7 +41,8 @@ export class Chat {
   }
 
   ask(text) {
-    const { conversation } = this, last = conversation.path().at(-1) ?? null;
+    const { conversation } = this,
+      last = conversation.path().at(-1) ?? null;
     this.#answer(conversation.add(last, "user", text));
   }
 
@@ -70,7 +71,9 @@ export class Chat {
   }
 
   async rename(id, title) {
-    await this.#change(id, conversation => { conversation.title = title; });
+    await this.#change(id, conversation => {
+      conversation.title = title;
+    });
   }
 
   async remove(id) {
@@ -97,7 +100,9 @@ export class Chat {
     saveFile(records, "conversations");
   }
 
-  /** Read a file of conversations; returns how many there were. Throws an Error that says what is wrong with the file. */
+  /**
+   * Read a file of conversations; returns how many there were. Throws an Error that says what is wrong with the file.
+   */
   async load(file) {
     const records = readFile(await file.text());
     for (const record of records) await this.store.put(record);
@@ -112,7 +117,8 @@ export class Chat {
   }
 
   async #answer(question) {
-    const { conversation, settings } = this, answer = conversation.add(question, "assistant", "");
+    const { conversation, settings } = this,
+      answer = conversation.add(question, "assistant", "");
     const fields = settings.fields();
     if (fields.max_tokens) answer.lengthLimit = fields.max_tokens;
     const request = { fields, key: settings.key, contextLength: this.model?.max_model_len };

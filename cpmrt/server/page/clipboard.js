@@ -29,7 +29,11 @@ function copySelected(text) {
 
 /** Return a button that copies what `text()` returns when it is pressed. */
 export function copyButton(label, text) {
-  const button = element("button", { type: "button", class: "icon-button copy", "aria-label": label, title: label }, icon("copy"));
+  const button = element(
+    "button",
+    { type: "button", class: "icon-button copy", "aria-label": label, title: label },
+    icon("copy"),
+  );
   button.addEventListener("click", async () => {
     const isCopied = await copyText(text());
     button.replaceChildren(icon(isCopied ? "check" : "cross"));

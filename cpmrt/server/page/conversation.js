@@ -7,10 +7,18 @@ export function newId() {
 
 export class Conversation {
   /**
-   * `messages` are `{id, parent, role, content}`, parents first; answers may have `thoughts`, `finish`, `problem`, `leftOut`
-   * and `speed`. `leaf` is the id of the last message of the branch that is shown.
+   * `messages` are `{id, parent, role, content}`, parents first; answers may have `thoughts`, `finish`, `problem`,
+   * `leftOut` and `speed`. `leaf` is the id of the last message of the branch that is shown.
    */
-  constructor({ id = newId(), title = "", created = Date.now(), updated = created, system = "", leaf = null, messages = [] } = {}) {
+  constructor({
+    id = newId(),
+    title = "",
+    created = Date.now(),
+    updated = created,
+    system = "",
+    leaf = null,
+    messages = [],
+  } = {}) {
     Object.assign(this, { id, title, created, updated, system, leaf, messages: [...messages] });
   }
 
@@ -24,7 +32,8 @@ export class Conversation {
   }
 
   pathTo(message) {
-    const path = [], byId = new Map(this.messages.map(each => [each.id, each]));
+    const path = [],
+      byId = new Map(this.messages.map(each => [each.id, each]));
     for (; message; message = byId.get(message.parent)) path.unshift(message);
     return path;
   }

@@ -23,7 +23,8 @@ export function element(name, properties = {}, ...children) {
 
 /** Return a picture out of the symbols in index.html. */
 export function icon(name) {
-  const svg = document.createElementNS(SVG, "svg"), use = document.createElementNS(SVG, "use");
+  const svg = document.createElementNS(SVG, "svg"),
+    use = document.createElementNS(SVG, "use");
   svg.setAttribute("class", "icon");
   svg.setAttribute("aria-hidden", "true");
   use.setAttribute("href", `#icon-${name}`);
@@ -33,6 +34,9 @@ export function icon(name) {
 
 /** Return a button that shows a picture; `label` is its name for a tooltip and for screen readers. */
 export function iconButton(name, label, onclick, properties = {}) {
-  return element("button", { type: "button", class: "icon-button", "aria-label": label, title: label, onclick, ...properties },
-                 icon(name));
+  return element(
+    "button",
+    { type: "button", class: "icon-button", "aria-label": label, title: label, onclick, ...properties },
+    icon(name),
+  );
 }

@@ -35,7 +35,8 @@ export class Generation {
   }
 
   async #writeWhatFits() {
-    const { answer, path, system, request } = this, turns = turnsOf(path);
+    const { answer, path, system, request } = this,
+      turns = turnsOf(path);
     const { contextLength, fields } = request;
     answer.leftOut = turnsToLeaveOut({ path, system, contextLength, maxTokens: fields.max_tokens });
     for (;;) {
@@ -49,8 +50,12 @@ export class Generation {
   }
 
   async #write(messages) {
-    const { request, abort, answer } = this, begun = performance.now();
-    let first = 0, last = 0, pieces = 0, usage = null;
+    const { request, abort, answer } = this,
+      begun = performance.now();
+    let first = 0,
+      last = 0,
+      pieces = 0,
+      usage = null;
     try {
       for await (const event of streamChat({ ...request.fields, messages }, request.key, abort.signal)) {
         usage = event.usage ?? usage;

@@ -58,5 +58,7 @@ function read(storage, place) {
 function write(storage, place, value) {
   try {
     storage.setItem(place, JSON.stringify(value));
-  } catch { /* a browser without storage: what is set lasts as long as the page */ }
+  } catch {
+    /* a browser without storage: what is set lasts as long as the page */
+  }
 }

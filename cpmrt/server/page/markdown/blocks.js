@@ -54,7 +54,9 @@ function grow(block, old, env) {
 }
 
 function formula(block) {
-  return block.isClosed ? mathElement(block.text, true) : element("div", { class: "math display" }, element("code", { text: block.text }));
+  return block.isClosed
+    ? mathElement(block.text, true)
+    : element("div", { class: "math display" }, element("code", { text: block.text }));
 }
 
 function container(block) {
@@ -68,7 +70,7 @@ function scrolled(table) {
 
 /** Headings within lists and quotes have no place in the outline. */
 function tagOf(block) {
-  return block.kind === "heading" ? block.heading ?? "p" : block.tag || "p";
+  return block.kind === "heading" ? (block.heading ?? "p") : block.tag || "p";
 }
 
 function classOf(block) {

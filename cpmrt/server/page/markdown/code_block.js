@@ -12,9 +12,18 @@ export class CodeBlock {
     const name = info.trim().split(/\s/)[0];
     this.language = languageOf(info);
     this.code = element("code");
-    const head = element("div", { class: "code-head" }, element("span", { text: name }), copyButton("Copy code", () => this.text));
+    const head = element(
+      "div",
+      { class: "code-head" },
+      element("span", { text: name }),
+      copyButton("Copy code", () => this.text),
+    );
     // The keyboard scrolls what it can reach.
-    const pre = element("pre", { tabindex: "0", role: "group", "aria-label": name ? `${name} code` : "Code" }, this.code);
+    const pre = element(
+      "pre",
+      { tabindex: "0", role: "group", "aria-label": name ? `${name} code` : "Code" },
+      this.code,
+    );
     this.dom = element("div", { class: "code-block" }, head, pre);
     this.#clear();
   }
@@ -57,7 +66,7 @@ export class CodeBlock {
       return null;
     }
     const { parts, open } = highlightLine(line, this.language, this.open);
-    box.append(...parts.map(([kind, text]) => kind ? element("span", { class: `code-${kind}`, text }) : text));
+    box.append(...parts.map(([kind, text]) => (kind ? element("span", { class: `code-${kind}`, text }) : text)));
     return open;
   }
 }

@@ -11,15 +11,18 @@ function scannerOf(language) {
   if (scanners.has(language)) return scanners.get(language);
   const openings = pairs => (pairs ?? []).map(([opening]) => escaped(opening)).join("|") || "(?!)";
   const quoted = [...(language.quotes ?? `"'`)].map(q => `${q}(?:\\\\.|[^${q}\\\\])*${q}?`).join("|");
-  const scanner = new RegExp([
-    `(?<comment>(?:${(language.line ?? []).map(escaped).join("|") || "(?!)"}).*)`,
-    `(?<block>${openings(language.block)})`,
-    `(?<long>${openings(language.long)})`,
-    `(?<directive>${language.directive?.source ?? "(?!)"})`,
-    `(?<string>${quoted})`,
-    "(?<number>\\b(?:0[xXbBoO][\\da-fA-F_]+|\\d[\\d_]*(?:\\.\\d+)?(?:[eE][+-]?\\d+)?)\\w*)",
-    "(?<word>[\\p{L}_$][\\p{L}\\d_$]*)",
-  ].join("|"), "gu");
+  const scanner = new RegExp(
+    [
+      `(?<comment>(?:${(language.line ?? []).map(escaped).join("|") || "(?!)"}).*)`,
+      `(?<block>${openings(language.block)})`,
+      `(?<long>${openings(language.long)})`,
+      `(?<directive>${language.directive?.source ?? "(?!)"})`,
+      `(?<string>${quoted})`,
+      "(?<number>\\b(?:0[xXbBoO][\\da-fA-F_]+|\\d[\\d_]*(?:\\.\\d+)?(?:[eE][+-]?\\d+)?)\\w*)",
+      "(?<word>[\\p{L}_$][\\p{L}\\d_$]*)",
+    ].join("|"),
+    "gu",
+  );
   scanners.set(language, scanner);
   return scanner;
 }
@@ -32,14 +35,18 @@ function kindOfWord(word, line, end, language) {
 }
 
 /**
- * Split a line of code into parts `[kind or null, text]`. `open` is null, or what an earlier line began and this one goes on
- * with: `{kind, closing}`. Returns the parts and what is open behind the line.
+ * Split a line of code into parts `[kind or null, text]`. `open` is null, or what an earlier line began and this one
+ * goes on with: `{kind, closing}`. Returns the parts and what is open behind the line.
  */
 export function highlightLine(line, language, open) {
   if (line.length > LONGEST_LINE) return { parts: [[null, line]], open };
-  const parts = [], scanner = scannerOf(language);
+  const parts = [],
+    scanner = scannerOf(language);
   let at = 0;
-  const add = (kind, end) => { if (end > at) parts.push([kind, line.slice(at, end)]); at = Math.max(at, end); };
+  const add = (kind, end) => {
+    if (end > at) parts.push([kind, line.slice(at, end)]);
+    at = Math.max(at, end);
+  };
   for (;;) {
     if (open) {
       const end = line.indexOf(open.closing, at);
@@ -51,14 +58,19 @@ export function highlightLine(line, language, open) {
     const found = scanner.exec(line);
     if (!found) break;
     add(null, found.index);
-    const { groups } = found, end = scanner.lastIndex;
+    const { groups } = found,
+      end = scanner.lastIndex;
     if (groups.block || groups.long) {
       const pairs = groups.block ? language.block : language.long;
       open = { kind: groups.block ? "comment" : "string", closing: pairs.find(([opening]) => opening === found[0])[1] };
       parts.push([open.kind, found[0]]);
       at = end;
     } else if (groups.word) add(kindOfWord(groups.word, line, end, language), end);
-    else add(Object.keys(groups).find(kind => groups[kind] !== undefined), end);
+    else
+      add(
+        Object.keys(groups).find(kind => groups[kind] !== undefined),
+        end,
+      );
   }
   add(null, line.length);
   return { parts, open };

@@ -19,7 +19,8 @@ export function showInline(box, text, before, env) {
 }
 
 function inlineNodes(text, env) {
-  const top = { nodes: [] }, path = [top];
+  const top = { nodes: [] },
+    path = [top];
   const add = node => (path.at(-1).element ? path.at(-1).element.append(node) : top.nodes.push(node));
   for (const token of parseInline(text, env)) {
     if (token.nesting < 0) {
@@ -47,12 +48,18 @@ function link(href, title) {
 
 function leaf(token) {
   switch (token.type) {
-    case "code_inline": return element("code", { text: token.content });
-    case "math": return mathElement(token.content, token.meta.isDisplay);
-    case "hardbreak": return element("br");
-    case "softbreak": return "\n";
-    case "image": return image(token);
-    default: return token.content;
+    case "code_inline":
+      return element("code", { text: token.content });
+    case "math":
+      return mathElement(token.content, token.meta.isDisplay);
+    case "hardbreak":
+      return element("br");
+    case "softbreak":
+      return "\n";
+    case "image":
+      return image(token);
+    default:
+      return token.content;
   }
 }
 

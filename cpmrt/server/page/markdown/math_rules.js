@@ -1,6 +1,7 @@
-// Rules that find maths between $...$, $$...$$, \(...\) and \[...\] before Markdown reads its underscores and backslashes.
+// Rules that find maths between $...$, $$...$$, \(...\) and \[...\] before Markdown reads its underscores and
+// backslashes.
 
-const CLOSING = { "$$": "$$", "\\[": "\\]", "\\(": "\\)" };
+const CLOSING = { $$: "$$", "\\[": "\\]", "\\(": "\\)" };
 
 export function addMath(parser) {
   parser.inline.ruler.before("escape", "math", inlineMath);
@@ -23,7 +24,8 @@ function inlineMath(state, silent) {
 }
 
 function delimited(state, opening) {
-  const begin = state.pos + 2, end = closing(state, CLOSING[opening], begin);
+  const begin = state.pos + 2,
+    end = closing(state, CLOSING[opening], begin);
   const text = state.src.slice(begin, end);
   return end < 0 || !text.trim() ? null : { text, end: end + 2 };
 }
@@ -46,14 +48,16 @@ function betweenDollars(state) {
 }
 
 /**
- * Read maths that has its lines for itself. It ends with its closing mark at the end of a line; a blank line or more text
- * before that mean that it was none. At the end of the text it is still open, as more may come.
+ * Read maths that has its lines for itself. It ends with its closing mark at the end of a line; a blank line or more
+ * text before that mean that it was none. At the end of the text it is still open, as more may come.
  */
 function mathBlock(state, startLine, endLine, silent) {
-  const first = lineOf(state, startLine), mark = CLOSING[first.slice(0, 2)];
+  const first = lineOf(state, startLine),
+    mark = CLOSING[first.slice(0, 2)];
   if (!mark || first.startsWith("\\(") || state.sCount[startLine] - state.blkIndent >= 4) return false;
   const lines = [];
-  let line = startLine, isClosed = false;
+  let line = startLine,
+    isClosed = false;
   for (; line < endLine && !isClosed; line++) {
     const text = line === startLine ? first.slice(2) : lineOf(state, line);
     if ((line > startLine && !text.trim()) || state.sCount[line] < state.blkIndent) return false;

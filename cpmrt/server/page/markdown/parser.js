@@ -1,4 +1,5 @@
-// Markdown as a tree of blocks. Their text stays unparsed until it is shown, so that reading a long answer again is cheap.
+// Markdown as a tree of blocks. Their text stays unparsed until it is shown, so that reading a long answer again is
+// cheap.
 
 import MarkdownIt from "../vendor/markdown-it/markdown-it.mjs";
 import { addMath } from "./math_rules.js";
@@ -31,11 +32,12 @@ function tooDeep(state, line, end, silent) {
 
 /**
  * Return the blocks of a text: `{kind, tag, key, line, end, text, info, children}`. `line` is where a block of the top
- * level begins, `end` the line behind it, `text` is unparsed for blocks that hold words. Equal keys mean that one element can show either block.
- * `env` keeps the link definitions of a document from call to call.
+ * level begins, `end` the line behind it, `text` is unparsed for blocks that hold words. Equal keys mean that one
+ * element can show either block. `env` keeps the link definitions of a document from call to call.
  */
 export function parseBlocks(text, env) {
-  const root = { children: [] }, path = [root];
+  const root = { children: [] },
+    path = [root];
   for (const token of blocks.parse(text, env)) {
     if (token.type === "inline") path.at(-1).text = token.content;
     else if (token.nesting < 0) path.pop();
@@ -49,11 +51,21 @@ export function parseBlocks(text, env) {
 }
 
 function asBlock(token) {
-  const kind = token.type.replace(/_open$/, ""), attributes = token.attrs?.join(" ") ?? "";
+  const kind = token.type.replace(/_open$/, ""),
+    attributes = token.attrs?.join(" ") ?? "";
   return {
-    kind, tag: token.tag, key: `${kind} ${token.tag} ${token.hidden} ${attributes} ${token.info}`,
-    isTight: token.hidden, align: /text-align:(\w+)/.exec(attributes)?.[1], start: token.attrGet("start"),
-    line: token.map?.[0] ?? 0, end: token.map?.[1], text: token.content, info: token.info, isClosed: token.meta?.isClosed, children: [],
+    kind,
+    tag: token.tag,
+    key: `${kind} ${token.tag} ${token.hidden} ${attributes} ${token.info}`,
+    isTight: token.hidden,
+    align: /text-align:(\w+)/.exec(attributes)?.[1],
+    start: token.attrGet("start"),
+    line: token.map?.[0] ?? 0,
+    end: token.map?.[1],
+    text: token.content,
+    info: token.info,
+    isClosed: token.meta?.isClosed,
+    children: [],
   };
 }
 

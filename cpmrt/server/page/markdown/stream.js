@@ -12,8 +12,8 @@ export class MarkdownStream {
   constructor(root) {
     this.root = root;
     this.waiting = "";
-    this.tail = "";   // the source of the blocks that may still change
-    this.open = [];   // those blocks
+    this.tail = ""; // the source of the blocks that may still change
+    this.open = []; // those blocks
     this.env = {};
     this.outline = []; // levels of the headings above the end
   }
@@ -33,11 +33,13 @@ export class MarkdownStream {
   }
 
   #advance() {
-    const blocks = parseBlocks(this.tail, this.env), outline = [...this.outline];
+    const blocks = parseBlocks(this.tail, this.env),
+      outline = [...this.outline];
     for (const block of blocks) if (block.kind === "heading") place(block, outline);
     showBlocks(this.root, this.open, blocks, this.env);
     this.open = blocks;
-    // Lines decide where blocks begin: behind the last block that has surely begun, and in it, more text can change things.
+    // Lines decide where blocks begin: behind the last block that has surely begun, and in it, more text can change
+    // things.
     const numWhole = this.tail.split("\n").length - 1;
     const first = blocks.findLastIndex(block => hasBegun(block, numWhole));
     if (first <= 0) return;
@@ -49,7 +51,10 @@ export class MarkdownStream {
   }
 }
 
-/** Return whether no line that is still to come, or to be completed, can make another block of the first line of this one. */
+/**
+ * Return whether no line that is still to come, or to be completed, can make another block of the first line of this
+ * one.
+ */
 function hasBegun(block, numWhole) {
   if (block.kind === "math_block") return block.isClosed && block.end <= numWhole;
   return block.line + (block.kind === "table" ? 1 : 0) < numWhole;

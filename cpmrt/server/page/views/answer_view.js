@@ -13,13 +13,21 @@ export class AnswerView {
     this.foot = element("div", { class: "foot" });
     this.notes = element("div", { class: "notes" });
     this.waiting = element("div", { class: "waiting" }, element("span"), element("span"), element("span"));
-    this.dom = element("article", { class: "message assistant", "data-id": message.id },
-                       element("h2", { class: "off-screen", text: "Answer" }), this.notes, this.body, this.foot);
+    this.dom = element(
+      "article",
+      { class: "message assistant", "data-id": message.id },
+      element("h2", { class: "off-screen", text: "Answer" }),
+      this.notes,
+      this.body,
+      this.foot,
+    );
     this.text = { stream: new MarkdownStream(this.body), length: 0 };
     this.thoughts = null;
   }
 
-  /** Show a slice more of the message; returns whether more waits. `generation` writes the answer; null: it has ended. */
+  /**
+   * Show a slice more of the message; returns whether more waits. `generation` writes the answer; null: it has ended.
+   */
   draw(generation) {
     const { message } = this;
     this.dom.classList.toggle("writing", Boolean(generation));
@@ -34,13 +42,15 @@ export class AnswerView {
 
   #drawThoughts(generation) {
     if (!this.thoughts) {
-      const body = element("div", { class: "prose" }), summary = element("summary");
+      const body = element("div", { class: "prose" }),
+        summary = element("summary");
       const details = element("details", { class: "thoughts" }, summary, body);
       details.addEventListener("toggle", () => this.actions.redraw(this));
       this.thoughts = { details, summary, stream: new MarkdownStream(body), length: 0, isMore: true };
       this.dom.insertBefore(details, this.body);
     }
-    const { thoughts } = this, isThinking = Boolean(generation?.isThinking);
+    const { thoughts } = this,
+      isThinking = Boolean(generation?.isThinking);
     const label = isThinking ? "Thinking…" : "Thoughts";
     if (thoughts.summary.textContent !== label) thoughts.summary.textContent = label;
     thoughts.details.classList.toggle("thinking", isThinking);

@@ -24,10 +24,12 @@ export class MessagesView {
   /** Show the branch of a conversation; `generation` writes its last answer, or is null. */
   show(conversation, generation) {
     this.generation = generation;
-    const path = conversation.path(), known = new Map(this.views);
+    const path = conversation.path(),
+      known = new Map(this.views);
     this.views.clear();
     for (const message of path) {
-      const siblings = conversation.siblings(message), old = known.get(message.id);
+      const siblings = conversation.siblings(message),
+        old = known.get(message.id);
       const isSame = old?.message === message && old.siblings.length === siblings.length;
       this.views.set(message.id, isSame ? old : this.#viewOf(message, siblings));
     }
@@ -39,8 +41,10 @@ export class MessagesView {
   }
 
   #viewOf(message, siblings) {
-    const view = message.role === "user" ? new QuestionView(message, siblings, this.actions)
-                                         : new AnswerView(message, siblings, this.actions);
+    const view =
+      message.role === "user"
+        ? new QuestionView(message, siblings, this.actions)
+        : new AnswerView(message, siblings, this.actions);
     if (message.role === "assistant") this.redraw(view);
     return view;
   }
@@ -88,7 +92,8 @@ export class MessagesView {
 
   #drawSlice() {
     // What is read first is at the end: an opened conversation is drawn from there.
-    const view = [...this.changed].at(-1), isShown = this.views.get(view.message.id) === view;
+    const view = [...this.changed].at(-1),
+      isShown = this.views.get(view.message.id) === view;
     const generation = view.message === this.generation?.answer ? this.generation : null;
     if (!isShown || !view.draw(generation)) this.changed.delete(view);
   }

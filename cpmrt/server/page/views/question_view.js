@@ -18,13 +18,21 @@ export class QuestionView {
     this.dom.replaceChildren(
       element("h2", { class: "off-screen", text: "You asked" }),
       element("div", { class: "bubble", text: message.content }),
-      element("div", { class: "foot" }, branchSwitch(message, siblings, actions.select),
-              copyButton("Copy question", () => message.content), this.editButton),
+      element(
+        "div",
+        { class: "foot" },
+        branchSwitch(message, siblings, actions.select),
+        copyButton("Copy question", () => message.content),
+        this.editButton,
+      ),
     );
   }
 
   #edit() {
-    const box = element("textarea", { "aria-label": "Edit the question", rows: Math.min(12, this.message.content.split("\n").length + 1) });
+    const box = element("textarea", {
+      "aria-label": "Edit the question",
+      rows: Math.min(12, this.message.content.split("\n").length + 1),
+    });
     box.value = this.message.content;
     const close = () => {
       this.#show();
@@ -40,9 +48,17 @@ export class QuestionView {
     });
     this.dom.replaceChildren(
       element("h2", { class: "off-screen", text: "You asked" }),
-      element("div", { class: "editor" }, box, element("div", { class: "editor-actions" },
-        element("button", { type: "button", class: "quiet", text: "Cancel", onclick: close }),
-        element("button", { type: "button", class: "primary", text: "Ask again", onclick: send }))),
+      element(
+        "div",
+        { class: "editor" },
+        box,
+        element(
+          "div",
+          { class: "editor-actions" },
+          element("button", { type: "button", class: "quiet", text: "Cancel", onclick: close }),
+          element("button", { type: "button", class: "primary", text: "Ask again", onclick: send }),
+        ),
+      ),
     );
     box.focus();
   }

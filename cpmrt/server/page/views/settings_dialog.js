@@ -8,7 +8,14 @@ export class SettingsDialog {
   constructor({ dialog, form, numbers, system, thinking, key, reset }, settings, { onChange, onKey }) {
     Object.assign(this, { dialog, system, thinking, key, settings });
     this.boxes = Object.entries(NUMBERS).map(([name, rule]) => {
-      const box = element("input", { id: `setting-${name}`, type: "number", min: rule.min, max: rule.max, step: "any", placeholder: rule.default });
+      const box = element("input", {
+        id: `setting-${name}`,
+        type: "number",
+        min: rule.min,
+        max: rule.max,
+        step: "any",
+        placeholder: rule.default,
+      });
       numbers.append(element("label", {}, element("span", { text: rule.label }), box));
       return [name, box];
     });
@@ -20,7 +27,9 @@ export class SettingsDialog {
       for (const [, box] of this.boxes) box.value = "";
       thinking.value = "";
     });
-    dialog.addEventListener("click", event => { if (event.target === dialog) dialog.close(); });
+    dialog.addEventListener("click", event => {
+      if (event.target === dialog) dialog.close();
+    });
     dialog.addEventListener("close", () => {
       const isOtherKey = this.#read();
       onChange(this.system.value);
@@ -44,7 +53,8 @@ export class SettingsDialog {
   }
 
   #read() {
-    const { settings } = this, isOtherKey = settings.key !== this.key.value.trim();
+    const { settings } = this,
+      isOtherKey = settings.key !== this.key.value.trim();
     for (const [name, box] of this.boxes) {
       settings.numbers[name] = box.value === "" || !box.checkValidity() ? null : box.valueAsNumber;
     }

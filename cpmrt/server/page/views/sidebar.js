@@ -20,8 +20,11 @@ export class Sidebar {
       const age = ageOf(head.updated);
       groups.set(age, [...(groups.get(age) ?? []), this.#item(head, head.id === current, writing.has(head.id))]);
     }
-    this.list.replaceChildren(...[...groups].map(([age, items]) =>
-      element("section", {}, element("h2", { text: age }), element("ul", {}, ...items))));
+    this.list.replaceChildren(
+      ...[...groups].map(([age, items]) =>
+        element("section", {}, element("h2", { text: age }), element("ul", {}, ...items)),
+      ),
+    );
     if (focused) this.#itemOf(focused)?.querySelector("button")?.focus();
   }
 
@@ -30,18 +33,33 @@ export class Sidebar {
   }
 
   #item(head, isCurrent, isWriting) {
-    const { actions } = this, title = head.title || "Untitled";
-    const open = element("button", { type: "button", class: "open", "aria-current": isCurrent ? "page" : null, title, text: title,
-                                     onclick: () => actions.open(head.id) });
-    return element("li", { "data-id": head.id, class: `${isCurrent ? "current" : ""} ${isWriting ? "writing" : ""}` }, open,
-      element("span", { class: "item-actions" },
+    const { actions } = this,
+      title = head.title || "Untitled";
+    const open = element("button", {
+      type: "button",
+      class: "open",
+      "aria-current": isCurrent ? "page" : null,
+      title,
+      text: title,
+      onclick: () => actions.open(head.id),
+    });
+    return element(
+      "li",
+      { "data-id": head.id, class: `${isCurrent ? "current" : ""} ${isWriting ? "writing" : ""}` },
+      open,
+      element(
+        "span",
+        { class: "item-actions" },
         iconButton("edit", `Rename “${title}”`, () => this.#rename(head)),
         iconButton("save", `Export “${title}”`, () => actions.save(head.id)),
-        iconButton("delete", `Delete “${title}”`, () => actions.remove(head.id))));
+        iconButton("delete", `Delete “${title}”`, () => actions.remove(head.id)),
+      ),
+    );
   }
 
   #rename(head) {
-    const item = this.#itemOf(head.id), box = element("input", { type: "text", "aria-label": "New title", maxlength: "200" });
+    const item = this.#itemOf(head.id),
+      box = element("input", { type: "text", "aria-label": "New title", maxlength: "200" });
     box.value = head.title;
     this.isRenaming = true;
     const close = title => {

@@ -7,7 +7,9 @@ export class SidebarDrawer {
     Object.assign(this, { sidebar, shade, openButton });
     openButton.addEventListener("click", () => this.#set(!this.isOpen));
     for (const part of [shade, closeButton]) part.addEventListener("click", () => this.#set(false));
-    document.addEventListener("keydown", event => { if (event.key === "Escape") this.closeOnPhone(); });
+    document.addEventListener("keydown", event => {
+      if (event.key === "Escape") this.closeOnPhone();
+    });
     NARROW.addEventListener("change", () => this.#set(!NARROW.matches));
     this.#set(!NARROW.matches);
   }

@@ -11,10 +11,16 @@ export class Toast {
 
   show(text, action = null) {
     clearTimeout(this.timer);
-    const button = action && element("button", { type: "button", text: action.label, onclick: () => {
-      this.hide();
-      action.run();
-    } });
+    const button =
+      action &&
+      element("button", {
+        type: "button",
+        text: action.label,
+        onclick: () => {
+          this.hide();
+          action.run();
+        },
+      });
     this.box.replaceChildren(element("span", { text }), ...(button ? [button] : []));
     this.box.hidden = false;
     this.timer = setTimeout(() => this.hide(), SHOWN_MS);

@@ -11,12 +11,26 @@ const EXAMPLES = [
 
 /** Fill the list of examples; `ask(text)` takes the one that is chosen. */
 export function showExamples(list, ask) {
-  list.replaceChildren(...EXAMPLES.map(([verb, text]) => element("li", {}, element("button", { type: "button", onclick: () => ask(text) },
-    element("strong", { text: verb }), element("span", { text })))));
+  list.replaceChildren(
+    ...EXAMPLES.map(([verb, text]) =>
+      element(
+        "li",
+        {},
+        element(
+          "button",
+          { type: "button", onclick: () => ask(text) },
+          element("strong", { text: verb }),
+          element("span", { text }),
+        ),
+      ),
+    ),
+  );
 }
 
 /** Show what is known of the model; without `model` the `problem` that keeps it away. */
 export function showModel(box, model, problem) {
-  const facts = model ? [model.device, model.max_model_len && `${model.max_model_len.toLocaleString("en")} tokens of context`] : [problem];
+  const facts = model
+    ? [model.device, model.max_model_len && `${model.max_model_len.toLocaleString("en")} tokens of context`]
+    : [problem];
   box.replaceChildren(...facts.filter(Boolean).map(text => element("li", { text })));
 }
