@@ -18,7 +18,7 @@ from cpmrt.server.exchange import Exchange
 from cpmrt.server.infill import prepare_infill
 from cpmrt.server.json_body import parse_object, read_body
 from cpmrt.server.messages import count_tokens, prepare_message
-from cpmrt.server.metrics import METRICS_TYPE
+from cpmrt.server.metrics import METRICS_TYPE, device_name
 from cpmrt.server.openapi import document
 from cpmrt.server.responses import EventStream, JsonResponse, LongJsonResponse, json_parts, whole_answer
 from cpmrt.server.service import Prepared, Service
@@ -149,4 +149,4 @@ class Endpoints:
         llm = service.engine.llm
         card = {"id": name, "object": "model", "created": service.started, "owned_by": "cpmrt"}
         card |= {"root": service.settings.model_name, "max_model_len": llm.max_context}
-        return {**card, "sampling_defaults": asdict(llm.sampling_defaults)}
+        return {**card, "device": device_name(llm), "sampling_defaults": asdict(llm.sampling_defaults)}

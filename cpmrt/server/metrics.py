@@ -44,6 +44,12 @@ _GPU = {
 _RUNNING = (Phase.PREFILL, Phase.DECODE)
 
 
+def device_name(llm: LLM) -> str:
+    """Return the name of the GPU that a model runs on, or "cpu"."""
+    device = getattr(llm.executor, "device", None)
+    return str(device.name) if device else "cpu"
+
+
 class Metrics:
     """The metrics that `/metrics` shows. All but those of the process and the GPU are labelled with the model's name.
 
@@ -119,7 +125,7 @@ class Metrics:
             self._num_pages.set(limits.num_pages or limits.max_sequences * pages_for(limits.max_context))
             self._max_context.set(limits.max_context)
             self._arena_bytes.set(llm.plan.total_bytes)
-            facts = {"executor": "cuda" if device else "reference", "device": device.name if device else "cpu"}
+            facts = {"executor": "cuda" if device else "reference", "device": device_name(llm)}
             self._build.info({"version": __version__, "python": platform.python_version(), **facts})
             if device is not None:
                 from cpmrt.cuda.bandwidth import pci_bus_id

@@ -266,7 +266,9 @@ def _answers() -> Schema:
         "ChatCompletion": _completion("chat.completion", {"message": message}, [*reasons, "tool_calls"]),
         "Completion": _completion("text_completion", {"text": _STRING}, reasons),
         "Infill": _object({"content": _STRING, "stop": {"const": True}}, {"tokens_predicted": _INTEGER}),
-        "Model": _object(model, {"root": _STRING, "max_model_len": _INTEGER, "sampling_defaults": defaults}),
+        "Model": _object(
+            model, {"root": _STRING, "max_model_len": _INTEGER, "device": _STRING, "sampling_defaults": defaults}
+        ),
         "ModelList": _object({"object": {"const": "list"}, "data": _array(_ref("Model"))}),
         "Tokens": _object(
             {"tokens": _array({"type": ["integer", "object"]}), "count": _INTEGER},

@@ -81,6 +81,7 @@ const dialog = new SettingsDialog(
     dialog: byId("settings"),
     form: byId("settings-form"),
     numbers: byId("numbers"),
+    source: byId("sampling-source"),
     system: byId("system"),
     thinking: byId("thinking"),
     key: byId("key"),
@@ -99,7 +100,7 @@ async function loadModel() {
   let problem = "";
   try {
     chat.model = await fetchModel(settings.key);
-    dialog.setDefaults(chat.model.sampling_defaults ?? {});
+    dialog.setDefaults(chat.model.sampling_defaults);
     byId("model").textContent = chat.model.id;
     if (!chat.conversation.title) document.title = chat.model.id;
   } catch (error) {

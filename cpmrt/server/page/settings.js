@@ -3,17 +3,17 @@
 const PLACE = "cpmrt.settings";
 const KEY_PLACE = "cpmrt.key";
 
-/** The numbers of a request, with what the server takes where nothing is set and it does not tell its own defaults. */
+/** The numbers of a request. `hint` is what holds where nothing is set and the model's makers recommend nothing. */
 export const NUMBERS = {
-  temperature: { label: "Temperature", default: 1, min: 0, max: 5, step: 0.05 },
-  top_p: { label: "Top p", default: 1, min: 0.01, max: 1, step: 0.01 },
-  top_k: { label: "Top k", default: 0, min: 0, step: 1 },
-  min_p: { label: "Min p", default: 0, min: 0, max: 1, step: 0.01 },
-  repetition_penalty: { label: "Repetition penalty", default: 1, min: 0.5, max: 2, step: 0.01 },
-  presence_penalty: { label: "Presence penalty", default: 0, min: -2, max: 2, step: 0.1 },
-  frequency_penalty: { label: "Frequency penalty", default: 0, min: -2, max: 2, step: 0.1 },
-  max_tokens: { label: "Longest answer", default: "as far as the context goes", min: 1, step: 1 },
-  seed: { label: "Seed", default: "random", step: 1 },
+  temperature: { label: "Temperature", min: 0, max: 5 },
+  top_p: { label: "Top p", min: 0.01, max: 1 },
+  top_k: { label: "Top k", min: 0, isWhole: true },
+  min_p: { label: "Min p", min: 0, max: 1 },
+  repetition_penalty: { label: "Repetition penalty", min: 0.5, max: 2 },
+  presence_penalty: { label: "Presence penalty", hint: 0, min: -2, max: 2 },
+  frequency_penalty: { label: "Frequency penalty", hint: 0, min: -2, max: 2 },
+  max_tokens: { label: "Longest answer, in tokens", hint: "as fits", min: 1, isWhole: true },
+  seed: { label: "Seed", hint: "random", isWhole: true },
 };
 
 export class Settings {

@@ -25,7 +25,9 @@ def test_a_conversation(page):
 
 def test_the_first_view_invites(open_page, says):
     page = open_page(says.url)
-    assert "tokens of context" in page.inner_text("#facts") and page.inner_text("#model") == "says"
+    page.locator("#facts li").first.wait_for()
+    assert re.fullmatch(r"CPU\s*·?\s*[\d,]+ tokens of context", page.inner_text("#facts"))
+    assert page.inner_text("#model") == "says"
     example = page.locator("#examples button").first
     question = example.locator("span").inner_text()
     example.click()

@@ -47,6 +47,10 @@ def test_only_own_scripts_may_run_and_only_this_server_may_be_asked(says):
         assert "unsafe" not in str(policy) and "http" not in str(policy)
 
 
+def test_the_model_says_where_it_runs(says):
+    assert says.client.get("/v1/models").json()["data"][0]["device"] == "cpu"
+
+
 def test_the_page_needs_no_key_to_ask_for_one(tmp_path):
     with serving(lambda: saying_llm(tmp_path, lambda prompt: "yes"), api_keys=("secret",)) as server:
         assert server.client.get("/").status_code == server.client.get("/page/app.js").status_code == 200

@@ -18,13 +18,16 @@ def set_numbers(page, **numbers):
     page.get_by_role("button", name="Done").click()
 
 
-def test_what_nobody_set_is_left_to_the_model(page):
+def test_what_nobody_set_is_left_to_the_model(page, says):
     sent = requests_of(page)
     ask(page, "say(one)yas")
     assert set(sent[0]) == {"messages", "stream", "stream_options"}
     page.click("#open-settings")
-    hints = page.locator("#numbers input").evaluate_all("boxes => boxes.map(box => box.placeholder)")
-    assert hints[0] == "1" and page.locator("#setting-temperature").input_value() == ""
+    own = page.request.get(f"{says.url}/v1/models").json()["data"][0]["sampling_defaults"]
+    for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"):
+        box = page.locator(f"#setting-{name}")
+        assert float(box.get_attribute("placeholder")) == own[name] and box.input_value() == ""
+    assert own["source"] in page.inner_text("#sampling-source")
 
 
 def test_settings_are_sent_and_survive_a_reload(page):

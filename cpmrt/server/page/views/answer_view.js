@@ -100,6 +100,7 @@ function endText({ problem, finish, speed, lengthLimit }) {
   if (problem) return problem;
   if (!finish) return "The page was closed before this answer ended.";
   if (finish === "stopped") return "You stopped this answer.";
+  if (finish === "loop") return "The answer had begun to repeat itself, so it was ended.";
   if (finish !== "length") return null;
   return lengthLimit && speed?.tokens >= lengthLimit
     ? `The answer ends here because “Longest answer” is set to ${lengthLimit} tokens.`

@@ -5,16 +5,16 @@ import { NUMBERS } from "../settings.js";
 
 export class SettingsDialog {
   /** `onChange()` is called when the dialog closes; `onKey()` when there is another key. */
-  constructor({ dialog, form, numbers, system, thinking, key, reset }, settings, { onChange, onKey }) {
-    Object.assign(this, { dialog, system, thinking, key, settings });
+  constructor({ dialog, form, numbers, source, system, thinking, key, reset }, settings, { onChange, onKey }) {
+    Object.assign(this, { dialog, source, system, thinking, key, settings });
     this.boxes = Object.entries(NUMBERS).map(([name, rule]) => {
       const box = element("input", {
         id: `setting-${name}`,
         type: "number",
         min: rule.min,
         max: rule.max,
-        step: "any",
-        placeholder: rule.default,
+        step: rule.isWhole ? 1 : "any",
+        placeholder: rule.hint,
       });
       numbers.append(element("label", {}, element("span", { text: rule.label }), box));
       return [name, box];
@@ -37,9 +37,10 @@ export class SettingsDialog {
     });
   }
 
-  /** Tell what the model samples with where nothing is set. */
+  /** Show what the model samples with where nothing is set, and where that comes from. */
   setDefaults(defaults) {
-    for (const [name, box] of this.boxes) box.placeholder = defaults[name] ?? NUMBERS[name].default;
+    for (const [name, box] of this.boxes) box.placeholder = defaults[name] ?? NUMBERS[name].hint ?? "";
+    this.source.textContent = `Empty boxes mean the model's own values, in grey: ${defaults.source}.`;
   }
 
   open(system, focusKey = false) {

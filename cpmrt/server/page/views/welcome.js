@@ -30,7 +30,7 @@ export function showExamples(list, ask) {
 /** Show what is known of the model; without `model` the `problem` that keeps it away. */
 export function showModel(box, model, problem) {
   const facts = model
-    ? [model.device, model.max_model_len && `${model.max_model_len.toLocaleString("en")} tokens of context`]
+    ? [model.device === "cpu" ? "CPU" : model.device, model.max_model_len && `${model.max_model_len.toLocaleString("en")} tokens of context`]
     : [problem];
   box.replaceChildren(...facts.filter(Boolean).map(text => element("li", { text })));
 }
