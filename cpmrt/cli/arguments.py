@@ -237,13 +237,30 @@ def add_quiet(parser: argparse.ArgumentParser) -> None:
 
 
 def add_model_source(parser: Options, *, positional: bool = False) -> None:
-    """Add MODEL (or --model) and --revision."""
+    """Add --model, if `positional` also MODEL, and --revision."""
     described = "a folder or a Hugging Face hub id (default: the bundled model)"
     if positional:
-        parser.add_argument("model", metavar="MODEL", nargs="?", help=described)
-    else:
-        parser.add_argument("-m", "--model", metavar="MODEL", help=described)
+        add_model_argument(parser)
+    parser.add_argument("-m", "--model", metavar="MODEL", action=_OneModel, help=described)
     add_options(parser, "--revision")
+
+
+def add_model_argument(parser: Options) -> None:
+    """Add MODEL, for a parser that has --model too."""
+    parser.add_argument(
+        "model", metavar="MODEL", nargs="?", action=_OneModel, default=argparse.SUPPRESS, help="the same as --model"
+    )
+
+
+class _OneModel(argparse.Action):
+    """Keeps the model, which may be named in two ways but only once."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        if getattr(namespace, self.dest, None) not in (None, values):
+            parser.error(f"the model is given twice: {getattr(namespace, self.dest)} and {values}")
+        setattr(namespace, self.dest, values)
 
 
 def add_engine_options(parser: Options, *names: str) -> None:

@@ -13,7 +13,14 @@ import sys
 from collections.abc import Iterator
 
 from cpmrt import LLM, __version__, env
-from cpmrt.cli.arguments import UsageError, add_model_options, add_sampling_options, llm_arguments, sampling_params
+from cpmrt.cli.arguments import (
+    UsageError,
+    add_model_argument,
+    add_model_options,
+    add_sampling_options,
+    llm_arguments,
+    sampling_params,
+)
 from cpmrt.cli.chat_commands import COMMANDS
 from cpmrt.cli.chat_session import ChatSession
 from cpmrt.cli.conversation import Conversation
@@ -43,6 +50,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--no-markdown", dest="markdown", action="store_false", help="show Markdown on a terminal as it is written"
     )
     parser.add_argument("--api-key", metavar="KEY", help="of that server (default: $CPMRT_API_KEY)")
+    add_model_argument(parser)
     add_model_options(parser)
     add_sampling_options(parser)
     parser.set_defaults(max_new_tokens="none", loop_repeats=8)

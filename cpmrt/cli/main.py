@@ -34,6 +34,11 @@ COMMANDS = {
     "rm": "remove downloaded models",
     "doctor": "check this machine and say what is missing",
 }
+_OTHER_NAMES = {
+    "run": "chat", "complete": "generate", "show": "inspect", "ls": "list", "download": "pull", "remove": "rm",
+    "delete": "rm", "server": "serve", "start": "serve", "benchmark": "bench", "version": "--version",
+}  # fmt: skip
+"""What other programs call the same."""
 EXIT_ERROR, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_CLOSED_PIPE = 1, 2, 130, 141
 
 
@@ -57,6 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: list[str]) -> int:
     try:
+        if not arguments or arguments[0] == "help":
+            arguments = [*arguments[1:2], "--help"]
         # Only the first argument is parsed here: the command's own parser needs imports that --help should not pay.
         command = _parser().parse_args(arguments[:1]).command
         module = importlib.import_module(f"cpmrt.cli.{command.replace('-', '_')}")
@@ -97,7 +104,9 @@ def _parser() -> Parser:
 
 def _command(text: str) -> str:
     if text not in COMMANDS:
-        raise argparse.ArgumentTypeError(f"invalid choice: {text!r}{nearest(text, COMMANDS)}")
+        other = _OTHER_NAMES.get(text)
+        meant = f" (did you mean {other}?)" if other else nearest(text, COMMANDS)
+        raise argparse.ArgumentTypeError(f"invalid choice: {text!r}{meant}")
     return text
 
 

@@ -80,7 +80,8 @@ GP = [*G, "prompt"]
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
 MISTAKES = [
     # The command line itself
-    Mistake("no command", [], "required: COMMAND", 2),
+    Mistake("a command of another program", ["run"], "invalid choice: 'run' (did you mean chat?)", 2),
+    Mistake("two models", ["chat", "a", "-m", "b"], "the model is given twice: a and b", 2),
     Mistake("unknown command", ["sing"], "invalid choice: 'sing'", 2),
     Mistake("misspelt command", ["genrate"], "(did you mean generate?)", 2),
     Mistake("misspelt option", [*GP, "--temprature", "0.5"], "(did you mean --temperature?)", 2),
