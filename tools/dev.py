@@ -6,6 +6,7 @@ Standard library only. After the first call the cost is one small file read and 
 import contextlib
 import fcntl
 import hashlib
+import itertools
 import json
 import os
 import sys
@@ -21,6 +22,8 @@ ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 STAMP = VENV / "cpmrt-install.json"
+LOG = VENV / "cpmrt-install.log"
+"""What venv and pip said when they last ran."""
 PYTHON_VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
 TIERS = {(): ("first",), ("--all",): ("first", "all"), ("--rest",): ("all",)}
 """The tiers of tests that `test` with these arguments runs."""
@@ -42,6 +45,7 @@ usage: python3 tools/dev.py COMMAND [ARGUMENTS...]
 
 The first call makes .venv in the repository root and installs cpmrt there (editable), with the CUDA extra
 that fits the NVIDIA driver if there is one; `serve` adds what the server needs, `test` the development tools.
+After it `source .venv/bin/activate` puts the command cpmrt on the path.
 It is done again only when pyproject.toml, the Python version or the driver changes. To start afresh, delete .venv."""
 
 
@@ -78,6 +82,48 @@ def fail(message: str, code: int = 1) -> NoReturn:
 def note(message: str) -> None:
     """Progress goes to stderr: stdout belongs to the command that is run."""
     print(f"tools/dev.py: {message}", file=sys.stderr, flush=True)
+
+
+def run_quietly(what: str, command: Sequence[str | Path]) -> int:
+    """Run a command whose output goes to the log; the exit code. One line of stderr says `what` is being done.
+
+    On a terminal a spinner, the seconds and what the command does just now stand behind it.
+    """
+    import subprocess
+
+    begun, is_terminal = time.monotonic(), sys.stderr.isatty()
+    if not is_terminal:
+        note(what)
+    with LOG.open("ab") as log, subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT) as process:
+        for frame in itertools.cycle("|/-\\"):
+            if is_terminal:
+                draw(f"{what} {frame} {time.monotonic() - begun:.0f} s  {last_words(LOG)}")
+            try:
+                code = process.wait(0.1)
+                break
+            except subprocess.TimeoutExpired:
+                continue
+    if is_terminal:
+        draw(f"{what}: {f'failed with exit code {code}' if code else f'{time.monotonic() - begun:.0f} s'}\n")
+    return code
+
+
+def draw(line: str) -> None:
+    """Write over the last line of the terminal; a line that would wrap is cut."""
+    import shutil
+
+    text = f"tools/dev.py: {line}"
+    end = "\n" if text.endswith("\n") else ""
+    print(f"\r\033[K{text.rstrip()[: shutil.get_terminal_size().columns - 1]}", end=end, file=sys.stderr, flush=True)
+
+
+def last_words(path: Path) -> str:
+    """The beginning of the last line of a log, such as "Downloading numpy-2.4.6"."""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - 2000))
+        lines = file.read().decode("utf-8", "replace").split("\n")
+    words = next((line for line in reversed(lines) if line.strip()), "").split()
+    return " ".join(words[:2])
 
 
 def cuda_driver_version(initialise: bool) -> int:
@@ -207,14 +253,12 @@ def make_venv() -> None:
     """A new, empty venv in place of whatever is there. The stamp goes last: interrupted, it is made again."""
     import importlib.util
     import shutil
-    import subprocess
 
     if importlib.util.find_spec("venv") is None or importlib.util.find_spec("ensurepip") is None:
         fail(
             f"Python {PYTHON_VERSION} here cannot make a venv (no ensurepip); install the package python3-venv "
             f"(Debian, Ubuntu: sudo apt install python{PYTHON_VERSION}-venv) and try again"
         )
-    note(f"making {VENV} with Python {PYTHON_VERSION}")
     VENV.mkdir(exist_ok=True)
     write_stamp("")
     for entry in VENV.iterdir():
@@ -224,34 +268,28 @@ def make_venv() -> None:
             entry.unlink()
     # Not sys.executable: that may be the Python of the venv just emptied.
     base_python = getattr(sys, "_base_executable", None) or sys.executable
-    made = subprocess.run([base_python, "-m", "venv", VENV], capture_output=True, text=True, check=False)
-    if made.returncode:
-        sys.stderr.write(made.stdout + made.stderr)
-        fail(f"python -m venv failed (exit code {made.returncode})", made.returncode)
+    code = run_quietly(f"making {VENV.name} with Python {PYTHON_VERSION}", [base_python, "-m", "venv", VENV])
+    if code:
+        fail(f"python -m venv failed (exit code {code}); what it said is in {LOG}", code)
 
 
 def pip_install(extras: tuple[str, ...]) -> None:
-    """Install cpmrt editable. pip's output goes to stderr as it comes; its failure ends the program."""
-    import subprocess
-
+    """Install cpmrt editable. What pip says is in the log, which a failure names before it ends the program."""
     target = "." + (f"[{','.join(extras)}]" if extras else "")
-    note(f"installing cpmrt{target[1:]} into {VENV}")
-    command = [str(PYTHON), "-m", "pip", "install", "--disable-pip-version-check", "--editable", target]
-    complaints = []
-    with subprocess.Popen(
-        command, cwd=ROOT, stdout=sys.stderr, stderr=subprocess.PIPE, text=True, errors="replace"
-    ) as pip:
-        assert pip.stderr is not None
-        for line in pip.stderr:
-            sys.stderr.write(line)
-            complaints.append(line)
-    if pip.returncode == 0:
+    command = [PYTHON, "-m", "pip", "install", "--disable-pip-version-check", "--editable", target]
+    code = run_quietly(f"installing cpmrt{target[1:]} into {VENV.name}", command)
+    if code == 0:
+        note(f"done; `source {os.path.relpath(VENV / 'bin' / 'activate')}` puts the command cpmrt on the path")
         return
-    if "connection broken by" in " ".join(" ".join(complaints).split()):
+    said = LOG.read_text(encoding="utf-8", errors="replace")
+    for line in said.splitlines():
+        if line.startswith("ERROR:"):
+            print(line, file=sys.stderr)
+    if "connection broken by" in " ".join(said.split()):
         note("the package index cannot be reached: check the network, the proxy settings and PIP_INDEX_URL")
     # A signal's negative number is no exit code; shells report it as 128 and the signal.
-    code = pip.returncode if pip.returncode > 0 else 128 - pip.returncode
-    fail(f"pip could not install cpmrt (exit code {code}); its message is above", code)
+    code = code if code > 0 else 128 - code
+    fail(f"pip could not install cpmrt (exit code {code}); all that it said is in {LOG}", code)
 
 
 def execute(*arguments: str) -> NoReturn:

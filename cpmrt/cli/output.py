@@ -121,13 +121,19 @@ def summary(completion: Completion) -> str:
     """Return what a generation cost, on one line."""
     stats = completion.stats
     parts = [
-        f"prompt {stats.prompt_tokens} tokens in {stats.prefill_s:.2f} s ({stats.prefill_tokens_per_s:.1f} tok/s)",
-        f"new {stats.new_tokens} tokens in {stats.decode_s:.2f} s ({stats.decode_tokens_per_s:.1f} tok/s)",
+        _cost("prompt", stats.prompt_tokens, stats.prefill_s, stats.prefill_tokens_per_s),
+        _cost("new", stats.new_tokens, stats.decode_s, stats.decode_tokens_per_s),
         f"finish: {completion.finish_reason}",
     ]
     if stats.mean_accept_length is not None:
         parts.append(f"mean accept length {stats.mean_accept_length:.2f}")
     return ", ".join(parts)
+
+
+def _cost(what: str, count: int, seconds: float, rate: float) -> str:
+    """Return what some tokens cost; the only new token came with the prompt, and has neither time nor rate."""
+    tokens = f"{what} {count} token{'s' if count != 1 else ''}"
+    return f"{tokens} in {seconds:.2f} s ({rate:.1f} tok/s)" if rate else tokens
 
 
 def cost_lines(completion: Completion) -> list[str]:

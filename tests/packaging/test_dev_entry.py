@@ -200,7 +200,9 @@ def test_first_call_installs_and_second_only_runs(project: Path) -> None:
     expected = f"{project / 'elsewhere'}|generate|def f(|--json\n"
     code, out, err = call(project, "generate", "def f(", "--json")
     assert (code, out) == (7, expected), err
-    assert "making" in err and "installing" in err
+    making, installing, done = err.splitlines()  # one line a stage
+    assert "making .venv with Python" in making and installing.endswith("installing cpmrt into .venv")
+    assert done.endswith("`source ../.venv/bin/activate` puts the command cpmrt on the path")
     assert call(project, "generate", "def f(", "--json") == (7, expected, "")
 
 
@@ -233,8 +235,37 @@ def test_unreachable_index_is_named_and_the_next_call_tries_again(project: Path)
     code, out, err = call(project, "plan")
     assert (code, out) == (1, "")
     assert "package index cannot be reached" in err and "No matching distribution found" in err
-    assert "pip could not install cpmrt (exit code 1)" in err.splitlines()[-1]
+    last = err.splitlines()[-1]
+    assert "pip could not install cpmrt (exit code 1)" in last and len(err.splitlines()) < 8
+    log = Path(last.rpartition(" is in ")[2])
+    assert "not-on-this-disk" in log.read_text() and "Retrying" in log.read_text() and "Retrying" not in err
     assert "Traceback" not in err
     backend.write_text(BACKEND)
     code, _, err = call(project, "plan")
     assert code == 7 and "making" not in err
+
+
+def test_a_terminal_sees_a_spinner_and_one_line_of_it_stays(dev: ModuleType, tmp_path: Path) -> None:
+    code = (
+        "import importlib.util, pathlib, sys; spec = importlib.util.spec_from_file_location('dev', sys.argv[1]); "
+        "dev = importlib.util.module_from_spec(spec); spec.loader.exec_module(dev); "
+        "dev.LOG = pathlib.Path(sys.argv[2]); "
+        "sys.exit(dev.run_quietly('working', [sys.executable, '-c', "
+        "'import time; print(\"Downloading a-1.0 (3 kB)\", flush=True); time.sleep(0.5); raise SystemExit(4)']))"
+    )
+    parent, child = os.openpty()
+    command = [sys.executable, "-c", code, str(ROOT / "tools" / "dev.py"), str(tmp_path / "log")]
+    process = subprocess.Popen(command, stderr=child, stdout=child)
+    os.close(child)
+    shown = b""
+    try:
+        while chunk := os.read(parent, 4096):
+            shown += chunk
+    except OSError:  # how Linux ends a terminal
+        pass
+    os.close(parent)
+    assert process.wait(30) == 4
+    drawn = shown.decode().split("\r\033[K")
+    assert sum("working" in line and "Downloading a-1.0" in line for line in drawn) >= 2
+    assert drawn[-1].strip() == "tools/dev.py: working: failed with exit code 4" and shown.count(b"\n") == 1
+    assert (tmp_path / "log").read_text() == "Downloading a-1.0 (3 kB)\n"

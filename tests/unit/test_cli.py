@@ -92,6 +92,11 @@ def test_summary_names_the_accept_length_where_there_is_one():
     )
 
 
+def test_the_summary_of_one_token_has_no_speed(generate, capsys):
+    assert generate("abc", "--max-new-tokens", "1") == 0
+    assert ", new 1 token, finish: length\n" in capsys.readouterr().err
+
+
 def test_quiet_says_nothing(generate, capsys):
     assert generate("abc", "--quiet", "--max-new-tokens", "3") == 0
     assert capsys.readouterr().err == ""
