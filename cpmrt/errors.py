@@ -69,6 +69,10 @@ class MemoryPlanError(CpmrtError):
     """The planned buffers do not fit the memory budget."""
 
 
+class PrefixError(CpmrtError):
+    """A prefix file is damaged, or was made by another model."""
+
+
 class KernelCompileError(CpmrtError):
     """NVRTC refused a kernel source, or what it needs to compile is not installed."""
 

@@ -8,14 +8,14 @@ has finished meanwhile yields no tokens. A list of steps replays on any executor
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from cpmrt.config import Sampling, TreeShape
 
 if TYPE_CHECKING:
-    from cpmrt.dtypes import F32
+    from cpmrt.dtypes import F32, Array
 
 MAX_ROWS = 64
 """Rows of a step at most, of one token each: sequences that decode together, nodes of a draft tree, rows of logits."""
@@ -192,6 +192,17 @@ class Executor(Protocol):
 
         `block_table` as in `Admit`.
         """
+        ...
+
+    def read_pages(self, pages: Sequence[int]) -> dict[str, Array]:
+        """Return what KV pages hold after all steps so far: for each cache an array [layers, pages, ...] of the host.
+
+        A draft's caches are among them.
+        """
+        ...
+
+    def write_pages(self, pages: Sequence[int], contents: Mapping[str, Array]) -> None:
+        """Fill KV pages, which no sequence holds, with what `read_pages` of an executor with the same caches gave."""
         ...
 
     def close(self) -> None:

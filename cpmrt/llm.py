@@ -19,6 +19,7 @@ from cpmrt.errors import ContextLengthError, NoDeviceError, NonFiniteLogitsError
 from cpmrt.executor import Executor
 from cpmrt.generation import Completion
 from cpmrt.memory.plan import MemoryPlan
+from cpmrt.prefixes.prefixes import Prefixes
 from cpmrt.sharing.jobs import Ended, EndsInbox, Generation, Job, Reading
 from cpmrt.sharing.shared_engine import SharedEngine
 from cpmrt.sharing.text_stream import TextStream
@@ -46,7 +47,8 @@ class LLM:
     `kv_dtype="fp8"` keeps keys and values in 8 bits (`ops.fp8_pages`); not with a draft.
     `prefix_cache` spares a prompt what an earlier one that began alike has computed already, and changes no bit.
     "fast" reuses what decode steps have written too, so that the next turn of a chat computes only its new part; a
-    prefill would round that a little differently.
+    prefill would round that a little differently. `prefix_dir` is a folder that keeps what long system messages have
+    cost from one start to the next (`cpmrt.prefixes`).
 
     `draft` makes decoding faster and changes no token: a folder or hub id of an EAGLE draft or of a smaller model with
     the same tokenizer, the name of a folder within the model's own, or "lookup", which needs no model. `speculate`:
@@ -85,6 +87,7 @@ class LLM:
         lm_head_bits: int | None = None,
         prefix_cache: bool | str = True,
         kv_dtype: str = "auto",
+        prefix_dir: str | Path | None = None,
         draft: str | Path | None = None,
         speculate: str | Mapping[str, Any] = "auto",
         on_step: StepListener | None = None,
@@ -93,6 +96,7 @@ class LLM:
         settings = EngineConfig(
             executor, dtype, max_context, budget, load_format, seed, prefill_chunk, max_sequences,
             cuda_graphs, dependent_launch, steps_per_launch, lm_head_bits, prefix_cache, kv_dtype=kv_dtype,
+            prefix_dir=str(prefix_dir) if isinstance(prefix_dir, Path) else prefix_dir,
         )  # fmt: skip
         is_dummy = load_format == "dummy"
         folder = ModelFolder.open(model, revision=revision, weights=False, hf_overrides=hf_overrides, sparse=sparse)
@@ -108,6 +112,7 @@ class LLM:
         self._executor, self._plan = _on_executor(
             folder, settings, lambda assembly: assembly.open_executor(folder, settings)
         )
+        self._prefixes = Prefixes(folder, settings, self._plan, lambda: self.engine, self._run)
         adaptive = settings.speculation is None or settings.speculation.is_adaptive
         self.use(Engine(self._executor, on_step, prefix_cache=prefix_cache, adaptive=adaptive))
 
@@ -207,6 +212,23 @@ class LLM:
             return np.concatenate(parts)
 
         return self._read(ids, work)
+
+    def save_prefix(self, path: str | Path, prompt: Prompt) -> int:
+        """Write the keys and values of a prompt (text, or token ids) to a file; return of how many tokens.
+
+        These are whole pages of 64 tokens. They are in memory then too. Raises PrefixError, RequestError,
+        ContextLengthError.
+        """
+        ids = self._checked(self._encode(prompt) if isinstance(prompt, str) else prompt)
+        return self._prefixes.save(Path(path), ids)
+
+    def load_prefix(self, path: str | Path) -> int:
+        """Read a file of `save_prefix`, so that prompts that begin with its tokens begin behind them; return how many.
+
+        Raises PrefixError for a file that is damaged, or of another model, dtype, context or type of keys and values,
+        and CheckpointError, RequestError, ContextLengthError.
+        """
+        return self._prefixes.load(Path(path))
 
     @property
     def plan(self) -> MemoryPlan:

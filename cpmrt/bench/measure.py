@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as Pages
 from dataclasses import dataclass, field
 from math import ceil
 from operator import attrgetter
@@ -14,7 +15,7 @@ from time import perf_counter
 from cpmrt.bench.samples import Span
 from cpmrt.bench.work import decode_bytes, prefill_flops
 from cpmrt.config import ModelConfig, Sampling
-from cpmrt.dtypes import F32
+from cpmrt.dtypes import F32, Array
 from cpmrt.engine import Engine, Request, Sequence
 from cpmrt.engine.stats import AcceptCounts
 from cpmrt.executor import Admit, Decode, Executor, ExecutorLimits, Pending, Prefill, Speculate, Step, StepResult
@@ -216,6 +217,12 @@ class _TimedExecutor:
 
     def prompt_logits(self, slot: int, token_ids: tuple[int, ...], block_table: tuple[int, ...] = ()) -> Iterator[F32]:
         return self._executor.prompt_logits(slot, token_ids, block_table)
+
+    def read_pages(self, pages: Pages[int]) -> dict[str, Array]:
+        return self._executor.read_pages(pages)
+
+    def write_pages(self, pages: Pages[int], contents: Mapping[str, Array]) -> None:
+        self._executor.write_pages(pages, contents)
 
     def close(self) -> None:
         self._executor.close()

@@ -39,7 +39,8 @@ class EngineConfig:
     room, for later prompts that begin alike; "fast" keeps those of answers too, whose bits differ a little from those
     that a prefill of the same text makes. `speculation` says how the model in `draft` (a folder, a hub id or a
     folder within the model's own; None for the method lookup) is put to use. `kv_dtype` "fp8" keeps keys and values in
-    8 bits (e4m3, a scale for each page and head) instead of in `dtype` ("auto").
+    8 bits (e4m3, a scale for each page and head) instead of in `dtype` ("auto"). `prefix_dir` is a folder that keeps
+    the KV pages of chats' system parts from one start to the next (`cpmrt.prefixes`).
     """
 
     executor: str = "auto"
@@ -58,6 +59,7 @@ class EngineConfig:
     draft: str | None = None
     speculation: SpeculationConfig | None = None
     kv_dtype: str = "auto"
+    prefix_dir: str | None = None
 
     def __post_init__(self) -> None:
         _one_of("executor", self.executor, ("auto", "cuda", "reference"))
@@ -66,6 +68,8 @@ class EngineConfig:
         _one_of("prefix_cache", self.prefix_cache, (True, False, KEEP_ANSWERS))
         if self.dtype != "auto":
             DType.parse(self.dtype)
+        if self.prefix_dir is not None and not (isinstance(self.prefix_dir, str) and self.prefix_dir):
+            raise ConfigError("prefix_dir", expected="the name of a folder", actual=quoted(self.prefix_dir))
         if self.lm_head_bits not in (None, 4, 8) or isinstance(self.lm_head_bits, float):
             raise ConfigError("lm_head_bits", expected="4 | 8, or nothing", actual=quoted(self.lm_head_bits))
         for name, low, high in (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from threading import local
@@ -20,6 +20,7 @@ from cpmrt.cuda.draft.speculation import Speculation
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.driver.faults import device_faults
 from cpmrt.cuda.driver.graphs import Graphs
+from cpmrt.cuda.load.page_copies import read_pages, write_pages
 from cpmrt.cuda.load.repack import Destination
 from cpmrt.cuda.ops.cuda_ops import CudaOps
 from cpmrt.cuda.ops.gemm import Gemm
@@ -30,7 +31,7 @@ from cpmrt.cuda.step.launches import step_launches
 from cpmrt.cuda.step.memory import buckets, row_counts
 from cpmrt.cuda.step.rings import Nothing, Rings
 from cpmrt.cuda.step.structs import DECODE, MAX_LOGIT_BIAS
-from cpmrt.dtypes import F32
+from cpmrt.dtypes import F32, Array
 from cpmrt.errors import ConfigError, NoDeviceError
 from cpmrt.executor import MAX_ROWS, Admit, Decode, ExecutorLimits, Pending, Prefill, Recall, Speculate, Step
 from cpmrt.memory.arena import Arena
@@ -186,6 +187,18 @@ class CudaExecutor:
             self._forward.head(out[: len(rows)], rows)
             logits[first : first + count] = out[:count].get(stream=self.stream)
         return logits
+
+    def read_pages(self, pages: Sequence[int]) -> dict[str, Array]:
+        """Return what pages hold after all steps so far, by cache: [layers, pages, ...]."""
+        self._check_open()
+        with device_faults():
+            return read_pages(self.plan.paged(self._arrays), pages, self.stream)
+
+    def write_pages(self, pages: Sequence[int], contents: Mapping[str, Array]) -> None:
+        """Fill pages, for the steps that are submitted from now on."""
+        self._check_open()
+        with device_faults():
+            write_pages(self.plan.paged(self._arrays), pages, contents, self.stream)
 
     def close(self) -> None:
         """Free graphs, arena and host memory, also after a fault of the device."""

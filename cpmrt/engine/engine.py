@@ -34,6 +34,8 @@ class Loan:
 
     num_tokens: int
     """Tokens that its pages shall hold."""
+    prompt_ids: tuple[int, ...] = ()
+    """Tokens with which they may begin: the pages of these that are known are shared. Empty: all pages are new."""
     slot: int = -1
     """The slot; -1 while none is free."""
     pages: HeldPages | None = None
@@ -182,9 +184,9 @@ class Engine:
             self._collect_oldest()
         self._collect_control_steps()
 
-    def borrow(self, num_tokens: int) -> Loan:
-        """Ask for a slot with pages for so many tokens; `advance` lends it when its turn comes."""
-        loan = Loan(num_tokens)
+    def borrow(self, num_tokens: int, prompt_ids: tuple[int, ...] = ()) -> Loan:
+        """Ask for a slot with pages for so many tokens (see `Loan`); `advance` lends it when its turn comes."""
+        loan = Loan(num_tokens, prompt_ids)
         self._waiting.append(loan)
         return loan
 
@@ -197,6 +199,15 @@ class Engine:
                 self.cache.release(loan.pages)
         elif loan in self._waiting:
             self._waiting.remove(loan)
+
+    def keep(self, loan: Loan, token_ids: tuple[int, ...]) -> None:
+        """Make the full pages of a loan, which hold these tokens by now, known to prompts that begin with them."""
+        if self.cache and loan.pages:
+            self.cache.keep(loan.pages, token_ids, len(token_ids))
+
+    def num_known(self, token_ids: tuple[int, ...]) -> int:
+        """Return for how many of the first tokens there are pages; from another thread a guess."""
+        return self.cache.num_known(token_ids) if self.cache else 0
 
     @contextmanager
     def borrowed_slot(self, num_tokens: int) -> Iterator[tuple[int, tuple[int, ...]]]:
@@ -259,7 +270,7 @@ class Engine:
         return True
 
     def _lend(self, loan: Loan) -> None:
-        loan.pages = self.cache.acquire((), loan.num_tokens) if self.cache else None
+        loan.pages = self.cache.acquire(loan.prompt_ids, loan.num_tokens) if self.cache else None
         loan.slot = self._free_slots.pop()
         self._loans.add(loan)
 

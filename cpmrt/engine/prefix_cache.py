@@ -100,12 +100,7 @@ class PrefixCache:
     def acquire(self, prompt_ids: Sequence[int], num_tokens: int) -> HeldPages:
         """Pages for `num_tokens` tokens that begin with the prompt. Its last token is never cached: it gives the
         logits of the first new one."""
-        path, node = list[_Node](), self._root
-        for index in range((len(prompt_ids) - 1) // self._page_size):
-            child = node.children.get(self._tokens(prompt_ids, index))
-            if child is None:
-                break
-            path.append(node := child)
+        path = self._known(prompt_ids, (len(prompt_ids) - 1) // self._page_size)
         resumed = self._resumed(path)
         for node in path:
             self.pool.hold(node.page)
@@ -117,6 +112,20 @@ class PrefixCache:
             held.reserved = self._snapshots.take()
             held.border = 0 if held.reserved is None else border
         return held
+
+    def num_known(self, token_ids: Sequence[int]) -> int:
+        """Return how many of the first tokens are in known pages; from another thread than the driving one a guess."""
+        return len(self._known(token_ids, len(token_ids) // self._page_size)) * self._page_size
+
+    def _known(self, token_ids: Sequence[int], most: int) -> list[_Node]:
+        """Return the nodes of the first pages of a text, at most so many."""
+        path, node = list[_Node](), self._root
+        for index in range(most):
+            child = node.children.get(self._tokens(token_ids, index))
+            if child is None:
+                break
+            path.append(node := child)
+        return path
 
     def _resumed(self, path: list[_Node]) -> int | None:
         """Shorten the path to where a text can be resumed, and return the snapshot of the state there."""

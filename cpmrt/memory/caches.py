@@ -110,6 +110,11 @@ class CacheLayout:
         """Return the caches of scope slot [layers, slots, ...], each with its snapshots [layers, snapshots, ...]."""
         return [(arrays[self.prefix + spec.name], arrays[self.prefix + name]) for name, spec, _ in self.snapshots()]
 
+    def paged(self, arrays: Mapping[str, T]) -> dict[str, T]:
+        """Return the arrays of all caches of scope page [layers, pages, ...], by their names."""
+        names = [self.prefix + name for name, spec in self.specs.items() if spec.scope == "page"]
+        return {name: arrays[name] for name in names}
+
     def moved(self, arrays: Mapping[str, T]) -> list[T]:
         """Return the arrays whose rows move when a path of a tree is accepted, all layers together."""
         return [arrays[self.prefix + name] for name, spec in self.specs.items() if spec.on_accept == "move"]

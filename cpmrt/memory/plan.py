@@ -5,10 +5,10 @@ Weights, tables and KV pages live for ever; workspace buffers share memory where
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from cpmrt.memory.caches import PAGE_SIZE, CacheLayout
 from cpmrt.memory.packed_regions import PackedRegions, canonical_regions
 from cpmrt.tensor_spec import BufferSpec, TensorSpec
 
+T = TypeVar("T")
 ALIGNMENT = 256
 WORKSPACE = "workspace"
 
@@ -68,6 +69,11 @@ class MemoryPlan:
         if WORKSPACE in sizes:
             sizes[WORKSPACE] += self.total_bytes - sum(sizes.values())
         return sizes
+
+    def paged(self, arrays: Mapping[str, T]) -> dict[str, T]:
+        """Return the arrays of all pages by name, those of a draft too: [layers, pages, ...]."""
+        found = self.caches.paged(arrays)
+        return found if self.draft_caches is None else found | self.draft_caches.paged(arrays)
 
     def __str__(self) -> str:
         details = {

@@ -177,6 +177,17 @@ class ReferenceExecutor:
                 self._forward(self._rows(tokens, range(start, start + len(tokens)), [slot], True), slice(None), logits)
             yield logits
 
+    def read_pages(self, pages: Sequence[int]) -> dict[str, Array]:
+        """Return a copy of what pages hold, by cache: [layers, pages, ...]."""
+        self._check_open()
+        return {name: array[:, list(pages)] for name, array in self.plan.paged(self._arrays).items()}
+
+    def write_pages(self, pages: Sequence[int], contents: Mapping[str, Array]) -> None:
+        """Fill pages with what `read_pages` gave."""
+        self._check_open()
+        for name, array in self.plan.paged(self._arrays).items():
+            array[:, list(pages)] = contents[name]
+
     def close(self) -> None:
         self._closed = True
         self._arrays, self._running = {}, {}

@@ -79,11 +79,13 @@ class Generation:
 class Reading:
     """Work on the executor in a slot of its own, as for the logits of a prompt of `num_tokens`.
 
-    `work(slot, block_table)` yields where other jobs may have a step, and returns what becomes `result`.
+    `work(slot, block_table)` yields where other jobs may have a step, and returns what becomes `result`. Pages that are
+    known to hold the beginning of `prompt_ids` are shared (`Loan`).
     """
 
     num_tokens: int
     work: Callable[[int, tuple[int, ...]], Generator[None, None, Any]]
+    prompt_ids: tuple[int, ...] = ()
     result: Any = None
     receiver: Receiver = field(init=False, repr=False)
     loan: Loan | None = None

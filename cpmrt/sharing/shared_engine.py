@@ -206,7 +206,7 @@ class SharedEngine:
                 self.engine.queue(job.sequence)
                 self._generations.append(job)
             else:
-                job.loan = self.engine.borrow(job.num_tokens)
+                job.loan = self.engine.borrow(job.num_tokens, job.prompt_ids)
                 self._readings.append(job)
 
     def _run_cancel(self, jobs: Sequence[Job]) -> None:

@@ -1,0 +1,1 @@
+"""Keys and values of the beginning of prompts on disk, so that a long system prompt is computed once a machine."""

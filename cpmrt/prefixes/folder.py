@@ -1,0 +1,54 @@
+"""A folder of prefix files, of which those are dropped first that were not used for the longest time."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+
+MAX_BYTES = 16 << 30
+_SUFFIX, _MET = ".prefix", ".met"
+
+
+class PrefixFolder:
+    """Names the files by model and tokens, and keeps them within `max_bytes` together. Processes may share it."""
+
+    def __init__(self, folder: Path, max_bytes: int = MAX_BYTES):
+        self._folder, self._max_bytes = folder, max_bytes
+
+    def path_of(self, fingerprint: str, token_ids: tuple[int, ...]) -> Path:
+        """Return where the prefix of these tokens is, or is to be written; the folder is made. Raises OSError."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        tokens = hashlib.sha256(np.array(token_ids, "<i8").tobytes()).hexdigest()
+        return self._folder / f"{fingerprint[:16]}-{tokens[:32]}{_SUFFIX}"
+
+    def use(self, path: Path) -> bool:
+        """Note that a file is used now; return whether it is there. Raises OSError."""
+        try:
+            os.utime(path)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def was_met(self, path: Path) -> bool:
+        """Return whether this was asked before about a file that is not there, in whatever process. Raises OSError."""
+        try:
+            path.with_suffix(_MET).touch(exist_ok=False)
+        except FileExistsError:
+            return True
+        return False
+
+    def trim(self, keep: Path) -> None:
+        """Remove files that were not used for the longest time until the rest fits; `keep` stays. Raises OSError."""
+        files = [(path.stat(), path) for path in self._folder.glob(f"*{_SUFFIX}")]
+        total = sum(status.st_size for status, _ in files)
+        for status, path in sorted(files, key=lambda file: file[0].st_mtime_ns):
+            if total <= self._max_bytes:
+                return
+            if path != keep:
+                with suppress(FileNotFoundError):  # another process was faster
+                    path.unlink()
+                total -= status.st_size

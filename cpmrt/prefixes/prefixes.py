@@ -1,0 +1,163 @@
+"""The prefixes of one model: saved to files and loaded by hand, or kept in a folder for prompts that begin alike."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+from threading import Lock
+
+from cpmrt.config import EngineConfig
+from cpmrt.engine import Engine
+from cpmrt.errors import ClosedError, ContextLengthError, CpmrtError, PrefixError, RequestError
+from cpmrt.memory.caches import PAGE_SIZE
+from cpmrt.memory.plan import MemoryPlan
+from cpmrt.prefixes import transfer
+from cpmrt.prefixes.folder import PrefixFolder
+from cpmrt.prefixes.identity import fingerprint
+from cpmrt.prefixes.prefix_file import PrefixFile, PrefixWriter, Shapes
+from cpmrt.weights.model_folder import ModelFolder
+
+MAX_NOTED = 256
+MIN_TOKENS = 4 * PAGE_SIZE
+"""The shortest beginning that a folder keeps: shorter ones are computed as fast as they are read."""
+
+
+class Prefixes:
+    """Saves and loads the whole pages of a prompt's beginning. `run` runs a job of the shared engine to its end.
+
+    With a `folder`, `note` tells which tokens are the system part of a chat, and `prepare` sees to it that their pages
+    are known before a prompt that begins with them: they are read from the folder, or written to it when such a prompt
+    is met for the second time. Any thread may call.
+    """
+
+    def __init__(
+        self, model: ModelFolder, settings: EngineConfig, plan: MemoryPlan, engine: Callable[[], Engine],
+        run: transfer.Run,
+    ):  # fmt: skip
+        self._model, self._settings, self._plan, self._engine, self._run = model, settings, plan, engine, run
+        self.folder = None if settings.prefix_dir is None else PrefixFolder(Path(settings.prefix_dir))
+        self._noted: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+        """The system parts of chats, the longest first, by the tokens of their first page."""
+        self._stored = set[tuple[int, ...]]()
+        """Those of which the folder has had a file in this process."""
+        self._lock, self._noting = Lock(), Lock()
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        return fingerprint(self._model, self._settings, self._plan)
+
+    @cached_property
+    def _shapes(self) -> Shapes:
+        regions = {region.name: region for region in self._plan.regions}
+        return {name: (region.shape, region.dtype) for name, region in self._plan.paged(regions).items()}
+
+    def save(self, path: Path, token_ids: tuple[int, ...]) -> int:
+        """Compute the whole pages of a prompt and write them to a file; return the number of their tokens.
+
+        Raises RequestError for a prompt without a whole page, ContextLengthError, PrefixError.
+        """
+        return self._save(path, token_ids)
+
+    def _save(self, path: Path, token_ids: tuple[int, ...], *, reuses_known: bool = False) -> int:
+        self._check_reuse()
+        kept = token_ids[: len(token_ids) // PAGE_SIZE * PAGE_SIZE]
+        if not kept:
+            raise RequestError("the prompt is too short for a prefix", expected=f"at least {PAGE_SIZE} tokens",
+                               actual=len(token_ids))  # fmt: skip
+        self._check_length(len(kept))
+        try:
+            with PrefixWriter(path, self._fingerprint, kept, self._shapes) as writer:
+                transfer.save(self._engine(), self._run, writer, kept, reuses_known=reuses_known)
+        except OSError as error:
+            raise PrefixError(f"{path} cannot be written: {error.strerror or error}") from error
+        return len(kept)
+
+    def load(self, path: Path) -> int:
+        """Read the pages in a file, for prompts that begin with their tokens; return the number of these.
+
+        Raises PrefixError for a file of another model or one that is damaged, CheckpointError, ContextLengthError.
+        """
+        self._check_reuse()
+        file = PrefixFile.open(path, self._fingerprint, self._shapes)
+        try:
+            self._check_length(len(file.token_ids))
+            transfer.load(self._engine(), self._run, file)
+        finally:
+            file.close()
+        return len(file.token_ids)
+
+    def note(self, token_ids: tuple[int, ...]) -> None:
+        """Note that prompts may begin with these tokens, the system part of a chat."""
+        kept = token_ids[: len(token_ids) // PAGE_SIZE * PAGE_SIZE]
+        if len(kept) < MIN_TOKENS:
+            return
+        with self._noting:
+            if len(self._noted) >= MAX_NOTED:
+                self._noted.clear()
+            alike = self._noted.get(kept[:PAGE_SIZE], [])
+            if kept not in alike:
+                self._noted[kept[:PAGE_SIZE]] = sorted([*alike[:MAX_NOTED], kept], key=len, reverse=True)
+
+    def prepare(self, token_ids: tuple[int, ...]) -> None:
+        """Make the pages of the system part that a prompt begins with known. What fails only warns: nothing is lost."""
+        if self.folder is None:
+            return
+        found = next(
+            (part for part in self._noted.get(token_ids[:PAGE_SIZE], ()) if token_ids[: len(part)] == part), None
+        )
+        if found is not None and not self._is_ready(found):
+            with self._lock:
+                if not self._is_ready(found):
+                    self._fetch(self.folder, found)
+
+    def _is_ready(self, token_ids: tuple[int, ...]) -> bool:
+        return token_ids in self._stored and self._engine().num_known(token_ids) == len(token_ids)
+
+    def _fetch(self, folder: PrefixFolder, token_ids: tuple[int, ...]) -> None:
+        """Load the pages of these tokens, or write them if they were met before: some prompts are met only once."""
+        try:
+            path = folder.path_of(self._fingerprint, token_ids)
+            if folder.use(path) and self._loaded(path, token_ids):
+                self._stored.add(token_ids)
+            elif folder.was_met(path):
+                self._save(path, token_ids, reuses_known=True)
+                self._stored.add(token_ids)
+                folder.trim(keep=path)
+        except ClosedError:
+            raise
+        except (CpmrtError, OSError) as error:
+            warnings.warn(f"the prefix folder is of no use: {error}", stacklevel=4)
+
+    def _loaded(self, path: Path, token_ids: tuple[int, ...]) -> bool:
+        """Load a file of the folder; one that is damaged or has other tokens is removed."""
+        try:
+            file = PrefixFile.open(path, self._fingerprint, self._shapes)
+            try:
+                if file.token_ids != token_ids:
+                    raise PrefixError(f"{path} has other tokens than its name says")
+                transfer.load(self._engine(), self._run, file)
+            finally:
+                file.close()
+        except CpmrtError as error:
+            if isinstance(error, ClosedError):
+                raise
+            warnings.warn(f"a file of the prefix folder is made again: {error}", stacklevel=5)
+            path.unlink(missing_ok=True)
+            return False
+        return True
+
+    def _check_reuse(self) -> None:
+        limits = self._engine().limits
+        if not self._settings.prefix_cache or not limits.num_pages:
+            raise RequestError("prefixes need the prefix cache", fix="leave prefix_cache on")
+        if limits.num_snapshots:
+            raise RequestError("prefixes of a model with a recurrent state cannot be saved: pages are not all of it")
+
+    def _check_length(self, num_tokens: int) -> None:
+        if num_tokens > self._engine().limits.max_context:
+            raise ContextLengthError(
+                "the prefix does not fit the context", expected=f"at most {self._engine().limits.max_context} tokens",
+                actual=num_tokens, fix="raise max_context",
+            )  # fmt: skip

@@ -1,0 +1,188 @@
+"""Prefixes on disk: what they spare after a restart, who may read them, and what damage does."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny_checkpoint import write_checkpoint
+
+from cpmrt import LLM, SamplingParams
+from cpmrt.errors import CheckpointError, ContextLengthError, CpmrtError, PrefixError, RequestError
+from cpmrt.executor import Prefill
+
+GREEDY = SamplingParams(max_new_tokens=6, temperature=0)
+IDS = np.random.default_rng(1).integers(3, 259, 600).tolist()
+KEPT = 576
+"""The tokens of IDS in whole pages."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("prefix") / "model")
+
+
+@pytest.fixture(scope="module")
+def saved(folder: Path) -> Path:
+    path = folder.parent / "saved.prefix"
+    with open_model(folder) as llm:
+        assert llm.save_prefix(path, IDS) == KEPT
+    return path
+
+
+def open_model(folder: Path, **settings: Any) -> LLM:
+    return LLM(folder, executor="reference", **settings)
+
+
+def answer(llm: LLM, ids: list[int] = IDS) -> tuple[tuple[int, ...], int]:
+    completion = llm.generate(ids, GREEDY)
+    return completion.token_ids, completion.stats.cached_tokens
+
+
+@pytest.mark.parametrize("settings", [
+    {}, {"kv_dtype": "fp8"}, {"max_sequences": 3}, {"prefill_chunk": 100},
+    {"sparse": {"dense_len": 128, "topk": 4, "window_size": 128, "init_blocks": 1}},
+], ids=str)  # fmt: skip
+def test_a_restart_goes_on_behind_the_prefix(folder: Path, tmp_path: Path, settings: dict[str, Any]) -> None:
+    path = tmp_path / "x.prefix"
+    with open_model(folder, **settings) as llm:
+        expected, _ = answer(llm)
+    with open_model(folder, **settings) as llm:
+        assert llm.save_prefix(path, IDS) == KEPT
+        assert answer(llm) == (expected, KEPT)
+    steps: list[Any] = []
+    with open_model(folder, on_step=lambda step, _: steps.append(step), **settings) as llm:
+        assert llm.load_prefix(path) == KEPT and not steps
+        assert answer(llm) == (expected, KEPT)
+        assert sum(len(step.token_ids) for step in steps if isinstance(step, Prefill)) == len(IDS) - KEPT
+        assert answer(llm, IDS[:100] + [7] + IDS[100:])[1] == 64, "only what the texts share"
+
+
+def test_the_pages_are_those_that_a_prompt_computes(folder: Path, saved: Path) -> None:
+    """Bit by bit, wherever in memory they come to lie."""
+    with open_model(folder) as llm:
+        llm.generate(IDS, GREEDY)
+        first = llm.engine.cache.acquire((*IDS[:KEPT], 0), KEPT).table  # type: ignore[union-attr]
+        expected = llm.executor.read_pages(first)
+    with open_model(folder) as llm:
+        llm.generate([5] * 200, GREEDY)
+        llm.load_prefix(saved)
+        table = llm.engine.cache.acquire((*IDS[:KEPT], 0), KEPT).table  # type: ignore[union-attr]
+        assert table != first
+        for name, array in llm.executor.read_pages(table).items():
+            assert np.array_equal(array, expected[name])
+
+
+def test_a_draft_has_pages_of_its_own(folder: Path, tmp_path: Path) -> None:
+    """The draft is the model itself, and so always right, if it has its keys and values too."""
+    settings = {"draft": folder, "speculate": {"num_passes": 3}}
+    path = tmp_path / "x.prefix"
+    with open_model(folder, **settings) as llm:
+        expected, _ = answer(llm)
+    with open_model(folder, **settings) as llm:
+        llm.save_prefix(path, IDS)
+    with open_model(folder, **settings) as llm:
+        llm.load_prefix(path)
+        completion = llm.generate(IDS, GREEDY)
+        assert (completion.token_ids, completion.stats.cached_tokens) == (expected, KEPT)
+        assert completion.stats.accept_rates == (1.0, 1.0, 1.0)
+    with open_model(folder) as llm, pytest.raises(PrefixError, match="made by another model"):
+        llm.load_prefix(path)
+
+
+@pytest.mark.parametrize("change", [
+    {"dtype": "bfloat16"}, {"kv_dtype": "fp8"}, {"hf_overrides": {"rope_theta": 9999.0}}, "weights",
+    {"hf_overrides": {"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "max_context": 4096},
+], ids=str)  # fmt: skip
+def test_another_model_may_not_read_it(folder: Path, saved: Path, tmp_path: Path, change: Any) -> None:
+    if change == "weights":  # the same size and header
+        folder, change = shutil.copytree(folder, tmp_path / "model"), {}
+        raw = (folder / "model.safetensors").read_bytes()
+        (folder / "model.safetensors").write_bytes(raw[:-4] + bytes(4))
+    message = r"saved.prefix was made by another model.*save the prefix again"
+    with open_model(folder, **change) as llm, pytest.raises(PrefixError, match=message):
+        llm.load_prefix(saved)
+
+
+def test_settings_that_change_no_key_may_differ(folder: Path, saved: Path) -> None:
+    with open_model(folder, max_context=1024, prefill_chunk=64, max_sequences=2, lm_head_bits=8) as llm:
+        assert llm.load_prefix(saved) == KEPT
+
+
+def test_every_damage_is_noticed(folder: Path, saved: Path, tmp_path: Path) -> None:
+    raw, random = saved.read_bytes(), np.random.default_rng(3)
+    header = 8 + int.from_bytes(raw[:8], "little")
+    places = [0, 9, header - 20, header, header + 3, len(raw) - 1, *random.integers(header, len(raw), 20).tolist()]
+    damages = [raw[:place] + bytes([raw[place] ^ 1 << place % 8]) + raw[place + 1 :] for place in places]
+    damages += [raw[:-1], raw[: len(raw) // 2], b"", b"x" * 1000, raw + b"\0"]
+    path = tmp_path / "damaged.prefix"
+    with open_model(folder) as llm:
+        expected, _ = answer(llm, IDS[:300])
+    with open_model(folder) as llm:
+        for damage in damages:
+            path.write_bytes(damage)
+            try:
+                llm.load_prefix(path)
+            except CpmrtError as error:
+                assert "\n" not in str(error) and str(path) in str(error)
+            else:  # one bit of a token: another text, whose pages nobody asks for
+                assert damage[header:] != raw[header:] and damage[:header] == raw[:header]
+        tokens, cached = answer(llm, IDS[:300])
+        assert tokens == expected and cached == 0
+        path.unlink()
+        with pytest.raises(CheckpointError, match="does not exist"):
+            llm.load_prefix(path)
+        assert llm.load_prefix(saved) == KEPT
+
+
+def test_what_cannot_be_saved(folder: Path, saved: Path, tmp_path: Path) -> None:
+    with open_model(folder, max_context=256) as llm:
+        with pytest.raises(RequestError, match="too short for a prefix: expected at least 64 tokens, got 63"):
+            llm.save_prefix(tmp_path / "x", IDS[:63])
+        with pytest.raises(PrefixError, match="none/x cannot be written: No such file"):
+            llm.save_prefix(tmp_path / "none" / "x", IDS[:100])
+        for call in (lambda: llm.save_prefix(tmp_path / "x", IDS), lambda: llm.load_prefix(saved)):
+            with pytest.raises(ContextLengthError, match="expected at most 256 tokens, got 576"):
+                call()
+        assert llm.generate(IDS[:100], GREEDY).stats.new_tokens == 6, "no slot is lost"
+    with open_model(folder, prefix_cache=False) as llm, pytest.raises(RequestError, match="need the prefix cache"):
+        llm.save_prefix(tmp_path / "x", IDS)
+    assert not list(tmp_path.iterdir())
+
+
+def test_nothing_is_there_before_all_is(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_model(folder) as llm:
+        read_pages, calls = llm.executor.read_pages, list[Any]()
+
+        def failing(pages: Any) -> Any:
+            calls.append(pages)
+            if len(calls) == 2:
+                raise OSError(28, "No space left on device")
+            return read_pages(pages)
+
+        monkeypatch.setattr(llm.executor, "read_pages", failing)
+        with pytest.raises(PrefixError, match="No space left on device"):
+            llm.save_prefix(tmp_path / "x.prefix", IDS)
+    assert not list(tmp_path.iterdir())
+
+
+def test_other_threads_go_on_meanwhile(folder: Path, saved: Path, tmp_path: Path) -> None:
+    with open_model(folder, max_sequences=2) as llm:
+        expected = llm.generate(IDS[:50], GREEDY).token_ids
+        found: list[Any] = []
+        threads = [
+            threading.Thread(target=lambda i=i: found.append(  # type: ignore[misc]
+                llm.generate(IDS[:50], GREEDY).token_ids if i % 3 else llm.save_prefix(tmp_path / str(i), IDS)
+            ))
+            for i in range(9)
+        ]  # fmt: skip
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert sorted(map(str, found)) == sorted([str(expected)] * 6 + [str(KEPT)] * 3)
+    assert {(tmp_path / str(i)).read_bytes() for i in (0, 3, 6)} == {saved.read_bytes()}
