@@ -149,6 +149,15 @@ def test_the_step_log_holds_the_generation(generate, checkpoint, tmp_path, capsy
     assert next(step for step, _ in steps if isinstance(step, Prefill)).is_last
 
 
+def test_an_answer_that_loops_is_named_in_the_summary(generate, capsys):
+    options = ("--temperature", "0", "--ignore-eos", "--max-new-tokens", "none", "--loop-repeats", "4")
+    assert generate("abc", *options, "--max-context", "400") == 0
+    assert "finish: loop" in capsys.readouterr().err
+    assert generate("abc", *options, "--max-context", "400", "--json") == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["finish_reason"] == "loop" and 128 <= len(record["token_ids"]) < 300
+
+
 def test_stop_string(generate, checkpoint, capsys):
     text = expected(checkpoint).text
     stop = next(char for char in text[3:] if char.isprintable() and char != "\ufffd" and char not in text[:3])
