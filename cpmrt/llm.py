@@ -311,13 +311,19 @@ class LLM:
         ids = self._checked(self._encode(prompt) if isinstance(prompt, str) else prompt)
         end_ids = () if params.ignore_eos else self._end_token_ids()
         seed = params.seed if params.seed is not None else request_seed(self._seed, next(self._numbers))
-        # Without room for one token the engine refuses the request, with figures.
-        room = max(1, self.max_context - len(ids))
+        own = self.sampling_defaults
         return Request(
-            ids, params.with_defaults(self.sampling_defaults), seed % 2**64,
-            tuple(sorted({*params.stop_token_ids, *end_ids})), params.max_new_tokens or room, params.stop,
-            params.loop_repeats, params.loop_penalty, self._thinking_budget(ids, params),
-        )  # fmt: skip
+            ids,
+            params.with_defaults(own),
+            seed % 2**64,
+            tuple(sorted({*params.stop_token_ids, *end_ids})),
+            # Without room for one token the engine refuses the request, with figures.
+            params.max_new_tokens or max(1, self.max_context - len(ids)),
+            params.stop,
+            params.loop_repeats,
+            own.loop_penalty if params.loop_penalty is None else params.loop_penalty,
+            self._thinking_budget(ids, params),
+        )
 
     def _thinking_budget(self, prompt_ids: tuple[int, ...], params: SamplingParams) -> ThinkingBudget | None:
         if params.max_thinking_tokens is None:

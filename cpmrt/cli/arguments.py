@@ -205,7 +205,7 @@ _SAMPLING_OPTIONS: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "loop_penalty": (float, "R", "first raise the repetition penalty of such an answer to R; 1: off"),
     "max_thinking_tokens": (int, "N", "close a thought after this many tokens (default: never)"),
 }
-MODELS_OWN = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+MODELS_OWN = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "loop_penalty")
 """Fields of SamplingParams whose default the model decides."""
 # Option -> (key of `speculate`, type, metavar, help).
 _DRAFT_OPTIONS: dict[str, tuple[str, Callable[[str], Any], str, str]] = {

@@ -111,7 +111,7 @@ def _finite(value: Any) -> Any:
 def sampling_line(params: SamplingParams, own: SamplingDefaults) -> str:
     """Return how answers will be sampled, and where those values come from that the user did not give."""
     chosen = params.with_defaults(own)
-    names = [field.name for field in fields(own) if field.name != "source"]
+    names = [field.name for field in fields(own) if hasattr(chosen, field.name)]
     used = replace(own, **{name: getattr(chosen, name) for name in names})
     given = [f"--{name.replace('_', '-')}" for name in names if getattr(params, name) is not None]
     return f"{used} ({', '.join([*given, own.source])})"

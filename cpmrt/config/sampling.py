@@ -19,17 +19,18 @@ LOWEST_TEMPERATURE = 1e-30
 class SamplingParams:
     """What a request asks of sampling. Raises RequestError on a value out of range; numbers may be NumPy's.
 
-    `temperature`, `top_k`, `top_p`, `min_p` and `repetition_penalty` None take the model's own (`SamplingDefaults`);
-    temperature 0 is greedy. `max_new_tokens` None goes on until the model ends or the context is full.
+    `temperature`, `top_k`, `top_p`, `min_p`, `repetition_penalty` and `loop_penalty` None take the model's own
+    (`SamplingDefaults`); temperature 0 is greedy. `max_new_tokens` None goes on until the model ends or the context is
+    full.
     `seed` None takes a hash of the engine's seed and the number of the request, so a run repeats as a whole. The noise
     of a position depends on the seed and the position alone: requests with one explicit seed share it.
     `stop` strings end the text before them; `stop_token_ids` and the model's own end tokens end it too, unless
     `ignore_eos` drops the latter. `logprobs` = n asks for the chosen token's log-probability and the n best.
     `logit_bias` pairs token ids with what is added to their logits; not every executor takes it.
     `loop_repeats` = n (0: off) ends an answer whose last tokens repeat one run n times, 128 tokens or more in all, with
-    the reason "loop"; with a `loop_penalty` the first loop raises the repetition penalty to that, and only the next one
-    ends the answer. `max_thinking_tokens` closes a thought that the answer is in after that many tokens, with the
-    model's own marker. After either, presence and frequency penalties count anew.
+    the reason "loop"; with a `loop_penalty` above 1 the first loop raises the repetition penalty to that, and only the
+    next one ends the answer. `max_thinking_tokens` closes a thought that the answer is in after that many tokens, with
+    the model's own marker. After either, presence and frequency penalties count anew.
     """
 
     max_new_tokens: int | None = 128
@@ -47,7 +48,7 @@ class SamplingParams:
     logprobs: int = 0
     logit_bias: tuple[tuple[int, float], ...] = ()
     loop_repeats: int = 0
-    loop_penalty: float = 1.0
+    loop_penalty: float | None = None
     max_thinking_tokens: int | None = None
 
     def __post_init__(self) -> None:
@@ -110,7 +111,8 @@ _RANGES: dict[str, tuple[type[int] | type[float], float, float, str]] = {
     "max_thinking_tokens": (int, 1, 2**31 - 1, "an integer >= 1"),
 }
 _OPTIONAL = (
-    "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "max_thinking_tokens",
+    "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "loop_penalty",
+    "max_thinking_tokens",
 )  # fmt: skip
 
 

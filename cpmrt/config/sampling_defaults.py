@@ -9,6 +9,8 @@ from typing import Any
 from cpmrt.config.fields import Fields
 from cpmrt.errors import ConfigError
 
+_OF_SAMPLING = frozenset(("temperature", "top_k", "top_p", "min_p"))
+"""Keys that mean nothing to greedy decoding."""
 _FIX = "correct the value in that file, or remove it"
 
 
@@ -24,6 +26,8 @@ class SamplingDefaults:
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    loop_penalty: float = 1.0
+    """The repetition penalty of an answer that has looped, where loops are looked for; 1: such an answer ends."""
     source: str = "greedy, as the checkpoint recommends nothing"
 
     @classmethod
@@ -32,18 +36,20 @@ class SamplingDefaults:
     ) -> SamplingDefaults:
         """Return what generation_config.json (its path is `source`) says, else the row of a known model.
 
+        The penalty of loops, for which that file has no name, is always the row's.
+
         As Hugging Face has it, `do_sample` false is greedy, whatever else there is, and true without a temperature is
         temperature 1. Where `do_sample` is absent the other values count all the same. `config` is the object of
         config.json. Raises ConfigError.
         """
-        fields, file = Fields(generation_config or {}, source), "generation_config.json"
-        found = _read(fields)
+        fields, known = Fields(generation_config or {}, source), _of_known_model(config)
+        found = _read(fields) | {"loop_penalty": known.loop_penalty, "source": "generation_config.json"}
         if not fields.boolean("do_sample", True):
-            return cls(repetition_penalty=found.get("repetition_penalty", 1.0), source=file)
-        if not found and not fields.data.get("do_sample"):
-            return _of_known_model(config)
-        samples = fields.data.get("do_sample") or found.keys() - {"repetition_penalty"}
-        return cls(**{"temperature": 1.0 if samples else 0.0, "source": file, **found})
+            return cls(**{name: found[name] for name in found.keys() - _OF_SAMPLING})
+        samples = fields.data.get("do_sample") or not _OF_SAMPLING.isdisjoint(found)
+        if not samples and "repetition_penalty" not in found:
+            return known
+        return cls(**{"temperature": 1.0 if samples else 0.0, **found})
 
     def __str__(self) -> str:
         """Return what differs from plain sampling, on one line."""
@@ -96,14 +102,14 @@ class _KnownModel:
     defaults: SamplingDefaults
 
 
-def _card(name: str, temperature: float, top_p: float) -> SamplingDefaults:
-    return SamplingDefaults(temperature, top_p=top_p, source=f"the model card of {name}")
+def _card(name: str, temperature: float, top_p: float, loop_penalty: float = 1.0) -> SamplingDefaults:
+    return SamplingDefaults(temperature, top_p=top_p, loop_penalty=loop_penalty, source=f"the model card of {name}")
 
 
 # Sources: https://huggingface.co/openbmb/<name>. Of MiniCPM5-1B's two settings this is the one for thinking, which its
-# template begins with (without: temperature 0.7). MiniCPM5-2B's card adds repetition_penalty 1.05 "if it loops".
+# template begins with (without: temperature 0.7).
 _KNOWN_MODELS = (
-    _KnownModel("LlamaForCausalLM", 130560, 2048, 131072, _card("MiniCPM5-2B", 1.0, 0.95)),
+    _KnownModel("LlamaForCausalLM", 130560, 2048, 131072, _card("MiniCPM5-2B", 1.0, 0.95, loop_penalty=1.05)),
     _KnownModel("LlamaForCausalLM", 130560, 1536, 131072, _card("MiniCPM5-1B", 0.9, 0.95)),
     _KnownModel("MiniCPMForCausalLM", 73448, None, 32768, _card("MiniCPM4-8B", 0.8, 0.8)),
     _KnownModel("MiniCPMForCausalLM", 73448, None, 65536, _card("MiniCPM4.1-8B", 0.9, 0.95)),

@@ -134,7 +134,7 @@ _SHARED: Schema = {
         "integer", minimum=0, maximum=1000, default=0, description="End an answer that repeats itself so often"
     ),
     "loop_penalty": _optional(
-        "number", minimum=1, maximum=1000, default=1, description="First raise the repetition penalty of a loop to this"
+        "number", minimum=1, maximum=1000, description=f"First raise the repetition penalty of a loop to this. {_OWN}"
     ),
     "max_thinking_tokens": _optional("integer", minimum=1, description="Close a thought after so many tokens"),
     "logit_bias": _optional("object", additionalProperties={"type": "number", "minimum": -100, "maximum": 100}),
@@ -259,7 +259,7 @@ def _answers() -> Schema:
     )
     model = {"id": _STRING, "object": {"const": "model"}, "created": _INTEGER, "owned_by": _STRING}
     reasons = ["stop", "length", "loop"]
-    numbers = dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty"), _NUMBER)
+    numbers = dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty", "loop_penalty"), _NUMBER)
     defaults = _object({**numbers, "top_k": _INTEGER, "source": _STRING})
     error = {"message": _STRING, "type": _STRING, "param": _optional("string"), "code": _optional("string")}
     return {

@@ -126,7 +126,7 @@ def test_the_model_says_how_it_samples_by_default(client):
     defaults = client.models.retrieve("demo").sampling_defaults
     assert defaults == {
         "temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0,
-        "source": "generation_config.json",
+        "loop_penalty": 1.0, "source": "generation_config.json",
     }  # fmt: skip
     texts = [
         client.completions.create(model="demo", prompt="def main():", max_tokens=8, **fields).choices[0].text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -89,6 +90,22 @@ def test_known_models_have_the_values_of_their_cards(config, expected):
 def test_the_released_config_of_minicpm4_is_known():
     found = defaults_of(None, json.loads((DATA / "minicpm4_8b_config.json").read_text()))
     assert str(found) == "temperature 0.8, top_p 0.8"
+
+
+@pytest.mark.parametrize(("shipped", "expected"), [
+    (None, (1.0, 0.95)), ({"do_sample": True, "temperature": 0.6}, (0.6, 1.0)), ({"do_sample": False}, (0.0, 1.0)),
+])  # fmt: skip
+def test_the_penalty_of_loops_is_the_cards_whatever_the_checkpoint_ships(shipped, expected):
+    found = defaults_of(shipped, MINICPM5 | {"hidden_size": 2048})
+    assert (found.temperature, found.top_p, found.loop_penalty) == (*expected, 1.05)
+    assert defaults_of(shipped).loop_penalty == 1.0
+
+
+def test_a_loop_takes_the_models_penalty_unless_one_is_given(tmp_path):
+    with LLM(write_checkpoint(tmp_path), executor="reference") as llm:
+        llm.sampling_defaults = replace(llm.sampling_defaults, loop_penalty=1.2)
+        for given, expected in ((None, 1.2), (1, 1.0), (1.5, 1.5)):
+            assert llm.request([1], SamplingParams(loop_repeats=4, loop_penalty=given)).loop_penalty == expected
 
 
 def test_defaults_on_one_line():
