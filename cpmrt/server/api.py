@@ -33,6 +33,7 @@ class Endpoints:
 
     def __init__(self, service: Service):
         self._service = service
+        self._page = page_files()
 
     def routes(self) -> list[Route]:
         return [
@@ -101,7 +102,7 @@ class Endpoints:
 
     async def page(self, request: Request) -> Response:
         """Answer with a file of the chat page; its first one stands at "/" alone."""
-        file = page_files().get(request.path_params.get("file", INDEX))
+        file = self._page.get(request.path_params.get("file", INDEX))
         if file is None or request.path_params.get("file") == INDEX:
             raise ApiError(404, "the chat page has no such file", code="not_found")
         if request.headers.get("if-none-match") == file.etag:

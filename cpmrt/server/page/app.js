@@ -30,7 +30,8 @@ const view = {
     history.replaceState(null, "", isEmpty ? location.pathname : `#${conversation.id}`);
     messages.show(conversation, generation);
     messages.scrollToEnd();
-    composer.setWriting(Boolean(generation));
+    showWriting(Boolean(generation));
+    if (document.activeElement === document.body) composer.focus();
     announce(generation ? "The answer is being written." : "");
   },
   showList(heads, current, writing) {
@@ -40,9 +41,10 @@ const view = {
     if (title) byId("title").textContent = title;
   },
   updateAnswer: () => messages.update(),
+  showProblem: text => toast.show(text),
   endAnswer(generation) {
     messages.end();
-    composer.setWriting(false);
+    showWriting(false);
     const { content, problem } = generation.answer;
     announce(problem ?? content.slice(0, LONGEST_ANNOUNCEMENT));
     if (generation.errorCode === "invalid_api_key") dialog.open(chat.conversation.system, true);
@@ -90,6 +92,11 @@ const dialog = new SettingsDialog(
   settings,
   { onChange: system => chat.setSystem(system), onKey: loadModel },
 );
+
+function showWriting(isWriting) {
+  composer.setWriting(isWriting);
+  byId("messages").classList.toggle("writing", isWriting);
+}
 
 /** Let screen readers say something once. What is written piece by piece is not read piece by piece. */
 function announce(text) {

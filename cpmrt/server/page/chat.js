@@ -113,7 +113,7 @@ export class Chat {
 
   /** Keep what has been written of the answers, as when the page goes away. */
   saveWriting() {
-    for (const { conversation } of this.generations.values()) this.store.put(conversation.record());
+    for (const { conversation } of this.generations.values()) this.#keep(conversation);
   }
 
   async #answer(question) {
@@ -126,7 +126,7 @@ export class Chat {
     this.generations.set(conversation.id, generation);
     this.#show();
     this.#save(conversation);
-    const timer = setInterval(() => this.store.put(conversation.record()), SAVE_EVERY_MS);
+    const timer = setInterval(() => this.#keep(conversation), SAVE_EVERY_MS);
     generation.ended = generation.run();
     await generation.ended;
     clearInterval(timer);
@@ -158,8 +158,18 @@ export class Chat {
   }
 
   async #save(conversation) {
-    await this.store.put(conversation.record());
-    await this.#changed(conversation.id);
+    if (await this.#keep(conversation)) await this.#changed(conversation.id);
+  }
+
+  /** Store a conversation; returns false, and says so, if the browser takes no more. */
+  async #keep(conversation) {
+    try {
+      await this.store.put(conversation.record());
+      return true;
+    } catch (error) {
+      this.view.showProblem(`The browser does not keep this conversation: ${error.message}`);
+      return false;
+    }
   }
 
   async #changed(id = null) {

@@ -12,7 +12,7 @@ export const NUMBERS = {
   repetition_penalty: { label: "Repetition penalty", min: 0.5, max: 2 },
   presence_penalty: { label: "Presence penalty", hint: 0, min: -2, max: 2 },
   frequency_penalty: { label: "Frequency penalty", hint: 0, min: -2, max: 2 },
-  max_tokens: { label: "Longest answer, in tokens", hint: "as fits", min: 1, isWhole: true },
+  max_tokens: { label: "Max tokens", hint: "as fits", min: 1, isWhole: true },
   seed: { label: "Seed", hint: "random", isWhole: true },
 };
 

@@ -179,3 +179,19 @@ def test_two_tabs_show_the_same_list(page, says):
     ask(page, "say(one)yas")
     other.locator("#conversations .open").wait_for()
     assert titles(other) == ["say(one)yas"]
+
+
+def test_a_browser_that_keeps_no_more_says_so(open_page, says):
+    page = open_page(says.url, init_script="IDBObjectStore.prototype.put = () => { throw new Error('no room'); }")
+    assert ask(page, "say(one)yas").locator(".prose").inner_text() == "one"
+    assert "no room" in page.inner_text("#toast")
+
+
+def test_a_browser_without_storage_still_chats(open_page, says):
+    page = open_page(says.url, init_script="IDBFactory.prototype.open = () => { throw new Error('forbidden'); }")
+    assert "until it is closed" in page.inner_text("#toast")
+    ask(page, "say(one)yas")
+    page.click("#fresh")
+    page.locator("#conversations .open").click()
+    assert answered(page).locator(".prose").inner_text() == "one"
+    assert not page.problems

@@ -54,9 +54,9 @@ def test_a_limit_on_the_length_is_shown(page):
     set_numbers(page, max_tokens=5)
     answer = ask(page, "say(0123456789)yas")
     assert answer.locator(".prose").inner_text() == "01234"
-    assert "set to 5 tokens" in answer.locator(".note").inner_text()
+    assert "“Max tokens” is set to 5" in answer.locator(".note").inner_text()
     page.reload()
-    assert "set to 5 tokens" in answered(page).locator(".note").inner_text()
+    assert "“Max tokens” is set to 5" in answered(page).locator(".note").inner_text()
 
 
 def test_a_full_context_leaves_out_the_oldest_turns_and_says_so(open_page, tmp_path):

@@ -103,7 +103,7 @@ function endText({ problem, finish, speed, lengthLimit }) {
   if (finish === "loop") return "The answer had begun to repeat itself, so it was ended.";
   if (finish !== "length") return null;
   return lengthLimit && speed?.tokens >= lengthLimit
-    ? `The answer ends here because “Longest answer” is set to ${lengthLimit} tokens.`
+    ? `The answer ends here because “Max tokens” is set to ${lengthLimit}.`
     : "The answer ends here because the model's context is full.";
 }
 

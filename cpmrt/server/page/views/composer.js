@@ -1,5 +1,7 @@
 // The box that a question is written in.
 
+const HAS_KEYBOARD = matchMedia("(hover: hover)");
+
 export class Composer {
   /** `actions` has `ask(text)`, `stop()` and `editLast()`. */
   constructor({ form, box, send, stop }, actions) {
@@ -23,20 +25,16 @@ export class Composer {
     this.#grow();
   }
 
+  /** Put the cursor here, but do not make a phone open its keyboard. */
   focus() {
-    this.box.focus();
-  }
-
-  fill(text) {
-    this.box.value = text;
-    this.#grow();
-    this.box.focus();
+    if (HAS_KEYBOARD.matches) this.box.focus();
   }
 
   #submit() {
     const text = this.box.value.trim();
     if (!text || this.isWriting) return;
-    this.fill("");
+    this.box.value = "";
+    this.#grow();
     this.actions.ask(text);
   }
 
