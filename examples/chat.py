@@ -1,13 +1,13 @@
 """Hold a conversation of several turns: python examples/chat.py [MODEL]
 
-The second prompt begins as the first one did, and what is the same comes out of the prefix cache.
+The second prompt begins with the whole first turn. With prefix_cache="fast" only its new part is computed.
 """
 
 import sys
 
 from cpmrt import LLM, SamplingParams
 
-with LLM(*sys.argv[1:]) as llm:
+with LLM(*sys.argv[1:], prefix_cache="fast") as llm:
     messages = [{"role": "system", "content": "You explain Python in a few words."}]
     for question in ("What does os.path.join do?", "And os.path.split?"):
         messages.append({"role": "user", "content": question})
