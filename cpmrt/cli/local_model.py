@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from types import TracebackType
 
 from cpmrt import LLM
@@ -10,15 +11,14 @@ from cpmrt.byte_sizes import format_bytes
 from cpmrt.cli.conversation import Conversation, Message, Part
 from cpmrt.cli.output import sampling_line
 from cpmrt.config import SamplingParams
+from cpmrt.errors import ContextLengthError
 from cpmrt.generation import Completion
-from cpmrt.server.chat_text import ChatText, Delta, opens_thinking
+from cpmrt.server.chat_text import ChatText, Delta, marker_ids, prompt_opens_thinking
+from cpmrt.sharing.jobs import Generation
 from cpmrt.sharing.text_stream import TextStream
-from cpmrt.text import Tokenizer
 
 _ANSWER_ROOM = 1024
 """Tokens of the context that are kept free for an answer that may go on until the context is full."""
-_MARKER_TOKENS = 16
-"""The most tokens that the marker of an opened thought takes at the end of a prompt."""
 
 
 class LocalModel:
@@ -51,27 +51,33 @@ class LocalModel:
 
     def usage(self, conversation: Conversation) -> str:
         """Return how many tokens of the context the conversation takes."""
-        messages = conversation.messages()
-        return f"context: {len(self._prompt(messages)) if messages else 0:,} of {self._llm.max_context:,} tokens"
+        messages, most = conversation.messages(), self._llm.max_context
+        try:
+            return f"context: {len(self._prompt(messages)) if messages else 0:,} of {most:,} tokens"
+        except ContextLengthError:
+            return f"context: full ({most:,} tokens)"
 
     def open(self, conversation: Conversation, question: str) -> tuple[LocalAnswer, int]:
         """Begin the answer to one more question; also return how many of the oldest turns had to be left out of it."""
         prompt, num_dropped = self.fit(conversation, question)
-        is_thinking = _begins_inside_a_thought(prompt, self._llm.tokenizer)
-        return LocalAnswer(self._llm.stream(prompt, self.params), is_thinking), num_dropped
+        is_thinking = prompt_opens_thinking(prompt, self._llm.tokenizer)
+        job = Generation(self._llm.request(prompt, self.params), marker_ids(self._llm.tokenizer))
+        return LocalAnswer(TextStream(self._llm.shared, job), is_thinking), num_dropped
 
     def fit(self, conversation: Conversation, question: str) -> tuple[list[int], int]:
         """Return the prompt for one more question, without the oldest turns where it does not fit, and their number.
 
-        What is too long even without any is returned all the same: `LLM.stream` refuses it with the figures.
+        What leaves no room for an answer even without any is returned all the same: `LLM.stream` refuses it with the
+        figures. Raises ContextLengthError if it does not fit at all.
         """
         context = self._llm.max_context
         room = context - (self.params.max_new_tokens or min(_ANSWER_ROOM, context // 4))
-        for skip in range(conversation.num_turns + 1):
-            ids = self._prompt(conversation.asked(question, skip=skip))
-            if len(ids) <= room:
-                break
-        return ids, skip
+        for skip in range(conversation.num_turns):
+            with suppress(ContextLengthError):
+                ids = self._prompt(conversation.asked(question, skip=skip))
+                if len(ids) <= room:
+                    return ids, skip
+        return self._prompt(conversation.asked(question, skip=conversation.num_turns)), conversation.num_turns
 
     def _prompt(self, messages: list[Message]) -> list[int]:
         return self._llm.chat_prompt(
@@ -116,10 +122,3 @@ class LocalAnswer:
             if text := delta.get("content"):
                 self._texts.append(text)
                 yield Part(text)
-
-
-def _begins_inside_a_thought(prompt: list[int], tokenizer: Tokenizer | None) -> bool:
-    """Tell whether the prompt opens a thought whose end will be visible: special tokens are not part of the text."""
-    if tokenizer is None or tokenizer.token_id("</think>") in tokenizer.special_ids:
-        return False
-    return opens_thinking(tokenizer.decode(prompt[-_MARKER_TOKENS:], skip_special_tokens=False))

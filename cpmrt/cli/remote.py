@@ -181,8 +181,10 @@ class RemoteAnswer:
 
 
 def _body_fields(params: SamplingParams, enable_thinking: bool | None) -> dict[str, Any]:
+    """Return the fields of a request that differ from what every server does by itself."""
     fields: dict[str, Any] = {name: getattr(params, name) for name in _SAMPLING_FIELDS}
-    fields |= {"max_tokens": params.max_new_tokens, "stop": list(params.stop) or None}
+    fields |= {"max_tokens": params.max_new_tokens, "stop": list(params.stop), "seed": params.seed}
+    fields = {name: value for name, value in fields.items() if value is not None and value not in ((), [])}
     if enable_thinking is not None:
         fields["chat_template_kwargs"] = {"enable_thinking": enable_thinking}
     return fields

@@ -25,10 +25,15 @@ _THOUGHT = Style(dim=True)
 
 
 class TerminalView:
-    """Shows an answer on a terminal. With `makes_up` False, Markdown stays as the model wrote it."""
+    """Shows an answer on a terminal, and that it is being waited for until it begins.
+
+    With `makes_up` False, Markdown stays as the model wrote it.
+    """
 
     def __init__(self, console: Console, *, makes_up: bool = True):
         self._console, self._makes_up = console, makes_up
+        self._waiting = console.status("reading")
+        self._waiting.start()
         self._is_thought = False
         self._begin_block()
         self._line = ""
@@ -39,6 +44,7 @@ class TerminalView:
     def show(self, part: Part) -> None:
         if not part.text:
             return
+        self._waiting.stop()
         if part.is_thought != self._is_thought:
             self._end_block()
             write("\n" * (2 - (self._lines.column == 0)) if self._is_thought else "")
@@ -55,6 +61,7 @@ class TerminalView:
                 self._line = ""
 
     def end(self) -> None:
+        self._waiting.stop()
         self._end_block()
         if self._lines.column:
             write("\n")

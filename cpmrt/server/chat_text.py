@@ -13,10 +13,13 @@ from typing import Any
 
 from cpmrt.server.tool_calls import Call, Schemas
 from cpmrt.server.tool_formats import FORMATS, MAX_CALL_CHARACTERS, EndFinder, Format
-from cpmrt.text.markers import THINKING_PAIRS
+from cpmrt.text import Tokenizer
+from cpmrt.text.markers import ANSWER_MARKERS, THINKING_PAIRS
 
 Delta = dict[str, Any]
 """A part of a message as a chunk has it: {"content": text}, {"reasoning_content": text} or {"tool_calls": [...]}."""
+_MARKER_TOKENS = 16
+"""The most tokens that the marker of an opened thought takes at the end of a prompt."""
 _STARTS = {form.start: form for form in FORMATS}
 _ANY_START = re.compile("|".join(map(re.escape, _STARTS)))
 
@@ -107,6 +110,19 @@ class Message:
 def opens_thinking(prompt_end: str) -> bool:
     """Tell whether a prompt ends inside a thought, so that the answer begins there."""
     return prompt_end.rstrip().endswith(tuple(THINKING_PAIRS))
+
+
+def marker_ids(tokenizer: Tokenizer | None) -> frozenset[int]:
+    """Return the markers of thoughts and calls that are special tokens; in most vocabularies they are plain text."""
+    if tokenizer is None:
+        return frozenset()
+    ids = {tokenizer.token_id(marker) for marker in ANSWER_MARKERS}
+    return frozenset(token_id for token_id in tokenizer.special_ids if token_id in ids)
+
+
+def prompt_opens_thinking(ids: list[int], tokenizer: Tokenizer | None) -> bool:
+    """Tell whether the answer to a prompt begins inside a thought."""
+    return tokenizer is not None and opens_thinking(tokenizer.decode(ids[-_MARKER_TOKENS:], skip_special_tokens=False))
 
 
 class _ThinkingSplitter:

@@ -6,11 +6,11 @@ import secrets
 from typing import Any
 
 from cpmrt import LLM
-from cpmrt.server.chat_text import ChatText
+from cpmrt.server.chat_text import ChatText, marker_ids, prompt_opens_thinking
 from cpmrt.server.errors import unsupported
 from cpmrt.server.messages_answer import MessagesFormat
 from cpmrt.server.messages_request import Conversation, read_conversation, read_settings
-from cpmrt.server.service import Prepared, Service, choices_of, marker_ids, prompt_opens_thinking
+from cpmrt.server.service import Prepared, Service, choices_of
 from cpmrt.server.tokenizing import needed
 from cpmrt.server.tool_calls import schemas_of
 

@@ -16,7 +16,7 @@ from cpmrt.engine import Request as EngineRequest
 from cpmrt.errors import CpmrtError
 from cpmrt.server.answers import Answer, AnswerFormat, ChatAnswer, CompletionAnswer, OpenAIFormat
 from cpmrt.server.best_of import BestOf
-from cpmrt.server.chat_text import ChatText, opens_thinking
+from cpmrt.server.chat_text import ChatText, marker_ids, prompt_opens_thinking
 from cpmrt.server.engine_thread import EngineThread
 from cpmrt.server.errors import ApiError, unsupported
 from cpmrt.server.fill_in_middle import fill_prompt
@@ -27,12 +27,9 @@ from cpmrt.server.schema import Wanted, read_chat, read_completion
 from cpmrt.server.token_logprobs import ChatLogprobs, CompletionLogprobs, TokenTexts
 from cpmrt.server.tool_calls import schemas_of
 from cpmrt.text import Tokenizer
-from cpmrt.text.markers import ANSWER_MARKERS
 from cpmrt.text.streaming import stop_automaton
 
 T = TypeVar("T")
-_MARKER_TOKENS = 16
-"""The most tokens that the marker of an opened thought takes at the end of a prompt."""
 
 
 @dataclass(frozen=True)
@@ -213,19 +210,6 @@ def choices_of(llm: LLM, prompt: str | list[int], wanted: Wanted, first_choice: 
     request = replace(request, max_new_tokens=min(request.max_new_tokens, room))
     choices = range(first_choice, first_choice + wanted.num_choices)
     return [replace(request, seed=wanted.seed(choice)) for choice in choices]
-
-
-def marker_ids(tokenizer: Tokenizer | None) -> frozenset[int]:
-    """Return the markers of thoughts and calls that are special tokens; in most vocabularies they are plain text."""
-    if tokenizer is None:
-        return frozenset()
-    ids = {tokenizer.token_id(marker) for marker in ANSWER_MARKERS}
-    return frozenset(token_id for token_id in tokenizer.special_ids if token_id in ids)
-
-
-def prompt_opens_thinking(ids: list[int], tokenizer: Tokenizer | None) -> bool:
-    """Tell whether the answer to a prompt begins inside a thought."""
-    return tokenizer is not None and opens_thinking(tokenizer.decode(ids[-_MARKER_TOKENS:], skip_special_tokens=False))
 
 
 def _filling(tokenizer: Tokenizer | None, prompt: str | list[int], suffix: str) -> str | list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import signal
 import sys
@@ -13,6 +14,7 @@ import pytest
 from serving import saying_llm, serving
 
 from cpmrt.cli.main import main
+from cpmrt.cli.remote import RemoteModel
 
 
 @pytest.fixture
@@ -34,6 +36,26 @@ def test_the_same_answers_as_the_local_chat(chat, demo, capsys):
     assert main(["chat", "--executor", "reference", *options]) == 0
     assert capsys.readouterr() == remote and len(remote.out.strip()) > 20
     assert "(stopped after --max-new-tokens 12)" in remote.err
+
+
+def test_settings_reach_the_server(chat, monkeypatch, capsys, says):
+    sent = []
+    monkeypatch.setattr(RemoteModel, "_send", spy_on(RemoteModel._send, sent))
+    lines = "one\n/set temperature 0.5\n/set stop [\"a\"]\n/set thinking off\ntwo\n"
+    assert chat(says.url, lines, "--temperature", "0", "--loop-repeats", "0") == 0
+    first, second = (json.loads(body) for body in sent)
+    assert first["temperature"] == 0 and "top_p" not in first and first["loop_repeats"] == 0
+    assert second["temperature"] == 0.5 and second["stop"] == ["a"]
+    assert second["chat_template_kwargs"] == {"enable_thinking": False}
+
+
+def spy_on(send, sent):
+    def spy(self, method, path, body=None):
+        if body is not None:
+            sent.append(body)
+        return send(self, method, path, body)
+
+    return spy
 
 
 def test_turns_system_message_and_reset(chat, says, capsys):

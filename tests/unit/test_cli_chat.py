@@ -14,8 +14,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from serving import saying_llm
 from tiny_checkpoint import write_checkpoint
+from tokenizers import Tokenizer as Library
 
+import cpmrt.cli.chat
 from cpmrt import LLM, SamplingParams
 from cpmrt.cli.conversation import Conversation
 from cpmrt.cli.listeners import StopOnInterrupt, StopRequestedError
@@ -149,7 +152,7 @@ def test_a_full_context_drops_the_oldest_turns_but_not_the_system_message(chat, 
 def test_a_question_too_long_alone_is_refused_and_forgets_nothing(chat, prompts, capsys):
     assert chat(f"first\n{'x' * 200}\nsecond\n", *SAMPLING, "--max-context", "100") == 1
     out, err = capsys.readouterr()
-    assert out.count("\n") >= 2 and "cpmrt: error: the request does not fit the context" in err
+    assert out.count("\n") >= 2 and "cpmrt: error: the prompt does not fit the context" in err
     assert [content for role, content in prompts[-1][0] if role == "user"] == ["first", "second"]
 
 
@@ -231,6 +234,24 @@ def test_the_system_message_can_change(chat, prompts, capsys):
     assert chat("/system Be kind.\none\n/system\n/system none\ntwo\n", *SAMPLING, "--system", "S") == 0
     assert prompts[1][0][0] == ("system", "Be kind.") and prompts[-1][0][0] == ("user", "one")
     assert capsys.readouterr().err.count("system message: Be kind.") == 2
+
+
+def test_thoughts_between_special_tokens_are_told_apart(tmp_path, monkeypatch, capsys):
+    """Special tokens are no text, but these are looked for."""
+    folder = write_checkpoint(tmp_path / "model", vocab_size=261)
+    library = Library.from_file(str(folder / "tokenizer.json"))
+    library.add_special_tokens(["<think>", "</think>"])
+    library.save(str(folder / "tokenizer.json"))
+    asked: list[str] = []
+
+    def reply(prompt: str) -> str:
+        asked.append(prompt)
+        return "<think>hm</think>yes"
+
+    monkeypatch.setattr(cpmrt.cli.chat, "LLM", lambda **options: saying_llm(folder, reply))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"one\ntwo\n"), encoding="utf-8"))
+    assert main(["chat"]) == 0
+    assert capsys.readouterr().out == "hm\n\nyes\n" * 2 and asked[-1].count("hm") == 0
 
 
 def test_fit_drops_no_more_than_it_must(checkpoint):
