@@ -4,24 +4,84 @@
     print(LLM().generate("def read_lines(path):", SamplingParams(max_new_tokens=64)).text)
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from cpmrt.async_llm import AsyncLLM, AsyncTextStream
     from cpmrt.config import SamplingParams
+    from cpmrt.engine import GenerationStats
+    from cpmrt.errors import (
+        ArgumentError,
+        CheckpointError,
+        ClosedError,
+        ConfigError,
+        ContextLengthError,
+        CpmrtError,
+        DeviceError,
+        KernelCompileError,
+        MemoryPlanError,
+        NoDeviceError,
+        NonFiniteLogitsError,
+        PrefixError,
+        RequestError,
+        UnsupportedModelError,
+    )
+    from cpmrt.executor import TokenLogprobs
+    from cpmrt.generation import Completion, Piece
     from cpmrt.llm import LLM
+    from cpmrt.sharing.text_stream import TextStream
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "ArgumentError",
+    "AsyncLLM",
+    "AsyncTextStream",
+    "CheckpointError",
+    "ClosedError",
+    "Completion",
+    "ConfigError",
+    "ContextLengthError",
+    "CpmrtError",
+    "DeviceError",
+    "GenerationStats",
+    "KernelCompileError",
+    "MemoryPlanError",
+    "NoDeviceError",
+    "NonFiniteLogitsError",
+    "Piece",
+    "PrefixError",
+    "RequestError",
+    "SamplingParams",
+    "TextStream",
+    "TokenLogprobs",
+    "UnsupportedModelError",
+    "__version__",
+]
+
+_MODULES = {
+    "LLM": "llm",
+    "AsyncLLM": "async_llm",
+    "AsyncTextStream": "async_llm",
+    "Completion": "generation",
+    "GenerationStats": "engine",
+    "Piece": "generation",
+    "SamplingParams": "config",
+    "TextStream": "sharing.text_stream",
+    "TokenLogprobs": "executor",
+}
+"""The modules of public names; those of errors are in `errors`."""
 
 
-def __getattr__(name: str) -> Any:
-    """Load the public names on first use, so that `import cpmrt` costs nothing."""
-    if name == "LLM":
-        from cpmrt.llm import LLM
+if not TYPE_CHECKING:  # a type checker shall know the names above and no others
 
-        return LLM
-    if name == "SamplingParams":
-        from cpmrt.config import SamplingParams
+    def __getattr__(name: str) -> Any:
+        """Load the public names on first use, so that `import cpmrt` costs nothing."""
+        if name not in __all__:
+            raise AttributeError(f"module 'cpmrt' has no attribute {name!r}")
+        return getattr(import_module(f"cpmrt.{_MODULES.get(name, 'errors')}"), name)
 
-        return SamplingParams
-    raise AttributeError(f"module 'cpmrt' has no attribute {name!r}")
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

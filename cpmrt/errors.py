@@ -57,6 +57,10 @@ class RequestError(CpmrtError):
     """One request (prompt, messages or sampling parameters) is not valid; the engine is unharmed."""
 
 
+class ArgumentError(CpmrtError, TypeError):
+    """A call has a keyword argument that the function does not take."""
+
+
 class ClosedError(CpmrtError):
     """The model was closed before the answer was complete, or belongs to another process."""
 

@@ -194,6 +194,11 @@ class Executor(Protocol):
         """
         ...
 
+    def prompt_states(self, slot: int, token_ids: tuple[int, ...], block_table: tuple[int, ...] = ()) -> Iterator[F32]:
+        """Outputs of the final norm at every position, chunk after chunk of shape [chunk, H]; else as `prompt_logits`.
+        """
+        ...
+
     def read_pages(self, pages: Sequence[int]) -> dict[str, Array]:
         """Return what KV pages hold after all steps so far: for each cache an array [layers, pages, ...] of the host.
 

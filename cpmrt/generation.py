@@ -31,6 +31,13 @@ class Completion:
     finish_reason: str
     logprobs: tuple[TokenLogprobs, ...]
     stats: GenerationStats
+    others: tuple[Completion, ...] = ()
+    """Further answers to the same prompt, where `SamplingParams.n` asked for more than one."""
+
+    @property
+    def choices(self) -> tuple[Completion, ...]:
+        """All answers to the prompt, this one first."""
+        return (self, *self.others)
 
 
 class AnswerText:

@@ -2,36 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
-from itertools import count
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import fields
 from pathlib import Path
-from threading import Lock
-from typing import Any, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar, cast, overload
 
 import numpy as np
 
 from cpmrt.config import EngineConfig, ModelConfig, SamplingDefaults, SamplingParams, SparseSetting
 from cpmrt.config.engine import parse_bytes
 from cpmrt.dtypes import F32
-from cpmrt.engine import Engine, Request, ThinkingBudget, request_seed
+from cpmrt.engine import Engine, Request
 from cpmrt.engine.engine import StepListener
-from cpmrt.errors import ContextLengthError, NoDeviceError, NonFiniteLogitsError, RequestError
+from cpmrt.errors import ConfigError, CpmrtError, NoDeviceError, quoted
 from cpmrt.executor import Executor
 from cpmrt.generation import Completion
+from cpmrt.job_maker import JobMaker, Message, Pooling, Prompt, Prompts, is_batch
+from cpmrt.keywords import checks_keywords
 from cpmrt.memory.plan import MemoryPlan
 from cpmrt.prefixes.prefixes import Prefixes
-from cpmrt.sharing.jobs import Ended, EndsInbox, Generation, Job, Reading
+from cpmrt.progress import progress_bar
+from cpmrt.sharing.jobs import Job, Reading, completion_of
 from cpmrt.sharing.shared_engine import SharedEngine
 from cpmrt.sharing.text_stream import TextStream
-from cpmrt.text import ChatTemplate, ThoughtEnd, Tokenizer
+from cpmrt.text import ChatTemplate, Tokenizer
 from cpmrt.weights.draft_folder import with_speculation
 from cpmrt.weights.files import is_there
 from cpmrt.weights.model_folder import ModelFolder
 
-Prompt = str | Sequence[int]
 T = TypeVar("T")
-_MARKER_TOKENS = 16
-"""The most tokens that the marker of an opened thought takes at the end of a prompt."""
+SAMPLING_HINTS = {
+    **{each.name: f"pass params=SamplingParams({each.name}=...)" for each in fields(SamplingParams)},
+    "stream": "use llm.stream(prompt), or llm.stream(llm.chat_prompt(messages))",
+}
+"""What to do about arguments that belong elsewhere."""
 
 
 class LLM:
@@ -63,9 +68,14 @@ class LLM:
     those of config.json or the defaults, such as {"topk": 32}, {} (`config.sparse`).
     `on_step` is called with every step and its result (`engine.step_log.StepLog` writes them).
 
+        >>> llm = LLM()                                              # the bundled model
+        >>> llm = LLM("openbmb/MiniCPM4-0.5B", max_sequences=4)      # of the hub, four sequences together
+        >>> llm = LLM("folder", executor="reference", memory_budget="8GiB")
+
     Raises CheckpointError, ConfigError, UnsupportedModelError, MemoryPlanError or NoDeviceError.
     """
 
+    @checks_keywords(SAMPLING_HINTS)
     def __init__(
         self,
         model: str | Path | None = None,
@@ -92,6 +102,9 @@ class LLM:
         speculate: str | Mapping[str, Any] = "auto",
         on_step: StepListener | None = None,
     ):
+        for name, value in (("model", model), ("draft", draft)):
+            if value is not None and not isinstance(value, (str, Path)):
+                raise ConfigError(name, expected="a folder or a hub id", actual=quoted(value))
         budget = parse_bytes(memory_budget) if isinstance(memory_budget, str) else memory_budget
         settings = EngineConfig(
             executor, dtype, max_context, budget, load_format, seed, prefill_chunk, max_sequences,
@@ -106,112 +119,179 @@ class LLM:
         settings = with_speculation(settings, folder, draft, speculate)
         self.config: ModelConfig = folder.config
         self.sampling_defaults: SamplingDefaults = folder.sampling
-        self._seed, self._numbers = seed, count()
-        self._rendering = Lock()
+        self._seed, self._name = seed, "the bundled model" if model is None else str(model)
         self.chat_template = ChatTemplate.open(folder.path)
         self._executor, self._plan = _on_executor(
             folder, settings, lambda assembly: assembly.open_executor(folder, settings)
         )
-        self._prefixes = Prefixes(folder, settings, self._plan, lambda: self.engine, self._run)
+        self._prefixes = Prefixes(
+            folder, settings, self._plan, lambda: self.engine, lambda reading: self._shared.run([reading])
+        )
         adaptive = settings.speculation is None or settings.speculation.is_adaptive
         self.use(Engine(self._executor, on_step, prefix_cache=prefix_cache, adaptive=adaptive))
 
     def use(self, engine: Engine) -> None:
         """Run everything on this engine from now on: tests bring one of their own."""
         self._shared = SharedEngine(engine, self.tokenizer)
+        self.maker = JobMaker(
+            engine, self.config, self.tokenizer, self.chat_template, self.sampling_defaults, self._seed
+        )  # fmt: skip
 
-    def generate(self, prompt: Prompt, params: SamplingParams | None = None) -> Completion:
-        """Continue a prompt (text, or token ids taken as they are). Raises RequestError, ContextLengthError."""
-        job = Generation(self.request(prompt, params or SamplingParams()))
-        self._run(job)
-        return job.completion
+    @overload
+    def generate(self, prompt: Prompt, params: SamplingParams | None = ..., *, progress: bool = ...) -> Completion: ...
+    @overload
+    def generate(
+        self, prompt: Prompts, params: SamplingParams | Sequence[SamplingParams] | None = ..., *, progress: bool = ...
+    ) -> list[Completion]: ...
+    @checks_keywords(SAMPLING_HINTS)
+    def generate(
+        self,
+        prompt: Prompt | Prompts,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
+    ) -> Completion | list[Completion]:
+        """Continue a prompt: text, or token ids that are taken as they are.
 
+        A list of prompts is continued together, as many at a time as there are slots (`max_sequences`), and gives a
+        list of answers in their order; `params` may then be a list too, and `progress` shows a bar on the terminal.
+        `params.n` answers to one prompt are its `choices`. Raises RequestError, ContextLengthError.
+
+            >>> llm.generate("The capital of France is", SamplingParams(max_new_tokens=8)).text
+            >>> [answer.text for answer in llm.generate(["one", "two"], progress=True)]
+            >>> llm.generate("Once", SamplingParams(n=3, temperature=0.8)).choices[2].text
+        """
+        groups = self.maker.groups(prompt, params)
+        jobs = [job for group in groups for job in group]
+        with progress_bar(len(jobs)) if progress else nullcontext(_ignore) as note:
+            self._shared.run(jobs, note)
+        answers = [completion_of(group) for group in groups]
+        return answers if is_batch(prompt) else answers[0]
+
+    @checks_keywords(SAMPLING_HINTS)
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> TextStream:
         """Continue a prompt like `generate`, but return its text piece by piece.
 
         Its `completion` holds the whole answer. A stream that is closed or left before its end is cancelled.
-        """
-        return TextStream(self._shared, Generation(self.request(prompt, params or SamplingParams())))
 
+            >>> for piece in llm.stream("def read_lines(path):"):
+            ...     print(piece.text, end="", flush=True)
+        """
+        return TextStream(self._shared, self.maker.only_choice(prompt, params))
+
+    @overload
     def chat(
         self,
-        messages: Sequence[Mapping[str, Any]],
-        params: SamplingParams | None = None,
+        messages: Sequence[Message],
+        params: SamplingParams | None = ...,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = ...,
+        enable_thinking: bool | None = ...,
+        allow_special_tokens: bool = ...,
+        template_kwargs: Mapping[str, Any] | None = ...,
+        progress: bool = ...,
+    ) -> Completion: ...
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = ...,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = ...,
+        enable_thinking: bool | None = ...,
+        allow_special_tokens: bool = ...,
+        template_kwargs: Mapping[str, Any] | None = ...,
+        progress: bool = ...,
+    ) -> list[Completion]: ...
+    @checks_keywords(SAMPLING_HINTS)
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         enable_thinking: bool | None = None,
         allow_special_tokens: bool = False,
-        **template_kwargs: Any,
-    ) -> Completion:
+        template_kwargs: Mapping[str, Any] | None = None,
+        progress: bool = False,
+    ) -> Completion | list[Completion]:
         """Answer a conversation: messages of {"role", "content"}, rendered by the checkpoint's chat template.
 
-        Special tokens such as <|im_end|> that users, tools and documents write are plain text, so that nobody can forge
-        a turn; `allow_special_tokens` makes them count.
+        A list of conversations gives a list of answers, as `generate` has it. `template_kwargs` are further variables
+        of the template. Special tokens such as <|im_end|> that users, tools and documents write are plain text, so that
+        nobody can forge a turn; `allow_special_tokens` makes them count.
+
+            >>> llm.chat([{"role": "user", "content": "What does os.path.join do?"}]).text
         """
-        prompt = self.chat_prompt(
+        prompts = self.maker.chat_prompts(
             messages,
             tools=tools,
             enable_thinking=enable_thinking,
             allow_special_tokens=allow_special_tokens,
-            **template_kwargs,
+            template_kwargs=template_kwargs,
         )
-        return self.generate(prompt, params)
+        return self.generate(cast(Prompts, prompts), cast(SamplingParams | None, params), progress=progress)
 
+    @checks_keywords()
     def chat_prompt(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[Message],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         enable_thinking: bool | None = None,
+        add_generation_prompt: bool = True,
         allow_special_tokens: bool = False,
-        **template_kwargs: Any,
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Token ids of a conversation, ready for `stream`."""
-        if self.chat_template is None:
-            raise RequestError("the checkpoint has no chat template", fix="use generate, or add chat_template.jinja")
-        if self.tokenizer is None:
-            raise RequestError("the checkpoint has no tokenizer", fix="pass token ids instead of text")
-        control_tokens = () if allow_special_tokens else self.tokenizer.control_tokens.texts
-        options = {"tools": tools, "enable_thinking": enable_thinking, **template_kwargs}
-        with self._rendering:  # templates share an allowance of work
-            text = self.chat_template.render_marked(messages, control_tokens, **options)
-        return self.tokenizer.encode_marked(text, max_tokens=self.max_context)
+        """Token ids of a conversation, ready for `stream`; arguments as for `chat`.
 
-    def logits(self, token_ids: Sequence[int]) -> F32:
-        """Logits at every position: float32 [T, V], in the model's vocabulary order."""
-        ids = self._readable(token_ids)
+            >>> llm.stream(llm.chat_prompt([{"role": "user", "content": "Hi"}], enable_thinking=False))
+        """
+        return self.maker.chat_prompt(
+            messages,
+            tools=tools,
+            enable_thinking=enable_thinking,
+            add_generation_prompt=add_generation_prompt,
+            allow_special_tokens=allow_special_tokens,
+            template_kwargs=template_kwargs,
+        )
 
-        def work(slot: int, block_table: tuple[int, ...]) -> Generator[None, None, F32]:
-            parts = list[F32]()
-            for logits in self._executor.prompt_logits(slot, ids, block_table):
-                parts.append(logits)
-                yield
-            return np.concatenate(parts)
+    @checks_keywords()
+    def logits(self, prompt: Prompt) -> F32:
+        """Logits at every position: float32 [T, V], in the model's vocabulary order. Waits for a slot.
 
-        return self._read(ids, work)
+            >>> llm.logits("def f(").argmax(-1)
+        """
+        return self._read([self.maker.logits(prompt)])[0]
 
-    def score(self, token_ids: Sequence[int]) -> F32:
+    @checks_keywords()
+    def score(self, prompt: Prompt) -> F32:
         """Natural log-probability of each token after the first, given those before it: float32 [T - 1].
 
-        Raises NonFiniteLogitsError where the model gives NaN or infinity.
+        Text begins with the tokenizer's BOS token if it has one. Waits for a slot. Raises NonFiniteLogitsError where
+        the model gives NaN or infinity.
+
+            >>> perplexity = float(np.exp(-llm.score("some text").mean()))
         """
-        from cpmrt.reference.sampling import log_softmax
+        return self._read([self.maker.score(prompt)])[0]
 
-        ids = self._readable(token_ids)
+    @checks_keywords()
+    def embed(self, prompt: Prompt | Prompts, *, pooling: Pooling = "mean", normalize: bool = True) -> F32:
+        """Embed a text as what the model's final norm gives: float32 [H], or [N, H] for a list of N texts.
 
-        def work(slot: int, block_table: tuple[int, ...]) -> Generator[None, None, F32]:
-            parts, start = list[F32](), 0
-            for logits in self._executor.prompt_logits(slot, ids, block_table):
-                following = np.array(ids[start + 1 : start + 1 + len(logits)], np.int64)
-                bad = np.flatnonzero(~np.isfinite(logits[: len(following)].max(axis=-1)))
-                if len(bad):
-                    raise NonFiniteLogitsError.at(start + int(bad[0]) + 1)
-                parts.append(log_softmax(logits[: len(following)])[np.arange(len(following)), following])
-                start += len(logits)
-                yield
-            return np.concatenate(parts)
+        `pooling`: the "mean" of all positions, or the "last" token, which alone has seen the whole text. With
+        `normalize` its length is 1. Waits for slots.
 
-        return self._read(ids, work)
+            >>> vectors = llm.embed(["a cat", "a kitten", "a car"])
+            >>> vectors[0] @ vectors[1] > vectors[0] @ vectors[2]
+        """
+        prompts = prompt if is_batch(prompt) else [cast(Prompt, prompt)]
+        vectors = self._read([self.maker.embed(each, pooling, normalize) for each in prompts])
+        return np.stack(vectors) if is_batch(prompt) else vectors[0]
+
+    def request(self, prompt: Prompt, params: SamplingParams) -> Request:
+        """What the engine takes for this prompt, for servers and tools. Raises RequestError."""
+        return self.maker.request(prompt, params)
 
     def save_prefix(self, path: str | Path, prompt: Prompt) -> int:
         """Write the keys and values of a prompt (text, or token ids) to a file; return of how many tokens.
@@ -219,8 +299,7 @@ class LLM:
         These are whole pages of 64 tokens. They are in memory then too. Raises PrefixError, RequestError,
         ContextLengthError.
         """
-        ids = self._checked(self._encode(prompt) if isinstance(prompt, str) else prompt)
-        return self._prefixes.save(Path(path), ids)
+        return self._prefixes.save(Path(path), self.maker.token_ids(prompt))
 
     def load_prefix(self, path: str | Path) -> int:
         """Read a file of `save_prefix`, so that prompts that begin with its tokens begin behind them; return how many.
@@ -265,95 +344,24 @@ class LLM:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _run(self, job: Job) -> None:
-        """Run one job to its end. Raises what ends it, and cancels it where waiting raises."""
-        inbox = EndsInbox()
-        self._shared.submit((job,), inbox)
-        try:
-            _, end = self._shared.next(inbox)
-        except BaseException:
-            self._shared.cancel((job,))
-            raise
-        if isinstance(end, Ended) and end.error is not None:
-            raise end.error
-
-    def _read(
-        self, ids: tuple[int, ...], work: Callable[[int, tuple[int, ...]], Generator[None, None, T]]
-    ) -> T:
-        """Return what `work` (see `Reading`) makes of a prompt."""
-        reading = Reading(len(ids), work)
-        self._run(reading)
-        result: T = reading.result
-        return result
-
-    def _readable(self, token_ids: Sequence[int]) -> tuple[int, ...]:
-        ids = self._checked(token_ids)
-        if not ids:
-            raise RequestError("token_ids are empty", expected="at least one token", actual=0)
-        if len(ids) > self.max_context:
-            raise ContextLengthError(
-                "the tokens do not fit the context",
-                expected=f"at most {self.max_context}",
-                actual=len(ids),
-                fix="raise max_context",
-            )
-        return ids
-
-    def request(self, prompt: Prompt, params: SamplingParams) -> Request:
-        """What the engine takes: token ids, sampling, length, end tokens and seed made definite.
-
-        Raises RequestError.
-        """
-        if not isinstance(params, SamplingParams):
-            raise RequestError("params", expected="SamplingParams", actual=type(params).__name__)
-        if params.stop and self.tokenizer is None:
-            raise RequestError("stop strings need a tokenizer", fix="use stop_token_ids")
-        ids = self._checked(self._encode(prompt) if isinstance(prompt, str) else prompt)
-        end_ids = () if params.ignore_eos else self._end_token_ids()
-        seed = params.seed if params.seed is not None else request_seed(self._seed, next(self._numbers))
-        own = self.sampling_defaults
-        return Request(
-            ids,
-            params.with_defaults(own),
-            seed % 2**64,
-            tuple(sorted({*params.stop_token_ids, *end_ids})),
-            # Without room for one token the engine refuses the request, with figures.
-            params.max_new_tokens or max(1, self.max_context - len(ids)),
-            params.stop,
-            params.loop_repeats,
-            own.loop_penalty if params.loop_penalty is None else params.loop_penalty,
-            self._thinking_budget(ids, params),
+    def __repr__(self) -> str:
+        limits, executor = self.engine.limits, type(self._executor).__name__.removesuffix("Executor").lower()
+        return (
+            f"LLM({self._name!r}, executor={executor!r}, max_context={limits.max_context}, "
+            f"max_sequences={limits.max_sequences})"
         )
 
-    def _thinking_budget(self, prompt_ids: tuple[int, ...], params: SamplingParams) -> ThinkingBudget | None:
-        if params.max_thinking_tokens is None:
-            return None
-        if self.tokenizer is None:
-            raise RequestError("max_thinking_tokens needs a tokenizer", fix="leave it out")
-        prompt_end = self.tokenizer.decode(prompt_ids[-_MARKER_TOKENS:], skip_special_tokens=False)
-        thought_end = ThoughtEnd.of(self.tokenizer, self.chat_template, prompt_end)
-        return ThinkingBudget(params.max_thinking_tokens, thought_end)
+    def __reduce__(self) -> NoReturn:
+        fix = "pass its name and settings, and make an LLM where it is used"
+        raise CpmrtError("an LLM cannot be pickled or copied: it holds the memory of a device", fix=fix)
 
-    def _end_token_ids(self) -> tuple[int, ...]:
-        own = self.tokenizer.eos_token_ids if self.tokenizer else ()
-        return (*self.config.eos_token_ids, *own)
+    def _read(self, readings: list[Reading]) -> list[F32]:
+        self._shared.run(readings)
+        return [reading.result for reading in readings]
 
-    def _encode(self, text: str) -> list[int]:
-        if self.tokenizer is None:
-            raise RequestError("the checkpoint has no tokenizer", fix="pass token ids instead of text")
-        return self.tokenizer.encode(text, max_tokens=self.max_context)
 
-    def _checked(self, token_ids: Sequence[int]) -> tuple[int, ...]:
-        if isinstance(token_ids, np.ndarray):
-            token_ids = token_ids.tolist()
-        if not isinstance(token_ids, Sequence):
-            raise RequestError("prompt", expected="text or a list of token ids", actual=type(token_ids).__name__)
-        vocab = self.config.vocab_size
-        for index, token in enumerate(token_ids):
-            is_integer = isinstance(token, (int, np.integer)) and not isinstance(token, bool)
-            if not is_integer or not 0 <= token < vocab:
-                raise RequestError(f"prompt: token {index}", expected=f"an id in [0, {vocab})", actual=repr(token)[:80])
-        return tuple(int(token) for token in token_ids)
+def _ignore(job: Job) -> None:
+    """Take no note of a job that has ended."""
 
 
 def _open_tokenizer(folder: ModelFolder, is_dummy: bool) -> Tokenizer | None:

@@ -218,6 +218,9 @@ class _TimedExecutor:
     def prompt_logits(self, slot: int, token_ids: tuple[int, ...], block_table: tuple[int, ...] = ()) -> Iterator[F32]:
         return self._executor.prompt_logits(slot, token_ids, block_table)
 
+    def prompt_states(self, slot: int, token_ids: tuple[int, ...], block_table: tuple[int, ...] = ()) -> Iterator[F32]:
+        return self._executor.prompt_states(slot, token_ids, block_table)
+
     def read_pages(self, pages: Pages[int]) -> dict[str, Array]:
         return self._executor.read_pages(pages)
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cpmrt.config import SamplingParams
-from cpmrt.llm import LLM, Prompt
+from cpmrt.job_maker import Prompt
+from cpmrt.llm import LLM
 
 TEMPERATURES = (0.0, 0.8)
 _NEW_TOKENS = 64

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from typing import Any
 
 from cpmrt.config.sampling_defaults import SamplingDefaults
 from cpmrt.errors import RequestError
+from cpmrt.keywords import checks_fields
 
 MAX_LOGPROBS = 20
 LOWEST_TEMPERATURE = 1e-30
 """Logits divided by less than this could overflow float32: such a temperature is greedy decoding."""
 
 
+@checks_fields
 @dataclass(frozen=True)
 class SamplingParams:
     """What a request asks of sampling. Raises RequestError on a value out of range; numbers may be NumPy's.
@@ -26,7 +28,8 @@ class SamplingParams:
     of a position depends on the seed and the position alone: requests with one explicit seed share it.
     `stop` strings end the text before them; `stop_token_ids` and the model's own end tokens end it too, unless
     `ignore_eos` drops the latter. `logprobs` = n asks for the chosen token's log-probability and the n best.
-    `logit_bias` pairs token ids with what is added to their logits; not every executor takes it.
+    `n` answers of one prompt have different seeds. `logit_bias` pairs token ids with what is added to their logits; not
+    every executor takes it.
     `loop_repeats` = n (0: off) ends an answer whose last tokens repeat one run n times, 128 tokens or more in all, with
     the reason "loop"; with a `loop_penalty` above 1 the first loop raises the repetition penalty to that, and only the
     next one ends the answer. `max_thinking_tokens` closes a thought that the answer is in after that many tokens, with
@@ -42,14 +45,15 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     seed: int | None = None
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     logprobs: int = 0
-    logit_bias: tuple[tuple[int, float], ...] = ()
+    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = ()
     loop_repeats: int = 0
     loop_penalty: float | None = None
     max_thinking_tokens: int | None = None
+    n: int = 1
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
@@ -110,6 +114,7 @@ _RANGES: dict[str, tuple[type[int] | type[float], float, float, str]] = {
     "loop_penalty": (float, 1.0, 1e3, "a number in [1, 1000] (1: off)"),
     "max_thinking_tokens": (int, 1, 2**31 - 1, "an integer >= 1"),
 }
+_RANGES["n"] = (int, 1, 256, "an integer in [1, 256]")
 _OPTIONAL = (
     "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "loop_penalty",
     "max_thinking_tokens",

@@ -31,7 +31,7 @@ from cpmrt.cuda.step.launches import step_launches
 from cpmrt.cuda.step.memory import buckets, row_counts
 from cpmrt.cuda.step.rings import Nothing, Rings
 from cpmrt.cuda.step.structs import DECODE, MAX_LOGIT_BIAS
-from cpmrt.dtypes import F32, Array
+from cpmrt.dtypes import F32, Array, to_float32
 from cpmrt.errors import ConfigError, NoDeviceError
 from cpmrt.executor import MAX_ROWS, Admit, Decode, ExecutorLimits, Pending, Prefill, Recall, Speculate, Step
 from cpmrt.memory.arena import Arena
@@ -65,7 +65,7 @@ class CudaExecutor:
             tree_shapes=draft.shapes if draft else (),
         )  # fmt: skip
         self.stream = cupy.cuda.Stream(non_blocking=True)
-        self._modules = Modules(device.arch, blueprint.dtype)
+        self._modules, self._dtype = Modules(device.arch, blueprint.dtype), blueprint.dtype
         self._buckets, self._row_counts = buckets(engine.prefill_chunk), row_counts(engine.max_sequences)
         self._num_logprobs: dict[int, int] = {}
         self._closed, self._resources = False, ExitStack()
@@ -166,6 +166,16 @@ class CudaExecutor:
 
     def prompt_logits(self, slot: int, token_ids: tuple[int, ...], block_table: tuple[int, ...] = ()) -> Iterator[F32]:
         """Logits of every position, float32 [chunk, V] at a time."""
+        return self._prompt_chunks(slot, token_ids, block_table, self._logits)
+
+    def prompt_states(self, slot: int, token_ids: tuple[int, ...], block_table: tuple[int, ...] = ()) -> Iterator[F32]:
+        """The final norm's output at every position, float32 [chunk, H] at a time; the host computes that norm."""
+        return self._prompt_chunks(slot, token_ids, block_table, self._states)
+
+    def _prompt_chunks(
+        self, slot: int, token_ids: tuple[int, ...], block_table: tuple[int, ...], read: Callable[[int], F32]
+    ) -> Iterator[F32]:
+        """Run a prompt chunk after chunk in a slot that nobody holds, and yield what `read` makes of so many rows."""
         self._layout.check_table(block_table)
         self._check_open()
         if block_table:
@@ -173,20 +183,30 @@ class CudaExecutor:
                 self._arrays["block_tables"][slot, : len(block_table)].set(np.array(block_table, np.int32))
         for start in range(0, len(token_ids), self._limits.prefill_chunk):
             self._check_open()
+            tokens = token_ids[start : start + self._limits.prefill_chunk]
             with device_faults():
-                logits = self._chunk_logits(slot, token_ids[start : start + self._limits.prefill_chunk], start)
-            yield logits
+                self._set_rows(slot, tokens, start)
+                self._forward.chunk(_at_least(len(tokens), self._buckets))
+                found = read(len(tokens))
+            yield found
 
-    def _chunk_logits(self, slot: int, tokens: tuple[int, ...], start: int) -> F32:
-        self._set_rows(slot, tokens, start)
-        self._forward.chunk(_at_least(len(tokens), self._buckets))
-        logits, out = np.empty((len(tokens), self.config.vocab_size), np.float32), self._arrays["logits"][:MAX_ROWS]
+    def _logits(self, num_rows: int) -> F32:
+        logits, out = np.empty((num_rows, self.config.vocab_size), np.float32), self._arrays["logits"][:MAX_ROWS]
         # The last rows may be padding: another number of them would be one more kernel to compile.
-        for first in range(0, len(tokens), len(out)):
-            rows, count = self._arrays["x"][first : first + len(out)], min(len(out), len(tokens) - first)
+        for first in range(0, num_rows, len(out)):
+            rows, count = self._arrays["x"][first : first + len(out)], min(len(out), num_rows - first)
             self._forward.head(out[: len(rows)], rows)
             logits[first : first + count] = out[:count].get(stream=self.stream)
         return logits
+
+    def _states(self, num_rows: int) -> F32:
+        x, norm = (
+            to_float32(array.get(stream=self.stream), self._dtype)
+            for array in (self._arrays["x"][:num_rows], self._arrays["norm"])
+        )
+        mean_square = np.mean(np.square(x), axis=-1, keepdims=True)
+        states: F32 = x * np.reciprocal(np.sqrt(mean_square + np.float32(self.config.rms_norm_eps))) * norm
+        return states
 
     def read_pages(self, pages: Sequence[int]) -> dict[str, Array]:
         """Return what pages hold after all steps so far, by cache: [layers, pages, ...]."""

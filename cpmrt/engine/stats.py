@@ -29,7 +29,7 @@ class AcceptCounts:
         """Count the last step again as one that ended its sequence with `count` tokens less."""
         shape, num_tokens, _ = self._last
         self._change(-1)
-        self.add(shape, num_tokens - count, is_last=True)
+        self.add(shape, max(num_tokens - count, 1), is_last=True)
 
     def _change(self, by: int) -> None:
         shape, num_tokens, is_last = self._last

@@ -166,16 +166,30 @@ class ReferenceExecutor:
 
     def prompt_logits(self, slot: int, token_ids: tuple[int, ...], block_table: tuple[int, ...] = ()) -> Iterator[F32]:
         """Logits of every position, float32 [chunk, V] at a time."""
+        for rows in self._prompt_rows(slot, token_ids, block_table):
+            logits = np.empty((len(rows.token_ids), self.config.vocab_size), np.float32)
+            with np.errstate(all="ignore"):
+                self._forward(rows, slice(None), logits)
+            yield logits
+
+    def prompt_states(self, slot: int, token_ids: tuple[int, ...], block_table: tuple[int, ...] = ()) -> Iterator[F32]:
+        """The final norm's output at every position, float32 [chunk, H] at a time."""
+        for rows in self._prompt_rows(slot, token_ids, block_table):
+            states = np.empty((len(rows.token_ids), self.config.hidden_size), np.float32)
+            with np.errstate(all="ignore"):
+                x = self._forward(rows, None, self._arrays["logits"])
+                self.ops.rms_norm(states, x, self._model.norm, self.config.rms_norm_eps)
+            yield states
+
+    def _prompt_rows(self, slot: int, token_ids: tuple[int, ...], block_table: tuple[int, ...]) -> Iterator[Rows]:
+        """Yield the rows of a prompt chunk after chunk, in a slot that nobody holds."""
         chunk = self._limits.prefill_chunk
         self._set_block_table(slot, block_table)
         self._begin_state(slot, None)
         for start in range(0, len(token_ids), chunk):
             self._check_open()
             tokens = token_ids[start : start + chunk]
-            logits = np.empty((len(tokens), self.config.vocab_size), np.float32)
-            with np.errstate(all="ignore"):
-                self._forward(self._rows(tokens, range(start, start + len(tokens)), [slot], True), slice(None), logits)
-            yield logits
+            yield self._rows(tokens, range(start, start + len(tokens)), [slot], True)
 
     def read_pages(self, pages: Sequence[int]) -> dict[str, Array]:
         """Return a copy of what pages hold, by cache: [layers, pages, ...]."""
@@ -274,10 +288,12 @@ class ReferenceExecutor:
         every_slot = np.broadcast_to(np.array(slots), len(token_ids))
         return Rows(np.array(token_ids, np.int64), np.array(positions), every_slot, self.block_tables, is_prefill)
 
-    def _forward(self, rows: Rows, logit_rows: slice | None, logits: F32) -> None:
-        """A pass of the target. What a draft reads of it goes to rows 1 and on of `hidden`."""
+    def _forward(self, rows: Rows, logit_rows: slice | None, logits: F32) -> F32:
+        """Return what the target's layers give. What a draft reads of it goes to rows 1 and on of `hidden`."""
         count, hidden = len(rows.token_ids), self._arrays.get("hidden")
         with self._threads.for_rows(count):
-            x = self._model.forward(self.ops, self._arrays, rows, None if hidden is None else hidden[1 : count + 1])
+            states = None if hidden is None else hidden[1 : count + 1]
+            x: F32 = self._model.forward(self.ops, self._arrays, rows, states)
             if logit_rows is not None:
                 self._model.logits(self.ops, logits, x[logit_rows])
+        return x

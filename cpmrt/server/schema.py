@@ -137,7 +137,7 @@ def read_wanted(
     if max_tokens is not None and max_tokens < 1:
         raise invalid("max_tokens", f"expected at least 1, got {max_tokens}")
     given = {name: fields.number(name) for name in _NUMBERS}
-    numbers = {name: value for name, value in given.items() if value is not None}
+    numbers: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     top_k = fields.integer("top_k")
     num_choices, seed = fields.integer("n", range(1, MAX_CHOICES + 1)), fields.integer("seed")
     sampling = SamplingParams(

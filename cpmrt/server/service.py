@@ -123,7 +123,7 @@ class Service:
             chat.messages,
             tools=chat.tools or None,
             allow_special_tokens=chat.allow_special_tokens,
-            **chat.template_kwargs,
+            template_kwargs=chat.template_kwargs,
         )
         self.engine.check_capacity(wanted.num_choices, "n")
         requests = choices_of(llm, ids, wanted)

@@ -85,5 +85,5 @@ def _chat_ids(llm: LLM, fields: Fields) -> list[int]:
         tools=read_tools(fields) or None,
         add_generation_prompt=opens_answer,
         allow_special_tokens=fields.boolean("allow_special_tokens") is True,
-        **read_template_kwargs(fields),
+        template_kwargs=read_template_kwargs(fields),
     )

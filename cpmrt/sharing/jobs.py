@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 from time import perf_counter
 from typing import Any, Protocol
 
-from cpmrt.engine import GenerationStats, Request, Sequence
+from cpmrt.engine import GenerationStats, Request
+from cpmrt.engine import Sequence as EngineSequence
 from cpmrt.engine.engine import Loan
 from cpmrt.generation import AnswerText, Completion, Piece
 
@@ -45,7 +46,7 @@ class Generation:
     submitted_at: float = field(default_factory=perf_counter)
     started_at: float = 0.0
     receiver: Receiver = field(init=False, repr=False)
-    sequence: Sequence = field(init=False)
+    sequence: EngineSequence = field(init=False)
     text: AnswerText = field(init=False, repr=False)
 
     def read(self, part: Piece | Ended) -> None:
@@ -73,6 +74,12 @@ class Generation:
             logprobs=tuple(entry for piece in self.pieces for entry in piece.logprobs),
             stats=self.sequence.stats,
         )
+
+
+def completion_of(choices: Sequence[Generation]) -> Completion:
+    """Return the answer to one prompt, with its further choices, from generations that were read to their ends."""
+    first, *others = [job.completion for job in choices]
+    return replace(first, others=tuple(others))
 
 
 @dataclass(eq=False)

@@ -19,7 +19,20 @@ from cpmrt.engine import Engine
 from cpmrt.errors import ClosedError, CpmrtError, RequestError
 from cpmrt.generation import AnswerText, Piece
 from cpmrt.sharing.interrupts import HeldInterrupt
-from cpmrt.sharing.jobs import LEAD, STOP, Closed, Ended, Generation, Inbox, Item, Job, Message, Reading, Receiver
+from cpmrt.sharing.jobs import (
+    LEAD,
+    STOP,
+    Closed,
+    Ended,
+    EndsInbox,
+    Generation,
+    Inbox,
+    Item,
+    Job,
+    Message,
+    Reading,
+    Receiver,
+)
 from cpmrt.text import Tokenizer
 
 _log = logging.getLogger("cpmrt")
@@ -80,6 +93,23 @@ class SharedEngine:
             message = self._message(inbox)
             if isinstance(message, tuple):
                 return message
+
+    def run(self, jobs: Sequence[Job], note: Callable[[Job], None] = lambda job: None) -> None:
+        """Run jobs to their ends and call `note` with each as it ends; pieces of generations are kept in them.
+
+        Raises as `submit` and `next` do, and the first error of a job; then all are cancelled.
+        """
+        inbox = EndsInbox()
+        self.submit(jobs, inbox)
+        try:
+            for _ in jobs:
+                job, end = self.next(inbox)
+                if isinstance(end, Ended) and end.error is not None:
+                    raise end.error
+                note(job)
+        except BaseException:
+            self.cancel(jobs)
+            raise
 
     def serve(self, inbox: Inbox) -> None:
         """Drive the engine whenever there is a job, until STOP comes to the inbox; any other message wakes it."""

@@ -104,7 +104,7 @@ class ChatTemplate:
         variables: dict[str, object] = {"documents": None, **self._special_tokens}
         variables |= {name: plain(value, name) for name, value in kwargs.items()}
         variables |= {
-            "messages": checked_messages(messages),
+            "messages": checked_messages(messages, self._sources),
             "tools": checked_tools(tools),
             "add_generation_prompt": bool(add_generation_prompt),
         }

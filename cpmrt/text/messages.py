@@ -5,23 +5,33 @@ Templates are untrusted and get no object of the caller's, only these copies mad
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from cpmrt.errors import RequestError, quoted
 from cpmrt.text.markers import ANSWER_MARKERS
 from cpmrt.text.marks import Marks
 
 _MAX_DEPTH = 64
 _TRUSTED_ROLES = ("system", "developer")
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
-def checked_messages(messages: object) -> list[dict[str, object]]:
+def checked_messages(messages: object, sources: Sequence[str] = ()) -> list[dict[str, object]]:
     """Check and copy the messages of a chat, each with a `role` and a `content`; text parts are joined to one string.
+
+    Roles are the usual ones and any other that the templates' `sources` write out.
 
     A message with `tool_calls` may lack the content. Keys with the value None are left out, as Hugging Face does:
     templates test for absence, and would write "None". Raises RequestError with index and field.
     """
     if not isinstance(messages, (list, tuple)) or not messages:
         raise RequestError("messages", expected="a list of at least one message", actual=quoted(messages))
-    return [_checked_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+    checked = [_checked_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+    for i, message in enumerate(checked):
+        role = message["role"]
+        if role not in _ROLES and not any(f"{quote}{role}{quote}" in source for quote in "'\"" for source in sources):
+            raise RequestError(f"messages[{i}].role", expected=" | ".join(_ROLES), actual=quoted(role))
+    return checked
 
 
 def checked_tools(tools: object) -> list[dict[str, object]] | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from tiny_checkpoint import write_checkpoint
 
@@ -47,6 +49,28 @@ def test_a_draft_that_is_the_model_itself_is_always_right(checkpoint):
         stats = llm.generate(PROMPT, params).stats
     assert stats.accept_histogram == (0, 0, 0, 6) and stats.accept_rates == (1.0, 1.0, 1.0)
     assert stats.mean_accept_length == 4
+
+
+def test_no_token_comes_after_the_one_that_completes_a_stop_string(checkpoint):
+    """Steps of four tokens: the stop string ends in each place of one, and in some across two."""
+    draft = {"draft": checkpoint / "itself", "speculate": {"num_passes": 3, "adaptive": False}}
+    params = SamplingParams(max_new_tokens=25, logprobs=1, ignore_eos=True)
+    with LLM(checkpoint, executor="reference") as plain, LLM(checkpoint, executor="reference", **draft) as drafted:
+        free = plain.generate(PROMPT, params)
+        decode, lengths = plain.tokenizer.decode, set()
+        for start in range(len(free.text)):
+            for stop in {free.text[start], free.text[start : start + 3]} - {"\ufffd"}:
+                answers = [llm.generate(PROMPT, replace(params, stop=(stop,))) for llm in (plain, drafted)]
+                assert answers[0].token_ids == answers[1].token_ids == free.token_ids[: len(answers[0].token_ids)]
+                for answer in answers:
+                    shorter = decode(answer.token_ids[:-1])
+                    assert stop in decode(answer.token_ids) and stop not in shorter and answer.finish_reason == "stop"
+                    assert len(answer.logprobs) == answer.stats.new_tokens == len(answer.token_ids)
+                    assert answer.text == free.text[: free.text.index(stop)]
+                stats = answers[1].stats
+                assert stats.speculative_tokens == stats.new_tokens - 1
+                lengths.add(stats.new_tokens % 4)
+    assert lengths == {0, 1, 2, 3}
 
 
 def test_off_leaves_the_draft_out(checkpoint):

@@ -24,3 +24,16 @@ def test_metrics_count_speculative_steps_and_their_tokens(server):
         steps, tokens, sequences = (server.metric(name) for name in names)
         assert tokens == 19 * count, "the first token comes from the prefill"
         assert 0 < steps <= tokens and sequences == count
+
+
+def test_usage_and_logprobs_end_with_the_token_that_completes_a_stop_string(server):
+    ask = {"max_tokens": 40, "temperature": 0, "logprobs": True}
+    free = server.chat(QUESTION, **ask).json()["choices"][0]["logprobs"]["content"]
+    tokens = [entry["token"] for entry in free]
+    for count in range(3, 12):
+        stop = tokens[count - 1]
+        answer = server.chat(QUESTION, stop=stop, **ask).json()
+        (choice,) = answer["choices"]
+        end = next(end for end in range(1, len(tokens) + 1) if stop in "".join(tokens[:end]))
+        assert choice["finish_reason"] == "stop" and answer["usage"]["completion_tokens"] == end
+        assert [entry["token"] for entry in choice["logprobs"]["content"]] == tokens[:end]

@@ -189,6 +189,6 @@ def test_without_a_thought_nothing_is_forced(checkpoint):
 
 def test_a_model_without_a_tokenizer_has_no_budget(checkpoint):
     with LLM(checkpoint, executor="reference", load_format="dummy") as llm:
-        llm.tokenizer = None
+        llm.maker.tokenizer = None
         with pytest.raises(RequestError, match="max_thinking_tokens"):
             llm.generate([1, 2], SamplingParams(max_thinking_tokens=4))

@@ -1,0 +1,215 @@
+"""The public entry for programs with an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections.abc import AsyncIterator, Mapping, Sequence
+from functools import partial
+from threading import Thread
+from typing import Any, cast, overload
+
+import numpy as np
+
+from cpmrt.config import SamplingParams
+from cpmrt.dtypes import F32
+from cpmrt.errors import ArgumentError
+from cpmrt.generation import Completion, Piece
+from cpmrt.job_maker import Message, Pooling, Prompt, Prompts, is_batch
+from cpmrt.keywords import checks_keywords
+from cpmrt.llm import LLM, SAMPLING_HINTS
+from cpmrt.sharing.jobs import STOP, WORK, Ended, Generation, Inbox, Job, Reading, completion_of
+from cpmrt.sharing.loop_inbox import LoopInbox
+from cpmrt.sharing.shared_engine import SharedEngine
+
+
+class AsyncLLM:
+    """The methods of an LLM, for event loops: they are awaited, and streams are read with `async for`.
+
+    Calls run together as far as the LLM has slots, also beside calls of the LLM itself in other threads. A call whose
+    task is cancelled ends its request. Loading blocks, so make the LLM first, or in a thread. Closing this closes it.
+
+        >>> async with AsyncLLM(LLM("openbmb/MiniCPM4-0.5B", max_sequences=8)) as llm:
+        ...     answers = await asyncio.gather(llm.generate("one"), llm.generate("two"))
+        ...     async for piece in llm.stream("three"):
+        ...         print(piece.text, end="", flush=True)
+    """
+
+    def __init__(self, llm: LLM):
+        if not isinstance(llm, LLM):
+            raise ArgumentError("AsyncLLM", expected="an LLM", actual=type(llm).__name__, fix="AsyncLLM(LLM(model))")
+        self._llm, self._inbox = llm, Inbox()
+        self._thread = Thread(target=llm.shared.serve, args=(self._inbox,), name="cpmrt-engine", daemon=True)
+        self._thread.start()
+        self._stop = weakref.finalize(self, self._inbox.put, STOP)
+
+    @property
+    def llm(self) -> LLM:
+        """The model, for what needs no waiting: its plan, config, tokenizer and `chat_prompt`."""
+        return self._llm
+
+    @overload
+    async def generate(self, prompt: Prompt, params: SamplingParams | None = ...) -> Completion: ...
+    @overload
+    async def generate(
+        self, prompt: Prompts, params: SamplingParams | Sequence[SamplingParams] | None = ...
+    ) -> list[Completion]: ...
+    @checks_keywords(SAMPLING_HINTS)
+    async def generate(
+        self, prompt: Prompt | Prompts, params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> Completion | list[Completion]:
+        """Continue a prompt, or several together, as `LLM.generate` does."""
+        groups = await asyncio.to_thread(self._llm.maker.groups, prompt, params)
+        await self._run([job for group in groups for job in group])
+        answers = [completion_of(group) for group in groups]
+        return answers if is_batch(prompt) else answers[0]
+
+    @checks_keywords(SAMPLING_HINTS)
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncTextStream:
+        """Continue a prompt like `generate`, but return its text piece by piece."""
+        return AsyncTextStream(self._llm.shared, self._llm.maker.only_choice(prompt, params), self._inbox)
+
+    @overload
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = ...,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = ...,
+        enable_thinking: bool | None = ...,
+        allow_special_tokens: bool = ...,
+        template_kwargs: Mapping[str, Any] | None = ...,
+    ) -> Completion: ...
+    @overload
+    async def chat(
+        self,
+        messages: Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = ...,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = ...,
+        enable_thinking: bool | None = ...,
+        allow_special_tokens: bool = ...,
+        template_kwargs: Mapping[str, Any] | None = ...,
+    ) -> list[Completion]: ...
+    @checks_keywords(SAMPLING_HINTS)
+    async def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        enable_thinking: bool | None = None,
+        allow_special_tokens: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Completion | list[Completion]:
+        """Answer a conversation, or several together, as `LLM.chat` does."""
+        render = partial(
+            self._llm.maker.chat_prompts,
+            messages,
+            tools=tools,
+            enable_thinking=enable_thinking,
+            allow_special_tokens=allow_special_tokens,
+            template_kwargs=template_kwargs,
+        )
+        return await self.generate(cast(Prompts, await asyncio.to_thread(render)), cast(SamplingParams | None, params))
+
+    @checks_keywords()
+    async def logits(self, prompt: Prompt) -> F32:
+        """Logits at every position, as `LLM.logits` gives them: float32 [T, V]."""
+        return (await self._read([self._llm.maker.logits(prompt)]))[0]
+
+    @checks_keywords()
+    async def score(self, prompt: Prompt) -> F32:
+        """Log-probability of each token after the first, as `LLM.score` gives them: float32 [T - 1]."""
+        return (await self._read([self._llm.maker.score(prompt)]))[0]
+
+    @checks_keywords()
+    async def embed(self, prompt: Prompt | Prompts, *, pooling: Pooling = "mean", normalize: bool = True) -> F32:
+        """Embed a text, or several, as `LLM.embed` does: float32 [H] or [N, H]."""
+        prompts = prompt if is_batch(prompt) else [cast(Prompt, prompt)]
+        vectors = await self._read([self._llm.maker.embed(each, pooling, normalize) for each in prompts])
+        return np.stack(vectors) if is_batch(prompt) else vectors[0]
+
+    async def close(self) -> None:
+        """Free everything; calls that still wait raise ClosedError. May be called again."""
+        await asyncio.to_thread(self._llm.close)
+        self._stop()
+        await asyncio.to_thread(self._thread.join)
+
+    async def __aenter__(self) -> AsyncLLM:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.close()
+
+    def __repr__(self) -> str:
+        return f"AsyncLLM({self._llm!r})"
+
+    async def _read(self, readings: list[Reading]) -> list[F32]:
+        await self._run(readings)
+        return [reading.result for reading in readings]
+
+    async def _run(self, jobs: Sequence[Job]) -> None:
+        """Run jobs to their ends. Raises the first error of one, and cancels the others then."""
+        inbox = LoopInbox(only_ends=True)
+        self._llm.shared.submit(jobs, inbox)
+        self._inbox.put(WORK)
+        try:
+            for _ in jobs:
+                _, end = await inbox.get()
+                if isinstance(end, Ended) and end.error is not None:
+                    raise end.error
+        except BaseException:
+            self._llm.shared.cancel(jobs)
+            raise
+
+
+class AsyncTextStream(AsyncIterator[Piece]):
+    """Iterates over the pieces of one generation with `async for`.
+
+    The request is cancelled when the stream is closed, when its `async with` block is left, when nothing refers to the
+    stream any more and when the task that waits for a piece is cancelled. It begins with the first piece that is
+    waited for.
+    """
+
+    def __init__(self, shared: SharedEngine, job: Generation, engine_inbox: Inbox):
+        self._shared, self._job, self._engine_inbox = shared, job, engine_inbox
+        self._inbox: LoopInbox | None = None
+        self._is_over = False
+        self._cancel = weakref.finalize(self, shared.cancel, (job,))
+        self._cancel.atexit = False
+
+    async def __anext__(self) -> Piece:
+        if self._is_over:
+            raise StopAsyncIteration
+        try:
+            if self._inbox is None:
+                self._inbox = LoopInbox()
+                self._shared.submit((self._job,), self._inbox)
+                self._engine_inbox.put(WORK)
+            _, part = await self._inbox.get()
+        except BaseException:
+            self.close()
+            raise
+        self._job.read(part)
+        if isinstance(part, Ended):
+            self._is_over = True
+            self._cancel.detach()
+            raise part.error or StopAsyncIteration
+        return part
+
+    async def __aenter__(self) -> AsyncTextStream:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Cancel the request if it still runs. May be called again."""
+        self._is_over = True
+        self._cancel()
+
+    @property
+    def completion(self) -> Completion:
+        """Everything that has been read so far; its reason is "cancelled" unless that is the whole answer."""
+        return self._job.completion

@@ -1,0 +1,255 @@
+"""Turns what callers pass into jobs for a shared engine, once all of it is checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+from threading import Lock
+from typing import Any, Literal, TypeGuard, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cpmrt.config import ModelConfig, SamplingDefaults, SamplingParams
+from cpmrt.dtypes import F32
+from cpmrt.engine import Engine, Request, ThinkingBudget, request_seed
+from cpmrt.errors import ContextLengthError, NonFiniteLogitsError, RequestError
+from cpmrt.sharing.jobs import Generation, Reading
+from cpmrt.text import ChatTemplate, ThoughtEnd, Tokenizer
+
+TokenIds = Sequence[int] | NDArray[np.integer[Any]]
+Prompt = str | TokenIds
+"""Text, or token ids that are taken as they are."""
+Prompts = list[str] | tuple[str, ...] | Sequence[TokenIds] | list[str | list[int]]
+Message = Mapping[str, Any]
+"""One message of a conversation: {"role": ..., "content": ...}."""
+Pooling = Literal["mean", "last"]
+
+_MARKER_TOKENS = 16
+"""The most tokens that the marker of an opened thought takes at the end of a prompt."""
+_RESERVED = ("messages", "tools", "add_generation_prompt")
+_ChunkReader = Callable[[int, tuple[int, ...], tuple[int, ...]], Iterator[F32]]
+
+
+@dataclass
+class JobMaker:
+    """Makes jobs for the model that `engine` runs. `seed` is that of requests which bring none. For any thread."""
+
+    engine: Engine
+    config: ModelConfig
+    tokenizer: Tokenizer | None
+    chat_template: ChatTemplate | None
+    sampling_defaults: SamplingDefaults
+    seed: int
+    _numbers: Iterator[int] = field(default_factory=count)
+    _rendering: Lock = field(default_factory=Lock)
+
+    def request(self, prompt: Prompt, params: SamplingParams) -> Request:
+        """Return what the engine takes: token ids, sampling, length, end tokens and seed made definite.
+
+        Raises RequestError.
+        """
+        if not isinstance(params, SamplingParams):
+            raise RequestError(
+                "params", expected="SamplingParams", actual=type(params).__name__,
+                fix="pass SamplingParams(temperature=..., max_new_tokens=...)",
+            )  # fmt: skip
+        if params.stop and self.tokenizer is None:
+            raise RequestError("stop strings need a tokenizer", fix="use stop_token_ids")
+        ids = self.token_ids(prompt)
+        end_ids = () if params.ignore_eos else self._end_token_ids()
+        seed = params.seed if params.seed is not None else request_seed(self.seed, next(self._numbers))
+        own = self.sampling_defaults
+        return Request(
+            ids,
+            params.with_defaults(own),
+            seed % 2**64,
+            tuple(sorted({*params.stop_token_ids, *end_ids})),
+            # Without room for one token the engine refuses the request, with figures.
+            params.max_new_tokens or max(1, self.engine.limits.max_context - len(ids)),
+            tuple(params.stop),
+            params.loop_repeats,
+            own.loop_penalty if params.loop_penalty is None else params.loop_penalty,
+            self._thinking_budget(ids, params),
+        )
+
+    def choices(self, prompt: Prompt, params: SamplingParams | None) -> list[Generation]:
+        """Return the `params.n` generations of a prompt, each with a seed of its own."""
+        params = SamplingParams() if params is None else params
+        request = self.request(prompt, params)
+        others = (replace(request, seed=request_seed(request.seed, number)) for number in range(1, params.n))
+        return [Generation(each) for each in (request, *others)]
+
+    def only_choice(self, prompt: Prompt, params: SamplingParams | None) -> Generation:
+        """Return the one generation of a prompt. Raises RequestError if `params` ask for more."""
+        first, *others = self.choices(prompt, params)
+        if others:
+            raise RequestError("SamplingParams.n", expected="1 for a stream", actual=len(others) + 1)
+        return first
+
+    def groups(
+        self, prompt: Prompt | Prompts, params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[list[Generation]]:
+        """Return the choices of one prompt or of several; those may have one SamplingParams each.
+
+        Raises RequestError or ContextLengthError, which names the prompt if there are several.
+        """
+        if not is_batch(prompt):
+            return [self.choices(cast(Prompt, prompt), cast(SamplingParams | None, params))]
+        each = params if isinstance(params, (list, tuple)) else [params] * len(prompt)
+        if len(each) != len(prompt):
+            raise RequestError("params", expected=f"one for all or {len(prompt)}, as prompts", actual=len(each))
+        groups = []
+        for number, (one, own) in enumerate(zip(prompt, each, strict=True)):
+            try:
+                choices = self.choices(one, own)
+                self.engine.sequence(choices[0].request)
+            except RequestError as error:
+                what = f"prompts[{number}]: {error.what}"
+                raise type(error)(what, expected=error.expected, actual=error.actual, fix=error.fix) from error
+            groups.append(choices)
+        return groups
+
+    def chat_prompts(
+        self, messages: Sequence[Message] | Sequence[Sequence[Message]], **options: Any
+    ) -> list[int] | list[list[int]]:
+        """Return the token ids of one conversation, or of each; `options` as for `chat_prompt`."""
+        if isinstance(messages, (list, tuple)) and messages and isinstance(messages[0], (list, tuple)):
+            return [self.chat_prompt(conversation, **options) for conversation in messages]
+        return self.chat_prompt(cast(Sequence[Message], messages), **options)
+
+    def chat_prompt(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        enable_thinking: bool | None = None,
+        add_generation_prompt: bool = True,
+        allow_special_tokens: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Return the token ids of a conversation, as the checkpoint's chat template renders it. Raises RequestError."""
+        if self.chat_template is None:
+            raise RequestError("the checkpoint has no chat template", fix="use generate, or add chat_template.jinja")
+        if self.tokenizer is None:
+            raise RequestError("the checkpoint has no tokenizer", fix="pass token ids instead of text")
+        options = _variables(template_kwargs) | {"tools": tools, "add_generation_prompt": add_generation_prompt}
+        if enable_thinking is not None:
+            options["enable_thinking"] = enable_thinking
+        control_tokens = () if allow_special_tokens else self.tokenizer.control_tokens.texts
+        with self._rendering:  # templates share an allowance of work
+            text = self.chat_template.render_marked(messages, control_tokens, **options)
+        return self.tokenizer.encode_marked(text, max_tokens=self.engine.limits.max_context)
+
+    def logits(self, prompt: Prompt) -> Reading:
+        """Return a reading of the logits at every position: float32 [T, V]."""
+        return self._reading(prompt, self.engine.executor.prompt_logits, lambda ids, chunks: _joined(chunks))
+
+    def score(self, prompt: Prompt) -> Reading:
+        """Return a reading of the log-probability of each token after the first: float32 [T - 1]."""
+        return self._reading(prompt, self.engine.executor.prompt_logits, _scores)
+
+    def embed(self, prompt: Prompt, pooling: Pooling, normalize: bool) -> Reading:
+        """Return a reading of the prompt's embedding: float32 [H]."""
+        if pooling not in ("mean", "last"):
+            raise RequestError("pooling", expected="mean | last", actual=repr(pooling)[:80])
+
+        def pooled(ids: tuple[int, ...], chunks: Iterator[F32]) -> Generator[None, None, F32]:
+            vector, last = np.zeros(self.config.hidden_size), np.zeros(0, np.float32)
+            for states in chunks:
+                vector, last = vector + states.sum(axis=0, dtype=np.float64), states[-1]
+                yield
+            result: F32 = (vector / len(ids)).astype(np.float32) if pooling == "mean" else last
+            length = np.linalg.norm(result)
+            return result / length if normalize and length > 0 else result
+
+        return self._reading(prompt, self.engine.executor.prompt_states, pooled)
+
+    def token_ids(self, prompt: Prompt) -> tuple[int, ...]:
+        """Return the token ids of a prompt. Raises RequestError for what is neither text nor ids of the vocabulary."""
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise RequestError("the checkpoint has no tokenizer", fix="pass token ids instead of text")
+            return tuple(self.tokenizer.encode(prompt, max_tokens=self.engine.limits.max_context))
+        ids: Any = prompt.tolist() if isinstance(prompt, np.ndarray) else prompt
+        if not isinstance(ids, Sequence) or isinstance(ids, (bytes, bytearray, memoryview)):
+            fix = "decode it: prompt.decode()" if isinstance(ids, (bytes, bytearray)) else None
+            raise RequestError("prompt", expected="text or a list of token ids", actual=type(prompt).__name__, fix=fix)
+        vocab = self.config.vocab_size
+        for index, token in enumerate(ids):
+            is_integer = isinstance(token, (int, np.integer)) and not isinstance(token, bool)
+            if not is_integer or not 0 <= token < vocab:
+                raise RequestError(f"prompt: token {index}", expected=f"an id in [0, {vocab})", actual=repr(token)[:80])
+        return tuple(int(token) for token in ids)
+
+    def _reading(
+        self,
+        prompt: Prompt,
+        read: _ChunkReader,
+        collect: Callable[[tuple[int, ...], Iterator[F32]], Generator[None, None, F32]],
+    ) -> Reading:
+        """Return a reading whose result `collect` makes of the chunks that the executor yields."""
+        ids, limit = self.token_ids(prompt), self.engine.limits.max_context
+        if not ids:
+            raise RequestError("the prompt is empty", expected="at least one token", actual=0)
+        if len(ids) > limit:
+            raise ContextLengthError(
+                "the tokens do not fit the context", expected=f"at most {limit}", actual=len(ids),
+                fix="shorten the prompt or raise max_context",
+            )  # fmt: skip
+        return Reading(len(ids), lambda slot, block_table: collect(ids, read(slot, ids, block_table)))
+
+    def _thinking_budget(self, prompt_ids: tuple[int, ...], params: SamplingParams) -> ThinkingBudget | None:
+        if params.max_thinking_tokens is None:
+            return None
+        if self.tokenizer is None:
+            raise RequestError("max_thinking_tokens needs a tokenizer", fix="leave it out")
+        prompt_end = self.tokenizer.decode(prompt_ids[-_MARKER_TOKENS:], skip_special_tokens=False)
+        thought_end = ThoughtEnd.of(self.tokenizer, self.chat_template, prompt_end)
+        return ThinkingBudget(params.max_thinking_tokens, thought_end)
+
+    def _end_token_ids(self) -> tuple[int, ...]:
+        own = self.tokenizer.eos_token_ids if self.tokenizer else ()
+        return (*self.config.eos_token_ids, *own)
+
+
+def is_batch(prompt: object) -> TypeGuard[Prompts]:
+    """Tell whether this is a list of prompts, and not of token ids."""
+    is_list = isinstance(prompt, (list, tuple)) and len(prompt) > 0
+    return is_list and not isinstance(cast(Sequence[object], prompt)[0], (int, float, np.number))
+
+
+def _variables(template_kwargs: object) -> dict[str, Any]:
+    if template_kwargs is None:
+        return {}
+    if not isinstance(template_kwargs, Mapping) or not all(isinstance(name, str) for name in template_kwargs):
+        actual = repr(template_kwargs)[:80]
+        raise RequestError("template_kwargs", expected="a dict of the template's variables", actual=actual)
+    for name in _RESERVED:
+        if name in template_kwargs:
+            raise RequestError(f"template_kwargs: {name} is an argument of its own", fix=f"pass {name}=...")
+    return dict(template_kwargs)
+
+
+def _joined(chunks: Iterator[F32]) -> Generator[None, None, F32]:
+    parts = list[F32]()
+    for chunk in chunks:
+        parts.append(chunk)
+        yield
+    return np.concatenate(parts)
+
+
+def _scores(ids: tuple[int, ...], chunks: Iterator[F32]) -> Generator[None, None, F32]:
+    from cpmrt.reference.sampling import log_softmax
+
+    parts, start = list[F32](), 0
+    for logits in chunks:
+        following = np.array(ids[start + 1 : start + 1 + len(logits)], np.int64)
+        bad = np.flatnonzero(~np.isfinite(logits[: len(following)].max(axis=-1)))
+        if len(bad):
+            raise NonFiniteLogitsError.at(start + int(bad[0]) + 1)
+        parts.append(log_softmax(logits[: len(following)])[np.arange(len(following)), following])
+        start += len(logits)
+        yield
+    return np.concatenate(parts)

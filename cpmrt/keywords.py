@@ -1,0 +1,73 @@
+"""Keyword arguments that there are not: an error names the nearest that there is."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Set
+from difflib import get_close_matches
+from typing import ParamSpec, TypeVar
+
+from cpmrt.errors import ArgumentError, listed, quoted
+
+P = ParamSpec("P")
+T = TypeVar("T")
+C = TypeVar("C")
+
+_ELSEWHERE = {
+    "best_of": "n",
+    "ctx_size": "max_context",
+    "device": "executor",
+    "draft_model": "draft",
+    "eos_token_id": "stop_token_ids",
+    "gpu_memory_utilization": "memory_budget",
+    "max_length": "max_new_tokens",
+    "max_model_len": "max_context",
+    "max_num_batched_tokens": "prefill_chunk",
+    "max_num_seqs": "max_sequences",
+    "max_tokens": "max_new_tokens",
+    "n_ctx": "max_context",
+    "n_predict": "max_new_tokens",
+    "sampling_params": "params",
+    "speculative_model": "draft",
+    "torch_dtype": "dtype",
+}
+"""Names that other programs have for the same thing."""
+
+
+def checks_keywords(hints: Mapping[str, str] | None = None) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Have a function raise ArgumentError for a keyword argument that it has not, with the nearest name that it has.
+
+    `hints` say of further names what to do instead.
+    """
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        known = inspect.signature(function).parameters.keys() - {"self"}
+
+        @functools.wraps(function)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+            if not kwargs.keys() <= known:
+                name = function.__qualname__.removesuffix(".__init__")
+                raise _unknown(name, min(kwargs.keys() - known), known, hints or {})
+            return function(*args, **kwargs)
+
+        return checked
+
+    return decorate
+
+
+def checks_fields(cls: type[C]) -> type[C]:
+    """Have a dataclass raise ArgumentError for a field that it has not."""
+    setattr(cls, "__init__", checks_keywords()(cls.__init__))  # noqa: B010 - a checker lets nobody assign it
+    return cls
+
+
+def _unknown(function: str, name: str, known: Set[str], hints: Mapping[str, str]) -> ArgumentError:
+    what = f"{function}: there is no argument {quoted(name)}"
+    if name in hints:
+        return ArgumentError(what, fix=hints[name])
+    meant = _ELSEWHERE.get(name)
+    near = [meant] if meant in known else get_close_matches(name, sorted(known), 1, 0.5)
+    if near:
+        return ArgumentError(what, fix=f"did you mean {near[0]}?")
+    return ArgumentError(what, expected=listed(sorted(known), 30))

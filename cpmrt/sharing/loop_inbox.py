@@ -1,0 +1,35 @@
+"""Brings what comes for jobs to an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+
+from cpmrt.sharing.jobs import Ended, Generation, Item
+
+
+class LoopInbox:
+    """Keeps what comes for the jobs of one caller on an event loop until it is read.
+
+    With `only_ends` the pieces of a generation are kept in the generation.
+    """
+
+    def __init__(self, *, only_ends: bool = False):
+        self._loop, self._only_ends = asyncio.get_running_loop(), only_ends
+        self._queue: asyncio.Queue[Item] = asyncio.Queue()
+        self.get = self._queue.get
+
+    def receive(self, items: list[Item]) -> None:
+        """Have the event loop take the items of one step."""
+        if self._only_ends:
+            for job, part in items:
+                if isinstance(job, Generation):
+                    job.read(part)
+            items = [item for item in items if isinstance(item[1], Ended)]
+        if items:
+            with suppress(RuntimeError):  # the loop is closed: nobody is left to be told
+                self._loop.call_soon_threadsafe(self._take, items)
+
+    def _take(self, items: list[Item]) -> None:
+        for item in items:
+            self._queue.put_nowait(item)

@@ -1,0 +1,157 @@
+"""An LLM on an event loop: the answers of the blocking one, together, and nothing is left behind."""
+
+import asyncio
+import gc
+import threading
+import time
+
+import numpy as np
+import pytest
+from tiny_checkpoint import write_checkpoint
+
+from cpmrt import LLM, AsyncLLM, SamplingParams
+from cpmrt.errors import ArgumentError, ClosedError, ContextLengthError, RequestError
+from cpmrt.executor import Decode
+
+SAMPLED = SamplingParams(max_new_tokens=12, temperature=1.0, seed=7, ignore_eos=True)
+LONG = SamplingParams(max_new_tokens=200, ignore_eos=True)
+HI = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("checkpoint"), max_position_embeddings=256)
+
+
+@pytest.fixture
+def llm(checkpoint):
+    with LLM(checkpoint, executor="reference", max_sequences=3) as made:
+        yield made
+
+
+async def until(condition):
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.002)
+
+
+async def text_of(stream):
+    return "".join([piece.text async for piece in stream])
+
+
+def is_whole(llm):
+    return llm.shared.is_idle and len(llm.engine.free_slots) == 3 and not llm.engine.cache.pool.num_held
+
+
+def test_every_method_gives_what_the_blocking_one_gives(llm):
+    async def run():
+        async with AsyncLLM(llm) as fast:
+            pieces = [piece async for piece in fast.stream("abc", SAMPLED)]
+            answers = await asyncio.gather(
+                fast.generate("abc", SAMPLED), fast.generate(["a", "b"], SAMPLED), fast.chat(HI, SAMPLED),
+                fast.chat([HI, HI], SAMPLED), fast.score("abc"), fast.logits("abc"), fast.embed("abc"),
+                fast.embed(["a", "b"], pooling="last"),
+            )  # fmt: skip
+            return pieces, answers
+
+    expected = (
+        llm.generate("abc", SAMPLED), llm.generate(["a", "b"], SAMPLED), llm.chat(HI, SAMPLED),
+        llm.chat([HI, HI], SAMPLED), llm.score("abc"), llm.logits("abc"), llm.embed("abc"),
+        llm.embed(["a", "b"], pooling="last"),
+    )  # fmt: skip
+    pieces, answers = asyncio.run(run())
+    assert "".join(piece.text for piece in pieces) == expected[0].text
+    for answer, one in zip(answers[:4], expected[:4], strict=True):
+        both = zip(answer, one, strict=True) if isinstance(one, list) else [(answer, one)]
+        assert all(ours.token_ids == theirs.token_ids for ours, theirs in both)
+    for answer, one in zip(answers[4:], expected[4:], strict=True):
+        np.testing.assert_allclose(answer, one, atol=1e-5)
+
+
+def test_calls_share_steps_with_each_other_and_with_threads(checkpoint):
+    rows = []
+
+    def listener(step, _):
+        if isinstance(step, Decode):
+            rows.append(len(step.slots))
+
+    async def run(llm):
+        async with AsyncLLM(llm) as fast:
+            thread = asyncio.to_thread(llm.generate, "t", LONG)
+            return await asyncio.gather(thread, fast.generate("x", LONG), text_of(fast.stream("y", LONG)))
+
+    with LLM(checkpoint, executor="reference", max_sequences=3, on_step=listener) as llm:
+        alone = [llm.generate(prompt, LONG).token_ids for prompt in "tx"]
+        rows.clear()
+        found = asyncio.run(run(llm))
+    assert [answer.token_ids for answer in found[:2]] == alone and max(rows) == 3
+
+
+def test_a_cancelled_task_and_a_left_stream_free_their_slots(llm):
+    async def run():
+        async with AsyncLLM(llm) as fast:
+            task = asyncio.create_task(fast.generate("x", LONG))
+            reading = asyncio.create_task(text_of(fast.stream("y", LONG)))
+            await until(lambda: len(llm.engine.running) == 2)
+            for each in (task, reading):
+                each.cancel()
+            async for _ in fast.stream("z", LONG):
+                break
+            async with fast.stream("w", LONG) as stream:
+                await stream.__anext__()
+            assert stream.completion.finish_reason == "cancelled"
+            fast.stream("never read", LONG)
+            gc.collect()
+            await until(lambda: is_whole(llm))
+            assert (await fast.generate("abc", SAMPLED)).finish_reason == "length"
+
+    asyncio.run(run())
+
+
+def test_closing_ends_what_waits(checkpoint):
+    async def run():
+        llm = LLM(checkpoint, executor="reference")
+        fast = AsyncLLM(llm)
+        tasks = [asyncio.create_task(fast.generate(name, LONG)) for name in "ab"]
+        await until(lambda: llm.engine.running)
+        await fast.close()
+        await fast.close()
+        for task in tasks:
+            with pytest.raises(ClosedError):
+                await task
+        with pytest.raises(ClosedError):
+            await fast.score("abc")
+        assert not [each for each in threading.enumerate() if each.name == "cpmrt-engine"]
+
+    asyncio.run(run())
+
+
+def test_a_forgotten_one_ends_its_thread(llm):
+    async def run():
+        fast = AsyncLLM(llm)
+        assert (await fast.generate("abc", SAMPLED)).finish_reason == "length"
+        return fast._thread
+
+    thread = asyncio.run(run())
+    gc.collect()
+    thread.join(10)
+    assert not thread.is_alive() and llm.generate("abc", SAMPLED).finish_reason == "length"
+
+
+def test_errors_reach_their_callers(llm):
+    async def run():
+        async with AsyncLLM(llm) as fast:
+            for call, error in (
+                (fast.generate("x" * 300), ContextLengthError),
+                (fast.generate(["a", b"b"]), RequestError),
+                (fast.embed("a", pooling="max"), RequestError),
+            ):
+                with pytest.raises(error):
+                    await call
+            with pytest.raises(ArgumentError, match="did you mean enable_thinking"):
+                await fast.chat(HI, enable_thinkin=True)
+
+    asyncio.run(run())
+    with pytest.raises(ArgumentError, match=r"AsyncLLM\(LLM\(model\)\)"):
+        AsyncLLM("openbmb/MiniCPM4-0.5B")

@@ -1,0 +1,193 @@
+"""What callers may write and what they get: lists of prompts, choices, embeddings, mistakes with arguments."""
+
+import copy
+import pickle
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from tiny_checkpoint import write_checkpoint
+
+import cpmrt
+from cpmrt import LLM, SamplingParams
+from cpmrt.engine import request_seed
+from cpmrt.errors import ArgumentError, ConfigError, ContextLengthError, CpmrtError, RequestError
+from cpmrt.executor import Decode
+
+SAMPLED = SamplingParams(max_new_tokens=12, temperature=1.0, seed=7, ignore_eos=True)
+HI = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("checkpoint"), max_position_embeddings=256)
+
+
+@pytest.fixture(scope="module")
+def llm(checkpoint):
+    with LLM(checkpoint, executor="reference", max_sequences=3) as made:
+        yield made
+
+
+def test_a_list_of_prompts_is_run_together_and_comes_back_in_order(checkpoint):
+    prompts, steps = [f"prompt {number}" for number in range(7)], []
+    params = [SamplingParams(max_new_tokens=20 - n, seed=n, temperature=1.0, ignore_eos=True) for n in range(7)]
+    with LLM(checkpoint, executor="reference", max_sequences=3, on_step=lambda step, _: steps.append(step)) as llm:
+        alone = [llm.generate(prompt, own).token_ids for prompt, own in zip(prompts, params, strict=True)]
+        steps.clear()
+        together = llm.generate(prompts, params)
+        assert [answer.token_ids for answer in together] == alone
+        assert max(len(step.slots) for step in steps if isinstance(step, Decode)) == 3
+        ids = [llm.tokenizer.encode(prompt) for prompt in prompts]
+        again = llm.generate(ids, SAMPLED)
+        assert [answer.text for answer in again] == [llm.generate(prompt, SAMPLED).text for prompt in prompts]
+
+
+def test_a_list_of_conversations(llm):
+    chats = [HI, [{"role": "user", "content": "bye"}]]
+    answers = llm.chat(chats, SAMPLED, enable_thinking=False)
+    expected = [llm.chat(chat, SAMPLED, enable_thinking=False).token_ids for chat in chats]
+    assert [answer.token_ids for answer in answers] == expected
+
+
+def test_progress_is_shown_on_request(llm, capsys):
+    llm.generate(["a", "b"], SAMPLED)
+    assert capsys.readouterr() == ("", "")
+    llm.generate(["a", "b"], SAMPLED, progress=True)
+    out, err = capsys.readouterr()
+    assert out == "" and "2/2" in err and "tok/s" in err
+
+
+@pytest.mark.parametrize(("prompts", "params", "says"), [
+    (["fine", b"bytes"], None, r"prompts\[1\]: prompt: expected text or a list of token ids, got bytes; decode it"),
+    (["fine", ""], SAMPLED, None),
+    ([[1, 2], [3, 999]], None, r"prompts\[1\]: prompt: token 1: expected an id in \[0, 259\), got 999"),
+    (["a", "b"], [SAMPLED], "params: expected one for all or 2, as prompts, got 1"),
+    (["a", "b"], [SAMPLED, {"temperature": 1}], r"prompts\[1\]: params: expected SamplingParams, got dict"),
+    ("a", [SAMPLED], "params: expected SamplingParams, got list"),
+    (["a", "b" * 300], None, r"prompts\[1\]: the prompt does not fit the context"),
+])  # fmt: skip
+def test_a_wrong_prompt_of_many_is_named_before_anything_runs(llm, prompts, params, says):
+    if says is None:
+        assert len(llm.generate(prompts, params)) == 2
+        return
+    with pytest.raises(RequestError, match=says):
+        llm.generate(prompts, params)
+    assert llm.shared.is_idle and len(llm.engine.free_slots) == 3
+
+
+def test_n_answers_have_seeds_of_their_own(llm):
+    params = SamplingParams(max_new_tokens=12, temperature=1.0, seed=7, ignore_eos=True, n=4)
+    answer = llm.generate("abc", params)
+    assert answer.choices[0] == answer and len(answer.choices) == 4 and len(answer.others) == 3
+    for number, choice in enumerate(answer.choices):
+        seed = request_seed(7, number) if number else 7
+        alone = SamplingParams(max_new_tokens=12, temperature=1.0, seed=seed, ignore_eos=True)
+        assert choice.token_ids == llm.generate("abc", alone).token_ids
+    assert len({choice.token_ids for choice in answer.choices}) == 4
+    with pytest.raises(RequestError, match="SamplingParams.n: expected 1 for a stream, got 4"):
+        llm.stream("abc", params)
+
+
+def test_score_takes_text(llm):
+    np.testing.assert_array_equal(llm.score("héllo"), llm.score(llm.tokenizer.encode("héllo")))
+    np.testing.assert_array_equal(llm.logits("a"), llm.logits(np.array(llm.tokenizer.encode("a"))))
+
+
+def test_embeddings_are_the_final_norm_of_the_plain_forward(llm, checkpoint):
+    """Against logits, which an untied head without bias makes of the same states."""
+    from safetensors.numpy import load_file
+
+    embedding = load_file(checkpoint / "model.safetensors")
+    head = embedding.get("lm_head.weight", embedding["model.embed_tokens.weight"])
+    ids = llm.tokenizer.encode("a text of some length")
+    states = np.linalg.lstsq(head, llm.logits(ids).T * llm.config.logit_divisor, rcond=None)[0].T
+    mean, last = (llm.embed(ids, pooling=pooling, normalize=False) for pooling in ("mean", "last"))
+    np.testing.assert_allclose(mean, states.mean(0), atol=1e-3)
+    np.testing.assert_allclose(last, states[-1], atol=1e-3)
+    assert mean.dtype == np.float32 and mean.shape == (64,)
+
+
+@pytest.mark.parametrize("pooling", ["mean", "last"])
+def test_embeddings_do_not_depend_on_chunks_and_have_length_one(llm, checkpoint, pooling):
+    texts = ["one", "another text, which is longer", "one"]
+    vectors = llm.embed(texts, pooling=pooling)
+    assert vectors.shape == (3, 64)
+    np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-6)
+    np.testing.assert_array_equal(vectors[0], vectors[2])
+    with LLM(checkpoint, executor="reference", prefill_chunk=3) as chunked:
+        for text, vector in zip(texts, vectors, strict=True):
+            np.testing.assert_allclose(chunked.embed(text, pooling=pooling), vector, atol=1e-5)
+
+
+@pytest.mark.parametrize(("call", "error", "says"), [
+    (lambda llm: llm.embed("a", pooling="max"), RequestError, "pooling: expected mean | last, got 'max'"),
+    (lambda llm: llm.embed(""[:0].encode()), RequestError, "got bytes"),
+    (lambda llm: llm.embed([["a"]]), RequestError, "token 0"),
+    (lambda llm: llm.score([]), RequestError, "the prompt is empty"),
+    (lambda llm: llm.score("x" * 300), ContextLengthError, "at most 256"),
+    (lambda llm: llm.generate(b"abc"), RequestError, r"got bytes; decode it: prompt.decode\(\)"),
+    (lambda llm: llm.generate(bytearray(b"abc")), RequestError, "got bytearray"),
+    (lambda llm: llm.chat(HI, template_kwargs="x"), RequestError, "template_kwargs: expected a dict"),
+    (lambda llm: llm.chat(HI, template_kwargs={"tools": []}), RequestError, "pass tools=..."),
+    (lambda llm: llm.chat(HI, enable_thinkin=True), ArgumentError,
+     "LLM.chat: there is no argument 'enable_thinkin'; did you mean enable_thinking?"),
+    (lambda llm: llm.chat(HI, max_new_tokens=4), ArgumentError, r"pass params=SamplingParams\(max_new_tokens=...\)"),
+    (lambda llm: llm.chat(HI, stream=True), ArgumentError, r"use llm.stream\(prompt\)"),
+    (lambda llm: llm.generate("a", temperature=9), ArgumentError, r"SamplingParams\(temperature=...\)"),
+    (lambda llm: llm.generate("a", parms=SAMPLED), ArgumentError, "did you mean params?"),
+    (lambda llm: llm.stream("a", progress=True), ArgumentError, "expected params, prompt"),
+    (lambda llm: LLM(max_model_len=5), ArgumentError, "did you mean max_context?"),
+    (lambda llm: LLM(excutor="reference"), ArgumentError,
+     "LLM: there is no argument 'excutor'; did you mean executor?"),
+    (lambda llm: SamplingParams(max_tokens=5), ArgumentError, "did you mean max_new_tokens?"),
+    (lambda llm: SamplingParams(temprature=5), ArgumentError, "did you mean temperature?"),
+    (lambda llm: SamplingParams(n=0), RequestError, "SamplingParams.n"),
+    (lambda llm: LLM(5), ConfigError, "model: expected a folder or a hub id, got 5"),
+    (lambda llm: LLM(b"folder"), ConfigError, "model: expected a folder or a hub id"),
+    (lambda llm: LLM(executor=3), ConfigError, "executor"),
+    (lambda llm: LLM(draft=3), ConfigError, "draft"),
+    (lambda llm: pickle.dumps(llm), CpmrtError, "an LLM cannot be pickled or copied"),
+    (lambda llm: copy.copy(llm), CpmrtError, "an LLM cannot be pickled or copied"),
+    (lambda llm: llm.chat([{"role": "bot", "content": "hi"}]), RequestError, r"messages\[0\].role"),
+], ids=str)  # fmt: skip
+def test_a_mistake_is_one_line_that_says_what_to_change(llm, call, error, says):
+    with pytest.raises(error, match=says) as caught:
+        call(llm)
+    assert isinstance(caught.value, CpmrtError) and "\n" not in str(caught.value)
+    assert isinstance(caught.value, TypeError) == (error is ArgumentError)
+
+
+def test_template_variables_reach_the_template(tmp_path):
+    folder = write_checkpoint(tmp_path)
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}|{{ mood }}|{{ enable_thinking }}|")
+    with LLM(folder, executor="reference") as llm:
+        for extra, thinking in (({"mood": "x", "enable_thinking": 0}, None), ({"mood": "x"}, False)):
+            ids = llm.chat_prompt(HI, template_kwargs=extra, enable_thinking=thinking)
+            assert llm.tokenizer.decode(ids) == "hi|x|False|"
+
+
+def test_what_the_package_shows(llm):
+    assert set(dir(cpmrt)) == set(cpmrt.__all__) > {"LLM", "AsyncLLM", "CpmrtError", "RequestError"}
+    assert all(getattr(cpmrt, name) is not None for name in cpmrt.__all__)
+    errors = [each for each in (getattr(cpmrt, name) for name in cpmrt.__all__) if isinstance(each, type)]
+    assert sum(issubclass(each, CpmrtError) for each in errors) == 1 + len(_all_errors(CpmrtError))
+    assert repr(llm).startswith("LLM('/") and repr(llm).endswith(
+        "executor='reference', max_context=256, max_sequences=3)"
+    )
+    with pytest.raises(AttributeError, match="no attribute 'llama'"):
+        cpmrt.llama  # noqa: B018
+
+
+def _all_errors(kind):
+    """The errors that are defined for users, all in one module."""
+    found = {each for each in kind.__subclasses__() if each.__module__ == "cpmrt.errors"}
+    return found.union(*(_all_errors(each) for each in found))
+
+
+def test_help_shows_signatures_and_examples():
+    program = "import cpmrt, pydoc; print(pydoc.plain(pydoc.render_doc(cpmrt.LLM)))"
+    text = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    for part in ("max_sequences: 'int' = 1", ">>> llm.generate(", "vectors = llm.embed(", "progress: 'bool' = False"):
+        assert part in text
