@@ -14,6 +14,7 @@ _MULTIPLIERS = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
 _WEYL = 0x9E3779B9, 0xBB67AE85
 _LOW = np.uint64(0xFFFFFFFF)
 _ROUNDS = 10
+_BELOW_ONE = np.float32(1 - 2.0**-24)
 
 
 def philox(counters: U32, key: int) -> U32:
@@ -32,13 +33,19 @@ def philox(counters: U32, key: int) -> U32:
 def gumbel(seed: int, position: int, count: int) -> NDArray[np.float32]:
     """Standard Gumbel noise float32 [count] of the token at `position`: entry i is word i % 4 of counter i // 4.
 
-    The counter is (i // 4, position, 0, 0), the key the seed. u = (top 23 bits + 1/2) / 2^23 is exact in float32
-    and never 0 or 1.
+    The counter is (i // 4, position, 0, 0), the key the seed.
     """
     counters = np.zeros((-(-count // 4), 4), np.uint32)
     counters[:, 0] = np.arange(len(counters), dtype=np.uint32)
     counters[:, 1] = np.uint32(position)
-    words = philox(counters, seed & (2**64 - 1)).reshape(-1)[:count]
-    uniform = ((words >> np.uint32(9)).astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-23)
-    noise: NDArray[np.float32] = -np.log(-np.log(uniform))
+    return noise_of(philox(counters, seed & (2**64 - 1)).reshape(-1)[:count])
+
+
+def noise_of(words: U32) -> NDArray[np.float32]:
+    """Return -log(-log(1 - u)) with u = (word + 1/2) / 2^32, rounded to float32 and below 1.
+
+    The largest noise comes from small u, which keep all 32 bits, so that tokens of probability 1e-9 are drawn too.
+    """
+    uniform = (words.astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-32)
+    noise: NDArray[np.float32] = -np.log(-np.log1p(-np.minimum(uniform, _BELOW_ONE)))
     return noise

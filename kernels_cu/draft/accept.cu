@@ -1,8 +1,8 @@
 // The end of a speculative step: which nodes are accepted, and all that they change.
 //
 //   formula   path: from the root to the child whose token is the one sampled, and so on; it ends at a stop id or at
-//             max_new_tokens too. Its tokens are those sampled at its nodes, `length` of them:
-//             words = them, then kNoToken; state = after them; history[slot][P + 1 + j] = token j; token_counts += them;
+//             max_new_tokens too, and before a node where none could be sampled. Its tokens are those sampled at its
+//             nodes, `length` of them: words = them, then kNonFinite if it ended so, then kNoToken; state = after them; history[slot][P + 1 + j] = token j; token_counts += them;
 //             pages[P + j] = pages[P + path[j]] in every layer, K, V and keys before RoPE;
 //             carry_hidden[slot][j] = hidden[path[j]], carry_counts[slot] = length
 //   operands  tree DraftTree; states (B) SlotState; token_counts (B, VOCAB) uint32; history (B, max_context) and
@@ -31,7 +31,7 @@ constexpr int kInFlight = 4;
 struct Path {
   int nodes[kMaxNodes], tokens[kMaxNodes];
   int length;
-  bool finished;
+  bool finished, non_finite;
 };
 
 // The two nodes of a lane of warp 0: `parent` -2 where there is no room for the node.
@@ -93,15 +93,17 @@ DEVICE void find_path(Path& path, int* line, const DraftTree* tree, const SlotSt
     __syncwarp();
   }
   int node = 0, length = 0;
-  bool ends = false;
+  bool ends = false, non_finite = false;
   do {
     const int token = tree->sampled[node];
+    non_finite = token < 0;
+    if (non_finite) break;
     if (lane == 0) path.nodes[length] = node, path.tokens[length] = token;
     length++;
     ends = __any_sync(0xFFFFFFFFu, lane < num_stop_ids && stop_id == token) || length == num_left;
     node = simulate_accept <= 0.0f ? nodes.child(node, token) : length < most ? line[length] : -1;
   } while (!ends && node >= 0);
-  if (lane == 0) path.length = length, path.finished = ends;
+  if (lane == 0) path.length = length, path.finished = ends || non_finite, path.non_finite = non_finite;
 }
 
 // Block 0: state, history, counts and result.
@@ -121,7 +123,10 @@ DEVICE void finish_step(const Path& path, DraftTree* tree, SlotState* states, ui
     __threadfence_system();
   }
   __syncthreads();
-  if (i < num_words) publish(results, sequence, i, i < length ? path.tokens[i] : kNoToken, has_logprobs);
+  if (i < num_words) {
+    const uint32_t none = slot >= 0 && path.non_finite && i == length ? kNonFinite : kNoToken;
+    publish(results, sequence, i, i < length ? path.tokens[i] : none, has_logprobs);
+  }
   if (i < length) {
     const int token = path.tokens[i], position = tree->position + 1 + i;
     tree->path[i] = path.nodes[i];
@@ -136,7 +141,7 @@ DEVICE void finish_step(const Path& path, DraftTree* tree, SlotState* states, ui
   tree->path_length = length;
   if (slot < 0) return;
   SlotState* state = states + slot;
-  state->last_token = path.tokens[length - 1];
+  if (length > 0) state->last_token = path.tokens[length - 1];
   state->position = tree->position + length;
   state->num_generated = tree->num_generated + length;
   state->finished = path.finished;

@@ -68,7 +68,7 @@ struct alignas(16) TokenLogprobs {
 };
 
 // An entry of the result ring. A word is the low half of the step's sequence number, shifted left by 32, and a token id
-// or kNoToken. It is stored whole, after the row's logprobs: a word with the right number says that the row is done.
+// kNoToken or kNonFinite. It is stored whole, after the row's logprobs: a word with the right number says that the row is done.
 struct alignas(16) ResultRecord {
   uint64_t words[kMaxRows];
   TokenLogprobs logprobs[kMaxRows];
@@ -84,6 +84,8 @@ struct alignas(16) StepContext {
 };
 
 constexpr uint32_t kNoToken = 0xFFFFFFFFu;
+// The logits hold NaN or +infinity, or nothing but -infinity: no token can be sampled. As an int it is negative.
+constexpr uint32_t kNonFinite = 0xFFFFFFFEu;
 
 // What a row produced, for the host. The fence orders the logprobs that this thread stored before.
 DEVICE void publish(ResultRecord* results, uint64_t sequence, int row, uint32_t token, bool has_logprobs) {

@@ -20,7 +20,9 @@ DEVICE uint4 philox(uint32_t group, uint32_t position, uint64_t seed) {
   return c;
 }
 
-// (top 23 bits + 1/2) / 2^23: exact, never 0 or 1.
-DEVICE float uniform(uint32_t word) { return (static_cast<float>(word >> 9) + 0.5f) * 0x1p-23f; }
+// (word + 1/2) / 2^32, rounded, never 0 or 1. Small values, which make the largest noise, keep all 32 bits.
+DEVICE float uniform(uint32_t word) {
+  return fminf((static_cast<float>(word) + 0.5f) * 0x1p-32f, 1.0f - 0x1p-24f);
+}
 
-DEVICE float gumbel(uint32_t word) { return -logf(-logf(uniform(word))); }
+DEVICE float gumbel(uint32_t word) { return -logf(-log1pf(-uniform(word))); }

@@ -2,7 +2,8 @@
 //
 //   formula   z = biased and penalised logits / temperature; token = arg max over the tokens that survive top-k, then top-p among
 //             those, then min-p, of z + gumbel(seed, position, token); temperature 0: arg max of the penalised logits.
-//             The lowest id wins a tie. logprob = logit - max - log sum exp(logit - max), of the raw logits
+//             The lowest id wins a tie. logprob = logit - max - log sum exp(logit - max), of the raw logits. A row with
+//             NaN or +infinity, or nothing but -infinity, has no token: it reports kNonFinite and ends its sequence
 //   operands  results (16) ResultRecord in mapped host memory; states (B) SlotState; token_counts (B, VOCAB) uint32;
 //             logits (rows, VOCAB) float32; slots (rows) int32, -1: the row is passed over; context StepContext
 //   constants VOCAB: entries of the vocabulary. PORTABLE: 1 leaves clusters out on sm_90 and later too
@@ -37,6 +38,11 @@ DEVICE void finish_row(ResultRecord* results, SlotState* state, const Ending& en
   const int lane = threadIdx.x;
   const bool stops = __any_sync(0xFFFFFFFFu, lane < ending.num_stop_ids && ending.stop_id == token);
   if (lane != 0) return;
+  if (token < 0) {  // no token of a row that is not finite
+    state->finished = true;
+    publish(results, sequence, row, token, false);
+    return;
+  }
   const uint32_t count = token_counts[token];
   const int num_generated = ending.num_generated + 1;
   state->num_generated = num_generated;
@@ -75,7 +81,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) ROW_BLOCKS
   const Ending ending(state);
 
   const int token = sample_row(row, top_k, top_p, log_min_p);
-  if (num_logprobs > 0) {
+  if (num_logprobs > 0 && token >= 0) {
     TokenLogprobs* out = &results[(sequence - 1) % kRingEntries].logprobs[blockIdx.y];
     write_logprobs(out, row, token, num_logprobs);
   }

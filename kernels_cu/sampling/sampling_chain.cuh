@@ -318,12 +318,19 @@ DEVICE void set_request(Row<Counts>& row, const SlotState* state, Shared* shared
                     row.frequency_penalty != 0.0f || state->num_logit_biases > 0;
 }
 
-// The row's token. It ends with a barrier of the row: every block has read the state, none is read from any more.
+// The row's token, or kNonFinite. It ends with a barrier of the row: every block has read the state, none is read from
+// any more.
 template <typename Counts>
 DEVICE int sample_row(Row<Counts>& row, int top_k, float top_p, float log_min_p) {
+  constexpr uint64_t kUnusable = ~0ull;  // larger than any candidate
+  const float infinity = __uint_as_float(0x7F800000u);
   uint64_t best = 0;
-  row.template for_each<false, 4>([&](float z, int token) { best = Larger::of(best, candidate(z, token)); });
+  row.template for_each<true, 4>([&](float logit, int token) {
+    // Not true of NaN either.
+    best = Larger::of(best, logit < infinity ? candidate(row.adjust(logit, token), token) : kUnusable);
+  });
   best = row.template combine<Larger>(best);
+  if (best == kUnusable || best >> 32 == ordered(-infinity)) return static_cast<int>(kNonFinite);
   int token = token_of(best);
   if (row.temperature != 0.0f) {
     row.maximum = unordered(static_cast<uint32_t>(best >> 32));

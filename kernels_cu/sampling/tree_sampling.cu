@@ -1,7 +1,7 @@
 // The sampling chain at every node of a draft tree: the token that plain decoding would sample behind the node's path.
 //
 //   formula   as in sampling.cu at position + 1 + depth of the node; for the penalties the tokens of the path, from the
-//             root's child to the node itself, count as generated. sampled[node] = token
+//             root's child to the node itself, count as generated. sampled[node] = token, or kNonFinite
 //   operands  tree DraftTree; node_logprobs (64) TokenLogprobs, written if the request wants some; states (B) SlotState and
 //             token_counts (B, VOCAB) uint32, which stay as they are; logits (tree_size, VOCAB) float32; slots (tree_size)
 //             int32, -1: the row is passed over
@@ -57,6 +57,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) ROW_BLOCKS
   }
   __syncthreads();
   const int token = sample_row(row, state->top_k, state->top_p, state->log_min_p);
-  if (state->num_logprobs > 0) write_logprobs(node_logprobs + node, row, token, state->num_logprobs);
+  if (state->num_logprobs > 0 && token >= 0) write_logprobs(node_logprobs + node, row, token, state->num_logprobs);
   if (row.block == 0 && threadIdx.x == 0) tree->sampled[node] = token;
 }

@@ -23,7 +23,7 @@ from cpmrt.cuda.step.structs import (
 from cpmrt.dtypes import DType
 from cpmrt.executor import Admit, SlotResult
 from cpmrt.reference.philox import gumbel
-from cpmrt.reference.sampling import biased, keep_mask, penalise, sample, token_logprobs
+from cpmrt.reference.sampling import biased, is_usable, keep_mask, penalise, sample, token_logprobs
 
 # The oracle subtracts infinities where a row is masked.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")]
@@ -192,7 +192,9 @@ def test_tokens_are_the_definitions(cuda: Any, vocab: int, portable: bool) -> No
     for seed in range(2 if vocab > 10_000 else 5):
         rows = random_rows(vocab, seed)
         for index, (row, got) in enumerate(zip(rows, launch(cuda, rows, portable=portable).rows, strict=True)):
-            if row.is_decided():
+            if not is_usable(row.logits):
+                assert got == SlotResult(non_finite=True), index
+            elif row.is_decided():
                 decided += 1
                 assert got.token_ids == (row.token,), f"row {index} ({KINDS[index % len(KINDS)]}): {row.params}"
     assert decided > 100
@@ -317,15 +319,23 @@ def test_words_carry_the_low_half_of_the_number(cuda: Any) -> None:
     assert (word >> 32, word & NO_TOKEN) == (SEQUENCE & 0xFFFFFFFF, 7)
 
 
-def test_logits_of_nan_do_not_hang_or_leave_the_vocabulary(cuda: Any) -> None:
+def test_a_row_that_is_not_finite_has_no_token_and_ends_its_sequence(cuda: Any) -> None:
     vocab = 997
-    logits = np.full(vocab, np.nan, np.float32)
-    infinite = np.where(np.arange(vocab) == 3, np.inf, 0.0)
+    at_three = np.arange(vocab) == 3
+    damaged = [
+        np.full(vocab, np.nan), np.where(at_three, np.nan, 0.0), np.where(at_three, -np.nan, 0.0),
+        np.where(at_three, np.inf, 0.0), np.full(vocab, -np.inf),
+    ]  # fmt: skip
+    healthy = np.where(at_three, 5.0, -np.inf)
     rows = [
-        simple_row(values, temperature=temperature, top_k=top_k, top_p=top_p)
-        for values in (logits, infinite, np.full(vocab, -np.inf))
-        for temperature, top_k, top_p in ((0.0, 0, 1.0), (1.0, 40, 1.0), (1.0, 0, 0.5), (0.7, 40, 0.9))
-    ]
-    tokens = [result.token_ids[0] for result in launch(cuda, rows).rows]
-    assert all(0 <= token < vocab for token in tokens)
-    assert tokens[4] == 3
+        simple_row(values, temperature=temperature, top_k=top_k, top_p=top_p, logprobs=logprobs)
+        for values in (*damaged, healthy)
+        for temperature, top_k, top_p, logprobs in (
+            (0.0, 0, 1.0, 0), (1.0, 40, 1.0, 2), (1.0, 0, 0.5, 0), (0.7, 40, 0.9, 0),
+        )
+    ]  # fmt: skip
+    launched = launch(cuda, rows)
+    assert [result.non_finite for result in launched.rows] == [True] * 20 + [False] * 4
+    assert launched.rows[:20] == [SlotResult(non_finite=True)] * 20
+    assert [result.token_ids for result in launched.rows[20:]] == [(3,)] * 4
+    assert launched.states["finished"][:20].all() and not launched.states["finished"][20:24].any()

@@ -37,6 +37,7 @@ CONSTANTS = {
     "kRingEntries": ss.RING_ENTRIES,
     "kSeen": int(ss.SEEN),
     "kNoToken": ss.NO_TOKEN,
+    "kNonFinite": ss.NON_FINITE,
     "kAdmit": ss.ADMIT,
     "kPrefill": ss.PREFILL,
     "kDecode": ss.DECODE,
@@ -171,6 +172,8 @@ def test_tokens_belong_to_slots() -> None:
         SlotResult((9,)), SlotResult((8,), (with_logprobs,)), none,
     )  # fmt: skip
     assert step_result([9, 8, ss.NO_TOKEN], record, (0,)).slots == (SlotResult((9, 8)),)
+    assert step_result([9, ss.NON_FINITE], record, (0, 0)).slots == (SlotResult((9,)), SlotResult(non_finite=True))
+    assert step_result([9, ss.NON_FINITE, ss.NO_TOKEN], record, (0,)).slots == (SlotResult((9,), non_finite=True),)
     emitted = SlotResult((9, 8), (TokenLogprobs(9, -1.0), with_logprobs))
     assert step_result([9, 8, ss.NO_TOKEN], record, (1,)).slots == (emitted,)
     assert step_result([ss.NO_TOKEN], record, ()).slots == ()

@@ -50,8 +50,8 @@ def test_philox_known_answers(counter, key, expected):
 
 def test_gumbel_noise_is_word_by_word_what_the_docstring_says():
     words = philox(np.array([(0, 77, 0, 0), (1, 77, 0, 0)], np.uint32), 2**63 + 5).reshape(-1)
-    uniform = ((words[:7] >> 9).astype(np.float64) + 0.5) / 2**23
-    np.testing.assert_allclose(gumbel(2**63 + 5, 77, 7), -np.log(-np.log(uniform)), rtol=1e-5, atol=1e-6)
+    uniform = (words[:7].astype(np.float64) + 0.5) / 2**32
+    np.testing.assert_allclose(gumbel(2**63 + 5, 77, 7), -np.log(-np.log1p(-uniform)), rtol=1e-5, atol=1e-6)
     assert np.array_equal(gumbel(9, 3, 5), gumbel(9, 3, 4000)[:5])
 
 

@@ -2,7 +2,8 @@
 
 The host writes a command into an entry and launches; the kernels count entries by themselves. Every command is answered
 by one word a row in the entry of the result ring with the same index: low half of the command's number (from 1 on)
-shifted left by 32, and a token id or NO_TOKEN. A word with the right number is complete, its log-probabilities too.
+shifted left by 32, and a token id, NO_TOKEN or NON_FINITE. A word with the right number is complete, and so are its
+log-probabilities.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy as np
 
 from cpmrt.cuda.driver.host_memory import HostBuffer
 from cpmrt.cuda.step.commands import command_bytes, write_slots, write_step
-from cpmrt.cuda.step.structs import NO_TOKEN, RESULT_RECORD, RING_ENTRIES
+from cpmrt.cuda.step.structs import NO_TOKEN, NON_FINITE, RESULT_RECORD, RING_ENTRIES
 from cpmrt.errors import DeviceError
 from cpmrt.executor import Admit, Prefill, Recall, SlotResult, StepResult, TokenLogprobs
 
@@ -29,7 +30,7 @@ _NOT_READY = 600
 # Some ten milliseconds. Steps that take longer do not need a core to themselves while they run.
 _POLLS_BEFORE_NAPS = 10_000
 _NAP_S = 0.0002
-_NO_RESULT = SlotResult()
+_WITHOUT_TOKEN = {NO_TOKEN: SlotResult(), NON_FINITE: SlotResult(non_finite=True)}
 
 
 class Rings:
@@ -167,7 +168,7 @@ class Nothing:
 
 
 def answered_tokens(words: memoryview, number: int, num_words: int) -> list[int] | None:
-    """Return the tokens, or NO_TOKEN, in the words of a result; None if not all belong to command `number`."""
+    """Return the tokens, NO_TOKEN or NON_FINITE, in the words of a result; None if not all are of command `number`."""
     tokens, mark = [], number & 0xFFFFFFFF
     for word in words[:num_words].tolist():
         if word >> 32 != mark:
@@ -182,7 +183,8 @@ def step_result(tokens: list[int], record: np.void, num_logprobs: tuple[int, ...
     One slot has all tokens, several have one each.
     """
     if len(tokens) == len(num_logprobs) and not any(num_logprobs):  # mostly, and then quickly
-        return StepResult(tuple([_NO_RESULT if token == NO_TOKEN else SlotResult((token,)) for token in tokens]))
+        found = [SlotResult((token,)) if token < NON_FINITE else _WITHOUT_TOKEN[token] for token in tokens]
+        return StepResult(tuple(found))
     if len(num_logprobs) == 1:
         return StepResult((_slot_result(tokens, record, 0, num_logprobs[0]),))
     rows = enumerate(num_logprobs)
@@ -191,11 +193,12 @@ def step_result(tokens: list[int], record: np.void, num_logprobs: tuple[int, ...
 
 def _slot_result(tokens: list[int], record: np.void, first_row: int, num_logprobs: int) -> SlotResult:
     """Return the tokens that were emitted, in rows from `first_row` on, with log-probabilities if any are wanted."""
-    emitted = tuple([token for token in tokens if token != NO_TOKEN])
+    emitted, non_finite = tuple([token for token in tokens if token < NON_FINITE]), NON_FINITE in tokens
     if not num_logprobs:
-        return SlotResult(emitted)
+        return SlotResult(emitted, (), non_finite)
     entries = record["logprobs"][first_row:]
-    return SlotResult(emitted, tuple([_token_logprobs(*pair) for pair in zip(emitted, entries, strict=False)]))
+    logprobs = tuple([_token_logprobs(*pair) for pair in zip(emitted, entries, strict=False)])
+    return SlotResult(emitted, logprobs, non_finite)
 
 
 def _token_logprobs(token: int, entry: np.void) -> TokenLogprobs:

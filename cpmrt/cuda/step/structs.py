@@ -18,6 +18,8 @@ SEEN, BIASED = np.uint32(0x80000000), np.uint32(0x40000000)
 """In a word of token_counts [B, V]: the token stands in the prompt or was generated; it has a logit bias. The rest
 counts how often it was generated."""
 NO_TOKEN = 0xFFFFFFFF
+NON_FINITE = 0xFFFFFFFE
+"""Instead of a token: the logits were such that none could be sampled (`executor.SlotResult`)."""
 ADMIT, PREFILL, DECODE, RECALL, SPECULATE, CATCH_UP = range(1, 7)
 
 Struct = np.dtype[np.void]
