@@ -7,9 +7,12 @@ wait. Needs the packages of the extra `server`; `cpmrt doctor` says whether they
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
+import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -63,7 +66,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="of a request (default: by the context, at least 1MiB)",
     )  # fmt: skip
     add("--grace", type=_seconds, default=30.0, metavar="S", help="for running requests at the end (default: 30)")
-    add("--log-prompts", action="store_true", help="write the prompts into the log")
+    add("--log-prompts", action="store_true", help="write the prompts into the log, 16 KiB of each")
     model = parser.add_argument_group("model")
     options.add_engine_options(model, *_ENGINE_FIELDS)
     options.add_options(model, "--hf-overrides", "--sparse", "--prefix-cache", "--no-prefix-cache")
@@ -72,7 +75,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until a signal ends it: 0 after SIGTERM, 130 after Ctrl-C."""
+    """Serve until a signal ends it: 0 after SIGTERM, 130 after Ctrl-C. Raises DeviceError if the device is lost."""
     _check_installed()
     from cpmrt.server.run import address_of, bind, serve
 
@@ -80,10 +83,13 @@ def run(args: argparse.Namespace) -> int:
     if not settings.is_loopback and not settings.api_keys:
         complain(f"cpmrt: warning: {settings.host} can be reached from other machines and there is no --api-key")
     listener = bind(settings)
-    _start_log()
     note(f"cpmrt: listening on {address_of(listener, settings)}; loading {settings.model_name}")
-    ended_by = serve(settings, lambda: LLM(**options.llm_arguments(args)), listener)
-    return EXIT_INTERRUPTED if ended_by == signal.SIGINT else 0
+    with _log_to_stderr():
+        ending = serve(settings, lambda: LLM(**options.llm_arguments(args)), listener)
+    code = EXIT_INTERRUPTED if ending.signal_number == signal.SIGINT else 0
+    if not ending.is_complete:
+        os._exit(code)  # a thread loads a model, or its device does not answer: nothing ends that but the process
+    return code
 
 
 def _check_installed() -> None:
@@ -127,13 +133,21 @@ def _name_of(model: str | None) -> str:
     return path.resolve().name if path.is_dir() else model
 
 
-def _start_log() -> None:
-    handler = logging.StreamHandler(sys.stderr)
+@contextlib.contextmanager
+def _log_to_stderr() -> Iterator[None]:
+    from cpmrt.server.log import LogWriter
+
+    handler = LogWriter(sys.stderr.fileno())
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
-    for name, level in (("cpmrt.server", logging.INFO), ("uvicorn.error", logging.ERROR)):
+    levels = {"cpmrt": logging.WARNING, "cpmrt.server": logging.INFO, "uvicorn.error": logging.ERROR}
+    for name, level in levels.items():
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
         logger.setLevel(level)
+    try:
+        yield
+    finally:
+        handler.close()
 
 
 def _seconds(text: str) -> float:

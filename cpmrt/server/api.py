@@ -22,7 +22,7 @@ from cpmrt.server.metrics import METRICS_TYPE, device_name
 from cpmrt.server.openapi import document
 from cpmrt.server.responses import EventStream, JsonResponse, LongJsonResponse, json_parts, whole_answer
 from cpmrt.server.service import Prepared, Service
-from cpmrt.server.telemetry import record_of
+from cpmrt.server.telemetry import MAX_LOGGED_PROMPT, record_of
 from cpmrt.server.tokenizing import detokenize, tokenize, tokenizer_info
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -129,7 +129,7 @@ class Endpoints:
         record = record_of(request.scope)
         record.id = prepared.id
         if self._service.settings.log_prompts:
-            record.prompt = body.decode("utf-8", "replace")
+            record.prompt = body[:MAX_LOGGED_PROMPT]
         exchange = Exchange(self._service.engine, prepared, request.receive)
         record.ended = exchange.ended
         if prepared.wanted.streams:

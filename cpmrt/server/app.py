@@ -88,7 +88,8 @@ class Gate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        record = RequestRecord(f"req-{secrets.token_hex(8)}", scope["method"], scope["path"])
+        client = ":".join(map(str, scope["client"] or ("-",)))
+        record = RequestRecord(client, f"req-{secrets.token_hex(8)}", scope["method"], scope["path"])
         record.attach(scope)
 
         async def noted(message: Message) -> None:

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from time import monotonic
 from typing import TYPE_CHECKING, Literal
 
 from cpmrt.errors import CpmrtError, DeviceError, NoDeviceError, RequestError
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from cpmrt import LLM
 
 _log = logging.getLogger("cpmrt.server")
+_POLL_S = 0.01
 State = Literal["loading", "ready", "draining", "failed"]
 Item = tuple[int, Piece | Ended]
 """The number of a choice, and a piece of it or its end."""
@@ -59,7 +61,9 @@ class EngineThread:
         self._open: set[Job] = set()
         self._llm: LLM | None = None
         self.state: State = "loading"
-        self._failure: Exception | None = None
+        self.failure: Exception | None = None
+        """What keeps the server from going on: the model cannot be loaded, or its device is lost."""
+        self.failed = asyncio.Event()
         self.loaded: asyncio.Future[None] = self._loop.create_future()
         """Done when the model is there, or with the exception that kept it from being loaded."""
         self._thread = threading.Thread(target=self._run, name="cpmrt-engine", daemon=True)
@@ -77,7 +81,7 @@ class EngineThread:
         if self.state == "loading":
             raise unavailable("the model is still being loaded")
         if self.state == "failed":
-            raise unavailable(f"the server cannot go on: {self._failure}")
+            raise unavailable(f"the server cannot go on: {self.failure}")
         if self.state == "draining":
             raise unavailable("the server is shutting down")
 
@@ -121,12 +125,18 @@ class EngineThread:
         if self.state == "ready":
             self.state = "draining"
 
-    async def stop(self) -> None:
-        """Cancel what is left, free the model and end the thread."""
+    async def stop(self, timeout_s: float) -> bool:
+        """Cancel what is left, free the model and end the thread. Return whether all this is done.
+
+        It is not if it takes longer, and while a model is being loaded, which cannot be interrupted.
+        """
         self.drain()
         self.cancel(self.open_jobs)
         self._inbox.put(STOP)
-        await self._loop.run_in_executor(None, self._thread.join)
+        until = monotonic() + timeout_s
+        while self._thread.is_alive() and self.state != "loading" and monotonic() < until:
+            await asyncio.sleep(_POLL_S)
+        return not self._thread.is_alive()
 
     def receive(self, items: list[sharing.Item]) -> None:
         """Have the event loop deliver what a step gave."""
@@ -168,7 +178,8 @@ class EngineThread:
         self.loaded.set_result(None)
 
     def _fail(self, error: Exception) -> None:
-        self.state, self._failure = "failed", error
+        self.state, self.failure = "failed", error
+        self.failed.set()
 
     def _run(self) -> None:
         try:

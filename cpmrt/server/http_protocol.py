@@ -1,4 +1,4 @@
-"""uvicorn's HTTP/1.1 connection with limits on a request's head (size, time) and on a client that stops reading.
+"""uvicorn's HTTP/1.1 connection with limits on a request's head (size, time) and on clients that do not read or vanish.
 
 The body's limits are in `json_body`. A connection that breaks a limit is closed.
 """
@@ -6,30 +6,56 @@ The body's limits are in `json_body`. A connection that breaks a limit is closed
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Callable
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from cpmrt.server.connections import Connections
+
 MAX_HEAD_BYTES = 64 * 1024
 HEAD_TIMEOUT_S = 10.0
 WRITE_TIMEOUT_S = 120.0
+MAX_PIPELINED = 16
+_KEEP_ALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 30_000}
+"""A client whose machine or network is gone is noticed after 30 seconds, whether it is being sent something or not."""
+_BUSY = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 5\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 _TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
 
 class LimitedHttpProtocol(HttpToolsProtocol):
-    """One connection with these limits."""
+    """One connection with these limits, one of `all_connections`."""
+
+    def __init__(self, *args: Any, all_connections: Connections, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._all_connections = all_connections
+        self._head_bytes, self._is_in_head = 0, True
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._running: list[Any] = []
+        """Cycles of requests whose answers are not complete, the first of which runs."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._head_bytes, self._is_in_head = 0, True
-        self._timers: dict[str, asyncio.TimerHandle] = {}
+        _keep_alive(transport)
         self._start("head", HEAD_TIMEOUT_S, self._head_is_late)
+        self._all_connections.open(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._all_connections.close(self)
         self._stop("head")
         self._stop("write")
+        for cycle in self._running:  # uvicorn tells only the last of several
+            cycle.disconnected = True
+            cycle.message_event.set()
         super().connection_lost(exc)
+
+    def leave(self) -> None:
+        self.transport.close()
+
+    def refuse(self) -> None:
+        self.transport.write(_BUSY)
+        self.transport.close()
 
     def data_received(self, data: bytes) -> None:
         if self._is_in_head:
@@ -44,6 +70,18 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._is_in_head, self._head_bytes = False, 0
         self._stop("head")
         super().on_headers_complete()
+        self._all_connections.begin_request(self)
+        self._running = [cycle for cycle in self._running if not cycle.response_complete] + [self.cycle]
+        if len(self._running) > MAX_PIPELINED:
+            self.transport.abort()
+        elif len(self._running) > 1:
+            self.flow.resume_reading()  # else nobody would see that the client leaves
+
+    def on_response_complete(self) -> None:
+        is_last = not self.pipeline
+        super().on_response_complete()
+        if is_last and not self.transport.is_closing():
+            self._all_connections.end_request(self)
 
     def on_message_complete(self) -> None:
         self._is_in_head = True
@@ -72,3 +110,12 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         cycle: Any = self.cycle
         if cycle is None or cycle.response_complete:  # what comes early, during an answer, is waited for
             self.transport.close()
+
+
+def _keep_alive(transport: asyncio.Transport) -> None:
+    """Have the kernel look after a silent client."""
+    connection = transport.get_extra_info("socket")
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEEP_ALIVE.items():
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

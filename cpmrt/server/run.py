@@ -10,14 +10,18 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import FrameType
+from typing import NamedTuple
 
 import uvicorn
 
 from cpmrt import LLM
 from cpmrt.errors import ConfigError
 from cpmrt.server.app import make_app
+from cpmrt.server.connections import BACKLOG, Connections, connection_limit, raise_file_limit
 from cpmrt.server.http_protocol import LimitedHttpProtocol
+from cpmrt.server.log import LoopErrors
 from cpmrt.server.service import ServerSettings, Service
 from cpmrt.server.systemd import notify
 
@@ -27,6 +31,9 @@ _TICK_S = 1.0
 """The interval at which the Date header is renewed."""
 _LAST_WORDS_S = 2
 """The time after the grace for sending the errors that end what still runs."""
+_STOP_S = 10.0
+"""How long the engine may take to end and to free its model."""
+_WAITING_CONNECTIONS = 1024
 # A thread that computes gives the interpreter away this often, so that the event loop answers in time.
 SWITCH_INTERVAL_S = 0.0005
 
@@ -40,7 +47,7 @@ def bind(settings: ServerSettings) -> socket.socket:
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-        listener.listen(1024)
+        listener.listen(_WAITING_CONNECTIONS)
     except (OSError, OverflowError, UnicodeError) as error:
         raise ConfigError(
             f"cannot listen on {settings.host} port {settings.port}: {error}", fix="choose another --host or --port"
@@ -54,9 +61,17 @@ def address_of(listener: socket.socket, settings: ServerSettings) -> str:
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
-def serve(settings: ServerSettings, load: Callable[[], LLM], listener: socket.socket) -> int:
-    """Serve until a signal, and return its number, or 0 after `Running.stop`. Raises what `load` raises."""
+class Ending(NamedTuple):
+    """How a server ended: by this signal or 0, and whether its engine has too, which is not waited for for ever."""
+
+    signal_number: int
+    is_complete: bool
+
+
+def serve(settings: ServerSettings, load: Callable[[], LLM], listener: socket.socket) -> Ending:
+    """Serve until a signal. Raises what `load` raises, and DeviceError if the device was lost."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    raise_file_limit()
     return asyncio.run(Running(settings, load, listener).run())
 
 
@@ -76,39 +91,50 @@ class Running:
             with contextlib.suppress(RuntimeError):  # it has ended already
                 self._loop.call_soon_threadsafe(self._server.begin_exit)
 
-    async def run(self) -> int:
-        """Serve, and return the number of the signal that ended it, or 0."""
+    async def run(self) -> Ending:
+        """Serve until the end. Raises what `load` raises, and DeviceError if the device was lost."""
         self._loop = asyncio.get_running_loop()
+        self._loop.set_exception_handler(LoopErrors().handle)
         self.service = service = Service(self._settings, self._load)
         server = self._server = _Server(self._config(service), service)
-        loading = asyncio.ensure_future(self._announce(service, server))
+        watching = asyncio.ensure_future(self._watch(service, server))
         try:
             await server.serve([self._listener])
         finally:
-            await service.engine.stop()
+            is_complete = await service.engine.stop(_STOP_S)
             service.close()
-        await loading
-        return server.signal_number
+            watching.cancel()
+        if service.engine.failure is not None:
+            raise service.engine.failure
+        return Ending(server.signal_number, is_complete)
 
-    async def _announce(self, service: Service, server: _Server) -> None:
-        """Log when the model is there. A model that cannot be loaded ends the server."""
-        try:
-            await service.engine.loaded
-        except BaseException:
-            server.exit_at_once()
-            raise
+    async def _watch(self, service: Service, server: _Server) -> None:
+        """Log when the model is there, and end the server if it cannot be loaded or its device is lost.
+
+        Whoever started the process can start another one; this one would only refuse requests.
+        """
+        await asyncio.wait([service.engine.loaded])
+        if service.engine.loaded.exception() is None:
+            self._announce(service.engine.llm)
+            await service.engine.failed.wait()
+        server.begin_exit()
+        service.engine.cancel(service.engine.open_jobs)
+
+    def _announce(self, llm: LLM) -> None:
         # The model is here to stay: without it a full collection does not hold up requests for a tenth of a second.
         gc.collect()
         gc.freeze()
         _log.info("ready: %s at %s", self._settings.model_name, self._address)
-        own = service.engine.llm.sampling_defaults
+        own = llm.sampling_defaults
         _log.info("sampling where a request does not say: %s (%s)", own, own.source)
         notify("READY=1", f"STATUS=serving {self._settings.model_name} at {self._address}")
 
     def _config(self, service: Service) -> uvicorn.Config:
+        connections = Connections(connection_limit())
         return uvicorn.Config(
             make_app(service),
-            http=LimitedHttpProtocol,
+            http=partial(LimitedHttpProtocol, all_connections=connections),  # type: ignore[arg-type]
+            backlog=BACKLOG,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -131,6 +157,11 @@ class _Server(uvicorn.Server):
         self._service = service
         self._exit = asyncio.Event()
         self.signal_number = 0
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for listener in sockets or ():
+            listener.listen(_WAITING_CONNECTIONS)  # the event loop has set what it accepts in one turn
 
     async def main_loop(self) -> None:
         """Wait for the end. uvicorn's own loop wakes up ten times a second to look."""
