@@ -26,7 +26,7 @@ const view = {
     byId("welcome").hidden = !isEmpty;
     byId("messages").hidden = isEmpty;
     byId("title").textContent = conversation.title || "New chat";
-    document.title = conversation.title || chat?.model?.id || "cpmrt";
+    document.title = conversation.title || chat.model?.id || "cpmrt";
     history.replaceState(null, "", isEmpty ? location.pathname : `#${conversation.id}`);
     messages.show(conversation, generation);
     messages.scrollToEnd();

@@ -26,7 +26,7 @@ def test_a_conversation(page):
 def test_the_first_view_invites(open_page, says):
     page = open_page(says.url)
     page.locator("#facts li").first.wait_for()
-    assert re.fullmatch(r"CPU\s*·?\s*[\d,]+ tokens of context", page.inner_text("#facts"))
+    assert re.fullmatch(r"says\s*·?\s*CPU\s*·?\s*[\d,]+ tokens of context", page.inner_text("#facts"))
     assert page.inner_text("#model") == "says"
     example = page.locator("#examples button").first
     question = example.locator("span").inner_text()

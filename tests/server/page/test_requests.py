@@ -50,6 +50,27 @@ def test_settings_are_sent_and_survive_a_reload(page):
     assert not {"temperature", "top_k", "chat_template_kwargs"} & set(sent[1])
 
 
+def test_a_system_prompt_belongs_to_its_conversation(page):
+    def set_system(text):
+        page.click("#open-settings")
+        page.fill("#system", text)
+        page.get_by_role("button", name="Done").click()
+
+    sent = requests_of(page)
+    set_system("Be brief.")
+    ask(page, "say(one)yas")
+    page.click("#fresh")
+    ask(page, "say(two)yas")
+    set_system("Be kind.")
+    page.locator("#conversations .open", has_text="one").click()
+    page.locator(".prose", has_text="one").wait_for()
+    set_numbers(page, temperature=1)  # opening the dialog alone changes no prompt
+    ask(page, "say(three)yas")
+    page.click("#fresh")
+    ask(page, "say(four)yas")
+    assert [said(body)[0][1] for body in sent] == ["Be brief.", "Be brief.", "Be brief.", "Be kind."]
+
+
 def test_a_limit_on_the_length_is_shown(page):
     set_numbers(page, max_tokens=5)
     answer = ask(page, "say(0123456789)yas")

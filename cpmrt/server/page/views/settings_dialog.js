@@ -40,13 +40,13 @@ export class SettingsDialog {
   /** Show what the model samples with where nothing is set, and where that comes from. */
   setDefaults(defaults) {
     for (const [name, box] of this.boxes) box.placeholder = defaults[name] ?? NUMBERS[name].hint ?? "";
-    this.source.textContent = `Empty boxes mean the model's own values, in grey: ${defaults.source}.`;
+    this.source.textContent = `Empty boxes mean the model's own values, in grey (${defaults.source}).`;
   }
 
   open(system, focusKey = false) {
     const { settings } = this;
     for (const [name, box] of this.boxes) box.value = settings.numbers[name] ?? "";
-    this.system.value = system;
+    this.system.value = this.shownSystem = system;
     this.thinking.value = settings.thinking;
     this.key.value = settings.key;
     if (!this.dialog.open) this.dialog.showModal();
@@ -60,7 +60,7 @@ export class SettingsDialog {
       settings.numbers[name] = box.value === "" || !box.checkValidity() ? null : box.valueAsNumber;
     }
     settings.thinking = this.thinking.value;
-    settings.system = this.system.value;
+    if (this.system.value !== this.shownSystem) settings.system = this.system.value;
     settings.key = this.key.value.trim();
     settings.save();
     return isOtherKey;

@@ -29,8 +29,9 @@ export function showExamples(list, ask) {
 
 /** Show what is known of the model; without `model` the `problem` that keeps it away. */
 export function showModel(box, model, problem) {
-  const facts = model
-    ? [model.device === "cpu" ? "CPU" : model.device, model.max_model_len && `${model.max_model_len.toLocaleString("en")} tokens of context`]
-    : [problem];
-  box.replaceChildren(...facts.filter(Boolean).map(text => element("li", { text })));
+  box.replaceChildren(...(model ? factsOf(model) : [problem]).map(text => element("li", { text })));
+}
+
+function factsOf({ id, device, max_model_len: length }) {
+  return [id, device === "cpu" ? "CPU" : device, `${length.toLocaleString("en")} tokens of context`];
 }
