@@ -146,7 +146,7 @@ class CompletionAnswer:
         self._reasons = [""] * len(echoes)
 
     def begin(self, chunks: Chunks) -> str:
-        return "".join([chunks.delta(choice, "text", echo) for choice, echo in enumerate(self._echoes) if echo])
+        return "".join([self._echo(chunks, choice, echo) for choice, echo in enumerate(self._echoes) if echo])
 
     def stream(self, chunks: Chunks, item: Item) -> str:
         choice, part = item
@@ -170,6 +170,11 @@ class CompletionAnswer:
         for index, choice in enumerate(self.kept()):
             logprobs = self._logprobs[choice].take() if self._logprobs else ("null",)
             yield from _choice(index, "text", "".join(self._texts[choice]), logprobs, self._reasons[choice])
+
+    def _echo(self, chunks: Chunks, choice: int, echo: str) -> str:
+        if not self._logprobs:
+            return chunks.delta(choice, "text", echo)
+        return chunks.full(choice, "text", echo, "".join(self._logprobs[choice].take()), None)
 
     def kept(self) -> Sequence[int]:
         """Return the choices that are given, in their order."""

@@ -14,13 +14,13 @@ from starlette.routing import Route
 
 from cpmrt.server.chat_page import INDEX, OPEN_PREFIX, page_files
 from cpmrt.server.errors import ApiError
-from cpmrt.server.exchange import Exchange
+from cpmrt.server.exchange import Exchange, usage_of
 from cpmrt.server.infill import prepare_infill
 from cpmrt.server.json_body import parse_object, read_body
 from cpmrt.server.messages import count_tokens, prepare_message
 from cpmrt.server.metrics import METRICS_TYPE, device_name
 from cpmrt.server.openapi import document
-from cpmrt.server.responses import EventStream, JsonResponse, LongJsonResponse, json_parts, whole_answer
+from cpmrt.server.responses import EventStream, JsonResponse, LongJsonResponse, json_parts, whole_answer, written
 from cpmrt.server.service import Prepared, Service
 from cpmrt.server.telemetry import MAX_LOGGED_PROMPT, record_of
 from cpmrt.server.tokenizing import detokenize, tokenize, tokenizer_info
@@ -130,6 +130,10 @@ class Endpoints:
         record.id = prepared.id
         if self._service.settings.log_prompts:
             record.prompt = body[:MAX_LOGGED_PROMPT]
+        if prepared.scored:
+            await self._service.scorer.score(self._service.engine.llm, prepared.scored, request.receive)
+        if not prepared.generates:
+            return await written(prepared, usage_of(prepared.num_prompt_tokens, 0, 0))
         exchange = Exchange(self._service.engine, prepared, request.receive)
         record.ended = exchange.ended
         if prepared.wanted.streams:

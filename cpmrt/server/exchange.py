@@ -95,12 +95,7 @@ class Exchange:
         prompts = [self.ended[choice].stats for choice in sorted(self.ended) if choice % self._num_choices == 0]
         prompt = sum(stats.prompt_tokens for stats in prompts)
         completion = sum(ended.stats.new_tokens for ended in self.ended.values())
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": completion,
-            "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": sum(stats.cached_tokens for stats in prompts)},
-        }
+        return usage_of(prompt, completion, sum(stats.cached_tokens for stats in prompts))
 
     def _put(self, item: Item) -> None:
         self._items.append(item)
@@ -128,3 +123,13 @@ class Exchange:
             pass
         self._client_is_gone = True
         self._engine.cancel(self._jobs)
+
+
+def usage_of(prompt: int, completion: int, cached: int) -> dict[str, Any]:
+    """Return numbers of tokens as answers tell them; `cached` are those of the prompt that were found in the cache."""
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }

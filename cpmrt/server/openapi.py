@@ -192,7 +192,7 @@ def _requests() -> Schema:
     completion = {
         **_SHARED,
         **_unused(),
-        "max_tokens": _MAX_TOKENS,
+        "max_tokens": _MAX_TOKENS | {"minimum": 0},
         "suffix": _optional("string", description="What follows the text to write, for models that fill in the middle"),
         "echo": _optional("boolean", default=False),
         "best_of": _optional("integer", minimum=1, maximum=MAX_CHOICES, description="Choices to try; n are given"),

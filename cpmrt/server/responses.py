@@ -53,8 +53,13 @@ async def whole_answer(prepared: Prepared, exchange: Exchange) -> Response:
         while not exchange.is_done:
             for item in await exchange.items():
                 prepared.format.add(item)
+    return await written(prepared, exchange.usage())
+
+
+async def written(prepared: Prepared, usage: dict[str, Any]) -> Response:
+    """Return the response for an answer that has everything."""
     parts = _Parts()
-    for piece in prepared.format.whole(exchange.usage()):
+    for piece in prepared.format.whole(usage):
         parts.add(piece)
         await asyncio.sleep(0)  # however long the answer is, others are served while it is written
     return LongJsonResponse(parts)

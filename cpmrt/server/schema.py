@@ -75,13 +75,15 @@ class ChatRequest:
 class CompletionRequest:
     """POST /v1/completions. `prompts` are texts or token ids; `echo` puts them in front of their answers.
 
-    With a `suffix`, all prompts are texts and the answer is what stands between them and it. `num_kept` of the
+    With a `suffix`, all prompts are texts and the answer is what stands between them and it. Without `generates` no
+    token is wanted but those of the prompts. `num_kept` of the
     `wanted.num_choices` choices of each prompt are given, those with the best log-probability per token.
     """
 
     prompts: list[str | list[int]]
     suffix: str
     echo: bool
+    generates: bool
     wanted: Wanted
     num_kept: int
 
@@ -108,13 +110,15 @@ def read_completion(body: dict[str, Any], models: Sequence[str]) -> CompletionRe
     check_unused(fields, REFUSED)
     logprobs = fields.integer("logprobs", range(MAX_LOGPROBS + 1))
     echo = bool(fields.boolean("echo"))
-    if echo and logprobs is not None:
-        raise unsupported("logprobs", "not together with echo, as the prompt's own are not computed")
-    wanted = read_wanted(fields, fields.integer("max_tokens"), logprobs)
+    max_tokens = fields.integer("max_tokens")
+    generates = not echo or max_tokens != 0
+    wanted = read_wanted(fields, max_tokens if generates else None, logprobs)
+    if not generates and wanted.streams:
+        raise invalid("max_tokens", "0 only without stream: nothing comes bit by bit")
     prompts, suffix = _prompts(fields.raw("prompt")), fields.string("suffix") or ""
     if suffix and not all(isinstance(prompt, str) for prompt in prompts):
         raise invalid("suffix", "only together with prompts that are texts")
-    return CompletionRequest(prompts, suffix, echo, _with_best_of(fields, wanted), wanted.num_choices)
+    return CompletionRequest(prompts, suffix, echo, generates, _with_best_of(fields, wanted), wanted.num_choices)
 
 
 def _with_best_of(fields: Fields, wanted: Wanted) -> Wanted:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,9 +23,11 @@ from cpmrt.server.fill_in_middle import fill_prompt
 from cpmrt.server.hosts import is_loopback
 from cpmrt.server.json_body import LONG_BYTES
 from cpmrt.server.metrics import Metrics
+from cpmrt.server.prompt_scores import PromptScorer, ScoredPrompt
 from cpmrt.server.schema import Wanted, read_chat, read_completion
 from cpmrt.server.token_logprobs import ChatLogprobs, CompletionLogprobs, TokenTexts
 from cpmrt.server.tool_calls import schemas_of
+from cpmrt.sharing.jobs import Ended
 from cpmrt.text import Tokenizer
 from cpmrt.text.streaming import stop_automaton
 
@@ -77,7 +79,7 @@ class Prepared:
     """A request that the engine can take, and the `format` that its answer has. The log knows it by its `id`.
 
     `requests` has one for each choice; `wanted.num_choices` in a row share a prompt. `shown_ids` are the special tokens
-    that the answer looks for.
+    that the answer looks for. The tokens of `scored` prompts get log-probabilities first.
     """
 
     id: str
@@ -85,6 +87,14 @@ class Prepared:
     wanted: Wanted
     format: AnswerFormat
     shown_ids: frozenset[int] = frozenset()
+    scored: Sequence[ScoredPrompt] = ()
+    generates: bool = True
+    """False where no token is wanted but those of the prompts."""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """The tokens of the prompts, each of which counts once however many choices it has."""
+        return sum(len(request.prompt_ids) for request in self.requests[:: self.wanted.num_choices])
 
 
 class Service:
@@ -100,6 +110,7 @@ class Service:
             on_ended=self.metrics.add_ended,
         )
         self.started = int(time.time())
+        self.scorer = PromptScorer(settings.max_queue)
         self._workers = ThreadPoolExecutor(2, "cpmrt-prepare")
         # One: each thread that computes in Python makes the event loop wait longer for its turn.
         self._long_workers = ThreadPoolExecutor(1, "cpmrt-prepare-long")
@@ -151,17 +162,24 @@ class Service:
             asked = _filling(llm.tokenizer, prompt, completion.suffix)
             requests += choices_of(llm, asked, wanted, len(requests))
             echoes += [_text_of(prompt, llm.tokenizer) if completion.echo else ""] * wanted.num_choices
-        logprobs = list[CompletionLogprobs]()
+        logprobs, scored = list[CompletionLogprobs](), list[ScoredPrompt]()
         if wanted.logprobs is not None:
-            tokens, end_ids = TokenTexts(llm.tokenizer), frozenset(requests[0].stop_token_ids)
-            logprobs = [CompletionLogprobs(tokens, end_ids, wanted.logprobs, len(echo)) for echo in echoes]
+            # With an echo every token has its place in the lists, end tokens too: clients count them.
+            end_ids = frozenset() if completion.echo else frozenset(requests[0].stop_token_ids)
+            tokens = TokenTexts(llm.tokenizer)
+            logprobs = [CompletionLogprobs(tokens, end_ids, wanted.logprobs) for _ in echoes]
+            scored = _scored(llm, requests, wanted, logprobs) if completion.echo else []
         kept, tried = completion.num_kept, wanted.num_choices
         answer = CompletionAnswer(echoes, logprobs) if kept == tried else BestOf(kept, tried, echoes, logprobs)
-        return self._prepared(self._head("cmpl", "text_completion"), requests, wanted, answer)
+        for choice in () if completion.generates else range(len(requests)):
+            answer.add((choice, Ended("length")))
+        prepared = self._prepared(self._head("cmpl", "text_completion"), requests, wanted, answer)
+        return replace(prepared, scored=scored, generates=completion.generates)
 
     def close(self) -> None:
         for workers in (self._workers, self._long_workers):
             workers.shutdown(wait=False, cancel_futures=True)
+        self.scorer.close()
 
     def _prepared(
         self,
@@ -210,6 +228,18 @@ def choices_of(llm: LLM, prompt: str | list[int], wanted: Wanted, first_choice: 
     request = replace(request, max_new_tokens=min(request.max_new_tokens, room))
     choices = range(first_choice, first_choice + wanted.num_choices)
     return [replace(request, seed=wanted.seed(choice)) for choice in choices]
+
+
+def _scored(
+    llm: LLM, requests: list[EngineRequest], wanted: Wanted, logprobs: list[CompletionLogprobs]
+) -> list[ScoredPrompt]:
+    """Return the prompts of these requests with the writers of their choices."""
+    assert wanted.logprobs is not None
+    each, starts = wanted.num_choices, range(0, len(requests), wanted.num_choices)
+    return [
+        ScoredPrompt(requests[at].prompt_ids, wanted.logprobs, logprobs[at : at + each], llm.max_context)
+        for at in starts
+    ]
 
 
 def _filling(tokenizer: Tokenizer | None, prompt: str | list[int], suffix: str) -> str | list[int]:

@@ -100,22 +100,22 @@ class ChatLogprobs:
 
 
 class CompletionLogprobs:
-    """Those of a completion's choice, as `ChatLogprobs`; `offset` characters come before the first token's text."""
+    """Those of a completion's choice, as `ChatLogprobs`."""
 
-    def __init__(self, texts: TokenTexts, end_ids: frozenset[int], count: int, offset: int):
-        self._texts, self._end_ids, self._count, self._offset = texts, end_ids, count, offset
+    def __init__(self, texts: TokenTexts, end_ids: frozenset[int], count: int):
+        self._texts, self._end_ids, self._count = texts, end_ids, count
+        self._offset = 0
+        """The characters of all texts so far."""
         self._tokens, self._numbers, self._tops, self._offsets = (_Entries() for _ in range(4))
 
     def add(self, logprobs: Iterable[TokenLogprobs]) -> None:
         for entry in logprobs:
             if entry.token_id not in self._end_ids:
-                text = self._texts.of(entry.token_id)
-                self._tokens.append(text.json)
-                self._numbers.append(_number(entry.logprob))
-                self._offsets.append(str(self._offset))
-                self._offset += text.length
-                if self._count:
-                    self._tops.append(self._top(entry))
+                self._append(entry.token_id, _number(entry.logprob), self._top(entry) if self._count else "")
+
+    def add_unscored(self, token_id: int) -> None:
+        """Add the first token of a prompt, which nothing comes before: it has no log-probability."""
+        self._append(token_id, "null", "null")
 
     def take(self) -> list[str]:
         tops = ["[", *self._tops.take(), "]"] if self._count else ["null"]
@@ -124,9 +124,19 @@ class CompletionLogprobs:
             '],"top_logprobs":', *tops, ',"text_offset":[', *self._offsets.take(), "]}",
         ]  # fmt: skip
 
+    def _append(self, token_id: int, number: str, top: str) -> None:
+        text = self._texts.of(token_id)
+        self._tokens.append(text.json)
+        self._numbers.append(number)
+        self._offsets.append(str(self._offset))
+        self._offset += text.length
+        if self._count:
+            self._tops.append(top)
+
     def _top(self, entry: TokenLogprobs) -> str:
-        # Tokens of the same text are one name; the last stays.
-        best = {self._texts.of(token).json: _number(logprob) for token, logprob in entry.top[: self._count]}
+        # Tokens of the same text are one name: the likeliest stays.
+        tokens = reversed(entry.top[: self._count])
+        best = {self._texts.of(token).json: _number(logprob) for token, logprob in tokens}
         return "{" + ",".join([f"{text}:{number}" for text, number in best.items()]) + "}"
 
 

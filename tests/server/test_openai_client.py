@@ -290,7 +290,6 @@ def test_what_is_refused_names_the_field(client, fields, error, param):
     ({"suffix": "x"}, "suffix"),
     ({"best_of": 1, "n": 2}, "best_of"),
     ({"best_of": 3, "stream": True}, "best_of"),
-    ({"echo": True, "logprobs": 1}, "logprobs"),
     ({"prompt": [[1, 2], "x", {}]}, "prompt"),
     ({"prompt": [10**9]}, "prompt"),
     ({"prompt": []}, "prompt"),

@@ -60,18 +60,18 @@ def test_of_a_chat(tokenizer, entries, count, cut):
         assert parsed(logprobs.take()) == {"content": expected, "refusal": None}
 
 
-@given(ENTRIES, st.integers(0, 5), st.integers(0, 9))
-def test_of_a_completion(tokenizer, entries, count, offset):
-    logprobs = CompletionLogprobs(TokenTexts(tokenizer), frozenset({END}), count, offset)
+@given(ENTRIES, st.integers(0, 5))
+def test_of_a_completion(tokenizer, entries, count):
+    logprobs = CompletionLogprobs(TokenTexts(tokenizer), frozenset({END}), count)
     logprobs.add(entries)
     kept = [entry for entry in entries if entry.token_id != END]
     texts = [text_of(tokenizer, entry.token_id) for entry in kept]
-    tops = [{text_of(tokenizer, token): max(lp, -9999.0) for token, lp in entry.top[:count]} for entry in kept]
+    tops = [{text_of(tokenizer, token): max(lp, -9999.0) for token, lp in entry.top[:count][::-1]} for entry in kept]
     assert parsed(logprobs.take()) == {
         "tokens": texts,
         "token_logprobs": [max(entry.logprob, -9999.0) for entry in kept],
         "top_logprobs": tops if count else None,
-        "text_offset": [offset + len("".join(texts[:index])) for index in range(len(texts))],
+        "text_offset": [len("".join(texts[:index])) for index in range(len(texts))],
     }
 
 
@@ -89,8 +89,7 @@ def test_16k_tokens_take_less_than_a_second_and_come_in_pieces(tokenizer, kind):
     written = []
 
     def work():
-        more = () if kind is ChatLogprobs else (0,)
-        logprobs = kind(TokenTexts(tokenizer), frozenset(), 20, *more)
+        logprobs = kind(TokenTexts(tokenizer), frozenset(), 20)
         for entry in entries:
             logprobs.add((entry,))
         written[:] = logprobs.take()

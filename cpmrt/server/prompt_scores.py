@@ -1,0 +1,151 @@
+"""The log-probabilities of the tokens of prompts, as `echo` with `logprobs` asks for them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cpmrt import LLM
+from cpmrt.dtypes import F32
+from cpmrt.errors import ContextLengthError, NonFiniteLogitsError, RequestError
+from cpmrt.executor import TokenLogprobs
+from cpmrt.reference.sampling import log_softmax
+from cpmrt.server.errors import overloaded
+from cpmrt.server.json_body import ClientGoneError, Receive
+from cpmrt.server.token_logprobs import CompletionLogprobs
+from cpmrt.sharing.jobs import Reading
+
+_THREADS = 4
+
+
+@dataclass(frozen=True)
+class ScoredPrompt:
+    """A prompt, and the writers of the choices that begin with it. `count`: how many most likely tokens are asked for.
+
+    Raises RequestError for a prompt without tokens, ContextLengthError for one that does not fit.
+    """
+
+    token_ids: tuple[int, ...]
+    count: int
+    writers: Sequence[CompletionLogprobs]
+    max_context: int
+
+    def __post_init__(self) -> None:
+        if not self.token_ids:
+            raise RequestError("the prompt is empty", expected="at least one token", actual=0)
+        if len(self.token_ids) > self.max_context:
+            expected, actual = f"at most {self.max_context} tokens", len(self.token_ids)
+            raise ContextLengthError("the prompt does not fit the context", expected=expected, actual=actual)
+
+
+class PromptScorer:
+    """Scores the prompts of requests in threads of its own; `max_open` requests may run or wait."""
+
+    def __init__(self, max_open: int):
+        self._threads = ThreadPoolExecutor(_THREADS, "cpmrt-score")
+        self._max_open, self._num_open = max_open, 0
+
+    async def score(self, llm: LLM, prompts: Sequence[ScoredPrompt], receive: Receive) -> None:
+        """Give the writers of the prompts the log-probabilities of their tokens.
+
+        Raises ApiError 429, CpmrtError, and ClientGoneError where nobody waits for it any more.
+        """
+        if self._num_open >= self._max_open:
+            raise overloaded(self._num_open)
+        self._num_open += 1
+        scoring = _Scoring(llm, prompts)
+        work = asyncio.get_running_loop().run_in_executor(self._threads, scoring.run)
+        leaving = asyncio.ensure_future(_left(receive))
+        try:
+            await asyncio.wait((work, leaving), return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                raise ClientGoneError
+            work.result()
+        finally:
+            leaving.cancel()
+            scoring.cancel()
+            await asyncio.wait((work,))
+            self._num_open -= 1
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+async def _left(receive: Receive) -> None:
+    """Wait until the client has gone."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class _Scoring:
+    """Scores prompts, one after another, in the thread that calls `run`. `cancel` may be called from any thread."""
+
+    def __init__(self, llm: LLM, prompts: Sequence[ScoredPrompt]):
+        self._llm, self._prompts = llm, prompts
+        self._reading: Reading | None = None
+        self._is_cancelled = False
+
+    def run(self) -> None:
+        for prompt in self._prompts:
+            if self._is_cancelled:
+                return
+            self._reading = reading = Reading(len(prompt.token_ids), _Work(self._llm, prompt))
+            self._llm.shared.run([reading])
+            for writer in prompt.writers if reading.result is not None else ():
+                writer.add_unscored(prompt.token_ids[0])
+                writer.add(reading.result)
+
+    def cancel(self) -> None:
+        """End soon, with nothing more given."""
+        self._is_cancelled = True
+        if self._reading is not None:
+            self._llm.shared.cancel([self._reading])
+
+
+class _Work:
+    """What the engine's thread does for a prompt, chunk by chunk."""
+
+    def __init__(self, llm: LLM, prompt: ScoredPrompt):
+        self._executor, self._prompt = llm.executor, prompt
+
+    def __call__(self, slot: int, block_table: tuple[int, ...]) -> Generator[None, None, list[TokenLogprobs]]:
+        ids, entries = self._prompt.token_ids, list[TokenLogprobs]()
+        for logits in self._executor.prompt_logits(slot, ids, block_table):
+            position = len(entries) + 1
+            following = ids[position : position + len(logits)]
+            if following:  # nothing follows the last token
+                entries += token_logprobs(logits[: len(following)], following, self._prompt.count, position)
+            yield
+        return entries
+
+
+def token_logprobs(logits: F32, following: Sequence[int], count: int, position: int) -> list[TokenLogprobs]:
+    """Return an entry with the `count` most likely tokens for each of the tokens that follow.
+
+    `logits` have shape [T, V]; `position` is that of the first token that follows. Raises NonFiniteLogitsError.
+    """
+    bad = np.flatnonzero(~np.isfinite(logits.max(axis=-1)))
+    if len(bad):
+        raise NonFiniteLogitsError.at(position + int(bad[0]))
+    logprobs = log_softmax(logits)
+    own = logprobs[np.arange(len(following)), following].tolist()
+    best = _most_likely(logprobs, count)
+    values = np.take_along_axis(logprobs, best, axis=-1).tolist()
+    tops = [tuple(zip(*row, strict=True)) for row in zip(best.tolist(), values, strict=True)]
+    return [TokenLogprobs(*entry) for entry in zip(following, own, tops, strict=True)]
+
+
+def _most_likely(logprobs: F32, count: int) -> NDArray[np.int64]:
+    """Return the ids of the `count` most likely tokens of each row, best first: int64 [T, count]."""
+    if count <= 1:
+        most: NDArray[np.int64] = logprobs.argmax(axis=-1, keepdims=True)
+        return most[:, :count]
+    best = np.argpartition(logprobs, -count, axis=-1)[:, -count:]
+    order = np.argsort(-np.take_along_axis(logprobs, best, axis=-1), axis=-1, kind="stable")
+    ordered: NDArray[np.int64] = np.take_along_axis(best, order, axis=-1)
+    return ordered
