@@ -8,7 +8,7 @@ ended. HF_TOKEN, HF_ENDPOINT and HF_HOME are read, for ModelScope MODELSCOPE_API
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
+import os
 
 from cpmrt.cli.arguments import UsageError, add_options
 from cpmrt.cli.output import printable, write
@@ -25,7 +25,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Fetch what is missing. Raises CheckpointError, ConfigError, UnsupportedModelError."""
-    if Path(args.name).expanduser().is_dir():
+    if os.path.isdir(os.path.expanduser(args.name)):
         raise UsageError(f"{printable(args.name)} is a folder of this machine: there is nothing to download")
     repository = hub.repository(args.name, args.revision)
     folder = repository.fetch_config()

@@ -181,7 +181,7 @@ def new_folder(out: Path) -> Iterator[Path]:
     try:
         partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
     except OSError as error:
-        raise ConfigError(f"{out} cannot be made: {error}") from error
+        raise _unwritable(out, error) from error
     try:
         yield partial
         partial.chmod(0o755)
@@ -189,8 +189,14 @@ def new_folder(out: Path) -> Iterator[Path]:
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
         if isinstance(error, OSError):
-            raise ConfigError(f"{out} cannot be made: {error}") from error
+            raise _unwritable(out, error) from error
         raise
+
+
+def _unwritable(out: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"{out} cannot be written: {error.strerror}", fix="name a folder that you may write, on a disk with enough room"
+    )
 
 
 def copy_companions(source: Path, target: Path) -> None:

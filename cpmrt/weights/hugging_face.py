@@ -11,12 +11,15 @@ import hashlib
 import re
 import shutil
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cpmrt.errors import CheckpointError, quoted
 from cpmrt.weights.repository import DISK_ERRORS, CachedRepository, disk_full, literal
+
+if TYPE_CHECKING:
+    from huggingface_hub import HFCacheInfo
 
 _SUBFOLDERS = "*/*"
 """Never fetched: they hold other formats of the same weights (`*` of a hub pattern matches slashes too)."""
@@ -66,33 +69,39 @@ class HuggingFace:
 
     def cached(self) -> list[CachedRepository]:
         """Return the models in the cache; data sets there are none of ours."""
+        found = _scan()
         return [
             CachedRepository(
                 repository.repo_id, repository.repo_path,
                 tuple(revision.snapshot_path for revision in repository.revisions),
                 repository.size_on_disk, repository.last_modified,
             )
-            for repository in _scan() if repository.repo_type == "model"
+            for repository in (found.repos if found else ()) if repository.repo_type == "model"
         ]  # fmt: skip
-
 
     def remove(self, repository: CachedRepository) -> None:
         """Remove a repository as the library does, which knows what other repositories share with it."""
-        from huggingface_hub import scan_cache_dir
-
         commits = [folder.name for folder in repository.folders]
-        scan_cache_dir().delete_revisions(*commits).execute()
+        found = _scan()
+        if found:
+            found.delete_revisions(*commits).execute()
         shutil.rmtree(repository.path, ignore_errors=True)  # where no revision is whole, the library finds none
 
 
-def _scan() -> Iterable[Any]:
-    from huggingface_hub import scan_cache_dir
+def _scan() -> HFCacheInfo | None:
+    """Return what the library finds in its cache, None where there is none. Raises CheckpointError."""
+    from huggingface_hub import constants, scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
     try:
-        return scan_cache_dir().repos
+        return scan_cache_dir(constants.HF_HUB_CACHE)
     except CacheNotFound:
-        return ()
+        return None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"the cache {constants.HF_HUB_CACHE} cannot be read", expected="a folder", actual=quoted(str(error)),
+            fix=f"set {HuggingFace.cache_variable} to a folder of yours",
+        ) from error  # fmt: skip
 
 
 def _download_blob(name: str, commit: str, file: str, blobs: Path) -> None:

@@ -49,6 +49,8 @@ class ModelFolder:
         `fetch_weights`. `hf_overrides` replace keys of config.json; an object is merged key by key; then `sparse`
         counts (`config.sparse`). Raises CheckpointError, ConfigError, UnsupportedModelError.
         """
+        if model is None and revision is not None:
+            raise ConfigError(f"the bundled model has no revision {quoted(revision)}", fix="name a model")
         found = BUNDLED if model is None else hub.find(model, revision=revision)
         path = found if isinstance(found, Path) else found.fetch_config()
         source = path / "config.json"

@@ -35,7 +35,7 @@ def test_a_command_survives_the_shell() -> None:
     assert parts == [sys.executable, "-m", "pip", "install", "a>=1", "b[c]"]
 
 
-@pytest.mark.parametrize("extra", ["server", "cuda12", "cuda13"])
+@pytest.mark.parametrize("extra", ["server", "modelscope", "cuda12", "cuda13"])
 def test_an_extra_is_installed_by_its_packages(extra: str) -> None:
     requirements = [Requirement(part) for part in shlex.split(install_extra(extra))[4:]]
     assert requirements and "cpmrt" not in {requirement.name for requirement in requirements}
