@@ -33,6 +33,7 @@ COMMANDS = {
     "list": "list the downloaded models, with their sizes",
     "rm": "remove downloaded models",
     "doctor": "check this machine and say what is missing",
+    "completion": "write the script with which a shell completes all this",
 }
 _OTHER_NAMES = {
     "run": "chat", "complete": "generate", "show": "inspect", "ls": "list", "download": "pull", "remove": "rm",
@@ -66,7 +67,7 @@ def _run(arguments: list[str]) -> int:
             arguments = [*arguments[1:2], "--help"]
         # Only the first argument is parsed here: the command's own parser needs imports that --help should not pay.
         command = _parser().parse_args(arguments[:1]).command
-        module = importlib.import_module(f"cpmrt.cli.{command.replace('-', '_')}")
+        module = importlib.import_module(module_name(command))
         parser = Parser(prog=f"cpmrt {command}", description=module.__doc__)
         module.configure(parser)
         add_quiet(parser)
@@ -76,6 +77,11 @@ def _run(arguments: list[str]) -> int:
         return code
     except SystemExit as leaving:  # --help and --version
         return leaving.code if isinstance(leaving.code, int) else 0
+
+
+def module_name(command: str) -> str:
+    """Return the module of a command, which has `configure` and `run`."""
+    return f"cpmrt.cli.{command.replace('-', '_')}"
 
 
 def _start_log(*, is_quiet: bool) -> None:
