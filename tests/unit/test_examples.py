@@ -63,6 +63,20 @@ def test_threads(run):
         assert answer == f"{prompt}{greedy(prompt, 24)}\n"
 
 
+def test_several_prompts(run):
+    out, _ = run("several_prompts")
+    answers = re.split(r"^--- ", out, flags=re.M)[1:]
+    assert len(answers) == 8 and len(set(answers)) == 8
+    assert all(one[:8] == other[:8] for one, other in zip(answers[::2], answers[1::2], strict=True))
+
+
+def test_async_requests(run):
+    out, _ = run("async_requests")
+    streamed, add, stack = out.partition("given up: CancelledError")[0].split("---")
+    assert streamed == greedy("for line in", 24)
+    assert add == greedy("def add(a, b):", 24) + "\n" and stack == greedy("class Stack:", 24) + "\n"
+
+
 def test_draft(run):
     out, _ = run("draft")
     assert float(re.search(r"draft eagle2: .* ([\d.]+) tokens a step", out)[1]) > 1.2
