@@ -29,6 +29,7 @@ Pooling = Literal["mean", "last"]
 _MARKER_TOKENS = 16
 """The most tokens that the marker of an opened thought takes at the end of a prompt."""
 _RESERVED = ("messages", "tools", "add_generation_prompt")
+_TokensOf = Callable[[Sequence[Message]], list[int]]
 _ChunkReader = Callable[[int, tuple[int, ...], tuple[int, ...]], Iterator[F32]]
 
 
@@ -42,6 +43,8 @@ class JobMaker:
     chat_template: ChatTemplate | None
     sampling_defaults: SamplingDefaults
     seed: int
+    on_chat: Callable[[Sequence[int], Sequence[Message], _TokensOf], None] | None = None
+    """Called with each prompt of a chat before it is returned, its messages, and what gives the tokens of others."""
     _numbers: Iterator[int] = field(default_factory=count)
     _rendering: Lock = field(default_factory=Lock)
 
@@ -138,9 +141,17 @@ class JobMaker:
         if enable_thinking is not None:
             options["enable_thinking"] = enable_thinking
         control_tokens = () if allow_special_tokens else self.tokenizer.control_tokens.texts
-        with self._rendering:  # templates share an allowance of work
-            text = self.chat_template.render_marked(messages, control_tokens, **options)
-        return self.tokenizer.encode_marked(text, max_tokens=self.engine.limits.max_context)
+        template, tokenizer = self.chat_template, self.tokenizer
+
+        def tokens_of(messages: Sequence[Message]) -> list[int]:
+            with self._rendering:  # templates share an allowance of work
+                text = template.render_marked(messages, control_tokens, **options)
+            return tokenizer.encode_marked(text, max_tokens=self.engine.limits.max_context)
+
+        ids = tokens_of(messages)
+        if self.on_chat is not None:
+            self.on_chat(ids, messages, tokens_of)
+        return ids
 
     def logits(self, prompt: Prompt) -> Reading:
         """Return a reading of the logits at every position: float32 [T, V]."""

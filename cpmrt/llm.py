@@ -134,7 +134,8 @@ class LLM:
         """Run everything on this engine from now on: tests bring one of their own."""
         self._shared = SharedEngine(engine, self.tokenizer)
         self.maker = JobMaker(
-            engine, self.config, self.tokenizer, self.chat_template, self.sampling_defaults, self._seed
+            engine, self.config, self.tokenizer, self.chat_template, self.sampling_defaults, self._seed,
+            self._prefixes.prepare if self._prefixes.has_folder else None,
         )  # fmt: skip
 
     @overload

@@ -191,6 +191,7 @@ _ENGINE_OPTIONS: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "steps_per_launch": (int, "N", "decode steps of one launch on a GPU, which a new request then waits for"),
     "kv_dtype": (str, "TYPE", "of keys and values: auto (as --dtype) or fp8 (8 bits; without a draft)"),
     "lm_head_bits": (int, "BITS", "round the output head to 8 or 4 bits (default: leave it as it is)"),
+    "prefix_dir": (str, "FOLDER", "keep what long system messages cost there from one start to the next"),
 }
 _SAMPLING_OPTIONS: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "max_new_tokens": (_token_limit, "N", "stop after this many tokens; none: when the context is full"),

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from cpmrt import LLM, __version__, env
 from cpmrt.cli.arguments import (
     UsageError,
+    add_engine_options,
     add_model_argument,
     add_model_options,
     add_sampling_options,
@@ -52,6 +53,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--api-key", metavar="KEY", help="of that server (default: $CPMRT_API_KEY)")
     add_model_argument(parser)
     add_model_options(parser)
+    add_engine_options(parser, "prefix_dir")
     add_sampling_options(parser)
     parser.set_defaults(max_new_tokens="none", loop_repeats=8)
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _ENGINE_FIELDS = (
     "executor", "dtype", "max_context", "memory_budget", "load_format", "seed", "prefill_chunk", "max_sequences",
-    "steps_per_launch", "kv_dtype",
+    "steps_per_launch", "kv_dtype", "prefix_dir",
 )  # fmt: skip
 _PORT = options.integer(0, 2**16 - 1, "a port, 0 to 65535")
 _COUNT = options.integer(0, 2**20 - 1, "a number of sequences")

@@ -70,6 +70,8 @@ class EngineConfig:
             DType.parse(self.dtype)
         if self.prefix_dir is not None and not (isinstance(self.prefix_dir, str) and self.prefix_dir):
             raise ConfigError("prefix_dir", expected="the name of a folder", actual=quoted(self.prefix_dir))
+        if self.prefix_dir is not None and not self.prefix_cache:
+            raise ConfigError("prefix_dir", expected="nothing without the prefix cache", actual=quoted(self.prefix_dir))
         if self.lm_head_bits not in (None, 4, 8) or isinstance(self.lm_head_bits, float):
             raise ConfigError("lm_head_bits", expected="4 | 8, or nothing", actual=quoted(self.lm_head_bits))
         for name, low, high in (

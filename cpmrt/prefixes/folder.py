@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 MAX_BYTES = 16 << 30
+MAX_NOTES = 4096
 _SUFFIX, _MET = ".prefix", ".met"
 
 
@@ -34,21 +35,33 @@ class PrefixFolder:
         return True
 
     def was_met(self, path: Path) -> bool:
-        """Return whether this was asked before about a file that is not there, in whatever process. Raises OSError."""
+        """Return whether this was asked before about a file that is not there, in whatever process. Raises OSError.
+
+        An empty file beside it says so; of more than MAX_NOTES the older half is forgotten.
+        """
         try:
             path.with_suffix(_MET).touch(exist_ok=False)
         except FileExistsError:
             return True
+        notes = list(self._folder.glob(f"*{_MET}"))
+        if len(notes) > MAX_NOTES:
+            for note in sorted(notes, key=_last_used)[: len(notes) // 2]:
+                note.unlink(missing_ok=True)
         return False
 
     def trim(self, keep: Path) -> None:
         """Remove files that were not used for the longest time until the rest fits; `keep` stays. Raises OSError."""
-        files = [(path.stat(), path) for path in self._folder.glob(f"*{_SUFFIX}")]
-        total = sum(status.st_size for status, _ in files)
-        for status, path in sorted(files, key=lambda file: file[0].st_mtime_ns):
-            if total <= self._max_bytes:
-                return
-            if path != keep:
-                with suppress(FileNotFoundError):  # another process was faster
+        others = [path for path in self._folder.glob(f"*{_SUFFIX}") if path != keep]
+        total = keep.stat().st_size
+        for path in sorted(others, key=_last_used, reverse=True):
+            with suppress(FileNotFoundError):  # another process was faster
+                total += path.stat().st_size
+                if total > self._max_bytes:
                     path.unlink()
-                total -= status.st_size
+
+
+def _last_used(path: Path) -> int:
+    try:
+        return path.stat().st_mtime_ns
+    except FileNotFoundError:
+        return 0

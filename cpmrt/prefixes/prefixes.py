@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
 
 from cpmrt.config import EngineConfig
 from cpmrt.engine import Engine
-from cpmrt.errors import ClosedError, ContextLengthError, CpmrtError, PrefixError, RequestError
+from cpmrt.errors import CheckpointError, ClosedError, ContextLengthError, CpmrtError, PrefixError, RequestError
 from cpmrt.memory.caches import PAGE_SIZE
 from cpmrt.memory.plan import MemoryPlan
 from cpmrt.prefixes import transfer
 from cpmrt.prefixes.folder import PrefixFolder
 from cpmrt.prefixes.identity import fingerprint
 from cpmrt.prefixes.prefix_file import PrefixFile, PrefixWriter, Shapes
+from cpmrt.prefixes.system_part import Message, TokensOf, system_part
 from cpmrt.weights.model_folder import ModelFolder
 
-MAX_NOTED = 256
 MIN_TOKENS = 4 * PAGE_SIZE
 """The shortest beginning that a folder keeps: shorter ones are computed as fast as they are read."""
 
@@ -27,9 +27,7 @@ MIN_TOKENS = 4 * PAGE_SIZE
 class Prefixes:
     """Saves and loads the whole pages of a prompt's beginning. `run` runs a job of the shared engine to its end.
 
-    With a `folder`, `note` tells which tokens are the system part of a chat, and `prepare` sees to it that their pages
-    are known before a prompt that begins with them: they are read from the folder, or written to it when such a prompt
-    is met for the second time. Any thread may call.
+    With a `prefix_dir` in the settings `prepare` does both for the system parts of chats. Any thread may call.
     """
 
     def __init__(
@@ -37,12 +35,15 @@ class Prefixes:
         run: transfer.Run,
     ):  # fmt: skip
         self._model, self._settings, self._plan, self._engine, self._run = model, settings, plan, engine, run
-        self.folder = None if settings.prefix_dir is None else PrefixFolder(Path(settings.prefix_dir))
-        self._noted: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
-        """The system parts of chats, the longest first, by the tokens of their first page."""
+        self._folder = None if settings.prefix_dir is None else PrefixFolder(Path(settings.prefix_dir).expanduser())
         self._stored = set[tuple[int, ...]]()
-        """Those of which the folder has had a file in this process."""
-        self._lock, self._noting = Lock(), Lock()
+        """System parts of which the folder has had a file in this process."""
+        self._lock = Lock()
+
+    @property
+    def has_folder(self) -> bool:
+        """Whether there is a folder for the system parts of chats."""
+        return self._folder is not None
 
     @cached_property
     def _fingerprint(self) -> str:
@@ -88,47 +89,38 @@ class Prefixes:
             file.close()
         return len(file.token_ids)
 
-    def note(self, token_ids: tuple[int, ...]) -> None:
-        """Note that prompts may begin with these tokens, the system part of a chat."""
-        kept = token_ids[: len(token_ids) // PAGE_SIZE * PAGE_SIZE]
-        if len(kept) < MIN_TOKENS:
-            return
-        with self._noting:
-            if len(self._noted) >= MAX_NOTED:
-                self._noted.clear()
-            alike = self._noted.get(kept[:PAGE_SIZE], [])
-            if kept not in alike:
-                self._noted[kept[:PAGE_SIZE]] = sorted([*alike[:MAX_NOTED], kept], key=len, reverse=True)
+    def prepare(self, token_ids: Sequence[int], messages: Sequence[Message], tokens_of: TokensOf) -> None:
+        """Make the pages of a chat's system part known, where that is long; see `system_part` for the arguments.
 
-    def prepare(self, token_ids: tuple[int, ...]) -> None:
-        """Make the pages of the system part that a prompt begins with known. What fails only warns: nothing is lost."""
-        if self.folder is None:
+        They are read from the folder, or written to it when the same system part is met for the second time. What fails
+        only warns: the prompt is computed as it would be without a folder. Raises ClosedError.
+        """
+        if self._folder is None or len(token_ids) < MIN_TOKENS:
             return
-        found = next(
-            (part for part in self._noted.get(token_ids[:PAGE_SIZE], ()) if token_ids[: len(part)] == part), None
-        )
-        if found is not None and not self._is_ready(found):
-            with self._lock:
-                if not self._is_ready(found):
-                    self._fetch(self.folder, found)
+        try:
+            part = system_part(token_ids, messages, tokens_of)
+            part = part[: len(part) // PAGE_SIZE * PAGE_SIZE]
+            if len(part) >= MIN_TOKENS and not self._is_ready(part):
+                with self._lock:
+                    if not self._is_ready(part):
+                        self._fetch(self._folder, part)
+        except ClosedError:
+            raise
+        except (CpmrtError, OSError) as error:
+            warnings.warn(f"the prefix folder is of no use: {error}", stacklevel=3)
 
     def _is_ready(self, token_ids: tuple[int, ...]) -> bool:
         return token_ids in self._stored and self._engine().num_known(token_ids) == len(token_ids)
 
     def _fetch(self, folder: PrefixFolder, token_ids: tuple[int, ...]) -> None:
-        """Load the pages of these tokens, or write them if they were met before: some prompts are met only once."""
-        try:
-            path = folder.path_of(self._fingerprint, token_ids)
-            if folder.use(path) and self._loaded(path, token_ids):
-                self._stored.add(token_ids)
-            elif folder.was_met(path):
-                self._save(path, token_ids, reuses_known=True)
-                self._stored.add(token_ids)
-                folder.trim(keep=path)
-        except ClosedError:
-            raise
-        except (CpmrtError, OSError) as error:
-            warnings.warn(f"the prefix folder is of no use: {error}", stacklevel=4)
+        """Load the pages of these tokens, or write them if they were met before."""
+        path = folder.path_of(self._fingerprint, token_ids)
+        if folder.use(path) and self._loaded(path, token_ids):
+            self._stored.add(token_ids)
+        elif folder.was_met(path):
+            self._save(path, token_ids, reuses_known=True)
+            self._stored.add(token_ids)
+            folder.trim(keep=path)
 
     def _loaded(self, path: Path, token_ids: tuple[int, ...]) -> bool:
         """Load a file of the folder; one that is damaged or has other tokens is removed."""
@@ -140,9 +132,7 @@ class Prefixes:
                 transfer.load(self._engine(), self._run, file)
             finally:
                 file.close()
-        except CpmrtError as error:
-            if isinstance(error, ClosedError):
-                raise
+        except (PrefixError, CheckpointError) as error:
             warnings.warn(f"a file of the prefix folder is made again: {error}", stacklevel=5)
             path.unlink(missing_ok=True)
             return False

@@ -7,12 +7,11 @@ from itertools import takewhile
 from typing import Any
 
 Message = Mapping[str, Any]
+TokensOf = Callable[[Sequence[Message]], Sequence[int]]
 _ROLES = ("system", "developer")
 
 
-def system_part(
-    token_ids: Sequence[int], messages: Sequence[Message], tokens_of: Callable[[Sequence[Message]], Sequence[int]]
-) -> tuple[int, ...]:
+def system_part(token_ids: Sequence[int], messages: Sequence[Message], tokens_of: TokensOf) -> tuple[int, ...]:
     """Return the first tokens that a chat shares with one of the same system messages and another question.
 
     `tokens_of` renders messages as the chat's own were rendered.

@@ -58,12 +58,10 @@ def _prefilled(
     executor, chunk = engine.executor, engine.limits.prefill_chunk
     executor.submit(Admit(slot, Sampling(), 0, 1, (), block_table))
     try:
-        for start in range(0, len(token_ids), chunk):
-            known, new = token_ids[start : min(start + chunk, num_known)], max(start, num_known)
-            if known:
-                executor.submit(Recall(slot, known))
-            if new < start + chunk:
-                executor.submit(Prefill(slot, token_ids[new : start + chunk], new, False)).wait()
-                yield
+        for start in range(0, num_known, chunk):
+            executor.submit(Recall(slot, token_ids[start : min(start + chunk, num_known)]))
+        for start in range(num_known, len(token_ids), chunk):
+            executor.submit(Prefill(slot, token_ids[start : start + chunk], start, False)).wait()
+            yield
     finally:
         executor.submit(Release(slot))
