@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from cpmrt.server.chat_page import INDEX, OPEN_PREFIX, page_files
+from cpmrt.server.embeddings import Embeddings
 from cpmrt.server.errors import ApiError
 from cpmrt.server.exchange import Exchange, usage_of
 from cpmrt.server.infill import prepare_infill
@@ -20,6 +21,7 @@ from cpmrt.server.json_body import parse_object, read_body
 from cpmrt.server.messages import count_tokens, prepare_message
 from cpmrt.server.metrics import METRICS_TYPE, device_name
 from cpmrt.server.openapi import document
+from cpmrt.server.prompt_scores import PromptScores
 from cpmrt.server.responses import EventStream, JsonResponse, LongJsonResponse, json_parts, whole_answer, written
 from cpmrt.server.service import Prepared, Service
 from cpmrt.server.telemetry import MAX_LOGGED_PROMPT, record_of
@@ -50,6 +52,7 @@ class Endpoints:
             Route("/v1/completions", self.completions, methods=["POST"]),
             Route("/v1/messages", self.messages, methods=["POST"]),
             Route("/v1/messages/count_tokens", self._calls(count_tokens), methods=["POST"]),
+            Route("/v1/embeddings", self.embeddings, methods=["POST"]),
             Route("/infill", self.infill, methods=["POST"]),
             Route("/tokenize", self._calls(tokenize), methods=["POST"]),
             Route("/detokenize", self._calls(detokenize), methods=["POST"]),
@@ -64,6 +67,12 @@ class Endpoints:
 
     async def messages(self, request: Request) -> Response:
         return await self._complete(request, partial(prepare_message, self._service))
+
+    async def embeddings(self, request: Request) -> Response:
+        body = await self._body(request)
+        work = await self._service.in_thread(lambda: Embeddings(self._service, parse_object(body)), len(body))
+        await self._service.prompt_workers.run(work, request.receive)
+        return LongJsonResponse(work.answer)
 
     async def infill(self, request: Request) -> Response:
         return await self._complete(request, partial(prepare_infill, self._service))
@@ -131,7 +140,8 @@ class Endpoints:
         if self._service.settings.log_prompts:
             record.prompt = body[:MAX_LOGGED_PROMPT]
         if prepared.scored:
-            await self._service.scorer.score(self._service.engine.llm, prepared.scored, request.receive)
+            scores = PromptScores(self._service.engine.llm, prepared.scored)
+            await self._service.prompt_workers.run(scores, request.receive)
         if not prepared.generates:
             return await written(prepared, usage_of(prepared.num_prompt_tokens, 0, 0))
         exchange = Exchange(self._service.engine, prepared, request.receive)

@@ -6,6 +6,7 @@ from typing import Any
 
 from cpmrt import __version__
 from cpmrt.config.sampling import MAX_LOGPROBS
+from cpmrt.server.embeddings import MAX_INPUTS
 from cpmrt.server.schema import (
     MAX_CHOICES,
     MAX_PROMPTS,
@@ -31,6 +32,7 @@ def document() -> Schema:
             "/v1/completions": _post("CompletionRequest", "Completion", "Continue prompts", streams=True),
             "/v1/messages": _post("MessageRequest", "Message", "Answer, as Anthropic does", streams=True),
             "/v1/messages/count_tokens": _post("CountRequest", "Count", "The tokens that a conversation takes"),
+            "/v1/embeddings": _post("EmbeddingRequest", "Embeddings", "Texts as vectors"),
             "/infill": _post("InfillRequest", "Infill", "Fill in the middle, as llama.cpp has it", streams=True),
             "/v1/models": _get("ModelList", "The names of the model that is served"),
             "/v1/models/{model}": _get("Model", "One model", "404", parameters=(_MODEL,)),
@@ -198,6 +200,14 @@ def _requests() -> Schema:
         "best_of": _optional("integer", minimum=1, maximum=MAX_CHOICES, description="Choices to try; n are given"),
         "logprobs": _optional("integer", minimum=0, maximum=MAX_LOGPROBS),
     }
+    inputs = [_STRING, _TOKEN_IDS, _array(_STRING, maxItems=MAX_INPUTS), _array(_TOKEN_IDS, maxItems=MAX_INPUTS)]
+    embedding = {
+        "model": _SHARED["model"],
+        "encoding_format": {"enum": ["float", "base64", None]},
+        "dimensions": _optional("integer", description="The size of the vectors, which is the model's own"),
+        "pooling": {"enum": ["mean", "last", None], "description": "The mean of all tokens, or the last one's state"},
+        "normalize": _optional("boolean", default=True, description="Vectors have length 1"),
+    }
     infill = {
         **{name: rule for name, rule in _SHARED.items() if name not in ("model", "n", "repetition_penalty")},
         "input_prefix": _optional("string"),
@@ -221,6 +231,7 @@ def _requests() -> Schema:
         "ChatRequest": _object({"messages": _array(message, minItems=1)}, chat),
         "CompletionRequest": _object({"prompt": {"anyOf": prompts}}, completion),
         **_message_requests(),
+        "EmbeddingRequest": _object({"input": {"anyOf": inputs}}, embedding),
         "InfillRequest": _object({}, infill),
         "TokenizeRequest": _object({}, tokenize),
         "DetokenizeRequest": _object({"tokens": _TOKEN_IDS}),
@@ -265,6 +276,12 @@ def _answers() -> Schema:
     return {
         "ChatCompletion": _completion("chat.completion", {"message": message}, [*reasons, "tool_calls"]),
         "Completion": _completion("text_completion", {"text": _STRING}, reasons),
+        "Embeddings": _object({
+            "object": {"const": "list"},
+            "data": _array(_object({"index": _INTEGER, "embedding": {"type": ["array", "string"]}})),
+            "model": _STRING,
+            "usage": _object({"prompt_tokens": _INTEGER, "total_tokens": _INTEGER}),
+        }),
         "Infill": _object({"content": _STRING, "stop": {"const": True}}, {"tokens_predicted": _INTEGER}),
         "Model": _object(
             model, {"root": _STRING, "max_model_len": _INTEGER, "device": _STRING, "sampling_defaults": defaults}

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Generator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,12 +13,8 @@ from cpmrt.dtypes import F32
 from cpmrt.errors import ContextLengthError, NonFiniteLogitsError, RequestError
 from cpmrt.executor import TokenLogprobs
 from cpmrt.reference.sampling import log_softmax
-from cpmrt.server.errors import overloaded
-from cpmrt.server.json_body import ClientGoneError, Receive
 from cpmrt.server.token_logprobs import CompletionLogprobs
 from cpmrt.sharing.jobs import Reading
-
-_THREADS = 4
 
 
 @dataclass(frozen=True)
@@ -43,47 +37,8 @@ class ScoredPrompt:
             raise ContextLengthError("the prompt does not fit the context", expected=expected, actual=actual)
 
 
-class PromptScorer:
-    """Scores the prompts of requests in threads of its own; `max_open` requests may run or wait."""
-
-    def __init__(self, max_open: int):
-        self._threads = ThreadPoolExecutor(_THREADS, "cpmrt-score")
-        self._max_open, self._num_open = max_open, 0
-
-    async def score(self, llm: LLM, prompts: Sequence[ScoredPrompt], receive: Receive) -> None:
-        """Give the writers of the prompts the log-probabilities of their tokens.
-
-        Raises ApiError 429, CpmrtError, and ClientGoneError where nobody waits for it any more.
-        """
-        if self._num_open >= self._max_open:
-            raise overloaded(self._num_open)
-        self._num_open += 1
-        scoring = _Scoring(llm, prompts)
-        work = asyncio.get_running_loop().run_in_executor(self._threads, scoring.run)
-        leaving = asyncio.ensure_future(_left(receive))
-        try:
-            await asyncio.wait((work, leaving), return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():
-                raise ClientGoneError
-            work.result()
-        finally:
-            leaving.cancel()
-            scoring.cancel()
-            await asyncio.wait((work,))
-            self._num_open -= 1
-
-    def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
-
-
-async def _left(receive: Receive) -> None:
-    """Wait until the client has gone."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-class _Scoring:
-    """Scores prompts, one after another, in the thread that calls `run`. `cancel` may be called from any thread."""
+class PromptScores:
+    """Gives the writers of prompts the log-probabilities of their tokens, one prompt after another (`PromptWork`)."""
 
     def __init__(self, llm: LLM, prompts: Sequence[ScoredPrompt]):
         self._llm, self._prompts = llm, prompts
@@ -91,6 +46,7 @@ class _Scoring:
         self._is_cancelled = False
 
     def run(self) -> None:
+        """Score the prompts. Raises CpmrtError."""
         for prompt in self._prompts:
             if self._is_cancelled:
                 return

@@ -115,7 +115,7 @@ def read_completion(body: dict[str, Any], models: Sequence[str]) -> CompletionRe
     wanted = read_wanted(fields, max_tokens if generates else None, logprobs)
     if not generates and wanted.streams:
         raise invalid("max_tokens", "0 only without stream: nothing comes bit by bit")
-    prompts, suffix = _prompts(fields.raw("prompt")), fields.string("suffix") or ""
+    prompts, suffix = read_prompts(fields, "prompt", MAX_PROMPTS), fields.string("suffix") or ""
     if suffix and not all(isinstance(prompt, str) for prompt in prompts):
         raise invalid("suffix", "only together with prompts that are texts")
     return CompletionRequest(prompts, suffix, echo, generates, _with_best_of(fields, wanted), wanted.num_choices)
@@ -265,17 +265,19 @@ def read_tools(fields: Fields) -> list[dict[str, Any]]:
     return [] if choice == "none" else tools
 
 
-def _prompts(value: Any) -> list[str | list[int]]:
+def read_prompts(fields: Fields, name: str, most: int) -> list[str | list[int]]:
+    """Read a field with one prompt or several, at most so many."""
+    value = fields.raw(name)
     if isinstance(value, str) or (isinstance(value, list) and value and not isinstance(value[0], (str, list))):
         value = [value]
     if not isinstance(value, list) or not value:
-        raise invalid("prompt", "expected a string, an array of token ids, or an array of either")
-    if len(value) > MAX_PROMPTS:
-        raise invalid("prompt", f"expected at most {MAX_PROMPTS} prompts, got {len(value)}")
+        raise invalid(name, "expected a string, an array of token ids, or an array of either")
+    if len(value) > most:
+        raise invalid(name, f"expected at most {most} prompts, got {len(value)}")
     for prompt in value:
         is_ids = isinstance(prompt, list) and all(isinstance(t, int) and not isinstance(t, bool) for t in prompt)
         if not isinstance(prompt, str) and not is_ids:
-            raise invalid("prompt", "expected a string, an array of token ids, or an array of either")
+            raise invalid(name, "expected a string, an array of token ids, or an array of either")
     return value
 
 

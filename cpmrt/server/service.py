@@ -23,7 +23,8 @@ from cpmrt.server.fill_in_middle import fill_prompt
 from cpmrt.server.hosts import is_loopback
 from cpmrt.server.json_body import LONG_BYTES
 from cpmrt.server.metrics import Metrics
-from cpmrt.server.prompt_scores import PromptScorer, ScoredPrompt
+from cpmrt.server.prompt_scores import ScoredPrompt
+from cpmrt.server.prompt_work import PromptWorkers
 from cpmrt.server.schema import Wanted, read_chat, read_completion
 from cpmrt.server.token_logprobs import ChatLogprobs, CompletionLogprobs, TokenTexts
 from cpmrt.server.tool_calls import schemas_of
@@ -110,7 +111,7 @@ class Service:
             on_ended=self.metrics.add_ended,
         )
         self.started = int(time.time())
-        self.scorer = PromptScorer(settings.max_queue)
+        self.prompt_workers = PromptWorkers(settings.max_queue)
         self._workers = ThreadPoolExecutor(2, "cpmrt-prepare")
         # One: each thread that computes in Python makes the event loop wait longer for its turn.
         self._long_workers = ThreadPoolExecutor(1, "cpmrt-prepare-long")
@@ -179,7 +180,7 @@ class Service:
     def close(self) -> None:
         for workers in (self._workers, self._long_workers):
             workers.shutdown(wait=False, cancel_futures=True)
-        self.scorer.close()
+        self.prompt_workers.close()
 
     def _prepared(
         self,

@@ -14,7 +14,7 @@ from cpmrt import env
 from cpmrt.cli import serve
 from cpmrt.config.sampling import MAX_LOGPROBS
 from cpmrt.gpu_readings import GpuReadings
-from cpmrt.server import http_protocol, json_body, run, schema
+from cpmrt.server import embeddings, http_protocol, json_body, run, schema
 from cpmrt.server.api import Endpoints
 from cpmrt.server.metrics import GpuCollector, Metrics
 from cpmrt.server.openapi import document
@@ -77,6 +77,7 @@ def test_every_code_of_an_error():
 
 @pytest.mark.parametrize(("row", "values"), [
     ("prompts of a request", [schema.MAX_PROMPTS]),
+    ("texts to embed in a request", [embeddings.MAX_INPUTS]),
     ("answers to a prompt", [schema.MAX_CHOICES]),
     ("stop strings", [schema.MAX_STOP, schema.MAX_STOP_BYTES]),
     ("stop tokens", [schema.MAX_STOP_TOKEN_IDS]),

@@ -1,0 +1,57 @@
+"""Work that reads prompts and generates nothing, such as scores and embeddings, in threads of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
+
+from cpmrt.server.errors import overloaded
+from cpmrt.server.json_body import ClientGoneError, Receive
+
+_THREADS = 4
+
+
+class PromptWork(Protocol):
+    """The work of one request."""
+
+    def run(self) -> None:
+        """Do all of it, in the calling thread."""
+
+    def cancel(self) -> None:
+        """Have `run` return soon, wherever it is. For any thread."""
+
+
+class PromptWorkers:
+    """Runs such work; that of `max_open` requests may run or wait."""
+
+    def __init__(self, max_open: int):
+        self._threads = ThreadPoolExecutor(_THREADS, "cpmrt-read")
+        self._max_open, self._num_open = max(1, max_open), 0
+
+    async def run(self, work: PromptWork, receive: Receive) -> None:
+        """Run it to its end. Raises what it raises, ApiError 429, and ClientGoneError where nobody waits any more."""
+        if self._num_open >= self._max_open:
+            raise overloaded(self._num_open)
+        self._num_open += 1
+        running = asyncio.get_running_loop().run_in_executor(self._threads, work.run)
+        leaving = asyncio.ensure_future(_left(receive))
+        try:
+            await asyncio.wait((running, leaving), return_when=asyncio.FIRST_COMPLETED)
+            if not running.done():
+                raise ClientGoneError
+            running.result()
+        finally:
+            leaving.cancel()
+            work.cancel()
+            await asyncio.wait((running,))
+            self._num_open -= 1
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+async def _left(receive: Receive) -> None:
+    """Wait until the client has gone."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
