@@ -151,3 +151,16 @@ def test_scrolling_up_stays_there_while_the_answer_grows(open_page, says):
     page.click("#to-end")
     page.locator("#to-end").wait_for(state="hidden")
     assert page.locator(".regenerate").is_visible()
+
+
+def test_words_of_a_growing_paragraph_stay(open_page, says):
+    page = open_page(says.url)
+    kept = page.evaluate("""async () => {
+      const { MarkdownStream } = await import("/page/markdown/stream.js");
+      const root = document.createElement("div"), stream = new MarkdownStream(root);
+      const show = text => { stream.push(text); stream.draw(); return [...root.firstChild.childNodes]; };
+      const first = show("**bold** and `code` and wo"), then = show("rds, then $x$ and *mo"), last = show("re*.");
+      return [first.length, first.every(node => then.includes(node)), then.filter(node => last.includes(node)).length,
+              root.textContent];
+    }""")
+    assert kept == [4, True, 5, "bold and code and words, then x and more."]

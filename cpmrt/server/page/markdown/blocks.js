@@ -38,7 +38,7 @@ function build(block, env) {
     showBlocks(block.box, [], block.children, env);
   } else {
     block.dom = element(tagOf(block), classOf(block));
-    if (block.text) showInline(block.dom, block.text, "", env);
+    if (block.text) showInline(block.dom, block.text, env);
   }
 }
 
@@ -49,7 +49,7 @@ function grow(block, old, env) {
   } else if (block.text !== old.text || block.isClosed !== old.isClosed) {
     if (block.code) block.code.update(block.text.replace(/\n$/, ""));
     else if (block.kind === "math_block") old.dom.replaceWith((block.dom = formula(block)));
-    else showInline(block.dom, block.text, old.text, env);
+    else showInline(block.dom, block.text, env);
   }
 }
 

@@ -4,11 +4,13 @@ import { element } from "../dom.js";
 
 const LONGEST = 4000;
 const BUDGET_MS = 8;
+const MOST_KNOWN = 500;
 const SETTINGS = { throwOnError: true, trust: false, maxExpand: 300, maxSize: [40, 40] };
 
 let temml = null;
 let loading = null;
 const waiting = [];
+const known = new Map(); // formulas that were drawn before, as those of a paragraph that grows
 
 /** Return an element with a formula: its source until Temml is there, and for good where Temml cannot read it. */
 export function mathElement(tex, isDisplay) {
@@ -44,11 +46,22 @@ function drawWaiting() {
 }
 
 function draw(box, tex, displayMode) {
-  const drawn = document.createElement("span");
-  try {
-    temml.render(tex, drawn, { ...SETTINGS, displayMode });
-  } catch {
-    return;
+  const key = `${displayMode} ${tex}`;
+  if (!known.has(key)) {
+    if (known.size >= MOST_KNOWN) known.clear();
+    known.set(key, rendered(tex, displayMode));
   }
-  box.replaceChildren(...drawn.childNodes);
+  const drawn = known.get(key);
+  if (drawn) box.replaceChildren(drawn.cloneNode(true));
+}
+
+/** Return the MathML of a formula, or null if Temml cannot read it. */
+function rendered(tex, displayMode) {
+  const box = document.createElement("span");
+  try {
+    temml.render(tex, box, { ...SETTINGS, displayMode });
+  } catch {
+    return null;
+  }
+  return box.firstChild;
 }

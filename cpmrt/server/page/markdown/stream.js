@@ -26,8 +26,10 @@ export class MarkdownStream {
   /** Show a slice of what waits; returns whether more waits. */
   draw() {
     if (!this.waiting) return false;
-    this.tail += this.waiting.slice(0, SLICE);
-    this.waiting = this.waiting.slice(SLICE);
+    // A slice costs what the open block costs: long ones are drawn in fewer slices.
+    const length = Math.max(SLICE, this.tail.length >> 2);
+    this.tail += this.waiting.slice(0, length);
+    this.waiting = this.waiting.slice(length);
     this.#advance();
     return this.waiting !== "";
   }
