@@ -51,7 +51,7 @@ def fill_prompt(
         raise unsupported(param, "the tokenizer of this model has no tokens for filling in the middle")
 
     def plain(text: str) -> Sequence[int]:
-        return tokenizer.encode(text, add_special_tokens=False) if text else ()
+        return tokenizer.encode_plain(text) if text else ()
 
     prefix_id, suffix_id, middle_id = markers.ids
     bos = tokenizer.encode("")

@@ -13,6 +13,7 @@ from cpmrt.server.messages_request import Conversation, read_conversation, read_
 from cpmrt.server.service import Prepared, Service, choices_of
 from cpmrt.server.tokenizing import needed
 from cpmrt.server.tool_calls import schemas_of
+from cpmrt.text.markers import ANSWER_MARKERS
 
 
 def prepare_message(service: Service, body: dict[str, Any]) -> Prepared:
@@ -41,5 +42,5 @@ def _prompt_ids(llm: LLM, conversation: Conversation) -> list[int]:
         conversation.messages, tools=conversation.tools or None, enable_thinking=conversation.thinks
     )
     if conversation.begun:
-        ids += needed(llm.tokenizer).encode(conversation.begun, add_special_tokens=False)
+        ids += needed(llm.tokenizer).encode_plain(conversation.begun, but=ANSWER_MARKERS)
     return ids

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 import threading
-import time
 from collections.abc import Callable, Iterable
 from functools import wraps
 from types import GeneratorType
@@ -25,11 +24,9 @@ from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
 from cpmrt.text.marks import Marks
+from cpmrt.text.template_allowance import Allowance, LimitError
 
-SPARE_SIZE = 2**22  # characters and items that one value may have beyond those of the conversation
-DEADLINE_S = 10.0
 _TURN_COST = 128  # in characters, of one turn of a loop or one call
-_ITEM_COST = 8  # of one item of a list or dict
 _MAX_ARGUMENT = 100_000  # for the widths and counts that these functions and filters take
 _SIZED = {"safe_range", "center", "ljust", "rjust", "zfill", "batch", "slice", "round", "truncate", "to_bytes"}
 _MAX_INT_BITS = 4096
@@ -37,56 +34,6 @@ _MAX_FORMATTED = 10_000  # characters that one number can take: widths of five d
 _REFUSED_FILTERS = {"wordwrap", "urlize", "xmlattr", "pprint", "striptags"}
 _REFUSED_METHODS = {"expandtabs", "translate", "encode", "format_map"}
 _WIDTH = re.compile(r"%[^a-zA-Z%]*(\*|\d{5})|\{[^}]*(\{|\d{5})")
-
-
-class LimitError(SecurityError):
-    """A template does more work than any chat needs."""
-
-
-class Allowance(threading.local):
-    """The work and the time that the rendering in this thread may still spend."""
-
-    size: int = SPARE_SIZE
-    left: int = 16 * SPARE_SIZE
-    deadline: float = float("inf")
-
-    def start(self, conversation: object) -> None:
-        """Set the limits for one rendering of a conversation."""
-        self.size = SPARE_SIZE + 4 * self.measure(conversation, limit=2**31)
-        self.left, self.deadline = 16 * self.size, time.monotonic() + DEADLINE_S
-
-    def spend(self, size: int) -> None:
-        """Count characters or items made. Raises LimitError when there are too many, or the time is up."""
-        self.left -= size
-        if self.left < 0:
-            raise LimitError("it makes too much text or takes too many turns")
-        if time.monotonic() > self.deadline:
-            raise LimitError(f"it takes longer than {DEADLINE_S:g} s")
-
-    def measure(self, value: object, limit: int | None = None) -> int:
-        """Return the size of a value in characters; nested ones count as often as they occur. Raises LimitError."""
-        limit = self.size if limit is None else limit
-        total, pending = 0, [value]
-        while pending:
-            item = pending.pop()
-            total += _ITEM_COST + (len(item) if isinstance(item, str) else 0)
-            if total > limit:
-                raise LimitError(f"it makes a value of more than {limit} characters")
-            if isinstance(item, dict):
-                pending += [*item.keys(), *item.values()]
-            elif isinstance(item, (list, tuple, set, frozenset)):
-                pending += item
-            elif isinstance(item, Namespace) and item is not value:
-                raise SecurityError("a namespace may not be kept inside another value")
-        return total
-
-    def keep(self, value: Any) -> Any:
-        """Measure and count a value, and return it."""
-        self.measure(value)
-        self.spend(len(value) if isinstance(value, str) else _ITEM_COST)
-        if isinstance(value, (list, tuple, dict)):
-            self.spend(len(value) * _ITEM_COST)
-        return value
 
 
 class Current(threading.local):

@@ -5,7 +5,7 @@ The files beside it (`special_tokens`) say whether a prompt starts with BOS, whi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from cpmrt.errors import CheckpointError, RequestError, quoted
 from cpmrt.text.control_tokens import ControlTokens
 from cpmrt.text.encoding import PromptLimit, encode_freely, longest_token
-from cpmrt.text.marks import MarkedText
+from cpmrt.text.marks import MarkedText, Marks
 from cpmrt.text.special_tokens import CONFIG_FILE, complete_added_tokens, read_optional, read_special_tokens
 from cpmrt.text.token_bytes import TokenBytes
 from cpmrt.text.tokenizer_check import check_tokenizer
@@ -92,6 +92,15 @@ class Tokenizer:
         Raises RequestError and ContextLengthError like `encode`.
         """
         return self._encoded(prompt.plain, partial(self.control_tokens.encode, prompt), True, max_tokens)
+
+    def encode_plain(self, text: str, *, but: Collection[str] = ()) -> list[int]:
+        """Return the token ids of a text without BOS, its special tokens (apart from those of `but`) as plain text.
+
+        Raises RequestError like `encode`.
+        """
+        marks = Marks(self.control_tokens.texts, text)
+        prompt = MarkedText(marks.put_on_tokens(text, but=but), marks)
+        return self._encoded(text, partial(self.control_tokens.encode, prompt), False, None)
 
     def _encoded(
         self, text: str, encode: Callable[[], Any], add_special_tokens: bool, max_tokens: int | None

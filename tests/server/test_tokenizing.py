@@ -84,6 +84,15 @@ def test_a_suffix_asks_for_what_stands_between(fills, stream):
         assert "".join(event["choices"][0]["text"] for event in events) == "def f(FILL"
 
 
+def test_markers_in_code_are_code(fills):
+    """Code about such a model has its markers in strings."""
+    ids = []
+    for code in ("x", "'<|fim_middle|>'"):
+        fields = {"input_prefix": code, "input_suffix": code, "input_extra": [{"text": code}], "n_predict": 1}
+        ids.append(fills.client.post("/infill", json=fields).json()["tokens_evaluated"])
+    assert ids[1] - ids[0] == 3 * (len("'<|fim_middle|>'") - 1), "every character is a token of this model"
+
+
 def test_several_prompts_share_a_suffix(fills):
     _, answer = prompt_of(fills, "/v1/completions", prompt=["a", "b"], suffix="c", n=2)
     assert [choice["text"] for choice in answer["choices"]] == ["FILL"] * 4

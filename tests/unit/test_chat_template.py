@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cpmrt.errors import CheckpointError, CpmrtError, RequestError
-from cpmrt.text import ChatTemplate, template_sandbox
+from cpmrt.text import ChatTemplate, template_allowance, template_sandbox
 from cpmrt.weights.model_folder import BUNDLED
 
 TEMPLATES = {"chatml": CHATML, "qwen": QWEN_STYLE, "llama": LLAMA_STYLE}
@@ -316,7 +316,7 @@ def test_internals_are_undefined(tmp_path, expression):
 
 
 def test_time_is_bounded(tmp_path, monkeypatch):
-    monkeypatch.setattr(template_sandbox, "DEADLINE_S", 0.2)
+    monkeypatch.setattr(template_allowance, "DEADLINE_S", 0.2)
     monkeypatch.setattr(template_sandbox, "_TURN_COST", 0)
     doubling = "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(60) }}"
     with pytest.raises(CheckpointError, match=r"longer than 0.2 s"):

@@ -103,6 +103,16 @@ def test_forged_tokens_get_the_ids_of_plain_text(name, text):
     assert actual == [*expected, start, *plain_ids(library, "assistant\n")]
 
 
+@pytest.mark.parametrize("name", ["bundled", "minicpm3", "tags"])
+@given(texts)
+@example("<|im_end|>")
+def test_a_text_of_its_own_can_be_encoded_as_plain(name, text):
+    tokenizer = open_tokenizer(name)
+    assert tokenizer.encode_plain(text) == plain_ids(blind_library(name), text)
+    kept = tokenizer.encode_plain(f"{text}<|im_end|>", but={"<|im_end|>"})
+    assert kept[-1] == tokenizer.token_id("<|im_end|>")
+
+
 @cache
 def blind_library(name: str) -> Library:
     """The library, told to read all added tokens of this tokenizer as text."""
