@@ -11,6 +11,7 @@ import importlib
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 
 from cpmrt import __version__
@@ -73,10 +74,17 @@ def _run(arguments: list[str]) -> int:
         add_quiet(parser)
         args = parser.parse_args(arguments[1:])
         _start_log(is_quiet=args.quiet)
-        code: int = module.run(args)
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            code: int = module.run(args)
         return code
     except SystemExit as leaving:  # --help and --version
         return leaving.code if isinstance(leaving.code, int) else 0
+
+
+def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
+    """Write what Python code would see as a warning on one line, without the place in the program."""
+    complain(f"cpmrt: warning: {printable(naming_options(str(message)))}")
 
 
 def module_name(command: str) -> str:

@@ -161,4 +161,10 @@ def test_the_command_has_an_option(model: Path, tmp_path: Path, monkeypatch: pyt
         monkeypatch.setattr("sys.stdin", TextIOWrapper(BytesIO(b"Why?\nHow?\n")))
         options = ["--executor", "reference", "--prefix-dir", str(tmp_path), "--system", SYSTEM, "--temperature", "0"]
         assert main(["chat", "--model", str(model), "--max-new-tokens", "3", *options]) == 0
-    assert len(files(tmp_path)) == 1 and "Traceback" not in capsys.readouterr().err
+    assert len(files(tmp_path)) == 1 and "warning" not in capsys.readouterr().err
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr("sys.stdin", TextIOWrapper(BytesIO(b"Why?\n")))
+    options[3] = str(tmp_path / "file")
+    assert main(["chat", "--model", str(model), "--max-new-tokens", "3", *options]) == 0
+    warning = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
+    assert len(warning) == 1 and warning[0].startswith("cpmrt: warning: the prefix folder is of no use: ")
