@@ -16,7 +16,7 @@ from cpmrt.engine.sequence import Phase, Request, Sequence
 from cpmrt.engine.speculation import DraftPolicy
 from cpmrt.engine.stats import AcceptCounts
 from cpmrt.errors import ContextLengthError, RequestError
-from cpmrt.executor import Decode, Executor, Pending, Prefill, Release, SlotResult, Speculate, Step, StepResult
+from cpmrt.executor import Admit, Decode, Executor, Pending, Prefill, Release, SlotResult, Speculate, Step, StepResult
 
 
 class _InFlight(NamedTuple):
@@ -275,14 +275,19 @@ class Engine:
         self._loans.add(loan)
 
     def _admit(self, seq: Sequence) -> None:
-        slot, request, limits = self._free_slots.pop(), seq.request, self.limits
+        num_tokens = transitions.num_reserved(seq.request, self.limits)
+        slot = self._free_slots.pop()
+        pages = self.cache.acquire(seq.text, num_tokens) if self.cache else None
+        self._begin(seq, transitions.admit(seq, slot, pages))
+
+    def _begin(self, seq: Sequence, admit: Admit) -> None:
+        """Submit the steps before a sequence's prefill."""
+        limits = self.limits
         if limits.tree_shapes:
             seq.accepts = seq.accepts or AcceptCounts(limits)
             if self.adaptive and limits.step_seconds:
                 self._policy = seq.policy = DraftPolicy(limits.tree_shapes, limits.step_seconds, self._policy)
-        num_tokens = transitions.num_reserved(request, limits)
-        pages = self.cache.acquire(seq.text, num_tokens) if self.cache else None
-        self._guarded(transitions.admit(seq, slot, pages), (seq,), ())
+        self._guarded(admit, (seq,), ())
         for step in transitions.recalls(seq, limits):
             self._guarded(step, (seq,), ())
 
@@ -332,7 +337,7 @@ class Engine:
             was_running = seq.finish_reason is None
             gained = transitions.apply(seq, step, slot_result)
             if isinstance(step, Prefill) and self.cache and seq.pages:
-                self.cache.keep(seq.pages, seq.text, seq.num_computed)
+                self.cache.keep(seq.pages, seq.text, min(seq.num_computed, len(seq.request.prompt_ids)))
             if gained.token_ids:
                 if not seq.first_token_at:
                     seq.first_token_at = now
@@ -354,18 +359,25 @@ class Engine:
         self._num_in_flight -= bool(flight.sequences)
 
     def _resume(self, seq: Sequence) -> None:
-        """Have a paused sequence go on, before all that wait, with a prefill of what it has so far.
+        """Have a paused sequence go on: its slot takes it anew, and prefills what its last full page does not hold.
 
-        The prefix cache has the pages of its prompt, and with KEEP_ANSWERS what was decoded too, which is otherwise
-        computed again.
+        A state beside the pages may be ahead, and cannot be cut back: then the sequence waits, before all others, to be
+        prefilled from where its text can be resumed.
         """
-        self._release(seq)
-        gained = transitions.resume(seq)
+        gained = transitions.close_thought(seq)
         if gained.token_ids:
             seq.outbox.append(gained)
-        if seq.phase is Phase.WAITING:
+        if seq.phase is Phase.FINISHED:
+            self._release(seq)
+        elif self.limits.num_snapshots:
+            self._release(seq)
+            transitions.wait_again(seq)
             self._waiting.appendleft(seq)
             self._decoding = ()  # it may get another slot
+        else:
+            self._guarded(Release(seq.slot), (), ())
+            self._begin(seq, transitions.readmit(seq, self.limits))
+            self._collect_control_steps()
 
     def _release(self, seq: Sequence) -> None:
         """Submit the release of a sequence's slot. The cache has its prompt's full pages, and may take its answer's.

@@ -50,7 +50,7 @@ class Request:
 class Phase(Enum):
     """A sequence is WAITING for a slot, then in PREFILL until its last chunk is submitted, in DECODE until FINISHED.
 
-    One that has to go on in another way is PAUSED until its steps in flight are done, then WAITING again.
+    One that has to go on in another way is PAUSED until its steps in flight are done, then in PREFILL or WAITING again.
     """
 
     WAITING = auto()
@@ -115,8 +115,8 @@ class Sequence:
     @property
     def num_written(self) -> int:
         """Tokens whose keys and values are written: not those of the last one, from which the next step starts."""
-        num_generated = len(self.request.prompt_ids) + len(self.token_ids) - len(self.text)
-        return self.num_computed + max(num_generated - 1, 0)
+        num_sampled = len(self.request.prompt_ids) + len(self.token_ids) - self.num_forced - len(self.text)
+        return self.num_computed + max(num_sampled - 1, 0)
 
     @property
     def stats(self) -> GenerationStats:

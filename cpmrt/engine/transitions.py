@@ -1,6 +1,6 @@
 """The pure part of the engine: it chooses the next step of a sequence and applies results. No clock, no device.
 
-`admit`, `submitted`, `apply`, `resume` and `finish` change nothing but the sequence they are given.
+Its functions change nothing but the sequence they are given.
 """
 
 from __future__ import annotations
@@ -41,11 +41,13 @@ def admit(seq: Sequence, slot: int, pages: HeldPages | None = None) -> Admit:
         seq.num_prefilled = seq.num_computed = pages.num_cached
         if not seq.token_ids:
             seq.num_cached = pages.num_cached
-    request, table = seq.request, pages.table if pages else ()
+    return _admission(seq, pages.resumed if pages else None)
+
+
+def _admission(seq: Sequence, snapshot: int | None) -> Admit:
+    request, table = seq.request, seq.pages.table if seq.pages else ()
     num_new = seq.num_wanted - len(seq.token_ids)
-    return Admit(
-        slot, seq.sampling, request.seed, num_new, request.stop_token_ids, table, pages.resumed if pages else None
-    )
+    return Admit(seq.slot, seq.sampling, request.seed, num_new, request.stop_token_ids, table, snapshot)
 
 
 def recalls(seq: Sequence, limits: ExecutorLimits) -> Iterator[Recall]:
@@ -166,22 +168,37 @@ def _end_loop(seq: Sequence) -> None:
     seq.sampling = replace(seq.sampling, repetition_penalty=penalty)
 
 
-def resume(seq: Sequence) -> SlotResult:
-    """Have a paused sequence wait for a slot again, and return the tokens that it gains without sampling.
+def close_thought(seq: Sequence) -> SlotResult:
+    """Give the thought of a paused sequence the model's own end if its budget is used up, and return these tokens.
 
-    A thought that has used up its budget gets the end that the model gives it. What follows is prefilled with all that
-    there is so far, under the same seed and at the same positions. A forced token has the log-probability 0; presence
-    and frequency penalties count from here on.
+    They are not sampled, and have the log-probability 0. The sequence is finished if they take its last room.
     """
-    thinking, gained = seq.thinking, _NOTHING
-    if thinking and len(seq.token_ids) == thinking.max_tokens:
-        seq.thinking = None
-        gained = _forced(seq, thinking.closing_ids(seq.token_ids))
-    seq.text = (*seq.request.prompt_ids, *seq.token_ids)
-    seq.phase, seq.slot, seq.num_prefilled, seq.num_computed = Phase.WAITING, -1, 0, 0
+    thinking = seq.thinking
+    if thinking is None or len(seq.token_ids) < thinking.max_tokens:
+        return _NOTHING
+    seq.thinking = None
+    gained = _forced(seq, thinking.closing_ids(seq.token_ids))
     if len(seq.token_ids) == seq.num_wanted:
         finish(seq, "length")
     return gained
+
+
+def readmit(seq: Sequence, limits: ExecutorLimits) -> Admit:
+    """Return the step by which the slot of a paused sequence takes it anew, with the answer so far behind its prompt.
+
+    The seed and the positions stay, and so do full pages; those of a slot itself may be gone with its release. Presence
+    and frequency penalties count from here on.
+    """
+    kept = seq.num_written // limits.page_size * limits.page_size if seq.pages else 0
+    seq.text, seq.phase = (*seq.request.prompt_ids, *seq.token_ids), Phase.PREFILL
+    seq.num_prefilled = seq.num_computed = kept
+    return _admission(seq, None)
+
+
+def wait_again(seq: Sequence) -> None:
+    """Note that a paused sequence, whose slot is released, waits for one with the answer so far behind its prompt."""
+    seq.text = (*seq.request.prompt_ids, *seq.token_ids)
+    seq.phase, seq.slot, seq.num_prefilled, seq.num_computed = Phase.WAITING, -1, 0, 0
 
 
 def _forced(seq: Sequence, token_ids: tuple[int, ...]) -> SlotResult:

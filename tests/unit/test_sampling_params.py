@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -101,9 +100,9 @@ def test_the_penalty_of_loops_is_the_cards_whatever_the_checkpoint_ships(shipped
     assert defaults_of(shipped).loop_penalty == 1.0
 
 
-def test_a_loop_takes_the_models_penalty_unless_one_is_given(tmp_path):
+def test_a_loop_takes_the_models_penalty_unless_one_is_given(tmp_path, monkeypatch):
+    monkeypatch.setattr(SamplingDefaults, "of_model", lambda *arguments: SamplingDefaults(loop_penalty=1.2))
     with LLM(write_checkpoint(tmp_path), executor="reference") as llm:
-        llm.sampling_defaults = replace(llm.sampling_defaults, loop_penalty=1.2)
         for given, expected in ((None, 1.2), (1, 1.0), (1.5, 1.5)):
             assert llm.request([1], SamplingParams(loop_repeats=4, loop_penalty=given)).loop_penalty == expected
 

@@ -174,7 +174,9 @@ def test_stop_strings_around_the_closing(checkpoint, draft):
             assert cut.finish_reason == "stop" and cut.text == text.partition(stop)[0]
             tokens = whole.token_ids[: len(cut.token_ids)]
             assert cut.token_ids == tokens and len(cut.logprobs) == len(tokens) == cut.stats.new_tokens
-            assert stop in llm.tokenizer.decode(tokens) and stop not in llm.tokenizer.decode(tokens[:-1])
+            assert stop in llm.tokenizer.decode(tokens)
+            if "\ufffd" not in stop:  # which is certain only a byte later
+                assert stop not in llm.tokenizer.decode(tokens[:-1])
         assert llm.generate(prompt, SamplingParams(**fields)).token_ids == whole.token_ids
 
 
