@@ -24,6 +24,20 @@ _MINICPM4: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": [2, 73440],
 }
+_MINICPM5: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 130560,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 5e6,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 0,
+    "eos_token_id": [1, 130073],
+}
 SHAPES: dict[str, dict[str, Any]] = {
     "minicpm4-8b": _MINICPM4
     | {
@@ -43,12 +57,14 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
         "tie_word_embeddings": True,
     },
+    "minicpm5-2b": _MINICPM5 | {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 42},
+    "minicpm5-1b": _MINICPM5 | {"hidden_size": 1536, "intermediate_size": 4608, "num_hidden_layers": 24},
 }
 
 
 _OF_A_LAYER = (
-    "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size", "rms_norm_eps",
-    "torch_dtype",
+    "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
+    "rms_norm_eps", "torch_dtype",
 )  # fmt: skip
 
 
@@ -58,8 +74,10 @@ def draft_configs(name: str) -> dict[str, dict[str, Any]]:
     The EAGLE-3 draft has a head of half the vocabulary, at most 32768 rows.
     """
     target = shape_config(name)
-    layer = {key: target[key] for key in _OF_A_LAYER} | {"num_hidden_layers": 1}
-    depth = {"scale_depth": target["scale_depth"], "mup_denominator": target["num_hidden_layers"]}
+    layer = {key: target[key] for key in _OF_A_LAYER if key in target} | {"num_hidden_layers": 1}
+    depth = {}
+    if "scale_depth" in target:
+        depth = {"scale_depth": target["scale_depth"], "mup_denominator": target["num_hidden_layers"]}
     head = {"draft_vocab_size": min(target["vocab_size"] // 2, 2**15)}
     return {
         "eagle2": {"architectures": ["EagleMiniCPMForCausalLM"], **layer, **depth},

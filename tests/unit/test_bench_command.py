@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from dataclasses import replace
+from math import prod
 from types import ModuleType, SimpleNamespace
 from typing import ClassVar
 
@@ -27,7 +28,7 @@ from cpmrt.cli.main import main
 from cpmrt.config import ModelConfig, WeightQuantization
 from cpmrt.errors import ConfigError, CpmrtError
 from cpmrt.executor import Admit, ExecutorLimits
-from cpmrt.models.decoder import tensor_specs
+from cpmrt.models.decoder import cache_layout, tensor_specs
 
 LINEAR = ("qkv", "output", "gate_up", "down")
 QUICK = ("--executor", "reference", "--repeats", "1", "--max-context", "64")
@@ -321,3 +322,13 @@ def test_the_bandwidth_is_measured_before_the_model_is_loaded(checkpoint, monkey
     assert order == ["bandwidth", "bus", "load"] and found.read_gb_per_s == 2000
     assert found.cases[0].read_share == pytest.approx(found.cases[0].measurement.decode_gb_per_s / 2000)
     assert found.device["name"] == "Test GPU"
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "bytes_per_token"),
+    [("minicpm5-2b", 2_516_756_480, 42 << 10), ("minicpm5-1b", 1_080_632_832, 24 << 10)],
+)
+def test_a_shape_has_as_many_parameters_as_its_makers_say(name, parameters, bytes_per_token):
+    config = ModelConfig.from_hf(shape_config(name))
+    assert sum(prod(spec.shape) for spec in tensor_specs(config)) == parameters
+    assert cache_layout(config, 64, 1).bytes_per_token(2) == bytes_per_token
