@@ -15,7 +15,7 @@ from cpmrt.cuda.draft.kernels import tree_modules
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.kernels import KERNELS, files
 from cpmrt.cuda.load.repack import repack_modules
-from cpmrt.cuda.ops.gemm import Gemm
+from cpmrt.cuda.ops.gemm import GEMM, Gemm, trial_tile
 from cpmrt.cuda.ops.linear_packed.products import held_weights
 from cpmrt.cuda.step.forward import StepForward
 from cpmrt.cuda.step.kernels import step_modules
@@ -83,6 +83,7 @@ def modules_of(blueprint: Blueprint, device: Device) -> list[Module]:
     gemm = Gemm(device, launcher, arrays["gemm_workspace"], use_library=False)
     with launcher.recording() as modules:
         _record(config, settings, device, launcher, gemm, arrays, plan, draft)
+        launcher(GEMM, trial_tile(device), 1, 1)
     sized = {spec.file for spec in KERNELS if spec.macros}
     without_sizes: list[Module] = [(file, {}) for file in files(device.arch) if file not in sized]
     repacking = [module for module in repack_modules(plan.tensors, device) if module not in modules]

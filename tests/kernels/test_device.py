@@ -68,7 +68,7 @@ def test_a_unified_board_reports_what_the_host_has(monkeypatch: pytest.MonkeyPat
     ("machine", "message"),
     [
         ({"driver": 0}, r"no NVIDIA driver \(libcuda\.so\.1\); install the driver"),
-        ({"driver": 12080}, r"expected CUDA 13\.0 or newer, got CUDA 12\.8; .*cpmrt\[cuda12\]"),
+        ({"driver": 12080}, r"expected CUDA 13\.0 or newer, got CUDA 12\.8; .*cupy-cuda12x"),
         ({"count": CUDARuntimeError("cudaErrorNoDevice: none")}, r"no GPU answers: got cudaErrorNoDevice.*nvidia-smi"),
         ({"count": CUDARuntimeError("cudaErrorUnknown: 999")}, r"no GPU answers: got cudaErrorUnknown"),
         ({"count": 0}, r"no GPU with index 0: got 0 GPU\(s\); check CUDA_VISIBLE_DEVICES"),

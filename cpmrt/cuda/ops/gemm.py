@@ -71,10 +71,9 @@ class Gemm:
         self, y: DeviceArray, x: DeviceArray, w: DeviceArray, *, alpha: float = 1.0, beta: float = 0.0
     ) -> None:
         """x [M, K] and w [N, K] on the device, contiguous; y [M, N], which may be columns of a wider matrix."""
-        if self._launch.is_recording:
-            self._launch(GEMM, gemm_tile(gemm_trial.ROWS, gemm_trial.COLUMNS, gemm_trial.INNER, self._device), 1, 1)
-            if self._library is not None:
-                return
+        if self._library is not None and self._launch.is_recording:
+            self._launch(GEMM, trial_tile(self._device), 1, 1)
+            return
         (num_rows, inner), columns, stride = x.shape, w.shape[0], y.strides[0] // y.itemsize
         plan = self._plan((num_rows, columns, inner, stride))
         if self._library is None or plan is None:
@@ -108,6 +107,11 @@ class Gemm:
         """Free the library's handles."""
         if self._library is not None:
             self._library.close()
+
+
+def trial_tile(device: Device) -> GemmConstants:
+    """Return the tile of the own kernel in the trials of the library's algorithms."""
+    return gemm_tile(gemm_trial.ROWS, gemm_trial.COLUMNS, gemm_trial.INNER, device)
 
 
 def gemm_tile(num_rows: int, columns: int, inner: int, device: Device) -> GemmConstants:
