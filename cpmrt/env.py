@@ -48,6 +48,11 @@ def notify_socket() -> str | None:
     return os.environ.get("NOTIFY_SOCKET") or None
 
 
+def wants_parallel_transfer() -> bool:
+    """Tell whether huggingface_hub shall download at any price: `HF_XET_HIGH_PERFORMANCE`, its own variable."""
+    return os.environ.get("HF_XET_HIGH_PERFORMANCE", "").upper() in ("1", "ON", "YES", "TRUE")
+
+
 def cupy_cache_dir() -> Path:
     """Return CuPy's own cache, which it creates on import: `CUPY_CACHE_DIR`, else `~/.cupy/kernel_cache`."""
     return Path(os.environ.get("CUPY_CACHE_DIR") or os.path.expanduser("~/.cupy/kernel_cache"))

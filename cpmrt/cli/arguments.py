@@ -239,7 +239,7 @@ def add_quiet(parser: argparse.ArgumentParser) -> None:
 
 def add_model_source(parser: Options, *, positional: bool = False) -> None:
     """Add --model, if `positional` also MODEL, and --revision."""
-    described = "a folder or a Hugging Face hub id (default: the bundled model)"
+    described = "a folder, a Hugging Face id or modelscope:ID (default: the bundled model)"
     if positional:
         add_model_argument(parser)
     parser.add_argument("-m", "--model", metavar="MODEL", action=_OneModel, help=described)

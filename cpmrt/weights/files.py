@@ -90,11 +90,14 @@ def _check_link(path: Path) -> None:
 
 
 def _blobs(folder: Path) -> Iterator[Path]:
-    """Yield where a folder of the hub's cache, models--org--name/snapshots/commit or one below, keeps its files."""
+    """Yield where a folder of the hub's cache, models--org--name/snapshots/commit or one below, keeps its files.
+
+    That is the repository's own folder `blobs`, or the one of the whole cache, whose files several repositories share.
+    """
     for place in (folder, *folder.parents):
         repository = place.parent.parent
         if place.parent.name == "snapshots" and repository.name.startswith("models--"):
-            yield Path(os.path.realpath(repository / "blobs"))
+            yield from (Path(os.path.realpath(folder / "blobs")) for folder in (repository, repository.parent))
 
 
 def _reason(error: Exception) -> str:

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cpmrt import env
 from cpmrt.errors import CheckpointError, quoted
 from cpmrt.weights.repository import DISK_ERRORS, CachedRepository, disk_full, literal
 
@@ -107,7 +108,7 @@ def _scan() -> HFCacheInfo | None:
 def _download_blob(name: str, commit: str, file: str, blobs: Path) -> None:
     """Put the content of a file where the cache keeps it, going on from what an interrupted call has left there.
 
-    The library itself begins such a file anew, except where it transfers pieces by another protocol (xet).
+    The library itself begins such a file anew. Its own parallel transfer (xet) is left to those who ask for it.
     """
     from huggingface_hub import constants, get_hf_file_metadata, get_token, hf_hub_url
     from huggingface_hub.file_download import http_get
@@ -115,8 +116,8 @@ def _download_blob(name: str, commit: str, file: str, blobs: Path) -> None:
     url, token = hf_hub_url(name, file, revision=commit), get_token()
     headers = {"authorization": f"Bearer {token}"} if token else {}
     known = get_hf_file_metadata(url, headers=headers)
-    is_xet = known.xet_file_data is not None and not constants.HF_HUB_DISABLE_XET
-    if is_xet or known.etag is None or not re.fullmatch(r"[0-9a-f]{40,64}", known.etag):
+    is_parallel = known.xet_file_data is not None and env.wants_parallel_transfer()
+    if is_parallel or known.etag is None or not re.fullmatch(r"[0-9a-f]{40,64}", known.etag):
         return
     blobs.mkdir(parents=True, exist_ok=True)
     blob, partial = blobs / known.etag, blobs / f"{known.etag}.incomplete"

@@ -100,6 +100,18 @@ def test_a_link_that_leads_out_of_the_folder_is_refused(tmp_path, name):
         (folder / name).unlink()
 
 
+def test_repositories_of_the_cache_may_share_a_blob(tmp_path):
+    """Newer versions of the hub's library keep a blob once for all repositories; those have a link to it."""
+    repository, shared = tmp_path / "models--org--name", tmp_path / "blobs" / "ab"
+    snapshot = repository / "snapshots" / "abc"
+    for folder in (snapshot, repository / "blobs", shared):
+        folder.mkdir(parents=True)
+    (shared / "ab12").write_text('{"a": 1}')
+    (repository / "blobs" / "1").symlink_to("../../blobs/ab/ab12")
+    (snapshot / "config.json").symlink_to("../../blobs/1")
+    assert read_json(snapshot / "config.json") == {"a": 1}
+
+
 def test_the_cache_of_the_hub_links_to_its_blobs_and_nowhere_else(tmp_path):
     repository = tmp_path / "models--org--name"
     snapshot, blobs = repository / "snapshots" / "abc", repository / "blobs"
