@@ -2,6 +2,7 @@
 
 import gc
 import os
+import random
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -64,6 +65,72 @@ def test_answers_of_threads_are_those_alone(checkpoint, max_sequences):
             for _ in range(5):
                 assert list(pool.map(call, range(6))) == [answer.token_ids for answer in alone]
         assert len(llm.engine.free_slots) == max_sequences and llm.engine.cache.pool.num_held == 0
+
+
+class Caller:
+    """Makes random calls in one thread; `asks` and `texts` come with the answers that they have alone."""
+
+    def __init__(self, llm, seed, asks, texts):
+        self.llm, self.random, self.asks, self.texts = llm, random.Random(seed), asks, texts
+
+    def generate(self):
+        ask, whole = self.random.choice(self.asks)
+        assert self.llm.generate(*ask).token_ids == whole
+
+    def several(self):
+        chosen = self.random.choices(self.asks, k=3)
+        answers = self.llm.generate([prompt for (prompt, _), _ in chosen], [params for (_, params), _ in chosen])
+        assert [answer.token_ids for answer in answers] == [whole for _, whole in chosen]
+
+    def stream(self):
+        ask, whole = self.random.choice(self.asks)
+        assert tuple(token for piece in self.llm.stream(*ask) for token in piece.token_ids) == whole
+
+    def leave(self):
+        ask, whole = self.random.choice(self.asks)
+        stream, found = self.llm.stream(*ask), ()
+        for piece in stream:
+            found += piece.token_ids
+            if self.random.random() < 0.3:
+                break
+        assert found == whole[: len(found)]
+        if self.random.random() < 0.3:
+            stream.cycle = stream  # for the garbage collector, whatever thread it runs in
+
+    def cancel(self):
+        with self.llm.stream(*self.random.choice(self.asks)[0]) as stream:
+            if self.random.random() < 0.5:
+                next(stream)
+        assert stream.completion.finish_reason == "cancelled"
+
+    def score(self):
+        text, scores, _ = self.random.choice(self.texts)
+        np.testing.assert_array_equal(self.llm.score(text), scores)
+
+    def embed(self):
+        text, _, vector = self.random.choice(self.texts)
+        np.testing.assert_array_equal(self.llm.embed(text), vector)
+
+    def run(self, count):
+        calls = (self.generate, self.several, self.stream, self.leave, self.cancel, self.score, self.embed)
+        for _ in range(count):
+            self.random.choice(calls)()
+
+
+@pytest.mark.parametrize("settings", [{"max_sequences": 3}, {"draft": "lookup"}], ids=str)
+@pytest.mark.parametrize("num_calls", [4, pytest.param(200, marks=pytest.mark.all)])
+def test_random_calls_of_eight_threads(checkpoint, settings, num_calls):
+    with LLM(checkpoint, executor="reference", **settings) as llm:
+        params = [SamplingParams(max_new_tokens=2 + n, temperature=n % 2, seed=n, ignore_eos=True) for n in range(8)]
+        asks = [(f"prompt {n} prompt {n}", own) for n, own in enumerate(params)]
+        asks = [(ask, llm.generate(*ask).token_ids) for ask in asks]
+        texts = [(text, llm.score(text), llm.embed(text)) for text in ("abc", "a longer text", "x" * 40)]
+        with ThreadPoolExecutor(8) as pool:
+            for done in [pool.submit(Caller(llm, seed, asks, texts).run, num_calls) for seed in range(8)]:
+                done.result(900)
+        gc.collect()
+        assert llm.shared.is_idle and len(llm.engine.free_slots) == settings.get("max_sequences", 1)
+        assert llm.engine.cache.pool.num_held == 0
 
 
 def test_threads_share_steps(checkpoint):

@@ -77,6 +77,12 @@ def test_async_requests(run):
     assert add == greedy("def add(a, b):", 24) + "\n" and stack == greedy("class Stack:", 24) + "\n"
 
 
+def test_embeddings(run):
+    out, _ = run("embeddings")
+    first, *others = [float(line.split()[0]) for line in out.splitlines()]
+    assert "return open(path)" in out.splitlines()[0] and len(others) == 2 and 1 > first > max(others)
+
+
 def test_draft(run):
     out, _ = run("draft")
     assert float(re.search(r"draft eagle2: .* ([\d.]+) tokens a step", out)[1]) > 1.2
