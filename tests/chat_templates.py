@@ -66,6 +66,7 @@ CURIOUS = """
     {%- set ns.all = ns.all + text + '<|im_end|>' %}
     {%- set _ %}{{ text }}<|im_end|>{% endset %}{{ _ }}{{ text.partition('|') | join(',') }}{{ text.title() }}
 {%- endfor %}
+{{- messages | map(attribute='content') | sort | first }}{{ messages | map(attribute='content') | unique | list }}
 {{- ns.all }}{{ messages | map(attribute='content') | map('trim') | join('<|im_start|>') }}
 {%- for doc in documents or [] %}{{ doc.title }}: {{ doc['text'] }}<|im_end|>{% endfor %}
 """

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from cpmrt.cli.chat_session import ChatSession
 
 _SWITCHES = {"on": True, "off": False}
-_NOT_SETTINGS = {"logprobs", "logit_bias", "stop_token_ids"}
+_NOT_SETTINGS = {"n", "logprobs", "logit_bias", "stop_token_ids"}
 
 
 class Command(NamedTuple):
@@ -68,17 +68,21 @@ def _clear(session: ChatSession, argument: str) -> bool:
 
 
 def _undo(session: ChatSession, argument: str) -> bool:
-    question = session.conversation.undo()
-    reply("there is no question to forget" if question is None else f"forgotten: {_short(question)}")
-    return question is not None
+    turn = session.conversation.undo()
+    reply("there is no question to forget" if turn is None else f"forgotten: {_short(turn[0])}")
+    return turn is not None
 
 
 def _retry(session: ChatSession, argument: str) -> bool:
-    question = session.conversation.undo()
-    if question is None:
+    turn = session.conversation.undo()
+    if turn is None:
         reply("there is no question to ask again")
         return False
-    return session.answer(question)
+    before = session.conversation.last
+    done = session.answer(turn[0])
+    if session.conversation.last in (None, before):  # nothing came: the answer before stays
+        session.conversation.add(*turn)
+    return done
 
 
 def _system(session: ChatSession, argument: str) -> bool:
@@ -90,15 +94,22 @@ def _system(session: ChatSession, argument: str) -> bool:
 
 
 def _save(session: ChatSession, argument: str) -> bool:
-    session.conversation.save(Path(argument).expanduser())
+    session.conversation.save(_path(argument))
     reply(f"saved to {printable(argument)}")
     return True
 
 
 def _load(session: ChatSession, argument: str) -> bool:
-    session.conversation.load(Path(argument).expanduser())
+    session.conversation.load(_path(argument))
     reply(f"loaded {session.conversation.num_turns} turns from {printable(argument)}")
     return True
+
+
+def _path(argument: str) -> Path:
+    try:
+        return Path(argument).expanduser()
+    except RuntimeError as error:
+        raise RequestError(f"{printable(argument)[:80]}: {error}") from error
 
 
 def _stats(session: ChatSession, argument: str) -> bool:

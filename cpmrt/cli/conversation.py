@@ -81,6 +81,11 @@ class Conversation:
         """The number of questions that were answered and are remembered."""
         return len(self._turns)
 
+    @property
+    def last(self) -> tuple[str, str] | None:
+        """The last question and its answer."""
+        return self._turns[-1] if self._turns else None
+
     def messages(self, *, skip: int = 0) -> list[Message]:
         """Return the system message and the turns, but for the `skip` oldest."""
         start = [] if self.system is None else [_message("system", self.system)]
@@ -94,9 +99,9 @@ class Conversation:
     def add(self, question: str, answer: str) -> None:
         self._turns.append((question, answer))
 
-    def undo(self) -> str | None:
-        """Forget the last question and its answer, and return the question; None if there is none."""
-        return self._turns.pop()[0] if self._turns else None
+    def undo(self) -> tuple[str, str] | None:
+        """Forget the last question and its answer, and return both; None if there is none."""
+        return self._turns.pop() if self._turns else None
 
     def drop_oldest(self, count: int) -> None:
         """Forget the oldest questions and their answers."""
@@ -111,7 +116,7 @@ class Conversation:
 
         Replaces a conversation, but no other file. Raises RequestError.
         """
-        if path.exists():
+        if os.path.lexists(path):
             try:
                 _read(path)
             except RequestError as error:
@@ -119,7 +124,7 @@ class Conversation:
         text = json.dumps({"messages": self.messages()}, ensure_ascii=False, indent=1)
         try:
             number, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        except OSError as error:
+        except (OSError, ValueError) as error:
             raise _failed(path, "written", error) from error
         try:
             with open(number, "w", encoding="utf-8") as file:
@@ -146,6 +151,8 @@ def _failed(path: Path, verb: str, error: Exception) -> RequestError:
 def _read(path: Path) -> tuple[str | None, list[tuple[str, str]]]:
     """Return the system message and the turns in a file. Raises RequestError."""
     try:
+        if os.path.exists(path) and not os.path.isfile(path):
+            raise RequestError(f"{path} is no file")  # reading a pipe would wait for ever
         with path.open("rb") as file:
             raw = file.read(MAX_FILE_BYTES + 1)
         value = json.loads(raw) if len(raw) <= MAX_FILE_BYTES else None

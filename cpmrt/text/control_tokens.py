@@ -24,7 +24,8 @@ _TAG = re.compile(r"</?[^\s<>]+>?")
 class ControlTokens:
     """The special tokens of a `tokenizers.Tokenizer`, and its other added tokens that are written as tags (<think>).
 
-    `texts` are what they look like.
+    `texts` are what they look like. Tokens that count as whole words only are left out: what stands beside
+    them decides.
     """
 
     def __init__(self, library: Any):

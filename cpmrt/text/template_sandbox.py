@@ -227,7 +227,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
 
     def _carried(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         marks = self.current.marks
-        return function(*args, **kwargs) if marks is None else marks.carried(function, args, kwargs)
+        return function(*args, **kwargs) if marks is None else marks.carried(function, _countable(args), kwargs)
 
     def _written(self, value: Any) -> str:
         """Return a value as the template writes it out."""
@@ -240,7 +240,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
 
 
 def _countable(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Make lists of the generators that filters such as `map` return, so that they can be measured."""
+    """Make lists of the generators that filters such as `map` return, so that they can be looked at twice."""
     return tuple(list(value) if isinstance(value, GeneratorType) else value for value in args)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import select
 import signal
@@ -170,6 +171,14 @@ def test_undo_and_retry(chat, prompts, capsys):
     assert "forgotten: two" in err and "no question to forget" in err and "no question to ask again" in err
 
 
+def test_a_retry_that_fails_keeps_the_answer_before(chat, tmp_path, capsys):
+    """The system message leaves no room for the question any more."""
+    file = tmp_path / "kept.json"
+    lines = f"one\n/system {'x' * 300}\n/retry\n/system none\n/save {file}\n"
+    assert chat(lines, *SAMPLING, "--max-context", "90") == 1
+    assert [message["content"] for message in json.loads(file.read_text())["messages"]][0] == "one"
+
+
 def test_a_saved_conversation_goes_on_in_another_run(chat, prompts, tmp_path, capsys):
     file = tmp_path / "kept.json"
     assert chat(f"one\n/save {file}\ntwo\n/save {file}\n", *SAMPLING, "--system", "S") == 0
@@ -182,6 +191,8 @@ def test_a_saved_conversation_goes_on_in_another_run(chat, prompts, tmp_path, ca
 
 @pytest.mark.parametrize(("content", "message"), [
     (None, "cannot be read: No such file"),
+    ("folder", "is no file"),
+    ("fifo", "is no file"),
     ("{", "is no conversation"),
     ("[" * 100_000, "is no conversation"),
     ('{"messages": 3}', "is no conversation"),
@@ -191,7 +202,9 @@ def test_a_saved_conversation_goes_on_in_another_run(chat, prompts, tmp_path, ca
 ])  # fmt: skip
 def test_a_file_that_is_no_conversation_changes_nothing(chat, prompts, tmp_path, capsys, content, message):
     file = tmp_path / "file"
-    if content is not None:
+    if content in ("folder", "fifo"):
+        (file.mkdir if content == "folder" else lambda: os.mkfifo(file))()
+    elif content is not None:
         file.write_text(content)
     assert chat(f"one\n/load {file}\ntwo\n", *SAMPLING) == 1
     err = capsys.readouterr().err
@@ -201,7 +214,8 @@ def test_a_file_that_is_no_conversation_changes_nothing(chat, prompts, tmp_path,
 def test_no_other_file_is_written_over(chat, tmp_path, capsys):
     file = tmp_path / "notes.txt"
     file.write_text("precious")
-    assert chat(f"one\n/save {file}\n/save {tmp_path / 'no' / 'folder'}\n/save\n", *SAMPLING) == 1
+    wrong = [tmp_path, tmp_path / "no" / "folder", "", "~nobody-of-this-name/x", "a\0b"]
+    assert chat("".join(f"one\n/save {path}\n" for path in (file, *wrong)), *SAMPLING) == 1
     err = capsys.readouterr().err
     assert "exists and is no conversation" in err and "cannot be written" in err and "/save needs FILE" in err
     assert file.read_text() == "precious"
