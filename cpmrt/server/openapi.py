@@ -30,8 +30,12 @@ def document() -> Schema:
         "paths": {
             "/v1/chat/completions": _post("ChatRequest", "ChatCompletion", "Answer a conversation", streams=True),
             "/v1/completions": _post("CompletionRequest", "Completion", "Continue prompts", streams=True),
-            "/v1/messages": _post("MessageRequest", "Message", "Answer, as Anthropic does", streams=True),
-            "/v1/messages/count_tokens": _post("CountRequest", "Count", "The tokens that a conversation takes"),
+            "/v1/messages": _post(
+                "MessageRequest", "Message", "Answer, as Anthropic does", streams=True, error="MessageError"
+            ),
+            "/v1/messages/count_tokens": _post(
+                "CountRequest", "Count", "The tokens that a conversation takes", error="MessageError"
+            ),
             "/v1/embeddings": _post("EmbeddingRequest", "Embeddings", "Texts as vectors"),
             "/infill": _post("InfillRequest", "Infill", "Fill in the middle, as llama.cpp has it", streams=True),
             "/v1/models": _get("ModelList", "The names of the model that is served"),
@@ -62,11 +66,11 @@ def _body(schema: Schema, kind: str = "application/json") -> Schema:
     return {kind: {"schema": schema}}
 
 
-def _errors(*statuses: str) -> Schema:
-    return {status: {"description": "Error", "content": _body(_ref("Error"))} for status in statuses}
+def _errors(*statuses: str, schema: str = "Error") -> Schema:
+    return {status: {"description": "Error", "content": _body(_ref(schema))} for status in statuses}
 
 
-def _post(request: str, answer: str, summary: str, *, streams: bool = False) -> Schema:
+def _post(request: str, answer: str, summary: str, *, streams: bool = False, error: str = "Error") -> Schema:
     content = _body(_ref(answer))
     if streams:
         content |= _body({}, "text/event-stream")
@@ -75,7 +79,7 @@ def _post(request: str, answer: str, summary: str, *, streams: bool = False) -> 
             "summary": summary,
             "requestBody": {"required": True, "content": _body(_ref(request))},
             "responses": {"200": {"description": "Done", "content": content}}
-            | _errors("400", "401", "404", "408", "413", "429", "500", "503"),
+            | _errors("400", "401", "404", "408", "413", "429", "500", "503", schema=error),
         }
     }
 
@@ -120,7 +124,7 @@ def _object(required: Schema, optional: Schema | None = None) -> Schema:
 
 
 _STRING, _INTEGER, _NUMBER = {"type": "string"}, {"type": "integer"}, {"type": "number"}
-_TOKEN_IDS = _array({"type": "integer", "minimum": 0})
+_TOKEN_IDS = _array({"type": "integer", "minimum": 0, "maximum": 2**32 - 1})
 _MAX_TOKENS = _optional("integer", minimum=1, description="Default: until the model ends or the context is full")
 _OWN = "Default: the model's own, see sampling_defaults in /v1/models"
 _SHARED: Schema = {
@@ -221,7 +225,7 @@ def _requests() -> Schema:
         "prompt": _STRING,
         "content": _STRING,
         "add_special_tokens": _optional("boolean", default=True),
-        "messages": _array(message, minItems=1),
+        "messages": _optional("array", items=message, minItems=1),
         "add_generation_prompt": _optional("boolean", default=True),
         "return_token_strs": _optional("boolean", default=False),
         "with_pieces": _optional("boolean", default=False),
@@ -306,6 +310,9 @@ def _answers() -> Schema:
         }),
         "Count": _object({"input_tokens": _INTEGER}),
         "Error": _object({"error": _object(error)}),
+        "MessageError": _object(
+            {"type": {"const": "error"}, "error": _object({"type": _STRING, "message": _STRING})}
+        ),
     }
 
 

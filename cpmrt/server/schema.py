@@ -283,12 +283,15 @@ def read_prompts(fields: Fields, name: str, most: int) -> list[str | list[int]]:
 
 def _stop(fields: Fields, name: str) -> tuple[str, ...]:
     value = fields.raw(name)
-    texts = [value] if isinstance(value, str) else value or []
+    texts = [value] if isinstance(value, str) else [] if value is None else value
     if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
         raise invalid(name, "expected a non-empty string or an array of them")
     if len(texts) > MAX_STOP:
         raise invalid(name, f"expected at most {MAX_STOP} strings, got {len(texts)}")
-    num_bytes = sum(len(text.encode("utf-8", "surrogatepass")) for text in texts)
+    try:
+        num_bytes = sum(len(text.encode("utf-8")) for text in texts)
+    except UnicodeEncodeError:
+        raise invalid(name, "expected valid Unicode, got half of a surrogate pair") from None
     if num_bytes > MAX_STOP_BYTES:
         raise invalid(name, f"expected at most {MAX_STOP_BYTES} bytes in all strings together, got {num_bytes}")
     return tuple(texts)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
+from serving import serving
 
+from cpmrt import LLM
 from cpmrt.server import json_body
 from cpmrt.server.openapi import document
 from cpmrt.server.schema import read_chat, read_completion
@@ -38,12 +43,17 @@ def test_the_fields_are_those_that_the_code_reads(monkeypatch, schema, read, bod
 
 
 @pytest.mark.all
-def test_no_request_that_the_document_allows_or_forbids_is_a_5xx(demo, tmp_path):
-    command = shutil.which("schemathesis")
+def test_schemathesis_finds_nothing(tmp_path):
+    """All checks but one: that every request which the document allows is accepted.
+
+    It cannot say what a request may be as a whole: a prompt fits the context, some fields go with others only.
+    """
+    command = shutil.which("schemathesis", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
     if command is None:
         pytest.skip("needs schemathesis (pip install schemathesis)")
-    checks = "not_a_server_error,response_schema_conformance,status_code_conformance,content_type_conformance"
-    url = f"{demo.url}/openapi.json"
-    command_line = [command, "run", url, "--checks", checks, "--max-examples", "15"]
-    done = subprocess.run(command_line, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout[-4000:]
+    options = ["--exclude-checks", "positive_data_acceptance", "--max-examples", "3", "--request-timeout", "60"]
+    options += ["--phases", "examples,coverage,fuzzing"]
+    with serving(lambda: LLM(executor="reference", max_sequences=8, max_context=24, prefill_chunk=64)) as server:
+        command_line = [command, "run", f"{server.url}/openapi.json", *options]
+        done = subprocess.run(command_line, cwd=tmp_path, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout[-6000:]
