@@ -7,7 +7,7 @@ import { readFile, saveFile } from "./transfer.js";
 const SAVE_EVERY_MS = 2000;
 
 export class Chat {
-  /** `view` shows what changes; see app.js for its methods. `channel` tells other tabs. */
+  /** `view` shows what changes, by the methods of the object in app.js. `channel` tells other tabs. */
   constructor({ store, settings, view, channel }) {
     Object.assign(this, { store, settings, view, channel });
     this.model = null;
@@ -100,9 +100,7 @@ export class Chat {
     saveFile(records, "conversations");
   }
 
-  /**
-   * Read a file of conversations; returns how many there were. Throws an Error that says what is wrong with the file.
-   */
+  /** Read a file of conversations; returns how many there were. Throws an Error that says what is wrong with it. */
   async load(file) {
     const records = readFile(await file.text());
     for (const record of records) await this.store.put(record);

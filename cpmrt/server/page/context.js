@@ -1,6 +1,7 @@
 // What of a conversation fits into the model's context.
 
 const LARGEST_RESERVE = 1024;
+const TYPICAL = { tokens: 120, characters: 300 };
 
 /**
  * Return the turns of a path that ends with a question: each a question with its answer, the last without one.
@@ -23,19 +24,20 @@ export function messagesOf(system, turns, leftOut) {
 }
 
 /**
- * Estimate how many of the oldest turns to leave out so that room for an answer stays. What the last answer cost tells
- * how many tokens a character has. Where nothing is known this returns 0, and the server refuses what is too long.
+ * Estimate how many of the oldest turns to leave out so that room for an answer stays: from the tokens of the last
+ * prompt, and what was written since. Where nothing is known this is 0, and the server refuses what is too long.
  */
 export function turnsToLeaveOut({ path, system, contextLength, maxTokens }) {
   const last = path.findLast(message => message.role === "assistant" && message.speed?.prompt);
-  if (!last || !contextLength) return last?.leftOut ?? 0;
-  const turns = turnsOf(path),
-    before = turnsOf(path.slice(0, path.indexOf(last)));
-  const perCharacter = last.speed.prompt / Math.max(1, length(messagesOf(system, before, last.leftOut ?? 0)));
+  let leftOut = last?.leftOut ?? 0;
+  if (!last || !contextLength) return leftOut;
+  const turns = turnsOf(path);
+  const known = length(messagesOf(system, turnsOf(path.slice(0, path.indexOf(last))), leftOut));
+  // Short prompts are mostly the template's own tokens, so that they say little of what a character costs.
+  const perCharacter = (last.speed.prompt + TYPICAL.tokens) / (known + TYPICAL.characters);
   const reserve = Math.min(maxTokens || LARGEST_RESERVE, contextLength / 4);
-  let leftOut = last.leftOut ?? 0;
-  const isTooLong = () => length(messagesOf(system, turns, leftOut)) * perCharacter + reserve > contextLength;
-  while (leftOut < turns.length - 1 && isTooLong()) leftOut++;
+  const tokens = () => last.speed.prompt + (length(messagesOf(system, turns, leftOut)) - known) * perCharacter;
+  while (leftOut < turns.length - 1 && tokens() + reserve > contextLength) leftOut++;
   return leftOut;
 }
 

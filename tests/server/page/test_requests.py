@@ -94,6 +94,22 @@ def test_a_full_context_leaves_out_the_oldest_turns_and_says_so(open_page, tmp_p
         assert page.locator(".message.user").count() == 6
 
 
+@pytest.mark.parametrize(("prompt_tokens", "question", "left_out"), [
+    (12, "x" * 6000, 0),  # "hi" costs 12 tokens for 2 characters: that says nothing of the next question
+    (7000, "short", 1),  # 7000 of 8192 tokens are used, and an answer needs room too
+    (6000, "short", 0),
+])  # fmt: skip
+def test_turns_are_left_out_by_what_they_cost(page, prompt_tokens, question, left_out):
+    path = [
+        {"id": "a", "role": "user", "content": "hi" if prompt_tokens < 100 else "y" * 15_000},
+        {"id": "b", "role": "assistant", "content": "hello", "speed": {"prompt": prompt_tokens}},
+        {"id": "c", "role": "user", "content": question},
+    ]
+    counted = page.evaluate("""async path => (await import("/page/context.js"))
+        .turnsToLeaveOut({ path, system: "", contextLength: 8192 })""", path)  # fmt: skip
+    assert counted == left_out
+
+
 def test_a_question_that_alone_is_too_long_says_so(open_page, tmp_path):
     limits = ExecutorLimits(max_sequences=2, max_context=128, prefill_chunk=64, run_ahead=2)
     with serving(lambda: saying_llm(tmp_path, lambda prompt: "x", limits=limits)) as server:

@@ -12,8 +12,8 @@ const WORDS = new Set(["text", "text_special", "softbreak"]);
 const shown = new WeakMap(); // by the element of a block: the parts in it
 
 /**
- * Show `text` in the element of a block. Parts that stand there already stay, and words that go on get the rest, so that
- * a long paragraph grows at its end. Very long text without a break is shown as it is.
+ * Show `text` in the element of a block. Parts that stand there already stay, and words that go on get the rest, so
+ * that a long paragraph grows at its end. Very long text without a break is shown as it is.
  */
 export function showInline(box, text, env) {
   const before = shown.get(box) ?? [];
@@ -31,7 +31,7 @@ export function showInline(box, text, env) {
   shown.set(box, after);
 }
 
-/** Group tokens into words, `{isWords, text}`, and what stands between them, `{tokens, text}`. Equal texts look equal. */
+/** Group tokens into words, `{isWords, text}`, and others, `{tokens, text}`. What has equal texts looks equal. */
 function partsOf(tokens) {
   const parts = [];
   let depth = 0;

@@ -100,7 +100,7 @@ const RUBY = {
 const DATA = { line: ["#"], quotes: `"'`, keywords: words(""), directive: /(?:^|(?<=\s))[\w.-]+(?=\s*[:=](?:\s|$))/ };
 const JSON_TEXT = { line: ["//"], quotes: '"', keywords: words(""), directive: /"(?:\\.|[^"\\])*"(?=\s*:)/ };
 const CSS = { block: [["/*", "*/"]], quotes: `"'`, keywords: words(""), directive: /[@.#][\w-]+|[\w-]+(?=\s*:)/ };
-const MARKUP = { block: [["<!--", "-->"]], quotes: `"'`, keywords: words(""), directive: /<\/?[\w:-]+|\/?>/ };
+const MARKUP = { block: [["<!--", "-->"]], quotes: '"', keywords: words(""), directive: /<\/?[\w:-]+|\/?>/ };
 const LUA = {
   line: ["--"],
   long: [["[[", "]]"]],

@@ -1,5 +1,4 @@
-// Rules that find maths between $...$, $$...$$, \(...\) and \[...\] before Markdown reads its underscores and
-// backslashes.
+// Rules that find maths in $...$, $$...$$, \(...\) and \[...\] before Markdown reads its underscores and backslashes.
 
 const CLOSING = { $$: "$$", "\\[": "\\]", "\\(": "\\)" };
 

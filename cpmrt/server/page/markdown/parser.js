@@ -1,5 +1,4 @@
-// Markdown as a tree of blocks. Their text stays unparsed until it is shown, so that reading a long answer again is
-// cheap.
+// Markdown as a tree of blocks. Their text is parsed when it is shown, so that reading a long answer again is cheap.
 
 import MarkdownIt from "../vendor/markdown-it/markdown-it.mjs";
 import { addMath } from "./math_rules.js";

@@ -40,8 +40,7 @@ export class MarkdownStream {
     for (const block of blocks) if (block.kind === "heading") place(block, outline);
     showBlocks(this.root, this.open, blocks, this.env);
     this.open = blocks;
-    // Lines decide where blocks begin: behind the last block that has surely begun, and in it, more text can change
-    // things.
+    // More text can change the last block that has surely begun, and what stands behind it, but nothing before.
     const numWhole = this.tail.split("\n").length - 1;
     const first = blocks.findLastIndex(block => hasBegun(block, numWhole));
     if (first <= 0) return;
@@ -53,10 +52,7 @@ export class MarkdownStream {
   }
 }
 
-/**
- * Return whether no line that is still to come, or to be completed, can make another block of the first line of this
- * one.
- */
+/** Return whether this block stays apart from the one before it, whatever line comes next or is completed. */
 function hasBegun(block, numWhole) {
   if (block.kind === "math_block") return block.isClosed && block.end <= numWhole;
   return block.line + (block.kind === "table" ? 1 : 0) < numWhole;

@@ -25,9 +25,7 @@ export class AnswerView {
     this.thoughts = null;
   }
 
-  /**
-   * Show a slice more of the message; returns whether more waits. `generation` writes the answer; null: it has ended.
-   */
+  /** Show a slice more; returns whether more waits. `generation` is what writes the answer, or null at its end. */
   draw(generation) {
     const { message } = this;
     this.dom.classList.toggle("writing", Boolean(generation));
