@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import itertools
 import os
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -71,7 +72,8 @@ def project(tmp_path: Path) -> Path:
     root = tmp_path / "a project"
     (root / "tools").mkdir(parents=True)
     (root / "elsewhere").mkdir()
-    shutil.copy(ROOT / "tools" / "dev.py", root / "tools")
+    for name in ("dev.py", "dev_venv.py"):
+        shutil.copy(ROOT / "tools" / name, root / "tools")
     (root / "pyproject.toml").write_text(PYPROJECT)
     (root / "backend.py").write_text(BACKEND)
     (root / "cpmrt.py").write_text(PACKAGE)
@@ -98,41 +100,45 @@ def call(project: Path, *arguments: str) -> tuple[int, str, str]:
 
 
 @pytest.fixture(scope="module")
-def dev() -> ModuleType:
+def dev() -> Iterator[ModuleType]:
     """tools/dev.py as a module."""
-    spec = importlib.util.spec_from_file_location("dev", ROOT / "tools" / "dev.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    sys.path.insert(0, str(ROOT / "tools"))
+    yield importlib.import_module("dev")
+    sys.path.remove(str(ROOT / "tools"))
+
+
+@pytest.fixture
+def venv(dev: ModuleType) -> ModuleType:
+    """The module that installs."""
+    return importlib.import_module("dev_venv")
 
 
 @pytest.mark.parametrize(
     ("driver_version", "extra"),
     [(0, ""), (11080, ""), (12000, "cuda12"), (12090, "cuda12"), (13000, "cuda13"), (14010, "cuda13")],
 )
-def test_the_driver_decides_the_cuda_extra(dev: ModuleType, driver_version: int, extra: str) -> None:
-    assert dev.cuda_extra(driver_version) == extra
+def test_the_driver_decides_the_cuda_extra(venv: ModuleType, driver_version: int, extra: str) -> None:
+    assert venv.cuda_extra(driver_version) == extra
 
 
-def test_extras_are_found_in_the_text_of_pyproject(dev: ModuleType) -> None:
+def test_extras_are_found_in_the_text_of_pyproject(venv: ModuleType) -> None:
     extras = '[project.optional-dependencies] # these\ndev = [\n  "a=1",\n]\ncuda12=["b"]\n'
-    assert dev.defined_extras(f'[project]\nname = "x"\n{extras}[other]\ny = 1\n') == {"dev", "cuda12"}
-    assert "dev" in dev.defined_extras((ROOT / "pyproject.toml").read_text())
+    assert venv.defined_extras(f'[project]\nname = "x"\n{extras}[other]\ny = 1\n') == {"dev", "cuda12"}
+    assert "dev" in venv.defined_extras((ROOT / "pyproject.toml").read_text())
 
 
 def test_an_extra_that_was_installed_stays_when_another_is_asked_for(
-    dev: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    venv: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     installed: list[tuple[str, ...]] = []
     (tmp_path / "pyproject.toml").write_text('[project.optional-dependencies]\ndev = []\nserver = []\n')
-    monkeypatch.setattr(dev, "ROOT", tmp_path)
-    monkeypatch.setattr(dev, "STAMP", tmp_path / "stamp.json")
-    monkeypatch.setattr(dev, "venv_works", lambda: True)
-    monkeypatch.setattr(dev, "cuda_driver_version", lambda initialise: 0)
-    monkeypatch.setattr(dev, "pip_install", installed.append)
+    monkeypatch.setattr(venv, "ROOT", tmp_path)
+    monkeypatch.setattr(venv, "STAMP", tmp_path / "stamp.json")
+    monkeypatch.setattr(venv, "venv_works", lambda: True)
+    monkeypatch.setattr(venv, "cuda_driver_version", lambda initialise: 0)
+    monkeypatch.setattr(venv, "pip_install", installed.append)
     for wanted in ({"dev"}, {"server"}):
-        dev.ensure_installed(wanted)
+        venv.ensure_installed(wanted)
     assert installed == [("dev",), ("dev", "server")]
 
 
@@ -245,16 +251,15 @@ def test_unreachable_index_is_named_and_the_next_call_tries_again(project: Path)
     assert code == 7 and "making" not in err
 
 
-def test_a_terminal_sees_a_spinner_and_one_line_of_it_stays(dev: ModuleType, tmp_path: Path) -> None:
+def test_a_terminal_sees_a_spinner_and_one_line_of_it_stays(tmp_path: Path) -> None:
     code = (
-        "import importlib.util, pathlib, sys; spec = importlib.util.spec_from_file_location('dev', sys.argv[1]); "
-        "dev = importlib.util.module_from_spec(spec); spec.loader.exec_module(dev); "
-        "dev.LOG = pathlib.Path(sys.argv[2]); "
-        "sys.exit(dev.run_quietly('working', [sys.executable, '-c', "
+        "import pathlib, sys; sys.path.insert(0, sys.argv[1]); import dev_venv; "
+        "dev_venv.LOG = pathlib.Path(sys.argv[2]); "
+        "sys.exit(dev_venv.run_quietly('working', [sys.executable, '-c', "
         "'import time; print(\"Downloading a-1.0 (3 kB)\", flush=True); time.sleep(0.5); raise SystemExit(4)']))"
     )
     parent, child = os.openpty()
-    command = [sys.executable, "-c", code, str(ROOT / "tools" / "dev.py"), str(tmp_path / "log")]
+    command = [sys.executable, "-c", code, str(ROOT / "tools"), str(tmp_path / "log")]
     process = subprocess.Popen(command, stderr=child, stdout=child)
     os.close(child)
     shown = b""
