@@ -96,7 +96,7 @@ def test_a_full_context_leaves_out_the_oldest_turns_and_says_so(open_page, tmp_p
 
 @pytest.mark.parametrize(("prompt_tokens", "question", "left_out"), [
     (12, "x" * 6000, 0),  # "hi" costs 12 tokens for 2 characters: that says nothing of the next question
-    (7000, "short", 1),  # 7000 of 8192 tokens are used, and an answer needs room too
+    (7500, "short", 1),  # 7500 of 8192 tokens are used, and an answer needs room too
     (6000, "short", 0),
 ])  # fmt: skip
 def test_turns_are_left_out_by_what_they_cost(page, prompt_tokens, question, left_out):
