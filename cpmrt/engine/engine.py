@@ -70,6 +70,8 @@ class Engine:
     ):
         self.executor, self.limits = executor, executor.limits
         self.listener = listener
+        self.on_news: Callable[[Sequence], object] = _ignore
+        """Called with each sequence that may have got tokens or come to its end."""
         self._uses_cache, self._keeps_answers = bool(prefix_cache), prefix_cache == KEEP_ANSWERS
         self.adaptive = adaptive
         self._policy: DraftPolicy | None = None
@@ -77,7 +79,7 @@ class Engine:
         self.cache = self._empty_cache()
         """Gives out the KV pages; None where the executor's block tables are fixed."""
         self._waiting: deque[Sequence | Loan] = deque()
-        self._loans: set[Loan] = set()
+        self._loans: dict[Loan, None] = {}
         """Slots that are lent."""
         self.running: list[Sequence] = []
         """The sequences that hold a slot."""
@@ -95,6 +97,11 @@ class Engine:
     def free_slots(self) -> tuple[int, ...]:
         """The slots that no sequence holds."""
         return tuple(self._free_slots)
+
+    @property
+    def loans(self) -> tuple[Loan, ...]:
+        """Slots that are lent now."""
+        return tuple(self._loans)
 
     @property
     def is_idle(self) -> bool:
@@ -157,14 +164,8 @@ class Engine:
 
     def finish(self, seq: Sequence, reason: str) -> None:
         """End a sequence from outside, as when its request is cancelled. No effect on a finished one."""
-        if seq.phase is Phase.FINISHED:
-            return
-        if seq.phase is Phase.WAITING:
-            self._waiting.remove(seq)
-            transitions.finish(seq, reason)
-        else:
-            transitions.finish(seq, reason)
-            self._release(seq)
+        self._end(seq, reason)
+        self._collect_control_steps()
 
     def stop(self, seq: Sequence, num_tokens: int) -> None:
         """End a sequence at a stop string in its text, which its first `num_tokens` tokens complete.
@@ -193,7 +194,7 @@ class Engine:
     def give_back(self, loan: Loan) -> None:
         """End a loan, lent or still waiting. No effect on one that has ended."""
         if loan in self._loans:
-            self._loans.remove(loan)
+            del self._loans[loan]
             self._free_slots.append(loan.slot)
             if self.cache and loan.pages:
                 self.cache.release(loan.pages)
@@ -272,11 +273,12 @@ class Engine:
     def _lend(self, loan: Loan) -> None:
         loan.pages = self.cache.acquire(loan.prompt_ids, loan.num_tokens) if self.cache else None
         loan.slot = self._free_slots.pop()
-        self._loans.add(loan)
+        self._loans[loan] = None
 
     def _admit(self, seq: Sequence) -> None:
         num_tokens = transitions.num_reserved(seq.request, self.limits)
         slot = self._free_slots.pop()
+        seq.started_at = seq.started_at or perf_counter()
         pages = self.cache.acquire(seq.text, num_tokens) if self.cache else None
         self._begin(seq, transitions.admit(seq, slot, pages))
 
@@ -347,12 +349,24 @@ class Engine:
                 self._release(seq)
             elif seq.phase is Phase.PAUSED and not seq.num_in_flight:
                 self._resume(seq)
+            self.on_news(seq)
+
+    def _end(self, seq: Sequence, reason: str) -> None:
+        if seq.phase is Phase.FINISHED:
+            return
+        if seq.phase is Phase.WAITING:
+            self._waiting.remove(seq)
+            transitions.finish(seq, reason)
+        else:
+            transitions.finish(seq, reason)
+            self._release(seq)
+        self.on_news(seq)
 
     def _fail(self, seq: Sequence, error: BaseException) -> None:
         """End a sequence whose step failed. An interrupt is not kept as the reason: one stream alone raises it."""
         if seq.phase is not Phase.FINISHED and isinstance(error, Exception):
             seq.failure = error
-        self.finish(seq, "cancelled")
+        self._end(seq, "cancelled")
 
     def _forget_oldest(self) -> None:
         flight = self._in_flight.popleft()
@@ -377,7 +391,6 @@ class Engine:
         else:
             self._guarded(Release(seq.slot), (), ())
             self._begin(seq, transitions.readmit(seq, self.limits))
-            self._collect_control_steps()
 
     def _release(self, seq: Sequence) -> None:
         """Submit the release of a sequence's slot. The cache has its prompt's full pages, and may take its answer's.
@@ -393,9 +406,12 @@ class Engine:
                 self.cache.keep(seq.pages, (*seq.request.prompt_ids, *seq.token_ids), seq.num_written)
             self.cache.release(seq.pages)
             seq.pages = None
-        self._collect_control_steps()
 
     def _collect_control_steps(self) -> None:
         """Report steps without results (Admit, Keep, Recall, Release) to the listener, each in its place."""
         while self._in_flight and not self._in_flight[0].sequences:
             self._collect_oldest()
+
+
+def _ignore(seq: Sequence) -> None:
+    """Take no note of news."""

@@ -98,6 +98,8 @@ class Sequence:
     outbox: deque[SlotResult] = field(default_factory=deque)
     """Results nobody has read yet."""
     added_at: float = 0.0
+    started_at: float = 0.0
+    """When it got its first slot; 0: not yet."""
     first_token_at: float = 0.0
     last_token_at: float = 0.0
 

@@ -44,7 +44,6 @@ class Generation:
     is_read: bool = False
     """Whether the caller has read its end too."""
     submitted_at: float = field(default_factory=perf_counter)
-    started_at: float = 0.0
     receiver: Receiver = field(init=False, repr=False)
     sequence: EngineSequence = field(init=False)
     text: AnswerText = field(init=False, repr=False)
@@ -59,7 +58,7 @@ class Generation:
     def ended(self, error: Exception | None = None) -> Ended:
         """Return the end of this job, now; `error` or, without one, the failure of its sequence is its reason."""
         seq, error = self.sequence, error or self.sequence.failure
-        queued_s = (self.started_at or perf_counter()) - self.submitted_at
+        queued_s = (seq.started_at or perf_counter()) - self.submitted_at
         first_token_s = seq.first_token_at - self.submitted_at if seq.token_ids else 0.0
         reason = "error" if error else seq.finish_reason or "cancelled"
         return Ended(reason, seq.stats, queued_s, first_token_s, error, self.text.stop_string)

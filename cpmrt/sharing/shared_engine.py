@@ -13,9 +13,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from threading import Lock, get_ident
-from time import perf_counter
 
 from cpmrt.engine import Engine
+from cpmrt.engine import Sequence as EngineSequence
+from cpmrt.engine.engine import Loan
 from cpmrt.errors import ClosedError, CpmrtError, RequestError
 from cpmrt.generation import AnswerText, Piece
 from cpmrt.sharing.interrupts import HeldInterrupt
@@ -54,8 +55,11 @@ class SharedEngine:
         self._commands: deque[Callable[[], None]] = deque()
         self._sleeping: dict[Inbox, None] = {}
         """Inboxes of threads that wait while another one drives."""
-        self._generations: list[Generation] = []
-        self._readings: list[Reading] = []
+        self._generations: dict[EngineSequence, Generation] = {}
+        self._readings: dict[Loan, Reading] = {}
+        self._news: list[EngineSequence] = []
+        """Sequences with tokens or an end that their receivers have not got yet."""
+        engine.on_news = self._news.append
         self._is_closed = False
         self._process = os.getpid()
 
@@ -214,12 +218,13 @@ class SharedEngine:
         Raises errors that are no sequence's own, such as a listener's.
         """
         self._run_commands()
-        for reading in tuple(self._readings):
-            self._run_reading(reading)
+        for loan in self.engine.loans:
+            if loan in self._readings:  # others are of tools that drive the engine themselves
+                self._run_reading(loan, self._readings[loan])
         try:
             self.engine.advance()
         except Exception as error:
-            if not any(job.sequence.failure is error for job in self._generations):
+            if not any(seq.failure is error for seq in self._news):
                 raise
         finally:
             self._run_hand_out()
@@ -233,19 +238,21 @@ class SharedEngine:
             if self._is_closed:
                 self._run_end(job, _closed())
             elif isinstance(job, Generation):
+                self._generations[job.sequence] = job
                 self.engine.queue(job.sequence)
-                self._generations.append(job)
             else:
                 job.loan = self.engine.borrow(job.num_tokens, job.prompt_ids)
-                self._readings.append(job)
+                self._readings[job.loan] = job
 
     def _run_cancel(self, jobs: Sequence[Job]) -> None:
         for job in jobs:
-            if job in self._generations or job in self._readings:
+            if isinstance(job, Reading):
+                if job.loan in self._readings:
+                    self._run_end(job)
+            elif job.sequence in self._generations:
                 # What fails here (a lost device, a listener) fails again in the next step, whose caller hears of it.
                 with suppress(Exception):
-                    if isinstance(job, Generation):
-                        self.engine.finish(job.sequence, "cancelled")
+                    self.engine.finish(job.sequence, "cancelled")
                 self._run_end(job)
 
     def _run_close(self, inbox: Inbox, closed: Closed) -> None:
@@ -254,16 +261,12 @@ class SharedEngine:
             self.engine.close()
         except Exception as error:
             closed.error = error
-        jobs: list[Job] = [*self._generations, *self._readings]
+        jobs: list[Job] = [*self._generations.values(), *self._readings.values()]
         for job in jobs:
             self._run_end(job, _closed())
         inbox.put(closed)
 
-    def _run_reading(self, reading: Reading) -> None:
-        loan = reading.loan
-        assert loan is not None
-        if loan.slot < 0:
-            return
+    def _run_reading(self, loan: Loan, reading: Reading) -> None:
         try:
             if reading.running is None:
                 reading.running = reading.work(loan.slot, loan.block_table)
@@ -277,25 +280,28 @@ class SharedEngine:
     def _run_hand_out(self) -> None:
         """Give the receivers, in one call each, what has come for their jobs."""
         batches: dict[Receiver, list[Item]] = {}
-        for job in tuple(self._generations):
+        news = dict.fromkeys(self._news)
+        self._news.clear()
+        for seq in news:
+            job = self._generations.get(seq)
+            if job is None:
+                continue
             try:
                 items = self._run_collect(job)
             except Exception as error:
                 with suppress(Exception):
-                    self.engine.finish(job.sequence, "cancelled")
+                    self.engine.finish(seq, "cancelled")
                 items = [(job, job.ended(error))]
             if items:
                 batches.setdefault(job.receiver, []).extend(items)
                 if isinstance(items[-1][1], Ended):
-                    self._generations.remove(job)
+                    del self._generations[seq]
         for receiver, batch in batches.items():
             receiver.receive(batch)
 
     def _run_collect(self, job: Generation) -> list[Item]:
         """Return the new pieces of a generation, and its end if it has come."""
         seq, text, items = job.sequence, job.text, list[Item]()
-        if not job.started_at and seq.slot >= 0:
-            job.started_at = perf_counter()
         while seq.outbox:
             items.append((job, text.push(seq.outbox.popleft())))
             if text.is_over:
@@ -309,14 +315,12 @@ class SharedEngine:
     def _run_end(self, job: Job, error: Exception | None = None) -> None:
         """Take a job off the active ones and tell its end."""
         if isinstance(job, Generation):
-            if job in self._generations:
-                self._generations.remove(job)
-        elif job in self._readings:
-            self._readings.remove(job)
+            self._generations.pop(job.sequence, None)
+        elif job.loan is not None:
+            del self._readings[job.loan]
             if job.running is not None:
                 job.running.close()
-            if job.loan is not None:
-                self.engine.give_back(job.loan)
+            self.engine.give_back(job.loan)
         job.receiver.receive([(job, job.ended(error))])
 
 

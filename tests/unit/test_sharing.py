@@ -3,6 +3,7 @@
 import gc
 import random
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -200,3 +201,14 @@ def test_a_reading_that_fails_tells_its_caller():
     shared.submit((Reading(8, work),), inbox)
     assert str(shared.next(inbox)[1].error) == "no such row"
     check_whole(shared)
+
+
+def test_what_a_token_costs_does_not_depend_on_how_many_wait():
+    def seconds(count):
+        shared = shared_engine(2)
+        begun = time.thread_time()
+        shared.run([generation([5, 6], 5) for _ in range(count)])
+        return (time.thread_time() - begun) / count
+
+    few = min(seconds(100) for _ in range(3))
+    assert min(seconds(3000) for _ in range(2)) < 4 * few
