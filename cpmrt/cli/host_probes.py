@@ -66,7 +66,7 @@ def versions() -> Iterator[Finding]:
 
 def required_packages() -> Iterator[Finding]:
     """Report the packages that loading and text need."""
-    for package in ("tokenizers", "huggingface_hub", "jinja2", "rich"):
+    for package in ("tokenizers", "huggingface_hub", "jinja2", "rich", "prompt_toolkit"):
         found = installed_version(package)
         if found is None:
             yield Finding(package, Status.BROKEN, "not installed", pip_install(package))

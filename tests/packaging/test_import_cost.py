@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 
-HEAVY = ("cupy", "torch", "tokenizers", "jinja2", "huggingface_hub", "rich")
+HEAVY = ("cupy", "torch", "tokenizers", "jinja2", "huggingface_hub", "rich", "prompt_toolkit")
 CHILD = """
 import json, sys, time
 begun = time.process_time()

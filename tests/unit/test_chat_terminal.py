@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import stat
 import sys
 import time
@@ -14,16 +15,40 @@ SAYS = [sys.executable, str(ROOT / "tests" / "says_chat.py")]
 LONG = "word " * 400
 
 
-@pytest.fixture
-def chat(tmp_path):
-    """Start a chat whose model says what stands between say( and )yas."""
-
-    def start(*arguments, delay_s=0.0, **sizes):
+def starter(tmp_path):
+    def start(*arguments, delay_s=0.0, shell="", **sizes):
         command = [*SAYS, str(tmp_path / "model"), str(delay_s), *arguments]
+        if shell:
+            command = ["sh", "-c", f"exec {shlex.join(command)} {shell}"]
         variables = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "CPMRT_STATE_DIR": str(tmp_path / "state")}
         return Terminal(command, **variables, **sizes)
 
     return start
+
+
+@pytest.fixture
+def chat(tmp_path):
+    """Start a chat whose model says what stands between say( and )yas."""
+    return starter(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory):
+    """A chat that several tests use, one after the other."""
+    with starter(tmp_path_factory.mktemp("chat"))("--no-markdown") as terminal:
+        terminal.wait_for_prompt()
+        yield terminal
+
+
+@pytest.fixture
+def terminal(running):
+    """The running chat, its conversation forgotten and its screen empty."""
+    running.type("/clear\r")
+    running.wait("the conversation is forgotten\n>")
+    running.screen.reset()
+    running.type("\x0c")  # Ctrl-L draws the prompt again
+    running.wait_for_prompt()
+    return running
 
 
 def test_a_banner_a_question_an_answer_and_ctrl_d(chat):
@@ -42,24 +67,17 @@ def test_quiet_shows_no_banner(chat):
         assert terminal.lines == [">"]
 
 
-def test_pasted_lines_are_one_message(chat):
-    with chat("--no-markdown") as terminal:
-        terminal.wait_for_prompt()
-        terminal.paste("first\nsecond\n  third")
-        terminal.type("\r")
-        terminal.wait("[user]first\nsecond\n  third[assistant]")
+def test_pasted_lines_are_one_message(terminal):
+    terminal.paste("first\nsecond\n  third")
+    terminal.type("\r")
+    terminal.wait("[user]first\nsecond\n  third[assistant]")
 
 
-def test_quotes_and_backslashes_make_several_lines(chat):
-    with chat("--no-markdown") as terminal:
-        terminal.wait_for_prompt()
-        terminal.type('"""one\rtwo\r\r"""\r')
-        terminal.wait("[user]one\ntwo[assistant]")
-        terminal.wait_for_prompt()
-        terminal.type("/clear\r")
-        terminal.wait("forgotten")
-        terminal.type("three\\\rfour\r")
-        terminal.wait("[user]three\nfour[assistant]")
+def test_quotes_and_backslashes_make_several_lines(terminal):
+    terminal.type('"""one\rtwo\r\r"""\r')
+    terminal.wait("[user]one\ntwo[assistant]\n>")
+    terminal.type("three\\\rfour\r")
+    terminal.wait("[user]three\nfour[assistant]")
 
 
 def test_words_are_not_broken(chat):
@@ -154,24 +172,28 @@ def test_a_history_that_cannot_be_kept_is_no_reason_to_stop(chat, tmp_path):
         terminal.wait("\none\n>")
 
 
-def test_tab_completes_commands(chat):
-    with chat() as terminal:
+def test_answers_into_a_file(chat, tmp_path):
+    """The terminal is still there to type on."""
+    with chat("--no-markdown", shell=f"> {tmp_path / 'answers'}") as terminal:
         terminal.wait_for_prompt()
-        terminal.type("/sta\t\r")
-        terminal.wait("no answer yet")
+        terminal.type("say(one)yas\r")
+        terminal.wait(lambda: (tmp_path / "answers").read_text() == "one\n")
+        terminal.type("/bye\r")
+        assert terminal.end() == 0 and "\none" not in terminal.text
 
 
-def test_answers_cannot_steer_the_terminal(chat):
-    with chat("--no-markdown") as terminal:
-        terminal.wait_for_prompt()
-        terminal.paste("say(a\x1b]0;owned\x07\x1b[2Jb)yas")
-        terminal.type("\r")
-        terminal.wait("\na\\x1b]0;owned\\x07\\x1b[2Jb\n>")
-        assert terminal.screen.title != "owned"
+def test_tab_completes_commands(terminal):
+    terminal.type("/he\t\r")
+    terminal.wait("forget the conversation")
 
 
-def test_thoughts_are_dim_and_apart(chat):
-    with chat() as terminal:
-        terminal.wait_for_prompt()
-        terminal.type("say(<think>hm</think>yes)yas\r")
-        terminal.wait("\nhm\n\nyes\n>")
+def test_answers_cannot_steer_the_terminal(terminal):
+    terminal.paste("say(a\x1b]0;owned\x07\x1b[2Jb)yas")
+    terminal.type("\r")
+    terminal.wait("\na\\x1b]0;owned\\x07\\x1b[2Jb\n>")
+    assert terminal.screen.title != "owned"
+
+
+def test_thoughts_are_apart(terminal):
+    terminal.type("say(<think>hm</think>yes)yas\r")
+    terminal.wait("\nhm\n\nyes\n>")

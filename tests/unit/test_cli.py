@@ -65,7 +65,7 @@ def test_version(capsys):
 
 def test_help_imports_no_command(tmp_path):
     code = "import sys; from cpmrt.cli.main import main; main(['--help']); print([m for m in sys.modules if m in {!r}])"
-    heavy = {"rich", "tokenizers", "huggingface_hub", "cpmrt.cli.generate", "cpmrt.cli.doctor"}
+    heavy = {"rich", "prompt_toolkit", "tokenizers", "huggingface_hub", "cpmrt.cli.generate", "cpmrt.cli.doctor"}
     done = subprocess.run(
         [sys.executable, "-c", code.format(heavy)], capture_output=True, text=True, cwd=ROOT, timeout=60, check=True
     )
