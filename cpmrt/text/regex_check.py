@@ -8,7 +8,7 @@ of tokenizers have neither: `'s|'t| ?\\p{L}+|\\s+(?!\\S)|\\s+`.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 MAX_LENGTH = 8192
 MAX_VARIABLE = 8
@@ -18,6 +18,9 @@ MAX_LONG = 3
 _LONG = 8
 """Repetitions up to which a part is short."""
 _GROUP = re.compile(r"\((?!\?|\*)|\(\?(?:[im]*(?:-[im]+)?:|[=!>]|<[=!]|<[A-Za-z_]\w*>)")
+_LOOK = re.compile(r"\(\?<?[=!]")
+_PLACES = ("^", "$", r"\b", r"\B", r"\A", r"\z", r"\Z", r"\G")
+"""What matches a place in a text, and no character."""
 _OPTION = re.compile(r"\(\?[im]+\)")
 _ESCAPE = re.compile(
     r"\\(?:[pP]\{\^?[\w =-]{1,40}\}|x\{[0-9A-Fa-f]{1,8}\}|x[0-9A-Fa-f]{2}|u[0-9A-Fa-f]{4}|[^\dkgKRXpPxu])", re.DOTALL
@@ -31,23 +34,33 @@ class UnsafeRegexError(ValueError):
 
 @dataclass(frozen=True)
 class _Shape:
-    """How many parts of the longest alternative vary in length, and how many of them can be long."""
+    """How many parts of the longest alternative vary in length, and how many can be long; the fewest characters."""
 
     variable: int = 0
     long: int = 0
     has_choice: bool = False
+    fewest: int = 0
 
     def then(self, other: _Shape) -> _Shape:
+        has_choice = self.has_choice or other.has_choice
         return _Shape(
-            self.variable + other.variable, self.long + other.long, self.has_choice or other.has_choice
+            self.variable + other.variable, self.long + other.long, has_choice, self.fewest + other.fewest
         )
 
     def either(self, other: _Shape) -> _Shape:
-        return _Shape(max(self.variable, other.variable), max(self.long, other.long), True)
+        fewest = min(self.fewest, other.fewest)
+        return _Shape(max(self.variable, other.variable), max(self.long, other.long), True, fewest)
+
+    def repeated(self, least: int, most: int) -> _Shape:
+        varies, is_long = int(least != most), int(most > _LONG)
+        return _Shape(self.variable + varies, self.long + is_long, self.has_choice, self.fewest * least)
 
 
-def check_regex(pattern: str) -> None:
-    """Raise UnsafeRegexError, with the reason, for a pattern that may take exponential time or that is not known."""
+def check_regex(pattern: str) -> int:
+    """Return the fewest characters that a pattern matches.
+
+    Raises UnsafeRegexError, with the reason, for one that may take exponential time or that is not known.
+    """
     if len(pattern) > MAX_LENGTH:
         raise UnsafeRegexError(f"it has more than {MAX_LENGTH} characters")
     scanner = _Scanner(pattern)
@@ -56,6 +69,7 @@ def check_regex(pattern: str) -> None:
         raise UnsafeRegexError("it closes a group that it has not opened")
     if shape.variable > MAX_VARIABLE or shape.long > MAX_LONG:
         raise UnsafeRegexError("too many parts that follow each other can be of any length")
+    return shape.fewest
 
 
 class _Scanner:
@@ -79,7 +93,7 @@ class _Scanner:
         return shape
 
     def _atom(self) -> _Shape:
-        char = self._peek()
+        char, start = self._peek(), self.at
         if char == "(":
             return self._group()
         if char == "[":
@@ -90,12 +104,13 @@ class _Scanner:
             raise UnsafeRegexError("a repetition of a repetition, or of nothing")
         else:
             self.at += 1
-        return _Shape()
+        return _Shape(fewest=int(self.pattern[start : self.at] not in _PLACES))
 
     def _group(self) -> _Shape:
         if self.at == 0 and (option := _OPTION.match(self.pattern)):
             self.at = option.end()  # elsewhere it would change what the alternatives behind it are
             return _Shape()
+        looks_around = _LOOK.match(self.pattern, self.at)
         self._take(_GROUP, "a kind of group that tokenizers do not use")
         self._depth += 1
         if self._depth > 50:
@@ -104,7 +119,7 @@ class _Scanner:
         if self._peek() != ")":
             raise UnsafeRegexError("a group without an end")
         self.at, self._depth = self.at + 1, self._depth - 1
-        return shape
+        return replace(shape, fewest=0) if looks_around else shape
 
     def _char_class(self) -> None:
         depth = 0
@@ -132,7 +147,7 @@ class _Scanner:
         least, most = _limits(found)
         if most > 1 and (shape.variable or shape.has_choice):
             raise UnsafeRegexError("a repetition of what can match in several ways")
-        return shape.then(_Shape(int(least != most), int(most > _LONG)))
+        return shape.repeated(least, most)
 
     def _take(self, wanted: re.Pattern[str], otherwise: str) -> None:
         found = wanted.match(self.pattern, self.at)

@@ -34,6 +34,7 @@ class _Place:
 
     def __init__(self, source: str, kinds: Mapping[str, Growth], parts: str):
         self.source, self._kinds, self._parts, self._count = source, kinds, parts, 0
+        self._num_templates = 0
 
     def growth(self, value: object, depth: int = 0) -> float:
         """Check a component, null or with others in it; return how many times as long it may make a text."""
@@ -57,6 +58,12 @@ class _Place:
             product *= self.growth(part, depth + 1)
         return product
 
+    def count_template(self) -> None:
+        """Check that this is the first component that puts special tokens around a text: the library takes only one."""
+        self._num_templates += 1
+        if self._num_templates > 1:
+            raise self.refuse("processors that add special tokens", "one", self._num_templates)
+
     def string(self, component: Component, name: str) -> str:
         """Return a short string of a component, "" where it is null or absent."""
         value = component.get(name)
@@ -71,24 +78,23 @@ class _Place:
         if type(value) is not int or not low <= value < 2**31:
             raise self.refuse(name, f"an integer in [{low}, 2**31)", value)
 
-    def pattern(self, component: Component) -> str:
-        """Return the plain string that a pattern looks for; "" for a regular expression, once that is checked."""
+    def pattern(self, component: Component) -> int:
+        """Return the fewest bytes that a pattern matches, a string or a regular expression, which is checked."""
         pattern = component.get("pattern")
         if isinstance(pattern, Mapping) and len(pattern) == 1:
             if "String" in pattern:
-                return self.string(pattern, "String")
+                return len(self.string(pattern, "String").encode("utf-8", "surrogatepass"))
             if isinstance(pattern.get("Regex"), str):
-                self._check_regex(pattern["Regex"])
-                return ""
+                return self._fewest(pattern["Regex"])
         raise self.refuse("pattern", '{"String": ...} or {"Regex": ...}', pattern)
 
     def refuse(self, what: str, expected: str, actual: object) -> CheckpointError:
         """Return the error for something that a tokenizer.json may not contain."""
         return CheckpointError(f"{self.source}: {what}", expected=expected, actual=quoted(actual))
 
-    def _check_regex(self, text: str) -> None:
+    def _fewest(self, text: str) -> int:
         try:
-            check_regex(text)
+            return check_regex(text)
         except UnsafeRegexError as error:
             raise CheckpointError(
                 f"{self.source}: the regular expression {quoted(text)} is refused: {error}",
@@ -101,9 +107,10 @@ def _times(growth: float) -> Growth:
 
 
 def _replace(component: Component, place: _Place) -> float:
-    content, pattern = place.string(component, "content"), place.pattern(component)
-    # An expression may match nothing, between any two characters.
-    return max(1.0, len(content.encode()) / len(pattern.encode())) if pattern else 1.0 + len(content.encode())
+    added, fewest = len(place.string(component, "content").encode("utf-8", "surrogatepass")), place.pattern(component)
+    if not fewest:  # the library panics at the ends of a text
+        raise place.refuse("pattern", "one that matches no empty text", component["pattern"])
+    return max(1.0, added / fewest)
 
 
 def _with_strings(growth: float, *names: str) -> Growth:
@@ -115,17 +122,20 @@ def _with_strings(growth: float, *names: str) -> Growth:
     return check
 
 
-def _with_sizes(low: int, *names: str) -> Growth:
-    def check(component: Component, place: _Place) -> float:
-        for name in names:
-            place.integer(component, name, low)
-        return 1.0
-
-    return check
+def _pieces_of_length(component: Component, place: _Place) -> float:
+    place.integer(component, "length", 1)
+    return 1.0
 
 
 def _split(component: Component, place: _Place) -> float:
     place.pattern(component)
+    return 1.0
+
+
+def _strip(component: Component, place: _Place) -> float:
+    place.integer(component, "start", 0)
+    if component.get("stop") != 0:  # the library panics at a token that is shorter
+        raise place.refuse("stop", "0", component.get("stop"))
     return 1.0
 
 
@@ -145,13 +155,13 @@ _PRE_TOKENIZERS: dict[str, Growth] = {
     "Sequence": _times(1), "BertPreTokenizer": _times(1), "ByteLevel": _times(2), "CharDelimiterSplit": _times(1),
     "Metaspace": _with_strings(4, "replacement", "str_rep"), "Whitespace": _times(1), "WhitespaceSplit": _times(1),
     "Split": _split, "Punctuation": _times(1), "Digits": _times(1), "UnicodeScripts": _times(1),
-    "FixedLength": _with_sizes(1, "length"),
+    "FixedLength": _pieces_of_length,
 }  # fmt: skip
 _DECODERS: dict[str, Growth] = {
     "Sequence": _times(1), "BPEDecoder": _with_strings(1, "suffix"), "ByteLevel": _times(3), "ByteFallback": _times(1),
     "WordPiece": _with_strings(2, "prefix"), "Metaspace": _with_strings(1, "replacement", "str_rep"), "Fuse": _times(1),
     "CTC": _with_strings(2, "pad_token", "word_delimiter_token"), "Replace": _replace,
-    "Strip": _with_sizes(0, "start", "stop"),
+    "Strip": _strip,
 }  # fmt: skip
 
 
@@ -188,7 +198,11 @@ def _template(component: Component, place: _Place) -> float:
         is_row = isinstance(ids, list) and len(ids) <= MAX_TEMPLATE_PIECES
         if not is_row or not all(type(i) is int and 0 <= i < 2**32 for i in ids or ()):
             raise place.refuse(f"ids of the special token {quoted(name)}", "a short list of token ids", token)
-    copies = [sum(_is_text(piece, special, place) for piece in _pieces(component, name, place)) for name in _TEMPLATES]
+    place.count_template()
+    copies = [
+        sum(_is_text(piece, texts, special, place) for piece in _pieces(component, name, place))
+        for name, texts in _TEMPLATES.items()
+    ]
     return float(max(copies))
 
 
@@ -199,17 +213,18 @@ def _pieces(component: Component, name: str, place: _Place) -> list[Any]:
     return pieces
 
 
-def _is_text(piece: Any, special: Mapping[str, Any], place: _Place) -> bool:
-    """Whether a piece of a template stands for a text, and not for a special token, which must be a known one."""
+def _is_text(piece: Any, texts: str, special: Mapping[str, Any], place: _Place) -> bool:
+    """Whether a piece of a template stands for one of the `texts`, and not for a special token, which must be known."""
     (kind, value), *more = piece.items() if isinstance(piece, Mapping) and piece else [("", None)]
     name = value.get("id") if isinstance(value, Mapping) else None
     is_token = kind == "SpecialToken" and isinstance(name, str) and name in special
-    if more or not (is_token or (kind == "Sequence" and name in ("A", "B"))):
+    if more or not (is_token or (kind == "Sequence" and name in tuple(texts))):
         raise place.refuse("a piece of a template", "a sequence, or a token of special_tokens", piece)
     return not is_token
 
 
 def _pair(component: Component, place: _Place) -> float:
+    place.count_template()
     for name in ("sep", "cls"):
         value = component.get(name)
         token_id = value[1] if isinstance(value, list) and len(value) == 2 else None
@@ -218,7 +233,7 @@ def _pair(component: Component, place: _Place) -> float:
     return 1.0
 
 
-_TEMPLATES = ("single", "pair")
+_TEMPLATES = {"single": "A", "pair": "AB"}
 _POST_PROCESSORS: dict[str, Growth] = {
     "Sequence": _times(1), "TemplateProcessing": _template, "ByteLevel": _times(1), "BertProcessing": _pair,
     "RobertaProcessing": _pair,
@@ -230,9 +245,24 @@ def _check_model(value: object, source: str) -> None:
         raise CheckpointError(f"{source}: model", expected="an object", actual=quoted(value))
     for name in ("unk_token", "continuing_subword_prefix", "end_of_word_suffix"):
         _Place(f"{source}: model", {}, "").string(value, name)
+    _check_merges(value, source)
     vocab = value.get("vocab")
     tokens = vocab if isinstance(vocab, Mapping) else (row[0] for row in _rows(vocab))
     _check_lengths((token for token in tokens if isinstance(token, str)), f"{source}: model.vocab")
+
+
+def _check_merges(model: Mapping[str, Any], source: str) -> None:
+    """Check that what continues a word begins with the prefix of such tokens, which the library takes off unseen."""
+    prefix, merges = model.get("continuing_subword_prefix"), model.get("merges")
+    if not prefix or not isinstance(merges, list):
+        return
+    for merge in merges:
+        parts = merge.split(" ") if isinstance(merge, str) else merge
+        if not (isinstance(parts, list) and parts and isinstance(parts[-1], str) and parts[-1].startswith(prefix)):
+            raise CheckpointError(
+                f"{source}: model.merges", expected=f"pairs whose second token begins with {quoted(prefix)}",
+                actual=quoted(merge),
+            )  # fmt: skip
 
 
 def _rows(vocab: object) -> Iterator[list[Any]]:

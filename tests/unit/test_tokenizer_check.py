@@ -48,6 +48,15 @@ def test_regular_expressions_that_may_take_for_ever_are_refused(pattern):
         check_regex(pattern)
 
 
+@pytest.mark.parametrize(("pattern", "fewest"), [
+    ("abc", 3), ("", 0), ("a?", 0), ("a+b*", 1), ("a{2,3}", 2), ("a{,3}", 0), ("ab|c", 1), ("(ab){3}", 6), ("^a$", 1),
+    (r"\b", 0), (r"\s+(?!\S)|\s+", 1), ("(?=ab)", 0), ("(?<!ab)c", 1), ("[a-z]|x?", 0), ("(?i)ab", 2),
+    (r"\p{L}\x41", 2),
+])  # fmt: skip
+def test_the_fewest_characters_of_an_expression(pattern, fewest):
+    assert check_regex(pattern) == fewest
+
+
 @given(st.text(alphabet="ab()[]{}|*+?\\^-,:<19pLi.", max_size=20))
 def test_what_passes_matches_in_bounded_time(pattern):
     """The library matches any expression that passes against a text made to fail, without reaching its own limit."""
@@ -94,7 +103,10 @@ def nested(depth):
     ({"normalizer": sequence("normalizers", REPLACE, REPLACE, REPLACE)}, "blow text up.*256 times.*512 times"),
     ({"normalizer": REPLACE, "pre_tokenizer": sequence("pretokenizers", *[{"type": "ByteLevel"}] * 6)}, "512 times"),
     ({"normalizer": sequence("normalizers", {"type": "NFKD"}, {"type": "NFKD"})}, "324 times"),
-    ({"normalizer": {"type": "Replace", "pattern": {"Regex": ""}, "content": "x" * 256}}, "257 times"),
+    ({"normalizer": sequence("normalizers", {"type": "NFC"}, {"type": "Replace", "pattern": {"Regex": "[ab]+"},
+                                                              "content": "x" * 256})}, "768 times"),
+    ({"normalizer": {"type": "Replace", "pattern": {"Regex": "a*|b"}, "content": "x"}}, "pattern.*no empty text"),
+    ({"normalizer": {"type": "Replace", "pattern": {"String": ""}, "content": "x"}}, "pattern.*no empty text"),
     ({"normalizer": {"type": "Replace", "pattern": {"Regex": "(a+)+"}}}, r"expression '\(a\+\)\+' is refused"),
     ({"normalizer": {"type": "Replace", "pattern": "a", "content": ""}}, "pattern: expected"),
     ({"normalizer": {"prepend": BIG}}, "normalizer: type of a component: expected Sequence"),
@@ -110,7 +122,11 @@ def nested(depth):
     ({"decoder": {"type": "Strip", "content": " ", "start": -1, "stop": 0}}, "decoder: start"),
     ({"post_processor": template([{"SpecialToken": {"id": "<none>", "type_id": 0}}])}, "a piece of a template.*<none>"),
     ({"post_processor": template([TEXT] * 5)}, "repeats the text"),
-    ({"post_processor": sequence("processors", *[template([TEXT] * 2)] * 3)}, "repeats the text"),
+    ({"post_processor": sequence("processors", *[template([TEXT])] * 2)}, "add special tokens: expected one, got 2"),
+    ({"post_processor": template([{"Sequence": {"id": "B", "type_id": 0}}])}, "a piece of a template"),
+    ({"decoder": {"type": "Strip", "content": " ", "start": 0, "stop": 1}}, "decoder: stop: expected 0, got 1"),
+    ({"model": {"vocab": {"a": 0}, "continuing_subword_prefix": "##", "merges": [["##a", "a"]]}}, "merges.*'##'"),
+    ({"model": {"vocab": {"a": 0}, "continuing_subword_prefix": "##", "merges": ["a ##a", "a a"]}}, "got 'a a'"),
     ({"post_processor": template([TOKEN] * 65)}, "single: expected a list of at most 64"),
     ({"post_processor": template([TEXT], {"<s>": {"ids": [2**32]}})}, "ids of the special token"),
     ({"post_processor": template([TEXT], None)}, "special_tokens: expected an object"),
@@ -138,6 +154,8 @@ def test_what_a_tokenizer_may_not_contain_is_named(changes, words):
     {"post_processor": sequence("processors", {"type": "ByteLevel"}, template([TOKEN, TEXT]))},
     {"post_processor": {"type": "BertProcessing", "sep": ["[SEP]", 102], "cls": ["[CLS]", 101]}},
     {"model": {"type": "Unigram", "unk_id": 0, "vocab": [["<unk>", 0.0]]}},
+    {"model": {"vocab": {"a": 0}, "continuing_subword_prefix": "##", "merges": [["a", "##a"], "a ##a"]}},
+    {"decoder": sequence("decoders", {"type": "Fuse"}, {"type": "Strip", "content": " ", "start": 1, "stop": 0})},
 ])  # fmt: skip
 def test_what_real_tokenizers_contain_passes(changes):
     check_tokenizer(content_of(**changes), "tokenizer.json")
