@@ -1,12 +1,12 @@
-"""The public entry: a model loaded, planned and ready to generate. The only file that picks an executor."""
+"""The public entry: a model loaded, planned and ready to generate."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, NoReturn, Protocol, TypeVar, cast, overload
+from typing import Any, NoReturn, TypeVar, cast, overload
 
 import numpy as np
 
@@ -15,8 +15,9 @@ from cpmrt.config.engine import parse_bytes
 from cpmrt.dtypes import F32
 from cpmrt.engine import Engine, Request
 from cpmrt.engine.engine import StepListener
-from cpmrt.errors import ConfigError, CpmrtError, NoDeviceError, quoted
+from cpmrt.errors import ConfigError, CpmrtError, quoted
 from cpmrt.executor import Executor
+from cpmrt.executor_choice import on_executor
 from cpmrt.generation import Completion
 from cpmrt.job_maker import JobMaker, Message, Pooling, Prompt, Prompts, is_batch
 from cpmrt.keywords import checks_keywords
@@ -115,13 +116,13 @@ class LLM:
         folder = ModelFolder.open(model, revision=revision, weights=False, hf_overrides=hf_overrides, sparse=sparse)
         self.tokenizer = _open_tokenizer(folder, is_dummy)
         if folder.lacks_weights and not is_dummy:
-            _on_executor(folder, settings, lambda assembly: assembly.fetch_weights(folder, settings))
+            on_executor(folder, settings, lambda assembly: assembly.fetch_weights(folder, settings))
         settings = with_speculation(settings, folder, draft, speculate)
         self.config: ModelConfig = folder.config
         self.sampling_defaults: SamplingDefaults = folder.sampling
         self._seed, self._name = seed, "the bundled model" if model is None else str(model)
         self.chat_template = ChatTemplate.open(folder.path)
-        self._executor, self._plan = _on_executor(
+        self._executor, self._plan = on_executor(
             folder, settings, lambda assembly: assembly.open_executor(folder, settings)
         )
         self._prefixes = Prefixes(
@@ -370,40 +371,3 @@ def _open_tokenizer(folder: ModelFolder, is_dummy: bool) -> Tokenizer | None:
     if is_dummy and not is_there(folder.path / "tokenizer.json"):
         return None
     return Tokenizer.open(folder.path, vocab_size=folder.config.vocab_size)
-
-
-class Assembly(Protocol):
-    """What the module `assembly` of an executor offers."""
-
-    def fetch_weights(self, folder: ModelFolder, settings: EngineConfig) -> None: ...
-    def open_executor(self, folder: ModelFolder, settings: EngineConfig) -> tuple[Executor, MemoryPlan]: ...
-
-
-def _on_executor(folder: ModelFolder, settings: EngineConfig, run: Callable[[Assembly], T]) -> T:
-    """Run something on a GPU if it can be used and nothing else was asked for; on NumPy by wish, or for the bundled
-    model.
-
-    Only what runs is imported: a start on a GPU needs nothing of the NumPy executor.
-    """
-    if settings.executor == "reference":
-        return run(_reference())
-    from cpmrt.cuda import assembly
-
-    try:
-        return run(assembly)
-    except NoDeviceError as error:
-        if settings.executor == "cuda":
-            raise
-        if folder.is_bundled:
-            return run(_reference())
-        raise NoDeviceError(
-            f"{error.what}, and the NumPy executor is about a hundred times slower",
-            actual=error.actual,
-            fix="use executor='reference' (--executor reference) to run it anyway, or see `cpmrt doctor`",
-        ) from error
-
-
-def _reference() -> Assembly:
-    from cpmrt.reference import assembly
-
-    return assembly

@@ -1,0 +1,49 @@
+"""Picks what runs a model: a GPU, or NumPy. Only what is picked is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+from cpmrt.config import EngineConfig
+from cpmrt.errors import NoDeviceError
+from cpmrt.executor import Executor
+from cpmrt.memory.plan import MemoryPlan
+from cpmrt.weights.model_folder import ModelFolder
+
+T = TypeVar("T")
+
+
+class Assembly(Protocol):
+    """What the module `assembly` of an executor offers."""
+
+    def fetch_weights(self, folder: ModelFolder, settings: EngineConfig) -> None: ...
+    def open_executor(self, folder: ModelFolder, settings: EngineConfig) -> tuple[Executor, MemoryPlan]: ...
+
+
+def on_executor(folder: ModelFolder, settings: EngineConfig, run: Callable[[Assembly], T]) -> T:
+    """Call `run` with a GPU's assembly if one can be used and nothing else was asked for; with NumPy's by wish, or for
+    the bundled model. Raises NoDeviceError.
+    """
+    if settings.executor == "reference":
+        return run(_reference())
+    from cpmrt.cuda import assembly
+
+    try:
+        return run(assembly)
+    except NoDeviceError as error:
+        if settings.executor == "cuda":
+            raise
+        if folder.is_bundled:
+            return run(_reference())
+        raise NoDeviceError(
+            f"{error.what}, and the NumPy executor is about a hundred times slower",
+            actual=error.actual,
+            fix="use executor='reference' (--executor reference) to run it anyway, or see `cpmrt doctor`",
+        ) from error
+
+
+def _reference() -> Assembly:
+    from cpmrt.reference import assembly
+
+    return assembly
