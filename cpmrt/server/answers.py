@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from json.encoder import encode_basestring
 from typing import Any, Protocol
 
 from cpmrt.server.chat_text import ChatText, Message
@@ -67,6 +68,10 @@ class Chunks:
         """Return a chunk of one choice with nothing but `name` ("delta" or "text") and its value."""
         return f'{self._before}{choice},"{name}":{compact_json(value)}{self._plain_after}'
 
+    def content(self, choice: int, text: str) -> str:
+        """Return what `delta` does for the content of a chat, which is what almost every token becomes."""
+        return f'{self._before}{choice},"delta":{{"content":{encode_basestring(text)}}}{self._plain_after}'
+
     def full(self, choice: int, name: str, value: Any, logprobs: str, finish_reason: str | None) -> str:
         """Return a chunk with log-probabilities, which are JSON already, or the reason of the end."""
         fields = f'"{name}":{compact_json(value)},"logprobs":{logprobs},"finish_reason":{compact_json(finish_reason)}'
@@ -102,6 +107,8 @@ class ChatAnswer:
             return rest + chunks.full(choice, "delta", {}, "null", _reason(part, text))
         deltas = text.push(part.text) if part.text else []
         if not self._logprobs or not part.logprobs:
+            if len(deltas) == 1 and "content" in deltas[0]:
+                return chunks.content(choice, deltas[0]["content"])
             return "".join([chunks.delta(choice, "delta", delta) for delta in deltas])
         first, *others = deltas or [{"content": ""}]
         self._logprobs[choice].add(part.logprobs)

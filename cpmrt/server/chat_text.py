@@ -43,6 +43,8 @@ class ChatText:
     def push(self, piece: str) -> list[Delta]:
         """Return the deltas that this piece completes."""
         thoughts, text = self._thinking.push(piece)
+        if self._tools is None and not thoughts:
+            return [{"content": text}] if text else []
         text, calls = self._tools.push(text) if self._tools and text else (text, [])
         return self._deltas(thoughts, text, calls)
 

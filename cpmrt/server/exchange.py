@@ -75,9 +75,11 @@ class Exchange:
         if self._has_more:
             await asyncio.sleep(0)
         await self._has_come.wait()
-        items, self._items = self._items[:_MAX_ITEMS], self._items[_MAX_ITEMS:]
-        self._has_more = bool(self._items)
-        if not self._has_more:
+        items, self._items = self._items, []
+        self._has_more = len(items) > _MAX_ITEMS
+        if self._has_more:
+            items, self._items = items[:_MAX_ITEMS], items[_MAX_ITEMS:]
+        else:
             self._has_come.clear()
         for choice, item in items:
             if isinstance(item, Ended):
