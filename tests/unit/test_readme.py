@@ -1,4 +1,4 @@
-"""The README and docs/: short enough, every command named, links that lead somewhere, examples that parse."""
+"""README, docs/ and the like: short enough, every command named, links that lead somewhere, examples that parse."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cpmrt.cli.arguments import Parser
 from cpmrt.cli.main import COMMANDS, module_name
 
 ROOT = Path(__file__).parents[2]
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+PAGES = (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")))
 
 
 def test_the_readme_is_short() -> None:
