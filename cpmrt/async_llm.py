@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
 from threading import Thread
 from typing import Any, cast, overload
@@ -13,6 +13,7 @@ import numpy as np
 
 from cpmrt.config import SamplingParams
 from cpmrt.dtypes import F32
+from cpmrt.engine import GenerationStats
 from cpmrt.errors import ArgumentError
 from cpmrt.generation import Completion, Piece
 from cpmrt.job_maker import Message, Pooling, Prompt, Prompts, is_batch
@@ -67,7 +68,7 @@ class AsyncLLM:
     @checks_keywords(SAMPLING_HINTS)
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncTextStream:
         """Continue a prompt like `generate`, but return its text piece by piece."""
-        return AsyncTextStream(self._llm.shared, self._llm.maker.only_choice(prompt, params), self._inbox)
+        return AsyncTextStream(self._llm.shared, partial(self._llm.maker.only_choice, prompt, params), self._inbox)
 
     @overload
     async def chat(
@@ -116,18 +117,18 @@ class AsyncLLM:
     @checks_keywords()
     async def logits(self, prompt: Prompt) -> F32:
         """Logits at every position, as `LLM.logits` gives them: float32 [T, V]."""
-        return (await self._read([self._llm.maker.logits(prompt)]))[0]
+        return (await self._read(self._llm.maker.logits, [prompt]))[0]
 
     @checks_keywords()
     async def score(self, prompt: Prompt) -> F32:
         """Log-probability of each token after the first, as `LLM.score` gives them: float32 [T - 1]."""
-        return (await self._read([self._llm.maker.score(prompt)]))[0]
+        return (await self._read(self._llm.maker.score, [prompt]))[0]
 
     @checks_keywords()
     async def embed(self, prompt: Prompt | Prompts, *, pooling: Pooling = "mean", normalize: bool = True) -> F32:
         """Embed a text, or several, as `LLM.embed` does: float32 [H] or [N, H]."""
         prompts = prompt if is_batch(prompt) else [cast(Prompt, prompt)]
-        vectors = await self._read([self._llm.maker.embed(each, pooling, normalize) for each in prompts])
+        vectors = await self._read(partial(self._llm.maker.embed, pooling=pooling, normalize=normalize), prompts)
         return np.stack(vectors) if is_batch(prompt) else vectors[0]
 
     async def close(self) -> None:
@@ -145,7 +146,8 @@ class AsyncLLM:
     def __repr__(self) -> str:
         return f"AsyncLLM({self._llm!r})"
 
-    async def _read(self, readings: list[Reading]) -> list[F32]:
+    async def _read(self, make: Callable[[Prompt], Reading], prompts: Prompts | list[Prompt]) -> list[F32]:
+        readings = await asyncio.to_thread(lambda: [make(prompt) for prompt in prompts])
         await self._run(readings)
         return [reading.result for reading in readings]
 
@@ -168,35 +170,39 @@ class AsyncTextStream(AsyncIterator[Piece]):
     """Iterates over the pieces of one generation with `async for`.
 
     The request is cancelled when the stream is closed, when its `async with` block is left, when nothing refers to the
-    stream any more and when the task that waits for a piece is cancelled. It begins with the first piece that is
-    waited for.
+    stream any more and when the task that waits for a piece is cancelled. It begins when its first piece is waited for,
+    which also raises what is wrong with the prompt.
     """
 
-    def __init__(self, shared: SharedEngine, job: Generation, engine_inbox: Inbox):
-        self._shared, self._job, self._engine_inbox = shared, job, engine_inbox
-        self._inbox: LoopInbox | None = None
+    def __init__(self, shared: SharedEngine, make: Callable[[], Generation], engine_inbox: Inbox):
+        self._shared, self._make, self._engine_inbox = shared, make, engine_inbox
+        self._job: Generation | None = None
         self._is_over = False
-        self._cancel = weakref.finalize(self, shared.cancel, (job,))
-        self._cancel.atexit = False
 
     async def __anext__(self) -> Piece:
         if self._is_over:
             raise StopAsyncIteration
         try:
-            if self._inbox is None:
-                self._inbox = LoopInbox()
-                self._shared.submit((self._job,), self._inbox)
-                self._engine_inbox.put(WORK)
+            job = self._job or await self._begin()
             _, part = await self._inbox.get()
         except BaseException:
             self.close()
             raise
-        self._job.read(part)
+        job.read(part)
         if isinstance(part, Ended):
             self._is_over = True
             self._cancel.detach()
             raise part.error or StopAsyncIteration
         return part
+
+    async def _begin(self) -> Generation:
+        job, self._inbox = await asyncio.to_thread(self._make), LoopInbox()
+        self._shared.submit((job,), self._inbox)
+        self._job = job
+        self._cancel = weakref.finalize(self, self._shared.cancel, (job,))
+        self._cancel.atexit = False
+        self._engine_inbox.put(WORK)
+        return job
 
     async def __aenter__(self) -> AsyncTextStream:
         return self
@@ -207,9 +213,10 @@ class AsyncTextStream(AsyncIterator[Piece]):
     def close(self) -> None:
         """Cancel the request if it still runs. May be called again."""
         self._is_over = True
-        self._cancel()
+        if self._job is not None:
+            self._cancel()
 
     @property
     def completion(self) -> Completion:
         """Everything that has been read so far; its reason is "cancelled" unless that is the whole answer."""
-        return self._job.completion
+        return self._job.completion if self._job else Completion("", (), "cancelled", (), GenerationStats())

@@ -85,8 +85,9 @@ class SharedEngine:
     def cancel(self, jobs: Sequence[Job]) -> None:
         """End these jobs, now or before the next step. No effect on those that have ended."""
         if os.getpid() == self._process:
-            self._commands.append(partial(self._run_cancel, jobs))
-            self._carry_out()
+            with HeldInterrupt():
+                self._commands.append(partial(self._run_cancel, jobs))
+                self._carry_out()
 
     def next(self, inbox: Inbox) -> Item:
         """Return the next item that comes to the inbox. The calling thread drives the engine or sleeps meanwhile.

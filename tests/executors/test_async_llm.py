@@ -149,6 +149,11 @@ def test_errors_reach_their_callers(llm):
             ):
                 with pytest.raises(error):
                     await call
+            stream = fast.stream("abc", SamplingParams(n=2))
+            assert stream.completion.finish_reason == "cancelled" and stream.completion.text == ""
+            with pytest.raises(RequestError, match="SamplingParams.n: expected 1 for a stream"):
+                await stream.__anext__()
+            assert [piece async for piece in stream] == []
             with pytest.raises(ArgumentError, match="did you mean enable_thinking"):
                 await fast.chat(HI, enable_thinkin=True)
 
