@@ -88,6 +88,7 @@ def test_draft(run):
     assert float(re.search(r"draft eagle2: .* ([\d.]+) tokens a step", out)[1]) > 1.2
 
 
+@pytest.mark.all
 def test_long_context(run):
     out, _ = run("long_context")
     dense, sparse = (float(found) for found in re.findall(r"perplexity ([\d.]+)", out))
