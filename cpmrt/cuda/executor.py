@@ -201,7 +201,7 @@ class CudaExecutor:
 
     def _states(self, num_rows: int) -> F32:
         x, norm = (
-            to_float32(array.get(stream=self.stream), self._dtype)
+            to_float32(array.get(stream=self.stream).view(self._dtype.storage), self._dtype)
             for array in (self._arrays["x"][:num_rows], self._arrays["norm"])
         )
         mean_square = np.mean(np.square(x), axis=-1, keepdims=True)

@@ -16,7 +16,14 @@ from executors.cuda_models import BASE, ROWS, all_comes_back, free_bytes, write_
 
 from cpmrt import LLM, SamplingParams, env
 from cpmrt.cuda.build import cubin_cache, nvrtc
-from cpmrt.errors import ContextLengthError, DeviceError, KernelCompileError, MemoryPlanError, NoDeviceError
+from cpmrt.errors import (
+    ClosedError,
+    ContextLengthError,
+    DeviceError,
+    KernelCompileError,
+    MemoryPlanError,
+    NoDeviceError,
+)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
@@ -49,9 +56,9 @@ def test_closing_in_the_middle_frees_everything(
             next(llm.stream(prompt, SamplingParams(max_new_tokens=500, ignore_eos=True)))
         llm.close()
         llm.close()
-        with pytest.raises(NoDeviceError, match="closed"):
+        with pytest.raises(ClosedError, match="closed"):
             llm.generate([5])
-        with pytest.raises(NoDeviceError, match="closed"):
+        with pytest.raises(ClosedError, match="closed"):
             llm.logits([5])
         del llm
     assert answer(folder) == expected

@@ -16,6 +16,7 @@ from reference.golden_models import (
 from cpmrt import LLM, SamplingParams
 from cpmrt.config import ModelConfig
 from cpmrt.config.architectures import ARCHITECTURES
+from cpmrt.config.sampling import MAX_LOGPROBS
 from cpmrt.cuda.step.memory import check_supported
 from cpmrt.dtypes import DType
 from cpmrt.engine.step_log import replay
@@ -26,10 +27,11 @@ CHUNK = 128
 # The same roundings at the same places, but sums in another order: 8 and 11 bits of mantissa.
 REFERENCE_TOLERANCE = {DType.BFLOAT16: 2e-2, DType.FLOAT16: 3e-3}
 LOGPROB_TOLERANCE = {DType.BFLOAT16: 0.15, DType.FLOAT16: 0.02}
-NEAR = SamplingParams(max_new_tokens=26, logprobs=5, ignore_eos=True)
+NEAR = SamplingParams(max_new_tokens=26, logprobs=MAX_LOGPROBS, ignore_eos=True)
 PENALISED = SamplingParams(
-    max_new_tokens=20, logprobs=5, ignore_eos=True, repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.2
-)
+    max_new_tokens=20, logprobs=MAX_LOGPROBS, ignore_eos=True, repetition_penalty=1.3, presence_penalty=0.4,
+    frequency_penalty=0.2,
+)  # fmt: skip
 
 
 def check(folder, name, dtype):

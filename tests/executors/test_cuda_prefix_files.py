@@ -22,6 +22,17 @@ CASES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+def clear_undefined(name: str, pages: Any) -> None:
+    """Clear what a prefix does not decide: an EAGLE draft's row at its last token knows the next one, and the first
+    windows of compressed keys would begin before the text."""
+    if name.startswith("draft."):
+        pages[:, -1, :, -1] = 0
+    elif name == "k1_pages":
+        pages[:, 0, :, 0] = 0
+    elif name == "k2_pages":
+        pages[:, 0] = 0
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_a_restart_goes_on_behind_the_prefix(case: str, tmp_path: Path) -> None:
     settings, path = SETTINGS | CASES[case], tmp_path / "x.prefix"
@@ -39,6 +50,8 @@ def test_a_restart_goes_on_behind_the_prefix(case: str, tmp_path: Path) -> None:
         other = llm.engine.cache.acquire((*IDS[:KEPT], 0), KEPT).table  # type: ignore[union-attr]
         assert other != table
         for name, array in llm.executor.read_pages(other).items():
+            for undefined in (array, pages[name]):
+                clear_undefined(name, undefined)
             assert np.array_equal(array, pages[name]), name
 
 

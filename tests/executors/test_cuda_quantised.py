@@ -47,14 +47,14 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @contextmanager
 def weights_of_chunks_rounded(monkeypatch: pytest.MonkeyPatch, dtype: DType) -> Iterator[None]:
-    """The reference with one rounding more, that of a GPU: more than 64 rows meet dequantised weights in 16 bits."""
+    """The reference with one rounding more, that of a GPU: in a prefill rows meet dequantised weights in 16 bits."""
     linear = reference_ops.linear
 
-    def rounding(x: Any, weight: Any) -> Any:
-        if not isinstance(weight, QuantizedWeight) or len(x) <= 64:
-            return linear(x, weight)
+    def rounding(x: Any, weight: Any, *, is_prefill: bool = False) -> Any:
+        if not isinstance(weight, QuantizedWeight) or not is_prefill:
+            return linear(x, weight, is_prefill=is_prefill)
         dense = np.concatenate([values for _, values in reference_ops.dequantized(weight)])
-        return linear(x if weight.perm is None else x[:, weight.perm], round_to(dense, dtype))
+        return linear(x if weight.perm is None else x[:, weight.perm], round_to(dense, dtype), is_prefill=True)
 
     with monkeypatch.context() as patch:
         patch.setattr(reference_ops, "linear", rounding)

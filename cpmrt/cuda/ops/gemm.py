@@ -58,10 +58,11 @@ class Gemm:
         self._device, self._launch, self._stream = device, launcher, launcher.stream
         self._dtype = launcher.modules.dtype
         self._library: CublasLt | None = None
-        self._trial = GemmTrial(workspace, self._dtype, launcher.stream, self._launch_own)
+        self._trial: GemmTrial | None = None
         self._plans: dict[tuple[int, int, int, int], MatmulPlan | None] = {}
         self.reason: str | None = None if use_library else "switched off"
         if use_library:
+            self._trial = GemmTrial(workspace, self._dtype, launcher.stream, self._launch_own)
             try:
                 self._library = CublasLt(workspace.data.ptr, self._trial.free_bytes)
             except CublasLtError as error:
@@ -84,7 +85,7 @@ class Gemm:
 
     def _plan(self, shape: tuple[int, int, int, int]) -> MatmulPlan | None:
         """Return the library's plan for M, N, K and the stride of y; None: nothing it suggests agrees."""
-        if self._library is None:
+        if self._library is None or self._trial is None:
             return None
         if shape not in self._plans:
             library, (num_rows, columns, inner, stride) = self._library, shape
@@ -104,9 +105,10 @@ class Gemm:
         self._launch(GEMM, tile, grid, tile.tile_n, y, x, w, *sizes, *factors, smem=tile.shared_bytes)
 
     def close(self) -> None:
-        """Free the library's handles."""
+        """Free the library's handles, and let go of the workspace."""
         if self._library is not None:
             self._library.close()
+        self._trial = None
 
 
 def trial_tile(device: Device) -> GemmConstants:
