@@ -6,6 +6,7 @@ import posixpath
 import re
 
 import pytest
+from page_driving import ask
 from serving import saying_llm, serving
 
 from cpmrt.server.chat_page import FOLDER, page_files
@@ -81,3 +82,8 @@ def test_each_library_has_its_licence_beside_it_and_a_row_in_the_readme():
     for folder in sorted((FOLDER / "vendor").iterdir()):
         assert "Permission is hereby granted" in (folder / "LICENSE").read_text(encoding="utf-8")
         assert f"vendor/{folder.name}" in readme
+
+
+def test_the_scripts_load_and_answer(page):
+    assert ask(page, "say(**yes**)yas").locator("strong").inner_text() == "yes"
+    assert not page.problems
