@@ -10,14 +10,14 @@ import fcntl
 import hashlib
 import re
 import shutil
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cpmrt import env
 from cpmrt.errors import CheckpointError, quoted
-from cpmrt.weights.repository import DISK_ERRORS, CachedRepository, disk_full, literal
+from cpmrt.weights.repository import DISK_ERRORS, CachedRepository, disk_full, literal, shows_bars
 
 if TYPE_CHECKING:
     from huggingface_hub import HFCacheInfo
@@ -35,16 +35,7 @@ class HuggingFace:
 
     def fetch(self, name: str, revision: str | None, patterns: Sequence[str]) -> Path:
         """Return the folder of the newest commit of `revision` with the files that fit; offline the cached one."""
-        from huggingface_hub import snapshot_download
-
-        _quieten()
-        try:
-            folder = snapshot_download(
-                name, revision=revision, allow_patterns=list(patterns), ignore_patterns=[_SUBFOLDERS]
-            )
-        except Exception as error:  # transport errors are classes of whichever HTTP client the library uses
-            raise _explain(name, revision, error) from error
-        return Path(folder)
+        return _snapshot(name, revision, patterns, has_bars=False)
 
     def sizes(self, name: str, revision: str | None, folder: Path) -> Mapping[str, int]:
         """Return the sizes of all files of that commit, from one request. Raises CheckpointError, also offline."""
@@ -60,13 +51,14 @@ class HuggingFace:
         """Fetch files of the commit that `folder` is named for, those that are whole one by one."""
         commit = folder.name
         try:
-            for file in files:
-                _download_blob(name, commit, file, folder.parent.parent / "blobs")
-            self.fetch(name, commit, literal(files))
+            with _bars(shows_bars()):
+                for file in files:
+                    _download_blob(name, commit, file, folder.parent.parent / "blobs")
         except CheckpointError:
             raise
         except Exception as error:
             raise _explain(name, revision, error) from error
+        _snapshot(name, commit, literal(files), has_bars=shows_bars() and env.wants_parallel_transfer())
 
     def cached(self) -> list[CachedRepository]:
         """Return the models in the cache; data sets there are none of ours."""
@@ -148,12 +140,32 @@ def _sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _quieten() -> None:
-    """Draw progress bars on a terminal only."""
-    from huggingface_hub.utils.tqdm import disable_progress_bars
+def _snapshot(name: str, revision: str | None, patterns: Sequence[str], *, has_bars: bool) -> Path:
+    from huggingface_hub import snapshot_download
 
-    if not sys.stderr.isatty():
-        disable_progress_bars()
+    try:
+        with _bars(has_bars):
+            folder = snapshot_download(
+                name, revision=revision, allow_patterns=list(patterns), ignore_patterns=[_SUBFOLDERS]
+            )
+    except Exception as error:  # transport errors are classes of whichever HTTP client the library uses
+        raise _explain(name, revision, error) from error
+    return Path(folder)
+
+
+@contextmanager
+def _bars(are_shown: bool) -> Iterator[None]:
+    """Keep the library from drawing progress, unless it is to be shown."""
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    if are_shown or are_progress_bars_disabled():
+        yield
+        return
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        enable_progress_bars()
 
 
 def _explain(repository: str, revision: str | None, error: Exception) -> CheckpointError:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import io
 import logging
 import shutil
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 from cpmrt import env
 from cpmrt.errors import CheckpointError, ConfigError, quoted
 from cpmrt.installation import install_extra, missing_packages
-from cpmrt.weights.repository import DISK_ERRORS, CachedRepository, disk_full, literal
+from cpmrt.weights.repository import DISK_ERRORS, CachedRepository, disk_full, literal, shows_bars
 
 _SUBFOLDERS = "*/*"
 
@@ -30,12 +29,15 @@ class ModelScope:
 
     def fetch(self, name: str, revision: str | None, patterns: Sequence[str]) -> Path:
         """Return the folder of a revision with the files that fit; the cached one offline or without network."""
+        return self._fetch(name, revision, patterns, has_bars=False)
+
+    def _fetch(self, name: str, revision: str | None, patterns: Sequence[str], *, has_bars: bool) -> Path:
         api, errors = _client()
         try:
             if env.is_hub_offline():
                 return self._cached_folder(api, name, revision)
             wanted = {"allow_patterns": list(patterns), "ignore_patterns": [_SUBFOLDERS]}
-            with _bars_on_a_terminal_only():
+            with _bars(has_bars):
                 return Path(api.download_repo(name, "model", revision=revision, **wanted))
         except errors.NetworkError as error:
             try:
@@ -71,7 +73,7 @@ class ModelScope:
 
     def download(self, name: str, revision: str | None, folder: Path, files: Sequence[str]) -> None:
         """Fetch files; the library compares their SHA-256 and goes on with those of which a part is here."""
-        self.fetch(name, revision, literal(files))
+        self._fetch(name, revision, literal(files), has_bars=shows_bars())
 
     def cached(self) -> list[CachedRepository]:
         """Return the models in the cache; nothing where the client is not installed."""
@@ -94,9 +96,9 @@ class ModelScope:
 
 
 @contextmanager
-def _bars_on_a_terminal_only() -> Iterator[None]:
-    """Drop the progress bars, which the library writes to standard error whatever that is."""
-    with nullcontext() if sys.stderr.isatty() else redirect_stderr(io.StringIO()):
+def _bars(are_shown: bool) -> Iterator[None]:
+    """Drop the progress, which the library writes to standard error, unless it is to be shown."""
+    with nullcontext() if are_shown else redirect_stderr(io.StringIO()):
         yield
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from glob import escape
@@ -137,6 +138,11 @@ def has_weights(folder: Path) -> bool:
     if index.exists():
         return all((folder / name).exists() for name in read_index(index).values())
     return any(folder.glob("*.safetensors"))
+
+
+def shows_bars() -> bool:
+    """Tell whether a download may draw its progress: on a terminal where not even warnings are hushed (--quiet)."""
+    return sys.stderr.isatty() and _LOG.isEnabledFor(logging.WARNING)
 
 
 def literal(names: Sequence[str]) -> list[str]:

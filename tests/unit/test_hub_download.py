@@ -5,13 +5,16 @@ The commands run as processes of their own: the hub libraries read their environ
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import resource
 import shutil
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import threading
 import time
 from collections.abc import Iterator
@@ -64,7 +67,7 @@ class Shell:
         }  # fmt: skip
         return subprocess.Popen(
             [sys.executable, "-m", "cpmrt", *line], cwd=ROOT, env=environment, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options,
+            **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options},
         )  # fmt: skip
 
     def __call__(self, *line: str, **options: object) -> SimpleNamespace:
@@ -355,3 +358,30 @@ def test_without_its_client_modelscope_says_what_to_install(
     assert main(["pull", "modelscope:org/tiny"]) == 1
     error = capsys.readouterr().err
     assert "models from ModelScope need modelscope_hub; " in error and "pip install " in error
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_terminal_sees_the_progress_of_the_weights_alone(name: str, shell: Shell) -> None:
+    def shown(*line: str) -> str:
+        parent, child = os.openpty()
+        fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
+        process = shell.start(*line, stdout=child, stderr=child)
+        os.close(child)
+        text = b""
+        try:
+            while piece := os.read(parent, 4096):
+                text += piece
+        except OSError:  # how Linux ends a terminal
+            pass
+        os.close(parent)
+        assert process.wait(60) == 0, text
+        return text.decode()
+
+    first = shown("pull", name)
+    assert "downloading 1 file of weights" in first and "model.safetensors" in first and "%|" in first
+    assert "config.json" not in first and "Fetching" not in first
+    again = shown("pull", name)
+    assert again.count("\n") == 1 and again.strip().startswith(str(shell.home))
+    assert "downloading" not in shown("generate", "x", "-m", name, "--executor", "reference", "--max-new-tokens", "1")
+    shell("rm", name)
+    assert shown("pull", name, "--quiet").count("\n") == 1
