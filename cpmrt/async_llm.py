@@ -7,7 +7,7 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
 from threading import Thread
-from typing import Any, cast, overload
+from typing import Any, NoReturn, cast, overload
 
 import numpy as np
 
@@ -145,6 +145,9 @@ class AsyncLLM:
 
     def __repr__(self) -> str:
         return f"AsyncLLM({self._llm!r})"
+
+    def __reduce__(self) -> NoReturn:
+        self._llm.__reduce__()
 
     async def _read(self, make: Callable[[Prompt], Reading], prompts: Prompts | list[Prompt]) -> list[F32]:
         readings = await asyncio.to_thread(lambda: [make(prompt) for prompt in prompts])

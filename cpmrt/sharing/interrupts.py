@@ -27,7 +27,8 @@ class HeldInterrupt:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._holds:
-            _signal.signal(SIGINT, default_int_handler)
+            if _signal.getsignal(SIGINT) == self._note:  # and not what a listener has set meanwhile
+                _signal.signal(SIGINT, default_int_handler)
             if self.requested and kind is None:
                 raise KeyboardInterrupt
 

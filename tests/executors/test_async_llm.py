@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import pickle
 import threading
 import time
 
@@ -10,7 +11,7 @@ import pytest
 from tiny_checkpoint import write_checkpoint
 
 from cpmrt import LLM, AsyncLLM, SamplingParams
-from cpmrt.errors import ArgumentError, ClosedError, ContextLengthError, RequestError
+from cpmrt.errors import ArgumentError, ClosedError, ContextLengthError, CpmrtError, RequestError
 from cpmrt.executor import Decode
 
 SAMPLED = SamplingParams(max_new_tokens=12, temperature=1.0, seed=7, ignore_eos=True)
@@ -158,5 +159,7 @@ def test_errors_reach_their_callers(llm):
                 await fast.chat(HI, enable_thinkin=True)
 
     asyncio.run(run())
+    with pytest.raises(CpmrtError, match="cannot be pickled"):
+        pickle.dumps(AsyncLLM(llm))
     with pytest.raises(ArgumentError, match=r"AsyncLLM\(LLM\(model\)\)"):
         AsyncLLM("openbmb/MiniCPM4-0.5B")
