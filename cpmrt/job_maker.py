@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
-from threading import Lock
 from typing import Any, Literal, TypeGuard, cast
 
 import numpy as np
@@ -46,7 +45,6 @@ class JobMaker:
     on_chat: Callable[[Sequence[int], Sequence[Message], _TokensOf], None] | None = None
     """Called with each prompt of a chat before it is returned, its messages, and what gives the tokens of others."""
     _numbers: Iterator[int] = field(default_factory=count)
-    _rendering: Lock = field(default_factory=Lock)
 
     def request(self, prompt: Prompt, params: SamplingParams) -> Request:
         """Return what the engine takes: token ids, sampling, length, end tokens and seed made definite.
@@ -144,8 +142,7 @@ class JobMaker:
         template, tokenizer = self.chat_template, self.tokenizer
 
         def tokens_of(messages: Sequence[Message]) -> list[int]:
-            with self._rendering:  # templates share an allowance of work
-                text = template.render_marked(messages, control_tokens, **options)
+            text = template.render_marked(messages, control_tokens, **options)
             return tokenizer.encode_marked(text, max_tokens=self.engine.limits.max_context)
 
         ids = tokens_of(messages)
