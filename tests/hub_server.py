@@ -35,6 +35,10 @@ class HubServer:
     """Files that arrive with another first byte."""
     wait: threading.Event | None = None
     """What a file that is cut waits for before its connection ends."""
+    store: str = ""
+    """The address of another server that keeps the files of weights, as large hubs do."""
+    authorizations: list[str] = field(default_factory=list)
+    """The tokens that came with requests."""
     url: str = ""
 
     def add(self, name: str, folder: Path) -> None:
@@ -77,6 +81,7 @@ class _Handler(BaseHTTPRequestHandler):
         query, path = parse_qs(parts.query), unquote(parts.path).strip("/")
         file = query.get("FilePath", [path])[0]
         self.hub.requests.append((self.command, file, self.headers.get("Range", "")))
+        self.hub.authorizations.append(self.headers.get("Authorization", ""))
         if self.hub.status:
             return self._error(self.hub.status, "")
         if self.hub.token and self.headers.get("Authorization") != f"Bearer {self.hub.token}":
@@ -120,6 +125,9 @@ class _Handler(BaseHTTPRequestHandler):
         if name not in files:
             return self._error(404, "EntryNotFound")
         content = files[name]
+        if self.hub.store and name.endswith(".safetensors"):
+            linked = {"X-Linked-Etag": f'"{hashlib.sha256(content).hexdigest()}"', "X-Linked-Size": str(len(content))}
+            return self._head(302, 0, {"Location": self.hub.store + self.path, "X-Repo-Commit": COMMIT, **linked})
         etag = f'"{hashlib.sha256(content).hexdigest()}"'
         headers = {"ETag": etag, "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
         if name in self.hub.damaged:

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from cpmrt import env
 from cpmrt.errors import CheckpointError, quoted
@@ -118,7 +119,8 @@ def _download_blob(name: str, commit: str, file: str, blobs: Path) -> None:
         if blob.exists():
             partial.unlink(missing_ok=True)
             return
-        is_at_hub = known.location.startswith(constants.ENDPOINT)  # the token is for the hub alone
+        # The token is for the hub alone, not for the store that it may refer to.
+        is_at_hub = urlsplit(known.location).netloc == urlsplit(constants.ENDPOINT).netloc
         http_get(
             known.location, to, resume_size=to.tell(), headers=headers if is_at_hub else {}, expected_size=known.size,
             displayed_filename=file,

@@ -240,6 +240,16 @@ def test_a_token_opens_what_is_closed(name: str, hub: HubServer, shell: Shell) -
     assert shell("pull", name, env={token: "secret"}).code == 0
 
 
+def test_the_token_goes_to_the_hub_and_not_to_its_store(hub: HubServer, shell: Shell, model: Path) -> None:
+    hub.token = "secret"
+    with HubServer() as store:
+        store.add("org/tiny", model)
+        hub.store = store.url
+        folder = Path(shell("pull", "org/tiny", env={"HF_TOKEN": "secret"}).out.strip())
+        assert (folder / "model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()
+        assert store.downloads("model.safetensors") == [""] and not any(store.authorizations)
+
+
 def set_gated(hub: HubServer) -> None:
     hub.gated = True
 
