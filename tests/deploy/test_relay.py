@@ -33,7 +33,7 @@ def serve(folder, use, reply="0123456789", **settings):
         try:
             return await use(make_app(service), service)
         finally:
-            await service.engine.stop()
+            await service.engine.stop(5.0)
             service.close()
 
     return asyncio.run(run())
