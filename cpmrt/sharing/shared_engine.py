@@ -320,7 +320,8 @@ class SharedEngine:
         elif job.loan is not None:
             del self._readings[job.loan]
             if job.running is not None:
-                job.running.close()
+                with suppress(Exception):  # that it ends is all that counts now
+                    job.running.close()
             self.engine.give_back(job.loan)
         job.receiver.receive([(job, job.ended(error))])
 

@@ -13,6 +13,7 @@ from scripted import ScriptedExecutor, plain_continuation
 
 from cpmrt.config import Sampling, TreeShape
 from cpmrt.engine import Engine, Request
+from cpmrt.errors import ClosedError
 from cpmrt.executor import ExecutorLimits
 from cpmrt.sharing.jobs import STOP, WORK, Ended, EndsInbox, Generation, Inbox, Reading
 from cpmrt.sharing.shared_engine import SharedEngine
@@ -189,6 +190,30 @@ def test_a_cancelled_reading_gives_its_slot_back():
     assert shared.next(done)[1].reason == "length" and closed == [0]
     assert isinstance(shared.next(inbox)[1], Ended)
     check_whole(shared)
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_a_reading_that_cannot_be_left_cleanly_ends_all_the_same(closes):
+    shared, first, second = shared_engine(2), Inbox(), EndsInbox()
+
+    def work(slot, block_table):
+        try:
+            while True:
+                yield
+        finally:
+            raise OSError("the disk is full")
+
+    reading, job = Reading(8, work), generation([1], 5)
+    shared.submit((reading,), first)
+    shared.submit((job,), second)
+    assert shared.next(second)[1].reason == "length"
+    if closes:
+        shared.close()
+        assert isinstance(shared.next(first)[1].error, ClosedError)
+    else:
+        shared.cancel((reading,))
+        assert shared.next(first)[1].error is None
+        check_whole(shared)
 
 
 def test_a_reading_that_fails_tells_its_caller():
