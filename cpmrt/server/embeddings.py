@@ -6,7 +6,6 @@ import base64
 from collections.abc import Sequence
 from typing import Any, cast
 
-from cpmrt import LLM
 from cpmrt.dtypes import F32
 from cpmrt.job_maker import Pooling
 from cpmrt.server.errors import invalid, unsupported
@@ -29,18 +28,18 @@ class Embeddings:
     """
 
     def __init__(self, service: Service, body: dict[str, Any]):
-        self._llm: LLM = service.engine.llm
+        self._llm = service.engine.llm
         self._model = service.settings.model_name
         fields = Fields(body)
         check_model(fields, service.settings.model_names)
         prompts = read_prompts(fields, "input", MAX_INPUTS)
         self._is_base64 = _one_of(fields, "encoding_format", _FORMATS) == "base64"
-        self._normalizes = fields.boolean("normalize") is not False
+        normalizes = fields.boolean("normalize") is not False
         pooling = cast(Pooling, _one_of(fields, "pooling", _POOLINGS))
         size, dimensions = self._llm.config.hidden_size, fields.integer("dimensions")
         if dimensions not in (None, size):
             raise unsupported("dimensions", f"the vectors of this model have {size}")
-        self._readings = [self._llm.maker.embed(prompt, pooling, self._normalizes) for prompt in prompts]
+        self._readings = [self._llm.maker.embed(prompt, pooling, normalizes) for prompt in prompts]
         self._running: Sequence[Reading] = ()
         self._is_cancelled = False
         self.answer: Sequence[bytearray] = ()
