@@ -17,7 +17,19 @@ PAGES = (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")))
 
 
 def test_the_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) <= 150
+    assert max(map(len, lines)) <= 120
+
+
+def test_the_messages_that_are_explained_exist() -> None:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    messages = re.findall(r'"([^"]+)"', " ".join(re.findall(r"^\|([^|]+)\|", page, re.MULTILINE)))
+    assert len(messages) > 4
+    sources = "\n".join(path.read_text() for path in (ROOT / "cpmrt").rglob("*.py"))
+    for message in messages:
+        for part in message.split(" ... "):
+            assert part in sources, message
 
 
 def test_the_readme_names_every_command() -> None:
