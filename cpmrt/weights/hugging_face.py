@@ -119,6 +119,9 @@ def _download_blob(name: str, commit: str, file: str, blobs: Path) -> None:
         if blob.exists():
             partial.unlink(missing_ok=True)
             return
+        if known.size is not None and to.tell() > known.size:  # whatever that was
+            to.seek(0)
+            to.truncate()
         # The token is for the hub alone, not for the store that it may refer to.
         is_at_hub = urlsplit(known.location).netloc == urlsplit(constants.ENDPOINT).netloc
         http_get(

@@ -6,6 +6,7 @@ The commands run as processes of their own: the hub libraries read their environ
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import resource
@@ -238,6 +239,18 @@ def test_a_token_opens_what_is_closed(name: str, hub: HubServer, shell: Shell) -
     refused = shell.refused("pull", name)
     assert token in refused and "secret" not in refused
     assert shell("pull", name, env={token: "secret"}).code == 0
+
+
+def test_what_an_interrupted_download_left_is_not_trusted(hub: HubServer, shell: Shell, model: Path) -> None:
+    content = (model / "model.safetensors").read_bytes()
+    shell("plan", "org/tiny")  # fetches the config
+    (repository,) = shell.home.rglob("models--org--tiny")
+    partial = repository / "blobs" / f"{hashlib.sha256(content).hexdigest()}.incomplete"
+    partial.write_bytes(b"x" * 1000)
+    assert "arrived damaged" in shell.refused("pull", "org/tiny") and not partial.exists()
+    partial.write_bytes(b"x" * (len(content) + 1))
+    folder = Path(shell("pull", "org/tiny").out.strip())
+    assert (folder / "model.safetensors").read_bytes() == content
 
 
 def test_the_token_goes_to_the_hub_and_not_to_its_store(hub: HubServer, shell: Shell, model: Path) -> None:
