@@ -7,6 +7,7 @@ it, its lines are replaced by what the Markdown means.
 from __future__ import annotations
 
 import re
+from collections import Counter
 
 from markdown_it import MarkdownIt
 from rich.cells import cell_len
@@ -88,11 +89,20 @@ class TerminalView:
         is_marked_up = self._makes_up and not self._is_thought and _MARKDOWN.search(self._source)
         if not is_marked_up or height >= self._size.height - 1 or self._console.size != self._size:
             return
+        markdown = made_up(self._source)
+        if any(token.type == "table_open" for token in markdown.parsed) and self._loses_letters(markdown):
+            return
         write("\r" + f"\x1b[{height}A" * (height > 0) + "\x1b[J")
-        self._console.print(made_up(self._source), end="")
+        self._console.print(markdown, end="")
         self._lines = WrappedLines(self._console, self._size.width)
         if self._source.endswith("\n\n"):
             write("\n")
+
+    def _loses_letters(self, markdown: Markdown) -> bool:
+        """Tell whether Markdown shows less than the block: tables drop cells that their head does not have."""
+        lines = self._console.render_lines(markdown)
+        shown = Counter(char for line in lines for segment in line for char in segment.text)
+        return any(count > shown[char] for char, count in Counter(self._source).items() if char.isalnum())
 
 
 def made_up(source: str) -> Markdown:
