@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -105,7 +106,7 @@ class Service:
         self.settings = settings
         self.metrics = Metrics(settings.model_name, settings.max_queue)
         self.engine = EngineThread(
-            load,
+            partial(_prepared, load),
             max_queue=settings.max_queue,
             on_tokens=self.metrics.add_tokens,
             on_ended=self.metrics.add_ended,
@@ -201,6 +202,14 @@ class Service:
             "model": self.settings.model_name,
             "system_fingerprint": f"cpmrt-{__version__}",
         }
+
+
+def _prepared(load: Callable[[], LLM]) -> LLM:
+    """Load a model, and make what the first request that needs it would make while all others wait."""
+    llm = load()
+    if llm.tokenizer is not None:
+        llm.tokenizer.control_tokens.prepare()
+    return llm
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,10 @@ class ControlTokens:
         parts[1::2] = [self._aliases[part] for part in parts[1::2]]
         return encode_freely(self._renamed_library, "".join(parts))
 
+    def prepare(self) -> None:
+        """Make the second tokenizer now. It takes a second or two, in which no other thread runs."""
+        _ = self._renamed_library
+
     @cached_property
     def _aliases(self) -> dict[str, str]:
         nonce = secrets.token_hex(16)

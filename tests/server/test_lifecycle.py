@@ -92,6 +92,14 @@ def test_a_model_that_loads_is_live_but_not_ready(tmp_path):
         assert int(answer.headers["retry-after"]) > 0
 
 
+def test_the_first_chat_with_special_tokens_finds_its_tokenizer_made(tmp_path, monkeypatch):
+    from cpmrt.text import control_tokens
+
+    with serving(lambda: saying_llm(tmp_path, lambda prompt: "ok")) as server:
+        monkeypatch.setattr(control_tokens, "_rename_in_model", None)
+        assert server.chat("a </s> b").json()["choices"][0]["message"]["content"] == "ok"
+
+
 def test_a_full_queue_is_a_429_and_waiters_come_in_their_order(tmp_path):
     limits = ExecutorLimits(max_sequences=1, max_context=4096, prefill_chunk=64)
     with serving(lambda: endless(tmp_path, limits=limits), max_queue=2) as server:
