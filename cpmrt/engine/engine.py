@@ -354,13 +354,15 @@ class Engine:
     def _end(self, seq: Sequence, reason: str) -> None:
         if seq.phase is Phase.FINISHED:
             return
-        if seq.phase is Phase.WAITING:
-            self._waiting.remove(seq)
-            transitions.finish(seq, reason)
-        else:
-            transitions.finish(seq, reason)
-            self._release(seq)
-        self.on_news(seq)
+        try:
+            if seq.phase is Phase.WAITING:
+                self._waiting.remove(seq)
+                transitions.finish(seq, reason)
+            else:
+                transitions.finish(seq, reason)
+                self._release(seq)
+        finally:  # a lost device releases nothing, and whoever waits must hear of it
+            self.on_news(seq)
 
     def _fail(self, seq: Sequence, error: BaseException) -> None:
         """End a sequence whose step failed. An interrupt is not kept as the reason: one stream alone raises it."""
