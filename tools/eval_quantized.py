@@ -49,6 +49,7 @@ VARIANTS = (
     Variant("GPTQ g32", (*GPTQ, "--group-size", "32")),
     Variant("AWQ format, RTN", ("--method", "rtn", "--format", "awq")),
     Variant("AWQ format, AWQ scales", ("--method", "awq", "--format", "awq")),
+    Variant("16-bit, int8 head", None, 8),
     Variant("16-bit, int4 head", None, 4),
     Variant("GPTQ g128, int4 head", GPTQ, 4),
     Variant("16-bit, keys and values in fp8", None, kv_dtype="fp8"),
