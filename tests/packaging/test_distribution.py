@@ -107,7 +107,8 @@ def test_sdist_holds_what_a_build_and_a_test_run_need(dist: Path) -> None:
     folder = f"cpmrt-{cpmrt.__version__}/"
     with tarfile.open(path) as archive:
         names = {name.removeprefix(folder) for name in archive.getnames()}
-    assert package_files() | {"pyproject.toml", "LICENSE", "README.md", "tools/dev.py", "tests/conftest.py"} <= names
+    documents = {"LICENSE", "README.md", "CHANGELOG.md", "docs/index.md", "docs/plots/peers.svg", "tools/mkdocs.yml"}
+    assert package_files() | documents | {"pyproject.toml", "tools/dev.py", "tests/conftest.py"} <= names
     assert not [name for name in names if ".venv" in name or name.endswith(".pyc")]
 
 
