@@ -45,6 +45,34 @@ def reused_answers(open_llm: Open, prompt: Sequence[int], depths: Sequence[int],
     return answers
 
 
+def pages_of(llm: LLM, prompt: Sequence[int]) -> dict[str, np.ndarray[Any, Any]]:
+    """What the pages of a prompt's full pages hold once it is computed; undefined entries are zero.
+
+    An EAGLE draft's row at the last token knows the next one, and the first windows of compressed keys would begin
+    before the text.
+    """
+    llm.generate(prompt, SamplingParams(max_new_tokens=1, temperature=0))
+    full = len(prompt) // 64 * 64
+    cache = llm.engine.cache
+    assert cache is not None
+    held = cache.acquire((*prompt[:full], 0), full)
+    assert held.num_cached == full
+    pages = {name: np.array(array) for name, array in llm.executor.read_pages(held.table).items()}
+    cache.release(held)
+    for name, array in pages.items():
+        if name.startswith("draft."):
+            array[:, -1, :, -1] = 0
+        elif name == "k1_pages":
+            array[:, 0, :, 0] = 0
+        elif name == "k2_pages":
+            array[:, 0] = 0
+    return pages
+
+
+def equal_pages(one: dict[str, np.ndarray[Any, Any]], other: dict[str, np.ndarray[Any, Any]]) -> bool:
+    return one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
+
+
 def accompanied(open_llm: Open, prompts: Sequence[Sequence[int]], **settings: Any) -> list[Answer]:
     """Answers of prompts that run together."""
     with open_llm(max_sequences=len(prompts), **settings) as llm:

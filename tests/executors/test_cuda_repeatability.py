@@ -8,7 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 from executors.cuda_models import BASE, ROWS, write_model
-from executors.repeatability_cases import Open, accompanied, answer, logits_of, reused_answers, text
+from executors.repeatability_cases import (
+    SAMPLED,
+    Open,
+    accompanied,
+    answer,
+    equal_pages,
+    logits_of,
+    pages_of,
+    reused_answers,
+    text,
+)
 
 from cpmrt import LLM
 
@@ -56,6 +66,19 @@ def test_chunks_change_no_bit_of_the_logits(open_llm: Open) -> None:
     with open_llm(prefill_chunk=2048) as llm:
         for length in (1, 2, 63, 64, 65, 128, 129, 700):
             assert np.array_equal(llm.logits(prompt[:length]), whole[:length]), length
+
+
+def test_chunks_offsets_and_reuse_change_no_bit_of_keys_and_values(open_llm: Open) -> None:
+    prompt = text(650, 2, VOCAB)
+    with open_llm(prefill_chunk=2048) as llm:
+        whole = pages_of(llm, prompt)
+    assert all(array.any() for array in whole.values())
+    for chunk in (1, 33, 64, 100, 512, 4096):
+        with open_llm(prefill_chunk=chunk, max_sequences=2) as llm:
+            llm.generate([*prompt[: 3 * chunk % 600], 5], SAMPLED)  # some of it is reused
+            with llm.stream(text(300, 9, VOCAB), SAMPLED) as other:  # and somebody decodes beside it
+                next(other)
+                assert equal_pages(pages_of(llm, prompt), whole), chunk
 
 
 def test_reuse_and_company_change_no_bit_of_an_answer(open_llm: Open) -> None:

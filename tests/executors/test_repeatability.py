@@ -7,13 +7,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from executors.repeatability_cases import accompanied, answer, logits_of, reused_answers, text
+from executors.repeatability_cases import accompanied, answer, equal_pages, logits_of, pages_of, reused_answers, text
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tiny_checkpoint import write_checkpoint
 
-from cpmrt import LLM
+from cpmrt import LLM, SamplingParams
 
 FORMATS: list[dict[str, Any]] = [{}, {"dtype": "bfloat16"}, {"kv_dtype": "fp8"}, {"lm_head_bits": 4}]
 VOCAB = 90
+PROMPT = text(140, 3, VOCAB)
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +49,25 @@ def test_reuse_and_company_change_no_bit_of_an_answer(checkpoint: Path, form: di
     assert reused_answers(open_llm, prompts[0], (0, 64, 100, 128)) == alone[:1] * 4
     assert reused_answers(open_llm, prompts[0], (70,), prefill_chunk=33) == alone[:1]
     assert accompanied(open_llm, prompts) == alone
+
+
+@pytest.fixture(scope="module", params=FORMATS[:3], ids=str)
+def form_and_pages(request: pytest.FixtureRequest, checkpoint: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Settings, and the keys and values of PROMPT computed in one chunk."""
+    settings = {"executor": "reference", "max_context": 192} | request.param
+    with LLM(checkpoint, prefill_chunk=256, **settings) as llm:
+        return settings, pages_of(llm, PROMPT)
+
+
+@settings(max_examples=5)
+@given(chunk=st.integers(1, 140), reused=st.integers(0, 139))
+def test_chunks_and_reuse_change_no_bit_of_keys_and_values(
+    checkpoint: Path, form_and_pages: tuple[dict[str, Any], dict[str, Any]], chunk: int, reused: int
+) -> None:
+    form, whole = form_and_pages
+    with LLM(checkpoint, prefill_chunk=chunk, **form) as llm:
+        llm.generate([*PROMPT[:reused], 5], SamplingParams(max_new_tokens=1))
+        assert equal_pages(pages_of(llm, PROMPT), whole)
 
 
 def test_an_answer_that_became_a_prompt_is_computed_again(checkpoint: Path) -> None:
