@@ -130,7 +130,7 @@ class Drafter:
     def run(self, rows: Rows, hidden: F32 | None, logit_rows: slice | None, *, is_first: bool) -> F32:
         """Run a pass of the draft; return the logits of `logit_rows`."""
         assert self.model is not None
-        with self._threads.for_rows(len(rows.token_ids)):
+        with self._threads.for_step():
             _, logits = self.model.forward(self._ops, rows, hidden, logit_rows, is_first=is_first)
         found: F32 = logits
         return found

@@ -291,7 +291,7 @@ class ReferenceExecutor:
     def _forward(self, rows: Rows, logit_rows: slice | None, logits: F32) -> F32:
         """Return what the target's layers give. What a draft reads of it goes to rows 1 and on of `hidden`."""
         count, hidden = len(rows.token_ids), self._arrays.get("hidden")
-        with self._threads.for_rows(count):
+        with self._threads.for_step():
             states = None if hidden is None else hidden[1 : count + 1]
             x: F32 = self._model.forward(self.ops, self._arrays, rows, states)
             if logit_rows is not None:

@@ -28,11 +28,7 @@ from cpmrt.reference import sparse_attention as sparse
 from cpmrt.reference.fp8_pages import store
 from cpmrt.reference.kv_rows import gather, gather_row
 from cpmrt.reference.quantized import Matrix, dequantized
-
-# BLAS picks its summation order by the shape of a product. Rows go through it in tiles of one fixed shape, filled up
-# with zeros, so that a row's result does not depend on the number of rows: small tiles for a step, large ones for the
-# many rows of a prefill, whose keys go in tiles at fixed positions.
-_STEP_TILE, _PREFILL_TILE, _KEY_TILE = 8, 64, 256
+from cpmrt.reference.tiles import KEY_TILE, PREFILL_TILE, STEP_TILE, attend, key_tiles, product, tiles_of
 
 
 def rms_norm(x: F32, weight: F32, eps: float) -> F32:
@@ -53,31 +49,15 @@ def rotate(heads: F32, cos: F32, sin: F32) -> F32:
 
 def linear(x: F32, weight: Matrix, *, is_prefill: bool = False) -> F32:
     """x [T, K] times weight [N, K] transposed."""
-    tiles = _tiles(x, _PREFILL_TILE if is_prefill else _STEP_TILE)
+    tiles = tiles_of(x, PREFILL_TILE if is_prefill else STEP_TILE)
     if not isinstance(weight, QuantizedWeight):
-        return _product(tiles, weight, len(x))
+        return product(tiles, weight, len(x))
     if weight.perm is not None:
         tiles = tiles[..., weight.perm]
     out = np.empty((len(x), weight.shape[0]), np.float32)
     for rows, values in dequantized(weight):
-        out[:, rows] = _product(tiles, values, len(x))
+        out[:, rows] = product(tiles, values, len(x))
     return out
-
-
-def _tiles(x: F32, tile_rows: int) -> F32:
-    """x [T, ...] as tiles of so many rows, the last one filled up with zeros: [tiles, tile_rows, ...]."""
-    num_tiles = -(-len(x) // tile_rows)
-    if len(x) == num_tiles * tile_rows:
-        return x.reshape(num_tiles, tile_rows, *x.shape[1:])
-    tiles = np.zeros((num_tiles, tile_rows, *x.shape[1:]), x.dtype)
-    tiles.reshape(-1, *x.shape[1:])[: len(x)] = x
-    return tiles
-
-
-def _product(tiles: F32, weight: F32, num_rows: int) -> F32:
-    """Tiles [tiles, rows, K] of `num_rows` rows times weight [N, K] transposed, tile by tile: [num_rows, N]."""
-    product: F32 = np.matmul(tiles, weight.T).reshape(-1, len(weight))[:num_rows]
-    return product
 
 
 def silu(x: F32) -> F32:
@@ -92,34 +72,6 @@ def softmax(scores: F32) -> F32:
     weights: F32 = np.exp(scores - scores.max(axis=-1, keepdims=True))
     weights /= weights.sum(axis=-1, keepdims=True)
     return weights
-
-
-def attend_tiles(queries: F32, keys: F32, values: F32, seen: Array, scale: float) -> F32:
-    """Attention of tiles of rows over tiles of keys, [tiles, rows, D] each; what is not `seen` has no weight.
-
-    `seen` bool [tiles, rows, keys]. Every product has the shape of one tile with one other, and sums over keys go from
-    tile to tile: hidden tiles behind a row's last key change no bit. A row that sees nothing gives zeros.
-    """
-    shape = (*seen.shape[:2], len(keys), keys.shape[1])
-    scores = np.matmul(queries[:, None], keys.transpose(0, 2, 1)[None]) * np.float32(scale)
-    scores[~seen.reshape(shape).transpose(0, 2, 1, 3)] = -np.inf
-    highest = scores.max(axis=(1, 3), keepdims=True)
-    weights = np.exp(scores - np.where(np.isfinite(highest), highest, 0))
-    total, out = np.zeros(seen.shape[:2], np.float32), np.zeros_like(queries)
-    for tile in range(len(keys)):
-        total += weights[:, tile].sum(axis=-1)
-    weights /= np.where(total > 0, total, 1)[:, None, :, None]
-    for tile in range(len(keys)):
-        out += np.matmul(weights[:, tile], values[tile])
-    return out
-
-
-def _key_tiles(tokens: F32) -> F32:
-    """Keys or values [K, length, D] as tiles at fixed positions, the last one filled up: [K, tiles, keys, D]."""
-    num_heads, length, head_dim = tokens.shape
-    tiles = np.zeros((num_heads, -(-length // _KEY_TILE) * _KEY_TILE, head_dim), np.float32)
-    tiles[:, :length] = tokens
-    return tiles.reshape(num_heads, -1, _KEY_TILE, head_dim)
 
 
 class NumpyOps:
@@ -238,21 +190,21 @@ class NumpyOps:
                 self.prefill_attention(out[1:], q[1:], kv, taken, scale, window)
             return
         block_table, length = rows.block_tables[rows.slots[-1]], int(rows.positions[-1]) + 1
-        keys, values = (_key_tiles(gather(pages, block_table, length)) for pages in (kv.k, kv.v))
-        seen = np.arange(keys.shape[1] * _KEY_TILE) <= rows.positions[:, None]
-        if window:
-            seen &= np.arange(keys.shape[1] * _KEY_TILE) > rows.positions[:, None] - window
+        keys, values = (key_tiles(gather(pages, block_table, length)) for pages in (kv.k, kv.v))
+        places = np.arange(keys.shape[1] * KEY_TILE)
         q_heads = q.reshape(num_rows, num_kv_heads, -1, head_dim)
         out_heads = out.reshape(num_rows, num_kv_heads, -1, head_dim)
         for head in range(num_kv_heads):
-            of_head = seen
+            seen = places <= rows.positions[:, None]
+            if window:
+                seen &= places > rows.positions[:, None] - window
             if selection is not None:
-                of_head = seen.copy()
-                of_head[:, :length] &= ~sparse.left_out(selection, rows.positions, head, length)
-            for member in range(q_heads.shape[2]):
-                queries = _tiles(q_heads[:, head, member], _PREFILL_TILE)
-                attended = attend_tiles(queries, keys[head], values[head], _tiles(of_head, _PREFILL_TILE), scale)
-                out_heads[:, head, member] = round_to(attended.reshape(-1, head_dim)[:num_rows], self.dtype)
+                seen[:, :length] &= ~sparse.left_out(selection, rows.positions, head, length)
+            tiles = zip(tiles_of(q_heads[:, head], PREFILL_TILE), tiles_of(seen, PREFILL_TILE), strict=True)
+            for first, (queries, seen_by) in zip(range(0, num_rows, PREFILL_TILE), tiles, strict=True):
+                attended = attend(queries.transpose(1, 0, 2), keys[head], values[head], seen_by, scale)
+                into = out_heads[first : first + PREFILL_TILE, head]
+                into[:] = round_to(attended.transpose(1, 0, 2)[: len(into)], self.dtype)
 
     def project_residual(
         self, x: F32, inner: F32, weight: Matrix, bias: F32 | None, scale: float, after: Handoff = NOTHING,

@@ -4,6 +4,7 @@ import copy
 import pickle
 import subprocess
 import sys
+from itertools import count
 
 import numpy as np
 import pytest
@@ -151,7 +152,7 @@ def test_embeddings_do_not_depend_on_chunks_and_have_length_one(llm, checkpoint,
     (lambda llm: pickle.dumps(llm), CpmrtError, "an LLM cannot be pickled or copied"),
     (lambda llm: copy.copy(llm), CpmrtError, "an LLM cannot be pickled or copied"),
     (lambda llm: llm.chat([{"role": "bot", "content": "hi"}]), RequestError, r"messages\[0\].role"),
-], ids=str)  # fmt: skip
+], ids=count())  # fmt: skip
 def test_a_mistake_is_one_line_that_says_what_to_change(llm, call, error, says):
     with pytest.raises(error, match=says) as caught:
         call(llm)

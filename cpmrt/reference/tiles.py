@@ -1,0 +1,66 @@
+"""Products and attention in tiles of fixed shapes, so that a row's bits do not depend on the number of rows or keys.
+
+BLAS picks its summation order by the shape of a product. Rows go through it in tiles of one shape, filled up with
+zeros: small tiles for a step, large ones for the many rows of a prefill, whose keys go in tiles at fixed positions.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from cpmrt.dtypes import F32, Array
+
+STEP_TILE, PREFILL_TILE, KEY_TILE = 8, 64, 256
+
+
+def tiles_of(x: F32, tile_rows: int) -> F32:
+    """Return x [T, ...] as tiles of so many rows, the last one filled up with zeros: [tiles, tile_rows, ...]."""
+    num_tiles = -(-len(x) // tile_rows)
+    if len(x) == num_tiles * tile_rows:
+        return x.reshape(num_tiles, tile_rows, *x.shape[1:])
+    tiles = np.zeros((num_tiles, tile_rows, *x.shape[1:]), x.dtype)
+    tiles.reshape(-1, *x.shape[1:])[: len(x)] = x
+    return tiles
+
+
+def product(tiles: F32, weight: F32, num_rows: int) -> F32:
+    """Return tiles [tiles, rows, K] of `num_rows` rows times weight [N, K] transposed, tile by tile: [num_rows, N]."""
+    found: F32 = np.matmul(tiles, weight.T).reshape(-1, len(weight))[:num_rows]
+    return found
+
+
+def key_tiles(tokens: F32) -> F32:
+    """Return keys or values [K, length, D] as tiles at fixed positions, filled up: [K, tiles, KEY_TILE, D]."""
+    num_heads, length, head_dim = tokens.shape
+    tiles = np.zeros((num_heads, -(-length // KEY_TILE) * KEY_TILE, head_dim), np.float32)
+    tiles[:, :length] = tokens
+    return tiles.reshape(num_heads, -1, KEY_TILE, head_dim)
+
+
+def attend(queries: F32, keys: F32, values: F32, seen: Array, scale: float) -> F32:
+    """Return the attention of one tile of rows: queries [heads, rows, D], keys and values [tiles, KEY_TILE, D].
+
+    `seen` bool [rows, tiles * KEY_TILE]: a row without any gives zeros. Each product is of one tile with one other, and
+    sums over keys go from tile to tile. A tile that no row sees would add zeros, and is left out.
+    """
+    by_tile = seen.reshape(len(seen), len(keys), KEY_TILE).transpose(1, 0, 2)
+    used = by_tile.any(axis=(1, 2))
+    if not used.any():
+        return np.zeros_like(queries)
+    scores: F32 = np.matmul(queries[:, None], keys[used].transpose(0, 2, 1))
+    scores *= np.float32(scale)
+    scores += np.where(by_tile[used], np.float32(0), np.float32(-np.inf))
+    highest = scores.max(axis=(1, 3), keepdims=True)
+    scores -= np.where(np.isfinite(highest), highest, 0)
+    weights: F32 = np.exp(scores, out=scores)
+    total = _in_order(weights.sum(axis=-1))
+    weights /= np.where(total > 0, total, 1)[:, None, :, None]
+    return _in_order(np.matmul(weights, values[used]))
+
+
+def _in_order(parts: F32) -> F32:
+    """Add parts [heads, tiles, ...] over the tiles, one after the other."""
+    total: F32 = parts[:, 0].copy()
+    for tile in range(1, parts.shape[1]):
+        total += parts[:, tile]
+    return total
