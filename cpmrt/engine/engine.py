@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from time import perf_counter
 from typing import NamedTuple
 
 from cpmrt.config.engine import KEEP_ANSWERS
 from cpmrt.engine import transitions
-from cpmrt.engine.prefix_cache import HeldPages, PrefixCache
+from cpmrt.engine.loan import Loan
+from cpmrt.engine.prefix_cache import PrefixCache
 from cpmrt.engine.sequence import Phase, Request, Sequence
 from cpmrt.engine.speculation import DraftPolicy
 from cpmrt.engine.stats import AcceptCounts
@@ -26,25 +26,6 @@ class _InFlight(NamedTuple):
 
 
 StepListener = Callable[[Step, StepResult], None]
-
-
-@dataclass(eq=False)
-class Loan:
-    """A slot for a caller that drives the executor itself, as for `Executor.prompt_logits`."""
-
-    num_tokens: int
-    """Tokens that its pages shall hold."""
-    prompt_ids: tuple[int, ...] = ()
-    """Tokens with which they may begin: the pages of these that are known are shared. Empty: all pages are new."""
-    slot: int = -1
-    """The slot; -1 while none is free."""
-    pages: HeldPages | None = None
-    """KV pages that come with it; None: those of the slot."""
-
-    @property
-    def block_table(self) -> tuple[int, ...]:
-        """The block table of the pages, as in `Admit`."""
-        return self.pages.table if self.pages else ()
 
 
 class Engine:

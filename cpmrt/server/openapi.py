@@ -171,9 +171,34 @@ def _requests() -> Schema:
             "tool_call_id": _optional("string"),
         },
     )
+    chat, messages = _chat_fields(), _array(message, minItems=1)
+    prompts = [_STRING, _TOKEN_IDS, _array(_STRING, maxItems=MAX_PROMPTS), _array(_TOKEN_IDS, maxItems=MAX_PROMPTS)]
+    inputs = [_STRING, _TOKEN_IDS, _array(_STRING, maxItems=MAX_INPUTS), _array(_TOKEN_IDS, maxItems=MAX_INPUTS)]
+    tokenize = {
+        "prompt": _STRING,
+        "content": _STRING,
+        "add_special_tokens": _optional("boolean", default=True),
+        "messages": _optional("array", items=message, minItems=1),
+        "add_generation_prompt": _optional("boolean", default=True),
+        "return_token_strs": _optional("boolean", default=False),
+        "with_pieces": _optional("boolean", default=False),
+        **{name: chat[name] for name in ("tools", "tool_choice", "chat_template_kwargs", "allow_special_tokens")},
+    }
+    return {
+        "ChatRequest": _object({"messages": messages}, chat),
+        "CompletionRequest": _object({"prompt": {"anyOf": prompts}}, _completion_fields()),
+        **_message_requests(),
+        "EmbeddingRequest": _object({"input": {"anyOf": inputs}}, _embedding_fields()),
+        "InfillRequest": _object({}, _infill_fields()),
+        "TokenizeRequest": _object({}, tokenize),
+        "DetokenizeRequest": _object({"tokens": _TOKEN_IDS}),
+    }
+
+
+def _chat_fields() -> Schema:
     function = _object({"name": _STRING}, {"description": _STRING, "parameters": {"type": "object"}})
     tool = _object({}, {"type": {"const": "function"}, "function": function})
-    chat = {
+    return {
         **_SHARED,
         **_unused(),
         "max_tokens": _MAX_TOKENS,
@@ -194,8 +219,10 @@ def _requests() -> Schema:
             "boolean", default=False, description="Special tokens in messages of users and tools count as such"
         ),
     }
-    prompts = [_STRING, _TOKEN_IDS, _array(_STRING, maxItems=MAX_PROMPTS), _array(_TOKEN_IDS, maxItems=MAX_PROMPTS)]
-    completion = {
+
+
+def _completion_fields() -> Schema:
+    return {
         **_SHARED,
         **_unused(),
         "max_tokens": _MAX_TOKENS | {"minimum": 0},
@@ -204,15 +231,20 @@ def _requests() -> Schema:
         "best_of": _optional("integer", minimum=1, maximum=MAX_CHOICES, description="Choices to try; n are given"),
         "logprobs": _optional("integer", minimum=0, maximum=MAX_LOGPROBS),
     }
-    inputs = [_STRING, _TOKEN_IDS, _array(_STRING, maxItems=MAX_INPUTS), _array(_TOKEN_IDS, maxItems=MAX_INPUTS)]
-    embedding = {
+
+
+def _embedding_fields() -> Schema:
+    return {
         "model": _SHARED["model"],
         "encoding_format": {"enum": ["float", "base64", None]},
         "dimensions": _optional("integer", description="The size of the vectors, which is the model's own"),
         "pooling": {"enum": ["mean", "last", None], "description": "The mean of all tokens, or the last one's state"},
         "normalize": _optional("boolean", default=True, description="Vectors have length 1"),
     }
-    infill = {
+
+
+def _infill_fields() -> Schema:
+    return {
         **{name: rule for name, rule in _SHARED.items() if name not in ("model", "n", "repetition_penalty")},
         "input_prefix": _optional("string"),
         "input_suffix": _optional("string"),
@@ -220,25 +252,6 @@ def _requests() -> Schema:
         "prompt": _optional("string", description="What the answer begins with"),
         "n_predict": _optional("integer", default=128),
         "repeat_penalty": _SHARED["repetition_penalty"],
-    }
-    tokenize = {
-        "prompt": _STRING,
-        "content": _STRING,
-        "add_special_tokens": _optional("boolean", default=True),
-        "messages": _optional("array", items=message, minItems=1),
-        "add_generation_prompt": _optional("boolean", default=True),
-        "return_token_strs": _optional("boolean", default=False),
-        "with_pieces": _optional("boolean", default=False),
-        **{name: chat[name] for name in ("tools", "tool_choice", "chat_template_kwargs", "allow_special_tokens")},
-    }
-    return {
-        "ChatRequest": _object({"messages": _array(message, minItems=1)}, chat),
-        "CompletionRequest": _object({"prompt": {"anyOf": prompts}}, completion),
-        **_message_requests(),
-        "EmbeddingRequest": _object({"input": {"anyOf": inputs}}, embedding),
-        "InfillRequest": _object({}, infill),
-        "TokenizeRequest": _object({}, tokenize),
-        "DetokenizeRequest": _object({"tokens": _TOKEN_IDS}),
     }
 
 

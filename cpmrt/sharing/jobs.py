@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from cpmrt.engine import GenerationStats, Request
 from cpmrt.engine import Sequence as EngineSequence
-from cpmrt.engine.engine import Loan
+from cpmrt.engine.loan import Loan
 from cpmrt.generation import AnswerText, Completion, Piece
 
 

@@ -16,7 +16,7 @@ from threading import Lock, get_ident
 
 from cpmrt.engine import Engine
 from cpmrt.engine import Sequence as EngineSequence
-from cpmrt.engine.engine import Loan
+from cpmrt.engine.loan import Loan
 from cpmrt.errors import ClosedError, CpmrtError, RequestError
 from cpmrt.generation import AnswerText, Piece
 from cpmrt.sharing.interrupts import HeldInterrupt
