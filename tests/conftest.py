@@ -10,6 +10,7 @@ import ctypes
 import functools
 import os
 import signal
+import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
@@ -17,6 +18,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 ROOT = Path(__file__).resolve().parent.parent
+# ModelScope's client looks for its cache once a process; nothing is written to that of the user.
+os.environ["MODELSCOPE_CACHE"] = tempfile.mkdtemp(prefix="modelscope-")
 
 # Nothing may fail because a machine is slow, or because of what is drawn this time: usually that is always the same.
 settings.register_profile(

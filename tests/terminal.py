@@ -10,7 +10,7 @@ import struct
 import subprocess
 import termios
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pyte
@@ -26,7 +26,9 @@ class Terminal:
         self._stream = pyte.ByteStream(self.screen)
         self._ours, theirs = pty.openpty()
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
-        env: Mapping[str, str] = os.environ | {"PYTHONPATH": str(ROOT), "TERM": "xterm-256color"} | variables
+        env = os.environ | {"PYTHONPATH": str(ROOT), "TERM": "xterm-256color"} | variables
+        for name in ("COLUMNS", "LINES"):  # the size of another terminal, where pytest's worker has one
+            env.pop(name, None)
         self.child = subprocess.Popen(
             command, stdin=theirs, stdout=theirs, stderr=theirs, env=env, preexec_fn=_take_terminal
         )

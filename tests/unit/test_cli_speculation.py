@@ -82,7 +82,6 @@ def test_what_a_generation_cost():
     (["generate", "x", "--draft", "lookup", "--draft-topk", "3"], 1, "lookup drafts chains"),
     (["generate", "x", "--draft", "lookup", "--speculate", "on"], 2, "invalid choice: 'on'"),
     (["chat", "--url", "http://127.0.0.1:9", "--draft", "lookup"], 2, "--url and --"),
-    (["chat", "--url", "http://127.0.0.1:9", "--stats"], 2, "--url and --"),
     (["bench", "--case", "8:4", "--simulate-accept", "2"], 1, "speculate needs a draft"),
     (["bench", "--case", "8:4", "--draft", "lookup", "--simulate-accept", "7"], 1, "a number in [1, 6]"),
     (["bench", "--draft", "lookup", "--speculate", "off", "--simulate-accept", "2"], 1, "simulate_accept needs specul"),
