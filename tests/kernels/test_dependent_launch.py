@@ -87,9 +87,10 @@ def builds() -> Iterator[Any]:
     """Every file with all sets of sizes that it is tested with; the first tier takes the first."""
     for file in files():
         for index, constants in enumerate(constant_sets(file)):
-            yield pytest.param(file, constants, id=f"{file}-{index}", marks=pytest.mark.all if index else ())
+            yield pytest.param(file, constants, id=f"{file}-{index}")
 
 
+@pytest.mark.all
 @pytest.mark.parametrize(("file", "constants"), list(builds()))
 def test_every_kernel_waits_before_it_reads(compiles: Compiles, file: str, constants: Mapping[str, int]) -> None:
     cubin = compiles.module(file, "sm_90", DType.BFLOAT16, constants).cubin

@@ -113,6 +113,7 @@ def test_completions_of_text_and_of_token_ids(demo, client):
     assert both.usage.prompt_tokens == 2 * len(ids) and both.usage.completion_tokens == 32
 
 
+@pytest.mark.all
 def test_answers_go_on_until_the_context_is_full_unless_told(client):
     fields = {"model": "demo", "temperature": 0, "extra_body": {"ignore_eos": True}}
     completion = client.completions.create(prompt="import os\n", **fields)

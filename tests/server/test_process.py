@@ -92,6 +92,7 @@ def test_a_log_that_nobody_reads_stops_nothing(tmp_path):
         assert server.process.wait(10) == 0
 
 
+@pytest.mark.all
 def test_idle_connections_leave_room_and_fill_no_log(tmp_path):
     with started("plain", tmp_path, num_files=200) as server:
         server.wait_ready()

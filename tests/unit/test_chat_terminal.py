@@ -146,6 +146,7 @@ def test_ctrl_c_ends_the_answer_and_not_the_chat(chat):
         assert terminal.end() == 130
 
 
+@pytest.mark.all
 def test_the_history_is_kept_between_runs_for_this_user_alone(chat, tmp_path):
     for _ in range(2):
         with chat() as terminal:

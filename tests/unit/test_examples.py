@@ -56,6 +56,7 @@ def test_stream(run):
     assert out.rstrip("\n").count("\n") >= 7 and err.strip().startswith("cancelled after")
 
 
+@pytest.mark.all
 def test_threads(run):
     out, _ = run("threads")
     answers = dict(zip(("def add(a, b):", "class Stack:"), re.split(r"^--- ", out, flags=re.M)[1:], strict=False))
@@ -70,6 +71,7 @@ def test_several_prompts(run):
     assert all(one[:8] == other[:8] for one, other in zip(answers[::2], answers[1::2], strict=True))
 
 
+@pytest.mark.all
 def test_async_requests(run):
     out, _ = run("async_requests")
     streamed, add, stack = out.partition("given up: CancelledError")[0].split("---")
@@ -83,6 +85,7 @@ def test_embeddings(run):
     assert "return open(path)" in out.splitlines()[0] and len(others) == 2 and 1 > first > max(others)
 
 
+@pytest.mark.all
 def test_draft(run):
     out, _ = run("draft")
     assert float(re.search(r"draft eagle2: .* ([\d.]+) tokens a step", out)[1]) > 1.2

@@ -72,6 +72,7 @@ def test_filling_the_rotary_table_takes_little_beside_it():
     np.testing.assert_allclose(array[:, -1, 1], [np.cos(angle), np.sin(angle)], atol=1e-6)
 
 
+@pytest.mark.all
 def test_what_the_system_refuses_is_an_error_of_the_memory_plan(tmp_path):
     """Under a limit, a context that was asked for and does not fit is refused by the plan, before any allocation."""
     from tiny_checkpoint import write_checkpoint

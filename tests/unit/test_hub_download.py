@@ -241,6 +241,7 @@ def test_a_token_opens_what_is_closed(name: str, hub: HubServer, shell: Shell) -
     assert shell("pull", name, env={token: "secret"}).code == 0
 
 
+@pytest.mark.all
 def test_what_an_interrupted_download_left_is_not_trusted(hub: HubServer, shell: Shell, model: Path) -> None:
     content = (model / "model.safetensors").read_bytes()
     shell("plan", "org/tiny")  # fetches the config
@@ -293,6 +294,7 @@ def test_what_the_hub_refuses_is_said(line: list[str], change: object, says: str
     assert says in error and not list(shell.home.rglob("*.safetensors")), error
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name", NAMES)
 def test_offline_says_what_is_missing(name: str, hub: HubServer, shell: Shell) -> None:
     offline = {"HF_HUB_OFFLINE": "1"}
@@ -315,6 +317,7 @@ def test_an_unreachable_hub_is_named_and_the_cache_used(name: str, shell: Shell)
     assert shell(*GENERATE, name, "--max-new-tokens", "1", env=nowhere).code == 0
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name", NAMES)
 def test_a_disk_that_takes_no_more_is_named(name: str, hub: HubServer, shell: Shell) -> None:
     """A limit on the size of files stands for the full disk."""
@@ -383,6 +386,7 @@ def test_without_its_client_modelscope_says_what_to_install(
     assert "models from ModelScope need modelscope_hub; " in error and "pip install " in error
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name", NAMES)
 def test_a_terminal_sees_the_progress_of_the_weights_alone(name: str, shell: Shell) -> None:
     def shown(*line: str) -> str:
