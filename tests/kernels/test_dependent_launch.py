@@ -84,7 +84,7 @@ def early_accesses(file: str, cubin: Path) -> list[str]:
 
 
 def builds() -> Iterator[Any]:
-    """Every file with all sets of sizes that it is tested with; the first tier takes the first."""
+    """Every file with all sets of sizes that it is tested with."""
     for file in files():
         for index, constants in enumerate(constant_sets(file)):
             yield pytest.param(file, constants, id=f"{file}-{index}")

@@ -14,6 +14,7 @@ export const NUMBERS = {
   frequency_penalty: { label: "Frequency penalty", hint: 0, min: -2, max: 2 },
   max_tokens: { label: "Max tokens", hint: "as fits", min: 1, isWhole: true },
   seed: { label: "Seed", hint: "random", isWhole: true },
+  loop_repeats: { label: "End at repeats", hint: 8, min: 0, isWhole: true },
 };
 
 export class Settings {
@@ -38,9 +39,10 @@ export class Settings {
     write(localStorage, PLACE, { numbers, thinking, system });
   }
 
-  /** Return the fields of a request. What nobody has set is left to the server, which takes the checkpoint's own. */
+  /** Return the fields of a request. What nobody has set is left to the server, which takes the checkpoint's own; it
+   * leaves answers that repeat themselves alone unless it is told how often they may. */
   fields() {
-    const fields = {};
+    const fields = { loop_repeats: NUMBERS.loop_repeats.hint };
     for (const name of Object.keys(NUMBERS)) if (Number.isFinite(this.numbers[name])) fields[name] = this.numbers[name];
     if (this.thinking) fields.chat_template_kwargs = { enable_thinking: this.thinking === "on" };
     return fields;

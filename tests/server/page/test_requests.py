@@ -21,7 +21,7 @@ def set_numbers(page, **numbers):
 def test_what_nobody_set_is_left_to_the_model(page, says):
     sent = requests_of(page)
     ask(page, "say(one)yas")
-    assert set(sent[0]) == {"messages", "stream", "stream_options"}
+    assert set(sent[0]) == {"messages", "stream", "stream_options", "loop_repeats"} and sent[0]["loop_repeats"] == 8
     page.click("#open-settings")
     own = page.request.get(f"{says.url}/v1/models").json()["data"][0]["sampling_defaults"]
     for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"):
