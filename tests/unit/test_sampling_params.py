@@ -15,7 +15,7 @@ from cpmrt.engine import request_seed
 from cpmrt.errors import ConfigError
 from cpmrt.weights.model_folder import ModelFolder
 
-DATA = Path("/work/shared/data")
+DATA = Path(__file__).resolve().parents[2].parent / "shared" / "data"
 SOURCE = "/models/m/generation_config.json"
 QWEN = {"architectures": ["Qwen3ForCausalLM"], "vocab_size": 151936, "hidden_size": 1024}
 
