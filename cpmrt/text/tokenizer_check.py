@@ -122,6 +122,13 @@ def _with_strings(growth: float, *names: str) -> Growth:
     return check
 
 
+def _prepend(component: Component, place: _Place) -> float:
+    """The library panics where the normalizer behind an empty one changes the text."""
+    if not place.string(component, "prepend"):
+        raise place.refuse("prepend", "a string that is not empty", component.get("prepend"))
+    return 1.0
+
+
 def _pieces_of_length(component: Component, place: _Place) -> float:
     place.integer(component, "length", 1)
     return 1.0
@@ -149,7 +156,7 @@ def _precompiled(component: Component, place: _Place) -> float:
 _NORMALIZERS: dict[str, Growth] = {
     "Sequence": _times(1), "BertNormalizer": _times(3), "Strip": _times(1), "StripAccents": _times(3), "NFC": _times(3),
     "NFD": _times(4), "NFKC": _times(18), "NFKD": _times(18), "Lowercase": _times(2), "Nmt": _times(1),
-    "Precompiled": _precompiled, "Replace": _replace, "Prepend": _with_strings(1, "prepend"), "ByteLevel": _times(2),
+    "Precompiled": _precompiled, "Replace": _replace, "Prepend": _prepend, "ByteLevel": _times(2),
 }  # fmt: skip
 _PRE_TOKENIZERS: dict[str, Growth] = {
     "Sequence": _times(1), "BertPreTokenizer": _times(1), "ByteLevel": _times(2), "CharDelimiterSplit": _times(1),

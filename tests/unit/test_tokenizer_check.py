@@ -212,3 +212,10 @@ def test_tables_of_sentencepiece_pass():
         )  # fmt: skip
         found = pb.ModelProto.FromString(model.getvalue()).normalizer_spec.precompiled_charsmap
         assert longest_replacement(base64.b64encode(found).decode()) == 33
+
+
+def test_a_normalizer_that_prepends_nothing_is_refused():
+    """The library panics on it where another normalizer follows."""
+    parts = [{"type": "Prepend", "prepend": ""}, {"type": "StripAccents"}]
+    with pytest.raises(CheckpointError, match="prepend: expected a string that is not empty, got ''"):
+        check_tokenizer({"normalizer": {"type": "Sequence", "normalizers": parts}}, "tokenizer.json")
