@@ -22,6 +22,11 @@ def quoted(value: object) -> str:
     return _SHORT.repr(value)
 
 
+def reason_of(error: Exception) -> str:
+    """Return what is wrong without the path, which the message has already."""
+    return getattr(error, "strerror", None) or str(error)
+
+
 def listed(items: Sequence[str], limit: int = 8) -> str:
     """List the first `limit` items, then say how many more there are."""
     more = len(items) - limit

@@ -9,6 +9,8 @@ import sys
 from importlib.metadata import PackageNotFoundError, distribution, requires
 from urllib.parse import unquote, urlsplit
 
+from cpmrt.errors import ConfigError
+
 EXTRAS = {
     "server": ("starlette", "uvicorn", "httptools", "prometheus_client"),
     "modelscope": ("modelscope_hub",),
@@ -19,6 +21,13 @@ EXTRAS = {
 def missing_packages(extra: str) -> list[str]:
     """Return those packages of an extra that cannot be imported."""
     return [name for name in EXTRAS[extra] if importlib.util.find_spec(name) is None]
+
+
+def check_extra(extra: str, who_needs: str) -> None:
+    """Raise ConfigError, with the command that helps, if packages of an extra cannot be imported."""
+    missing = missing_packages(extra)
+    if missing:
+        raise ConfigError(f"{who_needs} {', '.join(missing)}", fix=install_extra(extra))
 
 
 def pip_install(*requirements: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import count
 from typing import Any, Literal, TypeGuard, cast
 
@@ -13,9 +14,10 @@ from numpy.typing import NDArray
 from cpmrt.config import ModelConfig, SamplingDefaults, SamplingParams
 from cpmrt.dtypes import F32
 from cpmrt.engine import Engine, Request, ThinkingBudget, request_seed
-from cpmrt.errors import ContextLengthError, NonFiniteLogitsError, RequestError
+from cpmrt.errors import ContextLengthError, RequestError
 from cpmrt.sharing.jobs import Generation, Reading
 from cpmrt.text import ChatTemplate, ThoughtEnd, Tokenizer
+from cpmrt.text.thinking import closings, prompt_end_of
 
 TokenIds = Sequence[int] | NDArray[np.integer[Any]]
 Prompt = str | TokenIds
@@ -25,8 +27,6 @@ Message = Mapping[str, Any]
 """One message of a conversation: {"role": ..., "content": ...}."""
 Pooling = Literal["mean", "last"]
 
-_MARKER_TOKENS = 16
-"""The most tokens that the marker of an opened thought takes at the end of a prompt."""
 _RESERVED = ("messages", "tools", "add_generation_prompt")
 _TokensOf = Callable[[Sequence[Message]], list[int]]
 _ChunkReader = Callable[[int, tuple[int, ...], tuple[int, ...]], Iterator[F32]]
@@ -213,9 +213,14 @@ class JobMaker:
             return None
         if self.tokenizer is None:
             raise RequestError("max_thinking_tokens needs a tokenizer", fix="leave it out")
-        prompt_end = self.tokenizer.decode(prompt_ids[-_MARKER_TOKENS:], skip_special_tokens=False)
-        thought_end = ThoughtEnd.of(self.tokenizer, self.chat_template, prompt_end)
-        return ThinkingBudget(params.max_thinking_tokens, thought_end)
+        prompt_end = prompt_end_of(self.tokenizer, prompt_ids)
+        return ThinkingBudget(params.max_thinking_tokens, ThoughtEnd(self.tokenizer, prompt_end, self._closings))
+
+    @cached_property
+    def _closings(self) -> dict[str, tuple[int, ...]]:
+        """The tokens that close a thought, which the first request with a budget for thoughts finds out."""
+        assert self.tokenizer is not None
+        return closings(self.tokenizer, self.chat_template)
 
     def _end_token_ids(self) -> tuple[int, ...]:
         own = self.tokenizer.eos_token_ids if self.tokenizer else ()
@@ -249,15 +254,13 @@ def _joined(chunks: Iterator[F32]) -> Generator[None, None, F32]:
 
 
 def _scores(ids: tuple[int, ...], chunks: Iterator[F32]) -> Generator[None, None, F32]:
-    from cpmrt.reference.sampling import log_softmax
+    from cpmrt.reference.sampling import checked_log_softmax
 
     parts, start = list[F32](), 0
     for logits in chunks:
         following = np.array(ids[start + 1 : start + 1 + len(logits)], np.int64)
-        bad = np.flatnonzero(~np.isfinite(logits[: len(following)].max(axis=-1)))
-        if len(bad):
-            raise NonFiniteLogitsError.at(start + int(bad[0]) + 1)
-        parts.append(log_softmax(logits[: len(following)])[np.arange(len(following)), following])
+        logprobs = checked_log_softmax(logits[: len(following)], start + 1)
+        parts.append(logprobs[np.arange(len(following)), following])
         start += len(logits)
         yield
     return np.concatenate(parts)

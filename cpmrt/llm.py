@@ -103,9 +103,7 @@ class LLM:
         speculate: str | Mapping[str, Any] = "auto",
         on_step: StepListener | None = None,
     ):
-        for name, value in (("model", model), ("draft", draft)):
-            if value is not None and not isinstance(value, (str, Path)):
-                raise ConfigError(name, expected="a folder or a hub id", actual=quoted(value))
+        _check_sources(model=model, draft=draft)
         budget = parse_bytes(memory_budget) if isinstance(memory_budget, str) else memory_budget
         settings = EngineConfig(
             executor, dtype, max_context, budget, load_format, seed, prefill_chunk, max_sequences,
@@ -364,6 +362,12 @@ class LLM:
 
 def _ignore(job: Job) -> None:
     """Take no note of a job that has ended."""
+
+
+def _check_sources(**sources: object) -> None:
+    for name, value in sources.items():
+        if value is not None and not isinstance(value, (str, Path)):
+            raise ConfigError(name, expected="a folder or a hub id", actual=quoted(value))
 
 
 def _open_tokenizer(folder: ModelFolder, is_dummy: bool) -> Tokenizer | None:

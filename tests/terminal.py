@@ -12,6 +12,7 @@ import termios
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pyte
 
@@ -91,6 +92,23 @@ class Terminal:
             self.read(0.05)
         self.read(0.05)
         return self.child.returncode
+
+
+def shown_on_terminal(start: Callable[[int], subprocess.Popen[Any]], *, columns: int = 0) -> tuple[bytes, int]:
+    """Return all that a program writes to a terminal, and its exit code; `start` gets the terminal to write to."""
+    ours, theirs = pty.openpty()
+    if columns:
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+    process = start(theirs)
+    os.close(theirs)
+    shown = b""
+    try:
+        while chunk := os.read(ours, 4096):
+            shown += chunk
+    except OSError:  # how Linux ends a terminal
+        pass
+    os.close(ours)
+    return shown, process.wait(60)
 
 
 def _take_terminal() -> None:

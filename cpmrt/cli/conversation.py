@@ -8,11 +8,10 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
 from cpmrt.config import SamplingParams
-from cpmrt.errors import RequestError, quoted
+from cpmrt.errors import RequestError, quoted, reason_of
 from cpmrt.generation import Completion
 
 Message = dict[str, str]
@@ -31,9 +30,7 @@ class Answer(Protocol):
 
     def __iter__(self) -> Iterator[Part]: ...
     def __enter__(self) -> Answer: ...
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, *exception: object) -> None: ...
 
     @property
     def text(self) -> str:
@@ -145,7 +142,7 @@ def _message(role: str, content: str) -> Message:
 
 
 def _failed(path: Path, verb: str, error: Exception) -> RequestError:
-    return RequestError(f"{path} cannot be {verb}: {getattr(error, 'strerror', None) or error}")
+    return RequestError(f"{path} cannot be {verb}: {reason_of(error)}")
 
 
 def _read(path: Path) -> tuple[str | None, list[tuple[str, str]]]:

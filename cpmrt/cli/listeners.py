@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from cpmrt.engine.engine import StepListener
 from cpmrt.engine.step_log import StepLog
-from cpmrt.errors import CpmrtError
+from cpmrt.errors import CpmrtError, reason_of
 from cpmrt.executor import Prefill, Step, StepResult
 
 if TYPE_CHECKING:
@@ -125,5 +125,4 @@ class StopOnInterrupt(StopAtOnce):
 
 
 def _unwritable(path: str, error: Exception) -> CpmrtError:
-    reason = getattr(error, "strerror", None) or error
-    return CpmrtError(f"step log {path} cannot be written: {reason}", fix="choose another --log-steps file")
+    return CpmrtError(f"step log {path} cannot be written: {reason_of(error)}", fix="choose another --log-steps file")

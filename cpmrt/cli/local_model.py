@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
-from types import TracebackType
 
 from cpmrt import LLM
 from cpmrt.byte_sizes import format_bytes
@@ -100,9 +99,7 @@ class LocalAnswer:
     def __enter__(self) -> LocalAnswer:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._stream.close()
 
     @property

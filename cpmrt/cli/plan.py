@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from cpmrt.bench.shapes import SHAPES
@@ -69,8 +70,8 @@ def run(args: argparse.Namespace) -> int:
     else:
         kinds = [config.architecture, dtype.label, *quantisation_facts(config.quantization, blueprint.specs)]
         write(_text(f"{name}: {', '.join(kinds)}", plan, budget, largest))
-    if budget is not None and plan.total_bytes > budget:
-        check_budget(plan, budget, _how_to_fit(args, settings, target, budget, largest))
+    if budget is not None:
+        check_budget(plan, budget, partial(_how_to_fit, args, settings, target, budget, largest))
     return 0
 
 

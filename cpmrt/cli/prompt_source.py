@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from cpmrt.cli.arguments import UsageError
-from cpmrt.errors import RequestError
+from cpmrt.errors import RequestError, reason_of
 
 MAX_PROMPT_BYTES = 64 * 2**20
 
@@ -57,8 +57,7 @@ def _read_file(path: Path) -> str:
         with path.open("rb") as file:
             raw = file.read(MAX_PROMPT_BYTES + 1)
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise RequestError(f"prompt file {path} cannot be read: {reason}") from error
+        raise RequestError(f"prompt file {path} cannot be read: {reason_of(error)}") from error
     return _checked(raw, f"prompt file {path}")
 
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import suppress
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from time import perf_counter
-from types import TracebackType
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -129,9 +128,7 @@ class RemoteAnswer:
     def __enter__(self) -> RemoteAnswer:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         with suppress(OSError):
             self._response.close()
 

@@ -21,7 +21,7 @@ from cpmrt.cli import arguments as options
 from cpmrt.cli.main import EXIT_INTERRUPTED
 from cpmrt.cli.output import complain, note
 from cpmrt.errors import ConfigError
-from cpmrt.installation import install_extra, missing_packages
+from cpmrt.installation import check_extra
 
 if TYPE_CHECKING:
     from cpmrt.server.service import ServerSettings
@@ -76,7 +76,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal ends it: 0 after SIGTERM, 130 after Ctrl-C. Raises DeviceError if the device is lost."""
-    _check_installed()
+    check_extra("server", "cpmrt serve needs")
     from cpmrt.server.run import address_of, bind, serve
 
     settings = _settings(args)
@@ -90,12 +90,6 @@ def run(args: argparse.Namespace) -> int:
     if not ending.is_complete:
         os._exit(code)  # a thread loads a model, or its device does not answer: nothing ends that but the process
     return code
-
-
-def _check_installed() -> None:
-    missing = missing_packages("server")
-    if missing:
-        raise ConfigError(f"cpmrt serve needs {', '.join(missing)}", fix=install_extra("server"))
 
 
 def _settings(args: argparse.Namespace) -> ServerSettings:

@@ -46,11 +46,8 @@ def typed_messages(commands: Sequence[str]) -> Iterator[str]:
 
 @contextmanager
 def hidden_typing() -> Iterator[None]:
-    """Show nothing of what is typed until the block ends; it is the beginning of the next message then."""
-    descriptor = sys.stdin.fileno() if sys.stdin is not None and sys.stdin.isatty() else None
-    if descriptor is None:
-        yield
-        return
+    """Show nothing of what is typed on the terminal until the block ends; it begins the next message then."""
+    descriptor = sys.stdin.fileno()
     before = termios.tcgetattr(descriptor)
     hidden = [*before]
     hidden[3] &= ~termios.ECHO

@@ -147,15 +147,15 @@ def largest_context(build: Callable[[int], MemoryPlan], budget: int, limit: int)
     return low * PAGE_SIZE
 
 
-def check_budget(plan: MemoryPlan, budget: int, fix: str) -> None:
-    """Raise MemoryPlanError, with the parts in its message and what to change (`fix`), if the plan does not fit."""
+def check_budget(plan: MemoryPlan, budget: int, fix: Callable[[], str]) -> None:
+    """Raise MemoryPlanError, with the parts in its message and what to change (`fix()`), if the plan does not fit."""
     if plan.total_bytes > budget:
         parts = ", ".join(f"{part} {format_bytes(size)}" for part, size in plan.part_bytes.items())
         raise MemoryPlanError(
             f"the plan for {plan.max_context} tokens of context does not fit ({parts})",
             expected=f"at most {format_bytes(budget)}",
             actual=format_bytes(plan.total_bytes),
-            fix=fix,
+            fix=fix(),
         )
 
 

@@ -145,8 +145,7 @@ def fit_model(
     if engine.max_context is None:
         context = largest_context(build, budget, limit) or min(limit, PAGE_SIZE)
     plan = build(context)
-    if plan.total_bytes > budget:
-        check_budget(plan, budget, _how_to_fit(largest_context(build, budget, limit)))
+    check_budget(plan, budget, lambda: _how_to_fit(largest_context(build, budget, limit)))
     return plan
 
 

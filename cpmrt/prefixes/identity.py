@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from cpmrt.config import EngineConfig
-from cpmrt.memory.caches import PAGE_SIZE, CacheLayout
+from cpmrt.memory.caches import PAGE_SIZE
 from cpmrt.memory.plan import MemoryPlan
 from cpmrt.models import decoder
 from cpmrt.models.planning import position_limit
@@ -40,10 +40,8 @@ def _parts(folder: ModelFolder, settings: EngineConfig, plan: MemoryPlan) -> Ite
     for table in decoder.tables(config.for_context(plan.max_context), PAGE_SIZE, limit):
         yield from (piece.tobytes() for piece in table.pieces())
     regions = {region.name: region for region in plan.regions}
-    layouts: list[CacheLayout] = [plan.caches] + ([plan.draft_caches] if plan.draft_caches else [])
-    for layout in layouts:
-        for name, region in layout.paged(regions).items():
-            yield f"{name} {region.dtype} {region.shape[:1]} {region.shape[2:]}".encode()
+    for name, region in plan.paged(regions).items():
+        yield f"{name} {region.dtype} {region.shape[:1]} {region.shape[2:]}".encode()
     if settings.load_format == "dummy":
         yield f"random {settings.seed}".encode()
         return

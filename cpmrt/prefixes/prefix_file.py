@@ -7,7 +7,6 @@ run of at most RUN pages; `checksums` uint32, the CRC-32 of each of those, in th
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -21,7 +20,7 @@ import numpy as np
 from cpmrt.dtypes import Array
 from cpmrt.errors import PrefixError, quoted
 from cpmrt.memory.caches import PAGE_SIZE
-from cpmrt.weights.safetensors import SafetensorsFile
+from cpmrt.weights.safetensors import SafetensorsFile, encoded_header
 
 FORMAT = "cpmrt prefix 1"
 RUN = 8
@@ -53,7 +52,7 @@ class PrefixWriter:
     def __enter__(self) -> PrefixWriter:
         number, self._temporary = tempfile.mkstemp(dir=self._path.parent, prefix=f".{self._path.name}.")
         self._file = os.fdopen(number, "wb")
-        self._file.write(len(self._header).to_bytes(8, "little") + self._header + self._token_ids.tobytes())
+        self._file.write(self._header + self._token_ids.tobytes())
         return self
 
     def add(self, run: Mapping[str, Array]) -> None:
@@ -149,5 +148,4 @@ def _header(fingerprint: str, num_tokens: int, layout: Layout) -> bytes:
         end = begin + int(np.prod(shape)) * sizes[dtype]
         fields[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
         begin = end
-    raw = json.dumps(fields).encode()
-    return raw + b" " * (-len(raw) % 8)
+    return encoded_header(fields)

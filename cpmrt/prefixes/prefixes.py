@@ -10,7 +10,15 @@ from threading import Lock
 
 from cpmrt.config import EngineConfig
 from cpmrt.engine import Engine
-from cpmrt.errors import CheckpointError, ClosedError, ContextLengthError, CpmrtError, PrefixError, RequestError
+from cpmrt.errors import (
+    CheckpointError,
+    ClosedError,
+    ContextLengthError,
+    CpmrtError,
+    PrefixError,
+    RequestError,
+    reason_of,
+)
 from cpmrt.memory.caches import PAGE_SIZE
 from cpmrt.memory.plan import MemoryPlan
 from cpmrt.prefixes import transfer
@@ -72,7 +80,7 @@ class Prefixes:
             with PrefixWriter(path, self._fingerprint, kept, self._shapes) as writer:
                 transfer.save(self._engine(), self._run, writer, kept, reuses_known=reuses_known)
         except OSError as error:
-            raise PrefixError(f"{path} cannot be written: {error.strerror or error}") from error
+            raise PrefixError(f"{path} cannot be written: {reason_of(error)}") from error
         return len(kept)
 
     def load(self, path: Path) -> int:

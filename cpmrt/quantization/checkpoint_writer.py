@@ -26,6 +26,7 @@ from cpmrt.reference.ops import rms_norm
 from cpmrt.tensor_spec import Source
 from cpmrt.weights.check import check
 from cpmrt.weights.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint
+from cpmrt.weights.formats.gptq import HEAD
 from cpmrt.weights.model_folder import ModelFolder
 from cpmrt.weights.safetensors import FLOATS
 
@@ -33,7 +34,6 @@ COMPANIONS = ("*.json", "*.jinja", "*.jinja2", "*.model", "*.txt", "*.py", "LICE
 """Files that are copied beside the weights: tokenizer, chat template, remote code."""
 _NOT_COPIED = ("config.json", INDEX_NAME, "quantize_config.json", "*.index.json")
 
-HEAD = "lm_head"
 
 Report = Callable[[str, QuantisedLayer], None]
 """Called with a name and the result after each part of the model is written."""

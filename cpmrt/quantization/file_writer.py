@@ -5,19 +5,17 @@ Format: https://github.com/huggingface/safetensors#format.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 
 from cpmrt.dtypes import Array
+from cpmrt.weights.safetensors import encoded_header
 
 ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "BOOL": 1}
-_ALIGNMENT = 8
 
 
 @dataclass(frozen=True)
@@ -47,11 +45,10 @@ class SafetensorsWriter:
             }  # fmt: skip
             self._offsets[name] = end
             end += plan.nbytes
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % _ALIGNMENT)
-        self._start = 8 + len(text)
+        start = encoded_header(header)
+        self._start = len(start)
         self._file = path.open("xb")
-        self._file.write(len(text).to_bytes(8, "little") + text)
+        self._file.write(start)
         self._file.truncate(self._start + end)
 
     def write(self, name: str, words: Array) -> None:
@@ -65,9 +62,7 @@ class SafetensorsWriter:
     def __enter__(self) -> SafetensorsWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._file.close()
         if error is None and self._offsets:
             raise ValueError(f"tensors that were never written: {sorted(self._offsets)[:5]}")

@@ -18,6 +18,7 @@ import numpy as np
 
 from cpmrt.config import Sampling
 from cpmrt.dtypes import F32, Array
+from cpmrt.errors import NonFiniteLogitsError
 from cpmrt.executor import TokenLogprobs
 from cpmrt.reference.philox import gumbel
 
@@ -86,6 +87,17 @@ def log_softmax(logits: F32) -> F32:
     shifted = logits - logits.max(axis=-1, keepdims=True)
     logprobs: F32 = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
     return logprobs
+
+
+def checked_log_softmax(logits: F32, position: int) -> F32:
+    """Return `log_softmax` of rows [T, V]; `position` is that of the token after the first row.
+
+    Raises NonFiniteLogitsError.
+    """
+    bad = np.flatnonzero(~np.isfinite(logits.max(axis=-1)))
+    if len(bad):
+        raise NonFiniteLogitsError.at(position + int(bad[0]))
+    return log_softmax(logits)
 
 
 def token_logprobs(logits: F32, token_id: int, count: int) -> TokenLogprobs:

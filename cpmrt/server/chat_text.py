@@ -15,11 +15,10 @@ from cpmrt.server.tool_calls import Call, Schemas
 from cpmrt.server.tool_formats import FORMATS, MAX_CALL_CHARACTERS, EndFinder, Format
 from cpmrt.text import Tokenizer
 from cpmrt.text.markers import ANSWER_MARKERS, THINKING_PAIRS
+from cpmrt.text.thinking import prompt_end_of
 
 Delta = dict[str, Any]
 """A part of a message as a chunk has it: {"content": text}, {"reasoning_content": text} or {"tool_calls": [...]}."""
-_MARKER_TOKENS = 16
-"""The most tokens that the marker of an opened thought takes at the end of a prompt."""
 _STARTS = {form.start: form for form in FORMATS}
 _ANY_START = re.compile("|".join(map(re.escape, _STARTS)))
 
@@ -124,7 +123,7 @@ def marker_ids(tokenizer: Tokenizer | None) -> frozenset[int]:
 
 def prompt_opens_thinking(ids: list[int], tokenizer: Tokenizer | None) -> bool:
     """Tell whether the answer to a prompt begins inside a thought."""
-    return tokenizer is not None and opens_thinking(tokenizer.decode(ids[-_MARKER_TOKENS:], skip_special_tokens=False))
+    return tokenizer is not None and opens_thinking(prompt_end_of(tokenizer, ids))
 
 
 class _ThinkingSplitter:

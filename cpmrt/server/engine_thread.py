@@ -120,6 +120,10 @@ class EngineThread:
         if running and self._llm is not None:
             self._llm.shared.cancel(running)
 
+    def cancel_all(self) -> None:
+        """End every job before the next step."""
+        self.cancel(self.open_jobs)
+
     def drain(self) -> None:
         """Take no more jobs; those there are go on."""
         if self.state == "ready":
@@ -131,7 +135,7 @@ class EngineThread:
         It is not if it takes longer, and while a model is being loaded, which cannot be interrupted.
         """
         self.drain()
-        self.cancel(self.open_jobs)
+        self.cancel_all()
         self._inbox.put(STOP)
         until = monotonic() + timeout_s
         while self._thread.is_alive() and self.state != "loading" and monotonic() < until:

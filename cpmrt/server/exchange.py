@@ -8,7 +8,7 @@ from typing import Any
 
 from cpmrt.server.engine_thread import EngineThread, Item, Job
 from cpmrt.server.errors import as_api_error, unavailable
-from cpmrt.server.json_body import ClientGoneError, Receive
+from cpmrt.server.json_body import ClientGoneError, Receive, client_left
 from cpmrt.server.service import Prepared
 from cpmrt.sharing.jobs import Ended
 
@@ -121,8 +121,7 @@ class Exchange:
             raise ClientGoneError if self._client_is_gone else unavailable("the server is shutting down")
 
     async def _watch(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
+        await client_left(self._receive)
         self._client_is_gone = True
         self._engine.cancel(self._jobs)
 

@@ -7,7 +7,7 @@ import json
 import json.scanner
 from collections.abc import Awaitable, Callable
 from math import isfinite
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeGuard, TypeVar
 
 from cpmrt.server.errors import ApiError, invalid
 
@@ -22,6 +22,12 @@ T = TypeVar("T")
 
 class ClientGoneError(Exception):
     """The client closed the connection before its request was complete."""
+
+
+async def client_left(receive: Receive) -> None:
+    """Wait until the client has gone."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 async def read_body(receive: Receive, content_length: str | None, max_bytes: int) -> bytes:
@@ -162,6 +168,11 @@ class Fields:
         if not is_valid:
             raise invalid(self.name(key), f"expected {expected}, got {shown(value)}")
         return value
+
+
+def is_integer(value: object) -> TypeGuard[int]:
+    """Tell whether a JSON value is a whole number, written as one."""
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def is_number(value: object) -> bool:

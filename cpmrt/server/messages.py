@@ -7,10 +7,9 @@ from typing import Any
 
 from cpmrt import LLM
 from cpmrt.server.chat_text import ChatText, marker_ids, prompt_opens_thinking
-from cpmrt.server.errors import unsupported
 from cpmrt.server.messages_answer import MessagesFormat
 from cpmrt.server.messages_request import Conversation, read_conversation, read_settings
-from cpmrt.server.service import Prepared, Service, choices_of
+from cpmrt.server.service import Prepared, Service, check_tools, choices_of
 from cpmrt.server.tokenizing import needed
 from cpmrt.server.tool_calls import schemas_of
 from cpmrt.text.markers import ANSWER_MARKERS
@@ -36,8 +35,7 @@ def count_tokens(service: Service, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _prompt_ids(llm: LLM, conversation: Conversation) -> list[int]:
-    if conversation.tools and llm.chat_template is not None and not llm.chat_template.takes_tools:
-        raise unsupported("tools", "the chat template of this model has none")
+    check_tools(llm, conversation.tools)
     ids = llm.chat_prompt(
         conversation.messages, tools=conversation.tools or None, enable_thinking=conversation.thinks
     )

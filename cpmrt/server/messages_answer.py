@@ -42,6 +42,11 @@ def messages_error(error: ApiError) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": error.message}}
 
 
+def messages_error_event(error: ApiError) -> str:
+    """Return the event that ends a stream with an error."""
+    return f"event: error\n{event(messages_error(error))}"
+
+
 class MessagesFormat:
     """Writes one message: blocks of thoughts, text and tool calls in the order in which the model makes them."""
 
@@ -69,7 +74,7 @@ class MessagesFormat:
         return (self._close() if self._kind else "") + last
 
     def failed(self, error: ApiError) -> str:
-        return f"event: error\n{event(messages_error(error))}"
+        return messages_error_event(error)
 
     def add(self, item: Item) -> None:
         self._parts += self._take(item)

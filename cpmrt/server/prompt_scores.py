@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 from cpmrt import LLM
 from cpmrt.dtypes import F32
-from cpmrt.errors import ContextLengthError, NonFiniteLogitsError, RequestError
+from cpmrt.errors import ContextLengthError, RequestError
 from cpmrt.executor import TokenLogprobs
-from cpmrt.reference.sampling import log_softmax
+from cpmrt.reference.sampling import checked_log_softmax
 from cpmrt.server.token_logprobs import CompletionLogprobs
 from cpmrt.sharing.jobs import Reading
 
@@ -85,10 +85,7 @@ def token_logprobs(logits: F32, following: Sequence[int], count: int, position: 
 
     `logits` have shape [T, V]; `position` is that of the first token that follows. Raises NonFiniteLogitsError.
     """
-    bad = np.flatnonzero(~np.isfinite(logits.max(axis=-1)))
-    if len(bad):
-        raise NonFiniteLogitsError.at(position + int(bad[0]))
-    logprobs = log_softmax(logits)
+    logprobs = checked_log_softmax(logits, position)
     own = logprobs[np.arange(len(following)), following].tolist()
     best = _most_likely(logprobs, count)
     values = np.take_along_axis(logprobs, best, axis=-1).tolist()

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 from cpmrt.server.errors import overloaded
-from cpmrt.server.json_body import ClientGoneError, Receive
+from cpmrt.server.json_body import ClientGoneError, Receive, client_left
 
 _THREADS = 4
 
@@ -35,7 +35,7 @@ class PromptWorkers:
             raise overloaded(self._num_open)
         self._num_open += 1
         running = asyncio.get_running_loop().run_in_executor(self._threads, work.run)
-        leaving = asyncio.ensure_future(_left(receive))
+        leaving = asyncio.ensure_future(client_left(receive))
         try:
             await asyncio.wait((running, leaving), return_when=asyncio.FIRST_COMPLETED)
             if not running.done():
@@ -49,9 +49,3 @@ class PromptWorkers:
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
-
-
-async def _left(receive: Receive) -> None:
-    """Wait until the client has gone."""
-    while (await receive())["type"] != "http.disconnect":
-        pass

@@ -10,11 +10,11 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from cpmrt.server.answers import event, to_bytes
+from cpmrt.server.answers import compact_json, event, to_bytes
 from cpmrt.server.errors import ApiError
 from cpmrt.server.exchange import Exchange
 from cpmrt.server.json_body import ClientGoneError
-from cpmrt.server.messages_answer import messages_error
+from cpmrt.server.messages_answer import messages_error, messages_error_event
 from cpmrt.server.service import Prepared
 from cpmrt.server.telemetry import record_of
 
@@ -31,7 +31,7 @@ class JsonResponse(Response):
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
-        return to_bytes(json.dumps(content, ensure_ascii=False, separators=(",", ":")))
+        return to_bytes(compact_json(content))
 
 
 def error_response(error: ApiError, path: str) -> JsonResponse:
@@ -43,7 +43,7 @@ def error_response(error: ApiError, path: str) -> JsonResponse:
 def error_event(error: ApiError, path: str) -> str:
     """Return the event that ends a stream which `path` has begun."""
     if path.startswith(_MESSAGES):
-        return f"event: error\n{event(messages_error(error))}"
+        return messages_error_event(error)
     return event(error.body())
 
 

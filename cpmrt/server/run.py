@@ -118,7 +118,7 @@ class Running:
             self._announce(service.engine.llm)
             await service.engine.failed.wait()
         server.begin_exit()
-        service.engine.cancel(service.engine.open_jobs)
+        service.engine.cancel_all()
 
     def _announce(self, llm: LLM) -> None:
         # The model is here to stay: without it a full collection does not hold up requests for a tenth of a second.
@@ -170,21 +170,14 @@ class _Server(uvicorn.Server):
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._exit.wait(), _TICK_S)
 
-    def exit_at_once(self) -> None:
-        """Take no more requests; uvicorn ends when those there are done."""
-        self.should_exit = True
-        self._exit.set()
-
     def begin_exit(self) -> None:
         """Take no more requests, and let those there go on for `grace` seconds."""
         if not self.should_exit:
-            asyncio.get_running_loop().call_later(self._service.settings.grace, self._end_requests)
+            asyncio.get_running_loop().call_later(self._service.settings.grace, self._service.engine.cancel_all)
         notify("STOPPING=1", "STATUS=waiting for the requests that run")
         self._service.engine.drain()
-        self.exit_at_once()
-
-    def _end_requests(self) -> None:
-        self._service.engine.cancel(self._service.engine.open_jobs)
+        self.should_exit = True
+        self._exit.set()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

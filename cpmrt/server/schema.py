@@ -15,7 +15,7 @@ from cpmrt.config import SamplingParams
 from cpmrt.config.sampling import MAX_LOGPROBS
 from cpmrt.engine import request_seed
 from cpmrt.server.errors import ApiError, invalid, unsupported
-from cpmrt.server.json_body import Fields, is_number, shown
+from cpmrt.server.json_body import Fields, is_integer, is_number, shown
 from cpmrt.server.unused_fields import REFUSED, REFUSED_IN_CHATS, check_unused
 
 MAX_PROMPTS = 128
@@ -275,7 +275,7 @@ def read_prompts(fields: Fields, name: str, most: int) -> list[str | list[int]]:
     if len(value) > most:
         raise invalid(name, f"expected at most {most} prompts, got {len(value)}")
     for prompt in value:
-        is_ids = isinstance(prompt, list) and all(isinstance(t, int) and not isinstance(t, bool) for t in prompt)
+        is_ids = isinstance(prompt, list) and all(map(is_integer, prompt))
         if not isinstance(prompt, str) and not is_ids:
             raise invalid(name, "expected a string, an array of token ids, or an array of either")
     return value
@@ -299,7 +299,7 @@ def _stop(fields: Fields, name: str) -> tuple[str, ...]:
 
 def _stop_token_ids(fields: Fields) -> tuple[int, ...]:
     ids = fields.array("stop_token_ids") or []
-    if not all(isinstance(token, int) and not isinstance(token, bool) and 0 <= token < 2**31 for token in ids):
+    if not all(is_integer(token) and 0 <= token < 2**31 for token in ids):
         raise invalid("stop_token_ids", "expected an array of token ids")
     if len(ids) > MAX_STOP_TOKEN_IDS:
         raise invalid("stop_token_ids", f"expected at most {MAX_STOP_TOKEN_IDS} ids, got {len(ids)}")

@@ -130,8 +130,7 @@ class Service:
         llm = self.engine.llm
         chat = read_chat(body, self.settings.model_names)
         wanted = chat.wanted
-        if chat.tools and llm.chat_template is not None and not llm.chat_template.takes_tools:
-            raise unsupported("tools", "the chat template of this model has none")
+        check_tools(llm, chat.tools)
         ids = llm.chat_prompt(
             chat.messages,
             tools=chat.tools or None,
@@ -227,6 +226,12 @@ def _outcome(call: Callable[[], T]) -> T | _Refusal:
     except (ApiError, CpmrtError) as error:
         error.__context__ = error.__cause__ = None
         return _Refusal(error.with_traceback(None))
+
+
+def check_tools(llm: LLM, tools: Sequence[Any]) -> None:
+    """Raise ApiError if a request has tools and the model's chat template cannot tell of them."""
+    if tools and llm.chat_template is not None and not llm.chat_template.takes_tools:
+        raise unsupported("tools", "the chat template of this model has none")
 
 
 def choices_of(llm: LLM, prompt: str | list[int], wanted: Wanted, first_choice: int = 0) -> list[EngineRequest]:

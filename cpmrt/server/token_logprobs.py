@@ -77,7 +77,7 @@ class _Entries:
 
 
 class ChatLogprobs:
-    """Those of a chat's choice. `count` is the number of most likely tokens that were asked for.
+    """Writes the log-probabilities of a chat's choice. `count` is the number of most likely tokens that were asked for.
 
     Like the text they leave out the end tokens, `end_ids`.
     """
@@ -100,7 +100,7 @@ class ChatLogprobs:
 
 
 class CompletionLogprobs:
-    """Those of a completion's choice, as `ChatLogprobs`."""
+    """Writes the log-probabilities of a completion's choice, made like `ChatLogprobs`."""
 
     def __init__(self, texts: TokenTexts, end_ids: frozenset[int], count: int):
         self._texts, self._end_ids, self._count = texts, end_ids, count

@@ -148,9 +148,12 @@ class EndsInbox(Inbox):
     """An inbox for a caller that wants nothing before the end of a job: pieces are kept in the job."""
 
     def receive(self, items: list[Item]) -> None:
-        for item in items:
-            job, part = item
-            if isinstance(job, Generation):
-                job.read(part)
-            if isinstance(part, Ended):
-                self.put(item)
+        super().receive(only_ends(items))
+
+
+def only_ends(items: list[Item]) -> list[Item]:
+    """Have generations keep what came for them, and return the ends of jobs."""
+    for job, part in items:
+        if isinstance(job, Generation):
+            job.read(part)
+    return [item for item in items if isinstance(item[1], Ended)]

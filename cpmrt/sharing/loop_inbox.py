@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 
-from cpmrt.sharing.jobs import Ended, Generation, Item
+from cpmrt.sharing.jobs import Item, only_ends
 
 
 class LoopInbox:
@@ -22,10 +22,7 @@ class LoopInbox:
     def receive(self, items: list[Item]) -> None:
         """Have the event loop take the items of one step."""
         if self._only_ends:
-            for job, part in items:
-                if isinstance(job, Generation):
-                    job.read(part)
-            items = [item for item in items if isinstance(item[1], Ended)]
+            items = only_ends(items)
         if items:
             with suppress(RuntimeError):  # the loop is closed: nobody is left to be told
                 self._loop.call_soon_threadsafe(self._take, items)

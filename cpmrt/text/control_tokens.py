@@ -16,7 +16,7 @@ from typing import Any
 
 from cpmrt.errors import CheckpointError
 from cpmrt.text.encoding import encode_freely
-from cpmrt.text.marks import MarkedText
+from cpmrt.text.marks import MarkedText, any_of
 
 _TAG = re.compile(r"</?[^\s<>]+>?")
 
@@ -36,8 +36,7 @@ class ControlTokens:
             if (token.special or _TAG.fullmatch(token.content)) and token.content.strip() and not token.single_word
         }
         self.texts = frozenset(self._ids)
-        longest_first = sorted(self._ids, key=len, reverse=True)
-        self._pattern = re.compile("(" + ("|".join(map(re.escape, longest_first)) or "(?!)") + ")")
+        self._pattern = re.compile(f"({any_of(self._ids).pattern})")
 
     def encode(self, prompt: MarkedText) -> Any:
         """Return the library's encoding of a prompt, no BOS added; tokens that hold a marked character are plain text.

@@ -38,7 +38,7 @@ class Marks:
     """
 
     def __init__(self, tokens: Collection[str], data: object):
-        self._tokens = _any_of(tokens)
+        self._tokens = any_of(tokens)
         taken = {char for text in _strings(data) for char in _PRIVATE.findall(text)}
         marked = sorted({char for token in tokens for char in token if not char.isspace()})
         free = (chr(code) for code in range(0xF0000, 0x10FFFE) if chr(code) not in taken and code & 0xFFFE != 0xFFFE)
@@ -47,7 +47,7 @@ class Marks:
             raise RequestError("messages", expected="some private-use characters that they do not use", actual="none")
         self._mark = str.maketrans(dict(zip(marked, marks, strict=True)))
         self._remove = str.maketrans(dict(zip(marks, marked, strict=True)))
-        self._any = _any_of(marks)
+        self._any = any_of(marks)
 
     def put(self, value: Any) -> Any:
         """Return the value with every string in it marked; keys of dicts only if they hold a whole token."""
@@ -106,7 +106,7 @@ def _each_string(value: Any, change: Callable[[str], str], change_key: Callable[
     return value
 
 
-def _any_of(texts: Collection[str]) -> re.Pattern[str]:
+def any_of(texts: Collection[str]) -> re.Pattern[str]:
     """Return the pattern that finds each of these texts, the longest first; nothing if there are none."""
     return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)")
 

@@ -11,6 +11,8 @@ from cpmrt.text.markers import THINKING_PAIRS
 from cpmrt.text.tokenizer import Tokenizer
 
 _QUESTION = [{"role": "user", "content": "?"}]
+_MARKER_TOKENS = 16
+"""The most tokens that the marker of an opened thought takes at the end of a prompt."""
 _USUAL_GAP = "\n\n"
 """What stands between a thought and its answer where the template does not say."""
 
@@ -27,18 +29,24 @@ class ThoughtEnd:
     prompt_end: str
     closings: dict[str, tuple[int, ...]]
 
-    @classmethod
-    def of(cls, tokenizer: Tokenizer, template: ChatTemplate | None, prompt_end: str) -> ThoughtEnd:
-        """Find out how the model closes a thought. `template` None: it has none. Raises CheckpointError."""
-        markers = THINKING_PAIRS.values()
-        closings = {marker: _encoded(tokenizer, closing_text(template, marker)) for marker in markers}
-        return cls(tokenizer, prompt_end, closings)
-
     def __call__(self, token_ids: Sequence[int]) -> tuple[int, ...]:
         """Return the closing tokens for an answer of these tokens, none if no thought is open."""
         answer = self.tokenizer.decode(token_ids, skip_special_tokens=False)
         marker = open_marker(self.prompt_end, answer)
         return () if marker is None else self.closings[marker]
+
+
+def closings(tokenizer: Tokenizer, template: ChatTemplate | None) -> dict[str, tuple[int, ...]]:
+    """Find out with which tokens the model closes a thought, for each marker. `template` None: it has none.
+
+    Raises CheckpointError.
+    """
+    return {marker: _encoded(tokenizer, closing_text(template, marker)) for marker in THINKING_PAIRS.values()}
+
+
+def prompt_end_of(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
+    """Return the end of a prompt, in which the marker of an opened thought stands if there is one."""
+    return tokenizer.decode(token_ids[-_MARKER_TOKENS:], skip_special_tokens=False)
 
 
 def open_marker(prompt_end: str, answer: str) -> str | None:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from cpmrt.errors import CheckpointError, quoted
+from cpmrt.errors import CheckpointError, quoted, reason_of
 
 MAX_JSON_BYTES = 10_000_000
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
@@ -36,7 +36,7 @@ def is_there(path: Path) -> bool:
     except (FileNotFoundError, NotADirectoryError):
         return False
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {_reason(error)}") from error
+        raise CheckpointError(f"{path} cannot be read: {reason_of(error)}") from error
     return True
 
 
@@ -58,7 +58,7 @@ def open_file(path: Path, *, anywhere: bool = False) -> BinaryIO:
         what = f"is a link to {os.readlink(path)}, which does not exist" if path.is_symlink() else "does not exist"
         raise CheckpointError(f"{path} {what}") from error
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {_reason(error)}") from error
+        raise CheckpointError(f"{path} cannot be read: {reason_of(error)}") from error
 
 
 @contextmanager
@@ -67,7 +67,7 @@ def reading(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {_reason(error)}") from error
+        raise CheckpointError(f"{path} cannot be read: {reason_of(error)}") from error
 
 
 def read_file(path: Path, max_bytes: int) -> bytes:
@@ -98,11 +98,6 @@ def _blobs(folder: Path) -> Iterator[Path]:
         repository = place.parent.parent
         if place.parent.name == "snapshots" and repository.name.startswith("models--"):
             yield from (Path(os.path.realpath(folder / "blobs")) for folder in (repository, repository.parent))
-
-
-def _reason(error: Exception) -> str:
-    """Return what is wrong without the path, which the message has already."""
-    return getattr(error, "strerror", None) or str(error)
 
 
 def parse_object(raw: bytes, source: str, *, unique_keys: bool = False) -> dict[str, object]:

@@ -18,13 +18,11 @@ from urllib.parse import urlsplit
 
 from cpmrt import env
 from cpmrt.errors import CheckpointError, quoted
-from cpmrt.weights.repository import DISK_ERRORS, CachedRepository, disk_full, literal, shows_bars
+from cpmrt.weights.repository import DISK_ERRORS, SUBFOLDERS, CachedRepository, disk_full, literal, shows_bars
 
 if TYPE_CHECKING:
     from huggingface_hub import HFCacheInfo
 
-_SUBFOLDERS = "*/*"
-"""Never fetched: they hold other formats of the same weights (`*` of a hub pattern matches slashes too)."""
 _HASH_PIECE = 1 << 22
 
 
@@ -151,7 +149,7 @@ def _snapshot(name: str, revision: str | None, patterns: Sequence[str], *, has_b
     try:
         with _bars(has_bars):
             folder = snapshot_download(
-                name, revision=revision, allow_patterns=list(patterns), ignore_patterns=[_SUBFOLDERS]
+                name, revision=revision, allow_patterns=list(patterns), ignore_patterns=[SUBFOLDERS]
             )
     except Exception as error:  # transport errors are classes of whichever HTTP client the library uses
         raise _explain(name, revision, error) from error

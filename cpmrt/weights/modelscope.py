@@ -14,11 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from cpmrt import env
-from cpmrt.errors import CheckpointError, ConfigError, quoted
-from cpmrt.installation import install_extra, missing_packages
-from cpmrt.weights.repository import DISK_ERRORS, CachedRepository, disk_full, literal, shows_bars
-
-_SUBFOLDERS = "*/*"
+from cpmrt.errors import CheckpointError, quoted
+from cpmrt.installation import check_extra, missing_packages
+from cpmrt.weights.repository import DISK_ERRORS, SUBFOLDERS, CachedRepository, disk_full, literal, shows_bars
 
 
 class ModelScope:
@@ -35,20 +33,20 @@ class ModelScope:
         api, errors = _client()
         try:
             if env.is_hub_offline():
-                return self._cached_folder(api, name, revision)
-            wanted = {"allow_patterns": list(patterns), "ignore_patterns": [_SUBFOLDERS]}
+                return self._cached_folder(name, revision)
+            wanted = {"allow_patterns": list(patterns), "ignore_patterns": [SUBFOLDERS]}
             with _bars(has_bars):
                 return Path(api.download_repo(name, "model", revision=revision, **wanted))
         except errors.NetworkError as error:
             try:
-                return self._cached_folder(api, name, revision)
+                return self._cached_folder(name, revision)
             except CheckpointError:
                 raise _explain(name, revision, error) from error
         except (errors.HubError, OSError) as error:
             raise _explain(name, revision, error) from error
 
-    def _cached_folder(self, api: Any, name: str, revision: str | None) -> Path:
-        _, errors = _client()
+    def _cached_folder(self, name: str, revision: str | None) -> Path:
+        api, errors = _client()
         try:
             return Path(api.download_repo(name, "model", revision=revision, local_files_only=True))
         except errors.CacheError as error:
@@ -104,9 +102,7 @@ def _bars(are_shown: bool) -> Iterator[None]:
 
 def _client() -> tuple[Any, Any]:
     """Return the client of the hub and the module of its errors. Raises ConfigError where it is not installed."""
-    absent = missing_packages("modelscope")
-    if absent:
-        raise ConfigError(f"models from ModelScope need {', '.join(absent)}", fix=install_extra("modelscope"))
+    check_extra("modelscope", "models from ModelScope need")
     import modelscope_hub
     from modelscope_hub import errors
 

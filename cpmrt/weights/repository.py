@@ -22,6 +22,8 @@ CONFIG_FILES = (
     *("added_tokens.json", "freq_*.pt", "freq_*.json", INDEX_NAME),
 )
 """Patterns of what is fetched first. The index says which files the weights are in."""
+SUBFOLDERS = "*/*"
+"""Never fetched: they hold other formats of the same weights (`*` of a hub pattern matches slashes too)."""
 DISK_ERRORS = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS, errno.EACCES)
 """What the operating system says where a file cannot be written, or not all of it."""
 _LOG = logging.getLogger(__name__)

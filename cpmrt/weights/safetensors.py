@@ -7,6 +7,7 @@ header is validated at once, so every view lies inside the file and no two views
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
 from collections.abc import Iterable, Mapping
@@ -42,6 +43,13 @@ _DTYPES: dict[str, tuple[int, np.dtype[Any]]] = {
     **{name: (8 * np.dtype(words).itemsize, np.dtype(words)) for name, words in _WORDS.items()},
     **{name: (int(name[1]), np.dtype("u1")) for name in ("F6_E2M3", "F6_E3M2", "F4")},
 }
+
+
+def encoded_header(fields: Mapping[str, object]) -> bytes:
+    """Return the beginning of a file with this header, up to its first tensor: a multiple of 8 bytes."""
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _LENGTH_BYTES)
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text
 
 
 @dataclass(frozen=True, slots=True)

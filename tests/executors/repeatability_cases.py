@@ -46,11 +46,7 @@ def reused_answers(open_llm: Open, prompt: Sequence[int], depths: Sequence[int],
 
 
 def pages_of(llm: LLM, prompt: Sequence[int]) -> dict[str, np.ndarray[Any, Any]]:
-    """What the pages of a prompt's full pages hold once it is computed; undefined entries are zero.
-
-    An EAGLE draft's row at the last token knows the next one, and the first windows of compressed keys would begin
-    before the text.
-    """
+    """What the pages of a prompt's full pages hold once it is computed; undefined entries are zero."""
     llm.generate(prompt, SamplingParams(max_new_tokens=1, temperature=0))
     full = len(prompt) // 64 * 64
     cache = llm.engine.cache
@@ -59,6 +55,13 @@ def pages_of(llm: LLM, prompt: Sequence[int]) -> dict[str, np.ndarray[Any, Any]]
     assert held.num_cached == full
     pages = {name: np.array(array) for name, array in llm.executor.read_pages(held.table).items()}
     cache.release(held)
+    clear_undefined(pages)
+    return pages
+
+
+def clear_undefined(pages: dict[str, np.ndarray[Any, Any]]) -> None:
+    """Clear what a prefix does not decide: an EAGLE draft's row at its last token knows the next one, and the first
+    windows of compressed keys would begin before the text."""
     for name, array in pages.items():
         if name.startswith("draft."):
             array[:, -1, :, -1] = 0
@@ -66,7 +69,6 @@ def pages_of(llm: LLM, prompt: Sequence[int]) -> dict[str, np.ndarray[Any, Any]]
             array[:, 0, :, 0] = 0
         elif name == "k2_pages":
             array[:, 0] = 0
-    return pages
 
 
 def equal_pages(one: dict[str, np.ndarray[Any, Any]], other: dict[str, np.ndarray[Any, Any]]) -> bool:

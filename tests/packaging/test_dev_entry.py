@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from terminal import shown_on_terminal
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -258,18 +259,9 @@ def test_a_terminal_sees_a_spinner_and_one_line_of_it_stays(tmp_path: Path) -> N
         "sys.exit(dev_venv.run_quietly('working', [sys.executable, '-c', "
         "'import time; print(\"Downloading a-1.0 (3 kB)\", flush=True); time.sleep(0.5); raise SystemExit(4)']))"
     )
-    parent, child = os.openpty()
     command = [sys.executable, "-c", code, str(ROOT / "tools"), str(tmp_path / "log")]
-    process = subprocess.Popen(command, stderr=child, stdout=child)
-    os.close(child)
-    shown = b""
-    try:
-        while chunk := os.read(parent, 4096):
-            shown += chunk
-    except OSError:  # how Linux ends a terminal
-        pass
-    os.close(parent)
-    assert process.wait(30) == 4
+    shown, exit_code = shown_on_terminal(lambda terminal: subprocess.Popen(command, stderr=terminal, stdout=terminal))
+    assert exit_code == 4
     drawn = shown.decode().split("\r\033[K")
     assert sum("working" in line and "Downloading a-1.0" in line for line in drawn) >= 2
     assert drawn[-1].strip() == "tools/dev.py: working: failed with exit code 4" and shown.count(b"\n") == 1

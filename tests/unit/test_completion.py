@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from terminal import shown_on_terminal
 
 from cpmrt.cli.completion import whole_parser
 from cpmrt.cli.main import COMMANDS, main
@@ -87,20 +88,11 @@ def test_an_unknown_shell_is_named(capsys: pytest.CaptureFixture[str]) -> None:
 
 def on_a_terminal(line: list[str], **environment: str) -> str:
     """Return what a command shows on a terminal."""
-    parent, child = os.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "cpmrt", *line], cwd=Path(__file__).parents[2], stdout=child, stderr=child,
+    shown, exit_code = shown_on_terminal(lambda terminal: subprocess.Popen(
+        [sys.executable, "-m", "cpmrt", *line], cwd=Path(__file__).parents[2], stdout=terminal, stderr=terminal,
         env={**os.environ, "TERM": "xterm-256color", **environment},
-    )  # fmt: skip
-    os.close(child)
-    shown = b""
-    try:
-        while chunk := os.read(parent, 4096):
-            shown += chunk
-    except OSError:  # how Linux ends a terminal
-        pass
-    os.close(parent)
-    assert process.wait(30) == 0
+    ))  # fmt: skip
+    assert exit_code == 0
     return shown.decode()
 
 

@@ -5,17 +5,14 @@ The commands run as processes of their own: the hub libraries read their environ
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
 import resource
 import shutil
 import signal
-import struct
 import subprocess
 import sys
-import termios
 import threading
 import time
 from collections.abc import Iterator
@@ -25,6 +22,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from hub_server import COMMIT, HubServer
+from terminal import shown_on_terminal
 from tiny_checkpoint import write_checkpoint
 
 from cpmrt.cli.main import main
@@ -143,15 +141,21 @@ def test_no_weights_are_fetched_for_a_model_that_cannot_run(
     assert hub.downloads("config.json") and not hub.downloads("model.safetensors")
 
 
-@pytest.mark.parametrize("name", BOTH)
-def test_an_interrupted_download_goes_on_where_it_ended(name: str, hub: HubServer, shell: Shell) -> None:
-    content, hub.wait = with_large_weights(hub), threading.Event()
+def half_way(name: str, hub: HubServer, shell: Shell) -> subprocess.Popen[str]:
+    """Start to pull a model with large weights whose end the hub holds back; return when 10 MiB of them are here."""
+    hub.wait = threading.Event()
     hub.cuts["model.safetensors"] = LARGE - 1000
     process = shell.start("pull", name)
     until = time.monotonic() + 30
     while sum(path.stat().st_size for path in shell.home.rglob("*.incomplete")) < 10 << 20:
         assert time.monotonic() < until and process.poll() is None, process.communicate()
         time.sleep(0.02)
+    return process
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_an_interrupted_download_goes_on_where_it_ended(name: str, hub: HubServer, shell: Shell) -> None:
+    content, process = with_large_weights(hub), half_way(name, hub, shell)
     process.send_signal(signal.SIGKILL)
     process.communicate()
     hub.wait.set()
@@ -170,13 +174,7 @@ def test_an_interrupted_download_goes_on_where_it_ended(name: str, hub: HubServe
 @pytest.mark.parametrize("name", BOTH)
 def test_ctrl_c_ends_a_download_at_once(name: str, hub: HubServer, shell: Shell) -> None:
     with_large_weights(hub)
-    hub.wait = threading.Event()
-    hub.cuts["model.safetensors"] = LARGE - 1000
-    process = shell.start("pull", name)
-    until = time.monotonic() + 30
-    while sum(path.stat().st_size for path in shell.home.rglob("*.incomplete")) < 10 << 20:
-        assert time.monotonic() < until and process.poll() is None, process.communicate()
-        time.sleep(0.02)
+    process = half_way(name, hub, shell)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=20)
     assert process.returncode == 130 and out == "" and "Traceback" not in err, err
@@ -380,7 +378,7 @@ def test_a_folder_is_not_pulled(model: Path, capsys: pytest.CaptureFixture[str])
 def test_without_its_client_modelscope_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("cpmrt.weights.modelscope.missing_packages", lambda extra: ["modelscope_hub"])
+    monkeypatch.setattr("cpmrt.installation.missing_packages", lambda extra: ["modelscope_hub"])
     assert main(["pull", "modelscope:org/tiny"]) == 1
     error = capsys.readouterr().err
     assert "models from ModelScope need modelscope_hub; " in error and "pip install " in error
@@ -390,18 +388,10 @@ def test_without_its_client_modelscope_says_what_to_install(
 @pytest.mark.parametrize("name", NAMES)
 def test_a_terminal_sees_the_progress_of_the_weights_alone(name: str, shell: Shell) -> None:
     def shown(*line: str) -> str:
-        parent, child = os.openpty()
-        fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
-        process = shell.start(*line, stdout=child, stderr=child)
-        os.close(child)
-        text = b""
-        try:
-            while piece := os.read(parent, 4096):
-                text += piece
-        except OSError:  # how Linux ends a terminal
-            pass
-        os.close(parent)
-        assert process.wait(60) == 0, text
+        text, exit_code = shown_on_terminal(
+            lambda terminal: shell.start(*line, stdout=terminal, stderr=terminal), columns=100
+        )
+        assert exit_code == 0, text
         return text.decode()
 
     first = shown("pull", name)
