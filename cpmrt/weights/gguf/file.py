@@ -1,0 +1,151 @@
+"""Opens GGUF files through a memory map: no tensor byte is touched before it is asked for."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+import numpy as np
+
+from cpmrt.dtypes import Array
+from cpmrt.errors import CheckpointError, quoted
+from cpmrt.weights.files import LFS_POINTER, lfs_pointer, open_file, reading
+from cpmrt.weights.gguf.header import Value, read_header
+from cpmrt.weights.safetensors import FLOATS, TensorEntry
+
+SUFFIX = ".gguf"
+_SPLIT_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class GgufFile:
+    """An open, mapped and validated file. Closes at the end of a `with` block.
+
+    A tensor's shape is the outermost dimension first: of a matrix [rows, columns], as everywhere in cpmrt.
+    """
+
+    path: Path
+    version: int
+    metadata: Mapping[str, Value]
+    entries: Mapping[str, TensorEntry]
+    _map: mmap.mmap
+
+    @classmethod
+    def open(cls, path: Path) -> GgufFile:
+        """Map `path` and validate its header. Raises CheckpointError, UnsupportedModelError."""
+        with open_file(path) as file, reading(path):
+            size = os.fstat(file.fileno()).st_size
+            if file.read(len(LFS_POINTER)) == LFS_POINTER:
+                raise lfs_pointer(path)
+            if size < 24:
+                raise CheckpointError(
+                    f"{path} is too short", expected="at least 24 bytes", actual=f"{size} bytes",
+                    fix="the file may be cut or damaged: download it again",
+                )  # fmt: skip
+            try:
+                mapped = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
+            except (OSError, ValueError) as error:
+                raise CheckpointError(f"{path} cannot be mapped: {error}") from error
+        try:
+            with memoryview(mapped) as data:
+                header = read_header(data, path)
+        except BaseException:
+            _unmap(mapped)
+            raise
+        metadata, entries = MappingProxyType(header.metadata), MappingProxyType(header.entries)
+        return cls(path, header.version, metadata, entries, mapped)
+
+    def view(self, name: str) -> Array:
+        """Return a tensor as a read-only array over the mapped file, of its shape: no copy.
+
+        bfloat16 comes as uint16 words. Of a block type the last dimension is the bytes of a row, as uint8. Raises
+        CheckpointError if there is no such tensor or the file is closed.
+        """
+        entry = self.entries.get(name)
+        if entry is None:
+            raise CheckpointError(f"{self.path} has no tensor {quoted(name)}")
+        if self._map.closed:
+            raise CheckpointError(f"{self.path} is closed")
+        # frombuffer, unlike ndarray(buffer=...), keeps the map from being closed under a living array.
+        raw = np.frombuffer(self._map, dtype=np.uint8, count=entry.nbytes, offset=entry.offset)
+        if entry.dtype in FLOATS:
+            return raw.view(FLOATS[entry.dtype].storage).reshape(entry.shape)
+        return raw.reshape(*entry.shape[:-1], -1)
+
+    def close(self) -> None:
+        """Unmap the file, or leave that to the last array that views it. May be called again."""
+        _unmap(self._map)
+
+    def __enter__(self) -> GgufFile:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def _unmap(mapped: mmap.mmap) -> None:
+    try:
+        mapped.close()
+    except BufferError:
+        return
+
+
+def split_paths(path: Path) -> list[Path]:
+    """Return all files of the model that `path` is a part of, in order: only itself where its name is not of a part."""
+    match = _SPLIT_NAME.fullmatch(path.name)
+    if match is None:
+        return [path]
+    stem, _, count = match.groups()
+    return [path.with_name(f"{stem}-{number:05}-of-{count}{SUFFIX}") for number in range(1, int(count) + 1)]
+
+
+def open_parts(path: Path) -> list[GgufFile]:
+    """Open all files of the model that `path` is one of, and check that they belong together.
+
+    Raises CheckpointError, UnsupportedModelError.
+    """
+    parts: list[GgufFile] = []
+    with ExitStack() as opened:
+        for number, part_path in enumerate(split_paths(path)):
+            part = opened.enter_context(GgufFile.open(part_path))
+            parts.append(part)
+            _check_part(part, number, path)
+        _check_together(parts, path)
+        opened.pop_all()
+    return parts
+
+
+def _check_part(part: GgufFile, number: int, path: Path) -> None:
+    """Compare a part's own number and count with the names of the files."""
+    expected = {"split.no": number, "split.count": len(split_paths(path))}
+    for key, value in expected.items():
+        found = part.metadata.get(key, value if len(split_paths(path)) == 1 else None)
+        # A model that was never split may say so: no part 0 of none.
+        if found != value and not (key == "split.count" and value == 1 and found == 0):
+            raise CheckpointError(
+                f"{part.path}: key {quoted(key)}", expected=value, actual=quoted(found),
+                fix="keep the names that the files of a split model were downloaded with, such as "
+                "model-00001-of-00003.gguf",
+            )  # fmt: skip
+
+
+def _check_together(parts: Sequence[GgufFile], path: Path) -> None:
+    seen: dict[str, Path] = {}
+    for part in parts:
+        for name in part.entries:
+            if name in seen:
+                where = f"{seen[name].name} and {part.path.name}"
+                raise CheckpointError(f"{path}: tensor {quoted(name)} is in two files", actual=where)
+            seen[name] = part.path
+    total = parts[0].metadata.get("split.tensors.count")
+    if len(parts) > 1 and total is not None and total != len(seen):
+        raise CheckpointError(
+            f"{parts[0].path}: key 'split.tensors.count'", expected=f"{len(seen)}, as the files have",
+            actual=quoted(total), fix="the files are of different models: download them again",
+        )  # fmt: skip

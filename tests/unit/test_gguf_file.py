@@ -1,0 +1,170 @@
+"""The GGUF reader: what a file holds comes out as it is, and what is no proper file is refused by name."""
+
+import shutil
+
+import gguf_files as files
+import numpy as np
+import pytest
+
+from cpmrt.errors import CheckpointError, CpmrtError
+from cpmrt.weights.gguf.file import GgufFile, open_parts
+
+DAMAGES = list(files.damages())
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory):
+    return files.good().write(tmp_path_factory.mktemp("gguf") / "good.gguf")
+
+
+def test_keys_of_every_type(good):
+    with GgufFile.open(good) as file:
+        found = dict(file.metadata)
+    assert found["general.architecture"] == "llama" and found["a.text"] == "größer ✓"
+    assert found["a.truth"] is True and found["a.strings"] == ["a", "", "ü"]
+    assert found["a.numbers"].tolist() == [1, -2, 3] and found["a.truths"].tolist() == [True, False]
+    assert found["a.empty"].tolist() == []
+    numbers = {files.U8: 200, files.I8: -3, files.U16: 60000, files.I16: -300, files.U32: 4_000_000_000}
+    numbers |= {files.I32: -70_000, files.F32: 0.5, files.U64: 2**63, files.I64: -9, files.F64: 1e300}
+    assert {kind: found[f"a.number{kind}"] for kind in numbers} == numbers
+
+
+def test_tensors_are_views_with_the_shape_of_the_matrix(good):
+    with GgufFile.open(good) as file:
+        shapes = {name: (entry.dtype, entry.shape) for name, entry in file.entries.items()}
+        assert shapes == {
+            "plain.weight": ("F32", (3,)), "half.weight": ("F16", (2, 5)), "words.weight": ("BF16", (2, 2, 2)),
+            "blocks.weight": ("Q8_0", (2, 64)), "super.weight": ("Q4_K", (1, 512)),
+        }  # fmt: skip
+        assert file.view("half.weight").tolist() == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
+        assert file.view("words.weight").dtype == np.uint16
+        for tensor in files.good().tensors:
+            view = file.view(tensor.name)
+            assert view.tobytes() == tensor.data and not view.flags.writeable
+        assert file.view("blocks.weight").shape == (2, 68) and file.view("super.weight").shape == (1, 288)
+        with pytest.raises(CheckpointError, match="no tensor 'other'"):
+            file.view("other")
+
+
+def test_a_view_outlives_the_file_and_a_closed_file_says_so(good):
+    with GgufFile.open(good) as file:
+        view = file.view("plain.weight")
+    assert view.tolist() == [0, 1, 2]
+    del view
+    file.close()
+    with pytest.raises(CheckpointError, match="is closed"):
+        file.view("plain.weight")
+
+
+@pytest.mark.parametrize("version", [2, 3])
+@pytest.mark.parametrize("alignment", [8, 32, 4096])
+def test_versions_and_alignments(tmp_path, version, alignment):
+    content = files.good()
+    content.version, content.alignment = version, alignment
+    content.keys[1] = ("general.alignment", files.value(files.U32, alignment))
+    with GgufFile.open(content.write(tmp_path / "a.gguf")) as file:
+        assert file.version == version
+        assert all(entry.offset % alignment == 0 for entry in file.entries.values())
+        assert file.view("plain.weight").tolist() == [0, 1, 2]
+
+
+def test_padding_behind_the_last_tensor_is_no_fault(tmp_path):
+    content = files.good()
+    content.end = b"\0" * (-len(content.encoded()) % 32)
+    with GgufFile.open(content.write(tmp_path / "a.gguf")) as file:
+        assert len(file.entries) == 5
+
+
+def test_there_are_many_damages():
+    assert len(DAMAGES) >= 60 and len({damage.name for damage in DAMAGES}) == len(DAMAGES)
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.name)
+def test_a_damaged_file_is_refused_by_name(tmp_path, damage):
+    path = tmp_path / "bad.gguf"
+    path.write_bytes(files.damaged(damage))
+    with pytest.raises(CpmrtError) as found:
+        GgufFile.open(path)
+    message = str(found.value)
+    assert damage.words in message and str(path) in message and "\n" not in message and len(message) < 1000
+
+
+def test_flipped_bytes_of_the_header_do_no_harm(tmp_path):
+    """Any byte may be anything: the file opens, or ends in one of our errors."""
+    raw, path = files.good().encoded(), tmp_path / "bad.gguf"
+    random, opened = np.random.default_rng(0), 0
+    for place in random.integers(0, len(raw) - 500, 400):
+        damaged = bytearray(raw)
+        damaged[place] ^= 1 << int(random.integers(8))
+        path.write_bytes(damaged)
+        try:
+            with GgufFile.open(path) as file:
+                opened += all(file.view(name).nbytes == entry.nbytes for name, entry in file.entries.items())
+        except CpmrtError as error:
+            assert str(path) in str(error)
+    assert opened > 20, "changes that do no harm are among them"
+
+
+def test_a_file_that_is_not_there_and_a_folder(tmp_path):
+    with pytest.raises(CheckpointError, match="does not exist"):
+        GgufFile.open(tmp_path / "none.gguf")
+    with pytest.raises(CheckpointError, match="not a regular file"):
+        GgufFile.open(tmp_path)
+
+
+def test_parts_of_a_split_model_open_from_any_of_them(tmp_path):
+    paths = files.split(tmp_path)
+    for path in paths:
+        parts = open_parts(path)
+        assert [part.path for part in parts] == paths
+        assert [name for part in parts for name in part.entries] == [tensor.name for tensor in files.good().tensors]
+        assert parts[0].metadata["general.architecture"] == "llama"
+        for part in parts:
+            part.close()
+
+
+def test_a_file_that_was_never_split_is_its_only_part(good):
+    (part,) = open_parts(good)
+    part.close()
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("missing", "model-00002-of-00003.gguf does not exist"),
+        ("swapped", "'split.no': expected 0, got 1"),
+        ("renamed", "'split.count': expected 2, got 3"),
+        ("doubled", "is in two files"),
+        ("counted", "'split.tensors.count': expected 5, as the files have, got 6"),
+        ("alone", "'split.count': expected 1, got 3"),
+        ("unsaid", "'split.no': expected 0, got None"),
+    ],
+)
+def test_parts_that_do_not_belong_together_are_refused(tmp_path, fault, words):
+    paths = files.split(tmp_path)
+    opened = paths[0]
+    if fault == "missing":
+        paths[1].unlink()
+    elif fault == "swapped":
+        paths[1].rename(paths[0])
+    elif fault == "renamed":
+        opened = tmp_path / "model-00001-of-00002.gguf"
+        shutil.copy(paths[0], opened)
+        shutil.copy(paths[1], tmp_path / "model-00002-of-00002.gguf")
+    elif fault == "alone":
+        opened = paths[0].rename(tmp_path / "model.gguf")
+    elif fault == "unsaid":
+        files.good().write(paths[0])
+    else:
+        _rewrite(paths, fault)
+    with pytest.raises(CheckpointError) as found:
+        open_parts(opened)
+    assert words in str(found.value)
+
+
+def _rewrite(paths, fault):
+    content = files.good()
+    total, tensors = (6, content.tensors[:2]) if fault == "counted" else (5, content.tensors[:3])
+    own = [("split.no", files.value(files.U16, 0)), ("split.count", files.value(files.U16, 3))]
+    own.append(("split.tensors.count", files.value(files.I32, total)))
+    files.Content([*content.keys, *own], tensors).write(paths[0])
