@@ -59,8 +59,10 @@ class TensorSpec:
     """A weight as the executor holds it: the row-wise concatenation of `sources` (usually one).
 
     Without a `quant` it is held in 16 bits, whatever its sources are; with one, sources in 16 bits are rounded to it.
-    `product` is None for vectors and for an embedding, which are never quantised. `head_dim`: rows of a head, whose two
-    halves RoPE pairs, where the rows are those of heads. `part` is its row in the table of the memory plan.
+    `product` is None for vectors, an embedding and a router, which are never quantised. `head_dim`: rows of a head,
+    whose two halves RoPE pairs, where the rows are those of heads. `part` is its row in the table of the memory plan.
+    `num_experts`: matrices of equal shape that are stacked in it, of which a token takes some; those of a "gate_up"
+    product are the gates of all, then the ups of all.
     """
 
     name: str
@@ -70,6 +72,7 @@ class TensorSpec:
     product: Product | None = None
     head_dim: int = 0
     part: str = "layers"
+    num_experts: int = 0
 
     @property
     def num_elements(self) -> int:

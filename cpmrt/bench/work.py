@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from cpmrt.config import EngineConfig, ModelConfig
+from cpmrt.config.layers import ExpertsMlp
 from cpmrt.memory.caches import PAGE_SIZE
 from cpmrt.models.decoder import cache_layout
 from cpmrt.models.draft import PREFIX
@@ -23,12 +24,12 @@ def decode_bytes(
     """Return the bytes that a decode step of `rows` sequences reads: every weight and each sequence's keys and values.
 
     With sparse attention these are the keys and values of the chosen blocks, and every compressed key. The embedding
-    table counts only where it is also the head; its few rows and all activations are left out. `tensors` are the
-    weights as they are held (None: as config.json says); those of a draft do not count. `kv_bytes` are those of a
-    token's keys and values (None: `itemsize` an element).
+    table counts only where it is also the head; its few rows and all activations are left out. Of experts count as many
+    as `rows` rows can choose. `tensors` are the weights as they are held (None: as config.json says); those of a draft
+    do not count. `kv_bytes` are those of a token's keys and values (None: `itemsize` an element).
     """
     specs = tensors or weight_specs(config, EngineConfig())
-    sizes = {spec.name: spec.num_bytes(itemsize) for spec in specs if not spec.name.startswith(PREFIX)}
+    sizes = {spec.name: _read_bytes(config, spec, rows, itemsize) for spec in specs if not spec.name.startswith(PREFIX)}
     if "lm_head" in sizes:
         del sizes["embed_tokens"]
     per_token = cache_layout(config, 1, 1).bytes_per_token(1)
@@ -36,6 +37,14 @@ def decode_bytes(
     if _seen_tokens(config, context) < context:
         read += (context // 16 + context // 64) * per_token // 2 * itemsize
     return sum(sizes.values()) + rows * read
+
+
+def _read_bytes(config: ModelConfig, spec: TensorSpec, rows: int, itemsize: int) -> int:
+    """Return the bytes that a step of `rows` sequences reads of one weight."""
+    num_bytes, mlp = spec.num_bytes(itemsize), config.mlp
+    if not spec.num_experts or not isinstance(mlp, ExpertsMlp):
+        return num_bytes
+    return num_bytes * min(rows * mlp.experts_per_token, mlp.num_experts) // mlp.num_experts
 
 
 def _seen_tokens(config: ModelConfig, num_tokens: int) -> int:
@@ -48,8 +57,11 @@ def _seen_tokens(config: ModelConfig, num_tokens: int) -> int:
 
 def prefill_flops(config: ModelConfig, num_tokens: int, start: int = 0) -> int:
     """Return the floating-point operations of `num_tokens` prompt tokens after `start` cached ones, the head once."""
-    attention, inner = config.attention, config.mlp.intermediate_size
-    layer = config.hidden_size * (2 * attention.q_size + 2 * attention.kv_size + 3 * inner)
+    attention, mlp = config.attention, config.mlp
+    columns = 3 * mlp.intermediate_size
+    if isinstance(mlp, ExpertsMlp):
+        columns = columns * mlp.experts_per_token + mlp.num_experts
+    layer = config.hidden_size * (2 * attention.q_size + 2 * attention.kv_size + columns)
     linear = 2 * num_tokens * config.num_layers * layer
     attended = config.num_layers * attention.q_size * _attention_flops(config, num_tokens, start)
     return linear + attended + 2 * config.hidden_size * config.vocab_size

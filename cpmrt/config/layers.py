@@ -61,6 +61,19 @@ class GatedMlp(MlpConfig):
 
 
 @dataclass(frozen=True)
+class ExpertsMlp(MlpConfig):
+    """Gated mlps of which each token takes the `experts_per_token` that its router scores highest.
+
+    The router is a matrix [num_experts, hidden]; the softmax of a token's chosen scores is what their outputs are
+    multiplied by. Each expert has `intermediate_size` columns between its products.
+    """
+
+    intermediate_size: int
+    num_experts: int
+    experts_per_token: int
+
+
+@dataclass(frozen=True)
 class LayerConfig:
     """One layer: x += scale * mixer(norm(x)); x += scale * mlp(norm(x)).
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import sqrt
-from typing import Any, TypeVar
+from typing import Any
 
 from cpmrt.config.architectures import ARCHITECTURES, MODEL_TYPES, Architecture
 from cpmrt.config.fields import Fields
-from cpmrt.config.layers import GatedMlp, GroupedAttention, LayerConfig
+from cpmrt.config.layers import ExpertsMlp, GatedMlp, GroupedAttention, LayerConfig
 from cpmrt.config.quantization import WeightQuantization, read_quantization
 from cpmrt.config.rope import RopeConfig
 from cpmrt.config.sparse import SparseConfig
 from cpmrt.dtypes import DType
 from cpmrt.errors import ConfigError, UnsupportedModelError, quoted
 
-T = TypeVar("T")
+MAX_EXPERTS, MAX_EXPERTS_PER_TOKEN = 32, 8
 SCALES = 1e-3, 1e4
 """What the scales of a muP model may be: outside of it activations vanish or overflow 16 bits."""
 
@@ -50,19 +50,21 @@ class ModelConfig:
     @property
     def attention(self) -> GroupedAttention:
         """The grouped attention that all layers share. Raises UnsupportedModelError where they do not."""
-        return self._shared(GroupedAttention, [layer.mixer for layer in self.layers])
+        found: GroupedAttention = self._shared((GroupedAttention,), [layer.mixer for layer in self.layers])
+        return found
 
     @property
-    def mlp(self) -> GatedMlp:
-        """The gated mlp that all layers share. Raises UnsupportedModelError where they do not."""
-        return self._shared(GatedMlp, [layer.mlp for layer in self.layers])
+    def mlp(self) -> GatedMlp | ExpertsMlp:
+        """The mlp that all layers share. Raises UnsupportedModelError where they do not."""
+        found: GatedMlp | ExpertsMlp = self._shared((GatedMlp, ExpertsMlp), [layer.mlp for layer in self.layers])
+        return found
 
-    def _shared(self, kind: type[T], found: Sequence[object]) -> T:
+    def _shared(self, wanted: tuple[type[Any], ...], found: Sequence[object]) -> Any:
         first = found[0]
-        if not isinstance(first, kind) or any(other != first for other in found):
-            kinds = ", ".join(dict.fromkeys(type(other).__name__ for other in found))
+        if not isinstance(first, wanted) or any(other != first for other in found):
+            kinds = ", ".join(dict.fromkeys(type(other).__name__ for other in found)) + ", or of many sizes"
             raise UnsupportedModelError(
-                f"{self.architecture}: layers of one kind", expected=kind.__name__, actual=f"{kinds}, or of many sizes"
+                f"{self.architecture}: layers of one kind", expected=wanted[0].__name__, actual=kinds
             )
         return first
 
@@ -122,7 +124,7 @@ class ModelConfig:
             architecture=row.name,
             hidden_size=hidden,
             vocab_size=vocab,
-            layers=(LayerConfig(attention, GatedMlp(fields.integer("intermediate_size"))),) * layers,
+            layers=(LayerConfig(attention, _mlp(fields, row)),) * layers,
             max_position_embeddings=max_positions,
             rms_norm_eps=fields.number("rms_norm_eps", 1e-6, high=1.0),
             rope=RopeConfig.from_hf(config, source, head_dim, max_positions),
@@ -154,8 +156,6 @@ def _refuse_unsupported(fields: Fields) -> None:
         raise UnsupportedModelError(f"{fields.source}: hidden_act", expected="silu", actual=quoted(activation))
     if fields.boolean("mlp_bias", False):
         raise UnsupportedModelError(f"{fields.source}: mlp_bias", expected="false", actual="true")
-    if fields.integer("num_experts", 0, low=0):
-        raise UnsupportedModelError(f"{fields.source}: mixture-of-experts layers (num_experts) are not supported")
     if fields.boolean("use_sliding_window", False):
         raise UnsupportedModelError(f"{fields.source}: use_sliding_window", expected="false", actual="true")
     layer_types = fields.data.get("layer_types")
@@ -163,6 +163,23 @@ def _refuse_unsupported(fields: Fields) -> None:
         raise fields.fail("layer_types", "a list or null")
     if any(kind != "full_attention" for kind in layer_types or ()):
         raise UnsupportedModelError(f"{fields.source}: layer_types", expected="full_attention only")
+
+
+def _mlp(fields: Fields, row: Architecture) -> GatedMlp | ExpertsMlp:
+    """Read the mlp of every layer: with `num_experts` a choice among several. Their number per token has no default."""
+    inner, num_experts = fields.integer("intermediate_size"), fields.integer("num_experts", 0, low=0, high=MAX_EXPERTS)
+    if not num_experts:
+        return GatedMlp(inner)
+    if not row.mup:
+        what = f"{fields.source}: mixture-of-experts layers (num_experts) of {row.name} are not supported"
+        raise UnsupportedModelError(what, expected="those of MiniCPMForCausalLM")
+    if not fields.boolean("norm_topk_prob", True):
+        what = f"{fields.source}: norm_topk_prob"
+        raise UnsupportedModelError(what, expected="true: the chosen experts' shares add up to 1", actual="false")
+    chosen = fields.integer("num_experts_per_tok", high=MAX_EXPERTS_PER_TOKEN)
+    if chosen > num_experts:
+        raise fields.fail("num_experts_per_tok", f"at most num_experts ({num_experts})")
+    return ExpertsMlp(inner, num_experts, chosen)
 
 
 def _head_geometry(fields: Fields, row: Architecture, hidden: int, heads: int) -> tuple[int, int]:

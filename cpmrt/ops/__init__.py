@@ -8,6 +8,7 @@ from cpmrt.ops.operands import (
     KVPages,
     QkvWeights,
     QuantizedWeight,
+    Routing,
     Rows,
     Selection,
 )
@@ -25,6 +26,7 @@ __all__ = [
     "Ops",
     "QkvWeights",
     "QuantizedWeight",
+    "Routing",
     "Rows",
     "Selection",
     "check_shapes",

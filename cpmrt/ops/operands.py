@@ -150,6 +150,15 @@ class Selection:
 
 
 @dataclass(frozen=True, slots=True)
+class Routing:
+    """The experts of each row: `experts` int32 [T, A], in ascending order, and `shares` float32 [T, A], what the output
+    of each is multiplied by. A row of padding has the experts -1."""
+
+    experts: Any
+    shares: Any
+
+
+@dataclass(frozen=True, slots=True)
 class Handoff:
     """What an op's kernel leaves for a later op besides its output; the forward passes it on.
 

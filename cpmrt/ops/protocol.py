@@ -19,7 +19,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from cpmrt.config import SparseConfig
-from cpmrt.ops.operands import NOTHING, Handoff, KVPages, QkvWeights, Rows, Selection
+from cpmrt.ops.operands import NOTHING, Handoff, KVPages, QkvWeights, Routing, Rows, Selection
 
 
 class Ops(Protocol):
@@ -90,6 +90,26 @@ class Ops(Protocol):
     ) -> Handoff:
         """RMSNorm, fused gate and up projection, out = silu(gate) * up."""
         ...
+
+    def route(self, routing: Routing, x: Any, norm: Any, router: Any, eps: float, rows: Rows) -> Handoff:
+        """RMSNorm and the router's scores of each row; the A experts of the highest scores, of equal ones those of the
+        lower index; their shares, the softmax over these A scores in float32."""
+        ...
+
+    def experts_gate_up(
+        self, out: Any, x: Any, norm: Any, weight: Any, eps: float, routing: Routing, after: Handoff = NOTHING,
+        *, is_prefill: bool = False,
+    ) -> Handoff:  # fmt: skip
+        """`gate_up` with each of the row's experts: out [T, A F] has the columns of the first, then of the next. Those
+        of padding are left undefined. `after`: what `route` has left."""
+        ...
+
+    def experts_down(
+        self, x: Any, inner: Any, weight: Any, scale: float, routing: Routing, after: Handoff = NOTHING,
+        *, is_prefill: bool = False,
+    ) -> None:  # fmt: skip
+        """x += scale * the sum of share * (inner weight^T) over the row's experts, added in their order, in place.
+        Padding stays as it is. `after`: what `experts_gate_up` has left."""
 
     def lm_head(self, logits: Any, x: Any, norm: Any | None, weight: Any, eps: float, divisor: float) -> None:
         """Final RMSNorm (`norm` None: x as it is) and head: float32 logits = (norm(x) weight^T) / divisor."""

@@ -2,8 +2,8 @@
 
 Shape letters: T rows of the step, R rows that need logits, C hidden, F intermediate, H query heads, K KV heads,
 D head dim, V vocabulary, P pages, S tokens of a page (64), M positions of the rotary table, B slots,
-N pages of a slot's block table, W blocks that a row chooses (sparse attention), A and E widths of other rows. "HD" is
-H times D, "AE" A plus E.
+N pages of a slot's block table, W blocks that a row chooses (sparse attention), A and E widths of other rows, or with
+experts those of a row and those that there are. "HD" is H times D, "AE" A plus E, "AF" A times F.
 
 A tolerance is the largest allowed ‖out - oracle‖ / ‖oracle‖ for one op with operands of that storage type. It allows
 another order of summation and, below float32, results on either side of a rounding tie.
@@ -93,6 +93,11 @@ OPS = {
     ),
     "project_residual": OpSpec({"x": "T C", "inner": "T I", "weight": "C I", "bias": "C"}),
     "gate_up": OpSpec({"out": "T F", "x": "T C", "norm": "C", "weight": "2F C"}),
+    "route": OpSpec({"experts": "T A", "shares": "T A", "x": "T C", "norm": "C", "router": "E C"}),
+    "experts_gate_up": OpSpec(
+        {"out": "T AF", "x": "T C", "norm": "C", "weight": "2EF C", "experts": "T A", "shares": "T A"}
+    ),
+    "experts_down": OpSpec({"x": "T C", "inner": "T AF", "weight": "EC F", "experts": "T A", "shares": "T A"}),
     "lm_head": OpSpec({"logits": "R V", "x": "R C", "norm": "C", "weight": "V C"}),
     "rms_norm": OpSpec({"out": "T C", "x": "T C", "norm": "C"}),
     "join": OpSpec({"joined": "T AE", "a": "T A", "a_norm": "A", "b": "T E", "b_norm": "E"}),

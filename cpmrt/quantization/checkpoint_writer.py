@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cpmrt.config import ModelConfig
+from cpmrt.config.layers import ExpertsMlp
 from cpmrt.dtypes import from_float32, to_float32
 from cpmrt.errors import ConfigError, UnsupportedModelError, listed
 from cpmrt.models.decoder import tensor_specs
@@ -50,6 +51,11 @@ class ModelQuantiser:
         self.config: ModelConfig = folder.config
         if self.config.quantization:
             raise UnsupportedModelError(f"{folder.path} is quantised already", expected="16-bit or float32 weights")
+        if any(isinstance(layer.mlp, ExpertsMlp) for layer in self.config.layers):
+            raise UnsupportedModelError(
+                f"{folder.path}: mixture-of-experts layers cannot be quantised here", expected="gated mlps",
+                fix="use a GPTQ, AWQ or compressed-tensors checkpoint of this model",
+            )  # fmt: skip
         check_format(file_format, recipe)
         self._sources = {source.name: source for spec in tensor_specs(self.config) for source in spec.sources}
         if recipe.lm_head and self.config.tie_word_embeddings:

@@ -20,10 +20,12 @@ from cpmrt.ops import (
     KVPages,
     QkvWeights,
     QuantizedWeight,
+    Routing,
     Rows,
     Selection,
     check_shapes,
 )
+from cpmrt.reference import experts
 from cpmrt.reference import sparse_attention as sparse
 from cpmrt.reference.fp8_pages import store
 from cpmrt.reference.kv_rows import gather, gather_row
@@ -224,6 +226,40 @@ class NumpyOps:
         gate, up = both[:, : out.shape[1]], both[:, out.shape[1] :]
         out[:] = round_to(silu(gate) * up, self.dtype)
         return NOTHING
+
+    def route(self, routing: Routing, x: F32, norm: F32, router: F32, eps: float, rows: Rows) -> Handoff:
+        check_shapes("route", experts=routing.experts, shares=routing.shares, x=x, norm=norm, router=router)
+        scores = linear(self._normalised(x, norm, eps), router, is_prefill=rows.is_prefill)
+        routing.experts[:], routing.shares[:] = experts.choose(scores, routing.experts.shape[1])
+        routing.experts[rows.slots < 0] = -1
+        return NOTHING
+
+    def experts_gate_up(
+        self, out: F32, x: F32, norm: F32, weight: Matrix, eps: float, routing: Routing, after: Handoff = NOTHING,
+        *, is_prefill: bool = False,
+    ) -> Handoff:  # fmt: skip
+        check_shapes(
+            "experts_gate_up", out=out, x=x, norm=norm, weight=weight, experts=routing.experts, shares=routing.shares
+        )
+        normed, parts = self._normalised(x, norm, eps), experts.parts(out, routing)
+        for rows, place, (gate, up) in experts.of_each(routing, weight, parts.shape[2], halves=2):
+            gates, ups = (linear(normed[rows], half, is_prefill=is_prefill) for half in (gate, up))
+            parts[rows, place] = round_to(silu(gates) * ups, self.dtype)
+        return NOTHING
+
+    def experts_down(
+        self, x: F32, inner: F32, weight: Matrix, scale: float, routing: Routing, after: Handoff = NOTHING,
+        *, is_prefill: bool = False,
+    ) -> None:  # fmt: skip
+        check_shapes(
+            "experts_down", x=x, inner=inner, weight=weight, experts=routing.experts, shares=routing.shares
+        )
+        added, parts = np.zeros_like(x), experts.parts(inner, routing)
+        for rows, place, (down,) in experts.of_each(routing, weight, x.shape[1]):
+            product = linear(parts[rows, place], down, is_prefill=is_prefill)
+            added[rows] += routing.shares[rows, place, None] * product
+        kept = routing.experts[:, 0] >= 0
+        x[kept] = round_to(x + np.float32(scale) * added, self.dtype)[kept]
 
     def lm_head(self, logits: F32, x: F32, norm: F32 | None, weight: Matrix, eps: float, divisor: float) -> None:
         check_shapes("lm_head", logits=logits, x=x, norm=norm, weight=weight)

@@ -34,6 +34,7 @@ _SIZES = {
 }  # fmt: skip
 _LLAMA = LLAMA | _SIZES
 _MINICPM = MINICPM | _SIZES | {"dim_model_base": 32}
+_EXPERTS = _MINICPM | {"num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 128}
 _QWEN2 = _LLAMA | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 _GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True, "lm_head": False}
 _AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
@@ -125,6 +126,8 @@ CASES = (
         "marlin", _MINICPM, _GPTQ | {"checkpoint_format": "gptq", "static_groups": True}, "marlin",
         file="model_gptq.safetensors",
     ),
+    QuantisedCase("gptq_experts", _EXPERTS, _GPTQ | {"checkpoint_format": "gptq"}, "gptq", v1=True),
+    QuantisedCase("awq_experts", _EXPERTS, _AWQ | {"group_size": 64}, "awq", 64, "random"),
     QuantisedCase("marlin_row", _LLAMA, _GPTQ | {"group_size": -1}, "marlin", -1),
 )  # fmt: skip
 
@@ -147,7 +150,7 @@ def modules(case: QuantisedCase) -> Iterator[tuple[str, int, int]]:
     for source in sources:
         module = source.name.removesuffix(".weight")
         parent, _, last = module.rpartition(".")
-        if len(source.shape) < 2 or last == "embed_tokens" or (last == "lm_head" and not case.head):
+        if len(source.shape) < 2 or last in ("embed_tokens", "gate") or (last == "lm_head" and not case.head):
             continue
         if module.endswith(case.plain) and case.plain:
             continue

@@ -22,7 +22,7 @@ from cpmrt.bench.run import seconds_to_first_token
 from cpmrt.bench.samples import Samples
 from cpmrt.bench.shapes import SHAPES, shape_config, shape_folder
 from cpmrt.bench.views import plot
-from cpmrt.bench.work import decode_bytes
+from cpmrt.bench.work import decode_bytes, prefill_flops
 from cpmrt.cli import bench as bench_module
 from cpmrt.cli.main import main
 from cpmrt.config import ModelConfig, WeightQuantization
@@ -117,6 +117,16 @@ def test_bytes_of_a_quantised_step():
     layers = sum(spec.num_elements for spec in tensor_specs(config) if spec.name.split(".")[-1] in LINEAR)
     saved = decode_bytes(config, 100, 1, 2) - decode_bytes(quantised, 100, 1, 2)
     assert saved == layers * 2 - layers // 2 - layers // 128 * 2
+
+
+def test_bytes_of_a_step_with_experts():
+    """A token reads two of the eight experts of every layer, and five tokens can choose them all."""
+    config = ModelConfig.from_hf(shape_config("minicpm-moe-8x2b"))
+    experts = 40 * 8 * 3 * 2304 * 5760 * 2
+    one, five, six = (decode_bytes(config, 0, rows, 2) for rows in (1, 5, 6))
+    assert (five - one, six - five) == (experts * 6 // 8, 0)
+    active = 40 * (2304 * (4 * 2304 + 2 * 3 * 5760 + 8))
+    assert prefill_flops(config, 64) - prefill_flops(config, 63) == 2 * active + 40 * 2304 * 4 * 64
 
 
 def test_start_up_is_timed_in_a_fresh_process(checkpoint, capsys, monkeypatch):
@@ -326,7 +336,10 @@ def test_the_bandwidth_is_measured_before_the_model_is_loaded(checkpoint, monkey
 
 @pytest.mark.parametrize(
     ("name", "parameters", "bytes_per_token"),
-    [("minicpm5-2b", 2_516_756_480, 42 << 10), ("minicpm5-1b", 1_080_632_832, 24 << 10)],
+    [
+        ("minicpm5-2b", 2_516_756_480, 42 << 10), ("minicpm5-1b", 1_080_632_832, 24 << 10),
+        ("minicpm-moe-8x2b", 13_873_291_776, 360 << 10),
+    ],
 )
 def test_a_shape_has_as_many_parameters_as_its_makers_say(name, parameters, bytes_per_token):
     config = ModelConfig.from_hf(shape_config(name))

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from cpmrt.config import EngineConfig, ModelConfig, SamplingParams
 from cpmrt.config.engine import parse_bytes
+from cpmrt.config.layers import ExpertsMlp
 from cpmrt.dtypes import DType
 from cpmrt.errors import ConfigError, CpmrtError, RequestError, UnsupportedModelError
 
@@ -101,6 +102,22 @@ def test_position_limits():
     assert read(rope_scaling={"type": "yarn", **YARN}).max_positions == 4096
     llama3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     assert read(rope_scaling=llama3).max_positions == 2048
+
+
+def test_experts():
+    moe = {"architectures": ["MiniCPMForCausalLM"], "num_experts": 8, "num_experts_per_tok": 2}
+    assert read(**moe).mlp == ExpertsMlp(read().mlp.intermediate_size, 8, 2)
+    assert read(**moe | {"num_experts": 0}).mlp == read().mlp
+    for changes, error, words in (
+        ({"num_experts_per_tok": ...}, ConfigError, "num_experts_per_tok"),
+        ({"num_experts_per_tok": 9}, ConfigError, "num_experts_per_tok"),
+        ({"num_experts": 2, "num_experts_per_tok": 3}, ConfigError, "at most num_experts"),
+        ({"num_experts": 33}, ConfigError, "num_experts"),
+        ({"norm_topk_prob": False}, UnsupportedModelError, "norm_topk_prob"),
+        ({"hidden_act": "fatrelu"}, UnsupportedModelError, "hidden_act"),
+    ):
+        with pytest.raises(error, match=words):
+            read(**moe | changes)
 
 
 @pytest.mark.parametrize(("changes", "error", "words"), [

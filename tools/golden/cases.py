@@ -98,4 +98,8 @@ CASES = (
     Case("minicpm_longrope_extended", _changed(_MINICPM, rope_theta=None, rope_scaling={
         "type": "su", "original_max_position_embeddings": 64, **_LISTS,
     }), max_context=CONTEXT),
+    Case("minicpm_moe", _changed(_MINICPM, num_experts=8, num_experts_per_tok=2)),
+    Case("minicpm_moe_tied", _changed(
+        _MINICPM, tie_word_embeddings=None, scale_emb=0.75, num_experts=5, num_experts_per_tok=3, intermediate_size=64,
+    )),
 )  # fmt: skip

@@ -1,7 +1,8 @@
 """Hugging Face transformers as the oracle: fp32, eager attention, no KV cache.
 
 MiniCPM checkpoints run as the Llama they are once their scales are folded into fp32 weights:
-embeddings * scale_emb, o_proj and down_proj * scale_depth / sqrt(layers), head / (hidden_size / dim_model_base).
+embeddings * scale_emb, o_proj and down_proj * scale_depth / sqrt(layers), head / (hidden_size / dim_model_base). With
+experts they run as the Mixtral that they are then, whose experts' matrices are stacked.
 """
 
 from __future__ import annotations
@@ -26,9 +27,14 @@ def is_minicpm(config: Mapping[str, Any]) -> bool:
     return bool(config["architectures"] == ["MiniCPMForCausalLM"])
 
 
+def has_experts(config: Mapping[str, Any]) -> bool:
+    return "num_experts" in config
+
+
 def _of_family(config: Mapping[str, Any], kind: str) -> Any:
     """Returns the class of transformers for a model's family, such as LlamaConfig for `kind` "Config"."""
     family = "Llama" if is_minicpm(config) else config["architectures"][0].removesuffix("ForCausalLM")
+    family = "Mixtral" if has_experts(config) else family
     return getattr(transformers, family + kind)
 
 
@@ -40,6 +46,8 @@ def hugging_face_config(config: Mapping[str, Any]) -> PreTrainedConfig:
         scaling = settings.get("rope_scaling") or {}
         if scaling.get("type") == "su":
             scaling["type"] = "longrope"
+    if has_experts(config):
+        settings |= {"num_local_experts": settings.pop("num_experts"), "architectures": ["MixtralForCausalLM"]}
     settings.pop("model_type", None)
     made: PreTrainedConfig = _of_family(config, "Config")(**settings, attn_implementation="eager")
     return made
@@ -51,12 +59,25 @@ def fold(config: Mapping[str, Any], tensors: Tensors) -> dict[str, NDArray[np.fl
     residual = np.float32(config["scale_depth"] / sqrt(config["num_hidden_layers"]))
     folded = {}
     for name, values in tensors.items():
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
+        if name.endswith(("o_proj.weight", "down_proj.weight", ".w2.weight")):
             values = values * residual
         folded[name] = values
     folded["lm_head.weight"] = tensors[head_name] / np.float32(config["hidden_size"] / config["dim_model_base"])
     folded["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"] * np.float32(config["scale_emb"])
     return folded
+
+
+def stack_experts(config: Mapping[str, Any], tensors: Tensors) -> dict[str, NDArray[np.float32]]:
+    """Returns the weights with those of each layer's experts as Mixtral has them: [E, 2 F, C] and [E, C, F]."""
+    stacked = {name: values for name, values in tensors.items() if ".experts." not in name}
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}.mlp.experts."
+        w1, w2, w3 = (
+            np.stack([tensors[f"{prefix}{expert}.{part}.weight"] for expert in range(config["num_experts"])])
+            for part in ("w1", "w2", "w3")
+        )
+        stacked[f"{prefix}gate_up_proj"], stacked[f"{prefix}down_proj"] = np.concatenate([w1, w3], axis=1), w2
+    return stacked
 
 
 class Oracle:
@@ -65,6 +86,8 @@ class Oracle:
     def __init__(self, config: Mapping[str, Any], tensors: Tensors, limit: int | None):
         if is_minicpm(config):
             tensors = fold(config, tensors)
+        if has_experts(config):
+            tensors = stack_experts(config, tensors)
         made = hugging_face_config(config)
         if made.tie_word_embeddings:
             tensors = {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"]}

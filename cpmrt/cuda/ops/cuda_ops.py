@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from typing import Any, NoReturn
 
 from cpmrt.cuda.build.launcher import Launcher
 from cpmrt.cuda.driver.array import DeviceArray
@@ -12,6 +13,7 @@ from cpmrt.cuda.ops import rows as row_ops
 from cpmrt.cuda.ops.attention.attention import AttentionOps, AttentionPlan
 from cpmrt.cuda.ops.gemm import Gemm
 from cpmrt.cuda.ops.products import Products
+from cpmrt.errors import UnsupportedModelError
 
 
 class CudaOps:
@@ -33,3 +35,8 @@ class CudaOps:
         products = Products(device, launcher, gemm, scratch)
         self.qkv, self.project_residual = products.qkv, products.project_residual
         self.gate_up, self.lm_head = products.gate_up, products.lm_head
+        self.route = self.experts_gate_up = self.experts_down = _refuse_experts
+
+
+def _refuse_experts(*operands: Any, **options: Any) -> NoReturn:
+    raise UnsupportedModelError("the CUDA executor does not take mixture-of-experts layers")

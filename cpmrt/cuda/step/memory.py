@@ -11,6 +11,7 @@ from functools import partial
 import numpy as np
 
 from cpmrt.config import EngineConfig, ModelConfig
+from cpmrt.config.layers import ExpertsMlp
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.load.repack import staging_buffers
 from cpmrt.cuda.ops.attention.attention import AttentionPlan
@@ -108,6 +109,9 @@ def cuda_needs(
 
 def check_supported(config: ModelConfig) -> None:
     """Raise UnsupportedModelError for layers or shapes that the kernels do not take."""
+    if any(isinstance(layer.mlp, ExpertsMlp) for layer in config.layers):
+        what = "the CUDA executor does not take mixture-of-experts layers"
+        raise UnsupportedModelError(what, expected="gated mlps", actual="experts", fix="use executor='reference'")
     if cache_layout(config, max_context=1, max_sequences=1).has_state:
         what = "the CUDA executor does not take layers with a recurrent state"
         expected, actual = "caches of pages", "a cache of slots"
