@@ -89,7 +89,7 @@ class Gate:
         if scope["type"] != "http":
             return
         client = ":".join(map(str, scope["client"] or ("-",)))
-        record = RequestRecord(client, f"req-{secrets.token_hex(8)}", scope["method"], scope["path"])
+        record = RequestRecord(client, f"req-{secrets.token_hex(8)}", scope["method"], scope["path"], send)
         record.attach(scope)
 
         async def noted(message: Message) -> None:

@@ -29,7 +29,8 @@ class Exchange:
     def __init__(self, engine: EngineThread, prepared: Prepared, receive: Receive):
         self._engine, self._num_choices, self._receive = engine, prepared.wanted.num_choices, receive
         self._items: list[Item] = []
-        self._has_come = asyncio.Event()
+        self._waiter: asyncio.Future[None] | None = None
+        """Done when `items` has something to return; None while nobody waits. A future costs less than an event."""
         self._has_more = False
         self._jobs = tuple(
             Job(request, prepared.shown_ids, deliver=self._put, choice=choice)
@@ -40,6 +41,8 @@ class Exchange:
         self._client_is_gone = False
         self._watcher: asyncio.Task[None] | None = None
         self._is_silent = True
+        self._is_pinging = False
+        """Whether the silence has lasted so long that `items` shall return none."""
         self._alarm: asyncio.TimerHandle | None = None
         engine.submit(self._jobs)
 
@@ -64,7 +67,7 @@ class Exchange:
     @property
     def has_items(self) -> bool:
         """True if `items` would return at once."""
-        return self._has_come.is_set()
+        return bool(self._items) or self._is_pinging
 
     async def items(self) -> list[Item]:
         """Wait for at least one item, and return what has come since the last call, a part of it if it is much.
@@ -74,13 +77,13 @@ class Exchange:
         """
         if self._has_more:
             await asyncio.sleep(0)
-        await self._has_come.wait()
+        elif not self.has_items:
+            await self._something()
         items, self._items = self._items, []
+        self._is_pinging = False
         self._has_more = len(items) > _MAX_ITEMS
         if self._has_more:
             items, self._items = items[:_MAX_ITEMS], items[_MAX_ITEMS:]
-        else:
-            self._has_come.clear()
         for choice, item in items:
             if isinstance(item, Ended):
                 self.ended[choice] = item
@@ -89,8 +92,9 @@ class Exchange:
 
     async def wait_first(self, timeout_s: float) -> None:
         """Wait until the first item is there, or the time is over."""
-        with suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._has_come.wait(), timeout_s)
+        if not self.has_items:
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._something(), timeout_s)
 
     def usage(self) -> dict[str, Any]:
         """Return the tokens of all choices; a prompt counts once however many choices it has."""
@@ -102,14 +106,24 @@ class Exchange:
     def _put(self, item: Item) -> None:
         self._items.append(item)
         self._is_silent = False
-        self._has_come.set()
+        self._wake()
+
+    async def _something(self) -> None:
+        """Wait until `items` has something to return."""
+        self._waiter = asyncio.get_running_loop().create_future()
+        await self._waiter
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def _set_alarm(self) -> None:
         self._alarm = asyncio.get_running_loop().call_later(PING_S, self._end_silence)
 
     def _end_silence(self) -> None:
         if self._is_silent:
-            self._has_come.set()
+            self._is_pinging = True
+            self._wake()
         self._is_silent = True
         self._set_alarm()
 

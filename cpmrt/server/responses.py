@@ -16,7 +16,7 @@ from cpmrt.server.exchange import Exchange
 from cpmrt.server.json_body import ClientGoneError
 from cpmrt.server.messages_answer import messages_error, messages_error_event
 from cpmrt.server.service import Prepared
-from cpmrt.server.telemetry import record_of
+from cpmrt.server.telemetry import RequestRecord, record_of
 
 _FIRST_WAIT_S = 1.0
 """How long to wait for the first token before the status is sent: until then an error can have its own status."""
@@ -119,28 +119,28 @@ class EventStream(Response):
                 record_of(scope).status = CLIENT_GONE
                 return
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            tail = await self._send_events(scope, send, events)
+            # A task of its own and the server's own `send`: a token passes none of the application's layers.
+            tail = await asyncio.create_task(self._send_events(record_of(scope), events))
             await send({"type": "http.response.body", "body": to_bytes(tail), "more_body": False})
 
-    async def _send_events(self, scope: Scope, send: Send, events: str) -> str:
+    async def _send_events(self, record: RequestRecord, events: str) -> str:
         """Send all events but the last, which is returned. The status has been sent: an error becomes an event."""
+        exchange, stream, send = self._exchange, self._format.stream, record.send
         try:
             while True:
                 if events:
                     await send({"type": "http.response.body", "body": to_bytes(events), "more_body": True})
-                if self._exchange.is_done:
-                    return self._format.end(self._exchange.usage())
-                events = await self._next_events()
+                if exchange.is_done:
+                    return self._format.end(exchange.usage())
+                items = await exchange.items()
+                events = "".join([stream(item) for item in items]) if items else self._format.ping
         except ApiError as error:
-            record_of(scope).status = error.status
+            record.status = error.status
             return self._format.failed(error)
         except ClientGoneError:
-            record_of(scope).status = CLIENT_GONE
+            record.status = CLIENT_GONE
             return ""
 
     async def _first_events(self) -> str:
-        return self._format.begin() + (await self._next_events() if self._exchange.has_items else "")
-
-    async def _next_events(self) -> str:
-        items, stream = await self._exchange.items(), self._format.stream
-        return "".join([stream(item) for item in items]) if items else self._format.ping
+        items = await self._exchange.items() if self._exchange.has_items else []
+        return self._format.begin() + "".join([self._format.stream(item) for item in items])

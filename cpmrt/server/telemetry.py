@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
+from starlette.types import Send
+
 from cpmrt.sharing.jobs import Ended
 
 _log = logging.getLogger("cpmrt.server")
@@ -28,6 +30,8 @@ class RequestRecord:
     id: str
     method: str
     path: str
+    send: Send = field(repr=False)
+    """The server's own, which gets what follows the beginning of an answer without the application's layers."""
     status: int = 0
     ended: Mapping[int, Ended] = field(default_factory=dict)
     """The choices of the request, as they end."""

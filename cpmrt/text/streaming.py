@@ -22,14 +22,15 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), shown_ids: frozenset[int] = frozenset()):
         self._tokenizer, self._shown_ids = tokenizer, shown_ids
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._unfinished = b""
+        """The beginning of a character."""
         tail = b""
         for token_id in reversed(prompt_ids):
             if len(tail) >= 3:  # an unfinished character has at most three bytes
                 break
             tail = tokenizer.token_bytes(token_id) + tail
         self._at_start = not tail
-        self._utf8.decode(tail)
+        self._characters(tail)
 
     def push(self, token_ids: Iterable[int]) -> str:
         """Return the text that these tokens complete, "" inside a character. Raises RequestError on a negative id."""
@@ -40,11 +41,17 @@ class Detokenizer:
                 continue
             pieces.append(self._tokenizer.token_bytes(token_id, first=self._at_start))
             self._at_start = self._at_start and not self._tokenizer.token_bytes(token_id)
-        return self._utf8.decode(b"".join(pieces))
+        return self._characters(b"".join(pieces))
 
     def flush(self) -> str:
         """Return the rest after the last token: "" or one U+FFFD for a character that was never finished."""
-        return self._utf8.decode(b"", final=True)
+        return self._characters(b"", final=True)
+
+    def _characters(self, more: bytes, final: bool = False) -> str:
+        raw = self._unfinished + more
+        text, used = codecs.utf_8_decode(raw, "replace", final)
+        self._unfinished = raw[used:]
+        return text
 
 
 class StopStrings:

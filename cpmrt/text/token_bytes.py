@@ -24,13 +24,14 @@ class TokenBytes:
         self._library = library
         self._anchor = self._find_anchor()
         self._anchor_text = self._decode(self._anchor)
-        self._inner: dict[int, bytes] = {}
+        self.known: dict[int, bytes] = {}
+        """What `inner` has returned, by token."""
 
     def inner(self, token_id: int) -> bytes:
         """Return the bytes that the token adds to a sequence with text; b"" for an id without a token."""
-        known = self._inner.get(token_id)
+        known = self.known.get(token_id)
         if known is None:
-            known = self._inner[token_id] = self._ask(token_id)
+            known = self.known[token_id] = self._ask(token_id)
         return known
 
     def first(self, token_id: int) -> bytes:

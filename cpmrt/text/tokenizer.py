@@ -148,6 +148,9 @@ class Tokenizer:
         """
         if _checked(token_id) in self.special_ids:
             return b""
+        known = None if first else self._bytes.known.get(token_id)
+        if known is not None:
+            return known
         ask = self._bytes.first if first else self._bytes.inner
         return self._run("decode", lambda: ask(token_id))
 
