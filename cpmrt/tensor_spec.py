@@ -9,8 +9,15 @@ from typing import Literal
 
 from cpmrt.dtypes import ElementType
 
-Product = Literal["qkv", "residual", "gate_up", "head"]
-"""The fused product that a matrix takes part in: its kernel, the order of its rows, and so its packed layout."""
+Product = Literal["qkv", "residual", "gate_up", "head", "per_head"]
+"""The product that a matrix takes part in: its kernel, the order of its rows, and so its packed layout.
+
+The small products of "per_head", one for each head of latent attention, take a matrix in 16 bits: one that a checkpoint
+holds quantised becomes so while it is loaded.
+"""
+
+PLAIN_HEAD_DIM = 16
+"""The `head_dim` of a "qkv" product whose rows are no heads and are stored as they are: it keeps their order."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,6 +72,20 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
     "minicpm-moe-8x2b": _MOE,
+    "minicpm3-4b": _MINICPM4
+    | {
+        "architectures": ["MiniCPM3ForCausalLM"],
+        "rms_norm_eps": 1e-5,
+        "hidden_size": 2560,
+        "intermediate_size": 6400,
+        "num_hidden_layers": 62,
+        "num_attention_heads": 40,
+        "q_lora_rank": 768,
+        "kv_lora_rank": 256,
+        "qk_nope_head_dim": 64,
+        "qk_rope_head_dim": 32,
+        "tie_word_embeddings": True,
+    },
     "minicpm5-2b": _MINICPM5 | {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 42},
     "minicpm5-1b": _MINICPM5 | {"hidden_size": 1536, "intermediate_size": 4608, "num_hidden_layers": 24},
 }

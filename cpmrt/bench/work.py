@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from cpmrt.config import EngineConfig, ModelConfig
-from cpmrt.config.layers import ExpertsMlp
+from cpmrt.config import EngineConfig, ModelConfig, SparseConfig
+from cpmrt.config.layers import ExpertsMlp, GroupedAttention, LatentAttention, MixerConfig
 from cpmrt.memory.caches import PAGE_SIZE
-from cpmrt.models.decoder import cache_layout
+from cpmrt.models.decoder import cache_layout, tensor_specs
 from cpmrt.models.draft import PREFIX
 from cpmrt.models.planning import weight_specs
 from cpmrt.tensor_spec import TensorSpec
@@ -49,7 +49,7 @@ def _read_bytes(config: ModelConfig, spec: TensorSpec, rows: int, itemsize: int)
 
 def _seen_tokens(config: ModelConfig, num_tokens: int) -> int:
     """Return how many of `num_tokens` tokens the last of them looks at."""
-    sparse = config.attention.sparse
+    sparse = _sparse(config)
     if sparse is None or not sparse.leaves_out(num_tokens):
         return num_tokens
     return sparse.num_selected * PAGE_SIZE - -num_tokens % PAGE_SIZE
@@ -57,21 +57,37 @@ def _seen_tokens(config: ModelConfig, num_tokens: int) -> int:
 
 def prefill_flops(config: ModelConfig, num_tokens: int, start: int = 0) -> int:
     """Return the floating-point operations of `num_tokens` prompt tokens after `start` cached ones, the head once."""
-    attention, mlp = config.attention, config.mlp
-    columns = 3 * mlp.intermediate_size
-    if isinstance(mlp, ExpertsMlp):
-        columns = columns * mlp.experts_per_token + mlp.num_experts
-    layer = config.hidden_size * (2 * attention.q_size + 2 * attention.kv_size + columns)
-    linear = 2 * num_tokens * config.num_layers * layer
-    attended = config.num_layers * attention.q_size * _attention_flops(config, num_tokens, start)
-    return linear + attended + 2 * config.hidden_size * config.vocab_size
+    attended = sum(_score_size(layer.mixer) for layer in config.layers) * _attention_flops(config, num_tokens, start)
+    return 2 * num_tokens * _taken_elements(config) + attended + 2 * config.hidden_size * config.vocab_size
+
+
+def _taken_elements(config: ModelConfig) -> int:
+    """Return the elements of the layers' matrices that a token is multiplied by: of experts those that it chooses."""
+    matrices = [spec for spec in tensor_specs(config) if spec.part == "layers" and len(spec.shape) > 1]
+    taken = sum(spec.num_elements for spec in matrices if not spec.num_experts)
+    experts, mlp = sum(spec.num_elements for spec in matrices if spec.num_experts), config.mlp
+    return taken + (experts * mlp.experts_per_token // mlp.num_experts if isinstance(mlp, ExpertsMlp) else 0)
+
+
+def _score_size(mixer: MixerConfig) -> int:
+    """Return the elements of queries and of values of a token, together halved: what a pair of tokens multiplies."""
+    if isinstance(mixer, GroupedAttention):
+        return mixer.q_size
+    assert isinstance(mixer, LatentAttention)
+    return (mixer.q_size + mixer.value_size) // 2
+
+
+def _sparse(config: ModelConfig) -> SparseConfig | None:
+    mixer = config.layers[0].mixer
+    return mixer.sparse if isinstance(mixer, GroupedAttention) else None
 
 
 def _attention_flops(config: ModelConfig, num_tokens: int, start: int) -> int:
     """Return the operations of one layer's attention for each query element, with those of the scores of blocks."""
-    if config.attention.sparse is None:
+    sparse = _sparse(config)
+    if sparse is None:
         return 4 * (num_tokens * start + num_tokens * (num_tokens + 1) // 2)
     lengths = range(start + 1, start + num_tokens + 1)
     seen = sum(_seen_tokens(config, length) for length in lengths)
-    scored = sum(length // 16 + length // 64 for length in lengths if config.attention.sparse.leaves_out(length))
+    scored = sum(length // 16 + length // 64 for length in lengths if sparse.leaves_out(length))
     return 4 * seen + 2 * scored

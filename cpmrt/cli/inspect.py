@@ -17,6 +17,7 @@ from cpmrt.byte_sizes import format_bytes
 from cpmrt.cli.arguments import add_model_source, add_options
 from cpmrt.cli.output import printable, write, write_json, write_table
 from cpmrt.config import EngineConfig, ModelConfig, RopeConfig
+from cpmrt.config.layers import GroupedAttention
 from cpmrt.errors import CpmrtError
 from cpmrt.models.decoder import tensor_specs
 from cpmrt.models.planning import weight_specs
@@ -130,7 +131,7 @@ def report(model: str | None, revision: str | None, hf_overrides: Mapping[str, A
         "quantization": quantization if config else _quant_method(raw),
         "sizes": _sizes(config) if config else {},
         "rope": _used(asdict(config.rope)) if config else raw.get("rope_parameters", raw.get("rope_scaling")),
-        "sparse": asdict(config.attention.sparse) if config and config.attention.sparse else None,
+        "sparse": _sparse(config) if config else None,
         "scales": {name: getattr(config, name) for name in _SCALES} if config else {},
         "special_ids": {"bos": config.bos_token_id, "eos": list(config.eos_token_ids)} if config else {},
         "sampling": asdict(sampling) if sampling else {},
@@ -142,17 +143,22 @@ def report(model: str | None, revision: str | None, hf_overrides: Mapping[str, A
     }
 
 
+def _sparse(config: ModelConfig) -> dict[str, Any] | None:
+    mixer = config.layers[0].mixer
+    return asdict(mixer.sparse) if isinstance(mixer, GroupedAttention) and mixer.sparse else None
+
+
 def _sizes(config: ModelConfig) -> dict[str, Any]:
-    attention = config.attention
+    mixer, names = config.layers[0].mixer, ("num_heads", "num_kv_heads", "head_dim", "qkv_bias", "qk_norm")
+    attention = {name: getattr(mixer, name) for name in names} if isinstance(mixer, GroupedAttention) else vars(mixer)
     return {
         "num_layers": config.num_layers,
         "hidden_size": config.hidden_size,
         "intermediate_size": config.mlp.intermediate_size,
-        **{name: getattr(attention, name) for name in ("num_heads", "num_kv_heads", "head_dim")},
+        **attention,
         "vocab_size": config.vocab_size,
         "max_positions": config.max_positions,
         "tie_word_embeddings": config.tie_word_embeddings,
-        **{name: getattr(attention, name) for name in ("qkv_bias", "qk_norm")},
     }
 
 

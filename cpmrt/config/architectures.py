@@ -1,7 +1,8 @@
 """The supported architectures: one row each. Rows differ in defaults and switches, not in code.
 
 A row holds what the Hugging Face configuration class assumes where config.json is silent. Sources: the configuration
-classes of transformers 5.23 (Llama, Qwen2, Qwen3) and of the MiniCPM model repositories (`MiniCPMConfig`).
+classes of transformers 5.23 (Llama, Qwen2, Qwen3) and of the MiniCPM model repositories (`MiniCPMConfig`,
+`MiniCPM3Config`).
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ class Architecture:
     """q, k and v always carry a bias, whatever `attention_bias` says."""
     qk_norm: bool = False
     """RMSNorm over each query and key head before RoPE."""
+    latent_attention: bool = False
+    """Multi-head latent attention, whose sizes are q_lora_rank, kv_lora_rank, qk_nope_head_dim and qk_rope_head_dim."""
     mup: bool = False
     """scale_emb, scale_depth and dim_model_base apply."""
     bos_token_id: int | None = None
@@ -35,6 +38,10 @@ ARCHITECTURES = {
     for row in (
         Architecture("LlamaForCausalLM", bos_token_id=1, eos_token_id=2),
         Architecture("MiniCPMForCausalLM", tie_word_embeddings=True, mup=True, bos_token_id=1, eos_token_id=2),
+        Architecture(
+            "MiniCPM3ForCausalLM", tie_word_embeddings=True, latent_attention=True, mup=True, bos_token_id=1,
+            eos_token_id=2,
+        ),
         Architecture("Qwen2ForCausalLM", max_position_embeddings=32768, num_kv_heads=32, fixed_qkv_bias=True),
         Architecture(
             "Qwen3ForCausalLM", max_position_embeddings=32768, num_kv_heads=32, head_dim=128, qk_norm=True
@@ -45,6 +52,7 @@ ARCHITECTURES = {
 MODEL_TYPES = {
     "llama": "LlamaForCausalLM",
     "minicpm": "MiniCPMForCausalLM",
+    "minicpm3": "MiniCPM3ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }

@@ -156,9 +156,9 @@ def _decoder(
     rope = decoder.rope
     if not any(own.get(key) for key in _ROPE_KEYS):
         rope = target.rope
-        if rope.kind == "longrope" and decoder.attention.head_dim != target.attention.head_dim:
+        if rope.kind == "longrope" and decoder.attention.head_dim != 2 * len(rope.long_factor):
             fix = "give the draft a rope_scaling of its own"
-            raise _disagrees(source, "head_dim", target.attention.head_dim, decoder.attention.head_dim, fix)
+            raise _disagrees(source, "head_dim", 2 * len(rope.long_factor), decoder.attention.head_dim, fix)
         decoder = replace(decoder, max_position_embeddings=target.max_position_embeddings)
     divisor = target.logit_divisor if wish.method == "eagle2" else 1.0
     scale = _residual_scale(fields, target, wish)

@@ -54,6 +54,42 @@ class GroupedAttention(MixerConfig):
 
 
 @dataclass(frozen=True)
+class LatentAttention(MixerConfig):
+    """Multi-head latent attention (arXiv 2405.04434): keys and values of all heads are made of one latent a token.
+
+    Queries come from a latent of `q_rank` elements; keys and values from one of `kv_rank`, which is cached with the
+    `rope_dim` elements of a key that carry the position and that all heads share. A query or key head has `nope_dim`
+    elements without a position before those, a value head `value_dim`. `norm_eps` is that of the latents' norms.
+    """
+
+    num_heads: int
+    q_rank: int
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    norm_eps: float = 1e-6
+
+    @property
+    def query_dim(self) -> int:
+        """Elements of a query or key head."""
+        return self.nope_dim + self.rope_dim
+
+    @property
+    def cached_dim(self) -> int:
+        """Elements that are cached of a token."""
+        return self.kv_rank + self.rope_dim
+
+    @property
+    def q_size(self) -> int:
+        return self.num_heads * self.query_dim
+
+    @property
+    def value_size(self) -> int:
+        return self.num_heads * self.value_dim
+
+
+@dataclass(frozen=True)
 class GatedMlp(MlpConfig):
     """down(silu(gate(x)) * up(x)), with `intermediate_size` columns between."""
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from cpmrt.config.architectures import ARCHITECTURES, MODEL_TYPES, Architecture
 from cpmrt.config.fields import Fields
-from cpmrt.config.layers import ExpertsMlp, GatedMlp, GroupedAttention, LayerConfig
+from cpmrt.config.layers import ExpertsMlp, GatedMlp, GroupedAttention, LatentAttention, LayerConfig, MixerConfig
 from cpmrt.config.quantization import WeightQuantization, read_quantization
 from cpmrt.config.rope import RopeConfig
 from cpmrt.config.sparse import SparseConfig
@@ -108,26 +108,21 @@ class ModelConfig:
         _refuse_unsupported(fields)
         hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
         layers, vocab = fields.integer("num_hidden_layers", high=10_000), fields.integer("vocab_size")
-        kv_heads, head_dim = _head_geometry(fields, row, hidden, heads)
         max_positions = fields.integer("max_position_embeddings", row.max_position_embeddings)
-        bias = fields.boolean("attention_bias", False)
         extra_eos = Fields(generation_config or {}, source.replace("config.json", "generation_config.json"))
         eos = fields.token_ids("eos_token_id", vocab)
         if not eos and row.eos_token_id is not None:
             eos = (row.eos_token_id,)
         bos = fields.token_ids("bos_token_id", vocab)[:1] or (row.bos_token_id,)
-        attention = GroupedAttention(
-            heads, kv_heads, head_dim, bias or row.fixed_qkv_bias, bias and not row.fixed_qkv_bias, row.qk_norm,
-            SparseConfig.from_hf(config, source),
-        )  # fmt: skip
+        mixer, rotated = (_latent if row.latent_attention else _grouped)(fields, row, hidden, heads)
         return cls(
             architecture=row.name,
             hidden_size=hidden,
             vocab_size=vocab,
-            layers=(LayerConfig(attention, _mlp(fields, row)),) * layers,
+            layers=(LayerConfig(mixer, _mlp(fields, row)),) * layers,
             max_position_embeddings=max_positions,
             rms_norm_eps=fields.number("rms_norm_eps", 1e-6, high=1.0),
-            rope=RopeConfig.from_hf(config, source, head_dim, max_positions),
+            rope=RopeConfig.from_hf(config, source, rotated, max_positions),
             tie_word_embeddings=fields.boolean("tie_word_embeddings", row.tie_word_embeddings),
             dtype=_dtype(fields),
             bos_token_id=bos[0],
@@ -180,6 +175,37 @@ def _mlp(fields: Fields, row: Architecture) -> GatedMlp | ExpertsMlp:
     if chosen > num_experts:
         raise fields.fail("num_experts_per_tok", f"at most num_experts ({num_experts})")
     return ExpertsMlp(inner, num_experts, chosen)
+
+
+def _grouped(fields: Fields, row: Architecture, hidden: int, heads: int) -> tuple[MixerConfig, int]:
+    """Return grouped attention, and the elements of a head that are rotated."""
+    kv_heads, head_dim = _head_geometry(fields, row, hidden, heads)
+    bias = fields.boolean("attention_bias", False)
+    sparse = SparseConfig.from_hf(fields.data, fields.source)
+    qkv_bias, output_bias = bias or row.fixed_qkv_bias, bias and not row.fixed_qkv_bias
+    return GroupedAttention(heads, kv_heads, head_dim, qkv_bias, output_bias, row.qk_norm, sparse), head_dim
+
+
+def _latent(fields: Fields, row: Architecture, hidden: int, heads: int) -> tuple[MixerConfig, int]:
+    """Return latent attention, and the elements of a head that are rotated."""
+    if fields.boolean("attention_bias", False):
+        raise UnsupportedModelError(f"{fields.source}: attention_bias", expected="false", actual="true")
+    if fields.integer("num_key_value_heads", heads) != heads:
+        raise fields.fail("num_key_value_heads", f"num_attention_heads ({heads}): a latent has no heads to share")
+    if "q_lora_rank" in fields.data and fields.data["q_lora_rank"] is None:
+        raise UnsupportedModelError(f"{fields.source}: q_lora_rank", expected="a number", actual="null")
+    if SparseConfig.from_hf(fields.data, fields.source) is not None:
+        raise UnsupportedModelError(f"{fields.source}: sparse_config of a model with latent attention is not supported")
+    names = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim")
+    q_rank, kv_rank, nope_dim, rope_dim = (fields.integer(name) for name in names)
+    if rope_dim % 2:
+        raise fields.fail("qk_rope_head_dim", "an even number")
+    value_dim = fields.integer("v_head_dim", None)
+    if value_dim is None:
+        if hidden % heads:
+            raise fields.fail("hidden_size", f"a multiple of num_attention_heads ({heads}), or a v_head_dim")
+        value_dim = hidden // heads
+    return LatentAttention(heads, q_rank, kv_rank, nope_dim, rope_dim, value_dim), rope_dim
 
 
 def _head_geometry(fields: Fields, row: Architecture, hidden: int, heads: int) -> tuple[int, int]:

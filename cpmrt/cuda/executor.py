@@ -22,6 +22,7 @@ from cpmrt.cuda.driver.faults import device_faults
 from cpmrt.cuda.driver.graphs import Graphs
 from cpmrt.cuda.load.page_copies import read_pages, write_pages
 from cpmrt.cuda.load.repack import Destination
+from cpmrt.cuda.load.tables import fill_tables
 from cpmrt.cuda.ops.cuda_ops import CudaOps
 from cpmrt.cuda.ops.gemm import Gemm
 from cpmrt.cuda.step.costs import measured_limits
@@ -262,9 +263,8 @@ class CudaExecutor:
             self._arrays["block_tables"].set(np.array(self._layout.block_tables(), np.int32))
             if "expanded_tables" in self._arrays:
                 self._arrays["expanded_tables"][:] = cupy.arange(self._layout.pages_per_sequence, dtype=np.int32)
-            for table in decoder.tables(self.config, self.plan.max_context, position_limit):
-                for part, values in table.parts(self._arrays[table.spec.name]):
-                    part.set(values)
+            tables = decoder.tables(self.config, self.plan.max_context, position_limit)
+            fill_tables(tables, self._arrays, self._dtype)
         self.stream.synchronize()
 
     def _capture(self, *, loops: bool) -> None:

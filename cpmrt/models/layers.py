@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeVar
 
 from cpmrt.config import ModelConfig
 from cpmrt.config.layers import LayerConfig
-from cpmrt.dtypes import Array
+from cpmrt.dtypes import F32, Array
 from cpmrt.memory.caches import CacheSpec
 from cpmrt.ops import Ops, Rows
 from cpmrt.tensor_spec import BufferSpec, Product, Source, TensorSpec
@@ -47,11 +47,15 @@ class Table:
     spec: BufferSpec
     pieces: Callable[[], Iterator[Array]]
 
-    def parts(self, array: Any) -> Iterator[tuple[Any, Array]]:
-        """Yield each part of the buffer `array` (NumPy or CuPy), flat, with the flat values that belong there."""
+    def parts(self, array: Any, stored: Callable[[F32], Array]) -> Iterator[tuple[Any, Array]]:
+        """Yield each part of the buffer `array` (NumPy or CuPy), flat, with the flat values that belong there.
+
+        `stored` gives the executor's words for float32 values, where the buffer is of its type of activations.
+        """
         flat, start = array.reshape(-1), 0
         for piece in self.pieces():
-            yield flat[start : start + piece.size], piece.reshape(-1)
+            values = piece.reshape(-1)
+            yield flat[start : start + piece.size], stored(values) if self.spec.dtype is None else values
             start += piece.size
 
 

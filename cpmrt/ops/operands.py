@@ -79,6 +79,16 @@ class QkvWeights:
     k_norm: Any | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class LatentWeights:
+    """What latent attention has between its products: the RMSNorms of the queries' latent [A] and of the keys' and
+    values' [C], and the matrices that make a head's key (the first N rows) and value of that: `up` [H, N + U, C]."""
+
+    q_norm: Any
+    kv_norm: Any
+    up: Any
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class Fp8Pages:
     """Keys or values in 8 bits: `codes` uint8 [..., P, K, 64, D], `scales` float32 [..., P, K].

@@ -19,7 +19,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from cpmrt.config import SparseConfig
-from cpmrt.ops.operands import NOTHING, Handoff, KVPages, QkvWeights, Routing, Rows, Selection
+from cpmrt.ops.operands import NOTHING, Handoff, KVPages, LatentWeights, QkvWeights, Routing, Rows, Selection
 
 
 class Ops(Protocol):
@@ -77,6 +77,30 @@ class Ops(Protocol):
     ) -> None:
         """The attention of `decode_attention` for the consecutive rows of one slot, causal, as matrix products. The
         first row may stand at position -1, before the sequence: it takes no part, and its output is left undefined."""
+
+    def project(
+        self, out: Any, x: Any, norm: Any | None, weight: Any, eps: float, *, is_prefill: bool = False
+    ) -> None:
+        """out = norm(x) weight^T (`norm` None: x as it is), rounded."""
+
+    def append_latent(
+        self, q_latent: Any, pages: Any, latents: Any, weights: LatentWeights, rope: Any, rows: Rows, eps: float
+    ) -> None:
+        """Of latents [T, A + C + R]: q_latent takes the RMSNorm of the first A columns; the RMSNorm of the next C and
+        the last R, rotated (split halves) by the row's position, go to the pages of its slot, at its location."""
+
+    def decode_latent_attention(
+        self, out: Any, q: Any, pages: Any, weights: LatentWeights, rope: Any, rows: Rows, scale: float
+    ) -> None:
+        """softmax(scale * q k) v for each row over positions 0 .. its own, of its own slot; keys of a tree are found as
+        `Rows` says. Of a head's query [N | R] the last R elements are rotated by the row's position. A token's key is
+        [up_k c | r] and its value up_v c, of what the pages hold of it, c [C] and r [R]."""
+
+    def prefill_latent_attention(
+        self, out: Any, q: Any, pages: Any, weights: LatentWeights, rope: Any, rows: Rows, scale: float
+    ) -> None:
+        """The attention of `decode_latent_attention` for the consecutive rows of one slot, causal, as matrix products:
+        keys and values of heads may be rounded to the storage type."""
 
     def project_residual(
         self, x: Any, inner: Any, weight: Any, bias: Any | None, scale: float, after: Handoff = NOTHING,

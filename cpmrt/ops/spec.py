@@ -3,7 +3,9 @@
 Shape letters: T rows of the step, R rows that need logits, C hidden, F intermediate, H query heads, K KV heads,
 D head dim, V vocabulary, P pages, S tokens of a page (64), M positions of the rotary table, B slots,
 N pages of a slot's block table, W blocks that a row chooses (sparse attention), A and E widths of other rows, or with
-experts those of a row and those that there are. "HD" is H times D, "AE" A plus E, "AF" A times F.
+experts those of a row and those that there are. "HD" is H times D, "AE" A plus E, "AF" A times F. Of latent attention
+A and C are the elements of the latents, R those that are rotated, N and U those of a head's key without them and of its
+value.
 
 A tolerance is the largest allowed ‖out - oracle‖ / ‖oracle‖ for one op with operands of that storage type. It allows
 another order of summation and, below float32, results on either side of a rounding tie.
@@ -26,6 +28,19 @@ class OpSpec:
     operands: dict[str, str]
     tolerance: dict[DType, float] = field(default_factory=lambda: dict(_TOLERANCE))
 
+
+_LATENT_ATTENTION = {
+    "out": "T HU",
+    "q": "T HNR",
+    "pages": "P 1 S CR",
+    "up": "H NU C",
+    "rope": "2 M R/2",
+    "positions": "T",
+    "slots": "T",
+    "block_tables": "B N",
+    "tree_masks": "T",
+    "tree_base": "T",
+}
 
 OPS = {
     "embed": OpSpec({"out": "T C", "token_ids": "T", "table": "V C"}),
@@ -91,6 +106,22 @@ OPS = {
             "blocks": "T K W",
         }
     ),
+    "project": OpSpec({"out": "T O", "x": "T I", "norm": "I", "weight": "O I"}),
+    "append_latent": OpSpec(
+        {
+            "q_latent": "T A",
+            "pages": "P 1 S CR",
+            "latents": "T ACR",
+            "q_norm": "A",
+            "kv_norm": "C",
+            "rope": "2 M R/2",
+            "positions": "T",
+            "locations": "T",
+            "slots": "T",
+            "block_tables": "B N",
+        }
+    ),
+    **dict.fromkeys(("decode_latent_attention", "prefill_latent_attention"), OpSpec(_LATENT_ATTENTION)),
     "project_residual": OpSpec({"x": "T C", "inner": "T I", "weight": "C I", "bias": "C"}),
     "gate_up": OpSpec({"out": "T F", "x": "T C", "norm": "C", "weight": "2F C"}),
     "route": OpSpec({"experts": "T A", "shares": "T A", "x": "T C", "norm": "C", "router": "E C"}),

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from cpmrt.config import ModelConfig, TreeShape
-from cpmrt.dtypes import F32, Array, DType
+from cpmrt.dtypes import F32, Array, DType, round_to
 from cpmrt.errors import ConfigError, NoDeviceError
 from cpmrt.executor import (
     Admit,
@@ -108,7 +109,7 @@ class ReferenceExecutor:
 
     def _fill(self, tables: Iterable[Table]) -> None:
         for table in tables:
-            for part, values in table.parts(self._arrays[table.spec.name]):
+            for part, values in table.parts(self._arrays[table.spec.name], partial(round_to, dtype=self.ops.dtype)):
                 part[:] = values
 
     def _draft_model(self, draft: Draft) -> DraftModel | None:

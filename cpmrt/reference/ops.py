@@ -18,6 +18,7 @@ from cpmrt.ops import (
     Fp8Pages,
     Handoff,
     KVPages,
+    LatentWeights,
     QkvWeights,
     QuantizedWeight,
     Routing,
@@ -26,6 +27,7 @@ from cpmrt.ops import (
     check_shapes,
 )
 from cpmrt.reference import experts
+from cpmrt.reference import latent_attention as latent
 from cpmrt.reference import sparse_attention as sparse
 from cpmrt.reference.fp8_pages import store
 from cpmrt.reference.kv_rows import gather, gather_row
@@ -208,6 +210,46 @@ class NumpyOps:
                 into = out_heads[first : first + PREFILL_TILE, head]
                 into[:] = round_to(attended.transpose(1, 0, 2)[: len(into)], self.dtype)
 
+    def project(
+        self, out: F32, x: F32, norm: F32 | None, weight: Matrix, eps: float, *, is_prefill: bool = False
+    ) -> None:
+        check_shapes("project", out=out, x=x, norm=norm, weight=weight)
+        out[:] = round_to(linear(self._normalised(x, norm, eps), weight, is_prefill=is_prefill), self.dtype)
+
+    def append_latent(
+        self, q_latent: F32, pages: F32, latents: F32, weights: LatentWeights, rope: F32, rows: Rows, eps: float
+    ) -> None:
+        sizes = check_shapes(
+            "append_latent", q_latent=q_latent, pages=pages, latents=latents, q_norm=weights.q_norm,
+            kv_norm=weights.kv_norm, rope=rope, positions=rows.positions, locations=rows.locations, slots=rows.slots,
+            block_tables=rows.block_tables,
+        )  # fmt: skip
+        ends = sizes["A"], sizes["A"] + sizes["C"]
+        q_latent[:] = self._normalised(latents[:, : ends[0]], weights.q_norm, eps)
+        kept = rows.slots >= 0
+        kv_latent = rms_norm(latents[kept, ends[0] : ends[1]], weights.kv_norm, eps)
+        shared = rotate(latents[kept, None, ends[1] :], *rope[:, rows.positions[kept]])[:, 0]
+        locations = (rows.positions if rows.locations is None else rows.locations)[kept]
+        table = rows.block_tables[rows.slots[kept], locations // PAGE_SIZE]
+        pages[table, 0, locations % PAGE_SIZE] = round_to(np.concatenate([kv_latent, shared], axis=1), self.dtype)
+
+    def decode_latent_attention(
+        self, out: F32, q: F32, pages: F32, weights: LatentWeights, rope: F32, rows: Rows, scale: float
+    ) -> None:
+        query, rotated = _latent_queries("decode_latent_attention", out, q, pages, weights, rope, rows)
+        out[rows.slots < 0] = 0.0
+        for row in map(int, np.flatnonzero(rows.slots >= 0)):
+            attended = latent.attend_row(query[row], rotated[row], pages, weights.up, rows, row, scale)
+            out[row] = round_to(attended.reshape(-1), self.dtype)
+
+    def prefill_latent_attention(
+        self, out: F32, q: F32, pages: F32, weights: LatentWeights, rope: F32, rows: Rows, scale: float
+    ) -> None:
+        query, rotated = _latent_queries("prefill_latent_attention", out, q, pages, weights, rope, rows)
+        attended = np.empty((len(q), len(weights.up), weights.up.shape[1] - query.shape[2]), np.float32)
+        latent.attend_chunk(attended, query, rotated, pages, weights.up, rows, scale)
+        out[:] = round_to(attended.reshape(out.shape), self.dtype)
+
     def project_residual(
         self, x: F32, inner: F32, weight: Matrix, bias: F32 | None, scale: float, after: Handoff = NOTHING,
         *, is_prefill: bool = False,
@@ -281,3 +323,16 @@ class NumpyOps:
     def clear(self, out: F32) -> None:
         check_shapes("clear", out=out)
         out[:] = 0.0
+
+
+def _latent_queries(
+    op: str, out: F32, q: F32, pages: F32, weights: LatentWeights, rope: F32, rows: Rows
+) -> tuple[F32, F32]:
+    """Return the parts of each head's query: before the rotated part [T, H, N], and that part, rotated [T, H, R]."""
+    check_shapes(
+        op, out=out, q=q, pages=pages, up=weights.up, rope=rope, positions=rows.positions, slots=rows.slots,
+        block_tables=rows.block_tables, tree_masks=rows.tree_masks, tree_base=rows.tree_base,
+    )  # fmt: skip
+    heads, rope_dim = q.reshape(len(q), len(weights.up), -1), 2 * rope.shape[2]
+    cos, sin = rope[:, np.where(rows.slots >= 0, rows.positions, 0)]
+    return heads[..., :-rope_dim], rotate(heads[..., -rope_dim:], cos, sin)

@@ -107,6 +107,8 @@ def _quantised(spec: TensorSpec, settings: WeightQuantization, checkpoint: Check
         sources = tuple(_predicted(source, settings) for source in spec.sources)
     else:
         sources = tuple(_found(source, settings, checkpoint) for source in _stored_sources(spec, checkpoint))
+    if spec.product == "per_head":
+        return replace(spec, sources=sources)
     return replace(spec, sources=sources, quant=_shared(sources, checkpoint))
 
 

@@ -19,8 +19,10 @@ TINY = (
     "llama", "llama_class_defaults", "llama_tied", "llama_bias", "llama_head_dim", "rope_llama3", "rope_linear",
     "rope_dynamic_native", "rope_dynamic_stretched", "rope_yarn", "rope_yarn_mscale", "rope_longrope_short",
     "rope_longrope_long", "qwen2", "qwen2_tied", "qwen3", "minicpm", "minicpm_tied", "minicpm_longrope",
-    "minicpm_longrope_extended", "minicpm_moe", "minicpm_moe_tied",
+    "minicpm_longrope_extended", "minicpm_moe", "minicpm_moe_tied", "minicpm3", "minicpm3_tied", "minicpm3_odd",
 )  # fmt: skip
+REFERENCE_ONLY = {"minicpm_moe", "minicpm_moe_tied", "minicpm3", "minicpm3_tied", "minicpm3_odd"}
+"""Those that the CUDA executor does not take."""
 STORAGE_TOLERANCE = {DType.FLOAT16: 5e-3, DType.BFLOAT16: 4e-2}
 """Norm of the error over the norm of the fp32 logits: weights, KV and activations have 10 and 7 bits of mantissa."""
 

@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 
 from cpmrt.config import EngineConfig, ModelConfig, SamplingParams
 from cpmrt.config.engine import parse_bytes
-from cpmrt.config.layers import ExpertsMlp
+from cpmrt.config.layers import ExpertsMlp, LatentAttention
 from cpmrt.dtypes import DType
 from cpmrt.errors import ConfigError, CpmrtError, RequestError, UnsupportedModelError
+from cpmrt.models.decoder import tensor_specs
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -52,9 +53,31 @@ def test_minicpm4_8b(shared_data):
     assert config.eos_token_ids == (2, 73440) and config.dtype is DType.BFLOAT16
 
 
-def test_minicpm3_is_refused_by_name(shared_data):
-    with pytest.raises(UnsupportedModelError, match="MiniCPM3ForCausalLM is not supported.*LlamaForCausalLM"):
-        ModelConfig.from_hf(json.loads((shared_data / "minicpm3_4b_config.json").read_text()))
+def test_minicpm3_4b(shared_data):
+    raw = json.loads((shared_data / "minicpm3_4b_config.json").read_text())
+    config = ModelConfig.from_hf(raw)
+    assert config.layers[0].mixer == LatentAttention(40, 768, 256, 64, 32, 64, norm_eps=1e-6)
+    assert (config.num_layers, config.logit_divisor, config.tie_word_embeddings) == (62, 10, True)
+    assert config.residual_scale == pytest.approx(0.177800, abs=1e-6)
+    assert config.rope.kind == "longrope" and len(config.rope.long_factor) == 16 and config.rms_norm_eps == 1e-5
+    # 62 layers: attention 13,516,800, mlp 49,152,000, norms 6,144; the embedding, which is the head; the last norm.
+    assert sum(spec.num_elements for spec in tensor_specs(config)) == 4_073_875_968 == 62 * 62_674_944 + 73_449 * 2560
+    assert ModelConfig.from_hf({**raw, "architectures": None, "model_type": "minicpm3"}) == config
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"attention_bias": True}, "attention_bias: expected false, got true"),
+    ({"q_lora_rank": None}, "q_lora_rank: expected a number, got null"),
+    ({"kv_lora_rank": None}, "kv_lora_rank: expected a value"),
+    ({"qk_rope_head_dim": 31}, "qk_rope_head_dim: expected an even number"),
+    ({"num_key_value_heads": 8}, r"num_key_value_heads: expected num_attention_heads \(40\)"),
+    ({"num_attention_heads": 48, "num_key_value_heads": 48}, "or a v_head_dim"),
+    ({"sparse_config": {"block_size": 64}}, "sparse_config"),
+])  # fmt: skip
+def test_latent_attention_that_is_not_implemented_is_refused(shared_data, changes, message):
+    raw = json.loads((shared_data / "minicpm3_4b_config.json").read_text()) | changes
+    with pytest.raises((ConfigError, UnsupportedModelError), match=message):
+        ModelConfig.from_hf(raw)
 
 
 def test_minicpm5_has_an_explicit_head_dim():

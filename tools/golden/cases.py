@@ -57,6 +57,15 @@ _MINIMAL = {
     "num_attention_heads": 2, "vocab_size": 99,
 }  # fmt: skip
 
+_MINICPM3 = _changed(
+    _MINICPM, architectures=["MiniCPM3ForCausalLM"], model_type="minicpm3", num_attention_heads=3,
+    num_key_value_heads=3, hidden_size=192, q_lora_rank=128, kv_lora_rank=256, qk_nope_head_dim=64,
+    qk_rope_head_dim=32, rope_scaling={
+        "type": "longrope", "original_max_position_embeddings": 256,
+        "short_factor": _SHORT_FACTOR[:16], "long_factor": _SHORT_FACTOR[:16],
+    },
+)  # fmt: skip
+
 CASES = (
     Case("llama", _LLAMA),
     Case("llama_class_defaults", _MINIMAL),
@@ -101,5 +110,14 @@ CASES = (
     Case("minicpm_moe", _changed(_MINICPM, num_experts=8, num_experts_per_tok=2)),
     Case("minicpm_moe_tied", _changed(
         _MINICPM, tie_word_embeddings=None, scale_emb=0.75, num_experts=5, num_experts_per_tok=3, intermediate_size=64,
+    )),
+    Case("minicpm3", _MINICPM3),
+    Case("minicpm3_tied", _changed(
+        _MINICPM3, tie_word_embeddings=None, num_attention_heads=20, num_key_value_heads=20,
+        hidden_size=320, v_head_dim=64, torch_dtype="bfloat16", scale_emb=0.75,
+    )),
+    Case("minicpm3_odd", _changed(
+        _MINICPM3, num_attention_heads=5, num_key_value_heads=5, hidden_size=90, intermediate_size=136,
+        q_lora_rank=56, kv_lora_rank=40, qk_nope_head_dim=24, qk_rope_head_dim=10, rope_scaling=None,
     )),
 )  # fmt: skip

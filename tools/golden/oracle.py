@@ -2,7 +2,8 @@
 
 MiniCPM checkpoints run as the Llama they are once their scales are folded into fp32 weights:
 embeddings * scale_emb, o_proj and down_proj * scale_depth / sqrt(layers), head / (hidden_size / dim_model_base). With
-experts they run as the Mixtral that they are then, whose experts' matrices are stacked.
+experts they run as the Mixtral that they are then, whose experts' matrices are stacked. MiniCPM3 has its own class,
+which knows the scales.
 """
 
 from __future__ import annotations
@@ -40,8 +41,10 @@ def _of_family(config: Mapping[str, Any], kind: str) -> Any:
 
 def hugging_face_config(config: Mapping[str, Any]) -> PreTrainedConfig:
     """Returns the configuration object of a config.json; for MiniCPM that of its folded Llama."""
-    settings = copy.deepcopy({key: value for key, value in config.items() if key not in _MUP_KEYS})
+    settings = copy.deepcopy(dict(config))
     if is_minicpm(config):
+        for key in _MUP_KEYS:
+            settings.pop(key, None)
         settings |= {"tie_word_embeddings": False, "architectures": ["LlamaForCausalLM"], "model_type": "llama"}
         scaling = settings.get("rope_scaling") or {}
         if scaling.get("type") == "su":

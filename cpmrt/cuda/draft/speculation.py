@@ -14,6 +14,7 @@ from cpmrt.cuda.draft.memory import tree_tables
 from cpmrt.cuda.driver.array import DeviceArray
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.driver.graphs import Graphs
+from cpmrt.cuda.load.tables import fill_tables
 from cpmrt.cuda.ops.gemm import Gemm
 from cpmrt.cuda.step.costs import launch_seconds
 from cpmrt.cuda.step.forward import StepForward
@@ -180,9 +181,7 @@ class Speculation:
             a[name].fill(0)
         if f"{SCRATCH}packed_arrivals" in a:
             a[f"{SCRATCH}packed_arrivals"].fill(0)
-        for table in draft_tables(draft, self._max_context, position_limit):
-            for part, values in table.parts(a[table.spec.name]):
-                part.set(values)
+        fill_tables(draft_tables(draft, self._max_context, position_limit), a, self._launcher.modules.dtype)
 
     def admitted(self, slot: int) -> None:
         """Nothing of the slot's new sequence is there yet."""

@@ -24,7 +24,7 @@ from cpmrt.cuda.ops.linear_packed.products import PackedProducts, packed_workspa
 from cpmrt.cuda.ops.rows import BLOCK, VECTOR, RowConstants, rms_norm
 from cpmrt.models.layers import GATE_UP, QKV
 from cpmrt.ops import NOTHING, Fp8Pages, Handoff, KVPages, QkvWeights, Rows, check_shapes
-from cpmrt.tensor_spec import BufferSpec, TensorSpec
+from cpmrt.tensor_spec import PLAIN_HEAD_DIM, BufferSpec, TensorSpec
 
 Weight = DeviceArray | PackedWeight
 
@@ -118,6 +118,19 @@ class Products:
             q, codes_of(kv.k), codes_of(kv.v), *nope, raw, bias, weights.q_norm, weights.k_norm, *rest,
             *scales_of(kv.k, kv.v),
         )  # fmt: skip
+
+    def project(
+        self, out: DeviceArray, x: DeviceArray, norm: DeviceArray | None, weight: Weight, eps: float,
+        *, is_prefill: bool = False,
+    ) -> None:  # fmt: skip
+        """Launch the op `project`: in a step the product `qkv`, which with null pages stores its rows as they are."""
+        check_shapes("project", out=out, x=x, norm=norm, weight=weight)
+        if is_prefill:
+            self._dense(out, self._normalised(x, norm, eps), weight)
+            return
+        counts = len(x), out.shape[1] // PLAIN_HEAD_DIM, 0, 0, 0
+        rest = (*(None,) * 6, *map(np.int32, counts), np.float32(eps))
+        self._step(StepProduct("qkv", (out, None, None), x, norm, eps, rest, PLAIN_HEAD_DIM), weight)
 
     def project_residual(
         self,

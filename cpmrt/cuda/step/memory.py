@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 
 from cpmrt.config import EngineConfig, ModelConfig
-from cpmrt.config.layers import ExpertsMlp
+from cpmrt.config.layers import ExpertsMlp, LatentAttention
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.load.repack import staging_buffers
 from cpmrt.cuda.ops.attention.attention import AttentionPlan
@@ -112,6 +112,9 @@ def check_supported(config: ModelConfig) -> None:
     if any(isinstance(layer.mlp, ExpertsMlp) for layer in config.layers):
         what = "the CUDA executor does not take mixture-of-experts layers"
         raise UnsupportedModelError(what, expected="gated mlps", actual="experts", fix="use executor='reference'")
+    if any(isinstance(layer.mixer, LatentAttention) for layer in config.layers):
+        what = "the CUDA executor does not take latent attention"
+        raise UnsupportedModelError(what, fix="use executor='reference'")
     if cache_layout(config, max_context=1, max_sequences=1).has_state:
         what = "the CUDA executor does not take layers with a recurrent state"
         expected, actual = "caches of pages", "a cache of slots"

@@ -1,7 +1,7 @@
 """Kinds of token mixing: one module each, found by the type of their config."""
 
-from cpmrt.config.layers import GroupedAttention, MixerConfig
+from cpmrt.config.layers import GroupedAttention, LatentAttention, MixerConfig
 from cpmrt.models.layers import Mixer
-from cpmrt.models.mixers import grouped
+from cpmrt.models.mixers import grouped, latent
 
-MIXERS: dict[type[MixerConfig], Mixer] = {GroupedAttention: grouped}
+MIXERS: dict[type[MixerConfig], Mixer] = {GroupedAttention: grouped, LatentAttention: latent}
