@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from cpmrt.config import ModelConfig, SamplingDefaults, SamplingParams
 from cpmrt.dtypes import F32
 from cpmrt.engine import Engine, Request, ThinkingBudget, request_seed
-from cpmrt.errors import ContextLengthError, RequestError
+from cpmrt.errors import ContextLengthError, RequestError, quoted
 from cpmrt.sharing.jobs import Generation, Reading
 from cpmrt.text import ChatTemplate, ThoughtEnd, Tokenizer
 from cpmrt.text.thinking import closings, prompt_end_of
@@ -161,7 +161,7 @@ class JobMaker:
     def embed(self, prompt: Prompt, pooling: Pooling, normalize: bool) -> Reading:
         """Return a reading of the prompt's embedding: float32 [H]."""
         if pooling not in ("mean", "last"):
-            raise RequestError("pooling", expected="mean | last", actual=repr(pooling)[:80])
+            raise RequestError("pooling", expected="mean | last", actual=quoted(pooling))
 
         def pooled(ids: tuple[int, ...], chunks: Iterator[F32]) -> Generator[None, None, F32]:
             vector, last = np.zeros(self.config.hidden_size), np.zeros(0, np.float32)
@@ -188,7 +188,7 @@ class JobMaker:
         for index, token in enumerate(ids):
             is_integer = isinstance(token, (int, np.integer)) and not isinstance(token, bool)
             if not is_integer or not 0 <= token < vocab:
-                raise RequestError(f"prompt: token {index}", expected=f"an id in [0, {vocab})", actual=repr(token)[:80])
+                raise RequestError(f"prompt: token {index}", expected=f"an id in [0, {vocab})", actual=quoted(token))
         return tuple(int(token) for token in ids)
 
     def _reading(
@@ -237,7 +237,7 @@ def _variables(template_kwargs: object) -> dict[str, Any]:
     if template_kwargs is None:
         return {}
     if not isinstance(template_kwargs, Mapping) or not all(isinstance(name, str) for name in template_kwargs):
-        actual = repr(template_kwargs)[:80]
+        actual = quoted(template_kwargs)
         raise RequestError("template_kwargs", expected="a dict of the template's variables", actual=actual)
     for name in _RESERVED:
         if name in template_kwargs:

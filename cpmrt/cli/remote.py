@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from cpmrt.cli.conversation import Conversation, Message, Part
 from cpmrt.config import SamplingParams
 from cpmrt.engine import GenerationStats
-from cpmrt.errors import CpmrtError, RequestError
+from cpmrt.errors import CpmrtError, RequestError, quoted
 from cpmrt.generation import Completion
 
 _CONNECT_TIMEOUT_S = 10.0
@@ -46,7 +46,7 @@ class RemoteModel:
     ):
         parts = urlsplit(url if "://" in url else f"http://{url}")
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise RequestError("--url", expected="http://HOST:PORT", actual=repr(url)[:100])
+            raise RequestError("--url", expected="http://HOST:PORT", actual=quoted(url))
         try:
             self._port = parts.port
         except ValueError as error:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from typing import Any
 
 from cpmrt.config.sampling_defaults import SamplingDefaults
-from cpmrt.errors import RequestError
+from cpmrt.errors import RequestError, quoted
 from cpmrt.keywords import checks_fields
 
 MAX_LOGPROBS = 20
@@ -67,7 +67,7 @@ class SamplingParams:
         if self.loop_repeats == 1:
             raise RequestError("SamplingParams.loop_repeats", expected=_RANGES["loop_repeats"][-1], actual=1)
         if not isinstance(self.ignore_eos, bool):
-            raise RequestError("SamplingParams.ignore_eos", expected="a bool", actual=repr(self.ignore_eos))
+            raise RequestError("SamplingParams.ignore_eos", expected="a bool", actual=quoted(self.ignore_eos))
 
     def with_defaults(self, defaults: SamplingDefaults | None = None) -> Sampling:
         """Return the sampling with the defaults of a model (None: greedy) where nothing was asked for."""
@@ -128,7 +128,7 @@ def _number(name: str, value: Any) -> int | float:
         number = value if isinstance(value, int) else kind(value)  # an int may be too large for a float
         if low <= number <= high:
             return kind(number)
-    raise RequestError(f"SamplingParams.{name}", expected=expected, actual=repr(value)[:80])
+    raise RequestError(f"SamplingParams.{name}", expected=expected, actual=quoted(value))
 
 
 def _is_number(value: Any, kind: type) -> bool:
@@ -143,36 +143,30 @@ def _biases(pairs: object) -> tuple[tuple[int, float], ...]:
         token: Any
         bias: Any
         token, bias = pair if isinstance(pair, (tuple, list)) and len(pair) == 2 else (None, None)
-        is_token = _is_number(token, Integral) and 0 <= token < 2**31
         is_bias = _is_number(bias, Real) and -100 <= bias <= 100
-        if not (is_token and is_bias):
+        if not (_is_token_id(token) and is_bias):
             raise RequestError(
-                "SamplingParams.logit_bias", expected="token ids with numbers in [-100, 100]", actual=repr(pair)[:80]
+                "SamplingParams.logit_bias", expected="token ids with numbers in [-100, 100]", actual=quoted(pair)
             )
         checked[int(token)] = float(bias)
     return tuple(sorted(checked.items()))
 
 
 def _texts(values: object) -> tuple[str, ...]:
-    texts = _sequence(values, "stop", "str")
-    if not all(isinstance(text, str) for text in texts):
-        raise RequestError("SamplingParams.stop", expected="only str", actual=repr(values)[:80])
-    if not all(texts):
-        raise RequestError("SamplingParams.stop", expected="non-empty strings", actual="an empty one")
-    return texts
+    return _members(values, "stop", "non-empty strings", lambda text: isinstance(text, str) and text != "")
 
 
 def _token_ids(values: object) -> tuple[int, ...]:
-    ids = _sequence(values, "stop_token_ids", "int")
-    if not all(_is_number(token, Integral) for token in ids):
-        raise RequestError("SamplingParams.stop_token_ids", expected="only int", actual=repr(values)[:80])
-    if any(token < 0 for token in ids):
-        raise RequestError("SamplingParams.stop_token_ids", expected="ids >= 0", actual=repr(values)[:80])
+    ids = _members(values, "stop_token_ids", "ids >= 0, below 2**31", _is_token_id)
     return tuple(int(token) for token in ids)
 
 
-def _sequence(values: object, name: str, kind: str) -> tuple[Any, ...]:
+def _is_token_id(value: Any) -> bool:
+    return _is_number(value, Integral) and 0 <= value < 2**31
+
+
+def _members(values: object, name: str, expected: str, is_valid: Callable[[Any], bool]) -> tuple[Any, ...]:
     """Return a list, tuple or set as a tuple; a set in its order, so that equal settings are equal."""
-    if not isinstance(values, (tuple, list, set, frozenset)):
-        raise RequestError(f"SamplingParams.{name}", expected=f"a sequence of {kind}", actual=repr(values)[:80])
-    return tuple(sorted(values, key=repr)) if isinstance(values, (set, frozenset)) else tuple(values)
+    if not isinstance(values, (tuple, list, set, frozenset)) or not all(map(is_valid, values)):
+        raise RequestError(f"SamplingParams.{name}", expected=expected, actual=quoted(values))
+    return tuple(sorted(values)) if isinstance(values, (set, frozenset)) else tuple(values)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cpmrt.config.fields import Fields
-from cpmrt.errors import ConfigError
+from cpmrt.errors import ConfigError, quoted
 
 _OF_SAMPLING = frozenset(("temperature", "top_k", "top_p", "min_p"))
 """Keys that mean nothing to greedy decoding."""
@@ -84,7 +84,7 @@ def _within(fields: Fields, name: str, low: float, high: float) -> float | None:
         return None
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not low <= value <= high:
         raise ConfigError(
-            f"{fields.source}: {name}", expected=f"a number in [{low:g}, {high:g}]", actual=repr(value)[:80], fix=_FIX
+            f"{fields.source}: {name}", expected=f"a number in [{low:g}, {high:g}]", actual=quoted(value), fix=_FIX
         )
     return float(value)
 

@@ -89,9 +89,9 @@ def read_json_call(text: str, schemas: Schemas) -> list[Call]:
     """Read Hermes's format: one JSON object, or an array of them."""
     try:
         value = json.loads(text)
+        return [_json_call(entry) for entry in (value if isinstance(value, list) else [value])]
     except RecursionError:
         raise ValueError("nested too deeply") from None
-    return [_json_call(entry) for entry in (value if isinstance(value, list) else [value])]
 
 
 def _json_call(value: object) -> Call:

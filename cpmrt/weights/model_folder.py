@@ -100,7 +100,7 @@ def _merged(config: dict[str, Any], overrides: Mapping[str, Any] | None) -> dict
     if overrides is None:
         return config
     if not isinstance(overrides, Mapping) or not all(isinstance(key, str) for key in overrides):
-        raise ConfigError("hf_overrides", expected="a dict of config.json keys", actual=repr(overrides)[:100])
+        raise ConfigError("hf_overrides", expected="a dict of config.json keys", actual=quoted(overrides))
     merged = dict(config)
     for key, value in overrides.items():
         both_objects = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)

@@ -107,7 +107,10 @@ def test_python_that_is_no_call_with_literals_is_refused_and_never_run(text):
         read_python_calls(text, SCHEMAS)
 
 
-@pytest.mark.parametrize("text", ["", "[", "{}", '{"name": 1}', '{"name": "f", "arguments": 3}', "[" * 100_000, "NaN"])
+@pytest.mark.parametrize("text", [
+    "", "[", "{}", '{"name": 1}', '{"name": "f", "arguments": 3}', "[" * 100_000, "NaN",
+    json.dumps({"name": "f", "arguments": "[" * 100_000}), json.dumps({"name": "f", "arguments": "{"}),
+])  # fmt: skip
 def test_json_that_is_no_call_is_refused(text):
     with pytest.raises(ValueError):
         read_json_call(text, SCHEMAS)

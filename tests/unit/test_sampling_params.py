@@ -12,7 +12,7 @@ from tiny_checkpoint import write_checkpoint
 from cpmrt import LLM, SamplingParams
 from cpmrt.config import Sampling, SamplingDefaults
 from cpmrt.engine import request_seed
-from cpmrt.errors import ConfigError
+from cpmrt.errors import ConfigError, RequestError, quoted
 from cpmrt.weights.model_folder import ModelFolder
 
 DATA = Path(__file__).resolve().parents[2].parent / "shared" / "data"
@@ -58,7 +58,7 @@ def test_a_bad_default_names_file_key_and_what_was_expected(key, value):
     with pytest.raises(ConfigError) as caught:
         defaults_of({key: value})
     assert caught.value.what == f"{SOURCE}: {key}"
-    assert caught.value.expected and repr(value)[:40] in caught.value.actual
+    assert caught.value.expected and quoted(value) in caught.value.actual
 
 
 MINICPM5 = {"architectures": ["LlamaForCausalLM"], "vocab_size": 130560, "max_position_embeddings": 131072}
@@ -148,6 +148,38 @@ def test_numbers_of_numpy_are_numbers(number):
     )  # fmt: skip
     assert type(params.temperature) is float and type(params.top_k) is int and type(params.stop_token_ids[0]) is int
     assert type(params.logit_bias[0][0]) is int
+
+
+HUGE = 10**5000
+"""More digits than Python writes out."""
+
+
+@pytest.mark.parametrize("given", [
+    {"temperature": HUGE}, {"top_k": HUGE}, {"logit_bias": {HUGE: 1}}, {"logit_bias": {1: HUGE}}, {"logit_bias": HUGE},
+    {"stop": HUGE}, {"stop": [HUGE]}, {"stop": {HUGE}}, {"stop_token_ids": HUGE}, {"stop_token_ids": [-HUGE]},
+    {"stop_token_ids": [HUGE]}, {"stop_token_ids": {HUGE}}, {"stop_token_ids": [2**31]}, {"ignore_eos": HUGE},
+])  # fmt: skip
+def test_numbers_without_bounds_are_refused_on_one_line(given):
+    with pytest.raises(RequestError) as caught:
+        SamplingParams(**given)
+    (name,) = given
+    assert name in str(caught.value) and "\n" not in str(caught.value) and len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize("ask", [
+    lambda llm: llm.generate([1, HUGE]),
+    lambda llm: llm.embed("a", pooling=HUGE),
+    lambda llm: llm.chat([{"role": "user", "content": "a"}], template_kwargs=HUGE),
+])  # fmt: skip
+def test_arguments_without_bounds_are_refused_on_one_line(ask, tmp_path):
+    with LLM(write_checkpoint(tmp_path), executor="reference") as llm, pytest.raises(RequestError) as caught:
+        ask(llm)
+    assert "an integer of 16610 bits" in str(caught.value)
+
+
+def test_a_set_is_taken_in_one_order():
+    asked = SamplingParams(stop={"b", "a", "c"}, stop_token_ids={10, 9, 2**30})
+    assert (asked.stop, asked.stop_token_ids) == (("a", "b", "c"), (9, 10, 2**30))
 
 
 @pytest.mark.parametrize("temperature", [1e-45, 1e-39, 1e-38, 1e-31])
