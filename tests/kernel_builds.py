@@ -12,6 +12,7 @@ from cpmrt.weights.formats import FORMATS
 
 _PORTABLE_LINEAR = {"HALF_TILE": 0, "CLUSTER": 1, "NORM": 1, "SMEM_BYTES": 98304}
 _NO_NORM = {"NORM": 0}
+_FATRELU = {"FATRELU": 0x3C23D70A}  # 0.01 as the bits of a float
 _PLAIN = {"TREE": 0, "WINDOW": 0, "SELECTED": 0, "FP8": 0}
 _TREE = {"STAGES": 3, "ROW_TILES": 2, "CLUSTER": 8, "WINDOW": 0}
 _PACKED = {
@@ -41,6 +42,9 @@ CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
         | _NO_NORM,
         {"LINEAR": 2, "IN_FEATURES": 4096, "TOKEN_TILES": 1, "GROUP": 4, "SPLIT_WARPS": 1} | _PORTABLE_LINEAR,
         {"LINEAR": 2, "IN_FEATURES": 1024, "TOKEN_TILES": 2, "GROUP": 4, "SPLIT_WARPS": 8} | _PORTABLE_LINEAR,
+        {"LINEAR": 2, "IN_FEATURES": 1536, "TOKEN_TILES": 1, "GROUP": 4, "SPLIT_WARPS": 8}
+        | _PORTABLE_LINEAR
+        | _FATRELU,
         {"LINEAR": 3, "IN_FEATURES": 4096, "TOKEN_TILES": 2, "GROUP": 3, "SPLIT_WARPS": 1} | _PORTABLE_LINEAR,
         {"LINEAR": 3, "IN_FEATURES": 1024, "TOKEN_TILES": 4, "GROUP": 5, "SPLIT_WARPS": 8} | _PORTABLE_LINEAR,
         {"LINEAR": 0, "IN_FEATURES": 8192, "TOKEN_TILES": 2, "GROUP": 3, "SPLIT_WARPS": 8} | _HEAD_128 | _NO_NORM,
@@ -92,6 +96,9 @@ CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
         {"LINEAR": 2, "IN_FEATURES": 1024, "RUNS": 8, "ROWS": 1, "WARPS": 16, "SHARED_RUN": 0, "PREPARED": 0}
         | _PACKED
         | {"KEPT_ROUNDS": 2},
+        {"LINEAR": 2, "IN_FEATURES": 1536, "RUNS": 8, "ROWS": 1, "WARPS": 16, "SHARED_RUN": 0, "PREPARED": 0}
+        | _PACKED
+        | _FATRELU,
     ),
     "load/round_weights.cu": ({"WEIGHT_BITS": 4}, {"WEIGHT_BITS": 8}),
     "linear_packed/prepare_rows.cu": (
@@ -196,7 +203,7 @@ CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
     "rows/join.cu": ({"A_COLUMNS": 4096, "B_COLUMNS": 4096}, {"A_COLUMNS": 1024, "B_COLUMNS": 12288}),
     "attention/rope_append.cu": tuple({"HEAD_DIM": size, "FP8": fp8} for fp8 in (0, 1) for size in (128, 96, 64)),
     "attention/expand_pages.cu": tuple({"HEAD_DIM": size} for size in (128, 96, 64)),
-    "rows/activation.cu": ({"INTERMEDIATE": 16384}, {"INTERMEDIATE": 64}),
+    "rows/activation.cu": ({"INTERMEDIATE": 16384}, {"INTERMEDIATE": 64}, {"INTERMEDIATE": 3840} | _FATRELU),
     "rows/residual.cu": ({"HIDDEN": 4096}, {"HIDDEN": 64}),
 }
 

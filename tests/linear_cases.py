@@ -25,7 +25,10 @@ UNSTORED = (3, 7)  # rows with slot -1
 
 
 class Case(Protocol):
-    """A product with its operands for 64 rows, by name: float32 that holds values of `dtype`."""
+    """A product with its operands for 64 rows, by name: float32 that holds values of `dtype`.
+
+    `fatrelu` among them is the threshold of a gate_up product's activation; without one it is SiLU.
+    """
 
     product: str
     dtype: DType
@@ -89,7 +92,7 @@ def oracle(case: Case) -> Any:
         return out
     if case.product == "gate_up":
         out = np.empty((64, case.out_features // 2), np.float32)
-        ops.gate_up(out, a["x"], a["norm"], a["weight"], EPS)
+        ops.gate_up(out, a["x"], a["norm"], a["weight"], EPS, fatrelu=a.get("fatrelu"))
         return out
     if case.product == "head":
         out = np.empty((64, case.out_features), np.float32)
@@ -156,7 +159,8 @@ class OnDevice:
             "head": (rows, width, eps, np.float32(DIVISOR)),
         }
         norm = None if case.product == "residual" else d["norm"]
-        return StepProduct(case.product, outputs, d["x"], norm, EPS, rest[case.product], case.head_dim)
+        threshold = case.arrays.get("fatrelu")
+        return StepProduct(case.product, outputs, d["x"], norm, EPS, rest[case.product], case.head_dim, threshold)
 
     def words(self, num_rows: int, outputs: tuple[Any, ...]) -> Any:
         """The words of the rows; those behind them must be untouched. A qkv row is q, then the stored k and v."""

@@ -91,9 +91,13 @@ class LatentAttention(MixerConfig):
 
 @dataclass(frozen=True)
 class GatedMlp(MlpConfig):
-    """down(silu(gate(x)) * up(x)), with `intermediate_size` columns between."""
+    """down(silu(gate(x)) * up(x)), with `intermediate_size` columns between.
+
+    With `fatrelu` the gate is kept where it is above this threshold, else 0, in place of SiLU (FATReLU).
+    """
 
     intermediate_size: int
+    fatrelu: float | None = None
 
 
 @dataclass(frozen=True)

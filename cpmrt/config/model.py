@@ -146,9 +146,6 @@ def _architecture(config: Mapping[str, Any], source: str) -> Architecture:
 
 
 def _refuse_unsupported(fields: Fields) -> None:
-    activation = fields.text("hidden_act", "silu")
-    if activation not in ("silu", "swish"):
-        raise UnsupportedModelError(f"{fields.source}: hidden_act", expected="silu", actual=quoted(activation))
     if fields.boolean("mlp_bias", False):
         raise UnsupportedModelError(f"{fields.source}: mlp_bias", expected="false", actual="true")
     if fields.boolean("use_sliding_window", False):
@@ -163,11 +160,14 @@ def _refuse_unsupported(fields: Fields) -> None:
 def _mlp(fields: Fields, row: Architecture) -> GatedMlp | ExpertsMlp:
     """Read the mlp of every layer: with `num_experts` a choice among several. Their number per token has no default."""
     inner, num_experts = fields.integer("intermediate_size"), fields.integer("num_experts", 0, low=0, high=MAX_EXPERTS)
+    fatrelu = _fatrelu(fields)
     if not num_experts:
-        return GatedMlp(inner)
+        return GatedMlp(inner, fatrelu)
     if not row.mup:
         what = f"{fields.source}: mixture-of-experts layers (num_experts) of {row.name} are not supported"
         raise UnsupportedModelError(what, expected="those of MiniCPMForCausalLM")
+    if fatrelu is not None:
+        raise UnsupportedModelError(f"{fields.source}: hidden_act of experts", expected="silu", actual="fatrelu")
     if not fields.boolean("norm_topk_prob", True):
         what = f"{fields.source}: norm_topk_prob"
         raise UnsupportedModelError(what, expected="true: the chosen experts' shares add up to 1", actual="false")
@@ -175,6 +175,27 @@ def _mlp(fields: Fields, row: Architecture) -> GatedMlp | ExpertsMlp:
     if chosen > num_experts:
         raise fields.fail("num_experts_per_tok", f"at most num_experts ({num_experts})")
     return ExpertsMlp(inner, num_experts, chosen)
+
+
+def _fatrelu(fields: Fields) -> float | None:
+    """Return the threshold of the activation fatrelu, None for silu.
+
+    Raises ConfigError where the threshold is missing: checkpoints differ in it. UnsupportedModelError for others.
+    """
+    activation = fields.text("hidden_act", "silu")
+    if activation not in ("silu", "swish", "fatrelu"):
+        raise UnsupportedModelError(
+            f"{fields.source}: hidden_act", expected="silu or fatrelu", actual=quoted(activation)
+        )
+    if activation != "fatrelu":
+        return None
+    if fields.data.get("hidden_act_param") is None:
+        raise ConfigError(
+            f"{fields.source}: hidden_act_param is missing", expected="the threshold of the activation fatrelu",
+            fix="take it from the model's repository; it is trained with the weights",
+        )  # fmt: skip
+    threshold: float = fields.number("hidden_act_param", low=0.0, high=1e4)
+    return threshold
 
 
 def _grouped(fields: Fields, row: Architecture, hidden: int, heads: int) -> tuple[MixerConfig, int]:

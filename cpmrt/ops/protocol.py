@@ -110,9 +110,11 @@ class Ops(Protocol):
         made `inner` has left."""
 
     def gate_up(
-        self, out: Any, x: Any, norm: Any, weight: Any, eps: float, *, is_prefill: bool = False
-    ) -> Handoff:
-        """RMSNorm, fused gate and up projection, out = silu(gate) * up."""
+        self, out: Any, x: Any, norm: Any, weight: Any, eps: float, *, fatrelu: float | None = None,
+        is_prefill: bool = False,
+    ) -> Handoff:  # fmt: skip
+        """RMSNorm, fused gate and up projection, out = silu(gate) * up. With `fatrelu` out is gate * up where the gate
+        is above this threshold, else 0."""
         ...
 
     def route(self, routing: Routing, x: Any, norm: Any, router: Any, eps: float, rows: Rows) -> Handoff:

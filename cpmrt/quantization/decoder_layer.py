@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from cpmrt.config import ModelConfig
+from cpmrt.config.layers import GatedMlp
 from cpmrt.quantization.arrays import module_of
-from cpmrt.reference.ops import rms_norm, rotate, silu, softmax
+from cpmrt.reference.ops import gated, rms_norm, rotate, softmax
 
 QKV, OUTPUT, GATE_UP, DOWN = range(4)
 
@@ -84,4 +85,6 @@ class DecoderLayer:
         return out.reshape(len(x), -1)
 
     def _inner(self, x: Any) -> Any:
-        return silu(self._project("mlp.gate_proj", x)) * self._project("mlp.up_proj", x)
+        mlp = self.config.mlp
+        assert isinstance(mlp, GatedMlp), "experts are refused before"
+        return gated(self._project("mlp.gate_proj", x), self._project("mlp.up_proj", x), mlp.fatrelu)

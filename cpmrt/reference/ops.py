@@ -71,6 +71,14 @@ def silu(x: F32) -> F32:
     return gated
 
 
+def gated(gate: F32, up: F32, fatrelu: float | None = None) -> F32:
+    """silu(gate) * up; with a threshold `fatrelu` gate * up where the gate is above it, else 0."""
+    if fatrelu is None:
+        return silu(gate) * up
+    with np.errstate(invalid="ignore", over="ignore"):
+        return np.where(gate > np.float32(fatrelu), gate * up, np.float32(0.0))
+
+
 def softmax(scores: F32) -> F32:
     """Over the last axis."""
     weights: F32 = np.exp(scores - scores.max(axis=-1, keepdims=True))
@@ -261,12 +269,13 @@ class NumpyOps:
         x[:] = round_to(x + np.float32(scale) * added, self.dtype)
 
     def gate_up(
-        self, out: F32, x: F32, norm: F32, weight: Matrix, eps: float, *, is_prefill: bool = False
-    ) -> Handoff:
+        self, out: F32, x: F32, norm: F32, weight: Matrix, eps: float, *, fatrelu: float | None = None,
+        is_prefill: bool = False,
+    ) -> Handoff:  # fmt: skip
         check_shapes("gate_up", out=out, x=x, norm=norm, weight=weight)
         both = linear(self._normalised(x, norm, eps), weight, is_prefill=is_prefill)
         gate, up = both[:, : out.shape[1]], both[:, out.shape[1] :]
-        out[:] = round_to(silu(gate) * up, self.dtype)
+        out[:] = round_to(gated(gate, up, fatrelu), self.dtype)
         return NOTHING
 
     def route(self, routing: Routing, x: F32, norm: F32, router: F32, eps: float, rows: Rows) -> Handoff:

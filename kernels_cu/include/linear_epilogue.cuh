@@ -6,6 +6,7 @@
 // hi row, token) of a token tile that one thread finishes.
 #pragma once
 #include "copy.cuh"
+#include "fatrelu.cuh"
 
 #if LINEAR == 0
 constexpr int kHalf = HEAD_DIM / 2, kHeadTiles = HEAD_DIM / 16;
@@ -148,7 +149,13 @@ struct GateUpEpilogue {
   int F;
   unsigned char* prepared;   // of linear_packed.cu with FEEDS
 
-  DEVICE static scalar_t value(float gate, float up) { return from_float(gate / (1.0f + __expf(-gate)) * up); }
+  DEVICE static scalar_t value(float gate, float up) {
+#ifdef FATRELU
+    return from_float(fatrelu_mul(gate, up));
+#else
+    return from_float(gate / (1.0f + __expf(-gate)) * up);
+#endif
+  }
   DEVICE void settle() const {}
   DEVICE void prefetch(int, int, int, int, int) {}
   DEVICE void store(int, int, int tile, int row, int token, float gate, float up) {

@@ -5,7 +5,8 @@
 //   IN_FEATURES: K, the columns of W, a multiple of 64. TOKEN_TILES: NT, tiles of 8 tokens: 1, 2, 4 or 8. HALF_TILE: 1:
 //   the last tile of tokens has at most four. GROUP: tiles of 16 weight rows that share one pass over x. CLUSTER:
 //   blocks that split K: 1, or 2 from sm_90 on. SPLIT_WARPS: warps that share a tile and split its K: 8, or 1. NORM: 1
-//   normalises rows of x, 0 takes them as they are. SMEM_BYTES: dynamic shared memory of the launch
+//   normalises rows of x, 0 takes them as they are. SMEM_BYTES: dynamic shared memory of the launch.
+//   FATRELU: of gate_up only, its activation is that of fatrelu.cuh; without it SiLU
 // Grid: any multiple of CLUSTER up to CLUSTER * ceil(tiles / kBlockTiles) blocks, clusters take groups of tiles in turn;
 //   block 256; SMEM_BYTES of dynamic shared memory.
 // Numerics: float32 accumulation in tensor cores over 8 * CLUSTER runs of K, the runs added in order; one rounding where a
@@ -17,8 +18,8 @@
 //   combine come out in one lane.
 #if !defined(LINEAR) || (LINEAR == 0 && !defined(HEAD_DIM)) || !defined(IN_FEATURES) || !defined(TOKEN_TILES) || \
     !defined(HALF_TILE) || !defined(GROUP) || !defined(CLUSTER) || !defined(SPLIT_WARPS) || !defined(NORM) || \
-    !defined(SMEM_BYTES)
-#error "a constant is not defined"
+    !defined(SMEM_BYTES) || (LINEAR != 2 && defined(FATRELU))
+#error "a constant is not defined, or not for this product"
 #endif
 #include "weight_stream.cuh"
 #include "linear_epilogue.cuh"

@@ -1,18 +1,21 @@
-// SiLU of the gate times up.
+// The gated activation: SiLU of the gate times up, or FATReLU.
 //
-//   formula   out[t, f] = round(g / (1 + exp(-g)) * gate_up[t, F + f]),  g = gate_up[t, f]
+//   formula   out[t, f] = round(g / (1 + exp(-g)) * gate_up[t, F + f]),  g = gate_up[t, f];
+//             with FATRELU (fatrelu.cuh) round(g * gate_up[t, F + f]) where g is above it, else 0
 //   operands  out (T, F) scalar_t; gate_up (T, 2F) scalar_t; row-major; F = INTERMEDIATE
 //   constants INTERMEDIATE: columns of the output, a multiple of 8
+//             FATRELU: the activation is that of fatrelu.cuh; without it SiLU
 //   launch    grid ceil(T * F / 8 / 256), block 256, no shared memory
 //   numerics  float32 with the fast exponential and division (a few units in the last place), rounded once
-//   oracle    reference/ops.py silu(gate) * up, rounded
-//   source    arXiv 2002.05202
+//   oracle    reference/ops.py gated(gate, up), rounded
+//   source    arXiv 2002.05202; FATReLU arXiv 2402.13516
 //   layout    16 bytes a thread: memory-bound, each element is touched once. The accurate functions would make it
 //             compute-bound
-#if !defined(INTERMEDIATE)
-#error "a constant is not defined"
+#if !defined(INTERMEDIATE) || (FATRELU < 0 && defined(FATRELU))
+#error "a constant is not defined, or negative"
 #endif
 #include "copy.cuh"
+#include "fatrelu.cuh"
 
 static_assert(INTERMEDIATE % 8 == 0, "INTERMEDIATE must be a multiple of 8");
 
@@ -20,7 +23,11 @@ DEVICE float silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
 
 DEVICE uint32_t gated(uint32_t gate, uint32_t up) {
   const float2 g = unpack2(gate), u = unpack2(up);
+#ifdef FATRELU
+  return pack2(fatrelu_mul(g.x, u.x), fatrelu_mul(g.y, u.y));
+#else
   return pack2(silu(g.x) * u.x, silu(g.y) * u.y);
+#endif
 }
 
 extern "C" __global__ void __launch_bounds__(256)

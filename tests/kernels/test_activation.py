@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cpmrt.cuda.ops.linear import float_bits
 from cpmrt.dtypes import DType, round_to
 from cpmrt.ops import OPS
-from cpmrt.reference.ops import silu
+from cpmrt.reference.ops import gated, silu
 
 pytestmark = pytest.mark.gpu
 
@@ -17,16 +18,25 @@ DTYPES = [DType.BFLOAT16, DType.FLOAT16]
 GUARD = 256
 
 
-def run(cuda: Any, dtype: DType, gate_up: Any, pdl: bool = False) -> Any:
-    """silu(gate) * up; what lies around it must stay poison."""
+def run(cuda: Any, dtype: DType, gate_up: Any, pdl: bool = False, **constants: int) -> Any:
+    """activation(gate) * up; what lies around it must stay poison."""
     rows, inner = len(gate_up), gate_up.shape[1] // 2
     size = rows * inner
     out = cuda.array(np.full(size + 2 * GUARD, np.nan, np.float32), dtype)
-    kernel = cuda.kernel("silu_mul", dtype, INTERMEDIATE=inner)
+    kernel = cuda.kernel("silu_mul", dtype, INTERMEDIATE=inner, **constants)
     kernel(-(-size // 2048), 256, out[GUARD:], cuda.array(gate_up, dtype), np.int32(rows), pdl=pdl)
     result = cuda.numpy(out, dtype)
     assert np.isnan(result[:GUARD]).all() and np.isnan(result[GUARD + size :]).all(), "wrote outside out"
     return result[GUARD : GUARD + size].reshape(rows, inner)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("threshold", [0.0, 0.01, 2.5])
+def test_a_fatrelu_keeps_what_is_above_its_threshold(cuda: Any, dtype: DType, threshold: float) -> None:
+    gate_up = round_to(np.random.default_rng(3).standard_normal((37, 400), np.float32) * 2, dtype)
+    gate_up[0, :3], gate_up[0, 200:203] = (round_to(np.float32(threshold), dtype), -1, np.nan), np.nan
+    expected = round_to(gated(gate_up[:, :200], gate_up[:, 200:], threshold), dtype)
+    np.testing.assert_array_equal(run(cuda, dtype, gate_up, FATRELU=float_bits(threshold)), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

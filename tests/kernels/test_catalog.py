@@ -14,7 +14,7 @@ from cpmrt.cuda.kernels import KERNELS
 from cpmrt.ops.spec import OPS
 
 ENTRY = re.compile(r'extern\s+"C"\s+__global__[^;{]*?KERNEL\((\w+)\)', re.DOTALL)
-DEFINED = re.compile(r"!defined\((\w+)\)")
+DEFINED = re.compile(r"!?defined\((\w+)\)")
 NAMES = re.compile(r"`([^`]+)`")
 MULTI = re.MULTILINE | re.DOTALL | re.IGNORECASE
 # The seven items of a kernel's opening block, each by what its line begins with or must hold.

@@ -112,7 +112,8 @@ class Launcher(OnDevice):
         plan = plan_linear(
             case.product, self.weight.shape, num_rows, self.on, has_norm=has_norm, head_dim=case.head_dim
         )
-        kernel = self.cuda.kernel(f"linear_{case.product}", case.dtype, **macros_of(plan.constants), **self.path)
+        sizes = macros_of(product.built(plan.constants))
+        kernel = self.cuda.kernel(f"linear_{case.product}", case.dtype, **sizes, **self.path)
         arguments = product.arguments(product.x, (self.weight,))
         self.wait()
         kernel(plan.grid, BLOCK_THREADS, *arguments, smem=plan.constants.smem_bytes, pdl=pdl)
@@ -136,6 +137,21 @@ def test_against_the_op_and_bitwise_for_every_number_of_rows(
     for row in kept:
         assert relative_error(values[row], expected[row]) < OPS[op_of(case.product)].tolerance[dtype], row
     for num_rows in ROWS:
+        assert np.array_equal(bits(launcher.run(num_rows, pdl=True)), bits(widest[:num_rows])), num_rows
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.label)
+@pytest.mark.parametrize("name", ["demo gate_up", "0.5B gate_up"])
+def test_gates_of_a_fatrelu(cuda: Any, name: str, dtype: DType) -> None:
+    case = make_case(name, dtype)
+    case.arrays["fatrelu"] = 1.1
+    launcher = Launcher(cuda, case, portable=False)
+    widest = launcher.run(64)
+    values = to_float32(widest, dtype)
+    assert 0.7 < (values == 0).mean() < 0.95
+    assert relative_error(values, oracle(case)) < OPS["gate_up"].tolerance[dtype]
+    for num_rows in (1, 12, 33):
         assert np.array_equal(bits(launcher.run(num_rows, pdl=True)), bits(widest[:num_rows])), num_rows
 
 

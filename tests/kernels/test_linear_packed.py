@@ -180,11 +180,12 @@ class Launcher(OnDevice):
         case, permutation, outputs = self.case, self.arrays["permutation"], self.outputs(num_rows)
         kind = {"permuted": permutation is not None, "has_norm": self.arrays["norm"] is not None, "is_fed": is_fed}
         plan = plan_packed(self.layout, num_rows, self.on, **kind)
-        kernel = self.cuda.kernel(f"linear_packed_{case.product}", case.dtype, **macros_of(plan.constants))
+        product = self.product(num_rows, outputs)
+        sizes = macros_of(product.built(plan.constants))
+        kernel = self.cuda.kernel(f"linear_packed_{case.product}", case.dtype, **sizes)
         partials = self.cuda.cupy.empty(plan.partial_bytes, np.uint8) if plan.partial_bytes else None
         arrivals = self.cuda.cupy.zeros(plan.num_arrivals, np.int32) if plan.num_arrivals else None
         fed = self.poisoned(plan.fed_bytes // 2, 1) if plan.fed else None
-        product = self.product(num_rows, outputs)
         x = self.poisoned(plan.prepared_bytes // 2, 1) if plan.constants.prepared else product.x
         self.wait()
         if plan.constants.prepared:
@@ -228,6 +229,17 @@ def test_against_the_op_and_bitwise_for_every_number_of_rows(
     cuda: Any, name: str, dtype: DType, portable: bool
 ) -> None:
     check_every_number_of_rows(cuda, make_case(name, dtype), portable)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.label)
+@pytest.mark.parametrize("name", ["demo gate_up", "feeding gate_up"])
+def test_gates_of_a_fatrelu(cuda: Any, name: str, dtype: DType) -> None:
+    case = make_case(name, dtype)
+    case.arrays["fatrelu"] = 0.4
+    values = to_float32(Launcher(cuda, case).run(64), dtype)
+    assert (values == 0).any() and (values != 0).any()
+    check_every_number_of_rows(cuda, case, portable=False)
 
 
 @pytest.mark.gpu

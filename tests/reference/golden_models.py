@@ -20,6 +20,7 @@ TINY = (
     "rope_dynamic_native", "rope_dynamic_stretched", "rope_yarn", "rope_yarn_mscale", "rope_longrope_short",
     "rope_longrope_long", "qwen2", "qwen2_tied", "qwen3", "minicpm", "minicpm_tied", "minicpm_longrope",
     "minicpm_longrope_extended", "minicpm_moe", "minicpm_moe_tied", "minicpm3", "minicpm3_tied", "minicpm3_odd",
+    "minicpm_fatrelu",
 )  # fmt: skip
 REFERENCE_ONLY = {"minicpm_moe", "minicpm_moe_tied", "minicpm3", "minicpm3_tied", "minicpm3_odd"}
 """Those that the CUDA executor does not take."""

@@ -12,7 +12,7 @@ from reference.operands import EPS, Data, Poisoned, check, filled_pages, make_ro
 
 from cpmrt.dtypes import DType
 from cpmrt.ops import KVPages, QkvWeights, Rows
-from cpmrt.reference.ops import NumpyOps, rms_norm, rotate, silu, softmax
+from cpmrt.reference.ops import NumpyOps, gated, rms_norm, rotate, silu, softmax
 
 PAGE = 64
 DTYPES = pytest.mark.parametrize("dtype", list(DType), ids=lambda dtype: dtype.label)
@@ -78,6 +78,27 @@ def test_gate_up(dtype, num_rows):
     NumpyOps(dtype).gate_up(out.view, x, norm, weight, EPS)
     both = brute_force.linear(brute_force.rms_norm(x, norm, EPS), weight)
     check("gate_up", dtype, out.written(), brute_force.silu(both[:, :72]) * both[:, 72:])
+
+
+@DTYPES
+@ROWS
+def test_gates_of_a_fatrelu(dtype, num_rows):
+    data, out = Data(dtype), Poisoned(num_rows, 72)
+    x, norm, weight = data(num_rows, 96, scale=2.0), data.norm(96), data.weight(144, 96)
+    NumpyOps(dtype).gate_up(out.view, x, norm, weight, EPS, fatrelu=0.25)
+    both = brute_force.linear(brute_force.rms_norm(x, norm, EPS), weight)
+    kept = both[:, :72] > 0.25
+    # Rounding the normalised rows may carry a gate over the threshold.
+    is_sure = np.abs(both[:, :72] - 0.25) > 0.05
+    values = out.written()
+    assert ((values == 0) == ~kept)[is_sure].all() and 0.1 < kept.mean() < 0.9
+    check("gate_up", dtype, np.where(is_sure, values, 0), np.where(is_sure & kept, both[:, :72] * both[:, 72:], 0))
+
+
+def test_a_gate_at_the_threshold_is_closed_whatever_up_is():
+    gate = np.array([0.5, np.nextafter(np.float32(0.5), np.float32(1)), -1, np.nan, np.inf, 0.1], np.float32)
+    up = np.array([2, 2, np.inf, np.nan, -1, np.nan], np.float32)
+    np.testing.assert_array_equal(gated(gate, up, 0.5), np.float32([0, gate[1] * 2, 0, 0, -np.inf, 0]))
 
 
 @DTYPES

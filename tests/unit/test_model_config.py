@@ -80,6 +80,16 @@ def test_latent_attention_that_is_not_implemented_is_refused(shared_data, change
         ModelConfig.from_hf(raw)
 
 
+@pytest.mark.parametrize(("changes", "threshold"), [
+    ({}, None),
+    ({"hidden_act": "silu", "hidden_act_param": 0.01}, None),
+    ({"hidden_act": "fatrelu", "hidden_act_param": 0.01}, 0.01),
+    ({"hidden_act": "fatrelu", "hidden_act_param": 0}, 0.0),
+])  # fmt: skip
+def test_the_activation_of_the_gate(changes, threshold):
+    assert read(**changes).mlp.fatrelu == threshold
+
+
 def test_minicpm5_has_an_explicit_head_dim():
     config = read(hidden_size=1536, num_attention_heads=16, num_key_value_heads=2, head_dim=128)
     assert (config.attention.q_size, config.attention.kv_size) == (2048, 256)
@@ -137,7 +147,7 @@ def test_experts():
         ({"num_experts": 2, "num_experts_per_tok": 3}, ConfigError, "at most num_experts"),
         ({"num_experts": 33}, ConfigError, "num_experts"),
         ({"norm_topk_prob": False}, UnsupportedModelError, "norm_topk_prob"),
-        ({"hidden_act": "fatrelu"}, UnsupportedModelError, "hidden_act"),
+        ({"hidden_act": "fatrelu", "hidden_act_param": 0.01}, UnsupportedModelError, "hidden_act"),
     ):
         with pytest.raises(error, match=words):
             read(**moe | changes)
@@ -167,7 +177,9 @@ def test_experts():
     ({"eos_token_id": ["x"]}, ConfigError, "eos_token_id"),
     ({"tie_word_embeddings": "yes"}, ConfigError, "tie_word_embeddings"),
     ({"hidden_act": "gelu"}, UnsupportedModelError, "hidden_act"),
-    ({"hidden_act": "fatrelu"}, UnsupportedModelError, "hidden_act"),
+    ({"hidden_act": "fatrelu"}, ConfigError, "hidden_act_param is missing.*the threshold"),
+    ({"hidden_act": "fatrelu", "hidden_act_param": "0.01"}, ConfigError, "hidden_act_param"),
+    ({"hidden_act": "fatrelu", "hidden_act_param": -0.5}, ConfigError, "hidden_act_param"),
     ({"mlp_bias": True}, UnsupportedModelError, "mlp_bias"),
     ({"num_experts": 8}, UnsupportedModelError, "mixture"),
     ({"use_sliding_window": True}, UnsupportedModelError, "sliding"),

@@ -3,7 +3,8 @@
 MiniCPM checkpoints run as the Llama they are once their scales are folded into fp32 weights:
 embeddings * scale_emb, o_proj and down_proj * scale_depth / sqrt(layers), head / (hidden_size / dim_model_base). With
 experts they run as the Mixtral that they are then, whose experts' matrices are stacked. MiniCPM3 has its own class,
-which knows the scales.
+which knows the scales. The activation fatrelu, which transformers does not know, is torch's own Threshold in place of
+SiLU.
 """
 
 from __future__ import annotations
@@ -52,6 +53,8 @@ def hugging_face_config(config: Mapping[str, Any]) -> PreTrainedConfig:
     if has_experts(config):
         settings |= {"num_local_experts": settings.pop("num_experts"), "architectures": ["MixtralForCausalLM"]}
     settings.pop("model_type", None)
+    if settings.get("hidden_act") == "fatrelu":
+        settings["hidden_act"] = "silu"
     made: PreTrainedConfig = _of_family(config, "Config")(**settings, attn_implementation="eager")
     return made
 
@@ -95,6 +98,9 @@ class Oracle:
         if made.tie_word_embeddings:
             tensors = {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"]}
         self._model = _of_family(config, "ForCausalLM")(made).to(torch.float32).eval()
+        if config.get("hidden_act") == "fatrelu":
+            for layer in self._model.model.layers:
+                layer.mlp.act_fn = torch.nn.Threshold(config["hidden_act_param"], 0.0)
         self._model.load_state_dict({name: torch.from_numpy(np.array(t)) for name, t in tensors.items()}, strict=True)
         if made.rope_parameters["rope_type"] == "dynamic" and limit is not None:
             # Dynamic NTK keeps the base of the longest sequence seen, as long as no shorter one than the native

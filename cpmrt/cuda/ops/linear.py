@@ -6,8 +6,11 @@ follow from the number of rows (row invariance).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
 
 from cpmrt.cuda.build.launcher import Launcher
 from cpmrt.cuda.build.spec import KernelSpec
@@ -16,6 +19,10 @@ from cpmrt.cuda.driver.device import Device
 from cpmrt.executor import MAX_ROWS
 from cpmrt.tensor_spec import Product
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+C = TypeVar("C", bound="DataclassInstance")
 PRODUCTS: dict[Product, int] = {"qkv": 0, "residual": 1, "gate_up": 2, "head": 3}
 """The number (LINEAR) of a product in the kernels' sources."""
 OPS: dict[Product, str] = {"qkv": "qkv", "residual": "project_residual", "gate_up": "gate_up", "head": "lm_head"}
@@ -52,6 +59,7 @@ class LinearConstants:
     norm: bool
     smem_bytes: int
     head_dim: int | None = None
+    fatrelu: int | None = None
 
 
 LINEAR = {
@@ -65,7 +73,8 @@ class StepProduct:
     """A product of a step's rows as its kernel takes it, whatever the weight is held in.
 
     `x` [T, K] are the rows; they enter the product normalised unless `norm` is None ("residual" products have none).
-    `outputs` are the kernel's first arguments, `rest` those behind the weight. `head_dim` is that of a "qkv" product.
+    `outputs` are the kernel's first arguments, `rest` those behind the weight. `head_dim` is that of a "qkv" product,
+    `fatrelu` the activation of a "gate_up" product, as in `config.layers.GatedMlp`.
     """
 
     kind: Product
@@ -75,6 +84,11 @@ class StepProduct:
     eps: float
     rest: tuple[KernelArgument, ...]
     head_dim: int = 0
+    fatrelu: float | None = None
+
+    def built(self, constants: C) -> C:
+        """Return the constants of its plan with its activation."""
+        return constants if self.fatrelu is None else replace(constants, fatrelu=float_bits(self.fatrelu))
 
     def arguments(
         self, x: KernelArgument, weight: tuple[KernelArgument, ...], more_outputs: tuple[KernelArgument, ...] = ()
@@ -96,8 +110,13 @@ def launch_linear(launch: Launcher, product: StepProduct, weight: DeviceArray, d
     """Launch the product with a weight [N, K] in 16 bits."""
     x, has_norm = product.x, product.norm is not None
     plan = plan_linear(product.kind, weight.shape, len(x), device, has_norm=has_norm, head_dim=product.head_dim)
-    arguments, shared_bytes = product.arguments(x, (weight,)), plan.constants.smem_bytes
-    launch(LINEAR[product.kind], plan.constants, plan.grid, BLOCK_THREADS, *arguments, smem=shared_bytes)
+    arguments, constants = product.arguments(x, (weight,)), product.built(plan.constants)
+    launch(LINEAR[product.kind], constants, plan.grid, BLOCK_THREADS, *arguments, smem=constants.smem_bytes)
+
+
+def float_bits(value: float) -> int:
+    """Return the bits of a float32, as a compile-time constant holds it."""
+    return int(np.float32(value).view(np.int32))
 
 
 def row_bucket(num_rows: int, buckets: tuple[int, ...]) -> int:

@@ -18,7 +18,7 @@ from cpmrt.cuda.driver.array import DeviceArray, KernelArgument
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.ops.gemm import Gemm
 from cpmrt.cuda.ops.kv import PageConstants, codes_of, compress_keys, scales_of
-from cpmrt.cuda.ops.linear import StepProduct, launch_linear
+from cpmrt.cuda.ops.linear import StepProduct, float_bits, launch_linear
 from cpmrt.cuda.ops.linear_packed.layout import PackedWeight
 from cpmrt.cuda.ops.linear_packed.products import PackedProducts, packed_workspace
 from cpmrt.cuda.ops.rows import BLOCK, VECTOR, RowConstants, rms_norm
@@ -30,14 +30,15 @@ Weight = DeviceArray | PackedWeight
 
 
 @dataclass(frozen=True, slots=True)
-class SiluMulConstants:
-    """Compile-time constants of activation.cu: the columns of gate, and of up."""
+class ActivationConstants:
+    """Compile-time constants of activation.cu: the columns of gate, and of up; the bits of a FATReLU's threshold."""
 
     intermediate: int
+    fatrelu: int | None = None
 
 
 ROPE_APPEND = KernelSpec("rope_append", "attention/rope_append.cu", "qkv", PageConstants, hot=True)
-SILU_MUL = KernelSpec("silu_mul", "rows/activation.cu", "gate_up", SiluMulConstants, hot=True)
+SILU_MUL = KernelSpec("silu_mul", "rows/activation.cu", "gate_up", ActivationConstants, hot=True)
 RESIDUAL_ADD = KernelSpec("residual_add", "rows/residual.cu", "project_residual", RowConstants, hot=True)
 
 
@@ -159,17 +160,18 @@ class Products:
 
     def gate_up(
         self, out: DeviceArray, x: DeviceArray, norm: DeviceArray, weight: Weight, eps: float,
-        *, is_prefill: bool = False,
+        *, fatrelu: float | None = None, is_prefill: bool = False,
     ) -> Handoff:  # fmt: skip
         """Launch the op `gate_up`."""
         check_shapes("gate_up", out=out, x=x, norm=norm, weight=weight)
         num_rows, width = np.int32(len(x)), out.shape[1]
         if not is_prefill:
             rest = num_rows, np.int32(width), np.float32(eps)
-            return self._step(StepProduct("gate_up", (out,), x, norm, eps, rest), weight)
+            return self._step(StepProduct("gate_up", (out,), x, norm, eps, rest, fatrelu=fatrelu), weight)
         both = self._gate_up[: len(x)]
         self._dense(both, self._normalised(x, norm, eps), weight)
-        self._launch(SILU_MUL, SiluMulConstants(width), -(-out.size // VECTOR // BLOCK), BLOCK, out, both, num_rows)
+        constants = ActivationConstants(width, None if fatrelu is None else float_bits(fatrelu))
+        self._launch(SILU_MUL, constants, -(-out.size // VECTOR // BLOCK), BLOCK, out, both, num_rows)
         return NOTHING
 
     def lm_head(

@@ -1,4 +1,4 @@
-"""The gated mlp: one fused product for gate and up, silu(gate) * up, and the product back to the residual stream."""
+"""The gated mlp: one fused product for gate and up, activation(gate) * up, and that back to the residual stream."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ class GatedWeights:
     norm: Any
     gate_up: Any
     down: Any
+    fatrelu: float | None
 
 
 def tensors(mlp: GatedMlp, model: ModelConfig, names: Names) -> Iterator[TensorSpec]:
@@ -37,11 +38,13 @@ def buffers(mlp: GatedMlp, max_rows: int) -> Iterator[BufferSpec]:
 
 def bind(mlp: GatedMlp, weights: Weights) -> GatedWeights:
     """Return the weights as `run` takes them."""
-    return GatedWeights(weights["mlp_norm"], weights["gate_up"], weights["down"])
+    return GatedWeights(weights["mlp_norm"], weights["gate_up"], weights["down"], mlp.fatrelu)
 
 
 def run(step: Pass, bound: GatedWeights) -> None:
-    """x += residual_scale * down(silu(gate(norm(x))) * up(norm(x)))."""
+    """x += residual_scale * down(activation(gate(norm(x))) * up(norm(x)))."""
     inner, is_prefill = step.buffers["inner"], step.rows.is_prefill
-    after = step.ops.gate_up(inner, step.x, bound.norm, bound.gate_up, step.eps, is_prefill=is_prefill)
+    after = step.ops.gate_up(
+        inner, step.x, bound.norm, bound.gate_up, step.eps, fatrelu=bound.fatrelu, is_prefill=is_prefill
+    )
     step.ops.project_residual(step.x, inner, bound.down, None, step.residual_scale, after, is_prefill=is_prefill)

@@ -73,6 +73,7 @@ class LinearPackedConstants:
     smem_bytes: int
     portable: bool
     head_dim: int | None = None
+    fatrelu: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

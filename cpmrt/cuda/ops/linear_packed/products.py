@@ -161,7 +161,7 @@ class PackedProducts:
         exchanged = (scratch.partials, scratch.arrivals) if plan.num_arrivals else (None, None)
         more = (left.rows if left else None,) if product.kind == "gate_up" else ()
         self._launch(
-            LINEAR_PACKED[product.kind], plan.constants, plan.grid, plan.block,
+            LINEAR_PACKED[product.kind], product.built(plan.constants), plan.grid, plan.block,
             *product.arguments(x, (weight.data, *exchanged), more),
             smem=plan.shared_bytes, prefers_shared=plan.prefers_shared,
         )  # fmt: skip
