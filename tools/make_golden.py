@@ -4,6 +4,7 @@
     python tools/make_golden.py demo      the bundled demo model (cpmrt/assets/demo)
     python tools/make_golden.py quantised tiny quantised checkpoints of every format (tests/golden/quantised)
     python tools/make_golden.py sparse    tiny models with block-sparse attention (tests/golden/sparse)
+    python tools/make_golden.py hybrid    tiny models with attention and lightning layers (tests/golden/hybrid)
 
 Needs torch and transformers. Running it again gives the same bytes.
 """
@@ -14,6 +15,7 @@ import argparse
 import json
 import platform
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from golden import sparse  # noqa: E402
+from golden import hybrid, sparse  # noqa: E402
 from golden.cases import CASES, NUM_NEW, NUM_PROMPT, Case  # noqa: E402
 from golden.oracle import Oracle, hugging_face_config  # noqa: E402
 from golden.quantised import golden_arrays  # noqa: E402
@@ -55,7 +57,7 @@ MAX_SEEDS = 100
 def main() -> None:
     """Writes what was asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("tiny", "demo", "quantised", "sparse"))
+    parser.add_argument("what", choices=("tiny", "demo", "quantised", "sparse", "hybrid"))
     what = parser.parse_args().what
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
@@ -63,10 +65,11 @@ def main() -> None:
     if what == "demo":
         write_demo()
         return
-    if what == "sparse":
-        (GOLDEN / "sparse").mkdir(exist_ok=True)
-        for name in sparse.CASES:
-            write_sparse(name)
+    if what in ("sparse", "hybrid"):
+        (GOLDEN / what).mkdir(exist_ok=True)
+        module, oracle = (sparse, sparse.SparseOracle) if what == "sparse" else (hybrid, hybrid.HybridOracle)
+        for name, settings in module.CASES.items():
+            write_long(what, name, settings, oracle, module.NUM_PROMPT, module.NUM_NEW)
         return
     if what == "quantised":
         QUANTISED_GOLDEN.mkdir(exist_ok=True)
@@ -119,19 +122,25 @@ def write_tiny(case: Case) -> None:
     write(case.name, "tiny", json.dumps(case.config), arrays)
 
 
-def write_sparse(name: str) -> None:
+def write_long(
+    folder: str,
+    name: str,
+    settings: dict[str, Any],
+    make_oracle: Callable[..., sparse.SparseOracle | hybrid.HybridOracle],
+    num_prompt: int,
+    num_new: int,
+) -> None:
     """Writes some logits and the path, for the first seed for which no rounding can change a token or a choice."""
-    settings = sparse.CASES[name]
     config = ModelConfig.from_hf(settings)
     specs = tensor_specs(config)
     for seed in range(MAX_SEEDS):
-        prompt = np.random.Generator(np.random.PCG64(seed)).integers(3, config.vocab_size, sparse.NUM_PROMPT).tolist()
-        oracle = sparse.SparseOracle(settings, unpacked(specs, random_weights(specs, seed)))
+        prompt = np.random.Generator(np.random.PCG64(seed)).integers(3, config.vocab_size, num_prompt).tolist()
+        oracle = make_oracle(settings, unpacked(specs, random_weights(specs, seed)))
         oracle.logits(prompt)
-        if oracle.attention.gap < MIN_CHOICE_GAP:
+        if oracle.gap < MIN_CHOICE_GAP:
             continue
-        greedy, margin = oracle.greedy(prompt, sparse.NUM_NEW)
-        if margin > MIN_MARGIN and oracle.attention.gap > MIN_CHOICE_GAP and len(set(greedy)) >= MIN_DISTINCT:
+        greedy, margin = oracle.greedy(prompt, num_new)
+        if margin > MIN_MARGIN and oracle.gap > MIN_CHOICE_GAP and len(set(greedy)) >= MIN_DISTINCT:
             break
     else:
         raise SystemExit(f"{name}: no seed below {MAX_SEEDS} keeps its margins")
@@ -144,9 +153,9 @@ def write_sparse(name: str) -> None:
         "positions": positions,
         "logits": logits[positions],
         "margin": np.float32(margin),
-        "gap": np.float32(oracle.attention.gap),
+        "gap": np.float32(oracle.gap),
     }
-    write(f"sparse/{name}", "sparse", json.dumps(settings), arrays)
+    write(f"{folder}/{name}", folder, json.dumps(settings), arrays)
 
 
 def write_rope_frequencies() -> None:

@@ -52,6 +52,8 @@ _MINICPM5: dict[str, Any] = {
     "bos_token_id": 0,
     "eos_token_id": [1, 130073],
 }
+_SALA_ATTENTION = (0, 9, 16, 17, 22, 29, 30, 31)
+"""The layers of MiniCPM-SALA with block-sparse attention; the others have lightning attention."""
 SHAPES: dict[str, dict[str, Any]] = {
     "minicpm4-8b": _MINICPM4
     | {
@@ -86,6 +88,30 @@ SHAPES: dict[str, dict[str, Any]] = {
         "qk_rope_head_dim": 32,
         "tie_word_embeddings": True,
     },
+    "minicpm-sala-9b": _MINICPM4
+    | {
+        "architectures": ["MiniCPMSALAForCausalLM"],
+        "max_position_embeddings": 1 << 20,
+        "hidden_size": 4096,
+        "intermediate_size": 16384,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "tie_word_embeddings": False,
+        "mixer_types": ["minicpm4" if layer in _SALA_ATTENTION else "lightning-attn" for layer in range(32)],
+        "qk_norm": True,
+        "attn_use_rope": False,
+        "attn_use_output_gate": True,
+        "lightning_nh": 32,
+        "lightning_nkv": 32,
+        "lightning_head_dim": 128,
+        "lightning_scale": "1/sqrt(d)",
+        "lightning_use_rope": True,
+        "use_output_gate": True,
+        "use_output_norm": True,
+        "sparse_config": {"init_blocks": 1, "window_size": 2048, "topk": 64, "dense_len": 8192, "use_nope": False},
+    },
     "minicpm5-2b": _MINICPM5 | {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 42},
     "minicpm5-1b": _MINICPM5 | {"hidden_size": 1536, "intermediate_size": 4608, "num_hidden_layers": 24},
 }
@@ -115,7 +141,7 @@ def draft_configs(name: str) -> dict[str, dict[str, Any]]:
 
 
 def shape_config(name: str) -> dict[str, Any]:
-    """Return the config.json of a named shape; its position limit is raised to 131072. Raises ConfigError."""
+    """Return the config.json of a named shape; its position limit is raised, to 131072 or more. Raises ConfigError."""
     if name not in SHAPES:
         raise ConfigError("unknown shape", expected=" | ".join(SHAPES), actual=repr(name))
     return dict(SHAPES[name])

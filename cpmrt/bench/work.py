@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import prod
 
 from cpmrt.config import EngineConfig, ModelConfig, SparseConfig
-from cpmrt.config.layers import ExpertsMlp, GroupedAttention, LatentAttention, MixerConfig
+from cpmrt.config.layers import ExpertsMlp, GroupedAttention, LatentAttention, LightningAttention, MixerConfig
 from cpmrt.memory.caches import PAGE_SIZE
 from cpmrt.models.decoder import cache_layout, tensor_specs
 from cpmrt.models.draft import PREFIX
 from cpmrt.models.planning import weight_specs
 from cpmrt.tensor_spec import TensorSpec
+
+_STATE_BYTES = 4
+"""Of an element of a recurrent state, which is float32 everywhere."""
 
 
 def decode_bytes(
@@ -21,7 +25,8 @@ def decode_bytes(
     tensors: Iterable[TensorSpec] | None = None,
     kv_bytes: int | None = None,
 ) -> int:
-    """Return the bytes that a decode step of `rows` sequences reads: every weight and each sequence's keys and values.
+    """Return the bytes that a decode step of `rows` sequences reads: every weight, each sequence's keys and values, and
+    each state twice, since it is written too.
 
     With sparse attention these are the keys and values of the chosen blocks, and every compressed key. The embedding
     table counts only where it is also the head; its few rows and all activations are left out. Of experts count as many
@@ -36,6 +41,8 @@ def decode_bytes(
     read = _seen_tokens(config, context) * (kv_bytes or per_token * itemsize)
     if _seen_tokens(config, context) < context:
         read += (context // 16 + context // 64) * per_token // 2 * itemsize
+    states = (shape for spec, shape in cache_layout(config, 1, 1).arrays() if spec.scope == "slot")
+    read += sum(2 * prod(shape) * _STATE_BYTES for shape in states)
     return sum(sizes.values()) + rows * read
 
 
@@ -58,6 +65,8 @@ def _seen_tokens(config: ModelConfig, num_tokens: int) -> int:
 def prefill_flops(config: ModelConfig, num_tokens: int, start: int = 0) -> int:
     """Return the floating-point operations of `num_tokens` prompt tokens after `start` cached ones, the head once."""
     attended = sum(_score_size(layer.mixer) for layer in config.layers) * _attention_flops(config, num_tokens, start)
+    states = (mixer for layer in config.layers if isinstance(mixer := layer.mixer, LightningAttention))
+    attended += num_tokens * sum(4 * mixer.width * mixer.head_dim for mixer in states)
     return 2 * num_tokens * _taken_elements(config) + attended + 2 * config.hidden_size * config.vocab_size
 
 
@@ -73,13 +82,15 @@ def _score_size(mixer: MixerConfig) -> int:
     """Return the elements of queries and of values of a token, together halved: what a pair of tokens multiplies."""
     if isinstance(mixer, GroupedAttention):
         return mixer.q_size
+    if isinstance(mixer, LightningAttention):
+        return 0
     assert isinstance(mixer, LatentAttention)
     return (mixer.q_size + mixer.value_size) // 2
 
 
 def _sparse(config: ModelConfig) -> SparseConfig | None:
-    mixer = config.layers[0].mixer
-    return mixer.sparse if isinstance(mixer, GroupedAttention) else None
+    attention = config.of_kind(GroupedAttention)
+    return attention.sparse if attention else None
 
 
 def _attention_flops(config: ModelConfig, num_tokens: int, start: int) -> int:

@@ -17,7 +17,7 @@ from cpmrt.byte_sizes import format_bytes
 from cpmrt.cli.arguments import add_model_source, add_options
 from cpmrt.cli.output import printable, write, write_json, write_table
 from cpmrt.config import EngineConfig, ModelConfig, RopeConfig
-from cpmrt.config.layers import GroupedAttention
+from cpmrt.config.layers import GroupedAttention, LightningAttention
 from cpmrt.errors import CpmrtError
 from cpmrt.models.decoder import tensor_specs
 from cpmrt.models.planning import weight_specs
@@ -144,18 +144,22 @@ def report(model: str | None, revision: str | None, hf_overrides: Mapping[str, A
 
 
 def _sparse(config: ModelConfig) -> dict[str, Any] | None:
-    mixer = config.layers[0].mixer
-    return asdict(mixer.sparse) if isinstance(mixer, GroupedAttention) and mixer.sparse else None
+    attention = config.of_kind(GroupedAttention)
+    return asdict(attention.sparse) if attention and attention.sparse else None
 
 
 def _sizes(config: ModelConfig) -> dict[str, Any]:
-    mixer, names = config.layers[0].mixer, ("num_heads", "num_kv_heads", "head_dim", "qkv_bias", "qk_norm")
-    attention = {name: getattr(mixer, name) for name in names} if isinstance(mixer, GroupedAttention) else vars(mixer)
+    names = ("num_heads", "num_kv_heads", "head_dim", "qkv_bias", "qk_norm")
+    attention, mixer = config.of_kind(GroupedAttention), config.layers[0].mixer
+    of_mixer = {name: getattr(attention, name) for name in names} if attention else dict(vars(mixer))
+    if lightning := config.of_kind(LightningAttention):
+        of_mixer["lightning_layers"] = sum(layer.mixer == lightning for layer in config.layers)
+        of_mixer |= {f"lightning_{name}": value for name, value in vars(lightning).items()}
     return {
         "num_layers": config.num_layers,
         "hidden_size": config.hidden_size,
         "intermediate_size": config.mlp.intermediate_size,
-        **attention,
+        **of_mixer,
         "vocab_size": config.vocab_size,
         "max_positions": config.max_positions,
         "tie_word_embeddings": config.tie_word_embeddings,

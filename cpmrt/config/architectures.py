@@ -29,6 +29,8 @@ class Architecture:
     """Multi-head latent attention, whose sizes are q_lora_rank, kv_lora_rank, qk_nope_head_dim and qk_rope_head_dim."""
     mup: bool = False
     """scale_emb, scale_depth and dim_model_base apply."""
+    lists_mixers: bool = False
+    """`mixer_types` names the kind of each layer (`config.hybrid`)."""
     bos_token_id: int | None = None
     eos_token_id: int | None = None
 
@@ -42,6 +44,10 @@ ARCHITECTURES = {
             "MiniCPM3ForCausalLM", tie_word_embeddings=True, latent_attention=True, mup=True, bos_token_id=1,
             eos_token_id=2,
         ),
+        Architecture(
+            "MiniCPMSALAForCausalLM", tie_word_embeddings=True, mup=True, lists_mixers=True, bos_token_id=1,
+            eos_token_id=2,
+        ),
         Architecture("Qwen2ForCausalLM", max_position_embeddings=32768, num_kv_heads=32, fixed_qkv_bias=True),
         Architecture(
             "Qwen3ForCausalLM", max_position_embeddings=32768, num_kv_heads=32, head_dim=128, qk_norm=True
@@ -53,6 +59,7 @@ MODEL_TYPES = {
     "llama": "LlamaForCausalLM",
     "minicpm": "MiniCPMForCausalLM",
     "minicpm3": "MiniCPM3ForCausalLM",
+    "minicpm_sala": "MiniCPMSALAForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }

@@ -6,12 +6,21 @@ Every kind of mixer and of mlp is one frozen config here and one module in `mode
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import floor, log2
 
 from cpmrt.config.sparse import SparseConfig
+
+LIGHTNING_BLOCK = 64
+"""Tokens of a block of lightning attention, in which a prompt is computed: each begins at a multiple of so many."""
 
 
 class MixerConfig:
     """What every kind of token mixing has in common."""
+
+    @property
+    def prefill_step(self) -> int:
+        """A prompt may be cut into chunks at multiples of so many tokens."""
+        return 1
 
     def for_context(self, limit: int) -> MixerConfig:
         """Return the mixer for texts of at most `limit` tokens."""
@@ -26,7 +35,8 @@ class MlpConfig:
 class GroupedAttention(MixerConfig):
     """Grouped-query attention with rotary positions; sizes are element counts.
 
-    `sparse` None: every token looks at all tokens before it. `window`: at most so many last ones; 0: all.
+    `sparse` None: every token looks at all tokens before it. `window`: at most so many last ones; 0: all. Without
+    `rope` queries and keys know no position. With an `output_gate` the attention is multiplied by sigmoid(gate(x)).
     """
 
     num_heads: int
@@ -37,6 +47,8 @@ class GroupedAttention(MixerConfig):
     qk_norm: bool = False
     sparse: SparseConfig | None = None
     window: int = 0
+    rope: bool = True
+    output_gate: bool = False
 
     @property
     def q_size(self) -> int:
@@ -87,6 +99,47 @@ class LatentAttention(MixerConfig):
     @property
     def value_size(self) -> int:
         return self.num_heads * self.value_dim
+
+
+@dataclass(frozen=True)
+class LightningAttention(MixerConfig):
+    """Linear attention over a state that decays (lightning attention, arXiv 2405.17381): of each head a matrix [D, D],
+
+        state = exp(-slope) state + k^T v;    o = D^-0.5 q state
+
+    `qk_norm`: RMSNorm of each query and key head, then rotary positions with `rope`. The heads of o together are
+    normalised (`output_norm`) and multiplied by sigmoid(gate(x)) (`output_gate`).
+    """
+
+    num_heads: int
+    head_dim: int
+    qk_norm: bool = True
+    rope: bool = True
+    output_norm: bool = True
+    output_gate: bool = True
+
+    @property
+    def width(self) -> int:
+        """The elements of all heads."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def prefill_step(self) -> int:
+        return LIGHTNING_BLOCK
+
+    @property
+    def slopes(self) -> tuple[float, ...]:
+        """How fast each head forgets: 2^(-8 (h + 1) / H), the slopes of ALiBi (arXiv 2108.12409), in every layer.
+
+        If H is no power of two they are those of the power below it, then every other one of the power above.
+        """
+        below = 2 ** floor(log2(self.num_heads))
+        above = _slopes_of_power(2 * below)[::2]
+        return (*_slopes_of_power(below), *above[: self.num_heads - below])
+
+
+def _slopes_of_power(count: int) -> tuple[float, ...]:
+    return tuple(2.0 ** (-8 * (head + 1) / count) for head in range(count))
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import sqrt
-from typing import Any
+from typing import Any, TypeVar
 
 from cpmrt.config.architectures import ARCHITECTURES, MODEL_TYPES, Architecture
 from cpmrt.config.fields import Fields
+from cpmrt.config.hybrid import read_mixers
 from cpmrt.config.layers import ExpertsMlp, GatedMlp, GroupedAttention, LatentAttention, LayerConfig, MixerConfig
 from cpmrt.config.quantization import WeightQuantization, read_quantization
 from cpmrt.config.rope import RopeConfig
@@ -16,6 +17,7 @@ from cpmrt.config.sparse import SparseConfig
 from cpmrt.dtypes import DType
 from cpmrt.errors import ConfigError, UnsupportedModelError, quoted
 
+T = TypeVar("T")
 MAX_EXPERTS, MAX_EXPERTS_PER_TOKEN = 32, 8
 SCALES = 1e-3, 1e4
 """What the scales of a muP model may be: outside of it activations vanish or overflow 16 bits."""
@@ -59,6 +61,16 @@ class ModelConfig:
         found: GatedMlp | ExpertsMlp = self._shared((GatedMlp, ExpertsMlp), [layer.mlp for layer in self.layers])
         return found
 
+    def of_kind(self, kind: type[T]) -> T | None:
+        """Return the mixer or mlp of this kind that layers have; None where no layer has one.
+
+        Raises UnsupportedModelError where they differ.
+        """
+        parts: list[object] = [part for layer in self.layers for part in (layer.mixer, layer.mlp)]
+        found = [part for part in parts if isinstance(part, kind)]
+        shared: T | None = self._shared((kind,), found) if found else None
+        return shared
+
     def _shared(self, wanted: tuple[type[Any], ...], found: Sequence[object]) -> Any:
         first = found[0]
         if not isinstance(first, wanted) or any(other != first for other in found):
@@ -83,6 +95,17 @@ class ModelConfig:
         """The context without a wish of the user. Dynamic NTK changes every position once it stretches, so it is
         stretched on demand only."""
         return self.max_position_embeddings if self.rope.kind == "dynamic" else self.max_positions
+
+    def chunk_of(self, prefill_chunk: int) -> int:
+        """Return the most tokens of a chunk, at most `prefill_chunk`, after which a prompt may be cut.
+
+        Raises ConfigError where there are none.
+        """
+        step = max(layer.mixer.prefill_step for layer in self.layers)
+        if prefill_chunk < step:
+            what = "prefill_chunk is too small for layers with a recurrent state"
+            raise ConfigError(what, expected=f"at least {step}", actual=prefill_chunk)
+        return prefill_chunk // step * step
 
     def for_context(self, limit: int) -> ModelConfig:
         """Return the model for texts of at most `limit` tokens."""
@@ -115,11 +138,13 @@ class ModelConfig:
             eos = (row.eos_token_id,)
         bos = fields.token_ids("bos_token_id", vocab)[:1] or (row.bos_token_id,)
         mixer, rotated = (_latent if row.latent_attention else _grouped)(fields, row, hidden, heads)
+        mixers = read_mixers(fields, mixer, layers) if row.lists_mixers else (mixer,) * layers
+        mlp = _mlp(fields, row)
         return cls(
             architecture=row.name,
             hidden_size=hidden,
             vocab_size=vocab,
-            layers=(LayerConfig(mixer, _mlp(fields, row)),) * layers,
+            layers=tuple(LayerConfig(mixer, mlp) for mixer in mixers),
             max_position_embeddings=max_positions,
             rms_norm_eps=fields.number("rms_norm_eps", 1e-6, high=1.0),
             rope=RopeConfig.from_hf(config, source, rotated, max_positions),

@@ -53,6 +53,11 @@ class TreeShape:
             )
 
     @property
+    def is_chain(self) -> bool:
+        """Whether no node has two children."""
+        return self.top_k == 1
+
+    @property
     def num_candidates(self) -> int:
         """Drafted tokens from which the tree is chosen."""
         return self.top_k + (self.num_passes - 1) * self.top_k**2

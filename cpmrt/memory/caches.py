@@ -20,7 +20,7 @@ PAGE_SIZE = 64
 SNAPSHOTS_PER_SLOT = 4
 """How many states are kept beside that of each slot: the prompts that other prompts may begin with."""
 _SNAPSHOTS = ".snapshots"
-Scope = Literal["page", "slot"]
+Scope = Literal["page", "slot", "chain"]
 OnAccept = Literal["move", "recompute", "restore"]
 T = TypeVar("T")
 
@@ -32,12 +32,13 @@ def pages_for(num_tokens: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class CacheSpec:
-    """One array that a layer keeps: `shape` for every page (scope page) or for every slot (scope slot).
+    """One array that a layer keeps: `shape` for every page (scope page), for every slot (scope slot), or for every row
+    of the chain of drafts that is being verified (scope chain).
 
     `dtype` None means the executor's type of activations. `on_accept` says what happens when a path of a draft tree is
     accepted: `move` its rows (tokens are the dimension before the last) to the positions of the path, `recompute` what
-    is made of moved rows, `restore` a recurrent state; None: a draft cannot be used with this cache. `part` is its row
-    in the table of the memory plan.
+    is made of moved rows, `restore` a recurrent state, which verification leaves alone, from what it kept of the rows
+    of a chain; None: a draft cannot be used with this cache. `part` is its row in the table of the memory plan.
     """
 
     name: str
@@ -59,13 +60,15 @@ class CacheLayout:
     """The caches of `max_sequences` sequences of at most `max_context` tokens: `layers` lists those of each layer.
 
     Layers that keep a cache of the same name share one array [layers that have it, pages or slots, *shape], called
-    `prefix` and the name. Page numbers are the same in every array.
+    `prefix` and the name. Page numbers are the same in every array. `chain_rows` are those of the longest chain of
+    drafts; without any there are no caches of scope chain.
     """
 
     layers: tuple[tuple[CacheSpec, ...], ...]
     max_context: int
     max_sequences: int
     prefix: str = ""
+    chain_rows: int = 0
 
     @property
     def pages_per_sequence(self) -> int:
@@ -80,22 +83,25 @@ class CacheLayout:
         """The distinct caches by name, in the order in which layers name them."""
         found: dict[str, CacheSpec] = {}
         for layer in self.layers:
-            for spec in layer:
+            for spec in self._kept(layer):
                 if found.setdefault(spec.name, spec) != spec:
                     raise ValueError(f"layers disagree about the cache {spec.name}: {found[spec.name]}, {spec}")
         return found
 
+    def _kept(self, layer: Sequence[CacheSpec]) -> tuple[CacheSpec, ...]:
+        return tuple(spec for spec in layer if spec.scope != "chain" or self.chain_rows)
+
     def arrays(self) -> Iterator[tuple[CacheSpec, tuple[int, ...]]]:
         """Yield each distinct cache with the shape of its array."""
+        places = {"page": self.num_pages, "slot": self.max_sequences, "chain": self.chain_rows}
         for spec in self.specs.values():
             count = sum(spec in layer for layer in self.layers)
-            places = self.num_pages if spec.scope == "page" else self.max_sequences
-            yield spec, (count, places, *spec.shape)
+            yield spec, (count, places[spec.scope], *spec.shape)
 
     def of_layer(self, layer: int, arrays: Mapping[str, T]) -> dict[str, T]:
         """Return a layer's own part of each array that it has, by the cache's name."""
         found = {}
-        for spec in self.layers[layer]:
+        for spec in self._kept(self.layers[layer]):
             index = sum(spec in other for other in self.layers[:layer])
             found[spec.name] = arrays[self.prefix + spec.name][index]  # type: ignore[index]
         return found
@@ -142,10 +148,17 @@ class CacheLayout:
             actual = f"{min(block_table)} to {max(block_table)}"
             raise ConfigError("block table", expected=f"pages 0 to {self.num_pages - 1}", actual=actual)
 
-    def check_draft(self) -> None:
+    def check_draft(self, *, has_chains_only: bool) -> None:
         """Raise ConfigError for a cache that cannot follow an accepted path of a draft tree."""
         for spec in self.specs.values():
-            if spec.on_accept not in ("move", "recompute"):
+            if spec.on_accept == "restore" and not has_chains_only:
+                raise ConfigError(
+                    f"draft trees cannot be used with the cache {spec.name}",
+                    expected="chains of drafts, whose rows a recurrent state can follow",
+                    actual="trees with branches",
+                    fix="use prompt lookup (lookup) or a small model as the draft",
+                )
+            if spec.on_accept is None:
                 raise ConfigError(
                     f"a draft cannot be used with the cache {spec.name}",
                     expected="a cache whose rows move or are made anew when a draft is accepted",

@@ -43,11 +43,16 @@ def layer_tensors(layer: LayerConfig, config: ModelConfig, names: Names) -> Iter
 
 
 def cache_layout(
-    config: ModelConfig, max_context: int, max_sequences: int, kv_dtype: str = "auto", prefix: str = ""
+    config: ModelConfig,
+    max_context: int,
+    max_sequences: int,
+    kv_dtype: str = "auto",
+    prefix: str = "",
+    chain_rows: int = 0,
 ) -> CacheLayout:
-    """Return the caches of all layers; `kv_dtype` as in `EngineConfig`."""
+    """Return the caches of all layers; `kv_dtype` as in `EngineConfig`, `chain_rows` as in `CacheLayout`."""
     layers = (MIXERS[type(layer.mixer)].caches(layer.mixer, kv_dtype) for layer in config.layers)
-    return CacheLayout(tuple(layers), max_context, max_sequences, prefix)
+    return CacheLayout(tuple(layers), max_context, max_sequences, prefix, chain_rows)
 
 
 def layer_buffers(config: ModelConfig, max_rows: int) -> tuple[BufferSpec, ...]:

@@ -106,9 +106,11 @@ def plan_model(
     workspace += needs.context_workspace(max_context)
     tables = [table.spec for table in decoder.tables(config, max_context, max_context)]
     tables += needs.tables(max_context)
-    caches, draft_caches = decoder.cache_layout(config, max_context, engine.max_sequences, engine.kv_dtype), None
+    chain_rows = draft.max_tree_size if draft else 0
+    sizes = max_context, engine.max_sequences, engine.kv_dtype
+    caches, draft_caches = decoder.cache_layout(config, *sizes, chain_rows=chain_rows), None
     if draft is not None:
-        caches.check_draft()
+        caches.check_draft(has_chains_only=all(shape.is_chain for shape in draft.shapes))
         specs = (*specs, *draft.tensors)
         workspace += drafts.buffer_specs(draft, rows)
         tables += (table.spec for table in drafts.tables(draft, max_context, max_context))

@@ -148,6 +148,27 @@ class KVPages:
 
 
 @dataclass(frozen=True, slots=True)
+class LightningHeads:
+    """What lightning attention makes its heads with: the RMSNorms [D] of each query and key head, the rotary table
+    (each None where there is none), and `decay` float32 [H, LIGHTNING_BLOCK + 1], exp(-slope i) in column i."""
+
+    q_norm: Any | None
+    k_norm: Any | None
+    rope: Any | None
+    decay: Any
+
+
+@dataclass(frozen=True, slots=True)
+class LightningState:
+    """What one layer of lightning attention keeps: `states` float32 [B, H, D, D] of each slot, keys by values, and
+    `chain` [rows, 2HD], keys and values of the rows of a chain of drafts that is not accepted yet (None: no drafts).
+    """
+
+    states: Any
+    chain: Any | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Selection:
     """The blocks that each row attends to: int32 [T, K, W], W = `config.num_selected`, in ascending order.
 

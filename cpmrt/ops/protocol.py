@@ -19,7 +19,18 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from cpmrt.config import SparseConfig
-from cpmrt.ops.operands import NOTHING, Handoff, KVPages, LatentWeights, QkvWeights, Routing, Rows, Selection
+from cpmrt.ops.operands import (
+    NOTHING,
+    Handoff,
+    KVPages,
+    LatentWeights,
+    LightningHeads,
+    LightningState,
+    QkvWeights,
+    Routing,
+    Rows,
+    Selection,
+)
 
 
 class Ops(Protocol):
@@ -29,16 +40,44 @@ class Ops(Protocol):
         """out = table[token_ids] * scale."""
 
     def qkv(
-        self, q: Any, kv: KVPages, x: Any, weights: QkvWeights, rope: Any, rows: Rows, eps: float, q_nope: Any = None
-    ) -> Handoff:
+        self, q: Any, kv: KVPages, x: Any, weights: QkvWeights, rope: Any | None, rows: Rows, eps: float,
+        q_nope: Any = None,
+    ) -> Handoff:  # fmt: skip
         """RMSNorm, fused q/k/v projection, bias, per-head RMSNorm of q and k, RoPE (split halves) of each row's
-        position; q is stored, k and v go to the pages of its slot, at its location.
+        position (`rope` None: none); q is stored, k and v go to the pages of its slot, at its location.
 
         With `kv.compressed` also the compressed key of every window that ends at a row's position, a mean in float32 of
         the stored keys, rounded. Rows of a tree add none: their path is not decided. The windows that end within an
         accepted path are compressed when its keys move to their positions. With its `nope` q and k before RoPE are
         stored too, q to `q_nope`, and those keys are compressed."""
         ...
+
+    def project(
+        self, out: Any, x: Any, norm: Any | None, weight: Any, eps: float, *, is_prefill: bool = False
+    ) -> None:
+        """out = norm(x) weight^T (`norm` None: x as it is), rounded."""
+
+    def lightning_decode(
+        self, out: Any, qkv: Any, heads: LightningHeads, state: LightningState, rows: Rows, eps: float
+    ) -> None:
+        """Lightning attention of each row: norms and RoPE of the heads of q and k, all of q, k and v rounded, then with
+        S the state of the row's slot, in float32,
+            S = decay S + k^T v;    out = D^-0.5 q S, rounded.
+        `qkv` [T, 3HD] is the projection. The rows of a tree are a chain in one slot: each takes up the state behind the
+        row before it, none is stored, and their keys and values go to `state.chain`. When rows are accepted, the state
+        takes these up as plain decoding would have, to the bit."""
+
+    def lightning_prefill(
+        self, out: Any, qkv: Any, heads: LightningHeads, state: LightningState, rows: Rows, eps: float
+    ) -> None:
+        """The same for the consecutive rows of one slot, the first at a multiple of LIGHTNING_BLOCK, as matrix products
+        of whole blocks: of row i of a block of n rows, S being the state before the block,
+            out_i = D^-0.5 (decay^(i+1) q_i S + sum over j <= i of decay^(i-j) (q_i k_j) v_j),
+        and after it S = decay^n S + sum over j of decay^(n-1-j) k_j^T v_j. A prompt's bits do not depend on where it
+        was cut, since it is cut between blocks. `qkv` is overwritten."""
+
+    def gate_rows(self, out: Any, norm: Any | None, gate: Any | None, eps: float) -> None:
+        """out = norm(out) * sigmoid(gate), in place, rounded once; without a norm, or without a gate."""
 
     def select_blocks(self, blocks: Any, q: Any, kv: KVPages, rows: Rows, scale: float, config: SparseConfig) -> None:
         """The `Selection.blocks` of every row that leaves blocks out, by the scores that `config.sparse` defines, in
@@ -77,11 +116,6 @@ class Ops(Protocol):
     ) -> None:
         """The attention of `decode_attention` for the consecutive rows of one slot, causal, as matrix products. The
         first row may stand at position -1, before the sequence: it takes no part, and its output is left undefined."""
-
-    def project(
-        self, out: Any, x: Any, norm: Any | None, weight: Any, eps: float, *, is_prefill: bool = False
-    ) -> None:
-        """out = norm(x) weight^T (`norm` None: x as it is), rounded."""
 
     def append_latent(
         self, q_latent: Any, pages: Any, latents: Any, weights: LatentWeights, rope: Any, rows: Rows, eps: float

@@ -42,6 +42,19 @@ _LATENT_ATTENTION = {
     "tree_base": "T",
 }
 
+_LIGHTNING = {
+    "out": "T HD",
+    "qkv": "T 3HD",
+    "states": "B H D D",
+    "chain": "J 2HD",
+    "q_norm": "D",
+    "k_norm": "D",
+    "rope": "2 M D/2",
+    "decay": "H 65",
+    "positions": "T",
+    "slots": "T",
+}
+"""Of lightning attention; J rows of a chain of drafts. "3HD" is 3 times H times D."""
 OPS = {
     "embed": OpSpec({"out": "T C", "token_ids": "T", "table": "V C"}),
     "qkv": OpSpec(
@@ -66,6 +79,9 @@ OPS = {
             "nope": "P K S D",
         }
     ),
+    "lightning_decode": OpSpec(_LIGHTNING),
+    "lightning_prefill": OpSpec(_LIGHTNING),
+    "gate_rows": OpSpec({"out": "T I", "norm": "I", "gate": "T I"}),
     "select_blocks": OpSpec(
         {
             "blocks": "T K W",

@@ -37,6 +37,7 @@ from cpmrt.ops import Rows
 from cpmrt.reference.blas_threads import BlasThreads
 from cpmrt.reference.draft_tree import Nodes
 from cpmrt.reference.drafting import Drafter, Target, keep_path
+from cpmrt.reference.lightning import accept_chain
 from cpmrt.reference.ops import NumpyOps
 from cpmrt.reference.quantized import Matrix, quantized_arrays, rows_of
 from cpmrt.reference.running import Running
@@ -81,7 +82,7 @@ class ReferenceExecutor:
         self.config, self.plan = config.for_context(plan.max_context), plan
         self._layout = layout = plan.caches
         self._limits = ExecutorLimits(
-            plan.max_sequences, plan.max_context, prefill_chunk,
+            plan.max_sequences, plan.max_context, config.chunk_of(prefill_chunk),
             tree_shapes=draft.shapes if draft else (), max_logit_bias=config.vocab_size,
             num_pages=layout.num_pages, page_size=PAGE_SIZE, num_snapshots=layout.num_snapshots,
         )  # fmt: skip
@@ -273,6 +274,10 @@ class ReferenceExecutor:
         layers = zip(self._layout.layers, self._model.layers.layers, strict=True)
         pages = (layer.mixer.pages for caches, layer in layers if any(spec.on_accept == "recompute" for spec in caches))
         keep_path(self._layout.moved(self._arrays), pages, self.block_tables[slot], base, path, self.ops.dtype)
+        if "lightning_chain" in self._arrays:
+            assert list(path) == list(range(len(path))), "a recurrent state follows chains alone"
+            states, chain, decay = (self._arrays[f"lightning_{name}"] for name in ("states", "chain", "decay"))
+            accept_chain(states[:, slot], chain[:, : len(path)], decay)
 
     def _sample(self, slot: int, logits: F32) -> SlotResult:
         running = self._running[slot]

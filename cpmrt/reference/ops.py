@@ -19,6 +19,8 @@ from cpmrt.ops import (
     Handoff,
     KVPages,
     LatentWeights,
+    LightningHeads,
+    LightningState,
     QkvWeights,
     QuantizedWeight,
     Routing,
@@ -26,7 +28,7 @@ from cpmrt.ops import (
     Selection,
     check_shapes,
 )
-from cpmrt.reference import experts
+from cpmrt.reference import experts, lightning
 from cpmrt.reference import latent_attention as latent
 from cpmrt.reference import sparse_attention as sparse
 from cpmrt.reference.fp8_pages import store
@@ -49,6 +51,14 @@ def rotate(heads: F32, cos: F32, sin: F32) -> F32:
     first, second = heads[..., :half], heads[..., half:]
     cos, sin = cos[:, None, :], sin[:, None, :]
     return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+def turned(heads: F32, rope: F32 | None, rows: Rows) -> F32:
+    """Return heads [T, heads, D] rotated to the positions of their rows; as they are without a table."""
+    if rope is None:
+        return heads
+    cos, sin = rope[:, np.where(rows.slots >= 0, rows.positions, 0)]
+    return rotate(heads, cos, sin)
 
 
 def linear(x: F32, weight: Matrix, *, is_prefill: bool = False) -> F32:
@@ -110,7 +120,7 @@ class NumpyOps:
         kv: KVPages,
         x: F32,
         weights: QkvWeights,
-        rope: F32,
+        rope: F32 | None,
         rows: Rows,
         eps: float,
         q_nope: F32 | None = None,
@@ -130,11 +140,10 @@ class NumpyOps:
         if weights.q_norm is not None and weights.k_norm is not None:
             q_heads, k_heads = rms_norm(q_heads, weights.q_norm, eps), rms_norm(k_heads, weights.k_norm, eps)
         kept = rows.slots >= 0
-        cos, sin = rope[:, np.where(kept, rows.positions, 0)]
-        q[:] = round_to(rotate(q_heads, cos, sin), self.dtype).reshape(q.shape)
+        q[:] = round_to(turned(q_heads, rope, rows), self.dtype).reshape(q.shape)
         locations = (rows.positions if rows.locations is None else rows.locations)[kept]
         pages, offsets = rows.block_tables[rows.slots[kept], locations // PAGE_SIZE], locations % PAGE_SIZE
-        store(kv.k, pages, offsets, self._stored(kv.k, rotate(k_heads, cos, sin)[kept]))
+        store(kv.k, pages, offsets, self._stored(kv.k, turned(k_heads, rope, rows)[kept]))
         store(kv.v, pages, offsets, self._stored(kv.v, v_heads[kept]))
         if kv.compressed is not None:
             if kv.compressed.nope is not None and q_nope is not None:
@@ -257,6 +266,40 @@ class NumpyOps:
         attended = np.empty((len(q), len(weights.up), weights.up.shape[1] - query.shape[2]), np.float32)
         latent.attend_chunk(attended, query, rotated, pages, weights.up, rows, scale)
         out[:] = round_to(attended.reshape(out.shape), self.dtype)
+
+    def lightning_decode(
+        self, out: F32, qkv: F32, heads: LightningHeads, state: LightningState, rows: Rows, eps: float
+    ) -> None:
+        parts = self._lightning_heads("lightning_decode", out, qkv, heads, state, rows, eps)
+        lightning.decode(out, parts, heads.decay, state, rows, self.dtype)
+
+    def lightning_prefill(
+        self, out: F32, qkv: F32, heads: LightningHeads, state: LightningState, rows: Rows, eps: float
+    ) -> None:
+        parts = self._lightning_heads("lightning_prefill", out, qkv, heads, state, rows, eps)
+        lightning.prefill(out, parts, heads.decay, state, rows, self.dtype)
+
+    def _lightning_heads(
+        self, op: str, out: F32, qkv: F32, heads: LightningHeads, state: LightningState, rows: Rows, eps: float
+    ) -> tuple[F32, F32, F32]:
+        """Return q, k and v [T, H, D] as they enter the state: q and k normalised and rotated, all rounded."""
+        check_shapes(
+            op, out=out, qkv=qkv, states=state.states, chain=state.chain, q_norm=heads.q_norm, k_norm=heads.k_norm,
+            rope=heads.rope, decay=heads.decay, positions=rows.positions, slots=rows.slots,
+        )  # fmt: skip
+        q, k, v = np.split(qkv.reshape(len(qkv), -1, state.states.shape[-1]), 3, axis=1)
+        if heads.q_norm is not None and heads.k_norm is not None:
+            q, k = rms_norm(q, heads.q_norm, eps), rms_norm(k, heads.k_norm, eps)
+        q, k = turned(q, heads.rope, rows), turned(k, heads.rope, rows)
+        return round_to(q, self.dtype), round_to(k, self.dtype), round_to(v, self.dtype)
+
+    def gate_rows(self, out: F32, norm: F32 | None, gate: F32 | None, eps: float) -> None:
+        check_shapes("gate_rows", out=out, norm=norm, gate=gate)
+        gated = out if norm is None else rms_norm(out, norm, eps)
+        if gate is not None:
+            with np.errstate(over="ignore"):
+                gated = gated / (np.float32(1.0) + np.exp(-gate))
+        out[:] = round_to(gated, self.dtype)
 
     def project_residual(
         self, x: F32, inner: F32, weight: Matrix, bias: F32 | None, scale: float, after: Handoff = NOTHING,

@@ -124,3 +124,8 @@ class SparseOracle(Oracle):
         AttentionInterface.register("infllm_v2", self.attention)
         self._model.set_attn_implementation("infllm_v2")
         self.attention.rotary = self._model.model.rotary_emb
+
+    @property
+    def gap(self) -> float:
+        """That of the attention."""
+        return self.attention.gap

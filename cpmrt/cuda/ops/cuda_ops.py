@@ -36,11 +36,16 @@ class CudaOps:
         self.qkv, self.project, self.project_residual = products.qkv, products.project, products.project_residual
         self.gate_up, self.lm_head = products.gate_up, products.lm_head
         self.append_latent = self.decode_latent_attention = self.prefill_latent_attention = _refuse_latents
+        self.lightning_decode = self.lightning_prefill = self.gate_rows = _refuse_states
         self.route = self.experts_gate_up = self.experts_down = _refuse_experts
 
 
 def _refuse_latents(*operands: Any) -> NoReturn:
     raise UnsupportedModelError("the CUDA executor does not take latent attention", fix="use executor='reference'")
+
+
+def _refuse_states(*operands: Any) -> NoReturn:
+    raise UnsupportedModelError("the CUDA executor does not take lightning attention", fix="use executor='reference'")
 
 
 def _refuse_experts(*operands: Any, **options: Any) -> NoReturn:

@@ -37,7 +37,14 @@ class ActivationConstants:
     fatrelu: int | None = None
 
 
-ROPE_APPEND = KernelSpec("rope_append", "attention/rope_append.cu", "qkv", PageConstants, hot=True)
+@dataclass(frozen=True)
+class RopeConstants(PageConstants):
+    """Compile-time constants of rope_append.cu; `no_rope`: heads are stored as they are."""
+
+    no_rope: bool | None = None
+
+
+ROPE_APPEND = KernelSpec("rope_append", "attention/rope_append.cu", "qkv", RopeConstants, hot=True)
 SILU_MUL = KernelSpec("silu_mul", "rows/activation.cu", "gate_up", ActivationConstants, hot=True)
 RESIDUAL_ADD = KernelSpec("residual_add", "rows/residual.cu", "project_residual", RowConstants, hot=True)
 
@@ -73,7 +80,7 @@ class Products:
         kv: KVPages,
         x: DeviceArray,
         weights: QkvWeights,
-        rope: DeviceArray,
+        rope: DeviceArray | None,
         rows: Rows,
         eps: float,
         q_nope: DeviceArray | None = None,
@@ -86,7 +93,7 @@ class Products:
             slots=rows.slots, block_tables=rows.block_tables, q_nope=q_nope, nope=nope,
         )  # fmt: skip
         _, num_kv_heads, _, head_dim = kv.k.shape
-        counts = len(x), q.shape[1] // head_dim, num_kv_heads, rows.block_tables.shape[1], rope.shape[1]
+        counts = len(x), q.shape[1] // head_dim, num_kv_heads, rows.block_tables.shape[1], 0 if rope is None else rope.shape[1]
         places = rope, rows.positions, rows.locations, rows.slots, rows.block_tables
         rest = (*places, *map(np.int32, counts), np.float32(eps))
 
@@ -98,7 +105,7 @@ class Products:
         if rows.is_prefill:
             self._dense(raw, self._normalised(x, weights.norm, eps), weights.weight)
             self._append(q, kv, raw, weights.bias, weights, (q_nope, nope), rest)
-        elif weights.q_norm is None and q_nope is None and not isinstance(kv.k, Fp8Pages):
+        elif rope is not None and weights.q_norm is None and q_nope is None and not isinstance(kv.k, Fp8Pages):
             left = project(q, kv.k, kv.v)
         else:  # with null pages the kernel stores the projection as it is, the bias added
             left = project(raw, None, None)
@@ -111,11 +118,12 @@ class Products:
         self, q: DeviceArray, kv: KVPages, raw: DeviceArray, bias: DeviceArray | None, weights: QkvWeights,
         nope: tuple[DeviceArray | None, DeviceArray | None], rest: tuple[KernelArgument, ...],
     ) -> None:  # fmt: skip
-        """Store q, k and v of a projection [T, QKV]: bias, the norms of heads, RoPE, pages."""
-        head_dim = kv.k.shape[3]
+        """Store q, k and v of a projection [T, QKV]: bias, the norms of heads, RoPE (`rest` begins with its table), pages.
+        """
+        head_dim, turns = kv.k.shape[3], rest[0] is not None
         grid = -(-len(raw) * (raw.shape[1] // head_dim) * (4 if head_dim == 64 else 8) // BLOCK)
         self._launch(
-            ROPE_APPEND, PageConstants(head_dim, isinstance(kv.k, Fp8Pages)), grid, BLOCK,
+            ROPE_APPEND, RopeConstants(head_dim, isinstance(kv.k, Fp8Pages), None if turns else True), grid, BLOCK,
             q, codes_of(kv.k), codes_of(kv.v), *nope, raw, bias, weights.q_norm, weights.k_norm, *rest,
             *scales_of(kv.k, kv.v),
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Grouped-query attention with rotary positions over pages of keys and values: all of them, or chosen blocks.
+"""Grouped-query attention, mostly with rotary positions, over pages of keys and values: all of them, or chosen blocks.
 
 The rotary table is `rope` float32 [2, positions, head_dim / 2]. Pages are `k_pages` and `v_pages`; in fp8 codes and
 scales (`ops.Fp8Pages`); with sparse attention (`config.sparse`) compressed keys beside them (`ops.CompressedKeys`).
@@ -19,14 +19,15 @@ from cpmrt.memory.caches import PAGE_SIZE, CacheSpec
 from cpmrt.models.layers import ATTENTION, EMBED, HEAD, OUTPUT, QKV, Names, Pass, Table, Weights
 from cpmrt.models.rope import rope_pieces
 from cpmrt.ops import CompressedKeys, Fp8Pages, KVPages, QkvWeights, Selection
-from cpmrt.tensor_spec import BufferSpec, TensorSpec
+from cpmrt.tensor_spec import PLAIN_HEAD_DIM, BufferSpec, TensorSpec
 
 _COMPRESSED = "compressed keys"
 
 
 @dataclass(frozen=True, slots=True)
 class GroupedBuffers:
-    """The workspace of a pass: q [T, HD], its attention, the queries before RoPE and the chosen blocks; the table."""
+    """The workspace of a pass: q [T, HD], its attention, the queries before RoPE and the chosen blocks; the table; the
+    output gate [T, HD]."""
 
     q: Any
     attention: Any
@@ -34,6 +35,7 @@ class GroupedBuffers:
     q_nope: Any
     blocks: Any
     joined: Any
+    gate: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,7 @@ class BoundAttention:
     """The weights and the pages of one layer."""
 
     qkv: QkvWeights
+    gate: Any | None
     output: Any
     output_bias: Any | None
     pages: KVPages
@@ -61,6 +64,9 @@ def tensors(layer: LayerConfig, model: ModelConfig, names: Names) -> Iterator[Te
     if mixer.qk_norm:
         yield names.weight("q_norm", "self_attn.q_norm.weight", mixer.head_dim)
         yield names.weight("k_norm", "self_attn.k_norm.weight", mixer.head_dim)
+    if mixer.output_gate:
+        gate = names.weight("output_gate", "self_attn.o_gate.weight", mixer.q_size, inputs, product="qkv")
+        yield replace(gate, head_dim=PLAIN_HEAD_DIM)
     yield names.weight("output", "self_attn.o_proj.weight", hidden, mixer.q_size, product="residual")
     if mixer.output_bias:
         yield names.weight("output_bias", "self_attn.o_proj.bias", hidden)
@@ -87,6 +93,8 @@ def buffers(mixer: GroupedAttention, max_rows: int) -> Iterator[BufferSpec]:
     """Yield queries, attention, and what the choice of blocks needs."""
     yield BufferSpec("q", (max_rows, mixer.q_size), QKV, ATTENTION)
     yield BufferSpec("attention", (max_rows, mixer.q_size), ATTENTION, OUTPUT)
+    if mixer.output_gate:
+        yield BufferSpec("gate", (max_rows, mixer.q_size), QKV, OUTPUT)
     if mixer.sparse is not None:
         blocks = (max_rows, mixer.num_kv_heads, mixer.sparse.num_selected)
         yield BufferSpec("blocks", blocks, ATTENTION, ATTENTION, np.int32)
@@ -96,6 +104,8 @@ def buffers(mixer: GroupedAttention, max_rows: int) -> Iterator[BufferSpec]:
 
 def tables(mixer: GroupedAttention, model: ModelConfig, max_context: int, limit: int) -> Iterator[Table]:
     """Yield the rotary table."""
+    if not mixer.rope:
+        return
     spec = BufferSpec("rope", (2, max_context, mixer.head_dim // 2), EMBED, HEAD, np.float32)
     yield Table(spec, lambda: rope_pieces(model, mixer.head_dim, max_context, limit))
 
@@ -111,15 +121,18 @@ def bind(layer: LayerConfig, weights: Weights, caches: Mapping[str, Any]) -> Bou
     compressed = None
     if mixer.sparse is not None:
         compressed = CompressedKeys(caches["k1_pages"], caches["k2_pages"], caches.get("nope_pages"))
-    return BoundAttention(qkv, weights["output"], weights["output_bias"], KVPages(k, v, compressed))
+    pages = KVPages(k, v, compressed)
+    return BoundAttention(qkv, weights["output_gate"], weights["output"], weights["output_bias"], pages)
 
 
 def run(step: Pass, layer: LayerConfig, bound: BoundAttention) -> None:
-    """x += residual_scale * (attention(qkv(norm(x))) output^T + bias)."""
+    """x += residual_scale * (attention(qkv(norm(x))) output^T + bias), with a gate times it before the projection."""
     ops, mixer, pages, scratch = step.ops, _attention(layer), bound.pages, step.buffers.of(GroupedBuffers)
     q, out, rows, scale, selection = scratch.q, scratch.attention, step.rows, mixer.head_dim**-0.5, None
-    source = scratch.joined if layer.reads_joined else step.x
-    after = ops.qkv(q, pages, source, bound.qkv, scratch.rope, rows, step.eps, scratch.q_nope)
+    source, rope = scratch.joined if layer.reads_joined else step.x, scratch.rope if mixer.rope else None
+    if mixer.output_gate:
+        ops.project(scratch.gate, source, bound.qkv.norm, bound.gate, step.eps, is_prefill=rows.is_prefill)
+    after = ops.qkv(q, pages, source, bound.qkv, rope, rows, step.eps, scratch.q_nope)
     if mixer.sparse is not None:
         queries = scratch.q_nope if mixer.sparse.use_nope else q
         ops.select_blocks(scratch.blocks, queries, pages, rows, scale, mixer.sparse)
@@ -128,6 +141,8 @@ def run(step: Pass, layer: LayerConfig, bound: BoundAttention) -> None:
         ops.prefill_attention(out, q, pages, rows, scale, window=mixer.window, selection=selection)
     else:
         ops.decode_attention(out, q, pages, rows, scale, window=mixer.window, selection=selection, after=after)
+    if mixer.output_gate:
+        ops.gate_rows(out, None, scratch.gate, step.eps)
     ops.project_residual(
         step.x, out, bound.output, bound.output_bias, step.residual_scale, is_prefill=rows.is_prefill
     )  # fmt: skip
