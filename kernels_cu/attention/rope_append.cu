@@ -10,8 +10,8 @@
 //             positions, slots (T) int32; locations (T) int32 or null: positions; block_tables (B, pages_per_sequence)
 //             int32. A row with slot -1 stores q and q_nope only, as of position 0. With FP8 k_pages, v_pages are uint8,
 //             k_scales, v_scales (P, K) float32: stored with a first token, else read; locations are null
-//   constants HEAD_DIM: elements of a head: 64, 96 or 128. FP8: 1 stores codes and scales. NO_ROPE, where it is defined:
-//             nothing is rotated, rope is null
+//   constants HEAD_DIM: elements of a head: 64, 96 or 128. FP8: 1 stores codes and scales. NO_ROPE: if it is defined,
+//             nothing is rotated and rope is null
 //   launch    grid ceil(T * (H + 2K) * LANES / 256) with LANES = 4 for D = 64, else 8; block 256; no shared memory
 //   numerics  float32, squares summed a lane's in order, then over lanes; each value rounded once
 //   oracle    NumpyOps.qkv after its product

@@ -105,11 +105,13 @@ def test_every_kernel_has_a_test() -> None:
 
 
 def constants_of(text: str) -> tuple[set[str], set[str]]:
-    """The compile-time sizes that a `.cu` file checks for: those of every build, and those of some products only."""
+    """The compile-time sizes that a `.cu` file asks for: those of every build, and those of some products only, or that
+    switch something by being there."""
     check = re.search(r"^#if( !defined.*?)\n#error", text, re.MULTILINE | re.DOTALL)
     tests = check.group(1) if check else ""
     always = {name for name in DEFINED.findall(re.sub(r"\([^()]*&&[^()]*\(\w+\)\)", "", tests))}
-    return always, set(DEFINED.findall(tests)) - always
+    switches = set(re.findall(r"^#ifdef (?!CPMRT_)(\w+)", text, re.MULTILINE))
+    return always, set(DEFINED.findall(tests)) - always | switches
 
 
 def test_the_sizes_that_a_file_asks_for_are_those_of_its_block_its_kernels_and_their_builds() -> None:

@@ -93,7 +93,8 @@ class Products:
             slots=rows.slots, block_tables=rows.block_tables, q_nope=q_nope, nope=nope,
         )  # fmt: skip
         _, num_kv_heads, _, head_dim = kv.k.shape
-        counts = len(x), q.shape[1] // head_dim, num_kv_heads, rows.block_tables.shape[1], 0 if rope is None else rope.shape[1]
+        num_positions = 0 if rope is None else rope.shape[1]
+        counts = len(x), q.shape[1] // head_dim, num_kv_heads, rows.block_tables.shape[1], num_positions
         places = rope, rows.positions, rows.locations, rows.slots, rows.block_tables
         rest = (*places, *map(np.int32, counts), np.float32(eps))
 
@@ -118,12 +119,12 @@ class Products:
         self, q: DeviceArray, kv: KVPages, raw: DeviceArray, bias: DeviceArray | None, weights: QkvWeights,
         nope: tuple[DeviceArray | None, DeviceArray | None], rest: tuple[KernelArgument, ...],
     ) -> None:  # fmt: skip
-        """Store q, k and v of a projection [T, QKV]: bias, the norms of heads, RoPE (`rest` begins with its table), pages.
-        """
-        head_dim, turns = kv.k.shape[3], rest[0] is not None
+        """Store q, k and v of a projection [T, QKV]: bias, the norms of heads, RoPE (`rest[0]` is its table), pages."""
+        head_dim = kv.k.shape[3]
+        constants = RopeConstants(head_dim, isinstance(kv.k, Fp8Pages), None if rest[0] is not None else True)
         grid = -(-len(raw) * (raw.shape[1] // head_dim) * (4 if head_dim == 64 else 8) // BLOCK)
         self._launch(
-            ROPE_APPEND, RopeConstants(head_dim, isinstance(kv.k, Fp8Pages), None if turns else True), grid, BLOCK,
+            ROPE_APPEND, constants, grid, BLOCK,
             q, codes_of(kv.k), codes_of(kv.v), *nope, raw, bias, weights.q_norm, weights.k_norm, *rest,
             *scales_of(kv.k, kv.v),
         )  # fmt: skip
