@@ -20,7 +20,7 @@ PAIR = {"num_attention_heads": 2, "num_hidden_layers": 1, "hidden_size": 128, "h
 
 
 def write_hybrid(root: Path, **config: Any) -> Path:
-    """Write the model and, in its folder `draft`, one layer of plain attention. Keywords replace keys of the model's."""
+    """Write the model and, in its folder `draft`, one layer of plain attention; keywords replace keys of the model."""
     folder = write_checkpoint(root, **SIZES | config)
     write_checkpoint(root / "draft", **PAIR)
     return folder

@@ -85,8 +85,6 @@ def test_conversations_that_branch(folder, chunk, reuse):
             llm.save_prefix("never.prefix", "x" * 200)
 
 
-def test_what_cannot_be_is_refused(folder):
-    with pytest.raises(ConfigError, match="draft trees cannot be used with the cache lightning_states"):
-        open_with(folder, "model", shapes=(TreeShape(2, 4, 6),))
+def test_a_chunk_holds_a_block(folder):
     with pytest.raises(ConfigError, match="prefill_chunk is too small"):
         open_with(folder, prefill_chunk=33)
