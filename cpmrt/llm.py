@@ -29,7 +29,7 @@ from cpmrt.sharing.shared_engine import SharedEngine
 from cpmrt.sharing.text_stream import TextStream
 from cpmrt.text import ChatTemplate, Tokenizer
 from cpmrt.weights.draft_folder import with_speculation
-from cpmrt.weights.files import is_there
+from cpmrt.weights.model_files import is_there
 from cpmrt.weights.model_folder import ModelFolder
 
 T = TypeVar("T")

@@ -25,7 +25,7 @@ from cpmrt.text import ChatTemplate, Tokenizer
 from cpmrt.weights import hub
 from cpmrt.weights.check import check
 from cpmrt.weights.checkpoint import Checkpoint
-from cpmrt.weights.files import read_json
+from cpmrt.weights.model_files import read_json
 from cpmrt.weights.model_folder import BUNDLED, ModelFolder, check_kind
 from cpmrt.weights.quantised_specs import quantisation_summary
 

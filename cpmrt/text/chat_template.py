@@ -23,7 +23,7 @@ from cpmrt.text.marks import MarkedText, Marks
 from cpmrt.text.messages import checked_messages, checked_tools, marked_variables, plain, with_contents
 from cpmrt.text.special_tokens import CONFIG_FILE, read_optional, read_special_tokens
 from cpmrt.text.template_sandbox import ChatEnvironment
-from cpmrt.weights.files import is_there, read_file
+from cpmrt.weights.model_files import is_there, read_file
 
 KEY = "chat_template"
 MAX_TEMPLATE_BYTES = 2**20

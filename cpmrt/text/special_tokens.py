@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from cpmrt.errors import CheckpointError, quoted
-from cpmrt.weights.files import read_json_if_there
+from cpmrt.weights.model_files import read_json_if_there
 
 CONFIG_FILE = "tokenizer_config.json"
 NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")

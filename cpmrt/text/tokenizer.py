@@ -17,7 +17,8 @@ from cpmrt.text.marks import MarkedText, Marks
 from cpmrt.text.special_tokens import CONFIG_FILE, complete_added_tokens, read_optional, read_special_tokens
 from cpmrt.text.token_bytes import TokenBytes
 from cpmrt.text.tokenizer_check import check_tokenizer
-from cpmrt.weights.files import is_there, parse_object, read_file
+from cpmrt.weights.files import parse_object
+from cpmrt.weights.model_files import is_there, read_file
 
 MAX_TOKENIZER_BYTES = 64 * 2**20
 

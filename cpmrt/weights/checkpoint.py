@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 from cpmrt.dtypes import Array
 from cpmrt.errors import CheckpointError, listed, quoted
-from cpmrt.weights.files import is_there, read_json
+from cpmrt.weights.model_files import is_there, read_json
 from cpmrt.weights.safetensors import SafetensorsFile, TensorEntry
 
 INDEX_NAME = "model.safetensors.index.json"

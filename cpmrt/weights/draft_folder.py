@@ -13,7 +13,7 @@ from cpmrt.config.draft import DraftConfig, Shapes, detect_method
 from cpmrt.config.speculate_argument import LOOKUP, read_speculation
 from cpmrt.weights import hub
 from cpmrt.weights.checkpoint import Checkpoint
-from cpmrt.weights.files import read_json, read_json_if_there
+from cpmrt.weights.model_files import read_json, read_json_if_there
 from cpmrt.weights.model_folder import ModelFolder
 
 

@@ -127,17 +127,3 @@ def parse_object(raw: bytes, source: str, *, unique_keys: bool = False) -> dict[
     if not isinstance(value, dict):
         raise CheckpointError(source, expected="a JSON object", actual=quoted(value))
     return value
-
-
-def read_json(path: Path, *, unique_keys: bool = False) -> dict[str, object]:
-    """Read the object in a JSON file such as config.json or tokenizer_config.json.
-
-    NaN and Infinity are accepted, as Python's own writer makes them; `unique_keys` as in `parse_object`.
-    Raises CheckpointError if the file is missing, over 10 MB, not UTF-8, not JSON or not an object.
-    """
-    return parse_object(read_file(path, MAX_JSON_BYTES), str(path), unique_keys=unique_keys)
-
-
-def read_json_if_there(path: Path) -> dict[str, object] | None:
-    """Read the object in a JSON file as `read_json` does; None if the folder has no such file."""
-    return read_json(path) if is_there(path) else None

@@ -11,7 +11,7 @@ from typing import Any
 from cpmrt.config import ModelConfig, SamplingDefaults, SparseSetting, with_sparse_setting
 from cpmrt.errors import CheckpointError, ConfigError, quoted
 from cpmrt.weights import hub
-from cpmrt.weights.files import is_there, read_json, read_json_if_there
+from cpmrt.weights.model_files import is_there, read_json, read_json_if_there
 from cpmrt.weights.repository import Repository, has_weights
 
 BUNDLED = Path(__file__).parent.parent / "assets" / "demo"

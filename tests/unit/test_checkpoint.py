@@ -17,7 +17,8 @@ from safetensors.numpy import save_file
 
 from cpmrt.errors import CheckpointError
 from cpmrt.weights.checkpoint import INDEX_NAME, Checkpoint
-from cpmrt.weights.files import MAX_JSON_BYTES, read_json
+from cpmrt.weights.files import MAX_JSON_BYTES
+from cpmrt.weights.model_files import read_json
 
 A = np.arange(6, dtype=np.float32).reshape(2, 3)
 B = np.arange(4, dtype=np.float16)

@@ -14,7 +14,8 @@ from cpmrt.errors import CheckpointError
 from cpmrt.text import ChatTemplate, Tokenizer
 from cpmrt.weights import safetensors
 from cpmrt.weights.checkpoint import Checkpoint
-from cpmrt.weights.files import open_file, read_file, read_json, read_json_if_there
+from cpmrt.weights.files import open_file, read_file
+from cpmrt.weights.model_files import read_json, read_json_if_there
 from cpmrt.weights.model_folder import ModelFolder
 from cpmrt.weights.token_index import read_token_index
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from cpmrt.errors import CheckpointError, CpmrtError
-from cpmrt.weights.gguf.file import GgufFile, open_parts
+from cpmrt.weights.gguf.file import GgufFile, GgufModel
 
 DAMAGES = list(files.damages())
 
@@ -115,17 +115,17 @@ def test_a_file_that_is_not_there_and_a_folder(tmp_path):
 def test_parts_of_a_split_model_open_from_any_of_them(tmp_path):
     paths = files.split(tmp_path)
     for path in paths:
-        parts = open_parts(path)
-        assert [part.path for part in parts] == paths
-        assert [name for part in parts for name in part.entries] == [tensor.name for tensor in files.good().tensors]
-        assert parts[0].metadata["general.architecture"] == "llama"
-        for part in parts:
-            part.close()
+        with GgufModel.open(path) as model:
+            assert [part.path for part in model.parts] == paths
+            assert model.metadata["general.architecture"] == "llama"
+            for tensor in files.good().tensors:
+                assert model.view(tensor.name).tobytes() == tensor.data
+            assert len(model.entries) == 5
 
 
 def test_a_file_that_was_never_split_is_its_only_part(good):
-    (part,) = open_parts(good)
-    part.close()
+    with GgufModel.open(good) as model:
+        assert len(model.parts) == 1 and len(model.entries) == 5
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_parts_that_do_not_belong_together_are_refused(tmp_path, fault, words):
     else:
         _rewrite(paths, fault)
     with pytest.raises(CheckpointError) as found:
-        open_parts(opened)
+        GgufModel.open(opened)
     assert words in str(found.value)
 
 

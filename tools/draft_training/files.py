@@ -18,7 +18,7 @@ from cpmrt.config import ModelConfig
 from cpmrt.dtypes import F32, Array, DType, from_float32, to_float32
 from cpmrt.errors import CheckpointError, ConfigError
 from cpmrt.quantization.file_writer import SafetensorsWriter, TensorPlan
-from cpmrt.weights.files import read_json
+from cpmrt.weights.model_files import read_json
 from cpmrt.weights.model_folder import ModelFolder
 from cpmrt.weights.safetensors import SafetensorsFile
 

@@ -105,29 +105,62 @@ def split_paths(path: Path) -> list[Path]:
     return [path.with_name(f"{stem}-{number:05}-of-{count}{SUFFIX}") for number in range(1, int(count) + 1)]
 
 
-def open_parts(path: Path) -> list[GgufFile]:
-    """Open all files of the model that `path` is one of, and check that they belong together.
+@dataclass(frozen=True, eq=False, slots=True)
+class GgufModel:
+    """All files of a model, opened: one, or the parts of a split one. Closes at the end of a `with` block."""
 
-    Raises CheckpointError, UnsupportedModelError.
-    """
-    parts: list[GgufFile] = []
-    with ExitStack() as opened:
-        for number, part_path in enumerate(split_paths(path)):
-            part = opened.enter_context(GgufFile.open(part_path))
-            parts.append(part)
-            _check_part(part, number, path)
-        _check_together(parts, path)
-        opened.pop_all()
-    return parts
+    path: Path
+    """As the user named it."""
+    parts: tuple[GgufFile, ...]
+    entries: Mapping[str, TensorEntry]
+
+    @classmethod
+    def open(cls, path: Path) -> GgufModel:
+        """Open all files of the model that `path` is one of, and check that they belong together.
+
+        Raises CheckpointError, UnsupportedModelError.
+        """
+        parts: list[GgufFile] = []
+        with ExitStack() as opened:
+            for number, part_path in enumerate(split_paths(path)):
+                part = opened.enter_context(GgufFile.open(part_path))
+                parts.append(part)
+                _check_part(part, number, path)
+            entries = _together(parts, path)
+            opened.pop_all()
+        return cls(path, tuple(parts), MappingProxyType(entries))
+
+    @property
+    def metadata(self) -> Mapping[str, Value]:
+        """The keys of the model, which the first part has."""
+        return self.parts[0].metadata
+
+    def view(self, name: str) -> Array:
+        """Return a tensor as `GgufFile.view` does."""
+        entry = self.entries.get(name)
+        if entry is None:
+            raise CheckpointError(f"{self.path} has no tensor {quoted(name)}")
+        return next(part for part in self.parts if part.path == entry.path).view(name)
+
+    def close(self) -> None:
+        """Unmap the files; arrays that view them stay valid. May be called again."""
+        for part in self.parts:
+            part.close()
+
+    def __enter__(self) -> GgufModel:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
 
 def _check_part(part: GgufFile, number: int, path: Path) -> None:
     """Compare a part's own number and count with the names of the files."""
-    expected = {"split.no": number, "split.count": len(split_paths(path))}
-    for key, value in expected.items():
-        found = part.metadata.get(key, value if len(split_paths(path)) == 1 else None)
-        # A model that was never split may say so: no part 0 of none.
-        if found != value and not (key == "split.count" and value == 1 and found == 0):
+    count = len(split_paths(path))
+    for key, value in {"split.no": number, "split.count": count}.items():
+        found = part.metadata.get(key, value if count == 1 else None)
+        # A model that was never split may say so: no part of none.
+        if found != value and not (count == 1 and found == 0):
             raise CheckpointError(
                 f"{part.path}: key {quoted(key)}", expected=value, actual=quoted(found),
                 fix="keep the names that the files of a split model were downloaded with, such as "
@@ -135,17 +168,18 @@ def _check_part(part: GgufFile, number: int, path: Path) -> None:
             )  # fmt: skip
 
 
-def _check_together(parts: Sequence[GgufFile], path: Path) -> None:
-    seen: dict[str, Path] = {}
+def _together(parts: Sequence[GgufFile], path: Path) -> dict[str, TensorEntry]:
+    """Return the tensors of all parts."""
+    entries: dict[str, TensorEntry] = {}
     for part in parts:
-        for name in part.entries:
-            if name in seen:
-                where = f"{seen[name].name} and {part.path.name}"
-                raise CheckpointError(f"{path}: tensor {quoted(name)} is in two files", actual=where)
-            seen[name] = part.path
+        for twice in part.entries.keys() & entries.keys():
+            where = f"{entries[twice].path.name} and {part.path.name}"
+            raise CheckpointError(f"{path}: tensor {quoted(twice)} is in two files", actual=where)
+        entries.update(part.entries)
     total = parts[0].metadata.get("split.tensors.count")
-    if len(parts) > 1 and total is not None and total != len(seen):
+    if len(parts) > 1 and total is not None and total != len(entries):
         raise CheckpointError(
-            f"{parts[0].path}: key 'split.tensors.count'", expected=f"{len(seen)}, as the files have",
+            f"{parts[0].path}: key 'split.tensors.count'", expected=f"{len(entries)}, as the files have",
             actual=quoted(total), fix="the files are of different models: download them again",
         )  # fmt: skip
+    return entries

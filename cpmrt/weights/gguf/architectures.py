@@ -1,0 +1,97 @@
+"""The architectures of GGUF files that cpmrt runs, and what their tensors are called in Hugging Face checkpoints.
+
+Source: the converters and `gguf.TENSOR_NAMES` of llama.cpp, which define both.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cpmrt.errors import CheckpointError, UnsupportedModelError, quoted
+from cpmrt.weights.gguf.header import Value
+
+ARCHITECTURE_KEY = "general.architecture"
+_LAYER = re.compile(r"blk\.(\d{1,5})\.(.+)\.(weight|bias)")
+_TOP = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_PARTS = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
+NOT_WEIGHTS = (ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS)
+"""Tensors that the config is made of."""
+
+
+@dataclass(frozen=True)
+class GgufArchitecture:
+    """One architecture: its name in the file, and in config.json. `parts` are tensors of a layer beside the usual.
+
+    `paired`: the rows of a query or key head lie in pairs, row j and row j + half of it one after another.
+    """
+
+    name: str
+    hugging_face: str
+    paired: bool = False
+    parts: Mapping[str, str] = field(default_factory=dict)
+
+    def hugging_face_name(self, name: str) -> str:
+        """Return what a tensor is called in a Hugging Face checkpoint; its own name if nothing."""
+        if match := _LAYER.fullmatch(name):
+            layer, part, kind = match.groups()
+            renamed = self.parts.get(part) or _PARTS.get(part)
+            return f"model.layers.{int(layer)}.{renamed}.{kind}" if renamed else name
+        return _TOP.get(name, name)
+
+    def gguf_name(self, name: str) -> str:
+        """Return what a tensor of a Hugging Face checkpoint is called in the file: the inverse."""
+        top = {hugging_face: own for own, hugging_face in _TOP.items()}
+        if name in top:
+            return top[name]
+        _, _, layer, rest = name.split(".", 3)
+        module, _, kind = rest.rpartition(".")
+        parts = {renamed: part for part, renamed in (_PARTS | dict(self.parts)).items()}
+        return f"blk.{layer}.{parts[module]}.{kind}"
+
+    def pairs_rows(self, name: str) -> bool:
+        """Whether the rows of this tensor (its Hugging Face name) lie in pairs."""
+        return self.paired and name.rpartition(".")[0].endswith(("self_attn.q_proj", "self_attn.k_proj"))
+
+
+GGUF_ARCHITECTURES = {
+    row.name: row
+    for row in (
+        GgufArchitecture("llama", "LlamaForCausalLM", paired=True),
+        GgufArchitecture("minicpm", "MiniCPMForCausalLM", paired=True),
+        GgufArchitecture("qwen2", "Qwen2ForCausalLM"),
+        GgufArchitecture("qwen3", "Qwen3ForCausalLM"),
+    )
+}
+
+
+def architecture_of(metadata: Mapping[str, Value], path: Path) -> GgufArchitecture:
+    """Return the row of a file. Raises UnsupportedModelError, or CheckpointError where it names none."""
+    name = metadata.get(ARCHITECTURE_KEY)
+    if not isinstance(name, str):
+        raise CheckpointError(f"{path}: key {quoted(ARCHITECTURE_KEY)}", expected="a name", actual=quoted(name))
+    if name not in GGUF_ARCHITECTURES:
+        raise UnsupportedModelError(
+            f"{path}: architecture {quoted(name)} is not supported", expected="one of " + ", ".join(GGUF_ARCHITECTURES),
+            fix="or use the safetensors files of the model, if its architecture is supported there",
+        )  # fmt: skip
+    return GGUF_ARCHITECTURES[name]

@@ -1,0 +1,170 @@
+"""Makes the config.json and generation_config.json that a GGUF model would have as a Hugging Face folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import log, sqrt
+from typing import Any
+
+import numpy as np
+
+from cpmrt.config.fields import Fields
+from cpmrt.errors import UnsupportedModelError, quoted
+from cpmrt.weights.formats.blocks import BLOCK_TYPES
+from cpmrt.weights.gguf.architectures import (
+    LONG_FACTORS,
+    ROPE_FACTORS,
+    SHORT_FACTORS,
+    GgufArchitecture,
+    architecture_of,
+)
+from cpmrt.weights.gguf.file import GgufModel
+from cpmrt.weights.gguf.header import Value
+
+TOKENS_KEY = "tokenizer.ggml.tokens"
+TYPES_KEY = "tokenizer.ggml.token_type"
+CONTROL = 3
+"""The type of tokens that steer the model and are no text."""
+_END_IDS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
+_END_TEXTS = frozenset(("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>"))
+"""Control tokens that end an answer in every model that has them. A file names one end, a generation_config.json all.
+"""
+# What MiniCPM's first files, which lack the scales, were made from: scale_emb, scale_depth and dim_model_base.
+_OLD_SCALES = (12.0, 1.4, 256)
+_SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
+
+
+def config_json(model: GgufModel) -> dict[str, Any]:
+    """Return the object of a config.json that says what the model's keys and tensors say.
+
+    Raises ConfigError for a key that is missing or no proper value, UnsupportedModelError.
+    """
+    row = architecture_of(model.metadata, model.path)
+    keys = _keys(model, row)
+    heads = keys.integer("attention.head_count")
+    hidden, layers = keys.integer("embedding_length"), keys.integer("block_count")
+    head_dim = keys.integer("attention.key_length", None) or keys.integer("rope.dimension_count", hidden // heads)
+    config = {
+        "architectures": [row.hugging_face],
+        "hidden_size": hidden,
+        "intermediate_size": keys.integer("feed_forward_length"),
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": keys.integer("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "partial_rotary_factor": keys.integer("rope.dimension_count", head_dim) / head_dim,
+        "vocab_size": _vocab_size(model, keys),
+        "max_position_embeddings": keys.integer("context_length"),
+        "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon", 1e-6, high=1.0),
+        "rope_theta": keys.number("rope.freq_base", 10000.0),
+        "rope_scaling": _rope_scaling(model, keys),
+        "tie_word_embeddings": "output.weight" not in model.entries,
+        "attention_bias": "blk.0.attn_q.bias" in model.entries,
+        "num_experts": keys.integer("expert_count", 0, low=0),
+        "torch_dtype": _dtype(model),
+        "bos_token_id": model.metadata.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": end_ids(model.metadata),
+    }
+    return config | (_scales(keys, hidden, layers) if row.hugging_face == "MiniCPMForCausalLM" else {})
+
+
+def generation_config_json(metadata: Mapping[str, Value]) -> dict[str, Any]:
+    """Return the object of a generation_config.json: the sampling that the file recommends; empty where it does not."""
+    found = {name: metadata.get(f"general.sampling.{key}") for key, name in _SAMPLING.items()}
+    return {name: _decimal(value) for name, value in found.items() if value is not None}
+
+
+def end_ids(metadata: Mapping[str, Value]) -> list[Value]:
+    """Return the ids of the tokens that end an answer, each once."""
+    ids = [metadata[key] for key in _END_IDS if key in metadata]
+    texts, types = metadata.get(TOKENS_KEY), metadata.get(TYPES_KEY)
+    if isinstance(texts, list) and isinstance(types, np.ndarray) and len(types) == len(texts):
+        controls = np.flatnonzero(types == CONTROL).tolist()
+        ids += [token_id for token_id in controls if texts[token_id] in _END_TEXTS]
+    return [token_id for index, token_id in enumerate(ids) if token_id not in ids[:index]]
+
+
+def _keys(model: GgufModel, row: GgufArchitecture) -> Fields:
+    """Return the keys of the architecture, without its name in front, numbers as people wrote them."""
+    prefix = f"{row.name}."
+    own = {key: value for key, value in model.metadata.items() if key.startswith(prefix)}
+    values = {key.removeprefix(prefix): _decimal(_same(value)) for key, value in own.items()}
+    return Fields(values, f"{model.path}: {prefix[:-1]}")
+
+
+def _same(value: Value) -> Value:
+    """Return the number that a list has for every layer, other values as they are."""
+    if isinstance(value, np.ndarray) and value.size and (value == value[0]).all():
+        number: Value = value[0].item()
+        return number
+    return value
+
+
+def _decimal(value: Value) -> Value:
+    """Return a float32 as the shortest decimal that is stored as it: 1e-06 for 9.999999974752427e-07."""
+    return float(str(np.float32(value))) if isinstance(value, float) else value
+
+
+def _vocab_size(model: GgufModel, keys: Fields) -> Any:
+    embedding = model.entries.get("token_embd.weight")
+    return embedding.shape[0] if embedding else keys.integer("vocab_size")
+
+
+def _scales(keys: Fields, hidden: int, layers: int) -> dict[str, float]:
+    """Return MiniCPM's scales; the file has them as the forward pass uses them."""
+    embedding, depth, base = _OLD_SCALES
+    depth = keys.number("residual_scale", depth / sqrt(layers)) * sqrt(layers)
+    return {
+        "scale_emb": keys.number("embedding_scale", embedding),
+        "scale_depth": float(f"{depth:.6g}"),
+        "dim_model_base": float(f"{hidden / keys.number('logit_scale', hidden / base):.6g}"),
+    }
+
+
+def _rope_scaling(model: GgufModel, keys: Fields) -> dict[str, Any] | None:
+    kind = keys.text("rope.scaling.type", "none")
+    original = keys.integer("rope.scaling.original_context_length", None)
+    weight = keys.number("rope.scaling.attn_factor", None)
+    factor = keys.number("rope.scaling.factor", None) or keys.number("rope.scale_linear", None)
+    more = {} if original is None else {"original_max_position_embeddings": original}
+    if LONG_FACTORS in model.entries or SHORT_FACTORS in model.entries:
+        lists = {"long_factor": _factors(model, LONG_FACTORS), "short_factor": _factors(model, SHORT_FACTORS)}
+        more |= {} if weight is None else {"attention_factor": weight}
+        return {"rope_type": "longrope", **lists, **more}
+    if ROPE_FACTORS in model.entries:
+        factors = _factors(model, ROPE_FACTORS)  # those of Llama 3, computed
+        return {"rope_type": "longrope", "long_factor": factors, "short_factor": factors, "attention_factor": 1.0}
+    if kind == "none" or factor in (None, 1.0):
+        return None
+    if kind == "linear":
+        return {"rope_type": "linear", "factor": factor}
+    if kind != "yarn":
+        raise UnsupportedModelError(
+            f"{model.path}: key 'rope.scaling.type'", expected="none | linear | yarn, or tensors of factors",
+            actual=quoted(kind),
+        )  # fmt: skip
+    # llama.cpp multiplies YaRN's own weight by it.
+    more |= {} if weight is None else {"attention_factor": weight * (0.1 * log(factor) + 1.0)}
+    blends = {name: keys.number(f"rope.scaling.yarn_{name}", None) for name in ("beta_fast", "beta_slow")}
+    return {"rope_type": "yarn", "factor": factor, **more, **blends}
+
+
+def _factors(model: GgufModel, name: str) -> list[float]:
+    """Return a tensor of factors; if only one of two lists is there, that one."""
+    found = name if name in model.entries else next(other for other in (LONG_FACTORS, SHORT_FACTORS) if other != name)
+    entry = model.entries[found]
+    if entry.dtype != "F32" or len(entry.shape) != 1:
+        raise UnsupportedModelError(
+            f"{model.path}: tensor {quoted(found)}", expected="F32 of one dimension",
+            actual=f"{entry.dtype} {list(entry.shape)}",
+        )  # fmt: skip
+    values: list[float] = model.view(found).tolist()
+    return values
+
+
+def _dtype(model: GgufModel) -> str:
+    """Return the type of activations: bfloat16 beside blocks, which say nothing of it, else that of the matrices."""
+    types = {entry.dtype for entry in model.entries.values() if len(entry.shape) > 1}
+    if "BF16" in types or types & BLOCK_TYPES.keys():
+        return "bfloat16"
+    return "float16" if "F16" in types else "float32"

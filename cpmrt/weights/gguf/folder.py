@@ -1,0 +1,41 @@
+"""A GGUF file as the folder that it stands for: config.json and its companions, made of what the file says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from cpmrt.weights.gguf.config import config_json, generation_config_json
+from cpmrt.weights.gguf.file import SUFFIX, GgufModel
+from cpmrt.weights.gguf.vocabulary import encoded, has_tokenizer, tokenizer_config_json, tokenizer_json
+
+
+def is_gguf(path: Path) -> bool:
+    """Tell whether a path is that of a GGUF file, by its name."""
+    return path.suffix == SUFFIX and path.is_file()
+
+
+def read_member(path: Path, name: str) -> bytes | None:
+    """Return a small file of the folder that the GGUF file `path` stands for; None if it would have none of that name.
+
+    Raises CheckpointError, ConfigError, UnsupportedModelError.
+    """
+    status = path.stat()
+    make = _members(path, status.st_size, status.st_mtime_ns).get(name)
+    return None if make is None else encoded(make())
+
+
+@lru_cache(maxsize=2)
+def _members(path: Path, size: int, changed: int) -> dict[str, Callable[[], dict[str, Any]]]:
+    """Return what makes each file. Size and time of change are there to tell a file from what it was."""
+    with GgufModel.open(path) as model:
+        metadata, config = model.metadata, config_json(model)
+    members: dict[str, Callable[[], dict[str, Any]]] = {"config.json": lambda: config}
+    if sampling := generation_config_json(metadata):
+        members["generation_config.json"] = lambda: sampling
+    if has_tokenizer(metadata):
+        members["tokenizer.json"] = lambda: tokenizer_json(metadata, path)
+        members["tokenizer_config.json"] = lambda: tokenizer_config_json(metadata, path)
+    return members

@@ -1,0 +1,233 @@
+"""Makes the tokenizer.json and tokenizer_config.json that the tokenizer of a GGUF model would have in a folder.
+
+A file has a list of tokens with a type each and either SentencePiece's scores ("llama") or the merges of byte-level BPE
+("gpt2"), whose way of cutting text into words has only a name. A file that carries a whole tokenizer.json is taken at
+its word.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cpmrt.dtypes import Array
+from cpmrt.errors import CheckpointError, UnsupportedModelError, quoted
+from cpmrt.weights.files import parse_object
+from cpmrt.weights.gguf.header import Value
+from cpmrt.weights.gguf.word_patterns import word_splitter
+
+PREFIX = "tokenizer.ggml."
+MODEL, TOKENS, TYPES, SCORES, MERGES = (
+    PREFIX + name for name in ("model", "tokens", "token_type", "scores", "merges")
+)
+WHOLE = "tokenizer.huggingface.json"
+TEMPLATE, TEMPLATES = "tokenizer.chat_template", "tokenizer.chat_templates"
+_SPACE = "\u2581"
+_NAMED = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
+
+
+class TokenType(IntEnum):
+    """What a token is for, by the format's numbers."""
+
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    UNUSED = 5
+    BYTE = 6
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The tokens of a file and their types; `path` is for messages."""
+
+    path: Path
+    metadata: Mapping[str, Value]
+    tokens: list[str]
+    types: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, metadata: Mapping[str, Value], path: Path) -> Vocabulary:
+        """Check the tokens of a file. Raises CheckpointError."""
+        tokens = metadata.get(TOKENS)
+        if not isinstance(tokens, list) or not tokens:
+            raise CheckpointError(f"{path}: key {quoted(TOKENS)}", expected="a list of tokens", actual=quoted(tokens))
+        types = metadata.get(TYPES)
+        if types is None:
+            return cls(path, metadata, tokens, np.full(len(tokens), TokenType.NORMAL, np.int64))
+        numbers = _numbers(types, len(tokens), f"{path}: key {quoted(TYPES)}").astype(np.int64)
+        wrong = numbers[(numbers < min(TokenType)) | (numbers > max(TokenType))]
+        if wrong.size:
+            raise CheckpointError(f"{path}: key {quoted(TYPES)}", expected="types from 1 to 6", actual=int(wrong[0]))
+        return cls(path, metadata, tokens, numbers)
+
+    def ids(self, *types: TokenType) -> list[int]:
+        """Return the ids of all tokens of these types."""
+        found: list[int] = np.flatnonzero(np.isin(self.types, types)).tolist()
+        return found
+
+    def mapping(self) -> dict[str, int]:
+        """Return the id of each token that is used; of two that look alike the first."""
+        used = np.flatnonzero(self.types != TokenType.UNUSED).tolist()
+        return {self.tokens[token_id]: token_id for token_id in reversed(used)}
+
+    def named(self, name: str) -> str | None:
+        """Return the token that the file names as its "bos", "eos", ...; None where it names none."""
+        key = f"{PREFIX}{name}_token_id"
+        token_id = self.metadata.get(key)
+        if token_id is None:
+            return None
+        if type(token_id) is not int or not 0 <= token_id < len(self.tokens):
+            expected = f"a token id in [0, {len(self.tokens)})"
+            raise CheckpointError(f"{self.path}: key {quoted(key)}", expected=expected, actual=quoted(token_id))
+        return self.tokens[token_id]
+
+    def flag(self, name: str, default: bool) -> bool:
+        """Return a truth value of the tokenizer."""
+        value = self.metadata.get(PREFIX + name, default)
+        if not isinstance(value, bool):
+            raise CheckpointError(f"{self.path}: key {quoted(PREFIX + name)}", expected="a truth value", actual=value)
+        return value
+
+
+def has_tokenizer(metadata: Mapping[str, Value]) -> bool:
+    """Tell whether a file has a tokenizer at all."""
+    return MODEL in metadata or WHOLE in metadata
+
+
+def tokenizer_json(metadata: Mapping[str, Value], path: Path) -> dict[str, Any]:
+    """Return the object of a tokenizer.json. Raises CheckpointError, UnsupportedModelError."""
+    whole, kind = metadata.get(WHOLE), metadata.get(MODEL)
+    if isinstance(whole, str):
+        return parse_object(whole.encode(), f"{path}: key {quoted(WHOLE)}", unique_keys=True)
+    if kind not in _MODELS:
+        raise UnsupportedModelError(
+            f"{path}: key {quoted(MODEL)}", expected=" | ".join(_MODELS), actual=quoted(kind)
+        )
+    vocabulary = Vocabulary.of(metadata, path)
+    special = {TokenType.CONTROL, TokenType.UNKNOWN}
+    added = [
+        {
+            "id": token_id, "content": vocabulary.tokens[token_id], "single_word": False, "lstrip": False,
+            "rstrip": False, "normalized": False, "special": vocabulary.types[token_id] in special,
+        }
+        for token_id in vocabulary.ids(*special, TokenType.USER_DEFINED)
+        if vocabulary.tokens[token_id]
+    ]  # fmt: skip
+    plain = {"version": "1.0", "truncation": None, "padding": None, "post_processor": None, "added_tokens": added}
+    return plain | _MODELS[str(kind)](vocabulary)
+
+
+def tokenizer_config_json(metadata: Mapping[str, Value], path: Path) -> dict[str, Any]:
+    """Return the object of a tokenizer_config.json: special tokens, BOS, chat template. Raises CheckpointError."""
+    vocabulary = Vocabulary.of(metadata, path)
+    named = {name: text for key, name in _NAMED.items() if (text := vocabulary.named(key))}
+    adds_bos = metadata.get(MODEL) == "llama" or metadata.get(PREFIX + "pre") in ("llama-bpe", "llama3", "llama-v3")
+    config: dict[str, Any] = {"add_bos_token": vocabulary.flag("add_bos_token", adds_bos) and "bos_token" in named}
+    config |= named
+    templates = dict(_templates(metadata, path))
+    if templates.keys() - {"default"}:
+        config["chat_template"] = [{"name": name, "template": text} for name, text in templates.items()]
+    elif templates:
+        config["chat_template"] = templates["default"]
+    return config
+
+
+def _templates(metadata: Mapping[str, Value], path: Path) -> Iterator[tuple[str, str]]:
+    names = metadata.get(TEMPLATES, [])
+    for name, key in [("default", TEMPLATE), *((name, f"{TEMPLATE}.{name}") for name in _listed(names, TEMPLATES, path))]:
+        text = metadata.get(key)
+        if isinstance(text, str):
+            yield name, text
+        elif text is not None:
+            raise CheckpointError(f"{path}: key {quoted(key)}", expected="a template", actual=quoted(text))
+
+
+def _sentence_piece(vocabulary: Vocabulary) -> dict[str, Any]:
+    """Return the parts of a tokenizer.json for a SentencePiece model of type BPE."""
+    normalizers: list[dict[str, Any]] = [{"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}]
+    decoders: list[dict[str, Any]] = [
+        {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"},
+    ]  # fmt: skip
+    if vocabulary.flag("add_space_prefix", True):
+        normalizers.insert(0, {"type": "Prepend", "prepend": _SPACE})
+        decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    scores = _numbers(vocabulary.metadata.get(SCORES), len(vocabulary.tokens), f"{vocabulary.path}: key {quoted(SCORES)}")
+    model = {
+        "type": "BPE", "dropout": None, "unk_token": vocabulary.named("unknown"), "continuing_subword_prefix": None,
+        "end_of_word_suffix": None, "fuse_unk": True, "byte_fallback": bool(vocabulary.ids(TokenType.BYTE)),
+        "ignore_merges": False, "vocab": vocabulary.mapping(), "merges": _merges_of_scores(vocabulary, scores),
+    }  # fmt: skip
+    return {
+        "normalizer": {"type": "Sequence", "normalizers": normalizers},
+        "pre_tokenizer": None,
+        "decoder": {"type": "Sequence", "decoders": decoders},
+        "model": model,
+    }
+
+
+def _merges_of_scores(vocabulary: Vocabulary, scores: Array) -> list[list[str]]:
+    """Return the pairs that make a token together, in the order in which SentencePiece merges: by the token's score.
+
+    Of the pairs of one token that of the lower ids comes first, as in the tokenizer.json files of these models.
+    """
+    ids = {vocabulary.tokens[token_id]: token_id for token_id in vocabulary.ids(TokenType.NORMAL)}
+    pairs = [
+        (-float(scores[token_id]), left, right)
+        for token, token_id in ids.items()
+        for cut in range(1, len(token))
+        if (left := ids.get(token[:cut])) is not None and (right := ids.get(token[cut:])) is not None
+    ]
+    return [[vocabulary.tokens[left], vocabulary.tokens[right]] for _, left, right in sorted(pairs)]
+
+
+def _byte_pairs(vocabulary: Vocabulary) -> dict[str, Any]:
+    """Return the parts of a tokenizer.json for byte-level BPE."""
+    where = f"{vocabulary.path}: key {quoted(PREFIX + 'pre')}"
+    splitter = word_splitter(vocabulary.metadata.get(PREFIX + "pre", "default"), vocabulary.tokens, where)
+    merges = _listed(vocabulary.metadata.get(MERGES), MERGES, vocabulary.path)
+    model = {
+        "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+        "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False,
+        "ignore_merges": splitter.ignores_merges, "vocab": vocabulary.mapping(), "merges": merges,
+    }  # fmt: skip
+    return {
+        "normalizer": {"type": "NFC"} if splitter.composes else None,
+        "pre_tokenizer": splitter.pre_tokenizer,
+        "decoder": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False},
+        "model": model,
+    }
+
+
+_MODELS = {"llama": _sentence_piece, "gpt2": _byte_pairs}
+
+
+def _numbers(value: Value | None, count: int, where: str) -> Array:
+    """Check a list of as many numbers as there are tokens."""
+    if not isinstance(value, np.ndarray) or len(value) != count or value.dtype == np.bool_:
+        actual = f"{len(value)} values" if isinstance(value, (np.ndarray, list)) else quoted(value)
+        raise CheckpointError(where, expected=f"{count} numbers, one a token", actual=actual)
+    if not np.isfinite(value).all():
+        raise CheckpointError(where, expected="finite numbers", actual="NaN or infinity")
+    return value
+
+
+def _listed(value: Value | None, key: str, path: Path) -> Sequence[str]:
+    if not isinstance(value, list):
+        # A list of nothing has no type.
+        if isinstance(value, np.ndarray) and not value.size:
+            return []
+        raise CheckpointError(f"{path}: key {quoted(key)}", expected="a list of strings", actual=quoted(value))
+    return value
+
+
+def encoded(fields: Mapping[str, object]) -> bytes:
+    """Return an object as the bytes of a JSON file."""
+    return json.dumps(fields, ensure_ascii=False).encode()

@@ -1,0 +1,73 @@
+"""How byte-level BPE tokenizers of GGUF files cut text into words: the names in `tokenizer.ggml.pre`, a row each.
+
+Source: the tokenizer.json of the models that the names stand for, and llama.cpp, which defines the names.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cpmrt.errors import UnsupportedModelError, quoted
+
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+# The rule of GPT-4 and its heirs, which differ in how many digits make a word.
+_GPT4 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|"
+    r"\s+(?!\S)|\s+"
+)
+_THREE_DIGITS = r"\p{N}{1,3}"
+_SIGN_AND_LETTERS = re.compile(r"[!-&(-/:-@\[-`{-~][A-Za-z]{2,}")
+
+
+@dataclass(frozen=True)
+class WordSplitter:
+    """The `patterns` that cut a text, one after another; whether a word that is a token needs no merges
+    (`ignores_merges`), and whether the text is composed first (Unicode's NFC)."""
+
+    patterns: tuple[str, ...]
+    ignores_merges: bool = False
+    composes: bool = False
+
+    @property
+    def pre_tokenizer(self) -> dict[str, Any]:
+        """The component of a tokenizer.json."""
+        splits = [
+            {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+            for pattern in self.patterns
+        ]
+        to_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+        return {"type": "Sequence", "pretokenizers": [*splits, to_bytes]}
+
+
+_LLAMA3 = WordSplitter((_GPT4.format(digits=_THREE_DIGITS),), ignores_merges=True)
+_SPLITTERS = {
+    "default": WordSplitter((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
+    "gpt-2": WordSplitter((_GPT2,)),
+    "gpt2": WordSplitter((_GPT2,)),
+    "llama-bpe": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "llama3": _LLAMA3,
+    "minicpm5": WordSplitter((_THREE_DIGITS, _GPT2), ignores_merges=True),
+    "qwen2": WordSplitter((_GPT4.format(digits=r"\p{N}"),), composes=True),
+    "smollm": WordSplitter((r"\p{N}", _GPT2)),
+}
+_MINICPM5_JOINED = WordSplitter((_THREE_DIGITS, _GPT4.format(digits=r"\p{N}+")), ignores_merges=True)
+
+
+def word_splitter(name: object, tokens: Sequence[str], where: str) -> WordSplitter:
+    """Return the row of a name; `where` says in errors where it stands. Raises UnsupportedModelError.
+
+    What is called minicpm5 cuts either as GPT-2 or as GPT-4 does behind its digits. Only the latter has words of a sign
+    and letters, such as "(self", and so only a vocabulary that was made with it has such tokens.
+    """
+    if not isinstance(name, str) or name not in _SPLITTERS:
+        raise UnsupportedModelError(
+            f"{where}: this way of splitting text is not known", expected=" | ".join(_SPLITTERS), actual=quoted(name),
+            fix="use the safetensors files of the model, whose tokenizer.json says it",
+        )  # fmt: skip
+    if name == "minicpm5" and any(_SIGN_AND_LETTERS.fullmatch(token) for token in tokens):
+        return _MINICPM5_JOINED
+    return _SPLITTERS[name]

@@ -1,0 +1,43 @@
+"""Reads the small files of a model, such as config.json and tokenizer.json: those of its folder.
+
+A GGUF file counts as a folder that has the files which it stands for: `model.gguf/config.json`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from cpmrt.weights import files
+from cpmrt.weights.files import MAX_JSON_BYTES, parse_object
+from cpmrt.weights.gguf.folder import is_gguf, read_member
+
+
+def is_there(path: Path) -> bool:
+    """Whether a folder, or GGUF file, has a file of that name, be it a link that leads nowhere.
+
+    Only what is absent may be left out: whatever else keeps a file from being read raises CheckpointError.
+    """
+    if is_gguf(path.parent):
+        return read_member(path.parent, path.name) is not None
+    return files.is_there(path)
+
+
+def read_file(path: Path, max_bytes: int) -> bytes:
+    """Return all bytes of a file. Raises CheckpointError if it cannot be opened or read, or has more than `max_bytes`.
+    """
+    made = read_member(path.parent, path.name) if is_gguf(path.parent) else None
+    return files.read_file(path, max_bytes) if made is None else made
+
+
+def read_json(path: Path, *, unique_keys: bool = False) -> dict[str, object]:
+    """Read the object in a JSON file such as config.json or tokenizer_config.json.
+
+    NaN and Infinity are accepted, as Python's own writer makes them; `unique_keys` as in `parse_object`.
+    Raises CheckpointError if the file is missing, over 10 MB, not UTF-8, not JSON or not an object.
+    """
+    return parse_object(read_file(path, MAX_JSON_BYTES), str(path), unique_keys=unique_keys)
+
+
+def read_json_if_there(path: Path) -> dict[str, object] | None:
+    """Read the object in a JSON file as `read_json` does; None if the folder has no such file."""
+    return read_json(path) if is_there(path) else None
