@@ -23,6 +23,7 @@ from cpmrt.models.planning import ExecutorNeeds, fit_model, open_weights, plan_m
 from cpmrt.tensor_spec import TensorSpec
 from cpmrt.weights.checkpoint import Checkpoint
 from cpmrt.weights.draft_folder import resolve, with_speculation
+from cpmrt.weights.gguf.folder import is_gguf
 from cpmrt.weights.model_folder import ModelFolder
 
 Parts = tuple[tuple[tuple[TensorSpec, ...], Checkpoint | None], ...]
@@ -43,6 +44,10 @@ class Target(Protocol):
 
     def check(self, config: ModelConfig, settings: EngineConfig) -> None:
         """Raise UnsupportedModelError or ConfigError for a decoder, or settings, that the executor cannot run."""
+        ...
+
+    def held(self, specs: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
+        """Return the weights of a checkpoint as the executor can hold them, those that it cannot in 16 bits."""
         ...
 
     def needs(
@@ -122,6 +127,7 @@ def open_blueprint(folder: ModelFolder, settings: EngineConfig, target: Target) 
     target.check(folder.config, settings)
     with ExitStack() as stack:
         checkpoint, specs = stack.enter_context(open_weights(folder, settings))
+        specs = target.held(specs)
         draft_checkpoint, draft = stack.enter_context(open_draft(folder, settings, specs))
         parts: Parts = ((specs, checkpoint),)
         if draft is not None:
@@ -160,9 +166,9 @@ def described(
     model). `draft` and `speculate` as `LLM` takes them.
     """
     has_weights = any(folder.path.glob("*.safetensors")) and folder.config.quantization is not None
-    if reads_weights and has_weights:
+    if reads_weights and (has_weights or is_gguf(folder.path)):
         with Checkpoint.open(folder.path) as checkpoint:
-            specs = weight_specs(folder.config, settings, checkpoint)
+            specs = target.held(weight_specs(folder.config, settings, checkpoint))
     else:
         specs = weight_specs(folder.config, settings)
     is_model = draft not in (None, LOOKUP) and speculate != "off"

@@ -26,7 +26,8 @@ class Packing:
 
     `format` is a row of `weights.formats.FORMATS`. `group_size` in columns (K where one group is a whole row);
     `symmetric`: every zero point is 8; `permuted`: the columns of a group are not neighbours; `v1_zeros`: zero points
-    are stored minus one.
+    are stored minus one. With `row_bytes` it is one tensor of blocks of GGUF instead, so many bytes a row, and `format`
+    is a row of `weights.formats.blocks.BLOCK_TYPES`.
     """
 
     format: str
@@ -34,25 +35,28 @@ class Packing:
     symmetric: bool
     permuted: bool = False
     v1_zeros: bool = False
+    row_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
     """How an executor holds a quantised weight [N, K]: codes of `bits` bits (4; 8 for a head), a scale for every
-    `group_size` columns, zero points unless `symmetric`, the order of the columns if `permuted`."""
+    `group_size` columns, zero points unless `symmetric`, the order of the columns if `permuted`. `in_blocks`: as the
+    blocks of GGUF that its sources are, each with its own type."""
 
     bits: int
     group_size: int
     symmetric: bool = True
     permuted: bool = False
+    in_blocks: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
     """One matrix or vector of the checkpoint: its shape, and the Hugging Face name of its tensor.
 
-    With a `packing` it is quantised; `name` is then that of the module, the common beginning of its tensors. With
-    `rows` it is these rows of a matrix in 16 bits, in this order.
+    With a `packing` it is quantised; `name` is then that of the module, the common beginning of its tensors (in blocks
+    that of its tensor). With `rows` it is these rows of a matrix in 16 bits or in blocks, in this order.
     """
 
     name: str
@@ -96,6 +100,8 @@ class TensorSpec:
         """Bytes of all there is to read of it; `itemsize` = those of an element in 16 bits, and of a scale."""
         if self.quant is None:
             return self.num_elements * itemsize
+        if self.quant.in_blocks:
+            return sum(source.shape[0] * source.packing.row_bytes for source in self.sources if source.packing)
         num_groups = self.num_elements // self.quant.group_size
         zeros = 0 if self.quant.symmetric else num_groups // 2
         return self.num_elements * self.quant.bits // 8 + num_groups * itemsize + zeros

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,8 +22,10 @@ from cpmrt.models.draft import Draft
 from cpmrt.models.planning import ExecutorNeeds
 from cpmrt.opening import Blueprint, open_blueprint
 from cpmrt.tensor_spec import TensorSpec
+from cpmrt.weights.gguf.specs import without_blocks
 from cpmrt.weights.model_folder import ModelFolder
 
+_LOG = logging.getLogger(__name__)
 _RESERVED_BYTES = 512 << 20
 """Of the free memory, for what the driver itself needs: modules, graphs, the library's handles."""
 
@@ -48,6 +51,17 @@ class CudaTarget:
     def check(self, config: ModelConfig, settings: EngineConfig) -> None:
         """Raise UnsupportedModelError for a shape that the kernels do not take."""
         check_supported(config)
+
+    def held(self, specs: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
+        """Return weights in blocks of GGUF in 16 bits instead, and say in the log which: no kernel reads blocks."""
+        in_blocks = [spec for spec in specs if spec.quant is not None and spec.quant.in_blocks]
+        if in_blocks:
+            types = sorted({source.packing.format for spec in in_blocks for source in spec.sources if source.packing})
+            _LOG.warning(
+                "%d matrices in blocks of %s are held in 16 bits, rounded to the nearest: their speed and their memory "
+                "are those of a 16-bit model", len(in_blocks), ", ".join(types),
+            )  # fmt: skip
+        return without_blocks(specs) if in_blocks else specs
 
     def needs(
         self, config: ModelConfig, settings: EngineConfig, specs: Sequence[TensorSpec], draft: Draft | None

@@ -25,9 +25,13 @@ PackedRegions = Callable[[TensorSpec], tuple[PackedRegion, ...]]
 
 
 def canonical_regions(spec: TensorSpec) -> tuple[PackedRegion, ...]:
-    """Return the layout of the NumPy executor: codes packed along K, a byte for each zero point."""
+    """Return the layout of the NumPy executor: codes packed along K, a byte for each zero point; or the blocks of each
+    source."""
     quant, (num_rows, num_columns) = spec.quant, spec.shape
     assert quant is not None, spec.name
+    if quant.in_blocks:
+        sizes = [(source.shape[0], source.packing.row_bytes) for source in spec.sources if source.packing]
+        return tuple(PackedRegion(f"blocks{index}", size, np.uint8) for index, size in enumerate(sizes))
     num_groups, code = num_columns // quant.group_size, np.uint8 if quant.bits == 4 else np.int8
     regions = [
         PackedRegion("codes", (num_rows, num_columns * quant.bits // 8), code),

@@ -18,6 +18,7 @@ from cpmrt.models.draft import Draft
 from cpmrt.tensor_spec import BufferSpec, TensorSpec
 from cpmrt.weights.check import check
 from cpmrt.weights.checkpoint import Checkpoint
+from cpmrt.weights.gguf.specs import gguf_specs
 from cpmrt.weights.model_folder import ModelFolder
 from cpmrt.weights.quantised_specs import quantise_head, quantised_specs
 
@@ -29,7 +30,11 @@ def weight_specs(
 
     Without a checkpoint config.json alone decides. Raises CheckpointError, ConfigError, UnsupportedModelError.
     """
-    specs = quantised_specs(decoder.tensor_specs(config), config.quantization, checkpoint)
+    plain = decoder.tensor_specs(config)
+    if checkpoint is not None and checkpoint.is_gguf:
+        specs = gguf_specs(plain, checkpoint)
+    else:
+        specs = quantised_specs(plain, config.quantization, checkpoint)
     return quantise_head(specs, engine.lm_head_bits)
 
 

@@ -2,6 +2,7 @@
 
 from cpmrt.ops.operands import (
     NOTHING,
+    BlockWeight,
     CompressedKeys,
     Fp8Pages,
     Handoff,
@@ -21,6 +22,7 @@ from cpmrt.ops.spec import OPS, OpSpec, check_shapes
 __all__ = [
     "NOTHING",
     "OPS",
+    "BlockWeight",
     "CompressedKeys",
     "Fp8Pages",
     "Handoff",

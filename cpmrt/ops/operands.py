@@ -67,6 +67,20 @@ class QuantizedWeight:
         return prod(self.shape)
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class BlockWeight:
+    """A matrix [N, K] in blocks of GGUF, as the NumPy executor holds it: `parts` follow one another, each a type of
+    `weights.formats.blocks` by name, and its rows, uint8 [rows, bytes of a row]."""
+
+    parts: tuple[tuple[str, Any], ...]
+    shape: tuple[int, int]
+
+    @property
+    def size(self) -> int:
+        """The number of elements of the matrix."""
+        return prod(self.shape)
+
+
 @dataclass(frozen=True, slots=True)
 class QkvWeights:
     """The weights of the fused q, k and v projection: the RMSNorm before it (None: the rows are normalised already),

@@ -14,6 +14,8 @@ from cpmrt.models import decoder
 from cpmrt.models.planning import position_limit
 from cpmrt.weights.draft_folder import resolve
 from cpmrt.weights.files import open_file, reading
+from cpmrt.weights.gguf.file import split_paths
+from cpmrt.weights.gguf.folder import is_gguf
 from cpmrt.weights.model_folder import ModelFolder
 
 REVISION = 1
@@ -51,8 +53,8 @@ def _parts(folder: ModelFolder, settings: EngineConfig, plan: MemoryPlan) -> Ite
 
 
 def _files(folder: Path) -> Iterator[bytes]:
-    """Yield what tells a folder's weights from others."""
-    for path in sorted(folder.glob("*.safetensors")):
+    """Yield what tells the weights of a folder, or of a GGUF file, from others."""
+    for path in split_paths(folder) if is_gguf(folder) else sorted(folder.glob("*.safetensors")):
         with open_file(path) as file, reading(path):
             status = os.fstat(file.fileno())
             yield f"{path.name} {status.st_size} {status.st_mtime_ns}".encode()

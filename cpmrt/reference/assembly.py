@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from cpmrt import opening
 from cpmrt.byte_sizes import format_bytes
 from cpmrt.config import EngineConfig, ModelConfig
@@ -15,11 +17,12 @@ from cpmrt.memory.plan import MemoryPlan
 from cpmrt.models.draft import Draft
 from cpmrt.models.planning import ExecutorNeeds
 from cpmrt.opening import open_blueprint
-from cpmrt.ops import QuantizedWeight
+from cpmrt.ops import BlockWeight
 from cpmrt.reference.drafting import drafting_tables
 from cpmrt.reference.executor import ReferenceExecutor
 from cpmrt.reference.quantized import Matrix
 from cpmrt.tensor_spec import TensorSpec
+from cpmrt.weights.block_rows import load_blocks
 from cpmrt.weights.checkpoint import Checkpoint
 from cpmrt.weights.dummy import dummy, fill_dummy_quantised
 from cpmrt.weights.model_folder import ModelFolder
@@ -45,6 +48,10 @@ class ReferenceTarget:
             raise ConfigError(
                 "simulate_accept", expected="nothing: the NumPy executor only does what its draft is worth"
             )
+
+    def held(self, specs: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
+        """Return the weights as they are: NumPy takes every format."""
+        return specs
 
     def needs(
         self, config: ModelConfig, settings: EngineConfig, specs: Sequence[TensorSpec], draft: Draft | None
@@ -101,11 +108,13 @@ def _load(
 ) -> None:
     for spec in specs:
         weight = weights[spec.name]
-        if not isinstance(weight, QuantizedWeight):
+        if isinstance(weight, np.ndarray):
             words = pack(spec, checkpoint, dtype) if checkpoint else dummy(spec, dtype, seed)
             weight[:] = to_float32(words, dtype)
-            continue
-        if checkpoint:
+        elif isinstance(weight, BlockWeight):
+            assert checkpoint is not None, spec.name
+            load_blocks(spec, checkpoint, [rows for _, rows in weight.parts])
+        elif checkpoint:
             load_quantised(spec, checkpoint, dtype, weight)
         else:
             fill_dummy_quantised(spec, dtype, seed, weight)

@@ -64,9 +64,9 @@ def turned(heads: F32, rope: F32 | None, rows: Rows) -> F32:
 def linear(x: F32, weight: Matrix, *, is_prefill: bool = False) -> F32:
     """x [T, K] times weight [N, K] transposed."""
     tiles = tiles_of(x, PREFILL_TILE if is_prefill else STEP_TILE)
-    if not isinstance(weight, QuantizedWeight):
+    if isinstance(weight, np.ndarray):
         return product(tiles, weight, len(x))
-    if weight.perm is not None:
+    if isinstance(weight, QuantizedWeight) and weight.perm is not None:
         tiles = tiles[..., weight.perm]
     out = np.empty((len(x), weight.shape[0]), np.float32)
     for rows, values in dequantized(weight):

@@ -1,7 +1,7 @@
 """Quantised weights in NumPy: their arrays in the arena, and their rows as float32.
 
 Layout: codes uint8 [N, K/2], the even column in the low half (8 bits: int8 [N, K]); scales float32 [N, groups];
-zeros uint8 [N, groups]; perm int32 [K].
+zeros uint8 [N, groups]; perm int32 [K]. Weights of GGUF files stay the blocks that they are there.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from dataclasses import replace
 import numpy as np
 
 from cpmrt.dtypes import F32, Array
-from cpmrt.ops import QuantizedWeight
+from cpmrt.ops import BlockWeight, QuantizedWeight
 from cpmrt.tensor_spec import TensorSpec
+from cpmrt.weights.formats.blocks import BLOCK_TYPES
 
-Matrix = F32 | QuantizedWeight
+Matrix = F32 | QuantizedWeight | BlockWeight
 """A weight of a matrix product."""
 _BLOCK = 1 << 20
 """Elements dequantised at a time: 4 MiB, the only float32 copy of a weight there ever is."""
@@ -24,10 +25,14 @@ _PAIRS = np.stack([np.arange(256) & 15, np.arange(256) >> 4], axis=1).astype(np.
 """Both codes of a byte as float32, in one element, which NumPy looks up several times as fast as two."""
 
 
-def quantized_arrays(spec: TensorSpec, arrays: Mapping[str, Array]) -> QuantizedWeight:
+def quantized_arrays(spec: TensorSpec, arrays: Mapping[str, Array]) -> QuantizedWeight | BlockWeight:
     """Return the arrays that the plan gave to a spec with a `quant`."""
     assert spec.quant is not None, spec.name
     num_rows, num_columns = spec.shape
+    if spec.quant.in_blocks:
+        types = [source.packing.format for source in spec.sources if source.packing]
+        parts = ((name, arrays[f"{spec.name}.blocks{index}"]) for index, name in enumerate(types))
+        return BlockWeight(tuple(parts), (num_rows, num_columns))
     return QuantizedWeight(
         codes=arrays[f"{spec.name}.codes"],
         scales=arrays[f"{spec.name}.scales"],
@@ -41,9 +46,12 @@ def quantized_arrays(spec: TensorSpec, arrays: Mapping[str, Array]) -> Quantized
 
 def rows_of(weight: Matrix, rows: slice) -> Matrix:
     """A view of some rows of a weight."""
-    if not isinstance(weight, QuantizedWeight):
+    if isinstance(weight, np.ndarray):
         return weight[rows]
-    num_rows = len(range(weight.shape[0])[rows])
+    wanted = range(weight.shape[0])[rows]
+    num_rows = len(wanted)
+    if isinstance(weight, BlockWeight):
+        return BlockWeight(tuple(_parts_of(weight, wanted)), (num_rows, weight.shape[1]))
     zeros = None if weight.zeros is None else weight.zeros[rows]
     return replace(
         weight,
@@ -54,8 +62,21 @@ def rows_of(weight: Matrix, rows: slice) -> Matrix:
     )
 
 
-def dequantized(weight: QuantizedWeight) -> Iterator[tuple[slice, F32]]:
+def _parts_of(weight: BlockWeight, wanted: range) -> Iterator[tuple[str, Array]]:
+    """Yield the parts that hold the wanted rows, which follow one another."""
+    first = 0
+    for name, rows in weight.parts:
+        begin, end = max(wanted.start - first, 0), min(wanted.stop - first, len(rows))
+        if begin < end:
+            yield name, rows[begin:end]
+        first += len(rows)
+
+
+def dequantized(weight: QuantizedWeight | BlockWeight) -> Iterator[tuple[slice, F32]]:
     """Rows of the matrix as float32, block after block; columns in the stored order, that of `perm`."""
+    if isinstance(weight, BlockWeight):
+        yield from _unpacked(weight)
+        return
     num_rows, num_columns = weight.shape
     step = max(_BLOCK // num_columns, 1)
     for begin in range(0, num_rows, step):
@@ -69,3 +90,12 @@ def dequantized(weight: QuantizedWeight) -> Iterator[tuple[slice, F32]]:
             grouped -= np.float32(_ZERO)
         grouped *= weight.scales[rows, :, None]
         yield rows, grouped.reshape(len(codes), num_columns)
+
+
+def _unpacked(weight: BlockWeight) -> Iterator[tuple[slice, F32]]:
+    step, first = max(_BLOCK // weight.shape[1], 1), 0
+    for name, stored in weight.parts:
+        for begin in range(0, len(stored), step):
+            rows = stored[begin : begin + step]
+            yield slice(first + begin, first + begin + len(rows)), BLOCK_TYPES[name].values(rows)
+        first += len(stored)

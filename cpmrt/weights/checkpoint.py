@@ -1,15 +1,20 @@
-"""Opens a checkpoint folder: finds the safetensors files that make it up, and gives all their tensors by name."""
+"""Opens a checkpoint: a folder, whose safetensors files it finds, or a GGUF file. Gives all their tensors by name."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
+from typing import Protocol
 
 from cpmrt.dtypes import Array
-from cpmrt.errors import CheckpointError, listed, quoted
+from cpmrt.errors import CheckpointError, CpmrtError, listed, quoted
+from cpmrt.weights.gguf.architectures import NOT_WEIGHTS, architecture_of
+from cpmrt.weights.gguf.config import head_dim
+from cpmrt.weights.gguf.file import GgufFile, GgufModel
+from cpmrt.weights.gguf.folder import is_gguf
 from cpmrt.weights.model_files import is_there, read_json
 from cpmrt.weights.safetensors import SafetensorsFile, TensorEntry
 
@@ -26,21 +31,38 @@ CONVERT_PICKLES = (
 """What to do with a .bin checkpoint; {pattern} stands for its files."""
 
 
+class TensorFile(Protocol):
+    """An open file of tensors."""
+
+    def view(self, name: str) -> Array: ...
+
+    def close(self) -> None: ...
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class Checkpoint:
-    """All tensors of a folder, mapped and validated. Closes at the end of a `with` block."""
+    """All tensors of a model, mapped and validated. Closes at the end of a `with` block.
+
+    `entries` are by Hugging Face name, and each has the name that the tensor has in its file. `pairs`: tensors in which
+    the rows of a head of so many rows lie in pairs, row j and row j + half of it one after another.
+    """
 
     folder: Path
+    """The folder, or the GGUF file."""
     entries: Mapping[str, TensorEntry]
-    _files: Mapping[Path, SafetensorsFile]
+    _files: Mapping[Path, TensorFile]
+    pairs: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def open(cls, folder: Path) -> Checkpoint:
         """Open the files of `model.safetensors.index.json`, else `model.safetensors`, else the only one, else the only
-        `model_gptq*.safetensors`.
+        `model_gptq*.safetensors`; or a GGUF file with its other parts.
 
-        Raises CheckpointError: nothing to open, a file that is not valid, an index that contradicts them.
+        Raises CheckpointError: nothing to open, a file that is not valid, an index that contradicts them;
+        UnsupportedModelError for a GGUF file.
         """
+        if is_gguf(folder):
+            return cls._of_gguf(folder)
         shard_of = read_index(folder / INDEX_NAME) if is_there(folder / INDEX_NAME) else None
         names = select_files(_names(folder), shard_of, str(folder))
         files: dict[Path, SafetensorsFile] = {}
@@ -60,6 +82,25 @@ class Checkpoint:
             opened.pop_all()
         return cls(folder, MappingProxyType(entries), files)
 
+    @classmethod
+    def _of_gguf(cls, path: Path) -> Checkpoint:
+        model = GgufModel.open(path)
+        try:
+            row, rows = architecture_of(model.metadata, path), head_dim(model)
+        except CpmrtError:
+            model.close()
+            raise
+        entries = {
+            row.hugging_face_name(name): entry for name, entry in model.entries.items() if name not in NOT_WEIGHTS
+        }
+        pairs = {name: rows for name in entries if row.pairs_rows(name)}
+        return cls(path, MappingProxyType(entries), {part.path: part for part in model.parts}, pairs)
+
+    @property
+    def is_gguf(self) -> bool:
+        """Whether the tensors come from GGUF files."""
+        return any(isinstance(file, GgufFile) for file in self._files.values())
+
     @property
     def num_bytes(self) -> int:
         """The size of all tensors."""
@@ -70,7 +111,7 @@ class Checkpoint:
         entry = self.entries.get(name)
         if entry is None:
             raise CheckpointError(f"{self.folder} has no tensor {quoted(name)}")
-        return self._files[entry.path].view(name)
+        return self._files[entry.path].view(entry.name)
 
     def close(self) -> None:
         """Unmap the files; arrays that view them stay valid. May be called again."""
@@ -155,7 +196,7 @@ def _nothing_to_open(where: str, present: Sequence[str]) -> CheckpointError:
         stem = "pytorch_model*" if pickles[-1].startswith("pytorch_model") else "*"
         fix = CONVERT_PICKLES.replace("{pattern}", stem + Path(pickles[-1]).suffix)
     elif any(name.endswith(".gguf") for name in present):
-        fix = "GGUF is not read: download the safetensors files of the same model"
+        fix = "name the .gguf file itself"
     else:
         fix = "name the folder that holds config.json and the weights"
     return CheckpointError(

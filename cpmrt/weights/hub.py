@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 from cpmrt.errors import CheckpointError, ConfigError, quoted
+from cpmrt.weights.gguf.file import SUFFIX
 from cpmrt.weights.hugging_face import HuggingFace
 from cpmrt.weights.modelscope import ModelScope
 from cpmrt.weights.repository import Hub, Repository, has_weights
@@ -28,11 +29,15 @@ def find(model: str | Path, *, revision: str | None = None) -> Path | Repository
         if revision is not None:
             raise ConfigError(f"{path} is a local folder, which has no revision", fix="leave revision out")
         return Path(path)
+    if path.endswith(SUFFIX) and os.path.isfile(path):
+        if revision is not None:
+            raise ConfigError(f"{path} is a local file, which has no revision", fix="leave revision out")
+        return Path(path)
     if isinstance(model, Path) or _looks_like_path(model):
         found = "a file" if os.path.isfile(path) else "nothing there"
         raise CheckpointError(
             f"model {quoted(str(model))}",
-            expected="a folder",
+            expected="a folder or a .gguf file",
             actual=found,
             fix="name the folder that holds config.json and the weights",
         )

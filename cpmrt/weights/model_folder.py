@@ -11,6 +11,7 @@ from typing import Any
 from cpmrt.config import ModelConfig, SamplingDefaults, SparseSetting, with_sparse_setting
 from cpmrt.errors import CheckpointError, ConfigError, quoted
 from cpmrt.weights import hub
+from cpmrt.weights.gguf.folder import is_gguf
 from cpmrt.weights.model_files import is_there, read_json, read_json_if_there
 from cpmrt.weights.repository import Repository, has_weights
 
@@ -79,6 +80,8 @@ class ModelFolder:
 
 def check_kind(path: Path) -> None:
     """Raise CheckpointError, with what to do, for a folder that cannot be read or is an adapter for a model."""
+    if is_gguf(path):
+        return
     try:
         os.listdir(path)
         os.stat(os.path.join(path, "."))

@@ -9,6 +9,7 @@ import numpy as np
 from cpmrt.dtypes import Array, DType, from_float32, to_float32
 from cpmrt.errors import CheckpointError, quoted
 from cpmrt.tensor_spec import Source, TensorSpec
+from cpmrt.weights.block_rows import unpacked_rows
 from cpmrt.weights.check import source_entry
 from cpmrt.weights.checkpoint import Checkpoint
 from cpmrt.weights.quantised import dequantised_blocks
@@ -54,7 +55,8 @@ def _read(source: Source, checkpoint: Checkpoint) -> tuple[Array, DType]:
 def _blocks(source: Source, checkpoint: Checkpoint, dtype: DType) -> Iterator[Array]:
     """Yield the elements of a source as words of `dtype`, in blocks. Raises CheckpointError beyond float16."""
     if source.packing is not None:
-        for rows in dequantised_blocks(source, checkpoint):
+        unpacked = unpacked_rows if source.packing.row_bytes else dequantised_blocks
+        for rows in unpacked(source, checkpoint):
             yield _within_range(from_float32(rows.reshape(-1), dtype), source, checkpoint, dtype)
         return
     words, stored = _read(source, checkpoint)

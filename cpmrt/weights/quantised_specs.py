@@ -19,6 +19,8 @@ from cpmrt.weights.formats.marlin import fused_module
 from cpmrt.weights.quantised import read_order
 
 _HEAD_GROUPS = (128, 64, 32)
+GGUF = "GGUF"
+"""What `quantisation_summary` calls the method of blocks."""
 
 
 def quantised_specs(
@@ -74,7 +76,7 @@ def quantisation_summary(settings: WeightQuantization | None, specs: Sequence[Te
     quants = layers or list(held.values())
     formats = {source.packing.format for spec in packed for source in spec.sources if source.packing is not None}
     return {
-        "method": settings.method if settings is not None and packed else "round to nearest",
+        "method": settings.method if settings is not None and packed else _made_by(packed),
         "tensors": " and ".join(sorted(formats)) or "in 16 bits",
         "bits": " and ".join(str(bits) for bits in sorted({quant.bits for quant in quants} or {4})),
         "group_size": " and ".join(str(size) for size in sorted({quant.group_size for quant in quants})),
@@ -91,6 +93,8 @@ def quantisation_facts(settings: WeightQuantization | None, specs: Sequence[Tens
     summary = quantisation_summary(settings, specs)
     if summary is None:
         return []
+    if summary["method"] == GGUF:
+        return [f"GGUF blocks {summary['tensors']}"]
     # Marlin files carry the settings of what they were made from.
     name = summary["tensors" if summary["tensors"] == "marlin" else "method"]
     facts = [f"{name} {summary['bits']} bits", f"groups of {summary['group_size']}"]
@@ -98,6 +102,11 @@ def quantisation_facts(settings: WeightQuantization | None, specs: Sequence[Tens
     facts.append(f"head in {summary['lm_head_bits']} bits")
     layers = [name for name in summary["in_16_bits"] + summary["dequantised"] if name != "lm_head"]
     return facts + [f"{len(layers)} matrices of layers in 16 bits"] * bool(layers)
+
+
+def _made_by(packed: Sequence[TensorSpec]) -> str:
+    """Name what made codes where no settings do."""
+    return GGUF if packed else "round to nearest"
 
 
 def _quantised(spec: TensorSpec, settings: WeightQuantization, checkpoint: Checkpoint | None) -> TensorSpec:

@@ -153,7 +153,7 @@ def test_refusal_closes_the_files(tmp_path: Path) -> None:
         (["model.pt"], "glob('*.pt')"),
         (["consolidated.00.pth"], "glob('*.pth')"),
         (["m'); import os; f('.bin"], "glob('*.bin')"),
-        (["model-q4.gguf"], "GGUF is not read"),
+        (["model-q4.gguf"], "name the .gguf file itself"),
         (["a.safetensors", "b.safetensors"], "several safetensors files"),
         (["model_gptq.safetensors", "model_gptq_marlin.safetensors"], "several safetensors files"),
     ],

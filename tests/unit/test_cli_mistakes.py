@@ -150,7 +150,7 @@ MISTAKES = [
     Mistake("override of a wrong type", [*GP, "--hf-overrides", '{"hidden_size": "big"}'], "hidden_size"),
     # The model
     Mistake("no such folder", ["generate", "-m", "M/absent", "x"], "nothing there"),
-    Mistake("file for a folder", ["generate", "-m", "M/config.json", "x"], "expected a folder, got a file"),
+    Mistake("file for a folder", ["generate", "-m", "M/config.json", "x"], "a folder or a .gguf file, got a file"),
     Mistake("neither folder nor id", ["plan", "what is this"], "an existing folder or a hub id"),
     Mistake("hub id while offline", ["plan", "openbmb/MiniCPM4-0.5B"], "offline mode is on"),
     Mistake("revision of a folder", [*GP, "--revision", "main"], "which has no revision"),

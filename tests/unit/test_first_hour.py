@@ -86,7 +86,7 @@ HELPS = [
     (("generate", "hi", "--temprature", "1"), 2, "did you mean --temperature?"),
     (("generate", "hi", "--max-new-tokens", "many"), 2, "--max-new-tokens"),
     (("generate", "hi", "--top-p", "7"), 1, "--top-p: expected"),
-    (("generate", "hi", "-m", "./nothing"), 1, "expected a folder, got nothing there"),
+    (("generate", "hi", "-m", "./nothing"), 1, "expected a folder or a .gguf file, got nothing there"),
     (("generate", "hi", "-m", "openbmb/MiniCPM4-0.5B"), 1, "unset HF_HUB_OFFLINE"),
     (("generate", "hi", "-m", "."), 1, "config.json"),
     (("generate", "hi", "--max-context", "1M"), 1, "at most 4096"),

@@ -55,8 +55,8 @@ def test_parts_are_the_codes_and_scales_of_groups(name):
         assert np.float32(parts.codes[n, k]) * parts.scales[n, group] + offset == values[n, k]
     assert parts.codes.dtype.itemsize == 1 and parts.scales.dtype == np.float32
     assert row.row_bytes(values.shape[1]) == rows.shape[1]
-    if not name.startswith(("IQ", "Q8")):
-        assert int(parts.codes.max()) - int(parts.codes.min()) < 2 ** np.ceil(row.bits)
+    assert len(np.unique(parts.codes)) <= 2**row.bits and row.bits <= np.ceil(row.bits_per_weight)
+    assert row.is_symmetric == (parts.offsets is None)
 
 
 @ALL
@@ -66,3 +66,18 @@ def test_rows_may_be_any_view(name):
     rows = np.random.default_rng(1).integers(0, 120, (9, 2 * row.nbytes), dtype=np.uint8)
     with np.errstate(all="ignore"):
         same_bits(row.values(rows[::-2]), row.values(rows[::-2].copy()))
+
+
+@ALL
+def test_a_scale_that_is_not_finite_is_found_wherever_it_lies(name):
+    row = BLOCK_TYPES[name]
+    with np.load(GOLDEN) as golden:
+        rows = golden[f"{name}.rows"].copy()
+    assert row.all_finite(rows)
+    for place in row.halves:
+        for word in (b"\x00\x7c", b"\x01\xfe"):
+            damaged = rows.copy()
+            damaged[1, -row.nbytes + place : -row.nbytes + place + 2 or None] = np.frombuffer(word, np.uint8)
+            with np.errstate(all="ignore"):
+                assert not np.isfinite(row.values(damaged)).all()
+            assert not row.all_finite(damaged)

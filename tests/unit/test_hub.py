@@ -82,7 +82,7 @@ def test_an_absent_path_is_refused_without_the_hub(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "absent"))
-    assert "expected a folder, got nothing there" in refusal(model)
+    assert "expected a folder or a .gguf file, got nothing there" in refusal(model)
     assert "repo_id" not in snapshot
 
 
@@ -90,7 +90,7 @@ def test_a_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snap
     monkeypatch.chdir(tmp_path)
     (tmp_path / "org").mkdir()
     (tmp_path / "org" / "model.safetensors").write_bytes(b"")
-    assert "expected a folder, got a file" in refusal("org/model.safetensors")
+    assert "expected a folder or a .gguf file, got a file" in refusal("org/model.safetensors")
     assert "repo_id" not in snapshot
 
 

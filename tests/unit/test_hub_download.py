@@ -201,7 +201,7 @@ def test_what_arrives_damaged_is_not_kept(hub: HubServer, shell: Shell) -> None:
     "files, says",
     [
         ({"pytorch_model.bin": b"x"}, "org/tiny has no safetensors weights"),
-        rare({"model.gguf": b"x"}, "GGUF is not read"),
+        rare({"model.gguf": b"x"}, "name the .gguf file itself"),
         rare({"a.safetensors": b"x", "b.safetensors": b"x"}, "several safetensors files"),
         rare({"original/model.safetensors": b"x"}, "has no safetensors weights"),
         ({"model.safetensors.index.json": b'{"weight_map": {"a": "1.safetensors"}}'},

@@ -37,5 +37,7 @@ def stored_tensors(source: Source) -> Iterator[StoredTensor]:
     """Yield the tensors that a checkpoint must or may have of a source."""
     if source.packing is None:
         yield StoredTensor(source.name, tuple(FLOATS), source.shape)
+    elif source.packing.row_bytes:
+        yield StoredTensor(source.name, (source.packing.format,), source.shape)
     else:
         yield from format_of(source).tensors(source.name, source.shape, source.packing)

@@ -38,22 +38,36 @@ class Parts:
 
 @dataclass(frozen=True)
 class BlockType:
-    """One type, a row of `BLOCK_TYPES`: `number` in the file, weights and bytes of a block, and columns of a group.
+    """One type, a row of `BLOCK_TYPES`: `number` in the file, bits of a code, weights and bytes of a block, and columns
+    of a group.
 
-    `split` takes blocks uint8 [n, nbytes] apart.
+    `split` takes blocks uint8 [n, nbytes] apart; `halves` are the bytes of a block at which its float16 numbers begin.
     """
 
     name: str
     number: int
+    bits: int
     size: int
     nbytes: int
     group: int
     split: Callable[[U8], Parts]
+    halves: tuple[int, ...] = (0,)
 
     @property
-    def bits(self) -> float:
+    def bits_per_weight(self) -> float:
         """Bits that a weight takes, scales included."""
         return 8 * self.nbytes / self.size
+
+    @property
+    def is_symmetric(self) -> bool:
+        """Whether groups have scales only; offsets come with a float16 of their own."""
+        return len(self.halves) == 1
+
+    def all_finite(self, rows: U8) -> bool:
+        """Whether no scale of rows uint8 [N, row bytes] is NaN or infinite."""
+        blocks = rows.reshape(len(rows), -1, self.nbytes)
+        # The exponent of a float16 is the upper part of its second byte.
+        return all(bool((blocks[:, :, place + 1] & 0x7C != 0x7C).all()) for place in self.halves)
 
     def row_bytes(self, num_columns: int) -> int:
         """Return the bytes of a row; `num_columns` is a multiple of `size`."""
@@ -184,20 +198,20 @@ def _tq2_0(blocks: U8) -> Parts:
 BLOCK_TYPES = {
     row.name: row
     for row in (
-        BlockType("Q4_0", 2, 32, 18, 32, _q4_0),
-        BlockType("Q4_1", 3, 32, 20, 32, _q4_1),
-        BlockType("Q5_0", 6, 32, 22, 32, _q5_0),
-        BlockType("Q5_1", 7, 32, 24, 32, _q5_1),
-        BlockType("Q8_0", 8, 32, 34, 32, _q8_0),
-        BlockType("Q2_K", 10, 256, 84, 16, _q2_k),
-        BlockType("Q3_K", 11, 256, 110, 16, _q3_k),
-        BlockType("Q4_K", 12, 256, 144, 32, _q4_k),
-        BlockType("Q5_K", 13, 256, 176, 32, _q5_k),
-        BlockType("Q6_K", 14, 256, 210, 16, _q6_k),
-        BlockType("IQ4_NL", 20, 32, 18, 32, _iq4_nl),
-        BlockType("IQ4_XS", 23, 256, 136, 32, _iq4_xs),
-        BlockType("TQ1_0", 34, 256, 54, 256, _tq1_0),
-        BlockType("TQ2_0", 35, 256, 66, 256, _tq2_0),
+        BlockType("Q4_0", 2, 4, 32, 18, 32, _q4_0),
+        BlockType("Q4_1", 3, 4, 32, 20, 32, _q4_1, (0, 2)),
+        BlockType("Q5_0", 6, 5, 32, 22, 32, _q5_0),
+        BlockType("Q5_1", 7, 5, 32, 24, 32, _q5_1, (0, 2)),
+        BlockType("Q8_0", 8, 8, 32, 34, 32, _q8_0),
+        BlockType("Q2_K", 10, 2, 256, 84, 16, _q2_k, (80, 82)),
+        BlockType("Q3_K", 11, 3, 256, 110, 16, _q3_k, (108,)),
+        BlockType("Q4_K", 12, 4, 256, 144, 32, _q4_k, (0, 2)),
+        BlockType("Q5_K", 13, 5, 256, 176, 32, _q5_k, (0, 2)),
+        BlockType("Q6_K", 14, 6, 256, 210, 16, _q6_k, (208,)),
+        BlockType("IQ4_NL", 20, 4, 32, 18, 32, _iq4_nl),
+        BlockType("IQ4_XS", 23, 4, 256, 136, 32, _iq4_xs),
+        BlockType("TQ1_0", 34, 2, 256, 54, 256, _tq1_0, (52,)),
+        BlockType("TQ2_0", 35, 2, 256, 66, 256, _tq2_0, (64,)),
     )
 }
 """By name."""

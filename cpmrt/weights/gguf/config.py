@@ -41,9 +41,13 @@ def config_json(model: GgufModel) -> dict[str, Any]:
     """
     row = architecture_of(model.metadata, model.path)
     keys = _keys(model, row)
+    if keys.integer("expert_count", 0, low=0):
+        raise UnsupportedModelError(
+            f"{model.path}: key '{row.name}.expert_count'", expected="0: experts are not read from GGUF files",
+            actual=keys.data["expert_count"], fix="use the safetensors files of the model",
+        )  # fmt: skip
     heads = keys.integer("attention.head_count")
     hidden, layers = keys.integer("embedding_length"), keys.integer("block_count")
-    head_dim = keys.integer("attention.key_length", None) or keys.integer("rope.dimension_count", hidden // heads)
     config = {
         "architectures": [row.hugging_face],
         "hidden_size": hidden,
@@ -51,8 +55,8 @@ def config_json(model: GgufModel) -> dict[str, Any]:
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": keys.integer("attention.head_count_kv", heads),
-        "head_dim": head_dim,
-        "partial_rotary_factor": keys.integer("rope.dimension_count", head_dim) / head_dim,
+        "head_dim": _head_dim(keys),
+        "partial_rotary_factor": keys.integer("rope.dimension_count", _head_dim(keys)) / _head_dim(keys),
         "vocab_size": _vocab_size(model, keys),
         "max_position_embeddings": keys.integer("context_length"),
         "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon", 1e-6, high=1.0),
@@ -60,12 +64,16 @@ def config_json(model: GgufModel) -> dict[str, Any]:
         "rope_scaling": _rope_scaling(model, keys),
         "tie_word_embeddings": "output.weight" not in model.entries,
         "attention_bias": "blk.0.attn_q.bias" in model.entries,
-        "num_experts": keys.integer("expert_count", 0, low=0),
         "torch_dtype": _dtype(model),
         "bos_token_id": model.metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": end_ids(model.metadata),
     }
     return config | (_scales(keys, hidden, layers) if row.hugging_face == "MiniCPMForCausalLM" else {})
+
+
+def head_dim(model: GgufModel) -> int:
+    """Return the rows of a query or key head. Raises ConfigError, UnsupportedModelError."""
+    return _head_dim(_keys(model, architecture_of(model.metadata, model.path)))
 
 
 def generation_config_json(metadata: Mapping[str, Value]) -> dict[str, Any]:
@@ -90,6 +98,12 @@ def _keys(model: GgufModel, row: GgufArchitecture) -> Fields:
     own = {key: value for key, value in model.metadata.items() if key.startswith(prefix)}
     values = {key.removeprefix(prefix): _decimal(_same(value)) for key, value in own.items()}
     return Fields(values, f"{model.path}: {prefix[:-1]}")
+
+
+def _head_dim(keys: Fields) -> int:
+    known = keys.integer("attention.key_length", None) or keys.integer("rope.dimension_count", None)
+    size: int = known or max(keys.integer("embedding_length") // keys.integer("attention.head_count"), 1)
+    return size
 
 
 def _same(value: Value) -> Value:

@@ -107,22 +107,22 @@ def tokenizer_json(metadata: Mapping[str, Value], path: Path) -> dict[str, Any]:
     whole, kind = metadata.get(WHOLE), metadata.get(MODEL)
     if isinstance(whole, str):
         return parse_object(whole.encode(), f"{path}: key {quoted(WHOLE)}", unique_keys=True)
-    if kind not in _MODELS:
+    if not isinstance(kind, str) or kind not in _MODELS:
         raise UnsupportedModelError(
             f"{path}: key {quoted(MODEL)}", expected=" | ".join(_MODELS), actual=quoted(kind)
         )
     vocabulary = Vocabulary.of(metadata, path)
-    special = {TokenType.CONTROL, TokenType.UNKNOWN}
+    parts, special = _MODELS[kind](vocabulary), {TokenType.CONTROL, TokenType.UNKNOWN}
     added = [
         {
             "id": token_id, "content": vocabulary.tokens[token_id], "single_word": False, "lstrip": False,
             "rstrip": False, "normalized": False, "special": vocabulary.types[token_id] in special,
         }
-        for token_id in vocabulary.ids(*special, TokenType.USER_DEFINED)
+        for token_id in sorted(set(vocabulary.ids(*special, TokenType.USER_DEFINED)) - parts.pieces)
         if vocabulary.tokens[token_id]
     ]  # fmt: skip
     plain = {"version": "1.0", "truncation": None, "padding": None, "post_processor": None, "added_tokens": added}
-    return plain | _MODELS[str(kind)](vocabulary)
+    return plain | parts.components
 
 
 def tokenizer_config_json(metadata: Mapping[str, Value], path: Path) -> dict[str, Any]:
@@ -142,7 +142,8 @@ def tokenizer_config_json(metadata: Mapping[str, Value], path: Path) -> dict[str
 
 def _templates(metadata: Mapping[str, Value], path: Path) -> Iterator[tuple[str, str]]:
     names = metadata.get(TEMPLATES, [])
-    for name, key in [("default", TEMPLATE), *((name, f"{TEMPLATE}.{name}") for name in _listed(names, TEMPLATES, path))]:
+    others = ((name, f"{TEMPLATE}.{name}") for name in _listed(names, TEMPLATES, path))
+    for name, key in (("default", TEMPLATE), *others):
         text = metadata.get(key)
         if isinstance(text, str):
             yield name, text
@@ -150,8 +151,20 @@ def _templates(metadata: Mapping[str, Value], path: Path) -> Iterator[tuple[str,
             raise CheckpointError(f"{path}: key {quoted(key)}", expected="a template", actual=quoted(text))
 
 
-def _sentence_piece(vocabulary: Vocabulary) -> dict[str, Any]:
-    """Return the parts of a tokenizer.json for a SentencePiece model of type BPE."""
+@dataclass(frozen=True)
+class _Parts:
+    """The components of a tokenizer.json, and the ids of tokens that are found by merging alone."""
+
+    components: dict[str, Any]
+    pieces: set[int]
+
+
+def _sentence_piece(vocabulary: Vocabulary) -> _Parts:
+    """Return the parts of a tokenizer.json for a SentencePiece model of type BPE.
+
+    The pieces that its users defined have score 0. As in tokenizers that Hugging Face converts they are merged like
+    others, and before them; tokens that were added to the model later have another score.
+    """
     normalizers: list[dict[str, Any]] = [{"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}]
     decoders: list[dict[str, Any]] = [
         {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"},
@@ -159,26 +172,30 @@ def _sentence_piece(vocabulary: Vocabulary) -> dict[str, Any]:
     if vocabulary.flag("add_space_prefix", True):
         normalizers.insert(0, {"type": "Prepend", "prepend": _SPACE})
         decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
-    scores = _numbers(vocabulary.metadata.get(SCORES), len(vocabulary.tokens), f"{vocabulary.path}: key {quoted(SCORES)}")
+    where = f"{vocabulary.path}: key {quoted(SCORES)}"
+    scores = _numbers(vocabulary.metadata.get(SCORES), len(vocabulary.tokens), where)
+    defined = (token_id for token_id in vocabulary.ids(TokenType.USER_DEFINED) if scores[token_id] == 0)
+    pieces = {*vocabulary.ids(TokenType.NORMAL), *defined}
     model = {
         "type": "BPE", "dropout": None, "unk_token": vocabulary.named("unknown"), "continuing_subword_prefix": None,
         "end_of_word_suffix": None, "fuse_unk": True, "byte_fallback": bool(vocabulary.ids(TokenType.BYTE)),
-        "ignore_merges": False, "vocab": vocabulary.mapping(), "merges": _merges_of_scores(vocabulary, scores),
+        "ignore_merges": False, "vocab": vocabulary.mapping(), "merges": _merges_of_scores(vocabulary, pieces, scores),
     }  # fmt: skip
-    return {
+    components = {
         "normalizer": {"type": "Sequence", "normalizers": normalizers},
         "pre_tokenizer": None,
         "decoder": {"type": "Sequence", "decoders": decoders},
         "model": model,
     }
+    return _Parts(components, pieces)
 
 
-def _merges_of_scores(vocabulary: Vocabulary, scores: Array) -> list[list[str]]:
+def _merges_of_scores(vocabulary: Vocabulary, pieces: set[int], scores: Array) -> list[list[str]]:
     """Return the pairs that make a token together, in the order in which SentencePiece merges: by the token's score.
 
     Of the pairs of one token that of the lower ids comes first, as in the tokenizer.json files of these models.
     """
-    ids = {vocabulary.tokens[token_id]: token_id for token_id in vocabulary.ids(TokenType.NORMAL)}
+    ids = {vocabulary.tokens[token_id]: token_id for token_id in pieces}
     pairs = [
         (-float(scores[token_id]), left, right)
         for token, token_id in ids.items()
@@ -188,7 +205,7 @@ def _merges_of_scores(vocabulary: Vocabulary, scores: Array) -> list[list[str]]:
     return [[vocabulary.tokens[left], vocabulary.tokens[right]] for _, left, right in sorted(pairs)]
 
 
-def _byte_pairs(vocabulary: Vocabulary) -> dict[str, Any]:
+def _byte_pairs(vocabulary: Vocabulary) -> _Parts:
     """Return the parts of a tokenizer.json for byte-level BPE."""
     where = f"{vocabulary.path}: key {quoted(PREFIX + 'pre')}"
     splitter = word_splitter(vocabulary.metadata.get(PREFIX + "pre", "default"), vocabulary.tokens, where)
@@ -198,12 +215,13 @@ def _byte_pairs(vocabulary: Vocabulary) -> dict[str, Any]:
         "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False,
         "ignore_merges": splitter.ignores_merges, "vocab": vocabulary.mapping(), "merges": merges,
     }  # fmt: skip
-    return {
+    components = {
         "normalizer": {"type": "NFC"} if splitter.composes else None,
         "pre_tokenizer": splitter.pre_tokenizer,
         "decoder": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False},
         "model": model,
     }
+    return _Parts(components, set())
 
 
 _MODELS = {"llama": _sentence_piece, "gpt2": _byte_pairs}

@@ -1,0 +1,65 @@
+"""Models from GGUF files: the same logits as the same weights from safetensors, for every architecture and type."""
+
+import gguf_models as models
+import numpy as np
+import pytest
+
+from cpmrt import LLM, SamplingParams
+from cpmrt.weights.formats.blocks import BLOCK_TYPES
+from cpmrt.weights.model_folder import ModelFolder
+
+PROMPT = "Every good boy deserves fudge, and so on: 1 2 3."
+
+
+def logits(model, **options):
+    """The scores of a prompt's tokens, and a few greedy tokens behind it."""
+    with LLM(model, executor="reference", dtype="float32", max_context=256, **options) as llm:
+        ids = llm.tokenizer.encode(PROMPT)
+        return llm.score(ids), llm.generate(ids, SamplingParams(max_new_tokens=8)).token_ids
+
+
+def mixed(name):
+    """As Q4_K_M mixes: values and the way down in more bits than the rest, in some layers."""
+    if name in ("token_embd.weight", "output.weight"):
+        return "Q6_K"
+    return "Q6_K" if name in ("blk.0.attn_v.weight", "blk.1.ffn_down.weight") else "Q4_K"
+
+
+@pytest.mark.parametrize("architecture", models.CONFIGS)
+@pytest.mark.parametrize("kind", ["F32", "BF16", "Q8_0", "mixed"])
+def test_logits_of_every_architecture(tmp_path, architecture, kind):
+    pair = models.write_pair(tmp_path, architecture, mixed if kind == "mixed" else lambda name: kind)
+    (found, tokens), (expected, expected_tokens) = logits(pair.gguf), logits(pair.folder)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-4)
+    assert tokens == expected_tokens
+
+
+@pytest.mark.parametrize("kind", [*BLOCK_TYPES, "F16"])
+def test_every_type_keeps_its_own_bits(tmp_path, kind):
+    """Of one layer, its embedding tied: the head is the embedding's blocks, products are those of the values."""
+    pair = models.write_pair(
+        tmp_path, "llama", lambda name: kind, num_hidden_layers=1, tie_word_embeddings=True, head_dim=128
+    )
+    (found, tokens), (expected, expected_tokens) = logits(pair.gguf), logits(pair.folder)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-4)
+    assert tokens == expected_tokens
+
+
+def test_config_is_that_of_the_folder(tmp_path):
+    for architecture in models.CONFIGS:
+        pair = models.write_pair(tmp_path, architecture, lambda name: "F32")
+        found, expected = ModelFolder.open(pair.gguf), ModelFolder.open(pair.folder)
+        assert found.config == expected.config and found.sampling == expected.sampling
+
+
+def test_weights_take_the_bytes_of_their_blocks(tmp_path):
+    """A quantised model is held in its own bits: nothing but the embedding becomes wider."""
+    pair = models.write_pair(tmp_path, "llama", mixed)
+    with LLM(pair.gguf, executor="reference", max_context=64) as llm:
+        held = {region.name: region.nbytes for region in llm.plan.regions}
+    sizes = models.SIZES
+    row = BLOCK_TYPES["Q4_K"]
+    assert held["layers.0.qkv.blocks0"] == sizes["hidden_size"] * row.row_bytes(sizes["hidden_size"])
+    assert held["layers.0.qkv.blocks2"] == 128 * BLOCK_TYPES["Q6_K"].row_bytes(sizes["hidden_size"])
+    assert held["lm_head.blocks0"] == 260 * BLOCK_TYPES["Q6_K"].row_bytes(sizes["hidden_size"])
+    assert not any(name.endswith(("qkv", "down", "lm_head")) for name in held)

@@ -1,0 +1,255 @@
+"""Tokenizers from GGUF files: the ids of the tokenizer that the file was made from, on thousands of texts."""
+
+import json
+import random
+from pathlib import Path
+
+import gguf_files as files
+import numpy as np
+import pytest
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer as Library
+
+from cpmrt.errors import CheckpointError, UnsupportedModelError
+from cpmrt.text import ChatTemplate, Tokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
+DATA = ROOT / ".." / "shared" / "data"
+NUM_TEXTS = 10_000
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = range(1, 7)
+SIZES = {
+    "block_count": 1, "context_length": 64, "embedding_length": 64, "feed_forward_length": 64,
+    "attention.head_count": 1,
+}  # fmt: skip
+
+
+def texts(special=(), count=NUM_TEXTS, seed=0):
+    """Pieces of this project's own texts, of other scripts, spaces and signs, with special tokens among them."""
+    source = "".join(path.read_text() for path in (ROOT / "README.md", ROOT / "tests" / "drawing.py"))
+    others = "长文本，中文。日本語のテキスト  한국어\tРусский — naïve café ﬁ x² ½ ٣ 😀👩\u200d👩\u200d👧 e\u0301 \u00a0\u3000 "
+    others += "12345678.90 don't I'LL\r\n\n\n"
+    chance = random.Random(seed)
+    for _ in range(count):
+        pieces = []
+        for _ in range(chance.randrange(1, 6)):
+            text = source if chance.random() < 0.6 else others
+            start = chance.randrange(len(text))
+            pieces.append(text[start : start + chance.randrange(1, 40)])
+            if special and chance.random() < 0.3:
+                pieces.append(chance.choice(special))
+        yield "".join(pieces)
+
+
+def write(path, keys):
+    """A file with the keys of a tokenizer, and what a config needs."""
+    sizes = [(f"llama.{key}", files.value(files.U32, number)) for key, number in SIZES.items()]
+    architecture = ("general.architecture", files.value(files.STRING, "llama"))
+    count = ("llama.vocab_size", files.value(files.U32, 1000))
+    own = [(key if "." in key else f"tokenizer.ggml.{key}", files.value(*value)) for key, value in keys.items()]
+    return files.Content([architecture, count, *sizes, *own], []).write(path)
+
+
+def listed(kind, items):
+    return files.ARRAY, (kind, list(items))
+
+
+def sentence_piece_keys():
+    """MiniCPM3's tokenizer.json as the converter writes it: a score a token, of which only the order counts."""
+    content = json.loads((DATA / "minicpm3_tokenizer.json").read_text())
+    tokens = {token_id: token for token, token_id in content["model"]["vocab"].items()}
+    types = {token_id: BYTE if token.startswith("<0x") else NORMAL for token_id, token in tokens.items()}
+    for token in content["added_tokens"]:
+        tokens[token["id"]], types[token["id"]] = token["content"], CONTROL
+    types[0] = UNKNOWN
+    scores = [-float(i) for i in range(len(tokens))]
+    for token in ("。" * 6, "```"):  # pieces that users defined come so, and are the first to be merged
+        token_id = content["model"]["vocab"][token]
+        types[token_id], scores[token_id] = USER, 0.0
+    return {
+        "model": (files.STRING, "llama"), "tokens": listed(files.STRING, (tokens[i] for i in range(len(tokens)))),
+        "token_type": listed(files.I32, (types[i] for i in range(len(tokens)))),
+        "scores": listed(files.F32, scores), "bos_token_id": (files.U32, 1),
+        "eos_token_id": (files.U32, 2), "unknown_token_id": (files.U32, 0), "add_bos_token": (files.BOOL, 1),
+    }  # fmt: skip
+
+
+@pytest.mark.skipif(not DATA.exists(), reason="needs the tokenizers beside the project")
+def test_sentence_piece_gives_the_ids_of_tokenizer_json(tmp_path):
+    found = Tokenizer.open(write(tmp_path / "a.gguf", sentence_piece_keys()))
+    expected = Library.from_file(str(DATA / "minicpm3_tokenizer.json"))
+    for text in texts(["<|im_end|>", "<|im_start|>", "<s>", "</s>", "<unk>"]):
+        ids = found.encode(text, add_special_tokens=False)
+        assert ids == expected.encode(text, add_special_tokens=False).ids, text
+        assert found.decode(ids) == expected.decode(ids) or "\ufffd" in expected.decode(ids)
+    assert found.bos_token_id == 1 and found.encode("a")[0] == 1 and found.eos_token_ids == (2,)
+
+
+@pytest.mark.skipif(not DATA.exists(), reason="needs the tokenizers beside the project")
+def test_sentence_piece_gives_the_ids_of_the_library(tmp_path):
+    library = pytest.importorskip("sentencepiece")
+    expected = library.SentencePieceProcessor(str(DATA / "minicpm4_tokenizer.model"))
+    pieces = range(expected.vocab_size())
+    kinds = {expected.is_unknown: UNKNOWN, expected.is_control: CONTROL, expected.is_byte: BYTE}
+    types = [next((kind for test, kind in kinds.items() if test(i)), NORMAL) for i in pieces]
+    # What its users defined has no score. The library finds these pieces before it merges, Hugging Face by merging.
+    defined = [i for i in pieces if types[i] == NORMAL and expected.get_score(i) == 0]
+    for i in defined:
+        types[i] = USER
+    long = [expected.id_to_piece(i).replace("▁", " ") for i in defined if len(expected.id_to_piece(i)) > 1]
+    keys = sentence_piece_keys() | {
+        "tokens": listed(files.STRING, (expected.id_to_piece(i) for i in pieces)),
+        "token_type": listed(files.I32, types), "scores": listed(files.F32, (expected.get_score(i) for i in pieces)),
+    }  # fmt: skip
+    keys |= {"add_space_prefix": (files.BOOL, 0)}  # as the model's own settings have it
+    found = Tokenizer.open(write(tmp_path / "a.gguf", keys))
+    same = [text for text in texts(seed=1) if not any(piece in text for piece in long)]
+    assert len(same) > NUM_TEXTS / 2
+    for text in same:
+        ids = expected.encode(text)
+        assert found.encode(text, add_special_tokens=False) == ids, text
+        assert found.decode(ids) == expected.decode(ids)
+
+
+def trained(pattern, *, ignore_merges=False, normalizer=None):
+    """A byte-level tokenizer trained on this project's texts, split as a model's tokenizer.json says."""
+    library = Library(models.BPE(ignore_merges=ignore_merges))
+    splits = [pre_tokenizers.Split(Regex(one), "isolated") for one in pattern]
+    library.pre_tokenizer = pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(False, use_regex=not splits)])
+    library.decoder = decoders.ByteLevel()
+    library.normalizer = normalizer
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=1500, initial_alphabet=alphabet, show_progress=False)
+    library.train_from_iterator(texts(count=3000, seed=5), trainer)
+    library.add_special_tokens([AddedToken("<|im_start|>"), AddedToken("<|im_end|>")])
+    library.add_tokens([AddedToken("<think>", normalized=False)])
+    return library
+
+
+def byte_pair_keys(library, pre):
+    content = json.loads(library.to_str())
+    tokens = {token_id: token for token, token_id in library.get_vocab().items()}
+    special = {token["id"]: CONTROL if token["special"] else USER for token in content["added_tokens"]}
+    return {
+        "model": (files.STRING, "gpt2"), "tokens": listed(files.STRING, (tokens[i] for i in range(len(tokens)))),
+        "token_type": listed(files.I32, (special.get(i, NORMAL) for i in range(len(tokens)))),
+        "merges": listed(files.STRING, (" ".join(pair) for pair in content["model"]["merges"])),
+    } | ({} if pre is None else {"pre": (files.STRING, pre)})  # fmt: skip
+
+
+SPLITTERS = {
+    "gpt-2": {"pattern": ()},
+    "llama-bpe": {"pattern": (LLAMA3,), "ignore_merges": True},
+    "qwen2": {"pattern": (LLAMA3.replace("{1,3}", ""),), "normalizer": normalizers.NFC()},
+    "minicpm5": {"pattern": (r"\p{N}{1,3}", LLAMA3.replace("{1,3}", "+")), "ignore_merges": True},
+    "smollm": {"pattern": (r"\p{N}", r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+")},
+}
+
+
+@pytest.mark.parametrize("pre", SPLITTERS)
+def test_byte_pairs_give_the_ids_of_the_tokenizer_that_they_are_from(tmp_path, pre):
+    expected = trained(**SPLITTERS[pre])
+    found = Tokenizer.open(write(tmp_path / "a.gguf", byte_pair_keys(expected, pre)))
+    for text in texts(["<|im_start|>", "<|im_end|>", "<think>"]):
+        ids = found.encode(text)
+        assert ids == expected.encode(text, add_special_tokens=False).ids, text
+        assert found.decode(ids, skip_special_tokens=False) == expected.decode(ids, skip_special_tokens=False)
+    assert found.special_ids == {expected.token_to_id("<|im_start|>"), expected.token_to_id("<|im_end|>")}
+
+
+def test_minicpm5_is_told_from_its_vocabulary_how_signs_and_letters_are_split(tmp_path):
+    apart = trained((r"\p{N}{1,3}", SPLITTERS["smollm"]["pattern"][1]), ignore_merges=True)
+    found = Tokenizer.open(write(tmp_path / "a.gguf", byte_pair_keys(apart, "minicpm5")))
+    for text in texts(seed=7):
+        assert found.encode(text) == apart.encode(text, add_special_tokens=False).ids, text
+
+
+def test_a_file_without_a_name_splits_as_llama_cpp_does_then(tmp_path):
+    found = Tokenizer.open(write(tmp_path / "a.gguf", byte_pair_keys(trained(()), None)))
+    pieces = [found.decode([token_id]) for token_id in found.encode("abc 1234567 don't!?=+x")]
+    assert "".join(pieces) == "abc 1234567 don't!?=+x"
+    assert not any(len(piece.strip()) > 3 and piece.strip().isdigit() for piece in pieces)
+
+
+def test_a_whole_tokenizer_json_in_the_file_counts(tmp_path):
+    expected = trained(("x+",))
+    keys = byte_pair_keys(expected, "gpt-2") | {"tokenizer.huggingface.json": (files.STRING, expected.to_str())}
+    found = Tokenizer.open(write(tmp_path / "a.gguf", keys))
+    for text in texts(count=200):
+        assert found.encode(text) == expected.encode(text, add_special_tokens=False).ids
+
+
+def test_chat_template_and_special_tokens(tmp_path):
+    library = trained(())
+    end = library.token_to_id("<|im_end|>")
+    keys = byte_pair_keys(library, "gpt-2") | {
+        "eos_token_id": (files.U32, end), "bos_token_id": (files.U32, library.token_to_id("<|im_start|>")),
+        "tokenizer.chat_template": (files.STRING, "{{ eos_token }}{{ messages[0].content }}"),
+        "tokenizer.chat_templates": listed(files.STRING, ["tool_use"]),
+        "tokenizer.chat_template.tool_use": (files.STRING, "tools: {{ tools }}"),
+    }  # fmt: skip
+    path = write(tmp_path / "a.gguf", keys)
+    template = ChatTemplate.open(path)
+    assert template.render([{"role": "user", "content": "hi"}]) == "<|im_end|>hi" and template.takes_tools
+    tokenizer = Tokenizer.open(path)
+    assert tokenizer.eos_token_ids == (end,) and tokenizer.encode("a")[0] != tokenizer.bos_token_id
+
+
+def _changed(key, value):
+    return lambda keys: keys | {key: value}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (_changed("model", (files.STRING, "t5")), "'tokenizer.ggml.model': expected llama | gpt2, got 't5'"),
+        (_changed("pre", (files.STRING, "tekken")), "'tokenizer.ggml.pre': this way of splitting text is not known"),
+        (_changed("pre", (files.U32, 3)), "got 3"),
+        (_changed("tokens", (files.STRING, "a")), "'tokenizer.ggml.tokens': expected a list of tokens"),
+        (_changed("tokens", listed(files.STRING, [])), "expected a list of tokens"),
+        (_changed("token_type", listed(files.I32, [1, 1])), "'tokenizer.ggml.token_type': expected 1503 numbers"),
+        (_changed("token_type", listed(files.I32, [0] * 1503)), "expected types from 1 to 6, got 0"),
+        (_changed("token_type", listed(files.I32, [7] * 1503)), "expected types from 1 to 6, got 7"),
+        (_changed("merges", listed(files.I32, [1])), "'tokenizer.ggml.merges': expected a list of strings"),
+        (_changed("merges", listed(files.STRING, ["a b c"])), "cannot be read"),
+        (_changed("merges", listed(files.STRING, ["no such"])), "cannot be read"),
+        (_changed("eos_token_id", (files.U32, 1503)), "eos_token_id': expected a token id in [0, 1503)"),
+        (_changed("bos_token_id", (files.STRING, "<s>")), "'tokenizer.ggml.bos_token_id'"),
+        (_changed("add_bos_token", (files.U32, 1)), "'tokenizer.ggml.add_bos_token': expected a truth value"),
+        (_changed("tokenizer.chat_template", (files.U32, 1)), "'tokenizer.chat_template': expected a template"),
+        (_changed("tokenizer.huggingface.json", (files.STRING, "{")), "'tokenizer.huggingface.json' is not valid JSON"),
+    ],
+)
+def test_malformed_tokenizers_are_refused_by_key(tmp_path, change, words):
+    library = trained(())
+    path = write(tmp_path / "bad.gguf", change(byte_pair_keys(library, "gpt-2")))
+    with pytest.raises((CheckpointError, UnsupportedModelError)) as found:
+        Tokenizer.open(path)
+        ChatTemplate.open(path)
+    assert words in str(found.value) and str(path) in str(found.value)
+
+
+def test_scores_must_be_there_for_sentence_piece(tmp_path):
+    tokens = ["<unk>", "<s>", "a"]
+    keys = {"model": (files.STRING, "llama"), "tokens": listed(files.STRING, tokens)}
+    for scores in (None, [1.0], [0.0, 1.0, float("nan")]):
+        more = {} if scores is None else {"scores": listed(files.F32, scores)}
+        with pytest.raises(CheckpointError, match="'tokenizer.ggml.scores'"):
+            Tokenizer.open(write(tmp_path / "bad.gguf", keys | more))
+
+
+def test_unused_tokens_are_no_tokens_and_the_first_of_two_alike_counts(tmp_path):
+    library = trained(())
+    keys = byte_pair_keys(library, "gpt-2")
+    tokens = [*keys["tokens"][1][1], "[PAD0]", "a"]
+    keys |= {
+        "tokens": listed(files.STRING, tokens),
+        "token_type": listed(files.I32, [*keys["token_type"][1][1], UNUSED, NORMAL]),
+    }
+    found = Tokenizer.open(write(tmp_path / "a.gguf", keys))
+    assert found.token_id("[PAD0]") is None and found.token_id("a") == library.token_to_id("a")
+    assert found.decode([len(tokens) - 2]) == ""
+    assert np.array_equal(found.encode("[PAD0]"), library.encode("[PAD0]").ids)
