@@ -2,6 +2,7 @@
 
 import json
 import random
+from functools import cache
 from pathlib import Path
 
 import gguf_files as files
@@ -15,7 +16,8 @@ from cpmrt.text import ChatTemplate, Tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / ".." / "shared" / "data"
-NUM_TEXTS = 10_000
+COUNTS = pytest.mark.parametrize("count", [1000, pytest.param(10_000, marks=pytest.mark.all)])
+"""Of texts on which ids are compared."""
 LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
@@ -27,10 +29,11 @@ SIZES = {
 }  # fmt: skip
 
 
-def texts(special=(), count=NUM_TEXTS, seed=0):
+def texts(special=(), count=1000, seed=0):
     """Pieces of this project's own texts, of other scripts, spaces and signs, with special tokens among them."""
     source = "".join(path.read_text() for path in (ROOT / "README.md", ROOT / "tests" / "drawing.py"))
-    others = "长文本，中文。日本語のテキスト  한국어\tРусский — naïve café ﬁ x² ½ ٣ 😀👩\u200d👩\u200d👧 e\u0301 \u00a0\u3000 "
+    others = "长文本，中文。日本語のテキスト  한국어\tРусский — naïve café ﬁ x² ½ ٣ "
+    others += "😀👩\u200d👩\u200d👧 e\u0301 \u00a0\u3000 "
     others += "12345678.90 don't I'LL\r\n\n\n"
     chance = random.Random(seed)
     for _ in range(count):
@@ -78,10 +81,11 @@ def sentence_piece_keys():
 
 
 @pytest.mark.skipif(not DATA.exists(), reason="needs the tokenizers beside the project")
-def test_sentence_piece_gives_the_ids_of_tokenizer_json(tmp_path):
+@COUNTS
+def test_sentence_piece_gives_the_ids_of_tokenizer_json(tmp_path, count):
     found = Tokenizer.open(write(tmp_path / "a.gguf", sentence_piece_keys()))
     expected = Library.from_file(str(DATA / "minicpm3_tokenizer.json"))
-    for text in texts(["<|im_end|>", "<|im_start|>", "<s>", "</s>", "<unk>"]):
+    for text in texts(["<|im_end|>", "<|im_start|>", "<s>", "</s>", "<unk>"], count):
         ids = found.encode(text, add_special_tokens=False)
         assert ids == expected.encode(text, add_special_tokens=False).ids, text
         assert found.decode(ids) == expected.decode(ids) or "\ufffd" in expected.decode(ids)
@@ -89,7 +93,8 @@ def test_sentence_piece_gives_the_ids_of_tokenizer_json(tmp_path):
 
 
 @pytest.mark.skipif(not DATA.exists(), reason="needs the tokenizers beside the project")
-def test_sentence_piece_gives_the_ids_of_the_library(tmp_path):
+@COUNTS
+def test_sentence_piece_gives_the_ids_of_the_library(tmp_path, count):
     library = pytest.importorskip("sentencepiece")
     expected = library.SentencePieceProcessor(str(DATA / "minicpm4_tokenizer.model"))
     pieces = range(expected.vocab_size())
@@ -106,8 +111,8 @@ def test_sentence_piece_gives_the_ids_of_the_library(tmp_path):
     }  # fmt: skip
     keys |= {"add_space_prefix": (files.BOOL, 0)}  # as the model's own settings have it
     found = Tokenizer.open(write(tmp_path / "a.gguf", keys))
-    same = [text for text in texts(seed=1) if not any(piece in text for piece in long)]
-    assert len(same) > NUM_TEXTS / 2
+    same = [text for text in texts(count=count, seed=1) if not any(piece in text for piece in long)]
+    assert len(same) > count / 2
     for text in same:
         ids = expected.encode(text)
         assert found.encode(text, add_special_tokens=False) == ids, text
@@ -123,10 +128,16 @@ def trained(pattern, *, ignore_merges=False, normalizer=None):
     library.normalizer = normalizer
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=1500, initial_alphabet=alphabet, show_progress=False)
-    library.train_from_iterator(texts(count=3000, seed=5), trainer)
+    library.train_from_iterator(texts(count=1000, seed=5), trainer)
     library.add_special_tokens([AddedToken("<|im_start|>"), AddedToken("<|im_end|>")])
     library.add_tokens([AddedToken("<think>", normalized=False)])
     return library
+
+
+@cache
+def plain():
+    """One that is split as GPT-2's."""
+    return trained(())
 
 
 def byte_pair_keys(library, pre):
@@ -149,11 +160,12 @@ SPLITTERS = {
 }
 
 
+@COUNTS
 @pytest.mark.parametrize("pre", SPLITTERS)
-def test_byte_pairs_give_the_ids_of_the_tokenizer_that_they_are_from(tmp_path, pre):
+def test_byte_pairs_give_the_ids_of_the_tokenizer_that_they_are_from(tmp_path, pre, count):
     expected = trained(**SPLITTERS[pre])
     found = Tokenizer.open(write(tmp_path / "a.gguf", byte_pair_keys(expected, pre)))
-    for text in texts(["<|im_start|>", "<|im_end|>", "<think>"]):
+    for text in texts(["<|im_start|>", "<|im_end|>", "<think>"], count):
         ids = found.encode(text)
         assert ids == expected.encode(text, add_special_tokens=False).ids, text
         assert found.decode(ids, skip_special_tokens=False) == expected.decode(ids, skip_special_tokens=False)
@@ -168,7 +180,7 @@ def test_minicpm5_is_told_from_its_vocabulary_how_signs_and_letters_are_split(tm
 
 
 def test_a_file_without_a_name_splits_as_llama_cpp_does_then(tmp_path):
-    found = Tokenizer.open(write(tmp_path / "a.gguf", byte_pair_keys(trained(()), None)))
+    found = Tokenizer.open(write(tmp_path / "a.gguf", byte_pair_keys(plain(), None)))
     pieces = [found.decode([token_id]) for token_id in found.encode("abc 1234567 don't!?=+x")]
     assert "".join(pieces) == "abc 1234567 don't!?=+x"
     assert not any(len(piece.strip()) > 3 and piece.strip().isdigit() for piece in pieces)
@@ -183,7 +195,7 @@ def test_a_whole_tokenizer_json_in_the_file_counts(tmp_path):
 
 
 def test_chat_template_and_special_tokens(tmp_path):
-    library = trained(())
+    library = plain()
     end = library.token_to_id("<|im_end|>")
     keys = byte_pair_keys(library, "gpt-2") | {
         "eos_token_id": (files.U32, end), "bos_token_id": (files.U32, library.token_to_id("<|im_start|>")),
@@ -224,7 +236,7 @@ def _changed(key, value):
     ],
 )
 def test_malformed_tokenizers_are_refused_by_key(tmp_path, change, words):
-    library = trained(())
+    library = plain()
     path = write(tmp_path / "bad.gguf", change(byte_pair_keys(library, "gpt-2")))
     with pytest.raises((CheckpointError, UnsupportedModelError)) as found:
         Tokenizer.open(path)
@@ -242,7 +254,7 @@ def test_scores_must_be_there_for_sentence_piece(tmp_path):
 
 
 def test_unused_tokens_are_no_tokens_and_the_first_of_two_alike_counts(tmp_path):
-    library = trained(())
+    library = plain()
     keys = byte_pair_keys(library, "gpt-2")
     tokens = [*keys["tokens"][1][1], "[PAD0]", "a"]
     keys |= {
