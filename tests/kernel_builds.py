@@ -54,6 +54,12 @@ CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
         {"LINEAR": 3, "IN_FEATURES": 4096, "TOKEN_TILES": 8, "GROUP": 2, "SPLIT_WARPS": 1}
         | {"HALF_TILE": 0, "CLUSTER": 1, "NORM": 0, "SMEM_BYTES": 232448},
     ),
+    "linear/active_neurons.cu": (
+        {"IN_FEATURES": 1536, "ROWS": 1} | _FATRELU,
+        {"IN_FEATURES": 1536, "ROWS": 8} | _FATRELU,
+        {"IN_FEATURES": 2304, "ROWS": 4} | _FATRELU,
+        {"IN_FEATURES": 9000, "ROWS": 2} | _FATRELU,
+    ),
     "linear_packed/linear_packed.cu": (
         {"LINEAR": 1, "IN_FEATURES": 4096, "RUNS": 8, "ROWS": 1, "WARPS": 8, "SHARED_RUN": 0, "PREPARED": 0}
         | _PACKED
