@@ -14,6 +14,7 @@ from cpmrt.config.layers import ExpertsMlp, GatedMlp, GroupedAttention, LatentAt
 from cpmrt.config.quantization import WeightQuantization, read_quantization
 from cpmrt.config.rope import RopeConfig
 from cpmrt.config.sparse import SparseConfig
+from cpmrt.config.text_part import text_part
 from cpmrt.dtypes import DType
 from cpmrt.errors import ConfigError, UnsupportedModelError, quoted
 
@@ -122,10 +123,13 @@ class ModelConfig:
     ) -> ModelConfig:
         """From config.json's object, and generation_config.json's for further end-of-text ids.
 
+        Of a model that also sees or hears it is that of its language model (`text_part`).
+
         `quantize_config` is the object of a quantize_config.json, which GPTQ tools write. `source` is the path of
         config.json, for messages. Raises ConfigError for a missing or malformed field,
         UnsupportedModelError for an architecture or a feature that is not implemented.
         """
+        config = text_part(config, source)
         row = _architecture(config, source)
         fields = Fields(config, source)
         _refuse_unsupported(fields)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -31,6 +32,11 @@ CONVERT_PICKLES = (
 """What to do with a .bin checkpoint; {pattern} stands for its files."""
 
 
+LANGUAGE_MODEL = ("llm.", "language_model.")
+"""How the tensors of the language model begin where a checkpoint has an encoder of images or sound beside it."""
+_FIRST_TENSOR = "model.embed_tokens.weight"
+
+
 class TensorFile(Protocol):
     """An open file of tensors."""
 
@@ -43,7 +49,8 @@ class TensorFile(Protocol):
 class Checkpoint:
     """All tensors of a model, mapped and validated. Closes at the end of a `with` block.
 
-    `entries` are by Hugging Face name, and each has the name that the tensor has in its file. `pairs`: tensors in which
+    `entries` are by Hugging Face name, and each has the name that the tensor has in its file: of a model that also sees
+    or hears they are those of its language model, without its prefix. `pairs`: tensors in which
     the rows of a head of so many rows lie in pairs, row j and row j + half of it one after another.
     """
 
@@ -80,7 +87,7 @@ class Checkpoint:
             if shard_of is not None:
                 _check_index(folder, shard_of, entries)
             opened.pop_all()
-        return cls(folder, MappingProxyType(entries), files)
+        return cls(folder, MappingProxyType(_language_part(folder, entries)), files)
 
     @classmethod
     def _of_gguf(cls, path: Path) -> Checkpoint:
@@ -123,6 +130,22 @@ class Checkpoint:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def _language_part(folder: Path, entries: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
+    """Return the tensors of the language model, by name without its prefix; warns of what is left out."""
+    prefix = next((prefix for prefix in LANGUAGE_MODEL if prefix + _FIRST_TENSOR in entries), None)
+    if prefix is None or _FIRST_TENSOR in entries:
+        return entries
+    kept = {name.removeprefix(prefix): entry for name, entry in entries.items() if name.startswith(prefix)}
+    others = sorted({f"{name.split('.')[0]}.*" for name in entries if not name.startswith(prefix)})
+    if others:
+        warnings.warn(
+            f"{folder}: only the language model runs ({quoted(prefix + '*')}); {len(entries) - len(kept)} tensors "
+            f"beside it are left out: {listed(others)}",
+            stacklevel=3,
+        )
+    return kept
 
 
 def read_index(path: Path) -> dict[str, str]:
