@@ -101,5 +101,9 @@ class NonFiniteLogitsError(CpmrtError):
         return cls(what, expected="numbers", actual="NaN or infinity", fix=fix)
 
 
+class FormError(CpmrtError):
+    """An answer under a grammar cannot go on: no token is allowed, or the grammar has become too complex."""
+
+
 class NoDeviceError(CpmrtError):
     """No usable device for the executor that was asked for."""

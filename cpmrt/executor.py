@@ -2,13 +2,14 @@
 
 The engine submits steps; an executor carries them out in submission order. After a sequence's last prefill chunk its
 running state (last token, position, sampling counters, finished flag) lives with the executor, so a `Decode` names
-slots only, and the engine may submit further steps before it has waited for earlier ones. A step on a sequence that
+slots only (and which tokens they may sample), and the engine may submit further steps before it has waited for earlier
+ones. A step on a sequence that
 has finished meanwhile yields no tokens. A list of steps replays on any executor with the same results.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -19,6 +20,38 @@ if TYPE_CHECKING:
 
 MAX_ROWS = 64
 """Rows of a step at most, of one token each: sequences that decode together, nodes of a draft tree, rows of logits."""
+
+
+class Mask:
+    """The tokens that one row of a step may sample: bit t % 8 of byte t // 8 of `bits` for token t, or None for all.
+
+    Tokens that a row may not sample have the logit -infinity, before anything else is done to it. What a row may sample
+    can depend on the token before it, so a step may be submitted while its mask is still empty; it is filled before
+    anybody waits for the step. `on_fill`, set by an executor that has launched such a step, is called with the bits.
+    """
+
+    __slots__ = ("bits", "is_filled", "on_fill")
+
+    def __init__(self, bits: bytes | None = None, *, is_filled: bool = False):
+        self.bits, self.is_filled = bits, is_filled
+        self.on_fill: Callable[[bytes | None], None] | None = None
+
+    def fill(self, bits: bytes | None) -> None:
+        """Say what the row may sample, once."""
+        self.bits, self.is_filled = bits, True
+        if self.on_fill is not None:
+            self.on_fill(bits)
+            self.on_fill = None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Mask) and (self.bits, self.is_filled) == (other.bits, other.is_filled)
+
+    def __repr__(self) -> str:
+        if not self.is_filled or self.bits is None:
+            return "Mask(all)" if self.is_filled else "Mask()"
+        return f"Mask({sum(byte.bit_count() for byte in self.bits)} tokens)"
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +98,30 @@ class Prefill:
     token_ids: tuple[int, ...]
     position: int
     is_last: bool
+    mask: Mask | None = None
+    """Of the first token; None: any."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decode:
-    """One more token for each slot (a row each)."""
+    """One more token for each slot (a row each). `masks`: of each, or none at all if every row may sample any token."""
 
     slots: tuple[int, ...]
+    masks: tuple[Mask | None, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class FastForward:
+    """Run tokens of the answer as a chunk, since those after the first are certain, and sample the one behind them.
+
+    `token_ids` begin with the last token that was sampled, at `position`. The others count as generated, as if they had
+    been sampled one by one; the result has them and the token behind them.
+    """
+
+    slot: int
+    token_ids: tuple[int, ...]
+    position: int
+    mask: Mask | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +142,7 @@ class Release:
     slot: int
 
 
-Step = Admit | Keep | Recall | Prefill | Decode | Speculate | Release
+Step = Admit | Keep | Recall | Prefill | Decode | FastForward | Speculate | Release
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +160,8 @@ class TokenLogprobs:
 class SlotResult:
     """What one step produced for one slot: no tokens if the sequence had finished before.
 
-    `non_finite`: the logits behind these tokens hold NaN or +infinity, or nothing but -infinity, so that no token could
-    be sampled there. The executor has finished the sequence, as after an end token.
+    `non_finite`: the logits behind these tokens hold NaN or +infinity, or nothing but -infinity where the mask allows a
+    token, so that none could be sampled there. The executor has finished the sequence, as after an end token.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -169,6 +219,8 @@ class ExecutorLimits:
     """KV pages that block tables may name, enough for `max_sequences` of `max_context` tokens; 0: tables are fixed."""
     page_size: int = 64
     """Tokens of a KV page."""
+    takes_masks: bool = False
+    """Whether rows may have a `Mask`, and answers be fast-forwarded."""
     num_snapshots: int = 0
     """States that `Keep` may write. 0: a sequence is its pages alone, and every prefix of pages can be resumed;
     otherwise only one whose state was kept."""

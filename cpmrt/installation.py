@@ -12,7 +12,8 @@ from urllib.parse import unquote, urlsplit
 from cpmrt.errors import ConfigError
 
 EXTRAS = {
-    "server": ("starlette", "uvicorn", "httptools", "prometheus_client"),
+    "grammar": ("llguidance",),
+    "server": ("llguidance", "starlette", "uvicorn", "httptools", "prometheus_client"),
     "modelscope": ("modelscope_hub",),
 }
 """The packages that the commands of an extra import."""

@@ -14,10 +14,12 @@ from numpy.typing import NDArray
 from cpmrt.config import ModelConfig, SamplingDefaults, SamplingParams
 from cpmrt.dtypes import F32
 from cpmrt.engine import Engine, Request, ThinkingBudget, request_seed
+from cpmrt.engine.guide import Matcher
 from cpmrt.errors import ContextLengthError, RequestError, quoted
+from cpmrt.grammar import Grammars, Thought
 from cpmrt.sharing.jobs import Generation, Reading
 from cpmrt.text import ChatTemplate, ThoughtEnd, Tokenizer
-from cpmrt.text.thinking import closings, prompt_end_of
+from cpmrt.text.thinking import closings, open_marker, opening_tokens, prompt_end_of
 
 TokenIds = Sequence[int] | NDArray[np.integer[Any]]
 Prompt = str | TokenIds
@@ -73,6 +75,7 @@ class JobMaker:
             params.loop_repeats,
             own.loop_penalty if params.loop_penalty is None else params.loop_penalty,
             self._thinking_budget(ids, params),
+            self._matcher(ids, params),
         )
 
     def choices(self, prompt: Prompt, params: SamplingParams | None) -> list[Generation]:
@@ -207,6 +210,23 @@ class JobMaker:
                 fix="shorten the prompt or raise max_context",
             )  # fmt: skip
         return Reading(len(ids), lambda slot, block_table: collect(ids, read(slot, ids, block_table)))
+
+    def _matcher(self, prompt_ids: tuple[int, ...], params: SamplingParams) -> Callable[[], Matcher] | None:
+        form = params.form
+        if form is None:
+            return None
+        if self.tokenizer is None:
+            raise RequestError(f"SamplingParams.{form.kind} needs a tokenizer", fix="leave it out")
+        closing = open_marker(prompt_end_of(self.tokenizer, prompt_ids), "")
+        may_think = params.max_thinking_tokens is not None and closing is None
+        openings = opening_tokens(self.tokenizer) if may_think else ()
+        return self.grammars.matcher(form, Thought((closing or "").encode(), openings))
+
+    @cached_property
+    def grammars(self) -> Grammars:
+        """What compiles the forms that requests give their answers."""
+        assert self.tokenizer is not None
+        return Grammars(self.tokenizer, self._end_token_ids())
 
     def _thinking_budget(self, prompt_ids: tuple[int, ...], params: SamplingParams) -> ThinkingBudget | None:
         if params.max_thinking_tokens is None:

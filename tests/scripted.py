@@ -11,6 +11,8 @@ from cpmrt.config import TreeShape
 from cpmrt.executor import (
     Admit,
     ExecutorLimits,
+    FastForward,
+    Mask,
     Prefill,
     Release,
     SlotResult,
@@ -32,6 +34,19 @@ TREE_SHAPES = [
 def next_token(tokens: list[int], seed: int) -> int:
     """Depends on the last three tokens, the length and the seed."""
     return crc32(repr((tokens[-3:], len(tokens), seed)).encode()) % VOCAB
+
+
+def allowed_tokens(mask: Mask | None) -> list[int]:
+    """Return the tokens that a row may sample."""
+    if mask is None or mask.bits is None:
+        return list(range(VOCAB))
+    return [token for token in range(min(VOCAB, 8 * len(mask.bits))) if mask.bits[token // 8] >> token % 8 & 1]
+
+
+def masked_token(tokens: list[int], seed: int, allowed: list[int]) -> int:
+    """Return the next token among those that are allowed: the plain one if it is."""
+    token = next_token(tokens, seed)
+    return token if token in allowed else allowed[token % len(allowed)]
 
 
 @dataclass
@@ -109,11 +124,14 @@ class ScriptedExecutor:
             return []
         if isinstance(step, Prefill):
             return [self._prefill(step)]
+        if isinstance(step, FastForward):
+            return [self._fast_forward(step)]
         assert len(set(step.slots)) == len(step.slots)
         if isinstance(step, Speculate):
             (slot,) = step.slots
             return [self._speculate(self.running[slot], self._limits.tree_shapes[step.shape])]
-        return [self._decode(self.running[slot]) for slot in step.slots]
+        masks = step.masks or (None,) * len(step.slots)
+        return [self._decode(self.running[slot], mask) for slot, mask in zip(step.slots, masks, strict=True)]
 
     def _prefill(self, step: Prefill) -> SlotResult:
         running = self.running[step.slot]
@@ -121,11 +139,23 @@ class ScriptedExecutor:
         assert 0 < len(step.token_ids) <= self._limits.prefill_chunk
         running.tokens.extend(step.token_ids)
         running.ready = step.is_last
-        return SlotResult(*self._emit(running)) if step.is_last else SlotResult()
+        return SlotResult(*self._emit(running, step.mask)) if step.is_last else SlotResult()
 
-    def _decode(self, running: Running) -> SlotResult:
+    def _decode(self, running: Running, mask: Mask | None) -> SlotResult:
         assert running.ready
-        return SlotResult(*self._emit(running))
+        return SlotResult(*self._emit(running, mask))
+
+    def _fast_forward(self, step: FastForward) -> SlotResult:
+        running, certain = self.running[step.slot], step.token_ids[1:]
+        if running.finished and not self.overshoot:
+            return SlotResult()
+        assert running.ready and 0 < len(step.token_ids) <= self._limits.prefill_chunk
+        assert step.position == len(running.tokens) - 1 and step.token_ids[0] == running.tokens[-1]
+        for token in certain:
+            self._append(running, token)
+        assert self.overshoot or not running.finished, "a certain token was the last one: the rest is surplus"
+        tokens, logprobs = self._emit(running, step.mask)
+        return SlotResult((*certain, *tokens), logprobs)
 
     def _speculate(self, running: Running, shape: TreeShape) -> SlotResult:
         """The longest path of a drafted tree whose tokens come, and the token after it."""
@@ -163,17 +193,22 @@ class ScriptedExecutor:
                 children.setdefault((parent, token), node)
         return children
 
-    def _emit(self, running: Running) -> tuple[tuple[int, ...], tuple[TokenLogprobs, ...]]:
+    def _emit(self, running: Running, mask: Mask | None = None) -> tuple[tuple[int, ...], tuple[TokenLogprobs, ...]]:
+        assert mask is None or mask.is_filled, "a step is carried out without its mask"
         if running.finished and not self.overshoot:
             return (), ()
-        token = next_token(running.tokens, running.admit.seed)
+        allowed = allowed_tokens(mask)
+        token = masked_token(running.tokens, running.admit.seed, allowed)
+        self._append(running, token)
+        return (token,), (TokenLogprobs(token, -float(token)),)
+
+    def _append(self, running: Running, token: int) -> None:
         running.tokens.append(token)
         assert self.overshoot or len(running.tokens) <= self._limits.max_context
         running.num_generated += 1
         running.finished = (
             token in running.admit.stop_token_ids or running.num_generated == running.admit.max_new_tokens
         )
-        return (token,), (TokenLogprobs(token, -float(token)),)
 
 
 def plain_continuation(prompt: list[int], seed: int, max_new_tokens: int, stop: set[int]) -> list[int]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from typing import Any
 
+from cpmrt.config.form import Form, choice_texts, form_of, schema_text
 from cpmrt.config.sampling_defaults import SamplingDefaults
 from cpmrt.errors import RequestError, quoted
 from cpmrt.keywords import checks_fields
@@ -34,6 +35,10 @@ class SamplingParams:
     the reason "loop"; with a `loop_penalty` above 1 the first loop raises the repetition penalty to that, and only the
     next one ends the answer. `max_thinking_tokens` closes a thought that the answer is in after that many tokens, with
     the model's own marker. After either, presence and frequency penalties count anew.
+
+    One of these gives the answer a form, token by token: `json_schema` (a dict, its JSON text, a pydantic model or a
+    dataclass), `regex`, `grammar` (in the syntax of Lark) or `choices` (texts, of which one is the answer). A thought
+    that the prompt opens, or that the answer may begin with since `max_thinking_tokens` is set, comes before the form.
     """
 
     max_new_tokens: int | None = 128
@@ -54,6 +59,10 @@ class SamplingParams:
     loop_penalty: float | None = None
     max_thinking_tokens: int | None = None
     n: int = 1
+    json_schema: Any = None
+    regex: str | None = None
+    grammar: str | None = None
+    choices: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
@@ -68,6 +77,15 @@ class SamplingParams:
             raise RequestError("SamplingParams.loop_repeats", expected=_RANGES["loop_repeats"][-1], actual=1)
         if not isinstance(self.ignore_eos, bool):
             raise RequestError("SamplingParams.ignore_eos", expected="a bool", actual=quoted(self.ignore_eos))
+        if self.json_schema is not None:
+            object.__setattr__(self, "json_schema", schema_text(self.json_schema))
+        object.__setattr__(self, "choices", choice_texts(self.choices))
+        _ = self.form  # which raises what is wrong with it
+
+    @property
+    def form(self) -> Form | None:
+        """The form that the answer must have, None for any."""
+        return form_of(self.json_schema, self.regex, self.grammar, self.choices)
 
     def with_defaults(self, defaults: SamplingDefaults | None = None) -> Sampling:
         """Return the sampling with the defaults of a model (None: greedy) where nothing was asked for."""

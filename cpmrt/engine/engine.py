@@ -10,13 +10,26 @@ from typing import NamedTuple
 
 from cpmrt.config.engine import KEEP_ANSWERS
 from cpmrt.engine import transitions
+from cpmrt.engine.guide import Guide
 from cpmrt.engine.loan import Loan
 from cpmrt.engine.prefix_cache import PrefixCache
 from cpmrt.engine.sequence import Phase, Request, Sequence
 from cpmrt.engine.speculation import DraftPolicy
 from cpmrt.engine.stats import AcceptCounts
 from cpmrt.errors import ContextLengthError, RequestError
-from cpmrt.executor import Admit, Decode, Executor, Pending, Prefill, Release, SlotResult, Speculate, Step, StepResult
+from cpmrt.executor import (
+    Admit,
+    Decode,
+    Executor,
+    FastForward,
+    Pending,
+    Prefill,
+    Release,
+    SlotResult,
+    Speculate,
+    Step,
+    StepResult,
+)
 
 
 class _InFlight(NamedTuple):
@@ -39,6 +52,9 @@ class Engine:
     Where the executor drafts, a sequence that decodes alone takes Speculate steps. With `adaptive`, and if the executor
     knows what its steps cost, `speculation.DraftPolicy` chooses their shape, or plain steps; otherwise all have the
     first shape. Sequences that decode together take plain steps. The tokens are the same in every case.
+
+    The steps of a sequence under a grammar have masks (`engine.guide`), so that it cannot run ahead by more than a
+    step; those that decode with it wait for it, and all go on together.
     """
 
     def __init__(
@@ -119,7 +135,16 @@ class Engine:
                 expected=f"at most {self.limits.max_logit_bias} tokens",
                 actual=len(request.sampling.logit_bias),
             )
-        return Sequence(request, added_at=perf_counter())
+        return Sequence(request, self._guide(request), added_at=perf_counter())
+
+    def _guide(self, request: Request) -> Guide | None:
+        if request.matcher is None:
+            return None
+        if not self.limits.takes_masks:
+            raise RequestError("this executor takes no schemas and grammars", fix="use executor='reference'")
+        # A FastForward step has no logits, and so no log-probabilities, of the tokens that it takes without sampling.
+        max_run = 0 if request.sampling.logprobs else self.limits.prefill_chunk
+        return Guide(request.matcher(), max_run, request.stop_token_ids)
 
     def queue(self, seq: Sequence) -> None:
         """Have a new sequence wait for a slot."""
@@ -240,9 +265,12 @@ class Engine:
                 if seq.phase is Phase.PREFILL:
                     self._submit_prefill(seq)
                     return True
-        if not decoding:
+                if transitions.wants_fast_forward(seq):
+                    self._submit(transitions.fast_forward(seq), (seq,))
+                    return True
+        if not decoding or any(transitions.awaits_mask(seq) for seq in decoding):
             return False
-        if decoding != self._decoding:
+        if decoding != self._decoding or any(seq.guide for seq in decoding):
             self._decoding, self._decode_steps = decoding, {}
         shape = transitions.next_shape(decoding, self.limits)
         step = self._decode_steps.get(shape)
@@ -284,7 +312,7 @@ class Engine:
         self._guarded(step, sequences, sequences)
         for seq in sequences:
             transitions.submitted(seq, step)
-        self._last_was_prefill = isinstance(step, Prefill)
+        self._last_was_prefill = isinstance(step, (Prefill, FastForward))
 
     def _guarded(self, step: Step, affected: tuple[Sequence, ...], receivers: tuple[Sequence, ...]) -> None:
         """Submit a step. If that fails, cancel the affected sequences: half a step may have advanced some of them."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from cpmrt.config import Sampling
+from cpmrt.engine.guide import Guide, Matcher
 from cpmrt.engine.loops import LoopGuard
 from cpmrt.engine.prefix_cache import HeldPages
 from cpmrt.engine.speculation import DraftPolicy
@@ -33,7 +34,7 @@ class Request:
 
     `stop` are strings that end the text; whoever makes the text looks for them. `loop_repeats` is that of
     `loops.LoopGuard`, 0 for none; a loop raises the repetition penalty to `loop_penalty` where that is more, else it
-    ends the answer.
+    ends the answer. `matcher()` makes what follows an answer through the grammar that it must obey, if there is one.
     """
 
     prompt_ids: tuple[int, ...]
@@ -45,6 +46,7 @@ class Request:
     loop_repeats: int = 0
     loop_penalty: float = 1.0
     thinking: ThinkingBudget | None = None
+    matcher: Callable[[], Matcher] | None = None
 
 
 class Phase(Enum):
@@ -65,6 +67,8 @@ class Sequence:
     """A request in the engine. Only `transitions` changes its phase, counts and tokens."""
 
     request: Request
+    guide: Guide | None = None
+    """Of an answer under a grammar."""
     phase: Phase = Phase.WAITING
     slot: int = -1
     text: tuple[int, ...] = field(init=False)
@@ -113,6 +117,11 @@ class Sequence:
         """The number of tokens, generated ones and all, at which the sequence ends or pauses."""
         most = self.request.max_new_tokens
         return min(most, self.thinking.max_tokens) if self.thinking else most
+
+    @property
+    def room(self) -> int:
+        """The number of tokens that are still wanted before the sequence ends or pauses."""
+        return self.num_wanted - len(self.token_ids)
 
     @property
     def num_written(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from base64 import b64decode, b64encode
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import IO, Any, get_args
 
 from cpmrt.config import Sampling
 from cpmrt.errors import ConfigError
-from cpmrt.executor import Admit, Executor, SlotResult, Step, StepResult, TokenLogprobs
+from cpmrt.executor import Admit, Executor, Mask, SlotResult, Step, StepResult, TokenLogprobs
 
 _STEPS: dict[str, Any] = {kind.__name__: kind for kind in get_args(Step)}
 
@@ -23,7 +24,7 @@ class StepLog:
 
     def __call__(self, step: Step, result: StepResult) -> None:
         record = {"step": type(step).__name__, **asdict(step), "result": asdict(result)["slots"]}
-        self._file.write(json.dumps(record) + "\n")
+        self._file.write(json.dumps(record, default=_written) + "\n")
         self._file.flush()
 
 
@@ -46,7 +47,7 @@ def replay(steps: Iterable[Step], executor: Executor) -> Iterator[tuple[Step, St
 
 def _step(record: dict[str, Any]) -> Step:
     kind = _STEPS[record["step"]]
-    values = {field.name: _hashable(record[field.name]) for field in fields(kind) if field.name in record}
+    values = {field.name: _value(record[field.name]) for field in fields(kind) if field.name in record}
     if kind is Admit:
         values["sampling"] = Sampling(**{name: _hashable(value) for name, value in values["sampling"].items()})
     step: Step = kind(**values)
@@ -58,6 +59,20 @@ def _slot_result(entry: dict[str, Any]) -> SlotResult:
         TokenLogprobs(item["token_id"], item["logprob"], _hashable(item["top"])) for item in entry["logprobs"]
     )
     return SlotResult(tuple(entry["token_ids"]), logprobs, entry.get("non_finite", False))
+
+
+def _written(value: object) -> dict[str, str | None]:
+    """Return a mask as JSON has it."""
+    if not isinstance(value, Mask):
+        raise TypeError(f"no part of a step: {value!r}")
+    return {"mask": None if value.bits is None else b64encode(value.bits).decode()}
+
+
+def _value(value: Any) -> Any:
+    """Return the value of a step's field."""
+    if isinstance(value, dict) and value.keys() == {"mask"}:
+        return Mask(None if value["mask"] is None else b64decode(value["mask"]), is_filled=True)
+    return tuple(_value(item) for item in value) if isinstance(value, list) else value
 
 
 def _hashable(value: Any) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from cpmrt.engine.guide import Guide
 from cpmrt.engine.loops import LoopGuard
 from cpmrt.engine.prefix_cache import HeldPages
 from cpmrt.engine.sequence import Phase, Request, Sequence
@@ -17,7 +18,9 @@ from cpmrt.executor import (
     Admit,
     Decode,
     ExecutorLimits,
+    FastForward,
     Keep,
+    Mask,
     Prefill,
     Recall,
     SlotResult,
@@ -46,8 +49,7 @@ def admit(seq: Sequence, slot: int, pages: HeldPages | None = None) -> Admit:
 
 def _admission(seq: Sequence, snapshot: int | None) -> Admit:
     request, table = seq.request, seq.pages.table if seq.pages else ()
-    num_new = seq.num_wanted - len(seq.token_ids)
-    return Admit(seq.slot, seq.sampling, request.seed, num_new, request.stop_token_ids, table, snapshot)
+    return Admit(seq.slot, seq.sampling, request.seed, seq.room, request.stop_token_ids, table, snapshot)
 
 
 def recalls(seq: Sequence, limits: ExecutorLimits) -> Iterator[Recall]:
@@ -65,7 +67,9 @@ def next_prefill(seq: Sequence, limits: ExecutorLimits) -> Prefill:
     end = min(start + limits.prefill_chunk, len(text))
     if seq.pages and start < seq.pages.border:
         end = min(end, seq.pages.border)
-    return Prefill(seq.slot, text[start:end], start, end == len(text))
+    is_last = end == len(text)
+    mask = seq.guide.next_mask(seq.room, is_known=True) if seq.guide and is_last else None
+    return Prefill(seq.slot, text[start:end], start, is_last, mask)
 
 
 def keep_state(seq: Sequence) -> Keep | None:
@@ -78,26 +82,51 @@ def keep_state(seq: Sequence) -> Keep | None:
 def wants_decode(seq: Sequence) -> bool:
     """Tell whether another decode step can give a token that is still wanted, as far as is known now."""
     expected = len(seq.token_ids) + seq.num_in_flight
-    return seq.phase is Phase.DECODE and expected < seq.num_wanted
+    is_wanted = seq.phase is Phase.DECODE and expected < seq.num_wanted
+    return is_wanted and not (seq.guide and seq.guide.run)
+
+
+def awaits_mask(seq: Sequence) -> bool:
+    """Tell whether the sequence cannot take a further step before the last but one that it takes part in is done."""
+    return seq.guide is not None and not seq.guide.is_ready and wants_decode(seq)
+
+
+def wants_fast_forward(seq: Sequence) -> bool:
+    """Tell whether the next tokens of the sequence are certain, and are to be run as a chunk."""
+    return seq.guide is not None and bool(seq.guide.run) and seq.phase is Phase.DECODE
+
+
+def fast_forward(seq: Sequence) -> FastForward:
+    """Return the step that runs the certain tokens; the first is sampled, or will be by a step in flight."""
+    assert seq.guide is not None
+    run, end = seq.guide.run, len(seq.request.prompt_ids) + len(seq.token_ids) + seq.guide.num_ahead
+    return FastForward(seq.slot, run, end - len(run), seq.guide.next_mask(seq.room, is_known=True))
 
 
 def next_shape(sequences: tuple[Sequence, ...], limits: ExecutorLimits) -> int:
     """Choose the tree shape for the next step of these sequences, or PLAIN.
 
     Only a sequence that decodes alone is drafted for. Several together decode plainly: a row of another sequence gives
-    a token for certain, a drafted row only if it is accepted.
+    a token for certain, a drafted row only if it is accepted. Under a grammar nothing is drafted: what a node of the
+    tree may sample is not known in time.
     """
-    if not limits.tree_shapes or len(sequences) != 1:
+    if not limits.tree_shapes or len(sequences) != 1 or sequences[0].guide:
         return PLAIN
     seq = sequences[0]
     if seq.policy is None:
         return 0
-    return seq.policy.choose(seq.num_wanted - len(seq.token_ids) - seq.num_in_flight)
+    return seq.policy.choose(seq.room - seq.num_in_flight)
 
 
 def decode_step(sequences: tuple[Sequence, ...], shape: int) -> Decode | Speculate:
     slots = tuple(seq.slot for seq in sequences)
+    if any(seq.guide for seq in sequences):
+        return Decode(slots, tuple(_next_mask(seq) for seq in sequences))
     return Decode(slots) if shape == PLAIN else Speculate((slots[0],), shape)
+
+
+def _next_mask(seq: Sequence) -> Mask | None:
+    return seq.guide.next_mask(seq.room, is_known=not seq.num_in_flight) if seq.guide else None
 
 
 def submitted(seq: Sequence, step: Step) -> None:
@@ -122,29 +151,52 @@ def apply(seq: Sequence, step: Step, result: SlotResult) -> SlotResult:
         if not step.is_last:
             return _NOTHING
     seq.num_in_flight -= 1
-    new = result.token_ids
-    if seq.phase in (Phase.FINISHED, Phase.PAUSED) or not (new or result.non_finite):
+    if seq.phase in (Phase.FINISHED, Phase.PAUSED) or not (result.token_ids or result.non_finite):
         return _NOTHING
+    rest = seq.guide.take(result.token_ids, seq.room) if seq.guide else ()
+    if _has_failed(seq):
+        return _NOTHING
+    new = (*result.token_ids, *rest)
     kept = _num_wanted(seq, new)
-    if kept < len(new):
+    if rest or kept < len(new):
         result = SlotResult(new[:kept], result.logprobs[:kept])
     seq.token_ids.extend(result.token_ids)
-    seq.num_forced = 0
+    seq.num_forced = max(0, kept - len(new) + len(rest))
     if result.non_finite and seq.phase is Phase.DECODE:
         seq.failure = NonFiniteLogitsError.at(len(seq.request.prompt_ids) + len(seq.token_ids))
         finish(seq, "cancelled")
     if isinstance(step, Speculate) and kept:
         _count(seq, step.shape, kept)
+    if seq.guide:
+        _go_on(seq, seq.guide)
     return result
+
+
+def _go_on(seq: Sequence, guide: Guide) -> None:
+    """Give the last step in flight its mask, or have it sample anything if its result will not count."""
+    if seq.phase is not Phase.DECODE:
+        guide.let_go()
+    elif seq.num_in_flight == 1:
+        guide.fill(seq.room)
+        _has_failed(seq)
+
+
+def _has_failed(seq: Sequence) -> bool:
+    """Finish a sequence whose grammar has failed, and tell whether it has."""
+    if seq.guide is None or seq.guide.failure is None:
+        return False
+    seq.failure = seq.guide.failure
+    finish(seq, "cancelled")
+    return True
 
 
 def _num_wanted(seq: Sequence, new: tuple[int, ...]) -> int:
     """Return how many of these tokens belong to the sequence, and finish or pause it if they reach its end."""
-    request, guard = seq.request, seq.guard
-    stops, room = request.stop_token_ids, seq.num_wanted - len(seq.token_ids)
+    request, guard, guide = seq.request, seq.guard, seq.guide
+    stops, room = request.stop_token_ids, seq.room
     for number, token in enumerate(new, 1):
         loops = guard is not None and guard.push(token)
-        if token in stops:
+        if token in stops or (guide and number == len(new) and guide.is_complete):
             finish(seq, "stop")
         elif number == room and seq.num_wanted == request.max_new_tokens:
             finish(seq, "length")
@@ -178,7 +230,7 @@ def close_thought(seq: Sequence) -> SlotResult:
         return _NOTHING
     seq.thinking = None
     gained = _forced(seq, thinking.closing_ids(seq.token_ids))
-    if len(seq.token_ids) == seq.num_wanted:
+    if not seq.room:
         finish(seq, "length")
     return gained
 
@@ -203,7 +255,9 @@ def wait_again(seq: Sequence) -> None:
 
 def _forced(seq: Sequence, token_ids: tuple[int, ...]) -> SlotResult:
     """Add tokens that were not sampled, as far as there is room."""
-    token_ids = token_ids[: seq.num_wanted - len(seq.token_ids)]
+    token_ids = token_ids[: seq.room]
+    if seq.guide is not None and token_ids:
+        seq.guide.take(token_ids, len(token_ids))
     seq.token_ids.extend(token_ids)
     seq.num_forced = len(token_ids)
     if seq.guard is not None:
@@ -232,3 +286,5 @@ def cut(seq: Sequence, num_tokens: int) -> None:
 def finish(seq: Sequence, reason: str) -> None:
     """End the sequence; its slot may be released."""
     seq.phase, seq.finish_reason = Phase.FINISHED, reason
+    if seq.guide is not None:
+        seq.guide.let_go()

@@ -102,6 +102,13 @@ class Drafter:
             after_chunk(DraftStep(self, (slot,), start), count)
             self.waiting.prefilled(slot)
 
+    def before_chunk(self, slot: int, position: int) -> None:
+        """Have the draft see all but the newest token, which stands at `position`: a chunk begins with that one."""
+        count = self._num_waiting(slot)
+        if count > 1:
+            DraftStep(self, (slot,), position).see(count)
+            self.waiting.prefilled(slot)
+
     def decoding(self, positions: Mapping[int, int]) -> None:
         """Make room for the tokens of a plain decode step; `positions`: of the last token of each slot."""
         for slot in self.waiting.before_decode(positions) if self.model is not None else ():
@@ -170,6 +177,14 @@ class DraftStep:
         carry = self._drafter.carry
         if carry is not None:
             carry[self._slot, 0] = carry[self._slot, -1]
+
+    def see(self, num_rows: int) -> None:
+        """Run the draft over all tokens that wait, of which the newest goes on waiting."""
+        self._set_waiting(num_rows)
+        self.waiting(num_rows)
+        carry = self._drafter.carry
+        if carry is not None:
+            carry[self._slot, 0] = carry[self._slot, num_rows - 1]
 
     def chunk_begin(self, num_rows: int) -> None:
         carry, first = self._drafter.carry, 0

@@ -16,7 +16,9 @@ from cpmrt.executor import (
     Admit,
     Decode,
     ExecutorLimits,
+    FastForward,
     Keep,
+    Mask,
     Pending,
     Prefill,
     Recall,
@@ -41,7 +43,7 @@ from cpmrt.reference.lightning import accept_chain
 from cpmrt.reference.ops import NumpyOps
 from cpmrt.reference.quantized import Matrix, quantized_arrays, rows_of
 from cpmrt.reference.running import Running
-from cpmrt.reference.sampling import is_usable
+from cpmrt.reference.sampling import is_usable, masked
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ class ReferenceExecutor:
         self._limits = ExecutorLimits(
             plan.max_sequences, plan.max_context, config.chunk_of(prefill_chunk),
             tree_shapes=draft.shapes if draft else (), max_logit_bias=config.vocab_size,
-            num_pages=layout.num_pages, page_size=PAGE_SIZE, num_snapshots=layout.num_snapshots,
+            num_pages=layout.num_pages, page_size=PAGE_SIZE, takes_masks=True, num_snapshots=layout.num_snapshots,
         )  # fmt: skip
         self.ops = NumpyOps(dtype)
         arrays = Arena(plan, np.zeros(plan.total_bytes, np.uint8)).arrays()
@@ -147,6 +149,8 @@ class ReferenceExecutor:
             return Done(StepResult((self._prefill(step),)))
         if isinstance(step, Decode):
             return Done(self._decode(step))
+        if isinstance(step, FastForward):
+            return Done(StepResult((self._fast_forward(step),)))
         if isinstance(step, Speculate):
             return Done(StepResult((self._speculate(step),)))
         if isinstance(step, Admit):
@@ -223,16 +227,31 @@ class ReferenceExecutor:
             state[:, slot] = 0 if snapshot is None else snapshots[:, snapshot]
 
     def _prefill(self, step: Prefill) -> SlotResult:
+        self._running[step.slot].seen[list(step.token_ids)] = True
+        return self._chunk(step.slot, step.token_ids, step.position, step.is_last, step.mask)
+
+    def _fast_forward(self, step: FastForward) -> SlotResult:
         running = self._running[step.slot]
-        running.seen[list(step.token_ids)] = True
-        running.position = step.position + len(step.token_ids)
-        logits = self._arrays["logits"][:1]
-        rows = self._rows(step.token_ids, range(step.position, running.position), [step.slot], True)
-        self._forward(rows, slice(-1, None) if step.is_last else None, logits)
-        # Before the draft's passes, whose memory is that of the logits.
-        result = self._sample(step.slot, logits[0]) if step.is_last else SlotResult()
+        if running.finished:
+            return SlotResult()
+        certain = step.token_ids[1:]
+        for token in certain:
+            running.generated(token)
         if self._drafter:
-            self._drafter.prefilled(step.slot, step.token_ids, step.position)
+            self._drafter.before_chunk(step.slot, step.position)
+        result = self._chunk(step.slot, step.token_ids, step.position, True, step.mask)
+        return SlotResult((*certain, *result.token_ids), result.logprobs, result.non_finite)
+
+    def _chunk(self, slot: int, token_ids: tuple[int, ...], start: int, samples: bool, mask: Mask | None) -> SlotResult:
+        """Run tokens that stand at `start` and on, and sample the one behind them."""
+        position = self._running[slot].position = start + len(token_ids)
+        logits = self._arrays["logits"][:1]
+        rows = self._rows(token_ids, range(start, position), [slot], True)
+        self._forward(rows, slice(-1, None) if samples else None, logits)
+        # Before the draft's passes, whose memory is that of the logits.
+        result = self._sample(slot, logits[0], mask) if samples else SlotResult()
+        if self._drafter:
+            self._drafter.prefilled(slot, token_ids, start)
         return result
 
     def _decode(self, step: Decode) -> StepResult:
@@ -247,10 +266,10 @@ class ReferenceExecutor:
         self._forward(rows, slice(None), logits)
         if self._drafter:
             self._drafter.decoded(tuple(active))
-        results = {}
+        results, masks = {}, dict(zip(step.slots, step.masks, strict=False))
         for row, (slot, running) in enumerate(zip(active, states, strict=True)):
             running.position += 1
-            results[slot] = self._sample(slot, logits[row])
+            results[slot] = self._sample(slot, logits[row], masks.get(slot))
         return StepResult(tuple(results.get(slot, SlotResult()) for slot in step.slots))
 
     def _speculate(self, step: Speculate) -> SlotResult:
@@ -279,12 +298,12 @@ class ReferenceExecutor:
             states, chain, decay = (self._arrays[f"lightning_{name}"] for name in ("states", "chain", "decay"))
             accept_chain(states[:, slot], chain[:, : len(path)], decay)
 
-    def _sample(self, slot: int, logits: F32) -> SlotResult:
-        running = self._running[slot]
-        if not is_usable(logits):
+    def _sample(self, slot: int, logits: F32, mask: Mask | None = None) -> SlotResult:
+        running, allowed = self._running[slot], masked(logits, mask.bits if mask else None)
+        if not (is_usable(logits) and is_usable(allowed)):
             running.finished = True
             return SlotResult(non_finite=True)
-        token = running.sample(logits)
+        token = running.sample(allowed)
         if self._drafter:
             self._drafter.sampled(slot, running.position, token)
         return SlotResult((token,), running.logprobs(logits, token))

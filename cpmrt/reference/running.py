@@ -33,12 +33,16 @@ class Running:
         """The token for `position`, which becomes the last one."""
         admit = self.admit
         token = sample(logits, admit.sampling, admit.seed, self.position, self.seen, self.counts)
+        self.generated(token)
+        return token
+
+    def generated(self, token: int) -> None:
+        """Note that `token` is the next one of the answer."""
         self.seen[token] = True
         self.counts[token] += 1
         self.last_token = token
         self.num_generated += 1
-        self.finished = token in admit.stop_token_ids or self.num_generated == admit.max_new_tokens
-        return token
+        self.finished = token in self.admit.stop_token_ids or self.num_generated == self.admit.max_new_tokens
 
     def logprobs(self, logits: F32, token: int) -> tuple[TokenLogprobs, ...]:
         """What the request wants to know of a token: an entry, or nothing."""

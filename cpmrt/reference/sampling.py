@@ -1,9 +1,9 @@
 """The definition of sampling: from one row of logits to one token. Every executor follows it.
 
-The chain: logit bias (OpenAI: added to the logits of named tokens), repetition penalty (arXiv 1909.05858: positive
-logits of seen tokens are divided by it, negative ones multiplied; prompt and generated tokens count), presence and
-frequency penalty (OpenAI: subtracted once, and once for each occurrence; generated tokens only), temperature, top-k,
-top-p, min-p, and the arg max of logit plus Gumbel noise.
+The chain: a mask (`executor.Mask`: -infinity for what is not allowed), logit bias (OpenAI: added to the logits of named
+tokens), repetition penalty (arXiv 1909.05858: positive logits of seen tokens are divided by it, negative ones
+multiplied; prompt and generated tokens count), presence and frequency penalty (OpenAI: subtracted once, and once for
+each occurrence; generated tokens only), temperature, top-k, top-p, min-p, and the arg max of logit plus Gumbel noise.
 All is float32 but the sum of probabilities of top-p: 70,000 terms would drift. The noise depends on (seed, position,
 token id) alone, so the token at a position is a function of its logits and the seed, however the steps are cut.
 Temperature 0 takes the arg max after the penalties.
@@ -31,6 +31,15 @@ def sample(logits: F32, params: Sampling, seed: int, position: int, seen: Array,
     logits = logits / np.float32(params.temperature)
     kept = np.where(keep_mask(logits, params), logits, -np.inf)
     return int(np.argmax(kept + gumbel(seed, position, len(logits))))
+
+
+def masked(logits: F32, bits: bytes | None) -> F32:
+    """Give the tokens that are not allowed (`executor.Mask`) the logit -infinity; the input array is not changed."""
+    if bits is None:
+        return logits
+    allowed = np.unpackbits(np.frombuffer(bits, np.uint8), bitorder="little", count=len(logits)).astype(bool)
+    found: F32 = np.where(allowed, logits, np.float32(-np.inf))
+    return found
 
 
 def is_usable(logits: F32) -> bool:

@@ -57,6 +57,12 @@ def open_marker(prompt_end: str, answer: str) -> str | None:
     return None
 
 
+def opening_tokens(tokenizer: Tokenizer) -> tuple[tuple[int, bytes], ...]:
+    """Return the tokens that are the marker of a thought's beginning, with the bytes of the marker that ends it."""
+    found = ((tokenizer.token_id(opening), closing.encode()) for opening, closing in THINKING_PAIRS.items())
+    return tuple((token, closing) for token, closing in found if token is not None)
+
+
 def closing_text(template: ChatTemplate | None, marker: str) -> str:
     """Return what closes a thought: the marker, and the gap that the template leaves after a thought that is empty."""
     gap = _USUAL_GAP

@@ -159,6 +159,10 @@ class Tokenizer:
         """Return the bytes of one token as it is written out, a special one too; b"" for an id without a token."""
         return self._run("decode", lambda: self._bytes.inner(_checked(token_id)))
 
+    def serialized(self) -> str:
+        """Return the tokenizer as the text of a tokenizer.json, with every token that was added."""
+        return str(self._library.to_str())
+
     def token_id(self, text: str) -> int | None:
         """Return the id of the token with exactly this text, None if there is none."""
         found = self._run("look up", lambda: self._library.token_to_id(text))

@@ -1,0 +1,118 @@
+"""The form that an answer must have: a JSON schema, a regular expression, a grammar or a list of choices."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from cpmrt.errors import RequestError, quoted
+
+MAX_FORM_BYTES = 256 * 1024
+"""The longest text of a form."""
+FORM_FIELDS = ("json_schema", "regex", "grammar", "choices")
+"""The fields of SamplingParams of which one at most gives a form."""
+_SIMPLE = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null"}
+
+
+@dataclass(frozen=True)
+class Form:
+    """A form as text: a JSON schema, a regular expression, a Lark grammar, or a JSON array of the choices."""
+
+    kind: Literal["json_schema", "regex", "grammar", "choices"]
+    text: str
+
+
+def form_of(json_schema: str | None, regex: str | None, grammar: str | None, choices: Sequence[str]) -> Form | None:
+    """Return the form that is given, or None. Raises RequestError for several, and for one that is too long."""
+    chosen = json.dumps(choices, ensure_ascii=False) if choices else None
+    forms = zip(FORM_FIELDS, (json_schema, regex, grammar, chosen), strict=True)
+    given = [(name, text) for name, text in forms if text is not None]
+    if not given:
+        return None
+    if len(given) > 1:
+        names = " and ".join(name for name, _ in given)
+        raise RequestError(f"SamplingParams.{given[1][0]}", expected=f"one of {', '.join(FORM_FIELDS)}", actual=names)
+    name, text = given[0]
+    if not isinstance(text, str) or not text:
+        raise RequestError(f"SamplingParams.{name}", expected="a text that is not empty", actual=quoted(text))
+    size = len(text.encode("utf-8", "surrogatepass"))
+    if size > MAX_FORM_BYTES:
+        raise RequestError(f"SamplingParams.{name}", expected=f"at most {MAX_FORM_BYTES} bytes", actual=size)
+    return Form(typing.cast(Any, name), text)
+
+
+def schema_text(schema: object) -> str:
+    """Return a JSON schema as text: of a dict, of text that holds one, of a pydantic model or of a dataclass.
+
+    Raises RequestError.
+    """
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except (ValueError, RecursionError) as error:
+            raise _wrong(f"text that is no JSON ({error})"[:120]) from None
+    elif hasattr(schema, "model_json_schema"):
+        schema = schema.model_json_schema()
+    elif isinstance(schema, type) and dataclasses.is_dataclass(schema):
+        schema = _of_dataclass(schema)
+    if not isinstance(schema, (Mapping, bool)):
+        raise _wrong(quoted(schema))
+    try:
+        return json.dumps(schema, ensure_ascii=False, allow_nan=False, default=dict)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise _wrong(f"one that JSON cannot express ({error})"[:120]) from None
+
+
+def choice_texts(choices: object) -> tuple[str, ...]:
+    """Return the choices as a tuple. Raises RequestError for anything but texts that are not empty."""
+    if isinstance(choices, (list, tuple)) and all(isinstance(choice, str) and choice for choice in choices):
+        return tuple(choices)
+    raise RequestError("SamplingParams.choices", expected="a list of texts, none empty", actual=quoted(choices))
+
+
+def _wrong(actual: str) -> RequestError:
+    expected = "a JSON schema: a dict, its JSON text, a pydantic model or a dataclass"
+    return RequestError("SamplingParams.json_schema", expected=expected, actual=actual)
+
+
+def _of_dataclass(kind: Any, path: tuple[type, ...] = ()) -> dict[str, Any]:
+    """Return the schema of a dataclass: a property for each field, required unless it has a default."""
+    if kind in path:
+        raise _wrong(f"the recursive dataclass {kind.__name__}")
+    hints = typing.get_type_hints(kind)
+    fields = [field for field in dataclasses.fields(kind) if field.init]
+    missing = dataclasses.MISSING
+    return {
+        "type": "object",
+        "properties": {field.name: _of_type(hints[field.name], (*path, kind)) for field in fields},
+        "required": [field.name for field in fields if field.default is missing and field.default_factory is missing],
+        "additionalProperties": False,
+    }
+
+
+def _of_type(hint: Any, path: tuple[type, ...]) -> dict[str, Any]:
+    """Return the schema of a type hint. Raises RequestError for a type that JSON has no values of."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if hint in _SIMPLE:
+        return {"type": _SIMPLE[hint]}
+    if hint is Any:
+        return {}
+    if origin is Literal:
+        return {"enum": list(args)}
+    if origin in (typing.Union, types.UnionType):
+        return {"anyOf": [_of_type(each, path) for each in args]}
+    if origin in (list, set, frozenset, Sequence) or (origin is tuple and args[1:] == (...,)):
+        return {"type": "array", "items": _of_type(args[0], path)}
+    if origin in (dict, Mapping) and args[0] is str:
+        return {"type": "object", "additionalProperties": _of_type(args[1], path)}
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return {"enum": [member.value for member in hint]}
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        return _of_dataclass(hint, path)
+    raise _wrong(f"a dataclass with a field of type {hint!r}"[:120])

@@ -1,0 +1,162 @@
+"""Compiles forms of answers for one tokenizer, within limits of time and size, and keeps what it has compiled."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, TimeoutError
+from functools import cached_property
+from threading import BoundedSemaphore, Lock, Thread
+from typing import TYPE_CHECKING, Any
+
+from cpmrt.config.form import Form
+from cpmrt.errors import RequestError
+from cpmrt.grammar.matcher import AnswerMatcher, Thought, Vocabulary
+from cpmrt.installation import install_extra, missing_packages
+from cpmrt.text import Tokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+MAX_COMPILE_S = 5.0
+"""The longest that a request waits for its grammar. What bounds the work itself are `_LIMITS`."""
+MAX_KEPT = 64
+"""Compiled grammars that are kept for further requests."""
+_MAX_COMPILING = 2
+_LIMITS = {
+    "initial_lexer_fuel": 200_000, "step_lexer_fuel": 100_000, "max_items_in_row": 10_000, "max_grammar_size": 100_000,
+    "verbose_errors": False,
+}  # fmt: skip
+"""A mask takes at most some ten milliseconds with these, or its answer ends with an error."""
+_JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "coerce_one_of": True}
+"""JSON is written as Python's json.dumps writes it: a model cannot go on with white space for ever, and what stands
+between values need not be sampled."""
+
+
+class Grammars:
+    """Makes the matchers of answers. `end_ids` are the tokens that end an answer. For any thread.
+
+    The first use reads the vocabulary, which takes a second or two.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, end_ids: Sequence[int]):
+        self._tokenizer, self._end_ids = tokenizer, sorted(set(end_ids))
+        self._compiled: OrderedDict[Form, LLMatcher | RequestError] = OrderedDict()
+        self._lock, self._vocabulary_lock = Lock(), Lock()
+        self._compiling = BoundedSemaphore(_MAX_COMPILING)
+
+    def matcher(self, form: Form, thought: Thought) -> Callable[[], AnswerMatcher]:
+        """Return what makes a matcher for each answer of this form.
+
+        Raises RequestError for a form that is none, takes too long or is too large, and without llguidance.
+        """
+        with self._vocabulary_lock:
+            vocabulary = self._vocabulary
+        found = self._known(form)
+        if found is None:
+            found = self._kept(form, self._within_limits(form))
+        if isinstance(found, RequestError):
+            raise RequestError(found.what, expected=found.expected, actual=found.actual)
+        first = found
+        return lambda: AnswerMatcher(first.deep_copy(), vocabulary, thought)
+
+    def prepare(self) -> None:
+        """Read the vocabulary, as the first use does otherwise."""
+        with self._vocabulary_lock:
+            _ = self._vocabulary
+
+    @cached_property
+    def _library(self) -> LLTokenizer:
+        llguidance, known = _llguidance(), self._tokenizer.vocab_size
+        ends = [token for token in self._end_ids if token < known]
+        if not ends:
+            fix = "a form needs a tokenizer with eos_token, or config.json with eos_token_id"
+            raise RequestError("the model has no end token", fix=fix)
+        found: LLTokenizer = llguidance.LLTokenizer(self._tokenizer.serialized(), eos_token=ends)
+        return found
+
+    @cached_property
+    def _vocabulary(self) -> Vocabulary:
+        library, bits = self._library, bytearray(b"\xff" * -(-self._library.vocab_size // 8))
+        for token in self._end_ids:
+            if token < library.vocab_size:
+                bits[token // 8] &= ~(1 << token % 8)
+        return Vocabulary(self._tokenizer.written_bytes, library.tokenize_bytes, bytes(bits))
+
+    def _known(self, form: Form) -> LLMatcher | RequestError | None:
+        with self._lock:
+            found = self._compiled.get(form)
+            if found is not None:
+                self._compiled.move_to_end(form)
+            return found
+
+    def _kept(self, form: Form, compiled: LLMatcher | RequestError) -> LLMatcher | RequestError:
+        with self._lock:
+            self._compiled[form] = compiled
+            while len(self._compiled) > MAX_KEPT:
+                self._compiled.popitem(last=False)
+        return compiled
+
+    def _within_limits(self, form: Form) -> LLMatcher | RequestError:
+        """Compile in a thread of its own, which cannot be stopped: it may go on when nobody waits for it any more."""
+        future: Future[LLMatcher | RequestError] = Future()
+
+        def work() -> None:
+            try:
+                future.set_result(self._compile(form))
+            except BaseException as error:
+                future.set_exception(error)
+            finally:
+                self._compiling.release()
+
+        if not self._compiling.acquire(timeout=MAX_COMPILE_S):
+            raise RequestError("other grammars are being compiled", fix="ask again later")
+        Thread(target=work, name="cpmrt-grammar", daemon=True).start()
+        try:
+            return future.result(MAX_COMPILE_S)
+        except TimeoutError:
+            raise _refused(form, f"one that was not compiled within {MAX_COMPILE_S:g} s") from None
+
+    def _compile(self, form: Form) -> LLMatcher | RequestError:
+        """Return a matcher in its first state, whose first mask has been computed, or what is wrong with the form."""
+        llguidance = _llguidance()
+        try:
+            grammar = _grammar(form)
+        except (ValueError, RecursionError) as error:
+            return _refused(form, str(error))
+        limits = llguidance.LLParserLimits(**_LIMITS)
+        matcher = llguidance.LLMatcher(self._library, grammar, log_level=0, limits=limits)
+        if not matcher.is_error():
+            matcher.compute_bitmask()
+            matcher.compute_ff_tokens()
+        return _refused(form, matcher.get_error()) if matcher.is_error() else matcher
+
+
+def _grammar(form: Form) -> str:
+    """Return a form in llguidance's own language. Raises ValueError."""
+    matchers = _llguidance().LLMatcher
+    if form.kind == "json_schema":
+        text = "{}" if form.text == "true" else form.text
+        return str(matchers.grammar_from_json_schema(text, overrides=_JSON_STYLE))
+    if form.kind == "regex":
+        return str(matchers.grammar_from_regex(form.text))
+    if form.kind == "grammar":
+        return str(matchers.grammar_from_lark(form.text))
+    # One terminal, which is one automaton however many choices there are.
+    texts = (json.dumps(choice, ensure_ascii=False) for choice in json.loads(form.text))
+    return str(matchers.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(texts)))
+
+
+def _refused(form: Form, reason: str) -> RequestError:
+    names = {"json_schema": "a JSON schema", "regex": "a regular expression", "grammar": "a grammar in Lark's syntax"}
+    expected = names.get(form.kind, "a list of texts") + " that can be compiled"
+    return RequestError(f"SamplingParams.{form.kind}", expected=expected, actual=" ".join(reason.split())[:300])
+
+
+def _llguidance() -> Any:
+    if missing_packages("grammar"):
+        raise RequestError("schemas and grammars need llguidance", fix=install_extra("grammar"))
+    import llguidance  # imported here: `import cpmrt` stays light
+
+    return llguidance

@@ -1,0 +1,282 @@
+"""Answers under schemas, regular expressions and grammars, from the bundled model in NumPy, against other parsers."""
+
+import json
+import re
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from time import perf_counter
+from typing import Literal
+
+import jsonschema
+import lark
+import numpy as np
+import pytest
+from form_cases import LARK_GRAMMARS, REGEXES, schemas
+
+from cpmrt import LLM, FormError, RequestError, SamplingParams
+from cpmrt.grammar import grammars
+from cpmrt.reference.sampling import masked, sample
+
+pytest.importorskip("llguidance")
+PROMPT = "Here is the answer: "
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with LLM(executor="reference", max_sequences=16, max_context=512) as llm:
+        yield llm
+
+
+def check_schemas(llm, wanted):
+    """Every answer that has ended parses and validates; alone and 16 at a time give the same bits."""
+    params = [
+        SamplingParams(json_schema=schema, temperature=1.0, seed=number, max_new_tokens=160)
+        for number, schema in enumerate(wanted)
+    ]
+    together = llm.generate([PROMPT] * len(wanted), params)
+    for number, (schema, answer) in enumerate(zip(wanted, together, strict=True)):
+        assert answer.finish_reason in ("stop", "length")
+        if answer.finish_reason == "stop":
+            jsonschema.validate(json.loads(answer.text), schema, jsonschema.Draft202012Validator)
+        if number % 10 == 0:
+            assert llm.generate(PROMPT, params[number]).token_ids == answer.token_ids
+    ended = sum(answer.finish_reason == "stop" for answer in together)
+    assert ended > 0.9 * len(wanted), f"{ended} of {len(wanted)} answers have ended"
+
+
+def test_answers_validate_against_their_schemas(llm):
+    check_schemas(llm, schemas(22))
+
+
+@pytest.mark.all
+def test_answers_validate_against_300_schemas(llm):
+    check_schemas(llm, schemas(300, seed=1))
+
+
+def answers_to(llm, field, forms):
+    shared = {"temperature": 1.0, "max_new_tokens": 60}
+    params = [SamplingParams(**{field: form}, **shared, seed=seed) for seed, form in enumerate(forms)]
+    return zip(forms, llm.generate([PROMPT] * len(forms), params), strict=True)
+
+
+def check_regexes(llm, regexes):
+    for regex, answer in answers_to(llm, "regex", regexes):
+        assert answer.finish_reason == "stop" and re.fullmatch(regex, answer.text), (regex, answer.text)
+
+
+def check_grammars(llm, grammars):
+    ended = 0
+    for grammar, answer in answers_to(llm, "grammar", grammars):
+        if answer.finish_reason == "stop":
+            lark.Lark(grammar, parser="earley", ambiguity="resolve", lexer="dynamic").parse(answer.text)
+            ended += 1
+    assert ended > len(grammars) / 2
+
+
+def test_answers_match_their_regular_expressions(llm):
+    check_regexes(llm, REGEXES[::6])
+
+
+@pytest.mark.all
+def test_answers_match_100_regular_expressions(llm):
+    assert len(set(REGEXES)) == 100
+    check_regexes(llm, REGEXES)
+
+
+def test_answers_parse_under_their_grammars(llm):
+    check_grammars(llm, LARK_GRAMMARS[::8])
+
+
+@pytest.mark.all
+def test_answers_parse_under_30_grammars(llm):
+    assert len(set(LARK_GRAMMARS)) == 30
+    check_grammars(llm, LARK_GRAMMARS)
+
+
+def test_choices_are_taken_as_they_are(llm):
+    choices = ["yes", "no", 'a "quoted" one\n', "größer", "yes or no"]
+    answers = [llm.generate(PROMPT, SamplingParams(choices=choices, temperature=2.0, seed=seed)) for seed in range(12)]
+    assert {answer.text for answer in answers} <= set(choices)
+    assert len({answer.text for answer in answers}) > 1 and all(each.finish_reason == "stop" for each in answers)
+
+
+def test_everything_that_samples_respects_the_form(llm):
+    params = SamplingParams(
+        regex="[abc]{1,30}", temperature=1.3, seed=3, top_k=40, min_p=0.01, repetition_penalty=1.2,
+        presence_penalty=0.5, frequency_penalty=0.3, logit_bias={300: 50.0}, logprobs=3, n=3, ignore_eos=True,
+    )  # fmt: skip
+    answers = llm.generate(PROMPT, params).choices
+    assert len({answer.text for answer in answers}) == 3
+    for answer in answers:
+        assert re.fullmatch(params.regex, answer.text) and answer.finish_reason == "stop"
+        assert [entry.token_id for entry in answer.logprobs] == list(answer.token_ids)
+
+
+def test_log_probabilities_are_those_of_raw_logits(llm):
+    answer = llm.generate(PROMPT, SamplingParams(choices=["qqq", "zzz"], logprobs=1))
+    ids = llm.tokenizer.encode(PROMPT)
+    raw = llm.score([*ids, *answer.token_ids])[len(ids) - 1 :]
+    np.testing.assert_allclose([entry.logprob for entry in answer.logprobs], raw, rtol=0.01, atol=0.02)
+    assert answer.logprobs[0].top[0][1] > answer.logprobs[0].logprob, "the best token is not one of the form"
+
+
+def test_a_short_limit_ends_inside_the_form(llm):
+    answer = llm.generate(PROMPT, SamplingParams(json_schema={"type": "array", "minItems": 9}, max_new_tokens=3))
+    assert answer.finish_reason == "length" and len(answer.token_ids) == 3
+
+
+def test_a_thought_comes_before_the_form(llm):
+    """The prompt opens a thought; its budget ends it, with the marker, and only then the form binds."""
+    params = SamplingParams(choices=["qqq", "zzz"], max_thinking_tokens=9, max_new_tokens=80, temperature=1.0)
+    free, marker, answer = llm.generate("Well: <think>", params).text.partition("</think>")
+    assert marker and answer.strip() in params.choices and answer.startswith("\n\n")
+    ids = llm.tokenizer.encode("Well: <think>")
+    unbound = llm.generate(ids, SamplingParams(max_new_tokens=9, temperature=1.0, seed=0)).text
+    bound = llm.generate(ids, SamplingParams(max_new_tokens=9, temperature=1.0, seed=0, choices=["qqq"])).text
+    assert bound == unbound, "a thought is free"
+    assert free.strip() and "qqq" not in free
+
+
+def test_a_pause_inside_the_form_goes_on_with_it(llm):
+    """A budget for thoughts that runs out where none is open stops the sequence for a moment."""
+    params = SamplingParams(json_schema=schemas(9)[2], temperature=1.0, seed=5, max_new_tokens=120)
+    whole = llm.generate(PROMPT, params)
+    assert whole.finish_reason == "stop"
+    for budget in range(1, min(len(whole.token_ids), 24), 5):
+        paused = llm.generate(PROMPT, replace(params, max_thinking_tokens=budget))
+        jsonschema.validate(json.loads(paused.text), json.loads(params.json_schema))
+
+
+def test_classes_are_schemas(llm):
+    @dataclass
+    class Place:
+        name: Literal["here", "there"]
+        height: int | None = None
+
+    answer = llm.generate(PROMPT, SamplingParams(json_schema=Place, temperature=1.0, max_new_tokens=60))
+    assert Place(**json.loads(answer.text)).name in ("here", "there")
+
+
+def test_certain_tokens_save_steps(llm):
+    """A call of a tool with three arguments: at least a quarter of the steps of plain decoding are saved."""
+    schema = {
+        "type": "object",
+        "properties": {
+            "name": {"const": "get_current_weather"},
+            "arguments": {
+                "type": "object",
+                "properties": {
+                    "location": {"type": "string", "maxLength": 12}, "unit": {"enum": ["celsius", "fahrenheit"]},
+                    "num_days": {"type": "integer", "minimum": 1, "maximum": 14},
+                },
+                "required": ["location", "unit", "num_days"], "additionalProperties": False,
+            },
+        },
+        "required": ["name", "arguments"], "additionalProperties": False,
+    }  # fmt: skip
+    steps = []
+    with LLM(executor="reference", max_context=512, on_step=lambda step, result: steps.append(result)) as own:
+        answer = own.generate(PROMPT, SamplingParams(json_schema=schema, temperature=1.0, max_new_tokens=100))
+    assert answer.finish_reason == "stop"
+    with_tokens = [result for result in steps if result.slots and result.slots[0].token_ids]
+    assert len(with_tokens) <= 0.75 * len(answer.token_ids), (len(with_tokens), len(answer.token_ids))
+
+
+@pytest.mark.parametrize("count", [1, 7, 300])
+def test_masked_sampling_is_renormalised_sampling(count):
+    """Chi-square over 4000 seeds against the probabilities of the allowed tokens, renormalised."""
+    from cpmrt.config import Sampling
+
+    draw = np.random.default_rng(count)
+    logits = draw.normal(0, 2, 1000).astype(np.float32)
+    allowed = np.zeros(1000, bool)
+    allowed[draw.choice(1000, count, replace=False)] = True
+    bits = np.packbits(allowed, bitorder="little").tobytes()
+    unseen, params = np.zeros(1000, bool), Sampling(temperature=1.3)
+    found = [sample(masked(logits, bits), params, seed, 5, unseen, unseen.astype(int)) for seed in range(4000)]
+    weights = np.where(allowed, np.exp(logits / 1.3), 0)
+    expected = 4000 * weights / weights.sum()
+    counts = np.bincount(found, minlength=1000)
+    assert not counts[~allowed].any()
+    likely = expected > 5
+    chi_square = ((counts - expected)[likely] ** 2 / expected[likely]).sum()
+    degrees = max(int(likely.sum()) - 1, 0)
+    assert chi_square <= degrees + 4 * np.sqrt(2 * degrees) + 1e-9
+
+
+HOSTILE = {
+    "unclosed group": {"regex": "("},
+    "look-ahead": {"regex": "(?=a)b"},
+    "deep nesting": {"json_schema": '{"items":' * 400 + "{}" + "}" * 400},
+    "nothing matches": {"json_schema": {"type": "string", "pattern": "^a$", "minLength": 5}},
+    "unknown type": {"json_schema": {"type": "wrong"}},
+    "unsupported keyword": {"json_schema": {"type": "array", "uniqueItems": True}},
+    "itself": {"json_schema": {"$ref": "#"}},
+    "a product of alternatives": {
+        "json_schema": {
+            "allOf": [{"anyOf": [{"properties": {f"a{i}{j}": {}}} for j in range(6)]} for i in range(12)]
+        }
+    },
+    "a terminal that doubles": {
+        "grammar": "start: A0\n" + "".join(f"A{i}: A{i + 1} A{i + 1}\n" for i in range(40)) + 'A40: "x"'
+    },
+    "no grammar": {"grammar": "x"},
+    "too long": {"regex": "a" * 300_000},
+}
+
+
+@pytest.mark.parametrize("form", HOSTILE.values(), ids=HOSTILE)
+def test_hostile_forms_are_refused(llm, form):
+    begun = perf_counter()
+    with pytest.raises(RequestError, match="SamplingParams"):
+        llm.generate(PROMPT, SamplingParams(**form))
+    assert perf_counter() - begun < 4
+
+
+def test_a_form_that_becomes_too_complex_ends_its_answer(llm):
+    """Repeats of repeats compile, and what they may go on with cannot be found out in time."""
+    other = llm.generate(PROMPT, SamplingParams(max_new_tokens=5))
+    begun = perf_counter()
+    with pytest.raises((FormError, RequestError), match="too many|too complex"):
+        llm.generate(PROMPT, SamplingParams(regex="(" * 50 + "a" + "{1,50})" * 50))
+    assert perf_counter() - begun < 4
+    assert llm.generate(PROMPT, SamplingParams(max_new_tokens=5)).token_ids == other.token_ids
+
+
+def test_a_slow_form_holds_nobody_up(llm):
+    """While sixteen letters in any order are compiled, which takes a second or so, another thread gets its answers."""
+    slow = {"allOf": [{"type": "string", "pattern": f".*{letter}.*"} for letter in "abcdefghijklmnop"]}
+    llm.generate(PROMPT, SamplingParams(max_new_tokens=2))
+    with ThreadPoolExecutor(1) as pool:
+        compiling = pool.submit(llm.generate, PROMPT, SamplingParams(json_schema=slow))
+        answers = 0
+        while not compiling.done():
+            llm.generate(PROMPT, SamplingParams(max_new_tokens=2))
+            answers += 1
+        assert isinstance(compiling.exception(), RequestError)
+    assert answers > 3
+
+
+def test_compiling_ends_at_its_limit(llm, monkeypatch):
+    monkeypatch.setattr(grammars, "MAX_COMPILE_S", 0.0)
+    with pytest.raises(RequestError, match="was not compiled within|other grammars"):
+        llm.generate(PROMPT, SamplingParams(json_schema={"const": "never compiled before"}))
+
+
+def test_without_the_package_the_error_names_it(llm, monkeypatch):
+    monkeypatch.setattr(grammars, "missing_packages", lambda extra: ["llguidance"])
+    with pytest.raises(RequestError, match="llguidance.*pip install"):
+        llm.generate(PROMPT, SamplingParams(regex="never compiled before"))
+
+
+def test_the_first_mask_of_a_new_schema_is_soon_there(llm):
+    """At most 15 ms, in the median, from the schema to the mask of the first token."""
+    maker = llm.maker
+    maker.grammars.prepare()
+    times = []
+    for schema in schemas(40, seed=9):
+        form = SamplingParams(json_schema=schema).form
+        begun = perf_counter()
+        maker.grammars.matcher(form, grammars.Thought())().allowed()
+        times.append(perf_counter() - begun)
+    assert sorted(times)[20] < 0.015

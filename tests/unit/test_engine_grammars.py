@@ -1,0 +1,287 @@
+"""Sequences under a grammar on the scripted executor: any schedule gives the plain masked continuation."""
+
+import io
+import random
+from dataclasses import replace
+from zlib import crc32
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scripted import VOCAB, ScriptedExecutor, masked_token, plain_continuation
+
+from cpmrt.config import Sampling
+from cpmrt.engine import Engine, Request, ThinkingBudget
+from cpmrt.engine.step_log import StepLog, read_steps, replay
+from cpmrt.errors import FormError, RequestError
+from cpmrt.executor import Decode, ExecutorLimits, FastForward, Mask, Prefill, SlotResult
+
+END = 49
+
+
+class Automaton:
+    """A made-up grammar: what may follow is a hash of the answer so far, often a single token, and at some length END.
+
+    `fails_at`: nothing may follow an answer of that length.
+    """
+
+    def __init__(self, number, fails_at=None):
+        self.number, self.fails_at, self.tokens, self.num_asked = number, fails_at, [], 0
+
+    def _following(self, tokens):
+        draw = random.Random(crc32(repr((self.number, tokens)).encode()))
+        if len(tokens) >= draw.randrange(5, 60):
+            return [END]
+        return sorted(draw.sample(range(END), 1 if draw.random() < 0.6 else draw.randint(2, 20)))
+
+    def following(self):
+        return self._following(self.tokens)
+
+    def forced(self):
+        tokens = list(self.tokens)
+        while len(following := self._following(tokens)) == 1 and following != [END]:
+            if self.fails_at is not None and len(tokens) >= self.fails_at:
+                break
+            tokens += following
+        return tokens[len(self.tokens) :]
+
+    def allowed(self):
+        if self.fails_at is not None and len(self.tokens) >= self.fails_at:
+            raise FormError("nothing is allowed")
+        bits = bytearray(7)
+        for token in self.following():
+            bits[token // 8] |= 1 << token % 8
+        return bytes(bits)
+
+    def accept(self, token_ids):
+        for token in token_ids:
+            assert token in self.following(), "a token that is not allowed"
+            self.tokens.append(token)
+
+    @property
+    def is_complete(self):
+        return self.following() == [END]
+
+
+def masked_continuation(prompt, number, seed, new, stop=()):
+    """What any engine must produce, as the shortest loop: (tokens, reason)."""
+    automaton, tokens = Automaton(number), list(prompt)
+    for _ in range(new):
+        token = masked_token(tokens, seed, automaton.following())
+        automaton.accept([token])
+        tokens.append(token)
+        if automaton.is_complete or token in stop:
+            return tokens[len(prompt) :], "stop"
+    return tokens[len(prompt) :], "length"
+
+
+def request(prompt, number=None, *, new=40, seed=0, stop=(), fails_at=None, **others):
+    matcher = None if number is None else lambda: Automaton(number, fails_at)
+    return Request(tuple(prompt), Sampling(), seed, tuple(stop), new, matcher=matcher, **others)
+
+
+def tokens_of(engine, seq):
+    return [token for result in engine.stream(seq) for token in result.token_ids]
+
+
+def limits(run_ahead=4, max_sequences=4, prefill_chunk=16, **others):
+    return ExecutorLimits(max_sequences, 128, prefill_chunk, run_ahead=run_ahead, takes_masks=True, **others)
+
+
+LIMITS = st.builds(
+    limits, st.integers(1, 5), st.integers(1, 4), st.integers(2, 9),
+    num_pages=st.sampled_from([0, 4 * 32]), page_size=st.just(4),
+)  # fmt: skip
+WANTED = st.tuples(
+    st.lists(st.integers(0, 48), min_size=1, max_size=20),
+    st.one_of(st.none(), st.integers(0, 9)),
+    st.integers(0, 5),
+    st.integers(1, 60),
+    st.sets(st.integers(0, 48), max_size=2),
+)
+
+
+def expected(prompt, number, seed, new, stop):
+    if number is None:
+        return plain_continuation(prompt, seed, new, stop)
+    return masked_continuation(prompt, number, seed, new, stop)[0]
+
+
+@given(LIMITS, st.lists(WANTED, min_size=1, max_size=6))
+def test_every_schedule_gives_the_masked_continuation(limits, wanted):
+    executor = ScriptedExecutor(limits)
+    engine = Engine(executor, prefix_cache=False)
+    sequences = [engine.add(request(p, number, new=n, seed=s, stop=stop)) for p, number, s, n, stop in wanted]
+    for seq, (prompt, number, seed, new, stop) in reversed(list(zip(sequences, wanted, strict=True))):
+        assert tokens_of(engine, seq) == expected(prompt, number, seed, new, stop)
+        if number is not None:
+            assert seq.finish_reason == masked_continuation(prompt, number, seed, new, stop)[1]
+    while executor.queue:
+        executor.run_one()
+    assert not executor.running, "every slot is released"
+    assert executor.most_in_flight <= limits.run_ahead
+
+
+@given(LIMITS, st.lists(WANTED, min_size=2, max_size=5), st.data())
+def test_cancelled_and_stopped_sequences_leave_the_others_alone(limits, wanted, data):
+    engine = Engine(ScriptedExecutor(limits), prefix_cache=False)
+    sequences = [engine.add(request(p, number, new=n, seed=s, stop=stop)) for p, number, s, n, stop in wanted]
+    victims = data.draw(st.sets(st.sampled_from(range(len(wanted))), min_size=1))
+    for victim in victims:
+        stream = engine.stream(sequences[victim])
+        for _ in range(data.draw(st.integers(0, 5))):
+            next(stream, None)
+        if data.draw(st.booleans()) and sequences[victim].token_ids:
+            engine.stop(sequences[victim], len(sequences[victim].token_ids))
+        stream.close()
+    for index, (prompt, number, seed, new, stop) in enumerate(wanted):
+        if index not in victims:
+            assert tokens_of(engine, sequences[index]) == expected(prompt, number, seed, new, stop)
+
+
+@pytest.mark.parametrize("run_ahead", [1, 2, 4])
+def test_the_steps_of_an_answer_are_the_same_alone_and_in_company(run_ahead):
+    """The chunks that certain tokens make depend on the answer alone: keys of a chunk may have other bits."""
+
+    def steps_of(company):
+        executor = ScriptedExecutor(limits(run_ahead))
+        engine = Engine(executor, prefix_cache=False)
+        others = [engine.add(request(range(n + 1), n % 3 or None, seed=n, new=50)) for n in range(company)]
+        seq = engine.add(request([1, 2, 3], 7, seed=1))
+        slot, kinds = None, []
+        tokens_of(engine, seq)
+        for step in executor.steps:
+            if isinstance(step, Prefill) and step.token_ids == (1, 2, 3):
+                slot = step.slot
+            if isinstance(step, FastForward) and step.slot == slot:
+                kinds.append((step.position, step.token_ids))
+        assert len(others) == company
+        return kinds
+
+    alone = steps_of(0)
+    assert alone and max(len(tokens) for _, tokens in alone) > 2, "there is something to compare"
+    assert steps_of(1) == steps_of(3) == alone
+
+
+def test_other_sequences_decode_in_the_same_steps():
+    """A sequence under a grammar holds nobody up: with two of four, 4 x 40 tokens take little more than 40 steps."""
+    executor = ScriptedExecutor(limits(run_ahead=4))
+    engine = Engine(executor, prefix_cache=False)
+    sequences = [engine.add(request([n], None, seed=n)) for n in range(3)]
+    sequences.append(engine.add(request([9], 2, seed=3, new=40)))
+    for seq in sequences:
+        tokens_of(engine, seq)
+    decodes = [step for step in executor.steps if isinstance(step, Decode)]
+    assert len(decodes) <= 45
+    both = [step for step in decodes if step.masks]
+    assert all(len(step.slots) == 4 for step in both[3:-3])
+
+
+def test_a_sequence_runs_ahead_by_one_step():
+    """The step behind the one in flight is submitted before its mask is known."""
+    executor = ScriptedExecutor(limits(run_ahead=4, max_sequences=1))
+    unfilled = []
+    submit = executor.submit
+
+    def watched(step):
+        if isinstance(step, Decode):
+            unfilled.append(not step.masks[0].is_filled)
+        return submit(step)
+
+    executor.submit = watched
+    engine = Engine(executor, prefix_cache=False)
+    tokens_of(engine, engine.add(request([1], 3)))
+    assert unfilled.count(True) > len(unfilled) / 2
+
+
+def test_certain_tokens_take_fewer_steps():
+    executor = ScriptedExecutor(limits())
+    engine = Engine(executor, prefix_cache=False)
+    seq = engine.add(request([1, 2, 3], 7, seed=1))
+    tokens = tokens_of(engine, seq)
+    steps = [step for step in executor.steps if isinstance(step, (Decode, FastForward, Prefill))]
+    assert len(steps) < 0.8 * len(tokens)
+
+
+def test_logprobs_are_of_every_token():
+    executor = ScriptedExecutor(limits())
+    engine = Engine(executor, prefix_cache=False)
+    seq = engine.add(replace(request([1, 2, 3], 7, seed=1), sampling=Sampling(logprobs=1)))
+    results = list(engine.stream(seq))
+    tokens = [token for result in results for token in result.token_ids]
+    assert [entry.token_id for result in results for entry in result.logprobs] == tokens
+    assert tokens == masked_continuation([1, 2, 3], 7, 1, 40)[0]
+    assert not any(isinstance(step, FastForward) for step in executor.steps)
+
+
+@pytest.mark.parametrize("fails_at", [0, 1, 4, 9])
+@pytest.mark.parametrize("run_ahead", [1, 4])
+def test_a_mask_that_allows_nothing_ends_the_answer_with_its_error(fails_at, run_ahead):
+    engine = Engine(ScriptedExecutor(limits(run_ahead)), prefix_cache=False)
+    other = engine.add(request([5], None, new=30))
+    seq = engine.add(request([1, 2, 3], 7, seed=1, fails_at=fails_at))
+    tokens = []
+    with pytest.raises(FormError, match="nothing is allowed"):
+        for result in engine.stream(seq):
+            tokens += result.token_ids
+    right = masked_continuation([1, 2, 3], 7, 1, fails_at)[0] if fails_at else []
+    assert tokens == seq.token_ids == right[: len(seq.token_ids)], "no wrong token"
+    assert tokens_of(engine, other) == plain_continuation([5], 0, 30, set())
+
+
+def test_an_executor_that_ignores_masks_is_found_out():
+    class Ignorant(ScriptedExecutor):
+        def _emit(self, running, mask=None):
+            return super()._emit(running)
+
+    class Strict(Automaton):
+        def accept(self, token_ids):
+            for token in token_ids:
+                if token not in self.following():
+                    raise FormError("not allowed")
+                self.tokens.append(token)
+
+    engine = Engine(Ignorant(limits()), prefix_cache=False)
+    seq = engine.add(Request((1, 2, 3), Sampling(), 1, (), 40, matcher=lambda: Strict(7)))
+    with pytest.raises(FormError):
+        tokens_of(engine, seq)
+
+
+@given(st.integers(1, 5), st.integers(1, 12), st.integers(0, 9))
+def test_a_pause_in_the_form_changes_nothing(run_ahead, max_thinking, number):
+    """A budget for thoughts that runs out where no thought is open pauses the sequence; it goes on as without."""
+    engine = Engine(ScriptedExecutor(limits(run_ahead)), prefix_cache=False)
+    budget = ThinkingBudget(max_thinking, lambda token_ids: ())
+    seq = engine.add(request([1, 2, 3], number, seed=1, thinking=budget))
+    assert tokens_of(engine, seq) == masked_continuation([1, 2, 3], number, 1, 40)[0]
+
+
+def test_steps_with_masks_are_logged_and_replayed(tmp_path):
+    log = io.StringIO()
+    engine = Engine(ScriptedExecutor(limits()), StepLog(log), prefix_cache=False)
+    sequences = [engine.add(request([n], n or None, seed=n, new=20)) for n in range(3)]
+    for seq in sequences:
+        tokens_of(engine, seq)
+    path = tmp_path / "steps.jsonl"
+    path.write_text(log.getvalue())
+    steps = list(read_steps(path))
+    assert any(isinstance(step, Decode) and any(step.masks) for step, _ in steps)
+    for (step, result), (_, recorded) in zip(
+        replay([step for step, _ in steps], ScriptedExecutor(limits())), steps, strict=True
+    ):
+        assert result == recorded, step
+
+
+def test_an_executor_without_masks_refuses_grammars():
+    engine = Engine(ScriptedExecutor(ExecutorLimits(1, 64, 16)))
+    with pytest.raises(RequestError, match="takes no schemas"):
+        engine.add(request([1], 3))
+
+
+def test_a_mask_is_plain_data():
+    filled, heard = Mask(), []
+    filled.on_fill = heard.append
+    filled.fill(b"\x05")
+    assert heard == [b"\x05"] and filled == Mask(b"\x05", is_filled=True) != Mask()
+    assert repr(filled) == "Mask(2 tokens)" and SlotResult() == SlotResult()
+    assert VOCAB > END
