@@ -13,7 +13,7 @@ from cpmrt.errors import ConfigError
 
 EXTRAS = {
     "grammar": ("llguidance",),
-    "server": ("llguidance", "starlette", "uvicorn", "httptools", "prometheus_client"),
+    "server": ("starlette", "uvicorn", "httptools", "prometheus_client"),
     "modelscope": ("modelscope_hub",),
 }
 """The packages that the commands of an extra import."""
