@@ -8,13 +8,15 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import fields
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 from cpmrt.bench.shapes import gptq_config
 from cpmrt.config import EngineConfig, SamplingParams, SparseSetting
 from cpmrt.config.engine import KEEP_ANSWERS, parse_bytes
+from cpmrt.config.form import FORM_FIELDS
 from cpmrt.config.quantization import GROUP_SIZES
-from cpmrt.errors import ConfigError
+from cpmrt.errors import ConfigError, reason_of
 
 
 class Options(Protocol):
@@ -119,6 +121,13 @@ def _prefix_cache(text: str) -> bool | str:
     return values[text]
 
 
+def _text_of_file(name: str) -> str:
+    try:
+        return Path(name).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"{name[:200]!r} cannot be read: {reason_of(error)}") from None
+
+
 def _vocab(text: str) -> int | str:
     return int(text) if text.isascii() and text.isdigit() else text
 
@@ -163,6 +172,12 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "action": "append", "default": [], "type": _token_bias, "metavar": "ID:X",
         "help": "add X to the logit of this token; may be repeated",
     },
+    "--json-schema": {
+        "type": _text_of_file, "metavar": "FILE", "help": "have the answer be JSON that this schema allows",
+    },
+    "--regex": {"metavar": "REGEX", "help": "have the answer match this regular expression"},
+    "--grammar": {"type": _text_of_file, "metavar": "FILE", "help": "have the answer obey this Lark grammar"},
+    "--choices": {"action": "append", "default": [], "metavar": "TEXT", "help": "allow this answer; may be repeated"},
     "--ignore-eos": {"action": "store_true", "help": "go on past the model's end tokens"},
     "--draft": {
         "metavar": "DRAFT",
@@ -295,6 +310,7 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sampling")
     _add_fields(group, SamplingParams, _SAMPLING_OPTIONS)
     add_options(group, "--stop", "--stop-token-id", "--logit-bias", "--ignore-eos")
+    add_options(group, *(f"--{name.replace('_', '-')}" for name in FORM_FIELDS))
 
 
 def add_logprobs_option(parser: Options) -> None:

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cpmrt.cli.output import complain, cost_lines, printable, reply
 from cpmrt.config import SamplingParams
+from cpmrt.config.form import FORM_FIELDS
 from cpmrt.errors import RequestError
 
 if TYPE_CHECKING:
     from cpmrt.cli.chat_session import ChatSession
 
 _SWITCHES = {"on": True, "off": False}
-_NOT_SETTINGS = {"n", "logprobs", "logit_bias", "stop_token_ids"}
+_NOT_SETTINGS = {"n", "logprobs", "logit_bias", "stop_token_ids", *FORM_FIELDS}
 
 
 class Command(NamedTuple):

@@ -115,6 +115,23 @@ def test_json_is_one_object(generate, checkpoint, capsys):
     assert all(len(entry["top"]) == 2 and entry["logprob"] <= 0 for entry in record["logprobs"])
 
 
+def test_an_answer_takes_the_form_that_options_give(tmp_path, capsys):
+    schema, grammar = tmp_path / "schema.json", tmp_path / "grammar.lark"
+    schema.write_text('{"enum": ["größer", 3]}', encoding="utf-8")
+    grammar.write_text('start: "a" | "b"', encoding="utf-8")
+    options = [
+        ("--json-schema", str(schema), ('"größer"', "3")), ("--regex", "[xy]{2}", ("xx", "xy", "yx", "yy")),
+        ("--grammar", str(grammar), ("a", "b")), ("--choices=one", "--choices=two", ("one", "two")),
+    ]  # fmt: skip
+    for name, value, allowed in options:
+        assert main(["generate", "--executor", "reference", "-q", name, value, "x"]) == 0
+        assert capsys.readouterr().out.rstrip("\n") in allowed
+    assert main(["generate", "--executor", "reference", "--json-schema", str(tmp_path / "none"), "x"]) == 2
+    assert "cannot be read" in capsys.readouterr().err
+    assert main(["generate", "--executor", "reference", "--regex", "(", "x"]) != 0
+    assert "--regex" in capsys.readouterr().err
+
+
 def test_every_sampling_field_has_an_option(generate, capsys):
     main(["generate", "--help"])
     shown = capsys.readouterr().out
