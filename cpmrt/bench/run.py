@@ -124,7 +124,7 @@ def seconds_to_first_token(llm_arguments: Mapping[str, Any]) -> float:
     Raises CpmrtError with what the process said if it fails.
     """
     arguments = dict(llm_arguments)
-    if arguments.get("model") is not None and Path(arguments["model"]).is_dir():
+    if arguments.get("model") is not None and Path(arguments["model"]).exists():
         arguments["model"] = str(Path(arguments["model"]).resolve())
     command, started = [sys.executable, "-c", _STARTUP, json.dumps(arguments)], time()
     try:

@@ -28,6 +28,7 @@ from cpmrt.weights.checkpoint import Checkpoint
 from cpmrt.weights.model_files import read_json
 from cpmrt.weights.model_folder import BUNDLED, ModelFolder, check_kind
 from cpmrt.weights.quantised_specs import quantisation_summary
+from cpmrt.weights.repository import has_weights
 
 _SCALES = ("scale_emb", "residual_scale", "logit_divisor")
 _NESTED = ("sizes", "sparse", "scales", "special_ids", "tokenizer", "quantization")
@@ -170,7 +171,7 @@ def _weights(
     path: Path, config: ModelConfig | None, problems: list[str], *, may_be_absent: bool
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, Any] | None]:
     """Return the tensors, files and quantisation of a checkpoint; defects are added to `problems`."""
-    if may_be_absent and not any(path.glob("*.safetensors")):
+    if may_be_absent and not has_weights(path):
         return [], [], _checked_quantization(config, None, problems)
     tensors: list[dict[str, Any]] = []
     files: dict[Path, int] = {}

@@ -120,11 +120,11 @@ def _settings(args: argparse.Namespace) -> ServerSettings:
 
 
 def _name_of(model: str | None) -> str:
-    """Return a hub id as it is, a folder by its name."""
+    """Return a hub id as it is, a folder or a file by its name."""
     if model is None:
         return "cpmrt-demo"
     path = Path(model)
-    return path.resolve().name if path.is_dir() else model
+    return path.resolve().name if path.exists() else model
 
 
 @contextlib.contextmanager

@@ -219,7 +219,7 @@ def _nothing_to_open(where: str, present: Sequence[str]) -> CheckpointError:
         stem = "pytorch_model*" if pickles[-1].startswith("pytorch_model") else "*"
         fix = CONVERT_PICKLES.replace("{pattern}", stem + Path(pickles[-1]).suffix)
     elif any(name.endswith(".gguf") for name in present):
-        fix = "name the .gguf file itself"
+        fix = "name the .gguf file itself (of a hub: ORG/NAME:FILE)"
     else:
         fix = "name the folder that holds config.json and the weights"
     return CheckpointError(

@@ -19,9 +19,10 @@ _REPOSITORY = re.compile(f"{_NAME}/{_NAME}")
 
 
 def find(model: str | Path, *, revision: str | None = None) -> Path | Repository:
-    """Return the folder that `model` names, or the repository: "org/name" of Hugging Face, "modelscope:org/name".
+    """Return the folder or GGUF file that `model` names, or the repository: "org/name" of Hugging Face,
+    "modelscope:org/name", either with a GGUF file of it (`repository`).
 
-    A local folder never touches the network, and a `Path` is always local. `revision` is a branch, tag or commit of a
+    What is local never touches the network, and a `Path` is always local. `revision` is a branch, tag or commit of a
     repository. Raises CheckpointError; ConfigError for a folder with a revision.
     """
     path = os.path.expanduser(model)
@@ -45,15 +46,18 @@ def find(model: str | Path, *, revision: str | None = None) -> Path | Repository
 
 
 def repository(name: str, revision: str | None = None) -> Repository:
-    """Return the repository of a hub that `name` stands for, whatever folders there are. Raises CheckpointError."""
+    """Return the repository of a hub that `name` stands for, whatever folders there are. Raises CheckpointError.
+
+    Behind a colon it may have the name of a GGUF file in it, or the end of that name: "org/name-GGUF:Q4_K_M".
+    """
     hub = next(hub for hub in HUBS if name.startswith(hub.prefix))
-    inner = name.removeprefix(hub.prefix)
+    inner, _, gguf = name.removeprefix(hub.prefix).partition(":")
     if not _REPOSITORY.fullmatch(inner) or "--" in inner or ".." in inner or inner.endswith(".git"):
         raise CheckpointError(
             f"model {quoted(name)}",
             expected="an existing folder or a hub id such as openbmb/MiniCPM4-0.5B or modelscope:OpenBMB/MiniCPM4-0.5B",
         )
-    return Repository(hub, inner, revision)
+    return Repository(hub, inner, revision, gguf or None)
 
 
 def resolve(model: str | Path, *, revision: str | None = None, weights: bool = True) -> Path:

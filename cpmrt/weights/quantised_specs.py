@@ -94,7 +94,8 @@ def quantisation_facts(settings: WeightQuantization | None, specs: Sequence[Tens
     if summary is None:
         return []
     if summary["method"] == GGUF:
-        return [f"GGUF blocks {summary['tensors']}"]
+        count = len(summary["dequantised"])
+        return [f"GGUF blocks {summary['tensors']}", *[f"{count} matrices held in 16 bits"] * bool(count)]
     # Marlin files carry the settings of what they were made from.
     name = summary["tensors" if summary["tensors"] == "marlin" else "method"]
     facts = [f"{name} {summary['bits']} bits", f"groups of {summary['group_size']}"]

@@ -15,6 +15,8 @@ from typing import Protocol
 from cpmrt.byte_sizes import format_bytes
 from cpmrt.errors import CheckpointError, listed, quoted
 from cpmrt.weights.checkpoint import INDEX_NAME, read_index, select_files
+from cpmrt.weights.gguf.choice import gguf_labels, select_gguf
+from cpmrt.weights.gguf.folder import is_gguf
 
 CONFIG_FILES = (
     *("config.json", "generation_config.json", "quantize_config.json", "tokenizer.json", "tokenizer_config.json"),
@@ -24,6 +26,8 @@ CONFIG_FILES = (
 """Patterns of what is fetched first. The index says which files the weights are in."""
 SUBFOLDERS = "*/*"
 """Never fetched: they hold other formats of the same weights (`*` of a hub pattern matches slashes too)."""
+NOTHING = "no file has this name"
+"""A pattern that leaves it at finding the folder."""
 DISK_ERRORS = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS, errno.EACCES)
 """What the operating system says where a file cannot be written, or not all of it."""
 _LOG = logging.getLogger(__name__)
@@ -80,20 +84,60 @@ class Repository:
     hub: Hub
     name: str
     revision: str | None = None
+    gguf: str | None = None
+    """A GGUF file of it by name, or by the end of its name: Q4_K_M."""
 
     def __str__(self) -> str:
         return f"{self.hub.prefix}{self.name}"
 
     def fetch_config(self) -> Path:
-        """Return the folder of the repository with config and tokenizer fetched. Raises CheckpointError."""
-        return self.hub.fetch(self.name, self.revision, CONFIG_FILES)
+        """Return the folder of the repository with config and tokenizer fetched; of a GGUF model the whole file.
+
+        Raises CheckpointError.
+        """
+        if self.gguf is not None:
+            return self._fetch_gguf(self.gguf)
+        folder = self.hub.fetch(self.name, self.revision, CONFIG_FILES)
+        if not (folder / "config.json").exists() and (labels := self._gguf_labels(folder)):
+            raise CheckpointError(
+                f"{self} has GGUF files and no config.json", actual=listed(labels),
+                fix=f"say which: {self}:{labels[0]}",
+            )  # fmt: skip
+        return folder
+
+    def _fetch_gguf(self, wish: str) -> Path:
+        """Fetch a GGUF file with all its parts and return the path of the first. Raises CheckpointError."""
+        folder = self.hub.fetch(self.name, self.revision, (NOTHING,))
+        try:
+            sizes = self.hub.sizes(self.name, self.revision, folder)
+        except CheckpointError:
+            try:
+                return folder / select_gguf([path.name for path in folder.glob("*")], wish, str(self))[0]
+            except CheckpointError:
+                pass
+            raise
+        wanted = select_gguf(list(sizes), wish, str(self))
+        missing = {name: sizes[name] for name in wanted if not _has_size(folder / name, sizes[name])}
+        if missing:
+            self._check_room(folder, missing)
+            self.hub.download(self.name, self.revision, folder, list(missing))
+        return folder / wanted[0]
+
+    def _gguf_labels(self, folder: Path) -> list[str]:
+        """Return what the GGUF files of the repository can be asked for by, none where the hub cannot be reached."""
+        try:
+            return gguf_labels(list(self.hub.sizes(self.name, self.revision, folder)))
+        except CheckpointError:
+            return []
 
     def fetch_weights(self, folder: Path) -> None:
-        """Fetch those files of weights that `folder`, from `fetch_config`, lacks or has of another size.
+        """Fetch those files of weights that `folder`, from `fetch_config`, lacks or has of another size (GGUF: none).
 
         What will be downloaded is logged, with its size, and refused if the disk has no room for it. Where the hub
         cannot be asked, weights that are here do. Raises CheckpointError.
         """
+        if self.gguf is not None:
+            return
         try:
             sizes = self.hub.sizes(self.name, self.revision, folder)
         except CheckpointError:
@@ -122,7 +166,9 @@ class Repository:
     def _check_room(self, folder: Path, missing: Mapping[str, int]) -> None:
         """Log what will be downloaded. Raises CheckpointError if the disk has no room for it."""
         total, here = sum(missing.values()), _partial_bytes(folder)
-        cache, free = folder.parent.parent, shutil.disk_usage(folder).free
+        cache = folder.parent.parent
+        existing = next(place for place in (folder, *folder.parents) if place.exists())
+        free = shutil.disk_usage(existing).free
         some = f", of which {format_bytes(here)} are here" if here else ""
         files = f"{len(missing)} file{'s' if len(missing) != 1 else ''}"
         _LOG.info("%s: downloading %s of weights, %s%s, to %s", self, files, format_bytes(total), some, cache)
@@ -135,7 +181,9 @@ class Repository:
 
 
 def has_weights(folder: Path) -> bool:
-    """Tell whether a folder has all its files of weights: those that an index names, else any."""
+    """Tell whether a folder has all its files of weights: those that an index names, else any. A GGUF file has them."""
+    if is_gguf(folder):
+        return True
     index = folder / INDEX_NAME
     if index.exists():
         return all((folder / name).exists() for name in read_index(index).values())

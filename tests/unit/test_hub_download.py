@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import resource
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -22,6 +20,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from hub_server import COMMIT, HubServer
+from hub_shell import Shell
 from terminal import shown_on_terminal
 from tiny_checkpoint import write_checkpoint
 
@@ -29,7 +28,6 @@ from cpmrt.cli.main import main
 from cpmrt.errors import CheckpointError
 from cpmrt.weights.repository import Repository
 
-ROOT = Path(__file__).parents[2]
 BOTH = ("org/tiny", "modelscope:org/tiny")
 NAMES = ("org/tiny", pytest.param("modelscope:org/tiny", marks=pytest.mark.all))
 LARGE = 24 << 20
@@ -51,37 +49,6 @@ def hub(model: Path) -> Iterator[HubServer]:
 def rare(*values: object) -> object:
     """A case of the second tier."""
     return pytest.param(*values, marks=pytest.mark.all)
-
-
-class Shell:
-    """Runs cpmrt with a home folder of its own, against a hub."""
-
-    def __init__(self, hub: HubServer, home: Path):
-        self.home, self._hub = home, hub
-
-    def start(self, *line: str, **options: object) -> subprocess.Popen[str]:
-        environment = {
-            "PATH": os.environ["PATH"], "HOME": str(self.home), "HF_ENDPOINT": self._hub.url,
-            "MODELSCOPE_ENDPOINT": self._hub.url, "CUDA_VISIBLE_DEVICES": "", **dict(options.pop("env", {})),
-        }  # fmt: skip
-        return subprocess.Popen(
-            [sys.executable, "-m", "cpmrt", *line], cwd=ROOT, env=environment, text=True,
-            **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options},
-        )  # fmt: skip
-
-    def __call__(self, *line: str, **options: object) -> SimpleNamespace:
-        process = self.start(*line, **options)
-        out, err = process.communicate(timeout=60)
-        assert "Traceback" not in err, err
-        return SimpleNamespace(code=process.returncode, out=out, err=err)
-
-    def refused(self, *line: str, **options: object) -> str:
-        """Return the last line of what a command says that must fail."""
-        done = self(*line, **options)
-        assert done.code == 1 and done.out == "", done
-        error = done.err.splitlines()[-1]
-        assert error.startswith("cpmrt: error: ")
-        return error
 
 
 @pytest.fixture

@@ -1,0 +1,56 @@
+"""Chooses a GGUF file of a repository by what users call it: the whole name, or its end, such as Q4_K_M."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from cpmrt.errors import CheckpointError, listed, quoted
+from cpmrt.weights.gguf.file import SUFFIX, split_paths
+
+_PART = re.compile(r"-\d{5}-of-\d{5}$")
+_SEPARATORS = "-._"
+
+
+def select_gguf(names: Sequence[str], wish: str, where: str) -> list[str]:
+    """Return the files among the `names` of a repository that `wish` means, more than one of a model that is split.
+
+    Capitals do not matter. `where` names the repository in errors. Raises CheckpointError where no model is meant, or
+    several are.
+    """
+    found = {name: _stem(name) for name in names if name.endswith(SUFFIX) and "/" not in name}
+    stems = {stem for name, stem in found.items() if name.lower() == wish.lower() or _ends(stem, wish)}
+    if len(stems) != 1:
+        labels = listed(gguf_labels(names), 20)
+        raise CheckpointError(
+            f"{where}: GGUF file {quoted(wish)}", expected=f"one of {labels}" if labels else "GGUF files there",
+            actual=f"{len(stems)} files that end so" if stems else "none that ends so",
+        )  # fmt: skip
+    parts = sorted(name for name, stem in found.items() if stem in stems)
+    absent = [path.name for path in split_paths(Path(parts[0])) if path.name not in parts]
+    if absent:
+        raise CheckpointError(f"{where}: a split GGUF model is not whole", actual=f"no {listed(absent)}")
+    return parts
+
+
+def gguf_labels(names: Sequence[str]) -> list[str]:
+    """Return the shortest ends by which each GGUF file of a repository can be asked for."""
+    stems = sorted({_stem(name) for name in names if name.endswith(SUFFIX) and "/" not in name})
+    return [_label(stem, stems) for stem in stems]
+
+
+def _stem(name: str) -> str:
+    """Return a file's name without its ending and the number of its part."""
+    return _PART.sub("", name.removesuffix(SUFFIX))
+
+
+def _ends(stem: str, wish: str) -> bool:
+    stem, wish = stem.lower(), wish.lower()
+    return stem == wish or (stem.endswith(wish) and stem[-len(wish) - 1] in _SEPARATORS)
+
+
+def _label(stem: str, stems: Sequence[str]) -> str:
+    cuts = [index for index, char in enumerate(stem) if char in _SEPARATORS]
+    ends = [stem[cut + 1 :] for cut in reversed(cuts)]
+    return next((end for end in ends if end and sum(_ends(other, end) for other in stems) == 1), stem)
