@@ -91,8 +91,8 @@ GENERATE = ("generate", "abc", "--executor", "reference", "-m")
 @pytest.mark.parametrize(
     "files, line, says",
     [
-        rare({"config.json": b'{"architectures": ["MiniCPM3ForCausalLM"]}'}, ("pull",), "MiniCPM3ForCausalLM"),
-        ({"config.json": b'{"architectures": ["MiniCPM3ForCausalLM"]}'}, GENERATE, "MiniCPM3ForCausalLM"),
+        rare({"config.json": b'{"architectures": ["FalconForCausalLM"]}'}, ("pull",), "FalconForCausalLM"),
+        ({"config.json": b'{"architectures": ["FalconForCausalLM"]}'}, GENERATE, "FalconForCausalLM"),
         rare({"tokenizer.json": b"{}"}, GENERATE, "tokenizer.json"),
         ({}, ("generate", "abc", "--executor", "reference", "--memory-budget", "1KiB", "-m"), "at most 1.00 KiB"),
         ({}, ("generate", "abc", "-m"), "a hundred times slower"),
