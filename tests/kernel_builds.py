@@ -20,6 +20,11 @@ _PACKED = {
     **{"EARLY_SLOTS": 1, "CLUSTERS": 0, "RECEIVED_APART": 0, "FEEDS": 0, "TRIGGER": 0, "KEPT_ROUNDS": 1},
     **{"SMEM_BYTES": 98304, "PORTABLE": 0},
 }
+_W16 = {"WEIGHT_BITS": 16}
+_W4 = {"WEIGHT_BITS": 4, "RUNS": 1, "SCALE_GROUP": 128, "ZEROS": 0}
+_W4_SMALL_GROUPS = _W4 | {"RUNS": 8, "SCALE_GROUP": 32, "ZEROS": 1}
+_GATE_UP = {"PRODUCT": 0, "IN_FEATURES": 2304, "WARP_TILES": 1, "CHUNK": 0}
+_CHUNK = {"TOKEN_TILES": 8, "WARPS": 8, "CHUNK": 1}
 _HEAD_64, _HEAD_128 = ({**_PORTABLE_LINEAR, "HEAD_DIM": size} for size in (64, 128))
 
 CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
@@ -59,6 +64,29 @@ CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
         {"IN_FEATURES": 1536, "ROWS": 8} | _FATRELU,
         {"IN_FEATURES": 2304, "ROWS": 4} | _FATRELU,
         {"IN_FEATURES": 9000, "ROWS": 2} | _FATRELU,
+    ),
+    "rows/route.cu": ({"HIDDEN": 2304, "EXPERTS": 8, "TOP": 2}, {"HIDDEN": 4096, "EXPERTS": 32, "TOP": 8}),
+    "rows/combine.cu": ({"HIDDEN": 2304},),
+    "experts/group_pairs.cu": ({"EXPERTS": 8}, {"EXPERTS": 32}),
+    "experts/experts.cu": (
+        _GATE_UP | _W4 | {"TOKEN_TILES": 1, "WARPS": 4, "STAGE_SLICES": 0},
+        _GATE_UP | _W16 | {"TOKEN_TILES": 1, "WARPS": 4, "STAGE_SLICES": 0},
+        _GATE_UP | _W4_SMALL_GROUPS | {"TOKEN_TILES": 1, "WARPS": 4, "STAGE_SLICES": 0},
+        _GATE_UP | _W4 | {"TOKEN_TILES": 1, "WARPS": 4, "STAGE_SLICES": 6, "IN_FEATURES": 8192},
+        _GATE_UP | _W4_SMALL_GROUPS | {"TOKEN_TILES": 2, "WARPS": 8, "STAGE_SLICES": 2},
+        _GATE_UP | _W16 | {"TOKEN_TILES": 2, "WARPS": 8, "STAGE_SLICES": 4},
+        _GATE_UP | _W4_SMALL_GROUPS | {"TOKEN_TILES": 4, "WARPS": 8, "STAGE_SLICES": 2},
+        _GATE_UP | _W16 | {"TOKEN_TILES": 4, "WARPS": 8, "STAGE_SLICES": 4},
+        _GATE_UP | _CHUNK | _W4 | {"WARP_TILES": 2, "STAGE_SLICES": 1},
+        _GATE_UP | _CHUNK | _W4_SMALL_GROUPS | {"STAGE_SLICES": 1},
+        _GATE_UP | _CHUNK | _W16 | {"WARP_TILES": 2, "STAGE_SLICES": 2},
+        _GATE_UP | _CHUNK | _W4 | {"WARP_TILES": 2, "STAGE_SLICES": 1, "PRODUCT": 1, "IN_FEATURES": 5760},
+        _GATE_UP | _CHUNK | _W16 | {"WARP_TILES": 2, "STAGE_SLICES": 2, "PRODUCT": 1, "IN_FEATURES": 5760},
+    ),
+    "experts/experts_down.cu": tuple(
+        held | {"IN_FEATURES": 5760, "TOKEN_TILES": tiles, "ROWS": rows, "EARLY": 1}
+        for held in (_W4, _W16, _W4_SMALL_GROUPS)
+        for tiles, rows in ((1, 1), (1, 64), (2, 64))
     ),
     "linear_packed/linear_packed.cu": (
         {"LINEAR": 1, "IN_FEATURES": 4096, "RUNS": 8, "ROWS": 1, "WARPS": 8, "SHARED_RUN": 0, "PREPARED": 0}

@@ -31,6 +31,10 @@ ROWS = {
         "architectures": ["LlamaForCausalLM"], "attention_bias": True, "head_dim": 128, "num_attention_heads": 2,
     },
     "minicpm": {"architectures": ["MiniCPMForCausalLM"], "scale_emb": 2, "scale_depth": 1.4, "dim_model_base": 64},
+    "minicpm_experts": {
+        "architectures": ["MiniCPMForCausalLM"], "scale_emb": 2, "scale_depth": 1.4, "dim_model_base": 64,
+        "num_experts": 6, "num_experts_per_tok": 2,
+    },
     "minicpm_96": {
         "architectures": ["MiniCPMForCausalLM"], "tie_word_embeddings": False, "head_dim": 96, "num_attention_heads": 2,
     },

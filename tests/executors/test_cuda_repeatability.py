@@ -25,6 +25,7 @@ from cpmrt import LLM
 pytestmark = pytest.mark.gpu
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 64, "sym": True, "desc_act": False}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2}
 SPARSE = {"topk": 4, "init_blocks": 1, "window_size": 128, "dense_len": 256}
 FORMATS: dict[str, dict[str, Any]] = {
     "bundled": {"model": None},
@@ -35,6 +36,8 @@ FORMATS: dict[str, dict[str, Any]] = {
     "fp8": {"kv_dtype": "fp8"},
     "sparse": {"sparse": SPARSE},
     "lookup": {"draft": "lookup"},
+    "experts": {"load_format": "dummy", "hf_overrides": EXPERTS},
+    "int4 experts": {"load_format": "dummy", "hf_overrides": EXPERTS | {"quantization_config": GPTQ}},
 }
 VOCAB = BASE["vocab_size"]
 LONGEST = 2048

@@ -11,6 +11,7 @@ from cpmrt.cuda.driver.array import DeviceArray
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.ops import rows as row_ops
 from cpmrt.cuda.ops.attention.attention import AttentionOps, AttentionPlan
+from cpmrt.cuda.ops.experts import ExpertOps
 from cpmrt.cuda.ops.gemm import Gemm
 from cpmrt.cuda.ops.products import Products
 from cpmrt.errors import UnsupportedModelError
@@ -37,7 +38,9 @@ class CudaOps:
         self.gate_up, self.lm_head = products.gate_up, products.lm_head
         self.append_latent = self.decode_latent_attention = self.prefill_latent_attention = _refuse_latents
         self.lightning_decode = self.lightning_prefill = self.gate_rows = _refuse_states
-        self.route = self.experts_gate_up = self.experts_down = _refuse_experts
+        experts = ExpertOps(device, launcher, scratch)
+        self.route, self.experts_gate_up = experts.route, experts.experts_gate_up
+        self.experts_down = experts.experts_down
 
 
 def _refuse_latents(*operands: Any) -> NoReturn:
@@ -46,7 +49,3 @@ def _refuse_latents(*operands: Any) -> NoReturn:
 
 def _refuse_states(*operands: Any) -> NoReturn:
     raise UnsupportedModelError("the CUDA executor does not take lightning attention", fix="use executor='reference'")
-
-
-def _refuse_experts(*operands: Any, **options: Any) -> NoReturn:
-    raise UnsupportedModelError("the CUDA executor does not take mixture-of-experts layers")

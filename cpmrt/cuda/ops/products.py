@@ -12,10 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from cpmrt.config import ModelConfig
+from cpmrt.config.layers import GatedMlp
 from cpmrt.cuda.build.launcher import Launcher
 from cpmrt.cuda.build.spec import KernelSpec
 from cpmrt.cuda.driver.array import DeviceArray, KernelArgument
 from cpmrt.cuda.driver.device import Device
+from cpmrt.cuda.ops.experts import expert_workspace
 from cpmrt.cuda.ops.gemm import Gemm
 from cpmrt.cuda.ops.kv import PageConstants, codes_of, compress_keys, scales_of
 from cpmrt.cuda.ops.linear import StepProduct, float_bits, launch_linear
@@ -55,7 +57,9 @@ def product_workspace(
     """Yield the buffers of the products of a step of at most `max_rows` rows with the weights `specs`."""
     yield BufferSpec("normed", (max_rows, config.hidden_size), QKV, GATE_UP)
     yield BufferSpec("qkv", (max_rows, config.attention.q_size + 2 * config.attention.kv_size), QKV, QKV)
-    yield BufferSpec("gate_up", (max_rows, 2 * config.mlp.intermediate_size), GATE_UP, GATE_UP)
+    if isinstance(config.mlp, GatedMlp):
+        yield BufferSpec("gate_up", (max_rows, 2 * config.mlp.intermediate_size), GATE_UP, GATE_UP)
+    yield from expert_workspace(specs, config, max_rows)
     yield from packed_workspace(specs, config, max_rows, device)
 
 
@@ -71,7 +75,7 @@ class Products:
         self._device, self._launch, self._gemm = device, launcher, gemm
         self._normed: DeviceArray = arrays["normed"]
         self._qkv: DeviceArray = arrays["qkv"]
-        self._gate_up: DeviceArray = arrays["gate_up"]
+        self._gate_up: DeviceArray | None = arrays.get("gate_up")
         self._packed = PackedProducts(launcher, gemm, arrays, device)
 
     def qkv(
@@ -177,6 +181,7 @@ class Products:
         if not is_prefill:
             rest = num_rows, np.int32(width), np.float32(eps)
             return self._step(StepProduct("gate_up", (out,), x, norm, eps, rest, fatrelu=fatrelu), weight)
+        assert self._gate_up is not None, "planned without a gated mlp"
         both = self._gate_up[: len(x)]
         self._dense(both, self._normalised(x, norm, eps), weight)
         constants = ActivationConstants(width, None if fatrelu is None else float_bits(fatrelu))

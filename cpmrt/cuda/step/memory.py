@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 
 from cpmrt.config import EngineConfig, ModelConfig
-from cpmrt.config.layers import ExpertsMlp, LatentAttention
+from cpmrt.config.layers import LatentAttention
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.load.repack import staging_buffers
 from cpmrt.cuda.ops.attention.attention import AttentionPlan
@@ -109,9 +109,6 @@ def cuda_needs(
 
 def check_supported(config: ModelConfig) -> None:
     """Raise UnsupportedModelError for layers or shapes that the kernels do not take."""
-    if any(isinstance(layer.mlp, ExpertsMlp) for layer in config.layers):
-        what = "the CUDA executor does not take mixture-of-experts layers"
-        raise UnsupportedModelError(what, expected="gated mlps", actual="experts", fix="use executor='reference'")
     if any(isinstance(layer.mixer, LatentAttention) for layer in config.layers):
         what = "the CUDA executor does not take latent attention"
         raise UnsupportedModelError(what, fix="use executor='reference'")

@@ -1,6 +1,6 @@
 """Weights packed in 4 or 8 bits as `linear_packed.cu` streams them: what a weight is on the device, and its layout.
 
-`kernels_cu/linear_packed/packed_layout.cuh` describes the order of the bytes, which `repack.cu` writes on the device
+`kernels_cu/include/packed_layout.cuh` describes the order of the bytes, which `repack.cu` writes on the device
 from the files' formats.
 """
 

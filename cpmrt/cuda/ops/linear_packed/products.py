@@ -98,7 +98,7 @@ def packed_workspace(
     specs: Sequence[TensorSpec], config: ModelConfig, max_rows: int, device: Device
 ) -> Iterator[BufferSpec]:
     """Return the buffers of a step of at most `max_rows` rows."""
-    held = [spec for spec in specs if spec.quant is not None]
+    held = [spec for spec in specs if spec.quant is not None and not spec.num_experts]
     plans = list(_plans(held, device))
     for name, sizes in (
         ("packed_rows", [plan.prepared_bytes for plan in plans]),
@@ -133,8 +133,9 @@ def slice_rows(num_rows: int, num_columns: int) -> int:
 
 
 def _plans(specs: Iterable[TensorSpec], device: Device) -> Iterator[PackedPlan]:
-    """Plan every product with a packed weight at every number of rows; layers repeat the first."""
-    weights = ((packed_layout(spec, device), spec.quant.permuted) for spec in specs if spec.quant)
+    """Plan every product with a packed weight at every number of rows, but for experts; layers repeat the first."""
+    held = (spec for spec in specs if not spec.num_experts)
+    weights = ((packed_layout(spec, device), spec.quant.permuted) for spec in held if spec.quant)
     for layout, permuted in dict.fromkeys(weights):
         yield from (_plan(layout, rows, device, permuted=permuted) for rows in ROW_BUCKETS)
 

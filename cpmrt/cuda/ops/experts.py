@@ -1,0 +1,278 @@
+"""The mixture of experts on a GPU: routing, the products with the chosen experts' weights, and their sum.
+
+Which experts are chosen is known on the device only, so every launch has room for any choice, and blocks too many end
+at once. Steps of at most 64 rows take the pairs of a row and an expert as the routing says; the rows of a chunk are
+grouped by expert first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil
+
+import numpy as np
+
+from cpmrt.config import ModelConfig
+from cpmrt.config.layers import ExpertsMlp
+from cpmrt.cuda.build.launcher import Launcher
+from cpmrt.cuda.build.spec import KernelSpec
+from cpmrt.cuda.driver.array import DeviceArray
+from cpmrt.cuda.driver.device import Device
+from cpmrt.cuda.ops.linear_packed.layout import SLICE_COLUMNS, PackedWeight
+from cpmrt.cuda.ops.rows import BLOCK, VECTOR, RowConstants, rms_norm
+from cpmrt.errors import UnsupportedModelError
+from cpmrt.executor import MAX_ROWS
+from cpmrt.models.layers import DOWN, GATE_UP
+from cpmrt.ops import NOTHING, Handoff, Routing, Rows, check_shapes
+from cpmrt.tensor_spec import BufferSpec, TensorSpec
+
+Weight = DeviceArray | PackedWeight
+_PAIRS = 8
+"""Pairs of a tile of tokens."""
+_PAD_BYTES = 64
+"""What a row of x in shared memory has behind its columns."""
+_CHUNK_TILES = 8
+_STAGES = 3
+_STAGE_COLUMNS, _CHUNK_STAGE_COLUMNS, _LONG_STAGE_COLUMNS = 256, 128, 768
+_RESIDENT_BYTES = 48 << 10
+_WARPS = 8
+_GROUP_THREADS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class RouteConstants:
+    """Compile-time constants of route.cu."""
+
+    hidden: int
+    experts: int
+    top: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupConstants:
+    """Compile-time constants of group_pairs.cu."""
+
+    experts: int
+
+
+@dataclass(frozen=True, slots=True)
+class ProductConstants:
+    """Compile-time constants of experts.cu; the last three of weights in 4 bits only."""
+
+    product: int
+    in_features: int
+    weight_bits: int
+    token_tiles: int
+    warp_tiles: int
+    warps: int
+    stage_slices: int
+    chunk: bool
+    runs: int | None = None
+    scale_group: int | None = None
+    zeros: bool | None = None
+
+    @property
+    def tokens(self) -> int:
+        """The pairs that a block takes together."""
+        return _PAIRS * self.token_tiles
+
+    @property
+    def shared_bytes(self) -> int:
+        columns = self.stage_slices * slice_columns(self.weight_bits) or self.in_features
+        return (_STAGES if self.stage_slices else 1) * self.tokens * (columns * 2 + _PAD_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class DownConstants:
+    """Compile-time constants of experts_down.cu; the last three of weights in 4 bits only."""
+
+    in_features: int
+    weight_bits: int
+    token_tiles: int
+    rows: int
+    early: bool
+    runs: int | None = None
+    scale_group: int | None = None
+    zeros: bool | None = None
+
+    def shared_bytes(self, num_pairs: int) -> int:
+        """Return the dynamic shared memory of a step with so many pairs."""
+        together, tokens = (1 if self.token_tiles > 1 else 2), _PAIRS * self.token_tiles
+        turns, tokens = (6, 1) if self.rows == 1 else (2, tokens)
+        row_bytes = together * slice_columns(self.weight_bits) * 2 + _PAD_BYTES
+        return _WARPS * turns * tokens * row_bytes + num_pairs * 64
+
+
+ROUTE = KernelSpec("route", "rows/route.cu", "route", RouteConstants, hot=True)
+GROUP_PAIRS = KernelSpec("group_pairs", "experts/group_pairs.cu", "experts_gate_up", GroupConstants, hot=True)
+EXPERTS_GATE_UP = KernelSpec("experts_gate_up", "experts/experts.cu", "experts_gate_up", ProductConstants, hot=True)
+EXPERTS_PROJECT = KernelSpec("experts_project", "experts/experts.cu", "experts_down", ProductConstants, hot=True)
+EXPERTS_DOWN = KernelSpec("experts_down", "experts/experts_down.cu", "experts_down", DownConstants, hot=True)
+COMBINE = KernelSpec("combine", "rows/combine.cu", "experts_down", RowConstants, hot=True)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class ExpertRows:
+    """Rows on their way through the experts: normalised, and of a chunk the pairs in the order of the experts."""
+
+    normed: DeviceArray
+    starts: DeviceArray | None = None
+    order: DeviceArray | None = None
+
+
+def expert_workspace(specs: Sequence[TensorSpec], config: ModelConfig, max_rows: int) -> Iterator[BufferSpec]:
+    """Yield the buffers of a step of at most `max_rows` rows. Raises UnsupportedModelError for an order of columns."""
+    mlp = config.layers[0].mlp
+    if not isinstance(mlp, ExpertsMlp):
+        return
+    for spec in specs:
+        if spec.num_experts and spec.quant and spec.quant.permuted:
+            raise UnsupportedModelError(
+                f"{spec.name}: the CUDA executor does not take 4-bit experts with act-order",
+                fix="use a checkpoint with desc_act false, or executor='reference'",
+            )  # fmt: skip
+    if max_rows > MAX_ROWS:
+        pairs = max_rows * mlp.experts_per_token
+        yield BufferSpec("expert_starts", (mlp.num_experts + 1,), GATE_UP, DOWN, np.int32)
+        yield BufferSpec("expert_order", (pairs,), GATE_UP, DOWN, np.int32)
+        yield BufferSpec("expert_outputs", (pairs, config.hidden_size), DOWN, DOWN)
+
+
+class ExpertOps:
+    """The ops of `ops.protocol.Ops` that choose experts and multiply by their weights.
+
+    `arrays` holds the buffers of `expert_workspace` and `normed` by name.
+    """
+
+    def __init__(self, device: Device, launcher: Launcher, arrays: Mapping[str, DeviceArray]):
+        self._device, self._launch, self._arrays = device, launcher, arrays
+
+    def route(
+        self, routing: Routing, x: DeviceArray, norm: DeviceArray, router: DeviceArray, eps: float, rows: Rows
+    ) -> Handoff:
+        """Launch the op `route`, which leaves the normalised rows."""
+        sizes = check_shapes("route", experts=routing.experts, shares=routing.shares, x=x, norm=norm, router=router)
+        normed = self._arrays["normed"][: len(x)]
+        constants = RouteConstants(sizes["C"], sizes["E"], sizes["A"])
+        outputs = routing.experts, routing.shares, normed
+        given = x, norm, router, rows.slots, np.float32(eps)
+        self._launch(ROUTE, constants, len(x), BLOCK, *outputs, *given, prefers_shared=not rows.is_prefill)
+        return Handoff(ExpertRows(normed))
+
+    def experts_gate_up(
+        self, out: DeviceArray, x: DeviceArray, norm: DeviceArray, weight: Weight, eps: float, routing: Routing,
+        after: Handoff = NOTHING, *, is_prefill: bool = False,
+    ) -> Handoff:  # fmt: skip
+        """Launch the op `experts_gate_up`; a chunk's pairs are grouped first."""
+        sizes = check_shapes(
+            "experts_gate_up", out=out, x=x, norm=norm, weight=weight, experts=routing.experts, shares=routing.shares
+        )
+        top, inner = sizes["A"], out.shape[1] // sizes["A"]
+        num_experts = weight.shape[0] // (2 * inner)
+        if isinstance(after.prepared, ExpertRows):
+            normed = after.prepared.normed
+        else:
+            normed = self._arrays["normed"][: len(x)]
+            rms_norm(self._launch, normed, x, norm, eps)
+        rows = self._grouped(normed, routing, num_experts) if is_prefill else ExpertRows(normed)
+        constants = product_constants(0, weight, len(x), is_chunk=is_prefill)
+        self._product(EXPERTS_GATE_UP, constants, out, normed, weight, routing, rows, num_experts, inner // 8, top)
+        return Handoff(rows)
+
+    def experts_down(
+        self, x: DeviceArray, inner: DeviceArray, weight: Weight, scale: float, routing: Routing,
+        after: Handoff = NOTHING, *, is_prefill: bool = False,
+    ) -> None:  # fmt: skip
+        """Launch the op `experts_down`."""
+        sizes = check_shapes(
+            "experts_down", x=x, inner=inner, weight=weight, experts=routing.experts, shares=routing.shares
+        )
+        (num_rows, hidden), top = x.shape, sizes["A"]
+        num_experts, rows = weight.shape[0] // hidden, after.prepared
+        factor = np.float32(scale)
+        if not is_prefill:
+            counts = map(np.int32, (num_rows, top, num_experts, hidden))
+            plan = down_constants(weight, num_rows, is_early=isinstance(rows, ExpertRows))
+            self._launch(
+                EXPERTS_DOWN, plan, hidden // 16, 32 * _WARPS, x, inner, data_of(weight), routing.experts,
+                routing.shares, *counts, factor, smem=plan.shared_bytes(num_rows * top), prefers_shared=True,
+            )  # fmt: skip
+            return
+        if not isinstance(rows, ExpertRows):
+            rows = self._grouped(x, routing, num_experts)
+        outputs, constants = self._arrays["expert_outputs"], product_constants(1, weight, num_rows, is_chunk=True)
+        self._product(EXPERTS_PROJECT, constants, outputs, inner, weight, routing, rows, num_experts, hidden // 16, top)
+        grid, counts = -(-x.size // VECTOR // BLOCK), map(np.int32, (num_rows, top))
+        given = x, outputs, routing.shares, routing.experts
+        self._launch(COMBINE, RowConstants(hidden), grid, BLOCK, *given, *counts, factor)
+
+    def _grouped(self, normed: DeviceArray, routing: Routing, num_experts: int) -> ExpertRows:
+        starts, order = self._arrays["expert_starts"], self._arrays["expert_order"]
+        given = routing.experts, np.int32(routing.experts.size)
+        self._launch(GROUP_PAIRS, GroupConstants(num_experts), 1, _GROUP_THREADS, starts, order, *given)
+        return ExpertRows(normed, starts, order)
+
+    def _product(
+        self, kernel: KernelSpec, constants: ProductConstants, out: DeviceArray, x: DeviceArray, weight: Weight,
+        routing: Routing, rows: ExpertRows, num_experts: int, num_tiles: int, top: int,
+    ) -> None:  # fmt: skip
+        num_pairs, columns = routing.experts.size, num_tiles * (16 if constants.product else 8)
+        grid = (
+            most_tiles(len(routing.experts), top, num_experts, constants.tokens),
+            ceil(num_tiles / (constants.warps * constants.warp_tiles)),
+        )
+        sizes = map(np.int32, (num_pairs, top, num_experts, columns))
+        given = x, data_of(weight), routing.experts, rows.starts, rows.order
+        self._launch(
+            kernel, constants, grid, 32 * constants.warps, out, *given, *sizes, smem=constants.shared_bytes,
+            prefers_shared=not constants.chunk,
+        )  # fmt: skip
+
+
+def data_of(weight: Weight) -> DeviceArray:
+    """Return the array that kernels read."""
+    return weight.data if isinstance(weight, PackedWeight) else weight
+
+
+def slice_columns(weight_bits: int) -> int:
+    """Return the columns that kernels take of a weight at a time."""
+    return SLICE_COLUMNS if weight_bits == 4 else SLICE_COLUMNS // 2
+
+
+def most_tiles(num_rows: int, top: int, num_experts: int, tokens: int) -> int:
+    """Return the most tiles of at most `tokens` pairs of one expert that `num_rows` rows can make."""
+    used = min(num_experts, num_rows * top)
+    return used if num_rows <= tokens else used + num_rows * top // tokens
+
+
+def product_constants(product: int, weight: Weight, num_rows: int, *, is_chunk: bool) -> ProductConstants:
+    """Choose how a product of experts.cu is built; no choice changes a bit of the result."""
+    bits, layout = held_in(weight)
+    columns = slice_columns(bits)
+    tiles = _CHUNK_TILES if is_chunk else 1 if num_rows <= _PAIRS else 2 if num_rows <= 2 * _PAIRS else 4
+    in_features = weight.shape[1]
+    stage = _CHUNK_STAGE_COLUMNS if is_chunk else _STAGE_COLUMNS if tiles > 1 else _LONG_STAGE_COLUMNS
+    if tiles == 1 and _PAIRS * (2 * in_features + _PAD_BYTES) <= _RESIDENT_BYTES:
+        stage = 0
+    # Two tiles of a warp share what it reads of x; the scales of small groups leave no registers for that.
+    is_wide = is_chunk and (bits == 16 or layout[1:] == (SLICE_COLUMNS, False))
+    return ProductConstants(
+        product, in_features, bits, tiles, 2 if is_wide else 1, 4 if tiles == 1 else _WARPS, stage // columns, is_chunk,
+        *layout,
+    )  # fmt: skip
+
+
+def down_constants(weight: Weight, num_rows: int, *, is_early: bool) -> DownConstants:
+    """Choose how experts_down.cu is built; no choice changes a bit of the result."""
+    bits, layout = held_in(weight)
+    tiles, rows = 1 if num_rows <= _PAIRS else 2, 1 if num_rows == 1 else MAX_ROWS
+    return DownConstants(weight.shape[1], bits, tiles, rows, is_early, *layout)
+
+
+def held_in(weight: Weight) -> tuple[int, tuple[int | None, int | None, bool | None]]:
+    """Return the bits of a weight, and of one in 4 bits the runs, scale group and zero points of its layout."""
+    if not isinstance(weight, PackedWeight):
+        return 16, (None, None, None)
+    layout = weight.layout
+    return layout.bits, (layout.runs, layout.scale_group, layout.zeros)

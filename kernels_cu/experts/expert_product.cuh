@@ -1,0 +1,175 @@
+// Products of a warp with the stacked weights of experts, in 16 bits or packed in 4, straight from memory into registers.
+//
+// A weight tile has 16 rows, lo + g and hi + g for the lanes' g = lane / 4; with t = lane % 4 a lane holds of every 32 columns
+// the eight from 8 t on, and of x the same ones. A slice is kSliceColumns columns. The sum over a slice (in 4 bits over a scale
+// group) begins at zero; sums are added in the order of the columns. So a row's bits depend on no constant but the weight's.
+#pragma once
+#include "copy.cuh"
+#include "mma.cuh"
+
+#if WEIGHT_BITS == 16
+constexpr int K = IN_FEATURES;
+constexpr int kSliceColumns = 64;
+constexpr int kSlices = K / kSliceColumns;
+static_assert(K % kSliceColumns == 0, "K must be a multiple of 64");
+#else
+static_assert(WEIGHT_BITS == 4, "WEIGHT_BITS must be 4 or 16");
+#include "packed_layout.cuh"
+#endif
+constexpr int kBlocks = kSliceColumns / 32;   // of 32 columns in a slice
+
+using Sums = float[TOKEN_TILES][4];           // of a weight tile: rows lo + g and hi + g, tokens 8 i + 2 t and + 1
+
+// What a lane holds of a tile's slice.
+struct Slice {
+#if WEIGHT_BITS == 16
+  uint4 lo[kBlocks], hi[kBlocks];
+#else
+  uint4 words[2];
+  uint32_t scales[kUnitScales][ZEROS ? 2 : 1];
+#endif
+};
+
+constexpr int kSliceWords = sizeof(Slice) / 4;
+
+// The first row of an expert's tile in the stacked weight, and how far its rows hi are from its rows lo.
+struct TileRows {
+  int64_t first;
+  int64_t distance;
+};
+
+// The calling lane's part of a weight tile. `rows.first` is a multiple of 8 where gates and ups are apart, else of 16.
+struct WeightTile {
+#if WEIGHT_BITS == 16
+  const scalar_t *lo, *hi;
+  DEVICE WeightTile(const void* weight, const TileRows& rows) {
+    const int lane = threadIdx.x % 32;
+    lo = static_cast<const scalar_t*>(weight) + (rows.first + lane / 4) * K + lane % 4 * 8;
+    hi = lo + rows.distance * K;
+  }
+  DEVICE void load(Slice& out, int slice) const {
+#pragma unroll
+    for (int j = 0; j < kBlocks; j++) out.lo[j] = load16_streamed(lo + slice * kSliceColumns + j * 32);
+#pragma unroll
+    for (int j = 0; j < kBlocks; j++) out.hi[j] = load16_streamed(hi + slice * kSliceColumns + j * 32);
+  }
+#else
+  const unsigned char* weight;
+  DEVICE WeightTile(const void* packed, const TileRows& rows) {
+    const int64_t tile = rows.distance == 8 ? rows.first / 16 : rows.first / 8;
+    weight = static_cast<const unsigned char*>(packed) + tile * kTileBytes;
+  }
+  DEVICE static uint32_t load_word(const unsigned char* source) {
+    uint32_t word;
+    asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(word) : "l"(source));
+    return word;
+  }
+  DEVICE void load(Slice& out, int slice) const {
+    const int lane = threadIdx.x % 32;
+    const unsigned char* const unit = weight + unit_offset(0, slice);
+#pragma unroll
+    for (int i = 0; i < 2; i++) out.words[i] = load16_streamed(unit + i * 512 + lane * 16);
+    constexpr int kWords = ZEROS ? 2 : 1;
+#pragma unroll
+    for (int i = 0; i < kUnitScales * kWords; i++)
+      out.scales[i / kWords][i % kWords] =
+          load_word(unit + kCodeBytes + i / kWords * kScaleBytes + (lane / 4 * kWords + i % kWords) * 4);
+  }
+#endif
+};
+
+// Scales of a group of columns of rows lo + g and hi + g, and operand A of 16 of its columns: half `half` of block j.
+#if WEIGHT_BITS == 16
+struct Group {
+  DEVICE Group(const Slice&, int) {}
+  DEVICE void add(float& sum, float acc, int) const { sum += acc; }
+};
+
+DEVICE void load_operand(uint32_t (&a)[4], const Slice& slice, int, int j, int half) {
+  const uint4 &lo = slice.lo[j], &hi = slice.hi[j];
+  a[0] = half ? lo.z : lo.x, a[1] = half ? hi.z : hi.x, a[2] = half ? lo.w : lo.y, a[3] = half ? hi.w : hi.y;
+}
+#else
+#ifdef CPMRT_BF16
+constexpr uint32_t kCodeBits = 0x43004300u;   // 128 in both halves: a code in the lowest bits makes 128 + code
+constexpr float kCodeBase = 128.0f;
+#else
+constexpr uint32_t kCodeBits = 0x64006400u;   // 1024
+constexpr float kCodeBase = 1024.0f;
+#endif
+
+struct Group {
+  float lo_scale, hi_scale;
+  scalar2_t lo_zero, hi_zero;   // what is added to 128 (1024) + code
+  DEVICE Group(const Slice& slice, int group) {
+    const float2 lo = unpack2(slice.scales[group][0]), hi = unpack2(slice.scales[group][ZEROS]);
+    lo_scale = lo.x, hi_scale = ZEROS ? hi.x : lo.y;
+    lo_zero = both(ZEROS ? lo.y : 8.0f), hi_zero = both(ZEROS ? hi.y : 8.0f);
+  }
+  DEVICE static scalar2_t both(float zero) {
+    const uint32_t pair = pack2(-kCodeBase - zero, -kCodeBase - zero);
+    return reinterpret_cast<const scalar2_t&>(pair);
+  }
+  DEVICE void add(float& sum, float acc, int c) const { sum = fmaf(c < 2 ? lo_scale : hi_scale, acc, sum); }
+};
+
+// code - zero, exactly, of the lowest code in both halves.
+DEVICE uint32_t less_zero(uint32_t codes, scalar2_t zero) {
+  const uint32_t biased = (codes & 0x000F000Fu) | kCodeBits;
+  const scalar2_t value = __hadd2(reinterpret_cast<const scalar2_t&>(biased), zero);
+  return reinterpret_cast<const uint32_t&>(value);
+}
+
+DEVICE void load_operand(uint32_t (&a)[4], const Slice& slice, int group, int j, int half) {
+  const Group codes(slice, group);
+  const uint32_t word = (&slice.words[j / 2].x)[j % 2 * 2 + half];
+  a[0] = less_zero(word, codes.lo_zero), a[1] = less_zero(word >> 4, codes.hi_zero);
+  a[2] = less_zero(word >> 8, codes.lo_zero), a[3] = less_zero(word >> 12, codes.hi_zero);
+}
+#endif
+
+// sums[w] += tile w over S slices, for the token tiles below `used`. slices[s * TILES + w]; `x(s, j, i)` gives 16 bytes of x:
+// the lane's columns of block j of slice s, of token g of token tile i.
+template <int S, int TILES, class X>
+DEVICE void multiply(Sums (&sums)[TILES], const Slice* slices, const X& x, int used) {
+  constexpr int kProducts = S * TILES;   // side by side: those of a slice and token tile are a chain
+#if WEIGHT_BITS == 16
+  constexpr int kGroups = 1;
+#else
+  constexpr int kGroups = kUnitScales;
+#endif
+#pragma unroll
+  for (int group = 0; group < kGroups; group++) {
+    float acc[kProducts][TOKEN_TILES][4] = {};
+#pragma unroll
+    for (int j = group * (kBlocks / kGroups); j < (group + 1) * (kBlocks / kGroups); j++) {
+      uint32_t a[2][kProducts][4];
+#pragma unroll
+      for (int half = 0; half < 2; half++)
+#pragma unroll
+        for (int m = 0; m < kProducts; m++) load_operand(a[half][m], slices[m], group, j, half);
+#pragma unroll
+      for (int i = 0; i < TOKEN_TILES; i++) {
+        if (TOKEN_TILES > 1 && i >= used) continue;
+        uint4 b[S];
+#pragma unroll
+        for (int s = 0; s < S; s++) b[s] = x(s, j, i);
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+#pragma unroll
+          for (int m = 0; m < kProducts; m++) {
+            const uint4& v = b[m / TILES];
+            mma(acc[m][i], a[half][m], {half ? v.z : v.x, half ? v.w : v.y});
+          }
+      }
+    }
+#pragma unroll
+    for (int m = 0; m < kProducts; m++) {
+      const Group scale(slices[m], group);
+#pragma unroll
+      for (int i = 0; i < TOKEN_TILES; i++)
+#pragma unroll
+        for (int c = 0; c < 4; c++) scale.add(sums[m % TILES][i][c], acc[m][i][c], c);
+    }
+  }
+}

@@ -1,0 +1,161 @@
+"""Operands and oracle of the experts' kernels: weights in 16 bits, or packed in 4, and any routing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from packed_oracle import pack
+from reference.operands import EPS, make_rows
+
+from cpmrt.cuda.driver.device import Device
+from cpmrt.cuda.ops.experts import ExpertOps
+from cpmrt.cuda.ops.linear_packed.layout import PackedWeight, packed_layout
+from cpmrt.dtypes import DType, from_float32, round_to
+from cpmrt.ops import NOTHING, Routing
+from cpmrt.reference.ops import NumpyOps
+from cpmrt.tensor_spec import Quantization, TensorSpec
+
+SCALE = 0.37
+DTYPES = [DType.BFLOAT16, DType.FLOAT16]
+GUARD_ROWS = 3
+
+
+@dataclass(frozen=True)
+class Shape:
+    """`group` 0: weights in 16 bits; else columns that share a scale, with `zeros` zero points of their own."""
+
+    hidden: int
+    inner: int
+    experts: int
+    top: int
+    group: int = 0
+    zeros: bool = False
+
+
+@dataclass
+class Case:
+    """A mixture of experts with rows: float32 arrays that hold what the device does."""
+
+    shape: Shape
+    dtype: DType
+    num_rows: int
+    seed: int = 0
+    held: dict[str, Any] = field(default_factory=dict)
+    """Codes, scales and zero points of a packed weight, by its name."""
+
+    def __post_init__(self) -> None:
+        shape, self.random = self.shape, np.random.default_rng(self.seed)
+        self.x = self.normal(self.num_rows, shape.hidden, spread=2.0)
+        self.norm = round_to(1 + 0.2 * self.random.standard_normal(shape.hidden, np.float32), self.dtype)
+        self.router = self.normal(shape.experts, shape.hidden, spread=shape.hidden**-0.5)
+        self.gate_up = self.weight("gate_up", 2 * shape.experts * shape.inner, shape.hidden)
+        self.down = self.weight("residual", shape.experts * shape.hidden, shape.inner)
+        self.ops = NumpyOps(self.dtype)
+
+    def normal(self, *shape: int, spread: float = 1.0) -> Any:
+        return round_to(self.random.standard_normal(shape, np.float32) * np.float32(spread), self.dtype)
+
+    def weight(self, product: str, rows: int, columns: int) -> Any:
+        group = self.shape.group
+        if not group:
+            return self.normal(rows, columns, spread=columns**-0.5)
+        codes = self.random.integers(0, 16, (rows, columns), np.uint8)
+        spread = 0.2 * columns**-0.5
+        scales = round_to(spread * (0.5 + self.random.random((rows, columns // group), np.float32)), self.dtype)
+        zeros = self.random.integers(0, 16, scales.shape).astype(np.float32) if self.shape.zeros else None
+        self.held[product] = codes, scales, zeros
+        centred = codes.reshape(rows, -1, group) - (8.0 if zeros is None else zeros[:, :, None])
+        dense: Any = (centred.astype(np.float32) * scales[:, :, None]).reshape(rows, columns)
+        return dense
+
+    def routing(self, kind: str) -> Routing:
+        """`kind` "router": by the scores; "one": all rows the same experts; "padded": some rows have none."""
+        routing = no_routing(self.num_rows, self.shape.top)
+        slots = np.zeros(self.num_rows, np.int32)
+        if kind == "padded":
+            slots[1::3] = -1
+        rows = make_rows(np.arange(self.num_rows), slots, np.zeros((1, 1), np.int32))
+        self.ops.route(routing, self.x, self.norm, self.router, EPS, rows)
+        if kind == "one":
+            routing.experts[:] = np.arange(self.shape.top) + self.shape.experts - self.shape.top
+        return routing
+
+    def outputs(self, routing: Routing, is_prefill: bool) -> tuple[Any, Any]:
+        """The oracle's rows between the products, and the residual stream."""
+        inner = np.zeros((self.num_rows, self.shape.top * self.shape.inner), np.float32)
+        self.ops.experts_gate_up(inner, self.x, self.norm, self.gate_up, EPS, routing, is_prefill=is_prefill)
+        out = self.x.copy()
+        self.ops.experts_down(out, inner, self.down, SCALE, routing, is_prefill=is_prefill)
+        return inner, out
+
+
+def no_routing(num_rows: int, top: int) -> Routing:
+    return Routing(np.full((num_rows, top), -9, np.int32), np.full((num_rows, top), np.nan, np.float32))
+
+
+class OnDevice:
+    """The operands on the device, the buffers of the ops, and outputs among poison."""
+
+    def __init__(self, cuda: Any, case: Case):
+        self.cuda, self.case = cuda, case
+        shape, dtype = case.shape, case.dtype
+        self.norm, self.router = cuda.array(case.norm, dtype), cuda.array(case.router, dtype)
+        self.gate_up = self._weight("gate_up", case.gate_up)
+        self.down = self._weight("residual", case.down)
+        pairs = case.num_rows * shape.top
+        poison = np.full((pairs, shape.hidden), np.nan, np.float32)
+        self.arrays = {
+            "normed": cuda.array(poison[: case.num_rows], dtype),
+            "expert_starts": cuda.array(np.full(shape.experts + 1, -7, np.int32)),
+            "expert_order": cuda.array(np.full(pairs, -7, np.int32)),
+            "expert_outputs": cuda.array(poison, dtype),
+        }
+
+    def _weight(self, product: str, dense: Any) -> Any:
+        case, cuda = self.case, self.cuda
+        if not case.shape.group:
+            return cuda.array(dense, case.dtype)
+        layout = layout_of(case, product, dense.shape, cuda.device)
+        codes, scales, zeros = case.held[product]
+        repeats = max(case.shape.group // layout.scale_group, 1)
+
+        def words(array: Any) -> Any:
+            return None if array is None else from_float32(np.repeat(array, repeats, 1), case.dtype)
+
+        return PackedWeight(cuda.array(pack(layout, codes, words(scales), words(zeros))), None, layout)
+
+    def ops(self, *, pdl: bool = False) -> ExpertOps:
+        return ExpertOps(self.cuda.device, self.cuda.launcher(self.case.dtype, pdl=pdl), self.arrays)
+
+    def run(
+        self, routing: Routing, rows: Any = None, *, is_prefill: bool = False, pdl: bool = False, together: bool = True
+    ) -> tuple[Any, Any]:
+        """Inner rows [T, A F] and residual stream of some rows of the case; guards around them must stay poison.
+
+        `together` False hands nothing from the one op to the other.
+        """
+        case, cuda, dtype = self.case, self.cuda, self.case.dtype
+        rows = np.arange(case.num_rows) if rows is None else np.asarray(rows)
+        count, guard = len(rows), GUARD_ROWS
+        inner = cuda.array(np.full((count + 2 * guard, case.shape.top * case.shape.inner), np.nan, np.float32), dtype)
+        stream = np.full((count + 2 * guard, case.shape.hidden), np.nan, np.float32)
+        stream[guard : guard + count] = case.x[rows]
+        x, held = cuda.array(stream, dtype), slice(guard, guard + count)
+        given = Routing(cuda.array(routing.experts[rows]), cuda.array(routing.shares[rows]))
+        ops = self.ops(pdl=pdl)
+        after = ops.experts_gate_up(inner[held], x[held], self.norm, self.gate_up, EPS, given, is_prefill=is_prefill)
+        after = after if together else NOTHING
+        ops.experts_down(x[held], inner[held], self.down, SCALE, given, after, is_prefill=is_prefill)
+        found = []
+        for array in (inner, x):
+            values = cuda.numpy(array, dtype)
+            assert np.isnan(values[:guard]).all() and np.isnan(values[guard + count :]).all(), "wrote outside"
+            found.append(values[held])
+        return found[0], found[1]
+
+
+def layout_of(case: Case, product: Any, shape: tuple[int, int], device: Device) -> Any:
+    quant = Quantization(4, case.shape.group, not case.shape.zeros)
+    return packed_layout(TensorSpec("w", shape, (), quant, product, num_experts=case.shape.experts), device)

@@ -1,0 +1,155 @@
+"""experts.cu and experts_down.cu against the NumPy ops, with what comes between them; the same bits in any company."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from expert_cases import DTYPES, Case, OnDevice, Shape
+from linear_cases import H200, ORIN
+
+from cpmrt.cuda.ops.experts import DownConstants, down_constants, most_tiles, product_constants
+from cpmrt.cuda.ops.linear_packed.layout import PackedLayout, PackedWeight
+from cpmrt.dtypes import DType
+from cpmrt.ops import OPS
+
+SMALL = {
+    "16 bits": Shape(128, 192, 8, 2),
+    "odd sizes": Shape(192, 64, 5, 3),
+    "one column of slices": Shape(64, 64, 3, 1),
+    "every expert": Shape(128, 128, 4, 4),
+    "as many as there may be": Shape(128, 64, 32, 8),
+    "long rows": Shape(4160, 192, 3, 2),
+    "4 bits": Shape(256, 384, 8, 2, 128),
+    "4 bits, groups of 64": Shape(128, 256, 5, 2, 64),
+    "4 bits, groups of 32, zero points": Shape(384, 640, 6, 2, 32, True),
+    "4 bits, zero points": Shape(256, 128, 4, 3, 128, True),
+    "4 bits, one group a row": Shape(256, 256, 4, 2, 256),
+    "4 bits, long rows": Shape(4224, 256, 3, 2, 128),
+}
+LARGE = {"8x2B in 16 bits": Shape(2304, 5760, 3, 2), "8x2B in 4 bits": Shape(2304, 5760, 3, 2, 128)}
+STEPS = (1, 2, 5, 8, 9, 16, 17, 33, 64)
+BY_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.label)
+gpu = pytest.mark.gpu
+
+
+def check(name: str, dtype: DType, found: Any, expected: Any) -> None:
+    error = np.linalg.norm(found - expected) / np.linalg.norm(expected)
+    assert error <= OPS[name].tolerance[dtype], (name, error)
+
+
+def check_rows(case: Case, device: OnDevice, kind: str, is_prefill: bool) -> tuple[Any, Any, Any]:
+    """Both products of all rows against the oracle, where the oracle's own rows between them are not used."""
+    routing = case.routing(kind)
+    kept = routing.experts[:, 0] >= 0
+    inner, out = device.run(routing, is_prefill=is_prefill)
+    expected, _ = case.outputs(routing, is_prefill)
+    check("experts_gate_up", case.dtype, inner[kept], expected[kept])
+    wanted = case.x.copy()
+    case.ops.experts_down(wanted, np.where(kept[:, None], inner, 0), case.down, 0.37, routing, is_prefill=is_prefill)
+    check("experts_down", case.dtype, out[kept] - case.x[kept], (wanted - case.x)[kept])
+    np.testing.assert_array_equal(out[~kept], case.x[~kept])
+    return routing, inner, out
+
+
+@gpu
+@BY_DTYPE
+@pytest.mark.parametrize("kind", ["router", "one", "padded"])
+@pytest.mark.parametrize("name", SMALL)
+def test_steps(cuda: Any, name: str, dtype: DType, kind: str) -> None:
+    """64 rows against the oracle; fewer, in another order and with other neighbours have the same bits."""
+    case = Case(SMALL[name], dtype, 64)
+    device = OnDevice(cuda, case)
+    routing, inner, out = check_rows(case, device, kind, is_prefill=False)
+    kept = routing.experts[:, 0] >= 0
+    orders = [np.arange(count) for count in STEPS] + [case.random.permutation(64)[:count] for count in STEPS]
+    for rows in orders:
+        for pdl, together in ((False, True), (True, True), (True, False)):
+            some, stream = device.run(routing, rows, pdl=pdl, together=together)
+            np.testing.assert_array_equal(some[kept[rows]], inner[rows][kept[rows]], str(rows))
+            np.testing.assert_array_equal(stream, out[rows], str(rows))
+
+
+@gpu
+@BY_DTYPE
+@pytest.mark.parametrize("kind", ["router", "one", "padded"])
+@pytest.mark.parametrize("name", SMALL)
+def test_chunks(cuda: Any, name: str, dtype: DType, kind: str) -> None:
+    """300 rows against the oracle; a row's bits do not depend on the chunk around it."""
+    case = Case(SMALL[name], dtype, 300)
+    device = OnDevice(cuda, case)
+    routing, inner, out = check_rows(case, device, kind, is_prefill=True)
+    kept = routing.experts[:, 0] >= 0
+    for rows in (np.arange(1), np.arange(64), np.arange(65), np.arange(30, 290), case.random.permutation(300)):
+        for pdl, together in ((False, True), (True, True), (True, False)):
+            some, stream = device.run(routing, rows, is_prefill=True, pdl=pdl, together=together)
+            np.testing.assert_array_equal(some[kept[rows]], inner[rows][kept[rows]], str(len(rows)))
+            np.testing.assert_array_equal(stream, out[rows], str(len(rows)))
+
+
+@gpu
+@BY_DTYPE
+@pytest.mark.parametrize("name", LARGE)
+def test_sizes_of_the_published_model(cuda: Any, name: str, dtype: DType) -> None:
+    for num_rows, is_prefill in ((64, False), (150, True)):
+        case = Case(LARGE[name], dtype, num_rows)
+        device = OnDevice(cuda, case)
+        routing, inner, out = check_rows(case, device, "router", is_prefill)
+        for rows in (np.arange(1), np.arange(7), np.arange(20, 40)):
+            some, stream = device.run(routing, rows, is_prefill=is_prefill, pdl=True)
+            np.testing.assert_array_equal(some, inner[rows])
+            np.testing.assert_array_equal(stream, out[rows])
+
+
+@gpu
+def test_another_expert_is_noticed(cuda: Any) -> None:
+    """The comparison can fail: the weights of one expert more or less are far outside the tolerance."""
+    case = Case(SMALL["16 bits"], DType.FLOAT16, 8)
+    routing, device = case.routing("router"), OnDevice(cuda, case)
+    inner, _ = device.run(routing)
+    routing.experts[:] = (routing.experts + 1) % 8
+    expected, _ = case.outputs(routing, is_prefill=False)
+    with pytest.raises(AssertionError):
+        check("experts_gate_up", case.dtype, inner, expected)
+
+
+@pytest.mark.parametrize("tokens", [8, 16, 32, 64])
+@pytest.mark.parametrize(("experts", "top"), [(1, 1), (3, 2), (8, 2), (32, 8)])
+def test_there_are_blocks_for_every_choice(tokens: int, experts: int, top: int) -> None:
+    """As a grid is made before anything is chosen; and none is larger than some choice needs, or nearly so."""
+    random = np.random.default_rng(tokens)
+    for num_rows in (1, 2, 7, 8, 9, 31, 64, 65, 300):
+        room = most_tiles(num_rows, top, experts, tokens)
+        choices = [np.stack([random.permutation(experts)[:top] for _ in range(num_rows)]) for _ in range(20)]
+        choices += [np.tile(np.arange(top), (num_rows, 1))]
+        needed = [sum(-(-count // tokens) for count in np.bincount(choice.ravel())) for choice in choices]
+        assert max(needed) <= room <= num_rows * top
+
+
+def packed(bits_of: str, device: Any, in_features: int) -> Any:
+    if bits_of == "16":
+        return np.empty((64, in_features), np.float16)
+    group, zeros = (128, False) if bits_of == "4" else (32, True)
+    return PackedWeight(None, None, PackedLayout("gate_up", 64, in_features, 8, group, zeros))
+
+
+@pytest.mark.parametrize("device", [H200, ORIN], ids=["H200", "Orin"])
+@pytest.mark.parametrize("weight", ["16", "4", "4 in small groups"])
+def test_every_build_fits_the_shared_memory_of_every_gpu(device: Any, weight: str) -> None:
+    least = 99 << 10
+    for in_features in (128, 2304, 5760, 16384):
+        held = packed(weight, device, in_features)
+        for num_rows in (1, 2, 8, 9, 16, 17, 64):
+            assert product_constants(0, held, num_rows, is_chunk=False).shared_bytes <= least
+            down = down_constants(held, num_rows, is_early=True)
+            static = 8 * (4 * 8 * down.token_tiles + 512 * down.token_tiles)
+            assert down.shared_bytes(num_rows * 2) + static <= least
+        assert product_constants(1, held, 300, is_chunk=True).shared_bytes <= least
+
+
+def test_rings_of_one_row_are_those_of_the_kernel() -> None:
+    """As experts_down.cu has them: 8 warps, 6 turns of 2 slices of one row, or 2 turns of 8 rows or more."""
+    assert DownConstants(5760, 4, 1, 1, True).shared_bytes(2) == 8 * 6 * (512 + 64) + 2 * 64
+    assert DownConstants(5760, 4, 2, 64, True).shared_bytes(128) == 8 * 2 * 16 * (256 + 64) + 128 * 64
+    assert DownConstants(5760, 16, 1, 64, True).shared_bytes(16) == 8 * 2 * 8 * (256 + 64) + 16 * 64

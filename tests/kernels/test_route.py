@@ -1,0 +1,91 @@
+"""route.cu against the NumPy op: every number of experts, ties, padding, values that are no numbers, row invariance."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from expert_cases import DTYPES, Case, OnDevice, Shape, no_routing
+from reference.operands import EPS, make_rows
+
+from cpmrt.dtypes import DType
+from cpmrt.ops import Routing
+
+pytestmark = pytest.mark.gpu
+BY_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.label)
+SIZES = [(64, 3, 1), (128, 8, 2), (192, 5, 5), (2304, 8, 2), (4160, 32, 8), (5000 // 8 * 8, 1, 1)]
+
+
+def run(cuda: Any, case: Case, slots: Any = None, *, pdl: bool = False) -> tuple[Any, Any, Any]:
+    """Experts, shares and normalised rows; all of them were poison."""
+    device, count = OnDevice(cuda, case), case.num_rows
+    slots = np.zeros(count, np.int32) if slots is None else slots
+    empty = no_routing(count, case.shape.top)
+    routing = Routing(cuda.array(empty.experts), cuda.array(empty.shares))
+    rows = make_rows(cuda.array(np.arange(count, dtype=np.int32)), slots, np.zeros((1, 1), np.int32))
+    on_device = type(rows)(rows.token_ids, rows.positions, cuda.array(slots), rows.block_tables, False)
+    ops = device.ops(pdl=pdl)
+    ops.route(routing, cuda.array(case.x, case.dtype), device.norm, device.router, EPS, on_device)
+    return cuda.numpy(routing.experts), cuda.numpy(routing.shares), cuda.numpy(device.arrays["normed"], case.dtype)
+
+
+def expected(case: Case) -> tuple[Any, Any]:
+    """Normalised rows as they are stored, and their scores in float64."""
+    normed = case.ops._normalised(case.x, case.norm, EPS)
+    return normed, normed.astype(np.float64) @ case.router.astype(np.float64).T
+
+
+@BY_DTYPE
+@pytest.mark.parametrize(("hidden", "experts", "top"), SIZES)
+def test_rows_are_the_oracles(cuda: Any, dtype: DType, hidden: int, experts: int, top: int) -> None:
+    case = Case(Shape(hidden, 64, experts, top), dtype, 70)
+    chosen, shares, normed = run(cuda, case)
+    wanted, _ = expected(case)
+    assert np.linalg.norm(normed - wanted) < 1e-3 * np.linalg.norm(wanted)
+    scores = normed.astype(np.float64) @ case.router.astype(np.float64).T  # of what was stored
+    for row, found in enumerate(chosen):
+        assert (np.diff(found) > 0).all() and found[0] >= 0 and found[-1] < experts
+        others = np.delete(scores[row], found)
+        assert others.size == 0 or scores[row, found].min() >= others.max() - 1e-4
+        weights = np.exp(scores[row, found] - scores[row, found].max())
+        np.testing.assert_allclose(shares[row], weights / weights.sum(), rtol=1e-4)
+    again = run(cuda, case, pdl=True)
+    assert all(np.array_equal(one, other) for one, other in zip(again, (chosen, shares, normed), strict=True))
+    for count in (1, 8, 64):
+        fewer = Case(case.shape, dtype, 70)
+        fewer.x, fewer.num_rows = case.x[:count], count
+        found = run(cuda, fewer)
+        assert np.array_equal(found[0], chosen[:count]) and np.array_equal(found[1], shares[:count])
+
+
+@BY_DTYPE
+def test_equal_scores_go_to_the_lower_index(cuda: Any, dtype: DType) -> None:
+    """Experts with the same router row have the same score, to the bit."""
+    case = Case(Shape(128, 64, 8, 3), dtype, 64)
+    case.router[[1, 2, 6]] = case.router[0]
+    case.router[[5, 7]] = case.router[3]
+    chosen, shares, normed = run(cuda, case)
+    scores = normed.astype(np.float64) @ case.router.astype(np.float64).T
+    for row, found in enumerate(chosen):
+        wanted = sorted(sorted(range(8), key=lambda expert: (-scores[row, expert], expert))[:3])
+        assert found.tolist() == wanted
+    case.router[:] = 0
+    chosen, shares, _ = run(cuda, case)
+    assert (chosen == [0, 1, 2]).all()
+    np.testing.assert_allclose(shares, 1 / 3, rtol=1e-6)
+
+
+def test_padding_has_no_experts(cuda: Any) -> None:
+    case, slots = Case(Shape(128, 64, 8, 2), DType.BFLOAT16, 9), np.array([0, -1, 3, -1, -1, 2, 0, 0, -1], np.int32)
+    chosen, _, _ = run(cuda, case, slots)
+    assert ((chosen < 0) == (slots < 0)[:, None]).all()
+
+
+@BY_DTYPE
+def test_scores_that_are_no_numbers_choose_experts_that_exist(cuda: Any, dtype: DType) -> None:
+    case = Case(Shape(128, 64, 8, 2), dtype, 4)
+    case.x[0] = np.nan
+    case.router[:6] = np.nan
+    chosen, _, _ = run(cuda, case)
+    assert chosen.tolist() == [[0, 1], [6, 7], [6, 7], [6, 7]]
