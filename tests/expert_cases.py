@@ -47,7 +47,7 @@ class Case:
 
     def __post_init__(self) -> None:
         shape, self.random = self.shape, np.random.default_rng(self.seed)
-        self.x = self.normal(self.num_rows, shape.hidden, spread=2.0)
+        self.x = self.normal(self.num_rows, shape.hidden, spread=0.25)
         self.norm = round_to(1 + 0.2 * self.random.standard_normal(shape.hidden, np.float32), self.dtype)
         self.router = self.normal(shape.experts, shape.hidden, spread=shape.hidden**-0.5)
         self.gate_up = self.weight("gate_up", 2 * shape.experts * shape.inner, shape.hidden)
