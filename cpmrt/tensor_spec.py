@@ -40,15 +40,20 @@ class Packing:
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """How an executor holds a quantised weight [N, K]: codes of `bits` bits (4; 8 for a head), a scale for every
-    `group_size` columns, zero points unless `symmetric`, the order of the columns if `permuted`. `in_blocks`: as the
-    blocks of GGUF that its sources are, each with its own type."""
+    """How an executor holds a quantised weight [N, K]: codes of `bits` bits (2 where it is ternary, 4, or 8), a scale
+    for every `group_size` columns, zero points unless `symmetric`, the order of the columns if `permuted`. `in_blocks`:
+    as the blocks of GGUF that its sources are, each with its own type."""
 
     bits: int
     group_size: int
     symmetric: bool = True
     permuted: bool = False
     in_blocks: bool = False
+
+    @property
+    def zero(self) -> int:
+        """The zero point of symmetric codes."""
+        return 1 << self.bits - 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -152,6 +152,11 @@ def gptq_config(group_size: int = 128) -> dict[str, Any]:
     return {"quant_method": "gptq", "bits": 4, "group_size": group_size, "sym": True, "desc_act": False}
 
 
+def ternary_config(group_size: int = 128) -> dict[str, Any]:
+    """Return the quantization_config of ternary weights in 16-bit tensors."""
+    return {"quant_method": "ternary", "group_size": group_size}
+
+
 @contextmanager
 def shape_folder(shape: str, draft_changes: Mapping[str, Any] | None = None) -> Iterator[str]:
     """Make a temporary folder with the config.json of a named shape, and those of its drafts in folders within it.

@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
-from cpmrt.bench.shapes import gptq_config
+from cpmrt.bench.shapes import gptq_config, ternary_config
 from cpmrt.config import EngineConfig, SamplingParams, SparseSetting
 from cpmrt.config.engine import KEEP_ANSWERS, parse_bytes
 from cpmrt.config.form import FORM_FIELDS
@@ -152,12 +152,13 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "dest": "prefix_cache", "action": "store_false", "help": "the same as --prefix-cache off",
     },
     "--weight-bits": {
-        "type": int, "choices": (4, 16), "metavar": "BITS",
-        "help": "as if the linear layers were quantised to 4 bits, symmetric (default: the model's own)",
+        "type": int, "choices": (2, 4, 16), "metavar": "BITS",
+        "help": "as if the linear layers were quantised to 4 bits, symmetric, or ternary, in 2 (default: the model's "
+        "own)",
     },
     "--group-size": {
         "type": int, "choices": (-1, *GROUP_SIZES), "default": 128, "metavar": "N",
-        "help": "with --weight-bits 4: 32, 64, 128 or -1, a whole row (default: %(default)s)",
+        "help": "with --weight-bits 2 or 4: 32, 64, 128 or -1, a whole row (default: %(default)s)",
     },
     "--draft-weight-bits": {
         "type": int, "choices": (4, 16), "default": 16, "metavar": "BITS",
@@ -360,7 +361,8 @@ def overrides_with_weight_bits(args: argparse.Namespace) -> dict[str, Any] | Non
     overrides: dict[str, Any] | None = args.hf_overrides
     if args.weight_bits is None:
         return overrides
-    return (overrides or {}) | {"quantization_config": gptq_config(args.group_size) if args.weight_bits == 4 else None}
+    made = {2: ternary_config, 4: gptq_config}.get(args.weight_bits)
+    return (overrides or {}) | {"quantization_config": made and made(args.group_size)}
 
 
 def draft_changes(args: argparse.Namespace) -> dict[str, Any]:

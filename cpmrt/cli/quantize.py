@@ -3,6 +3,7 @@
     cpmrt quantize MODEL OUT --calibration TEXT                        GPTQ
     cpmrt quantize MODEL OUT --method rtn --group-size 64              round to nearest: no text, but worse
     cpmrt quantize MODEL OUT --method awq --format awq --calibration TEXT
+    cpmrt quantize MODEL OUT --method ternary                          -1, 0 or 1 times a scale, in 16-bit tensors
 
 MODEL is a folder or a Hugging Face id; OUT must not exist. The result is a folder of standard GPTQ safetensors (or
 AutoAWQ's) with config.json and the tokenizer, for cpmrt, vLLM, transformers and GPTQModel. Embedding and head stay as
@@ -17,6 +18,7 @@ from pathlib import Path
 
 from cpmrt.byte_sizes import format_bytes
 from cpmrt.cli.output import note
+from cpmrt.config.quantization import TERNARY
 from cpmrt.dtypes import DType
 from cpmrt.errors import ConfigError
 from cpmrt.quantization.arrays import open_module
@@ -26,6 +28,7 @@ from cpmrt.quantization.formats import FORMATS
 from cpmrt.quantization.gptq import GptqSettings
 from cpmrt.quantization.grid import GridSettings
 from cpmrt.quantization.recipe import METHODS, QuantisedLayer, Recipe
+from cpmrt.quantization.ternary import GROUP_SIZES, write_ternary
 from cpmrt.text import Tokenizer
 from cpmrt.weights.model_folder import ModelFolder
 
@@ -35,9 +38,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "model", metavar="MODEL", help="folder or hub id of the 16-bit checkpoint; 'demo' is the bundled one"
     )
     parser.add_argument("out", metavar="OUT", type=Path, help="folder to make")
-    parser.add_argument("--method", choices=METHODS, default="gptq")
+    parser.add_argument(
+        "--method", choices=(*METHODS, TERNARY), default="gptq", help="ternary is for models that were trained for it"
+    )
     parser.add_argument("--format", choices=FORMATS, default="gptq", help="gptq_v2: zero points stored as they are")
-    parser.add_argument("--group-size", type=int, choices=(32, 64, 128, -1), default=128, help="-1: a whole row")
+    parser.add_argument(
+        "--group-size", type=int, choices=GROUP_SIZES, default=128, help="-1: a whole row; 256 is for ternary"
+    )
     parser.add_argument("--asymmetric", action="store_true", help="zero points; always so in format awq")
     parser.add_argument(
         "--search", action=argparse.BooleanOptionalAction,
@@ -56,6 +63,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def make_recipe(options: argparse.Namespace, dtype: DType) -> Recipe:
     """Make the recipe that was asked for. Raises ConfigError for options that contradict each other."""
+    if options.group_size == 256:
+        raise ConfigError("--group-size 256 is of method ternary", actual=f"--method {options.method}")
     if options.method != "rtn" and options.calibration is None:
         raise ConfigError(f"method {options.method} looks at activations", fix="give it text: --calibration FILE")
     if options.method != "gptq" and (options.act_order or options.static_groups):
@@ -87,6 +96,10 @@ def calibration_windows(options: argparse.Namespace, folder: ModelFolder) -> lis
 def run(options: argparse.Namespace) -> int:
     """Quantise. Raises CpmrtError, and nothing is left of the new folder then."""
     folder = ModelFolder.open(None if options.model == "demo" else options.model, weights=False)
+    if options.method == TERNARY:
+        folder.fetch_weights()
+        write_ternary(folder, options.out, options.group_size)
+        return 0
     recipe = make_recipe(options, folder.config.dtype or DType.BFLOAT16)
     quantiser = ModelQuantiser(folder, recipe, options.format, open_module(options.device))
     windows = calibration_windows(options, folder) if recipe.needs_calibration else []

@@ -14,6 +14,8 @@ from typing import Any
 from cpmrt.config.fields import Fields
 from cpmrt.errors import ConfigError, UnsupportedModelError, quoted
 
+TERNARY = "ternary"
+"""The method of 16-bit tensors whose values are -1, 0 or 1 times the scale of their group."""
 GROUP_SIZES = (32, 64, 128)
 """Beside -1, one group a row."""
 _USE_16_BITS = "use the 16-bit checkpoint of this model"
@@ -43,7 +45,8 @@ class WeightQuantization:
     method: str
     """What config.json calls it."""
     packing: str
-    """Layout of the tensors: gptq, awq or compressed. (CPM.cu's Marlin files carry the settings of gptq.)"""
+    """Layout of the tensors: gptq, awq or compressed, or ternary for 16-bit ones. (CPM.cu's Marlin files carry the
+    settings of gptq.)"""
     group_size: int
     """Input features that share a scale; -1: all of a row."""
     symmetric: bool
@@ -111,6 +114,8 @@ def _check_same(section: Mapping[str, Any], quantize_config: Mapping[str, Any], 
 
 def _read(fields: Fields) -> WeightQuantization:
     method = fields.text("quant_method", None) or fields.text("method", None) or fields.text("quant_method")
+    if method == TERNARY:
+        return WeightQuantization(TERNARY, TERNARY, _group_size(fields, "group_size"), symmetric=True, bits=2)
     if method == "gptq":
         return _gptq(fields)
     if method == "awq":

@@ -32,7 +32,7 @@ def canonical_regions(spec: TensorSpec) -> tuple[PackedRegion, ...]:
     if quant.in_blocks:
         sizes = [(source.shape[0], source.packing.row_bytes) for source in spec.sources if source.packing]
         return tuple(PackedRegion(f"blocks{index}", size, np.uint8) for index, size in enumerate(sizes))
-    num_groups, code = num_columns // quant.group_size, np.uint8 if quant.bits == 4 else np.int8
+    num_groups, code = num_columns // quant.group_size, np.int8 if quant.bits == 8 else np.uint8
     regions = [
         PackedRegion("codes", (num_rows, num_columns * quant.bits // 8), code),
         PackedRegion("scales", (num_rows, num_groups), None),

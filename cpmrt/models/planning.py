@@ -21,6 +21,7 @@ from cpmrt.weights.checkpoint import Checkpoint
 from cpmrt.weights.gguf.specs import gguf_specs
 from cpmrt.weights.model_folder import ModelFolder
 from cpmrt.weights.quantised_specs import quantise_head, quantised_specs
+from cpmrt.weights.ternary import ternary_specs
 
 
 def weight_specs(
@@ -28,14 +29,16 @@ def weight_specs(
 ) -> tuple[TensorSpec, ...]:
     """Every weight as it is to be held: 16 bits, or quantised as the checkpoint and the settings say.
 
-    Without a checkpoint config.json alone decides. Raises CheckpointError, ConfigError, UnsupportedModelError.
+    16-bit matrices that are ternary are held in 2 bits. Without a checkpoint config.json alone decides. Raises
+    CheckpointError, ConfigError, UnsupportedModelError.
     """
     plain = decoder.tensor_specs(config)
     if checkpoint is not None and checkpoint.is_gguf:
-        specs = gguf_specs(plain, checkpoint)
-    else:
-        specs = quantised_specs(plain, config.quantization, checkpoint)
-    return quantise_head(specs, engine.lm_head_bits)
+        return quantise_head(gguf_specs(plain, checkpoint), engine.lm_head_bits)
+    specs = quantise_head(quantised_specs(plain, config.quantization, checkpoint), engine.lm_head_bits)
+    if checkpoint is None or config.quantization is not None or engine.load_format != "auto":
+        return specs
+    return ternary_specs(specs, checkpoint)
 
 
 @contextmanager

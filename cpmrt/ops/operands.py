@@ -50,7 +50,8 @@ class QuantizedWeight:
     """A matrix [N, K] as codes and scales in the NumPy executor's canonical layout (`weights.quantised`).
 
     W[n, perm[k]] = scales[n, k // group_size] * (codes[n, k] - zeros[n, k // group_size]). Codes are 0..15; `zeros`
-    None: 8 everywhere; `perm` None: k itself. With `bits` 8 codes are -127..127 and the zero point is 0.
+    None: 8 everywhere; `perm` None: k itself. With `bits` 2 codes are 0..3 and the zero point is 2; with 8 codes are
+    -127..127 and the zero point is 0.
     """
 
     codes: Any

@@ -1,7 +1,7 @@
 """Quantised weights in NumPy: their arrays in the arena, and their rows as float32.
 
-Layout: codes uint8 [N, K/2], the even column in the low half (8 bits: int8 [N, K]); scales float32 [N, groups];
-zeros uint8 [N, groups]; perm int32 [K]. Weights of GGUF files stay the blocks that they are there.
+Layout: codes uint8 [N, K * bits / 8], the first column in the low bits (8 bits: int8 [N, K]); scales float32
+[N, groups]; zeros uint8 [N, groups]; perm int32 [K]. Weights of GGUF files stay the blocks that they are there.
 """
 
 from __future__ import annotations
@@ -20,9 +20,15 @@ Matrix = F32 | QuantizedWeight | BlockWeight
 """A weight of a matrix product."""
 _BLOCK = 1 << 20
 """Elements dequantised at a time: 4 MiB, the only float32 copy of a weight there ever is."""
-_ZERO = 8
-_PAIRS = np.stack([np.arange(256) & 15, np.arange(256) >> 4], axis=1).astype(np.float32).view(np.complex64)[:, 0]
-"""Both codes of a byte as float32, in one element, which NumPy looks up several times as fast as two."""
+
+
+def _values_of_bytes(bits: int, element: type[np.generic]) -> Array:
+    """Return all codes of each byte as float32, in one `element`, which NumPy looks up faster than several."""
+    codes = np.arange(256)[:, None] >> np.arange(0, 8, bits) & (1 << bits) - 1
+    return codes.astype(np.float32).view(element)[:, 0]
+
+
+_VALUES = {2: _values_of_bytes(2, np.complex128), 4: _values_of_bytes(4, np.complex64)}
 
 
 def quantized_arrays(spec: TensorSpec, arrays: Mapping[str, Array]) -> QuantizedWeight | BlockWeight:
@@ -82,12 +88,12 @@ def dequantized(weight: QuantizedWeight | BlockWeight) -> Iterator[tuple[slice, 
     for begin in range(0, num_rows, step):
         rows = slice(begin, min(begin + step, num_rows))
         codes = weight.codes[rows]
-        values = codes.astype(np.float32) if weight.bits == 8 else _PAIRS[codes].view(np.float32)
+        values = codes.astype(np.float32) if weight.bits == 8 else _VALUES[weight.bits][codes].view(np.float32)
         grouped = values.reshape(len(codes), -1, weight.group_size)
         if weight.zeros is not None:
             grouped -= weight.zeros[rows, :, None]
-        elif weight.bits == 4:
-            grouped -= np.float32(_ZERO)
+        elif weight.bits < 8:
+            grouped -= np.float32(1 << weight.bits - 1)
         grouped *= weight.scales[rows, :, None]
         yield rows, grouped.reshape(len(codes), num_columns)
 

@@ -1,7 +1,7 @@
 """Reads quantised weights into plain arrays, from any file format, or rounds them to nearest from 16 bits.
 
-Codes u [N, K] of 4 bits lie two in a byte, the even column in the low half, in the order of `perm` where there is one;
-codes of 8 bits are int8 [N, K] around 0. W[n, perm[k]] = scale[n, k // G] * (u[n, k] - zero[n, k // G]).
+Codes u [N, K] of 4 bits lie two in a byte (of 2 bits four), the first column in the low bits, in the order of `perm`
+where there is one; codes of 8 bits are int8 [N, K] around 0. W[n, perm[k]] = scale[n, k // G] * (u[n, k] - zero[n, k // G]).
 """
 
 from __future__ import annotations
@@ -20,18 +20,17 @@ from cpmrt.weights.formats.format import I32, U8, Format
 from cpmrt.weights.formats.gptq import V1_STEPS, from_v1
 from cpmrt.weights.formats.marlin import RUN
 from cpmrt.weights.safetensors import FLOATS
+from cpmrt.weights.ternary import TERNARY_BITS, is_ternary, not_ternary
 
 _BLOCK = 1 << 20
 """Codes unpacked at a time; temporaries are a few times as many bytes."""
-_ZERO = 8
-_LARGEST_CODE = {4: 7, 8: 127}
 _MIDDLE = {4: 0x88888888, 8: 0x80808080}
 """A word of the zero points of symmetric codes."""
 
 
 class PlainArrays(Protocol):
-    """Where a quantised weight goes: codes uint8 [N, K/2] (8 bits: int8 [N, K]), scales and zeros [N, groups], perm
-    int32 [K]; no zeros where all are 8, no perm where columns are as in the model."""
+    """Where a quantised weight goes: codes uint8 [N, K * bits / 8] (8 bits: int8 [N, K]), scales and zeros [N, groups],
+    perm int32 [K]; no zeros where all are half of the codes' range, no perm where columns are as in the model."""
 
     @property
     def codes(self) -> Array: ...
@@ -57,15 +56,12 @@ def load_quantised(spec: TensorSpec, checkpoint: Checkpoint, dtype: DType, out: 
         order = read_order(source, checkpoint)
         for block_rows, block in _code_blocks(source, checkpoint):
             ordered = block if order is None else block[:, order]
-            if spec.quant.bits == 8:
-                codes[block_rows] = (ordered ^ np.uint8(128)).view(np.int8)  # u - 128
-            else:
-                codes[block_rows] = ordered[:, 0::2] | (ordered[:, 1::2] << np.uint8(4))
+            codes[block_rows] = packed_codes(ordered, spec.quant.bits)
         scales[:] = _rounded_scales(source, checkpoint, dtype)
         zeros = read_zeros(source, checkpoint)
         assert zeros is None or out.zeros is not None, f"{spec.name}: no room for zero points"
         if out.zeros is not None:
-            out.zeros[rows] = _ZERO if zeros is None else zeros
+            out.zeros[rows] = spec.quant.zero if zeros is None else zeros
         if out.perm is not None:
             out.perm[:] = np.arange(source.shape[1]) if order is None else order
 
@@ -88,20 +84,28 @@ def dequantised_blocks(source: Source, checkpoint: Checkpoint) -> Iterator[F32]:
         yield values
 
 
+def packed_codes(u: U8, bits: int) -> Array:
+    """Pack codes u uint8 [n, K] of 2 or 4 bits to bytes, the first in the low bits; those of 8 become int8 u - 128."""
+    if bits == 8:
+        return (u ^ np.uint8(128)).view(np.int8)
+    a_byte = 8 // bits
+    packed: Array = u[:, 0::a_byte].copy()
+    for index in range(1, a_byte):
+        packed |= u[:, index::a_byte] << np.uint8(index * bits)
+    return packed
+
+
 def round_to_nearest(values: F32, quant: Quantization, dtype: DType) -> tuple[Array, F32]:
-    """Round float32 rows [n, K] to symmetric codes: the largest magnitude of a group becomes 7 (8 bits: 127).
+    """Round float32 rows [n, K] to symmetric codes: the largest magnitude of a group becomes 7 (8 bits: 127; 2 bits: 1).
 
     Returns codes and scales; the scales are rounded to `dtype` before the codes are chosen.
     """
-    largest = _LARGEST_CODE[quant.bits]
+    largest = quant.zero - 1
     grouped = values.reshape(len(values), -1, quant.group_size)
     scales = round_to(np.abs(grouped).max(axis=2) / np.float32(largest), dtype)
     divisors = np.where(scales > 0, scales, np.float32(1.0))[:, :, None]
     nearest = np.clip(np.rint(grouped / divisors), -largest, largest).reshape(values.shape)
-    if quant.bits == 8:
-        return nearest.astype(np.int8), scales
-    u = (nearest + np.float32(_ZERO)).astype(np.uint8)
-    return u[:, 0::2] | (u[:, 1::2] << np.uint8(4)), scales
+    return packed_codes((nearest + np.float32(quant.zero)).astype(np.uint8), quant.bits), scales
 
 
 def read_codes(source: Source, checkpoint: Checkpoint, begin: int, end: int) -> U8:
@@ -216,6 +220,8 @@ def _round_source(
         values = round_to(to_float32(np.ascontiguousarray(block), stored), dtype)
         if not np.isfinite(values).all():
             raise CheckpointError(f"{checkpoint.folder}: tensor {quoted(source.name)} has values that are not finite")
+        if quant.bits == TERNARY_BITS and not is_ternary(values, quant.group_size):
+            raise not_ternary(source.name, checkpoint)
         codes[rows], scales[rows] = round_to_nearest(values, quant, dtype)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from cpmrt.config import WeightQuantization
+from cpmrt.config.quantization import TERNARY
 from cpmrt.errors import CheckpointError, ConfigError, UnsupportedModelError, quoted
 from cpmrt.tensor_spec import Packing, Quantization, Source, TensorSpec
 from cpmrt.weights.checkpoint import Checkpoint
@@ -17,6 +18,7 @@ from cpmrt.weights.formats.format import I32, Entries, Format, Shape
 from cpmrt.weights.formats.gptq import GPTQ_HEAD, HEAD
 from cpmrt.weights.formats.marlin import fused_module
 from cpmrt.weights.quantised import read_order
+from cpmrt.weights.ternary import TERNARY_BITS, declared_ternary
 
 _HEAD_GROUPS = (128, 64, 32)
 GGUF = "GGUF"
@@ -35,6 +37,8 @@ def quantised_specs(
     """
     if settings is None:
         return tuple(specs)
+    if settings.method == TERNARY:
+        return tuple(declared_ternary(spec, settings) for spec in specs)
     made = tuple(_quantised(spec, settings, checkpoint) for spec in specs)
     if checkpoint is not None and not any(source.packing for spec in made for source in spec.sources):
         raise CheckpointError(
@@ -76,7 +80,7 @@ def quantisation_summary(settings: WeightQuantization | None, specs: Sequence[Te
     quants = layers or list(held.values())
     formats = {source.packing.format for spec in packed for source in spec.sources if source.packing is not None}
     return {
-        "method": settings.method if settings is not None and packed else _made_by(packed),
+        "method": settings.method if settings is not None and packed else _made_by(packed, layers),
         "tensors": " and ".join(sorted(formats)) or "in 16 bits",
         "bits": " and ".join(str(bits) for bits in sorted({quant.bits for quant in quants} or {4})),
         "group_size": " and ".join(str(size) for size in sorted({quant.group_size for quant in quants})),
@@ -105,9 +109,11 @@ def quantisation_facts(settings: WeightQuantization | None, specs: Sequence[Tens
     return facts + [f"{len(layers)} matrices of layers in 16 bits"] * bool(layers)
 
 
-def _made_by(packed: Sequence[TensorSpec]) -> str:
-    """Name what made codes where no settings do."""
-    return GGUF if packed else "round to nearest"
+def _made_by(packed: Sequence[TensorSpec], layers: Sequence[Quantization]) -> str:
+    """Name what made codes where no settings do: the file, or the loading from 16 bits."""
+    if packed:
+        return GGUF
+    return TERNARY if any(quant.bits == TERNARY_BITS for quant in layers) else "round to nearest"
 
 
 def _quantised(spec: TensorSpec, settings: WeightQuantization, checkpoint: Checkpoint | None) -> TensorSpec:

@@ -1,0 +1,175 @@
+"""Ternary weights: found in 16-bit files, held as 2-bit codes without loss, made by `cpmrt quantize`, refused if odd."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
+from tiny_checkpoint import write_checkpoint
+
+from cpmrt import LLM
+from cpmrt.bench.shapes import shape_config, ternary_config
+from cpmrt.cli.main import main
+from cpmrt.config import EngineConfig, ModelConfig
+from cpmrt.dtypes import DType, round_to
+from cpmrt.errors import CheckpointError, UnsupportedModelError
+from cpmrt.models.planning import plan_model, weight_specs
+from cpmrt.ops import QuantizedWeight
+from cpmrt.quantization.ternary import ternary_values
+from cpmrt.reference.quantized import dequantized
+from cpmrt.tensor_spec import Quantization
+from cpmrt.weights.checkpoint import Checkpoint
+from cpmrt.weights.quantised import round_to_nearest
+from cpmrt.weights.ternary import is_ternary
+
+SIZES = {
+    "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+}  # fmt: skip
+IDS = list(range(3, 43))
+LAST = "model.layers.1.mlp.down_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint with random weights."""
+    return write_checkpoint(tmp_path_factory.mktemp("model") / "tiny", **SIZES)
+
+
+def ternary(model: Path, folder: Path, group_size: int = 128) -> Path:
+    """The folder that `cpmrt quantize --method ternary` makes."""
+    command = ["quantize", str(model), str(folder), "--method", "ternary", "--group-size", str(group_size), "--quiet"]
+    assert main(command) == 0
+    return folder
+
+
+def found_specs(folder: Path, **settings: Any) -> dict[str, Quantization | None]:
+    """How the matrices of a folder will be held, by name."""
+    config = ModelConfig.from_hf(json.loads((folder / "config.json").read_text()))
+    with Checkpoint.open(folder) as checkpoint:
+        specs = weight_specs(config, EngineConfig(**settings), checkpoint)
+    return {spec.name: spec.quant for spec in specs if spec.product is not None}
+
+
+def logits(folder: Path, **settings: Any) -> Any:
+    with LLM(folder, executor="reference", max_context=64, **settings) as llm:
+        return llm.logits(IDS)
+
+
+def plain_rule(values: Any, group: int, eps: float = 1e-5) -> Any:
+    """The published rule in float64, one group after another."""
+    made = np.zeros_like(values, np.float64)
+    for row, column in np.ndindex(values.shape[0], values.shape[1] // group):
+        part = slice(column * group, (column + 1) * group)
+        scale = max(np.abs(values[row, part].astype(np.float64)).mean(), eps)
+        made[row, part] = scale * np.clip(np.round(values[row, part] / scale), -1, 1)
+    return made
+
+
+@pytest.mark.parametrize("group_size", [32, 64, 256, -1])
+def test_values_follow_the_published_rule(group_size: int) -> None:
+    values = np.random.default_rng(1).standard_normal((5, 512)).astype(np.float32)
+    values[2] = 0
+    made = ternary_values(values, group_size, DType.FLOAT32)
+    np.testing.assert_allclose(made, plain_rule(values, 512 if group_size == -1 else group_size), rtol=1e-5)
+
+
+@pytest.mark.parametrize(("group_size", "held"), [(32, 32), (64, 64), (128, 128), (256, 128), (-1, 128)])
+def test_a_ternary_checkpoint_is_found_and_nothing_is_lost(
+    model: Path, tmp_path: Path, group_size: int, held: int
+) -> None:
+    folder = ternary(model, tmp_path / "ternary", group_size)
+    found = found_specs(folder)
+    assert {name: quant for name, quant in found.items() if name != "lm_head"} == {
+        name: Quantization(2, held) for name in found if name != "lm_head"
+    }
+    assert found.get("lm_head") is None
+    np.testing.assert_allclose(logits(folder), logits(folder, load_format="safetensors"), atol=1e-4)
+
+
+def test_sixteen_bit_weights_stay_so(model: Path, tmp_path: Path) -> None:
+    assert set(found_specs(model).values()) == {None}
+    assert set(found_specs(ternary(model, tmp_path / "ternary"), load_format="safetensors").values()) == {None}
+
+
+def test_matrices_that_are_not_ternary_stay_in_16_bits_beside_others(model: Path, tmp_path: Path) -> None:
+    folder = ternary(model, tmp_path / "ternary")
+    tensors, plain = (load_file(path / "model.safetensors") for path in (folder, model))
+    save_file(tensors | {LAST: plain[LAST]}, folder / "model.safetensors")
+    found = found_specs(folder)
+    assert found["layers.1.down"] is None and found["layers.0.down"] == Quantization(2, 128)
+    np.testing.assert_allclose(logits(folder), logits(folder, load_format="safetensors"), atol=1e-4)
+
+
+@pytest.mark.parametrize("value", [1.75, np.nan])
+def test_a_row_that_is_not_ternary_is_an_error_that_names_the_tensor(
+    model: Path, tmp_path: Path, value: float
+) -> None:
+    folder = ternary(model, tmp_path / "ternary")
+    tensors = load_file(folder / "model.safetensors")
+    tensors[LAST][5, 7] = value
+    save_file(tensors, folder / "model.safetensors")
+    assert found_specs(folder)["layers.1.down"] == Quantization(2, 128)
+    with pytest.raises(CheckpointError, match=rf"'{LAST}'") as caught:
+        LLM(folder, executor="reference", max_context=64)
+    assert "\n" not in str(caught.value)
+    if np.isfinite(value):
+        assert "load_format" in str(caught.value)
+        LLM(folder, executor="reference", max_context=64, load_format="safetensors").close()
+
+
+@given(
+    st.integers(0, 2**32 - 1), st.sampled_from([32, 64, 128]),
+    st.sampled_from([DType.BFLOAT16, DType.FLOAT16, DType.FLOAT32]),
+)  # fmt: skip
+def test_codes_stand_for_exactly_the_values(seed: int, group_size: int, dtype: DType) -> None:
+    random = np.random.default_rng(seed)
+    scales = round_to(np.exp2(random.uniform(-12, 4, (3, 256 // group_size, 1))).astype(np.float32), dtype)
+    scales[0, 0] = 0
+    values = (scales * random.integers(-1, 2, (3, 256 // group_size, group_size))).astype(np.float32).reshape(3, 256)
+    assert is_ternary(values, group_size)
+    codes, found = round_to_nearest(values, Quantization(2, group_size), dtype)
+    assert codes.dtype == np.uint8 and codes.shape == (3, 64)
+    weight = QuantizedWeight(codes, found, None, None, (3, 256), group_size, 2)
+    ((_, rows),) = dequantized(weight)
+    np.testing.assert_array_equal(rows, values)
+    values[1, 70:72] = 3, 1
+    assert not is_ternary(values, group_size)
+
+
+def test_a_ternary_matrix_takes_two_bits_a_weight_and_its_scales() -> None:
+    config = ModelConfig.from_hf(shape_config("minicpm4-8b") | {"quantization_config": ternary_config()})
+    plan = plan_model(config, EngineConfig(), itemsize=4, max_context=64)
+    layers = [spec for spec in plan.tensors if spec.quant is not None]
+    weights = sum(spec.num_elements for spec in layers)
+    held = sum(plan.region(f"{spec.name}.{part}").nbytes for spec in layers for part in ("codes", "scales"))
+    assert len(layers) == 4 * 32 and weights > 7.5e9
+    assert held == pytest.approx(weights * (2 / 8 + 4 / 128), rel=1e-6)
+
+
+def test_a_config_may_promise_ternary_weights(model: Path, tmp_path: Path) -> None:
+    folder = ternary(model, tmp_path / "ternary", 64)
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(raw | {"quantization_config": ternary_config(64)}))
+    assert found_specs(folder)["layers.1.down"] == Quantization(2, 64)
+    (folder / "model.safetensors").write_bytes((model / "model.safetensors").read_bytes())
+    with pytest.raises(CheckpointError, match="is not ternary in all rows"):
+        LLM(folder, executor="reference", max_context=64)
+    odd = ModelConfig.from_hf(raw | {"intermediate_size": 352, "quantization_config": ternary_config(64)})
+    with pytest.raises(UnsupportedModelError, match=r"columns of a ternary weight: expected a multiple of 64, got 352"):
+        weight_specs(odd, EngineConfig())
+
+
+def test_groups_that_do_not_divide_the_columns_are_refused(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = write_checkpoint(tmp_path / "small")
+    assert main(["quantize", str(small), str(tmp_path / "out"), "--method", "ternary", "--quiet"]) == 1
+    assert "expected a multiple of the group size 128" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    assert main(["quantize", str(model), str(tmp_path / "out"), "--method", "rtn", "--group-size", "256"]) == 1
