@@ -133,16 +133,30 @@ CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
         {"LINEAR": 2, "IN_FEATURES": 1536, "RUNS": 8, "ROWS": 1, "WARPS": 16, "SHARED_RUN": 0, "PREPARED": 0}
         | _PACKED
         | _FATRELU,
+        {"LINEAR": 2, "IN_FEATURES": 4096, "RUNS": 1, "ROWS": 1, "WARPS": 16, "SHARED_RUN": 1, "PREPARED": 0}
+        | _PACKED
+        | {"WEIGHT_BITS": 2, "SMEM_BYTES": 149376},
+        {"LINEAR": 1, "IN_FEATURES": 4096, "RUNS": 8, "ROWS": 8, "WARPS": 16, "SHARED_RUN": 0, "PREPARED": 0}
+        | _PACKED
+        | _NO_NORM
+        | {"WEIGHT_BITS": 2, "SCALE_GROUP": 32, "SMEM_BYTES": 111232},
+        {"LINEAR": 2, "IN_FEATURES": 4096, "RUNS": 1, "ROWS": 64, "WARPS": 16, "SHARED_RUN": 1, "PREPARED": 1}
+        | _PACKED
+        | {"WEIGHT_BITS": 2, "STAGE_SLICES": 1, "WARPGROUPS": 1, "FEEDS": 1, "SMEM_BYTES": 209792},
     ),
-    "load/round_weights.cu": ({"WEIGHT_BITS": 4}, {"WEIGHT_BITS": 8}),
+    "load/round_weights.cu": ({"WEIGHT_BITS": 4}, {"WEIGHT_BITS": 8}, {"WEIGHT_BITS": 2}),
     "linear_packed/prepare_rows.cu": (
         {"IN_FEATURES": 4096, "ROWS": 64, "SCALE_GROUP": 128, "ZEROS": 0, "WARPGROUPS": 1},
+        {"IN_FEATURES": 4096, "ROWS": 64, "SCALE_GROUP": 128, "ZEROS": 0, "WARPGROUPS": 1, "WEIGHT_BITS": 2},
     ),
     "linear_packed/repack.cu": tuple(
         {"LINEAR": 1, "IN_FEATURES": 4096, "WEIGHT_BITS": 4, "RUNS": 8, "SCALE_GROUP": 64, "ZEROS": 1, "FORMAT": kind}
         for kind in sorted({row.number for row in FORMATS.values()})
     )
-    + ({"LINEAR": 3, "IN_FEATURES": 4096, "WEIGHT_BITS": 8, "RUNS": 1, "SCALE_GROUP": 128, "ZEROS": 0, "FORMAT": 0},),
+    + (
+        {"LINEAR": 3, "IN_FEATURES": 4096, "WEIGHT_BITS": 8, "RUNS": 1, "SCALE_GROUP": 128, "ZEROS": 0, "FORMAT": 0},
+        {"LINEAR": 1, "IN_FEATURES": 4096, "WEIGHT_BITS": 2, "RUNS": 8, "SCALE_GROUP": 128, "ZEROS": 0, "FORMAT": 0},
+    ),
     "attention/decode_attention.cu": (
         {"HEAD_DIM": 128, "GROUP": 16, "STAGES": 3, "PORTABLE": 0} | _PLAIN,
         {"HEAD_DIM": 128, "GROUP": 16, "STAGES": 3, "PORTABLE": 1} | _PLAIN,

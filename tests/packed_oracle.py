@@ -37,8 +37,8 @@ def unit_offsets(layout: PackedLayout) -> Array:
 
 
 def pack(layout: PackedLayout, codes: Array, scales: Array, zeros: Array | None) -> Array:
-    """uint8 [num_bytes] from codes [N, K] of 0..15 (8 bits: 0..255) and the storage words (uint16, or float16) of
-    scales and zero points [N, K / scale_group]. Padding is zero."""
+    """uint8 [num_bytes] from codes [N, K] of 0..15 (2 bits: 0..3, 8 bits: 0..255) and the storage words (uint16, or
+    float16) of scales and zero points [N, K / scale_group]. Padding is zero."""
     packed = np.zeros(layout.num_bytes, np.uint8)
     rows = tile_rows(layout)
     views = np.empty((layout.num_tiles, layout.num_slices, layout.unit_bytes), np.uint8)
@@ -54,7 +54,10 @@ def unpack_codes(layout: PackedLayout, packed: Array) -> Array:
     """Codes uint8 [N, K]: the inverse of `pack`."""
     words = np.ascontiguousarray(packed[_unit_index(layout)][:, :, : layout.code_bytes]).view(np.uint32)
     tiles, slices = words.shape[:2]
-    if layout.bits == 8:
+    if layout.bits == 2:
+        fours = words.reshape(tiles, slices, 8, 4, 4)[..., None] >> np.array([0, 4], np.uint32)
+        halves = np.stack([fours, fours >> np.uint32(2)], axis=1).transpose(0, 1, 3, 2, 5, 4, 6)
+    elif layout.bits == 8:
         halves = words.reshape(tiles, slices, 2, 2, 8, 4, 2, 2).transpose(0, 7, 4, 1, 2, 3, 5, 6)
     else:
         pairs = words.reshape(tiles, slices, 2, 8, 4, 2, 2).transpose(0, 3, 1, 2, 5, 4, 6)
@@ -71,6 +74,11 @@ def _words(units: Array, bits: int) -> Array:
     split = units.reshape(len(units), 2, 8, -1, 2, 2, 4, 2, 4)
     # [tile, half, g, slice, a, b, t, step]
     halves = np.bitwise_or.reduce(split << _SHIFTS, axis=-1)
+    if bits == 2:
+        steps = halves[..., 0] | halves[..., 1] << np.uint32(4)
+        rows = steps[:, 0] | steps[:, 1] << np.uint32(2)
+        # [tile, g, slice, a, b, t]
+        return np.ascontiguousarray(rows.transpose(0, 2, 1, 5, 3, 4))
     if bits == 8:
         return np.ascontiguousarray(halves.transpose(0, 3, 4, 5, 2, 6, 7, 1))
     pairs = halves[:, 0] | halves[:, 1] << np.uint32(4)

@@ -30,7 +30,7 @@ from kernel_table import Line, markdown, replaced  # noqa: E402
 from planted_choices import TOGETHER, planted_choices  # noqa: E402
 from sparse_evaluation.neighbours import unions  # noqa: E402
 
-from cpmrt.bench.shapes import gptq_config, shape_config  # noqa: E402
+from cpmrt.bench.shapes import gptq_config, shape_config, ternary_config  # noqa: E402
 from cpmrt.config import EngineConfig, ModelConfig, SparseSetting  # noqa: E402
 from cpmrt.config.sparse import with_sparse_setting  # noqa: E402
 from cpmrt.cuda.arena import held_arrays  # noqa: E402
@@ -138,10 +138,13 @@ class Bench:
             yield from self._each(partial(self.steps.sample, rows), f"T={rows}", sampled)
 
     def packed(self, row_counts: Iterable[int]) -> Iterator[Line]:
-        """Time the products of a decode step with 4-bit weights."""
+        """Time the products of a decode step with 4-bit or ternary weights."""
+        assert self.config.quantization is not None
+        suffix = ", ternary" if self.config.quantization.bits == 2 else ""
         for rows in row_counts:
             self._set_rows(np.arange(rows), np.full(rows, SHORT - 1))
-            yield from self._each(partial(self.library.decode, rows), f"T={rows}", packed_costs(self.config, rows))
+            costs = packed_costs(self.config, rows)
+            yield from self._each(partial(self.library.decode, rows), f"T={rows}{suffix}", costs)
 
     def prefill(self) -> Iterator[Line]:
         """Time everything in a chunk but attention, the products by the library and by the own kernel."""
@@ -235,7 +238,7 @@ class Bench:
 def lines_of(
     gpu: Gpu, shape: str, ceilings: dict[str, float], wanted: str, row_counts: Iterable[int]
 ) -> Iterator[Line]:
-    """Yield every measurement of a shape. Of layers with 4-bit weights there are twice as many."""
+    """Yield every measurement of a shape. Of layers with packed weights there are twice as many."""
 
     def bench(sequences: int, context: int, sparse: SparseSetting = "off", **overrides: Any) -> Bench:
         gc.collect()  # the arena of the one before
@@ -245,8 +248,9 @@ def lines_of(
         settings = EngineConfig(max_context=context, max_sequences=sequences, prefill_chunk=chunk)
         return Bench(gpu, shape, config.for_context(context), settings, ceilings, wanted)
 
-    packed = {"num_hidden_layers": 2 * LAYERS[shape], "quantization_config": gptq_config()}
-    yield from bench(SEQUENCES, SHORT, **packed).packed(sorted({*row_counts, 16, 32}))
+    for quantization in (gptq_config(), ternary_config()):
+        packed = {"num_hidden_layers": 2 * LAYERS[shape], "quantization_config": quantization}
+        yield from bench(SEQUENCES, SHORT, **packed).packed(sorted({*row_counts, 16, 32}))
     of_many = bench(SEQUENCES, SHORT)
     yield from of_many.decode(row_counts)
     for rows, keys in DECODE_KEYS:

@@ -31,10 +31,12 @@ def skinny_costs(config: ModelConfig) -> dict[Label, Cost]:
 
 
 def packed_costs(config: ModelConfig, rows: int) -> dict[Label, Cost]:
-    """Return the costs of products with 4-bit weights, a scale of 16 bits to 128, and of what prepares their rows."""
+    """Return the costs of products with packed weights, a scale of 16 bits to 128, and of what prepares their rows."""
+    assert config.quantization is not None
+    a_weight = config.quantization.bits / 8 + 2 / 128
     costs = {
         (label[0].replace("linear", "linear_packed"), *label[1:]): cost._replace(
-            title=cost.title.replace("linear", "linear_packed"), amount=cost.amount / 2 * (0.5 + 2 / 128)
+            title=cost.title.replace("linear", "linear_packed"), amount=cost.amount / 2 * a_weight
         )
         for label, cost in skinny_costs(config).items()
         if label[0] != "linear_head"

@@ -1,6 +1,6 @@
 """Makes ternary checkpoints: 16-bit tensors whose values are -1, 0 or 1 times the scale of their group of columns.
 
-The scale of a group is max(mean |w|, eps) and its codes are clip(round(w / scale), -1, 1), as in the training of BitCPM.
+The scale of a group is max(mean |w|, eps) and its codes are clip(round(w / scale), -1, 1), as in BitCPM's training.
 A model that was not trained for it loses most of what it knows.
 """
 

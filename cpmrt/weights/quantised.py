@@ -1,7 +1,8 @@
 """Reads quantised weights into plain arrays, from any file format, or rounds them to nearest from 16 bits.
 
 Codes u [N, K] of 4 bits lie two in a byte (of 2 bits four), the first column in the low bits, in the order of `perm`
-where there is one; codes of 8 bits are int8 [N, K] around 0. W[n, perm[k]] = scale[n, k // G] * (u[n, k] - zero[n, k // G]).
+where there is one; codes of 8 bits are int8 [N, K] around 0.
+W[n, perm[k]] = scale[n, k // G] * (u[n, k] - zero[n, k // G]).
 """
 
 from __future__ import annotations
@@ -87,7 +88,8 @@ def dequantised_blocks(source: Source, checkpoint: Checkpoint) -> Iterator[F32]:
 def packed_codes(u: U8, bits: int) -> Array:
     """Pack codes u uint8 [n, K] of 2 or 4 bits to bytes, the first in the low bits; those of 8 become int8 u - 128."""
     if bits == 8:
-        return (u ^ np.uint8(128)).view(np.int8)
+        around_zero: Array = (u ^ np.uint8(128)).view(np.int8)
+        return around_zero
     a_byte = 8 // bits
     packed: Array = u[:, 0::a_byte].copy()
     for index in range(1, a_byte):
@@ -96,7 +98,7 @@ def packed_codes(u: U8, bits: int) -> Array:
 
 
 def round_to_nearest(values: F32, quant: Quantization, dtype: DType) -> tuple[Array, F32]:
-    """Round float32 rows [n, K] to symmetric codes: the largest magnitude of a group becomes 7 (8 bits: 127; 2 bits: 1).
+    """Round float32 rows [n, K] to symmetric codes: the largest magnitude of a group becomes 7 (127 of 8 bits, 1 of 2).
 
     Returns codes and scales; the scales are rounded to `dtype` before the codes are chosen.
     """

@@ -20,6 +20,8 @@ from cpmrt.weights.safetensors import FLOATS
 
 TERNARY_BITS = 2
 GROUP_SIZES = (128, 64, 32)
+NOT_TERNARY = "values that are not -1, 0 or 1 times the scale of their group, as others are"
+KEEP_16_BITS = 'keep it in 16 bits: load_format="safetensors" (--load-format safetensors)'
 _SAMPLED_ROWS = 8
 
 
@@ -61,9 +63,7 @@ def declared_ternary(spec: TensorSpec, settings: WeightQuantization) -> TensorSp
 def not_ternary(tensor: str, checkpoint: Checkpoint) -> CheckpointError:
     """Make the error for a tensor of which other rows, or config.json, promised ternary values."""
     return CheckpointError(
-        f"{checkpoint.folder}: tensor {quoted(tensor)} is not ternary in all rows",
-        expected="one magnitude beside zero in each group of columns",
-        fix='keep it in 16 bits: load_format="safetensors" (--load-format safetensors)',
+        f"{checkpoint.folder}: tensor {quoted(tensor)} has {NOT_TERNARY}", fix=KEEP_16_BITS
     )
 
 

@@ -1,4 +1,4 @@
-// Packed weights of 4 or 8 bits: the order in which warps of a skinny product stream them.
+// Packed weights of 2, 4 or 8 bits: the order in which warps of a skinny product stream them.
 //
 // A tile is the 16 rows (lo .. lo+7, hi .. hi+7) of the product's Tiles struct. K is cut into slices of 128 and the slices into RUNS
 // runs. Memory is [tile][run][slice of the run] units, a run padded to 128 bytes. A unit is 16 rows x 128 k. In 4 bits:
@@ -8,13 +8,17 @@
 // In 8 bits, symmetric ones only, it begins with
 //   [4 j][32 lanes][4] words: words 2 s and 2 s + 1 (s = 0, 1) of lane (g, t) hold lo+g and hi+g, k0 = 128 slice + 32 j + 8 t + 4 s:
 //     bits  0-7 u[k0]    8-15 u[k0+2]    16-23 u[k0+1]    24-31 u[k0+3]
-// In both follow
+// In 2 bits, symmetric ones only, it begins with
+//   [32 lanes][4 j] words: word j of lane (g, t) holds k0 = 128 slice + 32 j + 8 t:
+//     bits  0-1 u[lo+g][k0]    2-3 u[hi+g][k0]      4-5 u[lo+g][k0+4]    6-7 u[hi+g][k0+4]
+//     bits  8-15 the same with k0+2, bits 16-31 as bits 0-15 with k one further
+// In all follow
 //   [128 / SCALE_GROUP][8] for each row pair g: scale of lo+g and of hi+g, scalar_t; with ZEROS: scale of lo+g, zero point of
 //     lo+g, scale of hi+g, zero point of hi+g, the zero points as scalar_t too.
 // Why so: `word & 0x000f000f` and, after a shift by 8, again are pairs of lo's codes as the 16-bit floats u * 2^-133 (bf16) or
 // u * 2^-24 (fp16), `& 0x00f000f0` are hi's times 16: numbers below twice the smallest normal one are linear in their bits.
-// The tensor cores multiply them exactly, so eight weights cost five integer instructions (in 8 bits four) and
-// no conversion.
+// The tensor cores multiply them exactly, so eight weights cost five integer instructions (in 8 bits four, in 2 bits four
+// and a half, in fp16 five and a half) and no conversion.
 #pragma once
 #include "types.cuh"
 
@@ -33,7 +37,7 @@ constexpr int kRunBytes = packed_run_bytes(kRunSlices);
 constexpr int64_t kTileBytes = (kFilledRuns - 1) * kRunBytes + packed_run_bytes(kSlices - (kFilledRuns - 1) * kRunSlices);
 
 static_assert(K % kSliceColumns == 0, "K must be a multiple of 128");
-static_assert(WEIGHT_BITS == 4 || (WEIGHT_BITS == 8 && !ZEROS), "WEIGHT_BITS must be 4, or 8 without zero points");
+static_assert(WEIGHT_BITS == 4 || ((WEIGHT_BITS == 2 || WEIGHT_BITS == 8) && !ZEROS), "WEIGHT_BITS must be 4, or without ZEROS 2 or 8");
 static_assert(RUNS == 1 || RUNS == 8, "RUNS must be 1 or 8");
 static_assert(SCALE_GROUP == 32 || SCALE_GROUP == 64 || SCALE_GROUP == 128, "SCALE_GROUP must be 32, 64 or 128");
 

@@ -1,6 +1,7 @@
-// Skinny matrix products of a step of 1-64 rows with weights of 4 bits, or 8: y[T,N] = x[T,K] W[N,K]^T, fused as in linear.cu.
+// Skinny matrix products of a step of 1-64 rows with weights of 2, 4 or 8 bits: y[T,N] = x[T,K] W[N,K]^T, fused as in linear.cu.
 //
-// W[n, k] = scale[n, k / G] * (u[n, k] - zero[n, k / G]), u in 0..15 (8 bits: 0..255); zero is 8 (128) everywhere without ZEROS.
+// W[n, k] = scale[n, k / G] * (u[n, k] - zero[n, k / G]), u in 0..15 (2 bits: 0..3, 8 bits: 0..255); zero is 8 (2, 128) everywhere without
+//   ZEROS.
 // Operands: x, inner (T, K) scalar_t row-major, or with PREPARED what prepare_rows wrote of them; weight packed as in
 //   packed_layout.cuh (repack.cu writes it); partials (tiles, 8, NT, 32) float4 and arrivals (tiles) int32, zero, with
 //   SHARED_RUN = 1, RUNS = 8 and CLUSTERS = 0, else null; prepared with FEEDS what prepare_rows makes of out, else null; others as
@@ -9,10 +10,10 @@
 //   LINEAR: the product, 0 qkv, 1 residual, 2 gate_up, 3 head
 //   HEAD_DIM: of qkv only, elements of a head
 //   IN_FEATURES: K, the columns of W, a multiple of 128
-//   WEIGHT_BITS: 4, or 8 with ZEROS 0
+//   WEIGHT_BITS: 4, or with ZEROS 0 2 or 8
 //   RUNS: contiguous parts of K, summed in order: 8 or 1
 //   SCALE_GROUP: columns that share a scale: 32, 64 or 128
-//   ZEROS: 1 has zero points beside the scales; 0: all are 8, in 8 bits 128
+//   ZEROS: 1 has zero points beside the scales; 0: all are 8, in 2 bits 2, in 8 bits 128
 //   ROWS: most rows of a step: 1, 8, 16, 32 or 64
 //   WARPS: of a block, with SHARED_RUN 0 a multiple of 8
 //   WARPGROUPS: 1 lets four warps multiply together where the architecture can
@@ -42,7 +43,7 @@
 //   codes need almost no work: as the low bits of a 16-bit float they are subnormal numbers.
 //   Tensor-core operand A is a tile with codes u as they are, operand B eight tokens. Over a scale group the tensor cores sum u x;
 //   a sum grows by scale * (sum u x - zero * sum x), and the sums of x are taken once, where x is brought to shared memory. In 4
-//   bits hi's sums are 16 times too large until the end. K is cut into RUNS runs that are added in order: by eight warps of a
+//   bits hi's sums are 16 times too large until the end, in 2 bits 4 times. K is cut into RUNS runs that are added in order: by eight warps of a
 //   block, or, with RUNS = 8 and SHARED_RUN = 1, by eight blocks that read an eighth of x each and exchange sums.
 #if !defined(LINEAR) || (LINEAR == 0 && !defined(HEAD_DIM)) || !defined(IN_FEATURES) || !defined(WEIGHT_BITS) || \
     !defined(RUNS) || !defined(SCALE_GROUP) || !defined(ZEROS) || !defined(ROWS) || !defined(WARPS) || \

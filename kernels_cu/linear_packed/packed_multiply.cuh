@@ -6,8 +6,8 @@
 #include "tma.cuh"
 #include "wgmma.cuh"
 
-constexpr float kZero = WEIGHT_BITS == 4 ? 1.0f : 16.0f;          // in units of the sums of x, which are 8 times too large
-constexpr float kHiFactor = WEIGHT_BITS == 4 ? 16.0f : 1.0f;      // of hi's codes
+constexpr float kZero = (1 << WEIGHT_BITS - 1) / 8.0f;            // in units of the sums of x, which are 8 times too large
+constexpr float kHiFactor = WEIGHT_BITS == 8 ? 1.0f : 1 << WEIGHT_BITS;   // of hi's codes
 
 // out += scale * (acc - zero * sums of x) over scale group `group` of a slice, for token tiles `from` .. from + COUNT / 4 - 1.
 template <int COUNT>
@@ -36,29 +36,39 @@ DEVICE void add_group(Sums& out, const float (&acc)[COUNT], int from, uint32_t u
   }
 }
 
-// Operand A of 16 k: codes of lo and hi, two k each, then two k further.
-#if WEIGHT_BITS == 4
-constexpr int kLoadBlocks = 2;    // of 32 k in 16 bytes of a lane
-using BlockCodes = uint2;         // of 32 k
+// Operand A of 16 k, step `step` of those that begin at `words`: codes of lo and hi, two k each, then two k further.
+constexpr int kLoadBlocks = 8 / WEIGHT_BITS;   // of 32 k in 16 bytes of a lane
+#if WEIGHT_BITS == 2
+using BlockCodes = uint32_t;      // of 32 k
+DEVICE BlockCodes load_codes(uint32_t unit, int block, const Lane& at) {
+  return load_shared_word(unit + at.lane * 16 + block * 4);
+}
+DEVICE void split_codes(uint32_t (&a)[4], const uint32_t* words, int step) {
+  const int odd = step % 2 * 4, shift = SCALED_STEPS ? 0 : odd;   // with SCALED_STEPS x is as much smaller as the codes are too large
+  const uint32_t lo = 0x00030003u << (SCALED_STEPS ? odd : 0), hi = lo << 2;
+  const uint32_t word = words[step / 2] >> shift, high = words[step / 2] >> shift + 8;
+  a[0] = word & lo, a[1] = word & hi, a[2] = high & lo, a[3] = high & hi;
+}
+#elif WEIGHT_BITS == 4
+using BlockCodes = uint2;
 DEVICE BlockCodes load_codes(uint32_t unit, int block, const Lane& at) {
   return load_shared_words(unit + block / 2 * 512 + at.lane * 16 + block % 2 * 8);
 }
-DEVICE void split_codes(uint32_t (&a)[4], const uint32_t* words) {
-  const uint32_t word = words[0], high = word >> 8;
+DEVICE void split_codes(uint32_t (&a)[4], const uint32_t* words, int step) {
+  const uint32_t word = words[step], high = word >> 8;
   a[0] = word & 0x000F000Fu, a[1] = word & 0x00F000F0u, a[2] = high & 0x000F000Fu, a[3] = high & 0x00F000F0u;
 }
 #else
-constexpr int kLoadBlocks = 1;
 using BlockCodes = uint4;
 DEVICE BlockCodes load_codes(uint32_t unit, int block, const Lane& at) {
   return load_shared(unit + block * 512 + at.lane * 16);
 }
-DEVICE void split_codes(uint32_t (&a)[4], const uint32_t* words) {
-  a[0] = __byte_perm(words[0], 0, 0x4240), a[1] = __byte_perm(words[1], 0, 0x4240);
-  a[2] = __byte_perm(words[0], 0, 0x4341), a[3] = __byte_perm(words[1], 0, 0x4341);
+DEVICE void split_codes(uint32_t (&a)[4], const uint32_t* words, int step) {
+  const uint32_t lo = words[step * 2], hi = words[step * 2 + 1];
+  a[0] = __byte_perm(lo, 0, 0x4240), a[1] = __byte_perm(hi, 0, 0x4240);
+  a[2] = __byte_perm(lo, 0, 0x4341), a[3] = __byte_perm(hi, 0, 0x4341);
 }
 #endif
-constexpr int kStepWords = WEIGHT_BITS / 4;   // of a lane for 16 k
 
 // 16 k of x at `shared`: [2][token tile][8 tokens] 16 bytes. With IN_UNIFORM a shuffle tells the compiler that all lanes have the same
 // address: it then keeps this and the descriptors after it in uniform registers, and adds nothing lane by lane.
@@ -90,7 +100,8 @@ DEVICE void multiply_together(Sums& out, uint32_t unit, uint32_t x, const Lane& 
 #pragma unroll
         for (int step = 0; step < kHeld; step += 2) {
           const BlockCodes codes = load_codes(unit + s * kUnitBytes, (group * kSteps + from + step) / 2, at);
-          split_codes(a[s][step], &codes.x), split_codes(a[s][step + 1], &codes.x + kStepWords);
+          const uint32_t* const words = reinterpret_cast<const uint32_t*>(&codes);
+          split_codes(a[s][step], words, 0), split_codes(a[s][step + 1], words, 1);
         }
         settle(a[s]);
         wgmma_fence();
@@ -138,7 +149,7 @@ DEVICE void multiply_slices(Sums& out, uint32_t unit, uint32_t x, const Lane& at
 #pragma unroll
         for (int s = 0; s < S; s++) {
           uint32_t a[4];
-          split_codes(a, &words[s].x + (j % kLoadBlocks * 2 + half) * kStepWords);
+          split_codes(a, &words[s].x, j % kLoadBlocks * 2 + half);
 #pragma unroll
           for (int i = 0; i < kPart; i++)
             mma(reinterpret_cast<float(&)[4]>(acc[s][i * 4]), a, {half ? b[s][i].z : b[s][i].x, half ? b[s][i].w : b[s][i].y});
@@ -179,7 +190,7 @@ DEVICE void multiply_tiles(Sums (&out)[TILES], const uint32_t (&units)[TILES], u
 #pragma unroll
         for (int i = 0; i < TILES; i++) {
           uint32_t a[4];
-          split_codes(a, &words[i].x + (j % kLoadBlocks * 2 + half) * kStepWords);
+          split_codes(a, &words[i].x, j % kLoadBlocks * 2 + half);
           mma(acc[i], a, {half ? b.z : b.x, half ? b.w : b.y});
         }
     }

@@ -32,6 +32,16 @@ constexpr float kSumScale = 16777216.0f;                       // 2^24
 constexpr float kCodeScale = 1.0f / 16777216.0f, kCodeScale2 = 1.0f;
 #endif
 
+// In 2 bits and bf16 the codes of every second step of 16 k enter the products 16 times too large, and x of these steps, the second half
+// of each piece, 16 times smaller: exactly, and without shifts. fp16 would lose small x.
+#if defined(WEIGHT_BITS) && WEIGHT_BITS == 2 && defined(CPMRT_BF16)
+#define SCALED_STEPS 1
+constexpr float kLateFactor = 0.0625f;
+#else
+#define SCALED_STEPS 0
+constexpr float kLateFactor = 1.0f;
+#endif
+
 constexpr int kPieces = IN_FEATURES / 8;                       // of 16 bytes in a row of x
 constexpr int kRowWarps = 8, kRowThreads = kRowWarps * 32;     // that take a row together
 constexpr int kEighthPieces = (IN_FEATURES / 128 + kRowWarps - 1) / kRowWarps * 16;
@@ -49,7 +59,7 @@ DEVICE uint4 scaled(uint4 v) {
 #ifdef CPMRT_BF16
   scalar2_t* pairs = reinterpret_cast<scalar2_t*>(&v);
 #pragma unroll
-  for (int e = 0; e < 4; e++) pairs[e] = __hmul2(pairs[e], __float2bfloat162_rn(kXScale));
+  for (int e = 0; e < 4; e++) pairs[e] = __hmul2(pairs[e], __float2bfloat162_rn(e < 2 ? kXScale : kXScale * kLateFactor));
 #endif
   return v;
 }
@@ -60,7 +70,8 @@ DEVICE uint4 weighted(uint4 v, uint4 w) {
   scalar2_t* values = reinterpret_cast<scalar2_t*>(&v);
   const scalar2_t* weights = reinterpret_cast<const scalar2_t*>(&w);
 #pragma unroll
-  for (int e = 0; e < 4; e++) values[e] = __hmul2(values[e], __hmul2(weights[e], __float2bfloat162_rn(kNormScale)));
+  for (int e = 0; e < 4; e++)
+    values[e] = __hmul2(values[e], __hmul2(weights[e], __float2bfloat162_rn(e < 2 ? kNormScale : kNormScale * kLateFactor)));
 #else
   uint32_t* values = &v.x;
   const uint32_t* weights = &w.x;
@@ -139,6 +150,7 @@ DEVICE int sum_offset(int piece, int token) {
 // The sum of a piece, which is part of that over its scale group.
 DEVICE float piece_sum(uint4 v) {
   const float2 a = unpack2(v.x), b = unpack2(v.y), c = unpack2(v.z), d = unpack2(v.w);
+  if (SCALED_STEPS) return ((a.x + a.y) + (b.x + b.y)) + ((c.x + c.y) + (d.x + d.y)) * (1.0f / kLateFactor);
   return ((a.x + a.y) + (b.x + b.y)) + ((c.x + c.y) + (d.x + d.y));
 }
 

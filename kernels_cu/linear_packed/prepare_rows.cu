@@ -1,18 +1,21 @@
 // x of a step of 1-64 rows as linear_packed.cu takes it with PREPARED: times a norm's weights, columns in the order of a permuted weight.
 //
 // Formula: out[token, j] = round(x[token, p] * norm[p]) * c, p = permutation[j], without permutation p = j; without norm it is 1. With
-//   norm a token's scale is 1 / rms(x[token]), in fp16 times 16. c is 2^64 in bf16; in fp16 it is 1, with norm 1/16.
+//   norm a token's scale is 1 / rms(x[token]), in fp16 times 16. c is 2^64 in bf16, for columns
+//   j with j % 8 > 3 of a ternary weight 2^60; in fp16 it is 1, with norm 1/16.
 // Operands: out (K/128 slices) as in packed_rows.cuh, with norm T float scales behind them; x (T, K) scalar_t; norm (K) scalar_t or
 //   null; permutation (K) int32 or null.
 // Constants: IN_FEATURES: K, the columns of W, a multiple of 128. ROWS: most rows of a step: 1, 8, 16, 32 or 64.
 //   SCALE_GROUP: columns that share a scale: 32, 64 or 128. ZEROS: 1 has zero points beside the scales; 0: all are 8,
-//   in 8 bits 128. WARPGROUPS: 1 lets four warps multiply together where the architecture can
+//   in 8 bits 128. WARPGROUPS: 1 lets four warps multiply together where the architecture can. WEIGHT_BITS: 2 for
+//   ternary weights, of others not defined
 // Grid: T blocks of 256 threads; no dynamic shared memory.
 // Numerics: float32, rounded once; the square sum in the order of linear_packed.cu's own. Padding rows are not written.
 // Oracle: rms_norm of cpmrt/reference/ops.py.
 // Source: original.
 // Why the layout: a block of the product then copies its part of x in one piece.
-#if !defined(IN_FEATURES) || !defined(ROWS) || !defined(SCALE_GROUP) || !defined(ZEROS) || !defined(WARPGROUPS)
+#if !defined(IN_FEATURES) || !defined(ROWS) || !defined(SCALE_GROUP) || !defined(ZEROS) || !defined(WARPGROUPS) || \
+    (WEIGHT_BITS != 2 && defined(WEIGHT_BITS))
 #error "a constant is not defined"
 #endif
 #include "packed_rows.cuh"

@@ -1,16 +1,16 @@
-// Weights of 4 or 8 bits from the formats of checkpoint files to the packed layout of packed_layout.cuh, and back to 16 bits.
+// Weights of 2, 4 or 8 bits from the formats of checkpoint files to the packed layout of packed_layout.cuh, and back to 16 bits.
 //
 // Formula: codes u[n, j] = source(first_row + n, permutation[j]); W[n, k] = scale[n, k / G] * (u[n, k] - zero[n, k / G]).
 // Operands: packed bytes, see packed_layout.cuh; the source's tensors on the device, N its rows, K its columns, G its group size:
 //   FORMAT 0 GPTQ: codes int32 (K/8, N), nibble i of a word is row 8 w + i; zeros int32 (K/G, N/8); scales (K/G, N); with WEIGHT_BITS 8
-//     codes (K/4, N), byte i is row 4 w + i, and no zeros
+//     codes (K/4, N), byte i is row 4 w + i, with 2 (K/16, N), and no zeros
 //   FORMAT 1 AWQ GEMM: codes int32 (K, N/8), column c of eight in nibble {0, 4, 1, 5, 2, 6, 3, 7}[c]; zeros and scales alike
 //   FORMAT 2 compressed-tensors pack-quantized: codes int32 (N, K/8); zeros int32 (N/8, K/G); scales (N, K/G)
 //   FORMAT 3 Marlin: codes int32 (K/16, 2 N), 16 x 16 tiles; scales (K/G, N) permuted by 64 columns, by 32 with one group; no zeros
 // Constants: LINEAR: the product, 0 qkv, 1 residual, 2 gate_up, 3 head. HEAD_DIM: of qkv only, elements of a head.
 //   FORMAT: 0 GPTQ, 1 AWQ, 2 compressed-tensors, 3 Marlin. IN_FEATURES: K, the columns of W, a multiple of 128.
-//   WEIGHT_BITS: 4, or 8 with ZEROS 0. RUNS: contiguous parts of K, summed in order: 8 or 1. SCALE_GROUP: columns that
-//   share a scale: 32, 64 or 128. ZEROS: 1 has zero points beside the scales; 0: all are 8, in 8 bits 128
+//   WEIGHT_BITS: 4, or with ZEROS 0 2 or 8. RUNS: contiguous parts of K, summed in order: 8 or 1. SCALE_GROUP: columns that
+//   share a scale: 32, 64 or 128. ZEROS: 1 has zero points beside the scales; 0: all are 8, in 2 bits 2, in 8 bits 128
 // Grid: any number of blocks of 256 threads; no dynamic shared memory.
 // Numerics: integers as they are; a scale of another type is rounded once, to nearest; a dequantised weight is a float32 product
 //   rounded once.
@@ -24,7 +24,7 @@
 #include "copy.cuh"
 #include "packed_layout.cuh"
 
-static_assert(WEIGHT_BITS == 4 || FORMAT == 0, "codes of 8 bits come in FORMAT 0");
+static_assert(WEIGHT_BITS == 4 || FORMAT == 0, "codes of 2 or 8 bits come in FORMAT 0");
 #include <cuda_fp16.h>
 #include <cuda_bf16.h>
 
@@ -94,7 +94,8 @@ extern "C" __global__ void __launch_bounds__(256) KERNEL(repack_codes)(
     unsigned char* packed, const uint32_t* codes, const int* permutation, int first_row, int N, int num_rows, int num_tiles) {
   pdl_begin();
   constexpr int kParts = kCodeBytes / 512, kPartColumns = kSliceColumns / kParts, kHiShift = WEIGHT_BITS % 8;
-  constexpr uint32_t kLoBits = WEIGHT_BITS == 4 ? 0x0F0F0F0Fu : ~0u, kHiBits = WEIGHT_BITS == 4 ? 0xF0F0F0F0u : ~0u;
+  constexpr uint32_t kLoBits = WEIGHT_BITS == 2 ? 0x33333333u : WEIGHT_BITS == 4 ? 0x0F0F0F0Fu : ~0u, kHiBits = kLoBits << kHiShift;
+  constexpr int kWordColumns = WEIGHT_BITS == 2 ? 8 : 4;
   const int64_t total = static_cast<int64_t>(num_tiles) * kSlices * kParts * 32;
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x; i < total; i += static_cast<int64_t>(gridDim.x) * 256) {
     const int lane = i & 31, part = i >> 5 & kParts - 1;
@@ -107,13 +108,13 @@ extern "C" __global__ void __launch_bounds__(256) KERNEL(repack_codes)(
 #pragma unroll
     for (int w = 0; w < 4; w++) {
       // In 8 bits lo and hi have words of their own.
-      const bool takes_lo = has_lo && (WEIGHT_BITS == 4 || w % 2 == 0), takes_hi = has_hi && (WEIGHT_BITS == 4 || w % 2 == 1);
-      const int step = WEIGHT_BITS == 4 ? w / 2 * 32 + w % 2 * 4 : w / 2 * 4;
+      const bool takes_lo = has_lo && (WEIGHT_BITS < 8 || w % 2 == 0), takes_hi = has_hi && (WEIGHT_BITS < 8 || w % 2 == 1);
+      const int step = WEIGHT_BITS == 2 ? w * 32 : WEIGHT_BITS == 4 ? w / 2 * 32 + w % 2 * 4 : w / 2 * 4;
       const int first = slice * kSliceColumns + part * kPartColumns + lane % 4 * 8 + step;
       uint32_t word = (&words.x)[w] & ~((takes_lo ? kLoBits : 0) | (takes_hi ? kHiBits : 0));
 #pragma unroll
-      for (int e = 0; e < 4; e++) {
-        const int k = permutation == nullptr ? first + e : permutation[first + e], shift = e / 2 * 8 + e % 2 * 16;
+      for (int e = 0; e < kWordColumns; e++) {
+        const int k = permutation == nullptr ? first + e : permutation[first + e], shift = e % 4 / 2 * 8 + e % 2 * 16 + e / 4 * 4;
         if (takes_lo) word |= source_code(codes, lo, k, N) << shift;
         if (takes_hi) word |= source_code(codes, hi, k, N) << shift + kHiShift;
       }
@@ -144,7 +145,15 @@ extern "C" __global__ void __launch_bounds__(256) KERNEL(repack_scales)(
   }
 }
 
-#if WEIGHT_BITS == 4   // a head, which alone may have 8, never meets a chunk of rows
+#if WEIGHT_BITS < 8   // a head, which alone may have 8, never meets a chunk of rows
+constexpr int kLaneWords = kCodeBytes / 128;   // of a unit
+// The code of a lane's row in a unit: k = 32 block + 8 t + e, half 0 for lo and 1 for hi.
+DEVICE uint32_t unit_code(const uint32_t (&words)[kLaneWords], int block, int e, int half) {
+  const int place = e % 4 / 2 * 8 + e % 2 * 16 + half * WEIGHT_BITS;
+  if (WEIGHT_BITS == 2) return words[block] >> place + e / 4 * 4 & 3;
+  return words[block * 2 + e / 4] >> place & 15;
+}
+
 // out (count, K) scalar_t = rows first_row .. + count - 1 of the weight, columns in stored order. first_row is a multiple of 8.
 extern "C" __global__ void __launch_bounds__(256) KERNEL(dequantize)(
     scalar_t* out, const unsigned char* packed, int first_row, int count, int num_rows) {
@@ -155,7 +164,10 @@ extern "C" __global__ void __launch_bounds__(256) KERNEL(dequantize)(
     const int slice = static_cast<int>(i % kSlices), block = static_cast<int>(i / kSlices);
     const int2 place = tile_half(first_row + block * 8, num_rows);
     const unsigned char* const unit = packed + unit_offset(place.x, slice);
-    const uint4 words[2] = {load16_streamed(unit + lane * 16), load16_streamed(unit + 512 + lane * 16)};
+    uint32_t words[kLaneWords];
+#pragma unroll
+    for (int w = 0; w < kLaneWords; w += 4)
+      *reinterpret_cast<uint4*>(words + w) = load16_streamed(unit + w * 128 + lane * 16);
     const int row = block * 8 + lane / 4;
     if (row >= count) continue;
     scalar_t* const to = out + static_cast<int64_t>(row) * K + slice * kSliceColumns + lane % 4 * 8;
@@ -163,14 +175,11 @@ extern "C" __global__ void __launch_bounds__(256) KERNEL(dequantize)(
     for (int j = 0; j < 4; j++) {
       const scalar_t* const scales = reinterpret_cast<const scalar_t*>(unit + kCodeBytes + j * 32 / SCALE_GROUP * kScaleBytes) +
                                      (lane / 4 * 2 + place.y) * (ZEROS ? 2 : 1);
-      const float scale = to_float(scales[0]), zero = 8388608.0f + (ZEROS ? to_float(scales[1]) : 8.0f);
+      const float scale = to_float(scales[0]), zero = 8388608.0f + (ZEROS ? to_float(scales[1]) : 1 << WEIGHT_BITS - 1);
       float values[8];
 #pragma unroll
-      for (int e = 0; e < 8; e++) {
-        // An integer below 2^23 is the low bits of the float 2^23 + it.
-        const uint32_t word = (&words[j / 2].x)[j % 2 * 2 + e / 4] >> (place.y * 4 + e % 4 / 2 * 8 + e % 2 * 16);
-        values[e] = (__uint_as_float(0x4B000000u | (word & 15)) - zero) * scale;
-      }
+      for (int e = 0; e < 8; e++)   // an integer below 2^23 is the low bits of the float 2^23 + it
+        values[e] = (__uint_as_float(0x4B000000u | unit_code(words, j, e, place.y)) - zero) * scale;
       store16(to + j * 32, make_uint4(pack2(values[0], values[1]), pack2(values[2], values[3]), pack2(values[4], values[5]),
                                       pack2(values[6], values[7])));
     }

@@ -89,12 +89,40 @@ LARGE_EIGHT_BITS = {
     "8B head in 8 bits": ("head", 20001, 4096, 0, 0, 128, False, False),
     "8B head in 8 bits, groups of 64": ("head", 20001, 4032 + 64, 0, 0, 64, False, False),
 }
-IN_EIGHT_BITS = EIGHT_BITS | LARGE_EIGHT_BITS
-SMALL |= EIGHT_BITS
-LARGE |= LARGE_EIGHT_BITS
+# Of ternary weights a code of 0 does not come; the kernels take it.
+TWO_BITS = {
+    "ternary qkv": ("qkv", 768, 256, 64, 2, 128, False, False),
+    "ternary o, groups of 64": ("residual", 256, 512, 0, 0, 64, False, False),
+    "ternary gate_up, groups of 32": ("gate_up", 1280, 256, 0, 0, 32, False, False),
+    "ternary down, a group a row": ("residual", 256, 640, 0, 0, 640, False, False),
+    "ternary, one slice": ("residual", 16, 128, 0, 0, 128, False, False),
+    "ternary, odd head": ("head", 1003, 384, 0, 0, 128, False, False),
+    "ternary, wide gate_up": ("gate_up", 2 * 1056 * 16 + 32, 256, 0, 0, 128, False, False),
+    "ternary, feeding gate_up": ("gate_up", 2 * 128 * 128, 256, 0, 0, 128, False, False),
+    "ternary, uneven qkv": ("qkv", 2688, 256, 96, 2, 32, False, False),
+    "ternary, two rounds in clusters": ("residual", 6400, 3072, 0, 0, 128, False, False),
+    "ternary, empty run in clusters": ("qkv", 768, 3200, 64, 2, 128, False, False),
+    "ternary, long down": ("residual", 80, 16384, 0, 0, 128, False, False),
+    "ternary, long down, groups of 32": ("residual", 48, 8192, 0, 0, 32, False, False),
+    "ternary 0.5B gate_up": ("gate_up", 8192, 1024, 0, 0, 128, False, False),
+    "ternary 0.5B down": ("residual", 1024, 4096, 0, 0, 128, False, False),
+}
+LARGE_TWO_BITS = {
+    "ternary 8B qkv": ("qkv", 4608, 4096, 128, 2, 128, False, False),
+    "ternary 8B o": ("residual", 4096, 4096, 0, 0, 128, False, False),
+    "ternary 8B gate_up": ("gate_up", 32768, 4096, 0, 0, 128, False, False),
+    "ternary 8B down": ("residual", 4096, 16384, 0, 0, 128, False, False),
+}
+CODE_BITS = dict.fromkeys(TWO_BITS | LARGE_TWO_BITS, 2) | dict.fromkeys(EIGHT_BITS | LARGE_EIGHT_BITS, 8)
+"""Where it is not 4."""
+SMALL |= EIGHT_BITS | TWO_BITS
+LARGE |= LARGE_EIGHT_BITS | LARGE_TWO_BITS
 SHAPES = SMALL | LARGE
 FEEDING = {
-    H200: {"8B gate_up", "feeding gate_up", "feeding gate_up, groups of 64", "feeding gate_up, groups of 32"},
+    H200: {
+        "8B gate_up", "ternary 8B gate_up", "ternary, feeding gate_up", "feeding gate_up",
+        "feeding gate_up, groups of 64", "feeding gate_up, groups of 32",
+    },  # fmt: skip
     ORIN: set(),
     RTX_4090: set(),
 }
@@ -155,7 +183,7 @@ def make_case(name: str, dtype: DType, has_bias: bool = True, is_draft: bool = F
 
 
 def code_bits_of(name: str) -> int:
-    return 8 if name in IN_EIGHT_BITS else 4
+    return CODE_BITS.get(name, 4)
 
 
 def packed_weight(case: Case, layout: PackedLayout) -> Any:
@@ -247,7 +275,7 @@ def test_gates_of_a_fatrelu(cuda: Any, name: str, dtype: DType) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.label)
 @pytest.mark.parametrize(
     "name",
-    ["demo qkv", "uneven qkv", "permuted qkv", "odd head", "odd head in 8 bits", "whole rows in 8 bits"]
+    ["demo qkv", "uneven qkv", "permuted qkv", "odd head", "odd head in 8 bits", "whole rows in 8 bits", "ternary qkv"]
     + [pytest.param(name, marks=pytest.mark.all) for name in ("EAGLE-3 qkv", "8B head")],
 )
 def test_rows_of_a_draft(cuda: Any, name: str, dtype: DType, portable: bool) -> None:
@@ -264,7 +292,10 @@ def test_without_bias(cuda: Any, name: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["demo down", "long down", "long down, groups of 32", "0.5B down"])
+@pytest.mark.parametrize(
+    "name",
+    ["demo down", "long down", "long down, groups of 32", "0.5B down", "ternary, long down", "ternary 0.5B down"],
+)
 def test_rows_that_the_product_before_prepared(cuda: Any, name: str) -> None:
     launcher = Launcher(cuda, make_case(name, DType.BFLOAT16))
     for num_rows in (12, 16, 31, 64):
@@ -272,7 +303,7 @@ def test_rows_that_the_product_before_prepared(cuda: Any, name: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["demo gate_up", "permuted o"])
+@pytest.mark.parametrize("name", ["demo gate_up", "permuted o", "ternary qkv"])
 def test_a_row_does_not_see_the_others(cuda: Any, name: str) -> None:
     case = make_case(name, DType.BFLOAT16)
     before = Launcher(cuda, case).run(12)
@@ -281,9 +312,10 @@ def test_a_row_does_not_see_the_others(cuda: Any, name: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("name", ["0.5B down", "ternary 0.5B down"])
 @pytest.mark.parametrize("spread", [1e-6, 1e6])
-def test_large_and_small_activations(cuda: Any, spread: float) -> None:
-    case = make_case("0.5B down", DType.BFLOAT16)
+def test_large_and_small_activations(cuda: Any, spread: float, name: str) -> None:
+    case = make_case(name, DType.BFLOAT16)
     case.arrays["x"] = round_to(case.arrays["x"] * np.float32(spread), DType.BFLOAT16)
     case.arrays["residual"][:] = 0
     case.arrays["bias"] = None

@@ -14,6 +14,7 @@ from cpmrt.cuda.ops.linear_packed.layout import PackedLayout
 from cpmrt.dtypes import DType, from_float32, round_to, to_float32
 from cpmrt.weights.formats import FORMATS
 from cpmrt.weights.formats.gptq import to_v1
+from cpmrt.weights.quantised import packed_codes
 
 ROWS = {row.number: row for row in FORMATS.values()}
 GPTQ, AWQ, COMPRESSED, MARLIN = sorted(ROWS)
@@ -141,6 +142,34 @@ def test_codes_of_eight_bits(cuda: Any, group_size: int) -> None:
     found = cuda.numpy(packed)
     np.testing.assert_array_equal(found[written], expected[written])
     assert (found[~written] == 0xA5).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT16], ids=lambda dtype: dtype.label)
+@pytest.mark.parametrize("name", CASES)
+def test_codes_of_two_bits(cuda: Any, name: str, dtype: DType) -> None:
+    product, counts, columns, group_size, head_dim = CASES[name]
+    rng = np.random.default_rng(columns)
+    rows = sum(counts)
+    codes = rng.integers(0, 4, (rows, columns)).astype(np.uint8)
+    scales = from_float32(rng.random((rows, columns // group_size), np.float32), dtype)
+    layout = layout_of(product, (rows, columns), group_size, H200, head_dim=head_dim, bits=2)
+    repacker = Repacker(cuda, layout, dtype, GPTQ)
+    starts, sizes = np.cumsum((0, *counts)), (np.int32(rows), np.int32(layout.num_tiles))
+    for start, stop in zip(starts, starts[1:], strict=False):
+        # Code i of a word is column 16 w + i.
+        words = np.ascontiguousarray(packed_codes(codes[start:stop], 2).view(np.uint32).T)
+        place = np.int32(start), np.int32(stop - start), *sizes
+        repacker.kernel("repack_codes")(5, BLOCK, repacker.packed, cuda.array(words), None, *place)
+        of_rows = cuda.array(np.ascontiguousarray(scales[start:stop].T))
+        more = np.int32(group_size), np.int32(dtype is DType.FLOAT16), np.int32(0)
+        repacker.kernel("repack_scales")(5, BLOCK, repacker.packed, of_rows, None, *place, *more)
+    expected = pack(layout, codes, np.repeat(scales, group_size // layout.scale_group, axis=1), None)
+    np.testing.assert_array_equal(cuda.numpy(repacker.packed), expected)
+    factors = np.repeat(to_float32(scales, dtype), group_size, axis=1)
+    weight = round_to((codes - np.float32(2)) * factors, dtype)
+    np.testing.assert_array_equal(repacker.dequantised(0, rows), weight)
+    np.testing.assert_array_equal(repacker.dequantised(16, 40), weight[16:56])
 
 
 @pytest.mark.gpu

@@ -27,6 +27,9 @@ def rounded(cuda: Any, values: Any, group_size: int, dtype: DType, bits: int = 4
     if bits == 8:
         around_zero = np.ascontiguousarray(words.T).view(np.uint8).astype(np.int16) - 128
         return around_zero.astype(np.int8), cuda.numpy(scales).T, int(cuda.numpy(fault)[0])
+    if bits == 2:
+        found = np.ascontiguousarray(words.T).view(np.uint8)
+        return found, cuda.numpy(scales).T, int(cuda.numpy(fault)[0])
     found = GPTQ.codes.unpack(words)
     return found[:, 0::2] | found[:, 1::2] << 4, cuda.numpy(scales).T, int(cuda.numpy(fault)[0])
 
@@ -50,6 +53,28 @@ def test_codes_and_scales_are_those_of_the_host(
     found, words, fault = rounded(cuda, values, group_size, dtype, bits)
     assert np.array_equal(found, codes)
     assert np.array_equal(words.view(np.uint16), from_float32(scales, dtype).view(np.uint16)) and fault == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.label)
+@pytest.mark.parametrize(
+    ("shape", "group_size"), [((1, 128), 128), ((99, 256), 32), ((264, 4096), 128), ((16, 192), 64)]
+)
+def test_ternary_values_get_codes_without_loss(
+    cuda: Any, shape: tuple[int, int], group_size: int, dtype: DType
+) -> None:
+    random = np.random.default_rng(shape[0])
+    scales = np.exp2(random.uniform(-10, 4, (shape[0], shape[1] // group_size)))
+    factors = round_to(np.repeat(scales, group_size, axis=1).astype(np.float32), dtype)
+    values = (random.integers(-1, 2, shape) * factors).astype(np.float32)
+    values[-1, :group_size] = 0
+    codes, scales = round_to_nearest(values, Quantization(2, group_size), dtype)
+    found, words, fault = rounded(cuda, values, group_size, dtype, bits=2)
+    assert np.array_equal(found, codes)
+    assert np.array_equal(words.view(np.uint16), from_float32(scales, dtype).view(np.uint16)) and fault == 0
+    for value in (np.nan, np.inf, 1.5 * float(factors.max()), 0.5 * float(factors[-1, -1])):
+        values[-1, -2:] = factors[-1, -1], value
+        assert rounded(cuda, values, group_size, dtype, bits=2)[2] == 1, value
 
 
 @pytest.mark.gpu

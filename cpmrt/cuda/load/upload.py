@@ -25,6 +25,7 @@ from cpmrt.weights.formats import format_of
 from cpmrt.weights.pack import pack_blocks
 from cpmrt.weights.quantised import check_values, read_order
 from cpmrt.weights.safetensors import FLOATS
+from cpmrt.weights.ternary import KEEP_16_BITS, NOT_TERNARY, TERNARY_BITS
 
 CONVERT_FLOAT32, CONVERT_16BIT = (
     KernelSpec(name, "load/convert.cu", reason="loading: weights stored as another type")
@@ -33,6 +34,7 @@ CONVERT_FLOAT32, CONVERT_16BIT = (
 _BLOCK = 256
 _MAX_GRID = 512
 _BEYOND, _NOT_FINITE = "values beyond float16", "values that are not finite"
+_FIXES = {_BEYOND: "use dtype bfloat16", NOT_TERNARY: KEEP_16_BITS}
 
 
 def load_checkpoint(specs: Sequence[TensorSpec], checkpoint: Checkpoint, to: Destination) -> None:
@@ -47,8 +49,8 @@ def load_checkpoint(specs: Sequence[TensorSpec], checkpoint: Checkpoint, to: Des
     jobs = plan_reads(plain, checkpoint, to.regions, to.dtype)
     staged = _staged(held, checkpoint, to) if held else []
     everything = [*jobs, *(job for _, wave_jobs in staged for job in wave_jobs)]
-    rounded = [source.name for spec in held for source in spec.sources if source.packing is None]
-    faults = {(_NOT_FINITE, name): checkpoint.folder for name in rounded}
+    rounded = [(_odd(spec), source.name) for spec in held for source in spec.sources if source.packing is None]
+    faults = {fault: checkpoint.folder for fault in rounded}
     with Upload(to, everything, faults) as upload, ThreadPoolExecutor(1) as pool:
         checks = pool.submit(_check, [*held, *dequantised], checkpoint, to.dtype)
         read_all(jobs, upload, drop_page_cache=to.device.is_unified)
@@ -94,13 +96,18 @@ def _repack(piece: Piece, checkpoint: Checkpoint, upload: Upload, to: Destinatio
     """Launch what brings a staged piece into its packed weight."""
     source, stored = piece.source, to.dtype
     if source.packing is None:
-        repack.round_rows(piece, to, upload.fault(_NOT_FINITE, source.name))
+        repack.round_rows(piece, to, upload.fault(_odd(piece.spec), source.name))
     else:
         entry = checkpoint.entries[format_of(source).scales.of(source.name)]
         # Scales in float32 were converted on the way.
         stored = to.dtype if FLOATS[entry.dtype] is DType.FLOAT32 else FLOATS[entry.dtype]
     repack.repack_codes(piece, to)
     repack.repack_scales(piece, to, stored)
+
+
+def _odd(spec: TensorSpec) -> str:
+    """Name the values of a 16-bit source that its kernel does not turn into codes."""
+    return NOT_TERNARY if spec.quant and spec.quant.bits == TERNARY_BITS else _NOT_FINITE
 
 
 def _check(specs: Sequence[TensorSpec], checkpoint: Checkpoint, dtype: DType) -> None:
@@ -188,8 +195,7 @@ class Upload:
         words = self._fault_words.array(np.uint32)
         for ((what, tensor), path), fault in zip(self._faults.items(), words, strict=False):
             if fault:
-                fix = "use dtype bfloat16" if what == _BEYOND else None
-                raise CheckpointError(f"{path}: tensor {quoted(tensor)} has {what}", fix=fix)
+                raise CheckpointError(f"{path}: tensor {quoted(tensor)} has {what}", fix=_FIXES.get(what))
 
     def _copy(self, slot: int, destination: int, nbytes: int) -> None:
         source, runtime = self._ring.address + slot * SLOT_BYTES, self._runtime

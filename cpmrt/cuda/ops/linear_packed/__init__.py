@@ -1,1 +1,1 @@
-"""Products with weights packed in 4 or 8 bits."""
+"""Products with weights packed in 2, 4 or 8 bits."""

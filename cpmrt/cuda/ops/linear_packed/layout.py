@@ -1,4 +1,4 @@
-"""Weights packed in 4 or 8 bits as `linear_packed.cu` streams them: what a weight is on the device, and its layout.
+"""Weights packed in 2, 4 or 8 bits as `linear_packed.cu` streams them: what a weight is on the device, and its layout.
 
 `kernels_cu/include/packed_layout.cuh` describes the order of the bytes, which `repack.cu` writes on the device
 from the files' formats.
@@ -44,7 +44,7 @@ class PackedLayout:
 
     A unit is the codes, scales and zero points of 16 rows (a tile) and 128 columns (a slice). K is cut into `runs`
     parts. `scale_group`: columns that share a scale in the packed form (a file's larger groups are repeated). Codes of
-    8 bits are symmetric around 128. `head_dim` is that of a "qkv" product.
+    2 and 8 bits are symmetric around 2 and 128. `head_dim` is that of a "qkv" product.
     """
 
     product: Product

@@ -1,4 +1,4 @@
-"""How a skinny product with weights in 4 or 8 bits (`linear_packed/linear_packed.cu`) is packed, compiled and launched.
+"""How a skinny product with packed weights (`linear_packed/linear_packed.cu`) is packed, compiled and launched.
 
 The packed layout fixes the order of a sum: it follows from the weight's shape and the device alone. The other constants
 may follow from the number of rows (row invariance).
@@ -14,6 +14,7 @@ from cpmrt.cuda.build.spec import KernelSpec
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.ops.linear import LARGE_SHARED_BYTES, OPS, PRODUCTS, row_bucket
 from cpmrt.cuda.ops.linear_packed.layout import LINE_BYTES, RUNS, SLICE_COLUMNS, TILE_ROWS, PackedLayout, whole_lines
+from cpmrt.weights.ternary import TERNARY_BITS
 
 PREPARE_THREADS = 256
 ROW_BUCKETS = (1, 8, 16, 32, 64)
@@ -78,13 +79,17 @@ class LinearPackedConstants:
 
 @dataclass(frozen=True, slots=True)
 class PrepareConstants:
-    """Compile-time constants of prepare_rows.cu, which fix the form of the rows that it writes."""
+    """Compile-time constants of prepare_rows.cu, which fix the form of the rows that it writes.
+
+    `weight_bits` are given for ternary weights only: rows for all other widths are the same.
+    """
 
     in_features: int
     rows: int
     scale_group: int
     zeros: bool
     warpgroups: bool
+    weight_bits: int | None = None
 
 
 def _exchange_through_memory(macros: Mapping[str, int]) -> bool:
@@ -122,7 +127,8 @@ class PackedPlan:
     def prepare(self) -> PrepareConstants:
         """The constants of the kernel that prepares the rows."""
         own = self.constants
-        return PrepareConstants(own.in_features, own.rows, own.scale_group, own.zeros, own.warpgroups)
+        bits = own.weight_bits if own.weight_bits == TERNARY_BITS else None
+        return PrepareConstants(own.in_features, own.rows, own.scale_group, own.zeros, own.warpgroups, bits)
 
     @property
     def prepared_bytes(self) -> int:

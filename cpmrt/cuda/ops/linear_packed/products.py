@@ -38,7 +38,7 @@ UNPACKED_BYTES = 64 << 20
 """At most so much of a weight is in 16 bits at a time, in a prefill."""
 DEQUANTIZE = KernelSpec(
     "dequantize", "linear_packed/repack.cu", constants=RepackConstants, hot=True,
-    reason="4-bit weights of a prefill chunk",
+    reason="4-bit and ternary weights of a prefill chunk",
 )  # fmt: skip
 GATHER = KernelSpec("gather_columns", "linear_packed/gather.cu", "project_residual", hot=True)
 _plan = lru_cache(maxsize=1024)(plan_packed)
