@@ -28,12 +28,14 @@ from cpmrt.errors import CpmrtError  # noqa: E402
 
 @dataclass(frozen=True)
 class Variant:
-    """A row of the table. `options` are those of `cpmrt quantize`; None: the bundled checkpoint as it is."""
+    """A row of the table. `options` are those of `cpmrt quantize`; None: the bundled checkpoint as it is, or another
+    `folder`."""
 
     label: str
     options: tuple[str, ...] | None
     head_bits: int | None = None
     kv_dtype: str = "auto"
+    folder: Path | None = None
 
 
 GPTQ = ("--method", "gptq")
@@ -52,6 +54,7 @@ VARIANTS = (
     Variant("16-bit, int8 head", None, 8),
     Variant("16-bit, int4 head", None, 4),
     Variant("GPTQ g128, int4 head", GPTQ, 4),
+    Variant("ternary g128, not trained for it", ("--method", "ternary")),
     Variant("16-bit, keys and values in fp8", None, kv_dtype="fp8"),
     Variant("GPTQ g128, keys and values in fp8", GPTQ, kv_dtype="fp8"),
 )
@@ -65,6 +68,8 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=32768, help="held-out tokens")
     parser.add_argument("--window", type=int, default=1024, help="held-out tokens in one piece")
     parser.add_argument("--calibration-windows", type=int, default=128, help="of 512 tokens")
+    parser.add_argument("--folder", type=Path, action="append", default=[], help="also a row for this checkpoint")
+    parser.add_argument("--only", default="", metavar="TEXT", help="only rows with this in their name, and the first")
     parser.add_argument("--executor", choices=("auto", "cuda", "reference"), default="auto")
     options = parser.parse_args()
     try:
@@ -92,7 +97,9 @@ def _rows(options: argparse.Namespace) -> Iterator[str]:
         (calibration / name.replace("/", ".")).write_text(text)
     held_out: HeldOut | None = None
     exact: Outcome | None = None
-    for variant in VARIANTS:
+    others = [Variant(folder.name, None, folder=folder) for folder in options.folder]
+    chosen = [variant for variant in VARIANTS[1:] if options.only in variant.label]
+    for variant in (VARIANTS[0], *chosen, *others):
         begun = time.perf_counter()
         with _opened(variant, calibration, options) as llm:
             held_out = held_out or held_out_windows(llm, options.tokens, options.window)
@@ -110,7 +117,7 @@ def _rows(options: argparse.Namespace) -> Iterator[str]:
 
 def _opened(variant: Variant, calibration: Path, options: argparse.Namespace) -> LLM:
     """Opens the model of a row, quantised first if its checkpoint is not there."""
-    folder: Path | None = None
+    folder = variant.folder
     if variant.options is not None:
         folder = options.work / "-".join(part.strip("-") for part in variant.options)
         if not folder.exists():
@@ -122,7 +129,8 @@ def _opened(variant: Variant, calibration: Path, options: argparse.Namespace) ->
 
 
 def _command(folder: Path, method: Sequence[str], calibration: Path, windows: int) -> list[str]:
-    text = () if "rtn" in method else ("--calibration", str(calibration), "--windows", str(windows), "--window", "512")
+    calibrated = ("--calibration", str(calibration), "--windows", str(windows), "--window", "512")
+    text = () if {"rtn", "ternary"} & {*method} else calibrated
     return ["quantize", "demo", str(folder), *method, *text, "--quiet"]
 
 

@@ -2,11 +2,13 @@
 
     python tools/make_demo_model.py all --minutes 15 --work build/demo --out cpmrt/assets/demo
     python tools/make_demo_model.py --long build/long --minutes 2
+    python tools/make_demo_model.py --ternary build/ternary --minutes 1.5
 
 Stages, each reading what the one before left in the work folder: `corpus` collects sources and docstring
 facts, `tokenizer` learns the vocabulary and encodes, `train` trains, `export` writes and measures the result.
 `--long` instead continues the bundled model to contexts of 65,536 tokens and teaches it to find statements in them
-(for tools/eval_sparse.py; not bundled).
+(for tools/eval_sparse.py; not bundled), and `--ternary` continues it with ternary weights (for
+tools/eval_quantized.py; not bundled).
 Needs torch, tokenizers, safetensors and NumPy; a GPU for anything but `--tiny`.
 """
 
@@ -28,6 +30,7 @@ from demo_model.evaluation import Evaluator
 from demo_model.export import check_folder_size, write_checkpoint, write_json, write_model_card
 from demo_model.long_model import long_plan, make_long_model
 from demo_model.network import NetworkConfig
+from demo_model.ternary import TernaryPlan, make_ternary_model
 from demo_model.tokenizer import check_round_trip, encode_file, tokenizer_sample, train_tokenizer
 from demo_model.training import Trainer, TrainingPlan
 from tokenizers import Tokenizer
@@ -48,6 +51,17 @@ def training_plan(arguments: argparse.Namespace) -> TrainingPlan:
             log_steps=5, evaluation_steps=10, evaluation_rows=16,
         )  # fmt: skip
     return TrainingPlan(arguments.minutes, arguments.seed, arguments.learning_rate or TrainingPlan.learning_rate)
+
+
+def ternary_plan(arguments: argparse.Namespace) -> TernaryPlan:
+    """The run that was asked for."""
+    rate = arguments.learning_rate or TernaryPlan.learning_rate
+    if arguments.tiny:
+        return TernaryPlan(
+            arguments.minutes, arguments.seed, rate, tokens_per_step=1024, row_length=256, corpus_stride=200,
+            evaluation_rows=4, log_seconds=1,
+        )  # fmt: skip
+    return TernaryPlan(arguments.minutes, arguments.seed, rate)
 
 
 def device() -> torch.device:
@@ -121,6 +135,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_written)
     parser.add_argument("stage", choices=(*STAGES, "all"), nargs="?")
     parser.add_argument("--long", type=Path, metavar="OUT", help="make the long model in this folder, no stage")
+    parser.add_argument("--ternary", type=Path, metavar="OUT", help="make the ternary model in this folder, no stage")
     parser.add_argument("--minutes", type=float, default=15.0, help="training time, compilation not counted")
     parser.add_argument("--work", type=Path, default=Path("build/demo"), help="intermediate files")
     parser.add_argument("--out", type=Path, default=Path("cpmrt/assets/demo"), help="the checkpoint")
@@ -128,8 +143,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--tiny", action="store_true", help="a smoke test: little text, two layers")
     arguments = parser.parse_args()
-    if (arguments.stage is None) == (arguments.long is None):
-        parser.error("give a stage, or --long OUT")
+    if sum(wish is not None for wish in (arguments.stage, arguments.long, arguments.ternary)) != 1:
+        parser.error("give a stage, --long OUT or --ternary OUT")
     return arguments
 
 
@@ -139,6 +154,9 @@ def main() -> None:
     if arguments.long is not None:
         plan = long_plan(arguments.minutes, arguments.seed, arguments.learning_rate, arguments.tiny)
         make_long_model(arguments.long, plan, device())
+        return
+    if arguments.ternary is not None:
+        make_ternary_model(arguments.ternary, ternary_plan(arguments), device())
         return
     arguments.work.mkdir(parents=True, exist_ok=True)
     stages = {"corpus": make_corpus, "tokenizer": make_tokenizer, "train": train, "export": export}
