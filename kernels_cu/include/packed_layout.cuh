@@ -37,9 +37,9 @@ constexpr int kRunBytes = packed_run_bytes(kRunSlices);
 constexpr int64_t kTileBytes = (kFilledRuns - 1) * kRunBytes + packed_run_bytes(kSlices - (kFilledRuns - 1) * kRunSlices);
 
 static_assert(K % kSliceColumns == 0, "K must be a multiple of 128");
-static_assert(WEIGHT_BITS == 4 || ((WEIGHT_BITS == 2 || WEIGHT_BITS == 8) && !ZEROS), "WEIGHT_BITS must be 4, or without ZEROS 2 or 8");
+static_assert(WEIGHT_BITS == 4 || (WEIGHT_BITS == 8 && ZEROS != 1) || (WEIGHT_BITS == 2 && !ZEROS), "WEIGHT_BITS must be 4, or 8 without zero points, or 2 without ZEROS");
 static_assert(RUNS == 1 || RUNS == 8, "RUNS must be 1 or 8");
-static_assert(SCALE_GROUP == 32 || SCALE_GROUP == 64 || SCALE_GROUP == 128, "SCALE_GROUP must be 32, 64 or 128");
+static_assert(SCALE_GROUP == 16 || SCALE_GROUP == 32 || SCALE_GROUP == 64 || SCALE_GROUP == 128, "SCALE_GROUP must be 16, 32, 64 or 128");
 
 // Where a unit begins in the packed matrix.
 DEVICE int64_t unit_offset(int tile, int slice) {

@@ -1,7 +1,7 @@
 // Skinny matrix products of a step of 1-64 rows with weights of 2, 4 or 8 bits: y[T,N] = x[T,K] W[N,K]^T, fused as in linear.cu.
 //
 // W[n, k] = scale[n, k / G] * (u[n, k] - zero[n, k / G]), u in 0..15 (2 bits: 0..3, 8 bits: 0..255); zero is 8 (2, 128) everywhere without
-//   ZEROS.
+//   ZEROS. With ZEROS 2 W[n, k] = scale[n, k / G] * u[n, k] - minimum[n, k / G].
 // Operands: x, inner (T, K) scalar_t row-major, or with PREPARED what prepare_rows wrote of them; weight packed as in
 //   packed_layout.cuh (repack.cu writes it); partials (tiles, 8, NT, 32) float4 and arrivals (tiles) int32, zero, with
 //   SHARED_RUN = 1, RUNS = 8 and CLUSTERS = 0, else null; prepared with FEEDS what prepare_rows makes of out, else null; others as
@@ -10,10 +10,10 @@
 //   LINEAR: the product, 0 qkv, 1 residual, 2 gate_up, 3 head
 //   HEAD_DIM: of qkv only, elements of a head
 //   IN_FEATURES: K, the columns of W, a multiple of 128
-//   WEIGHT_BITS: 4, or with ZEROS 0 2 or 8
+//   WEIGHT_BITS: 4, or 8 with ZEROS 0 or 2, or 2 with ZEROS 0
 //   RUNS: contiguous parts of K, summed in order: 8 or 1
-//   SCALE_GROUP: columns that share a scale: 32, 64 or 128
-//   ZEROS: 1 has zero points beside the scales; 0: all are 8, in 2 bits 2, in 8 bits 128
+//   SCALE_GROUP: columns that share a scale: 16, 32, 64 or 128
+//   ZEROS: 1 has zero points beside the scales, 2 minimums; 0: zero points are 8, in 2 bits 2, in 8 bits 128
 //   ROWS: most rows of a step: 1, 8, 16, 32 or 64
 //   WARPS: of a block, with SHARED_RUN 0 a multiple of 8
 //   WARPGROUPS: 1 lets four warps multiply together where the architecture can

@@ -9,7 +9,7 @@
 constexpr float kZero = (1 << WEIGHT_BITS - 1) / 8.0f;            // in units of the sums of x, which are 8 times too large
 constexpr float kHiFactor = WEIGHT_BITS == 8 ? 1.0f : 1 << WEIGHT_BITS;   // of hi's codes
 
-// out += scale * (acc - zero * sums of x) over scale group `group` of a slice, for token tiles `from` .. from + COUNT / 4 - 1.
+// out += scale * (acc - zero * sums of x), with minimums scale * acc - minimum * sums of x, over scale group `group` of a slice, for token tiles `from` .. from + COUNT / 4 - 1.
 template <int COUNT>
 DEVICE void add_group(Sums& out, const float (&acc)[COUNT], int from, uint32_t unit, uint32_t x, int group,
                       const Lane& at) {
@@ -30,6 +30,11 @@ DEVICE void add_group(Sums& out, const float (&acc)[COUNT], int from, uint32_t u
     else ones = load_shared2(sums + (from + i) * 32);
 #pragma unroll
     for (int c = 0; c < 4; c++) {
+      if (ZEROS == 2) {
+        out[from + i][c] = fmaf(c < 2 ? scale.x : scale.y, acc[i * 4 + c], out[from + i][c]);
+        out[from + i][c] = fmaf(c < 2 ? zero.x : zero.y, c % 2 ? ones.y : ones.x, out[from + i][c]);
+        continue;
+      }
       const float difference = fmaf(c < 2 ? zero.x : zero.y, c % 2 ? ones.y : ones.x, acc[i * 4 + c]);
       out[from + i][c] = fmaf(c < 2 ? scale.x : scale.y, difference, out[from + i][c]);
     }
@@ -70,6 +75,11 @@ DEVICE void split_codes(uint32_t (&a)[4], const uint32_t* words, int step) {
 }
 #endif
 
+// The blocks of 32 k that scale group `group` lies in, and which half of its one block a group of 16 is.
+constexpr int kGroupBlocks = SCALE_GROUP < 32 ? 1 : SCALE_GROUP / 32;
+DEVICE constexpr int first_block(int group) { return group * SCALE_GROUP / 32; }
+DEVICE constexpr bool has_step(int group, int half) { return SCALE_GROUP >= 32 || half == group % 2; }
+
 // 16 k of x at `shared`: [2][token tile][8 tokens] 16 bytes. With IN_UNIFORM a shuffle tells the compiler that all lanes have the same
 // address: it then keeps this and the descriptors after it in uniform registers, and adds nothing lane by lane.
 template <int NT, bool IN_UNIFORM>
@@ -99,9 +109,11 @@ DEVICE void multiply_together(Sums& out, uint32_t unit, uint32_t x, const Lane& 
         }
 #pragma unroll
         for (int step = 0; step < kHeld; step += 2) {
-          const BlockCodes codes = load_codes(unit + s * kUnitBytes, (group * kSteps + from + step) / 2, at);
+          const int first = group * kSteps + from + step;
+          const BlockCodes codes = load_codes(unit + s * kUnitBytes, first / 2, at);
           const uint32_t* const words = reinterpret_cast<const uint32_t*>(&codes);
-          split_codes(a[s][step], words, 0), split_codes(a[s][step + 1], words, 1);
+          split_codes(a[s][step], words, first % 2);
+          if (kHeld > 1) split_codes(a[s][step + 1], words, 1);
         }
         settle(a[s]);
         wgmma_fence();
@@ -125,7 +137,6 @@ DEVICE void multiply_together(Sums& out, uint32_t unit, uint32_t x, const Lane& 
 // out += S slices: units from `unit` on, x from `x` on. Each is a sum of its own, added in order; S > 1 needs one scale group a slice.
 template <int S>
 DEVICE void multiply_slices(Sums& out, uint32_t unit, uint32_t x, const Lane& at) {
-  constexpr int kGroupBlocks = SCALE_GROUP / 32;
   // Token tiles whose sums over a scale group are in registers together.
   constexpr int kPart = NT < 4 ? NT : kThreads < 512 ? 4 : (kThreads == 512 ? 16 : 8) / NT;
   const uint32_t x_lane = x + (ROWS == 1 ? at.quarter : at.lane) * 16;
@@ -135,19 +146,20 @@ DEVICE void multiply_slices(Sums& out, uint32_t unit, uint32_t x, const Lane& at
     float acc[S][kPart * 4] = {};
     uint4 words[S];
 #pragma unroll
-    for (int j = group * kGroupBlocks; j < (group + 1) * kGroupBlocks; j++) {
+    for (int j = first_block(group); j < first_block(group) + kGroupBlocks; j++) {
       uint4 b[S][kPart];
 #pragma unroll
       for (int s = 0; s < S; s++) {
 #pragma unroll
         for (int i = 0; i < kPart; i++) b[s][i] = load_shared(x_lane + s * kXSliceBytes + j * kXBlockBytes + (from + i) * 512);
-        if (j % kLoadBlocks == 0 || j == group * kGroupBlocks)
+        if (j % kLoadBlocks == 0 || j == first_block(group))
           words[s] = load_shared(unit + s * kUnitBytes + j / kLoadBlocks * 512 + at.lane * 16);
       }
 #pragma unroll
       for (int half = 0; half < 2; half++)
 #pragma unroll
         for (int s = 0; s < S; s++) {
+          if (!has_step(group, half)) continue;
           uint32_t a[4];
           split_codes(a, &words[s].x, j % kLoadBlocks * 2 + half);
 #pragma unroll
@@ -173,22 +185,22 @@ DEVICE void multiply(Sums& out, uint32_t unit, uint32_t x, const Lane& at, bool 
 // One row: out[i] += a slice of the tile whose unit is units[i], tiles side by side, each as multiply_slices would add it.
 template <int TILES>
 DEVICE void multiply_tiles(Sums (&out)[TILES], const uint32_t (&units)[TILES], uint32_t x, const Lane& at) {
-  constexpr int kGroupBlocks = SCALE_GROUP / 32;
 #pragma unroll
   for (int group = 0; group < kUnitScales; group++) {
     float acc[TILES][4] = {};
     uint4 words[TILES];
 #pragma unroll
-    for (int j = group * kGroupBlocks; j < (group + 1) * kGroupBlocks; j++) {
+    for (int j = first_block(group); j < first_block(group) + kGroupBlocks; j++) {
       const uint4 b = load_shared(x + at.quarter * 16 + j * kXBlockBytes);
 #pragma unroll
       for (int i = 0; i < TILES; i++)
-        if (j % kLoadBlocks == 0 || j == group * kGroupBlocks)
+        if (j % kLoadBlocks == 0 || j == first_block(group))
           words[i] = load_shared(units[i] + j / kLoadBlocks * 512 + at.lane * 16);
 #pragma unroll
       for (int half = 0; half < 2; half++)
 #pragma unroll
         for (int i = 0; i < TILES; i++) {
+          if (!has_step(group, half)) continue;
           uint32_t a[4];
           split_codes(a, &words[i].x, j % kLoadBlocks * 2 + half);
           mma(acc[i], a, {half ? b.z : b.x, half ? b.w : b.y});

@@ -6,8 +6,8 @@
 // Operands: out (K/128 slices) as in packed_rows.cuh, with norm T float scales behind them; x (T, K) scalar_t; norm (K) scalar_t or
 //   null; permutation (K) int32 or null.
 // Constants: IN_FEATURES: K, the columns of W, a multiple of 128. ROWS: most rows of a step: 1, 8, 16, 32 or 64.
-//   SCALE_GROUP: columns that share a scale: 32, 64 or 128. ZEROS: 1 has zero points beside the scales; 0: all are 8,
-//   in 8 bits 128. WARPGROUPS: 1 lets four warps multiply together where the architecture can. WEIGHT_BITS: 2 for
+//   SCALE_GROUP: columns that share a scale: 16, 32, 64 or 128. ZEROS: 1 has zero points beside the scales, 2 minimums; 0: zero
+//   points are 8, in 8 bits 128. WARPGROUPS: 1 lets four warps multiply together where the architecture can. WEIGHT_BITS: 2 for
 //   ternary weights, of others not defined
 // Grid: T blocks of 256 threads; no dynamic shared memory.
 // Numerics: float32, rounded once; the square sum in the order of linear_packed.cu's own. Padding rows are not written.

@@ -9,8 +9,9 @@
 //   FORMAT 3 Marlin: codes int32 (K/16, 2 N), 16 x 16 tiles; scales (K/G, N) permuted by 64 columns, by 32 with one group; no zeros
 // Constants: LINEAR: the product, 0 qkv, 1 residual, 2 gate_up, 3 head. HEAD_DIM: of qkv only, elements of a head.
 //   FORMAT: 0 GPTQ, 1 AWQ, 2 compressed-tensors, 3 Marlin. IN_FEATURES: K, the columns of W, a multiple of 128.
-//   WEIGHT_BITS: 4, or with ZEROS 0 2 or 8. RUNS: contiguous parts of K, summed in order: 8 or 1. SCALE_GROUP: columns that
-//   share a scale: 32, 64 or 128. ZEROS: 1 has zero points beside the scales; 0: all are 8, in 2 bits 2, in 8 bits 128
+//   WEIGHT_BITS: 4, or 8 with ZEROS 0 or 2, or 2 with ZEROS 0. RUNS: contiguous parts of K, summed in order: 8 or 1. SCALE_GROUP: columns that
+//   share a scale: 16, 32, 64 or 128. ZEROS: 1 has zero points beside the scales, 2 minimums (not in repack_scales);
+//   0: zero points are 8, in 2 bits 2, in 8 bits 128
 // Grid: any number of blocks of 256 threads; no dynamic shared memory.
 // Numerics: integers as they are; a scale of another type is rounded once, to nearest; a dequantised weight is a float32 product
 //   rounded once.
@@ -23,34 +24,11 @@
 #endif
 #include "copy.cuh"
 #include "packed_layout.cuh"
+#include "packed_tiles.cuh"
 
 static_assert(WEIGHT_BITS == 4 || FORMAT == 0, "codes of 2 or 8 bits come in FORMAT 0");
 #include <cuda_fp16.h>
 #include <cuda_bf16.h>
-
-// Row `row` (0 to 15, from 8 on hi) of a tile, as the Tiles structs of linear_epilogue.cuh have it; num_rows: of the whole weight.
-DEVICE int tile_row(int tile, int row, int num_rows) {
-#if LINEAR == 0
-  constexpr int kHeadTiles = HEAD_DIM / 16;
-  return tile / kHeadTiles * HEAD_DIM + tile % kHeadTiles * 8 + row % 8 + row / 8 * (HEAD_DIM / 2);
-#elif LINEAR == 2
-  return tile * 8 + row % 8 + row / 8 * (num_rows / 2);
-#else
-  return tile * 16 + row;
-#endif
-}
-
-// The inverse for eight rows: x tile, y 0 for lo and 1 for hi.
-DEVICE int2 tile_half(int first_row, int num_rows) {
-#if LINEAR == 0
-  constexpr int kHalf = HEAD_DIM / 2;
-  return make_int2(first_row / HEAD_DIM * (HEAD_DIM / 16) + first_row % kHalf / 8, first_row % HEAD_DIM / kHalf);
-#elif LINEAR == 2
-  return make_int2(first_row % (num_rows / 2) / 8, first_row / (num_rows / 2));
-#else
-  return make_int2(first_row / 16, first_row / 8 % 2);
-#endif
-}
 
 // The code of row n and column k of a source with N rows.
 DEVICE uint32_t source_code(const uint32_t* codes, int n, int k, int N) {
@@ -93,9 +71,6 @@ DEVICE uint32_t source_zero(const uint32_t* zeros, uint32_t addend, int n, int g
 extern "C" __global__ void __launch_bounds__(256) KERNEL(repack_codes)(
     unsigned char* packed, const uint32_t* codes, const int* permutation, int first_row, int N, int num_rows, int num_tiles) {
   pdl_begin();
-  constexpr int kParts = kCodeBytes / 512, kPartColumns = kSliceColumns / kParts, kHiShift = WEIGHT_BITS % 8;
-  constexpr uint32_t kLoBits = WEIGHT_BITS == 2 ? 0x33333333u : WEIGHT_BITS == 4 ? 0x0F0F0F0Fu : ~0u, kHiBits = kLoBits << kHiShift;
-  constexpr int kWordColumns = WEIGHT_BITS == 2 ? 8 : 4;
   const int64_t total = static_cast<int64_t>(num_tiles) * kSlices * kParts * 32;
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x; i < total; i += static_cast<int64_t>(gridDim.x) * 256) {
     const int lane = i & 31, part = i >> 5 & kParts - 1;
@@ -107,14 +82,12 @@ extern "C" __global__ void __launch_bounds__(256) KERNEL(repack_codes)(
     uint4 words = *to;
 #pragma unroll
     for (int w = 0; w < 4; w++) {
-      // In 8 bits lo and hi have words of their own.
-      const bool takes_lo = has_lo && (WEIGHT_BITS < 8 || w % 2 == 0), takes_hi = has_hi && (WEIGHT_BITS < 8 || w % 2 == 1);
-      const int step = WEIGHT_BITS == 2 ? w * 32 : WEIGHT_BITS == 4 ? w / 2 * 32 + w % 2 * 4 : w / 2 * 4;
-      const int first = slice * kSliceColumns + part * kPartColumns + lane % 4 * 8 + step;
+      const bool takes_lo = has_lo && holds_lo(w), takes_hi = has_hi && holds_hi(w);
+      const int first = first_column(slice, part, lane, w);
       uint32_t word = (&words.x)[w] & ~((takes_lo ? kLoBits : 0) | (takes_hi ? kHiBits : 0));
 #pragma unroll
       for (int e = 0; e < kWordColumns; e++) {
-        const int k = permutation == nullptr ? first + e : permutation[first + e], shift = e % 4 / 2 * 8 + e % 2 * 16 + e / 4 * 4;
+        const int k = permutation == nullptr ? first + e : permutation[first + e], shift = code_shift(e);
         if (takes_lo) word |= source_code(codes, lo, k, N) << shift;
         if (takes_hi) word |= source_code(codes, hi, k, N) << shift + kHiShift;
       }
@@ -145,12 +118,13 @@ extern "C" __global__ void __launch_bounds__(256) KERNEL(repack_scales)(
   }
 }
 
-#if WEIGHT_BITS < 8   // a head, which alone may have 8, never meets a chunk of rows
+#if WEIGHT_BITS < 8 || LINEAR != 3   // a head in 8 bits never meets a chunk of rows
 constexpr int kLaneWords = kCodeBytes / 128;   // of a unit
 // The code of a lane's row in a unit: k = 32 block + 8 t + e, half 0 for lo and 1 for hi.
 DEVICE uint32_t unit_code(const uint32_t (&words)[kLaneWords], int block, int e, int half) {
-  const int place = e % 4 / 2 * 8 + e % 2 * 16 + half * WEIGHT_BITS;
+  const int place = e % 4 / 2 * 8 + e % 2 * 16 + half * (WEIGHT_BITS % 8);
   if (WEIGHT_BITS == 2) return words[block] >> place + e / 4 * 4 & 3;
+  if (WEIGHT_BITS == 8) return words[block * 4 + e / 4 * 2 + half] >> place & 255;
   return words[block * 2 + e / 4] >> place & 15;
 }
 
@@ -173,13 +147,15 @@ extern "C" __global__ void __launch_bounds__(256) KERNEL(dequantize)(
     scalar_t* const to = out + static_cast<int64_t>(row) * K + slice * kSliceColumns + lane % 4 * 8;
 #pragma unroll
     for (int j = 0; j < 4; j++) {
-      const scalar_t* const scales = reinterpret_cast<const scalar_t*>(unit + kCodeBytes + j * 32 / SCALE_GROUP * kScaleBytes) +
+      const int group = SCALE_GROUP < 32 ? j * 2 + lane % 4 / 2 : j * 32 / SCALE_GROUP;
+      const scalar_t* const scales = reinterpret_cast<const scalar_t*>(unit + kCodeBytes + group * kScaleBytes) +
                                      (lane / 4 * 2 + place.y) * (ZEROS ? 2 : 1);
-      const float scale = to_float(scales[0]), zero = 8388608.0f + (ZEROS ? to_float(scales[1]) : 1 << WEIGHT_BITS - 1);
+      const float scale = to_float(scales[0]), beside = ZEROS ? to_float(scales[1]) : 1 << WEIGHT_BITS - 1;
+      const float zero = 8388608.0f + (ZEROS == 2 ? 0.0f : beside), minimum = ZEROS == 2 ? beside : 0.0f;
       float values[8];
 #pragma unroll
       for (int e = 0; e < 8; e++)   // an integer below 2^23 is the low bits of the float 2^23 + it
-        values[e] = (__uint_as_float(0x4B000000u | unit_code(words, j, e, place.y)) - zero) * scale;
+        values[e] = (__uint_as_float(0x4B000000u | unit_code(words, j, e, place.y)) - zero) * scale - minimum;
       store16(to + j * 32, make_uint4(pack2(values[0], values[1]), pack2(values[2], values[3]), pack2(values[4], values[5]),
                                       pack2(values[6], values[7])));
     }

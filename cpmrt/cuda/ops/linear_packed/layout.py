@@ -19,7 +19,9 @@ SLICE_COLUMNS = 128
 TILE_ROWS = 16
 LINE_BYTES = 128
 RUNS = 8
-SCALE_GROUPS = (32, 64, 128)
+SCALE_GROUPS = (16, 32, 64, 128)
+ZERO_POINTS, MINIMUMS = 1, 2
+"""What may lie beside each scale: W = scale * (u - zero point), or W = scale * u - minimum."""
 # From so many tiles a multiprocessor on a warp takes whole rows.
 _WHOLE_ROW_TILES = 8
 
@@ -33,7 +35,7 @@ class RepackConstants:
     weight_bits: int
     runs: int
     scale_group: int
-    zeros: bool
+    zeros: int
     format: int
     head_dim: int | None = None
 
@@ -42,9 +44,10 @@ class RepackConstants:
 class PackedLayout:
     """Where the codes and scales of a weight [out_features, in_features] lie, for one product and device.
 
-    A unit is the codes, scales and zero points of 16 rows (a tile) and 128 columns (a slice). K is cut into `runs`
-    parts. `scale_group`: columns that share a scale in the packed form (a file's larger groups are repeated). Codes of
-    2 and 8 bits are symmetric around 2 and 128. `head_dim` is that of a "qkv" product.
+    A unit is the codes and scales of 16 rows (a tile) and 128 columns (a slice), and what `zeros` says beside the
+    scales: nothing (0; codes are symmetric around the middle of their range), ZERO_POINTS (of 4 bits only) or MINIMUMS
+    (of 4 or 8 bits). K is cut into `runs` parts. `scale_group`: columns that share a scale in the packed form (a file's
+    larger groups are repeated). `head_dim` is that of a "qkv" product.
     """
 
     product: Product
@@ -52,7 +55,7 @@ class PackedLayout:
     in_features: int
     runs: int
     scale_group: int
-    zeros: bool
+    zeros: int
     head_dim: int = 0
     bits: int = 4
 
@@ -136,13 +139,13 @@ def packed_layout(spec: TensorSpec, device: Device) -> PackedLayout:
     if quant.group_size not in SCALE_GROUPS and (quant.group_size < 1 or quant.group_size % SLICE_COLUMNS):
         raise UnsupportedModelError(
             f"a {quant.bits}-bit {product} weight has a group size that the kernels do not take",
-            expected="32, 64, 128 or -1", actual=str(quant.group_size), fix="use a checkpoint with another group size",
+            expected="16, 32, 64, 128 or -1", actual=str(quant.group_size), fix="use a checkpoint with another group size",
         )  # fmt: skip
     whole_rows = product in ("gate_up", "head") and ceil(out_features / TILE_ROWS) >= _WHOLE_ROW_TILES * device.num_sms
     # Blocks that exchange sums wait for each other: all must be on the device at once.
     runs = 1 if whole_rows or device.num_sms < RUNS else RUNS
     return PackedLayout(
-        product, out_features, in_features, runs, min(quant.group_size, SLICE_COLUMNS), not quant.symmetric,
+        product, out_features, in_features, runs, min(quant.group_size, SLICE_COLUMNS), 0 if quant.symmetric else ZERO_POINTS,
         spec.head_dim, quant.bits,
     )  # fmt: skip
 

@@ -56,7 +56,7 @@ class LinearPackedConstants:
     weight_bits: int
     runs: int
     scale_group: int
-    zeros: bool
+    zeros: int
     rows: int
     warps: int
     warpgroups: bool
@@ -87,7 +87,7 @@ class PrepareConstants:
     in_features: int
     rows: int
     scale_group: int
-    zeros: bool
+    zeros: int
     warpgroups: bool
     weight_bits: int | None = None
 

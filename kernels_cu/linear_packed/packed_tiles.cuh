@@ -1,0 +1,40 @@
+// Which rows of a weight the tiles of its packed layout hold, as the Tiles structs of linear_epilogue.cuh have them.
+#pragma once
+#include "types.cuh"
+
+// Row `row` (0 to 15, from 8 on hi) of a tile; num_rows: of the whole weight.
+DEVICE int tile_row(int tile, int row, int num_rows) {
+#if LINEAR == 0
+  constexpr int kHeadTiles = HEAD_DIM / 16;
+  return tile / kHeadTiles * HEAD_DIM + tile % kHeadTiles * 8 + row % 8 + row / 8 * (HEAD_DIM / 2);
+#elif LINEAR == 2
+  return tile * 8 + row % 8 + row / 8 * (num_rows / 2);
+#else
+  return tile * 16 + row;
+#endif
+}
+
+// The inverse for eight rows: x tile, y 0 for lo and 1 for hi.
+DEVICE int2 tile_half(int first_row, int num_rows) {
+#if LINEAR == 0
+  constexpr int kHalf = HEAD_DIM / 2;
+  return make_int2(first_row / HEAD_DIM * (HEAD_DIM / 16) + first_row % kHalf / 8, first_row % HEAD_DIM / kHalf);
+#elif LINEAR == 2
+  return make_int2(first_row % (num_rows / 2) / 8, first_row / (num_rows / 2));
+#else
+  return make_int2(first_row / 16, first_row / 8 % 2);
+#endif
+}
+
+// Fields of 16 bytes of a lane in a unit, for the kernels that write them: part `part` of its slice, word w, code e of the word.
+constexpr int kParts = kCodeBytes / 512, kPartColumns = kSliceColumns / kParts, kHiShift = WEIGHT_BITS % 8;
+constexpr uint32_t kLoBits = WEIGHT_BITS == 2 ? 0x33333333u : WEIGHT_BITS == 4 ? 0x0F0F0F0Fu : ~0u, kHiBits = kLoBits << kHiShift;
+constexpr int kWordColumns = WEIGHT_BITS == 2 ? 8 : 4;
+DEVICE int first_column(int slice, int part, int lane, int w) {
+  const int step = WEIGHT_BITS == 2 ? w * 32 : WEIGHT_BITS == 4 ? w / 2 * 32 + w % 2 * 4 : w / 2 * 4;
+  return slice * kSliceColumns + part * kPartColumns + lane % 4 * 8 + step;
+}
+DEVICE int code_shift(int e) { return e % 4 / 2 * 8 + e % 2 * 16 + e / 4 * 4; }
+// In 8 bits lo and hi have words of their own.
+DEVICE constexpr bool holds_lo(int w) { return WEIGHT_BITS < 8 || w % 2 == 0; }
+DEVICE constexpr bool holds_hi(int w) { return WEIGHT_BITS < 8 || w % 2 == 1; }
