@@ -83,7 +83,7 @@ extern "C" __global__ void __launch_bounds__(256) KERNEL(repack_codes)(
 #pragma unroll
     for (int w = 0; w < 4; w++) {
       const bool takes_lo = has_lo && holds_lo(w), takes_hi = has_hi && holds_hi(w);
-      const int first = first_column(slice, part, lane, w);
+      const int first = slice * kSliceColumns + part * kPartColumns + lane % 4 * 8 + word_column(w);
       uint32_t word = (&words.x)[w] & ~((takes_lo ? kLoBits : 0) | (takes_hi ? kHiBits : 0));
 #pragma unroll
       for (int e = 0; e < kWordColumns; e++) {

@@ -139,14 +139,15 @@ def packed_layout(spec: TensorSpec, device: Device) -> PackedLayout:
     if quant.group_size not in SCALE_GROUPS and (quant.group_size < 1 or quant.group_size % SLICE_COLUMNS):
         raise UnsupportedModelError(
             f"a {quant.bits}-bit {product} weight has a group size that the kernels do not take",
-            expected="16, 32, 64, 128 or -1", actual=str(quant.group_size), fix="use a checkpoint with another group size",
+            expected="16, 32, 64, 128 or -1", actual=str(quant.group_size),
+            fix="use a checkpoint with another group size",
         )  # fmt: skip
     whole_rows = product in ("gate_up", "head") and ceil(out_features / TILE_ROWS) >= _WHOLE_ROW_TILES * device.num_sms
     # Blocks that exchange sums wait for each other: all must be on the device at once.
     runs = 1 if whole_rows or device.num_sms < RUNS else RUNS
     return PackedLayout(
-        product, out_features, in_features, runs, min(quant.group_size, SLICE_COLUMNS), 0 if quant.symmetric else ZERO_POINTS,
-        spec.head_dim, quant.bits,
+        product, out_features, in_features, runs, min(quant.group_size, SLICE_COLUMNS),
+        0 if quant.symmetric else ZERO_POINTS, spec.head_dim, quant.bits,
     )  # fmt: skip
 
 
