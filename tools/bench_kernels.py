@@ -43,7 +43,7 @@ from cpmrt.cuda.load.random import FILL_NORMAL  # noqa: E402
 from cpmrt.cuda.ops.gemm import GEMM, Gemm  # noqa: E402
 from cpmrt.cuda.step.forward import StepForward  # noqa: E402
 from cpmrt.cuda.step.kernels import StepKernels  # noqa: E402
-from cpmrt.dtypes import DType  # noqa: E402
+from cpmrt.dtypes import DType, from_float32  # noqa: E402
 from cpmrt.errors import CpmrtError  # noqa: E402
 from cpmrt.models import decoder  # noqa: E402
 from cpmrt.models.planning import plan_model, weight_specs  # noqa: E402
@@ -117,7 +117,8 @@ class Bench:
             everything(FILL_NORMAL, {}, 1024, 256, array, *distribution)
         gpu.put(self.arrays["block_tables"], np.array(plan.caches.block_tables()))
         for table in decoder.tables(config, context, context):
-            for part, values in table.parts(self.arrays[table.spec.name]):
+            stored = partial(from_float32, dtype=DType.BFLOAT16)
+            for part, values in table.parts(self.arrays[table.spec.name], stored):
                 gpu.put(part, values)
         self._rings = gpu.rings(context, config.vocab_size)
         self.steps = StepKernels(self.sieve, config, self.arrays, self._rings, gpu.device)
