@@ -38,7 +38,7 @@ def ternary_specs(specs: Sequence[TensorSpec], checkpoint: Checkpoint) -> tuple[
     The matrix in the middle alone tells that a checkpoint has none. That the other rows are ternary too is checked
     when they are loaded.
     """
-    plain = [spec for spec in specs if spec.product is not None and spec.quant is None]
+    plain = [spec for spec in specs if _has_ternary_kernels(spec) and spec.quant is None]
     if not plain or _group_size(plain[len(plain) // 2], checkpoint) is None:
         return tuple(specs)
     sizes = {spec.name: _group_size(spec, checkpoint) for spec in plain}
@@ -50,7 +50,7 @@ def ternary_specs(specs: Sequence[TensorSpec], checkpoint: Checkpoint) -> tuple[
 
 def declared_ternary(spec: TensorSpec, settings: WeightQuantization) -> TensorSpec:
     """Return the spec of a layer's matrix with the 2-bit codes that the settings promise; others as they are."""
-    if spec.product is None or spec.product == "head":
+    if not _has_ternary_kernels(spec) or spec.product == "head":
         return spec
     size = min(settings.group_of(spec.shape[1]), max(GROUP_SIZES))
     if spec.shape[1] % size:
@@ -65,6 +65,11 @@ def not_ternary(tensor: str, checkpoint: Checkpoint) -> CheckpointError:
     return CheckpointError(
         f"{checkpoint.folder}: tensor {quoted(tensor)} has {NOT_TERNARY}", fix=KEEP_16_BITS
     )
+
+
+def _has_ternary_kernels(spec: TensorSpec) -> bool:
+    """Whether a weight is a matrix of a product that takes 2-bit codes; experts and `per_head` matrices are none."""
+    return spec.product not in (None, "per_head") and not spec.num_experts
 
 
 def _group_size(spec: TensorSpec, checkpoint: Checkpoint) -> int | None:

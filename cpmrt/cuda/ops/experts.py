@@ -70,7 +70,7 @@ class ProductConstants:
     chunk: bool
     runs: int | None = None
     scale_group: int | None = None
-    zeros: bool | None = None
+    zeros: int | None = None
 
     @property
     def tokens(self) -> int:
@@ -94,7 +94,7 @@ class DownConstants:
     early: bool
     runs: int | None = None
     scale_group: int | None = None
-    zeros: bool | None = None
+    zeros: int | None = None
 
     def shared_bytes(self, num_pairs: int) -> int:
         """Return the dynamic shared memory of a step with so many pairs."""
@@ -270,7 +270,7 @@ def down_constants(weight: Weight, num_rows: int, *, is_early: bool) -> DownCons
     return DownConstants(weight.shape[1], bits, tiles, rows, is_early, *layout)
 
 
-def held_in(weight: Weight) -> tuple[int, tuple[int | None, int | None, bool | None]]:
+def held_in(weight: Weight) -> tuple[int, tuple[int | None, int | None, int | None]]:
     """Return the bits of a weight, and of one in 4 bits the runs, scale group and zero points of its layout."""
     if not isinstance(weight, PackedWeight):
         return 16, (None, None, None)
