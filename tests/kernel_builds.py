@@ -59,12 +59,6 @@ CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
         {"LINEAR": 3, "IN_FEATURES": 4096, "TOKEN_TILES": 8, "GROUP": 2, "SPLIT_WARPS": 1}
         | {"HALF_TILE": 0, "CLUSTER": 1, "NORM": 0, "SMEM_BYTES": 232448},
     ),
-    "linear/active_neurons.cu": (
-        {"IN_FEATURES": 1536, "ROWS": 1} | _FATRELU,
-        {"IN_FEATURES": 1536, "ROWS": 8} | _FATRELU,
-        {"IN_FEATURES": 2304, "ROWS": 4} | _FATRELU,
-        {"IN_FEATURES": 9000, "ROWS": 2} | _FATRELU,
-    ),
     "rows/route.cu": ({"HIDDEN": 2304, "EXPERTS": 8, "TOP": 2}, {"HIDDEN": 4096, "EXPERTS": 32, "TOP": 8}),
     "rows/combine.cu": ({"HIDDEN": 2304},),
     "experts/group_pairs.cu": ({"EXPERTS": 8}, {"EXPERTS": 32}),

@@ -53,6 +53,7 @@ VARIANTS = (
     Variant("AWQ format, AWQ scales", ("--method", "awq", "--format", "awq")),
     Variant("16-bit, int8 head", None, 8),
     Variant("16-bit, int4 head", None, 4),
+    Variant("GPTQ g128, int8 head", GPTQ, 8),
     Variant("GPTQ g128, int4 head", GPTQ, 4),
     Variant("ternary g128, not trained for it", ("--method", "ternary")),
     Variant("16-bit, keys and values in fp8", None, kv_dtype="fp8"),
@@ -103,13 +104,14 @@ def _rows(options: argparse.Namespace) -> Iterator[str]:
         begun = time.perf_counter()
         with _opened(variant, calibration, options) as llm:
             held_out = held_out or held_out_windows(llm, options.tokens, options.window)
-            outcome = measure(llm, held_out)
+            outcome = measure(llm, held_out, exact)
         if exact is None:
             exact = outcome
             yield (
                 f"{held_out.num_predictions} tokens in windows of {options.window}, {held_out.provenance}; calibrated "
                 f"on {options.calibration_windows} windows of 512 tokens of the others.\n\n"
-                "| weights | bits a byte | above bf16 | perplexity | same greedy token |\n|---|---|---|---|---|"
+                "| weights | bits a byte | above bf16 | perplexity | same greedy token | divergence, nats |\n"
+                "|---|---|---|---|---|---|"
             )
         yield _row(variant, outcome, exact, held_out)
         print(f"{variant.label}: {time.perf_counter() - begun:.0f} s", file=sys.stderr, flush=True)
@@ -139,7 +141,8 @@ def _row(variant: Variant, outcome: Outcome, exact: Outcome, held_out: HeldOut) 
     above = "-" if outcome is exact else f"{extra:+.4f} ± {deviation:.4f}"
     agreement = "-" if outcome is exact else f"{100 * outcome.agreement(exact):.1f} %"
     bits = f"{outcome.bits_a_byte(held_out):.4f}"
-    return f"| {variant.label} | {bits} | {above} | {outcome.perplexity():.3f} | {agreement} |"
+    divergence = "-" if outcome is exact else f"{outcome.divergence():.4f}"
+    return f"| {variant.label} | {bits} | {above} | {outcome.perplexity():.3f} | {agreement} | {divergence} |"
 
 
 if __name__ == "__main__":

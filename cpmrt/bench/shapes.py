@@ -113,6 +113,20 @@ SHAPES: dict[str, dict[str, Any]] = {
         "sparse_config": {"init_blocks": 1, "window_size": 2048, "topk": 64, "dense_len": 8192, "use_nope": False},
     },
     "minicpm5-2b": _MINICPM5 | {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 42},
+    "minicpm-s-1b": _MINICPM4
+    | {
+        "hidden_size": 1536,
+        "intermediate_size": 3840,
+        "num_hidden_layers": 52,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 8,
+        "vocab_size": 73440,
+        "rms_norm_eps": 1e-5,
+        "eos_token_id": 2,
+        "tie_word_embeddings": True,
+        "hidden_act": "fatrelu",
+        "hidden_act_param": 0.01,
+    },
     "minicpm5-1b": _MINICPM5 | {"hidden_size": 1536, "intermediate_size": 4608, "num_hidden_layers": 24},
 }
 

@@ -33,6 +33,7 @@ FORMATS: dict[str, dict[str, Any]] = {
     "bfloat16": {},
     "float16": {"dtype": "float16"},
     "int4": {"load_format": "dummy", "hf_overrides": {"quantization_config": GPTQ}},
+    "fatrelu": {"hf_overrides": {"hidden_act": "fatrelu", "hidden_act_param": 0.1}},
     "fp8": {"kv_dtype": "fp8"},
     "sparse": {"sparse": SPARSE},
     "lookup": {"draft": "lookup"},

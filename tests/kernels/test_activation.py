@@ -34,7 +34,7 @@ def run(cuda: Any, dtype: DType, gate_up: Any, pdl: bool = False, **constants: i
 @pytest.mark.parametrize("threshold", [0.0, 0.01, 2.5])
 def test_a_fatrelu_keeps_what_is_above_its_threshold(cuda: Any, dtype: DType, threshold: float) -> None:
     gate_up = round_to(np.random.default_rng(3).standard_normal((37, 400), np.float32) * 2, dtype)
-    gate_up[0, :3], gate_up[0, 200:203] = (round_to(np.float32(threshold), dtype), -1, np.nan), np.nan
+    gate_up[0, :3], gate_up[0, 200:203] = (*round_to(np.full(1, threshold, np.float32), dtype), -1, np.nan), np.nan
     expected = round_to(gated(gate_up[:, :200], gate_up[:, 200:], threshold), dtype)
     np.testing.assert_array_equal(run(cuda, dtype, gate_up, FATRELU=float_bits(threshold)), expected)
 

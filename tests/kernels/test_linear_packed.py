@@ -264,9 +264,10 @@ def test_against_the_op_and_bitwise_for_every_number_of_rows(
 @pytest.mark.parametrize("name", ["demo gate_up", "feeding gate_up"])
 def test_gates_of_a_fatrelu(cuda: Any, name: str, dtype: DType) -> None:
     case = make_case(name, dtype)
-    case.arrays["fatrelu"] = 0.4
+    # A gate that rounding carries over the threshold is an error of so much times up.
+    case.arrays["fatrelu"] = 0.02
     values = to_float32(Launcher(cuda, case).run(64), dtype)
-    assert (values == 0).any() and (values != 0).any()
+    assert 0.4 < (values == 0).mean() < 0.7
     check_every_number_of_rows(cuda, case, portable=False)
 
 

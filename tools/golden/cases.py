@@ -102,7 +102,7 @@ CASES = (
     Case("minicpm", _MINICPM),
     Case("minicpm_tied", _changed(_MINICPM, tie_word_embeddings=None, torch_dtype="bfloat16", scale_emb=0.75)),
     Case("minicpm_fatrelu", _changed(
-        _MINICPM, hidden_act="fatrelu", hidden_act_param=0.2, scale_emb=2,
+        _MINICPM, hidden_act="fatrelu", hidden_act_param=0.05, scale_emb=2,
     )),
     Case("minicpm_longrope", _changed(_MINICPM, rope_scaling={
         "rope_type": "longrope", "original_max_position_embeddings": 256, **_LISTS,

@@ -30,10 +30,20 @@ class HeldOut:
 
 @dataclass(frozen=True)
 class Outcome:
-    """For every predicted token, window after window: its negative log-probability, and which token was likeliest."""
+    """For every predicted token, window after window: its negative log-probability, and which token was likeliest.
+
+    `divergences`: the Kullback-Leibler divergence from the exact model's distribution, in nats. `log_probs` [T, V] are
+    kept of the exact model alone, in half precision.
+    """
 
     losses: Sequence[F32]
     choices: Sequence[Array]
+    divergences: Sequence[F32] = ()
+    log_probs: Sequence[Array] = ()
+
+    def divergence(self) -> float:
+        """Return the mean divergence of a token, in nats."""
+        return float(np.concatenate(self.divergences).mean(dtype=np.float64))
 
     def bits_a_byte(self, held_out: HeldOut) -> float:
         return float(np.concatenate(self.losses).mean(dtype=np.float64)) / log(2) / held_out.bytes_a_token
@@ -82,12 +92,17 @@ def held_out_windows(llm: LLM, num_tokens: int, length: int) -> HeldOut:
     return HeldOut(windows, num_bytes / (len(windows) * body), provenance)
 
 
-def measure(llm: LLM, held_out: HeldOut) -> Outcome:
-    """Run the model over every window."""
-    losses, choices = [], []
-    for window in held_out.windows:
+def measure(llm: LLM, held_out: HeldOut, exact: Outcome | None = None) -> Outcome:
+    """Run the model over every window; without an `exact` outcome to compare with it is the exact model itself."""
+    losses, choices, divergences, kept = [], [], [], []
+    for number, window in enumerate(held_out.windows):
         logits = llm.logits(window)[:-1]
-        following = np.array(window[1:])
-        losses.append(-log_softmax(logits)[np.arange(len(following)), following])
+        following, log_probs = np.array(window[1:]), log_softmax(logits)
+        losses.append(-log_probs[np.arange(len(following)), following])
         choices.append(logits.argmax(axis=-1))
-    return Outcome(losses, choices)
+        if exact is None:
+            kept.append(log_probs.astype(np.float16))
+        else:
+            others = exact.log_probs[number].astype(np.float32)
+            divergences.append((np.exp(others) * (others - log_probs)).sum(axis=-1))
+    return Outcome(losses, choices, divergences, kept)
