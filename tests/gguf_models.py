@@ -32,6 +32,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 128,
         "rope_scaling": {"rope_type": "longrope", "original_max_position_embeddings": 256, **LISTS},
     },
+    "minicpm3": SIZES | {
+        "architectures": ["MiniCPM3ForCausalLM"], "scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256,
+        "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 256, "kv_lora_rank": 256,
+        "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "rope_scaling": {
+            "rope_type": "longrope", "original_max_position_embeddings": 512,
+            "long_factor": [1.0 + i for i in range(16)], "short_factor": [1.0 + i for i in range(16)],
+        },
+    },
     "qwen2": SIZES | {"architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True},
     "qwen3": SIZES | {"architectures": ["Qwen3ForCausalLM"], "head_dim": 128},
 }  # fmt: skip
@@ -40,7 +48,10 @@ _RENAMED = {
     "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
     "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "self_attn.q_a_proj": "attn_q_a",
+    "self_attn.q_a_layernorm": "attn_q_a_norm", "self_attn.q_b_proj": "attn_q_b",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa", "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+    "self_attn.kv_b_proj": "attn_kv_b",
 }  # fmt: skip
 _FLOATS = {"F32": (0, DType.FLOAT32), "F16": (1, DType.FLOAT16), "BF16": (30, DType.BFLOAT16)}
 TypeOf = Callable[[str], str]
@@ -131,7 +142,14 @@ def _keys(architecture: str, settings: dict[str, Any]) -> list[tuple[str | bytes
         "attention.value_length": (files.U32, settings["head_dim"]),
         "rope.dimension_count": (files.U32, settings["head_dim"]),
     }  # fmt: skip
-    if "scale_emb" in settings:
+    if "q_lora_rank" in settings:
+        nope, rotated = settings["qk_nope_head_dim"], settings["qk_rope_head_dim"]
+        own |= {
+            "attention.q_lora_rank": (files.U32, settings["q_lora_rank"]),
+            "attention.kv_lora_rank": (files.U32, settings["kv_lora_rank"]),
+            "attention.key_length": (files.U32, nope + rotated), "rope.dimension_count": (files.U32, rotated),
+        }  # fmt: skip
+    elif "scale_emb" in settings:
         own |= {
             "embedding_scale": (files.F32, settings["scale_emb"]),
             "residual_scale": (files.F32, settings["scale_depth"] / layers**0.5),

@@ -33,6 +33,14 @@ _PARTS = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_LATENT = {
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+}
 ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 NOT_WEIGHTS = (ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS)
 """Tensors that the config is made of."""
@@ -78,6 +86,7 @@ GGUF_ARCHITECTURES = {
     for row in (
         GgufArchitecture("llama", "LlamaForCausalLM", paired=True),
         GgufArchitecture("minicpm", "MiniCPMForCausalLM", paired=True),
+        GgufArchitecture("minicpm3", "MiniCPM3ForCausalLM", parts=_LATENT),
         GgufArchitecture("qwen2", "Qwen2ForCausalLM"),
         GgufArchitecture("qwen3", "Qwen3ForCausalLM"),
     )

@@ -29,7 +29,8 @@ _END_IDS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "e
 _END_TEXTS = frozenset(("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>"))
 """Control tokens that end an answer in every model that has them. A file names one end, a generation_config.json all.
 """
-# What MiniCPM's first files, which lack the scales, were made from: scale_emb, scale_depth and dim_model_base.
+_LATENT = "MiniCPM3ForCausalLM"
+# What MiniCPM3 and MiniCPM's first files, which lack the scales, are made with: scale_emb, scale_depth, dim_model_base.
 _OLD_SCALES = (12.0, 1.4, 256)
 _SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
 
@@ -46,8 +47,8 @@ def config_json(model: GgufModel) -> dict[str, Any]:
             f"{model.path}: key '{row.name}.expert_count'", expected="0: experts are not read from GGUF files",
             actual=keys.data["expert_count"], fix="use the safetensors files of the model",
         )  # fmt: skip
-    heads = keys.integer("attention.head_count")
     hidden, layers = keys.integer("embedding_length"), keys.integer("block_count")
+    heads = keys.integer("attention.head_count")
     config = {
         "architectures": [row.hugging_face],
         "hidden_size": hidden,
@@ -55,8 +56,7 @@ def config_json(model: GgufModel) -> dict[str, Any]:
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": keys.integer("attention.head_count_kv", heads),
-        "head_dim": _head_dim(keys),
-        "partial_rotary_factor": keys.integer("rope.dimension_count", _head_dim(keys)) / _head_dim(keys),
+        **(_latent(keys) if row.hugging_face == _LATENT else _whole_heads(keys)),
         "vocab_size": _vocab_size(model, keys),
         "max_position_embeddings": keys.integer("context_length"),
         "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon", 1e-6, high=1.0),
@@ -68,7 +68,7 @@ def config_json(model: GgufModel) -> dict[str, Any]:
         "bos_token_id": model.metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": end_ids(model.metadata),
     }
-    return config | (_scales(keys, hidden, layers) if row.hugging_face == "MiniCPMForCausalLM" else {})
+    return config | (_scales(keys, hidden, layers) if row.hugging_face.startswith("MiniCPM") else {})
 
 
 def head_dim(model: GgufModel) -> int:
@@ -104,6 +104,22 @@ def _head_dim(keys: Fields) -> int:
     known = keys.integer("attention.key_length", None) or keys.integer("rope.dimension_count", None)
     size: int = known or max(keys.integer("embedding_length") // keys.integer("attention.head_count"), 1)
     return size
+
+
+def _whole_heads(keys: Fields) -> dict[str, Any]:
+    size = _head_dim(keys)
+    return {"head_dim": size, "partial_rotary_factor": keys.integer("rope.dimension_count", size) / size}
+
+
+def _latent(keys: Fields) -> dict[str, Any]:
+    """Return the sizes of multi-head latent attention, of whose heads a part is rotated."""
+    rotated = keys.integer("rope.dimension_count")
+    return {
+        "q_lora_rank": keys.integer("attention.q_lora_rank"),
+        "kv_lora_rank": keys.integer("attention.kv_lora_rank"),
+        "qk_rope_head_dim": rotated,
+        "qk_nope_head_dim": keys.integer("attention.key_length") - rotated,
+    }
 
 
 def _same(value: Value) -> Value:

@@ -61,9 +61,10 @@ def unpaired(num_rows: int, head_dim: int) -> tuple[int, ...]:
 
 
 def _held(spec: TensorSpec) -> Quantization | None:
-    """Return how an executor can hold the blocks of a spec; None for what is no matrix, or is not all in blocks."""
+    """Return how an executor can hold the blocks of a spec; None for what is no matrix, or one that every product takes
+    in 16 bits, or is not all in blocks."""
     packings = [source.packing for source in spec.sources if source.packing is not None]
-    if spec.product is None or len(packings) < len(spec.sources):
+    if spec.product in (None, "per_head") or len(packings) < len(spec.sources):
         return None
     bits = max(BLOCK_TYPES[packing.format].bits for packing in packings)
     group_size = min(packing.group_size for packing in packings)
