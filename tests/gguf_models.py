@@ -123,7 +123,7 @@ def draw(kind: str, shape: tuple[int, ...], random: np.random.Generator) -> tupl
 
 def _add_factors(settings: dict[str, Any], tensors: list[files.Described]) -> None:
     for kind in ("long", "short"):
-        if "rope_scaling" in settings:
+        if settings.get("rope_scaling"):
             factors = np.array(settings["rope_scaling"][f"{kind}_factor"], np.float32)
             tensors.append(files.Described(f"rope_factors_{kind}.weight", factors.shape, 0, factors.tobytes()))
 
@@ -155,7 +155,7 @@ def _keys(architecture: str, settings: dict[str, Any]) -> list[tuple[str | bytes
             "residual_scale": (files.F32, settings["scale_depth"] / layers**0.5),
             "logit_scale": (files.F32, settings["hidden_size"] / settings["dim_model_base"]),
         }
-    if "rope_scaling" in settings:
+    if settings.get("rope_scaling"):
         original = settings["rope_scaling"]["original_max_position_embeddings"]
         own |= {
             "rope.scaling.type": (files.STRING, "longrope"),

@@ -1,50 +1,24 @@
 """Tokenizers from GGUF files: the ids of the tokenizer that the file was made from, on thousands of texts."""
 
 import json
-import random
 from functools import cache
-from pathlib import Path
 
 import gguf_files as files
 import numpy as np
 import pytest
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
+from gguf_tokenizers import DATA, SPLITTERS, texts, trained
 from tokenizers import Tokenizer as Library
 
 from cpmrt.errors import CheckpointError, UnsupportedModelError
 from cpmrt.text import ChatTemplate, Tokenizer
 
-ROOT = Path(__file__).resolve().parents[2]
-DATA = ROOT / ".." / "shared" / "data"
 COUNTS = pytest.mark.parametrize("count", [1000, pytest.param(10_000, marks=pytest.mark.all)])
 """Of texts on which ids are compared."""
-LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
-    r"|\s+(?!\S)|\s+"
-)
 NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = range(1, 7)
 SIZES = {
     "block_count": 1, "context_length": 64, "embedding_length": 64, "feed_forward_length": 64,
     "attention.head_count": 1,
 }  # fmt: skip
-
-
-def texts(special=(), count=1000, seed=0):
-    """Pieces of this project's own texts, of other scripts, spaces and signs, with special tokens among them."""
-    source = "".join(path.read_text() for path in (ROOT / "README.md", ROOT / "tests" / "drawing.py"))
-    others = "长文本，中文。日本語のテキスト  한국어\tРусский — naïve café ﬁ x² ½ ٣ "
-    others += "😀👩\u200d👩\u200d👧 e\u0301 \u00a0\u3000 "
-    others += "12345678.90 don't I'LL\r\n\n\n"
-    chance = random.Random(seed)
-    for _ in range(count):
-        pieces = []
-        for _ in range(chance.randrange(1, 6)):
-            text = source if chance.random() < 0.6 else others
-            start = chance.randrange(len(text))
-            pieces.append(text[start : start + chance.randrange(1, 40)])
-            if special and chance.random() < 0.3:
-                pieces.append(chance.choice(special))
-        yield "".join(pieces)
 
 
 def write(path, keys):
@@ -119,21 +93,6 @@ def test_sentence_piece_gives_the_ids_of_the_library(tmp_path, count):
         assert found.decode(ids) == expected.decode(ids)
 
 
-def trained(pattern, *, ignore_merges=False, normalizer=None):
-    """A byte-level tokenizer trained on this project's texts, split as a model's tokenizer.json says."""
-    library = Library(models.BPE(ignore_merges=ignore_merges))
-    splits = [pre_tokenizers.Split(Regex(one), "isolated") for one in pattern]
-    library.pre_tokenizer = pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(False, use_regex=not splits)])
-    library.decoder = decoders.ByteLevel()
-    library.normalizer = normalizer
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=1500, initial_alphabet=alphabet, show_progress=False)
-    library.train_from_iterator(texts(count=1000, seed=5), trainer)
-    library.add_special_tokens([AddedToken("<|im_start|>"), AddedToken("<|im_end|>")])
-    library.add_tokens([AddedToken("<think>", normalized=False)])
-    return library
-
-
 @cache
 def plain():
     """One that is split as GPT-2's."""
@@ -149,15 +108,6 @@ def byte_pair_keys(library, pre):
         "token_type": listed(files.I32, (special.get(i, NORMAL) for i in range(len(tokens)))),
         "merges": listed(files.STRING, (" ".join(pair) for pair in content["model"]["merges"])),
     } | ({} if pre is None else {"pre": (files.STRING, pre)})  # fmt: skip
-
-
-SPLITTERS = {
-    "gpt-2": {"pattern": ()},
-    "llama-bpe": {"pattern": (LLAMA3,), "ignore_merges": True},
-    "qwen2": {"pattern": (LLAMA3.replace("{1,3}", ""),), "normalizer": normalizers.NFC()},
-    "minicpm5": {"pattern": (r"\p{N}{1,3}", LLAMA3.replace("{1,3}", "+")), "ignore_merges": True},
-    "smollm": {"pattern": (r"\p{N}", r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+")},
-}
 
 
 @COUNTS

@@ -6,7 +6,7 @@ Source: the tokenizer.json of the models that the names stand for, and llama.cpp
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,3 +71,27 @@ def word_splitter(name: object, tokens: Sequence[str], where: str) -> WordSplitt
     if name == "minicpm5" and any(_SIGN_AND_LETTERS.fullmatch(token) for token in tokens):
         return _MINICPM5_JOINED
     return _SPLITTERS[name]
+
+
+def name_of(tokenizer_json: Mapping[str, Any]) -> str | None:
+    """Return the name under which GGUF knows how a tokenizer.json cuts text into words; None if it has none."""
+    splitter, model = tokenizer_json.get("pre_tokenizer") or {}, tokenizer_json["model"]
+    parts = splitter.get("pretokenizers") or [splitter]
+    if not parts or not all(_is_plain(part) for part in parts):
+        return None
+    patterns = [part["pattern"]["Regex"] if part["type"] == "Split" else _GPT2 for part in parts if _cuts(part)]
+    for name, row in (*_SPLITTERS.items(), ("minicpm5", _MINICPM5_JOINED)):
+        if (tuple(patterns), bool(model.get("ignore_merges"))) == (row.patterns, row.ignores_merges):
+            return name
+    return None
+
+
+def _is_plain(part: Mapping[str, Any]) -> bool:
+    """Tell whether a component is one of those that a `WordSplitter` is made of."""
+    if part.get("type") == "Split":
+        return part["behavior"] == "Isolated" and not part.get("invert") and "Regex" in part["pattern"]
+    return part.get("type") == "ByteLevel" and not part.get("add_prefix_space", True)
+
+
+def _cuts(part: Mapping[str, Any]) -> bool:
+    return part["type"] == "Split" or bool(part.get("use_regex", True))

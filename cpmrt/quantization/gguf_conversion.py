@@ -1,0 +1,195 @@
+"""Converts a checkpoint to a GGUF file, its matrices in 16 bits or in blocks, and any checkpoint to 16-bit safetensors.
+
+One tensor at a time is in memory, as float32.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from cpmrt.config import EngineConfig
+from cpmrt.dtypes import F32, Array, DType, from_float32
+from cpmrt.errors import CheckpointError, ConfigError, UnsupportedModelError, quoted
+from cpmrt.models.decoder import tensor_specs
+from cpmrt.models.planning import weight_specs
+from cpmrt.quantization.checkpoint_writer import copy_companions, new_folder
+from cpmrt.quantization.file_writer import SafetensorsWriter
+from cpmrt.quantization.file_writer import TensorPlan as PlainPlan
+from cpmrt.quantization.gguf_blocks import quantise_rows
+from cpmrt.quantization.gguf_file import GgufWriter, TensorPlan
+from cpmrt.quantization.gguf_keys import architecture_row, factor_tensors, model_keys, tokenizer_keys
+from cpmrt.tensor_spec import Source, TensorSpec
+from cpmrt.weights.check import check
+from cpmrt.weights.checkpoint import SINGLE_NAME, Checkpoint
+from cpmrt.weights.formats.blocks import BLOCK_TYPES
+from cpmrt.weights.gguf.file import SUFFIX
+from cpmrt.weights.gguf.folder import is_gguf
+from cpmrt.weights.gguf.specs import unpaired
+from cpmrt.weights.model_files import is_there, read_file
+from cpmrt.weights.model_folder import ModelFolder
+from cpmrt.weights.pack import pack
+
+_LOG = logging.getLogger(__name__)
+_MAX_BYTES = 1 << 27
+_COMPANIONS = ("generation_config.json", "tokenizer.json", "tokenizer_config.json")
+
+
+@dataclass(frozen=True)
+class FileType:
+    """What most matrices of a file are stored as, its `number` in llama.cpp, and what the head is stored as, or the
+    embedding that it is tied to: a few more bits there cost little."""
+
+    matrices: str
+    number: int
+    head: str
+
+
+_INSTEAD = ("Q8_0", "BF16")
+"""What is taken where columns make no blocks of the type that was asked for."""
+FILE_TYPES = {
+    "f16": FileType("F16", 1, "F16"),
+    "bf16": FileType("BF16", 32, "BF16"),
+    "q8_0": FileType("Q8_0", 7, "Q8_0"),
+    "q6_k": FileType("Q6_K", 18, "Q6_K"),
+    "q4_0": FileType("Q4_0", 2, "Q6_K"),
+    "q4_k": FileType("Q4_K", 14, "Q6_K"),
+}
+"""By name."""
+
+
+def to_gguf(folder: ModelFolder, target: Path, kind: str) -> None:
+    """Make the file `target`, which must not exist, from a model in any format; nothing is left of it after an error.
+
+    `kind` is a row of FILE_TYPES. Matrices whose columns make no whole blocks take the nearest type whose they make.
+    Raises CheckpointError, ConfigError, UnsupportedModelError.
+    """
+    if target.suffix != SUFFIX:
+        raise ConfigError("the file to make", expected=f"a name that ends with {SUFFIX}", actual=quoted(target.name))
+    row = architecture_row(folder.config)
+    keys = model_keys(folder, FILE_TYPES[kind].number) | tokenizer_keys(folder)
+    with Checkpoint.open(folder.path) as checkpoint, _new_file(target) as partial:
+        sources = dict(_sources(folder, checkpoint))
+        plans = {row.gguf_name(name): _plan(spec, kind, folder) for name, spec in sources.items()}
+        _tell_of_others(plans, kind)
+        factors = {name: np.array(values, np.float32) for name, values in factor_tensors(folder.config).items()}
+        all_plans = plans | {name: TensorPlan("F32", values.shape) for name, values in factors.items()}
+        with GgufWriter(partial, keys, all_plans) as writer:
+            for name, values in factors.items():
+                writer.write(name, values)
+            for name, spec in sources.items():
+                values = _values(spec, checkpoint)
+                if row.pairs_rows(name):
+                    values = _paired(values, folder.config.attention.head_dim)
+                plan = plans[row.gguf_name(name)]
+                writer.write(row.gguf_name(name), _stored(values, plan.dtype))
+
+
+def to_safetensors(folder: ModelFolder, target: Path) -> None:
+    """Make the folder `target`, which must not exist, with the weights in 16 bits, as the config's dtype has them.
+
+    Raises CheckpointError, ConfigError, UnsupportedModelError.
+    """
+    dtype = folder.config.dtype or DType.BFLOAT16
+    with Checkpoint.open(folder.path) as checkpoint, new_folder(target) as partial:
+        sources = dict(_sources(folder, checkpoint))
+        plans = {name: PlainPlan(dtype.safetensors_name, spec.shape) for name, spec in sources.items()}
+        with SafetensorsWriter(partial / SINGLE_NAME, plans) as writer:
+            for name, spec in sources.items():
+                writer.write(name, pack(spec, checkpoint, dtype))
+        config = {key: value for key, value in folder.raw_config.items() if key != "quantization_config"}
+        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        if not is_gguf(folder.path):
+            copy_companions(folder.path, partial)
+            return
+        for name in _COMPANIONS:
+            if is_there(folder.path / name):
+                (partial / name).write_bytes(read_file(folder.path / name, _MAX_BYTES))
+
+
+def _sources(folder: ModelFolder, checkpoint: Checkpoint) -> Iterator[tuple[str, TensorSpec]]:
+    """Yield every tensor of the model by its Hugging Face name, as a weight of one source, however that is stored."""
+    plain = {spec.name: spec for spec in tensor_specs(folder.config)}
+    stored = weight_specs(folder.config, EngineConfig(load_format="safetensors"), checkpoint)
+    check(stored, checkpoint)
+    for spec in stored:
+        if spec.name not in plain:
+            continue  # a tied head
+        names = plain[spec.name].sources
+        if len(names) != len(spec.sources):
+            raise UnsupportedModelError(
+                f"{folder.path}: {spec.name} is stored as one matrix", expected="q, k, v, gate and up for themselves",
+                fix="convert it first: cpmrt convert --to gptq",
+            )  # fmt: skip
+        for name, source in zip(names, spec.sources, strict=True):
+            yield name.name, replace(spec, name=name.name, shape=source.shape, sources=(source,), quant=None)
+
+
+def _plan(spec: TensorSpec, kind: str, folder: ModelFolder) -> TensorPlan:
+    """Choose the type of a tensor."""
+    if len(spec.shape) == 1:
+        return TensorPlan("F32", spec.shape)
+    is_tied = spec.name.endswith("embed_tokens.weight") and folder.config.tie_word_embeddings
+    wanted = FILE_TYPES[kind].head if spec.product == "head" or is_tied else FILE_TYPES[kind].matrices
+    return TensorPlan(next(name for name in (wanted, *_INSTEAD) if _fits(name, spec.sources[0])), spec.shape)
+
+
+def _tell_of_others(plans: Mapping[str, TensorPlan], kind: str) -> None:
+    """Say in the log which matrices have another type than was asked for."""
+    asked = (FILE_TYPES[kind].matrices, FILE_TYPES[kind].head)
+    others = [plan for plan in plans.values() if len(plan.shape) > 1 and plan.dtype not in asked]
+    if others:
+        widths = ", ".join(str(width) for width in sorted({plan.shape[1] for plan in others}))
+        types = ", ".join(sorted({plan.dtype for plan in others}))
+        _LOG.warning(
+            "%d matrices of %s columns make no blocks of %s: stored as %s", len(others), widths, asked[0], types
+        )
+
+
+def _fits(name: str, source: Source) -> bool:
+    return name not in BLOCK_TYPES or source.shape[1] % BLOCK_TYPES[name].size == 0
+
+
+def _values(spec: TensorSpec, checkpoint: Checkpoint) -> F32:
+    values: F32 = pack(spec, checkpoint, DType.FLOAT32)
+    if not np.isfinite(values).all():
+        raise CheckpointError(f"{checkpoint.folder}: tensor {quoted(spec.name)} has values that are not finite")
+    return values
+
+
+def _paired(values: F32, head_dim: int) -> F32:
+    """Put the rows of heads in pairs, as `unpaired` finds them."""
+    made = np.empty_like(values)
+    made[np.array(unpaired(len(values), head_dim))] = values
+    return made
+
+
+def _stored(values: F32, dtype: str) -> Array:
+    if dtype in BLOCK_TYPES:
+        return quantise_rows(dtype, values)
+    return from_float32(values, next(row for row in DType if row.safetensors_name == dtype))
+
+
+@contextmanager
+def _new_file(target: Path) -> Iterator[Path]:
+    """Name a file to fill, which becomes `target` at the end, or is deleted after an error. Raises ConfigError."""
+    if target.exists():
+        raise ConfigError(f"{target} exists already", fix="name a new file, or delete it")
+    if not target.parent.is_dir():
+        raise ConfigError(f"{target.parent} is not a folder", fix="make it first")
+    try:
+        with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as folder:
+            yield Path(folder) / target.name
+            (Path(folder) / target.name).rename(target)
+    except OSError as error:
+        raise ConfigError(
+            f"{target} cannot be written: {error.strerror}",
+            fix="name a file in a folder that you may write, on a disk with enough room",
+        ) from error

@@ -1,0 +1,223 @@
+"""Checkpoints become GGUF files, and GGUF files checkpoints: blocks, keys, names and bits."""
+
+import json
+import shutil
+
+import gguf_models as models
+import numpy as np
+import pytest
+from gguf_tokenizers import DATA, SPLITTERS, texts, trained
+from safetensors.numpy import load_file
+
+from cpmrt import LLM, SamplingParams
+from cpmrt.cli.main import main
+from cpmrt.dtypes import DType, from_float32, to_float32
+from cpmrt.errors import ConfigError, UnsupportedModelError
+from cpmrt.quantization.gguf_blocks import QUANTISERS, quantise_rows
+from cpmrt.quantization.gguf_conversion import FILE_TYPES, to_gguf, to_safetensors
+from cpmrt.text import ChatTemplate, Tokenizer
+from cpmrt.weights.checkpoint import Checkpoint
+from cpmrt.weights.formats.blocks import BLOCK_TYPES
+from cpmrt.weights.model_folder import BUNDLED, ModelFolder
+
+ERRORS = {"Q8_0": 0.006, "Q6_K": 0.02, "Q4_K": 0.076, "Q4_0": 0.086}
+"""Of weights drawn from a normal distribution: root of the mean squared error, relative."""
+
+
+def normal(rows=64, columns=512):
+    return np.random.default_rng(0).standard_normal((rows, columns)).astype(np.float32) * np.float32(0.03)
+
+
+@pytest.mark.parametrize("name", QUANTISERS)
+def test_error_of_normal_weights(name):
+    values = normal()
+    found = BLOCK_TYPES[name].values(quantise_rows(name, values))
+    assert np.sqrt(np.mean((found - values) ** 2)) / values.std() < ERRORS[name]
+
+
+@pytest.mark.parametrize("name", ["Q8_0", "Q4_0"])
+def test_error_is_no_larger_than_that_of_the_package(name):
+    gguf = pytest.importorskip("gguf")
+    values, kind = normal(), gguf.GGMLQuantizationType[name]
+    found = gguf.dequantize(quantise_rows(name, values), kind)
+    theirs = gguf.dequantize(gguf.quantize(values, kind), kind)
+    assert np.mean((found - values) ** 2) <= np.mean((theirs - values) ** 2)
+
+
+@pytest.mark.parametrize("name", QUANTISERS)
+def test_what_a_type_can_say_stays_nearly_as_it_is(name):
+    """Rows that come from blocks are found again up to the rounding of scales."""
+    kind = BLOCK_TYPES[name]
+    values = kind.values(quantise_rows(name, normal()))
+    found = kind.values(quantise_rows(name, values))
+    assert np.sqrt(np.mean((found - values) ** 2)) < 0.02 * values.std()
+
+
+@pytest.mark.parametrize("name", QUANTISERS)
+@pytest.mark.parametrize("fill", [0.0, 1.0, -1.0, 1e-6, 60000.0, -60000.0])
+def test_rows_of_one_value(name, fill):
+    values = np.full((2, 512), fill, np.float32)
+    rows = quantise_rows(name, values)
+    assert BLOCK_TYPES[name].all_finite(rows)
+    np.testing.assert_allclose(BLOCK_TYPES[name].values(rows), values, rtol=0.02, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", QUANTISERS)
+def test_one_large_weight_and_one_sign(name):
+    values = normal(4)
+    values[0, 7] = 5.0
+    values[1] = np.abs(values[1])
+    values[2] = -np.abs(values[2])
+    found = BLOCK_TYPES[name].values(quantise_rows(name, values))
+    assert abs(found[0, 7] - 5) < 0.5 and np.isfinite(found).all()
+    for row in (1, 2):
+        assert np.sqrt(np.mean((found[row] - values[row]) ** 2)) < 0.15 * values[row].std() + 0.02 * 0.03
+
+
+@pytest.mark.parametrize("architecture", models.CONFIGS)
+def test_there_and_back_keeps_every_bit(tmp_path, architecture):
+    """A checkpoint in bfloat16 becomes a GGUF file of bfloat16 and the same checkpoint again."""
+    source = models.write_pair(tmp_path, architecture, lambda name: "BF16").folder
+    config = json.loads((source / "config.json").read_text()) | {"torch_dtype": "bfloat16"}
+    (source / "config.json").write_text(json.dumps(config))
+    folder = ModelFolder.open(source)
+    to_gguf(folder, tmp_path / "made.gguf", "bf16")
+    made = ModelFolder.open(tmp_path / "made.gguf")
+    assert made.config == folder.config
+    to_safetensors(made, tmp_path / "back")
+    assert ModelFolder.open(tmp_path / "back").config == folder.config
+    expected = load_file(source / "model.safetensors")
+    with Checkpoint.open(tmp_path / "back") as found:
+        assert found.entries.keys() == expected.keys()
+        for name, values in expected.items():
+            np.testing.assert_array_equal(found.view(name), from_float32(values, DType.BFLOAT16), err_msg=name)
+    assert Tokenizer.open(tmp_path / "back").encode("abc ü") == Tokenizer.open(source).encode("abc ü")
+
+
+@pytest.mark.parametrize("kind", FILE_TYPES)
+def test_a_file_made_here_runs_as_its_weights(tmp_path, kind):
+    """The logits are those of the matrices as the package that defines the format reads them."""
+    gguf = pytest.importorskip("gguf")
+    pair = models.write_pair(tmp_path, "minicpm", lambda name: "F32")
+    to_gguf(ModelFolder.open(pair.folder), tmp_path / "made.gguf", kind)
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "made.gguf").tensors}
+    weights = {}
+    for name, values in load_file(pair.folder / "model.safetensors").items():
+        tensor = tensors.pop(models.gguf_name(name))
+        assert tensor.tensor_type.name == ("F32" if values.ndim == 1 else wanted(kind, name))
+        read = gguf.dequantize(tensor.data, tensor.tensor_type).reshape(values.shape)
+        weights[name] = models.unpaired(read, 2) if "q_proj" in name or "k_proj" in name else read
+        assert np.abs(weights[name] - values).max() < 0.15 * np.abs(values).max()
+    assert set(tensors) == {"rope_factors_long.weight", "rope_factors_short.weight"}
+    models.save_file(weights, pair.folder / "model.safetensors")
+    scores = []
+    for model in (tmp_path / "made.gguf", pair.folder):
+        with LLM(model, executor="reference", dtype="float32", max_context=128) as llm:
+            scores.append(llm.score("Every good boy deserves fudge."))
+    np.testing.assert_allclose(*scores, rtol=0, atol=2e-4)
+
+
+def wanted(kind, name):
+    return FILE_TYPES[kind].head if name == "lm_head.weight" else FILE_TYPES[kind].matrices
+
+
+def test_keys_are_those_that_llama_cpp_requires(tmp_path):
+    gguf = pytest.importorskip("gguf")
+    to_gguf(ModelFolder.open(BUNDLED), tmp_path / "demo.gguf", "q4_k")
+    fields = {name: field.contents() for name, field in gguf.GGUFReader(tmp_path / "demo.gguf").fields.items()}
+    config = ModelFolder.open(BUNDLED).config
+    assert fields["general.architecture"] == "minicpm" and fields["general.file_type"] == 14
+    assert fields["general.quantization_version"] == 2 and fields["minicpm.block_count"] == config.num_layers
+    assert fields["minicpm.attention.head_count_kv"] == config.attention.num_kv_heads
+    assert fields["minicpm.residual_scale"] == pytest.approx(config.residual_scale, rel=1e-6)
+    lists = [fields[f"tokenizer.ggml.{name}"] for name in ("tokens", "scores", "token_type")]
+    assert {len(values) for values in lists} == {config.vocab_size}
+    assert fields["tokenizer.ggml.model"] == "llama" and "im_start" in fields["tokenizer.chat_template"]
+
+
+def test_the_bundled_model_says_the_same_from_a_file(tmp_path):
+    to_gguf(ModelFolder.open(BUNDLED), tmp_path / "demo.gguf", "bf16")
+    answers = []
+    for model in (None, tmp_path / "demo.gguf"):
+        with LLM(model, executor="reference", max_context=256) as llm:
+            chat = [{"role": "user", "content": "What does os.path.join do?"}]
+            answers.append(llm.chat(chat, SamplingParams(max_new_tokens=12)).token_ids)
+    assert answers[0] == answers[1]
+
+
+def small(tmp_path, tokenizer, vocab_size=1600, **settings):
+    """A small model with this tokenizer.json."""
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 1, "num_key_value_heads": 1}
+    pair = models.write_pair(
+        tmp_path, "llama", lambda name: "F32", num_hidden_layers=1, head_dim=32, vocab_size=vocab_size,
+        tie_word_embeddings=True, **sizes,
+    )  # fmt: skip
+    (pair.folder / "tokenizer.json").write_text(tokenizer)
+    (pair.folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return pair.folder
+
+
+@pytest.mark.skipif(not DATA.exists(), reason="needs the tokenizers beside the project")
+def test_sentence_piece_needs_no_second_copy(tmp_path):
+    folder = small(tmp_path, (DATA / "minicpm3_tokenizer.json").read_text(), 73448)
+    shutil.copy(DATA / "minicpm4_tokenizer_config.json", folder / "tokenizer_config.json")
+    to_gguf(ModelFolder.open(folder), tmp_path / "made.gguf", "q8_0")
+    _same_tokenizer(folder, tmp_path / "made.gguf", whole=False)
+
+
+@pytest.mark.parametrize("pre", SPLITTERS)
+def test_byte_pairs_need_no_second_copy_where_their_words_have_a_name(tmp_path, pre):
+    folder = small(tmp_path, trained(**SPLITTERS[pre]).to_str(), eos_token="<|im_end|>")
+    to_gguf(ModelFolder.open(folder), tmp_path / "made.gguf", "q8_0")
+    _same_tokenizer(folder, tmp_path / "made.gguf", whole=False)
+
+
+def test_a_tokenizer_that_has_no_name_comes_as_a_whole(tmp_path, caplog):
+    folder = small(tmp_path, trained(("x+",)).to_str())
+    to_gguf(ModelFolder.open(folder), tmp_path / "made.gguf", "q8_0")
+    _same_tokenizer(folder, tmp_path / "made.gguf", whole=True)
+    assert "llama.cpp will split it otherwise" in caplog.text
+
+
+def _same_tokenizer(folder, made, *, whole):
+    assert (b"tokenizer.huggingface.json" in made.read_bytes()) == whole
+    found, expected = Tokenizer.open(made), Tokenizer.open(folder)
+    for text in texts(["<|im_end|>", "<|im_start|>"], 300):
+        assert found.encode(text) == expected.encode(text), text
+    assert found.eos_token_ids == expected.eos_token_ids and found.bos_token_id == expected.bos_token_id
+    assert (ChatTemplate.open(made) is None) == (ChatTemplate.open(folder) is None)
+
+
+def test_a_gptq_checkpoint_becomes_a_file_and_a_plain_folder(tmp_path):
+    assert main(["quantize", "demo", str(tmp_path / "gptq"), "--method", "rtn", "--group-size", "64"]) == 0
+    assert main(["convert", str(tmp_path / "gptq"), str(tmp_path / "a.gguf"), "--to", "gguf", "--type", "q8_0"]) == 0
+    assert main(["convert", str(tmp_path / "gptq"), str(tmp_path / "plain"), "--to", "safetensors"]) == 0
+    found = []
+    for model in ("gptq", "a.gguf", "plain"):
+        with LLM(tmp_path / model, executor="reference", dtype="float32", max_context=128) as llm:
+            found.append(llm.score("def read_lines(path):\n    with open(path) as file:"))
+    assert np.abs(found[2] - found[0]).max() < 0.1 and np.abs(found[1] - found[0]).max() < 0.3
+    assert to_float32(np.zeros(1, np.uint16), DType.BFLOAT16) == 0
+
+
+def test_mistakes_leave_nothing_behind(tmp_path):
+    folder = ModelFolder.open(BUNDLED)
+    (tmp_path / "there.gguf").write_bytes(b"")
+    for target, words in (
+        (tmp_path / "there.gguf", "exists already"), (tmp_path / "no" / "a.gguf", "is not a folder"),
+        (tmp_path / "model.bin", "a name that ends with .gguf"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=words):
+            to_gguf(folder, target, "q8_0")
+    assert [path.name for path in tmp_path.iterdir()] == ["there.gguf"]
+    assert main(["convert", str(BUNDLED), str(tmp_path / "x"), "--type", "q8_0"]) != 0
+
+
+def test_a_rotary_embedding_without_keys_is_refused(tmp_path):
+    rope = {"rope_type": "dynamic", "factor": 2.0}
+    pair = models.write_pair(tmp_path, "llama", lambda name: "F32", rope_scaling=None)
+    config = json.loads((pair.folder / "config.json").read_text()) | {"rope_scaling": rope}
+    (pair.folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModelError, match="rotary embedding of a GGUF file"):
+        to_gguf(ModelFolder.open(pair.folder), tmp_path / "a.gguf", "q8_0")
+    assert not (tmp_path / "a.gguf").exists()
