@@ -110,7 +110,8 @@ BAD_INPUTS = [
     Bad("folder within a file", "quantize @model @text.txt/out --method rtn", ("not a folder",)),
     # What to convert
     Bad("convert nothing", "convert", ("required: SOURCE, TARGET",), USAGE),
-    Bad("convert to no layout", "convert @gptq @out --to gguf", ("invalid choice: 'gguf'", "marlin"), USAGE),
+    Bad("convert to no layout", "convert @gptq @out --to onnx", ("invalid choice: 'onnx'", "marlin"), USAGE),
+    Bad("convert to a type of no format", "convert @gptq @out --type q8_0", ("--type is for --to gguf",), USAGE),
     Bad("convert what is absent", "convert @absent @out", ("expected a folder or a .gguf file, got nothing there",)),
     Bad("convert a file", "convert @text.txt @out", ("expected a folder or a .gguf file, got a file",)),
     Bad("convert 16 bits", "convert @model @out", ("expected 4 bits of gptq, the head in 16, got none",)),
