@@ -245,6 +245,14 @@ CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
     "rows/join.cu": ({"A_COLUMNS": 4096, "B_COLUMNS": 4096}, {"A_COLUMNS": 1024, "B_COLUMNS": 12288}),
     "attention/rope_append.cu": tuple({"HEAD_DIM": size, "FP8": fp8} for fp8 in (0, 1) for size in (128, 96, 64))
     + tuple({"HEAD_DIM": 128, "FP8": fp8, "NO_ROPE": 1} for fp8 in (0, 1)),
+    "mixers/lightning_decode.cu": (
+        {"HEAD_DIM": 128, "CHAIN": 1},
+        {"HEAD_DIM": 128, "CHAIN": 0},
+        {"HEAD_DIM": 64, "CHAIN": 1},
+        {"HEAD_DIM": 64, "CHAIN": 0},
+    ),
+    "mixers/lightning_prefill.cu": ({"HEAD_DIM": 128}, {"HEAD_DIM": 64}),
+    "rows/gate.cu": ({"HIDDEN": 4096}, {"HIDDEN": 192}),
     "attention/expand_pages.cu": tuple({"HEAD_DIM": size} for size in (128, 96, 64)),
     "rows/activation.cu": ({"INTERMEDIATE": 16384}, {"INTERMEDIATE": 64}, {"INTERMEDIATE": 3840} | _FATRELU),
     "rows/residual.cu": ({"HIDDEN": 4096}, {"HIDDEN": 64}),

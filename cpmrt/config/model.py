@@ -57,6 +57,12 @@ class ModelConfig:
         return found
 
     @property
+    def grouped_attention(self) -> GroupedAttention:
+        """The grouped attention of the layers that have any. Raises UnsupportedModelError for none, or for several."""
+        found = self.of_kind(GroupedAttention)
+        return self.attention if found is None else found
+
+    @property
     def mlp(self) -> GatedMlp | ExpertsMlp:
         """The mlp that all layers share. Raises UnsupportedModelError where they do not."""
         found: GatedMlp | ExpertsMlp = self._shared((GatedMlp, ExpertsMlp), [layer.mlp for layer in self.layers])

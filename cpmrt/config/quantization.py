@@ -7,6 +7,7 @@ config.json is there.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -150,9 +151,19 @@ def _gptq(fields: Fields) -> WeightQuantization:
         v1_zeros=v1_zeros,
         lm_head=fields.boolean("lm_head", False),
         wide_head_group=_wide_head_group(rules, fields.source),
+        skipped=tuple(_left_out(rules)),
         only=tuple(fields.names("modules_in_block_to_quantize")),
         overrides=bool(rules),
     )
+
+
+def _left_out(rules: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the parts of module names that rules such as "-:.*o_gate" leave in 16 bits, but for the head, which has a
+    field of its own. Of any other regular expression the tensors tell."""
+    for rule in rules:
+        found = re.fullmatch(r"-:\.\*([\w.]+?)(?:\.\*|\$)?", rule.replace("\\.", "."))
+        if found and found[1] != "lm_head":
+            yield found[1]
 
 
 def _wide_head_group(rules: Mapping[str, Any], source: str) -> int:

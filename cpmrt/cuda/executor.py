@@ -25,6 +25,7 @@ from cpmrt.cuda.load.repack import Destination
 from cpmrt.cuda.load.tables import fill_tables
 from cpmrt.cuda.ops.cuda_ops import CudaOps
 from cpmrt.cuda.ops.gemm import Gemm
+from cpmrt.cuda.ops.lightning import SlotStates
 from cpmrt.cuda.step.costs import measured_limits
 from cpmrt.cuda.step.forward import StepForward
 from cpmrt.cuda.step.kernels import StepKernels, step_modules
@@ -34,7 +35,7 @@ from cpmrt.cuda.step.rings import Nothing, Rings
 from cpmrt.cuda.step.structs import DECODE, MAX_LOGIT_BIAS
 from cpmrt.dtypes import F32, Array, to_float32
 from cpmrt.errors import ConfigError, NoDeviceError
-from cpmrt.executor import MAX_ROWS, Admit, Decode, ExecutorLimits, Pending, Prefill, Recall, Speculate, Step
+from cpmrt.executor import MAX_ROWS, Admit, Decode, ExecutorLimits, Keep, Pending, Prefill, Recall, Speculate, Step
 from cpmrt.memory.arena import Arena
 from cpmrt.memory.caches import PAGE_SIZE
 from cpmrt.memory.plan import MemoryPlan
@@ -61,9 +62,9 @@ class CudaExecutor:
         self.plan, self.device = plan, device
         self._layout = layout = plan.caches
         self._limits = ExecutorLimits(
-            plan.max_sequences, plan.max_context, engine.prefill_chunk, max(_RUN_AHEAD, 2 * engine.steps_per_launch),
-            max_logit_bias=MAX_LOGIT_BIAS, num_pages=layout.num_pages, page_size=PAGE_SIZE,
-            tree_shapes=draft.shapes if draft else (),
+            plan.max_sequences, plan.max_context, self.config.chunk_of(engine.prefill_chunk),
+            max(_RUN_AHEAD, 2 * engine.steps_per_launch), max_logit_bias=MAX_LOGIT_BIAS, num_pages=layout.num_pages,
+            page_size=PAGE_SIZE, tree_shapes=draft.shapes if draft else (), num_snapshots=layout.num_snapshots,
         )  # fmt: skip
         self.stream = cupy.cuda.Stream(non_blocking=True)
         self._modules, self._dtype = Modules(device.arch, blueprint.dtype), blueprint.dtype
@@ -98,6 +99,7 @@ class CudaExecutor:
         self._resources.callback(self._gemm.close)
         taps = self._draft.config.taps if self._draft else ()
         self._forward = StepForward(self.config, device, launcher, self._gemm, self._arrays, plan.caches, taps)
+        self._slot_states = SlotStates(launcher, plan.caches.states(self._arrays))
         self._steps = StepKernels(launcher, self.config, self._arrays, self._rings, device)
         self._speculation = None if self._draft is None else Speculation(
             self._draft, self.config, device, launcher, self._gemm, self._arrays, self._rings, self._forward,
@@ -139,6 +141,7 @@ class CudaExecutor:
             if step.sampling.logprobs:
                 self._num_logprobs[step.slot] = step.sampling.logprobs
             self._graphs.run("admit")
+            self._slot_states.begin(step.slot, step.snapshot)
             if self._speculation is not None:
                 self._speculation.admitted(step.slot)
             return self._rings.sent(1, ())
@@ -148,6 +151,8 @@ class CudaExecutor:
             self._rings.write(step)
             self._graphs.run("recall")
             return self._rings.sent(1, ())
+        if isinstance(step, Keep):
+            self._slot_states.keep(step.slot, step.snapshot)
         return Nothing()
 
     def _submit_prefill(self, step: Prefill) -> Pending:
@@ -182,6 +187,8 @@ class CudaExecutor:
         if block_table:
             with device_faults(), self.stream:
                 self._arrays["block_tables"][slot, : len(block_table)].set(np.array(block_table, np.int32))
+        with device_faults():
+            self._slot_states.begin(slot, None)
         for start in range(0, len(token_ids), self._limits.prefill_chunk):
             self._check_open()
             tokens = token_ids[start : start + self._limits.prefill_chunk]
@@ -271,7 +278,7 @@ class CudaExecutor:
         """Compile what every shape needs, run each once on padding rows, which loads it, then capture it."""
         with self._launcher.recording() as modules:
             self._every_shape()
-        modules.extend(step_modules(self.config, self.device))
+        modules.extend((*step_modules(self.config, self.device), *self._slot_states.modules()))
         if self._speculation is not None:
             modules.extend(self._speculation.modules())
         self._modules.compile(modules)

@@ -3,7 +3,7 @@
 A parameter that is `const` and `__restrict__` looks like a constant to the compiler, which then may load it early.
 decode_attention reads early what is older than the kernel before it. That one must then start it only after its own
 wait, and the page that a step writes must still be read late: held on a GPU. The kernels that choose blocks read early
-what is older than the product that made their queries.
+what is older than the product that made their queries, and lightning_decode states that are older than its product.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ QKV = [(1152, 128, 96), (768, 128, 64), (768, 256, 64), (4608, 4096, 128)]
 READ_OLD_DATA_EARLY = tuple(
     f"attention/{name}.cu"
     for name in ("decode_attention", "tree_attention", "selected_attention", "select_blocks", "pick_blocks")
-)
+) + ("mixers/lightning_decode.cu",)
 READ_OLD_KEYS_EARLY = ("coarse_log_sums", "score_blocks")
 OLD_KEYS_LOADS = 16
 """By plain loads of 16 bytes, so that rows share them in the L1: at most so many of a lane, with 128 dimensions."""

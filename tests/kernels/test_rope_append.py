@@ -81,19 +81,20 @@ def expected(case: Case) -> list[Any]:
     return [round_to(array, case.dtype) for array in arrays[: 5 if case.keeps_unrotated else 3]]
 
 
-def run(cuda: Any, case: Case, pdl: bool = False) -> list[Any]:
-    """What `expected` tells, each over poison that must stay around it."""
+def run(cuda: Any, case: Case, pdl: bool = False, turns: bool = True) -> list[Any]:
+    """What `expected` tells, each over poison that must stay around it; without RoPE unless it `turns`."""
     queries, pages = (len(case.qkv), case.heads * case.head_dim), (PAGES, case.kv_heads, PAGE_SIZE, case.head_dim)
     shapes = [queries, pages, pages] + ([queries, pages] if case.keeps_unrotated else [])
     sizes = [int(np.prod(shape)) for shape in shapes]
     outs = [cuda.array(np.full(size + 2 * GUARD, np.nan, np.float32), case.dtype) for size in sizes]
     weights = [None if w is None else cuda.array(w, case.dtype) for w in (case.bias, case.q_norm, case.k_norm)]
-    arrays = case.rope, case.positions, case.locations, case.slots, case.block_tables
+    arrays = case.rope if turns else None, case.positions, case.locations, case.slots, case.block_tables
     rows = [None if values is None else cuda.array(values) for values in arrays]
     numbers = (len(case.qkv), case.heads, case.kv_heads, case.block_tables.shape[1], MAX_CONTEXT)
     lanes = 4 if case.head_dim == 64 else 8
     grid = -(-len(case.qkv) * (case.heads + 2 * case.kv_heads) * lanes // 256)
-    kernel = cuda.kernel("rope_append", case.dtype, HEAD_DIM=case.head_dim, FP8=0)
+    switches = {} if turns else {"NO_ROPE": 1}
+    kernel = cuda.kernel("rope_append", case.dtype, HEAD_DIM=case.head_dim, FP8=0, **switches)
     targets = [out[GUARD:] for out in outs] + [None] * (5 - len(outs))
     scalars = (*map(np.int32, numbers), np.float32(EPS))
     kernel(grid, 256, *targets, cuda.array(case.qkv, case.dtype), *weights, *rows, *scalars, pdl=pdl)
@@ -141,6 +142,16 @@ def test_a_row_does_not_depend_on_the_others(cuda: Any, dtype: DType) -> None:
         stored = ~np.isnan(some_k)
         assert stored.sum() == count * 2 * 96
         np.testing.assert_array_equal(some_k[stored], k_pages[stored])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("has_norms", [False, True])
+def test_without_rope_heads_are_those_before_it(cuda: Any, dtype: DType, has_norms: bool) -> None:
+    case = make_case(dtype, 6, 2, 128, has_norms, has_norms)
+    case.keeps_unrotated = True
+    _, _, values, queries, keys = run(cuda, case)
+    case.keeps_unrotated = False
+    assert same(run(cuda, case, turns=False), [queries, keys, values])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from cpmrt.bench.shapes import shape_config
+from cpmrt.bench.shapes import gptq_config, shape_config
 from cpmrt.bench.work import decode_bytes, prefill_flops
 from cpmrt.config import EngineConfig, ModelConfig, TreeShape
 from cpmrt.config.draft import DraftConfig
@@ -109,6 +109,19 @@ def test_the_work_of_a_step():
     state = 24 * 4 * 4096 * 128
     token = prefill_flops(CONFIG, 1, 99) - 8 * 4 * 4096 * 100 - state
     assert token == 2 * sum(spec.num_elements for spec in tensor_specs(CONFIG) if spec.product is not None)
+
+
+GATES = {"-:.*o_gate": {}, "-:.*z_proj": {}}, {r"-:.*self_attn\.o_gate$": {}, "-:.*z_proj.*": {}}
+
+
+@pytest.mark.parametrize("rules", GATES)
+def test_gates_stay_in_16_bits(rules):
+    """As the rules of GPTQModel say; what else they say does not concern names alone."""
+    others = {"-:.*layers[3]": {}, "+:.*down": {"bits": 4}}
+    config = read(quantization_config=gptq_config() | {"dynamic": rules | others})
+    held = {spec.name: spec.quant for spec in weight_specs(config, EngineConfig()) if spec.product is not None}
+    in_16_bits = {name.split(".")[-1] for name, quant in held.items() if quant is None}
+    assert in_16_bits == {"output_gate", "lm_head"} and sum(quant is None for quant in held.values()) == 33
 
 
 def test_chunks_end_between_blocks():

@@ -13,6 +13,7 @@ from cpmrt.cuda.ops import rows as row_ops
 from cpmrt.cuda.ops.attention.attention import AttentionOps, AttentionPlan
 from cpmrt.cuda.ops.experts import ExpertOps
 from cpmrt.cuda.ops.gemm import Gemm
+from cpmrt.cuda.ops.lightning import LightningOps
 from cpmrt.cuda.ops.products import Products
 from cpmrt.errors import UnsupportedModelError
 
@@ -30,6 +31,7 @@ class CudaOps:
         self.embed = partial(row_ops.embed, launcher, scratch["slots"])
         self.rms_norm, self.join = partial(row_ops.rms_norm, launcher), partial(row_ops.join, launcher)
         self.copy_columns, self.clear = partial(row_ops.copy_columns, launcher), partial(row_ops.clear, launcher)
+        self.gate_rows = partial(row_ops.gate_rows, launcher)
         attention = AttentionOps(launcher, plan, scratch)
         self.select_blocks, self.decode_attention = attention.select_blocks, attention.decode_attention
         self.prefill_attention = attention.prefill_attention
@@ -37,7 +39,8 @@ class CudaOps:
         self.qkv, self.project, self.project_residual = products.qkv, products.project, products.project_residual
         self.gate_up, self.lm_head = products.gate_up, products.lm_head
         self.append_latent = self.decode_latent_attention = self.prefill_latent_attention = _refuse_latents
-        self.lightning_decode = self.lightning_prefill = self.gate_rows = _refuse_states
+        states = LightningOps(launcher, scratch["chunk"])
+        self.lightning_decode, self.lightning_prefill = states.decode, states.prefill
         experts = ExpertOps(device, launcher, scratch)
         self.route, self.experts_gate_up = experts.route, experts.experts_gate_up
         self.experts_down = experts.experts_down
@@ -45,7 +48,3 @@ class CudaOps:
 
 def _refuse_latents(*operands: Any) -> NoReturn:
     raise UnsupportedModelError("the CUDA executor does not take latent attention", fix="use executor='reference'")
-
-
-def _refuse_states(*operands: Any) -> NoReturn:
-    raise UnsupportedModelError("the CUDA executor does not take lightning attention", fix="use executor='reference'")

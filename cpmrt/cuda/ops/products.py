@@ -56,7 +56,8 @@ def product_workspace(
 ) -> Iterator[BufferSpec]:
     """Yield the buffers of the products of a step of at most `max_rows` rows with the weights `specs`."""
     yield BufferSpec("normed", (max_rows, config.hidden_size), QKV, GATE_UP)
-    yield BufferSpec("qkv", (max_rows, config.attention.q_size + 2 * config.attention.kv_size), QKV, QKV)
+    attention = config.grouped_attention
+    yield BufferSpec("qkv", (max_rows, attention.q_size + 2 * attention.kv_size), QKV, QKV)
     if isinstance(config.mlp, GatedMlp):
         yield BufferSpec("gate_up", (max_rows, 2 * config.mlp.intermediate_size), GATE_UP, GATE_UP)
     yield from expert_workspace(specs, config, max_rows)

@@ -37,6 +37,7 @@ class JoinConstants:
 
 EMBED = KernelSpec("embed", "rows/embed.cu", "embed", RowConstants, hot=True)
 RMS_NORM = KernelSpec("rms_norm", "rows/norm.cu", "rms_norm", RowConstants, hot=True)
+GATE_ROWS = KernelSpec("gate_rows", "rows/gate.cu", "gate_rows", RowConstants, hot=True)
 JOIN = KernelSpec("join", "rows/join.cu", "join", JoinConstants, hot=True)
 COPY_COLUMNS = KernelSpec("copy_columns", "rows/columns.cu", "copy_columns", hot=True)
 CLEAR = KernelSpec("clear", "rows/columns.cu", "clear", hot=True)
@@ -72,6 +73,14 @@ def copy_columns(launch: Launcher, out: DeviceArray, x: DeviceArray, first: int)
     check_shapes("copy_columns", out=out, x=x)
     counts = (np.int32(count) for count in (first, out.shape[1], x.shape[1], len(x)))
     launch(COPY_COLUMNS, {}, -(-x.size // VECTOR // BLOCK), BLOCK, out, x, *counts)
+
+
+def gate_rows(
+    launch: Launcher, out: DeviceArray, norm: DeviceArray | None, gate: DeviceArray | None, eps: float
+) -> None:
+    """Launch the op `gate_rows`."""
+    check_shapes("gate_rows", out=out, norm=norm, gate=gate)
+    launch(GATE_ROWS, RowConstants(out.shape[1]), len(out), BLOCK, out, norm, gate, np.float32(eps))
 
 
 def clear(launch: Launcher, out: DeviceArray) -> None:

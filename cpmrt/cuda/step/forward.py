@@ -12,6 +12,7 @@ from cpmrt.cuda.ops.attention.attention import AttentionPlan
 from cpmrt.cuda.ops.cuda_ops import CudaOps
 from cpmrt.cuda.ops.gemm import Gemm
 from cpmrt.cuda.ops.kv import compress_path
+from cpmrt.cuda.ops.lightning import accept_chain
 from cpmrt.memory.caches import CacheLayout
 from cpmrt.models.decoder import Decoder
 from cpmrt.ops import CompressedKeys, KVPages, Rows
@@ -35,7 +36,7 @@ class StepForward:
         taps: tuple[int, ...] = (),
     ):
         self._model, self._arrays = Decoder.bind(config, arrays, caches, taps), arrays
-        plan = AttentionPlan.of(config.attention, device, caches, max_rows=len(arrays["x"]))
+        plan = AttentionPlan.of(config.grouped_attention, device, caches, max_rows=len(arrays["x"]))
         self._launch, self.ops = launcher, CudaOps(device, launcher, gemm, arrays, plan)
 
     def every_shape(self, buckets: Iterable[int], row_counts: Iterable[int]) -> None:
@@ -60,12 +61,16 @@ class StepForward:
         self._layers(num_rows, slice(None), *places)
 
     def path_accepted(self) -> None:
-        """What sparse attention keeps of the path of a tree, once its keys and values are at their positions."""
+        """Take in the path of a tree, once its keys and values are at their positions: what sparse attention keeps of
+        it, and recurrent states."""
         a = self._arrays
         if "k1_pages" in a:
             compressed = CompressedKeys(a["k1_pages"], a["k2_pages"], a.get("nope_pages"))
             pages = KVPages(a["k_pages"], a["v_pages"], compressed)
             compress_path(self._launch, pages, a["draft_tree"], a["block_tables"])
+        if "lightning_chain" in a:
+            states, chain, decay = (a[f"lightning_{name}"] for name in ("states", "chain", "decay"))
+            accept_chain(self._launch, states, chain, decay, a["draft_tree"])
 
     def _layers(
         self, num_rows: int, logit_rows: slice | None, *places: Any, first_state: int = 0, is_prefill: bool = False

@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 
 from cpmrt.config import EngineConfig, ModelConfig
-from cpmrt.config.layers import LatentAttention
+from cpmrt.config.layers import GroupedAttention, LatentAttention, LightningAttention
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.load.repack import staging_buffers
 from cpmrt.cuda.ops.attention.attention import AttentionPlan
@@ -66,7 +66,7 @@ def cuda_tables(
 
 def _attention(config: ModelConfig, engine: EngineConfig, max_context: int, device: Device) -> AttentionPlan:
     caches = cache_layout(config, max_context, engine.max_sequences, engine.kv_dtype)
-    return AttentionPlan.of(config.for_context(max_context).attention, device, caches, most_rows(engine))
+    return AttentionPlan.of(config.for_context(max_context).grouped_attention, device, caches, most_rows(engine))
 
 
 def row_buffers(max_rows: int) -> tuple[BufferSpec, ...]:
@@ -112,17 +112,25 @@ def check_supported(config: ModelConfig) -> None:
     if any(isinstance(layer.mixer, LatentAttention) for layer in config.layers):
         what = "the CUDA executor does not take latent attention"
         raise UnsupportedModelError(what, fix="use executor='reference'")
-    if cache_layout(config, max_context=1, max_sequences=1).has_state:
-        what = "the CUDA executor does not take layers with a recurrent state"
-        expected, actual = "caches of pages", "a cache of slots"
+    lightning = config.of_kind(LightningAttention)
+    kinds = {type(layer.mixer) for layer in config.layers} - {LightningAttention}
+    if cache_layout(config, max_context=1, max_sequences=1).has_state and kinds != {GroupedAttention}:
+        what = "the CUDA executor does not take these layers with a recurrent state"
+        expected = "lightning attention beside grouped attention"
+        actual = ", ".join(sorted({type(layer.mixer).__name__ for layer in config.layers}))
         raise UnsupportedModelError(what, expected=expected, actual=actual, fix="use executor='reference'")
+    attention = config.grouped_attention
     sizes = {
         "hidden_size": config.hidden_size,
         "intermediate_size": config.mlp.intermediate_size,
-        "num_attention_heads * head_dim": config.attention.q_size,
+        "num_attention_heads * head_dim": attention.q_size,
     }
+    if lightning:
+        sizes["lightning_nh * lightning_head_dim"] = lightning.width
     wanted = {name: (size, size % 64 == 0, "a multiple of 64") for name, size in sizes.items()}
-    wanted["head_dim"] = (config.attention.head_dim, config.attention.head_dim in (64, 96, 128), "64, 96 or 128")
+    wanted["head_dim"] = (attention.head_dim, attention.head_dim in (64, 96, 128), "64, 96 or 128")
+    if lightning:
+        wanted["lightning_head_dim"] = (lightning.head_dim, lightning.head_dim in (64, 128), "64 or 128")
     for name, (size, is_taken, expected) in wanted.items():
         if not is_taken:
             what = f"the CUDA executor does not take this {name}"

@@ -121,7 +121,7 @@ def _chunk_workspace(layers: Sequence[TensorSpec], config: ModelConfig, max_rows
     if widths - {inner}:
         yield BufferSpec("packed_permuted", (max_rows * max(widths - {inner}),), QKV, GATE_UP)
     if inner in widths:
-        first = DOWN if inner not in (config.hidden_size, config.attention.q_size) else QKV
+        first = DOWN if inner not in (config.hidden_size, config.grouped_attention.q_size) else QKV
         yield BufferSpec("packed_permuted_inner", (max_rows, inner), first, DOWN)
 
 

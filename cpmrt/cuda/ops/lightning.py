@@ -1,0 +1,138 @@
+"""Lightning attention: rows of a step, chunks of a prompt, chains of drafts that were accepted, states of slots."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from cpmrt.config.layers import LIGHTNING_BLOCK
+from cpmrt.cuda.build.launcher import Launcher, Module
+from cpmrt.cuda.build.spec import KernelSpec
+from cpmrt.cuda.driver.array import DeviceArray
+from cpmrt.ops import LightningHeads, LightningState, Rows, check_shapes
+
+_THREADS, _HEAD_WARPS, _CHUNK_THREADS = 256, 8, 128
+_STEP_COLUMNS, _CHUNK_COLUMNS = 32, 64
+"""Columns of a state that a block holds."""
+_FLOATS = 4
+"""That a thread copies."""
+
+
+@dataclass(frozen=True)
+class LightningConstants:
+    """Elements of a head."""
+
+    head_dim: int
+
+
+@dataclass(frozen=True)
+class StepConstants(LightningConstants):
+    """`chain`: the rows of a step are a chain of drafts in one slot."""
+
+    chain: bool
+
+
+LIGHTNING_DECODE = KernelSpec(
+    "lightning_decode", "mixers/lightning_decode.cu", "lightning_decode", StepConstants, hot=True
+)
+LIGHTNING_ACCEPT = replace(LIGHTNING_DECODE, name="lightning_accept", op="", reason="an accepted chain")
+LIGHTNING_HEADS = KernelSpec(
+    "lightning_heads", "mixers/lightning_prefill.cu", "lightning_prefill", LightningConstants, hot=True
+)
+LIGHTNING_PREFILL = replace(LIGHTNING_HEADS, name="lightning_prefill")
+COPY_STATE = KernelSpec("copy_state", "mixers/state.cu", reason="states where prompts begin and end")
+
+
+class LightningOps:
+    """The ops `lightning_decode` and `lightning_prefill` of `ops.protocol.Ops`.
+
+    `chunk`: slot, start and count of a prefill chunk.
+    """
+
+    def __init__(self, launcher: Launcher, chunk: DeviceArray):
+        self._launch, self._chunk = launcher, chunk
+
+    def decode(
+        self, out: DeviceArray, qkv: DeviceArray, heads: LightningHeads, state: LightningState, rows: Rows, eps: float
+    ) -> None:
+        """Launch the op `lightning_decode`."""
+        num_heads, head_dim, num_positions = _checked("lightning_decode", out, qkv, heads, state, rows)
+        is_chain = rows.tree_masks is not None
+        self._launch(
+            LIGHTNING_DECODE, StepConstants(head_dim, is_chain),
+            (head_dim // _STEP_COLUMNS, num_heads, 1 if is_chain else len(out)), _THREADS,
+            out, state.states, state.chain if is_chain else None, qkv, heads.q_norm, heads.k_norm, heads.rope,
+            heads.decay, rows.positions, rows.slots, np.int32(len(out)), np.int32(num_heads), np.int32(num_positions),
+            np.float32(eps),
+        )  # fmt: skip
+
+    def prefill(
+        self, out: DeviceArray, qkv: DeviceArray, heads: LightningHeads, state: LightningState, rows: Rows, eps: float
+    ) -> None:
+        """Launch the op `lightning_prefill`."""
+        num_heads, head_dim, num_positions = _checked("lightning_prefill", out, qkv, heads, state, rows)
+        constants = LightningConstants(head_dim)
+        if heads.q_norm is not None or heads.rope is not None:
+            self._launch(
+                LIGHTNING_HEADS, constants, -(-len(out) * 2 * num_heads // _HEAD_WARPS), 32 * _HEAD_WARPS,
+                qkv, heads.q_norm, heads.k_norm, heads.rope, rows.positions, rows.slots, np.int32(len(out)),
+                np.int32(num_heads), np.int32(num_positions), np.float32(eps),
+            )  # fmt: skip
+        block = LIGHTNING_BLOCK
+        words = 2 * block * (2 * head_dim + _CHUNK_COLUMNS) + 2 * block * block
+        self._launch(
+            LIGHTNING_PREFILL, constants, (head_dim // _CHUNK_COLUMNS, num_heads), _CHUNK_THREADS,
+            out, state.states, qkv, heads.decay, self._chunk, np.int32(num_heads), smem=2 * words + 4 * (block + 1),
+        )  # fmt: skip
+
+
+def _checked(
+    op: str, out: DeviceArray, qkv: DeviceArray, heads: LightningHeads, state: LightningState, rows: Rows
+) -> tuple[int, int, int]:
+    """Compare the shapes with the op's; return the number of heads, their elements, and the table's positions."""
+    sizes = check_shapes(
+        op, out=out, qkv=qkv, states=state.states, chain=state.chain, q_norm=heads.q_norm, k_norm=heads.k_norm,
+        rope=heads.rope, decay=heads.decay, positions=rows.positions, slots=rows.slots,
+    )  # fmt: skip
+    return sizes["H"], sizes["D"], sizes.get("M", 0)
+
+
+def accept_chain(
+    launch: Launcher, states: DeviceArray, chain: DeviceArray, decay: DeviceArray, tree: DeviceArray
+) -> None:
+    """Take the accepted rows of the draft `tree`, a chain, into the states of its slot, in all layers."""
+    num_layers, num_slots, num_heads, head_dim, _ = states.shape
+    launch(
+        LIGHTNING_ACCEPT, StepConstants(head_dim, chain=True), (head_dim // _STEP_COLUMNS, num_heads, num_layers),
+        _THREADS, states, chain, decay, tree, *map(np.int32, (num_slots, num_heads, chain.shape[1])),
+    )  # fmt: skip
+
+
+class SlotStates:
+    """The states of all slots, each cache [layers, slots, ...] with its snapshots [layers, snapshots, ...]."""
+
+    def __init__(self, launcher: Launcher, states: Iterable[tuple[DeviceArray, DeviceArray]]):
+        self._launch, self._states = launcher, tuple(states)
+
+    def modules(self) -> tuple[Module, ...]:
+        """Return what the copies are compiled from."""
+        return ((COPY_STATE.file, {}),) if self._states else ()
+
+    def begin(self, slot: int, snapshot: int | None) -> None:
+        """Begin a slot's states as those of a snapshot, or at zero."""
+        for states, snapshots in self._states:
+            source = None if snapshot is None else snapshots[:, snapshot]
+            self._copy(states[:, slot], source)
+
+    def keep(self, slot: int, snapshot: int) -> None:
+        """Copy a slot's states to a snapshot."""
+        for states, snapshots in self._states:
+            self._copy(snapshots[:, snapshot], states[:, slot])
+
+    def _copy(self, to: DeviceArray, source: DeviceArray | None) -> None:
+        count = to.size // len(to)
+        strides = (to.strides[0] // to.itemsize, 0 if source is None else source.strides[0] // source.itemsize, count)
+        grid = (-(-count // (_FLOATS * _THREADS)), len(to))
+        self._launch(COPY_STATE, {}, grid, _THREADS, to, source, *map(np.int64, strides))
