@@ -2,6 +2,7 @@
 
 import pytest
 from executors.cuda_models import BASE, ROWS, Agreement, write_golden
+from reference import hybrid_models
 from reference.golden_models import (
     REFERENCE_ONLY,
     STORAGE_TOLERANCE,
@@ -77,7 +78,8 @@ def test_another_rotation_is_noticed(tmp_path):
 
 def test_the_golden_files_hold_every_architecture_and_every_rotation():
     configs = [model(name)[0] for name in TINY]
-    assert {config.architecture for config in configs} == set(ARCHITECTURES)
+    hybrid = {hybrid_models.model(name)[0].architecture for name in hybrid_models.HYBRID}
+    assert {config.architecture for config in configs} | hybrid == set(ARCHITECTURES)
     assert {config.rope.kind for config in configs} == {"default", "linear", "dynamic", "llama3", "yarn", "longrope"}
     heads = [layer.mixer for config in configs for layer in config.layers if isinstance(layer.mixer, GroupedAttention)]
     assert {mixer.head_dim for mixer in heads} == {64, 96, 128}
