@@ -80,6 +80,7 @@ def write_pair(folder: Path, architecture: str, type_of: TypeOf, seed: int = 0, 
             tensors.append(files.Described(name, shape, number, data))
             weights[source.name] = unpaired(values, heads) if paired else values
     _add_factors(settings, tensors)
+    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{architecture}.gguf"
     files.Content(_keys(architecture, settings), tensors).write(path)
     plain = folder / "folder"

@@ -1,12 +1,15 @@
-"""Reads weights that are stored in blocks of GGUF: as they are, or unpacked to float32."""
+"""Reads weights that are stored in blocks of GGUF: as they are, or unpacked."""
 
 from __future__ import annotations
 
+import os
+from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
-from cpmrt.dtypes import F32
+from cpmrt.dtypes import Array, DType, from_float32
 from cpmrt.errors import CheckpointError, quoted
 from cpmrt.tensor_spec import Source, TensorSpec
 from cpmrt.weights.checkpoint import Checkpoint
@@ -14,6 +17,7 @@ from cpmrt.weights.formats.blocks import BLOCK_TYPES, U8, BlockType
 
 _BLOCK = 1 << 18
 """Weights that are unpacked at a time: their temporaries stay in the cache."""
+_MAX_THREADS = 8
 
 
 def block_type(source: Source) -> BlockType:
@@ -33,15 +37,29 @@ def load_blocks(spec: TensorSpec, checkpoint: Checkpoint, out: Sequence[U8]) -> 
         rows[:] = stored if source.rows is None else stored[np.array(source.rows)]
 
 
-def unpacked_rows(source: Source, checkpoint: Checkpoint) -> Iterator[F32]:
-    """Yield the rows of a source in blocks as float32, some at a time. Raises CheckpointError as `load_blocks` does."""
+def unpacked_rows(source: Source, checkpoint: Checkpoint, dtype: DType) -> Iterator[Array]:
+    """Yield the rows of a source in blocks as words of `dtype`, some at a time, a few threads ahead.
+
+    Raises CheckpointError as `load_blocks` does.
+    """
     kind, stored = block_type(source), checkpoint.view(source.name)
     check_scales(source, checkpoint)
     order = None if source.rows is None else np.array(source.rows)
     step = max(_BLOCK // source.shape[1], 1)
-    for begin in range(0, source.shape[0], step):
+
+    def unpack(begin: int) -> Array:
         rows = slice(begin, begin + step)
-        yield kind.values(stored[rows] if order is None else stored[order[rows]])
+        return from_float32(kind.values(stored[rows] if order is None else stored[order[rows]]), dtype)
+
+    threads = min(_MAX_THREADS, os.cpu_count() or 1)
+    with ThreadPoolExecutor(threads, thread_name_prefix="cpmrt-unpack") as pool:
+        pending = deque[Future[Array]]()
+        for begin in range(0, source.shape[0], step):
+            pending.append(pool.submit(unpack, begin))
+            if len(pending) > 2 * threads:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
 
 
 def check_scales(source: Source, checkpoint: Checkpoint) -> None:

@@ -54,9 +54,12 @@ def _read(source: Source, checkpoint: Checkpoint) -> tuple[Array, DType]:
 
 def _blocks(source: Source, checkpoint: Checkpoint, dtype: DType) -> Iterator[Array]:
     """Yield the elements of a source as words of `dtype`, in blocks. Raises CheckpointError beyond float16."""
+    if source.packing is not None and source.packing.row_bytes:
+        for words in unpacked_rows(source, checkpoint, dtype):
+            yield _within_range(words.reshape(-1), source, checkpoint, dtype)
+        return
     if source.packing is not None:
-        unpacked = unpacked_rows if source.packing.row_bytes else dequantised_blocks
-        for rows in unpacked(source, checkpoint):
+        for rows in dequantised_blocks(source, checkpoint):
             yield _within_range(from_float32(rows.reshape(-1), dtype), source, checkpoint, dtype)
         return
     words, stored = _read(source, checkpoint)
