@@ -13,13 +13,14 @@ from pathlib import Path
 from serving import saying_llm, serving
 
 from cpmrt.executor import ExecutorLimits
+from cpmrt.server.run import prepare_process
 
 
 def main() -> None:
     limits = ExecutorLimits(max_sequences=64, max_context=8192, prefill_chunk=512, run_ahead=2)
     delay_s = float(sys.argv[2]) if len(sys.argv) > 2 else 0.0
     llm = saying_llm(Path(sys.argv[1]), lambda prompt: "the quick brown fox " * 50, limits=limits, delay_s=delay_s)
-    sys.setswitchinterval(0.0005)
+    prepare_process()
     with serving(lambda: llm, model_name="scripted") as server:
         print(server.url, flush=True)
         for _ in sys.stdin:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import gc
 import logging
 import signal
@@ -36,6 +37,7 @@ _STOP_S = 10.0
 _WAITING_CONNECTIONS = 1024
 # A thread that computes gives the interpreter away this often, so that the event loop answers in time.
 SWITCH_INTERVAL_S = 0.0005
+_M_ARENA_MAX = -8
 
 
 def bind(settings: ServerSettings) -> socket.socket:
@@ -70,9 +72,18 @@ class Ending(NamedTuple):
 
 def serve(settings: ServerSettings, load: Callable[[], LLM], listener: socket.socket) -> Ending:
     """Serve until a signal. Raises what `load` raises, and DeviceError if the device was lost."""
+    prepare_process()
+    return asyncio.run(Running(settings, load, listener).run())
+
+
+def prepare_process() -> None:
+    """Give this process what serving needs of the interpreter, the system and the C library."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     raise_file_limit()
-    return asyncio.run(Running(settings, load, listener).run())
+    # All threads allocate from one pool: of glibc's many each keeps what the largest requests in its thread have taken.
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
+    if set_option is not None:
+        set_option(_M_ARENA_MAX, 1)
 
 
 class Running:
