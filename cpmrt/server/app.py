@@ -106,6 +106,7 @@ class Gate:
             path = record.path if record.path in self._paths else "other"
             self._metrics.add_request(path, record.status, perf_counter() - record.begun_at)
             record.write()
+            record.detach(scope)
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         headers = scope["headers"]

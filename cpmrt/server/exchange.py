@@ -32,7 +32,7 @@ class Exchange:
         self._waiter: asyncio.Future[None] | None = None
         """Done when `items` has something to return; None while nobody waits. A future costs less than an event."""
         self._has_more = False
-        self._jobs = tuple(
+        self._jobs: tuple[Job, ...] = tuple(
             Job(request, prepared.shown_ids, deliver=self._put, choice=choice)
             for choice, request in enumerate(prepared.requests)
         )
@@ -44,7 +44,11 @@ class Exchange:
         self._is_pinging = False
         """Whether the silence has lasted so long that `items` shall return none."""
         self._alarm: asyncio.TimerHandle | None = None
-        engine.submit(self._jobs)
+        try:
+            engine.submit(self._jobs)
+        except BaseException:
+            self._forget_jobs()
+            raise
 
     async def __aenter__(self) -> Exchange:
         self._watcher = asyncio.get_running_loop().create_task(self._watch())
@@ -59,6 +63,7 @@ class Exchange:
             self._watcher.cancel()
             with suppress(asyncio.CancelledError):
                 await self._watcher
+        self._forget_jobs()
 
     @property
     def is_done(self) -> bool:
@@ -102,6 +107,10 @@ class Exchange:
         prompt = sum(stats.prompt_tokens for stats in prompts)
         completion = sum(ended.stats.new_tokens for ended in self.ended.values())
         return usage_of(prompt, completion, sum(stats.cached_tokens for stats in prompts))
+
+    def _forget_jobs(self) -> None:
+        """Leave no cycle of references behind: a request of a megabyte would stay until the collector finds it."""
+        self._jobs = ()
 
     def _put(self, item: Item) -> None:
         self._items.append(item)

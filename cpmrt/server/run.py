@@ -37,7 +37,7 @@ _STOP_S = 10.0
 _WAITING_CONNECTIONS = 1024
 # A thread that computes gives the interpreter away this often, so that the event loop answers in time.
 SWITCH_INTERVAL_S = 0.0005
-_M_ARENA_MAX = -8
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
 def bind(settings: ServerSettings) -> socket.socket:
@@ -80,10 +80,12 @@ def prepare_process() -> None:
     """Give this process what serving needs of the interpreter, the system and the C library."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     raise_file_limit()
-    # All threads allocate from one pool: of glibc's many each keeps what the largest requests in its thread have taken.
+    # Else glibc learns from large requests to keep ever larger blocks in its heaps, where they fall to pieces between
+    # small ones that stay. The heaps themselves may keep what the NumPy executor allocates again with each step.
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)
     if set_option is not None:
-        set_option(_M_ARENA_MAX, 1)
+        set_option(_M_MMAP_THRESHOLD, 512 * 1024)
+        set_option(_M_TRIM_THRESHOLD, 32 * 2**20)
 
 
 class Running:

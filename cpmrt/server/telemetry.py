@@ -42,6 +42,10 @@ class RequestRecord:
         """Make this the record of a request."""
         scope[_KEY] = self
 
+    def detach(self, scope: MutableMapping[str, Any]) -> None:
+        """Let the request go: it is known to `send`, which would keep all of it until the collector comes."""
+        del scope[_KEY]
+
     def write(self) -> None:
         # A path that is not printable could forge a line.
         path = self.path if self.path.isprintable() and len(self.path) <= 200 else repr(self.path[:200])

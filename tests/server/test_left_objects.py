@@ -1,0 +1,46 @@
+"""Nothing of a request is left when it is over, not even for the garbage collector, which comes when it likes."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections import Counter
+
+import pytest
+
+LOOPS = 10
+MANY = dict.fromkeys(map(str, range(2000)), 1)
+CHAT = {"messages": [{"role": "user", "content": "say(ok)yas"}]}
+REQUESTS = {
+    "a chat": ("/v1/chat/completions", CHAT),
+    "a stream": ("/v1/chat/completions", {**CHAT, "stream": True}),
+    "choices": ("/v1/chat/completions", {**CHAT, "n": 3, "stream": True, "logprobs": True}),
+    "a chat that is refused": ("/v1/chat/completions", {**CHAT, "n": "x"}),
+    "more biases than the engine takes": ("/v1/chat/completions", {**CHAT, "logit_bias": MANY}),
+    "a completion past the context": ("/v1/completions", {"prompt": "word " * 3000}),
+    "a message": ("/v1/messages", {**CHAT, "max_tokens": 9, "stream": True}),
+    "no such model": ("/v1/completions", {"prompt": "x", "model": "y"}),
+}
+
+
+def ours(server) -> Counter[str]:
+    """What there is of the classes of this project, by name, once the server has nothing to do."""
+    server.wait_idle()
+    time.sleep(0.05)  # the last frames of the answer
+    return Counter(type(each).__name__ for each in gc.get_objects() if type(each).__module__.startswith("cpmrt."))
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_a_request_leaves_nothing_behind(says, name):
+    path, body = REQUESTS[name]
+    says.client.post(path, json=body)
+    gc.collect()
+    gc.disable()
+    try:
+        before = ours(says)
+        for _ in range(LOOPS):
+            says.client.post(path, json=body)
+        left = ours(says) - before
+    finally:
+        gc.enable()
+    assert all(count < LOOPS for count in left.values()), left
