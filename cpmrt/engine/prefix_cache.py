@@ -5,7 +5,8 @@ page's tokens are looked up among those that follow the page before. Python hash
 key) and compares them whole, so no collision can give a page of other text, and none can be provoked from outside.
 
 Where a sequence has a state beside its pages, a text can be resumed only behind a page where a snapshot of the state
-was kept: one at the last border of pages within each prompt, and the pages before it.
+was kept: at the last border of pages within each prompt, and where a prompt parts from one before it, which the third
+prompt with this beginning then need not compute.
 """
 
 from __future__ import annotations
@@ -39,10 +40,11 @@ class HeldPages:
     the same text at a time."""
     resumed: int | None = None
     """The snapshot with the state behind the cached tokens; None: the state begins at zero, or there is none."""
-    border: int = 0
-    """The number of tokens after which the state is to be kept; 0: it is not."""
-    reserved: int | None = None
-    """The snapshot to keep it in, until it is known to others."""
+    borders: dict[int, int] = field(default_factory=dict)
+    """The numbers of tokens after which the state is to be kept, each with the snapshot to keep it in until it is known
+    to others."""
+    last_border: int = 0
+    """The last of them all; 0: the state is not kept."""
 
 
 class _Snapshots:
@@ -101,17 +103,26 @@ class PrefixCache:
         """Pages for `num_tokens` tokens that begin with the prompt. Its last token is never cached: it gives the
         logits of the first new one."""
         path = self._known(prompt_ids, (len(prompt_ids) - 1) // self._page_size)
+        parted = len(path) * self._page_size
         resumed = self._resumed(path)
         for node in path:
             self.pool.hold(node.page)
         num_new = -(-num_tokens // self._page_size) - len(path)
         table = (*(node.page for node in path), *(self.pool.take() for _ in range(num_new)))
         held = HeldPages(table, len(path) * self._page_size, path, resumed)
-        border = max(len(prompt_ids) - 1, 0) // self._page_size * self._page_size
-        if self._snapshots and self._is_on and border > held.num_cached:
-            held.reserved = self._snapshots.take()
-            held.border = 0 if held.reserved is None else border
+        if self._snapshots and self._is_on:
+            self._reserve(held, max(len(prompt_ids) - 1, 0) // self._page_size * self._page_size, parted)
         return held
+
+    def _reserve(self, held: HeldPages, *borders: int) -> None:
+        """Take snapshots for the state behind so many tokens, as far as there are any; the first border counts most."""
+        assert self._snapshots is not None
+        for border in borders:
+            if border > held.num_cached and border not in held.borders:
+                snapshot = self._snapshots.take()
+                if snapshot is not None:
+                    held.borders[border] = snapshot
+        held.last_border = max(held.borders, default=0)
 
     def num_known(self, token_ids: Sequence[int]) -> int:
         """Return how many of the first tokens are in known pages; from another thread than the driving one a guess."""
@@ -139,12 +150,12 @@ class PrefixCache:
     def keep(self, held: HeldPages, token_ids: Sequence[int], num_written: int) -> None:
         """Make the full pages of the first `num_written` tokens, which are computed, known to others.
 
-        Where sequences have a state, only those up to the held border are of use to others.
+        Where sequences have a state, only those up to the last held border are of use to others.
         """
         if not self._is_on:
             return
         if self._snapshots:
-            num_written = min(num_written, held.border)
+            num_written = min(num_written, held.last_border)
         path = held.path
         # Another sequence's page of the same text was dropped, and with it all that followed it.
         while path and self._nodes.get(path[-1].page) is not path[-1]:
@@ -158,15 +169,16 @@ class PrefixCache:
                 parent.children[tokens] = self._nodes[node.page] = node
                 self.pool.keep(node.page)
             path.append(node)
-        if self._snapshots and held.reserved is not None and len(path) * self._page_size == held.border:
-            self._snapshots.put(path[-1], held.reserved)
-            held.reserved = None
+        for border in [border for border in held.borders if border <= len(path) * self._page_size]:
+            assert self._snapshots is not None
+            self._snapshots.put(path[border // self._page_size - 1], held.borders.pop(border))
 
     def release(self, held: HeldPages) -> None:
         """Give the pages back; those that are known stay cached, the end of a text to be dropped before its start."""
         if self._snapshots:
-            self._snapshots.give_back(held.reserved)
-            held.reserved = None
+            for snapshot in held.borders.values():
+                self._snapshots.give_back(snapshot)
+            held.borders.clear()
         for page in reversed(held.table):
             self.pool.drop(page)
         for node in reversed(held.path):

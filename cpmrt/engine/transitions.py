@@ -65,8 +65,8 @@ def next_prefill(seq: Sequence, limits: ExecutorLimits) -> Prefill:
     """Return the step for the next chunk of the text; one ends where the state is to be kept."""
     text, start = seq.text, seq.num_prefilled
     end = min(start + limits.prefill_chunk, len(text))
-    if seq.pages and start < seq.pages.border:
-        end = min(end, seq.pages.border)
+    borders = seq.pages.borders if seq.pages else ()
+    end = min((end, *(border for border in borders if border > start)))
     is_last = end == len(text)
     mask = seq.guide.next_mask(seq.room, is_known=True) if seq.guide and is_last else None
     return Prefill(seq.slot, text[start:end], start, is_last, mask)
@@ -74,9 +74,8 @@ def next_prefill(seq: Sequence, limits: ExecutorLimits) -> Prefill:
 
 def keep_state(seq: Sequence) -> Keep | None:
     """Return the step that keeps the state for other sequences, if the last chunk ended where it is to be kept."""
-    if seq.pages is None or seq.pages.reserved is None or seq.num_prefilled != seq.pages.border:
-        return None
-    return Keep(seq.slot, seq.pages.reserved)
+    snapshot = seq.pages.borders.get(seq.num_prefilled) if seq.pages else None
+    return None if snapshot is None else Keep(seq.slot, snapshot)
 
 
 def wants_decode(seq: Sequence) -> bool:

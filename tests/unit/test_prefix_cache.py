@@ -203,6 +203,20 @@ def test_a_state_is_kept_at_the_last_border_within_a_prompt(length, again, longe
     assert sum(isinstance(step, Keep) for step in executor.steps) > 0
 
 
+def test_a_state_is_kept_where_a_prompt_parts_from_an_earlier_one():
+    """Two prompts show what they have in common, which the third one then need not compute; with one snapshot the end
+    of a prompt counts."""
+    shared, cached = list(range(9)), dict[int, list[int]]()
+    for count in (1, 2, 3):
+        executor = PagedExecutor(paged_limits(max_context=40, prefill_chunk=16, num_snapshots=count))
+        engine, cached[count] = Engine(executor), []
+        for own in (range(30, 39), range(40, 49), range(50, 59), range(50, 62)):
+            seq = engine.add(ask([*shared, *own], new=3))
+            assert tokens_of(engine, seq) == plain_continuation([*shared, *own], 0, 3, set())
+            cached[count].append(seq.num_cached)
+    assert cached == {1: [0, 0, 0, 16], 2: [0, 0, 8, 16], 3: [0, 0, 8, 16]}
+
+
 def test_what_was_generated_is_not_resumed_where_there_is_a_state():
     engine = Engine(PagedExecutor(paged_limits(prefill_chunk=16, num_snapshots=2)))
     first = engine.add(ask(range(6), new=12))
