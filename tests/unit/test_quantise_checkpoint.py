@@ -159,6 +159,7 @@ def test_awq_settings(model, text, tmp_path):
     {},
     {"architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True},
     {"architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": True},
+    {"hidden_act": "fatrelu", "hidden_act_param": 0.1},
 ])  # fmt: skip
 def test_the_calibration_forward_is_that_of_the_executor(tmp_path, config):
     folder = write_checkpoint(tmp_path / "tiny", **SIZES, **config)
