@@ -232,6 +232,11 @@ CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
         {"VOCAB": 73448, "PORTABLE": 1},
         {"VOCAB": 200_003, "PORTABLE": 0},
     ),
+    "sampling/masked_sampling.cu": (
+        {"VOCAB": 73448, "PORTABLE": 0},
+        {"VOCAB": 73448, "PORTABLE": 1},
+        {"VOCAB": 151_936, "PORTABLE": 1},
+    ),
     "draft/draft_top_k.cu": (
         {"VOCAB": 32768, "PORTABLE": 0},
         {"VOCAB": 73448, "PORTABLE": 1},

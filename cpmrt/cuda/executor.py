@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
+from functools import cached_property, partial
 from threading import local
 from typing import Any
 
@@ -29,13 +29,27 @@ from cpmrt.cuda.ops.lightning import SlotStates
 from cpmrt.cuda.step.costs import measured_limits
 from cpmrt.cuda.step.forward import StepForward
 from cpmrt.cuda.step.kernels import StepKernels, step_modules
-from cpmrt.cuda.step.launches import step_launches
+from cpmrt.cuda.step.launches import masked_launches, step_launches
+from cpmrt.cuda.step.masks import MaskedGraphs, MaskRing
 from cpmrt.cuda.step.memory import buckets, row_counts
-from cpmrt.cuda.step.rings import Nothing, Rings
+from cpmrt.cuda.step.rings import FastForwarded, Nothing, Rings
 from cpmrt.cuda.step.structs import DECODE, MAX_LOGIT_BIAS
 from cpmrt.dtypes import F32, Array, to_float32
 from cpmrt.errors import ConfigError, NoDeviceError
-from cpmrt.executor import MAX_ROWS, Admit, Decode, ExecutorLimits, Keep, Pending, Prefill, Recall, Speculate, Step
+from cpmrt.executor import (
+    MAX_ROWS,
+    Admit,
+    Decode,
+    ExecutorLimits,
+    FastForward,
+    Keep,
+    Mask,
+    Pending,
+    Prefill,
+    Recall,
+    Speculate,
+    Step,
+)
 from cpmrt.memory.arena import Arena
 from cpmrt.memory.caches import PAGE_SIZE
 from cpmrt.memory.plan import MemoryPlan
@@ -64,7 +78,8 @@ class CudaExecutor:
         self._limits = ExecutorLimits(
             plan.max_sequences, plan.max_context, self.config.chunk_of(engine.prefill_chunk),
             max(_RUN_AHEAD, 2 * engine.steps_per_launch), max_logit_bias=MAX_LOGIT_BIAS, num_pages=layout.num_pages,
-            page_size=PAGE_SIZE, tree_shapes=draft.shapes if draft else (), num_snapshots=layout.num_snapshots,
+            page_size=PAGE_SIZE, tree_shapes=draft.shapes if draft else (), takes_masks=True,
+            num_snapshots=layout.num_snapshots,
         )  # fmt: skip
         self.stream = cupy.cuda.Stream(non_blocking=True)
         self._modules, self._dtype = Modules(device.arch, blueprint.dtype), blueprint.dtype
@@ -130,8 +145,12 @@ class CudaExecutor:
             if self._speculation is not None:
                 self._speculation.make_room(self._graphs, slots)
             self._rings.write_slots(DECODE, slots)
+            if any(step.masks):
+                return self._submit_masked(step)
             start = self._graphs.run_step(("decode", _at_least(len(slots), self._row_counts)), slots)
             return self._rings.sent(len(slots), self._logprobs_of(slots), start)
+        if isinstance(step, FastForward):
+            return self._submit_fast_forward(step)
         if isinstance(step, Speculate):
             return self._submit_speculate(step)
         if isinstance(step, Admit):
@@ -155,15 +174,40 @@ class CudaExecutor:
             self._slot_states.keep(step.slot, step.snapshot)
         return Nothing()
 
-    def _submit_prefill(self, step: Prefill) -> Pending:
+    def _submit_masked(self, step: Decode) -> Pending:
+        """Start a decode step whose command is written."""
+        self._masked.masks.write(self._rings.next_number, step.masks)
+        self._masked.run_decode(_at_least(len(step.slots), self._row_counts))
+        return self._rings.sent(len(step.slots), self._logprobs_of(step.slots))
+
+    def _submit_fast_forward(self, step: FastForward) -> Pending:
+        if self._speculation is not None:
+            self._speculation.before_chunk(self._graphs, step.slot)
+        chunk = Prefill(step.slot, step.token_ids, step.position, True, step.mask or Mask(is_filled=True))
+        return FastForwarded(self._submit_prefill(chunk, is_answer=True), step.token_ids[1:])
+
+    def _submit_prefill(self, step: Prefill, *, is_answer: bool = False) -> Pending:
         self._rings.write(step)
         bucket = _at_least(len(step.token_ids), self._buckets)
         self._graphs.run(("prefill", bucket))
-        if step.is_last:
+        if step.is_last and step.mask is not None:
+            self._masked.masks.write(self._rings.next_number, (step.mask,))
+            self._masked.run_behind_chunk(is_answer)
+        elif step.is_last:
             self._graphs.run("first")
         if self._speculation is not None:
             self._speculation.prefilled(self._graphs, step.slot, bucket)
         return self._rings.sent(1, self._logprobs_of((step.slot,)))
+
+    @cached_property
+    def _masked(self) -> MaskedGraphs:
+        """What runs steps with masks, made for the first one."""
+        masks = MaskRing(self._row_counts[-1], self.config.vocab_size)
+        self._resources.callback(masks.close)
+        after_decode = None if self._speculation is None else self._speculation.after_decode
+        return MaskedGraphs(
+            self._graphs, masks, *masked_launches(self._steps, self._forward, masks, after_decode)
+        )  # fmt: skip
 
     def _submit_speculate(self, step: Speculate) -> Pending:
         if self._speculation is None:

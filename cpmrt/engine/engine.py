@@ -142,8 +142,10 @@ class Engine:
             return None
         if not self.limits.takes_masks:
             raise RequestError("this executor takes no schemas and grammars", fix="use executor='reference'")
-        # A FastForward step has no logits, and so no log-probabilities, of the tokens that it takes without sampling.
-        max_run = 0 if request.sampling.logprobs else self.limits.prefill_chunk
+        # A FastForward step has no logits, and so no log-probabilities, of the tokens that it takes without sampling. A
+        # state beside the pages may want chunks that begin at certain positions.
+        is_plain = request.sampling.logprobs or self.limits.num_snapshots
+        max_run = 0 if is_plain else self.limits.prefill_chunk
         return Guide(request.matcher(), max_run, request.stop_token_ids)
 
     def queue(self, seq: Sequence) -> None:
@@ -249,7 +251,7 @@ class Engine:
         return PrefixCache(limits.num_pages, limits.page_size, self._uses_cache, limits.num_snapshots)
 
     def _submit_next(self) -> bool:
-        if self._waiting and self._free_slots:
+        if self._waiting and self._free_slots and not self._has_empty_mask():
             first = self._waiting.popleft()
             if isinstance(first, Loan):
                 self._lend(first)
@@ -268,7 +270,7 @@ class Engine:
                 if transitions.wants_fast_forward(seq):
                     self._submit(transitions.fast_forward(seq), (seq,))
                     return True
-        if not decoding or any(transitions.awaits_mask(seq) for seq in decoding):
+        if not decoding or any(transitions.awaits_mask(seq, bool(self._loans)) for seq in decoding):
             return False
         if decoding != self._decoding or any(seq.guide for seq in decoding):
             self._decoding, self._decode_steps = decoding, {}
@@ -278,6 +280,13 @@ class Engine:
             step = self._decode_steps[shape] = transitions.decode_step(decoding, shape)
         self._submit(step, decoding)
         return True
+
+    def _has_empty_mask(self) -> bool:
+        """Tell whether a step in flight may wait for its mask, so that whoever waits for the executor waits for ever.
+
+        A loan is for such waiting, and so are the many steps that an admission may take.
+        """
+        return any(seq.guide is not None and not seq.guide.is_ready for seq in self.running)
 
     def _lend(self, loan: Loan) -> None:
         loan.pages = self.cache.acquire(loan.prompt_ids, loan.num_tokens) if self.cache else None

@@ -85,9 +85,12 @@ def wants_decode(seq: Sequence) -> bool:
     return is_wanted and not (seq.guide and seq.guide.run)
 
 
-def awaits_mask(seq: Sequence) -> bool:
-    """Tell whether the sequence cannot take a further step before the last but one that it takes part in is done."""
-    return seq.guide is not None and not seq.guide.is_ready and wants_decode(seq)
+def awaits_mask(seq: Sequence, needs_all: bool) -> bool:
+    """Tell whether a sequence that decodes cannot take a further step before the last but one is done.
+
+    With `needs_all`, before all of its steps are done: the mask of the next one must be known when it is submitted.
+    """
+    return seq.guide is not None and (not seq.guide.is_ready or (needs_all and seq.num_in_flight > 0))
 
 
 def wants_fast_forward(seq: Sequence) -> bool:

@@ -156,6 +156,12 @@ class Waiting:
         """The draft has seen a chunk, except for its last token."""
         self._counts[slot] = 1
 
+    def before_chunk(self, slot: int) -> bool:
+        """Return whether the draft has to catch up before a chunk that begins with the newest token of an answer."""
+        is_late = self._counts[slot] > 1
+        self._counts[slot] = 1
+        return is_late
+
     def before_decode(self, slots: Iterable[int]) -> list[int]:
         """Count a token more of each slot; return the slots whose draft has to catch up before it comes."""
         late = [slot for slot in slots if self._counts[slot] >= MAX_WAITING]

@@ -87,6 +87,9 @@ constexpr uint32_t kNoToken = 0xFFFFFFFFu;
 // The logits hold NaN or +infinity, or nothing but -infinity: no token can be sampled. As an int it is negative.
 constexpr uint32_t kNonFinite = 0xFFFFFFFEu;
 
+// The mask of a row did not come in time. As an int it is negative, too.
+constexpr uint32_t kNoMask = 0xFFFFFFFDu;
+
 // What a row produced, for the host. The fence orders the logprobs that this thread stored before.
 DEVICE void publish(ResultRecord* results, uint64_t sequence, int row, uint32_t token, bool has_logprobs) {
   if (has_logprobs) __threadfence_system();

@@ -43,7 +43,8 @@ struct Cut {
   uint32_t key;
 };
 
-// One row as one block of it sees it. `Counts` gives the word of token_counts that holds for a token in this row.
+// One row as one block of it sees it. `Counts` gives the word of token_counts that holds for a token in this row, and, if
+// the row is masked, whether a token is allowed.
 template <typename Counts>
 struct Row {
   const float* logits;
@@ -60,6 +61,9 @@ struct Row {
 
   // z of a token: the oracle's operations one by one.
   DEVICE float adjust(float logit, int token) const {
+    if constexpr (Counts::kIsMasked) {
+      if (!token_counts.allows(token)) return __uint_as_float(0xFF800000u);
+    }
     if (is_adjusted) {
       const uint32_t word = token_counts.of(token), count = word & ~(kSeen | kBiased);
       if (word & kBiased) logit = __fadd_rn(logit, logit_bias_of(state, token));

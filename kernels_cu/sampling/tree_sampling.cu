@@ -19,6 +19,7 @@
 #include "sampling_chain.cuh"
 
 struct PathCounts {
+  static constexpr bool kIsMasked = false;
   const uint32_t* words;
   const int* path;
   int length;

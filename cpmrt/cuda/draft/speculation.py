@@ -193,6 +193,11 @@ class Speculation:
             graphs.run(("draft", bucket))
             self._waiting.prefilled(slot)
 
+    def before_chunk(self, graphs: Graphs, slot: int) -> None:
+        """Let the draft catch up with an answer before a chunk of it, which begins with its newest token."""
+        if self._forward is not None and self._waiting.before_chunk(slot):
+            self._run_catch_up(graphs, slot)
+
     def after_decode(self, num_rows: int) -> None:
         """Launch the end of a decode step, whose hidden states are the draft's to see."""
         if self._forward is not None:

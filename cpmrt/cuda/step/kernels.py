@@ -11,6 +11,7 @@ from cpmrt.config import ModelConfig
 from cpmrt.cuda.build.launcher import Launcher, Module
 from cpmrt.cuda.build.spec import KernelSpec
 from cpmrt.cuda.driver.device import Device
+from cpmrt.cuda.step.masks import MaskRing
 from cpmrt.cuda.step.rings import Rings
 from cpmrt.executor import MAX_ROWS
 
@@ -28,13 +29,22 @@ FIRST_BEGIN = _step("first_begin", "the row that the first token comes from")
 SAMPLE = KernelSpec(
     "sample", "sampling/sampling.cu", constants=("VOCAB", "PORTABLE"), hot=True, reason="the sampling chain"
 )
+SAMPLE_MASKED = KernelSpec(
+    "sample_masked", "sampling/masked_sampling.cu", constants=("VOCAB", "PORTABLE"), hot=True,
+    reason="the sampling chain under masks that the host writes",
+)  # fmt: skip
+COUNT_CERTAIN = KernelSpec(
+    "count_certain", "sampling/masked_sampling.cu", constants=("VOCAB", "PORTABLE"),
+    reason="bookkeeping: tokens of an answer that were not sampled",
+)  # fmt: skip
 LOOP_END = KernelSpec("loop_end", "step/loop.cu", reason="bookkeeping: whether a launch goes on with its next steps")
 
 
-def step_modules(config: ModelConfig, device: Device) -> tuple[Module, Module]:
+def step_modules(config: ModelConfig, device: Device) -> tuple[Module, Module, Module]:
     """What `StepKernels` launches."""
     sampling = {"VOCAB": config.vocab_size, "PORTABLE": int(device.is_portable)}
-    return (ADMIT.file, {"VOCAB": config.vocab_size, "HIDDEN": config.hidden_size}), (SAMPLE.file, sampling)
+    steps = {"VOCAB": config.vocab_size, "HIDDEN": config.hidden_size}
+    return (ADMIT.file, steps), (SAMPLE.file, sampling), (SAMPLE_MASKED.file, sampling)
 
 
 class StepKernels:
@@ -46,7 +56,7 @@ class StepKernels:
         self._launch, self._arrays = launcher, arrays
         self._commands, self._results = rings.addresses
         self._command_bytes = np.int32(rings.command_bytes)
-        (_, self._constants), (_, self._sampling) = step_modules(config, device)
+        (_, self._constants), (_, self._sampling), _ = step_modules(config, device)
         self._hidden = config.hidden_size
         # Where nothing is drafted there is no history, and the kernels get null pointers.
         self._history = arrays.get("history")
@@ -59,7 +69,8 @@ class StepKernels:
             self._launch.modules.kernel(LOOP_END, {})
         for spec in (ADMIT, RECALL, STEP_BEGIN, PREFILL_BEGIN, PREFILL_END, FIRST_BEGIN):
             self._launch.modules.kernel(spec, self._constants)
-        self._launch.modules.kernel(SAMPLE, self._sampling)
+        for spec in (SAMPLE, SAMPLE_MASKED, COUNT_CERTAIN):
+            self._launch.modules.kernel(spec, self._sampling)
 
     def admit(self) -> None:
         a = self._arrays
@@ -96,6 +107,21 @@ class StepKernels:
             SAMPLE, self._sampling, (self._blocks_per_row, num_rows), 512,
             self._results, a["slot_states"], a["token_counts"], a["logits"], a["slots"], a["step_context"],
         )  # fmt: skip
+
+    def sample_masked(self, num_rows: int, masks: MaskRing) -> None:
+        """As `sample`, each row with what `masks` has or will have for it."""
+        a = self._arrays
+        self._launch(
+            SAMPLE_MASKED, self._sampling, (self._blocks_per_row, num_rows), 512,
+            self._results, a["slot_states"], a["token_counts"], a["logits"], a["slots"], a["step_context"],
+            *masks.addresses, np.int32(masks.num_rows), np.int32(masks.num_words),
+        )  # fmt: skip
+
+    def count_certain(self) -> None:
+        """Count the tokens of the chunk after its first as generated."""
+        a = self._arrays
+        counted = (a["slot_states"], a["token_counts"], a["token_ids"], a["chunk"])
+        self._launch(COUNT_CERTAIN, self._sampling, 1, 512, *counted)
 
     def loop_end(self, num_rows: int, num_words: int, handle: np.uint64, num_passes: int, num_steps: int) -> None:
         """End `num_steps` steps that are the body of the WHILE node with this handle, which passes it so often.

@@ -7,6 +7,7 @@ from functools import partial
 
 from cpmrt.cuda.step.forward import StepForward
 from cpmrt.cuda.step.kernels import StepKernels
+from cpmrt.cuda.step.masks import MaskRing
 
 
 def step_launches(
@@ -39,3 +40,28 @@ def step_launches(
     plain: dict[Hashable, Callable[[], None]] = {"admit": steps.admit, "recall": steps.recall, "first": first}
     chunks = {("prefill", bucket): partial(prefill, bucket) for bucket in buckets}
     return plain | chunks | {("decode", rows): partial(decode, rows) for rows in row_counts}
+
+
+def masked_launches(
+    steps: StepKernels, forward: StepForward, masks: MaskRing, after_decode: Callable[[int], None] | None
+) -> tuple[Callable[[int], None], Callable[[bool], None]]:
+    """Return what decodes a number of rows under masks, and what gives the token behind a chunk under one.
+
+    The latter is told whether the chunk is of the answer (`executor.FastForward`), and not the end of a prompt.
+    """
+
+    def decode(num_rows: int) -> None:
+        steps.step_begin(num_rows)
+        forward.decode(num_rows)
+        steps.sample_masked(num_rows, masks)
+        if after_decode is not None:
+            after_decode(num_rows)
+
+    def behind_chunk(is_answer: bool) -> None:
+        steps.first_begin()
+        forward.head_of_first_row()
+        if is_answer:
+            steps.count_certain()
+        steps.sample_masked(1, masks)
+
+    return decode, behind_chunk

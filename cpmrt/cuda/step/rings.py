@@ -17,9 +17,9 @@ import numpy as np
 
 from cpmrt.cuda.driver.host_memory import HostBuffer
 from cpmrt.cuda.step.commands import command_bytes, write_slots, write_step
-from cpmrt.cuda.step.structs import NO_TOKEN, NON_FINITE, RESULT_RECORD, RING_ENTRIES
-from cpmrt.errors import DeviceError
-from cpmrt.executor import Admit, Prefill, Recall, SlotResult, StepResult, TokenLogprobs
+from cpmrt.cuda.step.structs import NO_MASK, NO_TOKEN, NON_FINITE, RESULT_RECORD, RING_ENTRIES
+from cpmrt.errors import DeviceError, FormError
+from cpmrt.executor import Admit, Pending, Prefill, Recall, SlotResult, StepResult, TokenLogprobs
 
 if TYPE_CHECKING:
     from cupy.cuda import Stream
@@ -54,6 +54,11 @@ class Rings:
     def addresses(self) -> tuple[np.uint64, np.uint64]:
         """The addresses of the commands and of the results, as kernels take them."""
         return np.uint64(self._commands.device_address), np.uint64(self._results.device_address)
+
+    @property
+    def next_number(self) -> int:
+        """The number of the command that is written next, or was written last and not sent yet."""
+        return self._last_number + 1
 
     def write(self, step: Admit | Recall | Prefill) -> None:
         """Write the next command. Raises RequestError, with nothing written, for what the device cannot hold."""
@@ -157,6 +162,20 @@ class Answer:
             raise DeviceError(f"the GPU finished step {self._number} without an answer", fix="report this as a bug")
 
 
+class FastForwarded:
+    """The pending result of a chunk of an answer: the tokens that it took for certain, and the one behind them."""
+
+    def __init__(self, pending: Pending, certain: tuple[int, ...]):
+        self._pending, self._certain = pending, certain
+
+    def is_done(self) -> bool:
+        return self._pending.is_done()
+
+    def wait(self) -> StepResult:
+        (result,) = self._pending.wait().slots
+        return StepResult((SlotResult((*self._certain, *result.token_ids), result.logprobs, result.non_finite),))
+
+
 class Nothing:
     """The pending result of a step that the device does not see."""
 
@@ -168,7 +187,7 @@ class Nothing:
 
 
 def answered_tokens(words: memoryview, number: int, num_words: int) -> list[int] | None:
-    """Return the tokens, NO_TOKEN or NON_FINITE, in the words of a result; None if not all are of command `number`."""
+    """Return the tokens, or codes instead of one, in the words of a result; None if not all are of command `number`."""
     tokens, mark = [], number & 0xFFFFFFFF
     for word in words[:num_words].tolist():
         if word >> 32 != mark:
@@ -180,8 +199,11 @@ def answered_tokens(words: memoryview, number: int, num_words: int) -> list[int]
 def step_result(tokens: list[int], record: np.void, num_logprobs: tuple[int, ...]) -> StepResult:
     """Return what an answered command produced for its slots, one for each entry of `num_logprobs`.
 
-    One slot has all tokens, several have one each.
+    One slot has all tokens, several have one each. Raises FormError if a mask came too late.
     """
+    if NO_MASK in tokens:
+        what = "the mask of a step was not there in time"
+        raise FormError(what, expected="within 10 s", fix="look for what stops this process for so long")
     if len(tokens) == len(num_logprobs) and not any(num_logprobs):  # mostly, and then quickly
         found = [SlotResult((token,)) if token < NON_FINITE else _WITHOUT_TOKEN[token] for token in tokens]
         return StepResult(tuple(found))

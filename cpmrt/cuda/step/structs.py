@@ -20,6 +20,8 @@ counts how often it was generated."""
 NO_TOKEN = 0xFFFFFFFF
 NON_FINITE = 0xFFFFFFFE
 """Instead of a token: the logits were such that none could be sampled (`executor.SlotResult`)."""
+NO_MASK = 0xFFFFFFFD
+"""Instead of a token: the host did not say in time what the row may sample."""
 ADMIT, PREFILL, DECODE, RECALL, SPECULATE, CATCH_UP = range(1, 7)
 
 Struct = np.dtype[np.void]

@@ -1,0 +1,94 @@
+"""The masks of steps in page-locked memory, where the sampling kernel waits for them (`masked_sampling.cu`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+from threading import Lock
+
+import numpy as np
+
+from cpmrt.cuda.driver.graphs import Graphs
+from cpmrt.cuda.driver.host_memory import HostBuffer
+from cpmrt.cuda.step.structs import RING_ENTRIES
+from cpmrt.executor import Mask
+
+_ANY, _MASKED = 1, 2
+
+
+class MaskRing:
+    """Masks of the rows of each command in the ring, for at most `num_rows` rows of `vocab_size` tokens."""
+
+    def __init__(self, num_rows: int, vocab_size: int):
+        self.num_rows, self.num_words = num_rows, -(-vocab_size // 32)
+        self._ready = HostBuffer(RING_ENTRIES * num_rows * 8)
+        self._bits = HostBuffer(RING_ENTRIES * num_rows * self.num_words * 4)
+        self._ready_words = self._ready.array(np.uint64).reshape(RING_ENTRIES, num_rows)
+        self._bit_bytes = self._bits.array(np.uint8).reshape(RING_ENTRIES, num_rows, self.num_words * 4)
+        last = vocab_size % 8
+        self._last_byte = (1 << last) - 1 if last else 0xFF
+        self._num_bytes = -(-vocab_size // 8)
+        self._barrier = Lock()
+
+    @property
+    def addresses(self) -> tuple[np.uint64, np.uint64]:
+        """The addresses of what is ready and of the bits, as kernels take them."""
+        return np.uint64(self._ready.device_address), np.uint64(self._bits.device_address)
+
+    def write(self, number: int, masks: Sequence[Mask | None]) -> None:
+        """Write the masks of command `number`, each now or when it is filled.
+
+        The command that had its place in the ring must be answered.
+        """
+        for row, mask in enumerate(masks):
+            if mask is None or mask.is_filled:
+                self._write(number, row, None if mask is None else mask.bits)
+            else:
+                mask.on_fill = partial(self._write, number, row)
+
+    def close(self) -> None:
+        """Free the memory; the device must be done with it."""
+        self._ready.close()
+        self._bits.close()
+
+    def _write(self, number: int, row: int, bits: bytes | None) -> None:
+        entry = (number - 1) % RING_ENTRIES
+        if bits is not None:
+            target = self._bit_bytes[entry, row]
+            count = min(len(bits), self._num_bytes)
+            target[:count] = np.frombuffer(bits, np.uint8, count)
+            target[count:] = 0
+            target[self._num_bytes - 1] &= self._last_byte
+            # A release and then an acquire of one lock: on ARM too, the device sees the bits before it sees `ready`.
+            for _ in range(2):
+                with self._barrier:
+                    pass
+        self._ready_words[entry, row] = number << 2 | (_ANY if bits is None else _MASKED)
+
+
+class MaskedGraphs:
+    """Starts the graphs of steps with masks. They are captured when they are first needed: mostly nobody needs any.
+
+    `decode(rows)` and `behind_chunk(is_answer)` launch what is captured (`launches.masked_launches`).
+    """
+
+    def __init__(
+        self, graphs: Graphs, masks: MaskRing, decode: Callable[[int], None], behind_chunk: Callable[[bool], None]
+    ):
+        self.masks = masks
+        self._graphs, self._decode, self._behind_chunk = graphs, decode, behind_chunk
+        self._captured = set[Hashable]()
+
+    def run_decode(self, num_rows: int) -> None:
+        """Start a decode step of so many rows, padding among them."""
+        self._run(("masked", num_rows), partial(self._decode, num_rows))
+
+    def run_behind_chunk(self, is_answer: bool) -> None:
+        """Start what gives the token behind a chunk, after the chunk's own graph."""
+        self._run(("behind chunk", is_answer), partial(self._behind_chunk, is_answer))
+
+    def _run(self, key: Hashable, launches: Callable[[], None]) -> None:
+        if key not in self._captured:
+            self._graphs.add(key, launches)
+            self._captured.add(key)
+        self._graphs.run(key)

@@ -1,0 +1,138 @@
+"""Masks on a GPU: they may come late, rows without one do not wait, and answers under a form keep it in any company."""
+
+from __future__ import annotations
+
+import json
+from threading import Timer
+from time import perf_counter
+
+import jsonschema
+import pytest
+from form_cases import REGEXES, schemas
+
+from cpmrt import LLM, FormError, SamplingParams
+from cpmrt.config import Sampling
+from cpmrt.executor import Admit, Decode, FastForward, Mask, Prefill, Release
+
+pytestmark = pytest.mark.gpu
+PROMPT = "Here is the answer: "
+
+
+def wishes():
+    pytest.importorskip("llguidance")
+    forms = [{"json_schema": schema} for schema in schemas(20)] + [{"regex": regex} for regex in REGEXES[::12]]
+    penalties = [{}, {"repetition_penalty": 1.2}, {"presence_penalty": 0.4, "frequency_penalty": 0.3}, {"logprobs": 2}]
+    return [
+        SamplingParams(**form, **penalties[seed % 4], temperature=1.0, seed=seed, max_new_tokens=100)
+        for seed, form in enumerate(forms)
+    ]
+
+
+def answers_of(**settings):
+    params = wishes()
+    with LLM(executor="cuda", prefill_chunk=64, max_context=512, **settings) as llm:
+        together = settings.get("max_sequences", 1) > 1
+        answers = (
+            llm.generate([PROMPT] * len(params), params) if together else [llm.generate(PROMPT, one) for one in params]
+        )
+        return [(answer.token_ids, answer.finish_reason, answer.text) for answer in answers]
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return answers_of()
+
+
+def test_answers_keep_their_forms(alone):
+    ended = 0
+    for params, (_, reason, text) in zip(wishes(), alone, strict=True):
+        if params.json_schema is not None and reason == "stop":
+            jsonschema.validate(json.loads(text), json.loads(params.json_schema), jsonschema.Draft202012Validator)
+            ended += 1
+    assert ended > 12
+
+
+@pytest.mark.parametrize("settings", [
+    {"max_sequences": 16}, {"max_sequences": 3}, {"steps_per_launch": 4}, {"cuda_graphs": False},
+    {"draft": "eagle2"}, {"draft": "lookup"}, {"prefix_cache": False},
+], ids=str)  # fmt: skip
+def test_company_and_drafts_change_nothing(alone, settings):
+    found = answers_of(**settings)
+    assert [tokens for tokens, *_ in found] == [tokens for tokens, *_ in alone]
+
+
+def only(token: int) -> bytes:
+    return bytes(token // 8) + bytes([1 << token % 8])
+
+
+@pytest.fixture(scope="module")
+def executor():
+    with LLM(executor="cuda", prefill_chunk=64, max_context=512, max_sequences=4) as llm:
+        yield llm.executor
+
+
+def begin(executor, slot, first=None):
+    executor.submit(Admit(slot, Sampling(), 3, 60, (2,)))
+    mask = None if first is None else Mask(only(first), is_filled=True)
+    return executor.submit(Prefill(slot, (5, 6, 7), 0, True, mask)).wait().slots[0].token_ids
+
+
+def test_a_mask_that_comes_late_is_waited_for(executor):
+    assert begin(executor, 0, first=77) == (77,)
+    begin(executor, 1)
+    empty = Mask()
+    pending = executor.submit(Decode((0, 1), (empty, None)))
+    timer, begun = Timer(0.2, empty.fill, [only(91)]), perf_counter()
+    timer.start()
+    slots = pending.wait().slots
+    assert slots[0].token_ids == (91,) and len(slots[1].token_ids) == 1
+    assert 0.15 < perf_counter() - begun < 2
+    free = Mask()
+    pending = executor.submit(Decode((0, 1), (free, None)))
+    free.fill(None)
+    assert all(len(slot.token_ids) == 1 for slot in pending.wait().slots)
+    executor.submit(Release(0))
+    executor.submit(Release(1))
+
+
+def test_a_chunk_of_an_answer_is_what_masks_of_one_token_give(executor):
+    """Their tokens count for the penalties and the length; the keys of a chunk may be rounded otherwise."""
+    begin(executor, 0, first=40)
+    found = executor.submit(FastForward(0, (40, 41, 42, 43), 3, Mask(only(44), is_filled=True))).wait().slots[0]
+    assert found.token_ids == (41, 42, 43, 44)
+    executor.submit(Release(0))
+    executor.submit(Admit(0, Sampling(), 3, 5, (2,)))
+    executor.submit(Prefill(0, (5, 6, 7), 0, True, Mask(only(40), is_filled=True))).wait()
+    found = executor.submit(FastForward(0, (40, 41, 42), 3, Mask(only(44), is_filled=True))).wait().slots[0]
+    assert found.token_ids == (41, 42, 44)
+    assert executor.submit(Decode((0,))).wait().slots[0].token_ids != ()
+    assert executor.submit(Decode((0,))).wait().slots[0].token_ids == (), "five tokens were wanted"
+    executor.submit(Release(0))
+
+
+def test_a_mask_that_never_comes_is_an_error(executor):
+    begin(executor, 0)
+    begin(executor, 1)
+    pending = executor.submit(Decode((0, 1), (Mask(), None)))
+    with pytest.raises(FormError, match="not there in time"):
+        pending.wait()
+    assert executor.submit(Decode((1,))).wait().slots[0].token_ids, "the other sequence goes on"
+    executor.submit(Release(0))
+    executor.submit(Release(1))
+
+
+def test_a_reading_beside_answers_under_forms():
+    """Whoever waits for the device between steps does so only when no step waits for its mask."""
+    pytest.importorskip("llguidance")
+    with LLM(executor="cuda", prefill_chunk=64, max_context=512, max_sequences=4) as llm:
+        params = [one for one in wishes() if one.json_schema is not None][:3]
+        streams = [llm.stream(PROMPT, one) for one in params]
+        for stream in streams:
+            next(stream)
+        begun = perf_counter()
+        for _ in range(5):
+            llm.score("def read_lines(path):")
+            llm.generate("x" * 50, SamplingParams(max_new_tokens=3))
+        for stream in streams:
+            stream.finish()
+        assert perf_counter() - begun < 8
