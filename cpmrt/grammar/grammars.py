@@ -142,10 +142,20 @@ def _grammar(form: Form) -> str:
     if form.kind == "regex":
         return str(matchers.grammar_from_regex(form.text))
     if form.kind == "grammar":
-        return str(matchers.grammar_from_lark(form.text))
+        return str(matchers.grammar_from_lark(_in_lark(form.text)))
     # One terminal, which is one automaton however many choices there are.
     texts = (json.dumps(choice, ensure_ascii=False) for choice in json.loads(form.text))
     return str(matchers.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(texts)))
+
+
+def _in_lark(text: str) -> str:
+    """Return a grammar in the syntax of Lark, that of llama.cpp (GBNF) among them. Raises ValueError."""
+    from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+
+    try:
+        return any_to_lark(text)
+    except GbnfToLarkError as error:
+        raise ValueError(str(error)) from None
 
 
 def _refused(form: Form, reason: str) -> RequestError:

@@ -143,6 +143,23 @@ _SHARED: Schema = {
         "number", minimum=1, maximum=1000, description=f"First raise the repetition penalty of a loop to this. {_OWN}"
     ),
     "max_thinking_tokens": _optional("integer", minimum=1, description="Close a thought after so many tokens"),
+    "response_format": {
+        "description": "What the answer must look like",
+        "anyOf": [
+            {"type": "null"},
+            _object({"type": {"enum": ["text", "json_object"]}}),
+            _object({"type": {"const": "json_schema"}, "json_schema": _object({"schema": {"type": "object"}})}),
+        ],
+    },
+    "structured_outputs": _optional("object", description="With one of json, regex, choice, grammar, json_object"),
+    "json_schema": _optional("object", description="As guided_json"),
+    "regex": _optional("string", description="As guided_regex"),
+    "grammar": _optional("string", description="As guided_grammar"),
+    "ebnf": _optional("string", description="As guided_grammar"),
+    "guided_json": {"anyOf": [_optional("object"), {"type": "string"}], "description": "A JSON schema of the answer"},
+    "guided_regex": _optional("string", minLength=1, description="A regular expression that the answer matches"),
+    "guided_choice": _optional("array", items={"type": "string", "minLength": 1}, minItems=1),
+    "guided_grammar": _optional("string", minLength=1, description="A grammar of the answer, of Lark or GBNF"),
     "logit_bias": _optional("object", additionalProperties={"type": "number", "minimum": -100, "maximum": 100}),
     "n": _optional("integer", minimum=1, maximum=MAX_CHOICES, default=1),
     "stop": {

@@ -14,6 +14,7 @@ from typing import Any
 from cpmrt.config import SamplingParams
 from cpmrt.config.sampling import MAX_LOGPROBS
 from cpmrt.engine import request_seed
+from cpmrt.server.answer_form import read_form
 from cpmrt.server.errors import ApiError, invalid, unsupported
 from cpmrt.server.json_body import Fields, is_integer, is_number, shown
 from cpmrt.server.unused_fields import REFUSED, REFUSED_IN_CHATS, check_unused
@@ -155,6 +156,7 @@ def read_wanted(
         logit_bias=_logit_bias(fields),
         loop_repeats=fields.integer("loop_repeats") or 0,
         max_thinking_tokens=fields.integer("max_thinking_tokens"),
+        **read_form(fields),
         **numbers,
     )
     streams, options = bool(fields.boolean("stream")), fields.object("stream_options")

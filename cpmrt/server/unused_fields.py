@@ -23,31 +23,20 @@ HARMLESS = {
     "prediction": "object",
     "priority": "integer",
     "request_id": "string",
+    "guided_decoding_backend": "string",
     "verbosity": "string",
 }
 """Fields that change no answer, and their JSON types: who asks, what is kept, how soon and how fast; and a wish about
 its length that models are free not to follow."""
 
 _USE_LOGIT_BIAS = "use logit_bias, or a prompt that says what is wanted"
-_NO_SCHEMA = "answers cannot be held to a schema yet"
 _USE_SAMPLING = "sample with temperature, top_p, top_k and min_p"
 
 Refused = tuple[tuple[Any, ...], str]
 """The values that ask for nothing, and what to do instead."""
 
 REFUSED: dict[str, Refused] = {
-    "response_format": (({"type": "text"},), _NO_SCHEMA),
-    "structured_outputs": ((), _NO_SCHEMA),
-    "guided_json": ((), _NO_SCHEMA),
-    "guided_regex": ((), _NO_SCHEMA),
-    "guided_choice": ((), _NO_SCHEMA),
-    "guided_grammar": ((), _NO_SCHEMA),
-    "guided_decoding_backend": ((), _NO_SCHEMA),
-    "guided_whitespace_pattern": ((), _NO_SCHEMA),
-    "json_schema": (({},), _NO_SCHEMA),
-    "grammar": (("",), _NO_SCHEMA),
-    "regex": (("",), _NO_SCHEMA),
-    "ebnf": (("",), _NO_SCHEMA),
+    "guided_whitespace_pattern": ((), "JSON is written on one line, with a space behind commas and colons"),
     "min_tokens": ((0,), "use ignore_eos with max_tokens"),
     "min_new_tokens": ((0,), "use ignore_eos with max_tokens"),
     "bad_words": (([],), _USE_LOGIT_BIAS),

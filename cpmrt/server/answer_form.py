@@ -1,0 +1,85 @@
+"""The form that a request wants its answer to have, in the words of the OpenAI API, vLLM, SGLang and llama.cpp.
+
+| field | of |
+|---|---|
+| `response_format` | OpenAI |
+| `guided_json`, `guided_regex`, `guided_choice`, `guided_grammar` | vLLM |
+| `structured_outputs` with `json`, `regex`, `choice`, `grammar` or `json_object` | vLLM |
+| `json_schema`, `grammar`; `regex`, `ebnf` | llama.cpp; SGLang |
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cpmrt.server.errors import invalid
+from cpmrt.server.json_body import Fields, shown
+
+_ANY_OBJECT = {"type": "object"}
+_GUIDED = {
+    "guided_json": "json_schema", "guided_regex": "regex", "guided_choice": "choices", "guided_grammar": "grammar",
+    "json_schema": "json_schema", "regex": "regex", "grammar": "grammar", "ebnf": "grammar",
+}  # fmt: skip
+_OUTPUTS = {"json": "json_schema", "regex": "regex", "choice": "choices", "grammar": "grammar"}
+
+
+def read_form(fields: Fields) -> dict[str, Any]:
+    """Return the field of SamplingParams that gives the form, none if any answer will do. Raises ApiError 400."""
+    outputs, found = fields.object("structured_outputs"), dict[str, tuple[str, Any]]()
+    response = _response_format(fields)
+    if response is not None:
+        found["response_format"] = ("json_schema", response)
+    for name, ours in _GUIDED.items():
+        value = _value(fields, name, ours)
+        if value is not None:
+            found[name] = (ours, value)
+    if outputs is not None:
+        for name, ours in _OUTPUTS.items():
+            value = _value(outputs, name, ours)
+            if value is not None:
+                found[outputs.name(name)] = (ours, value)
+        if outputs.boolean("json_object"):
+            found[outputs.name("json_object")] = ("json_schema", _ANY_OBJECT)
+        if not found:
+            raise invalid("structured_outputs", f"expected one of {', '.join(_OUTPUTS)} and json_object")
+    if len(found) > 1:
+        first, second, *_ = found
+        raise invalid(second, f"not together with {first}: an answer has one form")
+    return dict(found.values())
+
+
+def _value(fields: Fields, name: str, kind: str) -> Any:
+    """Return a field of this kind; None where it asks for nothing, as empty ones of llama.cpp and SGLang do."""
+    value = fields.raw(name)
+    if value is None or (value in ("", {}) and not name.startswith("guided_")):
+        return None
+    if kind == "json_schema":
+        is_schema = isinstance(value, dict) or (isinstance(value, str) and name != "json_schema")
+        if not is_schema:
+            raise invalid(fields.name(name), f"expected a JSON schema, got {shown(value)}")
+    elif kind == "choices":
+        choices = fields.array(name)
+        if not choices or not all(isinstance(choice, str) and choice for choice in choices):
+            raise invalid(fields.name(name), "expected an array of strings, none empty")
+    elif not fields.string(name):
+        raise invalid(fields.name(name), "expected a string that is not empty")
+    return value
+
+
+def _response_format(fields: Fields) -> dict[str, Any] | None:
+    wanted = fields.object("response_format")
+    if wanted is None:
+        return None
+    kind = wanted.string("type")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return _ANY_OBJECT
+    if kind != "json_schema":
+        raise invalid("response_format.type", f"expected text, json_object or json_schema, got {shown(kind)}")
+    described = wanted.object("json_schema")
+    schema = None if described is None else described.mapping("schema")
+    if described is None or schema is None:
+        raise invalid("response_format.json_schema", "expected an object with a name and a schema")
+    described.boolean("strict")  # a schema binds either way
+    return schema
