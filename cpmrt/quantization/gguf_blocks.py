@@ -1,4 +1,4 @@
-"""Quantises rows of weights to block types of GGUF: Q8_0, Q4_0, Q4_K and Q6_K.
+"""Quantises rows of weights to block types of GGUF.
 
 Of a few scales that are tried for each group the one with the smallest squared error counts, and codes are rounded by
 the scale as it is stored. Layouts: `weights.formats.blocks`, of which each packer here is the inverse.
@@ -6,19 +6,21 @@ the scale as it is stored. Layouts: `weights.formats.blocks`, of which each pack
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cpmrt.dtypes import F32
-from cpmrt.weights.formats.blocks import BLOCK_TYPES, U8
+from cpmrt.quantization.group_scales import best_lines, best_scales, codebook_codes, codes_of
+from cpmrt.weights.formats.blocks import BLOCK_TYPES, IQ4_VALUES, U8
 
-_SUPER = 256
-_SHRINKS = np.linspace(1.0, 0.8, 9, dtype=np.float32)
-"""Of the scale that spans a group: cutting off its ends a little mostly pays."""
-_BLOCK = 1 << 20
-"""Weights quantised at a time; temporaries are a few times as many float32."""
+_BLOCK = 1 << 16
+"""Weights that a thread quantises at a time: its temporaries stay in the cache."""
+_IQ4 = IQ4_VALUES.astype(np.float32)
 
 
 def quantise_rows(name: str, values: F32) -> U8:
@@ -29,123 +31,141 @@ def quantise_rows(name: str, values: F32) -> U8:
     kind = BLOCK_TYPES[name]
     out = np.empty((len(values), kind.row_bytes(values.shape[1])), np.uint8)
     step = max(_BLOCK // values.shape[1], 1)
-    for begin in range(0, len(values), step):
+
+    def quantise(begin: int) -> None:
         rows = values[begin : begin + step]
         out[begin : begin + step] = QUANTISERS[name](rows.reshape(-1, kind.size)).reshape(len(rows), -1)
+
+    with ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="cpmrt-quantise") as pool:
+        for _ in pool.map(quantise, range(0, len(values), step)):
+            pass
     return out
 
 
 def _q8_0(blocks: F32) -> U8:
     scales = _half(np.abs(blocks).max(axis=1) / np.float32(127))
-    codes = _codes(blocks, _floats(scales), -127, 127)
-    return _joined(scales, codes.astype(np.int8).view(np.uint8))
+    return _joined(scales, _signed(codes_of(blocks, _floats(scales), -127, 127)))
 
 
-def _q4_0(blocks: F32) -> U8:
-    """The largest magnitude becomes -8, whatever its sign."""
-    ends = np.take_along_axis(blocks, np.abs(blocks).argmax(axis=1)[:, None], axis=1)[:, 0]
-    scales = _half(_best_scales(blocks, ends / np.float32(-8), -8, 7))
-    return _joined(scales, _nibbles(_codes(blocks, _floats(scales), -8, 7) + 8, 16))
+def _symmetric(blocks: F32, *, bits: int) -> U8:
+    """Q4_0 and Q5_0: the largest magnitude becomes the code that has no opposite, whatever its sign."""
+    middle = 1 << bits - 1
+    scales = _half(best_scales(blocks, partial(codes_of, low=-middle, high=middle - 1), -middle))
+    codes = codes_of(blocks, _floats(scales), -middle, middle - 1) + middle
+    return _joined(scales, *_with_high_bits(codes, bits))
+
+
+def _offset(blocks: F32, *, bits: int) -> U8:
+    """Q4_1 and Q5_1: codes from 0 on, times a scale, on top of the smallest value."""
+    most = (1 << bits) - 1
+    scales, minimums = (_half(part) for part in best_lines(blocks, most, any_sign=True))
+    codes = codes_of(blocks - _floats(minimums)[:, None], _floats(scales), 0, most)
+    return _joined(scales, minimums, *_with_high_bits(codes, bits))
+
+
+def _with_high_bits(codes: F32, bits: int) -> list[U8]:
+    """Return what lies behind the scales of a block of 32: the fifth bits, if any, and the lower four."""
+    u = codes.astype(np.uint8)
+    high = [np.packbits(u >> np.uint8(4), axis=1, bitorder="little")] if bits == 5 else []
+    return [*high, _planes(u & np.uint8(15), 4, 16)]
+
+
+def _iq4_nl(blocks: F32) -> U8:
+    scales = _half(best_scales(blocks, partial(codebook_codes, values=_IQ4), -127))
+    places = np.searchsorted(_IQ4, codebook_codes(blocks, _floats(scales), _IQ4))
+    return _joined(scales, _planes(places.astype(np.uint8), 4, 16))
+
+
+def _scaled_groups(
+    blocks: F32, size: int, round_codes: Callable[[F32, F32], F32], end: int, bits: int
+) -> tuple[U8, F32, F32]:
+    """Choose signed scales of `bits` bits for groups of `size`, and their unit: (unit, steps, codes of all weights).
+
+    `end` is the code of the largest magnitude.
+    """
+    groups, count, lowest = blocks.reshape(-1, size), blocks.shape[1] // size, -(1 << bits - 1)
+    wanted = best_scales(groups, round_codes, end).reshape(-1, count)
+    largest = np.take_along_axis(wanted, np.abs(wanted).argmax(axis=1)[:, None], axis=1)[:, 0]
+    unit = _half(largest / np.float32(lowest))
+    steps = codes_of(wanted, _floats(unit), lowest, -lowest - 1)
+    held = _floats(unit)[:, None] * steps
+    return unit, steps, round_codes(groups, held.reshape(-1)).reshape(blocks.shape)
 
 
 def _q6_k(blocks: F32) -> U8:
-    """Sixteen groups of 16, their scales 8-bit integers times a float16."""
-    groups = blocks.reshape(-1, 16)
-    ends = np.take_along_axis(groups, np.abs(groups).argmax(axis=1)[:, None], axis=1)[:, 0]
-    wanted = _best_scales(groups, ends / np.float32(-32), -32, 31).reshape(len(blocks), 16)
-    largest = np.take_along_axis(wanted, np.abs(wanted).argmax(axis=1)[:, None], axis=1)[:, 0]
-    unit = _half(largest / np.float32(-128))
-    steps = _codes(wanted, _floats(unit), -128, 127)
-    scales = _floats(unit)[:, None] * steps
-    codes = (_codes(groups, scales.reshape(-1), -32, 31) + 32).reshape(len(blocks), _SUPER).astype(np.uint8)
-    low = _nibbles((codes & 15).astype(np.float32), 64)
-    return _joined(low, _crumbs(codes >> np.uint8(4)), steps.astype(np.int8).view(np.uint8), unit)
+    unit, steps, codes = _scaled_groups(blocks, 16, partial(codes_of, low=-32, high=31), -32, 8)
+    u = (codes + 32).astype(np.uint8)
+    return _joined(_planes(u & np.uint8(15), 4, 64), _planes(u >> np.uint8(4), 2, 32), _signed(steps), unit)
+
+
+def _q3_k(blocks: F32) -> U8:
+    unit, steps, codes = _scaled_groups(blocks, 16, partial(codes_of, low=-4, high=3), -4, 6)
+    u, scales = (codes + 4).astype(np.uint8), (steps + 32).astype(np.uint8)
+    packed = _joined(_planes(scales & np.uint8(15), 4, 8), _planes(scales >> np.uint8(4), 2, 4))
+    return _joined(_planes(u >> np.uint8(2), 1, 32), _planes(u & np.uint8(3), 2, 32), packed, unit)
+
+
+def _iq4_xs(blocks: F32) -> U8:
+    unit, steps, values = _scaled_groups(blocks, 32, partial(codebook_codes, values=_IQ4), -127, 6)
+    scales, places = (steps + 32).astype(np.uint8), np.searchsorted(_IQ4, values).astype(np.uint8)
+    high = (scales >> np.uint8(4)).astype(np.uint16) << np.arange(0, 16, 2, dtype=np.uint16)
+    high_bytes = np.bitwise_or.reduce(high, axis=1).astype("<u2").reshape(-1, 1).view(np.uint8)
+    return _joined(unit, high_bytes, _planes(scales & np.uint8(15), 4, 1), _planes(places, 4, 16))
+
+
+def _lined_groups(blocks: F32, size: int, bits: int, scale_bits: int) -> tuple[list[U8], list[U8], U8]:
+    """Choose unsigned scales and minimums for groups of `size`: their units, their steps, and the codes."""
+    groups, count, units, steps, held = blocks.reshape(-1, size), blocks.shape[1] // size, [], [], []
+    most = (1 << scale_bits) - 1
+    scales, lowest = best_lines(groups, (1 << bits) - 1)
+    for wanted in (scales, -lowest):
+        rows = wanted.reshape(-1, count)
+        units.append(_half(rows.max(axis=1) / np.float32(most)))
+        step = codes_of(rows, _floats(units[-1]), 0, most)
+        held.append((_floats(units[-1])[:, None] * step).reshape(-1))
+        steps.append(step.astype(np.uint8))
+    codes = codes_of(groups + held[1][:, None], held[0], 0, (1 << bits) - 1)
+    return units, steps, codes.reshape(blocks.shape).astype(np.uint8)
 
 
 def _q4_k(blocks: F32) -> U8:
-    """Eight groups of 32: codes 0..15 times a scale minus a minimum, both 6-bit integers times a float16."""
-    groups = blocks.reshape(-1, 32)
-    scales, minimums = _best_lines(groups)
-    units, steps = [], []
-    for wanted in (scales, minimums):
-        rows = wanted.reshape(len(blocks), 8)
-        unit = _half(rows.max(axis=1) / np.float32(63))
-        units.append(unit)
-        steps.append(_codes(rows, _floats(unit), 0, 63))
-    held, lowest = (_floats(unit)[:, None] * step for unit, step in zip(units, steps, strict=True))
-    codes = _codes(groups + lowest.reshape(-1, 1), held.reshape(-1), 0, 15).reshape(len(blocks), _SUPER)
-    return _joined(*units, _six_bits(steps[0].astype(np.uint8), steps[1].astype(np.uint8)), _nibbles(codes, 32))
+    units, steps, codes = _lined_groups(blocks, 32, 4, 6)
+    return _joined(*units, _six_bits(*steps), _planes(codes, 4, 32))
 
 
-QUANTISERS: dict[str, Callable[[F32], U8]] = {"Q8_0": _q8_0, "Q4_0": _q4_0, "Q4_K": _q4_k, "Q6_K": _q6_k}
+def _q5_k(blocks: F32) -> U8:
+    units, steps, codes = _lined_groups(blocks, 32, 5, 6)
+    high, low = _planes(codes >> np.uint8(4), 1, 32), _planes(codes & np.uint8(15), 4, 32)
+    return _joined(*units, _six_bits(*steps), high, low)
+
+
+def _q2_k(blocks: F32) -> U8:
+    units, (scales, minimums), codes = _lined_groups(blocks, 16, 2, 4)
+    return _joined(scales | minimums << np.uint8(4), _planes(codes, 2, 32), *units)
+
+
+def _tq2_0(blocks: F32) -> U8:
+    """For weights that are ternary: -1, 0 or 1 times the largest magnitude."""
+    unit = _half(np.abs(blocks).max(axis=1))
+    return _joined(_planes((codes_of(blocks, _floats(unit), -1, 1) + 1).astype(np.uint8), 2, 32), unit)
+
+
+QUANTISERS: dict[str, Callable[[F32], U8]] = {
+    "Q8_0": _q8_0,
+    "Q6_K": _q6_k,
+    "Q5_K": _q5_k,
+    "Q5_1": partial(_offset, bits=5),
+    "Q5_0": partial(_symmetric, bits=5),
+    "Q4_K": _q4_k,
+    "Q4_1": partial(_offset, bits=4),
+    "Q4_0": partial(_symmetric, bits=4),
+    "IQ4_NL": _iq4_nl,
+    "IQ4_XS": _iq4_xs,
+    "Q3_K": _q3_k,
+    "Q2_K": _q2_k,
+    "TQ2_0": _tq2_0,
+}
 """By type: from blocks of float32 [n, weights] to uint8 [n, bytes]."""
-
-
-def _best_scales(groups: F32, spans: F32, low: int, high: int) -> F32:
-    """Return for each group the scale, out of `spans` shrunk, that leaves the smallest squared error."""
-
-    def rounded(scales: F32) -> F32:
-        return scales[:, None] * _codes(groups, scales, low, high)
-
-    return _best(groups, ((spans * shrink,) for shrink in _SHRINKS), rounded)[0]
-
-
-def _best_lines(groups: F32) -> tuple[F32, F32]:
-    """Return for each group a scale and a minimum >= 0: w = scale * code - minimum, codes 0..15.
-
-    Each line that spans a group, shrunk, is fitted once more to the codes that it gives, by least squares.
-    """
-    low = np.minimum(groups.min(axis=1), 0)
-    spans = (np.maximum(groups.max(axis=1), 0) - low) / np.float32(15)
-    lines = list[tuple[F32, F32]]()
-    for shrink in _SHRINKS:
-        line = (spans * shrink, -low * shrink)
-        lines += [line, _fitted(groups, *line)]
-
-    def rounded(scales: F32, minimums: F32) -> F32:
-        return _line_codes(groups, scales, minimums) * scales[:, None] - minimums[:, None]
-
-    scales, minimums = _best(groups, lines, rounded)
-    return scales, minimums
-
-
-def _fitted(groups: F32, scales: F32, minimums: F32) -> tuple[F32, F32]:
-    """Fit scale and minimum to the codes of a line; where that gives none that can be stored, the line stays."""
-    codes = _line_codes(groups, scales, minimums)
-    mean_code, mean = codes.mean(axis=1), groups.mean(axis=1)
-    spread = codes.var(axis=1)
-    product = (codes * groups).mean(axis=1) - mean_code * mean
-    slope = product / np.where(spread > 0, spread, np.float32(1))
-    lowest = slope * mean_code - mean
-    is_good = (spread > 0) & (slope > 0) & (lowest >= 0)
-    return np.where(is_good, slope, scales), np.where(is_good, lowest, minimums)
-
-
-def _line_codes(groups: F32, scales: F32, minimums: F32) -> F32:
-    return _codes(groups + minimums[:, None], scales, 0, 15)
-
-
-def _best(groups: F32, candidates: Iterable[tuple[F32, ...]], rounded: Callable[..., F32]) -> tuple[F32, ...]:
-    """Return for each group the candidate by which it is rounded with the smallest squared error."""
-    best: tuple[F32, ...] = ()
-    smallest = np.empty(0, np.float32)
-    for candidate in candidates:
-        error = np.square(rounded(*candidate) - groups).sum(axis=1)
-        if not best:
-            best, smallest = tuple(part.copy() for part in candidate), error
-            continue
-        better = error < smallest
-        smallest[better] = error[better]
-        for kept, part in zip(best, candidate, strict=True):
-            kept[better] = part[better]
-    return best
-
-
-def _codes(groups: F32, scales: F32, low: int, high: int) -> F32:
-    """Divide each row by its scale and round to integers in [low, high], 0 where the scale is 0."""
-    inverse = np.divide(np.float32(1), scales, out=np.zeros_like(scales), where=scales != 0)
-    codes: F32 = np.clip(np.rint(groups * inverse[:, None]), low, high)
-    return codes
 
 
 def _half(values: F32) -> U8:
@@ -158,16 +178,14 @@ def _floats(stored: U8) -> F32:
     return np.ascontiguousarray(stored).view("<f2")[:, 0].astype(np.float32)
 
 
-def _nibbles(codes: F32, width: int) -> U8:
-    """Pack codes 0..15 [n, m]: of each run of 2 `width` codes the first half in the low bits of `width` bytes."""
-    runs = codes.astype(np.uint8).reshape(len(codes), -1, 2, width)
-    packed: U8 = runs[:, :, 0] | runs[:, :, 1] << np.uint8(4)
-    return packed.reshape(len(codes), -1)
+def _signed(codes: F32) -> U8:
+    return codes.astype(np.int8).view(np.uint8)
 
 
-def _crumbs(codes: U8) -> U8:
-    """Pack codes 0..3 [n, 256]: of each run of 128 the first 32 in the lowest bits of 32 bytes."""
-    runs = codes.reshape(len(codes), 2, 4, 32) << np.arange(0, 8, 2, dtype=np.uint8)[:, None]
+def _planes(codes: U8, bits: int, width: int) -> U8:
+    """Pack codes [n, m] of `bits` bits: of each run of 8 / bits times `width` codes the first `width` lie lowest."""
+    shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
+    runs = codes.reshape(len(codes), -1, 8 // bits, width) << shifts
     packed: U8 = np.bitwise_or.reduce(runs, axis=2)
     return packed.reshape(len(codes), -1)
 

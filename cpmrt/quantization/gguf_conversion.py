@@ -23,7 +23,7 @@ from cpmrt.models.planning import weight_specs
 from cpmrt.quantization.checkpoint_writer import copy_companions, new_folder
 from cpmrt.quantization.file_writer import SafetensorsWriter
 from cpmrt.quantization.file_writer import TensorPlan as PlainPlan
-from cpmrt.quantization.gguf_blocks import quantise_rows
+from cpmrt.quantization.gguf_blocks import QUANTISERS, quantise_rows
 from cpmrt.quantization.gguf_file import GgufWriter, TensorPlan
 from cpmrt.quantization.gguf_keys import architecture_row, factor_tensors, model_keys, tokenizer_keys
 from cpmrt.tensor_spec import Source, TensorSpec
@@ -54,13 +54,14 @@ class FileType:
 
 _INSTEAD = ("Q8_0", "BF16")
 """What is taken where columns make no blocks of the type that was asked for."""
+_NUMBERS = {
+    "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "Q2_K": 10, "Q3_K": 11, "Q4_K": 14, "Q5_K": 16,
+    "Q6_K": 18, "IQ4_NL": 25, "IQ4_XS": 30, "BF16": 32, "TQ2_0": 37,
+}  # fmt: skip
+_WIDE = ("BF16", "F16", "Q8_0")
 FILE_TYPES = {
-    "f16": FileType("F16", 1, "F16"),
-    "bf16": FileType("BF16", 32, "BF16"),
-    "q8_0": FileType("Q8_0", 7, "Q8_0"),
-    "q6_k": FileType("Q6_K", 18, "Q6_K"),
-    "q4_0": FileType("Q4_0", 2, "Q6_K"),
-    "q4_k": FileType("Q4_K", 14, "Q6_K"),
+    name.lower(): FileType(name, _NUMBERS[name], name if name in _WIDE else "Q6_K")
+    for name in ("BF16", "F16", *QUANTISERS)
 }
 """By name."""
 
