@@ -3,7 +3,8 @@
     python tools/eval_quantized.py --work build/quality --out build/quality/table.md
 
 Text for both is this Python's own standard library, offline: calibration on modules of the training set, evaluation on
-modules that it left out. Every row is a checkpoint made by `cpmrt quantize` and read back from its files.
+modules that it left out. Every row is a checkpoint made by `cpmrt quantize` or `cpmrt convert` and read back from its
+files.
 """
 
 from __future__ import annotations
@@ -24,18 +25,21 @@ from quantization.quality import HeldOut, Outcome, held_out_windows, measure, st
 from cpmrt import LLM  # noqa: E402
 from cpmrt.cli.main import main as cpmrt_main  # noqa: E402
 from cpmrt.errors import CpmrtError  # noqa: E402
+from cpmrt.quantization.gguf_conversion import FILE_TYPES, to_gguf  # noqa: E402
+from cpmrt.weights.model_folder import BUNDLED, ModelFolder  # noqa: E402
 
 
 @dataclass(frozen=True)
 class Variant:
     """A row of the table. `options` are those of `cpmrt quantize`; None: the bundled checkpoint as it is, or another
-    `folder`."""
+    `folder`, or, as a file of this type, `gguf`."""
 
     label: str
     options: tuple[str, ...] | None
     head_bits: int | None = None
     kv_dtype: str = "auto"
     folder: Path | None = None
+    gguf: str = ""
 
 
 GPTQ = ("--method", "gptq")
@@ -58,6 +62,7 @@ VARIANTS = (
     Variant("ternary g128, not trained for it", ("--method", "ternary")),
     Variant("16-bit, keys and values in fp8", None, kv_dtype="fp8"),
     Variant("GPTQ g128, keys and values in fp8", GPTQ, kv_dtype="fp8"),
+    *(Variant(f"GGUF {kind.matrices}", None, gguf=name) for name, kind in FILE_TYPES.items() if name != "bf16"),
 )
 
 
@@ -120,6 +125,9 @@ def _rows(options: argparse.Namespace) -> Iterator[str]:
 def _opened(variant: Variant, calibration: Path, options: argparse.Namespace) -> LLM:
     """Opens the model of a row, quantised first if its checkpoint is not there."""
     folder = variant.folder
+    if variant.gguf:
+        folder = options.work / f"{variant.gguf}.gguf"
+        to_gguf(ModelFolder.open(BUNDLED), folder, variant.gguf)
     if variant.options is not None:
         folder = options.work / "-".join(part.strip("-") for part in variant.options)
         if not folder.exists():
