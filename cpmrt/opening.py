@@ -129,6 +129,7 @@ def open_blueprint(folder: ModelFolder, settings: EngineConfig, target: Target) 
         checkpoint, specs = stack.enter_context(open_weights(folder, settings))
         specs = target.held(specs)
         draft_checkpoint, draft = stack.enter_context(open_draft(folder, settings, specs))
+        draft = draft and _held(draft, target)
         parts: Parts = ((specs, checkpoint),)
         if draft is not None:
             parts += ((draft.specs, draft_checkpoint), ((draft.head,) if draft.head else (), checkpoint))
@@ -176,4 +177,10 @@ def described(
         settings = replace(settings, load_format="dummy")
     settings = with_speculation(settings, folder, draft, speculate)
     with open_draft(folder, settings, specs) as (_, found):
-        return Blueprint(folder.config, settings, target, specs, found)
+        return Blueprint(folder.config, settings, target, specs, found and _held(found, target))
+
+
+def _held(draft: Draft, target: Target) -> Draft:
+    """Return the draft with its weights as the target can hold them."""
+    head = target.held((draft.head,)) if draft.head else ()
+    return replace(draft, specs=target.held(draft.specs), head=head[0] if head else None)

@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 
 from cpmrt import LLM, SamplingParams
+from cpmrt.quantization.gguf_conversion import to_gguf
 from cpmrt.weights.formats.blocks import BLOCK_TYPES
-from cpmrt.weights.model_folder import ModelFolder
+from cpmrt.weights.model_folder import BUNDLED, ModelFolder
 
 PROMPT = "Every good boy deserves fudge, and so on: 1 2 3."
 
@@ -63,3 +64,24 @@ def test_weights_take_the_bytes_of_their_blocks(tmp_path):
     assert held["layers.0.qkv.blocks2"] == 128 * BLOCK_TYPES["Q6_K"].row_bytes(sizes["hidden_size"])
     assert held["lm_head.blocks0"] == 260 * BLOCK_TYPES["Q6_K"].row_bytes(sizes["hidden_size"])
     assert not any(name.endswith(("qkv", "down", "lm_head")) for name in held)
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    """The bundled model as files of two types."""
+    folder = tmp_path_factory.mktemp("demo")
+    for kind in ("q8_0", "q4_k"):
+        to_gguf(ModelFolder.open(BUNDLED), folder / f"{kind}.gguf", kind)
+    return folder
+
+
+@pytest.mark.parametrize("draft", [str(BUNDLED / "eagle2"), "q4_k.gguf"])
+def test_drafts_beside_a_file_change_no_token(demo, draft):
+    """A file may be the target, with a head in blocks of which the draft takes rows, and the draft."""
+    params, found = SamplingParams(max_new_tokens=16), []
+    path = str(demo / draft) if draft.endswith(".gguf") else draft
+    for options in ({}, {"draft": path}):
+        with LLM(demo / "q8_0.gguf", executor="reference", max_context=128, **options) as llm:
+            found.append(llm.generate("def read_lines(path):", params))
+    assert found[0].token_ids == found[1].token_ids
+    assert found[1].stats.mean_accept_length > 1.1

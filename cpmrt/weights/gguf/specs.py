@@ -28,11 +28,11 @@ def gguf_specs(specs: Sequence[TensorSpec], checkpoint: Checkpoint) -> tuple[Ten
 
 def without_blocks(specs: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
     """Return the `specs` with 16 bits for whatever is held in blocks; a tied head is its embedding again."""
-    embeddings = [spec.sources for spec in specs if spec.name == "embed_tokens"]
+    embeddings = [spec.sources for spec in specs if spec.name.endswith("embed_tokens")]
     return tuple(
         replace(spec, quant=None) if spec.quant is not None and spec.quant.in_blocks else spec
         for spec in specs
-        if spec.name != "lm_head" or spec.sources not in embeddings
+        if spec.product != "head" or spec.sources not in embeddings
     )
 
 
