@@ -25,6 +25,7 @@ _W4 = {"WEIGHT_BITS": 4, "RUNS": 1, "SCALE_GROUP": 128, "ZEROS": 0}
 _W4_SMALL_GROUPS = _W4 | {"RUNS": 8, "SCALE_GROUP": 32, "ZEROS": 1}
 _GATE_UP = {"PRODUCT": 0, "IN_FEATURES": 2304, "WARP_TILES": 1, "CHUNK": 0}
 _CHUNK = {"TOKEN_TILES": 8, "WARPS": 8, "CHUNK": 1}
+_SHORT = {"SCALE_GROUP": 128, "ZEROS": 0, "WEIGHT_BITS": 4}
 _HEAD_64, _HEAD_128 = ({**_PORTABLE_LINEAR, "HEAD_DIM": size} for size in (64, 128))
 
 CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
@@ -142,6 +143,20 @@ CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
     "linear_packed/prepare_rows.cu": (
         {"IN_FEATURES": 4096, "ROWS": 64, "SCALE_GROUP": 128, "ZEROS": 0, "WARPGROUPS": 1},
         {"IN_FEATURES": 4096, "ROWS": 64, "SCALE_GROUP": 128, "ZEROS": 0, "WARPGROUPS": 1, "WEIGHT_BITS": 2},
+    ),
+    "linear_packed/packed_gemm.cu": (
+        {"LINEAR": 2, "IN_FEATURES": 4096, "RUNS": 1, "TOKENS": 64, "TILES": 16, "TILE_WARPS": 1, "STAGES": 6} | _SHORT,
+        {"LINEAR": 1, "IN_FEATURES": 16384, "RUNS": 8, "TOKENS": 64, "TILES": 4, "TILE_WARPS": 2, "STAGES": 6} | _SHORT,
+        {"LINEAR": 0, "IN_FEATURES": 4096, "RUNS": 8, "TOKENS": 16, "TILES": 8, "TILE_WARPS": 1, "STAGES": 4}
+        | _SHORT
+        | {"HEAD_DIM": 128, "ZEROS": 1, "SCALE_GROUP": 32},
+    ),
+    "linear_packed/packed_gemm_wgmma.cu": (
+        {"LINEAR": 2, "IN_FEATURES": 4096, "RUNS": 1, "TILES": 16, "STAGES": 3, "UNPACKED": 2} | _SHORT,
+        {"LINEAR": 1, "IN_FEATURES": 16384, "RUNS": 8, "TILES": 4, "STAGES": 8, "UNPACKED": 3} | _SHORT,
+        {"LINEAR": 0, "IN_FEATURES": 4096, "RUNS": 8, "TILES": 8, "STAGES": 4, "UNPACKED": 3}
+        | _SHORT
+        | {"HEAD_DIM": 128, "ZEROS": 1, "SCALE_GROUP": 32},
     ),
     "linear_packed/repack.cu": tuple(
         {"LINEAR": 1, "IN_FEATURES": 4096, "WEIGHT_BITS": 4, "RUNS": 8, "SCALE_GROUP": 64, "ZEROS": 1, "FORMAT": kind}

@@ -20,5 +20,12 @@ DEVICE void copy_box(uint32_t shared, const TensorMap& map, int row, int column,
       : "memory");
 }
 
+// Starts a copy of neighbouring bytes, a multiple of 16; they count at `barrier`, which expects them. One thread.
+DEVICE void copy_bytes(uint32_t shared, const void* source, int bytes, uint32_t barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
+               "l"(source), "r"(bytes), "r"(barrier)
+               : "memory");
+}
+
 // Between a thread's ordinary stores to shared memory and reads of them by the tensor cores or the copy engine.
 DEVICE void async_proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }

@@ -113,7 +113,7 @@ def test_the_library_gives_the_bits_of_the_own_kernel_in_every_bucket(
 ) -> None:
     columns, inner = shape
     random = np.random.default_rng(11)
-    x, y = random.standard_normal((128, inner), np.float32), random.standard_normal((128, columns), np.float32)
+    x, y = random.standard_normal((64, inner), np.float32), random.standard_normal((64, columns), np.float32)
     w = cuda.array(random.standard_normal((columns, inner), np.float32) / inner**0.5, dtype)
     gemms = [
         Gemm(cuda.device, cuda.launcher(dtype), cuda.cupy.empty(32 << 20, np.uint8), use_library=use_library)
@@ -124,9 +124,9 @@ def test_the_library_gives_the_bits_of_the_own_kernel_in_every_bucket(
     expected = None
     for bucket in BUCKETS:
         for gemm in gemms:
-            out = cuda.array(np.tile(y, (bucket // 128, 1)), dtype)
-            gemm(out, cuda.array(np.tile(x, (bucket // 128, 1)), dtype), w, alpha=alpha, beta=beta)
-            found = cuda.numpy(out, dtype).reshape(-1, 128, columns)
+            out = cuda.array(np.tile(y, (bucket // 64, 1)), dtype)
+            gemm(out, cuda.array(np.tile(x, (bucket // 64, 1)), dtype), w, alpha=alpha, beta=beta)
+            found = cuda.numpy(out, dtype).reshape(-1, 64, columns)
             expected = found[0] if expected is None else expected
             assert (found == expected).all(), (bucket, gemm.reason)
     assert gemms[1].reason is None, "an algorithm was found for every bucket"

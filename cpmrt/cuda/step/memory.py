@@ -28,8 +28,8 @@ from cpmrt.models.layers import EMBED, HEAD
 from cpmrt.models.planning import ExecutorNeeds
 from cpmrt.tensor_spec import BufferSpec, TensorSpec
 
-BUCKETS = (128, 256, 512, 1024, 2048, 4096)
-"""Rows of a chunk, padding included: more than a decode step has, whose kernels sum in another order."""
+BUCKETS = (64, 128, 256, 512, 1024, 2048, 4096)
+"""Rows of a chunk, padding included."""
 
 
 def buckets(prefill_chunk: int) -> tuple[int, ...]:

@@ -28,6 +28,7 @@ from cpmrt.cuda.ops.linear_packed.plan import (
     PrepareConstants,
     plan_packed,
 )
+from cpmrt.cuda.ops.linear_packed.short_chunk import plan_short_chunk, takes_short_chunk
 from cpmrt.executor import MAX_ROWS
 from cpmrt.memory.packed_regions import PackedRegion
 from cpmrt.models.layers import DOWN, EMBED, GATE_UP, HEAD, QKV
@@ -42,6 +43,7 @@ DEQUANTIZE = KernelSpec(
 )  # fmt: skip
 GATHER = KernelSpec("gather_columns", "linear_packed/gather.cu", "project_residual", hot=True)
 _plan = lru_cache(maxsize=1024)(plan_packed)
+_plan_short = lru_cache(maxsize=256)(plan_short_chunk)
 _BLOCK = 256
 _WIDTH = 8
 """Elements that a thread of the gathering kernel moves."""
@@ -186,11 +188,15 @@ class PackedProducts:
         return plan, rows
 
     def chunk(self, y: DeviceArray, x: DeviceArray, weight: PackedWeight, *, alpha: float, beta: float) -> None:
-        """y = alpha x weight^T + beta y for many rows, the weight rounded to 16 bits, a slice of its rows at a time."""
-        (num_rows, columns), unpacked = weight.shape, self._scratch.unpacked
-        assert unpacked is not None, "planned without chunks"
+        """y = alpha x weight^T + beta y for a chunk's rows, the weight rounded to 16 bits: for few rows in registers,
+        else in memory, a slice of its rows at a time."""
         if weight.perm is not None:
             x = self._gathered(x, weight.perm)
+        if takes_short_chunk(weight.layout, len(x)):
+            self._short_chunk(y, x, weight, alpha, beta)
+            return
+        (num_rows, columns), unpacked = weight.shape, self._scratch.unpacked
+        assert unpacked is not None, "planned without chunks"
         step, constants = slice_rows(num_rows, columns), weight.layout.repack_constants()
         for first in range(0, num_rows, step):
             count = min(step, num_rows - first)
@@ -199,6 +205,16 @@ class PackedProducts:
             grid = min(-(-count * columns // (1024 * _BLOCK // 32)), 16 * self._device.num_sms)
             self._launch(DEQUANTIZE, constants, grid, _BLOCK, values, weight.data, *sizes)
             self._gemm(y[:, first : first + count], x, values, alpha=alpha, beta=beta)
+
+    def _short_chunk(
+        self, y: DeviceArray, x: DeviceArray, weight: PackedWeight, alpha: float, beta: float
+    ) -> None:
+        plan = _plan_short(weight.layout, len(x), self._device)
+        sizes = map(np.int32, (len(x), weight.shape[0], y.strides[0] // y.itemsize))
+        factors = np.float32(alpha), np.float32(beta)
+        rows = x if self._launch.is_recording else plan.rows(x)
+        operands = y, rows, weight.data, *sizes, *factors
+        self._launch(plan.kernel, plan.constants, plan.grid, plan.block, *operands, smem=plan.shared_bytes)
 
     def _gathered(self, x: DeviceArray, perm: DeviceArray) -> DeviceArray:
         """Return the rows with their columns in the order of the weight's."""

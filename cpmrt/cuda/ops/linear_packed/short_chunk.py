@@ -1,0 +1,143 @@
+"""How the product of a short prefill chunk with a 4-bit weight (`packed_gemm*.cu`) is compiled and launched.
+
+Its bits are those of a longer chunk's: of the weight unpacked to 16 bits, and a dense product that sums along K in
+order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
+
+from cpmrt.cuda.build.spec import KernelSpec
+from cpmrt.cuda.driver.array import DeviceArray, KernelArgument, row_boxes
+from cpmrt.cuda.driver.device import Device
+from cpmrt.cuda.ops.linear import PRODUCTS
+from cpmrt.cuda.ops.linear_packed.layout import MINIMUMS, SLICE_COLUMNS, TILE_ROWS, PackedLayout
+
+MOST_ROWS = 128
+"""Rows of a chunk from which on a weight is unpacked in memory: it then serves so many that this costs less."""
+# Tiles of a block: the fewest that leave each multiprocessor at most one block. Blocks with fewer than four would take
+# longer to read x than to multiply.
+_TILES = (4, 8, 16)
+_SMALLEST_GROUP = 32
+# packed_gemm.cu: rows of x that a block takes, and tiles from which on none is shared by two warps.
+_FEW_TOKENS, _TOKENS, _UNSHARED_TILES, _FEWEST_STAGES, _MOST_STAGES = 16, 64, 16, 3, 6
+# packed_gemm_wgmma.cu: slices on their way and unpacked, and the other sizes that its header names.
+_WGMMA_CAPABILITY, _MOST_AHEAD, _MOST_UNPACKED, _BARRIER_BYTES, _BOX_COLUMNS, _UNPACK_WARPS = 90, 8, 3, 512, 64, 8
+
+
+@dataclass(frozen=True, slots=True)
+class ShortChunkConstants:
+    """Compile-time constants of both kernels, which explain them."""
+
+    linear: int
+    in_features: int
+    weight_bits: int
+    runs: int
+    scale_group: int
+    zeros: int
+    tiles: int
+    stages: int
+    head_dim: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WarpGemmConstants(ShortChunkConstants):
+    """Those of packed_gemm.cu."""
+
+    tokens: int = _TOKENS
+    tile_warps: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class WgmmaGemmConstants(ShortChunkConstants):
+    """Those of packed_gemm_wgmma.cu."""
+
+    unpacked: int = 2
+
+
+PACKED_GEMM = KernelSpec(
+    "packed_gemm", "linear_packed/packed_gemm.cu", "project_residual", WarpGemmConstants, hot=True
+)
+PACKED_GEMM_WGMMA = KernelSpec(
+    "packed_gemm_wgmma", "linear_packed/packed_gemm_wgmma.cu", "project_residual", WgmmaGemmConstants, hot=True,
+    arch="sm_90",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ShortChunkPlan:
+    """How one product is launched: `grid` blocks of `block` threads, each block with `shared_bytes` of memory.
+
+    The kernel with wgmma takes x as a tensor map.
+    """
+
+    kernel: KernelSpec
+    constants: ShortChunkConstants
+    grid: tuple[int, int]
+    block: int
+    shared_bytes: int
+
+    def rows(self, x: DeviceArray) -> KernelArgument:
+        """Return x [M, K], which must stay where it is, as the kernel takes it."""
+        return row_boxes(x, _TOKENS, _BOX_COLUMNS) if self.kernel is PACKED_GEMM_WGMMA else x
+
+
+def takes_short_chunk(layout: PackedLayout, num_rows: int) -> bool:
+    """Tell whether there is a kernel for a chunk of so few rows and codes of this kind."""
+    has_kernel = layout.bits == 4 and layout.zeros != MINIMUMS and layout.scale_group >= _SMALLEST_GROUP
+    return has_kernel and num_rows <= MOST_ROWS
+
+
+def plan_short_chunk(layout: PackedLayout, num_rows: int, device: Device) -> ShortChunkPlan:
+    """Plan the product of `num_rows` rows with a weight; no choice changes a bit of the result."""
+    plan = _wgmma_plan if device.capability == _WGMMA_CAPABILITY else _warp_plan
+    return plan(layout, num_rows, device)
+
+
+def _warp_plan(layout: PackedLayout, num_rows: int, device: Device) -> ShortChunkPlan:
+    tokens = _FEW_TOKENS if num_rows <= _FEW_TOKENS else _TOKENS
+
+    def stage_bytes(tiles: int) -> int:
+        return _x_bytes(tokens) + tiles * layout.unit_bytes
+
+    tiles = _fewest_tiles(
+        layout, device, [each for each in _TILES if stage_bytes(each) * _FEWEST_STAGES <= device.shared_bytes_per_block]
+    )
+    stages = min(_MOST_STAGES, device.shared_bytes_per_block // stage_bytes(tiles))
+    warps = 1 if tiles >= _UNSHARED_TILES or tokens == _FEW_TOKENS else 2
+    constants = WarpGemmConstants(*_sizes(layout, tiles, stages), tokens, warps)
+    grid = ceil(layout.num_tiles / tiles), ceil(num_rows / tokens)
+    return ShortChunkPlan(PACKED_GEMM, constants, grid, 32 * tiles * warps, stages * stage_bytes(tiles))
+
+
+def _wgmma_plan(layout: PackedLayout, num_rows: int, device: Device) -> ShortChunkPlan:
+    tiles = _fewest_tiles(layout, device, _TILES)
+    slice_bytes, stage_bytes = tiles * TILE_ROWS * SLICE_COLUMNS * 2, _x_bytes(_TOKENS) + tiles * layout.unit_bytes
+    space = device.shared_bytes_per_block - _BARRIER_BYTES
+    unpacked = next(count for count in (_MOST_UNPACKED, 2) if count * slice_bytes + 2 * stage_bytes <= space)
+    stages = min(_MOST_AHEAD, (space - unpacked * slice_bytes) // stage_bytes)
+    grid = ceil(layout.num_tiles / tiles), ceil(num_rows / _TOKENS)
+    multiply_warps = 4 * ceil(tiles * TILE_ROWS / 128)
+    return ShortChunkPlan(
+        PACKED_GEMM_WGMMA, WgmmaGemmConstants(*_sizes(layout, tiles, stages), unpacked), grid,
+        32 * (multiply_warps + _UNPACK_WARPS + 1), unpacked * slice_bytes + stages * stage_bytes + _BARRIER_BYTES,
+    )  # fmt: skip
+
+
+def _sizes(layout: PackedLayout, tiles: int, stages: int) -> tuple[int, int, int, int, int, int, int, int, int | None]:
+    return (
+        PRODUCTS[layout.product], layout.in_features, layout.bits, layout.runs, layout.scale_group, layout.zeros, tiles,
+        stages, layout.head_dim or None,
+    )  # fmt: skip
+
+
+def _fewest_tiles(layout: PackedLayout, device: Device, choices: Sequence[int]) -> int:
+    return next((tiles for tiles in choices if layout.num_tiles <= tiles * device.num_sms), choices[-1])
+
+
+def _x_bytes(tokens: int) -> int:
+    """Bytes of a slice of x in shared memory."""
+    return tokens * SLICE_COLUMNS * 2
