@@ -57,7 +57,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--windows", type=int, default=128, help="how many calibration windows")
     parser.add_argument("--window", type=int, default=2048, help="tokens in each")
     parser.add_argument("--skip-positions", type=int, default=0, help="first positions not calibrated on")
-    parser.add_argument("--lm-head", action="store_true", help="quantise the output head too, if it is not tied")
+    parser.add_argument(
+        "--lm-head", nargs="?", type=int, choices=(4, 8), const=4, default=0, metavar="BITS",
+        help="quantise the output head too, if it is not tied, to 4 bits (default) or 8",
+    )  # fmt: skip
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
 
 

@@ -22,7 +22,7 @@ from cpmrt.quantization.calibration import InputSums
 from cpmrt.quantization.decoder_layer import DecoderLayer
 from cpmrt.quantization.file_writer import SafetensorsWriter, TensorPlan
 from cpmrt.quantization.formats import CODES_A_WORD, check_format, packed, planned_tensors, quantization_config
-from cpmrt.quantization.recipe import QuantisedLayer, Recipe, quantise_layer, quantise_together
+from cpmrt.quantization.recipe import QuantisedLayer, Recipe, quantise_head, quantise_layer
 from cpmrt.reference.ops import rms_norm
 from cpmrt.tensor_spec import Source
 from cpmrt.weights.check import check
@@ -107,7 +107,7 @@ class ModelQuantiser:
 
     def _write_linears(self, writer: SafetensorsWriter, prefix: str, result: QuantisedLayer) -> None:
         for linear, quantised in result.linears.items():
-            for suffix, words in packed(self.file_format, quantised).items():
+            for suffix, words in packed(self.file_format, quantised, self._bits(prefix + linear)).items():
                 writer.write(f"{prefix}{linear}.{suffix}", words)
 
     def _quantised_head(self, checkpoint: Checkpoint, streams: list[Any]) -> QuantisedLayer:
@@ -115,7 +115,7 @@ class ModelQuantiser:
         norm = self._tensors(checkpoint, "model.norm.")["weight"]
         inputs = (rms_norm(stream, norm, self.config.rms_norm_eps) for stream in streams)
         sums = InputSums.over(inputs, self.recipe.skip_positions) if streams else None
-        return quantise_together({HEAD: head}, sums, self.recipe)
+        return quantise_head(head, sums, self.recipe)
 
     def _embedded(self, checkpoint: Checkpoint, windows: Sequence[Sequence[int]]) -> list[Any]:
         """Return the residual stream [T, C] of each window where the first layer reads it."""
@@ -147,9 +147,14 @@ class ModelQuantiser:
             del plan[name + ".weight"]
             num_rows, num_columns = source.shape
             num_groups = num_columns // self.recipe.grid.group_of(num_columns)
-            for suffix, tensor in planned_tensors(self.file_format, num_rows, num_columns, num_groups).items():
+            sizes = num_rows, num_columns, num_groups
+            for suffix, tensor in planned_tensors(self.file_format, *sizes, bits=self._bits(name)).items():
                 plan[f"{name}.{suffix}"] = tensor
         return plan
+
+    def _bits(self, module: str) -> int:
+        """Return the bits of a code of a quantised matrix."""
+        return self.recipe.lm_head if module == HEAD else 4
 
     def _check_shapes(self) -> None:
         """Raise UnsupportedModelError unless every linear is whole groups and whole words."""

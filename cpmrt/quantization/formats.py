@@ -16,7 +16,8 @@ from cpmrt.quantization.file_writer import TensorPlan
 from cpmrt.quantization.grid import QuantisedLinear
 from cpmrt.quantization.recipe import Recipe
 from cpmrt.weights.formats.awq import AWQ
-from cpmrt.weights.formats.gptq import GPTQ, to_v1
+from cpmrt.weights.formats.format import Format
+from cpmrt.weights.formats.gptq import GPTQ, GPTQ_HEAD, HEAD, to_v1
 from cpmrt.weights.formats.marlin import MARLIN
 
 FORMATS = ("gptq", "gptq_v2", "awq")
@@ -41,11 +42,16 @@ def check_format(name: str, recipe: Recipe) -> None:
         )
 
 
+def _row(name: str, bits: int) -> Format:
+    """Return how a format stores matrices of so many bits; 8 are those of a head, which only GPTQ's have."""
+    return GPTQ_HEAD if bits == 8 else _ROWS[name]
+
+
 def planned_tensors(
-    name: str, num_rows: int, num_columns: int, num_groups: int, scale_dtype: str = "F16"
+    name: str, num_rows: int, num_columns: int, num_groups: int, scale_dtype: str = "F16", bits: int = 4
 ) -> dict[str, TensorPlan]:
     """Describe the tensors of one linear [num_rows, num_columns], by suffix."""
-    row, sizes = _ROWS[name], (num_rows, num_columns, num_groups)
+    row, sizes = _row(name, bits), (num_rows, num_columns, num_groups)
     plans = {row.codes.suffix: TensorPlan("I32", row.codes.shape(*sizes))}
     if row.zeros:
         plans[row.zeros.suffix] = TensorPlan("I32", row.zeros.shape(*sizes))
@@ -54,18 +60,18 @@ def planned_tensors(
     return plans | {row.scales.suffix: TensorPlan(scale_dtype, row.scales.shape(*sizes))}
 
 
-def packed(name: str, linear: QuantisedLinear) -> dict[str, Array]:
+def packed(name: str, linear: QuantisedLinear, bits: int = 4) -> dict[str, Array]:
     """Make the tensors of `planned_tensors`, with scales in float16."""
-    return words_of(name, replace(linear, scales=linear.scales.astype(np.float16)))
+    return words_of(name, replace(linear, scales=linear.scales.astype(np.float16)), bits)
 
 
-def words_of(name: str, linear: QuantisedLinear) -> dict[str, Array]:
+def words_of(name: str, linear: QuantisedLinear, bits: int = 4) -> dict[str, Array]:
     """Make the tensors of `planned_tensors`, with scales of the type that they have."""
-    row = _ROWS[name]
+    row = _row(name, bits)
     tensors = {row.codes.suffix: row.codes.pack(to_host(linear.codes))}
     if row.zeros:
         zeros = row.zeros.pack(to_host(linear.zeros))
-        tensors[row.zeros.suffix] = to_v1(zeros) if name == "gptq" else zeros
+        tensors[row.zeros.suffix] = to_v1(zeros, bits) if name == "gptq" else zeros
     if row.order:
         tensors[row.order] = to_host(linear.group)
     return tensors | {row.scales.suffix: row.scales.pack(to_host(linear.scales))}
@@ -80,10 +86,12 @@ def quantization_config(name: str, recipe: Recipe) -> Mapping[str, Any]:
         }  # fmt: skip
     is_gptq = recipe.method == "gptq"
     has_order = is_gptq and recipe.gptq.act_order
+    head = {"bits": 8, "group_size": recipe.grid.group_size, "sym": True, "desc_act": False}
+    rules = {"dynamic": {HEAD: head}} if recipe.lm_head == 8 else {}
     return {
         "quant_method": "gptq", "checkpoint_format": name, "bits": 4, "group_size": recipe.grid.group_size,
         "sym": recipe.grid.symmetric, "desc_act": has_order and not recipe.gptq.static_groups,
-        "static_groups": is_gptq and recipe.gptq.static_groups, "true_sequential": True, "lm_head": recipe.lm_head,
+        "static_groups": is_gptq and recipe.gptq.static_groups, "true_sequential": True, "lm_head": recipe.lm_head > 0,
         "damp_percent": recipe.gptq.damping, "pack_dtype": "int32",
-        "meta": {"quantizer": [f"cpmrt:{cpmrt.__version__}"], "method": recipe.method},
+        "meta": {"quantizer": [f"cpmrt:{cpmrt.__version__}"], "method": recipe.method}, **rules,
     }  # fmt: skip

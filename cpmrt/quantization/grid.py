@@ -16,6 +16,8 @@ from cpmrt.quantization.arrays import module_of, round_to
 
 MAX_CODE = 15
 MIDDLE = 8
+BYTE_MIDDLE = 128
+"""The zero point of codes of 8 bits."""
 # How far the range is shrunk or stretched around the plain one when the best is searched: all steps are tried.
 _SEARCH_STEPS = np.linspace(0.5, 1.1, 31).astype(np.float32)
 _SMALLEST_SCALE = np.float32(2.0**-24)
@@ -118,7 +120,8 @@ def _error(groups: Any, grid: Grid, importance: Any | None) -> Any:
 class QuantisedLinear:
     """A quantised matrix: W[n, k] = scales[n, group[k]] * (codes[n, k] - zeros[n, group[k]]), columns as in the model.
 
-    codes uint8 [N, K]; scales float32 [N, G] and zeros uint8 [N, G]; group int32 [K], which group a column is of.
+    codes uint8 [N, K], of 4 bits or 8; scales float32 [N, G] and zeros uint8 [N, G]; group int32 [K], which group a
+    column is of.
     """
 
     codes: Any
@@ -149,6 +152,22 @@ def round_to_nearest(weight: Any, settings: GridSettings, importance: Any | None
     codes = grid.codes(groups).astype(np.uint8).reshape(num_rows, -1)
     group_of = module_of(weight).arange(num_columns, dtype=np.int32) // group
     return QuantisedLinear(codes, grid.scales[..., 0], grid.zeros[..., 0].astype(np.uint8), group_of)
+
+
+def round_to_bytes(weight: Any, settings: GridSettings) -> QuantisedLinear:
+    """Round every weight of float32 [N, K] to the nearest of 8 bits: the largest magnitude of a group becomes 127.
+
+    Codes are 1 to 255 around a zero point of 128, whatever the `settings` say of those in 4 bits.
+    """
+    num_rows, num_columns = weight.shape
+    group = settings.group_of(num_columns)
+    groups = weight.reshape(num_rows, -1, group)
+    scales = round_scales(np.abs(groups).max(axis=-1, keepdims=True) / np.float32(BYTE_MIDDLE - 1), settings.dtype)
+    nearest = np.clip(np.rint(groups / scales), 1 - BYTE_MIDDLE, BYTE_MIDDLE - 1) + BYTE_MIDDLE
+    xp = module_of(weight)
+    zeros = xp.full(scales.shape[:2], BYTE_MIDDLE, dtype=np.uint8)
+    group_of = xp.arange(num_columns, dtype=np.int32) // group
+    return QuantisedLinear(nearest.astype(np.uint8).reshape(num_rows, -1), scales[..., 0], zeros, group_of)
 
 
 def output_error(weight: Any, approximation: Any, hessian: Any) -> float:

@@ -14,7 +14,14 @@ from cpmrt.quantization.awq import SCALED_STAGES, column_scales, fold_scales
 from cpmrt.quantization.calibration import InputSums
 from cpmrt.quantization.decoder_layer import DOWN, OUTPUT, STAGES, DecoderLayer
 from cpmrt.quantization.gptq import GptqSettings, gptq
-from cpmrt.quantization.grid import GridSettings, QuantisedLinear, relative_output_error, round_to_nearest
+from cpmrt.quantization.grid import (
+    GridSettings,
+    QuantisedLinear,
+    relative_output_error,
+    round_to_bytes,
+    round_to_nearest,
+)
+from cpmrt.weights.formats.gptq import HEAD
 
 METHODS = ("rtn", "gptq", "awq")
 _LARGEST_WEIGHT = 1e5
@@ -26,15 +33,15 @@ class Recipe:
     """A method of `METHODS` and its settings; the first `skip_positions` of every calibration window do not count.
 
     The first positions of a text draw attention from everywhere and can have huge activations, which is why MiniCPM4's
-    own quantisation leaves some out (arXiv 2506.07900). The bundled model is better without that. `lm_head` quantises
-    the output head too.
+    own quantisation leaves some out (arXiv 2506.07900). The bundled model is better without that. `lm_head` 4 or 8
+    quantises the output head too, to so many bits; 0 leaves it.
     """
 
     method: str
     grid: GridSettings
     gptq: GptqSettings = field(default_factory=GptqSettings)
     skip_positions: int = 0
-    lm_head: bool = False
+    lm_head: int = 0
 
     @property
     def needs_calibration(self) -> bool:
@@ -93,6 +100,19 @@ def quantise_together(weights: Mapping[str, Any], sums: InputSums | None, recipe
         if sums is not None:
             errors[name] = relative_output_error(weight, linears[name].values(), sums.hessian)
     return QuantisedLayer(linears, errors)
+
+
+def quantise_head(weight: Any, sums: InputSums | None, recipe: Recipe) -> QuantisedLayer:
+    """Quantise the output head: in 4 bits as the layers are, in 8, where no method gains anything, to the nearest.
+
+    Raises CheckpointError.
+    """
+    if recipe.lm_head == 4:
+        return quantise_together({HEAD: weight}, sums, recipe)
+    _check_finite(HEAD, weight)
+    linear = round_to_bytes(weight, recipe.grid)
+    errors = {} if sums is None else {HEAD: relative_output_error(weight, linear.values(), sums.hessian)}
+    return QuantisedLayer({HEAD: linear}, errors)
 
 
 def _scale_columns(layer: DecoderLayer, streams: list[Any], recipe: Recipe) -> None:

@@ -60,13 +60,16 @@ def logits(folder):
         return llm.logits(IDS)
 
 
-def dequantised(folder, group_size, awq=False):
-    """The weights of a quantised folder, element by element, as the formats' papers and code define them."""
+def dequantised(folder, group_size, awq=False, but=None):
+    """The weights of a quantised folder, element by element, as the formats' papers and code define them.
+
+    `but` names a module that is left out.
+    """
     stored = load_file(folder / "model.safetensors")
     weights = {name: value for name, value in stored.items() if not name.rpartition(".")[2].startswith(("q", "s", "g"))}
     for name in stored:
         module, _, suffix = name.rpartition(".")
-        if suffix != "qweight":
+        if suffix != "qweight" or module == but:
             continue
         words, zeros, scales = (stored[f"{module}.{part}"] for part in ("qweight", "qzeros", "scales"))
         shifts = 4 * np.arange(8)
@@ -144,6 +147,34 @@ def test_the_head_on_request(text, tmp_path, method, capsys):
     tied = write_checkpoint(tmp_path / "tied", **SIZES, vocab_size=264)
     assert main(["quantize", str(tied), str(tmp_path / "no"), "--method", "rtn", "--lm-head"]) == 1
     assert "lm_head_bits" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("options", "group"), [
+    (("--method", "rtn"), 128), (("--method", "gptq", "--group-size", "32"), 32),
+    (("--method", "rtn", "--asymmetric", "--format", "gptq_v2", "--group-size", "-1"), 128),
+])  # fmt: skip
+def test_the_head_in_8_bits_on_request(text, tmp_path, options, group):
+    model = write_checkpoint(tmp_path / "untied", **SIZES, vocab_size=264, tie_word_embeddings=False)
+    folder = quantised(model, text, tmp_path / "out", *options, "--lm-head", "8")
+    section = json.loads((folder / "config.json").read_text())["quantization_config"]
+    size = -1 if "-1" in options else group
+    assert section["lm_head"] is True and section["bits"] == 4
+    assert section["dynamic"] == {"lm_head": {"bits": 8, "group_size": size, "sym": True, "desc_act": False}}
+    stored = load_file(folder / "model.safetensors")
+    codes = stored["lm_head.qweight"].astype("<i4").T.copy().view(np.uint8).reshape(264, 128)  # four in a word
+    zeros = stored["lm_head.qzeros"].astype("<i4").view(np.uint8)
+    assert (zeros == (128 if "gptq_v2" in options else 127)).all() and codes.min() >= 1
+    scales = np.repeat(stored["lm_head.scales"].astype(np.float32).T, group, axis=1)
+    head = (codes.astype(np.float32) - 128) * scales
+    original = load_file(model / "model.safetensors")["lm_head.weight"]
+    assert (np.abs(head - original) <= 0.501 * scales).all()
+    with LLM(folder, executor="reference", dtype="float32", max_context=64) as llm:
+        assert next(spec.quant.bits for spec in llm.plan.tensors if spec.name == "lm_head") == 8
+        found = llm.logits(IDS)
+    if "--asymmetric" not in options:
+        weights = dequantised(folder, group, but="lm_head") | {"lm_head.weight": head}
+        expected = plain_logits(model, weights, tmp_path / "plain")
+        np.testing.assert_allclose(found, expected, atol=2e-4)
 
 
 def test_awq_settings(model, text, tmp_path):

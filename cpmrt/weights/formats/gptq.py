@@ -26,9 +26,9 @@ V1_STEPS = {4: 0x11111111, 8: 0x01010101}
 HEAD = "lm_head"
 
 
-def to_v1(words: I32) -> I32:
+def to_v1(words: I32, bits: int = 4) -> I32:
     """Take one from every zero point, as version 1 stores them; one of 0 borrows from the next, as in GPTQModel."""
-    less: I32 = (words.view(np.uint32) - np.uint32(V1_STEPS[4])).view(np.int32)
+    less: I32 = (words.view(np.uint32) - np.uint32(V1_STEPS[bits])).view(np.int32)
     return less
 
 
