@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cpmrt.config import ModelConfig
-from cpmrt.config.layers import ExpertsMlp
+from cpmrt.config.layers import ExpertsMlp, GroupedAttention
 from cpmrt.dtypes import from_float32, to_float32
 from cpmrt.errors import ConfigError, UnsupportedModelError, listed
 from cpmrt.models.decoder import tensor_specs
@@ -54,6 +54,12 @@ class ModelQuantiser:
         if any(isinstance(layer.mlp, ExpertsMlp) for layer in self.config.layers):
             raise UnsupportedModelError(
                 f"{folder.path}: mixture-of-experts layers cannot be quantised here", expected="gated mlps",
+                fix="use a GPTQ, AWQ or compressed-tensors checkpoint of this model",
+            )  # fmt: skip
+        mixers = [layer.mixer for layer in self.config.layers]
+        if not all(isinstance(mixer, GroupedAttention) and mixer.rope and not mixer.output_gate for mixer in mixers):
+            raise UnsupportedModelError(
+                f"{folder.path}: layers of this kind cannot be quantised here", expected="grouped attention with RoPE",
                 fix="use a GPTQ, AWQ or compressed-tensors checkpoint of this model",
             )  # fmt: skip
         check_format(file_format, recipe)

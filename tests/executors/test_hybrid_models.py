@@ -9,6 +9,7 @@ from executors.reuse_cases import BRANCHING_CACHED, branching, cached, texts
 from speculation_steps import SETTINGS, beside_a_neighbour, generate, prefill
 
 from cpmrt import LLM
+from cpmrt.cli.main import main
 from cpmrt.config import EngineConfig, SpeculationConfig, TreeShape
 from cpmrt.errors import ConfigError, RequestError
 from cpmrt.executor import Decode, Speculate
@@ -88,3 +89,12 @@ def test_conversations_that_branch(folder, chunk, reuse):
 def test_a_chunk_holds_a_block(folder):
     with pytest.raises(ConfigError, match="prefill_chunk is too small"):
         open_with(folder, prefill_chunk=33)
+
+
+@pytest.mark.parametrize("mixers", [["minicpm4", "lightning-attn", "lightning-attn", "minicpm4"], ["minicpm4"] * 4])
+def test_the_quantiser_refuses_by_name_what_it_would_compute_otherwise(tmp_path, capsys, mixers):
+    """Gates and states are not in its forward: calibration would see other activations."""
+    folder = write_hybrid(tmp_path / "model", mixer_types=mixers)
+    assert main(["quantize", str(folder), str(tmp_path / "out")]) != 0
+    assert "layers of this kind cannot be quantised here" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

@@ -35,6 +35,11 @@ _SIZES = {
 _LLAMA = LLAMA | _SIZES
 _MINICPM = MINICPM | _SIZES | {"dim_model_base": 32}
 _EXPERTS = _MINICPM | {"num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 128}
+_HYBRID = _MINICPM | {
+    "architectures": ["MiniCPMSALAForCausalLM"], "mixer_types": ["minicpm4", "lightning-attn"], "num_hidden_layers": 2,
+    "head_dim": 64, "qk_norm": True, "attn_use_rope": False, "attn_use_output_gate": True, "lightning_nh": 2,
+    "lightning_head_dim": 64, "lightning_use_rope": True, "use_output_gate": True, "use_output_norm": True,
+}  # fmt: skip
 _QWEN2 = _LLAMA | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 _GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True, "lm_head": False}
 _AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
@@ -128,6 +133,10 @@ CASES = (
     ),
     QuantisedCase("gptq_experts", _EXPERTS, _GPTQ | {"checkpoint_format": "gptq"}, "gptq", v1=True),
     QuantisedCase("awq_experts", _EXPERTS, _AWQ | {"group_size": 64}, "awq", 64, "random"),
+    QuantisedCase(
+        "gptq_hybrid", _HYBRID, _GPTQ | {"dynamic": {"-:.*o_gate": {}, "-:.*z_proj": {}}}, "gptq", v1=True,
+        plain=("o_gate", "z_proj"),
+    ),
     QuantisedCase("marlin_row", _LLAMA, _GPTQ | {"group_size": -1}, "marlin", -1),
 )  # fmt: skip
 
@@ -145,7 +154,7 @@ def modules(case: QuantisedCase) -> Iterator[tuple[str, int, int]]:
     config = ModelConfig.from_hf(case.config)
     sources = [source for spec in tensor_specs(config) for source in spec.sources]
     fused = {"q_proj": "qkv_proj", "gate_proj": "gate_up_proj"}
-    attention, inner = config.attention, config.mlp.intermediate_size
+    attention, inner = config.grouped_attention, config.mlp.intermediate_size
     rows = {"qkv_proj": attention.q_size + 2 * attention.kv_size, "gate_up_proj": 2 * inner}
     for source in sources:
         module = source.name.removesuffix(".weight")

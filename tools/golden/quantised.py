@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from reference.quantised_models import QuantisedCase, Tensors, as_float32, modules, raw_tensors
 from torch import Tensor
 
+from golden.hybrid import HybridOracle
 from golden.oracle import Oracle
 
 NUM_PROMPT = 20
@@ -35,7 +36,9 @@ def golden_arrays(case: QuantisedCase) -> dict[str, Any]:
         raw = raw_tensors(case, seed)
         exact = {module: _dequantised(case, raw, module, torch.float32) for module, _, _ in modules(case)}
         prompt = np.random.Generator(np.random.PCG64(seed)).integers(3, case.config["vocab_size"], NUM_PROMPT).tolist()
-        oracle = Oracle(case.config, _checkpoint(case, raw, exact), None)
+        tensors = _checkpoint(case, raw, exact)
+        is_hybrid = "mixer_types" in case.config
+        oracle = HybridOracle(case.config, tensors) if is_hybrid else Oracle(case.config, tensors, None)
         greedy, margin = oracle.greedy(prompt, NUM_NEW)
         if margin > MIN_MARGIN and len(set(greedy)) >= MIN_DISTINCT:
             break
