@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from cpmrt.config.fields import Fields
-from cpmrt.errors import UnsupportedModelError, quoted
+from cpmrt.errors import CheckpointError, UnsupportedModelError, quoted
 from cpmrt.weights.formats.blocks import BLOCK_TYPES
 from cpmrt.weights.gguf.architectures import (
     LONG_FACTORS,
@@ -66,7 +66,7 @@ def config_json(model: GgufModel) -> dict[str, Any]:
         "attention_bias": "blk.0.attn_q.bias" in model.entries,
         "torch_dtype": _dtype(model),
         "bos_token_id": model.metadata.get("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": end_ids(model.metadata),
+        "eos_token_id": _end_ids(model),
     }
     return config | (_scales(keys, hidden, layers) if row.hugging_face.startswith("MiniCPM") else {})
 
@@ -82,14 +82,20 @@ def generation_config_json(metadata: Mapping[str, Value]) -> dict[str, Any]:
     return {name: _decimal(value) for name, value in found.items() if value is not None}
 
 
-def end_ids(metadata: Mapping[str, Value]) -> list[Value]:
-    """Return the ids of the tokens that end an answer, each once."""
-    ids = [metadata[key] for key in _END_IDS if key in metadata]
-    texts, types = metadata.get(TOKENS_KEY), metadata.get(TYPES_KEY)
+def _end_ids(model: GgufModel) -> list[int]:
+    """Return the ids of the tokens that end an answer, each once. Raises CheckpointError."""
+    ids = list[int]()
+    for key in _END_IDS:
+        value = model.metadata.get(key)
+        if type(value) is int:
+            ids.append(value)
+        elif value is not None:
+            raise CheckpointError(f"{model.path}: key {quoted(key)}", expected="a token id", actual=quoted(value))
+    texts, types = model.metadata.get(TOKENS_KEY), model.metadata.get(TYPES_KEY)
     if isinstance(texts, list) and isinstance(types, np.ndarray) and len(types) == len(texts):
         controls = np.flatnonzero(types == CONTROL).tolist()
         ids += [token_id for token_id in controls if texts[token_id] in _END_TEXTS]
-    return [token_id for index, token_id in enumerate(ids) if token_id not in ids[:index]]
+    return list(dict.fromkeys(ids))
 
 
 def _keys(model: GgufModel, row: GgufArchitecture) -> Fields:
@@ -132,7 +138,11 @@ def _same(value: Value) -> Value:
 
 def _decimal(value: Value) -> Value:
     """Return a float32 as the shortest decimal that is stored as it: 1e-06 for 9.999999974752427e-07."""
-    return float(str(np.float32(value))) if isinstance(value, float) else value
+    if not isinstance(value, float):
+        return value
+    with np.errstate(over="ignore"):
+        narrow = np.float32(value)
+    return float(str(narrow)) if float(narrow) == value else value
 
 
 def _vocab_size(model: GgufModel, keys: Fields) -> Any:

@@ -160,7 +160,7 @@ def _check_part(part: GgufFile, number: int, path: Path) -> None:
     for key, value in {"split.no": number, "split.count": count}.items():
         found = part.metadata.get(key, value if count == 1 else None)
         # A model that was never split may say so: no part of none.
-        if found != value and not (count == 1 and found == 0):
+        if type(found) is not int or (found != value and not (count == 1 and found == 0)):
             raise CheckpointError(
                 f"{part.path}: key {quoted(key)}", expected=value, actual=quoted(found),
                 fix="keep the names that the files of a split model were downloaded with, such as "
@@ -177,7 +177,7 @@ def _together(parts: Sequence[GgufFile], path: Path) -> dict[str, TensorEntry]:
             raise CheckpointError(f"{path}: tensor {quoted(twice)} is in two files", actual=where)
         entries.update(part.entries)
     total = parts[0].metadata.get("split.tensors.count")
-    if len(parts) > 1 and total is not None and total != len(entries):
+    if len(parts) > 1 and total is not None and (type(total) is not int or total != len(entries)):
         raise CheckpointError(
             f"{parts[0].path}: key 'split.tensors.count'", expected=f"{len(entries)}, as the files have",
             actual=quoted(total), fix="the files are of different models: download them again",

@@ -93,7 +93,8 @@ class Vocabulary:
         """Return a truth value of the tokenizer."""
         value = self.metadata.get(PREFIX + name, default)
         if not isinstance(value, bool):
-            raise CheckpointError(f"{self.path}: key {quoted(PREFIX + name)}", expected="a truth value", actual=value)
+            key = quoted(PREFIX + name)
+            raise CheckpointError(f"{self.path}: key {key}", expected="a truth value", actual=quoted(value))
         return value
 
 
@@ -247,5 +248,5 @@ def _listed(value: Value | None, key: str, path: Path) -> Sequence[str]:
 
 
 def encoded(fields: Mapping[str, object]) -> bytes:
-    """Return an object as the bytes of a JSON file."""
-    return json.dumps(fields, ensure_ascii=False).encode()
+    """Return an object as the bytes of a JSON file, arrays as lists."""
+    return json.dumps(fields, ensure_ascii=False, default=np.ndarray.tolist).encode()

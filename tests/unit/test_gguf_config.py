@@ -1,0 +1,189 @@
+"""What the keys of a GGUF file say becomes a config; keys that say nothing sensible are errors, never crashes."""
+
+import gguf_files as files
+import gguf_models as models
+import numpy as np
+import pytest
+
+from cpmrt.errors import CheckpointError, CpmrtError, UnsupportedModelError
+from cpmrt.text import ChatTemplate, Tokenizer
+from cpmrt.weights.checkpoint import Checkpoint
+from cpmrt.weights.gguf.file import GgufFile
+from cpmrt.weights.model_folder import ModelFolder
+
+VALUES = [
+    (files.U32, 0), (files.U32, 1), (files.U32, 3), (files.U32, 2**32 - 1), (files.I32, -1), (files.U64, 2**63),
+    (files.F32, 0.5), (files.F32, float("nan")), (files.F32, float("inf")), (files.F64, 1e300), (files.BOOL, 1),
+    (files.STRING, ""), (files.STRING, "x" * 5000), (files.STRING, "llama\n\x00"),
+    (files.ARRAY, (files.U32, [])), (files.ARRAY, (files.U32, [4, 4])), (files.ARRAY, (files.U32, [4, 5])),
+    (files.ARRAY, (files.F32, [float("nan")])), (files.ARRAY, (files.STRING, ["a", "a"])),
+    (files.ARRAY, (files.BOOL, [1])),
+]  # fmt: skip
+
+
+MORE_KEYS = (
+    "general.alignment", "minicpm.expert_count", "minicpm.rope.scaling.factor", "minicpm.rope.scaling.attn_factor",
+    "tokenizer.ggml.eot_token_id", "tokenizer.ggml.unknown_token_id", "tokenizer.ggml.scores",
+    "tokenizer.ggml.add_space_prefix", "tokenizer.huggingface.json", "tokenizer.chat_templates",
+    "general.sampling.temp", "general.sampling.top_k", "split.no", "split.count",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("good")
+    sizes = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "dim_model_base": 16}
+    return models.write_pair(folder, "minicpm", lambda name: "F32", **sizes).gguf
+
+
+def changed(path, out, key=None, value=None, *, without=(), tensors=()):
+    """Write the file again with a key replaced or left out, and more tensors."""
+    with GgufFile.open(path) as file:
+        parts = []
+        for name, entry in file.entries.items():
+            if name not in without:
+                number = 0 if entry.dtype == "F32" else 1
+                parts.append(files.Described(name, entry.shape, number, file.view(name).tobytes()))
+        keys = [(name, encoded(content)) for name, content in file.metadata.items() if name not in (key, *without)]
+    if value is not None:
+        keys.append((key, files.value(*value)))
+    return files.Content(keys, [*parts, *tensors]).write(out)
+
+
+def encoded(content):
+    """The value of a key as it was in the file, but for the width of numbers."""
+    if isinstance(content, (bool, np.bool_)):
+        return files.value(files.BOOL, content)
+    if isinstance(content, int):
+        return files.value(files.U32, content)
+    if isinstance(content, float):
+        return files.value(files.F32, content)
+    if isinstance(content, str):
+        return files.value(files.STRING, content)
+    kind = files.STRING if isinstance(content, list) else files.I32
+    return files.value(files.ARRAY, (kind, list(content)))
+
+
+def opened(path):
+    """Everything that opens a model reads."""
+    folder = ModelFolder.open(path)
+    Tokenizer.open(path, vocab_size=folder.config.vocab_size)
+    ChatTemplate.open(path)
+    with Checkpoint.open(path):
+        return folder
+
+
+@pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.all) for first in range(1, 5))])
+def test_any_value_of_any_key_is_read_or_refused_by_name(good, tmp_path, first):
+    with GgufFile.open(good) as file:
+        keys = [*file.metadata, *MORE_KEYS]
+    loaded = 0
+    for number, key in enumerate(keys):
+        for kind, content in VALUES[(first + number) % 5 :: 5]:
+            path = changed(good, tmp_path / "a.gguf", key, (kind, content))
+            try:
+                opened(path)
+                loaded += 1
+            except CpmrtError as error:
+                assert str(path) in str(error) and "\n" not in str(error) and len(str(error)) < 2000, (key, content)
+    assert 10 < loaded < len(keys) * len(VALUES) / 10
+
+
+KEYS = ("block_count", "embedding_length", "feed_forward_length", "attention.head_count", "context_length")
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_a_key_that_is_missing_is_named(good, tmp_path, key):
+    with pytest.raises(CpmrtError, match=f"minicpm: {key}: expected a value, got nothing"):
+        opened(changed(good, tmp_path / "a.gguf", without=(f"minicpm.{key}",)))
+
+
+def test_an_architecture_that_is_not_supported_says_which_are(good, tmp_path):
+    with pytest.raises(UnsupportedModelError, match="'gemma3' is not supported: expected one of llama, minicpm, "):
+        opened(changed(good, tmp_path / "a.gguf", "general.architecture", (files.STRING, "gemma3")))
+    with pytest.raises(CheckpointError, match="'general.architecture': expected a name, got None"):
+        opened(changed(good, tmp_path / "a.gguf", without=("general.architecture",)))
+
+
+def test_experts_are_refused(good, tmp_path):
+    with pytest.raises(UnsupportedModelError, match=r"minicpm\.expert_count.*got 8"):
+        opened(changed(good, tmp_path / "a.gguf", "minicpm.expert_count", (files.U32, 8)))
+
+
+def test_scales_that_old_files_lack_are_those_of_the_first_models(good, tmp_path):
+    keys = tuple(f"minicpm.{name}_scale" for name in ("embedding", "residual", "logit"))
+    config = opened(changed(good, tmp_path / "a.gguf", without=keys)).config
+    assert (config.scale_emb, config.residual_scale, config.logit_divisor) == (12.0, 1.4, 0.125)
+
+
+def test_a_list_with_one_number_for_all_layers_is_that_number(good, tmp_path):
+    value = files.ARRAY, (files.U32, [2, 2])
+    path = changed(good, tmp_path / "a.gguf", "minicpm.attention.head_count_kv", value)
+    assert opened(path).config.attention.num_kv_heads == 2
+
+
+FACTORS = np.linspace(1, 8, 64, dtype=np.float32)
+PLAIN = ("rope_factors_long.weight", "rope_factors_short.weight", "minicpm.rope.scaling.type")
+
+
+def test_factors_of_llama_3_are_a_list_for_all_lengths(good, tmp_path):
+    tensor = files.Described("rope_freqs.weight", (64,), 0, FACTORS.tobytes())
+    rope = opened(changed(good, tmp_path / "a.gguf", without=PLAIN, tensors=[tensor])).config.rope
+    assert rope.kind == "longrope" and rope.short_factor == rope.long_factor == tuple(FACTORS.tolist())
+    assert rope.attention_factor == 1.0
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys", "expected"),
+    [
+        ("none", {}, {"kind": "default"}),
+        ("linear", {"factor": 4.0}, {"kind": "linear", "factor": 4.0}),
+        ("yarn", {"factor": 4.0}, {"kind": "yarn", "factor": 4.0, "original_max_positions": 256}),
+        ("yarn", {"factor": 4.0, "attn_factor": 1.0}, {"attention_factor": 0.1 * np.log(4.0) + 1.0}),
+        ("yarn", {"factor": 4.0, "yarn_beta_fast": 16.0}, {"beta_fast": 16.0, "beta_slow": 1.0}),
+    ],
+)
+def test_rotary_scalings(good, tmp_path, kind, keys, expected):
+    path = changed(good, tmp_path / "0.gguf", without=PLAIN)
+    path = changed(path, tmp_path / "1.gguf", "minicpm.rope.scaling.type", (files.STRING, kind))
+    for number, (key, value) in enumerate(keys.items(), 2):
+        path = changed(path, tmp_path / f"{number}.gguf", f"minicpm.rope.scaling.{key}", (files.F32, value))
+    rope = opened(path).config.rope
+    assert {name: getattr(rope, name) for name in expected} == pytest.approx(expected)
+
+
+def test_an_unknown_rotary_scaling_is_refused(good, tmp_path):
+    path = changed(good, tmp_path / "0.gguf", "minicpm.rope.scaling.type", (files.STRING, "su"))
+    path = changed(path, tmp_path / "1.gguf", "minicpm.rope.scaling.factor", (files.F32, 2.0), without=PLAIN[:2])
+    with pytest.raises(UnsupportedModelError, match=r"rope\.scaling\.type"):
+        opened(path)
+
+
+def test_sampling_and_ends(good, tmp_path):
+    path = changed(good, tmp_path / "0.gguf", "general.sampling.temp", (files.F32, 0.7))
+    path = changed(path, tmp_path / "1.gguf", "general.sampling.top_p", (files.F32, 0.95))
+    path = changed(path, tmp_path / "2.gguf", "tokenizer.ggml.eot_token_id", (files.U32, 100))
+    folder = opened(path)
+    assert (folder.sampling.temperature, folder.sampling.top_p) == (0.7, 0.95)
+    assert folder.config.eos_token_ids == (2, 100)
+
+
+def test_a_control_token_that_ends_a_turn_is_an_end(good, tmp_path):
+    with GgufFile.open(good) as file:
+        tokens = list(file.metadata["tokenizer.ggml.tokens"])
+        types = file.metadata["tokenizer.ggml.token_type"].tolist()
+    tokens[40], types[40], tokens[41] = "<|im_end|>", 3, "<|endoftext|>"
+    path = changed(good, tmp_path / "0.gguf", "tokenizer.ggml.tokens", (files.ARRAY, (files.STRING, tokens)))
+    path = changed(path, tmp_path / "1.gguf", "tokenizer.ggml.token_type", (files.ARRAY, (files.I32, types)))
+    assert opened(path).config.eos_token_ids == (2, 40)
+
+
+def test_tensors_that_are_missing_or_too_many_are_named(good, tmp_path):
+    from cpmrt.config import EngineConfig
+    from cpmrt.models.planning import open_weights
+
+    extra = files.Described("blk.0.attn_sinks.weight", (4,), 0, b"\0" * 16)
+    path = changed(good, tmp_path / "a.gguf", without=("blk.0.attn_k.weight",), tensors=[extra])
+    with pytest.raises(CheckpointError) as found, open_weights(ModelFolder.open(path), EngineConfig()):
+        pass
+    assert "self_attn.k_proj.weight" in str(found.value) and "blk.0.attn_sinks.weight" in str(found.value)
