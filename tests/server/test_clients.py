@@ -9,6 +9,7 @@ import asyncio
 import json
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 from serving import saying_llm, serving
@@ -161,16 +162,39 @@ const tools = [{ type: 'function', function: { name: 'weather', parameters: { ty
 """
 
 
-def test_the_client_for_node(url, tmp_path):
+def run_node(script, *arguments, packages):
+    """What a script of node writes; skips where it or the packages are missing."""
     node = shutil.which("node")
-    if node is None or subprocess.run([node, "-e", "require('openai')"], capture_output=True).returncode:
-        pytest.skip("needs node and its openai package (npm install openai, NODE_PATH)")
+    required = ";".join(f"require('{name}')" for name in packages)
+    if node is None or subprocess.run([node, "-e", required], capture_output=True).returncode:
+        pytest.skip(f"needs node and packages of it (npm install {' '.join(packages)}, NODE_PATH)")
+    done = subprocess.run([node, str(script), *arguments], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_the_client_for_node(url, tmp_path):
     script = tmp_path / "client.cjs"
     script.write_text(NODE)
-    done = subprocess.run([node, str(script), url], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found = run_node(script, url, packages=["openai"])
     assert found["plain"] == ANSWER == "".join(found["pieces"]) and len(found["pieces"]) > 3
     assert found["usage"] == len(ANSWER) + 1 and found["models"] == ["m"]
     assert found["call"]["name"] == "weather" and json.loads(found["call"]["arguments"]) == {"city": "Bonn"}
     assert found["error"] == [400, "temperature", "BadRequestError"]
+
+
+@pytest.mark.parametrize("provider", ["openai-compatible", "openai"])
+def test_the_ai_sdk(url, provider):
+    script, packages = Path(__file__).with_name("ai_sdk.cjs"), ["ai", "zod", f"@ai-sdk/{provider}"]
+    found = run_node(script, url, provider, packages=packages)
+    *plain, num_prompt = found["plain"]
+    assert plain == [ANSWER, "stop", len(ANSWER) + 1] and num_prompt > 5
+    assert found["limited"] == [ANSWER[:3], "length"]
+    assert "".join(found["pieces"]) == ANSWER and len(found["pieces"]) > 3
+    assert found["streamed"] == ["stop", len(ANSWER) + 1]
+    assert found["tools"] == [ANSWER, [[["weather", {"city": "Bonn"}]], []]]
+    assert found["streamedTools"] == ANSWER and found["cities"] == ["Bonn", "Bonn"]
+    assert found["parts"]["tool-call"] == found["parts"]["tool-result"] == 1 and "error" not in found["parts"]
+    assert found["tooHot"][:2] == [True, 400] and "temperature" in found["tooHot"][2]
+    assert found["noModel"][:2] == [True, 404] and "does not exist here" in found["noModel"][2]
+    assert found["streamedError"][0] == 400 and "temperature" in found["streamedError"][1]
