@@ -46,10 +46,11 @@ class LLM:
     Calls of several threads run together as far as there are slots (`max_sequences`), else one after the other; each
     gets what it would get alone. `close` ends calls that still wait with a ClosedError.
 
-    `model` is a folder or a Hugging Face id; None is the bundled demo model. `executor`: "auto", "cuda" or
-    "reference" (NumPy). `dtype` of weights, KV and activations: "auto" (the checkpoint's), "bfloat16", "float16",
-    "float32". `max_context` in tokens and `memory_budget` in bytes (or such as "8GiB") bound the memory plan (None: the
-    model's own context, what is free). `lm_head_bits` 8 or 4 rounds the output head to that many bits.
+    `model` is a folder, a GGUF file or a hub id ("org/name", of a GGUF file "org/name:Q4_K_M"); None is the bundled
+    demo model. `executor`: "auto", "cuda" or "reference" (NumPy). `dtype` of weights, KV and activations: "auto"
+    (the checkpoint's), "bfloat16", "float16", "float32". `max_context` in tokens and `memory_budget` in bytes (or
+    such as "8GiB") bound the memory plan (None: the model's own context, what is free). `lm_head_bits` 8 or 4
+    rounds the output head to that many bits.
     `kv_dtype="fp8"` keeps keys and values in 8 bits (`ops.fp8_pages`); not with a draft.
     `prefix_cache` spares a prompt what an earlier one that began alike has computed already, and changes no bit.
     "fast" reuses what decode steps have written too, so that the next turn of a chat computes only its new part; a
