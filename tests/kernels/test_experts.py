@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,9 +10,14 @@ import pytest
 from expert_cases import DTYPES, Case, OnDevice, Shape
 from linear_cases import H200, ORIN
 
-from cpmrt.cuda.ops.experts import DownConstants, down_constants, most_tiles, product_constants
+from cpmrt.bench.shapes import gptq_config, shape_config
+from cpmrt.config import EngineConfig, ModelConfig
+from cpmrt.config.quantization import read_quantization
+from cpmrt.cuda.ops.experts import DownConstants, down_constants, expert_workspace, most_tiles, product_constants
 from cpmrt.cuda.ops.linear_packed.layout import PackedLayout, PackedWeight
 from cpmrt.dtypes import DType
+from cpmrt.errors import UnsupportedModelError
+from cpmrt.models.planning import weight_specs
 from cpmrt.ops import OPS
 
 SMALL = {
@@ -153,3 +159,17 @@ def test_rings_of_one_row_are_those_of_the_kernel() -> None:
     assert DownConstants(5760, 4, 1, 1, True).shared_bytes(2) == 8 * 6 * (512 + 64) + 2 * 64
     assert DownConstants(5760, 4, 2, 64, True).shared_bytes(128) == 8 * 2 * 16 * (256 + 64) + 128 * 64
     assert DownConstants(5760, 16, 1, 64, True).shared_bytes(16) == 8 * 2 * 8 * (256 + 64) + 16 * 64
+
+
+def test_four_bit_experts_in_another_order_of_columns_are_refused_with_the_way_out() -> None:
+    config = ModelConfig.from_hf(shape_config("minicpm-moe-8x2b") | {"num_hidden_layers": 1})
+    for act_order in (False, True):
+        settings = {"quantization_config": gptq_config() | {"desc_act": act_order}}
+        ordered = replace(config, quantization=read_quantization(settings, "config.json", None))
+        specs = weight_specs(ordered, EngineConfig())
+        if not act_order:
+            names = {buffer.name for buffer in expert_workspace(specs, ordered, 512)}
+            assert names == {"expert_starts", "expert_order", "expert_outputs"}
+            continue
+        with pytest.raises(UnsupportedModelError, match="experts_gate_up: .*act-order; use a checkpoint with desc_act"):
+            list(expert_workspace(specs, ordered, 512))
