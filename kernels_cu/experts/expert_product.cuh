@@ -1,4 +1,4 @@
-// Products of a warp with the stacked weights of experts, in 16 bits or packed in 4, straight from memory into registers.
+// Products of a warp with the stacked weights of experts, in 16 bits or packed in 4.
 //
 // A weight tile has 16 rows, lo + g and hi + g for the lanes' g = lane / 4; with t = lane % 4 a lane holds of every 32 columns
 // the eight from 8 t on, and of x the same ones. A slice is kSliceColumns columns. The sum over a slice (in 4 bits over a scale
@@ -12,13 +12,22 @@ constexpr int K = IN_FEATURES;
 constexpr int kSliceColumns = 64;
 constexpr int kSlices = K / kSliceColumns;
 static_assert(K % kSliceColumns == 0, "K must be a multiple of 64");
+constexpr bool kManyGroups = false;
 #else
 static_assert(WEIGHT_BITS == 4, "WEIGHT_BITS must be 4 or 16");
 #include "packed_layout.cuh"
+constexpr bool kManyGroups = kUnitScales > 1;   // their sums are added slice by slice: only one is multiplied at a time
 #endif
 constexpr int kBlocks = kSliceColumns / 32;   // of 32 columns in a slice
 
 using Sums = float[TOKEN_TILES][4];           // of a weight tile: rows lo + g and hi + g, tokens 8 i + 2 t and + 1
+
+#if WEIGHT_BITS == 16
+constexpr int kSlotBytes = 16 * kSliceColumns * 2;   // of a tile's slice in shared memory
+#else
+constexpr int kSlotBytes = kUnitBytes;
+#endif
+static_assert(kSlotBytes % 16 == 0, "slots must be whole copies");
 
 // What a lane holds of a tile's slice.
 struct Slice {
@@ -30,15 +39,13 @@ struct Slice {
 #endif
 };
 
-constexpr int kSliceWords = sizeof(Slice) / 4;
-
 // The first row of an expert's tile in the stacked weight, and how far its rows hi are from its rows lo.
 struct TileRows {
   int64_t first;
   int64_t distance;
 };
 
-// The calling lane's part of a weight tile. `rows.first` is a multiple of 8 where gates and ups are apart, else of 16.
+// A weight tile on its way to registers, for warps that have much to do with it. `rows.first` is a multiple of 8 where gates and ups are apart, else of 16.
 struct WeightTile {
 #if WEIGHT_BITS == 16
   const scalar_t *lo, *hi;
@@ -74,6 +81,58 @@ struct WeightTile {
     for (int i = 0; i < kUnitScales * kWords; i++)
       out.scales[i / kWords][i % kWords] =
           load_word(unit + kCodeBytes + i / kWords * kScaleBytes + (lane / 4 * kWords + i % kWords) * 4);
+  }
+#endif
+};
+
+// A weight tile on its way through slots of the warp in shared memory, which takes no registers while it is under way. In 16 bits
+// odd rows have the halves of their 128 bytes swapped: two rows side by side then cover all banks.
+struct TileSource {
+  const unsigned char *lo, *hi;
+#if WEIGHT_BITS == 16
+  DEVICE TileSource(const void* weight, const TileRows& rows) {
+    const int lane = threadIdx.x % 32;
+    lo = static_cast<const unsigned char*>(weight) + (rows.first + lane / 8) * (K * 2) + lane % 8 * 16;
+    hi = lo + rows.distance * (K * 2);
+  }
+  // Starts the copy of a slice.
+  DEVICE void copy(uint32_t slot, int slice) const {
+    const int row = threadIdx.x % 32 / 8, piece = threadIdx.x % 8;
+    const uint32_t place = slot + row * 128 + (piece ^ row % 2 * 4) * 16;
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+      cp_async16_lines(place + i * 512, (i < 2 ? lo : hi) + slice * 128 + i % 2 * 4 * (K * 2));
+  }
+  DEVICE static void read(Slice& out, uint32_t slot) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int j = 0; j < kBlocks; j++) {
+      const uint32_t place = slot + lane / 4 * 128 + ((j * 4 + lane % 4) ^ lane / 4 % 2 * 4) * 16;
+      out.lo[j] = load_shared(place), out.hi[j] = load_shared(place + 1024);
+    }
+  }
+#else
+  DEVICE TileSource(const void* packed, const TileRows& rows) {
+    const int64_t tile = rows.distance == 8 ? rows.first / 16 : rows.first / 8;
+    lo = hi = static_cast<const unsigned char*>(packed) + tile * kTileBytes;
+  }
+  DEVICE void copy(uint32_t slot, int slice) const {
+    const unsigned char* const unit = lo + unit_offset(0, slice);
+#pragma unroll
+    for (int i = 0; i < (kUnitBytes + 511) / 512; i++) {
+      const int place = (i * 32 + threadIdx.x % 32) * 16;
+      if (place < kUnitBytes) cp_async16_lines(slot + place, unit + place);
+    }
+  }
+  DEVICE static void read(Slice& out, uint32_t slot) {
+    const int lane = threadIdx.x % 32;
+    constexpr int kWords = ZEROS ? 2 : 1;
+#pragma unroll
+    for (int i = 0; i < 2; i++) out.words[i] = load_shared(slot + i * 512 + lane * 16);
+#pragma unroll
+    for (int i = 0; i < kUnitScales * kWords; i++)
+      out.scales[i / kWords][i % kWords] =
+          load_shared_word(slot + kCodeBytes + i / kWords * kScaleBytes + (lane / 4 * kWords + i % kWords) * 4);
   }
 #endif
 };
@@ -132,6 +191,7 @@ DEVICE void load_operand(uint32_t (&a)[4], const Slice& slice, int group, int j,
 // the lane's columns of block j of slice s, of token g of token tile i.
 template <int S, int TILES, class X>
 DEVICE void multiply(Sums (&sums)[TILES], const Slice* slices, const X& x, int used) {
+  static_assert(S == 1 || !kManyGroups, "the sums of groups would be added in another order");
   constexpr int kProducts = S * TILES;   // side by side: those of a slice and token tile are a chain
 #if WEIGHT_BITS == 16
   constexpr int kGroups = 1;

@@ -7,36 +7,44 @@
 //             chosen (T * top) int32, -1: of no expert; with CHUNK starts (E + 1) and order int32 of group_pairs, else null
 //   constants PRODUCT: 0 gate_up, 1 project. IN_FEATURES: K, a multiple of 64, in 4 bits of 128. WEIGHT_BITS: 16 or 4.
 //             In 4 bits RUNS: of the packed layout. SCALE_GROUP: columns that share a scale. ZEROS: 1 has zero points.
-//             TOKEN_TILES: eights of pairs that a block takes together. WARP_TILES: weight tiles of a warp. WARPS: of a block.
+//             TOKEN_TILES: eights of pairs that a block takes together. ROWS: 1 for steps of one row, else 64.
+//             WARP_TILES: weight tiles of a warp, of a step 1. WARPS: of a block.
+//             AHEAD: turns of weights that a warp of a step has on their way
 //             STAGE_SLICES: slices of x in a stage; 0: all of it at once. CHUNK: 1 takes pairs in the order of group_pairs
-//   launch    grid (most tiles of pairs, ceil(weight tiles / (WARPS * WARP_TILES))), block 32 * WARPS, dynamic shared memory of
-//             STAGES stages of 8 * TOKEN_TILES rows, each 64 bytes longer than its columns
+//   launch    grid (most tiles of pairs, ceil(weight tiles / (WARPS * WARP_TILES))), block 32 * WARPS, dynamic shared memory: a
+//             stage, or three, of the rows of x, each 64 bytes longer than its columns; of a step then a ring of weights a warp;
+//             8 bytes for each row of x
 //   numerics  float32 sums over a slice or scale group in tensor cores, added in order; codes less zero points are exact;
 //             rounded once. A pair's bits do not depend on the other pairs, nor on any constant but the weight's
 //   oracle    NumpyOps.experts_gate_up, experts_down
 //   source    original; grouped products as in MegaBlocks (arXiv 2211.15841)
 //   layout    a block finds its expert from the routing alone, so the grid is the same whatever was chosen; blocks too many
-//             end at once. Weights go to registers, several slices ahead, since no other warp needs them; x, which all
-//             warps read, to shared memory
+//             end at once. No other warp needs a warp's weights: those of a step go through rings of their own, several slices
+//             ahead, those of a chunk, which serve many rows, to registers. x, which all warps read, is shared
 #if !defined(PRODUCT) || !defined(IN_FEATURES) || !defined(WEIGHT_BITS) || (WEIGHT_BITS == 4 && !defined(RUNS)) || \
     (WEIGHT_BITS == 4 && !defined(SCALE_GROUP)) || (WEIGHT_BITS == 4 && !defined(ZEROS)) || !defined(TOKEN_TILES) || \
-    !defined(WARP_TILES) || !defined(WARPS) || !defined(STAGE_SLICES) || !defined(CHUNK)
+    !defined(ROWS) || !defined(AHEAD) || !defined(WARP_TILES) || !defined(WARPS) || !defined(STAGE_SLICES) || !defined(CHUNK)
 #error "a constant is not defined"
 #endif
 #include "expert_product.cuh"
 #include "expert_rows.cuh"
 
-constexpr int kThreads = WARPS * 32, kTokens = TOKEN_TILES * 8;
-constexpr int kMinBlocks = CHUNK || (TOKEN_TILES > 2 && kSliceWords > 10 && WEIGHT_BITS == 4) ? 1 : 512 / kThreads;
-// Slices whose products are under way together, and those in registers.
-constexpr int kTogether = TOKEN_TILES > 1 ? 1 : kSliceWords <= 10 ? 3 : 2;
-constexpr int kHeld = WARP_TILES > 1 || TOKEN_TILES > 2 ? 2 : TOKEN_TILES > 1 ? 3 : 2 * kTogether;
+constexpr int kThreads = WARPS * 32, kTokens = ROWS == 1 ? 1 : TOKEN_TILES * 8;
+constexpr int kMinBlocks = CHUNK ? 1 : 512 / kThreads;
+// Slices whose products are under way together. A step has kAhead such turns of weights on their way to shared memory, a chunk
+// kHeld slices on their way to registers.
+constexpr int kTogether = TOKEN_TILES > 1 || kManyGroups ? 1 : WEIGHT_BITS == 4 ? 3 : 2, kAhead = AHEAD;
+constexpr int kHeld = WARP_TILES > 1 ? 2 : 3;
+constexpr int kRingBytes = CHUNK ? 0 : kAhead * kTogether * kSlotBytes;   // of a warp
 constexpr bool kResident = STAGE_SLICES == 0;
 constexpr int kStageSlices = kResident ? kSlices : STAGE_SLICES, kStages = kResident ? 1 : 3;
 constexpr int kNumStages = (kSlices + kStageSlices - 1) / kStageSlices;
 constexpr int kStageColumns = kStageSlices * kSliceColumns;
 constexpr int kPitch = kStageColumns * 2 + 64;   // two rows side by side cover all banks
 static_assert(kResident || kStageSlices % kTogether == 0, "STAGE_SLICES must hold whole turns");
+// Copies are waited for in the order of their turns: those of a stage come two stages early.
+static_assert(CHUNK || kResident || kAhead <= 2 * kStageSlices / kTogether, "STAGE_SLICES is too small");
+static_assert(ROWS == 1 || ROWS == 64, "ROWS must be 1 or 64");
 
 // x of the block's pairs in shared memory, a stage of columns after the other.
 struct Activations {
@@ -45,25 +53,22 @@ struct Activations {
   int count;
   uint32_t shared;
 
+  // Starts the copies of a stage.
   DEVICE void start(int stage) const {
     constexpr int kPieces = kStageColumns / 8;
     if (stage < kNumStages) {
       for (int i = threadIdx.x; i < count * kPieces; i += kThreads) {
         const int token = i / kPieces, column = i % kPieces * 8, from = stage * kStageColumns + column;
         if (from < K)
-          cp_async16(shared + (stage % kStages * kTokens + token) * kPitch + column * 2, x + static_cast<int64_t>(rows[token]) * K + from);
+          cp_async16(shared + (stage % kStages * kTokens + token) * kPitch + column * 2, x + static_cast<int64_t>(ROWS == 1 ? 0 : rows[token]) * K + from);
       }
     }
-    cp_async_commit();
   }
   DEVICE void begin() const {
-    for (int stage = 0; stage < (kResident ? 1 : kStages - 1); stage++) start(stage);
-  }
-  // Waits for a stage, and fills the place of the one before, which all warps have read.
-  DEVICE void enter(int stage) const {
-    cp_async_wait<kResident ? 0 : kStages - 2>();
-    __syncthreads();
-    if (!kResident) start(stage + kStages - 1);
+    for (int stage = 0; stage < (kResident ? 1 : kStages - 1); stage++) {
+      start(stage);
+      cp_async_commit();
+    }
   }
 };
 
@@ -72,7 +77,7 @@ struct StagedRows {
   uint32_t place;
   DEVICE StagedRows(const Activations& from, int slice) {
     const int lane = threadIdx.x % 32, stage = slice / kStageSlices % kStages;
-    place = from.shared + (stage * kTokens + lane / 4) * kPitch + slice % kStageSlices * (kSliceColumns * 2) + lane % 4 * 16;
+    place = from.shared + (stage * kTokens + (ROWS == 1 ? 0 : lane / 4)) * kPitch + slice % kStageSlices * (kSliceColumns * 2) + lane % 4 * 16;
   }
   DEVICE uint4 operator()(int s, int j, int i) const {
     return load_shared(place + i * 8 * kPitch + s * (kSliceColumns * 2) + j * 64);
@@ -84,36 +89,97 @@ DEVICE TileRows rows_of(int expert, int tile, int num_experts, int columns) {
   return {static_cast<int64_t>(expert) * columns + tile * 16, 8};
 }
 
-DEVICE void load(Slice* slices, const WeightTile (&weights)[WARP_TILES], int slice) {
+#if CHUNK
+using Weights = WeightTile;
+
+DEVICE void load(Slice* slices, const Weights (&weights)[WARP_TILES], int slice) {
 #pragma unroll
   for (int w = 0; w < WARP_TILES; w++)
     if (slice < kSlices) weights[w].load(slices[w], slice);
 }
 
-// The warp's weight tiles times the block's pairs. `held` has the first slices.
-DEVICE void accumulate(Sums (&sums)[WARP_TILES], Slice (&held)[kHeld * WARP_TILES], const WeightTile (&weights)[WARP_TILES],
-                       const Activations& x) {
-  const int used = (x.count + 7) / 8;
-#pragma unroll 1
-  for (int base = 0; base < kSlices; base += kHeld) {
+// The weight tiles of a warp of a chunk, through registers.
+struct Stream {
+  const Weights (&weights)[WARP_TILES];
+  Slice held[kHeld * WARP_TILES];
+
+  DEVICE void begin() {
 #pragma unroll
-    for (int turn = 0; turn < kHeld; turn += kTogether) {
-      const int slice = base + turn;
-      if (slice >= kSlices) break;
-      if (slice % kStageSlices == 0) x.enter(slice / kStageSlices);
-      const StagedRows rows(x, slice);
+    for (int slice = 0; slice < kHeld; slice++) load(held + slice * WARP_TILES, weights, slice);
+  }
+  // Weights times x of the block's pairs; a copy of x is a group.
+  DEVICE void accumulate(Sums (&sums)[WARP_TILES], const Activations& x) {
+    const int used = (x.count + 7) / 8;
+#pragma unroll 1
+    for (int base = 0; base < kSlices; base += kHeld) {
+#pragma unroll
+      for (int turn = 0; turn < kHeld; turn++) {
+        const int slice = base + turn;
+        if (slice >= kSlices) break;
+        if (slice % kStageSlices == 0) {
+          cp_async_wait<kStages - 2>();
+          __syncthreads();
+          x.start(slice / kStageSlices + kStages - 1);
+          cp_async_commit();
+        }
+        multiply<1>(sums, held + turn * WARP_TILES, StagedRows(x, slice), used);
+        load(held + turn * WARP_TILES, weights, slice + kHeld);
+      }
+    }
+  }
+};
+#else
+using Weights = TileSource;
+
+// The weight tile of a warp of a step, through a ring in shared memory that nobody else touches.
+struct Stream {
+  const Weights (&weights)[1];
+  uint32_t ring;
+
+  // Starts the copies of the slices of a turn.
+  DEVICE void copy(int turn) const {
+#pragma unroll
+    for (int s = 0; s < kTogether; s++)
+      if (turn * kTogether + s < kSlices)
+        weights[0].copy(ring + (turn % kAhead * kTogether + s) * kSlotBytes, turn * kTogether + s);
+  }
+  DEVICE void begin() const {
+    for (int turn = 0; turn < kAhead; turn++) {
+      copy(turn);
+      cp_async_commit();
+    }
+  }
+  // Weights times x of the block's pairs; the copies that a turn starts are a group, behind those of x and of kAhead turns.
+  DEVICE void accumulate(Sums (&sums)[1], const Activations& x) const {
+    const int used = (x.count + 7) / 8;
+    constexpr int kTurns = (kSlices + kTogether - 1) / kTogether;
+#pragma unroll 1
+    for (int turn = 0; turn < kTurns; turn++) {
+      const int slice = turn * kTogether;
+      cp_async_wait<kAhead - 1>();
+      if (slice % kStageSlices == 0) {
+        __syncthreads();
+        if (!kResident) x.start(slice / kStageSlices + kStages - 1);
+      } else {
+        __syncwarp();
+      }
+      Slice held[kTogether];
+#pragma unroll
+      for (int s = 0; s < kTogether; s++) Weights::read(held[s], ring + (turn % kAhead * kTogether + s) * kSlotBytes);
+      __syncwarp();
+      copy(turn + kAhead);
+      cp_async_commit();
       if (slice + kTogether <= kSlices) {
-        multiply<kTogether>(sums, held + turn * WARP_TILES, rows, used);
+        multiply<kTogether>(sums, held, StagedRows(x, slice), used);
       } else {
 #pragma unroll
         for (int s = 0; s < kTogether; s++)
-          if (slice + s < kSlices) multiply<1>(sums, held + (turn + s) * WARP_TILES, StagedRows(x, slice + s), used);
+          if (slice + s < kSlices) multiply<1>(sums, held + s, StagedRows(x, slice + s), used);
       }
-#pragma unroll
-      for (int s = 0; s < kTogether; s++) load(held + (turn + s) * WARP_TILES, weights, slice + s + kHeld);
     }
   }
-}
+};
+#endif
 
 DEVICE void store(scalar_t* out, const Sums (&sums)[WARP_TILES], const int* pairs, int count, int first_tile, int num_tiles,
                   int columns) {
@@ -142,31 +208,37 @@ DEVICE void store(scalar_t* out, const Sums (&sums)[WARP_TILES], const int* pair
 DEVICE void expert_product(scalar_t* out, const scalar_t* x, const void* weight, const int* chosen, const int* starts,
                            const int* order, int num_pairs, int top, int num_experts, int columns) {
   extern __shared__ __align__(128) unsigned char memory[];
-  __shared__ int pairs[kTokens], rows[kTokens];
+  int* const pairs = reinterpret_cast<int*>(memory + kStages * kTokens * kPitch + WARPS * kRingBytes);
+  int* const rows = pairs + kTokens;
   // After the wait: then the next kernel knows that the routing is there, and may look which weights it will need.
   pdl_wait();
   pdl_launch_dependents();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  int own = 0;
-  if (!CHUNK) own = count_pairs(chosen, num_pairs, num_experts);
-  else if (lane < num_experts) own = starts[lane + 1] - starts[lane];
-  const PairTile tile = tile_of<kTokens>(own, blockIdx.x);
+  const uint32_t shared = shared_address(memory);
+  PairTile tile;
+  if (ROWS == 1) {
+    Activations{x, rows, 1, shared}.begin();
+    tile = {chosen[blockIdx.x], 0, 1};   // each pair has an expert of its own
+  } else {
+    int own = 0;
+    if (!CHUNK) own = count_pairs(chosen, num_pairs, num_experts);
+    else if (lane < num_experts) own = starts[lane + 1] - starts[lane];
+    tile = tile_of<kTokens>(own, blockIdx.x);
+  }
   if (tile.expert < 0) return;
 
   const int num_tiles = columns / (PRODUCT == 0 ? 8 : 16), first_tile = (blockIdx.y * WARPS + warp) * WARP_TILES;
   // A warp without a tile takes the last one, and stores nothing.
-  const WeightTile weights[WARP_TILES] = {
-      WeightTile(weight, rows_of(tile.expert, min(first_tile, num_tiles - 1), num_experts, columns)),
+  const Weights weights[WARP_TILES] = {
+      Weights(weight, rows_of(tile.expert, min(first_tile, num_tiles - 1), num_experts, columns)),
 #if WARP_TILES == 2
-      WeightTile(weight, rows_of(tile.expert, min(first_tile + 1, num_tiles - 1), num_experts, columns)),
+      Weights(weight, rows_of(tile.expert, min(first_tile + 1, num_tiles - 1), num_experts, columns)),
 #endif
   };
-  Slice held[kHeld * WARP_TILES];
-#pragma unroll
-  for (int slice = 0; slice < kHeld; slice++) load(held + slice * WARP_TILES, weights, slice);
-
   const auto take = [&](int i, int pair) { pairs[i] = pair, rows[i] = PRODUCT == 0 ? pair / top : pair; };
-  if (warp == 0) {
+  if (ROWS == 1) {
+    if (threadIdx.x == 0) take(0, blockIdx.x);
+  } else if (warp == 0) {
     if (CHUNK) {
       const int* const listed = order + starts[tile.expert] + tile.first;
       for (int i = lane; i < tile.count; i += 32) take(i, listed[i]);
@@ -174,11 +246,17 @@ DEVICE void expert_product(scalar_t* out, const scalar_t* x, const void* weight,
       visit_pairs(chosen, num_pairs, tile, take);
     }
   }
-  __syncthreads();
-  const Activations activations{x, rows, tile.count, shared_address(memory)};
-  activations.begin();
+  if (ROWS > 1) __syncthreads();
+  const Activations activations{x, rows, tile.count, shared};
+  if (ROWS > 1) activations.begin();
+#if CHUNK
+  Stream stream{weights};
+#else
+  Stream stream{weights, shared + kStages * kTokens * kPitch + warp * kRingBytes};
+#endif
+  stream.begin();
   Sums sums[WARP_TILES] = {};
-  accumulate(sums, held, weights, activations);
+  stream.accumulate(sums, activations);
   store(out, sums, pairs, tile.count, first_tile, num_tiles, columns);
 }
 

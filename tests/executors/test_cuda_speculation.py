@@ -62,6 +62,8 @@ def open_llm(tmp_path_factory):
             given = {"speculate": {"shapes": shapes, "adaptive": False} | (wishes or {}), "draft": "lookup"}
         if draft not in (None, "lookup"):
             own = {key: value for key, value in config.items() if draft != "eagle3" or key != "scale_depth"}
+            if draft != "model":
+                own = {key: value for key, value in own.items() if not key.startswith("num_experts")}
             if draft.startswith("eagle2"):
                 own["architectures"] = ["EagleForCausalLM"]
             own |= DRAFTS[draft] | ({"quantization_config": W4} if is_draft_w4 else {})
@@ -116,6 +118,12 @@ def test_tokens_and_logprobs_are_those_of_plain_decoding(open_llm, plain, draft,
 def test_every_row_of_the_model_table(open_llm, plain, row):
     for draft in ("eagle3", "lookup"):
         check(open_llm(row, draft, dtype="bfloat16").executor, plain, (row, False, "bfloat16"))
+
+
+@pytest.mark.parametrize("draft", ["model", "lookup", "eagle2"])
+def test_experts_with_4_bit_weights(open_llm, plain, draft):
+    executor = open_llm("minicpm_experts", draft, is_w4=True, dtype="bfloat16").executor
+    check(executor, plain, ("minicpm_experts", True, "bfloat16"))
 
 
 @pytest.mark.parametrize(("draft", "dtype"), [

@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 from expert_cases import DTYPES, Case, OnDevice, Shape
-from linear_cases import H200, ORIN
+from linear_cases import H200, ORIN, RTX_4090
 
 from cpmrt.bench.shapes import gptq_config, shape_config
 from cpmrt.config import EngineConfig, ModelConfig
 from cpmrt.config.quantization import read_quantization
-from cpmrt.cuda.ops.experts import DownConstants, down_constants, expert_workspace, most_tiles, product_constants
+from cpmrt.cuda.driver.device import Device
+from cpmrt.cuda.ops.experts import down_constants, expert_workspace, most_tiles, product_constants
 from cpmrt.cuda.ops.linear_packed.layout import PackedLayout, PackedWeight
 from cpmrt.dtypes import DType
 from cpmrt.errors import UnsupportedModelError
@@ -133,32 +134,47 @@ def test_there_are_blocks_for_every_choice(tokens: int, experts: int, top: int) 
         assert max(needed) <= room <= num_rows * top
 
 
-def packed(bits_of: str, device: Any, in_features: int) -> Any:
-    if bits_of == "16":
+def weight(form: str, in_features: int) -> Any:
+    """A stand-in that has only a shape and a layout."""
+    if form == "16":
         return np.empty((64, in_features), np.float16)
-    group, zeros = (128, False) if bits_of == "4" else (32, True)
+    group, zeros = (128, False) if form == "4" else (32, True)
     return PackedWeight(None, None, PackedLayout("gate_up", 64, in_features, 8, group, zeros))
 
 
-@pytest.mark.parametrize("device", [H200, ORIN], ids=["H200", "Orin"])
-@pytest.mark.parametrize("weight", ["16", "4", "4 in small groups"])
-def test_every_build_fits_the_shared_memory_of_every_gpu(device: Any, weight: str) -> None:
-    least = 99 << 10
+@pytest.mark.parametrize("device", [H200, ORIN, RTX_4090], ids=["H200", "Orin", "4090"])
+@pytest.mark.parametrize("form", ["16", "4", "4 in small groups"])
+def test_every_build_fits_the_shared_memory(device: Device, form: str) -> None:
+    room = device.shared_bytes_per_block
     for in_features in (128, 2304, 5760, 16384):
-        held = packed(weight, device, in_features)
+        held = weight(form, in_features)
         for num_rows in (1, 2, 8, 9, 16, 17, 64):
-            assert product_constants(0, held, num_rows, is_chunk=False).shared_bytes <= least
-            down = down_constants(held, num_rows, is_early=True)
-            static = 8 * (4 * 8 * down.token_tiles + 512 * down.token_tiles)
-            assert down.shared_bytes(num_rows * 2) + static <= least
-        assert product_constants(1, held, 300, is_chunk=True).shared_bytes <= least
+            assert product_constants(0, held, num_rows, is_chunk=False).shared_bytes <= room
+            down = down_constants(held, num_rows, 2, device, is_early=True)
+            assert down.shared_bytes(num_rows * 2) <= room
+            # One block a multiprocessor would leave those of the last tiles to a second round.
+            assert 2 * down.shared_bytes(num_rows * 2) <= room or device is not H200
+        assert product_constants(1, held, 300, is_chunk=True).shared_bytes <= room
 
 
-def test_rings_of_one_row_are_those_of_the_kernel() -> None:
-    """As experts_down.cu has them: 8 warps, 6 turns of 2 slices of one row, or 2 turns of 8 rows or more."""
-    assert DownConstants(5760, 4, 1, 1, True).shared_bytes(2) == 8 * 6 * (512 + 64) + 2 * 64
-    assert DownConstants(5760, 4, 2, 64, True).shared_bytes(128) == 8 * 2 * 16 * (256 + 64) + 128 * 64
-    assert DownConstants(5760, 16, 1, 64, True).shared_bytes(16) == 8 * 2 * 8 * (256 + 64) + 16 * 64
+def test_too_many_experts_a_row_are_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="num_experts_per_tok is too large for this GPU"):
+        down_constants(weight("16", 5760), 64, 30, RTX_4090, is_early=True)
+
+
+def test_shared_memory_is_what_the_kernels_take() -> None:
+    """experts_down.cu: 8 warps with turns of two slices and one row, or of one slice and eight rows; 4352 bytes more.
+    experts.cu: x, three turns of weights for each warp, and 8 bytes for each row."""
+    four, sixteen = weight("4", 5760), weight("16", 5760)
+    down = replace(down_constants(four, 1, 2, H200, is_early=True), ahead=4)
+    assert down.shared_bytes(2) == 8 * 4 * (2 * 1056 + 512 + 64) + 4352 + 2 * 64
+    down = replace(down_constants(sixteen, 8, 2, H200, is_early=True), ahead=3)
+    assert down.shared_bytes(16) == 8 * 3 * (2048 + 8 * (128 + 64)) + 4352 + 16 * 64
+    one, two = (product_constants(0, weight("4", 2304), rows, is_chunk=False) for rows in (1, 2))
+    assert one.shared_bytes == 2304 * 2 + 64 + 4 * 3 * 3 * 1056 + 8
+    assert two.shared_bytes == 8 * (2304 * 2 + 64) + 4 * 3 * 3 * 1056 + 64
+    many = product_constants(0, weight("16", 2304), 64, is_chunk=False)
+    assert many.shared_bytes == 3 * 32 * (256 + 64) + 8 * 3 * 2048 + 8 * 32
 
 
 def test_four_bit_experts_in_another_order_of_columns_are_refused_with_the_way_out() -> None:

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 from expert_cases import DTYPES, Case, OnDevice, Shape, no_routing
-from reference.operands import EPS, make_rows
+from reference.operands import EPS
 
 from cpmrt.dtypes import DType
-from cpmrt.ops import Routing
+from cpmrt.ops import Routing, Rows
 
 pytestmark = pytest.mark.gpu
 BY_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.label)
@@ -23,8 +23,7 @@ def run(cuda: Any, case: Case, slots: Any = None, *, pdl: bool = False) -> tuple
     slots = np.zeros(count, np.int32) if slots is None else slots
     empty = no_routing(count, case.shape.top)
     routing = Routing(cuda.array(empty.experts), cuda.array(empty.shares))
-    rows = make_rows(cuda.array(np.arange(count, dtype=np.int32)), slots, np.zeros((1, 1), np.int32))
-    on_device = type(rows)(rows.token_ids, rows.positions, cuda.array(slots), rows.block_tables, False)
+    on_device = Rows(None, None, cuda.array(slots), None, is_prefill=False)
     ops = device.ops(pdl=pdl)
     ops.route(routing, cuda.array(case.x, case.dtype), device.norm, device.router, EPS, on_device)
     return cuda.numpy(routing.experts), cuda.numpy(routing.shares), cuda.numpy(device.arrays["normed"], case.dtype)
