@@ -42,6 +42,8 @@ _AHEAD = 3
 _RESERVED_BYTES = 1 << 10
 """Of shared memory, which the device keeps for itself in each block."""
 _GROUP_THREADS = 1024
+_SMALLEST_GROUP = 32
+"""Columns that share a scale."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,15 +137,26 @@ class ExpertRows:
 
 
 def expert_workspace(specs: Sequence[TensorSpec], config: ModelConfig, max_rows: int) -> Iterator[BufferSpec]:
-    """Yield the buffers of a step of at most `max_rows` rows. Raises UnsupportedModelError for an order of columns."""
+    """Yield the buffers of a step of at most `max_rows` rows.
+
+    Raises UnsupportedModelError for weights that the kernels do not take.
+    """
     mlp = config.layers[0].mlp
     if not isinstance(mlp, ExpertsMlp):
         return
     for spec in specs:
-        if spec.num_experts and spec.quant and spec.quant.permuted:
+        if not spec.num_experts or spec.quant is None:
+            continue
+        if spec.quant.permuted:
             raise UnsupportedModelError(
                 f"{spec.name}: the CUDA executor does not take 4-bit experts with act-order",
                 fix="use a checkpoint with desc_act false, or executor='reference'",
+            )  # fmt: skip
+        if spec.quant.bits != 4 or spec.quant.group_size < _SMALLEST_GROUP:
+            raise UnsupportedModelError(
+                f"{spec.name}: experts in a form that the CUDA executor does not take",
+                expected=f"16 bits, or 4 with groups of {_SMALLEST_GROUP} or more",
+                actual=f"{spec.quant.bits} bits, groups of {spec.quant.group_size}", fix="use executor='reference'",
             )  # fmt: skip
     if max_rows > MAX_ROWS:
         pairs = max_rows * mlp.experts_per_token
@@ -308,7 +321,7 @@ def has_many_groups(scale_group: int | None) -> bool:
     return scale_group is not None and scale_group < SLICE_COLUMNS
 
 
-def slot_bytes(weight_bits: int, scale_group: int | None, zeros: bool | None) -> int:
+def slot_bytes(weight_bits: int, scale_group: int | None, zeros: int | None) -> int:
     """Return the bytes of 16 rows of a slice of a weight in shared memory."""
     if scale_group is None:
         return 16 * slice_columns(weight_bits) * 2
