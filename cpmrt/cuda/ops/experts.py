@@ -152,7 +152,7 @@ def expert_workspace(specs: Sequence[TensorSpec], config: ModelConfig, max_rows:
                 f"{spec.name}: the CUDA executor does not take 4-bit experts with act-order",
                 fix="use a checkpoint with desc_act false, or executor='reference'",
             )  # fmt: skip
-        if spec.quant.bits != 4 or spec.quant.group_size < _SMALLEST_GROUP:
+        if spec.quant.bits != 4 or spec.quant.group_size < _SMALLEST_GROUP or spec.quant.in_blocks:
             raise UnsupportedModelError(
                 f"{spec.name}: experts in a form that the CUDA executor does not take",
                 expected=f"16 bits, or 4 with groups of {_SMALLEST_GROUP} or more",
