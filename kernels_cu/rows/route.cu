@@ -15,6 +15,7 @@
 #error "a constant is not defined"
 #endif
 #include "norm_row.cuh"
+#include "ordered_float.cuh"
 
 static_assert(HIDDEN % 8 == 0, "HIDDEN must be a multiple of 8");
 static_assert(EXPERTS >= 1 && EXPERTS <= 32 && TOP >= 1 && TOP <= EXPERTS, "EXPERTS must be 1 to 32, TOP at most as many");
@@ -35,28 +36,25 @@ DEVICE float dot(uint4 a, uint4 b, float sum) {
 
 // Chooses among the scores of the lanes below EXPERTS and writes what the row takes. One warp.
 DEVICE void choose(float score, bool is_padding, int* chosen, float* shares) {
+  constexpr uint32_t kAllLanes = 0xFFFFFFFFu;
   const int lane = threadIdx.x;
-  bool is_free = lane < EXPERTS, is_taken = false;
-  float highest = 0.0f;
+  // As integers of the same order: not a number counts as minus infinity, which is above 0, a lane that takes no part.
+  uint32_t key = lane < EXPERTS ? ordered(score == score ? score : __int_as_float(0xFF800000)) : 0;
+  uint32_t taken = 0, highest = 0;
 #pragma unroll
   for (int turn = 0; turn < TOP; turn++) {
-    float best = score == score ? score : __int_as_float(0xFF800000);
-    int best_lane = is_free ? lane : 32;
-#pragma unroll
-    for (int distance = 16; distance > 0; distance /= 2) {
-      const float other = __shfl_xor_sync(0xFFFFFFFFu, best, distance);
-      const int other_lane = __shfl_xor_sync(0xFFFFFFFFu, best_lane, distance);
-      const bool wins = other_lane < 32 && (best_lane == 32 || other > best || (other == best && other_lane < best_lane));
-      if (wins) best = other, best_lane = other_lane;
-    }
+    const uint32_t best = __reduce_max_sync(kAllLanes, key);
+    const int winner = __ffs(__ballot_sync(kAllLanes, key == best)) - 1;
     if (turn == 0) highest = best;
-    if (lane == best_lane) is_free = false, is_taken = true;
+    if (lane == winner) key = 0;
+    taken |= 1u << winner;
   }
-  const float weight = is_taken ? expf(score - highest) : 0.0f;
+  const bool is_taken = taken >> lane & 1;
+  const float weight = is_taken ? expf(score - unordered(highest)) : 0.0f;
   float total = weight;
 #pragma unroll
-  for (int distance = 16; distance > 0; distance /= 2) total += __shfl_xor_sync(0xFFFFFFFFu, total, distance);
-  const int place = __popc(__ballot_sync(0xFFFFFFFFu, is_taken) & ((1u << lane) - 1));
+  for (int distance = 16; distance > 0; distance /= 2) total += __shfl_xor_sync(kAllLanes, total, distance);
+  const int place = __popc(taken & ((1u << lane) - 1));
   if (is_taken) {
     chosen[place] = is_padding ? -1 : lane;
     shares[place] = weight / total;
