@@ -242,6 +242,18 @@ CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
         {"HEAD_DIM": 96, "GROUP": 16},
         {"HEAD_DIM": 64, "GROUP": 16},
     ),
+    "rows/append_latent.cu": ({"Q_RANK": 768, "KV_RANK": 256, "ROPE_DIM": 32},),
+    "attention/absorb_queries.cu": ({"KV_RANK": 256, "NOPE_DIM": 64, "ROPE_DIM": 32, "VALUE_DIM": 64},),
+    "attention/latent_attention.cu": tuple(
+        {"HEADS": heads, "KV_RANK": 256, "ROPE_DIM": 32, "STAGES": 2, "TREE": tree}
+        for heads in (40, 3)
+        for tree in (0, 1)
+    ),
+    "attention/merge_latents.cu": ({"HEADS": 40, "KV_RANK": 256, "NOPE_DIM": 64, "VALUE_DIM": 64},),
+    "attention/expand_latents.cu": (
+        {"KV_RANK": 256, "NOPE_DIM": 64, "ROPE_DIM": 32, "VALUE_DIM": 64, "HEAD_DIM": 96},
+    ),
+    "attention/latent_chunk.cu": ({"NOPE_DIM": 64, "ROPE_DIM": 32, "VALUE_DIM": 64},),
     "step/step.cu": ({"VOCAB": 73448, "HIDDEN": 4096},),
     "sampling/sampling.cu": (
         {"VOCAB": 73448, "PORTABLE": 0},

@@ -27,7 +27,8 @@ TARGET_ROW = (*_ROW, "tree_masks", "tree_base")
 
 
 class TreeDevice:
-    """Buffers are poisoned, but for what the kernels count on. `max_context` 0: as the pages of a slot."""
+    """Buffers are poisoned, but for what the kernels count on. `max_context` 0: as the pages of a slot. `moved`: the
+    caches whose rows an accepted path moves."""
 
     def __init__(
         self,
@@ -39,7 +40,7 @@ class TreeDevice:
         max_context: int = 0,
         portable: bool = False,
         pdl: bool = False,
-        has_nope_pages: bool = False,
+        moved: tuple[str, ...] = ("k_pages", "v_pages"),
     ):
         self.cuda, self.width, self.number = cuda, width, 0
         self.max_context = max_context or PAGES * 64
@@ -56,12 +57,10 @@ class TreeDevice:
             "block_tables": self.tables,
             "step_context": np.zeros(ss.STEP_CONTEXT.itemsize, np.uint8),
             "chunk": np.zeros(4, np.int32),
-            "k_pages": pages[0],
-            "v_pages": pages[1],
             "results": np.zeros(ss.RING_ENTRIES * ss.RESULT_RECORD.itemsize, np.uint8),
             "commands": np.zeros(ss.RING_ENTRIES * self.stride, np.uint8),
         }
-        host |= {"nope_pages": pages[2]} if has_nope_pages else {}
+        host |= dict(zip(moved, pages, strict=False))
         host |= {name: np.full(MAX_ROWS, 0x55, np.int32) for name in ("token_ids", "positions", "slots")}
         self.arrays = {name: cuda.array(values) for name, values in host.items()}
         addresses = tuple(np.uint64(self.arrays[name].data.ptr) for name in ("commands", "results"))
@@ -71,8 +70,7 @@ class TreeDevice:
             device = SimpleNamespace(capability=80, is_portable=True)
         launcher = Launcher(cuda.stream, Modules(cuda.arch, DType.BFLOAT16), use_pdl=pdl)
         config: Any = SimpleNamespace(vocab_size=VOCAB)
-        names = ("k_pages", "v_pages", *(("nope_pages",) if has_nope_pages else ()))
-        layer = tuple(CacheSpec(name, (HEADS, 64, HEAD_DIM)) for name in names)
+        layer = tuple(CacheSpec(name, (HEADS, 64, HEAD_DIM)) for name in moved)
         caches = CacheLayout((layer,) * LAYERS, self.max_context, SLOTS)
         self.kernels = TreeKernels(
             launcher, config, self.arrays, caches, rings, device,  # type: ignore[arg-type]

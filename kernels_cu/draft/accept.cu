@@ -3,15 +3,15 @@
 //   formula   path: from the root to the child whose token is the one sampled, and so on; it ends at a stop id or at
 //             max_new_tokens too, and before a node where none could be sampled. Its tokens are those sampled at its
 //             nodes, `length` of them: words = them, then kNonFinite if it ended so, then kNoToken; state = after them; history[slot][P + 1 + j] = token j; token_counts += them;
-//             pages[P + j] = pages[P + path[j]] in every layer, K, V and keys before RoPE;
+//             pages[P + j] = pages[P + path[j]] in every layer, of every cache;
 //             carry_hidden[slot][j] = hidden[path[j]], carry_counts[slot] = length
 //   operands  tree DraftTree; states (B) SlotState; token_counts (B, VOCAB) uint32; history (B, max_context) and
 //             carry_counts (B) int32; carry_hidden (B, 64, width) and hidden (tree_size, width) scalar_t, or null;
-//             k_pages, v_pages (layers, num_pages, kv_heads, 64, head_dim) scalar_t; nope_pages alike, or null;
+//             k_pages (layers, num_pages, kv_heads, 64, head_dim) scalar_t; v_pages, nope_pages alike, or null;
 //             block_tables (B, pages_per_sequence) int32; node_logprobs (64) TokenLogprobs; results (16) ResultRecord in mapped host
 //             memory; context StepContext
 //   constants VOCAB: entries of the vocabulary
-//   launch    grid 1 + ceil((n * layers * kv_heads * head_dim + width) / 8 / 256), n = 2, with nope_pages 3; block 256; 2 KB of
+//   launch    grid 1 + ceil((n * layers * kv_heads * head_dim + width) / 8 / 256), n caches; block 256; 2 KB of
 //             static shared memory
 //   numerics  integers; keys, values and hidden are copied
 //   oracle    reference/draft_tree.py accept; tests/speculation_oracle.py
@@ -163,10 +163,10 @@ DEVICE void move_rows(int first, int length, Source source, Target target) {
 }
 
 struct Pages {
-  scalar_t *k, *v, *nope;   // nope null: there is none
+  scalar_t *k, *v, *nope;   // v and nope may be null
   int num_layers, num_pages, num_heads, head_dim;
 
-  DEVICE int num_arrays() const { return nope ? 3 : 2; }
+  DEVICE int num_arrays() const { return 1 + (v != nullptr) + (nope != nullptr); }
   DEVICE int num_columns() const { return num_arrays() * num_layers * num_heads * (head_dim / 8); }
 
   // The first row of a column in the slot's page 0; pages and positions are added to it.

@@ -34,6 +34,12 @@ DEVICE uint4 load16_past_l1(const void* source) {
   return v;
 }
 
+// The value as it is, which the compiler must not convert before a loop: unpacked it takes twice the registers.
+DEVICE uint4 packed(uint4 v) {
+  asm volatile("" : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w));
+  return v;
+}
+
 DEVICE void store16(void* target, uint4 v) { *static_cast<uint4*>(target) = v; }
 
 // The address of shared memory as cp.async, ldmatrix and mbarrier instructions take it.

@@ -40,6 +40,10 @@ ROWS = {
     },
     "qwen2": {"architectures": ["Qwen2ForCausalLM"], "num_key_value_heads": 4},
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "num_key_value_heads": 1},
+    "minicpm3": {
+        "architectures": ["MiniCPM3ForCausalLM"], "num_key_value_heads": 4, "q_lora_rank": 128, "kv_lora_rank": 256,
+        "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64,
+    },
 }  # fmt: skip
 
 SLACK = 8 << 20  # of the driver's own bookkeeping

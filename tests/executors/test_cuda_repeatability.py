@@ -27,6 +27,7 @@ pytestmark = pytest.mark.gpu
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 64, "sym": True, "desc_act": False}
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2}
 SPARSE = {"topk": 4, "init_blocks": 1, "window_size": 128, "dense_len": 256}
+LATENT: dict[str, Any] = ROWS["minicpm3"]
 FORMATS: dict[str, dict[str, Any]] = {
     "bundled": {"model": None},
     "bundled-eagle2": {"model": None, "draft": "eagle2"},
@@ -39,6 +40,10 @@ FORMATS: dict[str, dict[str, Any]] = {
     "lookup": {"draft": "lookup"},
     "experts": {"load_format": "dummy", "hf_overrides": EXPERTS},
     "int4 experts": {"load_format": "dummy", "hf_overrides": EXPERTS | {"quantization_config": GPTQ}},
+    "latent": {"load_format": "dummy", "hf_overrides": LATENT},
+    "latent-int4-lookup": {
+        "hf_overrides": LATENT | {"quantization_config": GPTQ}, "load_format": "dummy", "draft": "lookup",
+    },
 }
 VOCAB = BASE["vocab_size"]
 LONGEST = 2048

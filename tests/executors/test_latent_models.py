@@ -6,11 +6,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+from draft_checkpoint import DRAFT, HEADS, TARGET, eagle2_tensors, write_folder
+from draft_checkpoint import VOCAB as VOCAB_OF_DRAFTS
 from executors.repeatability_cases import accompanied, answer, equal_pages, logits_of, pages_of, reused_answers, text
+from reference.tiny_models import random_weights, unpacked
+from speculation_steps import SETTINGS, generate
 from tiny_checkpoint import write_checkpoint
 
 from cpmrt import LLM, SamplingParams
+from cpmrt.config import EngineConfig, ModelConfig, SpeculationConfig, TreeShape
 from cpmrt.errors import ConfigError
+from cpmrt.models.decoder import tensor_specs
+from cpmrt.reference.assembly import open_executor
+from cpmrt.weights.model_folder import ModelFolder
 
 LATENT: dict[str, Any] = {
     "architectures": ["MiniCPM3ForCausalLM"], "num_key_value_heads": 4, "q_lora_rank": 48, "kv_lora_rank": 24,
@@ -71,6 +79,35 @@ def test_drafts_change_no_bit_of_an_answer(checkpoint, draft, dtype):
     for name in ("lookup", str(draft)):
         with opener(checkpoint, dtype=dtype)(draft=name) as llm:
             assert [answer(llm, prompt) for prompt in prompts] == plain, name
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """A target whose vocabulary is so small that a random EAGLE draft is often right, and that draft."""
+    root = tmp_path_factory.mktemp("small")
+    sizes = {"num_key_value_heads": HEADS, "q_lora_rank": 12, "kv_lora_rank": 10, "qk_nope_head_dim": 6}
+    config = TARGET | {"architectures": ["MiniCPM3ForCausalLM"], "qk_rope_head_dim": 4, "v_head_dim": 8} | sizes
+    specs = tensor_specs(ModelConfig.from_hf(config))
+    write_folder(root / "target", config, unpacked(specs, random_weights(specs, 4)))
+    write_folder(root / "eagle", DRAFT, eagle2_tensors("vllm"))
+    return root
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_trees_of_a_draft_change_no_bit(small, dtype):
+    """Accepted paths leave out nodes, so that latents move."""
+    engine = {"executor": "reference", "prefill_chunk": 16, "max_context": 256, "memory_budget": 1 << 30}
+    folder = ModelFolder.open(small / "target")
+    shapes = (TreeShape(2, 4, 6), TreeShape(3, 2, 8), TreeShape(4, 2, 9))
+    wish = {"speculation": SpeculationConfig("eagle2", shapes=shapes), "draft": str(small / "eagle")}
+    plain = open_executor(folder, EngineConfig(**engine, dtype=dtype))[0]
+    drafted, accepted = open_executor(folder, EngineConfig(**engine, dtype=dtype, **wish))[0], []
+    for seed, sampling in enumerate(SETTINGS.values()):
+        prompt = tuple(text(40 + 9 * seed, seed, VOCAB_OF_DRAFTS))
+        found, lengths = generate(drafted, prompt, sampling, (0, 1, 2, "decode"), count=24)
+        assert found == generate(plain, prompt, sampling, count=24)[0], seed
+        accepted += lengths
+    assert np.mean(accepted) > 1.02, "no draft was ever accepted, so nothing was tested"
 
 
 def test_pages_in_fp8_are_refused(checkpoint):

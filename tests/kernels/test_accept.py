@@ -17,6 +17,8 @@ from cpmrt.reference.draft_tree import Nodes, TreeGrowth, chain_nodes
 pytestmark = pytest.mark.gpu
 WIDE = TreeShape(5, 8, 64)
 
+CACHES = ("k_pages", "v_pages", "nope_pages")
+
 
 def random_tree(rng: np.random.Generator, shape: TreeShape, root: int) -> Nodes:
     growth, k = TreeGrowth(shape), shape.top_k
@@ -53,7 +55,7 @@ class Stepper:
     def step(self, nodes: Nodes, sampled: list[int], rng: np.random.Generator, simulate: float = 0.0) -> Any:
         """Leave in the tree what earlier kernels would, accept; returns the path."""
         device, shape = self.device, self.shape
-        before = {name: device.get(name) for name in ("k_pages", "v_pages", "nope_pages") if name in device.arrays}
+        before = {name: device.get(name) for name in CACHES if name in device.arrays}
         device.begin(self.running)
         device.set_tree(
             tokens=nodes.tokens, parents=nodes.parents, depths=nodes.depths, sampled=np.array(sampled, np.int32)
@@ -108,13 +110,13 @@ def run(stepper: Stepper, rng: np.random.Generator, num_steps: int, share: float
     return lengths
 
 
-@pytest.mark.parametrize("has_nope_pages", [False, True], ids=["", "nope"])
+@pytest.mark.parametrize("moved", [CACHES[:1], CACHES[:2], CACHES], ids=len)
 @pytest.mark.parametrize("pdl", [False, True])
 @pytest.mark.parametrize("shape", [TreeShape(), WIDE, TreeShape(1, 32, 33), TreeShape(2, 31, 64)], ids=str)
-def test_the_longest_path_is_accepted(cuda: Any, shape: TreeShape, pdl: bool, has_nope_pages: bool) -> None:
+def test_the_longest_path_is_accepted(cuda: Any, shape: TreeShape, pdl: bool, moved: tuple[str, ...]) -> None:
     rng = np.random.default_rng(shape.tree_size)
     running = Running(1, rng.integers(0, VOCAB, 50).tolist(), capacity=320, max_context=320)
-    device = TreeDevice(cuda, pdl=pdl, has_nope_pages=has_nope_pages)
+    device = TreeDevice(cuda, pdl=pdl, moved=moved)
     lengths = run(Stepper(device, running, shape), rng, 12)
     assert max(lengths) > 1 and sum(lengths) > 14
 

@@ -41,6 +41,10 @@ _HYBRID = _MINICPM | {
     "lightning_head_dim": 64, "lightning_use_rope": True, "use_output_gate": True, "use_output_norm": True,
 }  # fmt: skip
 _QWEN2 = _LLAMA | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+_LATENT = _MINICPM | {
+    "architectures": ["MiniCPM3ForCausalLM"], "model_type": "minicpm3", "num_key_value_heads": 2, "q_lora_rank": 128,
+    "kv_lora_rank": 256, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64,
+}  # fmt: skip
 _GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True, "lm_head": False}
 _AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
 _AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 128, "sym": True, "data_type": "int"}
@@ -104,6 +108,10 @@ CASES = (
         _GPTQ | {"dynamic": {"-:.*\\.0\\.mlp\\.up_proj": {}, "+:.*o_proj": {"group_size": 32}}},
         "gptq", v1=True, plain=("0.mlp.up_proj",), small_groups=("o_proj",),
     ),
+    QuantisedCase(
+        "gptq_latent", _LATENT, _GPTQ | {"desc_act": True, "group_size": 64}, "gptq", 64, v1=True, order="shared"
+    ),
+    QuantisedCase("awq_latent", _LATENT, _AWQ | {"modules_to_not_convert": None}, "awq", zeros="random"),
     QuantisedCase("awq", _LLAMA, _AWQ | {"modules_to_not_convert": None}, "awq", zeros="random"),
     QuantisedCase(
         "awq_some", _MINICPM, _AWQ | {"group_size": 64, "modules_to_not_convert": ["o_proj", "layers.1.mlp"]},
@@ -154,8 +162,6 @@ def modules(case: QuantisedCase) -> Iterator[tuple[str, int, int]]:
     config = ModelConfig.from_hf(case.config)
     sources = [source for spec in tensor_specs(config) for source in spec.sources]
     fused = {"q_proj": "qkv_proj", "gate_proj": "gate_up_proj"}
-    attention, inner = config.grouped_attention, config.mlp.intermediate_size
-    rows = {"qkv_proj": attention.q_size + 2 * attention.kv_size, "gate_up_proj": 2 * inner}
     for source in sources:
         module = source.name.removesuffix(".weight")
         parent, _, last = module.rpartition(".")
@@ -166,6 +172,8 @@ def modules(case: QuantisedCase) -> Iterator[tuple[str, int, int]]:
         if case.layout == "marlin" and last in ("k_proj", "v_proj", "up_proj"):
             continue
         if case.layout == "marlin" and last in fused:
+            attention, inner = config.grouped_attention, config.mlp.intermediate_size
+            rows = {"qkv_proj": attention.q_size + 2 * attention.kv_size, "gate_up_proj": 2 * inner}
             yield f"{parent}.{fused[last]}", rows[fused[last]], source.shape[1]
         else:
             yield module, *source.shape

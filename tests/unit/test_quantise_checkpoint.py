@@ -276,9 +276,14 @@ def test_models_that_cannot_be_quantised(model, text, tmp_path, capsys):
     other = write_checkpoint(tmp_path / "other", **SIZES)
     config = json.loads((other / "config.json").read_text()) | {"architectures": ["MambaForCausalLM"]}
     (other / "config.json").write_text(json.dumps(config))
+    latents = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16}
+    latent = write_checkpoint(
+        tmp_path / "latent", **latents, architectures=["MiniCPM3ForCausalLM"], num_key_value_heads=4
+    )  # fmt: skip
     done = quantised(model, text, tmp_path / "done", "--method", "rtn")
     for folder, out, message in (
-        (odd, "out", "mlp.down_proj"), (other, "out", "MambaForCausalLM"), (done, "out", "quantised already"),
+        (latent, "out", "expected grouped attention with RoPE"), (odd, "out", "mlp.down_proj"),
+        (other, "out", "MambaForCausalLM"), (done, "out", "quantised already"),
         (tmp_path / "nothing", "out", "expected a folder"), (model, "done", "exists already"),
         (model, "no/where", "not a folder"),
     ):  # fmt: skip

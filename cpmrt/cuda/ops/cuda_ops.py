@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, NoReturn
 
+from cpmrt.config import ModelConfig
+from cpmrt.config.layers import LatentAttention
 from cpmrt.cuda.build.launcher import Launcher
 from cpmrt.cuda.driver.array import DeviceArray
 from cpmrt.cuda.driver.device import Device
@@ -13,32 +15,42 @@ from cpmrt.cuda.ops import rows as row_ops
 from cpmrt.cuda.ops.attention.attention import AttentionOps, AttentionPlan
 from cpmrt.cuda.ops.experts import ExpertOps
 from cpmrt.cuda.ops.gemm import Gemm
+from cpmrt.cuda.ops.latent import LatentOps, LatentPlan
 from cpmrt.cuda.ops.lightning import LightningOps
 from cpmrt.cuda.ops.products import Products
-from cpmrt.errors import UnsupportedModelError
+from cpmrt.executor import MAX_ROWS
+from cpmrt.memory.caches import CacheLayout
 
 
 class CudaOps:
     """`ops.protocol.Ops` on CuPy arrays of storage words.
 
-    `scratch` holds by name the workspace of the products and of the attention `plan`, and `slots` and `chunk` of the
-    rows. A draft has an instance of its own, in its sizes.
+    `scratch` holds by name the workspace of the products and of the `plan` of the layers' attention, and `slots` and
+    `chunk` of the rows. A draft has an instance of its own, in its sizes.
     """
 
     def __init__(
-        self, device: Device, launcher: Launcher, gemm: Gemm, scratch: Mapping[str, DeviceArray], plan: AttentionPlan
-    ):
+        self, device: Device, launcher: Launcher, gemm: Gemm, scratch: Mapping[str, DeviceArray],
+        plan: AttentionPlan | LatentPlan,
+    ):  # fmt: skip
         self.embed = partial(row_ops.embed, launcher, scratch["slots"])
         self.rms_norm, self.join = partial(row_ops.rms_norm, launcher), partial(row_ops.join, launcher)
         self.copy_columns, self.clear = partial(row_ops.copy_columns, launcher), partial(row_ops.clear, launcher)
         self.gate_rows = partial(row_ops.gate_rows, launcher)
-        attention = AttentionOps(launcher, plan, scratch)
-        self.select_blocks, self.decode_attention = attention.select_blocks, attention.decode_attention
-        self.prefill_attention = attention.prefill_attention
+        attention = latent = None
+        if isinstance(plan, LatentPlan):
+            latent = LatentOps(launcher, plan, scratch)
+        else:
+            attention = AttentionOps(launcher, plan, scratch)
+        self.select_blocks = attention.select_blocks if attention else _unplanned
+        self.decode_attention = attention.decode_attention if attention else _unplanned
+        self.prefill_attention = attention.prefill_attention if attention else _unplanned
+        self.append_latent = latent.append_latent if latent else _unplanned
+        self.decode_latent_attention = latent.decode_latent_attention if latent else _unplanned
+        self.prefill_latent_attention = latent.prefill_latent_attention if latent else _unplanned
         products = Products(device, launcher, gemm, scratch)
         self.qkv, self.project, self.project_residual = products.qkv, products.project, products.project_residual
         self.gate_up, self.lm_head = products.gate_up, products.lm_head
-        self.append_latent = self.decode_latent_attention = self.prefill_latent_attention = _refuse_latents
         states = LightningOps(launcher, scratch["chunk"])
         self.lightning_decode, self.lightning_prefill = states.decode, states.prefill
         experts = ExpertOps(device, launcher, scratch)
@@ -46,5 +58,16 @@ class CudaOps:
         self.experts_down = experts.experts_down
 
 
-def _refuse_latents(*operands: Any) -> NoReturn:
-    raise UnsupportedModelError("the CUDA executor does not take latent attention", fix="use executor='reference'")
+def attention_plan(
+    config: ModelConfig, device: Device, caches: CacheLayout, max_rows: int, step_rows: int = MAX_ROWS
+) -> AttentionPlan | LatentPlan:
+    """Return the plan of the attention that layers share, for steps of at most `max_rows` rows, or `step_rows` where
+    the step is no chunk."""
+    latent = config.of_kind(LatentAttention)
+    if latent is not None:
+        return LatentPlan.of(latent, device, caches, max_rows, step_rows)
+    return AttentionPlan.of(config.grouped_attention, device, caches, max_rows)
+
+
+def _unplanned(*operands: Any, **options: Any) -> NoReturn:
+    raise AssertionError("an op of another kind of attention than that of the model's layers")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cpmrt.config import ModelConfig
-from cpmrt.config.layers import GatedMlp
+from cpmrt.config.layers import GatedMlp, GroupedAttention
 from cpmrt.cuda.build.launcher import Launcher
 from cpmrt.cuda.build.spec import KernelSpec
 from cpmrt.cuda.driver.array import DeviceArray, KernelArgument
@@ -56,8 +56,9 @@ def product_workspace(
 ) -> Iterator[BufferSpec]:
     """Yield the buffers of the products of a step of at most `max_rows` rows with the weights `specs`."""
     yield BufferSpec("normed", (max_rows, config.hidden_size), QKV, GATE_UP)
-    attention = config.grouped_attention
-    yield BufferSpec("qkv", (max_rows, attention.q_size + 2 * attention.kv_size), QKV, QKV)
+    attention = config.of_kind(GroupedAttention)
+    if attention is not None:
+        yield BufferSpec("qkv", (max_rows, attention.q_size + 2 * attention.kv_size), QKV, QKV)
     if isinstance(config.mlp, GatedMlp):
         yield BufferSpec("gate_up", (max_rows, 2 * config.mlp.intermediate_size), GATE_UP, GATE_UP)
     yield from expert_workspace(specs, config, max_rows)
@@ -75,7 +76,7 @@ class Products:
     ):
         self._device, self._launch, self._gemm = device, launcher, gemm
         self._normed: DeviceArray = arrays["normed"]
-        self._qkv: DeviceArray = arrays["qkv"]
+        self._qkv: DeviceArray | None = arrays.get("qkv")
         self._gate_up: DeviceArray | None = arrays.get("gate_up")
         self._packed = PackedProducts(launcher, gemm, arrays, device)
 
@@ -107,6 +108,7 @@ class Products:
             product = StepProduct("qkv", outputs, x, weights.norm, eps, (weights.bias, *rest), head_dim)
             return self._step(product, weights.weight)
 
+        assert self._qkv is not None, "planned without grouped attention"
         raw, left = self._qkv[: len(x)], NOTHING
         if rows.is_prefill:
             self._dense(raw, self._normalised(x, weights.norm, eps), weights.weight)

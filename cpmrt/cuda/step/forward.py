@@ -8,8 +8,7 @@ from typing import Any
 from cpmrt.config import ModelConfig
 from cpmrt.cuda.build.launcher import Launcher
 from cpmrt.cuda.driver.device import Device
-from cpmrt.cuda.ops.attention.attention import AttentionPlan
-from cpmrt.cuda.ops.cuda_ops import CudaOps
+from cpmrt.cuda.ops.cuda_ops import CudaOps, attention_plan
 from cpmrt.cuda.ops.gemm import Gemm
 from cpmrt.cuda.ops.kv import compress_path
 from cpmrt.cuda.ops.lightning import accept_chain
@@ -36,7 +35,7 @@ class StepForward:
         taps: tuple[int, ...] = (),
     ):
         self._model, self._arrays = Decoder.bind(config, arrays, caches, taps), arrays
-        plan = AttentionPlan.of(config.grouped_attention, device, caches, max_rows=len(arrays["x"]))
+        plan = attention_plan(config, device, caches, max_rows=len(arrays["x"]))
         self._launch, self.ops = launcher, CudaOps(device, launcher, gemm, arrays, plan)
 
     def every_shape(self, buckets: Iterable[int], row_counts: Iterable[int]) -> None:

@@ -15,7 +15,9 @@ from cpmrt.config.layers import GroupedAttention, LatentAttention, LightningAtte
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.load.repack import staging_buffers
 from cpmrt.cuda.ops.attention.attention import AttentionPlan
+from cpmrt.cuda.ops.cuda_ops import attention_plan
 from cpmrt.cuda.ops.gemm import GEMM_WORKSPACE
+from cpmrt.cuda.ops.latent import LatentPlan, latent_sizes
 from cpmrt.cuda.ops.linear_packed.products import packed_regions, packed_tables
 from cpmrt.cuda.ops.products import product_workspace
 from cpmrt.cuda.step.structs import SLOT_STATE, STEP_CONTEXT
@@ -64,9 +66,12 @@ def cuda_tables(
     )
 
 
-def _attention(config: ModelConfig, engine: EngineConfig, max_context: int, device: Device) -> AttentionPlan:
+def _attention(
+    config: ModelConfig, engine: EngineConfig, max_context: int, device: Device
+) -> AttentionPlan | LatentPlan:
     caches = cache_layout(config, max_context, engine.max_sequences, engine.kv_dtype)
-    return AttentionPlan.of(config.for_context(max_context).grouped_attention, device, caches, most_rows(engine))
+    step_rows = MAX_ROWS if engine.speculation else row_counts(engine.max_sequences)[-1]
+    return attention_plan(config.for_context(max_context), device, caches, most_rows(engine), step_rows)
 
 
 def row_buffers(max_rows: int) -> tuple[BufferSpec, ...]:
@@ -109,26 +114,23 @@ def cuda_needs(
 
 def check_supported(config: ModelConfig) -> None:
     """Raise UnsupportedModelError for layers or shapes that the kernels do not take."""
-    if any(isinstance(layer.mixer, LatentAttention) for layer in config.layers):
-        what = "the CUDA executor does not take latent attention"
-        raise UnsupportedModelError(what, fix="use executor='reference'")
-    lightning = config.of_kind(LightningAttention)
-    kinds = {type(layer.mixer) for layer in config.layers} - {LightningAttention}
-    if cache_layout(config, max_context=1, max_sequences=1).has_state and kinds != {GroupedAttention}:
-        what = "the CUDA executor does not take these layers with a recurrent state"
-        expected = "lightning attention beside grouped attention"
-        actual = ", ".join(sorted({type(layer.mixer).__name__ for layer in config.layers}))
+    lightning, latent = config.of_kind(LightningAttention), config.of_kind(LatentAttention)
+    kinds = {type(layer.mixer) for layer in config.layers}
+    if not any(kinds <= some for some in ({GroupedAttention, LightningAttention}, {LatentAttention})):
+        what = "the CUDA executor does not take these layers together"
+        expected = "latent attention alone, or lightning attention beside grouped attention"
+        actual = ", ".join(sorted(kind.__name__ for kind in kinds))
         raise UnsupportedModelError(what, expected=expected, actual=actual, fix="use executor='reference'")
-    attention = config.grouped_attention
-    sizes = {
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.mlp.intermediate_size,
-        "num_attention_heads * head_dim": attention.q_size,
-    }
+    sizes = {"hidden_size": config.hidden_size, "intermediate_size": config.mlp.intermediate_size}
     if lightning:
         sizes["lightning_nh * lightning_head_dim"] = lightning.width
     wanted = {name: (size, size % 64 == 0, "a multiple of 64") for name, size in sizes.items()}
-    wanted["head_dim"] = (attention.head_dim, attention.head_dim in (64, 96, 128), "64, 96 or 128")
+    if latent:
+        wanted |= latent_sizes(latent)
+    else:
+        attention = config.grouped_attention
+        wanted["num_attention_heads * head_dim"] = (attention.q_size, attention.q_size % 64 == 0, "a multiple of 64")
+        wanted["head_dim"] = (attention.head_dim, attention.head_dim in (64, 96, 128), "64, 96 or 128")
     if lightning:
         wanted["lightning_head_dim"] = (lightning.head_dim, lightning.head_dim in (64, 128), "64 or 128")
     for name, (size, is_taken, expected) in wanted.items():

@@ -123,7 +123,8 @@ def _chunk_workspace(layers: Sequence[TensorSpec], config: ModelConfig, max_rows
     if widths - {inner}:
         yield BufferSpec("packed_permuted", (max_rows * max(widths - {inner}),), QKV, GATE_UP)
     if inner in widths:
-        first = DOWN if inner not in (config.hidden_size, config.grouped_attention.q_size) else QKV
+        others = {spec.shape[1] for spec in layers if not spec.name.endswith(".down")}
+        first = QKV if inner in others else DOWN
         yield BufferSpec("packed_permuted_inner", (max_rows, inner), first, DOWN)
 
 

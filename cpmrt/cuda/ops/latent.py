@@ -1,0 +1,304 @@
+"""The ops of latent attention: `append_latent`, `decode_latent_attention`, `prefill_latent_attention`.
+
+Rows of a step attend in the space of the latents: three launches, of which the first takes queries there, the second
+leaves a result for each run of pages, and the third merges these and takes them back. For the rows of a chunk the
+latents of the sequence are expanded to keys and values of heads, which `prefill_attention` reads: a pair of tokens
+costs a third of the products then. Heads go in parts whose expanded pages have room.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import ceil
+
+import numpy as np
+
+from cpmrt.config.layers import GroupedAttention, LatentAttention
+from cpmrt.cuda.build.launcher import Launcher
+from cpmrt.cuda.build.spec import KernelSpec
+from cpmrt.cuda.driver.array import DeviceArray
+from cpmrt.cuda.driver.device import Device
+from cpmrt.cuda.ops.attention import QUERY_TILE, Operands
+from cpmrt.cuda.ops.attention.prefill import PrefillPlan, attend_chunk
+from cpmrt.executor import MAX_ROWS
+from cpmrt.memory.caches import PAGE_SIZE, CacheLayout
+from cpmrt.models.layers import ATTENTION, EMBED, HEAD
+from cpmrt.ops import KVPages, LatentWeights, Rows, check_shapes
+from cpmrt.tensor_spec import BufferSpec
+
+EXPANDED_BYTES = 512 << 20
+"""At most so much is expanded at a time, but for a single head."""
+_STAGES, _MOST_SPLITS = 2, 256
+_BLOCK, _ATTEND_BLOCK, _EXPAND_BLOCK, _MERGE_BLOCK, _MOST_EXPAND_BLOCKS = 256, 128, 128, 1024, 64
+_ROW_BLOCKS_PER_SM, _RUNS_PER_SM = 2, 3
+"""Blocks on a multiprocessor: of the small products of heads, and of runs of pages."""
+
+
+@dataclass(frozen=True)
+class AppendConstants:
+    """Elements of the latents and of what is rotated."""
+
+    q_rank: int
+    kv_rank: int
+    rope_dim: int
+
+
+@dataclass(frozen=True)
+class AbsorbConstants:
+    """Elements of a latent, of a query before what is rotated, of that, of a value."""
+
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+
+
+@dataclass(frozen=True)
+class LatentConstants:
+    """Query heads, elements of a latent and of the key behind it; `stages`: pages in shared memory; `tree`: rows of
+    draft trees."""
+
+    heads: int
+    kv_rank: int
+    rope_dim: int
+    stages: int
+    tree: bool
+
+
+@dataclass(frozen=True)
+class MergeConstants:
+    """Query heads, elements of a latent; rows of a head's matrix that make a key, and a value."""
+
+    heads: int
+    kv_rank: int
+    nope_dim: int
+    value_dim: int
+
+
+@dataclass(frozen=True)
+class ExpandLatentsConstants(AbsorbConstants):
+    """`head_dim`: elements of a row of expanded pages."""
+
+    head_dim: int
+
+
+@dataclass(frozen=True)
+class ChunkConstants:
+    """Elements of a query before what is rotated, of that, of a value."""
+
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+
+
+_DECODE, _PREFILL = "decode_latent_attention", "prefill_latent_attention"
+APPEND = KernelSpec("append_latent", "rows/append_latent.cu", "append_latent", AppendConstants, hot=True)
+ABSORB = KernelSpec("absorb_queries", "attention/absorb_queries.cu", _DECODE, AbsorbConstants, hot=True)
+ATTEND = KernelSpec("latent_attention", "attention/latent_attention.cu", _DECODE, LatentConstants, hot=True)
+MERGE = KernelSpec("merge_latents", "attention/merge_latents.cu", _DECODE, MergeConstants, hot=True)
+EXPAND = KernelSpec("expand_latents", "attention/expand_latents.cu", _PREFILL, ExpandLatentsConstants, hot=True)
+ROTATE_HEADS = KernelSpec("rotate_heads", "attention/latent_chunk.cu", _PREFILL, ChunkConstants, hot=True)
+GATHER_HEADS = KernelSpec("gather_heads", "attention/latent_chunk.cu", _PREFILL, ChunkConstants, hot=True)
+
+
+@dataclass(frozen=True)
+class LatentPlan:
+    """How layers of latent attention attend on a device.
+
+    A row's pages are cut into at most `num_splits` runs: by the device and the context alone, so a row's bits do not
+    depend on the step. `units` blocks share a run, one for every 16 heads. A chunk takes `heads_at_once` heads in the
+    way of `prefill`. Steps have at most `max_rows` rows, those of no chunk `step_rows`.
+    """
+
+    shape: LatentAttention
+    num_sms: int
+    num_splits: int
+    units: int
+    heads_at_once: int
+    prefill: PrefillPlan
+    num_pages: int
+    max_sequences: int
+    max_rows: int
+    step_rows: int
+
+    @classmethod
+    def of(
+        cls, shape: LatentAttention, device: Device, caches: CacheLayout, max_rows: int, step_rows: int = MAX_ROWS
+    ) -> LatentPlan:
+        """Plan for the pages of these caches."""
+        pages = caches.pages_per_sequence
+        head_bytes = 2 * pages * PAGE_SIZE * shape.query_dim * 2
+        most = max(1, EXPANDED_BYTES // head_bytes)
+        heads = next(n for n in range(min(most, shape.num_heads), 0, -1) if shape.num_heads % n == 0)
+        return cls(
+            shape=shape,
+            num_sms=device.num_sms,
+            num_splits=min(device.num_sms, pages, _MOST_SPLITS),
+            units=ceil(shape.num_heads / QUERY_TILE),
+            heads_at_once=heads,
+            prefill=PrefillPlan.of(GroupedAttention(heads, heads, shape.query_dim), device.capability),
+            num_pages=pages,
+            max_sequences=caches.max_sequences,
+            max_rows=max_rows,
+            step_rows=step_rows,
+        )
+
+    @property
+    def tables(self) -> tuple[BufferSpec, ...]:
+        """The block tables of expanded pages, the same for every slot, which live as long as the executor."""
+        return (BufferSpec("expanded_tables", (self.max_sequences, self.num_pages), EMBED, HEAD, np.int32),)
+
+    @property
+    def workspace(self) -> tuple[BufferSpec, ...]:
+        """The workspace that lives during attention."""
+        shape, heads, sums = self.shape, self.heads_at_once, (self.num_splits, self.shape.num_heads)
+        pages = (self.num_pages, heads, PAGE_SIZE, shape.query_dim)
+        sizes: tuple[tuple[str, tuple[int, ...]], ...] = (
+            ("latent_queries", (self.step_rows, shape.num_heads * shape.cached_dim)),
+            ("expanded_k", pages),
+            ("expanded_v", pages),
+            ("head_queries", (self.max_rows, heads * shape.query_dim)),
+            ("head_attention", (self.max_rows, heads * shape.query_dim)),
+        )
+        return (
+            BufferSpec("latent_means", (self.step_rows, *sums, shape.kv_rank), ATTENTION, ATTENTION, np.float32),
+            BufferSpec("latent_log_sums", (self.step_rows, *sums[::-1]), ATTENTION, ATTENTION, np.float32),
+            *(BufferSpec(name, size, ATTENTION, ATTENTION) for name, size in sizes),
+        )
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a block of `latent_attention`."""
+        return _STAGES * PAGE_SIZE * self.shape.cached_dim * 2 + 2560
+
+    def runs_at_once(self, rows: int) -> int:
+        """Return the blocks that take the runs of a row in turn: what they do does not depend on their number."""
+        return min(self.num_splits, max(1, _RUNS_PER_SM * self.num_sms // (rows * self.units)))
+
+    def row_blocks(self, rows: int) -> int:
+        """Return the blocks of a head in the small products."""
+        return min(rows, max(1, _ROW_BLOCKS_PER_SM * self.num_sms // self.shape.num_heads))
+
+
+class LatentOps:
+    """The ops of latent attention of `ops.protocol.Ops`.
+
+    `arrays` holds the plan's buffers by name, and `chunk`: slot, start and count of a prefill chunk.
+    """
+
+    def __init__(self, launcher: Launcher, plan: LatentPlan, arrays: Mapping[str, DeviceArray]):
+        self._launch, self._plan, self._chunk = launcher, plan, arrays["chunk"]
+        self._queries: DeviceArray = arrays["latent_queries"]
+        self._runs = arrays["latent_means"], arrays["latent_log_sums"]
+        self._expanded = KVPages(arrays["expanded_k"], arrays["expanded_v"])
+        self._tables: DeviceArray = arrays["expanded_tables"]
+        self._head_queries, self._head_attention = arrays["head_queries"], arrays["head_attention"]
+
+    def append_latent(
+        self, q_latent: DeviceArray, pages: DeviceArray, latents: DeviceArray, weights: LatentWeights,
+        rope: DeviceArray, rows: Rows, eps: float,
+    ) -> None:  # fmt: skip
+        """Launch the op `append_latent`."""
+        check_shapes(
+            "append_latent", q_latent=q_latent, pages=pages, latents=latents, q_norm=weights.q_norm,
+            kv_norm=weights.kv_norm, rope=rope, positions=rows.positions, locations=rows.locations, slots=rows.slots,
+            block_tables=rows.block_tables,
+        )  # fmt: skip
+        shape, sizes = self._plan.shape, (rows.block_tables.shape[1], rope.shape[1])
+        self._launch(
+            APPEND, AppendConstants(shape.q_rank, shape.kv_rank, shape.rope_dim), (len(latents), 2), _BLOCK,
+            q_latent, pages, latents, weights.q_norm, weights.kv_norm, rope, rows.positions, rows.locations,
+            rows.slots, rows.block_tables, *map(np.int32, sizes), np.float32(eps), prefers_shared=True,
+        )  # fmt: skip
+
+    def decode_latent_attention(
+        self, out: DeviceArray, q: DeviceArray, pages: DeviceArray, weights: LatentWeights, rope: DeviceArray,
+        rows: Rows, scale: float,
+    ) -> None:  # fmt: skip
+        """Launch the op `decode_latent_attention`."""
+        _check(_DECODE, out, q, pages, weights, rope, rows)
+        plan, shape, num_rows = self._plan, self._plan.shape, len(q)
+        small, is_tree = (shape.num_heads, plan.row_blocks(num_rows)), rows.tree_masks is not None
+        heads = AbsorbConstants(shape.kv_rank, shape.nope_dim, shape.rope_dim, shape.value_dim)
+        self._launch(
+            ABSORB, heads, small, _BLOCK, self._queries, q, weights.up, rope, rows.positions, rows.slots,
+            np.int32(num_rows), np.int32(rope.shape[1]), prefers_shared=True,
+        )  # fmt: skip
+        self._launch(
+            ATTEND, LatentConstants(shape.num_heads, shape.kv_rank, shape.rope_dim, _STAGES, is_tree),
+            (plan.runs_at_once(num_rows), num_rows, plan.units), _ATTEND_BLOCK, *self._runs, self._queries,
+            pages, rows.positions, rows.slots, rows.block_tables, rows.tree_masks, rows.tree_base,
+            np.int32(plan.num_splits), np.int32(rows.block_tables.shape[1]), np.float32(scale),
+            smem=plan.shared_bytes, prefers_shared=True,
+        )  # fmt: skip
+        self._launch(
+            MERGE, MergeConstants(shape.num_heads, shape.kv_rank, shape.nope_dim, shape.value_dim), small,
+            _MERGE_BLOCK, out, *self._runs, weights.up, rows.positions, rows.slots, np.int32(num_rows),
+            np.int32(plan.num_splits), prefers_shared=True,
+        )  # fmt: skip
+
+    def prefill_latent_attention(
+        self, out: DeviceArray, q: DeviceArray, pages: DeviceArray, weights: LatentWeights, rope: DeviceArray,
+        rows: Rows, scale: float,
+    ) -> None:  # fmt: skip
+        """Launch the op `prefill_latent_attention`."""
+        _check(_PREFILL, out, q, pages, weights, rope, rows)
+        shape, num_rows = self._plan.shape, len(q)
+        constants = ChunkConstants(shape.nope_dim, shape.rope_dim, shape.value_dim)
+        queries, attended = self._head_queries[:num_rows], self._head_attention[:num_rows]
+        of_expanded = Rows(None, rows.positions, rows.slots, self._tables, True)
+        given = Operands(attended, queries, self._expanded, of_expanded, scale)
+        for first in range(0, shape.num_heads, self._plan.heads_at_once):
+            self._expand(pages, weights, rows, first)
+            sizes = tuple(map(np.int32, (num_rows, self._plan.heads_at_once, first, shape.num_heads)))
+            self._launch(
+                ROTATE_HEADS, constants, self._grid(num_rows, shape.nope_dim // 8 + shape.rope_dim // 16), _BLOCK,
+                queries, q, rope, rows.positions, rows.slots, *sizes, np.int32(rope.shape[1]),
+            )  # fmt: skip
+            attend_chunk(self._launch, self._plan.prefill, given, self._chunk)
+            self._launch(
+                GATHER_HEADS, constants, self._grid(num_rows, shape.value_dim // 8), _BLOCK, out, attended, *sizes
+            )  # fmt: skip
+
+    def _expand(self, pages: DeviceArray, weights: LatentWeights, rows: Rows, first_head: int) -> None:
+        """Make keys and values of some heads of the latents of the chunk's sequence."""
+        plan, shape = self._plan, self._plan.shape
+        constants = ExpandLatentsConstants(
+            shape.kv_rank, shape.nope_dim, shape.rope_dim, shape.value_dim, shape.query_dim
+        )  # fmt: skip
+        self._launch(
+            EXPAND, constants, (min(plan.num_pages, _MOST_EXPAND_BLOCKS), plan.heads_at_once), _EXPAND_BLOCK,
+            self._expanded.k, self._expanded.v, pages, weights.up, rows.block_tables, self._chunk,
+            np.int32(first_head), np.int32(rows.block_tables.shape[1]),
+            smem=(shape.nope_dim + shape.value_dim + PAGE_SIZE) * shape.kv_rank * 2,
+        )  # fmt: skip
+
+    def _grid(self, num_rows: int, threads_per_head: int) -> int:
+        return -(-num_rows * self._plan.heads_at_once * threads_per_head // _BLOCK)
+
+
+def _check(
+    op: str, out: DeviceArray, q: DeviceArray, pages: DeviceArray, weights: LatentWeights, rope: DeviceArray, rows: Rows
+) -> None:
+    check_shapes(
+        op, out=out, q=q, pages=pages, up=weights.up, rope=rope, positions=rows.positions, slots=rows.slots,
+        block_tables=rows.block_tables, tree_masks=rows.tree_masks, tree_base=rows.tree_base,
+    )  # fmt: skip
+
+
+def latent_sizes(shape: LatentAttention) -> dict[str, tuple[int, bool, str]]:
+    """Return the sizes that the kernels take: each as it is, whether it is taken, and what would be."""
+    query, columns = shape.query_dim, shape.q_rank + shape.cached_dim
+    taken = (
+        ("q_lora_rank", shape.q_rank, shape.q_rank % 64 == 0, "a multiple of 64"),
+        ("kv_lora_rank", shape.kv_rank, shape.kv_rank in (256, 512, 1024), "256, 512 or 1024"),
+        ("q_lora_rank + kv_lora_rank + qk_rope_head_dim", columns, columns % 16 == 0, "a multiple of 16"),
+        ("qk_nope_head_dim", shape.nope_dim, shape.nope_dim % 16 == 0, "a multiple of 16"),
+        ("qk_rope_head_dim", shape.rope_dim, shape.rope_dim % 32 == 0, "a multiple of 32"),
+        ("qk_nope_head_dim + qk_rope_head_dim", query, query in (64, 96, 128), "64, 96 or 128"),
+        ("v_head_dim", shape.value_dim, shape.value_dim % 32 == 0 and shape.value_dim <= query,
+         f"a multiple of 32, at most {query}"),
+        ("num_attention_heads * v_head_dim", shape.value_size, shape.value_size % 64 == 0, "a multiple of 64"),
+    )  # fmt: skip
+    return {name: (size, is_taken, wanted) for name, size, is_taken, wanted in taken}

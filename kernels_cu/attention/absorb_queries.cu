@@ -1,0 +1,86 @@
+// absorb_queries: queries of latent attention in the space of the latents, for the rows of a step.
+//
+// queries[t, h, :C] = q[t, h, :N] up[h, :N, :],  queries[t, h, C:] = rope(q[t, h, N:]) of the row's position (split halves),
+// C = KV_RANK, N = NOPE_DIM, R = ROPE_DIM: then queries . page = q . key for a page row [latent | rotated] of C + R elements
+//
+// queries        [T, heads, C + R] scalar_t row-major
+// q              [T, heads * (N + R)] scalar_t row-major
+// up             [heads, N + VALUE_DIM, C] scalar_t row-major
+// rope           [2, max_context, R / 2] scalar_t: cos, sin
+// positions      [T] int32; slots [T] int32: of a row of slot -1 the position is not read
+// constants      KV_RANK: elements of a latent, a multiple of 256. NOPE_DIM: elements of a query before those that are
+//                rotated, a multiple of 8. ROPE_DIM: those, at most 512. VALUE_DIM: elements of a value
+// grid           (heads, b): block y takes the rows y, y + b and so on; block 256; 8 * C * 4 bytes of static shared memory
+// numerics       float32: a warp's rows of up in order, then the warps in order; rounded once
+// oracle         NumpyOps.decode_latent_attention
+// source         arXiv 2405.04434
+// layout         A block holds its head's part of up in registers, read before the wait: 16 bytes of each of N / 8 rows a
+//                thread. It lets latent_attention start behind its own wait: all that goes to the pages is there then
+#if !defined(KV_RANK) || !defined(NOPE_DIM) || !defined(ROPE_DIM) || !defined(VALUE_DIM)
+#error "a constant is not defined"
+#endif
+#include "copy.cuh"
+
+constexpr int kThreads = 256, kWarps = 8;
+constexpr int kWarpRows = NOPE_DIM / kWarps;
+constexpr int kSpans = KV_RANK / 256;  // of 256 columns, 8 a lane
+constexpr int kHalf = ROPE_DIM / 2;
+static_assert(KV_RANK % 256 == 0 && NOPE_DIM % kWarps == 0 && kHalf <= kThreads, "sizes that the kernel does not take");
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+    KERNEL(absorb_queries)(scalar_t* __restrict__ queries, const scalar_t* q, const scalar_t* __restrict__ up,
+                           const scalar_t* __restrict__ rope, const int* positions, const int* slots, int num_rows,
+                           int max_context) {
+  __shared__ float sums[kWarps][KV_RANK];
+  const int head = blockIdx.x, num_heads = gridDim.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const scalar_t* own = up + (static_cast<int64_t>(head) * (NOPE_DIM + VALUE_DIM) + warp * kWarpRows) * KV_RANK + lane * 8;
+  uint4 weights[kWarpRows][kSpans];
+#pragma unroll
+  for (int d = 0; d < kWarpRows; d++)
+#pragma unroll
+    for (int span = 0; span < kSpans; span++) weights[d][span] = load16(own + d * KV_RANK + span * 256);
+  pdl_wait();
+  pdl_launch_dependents();
+  for (int row = blockIdx.y; row < num_rows; row += gridDim.y) {
+    const int64_t index = static_cast<int64_t>(row) * num_heads + head;
+    const scalar_t* query = q + index * (NOPE_DIM + ROPE_DIM);
+    scalar_t* out = queries + index * (KV_RANK + ROPE_DIM);
+#pragma unroll
+    for (int span = 0; span < kSpans; span++) {
+      float sum[8] = {};
+#pragma unroll
+      for (int d = 0; d < kWarpRows; d++) {
+        const float factor = to_float(query[warp * kWarpRows + d]);
+        const uint4 held = packed(weights[d][span]);
+        const uint32_t* pairs = &held.x;
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+          const float2 w = unpack2(pairs[e]);
+          sum[2 * e] = fmaf(factor, w.x, sum[2 * e]);
+          sum[2 * e + 1] = fmaf(factor, w.y, sum[2 * e + 1]);
+        }
+      }
+#pragma unroll
+      for (int e = 0; e < 8; e += 4)
+        *reinterpret_cast<float4*>(&sums[warp][span * 256 + lane * 8 + e]) = make_float4(sum[e], sum[e + 1], sum[e + 2], sum[e + 3]);
+    }
+    __syncthreads();
+#pragma unroll
+    for (int span = 0; span < kSpans; span++) {
+      const int column = span * 256 + threadIdx.x;
+      float total = 0.0f;
+#pragma unroll
+      for (int w = 0; w < kWarps; w++) total += sums[w][column];
+      out[column] = from_float(total);
+    }
+    if (threadIdx.x < kHalf) {
+      const int position = slots[row] < 0 ? 0 : positions[row];
+      const float first = to_float(query[NOPE_DIM + threadIdx.x]), second = to_float(query[NOPE_DIM + kHalf + threadIdx.x]);
+      const int64_t angle = static_cast<int64_t>(position) * kHalf + threadIdx.x;
+      const float c = to_float(rope[angle]), s = to_float(rope[static_cast<int64_t>(max_context) * kHalf + angle]);
+      out[KV_RANK + threadIdx.x] = from_float(first * c - second * s);
+      out[KV_RANK + kHalf + threadIdx.x] = from_float(second * c + first * s);
+    }
+    __syncthreads();
+  }
+}

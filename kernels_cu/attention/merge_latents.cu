@@ -1,0 +1,125 @@
+// merge_latents: the runs of latent_attention merged, and values made of the weighted latents, for the rows of a step.
+//
+// out[t, h, :] = up[h, N:, :] sum_r w_r means[t, r, h, :] / sum_r w_r,  w_r = 2^log_sums[t, h, r],  over the row's runs
+//
+// out            [T, HEADS * U] scalar_t row-major, U = VALUE_DIM; a row of slot -1 becomes zeros
+// means          [T, num_splits, HEADS, C] float32, C = KV_RANK: what latent_attention leaves
+// log_sums       [T, HEADS, num_splits] float32, likewise; num_splits is at most 256
+// up             [HEADS, NOPE_DIM + U, C] scalar_t row-major
+// positions      [T] int32; slots [T] int32
+// constants      HEADS: query heads. KV_RANK: elements of a latent: 256, 512 or 1024. NOPE_DIM: rows of up before those of the
+//                values. VALUE_DIM: elements of a value, a multiple of 32
+// grid           (HEADS, b): block y takes the rows y, y + b and so on; block 1024; 4096 bytes of static shared memory
+// numerics       float32: 1024 / C groups of threads add up every so many runs in order, then the groups in order; of a
+//                product with up a lane's columns in order, then the lanes; rounded once
+// oracle         NumpyOps.decode_latent_attention
+// source         arXiv 2405.04434; Flash-Decoding (Dao et al. 2023)
+// layout         As absorb_queries: a block holds its head's part of up in registers, read before the wait, a warp U / 32 rows.
+//                Every warp finds the shares of all runs by itself, 32 a time in its lanes, while the means are on their way
+#if !defined(HEADS) || !defined(KV_RANK) || !defined(NOPE_DIM) || !defined(VALUE_DIM)
+#error "a constant is not defined"
+#endif
+#include "latent_cut.cuh"
+
+constexpr int kThreads = 1024, kWarps = 32;
+constexpr int kGroups = kThreads / KV_RANK;   // of threads that have a column each
+constexpr int kWarpRows = VALUE_DIM / kWarps;
+constexpr int kSpans = KV_RANK / 256;         // of 256 columns, 8 a lane
+constexpr int kLaneRuns = 8;                  // runs of which a lane keeps the share
+constexpr int kBatch = 32 / kGroups;          // runs that a thread reads at a time
+static_assert(kThreads % KV_RANK == 0 && KV_RANK % 256 == 0 && VALUE_DIM % kWarps == 0, "sizes that the kernel does not take");
+
+DEVICE float warp_max(float x) {
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) x = fmaxf(x, __shfl_xor_sync(0xFFFFFFFFu, x, distance));
+  return x;
+}
+DEVICE float warp_sum(float x) {
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) x += __shfl_xor_sync(0xFFFFFFFFu, x, distance);
+  return x;
+}
+
+// Each run's share of a head's result: share[i] of run 32 i + lane.
+DEVICE void share_runs(float (&share)[kLaneRuns], const float* log_sums, int num_runs, int lane) {
+  float top = kNoMaximum, sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kLaneRuns; i++) share[i] = i * 32 + lane < num_runs ? log_sums[i * 32 + lane] : kHiddenScore;
+#pragma unroll
+  for (int i = 0; i < kLaneRuns; i++) top = fmaxf(top, share[i]);
+  top = warp_max(top);
+#pragma unroll
+  for (int i = 0; i < kLaneRuns; i++) sum += share[i] = exp2_fast(share[i] - top);
+  const float inverse = 1.0f / warp_sum(sum);
+#pragma unroll
+  for (int i = 0; i < kLaneRuns; i++) share[i] *= inverse;
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+    KERNEL(merge_latents)(scalar_t* __restrict__ out, const float* means, const float* log_sums,
+                          const scalar_t* __restrict__ up, const int* positions, const int* slots, int num_rows,
+                          int num_splits) {
+  __shared__ __align__(16) float latent[kThreads];
+  const int head = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int column = threadIdx.x % KV_RANK, group = threadIdx.x / KV_RANK;
+  const scalar_t* own = up + (static_cast<int64_t>(head) * (NOPE_DIM + VALUE_DIM) + NOPE_DIM + warp * kWarpRows) * KV_RANK;
+  uint4 weights[kWarpRows][kSpans];
+#pragma unroll
+  for (int d = 0; d < kWarpRows; d++)
+#pragma unroll
+    for (int span = 0; span < kSpans; span++) weights[d][span] = load16(own + d * KV_RANK + span * 256 + lane * 8);
+  pdl_begin();
+  for (int row = blockIdx.y; row < num_rows; row += gridDim.y) {
+    const LatentCut cut(slots[row] < 0 ? 0 : positions[row] + 1, num_splits);
+    const float* results = means + means_of(row, num_splits) + head * KV_RANK + column;
+    float share[kLaneRuns], sum = 0.0f;
+    share_runs(share, log_sums + log_sums_of(row, head, num_splits), cut.num_runs, lane);
+#pragma unroll
+    for (int i = 0; i < kLaneRuns; i++) {
+      if (i * 32 >= cut.num_runs) break;
+      float values[kBatch];
+#pragma unroll
+      for (int b = 0; b < kBatch; b++) {
+        const int run = i * 32 + b * kGroups + group;
+        values[b] = run < cut.num_runs ? results[static_cast<int64_t>(run) * (HEADS * KV_RANK)] : 0.0f;
+      }
+#pragma unroll
+      for (int b = 0; b < kBatch; b++) sum = fmaf(__shfl_sync(0xFFFFFFFFu, share[i], b * kGroups + group), values[b], sum);
+    }
+    latent[threadIdx.x] = sum;
+    __syncthreads();
+    if (kGroups > 1) {
+      float total = latent[column];
+#pragma unroll
+      for (int other = 1; other < kGroups; other++) total += latent[other * KV_RANK + column];
+      __syncthreads();
+      if (group == 0) latent[column] = total;
+      __syncthreads();
+    }
+    float sums[kWarpRows] = {};
+#pragma unroll
+    for (int span = 0; span < kSpans; span++) {
+      const float4* eight = reinterpret_cast<const float4*>(latent + span * 256 + lane * 8);
+      const float4 low = eight[0], high = eight[1];
+      const float values[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+#pragma unroll
+      for (int d = 0; d < kWarpRows; d++) {
+        const uint4 held = packed(weights[d][span]);
+        const uint32_t* pairs = &held.x;
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+          const float2 w = unpack2(pairs[e]);
+          sums[d] = fmaf(w.x, values[2 * e], sums[d]);
+          sums[d] = fmaf(w.y, values[2 * e + 1], sums[d]);
+        }
+      }
+    }
+#pragma unroll
+    for (int d = 0; d < kWarpRows; d++) {
+      sums[d] = warp_sum(sums[d]);
+      if (lane == 0)
+        out[(static_cast<int64_t>(row) * HEADS + head) * VALUE_DIM + warp * kWarpRows + d] = from_float(sums[d]);
+    }
+    __syncthreads();
+  }
+}

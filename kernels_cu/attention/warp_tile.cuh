@@ -1,0 +1,49 @@
+// What attention kernels share whatever the sizes of heads: the base-2 softmax over a warp's tiles of scores, and the rows of
+// an ldmatrix.
+#pragma once
+
+#include "copy.cuh"
+#include "mma.cuh"
+
+constexpr float kLog2e = 1.4426950408889634f;
+// The score of a hidden key, and the maximum of a row that has seen no key. Finite, so that no difference of two is
+// NaN; far apart, so that a hidden key weighs 2^-huge = 0 even there.
+constexpr float kHiddenScore = -1e30f;
+constexpr float kNoMaximum = -1e25f;
+
+DEVICE float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+DEVICE float log2_fast(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+DEVICE float reciprocal_fast(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Over the four lanes that hold one row of an accumulator tile.
+DEVICE float quad_max(float x) {
+  x = fmaxf(x, __shfl_xor_sync(0xFFFFFFFFu, x, 1));
+  return fmaxf(x, __shfl_xor_sync(0xFFFFFFFFu, x, 2));
+}
+
+DEVICE float quad_sum(float x) {
+  x += __shfl_xor_sync(0xFFFFFFFFu, x, 1);
+  return x + __shfl_xor_sync(0xFFFFFFFFu, x, 2);
+}
+
+// Rows of this lane's address in an ldmatrix.x4 over a 16 x 16 block. "A": matrices in the order (rows, dims) = (0, 0),
+// (8, 0), (0, 1), (8, 1): the A operand, or with .trans the B operand of p v. "B": (0, 0), (0, 1), (8, 0), (8, 1): the
+// B operand of q k for two key tiles.
+DEVICE int lane_row_a(int lane) { return (lane & 7) + (lane & 8); }
+DEVICE int lane_chunk_a(int lane) { return lane >> 4; }
+DEVICE int lane_row_b(int lane) { return (lane & 7) + ((lane >> 1) & 8); }
+DEVICE int lane_chunk_b(int lane) { return (lane >> 3) & 1; }

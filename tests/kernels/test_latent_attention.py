@@ -1,0 +1,303 @@
+"""The ops of latent attention on a GPU against the NumPy ops: lengths around pages, trees, chunks, invariance."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from latent_cases import EPS, MINICPM3, LatentCase, Sizes, tree_of
+from reference.operands import make_rows
+
+from cpmrt.config.layers import LatentAttention
+from cpmrt.cuda.ops.latent import LatentOps, LatentPlan
+from cpmrt.cuda.precompile import known_device
+from cpmrt.dtypes import DType
+from cpmrt.memory.caches import PAGE_SIZE, CacheLayout
+from cpmrt.models.mixers import latent
+from cpmrt.ops import OPS, LatentWeights, Rows
+from cpmrt.reference.ops import NumpyOps
+from cpmrt.tensor_spec import BufferSpec
+
+DTYPES = pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT16], ids=lambda dtype: dtype.label)
+ALL_HEADS = [3, 16, 20, 40, 50]
+LENGTHS = [1, 2, 63, 64, 65, 127, 128, 300, 1000, 2049]
+GUARD = 256
+
+
+def sizes_of(heads: int) -> Sizes:
+    return replace(MINICPM3, heads=heads, q_rank=128)
+
+
+def mixer_of(sizes: Sizes) -> LatentAttention:
+    return LatentAttention(
+        sizes.heads, sizes.q_rank, sizes.kv_rank, sizes.nope, sizes.rotated, sizes.value, norm_eps=EPS
+    )  # fmt: skip
+
+
+def plan_of(sizes: Sizes, device: Any, max_context: int = 8192, max_rows: int = 1024) -> LatentPlan:
+    caches = CacheLayout((latent.caches(mixer_of(sizes), "auto"),), max_context, max_sequences=4)
+    return LatentPlan.of(mixer_of(sizes), device, caches, max_rows)
+
+
+class LatentDevice:
+    """Uploads a case once; runs its ops on rows, checks what lies around their outputs."""
+
+    def __init__(self, cuda: Any, case: LatentCase, *, sms: int = 132, capability: int | None = None, **sizes: int):
+        self.cuda, self.case, self.dtype = cuda, case, case.data.dtype
+        device = replace(cuda.device, num_sms=sms, capability=capability or cuda.device.capability)
+        if capability is not None and capability < 90:
+            device = replace(device, shared_bytes_per_block=101376)
+        self.plan = plan_of(case.sizes, device, **sizes)
+        specs = (*self.plan.tables, *self.plan.workspace, BufferSpec("chunk", (4,), 0, 0, np.int32))
+        poison = {np.float32: np.nan, None: 0x7FC1}
+        arrays = {spec.name: np.full(spec.shape, poison.get(spec.dtype, 0), spec.dtype or np.uint16) for spec in specs}
+        arrays["expanded_tables"][:] = np.arange(self.plan.num_pages)
+        self.arrays = {name: cuda.array(values) for name, values in arrays.items()}
+        words = {name: cuda.array(getattr(case.weights, name), self.dtype) for name in ("q_norm", "kv_norm", "up")}
+        self.weights = LatentWeights(**words)
+        self.rope = cuda.array(case.rope, self.dtype)
+        self.pages = cuda.array(case.pages, self.dtype)
+        self.tables = cuda.array(case.tables)
+
+    def ops(self, *, pdl: bool = False) -> LatentOps:
+        return LatentOps(self.cuda.launcher(self.dtype, pdl=pdl), self.plan, self.arrays)
+
+    def rows(self, rows: Rows) -> Rows:
+        places = (rows.positions, rows.slots, rows.locations, rows.tree_base)
+        positions, slots, locations, base = (
+            None if values is None else self.cuda.array(np.asarray(values, np.int32)) for values in places
+        )
+        masks = None if rows.tree_masks is None else self.cuda.array(rows.tree_masks)
+        return Rows(None, positions, slots, self.tables, rows.is_prefill, locations, masks, base)
+
+    def run(self, q: Any, rows: Rows, *, pdl: bool = False, launches: int = 1, bucket: int | None = None) -> Any:
+        """The attention of rows; with `is_prefill` those of a chunk in a bucket, behind which nothing matters."""
+        count, width = len(q), self.case.sizes.heads * self.case.sizes.value
+        total = bucket or count
+        out = self.cuda.array(np.full(total * width + 2 * GUARD, np.nan, np.float32), self.dtype)
+        inner = out[GUARD : GUARD + total * width].reshape(total, width)
+        padded = np.zeros((total, q.shape[1]), np.float32)
+        padded[:count] = q
+        given, operand = self.rows(rows), self.cuda.array(padded, self.dtype)
+        attend = self.ops(pdl=pdl).decode_latent_attention
+        if rows.is_prefill:
+            slots, positions = np.full(total, -1, np.int32), np.full(total, 10**8, np.int32)
+            slots[:count], positions[:count] = rows.slots, rows.positions
+            given = self.rows(replace(rows, slots=slots, positions=positions))
+            chunk = np.array([rows.slots[0], rows.positions[0], count, 0], np.int32)
+            self.arrays["chunk"] = self.cuda.array(chunk)
+            attend = self.ops(pdl=pdl).prefill_latent_attention
+        for _ in range(launches):
+            attend(inner, operand, self.pages, self.weights, self.rope, given, self.case.sizes.scale)
+        result = self.cuda.numpy(out, self.dtype)
+        assert np.isnan(result[:GUARD]).all() and np.isnan(result[GUARD + total * width :]).all(), "wrote outside out"
+        return result[GUARD : GUARD + total * width].reshape(total, width)[:count]
+
+
+def expected(case: LatentCase, q: Any, rows: Rows) -> Any:
+    out, ops = np.empty((len(q), case.sizes.heads * case.sizes.value), np.float32), NumpyOps(case.data.dtype)
+    attend = ops.prefill_latent_attention if rows.is_prefill else ops.decode_latent_attention
+    attend(out, q, case.pages, case.weights, case.rope, rows, case.sizes.scale)
+    return out
+
+
+def assert_close(actual: Any, wanted: Any, dtype: DType, op: str = "decode_latent_attention") -> None:
+    assert np.isfinite(actual).all()
+    errors = np.linalg.norm(actual - wanted, axis=1) / np.linalg.norm(wanted, axis=1)
+    assert errors.max() <= OPS[op].tolerance[dtype], f"row {errors.argmax()}: {errors.max():.2e}"
+
+
+def step_case(dtype: DType, heads: int, lengths: list[int] = LENGTHS) -> tuple[LatentCase, Any, Rows]:
+    case = LatentCase(sizes_of(heads), lengths, dtype)
+    rows = make_rows(np.array(lengths) - 1, np.arange(len(lengths)), case.tables)
+    return case, case.queries(len(lengths)), rows
+
+
+@pytest.mark.gpu
+@DTYPES
+@pytest.mark.parametrize("heads", ALL_HEADS)
+def test_rows_of_a_step(cuda: Any, dtype: DType, heads: int) -> None:
+    case, q, rows = step_case(dtype, heads)
+    assert_close(LatentDevice(cuda, case).run(q, rows), expected(case, q, rows), dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sms", [1, 8, 40, 264])
+def test_any_number_of_splits_and_little_shared_memory(cuda: Any, sms: int) -> None:
+    case, q, rows = step_case(DType.BFLOAT16, 40, [1, 700, 5000])
+    device = LatentDevice(cuda, case, sms=sms, capability=86)
+    assert_close(device.run(q, rows), expected(case, q, rows), case.data.dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [20, 40])
+def test_a_row_does_not_depend_on_the_others(cuda: Any, heads: int) -> None:
+    case, q, rows = step_case(DType.BFLOAT16, heads, [*LENGTHS, 3000])
+    device = LatentDevice(cuda, case)
+
+    def taken(which: list[int]) -> tuple[Any, Rows]:
+        return q[which], make_rows(rows.positions[which], rows.slots[which], case.tables)
+
+    alone = np.concatenate([device.run(*taken([row])) for row in range(len(q))])
+    for count in (2, 5, 8, 31, 64):
+        which = [(7 * i + count) % len(q) for i in range(count)]
+        assert np.array_equal(device.run(*taken(which), pdl=count % 2 == 0), alone[which]), count
+    assert np.array_equal(device.run(q, rows, launches=20, pdl=True), alone)
+
+
+@pytest.mark.gpu
+def test_padding_rows_become_zeros(cuda: Any) -> None:
+    case, q, rows = step_case(DType.FLOAT16, 40, [100, 1000, 64, 1])
+    wanted = expected(case, q, rows)
+    rows.slots[1], rows.positions[1], rows.slots[3] = -1, 10**8, -1
+    out = LatentDevice(cuda, case).run(q, rows)
+    assert not out[[1, 3]].any()
+    assert_close(out[[0, 2]], wanted[[0, 2]], case.data.dtype)
+
+
+@pytest.mark.gpu
+@DTYPES
+def test_large_scores_do_not_overflow(cuda: Any, dtype: DType) -> None:
+    """Absorbed queries are rounded, so that of scores in the hundreds some weights differ: not where one key is all."""
+    case, q, rows = step_case(dtype, 20, [3, 64, 1000])
+    q *= 64
+    out, wanted = LatentDevice(cuda, case).run(q, rows), expected(case, q, rows)
+    assert np.isfinite(out).all()
+    errors = np.linalg.norm((out - wanted).reshape(-1, case.sizes.value), axis=1)
+    assert np.median(errors / np.linalg.norm(wanted.reshape(-1, case.sizes.value), axis=1)) < 1e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("base", [0, 1, 60, 63, 64, 65, 300])
+@pytest.mark.parametrize("heads", [3, 40])
+def test_rows_of_trees(cuda: Any, base: int, heads: int) -> None:
+    random, masks = np.random.default_rng(base), [1]
+    for node in range(1, 40):
+        masks.append(masks[random.integers(node)] | 1 << node)
+    masks.append(2**64 - 1)
+    case = LatentCase(sizes_of(heads), [1, base + 64], DType.BFLOAT16, seed=base)
+    rows, paths = tree_of(case, masks, base, 1)
+    q = case.queries(len(masks))
+    out = LatentDevice(cuda, case).run(q, rows)
+    assert_close(out, expected(case, q, rows), case.data.dtype)
+    whole = case.pages.copy()
+    for row in range(0, len(masks), 5):
+        case.pages = np.zeros_like(whole)
+        for position, place in enumerate(paths[row]):
+            to, source = (divmod(at, PAGE_SIZE) for at in (position, place))
+            case.pages[case.tables[1, to[0]], 0, to[1]] = whole[case.tables[1, source[0]], 0, source[1]]
+        alone = LatentDevice(cuda, case).run(q[row : row + 1], make_rows([len(paths[row]) - 1], [1], case.tables))
+        assert np.array_equal(alone[0], out[row]), row
+
+
+@pytest.mark.gpu
+@DTYPES
+@pytest.mark.parametrize(("heads", "start", "count"), [
+    (3, 0, 1), (3, 0, 200), (20, 63, 65), (40, 1000, 300), (20, 5, 128), (3, 4900, 300),
+])  # fmt: skip
+def test_chunks(cuda: Any, dtype: DType, heads: int, start: int, count: int) -> None:
+    case = LatentCase(sizes_of(heads), [1, start + count], dtype)
+    rows = make_rows(np.arange(start, start + count), np.ones(count, int), case.tables, True)
+    q = case.queries(count)
+    wanted = expected(case, q, rows)
+    for capability in sorted({80, cuda.device.capability}):
+        out = LatentDevice(cuda, case, capability=capability).run(q, rows, bucket=512)
+        assert_close(out, wanted, dtype, "prefill_latent_attention")
+
+
+@pytest.mark.gpu
+def test_the_bits_of_a_chunk_do_not_depend_on_how_it_is_cut_nor_on_the_heads_at_once(
+    cuda: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case, length = LatentCase(sizes_of(20), [500], DType.BFLOAT16), 500
+    q, positions, slots = case.queries(length), np.arange(length), np.zeros(length, int)
+    device = LatentDevice(cuda, case)
+    whole = device.run(q, make_rows(positions, slots, case.tables, True), bucket=512)
+    for cuts in ([0, 1, 500], [0, 70, 200, 500], [0, 64, 499, 500]):
+        for start, end in zip(cuts, cuts[1:], strict=False):
+            part = make_rows(positions[start:end], slots[start:end], case.tables, True)
+            out = device.run(q[start:end], part, bucket=512, pdl=start > 0)
+            assert np.array_equal(out, whole[start:end]), (start, end)
+    monkeypatch.setattr("cpmrt.cuda.ops.latent.EXPANDED_BYTES", 1)
+    apart = LatentDevice(cuda, case)
+    assert apart.plan.heads_at_once == 1 < device.plan.heads_at_once
+    assert np.array_equal(apart.run(q, make_rows(positions, slots, case.tables, True), bucket=512), whole)
+
+
+@pytest.mark.gpu
+@DTYPES
+@pytest.mark.parametrize("count", [1, 64, 200])
+def test_append_latent(cuda: Any, dtype: DType, count: int) -> None:
+    sizes = replace(MINICPM3, heads=3)
+    case = LatentCase(sizes, [count + 70], dtype)
+    device = LatentDevice(cuda, case)
+    latents = case.data(count, sizes.q_rank + sizes.kv_rank + sizes.rotated)
+    positions = np.arange(count) + 60
+    rows = replace(make_rows(positions, np.zeros(count, int), case.tables), locations=positions + 3)
+    rows.slots[count // 2 :: 7] = -1
+    kept = rows.slots >= 0
+    q_latent = cuda.array(np.full((count, sizes.q_rank), np.nan, np.float32), dtype)
+    poison = np.full(case.pages.shape, np.nan, np.float32)
+    pages = cuda.array(poison, dtype)
+    device.ops(pdl=True).append_latent(
+        q_latent, pages, cuda.array(latents, dtype), device.weights, device.rope, device.rows(rows), EPS
+    )  # fmt: skip
+    wanted_q, wanted = np.empty((count, sizes.q_rank), np.float32), poison.copy()
+    NumpyOps(dtype).append_latent(wanted_q, wanted, latents, case.weights, case.rope, rows, EPS)
+    stored = cuda.numpy(pages, dtype)
+    assert np.array_equal(np.isnan(stored), np.isnan(wanted)) and kept.any()
+    limit = OPS["append_latent"].tolerance[dtype]
+    for actual, right in ((cuda.numpy(q_latent, dtype), wanted_q), (stored, wanted)):
+        distance = np.linalg.norm(np.nan_to_num(actual) - np.nan_to_num(right))
+        assert distance <= limit * np.linalg.norm(np.nan_to_num(right))
+
+
+class Recording:
+    """A launcher that notes the kernels and their grids."""
+
+    is_recording = True
+
+    def __init__(self) -> None:
+        self.launched: list[tuple[str, Any]] = []
+
+    def __call__(self, spec: Any, constants: Any, grid: Any, *rest: Any, **options: Any) -> None:
+        self.launched.append((spec.name, grid))
+
+
+def recorded(op: str, num_rows: int, sizes: Sizes = MINICPM3, arch: str = "sm_90", **plan: int) -> list[Any]:
+    made, launcher = plan_of(sizes, known_device(arch), **plan), Recording()
+    specs = (*made.tables, *made.workspace, BufferSpec("chunk", (4,), 0, 0, np.int32))
+    arrays = {spec.name: np.broadcast_to(np.uint16(0), spec.shape) for spec in specs}
+    case = LatentCase(sizes, [1])
+    rows = make_rows(np.zeros(num_rows, np.int32), np.zeros(num_rows, np.int32), case.tables, op.startswith("prefill"))
+    width = sizes.nope + sizes.rotated
+    out, q = (np.zeros((num_rows, sizes.heads * size), np.float32) for size in (sizes.value, width))
+    ops: Any = LatentOps(launcher, made, arrays)  # type: ignore[arg-type]
+    getattr(ops, op)(out, q, case.pages, case.weights, case.rope, rows, sizes.scale)
+    return launcher.launched
+
+
+def test_a_step_takes_three_launches_and_a_chunk_four_for_the_heads_that_have_room() -> None:
+    names = ["absorb_queries", "latent_attention", "merge_latents"]
+    for rows, blocks, runs in ((1, 1, 132), (8, 6, 16), (64, 6, 2)):
+        launched = recorded("decode_latent_attention", rows, max_context=32768)
+        assert [name for name, _ in launched] == names
+        assert [grid for _, grid in launched] == [(40, blocks), (runs, rows, 3), (40, blocks)]
+    chunk = ["expand_latents", "rotate_heads", "prefill_attention_wgmma", "gather_heads"]
+    assert [name for name, _ in recorded("prefill_latent_attention", 512, max_context=32768)] == chunk
+    assert [name for name, _ in recorded("prefill_latent_attention", 512, max_context=131072)] == chunk * 4
+    older = recorded("prefill_latent_attention", 512, arch="sm_86")
+    assert [name for name, _ in older] == [name.removesuffix("_wgmma") for name in chunk]
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_87", "sm_90", "sm_120"])
+@pytest.mark.parametrize("heads", ALL_HEADS)
+def test_a_block_has_room_for_its_pages_on_every_device(arch: str, heads: int) -> None:
+    device = known_device(arch)
+    plan = plan_of(sizes_of(heads), device)
+    assert plan.shared_bytes <= device.shared_bytes_per_block
+    assert plan.heads_at_once == heads and plan.units * 16 >= heads
+    means = next(spec for spec in plan.workspace if spec.name == "latent_means")
+    assert means.shape == (64, plan.num_splits, heads, 256)
