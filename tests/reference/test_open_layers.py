@@ -147,7 +147,7 @@ def test_what_cannot_be_is_refused():
     draft = Draft(DraftConfig.lookup(), (TreeShape.chain(3),))
     with pytest.raises(ConfigError, match="decaying.*on_accept=None"):
         plan_model(config, EngineConfig(), itemsize=4, max_context=CONTEXT, draft=draft)
-    with pytest.raises(UnsupportedModelError, match="recurrent state"):
+    with pytest.raises(UnsupportedModelError, match="layers together: .* got Decaying, GroupedAttention"):
         check_supported(config)
 
 
