@@ -82,6 +82,14 @@ def test_a_quantised_model_has_the_modules_of_its_products(arch: str, head_bits:
     assert heads == ({head_bits} if head_bits else set())
 
 
+@pytest.mark.parametrize("chunk", [33, 64, 65, 200])
+def test_the_shortest_chunks_have_all_they_need(chunk: int) -> None:
+    permuted = ModelConfig.from_hf(shape_config("minicpm4-8b") | {"quantization_config": QUANTISED})
+    assert "linear_packed/gather.cu" in {file for file, _ in wanted("sm_90", permuted, prefill_chunk=chunk)}
+    experts = ModelConfig.from_hf(shape_config("minicpm-moe-8x2b"))
+    assert "experts/group_pairs.cu" in {file for file, _ in wanted("sm_90", experts, prefill_chunk=chunk)}
+
+
 def test_the_number_of_multiprocessors_decides_too() -> None:
     assert wanted("sm_87", num_sms=8) != wanted("sm_87") == wanted("sm_87", num_sms=16)
 

@@ -158,11 +158,10 @@ def expert_workspace(specs: Sequence[TensorSpec], config: ModelConfig, max_rows:
                 expected=f"16 bits, or 4 with groups of {_SMALLEST_GROUP} or more",
                 actual=f"{spec.quant.bits} bits, groups of {spec.quant.group_size}", fix="use executor='reference'",
             )  # fmt: skip
-    if max_rows > MAX_ROWS:
-        pairs = max_rows * mlp.experts_per_token
-        yield BufferSpec("expert_starts", (mlp.num_experts + 1,), GATE_UP, DOWN, np.int32)
-        yield BufferSpec("expert_order", (pairs,), GATE_UP, DOWN, np.int32)
-        yield BufferSpec("expert_outputs", (pairs, config.hidden_size), DOWN, DOWN)
+    pairs = max_rows * mlp.experts_per_token
+    yield BufferSpec("expert_starts", (mlp.num_experts + 1,), GATE_UP, DOWN, np.int32)
+    yield BufferSpec("expert_order", (pairs,), GATE_UP, DOWN, np.int32)
+    yield BufferSpec("expert_outputs", (pairs, config.hidden_size), DOWN, DOWN)
 
 
 class ExpertOps:

@@ -29,7 +29,6 @@ from cpmrt.cuda.ops.linear_packed.plan import (
     plan_packed,
 )
 from cpmrt.cuda.ops.linear_packed.short_chunk import plan_short_chunk, takes_short_chunk
-from cpmrt.executor import MAX_ROWS
 from cpmrt.memory.packed_regions import PackedRegion
 from cpmrt.models.layers import DOWN, EMBED, GATE_UP, HEAD, QKV
 from cpmrt.ops import Handoff
@@ -111,7 +110,7 @@ def packed_workspace(
     if fed := max((plan.fed_bytes for plan in plans), default=0):
         yield BufferSpec("packed_fed", (fed // 2,), GATE_UP, DOWN)
     layers = [spec for spec in held if spec.product != "head"]
-    if max_rows > MAX_ROWS and layers:
+    if layers:
         yield from _chunk_workspace(layers, config, max_rows)
 
 
