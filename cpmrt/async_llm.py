@@ -16,7 +16,7 @@ from cpmrt.dtypes import F32
 from cpmrt.engine import GenerationStats
 from cpmrt.errors import ArgumentError
 from cpmrt.generation import Completion, Piece
-from cpmrt.job_maker import Message, Pooling, Prompt, Prompts, is_batch
+from cpmrt.job_maker import Message, Pooling, Prompt, Prompts, Tool, is_batch
 from cpmrt.keywords import checks_keywords
 from cpmrt.llm import LLM, SAMPLING_HINTS
 from cpmrt.sharing.jobs import STOP, WORK, Ended, Generation, Inbox, Job, Reading, completion_of
@@ -61,9 +61,7 @@ class AsyncLLM:
     ) -> Completion | list[Completion]:
         """Continue a prompt, or several together, as `LLM.generate` does."""
         groups = await asyncio.to_thread(self._llm.maker.groups, prompt, params)
-        await self._run([job for group in groups for job in group])
-        answers = [completion_of(group) for group in groups]
-        return answers if is_batch(prompt) else answers[0]
+        return await self._answers(groups, is_batch(prompt))
 
     @checks_keywords(SAMPLING_HINTS)
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncTextStream:
@@ -76,7 +74,8 @@ class AsyncLLM:
         messages: Sequence[Message],
         params: SamplingParams | None = ...,
         *,
-        tools: Sequence[Mapping[str, Any]] | None = ...,
+        tools: Sequence[Tool] | None = ...,
+        tool_choice: str = ...,
         enable_thinking: bool | None = ...,
         allow_special_tokens: bool = ...,
         template_kwargs: Mapping[str, Any] | None = ...,
@@ -87,7 +86,8 @@ class AsyncLLM:
         messages: Sequence[Sequence[Message]],
         params: SamplingParams | Sequence[SamplingParams] | None = ...,
         *,
-        tools: Sequence[Mapping[str, Any]] | None = ...,
+        tools: Sequence[Tool] | None = ...,
+        tool_choice: str = ...,
         enable_thinking: bool | None = ...,
         allow_special_tokens: bool = ...,
         template_kwargs: Mapping[str, Any] | None = ...,
@@ -98,21 +98,24 @@ class AsyncLLM:
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Sequence[Tool] | None = None,
+        tool_choice: str = "auto",
         enable_thinking: bool | None = None,
         allow_special_tokens: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> Completion | list[Completion]:
         """Answer a conversation, or several together, as `LLM.chat` does."""
-        render = partial(
-            self._llm.maker.chat_prompts,
+        groups, are_several = await asyncio.to_thread(
+            self._llm.maker.chat_groups,
             messages,
-            tools=tools,
+            params,
+            tools,
+            tool_choice,
             enable_thinking=enable_thinking,
             allow_special_tokens=allow_special_tokens,
             template_kwargs=template_kwargs,
         )
-        return await self.generate(cast(Prompts, await asyncio.to_thread(render)), cast(SamplingParams | None, params))
+        return await self._answers(groups, are_several)
 
     @checks_keywords()
     async def logits(self, prompt: Prompt) -> F32:
@@ -153,6 +156,11 @@ class AsyncLLM:
         readings = await asyncio.to_thread(lambda: [make(prompt) for prompt in prompts])
         await self._run(readings)
         return [reading.result for reading in readings]
+
+    async def _answers(self, groups: list[list[Generation]], are_several: bool) -> Completion | list[Completion]:
+        await self._run([job for group in groups for job in group])
+        answers = [completion_of(group) for group in groups]
+        return answers if are_several else answers[0]
 
     async def _run(self, jobs: Sequence[Job]) -> None:
         """Run jobs to their ends. Raises the first error of one, and cancels the others then."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from cpmrt.engine import GenerationStats, Request
 from cpmrt.executor import SlotResult, TokenLogprobs
 from cpmrt.text import Detokenizer, StopStrings, Tokenizer
+from cpmrt.tool_use.calls import Call
 
 
 # Not frozen: that makes a dataclass take three times as long to construct, and there is one for each token.
@@ -34,6 +35,8 @@ class Completion:
     stats: GenerationStats
     others: tuple[Completion, ...] = ()
     """Further answers to the same prompt, where `SamplingParams.n` asked for more than one."""
+    tool_calls: tuple[Call, ...] = ()
+    """The calls in `text` of a chat that was given tools: each has a `name`, and `arguments`, a JSON object as text."""
 
     @property
     def choices(self) -> tuple[Completion, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import count
 from typing import Any, Literal, TypeGuard, cast
 
@@ -20,6 +20,9 @@ from cpmrt.grammar import Grammars, Thought
 from cpmrt.sharing.jobs import Generation, Reading
 from cpmrt.text import ChatTemplate, ThoughtEnd, Tokenizer
 from cpmrt.text.thinking import closings, open_marker, opening_tokens, prompt_end_of
+from cpmrt.tool_use.calls import schemas_of
+from cpmrt.tool_use.finder import marker_ids
+from cpmrt.tool_use.grammars import format_of, grammar_of
 
 TokenIds = Sequence[int] | NDArray[np.integer[Any]]
 Prompt = str | TokenIds
@@ -27,6 +30,8 @@ Prompt = str | TokenIds
 Prompts = list[str] | tuple[str, ...] | Sequence[TokenIds] | list[str | list[int]]
 Message = Mapping[str, Any]
 """One message of a conversation: {"role": ..., "content": ...}."""
+Tool = Mapping[str, Any]
+"""A function as the OpenAI API describes it: {"type": "function", "function": {"name", "parameters", ...}}."""
 Pooling = Literal["mean", "last"]
 
 _RESERVED = ("messages", "tools", "add_generation_prompt")
@@ -78,6 +83,19 @@ class JobMaker:
             self._matcher(ids, params),
         )
 
+    def calling(
+        self, params: SamplingParams, tools: Sequence[Tool], called: Sequence[str], *, one_call: bool = False
+    ) -> SamplingParams:
+        """Return settings under which an answer calls one of the tools named `called`, or several. Raises RequestError.
+        """
+        if params.form is not None:
+            raise RequestError("tool_choice", expected="no other form of the answer", actual=params.form.kind)
+        if self.tokenizer is None:
+            raise RequestError("the checkpoint has no tokenizer", fix="leave out tool_choice")
+        schemas = {name: schema for name, schema in schemas_of(tools).items() if name in called}
+        form = format_of(self.chat_template)
+        return replace(params, grammar=grammar_of(form, schemas, self.tokenizer, one_call=one_call))
+
     def choices(self, prompt: Prompt, params: SamplingParams | None) -> list[Generation]:
         """Return the `params.n` generations of a prompt, each with a seed of its own."""
         params = SamplingParams() if params is None else params
@@ -114,6 +132,32 @@ class JobMaker:
                 raise type(error)(what, expected=error.expected, actual=error.actual, fix=error.fix) from error
             groups.append(choices)
         return groups
+
+    def chat_groups(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        tools: Sequence[Tool] | None,
+        tool_choice: str,
+        **options: Any,
+    ) -> tuple[list[list[Generation]], bool]:
+        """Return the choices of one conversation or of each of several, and whether there are several.
+
+        `options` as for `chat_prompt`. Raises RequestError, ContextLengthError.
+        """
+        tools = () if tool_choice == "none" else tuple(tools or ())
+        called = _called(tools, tool_choice)
+        prompts = self.chat_prompts(messages, tools=tools or None, **options)
+        if called:
+            bind = partial(self.calling, tools=tools, called=called, one_call=tool_choice != "required")
+            if isinstance(params, (list, tuple)):
+                params = [bind(each) for each in params]
+            else:
+                params = bind(cast(SamplingParams | None, params) or SamplingParams())
+        groups = self.groups(cast(Prompts, prompts), params)
+        for job in (job for group in groups for job in group if tools):
+            job.schemas, job.shown_ids = schemas_of(tools), marker_ids(self.tokenizer)
+        return groups, is_batch(prompts)
 
     def chat_prompts(
         self, messages: Sequence[Message] | Sequence[Sequence[Message]], **options: Any
@@ -245,6 +289,18 @@ class JobMaker:
     def _end_token_ids(self) -> tuple[int, ...]:
         own = self.tokenizer.eos_token_ids if self.tokenizer else ()
         return (*self.config.eos_token_ids, *own)
+
+
+def _called(tools: Sequence[Tool], tool_choice: str) -> tuple[str, ...]:
+    """Return the names of the tools of which one must be called. Raises RequestError for a choice that there is not."""
+    names = tuple(schemas_of(tools))
+    if tool_choice in ("auto", "none"):
+        return ()
+    if tool_choice == "required" and names:
+        return names
+    if tool_choice not in names:
+        raise RequestError("tool_choice", expected="auto | required | none | a tool's name", actual=quoted(tool_choice))
+    return (tool_choice,)
 
 
 def is_batch(prompt: object) -> TypeGuard[Prompts]:

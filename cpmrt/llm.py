@@ -19,12 +19,12 @@ from cpmrt.errors import ConfigError, CpmrtError, quoted
 from cpmrt.executor import Executor
 from cpmrt.executor_choice import on_executor
 from cpmrt.generation import Completion
-from cpmrt.job_maker import JobMaker, Message, Pooling, Prompt, Prompts, is_batch
+from cpmrt.job_maker import JobMaker, Message, Pooling, Prompt, Prompts, Tool, is_batch
 from cpmrt.keywords import checks_keywords
 from cpmrt.memory.plan import MemoryPlan
 from cpmrt.prefixes.prefixes import Prefixes
 from cpmrt.progress import progress_bar
-from cpmrt.sharing.jobs import Job, Reading, completion_of
+from cpmrt.sharing.jobs import Generation, Job, Reading, completion_of
 from cpmrt.sharing.shared_engine import SharedEngine
 from cpmrt.sharing.text_stream import TextStream
 from cpmrt.text import ChatTemplate, Tokenizer
@@ -162,12 +162,16 @@ class LLM:
             >>> [answer.text for answer in llm.generate(["one", "two"], progress=True)]
             >>> llm.generate("Once", SamplingParams(n=3, temperature=0.8)).choices[2].text
         """
-        groups = self.maker.groups(prompt, params)
+        return self._answers(self.maker.groups(prompt, params), is_batch(prompt), progress)
+
+    def _answers(
+        self, groups: list[list[Generation]], are_several: bool, progress: bool
+    ) -> Completion | list[Completion]:
         jobs = [job for group in groups for job in group]
         with progress_bar(len(jobs)) if progress else nullcontext(_ignore) as note:
             self._shared.run(jobs, note)
         answers = [completion_of(group) for group in groups]
-        return answers if is_batch(prompt) else answers[0]
+        return answers if are_several else answers[0]
 
     @checks_keywords(SAMPLING_HINTS)
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> TextStream:
@@ -186,7 +190,8 @@ class LLM:
         messages: Sequence[Message],
         params: SamplingParams | None = ...,
         *,
-        tools: Sequence[Mapping[str, Any]] | None = ...,
+        tools: Sequence[Tool] | None = ...,
+        tool_choice: str = ...,
         enable_thinking: bool | None = ...,
         allow_special_tokens: bool = ...,
         template_kwargs: Mapping[str, Any] | None = ...,
@@ -198,7 +203,8 @@ class LLM:
         messages: Sequence[Sequence[Message]],
         params: SamplingParams | Sequence[SamplingParams] | None = ...,
         *,
-        tools: Sequence[Mapping[str, Any]] | None = ...,
+        tools: Sequence[Tool] | None = ...,
+        tool_choice: str = ...,
         enable_thinking: bool | None = ...,
         allow_special_tokens: bool = ...,
         template_kwargs: Mapping[str, Any] | None = ...,
@@ -210,7 +216,8 @@ class LLM:
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Sequence[Tool] | None = None,
+        tool_choice: str = "auto",
         enable_thinking: bool | None = None,
         allow_special_tokens: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
@@ -221,17 +228,22 @@ class LLM:
         A list of conversations gives a list of answers, as `generate` has it. `template_kwargs` are further variables
         of the template. Special tokens such as <|im_end|> that users, tools and documents write are plain text, so that
         nobody can forge a turn; `allow_special_tokens` makes them count.
+        `tools` are functions as the OpenAI API describes them; the answer's `tool_calls` are those that it calls. With
+        the `tool_choice` "required" it calls one or more, and a tool's name makes it call that one, all in the model's
+        own format and with arguments that their schema allows; with "none" the model does not hear of any.
 
             >>> llm.chat([{"role": "user", "content": "What does os.path.join do?"}]).text
         """
-        prompts = self.maker.chat_prompts(
+        groups, are_several = self.maker.chat_groups(
             messages,
-            tools=tools,
+            params,
+            tools,
+            tool_choice,
             enable_thinking=enable_thinking,
             allow_special_tokens=allow_special_tokens,
             template_kwargs=template_kwargs,
         )
-        return self.generate(cast(Prompts, prompts), cast(SamplingParams | None, params), progress=progress)
+        return self._answers(groups, are_several, progress)
 
     @checks_keywords()
     def chat_prompt(

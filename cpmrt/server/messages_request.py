@@ -23,11 +23,14 @@ Block = dict[str, Any]
 class Conversation:
     """What the prompt is made of. The answer goes on after `begun`, which the last message says already.
 
-    `thinks` None leaves it to the template whether the model thinks first.
+    `thinks` None leaves it to the template whether the model thinks first. `called` are the names of tools of which one
+    must be called, once with `one_call`.
     """
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]]
+    called: tuple[str, ...]
+    one_call: bool
     thinks: bool | None
     begun: str
 
@@ -54,7 +57,10 @@ def read_conversation(body: dict[str, Any], models: Sequence[str]) -> Conversati
         if "tool_calls" in last:
             raise invalid(f"messages[{len(turns) - 1}]", "expected the results of its tool calls to follow")
         begun = last["content"]
-    return Conversation(messages, _tools(fields), _thinks(fields.object("thinking")), begun)
+    tools, choice = _tools(fields), fields.object("tool_choice") or Fields({"type": "auto"}, "tool_choice")
+    called = _called(choice, tools)
+    one_call = choice.boolean("disable_parallel_tool_use") is True or choice.raw("type") == "tool"
+    return Conversation(messages, tools, called, one_call, _thinks(fields.object("thinking")), begun)
 
 
 def read_settings(body: dict[str, Any]) -> Wanted:
@@ -159,9 +165,22 @@ def _tools(fields: Fields) -> list[dict[str, Any]]:
             function["description"] = tool["description"]
         tools.append({"type": "function", "function": function})
     choice = fields.mapping("tool_choice") or {"type": "auto"}
-    if choice.get("type") not in ("auto", "none"):
-        raise unsupported("tool_choice", 'only "auto" and "none"; no model can be made to call a tool yet')
-    return [] if choice["type"] == "none" else tools
+    return [] if choice.get("type") == "none" else tools
+
+
+def _called(choice: Fields, tools: list[dict[str, Any]]) -> tuple[str, ...]:
+    """Return the names of the tools of which one must be called."""
+    kind, names = choice.string("type"), tuple(tool["function"]["name"] for tool in tools)
+    if kind not in ("auto", "any", "tool", "none"):
+        raise invalid("tool_choice.type", f"expected auto, any, tool or none, got {shown(kind)}")
+    if kind in ("auto", "none"):
+        return ()
+    if not names:
+        raise invalid("tool_choice", "only together with tools")
+    name = choice.string("name")
+    if kind == "tool" and name not in names:
+        raise invalid("tool_choice.name", "expected the name of one of the tools")
+    return names if kind == "any" else (str(name),)
 
 
 def _thinks(thinking: Fields | None) -> bool | None:

@@ -223,7 +223,12 @@ def _chat_fields() -> Schema:
         "logprobs": _optional("boolean"),
         "top_logprobs": _optional("integer", minimum=0, maximum=MAX_LOGPROBS),
         "tools": _optional("array", items=tool, maxItems=MAX_TOOLS),
-        "tool_choice": {"enum": ["none", "auto", None]},
+        "tool_choice": {
+            "anyOf": [
+                {"enum": ["none", "auto", "required", None]},
+                _object({"type": {"const": "function"}, "function": _object({"name": _STRING})}),
+            ],
+        },
         "parallel_tool_calls": _optional("boolean", default=True, description="false: the first call alone is given"),
         "reasoning_effort": {
             "enum": [*REASONING_EFFORTS, None],
@@ -283,7 +288,7 @@ def _message_requests() -> Schema:
         "model": _SHARED["model"],
         "system": {"anyOf": [*content["anyOf"], {"type": "null"}]},
         "tools": _optional("array", items=tool, maxItems=MAX_TOOLS),
-        "tool_choice": {"anyOf": [{"type": "null"}, _object({"type": {"enum": ["auto", "none"]}})]},
+        "tool_choice": {"anyOf": [{"type": "null"}, _object({"type": {"enum": ["auto", "none", "any", "tool"]}})]},
         "thinking": {"anyOf": [{"type": "null"}, _object({"type": {"enum": thinking}})]},
     }
     settings = {

@@ -61,11 +61,14 @@ class Wanted:
 class ChatRequest:
     """POST /v1/chat/completions. `tools` are empty where the model may call none, with `one_call` it may call one once.
 
+    `called` are the names of tools of which the answer must call one; empty: it need not call any.
+
     `allow_special_tokens`: special tokens that users, tools and documents write count as such.
     """
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]]
+    called: tuple[str, ...]
     template_kwargs: dict[str, Any]
     allow_special_tokens: bool
     one_call: bool
@@ -94,12 +97,16 @@ def read_chat(body: dict[str, Any], models: Sequence[str]) -> ChatRequest:
     fields = Fields(body)
     check_model(fields, models)
     check_unused(fields, REFUSED_IN_CHATS)
+    tools = read_tools(fields)
+    called = _called(fields, tools)
+    is_named = isinstance(fields.raw("tool_choice"), dict)
     return ChatRequest(
         messages=read_messages(fields),
-        tools=read_tools(fields),
+        tools=tools,
+        called=called,
         template_kwargs=_thinking_kwargs(fields) | read_template_kwargs(fields),
         allow_special_tokens=fields.boolean("allow_special_tokens") is True,
-        one_call=fields.boolean("parallel_tool_calls") is False,
+        one_call=fields.boolean("parallel_tool_calls") is False or is_named,
         wanted=read_wanted(fields, _chat_max_tokens(fields), _chat_logprobs(fields)),
     )
 
@@ -260,11 +267,23 @@ def read_tools(fields: Fields) -> list[dict[str, Any]]:
             raise invalid(f"tools[{index}]", 'expected {"type": "function", "function": {"name": ...}}')
         if not isinstance(function.get("parameters", {}), dict):
             raise invalid(f"tools[{index}].function.parameters", "expected a JSON schema (an object)")
-    if choice not in (None, "none", "auto"):
-        raise unsupported("tool_choice", 'only "auto" and "none"; no model can be made to call a tool yet')
-    if choice == "auto" and not tools:
+    if choice not in (None, "none") and not tools:
         raise invalid("tool_choice", "only together with tools")
     return [] if choice == "none" else tools
+
+
+def _called(fields: Fields, tools: list[dict[str, Any]]) -> tuple[str, ...]:
+    """Return the names of the tools of which one must be called."""
+    choice, names = fields.raw("tool_choice"), tuple(tool["function"]["name"] for tool in tools)
+    if choice in (None, "none", "auto"):
+        return ()
+    if choice == "required":
+        return names
+    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if name not in names:
+        raise invalid("tool_choice", 'expected "auto", "none", "required", or one of the tools by its name')
+    return (str(name),)
 
 
 def read_prompts(fields: Fields, name: str, most: int) -> list[str | list[int]]:

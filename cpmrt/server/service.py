@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,7 +17,7 @@ from cpmrt.engine import Request as EngineRequest
 from cpmrt.errors import CpmrtError
 from cpmrt.server.answers import Answer, AnswerFormat, ChatAnswer, CompletionAnswer, OpenAIFormat
 from cpmrt.server.best_of import BestOf
-from cpmrt.server.chat_text import ChatText, marker_ids, prompt_opens_thinking
+from cpmrt.server.chat_text import ChatText, prompt_opens_thinking
 from cpmrt.server.engine_thread import EngineThread
 from cpmrt.server.errors import ApiError, unsupported
 from cpmrt.server.fill_in_middle import fill_prompt
@@ -28,10 +28,11 @@ from cpmrt.server.prompt_scores import ScoredPrompt
 from cpmrt.server.prompt_work import PromptWorkers
 from cpmrt.server.schema import Wanted, read_chat, read_completion
 from cpmrt.server.token_logprobs import ChatLogprobs, CompletionLogprobs, TokenTexts
-from cpmrt.server.tool_calls import schemas_of
 from cpmrt.sharing.jobs import Ended
 from cpmrt.text import Tokenizer
 from cpmrt.text.streaming import stop_automaton
+from cpmrt.tool_use.calls import schemas_of
+from cpmrt.tool_use.finder import marker_ids
 
 T = TypeVar("T")
 
@@ -129,8 +130,8 @@ class Service:
         """Check a chat, render and tokenize it. Raises ApiError, CpmrtError."""
         llm = self.engine.llm
         chat = read_chat(body, self.settings.model_names)
-        wanted = chat.wanted
         check_tools(llm, chat.tools)
+        wanted = calling(llm, chat.wanted, chat.tools, chat.called, one_call=chat.one_call)
         ids = llm.chat_prompt(
             chat.messages,
             tools=chat.tools or None,
@@ -232,6 +233,15 @@ def check_tools(llm: LLM, tools: Sequence[Any]) -> None:
     """Raise ApiError if a request has tools and the model's chat template cannot tell of them."""
     if tools and llm.chat_template is not None and not llm.chat_template.takes_tools:
         raise unsupported("tools", "the chat template of this model has none")
+
+
+def calling(
+    llm: LLM, wanted: Wanted, tools: Sequence[Mapping[str, Any]], called: tuple[str, ...], *, one_call: bool
+) -> Wanted:
+    """Have an answer call one of these tools, if there are any. Raises RequestError."""
+    if not called:
+        return wanted
+    return replace(wanted, sampling=llm.maker.calling(wanted.sampling, tools, called, one_call=one_call))
 
 
 def choices_of(llm: LLM, prompt: str | list[int], wanted: Wanted, first_choice: int = 0) -> list[EngineRequest]:

@@ -12,6 +12,8 @@ from cpmrt.engine import GenerationStats, Request
 from cpmrt.engine import Sequence as EngineSequence
 from cpmrt.engine.loan import Loan
 from cpmrt.generation import AnswerText, Completion, Piece
+from cpmrt.tool_use.calls import Schemas
+from cpmrt.tool_use.finder import calls_in
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,8 @@ class Generation:
 
     request: Request
     shown_ids: frozenset[int] = frozenset()
+    schemas: Schemas | None = None
+    """Of the tools that it may call."""
     pieces: list[Piece] = field(default_factory=list)
     """Those that its caller has read."""
     is_read: bool = False
@@ -66,12 +70,14 @@ class Generation:
     @property
     def completion(self) -> Completion:
         """What was read so far; the reason is "cancelled" unless that is everything."""
+        text = "".join(piece.text for piece in self.pieces)
         return Completion(
-            text="".join(piece.text for piece in self.pieces),
+            text=text,
             token_ids=tuple(token for piece in self.pieces for token in piece.token_ids),
             finish_reason=self.sequence.finish_reason if self.is_read and self.sequence.finish_reason else "cancelled",
             logprobs=tuple(entry for piece in self.pieces for entry in piece.logprobs),
             stats=self.sequence.stats,
+            tool_calls=calls_in(text, self.schemas) if self.schemas else (),
         )
 
 

@@ -50,6 +50,11 @@ class ChatTemplate:
         self.takes_tools = any(re.search(r"\btools\b", source) for source in templates.values())
         """True if a prompt can show tools at all."""
 
+    @property
+    def text(self) -> str:
+        """The sources of all templates, for who looks for what they say."""
+        return "\n".join(self._sources)
+
     @classmethod
     def open(cls, folder: Path) -> ChatTemplate | None:
         """Open the template in a checkpoint folder; None if it has none.

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cpmrt.server.chat_text import ChatText, Message, opens_thinking
-from cpmrt.server.tool_formats import read_json_call, read_python_calls, read_xml_call
+from cpmrt.tool_use.formats import read_json_call, read_python_calls, read_xml_call
 
 SCHEMAS = {
     "f": {

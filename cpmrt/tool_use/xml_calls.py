@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from html import unescape
 from typing import Any
 
-from cpmrt.server.tool_calls import Call, Schemas, as_json
+from cpmrt.tool_use.calls import Call, Schemas, as_json
 
 _FUNCTION = re.compile(r'([^"]+)"\s*>')
 _PARAM = re.compile(r'\s*<param\s+name="([^"]+)"\s*>')

@@ -15,8 +15,8 @@ import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from cpmrt.server.tool_calls import Call, Schemas, as_json
-from cpmrt.server.xml_calls import read_xml_call
+from cpmrt.tool_use.calls import Call, Schemas, as_json
+from cpmrt.tool_use.xml_calls import read_xml_call
 
 MAX_CALL_CHARACTERS = 2**20
 _FENCE = re.compile(r"\A\s*```[a-z]*\n(.*?)\n?```\s*\Z", re.DOTALL)
@@ -143,19 +143,26 @@ def _dotted(node: ast.expr) -> str:
     return ".".join([node.id, *reversed(parts)])
 
 
+class _JsonNames(ast.NodeTransformer):
+    """Takes the names of JSON's constants for their values."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant(_CONSTANTS[node.id]) if node.id in _CONSTANTS else node
+
+
+_CONSTANTS = {"true": True, "false": False, "null": None}
+
+
 def _literal(node: ast.expr) -> Any:
-    if isinstance(node, ast.Name) and node.id in ("true", "false", "null"):
-        return {"true": True, "false": False, "null": None}[node.id]
     try:
-        return ast.literal_eval(node)
+        return ast.literal_eval(_JsonNames().visit(node))
     except (RecursionError, MemoryError, TypeError, SyntaxError):
         raise ValueError("no literal") from None
 
 
 _CDATA = Quoting("<![CDATA[", re.compile(r"\]\]>"), re.compile(r"\]{1,2}\Z"))
 _DOUBLE, _SINGLE = (Quoting(mark, re.compile(rf"\\.|{mark}", re.DOTALL), re.compile(r"\\\Z")) for mark in "\"'")
-FORMATS = (
-    Format("<tool_call>", "</tool_call>", (_DOUBLE,), read_json_call),
-    Format("<|tool_call_start|>", "<|tool_call_end|>", (_DOUBLE, _SINGLE), read_python_calls),
-    Format('<function name="', "</function>", (_CDATA,), read_xml_call),
-)
+HERMES = Format("<tool_call>", "</tool_call>", (_DOUBLE,), read_json_call)
+PYTHON = Format("<|tool_call_start|>", "<|tool_call_end|>", (_DOUBLE, _SINGLE), read_python_calls)
+XML = Format('<function name="', "</function>", (_CDATA,), read_xml_call)
+FORMATS = (HERMES, PYTHON, XML)

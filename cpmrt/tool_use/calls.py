@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 
@@ -18,8 +18,8 @@ Schemas = Mapping[str, Mapping[str, Any]]
 """Function name -> JSON schema of its parameters."""
 
 
-def schemas_of(tools: list[dict[str, Any]]) -> Schemas:
-    """Return the schemas of a request's tools."""
+def schemas_of(tools: Iterable[Mapping[str, Any]]) -> Schemas:
+    """Return the schemas of tools as the OpenAI API describes them."""
     return {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
 
 

@@ -1,0 +1,1 @@
+"""Calls of tools: the formats in which models write them, what reads them, and the grammars that they obey."""

@@ -1,0 +1,129 @@
+"""Finds tool calls in the text of an answer, as it comes or when it is there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from cpmrt.text import Tokenizer
+from cpmrt.text.markers import ANSWER_MARKERS, THINKING_PAIRS
+from cpmrt.tool_use.calls import Call, Schemas
+from cpmrt.tool_use.formats import FORMATS, MAX_CALL_CHARACTERS, EndFinder, Format
+
+_STARTS = {form.start: form for form in FORMATS}
+_ANY_START = re.compile("|".join(map(re.escape, _STARTS)))
+
+
+class CallFinder:
+    """Splits text into (text, calls). A block that turns out to be no call comes out as the text that it is.
+
+    White space in front of a call, and between calls, is dropped.
+    """
+
+    def __init__(self, schemas: Schemas):
+        self._schemas = schemas
+        self._held = ""
+        self._gap = ""
+        """The white space in front of the block that is open."""
+        self._form: Format | None = None
+        """The format of the block that is open."""
+        self._end = EndFinder(FORMATS[0])
+        """Of the block that is open."""
+        self._has_calls = False
+        self._skips_quoted = True
+
+    def push(self, piece: str) -> tuple[str, list[Call]]:
+        """Return the text and the calls that this piece completes."""
+        self._held += piece
+        shown, calls = list[str](), list[Call]()
+        while self._open(shown) if self._form is None else self._continue(self._form, shown, calls):
+            pass
+        return "".join(shown), calls
+
+    def flush(self) -> tuple[str, list[Call]]:
+        """Return what is still held back. The end of the last block may be missing: models end their turn instead.
+
+        If the block is no call either way, a quotation may be open in it; from then on quoted end markers count.
+        """
+        self._skips_quoted = False
+        shown, calls = list[str](), list[Call]()
+        while self._form is not None:
+            form, self._form = self._form, None
+            if self._read(form, self._held, calls):
+                self._held = ""
+            else:
+                block, end, self._held = self._held.partition(form.end)
+                shown.append(self._gap + form.start + block + end)
+            text, more = self.push("")
+            shown.append(text)
+            calls += more
+        rest, self._held = self._held, ""
+        shown.append(rest if rest.strip() or not self._has_calls else "")
+        return "".join(shown), calls
+
+    def _open(self, shown: list[str]) -> bool:
+        """Show the text that cannot belong to a call, and tell whether a call begins after it."""
+        found = _ANY_START.search(self._held)
+        position = found.start() if found else len(self._held) - held_back(self._held, tuple(_STARTS))
+        text = self._held[:position].rstrip()
+        shown.append(text)
+        if found is None:
+            self._held = self._held[len(text) :]
+            return False
+        self._gap, self._form = self._held[len(text) : position], _STARTS[found[0]]
+        self._held = self._held[found.end() :]
+        self._end = EndFinder(self._form, skips_quoted=self._skips_quoted)
+        return True
+
+    def _continue(self, form: Format, shown: list[str], calls: list[Call]) -> bool:
+        """Close the open block if its end has come, or give it up if it is too long. Tell whether it is closed."""
+        window = self._held[:MAX_CALL_CHARACTERS]
+        place = self._end.find(window)
+        if place is None and len(self._held) < MAX_CALL_CHARACTERS:
+            return False
+        if place is None:
+            shown.append(self._gap + form.start + window)
+            self._held = self._held[len(window) :]
+        else:
+            block, self._held = self._held[:place], self._held[place + len(form.end) :]
+            if not self._read(form, block, calls):
+                shown.append(self._gap + form.start + block + form.end)
+        self._form = None
+        return True
+
+    def _read(self, form: Format, block: str, calls: list[Call]) -> bool:
+        """Add the calls of a block, and tell whether it has any."""
+        try:
+            found = form.read(block, self._schemas)
+        except ValueError:
+            return False
+        calls += found
+        self._has_calls = self._has_calls or bool(found)
+        return True
+
+
+def calls_in(text: str, schemas: Schemas) -> tuple[Call, ...]:
+    """Return the calls in a whole answer, none of those that its thought talks about."""
+    for closing in THINKING_PAIRS.values():
+        text = text.rpartition(closing)[2]
+    finder = CallFinder(schemas)
+    return tuple([*finder.push(text)[1], *finder.flush()[1]])
+
+
+def marker_ids(tokenizer: Tokenizer | None) -> frozenset[int]:
+    """Return the markers of thoughts and calls that are special tokens; in most vocabularies they are plain text."""
+    if tokenizer is None:
+        return frozenset()
+    ids = {tokenizer.token_id(marker) for marker in ANSWER_MARKERS}
+    return frozenset(token_id for token_id in tokenizer.special_ids if token_id in ids)
+
+
+def held_back(text: str, markers: Sequence[str]) -> int:
+    """Return the length of the end of `text` that may be the beginning of a marker."""
+    longest = min(len(text), max(map(len, markers)) - 1)
+    firsts = {marker[0] for marker in markers}
+    for length in range(longest, 0, -1):
+        start = len(text) - length
+        if text[start] in firsts and any(marker.startswith(text[start:]) for marker in markers):
+            return length
+    return 0

@@ -1,0 +1,175 @@
+"""Grammars, in the syntax of llguidance's Lark, of answers that are calls of given tools in a model's own format.
+
+| format | a call |
+|---|---|
+| Hermes | the arguments are JSON of the tool's schema |
+| Python | keyword arguments in the order of the schema, each JSON of its property's schema |
+| XML | parameters in that order; texts as they are or in CDATA, arrays and objects in CDATA, other values as JSON |
+"""
+
+from __future__ import annotations
+
+import json
+import keyword
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from cpmrt.errors import RequestError
+from cpmrt.text import ChatTemplate, Tokenizer
+from cpmrt.text.markers import ANSWER_MARKERS
+from cpmrt.tool_use.calls import Schemas
+from cpmrt.tool_use.formats import HERMES, PYTHON, XML, Format
+
+_JSON = {
+    "whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "coerce_one_of": True,
+    "json_allowed_escapes": 'nrbtf\\"',
+}  # fmt: skip
+"""As in `cpmrt.grammar`, with the escape sequences that Python's literals have too."""
+MAX_CALLS = 32
+"""The most calls of one answer."""
+_TEXT = r"/[^<&\n]{1,4000}/"
+_FENCE, _FENCE_END = "\n```python\n", "\n```\n"
+_NAME = re.compile(r"[A-Za-z0-9_.:-]+")
+_CONSTRAINTS = {"minLength", "maxLength", "pattern"}
+_DEFINITIONS = ("$defs", "definitions")
+
+
+def format_of(template: ChatTemplate | None) -> Format:
+    """Return the format in which a model writes calls, by what its template says of them; Hermes's if it is silent."""
+    shown = "" if template is None else template.text
+    return next((form for form in (PYTHON, XML, HERMES) if form.start in shown), HERMES)
+
+
+def grammar_of(form: Format, schemas: Schemas, tokenizer: Tokenizer, *, one_call: bool) -> str:
+    """Return the grammar of one call or more of these tools. Raises RequestError for a name that none can have."""
+    for name in schemas:
+        if not _NAME.fullmatch(name):
+            raise RequestError(f"tools: the name {name!r}", expected="letters, digits and _ . : -")
+    rules = _Rules(lambda text: _terminals(text, tokenizer))
+    make = {PYTHON.start: rules.python_call, XML.start: rules.xml_call}.get(form.start, rules.json_call)
+    calls = [make(f"c{number}", name, schema) for number, (name, schema) in enumerate(schemas.items())]
+    rules.add("call", " | ".join(calls))
+    between = "" if form.start == XML.start else rules.text("\n")
+    start = "call" if one_call else f"call ({between} call){{0,{MAX_CALLS - 1}}}"
+    if form.start == PYTHON.start:
+        start = f"{rules.text(PYTHON.start + _FENCE)} {start} {rules.text(_FENCE_END + PYTHON.end)}"
+    return f"start: {start}\n" + "\n".join(rules.lines)
+
+
+class _Rules:
+    """Collects the rules of a grammar; `text` writes a text as terminals."""
+
+    def __init__(self, text: Callable[[str], str]):
+        self.text, self.lines = text, list[str]()
+
+    def add(self, name: str, body: str, attributes: str = "") -> str:
+        """Add a rule and return its name."""
+        self.lines.append(f"{name}{attributes}: {body}")
+        return name
+
+    def json_call(self, rule: str, name: str, schema: Mapping[str, Any]) -> str:
+        before = self.text(f'{HERMES.start}\n{{"name": {json.dumps(name)}, "arguments": ')
+        after = self.text("}\n" + HERMES.end)
+        return self.add(rule, f"{before} {_json(_arguments(schema))} {after}")
+
+    def python_call(self, rule: str, name: str, schema: Mapping[str, Any]) -> str:
+        for part in (*name.split("."), *(schema.get("properties") or {})):
+            if not part.isidentifier() or keyword.iskeyword(part):
+                raise RequestError(f"tools: the name {part!r}", expected="a name as Python has them, for this model")
+        pairs = [
+            (self.text(f"{key}="), _json(_within(schema, value)), is_required)
+            for key, value, is_required in _properties(schema)
+        ]
+        return self.add(rule, f"{self.text(f'{name}(')} {self._list(rule, pairs, self.text(', '))} {self.text(')')}")
+
+    def xml_call(self, rule: str, name: str, schema: Mapping[str, Any]) -> str:
+        parameters = []
+        for number, (key, value, is_required) in enumerate(_properties(schema)):
+            body = self._xml_value(f"{rule}v{number}", _within(schema, value))
+            parameters.append((self.text(f'<param name="{key}">'), f"{body} {self.text('</param>')}", is_required))
+        before = self.text(f'{XML.start}{name}">')
+        return self.add(rule, f"{before} {self._list(rule, parameters, '')} {self.text(XML.end)}")
+
+    def _list(self, rule: str, items: list[tuple[str, str, bool]], separator: str) -> str:
+        """Return the rule of these items in their order, with separators; some may be left out."""
+        empty = f"{rule}end"
+        self.add(empty, '""')
+        first = rest = empty
+        for number in reversed(range(len(items))):
+            head, body, is_required = items[number]
+            item, after = f"{head} {body} {rest}", rest
+            optional = "" if is_required else f" | {after}"
+            rest = self.add(f"{rule}r{number}", f"{separator} {item}{optional}")
+            first = self.add(f"{rule}f{number}", item + ("" if is_required else f" | {first}"))
+        return first
+
+    def _xml_value(self, rule: str, schema: dict[str, Any]) -> str:
+        kinds = _types(schema)
+        choices = schema.get("enum", [schema["const"]] if "const" in schema else None)
+        if choices is not None and all(isinstance(choice, str) for choice in choices):
+            return "(" + " | ".join(self.text(_escaped(choice)) for choice in choices) + ")"
+        if kinds == {"string"} and _CONSTRAINTS & schema.keys():
+            return f"{self.text('<![CDATA[')} {_constrained(schema)} {self.text(']]>')}"
+        if kinds == {"string"}:
+            cdata = self.add(f"{rule}c", r"/(.|\n){0,4000}/", '[suffix="]]>"]')
+            return f"({_TEXT} | {self.text('<![CDATA[')} {cdata})?"
+        if kinds and not kinds & {"array", "object", "string"}:
+            return _json(schema)
+        return f"{self.text('<![CDATA[')} {_json(schema)} {self.text(']]>')}"
+
+
+def _terminals(text: str, tokenizer: Tokenizer) -> str:
+    """Write a text as terminals: special tokens by their numbers, since they are no text to a grammar."""
+    numbers = {marker: tokenizer.token_id(marker) for marker in ANSWER_MARKERS}
+    special = {marker: number for marker, number in numbers.items() if number in tokenizer.special_ids}
+    parts = [text]
+    if special:
+        longest_first = sorted(special, key=len, reverse=True)
+        parts = re.split("(" + "|".join(map(re.escape, longest_first)) + ")", text)
+    written = [f"<[{special[part]}]>" if part in special else json.dumps(part, ensure_ascii=False) for part in parts]
+    return " ".join(terminal for terminal in written if terminal != '""')
+
+
+def _json(schema: Mapping[str, Any]) -> str:
+    return "%json " + json.dumps({"x-guidance": _JSON, **schema}, ensure_ascii=False)
+
+
+def _arguments(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the schema of all arguments: an object, of nothing where nothing is said."""
+    return {"type": "object", "additionalProperties": bool(schema.get("additionalProperties")), **schema}
+
+
+def _properties(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any, bool]]:
+    """Yield name, schema and whether it is required of each property."""
+    required = set(schema.get("required") or ())
+    for name, value in (schema.get("properties") or {}).items():
+        if not _NAME.fullmatch(name):
+            raise RequestError(f"tools: the parameter {name!r}", expected="letters, digits and _ . : -")
+        yield name, value, name in required
+
+
+def _within(schema: Mapping[str, Any], value: Any) -> dict[str, Any]:
+    """Return the schema of a property as a whole of its own, with the definitions that it may refer to."""
+    own = dict(value) if isinstance(value, Mapping) else {}
+    return {name: schema[name] for name in _DEFINITIONS if name in schema} | own
+
+
+def _types(schema: Mapping[str, Any]) -> set[str]:
+    kinds = schema.get("type")
+    return {kinds} if isinstance(kinds, str) else set(kinds) if isinstance(kinds, list) else set()
+
+
+def _constrained(schema: Mapping[str, Any]) -> str:
+    """Return the expression of a text whose length or pattern is given, without brackets, which could end CDATA."""
+    pattern = schema.get("pattern")
+    if pattern is None:
+        return rf"/[^\]]{{{schema.get('minLength', 0)},{schema.get('maxLength', 4000)}}}/"
+    start, end = ("" if pattern.startswith("^") else r"[^\]]*"), ("" if pattern.endswith("$") else r"[^\]]*")
+    inner = pattern.removeprefix("^").removesuffix("$").replace("/", r"\/")
+    return f"/{start}({inner}){end}/"
+
+
+def _escaped(text: str) -> str:
+    """Write a text as the value of an XML parameter."""
+    return f"<![CDATA[{text}]]>" if re.search(r"[<&\n]|^\s|\s$|^$", text) else text

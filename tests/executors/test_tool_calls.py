@@ -1,0 +1,71 @@
+"""Calls of tools under the grammars of three families of models: their parsers read them, and they validate."""
+
+import json
+
+import jsonschema
+import pytest
+from form_cases import schemas
+
+from cpmrt import LLM, RequestError, SamplingParams
+from cpmrt.tool_use.finder import calls_in
+from cpmrt.tool_use.formats import FORMATS, HERMES, PYTHON
+from cpmrt.tool_use.grammars import grammar_of
+
+pytest.importorskip("llguidance")
+PROMPT = "Which tool? "
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with LLM(executor="reference", max_sequences=8, max_context=768) as llm:
+        yield llm
+
+
+def tool_sets(count, seed=0):
+    """One to three tools each, whose parameters are schemas of every kind."""
+    made = [plain_names(schema) for schema in schemas(3 * count, seed)]
+    names = [[f"tool_{number}.of_{place}" for place in range(number % 3 + 1)] for number in range(count)]
+    return [dict(zip(each, made[3 * number :], strict=False)) for number, each in enumerate(names)]
+
+
+def plain_names(schema):
+    """The schema with names that every format can write."""
+    names = {name: f"p{number}" for number, name in enumerate(schema["properties"])}
+    properties = {names[name]: value for name, value in schema["properties"].items()}
+    return schema | {"properties": properties, "required": [names[name] for name in schema["required"]]}
+
+
+def check(llm, form, sets):
+    grammars = [grammar_of(form, tools, llm.tokenizer, one_call=number % 2 == 0) for number, tools in enumerate(sets)]
+    params = [
+        SamplingParams(grammar=grammar, temperature=1.0, seed=seed, max_new_tokens=300)
+        for seed, grammar in enumerate(grammars)
+    ]
+    ended = 0
+    for number, (tools, answer) in enumerate(zip(sets, llm.generate([PROMPT] * len(sets), params), strict=True)):
+        if answer.finish_reason != "stop":
+            continue
+        ended += 1
+        calls = calls_in(answer.text, tools)
+        assert len(calls) == 1 if number % 2 == 0 else calls, answer.text
+        for call in calls:
+            jsonschema.validate(json.loads(call.arguments), tools[call.name], jsonschema.Draft202012Validator)
+    assert ended >= len(sets) / 2
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.start)
+def test_calls_have_the_format_and_validate(llm, form):
+    check(llm, form, tool_sets(6))
+
+
+@pytest.mark.all
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.start)
+def test_40_tool_sets(llm, form):
+    check(llm, form, tool_sets(40, seed=1))
+
+
+def test_a_name_that_no_grammar_can_have_is_refused(llm):
+    with pytest.raises(RequestError, match="tools: the name"):
+        grammar_of(HERMES, {'a"b': {}}, llm.tokenizer, one_call=True)
+    with pytest.raises(RequestError, match="as Python has them"):
+        grammar_of(PYTHON, {"f": {"properties": {"class": {}}}}, llm.tokenizer, one_call=True)

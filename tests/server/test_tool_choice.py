@@ -1,0 +1,108 @@
+"""Answers that must call a tool, in the formats of three families of models, and the clients that ask for them."""
+
+from __future__ import annotations
+
+import json
+
+import anthropic
+import jsonschema
+import openai
+import pytest
+from serving import serving
+from tool_model import MARKERS, TOOLS, tool_llm
+
+pytest.importorskip("llguidance")
+SCHEMAS = {tool["function"]["name"]: tool["function"]["parameters"] for tool in TOOLS}
+SAMPLED = {"temperature": 1, "seed": 4, "max_tokens": 400}
+
+
+FAMILIES = [pytest.param(name, marks=() if name == "minicpm5" else pytest.mark.all) for name in MARKERS]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def server(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    with serving(lambda: tool_llm(folder / "model", request.param)) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0)
+
+
+def check(calls):
+    for call in calls:
+        jsonschema.validate(json.loads(call.function.arguments), SCHEMAS[call.function.name])
+
+
+def asked(client, **fields):
+    messages = [{"role": "user", "content": "Weather?"}]
+    return client.chat.completions.create(model="demo", messages=messages, tools=TOOLS, **SAMPLED | fields)
+
+
+def test_a_tool_must_be_called(client):
+    for seed in range(2):
+        (choice,) = asked(client, tool_choice="required", seed=seed, parallel_tool_calls=False).choices
+        assert choice.finish_reason == "tool_calls" and not choice.message.content
+        assert len(choice.message.tool_calls) == 1
+        check(choice.message.tool_calls)
+
+
+def test_a_tool_is_called_by_its_name(client):
+    named = {"type": "function", "function": {"name": "get_climate"}}
+    (choice,) = asked(client, tool_choice=named).choices
+    assert [call.function.name for call in choice.message.tool_calls] == ["get_climate"]
+    check(choice.message.tool_calls)
+
+
+def test_calls_are_streamed(client):
+    whole = asked(client, tool_choice="required", parallel_tool_calls=False).choices[0].message.tool_calls[0].function
+    name, arguments, reason = "", "", None
+    for chunk in asked(client, tool_choice="required", parallel_tool_calls=False, stream=True):
+        (choice,) = chunk.choices
+        for call in choice.delta.tool_calls or ():
+            name += call.function.name or ""
+            arguments += call.function.arguments or ""
+        reason = choice.finish_reason or reason
+    assert (name, arguments, reason) == (whole.name, whole.arguments, "tool_calls")
+
+
+def test_messages_of_anthropic(server):
+    client = anthropic.Anthropic(base_url=server.url, api_key="x", max_retries=0)
+    tools = [{"name": name, "input_schema": schema} for name, schema in SCHEMAS.items()]
+    for choice in ({"type": "any", "disable_parallel_tool_use": True}, {"type": "tool", "name": "get_climate"}):
+        answer = client.messages.create(
+            model="demo", messages=[{"role": "user", "content": "?"}], tools=tools, tool_choice=choice, max_tokens=400
+        )
+        (block,) = answer.content
+        assert block.type == "tool_use" and answer.stop_reason == "tool_use"
+        jsonschema.validate(block.input, SCHEMAS[block.name])
+
+
+@pytest.mark.parametrize("choice", [
+    "sometimes", {"type": "function"}, {"type": "function", "function": {"name": "nothing"}}, 5, ["required"],
+], ids=str)  # fmt: skip
+def test_choices_that_there_are_not(server, choice):
+    answer = server.chat(tools=TOOLS, tool_choice=choice)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "tool_choice"
+
+
+def test_a_call_and_another_form_exclude_each_other(server):
+    answer = server.chat(tools=TOOLS, tool_choice="required", guided_regex="a")
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "tool_choice"
+
+
+def test_python_has_the_calls_too(server):
+    llm, messages = server.engine.llm, [{"role": "user", "content": "Weather?"}]
+    from cpmrt import RequestError, SamplingParams
+
+    answer = llm.chat(messages, SamplingParams(max_new_tokens=400, seed=2), tools=TOOLS, tool_choice="get_weather")
+    (call,) = answer.tool_calls
+    assert call.name == "get_weather"
+    jsonschema.validate(json.loads(call.arguments), SCHEMAS["get_weather"])
+    assert llm.chat(messages, SamplingParams(max_new_tokens=4), tools=TOOLS, tool_choice="none").tool_calls == ()
+    with pytest.raises(RequestError, match="tool_choice"):
+        llm.chat(messages, tools=TOOLS, tool_choice="nothing")
+    with pytest.raises(RequestError, match="no other form"):
+        llm.chat(messages, SamplingParams(regex="a"), tools=TOOLS, tool_choice="required")
