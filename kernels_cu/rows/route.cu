@@ -98,19 +98,25 @@ extern "C" __global__ void __launch_bounds__(kThreads)
                             normalised(v.w, w.w, scale));
     store16(normed + row * HIDDEN + column, held[turn]);
   }
+  float partial[EXPERTS] = {};
 #pragma unroll
-  for (int expert = 0; expert < EXPERTS; expert++) {
-    float score = 0.0f;
+  for (int expert = 0; expert < EXPERTS; expert++)
 #pragma unroll
     for (int turn = 0; turn < kTurns; turn++) {
       const int column = (turn * kThreads + threadIdx.x) * 8;
       if (column < HIDDEN)
-        score = dot(held[turn], kHeldExperts > 0 ? columns[expert][turn] : load16(router + expert * HIDDEN + column), score);
+        partial[expert] = dot(held[turn], kHeldExperts > 0 ? columns[expert][turn] : load16(router + expert * HIDDEN + column),
+                              partial[expert]);
     }
+  // All experts a distance at a time: one after the other they would be eight chains of five exchanges.
 #pragma unroll
-    for (int distance = 16; distance > 0; distance /= 2) score += __shfl_xor_sync(0xFFFFFFFFu, score, distance);
-    if (threadIdx.x % 32 == 0) scores[threadIdx.x / 32][expert] = score;
-  }
+  for (int distance = 16; distance > 0; distance /= 2)
+#pragma unroll
+    for (int expert = 0; expert < EXPERTS; expert++)
+      partial[expert] += __shfl_xor_sync(0xFFFFFFFFu, partial[expert], distance);
+#pragma unroll
+  for (int expert = 0; expert < EXPERTS; expert++)
+    if (threadIdx.x % 32 == 0) scores[threadIdx.x / 32][expert] = partial[expert];
   __syncthreads();
   if (threadIdx.x >= 32) return;
   float total = 0.0f;
