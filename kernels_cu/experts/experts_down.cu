@@ -126,7 +126,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
   const int own = ROWS == 1 ? 0 : count_pairs(chosen, num_pairs, num_experts);
   const auto tile_at = [&](int index) -> PairTile {
     if (ROWS > 1) return tile_of<kTokens>(own, index);
-    return {index < num_pairs ? chosen[index] : -1, 0, 1};   // each pair has an expert of its own
+    return {index < num_pairs ? expert_of(chosen, index) : -1, 0, 1};   // each pair has an expert of its own
   };
   const auto weights_of = [&](int expert) {
     return TileSource(weight, {static_cast<int64_t>(expert) * columns + blockIdx.x * 16, 8});
