@@ -11,7 +11,7 @@ from speculation_steps import SETTINGS, beside_a_neighbour, generate, prefill
 from cpmrt import LLM
 from cpmrt.cli.main import main
 from cpmrt.config import EngineConfig, SpeculationConfig, TreeShape
-from cpmrt.errors import ConfigError, RequestError
+from cpmrt.errors import ConfigError, RequestError, UnsupportedModelError
 from cpmrt.executor import Decode, Speculate
 from cpmrt.reference.assembly import open_executor
 from cpmrt.weights.model_folder import ModelFolder
@@ -30,7 +30,7 @@ def folder(tmp_path_factory):
 def open_with(folder, method=None, shapes=CHAINS, **settings):
     engine = {"executor": "reference", "prefill_chunk": 128, "max_context": 512, "memory_budget": 1 << 30} | settings
     if method is not None:
-        engine["speculation"] = SpeculationConfig(method, shapes=shapes)
+        engine["speculation"] = SpeculationConfig("model" if method == "itself" else method, shapes=shapes)
         engine["draft"] = {"lookup": None, "model": str(folder / "draft"), "itself": str(folder)}[method]
     return open_executor(ModelFolder.open(folder), EngineConfig(**engine))[0]
 
@@ -84,6 +84,11 @@ def test_conversations_that_branch(folder, chunk, reuse):
         assert texts(outs) == whole and cached(outs) == BRANCHING_CACHED
         with pytest.raises(RequestError, match="recurrent state cannot be saved"):
             llm.save_prefix("never.prefix", "x" * 200)
+
+
+def test_a_model_with_states_drafts_for_nobody(folder):
+    with pytest.raises(UnsupportedModelError, match="layers of one kind"):
+        open_with(folder, "itself")
 
 
 def test_a_chunk_holds_a_block(folder):
