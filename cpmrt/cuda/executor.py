@@ -171,6 +171,7 @@ class CudaExecutor:
             self._graphs.run("recall")
             return self._rings.sent(1, ())
         if isinstance(step, Keep):
+            self._graphs.flush()
             self._slot_states.keep(step.slot, step.snapshot)
         return Nothing()
 

@@ -22,6 +22,7 @@ from cpmrt.executor import (
     Decode,
     Executor,
     FastForward,
+    Keep,
     Pending,
     Prefill,
     Release,
@@ -70,6 +71,9 @@ class Engine:
         self.on_news: Callable[[Sequence], object] = _ignore
         """Called with each sequence that may have got tokens or come to its end."""
         self._uses_cache, self._keeps_answers = bool(prefix_cache), prefix_cache == KEEP_ANSWERS
+        # How many tokens a draft step gives is not known before it is done, and by then the state may be further on.
+        has_states = self.limits.num_snapshots > 0 and not self.limits.tree_shapes
+        self._keeps_answer_states = self._keeps_answers and has_states
         self.adaptive = adaptive
         self._policy: DraftPolicy | None = None
         """The policy of the sequence that was admitted last."""
@@ -279,7 +283,17 @@ class Engine:
         if step is None:
             step = self._decode_steps[shape] = transitions.decode_step(decoding, shape)
         self._submit(step, decoding)
+        if self._keeps_answer_states:
+            self._keep_answers(decoding)
         return True
+
+    def _keep_answers(self, decoding: tuple[Sequence, ...]) -> None:
+        """Have the states kept of those sequences that the steps so far bring to a border of pages."""
+        for seq in decoding:
+            if self.cache and seq.pages and seq.num_expected % self.limits.page_size == 0:
+                snapshot = self.cache.snapshot_within_answer(seq.pages, seq.num_expected)
+                if snapshot is not None:
+                    self._guarded(Keep(seq.slot, snapshot), (seq,), ())
 
     def _has_empty_mask(self) -> bool:
         """Tell whether a step in flight may wait for its mask, so that whoever waits for the executor waits for ever.

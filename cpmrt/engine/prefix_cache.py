@@ -5,8 +5,8 @@ page's tokens are looked up among those that follow the page before. Python hash
 key) and compares them whole, so no collision can give a page of other text, and none can be provoked from outside.
 
 Where a sequence has a state beside its pages, a text can be resumed only behind a page where a snapshot of the state
-was kept: at the last border of pages within each prompt, and where a prompt parts from one before it, which the third
-prompt with this beginning then need not compute.
+was kept: at the last border of pages within each prompt, where a prompt parts from one before it, which the third
+prompt with this beginning then need not compute, and where answers are kept at the last border within an answer.
 """
 
 from __future__ import annotations
@@ -45,6 +45,10 @@ class HeldPages:
     to others."""
     last_border: int = 0
     """The last of them all; 0: the state is not kept."""
+    answer: int | None = None
+    """The snapshot for the state within the answer, written anew at each border of pages that the answer reaches."""
+    answer_border: int = 0
+    """The number of tokens after which it was written last, if the answer did not end before."""
 
 
 class _Snapshots:
@@ -124,6 +128,16 @@ class PrefixCache:
                     held.borders[border] = snapshot
         held.last_border = max(held.borders, default=0)
 
+    def snapshot_within_answer(self, held: HeldPages, border: int) -> int | None:
+        """Return the snapshot for the state behind `border` tokens of a sequence that decodes; None: there is none.
+
+        It counts if the sequence does not end before that many tokens are written.
+        """
+        if held.answer is None and self._snapshots:
+            held.answer = self._snapshots.take()
+        held.answer_border = border
+        return held.answer
+
     def num_known(self, token_ids: Sequence[int]) -> int:
         """Return how many of the first tokens are in known pages; from another thread than the driving one a guess."""
         return len(self._known(token_ids, len(token_ids) // self._page_size)) * self._page_size
@@ -154,6 +168,9 @@ class PrefixCache:
         """
         if not self._is_on:
             return
+        if held.answer is not None and 0 < held.answer_border <= num_written:
+            held.borders[held.answer_border], held.answer = held.answer, None
+            held.last_border = max(held.last_border, held.answer_border)
         if self._snapshots:
             num_written = min(num_written, held.last_border)
         path = held.path
@@ -179,6 +196,8 @@ class PrefixCache:
             for snapshot in held.borders.values():
                 self._snapshots.give_back(snapshot)
             held.borders.clear()
+            self._snapshots.give_back(held.answer)
+            held.answer = None
         for page in reversed(held.table):
             self.pool.drop(page)
         for node in reversed(held.path):

@@ -126,8 +126,17 @@ class Sequence:
     @property
     def num_written(self) -> int:
         """Tokens whose keys and values are written: not those of the last one, from which the next step starts."""
-        num_sampled = len(self.request.prompt_ids) + len(self.token_ids) - self.num_forced - len(self.text)
-        return self.num_computed + max(num_sampled - 1, 0)
+        return self.num_computed + max(self._num_sampled - 1, 0)
+
+    @property
+    def num_expected(self) -> int:
+        """Tokens that are written once the plain steps in flight are done, if none of them ends the sequence."""
+        return len(self.text) + self._num_sampled + self.num_in_flight - 1
+
+    @property
+    def _num_sampled(self) -> int:
+        """Tokens that were sampled behind the text."""
+        return len(self.request.prompt_ids) + len(self.token_ids) - self.num_forced - len(self.text)
 
     @property
     def stats(self) -> GenerationStats:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from executors.cuda_models import Agreement, write_model
 from executors.hybrid_checkpoint import write_hybrid
-from executors.reuse_cases import BRANCHING_CACHED, branching, cached, texts
+from executors.reuse_cases import BRANCHING_CACHED, BRANCHING_CACHED_FAST, branching, cached, texts
 from reference.golden_models import relative
 from reference.hybrid_models import HYBRID, executor_for, golden, model, settings_of, tokens
 
@@ -102,13 +102,27 @@ def test_texts_together_are_texts_alone(folder, plain):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("chunk", "reuse"), [(64, True), (512, "fast")])
-def test_conversations_that_branch(folder, chunk, reuse):
+@pytest.mark.parametrize("chunk", [64, 512])
+def test_conversations_that_branch(folder, chunk):
     with open_llm(folder, prefix_cache=False) as llm:
         whole = texts(branching(llm))
-    with open_llm(folder, prefill_chunk=chunk, prefix_cache=reuse) as llm:
+    with open_llm(folder, prefill_chunk=chunk) as llm:
         outs = branching(llm)
         assert texts(outs) == whole and cached(outs) == BRANCHING_CACHED
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("steps", [1, 4])
+def test_the_state_within_an_answer(folder, steps):
+    """It is that of plain decoding: from it the next turn goes on as if the answer had gone on with these tokens."""
+    settings = {"prefix_cache": "fast", "steps_per_launch": steps, "max_sequences": 2, "dtype": "float16"}
+    with open_llm(folder, **settings) as llm:
+        outs = branching(llm)
+        assert cached(outs) == BRANCHING_CACHED_FAST
+        first = llm.generate(LOOP, GREEDY)
+        answered = [*LOOP, *first.token_ids]
+        again = llm.generate(answered[:-4], SamplingParams(max_new_tokens=4, ignore_eos=True))
+        assert again.token_ids == first.token_ids[-4:] and again.stats.cached_tokens == 192
 
 
 @pytest.mark.gpu

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from executors.hybrid_checkpoint import write_hybrid
-from executors.reuse_cases import BRANCHING_CACHED, branching, cached, texts
+from executors.reuse_cases import BRANCHING_CACHED, BRANCHING_CACHED_FAST, branching, cached, texts
 from speculation_steps import SETTINGS, beside_a_neighbour, generate, prefill
 
 from cpmrt import LLM
@@ -74,14 +74,18 @@ def test_a_neighbour_notices_nothing(folder):
         assert neighbour == generate(open_with(folder), PROMPTS[3], SETTINGS["greedy"], count=21)[0]
 
 
-@pytest.mark.parametrize(("chunk", "reuse"), [(64, True), (100, "fast")])
-def test_conversations_that_branch(folder, chunk, reuse):
-    """A text goes on from the last border within an earlier prompt, never from within an answer."""
+@pytest.mark.parametrize(
+    ("chunk", "reuse", "expected"), [(64, True, BRANCHING_CACHED), (100, "fast", BRANCHING_CACHED_FAST)]
+)
+def test_conversations_that_branch(folder, chunk, reuse, expected):
+    """A text goes on from the last border within an earlier prompt, or within its answer where answers are kept. There
+    are snapshots for all borders of these texts."""
     with LLM(folder, executor="reference", max_context=512, prefix_cache=False) as llm:
         whole = texts(branching(llm))
-    with LLM(folder, executor="reference", max_context=512, prefill_chunk=chunk, prefix_cache=reuse) as llm:
+    settings = {"prefill_chunk": chunk, "prefix_cache": reuse, "max_sequences": 2}
+    with LLM(folder, executor="reference", max_context=512, **settings) as llm:
         outs = branching(llm)
-        assert texts(outs) == whole and cached(outs) == BRANCHING_CACHED
+        assert texts(outs) == whole and cached(outs) == expected
         with pytest.raises(RequestError, match="recurrent state cannot be saved"):
             llm.save_prefix("never.prefix", "x" * 200)
 

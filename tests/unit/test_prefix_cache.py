@@ -58,7 +58,8 @@ class PagedExecutor(ScriptedExecutor):
             self.recalled[step.slot] = []
             self.states[step.slot] = [] if step.snapshot is None else self.snapshots[step.snapshot]
         if isinstance(step, Keep):
-            self.snapshots[step.snapshot] = list(self.running[step.slot].tokens)
+            running = self.running[step.slot]
+            self.snapshots[step.snapshot] = running.tokens[: len(running.tokens) - running.ready]
             return []
         if isinstance(step, Recall):
             self.recalled[step.slot] += step.token_ids
@@ -100,10 +101,13 @@ PROMPTS = st.lists(st.sampled_from([7, 8]), min_size=1, max_size=20)
 
 
 @examples(60)
-@given(LIMITS, st.lists(st.tuples(PROMPTS, st.integers(1, 12), st.integers(0, 3)), min_size=2, max_size=14))
-def test_every_sequence_gets_its_own_text_under_pressure(limits, wanted):
+@given(
+    LIMITS, st.lists(st.tuples(PROMPTS, st.integers(1, 12), st.integers(0, 3)), min_size=2, max_size=14),
+    st.sampled_from([True, True, "fast"]),
+)  # fmt: skip
+def test_every_sequence_gets_its_own_text_under_pressure(limits, wanted, reuse):
     executor = PagedExecutor(limits)
-    engine, history = Engine(executor), []
+    engine, history = Engine(executor, prefix_cache=reuse), []
     for prompt, new, action in wanted:
         if action == 1 and history and len(history[-1]) < 20:
             prompt = [*history[-1], *prompt][:20]  # the next turn of a conversation
@@ -223,6 +227,33 @@ def test_what_was_generated_is_not_resumed_where_there_is_a_state():
     second = engine.add(ask([*range(6), *tokens_of(engine, first), 30]))
     tokens_of(engine, second)
     assert second.num_cached == 4 and engine.cache.pool.num_cached == 4
+
+
+@pytest.mark.parametrize(("new", "cached"), [(2, 4), (3, 8), (12, 16)])
+@pytest.mark.parametrize("run_ahead", [1, 3])
+def test_the_state_within_an_answer_is_kept_with_its_pages(new, cached, run_ahead):
+    """At the last border of pages that the answer reaches, unless it goes on behind another within the steps ahead."""
+    executor = PagedExecutor(paged_limits(prefill_chunk=16, num_snapshots=4, run_ahead=run_ahead))
+    engine = Engine(executor, prefix_cache="fast")
+    first = engine.add(ask(range(6), new=new))
+    conversation = [*range(6), *tokens_of(engine, first), 30]
+    second = engine.add(ask(conversation, new=3))
+    assert tokens_of(engine, second) == plain_continuation(conversation, 0, 3, set())
+    assert second.num_cached == cached
+
+
+def test_a_border_that_an_ended_answer_did_not_reach_is_not_resumed():
+    """The answer ends at a stop token, while a step that would have reached the border is in flight."""
+    executor = PagedExecutor(paged_limits(prefill_chunk=16, num_snapshots=4, run_ahead=4))
+    engine = Engine(executor, prefix_cache="fast")
+    expected = plain_continuation(range(6), 0, 12, set())
+    stop = expected[1]
+    first = engine.add(Request(tuple(range(6)), Sampling(), 0, (stop,), 12))
+    answer = tokens_of(engine, first)
+    assert answer == expected[: expected.index(stop) + 1] and any(isinstance(step, Keep) for step in executor.steps)
+    second = engine.add(ask([*range(6), *answer, 30, 31], new=3))
+    tokens_of(engine, second)
+    assert second.num_cached == 4
 
 
 def test_the_snapshot_used_least_recently_goes_first():

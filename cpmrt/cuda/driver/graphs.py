@@ -82,6 +82,10 @@ class Graphs:
         """
         return self._queue.add(key, slots)
 
+    def flush(self) -> None:
+        """Start what waits for others, before something that is no sequence of these is launched."""
+        self._queue.flush()
+
     def close(self) -> None:
         """Free the graphs."""
         for loop in self._loops.values():
