@@ -60,7 +60,9 @@ class ModelConfig:
     def grouped_attention(self) -> GroupedAttention:
         """The grouped attention of the layers that have any. Raises UnsupportedModelError for none, or for several."""
         found = self.of_kind(GroupedAttention)
-        return self.attention if found is None else found
+        if found is None:
+            raise UnsupportedModelError(f"{self.architecture}: no layer has grouped attention")
+        return found
 
     @property
     def mlp(self) -> GatedMlp | ExpertsMlp:

@@ -138,7 +138,7 @@ def test_keys_and_values_in_8_bits(folder):
     ("changes", "message"),
     [
         ({"lightning_head_dim": 96}, "lightning_head_dim: expected 64 or 128, got 96"),
-        ({"mixer_types": ["lightning-attn"] * 3}, "recurrent state"),
+        ({"mixer_types": ["lightning-attn"] * 3}, "no layer has grouped attention"),
         ({"head_dim": 32}, "head_dim: expected 64, 96 or 128"),
     ],
     ids=str,
