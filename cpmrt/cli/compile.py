@@ -1,9 +1,9 @@
 """Compile the CUDA kernels of a model ahead of time, so that a later start compiles none. Needs NVRTC, but no GPU.
 
 MODEL is a folder or a hub id, --shape a well-known shape; without either it is every such shape and the bundled model.
-The kernels are those of a start with the same options; every shape and the bundled model have the drafts eagle2 and
-eagle3. For another machine: name its architecture, compile with CPMRT_CACHE_DIR set, and copy that folder. They also
-depend on the number of multiprocessors, which --sms gives.
+The kernels are those of a start with the same options; every shape but minicpm-sala-9b, and the bundled model, have the
+drafts eagle2 and eagle3. For another machine: name its architecture, compile with CPMRT_CACHE_DIR set, and copy that
+folder. They also depend on the number of multiprocessors, which --sms gives.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from cpmrt.cuda.build.modules import compile_all
 from cpmrt.cuda.driver.device import Device, open_device
 from cpmrt.cuda.precompile import known_device, modules_of
 from cpmrt.dtypes import DType
-from cpmrt.errors import NoDeviceError
+from cpmrt.errors import ConfigError, NoDeviceError
 from cpmrt.opening import Blueprint
 
 
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     settings = options.engine_config(args)
     for device in [known_device(arch, args.sms) for arch in args.arch or ()] or [_this_gpu()]:
         before, started = set(cubin_cache.folder().glob("*.cubin")), time.monotonic()
-        wanted = _wanted(_models(args, settings, device), device)
+        wanted = _wanted(_models(args, settings, device), device, all_known=not (args.shape or args.model))
         paths = {path for dtype, modules in wanted for path in compile_all(device.arch, dtype, modules)}
         seconds = time.monotonic() - started
         write(
@@ -74,11 +74,23 @@ def _models(args: argparse.Namespace, settings: EngineConfig, device: Device) ->
         yield described_model(args, settings, target, model=args.model, shape=None)[1]
 
 
-def _wanted(models: Iterable[Blueprint], device: Device) -> Iterator[tuple[DType, list[Module]]]:
-    """Yield the modules to compile for each storage type, each module once."""
+def _wanted(
+    models: Iterable[Blueprint], device: Device, *, all_known: bool
+) -> Iterator[tuple[DType, list[Module]]]:
+    """Yield the modules to compile for each storage type, each module once.
+
+    Of all known models, those that cannot run so (draft trees with a recurrent state) are left out.
+    """
     wanted: dict[DType, dict[object, Module]] = {}
     for model in models:
-        for file, sizes in modules_of(model, device):
+        try:
+            found = modules_of(model, device)
+        except ConfigError as error:
+            if not all_known:
+                raise
+            write(f"left out: {model.config.architecture}: {error}\n")
+            continue
+        for file, sizes in found:
             wanted.setdefault(model.dtype, {})[file, frozenset(sizes.items())] = file, sizes
     for dtype, modules in wanted.items():
         yield dtype, list(modules.values())

@@ -136,6 +136,7 @@ def test_the_command_builds_a_shape_for_each_architecture(asked: list[Any], caps
     assert "sm_87, 16 multiprocessors (Jetson AGX Orin)" in said and f"{len(asked[0][2])} compiled now" in said
 
 
+TREE_ATTENTION = "attention/tree_attention.cu"
 TREES = {"sampling/tree_sampling.cu", "draft/accept.cu"}
 
 
@@ -147,7 +148,11 @@ def built(asked: list[Any], *arguments: str) -> list[tuple[str, Mapping[str, int
     return modules
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+RECURRENT = "minicpm-sala-9b"
+"""Its states follow chains of drafts, not trees."""
+
+
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape != RECURRENT])
 @pytest.mark.parametrize("draft", ["eagle2", "eagle3", "lookup"])
 def test_a_draft_brings_its_modules(asked: list[Any], shape: str, draft: str) -> None:
     plain, modules = built(asked, "--shape", shape), built(asked, "--shape", shape, "--draft", draft)
@@ -156,7 +161,8 @@ def test_a_draft_brings_its_modules(asked: list[Any], shape: str, draft: str) ->
         assert any(set(spec.macros) <= sizes.keys() for spec in KERNELS if spec.file == file), (file, sizes)
     more = [module for module in modules if module not in plain]
     assert {file for file, _ in more} >= TREES | {"draft/lookup.cu" if draft == "lookup" else "draft/draft_top_k.cu"}
-    assert any(sizes["TREE"] for file, sizes in more if file in STEP_ATTENTION)
+    trees = [file for file, sizes in more if file in STEP_ATTENTION and sizes["TREE"] or file == TREE_ATTENTION]
+    assert trees
     assert ("rows/join.cu" in {file for file, _ in more}) is (draft != "lookup")
 
 
@@ -182,8 +188,14 @@ def test_every_model_that_is_known_has_its_drafts(asked: list[Any]) -> None:
     for draft in ("eagle2", "eagle3"):
         modules = built(asked, "--draft", draft)
         widths = {sizes["HIDDEN"] for file, sizes in modules if file == "step/step.cu"}
-        assert widths == {256, *(shape["hidden_size"] for shape in SHAPES.values())}
+        assert widths == {256, *(shape["hidden_size"] for name, shape in SHAPES.items() if name != RECURRENT)}
         assert len([sizes for file, sizes in modules if file == "draft/draft_top_k.cu"]) >= 2
+
+
+def test_a_recurrent_model_has_chains_of_drafts_only(asked: list[Any], capsys: Any) -> None:
+    assert {file for file, _ in built(asked, "--shape", RECURRENT, "--draft", "lookup")} >= TREES
+    assert main(["compile", "--arch", "sm_90", "--shape", RECURRENT, "--draft", "eagle2"]) == 1
+    assert "draft trees cannot be used with the cache lightning_states" in capsys.readouterr().err
 
 
 def test_the_weights_of_a_checkpoint_say_which_are_quantised(asked: list[Any], tmp_path: Path) -> None:
