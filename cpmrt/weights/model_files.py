@@ -9,7 +9,7 @@ from pathlib import Path
 
 from cpmrt.weights import files
 from cpmrt.weights.files import MAX_JSON_BYTES, parse_object
-from cpmrt.weights.gguf.folder import is_gguf, read_member
+from cpmrt.weights.gguf.folder import has_member, is_gguf, read_member
 
 
 def is_there(path: Path) -> bool:
@@ -18,7 +18,7 @@ def is_there(path: Path) -> bool:
     Only what is absent may be left out: whatever else keeps a file from being read raises CheckpointError.
     """
     if is_gguf(path.parent):
-        return read_member(path.parent, path.name) is not None
+        return has_member(path.parent, path.name)
     return files.is_there(path)
 
 

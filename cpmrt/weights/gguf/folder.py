@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -22,13 +22,22 @@ def read_member(path: Path, name: str) -> bytes | None:
 
     Raises CheckpointError, ConfigError, UnsupportedModelError.
     """
-    status = path.stat()
-    make = _members(path, status.st_size, status.st_mtime_ns).get(name)
+    make = _members(path).get(name)
     return None if make is None else encoded(make())
 
 
+def has_member(path: Path, name: str) -> bool:
+    """Tell whether `read_member` has something to return, without making it. Raises as it does."""
+    return name in _members(path)
+
+
+def _members(path: Path) -> Mapping[str, Callable[[], dict[str, Any]]]:
+    status = path.stat()
+    return _made(path, status.st_size, status.st_mtime_ns)
+
+
 @lru_cache(maxsize=2)
-def _members(path: Path, size: int, changed: int) -> dict[str, Callable[[], dict[str, Any]]]:
+def _made(path: Path, size: int, changed: int) -> dict[str, Callable[[], dict[str, Any]]]:
     """Return what makes each file. Size and time of change are there to tell a file from what it was."""
     with GgufModel.open(path) as model:
         metadata, config = model.metadata, config_json(model)
