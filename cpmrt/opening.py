@@ -25,6 +25,7 @@ from cpmrt.weights.checkpoint import Checkpoint
 from cpmrt.weights.draft_folder import resolve, with_speculation
 from cpmrt.weights.gguf.folder import is_gguf
 from cpmrt.weights.model_folder import ModelFolder
+from cpmrt.weights.repository import has_weights
 
 Parts = tuple[tuple[tuple[TensorSpec, ...], Checkpoint | None], ...]
 """Weights, with the checkpoint that they are read from; None: they are random."""
@@ -166,14 +167,14 @@ def described(
     Those of a quantised model, or of a draft, that are here tell more than a config.json does (`reads_weights`: of the
     model). `draft` and `speculate` as `LLM` takes them.
     """
-    has_weights = any(folder.path.glob("*.safetensors")) and folder.config.quantization is not None
-    if reads_weights and (has_weights or is_gguf(folder.path)):
+    is_quantised = any(folder.path.glob("*.safetensors")) and folder.config.quantization is not None
+    if reads_weights and (is_quantised or is_gguf(folder.path)):
         with Checkpoint.open(folder.path) as checkpoint:
             specs = target.held(weight_specs(folder.config, settings, checkpoint))
     else:
         specs = weight_specs(folder.config, settings)
     is_model = draft not in (None, LOOKUP) and speculate != "off"
-    if is_model and not any(resolve(str(draft), folder.path, weights=False).glob("*.safetensors")):
+    if is_model and not has_weights(resolve(str(draft), folder.path, weights=False)):
         settings = replace(settings, load_format="dummy")
     settings = with_speculation(settings, folder, draft, speculate)
     with open_draft(folder, settings, specs) as (_, found):

@@ -194,6 +194,14 @@ def test_malformed_tokenizers_are_refused_by_key(tmp_path, change, words):
     assert words in str(found.value) and str(path) in str(found.value)
 
 
+def test_a_piece_that_is_too_long_to_be_cut_everywhere_is_refused(tmp_path):
+    tokens = ["<unk>", "a", "a" * 257]
+    keys = {"model": (files.STRING, "llama"), "tokens": listed(files.STRING, tokens)}
+    keys["scores"] = listed(files.F32, [0.0, -1.0, -2.0])
+    with pytest.raises(CheckpointError, match="a piece: expected at most 256 characters, got 257"):
+        Tokenizer.open(write(tmp_path / "bad.gguf", keys))
+
+
 def test_scores_must_be_there_for_sentence_piece(tmp_path):
     tokens = ["<unk>", "<s>", "a"]
     keys = {"model": (files.STRING, "llama"), "tokens": listed(files.STRING, tokens)}

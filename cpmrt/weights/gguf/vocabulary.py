@@ -29,6 +29,8 @@ MODEL, TOKENS, TYPES, SCORES, MERGES = (
 )
 WHOLE = "tokenizer.huggingface.json"
 TEMPLATE, TEMPLATES = "tokenizer.chat_template", "tokenizer.chat_templates"
+MAX_PIECE_CHARACTERS = 256
+"""Of a piece that is merged from others: all its cuts are looked up. SentencePiece itself makes none over 16."""
 _SPACE = "\u2581"
 _NAMED = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
 
@@ -197,6 +199,12 @@ def _merges_of_scores(vocabulary: Vocabulary, pieces: set[int], scores: Array) -
     Of the pairs of one token that of the lower ids comes first, as in the tokenizer.json files of these models.
     """
     ids = {vocabulary.tokens[token_id]: token_id for token_id in pieces}
+    longest = max((len(token) for token in ids), default=0)
+    if longest > MAX_PIECE_CHARACTERS:
+        raise CheckpointError(
+            f"{vocabulary.path}: key {quoted(TOKENS)}: a piece", expected=f"at most {MAX_PIECE_CHARACTERS} characters",
+            actual=longest,
+        )  # fmt: skip
     pairs = [
         (-float(scores[token_id]), left, right)
         for token, token_id in ids.items()
