@@ -28,6 +28,7 @@ from cpmrt.tensor_spec import Source
 from cpmrt.weights.check import check
 from cpmrt.weights.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint
 from cpmrt.weights.formats.gptq import HEAD
+from cpmrt.weights.gguf.folder import is_gguf
 from cpmrt.weights.model_folder import ModelFolder
 from cpmrt.weights.safetensors import FLOATS
 
@@ -49,8 +50,7 @@ class ModelQuantiser:
     def __init__(self, folder: ModelFolder, recipe: Recipe, file_format: str, xp: Xp):
         self.folder, self.recipe, self.file_format, self.xp = folder, recipe, file_format, xp
         self.config: ModelConfig = folder.config
-        if self.config.quantization:
-            raise UnsupportedModelError(f"{folder.path} is quantised already", expected="16-bit or float32 weights")
+        check_plain(folder)
         if any(isinstance(layer.mlp, ExpertsMlp) for layer in self.config.layers):
             raise UnsupportedModelError(
                 f"{folder.path}: mixture-of-experts layers cannot be quantised here", expected="gated mlps",
@@ -186,6 +186,17 @@ class ModelQuantiser:
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         if self.file_format != "awq":
             (folder / "quantize_config.json").write_text(json.dumps(section, indent=2) + "\n")
+
+
+def check_plain(folder: ModelFolder) -> None:
+    """Raise UnsupportedModelError unless the weights are 16-bit or float32 safetensors."""
+    if folder.config.quantization:
+        raise UnsupportedModelError(f"{folder.path} is quantised already", expected="16-bit or float32 weights")
+    if is_gguf(folder.path):
+        raise UnsupportedModelError(
+            f"{folder.path} is a GGUF file", expected="a folder of safetensors",
+            fix="make one: cpmrt convert FILE FOLDER --to safetensors",
+        )  # fmt: skip
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import numpy as np
 from cpmrt.dtypes import F32, Array, DType, from_float32, round_to, to_float32
 from cpmrt.errors import UnsupportedModelError
 from cpmrt.models.decoder import tensor_specs
-from cpmrt.quantization.checkpoint_writer import copy_companions, new_folder
+from cpmrt.quantization.checkpoint_writer import check_plain, copy_companions, new_folder
 from cpmrt.quantization.file_writer import SafetensorsWriter, TensorPlan
 from cpmrt.tensor_spec import Source
 from cpmrt.weights.check import check
@@ -41,8 +41,7 @@ def write_ternary(folder: ModelFolder, out: Path, group_size: int) -> None:
 
     Raises CheckpointError, ConfigError, or UnsupportedModelError where columns do not make whole groups.
     """
-    if folder.config.quantization:
-        raise UnsupportedModelError(f"{folder.path} is quantised already", expected="16-bit or float32 weights")
+    check_plain(folder)
     specs = tensor_specs(folder.config)
     sources = {source.name: source for spec in specs for source in spec.sources}
     layers = {source.name for spec in specs if spec.product not in (None, "head") for source in spec.sources}

@@ -204,6 +204,14 @@ def test_a_gptq_checkpoint_becomes_a_file_and_a_plain_folder(tmp_path):
     assert to_float32(np.zeros(1, np.uint16), DType.BFLOAT16) == 0
 
 
+@pytest.mark.parametrize("options", [["--method", "rtn"], ["--method", "ternary"]])
+def test_a_file_is_not_quantised_before_it_is_a_folder(tmp_path, options, capsys):
+    pair = models.write_pair(tmp_path, "llama", lambda name: "BF16", num_hidden_layers=1)
+    assert main(["quantize", str(pair.gguf), str(tmp_path / "out"), *options]) == 1
+    assert "is a GGUF file: expected a folder of safetensors" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_mistakes_leave_nothing_behind(tmp_path):
     folder = ModelFolder.open(BUNDLED)
     (tmp_path / "there.gguf").write_bytes(b"")

@@ -16,6 +16,7 @@ from torch import Tensor
 from cpmrt.errors import ConfigError
 from cpmrt.models.decoder import tensor_specs
 from cpmrt.models.rope import rope_table
+from cpmrt.quantization.checkpoint_writer import check_plain
 from cpmrt.weights.checkpoint import Checkpoint
 from cpmrt.weights.model_folder import ModelFolder
 
@@ -33,6 +34,7 @@ class Target:
                 f"{folder.path} is quantised", expected="a 16-bit checkpoint",
                 fix="train on the 16-bit model: the draft fits its quantised ones too",
             )  # fmt: skip
+        check_plain(folder)
         if context > self.config.max_positions:
             raise ConfigError("row length", expected=f"at most {self.config.max_positions}", actual=context)
         with Checkpoint.open(folder.path) as checkpoint:
