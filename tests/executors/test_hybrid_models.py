@@ -17,7 +17,7 @@ from cpmrt.reference.assembly import open_executor
 from cpmrt.weights.model_folder import ModelFolder
 
 RANDOM = np.random.default_rng(8)
-PROMPTS = [tuple(RANDOM.integers(3, 259, count).tolist()) for count in (1, 63, 64, 150)]
+PROMPTS = [tuple(RANDOM.integers(3, 259, count).tolist()) for count in (1, 63, 150)]
 LOOP = tuple([*range(40, 60)] * 8)
 CHAINS = (TreeShape.chain(4), TreeShape.chain(1), TreeShape.chain(7))
 
@@ -35,16 +35,16 @@ def open_with(folder, method=None, shapes=CHAINS, **settings):
     return open_executor(ModelFolder.open(folder), EngineConfig(**engine))[0]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.all), "bfloat16"])
 @pytest.mark.parametrize("method", ["lookup", "model"])
 def test_drafts_change_no_token(folder, method, dtype):
     with_draft, plain = open_with(folder, method, dtype=dtype), open_with(folder, dtype=dtype)
     accepted = []
-    for case, prompt in enumerate([*PROMPTS, LOOP]):
+    for case, prompt in enumerate([*PROMPTS[1:], LOOP]):
         for sampling in (SETTINGS["sampled"], SETTINGS["greedy"]):
             steps = ((0,), (1, 2, "decode"), (2,))[case % 3]
-            found, lengths = generate(with_draft, prompt, sampling, steps, count=16)
-            assert found == generate(plain, prompt, sampling, count=16)[0]
+            found, lengths = generate(with_draft, prompt, sampling, steps, count=24)
+            assert found == generate(plain, prompt, sampling, count=24)[0]
             accepted += lengths
     assert max(accepted) > 1, "no draft was ever accepted, so nothing was tested"
 
@@ -69,19 +69,23 @@ def test_the_state_behind_accepted_drafts_has_the_bits_of_plain_decoding(folder)
 def test_a_neighbour_notices_nothing(folder):
     two = open_with(folder, "lookup", max_sequences=2)
     for steps in (("decode",), (0, 2)):
-        own, neighbour = beside_a_neighbour(two, LOOP, PROMPTS[3], steps, 12)
+        own, neighbour = beside_a_neighbour(two, LOOP, PROMPTS[2], steps, 12)
         assert own == generate(open_with(folder), LOOP, SETTINGS["greedy"], count=12)[0]
-        assert neighbour == generate(open_with(folder), PROMPTS[3], SETTINGS["greedy"], count=21)[0]
+        assert neighbour == generate(open_with(folder), PROMPTS[2], SETTINGS["greedy"], count=21)[0]
+
+
+@pytest.fixture(scope="module")
+def whole(folder):
+    with LLM(folder, executor="reference", max_context=512, prefix_cache=False) as llm:
+        return texts(branching(llm))
 
 
 @pytest.mark.parametrize(
     ("chunk", "reuse", "expected"), [(64, True, BRANCHING_CACHED), (100, "fast", BRANCHING_CACHED_FAST)]
 )
-def test_conversations_that_branch(folder, chunk, reuse, expected):
+def test_conversations_that_branch(folder, whole, chunk, reuse, expected):
     """A text goes on from the last border within an earlier prompt, or within its answer where answers are kept. There
     are snapshots for all borders of these texts."""
-    with LLM(folder, executor="reference", max_context=512, prefix_cache=False) as llm:
-        whole = texts(branching(llm))
     settings = {"prefill_chunk": chunk, "prefix_cache": reuse, "max_sequences": 2}
     with LLM(folder, executor="reference", max_context=512, **settings) as llm:
         outs = branching(llm)
