@@ -49,6 +49,7 @@ class Endpoints:
             Route("/v1/models", self.models),
             Route("/v1/models/{model:path}", self.model),
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
+            Route("/v1/responses", self.responses, methods=["POST"]),
             Route("/v1/completions", self.completions, methods=["POST"]),
             Route("/v1/messages", self.messages, methods=["POST"]),
             Route("/v1/messages/count_tokens", self._calls(count_tokens), methods=["POST"]),
@@ -61,6 +62,9 @@ class Endpoints:
 
     async def chat(self, request: Request) -> Response:
         return await self._complete(request, self._service.prepare_chat)
+
+    async def responses(self, request: Request) -> Response:
+        return await self._complete(request, self._service.prepare_response)
 
     async def completions(self, request: Request) -> Response:
         return await self._complete(request, self._service.prepare_completion)

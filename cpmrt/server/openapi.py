@@ -30,6 +30,7 @@ def document() -> Schema:
         "paths": {
             "/v1/chat/completions": _post("ChatRequest", "ChatCompletion", "Answer a conversation", streams=True),
             "/v1/completions": _post("CompletionRequest", "Completion", "Continue prompts", streams=True),
+            "/v1/responses": _post("ResponsesRequest", "Response", "Answer, in OpenAI's newer API", streams=True),
             "/v1/messages": _post(
                 "MessageRequest", "Message", "Answer, as Anthropic does", streams=True, error="MessageError"
             ),
@@ -203,6 +204,9 @@ def _requests() -> Schema:
     }
     return {
         "ChatRequest": _object({"messages": messages}, chat),
+        "ResponsesRequest": _object(
+            {"input": {"anyOf": [_STRING, _array({"type": "object"}, minItems=1)]}}, _responses_fields()
+        ),
         "CompletionRequest": _object({"prompt": {"anyOf": prompts}}, _completion_fields()),
         **_message_requests(),
         "EmbeddingRequest": _object({"input": {"anyOf": inputs}}, _embedding_fields()),
@@ -240,6 +244,21 @@ def _chat_fields() -> Schema:
         "allow_special_tokens": _optional(
             "boolean", default=False, description="Special tokens in messages of users and tools count as such"
         ),
+    }
+
+
+def _responses_fields() -> Schema:
+    function = _object({"type": {"const": "function"}, "name": _STRING}, {"parameters": _optional("object")})
+    names = ("model", "temperature", "top_p", "top_k", "min_p", "seed", "stream", "max_thinking_tokens")
+    return {
+        **{name: _SHARED[name] for name in names},
+        "instructions": _optional("string", description="The system message"),
+        "max_output_tokens": _MAX_TOKENS,
+        "tools": _optional("array", items=function, maxItems=MAX_TOOLS),
+        "tool_choice": {"description": "none, auto, required, or a function by its name"},
+        "parallel_tool_calls": _optional("boolean", default=True),
+        "text": _optional("object", description="Its format: text, json_object, or json_schema with a schema"),
+        "reasoning": _optional("object", description="Its effort, as reasoning_effort of chats"),
     }
 
 
@@ -333,6 +352,16 @@ def _answers() -> Schema:
         "Text": _object({"prompt": _STRING, "content": _STRING}),
         "TokenizerInfo": _object({"vocab_size": _INTEGER, "max_model_len": _INTEGER}),
         "Health": _object({"status": _STRING}, {"model": _STRING}),
+        "Response": _object({
+            "id": _STRING,
+            "object": {"const": "response"},
+            "created_at": _INTEGER,
+            "model": _STRING,
+            "status": {"enum": ["completed", "incomplete"]},
+            "incomplete_details": _optional("object"),
+            "output": _array(_object({"id": _STRING, "type": {"enum": ["message", "reasoning", "function_call"]}})),
+            "usage": _object(dict.fromkeys(("input_tokens", "output_tokens", "total_tokens"), _INTEGER)),
+        }),
         "Message": _object({
             "id": _STRING,
             "type": {"const": "message"},

@@ -26,7 +26,9 @@ from cpmrt.server.json_body import LONG_BYTES
 from cpmrt.server.metrics import Metrics
 from cpmrt.server.prompt_scores import ScoredPrompt
 from cpmrt.server.prompt_work import PromptWorkers
-from cpmrt.server.schema import Wanted, read_chat, read_completion
+from cpmrt.server.responses_answer import ResponsesFormat
+from cpmrt.server.responses_request import chat_of
+from cpmrt.server.schema import ChatRequest, Wanted, read_chat, read_completion
 from cpmrt.server.token_logprobs import ChatLogprobs, CompletionLogprobs, TokenTexts
 from cpmrt.sharing.jobs import Ended
 from cpmrt.text import Tokenizer
@@ -128,8 +130,27 @@ class Service:
 
     def prepare_chat(self, body: dict[str, Any]) -> Prepared:
         """Check a chat, render and tokenize it. Raises ApiError, CpmrtError."""
-        llm = self.engine.llm
         chat = read_chat(body, self.settings.model_names)
+        wanted, requests, texts = self._chat(chat)
+        logprobs = list[ChatLogprobs]()
+        if wanted.logprobs is not None:
+            tokens, end_ids = TokenTexts(self.engine.llm.tokenizer), frozenset(requests[0].stop_token_ids)
+            logprobs = [ChatLogprobs(tokens, end_ids, wanted.logprobs) for _ in texts]
+        answer = ChatAnswer(texts, logprobs)
+        head = self._head("chatcmpl", "chat.completion.chunk" if wanted.streams else "chat.completion")
+        return self._prepared(head, requests, wanted, answer, marker_ids(self.engine.llm.tokenizer))
+
+    def prepare_response(self, body: dict[str, Any]) -> Prepared:
+        """Check a request of the Responses API, render and tokenize it. Raises ApiError, CpmrtError."""
+        chat = read_chat(chat_of(body), self.settings.model_names)
+        wanted, requests, (text,) = self._chat(chat)
+        response_id = f"resp_{secrets.token_hex(12)}"
+        answer = ResponsesFormat(response_id, self.settings.model_name, body, text)
+        return Prepared(response_id, requests, wanted, answer, marker_ids(self.engine.llm.tokenizer))
+
+    def _chat(self, chat: ChatRequest) -> tuple[Wanted, list[EngineRequest], list[ChatText]]:
+        """Return what is wanted of a chat, and for each choice its request and what splits its text."""
+        llm = self.engine.llm
         check_tools(llm, chat.tools)
         wanted = calling(llm, chat.wanted, chat.tools, chat.called, one_call=chat.one_call)
         ids = llm.chat_prompt(
@@ -143,13 +164,7 @@ class Service:
         is_thinking = prompt_opens_thinking(ids, llm.tokenizer)
         schemas = schemas_of(chat.tools) if chat.tools else None
         texts = [ChatText(is_thinking, schemas, one_call=chat.one_call) for _ in range(wanted.num_choices)]
-        logprobs = list[ChatLogprobs]()
-        if wanted.logprobs is not None:
-            tokens, end_ids = TokenTexts(llm.tokenizer), frozenset(requests[0].stop_token_ids)
-            logprobs = [ChatLogprobs(tokens, end_ids, wanted.logprobs) for _ in texts]
-        answer = ChatAnswer(texts, logprobs)
-        head = self._head("chatcmpl", "chat.completion.chunk" if wanted.streams else "chat.completion")
-        return self._prepared(head, requests, wanted, answer, marker_ids(llm.tokenizer))
+        return wanted, requests, texts
 
     def prepare_completion(self, body: dict[str, Any]) -> Prepared:
         """Check a completion and tokenize its prompts. Raises ApiError, CpmrtError."""

@@ -1,0 +1,107 @@
+"""Requests of OpenAI's Responses API, told as chats: the rest of the server knows those."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cpmrt.server.errors import invalid, unsupported
+from cpmrt.server.json_body import Fields, shown
+
+_SAME = (
+    "model", "temperature", "top_p", "stream", "parallel_tool_calls", "metadata", "store", "user", "service_tier",
+    "safety_identifier", "prompt_cache_key", "top_k", "min_p", "repetition_penalty", "presence_penalty",
+    "frequency_penalty", "seed", "chat_template_kwargs", "max_thinking_tokens", "loop_repeats", "loop_penalty",
+)  # fmt: skip
+"""Fields that chats have under the same names."""
+_UNSUPPORTED = {
+    "previous_response_id": "send the whole conversation as input: this server keeps none",
+    "conversation": "send the whole conversation as input: this server keeps none",
+    "prompt": "send the text itself",
+    "max_tool_calls": "use parallel_tool_calls",
+    "top_logprobs": "use /v1/chat/completions",
+}
+_TEXTS = ("input_text", "output_text", "text")
+
+
+def chat_of(body: dict[str, Any]) -> dict[str, Any]:
+    """Return the chat that a request asks for. Raises ApiError 400."""
+    fields = Fields(body)
+    for name, instead in _UNSUPPORTED.items():
+        if fields.raw(name) is not None:
+            raise unsupported(name, instead)
+    if fields.boolean("background"):
+        raise unsupported("background", "wait for the answer, or stream it")
+    chat = {name: body[name] for name in _SAME if name in body}
+    chat["messages"] = _messages(fields)
+    chat["tools"] = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(fields.array("tools") or [])] or None
+    chat["tool_choice"] = _tool_choice(fields.raw("tool_choice"))
+    chat["max_tokens"] = fields.integer("max_output_tokens")
+    reasoning, text = fields.object("reasoning"), fields.object("text")
+    chat["reasoning_effort"] = reasoning.string("effort") if reasoning else None
+    chat["response_format"] = _format(text.object("format")) if text else None
+    return chat
+
+
+def _messages(fields: Fields) -> list[dict[str, Any]]:
+    instructions, given = fields.string("instructions"), fields.raw("input")
+    messages: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
+    if isinstance(given, str):
+        return [*messages, {"role": "user", "content": given}]
+    if not isinstance(given, list) or not given:
+        raise invalid("input", "expected a text or an array of items")
+    for index, item in enumerate(given):
+        _add(messages, item, f"input[{index}]")
+    return messages
+
+
+def _add(messages: list[dict[str, Any]], item: Any, where: str) -> None:
+    """Add an item to the messages; calls that follow each other are of one message."""
+    kind = item.get("type", "message") if isinstance(item, dict) else None
+    if kind == "message":
+        messages.append({"role": item.get("role"), "content": _content(item.get("content"), f"{where}.content")})
+    elif kind == "function_call":
+        call = {"id": item.get("call_id"), "type": "function"}
+        call["function"] = {"name": item.get("name"), "arguments": item.get("arguments")}
+        if not (messages and messages[-1]["role"] == "assistant"):
+            messages.append({"role": "assistant", "content": ""})
+        messages[-1].setdefault("tool_calls", []).append(call)
+    elif kind == "function_call_output":
+        output = _content(item.get("output"), f"{where}.output")
+        messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
+    elif kind != "reasoning":
+        raise unsupported(f"{where}.type", "use message, function_call, function_call_output or reasoning")
+
+
+def _content(content: Any, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    texts = []
+    for index, part in enumerate(content if isinstance(content, list) else [None]):
+        kind, text = (part.get("type"), part.get("text")) if isinstance(part, dict) else (None, None)
+        if kind not in _TEXTS or not isinstance(text, str):
+            got = shown(kind) if isinstance(part, dict) else shown(content)
+            raise invalid(f"{where}[{index}]", f"expected text, got {got}")
+        texts.append(text)
+    return "".join(texts)
+
+
+def _tool(tool: Any, where: str) -> dict[str, Any]:
+    if not isinstance(tool, dict) or tool.get("type") != "function":
+        raise unsupported(where, 'only tools of the type "function"')
+    return {"type": "function", "function": {name: tool[name] for name in tool if name not in ("type", "strict")}}
+
+
+def _tool_choice(choice: Any) -> Any:
+    """Return the choice as chats have it: a function's name stands in an object of its own there."""
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    return choice
+
+
+def _format(wanted: Fields | None) -> dict[str, Any] | None:
+    if wanted is None:
+        return None
+    kind = wanted.string("type")
+    if kind == "json_schema":
+        return {"type": kind, "json_schema": {"schema": wanted.mapping("schema")}}
+    return {"type": kind}

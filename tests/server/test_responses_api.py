@@ -1,0 +1,124 @@
+"""POST /v1/responses with the official client: text, streams, tools, structured answers, and what is refused."""
+
+from __future__ import annotations
+
+import json
+
+import jsonschema
+import openai
+import pytest
+from pydantic import BaseModel
+from serving import TOOL_CALLS, serving
+from tool_model import TOOLS, tool_llm
+
+SCHEMAS = {tool["function"]["name"]: tool["function"]["parameters"] for tool in TOOLS}
+WEATHER = {
+    "type": "function", "name": "weather", "strict": True,
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
+}  # fmt: skip
+
+
+def client_of(server):
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def client(says):
+    return client_of(says)
+
+
+def test_a_text(client):
+    answer = client.responses.create(model="says", input="say(hello)yas", instructions="be kind")
+    assert answer.output_text == "hello" and answer.status == "completed"
+    (item,) = answer.output
+    assert (item.type, item.role, item.content[0].type) == ("message", "assistant", "output_text")
+    assert answer.usage.total_tokens == answer.usage.input_tokens + answer.usage.output_tokens
+    assert answer.instructions == "be kind" and answer.error is None
+
+
+def test_a_conversation_of_items(client):
+    answer = client.responses.create(model="says", input=[
+        {"role": "user", "content": [{"type": "input_text", "text": "one"}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "two"}]},
+        {"type": "reasoning", "id": "r", "summary": []},
+        {"type": "function_call", "call_id": "c", "name": "weather", "arguments": '{"city": "Bonn"}'},
+        {"type": "function_call_output", "call_id": "c", "output": "rain"},
+        {"role": "user", "content": "three"},
+    ])  # fmt: skip
+    assert answer.output_text.startswith("[user]one[assistant]two")
+    assert '"city": "Bonn"' in answer.output_text and "[tool]rain[user]three" in answer.output_text
+
+
+def test_a_limit_makes_it_incomplete(client):
+    answer = client.responses.create(model="says", input="say(hello)yas", max_output_tokens=2)
+    assert answer.status == "incomplete" and answer.incomplete_details.reason == "max_output_tokens"
+    assert answer.output_text == "he"
+
+
+def test_a_stream(client):
+    events = list(client.responses.create(model="says", input="say(hello)yas", stream=True))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    kinds = [event.type for event in events]
+    assert kinds[:2] == ["response.created", "response.in_progress"] and kinds[-1] == "response.completed"
+    deltas = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    assert deltas == "hello" == events[-1].response.output_text
+    with client.responses.stream(model="says", input="say(hello)yas") as stream:
+        assert stream.get_final_response().output_text == "hello"
+
+
+@pytest.mark.parametrize("call", TOOL_CALLS.values(), ids=TOOL_CALLS)
+def test_calls_that_a_model_makes(client, call):
+    fields = {"model": "says", "input": f"say({call})yas", "tools": [WEATHER]}
+    answer = client.responses.create(**fields)
+    text, found = answer.output
+    assert (text.type, found.type, found.name) == ("message", "function_call", "weather")
+    assert json.loads(found.arguments) == {"city": "Köln", "days": 2}
+    events = list(client.responses.create(**fields, stream=True))
+    arguments = "".join(event.delta for event in events if event.type == "response.function_call_arguments.delta")
+    assert arguments == found.arguments == events[-1].response.output[1].arguments
+
+
+def test_thoughts_are_items(client):
+    answer = client.responses.create(model="says", input="say(<think>hm</think>yes)yas")
+    thought, text = answer.output
+    assert (thought.type, thought.content[0].text, text.content[0].text) == ("reasoning", "hm", "yes")
+
+
+@pytest.mark.parametrize(("fields", "param"), [
+    ({"input": []}, "input"), ({"input": 5}, "input"), ({"input": [5]}, "input[0].type"),
+    ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
+    ({"previous_response_id": "resp_1"}, "previous_response_id"), ({"tools": [{"type": "web_search"}]}, "tools[0]"),
+    ({"tool_choice": "required"}, "tool_choice"), ({"background": True}, "background"),
+    ({"text": {"format": {"type": "xml"}}}, "response_format.type"), ({"max_output_tokens": 0}, "max_tokens"),
+], ids=str)  # fmt: skip
+def test_what_is_refused(says, fields, param):
+    answer = says.client.post("/v1/responses", json={"input": "x", **fields})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == param
+
+
+class Weather(BaseModel):
+    is_raining: bool
+    wind: bool
+
+
+def test_structured_text(demo):
+    pytest.importorskip("llguidance")
+    client = client_of(demo)
+    parsed = client.responses.parse(model="demo", input="?", text_format=Weather, max_output_tokens=60)
+    assert isinstance(parsed.output_parsed, Weather)
+    wanted = {"type": "json_schema", "name": "w", "schema": {"enum": ["rain", "sun"]}}
+    answer = client.responses.create(model="demo", input="?", text={"format": wanted}, temperature=1)
+    assert json.loads(answer.output_text) in ("rain", "sun")
+
+
+def test_a_tool_that_must_be_called(tmp_path):
+    pytest.importorskip("llguidance")
+    tools = [{"type": "function", "name": name, "parameters": schema} for name, schema in SCHEMAS.items()]
+    with serving(lambda: tool_llm(tmp_path / "model", "minicpm5")) as server:
+        for choice in ("required", {"type": "function", "name": "get_climate"}):
+            answer = client_of(server).responses.create(
+                model="demo", input="?", tools=tools, tool_choice=choice, parallel_tool_calls=False
+            )
+            (call,) = answer.output
+            assert call.type == "function_call"
+            jsonschema.validate(json.loads(call.arguments), SCHEMAS[call.name])
