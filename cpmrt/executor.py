@@ -221,6 +221,8 @@ class ExecutorLimits:
     """Tokens of a KV page."""
     takes_masks: bool = False
     """Whether rows may have a `Mask`, and answers be fast-forwarded."""
+    remakes_answers: bool = False
+    """Whether prompts are so fast that answers may be computed again, as prompts, while nothing else is to do."""
     num_snapshots: int = 0
     """States that `Keep` may write. 0: a sequence is its pages alone, and every prefix of pages can be resumed;
     otherwise only one whose state was kept."""

@@ -322,6 +322,14 @@ class LLM:
         """
         return self._prefixes.load(Path(path))
 
+    def prepare_next_turn(self) -> None:
+        """Compute the last answers once more, as prompts that begin with them would be, so that these find them.
+
+        A program calls it while a user reads or types; a server and `cpmrt chat` do so by themselves. Without it the
+        next turn does. No effect where answers are kept as they are (`prefix_cache="fast"`) and on the NumPy executor.
+        """
+        self._shared.remake_answers()
+
     @property
     def plan(self) -> MemoryPlan:
         """What was allocated, part by part; `str(plan)` is a table."""

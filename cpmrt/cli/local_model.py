@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 from cpmrt import LLM
@@ -62,7 +62,7 @@ class LocalModel:
         prompt, num_dropped = self.fit(conversation, question)
         is_thinking = prompt_opens_thinking(prompt, self._llm.tokenizer)
         job = Generation(self._llm.request(prompt, self.params), marker_ids(self._llm.tokenizer))
-        return LocalAnswer(TextStream(self._llm.shared, job), is_thinking), num_dropped
+        return LocalAnswer(TextStream(self._llm.shared, job), is_thinking, self._llm.prepare_next_turn), num_dropped
 
     def fit(self, conversation: Conversation, question: str) -> tuple[list[int], int]:
         """Return the prompt for one more question, without the oldest turns where it does not fit, and their number.
@@ -86,22 +86,25 @@ class LocalModel:
 
 
 class LocalAnswer:
-    """An answer of an LLM, its thoughts told from the rest."""
+    """An answer of an LLM, its thoughts told from the rest; `prepare` is called behind one that was read to its end."""
 
-    def __init__(self, stream: TextStream, is_thinking: bool):
-        self._stream, self._splitter = stream, ChatText(is_thinking, None)
-        self._texts: list[str] = []
+    def __init__(self, stream: TextStream, is_thinking: bool, prepare: Callable[[], None]):
+        self._stream, self._splitter, self._prepare = stream, ChatText(is_thinking, None), prepare
+        self._texts, self._is_over = list[str](), False
 
     def __iter__(self) -> Iterator[Part]:
         for piece in self._stream:
             yield from list(self._parts(self._splitter.push(piece.text))) or [Part("")]  # the caller may want to stop
         yield from self._parts(self._splitter.flush())
+        self._is_over = True
 
     def __enter__(self) -> LocalAnswer:
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._stream.close()
+        if self._is_over:
+            self._prepare()
 
     @property
     def text(self) -> str:

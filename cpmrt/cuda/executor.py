@@ -79,7 +79,7 @@ class CudaExecutor:
             plan.max_sequences, plan.max_context, self.config.chunk_of(engine.prefill_chunk),
             max(_RUN_AHEAD, 2 * engine.steps_per_launch), max_logit_bias=MAX_LOGIT_BIAS, num_pages=layout.num_pages,
             page_size=PAGE_SIZE, tree_shapes=draft.shapes if draft else (), takes_masks=True,
-            num_snapshots=layout.num_snapshots,
+            num_snapshots=layout.num_snapshots, remakes_answers=True,
         )  # fmt: skip
         self.stream = cupy.cuda.Stream(non_blocking=True)
         self._modules, self._dtype = Modules(device.arch, blueprint.dtype), blueprint.dtype

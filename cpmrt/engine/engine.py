@@ -105,6 +105,11 @@ class Engine:
         return tuple(self._loans)
 
     @property
+    def remakes_answers(self) -> bool:
+        """True if an answer is to be computed again as a prompt would be, so that the prompt after it finds it."""
+        return self.limits.remakes_answers and self.cache is not None and self._uses_cache and not self._keeps_answers
+
+    @property
     def is_idle(self) -> bool:
         """True if no sequence waits or runs and no step is in flight."""
         return not (self._waiting or self.running or self._in_flight)

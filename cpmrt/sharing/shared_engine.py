@@ -34,6 +34,7 @@ from cpmrt.sharing.jobs import (
     Reading,
     Receiver,
 )
+from cpmrt.sharing.remade_answers import RemadeAnswers
 from cpmrt.text import Tokenizer
 
 _log = logging.getLogger("cpmrt")
@@ -60,6 +61,9 @@ class SharedEngine:
         self._news: list[EngineSequence] = []
         """Sequences with tokens or an end that their receivers have not got yet."""
         engine.on_news = self._news.append
+        self._remade = RemadeAnswers(engine)
+        self._remaking: Generation | None = None
+        """The job of `serve` itself that computes an answer again."""
         self._is_closed = False
         self._process = os.getpid()
 
@@ -116,12 +120,20 @@ class SharedEngine:
             self.cancel(jobs)
             raise
 
+    def remake_answers(self) -> None:
+        """Compute the last answers once more, as prompts that begin with them would be. Raises as `run` does."""
+        while (job := self._remade.next()) is not None:
+            self.run([job])
+
     def serve(self, inbox: Inbox) -> None:
-        """Drive the engine whenever there is a job, until STOP comes to the inbox; any other message wakes it."""
+        """Drive the engine whenever there is a job, until STOP comes to the inbox; any other message wakes it.
+
+        Between jobs it computes answers again; a job that comes meanwhile ends that.
+        """
         message: Message | None = None
         while message is not STOP:
             try:
-                if self.is_idle or not inbox.is_empty():
+                if not inbox.is_empty() or (self.is_idle and not self._remake_one()):
                     message = inbox.get()
                 elif not self._drive(lambda: self.is_idle or not inbox.is_empty()):
                     message = self._sleep(inbox)
@@ -144,6 +156,14 @@ class SharedEngine:
             pass
         if closed.error is not None:
             raise closed.error
+
+    def _remake_one(self) -> bool:
+        """Submit a job that computes an answer again, unless there is none."""
+        job = None if self._is_closed else self._remade.next()
+        if job is not None:
+            self._remaking = job
+            self.submit([job], EndsInbox())
+        return job is not None
 
     def _check_usable(self) -> None:
         if os.getpid() != self._process:
@@ -235,6 +255,12 @@ class SharedEngine:
             self._commands.popleft()()
 
     def _run_add(self, jobs: Sequence[Job]) -> None:
+        remaking = self._remaking
+        if remaking is not None and remaking not in jobs:
+            self._remaking = None
+            if remaking.sequence in self._generations:
+                self._run_cancel([remaking])
+                self._remade.put_back(remaking)
         for job in jobs:
             if self._is_closed:
                 self._run_end(job, _closed())
@@ -311,6 +337,7 @@ class SharedEngine:
             rest = text.rest()
             items += [(job, Piece(rest))] * bool(rest)
             items.append((job, job.ended()))
+            self._remade.note(seq)
         return items
 
     def _run_end(self, job: Job, error: Exception | None = None) -> None:

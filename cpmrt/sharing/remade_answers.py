@@ -1,0 +1,43 @@
+"""Answers whose keys and values are computed once more, as a prompt's, while there is nothing else to do.
+
+Decode steps round a little differently than a prefill. So the next turn of a chat, whose prompt begins with the answer,
+does not take over what the answer's own steps have written (`docs/prefixes.md`); made ready before, it need not wait.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from cpmrt.config import Sampling
+from cpmrt.engine import Engine, Request
+from cpmrt.engine import Sequence as EngineSequence
+from cpmrt.sharing.jobs import Generation
+
+_MOST = 16
+"""Answers that are remembered at a time; the oldest are computed when their next turn comes."""
+
+
+class RemadeAnswers:
+    """Remembers the answers that have ended, and makes the jobs that compute them as prompts, the newest first."""
+
+    def __init__(self, engine: Engine):
+        self._engine = engine
+        self._texts = deque[tuple[int, ...]](maxlen=_MOST)
+
+    def note(self, seq: EngineSequence) -> None:
+        """Remember a sequence that has ended, if its answer fills a page of its own."""
+        page_size, prompt = self._engine.limits.page_size, len(seq.request.prompt_ids)
+        full = (prompt + len(seq.token_ids)) // page_size * page_size
+        has_room = full < self._engine.limits.max_context
+        if self._engine.remakes_answers and seq.failure is None and full > prompt and has_room:
+            self._texts.append((*seq.request.prompt_ids, *seq.token_ids)[:full])
+
+    def next(self) -> Generation | None:
+        """Return a job that computes the newest answer, and forget that; None: there is none."""
+        if not self._texts:
+            return None
+        return Generation(Request(self._texts.pop(), Sampling(), seed=0, stop_token_ids=(), max_new_tokens=1))
+
+    def put_back(self, job: Generation) -> None:
+        """Remember the answer of a job that was cancelled."""
+        self._texts.append(job.request.prompt_ids)
