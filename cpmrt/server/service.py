@@ -7,6 +7,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,8 @@ from typing import Any, TypeVar
 
 from cpmrt import LLM, __version__
 from cpmrt.engine import Request as EngineRequest
-from cpmrt.errors import CpmrtError
+from cpmrt.errors import CpmrtError, RequestError
+from cpmrt.installation import missing_packages
 from cpmrt.server.answers import Answer, AnswerFormat, ChatAnswer, CompletionAnswer, OpenAIFormat
 from cpmrt.server.best_of import BestOf
 from cpmrt.server.chat_text import ChatText, prompt_opens_thinking
@@ -224,6 +226,9 @@ def _prepared(load: Callable[[], LLM]) -> LLM:
     llm = load()
     if llm.tokenizer is not None:
         llm.tokenizer.control_tokens.prepare()
+        if not missing_packages("grammar"):
+            with suppress(RequestError):  # a model without an end token; a request for a form will hear of it
+                llm.maker.grammars.prepare()
     return llm
 
 
