@@ -106,3 +106,28 @@ def test_python_has_the_calls_too(server):
         llm.chat(messages, tools=TOOLS, tool_choice="nothing")
     with pytest.raises(RequestError, match="no other form"):
         llm.chat(messages, SamplingParams(regex="a"), tools=TOOLS, tool_choice="required")
+
+
+def test_instructor_and_pydantic_ai(server):
+    """Both get their types from a model that knows nothing, since the grammar leaves it no other way."""
+    instructor = pytest.importorskip("instructor")
+    pydantic_ai = pytest.importorskip("pydantic_ai")
+    from pydantic import BaseModel
+    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    class Weather(BaseModel):
+        is_raining: bool
+        days: int
+
+    url = f"{server.url}/v1"
+    client = instructor.from_openai(openai.OpenAI(base_url=url, api_key="x"), mode=instructor.Mode.TOOLS)
+    ask = [{"role": "user", "content": "Weather?"}]
+    found = client.chat.completions.create(model="demo", messages=ask, response_model=Weather, max_tokens=200)
+    assert isinstance(found, Weather)
+    model = OpenAIChatModel("demo", provider=OpenAIProvider(base_url=url, api_key="x"))
+    settings = {"max_tokens": 200}
+    agent = pydantic_ai.Agent(model, output_type=Weather, model_settings=settings)
+    assert isinstance(agent.run_sync("Weather?").output, Weather)
+    agent = pydantic_ai.Agent(model, output_type=pydantic_ai.NativeOutput(Weather), model_settings=settings)
+    assert isinstance(agent.run_sync("Weather?").output, Weather)
