@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from cpmrt import LLM, SamplingParams
-from cpmrt.quantization.gguf_conversion import to_gguf
+from cpmrt.quantization.gguf_conversion import FILE_TYPES, to_gguf
 from cpmrt.weights.formats.blocks import BLOCK_TYPES
 from cpmrt.weights.model_folder import BUNDLED, ModelFolder
 
@@ -19,6 +19,9 @@ def logits(model, **options):
         return llm.score(ids), llm.generate(ids, SamplingParams(max_new_tokens=8)).token_ids
 
 
+KINDS = ["BF16", "mixed", *(pytest.param(kind, marks=pytest.mark.all) for kind in ("F32", "Q8_0"))]
+
+
 def mixed(name):
     """As Q4_K_M mixes: values and the way down in more bits than the rest, in some layers."""
     if name in ("token_embd.weight", "output.weight"):
@@ -27,7 +30,7 @@ def mixed(name):
 
 
 @pytest.mark.parametrize("architecture", models.CONFIGS)
-@pytest.mark.parametrize("kind", ["F32", "BF16", "Q8_0", "mixed"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_logits_of_every_architecture(tmp_path, architecture, kind):
     pair = models.write_pair(tmp_path, architecture, mixed if kind == "mixed" else lambda name: kind)
     (found, tokens), (expected, expected_tokens) = logits(pair.gguf), logits(pair.folder)
@@ -66,22 +69,15 @@ def test_weights_take_the_bytes_of_their_blocks(tmp_path):
     assert not any(name.endswith(("qkv", "down", "lm_head")) for name in held)
 
 
-@pytest.fixture(scope="module")
-def demo(tmp_path_factory):
-    """The bundled model as files of two types."""
-    folder = tmp_path_factory.mktemp("demo")
-    for kind in ("q8_0", "q4_k"):
-        to_gguf(ModelFolder.open(BUNDLED), folder / f"{kind}.gguf", kind)
-    return folder
-
-
-@pytest.mark.parametrize("draft", [str(BUNDLED / "eagle2"), "q4_k.gguf"])
-def test_drafts_beside_a_file_change_no_token(demo, draft):
+@pytest.mark.parametrize("draft", [str(BUNDLED / "eagle2"), pytest.param("q4_k", marks=pytest.mark.all)])
+def test_drafts_beside_a_file_change_no_token(tmp_path, draft):
     """A file may be the target, with a head in blocks of which the draft takes rows, and the draft."""
-    params, found = SamplingParams(max_new_tokens=16), []
-    path = str(demo / draft) if draft.endswith(".gguf") else draft
+    for kind in {"q8_0", draft} & FILE_TYPES.keys():
+        to_gguf(ModelFolder.open(BUNDLED), tmp_path / f"{kind}.gguf", kind)
+    params, found = SamplingParams(max_new_tokens=12), []
+    path = str(tmp_path / f"{draft}.gguf") if draft in FILE_TYPES else draft
     for options in ({}, {"draft": path}):
-        with LLM(demo / "q8_0.gguf", executor="reference", max_context=128, **options) as llm:
+        with LLM(tmp_path / "q8_0.gguf", executor="reference", max_context=128, **options) as llm:
             found.append(llm.generate("def read_lines(path):", params))
     assert found[0].token_ids == found[1].token_ids
     assert found[1].stats.mean_accept_length > 1.1

@@ -97,7 +97,12 @@ def test_there_and_back_keeps_every_bit(tmp_path, architecture):
     assert Tokenizer.open(tmp_path / "back").encode("abc ü") == Tokenizer.open(source).encode("abc ü")
 
 
-@pytest.mark.parametrize("kind", FILE_TYPES)
+def first_tier(names, first):
+    """Cases of which only some run in the first tier."""
+    return [name if name in first else pytest.param(name, marks=pytest.mark.all) for name in names]
+
+
+@pytest.mark.parametrize("kind", first_tier(FILE_TYPES, ("bf16", "q8_0", "q4_k")))
 def test_a_file_made_here_runs_as_its_weights(tmp_path, kind):
     """The logits are those of the matrices as the package that defines the format reads them."""
     gguf = pytest.importorskip("gguf")
@@ -161,6 +166,7 @@ def small(tmp_path, tokenizer, vocab_size=1600, **settings):
     return pair.folder
 
 
+@pytest.mark.all
 @pytest.mark.skipif(not DATA.exists(), reason="needs the tokenizers beside the project")
 def test_sentence_piece_needs_no_second_copy(tmp_path):
     folder = small(tmp_path, (DATA / "minicpm3_tokenizer.json").read_text(), 73448)

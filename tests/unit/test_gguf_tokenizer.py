@@ -66,6 +66,7 @@ def test_sentence_piece_gives_the_ids_of_tokenizer_json(tmp_path, count):
     assert found.bos_token_id == 1 and found.encode("a")[0] == 1 and found.eos_token_ids == (2,)
 
 
+@pytest.mark.all
 @pytest.mark.skipif(not DATA.exists(), reason="needs the tokenizers beside the project")
 @COUNTS
 def test_sentence_piece_gives_the_ids_of_the_library(tmp_path, count):
