@@ -86,15 +86,20 @@ class JobMaker:
     def calling(
         self, params: SamplingParams, tools: Sequence[Tool], called: Sequence[str], *, one_call: bool = False
     ) -> SamplingParams:
-        """Return settings under which an answer calls one of the tools named `called`, or several. Raises RequestError.
+        """Return settings under which an answer calls one of the tools named `called`, or several.
+
+        If none is named the settings stay, but a JSON schema leaves room for calls of any tool. Raises RequestError.
         """
-        if params.form is not None:
+        if called and params.form is not None:
             raise RequestError("tool_choice", expected="no other form of the answer", actual=params.form.kind)
+        if not called and (params.json_schema is None or not tools):
+            return params
         if self.tokenizer is None:
             raise RequestError("the checkpoint has no tokenizer", fix="leave out tool_choice")
-        schemas = {name: schema for name, schema in schemas_of(tools).items() if name in called}
-        form = format_of(self.chat_template)
-        return replace(params, grammar=grammar_of(form, schemas, self.tokenizer, one_call=one_call))
+        schemas = {name: schema for name, schema in schemas_of(tools).items() if name in called or not called}
+        form, instead = format_of(self.chat_template), params.json_schema
+        grammar = grammar_of(form, schemas, self.tokenizer, one_call=one_call, instead=instead)
+        return replace(params, json_schema=None, grammar=grammar)
 
     def choices(self, prompt: Prompt, params: SamplingParams | None) -> list[Generation]:
         """Return the `params.n` generations of a prompt, each with a seed of its own."""
@@ -148,12 +153,13 @@ class JobMaker:
         tools = () if tool_choice == "none" else tuple(tools or ())
         called = _called(tools, tool_choice)
         prompts = self.chat_prompts(messages, tools=tools or None, **options)
-        if called:
-            bind = partial(self.calling, tools=tools, called=called, one_call=tool_choice != "required")
-            if isinstance(params, (list, tuple)):
-                params = [bind(each) for each in params]
-            else:
-                params = bind(cast(SamplingParams | None, params) or SamplingParams())
+        bind = partial(self.calling, tools=tools, called=called, one_call=tool_choice in called)
+        if isinstance(params, (list, tuple)):
+            params = [bind(each) for each in params]
+        elif isinstance(params, SamplingParams):
+            params = bind(params)
+        elif params is None and called:
+            params = bind(SamplingParams())
         groups = self.groups(cast(Prompts, prompts), params)
         for job in (job for group in groups for job in group if tools):
             job.schemas, job.shown_ids = schemas_of(tools), marker_ids(self.tokenizer)

@@ -258,9 +258,7 @@ def check_tools(llm: LLM, tools: Sequence[Any]) -> None:
 def calling(
     llm: LLM, wanted: Wanted, tools: Sequence[Mapping[str, Any]], called: tuple[str, ...], *, one_call: bool
 ) -> Wanted:
-    """Have an answer call one of these tools, if there are any. Raises RequestError."""
-    if not called:
-        return wanted
+    """Have an answer call one of the tools named `called`, if any, as `JobMaker.calling` does. Raises RequestError."""
     return replace(wanted, sampling=llm.maker.calling(wanted.sampling, tools, called, one_call=one_call))
 
 

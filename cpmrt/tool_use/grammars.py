@@ -41,8 +41,13 @@ def format_of(template: ChatTemplate | None) -> Format:
     return next((form for form in (PYTHON, XML, HERMES) if form.start in shown), HERMES)
 
 
-def grammar_of(form: Format, schemas: Schemas, tokenizer: Tokenizer, *, one_call: bool) -> str:
-    """Return the grammar of one call or more of these tools. Raises RequestError for a name that none can have."""
+def grammar_of(
+    form: Format, schemas: Schemas, tokenizer: Tokenizer, *, one_call: bool, instead: str | None = None
+) -> str:
+    """Return the grammar of one call or more of these tools, or `instead` of JSON of that schema.
+
+    Raises RequestError for a name that no grammar can have.
+    """
     for name in schemas:
         if not _NAME.fullmatch(name):
             raise RequestError(f"tools: the name {name!r}", expected="letters, digits and _ . : -")
@@ -54,7 +59,8 @@ def grammar_of(form: Format, schemas: Schemas, tokenizer: Tokenizer, *, one_call
     start = "call" if one_call else f"call ({between} call){{0,{MAX_CALLS - 1}}}"
     if form.start == PYTHON.start:
         start = f"{rules.text(PYTHON.start + _FENCE)} {start} {rules.text(_FENCE_END + PYTHON.end)}"
-    return f"start: {start}\n" + "\n".join(rules.lines)
+    rules.add("start", start if instead is None else f"{start} | {_json(json.loads(instead))}")
+    return "\n".join(rules.lines)
 
 
 class _Rules:

@@ -11,6 +11,8 @@ import pytest
 from serving import serving
 from tool_model import MARKERS, TOOLS, tool_llm
 
+from cpmrt.grammar import Thought
+
 pytest.importorskip("llguidance")
 SCHEMAS = {tool["function"]["name"]: tool["function"]["parameters"] for tool in TOOLS}
 SAMPLED = {"temperature": 1, "seed": 4, "max_tokens": 400}
@@ -91,6 +93,23 @@ def test_choices_that_there_are_not(server, choice):
 def test_a_call_and_another_form_exclude_each_other(server):
     answer = server.chat(tools=TOOLS, tool_choice="required", guided_regex="a")
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "tool_choice"
+
+
+def test_a_schema_leaves_room_for_calls(client, server):
+    """With tools that need not be called an answer is calls, or JSON of its schema."""
+    wanted = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"enum": ["rain", "sun"]}}}
+    (choice,) = asked(client, response_format=wanted, parallel_tool_calls=False).choices
+    if choice.message.tool_calls:
+        check(choice.message.tool_calls)
+    else:
+        assert json.loads(choice.message.content) in ("rain", "sun")
+    llm = server.engine.llm
+    from cpmrt import SamplingParams
+
+    bound = llm.maker.calling(SamplingParams(json_schema={"enum": ["rain"]}), TOOLS, ())
+    allowed = llm.maker.grammars.matcher(bound.form, Thought())().allowed()
+    firsts = {llm.tokenizer.written_bytes(token)[:1] for token in range(4096) if allowed[token // 8] >> token % 8 & 1}
+    assert firsts == {b"<", b'"'}
 
 
 def test_python_has_the_calls_too(server):
