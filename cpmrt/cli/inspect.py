@@ -160,6 +160,7 @@ def _sizes(config: ModelConfig) -> dict[str, Any]:
         "num_layers": config.num_layers,
         "hidden_size": config.hidden_size,
         "intermediate_size": config.mlp.intermediate_size,
+        **{name: value for name, value in vars(config.mlp).items() if "experts" in name},
         **of_mixer,
         "vocab_size": config.vocab_size,
         "max_positions": config.max_positions,

@@ -14,7 +14,8 @@ from cpmrt.bench.shapes import gptq_config, shape_config
 from cpmrt.config import EngineConfig, ModelConfig
 from cpmrt.config.quantization import read_quantization
 from cpmrt.cuda.driver.device import Device
-from cpmrt.cuda.ops.experts import down_constants, expert_workspace, most_tiles, product_constants
+from cpmrt.cuda.ops.expert_plan import down_constants, most_tiles, product_constants
+from cpmrt.cuda.ops.experts import expert_workspace
 from cpmrt.cuda.ops.linear_packed.layout import PackedLayout, PackedWeight
 from cpmrt.dtypes import DType
 from cpmrt.errors import UnsupportedModelError

@@ -15,6 +15,7 @@ from reference.operands import EPS, Data, Poisoned, check, make_rows
 from tiny_checkpoint import write_checkpoint
 
 from cpmrt import LLM, SamplingParams
+from cpmrt.cli.main import main
 from cpmrt.dtypes import DType
 from cpmrt.errors import UnsupportedModelError
 from cpmrt.ops import Routing
@@ -163,3 +164,9 @@ def test_drafts_change_no_token(checkpoint: Path) -> None:
 def test_quantising_them_is_refused_by_name(checkpoint: Path) -> None:
     with pytest.raises(UnsupportedModelError, match="mixture-of-experts"):
         ModelQuantiser(ModelFolder.open(checkpoint), Recipe("rtn", GridSettings()), "gptq", np)
+
+
+def test_inspect_says_how_many_there_are(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(checkpoint)]) == 0
+    sizes = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["num_experts", "5"] in sizes and ["experts_per_token", "2"] in sizes

@@ -1,0 +1,154 @@
+"""How the kernels of experts are built for a weight and a number of rows: tiles, rings, shared memory.
+
+No choice here changes a bit of a result: the kernels add in the order of the columns whatever their sizes are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cpmrt.cuda.driver.array import DeviceArray
+from cpmrt.cuda.driver.device import Device
+from cpmrt.cuda.ops.linear_packed.layout import SLICE_COLUMNS, PackedWeight
+from cpmrt.errors import UnsupportedModelError
+from cpmrt.executor import MAX_ROWS
+
+Weight = DeviceArray | PackedWeight
+_PAIRS = 8
+"""Pairs of a tile of tokens."""
+_PAD_BYTES = 64
+"""What a row of x in shared memory has behind its columns."""
+_CHUNK_TILES = 8
+_STAGES = 3
+_LONG_STAGE_COLUMNS = 768
+_RESIDENT_BYTES = 40 << 10
+WARPS = 8
+"""Of a block, but for products of few rows."""
+_AHEAD = 3
+"""Turns of weights that a warp of a step has on their way in experts.cu."""
+_RESERVED_BYTES = 1 << 10
+"""Of shared memory, which the device keeps for itself in each block."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProductConstants:
+    """Compile-time constants of experts.cu; the last three of weights in 4 bits only."""
+
+    product: int
+    in_features: int
+    weight_bits: int
+    token_tiles: int
+    rows: int
+    warp_tiles: int
+    warps: int
+    ahead: int
+    stage_slices: int
+    chunk: bool
+    runs: int | None = None
+    scale_group: int | None = None
+    zeros: int | None = None
+
+    @property
+    def tokens(self) -> int:
+        """The pairs that a block takes together."""
+        return 1 if self.rows == 1 else _PAIRS * self.token_tiles
+
+    @property
+    def shared_bytes(self) -> int:
+        """The dynamic shared memory: stages of x, and a ring of weights for each warp of a step."""
+        columns = self.stage_slices * slice_columns(self.weight_bits) or self.in_features
+        stages = (_STAGES if self.stage_slices else 1) * self.tokens * (columns * 2 + _PAD_BYTES)
+        together = 3 if self.weight_bits == 4 else 2
+        if self.token_tiles > 1 or has_many_groups(self.scale_group):
+            together = 1
+        slot = slot_bytes(self.weight_bits, self.scale_group, self.zeros)
+        return stages + (0 if self.chunk else self.warps * self.ahead * together * slot) + 8 * self.tokens
+
+
+@dataclass(frozen=True, slots=True)
+class DownConstants:
+    """Compile-time constants of experts_down.cu; the last three of weights in 4 bits only."""
+
+    in_features: int
+    weight_bits: int
+    rows: int
+    ahead: int
+    early: bool
+    runs: int | None = None
+    scale_group: int | None = None
+    zeros: int | None = None
+
+    def shared_bytes(self, num_pairs: int) -> int:
+        """Return the dynamic shared memory of a step with so many pairs: a ring for each warp, and sums."""
+        tokens = 1 if self.rows == 1 else _PAIRS
+        together = 2 if self.rows == 1 and not has_many_groups(self.scale_group) else 1
+        row_bytes = together * slice_columns(self.weight_bits) * 2 + _PAD_BYTES
+        turn_bytes = together * slot_bytes(self.weight_bits, self.scale_group, self.zeros) + tokens * row_bytes
+        return WARPS * (self.ahead * turn_bytes + 512 + 32) + num_pairs * 64
+
+
+def slice_columns(weight_bits: int) -> int:
+    """Return the columns that kernels take of a weight at a time."""
+    return SLICE_COLUMNS if weight_bits == 4 else SLICE_COLUMNS // 2
+
+
+def most_tiles(num_rows: int, top: int, num_experts: int, tokens: int) -> int:
+    """Return the most tiles of at most `tokens` pairs of one expert that `num_rows` rows can make."""
+    used = min(num_experts, num_rows * top)
+    return used if num_rows <= tokens else used + num_rows * top // tokens
+
+
+def product_constants(product: int, weight: Weight, num_rows: int, *, is_chunk: bool) -> ProductConstants:
+    """Choose how a product of experts.cu is built; no choice changes a bit of the result."""
+    bits, layout = held_in(weight)
+    columns = slice_columns(bits)
+    tiles = _CHUNK_TILES if is_chunk else 1 if num_rows <= _PAIRS else 2 if num_rows <= 2 * _PAIRS else 4
+    in_features, rows = weight.shape[1], 1 if num_rows == 1 and not is_chunk else MAX_ROWS
+    # Of x: whole turns of weights, and two stages of x as long as the weights that are on their way.
+    stage = _LONG_STAGE_COLUMNS if tiles == 1 else 2 * SLICE_COLUMNS if bits == 4 and not is_chunk else SLICE_COLUMNS
+    if tiles == 1 and (1 if rows == 1 else _PAIRS) * (2 * in_features + _PAD_BYTES) <= _RESIDENT_BYTES:
+        stage = 0
+    # Two tiles of a warp share what it reads of x; the scales of small groups leave no registers for that.
+    is_wide = is_chunk and (bits == 16 or layout[1:] == (SLICE_COLUMNS, False))
+    return ProductConstants(
+        product, in_features, bits, tiles, rows, 2 if is_wide else 1, 4 if tiles == 1 else WARPS, _AHEAD,
+        stage // columns, is_chunk, *layout,
+    )  # fmt: skip
+
+
+def down_constants(weight: Weight, num_rows: int, top: int, device: Device, *, is_early: bool) -> DownConstants:
+    """Choose how experts_down.cu is built; no choice changes a bit of the result.
+
+    Two blocks shall find room on a multiprocessor. Raises UnsupportedModelError where not even one does.
+    """
+    bits, layout = held_in(weight)
+    rows, room = 1 if num_rows == 1 else MAX_ROWS, device.shared_bytes_per_block
+    choices = [DownConstants(weight.shape[1], bits, rows, ahead, is_early, *layout) for ahead in (6, 5, 4, 3, 2, 1)]
+    for blocks in (2, 1):
+        for choice in choices:
+            if blocks * (choice.shared_bytes(num_rows * top) + _RESERVED_BYTES) <= room + _RESERVED_BYTES:
+                return choice
+    raise UnsupportedModelError(
+        "num_experts_per_tok is too large for this GPU", expected="sums of 64 rows in its shared memory", actual=top,
+        fix="use a smaller max_sequences, or executor='reference'",
+    )  # fmt: skip
+
+
+def held_in(weight: Weight) -> tuple[int, tuple[int | None, int | None, int | None]]:
+    """Return the bits of a weight, and of one in 4 bits the runs, scale group and zero points of its layout."""
+    if not isinstance(weight, PackedWeight):
+        return 16, (None, None, None)
+    layout = weight.layout
+    return layout.bits, (layout.runs, layout.scale_group, layout.zeros)
+
+
+def has_many_groups(scale_group: int | None) -> bool:
+    """Whether a slice of a weight has several scale groups: slices are then multiplied one at a time."""
+    return scale_group is not None and scale_group < SLICE_COLUMNS
+
+
+def slot_bytes(weight_bits: int, scale_group: int | None, zeros: int | None) -> int:
+    """Return the bytes of 16 rows of a slice of a weight in shared memory."""
+    if scale_group is None:
+        return 16 * slice_columns(weight_bits) * 2
+    return 16 * slice_columns(weight_bits) // 2 + SLICE_COLUMNS // scale_group * (64 if zeros else 32)
