@@ -111,7 +111,12 @@ class Endpoints:
         return Response(text, media_type=METRICS_TYPE)
 
     async def openapi(self, request: Request) -> Response:
-        return JsonResponse(document())
+        """Answer with the document, exact as to this model once it is there."""
+        engine, names = self._service.engine, self._service.settings.model_names
+        if engine.state != "ready":
+            return JsonResponse(document(names))
+        config = engine.llm.config
+        return JsonResponse(document(names, config.vocab_size, config.hidden_size))
 
     async def page(self, request: Request) -> Response:
         """Answer with a file of the chat page; its first one stands at "/" alone."""

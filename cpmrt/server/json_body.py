@@ -175,6 +175,16 @@ def is_integer(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def whole_numbers(values: object) -> list[int] | None:
+    """Return an array of whole numbers; 4.0 counts, as JSON does not tell them apart. None for anything else."""
+    if not isinstance(values, list):
+        return None
+    if all(map(is_integer, values)):
+        return values
+    numbers = [int(value) for value in values if is_number(value) and value == int(value)]
+    return numbers if len(numbers) == len(values) else None
+
+
 def is_number(value: object) -> bool:
     """Tell whether a JSON value is a number that a float can hold."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from cpmrt import __version__
 from cpmrt.config.sampling import MAX_LOGPROBS
+from cpmrt.server.chat_page import INDEX, page_files
 from cpmrt.server.embeddings import MAX_INPUTS
 from cpmrt.server.schema import (
     MAX_CHOICES,
@@ -16,13 +18,15 @@ from cpmrt.server.schema import (
     MAX_TEMPLATE_VARIABLES,
     MAX_TOOLS,
     REASONING_EFFORTS,
+    RESERVED_TEMPLATE_NAMES,
 )
 from cpmrt.server.unused_fields import HARMLESS
 
 Schema = dict[str, Any]
 
 
-def document() -> Schema:
+def document(models: Sequence[str] = (), vocab_size: int = 2**31, hidden_size: int | None = None) -> Schema:
+    """Return the document of a server of one model, which has these names; without them, of any server."""
     return {
         "openapi": "3.1.0",
         "info": {"title": "cpmrt", "version": __version__, "summary": "An OpenAI-compatible API for one local model"},
@@ -54,7 +58,13 @@ def document() -> Schema:
         },
         "components": {
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
-            "schemas": _requests() | _answers(),
+            "schemas": {
+                **_requests(),
+                **_answers(),
+                "ModelName": {"enum": [*models, None]} if models else _optional("string"),
+                "TokenId": {"type": "integer", "minimum": 0, "maximum": vocab_size - 1},
+                "Dimensions": {"enum": [hidden_size, None]} if hidden_size else _optional("integer"),
+            },
         },
     }
 
@@ -103,12 +113,18 @@ def _page_file() -> Schema:
     kinds = ("text/css", "text/javascript", "image/svg+xml")
     content = {kind: {"schema": {"type": "string"}} for kind in kinds}
     done = {"200": {"description": "Done", "content": content}, "304": {"description": "Not changed"}}
-    parameter = {"name": "file", "in": "path", "required": True, "schema": {"type": "string"}}
+    names = {"enum": [name for name in page_files() if name != INDEX]}
+    parameter = {"name": "file", "in": "path", "required": True, "schema": names}
     operation = {"summary": "A file of the chat page", "security": [{}], "parameters": [parameter]}
     return {"get": operation | {"responses": done | _errors("404")}}
 
 
-_MODEL = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
+_MODEL = {
+    "name": "model",
+    "in": "path",
+    "required": True,
+    "schema": {"allOf": [{"$ref": "#/components/schemas/ModelName"}, {"type": "string"}]},
+}
 
 
 def _optional(*types: str, **rules: Any) -> Schema:
@@ -120,30 +136,49 @@ def _array(items: Schema, **rules: Any) -> Schema:
     return {"type": "array", "items": items, **rules}
 
 
-def _object(required: Schema, optional: Schema | None = None) -> Schema:
-    return {"type": "object", "properties": required | (optional or {}), "required": list(required)}
+def _object(required: Schema, optional: Schema | None = None, rules: Sequence[Schema] = ()) -> Schema:
+    described = {"type": "object", "properties": required | (optional or {}), "required": list(required)}
+    return described | ({"allOf": list(rules)} if rules else {})
+
+
+def _either(*alternatives: Schema) -> Schema:
+    """Return the rule that an object has the fields of one of these: each with its values, all of them given."""
+    return {"anyOf": [{"properties": fields, "required": list(fields)} for fields in alternatives]}
+
+
+def _unless(field: Schema, needed: Schema) -> Schema:
+    """Return the rule that a field has the given values, or is not there, unless the needed fields are given."""
+    return {"anyOf": [{"properties": field}, {"properties": needed, "required": list(needed)}]}
 
 
 _STRING, _INTEGER, _NUMBER = {"type": "string"}, {"type": "integer"}, {"type": "number"}
-_TOKEN_IDS = _array({"type": "integer", "minimum": 0, "maximum": 2**32 - 1})
-_MAX_TOKENS = _optional("integer", minimum=1, description="Default: until the model ends or the context is full")
+_TRUE, _NULL = {"const": True}, {"type": "null"}
+_HIGHEST = 2**64 - 1
+_TOKEN_IDS = _array(_ref("TokenId"), minItems=1)
+_MAX_TOKENS = _optional(
+    "integer", minimum=1, maximum=_HIGHEST, description="Default: until the model ends or the context is full"
+)
 _OWN = "Default: the model's own, see sampling_defaults in /v1/models"
 _SHARED: Schema = {
-    "model": _optional("string", description="The name in /v1/models, or nothing"),
-    "temperature": _optional("number", minimum=0, description=_OWN),
-    "top_p": _optional("number", exclusiveMinimum=0, maximum=1, description=_OWN),
-    "top_k": _optional("integer", description=_OWN),
+    "model": _ref("ModelName") | {"description": "A name in /v1/models, or nothing"},
+    "temperature": _optional("number", minimum=0, maximum=1e6, description=_OWN),
+    "top_p": _optional("number", minimum=1e-9, maximum=1, description=_OWN),
+    "top_k": _optional("integer", minimum=-_HIGHEST, maximum=2**31 - 1, description=_OWN),
     "min_p": _optional("number", minimum=0, maximum=1, description=_OWN),
     "repetition_penalty": _optional("number", minimum=0.001, maximum=1000, description=_OWN),
     "presence_penalty": _optional("number", minimum=-100, maximum=100, default=0),
     "frequency_penalty": _optional("number", minimum=-100, maximum=100, default=0),
-    "loop_repeats": _optional(
-        "integer", minimum=0, maximum=1000, default=0, description="End an answer that repeats itself so often"
-    ),
+    "loop_repeats": {
+        "anyOf": [_NULL, {"const": 0}, {"type": "integer", "minimum": 2, "maximum": 1000}],
+        "default": 0,
+        "description": "End an answer that repeats itself so often",
+    },
     "loop_penalty": _optional(
         "number", minimum=1, maximum=1000, description=f"First raise the repetition penalty of a loop to this. {_OWN}"
     ),
-    "max_thinking_tokens": _optional("integer", minimum=1, description="Close a thought after so many tokens"),
+    "max_thinking_tokens": _optional(
+        "integer", minimum=1, maximum=2**31 - 1, description="Close a thought after so many tokens"
+    ),
     "response_format": {
         "description": "What the answer must look like",
         "anyOf": [
@@ -161,18 +196,25 @@ _SHARED: Schema = {
     "guided_regex": _optional("string", minLength=1, description="A regular expression that the answer matches"),
     "guided_choice": _optional("array", items={"type": "string", "minLength": 1}, minItems=1),
     "guided_grammar": _optional("string", minLength=1, description="A grammar of the answer, of Lark or GBNF"),
-    "logit_bias": _optional("object", additionalProperties={"type": "number", "minimum": -100, "maximum": 100}),
+    "logit_bias": _optional(
+        "object",
+        propertyNames={"pattern": "^[0-9]{1,9}$"},
+        additionalProperties={"type": "number", "minimum": -100, "maximum": 100},
+    ),
     "n": _optional("integer", minimum=1, maximum=MAX_CHOICES, default=1),
     "stop": {
         "anyOf": [_optional("string", minLength=1), _array({"type": "string", "minLength": 1}, maxItems=MAX_STOP)],
         "description": f"At most {MAX_STOP_BYTES} bytes together",
     },
-    "stop_token_ids": _optional("array", items=_INTEGER, maxItems=MAX_STOP_TOKEN_IDS),
+    "stop_token_ids": _optional(
+        "array", items={"type": "integer", "minimum": 0, "maximum": 2**31 - 1}, maxItems=MAX_STOP_TOKEN_IDS
+    ),
     "ignore_eos": _optional("boolean", default=False),
-    "seed": _optional("integer"),
+    "seed": _optional("integer", minimum=-_HIGHEST, maximum=_HIGHEST),
     "stream": _optional("boolean", default=False),
-    "stream_options": {"anyOf": [{"type": "null"}, _object({}, {"include_usage": _optional("boolean")})]},
+    "stream_options": {"anyOf": [_NULL, _object({}, {"include_usage": _optional("boolean")})]},
 }
+_OPTIONS_OF_STREAMS = _unless({"stream_options": _NULL}, {"stream": _TRUE})
 
 
 def _unused() -> Schema:
@@ -180,45 +222,69 @@ def _unused() -> Schema:
 
 
 def _requests() -> Schema:
-    part = _object({"type": {"const": "text"}, "text": _STRING})
-    message = _object(
-        {"role": {"enum": ["system", "developer", "user", "assistant", "tool"]}},
-        {
-            "content": {"anyOf": [_optional("string"), _array(part)]},
-            "tool_calls": _optional("array", items={"type": "object"}),
-            "tool_call_id": _optional("string"),
-        },
-    )
-    chat, messages = _chat_fields(), _array(message, minItems=1)
-    prompts = [_STRING, _TOKEN_IDS, _array(_STRING, maxItems=MAX_PROMPTS), _array(_TOKEN_IDS, maxItems=MAX_PROMPTS)]
-    inputs = [_STRING, _TOKEN_IDS, _array(_STRING, maxItems=MAX_INPUTS), _array(_TOKEN_IDS, maxItems=MAX_INPUTS)]
+    chat, message = _chat_fields(), _chat_message()
+    messages = _array(message, minItems=1)
+    tool_choice = _unless({"tool_choice": {"enum": ["none", None]}}, {"tools": _array({}, minItems=1)})
     tokenize = {
         "prompt": _STRING,
         "content": _STRING,
         "add_special_tokens": _optional("boolean", default=True),
-        "messages": _optional("array", items=message, minItems=1),
+        "messages": {"anyOf": [_NULL, messages]},
         "add_generation_prompt": _optional("boolean", default=True),
         "return_token_strs": _optional("boolean", default=False),
         "with_pieces": _optional("boolean", default=False),
         **{name: chat[name] for name in ("tools", "tool_choice", "chat_template_kwargs", "allow_special_tokens")},
     }
     return {
-        "ChatRequest": _object({"messages": messages}, chat),
+        "ChatRequest": _object(
+            {"messages": messages},
+            chat,
+            [
+                _OPTIONS_OF_STREAMS,
+                _unless({"top_logprobs": {"enum": [0, None]}}, {"logprobs": _TRUE}),
+                tool_choice,
+            ],
+        ),
         "ResponsesRequest": _object(
             {"input": {"anyOf": [_STRING, _array({"type": "object"}, minItems=1)]}}, _responses_fields()
         ),
-        "CompletionRequest": _object({"prompt": {"anyOf": prompts}}, _completion_fields()),
+        "CompletionRequest": _completion_request(),
         **_message_requests(),
-        "EmbeddingRequest": _object({"input": {"anyOf": inputs}}, _embedding_fields()),
-        "InfillRequest": _object({}, _infill_fields()),
-        "TokenizeRequest": _object({}, tokenize),
-        "DetokenizeRequest": _object({"tokens": _TOKEN_IDS}),
+        "EmbeddingRequest": _object({"input": _prompts(MAX_INPUTS)}, _embedding_fields()),
+        "InfillRequest": _object({}, _infill_fields(), [_OPTIONS_OF_STREAMS]),
+        "TokenizeRequest": _object(
+            {}, tokenize, [_either({"prompt": _STRING}, {"content": _STRING}, {"messages": messages}), tool_choice]
+        ),
+        "DetokenizeRequest": _object({"tokens": _array({"type": "integer", "minimum": 0, "maximum": 2**32 - 1})}),
     }
 
 
+def _prompts(most: int) -> Schema:
+    """Return one prompt or several, at most so many, each a text or token ids."""
+    several = _array({"anyOf": [_STRING, _TOKEN_IDS]}, minItems=1, maxItems=most)
+    return {"anyOf": [_STRING, _TOKEN_IDS, several]}
+
+
+def _chat_message() -> Schema:
+    part = _object({"type": {"const": "text"}, "text": _STRING})
+    arguments = {"type": ["string", "object", "null"], "description": "A JSON object, or a string with one"}
+    call = _object({"function": _object({"name": _STRING}, {"arguments": arguments})})
+    text = {"anyOf": [_STRING, _array(part)]}
+    return _object(
+        {"role": {"enum": ["system", "developer", "user", "assistant", "tool"]}},
+        {
+            "content": {"anyOf": [_NULL, *text["anyOf"]]},
+            "tool_calls": _optional("array", items=call),
+            "tool_call_id": {},
+            "function_call": _NULL,
+        },
+        [_either({"content": text}, {"tool_calls": _array({}, minItems=1)})],
+    )
+
+
 def _chat_fields() -> Schema:
-    function = _object({"name": _STRING}, {"description": _STRING, "parameters": {"type": "object"}})
-    tool = _object({}, {"type": {"const": "function"}, "function": function})
+    function = _object({"name": _STRING}, {"description": {}, "parameters": {"type": "object"}})
+    tool = _object({"type": {"const": "function"}, "function": function})
     return {
         **_SHARED,
         **_unused(),
@@ -239,7 +305,10 @@ def _chat_fields() -> Schema:
             "description": "none and minimal: no thoughts, others: thoughts, if the model's template can choose",
         },
         "chat_template_kwargs": _optional(
-            "object", maxProperties=MAX_TEMPLATE_VARIABLES, description="Variables of the template, as enable_thinking"
+            "object",
+            propertyNames={"not": {"enum": sorted(RESERVED_TEMPLATE_NAMES)}},
+            maxProperties=MAX_TEMPLATE_VARIABLES,
+            description="Variables of the template, as enable_thinking",
         ),
         "allow_special_tokens": _optional(
             "boolean", default=False, description="Special tokens in messages of users and tools count as such"
@@ -262,6 +331,18 @@ def _responses_fields() -> Schema:
     }
 
 
+def _completion_request() -> Schema:
+    is_text = {"anyOf": [_STRING, _array(_STRING)]}
+    generates = {"anyOf": [_NULL, {"type": "integer", "minimum": 1}]}
+    nothing_streams = {"echo": _TRUE, "stream": {"enum": [False, None]}}
+    rules = [
+        _OPTIONS_OF_STREAMS,
+        _unless({"suffix": {"enum": ["", None]}}, {"prompt": is_text}),
+        {"anyOf": [{"properties": {"max_tokens": generates}}, {"properties": nothing_streams, "required": ["echo"]}]},
+    ]
+    return _object({"prompt": _prompts(MAX_PROMPTS)}, _completion_fields(), rules)
+
+
 def _completion_fields() -> Schema:
     return {
         **_SHARED,
@@ -278,7 +359,7 @@ def _embedding_fields() -> Schema:
     return {
         "model": _SHARED["model"],
         "encoding_format": {"enum": ["float", "base64", None]},
-        "dimensions": _optional("integer", description="The size of the vectors, which is the model's own"),
+        "dimensions": _ref("Dimensions") | {"description": "The size of the vectors, which is the model's own"},
         "pooling": {"enum": ["mean", "last", None], "description": "The mean of all tokens, or the last one's state"},
         "normalize": _optional("boolean", default=True, description="Vectors have length 1"),
     }
@@ -291,33 +372,47 @@ def _infill_fields() -> Schema:
         "input_suffix": _optional("string"),
         "input_extra": _optional("array", items=_object({"text": _STRING}, {"filename": _STRING})),
         "prompt": _optional("string", description="What the answer begins with"),
-        "n_predict": _optional("integer", default=128),
+        "n": {"enum": [1, None]},
+        "n_predict": _optional("integer", minimum=-_HIGHEST, maximum=_HIGHEST, default=128),
         "repeat_penalty": _SHARED["repetition_penalty"],
     }
 
 
 def _message_requests() -> Schema:
     """Return what Anthropic's endpoints take."""
-    block = _object({"type": _STRING})
-    content = {"anyOf": [_STRING, _array(block)]}
-    turn = _object({"role": {"enum": ["user", "assistant"]}, "content": content})
-    tool = _object({"name": _STRING, "input_schema": {"type": "object"}}, {"description": _STRING})
+    text = _object({"type": {"const": "text"}, "text": _STRING})
+    texts = {"anyOf": [_STRING, _array(text)]}
+    result = _object({"type": {"const": "tool_result"}}, {"content": {"anyOf": [_NULL, *texts["anyOf"]]}})
+    call = _object({"type": {"const": "tool_use"}, "name": _STRING, "input": {"type": "object"}})
+    thought = _object({"type": {"enum": ["thinking", "redacted_thinking"]}})
+    turn = {
+        "anyOf": [
+            _object({"role": {"const": role}, "content": {"anyOf": [_STRING, _array({"anyOf": blocks})]}})
+            for role, blocks in (("user", [text, result]), ("assistant", [text, call, thought]))
+        ]
+    }
+    tool = _object(
+        {"name": _STRING, "input_schema": {"type": "object"}},
+        {"description": {}, "type": {"enum": ["custom", None]}},
+    )
     thinking = ["enabled", "disabled", "adaptive", "between_tools"]
     conversation = {
         "model": _SHARED["model"],
-        "system": {"anyOf": [*content["anyOf"], {"type": "null"}]},
+        "system": {"anyOf": [*texts["anyOf"], _NULL]},
         "tools": _optional("array", items=tool, maxItems=MAX_TOOLS),
         "tool_choice": {"anyOf": [{"type": "null"}, _object({"type": {"enum": ["auto", "none", "any", "tool"]}})]},
         "thinking": {"anyOf": [{"type": "null"}, _object({"type": {"enum": thinking}})]},
     }
     settings = {
-        "stop_sequences": _optional("array", items={"type": "string", "minLength": 1}, maxItems=MAX_STOP),
+        "stop_sequences": _SHARED["stop"],
         **{name: _SHARED[name] for name in ("temperature", "top_p", "top_k", "stream")},
     }
     required = {"messages": _array(turn, minItems=1)}
     return {
         "CountRequest": _object(required, conversation),
-        "MessageRequest": _object(required | {"max_tokens": _INTEGER | {"minimum": 1}}, conversation | settings),
+        "MessageRequest": _object(
+            required | {"max_tokens": _INTEGER | {"minimum": 1, "maximum": _HIGHEST}}, conversation | settings
+        ),
     }
 
 

@@ -9,14 +9,14 @@ import json
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 from cpmrt.config import SamplingParams
 from cpmrt.config.sampling import MAX_LOGPROBS
 from cpmrt.engine import request_seed
 from cpmrt.server.answer_form import read_form
 from cpmrt.server.errors import ApiError, invalid, unsupported
-from cpmrt.server.json_body import Fields, is_integer, is_number, shown
+from cpmrt.server.json_body import Fields, is_number, shown, whole_numbers
 from cpmrt.server.unused_fields import REFUSED, REFUSED_IN_CHATS, check_unused
 
 MAX_PROMPTS = 128
@@ -28,7 +28,7 @@ MAX_CHOICES = 128
 MAX_TEMPLATE_VARIABLES = 64
 MAX_TOOLS = 512
 _ROLES = ("system", "developer", "user", "assistant", "tool")
-_RESERVED_TEMPLATE_NAMES = {"messages", "tools", "add_generation_prompt", "allow_special_tokens", "self"}
+RESERVED_TEMPLATE_NAMES = {"messages", "tools", "add_generation_prompt", "allow_special_tokens", "self"}
 _NUMBERS = (
     "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "loop_penalty",
 )  # fmt: skip
@@ -219,7 +219,7 @@ def read_template_kwargs(fields: Fields) -> dict[str, Any]:
     if len(template_kwargs) > MAX_TEMPLATE_VARIABLES:
         problem = f"expected at most {MAX_TEMPLATE_VARIABLES} variables, got {len(template_kwargs)}"
         raise invalid("chat_template_kwargs", problem)
-    for name in _RESERVED_TEMPLATE_NAMES & set(template_kwargs):
+    for name in RESERVED_TEMPLATE_NAMES & set(template_kwargs):
         raise invalid(f"chat_template_kwargs.{name}", "this variable is the server's own")
     return template_kwargs
 
@@ -295,11 +295,10 @@ def read_prompts(fields: Fields, name: str, most: int) -> list[str | list[int]]:
         raise invalid(name, "expected a string, an array of token ids, or an array of either")
     if len(value) > most:
         raise invalid(name, f"expected at most {most} prompts, got {len(value)}")
-    for prompt in value:
-        is_ids = isinstance(prompt, list) and all(map(is_integer, prompt))
-        if not isinstance(prompt, str) and not is_ids:
-            raise invalid(name, "expected a string, an array of token ids, or an array of either")
-    return value
+    prompts = [prompt if isinstance(prompt, str) else whole_numbers(prompt) for prompt in value]
+    if None in prompts:
+        raise invalid(name, "expected a string, an array of token ids, or an array of either")
+    return cast(list[str | list[int]], prompts)
 
 
 def _stop(fields: Fields, name: str) -> tuple[str, ...]:
@@ -319,8 +318,8 @@ def _stop(fields: Fields, name: str) -> tuple[str, ...]:
 
 
 def _stop_token_ids(fields: Fields) -> tuple[int, ...]:
-    ids = fields.array("stop_token_ids") or []
-    if not all(is_integer(token) and 0 <= token < 2**31 for token in ids):
+    ids = whole_numbers(fields.array("stop_token_ids") or [])
+    if ids is None or not all(0 <= token < 2**31 for token in ids):
         raise invalid("stop_token_ids", "expected an array of token ids")
     if len(ids) > MAX_STOP_TOKEN_IDS:
         raise invalid("stop_token_ids", f"expected at most {MAX_STOP_TOKEN_IDS} ids, got {len(ids)}")

@@ -10,7 +10,7 @@ from typing import Any
 from cpmrt import LLM
 from cpmrt.server.errors import ApiError, invalid
 from cpmrt.server.fill_in_middle import markers_of
-from cpmrt.server.json_body import Fields, is_integer
+from cpmrt.server.json_body import Fields, whole_numbers
 from cpmrt.server.schema import read_messages, read_template_kwargs, read_tools
 from cpmrt.server.service import Service
 from cpmrt.text import Tokenizer
@@ -38,8 +38,8 @@ def tokenize(service: Service, body: dict[str, Any]) -> dict[str, Any]:
 
 def detokenize(service: Service, body: dict[str, Any]) -> dict[str, Any]:
     """Return the text of {"tokens": [...]}, special tokens written out. Raises ApiError, RequestError."""
-    tokens = Fields(body).array("tokens")
-    if tokens is None or not all(map(is_integer, tokens)):
+    tokens = whole_numbers(Fields(body).raw("tokens"))
+    if tokens is None:
         raise invalid("tokens", "expected an array of token ids")
     text = needed(service.engine.llm.tokenizer).decode(tokens, skip_special_tokens=False)
     return {"prompt": text, "content": text}
