@@ -96,7 +96,8 @@ _OTHERS = tuple((index, 1.0 - index) for index in range(3, 22))
 
 
 class Saying:
-    """An executor that answers a prompt with the tokens that `reply(prompt ids)` gives, then with `end_id`.
+    """An executor that answers a prompt with the tokens that `reply(prompt ids)` gives, then with `end_id`,
+    and begins anew if that is to be ignored.
 
     `fail(step)` may raise; `delay_s` is how long a step takes.
     """
@@ -127,10 +128,11 @@ class Saying:
 
     def _next(self, slot) -> SlotResult:
         admit, _, answer, done = slot
-        if done >= min(len(answer), admit.max_new_tokens):
+        ends = self.end_id in admit.stop_token_ids
+        if done >= (min(len(answer), admit.max_new_tokens) if ends else admit.max_new_tokens):
             return SlotResult()
         slot[3] = done + 1
-        token = answer[done]
+        token = answer[done % len(answer)]
         count = admit.sampling.logprobs
         top = ((token, -0.5), *_OTHERS)[:count]
         return SlotResult((token,), (TokenLogprobs(token, -0.5, top),) if count else ())

@@ -9,6 +9,7 @@ from cpmrt import __version__
 from cpmrt.config.sampling import MAX_LOGPROBS
 from cpmrt.server.chat_page import INDEX, page_files
 from cpmrt.server.embeddings import MAX_INPUTS
+from cpmrt.server.responses_request import TEXT_PARTS
 from cpmrt.server.schema import (
     MAX_CHOICES,
     MAX_PROMPTS,
@@ -214,6 +215,7 @@ _SHARED: Schema = {
     "stream": _optional("boolean", default=False),
     "stream_options": {"anyOf": [_NULL, _object({}, {"include_usage": _optional("boolean")})]},
 }
+_ARGUMENTS = _optional("string", "object", description="A JSON object, or a string with one")
 _OPTIONS_OF_STREAMS = _unless({"stream_options": _NULL}, {"stream": _TRUE})
 
 
@@ -226,8 +228,8 @@ def _requests() -> Schema:
     messages = _array(message, minItems=1)
     tool_choice = _unless({"tool_choice": {"enum": ["none", None]}}, {"tools": _array({}, minItems=1)})
     tokenize = {
-        "prompt": _STRING,
-        "content": _STRING,
+        "prompt": _optional("string"),
+        "content": _optional("string"),
         "add_special_tokens": _optional("boolean", default=True),
         "messages": {"anyOf": [_NULL, messages]},
         "add_generation_prompt": _optional("boolean", default=True),
@@ -246,7 +248,9 @@ def _requests() -> Schema:
             ],
         ),
         "ResponsesRequest": _object(
-            {"input": {"anyOf": [_STRING, _array({"type": "object"}, minItems=1)]}}, _responses_fields()
+            {"input": {"anyOf": [_STRING, _array(_response_item(), minItems=1)]}},
+            _responses_fields(),
+            [_unless({"tool_choice": {"enum": ["none", None]}}, {"tools": _array({}, minItems=1)})],
         ),
         "CompletionRequest": _completion_request(),
         **_message_requests(),
@@ -267,8 +271,7 @@ def _prompts(most: int) -> Schema:
 
 def _chat_message() -> Schema:
     part = _object({"type": {"const": "text"}, "text": _STRING})
-    arguments = {"type": ["string", "object", "null"], "description": "A JSON object, or a string with one"}
-    call = _object({"function": _object({"name": _STRING}, {"arguments": arguments})})
+    call = _object({"function": _object({"name": _STRING}, {"arguments": _ARGUMENTS})})
     text = {"anyOf": [_STRING, _array(part)]}
     return _object(
         {"role": {"enum": ["system", "developer", "user", "assistant", "tool"]}},
@@ -316,18 +319,45 @@ def _chat_fields() -> Schema:
     }
 
 
+def _response_item() -> Schema:
+    """Return what an array of input has: messages, calls, their results, and thoughts, which are passed over."""
+    part = _object({"type": {"enum": sorted(TEXT_PARTS)}, "text": _STRING})
+    text = {"anyOf": [_STRING, _array(part)]}
+    roles = {"enum": ["system", "developer", "user", "assistant"]}
+    return {
+        "anyOf": [
+            _object({"role": roles, "content": text}, {"type": {"const": "message"}}),
+            _object({"type": {"const": "function_call"}, "name": _STRING}, {"arguments": _ARGUMENTS}),
+            _object({"type": {"const": "function_call_output"}, "output": text}),
+            _object({"type": {"const": "reasoning"}}),
+        ]
+    }
+
+
 def _responses_fields() -> Schema:
-    function = _object({"type": {"const": "function"}, "name": _STRING}, {"parameters": _optional("object")})
+    function = _object(
+        {"type": {"const": "function"}, "name": _STRING}, {"description": {}, "parameters": {"type": "object"}}
+    )
+    form = [
+        _NULL,
+        _object({"type": {"enum": ["text", "json_object"]}}),
+        _object({"type": {"const": "json_schema"}, "schema": {"type": "object"}}),
+    ]
     names = ("model", "temperature", "top_p", "top_k", "min_p", "seed", "stream", "max_thinking_tokens")
     return {
         **{name: _SHARED[name] for name in names},
         "instructions": _optional("string", description="The system message"),
         "max_output_tokens": _MAX_TOKENS,
         "tools": _optional("array", items=function, maxItems=MAX_TOOLS),
-        "tool_choice": {"description": "none, auto, required, or a function by its name"},
+        "tool_choice": {
+            "anyOf": [
+                {"enum": ["none", "auto", "required", None]},
+                _object({"type": {"const": "function"}, "name": _STRING}),
+            ]
+        },
         "parallel_tool_calls": _optional("boolean", default=True),
-        "text": _optional("object", description="Its format: text, json_object, or json_schema with a schema"),
-        "reasoning": _optional("object", description="Its effort, as reasoning_effort of chats"),
+        "text": {"anyOf": [_NULL, _object({}, {"format": {"anyOf": form}})]},
+        "reasoning": {"anyOf": [_NULL, _object({}, {"effort": {"enum": [*REASONING_EFFORTS, None]}})]},
     }
 
 

@@ -20,7 +20,7 @@ _UNSUPPORTED = {
     "max_tool_calls": "use parallel_tool_calls",
     "top_logprobs": "use /v1/chat/completions",
 }
-_TEXTS = ("input_text", "output_text", "text")
+TEXT_PARTS = ("input_text", "output_text", "text")
 
 
 def chat_of(body: dict[str, Any]) -> dict[str, Any]:
@@ -78,7 +78,7 @@ def _content(content: Any, where: str) -> str:
     texts = []
     for index, part in enumerate(content if isinstance(content, list) else [None]):
         kind, text = (part.get("type"), part.get("text")) if isinstance(part, dict) else (None, None)
-        if kind not in _TEXTS or not isinstance(text, str):
+        if kind not in TEXT_PARTS or not isinstance(text, str):
             got = shown(kind) if isinstance(part, dict) else shown(content)
             raise invalid(f"{where}[{index}]", f"expected text, got {got}")
         texts.append(text)

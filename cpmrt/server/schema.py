@@ -245,7 +245,8 @@ def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise invalid(f"{where}[{index}]", "expected an object with a function, which has name and arguments")
-        arguments = function.get("arguments") or "{}"
+        arguments = function.get("arguments")
+        arguments = "{}" if arguments in (None, "") else arguments
         try:
             arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
         except (ValueError, RecursionError):

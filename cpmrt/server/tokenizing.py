@@ -27,7 +27,14 @@ def tokenize(service: Service, body: dict[str, Any]) -> dict[str, Any]:
     """Return the tokens of a text, or those of a chat as its template writes it. Raises ApiError, RequestError."""
     fields, llm = Fields(body), service.engine.llm
     tokenizer = needed(llm.tokenizer)
-    ids = _chat_ids(llm, fields) if fields.raw("messages") is not None else _text_ids(tokenizer, fields)
+    text, content = fields.string("prompt"), fields.string("content")
+    is_bare = fields.boolean("add_special_tokens") is False
+    if fields.raw("messages") is not None:
+        ids = _chat_ids(llm, fields)
+    elif text is None and content is None:
+        raise invalid("prompt", "expected a string, or messages")
+    else:
+        ids = tokenizer.encode(content or "" if text is None else text, add_special_tokens=not is_bare)
     answer: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": llm.max_context}
     if fields.boolean("return_token_strs"):
         answer["token_strs"] = [written(tokenizer, token) for token in ids]
@@ -68,14 +75,6 @@ def tokenizer_info(service: Service) -> dict[str, Any]:
 def written(tokenizer: Tokenizer, token_id: int) -> str:
     """Return the text of one token, special or not; bytes that are no character by themselves become U+FFFD."""
     return tokenizer.written_bytes(token_id).decode("utf-8", "replace")
-
-
-def _text_ids(tokenizer: Tokenizer, fields: Fields) -> list[int]:
-    text = fields.string("prompt") if fields.raw("prompt") is not None else fields.string("content")
-    if text is None:
-        raise invalid("prompt", "expected a string, or messages")
-    is_bare = fields.boolean("add_special_tokens") is False
-    return tokenizer.encode(text, add_special_tokens=not is_bare)
 
 
 def _chat_ids(llm: LLM, fields: Fields) -> list[int]:

@@ -24,19 +24,30 @@ def before_call(context, case, kwargs):
 
 
 def make_consistent(body):
-    for name in FORMS:
+    for name in (*FORMS, "text"):
         body.pop(name, None)
     if "max_completion_tokens" in body:
         body.pop("max_tokens", None)
-    prompts = body.get("prompt")
-    num_prompts = len(prompts) if isinstance(prompts, list) else 1
-    if max(number(body.get("n")), number(body.get("best_of"))) * num_prompts > MOST_ANSWERS:
-        body.update(n=1, best_of=1) if "best_of" in body else body.update(n=1)
-    if number(body.get("best_of")) < max(1, number(body.get("n"))) or body.get("stream"):
-        body.pop("best_of", None)
+    if isinstance(body.get("tool_choice"), dict) or body.get("tool_choice") == "required":
+        body.pop("tool_choice")
+    bound_answers(body)
     for message in body.get("messages") or ():
         for call in message.get("tool_calls") or ():
             if isinstance(call["function"].get("arguments"), str):
                 call["function"]["arguments"] = "{}"
         if isinstance(message.get("content"), list):
             message["content"] = [part for part in message["content"] if part["type"] != "tool_use"]
+    if isinstance(body.get("input"), list) and any(isinstance(item, dict) for item in body["input"]):
+        said = [item for item in body["input"] if item.get("type") != "reasoning"]
+        body["input"] = [item | ({"arguments": "{}"} if "arguments" in item else {}) for item in said] or "x"
+
+
+def bound_answers(body):
+    """`best_of` is at least `n` and not streamed, and there are not more answers than the server takes at a time."""
+    prompts = body.get("prompt")
+    num_prompts = len(prompts) if isinstance(prompts, list) else 1
+    if max(number(body.get("n")), number(body.get("best_of"))) * num_prompts > MOST_ANSWERS:
+        body["n"] = 1
+        body.pop("best_of", None)
+    if number(body.get("best_of")) < max(1, number(body.get("n"))) or body.get("stream"):
+        body.pop("best_of", None)

@@ -67,9 +67,9 @@ def quick(tmp_path):
 
     def open_model():
         llm = saying_llm(folder, lambda prompt: "FILL", limits=limits)
-        executor, config = llm.engine.executor, llm.config
-        executor.prompt_logits = partial(rows, config.vocab_size)
-        executor.prompt_states = partial(rows, config.hidden_size)
+        for executor in (llm.executor, llm.engine.executor):
+            executor.prompt_logits = partial(rows, llm.config.vocab_size)
+            executor.prompt_states = partial(rows, llm.config.hidden_size)
         return llm
 
     with serving(open_model, max_queue=256) as server:
