@@ -260,16 +260,8 @@ class Engine:
         return PrefixCache(limits.num_pages, limits.page_size, self._uses_cache, limits.num_snapshots)
 
     def _submit_next(self) -> bool:
-        if self._waiting and self._free_slots and not self._has_empty_mask():
-            first = self._waiting.popleft()
-            if isinstance(first, Loan):
-                self._lend(first)
-                return True
-            self.running.append(first)
-            try:
-                self._admit(first)
-            except RequestError:
-                return True  # the sequence's own stream raises it: another one may be advancing
+        if not self._has_empty_mask() and (self._resume_one() or self._take_one()):
+            return True
         decoding = tuple([seq for seq in self.running if transitions.wants_decode(seq)])
         if not (decoding and self._last_was_prefill):
             for seq in self.running:
@@ -299,6 +291,30 @@ class Engine:
                 snapshot = self.cache.snapshot_within_answer(seq.pages, seq.num_expected)
                 if snapshot is not None:
                     self._guarded(Keep(seq.slot, snapshot), (seq,), ())
+
+    def _resume_one(self) -> bool:
+        """Have a paused sequence go on whose steps are done, and tell whether there is one."""
+        for seq in self.running:
+            if seq.phase is Phase.PAUSED and not seq.num_in_flight:
+                self._resume(seq)
+                self.on_news(seq)
+                return True
+        return False
+
+    def _take_one(self) -> bool:
+        """Give a slot to what waits first, and tell whether nothing more is to be submitted for it now."""
+        if not (self._waiting and self._free_slots):
+            return False
+        first = self._waiting.popleft()
+        if isinstance(first, Loan):
+            self._lend(first)
+            return True
+        self.running.append(first)
+        try:
+            self._admit(first)
+        except RequestError:
+            return True  # the sequence's own stream raises it: another one may be advancing
+        return False
 
     def _has_empty_mask(self) -> bool:
         """Tell whether a step in flight may wait for its mask, so that whoever waits for the executor waits for ever.
@@ -384,8 +400,6 @@ class Engine:
                 seq.outbox.append(gained)
             if was_running and seq.finish_reason is not None:
                 self._release(seq)
-            elif seq.phase is Phase.PAUSED and not seq.num_in_flight:
-                self._resume(seq)
             self.on_news(seq)
 
     def _end(self, seq: Sequence, reason: str) -> None:

@@ -14,7 +14,7 @@ from cpmrt.config import Sampling
 from cpmrt.engine import Engine, Request, ThinkingBudget
 from cpmrt.engine.step_log import StepLog, read_steps, replay
 from cpmrt.errors import FormError, RequestError
-from cpmrt.executor import Decode, ExecutorLimits, FastForward, Mask, Prefill, SlotResult
+from cpmrt.executor import Admit, Decode, ExecutorLimits, FastForward, Mask, Prefill, SlotResult
 
 END = 49
 
@@ -285,3 +285,38 @@ def test_a_mask_is_plain_data():
     assert heard == [b"\x05"] and filled == Mask(b"\x05", is_filled=True) != Mask()
     assert repr(filled) == "Mask(2 tokens)" and SlotResult() == SlotResult()
     assert VOCAB > END
+
+
+@given(
+    st.builds(limits, st.integers(1, 5), st.integers(1, 4), st.integers(2, 9)),
+    st.lists(WANTED, min_size=2, max_size=6),
+    st.data(),
+)
+def test_nobody_waits_for_a_step_that_waits_for_its_mask(limits, wanted, data):
+    """When a slot is lent or taken, which may take long, every step in flight has its mask."""
+    executor = ScriptedExecutor(limits)
+    submit = executor.submit
+
+    def watched(step):
+        if isinstance(step, Admit):
+            check_masks()
+        return submit(step)
+
+    def check_masks():
+        masks = [mask for step, _ in executor.queue for mask in getattr(step, "masks", ()) if mask]
+        assert all(mask.is_filled for mask in masks)
+
+    executor.submit = watched
+    engine = Engine(executor, prefix_cache=False)
+    budget = ThinkingBudget(3, lambda token_ids: ())
+    sequences = []
+    for prompt, number, seed, new, stop in wanted:
+        sequences.append(engine.add(request(prompt, number, new=new, seed=seed, stop=stop, thinking=budget)))
+        loan = engine.borrow(5)
+        for _ in range(data.draw(st.integers(0, 9))):
+            engine.advance()
+            if loan.slot >= 0:
+                check_masks()
+        engine.give_back(loan)
+    for seq, (prompt, number, seed, new, stop) in zip(sequences, wanted, strict=True):
+        assert tokens_of(engine, seq) == expected(prompt, number, seed, new, stop)
