@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from reprlib import Repr
 from typing import Any
 
 from tiny_checkpoint import CONFIG, write_checkpoint
@@ -219,5 +220,15 @@ def _damaged_bytes(file: str, seed: int, folder: Path) -> None:
 
 
 def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 120 else f"{text[:100]}... ({len(text)} characters)"
+    """Write a value out, long strings in part: the whole of some would take the memory that the loader is allowed."""
+    return _SHORT.repr(value)
+
+
+class _Short(Repr):
+    def repr_int(self, x: int, level: int) -> str:
+        """Integers have no end either."""
+        return repr(x)
+
+
+_SHORT = _Short()
+_SHORT.maxstring, _SHORT.maxother, _SHORT.maxlist, _SHORT.maxdict = 100, 100, 20, 20
