@@ -78,9 +78,10 @@ def copy_columns(launch: Launcher, out: DeviceArray, x: DeviceArray, first: int)
 def gate_rows(
     launch: Launcher, out: DeviceArray, norm: DeviceArray | None, gate: DeviceArray | None, eps: float
 ) -> None:
-    """Launch the op `gate_rows`."""
+    """Launch the op `gate_rows`, which stands between products."""
     check_shapes("gate_rows", out=out, norm=norm, gate=gate)
-    launch(GATE_ROWS, RowConstants(out.shape[1]), len(out), BLOCK, out, norm, gate, np.float32(eps))
+    arguments = out, norm, gate, np.float32(eps)
+    launch(GATE_ROWS, RowConstants(out.shape[1]), len(out), BLOCK, *arguments, prefers_shared=True)
 
 
 def clear(launch: Launcher, out: DeviceArray) -> None:
