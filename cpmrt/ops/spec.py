@@ -55,7 +55,6 @@ _LIGHTNING = {
     "slots": "T",
 }
 """Of lightning attention; J rows of a chain of drafts. "3HD" is 3 times H times D."""
-
 OPS = {
     "embed": OpSpec({"out": "T C", "token_ids": "T", "table": "V C"}),
     "qkv": OpSpec(

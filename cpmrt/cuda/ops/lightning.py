@@ -65,7 +65,7 @@ class LightningOps:
             (head_dim // _STEP_COLUMNS, num_heads, 1 if is_chain else len(out)), _THREADS,
             out, state.states, state.chain if is_chain else None, qkv, heads.q_norm, heads.k_norm, heads.rope,
             heads.decay, rows.positions, rows.slots, np.int32(len(out)), np.int32(num_heads), np.int32(num_positions),
-            np.float32(eps), prefers_shared=True,
+            np.float32(eps),
         )  # fmt: skip
 
     def prefill(

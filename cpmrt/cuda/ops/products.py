@@ -117,7 +117,7 @@ class Products:
             left = project(q, kv.k, kv.v)
         else:  # with null pages the kernel stores the projection as it is, the bias added
             left = project(raw, None, None)
-            self._append(q, kv, raw, None, weights, (q_nope, nope), rest, prefers_shared=rope is None)
+            self._append(q, kv, raw, None, weights, (q_nope, nope), rest)
         if kv.compressed is not None and rows.tree_masks is None:
             compress_keys(self._launch, kv, rows)
         return left
@@ -125,7 +125,6 @@ class Products:
     def _append(
         self, q: DeviceArray, kv: KVPages, raw: DeviceArray, bias: DeviceArray | None, weights: QkvWeights,
         nope: tuple[DeviceArray | None, DeviceArray | None], rest: tuple[KernelArgument, ...],
-        *, prefers_shared: bool = False,
     ) -> None:  # fmt: skip
         """Store q, k and v of a projection [T, QKV]: bias, the norms of heads, RoPE (`rest[0]` is its table), pages."""
         head_dim = kv.k.shape[3]
@@ -134,7 +133,7 @@ class Products:
         self._launch(
             ROPE_APPEND, constants, grid, BLOCK,
             q, codes_of(kv.k), codes_of(kv.v), *nope, raw, bias, weights.q_norm, weights.k_norm, *rest,
-            *scales_of(kv.k, kv.v), prefers_shared=prefers_shared,
+            *scales_of(kv.k, kv.v),
         )  # fmt: skip
 
     def project(
@@ -148,11 +147,7 @@ class Products:
             return
         counts = len(x), out.shape[1] // PLAIN_HEAD_DIM, 0, 0, 0
         rest = (*(None,) * 6, *map(np.int32, counts), np.float32(eps))
-        product = StepProduct("qkv", (out, None, None), x, norm, eps, rest, PLAIN_HEAD_DIM)
-        if isinstance(weight, PackedWeight):
-            self._packed.step(product, weight, NOTHING)
-        else:  # its neighbours may be packed
-            launch_linear(self._launch, product, weight, self._device, prefers_shared=True)
+        self._step(StepProduct("qkv", (out, None, None), x, norm, eps, rest, PLAIN_HEAD_DIM), weight)
 
     def project_residual(
         self,

@@ -78,10 +78,9 @@ def copy_columns(launch: Launcher, out: DeviceArray, x: DeviceArray, first: int)
 def gate_rows(
     launch: Launcher, out: DeviceArray, norm: DeviceArray | None, gate: DeviceArray | None, eps: float
 ) -> None:
-    """Launch the op `gate_rows`, which stands between products."""
+    """Launch the op `gate_rows`."""
     check_shapes("gate_rows", out=out, norm=norm, gate=gate)
-    arguments = out, norm, gate, np.float32(eps)
-    launch(GATE_ROWS, RowConstants(out.shape[1]), len(out), BLOCK, *arguments, prefers_shared=True)
+    launch(GATE_ROWS, RowConstants(out.shape[1]), len(out), BLOCK, out, norm, gate, np.float32(eps))
 
 
 def clear(launch: Launcher, out: DeviceArray) -> None:
