@@ -29,7 +29,6 @@ constexpr int kColumns = 32;                 // of S, of a block
 constexpr int kGroups = kColumns / 4;        // of four columns
 constexpr int kStride = kThreads / kGroups;  // between a thread's rows of S
 constexpr int kRows = HEAD_DIM / kStride;
-constexpr int kResident = CHAIN ? 2 : 6;     // blocks of a multiprocessor: rows of many sequences stream their states
 constexpr int kTurn = CHAIN ? 16 : 1;        // rows of the step whose heads are in shared memory at a time
 
 // A thread's elements of S.
@@ -75,7 +74,7 @@ DEVICE float4 unpack4(uint2 words) {
   return make_float4(a.x, a.y, b.x, b.y);
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, kResident)
+extern "C" __global__ void __launch_bounds__(kThreads, 2)
     KERNEL(lightning_decode)(scalar_t* out, float* states, scalar_t* chain, const scalar_t* qkv,
                              const scalar_t* __restrict__ q_norm, const scalar_t* __restrict__ k_norm,
                              const float* __restrict__ rope, const float* decay, const int* positions,
@@ -154,7 +153,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResident)
 }
 
 #if CHAIN
-extern "C" __global__ void __launch_bounds__(kThreads, kResident)
+extern "C" __global__ void __launch_bounds__(kThreads, 2)
     KERNEL(lightning_accept)(float* states, const scalar_t* chain, const float* __restrict__ decay,
                              const DraftTree* tree, int num_slots, int num_heads, int chain_rows) {
   pdl_begin();

@@ -135,15 +135,6 @@ DEVICE void store_weights(uint32_t weights, uint32_t q, uint32_t k, const float*
   }
 }
 
-// sums += a b of a 16x16 tile a and eight tiles b side by side: no product waits for the sums of the one before it.
-DEVICE void add_products(float (&sums)[kTokenTiles][4], const uint32_t (&a)[4], const uint32_t (&b)[kTokenTiles / 2][4]) {
-#pragma unroll
-  for (int pair = 0; pair < kTokenTiles / 2; pair++) {
-    mma(sums[2 * pair], a, {b[pair][0], b[pair][1]});
-    mma(sums[2 * pair + 1], a, {b[pair][2], b[pair][3]});
-  }
-}
-
 // A warp's 16 columns of S, transposed: tile n holds dimensions 8 n .. + 7 as the sums of a product do.
 struct State {
   float at[kStateTiles][4];
@@ -177,13 +168,15 @@ struct State {
         const Pair pair = split2(tile[part % 2 * 2] * kStateScale, tile[part % 2 * 2 + 1] * kStateScale);
         rounded[part] = pair.rounded, rest[part] = pair.rest;
       }
-      uint32_t b[kTokenTiles / 2][4];
 #pragma unroll
       for (int pair = 0; pair < kTokenTiles / 2; pair++) {
-        ldmatrix_x4(b[pair], tile_at<kRowBytes, false>(q, pair * 16, step * 2, lane));
+        uint32_t b[4];
+        ldmatrix_x4(b, tile_at<kRowBytes, false>(q, pair * 16, step * 2, lane));
+        mma(sums[2 * pair], rounded, {b[0], b[1]});
+        mma(sums[2 * pair], rest, {b[0], b[1]});
+        mma(sums[2 * pair + 1], rounded, {b[2], b[3]});
+        mma(sums[2 * pair + 1], rest, {b[2], b[3]});
       }
-      add_products(sums, rounded, b);
-      add_products(sums, rest, b);
     }
   }
   // S^T = L^count S^T + (v L^(count-1-j))^T k of the block's first `count` tokens j.
@@ -206,15 +199,13 @@ struct State {
         rounded[part] = pair.rounded, rest[part] = pair.rest;
       }
 #pragma unroll
-      for (int half = 0; half < kStateTiles; half += kTokenTiles) {
-        uint32_t b[kTokenTiles / 2][4];
-#pragma unroll
-        for (int pair = 0; pair < kTokenTiles / 2; pair++) {
-          ldmatrix_x4_transposed(b[pair], tile_at<kRowBytes, true>(k, step * 16, half + pair * 2, lane));
-        }
-        float(&some)[kTokenTiles][4] = *reinterpret_cast<float(*)[kTokenTiles][4]>(at[half]);
-        add_products(some, rounded, b);
-        add_products(some, rest, b);
+      for (int pair = 0; pair < kStateTiles / 2; pair++) {
+        uint32_t b[4];
+        ldmatrix_x4_transposed(b, tile_at<kRowBytes, true>(k, step * 16, pair * 2, lane));
+        mma(at[2 * pair], rounded, {b[0], b[1]});
+        mma(at[2 * pair], rest, {b[0], b[1]});
+        mma(at[2 * pair + 1], rounded, {b[2], b[3]});
+        mma(at[2 * pair + 1], rest, {b[2], b[3]});
       }
     }
   }
@@ -286,9 +277,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
       uint32_t columns[4];
       ldmatrix_x4_transposed(columns, tile_at<kColumnBytes, false>(v, step * 16, warp * 2, lane));
 #pragma unroll
-      for (int part = 0; part < 2; part++) {
+      for (int pair = step; pair < kTokenTiles / 2; pair++) {
 #pragma unroll
-        for (int pair = step; pair < kTokenTiles / 2; pair++) {
+        for (int part = 0; part < 2; part++) {
           uint32_t b[4];
           ldmatrix_x4(b, tile_at<2 * kBlock, false>(weights + part * kWeightBytes, pair * 16, step * 2, lane));
           mma(sums[2 * pair], columns, {b[0], b[1]});

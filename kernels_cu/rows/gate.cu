@@ -8,8 +8,7 @@
 //   numerics  float32: each thread's squares in order, then lanes, then warps; rounded once
 //   oracle    NumpyOps.gate_rows
 //   source    original
-//   layout    a block a row, held in registers between its only read and its only write, 16 bytes a thread and turn; all
-//             that is read is on its way before the first sum, since a step of one row has nothing else to wait for
+//   layout    a block a row, held in registers between its only read and its only write, 16 bytes a thread and turn
 #if !defined(HIDDEN)
 #error "a constant is not defined"
 #endif
@@ -25,7 +24,7 @@ DEVICE uint32_t gated(uint32_t pair, uint32_t weight, uint32_t gate, float scale
   }
   if (has_gate) {
     const float2 g = unpack2(gate);
-    v.x = __fdividef(v.x, 1.0f + __expf(-g.x)), v.y = __fdividef(v.y, 1.0f + __expf(-g.y));
+    v.x /= 1.0f + __expf(-g.x), v.y /= 1.0f + __expf(-g.y);
   }
   return pack2(v.x, v.y);
 }
@@ -36,28 +35,22 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   __shared__ float shared[kThreads / 32];
   pdl_begin();
   const int64_t start = static_cast<int64_t>(blockIdx.x) * HIDDEN;
-  const bool has_norm = norm != nullptr, has_gate = gate != nullptr;
-  const uint4 zero = make_uint4(0, 0, 0, 0);
-  uint4 held[kTurns], weights[kTurns], gates[kTurns];
-#pragma unroll
-  for (int turn = 0; turn < kTurns; turn++) {
-    const int column = (turn * kThreads + threadIdx.x) * 8;
-    const bool is_there = column < HIDDEN;
-    held[turn] = is_there ? load16(out + start + column) : zero;
-    gates[turn] = is_there && has_gate ? load16(gate + start + column) : zero;
-    weights[turn] = is_there && has_norm ? load16(norm + column) : zero;
-  }
+  uint4 held[kTurns];
   float sum = 0.0f;
 #pragma unroll
   for (int turn = 0; turn < kTurns; turn++) {
+    const int column = (turn * kThreads + threadIdx.x) * 8;
+    held[turn] = column < HIDDEN ? load16(out + start + column) : make_uint4(0, 0, 0, 0);
     sum += squares(held[turn].x) + squares(held[turn].y) + squares(held[turn].z) + squares(held[turn].w);
   }
+  const bool has_norm = norm != nullptr, has_gate = gate != nullptr;
   const float scale = has_norm ? 1.0f / sqrtf(block_sum(sum, shared) / HIDDEN + eps) : 1.0f;
 #pragma unroll
   for (int turn = 0; turn < kTurns; turn++) {
     const int column = (turn * kThreads + threadIdx.x) * 8;
     if (column >= HIDDEN) continue;
-    const uint4 v = held[turn], w = weights[turn], g = gates[turn];
+    const uint4 zero = make_uint4(0, 0, 0, 0), v = held[turn];
+    const uint4 w = has_norm ? load16(norm + column) : zero, g = has_gate ? load16(gate + start + column) : zero;
     store16(out + start + column, make_uint4(gated(v.x, w.x, g.x, scale, has_norm, has_gate),
                                              gated(v.y, w.y, g.y, scale, has_norm, has_gate),
                                              gated(v.z, w.z, g.z, scale, has_norm, has_gate),
