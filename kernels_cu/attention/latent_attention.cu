@@ -36,7 +36,7 @@ constexpr int kCached = KV_RANK + ROPE_DIM;
 constexpr int kChunks = kCached / 8;              // 16-byte chunks of a row
 constexpr int kRowBytes = kCached * 2;
 constexpr int kPageBytes = kPageTokens * kRowBytes;
-constexpr int kCopiesAtOnce = TREE ? 1 : 3;       // of a thread: more would take registers from the queries
+constexpr int kCopiesAtOnce = TREE || __CUDA_ARCH__ >= 1000 ? 1 : 3;  // of a thread: more take registers from the queries
 constexpr int kSteps = kCached / 16;              // k-steps of a score
 constexpr int kColumnTiles = KV_RANK / 4 / 8;     // n-tiles of a warp's columns
 constexpr int kWeightRow = kPageTokens * 2 + 16;  // bytes, so many that no ldmatrix meets a bank twice
