@@ -80,7 +80,7 @@ CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
         _GATE_UP | _CHUNK | _W16 | {"WARP_TILES": 2, "STAGE_SLICES": 2, "PRODUCT": 1, "IN_FEATURES": 5760},
     ),
     "experts/experts_down.cu": tuple(
-        held | {"IN_FEATURES": 5760, "ROWS": rows, "AHEAD": 4, "EARLY": 1}
+        held | {"IN_FEATURES": 5760, "ROWS": rows, "AHEAD": 4}
         for held in (_W4, _W16, _W4_SMALL_GROUPS)
         for rows in (1, 64)
     ),

@@ -27,19 +27,12 @@ DEVICE PairTile tile_of(int count, int index) {
   return {expert, first, min(__shfl_sync(kAllLanes, count, expert) - first, PAIRS)};
 }
 
-// A pair's expert, past the L1: experts_down reads it before its wait, when the L1 may still have that of the layer before.
-DEVICE int expert_of(const int* chosen, int pair) {
-  int expert;
-  asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(expert) : "l"(chosen + pair) : "memory");
-  return expert;
-}
-
 // The number of pairs of expert `lane`, for all lanes; `chosen` (num_pairs) has each pair's expert.
 DEVICE int count_pairs(const int* chosen, int num_pairs, int num_experts) {
   const int lane = threadIdx.x % 32;
   int count = 0;
   for (int base = 0; base < num_pairs; base += 32) {
-    const int own = base + lane < num_pairs ? expert_of(chosen, base + lane) : -1;
+    const int own = base + lane < num_pairs ? chosen[base + lane] : -1;
     for (int expert = 0; expert < num_experts; expert++) {
       const uint32_t takers = __ballot_sync(kAllLanes, own == expert);
       if (lane == expert) count += __popc(takers);

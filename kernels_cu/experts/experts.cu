@@ -210,7 +210,7 @@ DEVICE void expert_product(scalar_t* out, const scalar_t* x, const void* weight,
   extern __shared__ __align__(128) unsigned char memory[];
   int* const pairs = reinterpret_cast<int*>(memory + kStages * kTokens * kPitch + WARPS * kRingBytes);
   int* const rows = pairs + kTokens;
-  // After the wait: then the next kernel knows that the routing is there, and may look which weights it will need.
+  // The next kernel waits for all of this one: it need not start before.
   pdl_wait();
   pdl_launch_dependents();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;

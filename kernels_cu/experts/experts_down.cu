@@ -6,18 +6,16 @@
 //             packed_layout.cuh; chosen (T, top) int32, -1: of no expert; shares (T, top) float
 //   constants IN_FEATURES: K, a multiple of 64, in 4 bits of 128. WEIGHT_BITS: 16 or 4.
 //             In 4 bits RUNS: of the packed layout. SCALE_GROUP: columns that share a scale. ZEROS: 1 has zero points.
-//             ROWS: 1 for steps of one row, else 64. AHEAD: turns of weights and x that a warp has on their way.
-//             EARLY: 1 if the kernel before tells that the routing is there before it lets this one start
+//             ROWS: 1 for steps of one row, else 64. AHEAD: turns of weights and x that a warp has on their way
 //   launch    grid C / 16, block 256, dynamic shared memory: 8 rings of weights and x, 4352 bytes, then 64 for each pair
 //   numerics  float32 sums over a slice or scale group in tensor cores, added in order within a quarter of K, then the
 //             quarters, then the experts; rounded once. A row's bits depend on its own operands only
 //   oracle    NumpyOps.experts_down
 //   source    original
 //   layout    sixteen columns are few, so K is split over four warps, which add their sums in order, and two groups of warps
-//             take every other eight pairs of an expert. The first weights are on their way before the wait for inner
+//             take every other eight pairs of an expert. The weights of its next pairs are on their way while a group adds
 #if !defined(IN_FEATURES) || !defined(WEIGHT_BITS) || (WEIGHT_BITS == 4 && !defined(RUNS)) || \
-    (WEIGHT_BITS == 4 && !defined(SCALE_GROUP)) || (WEIGHT_BITS == 4 && !defined(ZEROS)) || !defined(ROWS) || !defined(AHEAD) || \
-    !defined(EARLY)
+    (WEIGHT_BITS == 4 && !defined(SCALE_GROUP)) || (WEIGHT_BITS == 4 && !defined(ZEROS)) || !defined(ROWS) || !defined(AHEAD)
 #error "a constant is not defined"
 #endif
 #define TOKEN_TILES 1
@@ -121,19 +119,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
   const int begin = min(warp % kParts * kPartSlices, kSlices);
   const Part part{shared_address(memory) + warp * kRingBytes, begin, min(begin + kPartSlices, kSlices)};
   pdl_launch_dependents();
-  if (!EARLY) pdl_wait();
+  pdl_wait();
 
   const int own = ROWS == 1 ? 0 : count_pairs(chosen, num_pairs, num_experts);
   const auto tile_at = [&](int index) -> PairTile {
     if (ROWS > 1) return tile_of<kTokens>(own, index);
-    return {index < num_pairs ? expert_of(chosen, index) : -1, 0, 1};   // each pair has an expert of its own
+    return {index < num_pairs ? chosen[index] : -1, 0, 1};   // each pair has an expert of its own
   };
   const auto weights_of = [&](int expert) {
     return TileSource(weight, {static_cast<int64_t>(expert) * columns + blockIdx.x * 16, 8});
   };
   PairTile tile = tile_at(group);
   if (tile.expert >= 0) part.begin_weights(weights_of(tile.expert));
-  if (EARLY) pdl_wait();
   // What the block's last work needs of x comes while it multiplies.
   const int row = threadIdx.x / 16, column = blockIdx.x * 16 + threadIdx.x % 16;
   scalar_t before = from_float(0.0f);

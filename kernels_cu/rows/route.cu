@@ -10,7 +10,7 @@
 //             counts as lowest
 //   oracle    NumpyOps.route
 //   source    Mixture of experts with a softmax over the chosen scores, arXiv 2401.04088; RMSNorm arXiv 1910.07467
-//   layout    a block a row. Norm and router come from memory: they are on their way to the L2 before the wait for x
+//   layout    a block a row. Its threads ask for x and for their columns of norm and router at once, and keep them
 #if !defined(HIDDEN) || !defined(EXPERTS) || !defined(TOP)
 #error "a constant is not defined"
 #endif
@@ -23,13 +23,6 @@ static_assert(EXPERTS >= 1 && EXPERTS <= 32 && TOP >= 1 && TOP <= EXPERTS, "EXPE
 constexpr int kTurns = (HIDDEN / 8 + kThreads - 1) / kThreads, kWarps = kThreads / 32;
 // Columns of the router that a thread asks for together with x; those of more experts are read when they are needed.
 constexpr int kHeldExperts = EXPERTS * kTurns <= 16 ? EXPERTS : 0;
-
-// Asks for weights before pdl_wait; loads to registers would be moved behind it.
-DEVICE void prefetch(const scalar_t* weights, int count) {
-#pragma unroll 1
-  for (int line = threadIdx.x * 64; line < count; line += kThreads * 64)
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(weights + line) : "memory");
-}
 
 DEVICE float dot(uint4 a, uint4 b, float sum) {
   const uint32_t *left = &a.x, *right = &b.x;
@@ -74,17 +67,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   __shared__ float sums[kWarps], scores[kWarps][EXPERTS];
   pdl_launch_dependents();
   const int64_t row = blockIdx.x;
-  prefetch(norm, HIDDEN);
-  prefetch(router, EXPERTS * HIDDEN);
   pdl_wait();
   uint4 held[kTurns], weights[kTurns], columns[kHeldExperts > 0 ? kHeldExperts : 1][kTurns];
-  float sum = 0.0f;
-#pragma unroll
-  for (int turn = 0; turn < kTurns; turn++) {
-    const int column = (turn * kThreads + threadIdx.x) * 8;
-    held[turn] = column < HIDDEN ? load16_written(x + row * HIDDEN + column) : make_uint4(0, 0, 0, 0);
-  }
-  const bool is_padding = slots[row] < 0;
 #pragma unroll
   for (int turn = 0; turn < kTurns; turn++) {
     const int column = (turn * kThreads + threadIdx.x) * 8;
@@ -94,6 +78,13 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     for (int expert = 0; expert < kHeldExperts; expert++)
       columns[expert][turn] = load16_streamed(router + expert * HIDDEN + column);
   }
+  float sum = 0.0f;
+#pragma unroll
+  for (int turn = 0; turn < kTurns; turn++) {
+    const int column = (turn * kThreads + threadIdx.x) * 8;
+    held[turn] = column < HIDDEN ? load16_written(x + row * HIDDEN + column) : make_uint4(0, 0, 0, 0);
+  }
+  const bool is_padding = slots[row] < 0;
 #pragma unroll
   for (int turn = 0; turn < kTurns; turn++)
     sum += squares(held[turn].x) + squares(held[turn].y) + squares(held[turn].z) + squares(held[turn].w);
@@ -107,25 +98,19 @@ extern "C" __global__ void __launch_bounds__(kThreads)
                             normalised(v.w, w.w, scale));
     store16(normed + row * HIDDEN + column, held[turn]);
   }
-  float partial[EXPERTS] = {};
 #pragma unroll
-  for (int expert = 0; expert < EXPERTS; expert++)
+  for (int expert = 0; expert < EXPERTS; expert++) {
+    float score = 0.0f;
 #pragma unroll
     for (int turn = 0; turn < kTurns; turn++) {
       const int column = (turn * kThreads + threadIdx.x) * 8;
       if (column < HIDDEN)
-        partial[expert] = dot(held[turn], kHeldExperts > 0 ? columns[expert][turn] : load16(router + expert * HIDDEN + column),
-                              partial[expert]);
+        score = dot(held[turn], kHeldExperts > 0 ? columns[expert][turn] : load16(router + expert * HIDDEN + column), score);
     }
-  // All experts a distance at a time: one after the other they would be eight chains of five exchanges.
 #pragma unroll
-  for (int distance = 16; distance > 0; distance /= 2)
-#pragma unroll
-    for (int expert = 0; expert < EXPERTS; expert++)
-      partial[expert] += __shfl_xor_sync(0xFFFFFFFFu, partial[expert], distance);
-#pragma unroll
-  for (int expert = 0; expert < EXPERTS; expert++)
-    if (threadIdx.x % 32 == 0) scores[threadIdx.x / 32][expert] = partial[expert];
+    for (int distance = 16; distance > 0; distance /= 2) score += __shfl_xor_sync(0xFFFFFFFFu, score, distance);
+    if (threadIdx.x % 32 == 0) scores[threadIdx.x / 32][expert] = score;
+  }
   __syncthreads();
   if (threadIdx.x >= 32) return;
   float total = 0.0f;

@@ -40,7 +40,7 @@ QKV = [(1152, 128, 96), (768, 128, 64), (768, 256, 64), (4608, 4096, 128)]
 READ_OLD_DATA_EARLY = tuple(
     f"attention/{name}.cu"
     for name in ("decode_attention", "tree_attention", "selected_attention", "select_blocks", "pick_blocks")
-) + ("mixers/lightning_decode.cu", "experts/experts_down.cu")
+) + ("mixers/lightning_decode.cu",)
 READ_OLD_KEYS_EARLY = ("coarse_log_sums", "score_blocks")
 OLD_KEYS_LOADS = 16
 """By plain loads of 16 bytes, so that rows share them in the L1: at most so many of a lane, with 128 dimensions."""

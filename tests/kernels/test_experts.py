@@ -151,7 +151,7 @@ def test_every_build_fits_the_shared_memory(device: Device, form: str) -> None:
         held = weight(form, in_features)
         for num_rows in (1, 2, 8, 9, 16, 17, 64):
             assert product_constants(0, held, num_rows, is_chunk=False).shared_bytes <= room
-            down = down_constants(held, num_rows, 2, device, is_early=True)
+            down = down_constants(held, num_rows, 2, device)
             assert down.shared_bytes(num_rows * 2) <= room
             # One block a multiprocessor would leave those of the last tiles to a second round.
             assert 2 * down.shared_bytes(num_rows * 2) <= room or device is not H200
@@ -160,16 +160,16 @@ def test_every_build_fits_the_shared_memory(device: Device, form: str) -> None:
 
 def test_too_many_experts_a_row_are_refused() -> None:
     with pytest.raises(UnsupportedModelError, match="num_experts_per_tok is too large for this GPU"):
-        down_constants(weight("16", 5760), 64, 30, RTX_4090, is_early=True)
+        down_constants(weight("16", 5760), 64, 30, RTX_4090)
 
 
 def test_shared_memory_is_what_the_kernels_take() -> None:
     """experts_down.cu: 8 warps with turns of two slices and one row, or of one slice and eight rows; 4352 bytes more.
     experts.cu: x, three turns of weights for each warp, and 8 bytes for each row."""
     four, sixteen = weight("4", 5760), weight("16", 5760)
-    down = replace(down_constants(four, 1, 2, H200, is_early=True), ahead=4)
+    down = replace(down_constants(four, 1, 2, H200), ahead=4)
     assert down.shared_bytes(2) == 8 * 4 * (2 * 1056 + 512 + 64) + 4352 + 2 * 64
-    down = replace(down_constants(sixteen, 8, 2, H200, is_early=True), ahead=3)
+    down = replace(down_constants(sixteen, 8, 2, H200), ahead=3)
     assert down.shared_bytes(16) == 8 * 3 * (2048 + 8 * (128 + 64)) + 4352 + 16 * 64
     one, two = (product_constants(0, weight("4", 2304), rows, is_chunk=False) for rows in (1, 2))
     assert one.shared_bytes == 2304 * 2 + 64 + 4 * 3 * 3 * 1056 + 8

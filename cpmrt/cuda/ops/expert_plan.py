@@ -73,7 +73,6 @@ class DownConstants:
     weight_bits: int
     rows: int
     ahead: int
-    early: bool
     runs: int | None = None
     scale_group: int | None = None
     zeros: int | None = None
@@ -116,14 +115,14 @@ def product_constants(product: int, weight: Weight, num_rows: int, *, is_chunk: 
     )  # fmt: skip
 
 
-def down_constants(weight: Weight, num_rows: int, top: int, device: Device, *, is_early: bool) -> DownConstants:
+def down_constants(weight: Weight, num_rows: int, top: int, device: Device) -> DownConstants:
     """Choose how experts_down.cu is built; no choice changes a bit of the result.
 
     Two blocks shall find room on a multiprocessor. Raises UnsupportedModelError where not even one does.
     """
     bits, layout = held_in(weight)
     rows, room = 1 if num_rows == 1 else MAX_ROWS, device.shared_bytes_per_block
-    choices = [DownConstants(weight.shape[1], bits, rows, ahead, is_early, *layout) for ahead in (6, 5, 4, 3, 2, 1)]
+    choices = [DownConstants(weight.shape[1], bits, rows, ahead, *layout) for ahead in (6, 5, 4, 3, 2, 1)]
     for blocks in (2, 1):
         for choice in choices:
             if blocks * (choice.shared_bytes(num_rows * top) + _RESERVED_BYTES) <= room + _RESERVED_BYTES:

@@ -155,7 +155,7 @@ class ExpertOps:
         factor = np.float32(scale)
         if not is_prefill:
             counts = map(np.int32, (num_rows, top, num_experts, hidden))
-            plan = down_constants(weight, num_rows, top, self._device, is_early=isinstance(rows, ExpertRows))
+            plan = down_constants(weight, num_rows, top, self._device)
             self._launch(
                 EXPERTS_DOWN, plan, hidden // 16, 32 * WARPS, x, inner, data_of(weight), routing.experts,
                 routing.shares, *counts, factor, smem=plan.shared_bytes(num_rows * top), prefers_shared=True,
