@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from cpmrt.weights.formats import FORMATS
+from cpmrt.weights.formats.blocks import BLOCK_TYPES
 
 _PORTABLE_LINEAR = {"HALF_TILE": 0, "CLUSTER": 1, "NORM": 1, "SMEM_BYTES": 98304}
 _NO_NORM = {"NORM": 0}
@@ -139,6 +140,13 @@ CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
         {"LINEAR": 2, "IN_FEATURES": 4096, "RUNS": 1, "ROWS": 64, "WARPS": 16, "SHARED_RUN": 1, "PREPARED": 1}
         | _PACKED
         | {"WEIGHT_BITS": 2, "STAGE_SLICES": 1, "WARPGROUPS": 1, "FEEDS": 1, "SMEM_BYTES": 209792},
+        {"LINEAR": 1, "IN_FEATURES": 4096, "RUNS": 8, "ROWS": 1, "WARPS": 16, "SHARED_RUN": 0, "PREPARED": 0}
+        | _PACKED
+        | _NO_NORM
+        | {"WEIGHT_BITS": 8, "SCALE_GROUP": 16, "ZEROS": 2, "SMEM_BYTES": 182400},
+        {"LINEAR": 2, "IN_FEATURES": 4096, "RUNS": 1, "ROWS": 16, "WARPS": 16, "SHARED_RUN": 1, "PREPARED": 1}
+        | _PACKED
+        | {"SCALE_GROUP": 32, "ZEROS": 2, "STAGE_SLICES": 2, "WARPGROUPS": 1, "SMEM_BYTES": 205696},
     ),
     "load/round_weights.cu": ({"WEIGHT_BITS": 4}, {"WEIGHT_BITS": 8}, {"WEIGHT_BITS": 2}),
     "linear_packed/prepare_rows.cu": (
@@ -166,6 +174,11 @@ CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
     + (
         {"LINEAR": 3, "IN_FEATURES": 4096, "WEIGHT_BITS": 8, "RUNS": 1, "SCALE_GROUP": 128, "ZEROS": 0, "FORMAT": 0},
         {"LINEAR": 1, "IN_FEATURES": 4096, "WEIGHT_BITS": 2, "RUNS": 8, "SCALE_GROUP": 128, "ZEROS": 0, "FORMAT": 0},
+    ),
+    "linear_packed/repack_blocks.cu": tuple(
+        {"LINEAR": 1, "IN_FEATURES": 4096, "WEIGHT_BITS": 8, "RUNS": 8, "SCALE_GROUP": 16, "ZEROS": 2}
+        | {"FORMAT": row.number}
+        for row in BLOCK_TYPES.values()
     ),
     "attention/decode_attention.cu": (
         {"HEAD_DIM": 128, "GROUP": 16, "STAGES": 3, "PORTABLE": 0} | _PLAIN,

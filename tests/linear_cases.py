@@ -10,7 +10,7 @@ import numpy as np
 
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.ops.linear import StepProduct
-from cpmrt.cuda.ops.linear_packed.layout import PackedLayout, packed_layout
+from cpmrt.cuda.ops.linear_packed.layout import MINIMUMS, PackedLayout, packed_layout
 from cpmrt.cuda.precompile import known_device
 from cpmrt.dtypes import DType, from_float32, round_to
 from cpmrt.memory.caches import PAGE_SIZE
@@ -211,10 +211,10 @@ def relative_error(out: Any, expected: Any) -> float:
 
 def layout_of(
     product: Product, size: tuple[int, int], group_size: int, device: Device, *,
-    zeros: bool = False, head_dim: int = 0, bits: int = 4,
+    zeros: int = 0, head_dim: int = 0, bits: int = 4,
 ) -> PackedLayout:  # fmt: skip
-    """The packed layout of a weight of `size` (rows, columns)."""
-    quant = Quantization(bits, group_size, symmetric=not zeros)
+    """The packed layout of a weight of `size` (rows, columns); minimums are those of blocks of GGUF."""
+    quant = Quantization(bits, group_size, symmetric=not zeros, in_blocks=zeros == MINIMUMS)
     return packed_layout(TensorSpec("w", size, (), quant, product, head_dim), device)
 
 

@@ -175,6 +175,11 @@ def ternary_config(group_size: int = 128) -> dict[str, Any]:
     return {"quant_method": "ternary", "group_size": group_size}
 
 
+def blocks_config(name: str) -> dict[str, Any]:
+    """Return the quantization_config of random weights in blocks of a type of GGUF."""
+    return {"quant_method": "gguf", "type": name}
+
+
 @contextmanager
 def shape_folder(shape: str, draft_changes: Mapping[str, Any] | None = None) -> Iterator[str]:
     """Make a temporary folder with the config.json of a named shape, and those of its drafts in folders within it.

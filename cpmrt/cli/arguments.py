@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
-from cpmrt.bench.shapes import gptq_config, ternary_config
+from cpmrt.bench.shapes import blocks_config, gptq_config, ternary_config
 from cpmrt.config import EngineConfig, SamplingParams, SparseSetting
 from cpmrt.config.engine import KEEP_ANSWERS, parse_bytes
 from cpmrt.config.form import FORM_FIELDS
@@ -160,6 +160,9 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "type": int, "choices": (-1, *GROUP_SIZES), "default": 128, "metavar": "N",
         "help": "with --weight-bits 2 or 4: 32, 64, 128 or -1, a whole row (default: %(default)s)",
     },
+    "--block-type": {
+        "metavar": "TYPE", "help": "as if they were blocks of this type of GGUF files, such as Q8_0 or Q4_K_M",
+    },
     "--draft-weight-bits": {
         "type": int, "choices": (4, 16), "default": 16, "metavar": "BITS",
         "help": "with --shape: of its drafts (--draft eagle2 or eagle3), 4 as --weight-bits 4 (default: %(default)s)",
@@ -191,7 +194,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "tree always that tree)",
     },
 }  # fmt: skip
-WEIGHT_BITS = ("--weight-bits", "--group-size", "--draft-weight-bits")
+WEIGHT_BITS = ("--weight-bits", "--group-size", "--block-type", "--draft-weight-bits")
 """Options of models with random weights."""
 
 # Option -> (type, metavar, help). The name is the field's, with dashes.
@@ -359,6 +362,8 @@ def draft_arguments(args: argparse.Namespace) -> dict[str, Any]:
 def overrides_with_weight_bits(args: argparse.Namespace) -> dict[str, Any] | None:
     """Return --hf-overrides with the quantisation that --weight-bits asks for."""
     overrides: dict[str, Any] | None = args.hf_overrides
+    if args.block_type is not None:
+        return (overrides or {}) | {"quantization_config": blocks_config(args.block_type)}
     if args.weight_bits is None:
         return overrides
     made = {2: ternary_config, 4: gptq_config}.get(args.weight_bits)

@@ -74,8 +74,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure every case and show a table."""
     options.check_one_source(args, "bench")
-    if args.weight_bits and not args.shape and args.load_format != "dummy":
-        raise options.UsageError("--weight-bits needs random weights: --shape, or --load-format dummy")
+    asked = "--block-type" if args.block_type else "--weight-bits" if args.weight_bits else ""
+    if asked and not args.shape and args.load_format != "dummy":
+        raise options.UsageError(f"{asked} needs random weights: --shape, or --load-format dummy")
     changes = options.draft_changes(args)
     for path in filter(None, (args.json, args.plot)):
         _check_folder(path)

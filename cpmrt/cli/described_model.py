@@ -40,6 +40,6 @@ def described_model(
         )  # fmt: skip
         blueprint = described(
             folder, settings, target(folder.config), **options.draft_arguments(args),
-            reads_weights=args.weight_bits is None,
+            reads_weights=args.weight_bits is None and args.block_type is None,
         )  # fmt: skip
         return shape or str(folder.path), blueprint

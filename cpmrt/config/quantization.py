@@ -17,6 +17,8 @@ from cpmrt.errors import ConfigError, UnsupportedModelError, quoted
 
 TERNARY = "ternary"
 """The method of 16-bit tensors whose values are -1, 0 or 1 times the scale of their group."""
+GGUF = "gguf"
+"""The method of random weights in blocks of a GGUF type. (Files say what they hold themselves.)"""
 GROUP_SIZES = (32, 64, 128)
 """Beside -1, one group a row."""
 _USE_16_BITS = "use the 16-bit checkpoint of this model"
@@ -46,8 +48,8 @@ class WeightQuantization:
     method: str
     """What config.json calls it."""
     packing: str
-    """Layout of the tensors: gptq, awq or compressed, or ternary for 16-bit ones. (CPM.cu's Marlin files carry the
-    settings of gptq.)"""
+    """Layout of the tensors: gptq, awq or compressed; ternary for 16-bit ones; or a type of GGUF blocks. (Marlin files
+    of CPM.cu carry the settings of gptq.)"""
     group_size: int
     """Input features that share a scale; -1: all of a row."""
     symmetric: bool
@@ -115,6 +117,8 @@ def _check_same(section: Mapping[str, Any], quantize_config: Mapping[str, Any], 
 
 def _read(fields: Fields) -> WeightQuantization:
     method = fields.text("quant_method", None) or fields.text("method", None) or fields.text("quant_method")
+    if method == GGUF:
+        return WeightQuantization(GGUF, fields.text("type"), -1, symmetric=False)
     if method == TERNARY:
         return WeightQuantization(TERNARY, TERNARY, _group_size(fields, "group_size"), symmetric=True, bits=2)
     if method == "gptq":

@@ -12,7 +12,7 @@ from cpmrt.config import EngineConfig, ModelConfig
 from cpmrt.cuda.draft.forward import executor_needs
 from cpmrt.cuda.driver.device import Device, open_device
 from cpmrt.cuda.driver.graphs import check_loops
-from cpmrt.cuda.load.repack import Destination
+from cpmrt.cuda.load.repack import Destination, takes_blocks
 from cpmrt.cuda.step.memory import check_supported
 from cpmrt.dtypes import DType
 from cpmrt.errors import ConfigError
@@ -53,15 +53,15 @@ class CudaTarget:
         check_supported(config)
 
     def held(self, specs: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
-        """Return weights in blocks of GGUF in 16 bits instead, and say in the log which: no kernel reads blocks."""
-        in_blocks = [spec for spec in specs if spec.quant is not None and spec.quant.in_blocks]
-        if in_blocks:
-            types = sorted({source.packing.format for spec in in_blocks for source in spec.sources if source.packing})
+        """Return weights in blocks of GGUF in 16 bits where no packed product takes them, and say so in the log."""
+        refused = [spec for spec in specs if spec.quant is not None and spec.quant.in_blocks and not takes_blocks(spec)]
+        if refused:
+            types = sorted({source.packing.format for spec in refused for source in spec.sources if source.packing})
             _LOG.warning(
                 "%d matrices in blocks of %s are held in 16 bits, rounded to the nearest: their speed and their memory "
-                "are those of a 16-bit model", len(in_blocks), ", ".join(types),
+                "are those of a 16-bit model", len(refused), ", ".join(types),
             )  # fmt: skip
-        return without_blocks(specs) if in_blocks else specs
+        return without_blocks(specs, {spec.name for spec in refused})
 
     def needs(
         self, config: ModelConfig, settings: EngineConfig, specs: Sequence[TensorSpec], draft: Draft | None

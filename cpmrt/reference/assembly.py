@@ -112,7 +112,8 @@ def _load(
             words = pack(spec, checkpoint, dtype) if checkpoint else dummy(spec, dtype, seed)
             weight[:] = to_float32(words, dtype)
         elif isinstance(weight, BlockWeight):
-            assert checkpoint is not None, spec.name
+            if checkpoint is None:
+                raise ConfigError("random weights in blocks of GGUF", expected="a GPU", fix="use weight bits instead")
             load_blocks(spec, checkpoint, [rows for _, rows in weight.parts])
         elif checkpoint:
             load_quantised(spec, checkpoint, dtype, weight)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from cpmrt.config import WeightQuantization
-from cpmrt.config.quantization import TERNARY
+from cpmrt.config.quantization import GGUF, TERNARY
 from cpmrt.errors import CheckpointError, ConfigError, UnsupportedModelError, quoted
 from cpmrt.tensor_spec import Packing, Quantization, Source, TensorSpec
 from cpmrt.weights.checkpoint import Checkpoint
@@ -17,11 +17,12 @@ from cpmrt.weights.formats import FORMATS, codes_of, detect, stored_tensors
 from cpmrt.weights.formats.format import I32, Entries, Format, Shape
 from cpmrt.weights.formats.gptq import GPTQ_HEAD, HEAD
 from cpmrt.weights.formats.marlin import fused_module
+from cpmrt.weights.gguf.specs import declared_blocks
 from cpmrt.weights.quantised import read_order
 from cpmrt.weights.ternary import TERNARY_BITS, declared_ternary
 
 _HEAD_GROUPS = (128, 64, 32)
-GGUF = "GGUF"
+BLOCKS = "GGUF"
 """What `quantisation_summary` calls the method of blocks."""
 
 
@@ -37,6 +38,8 @@ def quantised_specs(
     """
     if settings is None:
         return tuple(specs)
+    if settings.method == GGUF and checkpoint is None:
+        return declared_blocks(specs, settings.packing)
     if settings.method == TERNARY:
         return tuple(declared_ternary(spec, settings) for spec in specs)
     made = tuple(_quantised(spec, settings, checkpoint) for spec in specs)
@@ -79,8 +82,9 @@ def quantisation_summary(settings: WeightQuantization | None, specs: Sequence[Te
     layers = [quant for name, quant in held.items() if name != "lm_head"]
     quants = layers or list(held.values())
     formats = {source.packing.format for spec in packed for source in spec.sources if source.packing is not None}
+    is_named = packed and settings is not None and settings.method != GGUF
     return {
-        "method": settings.method if settings is not None and packed else _made_by(packed, layers),
+        "method": settings.method if settings and is_named else _made_by(packed, layers),
         "tensors": " and ".join(sorted(formats)) or "in 16 bits",
         "bits": " and ".join(str(bits) for bits in sorted({quant.bits for quant in quants} or {4})),
         "group_size": " and ".join(str(size) for size in sorted({quant.group_size for quant in quants})),
@@ -97,7 +101,7 @@ def quantisation_facts(settings: WeightQuantization | None, specs: Sequence[Tens
     summary = quantisation_summary(settings, specs)
     if summary is None:
         return []
-    if summary["method"] == GGUF:
+    if summary["method"] == BLOCKS:
         count = len(summary["dequantised"])
         return [f"GGUF blocks {summary['tensors']}", *[f"{count} matrices held in 16 bits"] * bool(count)]
     # Marlin files carry the settings of what they were made from.
@@ -112,7 +116,7 @@ def quantisation_facts(settings: WeightQuantization | None, specs: Sequence[Tens
 def _made_by(packed: Sequence[TensorSpec], layers: Sequence[Quantization]) -> str:
     """Name what made codes where no settings do: the file, or the loading from 16 bits."""
     if packed:
-        return GGUF
+        return BLOCKS
     return TERNARY if any(quant.bits == TERNARY_BITS for quant in layers) else "round to nearest"
 
 

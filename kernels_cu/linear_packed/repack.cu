@@ -10,7 +10,7 @@
 // Constants: LINEAR: the product, 0 qkv, 1 residual, 2 gate_up, 3 head. HEAD_DIM: of qkv only, elements of a head.
 //   FORMAT: 0 GPTQ, 1 AWQ, 2 compressed-tensors, 3 Marlin. IN_FEATURES: K, the columns of W, a multiple of 128.
 //   WEIGHT_BITS: 4, or 8 with ZEROS 0 or 2, or 2 with ZEROS 0. RUNS: contiguous parts of K, summed in order: 8 or 1. SCALE_GROUP: columns that
-//   share a scale: 16, 32, 64 or 128. ZEROS: 1 has zero points beside the scales, 2 minimums (not in repack_scales);
+//   share a scale: 16, 32, 64 or 128. ZEROS: 1 has zero points beside the scales, 2 minimums (repack_scales makes those of 8);
 //   0: zero points are 8, in 2 bits 2, in 8 bits 128
 // Grid: any number of blocks of 256 threads; no dynamic shared memory.
 // Numerics: integers as they are; a scale of another type is rounded once, to nearest; a dequantised weight is a float32 product
@@ -114,7 +114,8 @@ extern "C" __global__ void __launch_bounds__(256) KERNEL(repack_scales)(
     scalar_t* const to = reinterpret_cast<scalar_t*>(unit) + (row % 8 * 2 + row / 8) * (ZEROS ? 2 : 1);
     const uint16_t word = scales[scale_index(n, group, groups, N)];
     to[0] = from_float(scales_fp16 ? __half2float(__ushort_as_half(word)) : __uint_as_float(static_cast<uint32_t>(word) << 16));
-    if (ZEROS) to[1] = from_float(zeros == nullptr ? 8.0f : static_cast<float>(source_zero(zeros, zero_addend, n, group, groups, N)));
+    if (ZEROS == 2) to[1] = from_float(to_float(to[0]) * (1 << WEIGHT_BITS - 1));   // of random codes
+    else if (ZEROS) to[1] = from_float(zeros == nullptr ? 8.0f : static_cast<float>(source_zero(zeros, zero_addend, n, group, groups, N)));
   }
 }
 

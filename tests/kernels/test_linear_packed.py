@@ -29,7 +29,7 @@ from packed_oracle import pack, unit_offsets, unpack_codes
 from cpmrt.cuda.build.spec import macros_of
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.ops.linear import row_bucket
-from cpmrt.cuda.ops.linear_packed.layout import PackedLayout
+from cpmrt.cuda.ops.linear_packed.layout import MINIMUMS, PackedLayout
 from cpmrt.cuda.ops.linear_packed.plan import PREPARE_THREADS, ROW_BUCKETS, PrepareConstants, plan_packed
 from cpmrt.dtypes import DType, from_float32, round_to, to_float32
 from cpmrt.errors import UnsupportedModelError
@@ -113,13 +113,42 @@ LARGE_TWO_BITS = {
     "ternary 8B gate_up": ("gate_up", 32768, 4096, 0, 0, 128, False, False),
     "ternary 8B down": ("residual", 4096, 16384, 0, 0, 128, False, False),
 }
-CODE_BITS = dict.fromkeys(TWO_BITS | LARGE_TWO_BITS, 2) | dict.fromkeys(EIGHT_BITS | LARGE_EIGHT_BITS, 8)
+# Groups of 16 and minimums come with blocks of GGUF files.
+BLOCKS_4 = {
+    "minimums qkv": ("qkv", 768, 256, 64, 2, 32, MINIMUMS, False),
+    "minimums o": ("residual", 256, 512, 0, 0, 32, MINIMUMS, False),
+    "minimums, groups of 16": ("residual", 272, 640, 0, 0, 16, MINIMUMS, False),
+    "minimums, feeding gate_up": ("gate_up", 2 * 128 * 128, 256, 0, 0, 32, MINIMUMS, False),
+    "minimums, long down": ("residual", 48, 8192, 0, 0, 32, MINIMUMS, False),
+    "groups of 16": ("residual", 256, 512, 0, 0, 16, 0, False),
+}
+BLOCKS_8 = {
+    "8 bits qkv, groups of 16, minimums": ("qkv", 768, 256, 64, 2, 16, MINIMUMS, False),
+    "8 bits o": ("residual", 256, 512, 0, 0, 32, 0, False),
+    "8 bits gate_up, groups of 16": ("gate_up", 1280, 256, 0, 0, 16, 0, False),
+    "8 bits, feeding gate_up": ("gate_up", 2 * 128 * 128, 256, 0, 0, 32, 0, False),
+    "8 bits long down, groups of 16": ("residual", 48, 8192, 0, 0, 16, 0, False),
+    "8 bits, two rounds in clusters": ("residual", 6400, 3072, 0, 0, 32, 0, False),
+    "8 bits head, groups of 16": ("head", 1003, 640, 0, 0, 16, 0, False),
+}
+LARGE_BLOCKS_4 = {"8B gate_up, minimums": ("gate_up", 32768, 4096, 0, 0, 32, MINIMUMS, False)}
+LARGE_BLOCKS_8 = {
+    "8B qkv, 8 bits, minimums": ("qkv", 4608, 4096, 128, 2, 16, MINIMUMS, False),
+    "8B o, 8 bits": ("residual", 4096, 4096, 0, 0, 32, 0, False),
+    "8B gate_up, 8 bits": ("gate_up", 32768, 4096, 0, 0, 32, 0, False),
+    "8B down, 8 bits, groups of 16": ("residual", 4096, 16384, 0, 0, 16, 0, False),
+}
+SMALL |= BLOCKS_4 | BLOCKS_8
+LARGE |= LARGE_BLOCKS_4 | LARGE_BLOCKS_8
+CODE_BITS = dict.fromkeys(TWO_BITS | LARGE_TWO_BITS, 2)
+CODE_BITS |= dict.fromkeys(EIGHT_BITS | LARGE_EIGHT_BITS | BLOCKS_8 | LARGE_BLOCKS_8, 8)
 """Where it is not 4."""
 SMALL |= EIGHT_BITS | TWO_BITS
 LARGE |= LARGE_EIGHT_BITS | LARGE_TWO_BITS
 SHAPES = SMALL | LARGE
 FEEDING = {
     H200: {
+        "8B gate_up, minimums", "8B gate_up, 8 bits", "minimums, feeding gate_up", "8 bits, feeding gate_up",
         "8B gate_up", "ternary 8B gate_up", "ternary, feeding gate_up", "feeding gate_up",
         "feeding gate_up, groups of 64", "feeding gate_up, groups of 32",
     },  # fmt: skip
@@ -141,6 +170,7 @@ class Case:
     num_kv_heads: int
     group_size: int
     code_bits: int
+    beside: int
     arrays: dict[str, Any]
 
     @property
@@ -148,13 +178,13 @@ class Case:
         return self.out_features // self.head_dim - 2 * self.num_kv_heads
 
     def layout(self, device: Device) -> PackedLayout:
-        size, zeros = (self.out_features, self.in_features), self.arrays["zeros"] is not None
-        kind = {"zeros": zeros, "head_dim": self.head_dim, "bits": self.code_bits}
+        size = self.out_features, self.in_features
+        kind = {"zeros": self.beside, "head_dim": self.head_dim, "bits": self.code_bits}
         return layout_of(self.product, size, self.group_size, device, **kind)
 
 
 def make_case(name: str, dtype: DType, has_bias: bool = True, is_draft: bool = False) -> Case:
-    product, out_features, in_features, head_dim, num_kv_heads, group_size, has_zeros, permuted = SHAPES[name]
+    product, out_features, in_features, head_dim, num_kv_heads, group_size, beside, permuted = SHAPES[name]
     rng = np.random.default_rng(out_features + in_features)
 
     groups = in_features // group_size
@@ -162,9 +192,13 @@ def make_case(name: str, dtype: DType, has_bias: bool = True, is_draft: bool = F
     codes = rng.integers(0, 2**code_bits, (out_features, in_features)).astype(np.uint8)
     spread = np.float32(3.2 / 2**code_bits * in_features**-0.5)
     scales = round_to((0.5 + rng.random((out_features, groups), np.float32)) * spread, dtype)
-    zeros = rng.integers(0, 17, (out_features, groups)).astype(np.float32) if has_zeros else None
-    centre = np.float32(2 ** (code_bits - 1)) if zeros is None else np.repeat(zeros, group_size, axis=1)
-    weight = (codes - centre) * np.repeat(scales, group_size, axis=1)
+    zeros = rng.integers(0, 2**code_bits + 1, (out_features, groups)).astype(np.float32) if beside else None
+    if zeros is not None and beside == MINIMUMS:
+        zeros = round_to(zeros * scales, dtype)
+        weight = codes * np.repeat(scales, group_size, axis=1) - np.repeat(zeros, group_size, axis=1)
+    else:
+        centre = np.float32(2 ** (code_bits - 1)) if zeros is None else np.repeat(zeros, group_size, axis=1)
+        weight = (codes - centre) * np.repeat(scales, group_size, axis=1)
     permutation = rng.permutation(in_features).astype(np.int32) if permuted else None
     if permutation is not None:
         stored_order = weight
@@ -179,7 +213,8 @@ def make_case(name: str, dtype: DType, has_bias: bool = True, is_draft: bool = F
         "permutation": permutation,
     }
     arrays |= step_operands(rng, dtype, product, (out_features, in_features), head_dim, has_bias, is_draft)
-    return Case(product, dtype, out_features, in_features, head_dim, num_kv_heads, group_size, code_bits, arrays)
+    sizes = (out_features, in_features, head_dim, num_kv_heads, group_size, code_bits, int(beside))
+    return Case(product, dtype, *sizes, arrays)
 
 
 def code_bits_of(name: str) -> int:

@@ -34,8 +34,9 @@ def load_random(specs: Sequence[TensorSpec], to: Destination, seed: int) -> None
         for piece in wave:
             count = piece.num_rows * piece.num_groups
             _fill_normal(to, to.address(STAGING, piece.scales), count, np.uint64(0), code_scale(piece.spec), 0.0)
-            # Without zero points of its own a weight gets those of 8.
-            repack_scales(replace(piece, source=replace(piece.source, packing=None)), to, to.dtype)
+            # Without zero points of its own a weight gets those of 8; minimums of blocks do the same.
+            plain = piece if piece.row_bytes else replace(piece, source=replace(piece.source, packing=None))
+            repack_scales(plain, to, to.dtype)
     to.launch.stream.synchronize()
 
 

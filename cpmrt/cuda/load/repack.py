@@ -16,14 +16,16 @@ from cpmrt.cuda.build.spec import KernelSpec, macros_of
 from cpmrt.cuda.driver.array import KernelArgument
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.load.read import ReadJob, elements_of, reads_of
-from cpmrt.cuda.ops.linear_packed.layout import PackedLayout, RepackConstants, packed_layout
+from cpmrt.cuda.ops.linear_packed.layout import SLICE_COLUMNS, PackedLayout, RepackConstants, packed_layout
 from cpmrt.dtypes import DType
 from cpmrt.memory.plan import ALIGNMENT, Region
 from cpmrt.models.layers import EMBED
-from cpmrt.tensor_spec import BufferSpec, Quantization, Source, TensorSpec
+from cpmrt.tensor_spec import BufferSpec, Packing, Quantization, Source, TensorSpec
 from cpmrt.weights.checkpoint import Checkpoint
 from cpmrt.weights.formats import FORMATS, format_of
+from cpmrt.weights.formats.blocks import BLOCK_TYPES
 from cpmrt.weights.formats.gptq import V1_STEPS
+from cpmrt.weights.gguf.specs import unpaired
 from cpmrt.weights.safetensors import FLOATS
 
 OWN_FORMAT = "gptq"
@@ -36,10 +38,14 @@ ROUNDED_BYTES = 16 << 20
 _ITEM_BYTES = 2
 _BLOCK = 256
 _BLOCKS_PER_SM = 8
-_REPACK = "linear_packed/repack.cu"
+_REPACK, _REPACK_BLOCKS = "linear_packed/repack.cu", "linear_packed/repack_blocks.cu"
 REPACK_CODES, REPACK_SCALES = (
     KernelSpec(name, _REPACK, constants=RepackConstants, reason="loading: 4-bit weights")
     for name in ("repack_codes", "repack_scales")
+)
+REPACK_BLOCK_CODES, REPACK_BLOCK_SCALES = (
+    KernelSpec(name, _REPACK_BLOCKS, constants=RepackConstants, reason="loading: blocks of GGUF files")
+    for name in ("repack_block_codes", "repack_block_scales")
 )
 ROUND = KernelSpec(
     "round_weights", "load/round_weights.cu", constants=("WEIGHT_BITS",), reason="loading: a head to 4 or 8 bits"
@@ -74,7 +80,8 @@ class Piece:
     """Part of a source: its rows `begin` to `end`, which are rows from `first_row` on of the weight `spec`.
 
     At these bytes of the staging area are its codes, scales (of 2 bytes) and zero points in the form of the source's
-    format, and where the source is in 16 bits its rows, from which the others are made; `end_byte`: the end of all.
+    format (blocks of GGUF hold all three), and where the source is in 16 bits its rows, from which the others are made;
+    `end_byte`: the end of all.
     """
 
     spec: TensorSpec
@@ -102,7 +109,14 @@ class Piece:
         return self.num_columns // self.quant.group_size
 
     @property
+    def row_bytes(self) -> int:
+        """Bytes of a row in blocks of GGUF; 0 where the source is none."""
+        return self.source.packing.row_bytes if self.source.packing else 0
+
+    @property
     def scales(self) -> int:
+        if self.row_bytes:
+            return self.codes
         return self.codes + _aligned(self.num_rows * self.num_columns * self.quant.bits // 8)
 
     @property
@@ -115,6 +129,8 @@ class Piece:
 
     @property
     def end_byte(self) -> int:
+        if self.row_bytes:
+            return self.codes + _aligned(self.num_rows * self.row_bytes)
         rows_bytes = 0 if self.source.packing else self.num_rows * self.num_columns * _ITEM_BYTES
         return self.values + _aligned(rows_bytes)
 
@@ -154,6 +170,16 @@ def _pieces(specs: Iterable[TensorSpec]) -> Iterator[Piece]:
                 yield Piece(spec, source, begin, min(begin + step, num_rows), rows.start + begin)
 
 
+def takes_blocks(spec: TensorSpec) -> bool:
+    """Whether a packed product can hold a weight whose sources are blocks of GGUF, pairs of rows those of heads."""
+    if spec.product in (None, "per_head") or spec.num_experts or spec.shape[1] % SLICE_COLUMNS:
+        return False
+    pairs = [source for source in spec.sources if source.rows is not None]
+    if spec.product != "qkv":
+        return not pairs
+    return spec.head_dim > 0 and all(source.rows == unpaired(source.shape[0], spec.head_dim) for source in pairs)
+
+
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
@@ -164,6 +190,9 @@ def piece_reads(piece: Piece, checkpoint: Checkpoint, staging: int, dtype: DType
     if source.packing is None:
         elements = elements_of(source, range(piece.begin, piece.end))
         yield from reads_of(entries[source.name], staging + piece.values, dtype, elements)
+        return
+    if source.packing.row_bytes:
+        yield from reads_of(entries[source.name], staging + piece.codes, None)
         return
     row = format_of(source)
     yield from reads_of(entries[row.codes.of(source.name)], staging + piece.codes, None)
@@ -182,6 +211,8 @@ def repack_modules(specs: Iterable[TensorSpec], device: Device) -> list[Module]:
         for source in spec.sources if spec.quant else ():
             layout = packed_layout(spec, device)
             used: list[Module] = [(_REPACK, macros_of(_constants(layout, source)))]
+            if source.packing is not None and source.packing.row_bytes:
+                used = [(_REPACK_BLOCKS, macros_of(_block_constants(layout, source.packing)))]
             if source.packing is None:
                 used.append((ROUND.file, {"WEIGHT_BITS": layout.bits}))
             found += [module for module in used if module not in found]
@@ -204,12 +235,30 @@ def repack_codes(piece: Piece, to: Destination) -> None:
 
 
 def repack_scales(piece: Piece, to: Destination, stored: DType) -> None:
-    """Bring the staged scales, which are of the type `stored`, and zero points into the packed weight."""
-    packing = piece.source.packing
+    """Bring the staged scales, which are of the type `stored`, and zero points into the packed weight.
+
+    Instead of blocks of GGUF scales may be staged, for random codes.
+    """
+    packing = None if piece.row_bytes else piece.source.packing
     zeros = None if packing is None or packing.symmetric else to.address(STAGING, piece.zeros)
     addend = V1_STEPS[4] if packing is not None and packing.v1_zeros else 0
     more = (np.int32(piece.quant.group_size), np.int32(stored is DType.FLOAT16), np.int32(addend))
     _repack(REPACK_SCALES, piece, to, piece.scales, zeros, *more)
+
+
+def repack_blocks(piece: Piece, to: Destination, fault: np.uint64) -> None:
+    """Bring staged blocks into the packed weight; sets the word at address `fault` where a scale is not finite."""
+    assert piece.source.packing is not None, piece.source.name
+    layout, packed = packed_layout(piece.spec, to.device), to.address(f"{piece.spec.name}.codes")
+    counts = (piece.first_row, piece.num_rows, layout.out_features, layout.num_tiles, piece.source.rows is not None)
+    constants, blocks = _block_constants(layout, piece.source.packing), to.address(STAGING, piece.codes)
+    grid = _grid(to)
+    to.launch(REPACK_BLOCK_CODES, constants, grid, _BLOCK, packed, blocks, *map(np.int32, counts))
+    to.launch(REPACK_BLOCK_SCALES, constants, grid, _BLOCK, packed, fault, blocks, *map(np.int32, counts))
+
+
+def _grid(to: Destination) -> int:
+    return _BLOCKS_PER_SM * to.device.num_sms
 
 
 def _repack(
@@ -217,10 +266,15 @@ def _repack(
 ) -> None:
     layout = packed_layout(piece.spec, to.device)
     counts = (piece.first_row, piece.num_rows, layout.out_features, layout.num_tiles)
-    constants, grid = _constants(layout, piece.source), _BLOCKS_PER_SM * to.device.num_sms
+    constants, grid = _constants(layout, piece.source), _grid(to)
     packed, source = to.address(f"{piece.spec.name}.codes"), to.address(STAGING, staged)
     to.launch(kernel, constants, grid, _BLOCK, packed, source, beside, *map(np.int32, counts), *more)
 
 
 def _constants(layout: PackedLayout, source: Source) -> RepackConstants:
-    return layout.repack_constants(FORMATS[source.packing.format if source.packing else OWN_FORMAT].number)
+    packing = source.packing
+    return layout.repack_constants(FORMATS[packing.format if packing and not packing.row_bytes else OWN_FORMAT].number)
+
+
+def _block_constants(layout: PackedLayout, packing: Packing) -> RepackConstants:
+    return layout.repack_constants(BLOCK_TYPES[packing.format].number)

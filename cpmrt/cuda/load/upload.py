@@ -19,7 +19,7 @@ from cpmrt.cuda.load.repack import STAGING, Destination, Piece
 from cpmrt.dtypes import Array, DType
 from cpmrt.errors import CheckpointError, quoted
 from cpmrt.memory.plan import Region
-from cpmrt.tensor_spec import TensorSpec
+from cpmrt.tensor_spec import Source, TensorSpec
 from cpmrt.weights.checkpoint import Checkpoint
 from cpmrt.weights.formats import format_of
 from cpmrt.weights.pack import pack_blocks
@@ -34,6 +34,7 @@ CONVERT_FLOAT32, CONVERT_16BIT = (
 _BLOCK = 256
 _MAX_GRID = 512
 _BEYOND, _NOT_FINITE = "values beyond float16", "values that are not finite"
+_SCALES = "scales that are not finite"
 _FIXES = {_BEYOND: "use dtype bfloat16", NOT_TERNARY: KEEP_16_BITS}
 
 
@@ -49,8 +50,12 @@ def load_checkpoint(specs: Sequence[TensorSpec], checkpoint: Checkpoint, to: Des
     jobs = plan_reads(plain, checkpoint, to.regions, to.dtype)
     staged = _staged(held, checkpoint, to) if held else []
     everything = [*jobs, *(job for _, wave_jobs in staged for job in wave_jobs)]
-    rounded = [(_odd(spec), source.name) for spec in held for source in spec.sources if source.packing is None]
-    faults = {fault: checkpoint.folder for fault in rounded}
+    faults = {
+        (_odd(spec, source), source.name): checkpoint.folder
+        for spec in held
+        for source in spec.sources
+        if source.packing is None or source.packing.row_bytes
+    }
     with Upload(to, everything, faults) as upload, ThreadPoolExecutor(1) as pool:
         checks = pool.submit(_check, [*held, *dequantised], checkpoint, to.dtype)
         read_all(jobs, upload, drop_page_cache=to.device.is_unified)
@@ -95,8 +100,11 @@ def _prepare(specs: Sequence[TensorSpec], checkpoint: Checkpoint, upload: Upload
 def _repack(piece: Piece, checkpoint: Checkpoint, upload: Upload, to: Destination) -> None:
     """Launch what brings a staged piece into its packed weight."""
     source, stored = piece.source, to.dtype
+    if source.packing is not None and source.packing.row_bytes:
+        repack.repack_blocks(piece, to, upload.fault(_SCALES, source.name))
+        return
     if source.packing is None:
-        repack.round_rows(piece, to, upload.fault(_odd(piece.spec), source.name))
+        repack.round_rows(piece, to, upload.fault(_odd(piece.spec, source), source.name))
     else:
         entry = checkpoint.entries[format_of(source).scales.of(source.name)]
         # Scales in float32 were converted on the way.
@@ -105,8 +113,10 @@ def _repack(piece: Piece, checkpoint: Checkpoint, upload: Upload, to: Destinatio
     repack.repack_scales(piece, to, stored)
 
 
-def _odd(spec: TensorSpec) -> str:
-    """Name the values of a 16-bit source that its kernel does not turn into codes."""
+def _odd(spec: TensorSpec, source: Source) -> str:
+    """Name the values of a 16-bit source, or the scales of one in blocks, that its kernel does not take."""
+    if source.packing is not None:
+        return _SCALES
     return NOT_TERNARY if spec.quant and spec.quant.bits == TERNARY_BITS else _NOT_FINITE
 
 

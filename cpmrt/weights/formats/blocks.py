@@ -59,6 +59,11 @@ class BlockType:
         return 8 * self.nbytes / self.size
 
     @property
+    def factor_bits(self) -> int:
+        """Bits of the number that a scale multiplies: 8 where the code is a place in `IQ4_VALUES`."""
+        return 8 if self.name.startswith("IQ4") else self.bits
+
+    @property
     def is_symmetric(self) -> bool:
         """Whether groups have scales only; offsets come with a float16 of their own."""
         return len(self.halves) == 1

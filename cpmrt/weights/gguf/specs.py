@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import chain
 
+from cpmrt.errors import ConfigError, quoted
 from cpmrt.tensor_spec import Packing, Quantization, Source, TensorSpec
 from cpmrt.weights.checkpoint import Checkpoint
-from cpmrt.weights.formats.blocks import BLOCK_TYPES
+from cpmrt.weights.formats.blocks import BLOCK_TYPES, BlockType
+
+Q4_K_M = "Q4_K_M"
+DECLARED = (*BLOCK_TYPES, Q4_K_M)
+"""What random weights may be like."""
 
 
 def gguf_specs(specs: Sequence[TensorSpec], checkpoint: Checkpoint) -> tuple[TensorSpec, ...]:
@@ -26,14 +31,57 @@ def gguf_specs(specs: Sequence[TensorSpec], checkpoint: Checkpoint) -> tuple[Ten
     return tuple(made)
 
 
-def without_blocks(specs: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
-    """Return the `specs` with 16 bits for whatever is held in blocks; a tied head is its embedding again."""
+def without_blocks(specs: Sequence[TensorSpec], names: Collection[str]) -> tuple[TensorSpec, ...]:
+    """Return the `specs` with 16 bits for these, which are held in blocks; a tied head is its embedding again."""
     embeddings = [spec.sources for spec in specs if spec.name.endswith("embed_tokens")]
     return tuple(
-        replace(spec, quant=None) if spec.quant is not None and spec.quant.in_blocks else spec
+        replace(spec, quant=None) if spec.name in names else spec
         for spec in specs
-        if spec.product != "head" or spec.sources not in embeddings
+        if spec.product != "head" or spec.name not in names or spec.sources not in embeddings
     )
+
+
+def declared_blocks(specs: Sequence[TensorSpec], name: str) -> tuple[TensorSpec, ...]:
+    """Return the `specs` with matrices in blocks of one type, or of llama.cpp's mixture Q4_K_M, for random weights.
+
+    Raises ConfigError for a type that is none.
+    """
+    if name not in DECLARED:
+        raise ConfigError("type of GGUF blocks", expected=" | ".join(DECLARED), actual=quoted(name))
+    depth = 1 + max((_layer_of(spec) for spec in specs), default=0)
+    made = []
+    for spec in specs:
+        if spec.product not in (None, "per_head") and not spec.num_experts:
+            sources = (_declared(source, _type_of(name, source, _layer_of(spec), depth)) for source in spec.sources)
+            spec = replace(spec, sources=tuple(sources))
+        made.append(replace(spec, quant=_held(spec)))
+    return tuple(made)
+
+
+def _layer_of(spec: TensorSpec) -> int:
+    """Return the number of the layer that a weight belongs to; -1: of none."""
+    first, _, rest = spec.name.partition(".")
+    return int(rest.partition(".")[0]) if first == "layers" else -1
+
+
+def _type_of(name: str, source: Source, layer: int, depth: int) -> str:
+    """Return the block type of a matrix: in Q4_K_M the head and, in half of the layers, v and down have 6 bits."""
+    if name != Q4_K_M:
+        return name
+    is_kept = layer < depth // 8 or layer >= 7 * depth // 8 or (layer - depth // 8) % 3 == 2
+    is_wide = layer < 0 or (is_kept and any(part in source.name for part in ("v_proj", "down_proj")))
+    return "Q6_K" if is_wide else "Q4_K"
+
+
+def _declared(source: Source, name: str) -> Source:
+    kind = BLOCK_TYPES[name]
+    if source.shape[1] % kind.size:
+        raise ConfigError(f"{source.name}: columns", expected=f"a multiple of {kind.size}", actual=source.shape[1])
+    return replace(source, packing=_packing(kind, source.shape[1]))
+
+
+def _packing(kind: BlockType, num_columns: int) -> Packing:
+    return Packing(kind.name, kind.group, kind.is_symmetric, row_bytes=kind.row_bytes(num_columns))
 
 
 def _as_stored(spec: TensorSpec, checkpoint: Checkpoint) -> TensorSpec:
@@ -49,9 +97,7 @@ def _stored(source: Source, checkpoint: Checkpoint) -> Source:
         source = replace(source, rows=unpaired(source.shape[0], head_dim))
     if entry.dtype not in BLOCK_TYPES:
         return source
-    kind = BLOCK_TYPES[entry.dtype]
-    row_bytes = kind.row_bytes(source.shape[1])
-    return replace(source, packing=Packing(kind.name, kind.group, kind.is_symmetric, row_bytes=row_bytes))
+    return replace(source, packing=_packing(BLOCK_TYPES[entry.dtype], source.shape[1]))
 
 
 def unpaired(num_rows: int, head_dim: int) -> tuple[int, ...]:
@@ -66,6 +112,6 @@ def _held(spec: TensorSpec) -> Quantization | None:
     packings = [source.packing for source in spec.sources if source.packing is not None]
     if spec.product in (None, "per_head") or len(packings) < len(spec.sources):
         return None
-    bits = max(BLOCK_TYPES[packing.format].bits for packing in packings)
+    bits = max(BLOCK_TYPES[packing.format].factor_bits for packing in packings)
     group_size = min(packing.group_size for packing in packings)
     return Quantization(bits, group_size, all(packing.symmetric for packing in packings), in_blocks=True)

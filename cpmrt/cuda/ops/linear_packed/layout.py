@@ -13,7 +13,7 @@ from cpmrt.cuda.driver.array import DeviceArray
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.ops.linear import PRODUCTS
 from cpmrt.errors import UnsupportedModelError
-from cpmrt.tensor_spec import Product, TensorSpec
+from cpmrt.tensor_spec import Product, Quantization, TensorSpec
 
 SLICE_COLUMNS = 128
 TILE_ROWS = 16
@@ -131,6 +131,7 @@ def packed_layout(spec: TensorSpec, device: Device) -> PackedLayout:
     """Return the layout of a weight with a `quant`. Raises UnsupportedModelError for what the kernels do not take."""
     assert spec.quant is not None and spec.product is not None, spec.name
     quant, product, (out_features, in_features) = spec.quant, spec.product, spec.shape
+    bits, zeros = width_of(quant)
     if in_features % SLICE_COLUMNS:
         raise UnsupportedModelError(
             f"a {quant.bits}-bit {product} weight has a number of columns that the kernels do not take",
@@ -146,9 +147,20 @@ def packed_layout(spec: TensorSpec, device: Device) -> PackedLayout:
     # Blocks that exchange sums wait for each other: all must be on the device at once.
     runs = 1 if whole_rows or device.num_sms < RUNS else RUNS
     return PackedLayout(
-        product, out_features, in_features, runs, min(quant.group_size, SLICE_COLUMNS),
-        0 if quant.symmetric else ZERO_POINTS, spec.head_dim, quant.bits,
+        product, out_features, in_features, runs, min(quant.group_size, SLICE_COLUMNS), zeros, spec.head_dim, bits,
     )  # fmt: skip
+
+
+def width_of(quant: Quantization) -> tuple[int, int]:
+    """Return the bits of packed codes, and what lies beside their scales.
+
+    Blocks of GGUF files keep their codes: of 3 bits in 4, of 5 and 6 in 8, and of 2 in 4 but for ternary ones.
+    """
+    if not quant.in_blocks:
+        return quant.bits, 0 if quant.symmetric else ZERO_POINTS
+    smallest = 2 if quant.symmetric and quant.group_size % 32 == 0 else 4
+    bits = next(bits for bits in (2, 4, 8) if bits >= max(quant.bits, smallest))
+    return bits, 0 if quant.symmetric else MINIMUMS
 
 
 def whole_lines(num_bytes: int) -> int:
