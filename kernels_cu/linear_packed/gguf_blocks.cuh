@@ -7,7 +7,7 @@
 #include "types.cuh"
 
 struct BlockSizes { int weights, bytes, group, middle; };
-constexpr BlockSizes block_sizes() {
+__host__ __device__ constexpr BlockSizes block_sizes() {
   switch (FORMAT) {
     case 2: return {32, 18, 32, 8};       // Q4_0
     case 3: return {32, 20, 32, 0};       // Q4_1
