@@ -53,13 +53,17 @@ class CudaTarget:
         check_supported(config)
 
     def held(self, specs: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
-        """Return weights in blocks of GGUF in 16 bits where no packed product takes them, and say so in the log."""
+        """Return weights in blocks of GGUF in 16 bits where no packed product takes them, and say so in the log.
+
+        An embedding, of which a step reads a few rows, is held in 16 bits without a word.
+        """
         refused = [spec for spec in specs if spec.quant is not None and spec.quant.in_blocks and not takes_blocks(spec)]
-        if refused:
-            types = sorted({source.packing.format for spec in refused for source in spec.sources if source.packing})
+        matrices = [spec for spec in refused if spec.product is not None]
+        if matrices:
+            types = sorted({source.packing.format for spec in matrices for source in spec.sources if source.packing})
             _LOG.warning(
                 "%d matrices in blocks of %s are held in 16 bits, rounded to the nearest: their speed and their memory "
-                "are those of a 16-bit model", len(refused), ", ".join(types),
+                "are those of a 16-bit model", len(matrices), ", ".join(types),
             )  # fmt: skip
         return without_blocks(specs, {spec.name for spec in refused})
 

@@ -15,6 +15,7 @@ from cpmrt.dtypes import F32, Array, DType, round_to
 from cpmrt.memory.caches import PAGE_SIZE
 from cpmrt.ops import (
     NOTHING,
+    BlockWeight,
     Fp8Pages,
     Handoff,
     KVPages,
@@ -33,7 +34,7 @@ from cpmrt.reference import latent_attention as latent
 from cpmrt.reference import sparse_attention as sparse
 from cpmrt.reference.fp8_pages import store
 from cpmrt.reference.kv_rows import gather, gather_row
-from cpmrt.reference.quantized import Matrix, dequantized
+from cpmrt.reference.quantized import Matrix, dequantized, picked_rows
 from cpmrt.reference.tiles import KEY_TILE, PREFILL_TILE, STEP_TILE, attend, key_tiles, product, tiles_of
 
 
@@ -110,9 +111,13 @@ class NumpyOps:
         """Keys or values as they go to `pages`, which round to 8 bits by themselves."""
         return heads if isinstance(pages, Fp8Pages) else round_to(heads, self.dtype)
 
-    def embed(self, out: F32, token_ids: Array, table: F32, scale: float) -> None:
+    def embed(self, out: F32, token_ids: Array, table: F32 | BlockWeight, scale: float) -> None:
         check_shapes("embed", out=out, token_ids=token_ids, table=table)
-        out[:] = round_to(table[token_ids] * np.float32(scale), self.dtype)
+        if isinstance(table, BlockWeight):
+            rows = round_to(picked_rows(table, token_ids), self.dtype)
+        else:
+            rows = table[token_ids]
+        out[:] = round_to(rows * np.float32(scale), self.dtype)
 
     def qkv(
         self,

@@ -98,6 +98,12 @@ def dequantized(weight: QuantizedWeight | BlockWeight) -> Iterator[tuple[slice, 
         yield rows, grouped.reshape(len(codes), num_columns)
 
 
+def picked_rows(weight: BlockWeight, rows: Array) -> F32:
+    """Unpack these rows of a matrix in blocks of one type, such as the embeddings of tokens."""
+    ((name, stored),) = weight.parts
+    return BLOCK_TYPES[name].values(stored[rows])
+
+
 def _unpacked(weight: BlockWeight) -> Iterator[tuple[slice, F32]]:
     step, first = max(_BLOCK // weight.shape[1], 1), 0
     for name, stored in weight.parts:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from gguf_models import write_pair
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
@@ -19,6 +21,7 @@ from cpmrt.cli.main import main
 from cpmrt.config import EngineConfig, ModelConfig
 from cpmrt.dtypes import DType, round_to
 from cpmrt.errors import CheckpointError, UnsupportedModelError
+from cpmrt.models.decoder import tensor_specs
 from cpmrt.models.planning import plan_model, weight_specs
 from cpmrt.ops import QuantizedWeight
 from cpmrt.quantization.ternary import ternary_values
@@ -150,6 +153,24 @@ def test_a_ternary_matrix_takes_two_bits_a_weight_and_its_scales() -> None:
     held = sum(plan.region(f"{spec.name}.{part}").nbytes for spec in layers for part in ("codes", "scales"))
     assert len(layers) == 4 * 32 and weights > 7.5e9
     assert held == pytest.approx(weights * (2 / 8 + 4 / 128), rel=1e-6)
+
+
+def test_a_ternary_gguf_file_is_held_in_the_bytes_of_its_blocks(tmp_path: Path) -> None:
+    """TQ2_0, with the embedding in Q4_K and the head in Q6_K as BitCPM's files have them: 2.4 GB for an 8B."""
+    types = {"token_embd.weight": "Q4_K", "output.weight": "Q6_K"}
+    path = write_pair(tmp_path, "minicpm", lambda name: types.get(name, "TQ2_0")).gguf
+    with LLM(path, executor="reference", dtype="bfloat16", max_context=64) as llm:
+        assert np.isfinite(llm.logits(IDS)).all()
+        held = {spec.name: spec for spec in llm.plan.tensors if len(spec.shape) > 1}
+        regions = llm.plan.regions
+    total = 0.0
+    for spec in tensor_specs(ModelConfig.from_hf(shape_config("minicpm4-8b"))):
+        if len(spec.shape) > 1:
+            small = held[re.sub(r"layers\.\d+", "layers.0", spec.name)]
+            nbytes = sum(region.nbytes for region in regions if region.name.startswith(f"{small.name}.blocks"))
+            assert nbytes > 0, small.name
+            total += nbytes / small.num_elements * spec.num_elements
+    assert 2.3e9 < total < 2.6e9
 
 
 def test_a_config_may_promise_ternary_weights(model: Path, tmp_path: Path) -> None:

@@ -19,8 +19,8 @@ DECLARED = (*BLOCK_TYPES, Q4_K_M)
 def gguf_specs(specs: Sequence[TensorSpec], checkpoint: Checkpoint) -> tuple[TensorSpec, ...]:
     """Return the `specs` of a model in 16 bits as its GGUF file holds them, tensor by tensor.
 
-    A matrix all of whose sources are in blocks keeps them, each with its own type; an embedding becomes one in 16 bits,
-    and a head that is tied to it keeps its blocks, as a weight of its own. What is not as it must be `check` tells.
+    A matrix all of whose sources are in blocks keeps them, each with its own type, and so does an embedding; a head
+    that is tied to it has them as a weight of its own. What is not as it must be `check` tells.
     """
     made = [_as_stored(spec, checkpoint) for spec in specs]
     by_name = {spec.name: spec for spec in made}
@@ -110,7 +110,8 @@ def _held(spec: TensorSpec) -> Quantization | None:
     """Return how an executor can hold the blocks of a spec; None for what is no matrix, or one that every product takes
     in 16 bits, or is not all in blocks."""
     packings = [source.packing for source in spec.sources if source.packing is not None]
-    if spec.product in (None, "per_head") or len(packings) < len(spec.sources):
+    is_held = spec.product not in (None, "per_head") or spec.name == "embed_tokens"
+    if not is_held or len(packings) < len(spec.sources):
         return None
     bits = max(BLOCK_TYPES[packing.format].factor_bits for packing in packings)
     group_size = min(packing.group_size for packing in packings)
