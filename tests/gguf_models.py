@@ -114,6 +114,8 @@ def draw(kind: str, shape: tuple[int, ...], random: np.random.Generator) -> tupl
         return number, words.tobytes(), to_float32(words, dtype)
     row = BLOCK_TYPES[kind]
     blocks = random.integers(0, 256, (shape[0], shape[1] // row.size, row.nbytes), dtype=np.uint8)
+    if kind == "TQ2_0":  # a code of 3 is none
+        blocks &= blocks ^ (blocks << 1 & 0xAA) | 0x55
     for factor in (1.0, None):
         wanted = np.float16(factor or shape[1] ** -0.5 / row.values(blocks.reshape(shape[0], -1)).std())
         for place in row.halves:

@@ -247,13 +247,13 @@ def repack_scales(piece: Piece, to: Destination, stored: DType) -> None:
 
 
 def repack_blocks(piece: Piece, to: Destination, fault: np.uint64) -> None:
-    """Bring staged blocks into the packed weight; sets the word at address `fault` where a scale is not finite."""
+    """Bring staged blocks into the packed weight; sets the word at address `fault` where a scale or code cannot be."""
     assert piece.source.packing is not None, piece.source.name
     layout, packed = packed_layout(piece.spec, to.device), to.address(f"{piece.spec.name}.codes")
     counts = (piece.first_row, piece.num_rows, layout.out_features, layout.num_tiles, piece.source.rows is not None)
     constants, blocks = _block_constants(layout, piece.source.packing), to.address(STAGING, piece.codes)
     grid = _grid(to)
-    to.launch(REPACK_BLOCK_CODES, constants, grid, _BLOCK, packed, blocks, *map(np.int32, counts))
+    to.launch(REPACK_BLOCK_CODES, constants, grid, _BLOCK, packed, fault, blocks, *map(np.int32, counts))
     to.launch(REPACK_BLOCK_SCALES, constants, grid, _BLOCK, packed, fault, blocks, *map(np.int32, counts))
 
 
