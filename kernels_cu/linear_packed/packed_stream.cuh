@@ -27,9 +27,7 @@ constexpr int kTogetherSlices = NT == 1 ? (kThreads > 512 || WEIGHT_BITS == 8 ? 
 // A chunk is a copy: slices up to a multiple of 128 bytes, or of 64 where a ring would have one chunk in 8 bits only.
 constexpr int kCopyBytes = WEIGHT_BITS == 8 && (NT > 2 || kThreads > 512) ? 64 : 128;
 constexpr int kAlignedSlices = kUnitBytes % kCopyBytes == 0 ? 1 : kUnitBytes % (kCopyBytes / 2) == 0 ? 2 : 4;
-// In 2 bits and few rows a chunk is as large as one in 4: less to do for each copy.
-constexpr int kLeastSlices = WEIGHT_BITS == 2 && NT == 1 ? 8 : kAlignedSlices;
-constexpr int kWholeSlices = kTogetherSlices > kLeastSlices ? kTogetherSlices : kLeastSlices;
+constexpr int kWholeSlices = kTogetherSlices > kAlignedSlices ? kTogetherSlices : kAlignedSlices;
 constexpr int kChunkSlices = kWholeSlices < kRunSlices ? kWholeSlices : kRunSlices;
 constexpr int kChunkBytes = packed_run_bytes(kChunkSlices);
 

@@ -46,8 +46,6 @@ _AT_ONCE, _AT_END, _LATE_TRIGGER_ROWS = 0, 1, 64
 _SMALL_SHARE, _OVER_HALF_BYTES = 4, 1024
 # Chunks of whole lines copy faster; in 8 bits they are so large that many rows, or many warps, leave room for one only.
 _LARGE_CHUNK_ROWS, _LARGE_CHUNK_WARPS = 16, 16
-# Slices of a chunk in 2 bits, of few rows.
-_SMALL_SLICES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,8 +314,6 @@ class _Ring:
         copied = LINE_BYTES // 2 if are_small else LINE_BYTES
         aligned = next(slices for slices in (1, 2, 4) if slices * layout.unit_bytes % copied == 0)
         together = 2 if rows == 16 or layout.bits == 8 else 4 if rows <= 8 else 1
-        if layout.bits == TERNARY_BITS and rows <= 8:
-            together = _SMALL_SLICES
         chunk_slices = min(max(aligned, together), layout.run_slices)
         level = warps * whole_lines(chunk_slices * layout.unit_bytes)
         slots = min(_MAX_SLOTS, rounds * ceil(layout.run_slices / chunk_slices))
