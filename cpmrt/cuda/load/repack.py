@@ -30,6 +30,7 @@ from cpmrt.weights.safetensors import FLOATS
 
 OWN_FORMAT = "gptq"
 """The format of weights that are rounded or random."""
+SMALLEST_GROUP = 32
 STAGING = "staging"
 LARGEST_STAGING_BYTES = 128 << 20
 """The most that several sources share; a larger source has what it needs."""
@@ -171,8 +172,13 @@ def _pieces(specs: Iterable[TensorSpec]) -> Iterator[Piece]:
 
 
 def takes_blocks(spec: TensorSpec) -> bool:
-    """Whether a packed product can hold a weight whose sources are blocks of GGUF, pairs of rows those of heads."""
+    """Whether a packed product can hold a weight whose sources are blocks of GGUF, pairs of rows those of heads.
+
+    Groups of 16 (Q2_K, Q3_K, Q6_K) have kernels that no GPU has confirmed yet: 16 bits hold them.
+    """
     if spec.product in (None, "per_head") or spec.num_experts or spec.shape[1] % SLICE_COLUMNS:
+        return False
+    if spec.quant is None or spec.quant.group_size < SMALLEST_GROUP:
         return False
     pairs = [source for source in spec.sources if source.rows is not None]
     if spec.product != "qkv":
