@@ -74,8 +74,7 @@ DEVICE void accumulate(Sums& out, WeightStream& weights, Activations& x, const L
   constexpr int kTogether = kCanJoin ? kTogetherSlices : 1;
   uint32_t place = x.base() + (SHARED_RUN ? 0 : at.run * kRunSlices * kXSliceBytes);
   // Instructions bind where four warps multiply together: a chunk is straight code, its addresses parts of the instructions.
-  // In 8 bits a layer's product has no registers for that.
-  constexpr int kUnrolled = !WGMMA_PRODUCTS || kThreads > 512 || (WEIGHT_BITS == 8 && LINEAR != 3) ? 1 : 4;
+  constexpr int kUnrolled = !WGMMA_PRODUCTS || kThreads > 512 ? 1 : 4;
 #pragma unroll 1
   for (int done = 0; done < at.slices; done += kChunkSlices) {
     uint32_t unit = has_tile ? weights.wait() : weights.ring;

@@ -3,8 +3,7 @@
 // Formula: W[n, k] = scale * (code - middle) + offset as in the file; u[n, k] = code - middle + 2^(WEIGHT_BITS - 1) with ZEROS 0, with
 //   ZEROS 2 u = code and minimum = scale * middle - offset.
 // Operands: packed bytes, see packed_layout.cuh; blocks (N, row_bytes) bytes, rows of the weight from first_row on; fault (1) uint32,
-//   set to 1 if a scale or a minimum is not finite in scalar_t, or a code of TQ2_0 is 3, else left alone (may be mapped
-//   host memory)
+//   set to 1 if a scale or a minimum is not finite in scalar_t, else left alone (may be mapped host memory)
 // Constants: LINEAR: the product, 0 qkv, 1 residual, 2 gate_up, 3 head. HEAD_DIM: of qkv only, elements of a head.
 //   FORMAT: the block type's number in a file. IN_FEATURES: K, the columns of W, a multiple of 128. WEIGHT_BITS: 4, or 8
 //   with ZEROS 0 or 2, or 2 with ZEROS 0. RUNS: contiguous parts of K, summed in order: 8 or 1. SCALE_GROUP: columns that
@@ -37,10 +36,9 @@ DEVICE Bytes block_of(Bytes blocks, int n, int k, int paired) {
 
 // The codes of rows first_row .. + N - 1 of a weight with num_rows rows; the others' stay.
 extern "C" __global__ void __launch_bounds__(256) KERNEL(repack_block_codes)(
-    unsigned char* packed, uint32_t* fault, const unsigned char* blocks, int first_row, int N, int num_rows, int num_tiles, int paired) {
+    unsigned char* packed, const unsigned char* blocks, int first_row, int N, int num_rows, int num_tiles, int paired) {
   pdl_begin();
   const int64_t total = static_cast<int64_t>(num_tiles) * kSlices * kParts * 32;
-  uint32_t largest = 0;
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x; i < total; i += static_cast<int64_t>(gridDim.x) * 256) {
     const int lane = i & 31, part = i >> 5 & kParts - 1;
     const int slice = static_cast<int>(i / (kParts * 32) % kSlices), tile = static_cast<int>(i / (kParts * 32) / kSlices);
@@ -57,16 +55,13 @@ extern "C" __global__ void __launch_bounds__(256) KERNEL(repack_block_codes)(
 #pragma unroll
       for (int e = 0; e < kWordColumns; e++) {
         const int of_block = (first + e) % kBlock.weights, shift = code_shift(e);
-        const uint32_t low = takes_lo ? block_code(block_of(blocks, lo, first, paired), of_block) + kAddend : 0;
-        const uint32_t high = takes_hi ? block_code(block_of(blocks, hi, first, paired), of_block) + kAddend : 0;
-        word |= low << shift | high << shift + kHiShift;
-        largest = max(largest, max(low, high));
+        if (takes_lo) word |= block_code(block_of(blocks, lo, first, paired), of_block) + kAddend << shift;
+        if (takes_hi) word |= block_code(block_of(blocks, hi, first, paired), of_block) + kAddend << shift + kHiShift;
       }
       (&words.x)[w] = word;
     }
     *to = words;
   }
-  if (largest >> WEIGHT_BITS != 0) *fault = 1;
 }
 
 // Scales and minimums of the same rows.

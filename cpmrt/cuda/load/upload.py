@@ -34,7 +34,7 @@ CONVERT_FLOAT32, CONVERT_16BIT = (
 _BLOCK = 256
 _MAX_GRID = 512
 _BEYOND, _NOT_FINITE = "values beyond float16", "values that are not finite"
-_SCALES = "scales that are not finite, or ternary codes that are none"
+_SCALES = "scales that are not finite"
 _FIXES = {_BEYOND: "use dtype bfloat16", NOT_TERNARY: KEEP_16_BITS}
 
 

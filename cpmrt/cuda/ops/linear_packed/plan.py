@@ -19,8 +19,7 @@ from cpmrt.weights.ternary import TERNARY_BITS
 PREPARE_THREADS = 256
 ROW_BUCKETS = (1, 8, 16, 32, 64)
 # Warps of a block at most: where eight share a tile; where each has a tile; on devices with little memory.
-# In 8 bits more warps would leave a layer's products too few registers each.
-_MOST_WARPS, _MOST_RUN_WARPS, _FEW_WARPS, _MOST_WIDE_WARPS = 24, 20, 8, 16
+_MOST_WARPS, _MOST_RUN_WARPS, _FEW_WARPS = 24, 20, 8
 _WARPGROUP = 4
 # From so many rows on they are normalised once, by prepare_rows, and not again in every block; a gate_up product whose
 # blocks have whole slices of the rows that it writes spares the next product prepare_rows; and four warps multiply
@@ -237,7 +236,7 @@ class _Work:
         in_clusters = exchanges and device.whole_clusters > 0
         in_clusters = in_clusters and rows <= _CLUSTER_ROWS and layout.run_slices <= _CLUSTER_SLICES
         groups = device.whole_clusters if in_clusters else max(1, device.num_sms // copies)
-        warps = _block_warps(layout, groups, device, shared_run)
+        warps = _block_warps(layout.num_tiles, groups, device, shared_run)
         tiles = warps if shared_run else warps // layout.runs
         grid = copies * min(groups, layout.num_tiles if in_clusters else ceil(layout.num_tiles / tiles))
         rounds = ceil(layout.num_tiles * copies / grid / tiles)
@@ -320,17 +319,15 @@ class _Ring:
         return cls(slots if rows > 1 else max(1, min(slots, _SINGLE_ROW_RING // level)), level)
 
 
-def _block_warps(layout: PackedLayout, groups: int, device: Device, shared_run: bool) -> int:
+def _block_warps(num_tiles: int, groups: int, device: Device, shared_run: bool) -> int:
     """Warps of a block: those that leave the busiest one the fewest tiles, in the fewest rounds."""
     large = device.shared_bytes_per_block >= LARGE_SHARED_BYTES
     most = (_MOST_RUN_WARPS if shared_run else _MOST_WARPS) if large else _FEW_WARPS
-    if layout.bits == 8 and layout.product != "head":
-        most = min(most, _MOST_WIDE_WARPS)
     step, share = (_WARPGROUP, 1) if shared_run else (RUNS, RUNS)
 
     def busiest(warps: int) -> tuple[int, int]:
         tiles = warps // share
-        rounds = ceil(layout.num_tiles / (groups * tiles))
+        rounds = ceil(num_tiles / (groups * tiles))
         return rounds * tiles, rounds
 
     return min(range(RUNS, most + 1, step), key=busiest)
