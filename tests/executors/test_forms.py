@@ -4,6 +4,7 @@ import json
 import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from threading import Event
 from time import perf_counter
 from typing import Literal
 
@@ -45,7 +46,7 @@ def check_schemas(llm, wanted):
 
 
 def test_answers_validate_against_their_schemas(llm):
-    check_schemas(llm, schemas(22))
+    check_schemas(llm, schemas(11))
 
 
 @pytest.mark.all
@@ -84,7 +85,7 @@ def test_answers_match_100_regular_expressions(llm):
 
 
 def test_answers_parse_under_their_grammars(llm):
-    check_grammars(llm, LARK_GRAMMARS[::8])
+    check_grammars(llm, LARK_GRAMMARS[::15])
 
 
 @pytest.mark.all
@@ -142,7 +143,7 @@ def test_a_pause_inside_the_form_goes_on_with_it(llm):
     params = SamplingParams(json_schema=schemas(9)[2], temperature=1.0, seed=5, max_new_tokens=120)
     whole = llm.generate(PROMPT, params)
     assert whole.finish_reason == "stop"
-    for budget in range(1, min(len(whole.token_ids), 24), 5):
+    for budget in range(1, min(len(whole.token_ids), 24), 9):
         paused = llm.generate(PROMPT, replace(params, max_thinking_tokens=budget))
         jsonschema.validate(json.loads(paused.text), json.loads(params.json_schema))
 
@@ -258,9 +259,15 @@ def test_a_slow_form_holds_nobody_up(llm):
 
 
 def test_compiling_ends_at_its_limit(llm, monkeypatch):
-    monkeypatch.setattr(grammars, "MAX_COMPILE_S", 0.0)
-    with pytest.raises(RequestError, match="was not compiled within|other grammars"):
-        llm.generate(PROMPT, SamplingParams(json_schema={"const": "never compiled before"}))
+    """Two compilations that hang are given up, each by whoever waits for it, and a third is not even begun."""
+    released = Event()
+    monkeypatch.setattr(grammars, "MAX_COMPILE_S", 0.05)
+    monkeypatch.setattr(grammars.Grammars, "_compile", lambda self, form: released.wait(10))
+    own = grammars.Grammars(llm.tokenizer, llm.tokenizer.eos_token_ids)
+    for number, problem in enumerate(("was not compiled within", "was not compiled within", "other grammars")):
+        with pytest.raises(RequestError, match=problem):
+            own.matcher(SamplingParams(regex=f"a{number}").form, grammars.Thought())
+    released.set()
 
 
 def test_without_the_package_the_error_names_it(llm, monkeypatch):

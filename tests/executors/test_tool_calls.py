@@ -55,7 +55,7 @@ def check(llm, form, sets):
 
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.start)
 def test_calls_have_the_format_and_validate(llm, form):
-    check(llm, form, tool_sets(6))
+    check(llm, form, tool_sets(2))
 
 
 @pytest.mark.all
