@@ -80,9 +80,18 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON number")
 
 
+def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a dict of these pairs, which it takes off their list: at once it would take long."""
+    pairs.reverse()
+    values: dict[str, Any] = {}
+    while pairs:
+        name, values[name] = pairs.pop()
+    return values
+
+
 def _yielding_decoder() -> json.JSONDecoder:
     """Return a decoder that lets other threads run between values: the usual one holds the interpreter to the end."""
-    decoder = json.JSONDecoder(parse_constant=_refuse_constant)
+    decoder = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_object_of)
     decoder.scan_once = json.scanner.py_make_scanner(decoder)  # type: ignore[attr-defined]
     return decoder
 

@@ -47,7 +47,7 @@ class Marks:
             raise RequestError("messages", expected="some private-use characters that they do not use", actual="none")
         self._mark = str.maketrans(dict(zip(marked, marks, strict=True)))
         self._remove = str.maketrans(dict(zip(marks, marked, strict=True)))
-        self._any = any_of(marks)
+        self._marks = marks
 
     def put(self, value: Any) -> Any:
         """Return the value with every string in it marked; keys of dicts only if they hold a whole token."""
@@ -66,7 +66,8 @@ class Marks:
         return _each_string(value, self._without, self._without)
 
     def _without(self, text: str) -> str:
-        return text.translate(self._remove) if self._any.search(text) else text
+        # Each search ends at once in a text without such high characters, where a regular expression reads all of it.
+        return text.translate(self._remove) if any(mark in text for mark in self._marks) else text
 
     def _with_marked_key(self, key: str) -> str:
         return key.translate(self._mark) if self._tokens.search(key) else key

@@ -43,13 +43,13 @@ class TokenBytes:
         return inner[len(text[: len(text) - len(alone)].encode()) :] if alone != text else inner
 
     def join(self, token_ids: Iterable[int]) -> bytes:
-        pieces: list[bytes] = []
-        at_start = True
+        """Return the bytes of tokens one after the other. Other threads can run between them."""
+        text, at_start = bytearray(), True
         for token_id in token_ids:
             inner = self.inner(token_id)
-            pieces.append(self.first(token_id) if at_start else inner)
+            text += self.first(token_id) if at_start else inner
             at_start = at_start and not inner
-        return b"".join(pieces)
+        return bytes(text)
 
     def _ask(self, token_id: int) -> bytes:
         token = self._library.id_to_token(token_id)
