@@ -34,7 +34,6 @@ constexpr int kMinBlocks = CHUNK ? 1 : 512 / kThreads;
 // Slices whose products are under way together. A step has kAhead such turns of weights on their way to shared memory, a chunk
 // kHeld slices on their way to registers.
 constexpr int kTogether = TOKEN_TILES > 1 || kManyGroups ? 1 : WEIGHT_BITS == 4 ? 3 : 2, kAhead = AHEAD;
-constexpr int kHeld = WARP_TILES > 1 ? 2 : 3;
 constexpr int kRingBytes = CHUNK ? 0 : kAhead * kTogether * kSlotBytes;   // of a warp
 constexpr bool kResident = STAGE_SLICES == 0;
 constexpr int kStageSlices = kResident ? kSlices : STAGE_SLICES, kStages = kResident ? 1 : 3;
@@ -91,6 +90,7 @@ DEVICE TileRows rows_of(int expert, int tile, int num_experts, int columns) {
 
 #if CHUNK
 using Weights = WeightTile;
+constexpr int kHeld = WARP_TILES > 1 ? 2 : 3;
 
 DEVICE void load(Slice* slices, const Weights (&weights)[WARP_TILES], int slice) {
 #pragma unroll
