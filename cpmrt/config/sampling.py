@@ -167,7 +167,7 @@ def _biases(pairs: object) -> tuple[tuple[int, float], ...]:
                 "SamplingParams.logit_bias", expected="token ids with numbers in [-100, 100]", actual=quoted(pair)
             )
         checked[int(token)] = float(bias)
-    return tuple(sorted(checked.items()))
+    return tuple([(token, checked[token]) for token in sorted(checked)])
 
 
 def _texts(values: object) -> tuple[str, ...]:

@@ -37,6 +37,8 @@ _STOP_S = 10.0
 _WAITING_CONNECTIONS = 1024
 # A thread that computes gives the interpreter away this often, so that the event loop answers in time.
 SWITCH_INTERVAL_S = 0.0005
+_OLD_GENERATION = 100
+"""Collections of the middle generation until the old one is looked through."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
@@ -137,6 +139,9 @@ class Running:
         # The model is here to stay: without it a full collection does not hold up requests for a tenth of a second.
         gc.collect()
         gc.freeze()
+        # What is large is that of requests that run, and is freed with them: a full collection would only look at it.
+        young, middle, _ = gc.get_threshold()
+        gc.set_threshold(young, middle, _OLD_GENERATION)
         _log.info("ready: %s at %s", self._settings.model_name, self._address)
         own = llm.sampling_defaults
         _log.info("sampling where a request does not say: %s (%s)", own, own.source)

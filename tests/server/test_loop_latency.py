@@ -20,7 +20,7 @@ from cpmrt.server.run import SWITCH_INTERVAL_S
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MAX_OWN_MS = 5.0
 """What the loop's own thread may compute in one callback."""
-MAX_HELD_MS = 15.0
+MAX_HELD_MS = 10.0
 """What all threads together may compute until the loop has its next turn: others may hold the interpreter, or compute
 without it beside a loop that the machine is too busy to run."""
 TRIES = 4
