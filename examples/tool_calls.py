@@ -8,7 +8,7 @@ import sys
 
 from cpmrt import LLM, SamplingParams
 from cpmrt.server.chat_text import ChatText, Message
-from cpmrt.server.tool_calls import schemas_of
+from cpmrt.tool_use.calls import schemas_of
 
 WEATHER = {
     "type": "function",

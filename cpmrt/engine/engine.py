@@ -6,24 +6,23 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import perf_counter
-from typing import NamedTuple
 
 from cpmrt.config.engine import KEEP_ANSWERS
 from cpmrt.engine import transitions
-from cpmrt.engine.guide import Guide
+from cpmrt.engine.checks import check_request, guide_of
+from cpmrt.engine.flight import StepsInFlight
 from cpmrt.engine.loan import Loan
-from cpmrt.engine.prefix_cache import PrefixCache
+from cpmrt.engine.prefix_cache import empty_cache
 from cpmrt.engine.sequence import Phase, Request, Sequence
 from cpmrt.engine.speculation import DraftPolicy
 from cpmrt.engine.stats import AcceptCounts
-from cpmrt.errors import ContextLengthError, RequestError
+from cpmrt.errors import RequestError
 from cpmrt.executor import (
     Admit,
     Decode,
     Executor,
     FastForward,
     Keep,
-    Pending,
     Prefill,
     Release,
     SlotResult,
@@ -31,13 +30,6 @@ from cpmrt.executor import (
     Step,
     StepResult,
 )
-
-
-class _InFlight(NamedTuple):
-    step: Step
-    sequences: tuple[Sequence, ...]
-    pending: Pending
-
 
 StepListener = Callable[[Step, StepResult], None]
 
@@ -68,7 +60,7 @@ class Engine:
     ):
         self.executor, self.limits = executor, executor.limits
         self.listener = listener
-        self.on_news: Callable[[Sequence], object] = _ignore
+        self.on_news: Callable[[Sequence], object] = lambda seq: None
         """Called with each sequence that may have got tokens or come to its end."""
         self._uses_cache, self._keeps_answers = bool(prefix_cache), prefix_cache == KEEP_ANSWERS
         # How many tokens a draft step gives is not known before it is done, and by then the state may be further on.
@@ -77,7 +69,7 @@ class Engine:
         self.adaptive = adaptive
         self._policy: DraftPolicy | None = None
         """The policy of the sequence that was admitted last."""
-        self.cache = self._empty_cache()
+        self.cache = empty_cache(self.limits, is_on=self._uses_cache)
         """Gives out the KV pages; None where the executor's block tables are fixed."""
         self._waiting: deque[Sequence | Loan] = deque()
         self._loans: dict[Loan, None] = {}
@@ -85,9 +77,7 @@ class Engine:
         self.running: list[Sequence] = []
         """The sequences that hold a slot."""
         self._free_slots = list(range(self.limits.max_sequences))[::-1]
-        self._in_flight: deque[_InFlight] = deque()
-        self._num_in_flight = 0
-        """Steps in flight that have results (all but Admit, Keep, Recall, Release)."""
+        self._in_flight = StepsInFlight(executor)
         self._decoding: tuple[Sequence, ...] = ()
         """The sequences of the last decode step."""
         self._decode_steps: dict[int, Decode | Speculate] = {}
@@ -121,41 +111,9 @@ class Engine:
         return seq
 
     def sequence(self, request: Request) -> Sequence:
-        """Return a new sequence, which is not queued yet; any thread may call this.
-
-        Raises ContextLengthError if prompt and new tokens exceed the context, RequestError for an empty prompt or more
-        biases than the executor takes.
-        """
-        prompt, new, limit = len(request.prompt_ids), request.max_new_tokens, self.limits.max_context
-        if not prompt:
-            raise RequestError("the prompt is empty", expected="at least one token", actual=0)
-        if prompt + new > limit:
-            room = limit - prompt
-            fix = f"ask for at most {room} new tokens" if room > 0 else "shorten the prompt or raise max_context"
-            raise ContextLengthError(
-                "the request does not fit the context",
-                expected=f"at most {limit} tokens",
-                actual=f"{prompt} prompt + {new} new",
-                fix=fix,
-            )
-        if len(request.sampling.logit_bias) > self.limits.max_logit_bias:
-            raise RequestError(
-                "SamplingParams.logit_bias is more than this executor takes",
-                expected=f"at most {self.limits.max_logit_bias} tokens",
-                actual=len(request.sampling.logit_bias),
-            )
-        return Sequence(request, self._guide(request), added_at=perf_counter())
-
-    def _guide(self, request: Request) -> Guide | None:
-        if request.matcher is None:
-            return None
-        if not self.limits.takes_masks:
-            raise RequestError("this executor takes no schemas and grammars", fix="use executor='reference'")
-        # A FastForward step has no logits, and so no log-probabilities, of the tokens that it takes without sampling. A
-        # state beside the pages may want chunks that begin at certain positions.
-        is_plain = request.sampling.logprobs or self.limits.num_snapshots
-        max_run = 0 if is_plain else self.limits.prefill_chunk
-        return Guide(request.matcher(), max_run, request.stop_token_ids)
+        """Return a new sequence, which is not queued yet; any thread may call this. Raises as `check_request` does."""
+        check_request(request, self.limits)
+        return Sequence(request, guide_of(request, self.limits), added_at=perf_counter())
 
     def queue(self, seq: Sequence) -> None:
         """Have a new sequence wait for a slot."""
@@ -196,7 +154,7 @@ class Engine:
 
     def advance(self) -> None:
         """Submit what may be submitted, then wait for the oldest step in flight and hand out its results."""
-        while self._num_in_flight < self.limits.run_ahead and self._submit_next():
+        while self._in_flight.num_awaited < self.limits.run_ahead and self._submit_next():
             pass
         if self._in_flight:
             self._collect_oldest()
@@ -247,20 +205,13 @@ class Engine:
         self._loans.clear()
         self.running.clear()
         self._in_flight.clear()
-        self._num_in_flight = 0
         # A request from now on shall reach the executor, which refuses it, and not wait for a slot.
         self._free_slots = list(range(self.limits.max_sequences))[::-1]
-        self.cache = self._empty_cache()
+        self.cache = empty_cache(self.limits, is_on=self._uses_cache)
         self.executor.close()
 
-    def _empty_cache(self) -> PrefixCache | None:
-        limits = self.limits
-        if not limits.num_pages:
-            return None
-        return PrefixCache(limits.num_pages, limits.page_size, self._uses_cache, limits.num_snapshots)
-
     def _submit_next(self) -> bool:
-        if not self._has_empty_mask() and (self._resume_one() or self._take_one()):
+        if not transitions.have_empty_mask(self.running) and (self._resume_one() or self._take_one()):
             return True
         decoding = tuple([seq for seq in self.running if transitions.wants_decode(seq)])
         if not (decoding and self._last_was_prefill):
@@ -280,13 +231,12 @@ class Engine:
         if step is None:
             step = self._decode_steps[shape] = transitions.decode_step(decoding, shape)
         self._submit(step, decoding)
-        if self._keeps_answer_states:
-            self._keep_answers(decoding)
+        self._keep_answers(decoding)
         return True
 
     def _keep_answers(self, decoding: tuple[Sequence, ...]) -> None:
-        """Have the states kept of those sequences that the steps so far bring to a border of pages."""
-        for seq in decoding:
+        """Have the states kept of those sequences that the steps so far bring to a border of pages, if any are."""
+        for seq in decoding if self._keeps_answer_states else ():
             if self.cache and seq.pages and seq.num_expected % self.limits.page_size == 0:
                 snapshot = self.cache.snapshot_within_answer(seq.pages, seq.num_expected)
                 if snapshot is not None:
@@ -315,13 +265,6 @@ class Engine:
         except RequestError:
             return True  # the sequence's own stream raises it: another one may be advancing
         return False
-
-    def _has_empty_mask(self) -> bool:
-        """Tell whether a step in flight may wait for its mask, so that whoever waits for the executor waits for ever.
-
-        A loan is for such waiting, and so are the many steps that an admission may take.
-        """
-        return any(seq.guide is not None and not seq.guide.is_ready for seq in self.running)
 
     def _lend(self, loan: Loan) -> None:
         loan.pages = self.cache.acquire(loan.prompt_ids, loan.num_tokens) if self.cache else None
@@ -361,25 +304,20 @@ class Engine:
     def _guarded(self, step: Step, affected: tuple[Sequence, ...], receivers: tuple[Sequence, ...]) -> None:
         """Submit a step. If that fails, cancel the affected sequences: half a step may have advanced some of them."""
         try:
-            pending = self.executor.submit(step)
+            self._in_flight.submit(step, receivers)
         except BaseException as error:
             for seq in affected:
                 self._fail(seq, error)
             raise
-        self._in_flight.append(_InFlight(step, receivers, pending))
-        self._num_in_flight += bool(receivers)
 
     def _collect_oldest(self) -> None:
-        step, sequences, pending = self._in_flight[0]
+        step, sequences, _ = self._in_flight.oldest
         try:
-            result = pending.wait()
+            result = self._in_flight.collect()
         except Exception as error:
-            # The step will give nothing. An interrupt, which is no Exception, leaves it to be waited for again.
-            self._forget_oldest()
             for seq in sequences:
                 self._fail(seq, error)
             raise
-        self._forget_oldest()
         try:
             if self.listener is not None:
                 self.listener(step, result)
@@ -421,10 +359,6 @@ class Engine:
             seq.failure = error
         self._end(seq, "cancelled")
 
-    def _forget_oldest(self) -> None:
-        flight = self._in_flight.popleft()
-        self._num_in_flight -= bool(flight.sequences)
-
     def _resume(self, seq: Sequence) -> None:
         """Have a paused sequence go on: its slot takes it anew, and prefills what its last full page does not hold.
 
@@ -462,9 +396,5 @@ class Engine:
 
     def _collect_control_steps(self) -> None:
         """Report steps without results (Admit, Keep, Recall, Release) to the listener, each in its place."""
-        while self._in_flight and not self._in_flight[0].sequences:
+        while self._in_flight and not self._in_flight.oldest.sequences:
             self._collect_oldest()
-
-
-def _ignore(seq: Sequence) -> None:
-    """Take no note of news."""

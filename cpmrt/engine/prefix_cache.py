@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from cpmrt.engine.page_pool import PagePool
+from cpmrt.executor import ExecutorLimits
 
 
 @dataclass(eq=False)
@@ -221,3 +222,10 @@ class PrefixCache:
             if self._snapshots:
                 self._snapshots.forget(node)
             self.pool.discard(node.page)
+
+
+def empty_cache(limits: ExecutorLimits, *, is_on: bool) -> PrefixCache | None:
+    """Return the cache for the pages of an executor; None where its block tables are fixed."""
+    if not limits.num_pages:
+        return None
+    return PrefixCache(limits.num_pages, limits.page_size, is_on, limits.num_snapshots)

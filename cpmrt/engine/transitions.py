@@ -5,7 +5,7 @@ Its functions change nothing but the sequence they are given.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from cpmrt.engine.guide import Guide
@@ -91,6 +91,14 @@ def awaits_mask(seq: Sequence, needs_all: bool) -> bool:
     With `needs_all`, before all of its steps are done: the mask of the next one must be known when it is submitted.
     """
     return seq.guide is not None and (not seq.guide.is_ready or (needs_all and seq.num_in_flight > 0))
+
+
+def have_empty_mask(sequences: Iterable[Sequence]) -> bool:
+    """Tell whether a step in flight may wait for its mask, so that whoever waits for the executor waits for ever.
+
+    A loan is for such waiting, and so are the many steps that an admission may take.
+    """
+    return any(seq.guide is not None and not seq.guide.is_ready for seq in sequences)
 
 
 def wants_fast_forward(seq: Sequence) -> bool:

@@ -1,0 +1,44 @@
+"""What a request must be before it becomes a sequence."""
+
+from __future__ import annotations
+
+from cpmrt.engine.guide import Guide
+from cpmrt.engine.sequence import Request
+from cpmrt.errors import ContextLengthError, RequestError
+from cpmrt.executor import ExecutorLimits
+
+
+def check_request(request: Request, limits: ExecutorLimits) -> None:
+    """Raise ContextLengthError if prompt and new tokens exceed the context, RequestError for an empty prompt, more
+    biases than the executor takes, or a grammar where it takes none."""
+    prompt, new, limit = len(request.prompt_ids), request.max_new_tokens, limits.max_context
+    if not prompt:
+        raise RequestError("the prompt is empty", expected="at least one token", actual=0)
+    if prompt + new > limit:
+        room = limit - prompt
+        fix = f"ask for at most {room} new tokens" if room > 0 else "shorten the prompt or raise max_context"
+        raise ContextLengthError(
+            "the request does not fit the context",
+            expected=f"at most {limit} tokens",
+            actual=f"{prompt} prompt + {new} new",
+            fix=fix,
+        )
+    if len(request.sampling.logit_bias) > limits.max_logit_bias:
+        raise RequestError(
+            "SamplingParams.logit_bias is more than this executor takes",
+            expected=f"at most {limits.max_logit_bias} tokens",
+            actual=len(request.sampling.logit_bias),
+        )
+    if request.matcher is not None and not limits.takes_masks:
+        raise RequestError("this executor takes no schemas and grammars", fix="use executor='reference'")
+
+
+def guide_of(request: Request, limits: ExecutorLimits) -> Guide | None:
+    """Return what leads an answer through the request's grammar; None: there is no grammar."""
+    if request.matcher is None:
+        return None
+    # A FastForward step has no logits, and so no log-probabilities, of the tokens that it takes without sampling. A
+    # state beside the pages may want chunks that begin at certain positions.
+    is_plain = request.sampling.logprobs or limits.num_snapshots
+    max_run = 0 if is_plain else limits.prefill_chunk
+    return Guide(request.matcher(), max_run, request.stop_token_ids)

@@ -1,0 +1,60 @@
+"""The steps that an executor has taken and whose results nobody has asked for yet."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+from cpmrt.engine.sequence import Sequence
+from cpmrt.executor import Executor, Pending, Step, StepResult
+
+
+class StepInFlight(NamedTuple):
+    """A step on its way, and the sequences that its result is for: none of Admit, Keep, Recall and Release."""
+
+    step: Step
+    sequences: tuple[Sequence, ...]
+    pending: Pending
+
+
+class StepsInFlight:
+    """Steps in the order in which they were submitted; results are collected in that order."""
+
+    def __init__(self, executor: Executor):
+        self._executor = executor
+        self._steps = deque[StepInFlight]()
+        self.num_awaited = 0
+        """Those that have results for sequences."""
+
+    def __bool__(self) -> bool:
+        return bool(self._steps)
+
+    def submit(self, step: Step, sequences: tuple[Sequence, ...]) -> None:
+        """Have the executor take a step. Raises what it raises; then the step is not in flight."""
+        self._steps.append(StepInFlight(step, sequences, self._executor.submit(step)))
+        self.num_awaited += bool(sequences)
+
+    @property
+    def oldest(self) -> StepInFlight:
+        return self._steps[0]
+
+    def collect(self) -> StepResult:
+        """Wait for the oldest step, which is in flight no longer even if it has failed.
+
+        An interrupt, which is no Exception, leaves it to be waited for again.
+        """
+        try:
+            result = self._steps[0].pending.wait()
+        except Exception:
+            self._forget_oldest()
+            raise
+        self._forget_oldest()
+        return result
+
+    def clear(self) -> None:
+        """Forget all steps."""
+        self._steps.clear()
+        self.num_awaited = 0
+
+    def _forget_oldest(self) -> None:
+        self.num_awaited -= bool(self._steps.popleft().sequences)
