@@ -1,4 +1,4 @@
-"""The ops of latent attention on a GPU against the NumPy ops: lengths around pages, trees, chunks, invariance."""
+"""latent_attention.cu, latent_chunk.cu and what goes with them against the NumPy ops: trees, chunks, invariance."""
 
 from __future__ import annotations
 
