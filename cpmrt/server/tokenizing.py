@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from cpmrt import LLM
 from cpmrt.server.errors import ApiError, invalid
 from cpmrt.server.fill_in_middle import markers_of
 from cpmrt.server.json_body import Fields, whole_numbers
@@ -29,8 +28,9 @@ def tokenize(service: Service, body: dict[str, Any]) -> dict[str, Any]:
     tokenizer = needed(llm.tokenizer)
     text, content = fields.string("prompt"), fields.string("content")
     is_bare = fields.boolean("add_special_tokens") is False
+    template = _template_fields(fields)
     if fields.raw("messages") is not None:
-        ids = _chat_ids(llm, fields)
+        ids = llm.chat_prompt(read_messages(fields), **template)
     elif text is None and content is None:
         raise invalid("prompt", "expected a string, or messages")
     else:
@@ -77,12 +77,11 @@ def written(tokenizer: Tokenizer, token_id: int) -> str:
     return tokenizer.written_bytes(token_id).decode("utf-8", "replace")
 
 
-def _chat_ids(llm: LLM, fields: Fields) -> list[int]:
-    opens_answer = fields.boolean("add_generation_prompt") is not False
-    return llm.chat_prompt(
-        read_messages(fields),
-        tools=read_tools(fields) or None,
-        add_generation_prompt=opens_answer,
-        allow_special_tokens=fields.boolean("allow_special_tokens") is True,
-        template_kwargs=read_template_kwargs(fields),
-    )
+def _template_fields(fields: Fields) -> dict[str, Any]:
+    """Read what a chat's template gets besides the messages. Raises ApiError 400, with and without messages."""
+    return {
+        "tools": read_tools(fields) or None,
+        "add_generation_prompt": fields.boolean("add_generation_prompt") is not False,
+        "allow_special_tokens": fields.boolean("allow_special_tokens") is True,
+        "template_kwargs": read_template_kwargs(fields),
+    }

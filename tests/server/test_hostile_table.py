@@ -117,6 +117,7 @@ OTHER_BODIES = [
     (MESSAGES, {"messages": "x", "max_tokens": 1}, 400),
     (MESSAGES, {"messages": [{"role": "x"}], "max_tokens": 1}, 400),
     (MESSAGES, {"messages": [{**USER, "content": [{"type": "image"}]}], "max_tokens": 1}, 400),
+    ("/tokenize", {"prompt": "x", "tools": [{"type": "function"}]}, 400),
     ("/detokenize", {"tokens": [5.0, 6]}, 200), ("/detokenize", {"tokens": [5.5]}, 400),
     ("/tokenize", {"messages": [{"role": "user", "content": "x"}], "content": 5}, 400),
     ("/tokenize", {"messages": [{"role": "user", "content": "x"}], "add_special_tokens": 5}, 400),

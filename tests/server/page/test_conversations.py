@@ -11,6 +11,9 @@ from serving import saying_llm, serving
 
 pytestmark = pytest.mark.all
 
+NUMBERS = " ".join(map(str, range(900)))
+"""Long, and no loop: the page ends answers that repeat themselves."""
+
 
 def test_a_conversation(page):
     sent = requests_of(page)
@@ -37,21 +40,21 @@ def test_the_first_view_invites(open_page, says):
 
 def test_a_new_chat_during_an_answer_knows_nothing_of_the_old_one(open_page, tmp_path):
     def slow():
-        return saying_llm(tmp_path, lambda prompt: "0123456789" * 20, delay_s=0.005)
+        return saying_llm(tmp_path, lambda prompt: NUMBERS[:199], delay_s=0.005)
 
     with serving(slow) as server:
         page = open_page(server.url)
         sent = requests_of(page)
         page.fill("#question", "the old secret")
         page.keyboard.press("Enter")
-        page.get_by_text("0123").first.wait_for()
+        page.get_by_text("0 1 2").first.wait_for()
         page.click("#fresh")
         assert page.locator(".message").count() == 0
         ask(page, "something else")
         assert said(sent[1]) == [("user", "something else")]
         # The old answer was written to its end meanwhile, in its own conversation.
         page.locator("#conversations .open", has_text="the old secret").click()
-        assert answered(page).locator(".prose").inner_text() == "0123456789" * 20
+        assert answered(page).locator(".prose").inner_text() == NUMBERS[:199]
         assert page.locator(".message").count() == 2
 
 
@@ -75,20 +78,20 @@ def test_answering_again_and_editing_make_branches(page):
 
 def test_stop_and_a_server_that_restarts_in_between(open_page, tmp_path):
     def slow():
-        return saying_llm(tmp_path, lambda prompt: "0123456789" * 300, delay_s=0.005)
+        return saying_llm(tmp_path, lambda prompt: NUMBERS, delay_s=0.005)
 
     with serving(slow) as server:
         port = int(server.url.rpartition(":")[2])
         page = open_page(server.url)
         page.fill("#question", "count")
         page.keyboard.press("Enter")
-        page.locator(".prose", has_text="0123").wait_for()
+        page.locator(".prose", has_text="0 1 2").wait_for()
         page.keyboard.press("Escape")
         assert "You stopped this answer." in answered(page).inner_text()
         server.wait_idle()
         page.fill("#question", "again")
         page.keyboard.press("Enter")
-        page.locator(".prose", has_text="0123").nth(1).wait_for()
+        page.locator(".prose", has_text="0 1 2").nth(1).wait_for()
         server.running.stop()
         assert "shutting down" in answered(page).locator(".wrong").inner_text()
     assert "cannot be reached" in ask(page, "anybody?").locator(".wrong").inner_text()
@@ -110,14 +113,14 @@ def test_conversations_survive_a_reload(page):
 
 
 def test_an_answer_that_a_reload_breaks_off_is_kept_and_says_so(open_page, tmp_path):
-    with serving(lambda: saying_llm(tmp_path, lambda prompt: "0123456789" * 300, delay_s=0.005)) as server:
+    with serving(lambda: saying_llm(tmp_path, lambda prompt: NUMBERS, delay_s=0.005)) as server:
         page = open_page(server.url)
         page.fill("#question", "count")
         page.keyboard.press("Enter")
-        page.locator(".prose", has_text="0123456789").wait_for()
+        page.locator(".prose", has_text="0 1 2 3").wait_for()
         page.reload()
         answer = answered(page)
-        assert answer.locator(".prose").inner_text().startswith("0123456789")
+        assert answer.locator(".prose").inner_text().startswith("0 1 2 3")
         assert answer.locator(".note").inner_text() in (
             "The page was closed before this answer ended.", "The connection was lost.")  # fmt: skip
 
