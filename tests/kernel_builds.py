@@ -136,7 +136,7 @@ CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
         {"LINEAR": 1, "IN_FEATURES": 4096, "RUNS": 8, "ROWS": 8, "WARPS": 16, "SHARED_RUN": 0, "PREPARED": 0}
         | _PACKED
         | _NO_NORM
-        | {"WEIGHT_BITS": 2, "SCALE_GROUP": 32, "SMEM_BYTES": 111232},
+        | {"WEIGHT_BITS": 2, "SCALE_GROUP": 32, "SMEM_BYTES": 149376},
         {"LINEAR": 2, "IN_FEATURES": 4096, "RUNS": 1, "ROWS": 64, "WARPS": 16, "SHARED_RUN": 1, "PREPARED": 1}
         | _PACKED
         | {"WEIGHT_BITS": 2, "STAGE_SLICES": 1, "WARPGROUPS": 1, "FEEDS": 1, "SMEM_BYTES": 209792},
