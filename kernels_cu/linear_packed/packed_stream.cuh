@@ -7,6 +7,7 @@
 #include "copy.cuh"
 #include "packed_layout.cuh"
 #include "packed_rows.cuh"
+#include "tma.cuh"
 
 #if __CUDA_ARCH__ >= 900 && !PORTABLE
 constexpr bool kCopyEngine = true;
@@ -68,9 +69,7 @@ static_assert(kEpilogueOffset + kEpilogueBytes <= SMEM_BYTES, "SMEM_BYTES is too
 // Starts a copy of `bytes` (a multiple of 16) that arrives at `barrier`. One thread.
 DEVICE void copy_bulk(uint32_t shared, const void* source, int bytes, uint32_t barrier) {
   mbarrier_arrive_expect(barrier, bytes);
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
-               "l"(source), "r"(bytes), "r"(barrier)
-               : "memory");
+  copy_bytes(shared, source, bytes, barrier);
 }
 
 // The calling lane's place in the product.

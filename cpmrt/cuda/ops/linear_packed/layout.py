@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import ceil
+from typing import TypedDict
 
 from cpmrt.cuda.driver.array import DeviceArray
 from cpmrt.cuda.driver.device import Device
@@ -24,6 +25,18 @@ ZERO_POINTS, MINIMUMS = 1, 2
 """What may lie beside each scale: W = scale * (u - zero point), or W = scale * u - minimum."""
 # From so many tiles a multiprocessor on a warp takes whole rows.
 _WHOLE_ROW_TILES = 8
+
+
+class LayoutSizes(TypedDict):
+    """The compile-time constants that every kernel which reads or writes a layout has; `head_dim` is of qkv only."""
+
+    linear: int
+    in_features: int
+    weight_bits: int
+    runs: int
+    scale_group: int
+    zeros: int
+    head_dim: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +108,17 @@ class PackedLayout:
         """Bytes of the packed matrix, scales and zero points included."""
         return self.num_tiles * self.tile_bytes
 
+    @property
+    def sizes(self) -> LayoutSizes:
+        """The compile-time constants that packed_layout.cuh and packed_tiles.cuh ask for."""
+        return {
+            "linear": PRODUCTS[self.product], "in_features": self.in_features, "weight_bits": self.bits,
+            "runs": self.runs, "scale_group": self.scale_group, "zeros": self.zeros, "head_dim": self.head_dim or None,
+        }  # fmt: skip
+
     def repack_constants(self, format: int = 0) -> RepackConstants:
         """Return the constants of the kernels that write the layout from a file's format, or read it back."""
-        return RepackConstants(
-            PRODUCTS[self.product], self.in_features, self.bits, self.runs, self.scale_group, self.zeros, format,
-            self.head_dim or None,
-        )  # fmt: skip
+        return RepackConstants(**self.sizes, format=format)
 
 
 @dataclass(frozen=True, eq=False, slots=True)

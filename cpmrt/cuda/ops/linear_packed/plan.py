@@ -12,7 +12,7 @@ from math import ceil
 
 from cpmrt.cuda.build.spec import KernelSpec
 from cpmrt.cuda.driver.device import Device
-from cpmrt.cuda.ops.linear import LARGE_SHARED_BYTES, OPS, PRODUCTS, row_bucket
+from cpmrt.cuda.ops.linear import LARGE_SHARED_BYTES, OPS, row_bucket
 from cpmrt.cuda.ops.linear_packed.layout import LINE_BYTES, RUNS, SLICE_COLUMNS, TILE_ROWS, PackedLayout, whole_lines
 from cpmrt.weights.ternary import TERNARY_BITS
 
@@ -196,9 +196,7 @@ def _constants(
     layout: PackedLayout, rows: int, device: Device, work: _Work, memory: _Memory, *, normalises: bool, prepared: bool
 ) -> LinearPackedConstants:
     return LinearPackedConstants(
-        linear=PRODUCTS[layout.product], in_features=layout.in_features, weight_bits=layout.bits, runs=layout.runs,
-        scale_group=layout.scale_group, zeros=layout.zeros, head_dim=layout.head_dim or None,
-        rows=rows, norm=normalises, prepared=prepared, portable=device.is_portable,
+        **layout.sizes, rows=rows, norm=normalises, prepared=prepared, portable=device.is_portable,
         warps=work.warps, shared_run=work.shared_run, clusters=work.in_clusters, kept_rounds=work.kept_rounds,
         warpgroups=work.multiplies_together(rows) and not device.is_portable,
         feeds=rows >= _FEEDING_ROWS and work.has_whole_slices(layout),

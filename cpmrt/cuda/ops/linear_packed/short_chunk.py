@@ -13,7 +13,6 @@ from math import ceil
 from cpmrt.cuda.build.spec import KernelSpec
 from cpmrt.cuda.driver.array import DeviceArray, KernelArgument, row_boxes
 from cpmrt.cuda.driver.device import Device
-from cpmrt.cuda.ops.linear import PRODUCTS
 from cpmrt.cuda.ops.linear_packed.layout import MINIMUMS, SLICE_COLUMNS, TILE_ROWS, PackedLayout
 
 MOST_ROWS = 128
@@ -45,7 +44,7 @@ class ShortChunkConstants:
 
 @dataclass(frozen=True, slots=True)
 class WarpGemmConstants(ShortChunkConstants):
-    """Those of packed_gemm.cu."""
+    """packed_gemm.cu has these constants; they say more of its blocks."""
 
     tokens: int = _TOKENS
     tile_warps: int = 1
@@ -53,7 +52,7 @@ class WarpGemmConstants(ShortChunkConstants):
 
 @dataclass(frozen=True, slots=True)
 class WgmmaGemmConstants(ShortChunkConstants):
-    """Those of packed_gemm_wgmma.cu."""
+    """packed_gemm_wgmma.cu has these constants; `unpacked` slices of the weight are in 16 bits at a time."""
 
     unpacked: int = 2
 
@@ -108,7 +107,7 @@ def _warp_plan(layout: PackedLayout, num_rows: int, device: Device) -> ShortChun
     )
     stages = min(_MOST_STAGES, device.shared_bytes_per_block // stage_bytes(tiles))
     warps = 1 if tiles >= _UNSHARED_TILES or tokens == _FEW_TOKENS else 2
-    constants = WarpGemmConstants(*_sizes(layout, tiles, stages), tokens, warps)
+    constants = WarpGemmConstants(**layout.sizes, tiles=tiles, stages=stages, tokens=tokens, tile_warps=warps)
     grid = ceil(layout.num_tiles / tiles), ceil(num_rows / tokens)
     return ShortChunkPlan(PACKED_GEMM, constants, grid, 32 * tiles * warps, stages * stage_bytes(tiles))
 
@@ -122,15 +121,9 @@ def _wgmma_plan(layout: PackedLayout, num_rows: int, device: Device) -> ShortChu
     grid = ceil(layout.num_tiles / tiles), ceil(num_rows / _TOKENS)
     multiply_warps = 4 * ceil(tiles * TILE_ROWS / 128)
     return ShortChunkPlan(
-        PACKED_GEMM_WGMMA, WgmmaGemmConstants(*_sizes(layout, tiles, stages), unpacked), grid,
+        PACKED_GEMM_WGMMA,
+        WgmmaGemmConstants(**layout.sizes, tiles=tiles, stages=stages, unpacked=unpacked), grid,
         32 * (multiply_warps + _UNPACK_WARPS + 1), unpacked * slice_bytes + stages * stage_bytes + _BARRIER_BYTES,
-    )  # fmt: skip
-
-
-def _sizes(layout: PackedLayout, tiles: int, stages: int) -> tuple[int, int, int, int, int, int, int, int, int | None]:
-    return (
-        PRODUCTS[layout.product], layout.in_features, layout.bits, layout.runs, layout.scale_group, layout.zeros, tiles,
-        stages, layout.head_dim or None,
     )  # fmt: skip
 
 
