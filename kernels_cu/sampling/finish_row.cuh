@@ -39,3 +39,16 @@ struct SlotCounts {
   DEVICE uint32_t of(int token) const { return words[token]; }
 };
 
+// What becomes of the token of row `blockIdx.y`, which sample_row chose: its log-probabilities and the row's end. The last exchange
+// of sample_row ended with a barrier: every block has read the state, none is read from any more.
+template <class Counts>
+DEVICE void report_row(ResultRecord* results, Row<Counts>& row, SlotState* state, const Ending& ending, uint32_t* counts,
+                       uint64_t sequence, int token, int num_logprobs) {
+  if (num_logprobs > 0 && token >= 0) {
+    TokenLogprobs* out = &results[(sequence - 1) % kRingEntries].logprobs[blockIdx.y];
+    write_logprobs(out, row, token, num_logprobs);
+  }
+  if (row.block == 0 && threadIdx.x < 32) {
+    finish_row(results, state, ending, counts, sequence, blockIdx.y, token, num_logprobs > 0);
+  }
+}

@@ -46,12 +46,5 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) ROW_BLOCKS
   const Ending ending(state);
 
   const int token = sample_row(row, top_k, top_p, log_min_p);
-  if (num_logprobs > 0 && token >= 0) {
-    TokenLogprobs* out = &results[(sequence - 1) % kRingEntries].logprobs[blockIdx.y];
-    write_logprobs(out, row, token, num_logprobs);
-  }
-  // The last exchange ended with a barrier: every block has read the state, none is read from any more.
-  if (row.block == 0 && threadIdx.x < 32) {
-    finish_row(results, state, ending, counts, sequence, blockIdx.y, token, num_logprobs > 0);
-  }
+  report_row(results, row, state, ending, counts, sequence, token, num_logprobs);
 }
