@@ -25,15 +25,3 @@ DEVICE int2 tile_half(int first_row, int num_rows) {
   return make_int2(first_row / 16, first_row / 8 % 2);
 #endif
 }
-
-// Fields of 16 bytes of a lane in a unit, for the kernels that write them: part `part` of its slice, word w, code e of the word.
-constexpr int kParts = kCodeBytes / 512, kPartColumns = kSliceColumns / kParts, kHiShift = WEIGHT_BITS % 8;
-constexpr uint32_t kLoBits = WEIGHT_BITS == 2 ? 0x33333333u : WEIGHT_BITS == 4 ? 0x0F0F0F0Fu : ~0u, kHiBits = kLoBits << kHiShift;
-constexpr int kWordColumns = WEIGHT_BITS == 2 ? 8 : 4;
-DEVICE constexpr int word_column(int w) {
-  return WEIGHT_BITS == 2 ? w * 32 : WEIGHT_BITS == 4 ? w / 2 * 32 + w % 2 * 4 : w / 2 * 4;
-}
-DEVICE int code_shift(int e) { return e % 4 / 2 * 8 + e % 2 * 16 + e / 4 * 4; }
-// In 8 bits lo and hi have words of their own.
-DEVICE constexpr bool holds_lo(int w) { return WEIGHT_BITS < 8 || w % 2 == 0; }
-DEVICE constexpr bool holds_hi(int w) { return WEIGHT_BITS < 8 || w % 2 == 1; }

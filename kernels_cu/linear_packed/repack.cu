@@ -23,8 +23,7 @@
 #error "a constant is not defined"
 #endif
 #include "copy.cuh"
-#include "packed_layout.cuh"
-#include "packed_tiles.cuh"
+#include "packed_writing.cuh"
 
 static_assert(WEIGHT_BITS == 4 || FORMAT == 0, "codes of 2 or 8 bits come in FORMAT 0");
 #include <cuda_fp16.h>
@@ -71,30 +70,10 @@ DEVICE uint32_t source_zero(const uint32_t* zeros, uint32_t addend, int n, int g
 extern "C" __global__ void __launch_bounds__(256) KERNEL(repack_codes)(
     unsigned char* packed, const uint32_t* codes, const int* permutation, int first_row, int N, int num_rows, int num_tiles) {
   pdl_begin();
-  const int64_t total = static_cast<int64_t>(num_tiles) * kSlices * kParts * 32;
-  for (int64_t i = static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x; i < total; i += static_cast<int64_t>(gridDim.x) * 256) {
-    const int lane = i & 31, part = i >> 5 & kParts - 1;
-    const int slice = static_cast<int>(i / (kParts * 32) % kSlices), tile = static_cast<int>(i / (kParts * 32) / kSlices);
-    const int lo = tile_row(tile, lane / 4, num_rows) - first_row, hi = tile_row(tile, lane / 4 + 8, num_rows) - first_row;
-    const bool has_lo = lo >= 0 && lo < N, has_hi = hi >= 0 && hi < N;
-    if (!has_lo && !has_hi) continue;
-    uint4* const to = reinterpret_cast<uint4*>(packed + unit_offset(tile, slice) + part * 512 + lane * 16);
-    uint4 words = *to;
-#pragma unroll
-    for (int w = 0; w < 4; w++) {
-      const bool takes_lo = has_lo && holds_lo(w), takes_hi = has_hi && holds_hi(w);
-      const int first = slice * kSliceColumns + part * kPartColumns + lane % 4 * 8 + word_column(w);
-      uint32_t word = (&words.x)[w] & ~((takes_lo ? kLoBits : 0) | (takes_hi ? kHiBits : 0));
-#pragma unroll
-      for (int e = 0; e < kWordColumns; e++) {
-        const int k = permutation == nullptr ? first + e : permutation[first + e], shift = code_shift(e);
-        if (takes_lo) word |= source_code(codes, lo, k, N) << shift;
-        if (takes_hi) word |= source_code(codes, hi, k, N) << shift + kHiShift;
-      }
-      (&words.x)[w] = word;
-    }
-    *to = words;
-  }
+  write_codes(
+      packed, first_row, N, num_rows, num_tiles,
+      [=](int first, int e) { return permutation == nullptr ? first + e : permutation[first + e]; },
+      [=](int n, int first, int k) { return source_code(codes, n, k, N); });
 }
 
 // Scales and zero points of the same rows. `scales` is fp16 if scales_fp16, else bf16; `zeros` null: 8; zero_addend: added to each

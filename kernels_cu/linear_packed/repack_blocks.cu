@@ -19,8 +19,7 @@
 #endif
 #include "copy.cuh"
 #include "gguf_blocks.cuh"
-#include "packed_layout.cuh"
-#include "packed_tiles.cuh"
+#include "packed_writing.cuh"
 
 static_assert(ZEROS != 1, "blocks have minimums, not zero points");
 static_assert(K % kBlock.weights == 0, "K must be whole blocks");
@@ -38,30 +37,9 @@ DEVICE Bytes block_of(Bytes blocks, int n, int k, int paired) {
 extern "C" __global__ void __launch_bounds__(256) KERNEL(repack_block_codes)(
     unsigned char* packed, const unsigned char* blocks, int first_row, int N, int num_rows, int num_tiles, int paired) {
   pdl_begin();
-  const int64_t total = static_cast<int64_t>(num_tiles) * kSlices * kParts * 32;
-  for (int64_t i = static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x; i < total; i += static_cast<int64_t>(gridDim.x) * 256) {
-    const int lane = i & 31, part = i >> 5 & kParts - 1;
-    const int slice = static_cast<int>(i / (kParts * 32) % kSlices), tile = static_cast<int>(i / (kParts * 32) / kSlices);
-    const int lo = tile_row(tile, lane / 4, num_rows) - first_row, hi = tile_row(tile, lane / 4 + 8, num_rows) - first_row;
-    const bool has_lo = lo >= 0 && lo < N, has_hi = hi >= 0 && hi < N;
-    if (!has_lo && !has_hi) continue;
-    uint4* const to = reinterpret_cast<uint4*>(packed + unit_offset(tile, slice) + part * 512 + lane * 16);
-    uint4 words = *to;
-#pragma unroll
-    for (int w = 0; w < 4; w++) {
-      const bool takes_lo = has_lo && holds_lo(w), takes_hi = has_hi && holds_hi(w);
-      const int first = slice * kSliceColumns + part * kPartColumns + lane % 4 * 8 + word_column(w);
-      uint32_t word = (&words.x)[w] & ~((takes_lo ? kLoBits : 0) | (takes_hi ? kHiBits : 0));
-#pragma unroll
-      for (int e = 0; e < kWordColumns; e++) {
-        const int of_block = (first + e) % kBlock.weights, shift = code_shift(e);
-        if (takes_lo) word |= block_code(block_of(blocks, lo, first, paired), of_block) + kAddend << shift;
-        if (takes_hi) word |= block_code(block_of(blocks, hi, first, paired), of_block) + kAddend << shift + kHiShift;
-      }
-      (&words.x)[w] = word;
-    }
-    *to = words;
-  }
+  write_codes(
+      packed, first_row, N, num_rows, num_tiles, [](int first, int e) { return (first + e) % kBlock.weights; },
+      [=](int n, int first, int of_block) { return block_code(block_of(blocks, n, first, paired), of_block) + kAddend; });
 }
 
 // Scales and minimums of the same rows.
