@@ -14,7 +14,8 @@ import numpy as np
 from cpmrt.config import ModelConfig
 from cpmrt.config.layers import GatedMlp
 from cpmrt.quantization.arrays import module_of
-from cpmrt.reference.ops import gated, rms_norm, rotate, softmax
+from cpmrt.reference.ops import gated, rms_norm, rotate
+from cpmrt.reference.tiles import softmax
 
 QKV, OUTPUT, GATE_UP, DOWN = range(4)
 

@@ -9,6 +9,7 @@ import numpy as np
 from cpmrt.dtypes import F32, Array
 from cpmrt.ops import Routing
 from cpmrt.reference.quantized import Matrix, rows_of
+from cpmrt.reference.tiles import softmax
 
 
 def choose(scores: F32, count: int) -> tuple[Array, F32]:
@@ -19,9 +20,7 @@ def choose(scores: F32, count: int) -> tuple[Array, F32]:
     chosen = np.sort(np.argsort(-scores, axis=1, kind="stable")[:, :count], axis=1)
     taken = np.take_along_axis(scores, chosen, axis=1)
     with np.errstate(invalid="ignore"):
-        shares: F32 = np.exp(taken - taken.max(axis=1, keepdims=True))
-    shares /= shares.sum(axis=1, keepdims=True)
-    return chosen, shares
+        return chosen, softmax(taken)
 
 
 def parts(rows: F32, routing: Routing) -> F32:

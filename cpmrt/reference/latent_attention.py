@@ -7,7 +7,7 @@ import numpy as np
 from cpmrt.dtypes import F32
 from cpmrt.ops import Rows
 from cpmrt.reference.kv_rows import gather, gather_row
-from cpmrt.reference.tiles import KEY_TILE, PREFILL_TILE, attend, key_tiles, product, tiles_of
+from cpmrt.reference.tiles import KEY_TILE, PREFILL_TILE, attend, key_tiles, product, softmax, tiles_of
 
 
 def attend_row(query: F32, rotated: F32, pages: F32, up: F32, rows: Rows, row: int, scale: float) -> F32:
@@ -21,9 +21,7 @@ def attend_row(query: F32, rotated: F32, pages: F32, up: F32, rows: Rows, row: i
     absorbed = np.matmul(query[:, None], keys)[:, 0]
     scores: F32 = np.concatenate([absorbed, rotated], axis=1) @ tokens.T
     scores *= np.float32(scale)
-    weights = np.exp(scores - scores.max(axis=1, keepdims=True))
-    weights /= weights.sum(axis=1, keepdims=True)
-    seen: F32 = weights @ tokens[:, :rank]
+    seen: F32 = softmax(scores) @ tokens[:, :rank]
     attended: F32 = np.matmul(values, seen[:, :, None])[:, :, 0]
     return attended
 

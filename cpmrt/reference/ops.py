@@ -35,7 +35,7 @@ from cpmrt.reference import sparse_attention as sparse
 from cpmrt.reference.fp8_pages import store
 from cpmrt.reference.kv_rows import gather, gather_row
 from cpmrt.reference.quantized import Matrix, dequantized, picked_rows
-from cpmrt.reference.tiles import KEY_TILE, PREFILL_TILE, STEP_TILE, attend, key_tiles, product, tiles_of
+from cpmrt.reference.tiles import KEY_TILE, PREFILL_TILE, STEP_TILE, attend, key_tiles, product, softmax, tiles_of
 
 
 def rms_norm(x: F32, weight: F32, eps: float) -> F32:
@@ -75,11 +75,16 @@ def linear(x: F32, weight: Matrix, *, is_prefill: bool = False) -> F32:
     return out
 
 
+def times_sigmoid(x: F32, gate: F32) -> F32:
+    """x * sigmoid(gate)."""
+    with np.errstate(over="ignore"):
+        found: F32 = x / (np.float32(1.0) + np.exp(-gate))
+    return found
+
+
 def silu(x: F32) -> F32:
     """x * sigmoid(x)."""
-    with np.errstate(over="ignore"):
-        gated: F32 = x / (np.float32(1.0) + np.exp(-x))
-    return gated
+    return times_sigmoid(x, x)
 
 
 def gated(gate: F32, up: F32, fatrelu: float | None = None) -> F32:
@@ -88,13 +93,6 @@ def gated(gate: F32, up: F32, fatrelu: float | None = None) -> F32:
         return silu(gate) * up
     with np.errstate(invalid="ignore", over="ignore"):
         return np.where(gate > np.float32(fatrelu), gate * up, np.float32(0.0))
-
-
-def softmax(scores: F32) -> F32:
-    """Over the last axis."""
-    weights: F32 = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    weights /= weights.sum(axis=-1, keepdims=True)
-    return weights
 
 
 class NumpyOps:
@@ -144,10 +142,8 @@ class NumpyOps:
         k_heads, v_heads = heads[:, -2 * num_kv_heads : -num_kv_heads], heads[:, -num_kv_heads:]
         if weights.q_norm is not None and weights.k_norm is not None:
             q_heads, k_heads = rms_norm(q_heads, weights.q_norm, eps), rms_norm(k_heads, weights.k_norm, eps)
-        kept = rows.slots >= 0
         q[:] = round_to(turned(q_heads, rope, rows), self.dtype).reshape(q.shape)
-        locations = (rows.positions if rows.locations is None else rows.locations)[kept]
-        pages, offsets = rows.block_tables[rows.slots[kept], locations // PAGE_SIZE], locations % PAGE_SIZE
+        kept, pages, offsets = _places(rows)
         store(kv.k, pages, offsets, self._stored(kv.k, turned(k_heads, rope, rows)[kept]))
         store(kv.v, pages, offsets, self._stored(kv.v, v_heads[kept]))
         if kv.compressed is not None:
@@ -248,12 +244,10 @@ class NumpyOps:
         )  # fmt: skip
         ends = sizes["A"], sizes["A"] + sizes["C"]
         q_latent[:] = self._normalised(latents[:, : ends[0]], weights.q_norm, eps)
-        kept = rows.slots >= 0
+        kept, places, offsets = _places(rows)
         kv_latent = rms_norm(latents[kept, ends[0] : ends[1]], weights.kv_norm, eps)
-        shared = rotate(latents[kept, None, ends[1] :], *rope[:, rows.positions[kept]])[:, 0]
-        locations = (rows.positions if rows.locations is None else rows.locations)[kept]
-        table = rows.block_tables[rows.slots[kept], locations // PAGE_SIZE]
-        pages[table, 0, locations % PAGE_SIZE] = round_to(np.concatenate([kv_latent, shared], axis=1), self.dtype)
+        shared = turned(latents[:, None, ends[1] :], rope, rows)[kept, 0]
+        pages[places, 0, offsets] = round_to(np.concatenate([kv_latent, shared], axis=1), self.dtype)
 
     def decode_latent_attention(
         self, out: F32, q: F32, pages: F32, weights: LatentWeights, rope: F32, rows: Rows, scale: float
@@ -300,11 +294,8 @@ class NumpyOps:
 
     def gate_rows(self, out: F32, norm: F32 | None, gate: F32 | None, eps: float) -> None:
         check_shapes("gate_rows", out=out, norm=norm, gate=gate)
-        gated = out if norm is None else rms_norm(out, norm, eps)
-        if gate is not None:
-            with np.errstate(over="ignore"):
-                gated = gated / (np.float32(1.0) + np.exp(-gate))
-        out[:] = round_to(gated, self.dtype)
+        normed = out if norm is None else rms_norm(out, norm, eps)
+        out[:] = round_to(normed if gate is None else times_sigmoid(normed, gate), self.dtype)
 
     def project_residual(
         self, x: F32, inner: F32, weight: Matrix, bias: F32 | None, scale: float, after: Handoff = NOTHING,
@@ -382,6 +373,13 @@ class NumpyOps:
         out[:] = 0.0
 
 
+def _places(rows: Rows) -> tuple[Array, Array, Array]:
+    """Return which rows are no padding, and for each of these the page and the token in it where it is stored."""
+    kept = rows.slots >= 0
+    locations = (rows.positions if rows.locations is None else rows.locations)[kept]
+    return kept, rows.block_tables[rows.slots[kept], locations // PAGE_SIZE], locations % PAGE_SIZE
+
+
 def _latent_queries(
     op: str, out: F32, q: F32, pages: F32, weights: LatentWeights, rope: F32, rows: Rows
 ) -> tuple[F32, F32]:
@@ -391,5 +389,4 @@ def _latent_queries(
         block_tables=rows.block_tables, tree_masks=rows.tree_masks, tree_base=rows.tree_base,
     )  # fmt: skip
     heads, rope_dim = q.reshape(len(q), len(weights.up), -1), 2 * rope.shape[2]
-    cos, sin = rope[:, np.where(rows.slots >= 0, rows.positions, 0)]
-    return heads[..., :-rope_dim], rotate(heads[..., -rope_dim:], cos, sin)
+    return heads[..., :-rope_dim], turned(heads[..., -rope_dim:], rope, rows)

@@ -37,6 +37,13 @@ def key_tiles(tokens: F32) -> F32:
     return tiles.reshape(num_heads, -1, KEY_TILE, head_dim)
 
 
+def softmax(scores: F32) -> F32:
+    """Return the softmax over the last axis."""
+    weights: F32 = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    weights /= weights.sum(axis=-1, keepdims=True)
+    return weights
+
+
 def attend(queries: F32, keys: F32, values: F32, seen: Array, scale: float) -> F32:
     """Return the attention of one tile of rows: queries [heads, rows, D], keys and values [tiles, KEY_TILE, D].
 

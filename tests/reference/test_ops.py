@@ -12,7 +12,8 @@ from reference.operands import EPS, Data, Poisoned, check, filled_pages, make_ro
 
 from cpmrt.dtypes import DType
 from cpmrt.ops import KVPages, QkvWeights, Rows
-from cpmrt.reference.ops import NumpyOps, gated, rms_norm, rotate, silu, softmax
+from cpmrt.reference.ops import NumpyOps, gated, rms_norm, rotate, silu
+from cpmrt.reference.tiles import softmax
 
 PAGE = 64
 DTYPES = pytest.mark.parametrize("dtype", list(DType), ids=lambda dtype: dtype.label)
