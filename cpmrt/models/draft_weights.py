@@ -17,7 +17,6 @@ from cpmrt.tensor_spec import TensorSpec
 from cpmrt.weights.check import DRAFT_LEFTOVERS, LEFTOVERS, check
 from cpmrt.weights.checkpoint import Checkpoint
 from cpmrt.weights.draft_folder import DraftFolder
-from cpmrt.weights.gguf.specs import gguf_specs
 from cpmrt.weights.model_folder import ModelFolder
 from cpmrt.weights.quantised_specs import quantise_head, quantised_specs
 from cpmrt.weights.token_index import checked_token_ids, find_token_index, read_token_index
@@ -59,10 +58,7 @@ def _draft(
 ) -> Draft:
     config = folder.config
     assert config.decoder is not None
-    if checkpoint is not None and checkpoint.is_gguf:
-        specs = gguf_specs(tensor_specs(config), checkpoint)
-    else:
-        specs = quantised_specs(tensor_specs(config), config.decoder.quantization, checkpoint)
+    specs = quantised_specs(tensor_specs(config), config.decoder.quantization, checkpoint)
     if config.method != "eagle2":
         specs = quantise_head(specs, config.head_bits)
     if checkpoint is not None:

@@ -18,7 +18,6 @@ from cpmrt.models.draft import Draft
 from cpmrt.tensor_spec import BufferSpec, TensorSpec
 from cpmrt.weights.check import check
 from cpmrt.weights.checkpoint import Checkpoint
-from cpmrt.weights.gguf.specs import gguf_specs
 from cpmrt.weights.model_folder import ModelFolder
 from cpmrt.weights.quantised_specs import quantise_head, quantised_specs
 from cpmrt.weights.ternary import ternary_specs
@@ -32,11 +31,9 @@ def weight_specs(
     16-bit matrices that are ternary are held in 2 bits. Without a checkpoint config.json alone decides. Raises
     CheckpointError, ConfigError, UnsupportedModelError.
     """
-    plain = decoder.tensor_specs(config)
-    if checkpoint is not None and checkpoint.is_gguf:
-        return quantise_head(gguf_specs(plain, checkpoint), engine.lm_head_bits)
-    specs = quantise_head(quantised_specs(plain, config.quantization, checkpoint), engine.lm_head_bits)
-    if checkpoint is None or config.quantization is not None or engine.load_format != "auto":
+    specs = quantised_specs(decoder.tensor_specs(config), config.quantization, checkpoint)
+    specs = quantise_head(specs, engine.lm_head_bits)
+    if checkpoint is None or checkpoint.is_gguf or config.quantization is not None or engine.load_format != "auto":
         return specs
     return ternary_specs(specs, checkpoint)
 

@@ -17,7 +17,7 @@ from cpmrt.weights.formats import FORMATS, codes_of, detect, stored_tensors
 from cpmrt.weights.formats.format import I32, Entries, Format, Shape
 from cpmrt.weights.formats.gptq import GPTQ_HEAD, HEAD
 from cpmrt.weights.formats.marlin import fused_module
-from cpmrt.weights.gguf.specs import declared_blocks
+from cpmrt.weights.gguf.specs import declared_blocks, gguf_specs
 from cpmrt.weights.quantised import read_order
 from cpmrt.weights.ternary import TERNARY_BITS, declared_ternary
 
@@ -34,8 +34,11 @@ def quantised_specs(
     Its tensors decide; without a checkpoint the `settings` alone, which is right but for layers that differ by
     rules. Sources that cannot share one quantised weight (other groups, another order of columns, some in 16 bits)
     are to be dequantised: their spec has packed sources and no `quant`. Raises CheckpointError where tensors and
-    settings contradict each other, UnsupportedModelError for sizes that do not divide.
+    settings contradict each other, UnsupportedModelError for sizes that do not divide. Of a GGUF file `settings` do not
+    count.
     """
+    if checkpoint is not None and checkpoint.is_gguf:
+        return gguf_specs(specs, checkpoint)
     if settings is None:
         return tuple(specs)
     if settings.method == GGUF and checkpoint is None:
