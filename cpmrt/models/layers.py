@@ -26,15 +26,19 @@ class Names:
     ours: str
     theirs: str
 
-    def weight(self, name: str, source: str, *shape: int, product: Product | None = None) -> TensorSpec:
+    def weight(
+        self, name: str, source: str, *shape: int, product: Product | None = None, head_dim: int = 0
+    ) -> TensorSpec:
         """Return the weight `name`, which is the checkpoint's tensor `source`."""
-        return self.fused(name, (source, shape), product=product)
+        return self.fused(name, (source, shape), product=product, head_dim=head_dim)
 
-    def fused(self, name: str, *parts: tuple[str, tuple[int, ...]], product: Product | None = None) -> TensorSpec:
+    def fused(
+        self, name: str, *parts: tuple[str, tuple[int, ...]], product: Product | None = None, head_dim: int = 0
+    ) -> TensorSpec:
         """Return the weight `name`: the rows of the checkpoint's tensors, each with its shape, one after another."""
         sources = tuple(Source(f"{self.theirs}{source}", shape) for source, shape in parts)
         shape = (sum(source.shape[0] for source in sources), *sources[0].shape[1:])
-        return TensorSpec(f"{self.ours}{name}", shape, sources, product=product)
+        return TensorSpec(f"{self.ours}{name}", shape, sources, product=product, head_dim=head_dim)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ scales (`ops.Fp8Pages`); with sparse attention (`config.sparse`) compressed keys
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -57,7 +57,7 @@ def tensors(layer: LayerConfig, model: ModelConfig, names: Names) -> Iterator[Te
     if layer.has_mixer_norm:
         yield names.weight("attention_norm", "input_layernorm.weight", hidden)
     parts = ((f"self_attn.{part}_proj.weight", (count, inputs)) for part, count in rows.items())
-    yield replace(names.fused("qkv", *parts, product="qkv"), head_dim=mixer.head_dim)
+    yield names.fused("qkv", *parts, product="qkv", head_dim=mixer.head_dim)
     if mixer.qkv_bias:
         biases = ((f"self_attn.{part}_proj.bias", (count,)) for part, count in rows.items())
         yield names.fused("qkv_bias", *biases)
@@ -65,8 +65,8 @@ def tensors(layer: LayerConfig, model: ModelConfig, names: Names) -> Iterator[Te
         yield names.weight("q_norm", "self_attn.q_norm.weight", mixer.head_dim)
         yield names.weight("k_norm", "self_attn.k_norm.weight", mixer.head_dim)
     if mixer.output_gate:
-        gate = names.weight("output_gate", "self_attn.o_gate.weight", mixer.q_size, inputs, product="qkv")
-        yield replace(gate, head_dim=PLAIN_HEAD_DIM)
+        gate = "self_attn.o_gate.weight"
+        yield names.weight("output_gate", gate, mixer.q_size, inputs, product="qkv", head_dim=PLAIN_HEAD_DIM)
     yield names.weight("output", "self_attn.o_proj.weight", hidden, mixer.q_size, product="residual")
     if mixer.output_bias:
         yield names.weight("output_bias", "self_attn.o_proj.bias", hidden)

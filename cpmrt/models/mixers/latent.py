@@ -7,7 +7,7 @@ before it rotates. Pages are `latent_pages`: of every token the normalised laten
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from cpmrt.config import ModelConfig
@@ -51,11 +51,11 @@ def tensors(layer: LayerConfig, model: ModelConfig, names: Names) -> Iterator[Te
     yield names.weight("attention_norm", "input_layernorm.weight", hidden)
     q_down = "self_attn.q_a_proj.weight", (mixer.q_rank, hidden)
     kv_down = "self_attn.kv_a_proj_with_mqa.weight", (mixer.cached_dim, hidden)
-    yield replace(names.fused("latent_down", q_down, kv_down, product="qkv"), head_dim=PLAIN_HEAD_DIM)
+    yield names.fused("latent_down", q_down, kv_down, product="qkv", head_dim=PLAIN_HEAD_DIM)
     yield names.weight("q_latent_norm", "self_attn.q_a_layernorm.weight", mixer.q_rank)
     yield names.weight("kv_latent_norm", "self_attn.kv_a_layernorm.weight", mixer.kv_rank)
-    q_up = names.weight("q_up", "self_attn.q_b_proj.weight", mixer.q_size, mixer.q_rank, product="qkv")
-    yield replace(q_up, head_dim=PLAIN_HEAD_DIM)
+    q_up = "self_attn.q_b_proj.weight"
+    yield names.weight("q_up", q_up, mixer.q_size, mixer.q_rank, product="qkv", head_dim=PLAIN_HEAD_DIM)
     up_rows = mixer.num_heads * (mixer.nope_dim + mixer.value_dim)
     yield names.weight("kv_up", "self_attn.kv_b_proj.weight", up_rows, mixer.kv_rank, product="per_head")
     yield names.weight("output", "self_attn.o_proj.weight", hidden, mixer.value_size, product="residual")

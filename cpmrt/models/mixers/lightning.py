@@ -7,7 +7,7 @@ and values in `lightning_chain` [2HD]. Tables: `lightning_rope` as `rope` of gro
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -59,15 +59,15 @@ def tensors(layer: LayerConfig, model: ModelConfig, names: Names) -> Iterator[Te
     mixer, hidden = _lightning(layer), model.hidden_size
     yield names.weight("attention_norm", "input_layernorm.weight", hidden)
     parts = ((f"self_attn.{part}_proj.weight", (mixer.width, hidden)) for part in "qkv")
-    yield replace(names.fused("qkv", *parts, product="qkv"), head_dim=PLAIN_HEAD_DIM)
+    yield names.fused("qkv", *parts, product="qkv", head_dim=PLAIN_HEAD_DIM)
     if mixer.qk_norm:
         yield names.weight("q_norm", "self_attn.q_norm.weight", mixer.head_dim)
         yield names.weight("k_norm", "self_attn.k_norm.weight", mixer.head_dim)
     if mixer.output_norm:
         yield names.weight("output_norm", "self_attn.o_norm.weight", mixer.width)
     if mixer.output_gate:
-        gate = names.weight("output_gate", "self_attn.z_proj.weight", mixer.width, hidden, product="qkv")
-        yield replace(gate, head_dim=PLAIN_HEAD_DIM)
+        gate = "self_attn.z_proj.weight"
+        yield names.weight("output_gate", gate, mixer.width, hidden, product="qkv", head_dim=PLAIN_HEAD_DIM)
     yield names.weight("output", "self_attn.o_proj.weight", hidden, mixer.width, product="residual")
 
 
