@@ -58,6 +58,13 @@ TypeOf = Callable[[str], str]
 """The type of a matrix by its GGUF name."""
 
 
+def mixed(name: str) -> str:
+    """Mixes as Q4_K_M does: 6 bits for the head and some of v and down, so that q, k and v have different types."""
+    if name in ("token_embd.weight", "output.weight", "blk.0.attn_v.weight", "blk.1.ffn_down.weight"):
+        return "Q6_K"
+    return "Q4_K"
+
+
 @dataclass(frozen=True)
 class Pair:
     """One model twice: as a GGUF file, and as a folder with a config.json and float32 safetensors."""

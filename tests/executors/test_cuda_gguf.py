@@ -19,13 +19,6 @@ PROMPT = np.random.default_rng(0).integers(3, 259, 90).tolist()
 ARCHITECTURES = ("llama", "minicpm", "qwen2", "qwen3")
 
 
-def mixed(name: str) -> str:
-    """As Q4_K_M mixes, so that q, k and v of a layer have different types."""
-    if name in ("token_embd.weight", "output.weight", "blk.0.attn_v.weight", "blk.1.ffn_down.weight"):
-        return "Q6_K"
-    return "Q4_K"
-
-
 def answers(model: Path, dtype: str, executor: str = "cuda") -> tuple[Any, list[int]]:
     with LLM(model, executor=executor, dtype=dtype, **SETTINGS) as llm:
         params = SamplingParams(max_new_tokens=16, ignore_eos=True)
@@ -37,7 +30,7 @@ def answers(model: Path, dtype: str, executor: str = "cuda") -> tuple[Any, list[
 @pytest.mark.parametrize("kind", ["BF16", "F16", "mixed"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_architecture(tmp_path: Path, architecture: str, kind: str, dtype: str) -> None:
-    pair = models.write_pair(tmp_path, architecture, mixed if kind == "mixed" else lambda name: kind)
+    pair = models.write_pair(tmp_path, architecture, models.mixed if kind == "mixed" else lambda name: kind)
     found, tokens = answers(pair.gguf, dtype)
     assert relative(found, answers(pair.gguf, dtype, "reference")[0]) < TOLERANCE[dtype]
     if kind != "mixed":  # the same 16-bit weights: the same bits
@@ -49,7 +42,7 @@ def test_every_architecture(tmp_path: Path, architecture: str, kind: str, dtype:
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", BLOCK_TYPES)
 def test_every_type(tmp_path: Path, kind: str) -> None:
-    """With a tied head; the blocks are those of the file, or their values rounded to 16 bits."""
+    """The head is tied; the blocks are those of the file, or their values rounded to 16 bits."""
     pair = models.write_pair(tmp_path, "llama", lambda name: kind, tie_word_embeddings=True)
     found, _ = answers(pair.gguf, "bfloat16")
     assert relative(found, answers(pair.gguf, "bfloat16", "reference")[0]) < TOLERANCE["bfloat16"]

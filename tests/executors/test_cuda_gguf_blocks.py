@@ -23,7 +23,7 @@ SAMPLED = SamplingParams(max_new_tokens=16, temperature=0.9, seed=5, ignore_eos=
 
 
 def mixed(name: str) -> str:
-    """As Q4_K_M files are: some matrices in 6 bits, others in 4; the embedding too."""
+    """Mixes 6 bits and 4 as Q4_K_M does, and has the embedding in 4."""
     return "Q6_K" if "attn_v" in name or "ffn_down" in name or name.startswith("output") else "Q4_K"
 
 

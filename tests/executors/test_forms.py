@@ -15,6 +15,7 @@ import pytest
 from form_cases import LARK_GRAMMARS, REGEXES, schemas
 
 from cpmrt import LLM, FormError, RequestError, SamplingParams
+from cpmrt.config import Sampling
 from cpmrt.grammar import grammars
 from cpmrt.reference.sampling import masked, sample
 
@@ -186,8 +187,6 @@ def test_certain_tokens_save_steps(llm):
 @pytest.mark.parametrize("count", [1, 7, 300])
 def test_masked_sampling_is_renormalised_sampling(count):
     """Chi-square over 4000 seeds against the probabilities of the allowed tokens, renormalised."""
-    from cpmrt.config import Sampling
-
     draw = np.random.default_rng(count)
     logits = draw.normal(0, 2, 1000).astype(np.float32)
     allowed = np.zeros(1000, bool)

@@ -50,7 +50,7 @@ def test_drafts_change_no_token(folder, method, dtype):
 
 
 def test_the_state_behind_accepted_drafts_has_the_bits_of_plain_decoding(folder):
-    """Over the border of a block too, wherever accepted chains end."""
+    """This holds over the border of a block too, wherever accepted chains end."""
     with_draft, plain = open_with(folder, "lookup", dtype="bfloat16"), open_with(folder, dtype="bfloat16")
     num_tokens, ended, states = 1, 0, dict[int, np.ndarray]()
     prefill(plain, 0, LOOP[:62], SETTINGS["greedy"], count=100)

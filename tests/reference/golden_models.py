@@ -23,7 +23,7 @@ TINY = (
     "minicpm_fatrelu",
 )  # fmt: skip
 REFERENCE_ONLY = {"minicpm3_odd"}
-"""Those that the CUDA executor does not take."""
+"""The CUDA executor does not take these."""
 STORAGE_TOLERANCE = {DType.FLOAT16: 5e-3, DType.BFLOAT16: 4e-2}
 """Norm of the error over the norm of the fp32 logits: weights, KV and activations have 10 and 7 bits of mantissa."""
 
@@ -53,7 +53,7 @@ def relative(actual: Any, expected: Any) -> float:
 def typical(actual: Any, expected: Any) -> float:
     """The relative error of the middle one of all positions.
 
-    Of a token whose experts have nearly equal scores, rounding to 16 bits may choose another: its logits are others.
+    Where experts have nearly equal scores, rounding to 16 bits may choose another, which gives the token other logits.
     """
     return float(np.median(np.linalg.norm(actual - expected, axis=1) / np.linalg.norm(expected, axis=1)))
 

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from functools import cache
 from typing import Any
 
-import numpy as np
-from reference.tiny_models import GOLDEN, make_executor, random_weights
+from reference import golden_models
+from reference.tiny_models import make_executor
 
 from cpmrt.config import ModelConfig
-from cpmrt.models.decoder import tensor_specs
 
 HYBRID = ("attention_first", "lightning_first", "all_but_plain")
 
 
-@cache
 def golden(name: str) -> Mapping[str, Any]:
-    with np.load(GOLDEN / "hybrid" / f"{name}.npz", allow_pickle=False) as file:
-        return {key: file[key] for key in file.files}
+    return golden_models.golden(f"hybrid/{name}")
 
 
 def settings_of(name: str) -> dict[str, Any]:
@@ -28,10 +24,8 @@ def settings_of(name: str) -> dict[str, Any]:
     return settings
 
 
-@cache
 def model(name: str) -> tuple[ModelConfig, Mapping[str, Any]]:
-    config = ModelConfig.from_hf(settings_of(name))
-    return config, random_weights(tensor_specs(config), int(golden(name)["seed"]))
+    return golden_models.model(f"hybrid/{name}")
 
 
 def executor_for(name: str, **settings: Any) -> Any:
@@ -40,4 +34,4 @@ def executor_for(name: str, **settings: Any) -> Any:
 
 
 def tokens(name: str) -> tuple[int, ...]:
-    return (*golden(name)["prompt_ids"].tolist(), *golden(name)["greedy_ids"].tolist())
+    return golden_models.all_tokens(golden(name))

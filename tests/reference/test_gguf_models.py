@@ -22,17 +22,10 @@ def logits(model, **options):
 KINDS = ["BF16", "mixed", *(pytest.param(kind, marks=pytest.mark.all) for kind in ("F32", "Q8_0"))]
 
 
-def mixed(name):
-    """As Q4_K_M mixes: values and the way down in more bits than the rest, in some layers."""
-    if name in ("token_embd.weight", "output.weight"):
-        return "Q6_K"
-    return "Q6_K" if name in ("blk.0.attn_v.weight", "blk.1.ffn_down.weight") else "Q4_K"
-
-
 @pytest.mark.parametrize("architecture", models.CONFIGS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_of_every_architecture(tmp_path, architecture, kind):
-    pair = models.write_pair(tmp_path, architecture, mixed if kind == "mixed" else lambda name: kind)
+    pair = models.write_pair(tmp_path, architecture, models.mixed if kind == "mixed" else lambda name: kind)
     (found, tokens), (expected, expected_tokens) = logits(pair.gguf), logits(pair.folder)
     np.testing.assert_allclose(found, expected, rtol=0, atol=2e-4)
     assert tokens == expected_tokens
@@ -40,7 +33,7 @@ def test_logits_of_every_architecture(tmp_path, architecture, kind):
 
 @pytest.mark.parametrize("kind", [*BLOCK_TYPES, "F16"])
 def test_every_type_keeps_its_own_bits(tmp_path, kind):
-    """Of one layer, its embedding tied: the head is the embedding's blocks, products are those of the values."""
+    """The model has one layer and a tied embedding: the head is its blocks, products are those of the values."""
     pair = models.write_pair(
         tmp_path, "llama", lambda name: kind, num_hidden_layers=1, tie_word_embeddings=True, head_dim=128
     )
@@ -58,7 +51,7 @@ def test_config_is_that_of_the_folder(tmp_path):
 
 def test_weights_take_the_bytes_of_their_blocks(tmp_path):
     """A quantised model is held in its own bits: nothing but the embedding becomes wider."""
-    pair = models.write_pair(tmp_path, "llama", mixed)
+    pair = models.write_pair(tmp_path, "llama", models.mixed)
     with LLM(pair.gguf, executor="reference", max_context=64) as llm:
         held = {region.name: region.nbytes for region in llm.plan.regions}
     sizes = models.SIZES

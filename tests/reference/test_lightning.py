@@ -124,7 +124,7 @@ def test_rows_of_other_slots_change_no_bit():
 
 @pytest.mark.parametrize("accepted", [0, 1, 4, 6])
 def test_a_chain_has_the_bits_of_plain_decoding(accepted):
-    """Its rows, of which the last is padding, and the state behind those that are accepted."""
+    """Its rows have them, of which the last is padding, and so has the state behind those that are accepted."""
     case, count = Case(DType.BFLOAT16, 3, 7), 6
     plain, verified = case.states.copy(), case.states.copy()
     chain = np.full((8, 2 * case.mixer.width), np.nan, np.float32)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
+from reference import golden_models
 from reference.golden_models import logits_of, relative
 from reference.tiny_models import GOLDEN, make_executor, random_weights
 
@@ -21,10 +21,8 @@ NAMES = pytest.mark.parametrize("name", ["group4", "group1", "nope"])
 TOLERANCE = 1e-4
 
 
-@cache
 def golden(name: str) -> Mapping[str, Any]:
-    with np.load(GOLDEN / "sparse" / f"{name}.npz", allow_pickle=False) as file:
-        return {key: file[key] for key in file.files}
+    return golden_models.golden(f"sparse/{name}")
 
 
 def executor_for(name: str, sparse: Any = "auto", **settings: Any) -> Any:
@@ -34,7 +32,7 @@ def executor_for(name: str, sparse: Any = "auto", **settings: Any) -> Any:
 
 
 def tokens(name: str) -> tuple[int, ...]:
-    return (*golden(name)["prompt_ids"].tolist(), *golden(name)["greedy_ids"].tolist())
+    return golden_models.all_tokens(golden(name))
 
 
 @NAMES

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from reference.tiny_models import MINICPM
 
-from golden.oracle import Tensors
+from golden.oracle import GreedyOracle, Tensors
 from golden.sparse import SparseAttention
 
 NUM_PROMPT, NUM_NEW = 400, 24
@@ -59,7 +59,7 @@ def slopes(num_heads: int) -> list[float]:
     return slopes(power) + slopes(2 * power)[0::2][: num_heads - power]
 
 
-class HybridOracle:
+class HybridOracle(GreedyOracle):
     """A model on given weights."""
 
     def __init__(self, config: Mapping[str, Any], tensors: Tensors):
@@ -69,7 +69,7 @@ class HybridOracle:
 
     @property
     def gap(self) -> float:
-        """That of `SparseAttention`; infinite where nothing is chosen."""
+        """The gap of `SparseAttention`; infinite where nothing is chosen."""
         return float("inf") if self._sparse is None else self._sparse.gap
 
     def logits(self, token_ids: list[int]) -> NDArray[np.float32]:
@@ -87,16 +87,6 @@ class HybridOracle:
         x = self._norm(x, "model.norm") / (config["hidden_size"] / config["dim_model_base"])
         logits: NDArray[np.float32] = (x @ weights["lm_head.weight"].T).numpy().astype(np.float32)
         return logits
-
-    def greedy(self, prompt: list[int], count: int) -> tuple[list[int], float]:
-        """Returns the greedy continuation, and the smallest margin between the best two logits on its way."""
-        token_ids, margin = list(prompt), float("inf")
-        for _ in range(count):
-            last = self.logits(token_ids)[-1]
-            second, best = np.sort(last)[-2:]
-            margin = min(margin, float(best - second))
-            token_ids.append(int(np.argmax(last)))
-        return token_ids[len(prompt) :], margin
 
     def _attended(self, x: torch.Tensor, name: str) -> torch.Tensor:
         dim = self._config["head_dim"]

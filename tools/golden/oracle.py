@@ -10,6 +10,7 @@ SiLU.
 from __future__ import annotations
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from math import sqrt
 from typing import Any
@@ -86,7 +87,25 @@ def stack_experts(config: Mapping[str, Any], tensors: Tensors) -> dict[str, NDAr
     return stacked
 
 
-class Oracle:
+class GreedyOracle(ABC):
+    """What any oracle gives by its logits alone."""
+
+    @abstractmethod
+    def logits(self, token_ids: list[int]) -> NDArray[np.float32]:
+        """Returns the logits of every position, float32 [T, V]."""
+
+    def greedy(self, prompt: list[int], count: int) -> tuple[list[int], float]:
+        """Returns the greedy continuation, and the smallest margin between the best two logits on its way."""
+        token_ids, margin = list(prompt), float("inf")
+        for _ in range(count):
+            last = self.logits(token_ids)[-1]
+            second, best = np.sort(last)[-2:]
+            margin = min(margin, float(best - second))
+            token_ids.append(int(np.argmax(last)))
+        return token_ids[len(prompt) :], margin
+
+
+class Oracle(GreedyOracle):
     """A model of transformers on given weights; `limit` is the context that was asked for."""
 
     def __init__(self, config: Mapping[str, Any], tensors: Tensors, limit: int | None):
@@ -113,13 +132,3 @@ class Oracle:
             out = self._model(torch.tensor([token_ids]), use_cache=False)
         logits: NDArray[np.float32] = out.logits[0].numpy()
         return logits
-
-    def greedy(self, prompt: list[int], count: int) -> tuple[list[int], float]:
-        """Returns the greedy continuation, and the smallest margin between the best two logits on its way."""
-        token_ids, margin = list(prompt), float("inf")
-        for _ in range(count):
-            last = self.logits(token_ids)[-1]
-            second, best = np.sort(last)[-2:]
-            margin = min(margin, float(best - second))
-            token_ids.append(int(np.argmax(last)))
-        return token_ids[len(prompt) :], margin

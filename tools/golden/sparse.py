@@ -127,5 +127,5 @@ class SparseOracle(Oracle):
 
     @property
     def gap(self) -> float:
-        """That of the attention."""
+        """The gap of the attention."""
         return self.attention.gap
