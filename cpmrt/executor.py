@@ -3,8 +3,8 @@
 The engine submits steps; an executor carries them out in submission order. After a sequence's last prefill chunk its
 running state (last token, position, sampling counters, finished flag) lives with the executor, so a `Decode` names
 slots only (and which tokens they may sample), and the engine may submit further steps before it has waited for earlier
-ones. A step on a sequence that
-has finished meanwhile yields no tokens. A list of steps replays on any executor with the same results.
+ones. A step on a sequence that has finished meanwhile yields no tokens. A list of steps replays on any executor with
+the same results.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Prefill:
     position: int
     is_last: bool
     mask: Mask | None = None
-    """Of the first token; None: any."""
+    """What the first token may be; None: anything."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,20 +24,6 @@ _MINICPM4: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": [2, 73440],
 }
-_MOE: dict[str, Any] = _MINICPM4 | {
-    "hidden_size": 2304,
-    "intermediate_size": 5760,
-    "num_hidden_layers": 40,
-    "num_attention_heads": 36,
-    "num_key_value_heads": 36,
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "vocab_size": 122753,
-    "max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": True,
-    "eos_token_id": 2,
-}
 _MINICPM5: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "vocab_size": 130560,
@@ -73,7 +59,21 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
         "tie_word_embeddings": True,
     },
-    "minicpm-moe-8x2b": _MOE,
+    "minicpm-moe-8x2b": _MINICPM4
+    | {
+        "hidden_size": 2304,
+        "intermediate_size": 5760,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 36,
+        "num_key_value_heads": 36,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "vocab_size": 122753,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+        "eos_token_id": 2,
+    },
     "minicpm3-4b": _MINICPM4
     | {
         "architectures": ["MiniCPM3ForCausalLM"],

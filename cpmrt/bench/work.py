@@ -14,7 +14,7 @@ from cpmrt.models.planning import weight_specs
 from cpmrt.tensor_spec import TensorSpec
 
 _STATE_BYTES = 4
-"""Of an element of a recurrent state, which is float32 everywhere."""
+"""An element of a recurrent state takes so many: it is float32 everywhere."""
 
 
 def decode_bytes(
@@ -34,24 +34,26 @@ def decode_bytes(
     do not count. `kv_bytes` are those of a token's keys and values (None: `itemsize` an element).
     """
     specs = tensors or weight_specs(config, EngineConfig())
-    sizes = {spec.name: _read_bytes(config, spec, rows, itemsize) for spec in specs if not spec.name.startswith(PREFIX)}
+    held = [spec for spec in specs if not spec.name.startswith(PREFIX)]
+    sizes = {spec.name: _taken(config, spec, spec.num_bytes(itemsize), rows) for spec in held}
     if "lm_head" in sizes:
         del sizes["embed_tokens"]
-    per_token = cache_layout(config, 1, 1).bytes_per_token(1)
-    read = _seen_tokens(config, context) * (kv_bytes or per_token * itemsize)
-    if _seen_tokens(config, context) < context:
+    layout, seen = cache_layout(config, 1, 1), _seen_tokens(config, context)
+    per_token = layout.bytes_per_token(1)
+    read = seen * (kv_bytes or per_token * itemsize)
+    if seen < context:
         read += (context // 16 + context // 64) * per_token // 2 * itemsize
-    states = (shape for spec, shape in cache_layout(config, 1, 1).arrays() if spec.scope == "slot")
+    states = (shape for spec, shape in layout.arrays() if spec.scope == "slot")
     read += sum(2 * prod(shape) * _STATE_BYTES for shape in states)
     return sum(sizes.values()) + rows * read
 
 
-def _read_bytes(config: ModelConfig, spec: TensorSpec, rows: int, itemsize: int) -> int:
-    """Return the bytes that a step of `rows` sequences reads of one weight."""
-    num_bytes, mlp = spec.num_bytes(itemsize), config.mlp
+def _taken(config: ModelConfig, spec: TensorSpec, size: int, rows: int) -> int:
+    """Return the part of a weight's `size` that `rows` rows take: of experts as many as they can choose."""
+    mlp = config.mlp
     if not spec.num_experts or not isinstance(mlp, ExpertsMlp):
-        return num_bytes
-    return num_bytes * min(rows * mlp.experts_per_token, mlp.num_experts) // mlp.num_experts
+        return size
+    return size * min(rows * mlp.experts_per_token, mlp.num_experts) // mlp.num_experts
 
 
 def _seen_tokens(config: ModelConfig, num_tokens: int) -> int:
@@ -72,10 +74,8 @@ def prefill_flops(config: ModelConfig, num_tokens: int, start: int = 0) -> int:
 
 def _taken_elements(config: ModelConfig) -> int:
     """Return the elements of the layers' matrices that a token is multiplied by: of experts those that it chooses."""
-    matrices = [spec for spec in tensor_specs(config) if spec.part == "layers" and len(spec.shape) > 1]
-    taken = sum(spec.num_elements for spec in matrices if not spec.num_experts)
-    experts, mlp = sum(spec.num_elements for spec in matrices if spec.num_experts), config.mlp
-    return taken + (experts * mlp.experts_per_token // mlp.num_experts if isinstance(mlp, ExpertsMlp) else 0)
+    matrices = (spec for spec in tensor_specs(config) if spec.part == "layers" and len(spec.shape) > 1)
+    return sum(_taken(config, spec, spec.num_elements, 1) for spec in matrices)
 
 
 def _score_size(mixer: MixerConfig) -> int:

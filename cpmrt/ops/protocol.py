@@ -70,8 +70,9 @@ class Ops(Protocol):
     def lightning_prefill(
         self, out: Any, qkv: Any, heads: LightningHeads, state: LightningState, rows: Rows, eps: float
     ) -> None:
-        """The same for the consecutive rows of one slot, the first at a multiple of LIGHTNING_BLOCK, as matrix products
-        of whole blocks: of row i of a block of n rows, S being the state before the block,
+        """Lightning attention, as `lightning_decode` defines it, of the consecutive rows of one slot, the first at a
+        multiple of LIGHTNING_BLOCK, as matrix products of whole blocks: for row i of a block of n rows, S being the
+        state before the block,
             out_i = D^-0.5 (decay^(i+1) q_i S + sum over j <= i of decay^(i-j) (q_i k_j) v_j),
         and after it S = decay^n S + sum over j of decay^(n-1-j) k_j^T v_j. A prompt's bits do not depend on where it
         was cut, since it is cut between blocks. `qkv` is overwritten."""
@@ -120,7 +121,7 @@ class Ops(Protocol):
     def append_latent(
         self, q_latent: Any, pages: Any, latents: Any, weights: LatentWeights, rope: Any, rows: Rows, eps: float
     ) -> None:
-        """Of latents [T, A + C + R]: q_latent takes the RMSNorm of the first A columns; the RMSNorm of the next C and
+        """q_latent takes the RMSNorm of the first A columns of latents [T, A + C + R]; the RMSNorm of the next C and
         the last R, rotated (split halves) by the row's position, go to the pages of its slot, at its location."""
 
     def decode_latent_attention(

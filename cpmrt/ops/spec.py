@@ -54,7 +54,8 @@ _LIGHTNING = {
     "positions": "T",
     "slots": "T",
 }
-"""Of lightning attention; J rows of a chain of drafts. "3HD" is 3 times H times D."""
+"""The operands of lightning attention: J are the rows of a chain of drafts, "3HD" is 3 times H times D."""
+
 OPS = {
     "embed": OpSpec({"out": "T C", "token_ids": "T", "table": "V C"}),
     "qkv": OpSpec(
