@@ -7,6 +7,7 @@ does not take over what the answer's own steps have written (`docs/prefixes.md`)
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 from cpmrt.config import Sampling
 from cpmrt.engine import Engine, Request
@@ -22,22 +23,29 @@ class RemadeAnswers:
 
     def __init__(self, engine: Engine):
         self._engine = engine
-        self._texts = deque[tuple[int, ...]](maxlen=_MOST)
+        self._ended = deque[tuple[tuple[int, ...], Sequence[int]]](maxlen=_MOST)
+        """Their prompts and answers."""
 
     def note(self, seq: EngineSequence) -> None:
         """Remember a sequence that has ended, if its answer fills a page of its own."""
-        page_size, prompt = self._engine.limits.page_size, len(seq.request.prompt_ids)
-        full = (prompt + len(seq.token_ids)) // page_size * page_size
+        prompt, full = seq.request.prompt_ids, self._full(seq.request.prompt_ids, seq.token_ids)
         has_room = full < self._engine.limits.max_context
-        if self._engine.remakes_answers and seq.failure is None and full > prompt and has_room:
-            self._texts.append((*seq.request.prompt_ids, *seq.token_ids)[:full])
+        if self._engine.remakes_answers and seq.failure is None and full > len(prompt) and has_room:
+            self._ended.append((prompt, seq.token_ids))
 
     def next(self) -> Generation | None:
         """Return a job that computes the newest answer, and forget that; None: there is none."""
-        if not self._texts:
+        if not self._ended:
             return None
-        return Generation(Request(self._texts.pop(), Sampling(), seed=0, stop_token_ids=(), max_new_tokens=1))
+        prompt, answer = self._ended.pop()
+        text = (*prompt, *answer)[: self._full(prompt, answer)]
+        return Generation(Request(text, Sampling(), seed=0, stop_token_ids=(), max_new_tokens=1))
 
     def put_back(self, job: Generation) -> None:
         """Remember the answer of a job that was cancelled."""
-        self._texts.append(job.request.prompt_ids)
+        self._ended.append((job.request.prompt_ids, ()))
+
+    def _full(self, prompt: Sequence[int], answer: Sequence[int]) -> int:
+        """Return the tokens of full pages."""
+        page_size = self._engine.limits.page_size
+        return (len(prompt) + len(answer)) // page_size * page_size

@@ -1,4 +1,4 @@
-// Writing packed weights, whatever the sources: a thread owns 16 bytes of codes, or the scale of one row and group.
+// Writing packed codes, whatever the sources: a thread owns 16 bytes of them.
 #pragma once
 #include "packed_layout.cuh"
 #include "packed_tiles.cuh"
