@@ -4,6 +4,7 @@ A parameter that is `const` and `__restrict__` looks like a constant to the comp
 decode_attention reads early what is older than the kernel before it. That one must then start it only after its own
 wait, and the page that a step writes must still be read late: held on a GPU. The kernels that choose blocks read early
 what is older than the product that made their queries, and lightning_decode states that are older than its product.
+Weights never change: merge_latents has its part of them in registers before the wait.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from sparse_cases import Slots, SparseDevice, any_choice
 
 from cpmrt.config import SparseConfig
 from cpmrt.config.layers import GroupedAttention
+from cpmrt.cuda.build.source import kernels_folder
 from cpmrt.cuda.kernels import KERNELS, files
 from cpmrt.cuda.ops.attention.attention import AttentionOps
 from cpmrt.cuda.ops.linear import plan_linear
@@ -39,12 +41,16 @@ H200 = known_device("sm_90")
 QKV = [(1152, 128, 96), (768, 128, 64), (768, 256, 64), (4608, 4096, 128)]
 READ_OLD_DATA_EARLY = tuple(
     f"attention/{name}.cu"
-    for name in ("decode_attention", "tree_attention", "selected_attention", "select_blocks", "pick_blocks")
+    for name in (
+        "decode_attention", "tree_attention", "selected_attention", "select_blocks", "pick_blocks", "latent_attention"
+    )
 ) + ("mixers/lightning_decode.cu",)
+READ_WEIGHTS_EARLY = ("attention/merge_latents.cu",)
+"""Their weights alone are `const` and `__restrict__`, so that no constant load is of anything else."""
 READ_OLD_KEYS_EARLY = ("coarse_log_sums", "score_blocks")
 OLD_KEYS_LOADS = 16
 """By plain loads of 16 bytes, so that rows share them in the L1: at most so many of a lane, with 128 dimensions."""
-BEFORE_ATTENTION = sorted({spec.name for spec in KERNELS if spec.op == "qkv"} - {"compress_keys"})
+BEFORE_ATTENTION = sorted({spec.name for spec in KERNELS if spec.op == "qkv"} - {"compress_keys"} | {"absorb_queries"})
 """Behind compress_keys blocks are chosen, by kernels of which the last one starts attention after its own wait."""
 
 
@@ -73,7 +79,14 @@ def early_accesses(file: str, cubin: Path) -> list[str]:
     What may be read early is read past the L1, which marks those loads as strong; the query is not. Old compressed keys
     are not either: no more loads of theirs may be there than they are.
     """
-    wrong = r"\bSTG?\.|\bLDG?\.(?!.*STRONG\.GPU)" if file in READ_OLD_DATA_EARLY else r"\b(STG?|LD|LDG)\."
+    wrong = r"\b(STG?|LD|LDG)\."
+    if file in READ_OLD_DATA_EARLY:
+        wrong = r"\bSTG?\.|\bLDG?\.(?!.*STRONG\.GPU)"
+    elif file in READ_WEIGHTS_EARLY:
+        wrong = r"\bSTG?\.|\bLDG?\.(?!.*CONSTANT)"
+    if file in READ_WEIGHTS_EARLY:
+        constants = re.findall(r"const \w+\* __restrict__ (\w+)", (kernels_folder() / file).read_text())
+        assert constants == ["up"], f"of {constants} not all are weights"
     found = []
     for name, code, wait in functions(cubin):
         early = [line for line in code[:wait] if re.search(wrong, line)]
