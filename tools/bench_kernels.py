@@ -116,8 +116,8 @@ class Bench:
             distribution = np.int64(array.size), np.uint64(1), np.float32(0), np.float32(1)
             everything(FILL_NORMAL, {}, 1024, 256, array, *distribution)
         gpu.put(self.arrays["block_tables"], np.array(plan.caches.block_tables()))
+        stored = partial(from_float32, dtype=DType.BFLOAT16)
         for table in decoder.tables(config, context, context):
-            stored = partial(from_float32, dtype=DType.BFLOAT16)
             for part, values in table.parts(self.arrays[table.spec.name], stored):
                 gpu.put(part, values)
         self._rings = gpu.rings(context, config.vocab_size)

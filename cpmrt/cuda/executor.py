@@ -206,9 +206,7 @@ class CudaExecutor:
         masks = MaskRing(self._row_counts[-1], self.config.vocab_size)
         self._resources.callback(masks.close)
         after_decode = None if self._speculation is None else self._speculation.after_decode
-        return MaskedGraphs(
-            self._graphs, masks, *masked_launches(self._steps, self._forward, masks, after_decode)
-        )  # fmt: skip
+        return MaskedGraphs(self._graphs, masks, *masked_launches(self._steps, self._forward, masks, after_decode))
 
     def _submit_speculate(self, step: Speculate) -> Pending:
         if self._speculation is None:

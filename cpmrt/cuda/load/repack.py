@@ -197,7 +197,7 @@ def piece_reads(piece: Piece, checkpoint: Checkpoint, staging: int, dtype: DType
         elements = elements_of(source, range(piece.begin, piece.end))
         yield from reads_of(entries[source.name], staging + piece.values, dtype, elements)
         return
-    if source.packing.row_bytes:
+    if piece.row_bytes:
         yield from reads_of(entries[source.name], staging + piece.codes, None)
         return
     row = format_of(source)
@@ -215,11 +215,13 @@ def repack_modules(specs: Iterable[TensorSpec], device: Device) -> list[Module]:
     found: list[Module] = []
     for spec in specs:
         for source in spec.sources if spec.quant else ():
-            layout = packed_layout(spec, device)
-            used: list[Module] = [(_REPACK, macros_of(_constants(layout, source)))]
-            if source.packing is not None and source.packing.row_bytes:
-                used = [(_REPACK_BLOCKS, macros_of(_block_constants(layout, source.packing)))]
-            if source.packing is None:
+            layout, packing = packed_layout(spec, device), source.packing
+            used: list[Module]
+            if packing is not None and packing.row_bytes:
+                used = [(_REPACK_BLOCKS, macros_of(_block_constants(layout, packing)))]
+            else:
+                used = [(_REPACK, macros_of(_constants(layout, source)))]
+            if packing is None:
                 used.append((ROUND.file, {"WEIGHT_BITS": layout.bits}))
             found += [module for module in used if module not in found]
     return found

@@ -100,7 +100,7 @@ def _prepare(specs: Sequence[TensorSpec], checkpoint: Checkpoint, upload: Upload
 def _repack(piece: Piece, checkpoint: Checkpoint, upload: Upload, to: Destination) -> None:
     """Launch what brings a staged piece into its packed weight."""
     source, stored = piece.source, to.dtype
-    if source.packing is not None and source.packing.row_bytes:
+    if piece.row_bytes:
         repack.repack_blocks(piece, to, upload.fault(_SCALES, source.name))
         return
     if source.packing is None:

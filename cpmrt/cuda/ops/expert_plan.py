@@ -7,13 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cpmrt.cuda.driver.array import DeviceArray
 from cpmrt.cuda.driver.device import Device
-from cpmrt.cuda.ops.linear_packed.layout import SLICE_COLUMNS, PackedWeight
+from cpmrt.cuda.ops.linear_packed.layout import SLICE_COLUMNS, PackedWeight, Weight
 from cpmrt.errors import UnsupportedModelError
 from cpmrt.executor import MAX_ROWS
 
-Weight = DeviceArray | PackedWeight
 _PAIRS = 8
 """Pairs of a tile of tokens."""
 _PAD_BYTES = 64
@@ -23,11 +21,11 @@ _STAGES = 3
 _LONG_STAGE_COLUMNS = 768
 _RESIDENT_BYTES = 40 << 10
 WARPS = 8
-"""Of a block, but for products of few rows."""
+"""Warps of a block, but for products of few rows."""
 _AHEAD = 3
 """Turns of weights that a warp of a step has on their way in experts.cu."""
 _RESERVED_BYTES = 1 << 10
-"""Of shared memory, which the device keeps for itself in each block."""
+"""Bytes of shared memory that the device keeps for itself in each block."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,12 +23,11 @@ from cpmrt.cuda.ops.expert_plan import (
     WARPS,
     DownConstants,
     ProductConstants,
-    Weight,
     down_constants,
     most_tiles,
     product_constants,
 )
-from cpmrt.cuda.ops.linear_packed.layout import PackedWeight
+from cpmrt.cuda.ops.linear_packed.layout import PackedWeight, Weight
 from cpmrt.cuda.ops.rows import BLOCK, VECTOR, RowConstants, rms_norm
 from cpmrt.errors import UnsupportedModelError
 from cpmrt.models.layers import DOWN, GATE_UP
@@ -130,7 +129,7 @@ class ExpertOps:
         sizes = check_shapes(
             "experts_gate_up", out=out, x=x, norm=norm, weight=weight, experts=routing.experts, shares=routing.shares
         )
-        top, inner = sizes["A"], out.shape[1] // sizes["A"]
+        inner = out.shape[1] // sizes["A"]
         num_experts = weight.shape[0] // (2 * inner)
         if isinstance(after.prepared, ExpertRows):
             normed = after.prepared.normed
@@ -139,7 +138,7 @@ class ExpertOps:
             rms_norm(self._launch, normed, x, norm, eps)
         rows = self._grouped(normed, routing, num_experts) if is_prefill else ExpertRows(normed)
         constants = product_constants(0, weight, len(x), is_chunk=is_prefill)
-        self._product(EXPERTS_GATE_UP, constants, out, normed, weight, routing, rows, num_experts, inner // 8, top)
+        self._product(EXPERTS_GATE_UP, constants, out, normed, weight, routing, rows, num_experts, inner // 8)
         return Handoff(rows)
 
     def experts_down(
@@ -164,7 +163,7 @@ class ExpertOps:
         if not isinstance(rows, ExpertRows):
             rows = self._grouped(x, routing, num_experts)
         outputs, constants = self._arrays["expert_outputs"], product_constants(1, weight, num_rows, is_chunk=True)
-        self._product(EXPERTS_PROJECT, constants, outputs, inner, weight, routing, rows, num_experts, hidden // 16, top)
+        self._product(EXPERTS_PROJECT, constants, outputs, inner, weight, routing, rows, num_experts, hidden // 16)
         grid, counts = -(-x.size // VECTOR // BLOCK), map(np.int32, (num_rows, top))
         given = x, outputs, routing.shares, routing.experts
         self._launch(COMBINE, RowConstants(hidden), grid, BLOCK, *given, *counts, factor)
@@ -177,14 +176,14 @@ class ExpertOps:
 
     def _product(
         self, kernel: KernelSpec, constants: ProductConstants, out: DeviceArray, x: DeviceArray, weight: Weight,
-        routing: Routing, rows: ExpertRows, num_experts: int, num_tiles: int, top: int,
+        routing: Routing, rows: ExpertRows, num_experts: int, num_tiles: int,
     ) -> None:  # fmt: skip
-        num_pairs, columns = routing.experts.size, num_tiles * (16 if constants.product else 8)
+        (num_rows, top), columns = routing.experts.shape, num_tiles * (16 if constants.product else 8)
         grid = (
-            most_tiles(len(routing.experts), top, num_experts, constants.tokens),
+            most_tiles(num_rows, top, num_experts, constants.tokens),
             ceil(num_tiles / (constants.warps * constants.warp_tiles)),
         )
-        sizes = map(np.int32, (num_pairs, top, num_experts, columns))
+        sizes = map(np.int32, (num_rows * top, top, num_experts, columns))
         given = x, data_of(weight), routing.experts, rows.starts, rows.order
         self._launch(
             kernel, constants, grid, 32 * constants.warps, out, *given, *sizes, smem=constants.shared_bytes,

@@ -17,7 +17,7 @@ _THREADS, _HEAD_WARPS, _CHUNK_THREADS = 256, 8, 128
 _STEP_COLUMNS, _CHUNK_COLUMNS = 32, 64
 """Columns of a state that a block holds."""
 _FLOATS = 4
-"""That a thread copies."""
+"""Numbers that a thread copies."""
 
 
 @dataclass(frozen=True)

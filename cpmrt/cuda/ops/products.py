@@ -21,14 +21,12 @@ from cpmrt.cuda.ops.experts import expert_workspace
 from cpmrt.cuda.ops.gemm import Gemm
 from cpmrt.cuda.ops.kv import PageConstants, codes_of, compress_keys, scales_of
 from cpmrt.cuda.ops.linear import StepProduct, float_bits, launch_linear
-from cpmrt.cuda.ops.linear_packed.layout import PackedWeight
+from cpmrt.cuda.ops.linear_packed.layout import PackedWeight, Weight
 from cpmrt.cuda.ops.linear_packed.products import PackedProducts, packed_workspace
 from cpmrt.cuda.ops.rows import BLOCK, VECTOR, RowConstants, rms_norm
 from cpmrt.models.layers import GATE_UP, QKV
 from cpmrt.ops import NOTHING, Fp8Pages, Handoff, KVPages, QkvWeights, Rows, check_shapes
 from cpmrt.tensor_spec import PLAIN_HEAD_DIM, BufferSpec, TensorSpec
-
-Weight = DeviceArray | PackedWeight
 
 
 @dataclass(frozen=True, slots=True)

@@ -109,7 +109,7 @@ class StepKernels:
         )  # fmt: skip
 
     def sample_masked(self, num_rows: int, masks: MaskRing) -> None:
-        """As `sample`, each row with what `masks` has or will have for it."""
+        """Sample as `sample` does, each row with what `masks` has or will have for it."""
         a = self._arrays
         self._launch(
             SAMPLE_MASKED, self._sampling, (self._blocks_per_row, num_rows), 512,

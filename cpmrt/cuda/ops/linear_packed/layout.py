@@ -145,6 +145,10 @@ class PackedWeight:
         return upper, lower
 
 
+Weight = DeviceArray | PackedWeight
+"""A matrix on the device, in 16 bits or packed."""
+
+
 def packed_layout(spec: TensorSpec, device: Device) -> PackedLayout:
     """Return the layout of a weight with a `quant`. Raises UnsupportedModelError for what the kernels do not take."""
     assert spec.quant is not None and spec.product is not None, spec.name

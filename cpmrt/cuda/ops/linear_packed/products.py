@@ -136,8 +136,9 @@ def slice_rows(num_rows: int, num_columns: int) -> int:
 
 def _plans(specs: Iterable[TensorSpec], device: Device) -> Iterator[PackedPlan]:
     """Plan every product with a packed weight at every number of rows, but for experts; layers repeat the first."""
-    held = (spec for spec in specs if not spec.num_experts)
-    weights = ((packed_layout(spec, device), spec.quant.permuted) for spec in held if spec.quant)
+    weights = (
+        (packed_layout(spec, device), spec.quant.permuted) for spec in specs if spec.quant and not spec.num_experts
+    )
     for layout, permuted in dict.fromkeys(weights):
         yield from (_plan(layout, rows, device, permuted=permuted) for rows in ROW_BUCKETS)
 
