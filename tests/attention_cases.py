@@ -168,7 +168,7 @@ def oracle(case: Case, window: int = 0) -> np.ndarray[Any, Any]:
     return out
 
 
-def assert_close(actual: Any, expected: Any, dtype: DType) -> None:
+def assert_close(actual: Any, expected: Any, dtype: DType, op: str = "decode_attention") -> None:
     assert np.isfinite(actual).all()
     errors = np.linalg.norm(actual - expected, axis=1) / np.linalg.norm(expected, axis=1)
-    assert errors.max() <= OPS["decode_attention"].tolerance[dtype], f"row {errors.argmax()}: {errors.max():.2e}"
+    assert errors.max() <= OPS[op].tolerance[dtype], f"row {errors.argmax()}: {errors.max():.2e}"

@@ -6,16 +6,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from linear_cases import layout_of
 from packed_oracle import pack
 from reference.operands import EPS, make_rows
 
-from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.ops.experts import ExpertOps
-from cpmrt.cuda.ops.linear_packed.layout import PackedWeight, packed_layout
+from cpmrt.cuda.ops.linear_packed.layout import PackedWeight
 from cpmrt.dtypes import DType, from_float32, round_to
 from cpmrt.ops import NOTHING, Routing
 from cpmrt.reference.ops import NumpyOps
-from cpmrt.tensor_spec import Quantization, TensorSpec
+from cpmrt.tensor_spec import Product
 
 SCALE = 0.37
 DTYPES = [DType.BFLOAT16, DType.FLOAT16]
@@ -41,12 +41,11 @@ class Case:
     shape: Shape
     dtype: DType
     num_rows: int
-    seed: int = 0
     held: dict[str, Any] = field(default_factory=dict)
     """Codes, scales and zero points of a packed weight, by its name."""
 
     def __post_init__(self) -> None:
-        shape, self.random = self.shape, np.random.default_rng(self.seed)
+        shape, self.random = self.shape, np.random.default_rng(0)
         self.x = self.normal(self.num_rows, shape.hidden, spread=0.25)
         self.norm = round_to(1 + 0.2 * self.random.standard_normal(shape.hidden, np.float32), self.dtype)
         self.router = self.normal(shape.experts, shape.hidden, spread=shape.hidden**-0.5)
@@ -82,13 +81,11 @@ class Case:
             routing.experts[:] = np.arange(self.shape.top) + self.shape.experts - self.shape.top
         return routing
 
-    def outputs(self, routing: Routing, is_prefill: bool) -> tuple[Any, Any]:
-        """The oracle's rows between the products, and the residual stream."""
+    def inner(self, routing: Routing, is_prefill: bool) -> Any:
+        """The oracle's rows between the products."""
         inner = np.zeros((self.num_rows, self.shape.top * self.shape.inner), np.float32)
         self.ops.experts_gate_up(inner, self.x, self.norm, self.gate_up, EPS, routing, is_prefill=is_prefill)
-        out = self.x.copy()
-        self.ops.experts_down(out, inner, self.down, SCALE, routing, is_prefill=is_prefill)
-        return inner, out
+        return inner
 
 
 def no_routing(num_rows: int, top: int) -> Routing:
@@ -113,11 +110,11 @@ class OnDevice:
             "expert_outputs": cuda.array(poison, dtype),
         }
 
-    def _weight(self, product: str, dense: Any) -> Any:
+    def _weight(self, product: Product, dense: Any) -> Any:
         case, cuda = self.case, self.cuda
         if not case.shape.group:
             return cuda.array(dense, case.dtype)
-        layout = layout_of(case, product, dense.shape, cuda.device)
+        layout = layout_of(product, dense.shape, case.shape.group, cuda.device, zeros=case.shape.zeros)
         codes, scales, zeros = case.held[product]
         repeats = max(case.shape.group // layout.scale_group, 1)
 
@@ -154,8 +151,3 @@ class OnDevice:
             assert np.isnan(values[:guard]).all() and np.isnan(values[guard + count :]).all(), "wrote outside"
             found.append(values[held])
         return found[0], found[1]
-
-
-def layout_of(case: Case, product: Any, shape: tuple[int, int], device: Device) -> Any:
-    quant = Quantization(4, case.shape.group, not case.shape.zeros)
-    return packed_layout(TensorSpec("w", shape, (), quant, product, num_experts=case.shape.experts), device)

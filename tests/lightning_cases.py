@@ -56,7 +56,7 @@ class LightningCase:
         return cuda.array(tree.view(np.uint8))
 
     def expected(self, state: Any = None, count: int | None = None) -> Expected:
-        """Of the first `count` tokens behind a state (None: that of the slot), one after another."""
+        """Return what the first `count` tokens give behind a state (None: that of the slot), one after another."""
         state = np.array(self.states[self.slot] if state is None else state, np.float64)
         parts, out = self.qkv[:count].reshape(-1, 3, self.num_heads, self.head_dim).astype(np.float64), []
         for position, (q, k, v) in enumerate(parts):

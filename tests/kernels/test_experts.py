@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from expert_cases import DTYPES, Case, OnDevice, Shape
+from expert_cases import DTYPES, SCALE, Case, OnDevice, Shape
 from linear_cases import H200, ORIN, RTX_4090
 
 from cpmrt.bench.shapes import gptq_config, shape_config
@@ -52,13 +53,24 @@ def check_rows(case: Case, device: OnDevice, kind: str, is_prefill: bool) -> tup
     routing = case.routing(kind)
     kept = routing.experts[:, 0] >= 0
     inner, out = device.run(routing, is_prefill=is_prefill)
-    expected, _ = case.outputs(routing, is_prefill)
+    expected = case.inner(routing, is_prefill)
     check("experts_gate_up", case.dtype, inner[kept], expected[kept])
     wanted = case.x.copy()
-    case.ops.experts_down(wanted, np.where(kept[:, None], inner, 0), case.down, 0.37, routing, is_prefill=is_prefill)
+    case.ops.experts_down(wanted, np.where(kept[:, None], inner, 0), case.down, SCALE, routing, is_prefill=is_prefill)
     check("experts_down", case.dtype, out[kept] - case.x[kept], (wanted - case.x)[kept])
     np.testing.assert_array_equal(out[~kept], case.x[~kept])
     return routing, inner, out
+
+
+def check_company(case: Case, device: OnDevice, kind: str, orders: Iterable[Any], *, is_prefill: bool) -> None:
+    """Compare all rows with the oracle, then with some of them, in each of these orders: the same bits."""
+    routing, inner, out = check_rows(case, device, kind, is_prefill)
+    kept = routing.experts[:, 0] >= 0
+    for rows in orders:
+        for pdl, together in ((False, True), (True, True), (True, False)):
+            some, stream = device.run(routing, rows, is_prefill=is_prefill, pdl=pdl, together=together)
+            np.testing.assert_array_equal(some[kept[rows]], inner[rows][kept[rows]], str(rows))
+            np.testing.assert_array_equal(stream, out[rows], str(rows))
 
 
 @gpu
@@ -68,15 +80,8 @@ def check_rows(case: Case, device: OnDevice, kind: str, is_prefill: bool) -> tup
 def test_steps(cuda: Any, name: str, dtype: DType, kind: str) -> None:
     """64 rows against the oracle; fewer, in another order and with other neighbours have the same bits."""
     case = Case(SMALL[name], dtype, 64)
-    device = OnDevice(cuda, case)
-    routing, inner, out = check_rows(case, device, kind, is_prefill=False)
-    kept = routing.experts[:, 0] >= 0
     orders = [np.arange(count) for count in STEPS] + [case.random.permutation(64)[:count] for count in STEPS]
-    for rows in orders:
-        for pdl, together in ((False, True), (True, True), (True, False)):
-            some, stream = device.run(routing, rows, pdl=pdl, together=together)
-            np.testing.assert_array_equal(some[kept[rows]], inner[rows][kept[rows]], str(rows))
-            np.testing.assert_array_equal(stream, out[rows], str(rows))
+    check_company(case, OnDevice(cuda, case), kind, orders, is_prefill=False)
 
 
 @gpu
@@ -86,14 +91,8 @@ def test_steps(cuda: Any, name: str, dtype: DType, kind: str) -> None:
 def test_chunks(cuda: Any, name: str, dtype: DType, kind: str) -> None:
     """300 rows against the oracle; a row's bits do not depend on the chunk around it."""
     case = Case(SMALL[name], dtype, 300)
-    device = OnDevice(cuda, case)
-    routing, inner, out = check_rows(case, device, kind, is_prefill=True)
-    kept = routing.experts[:, 0] >= 0
-    for rows in (np.arange(1), np.arange(64), np.arange(65), np.arange(30, 290), case.random.permutation(300)):
-        for pdl, together in ((False, True), (True, True), (True, False)):
-            some, stream = device.run(routing, rows, is_prefill=True, pdl=pdl, together=together)
-            np.testing.assert_array_equal(some[kept[rows]], inner[rows][kept[rows]], str(len(rows)))
-            np.testing.assert_array_equal(stream, out[rows], str(len(rows)))
+    orders = (np.arange(1), np.arange(64), np.arange(65), np.arange(30, 290), case.random.permutation(300))
+    check_company(case, OnDevice(cuda, case), kind, orders, is_prefill=True)
 
 
 @gpu
@@ -117,7 +116,7 @@ def test_another_expert_is_noticed(cuda: Any) -> None:
     routing, device = case.routing("router"), OnDevice(cuda, case)
     inner, _ = device.run(routing)
     routing.experts[:] = (routing.experts + 1) % 8
-    expected, _ = case.outputs(routing, is_prefill=False)
+    expected = case.inner(routing, is_prefill=False)
     with pytest.raises(AssertionError):
         check("experts_gate_up", case.dtype, inner, expected)
 
@@ -125,7 +124,7 @@ def test_another_expert_is_noticed(cuda: Any) -> None:
 @pytest.mark.parametrize("tokens", [8, 16, 32, 64])
 @pytest.mark.parametrize(("experts", "top"), [(1, 1), (3, 2), (8, 2), (32, 8)])
 def test_there_are_blocks_for_every_choice(tokens: int, experts: int, top: int) -> None:
-    """As a grid is made before anything is chosen; and none is larger than some choice needs, or nearly so."""
+    """A grid is made before anything is chosen; and none is larger than some choice needs, or nearly so."""
     random = np.random.default_rng(tokens)
     for num_rows in (1, 2, 7, 8, 9, 31, 64, 65, 300):
         room = most_tiles(num_rows, top, experts, tokens)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import attention_cases
 import numpy as np
 import pytest
 from latent_cases import EPS, MINICPM3, LatentCase, Sizes, tree_of
@@ -24,6 +26,7 @@ DTYPES = pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT16], ids=l
 ALL_HEADS = [3, 16, 20, 40, 50]
 LENGTHS = [1, 2, 63, 64, 65, 127, 128, 300, 1000, 2049]
 GUARD = 256
+assert_close = partial(attention_cases.assert_close, op="decode_latent_attention")
 
 
 def sizes_of(heads: int) -> Sizes:
@@ -36,20 +39,20 @@ def mixer_of(sizes: Sizes) -> LatentAttention:
     )  # fmt: skip
 
 
-def plan_of(sizes: Sizes, device: Any, max_context: int = 8192, max_rows: int = 1024) -> LatentPlan:
+def plan_of(sizes: Sizes, device: Any, max_context: int = 8192) -> LatentPlan:
     caches = CacheLayout((latent.caches(mixer_of(sizes), "auto"),), max_context, max_sequences=4)
-    return LatentPlan.of(mixer_of(sizes), device, caches, max_rows)
+    return LatentPlan.of(mixer_of(sizes), device, caches, max_rows=1024)
 
 
 class LatentDevice:
     """Uploads a case once; runs its ops on rows, checks what lies around their outputs."""
 
-    def __init__(self, cuda: Any, case: LatentCase, *, sms: int = 132, capability: int | None = None, **sizes: int):
+    def __init__(self, cuda: Any, case: LatentCase, *, sms: int = 132, capability: int | None = None):
         self.cuda, self.case, self.dtype = cuda, case, case.data.dtype
         device = replace(cuda.device, num_sms=sms, capability=capability or cuda.device.capability)
         if capability is not None and capability < 90:
             device = replace(device, shared_bytes_per_block=101376)
-        self.plan = plan_of(case.sizes, device, **sizes)
+        self.plan = plan_of(case.sizes, device)
         specs = (*self.plan.tables, *self.plan.workspace, BufferSpec("chunk", (4,), 0, 0, np.int32))
         poison = {np.float32: np.nan, None: 0x7FC1}
         arrays = {spec.name: np.full(spec.shape, poison.get(spec.dtype, 0), spec.dtype or np.uint16) for spec in specs}
@@ -101,12 +104,6 @@ def expected(case: LatentCase, q: Any, rows: Rows) -> Any:
     attend = ops.prefill_latent_attention if rows.is_prefill else ops.decode_latent_attention
     attend(out, q, case.pages, case.weights, case.rope, rows, case.sizes.scale)
     return out
-
-
-def assert_close(actual: Any, wanted: Any, dtype: DType, op: str = "decode_latent_attention") -> None:
-    assert np.isfinite(actual).all()
-    errors = np.linalg.norm(actual - wanted, axis=1) / np.linalg.norm(wanted, axis=1)
-    assert errors.max() <= OPS[op].tolerance[dtype], f"row {errors.argmax()}: {errors.max():.2e}"
 
 
 def step_case(dtype: DType, heads: int, lengths: list[int] = LENGTHS) -> tuple[LatentCase, Any, Rows]:
@@ -204,7 +201,7 @@ def test_chunks(cuda: Any, dtype: DType, heads: int, start: int, count: int) -> 
     wanted = expected(case, q, rows)
     for capability in sorted({80, cuda.device.capability}):
         out = LatentDevice(cuda, case, capability=capability).run(q, rows, bucket=512)
-        assert_close(out, wanted, dtype, "prefill_latent_attention")
+        assert_close(out, wanted, dtype, op="prefill_latent_attention")
 
 
 @pytest.mark.gpu
@@ -266,8 +263,9 @@ class Recording:
         self.launched.append((spec.name, grid))
 
 
-def recorded(op: str, num_rows: int, sizes: Sizes = MINICPM3, arch: str = "sm_90", **plan: int) -> list[Any]:
-    made, launcher = plan_of(sizes, known_device(arch), **plan), Recording()
+def recorded(op: str, num_rows: int, arch: str = "sm_90", **plan: int) -> list[Any]:
+    sizes, launcher = MINICPM3, Recording()
+    made = plan_of(sizes, known_device(arch), **plan)
     specs = (*made.tables, *made.workspace, BufferSpec("chunk", (4,), 0, 0, np.int32))
     arrays = {spec.name: np.broadcast_to(np.uint16(0), spec.shape) for spec in specs}
     case = LatentCase(sizes, [1])

@@ -62,7 +62,7 @@ def test_rows_of_other_slots_and_padding_change_no_bit(cuda: Any, dtype: DType, 
 def test_a_chain_has_the_bits_of_plain_decoding(
     cuda: Any, dtype: DType, heads: int, head_dim: int, is_plain: bool, count: int
 ) -> None:
-    """Its rows, of which the last two are padding; and the states behind those that are accepted, in both layers."""
+    """The last two of its rows are padding. The states behind accepted ones are the same too, in both layers."""
     case = LightningCase(dtype, heads, head_dim, count + 2, is_plain=is_plain)
     case.slots[count:] = -1
     plain, verified = cuda.array(case.states), cuda.array(np.stack([case.states, case.states + 1]))

@@ -90,7 +90,7 @@ def test_large_and_small_states(cuda: Any, dtype: DType, size: float) -> None:
 
 
 def test_an_empty_chunk_changes_nothing(cuda: Any) -> None:
-    """As it runs before any prompt, when a graph is captured."""
+    """It runs so before any prompt, when a graph is captured."""
     case = LightningCase(DType.BFLOAT16, 2, 64, 64)
     states, case.slots[:] = cuda.array(case.states), -1
     kernel = cuda.kernel("lightning_prefill", case.dtype, HEAD_DIM=64)

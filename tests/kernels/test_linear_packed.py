@@ -95,24 +95,18 @@ TWO_BITS = {
     "ternary o, groups of 64": ("residual", 256, 512, 0, 0, 64, False, False),
     "ternary gate_up, groups of 32": ("gate_up", 1280, 256, 0, 0, 32, False, False),
     "ternary down, a group a row": ("residual", 256, 640, 0, 0, 640, False, False),
-    "ternary, one slice": ("residual", 16, 128, 0, 0, 128, False, False),
-    "ternary, odd head": ("head", 1003, 384, 0, 0, 128, False, False),
-    "ternary, wide gate_up": ("gate_up", 2 * 1056 * 16 + 32, 256, 0, 0, 128, False, False),
-    "ternary, feeding gate_up": ("gate_up", 2 * 128 * 128, 256, 0, 0, 128, False, False),
-    "ternary, uneven qkv": ("qkv", 2688, 256, 96, 2, 32, False, False),
-    "ternary, two rounds in clusters": ("residual", 6400, 3072, 0, 0, 128, False, False),
-    "ternary, empty run in clusters": ("qkv", 768, 3200, 64, 2, 128, False, False),
-    "ternary, long down": ("residual", 80, 16384, 0, 0, 128, False, False),
     "ternary, long down, groups of 32": ("residual", 48, 8192, 0, 0, 32, False, False),
     "ternary 0.5B gate_up": ("gate_up", 8192, 1024, 0, 0, 128, False, False),
-    "ternary 0.5B down": ("residual", 1024, 4096, 0, 0, 128, False, False),
+    "ternary 0.5B down": SMALL["0.5B down"],
 }
-LARGE_TWO_BITS = {
-    "ternary 8B qkv": ("qkv", 4608, 4096, 128, 2, 128, False, False),
-    "ternary 8B o": ("residual", 4096, 4096, 0, 0, 128, False, False),
-    "ternary 8B gate_up": ("gate_up", 32768, 4096, 0, 0, 128, False, False),
-    "ternary 8B down": ("residual", 4096, 16384, 0, 0, 128, False, False),
-}
+TWO_BITS |= {
+    f"ternary, {name}": SMALL[name]
+    for name in (
+        "one slice", "odd head", "wide gate_up", "feeding gate_up", "uneven qkv", "two rounds in clusters",
+        "empty run in clusters", "long down",
+    )
+}  # fmt: skip
+LARGE_TWO_BITS = {f"ternary {name}": LARGE[name] for name in ("8B qkv", "8B o", "8B gate_up", "8B down")}
 # Groups of 16 and minimums come with blocks of GGUF files.
 BLOCKS_4 = {
     "minimums qkv": ("qkv", 768, 256, 64, 2, 32, MINIMUMS, False),
@@ -138,13 +132,11 @@ LARGE_BLOCKS_8 = {
     "8B gate_up, 8 bits": ("gate_up", 32768, 4096, 0, 0, 32, 0, False),
     "8B down, 8 bits, groups of 16": ("residual", 4096, 16384, 0, 0, 16, 0, False),
 }
-SMALL |= BLOCKS_4 | BLOCKS_8
-LARGE |= LARGE_BLOCKS_4 | LARGE_BLOCKS_8
 CODE_BITS = dict.fromkeys(TWO_BITS | LARGE_TWO_BITS, 2)
 CODE_BITS |= dict.fromkeys(EIGHT_BITS | LARGE_EIGHT_BITS | BLOCKS_8 | LARGE_BLOCKS_8, 8)
-"""Where it is not 4."""
-SMALL |= EIGHT_BITS | TWO_BITS
-LARGE |= LARGE_EIGHT_BITS | LARGE_TWO_BITS
+"""Bits of a code in the cases where they are not 4."""
+SMALL |= BLOCKS_4 | BLOCKS_8 | EIGHT_BITS | TWO_BITS
+LARGE |= LARGE_BLOCKS_4 | LARGE_BLOCKS_8 | LARGE_EIGHT_BITS | LARGE_TWO_BITS
 SHAPES = SMALL | LARGE
 FEEDING = {
     H200: {

@@ -76,7 +76,7 @@ def repacked(cuda: Any, kind: BlockType, layout: PackedLayout, parts: list[Any],
 @pytest.mark.parametrize("is_mixed", [False, True], ids=["", "mixed"])
 @pytest.mark.parametrize("kind", TYPES, ids=lambda kind: kind.name)
 def test_every_block_type(cuda: Any, kind: BlockType, is_mixed: bool, dtype: DType) -> None:
-    """Alone, and in a weight that other sources ask for 8 bits, groups of 16 and minimums of."""
+    """A type comes alone, and in a weight that other sources ask for 8 bits, groups of 16 and minimums of."""
     quant = Quantization(kind.factor_bits, kind.group, kind.is_symmetric, in_blocks=True)
     if is_mixed:
         quant = Quantization(8, 16, symmetric=False, in_blocks=True)
