@@ -8,7 +8,7 @@ from cpmrt import __version__
 from cpmrt.server.chat_page import INDEX, page_files
 from cpmrt.server.openapi_answers import answer_schemas
 from cpmrt.server.openapi_requests import request_schemas
-from cpmrt.server.openapi_types import Schema, optional, ref
+from cpmrt.server.openapi_types import STRING, Schema, optional, ref
 
 
 def document(models: Sequence[str] = (), vocab_size: int = 2**31, hidden_size: int | None = None) -> Schema:
@@ -105,5 +105,5 @@ _MODEL = {
     "name": "model",
     "in": "path",
     "required": True,
-    "schema": {"allOf": [{"$ref": "#/components/schemas/ModelName"}, {"type": "string"}]},
+    "schema": {"allOf": [ref("ModelName"), STRING]},
 }

@@ -6,15 +6,31 @@ from cpmrt.server.openapi_types import INTEGER, NUMBER, STRING, Schema, array, o
 
 
 def answer_schemas() -> Schema:
+    """Return the schemas of all answers by their names in the document."""
+    error = {"message": STRING, "type": STRING, "param": optional("string"), "code": optional("string")}
+    return {
+        **_openai_answers(),
+        **_anthropic_answers(),
+        **_model_answers(),
+        "Infill": object_of({"content": STRING, "stop": {"const": True}}, {"tokens_predicted": INTEGER}),
+        "Tokens": object_of(
+            {"tokens": array({"type": ["integer", "object"]}), "count": INTEGER},
+            {"max_model_len": INTEGER, "token_strs": array(STRING)},
+        ),
+        "Text": object_of({"prompt": STRING, "content": STRING}),
+        "TokenizerInfo": object_of({"vocab_size": INTEGER, "max_model_len": INTEGER}),
+        "Health": object_of({"status": STRING}, {"model": STRING}),
+        "Error": object_of({"error": object_of(error)}),
+    }
+
+
+def _openai_answers() -> Schema:
+    """Return what OpenAI's endpoints answer to prompts."""
     message = object_of(
         {"role": {"const": "assistant"}, "content": optional("string")},
         {"reasoning_content": STRING, "refusal": {"type": "null"}, "tool_calls": array({"type": "object"})},
     )
-    model = {"id": STRING, "object": {"const": "model"}, "created": INTEGER, "owned_by": STRING}
     reasons = ["stop", "length", "loop"]
-    numbers = dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty", "loop_penalty"), NUMBER)
-    defaults = object_of({**numbers, "top_k": INTEGER, "source": STRING})
-    error = {"message": STRING, "type": STRING, "param": optional("string"), "code": optional("string")}
     return {
         "ChatCompletion": _completion("chat.completion", {"message": message}, [*reasons, "tool_calls"]),
         "Completion": _completion("text_completion", {"text": STRING}, reasons),
@@ -24,18 +40,6 @@ def answer_schemas() -> Schema:
             "model": STRING,
             "usage": object_of({"prompt_tokens": INTEGER, "total_tokens": INTEGER}),
         }),
-        "Infill": object_of({"content": STRING, "stop": {"const": True}}, {"tokens_predicted": INTEGER}),
-        "Model": object_of(
-            model, {"root": STRING, "max_model_len": INTEGER, "device": STRING, "sampling_defaults": defaults}
-        ),
-        "ModelList": object_of({"object": {"const": "list"}, "data": array(ref("Model"))}),
-        "Tokens": object_of(
-            {"tokens": array({"type": ["integer", "object"]}), "count": INTEGER},
-            {"max_model_len": INTEGER, "token_strs": array(STRING)},
-        ),
-        "Text": object_of({"prompt": STRING, "content": STRING}),
-        "TokenizerInfo": object_of({"vocab_size": INTEGER, "max_model_len": INTEGER}),
-        "Health": object_of({"status": STRING}, {"model": STRING}),
         "Response": object_of({
             "id": STRING,
             "object": {"const": "response"},
@@ -46,6 +50,12 @@ def answer_schemas() -> Schema:
             "output": array(object_of({"id": STRING, "type": {"enum": ["message", "reasoning", "function_call"]}})),
             "usage": object_of(dict.fromkeys(("input_tokens", "output_tokens", "total_tokens"), INTEGER)),
         }),
+    }
+
+
+def _anthropic_answers() -> Schema:
+    """Return what Anthropic's endpoints answer."""
+    return {
         "Message": object_of({
             "id": STRING,
             "type": {"const": "message"},
@@ -57,10 +67,22 @@ def answer_schemas() -> Schema:
             "usage": object_of({"input_tokens": INTEGER, "output_tokens": INTEGER}),
         }),
         "Count": object_of({"input_tokens": INTEGER}),
-        "Error": object_of({"error": object_of(error)}),
         "MessageError": object_of(
             {"type": {"const": "error"}, "error": object_of({"type": STRING, "message": STRING})}
         ),
+    }
+
+
+def _model_answers() -> Schema:
+    """Return what is said of the model that is served."""
+    model = {"id": STRING, "object": {"const": "model"}, "created": INTEGER, "owned_by": STRING}
+    numbers = dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty", "loop_penalty"), NUMBER)
+    defaults = object_of({**numbers, "top_k": INTEGER, "source": STRING})
+    return {
+        "Model": object_of(
+            model, {"root": STRING, "max_model_len": INTEGER, "device": STRING, "sampling_defaults": defaults}
+        ),
+        "ModelList": object_of({"object": {"const": "list"}, "data": array(ref("Model"))}),
     }
 
 

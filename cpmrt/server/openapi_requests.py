@@ -60,7 +60,7 @@ _SHARED: Schema = {
     "response_format": {
         "description": "What the answer must look like",
         "anyOf": [
-            {"type": "null"},
+            NULL,
             object_of({"type": {"enum": ["text", "json_object"]}}),
             object_of({"type": {"const": "json_schema"}, "json_schema": object_of({"schema": {"type": "object"}})}),
         ],
@@ -127,7 +127,7 @@ def request_schemas() -> Schema:
         "ResponsesRequest": object_of(
             {"input": {"anyOf": [STRING, array(_response_item(), minItems=1)]}},
             _responses_fields(),
-            [unless({"tool_choice": {"enum": ["none", None]}}, {"tools": array({}, minItems=1)})],
+            [tool_choice],
         ),
         "CompletionRequest": _completion_request(),
         **_message_requests(),
@@ -307,8 +307,8 @@ def _message_requests() -> Schema:
         "model": _SHARED["model"],
         "system": {"anyOf": [*texts["anyOf"], NULL]},
         "tools": optional("array", items=tool, maxItems=MAX_TOOLS),
-        "tool_choice": {"anyOf": [{"type": "null"}, object_of({"type": {"enum": ["auto", "none", "any", "tool"]}})]},
-        "thinking": {"anyOf": [{"type": "null"}, object_of({"type": {"enum": thinking}})]},
+        "tool_choice": {"anyOf": [NULL, object_of({"type": {"enum": ["auto", "none", "any", "tool"]}})]},
+        "thinking": {"anyOf": [NULL, object_of({"type": {"enum": thinking}})]},
     }
     settings = {
         "stop_sequences": _SHARED["stop"],
