@@ -17,6 +17,9 @@ MAX_FORM_BYTES = 256 * 1024
 """The longest text of a form."""
 FORM_FIELDS = ("json_schema", "regex", "grammar", "choices")
 """The fields of SamplingParams of which one at most gives a form."""
+JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "coerce_one_of": True}
+"""JSON is written as Python's json.dumps writes it: a model cannot go on with white space for ever, and what stands
+between values need not be sampled. The names are llguidance's."""
 _SIMPLE = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null"}
 
 

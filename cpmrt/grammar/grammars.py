@@ -10,7 +10,7 @@ from functools import cached_property
 from threading import BoundedSemaphore, Lock, Thread
 from typing import TYPE_CHECKING, Any
 
-from cpmrt.config.form import Form
+from cpmrt.config.form import JSON_STYLE, Form
 from cpmrt.errors import RequestError
 from cpmrt.grammar.matcher import AnswerMatcher, Thought, Vocabulary
 from cpmrt.installation import install_extra, missing_packages
@@ -29,9 +29,6 @@ _LIMITS = {
     "verbose_errors": False,
 }  # fmt: skip
 """A mask takes at most some ten milliseconds with these, or its answer ends with an error."""
-_JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "coerce_one_of": True}
-"""JSON is written as Python's json.dumps writes it: a model cannot go on with white space for ever, and what stands
-between values need not be sampled."""
 
 
 class Grammars:
@@ -138,7 +135,7 @@ def _grammar(form: Form) -> str:
     matchers = _llguidance().LLMatcher
     if form.kind == "json_schema":
         text = "{}" if form.text == "true" else form.text
-        return str(matchers.grammar_from_json_schema(text, overrides=_JSON_STYLE))
+        return str(matchers.grammar_from_json_schema(text, overrides=JSON_STYLE))
     if form.kind == "regex":
         return str(matchers.grammar_from_regex(form.text))
     if form.kind == "grammar":

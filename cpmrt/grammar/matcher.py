@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -100,7 +100,7 @@ class AnswerMatcher:
             raise FormError("the form of the answer cannot be followed any more", actual=reason[:200])
 
 
-def _with_tokens(bits: bytes, token_ids: Sequence[int] | dict[int, bytes]) -> bytes:
+def _with_tokens(bits: bytes, token_ids: Iterable[int]) -> bytes:
     more = bytearray(bits)
     for token in token_ids:
         more[token // 8] |= 1 << token % 8

@@ -23,6 +23,12 @@ def schemas_of(tools: Iterable[Mapping[str, Any]]) -> Schemas:
     return {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
 
 
+def listed_types(schema: Mapping[str, Any]) -> set[str]:
+    """Return the JSON types that a schema lists as its `type`; none if it does not say."""
+    listed = schema.get("type")
+    return {listed} if isinstance(listed, str) else set(listed) if isinstance(listed, list) else set()
+
+
 def as_json(value: object) -> str:
     """Write arguments as JSON. Raises ValueError if JSON lacks one of the values."""
     try:

@@ -28,7 +28,7 @@ class CallFinder:
         self._form: Format | None = None
         """The format of the block that is open."""
         self._end = EndFinder(FORMATS[0])
-        """Of the block that is open."""
+        """What finds the end of the block that is open."""
         self._has_calls = False
         self._skips_quoted = True
 
@@ -111,11 +111,14 @@ def calls_in(text: str, schemas: Schemas) -> tuple[Call, ...]:
 
 
 def marker_ids(tokenizer: Tokenizer | None) -> frozenset[int]:
+    """Return the ids of `special_markers`, none without a tokenizer."""
+    return frozenset() if tokenizer is None else frozenset(special_markers(tokenizer).values())
+
+
+def special_markers(tokenizer: Tokenizer) -> dict[str, int]:
     """Return the markers of thoughts and calls that are special tokens; in most vocabularies they are plain text."""
-    if tokenizer is None:
-        return frozenset()
-    ids = {tokenizer.token_id(marker) for marker in ANSWER_MARKERS}
-    return frozenset(token_id for token_id in tokenizer.special_ids if token_id in ids)
+    found = ((marker, tokenizer.token_id(marker)) for marker in ANSWER_MARKERS)
+    return {marker: number for marker, number in found if number is not None and number in tokenizer.special_ids}
 
 
 def held_back(text: str, markers: Sequence[str]) -> int:

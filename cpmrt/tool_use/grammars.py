@@ -13,19 +13,18 @@ import json
 import keyword
 import re
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
+from cpmrt.config.form import JSON_STYLE
 from cpmrt.errors import RequestError
 from cpmrt.text import ChatTemplate, Tokenizer
-from cpmrt.text.markers import ANSWER_MARKERS
-from cpmrt.tool_use.calls import Schemas
+from cpmrt.tool_use.calls import Schemas, listed_types
+from cpmrt.tool_use.finder import special_markers
 from cpmrt.tool_use.formats import HERMES, PYTHON, XML, Format
 
-_JSON = {
-    "whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "coerce_one_of": True,
-    "json_allowed_escapes": 'nrbtf\\"',
-}  # fmt: skip
-"""As in `cpmrt.grammar`, with the escape sequences that Python's literals have too."""
+_JSON = {**JSON_STYLE, "json_allowed_escapes": 'nrbtf\\"'}
+"""The escape sequences are those that Python's literals have too."""
 MAX_CALLS = 32
 """The most calls of one answer."""
 _TEXT = r"/[^<&\n]{1,4000}/"
@@ -51,7 +50,7 @@ def grammar_of(
     for name in schemas:
         if not _NAME.fullmatch(name):
             raise RequestError(f"tools: the name {name!r}", expected="letters, digits and _ . : -")
-    rules = _Rules(lambda text: _terminals(text, tokenizer))
+    rules = _Rules(partial(_terminals, special_markers(tokenizer)))
     make = {PYTHON.start: rules.python_call, XML.start: rules.xml_call}.get(form.start, rules.json_call)
     calls = [make(f"c{number}", name, schema) for number, (name, schema) in enumerate(schemas.items())]
     rules.add("call", " | ".join(calls))
@@ -111,7 +110,7 @@ class _Rules:
         return first
 
     def _xml_value(self, rule: str, schema: dict[str, Any]) -> str:
-        kinds = _types(schema)
+        kinds = listed_types(schema)
         choices = schema.get("enum", [schema["const"]] if "const" in schema else None)
         if choices is not None and all(isinstance(choice, str) for choice in choices):
             return "(" + " | ".join(self.text(_escaped(choice)) for choice in choices) + ")"
@@ -125,10 +124,8 @@ class _Rules:
         return f"{self.text('<![CDATA[')} {_json(schema)} {self.text(']]>')}"
 
 
-def _terminals(text: str, tokenizer: Tokenizer) -> str:
+def _terminals(special: Mapping[str, int], text: str) -> str:
     """Write a text as terminals: special tokens by their numbers, since they are no text to a grammar."""
-    numbers = {marker: tokenizer.token_id(marker) for marker in ANSWER_MARKERS}
-    special = {marker: number for marker, number in numbers.items() if number in tokenizer.special_ids}
     parts = [text]
     if special:
         longest_first = sorted(special, key=len, reverse=True)
@@ -159,11 +156,6 @@ def _within(schema: Mapping[str, Any], value: Any) -> dict[str, Any]:
     """Return the schema of a property as a whole of its own, with the definitions that it may refer to."""
     own = dict(value) if isinstance(value, Mapping) else {}
     return {name: schema[name] for name in _DEFINITIONS if name in schema} | own
-
-
-def _types(schema: Mapping[str, Any]) -> set[str]:
-    kinds = schema.get("type")
-    return {kinds} if isinstance(kinds, str) else set(kinds) if isinstance(kinds, list) else set()
 
 
 def _constrained(schema: Mapping[str, Any]) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from html import unescape
 from typing import Any
 
-from cpmrt.tool_use.calls import Call, Schemas, as_json
+from cpmrt.tool_use.calls import Call, Schemas, as_json, listed_types
 
 _FUNCTION = re.compile(r'([^"]+)"\s*>')
 _PARAM = re.compile(r'\s*<param\s+name="([^"]+)"\s*>')
@@ -92,8 +92,7 @@ def _types(schema: object) -> set[str]:
     """Return the JSON types that a schema names; none if it does not say."""
     if not isinstance(schema, Mapping):
         return set()
-    listed = schema.get("type")
-    types = {listed} if isinstance(listed, str) else set(listed) if isinstance(listed, list) else set()
+    types = listed_types(schema)
     for choice in (*_list(schema.get("anyOf")), *_list(schema.get("oneOf"))):
         types |= _types(choice)
     return types
