@@ -161,8 +161,10 @@ class JobMaker:
         elif params is None and called:
             params = bind(SamplingParams())
         groups = self.groups(cast(Prompts, prompts), params)
-        for job in (job for group in groups for job in group if tools):
-            job.schemas, job.shown_ids = schemas_of(tools), marker_ids(self.tokenizer)
+        if tools:
+            schemas, shown_ids = schemas_of(tools), marker_ids(self.tokenizer)
+            for job in (job for group in groups for job in group):
+                job.schemas, job.shown_ids = schemas, shown_ids
         return groups, is_batch(prompts)
 
     def chat_prompts(

@@ -29,15 +29,9 @@ def read_form(fields: Fields) -> dict[str, Any]:
     response = _response_format(fields)
     if response is not None:
         found["response_format"] = ("json_schema", response)
-    for name, ours in _GUIDED.items():
-        value = _value(fields, name, ours)
-        if value is not None:
-            found[name] = (ours, value)
+    found |= _given(fields, _GUIDED)
     if outputs is not None:
-        for name, ours in _OUTPUTS.items():
-            value = _value(outputs, name, ours)
-            if value is not None:
-                found[outputs.name(name)] = (ours, value)
+        found |= _given(outputs, _OUTPUTS)
         if outputs.boolean("json_object"):
             found[outputs.name("json_object")] = ("json_schema", _ANY_OBJECT)
         if not found:
@@ -46,6 +40,12 @@ def read_form(fields: Fields) -> dict[str, Any]:
         first, second, *_ = found
         raise invalid(second, f"not together with {first}: an answer has one form")
     return dict(found.values())
+
+
+def _given(fields: Fields, kinds: dict[str, str]) -> dict[str, tuple[str, Any]]:
+    """Return kind and value of each of these fields that gives a form, under the name that errors give to it."""
+    values = {name: _value(fields, name, kind) for name, kind in kinds.items()}
+    return {fields.name(name): (kinds[name], value) for name, value in values.items() if value is not None}
 
 
 def _value(fields: Fields, name: str, kind: str) -> Any:

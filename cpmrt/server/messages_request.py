@@ -59,6 +59,8 @@ def read_conversation(body: dict[str, Any], models: Sequence[str]) -> Conversati
         begun = last["content"]
     tools, choice = _tools(fields), fields.object("tool_choice") or Fields({"type": "auto"}, "tool_choice")
     called = _called(choice, tools)
+    if choice.raw("type") == "none":
+        tools = []
     one_call = choice.boolean("disable_parallel_tool_use") is True or choice.raw("type") == "tool"
     return Conversation(messages, tools, called, one_call, _thinks(fields.object("thinking")), begun)
 
@@ -152,7 +154,7 @@ def _tool_call(block: Block, where: str) -> dict[str, Any]:
 
 
 def _tools(fields: Fields) -> list[dict[str, Any]]:
-    """Return the tools as chat templates take them; none where the model may not call any."""
+    """Return the tools as chat templates take them."""
     tools = []
     for index, tool in enumerate(fields.array("tools") or []):
         where = f"tools[{index}]"
@@ -164,8 +166,7 @@ def _tools(fields: Fields) -> list[dict[str, Any]]:
         if isinstance(tool.get("description"), str):
             function["description"] = tool["description"]
         tools.append({"type": "function", "function": function})
-    choice = fields.mapping("tool_choice") or {"type": "auto"}
-    return [] if choice.get("type") == "none" else tools
+    return tools
 
 
 def _called(choice: Fields, tools: list[dict[str, Any]]) -> tuple[str, ...]:

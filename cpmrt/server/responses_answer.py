@@ -122,7 +122,7 @@ class ResponsesFormat:
         if not self._is_open:
             return ""
         item, self._is_open = self._items[-1], False
-        item["status"] = "incomplete" if self._ended.reason in _REASONS else "completed"
+        item["status"] = self._status
         if item["type"] == "function_call":
             done = {"arguments": item["arguments"], "name": item["name"]}
             events = self._event(
