@@ -24,7 +24,7 @@ class StepsInFlight:
         self._executor = executor
         self._steps = deque[StepInFlight]()
         self.num_awaited = 0
-        """Those that have results for sequences."""
+        """The number of steps that have results for sequences."""
 
     def __bool__(self) -> bool:
         return bool(self._steps)

@@ -51,14 +51,14 @@ class Guide:
     def __init__(self, matcher: Matcher, max_run: int, stop_ids: Sequence[int] = ()):
         self._matcher, self._max_run, self._stop_ids = matcher, max_run, stop_ids
         self._mask: Mask | None = None
-        """Of the step that was submitted last."""
+        """The mask of the step that was submitted last."""
         self.run: tuple[int, ...] = ()
         """Certain tokens to fast-forward over, behind the step that was submitted last, which samples the first."""
         self.failure: FormError | None = None
         self._ahead: tuple[int, ...] = ()
         """Certain tokens that submitted steps and `run` will bring."""
         self._certain: tuple[int, ...] = ()
-        """Those behind them. The matcher is behind both."""
+        """Certain tokens behind those ahead. The matcher is behind both."""
 
     @property
     def is_ready(self) -> bool:

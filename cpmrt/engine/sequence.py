@@ -68,7 +68,7 @@ class Sequence:
 
     request: Request
     guide: Guide | None = None
-    """Of an answer under a grammar."""
+    """What leads the answer through its grammar; None: there is no grammar."""
     phase: Phase = Phase.WAITING
     slot: int = -1
     text: tuple[int, ...] = field(init=False)

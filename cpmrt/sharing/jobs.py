@@ -42,7 +42,7 @@ class Generation:
     request: Request
     shown_ids: frozenset[int] = frozenset()
     schemas: Schemas | None = None
-    """Of the tools that it may call."""
+    """The schemas of the tools that it may call."""
     pieces: list[Piece] = field(default_factory=list)
     """Those that its caller has read."""
     is_read: bool = False
