@@ -11,6 +11,7 @@ import pytest
 from serving import serving
 from tool_model import MARKERS, TOOLS, tool_llm
 
+from cpmrt import RequestError, SamplingParams
 from cpmrt.grammar import Thought
 
 pytest.importorskip("llguidance")
@@ -104,8 +105,6 @@ def test_a_schema_leaves_room_for_calls(client, server):
     else:
         assert json.loads(choice.message.content) in ("rain", "sun")
     llm = server.engine.llm
-    from cpmrt import SamplingParams
-
     bound = llm.maker.calling(SamplingParams(json_schema={"enum": ["rain"]}), TOOLS, ())
     allowed = llm.maker.grammars.matcher(bound.form, Thought())().allowed()
     firsts = {llm.tokenizer.written_bytes(token)[:1] for token in range(4096) if allowed[token // 8] >> token % 8 & 1}
@@ -114,8 +113,6 @@ def test_a_schema_leaves_room_for_calls(client, server):
 
 def test_python_has_the_calls_too(server):
     llm, messages = server.engine.llm, [{"role": "user", "content": "Weather?"}]
-    from cpmrt import RequestError, SamplingParams
-
     answer = llm.chat(messages, SamplingParams(max_new_tokens=400, seed=2), tools=TOOLS, tool_choice="get_weather")
     (call,) = answer.tool_calls
     assert call.name == "get_weather"
