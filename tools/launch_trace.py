@@ -38,7 +38,14 @@ def _stand_in_for_cupy() -> None:
 
 _stand_in_for_cupy()
 
-from cpmrt.bench.shapes import config_folder, draft_configs, gptq_config, shape_config  # noqa: E402
+from cpmrt.bench.shapes import (  # noqa: E402
+    blocks_config,
+    config_folder,
+    draft_configs,
+    gptq_config,
+    shape_config,
+    ternary_config,
+)
 from cpmrt.config import EngineConfig  # noqa: E402
 from cpmrt.cuda.arena import held_arrays  # noqa: E402
 from cpmrt.cuda.assembly import CudaTarget  # noqa: E402
@@ -71,6 +78,11 @@ LLAMA = SMALL | {
     "architectures": ["LlamaForCausalLM"], "hidden_size": 1536, "head_dim": 96, "num_key_value_heads": 4,
     "attention_bias": True,
 }  # fmt: skip
+SALA = shape_config("minicpm-sala-9b")
+FAMILY = {
+    name.removeprefix("minicpm").strip("-"): shape_config(name) | {"num_hidden_layers": 2}
+    for name in ("minicpm3-4b", "minicpm-moe-8x2b", "minicpm-s-1b", "minicpm5-2b")
+} | {"sala": SALA | {"num_hidden_layers": 2, "mixer_types": SALA["mixer_types"][:2]}}
 
 if TYPE_CHECKING:
     from cpmrt.cuda.build.spec import Constants
@@ -106,6 +118,12 @@ def setups() -> dict[str, Setup]:
         made[name] = config, {"max_context": 4096, "max_sequences": 4}, "auto", "lookup", 16
         held = config | {"quantization_config": GPTQ}
         made[f"{name} int4"] = held, {"max_context": 4096, "max_sequences": 4}, "auto", None, 16
+    several = {"max_context": 4096, "max_sequences": 8}
+    for name, config in FAMILY.items():
+        for label, weights in (("", {}), (" int4", {"quantization_config": GPTQ})):
+            made[name + label] = config | weights, several, "auto", "lookup", 16
+    for name, kind in (("ternary", ternary_config()), ("Q4_K blocks", blocks_config("Q4_K"))):
+        made[name] = BIG | {"quantization_config": kind}, several, "auto", "lookup", 16
     return made
 
 
