@@ -5,8 +5,8 @@
 
 The model continues prompts without a draft, then with each one, greedily and sampled with fixed seeds; tokens that
 differ are an error. Without --text the prompts come from what the bundled model was not trained on: functions and
-docstrings of this Python's own sources, and questions. A second table shows what smaller heads cost an EAGLE-2 draft:
-cut to frequent tokens (FR-Spec), or in fewer bits. Runs on a GPU, or without one on NumPy.
+docstrings of this Python's own sources, edits of such functions, and questions. A second table shows what smaller heads
+cost an EAGLE-2 draft: cut to frequent tokens (FR-Spec), or in fewer bits. Runs on a GPU, or without one on NumPy.
 """
 
 from __future__ import annotations
@@ -56,6 +56,10 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         "--shape", action="append", type=_shape, metavar="PASSES,TOPK,SIZE",
         help="tree; repeatable. Drafts of chains take those with TOPK 1, or their own default",
     )  # fmt: skip
+    parser.add_argument(
+        "--lookup", type=_count, metavar="N", action="append", default=[],
+        help="also each draft with layers beside a lookup of N tokens; repeatable",
+    )
     parser.add_argument("--text", type=Path, action="append", help="prompts: .jsonl, text or a folder; repeatable")
     parser.add_argument("--prompts", type=_count, default=10, help="of each text")
     parser.add_argument("--prompt-length", type=_count, default=32, help="tokens of a prompt out of a text")
@@ -145,10 +149,11 @@ class DraftEvaluation:
         return " and ".join(str(sum(map(len, self.plain[name, temperature]))) for temperature in TEMPERATURES)
 
     def _shapes_of(self, name: str) -> Sequence[TreeShape]:
-        method = self.methods[name]
-        if method not in CHAIN_METHODS:
-            return self.shapes
-        return [shape for shape in self.shapes if shape.top_k == 1] or DEFAULT_SHAPES[method][:1]
+        method, shapes = self.methods[name], self.shapes
+        if method in CHAIN_METHODS:
+            shapes = tuple(shape for shape in shapes if shape.top_k == 1) or DEFAULT_SHAPES[method][:1]
+        lengths = [] if method == LOOKUP else self.options.lookup
+        return [*shapes, *(replace(shape, lookup_length=length) for length in lengths for shape in shapes)]
 
     def _head_variants(self, full: Variant) -> list[Variant]:
         cut = [replace(full, index=index) for index in self.indices]

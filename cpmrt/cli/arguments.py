@@ -232,6 +232,10 @@ _DRAFT_OPTIONS: dict[str, tuple[str, Callable[[str], Any], str, str]] = {
     "--draft-iters": ("num_passes", int, "N", "draft passes of a step: the depth of its tree"),
     "--draft-topk": ("top_k", int, "K", "tokens that each pass takes of a node, and nodes that it goes on from"),
     "--tree-size": ("tree_size", int, "N", "drafted tokens that a step verifies, and one"),
+    "--draft-lookup": (
+        "lookup", int, "N",
+        "where the last three tokens came before, verify N tokens that followed them in place of the draft's",
+    ),
     "--draft-window": ("window", token_count, "TOKENS", "that the draft's attention looks back at (default: all)"),
     "--draft-head-bits": ("head_bits", int, "BITS", "round the draft's head to 8 or 4 bits"),
     "--draft-vocab": (

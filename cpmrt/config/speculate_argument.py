@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from cpmrt.config.fields import Fields
@@ -13,7 +14,7 @@ LOOKUP = "lookup"
 """The draft that is no model: what followed the last tokens where they came before."""
 _SHAPE_KEYS = ("num_passes", "top_k", "tree_size")
 _KEYS = (
-    "method", *_SHAPE_KEYS, "shapes", "adaptive", "draft_vocab", "window", "head_bits", "residual_scale",
+    "method", *_SHAPE_KEYS, "shapes", "lookup", "adaptive", "draft_vocab", "window", "head_bits", "residual_scale",
     "simulate_accept",
 )  # fmt: skip
 
@@ -40,6 +41,9 @@ def read_speculation(
     fields = Fields(wishes, "speculate")
     method = _method(draft, fields.text("method", None), method_of_draft)
     shapes, is_one = _shapes(fields, method)
+    lookup_length = fields.integer("lookup", None)
+    if lookup_length is not None:
+        shapes = tuple(replace(shape, lookup_length=lookup_length) for shape in shapes)
     vocab = wishes.get("draft_vocab")
     return SpeculationConfig(
         method,

@@ -19,15 +19,18 @@ class TreeShape:
 
     Each draft pass takes the `top_k` best tokens of every node on the frontier; the `top_k` best of those, by their
     cumulative log-probability, are the next frontier (EAGLE-2, arXiv 2406.16858). With `top_k` 1 the tree is a chain.
-    Raises ConfigError.
+    Where the last three tokens of the text came before, and `lookup_length` is not 0, a chain of that many tokens which
+    followed them there is verified in place of the tree. Raises ConfigError.
     """
 
     num_passes: int = 2
     top_k: int = 10
     tree_size: int = 12
+    lookup_length: int = 0
 
     def __post_init__(self) -> None:
-        for name, low, high in (("num_passes", 1, 32), ("top_k", 1, 32), ("tree_size", 2, MAX_NODES)):
+        limits = (("num_passes", 1, 32), ("top_k", 1, 32), ("tree_size", 2, MAX_NODES))
+        for name, low, high in (*limits, ("lookup_length", 0, MAX_NODES - 1)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
                 raise ConfigError(f"speculate: {name}", expected=f"an integer in [{low}, {high}]", actual=quoted(value))
@@ -64,13 +67,23 @@ class TreeShape:
 
     @property
     def max_emitted(self) -> int:
-        """Tokens that a step gives at most: the longest path of the tree, and the token sampled at its end."""
-        return min(self.num_passes, self.tree_size - 1) + 1
+        """Tokens that a step gives at most: the longest path of drafts, and the token sampled at its end."""
+        return max(self.tree_depth, self.lookup_length) + 1
+
+    @property
+    def tree_depth(self) -> int:
+        """Drafted tokens on the longest path of the tree."""
+        return min(self.num_passes, self.tree_size - 1)
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes that a step verifies at most, with the root: those of the tree, or of the chain in its place."""
+        return max(self.tree_size, self.lookup_length + 1)
 
     @property
     def num_reserved(self) -> int:
         """Positions past the root that a step may write keys and values at, in the target's pages or the draft's."""
-        return max(self.tree_size - 1, self.top_k * (self.num_passes - 1))
+        return max(self.num_nodes - 1, self.top_k * (self.num_passes - 1))
 
     @classmethod
     def chain(cls, length: int) -> TreeShape:
@@ -122,6 +135,8 @@ class SpeculationConfig:
             raise ConfigError("speculate: shapes", expected="at least one tree shape", actual="none")
         if self.method in CHAIN_METHODS and any(shape.top_k != 1 for shape in self.shapes):
             raise ConfigError(f"speculate: {self.method} drafts chains", expected="top_k 1", actual=self.shapes)
+        if self.method == "lookup" and any(shape.lookup_length for shape in self.shapes):
+            raise ConfigError("speculate: lookup means nothing to method lookup", fix="name a model's draft beside it")
         is_path = isinstance(self.draft_vocab, str) and bool(self.draft_vocab)
         for name, value in (("draft_vocab", None if is_path else self.draft_vocab), ("window", self.window)):
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):

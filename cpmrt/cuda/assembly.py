@@ -49,8 +49,13 @@ class CudaTarget:
         return DType.BFLOAT16
 
     def check(self, config: ModelConfig, settings: EngineConfig) -> None:
-        """Raise UnsupportedModelError for a shape that the kernels do not take."""
+        """Raise UnsupportedModelError for a shape that the kernels do not take, ConfigError for a draft they do not."""
         check_supported(config)
+        if settings.speculation is not None and any(shape.lookup_length for shape in settings.speculation.shapes):
+            raise ConfigError(
+                "speculate: lookup beside a model's draft runs on NumPy only so far",
+                fix="leave lookup out, or use executor='reference'",
+            )
 
     def held(self, specs: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
         """Return weights in blocks of GGUF in 16 bits where no packed product takes them, and say so in the log.

@@ -60,7 +60,7 @@ class Draft:
     @property
     def max_tree_size(self) -> int:
         """The most rows of the target's pass over a tree."""
-        return max(shape.tree_size for shape in self.shapes)
+        return max(shape.num_nodes for shape in self.shapes)
 
     def cache_layout(self, max_context: int, max_sequences: int) -> CacheLayout | None:
         """Return the draft's own caches, whose pages have the target's numbers; None: it has none."""

@@ -17,7 +17,8 @@ from cpmrt.config import TreeShape
 from cpmrt.dtypes import F32, Array
 from cpmrt.reference.sampling import log_softmax
 
-_LONGEST_MATCH = 3
+LONGEST_MATCH = 3
+"""The most tokens at the end of a text that a lookup compares with those before."""
 
 
 @dataclass(frozen=True)
@@ -119,15 +120,15 @@ def accept(nodes: Nodes, sampled: Sequence[int] | Array) -> list[int]:
     return path
 
 
-def lookup(history: Sequence[int] | Array, num_drafted: int) -> list[int]:
+def lookup(history: Sequence[int] | Array, num_drafted: int, shortest_match: int = 1) -> list[int]:
     """Prompt lookup: what followed the most recent earlier occurrence of the last three tokens, else two, else one.
 
     `history`: all tokens, the root last. Where what followed reaches the end of the history, it goes on with the draft
-    itself. Without an occurrence there is nothing.
+    itself. Without an occurrence of at least `shortest_match` tokens there is nothing.
     """
     tokens = np.asarray(history, np.int64)
     last = len(tokens) - 1
-    for length in range(min(_LONGEST_MATCH, last), 0, -1):
+    for length in range(min(LONGEST_MATCH, last), shortest_match - 1, -1):
         ends = np.arange(length - 1, last)
         matches = np.all([tokens[ends - back] == tokens[last - back] for back in range(length)], axis=0)
         if matches.any():

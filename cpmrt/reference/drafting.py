@@ -21,7 +21,7 @@ from cpmrt.models.draft import Draft, DraftModel
 from cpmrt.models.layers import EMBED, HEAD
 from cpmrt.ops import KVPages, Ops, Rows
 from cpmrt.reference.blas_threads import BlasThreads
-from cpmrt.reference.draft_tree import Nodes, TreeGrowth, chain_nodes, lookup, top_k
+from cpmrt.reference.draft_tree import LONGEST_MATCH, Nodes, TreeGrowth, chain_nodes, lookup, top_k
 from cpmrt.reference.running import Running
 from cpmrt.reference.sparse_attention import append_compressed
 from cpmrt.speculation.procedure import MAX_WAITING, Waiting, after_chunk, catch_up, propose, speculate
@@ -261,8 +261,14 @@ class TreeStep(DraftStep):
         text = self._drafter.history[self._slot, : self._position + 1]
         self.nodes = chain_nodes(self._running.last_token, lookup(text, shape.tree_size - 1), shape.tree_size)
 
+    def lookup_instead(self, shape: TreeShape) -> None:
+        text = self._drafter.history[self._slot, : self._position + 1]
+        found = lookup(text, shape.lookup_length, LONGEST_MATCH)
+        if found:
+            self.nodes = chain_nodes(self._running.last_token, found, len(found) + 1)
+
     def verify(self, shape: TreeShape) -> None:
-        nodes, base, numbers = self.nodes, self._position, np.arange(shape.tree_size)
+        nodes, base, numbers = self.nodes, self._position, np.arange(len(self.nodes.tokens))
         self._rows = self._drafter.tree_rows(
             self._slot, base, nodes.tokens, base + nodes.depths, base + numbers, nodes.masks,
             (nodes.parents >= 0) | (numbers == 0),

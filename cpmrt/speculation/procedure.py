@@ -76,6 +76,10 @@ class TreeOps(DraftOps, Protocol):
         """Draft a chain from the sequence's own text, and set up the target's rows for it."""
         ...
 
+    def lookup_instead(self, shape: TreeShape) -> None:
+        """Replace the tree by a chain from the sequence's own text, if its last tokens came before."""
+        ...
+
     def verify(self, shape: TreeShape) -> None:
         """Run the target over the nodes."""
         ...
@@ -118,6 +122,8 @@ def propose(ops: TreeOps, shape: TreeShape, num_waiting: int) -> None:
         newest = slice(0, shape.top_k)
         ops.top_k(shape, newest)
     ops.finish(shape)
+    if shape.lookup_length:
+        ops.lookup_instead(shape)
 
 
 def catch_up(ops: DraftOps) -> None:

@@ -32,6 +32,9 @@ DRAFTS: dict[str, tuple[str | None, dict[str, Any]]] = {
     "model": ("model", {}),
     "itself": ("target", {}),
     "lookup": (None, {}),
+    "vllm or lookup": ("vllm", {"shapes": (TreeShape(2, 4, 6, 4), TreeShape(3, 2, 8, 11))}),
+    "eagle3 or lookup": ("eagle3", {"shapes": (TreeShape(2, 4, 6, 9), TreeShape.chain(3))}),
+    "model or lookup": ("model", {"shapes": (TreeShape(3, 1, 4, 8), TreeShape(1, 1, 2, 1))}),
 }
 RANDOM = np.random.default_rng(11)
 PROMPTS = [tuple(RANDOM.integers(3, VOCAB, count).tolist()) for count in (1, 7, 17, 40, 70)]
@@ -70,7 +73,7 @@ def plain(root):
 
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_tokens_and_logprobs_are_those_of_plain_decoding(root, plain, draft):
-    """230 prompts and settings over all drafts."""
+    """Over 200 prompts and settings over all drafts."""
     executor = open_with(root, draft)
     num_shapes, accepted, case = len(executor.limits.tree_shapes), [], 0
     for prompt in PROMPTS[3:] if "head" in draft else PROMPTS:

@@ -97,9 +97,14 @@ def test_file_prompts_are_beginnings_then_later_windows(demo, texts):
     assert [token for prompt in everything for token in prompt[1:]] == code[: len(code) // 39 * 39]
 
 
-def test_held_out_prompts_are_of_modules_that_were_not_trained_on(demo):
-    found = held_out_prompts(demo, 5, 24)
-    assert {name: len(prompts) for name, prompts in found.items()} == {"code": 5, "prose": 5, "questions": 5}
+@pytest.fixture(scope="module")
+def held_out_ones(demo):
+    return held_out_prompts(demo, 5, 24)
+
+
+def test_held_out_prompts_are_of_modules_that_were_not_trained_on(demo, held_out_ones):
+    found = held_out_ones
+    assert {name: len(found[name]) for name in found} == {"code": 5, "prose": 5, "edits": 5, "questions": 5}
     decode, held_out = demo.tokenizer.decode, standard_library_texts(held_out=True)
     flat = " ".join(" ".join(text for _, text in held_out).split())
     for name in ("code", "prose"):
@@ -117,9 +122,19 @@ def test_held_out_prompts_are_of_modules_that_were_not_trained_on(demo):
     assert all("What is the purpose of" in decode(prompt) for prompt in found["questions"])
 
 
+def test_an_edit_is_a_function_and_its_beginning_with_a_new_name(demo, held_out_ones):
+    for prompt in held_out_ones["edits"]:
+        function, asked = demo.tokenizer.decode(prompt[1:]).split("\n\n# The same with ")
+        names, begun = asked.split(":\n", 1)
+        new, old = names.split(" for ")
+        assert new == f"new_{old}" and old in function and new not in function
+        assert function.startswith(begun.replace(new, old)) and len(begun) < 0.7 * len(function)
+        ast.parse(function)
+
+
 @pytest.mark.parametrize(("draft", "shape"), [
     ("vllm", SHAPE), ("vllm", TreeShape.chain(4)), ("eagle3", TreeShape(3, 3, 9)), ("model", TreeShape.chain(3)),
-    ("lookup", TreeShape.chain(2)),
+    ("lookup", TreeShape.chain(2)), ("vllm", TreeShape(2, 4, 6, 5)),
 ])  # fmt: skip
 def test_figures_are_those_of_completions(opened, plain, draft, shape):
     variant = Variant(draft, shape)
@@ -127,7 +142,8 @@ def test_figures_are_those_of_completions(opened, plain, draft, shape):
         outcome = measure(llm, variant, PROMPTS, plain, NEW)
         entries = {(entry["text"], entry["temperature"]): entry for entry in records(outcome)}
         for (name, temperature), answers in plain.items():
-            histogram, accepted, reached = [0] * shape.max_emitted, [0.0] * shape.num_passes, [0.0] * shape.num_passes
+            histogram, depths = [0] * shape.max_emitted, shape.max_emitted - 1
+            accepted, reached = [0.0] * depths, [0.0] * depths
             for seed, (prompt, answer) in enumerate(zip(PROMPTS[name], answers, strict=True)):
                 params = SamplingParams(max_new_tokens=NEW, temperature=temperature, seed=seed)
                 stream = llm.stream(prompt, params)
@@ -137,7 +153,7 @@ def test_figures_are_those_of_completions(opened, plain, draft, shape):
                 for index, count in enumerate(completion.stats.accept_histogram):
                     histogram[index] += count
                 for number, size in enumerate(sizes[1:], 2):
-                    for depth in range(min(size, shape.num_passes)):
+                    for depth in range(min(size, depths)):
                         is_cut = number == len(sizes) and depth == size - 1
                         reached[depth] += not is_cut
                         accepted[depth] += size > depth + 1
@@ -207,13 +223,15 @@ def test_the_command(folders, tmp_path, capsys):
     out, draft = tmp_path / "out.json", str(folders / "vllm")
     command = command_of(folders, "--prompts=2", "--prompt-length=12", "--tokens=9", f"--json={out}")
     command += ["--shape=2,4,6", "--shape=2,1,3", "--draft=lookup", f"--draft={draft}", "--head-vocab", "12"]
+    command += ["--lookup", "7"]
     assert eval_drafts.main([*command, "--head-bits", "4", f"--frequent-text={folders / 'few.txt'}"]) == 0
     shown, progress = capsys.readouterr()
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in shown.splitlines() if line.startswith("|")]
-    assert [row[:2] for row in rows[2:5]] == [["lookup", "chain of 2"], [draft, "2, 4, 6"], [draft, "chain of 2"]]
-    assert [row[0] for row in rows[7:]] == ["24", "12", "24"] and [row[2] for row in rows[7:]] == ["32", "32", "4"]
+    trees = ["2, 4, 6", "chain of 2", "2, 4, 6, lookup of 7", "chain of 2, lookup of 7"]
+    assert [row[:2] for row in rows[2:7]] == [["lookup", "chain of 2"], *([draft, tree] for tree in trees)]
+    assert [row[0] for row in rows[9:]] == ["24", "12", "24"] and [row[2] for row in rows[9:]] == ["32", "32", "4"]
     results = json.loads(out.read_text())["results"]
-    assert len(results) == 10 and {entry["text"] for entry in results} == {"few"}
+    assert len(results) == 14 and {entry["text"] for entry in results} == {"few"}
     for entry, cell in zip(results[:2], rows[2][2:], strict=True):
         assert cell.split(":")[0] == f"{entry['mean_accept_length']:.2f}"
     assert f"{draft} (2, 4, 6), head of 12 tokens" in progress

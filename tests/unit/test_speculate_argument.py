@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from cpmrt.cli.arguments import Parser, add_draft_options, draft_arguments
-from cpmrt.config import EngineConfig, SpeculationConfig, TreeShape
+from cpmrt.config import EngineConfig, ModelConfig, SpeculationConfig, TreeShape
 from cpmrt.config.speculate_argument import read_speculation
 from cpmrt.config.speculation import DEFAULT_SHAPES, DRAFT_METHODS
+from cpmrt.cuda.assembly import CudaTarget
+from cpmrt.cuda.precompile import known_device
 from cpmrt.errors import ConfigError
 
 
@@ -73,6 +76,14 @@ def test_a_list_of_trees():
     assert not read("folder", {"shapes": [(2, 10, 12)], "adaptive": False}).is_adaptive
 
 
+def test_a_lookup_beside_every_tree():
+    found = read("folder", {"lookup": 15})
+    assert found.shapes == tuple(replace(shape, lookup_length=15) for shape in DEFAULT_SHAPES["eagle2"])
+    assert found.is_adaptive
+    found = read("folder", {"lookup": 8, "num_passes": 3}, "model")
+    assert found == SpeculationConfig("model", (TreeShape(3, 1, 4, 8),), is_adaptive=False)
+
+
 @pytest.mark.parametrize("vocab", [32768, "some/freq_32768.json", Path("some/freq_32768.json")])
 def test_what_concerns_the_draft_itself(vocab):
     found = read("folder", {"draft_vocab": vocab, "window": 1024, "head_bits": 4, "residual_scale": "cpmcu"})
@@ -110,6 +121,9 @@ def test_what_concerns_the_draft_itself(vocab):
     ("d", {"simulate_accept": 0.9}, "simulate_accept"),
     ("d", {"simulate_accept": "2"}, "simulate_accept"),
     ("d", {"simulate_accept": float("nan")}, "simulate_accept"),
+    ("lookup", {"lookup": 5}, "lookup means nothing to method lookup"),
+    ("d", {"lookup": 64}, "lookup"),
+    ("d", {"lookup": True}, "lookup"),
     ("lookup", {"window": 5}, "window means nothing to method lookup"),
     ("lookup", {"top_k": 2}, "lookup drafts chains"),
 ])  # fmt: skip
@@ -135,6 +149,7 @@ def test_wishes_that_the_method_cannot_fulfil(method, wishes):
     ("--draft e --draft-iters 4 --speculate auto", {"draft": "e", "speculate": {"num_passes": 4, "adaptive": True}}),
     ("--draft e --draft-vocab 8192 --draft-window 512 --draft-head-bits 8",
      {"draft": "e", "speculate": {"draft_vocab": 8192, "window": 512, "head_bits": 8}}),
+    ("--draft e --draft-lookup 15", {"draft": "e", "speculate": {"lookup": 15}}),
     ("--draft e --draft-vocab a/freq_9.json", {"draft": "e", "speculate": {"draft_vocab": "a/freq_9.json"}}),
 ])  # fmt: skip
 def test_the_options_of_the_command_line(line, expected):
@@ -154,6 +169,18 @@ EAGLE = SpeculationConfig("eagle2")
 def test_engine_settings_that_contradict_each_other(settings, message):
     with pytest.raises(ConfigError, match=message):
         EngineConfig(**settings)
+
+
+def test_a_gpu_refuses_a_lookup_beside_a_draft():
+    target = CudaTarget(known_device("sm_90"))
+    model = ModelConfig.from_hf({
+        "architectures": ["LlamaForCausalLM"], "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512, "max_position_embeddings": 512,
+    })  # fmt: skip
+    beside = EngineConfig(draft="d", speculation=SpeculationConfig("eagle2", (TreeShape(2, 10, 12, 11),)))
+    with pytest.raises(ConfigError, match="NumPy only so far; leave lookup out, or use executor='reference'"):
+        target.check(model, beside)
+    target.check(model, replace(beside, speculation=EAGLE))
 
 
 def test_accept_lengths_up_to_what_the_tree_can_give():

@@ -24,6 +24,14 @@ def test_rows_of_the_draft_may_reach_further_than_the_tree():
     assert TreeShape(4, 10, 12).num_reserved == 30
 
 
+def test_a_lookup_beside_a_tree_may_reach_further_than_it():
+    shape = TreeShape(2, 10, 12, 15)
+    assert (shape.tree_depth, shape.max_emitted, shape.num_nodes, shape.num_reserved) == (2, 16, 16, 15)
+    shape = TreeShape(4, 10, 32, 3)
+    assert (shape.tree_depth, shape.max_emitted, shape.num_nodes, shape.num_reserved) == (4, 5, 32, 31)
+    assert TreeShape(9, 2, 3).tree_depth == 2
+
+
 @pytest.mark.parametrize(
     ("numbers", "message"),
     [
@@ -36,6 +44,8 @@ def test_rows_of_the_draft_may_reach_further_than_the_tree():
         ((9, 9, 12), "drafted rows"),
         ((2, 10, 12.0), "tree_size"),
         ((True, 10, 12), "num_passes"),
+        ((2, 10, 12, 64), "lookup_length"),
+        ((2, 10, 12, -1), "lookup_length"),
     ],
 )
 def test_a_tree_that_cannot_be(numbers, message):
@@ -49,6 +59,7 @@ def test_a_tree_that_cannot_be(numbers, message):
         ({"method": "medusa"}, "method"),
         ({"method": "eagle2", "shapes": ()}, "at least one"),
         ({"method": "lookup"}, "chains"),
+        ({"method": "lookup", "shapes": (TreeShape(3, 1, 4, 5),)}, "lookup means nothing to method lookup"),
         ({"method": "model"}, "chains"),
         ({"method": "eagle2", "draft_vocab": 0}, "draft_vocab"),
         ({"method": "eagle2", "window": 1.5}, "window"),

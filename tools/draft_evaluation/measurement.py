@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from math import prod
 from typing import Any
 
@@ -68,10 +68,11 @@ class Outcome:
 
 
 def shape_label(shape: TreeShape) -> str:
-    """Returns PASSES, TOPK, SIZE as the command line takes them, or the length of a chain."""
-    if shape == TreeShape.chain(shape.num_passes):
-        return f"chain of {shape.num_passes}"
-    return f"{shape.num_passes}, {shape.top_k}, {shape.tree_size}"
+    """Returns PASSES, TOPK, SIZE as the command line takes them, or the length of a chain; then that of a lookup."""
+    tree = replace(shape, lookup_length=0)
+    numbers = f"{shape.num_passes}, {shape.top_k}, {shape.tree_size}"
+    label = f"chain of {shape.num_passes}" if tree == TreeShape.chain(shape.num_passes) else numbers
+    return f"{label}, lookup of {shape.lookup_length}" if shape.lookup_length else label
 
 
 def plain_tokens(

@@ -1,6 +1,7 @@
 """Texts for the evaluation: prompts to continue, and lists of the most frequent tokens.
 
-Prompts are code and prose that the bundled model was not trained on, questions, or come from the user's own files.
+Prompts are code and prose that the bundled model was not trained on, edits of such code, questions, or come from the
+user's own files.
 """
 
 from __future__ import annotations
@@ -9,10 +10,13 @@ import ast
 import contextlib
 import hashlib
 import inspect
+import re
 import sys
 import textwrap
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import gen_fr_index
@@ -35,19 +39,23 @@ ASKED_ABOUT = (
     "statistics.median", "time.monotonic", "uuid.uuid4", "weakref.finalize", "shlex.split",
 )  # fmt: skip
 """The questions about them have the phrasing that the bundled model's training left out."""
+EDITED_LENGTHS = range(120, 260)
+"""Tokens of a function that is to be edited: long enough to repeat, short enough for a small model to follow."""
 
 
 def held_out_prompts(llm: LLM, count: int, length: int) -> dict[str, Prompts]:
-    """Returns at most `count` prompts of `length` tokens each of code and prose, and as many questions.
+    """Returns at most `count` prompts of `length` tokens each of code and prose, and as many edits and questions.
 
     Code: functions of those modules of this Python that the bundled model's training left out. Prose: their
-    docstrings without the first paragraph, which its conversations may quote. No questions without a chat template.
+    docstrings without the first paragraph, which its conversations may quote. Edits: whole functions, each followed by
+    its own beginning with a variable renamed. No questions without a chat template.
     """
     modules = standard_library_texts(held_out=True)
     tokenizer = _tokenizer(llm)
     found = {
         "code": _beginnings(_functions(modules), tokenizer, count, length),
         "prose": _beginnings(_docstrings(modules), tokenizer, count, length),
+        "edits": _edits(_functions(modules), tokenizer, count),
     }
     if llm.chat_template is not None:
         questions = (HELD_OUT_PHRASING.format(name=name) for name in ASKED_ABOUT[:count])
@@ -90,14 +98,31 @@ def _bos(tokenizer: Tokenizer) -> list[int]:
 def _beginnings(texts: Iterable[str], tokenizer: Tokenizer, count: int, length: int) -> Prompts:
     """Returns the first tokens of the texts that are longer, shuffled by a hash, so that no module comes first."""
     bos = _bos(tokenizer)
-    prompts: Prompts = []
-    for text in sorted(set(texts), key=lambda text: hashlib.sha256(text.encode()).digest()):
-        ids = tokenizer.encode(text, add_special_tokens=False)
-        if len(ids) > length:
-            prompts.append(bos + ids[: length - len(bos)])
-        if len(prompts) == count:
-            break
-    return prompts
+    encoded = (tokenizer.encode(text, add_special_tokens=False) for text in _shuffled(texts))
+    long_enough = (bos + ids[: length - len(bos)] for ids in encoded if len(ids) > length)
+    return list(islice(long_enough, count))
+
+
+def _edits(functions: Iterable[str], tokenizer: Tokenizer, count: int) -> Prompts:
+    """Returns functions, each with its first quarter behind it in which its most frequent variable has a new name."""
+
+    def prompts() -> Iterator[list[int]]:
+        for text in _shuffled(functions):
+            variables = Counter(node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name))
+            names = [name for name, _ in variables.most_common() if len(name) > 3 and name.islower()]
+            if not names or len(tokenizer.encode(text, add_special_tokens=False)) not in EDITED_LENGTHS:
+                continue
+            lines = text.splitlines(keepends=True)
+            begun = "".join(lines[: max(2, len(lines) // 4)])
+            renamed = re.sub(rf"\b{names[0]}\b", f"new_{names[0]}", begun)
+            asked = f"{text}\n\n# The same with new_{names[0]} for {names[0]}:\n{renamed}"
+            yield _bos(tokenizer) + tokenizer.encode(asked, add_special_tokens=False)
+
+    return list(islice(prompts(), count))
+
+
+def _shuffled(texts: Iterable[str]) -> list[str]:
+    return sorted(set(texts), key=lambda text: hashlib.sha256(text.encode()).digest())
 
 
 def _functions(modules: Iterable[tuple[str, str]]) -> Iterator[str]:

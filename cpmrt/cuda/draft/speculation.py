@@ -73,6 +73,9 @@ class DraftLaunches:
     def lookup(self, shape: TreeShape) -> None:
         self._kernels.lookup(shape)
 
+    def lookup_instead(self, shape: TreeShape) -> None:
+        raise AssertionError("CudaTarget.check refuses a lookup beside a model's draft")
+
     def verify(self, shape: TreeShape) -> None:
         self._target.tree(shape.tree_size)
 
