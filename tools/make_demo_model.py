@@ -3,12 +3,14 @@
     python tools/make_demo_model.py all --minutes 15 --work build/demo --out cpmrt/assets/demo
     python tools/make_demo_model.py --long build/long --minutes 2
     python tools/make_demo_model.py --ternary build/ternary --minutes 1.5
+    python tools/make_demo_model.py --family latent build/latent --minutes 4
 
 Stages, each reading what the one before left in the work folder: `corpus` collects sources and docstring
 facts, `tokenizer` learns the vocabulary and encodes, `train` trains, `export` writes and measures the result.
 `--long` instead continues the bundled model to contexts of 65,536 tokens and teaches it to find statements in them
 (for tools/eval_sparse.py; not bundled), and `--ternary` continues it with ternary weights (for
-tools/eval_quantized.py; not bundled).
+tools/eval_quantized.py; not bundled). `--family` trains one of its size with latent attention, with lightning attention
+in most layers (hybrid), or as it is (plain), for comparison; not bundled.
 Needs torch, tokenizers, safetensors and NumPy; a GPU for anything but `--tiny`.
 """
 
@@ -21,6 +23,7 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from demo_model.conversations import training_conversations
@@ -28,13 +31,16 @@ from demo_model.corpus import write_corpus
 from demo_model.docstring_facts import Fact, collect_facts
 from demo_model.evaluation import Evaluator
 from demo_model.export import check_folder_size, write_checkpoint, write_json, write_model_card
+from demo_model.family import CONFIGS, make_family_model
 from demo_model.long_model import long_plan, make_long_model
 from demo_model.network import NetworkConfig
+from demo_model.short_run import ShortPlan
 from demo_model.ternary import TernaryPlan, make_ternary_model
 from demo_model.tokenizer import check_round_trip, encode_file, tokenizer_sample, train_tokenizer
 from demo_model.training import Trainer, TrainingPlan
 from tokenizers import Tokenizer
 
+PlanT = TypeVar("PlanT", bound=ShortPlan)
 STAGES = ("corpus", "tokenizer", "train", "export")
 
 
@@ -53,15 +59,15 @@ def training_plan(arguments: argparse.Namespace) -> TrainingPlan:
     return TrainingPlan(arguments.minutes, arguments.seed, arguments.learning_rate or TrainingPlan.learning_rate)
 
 
-def ternary_plan(arguments: argparse.Namespace) -> TernaryPlan:
-    """The run that was asked for."""
-    rate = arguments.learning_rate or TernaryPlan.learning_rate
+def short_plan(kind: type[PlanT], arguments: argparse.Namespace) -> PlanT:
+    """The run of a few minutes that was asked for."""
+    rate = arguments.learning_rate or kind.learning_rate
     if arguments.tiny:
-        return TernaryPlan(
+        return kind(
             arguments.minutes, arguments.seed, rate, tokens_per_step=1024, row_length=256, corpus_stride=200,
             evaluation_rows=4, log_seconds=1,
         )  # fmt: skip
-    return TernaryPlan(arguments.minutes, arguments.seed, rate)
+    return kind(arguments.minutes, arguments.seed, rate)
 
 
 def device() -> torch.device:
@@ -136,6 +142,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("stage", choices=(*STAGES, "all"), nargs="?")
     parser.add_argument("--long", type=Path, metavar="OUT", help="make the long model in this folder, no stage")
     parser.add_argument("--ternary", type=Path, metavar="OUT", help="make the ternary model in this folder, no stage")
+    parser.add_argument(
+        "--family", nargs=2, metavar=("KIND", "OUT"),
+        help=f"make a small model of this kind ({', '.join(CONFIGS)}) in this folder, no stage",
+    )  # fmt: skip
     parser.add_argument("--minutes", type=float, default=15.0, help="training time, compilation not counted")
     parser.add_argument("--work", type=Path, default=Path("build/demo"), help="intermediate files")
     parser.add_argument("--out", type=Path, default=Path("cpmrt/assets/demo"), help="the checkpoint")
@@ -143,20 +153,27 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--tiny", action="store_true", help="a smoke test: little text, two layers")
     arguments = parser.parse_args()
-    if sum(wish is not None for wish in (arguments.stage, arguments.long, arguments.ternary)) != 1:
-        parser.error("give a stage, --long OUT or --ternary OUT")
+    wishes = (arguments.stage, arguments.long, arguments.ternary, arguments.family)
+    if sum(wish is not None for wish in wishes) != 1:
+        parser.error("give a stage, --long OUT, --ternary OUT or --family KIND OUT")
+    if arguments.family and arguments.family[0] not in CONFIGS:
+        parser.error(f"--family: expected {', '.join(CONFIGS)}, got {arguments.family[0]}")
     return arguments
 
 
 def main() -> None:
-    """Runs one stage, or all in order, or makes the long model."""
+    """Runs one stage, or all in order, or makes one of the other models."""
     arguments = parse_arguments()
     if arguments.long is not None:
         plan = long_plan(arguments.minutes, arguments.seed, arguments.learning_rate, arguments.tiny)
         make_long_model(arguments.long, plan, device())
         return
     if arguments.ternary is not None:
-        make_ternary_model(arguments.ternary, ternary_plan(arguments), device())
+        make_ternary_model(arguments.ternary, short_plan(TernaryPlan, arguments), device())
+        return
+    if arguments.family is not None:
+        kind, out = arguments.family
+        make_family_model(kind, Path(out), short_plan(ShortPlan, arguments), device())
         return
     arguments.work.mkdir(parents=True, exist_ok=True)
     stages = {"corpus": make_corpus, "tokenizer": make_tokenizer, "train": train, "export": export}

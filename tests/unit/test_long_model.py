@@ -70,7 +70,7 @@ def test_a_stage_or_the_long_model(monkeypatch, capsys):
         monkeypatch.setattr(sys, "argv", ["make_demo_model.py", *arguments])
         with pytest.raises(SystemExit):
             make_demo_model.parse_arguments()
-        assert "give a stage, or --long OUT" in capsys.readouterr().err
+        assert "give a stage, --long OUT" in capsys.readouterr().err
     monkeypatch.setattr(sys, "argv", ["make_demo_model.py", "--long", "out"])
     assert make_demo_model.parse_arguments().long == Path("out")
 

@@ -27,8 +27,8 @@ def checkpoint_config(config: NetworkConfig) -> dict[str, object]:
     factors, sizes = config.rope_factors, asdict(config)
     del sizes["rope_reach"]
     return {
-        "architectures": ["MiniCPMForCausalLM"],
-        "model_type": "minicpm",
+        "architectures": [config.architecture],
+        "model_type": config.model_type,
         **sizes,
         "hidden_act": "silu",
         "attention_bias": False,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +13,13 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class NetworkConfig:
-    """Sizes and scales, under the field names of `config.json`."""
+    """Sizes and scales, under the field names of `config.json`.
+
+    A model of another kind has a subclass with its own fields, kind and mixers.
+    """
+
+    architecture: ClassVar[str] = "MiniCPMForCausalLM"
+    model_type: ClassVar[str] = "minicpm"
 
     vocab_size: int = 4096
     hidden_size: int = 256
@@ -29,6 +36,15 @@ class NetworkConfig:
     scale_depth: float = 1.4
     dim_model_base: int = 64
 
+    def mixer(self, layer: int) -> nn.Module:
+        """Returns what mixes the tokens in layer `layer`: it takes rows (count, length, hidden), cosines and sines."""
+        return Attention(self)
+
+    @property
+    def rope_dim(self) -> int:
+        """Elements of a head that are rotated."""
+        return self.head_dim
+
     @property
     def residual_scale(self) -> float:
         """The factor of each sublayer's output."""
@@ -42,7 +58,7 @@ class NetworkConfig:
     @property
     def rope_factors(self) -> list[float]:
         """LongRoPE factors, growing smoothly from 1 at the fastest frequency to `rope_reach` at the slowest."""
-        last = self.head_dim // 2 - 1
+        last = self.rope_dim // 2 - 1
         return [round(self.rope_reach ** (index / last), 6) for index in range(last + 1)]
 
 
@@ -71,8 +87,8 @@ class Projection(nn.Linear):
 
 
 def rope_table(config: NetworkConfig) -> tuple[Tensor, Tensor]:
-    """Returns fp32 cosines and sines (max_position_embeddings, head_dim / 2) from fp64 angles."""
-    half = config.head_dim // 2
+    """Returns fp32 cosines and sines (max_position_embeddings, rope_dim / 2) from fp64 angles."""
+    half = config.rope_dim // 2
     exponents = torch.arange(half, dtype=torch.float64) / half
     inverse = config.rope_theta**-exponents / torch.tensor(config.rope_factors, dtype=torch.float64)
     angles = torch.arange(config.max_position_embeddings, dtype=torch.float64)[:, None] * inverse
@@ -97,14 +113,19 @@ class Attention(nn.Module):
         self.o_proj = Projection(config.num_attention_heads * config.head_dim, config.hidden_size)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return self.o_proj(self.mixed(x, (cos, sin)))
+
+    def mixed(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
+        """Returns the values of all heads side by side; without cosines and sines nothing is rotated."""
         rows, length, _ = x.shape
         query, key, value = (
             projection(x).view(rows, length, -1, self.head_dim).transpose(1, 2)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
-        query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+        if rotation is not None:
+            query, key = rotate(query, *rotation), rotate(key, *rotation)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-        return self.o_proj(mixed.transpose(1, 2).reshape(rows, length, -1))
+        return mixed.transpose(1, 2).reshape(rows, length, -1)
 
 
 class FeedForward(nn.Module):
@@ -120,13 +141,13 @@ class FeedForward(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention and feed-forward, each added with the depth scale."""
+    """A mixer and the feed-forward, each added with the depth scale."""
 
-    def __init__(self, config: NetworkConfig) -> None:
+    def __init__(self, config: NetworkConfig, number: int) -> None:
         super().__init__()
         self.residual_scale = config.residual_scale
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config)
+        self.self_attn = config.mixer(number)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = FeedForward(config.hidden_size, config.intermediate_size)
 
@@ -141,7 +162,7 @@ class Decoder(nn.Module):
     def __init__(self, config: NetworkConfig) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(Layer(config, number) for number in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
 
