@@ -10,28 +10,27 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
 from cpmrt.dtypes import Array
 from cpmrt.weights.formats.blocks import BLOCK_TYPES
-from cpmrt.weights.gguf.header import DEFAULT_ALIGNMENT, FLOAT_NUMBERS
+from cpmrt.weights.gguf.header import ARRAY, BOOL, DEFAULT_ALIGNMENT, FLOAT32, FLOAT_NUMBERS, INT32, STRING, UINT32
 
 _FLOATS = {dtype.safetensors_name: (number, dtype) for number, dtype in FLOAT_NUMBERS.items()}
 
 
 @dataclass(frozen=True)
 class Typed:
-    """The value of a key in a type that Python does not say: `kind` is u32, i32 or f32, of a list that of its elements.
-    """
+    """A number, or a list of numbers, with the type that the file has them in."""
 
-    kind: str
+    kind: Literal["u32", "i32", "f32"]
     value: int | float | Sequence[int] | Sequence[float]
 
 
 KeyValue = str | bool | Sequence[str] | Typed
-_KINDS = {"u32": (4, "I"), "i32": (5, "i"), "f32": (6, "f")}
-_BOOL, _STRING, _ARRAY = 7, 8, 9
+_KINDS = {"u32": (UINT32, "I"), "i32": (INT32, "i"), "f32": (FLOAT32, "f")}
 
 
 @dataclass(frozen=True)
@@ -97,13 +96,13 @@ def _string(text: str) -> bytes:
 
 def _value(value: KeyValue) -> bytes:
     if isinstance(value, bool):
-        return struct.pack("<IB", _BOOL, value)
+        return struct.pack("<IB", BOOL, value)
     if isinstance(value, str):
-        return struct.pack("<I", _STRING) + _string(value)
+        return struct.pack("<I", STRING) + _string(value)
     if not isinstance(value, Typed):
-        return struct.pack("<IIQ", _ARRAY, _STRING, len(value)) + b"".join(map(_string, value))
+        return struct.pack("<IIQ", ARRAY, STRING, len(value)) + b"".join(map(_string, value))
     number, code = _KINDS[value.kind]
     if isinstance(value.value, Sequence):
         items = value.value
-        return struct.pack("<IIQ", _ARRAY, number, len(items)) + struct.pack(f"<{len(items)}{code}", *items)
+        return struct.pack("<IIQ", ARRAY, number, len(items)) + struct.pack(f"<{len(items)}{code}", *items)
     return struct.pack(f"<I{code}", number, value.value)

@@ -20,7 +20,7 @@ from cpmrt.quantization.gguf_file import KeyValue, Typed
 from cpmrt.text import Tokenizer
 from cpmrt.text.tokenizer import MAX_TOKENIZER_BYTES
 from cpmrt.weights.files import parse_object
-from cpmrt.weights.gguf.architectures import GGUF_ARCHITECTURES, GgufArchitecture
+from cpmrt.weights.gguf.architectures import GGUF_ARCHITECTURES, LONG_FACTORS, SHORT_FACTORS, GgufArchitecture
 from cpmrt.weights.gguf.header import Value
 from cpmrt.weights.gguf.vocabulary import PREFIX, TEMPLATE, TEMPLATES, WHOLE, TokenType, tokenizer_json
 from cpmrt.weights.gguf.word_patterns import name_of
@@ -76,12 +76,10 @@ def model_keys(folder: ModelFolder, file_type: int) -> dict[str, KeyValue]:
 
 
 def factor_tensors(config: ModelConfig) -> dict[str, Sequence[float]]:
-    """Return the factors of a rotary embedding that GGUF keeps as tensors, by the end of their names."""
+    """Return the factors of a rotary embedding that GGUF keeps as tensors, by their names."""
     if config.rope.kind != "longrope":
         return {}
-    return {
-        "rope_factors_long.weight": config.rope.long_factor, "rope_factors_short.weight": config.rope.short_factor
-    }
+    return {LONG_FACTORS: config.rope.long_factor, SHORT_FACTORS: config.rope.short_factor}
 
 
 def _u32(number: int) -> Typed:

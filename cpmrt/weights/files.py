@@ -14,6 +14,7 @@ from typing import BinaryIO
 from cpmrt.errors import CheckpointError, quoted, reason_of
 
 MAX_JSON_BYTES = 10_000_000
+DOWNLOAD_AGAIN = "the file may be cut or damaged: download it again"
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 """How the small text begins that git leaves in place of a large file."""
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from cpmrt.dtypes import Array, DType
 from cpmrt.errors import CheckpointError, quoted
-from cpmrt.weights.files import LFS_POINTER, lfs_pointer, open_file, parse_object, reading
+from cpmrt.weights.files import DOWNLOAD_AGAIN, LFS_POINTER, lfs_pointer, open_file, parse_object, reading
 
 FLOATS = {dtype.safetensors_name: dtype for dtype in DType}
 """The types in which weights that are not quantised are stored, by the format's names."""
@@ -31,7 +31,6 @@ _LENGTH_BYTES = 8
 _MAX_DIMS = 32
 """What an array of NumPy 1 can have."""
 _MAX_BYTES = 2**63 - 1
-_DOWNLOAD_AGAIN = "the file may be cut or damaged: download it again"
 
 _WORDS = {
     "BOOL": "u1", "U8": "u1", "I8": "i1", "U16": "<u2", "I16": "<i2", "U32": "<u4", "I32": "<i4", "U64": "<u8",
@@ -124,7 +123,7 @@ class SafetensorsFile:
 def _read_header(file: BinaryIO, path: Path, size: int) -> bytes:
     if size < _LENGTH_BYTES:
         raise CheckpointError(
-            f"{path} is too short", expected="at least 8 bytes", actual=f"{size} bytes", fix=_DOWNLOAD_AGAIN
+            f"{path} is too short", expected="at least 8 bytes", actual=f"{size} bytes", fix=DOWNLOAD_AGAIN
         )
     head = file.read(_LENGTH_BYTES)
     if LFS_POINTER.startswith(head):
@@ -133,7 +132,7 @@ def _read_header(file: BinaryIO, path: Path, size: int) -> bytes:
     limit = min(MAX_HEADER_BYTES, size - _LENGTH_BYTES)
     if not 0 < length <= limit:
         raise CheckpointError(
-            f"{path}: header length", expected=f"1 to {limit} bytes", actual=length, fix=_DOWNLOAD_AGAIN
+            f"{path}: header length", expected=f"1 to {limit} bytes", actual=length, fix=DOWNLOAD_AGAIN
         )
     header = file.read(length)
     if len(header) < length:
@@ -172,7 +171,7 @@ def _entry(path: Path, name: str, fields: object, start: int, size: int) -> Tens
             f"{where} reaches beyond the file",
             expected=f"an end of at most {size - start}",
             actual=quoted(offsets[1]),
-            fix=_DOWNLOAD_AGAIN,
+            fix=DOWNLOAD_AGAIN,
         )
     nbytes, odd_bits = divmod(prod(shape) * bits, 8)
     if odd_bits or nbytes != offsets[1] - offsets[0]:

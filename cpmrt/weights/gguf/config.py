@@ -20,12 +20,9 @@ from cpmrt.weights.gguf.architectures import (
 )
 from cpmrt.weights.gguf.file import GgufModel
 from cpmrt.weights.gguf.header import Value
+from cpmrt.weights.gguf.vocabulary import PREFIX, TOKENS, TYPES, TokenType
 
-TOKENS_KEY = "tokenizer.ggml.tokens"
-TYPES_KEY = "tokenizer.ggml.token_type"
-CONTROL = 3
-"""The type of tokens that steer the model and are no text."""
-_END_IDS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
+_END_IDS = tuple(f"{PREFIX}{name}_token_id" for name in ("eos", "eot", "eom"))
 _END_TEXTS = frozenset(("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>"))
 """Control tokens that end an answer in every model that has them. A file names one end, a generation_config.json all.
 """
@@ -65,7 +62,7 @@ def config_json(model: GgufModel) -> dict[str, Any]:
         "tie_word_embeddings": "output.weight" not in model.entries,
         "attention_bias": "blk.0.attn_q.bias" in model.entries,
         "torch_dtype": _dtype(model),
-        "bos_token_id": model.metadata.get("tokenizer.ggml.bos_token_id"),
+        "bos_token_id": model.metadata.get(f"{PREFIX}bos_token_id"),
         "eos_token_id": _end_ids(model),
     }
     return config | (_scales(keys, hidden, layers) if row.hugging_face.startswith("MiniCPM") else {})
@@ -91,9 +88,9 @@ def _end_ids(model: GgufModel) -> list[int]:
             ids.append(value)
         elif value is not None:
             raise CheckpointError(f"{model.path}: key {quoted(key)}", expected="a token id", actual=quoted(value))
-    texts, types = model.metadata.get(TOKENS_KEY), model.metadata.get(TYPES_KEY)
+    texts, types = model.metadata.get(TOKENS), model.metadata.get(TYPES)
     if isinstance(texts, list) and isinstance(types, np.ndarray) and len(types) == len(texts):
-        controls = np.flatnonzero(types == CONTROL).tolist()
+        controls = np.flatnonzero(types == TokenType.CONTROL).tolist()
         ids += [token_id for token_id in controls if texts[token_id] in _END_TEXTS]
     return list(dict.fromkeys(ids))
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from cpmrt.dtypes import Array
 from cpmrt.errors import CheckpointError, quoted
-from cpmrt.weights.files import LFS_POINTER, lfs_pointer, open_file, reading
+from cpmrt.weights.files import DOWNLOAD_AGAIN, LFS_POINTER, lfs_pointer, open_file, reading
 from cpmrt.weights.gguf.header import Value, read_header
 from cpmrt.weights.safetensors import FLOATS, TensorEntry
 
@@ -46,7 +46,7 @@ class GgufFile:
             if size < 24:
                 raise CheckpointError(
                     f"{path} is too short", expected="at least 24 bytes", actual=f"{size} bytes",
-                    fix="the file may be cut or damaged: download it again",
+                    fix=DOWNLOAD_AGAIN,
                 )  # fmt: skip
             try:
                 mapped = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
@@ -110,7 +110,7 @@ class GgufModel:
     """All files of a model, opened: one, or the parts of a split one. Closes at the end of a `with` block."""
 
     path: Path
-    """As the user named it."""
+    """The file that the user named; of a split model any of its parts."""
     parts: tuple[GgufFile, ...]
     entries: Mapping[str, TensorEntry]
 

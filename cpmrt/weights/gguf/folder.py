@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from cpmrt.weights.gguf.config import config_json, generation_config_json
 from cpmrt.weights.gguf.file import SUFFIX, GgufModel
-from cpmrt.weights.gguf.vocabulary import encoded, has_tokenizer, tokenizer_config_json, tokenizer_json
+from cpmrt.weights.gguf.vocabulary import has_tokenizer, tokenizer_config_json, tokenizer_json
 
 
 def is_gguf(path: Path) -> bool:
@@ -23,7 +26,10 @@ def read_member(path: Path, name: str) -> bytes | None:
     Raises CheckpointError, ConfigError, UnsupportedModelError.
     """
     make = _members(path).get(name)
-    return None if make is None else encoded(make())
+    if make is None:
+        return None
+    # Where a number belongs a file may have an array: whoever reads the member says so.
+    return json.dumps(make(), ensure_ascii=False, default=np.ndarray.tolist).encode()
 
 
 def has_member(path: Path, name: str) -> bool:

@@ -19,31 +19,31 @@ import numpy as np
 
 from cpmrt.dtypes import Array, DType
 from cpmrt.errors import CheckpointError, UnsupportedModelError, listed, quoted
+from cpmrt.weights.files import DOWNLOAD_AGAIN
 from cpmrt.weights.formats.blocks import BLOCK_TYPES
 from cpmrt.weights.safetensors import TensorEntry
 
 Value = int | float | bool | str | list[str] | Array
-"""Of a key: a list of strings, or an array of numbers, where it is several."""
+"""The value of a key: one number or text, a list of texts, or an array of numbers."""
 
 MAX_HEADER_BYTES = 100_000_000
-"""As of safetensors; the largest vocabularies take a tenth of it."""
+"""The longest header that is read, as of safetensors; the largest vocabularies take a tenth of it."""
 MAX_NAME_BYTES = 64
-"""Of a tensor's name, by the format."""
+"""The longest name of a tensor, by the format."""
 MAX_KEY_BYTES = 65535
 MAX_DIMS = 4
 DEFAULT_ALIGNMENT = 32
 MAX_ALIGNMENT = 1 << 20
 VERSIONS = (2, 3)
-_DOWNLOAD_AGAIN = "the file may be cut or damaged: download it again"
-_STRING, _BOOL, _ARRAY = 8, 7, 9
+UINT32, INT32, FLOAT32, BOOL, STRING, ARRAY = 4, 5, 6, 7, 8, 9
+"""Numbers of the types of values."""
 _NUMBERS = {
-    0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", _BOOL: "<u1", 10: "<u8", 11: "<i8",
-    12: "<f8",
+    0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", UINT32: "<u4", INT32: "<i4", FLOAT32: "<f4", BOOL: "<u1", 10: "<u8",
+    11: "<i8", 12: "<f8",
 }  # fmt: skip
-# Number of a value's type -> how NumPy reads it.
-
+"""Number of a value's type -> how NumPy reads it."""
 FLOAT_NUMBERS = {0: DType.FLOAT32, 1: DType.FLOAT16, 30: DType.BFLOAT16}
-"""Number of a tensor's type -> the type, where it has no blocks."""
+"""Number of a tensor's type -> the type, of those without blocks."""
 _BLOCK_NUMBERS = {row.number: row for row in BLOCK_TYPES.values()}
 _OTHER_TYPES = {
     9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S", 22: "IQ2_S", 24: "I8",
@@ -54,7 +54,7 @@ SUPPORTED_TYPES = (*(dtype.safetensors_name for dtype in FLOAT_NUMBERS.values())
 
 @dataclass(frozen=True)
 class Header:
-    """What a file says of itself, checked: the tensors lie inside it, one after another. `path` is absolute or not."""
+    """What a file says of itself, checked: the tensors lie inside it, one after another."""
 
     version: int
     metadata: dict[str, Value]
@@ -80,7 +80,7 @@ class _Reader:
         if nbytes > left:
             raise self.fail(
                 f"{what} reaches beyond the file" if self.end == len(self.data) else f"{what}: the header is too long",
-                expected=f"at most {left} bytes more", actual=quoted(nbytes), fix=_DOWNLOAD_AGAIN,
+                expected=f"at most {left} bytes more", actual=quoted(nbytes), fix=DOWNLOAD_AGAIN,
             )  # fmt: skip
         self.place += nbytes
         return self.data[self.place - nbytes : self.place]
@@ -94,7 +94,7 @@ class _Reader:
         count: int = self.number("Q", what)
         most = (self.end - self.place) // smallest
         if count > most:
-            raise self.fail(what, expected=f"at most {most} in so large a file", actual=count, fix=_DOWNLOAD_AGAIN)
+            raise self.fail(what, expected=f"at most {most} in so large a file", actual=count, fix=DOWNLOAD_AGAIN)
         return count
 
     def string(self, what: str, low: int = 0, high: int = MAX_HEADER_BYTES) -> str:
@@ -133,7 +133,7 @@ def read_header(data: memoryview, path: Path) -> Header:
 def _version(reader: _Reader) -> int:
     magic = bytes(reader.take(4, "the magic"))
     if magic != b"GGUF":
-        raise reader.fail("this is no GGUF file", expected=repr(b"GGUF"), actual=repr(magic), fix=_DOWNLOAD_AGAIN)
+        raise reader.fail("this is no GGUF file", expected=repr(b"GGUF"), actual=repr(magic), fix=DOWNLOAD_AGAIN)
     version: int = reader.number("I", "the version")
     if version in VERSIONS:
         return version
@@ -146,19 +146,19 @@ def _version(reader: _Reader) -> int:
 
 def _value(reader: _Reader, what: str) -> Value:
     kind: int = reader.number("I", f"the type of {what}")
-    if kind == _STRING:
+    if kind == STRING:
         return reader.string(what)
-    if kind == _ARRAY:
+    if kind == ARRAY:
         return _array(reader, what)
     value = _numbers(reader, kind, 1, what)[0].item()
-    return bool(value) if kind == _BOOL else value
+    return bool(value) if kind == BOOL else value
 
 
 def _array(reader: _Reader, what: str) -> list[str] | Array:
     kind: int = reader.number("I", f"the type of the elements of {what}")
-    if kind == _ARRAY:
+    if kind == ARRAY:
         raise UnsupportedModelError(f"{reader.path}: {what}", expected="numbers or strings", actual="a list of lists")
-    if kind != _STRING:
+    if kind != STRING:
         width = np.dtype(_NUMBERS[kind]).itemsize if kind in _NUMBERS else 1
         return _numbers(reader, kind, reader.count(width, f"the length of {what}"), what)
     count = reader.count(8, f"the length of {what}")
@@ -170,9 +170,9 @@ def _numbers(reader: _Reader, kind: int, count: int, what: str) -> Array:
         raise reader.fail(f"the type of {what}", expected="0 to 12", actual=kind)
     dtype = np.dtype(_NUMBERS[kind])
     values: Array = np.frombuffer(reader.take(count * dtype.itemsize, what), dtype)
-    if kind == _BOOL and (values > 1).any():
+    if kind == BOOL and (values > 1).any():
         raise reader.fail(what, expected="0 or 1 for a truth value", actual=int(values.max()))
-    return values.astype(np.bool_) if kind == _BOOL else values.copy()  # no view: the map can be closed
+    return values.astype(np.bool_) if kind == BOOL else values.copy()  # no view: the map can be closed
 
 
 def _alignment(reader: _Reader, metadata: dict[str, Value]) -> int:
@@ -211,7 +211,7 @@ def _tensors(reader: _Reader, count: int) -> Iterator[_Described]:
         if 0 in dims or prod(dims) > len(reader.data) * size:
             raise reader.fail(
                 f"{where}: its shape", expected="sizes from 1 that fit the file", actual=quoted(list(dims[::-1])),
-                fix=_DOWNLOAD_AGAIN,
+                fix=DOWNLOAD_AGAIN,
             )  # fmt: skip
         if dims[0] % size:
             expected = f"a multiple of {size} columns for {dtype}"
@@ -246,7 +246,7 @@ def _entries(reader: _Reader, described: list[_Described], start: int, alignment
         if start + end > len(reader.data):
             raise reader.fail(
                 f"{where} reaches beyond the file", expected=f"at least {start + end} bytes",
-                actual=f"{len(reader.data)} bytes", fix=_DOWNLOAD_AGAIN,
+                actual=f"{len(reader.data)} bytes", fix=DOWNLOAD_AGAIN,
             )  # fmt: skip
         entries[tensor.name] = TensorEntry(
             tensor.name, tensor.dtype, tensor.shape, reader.path, start + tensor.offset, tensor.nbytes

@@ -7,7 +7,6 @@ its word.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -30,7 +29,7 @@ MODEL, TOKENS, TYPES, SCORES, MERGES = (
 WHOLE = "tokenizer.huggingface.json"
 TEMPLATE, TEMPLATES = "tokenizer.chat_template", "tokenizer.chat_templates"
 MAX_PIECE_CHARACTERS = 256
-"""Of a piece that is merged from others: all its cuts are looked up. SentencePiece itself makes none over 16."""
+"""The longest piece that is merged from others: all its cuts are looked up. SentencePiece makes none over 16."""
 _SPACE = "\u2581"
 _NAMED = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
 
@@ -253,8 +252,3 @@ def _listed(value: Value | None, key: str, path: Path) -> Sequence[str]:
             return []
         raise CheckpointError(f"{path}: key {quoted(key)}", expected="a list of strings", actual=quoted(value))
     return value
-
-
-def encoded(fields: Mapping[str, object]) -> bytes:
-    """Return an object as the bytes of a JSON file, arrays as lists."""
-    return json.dumps(fields, ensure_ascii=False, default=np.ndarray.tolist).encode()
