@@ -54,6 +54,59 @@ class Mask:
     __hash__ = None  # type: ignore[assignment]
 
 
+Path = tuple[int, ...]
+"""The tokens that lead from the root of a drafted tree, the last token of its sequence, to one of its nodes."""
+
+
+class TreeMasks:
+    """The tokens that the nodes of a drafted tree may sample: `bits` has those of each (as `Mask.bits`) by its path.
+
+    A node whose path is not there is cut, as if it had not been drafted; the root never is. What is drafted is known
+    when the draft has run: the executor asks then (`of_nodes`), and `find` tells what is left of all paths.
+    `on_let_go`, set by an executor whose step is on its way, is called if nobody needs the step's tokens any more.
+    """
+
+    __slots__ = ("bits", "on_let_go", "_find")
+
+    def __init__(
+        self,
+        bits: Mapping[Path, bytes | None] | None = None,
+        find: Callable[[Sequence[Path]], Mapping[Path, bytes | None]] | None = None,
+    ):
+        self.bits, self._find = bits, find
+        self.on_let_go: Callable[[], None] | None = None
+
+    def of_nodes(self, tokens: Sequence[int], parents: Sequence[int]) -> dict[int, bytes | None]:
+        """Return by its number what each node that is left may sample.
+
+        Node 0 is the root, and a parent goes before its children; of a node that is not there it is -1.
+        """
+        paths: list[Path | None] = [()]
+        for token, parent in zip(tokens[1:], parents[1:], strict=True):
+            before = paths[parent] if parent >= 0 else None
+            paths.append(None if before is None else (*before, int(token)))
+        if self.bits is None:
+            assert self._find is not None
+            self.bits = self._find([path for path in paths if path is not None])
+        bits = self.bits
+        return {node: bits[path] for node, path in enumerate(paths) if path is not None and path in bits}
+
+    def let_go(self) -> None:
+        """Have the step sample anything, once: its result does not count."""
+        if self.bits is None:
+            self.bits = {(): None}
+            if self.on_let_go is not None:
+                self.on_let_go()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TreeMasks) and self.bits == other.bits
+
+    def __repr__(self) -> str:
+        return "TreeMasks()" if self.bits is None else f"TreeMasks({len(self.bits)} nodes)"
+
+    __hash__ = None  # type: ignore[assignment]
+
+
 @dataclass(frozen=True, slots=True)
 class Admit:
     """Take a free slot for a new sequence.
@@ -133,6 +186,8 @@ class Speculate:
 
     slots: tuple[int]
     shape: int = 0
+    masks: TreeMasks | None = None
+    """What the nodes may sample; None: anything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +276,8 @@ class ExecutorLimits:
     """Tokens of a KV page."""
     takes_masks: bool = False
     """Whether rows may have a `Mask`, and answers be fast-forwarded."""
+    takes_tree_masks: bool = False
+    """Whether Speculate steps may have `TreeMasks`."""
     remakes_answers: bool = False
     """Whether prompts are so fast that answers may be computed again, as prompts, while nothing else is to do."""
     num_snapshots: int = 0

@@ -20,6 +20,7 @@ from cpmrt.executor import (
     Step,
     StepResult,
     TokenLogprobs,
+    TreeMasks,
 )
 
 VOCAB = 50
@@ -129,7 +130,7 @@ class ScriptedExecutor:
         assert len(set(step.slots)) == len(step.slots)
         if isinstance(step, Speculate):
             (slot,) = step.slots
-            return [self._speculate(self.running[slot], self._limits.tree_shapes[step.shape])]
+            return [self._speculate(self.running[slot], self._limits.tree_shapes[step.shape], step.masks)]
         masks = step.masks or (None,) * len(step.slots)
         return [self._decode(self.running[slot], mask) for slot, mask in zip(step.slots, masks, strict=True)]
 
@@ -157,18 +158,35 @@ class ScriptedExecutor:
         tokens, logprobs = self._emit(running, step.mask)
         return SlotResult((*certain, *tokens), logprobs)
 
-    def _speculate(self, running: Running, shape: TreeShape) -> SlotResult:
+    def right(self, running: Running, path: tuple[int, ...]) -> int:
+        """Return the token that comes behind a path of drafts."""
+        return next_token([*running.tokens, *path], running.admit.seed)
+
+    def _speculate(self, running: Running, shape: TreeShape, masks: TreeMasks | None) -> SlotResult:
         """The longest path of a drafted tree whose tokens come, and the token after it."""
         assert running.ready
         if not running.finished:
             self._check_room(running, shape)
         children = self._draft(running, shape)
+        left = self._left(children, shape, masks)
         tokens, logprobs, node = (), (), 0
-        while node is not None:
-            token, logprob = self._emit(running)
+        while node in left:
+            token, logprob = self._emit(running, left[node])
             tokens, logprobs = tokens + token, logprobs + logprob
             node = children.get((node, *token))
         return SlotResult(tokens, logprobs)
+
+    def _left(
+        self, children: dict[tuple[int, int], int], shape: TreeShape, masks: TreeMasks | None
+    ) -> dict[int, Mask | None]:
+        """The masks of the nodes that are not cut."""
+        if masks is None:
+            return dict.fromkeys(range(shape.tree_size))
+        tokens, parents = [-1] * shape.tree_size, [-1] * shape.tree_size
+        for (parent, token), node in children.items():
+            tokens[node], parents[node] = token, parent
+        left = masks.of_nodes(tokens, parents)
+        return {node: Mask(bits, is_filled=True) for node, bits in left.items()}
 
     def _check_room(self, running: Running, shape: TreeShape) -> None:
         """The pages of the sequence hold all that the step may write within the context."""
@@ -185,8 +203,8 @@ class ScriptedExecutor:
             inner = [index for index, path in enumerate(paths) if len(path) < shape.num_passes]
             parent = self.random.choice(inner[-shape.top_k :])
             path = paths[parent]
-            right = next_token([*running.tokens, *path], running.admit.seed)
-            token = right if self.random.random() < self.accuracy else self.random.randrange(VOCAB)
+            is_right = self.random.random() < self.accuracy
+            token = self.right(running, path) if is_right else self.random.randrange(VOCAB)
             paths.append((*path, token))
             # What lies past the context is never accepted.
             if root + max(node, len(path) + 1) < self._limits.max_context:

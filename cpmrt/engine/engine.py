@@ -14,7 +14,7 @@ from cpmrt.engine.flight import StepsInFlight
 from cpmrt.engine.loan import Loan
 from cpmrt.engine.prefix_cache import empty_cache
 from cpmrt.engine.sequence import Phase, Request, Sequence
-from cpmrt.engine.speculation import DraftPolicy
+from cpmrt.engine.speculation import PLAIN, DraftPolicy
 from cpmrt.engine.stats import AcceptCounts
 from cpmrt.errors import RequestError
 from cpmrt.executor import (
@@ -47,7 +47,7 @@ class Engine:
     first shape. Sequences that decode together take plain steps. The tokens are the same in every case.
 
     The steps of a sequence under a grammar have masks (`engine.guide`), so that it cannot run ahead by more than a
-    step; those that decode with it wait for it, and all go on together.
+    step, and by none that drafts; those that decode with it wait for it, and all go on together.
     """
 
     def __init__(
@@ -222,11 +222,15 @@ class Engine:
                 if transitions.wants_fast_forward(seq):
                     self._submit(transitions.fast_forward(seq), (seq,))
                     return True
-        if not decoding or any(transitions.awaits_mask(seq, bool(self._loans)) for seq in decoding):
+        is_lending = bool(self._loans)
+        may_draft = transitions.may_draft(decoding, self.limits, is_lending)
+        if not decoding or any(
+            transitions.awaits_mask(seq, may_draft=may_draft, is_lending=is_lending) for seq in decoding
+        ):
             return False
         if decoding != self._decoding or any(seq.guide for seq in decoding):
             self._decoding, self._decode_steps = decoding, {}
-        shape = transitions.next_shape(decoding, self.limits)
+        shape = transitions.next_shape(decoding[0]) if may_draft else PLAIN
         step = self._decode_steps.get(shape)
         if step is None:
             step = self._decode_steps[shape] = transitions.decode_step(decoding, shape)

@@ -5,6 +5,10 @@ filled as soon as the step before it is done: the layers run meanwhile. Tokens t
 are not sampled one by one. The first of such a run is still taken by a plain step, whose mask allows nothing else, and
 the rest follows as one `FastForward` step. Which tokens these are depends on the answer alone, not on what is in
 flight, so that an answer has the same bits in any company.
+
+A step that drafts is submitted when all tokens before it are known. Each node of its tree has what plain decoding would
+have behind the node's path, from a guide of its own, a fork of its parent's (`GuidedTree`). So a node is cut where
+plain decoding would not take a decode step: behind an end, or behind the first of a run of certain tokens.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from cpmrt.errors import FormError
-from cpmrt.executor import Mask
+from cpmrt.executor import Mask, Path, TreeMasks
 
 MIN_RUN = 2
 """The fewest certain tokens that make a FastForward step."""
@@ -32,6 +36,10 @@ class Matcher(Protocol):
 
     def accept(self, token_ids: Sequence[int]) -> None:
         """Go on to the state behind these tokens."""
+        ...
+
+    def fork(self) -> Matcher:
+        """Return a matcher in the same state, which goes its own way from there."""
         ...
 
     @property
@@ -54,6 +62,10 @@ class Guide:
         """The mask of the step that was submitted last."""
         self.run: tuple[int, ...] = ()
         """Certain tokens to fast-forward over, behind the step that was submitted last, which samples the first."""
+        self._tree: GuidedTree | None = None
+        """Of that step, if it drafts, until its result is taken."""
+        self._is_early = False
+        """Whether `_mask` is that of a step that is still to be submitted."""
         self.failure: FormError | None = None
         self._ahead: tuple[int, ...] = ()
         """Certain tokens that submitted steps and `run` will bring."""
@@ -63,7 +75,7 @@ class Guide:
     @property
     def is_ready(self) -> bool:
         """Whether another step may be submitted."""
-        return self._mask is None or self._mask.is_filled
+        return self._tree is None and (self._mask is None or self._mask.is_filled)
 
     @property
     def num_ahead(self) -> int:
@@ -77,16 +89,56 @@ class Guide:
 
     def next_mask(self, room: int, *, is_known: bool) -> Mask:
         """Return the mask of the next step, filled if all tokens before it are known; `room` as for `fill`."""
+        if self._is_early and self._mask is not None:
+            self._is_early = False
+            return self._mask
         self._mask, self.run = Mask(), ()
         if is_known:
             self.fill(room)
         return self._mask
+
+    def begins_run(self, room: int) -> bool:
+        """Tell whether a FastForward step comes behind the next step, before which nothing is in flight."""
+        if not self._is_early:
+            self.next_mask(room, is_known=True)
+            self._is_early = True
+        return bool(self.run)
+
+    def tree_masks(self, room: int) -> TreeMasks:
+        """Return the masks of the next step, which drafts; nothing is in flight. `room` as for `fill`."""
+        self.next_mask(room, is_known=True)
+        self._tree = GuidedTree(self, room)
+        return self._tree.masks
+
+    @property
+    def bits(self) -> bytes | None:
+        """Those of the last step's mask, which is filled."""
+        assert self._mask is not None
+        return self._mask.bits
+
+    def behind(self, token: int, room: int) -> Guide | None:
+        """Return a guide with the mask of a step behind `token`, the next one, or None if no decode step comes there.
+
+        This guide's own mask is filled. `room`: for how many tokens there is room behind the next one.
+        """
+        is_last = self.run or self.failure or room <= 0 or token in self._stop_ids
+        if is_last or not _allows(self.bits, token):
+            return None
+        fork = Guide(self._matcher.fork(), self._max_run, self._stop_ids)
+        fork._ahead, fork._certain = self._ahead, self._certain
+        if fork.take((token,), room + 1) or fork.is_complete:
+            return None
+        fork.next_mask(room, is_known=True)
+        return None if fork.failure else fork
 
     def take(self, token_ids: Sequence[int], room: int) -> tuple[int, ...]:
         """Note the tokens that a step has brought, and return certain ones behind them with which the answer ends.
 
         Mostly there are none. `room`: for how many tokens there was room before these.
         """
+        if self._tree is not None:
+            self._go_along(self._tree, tuple(token_ids[:-1]))
+            token_ids, room = token_ids[-1:], room - len(token_ids[:-1])
         known = len(self._ahead)
         if tuple(token_ids[:known]) != self._ahead[: len(token_ids)]:
             self.failure = FormError("a token was sampled that the mask of its row does not allow", fix="report this")
@@ -121,8 +173,19 @@ class Guide:
         """Have the steps in flight, whose results do not count, sample anything."""
         if self._mask is not None and not self._mask.is_filled:
             self._mask.fill(None)
-        self._mask, self.run = None, ()
+        if self._tree is not None:
+            self._tree.masks.let_go()
+        self._mask, self._tree, self._is_early, self.run = None, None, False, ()
         self._ahead, self._certain = (), (*self._ahead, *self._certain)
+
+    def _go_along(self, tree: GuidedTree, path: Path) -> None:
+        """Take over the state of a node of the tree, which the next token was sampled at."""
+        node = tree.guides.get(path)
+        self._tree = None
+        if node is None:
+            self.failure = FormError("a draft was accepted that is cut", fix="report this")
+        else:
+            self._matcher, self.run, self._ahead, self._certain = node._matcher, node.run, node._ahead, node._certain
 
     def _next_bits(self, room: int) -> bytes | None:
         if not self._certain:
@@ -145,6 +208,31 @@ class Guide:
         stops = (at for at, token in enumerate(self._certain[:longest]) if token in self._stop_ids)
         length = next(stops, longest)
         return length if length >= MIN_RUN else 1
+
+
+class GuidedTree:
+    """The guides of a drafted tree's nodes by their paths, and so the tree's masks.
+
+    `root` has the mask of the root; `room`: for how many tokens there is room, behind those that are taken.
+    """
+
+    def __init__(self, root: Guide, room: int):
+        self.guides: dict[Path, Guide] = {(): root}
+        self.masks = TreeMasks(find=self._find)
+        self._room = room
+
+    def _find(self, paths: Sequence[Path]) -> dict[Path, bytes | None]:
+        """Return what is left of paths, of which each comes behind the one that it goes on with."""
+        for path in paths:
+            parent = self.guides.get(path[:-1])
+            guide = parent.behind(path[-1], self._room - len(path)) if path and parent else None
+            if guide is not None:
+                self.guides[path] = guide
+        return {path: guide.bits for path, guide in self.guides.items()}
+
+
+def _allows(bits: bytes | None, token: int) -> bool:
+    return bits is None or (token // 8 < len(bits) and bool(bits[token // 8] >> token % 8 & 1))
 
 
 def _only(token: int) -> bytes:

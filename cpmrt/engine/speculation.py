@@ -135,15 +135,18 @@ class DraftPolicy:
 
     def choose(self, num_wanted: int) -> int:
         """Return the next step, a shape's index or PLAIN. `num_wanted` is the number of tokens still wanted."""
-        if num_wanted == 1 or not self._usable:
+        if not self.will_draft(num_wanted):
+            self._num_plain += self._best == PLAIN
             return PLAIN
-        if self._best == PLAIN:
-            if self._num_plain < self._gap:
-                self._num_plain += 1
-                return PLAIN
-            self._num_plain = 0
+        self._num_plain = 0
         self._num_in_flight += 1
         return self._candidate
+
+    def will_draft(self, num_wanted: int) -> bool:
+        """Tell whether `choose` would return a shape."""
+        if num_wanted == 1 or not self._usable:
+            return False
+        return self._best != PLAIN or self._num_plain >= self._gap
 
     def observe(self, shape: int, num_tokens: int) -> None:
         """Take the result of the oldest draft step that is not observed yet."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from base64 import b64decode, b64encode
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from typing import IO, Any, get_args
 
 from cpmrt.config import Sampling
 from cpmrt.errors import ConfigError
-from cpmrt.executor import Admit, Executor, Mask, SlotResult, Step, StepResult, TokenLogprobs
+from cpmrt.executor import Admit, Executor, Mask, SlotResult, Step, StepResult, TokenLogprobs, TreeMasks
 
 _STEPS: dict[str, Any] = {kind.__name__: kind for kind in get_args(Step)}
 
@@ -23,7 +23,7 @@ class StepLog:
         self._file = file
 
     def __call__(self, step: Step, result: StepResult) -> None:
-        record = {"step": type(step).__name__, **asdict(step), "result": asdict(result)["slots"]}
+        record = {"step": type(step).__name__, **_fields(step), "result": asdict(result)["slots"]}
         self._file.write(json.dumps(record, default=_written) + "\n")
         self._file.flush()
 
@@ -61,17 +61,35 @@ def _slot_result(entry: dict[str, Any]) -> SlotResult:
     return SlotResult(tuple(entry["token_ids"]), logprobs, entry.get("non_finite", False))
 
 
-def _written(value: object) -> dict[str, str | None]:
-    """Return a mask as JSON has it."""
-    if not isinstance(value, Mask):
-        raise TypeError(f"no part of a step: {value!r}")
-    return {"mask": None if value.bits is None else b64encode(value.bits).decode()}
+def _fields(step: Step) -> dict[str, Any]:
+    return {field.name: getattr(step, field.name) for field in fields(step)}
+
+
+def _written(value: object) -> dict[str, Any]:
+    """Return a part of a step as JSON has it."""
+    if isinstance(value, Mask):
+        return {"mask": _text(value.bits)}
+    if isinstance(value, TreeMasks):
+        return {"paths": [[path, _text(bits)] for path, bits in (value.bits or {}).items()]}
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    raise TypeError(f"no part of a step: {value!r}")
+
+
+def _text(bits: bytes | None) -> str | None:
+    return None if bits is None else b64encode(bits).decode()
+
+
+def _bits(text: str | None) -> bytes | None:
+    return None if text is None else b64decode(text)
 
 
 def _value(value: Any) -> Any:
     """Return the value of a step's field."""
     if isinstance(value, dict) and value.keys() == {"mask"}:
-        return Mask(None if value["mask"] is None else b64decode(value["mask"]), is_filled=True)
+        return Mask(_bits(value["mask"]), is_filled=True)
+    if isinstance(value, dict) and value.keys() == {"paths"}:
+        return TreeMasks({tuple(path): _bits(text) for path, text in value["paths"]})
     return tuple(_value(item) for item in value) if isinstance(value, list) else value
 
 

@@ -85,12 +85,16 @@ def wants_decode(seq: Sequence) -> bool:
     return is_wanted and not (seq.guide and seq.guide.run)
 
 
-def awaits_mask(seq: Sequence, needs_all: bool) -> bool:
+def awaits_mask(seq: Sequence, *, may_draft: bool, is_lending: bool) -> bool:
     """Tell whether a sequence that decodes cannot take a further step before the last but one is done.
 
-    With `needs_all`, before all of its steps are done: the mask of the next one must be known when it is submitted.
+    Or before all of its steps are done, if the mask of the next one must be known when it is submitted: if that may
+    draft and will, or if a slot is lent.
     """
-    return seq.guide is not None and (not seq.guide.is_ready or (needs_all and seq.num_in_flight > 0))
+    if seq.guide is None:
+        return False
+    will_draft = may_draft and (seq.policy is None or seq.policy.will_draft(seq.room - seq.num_in_flight))
+    return not seq.guide.is_ready or (seq.num_in_flight > 0 and (is_lending or will_draft))
 
 
 def have_empty_mask(sequences: Iterable[Sequence]) -> bool:
@@ -113,26 +117,38 @@ def fast_forward(seq: Sequence) -> FastForward:
     return FastForward(seq.slot, run, end - len(run), seq.guide.next_mask(seq.room, is_known=True))
 
 
-def next_shape(sequences: tuple[Sequence, ...], limits: ExecutorLimits) -> int:
-    """Choose the tree shape for the next step of these sequences, or PLAIN.
+def may_draft(sequences: tuple[Sequence, ...], limits: ExecutorLimits, is_lending: bool) -> bool:
+    """Tell whether the next step of these sequences may draft; `is_lending`: whether any slot is lent.
 
     Only a sequence that decodes alone is drafted for. Several together decode plainly: a row of another sequence gives
-    a token for certain, a drafted row only if it is accepted. Under a grammar nothing is drafted: what a node of the
-    tree may sample is not known in time.
+    a token for certain, a drafted row only if it is accepted. The masks of a tree are not known when its step is
+    submitted, and whoever has a slot lent may wait for the executor.
     """
-    if not limits.tree_shapes or len(sequences) != 1 or sequences[0].guide:
+    if not limits.tree_shapes or len(sequences) != 1:
+        return False
+    return sequences[0].guide is None or (limits.takes_tree_masks and not is_lending)
+
+
+def next_shape(seq: Sequence) -> int:
+    """Choose the tree shape for the next step of a sequence that may draft, or PLAIN.
+
+    Under a grammar nothing is drafted over a run of certain tokens.
+    """
+    if seq.guide is not None and not seq.num_in_flight and seq.guide.begins_run(seq.room):
         return PLAIN
-    seq = sequences[0]
     if seq.policy is None:
         return 0
     return seq.policy.choose(seq.room - seq.num_in_flight)
 
 
 def decode_step(sequences: tuple[Sequence, ...], shape: int) -> Decode | Speculate:
+    if shape != PLAIN:
+        (seq,) = sequences
+        return Speculate((seq.slot,), shape, seq.guide.tree_masks(seq.room) if seq.guide else None)
     slots = tuple(seq.slot for seq in sequences)
     if any(seq.guide for seq in sequences):
         return Decode(slots, tuple(_next_mask(seq) for seq in sequences))
-    return Decode(slots) if shape == PLAIN else Speculate((slots[0],), shape)
+    return Decode(slots)
 
 
 def _next_mask(seq: Sequence) -> Mask | None:
@@ -163,12 +179,14 @@ def apply(seq: Sequence, step: Step, result: SlotResult) -> SlotResult:
     seq.num_in_flight -= 1
     if seq.phase in (Phase.FINISHED, Phase.PAUSED) or not (result.token_ids or result.non_finite):
         return _NOTHING
-    rest = seq.guide.take(result.token_ids, seq.room) if seq.guide else ()
+    loop_end = _loop_end(seq, result.token_ids)
+    tokens = result.token_ids[: loop_end or None]
+    rest = seq.guide.take(tokens, seq.room) if seq.guide else ()
     if _has_failed(seq):
         return _NOTHING
-    new = (*result.token_ids, *rest)
-    kept = _num_wanted(seq, new)
-    if rest or kept < len(new):
+    new = (*tokens, *rest)
+    kept = _num_wanted(seq, new, loop_end if not rest else 0)
+    if new[:kept] != result.token_ids:
         result = SlotResult(new[:kept], result.logprobs[:kept])
     seq.token_ids.extend(result.token_ids)
     seq.num_forced = max(0, kept - len(new) + len(rest))
@@ -176,7 +194,7 @@ def apply(seq: Sequence, step: Step, result: SlotResult) -> SlotResult:
         seq.failure = NonFiniteLogitsError.at(len(seq.request.prompt_ids) + len(seq.token_ids))
         finish(seq, "cancelled")
     if isinstance(step, Speculate) and kept:
-        _count(seq, step.shape, kept)
+        _count(seq, step.shape, min(kept, len(tokens)))
     if seq.guide:
         _go_on(seq, seq.guide)
     return result
@@ -200,17 +218,22 @@ def _has_failed(seq: Sequence) -> bool:
     return True
 
 
-def _num_wanted(seq: Sequence, new: tuple[int, ...]) -> int:
+def _loop_end(seq: Sequence, token_ids: tuple[int, ...]) -> int:
+    """Return the number of the token with which the answer loops, from 1 on; 0: it does not."""
+    guard = seq.guard
+    return 0 if guard is None else next((number for number, token in enumerate(token_ids, 1) if guard.push(token)), 0)
+
+
+def _num_wanted(seq: Sequence, new: tuple[int, ...], loop_end: int) -> int:
     """Return how many of these tokens belong to the sequence, and finish or pause it if they reach its end."""
-    request, guard, guide = seq.request, seq.guard, seq.guide
+    request, guide = seq.request, seq.guide
     stops, room = request.stop_token_ids, seq.room
     for number, token in enumerate(new, 1):
-        loops = guard is not None and guard.push(token)
         if token in stops or (guide and number == len(new) and guide.is_complete):
             finish(seq, "stop")
         elif number == room and seq.num_wanted == request.max_new_tokens:
             finish(seq, "length")
-        elif loops:
+        elif number == loop_end:
             _end_loop(seq)
         elif number == room:
             seq.phase = Phase.PAUSED

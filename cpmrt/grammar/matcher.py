@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -68,6 +69,12 @@ class AnswerMatcher:
                 if not self._matcher.consume_tokens(list(token_ids[number:])):
                     self._check()
                 return
+
+    def fork(self) -> AnswerMatcher:
+        """Return a matcher in the same state, which goes its own way from there."""
+        other = copy(self)
+        other._matcher = self._matcher.deep_copy()
+        return other
 
     @property
     def is_complete(self) -> bool:

@@ -8,7 +8,7 @@ never worse than its children and older than they are, always goes before them. 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -106,6 +106,14 @@ def chain_nodes(root_token: int, tokens: Sequence[int], size: int) -> Nodes:
     """`tokens`, at most `size` - 1 of them, one after another behind the root."""
     chain, missing = [root_token, *tokens], size - 1 - len(tokens)
     return _tree([*chain, *[0] * missing], [*range(-1, len(tokens)), *[-1] * missing])
+
+
+def without_others(nodes: Nodes, left: Container[int]) -> Nodes:
+    """Cut all nodes but these, of which the root is one and so is the parent of each other."""
+    cut = [node for node in range(len(nodes.tokens)) if node not in left]
+    tokens, parents, depths, masks = (of.copy() for of in (nodes.tokens, nodes.parents, nodes.depths, nodes.masks))
+    tokens[cut], parents[cut], depths[cut], masks[cut] = 0, -1, 0, 0
+    return Nodes(tokens, parents, depths, masks)
 
 
 def accept(nodes: Nodes, sampled: Sequence[int] | Array) -> list[int]:

@@ -15,13 +15,21 @@ import numpy as np
 
 from cpmrt.config import TreeShape
 from cpmrt.dtypes import F32, Array, DType
-from cpmrt.executor import SlotResult
+from cpmrt.executor import SlotResult, TreeMasks
 from cpmrt.memory.caches import PAGE_SIZE, pages_for
 from cpmrt.models.draft import Draft, DraftModel
 from cpmrt.models.layers import EMBED, HEAD
 from cpmrt.ops import KVPages, Ops, Rows
 from cpmrt.reference.blas_threads import BlasThreads
-from cpmrt.reference.draft_tree import LONGEST_MATCH, Nodes, TreeGrowth, chain_nodes, lookup, top_k
+from cpmrt.reference.draft_tree import (
+    LONGEST_MATCH,
+    Nodes,
+    TreeGrowth,
+    chain_nodes,
+    lookup,
+    top_k,
+    without_others,
+)
 from cpmrt.reference.running import Running
 from cpmrt.reference.sparse_attention import append_compressed
 from cpmrt.speculation.procedure import MAX_WAITING, Waiting, after_chunk, catch_up, propose, speculate
@@ -43,12 +51,12 @@ def drafting_tables(draft: Draft, max_context: int, max_sequences: int) -> tuple
 class Target:
     """The target's part in a speculative step: what the executor does for it.
 
-    `run` gives the logits of every row, `sample(slot, logits)` the token after the sequence's last one, and
-    `keep(slot, base, path)` leaves in the pages what they hold of these nodes of the tree.
+    `run` gives the logits of every row, `sample(slot, logits, bits)` the token after the sequence's last one, among
+    those of `bits`, and `keep(slot, base, path)` leaves in the pages what they hold of these nodes of the tree.
     """
 
     run: Callable[[Rows], F32]
-    sample: Callable[[int, F32], SlotResult]
+    sample: Callable[[int, F32, bytes | None], SlotResult]
     keep: Callable[[int, int, Sequence[int]], None]
 
 
@@ -119,9 +127,11 @@ class Drafter:
         if self.model is not None:
             DraftStep(self, slots, 0).carry(len(slots))
 
-    def speculate(self, slot: int, running: Running, shape: TreeShape) -> list[SlotResult]:
+    def speculate(
+        self, slot: int, running: Running, shape: TreeShape, masks: TreeMasks | None = None
+    ) -> list[SlotResult]:
         """Carry out a speculative step; return what each node of the accepted path gives."""
-        step = TreeStep(self, slot, running, shape)
+        step = TreeStep(self, slot, running, shape, masks)
         speculate(step, shape, self._num_waiting(slot))
         return step.results
 
@@ -221,11 +231,15 @@ class DraftStep:
 class TreeStep(DraftStep):
     """The operations of a speculative step too (`speculation.procedure.TreeOps`)."""
 
-    def __init__(self, drafter: Drafter, slot: int, running: Running, shape: TreeShape):
+    def __init__(
+        self, drafter: Drafter, slot: int, running: Running, shape: TreeShape, masks: TreeMasks | None = None
+    ):
         super().__init__(drafter, (slot,), running.position)
         self.results: list[SlotResult] = []
         """What each node of the accepted path gives."""
-        self._running, self._growth = running, TreeGrowth(shape)
+        self._running, self._growth, self._masks = running, TreeGrowth(shape), masks
+        self._bits: Mapping[int, bytes | None] = {}
+        """What each node may sample that the masks leave."""
 
     def begin(self, num_rows: int) -> None:
         if num_rows:
@@ -268,6 +282,9 @@ class TreeStep(DraftStep):
             self.nodes = chain_nodes(self._running.last_token, found, len(found) + 1)
 
     def verify(self, shape: TreeShape) -> None:
+        if self._masks is not None:
+            self._bits = self._masks.of_nodes(self.nodes.tokens.tolist(), self.nodes.parents.tolist())
+            self.nodes = without_others(self.nodes, self._bits)
         nodes, base, numbers = self.nodes, self._position, np.arange(len(self.nodes.tokens))
         self._rows = self._drafter.tree_rows(
             self._slot, base, nodes.tokens, base + nodes.depths, base + numbers, nodes.masks,
@@ -281,7 +298,8 @@ class TreeStep(DraftStep):
         while len(children) and not running.finished:
             self._path.append(int(children[0]))
             running.position += 1
-            self.results.append(self._drafter.target.sample(self._slot, self._logits[self._path[-1]]))
+            node = self._path[-1]
+            self.results.append(self._drafter.target.sample(self._slot, self._logits[node], self._bits.get(node)))
             fits = (nodes.parents == self._path[-1]) & (self._rows.slots >= 0)
             children = np.flatnonzero(fits & (nodes.tokens == running.last_token))
 

@@ -86,7 +86,8 @@ class ReferenceExecutor:
         self._limits = ExecutorLimits(
             plan.max_sequences, plan.max_context, config.chunk_of(prefill_chunk),
             tree_shapes=draft.shapes if draft else (), max_logit_bias=config.vocab_size,
-            num_pages=layout.num_pages, page_size=PAGE_SIZE, takes_masks=True, num_snapshots=layout.num_snapshots,
+            num_pages=layout.num_pages, page_size=PAGE_SIZE, takes_masks=True, takes_tree_masks=True,
+            num_snapshots=layout.num_snapshots,
         )  # fmt: skip
         self.ops = NumpyOps(dtype)
         arrays = Arena(plan, np.zeros(plan.total_bytes, np.uint8)).arrays()
@@ -249,7 +250,7 @@ class ReferenceExecutor:
         rows = self._rows(token_ids, range(start, position), [slot], True)
         self._forward(rows, slice(-1, None) if samples else None, logits)
         # Before the draft's passes, whose memory is that of the logits.
-        result = self._sample(slot, logits[0], mask) if samples else SlotResult()
+        result = self._sample(slot, logits[0], mask.bits if mask else None) if samples else SlotResult()
         if self._drafter:
             self._drafter.prefilled(slot, token_ids, start)
         return result
@@ -269,7 +270,8 @@ class ReferenceExecutor:
         results, masks = {}, dict(zip(step.slots, step.masks, strict=False))
         for row, (slot, running) in enumerate(zip(active, states, strict=True)):
             running.position += 1
-            results[slot] = self._sample(slot, logits[row], masks.get(slot))
+            mask = masks.get(slot)
+            results[slot] = self._sample(slot, logits[row], mask.bits if mask else None)
         return StepResult(tuple(results.get(slot, SlotResult()) for slot in step.slots))
 
     def _speculate(self, step: Speculate) -> SlotResult:
@@ -279,7 +281,7 @@ class ReferenceExecutor:
             raise ConfigError("this executor has no draft", expected="Decode steps", actual="a Speculate step")
         if running.finished:
             return SlotResult()
-        results = self._drafter.speculate(slot, running, self._limits.tree_shapes[step.shape])
+        results = self._drafter.speculate(slot, running, self._limits.tree_shapes[step.shape], step.masks)
         tokens = tuple(token for result in results for token in result.token_ids)
         logprobs = tuple(entry for result in results for entry in result.logprobs)
         return SlotResult(tokens, logprobs, any(result.non_finite for result in results))
@@ -298,8 +300,9 @@ class ReferenceExecutor:
             states, chain, decay = (self._arrays[f"lightning_{name}"] for name in ("states", "chain", "decay"))
             accept_chain(states[:, slot], chain[:, : len(path)], decay)
 
-    def _sample(self, slot: int, logits: F32, mask: Mask | None = None) -> SlotResult:
-        running, allowed = self._running[slot], masked(logits, mask.bits if mask else None)
+    def _sample(self, slot: int, logits: F32, bits: bytes | None) -> SlotResult:
+        """Sample the sequence's next token among those of `bits` (`executor.Mask`)."""
+        running, allowed = self._running[slot], masked(logits, bits)
         if not (is_usable(logits) and is_usable(allowed)):
             running.finished = True
             return SlotResult(non_finite=True)

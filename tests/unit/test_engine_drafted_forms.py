@@ -1,0 +1,258 @@
+"""Sequences under a grammar that are drafted for: any tree gives the plain masked continuation and the same chunks."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scripted import TREE_SHAPES, ScriptedExecutor, masked_token
+from scripted_forms import END, Automaton, expected, limits, masked_continuation, request, tokens_of
+
+from cpmrt.config import Sampling, TreeShape
+from cpmrt.engine import Engine, loops
+from cpmrt.engine.step_log import StepLog, read_steps, replay
+from cpmrt.errors import FormError
+from cpmrt.executor import Decode, FastForward, Mask, Speculate, TreeMasks
+
+
+class Drafting(ScriptedExecutor):
+    """Drafts what the grammar of a sequence gives; `grammars` has its number by the sequence's seed."""
+
+    grammars: dict[int, int | None] = {}  # noqa: RUF012 - replaced by each test
+
+    def right(self, running, path):
+        number = self.grammars.get(running.admit.seed)
+        if number is None:
+            return super().right(running, path)
+        tokens = [*running.tokens, *path]
+        automaton = Automaton(number)
+        automaton.tokens = tokens[len(tokens) - running.num_generated - len(path) :]
+        return masked_token(tokens, running.admit.seed, automaton.following())
+
+
+def drafting(limits, grammars, **others):
+    executor = Drafting(limits, **others)
+    executor.grammars = grammars
+    return executor
+
+
+SHAPED = st.builds(
+    lambda shapes, seconds, **others: limits(
+        tree_shapes=shapes, takes_tree_masks=True, step_seconds=seconds and (1.0, *seconds[: len(shapes)]), **others
+    ),
+    st.sampled_from(TREE_SHAPES), st.sampled_from([(), (1.1, 1.2, 1.3), (3.0, 2.0, 1.5)]),
+    run_ahead=st.integers(1, 5), max_sequences=st.integers(1, 3), prefill_chunk=st.integers(2, 9),
+    num_pages=st.sampled_from([0, 3 * 32]), page_size=st.just(4),
+)  # fmt: skip
+WANTED = st.tuples(
+    st.lists(st.integers(0, 48), min_size=1, max_size=20),
+    st.one_of(st.none(), st.integers(0, 9)),
+    st.integers(1, 50),
+    st.sets(st.integers(0, 48), max_size=2),
+    st.sampled_from([0, 0, 2]),
+)
+
+
+def added(engine, seed, wish):
+    prompt, number, new, stop, logprobs = wish
+    made = request(prompt, number, new=new, seed=seed, stop=stop)
+    return engine.add(replace(made, sampling=Sampling(logprobs=logprobs)))
+
+
+@given(SHAPED, st.lists(WANTED, min_size=1, max_size=4), st.sampled_from([0.3, 0.95]), st.integers(0, 3))
+def test_every_tree_gives_the_masked_continuation(limits, wanted, accuracy, draft_seed):
+    grammars = {seed: wish[1] for seed, wish in enumerate(wanted)}
+    executor = drafting(limits, grammars, accuracy=accuracy, draft_seed=draft_seed)
+    engine = Engine(executor, prefix_cache=False)
+    sequences = [added(engine, seed, wish) for seed, wish in enumerate(wanted)]
+    for seed, (seq, (prompt, number, new, stop, _)) in reversed(list(enumerate(zip(sequences, wanted, strict=True)))):
+        assert tokens_of(engine, seq) == expected(prompt, number, seed, new, stop)
+        if number is not None:
+            assert seq.finish_reason == masked_continuation(prompt, number, seed, new, stop)[1]
+    while executor.queue:
+        executor.run_one()
+    assert not executor.running, "every slot is released"
+    assert executor.most_in_flight <= limits.run_ahead
+
+
+@pytest.mark.parametrize("run_ahead", [1, 4])
+@pytest.mark.parametrize("shapes", TREE_SHAPES)
+def test_chunks_are_those_of_plain_decoding(run_ahead, shapes):
+    """Keys of a chunk may have other bits than those of a row, so drafts must not change which tokens make one."""
+
+    def chunks(number, **others):
+        executor = drafting(limits(run_ahead, **others), {1: number}, accuracy=0.9)
+        engine = Engine(executor, prefix_cache=False)
+        tokens_of(engine, engine.add(request([1, 2, 3], number, seed=1)))
+        found = [(step.position, step.token_ids) for step in executor.steps if isinstance(step, FastForward)]
+        return found, [step for step in executor.steps if isinstance(step, Speculate)]
+
+    num_chunks = 0
+    for number in range(10):
+        plain, none = chunks(number)
+        drafted, speculative = chunks(number, tree_shapes=shapes, takes_tree_masks=True)
+        assert drafted == plain and speculative and not none
+        num_chunks += len(plain)
+    assert num_chunks > 10
+
+
+def test_drafts_save_steps_under_a_grammar():
+    """Every step that does not take certain tokens is drafted, and right drafts are accepted."""
+
+    def steps(**others):
+        executor = drafting(limits(4, **others), {1: 7}, accuracy=1.0)
+        tokens = tokens_of(engine := Engine(executor, prefix_cache=False), engine.add(request([1, 2, 3], 7, seed=1)))
+        assert tokens == masked_continuation([1, 2, 3], 7, 1, 40)[0]
+        return [step for step in executor.steps if isinstance(step, (Decode, Speculate))]
+
+    plain, drafted = steps(), steps(tree_shapes=(TreeShape.chain(3),), takes_tree_masks=True)
+    assert len(drafted) < 0.8 * len(plain), (len(drafted), len(plain))
+
+
+def test_an_executor_that_cannot_mask_trees_decodes_plainly():
+    executor = drafting(limits(tree_shapes=(TreeShape(),)), {1: 7})
+    engine = Engine(executor, prefix_cache=False)
+    tokens_of(engine, engine.add(request([1, 2, 3], 7, seed=1)))
+    assert not any(isinstance(step, Speculate) for step in executor.steps)
+    tokens_of(engine, engine.add(request([1, 2, 3])))
+    assert isinstance(executor.steps[-2], Speculate)
+
+
+@pytest.mark.parametrize("fails_at", [0, 1, 4, 9])
+@pytest.mark.parametrize("run_ahead", [1, 4])
+def test_what_allows_nothing_ends_the_answer_behind_the_last_right_token(fails_at, run_ahead):
+    executor = drafting(
+        limits(run_ahead, tree_shapes=(TreeShape.chain(3),), takes_tree_masks=True), {1: 7}, accuracy=1.0
+    )
+    engine = Engine(executor, prefix_cache=False)
+    seq = engine.add(request([1, 2, 3], 7, seed=1, fails_at=fails_at))
+    tokens = []
+    with pytest.raises(FormError, match="nothing is allowed"):
+        for result in engine.stream(seq):
+            tokens += result.token_ids
+    right = masked_continuation([1, 2, 3], 7, 1, fails_at)[0] if fails_at else []
+    assert tokens == seq.token_ids == right[: len(tokens)]
+
+
+@pytest.mark.parametrize("ignored", ["masks", "cuts"])
+def test_an_executor_that_ignores_masks_of_trees_is_found_out(ignored):
+    class Strict(Automaton):
+        def accept(self, token_ids):
+            for token in token_ids:
+                if token not in self.following():
+                    raise FormError("not allowed")
+                self.tokens.append(token)
+
+    class Ignorant(Drafting):
+        def _left(self, children, shape, masks):
+            found = super()._left(children, shape, masks)
+            masks_of = {node: None for node in found} if ignored == "masks" else found
+            return masks_of if ignored == "masks" else dict.fromkeys(range(shape.tree_size)) | found
+
+    shapes = (TreeShape.chain(7),)
+    executor = Ignorant(limits(tree_shapes=shapes, takes_tree_masks=True), accuracy=1.0)
+    executor.grammars = {1: 7}
+    engine = Engine(executor, prefix_cache=False)
+    seq = engine.add(replace(request([1, 2, 3], 7, seed=1), matcher=lambda: Strict(7)))
+    with pytest.raises(FormError):
+        tokens_of(engine, seq)
+
+
+def test_loans_do_not_wait_for_a_tree():
+    """While a slot is lent, whose holder may wait for the executor, steps have their masks when they are submitted."""
+    executor = drafting(
+        limits(4, tree_shapes=(TreeShape.chain(3),), takes_tree_masks=True), {1: 9}, accuracy=0.5
+    )
+    engine = Engine(executor, prefix_cache=False)
+    seq = engine.add(request([1, 2, 3], 9, seed=1))
+    for _ in range(3):
+        engine.advance()
+    loan = engine.borrow(5)
+    while loan.slot < 0:
+        engine.advance()
+    begun = len(executor.steps)
+    for _ in range(4):
+        engine.advance()
+        unfilled = [step for step, _ in executor.queue if isinstance(step, Speculate) and step.masks.bits is None]
+        assert not unfilled
+    assert not any(isinstance(step, Speculate) for step in executor.steps[begun:])
+    engine.give_back(loan)
+    assert tokens_of(engine, seq) == masked_continuation([1, 2, 3], 9, 1, 40)[0]
+    assert any(isinstance(step, Speculate) for step in executor.steps[begun:])
+
+
+def test_a_cancelled_sequence_lets_its_tree_go():
+    """It is cancelled when its step is on its way, before anything has asked what the nodes may sample."""
+    executor = drafting(limits(1, tree_shapes=(TreeShape.chain(3),), takes_tree_masks=True), {1: 7})
+    heard, submit = [], executor.submit
+    engine = Engine(executor, prefix_cache=False)
+    seq = engine.add(request([1, 2, 3], 7, seed=1))
+
+    def watched(step):
+        pending = submit(step)
+        if isinstance(step, Speculate) and step.masks is not None and not heard:
+            step.masks.on_let_go = lambda: heard.append(step)
+            engine.finish(seq, "cancelled")
+        return pending
+
+    executor.submit = watched
+    tokens = tokens_of(engine, seq)
+    (step,) = heard
+    assert step.masks.of_nodes([1, 2], [-1, 0]) == {0: None}
+    assert tokens == masked_continuation([1, 2, 3], 7, 1, 40)[0][: len(tokens)]
+    assert tokens_of(engine, engine.add(request([5], None, seed=0))) == expected([5], None, 0, 40, ())
+
+
+class Repeating(Automaton):
+    """Twelve tokens of three that may come, then 1 2 3 again and again for sixty tokens, one of two, and an end."""
+
+    def _following(self, tokens):
+        if len(tokens) < 12:
+            return [len(tokens), len(tokens) + 20, 48]
+        return [len(tokens) % 3 + 1] if len(tokens) < 72 else [7, 8] if len(tokens) == 72 else [END]
+
+
+@pytest.mark.parametrize("others", [{}, {"tree_shapes": (TreeShape.chain(7),), "takes_tree_masks": True}], ids=str)
+def test_a_loop_within_certain_tokens_leaves_the_form_as_it_was(others, monkeypatch):
+    """The loop ends in the middle of a step, and the answer goes on behind it, not behind the step."""
+    monkeypatch.setattr(loops, "LEAST_TOKENS", 24)
+    engine = Engine(drafting(limits(4, **others), {}), prefix_cache=False)
+    made = replace(request([1, 2, 3], seed=1, new=90), matcher=lambda: Repeating(7), loop_repeats=3, loop_penalty=2.0)
+    seq = engine.add(made)
+    tokens = tokens_of(engine, seq)
+    automaton = Repeating(7)
+    automaton.accept(tokens)
+    assert seq.finish_reason == "loop" and len(tokens) > 12 + 2 * 24 - 3
+
+
+def test_steps_with_masks_of_trees_are_logged_and_replayed(tmp_path):
+    shaped = limits(tree_shapes=(TreeShape(2, 3, 6),), takes_tree_masks=True, max_sequences=1)
+    log = io.StringIO()
+    engine = Engine(drafting(shaped, {1: 9}), StepLog(log), prefix_cache=False)
+    tokens_of(engine, engine.add(request([1, 2, 3], 9, seed=1)))
+    path = tmp_path / "steps.jsonl"
+    path.write_text(log.getvalue())
+    steps = list(read_steps(path))
+    assert any(isinstance(step, Speculate) and len(step.masks.bits) > 1 for step, _ in steps)
+    again = replay([step for step, _ in steps], drafting(shaped, {1: 9}))
+    for (step, result), (_, recorded) in zip(again, steps, strict=True):
+        assert result == recorded, step
+
+
+def test_masks_of_a_tree_are_plain_data():
+    asked = []
+
+    def find(paths):
+        asked.append(paths)
+        return {(): b"\x06", (1,): b"\x08"}
+
+    masks = TreeMasks(find=find)
+    assert masks.of_nodes([9, 1, 2, 3, 0], [-1, 0, 0, 1, -1]) == {0: b"\x06", 1: b"\x08"}
+    assert asked == [[(), (1,), (2,), (1, 3)]]
+    assert masks == TreeMasks({(): b"\x06", (1,): b"\x08"}) != TreeMasks({(): None}) and masks != Mask()
+    assert masks.of_nodes([9, 1], [-1, 0]) == {0: b"\x06", 1: b"\x08"} and len(asked) == 1
+    masks.let_go()
+    assert repr(masks) == "TreeMasks(2 nodes)" and repr(TreeMasks()) == "TreeMasks()"
