@@ -47,8 +47,13 @@ class Target(Protocol):
         """Raise UnsupportedModelError or ConfigError for a decoder, or settings, that the executor cannot run."""
         ...
 
-    def held(self, specs: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
-        """Return the weights of a checkpoint as the executor can hold them, those that it cannot in 16 bits."""
+    def held(
+        self, specs: tuple[TensorSpec, ...], checkpoint: Checkpoint | None = None, dtype: DType | None = None
+    ) -> tuple[TensorSpec, ...]:
+        """Return the weights of a checkpoint as the executor can hold them, those that it cannot in 16 bits.
+
+        Of a target the `checkpoint` is known, if there is one, and the `dtype` that it will run in.
+        """
         ...
 
     def needs(
@@ -123,12 +128,12 @@ def open_blueprint(folder: ModelFolder, settings: EngineConfig, target: Target) 
 
     The checkpoints are open inside the context. Raises CheckpointError, ConfigError, UnsupportedModelError.
     """
-    target.dtype(folder.config, settings)
+    dtype = target.dtype(folder.config, settings)
     _warn_of_lists(folder.config, position_limit(folder.config, settings))
     target.check(folder.config, settings)
     with ExitStack() as stack:
         checkpoint, specs = stack.enter_context(open_weights(folder, settings))
-        specs = target.held(specs)
+        specs = target.held(specs, checkpoint, dtype)
         draft_checkpoint, draft = stack.enter_context(open_draft(folder, settings, specs))
         draft = draft and _held(draft, target)
         parts: Parts = ((specs, checkpoint),)
@@ -170,7 +175,8 @@ def described(
     is_quantised = any(folder.path.glob("*.safetensors")) and folder.config.quantization is not None
     if reads_weights and (is_quantised or is_gguf(folder.path)):
         with Checkpoint.open(folder.path) as checkpoint:
-            specs = target.held(weight_specs(folder.config, settings, checkpoint))
+            specs = weight_specs(folder.config, settings, checkpoint)
+            specs = target.held(specs, checkpoint, target.dtype(folder.config, settings))
     else:
         specs = weight_specs(folder.config, settings)
     is_model = draft not in (None, LOOKUP) and speculate != "off"

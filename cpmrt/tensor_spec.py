@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
-from cpmrt.dtypes import ElementType
+from cpmrt.dtypes import DType, ElementType
 
 Product = Literal["qkv", "residual", "gate_up", "head", "per_head"]
 """The product that a matrix takes part in: its kernel, the order of its rows, and so its packed layout.
@@ -78,7 +78,8 @@ class TensorSpec:
     `product` is None for vectors, an embedding and a router, which are never quantised. `head_dim`: rows of a head,
     whose two halves RoPE pairs, where the rows are those of heads. `part` is its row in the table of the memory plan.
     `num_experts`: matrices of equal shape that are stacked in it, of which a token takes some; those of a "gate_up"
-    product are the gates of all, then the ups of all.
+    product are the gates of all, then the ups of all. `mapped_as`: no arena holds it; the executor reads its one
+    source, which is stored in this type, out of the mapped file.
     """
 
     name: str
@@ -89,6 +90,7 @@ class TensorSpec:
     head_dim: int = 0
     part: str = "layers"
     num_experts: int = 0
+    mapped_as: DType | None = None
 
     @property
     def num_elements(self) -> int:
@@ -104,7 +106,7 @@ class TensorSpec:
     def num_bytes(self, itemsize: int) -> int:
         """Bytes of all there is to read of it; `itemsize` = those of an element in 16 bits, and of a scale."""
         if self.quant is None:
-            return self.num_elements * itemsize
+            return self.num_elements * (self.mapped_as.itemsize if self.mapped_as else itemsize)
         if self.quant.in_blocks:
             return sum(source.shape[0] * source.packing.row_bytes for source in self.sources if source.packing)
         num_groups = self.num_elements // self.quant.group_size

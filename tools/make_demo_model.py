@@ -62,12 +62,13 @@ def training_plan(arguments: argparse.Namespace) -> TrainingPlan:
 def short_plan(kind: type[PlanT], arguments: argparse.Namespace) -> PlanT:
     """The run of a few minutes that was asked for."""
     rate = arguments.learning_rate or kind.learning_rate
+    tokens = arguments.tokens_per_step or kind.tokens_per_step
     if arguments.tiny:
         return kind(
             arguments.minutes, arguments.seed, rate, tokens_per_step=1024, row_length=256, corpus_stride=200,
             evaluation_rows=4, log_seconds=1,
         )  # fmt: skip
-    return kind(arguments.minutes, arguments.seed, rate)
+    return kind(arguments.minutes, arguments.seed, rate, tokens_per_step=tokens)
 
 
 def device() -> torch.device:
@@ -150,6 +151,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--work", type=Path, default=Path("build/demo"), help="intermediate files")
     parser.add_argument("--out", type=Path, default=Path("cpmrt/assets/demo"), help="the checkpoint")
     parser.add_argument("--learning-rate", type=float, help="at its highest")
+    parser.add_argument("--tokens-per-step", type=int, help="of --ternary and --family, few where there is no GPU")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--tiny", action="store_true", help="a smoke test: little text, two layers")
     arguments = parser.parse_args()

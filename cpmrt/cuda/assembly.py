@@ -22,6 +22,7 @@ from cpmrt.models.draft import Draft
 from cpmrt.models.planning import ExecutorNeeds
 from cpmrt.opening import Blueprint, open_blueprint
 from cpmrt.tensor_spec import TensorSpec
+from cpmrt.weights.checkpoint import Checkpoint
 from cpmrt.weights.gguf.specs import without_blocks
 from cpmrt.weights.model_folder import ModelFolder
 
@@ -57,7 +58,9 @@ class CudaTarget:
                 fix="leave lookup out, or use executor='reference'",
             )
 
-    def held(self, specs: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
+    def held(
+        self, specs: tuple[TensorSpec, ...], checkpoint: Checkpoint | None = None, dtype: DType | None = None
+    ) -> tuple[TensorSpec, ...]:
         """Return weights in blocks of GGUF in 16 bits where no packed product takes them, and say so in the log.
 
         An embedding, of which a step reads a few rows, is held in 16 bits without a word.

@@ -51,7 +51,7 @@ class MemoryPlan:
     caches: CacheLayout
     draft_caches: CacheLayout | None = None
     tensors: tuple[TensorSpec, ...] = ()
-    """The weights. A quantised one has several regions, `name.codes`, `name.scales` and so on."""
+    """The weights. A quantised one has several regions, `name.codes`, `name.scales` and so on, a mapped one none."""
 
     def region(self, name: str) -> Region:
         """The region called `name`. Raises KeyError."""
@@ -102,6 +102,8 @@ def make_plan(
     """
     layout, tensors = _Layout(np.dtype(np.uint16 if itemsize == 2 else np.float32)), tuple(tensors)
     for tensor in tensors:
+        if tensor.mapped_as is not None:
+            continue
         if tensor.quant is None:
             layout.add(tensor.name, tensor.part, tensor.shape)
             continue

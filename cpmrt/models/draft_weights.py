@@ -145,4 +145,6 @@ def _copied_head(specs: Sequence[TensorSpec], bits: int | None, token_map: tuple
         held = quantise_head((replace(held, name="lm_head", quant=None),), bits)[-1]
     rows = token_map and (len(token_map), held.shape[1])
     shape, source = rows or held.shape, replace(source, shape=rows or source.shape, rows=token_map)
-    return replace(held, name=f"{PREFIX}lm_head", shape=shape, sources=(source,), product="head", part="draft")
+    return replace(
+        held, name=f"{PREFIX}lm_head", shape=shape, sources=(source,), product="head", part="draft", mapped_as=None
+    )

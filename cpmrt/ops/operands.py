@@ -10,6 +10,7 @@ from math import prod
 from typing import Any
 
 from cpmrt.config import SparseConfig
+from cpmrt.dtypes import DType
 
 FP8_LARGEST = 448.0
 FP8_HEADROOM = 64
@@ -75,6 +76,25 @@ class BlockWeight:
 
     parts: tuple[tuple[str, Any], ...]
     shape: tuple[int, int]
+
+    @property
+    def size(self) -> int:
+        """The number of elements of the matrix."""
+        return prod(self.shape)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class MappedWeight:
+    """A matrix [N, K] in a mapped file, as the NumPy executor reads it: words of the storage type `dtype`."""
+
+    words: Any
+    dtype: DType
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The rows and columns of the matrix."""
+        num_rows, num_columns = self.words.shape
+        return num_rows, num_columns
 
     @property
     def size(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -17,7 +18,7 @@ from cpmrt.memory.plan import MemoryPlan
 from cpmrt.models.draft import Draft
 from cpmrt.models.planning import ExecutorNeeds
 from cpmrt.opening import open_blueprint
-from cpmrt.ops import BlockWeight
+from cpmrt.ops import BlockWeight, MappedWeight
 from cpmrt.reference.drafting import drafting_tables
 from cpmrt.reference.executor import ReferenceExecutor
 from cpmrt.reference.quantized import Matrix
@@ -28,6 +29,7 @@ from cpmrt.weights.dummy import dummy, fill_dummy_quantised
 from cpmrt.weights.model_folder import ModelFolder
 from cpmrt.weights.pack import pack
 from cpmrt.weights.quantised import load_quantised
+from cpmrt.weights.safetensors import FLOATS
 
 _RESERVED_BYTES = 256 << 20
 """Of the free memory, for what NumPy holds while it computes."""
@@ -49,9 +51,14 @@ class ReferenceTarget:
                 "simulate_accept", expected="nothing: the NumPy executor only does what its draft is worth"
             )
 
-    def held(self, specs: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
-        """Return the weights as they are: NumPy takes every format."""
-        return specs
+    def held(
+        self, specs: tuple[TensorSpec, ...], checkpoint: Checkpoint | None = None, dtype: DType | None = None
+    ) -> tuple[TensorSpec, ...]:
+        """Return the weights as they are, since NumPy takes every format; beside quantised ones a 16-bit embedding and
+        head stay in their file, where they take half of what they would as float32."""
+        if checkpoint is None or dtype is None or not any(spec.quant is not None for spec in specs):
+            return specs
+        return tuple(replace(spec, mapped_as=dtype) if _can_map(spec, checkpoint, dtype) else spec for spec in specs)
 
     def needs(
         self, config: ModelConfig, settings: EngineConfig, specs: Sequence[TensorSpec], draft: Draft | None
@@ -60,6 +67,16 @@ class ReferenceTarget:
         if draft is None:
             return ExecutorNeeds()
         return ExecutorNeeds(tables=lambda max_context: drafting_tables(draft, max_context, settings.max_sequences))
+
+
+def _can_map(spec: TensorSpec, checkpoint: Checkpoint, dtype: DType) -> bool:
+    """Whether a weight is an embedding or a head that lies in its file as it is used."""
+    source = spec.sources[0]
+    is_plain = spec.quant is None and len(spec.sources) == 1 and source.packing is None and source.rows is None
+    if not is_plain or not (spec.name == "embed_tokens" or spec.product == "head"):
+        return False
+    entry = checkpoint.entries.get(source.name)
+    return entry is not None and dtype.itemsize == 2 and FLOATS.get(entry.dtype) is dtype
 
 
 def fetch_weights(folder: ModelFolder, settings: EngineConfig) -> None:
@@ -87,9 +104,15 @@ def open_executor(folder: ModelFolder, settings: EngineConfig) -> tuple[Executor
                 _load(specs, checkpoint, dtype, settings.seed, weights)
 
         limit = blueprint.position_limit
+        mapped = {
+            spec.name: MappedWeight(checkpoint.view(spec.sources[0].name), spec.mapped_as)
+            for specs, checkpoint in blueprint.parts
+            for spec in specs
+            if checkpoint is not None and spec.mapped_as is not None
+        }
         try:
             executor = ReferenceExecutor(
-                folder.config, plan, dtype, settings.prefill_chunk, limit, load, blueprint.draft
+                folder.config, plan, dtype, settings.prefill_chunk, limit, load, blueprint.draft, mapped
             )
         except MemoryError as error:
             raise MemoryPlanError(
@@ -108,6 +131,10 @@ def _load(
 ) -> None:
     for spec in specs:
         weight = weights[spec.name]
+        if checkpoint:
+            checkpoint.release()
+        if isinstance(weight, MappedWeight):
+            continue
         if isinstance(weight, np.ndarray):
             words = pack(spec, checkpoint, dtype) if checkpoint else dummy(spec, dtype, seed)
             weight[:] = to_float32(words, dtype)

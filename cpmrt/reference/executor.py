@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -35,7 +36,7 @@ from cpmrt.models import draft as drafts
 from cpmrt.models.decoder import Decoder
 from cpmrt.models.draft import PREFIX, Draft, DraftModel
 from cpmrt.models.layers import Table
-from cpmrt.ops import Rows
+from cpmrt.ops import MappedWeight, Rows
 from cpmrt.reference.blas_threads import BlasThreads
 from cpmrt.reference.draft_tree import Nodes
 from cpmrt.reference.drafting import Drafter, Target, keep_path
@@ -63,7 +64,7 @@ LoadWeights = Callable[[Mapping[str, Matrix]], None]
 
 
 class ReferenceExecutor:
-    """Runs steps in NumPy. Everything lives in one arena of float32 values that `dtype` could hold.
+    """Runs steps in NumPy. All but `mapped` weights lives in one arena of float32 values that `dtype` could hold.
 
     `load(weights)` must fill the arrays it is given, by packed name (`models.planning.weight_specs`): float32, or those
     of a quantised weight (`reference.quantized`). `ops` may be replaced by other bodies, to watch a forward.
@@ -80,6 +81,7 @@ class ReferenceExecutor:
         position_limit: int,
         load: LoadWeights,
         draft: Draft | None = None,
+        mapped: Mapping[str, MappedWeight] = MappingProxyType({}),
     ):
         self.config, self.plan = config.for_context(plan.max_context), plan
         self._layout = layout = plan.caches
@@ -91,9 +93,10 @@ class ReferenceExecutor:
         )  # fmt: skip
         self.ops = NumpyOps(dtype)
         arrays = Arena(plan, np.zeros(plan.total_bytes, np.uint8)).arrays()
-        weights: dict[str, Matrix] = {
-            spec.name: quantized_arrays(spec, arrays) if spec.quant else arrays[spec.name] for spec in plan.tensors
-        }
+        weights: dict[str, Matrix] = {**mapped}
+        for spec in plan.tensors:
+            if spec.name not in mapped:
+                weights[spec.name] = quantized_arrays(spec, arrays) if spec.quant else arrays[spec.name]
         self._arrays: dict[str, Any] = arrays | weights
         self._fill(decoder.tables(self.config, plan.max_context, position_limit))
         self.block_tables = np.array(layout.block_tables(), np.int32)

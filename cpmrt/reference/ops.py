@@ -22,6 +22,7 @@ from cpmrt.ops import (
     LatentWeights,
     LightningHeads,
     LightningState,
+    MappedWeight,
     QkvWeights,
     QuantizedWeight,
     Routing,
@@ -109,12 +110,12 @@ class NumpyOps:
         """Keys or values as they go to `pages`, which round to 8 bits by themselves."""
         return heads if isinstance(pages, Fp8Pages) else round_to(heads, self.dtype)
 
-    def embed(self, out: F32, token_ids: Array, table: F32 | BlockWeight, scale: float) -> None:
+    def embed(self, out: F32, token_ids: Array, table: F32 | BlockWeight | MappedWeight, scale: float) -> None:
         check_shapes("embed", out=out, token_ids=token_ids, table=table)
-        if isinstance(table, BlockWeight):
-            rows = round_to(picked_rows(table, token_ids), self.dtype)
-        else:
+        if isinstance(table, np.ndarray):
             rows = table[token_ids]
+        else:
+            rows = round_to(picked_rows(table, token_ids), self.dtype)
         out[:] = round_to(rows * np.float32(scale), self.dtype)
 
     def qkv(

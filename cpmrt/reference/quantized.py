@@ -1,7 +1,8 @@
-"""Quantised weights in NumPy: their arrays in the arena, and their rows as float32.
+"""Weights in NumPy that are not float32: their arrays in the arena, and their rows as float32.
 
 Layout: codes uint8 [N, K * bits / 8], the first column in the low bits (8 bits: int8 [N, K]); scales float32
-[N, groups]; zeros uint8 [N, groups]; perm int32 [K]. Weights of GGUF files stay the blocks that they are there.
+[N, groups]; zeros uint8 [N, groups]; perm int32 [K]. Weights of GGUF files stay the blocks that they are there, mapped
+ones the words of their file.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from cpmrt.dtypes import F32, Array
-from cpmrt.ops import BlockWeight, QuantizedWeight
+from cpmrt.dtypes import F32, Array, to_float32
+from cpmrt.ops import BlockWeight, MappedWeight, QuantizedWeight
 from cpmrt.tensor_spec import TensorSpec
 from cpmrt.weights.formats.blocks import BLOCK_TYPES
 
-Matrix = F32 | QuantizedWeight | BlockWeight
+Matrix = F32 | QuantizedWeight | BlockWeight | MappedWeight
 """A weight of a matrix product."""
 _BLOCK = 1 << 20
 """Elements dequantised at a time: 4 MiB, the only float32 copy of a weight there ever is."""
@@ -54,6 +55,8 @@ def rows_of(weight: Matrix, rows: slice) -> Matrix:
     """A view of some rows of a weight."""
     if isinstance(weight, np.ndarray):
         return weight[rows]
+    if isinstance(weight, MappedWeight):
+        return replace(weight, words=weight.words[rows])
     wanted = range(weight.shape[0])[rows]
     num_rows = len(wanted)
     if isinstance(weight, BlockWeight):
@@ -78,7 +81,7 @@ def _parts_of(weight: BlockWeight, wanted: range) -> Iterator[tuple[str, Array]]
         first += len(rows)
 
 
-def dequantized(weight: QuantizedWeight | BlockWeight) -> Iterator[tuple[slice, F32]]:
+def dequantized(weight: QuantizedWeight | BlockWeight | MappedWeight) -> Iterator[tuple[slice, F32]]:
     """Rows of the matrix as float32, block after block; columns in the stored order, that of `perm`."""
     if isinstance(weight, BlockWeight):
         yield from _unpacked(weight)
@@ -87,6 +90,9 @@ def dequantized(weight: QuantizedWeight | BlockWeight) -> Iterator[tuple[slice, 
     step = max(_BLOCK // num_columns, 1)
     for begin in range(0, num_rows, step):
         rows = slice(begin, min(begin + step, num_rows))
+        if isinstance(weight, MappedWeight):
+            yield rows, to_float32(weight.words[rows], weight.dtype)
+            continue
         codes = weight.codes[rows]
         values = codes.astype(np.float32) if weight.bits == 8 else _VALUES[weight.bits][codes].view(np.float32)
         grouped = values.reshape(len(codes), -1, weight.group_size)
@@ -98,8 +104,10 @@ def dequantized(weight: QuantizedWeight | BlockWeight) -> Iterator[tuple[slice, 
         yield rows, grouped.reshape(len(codes), num_columns)
 
 
-def picked_rows(weight: BlockWeight, rows: Array) -> F32:
-    """Unpack these rows of a matrix in blocks of one type, such as the embeddings of tokens."""
+def picked_rows(weight: BlockWeight | MappedWeight, rows: Array) -> F32:
+    """Return these rows of a matrix in blocks of one type or in a file, such as the embeddings of tokens."""
+    if isinstance(weight, MappedWeight):
+        return to_float32(weight.words[rows], weight.dtype)
     ((name, stored),) = weight.parts
     return BLOCK_TYPES[name].values(stored[rows])
 

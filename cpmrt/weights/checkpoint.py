@@ -42,6 +42,8 @@ class TensorFile(Protocol):
 
     def view(self, name: str) -> Array: ...
 
+    def release(self) -> None: ...
+
     def close(self) -> None: ...
 
 
@@ -119,6 +121,11 @@ class Checkpoint:
         if entry is None:
             raise CheckpointError(f"{self.folder} has no tensor {quoted(name)}")
         return self._files[entry.path].view(entry.name)
+
+    def release(self) -> None:
+        """Give the memory of what has been read back to the system; arrays that view it stay valid."""
+        for file in self._files.values():
+            file.release()
 
     def close(self) -> None:
         """Unmap the files; arrays that view them stay valid. May be called again."""

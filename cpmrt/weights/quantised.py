@@ -219,7 +219,9 @@ def _round_source(
     picked = None if source.rows is None else np.array(source.rows)
     for rows in _row_steps(source):
         block = words[rows] if picked is None else words[picked[rows]]
-        values = round_to(to_float32(np.ascontiguousarray(block), stored), dtype)
+        values = to_float32(np.ascontiguousarray(block), stored)
+        if stored is not dtype:
+            values = round_to(values, dtype)
         if not np.isfinite(values).all():
             raise CheckpointError(f"{checkpoint.folder}: tensor {quoted(source.name)} has values that are not finite")
         if quant.bits == TERNARY_BITS and not is_ternary(values, quant.group_size):

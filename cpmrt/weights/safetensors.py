@@ -106,6 +106,10 @@ class SafetensorsFile:
         raw = np.frombuffer(self._map, dtype=np.uint8, count=entry.nbytes, offset=entry.offset)
         return raw if bits % 8 else raw.view(storage).reshape(entry.shape)
 
+    def release(self) -> None:
+        """Give the memory of what has been read back to the system; views stay valid and read it again."""
+        self._map.madvise(mmap.MADV_DONTNEED)
+
     def close(self) -> None:
         """Unmap the file, or leave that to the last array that views it. May be called again."""
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from cpmrt.models.decoder import tensor_specs
 from cpmrt.models.planning import plan_model, weight_specs
 from cpmrt.ops import QuantizedWeight
 from cpmrt.quantization.ternary import ternary_values
+from cpmrt.reference.assembly import ReferenceTarget
 from cpmrt.reference.quantized import dequantized
 from cpmrt.tensor_spec import Quantization
 from cpmrt.weights.checkpoint import Checkpoint
@@ -153,6 +155,36 @@ def test_a_ternary_matrix_takes_two_bits_a_weight_and_its_scales() -> None:
     held = sum(plan.region(f"{spec.name}.{part}").nbytes for spec in layers for part in ("codes", "scales"))
     assert len(layers) == 4 * 32 and weights > 7.5e9
     assert held == pytest.approx(weights * (2 / 8 + 4 / 128), rel=1e-6)
+
+
+def test_an_8b_loads_into_less_than_3_gb(model: Path, tmp_path: Path) -> None:
+    """In fake-quantised bf16, untied: the head's 0.6 GB are pages of the file, of the embedding a token reads a row."""
+    config = ModelConfig.from_hf(shape_config("minicpm4-8b") | {"quantization_config": ternary_config()})
+    entries = {name: SimpleNamespace(dtype="BF16") for name in ("model.embed_tokens.weight", "lm_head.weight")}
+    checkpoint = SimpleNamespace(entries=entries)
+    specs = ReferenceTarget().held(weight_specs(config, EngineConfig()), checkpoint, DType.BFLOAT16)  # type: ignore[arg-type]
+    plan = plan_model(config, EngineConfig(), itemsize=4, max_context=1024, specs=specs)
+    (head,) = (spec for spec in plan.tensors if spec.name == "lm_head")
+    assert plan.part_bytes["layers"] + head.num_bytes(4) < 2.8e9 and plan.total_bytes + head.num_bytes(4) < 3e9
+    assert head.num_bytes(4) == 2 * 73448 * 4096
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_embedding_and_head_stay_in_their_file(tmp_path: Path, is_tied: bool) -> None:
+    plain = write_checkpoint(tmp_path / "plain", **SIZES, tie_word_embeddings=is_tied, torch_dtype="float16")
+    tensors = load_file(plain / "model.safetensors")
+    save_file({name: values.astype(np.float16) for name, values in tensors.items()}, plain / "model.safetensors")
+    folder = ternary(plain, tmp_path / "ternary")
+    expected = logits(folder, load_format="safetensors")
+    with LLM(folder, executor="reference", max_context=64) as llm:
+        names = {region.name for region in llm.plan.regions}
+        (folder / "model.safetensors").unlink()
+        found = llm.logits(IDS)
+    assert not names & {"embed_tokens", "lm_head"} and "layers.0.qkv.codes" in names
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+    folder = ternary(plain, tmp_path / "other")
+    expected = logits(folder, load_format="safetensors", dtype="float32")
+    np.testing.assert_allclose(logits(folder, dtype="float32"), expected, atol=1e-4)
 
 
 def test_a_ternary_gguf_file_is_held_in_the_bytes_of_its_blocks(tmp_path: Path) -> None:

@@ -78,6 +78,10 @@ class GgufFile:
             return raw.view(FLOATS[entry.dtype].storage).reshape(entry.shape)
         return raw.reshape(*entry.shape[:-1], -1)
 
+    def release(self) -> None:
+        """Give the memory of what has been read back to the system; views stay valid and read it again."""
+        self._map.madvise(mmap.MADV_DONTNEED)
+
     def close(self) -> None:
         """Unmap the file, or leave that to the last array that views it. May be called again."""
         _unmap(self._map)
