@@ -16,8 +16,9 @@ from pathlib import Path
 
 from cpmrt.cli.arguments import UsageError
 from cpmrt.cli.output import note
-from cpmrt.quantization.gguf_conversion import FILE_TYPES, to_gguf, to_safetensors
+from cpmrt.quantization.gguf_conversion import FILE_TYPES, to_gguf
 from cpmrt.quantization.marlin_conversion import convert
+from cpmrt.quantization.plain_conversion import to_safetensors
 from cpmrt.weights.model_folder import ModelFolder
 
 

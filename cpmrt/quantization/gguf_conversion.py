@@ -1,45 +1,34 @@
-"""Converts a checkpoint to a GGUF file, its matrices in 16 bits or in blocks, and any checkpoint to 16-bit safetensors.
+"""Converts a checkpoint of any format to a GGUF file, its matrices in 16 bits or in blocks.
 
 One tensor at a time is in memory, as float32.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from cpmrt.config import EngineConfig
 from cpmrt.dtypes import F32, Array, DType, from_float32
-from cpmrt.errors import CheckpointError, ConfigError, UnsupportedModelError, quoted
-from cpmrt.models.decoder import tensor_specs
-from cpmrt.models.planning import weight_specs
-from cpmrt.quantization.checkpoint_writer import copy_companions, new_folder
-from cpmrt.quantization.file_writer import SafetensorsWriter
-from cpmrt.quantization.file_writer import TensorPlan as PlainPlan
+from cpmrt.errors import CheckpointError, ConfigError, quoted
 from cpmrt.quantization.gguf_blocks import QUANTISERS, quantise_rows
 from cpmrt.quantization.gguf_file import GgufWriter, TensorPlan
 from cpmrt.quantization.gguf_keys import architecture_row, factor_tensors, model_keys, tokenizer_keys
+from cpmrt.quantization.plain_conversion import plain_weights
 from cpmrt.tensor_spec import Source, TensorSpec
-from cpmrt.weights.check import check
-from cpmrt.weights.checkpoint import SINGLE_NAME, Checkpoint
+from cpmrt.weights.checkpoint import Checkpoint
 from cpmrt.weights.formats.blocks import BLOCK_TYPES
 from cpmrt.weights.gguf.file import SUFFIX
-from cpmrt.weights.gguf.folder import is_gguf
 from cpmrt.weights.gguf.specs import unpaired
-from cpmrt.weights.model_files import is_there, read_file
 from cpmrt.weights.model_folder import ModelFolder
 from cpmrt.weights.pack import pack
 
 _LOG = logging.getLogger(__name__)
-_MAX_BYTES = 1 << 27
-_COMPANIONS = ("generation_config.json", "tokenizer.json", "tokenizer_config.json")
 
 
 @dataclass(frozen=True)
@@ -77,7 +66,7 @@ def to_gguf(folder: ModelFolder, target: Path, kind: str) -> None:
     row = architecture_row(folder.config)
     keys = model_keys(folder, FILE_TYPES[kind].number) | tokenizer_keys(folder)
     with Checkpoint.open(folder.path) as checkpoint, _new_file(target) as partial:
-        sources = dict(_sources(folder, checkpoint))
+        sources = dict(plain_weights(folder, checkpoint))
         plans = {row.gguf_name(name): _plan(spec, kind, folder) for name, spec in sources.items()}
         _tell_of_others(plans, kind)
         factors = {name: np.array(values, np.float32) for name, values in factor_tensors(folder.config).items()}
@@ -91,46 +80,6 @@ def to_gguf(folder: ModelFolder, target: Path, kind: str) -> None:
                     values = _paired(values, folder.config.attention.head_dim)
                 plan = plans[row.gguf_name(name)]
                 writer.write(row.gguf_name(name), _stored(values, plan.dtype))
-
-
-def to_safetensors(folder: ModelFolder, target: Path) -> None:
-    """Make the folder `target`, which must not exist, with the weights in 16 bits, as the config's dtype has them.
-
-    Raises CheckpointError, ConfigError, UnsupportedModelError.
-    """
-    dtype = folder.config.dtype or DType.BFLOAT16
-    with Checkpoint.open(folder.path) as checkpoint, new_folder(target) as partial:
-        sources = dict(_sources(folder, checkpoint))
-        plans = {name: PlainPlan(dtype.safetensors_name, spec.shape) for name, spec in sources.items()}
-        with SafetensorsWriter(partial / SINGLE_NAME, plans) as writer:
-            for name, spec in sources.items():
-                writer.write(name, pack(spec, checkpoint, dtype))
-        config = {key: value for key, value in folder.raw_config.items() if key != "quantization_config"}
-        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        if not is_gguf(folder.path):
-            copy_companions(folder.path, partial)
-            return
-        for name in _COMPANIONS:
-            if is_there(folder.path / name):
-                (partial / name).write_bytes(read_file(folder.path / name, _MAX_BYTES))
-
-
-def _sources(folder: ModelFolder, checkpoint: Checkpoint) -> Iterator[tuple[str, TensorSpec]]:
-    """Yield every tensor of the model by its Hugging Face name, as a weight of one source, however that is stored."""
-    plain = {spec.name: spec for spec in tensor_specs(folder.config)}
-    stored = weight_specs(folder.config, EngineConfig(load_format="safetensors"), checkpoint)
-    check(stored, checkpoint)
-    for spec in stored:
-        if spec.name not in plain:
-            continue  # a tied head
-        names = plain[spec.name].sources
-        if len(names) != len(spec.sources):
-            raise UnsupportedModelError(
-                f"{folder.path}: {spec.name} is stored as one matrix", expected="q, k, v, gate and up for themselves",
-                fix="convert it first: cpmrt convert --to gptq",
-            )  # fmt: skip
-        for name, source in zip(names, spec.sources, strict=True):
-            yield name.name, replace(spec, name=name.name, shape=source.shape, sources=(source,), quant=None)
 
 
 def _plan(spec: TensorSpec, kind: str, folder: ModelFolder) -> TensorPlan:
