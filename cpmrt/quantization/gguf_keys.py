@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from cpmrt.config import ModelConfig
+from cpmrt.config.architectures import ARCHITECTURES
 from cpmrt.config.layers import GatedMlp, GroupedAttention, LatentAttention
 from cpmrt.errors import UnsupportedModelError
 from cpmrt.quantization.gguf_file import KeyValue, Typed
@@ -43,11 +44,15 @@ def architecture_row(config: ModelConfig) -> GgufArchitecture:
 def model_keys(folder: ModelFolder, file_type: int) -> dict[str, KeyValue]:
     """Return the keys of the model itself; `file_type` is llama.cpp's number for what most matrices are stored as.
 
-    Raises UnsupportedModelError for a rotary embedding that the keys cannot describe.
+    Raises UnsupportedModelError for an mlp or a rotary embedding that the keys cannot describe.
     """
     config = folder.config
-    row, mixer, mlp = architecture_row(config), config.layers[0].mixer, config.layers[0].mlp
-    assert isinstance(mlp, GatedMlp), config.architecture
+    row, mixer, mlp = architecture_row(config), config.layers[0].mixer, config.mlp
+    if not isinstance(mlp, GatedMlp) or mlp.fatrelu is not None:
+        actual = "FATReLU" if isinstance(mlp, GatedMlp) else "a mixture of experts"
+        raise UnsupportedModelError(
+            "mlp of a GGUF file", expected="gated with SiLU", actual=actual, fix="use the safetensors as they are"
+        )
     own: dict[str, KeyValue] = {
         "vocab_size": _u32(config.vocab_size),
         "context_length": _u32(config.max_position_embeddings),
@@ -59,7 +64,7 @@ def model_keys(folder: ModelFolder, file_type: int) -> dict[str, KeyValue]:
         **_attention_keys(mixer),
         **_rope_keys(config),
     }
-    if config.architecture == "MiniCPMForCausalLM":
+    if ARCHITECTURES[config.architecture].mup:  # llama.cpp has those of MiniCPM3 fixed, and does not look
         own |= {
             "embedding_scale": Typed("f32", config.scale_emb),
             "residual_scale": Typed("f32", config.residual_scale),

@@ -98,6 +98,19 @@ def test_there_and_back_keeps_every_bit(tmp_path, architecture):
     assert Tokenizer.open(tmp_path / "back").encode("abc ü") == Tokenizer.open(source).encode("abc ü")
 
 
+@pytest.mark.parametrize("architecture", ["minicpm", "minicpm3"])
+def test_a_file_has_the_scales_of_the_model(tmp_path, architecture):
+    pair = models.write_pair(tmp_path, architecture, lambda name: "BF16")
+    scales = {"scale_emb": 5.0, "scale_depth": 1.0, "dim_model_base": 128}
+    config = json.loads((pair.folder / "config.json").read_text()) | scales
+    (pair.folder / "config.json").write_text(json.dumps(config))
+    folder = ModelFolder.open(pair.folder)
+    to_gguf(folder, tmp_path / "made.gguf", "bf16")
+    made = ModelFolder.open(tmp_path / "made.gguf").config
+    names = ("scale_emb", "residual_scale", "logit_divisor")
+    assert [getattr(made, name) for name in names] == [getattr(folder.config, name) for name in names]
+
+
 def first_tier(names, first):
     """Cases of which only some run in the first tier."""
     return [name if name in first else pytest.param(name, marks=pytest.mark.all) for name in names]
@@ -229,6 +242,18 @@ def test_mistakes_leave_nothing_behind(tmp_path):
             to_gguf(folder, target, "q8_0")
     assert [path.name for path in tmp_path.iterdir()] == ["there.gguf"]
     assert main(["convert", str(BUNDLED), str(tmp_path / "x"), "--type", "q8_0"]) != 0
+
+
+@pytest.mark.parametrize("mlp", [
+    {"hidden_act": "fatrelu", "hidden_act_param": 0.1}, {"num_experts": 4, "num_experts_per_tok": 2},
+])  # fmt: skip
+def test_an_mlp_without_keys_is_refused(tmp_path, mlp):
+    pair = models.write_pair(tmp_path, "minicpm", lambda name: "F32")
+    config = json.loads((pair.folder / "config.json").read_text()) | mlp
+    (pair.folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModelError, match="mlp of a GGUF file: expected gated with SiLU"):
+        to_gguf(ModelFolder.open(pair.folder), tmp_path / "a.gguf", "q8_0")
+    assert not (tmp_path / "a.gguf").exists()
 
 
 def test_a_rotary_embedding_without_keys_is_refused(tmp_path):

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from cpmrt.config.architectures import ARCHITECTURES
 from cpmrt.config.fields import Fields
 from cpmrt.errors import CheckpointError, UnsupportedModelError, quoted
 from cpmrt.weights.formats.blocks import BLOCK_TYPES
@@ -26,7 +27,6 @@ _END_IDS = tuple(f"{PREFIX}{name}_token_id" for name in ("eos", "eot", "eom"))
 _END_TEXTS = frozenset(("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>"))
 """Control tokens that end an answer in every model that has them. A file names one end, a generation_config.json all.
 """
-_LATENT = "MiniCPM3ForCausalLM"
 # What MiniCPM3 and MiniCPM's first files, which lack the scales, are made with: scale_emb, scale_depth, dim_model_base.
 _OLD_SCALES = (12.0, 1.4, 256)
 _SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
@@ -38,7 +38,7 @@ def config_json(model: GgufModel) -> dict[str, Any]:
     Raises ConfigError for a key that is missing or no proper value, UnsupportedModelError.
     """
     row = architecture_of(model.metadata, model.path)
-    keys = _keys(model, row)
+    keys, traits = _keys(model, row), ARCHITECTURES[row.hugging_face]
     if keys.integer("expert_count", 0, low=0):
         raise UnsupportedModelError(
             f"{model.path}: key '{row.name}.expert_count'", expected="0: experts are not read from GGUF files",
@@ -53,7 +53,7 @@ def config_json(model: GgufModel) -> dict[str, Any]:
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": keys.integer("attention.head_count_kv", heads),
-        **(_latent(keys) if row.hugging_face == _LATENT else _whole_heads(keys)),
+        **(_latent(keys) if traits.latent_attention else _whole_heads(keys)),
         "vocab_size": _vocab_size(model, keys),
         "max_position_embeddings": keys.integer("context_length"),
         "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon", 1e-6, high=1.0),
@@ -65,7 +65,7 @@ def config_json(model: GgufModel) -> dict[str, Any]:
         "bos_token_id": model.metadata.get(f"{PREFIX}bos_token_id"),
         "eos_token_id": _end_ids(model),
     }
-    return config | (_scales(keys, hidden, layers) if row.hugging_face.startswith("MiniCPM") else {})
+    return config | (_scales(keys, hidden, layers) if traits.mup else {})
 
 
 def head_dim(model: GgufModel) -> int:
