@@ -13,6 +13,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 VOCAB, HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM = 24, 32, 48, 4, 2, 8
+MARKOV_RANK = 6
 TARGET: dict[str, Any] = {
     "architectures": ["MiniCPMForCausalLM"], "hidden_size": HIDDEN, "intermediate_size": INNER,
     "num_hidden_layers": 3, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM,
@@ -88,6 +89,20 @@ def eagle3_tensors(*, draft_vocab: int = 18, seed: int = 3) -> Tensors:
     return made
 
 
+def dspark_tensors(*, layers: int = 2, taps: int = 2, confidence: bool = True, seed: int = 14) -> Tensors:
+    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (HIDDEN, taps * HIDDEN), "hidden_norm.weight": (HIDDEN,)}
+    for layer in range(layers):
+        heads = {f"layers.{layer}.self_attn.{part}_norm.weight": (HEAD_DIM,) for part in "qk"}
+        shapes |= _layer(f"layers.{layer}") | heads
+    shapes |= {f"markov_head.markov_{part}.weight": (VOCAB, MARKOV_RANK) for part in ("w1", "w2")}
+    if confidence:
+        proj = "confidence_head.proj"
+        shapes |= {f"{proj}.weight": (1, HIDDEN + MARKOV_RANK), f"{proj}.bias": (1,)}
+    made = _random(seed, **shapes, **{"norm.weight": (HIDDEN,)})
+    made["markov_head.markov_w1.weight"] *= 3
+    return made
+
+
 def write_folder(folder: Path, config: dict[str, Any], tensors: Tensors) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
@@ -97,6 +112,14 @@ def write_folder(folder: Path, config: dict[str, Any], tensors: Tensors) -> Path
 
 EAGLE3 = {key: value for key, value in DRAFT.items() if key not in ("scale_depth", "mup_denominator")} | {
     "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 18, "eagle_aux_hidden_state_layer_ids": [0, 1, 2],
+}  # fmt: skip
+
+_SCALES = ("scale_emb", "scale_depth", "dim_model_base")
+DSPARK = {key: value for key, value in TARGET.items() if key not in _SCALES} | {
+    "architectures": ["Qwen3DSparkModel"], "model_type": "qwen3", "num_hidden_layers": 2, "block_size": 5,
+    "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}, "mask_token_id": 3, "markov_rank": MARKOV_RANK,
+    "markov_head_type": "vanilla", "target_layer_ids": [0, 1], "num_target_layers": 3, "sample_from_anchor": True,
+    "confidence_head_with_markov": True,
 }  # fmt: skip
 
 
@@ -109,5 +132,6 @@ def write_all(root: Path) -> Path:
     frequent = write_folder(root / "frequent", DRAFT, eagle2_tensors("vllm", seed=5))
     (frequent / "freq_16.json").write_text(json.dumps([*range(7, 23)]))
     write_folder(root / "eagle3", EAGLE3, eagle3_tensors())
+    write_folder(root / "dspark", DSPARK, dspark_tensors())
     write_folder(root / "model", TARGET | {"num_hidden_layers": 1}, target_tensors(seed=7, layers=1))
     return root

@@ -5,6 +5,7 @@
     python tools/make_golden.py quantised tiny quantised checkpoints of every format (tests/golden/quantised)
     python tools/make_golden.py sparse    tiny models with block-sparse attention (tests/golden/sparse)
     python tools/make_golden.py hybrid    tiny models with attention and lightning layers (tests/golden/hybrid)
+    python tools/make_golden.py dspark    blocks of tiny DSpark drafts (tests/golden/dspark)
 
 Needs torch and transformers. Running it again gives the same bytes.
 """
@@ -27,7 +28,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from golden import hybrid, sparse  # noqa: E402
+from golden import dspark, hybrid, sparse  # noqa: E402
 from golden.cases import CASES, NUM_NEW, NUM_PROMPT, Case  # noqa: E402
 from golden.oracle import Oracle, hugging_face_config  # noqa: E402
 from golden.quantised import golden_arrays  # noqa: E402
@@ -35,8 +36,11 @@ from reference.quantised_models import CASES as QUANTISED_CASES  # noqa: E402
 from reference.quantised_models import QUANTISED_GOLDEN  # noqa: E402
 from reference.tiny_models import GOLDEN, random_weights, unpacked  # noqa: E402
 
-from cpmrt.config import ModelConfig  # noqa: E402
+from cpmrt.config import ModelConfig, SpeculationConfig, TreeShape  # noqa: E402
+from cpmrt.config.draft import DraftConfig  # noqa: E402
+from cpmrt.config.dspark import read_dspark  # noqa: E402
 from cpmrt.models.decoder import tensor_specs  # noqa: E402
+from cpmrt.models.draft import tensor_specs as draft_tensor_specs  # noqa: E402
 
 DEMO = ROOT / "cpmrt" / "assets" / "demo"
 DEMO_PROMPTS = (
@@ -57,7 +61,7 @@ MAX_SEEDS = 100
 def main() -> None:
     """Writes what was asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("tiny", "demo", "quantised", "sparse", "hybrid"))
+    parser.add_argument("what", choices=("tiny", "demo", "quantised", "sparse", "hybrid", "dspark"))
     what = parser.parse_args().what
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
@@ -70,6 +74,11 @@ def main() -> None:
         module, oracle = (sparse, sparse.SparseOracle) if what == "sparse" else (hybrid, hybrid.HybridOracle)
         for name, settings in module.CASES.items():
             write_long(what, name, settings, oracle, module.NUM_PROMPT, module.NUM_NEW)
+        return
+    if what == "dspark":
+        (GOLDEN / what).mkdir(exist_ok=True)
+        for name, (target, draft) in dspark.CASES.items():
+            write_blocks(name, target, draft)
         return
     if what == "quantised":
         QUANTISED_GOLDEN.mkdir(exist_ok=True)
@@ -156,6 +165,41 @@ def write_long(
         "gap": np.float32(oracle.gap),
     }
     write(f"{folder}/{name}", folder, json.dumps(settings), arrays)
+
+
+def write_blocks(name: str, target: dict[str, Any], draft: dict[str, Any]) -> None:
+    """Writes the block behind each greedy token, for the first seed for which no rounding can change a token."""
+    config = ModelConfig.from_hf(target)
+    specs, drafting = tensor_specs(config), draft_tensor_specs(dspark_config(draft, config))
+    for seed in range(MAX_SEEDS):
+        prompt = np.random.Generator(np.random.PCG64(seed)).integers(3, config.vocab_size, dspark.NUM_PROMPT).tolist()
+        weights = unpacked(specs, random_weights(specs, seed))
+        oracle = dspark.DSparkOracle(target, weights, draft, unpacked(drafting, random_weights(drafting, seed)))
+        greedy, margin = oracle.greedy(prompt, dspark.NUM_NEW)
+        if margin < MIN_MARGIN:
+            continue
+        blocks = [oracle.block(prompt + greedy[: count + 1]) for count in range(len(greedy))]
+        margin = min(margin, *(block.margin for block in blocks))
+        if margin > MIN_MARGIN:
+            break
+    else:
+        raise SystemExit(f"{name}: no seed below {MAX_SEEDS} keeps a margin of {MIN_MARGIN}")
+    arrays = {
+        "draft_config": np.array(json.dumps(draft)),
+        "seed": np.int64(seed),
+        "prompt_ids": np.array(prompt, np.int32),
+        "greedy_ids": np.array(greedy, np.int32),
+        "drafts": np.array([block.tokens for block in blocks], np.int32),
+        "confidences": np.array([block.confidences for block in blocks], np.float32),
+        "logits": blocks[-1].logits,
+        "margin": np.float32(margin),
+    }
+    write(f"dspark/{name}", "dspark", json.dumps(target), arrays)
+
+
+def dspark_config(draft: dict[str, Any], target: ModelConfig) -> DraftConfig:
+    """Returns the config of a DSpark draft as cpmrt reads it."""
+    return read_dspark(draft, None, target, SpeculationConfig("dspark", (TreeShape.chain(1),)))
 
 
 def write_rope_frequencies() -> None:

@@ -238,6 +238,9 @@ _DRAFT_OPTIONS: dict[str, tuple[str, Callable[[str], Any], str, str]] = {
     ),
     "--draft-window": ("window", token_count, "TOKENS", "that the draft's attention looks back at (default: all)"),
     "--draft-head-bits": ("head_bits", int, "BITS", "round the draft's head to 8 or 4 bits"),
+    "--draft-min-confidence": (
+        "min_confidence", float, "P", "end a DSpark draft's chain before a token less likely to be accepted than P"
+    ),
     "--draft-vocab": (
         "draft_vocab", _vocab, "N|FILE",
         "cut the draft's head to the N most frequent tokens of the list that comes with it, or to those of a file that "

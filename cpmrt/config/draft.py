@@ -22,17 +22,33 @@ Shapes = Mapping[str, tuple[int, ...]]
 _STEMS = ("", "model.")
 _LAYERS = {"eagle2": ("eagle_layers.{}", "layers.{}"), "eagle3": ("midlayer", "layers.{}")}
 _WEIGHTS = (".weight", ".qweight", ".weight_packed")
-_ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
-_NOT_OF_LAYERS = ("architectures", "model_type", "bos_token_id", "eos_token_id", "sparse_config")
+ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
+NOT_OF_LAYERS = ("architectures", "model_type", "bos_token_id", "eos_token_id", "sparse_config")
 _TAPS = "eagle_aux_hidden_state_layer_ids"
+
+
+@dataclass(frozen=True)
+class Block:
+    """What a DSpark draft (`config.dspark`) has beside its layers.
+
+    A pass has `size` rows: the newest token, and `mask_token_id` in the others. Each drafts the token behind it. The
+    Markov head adds to a row's logits the product of two vectors of `markov_rank` elements, one of the token before and
+    one of the token itself.
+    """
+
+    size: int
+    mask_token_id: int
+    markov_rank: int
+    has_confidence: bool
+    """Whether a head says how likely a drafted token is to be accepted."""
 
 
 @dataclass(frozen=True)
 class DraftConfig:
     """A draft that fits its target. `decoder` has the sizes of its layers; None: prompt lookup, which has none.
 
-    For an EAGLE draft the decoder's `scale_emb` and `logit_divisor` are those of the target, whose embedding and head
-    it uses, and `vocab_size` is the target's; `method` "model" is a whole model of its own.
+    For an EAGLE or DSpark draft the decoder's `scale_emb` and `logit_divisor` are those of the target, whose embedding
+    and head it uses, and `vocab_size` is the target's; `method` "model" is a whole model of its own.
     """
 
     method: str
@@ -47,10 +63,12 @@ class DraftConfig:
     has_split_fc: bool = False
     """Quantised as two matrices one after the other: the embedding's half [h, h], then the hidden state's (CPM.cu)."""
     taps: tuple[int, ...] = ()
-    """EAGLE-3: the target's layers whose inputs it reads. None: it reads the output of the final norm."""
+    """The target's layers whose inputs EAGLE-3 and DSpark read. None: the output of the final norm is read."""
     draft_vocab: int = 0
     """Rows of its head; 0: lookup."""
     head_bits: int | None = None
+    block: Block | None = None
+    """Of a DSpark draft."""
 
     @property
     def layers_config(self) -> ModelConfig:
@@ -63,9 +81,14 @@ class DraftConfig:
         return self.method in ("eagle2", "eagle3")
 
     @property
+    def reads_states(self) -> bool:
+        """Whether it reads the target's hidden states, those of the token before its row's."""
+        return self.is_eagle or self.block is not None
+
+    @property
     def hidden_width(self) -> int:
         """Columns of the target's hidden states that a drafted row needs; 0: none."""
-        if self.decoder is None or not self.is_eagle:
+        if self.decoder is None or not self.reads_states:
             return 0
         return self.decoder.hidden_size * (len(self.taps) or 1)
 
@@ -78,7 +101,7 @@ class DraftConfig:
     def of_model(cls, decoder: ModelConfig, target: ModelConfig, wish: SpeculationConfig, source: str) -> DraftConfig:
         """An independent model with the target's tokenizer. Raises ConfigError."""
         if decoder.vocab_size != target.vocab_size:
-            raise _disagrees(source, "vocab_size", target.vocab_size, decoder.vocab_size)
+            raise disagrees(source, "vocab_size", target.vocab_size, decoder.vocab_size)
         dense = replace(decoder.attention, sparse=None)
         decoder = replace(decoder, layers=tuple(replace(layer, mixer=dense) for layer in decoder.layers))
         return cls("model", decoder, draft_vocab=decoder.vocab_size, head_bits=wish.head_bits)
@@ -119,7 +142,9 @@ class DraftConfig:
 
 
 def detect_method(names: Mapping[str, Any]) -> str:
-    """The method that a draft's tensors were made for: eagle2 | eagle3 | model."""
+    """The method that a draft's tensors were made for: eagle2 | eagle3 | dspark | model."""
+    if "hidden_norm.weight" in names:
+        return "dspark"
     if any(name.partition("midlayer.")[1] or name.endswith("hidden_norm.weight") for name in names) or "d2t" in names:
         return "eagle3"
     has_fc = any(f"{stem}fc{end}" in names for stem in _STEMS for end in _WEIGHTS)
@@ -133,11 +158,11 @@ def _decoder(
     own, source = fields.data, fields.source
     hidden = fields.integer("hidden_size")
     if hidden != target.hidden_size:
-        raise _disagrees(source, "hidden_size", target.hidden_size, hidden)
+        raise disagrees(source, "hidden_size", target.hidden_size, hidden)
     vocab = fields.integer("vocab_size", target.vocab_size)
     # An EAGLE-3 draft may give its own head's rows as vocab_size.
     if vocab != target.vocab_size and not (wish.method == "eagle3" and vocab < target.vocab_size):
-        raise _disagrees(source, "vocab_size", target.vocab_size, vocab)
+        raise disagrees(source, "vocab_size", target.vocab_size, vocab)
     _check_constant(fields, "scale_emb", target.scale_emb)
     if fields.number("dim_model_base", None) is not None and wish.method == "eagle2":
         base = target.hidden_size / target.logit_divisor if target.logit_divisor != 1.0 else None
@@ -146,7 +171,7 @@ def _decoder(
         "num_hidden_layers": 1, "max_position_embeddings": target.max_position_embeddings,
         "rms_norm_eps": target.rms_norm_eps, **own, "vocab_size": target.vocab_size,
     }  # fmt: skip
-    filled = {name: value for name, value in filled.items() if name not in _NOT_OF_LAYERS}
+    filled = {name: value for name, value in filled.items() if name not in NOT_OF_LAYERS}
     decoder = ModelConfig.from_hf({**filled, "architectures": ["LlamaForCausalLM"]}, None, source, quantize_config)
     if wish.method == "eagle3":
         if decoder.num_layers != 1:
@@ -154,11 +179,11 @@ def _decoder(
         if fields.boolean("norm_before_residual", False):
             raise UnsupportedModelError(f"{source}: norm_before_residual", expected="false", actual="true")
     rope = decoder.rope
-    if not any(own.get(key) for key in _ROPE_KEYS):
+    if not any(own.get(key) for key in ROPE_KEYS):
         rope = target.rope
         if rope.kind == "longrope" and decoder.attention.head_dim != 2 * len(rope.long_factor):
             fix = "give the draft a rope_scaling of its own"
-            raise _disagrees(source, "head_dim", 2 * len(rope.long_factor), decoder.attention.head_dim, fix)
+            raise disagrees(source, "head_dim", 2 * len(rope.long_factor), decoder.attention.head_dim, fix)
         decoder = replace(decoder, max_position_embeddings=target.max_position_embeddings)
     divisor = target.logit_divisor if wish.method == "eagle2" else 1.0
     scale = _residual_scale(fields, target, wish)
@@ -171,7 +196,7 @@ def _check_constant(fields: Fields, name: str, expected: float | None) -> None:
     """A constant that the draft's config repeats must be the target's: it is the target's embedding and head."""
     found = fields.number(name, None)
     if found is not None and not isclose(found, 1.0 if expected is None else expected):
-        raise _disagrees(fields.source, name, expected, found, f"correct {name} in the draft's config.json")
+        raise disagrees(fields.source, name, expected, found, f"correct {name} in the draft's config.json")
 
 
 def _residual_scale(fields: Fields, target: ModelConfig, wish: SpeculationConfig) -> float:
@@ -244,7 +269,7 @@ def _draft_vocab(fields: Fields, shapes: Shapes | None, target: ModelConfig, wis
     if offsets is None and shapes is not None and rows != target.vocab_size:
         raise CheckpointError(f"{fields.source}: the draft has no tensor d2t", expected="d2t, for its cut vocabulary")
     if rows > target.vocab_size:
-        raise _disagrees(fields.source, "draft_vocab_size", f"at most {target.vocab_size}", rows)
+        raise disagrees(fields.source, "draft_vocab_size", f"at most {target.vocab_size}", rows)
     return int(rows)
 
 
@@ -284,7 +309,7 @@ def _wired(decoder: ModelConfig, is_eagle3: bool, has_norm: bool, **mixer: Any) 
     return replace(decoder, layers=tuple(wired(number, layer) for number, layer in enumerate(decoder.layers)))
 
 
-def _disagrees(source: str, name: str, expected: object, actual: object, fix: str | None = None) -> ConfigError:
+def disagrees(source: str, name: str, expected: object, actual: object, fix: str | None = None) -> ConfigError:
     return ConfigError(
         f"{source}: {name} of the draft is not the target's",
         expected=expected,

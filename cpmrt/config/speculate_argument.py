@@ -15,7 +15,7 @@ LOOKUP = "lookup"
 _SHAPE_KEYS = ("num_passes", "top_k", "tree_size")
 _KEYS = (
     "method", *_SHAPE_KEYS, "shapes", "lookup", "adaptive", "draft_vocab", "window", "head_bits", "residual_scale",
-    "simulate_accept",
+    "simulate_accept", "min_confidence",
 )  # fmt: skip
 
 
@@ -54,6 +54,7 @@ def read_speculation(
         wishes.get("head_bits"),
         fields.text("residual_scale", "draft"),
         wishes.get("simulate_accept"),
+        wishes.get("min_confidence"),
     )
 
 

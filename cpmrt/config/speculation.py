@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from cpmrt.errors import ConfigError, quoted
 
-DRAFT_METHODS = ("eagle2", "eagle3", "model", "lookup")
-CHAIN_METHODS = ("model", "lookup")
+DRAFT_METHODS = ("eagle2", "eagle3", "dspark", "model", "lookup")
+CHAIN_METHODS = ("dspark", "model", "lookup")
 MAX_NODES = 64
 """Nodes of a tree, rows of a step and bits of an ancestor mask."""
 MAX_CANDIDATES = 1024
@@ -96,14 +96,17 @@ _TREES = (TreeShape(2, 10, 12), TreeShape(1, 8, 8), TreeShape(3, 8, 24), TreeSha
 DEFAULT_SHAPES: dict[str, tuple[TreeShape, ...]] = {
     "eagle2": _TREES,
     "eagle3": _TREES,
+    "dspark": (TreeShape.chain(7), TreeShape.chain(4), TreeShape.chain(2)),  # of the usual block (`config.dspark`)
     "model": (TreeShape.chain(3), TreeShape.chain(5), TreeShape.chain(8)),
     "lookup": (TreeShape.chain(5), TreeShape.chain(3), TreeShape.chain(8)),
 }
 # The options that a method has no use for.
 _FOREIGN = {
-    "eagle3": ("draft_vocab",),
-    "model": ("draft_vocab", "window"),
-    "lookup": ("draft_vocab", "window", "head_bits"),
+    "eagle2": ("min_confidence",),
+    "eagle3": ("draft_vocab", "min_confidence"),
+    "dspark": ("draft_vocab", "window"),
+    "model": ("draft_vocab", "window", "min_confidence"),
+    "lookup": ("draft_vocab", "window", "head_bits", "min_confidence"),
 }
 
 
@@ -114,7 +117,8 @@ class SpeculationConfig:
     `shapes`: the trees that are captured, the first one is the default. `is_adaptive` lets the engine choose among
     them and plain decoding. `draft_vocab` cuts the draft's head to frequent tokens (FR-Spec, arXiv 2502.14856): how
     many, of the list that comes with the draft, or the path of a list; `window`: tokens that the draft's attention
-    looks back at; `head_bits` 8 or 4 rounds the draft's head. `forced_accept`, for benchmarks on random weights:
+    looks back at; `head_bits` 8 or 4 rounds the draft's head; `min_confidence`: a DSpark draft's chain ends before the
+    first token that its confidence head gives less. `forced_accept`, for benchmarks on random weights:
     tokens that a Speculate step of the first shape gives on average, right or wrong. Raises ConfigError.
     """
 
@@ -127,6 +131,7 @@ class SpeculationConfig:
     residual_scale: str = "draft"
     """Of an EAGLE draft's sublayers: by its own config.json, or as CPM.cu has it, which counts the target's layers."""
     forced_accept: float | None = None
+    min_confidence: float | None = None
 
     def __post_init__(self) -> None:
         if self.method not in DRAFT_METHODS:
@@ -145,8 +150,11 @@ class SpeculationConfig:
             raise ConfigError("speculate: head_bits", expected="4 | 8, or nothing", actual=quoted(self.head_bits))
         if self.residual_scale not in ("draft", "cpmcu"):
             raise ConfigError("speculate: residual_scale", expected="draft | cpmcu", actual=quoted(self.residual_scale))
+        confidence = self.min_confidence
+        if confidence is not None and not (type(confidence) in (int, float) and 0 <= confidence <= 1):
+            raise ConfigError("speculate: min_confidence", expected="a number in [0, 1]", actual=quoted(confidence))
         self._check_forced()
-        for name in _FOREIGN.get(self.method, ()):
+        for name in _FOREIGN[self.method]:
             if getattr(self, name) is not None:
                 raise ConfigError(f"speculate: {name} means nothing to method {self.method}", fix="leave it out")
 

@@ -14,7 +14,8 @@ from cpmrt.dtypes import Array
 from cpmrt.memory.caches import CacheLayout
 from cpmrt.models import decoder
 from cpmrt.models.decoder import Decoder
-from cpmrt.models.drafts import eagle
+from cpmrt.models.drafts import dspark, eagle
+from cpmrt.models.drafts.dspark import DSpark, MarkovWeights
 from cpmrt.models.drafts.eagle import Eagle
 from cpmrt.models.layers import EMBED, HEAD, Table
 from cpmrt.ops import Ops, Rows
@@ -33,7 +34,7 @@ class Draft:
     `specs` are made of the draft's checkpoint, `head` of the target's: all of its head in fewer bits, or the rows
     `token_map`. The draft's head without a weight `draft.lm_head` is the target's. `token_map` gives the target's id of
     each row of the head; None: they are the same. `forced_accept`: tokens that a step gives on average, whatever was
-    sampled; None: those that the target agrees with.
+    sampled; None: those that the target agrees with. `min_confidence`: see `SpeculationConfig`.
     """
 
     config: DraftConfig
@@ -42,6 +43,7 @@ class Draft:
     head: TensorSpec | None = None
     token_map: tuple[int, ...] | None = None
     forced_accept: float | None = None
+    min_confidence: float = 0.0
 
     @property
     def tensors(self) -> tuple[TensorSpec, ...]:
@@ -55,7 +57,12 @@ class Draft:
     @property
     def max_logit_rows(self) -> int:
         """The most rows of a pass that reach the draft's head."""
-        return max(shape.top_k for shape in self.shapes)
+        return self.block_rows or max(shape.top_k for shape in self.shapes)
+
+    @property
+    def block_rows(self) -> int:
+        """The rows of the one pass that drafts a whole chain; 0 for a draft that drafts token by token."""
+        return 0 if self.config.block is None else self.config.block.size
 
     @property
     def max_tree_size(self) -> int:
@@ -78,6 +85,8 @@ def tensor_specs(draft: DraftConfig) -> tuple[TensorSpec, ...]:
     """Return every weight of the draft's checkpoint in 16 bits, without the prefix."""
     if draft.decoder is None:
         return ()
+    if draft.block is not None:
+        return tuple(dspark.tensor_specs(draft))
     return tuple(eagle.tensor_specs(draft)) if draft.is_eagle else decoder.tensor_specs(draft.decoder)
 
 
@@ -95,6 +104,8 @@ def buffer_specs(draft: Draft, max_rows: int) -> tuple[BufferSpec, ...]:
     made.append(BufferSpec("logits", (draft.max_logit_rows, draft.vocab_size), HEAD, HEAD, np.float32))
     if draft.config.is_eagle:
         made += eagle.buffer_specs(draft.config, max_rows)
+    if draft.config.block is not None:
+        made += dspark.buffer_specs(draft.config, max_rows)
     ours = [replace(spec, name=PREFIX + spec.name, first=spec.first + _LATER, last=spec.last + _LATER) for spec in made]
     if draft.config.hidden_width:
         ours.append(BufferSpec("hidden", (max_rows + 1, draft.config.hidden_width), EMBED, LAST_PHASE))
@@ -121,7 +132,7 @@ def tables(draft: Draft, max_context: int, limit: int) -> tuple[Table, ...]:
 class DraftModel:
     """The passes of a draft with layers on the arrays of an executor."""
 
-    model: Eagle | Decoder
+    model: Eagle | DSpark | Decoder
     arrays: Mapping[str, Any]
 
     @classmethod
@@ -131,6 +142,8 @@ class DraftModel:
         """Find the weights and caches by name; `halves` are those of a split fc of EAGLE-2, or empty."""
         if draft.is_eagle:
             return cls(Eagle.bind(draft, arrays, caches, halves), arrays)
+        if draft.block is not None:
+            return cls(DSpark.bind(draft, arrays, caches), arrays)
         return cls(Decoder.bind(draft.layers_config, arrays, caches), arrays)
 
     def forward(
@@ -138,8 +151,9 @@ class DraftModel:
     ) -> tuple[Any, Any]:
         """Run rows through the draft; return x, its output, and the logits of `logit_rows` of them (None: of none).
 
-        An independent model takes no `hidden`; see `Eagle.forward`.
+        An independent model takes no `hidden`; see `Eagle.forward`. A DSpark draft has `see` and `block` instead.
         """
+        assert not isinstance(self.model, DSpark)
         if isinstance(self.model, Eagle):
             x = self.model.forward(ops, self.arrays, rows, hidden, is_first=is_first)
         else:
@@ -149,3 +163,20 @@ class DraftModel:
         if logit_rows is not None:
             self.model.logits(ops, logits, chosen)
         return x, logits
+
+    def see(self, ops: Ops, rows: Rows, hidden: Any | None) -> None:
+        """Run rows that nothing is drafted after, with the target's states as in `Eagle.forward`."""
+        if isinstance(self.model, DSpark):
+            self.model.commit(ops, self.arrays, rows, hidden)
+        else:
+            self.forward(ops, rows, hidden, None, is_first=True)
+
+    def block(self, ops: Ops, rows: Rows) -> tuple[Any, Any]:
+        """Run the rows of a DSpark draft's block; see `DSpark.block`."""
+        assert isinstance(self.model, DSpark)
+        return self.model.block(ops, self.arrays, rows)
+
+    def markov_weights(self) -> MarkovWeights:
+        """Return what chooses the tokens of a DSpark draft's block."""
+        assert isinstance(self.model, DSpark)
+        return self.model.markov_weights()

@@ -11,6 +11,7 @@ import numpy as np
 
 from cpmrt.config import EngineConfig, ModelConfig, SpeculationConfig
 from cpmrt.config.draft import DraftConfig
+from cpmrt.config.dspark import chains_of
 from cpmrt.errors import CheckpointError, ConfigError
 from cpmrt.models.draft import PREFIX, Draft, prefixed, tensor_specs
 from cpmrt.tensor_spec import TensorSpec
@@ -59,21 +60,23 @@ def _draft(
     config = folder.config
     assert config.decoder is not None
     specs = quantised_specs(tensor_specs(config), config.decoder.quantization, checkpoint)
-    if config.method != "eagle2":
+    if config.method in ("eagle3", "model"):
         specs = quantise_head(specs, config.head_bits)
     if checkpoint is not None:
-        check(specs, checkpoint, ignore=DRAFT_LEFTOVERS if config.is_eagle else LEFTOVERS)
-    token_map, head = None, None
+        check(specs, checkpoint, ignore=DRAFT_LEFTOVERS if config.reads_states else LEFTOVERS)
+    token_map, head, shapes = None, None, wish.shapes
     if config.method == "eagle3":
         token_map = _from_offsets(config, checkpoint, target.vocab_size)
     elif config.method == "eagle2":
         token_map = _frequent(folder.path, checkpoint, target.vocab_size, wish)
         head = _copied_head(target_specs, config.head_bits, token_map)
-    draft = Draft(config, wish.shapes, prefixed(specs), head, token_map, wish.forced_accept)
-    if draft.max_logit_rows > draft.vocab_size:
-        raise ConfigError(
-            "speculate: top_k", expected=f"at most the draft's {draft.vocab_size} tokens", actual=draft.max_logit_rows
-        )
+    elif config.block is not None:
+        head, shapes = _copied_head(target_specs, config.head_bits, None), chains_of(wish.shapes, config.block)
+    draft = Draft(
+        config, shapes, prefixed(specs), head, token_map, wish.forced_accept, wish.min_confidence or 0.0
+    )  # fmt: skip
+    if (top_k := max(shape.top_k for shape in shapes)) > draft.vocab_size:
+        raise ConfigError("speculate: top_k", expected=f"at most the draft's {draft.vocab_size} tokens", actual=top_k)
     return draft
 
 

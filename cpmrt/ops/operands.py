@@ -5,7 +5,7 @@ The arrays are of the executor's own kind (NumPy or CuPy); shapes are in `ops/sp
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -44,6 +44,12 @@ class Rows:
     """uint64 [T], or None where no row is of a tree; then `tree_base` is None too."""
     tree_base: Any = None
     """int32 [T]"""
+    reach: Any = None
+    """int32 [T], the last position that each row of a block looks at, which may lie behind its own; None: its own."""
+
+    def of_attention(self) -> Rows:
+        """Return the rows as attention takes them, which knows no other position than the last one that it reads."""
+        return self if self.reach is None else replace(self, positions=self.reach)
 
 
 @dataclass(frozen=True, eq=False, slots=True)

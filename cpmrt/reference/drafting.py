@@ -21,6 +21,7 @@ from cpmrt.models.draft import Draft, DraftModel
 from cpmrt.models.layers import EMBED, HEAD
 from cpmrt.ops import KVPages, Ops, Rows
 from cpmrt.reference.blas_threads import BlasThreads
+from cpmrt.reference.draft_block import choose_block
 from cpmrt.reference.draft_tree import (
     LONGEST_MATCH,
     Nodes,
@@ -32,7 +33,16 @@ from cpmrt.reference.draft_tree import (
 )
 from cpmrt.reference.running import Running
 from cpmrt.reference.sparse_attention import append_compressed
-from cpmrt.speculation.procedure import MAX_WAITING, Waiting, after_chunk, catch_up, propose, speculate
+from cpmrt.speculation.procedure import (
+    MAX_WAITING,
+    Waiting,
+    after_chunk,
+    catch_up,
+    propose,
+    propose_block,
+    speculate,
+    speculate_block,
+)
 from cpmrt.tensor_spec import BufferSpec
 
 _UNKNOWN = -1
@@ -81,7 +91,7 @@ class Drafter:
         self.history: Array = arrays["history"]
         self.carry: F32 | None = arrays.get("carry")
         self.token_map: Array | None = arrays.get("draft.token_map")
-        self.is_eagle = draft.config.is_eagle
+        self.draft = draft
         self.waiting = Waiting(MAX_WAITING)
         self._num_recalled = [0] * len(block_tables)
 
@@ -131,26 +141,51 @@ class Drafter:
         self, slot: int, running: Running, shape: TreeShape, masks: TreeMasks | None = None
     ) -> list[SlotResult]:
         """Carry out a speculative step; return what each node of the accepted path gives."""
-        step = TreeStep(self, slot, running, shape, masks)
-        speculate(step, shape, self._num_waiting(slot))
+        step, num_waiting = TreeStep(self, slot, running, shape, masks), self._num_waiting(slot)
+        if self.draft.block_rows:
+            speculate_block(step, shape, num_waiting, self.draft.block_rows)
+        else:
+            speculate(step, shape, num_waiting)
         return step.results
 
     def proposed(self, slot: int, running: Running, shape: TreeShape) -> Nodes:
         """Return the tree that a speculative step would verify."""
-        step = TreeStep(self, slot, running, shape)
-        propose(step, shape, self._num_waiting(slot))
+        step, num_waiting = TreeStep(self, slot, running, shape), self._num_waiting(slot)
+        if self.draft.block_rows:
+            propose_block(step, shape, num_waiting, self.draft.block_rows)
+        else:
+            propose(step, shape, num_waiting)
         return step.nodes
 
     def _num_waiting(self, slot: int) -> int:
         return 0 if self.model is None else self.waiting.of(slot)
 
-    def run(self, rows: Rows, hidden: F32 | None, logit_rows: slice | None, *, is_first: bool) -> F32:
+    def see(self, rows: Rows, hidden: F32 | None) -> None:
+        """Run rows of the draft that nothing is drafted after."""
+        assert self.model is not None
+        with self._threads.for_step():
+            self.model.see(self._ops, rows, hidden)
+
+    def run(self, rows: Rows, hidden: F32 | None, logit_rows: slice, *, is_first: bool) -> F32:
         """Run a pass of the draft; return the logits of `logit_rows`."""
         assert self.model is not None
         with self._threads.for_step():
             _, logits = self.model.forward(self._ops, rows, hidden, logit_rows, is_first=is_first)
         found: F32 = logits
         return found
+
+    def run_block(self, rows: Rows) -> tuple[F32, F32]:
+        """Run the pass of a draft of blocks; return the outputs and the logits of its rows."""
+        assert self.model is not None
+        with self._threads.for_step():
+            states, logits = self.model.block(self._ops, rows)
+        return states, logits
+
+    def chosen(self, states: F32, logits: F32, root_token: int, length: int) -> list[int]:
+        """Return the tokens of a block, at most `length` of them."""
+        assert self.model is not None
+        markov = self.model.markov_weights()
+        return choose_block(logits, states, root_token, length, markov, self.draft.min_confidence)
 
     def tree_rows(
         self, slot: int, base: int, tokens: Array, positions: Array, locations: Array, masks: Array,
@@ -174,11 +209,15 @@ class DraftStep:
     def __init__(self, drafter: Drafter, slots: tuple[int, ...], position: int):
         self._drafter, self._slots, self._slot, self._position = drafter, slots, slots[0], position
         self._hidden: F32 | None = None
-        self._lead = 0 if drafter.is_eagle else 1
+        self._lead = 0 if drafter.draft.config.reads_states else 1
         """Of a token over the draft's row for it: an independent model has its row at the token's own position."""
 
     def waiting(self, num_rows: int) -> None:
-        self._logits = self._drafter.run(self._rows, self._hidden, slice(num_rows - 1, num_rows), is_first=True)
+        drafter, newest = self._drafter, slice(num_rows - 1, num_rows)
+        if drafter.draft.block_rows:
+            drafter.see(self._rows, self._hidden)
+        else:
+            self._logits = drafter.run(self._rows, self._hidden, newest, is_first=True)
 
     def catch_up_begin(self) -> None:
         self._set_waiting(MAX_WAITING)
@@ -208,7 +247,7 @@ class DraftStep:
 
     def chunk(self, num_rows: int) -> None:
         if len(self._rows.token_ids):
-            self._drafter.run(self._rows, self._hidden, None, is_first=True)
+            self._drafter.see(self._rows, self._hidden)
 
     def carry(self, num_rows: int) -> None:
         drafter = self._drafter
@@ -229,7 +268,7 @@ class DraftStep:
 
 
 class TreeStep(DraftStep):
-    """The operations of a speculative step too (`speculation.procedure.TreeOps`)."""
+    """The operations of a speculative step too (`speculation.procedure.BlockOps`)."""
 
     def __init__(
         self, drafter: Drafter, slot: int, running: Running, shape: TreeShape, masks: TreeMasks | None = None
@@ -255,7 +294,7 @@ class TreeStep(DraftStep):
     def grow(self, shape: TreeShape, depth: int, rows: slice) -> None:
         drafter, frontier = self._drafter, self._growth.frontier
         self._hidden = None
-        if drafter.is_eagle:
+        if drafter.draft.config.is_eagle:
             parents: F32 = drafter.buffers["draft.parents"][: shape.top_k]
             parents[:] = drafter.buffers["draft.x"][rows][frontier.parent_rows]
             self._hidden = parents
@@ -270,6 +309,26 @@ class TreeStep(DraftStep):
 
     def finish(self, shape: TreeShape) -> None:
         self.nodes = self._growth.nodes(self._running.last_token)
+
+    def block(self, num_rows: int) -> None:
+        drafter, block = self._drafter, self._drafter.draft.config.block
+        assert block is not None
+        tokens = np.full(num_rows, block.mask_token_id)
+        tokens[0] = self._running.last_token
+        positions = self._position + np.arange(num_rows)
+        fits = (positions < drafter.capacities[self._slot]) & (positions < drafter.max_context)
+        self._rows = Rows(
+            tokens, np.where(fits, positions, 0), np.where(fits, self._slot, -1), drafter.block_tables, False,
+            reach=np.full(num_rows, positions[fits][-1]),
+        )  # fmt: skip
+        self._states, self._logits = drafter.run_block(self._rows)
+
+    def chain(self, shape: TreeShape) -> None:
+        num_rows = int(np.count_nonzero(self._rows.slots >= 0))
+        tokens = self._drafter.chosen(
+            self._states, self._logits, self._running.last_token, min(shape.tree_size - 1, num_rows)
+        )
+        self.nodes = chain_nodes(self._running.last_token, tokens, shape.tree_size)
 
     def lookup(self, shape: TreeShape) -> None:
         text = self._drafter.history[self._slot, : self._position + 1]

@@ -21,7 +21,8 @@ class DraftOps(Protocol):
     """The operations of a draft beside the target's steps, as an executor carries them out or captures them."""
 
     def waiting(self, num_rows: int) -> None:
-        """Run the draft over the rows of tokens that wait; the last row, the newest token's, has logits."""
+        """Run the draft over the rows of tokens that wait. Of a draft that drafts token by token the last row, the
+        newest token's, has logits."""
         ...
 
     def catch_up_begin(self) -> None:
@@ -96,12 +97,34 @@ class TreeOps(DraftOps, Protocol):
         ...
 
 
+class BlockOps(TreeOps, Protocol):
+    """The operations of a speculative step whose draft makes a whole chain in one pass."""
+
+    def block(self, num_rows: int) -> None:
+        """Run the draft over the newest token and the mask tokens behind it; all rows have logits."""
+        ...
+
+    def chain(self, shape: TreeShape) -> None:
+        """Choose the tokens of the block one after another, and set up the target's rows for them."""
+        ...
+
+
 def speculate(ops: TreeOps, shape: TreeShape, num_waiting: int) -> None:
     """Draft a tree, run the target over it, and accept what plain decoding would have given.
 
     `num_waiting`: rows of the first draft pass; 0: no model drafts, the text is looked up.
     """
     propose(ops, shape, num_waiting)
+    _verify(ops, shape)
+
+
+def speculate_block(ops: BlockOps, shape: TreeShape, num_waiting: int, block_rows: int) -> None:
+    """Draft a chain in one pass of `block_rows` rows, and go on as `speculate` does."""
+    propose_block(ops, shape, num_waiting, block_rows)
+    _verify(ops, shape)
+
+
+def _verify(ops: TreeOps, shape: TreeShape) -> None:
     ops.verify(shape)
     ops.sample(shape)
     ops.accept(shape)
@@ -122,6 +145,19 @@ def propose(ops: TreeOps, shape: TreeShape, num_waiting: int) -> None:
         newest = slice(0, shape.top_k)
         ops.top_k(shape, newest)
     ops.finish(shape)
+    _look_up_instead(ops, shape)
+
+
+def propose_block(ops: BlockOps, shape: TreeShape, num_waiting: int, block_rows: int) -> None:
+    """Draft a chain as `speculate_block` does; nothing has come of it that the next step does not overwrite."""
+    ops.begin(num_waiting)
+    ops.waiting(num_waiting)
+    ops.block(block_rows)
+    ops.chain(shape)
+    _look_up_instead(ops, shape)
+
+
+def _look_up_instead(ops: TreeOps, shape: TreeShape) -> None:
     if shape.lookup_length:
         ops.lookup_instead(shape)
 

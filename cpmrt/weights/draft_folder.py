@@ -10,6 +10,7 @@ from typing import Any
 
 from cpmrt.config import EngineConfig, SpeculationConfig
 from cpmrt.config.draft import DraftConfig, Shapes, detect_method
+from cpmrt.config.dspark import read_dspark
 from cpmrt.config.speculate_argument import LOOKUP, read_speculation
 from cpmrt.weights import hub
 from cpmrt.weights.checkpoint import Checkpoint
@@ -56,7 +57,8 @@ class DraftFolder:
         shapes = _shapes(path) if weights else None
         quantize_config = read_json_if_there(path / "quantize_config.json")
         raw = read_json(path / "config.json")
-        return cls(path, DraftConfig.of_eagle(raw, shapes, target.config, wish, source, quantize_config))
+        read = read_dspark if wish.method == "dspark" else DraftConfig.of_eagle
+        return cls(path, read(raw, shapes, target.config, wish, source, quantize_config))
 
 
 def resolve(draft: str, target: Path, *, weights: bool = True) -> Path:
@@ -68,7 +70,7 @@ def resolve(draft: str, target: Path, *, weights: bool = True) -> Path:
 
 
 def method_of(draft: str, target: Path, *, weights: bool = True) -> str:
-    """Return the method that a draft was made for: eagle2 | eagle3 | model. Raises CheckpointError.
+    """Return the method that a draft was made for: eagle2 | eagle3 | dspark | model. Raises CheckpointError.
 
     Its tensors tell; where there are none (`weights` False), the architecture that its config.json names.
     """
@@ -77,6 +79,8 @@ def method_of(draft: str, target: Path, *, weights: bool = True) -> str:
         return detect_method(_shapes(path))
     raw = read_json(path / "config.json")
     name = str(raw.get("architectures")).lower()
+    if "markov_rank" in raw:
+        return "dspark"
     if "draft_vocab_size" in raw or "eagle3" in name:
         return "eagle3"
     return "eagle2" if "eagle" in name else "model"

@@ -19,7 +19,10 @@ from cpmrt.executor import Speculate
 LENGTH = 9
 TREE, BESIDE = TreeShape(3, 3, 8), TreeShape(3, 3, 8, LENGTH)
 CHAIN, CHAIN_BESIDE = TreeShape.chain(3), TreeShape(3, 1, 4, LENGTH)
-NUMBERS = {"vllm": (TREE, BESIDE), "eagle3": (TREE, BESIDE), "itself": (CHAIN, CHAIN_BESIDE)}
+NUMBERS = {
+    "vllm": (TREE, BESIDE), "eagle3": (TREE, BESIDE), "itself": (CHAIN, CHAIN_BESIDE),
+    "dspark": (CHAIN, CHAIN_BESIDE),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

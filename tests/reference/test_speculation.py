@@ -29,6 +29,8 @@ DRAFTS: dict[str, tuple[str | None, dict[str, Any]]] = {
     "frequent head 4": ("frequent", {"head_bits": 4, "draft_vocab": 12}),
     "eagle3": ("eagle3", {"window": 20}),
     "eagle3 head 8": ("eagle3", {"head_bits": 8}),
+    "dspark": ("dspark", {}),
+    "dspark head 8": ("dspark", {"head_bits": 8, "min_confidence": 0.2}),
     "model": ("model", {}),
     "itself": ("target", {}),
     "lookup": (None, {}),
@@ -38,7 +40,7 @@ DRAFTS: dict[str, tuple[str | None, dict[str, Any]]] = {
 }
 RANDOM = np.random.default_rng(11)
 PROMPTS = [tuple(RANDOM.integers(3, VOCAB, count).tolist()) for count in (1, 7, 17, 40, 70)]
-METHODS = {"eagle3": "eagle3", "model": "model", "target": "model", None: "lookup"}
+METHODS = {"eagle3": "eagle3", "dspark": "dspark", "model": "model", "target": "model", None: "lookup"}
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +89,7 @@ def test_tokens_and_logprobs_are_those_of_plain_decoding(root, plain, draft):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("draft", ["vllm", "eagle3", "model"])
+@pytest.mark.parametrize("draft", ["vllm", "eagle3", "dspark", "model"])
 def test_in_16_bits_too(root, draft, dtype):
     with_draft, without = open_with(root, draft, dtype=dtype), open_with(root, dtype=dtype)
     for prompt in PROMPTS[1:4]:
@@ -96,7 +98,7 @@ def test_in_16_bits_too(root, draft, dtype):
 
 
 @given(
-    draft=st.sampled_from(["vllm", "eagle3", "model", "lookup"]),
+    draft=st.sampled_from(["vllm", "eagle3", "dspark", "model", "lookup"]),
     prompt=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=50).map(tuple),
     name=st.sampled_from(list(SETTINGS)),
     steps=st.lists(st.sampled_from(["decode", 0, 1, 2]), min_size=1, max_size=6),
@@ -133,7 +135,7 @@ def test_lookup_finds_a_text_that_repeats(root):
     assert len(set(found[0][30:])) < 12 and max(lengths) == 5
 
 
-@pytest.mark.parametrize("draft", ["vllm", "eagle3", "itself", "lookup"])
+@pytest.mark.parametrize("draft", ["vllm", "eagle3", "dspark", "itself", "lookup"])
 def test_a_stop_token_inside_a_path_ends_the_sequence(root, plain, draft):
     """Nothing comes after it, however much of the path was right; steps after it give nothing."""
     executor, prompt = open_with(root, draft), PROMPTS[2]
@@ -145,7 +147,7 @@ def test_a_stop_token_inside_a_path_ends_the_sequence(root, plain, draft):
         assert sum(lengths) == first
 
 
-@pytest.mark.parametrize("draft", ["vllm", "itself"])
+@pytest.mark.parametrize("draft", ["vllm", "dspark", "itself"])
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 7])
 def test_no_token_beyond_the_limit(root, plain, draft, count):
     executor = open_with(root, draft)
@@ -154,7 +156,7 @@ def test_no_token_beyond_the_limit(root, plain, draft, count):
     assert executor.submit(Admit(0, SETTINGS["greedy"], 1, 1, ())).wait().slots == ()
 
 
-@pytest.mark.parametrize("draft", ["vllm", "eagle3", "itself", "lookup"])
+@pytest.mark.parametrize("draft", ["vllm", "eagle3", "dspark", "itself", "lookup"])
 @pytest.mark.parametrize("max_context", [64, 70])
 def test_up_to_the_last_position_of_the_context(root, draft, max_context):
     """No keys are written past the pages of the slot: its neighbour's text stays what it was."""
@@ -178,7 +180,7 @@ def test_a_short_block_table_bounds_the_tree(root, plain):
     assert joined(neighbour) == plain(PROMPTS[4], "greedy")
 
 
-@pytest.mark.parametrize("draft", ["vllm", "eagle3", "model", "lookup"])
+@pytest.mark.parametrize("draft", ["vllm", "eagle3", "dspark", "model", "lookup"])
 def test_a_prompt_whose_beginning_is_in_the_pages(root, plain, draft):
     executor, prompt = open_with(root, draft), PROMPTS[4]
     for name, sampling in SETTINGS.items():
@@ -187,7 +189,7 @@ def test_a_prompt_whose_beginning_is_in_the_pages(root, plain, draft):
         assert found == plain(prompt, name)
 
 
-@pytest.mark.parametrize("draft", ["vllm", "eagle3", "itself"])
+@pytest.mark.parametrize("draft", ["vllm", "eagle3", "dspark", "itself"])
 def test_many_plain_steps_between(root, draft):
     """More tokens wait for the draft than it keeps states of; afterwards it is as good as it was."""
     executor, prompt, greedy = open_with(root, draft), PROMPTS[1], SETTINGS["greedy"]
@@ -202,8 +204,9 @@ def test_many_plain_steps_between(root, draft):
             assert len(tokens) == 1 + num_plain + 4 * 5
 
 
-def test_two_slots_are_drafted_for_in_turn(root, plain):
-    executor = open_with(root, "eagle3", max_sequences=2)
+@pytest.mark.parametrize("draft", ["eagle3", "dspark"])
+def test_two_slots_are_drafted_for_in_turn(root, plain, draft):
+    executor = open_with(root, draft, max_sequences=2)
     results = [[prefill(executor, slot, PROMPTS[slot + 2], SETTINGS["sampled"])] for slot in range(2)]
     for turn in range(30):
         if turn % 5 == 4:

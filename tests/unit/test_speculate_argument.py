@@ -33,7 +33,7 @@ def test_off_leaves_the_draft_out():
     assert read_speculation("folder", "off", not_asked) is None
 
 
-@pytest.mark.parametrize("method", ["eagle2", "eagle3", "model"])
+@pytest.mark.parametrize("method", ["eagle2", "eagle3", "dspark", "model"])
 def test_auto_takes_the_shapes_of_the_drafts_method(method):
     assert read("folder", "auto", method) == SpeculationConfig(method, DEFAULT_SHAPES[method], is_adaptive=True)
 
@@ -120,6 +120,8 @@ def test_what_concerns_the_draft_itself(vocab):
     ("d", {"simulate_accept": 3.5}, r"a number in \[1, 3\]"),
     ("d", {"simulate_accept": 0.9}, "simulate_accept"),
     ("d", {"simulate_accept": "2"}, "simulate_accept"),
+    ("d", {"min_confidence": 0.5}, "min_confidence means nothing to method eagle2"),
+    *(("d", {"min_confidence": wrong}, r"min_confidence: expected a number in \[0, 1\]") for wrong in (1.5, "1", True)),
     ("d", {"simulate_accept": float("nan")}, "simulate_accept"),
     ("lookup", {"lookup": 5}, "lookup means nothing to method lookup"),
     ("d", {"lookup": 64}, "lookup"),
@@ -134,6 +136,7 @@ def test_wishes_that_cannot_be(draft, speculate, message):
 
 @pytest.mark.parametrize(("method", "wishes"), [
     ("eagle3", {"draft_vocab": 99}), ("model", {"draft_vocab": 99}), ("model", {"window": 9}), ("model", {"top_k": 2}),
+    ("dspark", {"window": 9}), ("dspark", {"draft_vocab": 9}), ("dspark", {"top_k": 2}),
 ])  # fmt: skip
 def test_wishes_that_the_method_cannot_fulfil(method, wishes):
     with pytest.raises(ConfigError, match=method):
@@ -150,6 +153,7 @@ def test_wishes_that_the_method_cannot_fulfil(method, wishes):
     ("--draft e --draft-vocab 8192 --draft-window 512 --draft-head-bits 8",
      {"draft": "e", "speculate": {"draft_vocab": 8192, "window": 512, "head_bits": 8}}),
     ("--draft e --draft-lookup 15", {"draft": "e", "speculate": {"lookup": 15}}),
+    ("--draft e --draft-min-confidence 0.5", {"draft": "e", "speculate": {"min_confidence": 0.5}}),
     ("--draft e --draft-vocab a/freq_9.json", {"draft": "e", "speculate": {"draft_vocab": "a/freq_9.json"}}),
 ])  # fmt: skip
 def test_the_options_of_the_command_line(line, expected):

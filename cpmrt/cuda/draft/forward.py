@@ -21,6 +21,7 @@ from cpmrt.cuda.ops.linear_packed.products import packed_tables
 from cpmrt.cuda.ops.products import product_workspace
 from cpmrt.cuda.step.forward import StepForward
 from cpmrt.cuda.step.memory import cuda_needs
+from cpmrt.errors import UnsupportedModelError
 from cpmrt.memory.caches import CacheLayout
 from cpmrt.models.draft import LAST_PHASE, PREFIX, Draft, DraftModel
 from cpmrt.models.planning import ExecutorNeeds
@@ -46,6 +47,11 @@ def executor_needs(
     needs = cuda_needs(config, engine, specs, device)
     if draft is None:
         return needs
+    if draft.block_rows:
+        raise UnsupportedModelError(
+            "DSpark drafts do not run on a GPU yet", expected="an EAGLE draft, a smaller model or lookup",
+            fix="leave the draft out (speculate='off'), or choose executor='reference'",
+        )  # fmt: skip
     return _with_draft(needs, draft, specs, device, max_sequences=engine.max_sequences)
 
 

@@ -7,7 +7,7 @@ scales (`ops.Fp8Pages`); with sparse attention (`config.sparse`) compressed keys
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -140,12 +140,19 @@ def run(step: Pass, layer: LayerConfig, bound: BoundAttention) -> None:
     if rows.is_prefill:
         ops.prefill_attention(out, q, pages, rows, scale, window=mixer.window, selection=selection)
     else:
-        ops.decode_attention(out, q, pages, rows, scale, window=mixer.window, selection=selection, after=after)
+        seen = rows.of_attention()
+        ops.decode_attention(out, q, pages, seen, scale, window=mixer.window, selection=selection, after=after)
     if mixer.output_gate:
         ops.gate_rows(out, None, scratch.gate, step.eps)
     ops.project_residual(
         step.x, out, bound.output, bound.output_bias, step.residual_scale, is_prefill=rows.is_prefill
     )  # fmt: skip
+
+
+def store(step: Pass, bound: BoundAttention) -> None:
+    """Store the keys and values of rows x that are normalised already; nothing is attended to."""
+    scratch, weights = step.buffers.of(GroupedBuffers), replace(bound.qkv, norm=None)
+    step.ops.qkv(scratch.q, bound.pages, step.x, weights, scratch.rope, step.rows, step.eps)
 
 
 def _attention(layer: LayerConfig) -> GroupedAttention:

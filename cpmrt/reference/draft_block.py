@@ -1,0 +1,42 @@
+"""The definition of how a DSpark draft chooses the tokens of a block. Plain NumPy, sums in float32."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from cpmrt.dtypes import F32, Array
+from cpmrt.models.drafts.dspark import MARKOV_CANDIDATES, MarkovWeights
+
+
+def choose_block(
+    logits: F32, states: F32, root_token: int, length: int, markov: MarkovWeights, min_confidence: float = 0.0
+) -> list[int]:
+    """Return at most `length` tokens, one after another behind the root; row k of the block drafts token k.
+
+    logits [T, V] and states [T, hidden]: what `DSpark.block` gives. Of a row only the MARKOV_CANDIDATES tokens with the
+    highest logits can be chosen, and among equals the lower id is. The first token with a confidence below
+    `min_confidence` ends the chain and is left out.
+    """
+    tokens, previous = list[int](), root_token
+    for row in range(length):
+        context = markov.first[previous]
+        if confidence(states[row], context, markov) < min_confidence:
+            break
+        candidates = _best(logits[row], MARKOV_CANDIDATES)
+        scores = logits[row, candidates] + markov.second[candidates] @ context
+        previous = int(candidates[np.argmax(scores)])
+        tokens.append(previous)
+    return tokens
+
+
+def confidence(state: F32, context: F32, markov: MarkovWeights) -> float:
+    """Return how likely the token of a row is to be accepted if those before it are; 1 without a confidence head."""
+    if markov.confidence is None or markov.bias is None:
+        return 1.0
+    logit = np.concatenate([state, context]) @ markov.confidence[0] + markov.bias[0]
+    return float(1 / (1 + np.exp(-logit)))
+
+
+def _best(logits: F32, count: int) -> Array:
+    """Return the ids of the `count` highest logits, ascending."""
+    return np.sort(np.argsort(-logits, kind="stable")[:count])
