@@ -62,7 +62,8 @@ class TreeMasks:
     """The tokens that the nodes of a drafted tree may sample: `bits` has those of each (as `Mask.bits`) by its path.
 
     A node whose path is not there is cut, as if it had not been drafted; the root never is. What is drafted is known
-    when the draft has run: the executor asks then (`of_nodes`), and `find` tells what is left of all paths.
+    when the draft has run: while somebody waits for the step, the executor asks (`of_nodes`), and `find` tells what is
+    left of all paths.
     `on_let_go`, set by an executor whose step is on its way, is called if nobody needs the step's tokens any more.
     """
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from time import perf_counter
 
 from cpmrt.config.engine import KEEP_ANSWERS
@@ -224,9 +225,10 @@ class Engine:
                     return True
         is_lending = bool(self._loans)
         may_draft = transitions.may_draft(decoding, self.limits, is_lending)
-        if not decoding or any(
-            transitions.awaits_mask(seq, may_draft=may_draft, is_lending=is_lending) for seq in decoding
-        ):
+        awaits = partial(
+            transitions.awaits_mask, may_draft=may_draft, is_lending=is_lending, num_awaited=self._in_flight.num_awaited
+        )
+        if not decoding or any(awaits(seq) for seq in decoding):
             return False
         if decoding != self._decoding or any(seq.guide for seq in decoding):
             self._decoding, self._decode_steps = decoding, {}

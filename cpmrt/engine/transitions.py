@@ -85,16 +85,17 @@ def wants_decode(seq: Sequence) -> bool:
     return is_wanted and not (seq.guide and seq.guide.run)
 
 
-def awaits_mask(seq: Sequence, *, may_draft: bool, is_lending: bool) -> bool:
-    """Tell whether a sequence that decodes cannot take a further step before the last but one is done.
+def awaits_mask(seq: Sequence, *, may_draft: bool, is_lending: bool, num_awaited: int) -> bool:
+    """Tell whether a sequence that decodes cannot take a further step yet. `num_awaited`: all steps in flight.
 
-    Or before all of its steps are done, if the mask of the next one must be known when it is submitted: if that may
-    draft and will, or if a slot is lent.
+    Mostly the last step but one must be done. If a slot is lent, all of the sequence's own must be: the next mask is
+    known then. If the next step drafts, all steps must be: who waits for it tells the executor what its nodes may be.
     """
     if seq.guide is None:
         return False
-    will_draft = may_draft and (seq.policy is None or seq.policy.will_draft(seq.room - seq.num_in_flight))
-    return not seq.guide.is_ready or (seq.num_in_flight > 0 and (is_lending or will_draft))
+    if may_draft and (seq.policy is None or seq.policy.will_draft(seq.room - seq.num_in_flight)):
+        return num_awaited > 0
+    return not seq.guide.is_ready or (is_lending and seq.num_in_flight > 0)
 
 
 def have_empty_mask(sequences: Iterable[Sequence]) -> bool:

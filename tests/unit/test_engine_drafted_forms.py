@@ -15,7 +15,7 @@ from cpmrt.config import Sampling, TreeShape
 from cpmrt.engine import Engine, loops
 from cpmrt.engine.step_log import StepLog, read_steps, replay
 from cpmrt.errors import FormError
-from cpmrt.executor import Decode, FastForward, Mask, Speculate, TreeMasks
+from cpmrt.executor import Decode, FastForward, Mask, Prefill, Speculate, TreeMasks
 
 
 class Drafting(ScriptedExecutor):
@@ -182,6 +182,28 @@ def test_loans_do_not_wait_for_a_tree():
     engine.give_back(loan)
     assert tokens_of(engine, seq) == masked_continuation([1, 2, 3], 9, 1, 40)[0]
     assert any(isinstance(step, Speculate) for step in executor.steps[begun:])
+
+
+def test_a_tree_is_waited_for_as_soon_as_it_is_submitted():
+    """Who waits for it finds out what its nodes may be: nobody may go away meanwhile, and no step comes before."""
+    executor = drafting(
+        limits(4, prefill_chunk=3, tree_shapes=(TreeShape.chain(3),), takes_tree_masks=True), {1: 9}, accuracy=0.5
+    )
+    submit, trees = executor.submit, []
+
+    def watched(step):
+        if isinstance(step, Speculate) and step.masks is not None:
+            assert not [queued for queued, _ in executor.queue if isinstance(queued, (Prefill, Decode, Speculate))]
+            trees.append(step)
+        return submit(step)
+
+    executor.submit = watched
+    engine = Engine(executor, prefix_cache=False)
+    first, second = engine.add(request([1, 2, 3], 9, seed=1)), engine.add(request(range(40), None, seed=0, new=3))
+    while not (first.finish_reason and second.finish_reason):
+        engine.advance()
+        assert all(step.masks.bits is not None for step in trees)
+    assert trees and first.token_ids == masked_continuation([1, 2, 3], 9, 1, 40)[0]
 
 
 def test_a_cancelled_sequence_lets_its_tree_go():
