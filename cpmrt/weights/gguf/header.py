@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -49,6 +50,7 @@ _OTHER_TYPES = {
     9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S", 22: "IQ2_S", 24: "I8",
     25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 39: "MXFP4", 40: "NVFP4", 41: "Q1_0",
 }  # fmt: skip
+_LENGTH = struct.Struct("<Q")
 SUPPORTED_TYPES = (*(dtype.safetensors_name for dtype in FLOAT_NUMBERS.values()), *BLOCK_TYPES)
 
 
@@ -108,6 +110,23 @@ class _Reader:
         except UnicodeDecodeError as error:
             raise self.fail(f"{what} is not UTF-8", actual=f"byte {raw[error.start]:#04x} at {error.start}") from error
 
+    def strings(self, count: int, what: str) -> list[str]:
+        """Return the next strings, of any length.
+
+        A vocabulary has a hundred thousand: they are read in one loop up to the first that is wrong, which `string`
+        then names.
+        """
+        found, begin = list[str](), self.place + 8
+        with suppress(struct.error, UnicodeDecodeError):
+            while len(found) < count:
+                end = begin + _LENGTH.unpack_from(self.data, begin - 8)[0]
+                if end > self.end:
+                    break
+                found.append(str(self.data[begin:end], "utf-8"))
+                begin = end + 8
+        self.place = begin - 8
+        return found + [self.string(f"{what}, string {index}") for index in range(len(found), count)]
+
 
 def read_header(data: memoryview, path: Path) -> Header:
     """Read and check the header at the beginning of `data`, a whole file.
@@ -162,7 +181,7 @@ def _array(reader: _Reader, what: str) -> list[str] | Array:
         width = np.dtype(_NUMBERS[kind]).itemsize if kind in _NUMBERS else 1
         return _numbers(reader, kind, reader.count(width, f"the length of {what}"), what)
     count = reader.count(8, f"the length of {what}")
-    return [reader.string(f"{what}, string {index}") for index in range(count)]
+    return reader.strings(count, what)
 
 
 def _numbers(reader: _Reader, kind: int, count: int, what: str) -> Array:

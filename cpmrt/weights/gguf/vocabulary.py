@@ -204,11 +204,12 @@ def _merges_of_scores(vocabulary: Vocabulary, pieces: set[int], scores: Array) -
             f"{vocabulary.path}: key {quoted(TOKENS)}: a piece", expected=f"at most {MAX_PIECE_CHARACTERS} characters",
             actual=longest,
         )  # fmt: skip
+    find, ranks = ids.get, (-scores.astype(np.float64)).tolist()
     pairs = [
-        (-float(scores[token_id]), left, right)
+        (ranks[token_id], left, right)
         for token, token_id in ids.items()
         for cut in range(1, len(token))
-        if (left := ids.get(token[:cut])) is not None and (right := ids.get(token[cut:])) is not None
+        if (left := find(token[:cut])) is not None and (right := find(token[cut:])) is not None
     ]
     return [[vocabulary.tokens[left], vocabulary.tokens[right]] for _, left, right in sorted(pairs)]
 
