@@ -101,11 +101,6 @@ class EngineConfig:
                 "draft", expected="a draft model" if needs_draft else "nothing", actual=quoted(self.draft),
                 fix="draft and speculation belong together",
             )  # fmt: skip
-        if self.speculation is not None and self.kv_dtype == FP8:
-            raise ConfigError(
-                "kv_dtype", expected="auto with a draft", actual=self.kv_dtype,
-                fix="leave the draft out (speculate='off'), or keys and values as they are",
-            )  # fmt: skip
 
     def storage_dtype(self, checkpoint_dtype: DType | None) -> DType:
         """The type of weights, KV and activations: the user's wish, else the checkpoint's, else bfloat16."""

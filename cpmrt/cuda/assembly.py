@@ -9,6 +9,7 @@ from functools import partial
 
 from cpmrt import opening
 from cpmrt.config import EngineConfig, ModelConfig
+from cpmrt.config.engine import FP8
 from cpmrt.cuda.draft.forward import executor_needs
 from cpmrt.cuda.driver.device import Device, open_device
 from cpmrt.cuda.driver.graphs import check_loops
@@ -52,11 +53,7 @@ class CudaTarget:
     def check(self, config: ModelConfig, settings: EngineConfig) -> None:
         """Raise UnsupportedModelError for a shape that the kernels do not take, ConfigError for a draft they do not."""
         check_supported(config)
-        if settings.speculation is not None and any(shape.lookup_length for shape in settings.speculation.shapes):
-            raise ConfigError(
-                "speculate: lookup beside a model's draft runs on NumPy only so far",
-                fix="leave lookup out, or use executor='reference'",
-            )
+        _check_drafts(settings)
 
     def held(
         self, specs: tuple[TensorSpec, ...], checkpoint: Checkpoint | None = None, dtype: DType | None = None
@@ -78,8 +75,25 @@ class CudaTarget:
     def needs(
         self, config: ModelConfig, settings: EngineConfig, specs: Sequence[TensorSpec], draft: Draft | None
     ) -> ExecutorNeeds:
-        """Return the buffers of steps, ops and drafting."""
+        """Return the buffers of steps, ops and drafting. Raises ConfigError as `check` does."""
+        _check_drafts(settings)
         return executor_needs(config, settings, specs, draft, self.device)
+
+
+def _check_drafts(settings: EngineConfig) -> None:
+    """Raise ConfigError for drafts that only the NumPy executor takes so far."""
+    if settings.speculation is None:
+        return
+    if any(shape.lookup_length for shape in settings.speculation.shapes):
+        raise ConfigError(
+            "speculate: lookup beside a model's draft runs on NumPy only so far",
+            fix="leave lookup out, or use executor='reference'",
+        )
+    if settings.kv_dtype == FP8:
+        raise ConfigError(
+            "kv_dtype", expected="auto with a draft on a GPU", actual=settings.kv_dtype,
+            fix="leave the draft out (speculate='off') or kv_dtype, or use executor='reference'",
+        )  # fmt: skip
 
 
 def fetch_weights(folder: ModelFolder, settings: EngineConfig) -> None:

@@ -21,7 +21,7 @@ SNAPSHOTS_PER_SLOT = 4
 """How many states are kept beside that of each slot: the prompts that other prompts may begin with."""
 _SNAPSHOTS = ".snapshots"
 Scope = Literal["page", "slot", "chain"]
-OnAccept = Literal["move", "recompute", "restore"]
+OnAccept = Literal["move", "recompute", "restore", "encode"]
 T = TypeVar("T")
 
 
@@ -33,12 +33,13 @@ def pages_for(num_tokens: int) -> int:
 @dataclass(frozen=True, slots=True)
 class CacheSpec:
     """One array that a layer keeps: `shape` for every page (scope page), for every slot (scope slot), or for every row
-    of the chain of drafts that is being verified (scope chain).
+    of the drafts that are being verified (scope chain).
 
     `dtype` None means the executor's type of activations. `on_accept` says what happens when a path of a draft tree is
     accepted: `move` its rows (tokens are the dimension before the last) to the positions of the path, `recompute` what
     is made of moved rows, `restore` a recurrent state, which verification leaves alone, from what it kept of the rows
-    of a chain; None: a draft cannot be used with this cache. `part` is its row in the table of the memory plan.
+    of a chain, `encode` in 8 bits what it kept of the path; None: a draft cannot be used with this cache. `part` is its
+    row in the table of the memory plan.
     """
 
     name: str
@@ -60,7 +61,7 @@ class CacheLayout:
     """The caches of `max_sequences` sequences of at most `max_context` tokens: `layers` lists those of each layer.
 
     Layers that keep a cache of the same name share one array [layers that have it, pages or slots, *shape], called
-    `prefix` and the name. Page numbers are the same in every array. `chain_rows` are those of the longest chain of
+    `prefix` and the name. Page numbers are the same in every array. `chain_rows` are those of the largest tree of
     drafts; without any there are no caches of scope chain.
     """
 

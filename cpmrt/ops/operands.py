@@ -132,7 +132,7 @@ class LatentWeights:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Fp8Pages:
-    """Keys or values in 8 bits: `codes` uint8 [..., P, K, 64, D], `scales` float32 [..., P, K].
+    """Keys or values in 8 bits: `codes` uint8 [P, K, 64, D], `scales` float32 [P, K].
 
     An element is an e4m3 code (OCP 8-bit floating point, the variant without infinities) times the scale of its page
     and KV head, a power of two. The page's first token alone decides the scale, before any other is stored: how tokens
@@ -140,20 +140,20 @@ class Fp8Pages:
     448 / FP8_HEADROOM; what a later token has beyond 448 becomes 448. e4m3 is a floating-point type, so the headroom
     costs no precision: three bits of mantissa are kept down to 1 / (2^6 * 448 / FP8_HEADROOM) of that magnitude.
 
-    Nodes of a draft tree have no place here: their keys and values move when they are accepted, to pages of other
-    scales.
+    Nodes of a draft tree have no place in pages, whose scales are of other tokens: until they are accepted, `nodes`
+    [N, K, D] has the values that codes of theirs would stand for, and `node_scales` float32 [N, K] the scales, each of
+    the page that the node's path would give its position. Both are None where nothing drafts.
     """
 
     codes: Any
     scales: Any
+    nodes: Any = None
+    node_scales: Any = None
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the elements."""
         return tuple(self.codes.shape)
-
-    def __getitem__(self, layer: int) -> Fp8Pages:
-        return Fp8Pages(self.codes[layer], self.scales[layer])
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from cpmrt.executor import SlotResult, TreeMasks
 from cpmrt.memory.caches import PAGE_SIZE, pages_for
 from cpmrt.models.draft import Draft, DraftModel
 from cpmrt.models.layers import EMBED, HEAD
-from cpmrt.ops import KVPages, Ops, Rows
+from cpmrt.ops import Fp8Pages, KVPages, Ops, Rows
 from cpmrt.reference.blas_threads import BlasThreads
 from cpmrt.reference.draft_block import choose_block
 from cpmrt.reference.draft_tree import (
@@ -31,6 +31,7 @@ from cpmrt.reference.draft_tree import (
     top_k,
     without_others,
 )
+from cpmrt.reference.fp8_pages import accept_nodes
 from cpmrt.reference.running import Running
 from cpmrt.reference.sparse_attention import append_compressed
 from cpmrt.speculation.procedure import (
@@ -375,7 +376,8 @@ def keep_path(
 ) -> None:
     """Move what the caches `moved` [layers, P, ..., 64, D] hold of the path's nodes to the positions of the path.
 
-    Windows of sparse attention that end within the path are compressed then, in the `pages` of every layer.
+    In `pages`, one a layer, what is in 8 bits takes the path in, and windows of sparse attention that end within it are
+    compressed then.
     """
     for cache in moved:
         for position, node in enumerate(path):
@@ -383,6 +385,9 @@ def keep_path(
                 to, source = (divmod(base + place, PAGE_SIZE) for place in (position, node))
                 cache[:, block_table[to[0]], :, to[1]] = cache[:, block_table[source[0]], :, source[1]]
     for kv in pages:
+        for part in (kv.k, kv.v):
+            if isinstance(part, Fp8Pages):
+                accept_nodes(part, block_table, base, path)
         if kv.compressed is not None:
             positions = range(base, base + len(path))
             append_compressed(kv.compressed.k1, kv.compressed.k2, kv.scored_keys, block_table, positions, dtype)

@@ -296,7 +296,8 @@ class ReferenceExecutor:
 
     def _keep(self, slot: int, base: int, path: Sequence[int]) -> None:
         layers = zip(self._layout.layers, self._model.layers.layers, strict=True)
-        pages = (layer.mixer.pages for caches, layer in layers if any(spec.on_accept == "recompute" for spec in caches))
+        made = ("recompute", "encode")
+        pages = (layer.mixer.pages for caches, layer in layers if any(spec.on_accept in made for spec in caches))
         keep_path(self._layout.moved(self._arrays), pages, self.block_tables[slot], base, path, self.ops.dtype)
         if "lightning_chain" in self._arrays:
             assert list(path) == list(range(len(path))), "a recurrent state follows chains alone"

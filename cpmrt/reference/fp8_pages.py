@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
 from cpmrt.dtypes import F32, Array
 from cpmrt.memory.caches import PAGE_SIZE
-from cpmrt.ops import Fp8Pages
+from cpmrt.ops import Fp8Pages, Rows
 from cpmrt.ops.operands import FP8_HEADROOM, FP8_LARGEST, FP8_SCALE_EXPONENTS
 
 _NAN = 0x7F
@@ -66,6 +68,40 @@ def store(pages: F32 | Fp8Pages, page_ids: Array, offsets: Array, heads: F32) ->
     first = offsets % PAGE_SIZE == 0
     pages.scales[page_ids[first]] = page_scales(np.abs(heads[first]).max(axis=-1))
     pages.codes[page_ids, :, offsets] = e4m3_codes(heads / pages.scales[page_ids][..., None])
+
+
+def store_nodes(pages: Fp8Pages, rows: Rows, heads: F32) -> None:
+    """Keep heads [T, K, D] of the rows of a draft tree as the pages of each row's own path would have them.
+
+    The page of a position that begins before the tree has its scale already. Else its first token is an ancestor of the
+    row, or the row itself, and no other branch's: row i is node i, and an ancestor goes before it.
+    """
+    assert rows.tree_masks is not None
+    for node in map(int, np.flatnonzero(rows.slots >= 0)):
+        position, base = int(rows.positions[node]), int(rows.tree_base[node])
+        first = position - position % PAGE_SIZE
+        if first == position:
+            scales = page_scales(np.abs(heads[node]).max(axis=-1))
+        elif first >= base:
+            scales = pages.node_scales[path_of(int(rows.tree_masks[node]))[first - base]]
+        else:
+            scales = pages.scales[rows.block_tables[rows.slots[node], first // PAGE_SIZE]]
+        pages.node_scales[node] = scales
+        pages.nodes[node] = e4m3_values(e4m3_codes(heads[node] / scales[:, None])) * scales[:, None]
+
+
+def accept_nodes(pages: Fp8Pages, block_table: Array, base: int, path: Sequence[int]) -> None:
+    """Store the path's nodes at positions `base` and on; their values are those of codes, so nothing is rounded."""
+    for position, node in enumerate(path, base):
+        page, offset = block_table[position // PAGE_SIZE], position % PAGE_SIZE
+        if offset == 0:
+            pages.scales[page] = pages.node_scales[node]
+        pages.codes[page, :, offset] = e4m3_codes(pages.nodes[node] / pages.scales[page][:, None])
+
+
+def path_of(mask: int) -> list[int]:
+    """Return the nodes of a tree mask, from the root on."""
+    return [node for node in range(mask.bit_length()) if mask >> node & 1]
 
 
 def values_of(pages: F32 | Fp8Pages, page_ids: Array) -> F32:

@@ -7,7 +7,7 @@ import numpy as np
 from cpmrt.dtypes import F32, Array
 from cpmrt.memory.caches import PAGE_SIZE
 from cpmrt.ops import Fp8Pages, Rows
-from cpmrt.reference.fp8_pages import values_of
+from cpmrt.reference.fp8_pages import path_of, values_of
 
 
 def gather(pages: F32 | Fp8Pages, block_table: Array, length: int) -> F32:
@@ -22,8 +22,11 @@ def gather_row(pages: F32 | Fp8Pages, rows: Rows, row: int, window: int) -> F32:
     block_table, length = rows.block_tables[rows.slots[row]], int(rows.positions[row]) + 1
     tokens = gather(pages, block_table, length)
     if rows.tree_masks is not None:
-        assert not isinstance(pages, Fp8Pages), "nodes that move would change their scales"
-        base, mask = int(rows.tree_base[row]), int(rows.tree_masks[row])
-        locations = base + np.array([bit for bit in range(64) if mask >> bit & 1], np.intp)
-        tokens[:, base:] = pages[block_table[locations // PAGE_SIZE], :, locations % PAGE_SIZE].transpose(1, 0, 2)
+        base, path = int(rows.tree_base[row]), path_of(int(rows.tree_masks[row]))
+        if isinstance(pages, Fp8Pages):
+            of_path = pages.nodes[path]
+        else:
+            locations = base + np.array(path)
+            of_path = pages[block_table[locations // PAGE_SIZE], :, locations % PAGE_SIZE]
+        tokens[:, base:] = of_path.transpose(1, 0, 2)
     return tokens[:, max(length - window, 0) if window else 0 :]

@@ -33,7 +33,7 @@ from cpmrt.ops import (
 from cpmrt.reference import experts, lightning
 from cpmrt.reference import latent_attention as latent
 from cpmrt.reference import sparse_attention as sparse
-from cpmrt.reference.fp8_pages import store
+from cpmrt.reference.fp8_pages import store, store_nodes
 from cpmrt.reference.kv_rows import gather, gather_row
 from cpmrt.reference.quantized import Matrix, dequantized, picked_rows
 from cpmrt.reference.tiles import KEY_TILE, PREFILL_TILE, STEP_TILE, attend, key_tiles, product, softmax, tiles_of
@@ -145,8 +145,11 @@ class NumpyOps:
             q_heads, k_heads = rms_norm(q_heads, weights.q_norm, eps), rms_norm(k_heads, weights.k_norm, eps)
         q[:] = round_to(turned(q_heads, rope, rows), self.dtype).reshape(q.shape)
         kept, pages, offsets = _places(rows)
-        store(kv.k, pages, offsets, self._stored(kv.k, turned(k_heads, rope, rows)[kept]))
-        store(kv.v, pages, offsets, self._stored(kv.v, v_heads[kept]))
+        for part, part_heads in ((kv.k, turned(k_heads, rope, rows)), (kv.v, v_heads)):
+            if isinstance(part, Fp8Pages) and rows.tree_masks is not None:
+                store_nodes(part, rows, part_heads)
+            else:
+                store(part, pages, offsets, self._stored(part, part_heads[kept]))
         if kv.compressed is not None:
             if kv.compressed.nope is not None and q_nope is not None:
                 q_nope[:] = round_to(q_heads, self.dtype).reshape(q.shape)

@@ -78,7 +78,7 @@ def test_the_bundled_model_scores_as_on_the_reference(settings):
 
 
 def test_a_draft_is_refused():
-    with pytest.raises(ConfigError, match="kv_dtype: expected auto with a draft"):
+    with pytest.raises(ConfigError, match="kv_dtype: expected auto with a draft on a GPU"):
         LLM(executor="cuda", kv_dtype="fp8", draft="eagle2")
 
 

@@ -194,7 +194,6 @@ def test_closed_models_refuse(checkpoint):
      ConfigError, "quantization_config: bits"),
     ({"executor": "reference", "lm_head_bits": 3}, ConfigError, "lm_head_bits"),
     ({"executor": "reference", "kv_dtype": "e5m2"}, ConfigError, "kv_dtype: expected auto | fp8"),
-    ({"executor": "reference", "kv_dtype": "fp8", "draft": "lookup"}, ConfigError, "auto with a draft"),
     ({"executor": "reference", "hf_overrides": "x"}, ConfigError, "hf_overrides"),
 ])  # fmt: skip
 def test_a_wrong_setting_is_a_clear_error(no_gpu, checkpoint, arguments, error, words):

@@ -73,11 +73,17 @@ def tensors(layer: LayerConfig, model: ModelConfig, names: Names) -> Iterator[Te
 
 
 def caches(mixer: GroupedAttention, kv_dtype: str) -> tuple[CacheSpec, ...]:
-    """Return the pages of keys and values [K, 64, D], in fp8 with a scale for each head, and the compressed keys."""
+    """Return the pages of keys and values [K, 64, D], in fp8 with a scale for each head, and the compressed keys.
+
+    Beside fp8 pages the nodes of a draft tree have rows [K, D] and scales [K] of their own until they are accepted.
+    """
     shape = (mixer.num_kv_heads, PAGE_SIZE, mixer.head_dim)
     if kv_dtype == FP8:
-        found = [CacheSpec(f"{part}_codes", shape, np.uint8, on_accept=None) for part in "kv"]
-        found += [CacheSpec(f"{part}_scales", shape[:1], np.float32, on_accept=None) for part in "kv"]
+        kept: dict[str, Any] = {"scope": "chain", "on_accept": "encode"}
+        found = [CacheSpec(f"{part}_codes", shape, np.uint8, on_accept="encode") for part in "kv"]
+        found += [CacheSpec(f"{part}_scales", shape[:1], np.float32, on_accept="encode") for part in "kv"]
+        found += [CacheSpec(f"{part}_nodes", (mixer.num_kv_heads, mixer.head_dim), **kept) for part in "kv"]
+        found += [CacheSpec(f"{part}_node_scales", shape[:1], np.float32, **kept) for part in "kv"]
     else:
         found = [CacheSpec(f"{part}_pages", shape) for part in "kv"]
     if mixer.sparse is not None:
@@ -115,7 +121,8 @@ def bind(layer: LayerConfig, weights: Weights, caches: Mapping[str, Any]) -> Bou
     mixer, norm = _attention(layer), None if layer.reads_joined else weights["attention_norm"]
     qkv = QkvWeights(norm, weights["qkv"], weights["qkv_bias"], weights["q_norm"], weights["k_norm"])
     if "k_codes" in caches:
-        k, v = (Fp8Pages(caches[f"{part}_codes"], caches[f"{part}_scales"]) for part in "kv")
+        parts = ("codes", "scales", "nodes", "node_scales")
+        k, v = (Fp8Pages(*(caches.get(f"{name}_{part}") for part in parts)) for name in "kv")
     else:
         k, v = caches["k_pages"], caches["v_pages"]
     compressed = None
