@@ -19,9 +19,9 @@ from cpmrt.errors import ContextLengthError, RequestError, quoted
 from cpmrt.grammar import Grammars, Thought
 from cpmrt.sharing.jobs import Generation, Reading
 from cpmrt.text import ChatTemplate, ThoughtEnd, Tokenizer
+from cpmrt.text.markers import marker_ids
 from cpmrt.text.thinking import closings, open_marker, opening_tokens, prompt_end_of
 from cpmrt.tool_use.calls import schemas_of
-from cpmrt.tool_use.finder import marker_ids
 from cpmrt.tool_use.grammars import format_of, grammar_of
 
 TokenIds = Sequence[int] | NDArray[np.integer[Any]]

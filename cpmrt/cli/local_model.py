@@ -15,7 +15,7 @@ from cpmrt.generation import Completion
 from cpmrt.server.chat_text import ChatText, Delta, prompt_opens_thinking
 from cpmrt.sharing.jobs import Generation
 from cpmrt.sharing.text_stream import TextStream
-from cpmrt.tool_use.finder import marker_ids
+from cpmrt.text.markers import marker_ids
 
 _ANSWER_ROOM = 1024
 """Tokens of the context that are kept free for an answer that may go on until the context is full."""

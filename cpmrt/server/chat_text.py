@@ -10,10 +10,10 @@ import secrets
 from typing import Any
 
 from cpmrt.text import Tokenizer
-from cpmrt.text.markers import THINKING_PAIRS
+from cpmrt.text.markers import THINKING_PAIRS, held_back
 from cpmrt.text.thinking import prompt_end_of
 from cpmrt.tool_use.calls import Call, Schemas
-from cpmrt.tool_use.finder import CallFinder, held_back
+from cpmrt.tool_use.finder import CallFinder
 
 Delta = dict[str, Any]
 """A part of a message as a chunk has it: {"content": text}, {"reasoning_content": text} or {"tool_calls": [...]}."""

@@ -11,9 +11,8 @@ from cpmrt.server.messages_answer import MessagesFormat
 from cpmrt.server.messages_request import Conversation, read_conversation, read_settings
 from cpmrt.server.service import Prepared, Service, calling, check_tools, choices_of
 from cpmrt.server.tokenizing import needed
-from cpmrt.text.markers import ANSWER_MARKERS
+from cpmrt.text.markers import ANSWER_MARKERS, marker_ids
 from cpmrt.tool_use.calls import schemas_of
-from cpmrt.tool_use.finder import marker_ids
 
 
 def prepare_message(service: Service, body: dict[str, Any]) -> Prepared:

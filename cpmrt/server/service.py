@@ -34,9 +34,9 @@ from cpmrt.server.schema import ChatRequest, Wanted, read_chat, read_completion
 from cpmrt.server.token_logprobs import ChatLogprobs, CompletionLogprobs, TokenTexts
 from cpmrt.sharing.jobs import Ended
 from cpmrt.text import Tokenizer
+from cpmrt.text.markers import marker_ids
 from cpmrt.text.streaming import stop_automaton
 from cpmrt.tool_use.calls import schemas_of
-from cpmrt.tool_use.finder import marker_ids
 
 T = TypeVar("T")
 

@@ -1,5 +1,13 @@
 """The markers in an answer: around thoughts and around tool calls. In some vocabularies they are tokens."""
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from cpmrt.text.tokenizer import Tokenizer
+
 THINKING_PAIRS = {"<think>": "</think>", "<|thought_start|>": "<|thought_end|>"}
 """The beginning of a thought -> its end: MiniCPM4.1, MiniCPM5 and Qwen; MiniCPM3."""
 TOOL_MARKERS = (
@@ -7,3 +15,25 @@ TOOL_MARKERS = (
     "<function", "</function>", "<param", "</param>",
 )  # fmt: skip
 ANSWER_MARKERS = frozenset({*THINKING_PAIRS, *THINKING_PAIRS.values(), *TOOL_MARKERS})
+
+
+def marker_ids(tokenizer: Tokenizer | None) -> frozenset[int]:
+    """Return the ids of `special_markers`, none without a tokenizer."""
+    return frozenset() if tokenizer is None else frozenset(special_markers(tokenizer).values())
+
+
+def special_markers(tokenizer: Tokenizer) -> dict[str, int]:
+    """Return the markers of thoughts and calls that are special tokens; in most vocabularies they are plain text."""
+    found = ((marker, tokenizer.token_id(marker)) for marker in ANSWER_MARKERS)
+    return {marker: number for marker, number in found if number is not None and number in tokenizer.special_ids}
+
+
+def held_back(text: str, markers: Sequence[str]) -> int:
+    """Return the length of the end of `text` that may be the beginning of a marker."""
+    longest = min(len(text), max(map(len, markers)) - 1)
+    firsts = {marker[0] for marker in markers}
+    for length in range(longest, 0, -1):
+        start = len(text) - length
+        if text[start] in firsts and any(marker.startswith(text[start:]) for marker in markers):
+            return length
+    return 0

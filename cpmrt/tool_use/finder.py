@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 
-from cpmrt.text import Tokenizer
-from cpmrt.text.markers import ANSWER_MARKERS, THINKING_PAIRS
+from cpmrt.text.markers import THINKING_PAIRS, held_back
 from cpmrt.tool_use.calls import Call, Schemas
 from cpmrt.tool_use.formats import FORMATS, MAX_CALL_CHARACTERS, EndFinder, Format
 
@@ -108,25 +106,3 @@ def calls_in(text: str, schemas: Schemas) -> tuple[Call, ...]:
         text = text.rpartition(closing)[2]
     finder = CallFinder(schemas)
     return tuple([*finder.push(text)[1], *finder.flush()[1]])
-
-
-def marker_ids(tokenizer: Tokenizer | None) -> frozenset[int]:
-    """Return the ids of `special_markers`, none without a tokenizer."""
-    return frozenset() if tokenizer is None else frozenset(special_markers(tokenizer).values())
-
-
-def special_markers(tokenizer: Tokenizer) -> dict[str, int]:
-    """Return the markers of thoughts and calls that are special tokens; in most vocabularies they are plain text."""
-    found = ((marker, tokenizer.token_id(marker)) for marker in ANSWER_MARKERS)
-    return {marker: number for marker, number in found if number is not None and number in tokenizer.special_ids}
-
-
-def held_back(text: str, markers: Sequence[str]) -> int:
-    """Return the length of the end of `text` that may be the beginning of a marker."""
-    longest = min(len(text), max(map(len, markers)) - 1)
-    firsts = {marker[0] for marker in markers}
-    for length in range(longest, 0, -1):
-        start = len(text) - length
-        if text[start] in firsts and any(marker.startswith(text[start:]) for marker in markers):
-            return length
-    return 0

@@ -19,8 +19,8 @@ from typing import Any
 from cpmrt.config.form import JSON_STYLE
 from cpmrt.errors import RequestError
 from cpmrt.text import ChatTemplate, Tokenizer
+from cpmrt.text.markers import special_markers
 from cpmrt.tool_use.calls import Schemas, listed_types
-from cpmrt.tool_use.finder import special_markers
 from cpmrt.tool_use.formats import HERMES, PYTHON, XML, Format
 
 _JSON = {**JSON_STYLE, "json_allowed_escapes": 'nrbtf\\"'}
