@@ -20,7 +20,7 @@ from cpmrt.grammar import Grammars, Thought
 from cpmrt.sharing.jobs import Generation, Reading
 from cpmrt.text import ChatTemplate, ThoughtEnd, Tokenizer
 from cpmrt.text.markers import marker_ids
-from cpmrt.text.thinking import closings, open_marker, opening_tokens, prompt_end_of
+from cpmrt.text.thinking import closings, opened_thought, opening_tokens, prompt_end_of
 from cpmrt.tool_use.calls import schemas_of
 from cpmrt.tool_use.grammars import format_of, grammar_of
 
@@ -269,7 +269,7 @@ class JobMaker:
             return None
         if self.tokenizer is None:
             raise RequestError(f"SamplingParams.{form.kind} needs a tokenizer", fix="leave it out")
-        closing = open_marker(prompt_end_of(self.tokenizer, prompt_ids), "")
+        closing = opened_thought(self.tokenizer, prompt_ids)
         may_think = params.max_thinking_tokens is not None and closing is None
         openings = opening_tokens(self.tokenizer) if may_think else ()
         return self.grammars.matcher(form, Thought((closing or "").encode(), openings))

@@ -12,10 +12,11 @@ from cpmrt.cli.output import sampling_line
 from cpmrt.config import SamplingParams
 from cpmrt.errors import ContextLengthError
 from cpmrt.generation import Completion
-from cpmrt.server.chat_text import ChatText, Delta, prompt_opens_thinking
+from cpmrt.server.chat_text import ChatText, Delta
 from cpmrt.sharing.jobs import Generation
 from cpmrt.sharing.text_stream import TextStream
 from cpmrt.text.markers import marker_ids
+from cpmrt.text.thinking import opened_thought
 
 _ANSWER_ROOM = 1024
 """Tokens of the context that are kept free for an answer that may go on until the context is full."""
@@ -60,9 +61,9 @@ class LocalModel:
     def open(self, conversation: Conversation, question: str) -> tuple[LocalAnswer, int]:
         """Begin the answer to one more question; also return how many of the oldest turns had to be left out of it."""
         prompt, num_dropped = self.fit(conversation, question)
-        is_thinking = prompt_opens_thinking(prompt, self._llm.tokenizer)
+        thought_end = opened_thought(self._llm.tokenizer, prompt)
         job = Generation(self._llm.request(prompt, self.params), marker_ids(self._llm.tokenizer))
-        return LocalAnswer(TextStream(self._llm.shared, job), is_thinking, self._llm.prepare_next_turn), num_dropped
+        return LocalAnswer(TextStream(self._llm.shared, job), thought_end, self._llm.prepare_next_turn), num_dropped
 
     def fit(self, conversation: Conversation, question: str) -> tuple[list[int], int]:
         """Return the prompt for one more question, without the oldest turns where it does not fit, and their number.
@@ -88,8 +89,8 @@ class LocalModel:
 class LocalAnswer:
     """An answer of an LLM, its thoughts told from the rest; `prepare` is called behind one that was read to its end."""
 
-    def __init__(self, stream: TextStream, is_thinking: bool, prepare: Callable[[], None]):
-        self._stream, self._splitter, self._prepare = stream, ChatText(is_thinking, None), prepare
+    def __init__(self, stream: TextStream, thought_end: str | None, prepare: Callable[[], None]):
+        self._stream, self._splitter, self._prepare = stream, ChatText(thought_end, None), prepare
         self._texts, self._is_over = list[str](), False
 
     def __iter__(self) -> Iterator[Part]:

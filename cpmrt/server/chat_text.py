@@ -9,9 +9,7 @@ from __future__ import annotations
 import secrets
 from typing import Any
 
-from cpmrt.text import Tokenizer
 from cpmrt.text.markers import THINKING_PAIRS, held_back
-from cpmrt.text.thinking import prompt_end_of
 from cpmrt.tool_use.calls import Call, Schemas
 from cpmrt.tool_use.finder import CallFinder
 
@@ -22,12 +20,12 @@ Delta = dict[str, Any]
 class ChatText:
     """Turns the text of one choice into deltas. `schemas` None: the request has no tools, so nothing is a call.
 
-    `is_thinking`: the prompt has opened a thought, so that the answer begins inside it. `one_call`: calls after the
-    first are left out.
+    `thought_end` is the marker that ends the thought which the prompt has opened, None where it has opened none.
+    `one_call`: calls after the first are left out.
     """
 
-    def __init__(self, is_thinking: bool, schemas: Schemas | None, *, one_call: bool = False):
-        self._thinking, self._one_call = _ThinkingSplitter(is_thinking), one_call
+    def __init__(self, thought_end: str | None, schemas: Schemas | None, *, one_call: bool = False):
+        self._thinking, self._one_call = _ThinkingSplitter(thought_end), one_call
         self._tools = None if schemas is None else CallFinder(schemas)
         self._num_calls = 0
 
@@ -104,21 +102,11 @@ class Message:
             self._calls[part["index"]]["function"]["arguments"] += function["arguments"]
 
 
-def opens_thinking(prompt_end: str) -> bool:
-    """Tell whether a prompt ends inside a thought, so that the answer begins there."""
-    return prompt_end.rstrip().endswith(tuple(THINKING_PAIRS))
-
-
-def prompt_opens_thinking(ids: list[int], tokenizer: Tokenizer | None) -> bool:
-    """Tell whether the answer to a prompt begins inside a thought."""
-    return tokenizer is not None and opens_thinking(prompt_end_of(tokenizer, ids))
-
-
 class _ThinkingSplitter:
     """Splits text into (thoughts, text) as soon as that is certain. White space around the thoughts is dropped."""
 
-    def __init__(self, is_thinking: bool):
-        self._end = "</think>" if is_thinking else ""
+    def __init__(self, thought_end: str | None):
+        self._end = thought_end or ""
         """The marker that ends the open thought; "" outside of one."""
         self._is_done = False
         self._held = ""

@@ -19,7 +19,7 @@ from cpmrt.errors import CpmrtError, RequestError
 from cpmrt.installation import missing_packages
 from cpmrt.server.answers import Answer, AnswerFormat, ChatAnswer, CompletionAnswer, OpenAIFormat
 from cpmrt.server.best_of import BestOf
-from cpmrt.server.chat_text import ChatText, prompt_opens_thinking
+from cpmrt.server.chat_text import ChatText
 from cpmrt.server.engine_thread import EngineThread
 from cpmrt.server.errors import ApiError, unsupported
 from cpmrt.server.fill_in_middle import fill_prompt
@@ -36,6 +36,7 @@ from cpmrt.sharing.jobs import Ended
 from cpmrt.text import Tokenizer
 from cpmrt.text.markers import marker_ids
 from cpmrt.text.streaming import stop_automaton
+from cpmrt.text.thinking import opened_thought
 from cpmrt.tool_use.calls import schemas_of
 
 T = TypeVar("T")
@@ -163,9 +164,9 @@ class Service:
         )
         self.engine.check_capacity(wanted.num_choices, "n")
         requests = choices_of(llm, ids, wanted)
-        is_thinking = prompt_opens_thinking(ids, llm.tokenizer)
+        thought_end = opened_thought(llm.tokenizer, ids)
         schemas = schemas_of(chat.tools) if chat.tools else None
-        texts = [ChatText(is_thinking, schemas, one_call=chat.one_call) for _ in range(wanted.num_choices)]
+        texts = [ChatText(thought_end, schemas, one_call=chat.one_call) for _ in range(wanted.num_choices)]
         return wanted, requests, texts
 
     def prepare_completion(self, body: dict[str, Any]) -> Prepared:

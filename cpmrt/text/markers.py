@@ -18,7 +18,7 @@ ANSWER_MARKERS = frozenset({*THINKING_PAIRS, *THINKING_PAIRS.values(), *TOOL_MAR
 
 
 def marker_ids(tokenizer: Tokenizer | None) -> frozenset[int]:
-    """Return the ids of `special_markers`, none without a tokenizer."""
+    """Return the ids of the markers that are special tokens (`special_markers`); none without a tokenizer."""
     return frozenset() if tokenizer is None else frozenset(special_markers(tokenizer).values())
 
 

@@ -1,4 +1,4 @@
-"""The end of a thought that has used up its budget."""
+"""Finds the thought that a prompt or an answer is in, and the tokens that close one which has used up its budget."""
 
 from __future__ import annotations
 
@@ -47,6 +47,11 @@ def closings(tokenizer: Tokenizer, template: ChatTemplate | None) -> dict[str, t
 def prompt_end_of(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
     """Return the end of a prompt, in which the marker of an opened thought stands if there is one."""
     return tokenizer.decode(token_ids[-_MARKER_TOKENS:], skip_special_tokens=False)
+
+
+def opened_thought(tokenizer: Tokenizer | None, prompt_ids: Sequence[int]) -> str | None:
+    """Return the marker that ends the thought which a prompt has opened; None: it has opened none."""
+    return None if tokenizer is None else open_marker(prompt_end_of(tokenizer, prompt_ids), "")
 
 
 def open_marker(prompt_end: str, answer: str) -> str | None:

@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpmrt.server.chat_text import ChatText, Message, opens_thinking
+from cpmrt.server.chat_text import ChatText, Message
+from cpmrt.text.markers import THINKING_PAIRS
+from cpmrt.text.thinking import open_marker
 from cpmrt.tool_use.formats import read_json_call, read_python_calls, read_xml_call
 
 SCHEMAS = {
@@ -29,8 +31,8 @@ MARKS = [
 TEXTS = st.lists(st.sampled_from(MARKS), max_size=14).map("".join)
 
 
-def message(pieces, *, is_thinking=False, schemas=SCHEMAS):
-    text = ChatText(is_thinking, schemas)
+def message(pieces, *, thought_end=None, schemas=SCHEMAS):
+    text = ChatText(thought_end, schemas)
     whole = Message()
     for piece in pieces:
         whole.add(text.push(piece))
@@ -46,9 +48,9 @@ def cut(text, places):
     return [text[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
 
 
-@given(TEXTS, st.lists(st.integers(0, 500), max_size=30), st.booleans())
-def test_where_the_text_is_cut_makes_no_difference(text, places, is_thinking):
-    assert message(cut(text, places), is_thinking=is_thinking) == message([text], is_thinking=is_thinking)
+@given(TEXTS, st.lists(st.integers(0, 500), max_size=30), st.sampled_from([None, "</think>", "<|thought_end|>"]))
+def test_where_the_text_is_cut_makes_no_difference(text, places, thought_end):
+    assert message(cut(text, places), thought_end=thought_end) == message([text], thought_end=thought_end)
 
 
 @given(TEXTS)
@@ -79,9 +81,11 @@ def test_thoughts(text, thoughts, content):
     assert (made.get("reasoning_content"), made["content"]) == (thoughts, content)
 
 
-def test_a_prompt_that_opens_a_thought():
-    assert opens_thinking("<|im_start|>assistant\n<think>\n") and not opens_thinking("<think>\n\n</think>\n\n")
-    made = message(["a</think>", "b"], is_thinking=True)
+@pytest.mark.parametrize(("opening", "closing"), THINKING_PAIRS.items())
+def test_a_prompt_that_opens_a_thought(opening, closing):
+    assert open_marker(f"{opening}\n\n{closing}\n\n", "") is None
+    thought_end = open_marker(f"<|im_start|>assistant\n{opening}\n", "")
+    made = message([f"a{closing}", "b"], thought_end=thought_end)
     assert (made["reasoning_content"], made["content"]) == ("a", "b")
 
 
