@@ -15,7 +15,8 @@ from cpmrt.errors import RequestError, quoted
 
 MAX_FORM_BYTES = 256 * 1024
 """The longest text of a form."""
-FORM_FIELDS = ("json_schema", "regex", "grammar", "choices")
+FormKind = Literal["json_schema", "regex", "grammar", "choices"]
+FORM_FIELDS: tuple[FormKind, ...] = typing.get_args(FormKind)
 """The fields of SamplingParams of which one at most gives a form."""
 JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "coerce_one_of": True}
 """JSON is written as Python's json.dumps writes it: a model cannot go on with white space for ever, and what stands
@@ -27,7 +28,7 @@ _SIMPLE = {str: "string", int: "integer", float: "number", bool: "boolean", type
 class Form:
     """A form as text: a JSON schema, a regular expression, a Lark grammar, or a JSON array of the choices."""
 
-    kind: Literal["json_schema", "regex", "grammar", "choices"]
+    kind: FormKind
     text: str
 
 
@@ -47,7 +48,7 @@ def form_of(json_schema: str | None, regex: str | None, grammar: str | None, cho
     size = len(text.encode("utf-8", "surrogatepass"))
     if size > MAX_FORM_BYTES:
         raise RequestError(f"SamplingParams.{name}", expected=f"at most {MAX_FORM_BYTES} bytes", actual=size)
-    return Form(typing.cast(Any, name), text)
+    return Form(name, text)
 
 
 def schema_text(schema: object) -> str:

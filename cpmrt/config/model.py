@@ -129,9 +129,9 @@ class ModelConfig:
         source: str = "config.json",
         quantize_config: Mapping[str, Any] | None = None,
     ) -> ModelConfig:
-        """From config.json's object, and generation_config.json's for further end-of-text ids.
+        """Read what a config.json's object says of a model; generation_config.json's has further end-of-text ids.
 
-        Of a model that also sees or hears it is that of its language model (`text_part`).
+        Of a model that also sees or hears only the language model is read (`text_part`).
 
         `quantize_config` is the object of a quantize_config.json, which GPTQ tools write. `source` is the path of
         config.json, for messages. Raises ConfigError for a missing or malformed field,

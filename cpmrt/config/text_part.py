@@ -79,8 +79,8 @@ def _architecture(config: Mapping[str, Any]) -> str | None:
 
 def _version(config: Mapping[str, Any]) -> str:
     """Return the version, which some files write as a number, with one place: 4.0."""
-    version = config.get("version")
+    version: Any = config.get("version")
     try:
-        return f"{float(version):.1f}"  # type: ignore[arg-type]
+        return f"{float(version):.1f}"
     except (TypeError, ValueError, OverflowError):
         return quoted(version)

@@ -24,10 +24,12 @@ from cpmrt.tool_use.calls import Schemas, listed_types
 from cpmrt.tool_use.formats import HERMES, PYTHON, XML, Format
 
 _JSON = {**JSON_STYLE, "json_allowed_escapes": 'nrbtf\\"'}
-"""The escape sequences are those that Python's literals have too."""
+"""How JSON is written; its escape sequences are those that Python's literals have too."""
 MAX_CALLS = 32
 """The most calls of one answer."""
-_TEXT = r"/[^<&\n]{1,4000}/"
+_MAX_TEXT = 4000
+"""The most characters of an XML parameter that is text, where its schema does not say."""
+_TEXT = rf"/[^<&\n]{{1,{_MAX_TEXT}}}/"
 _FENCE, _FENCE_END = "\n```python\n", "\n```\n"
 _NAME = re.compile(r"[A-Za-z0-9_.:-]+")
 _CONSTRAINTS = {"minLength", "maxLength", "pattern"}
@@ -103,10 +105,12 @@ class _Rules:
         first = rest = empty
         for number in reversed(range(len(items))):
             head, body, is_required = items[number]
-            item, after = f"{head} {body} {rest}", rest
-            optional = "" if is_required else f" | {after}"
-            rest = self.add(f"{rule}r{number}", f"{separator} {item}{optional}")
-            first = self.add(f"{rule}f{number}", item + ("" if is_required else f" | {first}"))
+            item = f"{head} {body} {rest}"
+            first_body, rest_body = item, f"{separator} {item}"
+            if not is_required:
+                first_body, rest_body = f"{first_body} | {first}", f"{rest_body} | {rest}"
+            rest = self.add(f"{rule}r{number}", rest_body)
+            first = self.add(f"{rule}f{number}", first_body)
         return first
 
     def _xml_value(self, rule: str, schema: dict[str, Any]) -> str:
@@ -117,7 +121,7 @@ class _Rules:
         if kinds == {"string"} and _CONSTRAINTS & schema.keys():
             return f"{self.text('<![CDATA[')} {_constrained(schema)} {self.text(']]>')}"
         if kinds == {"string"}:
-            cdata = self.add(f"{rule}c", r"/(.|\n){0,4000}/", '[suffix="]]>"]')
+            cdata = self.add(f"{rule}c", rf"/(.|\n){{0,{_MAX_TEXT}}}/", '[suffix="]]>"]')
             return f"({_TEXT} | {self.text('<![CDATA[')} {cdata})?"
         if kinds and not kinds & {"array", "object", "string"}:
             return _json(schema)
@@ -162,7 +166,7 @@ def _constrained(schema: Mapping[str, Any]) -> str:
     """Return the expression of a text whose length or pattern is given, without brackets, which could end CDATA."""
     pattern = schema.get("pattern")
     if pattern is None:
-        return rf"/[^\]]{{{schema.get('minLength', 0)},{schema.get('maxLength', 4000)}}}/"
+        return rf"/[^\]]{{{schema.get('minLength', 0)},{schema.get('maxLength', _MAX_TEXT)}}}/"
     start, end = ("" if pattern.startswith("^") else r"[^\]]*"), ("" if pattern.endswith("$") else r"[^\]]*")
     inner = pattern.removeprefix("^").removesuffix("$").replace("/", r"\/")
     return f"/{start}({inner}){end}/"
