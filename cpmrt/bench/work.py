@@ -14,7 +14,7 @@ from cpmrt.models.planning import weight_specs
 from cpmrt.tensor_spec import TensorSpec
 
 _STATE_BYTES = 4
-"""An element of a recurrent state takes so many: it is float32 everywhere."""
+"""The bytes of an element of a recurrent state, which is float32 everywhere."""
 
 
 def decode_bytes(

@@ -37,7 +37,7 @@ _AUTO_ROUND_PACKING = {
 _AUTO_ROUND_KERNELS = ("", "exllamav2", "triton", "tritonv2", "gemm")
 _GPTQ_FORMATS = {"gptq": True, "gptq_v2": False}
 _ACT_ORDERS = {"group": True, "dynamic": True, "weight": False, "static": False}
-"""Of compressed-tensors: whether groups are of features that are not neighbours."""
+"""The orders of columns of compressed-tensors -> whether groups are of features that are not neighbours."""
 _COMPARED = ("bits", "group_size", "sym", "desc_act", "checkpoint_format")
 
 

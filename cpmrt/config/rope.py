@@ -12,13 +12,13 @@ from cpmrt.errors import ConfigError, UnsupportedModelError, quoted
 _THETAS = 1.001, 1e12
 """Below, the pairs would not differ in how fast they turn."""
 _FACTORS = 1.0, 1e6
-"""Of the context; transformers also takes factors below 1, and warns."""
+"""How many times as long the context may become; transformers also takes factors below 1, and warns."""
 _WEIGHTS = 0.01, 100.0
-"""Of what multiplies cos and sin, or its logarithm."""
+"""What cos and sin may be multiplied by, or the factor of its logarithm."""
 _TURNS = 1e-3, 1e6
-"""In an original context, between which frequencies are blended."""
+"""How often pairs may turn in an original context, between which frequencies are blended."""
 _DIVISORS = 0.01, 1e6
-"""Of single frequencies."""
+"""What single frequencies may be divided by."""
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 _ORIGINAL = "original_max_position_embeddings"
 _ALIASES = {"su": "longrope", "ntk": "dynamic"}

@@ -29,7 +29,7 @@ from cpmrt.weights.model_folder import ModelFolder
 
 _LOG = logging.getLogger(__name__)
 _RESERVED_BYTES = 512 << 20
-"""Of the free memory, for what the driver itself needs: modules, graphs, the library's handles."""
+"""Free memory that is left for what the driver itself needs: modules, graphs, the library's handles."""
 
 
 @dataclass(frozen=True)

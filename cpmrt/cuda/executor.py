@@ -87,7 +87,7 @@ class CudaExecutor:
         self._num_logprobs: dict[int, int] = {}
         self._closed, self._resources = False, ExitStack()
         self._threads = local()
-        """Of the calling thread: whether the device is current there."""
+        """What each calling thread knows: whether the device is current there."""
         try:
             with device_faults():
                 self._start(engine, blueprint.position_limit, load)

@@ -24,11 +24,12 @@ MAX_COMPILE_S = 5.0
 MAX_KEPT = 64
 """Compiled grammars that are kept for further requests."""
 _MAX_COMPILING = 2
+"""Grammars that are compiled at a time."""
 _LIMITS = {
     "initial_lexer_fuel": 200_000, "step_lexer_fuel": 100_000, "max_items_in_row": 10_000, "max_grammar_size": 100_000,
     "verbose_errors": False,
 }  # fmt: skip
-"""A mask takes at most some ten milliseconds with these, or its answer ends with an error."""
+"""llguidance's limits: with these a mask takes at most some ten milliseconds, or its answer ends with an error."""
 
 
 class Grammars:

@@ -35,7 +35,10 @@ class Vocabulary:
 
 
 class AnswerMatcher:
-    """The engine's matcher (`engine.guide.Matcher`) of one answer; `matcher` is its own and in its first state."""
+    """Tells the engine which tokens may come next in one answer: an `engine.guide.Matcher`.
+
+    `matcher` is the grammar's, which no other answer uses and which has taken in no token yet.
+    """
 
     def __init__(self, matcher: LLMatcher, vocabulary: Vocabulary, thought: Thought):
         self._matcher, self._vocabulary = matcher, vocabulary

@@ -45,7 +45,7 @@ class MemoryPlan:
     max_context: int
     max_sequences: int
     kv_bytes_per_token: int
-    """Of keys and values, without the scales of pages in fp8."""
+    """Bytes of keys and values that a token takes, without the scales of pages in fp8."""
     workspace_unshared_bytes: int
     """What the workspace would take without sharing."""
     caches: CacheLayout

@@ -29,7 +29,7 @@ _NAMES = {"uint8": "U8", "int8": "I8", "uint16": "U16", "int32": "I32", "uint32"
 _MAKE_AGAIN = "save the prefix again with this model"
 
 Shapes = Mapping[str, tuple[tuple[int, ...], np.dtype[np.generic]]]
-"""Of each cache's array [layers, pages, ...]: its shape and type."""
+"""The shape and type of each cache's array [layers, pages, ...]."""
 
 
 def runs_of(num_pages: int) -> list[range]:
@@ -125,7 +125,7 @@ class PrefixFile:
 
 
 Layout = dict[str, tuple[str, tuple[int, ...]]]
-"""Of each tensor with pages, in the order of the file: its type and shape."""
+"""The type and shape of each tensor with pages, in the order of the file."""
 
 
 def _layout(num_pages: int, shapes: Shapes) -> Layout:

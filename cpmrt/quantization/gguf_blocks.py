@@ -48,7 +48,7 @@ def _q8_0(blocks: F32) -> U8:
 
 
 def _symmetric(blocks: F32, *, bits: int) -> U8:
-    """Q4_0 and Q5_0: the largest magnitude becomes the code that has no opposite, whatever its sign."""
+    """Quantise to Q4_0 or Q5_0: the largest magnitude becomes the code that has no opposite, whatever its sign."""
     middle = 1 << bits - 1
     scales = _half(best_scales(blocks, partial(codes_of, low=-middle, high=middle - 1), -middle))
     codes = codes_of(blocks, _floats(scales), -middle, middle - 1) + middle
@@ -56,7 +56,7 @@ def _symmetric(blocks: F32, *, bits: int) -> U8:
 
 
 def _offset(blocks: F32, *, bits: int) -> U8:
-    """Q4_1 and Q5_1: codes from 0 on, times a scale, on top of the smallest value."""
+    """Quantise to Q4_1 or Q5_1: codes from 0 on, times a scale, on top of the smallest value."""
     most = (1 << bits) - 1
     scales, minimums = (_half(part) for part in best_lines(blocks, most, any_sign=True))
     codes = codes_of(blocks - _floats(minimums)[:, None], _floats(scales), 0, most)
@@ -145,7 +145,7 @@ def _q2_k(blocks: F32) -> U8:
 
 
 def _tq2_0(blocks: F32) -> U8:
-    """For weights that are ternary: -1, 0 or 1 times the largest magnitude."""
+    """Take weights as ternary: -1, 0 or 1 times the largest magnitude."""
     unit = _half(np.abs(blocks).max(axis=1))
     return _joined(_planes((codes_of(blocks, _floats(unit), -1, 1) + 1).astype(np.uint8), 2, 32), unit)
 
@@ -165,7 +165,7 @@ QUANTISERS: dict[str, Callable[[F32], U8]] = {
     "Q2_K": _q2_k,
     "TQ2_0": _tq2_0,
 }
-"""By type: from blocks of float32 [n, weights] to uint8 [n, bytes]."""
+"""What quantises blocks float32 [n, weights] to uint8 [n, bytes], by the name of their type."""
 
 
 def _half(values: F32) -> U8:

@@ -33,8 +33,8 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class FileType:
-    """What most matrices of a file are stored as, its `number` in llama.cpp, and what the head is stored as, or the
-    embedding that it is tied to: a few more bits there cost little."""
+    """One type that files can be made of: the block type of most `matrices`, its `number` in llama.cpp, and the type of
+    the `head`, or of the embedding that it is tied to: a few more bits there cost little."""
 
     matrices: str
     number: int
@@ -47,12 +47,13 @@ _NUMBERS = {
     "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "Q2_K": 10, "Q3_K": 11, "Q4_K": 14, "Q5_K": 16,
     "Q6_K": 18, "IQ4_NL": 25, "IQ4_XS": 30, "BF16": 32, "TQ2_0": 37,
 }  # fmt: skip
+"""llama.cpp's numbers for what most matrices of a file are (`general.file_type`)."""
 _WIDE = ("BF16", "F16", "Q8_0")
 FILE_TYPES = {
     name.lower(): FileType(name, _NUMBERS[name], name if name in _WIDE else "Q6_K")
     for name in ("BF16", "F16", *QUANTISERS)
 }
-"""By name."""
+"""The types by their names on the command line."""
 
 
 def to_gguf(folder: ModelFolder, target: Path, kind: str) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from cpmrt.dtypes import F32
 
 _SHRINKS = np.linspace(1.0, 0.8, 9, dtype=np.float32)
-"""Of the scale that spans a group: cutting off its ends a little mostly pays."""
+"""Parts of the scale that spans a group, which are tried: cutting off its ends a little mostly pays."""
 
 
 def codes_of(groups: F32, scales: F32, low: int, high: int) -> F32:

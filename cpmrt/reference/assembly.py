@@ -32,7 +32,7 @@ from cpmrt.weights.quantised import load_quantised
 from cpmrt.weights.safetensors import FLOATS
 
 _RESERVED_BYTES = 256 << 20
-"""Of the free memory, for what NumPy holds while it computes."""
+"""Free memory that is left for what NumPy holds while it computes."""
 
 
 class ReferenceTarget:

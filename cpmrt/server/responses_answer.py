@@ -20,8 +20,9 @@ _ECHOED: dict[str, Any] = {
 }  # fmt: skip
 """Fields of the request that the answer repeats, with what stands for those that were not given."""
 _LOGPROBS: dict[str, dict[str, Any]] = {"message": {"logprobs": []}}
-"""What events about the text of an item of this type have besides."""
+"""Further fields of the events about the text of an item, by the item's type."""
 _REASONS = {"length": "max_output_tokens"}
+"""The reasons for which an answer counts as incomplete -> what this API calls them."""
 
 
 class ResponsesFormat:

@@ -24,7 +24,7 @@ class RemadeAnswers:
     def __init__(self, engine: Engine):
         self._engine = engine
         self._ended = deque[tuple[tuple[int, ...], Sequence[int]]](maxlen=_MOST)
-        """Their prompts and answers."""
+        """The prompts and answers of sequences that have ended, the newest last."""
 
     def note(self, seq: EngineSequence) -> None:
         """Remember a sequence that has ended, if its answer fills a page of its own."""

@@ -108,7 +108,7 @@ class StopAutomaton:
         for text in stop:
             self._insert(text)
         self._shorter = [0] * len(self.depth)
-        """Of each node: the longest other one that its text ends with."""
+        """The longest other node that the text of each node ends with."""
         self._link()
 
     def after(self, node: int, char: str) -> int:

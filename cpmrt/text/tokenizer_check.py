@@ -17,7 +17,7 @@ from cpmrt.text.regex_check import UnsafeRegexError, check_regex
 MAX_GROWTH = 256
 """How many times as long a text may become, in bytes, by all normalizers and pre-tokenizers, or by all decoders."""
 MAX_STRING_BYTES = 256
-"""Of a string that a component puts into a text."""
+"""The longest string that a component may put into a text."""
 MAX_COMPONENTS = 64
 MAX_DEPTH = 8
 MAX_TOKEN_CHARACTERS = 16384

@@ -27,7 +27,7 @@ CONFIG_FILES = (
 SUBFOLDERS = "*/*"
 """Never fetched: they hold other formats of the same weights (`*` of a hub pattern matches slashes too)."""
 NOTHING = "no file has this name"
-"""A pattern that leaves it at finding the folder."""
+"""A pattern that fetches no file: the folder is only looked for."""
 DISK_ERRORS = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS, errno.EACCES)
 """What the operating system says where a file cannot be written, or not all of it."""
 _LOG = logging.getLogger(__name__)

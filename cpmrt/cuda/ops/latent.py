@@ -37,7 +37,7 @@ _ROW_BLOCKS_PER_SM, _RUNS_PER_SM = 2, 3
 
 @dataclass(frozen=True)
 class AppendConstants:
-    """Elements of the latents and of what is rotated."""
+    """Compile-time constants of append_latent.cu: the elements of both latents, and those that are rotated."""
 
     q_rank: int
     kv_rank: int
@@ -46,7 +46,7 @@ class AppendConstants:
 
 @dataclass(frozen=True)
 class AbsorbConstants:
-    """Elements of a latent, of a query before what is rotated, of that, of a value."""
+    """Compile-time constants of absorb_queries.cu: elements of a latent, of a query's two parts, of a value."""
 
     kv_rank: int
     nope_dim: int
@@ -56,8 +56,8 @@ class AbsorbConstants:
 
 @dataclass(frozen=True)
 class LatentConstants:
-    """Query heads, elements of a latent and of the key behind it; `stages`: pages in shared memory; `tree`: rows of
-    draft trees."""
+    """Compile-time constants of latent_attention.cu: query heads, elements of a latent and of the key behind it;
+    `stages`: pages in shared memory; `tree`: the rows are those of draft trees."""
 
     heads: int
     kv_rank: int
@@ -68,7 +68,7 @@ class LatentConstants:
 
 @dataclass(frozen=True)
 class MergeConstants:
-    """Query heads, elements of a latent; rows of a head's matrix that make a key, and a value."""
+    """Compile-time constants of merge_latents.cu: query heads, elements of a latent, of a head's key and value."""
 
     heads: int
     kv_rank: int
@@ -78,14 +78,14 @@ class MergeConstants:
 
 @dataclass(frozen=True)
 class ExpandLatentsConstants(AbsorbConstants):
-    """`head_dim`: elements of a row of expanded pages."""
+    """Compile-time constants of expand_latents.cu; `head_dim`: elements of a row of expanded pages."""
 
     head_dim: int
 
 
 @dataclass(frozen=True)
 class ChunkConstants:
-    """Elements of a query before what is rotated, of that, of a value."""
+    """Compile-time constants of latent_chunk.cu: elements of a query's two parts, and of a value."""
 
     nope_dim: int
     rope_dim: int

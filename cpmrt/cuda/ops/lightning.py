@@ -22,14 +22,14 @@ _FLOATS = 4
 
 @dataclass(frozen=True)
 class LightningConstants:
-    """Elements of a head."""
+    """Compile-time constants of lightning_prefill.cu: the elements of a head."""
 
     head_dim: int
 
 
 @dataclass(frozen=True)
 class StepConstants(LightningConstants):
-    """`chain`: the rows of a step are a chain of drafts in one slot."""
+    """Compile-time constants of lightning_decode.cu; `chain`: the rows of a step are a chain of drafts in one slot."""
 
     chain: bool
 
@@ -111,7 +111,7 @@ def accept_chain(
 
 
 class SlotStates:
-    """The states of all slots, each cache [layers, slots, ...] with its snapshots [layers, snapshots, ...]."""
+    """Copies recurrent states between slots and snapshots: caches [layers, slots, ...], each with its snapshots."""
 
     def __init__(self, launcher: Launcher, states: Iterable[tuple[DeviceArray, DeviceArray]]):
         self._launch, self._states = launcher, tuple(states)

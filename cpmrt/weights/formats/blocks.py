@@ -38,8 +38,8 @@ class Parts:
 
 @dataclass(frozen=True)
 class BlockType:
-    """One type, a row of `BLOCK_TYPES`: `number` in the file, bits of a code, weights and bytes of a block, and columns
-    of a group.
+    """One block type, a row of `BLOCK_TYPES`: its `number` in the file, the bits of a code, the weights (`size`) and
+    bytes of a block, and the columns of a group.
 
     `split` takes blocks uint8 [n, nbytes] apart; `halves` are the bytes of a block at which its float16 numbers begin.
     """
@@ -187,7 +187,7 @@ def _iq4_xs(blocks: U8) -> Parts:
 
 
 def _tq1_0(blocks: U8) -> Parts:
-    """Five ternary digits in a byte, as a fraction of 256: times 3 carries the first digit out of the byte."""
+    """Take apart bytes of five ternary digits, fractions of 256: times 3 carries the first digit out of the byte."""
     digits = []
     for begin, end, count in ((0, 32, 5), (32, 48, 5), (48, 52, 4)):
         powers = 3 ** np.arange(count, dtype=np.uint8)[:, None]
@@ -219,4 +219,4 @@ BLOCK_TYPES = {
         BlockType("TQ2_0", 35, 2, 256, 66, 256, _tq2_0, (64,)),
     )
 }
-"""By name."""
+"""The block types by the names that GGUF has for them."""

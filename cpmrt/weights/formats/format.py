@@ -91,7 +91,7 @@ class Format:
     settings: str = ""
     """`WeightQuantization.packing` of its checkpoints, where that is another format's name."""
     bits: int = 4
-    """Of a code and of a zero point."""
+    """The bits of a code, and of a zero point."""
     is_meant: Callable[[str, Shape, Entries], bool] = lambda module, shape, entries: True
     """Whether the tensors of a module [N, K] are in this format, where the settings leave that open."""
 

@@ -13,7 +13,7 @@ from cpmrt.weights.formats.blocks import BLOCK_TYPES, BlockType
 
 Q4_K_M = "Q4_K_M"
 DECLARED = (*BLOCK_TYPES, Q4_K_M)
-"""What random weights may be like."""
+"""The block types that random weights may have, and llama.cpp's mixture of two."""
 
 
 def gguf_specs(specs: Sequence[TensorSpec], checkpoint: Checkpoint) -> tuple[TensorSpec, ...]:

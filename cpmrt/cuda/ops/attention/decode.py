@@ -24,7 +24,7 @@ from cpmrt.models.layers import EMBED, HEAD
 from cpmrt.tensor_spec import BufferSpec
 
 SMS_OF_CLUSTER = {8: 8.8, 4: 4.4, 2: 2}
-"""By size of a cluster: of how many multiprocessors one finds room for a block on each (measured on an H200)."""
+"""Size of a cluster -> multiprocessors for each one that finds room, a block on each (measured on an H200)."""
 _MOST_CLUSTERS = 32  # whose partial results one block merges for a row
 _SMALL_SHARED_MEMORY = (86, 89, 120)  # compute capabilities with 100 KB of shared memory a multiprocessor
 
