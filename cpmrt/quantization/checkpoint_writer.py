@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from cpmrt.config import ModelConfig
 from cpmrt.config.layers import ExpertsMlp, GroupedAttention
 from cpmrt.dtypes import from_float32, to_float32
-from cpmrt.errors import ConfigError, UnsupportedModelError, listed
+from cpmrt.errors import UnsupportedModelError, listed
 from cpmrt.models.decoder import tensor_specs
 from cpmrt.models.rope import rope_table
 from cpmrt.quantization.arrays import Xp, to_host
@@ -22,20 +18,16 @@ from cpmrt.quantization.calibration import InputSums
 from cpmrt.quantization.decoder_layer import DecoderLayer
 from cpmrt.quantization.file_writer import SafetensorsWriter, TensorPlan
 from cpmrt.quantization.formats import CODES_A_WORD, check_format, packed, planned_tensors, quantization_config
+from cpmrt.quantization.outputs import copy_companions, new_folder
 from cpmrt.quantization.recipe import QuantisedLayer, Recipe, quantise_head, quantise_layer
 from cpmrt.reference.ops import rms_norm
 from cpmrt.tensor_spec import Source
 from cpmrt.weights.check import check
-from cpmrt.weights.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint
+from cpmrt.weights.checkpoint import SINGLE_NAME, Checkpoint
 from cpmrt.weights.formats.gptq import HEAD
 from cpmrt.weights.gguf.folder import is_gguf
 from cpmrt.weights.model_folder import ModelFolder
 from cpmrt.weights.safetensors import FLOATS
-
-COMPANIONS = ("*.json", "*.jinja", "*.jinja2", "*.model", "*.txt", "*.py", "LICENSE*")
-"""Files that are copied beside the weights: tokenizer, chat template, remote code."""
-_NOT_COPIED = ("config.json", INDEX_NAME, "quantize_config.json", "*.index.json")
-
 
 Report = Callable[[str, QuantisedLayer], None]
 """Called with a name and the result after each part of the model is written."""
@@ -197,39 +189,3 @@ def check_plain(folder: ModelFolder) -> None:
             f"{folder.path} is a GGUF file", expected="a folder of safetensors",
             fix="make one: cpmrt convert FILE FOLDER --to safetensors",
         )  # fmt: skip
-
-
-@contextmanager
-def new_folder(out: Path) -> Iterator[Path]:
-    """Make a folder to fill, which becomes `out` at the end, or is deleted after an error. Raises ConfigError."""
-    if out.exists():
-        raise ConfigError(f"{out} exists already", fix="name a new folder, or delete it")
-    if not out.parent.is_dir():
-        raise ConfigError(f"{out.parent} is not a folder", fix="make it first")
-    try:
-        partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
-    except OSError as error:
-        raise _unwritable(out, error) from error
-    try:
-        yield partial
-        partial.chmod(0o755)
-        partial.rename(out)
-    except BaseException as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        if isinstance(error, OSError):
-            raise _unwritable(out, error) from error
-        raise
-
-
-def _unwritable(out: Path, error: OSError) -> ConfigError:
-    return ConfigError(
-        f"{out} cannot be written: {error.strerror}", fix="name a folder that you may write, on a disk with enough room"
-    )
-
-
-def copy_companions(source: Path, target: Path) -> None:
-    """Copy what belongs to a checkpoint beside weights and configs; subfolders stay behind."""
-    for path in sorted(source.iterdir()):
-        is_wanted = any(fnmatchcase(path.name, pattern) for pattern in COMPANIONS)
-        if is_wanted and path.is_file() and not any(fnmatchcase(path.name, pattern) for pattern in _NOT_COPIED):
-            shutil.copyfile(path, target / path.name)

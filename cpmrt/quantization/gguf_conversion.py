@@ -6,9 +6,7 @@ One tensor at a time is in memory, as float32.
 from __future__ import annotations
 
 import logging
-import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +17,7 @@ from cpmrt.errors import CheckpointError, ConfigError, quoted
 from cpmrt.quantization.gguf_blocks import QUANTISERS, quantise_rows
 from cpmrt.quantization.gguf_file import GgufWriter, TensorPlan
 from cpmrt.quantization.gguf_keys import architecture_row, factor_tensors, model_keys, tokenizer_keys
+from cpmrt.quantization.outputs import new_file
 from cpmrt.quantization.plain_conversion import plain_weights
 from cpmrt.tensor_spec import Source, TensorSpec
 from cpmrt.weights.checkpoint import Checkpoint
@@ -66,7 +65,7 @@ def to_gguf(folder: ModelFolder, target: Path, kind: str) -> None:
         raise ConfigError("the file to make", expected=f"a name that ends with {SUFFIX}", actual=quoted(target.name))
     row = architecture_row(folder.config)
     keys = model_keys(folder, FILE_TYPES[kind].number) | tokenizer_keys(folder)
-    with Checkpoint.open(folder.path) as checkpoint, _new_file(target) as partial:
+    with Checkpoint.open(folder.path) as checkpoint, new_file(target) as partial:
         sources = dict(plain_weights(folder, checkpoint))
         plans = {row.gguf_name(name): _plan(spec, kind, folder) for name, spec in sources.items()}
         _tell_of_others(plans, kind)
@@ -126,21 +125,3 @@ def _stored(values: F32, dtype: str) -> Array:
     if dtype in BLOCK_TYPES:
         return quantise_rows(dtype, values)
     return from_float32(values, next(row for row in DType if row.safetensors_name == dtype))
-
-
-@contextmanager
-def _new_file(target: Path) -> Iterator[Path]:
-    """Name a file to fill, which becomes `target` at the end, or is deleted after an error. Raises ConfigError."""
-    if target.exists():
-        raise ConfigError(f"{target} exists already", fix="name a new file, or delete it")
-    if not target.parent.is_dir():
-        raise ConfigError(f"{target.parent} is not a folder", fix="make it first")
-    try:
-        with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as folder:
-            yield Path(folder) / target.name
-            (Path(folder) / target.name).rename(target)
-    except OSError as error:
-        raise ConfigError(
-            f"{target} cannot be written: {error.strerror}",
-            fix="name a file in a folder that you may write, on a disk with enough room",
-        ) from error

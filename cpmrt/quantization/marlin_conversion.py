@@ -18,10 +18,10 @@ from cpmrt.config import WeightQuantization
 from cpmrt.dtypes import Array
 from cpmrt.errors import UnsupportedModelError
 from cpmrt.models.decoder import tensor_specs
-from cpmrt.quantization.checkpoint_writer import copy_companions, new_folder
 from cpmrt.quantization.file_writer import SafetensorsWriter, TensorPlan
 from cpmrt.quantization.formats import planned_tensors, words_of
 from cpmrt.quantization.grid import MIDDLE, QuantisedLinear
+from cpmrt.quantization.outputs import copy_companions, new_folder
 from cpmrt.tensor_spec import Source, TensorSpec
 from cpmrt.weights.check import check
 from cpmrt.weights.checkpoint import SINGLE_NAME, Checkpoint

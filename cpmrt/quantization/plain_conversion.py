@@ -12,8 +12,8 @@ from cpmrt.dtypes import DType
 from cpmrt.errors import UnsupportedModelError
 from cpmrt.models.decoder import tensor_specs
 from cpmrt.models.planning import weight_specs
-from cpmrt.quantization.checkpoint_writer import copy_companions, new_folder
 from cpmrt.quantization.file_writer import SafetensorsWriter, TensorPlan
+from cpmrt.quantization.outputs import copy_companions, new_folder
 from cpmrt.tensor_spec import TensorSpec
 from cpmrt.text.tokenizer import MAX_TOKENIZER_BYTES
 from cpmrt.weights.check import check

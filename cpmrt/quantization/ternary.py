@@ -14,8 +14,9 @@ import numpy as np
 from cpmrt.dtypes import F32, Array, DType, from_float32, round_to, to_float32
 from cpmrt.errors import UnsupportedModelError
 from cpmrt.models.decoder import tensor_specs
-from cpmrt.quantization.checkpoint_writer import check_plain, copy_companions, new_folder
+from cpmrt.quantization.checkpoint_writer import check_plain
 from cpmrt.quantization.file_writer import SafetensorsWriter, TensorPlan
+from cpmrt.quantization.outputs import copy_companions, new_folder
 from cpmrt.tensor_spec import Source
 from cpmrt.weights.check import check
 from cpmrt.weights.checkpoint import SINGLE_NAME, Checkpoint

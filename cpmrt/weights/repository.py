@@ -7,6 +7,7 @@ import logging
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from glob import escape
 from pathlib import Path
@@ -111,10 +112,8 @@ class Repository:
         try:
             sizes = self.hub.sizes(self.name, self.revision, folder)
         except CheckpointError:
-            try:
+            with suppress(CheckpointError):
                 return folder / select_gguf([path.name for path in folder.glob("*")], wish, str(self))[0]
-            except CheckpointError:
-                pass
             raise
         wanted = select_gguf(list(sizes), wish, str(self))
         missing = {name: sizes[name] for name in wanted if not _has_size(folder / name, sizes[name])}

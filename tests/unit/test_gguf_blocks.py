@@ -55,7 +55,7 @@ def test_parts_are_the_codes_and_scales_of_groups(name):
         assert np.float32(parts.codes[n, k]) * parts.scales[n, group] + offset == values[n, k]
     assert parts.codes.dtype.itemsize == 1 and parts.scales.dtype == np.float32
     assert row.row_bytes(values.shape[1]) == rows.shape[1]
-    assert len(np.unique(parts.codes)) <= 2**row.bits and row.bits <= np.ceil(row.bits_per_weight)
+    assert len(np.unique(parts.codes)) <= 2**row.bits and row.bits <= np.ceil(8 * row.nbytes / row.size)
     assert row.is_symmetric == (parts.offsets is None)
 
 

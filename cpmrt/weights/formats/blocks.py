@@ -54,11 +54,6 @@ class BlockType:
     halves: tuple[int, ...] = (0,)
 
     @property
-    def bits_per_weight(self) -> float:
-        """Bits that a weight takes, scales included."""
-        return 8 * self.nbytes / self.size
-
-    @property
     def factor_bits(self) -> int:
         """Bits of the number that a scale multiplies: 8 where the code is a place in `IQ4_VALUES`."""
         return 8 if self.name.startswith("IQ4") else self.bits
