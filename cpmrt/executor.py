@@ -51,8 +51,6 @@ class Mask:
             return "Mask(all)" if self.is_filled else "Mask()"
         return f"Mask({sum(byte.bit_count() for byte in self.bits)} tokens)"
 
-    __hash__ = None  # type: ignore[assignment]
-
 
 Path = tuple[int, ...]
 """The tokens that lead from the root of a drafted tree, the last token of its sequence, to one of its nodes."""
@@ -104,8 +102,6 @@ class TreeMasks:
 
     def __repr__(self) -> str:
         return "TreeMasks()" if self.bits is None else f"TreeMasks({len(self.bits)} nodes)"
-
-    __hash__ = None  # type: ignore[assignment]
 
 
 @dataclass(frozen=True, slots=True)

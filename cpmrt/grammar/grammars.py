@@ -135,7 +135,7 @@ def _grammar(form: Form) -> str:
     """Return a form in llguidance's own language. Raises ValueError."""
     matchers = _llguidance().LLMatcher
     if form.kind == "json_schema":
-        text = "{}" if form.text == "true" else form.text
+        text = "{}" if form.text == "true" else form.text  # llguidance writes JSON_STYLE into the schema
         return str(matchers.grammar_from_json_schema(text, overrides=JSON_STYLE))
     if form.kind == "regex":
         return str(matchers.grammar_from_regex(form.text))
