@@ -20,7 +20,7 @@ from cpmrt.errors import ConfigError, UnsupportedModelError, quoted
 
 T = TypeVar("T")
 MAX_EXPERTS, MAX_EXPERTS_PER_TOKEN = 32, 8
-"""The most experts of a layer, a lane of a warp each where a GPU chooses among them, and the most that a token takes."""
+"""The most experts of a layer, each a lane of the warp that chooses on a GPU, and the most that a token takes."""
 SCALES = 1e-3, 1e4
 """What the scales of a muP model may be: outside of it activations vanish or overflow 16 bits."""
 

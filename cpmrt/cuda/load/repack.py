@@ -49,7 +49,7 @@ REPACK_BLOCK_CODES, REPACK_BLOCK_SCALES = (
     for name in ("repack_block_codes", "repack_block_scales")
 )
 ROUND = KernelSpec(
-    "round_weights", "load/round_weights.cu", constants=("WEIGHT_BITS",), reason="loading: a head to 4 or 8 bits"
+    "round_weights", "load/round_weights.cu", constants=("WEIGHT_BITS",), reason="loading: 16 bits to 2, 4 or 8"
 )
 
 

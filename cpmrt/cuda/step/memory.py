@@ -54,7 +54,7 @@ def row_counts(max_sequences: int) -> tuple[int, ...]:
 def cuda_tables(
     config: ModelConfig, engine: EngineConfig, max_context: int, device: Device
 ) -> tuple[BufferSpec, ...]:
-    """Buffers that live as long as the executor."""
+    """Return the buffers that live as long as the executor."""
     sequences = engine.max_sequences
     return (
         *_attention(config, engine, max_context, device).tables,
@@ -92,11 +92,11 @@ def lasting_buffer(name: str, dtype: ElementType, *shape: int) -> BufferSpec:
 def cuda_needs(
     config: ModelConfig, engine: EngineConfig, specs: Sequence[TensorSpec], device: Device
 ) -> ExecutorNeeds:
-    """All of it without a draft, for `models.planning`; `specs`: the weights. Raises UnsupportedModelError."""
+    """Return what the executor needs in the arena without a draft. Raises UnsupportedModelError."""
     max_rows, counters = most_rows(engine), packed_tables(specs, device)
     products = product_workspace(specs, config, max_rows, device)
 
-    def expanded(max_context: int) -> tuple[BufferSpec, ...]:
+    def attention(max_context: int) -> tuple[BufferSpec, ...]:
         return _attention(config, engine, max_context, device).workspace
 
     def tables(max_context: int) -> tuple[BufferSpec, ...]:
@@ -105,7 +105,7 @@ def cuda_needs(
     return ExecutorNeeds(
         tables=tables,
         workspace=(*row_buffers(max_rows), *products, *staging_buffers(specs)),
-        context_workspace=expanded,
+        context_workspace=attention,
         max_rows=max_rows,
         logit_rows=MAX_ROWS,
         packed=partial(packed_regions, device),
