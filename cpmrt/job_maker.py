@@ -20,6 +20,7 @@ from cpmrt.grammar import Grammars, Thought
 from cpmrt.sharing.jobs import Generation, Reading
 from cpmrt.text import ChatTemplate, ThoughtEnd, Tokenizer
 from cpmrt.text.markers import marker_ids
+from cpmrt.text.messages import checked_tools
 from cpmrt.text.thinking import closings, opened_thought, opening_tokens, prompt_end_of
 from cpmrt.tool_use.calls import schemas_of
 from cpmrt.tool_use.grammars import format_of, grammar_of
@@ -150,7 +151,7 @@ class JobMaker:
 
         `options` as for `chat_prompt`. Raises RequestError, ContextLengthError.
         """
-        tools = () if tool_choice == "none" else tuple(tools or ())
+        tools = () if tool_choice == "none" else tuple(checked_tools(tools) or ())
         called = _called(tools, tool_choice)
         prompts = self.chat_prompts(messages, tools=tools or None, **options)
         bind = partial(self.calling, tools=tools, called=called, one_call=tool_choice in called)

@@ -180,7 +180,9 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "type": _text_of_file, "metavar": "FILE", "help": "have the answer be JSON that this schema allows",
     },
     "--regex": {"metavar": "REGEX", "help": "have the answer match this regular expression"},
-    "--grammar": {"type": _text_of_file, "metavar": "FILE", "help": "have the answer obey this Lark grammar"},
+    "--grammar": {
+        "type": _text_of_file, "metavar": "FILE", "help": "have the answer obey this grammar, in Lark's syntax or GBNF",
+    },
     "--choices": {"action": "append", "default": [], "metavar": "TEXT", "help": "allow this answer; may be repeated"},
     "--ignore-eos": {"action": "store_true", "help": "go on past the model's end tokens"},
     "--draft": {

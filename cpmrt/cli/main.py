@@ -28,7 +28,7 @@ COMMANDS = {
     "bench": "measure speed and energy of a model, or of a shape with random weights",
     "compile": "compile the CUDA kernels ahead of time, for this GPU or another",
     "quantize": "make a 4-bit checkpoint of a 16-bit one",
-    "convert": "convert a 4-bit checkpoint to CPM.cu's Marlin layout, or back",
+    "convert": "make a GGUF file, 16-bit safetensors or CPM.cu's Marlin layout of a checkpoint",
     "train-draft": "train a draft for a model (needs torch)",
     "pull": "download a model, or what is missing of it",
     "list": "list the downloaded models, with their sizes",

@@ -100,6 +100,8 @@ def _settings(args: argparse.Namespace) -> ServerSettings:
         check_certificate(args.ssl_certfile, args.ssl_keyfile)
     elif args.ssl_keyfile:
         raise ConfigError("--ssl-keyfile needs --ssl-certfile, the certificate of that key")
+    if not all(key.strip() for key in args.api_key):
+        raise ConfigError("--api-key is empty", expected="a key", fix="leave it out to ask for none")
     keys = [*args.api_key, *(read_keys(args.api_key_file) if args.api_key_file else ())]
     model_name, *aliases = args.served_model_name or [_name_of(args.model)]
     return ServerSettings(

@@ -43,9 +43,8 @@ class Linear:
     modules: dict[str, slice]
 
 
-def convert(source: Path, target: Path, *, back: bool) -> None:
+def convert(folder: ModelFolder, target: Path, *, back: bool) -> None:
     """Make the folder `target`, `back` from Marlin. Raises ConfigError, CheckpointError, UnsupportedModelError."""
-    folder = ModelFolder.open(source)
     settings = _settings(folder)
     gptq = "gptq" if settings.v1_zeros else "gptq_v2"
     new, file_name = (gptq, SINGLE_NAME) if back else ("marlin", MARLIN_FILE)
@@ -127,7 +126,8 @@ def _settings(folder: ModelFolder) -> WeightQuantization:
     where = f"{folder.path}: quantization_config"
     if settings is None or settings.lm_head or settings.packing != "gptq":
         found = "none" if settings is None else f"{settings.method}, lm_head {settings.lm_head}"
-        raise UnsupportedModelError(where, expected="4 bits of gptq, the head in 16", actual=found)
+        fix = "make it with cpmrt quantize, or name a FILE.gguf" if settings is None else None
+        raise UnsupportedModelError(where, expected="4 bits of gptq, the head in 16", actual=found, fix=fix)
     if not settings.symmetric or settings.act_order or settings.group_size not in GROUP_SIZES:
         raise UnsupportedModelError(
             f"{where} cannot be said in CPM.cu's Marlin layout",

@@ -6,6 +6,8 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+from cpmrt.errors import RequestError, quoted
+
 
 class Call(NamedTuple):
     """A function's name and its arguments, a JSON object as text."""
@@ -19,8 +21,20 @@ Schemas = Mapping[str, Mapping[str, Any]]
 
 
 def schemas_of(tools: Iterable[Mapping[str, Any]]) -> Schemas:
-    """Return the schemas of tools as the OpenAI API describes them."""
-    return {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
+    """Return the schemas of tools as the OpenAI API describes them. Raises RequestError with the index of any other."""
+    schemas = dict[str, Mapping[str, Any]]()
+    for index, tool in enumerate(tools):
+        function = tool.get("function")
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(name, str):
+            form = '{"type": "function", "function": {"name": ..., "parameters": ...}}'
+            raise RequestError(f"tools[{index}]", expected=form, actual=quoted(tool))
+        parameters = function.get("parameters") or {}
+        if not isinstance(parameters, Mapping):
+            expected, where = "a JSON schema (an object)", f"tools[{index}].function.parameters"
+            raise RequestError(where, expected=expected, actual=quoted(parameters))
+        schemas[name] = parameters
+    return schemas
 
 
 def listed_types(schema: Mapping[str, Any]) -> set[str]:

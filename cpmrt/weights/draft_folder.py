@@ -12,6 +12,7 @@ from cpmrt.config import EngineConfig, SpeculationConfig
 from cpmrt.config.draft import DraftConfig, Shapes, detect_method
 from cpmrt.config.dspark import read_dspark
 from cpmrt.config.speculate_argument import LOOKUP, read_speculation
+from cpmrt.errors import CheckpointError, quoted
 from cpmrt.weights import hub
 from cpmrt.weights.checkpoint import Checkpoint
 from cpmrt.weights.model_files import read_json, read_json_if_there
@@ -64,9 +65,21 @@ class DraftFolder:
 def resolve(draft: str, target: Path, *, weights: bool = True) -> Path:
     """Return the folder of a draft: a folder, one within the target's, or that of a hub id. Raises CheckpointError."""
     within = target / draft
-    if not os.path.isdir(os.path.expanduser(draft)) and within.is_dir():
-        return within
+    if not os.path.exists(os.path.expanduser(draft)):
+        if within.is_dir():
+            return within
+        if "/" not in draft and ":" not in draft:
+            raise CheckpointError(
+                f"draft {quoted(draft)}",
+                expected="an existing folder or a hub id" + _inner_drafts(target),
+                fix=f"name one of these, or {LOOKUP}, which needs no model",
+            )
     return hub.resolve(draft, weights=weights)
+
+
+def _inner_drafts(target: Path) -> str:
+    names = sorted(path.parent.name for path in target.glob("*/config.json"))
+    return f", or {' | '.join(names)} of the model's own" if names else ""
 
 
 def method_of(draft: str, target: Path, *, weights: bool = True) -> str:

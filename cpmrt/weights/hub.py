@@ -74,4 +74,5 @@ def resolve(model: str | Path, *, revision: str | None = None, weights: bool = T
 
 
 def _looks_like_path(model: str) -> bool:
-    return model.startswith(("/", "./", "../", "~")) or model.count("/") > 1 or os.path.isfile(model)
+    is_file_name = model.endswith(SUFFIX) and "/" not in model
+    return is_file_name or model.startswith(("/", "./", "../", "~")) or model.count("/") > 1 or os.path.isfile(model)

@@ -70,6 +70,13 @@ def test_keys_of_a_file(tmp_path):
             read_keys(path)
 
 
+@pytest.mark.parametrize("key", ["", " "])
+def test_a_key_that_is_empty_is_refused(key, capsys):
+    """Such as that of a variable which is not set: it would let everybody in."""
+    assert main(["serve", "/no/model", "--port", "0", "--api-key", key]) == 1
+    assert "--api-key is empty" in capsys.readouterr().err
+
+
 def test_every_name_of_the_model_is_taken_and_listed(guarded):
     cards = guarded.client.get("/v1/models").json()["data"]
     assert [card["id"] for card in cards] == ["demo", "gpt-4o", "any"] and {card["root"] for card in cards} == {"demo"}

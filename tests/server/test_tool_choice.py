@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import anthropic
 import jsonschema
@@ -122,6 +123,19 @@ def test_python_has_the_calls_too(server):
         llm.chat(messages, tools=TOOLS, tool_choice="nothing")
     with pytest.raises(RequestError, match="no other form"):
         llm.chat(messages, SamplingParams(regex="a"), tools=TOOLS, tool_choice="required")
+
+
+@pytest.mark.parametrize(("tools", "says"), [
+    (7, "tools: expected a list"),
+    ([7], "tools[0]: expected a JSON schema function"),
+    ([{"name": "flat", "input_schema": {}}], "tools[0]: expected {"),
+    ([*TOOLS, {"type": "function", "function": {"parameters": {}}}], f"tools[{len(TOOLS)}]: expected {{"),
+    ([{"type": "function", "function": {"name": "f", "parameters": 7}}], "tools[0].function.parameters: expected"),
+])  # fmt: skip
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_tools_of_another_form_are_refused(server, tools, says, choice):
+    with pytest.raises(RequestError, match=re.escape(says)):
+        server.engine.llm.chat([{"role": "user", "content": "?"}], tools=tools, tool_choice=choice)
 
 
 def test_instructor_and_pydantic_ai(server):

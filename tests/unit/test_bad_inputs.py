@@ -64,6 +64,8 @@ BAD_INPUTS = [
     Bad("pull from modelscope offline", "pull modelscope:org/x", OFFLINE),
     Bad("run what is not here offline", "generate x -m modelscope:org/x", OFFLINE),
     Bad("draft that is not here offline", "generate x -m @model --executor reference --draft org/x", OFFLINE),
+    Bad("draft that there is not", "generate x --draft eagle4", ("draft 'eagle4'", "eagle2 | eagle3", "lookup")),
+    Bad("file of a model that is absent", "inspect absent.gguf", ("'absent.gguf'", "got nothing there")),
     Bad("revision of the bundled model", "generate x --revision v1", ("the bundled model has no revision",)),
     # What to list and to remove
     Bad("list something", "list org/tiny", ("unrecognized arguments: org/tiny",), USAGE),
@@ -114,7 +116,8 @@ BAD_INPUTS = [
     Bad("convert to a type of no format", "convert @gptq @out --type q8_0", ("--type is for --to gguf",), USAGE),
     Bad("convert what is absent", "convert @absent @out", ("expected a folder or a .gguf file, got nothing there",)),
     Bad("convert a file", "convert @text.txt @out", ("expected a folder or a .gguf file, got a file",)),
-    Bad("convert 16 bits", "convert @model @out", ("expected 4 bits of gptq, the head in 16, got none",)),
+    Bad("convert 16 bits", "convert @model @out", ("expected 4 bits of gptq, the head in 16, got none", "quantize")),
+    Bad("convert what is not here offline", "convert org/x @out.gguf", OFFLINE),
     Bad("convert back what is no Marlin", "convert @gptq @out --to gptq", ("expected 4 bits as in marlin",)),
     Bad("convert groups of 64", "convert @small @out", ("group_size 128 or -1", "quantise again")),
     Bad("convert into a folder that exists", "convert @gptq @empty", ("exists already",)),

@@ -223,6 +223,11 @@ def test_a_gptq_checkpoint_becomes_a_file_and_a_plain_folder(tmp_path):
     assert np.abs(found[2] - found[0]).max() < 0.1 and np.abs(found[1] - found[0]).max() < 0.3
 
 
+def test_the_name_of_the_file_says_the_format(tmp_path):
+    assert main(["convert", "demo", str(tmp_path / "a.gguf"), "--type", "q8_0"]) == 0
+    assert ModelFolder.open(tmp_path / "a.gguf").config.attention == ModelFolder.open(BUNDLED).config.attention
+
+
 @pytest.mark.parametrize("options", [["--method", "rtn"], ["--method", "ternary"]])
 def test_a_file_is_not_quantised_before_it_is_a_folder(tmp_path, options, capsys):
     pair = models.write_pair(tmp_path, "llama", lambda name: "BF16", num_hidden_layers=1)
