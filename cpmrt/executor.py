@@ -176,15 +176,15 @@ class FastForward:
 
 @dataclass(frozen=True, slots=True)
 class Speculate:
-    """Draft, verify and accept: one token or more for the one slot. `shape`: which of `ExecutorLimits.tree_shapes`.
+    """Draft, verify and accept: one token or more for each slot. `shape`: which of `ExecutorLimits.tree_shapes`.
 
     Any mix of `Decode` and `Speculate` steps gives the same tokens.
     """
 
-    slots: tuple[int]
+    slots: tuple[int, ...]
     shape: int = 0
     masks: TreeMasks | None = None
-    """What the nodes may sample; None: anything."""
+    """What the nodes of a step of one slot may sample; None: anything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,6 +273,8 @@ class ExecutorLimits:
     """Tokens of a KV page."""
     takes_masks: bool = False
     """Whether rows may have a `Mask`, and answers be fast-forwarded."""
+    max_drafting: int = 1
+    """Slots of a Speculate step at most."""
     takes_tree_masks: bool = False
     """Whether Speculate steps may have `TreeMasks`."""
     remakes_answers: bool = False

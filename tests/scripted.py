@@ -129,8 +129,9 @@ class ScriptedExecutor:
             return [self._fast_forward(step)]
         assert len(set(step.slots)) == len(step.slots)
         if isinstance(step, Speculate):
-            (slot,) = step.slots
-            return [self._speculate(self.running[slot], self._limits.tree_shapes[step.shape], step.masks)]
+            assert len(step.slots) <= self._limits.max_drafting and (len(step.slots) == 1 or step.masks is None)
+            shape = self._limits.tree_shapes[step.shape]
+            return [self._speculate(self.running[slot], shape, step.masks) for slot in step.slots]
         masks = step.masks or (None,) * len(step.slots)
         return [self._decode(self.running[slot], mask) for slot, mask in zip(step.slots, masks, strict=True)]
 

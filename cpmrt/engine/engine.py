@@ -45,7 +45,8 @@ class Engine:
 
     Where the executor drafts, a sequence that decodes alone takes Speculate steps. With `adaptive`, and if the executor
     knows what its steps cost, `speculation.DraftPolicy` chooses their shape, or plain steps; otherwise all have the
-    first shape. Sequences that decode together take plain steps. The tokens are the same in every case.
+    first shape. Sequences that decode together take plain steps; only where costs are unknown, and the executor drafts
+    for so many, they take draft steps of the first shape. The tokens are the same in every case.
 
     The steps of a sequence under a grammar have masks (`engine.guide`), so that it cannot run ahead by more than a
     step, and by none that drafts; those that decode with it wait for it, and all go on together.

@@ -121,12 +121,14 @@ def fast_forward(seq: Sequence) -> FastForward:
 def may_draft(sequences: tuple[Sequence, ...], limits: ExecutorLimits, is_lending: bool) -> bool:
     """Tell whether the next step of these sequences may draft; `is_lending`: whether any slot is lent.
 
-    Only a sequence that decodes alone is drafted for. Several together decode plainly: a row of another sequence gives
-    a token for certain, a drafted row only if it is accepted. The masks of a tree are not known when its step is
-    submitted, and whoever has a slot lent may wait for the executor.
+    More sequences than the executor drafts for at a time decode plainly, and so do several under a policy, which knows
+    only what steps of one sequence cost. The masks of a tree are not known when its step is submitted, and whoever has
+    a slot lent may wait for the executor.
     """
-    if not limits.tree_shapes or len(sequences) != 1:
+    if not limits.tree_shapes or not 1 <= len(sequences) <= limits.max_drafting:
         return False
+    if len(sequences) > 1:
+        return not any(seq.guide or seq.policy for seq in sequences)
     return sequences[0].guide is None or (limits.takes_tree_masks and not is_lending)
 
 
@@ -143,10 +145,10 @@ def next_shape(seq: Sequence) -> int:
 
 
 def decode_step(sequences: tuple[Sequence, ...], shape: int) -> Decode | Speculate:
-    if shape != PLAIN:
-        (seq,) = sequences
-        return Speculate((seq.slot,), shape, seq.guide.tree_masks(seq.room) if seq.guide else None)
     slots = tuple(seq.slot for seq in sequences)
+    if shape != PLAIN:
+        guide, room = sequences[0].guide, sequences[0].room
+        return Speculate(slots, shape, guide.tree_masks(room) if guide else None)
     if any(seq.guide for seq in sequences):
         return Decode(slots, tuple(_next_mask(seq) for seq in sequences))
     return Decode(slots)

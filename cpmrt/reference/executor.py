@@ -46,6 +46,9 @@ from cpmrt.reference.quantized import Matrix, quantized_arrays, rows_of
 from cpmrt.reference.running import Running
 from cpmrt.reference.sampling import is_usable, masked
 
+_MAX_DRAFTING = 8
+"""Sequences that one step drafts for at most."""
+
 
 @dataclass(frozen=True)
 class Done:
@@ -89,7 +92,7 @@ class ReferenceExecutor:
             plan.max_sequences, plan.max_context, config.chunk_of(prefill_chunk),
             tree_shapes=draft.shapes if draft else (), max_logit_bias=config.vocab_size,
             num_pages=layout.num_pages, page_size=PAGE_SIZE, takes_masks=True, takes_tree_masks=True,
-            num_snapshots=layout.num_snapshots,
+            max_drafting=_MAX_DRAFTING, num_snapshots=layout.num_snapshots,
         )  # fmt: skip
         self.ops = NumpyOps(dtype)
         arrays = Arena(plan, np.zeros(plan.total_bytes, np.uint8)).arrays()
@@ -156,7 +159,7 @@ class ReferenceExecutor:
         if isinstance(step, FastForward):
             return Done(StepResult((self._fast_forward(step),)))
         if isinstance(step, Speculate):
-            return Done(StepResult((self._speculate(step),)))
+            return Done(StepResult(tuple(self._speculate(step, slot) for slot in step.slots)))
         if isinstance(step, Admit):
             self._set_block_table(step.slot, step.block_table)
             self._begin_state(step.slot, step.snapshot)
@@ -277,8 +280,7 @@ class ReferenceExecutor:
             results[slot] = self._sample(slot, logits[row], mask.bits if mask else None)
         return StepResult(tuple(results.get(slot, SlotResult()) for slot in step.slots))
 
-    def _speculate(self, step: Speculate) -> SlotResult:
-        (slot,) = step.slots
+    def _speculate(self, step: Speculate, slot: int) -> SlotResult:
         running = self._running[slot]
         if self._drafter is None:
             raise ConfigError("this executor has no draft", expected="Decode steps", actual="a Speculate step")

@@ -73,6 +73,26 @@ def test_no_token_comes_after_the_one_that_completes_a_stop_string(checkpoint):
     assert lengths == {0, 1, 2, 3}
 
 
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
+@pytest.mark.parametrize("draft", ["small", "itself", "lookup"])
+def test_several_prompts_together_are_drafted_for(checkpoint, draft, kv_dtype):
+    """With stop strings, penalties, logprobs and ends of their own; and alone again when the others are done."""
+    prompts = [PROMPT, "two two", "one two one", "a b a b a b", "two one two one"]
+    params = [
+        SamplingParams(max_new_tokens=9 + 5 * number, temperature=0.7 * (number % 2), seed=number, ignore_eos=True,
+                       logprobs=number, repetition_penalty=1 + 0.1 * (number % 3), stop=("one",) * (number == 3))
+        for number in range(5)
+    ]  # fmt: skip
+    steps, answers = [], []
+    for settings in ({}, {"draft": draft, "on_step": lambda step, _: steps.append(step)}):
+        shared = {"executor": "reference", "max_context": 128, "max_sequences": 4, "kv_dtype": kv_dtype}
+        with LLM(checkpoint, **shared, **settings) as llm:
+            found = llm.generate(prompts, params)
+            answers.append([(one.token_ids, one.text, one.logprobs, one.finish_reason) for one in found])
+    assert answers[0] == answers[1]
+    assert max(len(step.slots) for step in steps if isinstance(step, Speculate)) == 4
+
+
 def test_off_leaves_the_draft_out(checkpoint):
     steps = []
     run(checkpoint, steps, draft="small", speculate="off")

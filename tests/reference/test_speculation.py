@@ -218,6 +218,28 @@ def test_two_slots_are_drafted_for_in_turn(root, plain, draft):
         assert joined(results[slot]) == plain(PROMPTS[slot + 2], "sampled")
 
 
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
+@pytest.mark.parametrize("draft", ["vllm", "eagle3 or lookup", "model", "lookup"])
+@pytest.mark.parametrize("count", [2, 8])
+def test_several_sequences_in_a_step_get_what_they_get_alone(root, draft, kv_dtype, count):
+    """Each with settings of its own; those that end sooner give nothing from then on, and the others go on."""
+    executor = open_with(root, draft, max_sequences=count, kv_dtype=kv_dtype)
+    alone = open_with(root, kv_dtype=kv_dtype)
+    cases = [(PROMPTS[1 + slot % 4], list(SETTINGS.values())[slot % 5], 8 + 2 * slot) for slot in range(count)]
+    results = [
+        [prefill(executor, slot, prompt, sampling, seed=slot, count=wanted)]
+        for slot, (prompt, sampling, wanted) in enumerate(cases)
+    ]
+    assert executor.limits.max_drafting == 8
+    for turn in range(30):
+        step = Decode(tuple(range(count))) if turn % 4 == 3 else Speculate(tuple(range(count))[::-1], turn % 2)
+        for slot, result in zip(step.slots, executor.submit(step).wait().slots, strict=True):
+            results[slot].append(result)
+    for slot, (prompt, sampling, wanted) in enumerate(cases):
+        expected, _ = generate(alone, prompt, sampling, seed=slot, count=wanted)
+        assert joined(results[slot]) == expected and len(expected[0]) == wanted
+
+
 def test_the_largest_trees(root, plain):
     """64 nodes, 64 drafted rows behind the text, 32 candidates a row."""
     shapes = (TreeShape(9, 8, 64), TreeShape(32, 2, 64), TreeShape(2, 16, 64))

@@ -117,6 +117,32 @@ def test_several_sequences_decode_plainly_and_the_last_one_is_drafted_for():
     assert Speculate((second.slot,), 0) in alone and not any(isinstance(step, Decode) for step in alone)
 
 
+@pytest.mark.parametrize("num_sequences", [2, 3, 5])
+@pytest.mark.parametrize("run_ahead", [1, 3])
+def test_an_executor_that_drafts_for_several_takes_them_in_one_step(num_sequences, run_ahead):
+    """Beyond that many all decode plainly, and the tokens are those of plain decoding."""
+    limits = ExecutorLimits(5, 64, 16, run_ahead, tree_shapes=(TreeShape.chain(3),), max_drafting=3)
+    executor = ScriptedExecutor(limits)
+    engine = Engine(executor)
+    prompts = [[number + 1] for number in range(num_sequences)]
+    sequences = [engine.add(request(prompt, new=9 + 4 * number)) for number, prompt in enumerate(prompts)]
+    for number, (seq, prompt) in enumerate(zip(sequences, prompts, strict=True)):
+        assert tokens_of(engine, seq) == plain_continuation(prompt, 0, 9 + 4 * number, set())
+        assert seq.stats.speculative_steps > 0
+    drafted = [step.slots for step in executor.steps if isinstance(step, Speculate)]
+    assert max(map(len, drafted)) == min(num_sequences, 3)
+    assert all(len(step.slots) > 3 for step in executor.steps if isinstance(step, Decode))
+
+
+def test_several_sequences_under_a_policy_decode_plainly():
+    limits = ExecutorLimits(2, 64, 16, tree_shapes=(TreeShape.chain(3),), max_drafting=2, step_seconds=(1.0, 1.1))
+    executor = ScriptedExecutor(limits)
+    engine = Engine(executor)
+    for seq in [engine.add(request([number], new=12)) for number in (1, 2)]:
+        tokens_of(engine, seq)
+    assert {len(step.slots) for step in executor.steps if isinstance(step, Speculate)} <= {1}
+
+
 @pytest.mark.parametrize("shapes", TREE_SHAPES)
 @pytest.mark.parametrize("num_pages", [0, 16])
 def test_a_context_that_is_filled_to_the_end(shapes, num_pages):
