@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from cpmrt.dtypes import F32, Array
-from cpmrt.models.drafts.dspark import MARKOV_CANDIDATES, MarkovWeights
+from cpmrt.models.drafts.dspark import MARKOV_CANDIDATES, MarkovWeights, markov_parts
 
 
 def choose_block(
@@ -13,16 +13,16 @@ def choose_block(
 ) -> list[int]:
     """Return at most `length` tokens, one after another behind the root; row k of the block drafts token k.
 
-    logits [T, V] and states [T, hidden]: what `DSpark.block` gives. Of a row only the MARKOV_CANDIDATES tokens with the
-    highest logits can be chosen, and among equals the lower id is. The first token with a confidence below
-    `min_confidence` ends the chain and is left out.
+    logits [T, V] and states [T, hidden]: what `DSpark.block` gives. Of each part of the vocabulary (`markov_parts`)
+    only the MARKOV_CANDIDATES tokens with the highest logits can be chosen, and among equals the lower id is. The first
+    token with a confidence below `min_confidence` ends the chain and is left out.
     """
     tokens, previous = list[int](), root_token
     for row in range(length):
         context = markov.first[previous]
         if confidence(states[row], context, markov) < min_confidence:
             break
-        candidates = _best(logits[row], MARKOV_CANDIDATES)
+        candidates = _candidates(logits[row])
         scores = logits[row, candidates] + markov.second[candidates] @ context
         previous = int(candidates[np.argmax(scores)])
         tokens.append(previous)
@@ -37,6 +37,8 @@ def confidence(state: F32, context: F32, markov: MarkovWeights) -> float:
     return float(1 / (1 + np.exp(-logit)))
 
 
-def _best(logits: F32, count: int) -> Array:
-    """Return the ids of the `count` highest logits, ascending."""
-    return np.sort(np.argsort(-logits, kind="stable")[:count])
+def _candidates(logits: F32) -> Array:
+    """Return the ids of the tokens that a row can choose, ascending."""
+    parts = logits.reshape(markov_parts(len(logits)), -1)
+    best = np.argsort(-parts, axis=1, kind="stable")[:, :MARKOV_CANDIDATES]
+    return np.sort((best + np.arange(len(parts))[:, None] * parts.shape[1]).reshape(-1))

@@ -131,16 +131,19 @@ def test_narrow_storage_mostly_drafts_the_same(tmp_path, dtype):
     assert len(agree) >= 8 and np.mean(agree) > 0.7
 
 
-def test_the_markov_chain_over_a_large_vocabulary():
-    """Against loops in float64: of 700 tokens the 256 best of a row are asked about."""
-    random, size, vocab, rank, hidden = np.random.default_rng(6), 5, 700, 4, 8
+@pytest.mark.parametrize(("vocab", "parts"), [(704, 8), (700, 4), (601, 1)])
+def test_the_markov_chain_over_a_large_vocabulary(vocab, parts):
+    """Against loops in float64: the 32 best tokens of each part of the vocabulary are asked about."""
+    random, size, rank, hidden = np.random.default_rng(6), 5, 4, 8
     logits, states = (random.standard_normal((size, width)).astype(np.float32) for width in (vocab, hidden))
     logits[2, 300:] = -3.0
+    part = vocab // parts
     first, second = (3 * random.standard_normal((vocab, rank)).astype(np.float32) for _ in range(2))
     markov = MarkovWeights(first, second, None, None)
     expected, previous = [], 17
     for row in logits:
-        best = sorted(range(vocab), key=lambda token: (-row[token], token))[:256]
+        ranked = sorted(range(vocab), key=lambda token: (-row[token], token))
+        best = [token for p in range(parts) for token in [t for t in ranked if t // part == p][:32]]
         scores = {token: float(row[token]) + float(second[token] @ first[previous].astype(float)) for token in best}
         previous = max(sorted(scores), key=scores.__getitem__)
         expected.append(previous)

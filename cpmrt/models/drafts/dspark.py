@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import gcd
 from typing import Any
 
 from cpmrt.config.draft import Block, DraftConfig
@@ -20,8 +21,9 @@ from cpmrt.models.mixers import grouped
 from cpmrt.ops import Ops, Rows
 from cpmrt.tensor_spec import BufferSpec, TensorSpec
 
-MARKOV_CANDIDATES = 256
-"""Tokens of a row that the Markov head is asked about: those with the highest logits without it."""
+MARKOV_CANDIDATES = 32
+"""Tokens of each part of the vocabulary that the Markov head is asked about: those with the highest logits without it.
+All 256 of a row are a thousandth of the bytes of the head's matrix, and drafts need not be exact."""
 _ROW_BUFFERS = ("context", "states", "logits")
 
 
@@ -29,6 +31,11 @@ def block_of(draft: DraftConfig) -> Block:
     """Return the sizes of a DSpark draft's block."""
     assert draft.block is not None
     return draft.block
+
+
+def markov_parts(vocab_size: int) -> int:
+    """Return how many equal parts the vocabulary has for MARKOV_CANDIDATES: 8, or fewer where 8 does not divide it."""
+    return gcd(vocab_size, 8)
 
 
 def tensor_specs(draft: DraftConfig) -> Iterator[TensorSpec]:
