@@ -240,6 +240,7 @@ _DRAFT_OPTIONS: dict[str, tuple[str, Callable[[str], Any], str, str]] = {
     ),
     "--draft-window": ("window", token_count, "TOKENS", "that the draft's attention looks back at (default: all)"),
     "--draft-head-bits": ("head_bits", int, "BITS", "round the draft's head to 8 or 4 bits"),
+    "--draft-layer-bits": ("layer_bits", int, "BITS", "round the draft's layers to 8 or 4 bits"),
     "--draft-min-confidence": (
         "min_confidence", float, "P", "end a DSpark draft's chain before a token less likely to be accepted than P"
     ),

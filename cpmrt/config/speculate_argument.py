@@ -15,7 +15,7 @@ LOOKUP = "lookup"
 _SHAPE_KEYS = ("num_passes", "top_k", "tree_size")
 _KEYS = (
     "method", *_SHAPE_KEYS, "shapes", "lookup", "adaptive", "draft_vocab", "window", "head_bits", "residual_scale",
-    "simulate_accept", "min_confidence",
+    "simulate_accept", "min_confidence", "layer_bits",
 )  # fmt: skip
 
 
@@ -55,6 +55,7 @@ def read_speculation(
         fields.text("residual_scale", "draft"),
         wishes.get("simulate_accept"),
         wishes.get("min_confidence"),
+        wishes.get("layer_bits"),
     )
 
 

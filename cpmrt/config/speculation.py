@@ -106,7 +106,7 @@ _FOREIGN = {
     "eagle3": ("draft_vocab", "min_confidence"),
     "dspark": ("draft_vocab", "window"),
     "model": ("draft_vocab", "window", "min_confidence"),
-    "lookup": ("draft_vocab", "window", "head_bits", "min_confidence"),
+    "lookup": ("draft_vocab", "window", "head_bits", "min_confidence", "layer_bits"),
 }
 
 
@@ -117,9 +117,10 @@ class SpeculationConfig:
     `shapes`: the trees that are captured, the first one is the default. `is_adaptive` lets the engine choose among
     them and plain decoding. `draft_vocab` cuts the draft's head to frequent tokens (FR-Spec, arXiv 2502.14856): how
     many, of the list that comes with the draft, or the path of a list; `window`: tokens that the draft's attention
-    looks back at; `head_bits` 8 or 4 rounds the draft's head; `min_confidence`: a DSpark draft's chain ends before the
-    first token that its confidence head gives less. `forced_accept`, for benchmarks on random weights:
-    tokens that a Speculate step of the first shape gives on average, right or wrong. Raises ConfigError.
+    looks back at; `head_bits` and `layer_bits` 8 or 4 round the draft's head and layers; `min_confidence`: a DSpark
+    draft's chain ends before the first token that its confidence head gives less. `forced_accept`, for benchmarks on
+    random weights: tokens that a Speculate step of the first shape gives on average, right or wrong. Raises
+    ConfigError.
     """
 
     method: str
@@ -132,6 +133,7 @@ class SpeculationConfig:
     """Of an EAGLE draft's sublayers: by its own config.json, or as CPM.cu has it, which counts the target's layers."""
     forced_accept: float | None = None
     min_confidence: float | None = None
+    layer_bits: int | None = None
 
     def __post_init__(self) -> None:
         if self.method not in DRAFT_METHODS:
@@ -146,17 +148,21 @@ class SpeculationConfig:
         for name, value in (("draft_vocab", None if is_path else self.draft_vocab), ("window", self.window)):
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ConfigError(f"speculate: {name}", expected="a positive integer", actual=quoted(value))
-        if self.head_bits not in (None, 4, 8) or isinstance(self.head_bits, float):
-            raise ConfigError("speculate: head_bits", expected="4 | 8, or nothing", actual=quoted(self.head_bits))
         if self.residual_scale not in ("draft", "cpmcu"):
             raise ConfigError("speculate: residual_scale", expected="draft | cpmcu", actual=quoted(self.residual_scale))
-        confidence = self.min_confidence
-        if confidence is not None and not (type(confidence) in (int, float) and 0 <= confidence <= 1):
-            raise ConfigError("speculate: min_confidence", expected="a number in [0, 1]", actual=quoted(confidence))
+        self._check_draft()
         self._check_forced()
         for name in _FOREIGN[self.method]:
             if getattr(self, name) is not None:
                 raise ConfigError(f"speculate: {name} means nothing to method {self.method}", fix="leave it out")
+
+    def _check_draft(self) -> None:
+        for name, bits in (("head_bits", self.head_bits), ("layer_bits", self.layer_bits)):
+            if bits not in (None, 4, 8) or isinstance(bits, float):
+                raise ConfigError(f"speculate: {name}", expected="4 | 8, or nothing", actual=quoted(bits))
+        least = self.min_confidence
+        if least is not None and not (type(least) in (int, float) and 0 <= least <= 1):
+            raise ConfigError("speculate: min_confidence", expected="a number in [0, 1]", actual=quoted(least))
 
     def _check_forced(self) -> None:
         accept, most = self.forced_accept, self.shapes[0].max_emitted

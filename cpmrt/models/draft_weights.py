@@ -19,7 +19,7 @@ from cpmrt.weights.check import DRAFT_LEFTOVERS, LEFTOVERS, check
 from cpmrt.weights.checkpoint import Checkpoint
 from cpmrt.weights.draft_folder import DraftFolder
 from cpmrt.weights.model_folder import ModelFolder
-from cpmrt.weights.quantised_specs import quantise_head, quantised_specs
+from cpmrt.weights.quantised_specs import quantise_head, quantised_specs, round_layers
 from cpmrt.weights.token_index import checked_token_ids, find_token_index, read_token_index
 
 _REMAP, _OFFSETS = "token_id_remap", "d2t"
@@ -60,6 +60,7 @@ def _draft(
     config = folder.config
     assert config.decoder is not None
     specs = quantised_specs(tensor_specs(config), config.decoder.quantization, checkpoint)
+    specs = round_layers(specs, wish.layer_bits)
     if config.method in ("eagle3", "model"):
         specs = quantise_head(specs, config.head_bits)
     if checkpoint is not None:

@@ -21,7 +21,8 @@ from cpmrt.weights.gguf.specs import declared_blocks, gguf_specs
 from cpmrt.weights.quantised import read_order
 from cpmrt.weights.ternary import TERNARY_BITS, declared_ternary
 
-_HEAD_GROUPS = (128, 64, 32)
+_GROUPS = (128, 64, 32)
+_LAYER_PRODUCTS = ("qkv", "residual", "gate_up")
 BLOCKS = "GGUF"
 """What `quantisation_summary` calls the method of blocks."""
 
@@ -65,11 +66,37 @@ def quantise_head(specs: Sequence[TensorSpec], bits: int | None) -> tuple[Tensor
     head = by_name.get("lm_head") or replace(by_name["embed_tokens"], name="lm_head", product="head", part="lm head")
     if any(source.packing for source in head.sources):
         raise ConfigError("lm_head_bits", expected="nothing: the head is quantised in the checkpoint", actual=bits)
-    group_size = next((size for size in _HEAD_GROUPS if head.shape[1] % size == 0), None)
+    group_size = _divisor(head)
     if group_size is None:
         raise ConfigError("lm_head_bits", expected="nothing: hidden_size is not a multiple of 32", actual=bits)
     quantised = replace(head, quant=Quantization(bits, group_size))
     return (*(spec for spec in specs if spec.name != "lm_head"), quantised)
+
+
+def round_layers(specs: Sequence[TensorSpec], bits: int | None) -> tuple[TensorSpec, ...]:
+    """Return the `specs` of a draft with the matrices of its layers rounded to `bits` bits (None: as they are).
+
+    Raises ConfigError where one is quantised already, or its columns make no groups.
+    """
+    if bits is None:
+        return tuple(specs)
+    return tuple(_rounded(spec, bits) if spec.product in _LAYER_PRODUCTS else spec for spec in specs)
+
+
+def _rounded(spec: TensorSpec, bits: int) -> TensorSpec:
+    if any(source.packing for source in spec.sources):
+        what = "nothing: the draft's layers are quantised in its checkpoint"
+        raise ConfigError("speculate: layer_bits", expected=what, actual=bits)
+    group_size = _divisor(spec)
+    if group_size is None:
+        what = f"nothing: {spec.name} has {spec.shape[1]} columns, no multiple of 32"
+        raise ConfigError("speculate: layer_bits", expected=what, actual=bits)
+    return replace(spec, quant=Quantization(bits, group_size))
+
+
+def _divisor(spec: TensorSpec) -> int | None:
+    """Return the columns of a group where a matrix is rounded from 16 bits; None where none divides it."""
+    return next((size for size in _GROUPS if spec.shape[1] % size == 0), None)
 
 
 def quantisation_summary(settings: WeightQuantization | None, specs: Sequence[TensorSpec]) -> dict[str, Any] | None:

@@ -7,13 +7,14 @@ from math import sqrt
 
 import numpy as np
 import pytest
-from draft_checkpoint import TARGET, write_folder
+from draft_checkpoint import DSPARK, TARGET, write_folder
 from reference.plain_eagle import PlainEagle2
 from reference.test_draft_trees_of_models import SHAPE, check_trees
 from reference.tiny_models import random_weights, unpacked
-from speculation_steps import SETTINGS, generate
+from speculation_steps import SETTINGS, generate, prefill
 
-from cpmrt.config import EngineConfig, ModelConfig, SpeculationConfig
+from cpmrt.config import EngineConfig, ModelConfig, SpeculationConfig, TreeShape
+from cpmrt.executor import Speculate
 from cpmrt.models.decoder import tensor_specs
 from cpmrt.reference.assembly import open_executor
 from cpmrt.tensor_spec import Packing, Source
@@ -76,8 +77,7 @@ def opened(tmp_path, target, tensors, **wishes):
 
 @pytest.fixture
 def target():
-    specs = tensor_specs(ModelConfig.from_hf(TARGET | SIZES))
-    return unpacked(specs, random_weights(specs, 4))
+    return random_target()
 
 
 def check(executor, target, tensors, stem, layer):
@@ -127,6 +127,74 @@ def test_marlin_under_cpmcu_names_with_fc_in_two_halves(tmp_path, target):
     for name in _SINGLE:
         values[f"layers.0.{name}.weight"] = found[f"layers.0.{name}"]
     check(executor, target, tensors | values, "", "layers.0")
+
+
+@pytest.mark.parametrize("layers", ["gptq", "rounded to 4", "rounded to 8"])
+def test_dspark(tmp_path, layers):
+    """Its layers and fc from a GPTQ checkpoint, or rounded while they are loaded; the Markov head stays in 16 bits."""
+    random = np.random.default_rng(5)
+    matrices = {f"layers.0.{name}": shape for name, shape in layer_matrices(fused=False).items()}
+    matrices["fc"] = (HIDDEN, 2 * HIDDEN)
+    values = {
+        f"{name}.weight": (random.standard_normal(shape) * shape[-1] ** -0.5).astype(np.float32)
+        for name, shape in {**matrices, "markov_head.markov_w1": (24, 8), "markov_head.markov_w2": (24, 8)}.items()
+    } | norms("hidden_norm", "norm", "layers.0.input_layernorm", "layers.0.post_attention_layernorm")
+    values |= {f"layers.0.self_attn.{part}_norm.weight": np.ones(64, np.float32) for part in "qk"}
+    config = DSPARK | SIZES | {"num_hidden_layers": 1, "markov_rank": 8}
+    stored, wishes = values, {"layer_bits": int(layers[-1])} if layers != "gptq" else {}
+    if layers == "gptq":
+        stored = {name: array for name, array in values.items() if name.removesuffix(".weight") not in matrices}
+        for module, shape in matrices.items():
+            stored |= packed("gptq", module, *shape)
+        config |= {"quantization_config": GPTQ}
+    write_folder(tmp_path / "target", TARGET | SIZES, random_target())
+    write_folder(tmp_path / "draft", config, stored)
+    for module, shape in matrices.items():
+        if layers == "gptq":
+            values[f"{module}.weight"] = plain_values(tmp_path / "draft", "gptq", module, *shape)
+        else:
+            values[f"{module}.weight"] = rounded(values[f"{module}.weight"], wishes["layer_bits"])
+    write_folder(tmp_path / "plain", {key: config[key] for key in config if key != "quantization_config"}, values)
+    found, plan = opened_dspark(tmp_path, "draft", **wishes)
+    expected, _ = opened_dspark(tmp_path, "plain")
+    held = {spec.name: spec.quant for spec in plan.tensors if spec.name.startswith("draft.") and len(spec.shape) == 2}
+    bits = wishes.get("layer_bits", 4)
+    assert {name for name, quant in held.items() if quant is None} == {"draft.markov_w1", "draft.markov_w2"}
+    assert all(quant is None or quant.bits == bits for quant in held.values())
+    drafts = [drafted_blocks(executor) for executor in (found, expected)]
+    assert drafts[0] == drafts[1]
+    np.testing.assert_allclose(found.array("draft.logits"), expected.array("draft.logits"), rtol=1e-3, atol=1e-4)
+
+
+def rounded(values, bits):
+    """Symmetric codes in groups of 128 columns, the largest of each the outermost code."""
+    largest = 2 ** (bits - 1) - 1
+    groups = values.reshape(len(values), -1, 128)
+    scales = np.abs(groups).max(axis=2, keepdims=True) / np.float32(largest)
+    return (np.rint(groups / scales) * scales).reshape(values.shape).astype(np.float32)
+
+
+def random_target():
+    specs = tensor_specs(ModelConfig.from_hf(TARGET | SIZES))
+    return unpacked(specs, random_weights(specs, 4))
+
+
+def opened_dspark(tmp_path, name, **wishes):
+    settings = EngineConfig(
+        executor="reference", prefill_chunk=16, max_context=128, memory_budget=1 << 30, draft=str(tmp_path / name),
+        speculation=SpeculationConfig("dspark", (TreeShape.chain(4),), **wishes),
+    )  # fmt: skip
+    return open_executor(ModelFolder.open(tmp_path / "target"), settings)
+
+
+def drafted_blocks(executor):
+    prompt = tuple(np.random.default_rng(1).integers(3, 24, 21).tolist())
+    prefill(executor, 0, prompt, SETTINGS["greedy"], count=40)
+    found = []
+    for _ in range(8):
+        found.append(executor.proposed(0, executor.limits.tree_shapes[0]).tokens.tolist())
+        executor.submit(Speculate((0,))).wait()
+    return found
 
 
 def test_random_weights_need_a_config_only(tmp_path, target):

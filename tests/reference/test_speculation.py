@@ -31,6 +31,7 @@ DRAFTS: dict[str, tuple[str | None, dict[str, Any]]] = {
     "eagle3 head 8": ("eagle3", {"head_bits": 8}),
     "dspark": ("dspark", {}),
     "dspark head 8": ("dspark", {"head_bits": 8, "min_confidence": 0.2}),
+    "dspark layers 4": ("dspark", {"layer_bits": 4}),
     "model": ("model", {}),
     "itself": ("target", {}),
     "lookup": (None, {}),

@@ -115,6 +115,8 @@ def test_what_concerns_the_draft_itself(vocab):
     ("d", {"draft_vocab": 1.5}, "draft_vocab"),
     ("d", {"window": "1k"}, "window"),
     ("d", {"head_bits": 3}, "head_bits"),
+    ("d", {"layer_bits": 2}, "layer_bits: expected 4 | 8, or nothing, got 2"),
+    ("lookup", {"layer_bits": 4}, "layer_bits means nothing to method lookup"),
     ("d", {"residual_scale": "llama"}, "residual_scale"),
     (None, {"simulate_accept": 2.0}, "speculate needs a draft"),
     ("d", {"simulate_accept": 3.5}, r"a number in \[1, 3\]"),
@@ -153,7 +155,8 @@ def test_wishes_that_the_method_cannot_fulfil(method, wishes):
     ("--draft e --draft-vocab 8192 --draft-window 512 --draft-head-bits 8",
      {"draft": "e", "speculate": {"draft_vocab": 8192, "window": 512, "head_bits": 8}}),
     ("--draft e --draft-lookup 15", {"draft": "e", "speculate": {"lookup": 15}}),
-    ("--draft e --draft-min-confidence 0.5", {"draft": "e", "speculate": {"min_confidence": 0.5}}),
+    ("--draft e --draft-min-confidence 0.5 --draft-layer-bits 4",
+     {"draft": "e", "speculate": {"min_confidence": 0.5, "layer_bits": 4}}),
     ("--draft e --draft-vocab a/freq_9.json", {"draft": "e", "speculate": {"draft_vocab": "a/freq_9.json"}}),
 ])  # fmt: skip
 def test_the_options_of_the_command_line(line, expected):
@@ -175,7 +178,7 @@ def test_engine_settings_that_contradict_each_other(settings, message):
         EngineConfig(**settings)
 
 
-def test_a_gpu_refuses_a_lookup_beside_a_draft():
+def test_a_gpu_refuses_a_lookup_beside_a_draft_and_rounded_layers():
     target = CudaTarget(known_device("sm_90"))
     model = ModelConfig.from_hf({
         "architectures": ["LlamaForCausalLM"], "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1,
@@ -184,6 +187,9 @@ def test_a_gpu_refuses_a_lookup_beside_a_draft():
     beside = EngineConfig(draft="d", speculation=SpeculationConfig("eagle2", (TreeShape(2, 10, 12, 11),)))
     with pytest.raises(ConfigError, match="NumPy only so far; leave lookup out, or use executor='reference'"):
         target.check(model, beside)
+    rounded = EngineConfig(draft="d", speculation=replace(EAGLE, layer_bits=4))
+    with pytest.raises(ConfigError, match="layer_bits round .* on NumPy only so far; leave layer_bits out"):
+        target.check(model, rounded)
     target.check(model, replace(beside, speculation=EAGLE))
 
 
