@@ -5,24 +5,29 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from dataclasses import replace
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from draft_training.acceptance import AcceptCounts, measure
-from draft_training.draft import Draft, make_draft
+from draft_training.acceptance import AcceptCounts, TreeDrafter, measure
+from draft_training.draft import Draft, Eagle, make_eagle
+from draft_training.dspark import BlockDrafter, DSpark
 from draft_training.files import (
     DraftConfig,
     check_taps,
+    check_target_layers,
     default_taps,
+    default_target_layers,
     read_draft,
     residual_scale,
     write_draft,
 )
 from draft_training.generation import Generated, PromptPool, generate, mixed_temperatures, prompt_windows
 from draft_training.target import Target
-from draft_training.training import DraftPlan, DraftTrainer, frequent_tokens
+from draft_training.training import DraftPlan, DraftTrainer, frequent_tokens, rarest_token
 
 from cpmrt.config.speculation import TreeShape
 from cpmrt.dtypes import Array
@@ -37,13 +42,21 @@ MEASURED_LENGTH = 256
 def draft_config(options: argparse.Namespace, folder: ModelFolder) -> DraftConfig:
     """Returns the draft's sizes. Raises ConfigError."""
     target, attention, taps, vocab = folder.config, folder.config.attention, (), folder.config.vocab_size
+    scale, block = residual_scale(folder), {}
     if options.method == "eagle3":
         taps = check_taps(tuple(options.taps or default_taps(target.num_layers)), target.num_layers)
         vocab = min(vocab, options.draft_vocab or vocab)
+    elif options.method == "dspark":
+        layers = tuple(options.target_layers or default_target_layers(target.num_layers))
+        taps, scale = tuple(layer + 1 for layer in check_target_layers(layers, target.num_layers)), 1.0
+        block = {"num_layers": options.layers, "block_size": options.block_size, "markov_rank": options.markov_rank}
+        if options.block_size >= options.length:
+            what = f"less than a row's length, {options.length}"
+            raise ConfigError("block size", expected=what, actual=options.block_size)
     return DraftConfig(
         options.method, target.hidden_size, options.intermediate or target.mlp.intermediate_size,
         options.heads or attention.num_heads, options.kv_heads or attention.num_kv_heads, attention.head_dim, vocab,
-        target.rms_norm_eps, residual_scale(folder), taps,
+        target.rms_norm_eps, scale, taps, **block,
     )  # fmt: skip
 
 
@@ -110,6 +123,8 @@ class DraftMaker:
             target = self.folder.config
             ids = frequent_tokens(tokens, target.vocab_size, config.vocab_size, target.eos_token_ids)
             names = ids.cpu().numpy()
+        elif config.method == "dspark":
+            config = replace(config, mask_token_id=rarest_token(tokens, config.vocab_size))
         return make_draft(config, self.target, names), names
 
     def resumed(self) -> tuple[Draft, Array | None]:
@@ -125,32 +140,53 @@ class DraftMaker:
         draft, names = self.resumed()
         token_ids = None if names is None else torch.from_numpy(names).to(self.device)
         pool, generator = self.pool(options.held_out), torch.Generator(self.device).manual_seed(options.seed + 1)
-        depths = " | ".join(f"depth {depth + 1}" for depth in range(CHAIN.num_passes))
-        lines = [
-            f"| text | T | tree {TREE.num_passes}, {TREE.top_k}, {TREE.tree_size} | chain of {CHAIN.num_passes} | "
-            f"{depths} |",
-            "|" + " --- |" * (4 + CHAIN.num_passes),
-        ]
+        depth = draft.config.block_size or CHAIN.num_passes
+        depths = " | ".join(f"depth {place + 1}" for place in range(depth))
+        drafters = drafters_of(draft, token_ids)
+        shapes = " | ".join(_title(drafter.shape) for drafter in drafters)
+        lines = [f"| text | T | {shapes} | {depths} |", "|" + " --- |" * (2 + len(drafters) + depth)]
         for temperature in (0.0, 1.0):
             rows = options.measured_rows * len(options.held_out)
             temperatures = torch.full((rows,), temperature, device=self.device)
             length = min(options.length, MEASURED_LENGTH)
             text: Generated = generate(self.target, pool, temperatures, length + 1, generator)
-            trees, chains = (measure(draft, token_ids, shape, text) for shape in (TREE, CHAIN))
-            for path, tree, chain in zip(options.held_out, trees, chains, strict=True):
-                lines.append(_row(path, temperature, tree, chain))
+            found = [measure(drafter, text) for drafter in drafters]
+            lines += [_row(*row) for row in zip(options.held_out, repeat(temperature), zip(*found, strict=True))]
         return "\n".join(lines)
 
 
-def _row(path: Path, temperature: float, tree: AcceptCounts, chain: AcceptCounts) -> str:
-    rates = " | ".join(f"{rate:.0%}" for rate in chain.rates())
-    return f"| {path.stem} | {temperature:g} | {tree.mean_length:.2f} | {chain.mean_length:.2f} | {rates} |"
+def make_draft(config: DraftConfig, target: Target, token_ids: Array | None) -> Draft:
+    """Makes a draft on the target's device. `token_ids` are the target's ids of an EAGLE-3 head's rows."""
+    if config.method == "dspark":
+        return DSpark(config, target).to(target.device)
+    return make_eagle(config, target, token_ids)
+
+
+def drafters_of(draft: Draft, token_ids: torch.Tensor | None) -> list[TreeDrafter | BlockDrafter]:
+    """Returns what is measured of a draft; that of a chain is the last."""
+    if isinstance(draft, DSpark):
+        return [BlockDrafter(draft, TreeShape.chain(draft.config.block_size))]
+    assert isinstance(draft, Eagle)
+    return [TreeDrafter(draft, token_ids, shape) for shape in (TREE, CHAIN)]
+
+
+def _title(shape: TreeShape) -> str:
+    if shape.is_chain:
+        return f"chain of {shape.num_passes}"
+    return f"tree {shape.num_passes}, {shape.top_k}, {shape.tree_size}"
+
+
+def _row(path: Path, temperature: float, counts: tuple[AcceptCounts, ...]) -> str:
+    rates = " | ".join(f"{rate:.0%}" for rate in counts[-1].rates())
+    lengths = " | ".join(f"{count.mean_length:.2f}" for count in counts)
+    return f"| {path.stem} | {temperature:g} | {lengths} | {rates} |"
 
 
 def _given(options: argparse.Namespace) -> dict[str, Any]:
     """Returns the fields of DraftPlan that the command line sets."""
     wishes = {
         "num_passes": options.passes, "learning_rate": options.learning_rate, "hidden_weight": options.hidden_weight,
+        "num_roots": options.blocks,
     }  # fmt: skip
     return {name: value for name, value in wishes.items() if value is not None}
 

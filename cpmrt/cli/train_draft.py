@@ -1,7 +1,8 @@
-"""Train an EAGLE-2 or EAGLE-3 draft of a Llama, MiniCPM or Qwen checkpoint on what the checkpoint itself writes.
+"""Train an EAGLE-2, EAGLE-3 or DSpark draft of a Llama, MiniCPM or Qwen checkpoint on what it writes itself.
 
     cpmrt train-draft --model demo --method eagle2 --text code.jsonl --text chat.jsonl --out drafts
     cpmrt train-draft --model FOLDER --method eagle3 --text TEXT --draft-vocab 32000 --out drafts
+    cpmrt train-draft --model FOLDER --method dspark --text TEXT --layers 5 --block-size 7 --out drafts
 
 The target continues prompts out of the text files (.txt, .jsonl with "text", or folders of them; each --text gets an
 equal share), and the draft learns its distributions. The result is written to OUT/METHOD and read back; its acceptance
@@ -23,7 +24,7 @@ from cpmrt.installation import pip_install, reinstall
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, help="folder or hub id of the target; 'demo' is the bundled one")
-    parser.add_argument("--method", choices=("eagle2", "eagle3"), required=True)
+    parser.add_argument("--method", choices=("eagle2", "eagle3", "dspark"), required=True)
     parser.add_argument("--out", type=Path, required=True, help="the draft goes to OUT/METHOD")
     parser.add_argument("--text", type=Path, action="append", default=[], help="prompts to train on; repeatable")
     parser.add_argument("--held-out", type=Path, action="append", help="prompts to measure on; repeatable")
@@ -33,6 +34,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     sizes.add_argument("--kv-heads", type=int)
     sizes.add_argument("--draft-vocab", type=int, help="eagle3: most frequent tokens that its head knows")
     sizes.add_argument("--taps", type=int, nargs=3, help="eagle3: layers whose inputs it reads")
+    sizes.add_argument("--layers", type=int, default=5, help="dspark: layers that run a block (default: %(default)s)")
+    sizes.add_argument("--block-size", type=int, default=7, help="dspark: tokens of a block (default: %(default)s)")
+    sizes.add_argument("--markov-rank", type=int, default=256, help="dspark: of the Markov head (default: %(default)s)")
+    sizes.add_argument("--target-layers", type=int, nargs="+", help="dspark: layers whose outputs it reads")
     texts = parser.add_argument_group("generated text")
     texts.add_argument("--generated", type=Path, help="file to keep the rows in; read if it is there")
     texts.add_argument("--rows", type=int, default=4096, help="rows to train on")
@@ -49,6 +54,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     training.add_argument("--passes", type=int, help="drafted depths that are trained (default: 3)")
     training.add_argument("--learning-rate", type=float, help="at its highest (default: 0.01)")
     training.add_argument("--hidden-weight", type=float, help="eagle2: of the regression (default: 0.1)")
+    training.add_argument("--blocks", type=int, help="dspark: blocks of a row that a step trains on (default: 32)")
     training.add_argument("--seed", type=int, default=1)
     training.add_argument("--measured-rows", type=int, default=64, help="held-out rows of each text and temperature")
 

@@ -24,21 +24,25 @@ from draft_training.files import (
     write_draft,
 )
 
-from cpmrt.config import SpeculationConfig
+from cpmrt.config import SpeculationConfig, TreeShape
 from cpmrt.dtypes import DType, round_to
 from cpmrt.errors import CheckpointError, ConfigError
 from cpmrt.weights.draft_folder import DraftFolder
 from cpmrt.weights.model_folder import BUNDLED, ModelFolder
 
 SIZES = DraftConfig("eagle2", 64, 96, 2, 1, 32, 259, 1e-6, 1.4 / 2**0.5)
-METHODS = ("eagle2", "eagle3")
+BUNDLED_METHODS = ("eagle2", "eagle3")
+METHODS = (*BUNDLED_METHODS, "dspark")
 IDS = np.array([0, 1, 2, 5, 9, 40, 257, 258])
+
+
+BLOCKS = DraftConfig("dspark", 64, 96, 2, 1, 32, 259, 1e-6, 1.0, (1,), 2, 5, 7, 12)
 
 
 def drafted(method):
     """A draft of the tiny checkpoint: config, random tensors, the ids of its head."""
     cut = replace(SIZES, method="eagle3", vocab_size=len(IDS), taps=(0, 1, 1))
-    config = cut if method == "eagle3" else SIZES
+    config = {"eagle2": SIZES, "eagle3": cut, "dspark": BLOCKS}[method]
     random = np.random.default_rng(3)
     shapes = tensor_shapes(config)
     tensors = {name: random.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
@@ -56,7 +60,8 @@ def test_a_draft_comes_back_as_it_was_rounded(method, target, tmp_path):
     write_draft(tmp_path, config, target, tensors, ids)
     found, weights, names = read_draft(tmp_path)
     assert replace(found, residual_scale=0.0) == replace(config, residual_scale=0.0)
-    assert found.residual_scale == pytest.approx(residual_scale(target)) == pytest.approx(1.4 / 2**0.5)
+    assert residual_scale(target) == pytest.approx(1.4 / 2**0.5)
+    assert found.residual_scale == pytest.approx(1.0 if method == "dspark" else 1.4 / 2**0.5)
     assert weights.keys() == tensors.keys()
     for name, tensor in tensors.items():
         np.testing.assert_array_equal(weights[name], round_to(tensor, DType.BFLOAT16), err_msg=name)
@@ -93,7 +98,7 @@ def test_names_are_those_of_published_drafts(target):
 def test_the_runtime_takes_it_for_a_draft_of_the_target(method, target, tmp_path):
     config, tensors, ids = drafted(method)
     write_draft(tmp_path, config, target, tensors, ids)
-    read = DraftFolder.open(str(tmp_path), target, SpeculationConfig(method)).config
+    read = DraftFolder.open(str(tmp_path), target, SpeculationConfig(method, (TreeShape.chain(2),))).config
     assert (read.method, read.taps, read.draft_vocab) == (method, config.taps, config.vocab_size)
     assert read.has_input_norms is (method == "eagle2")
     assert read.decoder.residual_scale == pytest.approx(config.residual_scale)
@@ -147,7 +152,7 @@ def test_heads_and_taps_that_cannot_be_are_refused():
             check_taps(taps, 8 if taps[-1] == 8 else 2)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", BUNDLED_METHODS)
 def test_bundled_drafts_are_drafts_of_the_bundled_model(method):
     model = ModelFolder.open(None)
     config, weights, ids = read_draft(BUNDLED / method)
@@ -161,6 +166,6 @@ def test_bundled_drafts_are_drafts_of_the_bundled_model(method):
 
 
 def test_bundled_drafts_take_at_most_four_megabytes():
-    files = [path for method in METHODS for path in (BUNDLED / method).rglob("*") if path.is_file()]
+    files = [path for method in BUNDLED_METHODS for path in (BUNDLED / method).rglob("*") if path.is_file()]
     assert len(files) == 4
     assert sum(path.stat().st_size for path in files) <= 4_000_000

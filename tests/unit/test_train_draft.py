@@ -16,19 +16,24 @@ torch = pytest.importorskip("torch", reason="cpmrt train-draft needs torch")
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
 
 from draft_training.acceptance import AcceptCounts, TreeDrafter, walk
-from draft_training.draft import features_of, make_draft
-from draft_training.files import DraftConfig, read_draft
+from draft_training.draft import features_of, make_eagle
+from draft_training.dspark import BlockDrafter, DSpark
+from draft_training.files import DraftConfig, check_target_layers, default_target_layers, read_draft, write_draft
 from draft_training.generation import PromptPool, generate, prompt_windows
 from draft_training.target import Target
 from draft_training.training import frequent_tokens, pass_outputs, soft_cross_entropy
 
 from cpmrt import LLM
 from cpmrt.cli.main import main
-from cpmrt.config.speculation import TreeShape
+from cpmrt.config import EngineConfig, Sampling, SpeculationConfig, TreeShape
+from cpmrt.errors import ConfigError
+from cpmrt.executor import Admit, Prefill, Speculate
+from cpmrt.reference.assembly import open_executor
 from cpmrt.text import Tokenizer
 from cpmrt.weights.model_folder import ModelFolder
 
 METHODS = ("eagle2", "eagle3")
+TRAINED = (*METHODS, "dspark")
 LENGTH = 12
 HEAD_IDS = np.arange(0, 259, 2)
 CPU = torch.device("cpu")
@@ -68,7 +73,7 @@ def random_draft(method, target):
     taps = (0, 2, 1) if method == "eagle3" else ()
     vocab = 259 if ids is None else len(ids)
     torch.manual_seed(7)
-    draft = make_draft(DraftConfig(method, 64, 48, 4, 2, 32, vocab, 1e-6, 0.7, taps), target, ids)
+    draft = make_eagle(DraftConfig(method, 64, 48, 4, 2, 32, vocab, 1e-6, 0.7, taps), target, ids)
     with torch.no_grad():
         for parameter in draft.parameters():
             if parameter.dim() == 1:
@@ -205,8 +210,91 @@ def test_a_cut_vocabulary_holds_the_stops_and_the_most_frequent_tokens():
     assert frequent_tokens(tokens, 12, 4, (2,)).tolist() == [2, 3, 5, 9]
 
 
+@pytest.fixture
+def block_draft(target):
+    """Two layers, blocks of four, no part of it zero."""
+    torch.manual_seed(3)
+    draft = DSpark(DraftConfig("dspark", 64, 48, 4, 2, 32, 259, 1e-6, 1.0, (1, 2), 2, 4, 200, 16), target)
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    return draft
+
+
+def test_blocks_are_those_that_the_reference_executor_drafts(folder, block_draft, target, tmp_path):
+    """The file is read back, so both have weights rounded to 16 bits."""
+    draft, shape = block_draft, TreeShape.chain(4)
+    write_draft(tmp_path / "draft", draft.config, ModelFolder.open(folder), draft.tensors(), None)
+    config, tensors, names = read_draft(tmp_path / "draft")
+    assert config == draft.config and names is None
+    draft.load(tensors)
+    wish = SpeculationConfig("dspark", (shape,))
+    settings = EngineConfig(executor="reference", max_context=64, draft=str(tmp_path / "draft"), speculation=wish)
+    executor = open_executor(ModelFolder.open(folder), settings)[0]
+    prompt = tuple(np.random.default_rng(2).integers(3, 259, 9).tolist())
+    executor.submit(Admit(0, Sampling(), 1, 30, ())).wait()
+    text = [*prompt, *executor.submit(Prefill(0, prompt, 0, True)).wait().slots[0].token_ids]
+    for _ in range(4):
+        drafted = executor.proposed(0, shape).tokens.tolist()[1:]
+        rows = torch.tensor([[*text, *drafted]])
+        assert BlockDrafter(draft, shape).accepted(rows)[0, len(text) - 2] == len(drafted)
+        text += executor.submit(Speculate((0,))).wait().slots[0].token_ids
+
+
+def test_accepted_tokens_of_blocks_are_counted_up_to_the_first_wrong_one(block_draft, tokens):
+    draft, root = block_draft, 5
+    _, features = draft.target.hidden_states(tokens[:, :-1], draft.config.taps)
+    states, previous, path = draft.states(tokens, features, torch.tensor([[root], [root]])), tokens[:, root], []
+    for place in range(4):
+        path.append(draft.block_logits(states[:, 0, place], path[-1] if path else previous).argmax(-1))
+    for right in range(5):
+        row = tokens.clone()
+        row[0, root + 1 : root + 5] = torch.stack(path)[:, 0]
+        if right < 4:
+            row[0, root + 1 + right] = (row[0, root + 1 + right] + 1) % 259
+        # A root does not see what comes after it.
+        counts = [BlockDrafter(draft, TreeShape.chain(n), roots_at_once=5).accepted(row) for n in (4, 2)]
+        assert [int(count[0, root - 1]) for count in counts] == [right, min(right, 2)]
+        assert counts[0].shape == (2, LENGTH)
+
+
+@torch.no_grad()
+def test_the_loss_of_blocks(block_draft, tokens):
+    """Against loops over roots and places; the confidence learns how often the best token is the target's."""
+    draft, roots = block_draft, torch.tensor([[1, 8], [4, 2]])
+    total, entropies = draft.losses(tokens, roots)
+    hidden, features = draft.target.hidden_states(tokens[:, :-1], draft.config.taps)
+    weights = np.exp(-np.arange(4) / 4)
+    expected, found = 0.0, np.zeros(4)
+    for row in range(2):
+        for root in roots[row].tolist():
+            alone = draft.states(tokens[row : row + 1], features[row : row + 1], torch.tensor([[root]]))[0, 0]
+            for place in range(4):
+                at = root + place
+                logits = draft.block_logits(alone[place], tokens[row, at]).double()
+                own, wanted = logits.softmax(-1), draft.target.logits(hidden[row, at]).double().softmax(-1)
+                entropy = -float(own[tokens[row, at + 1]].log())
+                confidence = float(draft.confidence(alone[place], tokens[row, at]).sigmoid())
+                accepted = float(wanted[logits.argmax()])
+                doubt = -(accepted * np.log(confidence) + (1 - accepted) * np.log(1 - confidence))
+                distance = 1 - float(torch.minimum(own, wanted).sum())
+                expected += weights[place] / weights.sum() * (0.1 * entropy + 0.9 * distance + doubt) / 4
+                found[place] += entropy / 4
+    assert float(total) == pytest.approx(expected, rel=1e-4)
+    np.testing.assert_allclose(entropies, found, rtol=1e-4)
+
+
+def test_the_layers_that_a_dspark_draft_reads():
+    assert default_target_layers(42) == (1, 10, 20, 30, 39)
+    assert default_target_layers(36) == (1, 9, 17, 25, 33)
+    for count in range(2, 9):
+        assert check_target_layers(default_target_layers(count), count)
+    with pytest.raises(ConfigError, match=r"layers in \[0, 2\), got \[2\]"):
+        check_target_layers((2,), 3)
+
+
 @pytest.mark.all
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", TRAINED)
 def test_the_tool_trains_and_measures(method, folder, tmp_path, capsys):
     text = tmp_path / "text.txt"
     text.write_text("".join(f"line {n} of {n * n}\n" for n in range(300)))
@@ -215,8 +303,11 @@ def test_the_tool_trains_and_measures(method, folder, tmp_path, capsys):
         str(text), "--generated", str(tmp_path / "rows.npy"), "--rows", "48", "--length", "32", "--batch", "8",
         "--steps", "120", "--measured-rows", "2", "--prompt-length", "8", "--greedy-share", "1",
     ]  # fmt: skip
-    cut = ["--draft-vocab", "64", "--taps", "0", "1", "2", "--heads", "2"] if method == "eagle3" else []
-    assert main(["train-draft", *command, *cut]) == 0
+    own = {
+        "eagle2": [], "eagle3": ["--draft-vocab", "64", "--taps", "0", "1", "2", "--heads", "2"],
+        "dspark": ["--layers", "1", "--block-size", "3", "--markov-rank", "16", "--blocks", "8"],
+    }  # fmt: skip
+    assert main(["train-draft", *command, *own[method]]) == 0
     printed = capsys.readouterr().out
     entropies = [json.loads(line)["cross_entropy"] for line in printed.splitlines() if '"step"' in line]
     assert len(entropies) == 3
@@ -245,6 +336,8 @@ def test_mistakes_are_explained(folder, tmp_path, capsys):
         (["--method", "eagle2", "--length", "9999"], "row length"),
         (["--method", "eagle3", "--taps", "0", "1", "3"], "taps"),
         (["--method", "eagle2", "--kv-heads", "3"], "heads"),
+        (["--method", "dspark", "--target-layers", "2"], "target layers"),
+        (["--method", "dspark", "--length", "8", "--block-size", "8"], "block size"),
     ):
         assert main(["train-draft", *common, *options]) == 1
         error = capsys.readouterr().err

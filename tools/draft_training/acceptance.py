@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from cpmrt.config.speculation import TreeShape
-from draft_training.draft import Draft, features_of
+from draft_training.draft import Eagle, features_of
+from draft_training.dspark import BlockDrafter
 from draft_training.generation import Generated
 
 
@@ -45,7 +46,7 @@ class Candidates:
 class TreeDrafter:
     """Drafts a tree at every place of rows [B, L + 1]; roots are tokens 1..L."""
 
-    def __init__(self, draft: Draft, token_ids: Tensor | None, shape: TreeShape) -> None:
+    def __init__(self, draft: Eagle, token_ids: Tensor | None, shape: TreeShape) -> None:
         self.draft, self.token_ids, self.shape = draft, token_ids, shape
 
     @torch.no_grad()
@@ -185,10 +186,10 @@ def walk(accepted: np.ndarray, is_chosen: np.ndarray, depth: int) -> list[int]:
 
 
 def measure(
-    draft: Draft, token_ids: Tensor | None, shape: TreeShape, text: Generated, rows_at_once: int = 8
+    drafter: TreeDrafter | BlockDrafter, text: Generated, rows_at_once: int = 8
 ) -> list[AcceptCounts]:
     """Counts the accepted tokens for each source of the rows."""
-    drafter, depth = TreeDrafter(draft, token_ids, shape), shape.max_emitted - 1
+    depth = drafter.shape.max_emitted - 1
     accepted = torch.cat([drafter.accepted(part) for part in text.tokens.split(rows_at_once)]).cpu().numpy()
     is_chosen, sources = text.is_chosen.cpu().numpy(), text.sources.cpu().numpy()
     totals = [[0] * (depth + 1) for _ in range(int(sources.max()) + 1)]

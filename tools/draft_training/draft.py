@@ -30,11 +30,13 @@ class DraftAttention(nn.Module):
         self.q_proj, self.k_proj = Projection(inputs, q_size), Projection(inputs, kv_size)
         self.v_proj, self.o_proj = Projection(inputs, kv_size), Projection(q_size, config.hidden_size)
 
+    def heads(self, projection: Projection, x: Tensor) -> Tensor:
+        """Returns the heads [..., heads, D] that a projection makes of x [..., n]."""
+        return projection(x).unflatten(-1, (-1, self.head_dim))
+
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns rotated queries, rotated keys and values [..., heads, D]; x is [..., n], cos and sin [..., D / 2]."""
-        query, key, value = (
-            projection(x).unflatten(-1, (-1, self.head_dim)) for projection in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        query, key, value = (self.heads(projection, x) for projection in (self.q_proj, self.k_proj, self.v_proj))
         cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
         return rotate(query, cos, sin), rotate(key, cos, sin), value
 
@@ -57,22 +59,13 @@ class DraftLayer(nn.Module):
 
 
 class Draft(nn.Module):
-    """The parts that both methods share. Features are the target's in the first pass, then the draft's own output."""
+    """What all methods share: the target beside it, and its weights by their names in the file."""
 
-    layer: DraftLayer
     prefix = ""
 
     def __init__(self, config: DraftConfig, target: Target) -> None:
         super().__init__()
         self.config, self.target = config, target
-
-    def enter(self, embedded: Tensor, features: Tensor, is_first: bool) -> tuple[Tensor, Tensor]:
-        """Returns the residual stream [..., h] and the inputs of qkv."""
-        raise NotImplementedError
-
-    def logits(self, output: Tensor) -> Tensor:
-        """Returns logits over the draft's vocabulary [..., V]."""
-        raise NotImplementedError
 
     def reset_parameters(self) -> None:
         """Draws matrices that keep the size of their inputs; norms stay one."""
@@ -90,7 +83,21 @@ class Draft(nn.Module):
         self.load_state_dict(state)
 
 
-class Eagle2(Draft):
+class Eagle(Draft):
+    """The parts that both methods share. Features are the target's in the first pass, then the draft's own output."""
+
+    layer: DraftLayer
+
+    def enter(self, embedded: Tensor, features: Tensor, is_first: bool) -> tuple[Tensor, Tensor]:
+        """Returns the residual stream [..., h] and the inputs of qkv."""
+        raise NotImplementedError
+
+    def logits(self, output: Tensor) -> Tensor:
+        """Returns logits over the draft's vocabulary [..., V]."""
+        raise NotImplementedError
+
+
+class Eagle2(Eagle):
     """Predicts the target's next hidden state, which the target's own head reads."""
 
     prefix = "model."
@@ -115,7 +122,7 @@ class Eagle2(Draft):
         return self.target.logits(output)
 
 
-class Eagle3(Draft):
+class Eagle3(Eagle):
     """Reads three of the target's layers and has its own head over the most frequent tokens."""
 
     def __init__(self, config: DraftConfig, target: Target, token_ids: Tensor) -> None:
@@ -143,7 +150,7 @@ class Eagle3(Draft):
         return self.lm_head(self.norm(output))
 
 
-def make_draft(config: DraftConfig, target: Target, token_ids: Array | None) -> Draft:
+def make_eagle(config: DraftConfig, target: Target, token_ids: Array | None) -> Eagle:
     """Makes a draft on the target's device. `token_ids` are the target's ids of an EAGLE-3 head's rows."""
     if config.method == "eagle2":
         return Eagle2(config, target).to(target.device)
@@ -152,7 +159,7 @@ def make_draft(config: DraftConfig, target: Target, token_ids: Array | None) -> 
     return Eagle3(config, target, torch.from_numpy(token_ids).to(target.device)).to(target.device)
 
 
-def features_of(draft: Draft, tokens: Tensor) -> tuple[Tensor, Tensor]:
+def features_of(draft: Eagle, tokens: Tensor) -> tuple[Tensor, Tensor]:
     """Returns what the target computes for rows [B, L]: the draft's features, and the last hidden states."""
     hidden, tapped = draft.target.hidden_states(tokens, draft.config.taps)
     return (hidden if tapped is None else tapped), hidden

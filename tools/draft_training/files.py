@@ -1,7 +1,8 @@
-"""A draft's files, without torch: `config.json` and `model.safetensors`, named as published EAGLE drafts are.
+"""A draft's files, without torch: `config.json` and `model.safetensors`, named as published drafts are.
 
 EAGLE-2 in the names of vLLM's MiniCPM EAGLE (`model.fc`, `model.input_norm1`, `model.eagle_layers.0`); EAGLE-3 in
-those of its authors' checkpoints (`fc`, `midlayer`, `lm_head`, `d2t`: target id = draft id + d2t[draft id]).
+those of its authors' checkpoints (`fc`, `midlayer`, `lm_head`, `d2t`: target id = draft id + d2t[draft id]); DSpark in
+those of its authors' (`fc`, `hidden_norm`, `layers.0`, `markov_head`, `confidence_head`).
 """
 
 from __future__ import annotations
@@ -22,20 +23,24 @@ from cpmrt.weights.model_files import read_json
 from cpmrt.weights.model_folder import ModelFolder
 from cpmrt.weights.safetensors import SafetensorsFile
 
-METHODS = ("eagle2", "eagle3")
+METHODS = ("eagle2", "eagle3", "dspark")
 # Layer that reads the features, by method: its prefix in the file, and how many hidden rows are joined for its qkv.
 _LAYER = {"eagle2": ("model.eagle_layers.0", 1), "eagle3": ("midlayer", 2)}
 # Keys of config.json that are fields of DraftConfig.
 _SIZES = (
     "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps",
 )  # fmt: skip
+_BLOCK = ("block_size", "mask_token_id", "markov_rank")
 # Keys of the target's config.json about rotary positions.
 _ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings")
 
 
 @dataclass(frozen=True)
 class DraftConfig:
-    """A draft's sizes; `vocab_size` is its head's, `taps` the target layers whose inputs EAGLE-3 reads."""
+    """A draft's sizes; `vocab_size` is its head's, `taps` the target layers whose inputs EAGLE-3 and DSpark read.
+
+    The last four are a DSpark draft's: its layers, and those of `cpmrt.config.draft.Block`.
+    """
 
     method: str
     hidden_size: int
@@ -47,6 +52,10 @@ class DraftConfig:
     rms_norm_eps: float
     residual_scale: float
     taps: tuple[int, ...] = ()
+    num_layers: int = 1
+    block_size: int = 0
+    mask_token_id: int = 0
+    markov_rank: int = 0
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
@@ -63,6 +72,21 @@ def default_taps(num_layers: int) -> tuple[int, int, int]:
     return 2, num_layers // 2, num_layers - 3
 
 
+def default_target_layers(num_layers: int) -> tuple[int, ...]:
+    """Returns the layers whose outputs published DSpark drafts read, five from the second to the third but last."""
+    last = max(num_layers - 3, 0)
+    first = min(1, last)
+    return tuple(dict.fromkeys(round(first + (last - first) * place / 4) for place in range(5)))
+
+
+def check_target_layers(layers: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
+    """Raises ConfigError unless they are layers of the target before its last one."""
+    if not layers or not all(0 <= layer < num_layers - 1 for layer in layers):
+        wanted = f"layers in [0, {num_layers - 1})"
+        raise ConfigError("target layers", expected=wanted, actual=list(layers), fix="--target-layers 0 1")
+    return layers
+
+
 def check_taps(taps: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
     """Raises ConfigError unless they are three layers of the target."""
     if len(taps) != 3 or not all(0 <= layer < num_layers for layer in taps):
@@ -72,10 +96,21 @@ def check_taps(taps: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
 
 def tensor_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
     """Returns the shape of every weight of the file but the token maps."""
+    if config.method == "dspark":
+        return _dspark_shapes(config)
+    hidden = config.hidden_size
+    shapes = _layer_shapes(config, *_LAYER[config.method])
+    if config.method == "eagle2":
+        norms = {f"model.input_norm{which}.weight": (hidden,) for which in (1, 2)}
+        return shapes | norms | {"model.fc.weight": (hidden, 2 * hidden)}
+    norms = {"midlayer.hidden_norm.weight": (hidden,), "norm.weight": (hidden,)}
+    return shapes | norms | {"fc.weight": (hidden, 3 * hidden), "lm_head.weight": (config.vocab_size, hidden)}
+
+
+def _layer_shapes(config: DraftConfig, layer: str, joined: int) -> dict[str, tuple[int, ...]]:
     hidden, inner, width = config.hidden_size, config.intermediate_size, config.head_dim
     q_size, kv_size = config.num_attention_heads * width, config.num_key_value_heads * width
-    layer, joined = _LAYER[config.method]
-    shapes: dict[str, tuple[int, ...]] = {
+    return {
         f"{layer}.input_layernorm.weight": (hidden,),
         f"{layer}.post_attention_layernorm.weight": (hidden,),
         f"{layer}.self_attn.q_proj.weight": (q_size, joined * hidden),
@@ -86,15 +121,26 @@ def tensor_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
         f"{layer}.mlp.up_proj.weight": (inner, hidden),
         f"{layer}.mlp.down_proj.weight": (hidden, inner),
     }
-    if config.method == "eagle2":
-        norms = {f"model.input_norm{which}.weight": (hidden,) for which in (1, 2)}
-        return shapes | norms | {"model.fc.weight": (hidden, 2 * hidden)}
-    norms = {"midlayer.hidden_norm.weight": (hidden,), "norm.weight": (hidden,)}
-    return shapes | norms | {"fc.weight": (hidden, 3 * hidden), "lm_head.weight": (config.vocab_size, hidden)}
+
+
+def _dspark_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
+    hidden, rank = config.hidden_size, config.markov_rank
+    shapes = {"fc.weight": (hidden, len(config.taps) * hidden), "hidden_norm.weight": (hidden,)}
+    for number in range(config.num_layers):
+        layer = f"layers.{number}"
+        norms = {f"{layer}.self_attn.{part}_norm.weight": (config.head_dim,) for part in "qk"}
+        shapes |= _layer_shapes(config, layer, 1) | norms
+    heads: dict[str, tuple[int, ...]] = {
+        f"markov_head.markov_{part}.weight": (config.vocab_size, rank) for part in ("w1", "w2")
+    }
+    heads |= {"confidence_head.proj.weight": (1, hidden + rank), "confidence_head.proj.bias": (1,)}
+    return shapes | heads | {"norm.weight": (hidden,)}
 
 
 def config_json(config: DraftConfig, target: ModelFolder) -> dict[str, Any]:
     """Returns the contents of `config.json`; rotary keys and scales are the target's."""
+    if config.method == "dspark":
+        return _dspark_json(config, target)
     raw, is_mup = target.raw_config, _has_scales(target.config)
     family, kind = ("MiniCPM", "minicpm") if is_mup else ("Llama", "llama")
     prefix = {"eagle2": "Eagle", "eagle3": "Eagle3"}[config.method]
@@ -117,6 +163,30 @@ def config_json(config: DraftConfig, target: ModelFolder) -> dict[str, Any]:
         content["draft_vocab_size"] = config.vocab_size
         content["eagle_aux_hidden_state_layer_ids"] = list(config.taps)
     return content
+
+
+def _dspark_json(config: DraftConfig, target: ModelFolder) -> dict[str, Any]:
+    raw = target.raw_config
+    content: dict[str, Any] = {
+        "architectures": ["Qwen3DSparkModel"],
+        "model_type": "qwen3",
+        "vocab_size": config.vocab_size,
+        "num_hidden_layers": config.num_layers,
+        **{name: getattr(config, name) for name in _SIZES},
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "rope_theta": target.config.rope.theta,
+        "target_layer_ids": [tap - 1 for tap in config.taps],
+        "num_target_layers": target.config.num_layers,
+        **{name: getattr(config, name) for name in _BLOCK},
+        "markov_head_type": "vanilla",
+        "sample_from_anchor": True,
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": True,
+    }
+    return content | {key: raw[key] for key in _ROPE_KEYS if key in raw}
 
 
 def _has_scales(target: ModelConfig) -> bool:
@@ -187,7 +257,10 @@ def read_draft(folder: Path) -> tuple[DraftConfig, dict[str, F32], Array | None]
 
 def _read_config(raw: Mapping[str, Any], source: str) -> DraftConfig:
     try:
-        method = "eagle3" if raw["architectures"][0].startswith("Eagle3") else "eagle2"
+        name = raw["architectures"][0]
+        if name == "Qwen3DSparkModel":
+            return _read_dspark(raw)
+        method = "eagle3" if name.startswith("Eagle3") else "eagle2"
         scale = raw["scale_depth"] / raw["mup_denominator"] ** 0.5 if "scale_depth" in raw else 1.0
         sizes = {name: raw[name] for name in _SIZES}
         vocab = raw["draft_vocab_size" if method == "eagle3" else "vocab_size"]
@@ -195,3 +268,12 @@ def _read_config(raw: Mapping[str, Any], source: str) -> DraftConfig:
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise ConfigError(f"{source} is not a draft's", expected="what cpmrt train-draft writes") from error
     return DraftConfig(method, vocab_size=vocab, residual_scale=scale, taps=taps, **sizes)
+
+
+def _read_dspark(raw: Mapping[str, Any]) -> DraftConfig:
+    sizes, block = ({name: raw[name] for name in names} for names in (_SIZES, _BLOCK))
+    taps = tuple(layer + 1 for layer in raw["target_layer_ids"])
+    layers, vocab = raw["num_hidden_layers"], raw["vocab_size"]
+    return DraftConfig(
+        "dspark", vocab_size=vocab, residual_scale=1.0, taps=taps, num_layers=layers, **sizes, **block
+    )  # fmt: skip

@@ -16,7 +16,8 @@ from demo_model.muon import Muon, learning_rate_factor
 from torch import Tensor
 from torch.nn import functional as F
 
-from draft_training.draft import Draft, features_of
+from draft_training.draft import Draft, Eagle, features_of
+from draft_training.dspark import DSpark
 from draft_training.target import causal_attention
 
 
@@ -32,6 +33,8 @@ class DraftPlan:
     pass_decay: float = 0.8
     learning_rate: float = 0.01
     hidden_weight: float = 0.1
+    num_roots: int = 32
+    """Blocks of each row that a step of DSpark trains on."""
     warm_up_end: float = 0.02
     decay_start: float = 0.4
     log_steps: int = 50
@@ -66,7 +69,7 @@ class PassAttention:
         return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask).transpose(1, 2)
 
 
-def pass_outputs(draft: Draft, embedded: Tensor, features: Tensor, num_passes: int) -> list[Tensor]:
+def pass_outputs(draft: Eagle, embedded: Tensor, features: Tensor, num_passes: int) -> list[Tensor]:
     """Returns the draft's output [B, L, h] of every pass over rows of embeddings and target features."""
     cos, sin = draft.target.cos[: embedded.shape[1]], draft.target.sin[: embedded.shape[1]]
     attend, outputs = PassAttention(), list[Tensor]()
@@ -85,39 +88,54 @@ def soft_cross_entropy(logits: Tensor, probabilities: Tensor) -> Tensor:
     return mass * logits.logsumexp(-1) - (probabilities * logits).sum(-1)
 
 
+def eagle_losses(draft: Eagle, tokens: Tensor, token_ids: Tensor | None, plan: DraftPlan) -> tuple[Tensor, Tensor]:
+    """Returns the loss to minimise and the mean cross entropy of every pass, for rows [B, L + 1]."""
+    features, hidden = features_of(draft, tokens)
+    with torch.no_grad():
+        probabilities = draft.target.logits(hidden[:, 1:]).float().softmax(-1)
+        if token_ids is not None:
+            probabilities = probabilities[..., token_ids]
+    outputs = pass_outputs(draft, draft.target.embed(tokens[:, 1:]), features[:, :-1], plan.num_passes)
+    total, entropies = torch.zeros((), device=tokens.device), []
+    for index, output in enumerate(outputs):
+        # Rows before `index` have no root.
+        rows = slice(index, None)
+        entropy = soft_cross_entropy(draft.logits(output[:, rows]), probabilities[:, rows]).mean()
+        entropies.append(entropy.detach())
+        weight = plan.pass_decay**index
+        total = total + weight * entropy
+        if draft.config.method == "eagle2":
+            near = F.smooth_l1_loss(output[:, rows].float(), hidden[:, 1:][:, rows].float())
+            total = total + weight * plan.hidden_weight * near
+    return total, torch.stack(entropies)
+
+
 class DraftTrainer:
     """Trains a draft on rows `tokens` [N, L + 1]; `token_ids` are the target's ids of a cut head's rows."""
 
     def __init__(self, draft: Draft, tokens: Tensor, token_ids: Tensor | None, plan: DraftPlan) -> None:
         self.draft, self.tokens, self.token_ids, self.plan = draft, tokens, token_ids, plan
         parameters = dict(draft.named_parameters())
-        is_matrix = {name: p.dim() == 2 and "lm_head" not in name for name, p in parameters.items()}
+        heads = ("lm_head", "markov_head", "confidence_head")
+        is_matrix = {name: p.dim() == 2 and not name.startswith(heads) for name, p in parameters.items()}
         self.muon = Muon([p for name, p in parameters.items() if is_matrix[name]])
         others = [p for name, p in parameters.items() if not is_matrix[name]]
         self.adam = torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.0)
         self.generator = torch.Generator(tokens.device).manual_seed(plan.seed)
 
     def losses(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the loss to minimise and the mean cross entropy of every pass, for rows [B, L + 1]."""
+        """Returns the loss to minimise and the mean cross entropy of every pass or place, for rows [B, L + 1]."""
         draft, plan = self.draft, self.plan
-        features, hidden = features_of(draft, tokens)
-        with torch.no_grad():
-            probabilities = draft.target.logits(hidden[:, 1:]).float().softmax(-1)
-            if self.token_ids is not None:
-                probabilities = probabilities[..., self.token_ids]
-        outputs = pass_outputs(draft, draft.target.embed(tokens[:, 1:]), features[:, :-1], plan.num_passes)
-        total, entropies = torch.zeros((), device=tokens.device), []
-        for index, output in enumerate(outputs):
-            # Rows before `index` have no root.
-            rows = slice(index, None)
-            entropy = soft_cross_entropy(draft.logits(output[:, rows]), probabilities[:, rows]).mean()
-            entropies.append(entropy.detach())
-            weight = plan.pass_decay**index
-            total = total + weight * entropy
-            if draft.config.method == "eagle2":
-                near = F.smooth_l1_loss(output[:, rows].float(), hidden[:, 1:][:, rows].float())
-                total = total + weight * plan.hidden_weight * near
-        return total, torch.stack(entropies)
+        if isinstance(draft, DSpark):
+            return draft.losses(tokens, self._roots(tokens))
+        assert isinstance(draft, Eagle)
+        return eagle_losses(draft, tokens, self.token_ids, plan)
+
+    def _roots(self, tokens: Tensor) -> Tensor:
+        """Returns random places [B, A] in rows [B, L + 1] with a whole block of tokens behind each."""
+        last = tokens.shape[1] - self.draft.config.block_size
+        shape = len(tokens), self.plan.num_roots
+        return torch.randint(1, last, shape, generator=self.generator, device=tokens.device)
 
     def step(self, factor: float) -> Tensor:
         """Makes one optimiser step and returns the cross entropies without waiting for them."""
@@ -161,3 +179,8 @@ def frequent_tokens(tokens: Tensor, vocab_size: int, count: int, always: tuple[i
     counts = torch.bincount(tokens.flatten().long(), minlength=vocab_size)
     counts[list(always)] = counts.max() + 1
     return counts.argsort(descending=True, stable=True)[:count].sort().values
+
+
+def rarest_token(tokens: Tensor, vocab_size: int) -> int:
+    """Returns the id of the token that is least often there, the lowest of several."""
+    return int(torch.bincount(tokens.flatten().long(), minlength=vocab_size).argmin())
