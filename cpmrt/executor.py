@@ -262,9 +262,9 @@ class ExecutorLimits:
     tree_shapes: tuple[TreeShape, ...] = ()
     """Trees that a Speculate step may verify; none: the executor only decodes."""
     step_seconds: tuple[float, ...] = ()
-    """Of a Decode step of one row, then of a Speculate step of each shape, measured at start; empty: unknown."""
+    """Seconds of a Decode step of one row, then a Speculate step of each shape, measured at start; empty: unknown."""
     step_parts: tuple[StepParts, ...] = ()
-    """Of a Speculate step of each shape; empty: unknown."""
+    """Where the seconds of a Speculate step of each shape go; empty: unknown."""
     max_logit_bias: int = 0
     """Most entries of a request's logit_bias; 0: the executor has none."""
     num_pages: int = 0

@@ -112,7 +112,7 @@ class Repository:
         try:
             sizes = self.hub.sizes(self.name, self.revision, folder)
         except CheckpointError:
-            with suppress(CheckpointError):
+            with suppress(CheckpointError):  # without the hub what the cache has will do
                 return folder / select_gguf([path.name for path in folder.glob("*")], wish, str(self))[0]
             raise
         wanted = select_gguf(list(sizes), wish, str(self))

@@ -13,7 +13,7 @@ from cpmrt.weights.formats.marlin import MARLIN
 from cpmrt.weights.safetensors import FLOATS
 
 FORMATS = {row.name: row for row in (MARLIN, GPTQ_HEAD, GPTQ, AWQ, COMPRESSED)}
-"""By name; of two formats with the same settings the first that is meant counts."""
+"""The formats by their names; of two with the same settings the first that is meant counts."""
 
 
 def format_of(source: Source) -> Format:
