@@ -19,7 +19,7 @@ from cpmrt.cli.output import note
 from cpmrt.quantization.gguf_conversion import FILE_TYPES, to_gguf
 from cpmrt.quantization.marlin_conversion import convert
 from cpmrt.quantization.plain_conversion import to_safetensors
-from cpmrt.weights.gguf.file import SUFFIX
+from cpmrt.weights.gguf.file import GGUF_SUFFIX
 from cpmrt.weights.model_folder import ModelFolder
 
 
@@ -39,7 +39,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Make the target. Raises CheckpointError, ConfigError, UnsupportedModelError, and nothing is left of it then."""
-    made = args.to or ("gguf" if args.target.suffix == SUFFIX else "marlin")
+    made = args.to or ("gguf" if args.target.suffix == GGUF_SUFFIX else "marlin")
     if args.type is not None and made != "gguf":
         raise UsageError("--type is for --to gguf")
     folder = ModelFolder.open(None if args.source == "demo" else args.source)

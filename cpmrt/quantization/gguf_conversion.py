@@ -22,7 +22,7 @@ from cpmrt.quantization.plain_conversion import plain_weights
 from cpmrt.tensor_spec import Source, TensorSpec
 from cpmrt.weights.checkpoint import Checkpoint
 from cpmrt.weights.formats.blocks import BLOCK_TYPES
-from cpmrt.weights.gguf.file import SUFFIX
+from cpmrt.weights.gguf.file import GGUF_SUFFIX
 from cpmrt.weights.gguf.specs import unpaired
 from cpmrt.weights.model_folder import ModelFolder
 from cpmrt.weights.pack import pack
@@ -61,8 +61,9 @@ def to_gguf(folder: ModelFolder, target: Path, kind: str) -> None:
     `kind` is a row of FILE_TYPES. Matrices whose columns make no whole blocks take the nearest type whose they make.
     Raises CheckpointError, ConfigError, UnsupportedModelError.
     """
-    if target.suffix != SUFFIX:
-        raise ConfigError("the file to make", expected=f"a name that ends with {SUFFIX}", actual=quoted(target.name))
+    if target.suffix != GGUF_SUFFIX:
+        expected = f"a name that ends with {GGUF_SUFFIX}"
+        raise ConfigError("the file to make", expected=expected, actual=quoted(target.name))
     row = architecture_row(folder.config)
     keys = model_keys(folder, FILE_TYPES[kind].number) | tokenizer_keys(folder)
     with Checkpoint.open(folder.path) as checkpoint, new_file(target) as partial:

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from cpmrt.errors import CheckpointError, ConfigError, quoted
-from cpmrt.weights.gguf.file import SUFFIX
+from cpmrt.weights.gguf.file import GGUF_SUFFIX
 from cpmrt.weights.hugging_face import HuggingFace
 from cpmrt.weights.modelscope import ModelScope
 from cpmrt.weights.repository import Hub, Repository, has_weights
@@ -30,7 +30,7 @@ def find(model: str | Path, *, revision: str | None = None) -> Path | Repository
         if revision is not None:
             raise ConfigError(f"{path} is a local folder, which has no revision", fix="leave revision out")
         return Path(path)
-    if path.endswith(SUFFIX) and os.path.isfile(path):
+    if path.endswith(GGUF_SUFFIX) and os.path.isfile(path):
         if revision is not None:
             raise ConfigError(f"{path} is a local file, which has no revision", fix="leave revision out")
         return Path(path)
@@ -74,5 +74,5 @@ def resolve(model: str | Path, *, revision: str | None = None, weights: bool = T
 
 
 def _looks_like_path(model: str) -> bool:
-    is_file_name = model.endswith(SUFFIX) and "/" not in model
+    is_file_name = model.endswith(GGUF_SUFFIX) and "/" not in model
     return is_file_name or model.startswith(("/", "./", "../", "~")) or model.count("/") > 1 or os.path.isfile(model)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cpmrt.errors import CheckpointError, listed, quoted
-from cpmrt.weights.gguf.file import SUFFIX, split_paths
+from cpmrt.weights.gguf.file import GGUF_SUFFIX, split_paths
 
 _PART = re.compile(r"-\d{5}-of-\d{5}$")
 _SEPARATORS = "-._"
@@ -19,7 +19,7 @@ def select_gguf(names: Sequence[str], wish: str, where: str) -> list[str]:
     Capitals do not matter. `where` names the repository in errors. Raises CheckpointError where no model is meant, or
     several are.
     """
-    found = {name: _stem(name) for name in names if name.endswith(SUFFIX) and "/" not in name}
+    found = {name: _stem(name) for name in names if name.endswith(GGUF_SUFFIX) and "/" not in name}
     stems = {stem for name, stem in found.items() if name.lower() == wish.lower() or _ends(stem, wish)}
     if len(stems) != 1:
         labels = listed(gguf_labels(names), 20)
@@ -36,13 +36,13 @@ def select_gguf(names: Sequence[str], wish: str, where: str) -> list[str]:
 
 def gguf_labels(names: Sequence[str]) -> list[str]:
     """Return the shortest ends by which each GGUF file of a repository can be asked for."""
-    stems = sorted({_stem(name) for name in names if name.endswith(SUFFIX) and "/" not in name})
+    stems = sorted({_stem(name) for name in names if name.endswith(GGUF_SUFFIX) and "/" not in name})
     return [_label(stem, stems) for stem in stems]
 
 
 def _stem(name: str) -> str:
     """Return a file's name without its ending and the number of its part."""
-    return _PART.sub("", name.removesuffix(SUFFIX))
+    return _PART.sub("", name.removesuffix(GGUF_SUFFIX))
 
 
 def _ends(stem: str, wish: str) -> bool:

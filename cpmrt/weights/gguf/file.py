@@ -19,7 +19,7 @@ from cpmrt.weights.files import DOWNLOAD_AGAIN, LFS_POINTER, lfs_pointer, open_f
 from cpmrt.weights.gguf.header import Value, read_header
 from cpmrt.weights.safetensors import FLOATS, TensorEntry
 
-SUFFIX = ".gguf"
+GGUF_SUFFIX = ".gguf"
 _SPLIT_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
 
 
@@ -106,7 +106,7 @@ def split_paths(path: Path) -> list[Path]:
     if match is None:
         return [path]
     stem, _, count = match.groups()
-    return [path.with_name(f"{stem}-{number:05}-of-{count}{SUFFIX}") for number in range(1, int(count) + 1)]
+    return [path.with_name(f"{stem}-{number:05}-of-{count}{GGUF_SUFFIX}") for number in range(1, int(count) + 1)]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
