@@ -319,7 +319,7 @@ class LLM:
         """Read a file of `save_prefix`, so that prompts that begin with its tokens begin behind them; return how many.
 
         Raises PrefixError for a file that is damaged, or of another model, dtype, context or type of keys and values,
-        and CheckpointError, RequestError, ContextLengthError.
+        and RequestError, ContextLengthError.
         """
         return self._prefixes.load(Path(path))
 

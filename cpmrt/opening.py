@@ -23,7 +23,6 @@ from cpmrt.models.planning import ExecutorNeeds, fit_model, open_weights, plan_m
 from cpmrt.tensor_spec import TensorSpec
 from cpmrt.weights.checkpoint import Checkpoint
 from cpmrt.weights.draft_folder import resolve, with_speculation
-from cpmrt.weights.gguf.folder import is_gguf
 from cpmrt.weights.model_folder import ModelFolder
 from cpmrt.weights.repository import has_weights
 
@@ -169,11 +168,10 @@ def described(
 ) -> Blueprint:
     """Return the blueprint of a model that will not be loaded: weights that are not here need not be.
 
-    Those of a quantised model, or of a draft, that are here tell more than a config.json does (`reads_weights`: of the
-    model). `draft` and `speculate` as `LLM` takes them.
+    Those that are here tell more than a config.json does: which layers are quantised, or ternary (`reads_weights`: of
+    the model). `draft` and `speculate` as `LLM` takes them.
     """
-    is_quantised = any(folder.path.glob("*.safetensors")) and folder.config.quantization is not None
-    if reads_weights and (is_quantised or is_gguf(folder.path)):
+    if reads_weights and settings.load_format != "dummy" and has_weights(folder.path):
         with Checkpoint.open(folder.path) as checkpoint:
             specs = weight_specs(folder.config, settings, checkpoint)
             specs = target.held(specs, checkpoint, target.dtype(folder.config, settings))

@@ -29,7 +29,7 @@ def described_model(
 ) -> tuple[str, Blueprint]:
     """Describe `model` (None: the bundled one) or the well-known `shape`, changed as the options say, with its name.
 
-    This fetches no weights from the hub; those of a quantised model that are there say which layers are quantised.
+    This fetches no weights from the hub; those that are there say which layers are quantised or ternary.
     Raises CheckpointError, ConfigError, UnsupportedModelError, UsageError.
     """
     changes, overrides = options.draft_changes(args), options.overrides_with_weight_bits(args)

@@ -1,8 +1,8 @@
 """Show the memory a model needs on a device, part by part, from its config.json alone: no GPU, no weights.
 
 MODEL is a folder or a hub id; --shape is a well-known shape instead. With --gpu-memory also whether it fits, what is
-left, and the largest context that does; the exit code is 1 if the plan does not fit. Where the weights of a quantised
-model are there, they say which layers are quantised; else its config.json does.
+left, and the largest context that does; the exit code is 1 if the plan does not fit. Where weights are there, they say
+which layers are quantised or ternary; else config.json does.
 """
 
 from __future__ import annotations

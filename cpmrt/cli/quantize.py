@@ -102,6 +102,7 @@ def run(options: argparse.Namespace) -> int:
     if options.method == TERNARY:
         folder.fetch_weights()
         write_ternary(folder, options.out, options.group_size)
+        note(f"{options.out}: {format_bytes(_size(options.out))}")
         return 0
     recipe = make_recipe(options, folder.config.dtype or DType.BFLOAT16)
     quantiser = ModelQuantiser(folder, recipe, options.format, open_module(options.device))
@@ -114,6 +115,10 @@ def run(options: argparse.Namespace) -> int:
         note(f"{what}, {time.perf_counter() - begun:.0f} s  {errors}".rstrip())
 
     quantiser.write(options.out, windows, report)
-    size = sum(file.stat().st_size for file in options.out.iterdir())
-    note(f"{options.out}: {format_bytes(size)}; calibrated on {sum(map(len, windows))} tokens")
+    calibrated = f"; calibrated on {sum(map(len, windows))} tokens" if windows else ""
+    note(f"{options.out}: {format_bytes(_size(options.out))}{calibrated}")
     return 0
+
+
+def _size(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.iterdir())

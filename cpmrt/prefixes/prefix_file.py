@@ -18,7 +18,7 @@ from zlib import crc32
 import numpy as np
 
 from cpmrt.dtypes import Array
-from cpmrt.errors import PrefixError, quoted
+from cpmrt.errors import CheckpointError, PrefixError, quoted
 from cpmrt.memory.caches import PAGE_SIZE
 from cpmrt.weights.safetensors import SafetensorsFile, encoded_header
 
@@ -87,8 +87,11 @@ class PrefixFile:
 
     @classmethod
     def open(cls, path: Path, fingerprint: str, shapes: Shapes) -> PrefixFile:
-        """Open a file for a model. Raises PrefixError for one of another model, CheckpointError for a damaged one."""
-        file = SafetensorsFile.open(path)
+        """Open a file for a model. Raises PrefixError if it is absent, damaged or of another model."""
+        try:
+            file = SafetensorsFile.open(path)
+        except CheckpointError as error:
+            raise PrefixError(error.what, expected=error.expected, actual=error.actual, fix=_MAKE_AGAIN) from error
         try:
             if file.metadata.get("format") != FORMAT:
                 actual = quoted(file.metadata.get("format"))

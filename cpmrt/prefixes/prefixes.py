@@ -86,7 +86,7 @@ class Prefixes:
     def load(self, path: Path) -> int:
         """Read the pages in a file, for prompts that begin with their tokens; return the number of these.
 
-        Raises PrefixError for a file of another model or one that is damaged, CheckpointError, ContextLengthError.
+        Raises PrefixError for a file of another model or one that is damaged, ContextLengthError.
         """
         self._check_reuse()
         file = PrefixFile.open(path, self._fingerprint, self._shapes)

@@ -12,7 +12,7 @@ import pytest
 from tiny_checkpoint import write_checkpoint
 
 from cpmrt import LLM, SamplingParams
-from cpmrt.errors import CheckpointError, ContextLengthError, CpmrtError, PrefixError, RequestError
+from cpmrt.errors import ContextLengthError, PrefixError, RequestError
 from cpmrt.executor import Prefill
 
 GREEDY = SamplingParams(max_new_tokens=6, temperature=0)
@@ -127,14 +127,14 @@ def test_every_damage_is_noticed(folder: Path, saved: Path, tmp_path: Path) -> N
             path.write_bytes(damage)
             try:
                 llm.load_prefix(path)
-            except CpmrtError as error:
+            except PrefixError as error:
                 assert "\n" not in str(error) and str(path) in str(error)
             else:  # one bit of a token: another text, whose pages nobody asks for
                 assert damage[header:] != raw[header:] and damage[:header] == raw[:header]
         tokens, cached = answer(llm, IDS[:300])
         assert tokens == expected and cached == 0
         path.unlink()
-        with pytest.raises(CheckpointError, match="does not exist"):
+        with pytest.raises(PrefixError, match="does not exist"):
             llm.load_prefix(path)
         assert llm.load_prefix(saved) == KEPT
 

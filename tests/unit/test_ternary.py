@@ -226,3 +226,15 @@ def test_groups_that_do_not_divide_the_columns_are_refused(
     assert "expected a multiple of the group size 128" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
     assert main(["quantize", str(model), str(tmp_path / "out"), "--method", "rtn", "--group-size", "256"]) == 1
+
+
+def test_a_plan_knows_the_ternary_weights_that_are_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = str(tmp_path / "ternary")
+    assert main(["quantize", "demo", folder, "--method", "ternary"]) == 0
+    assert re.fullmatch(rf"{re.escape(folder)}: [\d.]+ MiB\n", capsys.readouterr().err)
+
+    def layers(*arguments: str) -> int:
+        assert main(["plan", *arguments, "--json"]) == 0
+        return int(json.loads(capsys.readouterr().out)["part_bytes"]["layers"])
+
+    assert layers(folder) == layers("--weight-bits", "2") < layers() / 4
