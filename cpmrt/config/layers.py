@@ -11,7 +11,7 @@ from math import floor, log2
 from cpmrt.config.sparse import SparseConfig
 
 LIGHTNING_BLOCK = 64
-"""Tokens of a block of lightning attention, in which a prompt is computed: each begins at a multiple of so many."""
+"""Tokens of the blocks in which lightning attention computes a prompt; each begins at a multiple of them."""
 
 
 class MixerConfig:
@@ -19,7 +19,7 @@ class MixerConfig:
 
     @property
     def prefill_step(self) -> int:
-        """A prompt may be cut into chunks at multiples of so many tokens."""
+        """The number of tokens at whose multiples a prompt may be cut into chunks."""
         return 1
 
     def for_context(self, limit: int) -> MixerConfig:

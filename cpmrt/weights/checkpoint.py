@@ -51,9 +51,9 @@ class TensorFile(Protocol):
 class Checkpoint:
     """All tensors of a model, mapped and validated. Closes at the end of a `with` block.
 
-    `entries` are by Hugging Face name, and each has the name that the tensor has in its file: of a model that also sees
-    or hears they are those of its language model, without its prefix. `pairs`: tensors in which
-    the rows of a head of so many rows lie in pairs, row j and row j + half of it one after another.
+    `entries` has each tensor by its Hugging Face name, with an entry that has its name in the file. Of a model that
+    also sees or hears it has the tensors of the language model, without their prefix. `pairs` has the tensors whose
+    rows lie in pairs, row j of a head and row j + half a head one after another, each with the rows of a head.
     """
 
     folder: Path

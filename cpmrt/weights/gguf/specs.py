@@ -20,7 +20,8 @@ def gguf_specs(specs: Sequence[TensorSpec], checkpoint: Checkpoint) -> tuple[Ten
     """Return the `specs` of a model in 16 bits as its GGUF file holds them, tensor by tensor.
 
     A matrix all of whose sources are in blocks keeps them, each with its own type, and so does an embedding; a head
-    that is tied to it has them as a weight of its own. What is not as it must be `check` tells.
+    that is tied to it has them as a weight of its own. A tensor that is absent or of another shape keeps its spec:
+    `weights.check` refuses it.
     """
     made = [_as_stored(spec, checkpoint) for spec in specs]
     by_name = {spec.name: spec for spec in made}
@@ -59,7 +60,7 @@ def declared_blocks(specs: Sequence[TensorSpec], name: str) -> tuple[TensorSpec,
 
 
 def _layer_of(spec: TensorSpec) -> int:
-    """Return the number of the layer that a weight belongs to; -1: of none."""
+    """Return the number of the layer that a weight belongs to, -1 for none."""
     first, _, rest = spec.name.partition(".")
     return int(rest.partition(".")[0]) if first == "layers" else -1
 
