@@ -123,6 +123,19 @@ DSPARK = {key: value for key, value in TARGET.items() if key not in _SCALES} | {
 }  # fmt: skip
 
 
+EAGLE_OF_VLLM = DRAFT | {"architectures": ["EagleMiniCPMForCausalLM"]}
+"""As `MiniCPM4-8B-Eagle-vLLM`: the embedding is the target's, and the head counts if it is another one."""
+
+
+def eagle_of_vllm_tensors(*, own_head: bool = True) -> Tensors:
+    target = target_tensors()
+    made = eagle2_tensors("vllm", seed=6) | {"model.embed_tokens.weight": target["model.embed_tokens.weight"]}
+    head = target["lm_head.weight"]
+    # A little off the target's, so that the draft is as often right.
+    made["lm_head.weight"] = head + 0.4 * made["lm_head.weight"] if own_head else head
+    return made
+
+
 def write_all(root: Path) -> Path:
     """`root` with a target and one draft of each kind in folders of their own."""
     write_folder(root / "target", TARGET, target_tensors())
@@ -131,6 +144,7 @@ def write_all(root: Path) -> Path:
     write_folder(root / "classic", DRAFT, eagle2_tensors("cpmcu", norms=False, bias=True))
     frequent = write_folder(root / "frequent", DRAFT, eagle2_tensors("vllm", seed=5))
     (frequent / "freq_16.json").write_text(json.dumps([*range(7, 23)]))
+    write_folder(root / "of vllm", EAGLE_OF_VLLM, eagle_of_vllm_tensors())
     write_folder(root / "eagle3", EAGLE3, eagle3_tensors())
     write_folder(root / "dspark", DSPARK, dspark_tensors())
     write_folder(root / "model", TARGET | {"num_hidden_layers": 1}, target_tensors(seed=7, layers=1))

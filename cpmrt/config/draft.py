@@ -24,6 +24,7 @@ _LAYERS = {"eagle2": ("eagle_layers.{}", "layers.{}"), "eagle3": ("midlayer", "l
 _WEIGHTS = (".weight", ".qweight", ".weight_packed")
 ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
 NOT_OF_LAYERS = ("architectures", "model_type", "bos_token_id", "eos_token_id", "sparse_config")
+_OF_VLLM = "EagleMiniCPMForCausalLM"
 _TAPS = "eagle_aux_hidden_state_layer_ids"
 
 
@@ -60,6 +61,8 @@ class DraftConfig:
     has_input_norms: bool = False
     """RMSNorm of the embedding and of the hidden state before `fc` (MiniCPM's EAGLE-2)."""
     has_fc_bias: bool = False
+    has_head: bool = False
+    """EAGLE-2 as vLLM has it for MiniCPM: its head counts where that is not a copy of the target's."""
     has_split_fc: bool = False
     """Quantised as two matrices one after the other: the embedding's half [h, h], then the hidden state's (CPM.cu)."""
     taps: tuple[int, ...] = ()
@@ -134,6 +137,7 @@ class DraftConfig:
             stem,
             layer_name,
             has_input_norms=wish.method == "eagle2" and is_mup,
+            has_head=_has_head(fields, shapes, target),
             taps=_taps(fields, target) if wish.method == "eagle3" else (),
             draft_vocab=_draft_vocab(fields, shapes, target, wish),
             head_bits=wish.head_bits,
@@ -238,6 +242,11 @@ def _names(method: str, shapes: Shapes | None, is_mup: bool, source: str) -> tup
     raise CheckpointError(
         f"{source}: the draft has no layers", expected=" or ".join(stem + pattern.format(0) for pattern in patterns)
     )
+
+
+def _has_head(fields: Fields, shapes: Shapes | None, target: ModelConfig) -> bool:
+    named, head = fields.data.get("architectures"), (shapes or {}).get("lm_head.weight")
+    return isinstance(named, list) and _OF_VLLM in named and head == (target.vocab_size, target.hidden_size)
 
 
 def _taps(fields: Fields, target: ModelConfig) -> tuple[int, ...]:

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import numpy as np
 
-from cpmrt.config import EngineConfig, ModelConfig, SpeculationConfig
+from cpmrt.config import EngineConfig, SpeculationConfig
 from cpmrt.config.draft import DraftConfig
 from cpmrt.config.dspark import chains_of
-from cpmrt.errors import CheckpointError, ConfigError
+from cpmrt.errors import CheckpointError, ConfigError, UnsupportedModelError
 from cpmrt.models.draft import PREFIX, Draft, prefixed, tensor_specs
+from cpmrt.models.layers import Names
 from cpmrt.tensor_spec import TensorSpec
 from cpmrt.weights.check import DRAFT_LEFTOVERS, LEFTOVERS, check
 from cpmrt.weights.checkpoint import Checkpoint
@@ -23,6 +24,8 @@ from cpmrt.weights.quantised_specs import quantise_head, quantised_specs, round_
 from cpmrt.weights.token_index import checked_token_ids, find_token_index, read_token_index
 
 _REMAP, _OFFSETS = "token_id_remap", "d2t"
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_COMPARED_ROWS = 64
 
 
 @contextmanager
@@ -44,20 +47,20 @@ def open_draft(
     is_dummy = engine.load_format == "dummy"
     draft = DraftFolder.open(engine.draft, folder, wish, weights=not is_dummy)
     if is_dummy:
-        yield None, _draft(draft, None, folder.config, wish, specs)
+        yield None, _draft(draft, None, folder, wish, specs)
         return
     with Checkpoint.open(draft.path) as checkpoint:
-        yield checkpoint, _draft(draft, checkpoint, folder.config, wish, specs)
+        yield checkpoint, _draft(draft, checkpoint, folder, wish, specs)
 
 
 def _draft(
     folder: DraftFolder,
     checkpoint: Checkpoint | None,
-    target: ModelConfig,
+    target: ModelFolder,
     wish: SpeculationConfig,
     target_specs: Sequence[TensorSpec],
 ) -> Draft:
-    config = folder.config
+    config, vocab_size = folder.config, target.config.vocab_size
     assert config.decoder is not None
     specs = quantised_specs(tensor_specs(config), config.decoder.quantization, checkpoint)
     specs = round_layers(specs, wish.layer_bits)
@@ -65,16 +68,19 @@ def _draft(
         specs = quantise_head(specs, config.head_bits)
     if checkpoint is not None:
         check(specs, checkpoint, ignore=DRAFT_LEFTOVERS if config.reads_states else LEFTOVERS)
-    token_map, head, shapes = None, None, wish.shapes
+    specs, token_map, head, shapes = prefixed(specs), None, None, wish.shapes
     if config.method == "eagle3":
-        token_map = _from_offsets(config, checkpoint, target.vocab_size)
+        token_map = _from_offsets(config, checkpoint, vocab_size)
     elif config.method == "eagle2":
-        token_map = _frequent(folder.path, checkpoint, target.vocab_size, wish)
-        head = _copied_head(target_specs, config.head_bits, token_map)
+        token_map = _frequent(folder.path, checkpoint, vocab_size, wish)
+        if own := _own_head(config, checkpoint, target):
+            specs += (_copied_head((own,), config.head_bits, token_map) or prefixed((own,))[0],)
+        else:
+            head = _copied_head(target_specs, config.head_bits, token_map)
     elif config.block is not None:
         head, shapes = _copied_head(target_specs, config.head_bits, None), chains_of(wish.shapes, config.block)
     draft = Draft(
-        config, shapes, prefixed(specs), head, token_map, wish.forced_accept, wish.min_confidence or 0.0
+        config, shapes, specs, head, token_map, wish.forced_accept, wish.min_confidence or 0.0
     )  # fmt: skip
     if (top_k := max(shape.top_k for shape in shapes)) > draft.vocab_size:
         raise ConfigError("speculate: top_k", expected=f"at most the draft's {draft.vocab_size} tokens", actual=top_k)
@@ -131,8 +137,40 @@ def _integers(checkpoint: Checkpoint, name: str) -> np.ndarray:
     return checkpoint.view(name).astype(np.int64)
 
 
+def _own_head(config: DraftConfig, checkpoint: Checkpoint | None, target: ModelFolder) -> TensorSpec | None:
+    """The head that a draft brings along, if it is another one than the target's.
+
+    Raises UnsupportedModelError for a draft with another embedding than the target's.
+    """
+    if checkpoint is None or not config.has_head:
+        return None
+    with Checkpoint.open(target.path) as theirs:
+        if not _is_copy(checkpoint, theirs, _EMBEDDING):
+            raise UnsupportedModelError(
+                f"{checkpoint.folder}: the draft has an embedding of its own", expected="that of its target",
+                fix="use a draft that was made for this model",
+            )  # fmt: skip
+        if _is_copy(checkpoint, theirs, _HEAD, _HEAD if _HEAD in theirs.entries else _EMBEDDING):
+            return None
+    decoder = config.layers_config
+    return Names("", "").weight("lm_head", _HEAD, decoder.vocab_size, decoder.hidden_size, product="head")
+
+
+def _is_copy(ours: Checkpoint, theirs: Checkpoint, name: str, their_name: str = "") -> bool:
+    """Tell whether two checkpoints hold the same matrix, as far as rows spread over it tell.
+
+    A matrix that one of them lacks, or holds as another type, counts as a copy: that is what drafts are made with.
+    """
+    entries = ours.entries.get(name), theirs.entries.get(their_name or name)
+    if entries[0] is None or entries[1] is None or entries[0].dtype != entries[1].dtype:
+        return True
+    rows = np.unique(np.linspace(0, entries[0].shape[0] - 1, _COMPARED_ROWS).astype(int))
+    return np.array_equal(ours.view(name)[rows], theirs.view(their_name or name)[rows])
+
+
 def _copied_head(specs: Sequence[TensorSpec], bits: int | None, token_map: tuple[int, ...] | None) -> TensorSpec | None:
-    """The rows of the target's head that the draft needs, in as few bits as are wished; None: all of it as it is."""
+    """The rows of the head among `specs` that the draft needs, in as few bits as are wished; None: all of it as it is.
+    """
     by_name = {spec.name: spec for spec in specs}
     held = by_name.get("lm_head") or by_name["embed_tokens"]
     is_same = bits is None or (held.quant is not None and held.quant.bits == bits)

@@ -6,12 +6,25 @@ from math import sqrt
 
 import numpy as np
 import pytest
-from draft_checkpoint import DRAFT, EAGLE3, HEAD_DIM, TARGET, VOCAB, eagle2_tensors, eagle3_tensors, target_tensors
+from draft_checkpoint import (
+    DRAFT,
+    EAGLE3,
+    EAGLE_OF_VLLM,
+    HEAD_DIM,
+    TARGET,
+    VOCAB,
+    eagle2_tensors,
+    eagle3_tensors,
+    eagle_of_vllm_tensors,
+    target_tensors,
+)
 from draft_checkpoint import write_folder as write
 from reference.plain_eagle import PlainEagle2, PlainEagle3
 
 from cpmrt.config import EngineConfig, Sampling, SpeculationConfig, TreeShape
+from cpmrt.errors import UnsupportedModelError
 from cpmrt.executor import Admit, Decode, Prefill, Speculate
+from cpmrt.models.draft import PREFIX
 from cpmrt.reference.assembly import open_executor
 from cpmrt.weights.model_folder import ModelFolder
 
@@ -103,6 +116,28 @@ def test_classic_eagle(tmp_path):
     plain = PlainEagle2(target_tensors(), same, tensors, same, 128)
     plain.stem, plain.layers, plain.has_norms = "", ("layers.0",), False
     check_trees(executor, plain)
+
+
+@pytest.mark.parametrize("ids", [None, [9, 4, 21, 5, 6, 17, 23, 3]])
+@pytest.mark.parametrize("own_head", [False, True])
+def test_a_draft_as_vllm_has_it_uses_its_own_head_if_that_is_another_one(tmp_path, own_head, ids):
+    tensors = eagle_of_vllm_tensors(own_head=own_head)
+    write(tmp_path / "draft", EAGLE_OF_VLLM, tensors)
+    if ids:
+        (tmp_path / "draft" / "freq_8.json").write_text(str(ids))
+    executor = open_pair(tmp_path, TARGET, EAGLE_OF_VLLM, tensors, wish("eagle2"))
+    assert (f"{PREFIX}lm_head" in {spec.name for spec in executor.plan.tensors}) == (own_head or ids is not None)
+    heads = target_tensors() | {"lm_head.weight": tensors["lm_head.weight"]}
+    plain = PlainEagle2(heads, TARGET, tensors, EAGLE_OF_VLLM, 128)
+    plain.scale, plain.kept = 1.4 / sqrt(32), ids
+    check_trees(executor, plain)
+
+
+def test_a_draft_with_another_embedding_is_refused(tmp_path):
+    tensors = eagle_of_vllm_tensors()
+    tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"] + 1
+    with pytest.raises(UnsupportedModelError, match="an embedding of its own: expected that of its target"):
+        open_pair(tmp_path, TARGET, EAGLE_OF_VLLM, tensors, wish("eagle2"))
 
 
 @pytest.mark.parametrize("draft_vocab", [None, 10])

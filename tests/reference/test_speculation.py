@@ -27,6 +27,8 @@ DRAFTS: dict[str, tuple[str | None, dict[str, Any]]] = {
     "frequent": ("frequent", {}),
     "head 8": ("vllm", {"head_bits": 8}),
     "frequent head 4": ("frequent", {"head_bits": 4, "draft_vocab": 12}),
+    "chain of vllm": ("of vllm", {"shapes": (TreeShape.chain(4), TreeShape(2, 4, 6), TreeShape.chain(2))}),
+    "chain of vllm head 4": ("of vllm", {"shapes": (TreeShape.chain(4),), "head_bits": 4, "draft_vocab": VOCAB}),
     "eagle3": ("eagle3", {"window": 20}),
     "eagle3 head 8": ("eagle3", {"head_bits": 8}),
     "dspark": ("dspark", {}),
