@@ -29,6 +29,12 @@ from cpmrt.weights.checkpoint import Checkpoint
 from cpmrt.weights.model_folder import BUNDLED, ModelFolder
 
 OLDEST_PYTHON = (3, 10)
+_USES = {
+    "server": "which cpmrt serve needs",
+    "grammar": "which answers with a form (--json-schema, --regex, ...) need",
+    "modelscope": "which models named modelscope:ORG/NAME need",
+}
+"""What the packages of each extra are for."""
 
 
 class Status(Enum):
@@ -75,11 +81,11 @@ def required_packages() -> Iterator[Finding]:
 
 
 def optional_packages() -> Iterator[Finding]:
-    """Report the packages that only some commands need: those of `serve`, and of models from ModelScope."""
-    for extra, purpose in (("server", "cpmrt serve"), ("modelscope", "models named modelscope:ORG/NAME")):
+    """Report the packages that only some uses need."""
+    for extra, uses in _USES.items():
         absent = missing_packages(extra)
         if absent:
-            what = f"{', '.join(absent)} not installed, which {purpose} needs"
+            what = f"{', '.join(absent)} not installed, {uses}"
             yield Finding(f"packages for {extra}", Status.UNUSED, what, install_extra(extra))
         else:
             found = ", ".join(f"{package} {installed_version(package)}" for package in EXTRAS[extra])

@@ -301,17 +301,22 @@ def test_doctor_fails_where_cpmrt_cannot_run(monkeypatch, capsys):
     assert "-m pip install tokenizers" in out and err.startswith("cpmrt: error: ") and err.count("\n") == 1
 
 
-def test_doctor_reports_the_packages_of_the_server(monkeypatch, json_of):
+@pytest.mark.parametrize(("extra", "package", "needed_by"), [
+    ("server", "uvicorn", "which cpmrt serve needs"),
+    ("grammar", "llguidance", "which answers with a form (--json-schema, --regex, ...) need"),
+])  # fmt: skip
+def test_doctor_reports_the_packages_of_extras(monkeypatch, json_of, extra, package, needed_by):
     def finding() -> dict:
         findings = json_of("doctor")[1]["findings"]
-        return next(finding for finding in findings if finding["subject"] == "packages for server")
+        return next(finding for finding in findings if finding["subject"] == f"packages for {extra}")
 
-    assert finding()["status"] == "ok" and "uvicorn 0." in finding()["found"]
+    assert finding()["status"] == "ok" and re.search(rf"{package} \d", finding()["found"])
     found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "uvicorn" else found(name))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else found(name))
     absent = finding()
-    assert absent["status"] == "unused" and "uvicorn not installed, which cpmrt serve needs" in absent["found"]
-    assert "'uvicorn>=" in absent["fix"] and "'starlette>=" in absent["fix"] and "cpmrt[" not in absent["fix"]
+    assert absent["status"] == "unused" and f"{package} not installed, {needed_by}" in absent["found"]
+    if extra == "server":
+        assert "'uvicorn>=" in absent["fix"] and "'starlette>=" in absent["fix"] and "cpmrt[" not in absent["fix"]
 
 
 def test_cache_folder(monkeypatch, tmp_path):
