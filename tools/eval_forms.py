@@ -1,0 +1,170 @@
+"""Measures what a form costs: decoding under a schema against free decoding, the first mask, and the steps it saves.
+
+    python tools/eval_forms.py
+    python tools/eval_forms.py --shape minicpm4-8b --tokenizer tokenizer.json
+    python tools/eval_forms.py --shape minicpm4-8b --tokenizer tokenizer.json --sequences 32
+    python tools/eval_forms.py --shape minicpm4-8b --tokenizer tokenizer.json --draft eagle2
+
+Without a shape it takes the bundled model. A shape has random weights in 4 bits; its tokenizer must have the shape's
+vocabulary. With a draft, whose tokens are random too, no form has its share of accepted ones: what counts is the time
+of a step, under an expression that allows nearly every token and so leaves nearly every node its mask.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from statistics import median, quantiles
+from time import perf_counter
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from form_cases import schemas  # noqa: E402
+
+from cpmrt import LLM, SamplingParams  # noqa: E402
+from cpmrt.bench.shapes import SHAPES, config_folder, draft_configs, gptq_config, shape_config  # noqa: E402
+from cpmrt.errors import CpmrtError  # noqa: E402
+from cpmrt.executor import Step, StepResult  # noqa: E402
+from cpmrt.grammar import Thought  # noqa: E402
+
+PROMPT = [5, 6, 7, 8]
+_ITEM = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 40}, "id": {"type": "integer", "minimum": 0, "maximum": 99999},
+        "kind": {"enum": ["alpha", "beta", "gamma"]},
+    },
+    "required": ["name", "id", "kind"], "additionalProperties": False,
+}  # fmt: skip
+FORMS: dict[str, dict[str, Any]] = {
+    "free": {},
+    "text": {"regex": "[a-zA-Z ,.0-9]+"},
+    "schema": {"json_schema": {"type": "array", "minItems": 400, "items": _ITEM}},
+}
+TOOL_CALL = {
+    "type": "object",
+    "properties": {
+        "name": {"const": "get_current_weather"},
+        "arguments": {
+            "type": "object",
+            "properties": {
+                "location": {"type": "string", "maxLength": 12}, "unit": {"enum": ["celsius", "fahrenheit"]},
+                "num_days": {"type": "integer", "minimum": 1, "maximum": 14},
+            },
+            "required": ["location", "unit", "num_days"], "additionalProperties": False,
+        },
+    },
+    "required": ["name", "arguments"], "additionalProperties": False,
+}  # fmt: skip
+_REPEATS = 3
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print a line for each figure; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=sorted(SHAPES))
+    parser.add_argument("--tokenizer", type=Path, help="the tokenizer.json of a shape")
+    parser.add_argument("--sequences", type=int, default=1, help="how many decode together")
+    parser.add_argument("--draft", choices=("eagle2", "eagle3", "lookup"))
+    parser.add_argument("--tokens", type=int, default=400, help="of each answer")
+    parser.add_argument("--executor", default="auto")
+    wish = parser.parse_args(arguments)
+    if wish.shape and not wish.tokenizer:
+        parser.error("--shape wants --tokenizer")
+    counts = Counter[str]()
+
+    def note(step: Step, result: StepResult) -> None:
+        counts[type(step).__name__] += 1
+
+    try:
+        with _model(wish) as (model, draft):
+            drafting = {"draft": draft, "speculate": {"adaptive": False}} if draft else {}
+            settings = {"executor": wish.executor, "max_context": 2048, "max_sequences": wish.sequences, **drafting}
+            source = {"load_format": "dummy"} if wish.shape else {}
+            with LLM(model, on_step=note, **source, **settings) as llm:
+                _report(llm, counts, wish)
+    except CpmrtError as error:
+        print(f"eval_forms.py: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+@contextmanager
+def _model(wish: argparse.Namespace) -> Iterator[tuple[str | None, str | None]]:
+    """Yield the model and the draft, as LLM takes them."""
+    if wish.shape is None:
+        yield None, wish.draft
+        return
+    config = shape_config(wish.shape) | {"quantization_config": gptq_config()}
+    with config_folder(config, draft_configs(wish.shape)) as folder:
+        shutil.copy(wish.tokenizer, Path(folder, "tokenizer.json"))
+        yield folder, wish.draft if wish.draft in (None, "lookup") else str(Path(folder, wish.draft))
+
+
+def _report(llm: LLM, counts: Counter[str], wish: argparse.Namespace) -> None:
+    name = f"{wish.shape or 'demo'}, {wish.sequences} together, draft {wish.draft or 'none'}"
+    if wish.sequences == 1 and wish.draft is None:
+        _first_masks(llm)
+        _saved_steps(llm, counts)
+    free = 0.0
+    for form, fields in FORMS.items():
+        if wish.draft and form == "schema":
+            continue
+        rate, unit = _best_rate(llm, counts, fields, wish)
+        free = free or rate
+        print(f"{name}, {form}: {rate:.1f} {unit}, {rate / free:.3f} of free", flush=True)
+
+
+def _best_rate(
+    llm: LLM, counts: Counter[str], fields: dict[str, Any], wish: argparse.Namespace
+) -> tuple[float, str]:
+    """Return tokens a second, or steps where drafts are made, of the fastest of some runs."""
+    rates = []
+    for repeat in range(_REPEATS):
+        counts.clear()
+        shared = SamplingParams(**fields, temperature=1.0, max_new_tokens=wish.tokens, ignore_eos=True)
+        params = [replace(shared, seed=100 * repeat + number) for number in range(wish.sequences)]
+        answers = llm.generate([PROMPT] * wish.sequences, params)
+        seconds = max(answer.stats.decode_s for answer in answers)
+        steps = counts["Speculate"] + counts["Decode"] + counts["FastForward"]
+        tokens = sum(len(answer.token_ids) - 1 for answer in answers)
+        rates.append((steps if wish.draft else tokens) / seconds)
+    return max(rates), "steps/s" if wish.draft else "tok/s"
+
+
+def _first_masks(llm: LLM) -> None:
+    """Time from a schema to the mask of its first token, for 300 schemas, once the vocabulary is read."""
+    grammars, times = llm.maker.grammars, []
+    grammars.prepare()
+    for schema in schemas(300, seed=1):
+        form = SamplingParams(json_schema=schema).form
+        assert form is not None
+        begun = perf_counter()
+        grammars.matcher(form, Thought())().allowed()
+        times.append(1e3 * (perf_counter() - begun))
+    figures = f"median {median(times):.1f} ms, 90 % within {quantiles(times, n=10)[-1]:.1f}"
+    print(f"first mask of 300 schemas, {llm.config.vocab_size} tokens: {figures}")
+
+
+def _saved_steps(llm: LLM, counts: Counter[str]) -> None:
+    """Share of the steps of plain decoding that certain tokens save in a call of a tool."""
+    tokens = steps = 0
+    for seed in range(10):
+        counts.clear()
+        params = SamplingParams(json_schema=TOOL_CALL, temperature=1.0, seed=seed, max_new_tokens=200)
+        tokens += len(llm.generate(PROMPT, params).token_ids)
+        steps += counts["Prefill"] + counts["Decode"] + counts["FastForward"]
+    saved = f"{1 - steps / tokens:.0%} of the steps saved"
+    print(f"a tool call, mean of 10: {tokens / 10:.1f} tokens in {steps / 10:.1f} steps, {saved}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
