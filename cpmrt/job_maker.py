@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from cpmrt.config import ModelConfig, SamplingDefaults, SamplingParams
 from cpmrt.dtypes import F32
 from cpmrt.engine import Engine, Request, ThinkingBudget, request_seed
-from cpmrt.engine.guide import Matcher
 from cpmrt.errors import ContextLengthError, RequestError, quoted
 from cpmrt.grammar import Grammars, Thought
+from cpmrt.installation import missing_packages
 from cpmrt.sharing.jobs import Generation, Reading
 from cpmrt.text import ChatTemplate, ThoughtEnd, Tokenizer
 from cpmrt.text.markers import marker_ids
@@ -81,7 +81,7 @@ class JobMaker:
             params.loop_repeats,
             own.loop_penalty if params.loop_penalty is None else params.loop_penalty,
             self._thinking_budget(ids, params),
-            self._matcher(ids, params),
+            **self._form(ids, params),
         )
 
     def calling(
@@ -89,10 +89,13 @@ class JobMaker:
     ) -> SamplingParams:
         """Return settings under which an answer calls one of the tools named `called`, or several.
 
-        If none is named the settings stay, but a JSON schema leaves room for calls of any tool. Raises RequestError.
+        If none is named the answer is free until it begins to call one of the tools, and a JSON schema leaves room for
+        calls. Raises RequestError.
         """
         if called and params.form is not None:
             raise RequestError("tool_choice", expected="no other form of the answer", actual=params.form.kind)
+        if not called and params.form is None and tools:
+            return self._free_before_calls(params, tools, one_call=one_call)
         if not called and (params.json_schema is None or not tools):
             return params
         if self.tokenizer is None:
@@ -101,6 +104,24 @@ class JobMaker:
         form, instead = format_of(self.chat_template), params.json_schema
         grammar = grammar_of(form, schemas, self.tokenizer, one_call=one_call, instead=instead)
         return replace(params, json_schema=None, grammar=grammar)
+
+    def _free_before_calls(self, params: SamplingParams, tools: Sequence[Tool], *, one_call: bool) -> SamplingParams:
+        """Return settings under which whatever calls an answer makes are calls of these tools.
+
+        They stay as they are where that cannot be had: without llguidance, for an executor without masks, and for tools
+        that no grammar can have. The model may call those all the same, as well as it can.
+        """
+        if self.tokenizer is None or missing_packages("grammar") or not self.engine.limits.takes_masks:
+            return params
+        form = format_of(self.chat_template)
+        try:
+            grammar = grammar_of(form, schemas_of(tools), self.tokenizer, one_call=one_call)
+            bound = replace(params, grammar=grammar, grammar_trigger=form.start)
+            assert bound.form is not None
+            self.grammars.trigger(bound.form, Thought())
+        except RequestError:
+            return params
+        return bound
 
     def choices(self, prompt: Prompt, params: SamplingParams | None) -> list[Generation]:
         """Return the `params.n` generations of a prompt, each with a seed of its own."""
@@ -159,7 +180,7 @@ class JobMaker:
             params = [bind(each) for each in params]
         elif isinstance(params, SamplingParams):
             params = bind(params)
-        elif params is None and called:
+        elif params is None and tools:
             params = bind(SamplingParams())
         groups = self.groups(cast(Prompts, prompts), params)
         if tools:
@@ -264,16 +285,20 @@ class JobMaker:
             )  # fmt: skip
         return Reading(len(ids), lambda slot, block_table: collect(ids, read(slot, ids, block_table)))
 
-    def _matcher(self, prompt_ids: tuple[int, ...], params: SamplingParams) -> Callable[[], Matcher] | None:
+    def _form(self, prompt_ids: tuple[int, ...], params: SamplingParams) -> dict[str, Any]:
+        """Return the fields of a request that give its answer a form."""
         form = params.form
         if form is None:
-            return None
+            return {}
         if self.tokenizer is None:
             raise RequestError(f"SamplingParams.{form.kind} needs a tokenizer", fix="leave it out")
         closing = opened_thought(self.tokenizer, prompt_ids)
-        may_think = params.max_thinking_tokens is not None and closing is None
+        may_think = (params.max_thinking_tokens is not None or form.trigger) and closing is None
         openings = opening_tokens(self.tokenizer) if may_think else ()
-        return self.grammars.matcher(form, Thought((closing or "").encode(), openings))
+        thought = Thought((closing or "").encode(), openings)
+        if form.trigger:
+            return {"trigger": self.grammars.trigger(form, thought)}
+        return {"matcher": self.grammars.matcher(form, thought)}
 
     @cached_property
     def grammars(self) -> Grammars:

@@ -183,6 +183,9 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "--grammar": {
         "type": _text_of_file, "metavar": "FILE", "help": "have the answer obey this grammar, in Lark's syntax or GBNF",
     },
+    "--grammar-trigger": {
+        "metavar": "TEXT", "help": "with --grammar: leave the answer free until this text, which begins the grammar",
+    },
     "--choices": {"action": "append", "default": [], "metavar": "TEXT", "help": "allow this answer; may be repeated"},
     "--ignore-eos": {"action": "store_true", "help": "go on past the model's end tokens"},
     "--draft": {
@@ -324,7 +327,7 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sampling")
     _add_fields(group, SamplingParams, _SAMPLING_OPTIONS)
     add_options(group, "--stop", "--stop-token-id", "--logit-bias", "--ignore-eos")
-    add_options(group, *(f"--{name.replace('_', '-')}" for name in FORM_FIELDS))
+    add_options(group, *(f"--{name.replace('_', '-')}" for name in FORM_FIELDS), "--grammar-trigger")
 
 
 def add_logprobs_option(parser: Options) -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from cpmrt.cli.chat_session import ChatSession
 
 _SWITCHES = {"on": True, "off": False}
-_NOT_SETTINGS = {"n", "logprobs", "logit_bias", "stop_token_ids", *FORM_FIELDS}
+_NOT_SETTINGS = {"n", "logprobs", "logit_bias", "stop_token_ids", "grammar_trigger", *FORM_FIELDS}
 
 
 class Command(NamedTuple):

@@ -26,14 +26,23 @@ _SIMPLE = {str: "string", int: "integer", float: "number", bool: "boolean", type
 
 @dataclass(frozen=True)
 class Form:
-    """A form as text: a JSON schema, a regular expression, a Lark grammar, or a JSON array of the choices."""
+    """A form as text: a JSON schema, a regular expression, a Lark grammar, or a JSON array of the choices.
+
+    With a `trigger` it binds the answer from that text on, which it begins with itself.
+    """
 
     kind: FormKind
     text: str
+    trigger: str = ""
 
 
-def form_of(json_schema: str | None, regex: str | None, grammar: str | None, choices: Sequence[str]) -> Form | None:
+def form_of(
+    json_schema: str | None, regex: str | None, grammar: str | None, choices: Sequence[str], trigger: str | None
+) -> Form | None:
     """Return the form that is given, or None. Raises RequestError for several, and for one that is too long."""
+    if trigger is not None and (grammar is None or not isinstance(trigger, str) or not trigger):
+        expected = "a text that is not empty, together with grammar"
+        raise RequestError("SamplingParams.grammar_trigger", expected=expected, actual=quoted(trigger))
     chosen = json.dumps(choices, ensure_ascii=False) if choices else None
     forms = zip(FORM_FIELDS, (json_schema, regex, grammar, chosen), strict=True)
     given = [(name, text) for name, text in forms if text is not None]
@@ -48,7 +57,7 @@ def form_of(json_schema: str | None, regex: str | None, grammar: str | None, cho
     size = len(text.encode("utf-8", "surrogatepass"))
     if size > MAX_FORM_BYTES:
         raise RequestError(f"SamplingParams.{name}", expected=f"at most {MAX_FORM_BYTES} bytes", actual=size)
-    return Form(name, text)
+    return Form(name, text, trigger or "")
 
 
 def schema_text(schema: object) -> str:

@@ -39,6 +39,7 @@ class SamplingParams:
     One of these gives the answer a form, token by token: `json_schema` (a dict, its JSON text, a pydantic model or a
     dataclass), `regex`, `grammar` (in the syntax of Lark) or `choices` (texts, of which one is the answer). A thought
     that the prompt opens, or that the answer may begin with since `max_thinking_tokens` is set, comes before the form.
+    With `grammar_trigger` the answer is free until it says that text, with which the grammar begins.
     """
 
     max_new_tokens: int | None = 128
@@ -63,6 +64,7 @@ class SamplingParams:
     regex: str | None = None
     grammar: str | None = None
     choices: Sequence[str] = ()
+    grammar_trigger: str | None = None
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
@@ -85,7 +87,7 @@ class SamplingParams:
     @property
     def form(self) -> Form | None:
         """The form that the answer must have, None for any."""
-        return form_of(self.json_schema, self.regex, self.grammar, self.choices)
+        return form_of(self.json_schema, self.regex, self.grammar, self.choices, self.grammar_trigger)
 
     def with_defaults(self, defaults: SamplingDefaults | None = None) -> Sampling:
         """Return the sampling with the defaults of a model (None: greedy) where nothing was asked for."""

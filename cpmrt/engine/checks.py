@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from cpmrt.engine.guide import Guide
+from cpmrt.engine.guide import Guide, Matcher
+from cpmrt.engine.late_form import LateForm
 from cpmrt.engine.sequence import Request
 from cpmrt.errors import ContextLengthError, RequestError
 from cpmrt.executor import ExecutorLimits
@@ -29,16 +30,25 @@ def check_request(request: Request, limits: ExecutorLimits) -> None:
             expected=f"at most {limits.max_logit_bias} tokens",
             actual=len(request.sampling.logit_bias),
         )
-    if request.matcher is not None and not limits.takes_masks:
+    if (request.matcher or request.trigger) and not limits.takes_masks:
         raise RequestError("this executor takes no schemas and grammars", fix="use executor='reference'")
 
 
 def guide_of(request: Request, limits: ExecutorLimits) -> Guide | None:
     """Return what leads an answer through the request's grammar; None: there is no grammar."""
-    if request.matcher is None:
+    return None if request.matcher is None else _guide(request.matcher(), request, limits)
+
+
+def late_form_of(request: Request, limits: ExecutorLimits) -> LateForm | None:
+    """Return what waits for the text from which on the request's grammar binds; None: it waits for none."""
+    if request.trigger is None:
         return None
+    return LateForm(request.trigger(), lambda matcher: _guide(matcher, request, limits))
+
+
+def _guide(matcher: Matcher, request: Request, limits: ExecutorLimits) -> Guide:
     # A FastForward step has no logits, and so no log-probabilities, of the tokens that it takes without sampling. A
     # state beside the pages may want chunks that begin at certain positions.
     is_plain = request.sampling.logprobs or limits.num_snapshots
     max_run = 0 if is_plain else limits.prefill_chunk
-    return Guide(request.matcher(), max_run, request.stop_token_ids)
+    return Guide(matcher, max_run, request.stop_token_ids)

@@ -10,7 +10,7 @@ from time import perf_counter
 
 from cpmrt.config.engine import KEEP_ANSWERS
 from cpmrt.engine import transitions
-from cpmrt.engine.checks import check_request, guide_of
+from cpmrt.engine.checks import check_request, guide_of, late_form_of
 from cpmrt.engine.flight import StepsInFlight
 from cpmrt.engine.loan import Loan
 from cpmrt.engine.prefix_cache import empty_cache
@@ -115,7 +115,8 @@ class Engine:
     def sequence(self, request: Request) -> Sequence:
         """Return a new sequence, which is not queued yet; any thread may call this. Raises as `check_request` does."""
         check_request(request, self.limits)
-        return Sequence(request, guide_of(request, self.limits), added_at=perf_counter())
+        guide, late_form = guide_of(request, self.limits), late_form_of(request, self.limits)
+        return Sequence(request, guide, late_form, added_at=perf_counter())
 
     def queue(self, seq: Sequence) -> None:
         """Have a new sequence wait for a slot."""

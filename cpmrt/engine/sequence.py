@@ -10,6 +10,7 @@ from enum import Enum, auto
 
 from cpmrt.config import Sampling
 from cpmrt.engine.guide import Guide, Matcher
+from cpmrt.engine.late_form import LateForm, Trigger
 from cpmrt.engine.loops import LoopGuard
 from cpmrt.engine.prefix_cache import HeldPages
 from cpmrt.engine.speculation import DraftPolicy
@@ -34,7 +35,8 @@ class Request:
 
     `stop` are strings that end the text; whoever makes the text looks for them. `loop_repeats` is that of
     `loops.LoopGuard`, 0 for none; a loop raises the repetition penalty to `loop_penalty` where that is more, else it
-    ends the answer. `matcher()` makes what follows an answer through the grammar that it must obey, if there is one.
+    ends the answer. `matcher()` makes what follows an answer through the grammar that it must obey, if there is one;
+    `trigger()` makes what finds where one begins to bind an answer that is free before.
     """
 
     prompt_ids: tuple[int, ...]
@@ -47,6 +49,7 @@ class Request:
     loop_penalty: float = 1.0
     thinking: ThinkingBudget | None = None
     matcher: Callable[[], Matcher] | None = None
+    trigger: Callable[[], Trigger] | None = None
 
 
 class Phase(Enum):
@@ -69,6 +72,8 @@ class Sequence:
     request: Request
     guide: Guide | None = None
     """What leads the answer through its grammar; None: there is no grammar."""
+    late_form: LateForm | None = None
+    """What finds where a grammar begins to bind the answer; None: none will, or one does already."""
     phase: Phase = Phase.WAITING
     slot: int = -1
     text: tuple[int, ...] = field(init=False)

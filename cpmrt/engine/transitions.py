@@ -182,17 +182,18 @@ def apply(seq: Sequence, step: Step, result: SlotResult) -> SlotResult:
     seq.num_in_flight -= 1
     if seq.phase in (Phase.FINISHED, Phase.PAUSED) or not (result.token_ids or result.non_finite):
         return _NOTHING
-    loop_end = _loop_end(seq, result.token_ids)
-    tokens = result.token_ids[: loop_end or None]
+    tokens, loops, guide = _watch(seq, result.token_ids)
     rest = seq.guide.take(tokens, seq.room) if seq.guide else ()
     if _has_failed(seq):
         return _NOTHING
     new = (*tokens, *rest)
-    kept = _num_wanted(seq, new, loop_end if not rest else 0)
+    kept = _num_wanted(seq, new, len(tokens) if loops and not rest else 0)
     if new[:kept] != result.token_ids:
         result = SlotResult(new[:kept], result.logprobs[:kept])
     seq.token_ids.extend(result.token_ids)
     seq.num_forced = max(0, kept - len(new) + len(rest))
+    if guide is not None and seq.finish_reason is None:
+        seq.guide, seq.late_form, seq.phase = guide, None, Phase.PAUSED
     if result.non_finite and seq.phase is Phase.DECODE:
         seq.failure = NonFiniteLogitsError.at(len(seq.request.prompt_ids) + len(seq.token_ids))
         finish(seq, "cancelled")
@@ -221,10 +222,22 @@ def _has_failed(seq: Sequence) -> bool:
     return True
 
 
-def _loop_end(seq: Sequence, token_ids: tuple[int, ...]) -> int:
-    """Return the number of the token with which the answer loops, from 1 on; 0: it does not."""
-    guard = seq.guard
-    return 0 if guard is None else next((number for number, token in enumerate(token_ids, 1) if guard.push(token)), 0)
+def _watch(seq: Sequence, token_ids: tuple[int, ...]) -> tuple[tuple[int, ...], bool, Guide | None]:
+    """Return the tokens up to where the answer has to go on in another way, with the reason.
+
+    It loops with the last of them, or a grammar binds from there on; what leads it through that is the last value.
+    """
+    guard, late_form = seq.guard, seq.late_form
+    if guard is None and late_form is None:
+        return token_ids, False, None
+    for number, token in enumerate(token_ids, 1):
+        guide, is_kept = (late_form and late_form.push(token)) or (None, True)
+        if not is_kept:
+            return token_ids[: number - 1], False, guide
+        loops = guard is not None and guard.push(token)
+        if loops or guide is not None:
+            return token_ids[:number], loops, guide
+    return token_ids, False, None
 
 
 def _num_wanted(seq: Sequence, new: tuple[int, ...], loop_end: int) -> int:
@@ -296,9 +309,11 @@ def _forced(seq: Sequence, token_ids: tuple[int, ...]) -> SlotResult:
         seq.guide.take(token_ids, len(token_ids))
     seq.token_ids.extend(token_ids)
     seq.num_forced = len(token_ids)
-    if seq.guard is not None:
-        for token in token_ids:
+    for token in token_ids:
+        if seq.guard is not None:
             seq.guard.push(token)
+        if seq.late_form is not None:
+            seq.late_form.push(token)
     has_logprobs = bool(seq.sampling.logprobs)
     return SlotResult(token_ids, tuple(TokenLogprobs(token, 0.0) for token in token_ids) if has_logprobs else ())
 

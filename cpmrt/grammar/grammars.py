@@ -6,6 +6,7 @@ import json
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, TimeoutError
+from dataclasses import replace
 from functools import cached_property
 from threading import BoundedSemaphore, Lock, Thread
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from cpmrt.config.form import JSON_STYLE, Form
 from cpmrt.errors import RequestError
 from cpmrt.grammar.matcher import AnswerMatcher, Thought, Vocabulary
+from cpmrt.grammar.trigger import GrammarTrigger
 from cpmrt.installation import install_extra, missing_packages
 from cpmrt.text import Tokenizer
 
@@ -49,6 +51,17 @@ class Grammars:
 
         Raises RequestError for a form that is none, takes too long or is too large, and without llguidance.
         """
+        first, vocabulary = self._first(form)
+        return lambda: AnswerMatcher(first.deep_copy(), vocabulary, thought)
+
+    def trigger(self, form: Form, thought: Thought) -> Callable[[], GrammarTrigger]:
+        """Return what makes, for each answer, what finds where this form begins to bind it. Raises as `matcher`."""
+        first, vocabulary = self._first(form)
+        return lambda: GrammarTrigger(form.trigger.encode(), first, vocabulary, thought)
+
+    def _first(self, form: Form) -> tuple[LLMatcher, Vocabulary]:
+        """Return a matcher of this form in its first state, which nobody may change."""
+        form = replace(form, trigger="")
         with self._vocabulary_lock:
             vocabulary = self._vocabulary
         found = self._known(form)
@@ -56,8 +69,7 @@ class Grammars:
             found = self._kept(form, self._within_limits(form))
         if isinstance(found, RequestError):
             raise RequestError(found.what, expected=found.expected, actual=found.actual)
-        first = found
-        return lambda: AnswerMatcher(first.deep_copy(), vocabulary, thought)
+        return found, vocabulary
 
     def prepare(self) -> None:
         """Read the vocabulary, as the first use does otherwise."""

@@ -1,0 +1,79 @@
+"""Finds where a grammar begins to bind an answer that is free until it says a certain text, as before a tool call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from cpmrt.engine.late_form import Bound
+from cpmrt.grammar.matcher import AnswerMatcher, Thought, Vocabulary
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+
+class GrammarTrigger:
+    """The engine's trigger (`engine.late_form.Trigger`) of one answer.
+
+    `text` is what the grammar begins with, `matcher` in its first state. What a thought says at the beginning of the
+    answer does not count.
+    """
+
+    def __init__(self, text: bytes, matcher: LLMatcher, vocabulary: Vocabulary, thought: Thought):
+        self._text, self._matcher, self._vocabulary = text, matcher, vocabulary
+        self._closing, self._openings = thought.closing, dict(thought.openings)
+        self._thought = b""
+        """The end of the thought so far, where its marker may have begun."""
+        self._held: list[tuple[int, bytes]] = []
+        """The last tokens with their bytes, where `text` may have begun."""
+
+    def push(self, token: int) -> Bound | None:
+        """Take the next token of the answer, and return what the grammar begins with if it binds from here on."""
+        if self._think(token):
+            return None
+        self._held.append((token, self._vocabulary.bytes_of(token)))
+        written = b"".join(piece for _, piece in self._held)
+        start = written.find(self._text)
+        if start >= 0:
+            bound = self._bound(start, written)
+            self._held.clear()
+            return bound
+        while self._held and len(written) - len(self._held[0][1]) >= len(self._text) - 1:
+            written = written[len(self._held.pop(0)[1]) :]
+        return None
+
+    def _think(self, token: int) -> bool:
+        """Take in a token of a thought, and tell whether this is one."""
+        openings, self._openings = self._openings, {}
+        if token in openings:
+            self._closing = openings[token]
+            return True
+        if not self._closing:
+            return False
+        text = self._thought + self._vocabulary.bytes_of(token)
+        self._thought = text[-len(self._closing) :]
+        if self._closing in text:
+            self._closing = b""
+        return True
+
+    def _bound(self, start: int, written: bytes) -> Bound | None:
+        """Let the grammar take `written` from `start` on, as the tokens that the model chose where they begin there.
+
+        If it refuses what the last token says behind the text, it binds from before that token.
+        """
+        last = len(self._held[-1][1])
+        ends, at = [0], 0
+        for _, piece in self._held:
+            at += len(piece)
+            ends.append(at)
+        if start in ends[:-1]:
+            tokens: Sequence[int] = [token for token, _ in self._held[ends.index(start) :]]
+            before = tokens[:-1]
+        else:
+            tokens = self._vocabulary.tokens_of(written[start:])
+            before = self._vocabulary.tokens_of(written[start : max(len(written) - last, start)])
+        for taken, is_kept in ((tokens, True), (before, False)):
+            matcher = self._matcher.deep_copy()
+            if not taken or matcher.consume_tokens(list(taken)):
+                return Bound(AnswerMatcher(matcher, self._vocabulary, Thought()), is_kept)
+        return None

@@ -1,0 +1,100 @@
+"""Answers that are free until they say something, on the scripted executor: any schedule gives the same tokens."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scripted import TREE_SHAPES, ScriptedExecutor, masked_token, next_token
+from scripted_forms import Automaton, limits, tokens_of
+
+from cpmrt.config import Sampling
+from cpmrt.engine import Engine, Request, ThinkingBudget
+from cpmrt.engine.late_form import Bound
+from cpmrt.errors import RequestError
+from cpmrt.executor import Decode, ExecutorLimits, Prefill
+
+
+class SecondMultiple:
+    """Binds with the second token that `of` divides, or before it if the one before was even."""
+
+    def __init__(self, number, of):
+        self.number, self.of, self.tokens = number, of, []
+
+    def push(self, token):
+        self.tokens.append(token)
+        if sum(each % self.of == 0 for each in self.tokens) < 2 or token % self.of:
+            return None
+        return Bound(Automaton(self.number), is_kept=len(self.tokens) < 2 or self.tokens[-2] % 2 == 1)
+
+
+def late_continuation(prompt, number, of, seed, new):
+    """What any engine must produce, as the shortest loop: the tokens, and how many of them are free."""
+    tokens, trigger = list(prompt), SecondMultiple(number, of)
+    for _ in range(new):
+        token = next_token(tokens, seed)
+        bound = trigger.push(token)
+        if bound is None or bound.is_kept:
+            tokens.append(token)
+        if bound is not None:
+            break
+    else:
+        return tokens[len(prompt) :], new
+    automaton, free = bound.matcher, len(tokens) - len(prompt)
+    while len(tokens) - len(prompt) < new and not (len(tokens) - len(prompt) > free and automaton.is_complete):
+        tokens.append(masked_token(tokens, seed, automaton.following()))
+        automaton.accept(tokens[-1:])
+    return tokens[len(prompt) :], free
+
+
+def late_request(prompt, number, of, seed, new, **others):
+    return Request(tuple(prompt), Sampling(), seed, (), new, trigger=lambda: SecondMultiple(number, of), **others)
+
+
+WANTED = st.tuples(
+    st.lists(st.integers(0, 48), min_size=1, max_size=20), st.integers(0, 9), st.integers(2, 9), st.integers(1, 60)
+)
+SHAPED = st.builds(
+    lambda shapes, **others: limits(tree_shapes=shapes, **others),
+    st.sampled_from([(), *TREE_SHAPES]), takes_tree_masks=st.booleans(),
+    run_ahead=st.integers(1, 5), max_sequences=st.integers(1, 3), prefill_chunk=st.integers(2, 9),
+)  # fmt: skip
+
+
+@given(SHAPED, st.lists(WANTED, min_size=1, max_size=4))
+def test_every_schedule_binds_at_the_same_token(limits, wanted):
+    engine = Engine(ScriptedExecutor(limits), prefix_cache=False)
+    sequences = [engine.add(late_request(*wish[:3], seed, wish[3])) for seed, wish in enumerate(wanted)]
+    for seed, (seq, wish) in reversed(list(enumerate(zip(sequences, wanted, strict=True)))):
+        assert tokens_of(engine, seq) == late_continuation(*wish[:3], seed, wish[3])[0]
+
+
+def test_free_tokens_run_ahead_and_have_no_masks():
+    executor = ScriptedExecutor(limits(run_ahead=4, max_sequences=1))
+    engine = Engine(executor, prefix_cache=False)
+    tokens = tokens_of(engine, engine.add(late_request([1, 2, 3], 9, 7, 5, 40)))
+    whole, free = late_continuation([1, 2, 3], 9, 7, 5, 40)
+    assert tokens == whole and 4 < free < len(whole)
+    again = next(at for at, step in enumerate(executor.steps) if isinstance(step, Prefill) and step.mask is not None)
+    assert not any(step.masks for step in executor.steps[:again] if isinstance(step, Decode))
+    assert executor.most_in_flight == 4
+
+
+@pytest.mark.parametrize("max_thinking", [1, 5])
+def test_tokens_that_close_a_thought_are_looked_at_too(max_thinking):
+    engine = Engine(ScriptedExecutor(limits()), prefix_cache=False)
+    seen = []
+
+    class Watching(SecondMultiple):
+        def push(self, token):
+            seen.append(token)
+
+    budget = ThinkingBudget(max_thinking, lambda tokens: (41, 43))
+    made = Request((1, 2), Sampling(), 0, (), 12, thinking=budget, trigger=lambda: Watching(1, 5))
+    assert tokens_of(engine, engine.add(made)) == seen and seen[max_thinking : max_thinking + 2] == [41, 43]
+
+
+def test_an_executor_without_masks_refuses_them():
+    engine = Engine(ScriptedExecutor(ExecutorLimits(1, 64, 16)))
+    with pytest.raises(RequestError, match="takes no schemas"):
+        engine.add(late_request([1], 3, 2, 0, 9))
