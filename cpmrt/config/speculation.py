@@ -11,6 +11,8 @@ CHAIN_METHODS = ("dspark", "model", "lookup")
 MAX_NODES = 64
 """Nodes of a tree, rows of a step and bits of an ancestor mask."""
 MAX_CANDIDATES = 1024
+LONGEST_MATCH = 3
+"""The most tokens at the end of a text that a lookup compares with those before."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from cpmrt.engine.checks import check_request, guide_of, late_form_of
 from cpmrt.engine.flight import StepsInFlight
 from cpmrt.engine.loan import Loan
 from cpmrt.engine.prefix_cache import empty_cache
+from cpmrt.engine.repeats import RepeatedText
 from cpmrt.engine.sequence import Phase, Request, Sequence
 from cpmrt.engine.speculation import PLAIN, DraftPolicy
 from cpmrt.engine.stats import AcceptCounts
@@ -293,6 +294,8 @@ class Engine:
             seq.accepts = seq.accepts or AcceptCounts(limits)
             if self.adaptive and limits.step_seconds:
                 self._policy = seq.policy = DraftPolicy(limits.tree_shapes, limits.step_seconds, self._policy)
+                looks_up = any(shape.lookup_length for shape in limits.tree_shapes)
+                seq.repeats = RepeatedText(seq.text) if looks_up else None
         self._guarded(admit, (seq,), ())
         for step in transitions.recalls(seq, limits):
             self._guarded(step, (seq,), ())

@@ -13,6 +13,7 @@ from cpmrt.engine.guide import Guide, Matcher
 from cpmrt.engine.late_form import LateForm, Trigger
 from cpmrt.engine.loops import LoopGuard
 from cpmrt.engine.prefix_cache import HeldPages
+from cpmrt.engine.repeats import RepeatedText
 from cpmrt.engine.speculation import DraftPolicy
 from cpmrt.engine.stats import AcceptCounts, GenerationStats
 from cpmrt.executor import SlotResult
@@ -104,6 +105,8 @@ class Sequence:
     """What its draft steps gave; None where the executor only decodes."""
     policy: DraftPolicy | None = None
     """Chooses the tree shape of its steps while it decodes alone; None: always the first shape."""
+    repeats: RepeatedText | None = None
+    """What tells the policy whether a step looks up its draft; None: no policy asks."""
     outbox: deque[SlotResult] = field(default_factory=deque)
     """Results nobody has read yet."""
     added_at: float = 0.0

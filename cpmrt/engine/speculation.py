@@ -3,9 +3,10 @@
 The tokens that a shape of depth D will give are estimated as 1 + r1 + r1 r2 + ... + r1 .. rD, where rd is the accept
 rate at depth d: of the steps whose token at depth d - 1 was accepted, the share that had a token at depth d accepted
 too. Older steps weigh less (exponential forgetting). For a shape that was used lately, the tokens that it really gave
-count too. The policy takes the choice with the most expected tokens a second. To replace the present choice a shape
-must be better by a margin; until it has been tried it is credited with a little more than the rates say, because a
-larger tree is more often right.
+count too. Where lookups beside a draft take the place of trees, both are estimated apart, and weighted by how often
+each came lately. The policy takes the choice with the most expected tokens a second. To replace the present choice a
+shape must be better by a margin; until it has been tried it is credited with a little more than the rates say, because
+a larger tree is more often right.
 
 While plain decoding is best, the policy tries a single draft step now and then. The number of plain steps between two
 trials doubles as long as trials fail, within bounds set by the time that failing trials cost; a trial that paid off is
@@ -43,20 +44,19 @@ _LONGEST_REST = 4
 """The most results between two decisions: a decision takes the host longer than all else that it does in a step."""
 
 
-class AcceptEstimate:
-    """Estimates how many tokens a step of each shape will give.
+class _AcceptRates:
+    """Estimates how many tokens a step of each shape will give, whose longest paths have so many drafted tokens.
 
     It sums results times a weight that grows from step to step, which has the effect of forgetting older results.
     """
 
-    def __init__(self, shapes: tuple[TreeShape, ...]):
-        self._depths = [shape.max_emitted - 1 for shape in shapes]
-        depth = max(self._depths, default=0)
+    def __init__(self, depths: list[int]):
+        self._depths, depth = depths, max(depths, default=0)
         self._weight = 1.0
         self._reached, self._accepted = [0.0] * depth, [0.0] * depth
         if depth:
             self._reached[0], self._accepted[0] = _FIRST_WEIGHT, _FIRST_WEIGHT * _FIRST_RATE
-        self._steps, self._tokens = [0.0] * len(shapes), [0.0] * len(shapes)
+        self._steps, self._tokens = [0.0] * len(depths), [0.0] * len(depths)
 
     def add(self, shape: int, num_tokens: int) -> None:
         """Count a step of this shape that gave so many tokens."""
@@ -99,6 +99,48 @@ class AcceptEstimate:
         for sums in (self._reached, self._accepted, self._steps, self._tokens):
             sums[:] = [value / divisor for value in sums]
         self._weight /= divisor
+
+
+class AcceptEstimate:
+    """Estimates how many tokens a step of each shape will give.
+
+    Steps that verified a looked up chain are estimated apart from those that verified a tree: what the ones accept says
+    nothing about the others.
+    """
+
+    def __init__(self, shapes: tuple[TreeShape, ...]):
+        self._trees = _AcceptRates([shape.tree_depth for shape in shapes])
+        lengths = [shape.lookup_length for shape in shapes]
+        self._chains = _AcceptRates(lengths) if any(lengths) else None
+        self._lengths, self._num_chains, self._num_steps = lengths, 0.0, _FIRST_WEIGHT
+
+    def add(self, shape: int, num_tokens: int, *, is_lookup: bool = False) -> None:
+        """Count a step of this shape that gave so many tokens."""
+        if self._chains is None or not self._lengths[shape]:
+            self._trees.add(shape, num_tokens)
+            return
+        (self._chains if is_lookup else self._trees).add(shape, num_tokens)
+        self._num_chains = self._num_chains / _GROWTH + is_lookup
+        self._num_steps = self._num_steps / _GROWTH + 1
+
+    def fade(self, num_results: float) -> None:
+        """Reduce the weight of everything seen so far to that of `num_results` results, if it is more."""
+        self._trees.fade(num_results)
+        if self._chains is not None:
+            self._chains.fade(num_results)
+
+    def expected_tokens(self) -> tuple[list[float], list[float]]:
+        """Return two estimates for each shape: the plain one, and the one with the credit of an untried shape."""
+        of_trees = self._trees.expected_tokens()
+        if self._chains is None:
+            return of_trees
+        of_chains, share = self._chains.expected_tokens(), self._num_chains / self._num_steps
+        shares = [share if length else 0.0 for length in self._lengths]
+        sober, hopeful = (
+            [tree + part * (chain - tree) for tree, chain, part in zip(trees, chains, shares, strict=True)]
+            for trees, chains in zip(of_trees, of_chains, strict=True)
+        )
+        return sober, hopeful
 
 
 class DraftPolicy:
@@ -148,8 +190,8 @@ class DraftPolicy:
             return False
         return self._best != PLAIN or self._num_plain >= self._gap
 
-    def observe(self, shape: int, num_tokens: int) -> None:
-        """Take the result of the oldest draft step that is not observed yet."""
+    def observe(self, shape: int, num_tokens: int, *, is_lookup: bool = False) -> None:
+        """Take the result of the oldest draft step that is not observed yet; whether a looked up chain was verified."""
         self._num_in_flight -= 1
         if self._num_trailing:
             self._num_trailing -= 1
@@ -158,7 +200,7 @@ class DraftPolicy:
             paid_off = num_tokens * self._plain_s > self._seconds[shape]
             shortest, longest = self._gap_of(_HIGHEST_TRIAL_COST), self._gap_of(_LOWEST_TRIAL_COST)
             self._gap = 0 if paid_off else max(shortest, min(2 * self._gap, longest))
-        self._estimate.add(shape, num_tokens)
+        self._estimate.add(shape, num_tokens, is_lookup=is_lookup)
         self._num_undecided += 1
         if self._num_undecided >= self._rest or self._best == PLAIN:
             self._num_undecided = 0

@@ -191,6 +191,9 @@ def apply(seq: Sequence, step: Step, result: SlotResult) -> SlotResult:
     if new[:kept] != result.token_ids:
         result = SlotResult(new[:kept], result.logprobs[:kept])
     seq.token_ids.extend(result.token_ids)
+    is_lookup = seq.repeats is not None and seq.repeats.is_repeated
+    if seq.repeats is not None:
+        seq.repeats.extend(result.token_ids)
     seq.num_forced = max(0, kept - len(new) + len(rest))
     if guide is not None and seq.finish_reason is None:
         seq.guide, seq.late_form, seq.phase = guide, None, Phase.PAUSED
@@ -198,7 +201,7 @@ def apply(seq: Sequence, step: Step, result: SlotResult) -> SlotResult:
         seq.failure = NonFiniteLogitsError.at(len(seq.request.prompt_ids) + len(seq.token_ids))
         finish(seq, "cancelled")
     if isinstance(step, Speculate) and kept:
-        _count(seq, step.shape, min(kept, len(tokens)))
+        _count(seq, step.shape, min(kept, len(tokens)), is_lookup=is_lookup)
     if seq.guide:
         _go_on(seq, seq.guide)
     return result
@@ -318,12 +321,12 @@ def _forced(seq: Sequence, token_ids: tuple[int, ...]) -> SlotResult:
     return SlotResult(token_ids, tuple(TokenLogprobs(token, 0.0) for token in token_ids) if has_logprobs else ())
 
 
-def _count(seq: Sequence, shape: int, num_tokens: int) -> None:
+def _count(seq: Sequence, shape: int, num_tokens: int, *, is_lookup: bool) -> None:
     is_last = seq.phase is not Phase.DECODE
     if seq.accepts is not None:
         seq.accepts.add(shape, num_tokens, is_last=is_last)
     if seq.policy is not None and not is_last:
-        seq.policy.observe(shape, num_tokens)
+        seq.policy.observe(shape, num_tokens, is_lookup=is_lookup)
 
 
 def cut(seq: Sequence, num_tokens: int) -> None:

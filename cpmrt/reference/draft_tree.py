@@ -14,11 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from cpmrt.config import TreeShape
+from cpmrt.config.speculation import LONGEST_MATCH
 from cpmrt.dtypes import F32, Array
 from cpmrt.reference.sampling import log_softmax
-
-LONGEST_MATCH = 3
-"""The most tokens at the end of a text that a lookup compares with those before."""
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from cpmrt.config import TreeShape
+from cpmrt.config.speculation import LONGEST_MATCH
 from cpmrt.dtypes import F32, Array, DType
 from cpmrt.executor import SlotResult, TreeMasks
 from cpmrt.memory.caches import PAGE_SIZE, pages_for
@@ -23,7 +24,6 @@ from cpmrt.ops import Fp8Pages, KVPages, Ops, Rows
 from cpmrt.reference.blas_threads import BlasThreads
 from cpmrt.reference.draft_block import choose_block
 from cpmrt.reference.draft_tree import (
-    LONGEST_MATCH,
     Nodes,
     TreeGrowth,
     chain_nodes,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from dataclasses import replace
 from statistics import mean
 
 import pytest
@@ -29,12 +30,15 @@ class Fixed:
     def choose(self, num_wanted):
         return self.choice
 
-    def observe(self, shape, num_tokens):
+    def observe(self, shape, num_tokens, **_):
         pass
 
 
-def generate(policy, shapes, seconds, rate, *, tokens=500, lag=4, seed=0, since=0):
-    """Time for the tokens after the first `since`, each: `rate(shape, depth, position)` is the chance to accept."""
+def generate(policy, shapes, seconds, rate, *, tokens=500, lag=4, seed=0, since=0, looks_up=None):
+    """Time for the tokens after the first `since`, each: `rate(shape, depth, position)` is the chance to accept.
+
+    `looks_up(position)`: whether a draft step there looks up its draft; None: no shape does.
+    """
     chance, in_flight = random.Random(seed), deque()
     num_tokens, time, start = 1, 0.0, (0.0, 1)
     while num_tokens < tokens:
@@ -48,7 +52,7 @@ def generate(policy, shapes, seconds, rate, *, tokens=500, lag=4, seed=0, since=
                 break
             emitted += 1
         if choice != PLAIN and num_tokens + emitted < tokens:
-            policy.observe(choice, emitted)
+            policy.observe(choice, emitted, **({"is_lookup": looks_up(num_tokens)} if looks_up else {}))
         num_tokens += emitted
         if num_tokens <= since:
             start = time, num_tokens
@@ -132,6 +136,25 @@ def test_a_shape_that_is_better_than_the_rates_of_another_say_is_found():
 
     adaptive = average(lambda: DraftPolicy(TREES, seconds), TREES, seconds, rate, runs=20, since=64)
     assert adaptive <= 1.08 * best_fixed(TREES, seconds, rate, runs=20, since=64)
+
+
+@pytest.mark.parametrize("seconds", [SECONDS, (1.0, 1.25, 1.15, 1.4, 1.5)])
+@pytest.mark.parametrize(
+    ("share", "tree_rate"), [(0.5, 0.7), (0.3, 0.85), (0.7, 0.4), (0.0, 0.6), (0.0, 0.9), (0.2, 0.9)]
+)
+def test_lookups_beside_trees_hide_from_nobody_what_a_deeper_tree_gives(share, tree_rate, seconds):
+    """A tree ends where its passes do, however often it was right, and a lookup goes on."""
+    shapes = tuple(replace(shape, lookup_length=11) for shape in TREES)
+
+    def looks_up(position):
+        return position * 7919 % 1000 < 1000 * share
+
+    def rate(choice, depth, position):
+        return 0.95 if looks_up(position) else tree_rate if depth <= TREES[choice].tree_depth else 0.0
+
+    settings = {"runs": 20, "since": 64, "looks_up": looks_up}
+    adaptive = average(lambda: DraftPolicy(shapes, seconds), shapes, seconds, rate, **settings)
+    assert adaptive <= 1.08 * best_fixed(shapes, seconds, rate, **settings)
 
 
 @pytest.mark.parametrize("period", [20, 50, 150])

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from scripted import TREE_SHAPES, ScriptedExecutor, plain_continuation
 
 from cpmrt.config import Sampling, TreeShape
 from cpmrt.engine import Engine, Request
+from cpmrt.engine.repeats import RepeatedText
+from cpmrt.engine.speculation import DraftPolicy
 from cpmrt.executor import Decode, ExecutorLimits, Release, Speculate, StepParts
 
 
@@ -132,6 +136,48 @@ def test_an_executor_that_drafts_for_several_takes_them_in_one_step(num_sequence
     drafted = [step.slots for step in executor.steps if isinstance(step, Speculate)]
     assert max(map(len, drafted)) == min(num_sequences, 3)
     assert all(len(step.slots) > 3 for step in executor.steps if isinstance(step, Decode))
+
+
+@given(st.lists(st.lists(st.integers(0, 2), max_size=6), max_size=8))
+def test_a_text_repeats_where_its_last_three_tokens_came_before(parts):
+    text: list[int] = []
+    repeats = RepeatedText(text)
+    for part in parts:
+        text += part
+        repeats.extend(part)
+        runs = [text[end - 3 : end] for end in range(3, len(text))]
+        assert repeats.is_repeated == (text[-3:] in runs)
+
+
+@pytest.mark.parametrize("lookup_length", [0, 5])
+def test_the_policy_hears_which_steps_looked_up_their_draft(lookup_length, monkeypatch):
+    """By the text at the root of each step's tree, though results come late.
+
+    One token that came before counts as a match here: what the executor says hardly has three.
+    """
+    heard = []
+    monkeypatch.setattr("cpmrt.engine.repeats.LONGEST_MATCH", 1)
+    observe = DraftPolicy.observe
+
+    def noted(policy, shape, num_tokens, *, is_lookup):
+        heard.append((num_tokens, is_lookup))
+        observe(policy, shape, num_tokens, is_lookup=is_lookup)
+
+    monkeypatch.setattr(DraftPolicy, "observe", noted)
+    shape = TreeShape(3, 1, 4, lookup_length)
+    limits = ExecutorLimits(1, 512, 16, 3, tree_shapes=(shape,), step_seconds=(1.0, 1.1))
+    results = []
+    engine = Engine(ScriptedExecutor(limits, accuracy=0.8), lambda step, result: results.append((step, result)))
+    prompt = [1, 2, 3, 4]
+    tokens_of(engine, engine.add(request(prompt, new=300)))
+    text, expected = list(prompt), []
+    for step, result in results:
+        gained = result.slots[0].token_ids if result.slots else ()
+        if isinstance(step, Speculate) and gained:
+            expected.append((len(gained), lookup_length > 0 and text[-1] in text[:-1]))
+        text += gained
+    assert heard == expected[: len(heard)] and len(heard) >= len(expected) - 1 > 50
+    assert {is_lookup for _, is_lookup in heard} == ({False, True} if lookup_length else {False})
 
 
 def test_several_sequences_under_a_policy_decode_plainly():
