@@ -26,6 +26,7 @@ from cpmrt.weights.gguf.file import GGUF_SUFFIX
 from cpmrt.weights.gguf.specs import unpaired
 from cpmrt.weights.model_folder import ModelFolder
 from cpmrt.weights.pack import pack
+from cpmrt.weights.ternary import is_ternary
 
 _LOG = logging.getLogger(__name__)
 
@@ -47,6 +48,11 @@ _NUMBERS = {
     "Q6_K": 18, "IQ4_NL": 25, "IQ4_XS": 30, "BF16": 32, "TQ2_0": 37,
 }  # fmt: skip
 """llama.cpp's numbers for what most matrices of a file are (`general.file_type`)."""
+_TERNARY = "TQ2_0"
+_NOT_TERNARY = (
+    "%d matrices are not -1, 0 or 1 times one scale for each %d columns: tq2_0 rounds them to that, and a model that "
+    "was not trained so forgets what it knew; q2_k is the smallest type for others"
+)
 _WIDE = ("BF16", "F16", "Q8_0")
 FILE_TYPES = {
     name.lower(): FileType(name, _NUMBERS[name], name if name in _WIDE else "Q6_K")
@@ -75,12 +81,16 @@ def to_gguf(folder: ModelFolder, target: Path, kind: str) -> None:
         with GgufWriter(partial, keys, all_plans) as writer:
             for name, values in factors.items():
                 writer.write(name, values)
+            num_rounded = 0
             for name, spec in sources.items():
                 values = _values(spec, checkpoint)
                 if row.pairs_rows(name):
                     values = _paired(values, folder.config.attention.head_dim)
                 plan = plans[row.gguf_name(name)]
+                num_rounded += plan.dtype == _TERNARY and not is_ternary(values, BLOCK_TYPES[_TERNARY].size)
                 writer.write(row.gguf_name(name), _stored(values, plan.dtype))
+            if num_rounded:
+                _LOG.warning(_NOT_TERNARY, num_rounded, BLOCK_TYPES[_TERNARY].size)
 
 
 def _plan(spec: TensorSpec, kind: str, folder: ModelFolder) -> TensorPlan:

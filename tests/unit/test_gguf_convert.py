@@ -228,6 +228,24 @@ def test_the_name_of_the_file_says_the_format(tmp_path):
     assert ModelFolder.open(tmp_path / "a.gguf").config.attention == ModelFolder.open(BUNDLED).config.attention
 
 
+def test_what_is_not_ternary_is_told(tmp_path, caplog):
+    """Ternary blocks of other weights are noise, and nothing else says so."""
+    to_gguf(ModelFolder.open(BUNDLED), tmp_path / "plain.gguf", "tq2_0")
+    assert "48 matrices are not" in caplog.text and "q2_k" in caplog.text
+    caplog.clear()
+    folder = shutil.copytree(BUNDLED, tmp_path / "ternary")
+    raw = bytearray((folder / "model.safetensors").read_bytes())
+    begin = 8 + int.from_bytes(raw[:8], "little")
+    for name, entry in json.loads(raw[8:begin]).items():
+        if "proj" in name:  # bfloat16: every value keeps its sign
+            first, last = (begin + offset for offset in entry["data_offsets"])
+            words = np.frombuffer(raw, "<u2", (last - first) // 2, first)
+            words[:] = words & 0x8000 | 0x3C00
+    (folder / "model.safetensors").write_bytes(raw)
+    to_gguf(ModelFolder.open(folder), tmp_path / "ternary.gguf", "tq2_0")
+    assert "are not" not in caplog.text
+
+
 @pytest.mark.parametrize("options", [["--method", "rtn"], ["--method", "ternary"]])
 def test_a_file_is_not_quantised_before_it_is_a_folder(tmp_path, options, capsys):
     pair = models.write_pair(tmp_path, "llama", lambda name: "BF16", num_hidden_layers=1)
