@@ -58,7 +58,7 @@ def read_dspark(
     decoder = _decoder(fields, target, quantize_config)
     return DraftConfig(
         wish.method, decoder, layer_name="layers.{}", taps=taps, draft_vocab=target.vocab_size,
-        head_bits=wish.head_bits, block=block,
+        head_bits=wish.head_bits, block=block, has_head=_brings_head(shapes),
     )  # fmt: skip
 
 
@@ -92,6 +92,11 @@ def _has_confidence(fields: Fields, shapes: Shapes | None) -> bool:
     """Return whether there is a confidence head: as the config says, else as the tensors are."""
     is_there = shapes is None or _CONFIDENCE in shapes
     return fields.boolean("enable_confidence_head", is_there)
+
+
+def _brings_head(shapes: Shapes | None) -> bool:
+    """Return whether the draft has an embedding or a head of its own, which mostly are copies of the target's."""
+    return shapes is not None and not shapes.keys().isdisjoint(("embed_tokens.weight", "lm_head.weight"))
 
 
 def _target_layers(fields: Fields, target: ModelConfig) -> list[int]:

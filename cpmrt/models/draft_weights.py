@@ -73,12 +73,13 @@ def _draft(
         token_map = _from_offsets(config, checkpoint, vocab_size)
     elif config.method == "eagle2":
         token_map = _frequent(folder.path, checkpoint, vocab_size, wish)
+    elif config.block is not None:
+        shapes = chains_of(wish.shapes, config.block)
+    if config.method in ("eagle2", "dspark"):
         if own := _own_head(config, checkpoint, target):
             specs += (_copied_head((own,), config.head_bits, token_map) or prefixed((own,))[0],)
         else:
             head = _copied_head(target_specs, config.head_bits, token_map)
-    elif config.block is not None:
-        head, shapes = _copied_head(target_specs, config.head_bits, None), chains_of(wish.shapes, config.block)
     draft = Draft(
         config, shapes, specs, head, token_map, wish.forced_accept, wish.min_confidence or 0.0
     )  # fmt: skip
@@ -144,8 +145,9 @@ def _own_head(config: DraftConfig, checkpoint: Checkpoint | None, target: ModelF
     """
     if checkpoint is None or not config.has_head:
         return None
+    embedding = _EMBEDDING if config.block is None else _EMBEDDING.removeprefix("model.")
     with Checkpoint.open(target.path) as theirs:
-        if not _is_copy(checkpoint, theirs, _EMBEDDING):
+        if not _is_copy(checkpoint, theirs, embedding, _EMBEDDING):
             raise UnsupportedModelError(
                 f"{checkpoint.folder}: the draft has an embedding of its own", expected="that of its target",
                 fix="use a draft that was made for this model",
@@ -156,16 +158,16 @@ def _own_head(config: DraftConfig, checkpoint: Checkpoint | None, target: ModelF
     return Names("", "").weight("lm_head", _HEAD, decoder.vocab_size, decoder.hidden_size, product="head")
 
 
-def _is_copy(ours: Checkpoint, theirs: Checkpoint, name: str, their_name: str = "") -> bool:
+def _is_copy(ours: Checkpoint, theirs: Checkpoint, name: str, their_name: str) -> bool:
     """Tell whether two checkpoints hold the same matrix, as far as rows spread over it tell.
 
     A matrix that one of them lacks, or holds as another type, counts as a copy: that is what drafts are made with.
     """
-    entries = ours.entries.get(name), theirs.entries.get(their_name or name)
+    entries = ours.entries.get(name), theirs.entries.get(their_name)
     if entries[0] is None or entries[1] is None or entries[0].dtype != entries[1].dtype:
         return True
     rows = np.unique(np.linspace(0, entries[0].shape[0] - 1, _COMPARED_ROWS).astype(int))
-    return np.array_equal(ours.view(name)[rows], theirs.view(their_name or name)[rows])
+    return np.array_equal(ours.view(name)[rows], theirs.view(their_name)[rows])
 
 
 def _copied_head(specs: Sequence[TensorSpec], bits: int | None, token_map: tuple[int, ...] | None) -> TensorSpec | None:

@@ -115,8 +115,18 @@ def test_the_tensors_are_compared_with_the_config(tmp_path):
         opened(tmp_path, tensors | {"markov_head.gate.weight": np.zeros((2, 2), np.float32)})
     with pytest.raises(CheckpointError, match="1 wrong: 'markov_head.markov_w2.weight'"):
         opened(tmp_path, tensors | {"markov_head.markov_w2.weight": np.zeros((VOCAB, 5), np.float32)})
-    copies = {"embed_tokens.weight": (VOCAB, HIDDEN), "lm_head.weight": (VOCAB, HIDDEN)}
-    opened(tmp_path, tensors | {name: np.zeros(shape, np.float32) for name, shape in copies.items()})
+
+
+def test_an_embedding_and_a_head_that_come_along(tmp_path):
+    """Drafts for Qwen3 hold both: copies are left out, another head is used, another embedding is refused."""
+    target, tensors = target_tensors(), dspark_tensors()
+    embedding, head = target["model.embed_tokens.weight"], target["lm_head.weight"]
+    copies = {"embed_tokens.weight": embedding, "lm_head.weight": head}
+    assert opened(tmp_path, tensors | copies).specs == opened(tmp_path, tensors).specs
+    own = opened(tmp_path, tensors | copies | {"lm_head.weight": head + 1})
+    assert own.specs[-1].name == "draft.lm_head" and own.specs[-1].shape == (VOCAB, HIDDEN)
+    with pytest.raises(UnsupportedModelError, match="an embedding of its own: expected that of its target"):
+        opened(tmp_path, tensors | copies | {"embed_tokens.weight": embedding + 1})
 
 
 def test_without_a_confidence_head(tmp_path):
