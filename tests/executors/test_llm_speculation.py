@@ -74,8 +74,10 @@ def test_no_token_comes_after_the_one_that_completes_a_stop_string(checkpoint):
 
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
-@pytest.mark.parametrize("draft", ["small", "itself", "lookup"])
-def test_several_prompts_together_are_drafted_for(checkpoint, draft, kv_dtype):
+@pytest.mark.parametrize(("draft", "wishes"), [
+    ("small", {}), ("itself", {}), ("itself", {"lookup": 6}), ("lookup", {"num_passes": 5}),
+])  # fmt: skip
+def test_several_prompts_together_are_drafted_for(checkpoint, draft, wishes, kv_dtype):
     """With stop strings, penalties, logprobs and ends of their own; and alone again when the others are done."""
     prompts = [PROMPT, "two two", "one two one", "a b a b a b", "two one two one"]
     params = [
@@ -84,7 +86,8 @@ def test_several_prompts_together_are_drafted_for(checkpoint, draft, kv_dtype):
         for number in range(5)
     ]  # fmt: skip
     steps, answers = [], []
-    for settings in ({}, {"draft": draft, "on_step": lambda step, _: steps.append(step)}):
+    drafting = {"draft": draft, "speculate": wishes, "on_step": lambda step, _: steps.append(step)}
+    for settings in ({}, drafting):
         shared = {"executor": "reference", "max_context": 128, "max_sequences": 4, "kv_dtype": kv_dtype}
         with LLM(checkpoint, **shared, **settings) as llm:
             found = llm.generate(prompts, params)
