@@ -11,6 +11,7 @@ from tokenizers import Tokenizer as Library
 
 from cpmrt.errors import CheckpointError, UnsupportedModelError
 from cpmrt.text import ChatTemplate, Tokenizer
+from cpmrt.weights.gguf.folder import read_member
 
 COUNTS = pytest.mark.parametrize("count", [1000, pytest.param(10_000, marks=pytest.mark.all)])
 """Of texts on which ids are compared."""
@@ -201,6 +202,22 @@ def test_a_piece_that_is_too_long_to_be_cut_everywhere_is_refused(tmp_path):
     keys["scores"] = listed(files.F32, [0.0, -1.0, -2.0])
     with pytest.raises(CheckpointError, match="a piece: expected at most 256 characters, got 257"):
         Tokenizer.open(write(tmp_path / "bad.gguf", keys))
+
+
+def test_a_piece_with_a_space_is_no_pair(tmp_path):
+    """Merges are strings "left right" where that can be read back, and lists where it cannot."""
+    pieces = ["a", "b", "ab", "abab"]
+    for more, expected in (([], "a b"), (["a b"], ["a", "b"])):
+        tokens = ["<unk>", *pieces, *more]
+        keys = {
+            "model": (files.STRING, "llama"), "tokens": listed(files.STRING, tokens),
+            "token_type": listed(files.I32, [UNKNOWN, *[NORMAL] * (len(tokens) - 1)]),
+            "scores": listed(files.F32, [-float(i) for i in range(len(tokens))]),
+            "unknown_token_id": (files.U32, 0), "add_space_prefix": (files.BOOL, 0),
+        }  # fmt: skip
+        path = write(tmp_path / f"{len(more)}.gguf", keys)
+        assert json.loads(read_member(path, "tokenizer.json"))["model"]["merges"][0] == expected
+        assert Tokenizer.open(path).encode("ababb", add_special_tokens=False) == [4, 2]
 
 
 def test_scores_must_be_there_for_sentence_piece(tmp_path):

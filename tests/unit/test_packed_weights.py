@@ -144,5 +144,5 @@ def test_rows_in_pairs_are_those_of_heads() -> None:
     assert not takes_blocks(replace(spec, head_dim=32)) and not takes_blocks(replace(spec, product="residual"))
     assert not takes_blocks(replace(spec, product=None)) and not takes_blocks(replace(spec, num_experts=2))
     assert not takes_blocks(replace(spec, shape=(256, 96)))
-    others = tuple(replace(source, packing=other) for other in (None, replace(packing, format="Q6_K")))
+    others = tuple(replace(source, packing=other) for other in (None, replace(packing, format="gptq")))
     assert not any(takes_blocks(replace(spec, sources=(other,))) for other in others)
