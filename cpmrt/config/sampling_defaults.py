@@ -28,7 +28,7 @@ class SamplingDefaults:
     repetition_penalty: float = 1.0
     loop_penalty: float = 1.0
     """The repetition penalty of an answer that has looped, where loops are looked for; 1: such an answer ends."""
-    source: str = "greedy, as the checkpoint recommends nothing"
+    source: str = "the checkpoint recommends nothing"
 
     @classmethod
     def of_model(

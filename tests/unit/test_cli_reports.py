@@ -129,7 +129,7 @@ def test_inspect_shows_the_sampling_of_the_model(tmp_path, capsys, json_of):
     folder = write_checkpoint(tmp_path / "model")
     assert main(["inspect", str(folder)]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "sampling temperature 0.0, top_k 0" in shown and "recommends nothing" in shown
+    assert "sampling temperature 0.0, top_k 0" in shown and "source the checkpoint recommends nothing" in shown
     (folder / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.7, "top_k": 20}')
     own = {"temperature": 0.7, "top_k": 20, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
     own["loop_penalty"] = 1.0
