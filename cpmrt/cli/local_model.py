@@ -12,7 +12,8 @@ from cpmrt.cli.output import sampling_line
 from cpmrt.config import SamplingParams
 from cpmrt.errors import ContextLengthError
 from cpmrt.generation import Completion
-from cpmrt.server.chat_text import ChatText, Delta
+from cpmrt.server.chat_text import ChatText
+from cpmrt.server.growing_calls import Delta
 from cpmrt.sharing.jobs import Generation
 from cpmrt.sharing.text_stream import TextStream
 from cpmrt.text.markers import marker_ids

@@ -6,32 +6,38 @@ at the beginning of an answer only: further on these markers are text. `cpmrt.to
 
 from __future__ import annotations
 
-import secrets
 from typing import Any
 
+from cpmrt.server.growing_calls import CallDeltas, Delta
 from cpmrt.text.markers import THINKING_PAIRS, held_back
 from cpmrt.tool_use.calls import Call, Schemas
 from cpmrt.tool_use.finder import CallFinder
-
-Delta = dict[str, Any]
-"""A part of a message as a chunk has it: {"content": text}, {"reasoning_content": text} or {"tool_calls": [...]}."""
+from cpmrt.tool_use.formats import Format
 
 
 class ChatText:
     """Turns the text of one choice into deltas. `schemas` None: the request has no tools, so nothing is a call.
 
     `thought_end` is the marker that ends the thought which the prompt has opened, None where it has opened none.
-    `one_call`: calls after the first are left out.
+    `one_call`: calls after the first are left out. `bound`: a format of which whatever begins a call is one, since a
+    grammar sees to it; their arguments come bit by bit, and if the answer ends within a call they are what is there.
     """
 
-    def __init__(self, thought_end: str | None, schemas: Schemas | None, *, one_call: bool = False):
-        self._thinking, self._one_call = _ThinkingSplitter(thought_end), one_call
+    def __init__(
+        self,
+        thought_end: str | None,
+        schemas: Schemas | None,
+        *,
+        one_call: bool = False,
+        bound: Format | None = None,
+    ):
+        self._thinking, self._bound = _ThinkingSplitter(thought_end), bound
         self._tools = None if schemas is None else CallFinder(schemas)
-        self._num_calls = 0
+        self._calls = CallDeltas(one_call=one_call)
 
     @property
     def has_calls(self) -> bool:
-        return self._num_calls > 0
+        return self._calls.num_calls > 0
 
     def push(self, piece: str) -> list[Delta]:
         """Return the deltas that this piece completes."""
@@ -39,7 +45,10 @@ class ChatText:
         if self._tools is None and not thoughts:
             return [{"content": text}] if text else []
         text, calls = self._tools.push(text) if self._tools and text else (text, [])
-        return self._deltas(thoughts, text, calls)
+        deltas = self._deltas(thoughts, text, calls)
+        if self._tools is not None and self._bound is not None:
+            deltas += self._calls.growing(self._tools.growing(self._bound))
+        return deltas
 
     def flush(self) -> list[Delta]:
         """Return what is still held back at the end of the answer."""
@@ -47,7 +56,10 @@ class ChatText:
         if self._tools is None:
             return self._deltas(thoughts, text, [])
         before, calls = self._tools.push(text)
+        is_within_call = self._calls.has_begun and not calls
         after, more = self._tools.flush()
+        if is_within_call and not more:
+            after = ""  # the text of the call, which was said as a call already
         return self._deltas(thoughts, before + after, [*calls, *more])
 
     def _deltas(self, thoughts: str, text: str, calls: list[Call]) -> list[Delta]:
@@ -56,19 +68,8 @@ class ChatText:
             deltas.append({"reasoning_content": thoughts})
         if text:
             deltas.append({"content": text})
-        for call in calls:
-            if not (self._one_call and self._num_calls):
-                deltas += self._call_deltas(call)
+        deltas += self._calls.whole(calls)
         return deltas
-
-    def _call_deltas(self, call: Call) -> list[Delta]:
-        """Return the head of a call and its arguments, as the API streams them."""
-        index, self._num_calls = self._num_calls, self._num_calls + 1
-        head = {"index": index, "id": f"call_{secrets.token_hex(12)}", "type": "function"}
-        return [
-            {"tool_calls": [{**head, "function": {"name": call.name, "arguments": ""}}]},
-            {"tool_calls": [{"index": index, "function": {"arguments": call.arguments}}]},
-        ]
 
 
 class Message:

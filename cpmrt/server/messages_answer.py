@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from cpmrt.server.answers import compact_json, event
-from cpmrt.server.chat_text import ChatText, Delta
+from cpmrt.server.chat_text import ChatText
 from cpmrt.server.engine_thread import Item
 from cpmrt.server.errors import ApiError
+from cpmrt.server.growing_calls import Delta
 from cpmrt.sharing.jobs import Ended
 
 _ERROR_TYPES = {

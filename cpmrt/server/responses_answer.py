@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from cpmrt.server.answers import compact_json, event
-from cpmrt.server.chat_text import ChatText, Delta
+from cpmrt.server.chat_text import ChatText
 from cpmrt.server.engine_thread import Item
 from cpmrt.server.errors import ApiError
+from cpmrt.server.growing_calls import Delta
 from cpmrt.sharing.jobs import Ended
 
 _ECHOED: dict[str, Any] = {

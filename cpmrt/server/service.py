@@ -38,6 +38,7 @@ from cpmrt.text.markers import marker_ids
 from cpmrt.text.streaming import stop_automaton
 from cpmrt.text.thinking import opened_thought
 from cpmrt.tool_use.calls import schemas_of
+from cpmrt.tool_use.grammars import format_of
 
 T = TypeVar("T")
 
@@ -166,7 +167,10 @@ class Service:
         requests = choices_of(llm, ids, wanted)
         thought_end = opened_thought(llm.tokenizer, ids)
         schemas = schemas_of(chat.tools) if chat.tools else None
-        texts = [ChatText(thought_end, schemas, one_call=chat.one_call) for _ in range(wanted.num_choices)]
+        # Whole answers keep an unfinished call as the text that it is.
+        is_bound = wanted.streams and (chat.called or wanted.sampling.grammar_trigger is not None)
+        bound = format_of(llm.chat_template) if is_bound else None
+        texts = [ChatText(thought_end, schemas, one_call=chat.one_call, bound=bound) for _ in range(wanted.num_choices)]
         return wanted, requests, texts
 
     def prepare_completion(self, body: dict[str, Any]) -> Prepared:

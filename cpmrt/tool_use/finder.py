@@ -7,6 +7,7 @@ import re
 from cpmrt.text.markers import THINKING_PAIRS, held_back
 from cpmrt.tool_use.calls import Call, Schemas
 from cpmrt.tool_use.formats import FORMATS, MAX_CALL_CHARACTERS, EndFinder, Format
+from cpmrt.tool_use.growing import growing_calls
 
 _STARTS = {form.start: form for form in FORMATS}
 _ANY_START = re.compile("|".join(map(re.escape, _STARTS)))
@@ -29,6 +30,10 @@ class CallFinder:
         """What finds the end of the block that is open."""
         self._has_calls = False
         self._skips_quoted = True
+
+    def growing(self, form: Format) -> list[Call]:
+        """Return the calls in the open block, if it is of this format, as far as their arguments are certain."""
+        return growing_calls(form, self._held, self._schemas) if self._form is form else []
 
     def push(self, piece: str) -> tuple[str, list[Call]]:
         """Return the text and the calls that this piece completes."""

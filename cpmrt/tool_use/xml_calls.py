@@ -16,8 +16,8 @@ from typing import Any
 
 from cpmrt.tool_use.calls import Call, Schemas, as_json, listed_types
 
-_FUNCTION = re.compile(r'([^"]+)"\s*>')
-_PARAM = re.compile(r'\s*<param\s+name="([^"]+)"\s*>')
+FUNCTION = re.compile(r'([^"]+)"\s*>')
+PARAM = re.compile(r'\s*<param\s+name="([^"]+)"\s*>')
 _VALUE_STOP = re.compile(r"</param>|<!\[CDATA\[")
 _JSON_TYPES = {
     type(None): ("null",), bool: ("boolean",), int: ("integer", "number"), float: ("number",), str: ("string",),
@@ -27,7 +27,7 @@ _JSON_TYPES = {
 
 def read_xml_call(text: str, schemas: Schemas) -> list[Call]:
     """Read what follows `<function name="`, up to the closing tag. Raises ValueError if it is no call."""
-    function = _FUNCTION.match(text)
+    function = FUNCTION.match(text)
     if function is None or function[1] not in schemas:
         raise ValueError("no call of a known function")
     body = text[function.end() :].strip()
@@ -39,7 +39,7 @@ def read_xml_call(text: str, schemas: Schemas) -> list[Call]:
     for name, value in _params(body):
         if name in arguments or not (name in properties or not properties or schema.get("additionalProperties")):
             raise ValueError(f"parameter {name!r} is unknown or given twice")
-        arguments[name] = _typed(value, properties.get(name))
+        arguments[name] = typed_value(value, properties.get(name))
     if missing := set(schema.get("required") or ()) - set(arguments):
         raise ValueError(f"required parameters are missing: {missing}")
     return [Call(function[1], as_json(arguments))]
@@ -49,14 +49,14 @@ def _params(text: str) -> Iterator[tuple[str, str]]:
     """Yield name and value of each parameter. Raises ValueError where something else stands."""
     at, end = 0, len(text.rstrip())
     while at < end:
-        head = _PARAM.match(text, at)
+        head = PARAM.match(text, at)
         if head is None:
             raise ValueError("no parameter")
-        value, at = _value(text, head.end())
+        value, at = read_param(text, head.end())
         yield head[1], value
 
 
-def _value(text: str, at: int) -> tuple[str, int]:
+def read_param(text: str, at: int) -> tuple[str, int]:
     """Return the value that begins at a position, and the position after its end tag.
 
     White space around it is dropped, but not within CDATA: there it may be a file's.
@@ -76,7 +76,7 @@ def _value(text: str, at: int) -> tuple[str, int]:
     raise ValueError("a value without its end")
 
 
-def _typed(text: str, schema: object) -> Any:
+def typed_value(text: str, schema: object) -> Any:
     """Return a value as its schema wants it: text if that may be a string, else JSON or a Python literal if it is one.
 
     Where strings are one of several types, only values of the other types are not text.

@@ -62,14 +62,15 @@ def test_a_tool_is_called_by_its_name(client):
 
 def test_calls_are_streamed(client):
     whole = asked(client, tool_choice="required", parallel_tool_calls=False).choices[0].message.tool_calls[0].function
-    name, arguments, reason = "", "", None
+    name, arguments, reason, pieces = "", "", None, 0
     for chunk in asked(client, tool_choice="required", parallel_tool_calls=False, stream=True):
         (choice,) = chunk.choices
         for call in choice.delta.tool_calls or ():
             name += call.function.name or ""
             arguments += call.function.arguments or ""
+            pieces += bool(call.function.arguments)
         reason = choice.finish_reason or reason
-    assert (name, arguments, reason) == (whole.name, whole.arguments, "tool_calls")
+    assert (name, arguments, reason) == (whole.name, whole.arguments, "tool_calls") and pieces > 1
 
 
 def test_messages_of_anthropic(server):

@@ -1,0 +1,133 @@
+"""The calls of a block that a model is still writing, under a grammar, as far as their arguments are certain.
+
+What is read of them is the beginning of the JSON that `Format.read` gives for the whole block, and only grows. Texts
+are read as they come, other values when they are whole.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from cpmrt.tool_use.calls import Call, Schemas, as_json
+from cpmrt.tool_use.formats import HERMES, PYTHON, XML, Format
+from cpmrt.tool_use.xml_calls import FUNCTION, PARAM, read_param, typed_value
+
+_HERMES_HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"((?:[^"\\]|\\.)*)"\s*,\s*"arguments"\s*:\s*\{\s*')
+_HERMES_KEY = re.compile(r'"((?:[^"\\]|\\.)*)"\s*:\s*')
+_PYTHON_HEAD = re.compile(r"(?:\s*```[a-z]*\n)?\s*([\w.]+)\(")
+_PYTHON_KEY = re.compile(r"(\w+)=")
+_BETWEEN = re.compile(r"\s*,\s*")
+_WHOLE = re.compile(
+    r'(?:[^"\\]|\\["\\/bfnrt]|\\u(?![dD][89a-fA-F])[0-9a-fA-F]{4}'
+    r"|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})*"
+)
+"""The beginning of a text in JSON, without an escape sequence, or a pair of them, that is not whole."""
+_BEHIND = frozenset(" \n,)}")
+"""What may come behind a value; behind a number anything else may be more of it."""
+_DECODER = json.JSONDecoder()
+MAX_GROWING = 2**15
+"""The most characters of a block that is read before it is whole."""
+_CDATA, _CDATA_END = "<![CDATA[", "]]>"
+
+
+class _Value(NamedTuple):
+    """The JSON of a value as far as it is certain, and the place behind it if it is whole."""
+
+    text: str
+    end: int | None
+
+
+def growing_calls(form: Format, text: str, schemas: Schemas) -> list[Call]:
+    """Return the calls in the text of an open block of this format; the arguments of the last may go on.
+
+    They grow no more where the text is so long that reading it again and again would take long.
+    """
+    if len(text) > MAX_GROWING:
+        return []
+    return list(_READERS[form.start](text, schemas))
+
+
+def _json_call(text: str, schemas: Schemas) -> Iterator[Call]:
+    head = _HERMES_HEAD.match(text)
+    if head is not None:
+        arguments, _ = _members(text, head.end(), _HERMES_KEY, "}")
+        yield Call(_unquoted(head[1]), arguments)
+
+
+def _python_calls(text: str, schemas: Schemas) -> Iterator[Call]:
+    at: int | None = 0
+    while at is not None and (head := _PYTHON_HEAD.match(text, at)) is not None:
+        arguments, at = _members(text, head.end(), _PYTHON_KEY, ")")
+        yield Call(head[1], arguments)
+
+
+def _xml_call(text: str, schemas: Schemas) -> Iterator[Call]:
+    function = FUNCTION.match(text)
+    if function is None:
+        return
+    properties = schemas.get(function[1], {}).get("properties") or {}
+    members, at = list[str](), function.end()
+    while (head := PARAM.match(text, at)) is not None:
+        schema = properties.get(head[1])
+        try:
+            value, at = read_param(text, head.end())
+        except ValueError:
+            begun = _begun_cdata(text[head.end() :]) if schema and schema.get("type") == "string" else None
+            if begun is not None:
+                members.append(f"{as_json(head[1])}: {begun}")
+            break
+        members.append(f"{as_json(head[1])}: {as_json(typed_value(value, schema))}")
+    yield Call(function[1], "{" + ", ".join(members))
+
+
+def _begun_cdata(text: str) -> str | None:
+    """Return the JSON of a text that has begun in CDATA, without the quotation mark that ends it."""
+    if not text.startswith(_CDATA):
+        return None
+    body, end, _ = text[len(_CDATA) :].partition(_CDATA_END)
+    if end:
+        return as_json(body)[:-1]
+    held = next((length for length in (2, 1) if body.endswith(_CDATA_END[:length])), 0)
+    return as_json(body[: len(body) - held])[:-1]
+
+
+def _members(text: str, at: int, key: re.Pattern[str], end: str) -> tuple[str, int | None]:
+    """Return the JSON of the arguments that begin here, and the place behind them if they are whole."""
+    members = list[str]()
+    while True:
+        if text.startswith(end, at):
+            return "{" + ", ".join(members) + "}", at + len(end)
+        between = _BETWEEN.match(text, at) if members else None
+        name = key.match(text, between.end() if between else at)
+        value = _value(text, name.end()) if name else None
+        if name is None or value is None or (members and between is None):
+            return "{" + ", ".join(members), None
+        members.append(f"{as_json(_unquoted(name[1]))}: {value.text}")
+        if value.end is None:
+            return "{" + ", ".join(members), None
+        at = value.end
+
+
+def _value(text: str, at: int) -> _Value | None:
+    """Return a value of JSON, None where nothing of it is certain."""
+    try:
+        value, end = _DECODER.raw_decode(text, at)
+    except (ValueError, RecursionError):
+        if not text.startswith('"', at):
+            return None
+        begun = _WHOLE.match(text, at + 1)
+        return _Value(as_json(_unquoted(begun[0] if begun else ""))[:-1], None)
+    return _Value(as_json(value), end) if text[end : end + 1] in _BEHIND else None
+
+
+def _unquoted(text: str) -> str:
+    """Return what stands between the quotation marks of JSON."""
+    return str(json.loads(f'"{text}"', strict=False))
+
+
+_READERS: dict[str, Callable[[str, Schemas], Iterator[Call]]] = {
+    HERMES.start: _json_call, PYTHON.start: _python_calls, XML.start: _xml_call,
+}  # fmt: skip

@@ -1,0 +1,131 @@
+"""Calls that are still being written: what is said of their arguments is the beginning of what is said at last."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cpmrt.server.chat_text import ChatText
+from cpmrt.tool_use.formats import FORMATS, HERMES, PYTHON, XML
+from cpmrt.tool_use.growing import MAX_GROWING, growing_calls
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "text": {"type": "string"}, "count": {"type": "number"}, "open": {"type": "boolean"},
+        "tags": {"type": "array", "items": {"type": "string"}}, "code": {"type": "string"},
+    },
+}  # fmt: skip
+SCHEMAS = {"write": SCHEMA, "read": SCHEMA}
+TEXTS = st.text(st.characters(exclude_categories=("Cs", "Cc")) | st.sampled_from('\n\t"\\{}[]<>&,:😀'), max_size=12)
+ARGUMENTS = st.fixed_dictionaries({}, optional={
+    "text": TEXTS.filter(lambda text: text == text.strip()), "open": st.booleans(),
+    "count": st.integers(-99, 10**9) | st.floats(-9, 9, width=16),
+    "tags": st.lists(TEXTS, max_size=3), "code": TEXTS.map(lambda text: text.replace("]", "")),
+})  # fmt: skip
+CALLS = st.lists(st.tuples(st.sampled_from(sorted(SCHEMAS)), ARGUMENTS), min_size=1, max_size=3)
+
+
+def dumped(value, ensure_ascii=False):
+    return json.dumps(value, ensure_ascii=ensure_ascii)
+
+
+def xml_value(name, value):
+    if name in ("text", "code"):
+        return f"<![CDATA[{value}]]>" if name == "code" or any(mark in value for mark in "<&\n") else value
+    return f"<![CDATA[{dumped(value)}]]>" if isinstance(value, list) else dumped(value)
+
+
+def written(form, calls, ensure_ascii):
+    """Calls as a grammar has a model write them."""
+    if form is HERMES:
+        return "\n".join(
+            f'<tool_call>\n{{"name": {dumped(name)}, "arguments": {dumped(values, ensure_ascii)}}}\n</tool_call>'
+            for name, values in calls
+        )
+    if form is PYTHON:
+        lines = (
+            f"{name}({', '.join(f'{key}={dumped(value)}' for key, value in values.items())})" for name, values in calls
+        )
+        body = "\n".join(lines)
+        return f"{form.start}\n```python\n{body}\n```\n{form.end}"
+    return "".join(
+        f'<function name="{name}">'
+        + "".join(f'<param name="{key}">{xml_value(key, value)}</param>' for key, value in values.items())
+        + "</function>"
+        for name, values in calls
+    )
+
+
+def pieces_of(text, seed):
+    draw, at = random.Random(seed), 0
+    while at < len(text):
+        size = draw.choice((1, 2, 5, 30))
+        yield text[at : at + size]
+        at += size
+
+
+def joined(deltas):
+    """Names and arguments of the calls, the text, and how many pieces of arguments there were."""
+    names, arguments, text, pieces = [], [], "", 0
+    for delta in deltas:
+        text += delta.get("content", "")
+        for part in delta.get("tool_calls", ()):
+            if "id" in part:
+                assert part["index"] == len(names)
+                names.append(part["function"]["name"])
+                arguments.append("")
+            arguments[part["index"]] += part["function"]["arguments"]
+            pieces += bool(part["function"]["arguments"])
+    return names, arguments, text, pieces
+
+
+def deltas_of(text, seed, **settings):
+    chat = ChatText(None, SCHEMAS, **settings)
+    return [delta for piece in pieces_of(text, seed) for delta in chat.push(piece)] + chat.flush()
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.start)
+@given(calls=CALLS, seed=st.integers(0, 99), ensure_ascii=st.booleans())
+def test_pieces_make_the_arguments_of_the_whole_call(form, calls, seed, ensure_ascii):
+    text = "Sure. " + written(form, calls, ensure_ascii)
+    names, arguments, said, _ = joined(deltas_of(text, seed))
+    assert joined(deltas_of(text, seed, bound=form))[:3] == (names, arguments, said)
+    if names:
+        assert [json.loads(each) for each in arguments] == [values for _, values in calls]
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.start)
+def test_a_long_text_comes_in_many_pieces(form):
+    values = {"open": True, "code": "def f():\n    return \"ä\\\\\"\n" * 20}
+    text = written(form, [("write", values)], False)
+    names, (arguments,), _, pieces = joined(deltas_of(text, 3, bound=form))
+    assert names == ["write"] and json.loads(arguments) == values and pieces > 20
+    assert joined(deltas_of(text, 3))[-1] == 1
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.start)
+def test_an_answer_that_ends_within_a_call_has_what_is_there(form):
+    text = written(form, [("write", {"count": 5, "code": "0123456789" * 3})], False)
+    cut = text[: text.index("3456")]
+    names, (arguments,), said, _ = joined(deltas_of(cut, 1, bound=form))
+    assert names == ["write"] and arguments == '{"count": 5, "code": "012' and not said.strip()
+    assert not joined(deltas_of(cut, 1))[0], "without a grammar it is text"
+
+
+def test_one_call_leaves_out_the_others():
+    text = written(HERMES, [("write", {"count": 1}), ("read", {"count": 2})], False)
+    assert joined(deltas_of(text, 2, bound=HERMES, one_call=True))[:2] == (["write"], ['{"count": 1}'])
+
+
+def test_blocks_of_other_formats_are_read_when_they_are_whole():
+    text = written(XML, [("write", {"code": "abc" * 9})], False)
+    assert joined(deltas_of(text, 2, bound=HERMES)) == joined(deltas_of(text, 2))
+
+
+def test_a_block_that_is_too_long_grows_no_more():
+    assert growing_calls(HERMES, '{"name": "write", "arguments": {"code": "' + "x" * MAX_GROWING, SCHEMAS) == []
