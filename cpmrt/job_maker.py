@@ -330,7 +330,9 @@ def _called(tools: Sequence[Tool], tool_choice: str) -> tuple[str, ...]:
     names = tuple(schemas_of(tools))
     if tool_choice in ("auto", "none"):
         return ()
-    if tool_choice == "required" and names:
+    if not names:
+        raise RequestError("tool_choice", expected="auto or none without tools", actual=quoted(tool_choice))
+    if tool_choice == "required":
         return names
     if tool_choice not in names:
         raise RequestError("tool_choice", expected="auto | required | none | a tool's name", actual=quoted(tool_choice))

@@ -122,6 +122,8 @@ def test_python_has_the_calls_too(server):
     assert llm.chat(messages, SamplingParams(max_new_tokens=4), tools=TOOLS, tool_choice="none").tool_calls == ()
     with pytest.raises(RequestError, match="tool_choice"):
         llm.chat(messages, tools=TOOLS, tool_choice="nothing")
+    with pytest.raises(RequestError, match="expected auto or none without tools, got 'required'"):
+        llm.chat(messages, tool_choice="required")
     with pytest.raises(RequestError, match="no other form"):
         llm.chat(messages, SamplingParams(regex="a"), tools=TOOLS, tool_choice="required")
 
