@@ -1,4 +1,4 @@
-"""Drafting in NumPy: what a draft knows of each slot, and the operations of a step with it.
+"""Drafting in NumPy: what a draft knows of each slot, and its passes. `draft_steps` has the operations of a step.
 
 A draft model is behind the target by the tokens that wait in `carry`: with EAGLE, the draft's row at position q joins
 the embedding of token q + 1 and the target's hidden state of token q. What the draft itself writes past the last
@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from cpmrt.config import TreeShape
-from cpmrt.config.speculation import LONGEST_MATCH
 from cpmrt.dtypes import F32, Array, DType
 from cpmrt.executor import SlotResult, TreeMasks
 from cpmrt.memory.caches import PAGE_SIZE, pages_for
@@ -23,14 +22,8 @@ from cpmrt.models.layers import EMBED, HEAD
 from cpmrt.ops import Fp8Pages, KVPages, Ops, Rows
 from cpmrt.reference.blas_threads import BlasThreads
 from cpmrt.reference.draft_block import choose_block
-from cpmrt.reference.draft_tree import (
-    Nodes,
-    TreeGrowth,
-    chain_nodes,
-    lookup,
-    top_k,
-    without_others,
-)
+from cpmrt.reference.draft_steps import DraftStep, TreeStep
+from cpmrt.reference.draft_tree import Nodes
 from cpmrt.reference.fp8_pages import accept_nodes
 from cpmrt.reference.running import Running
 from cpmrt.reference.sparse_attention import append_compressed
@@ -199,176 +192,6 @@ class Drafter:
             tokens.astype(np.int64), np.where(fits, positions, 0), np.where(fits, slot, -1), self.block_tables, False,
             np.where(fits, locations, 0), masks, np.full(len(tokens), base),
         )  # fmt: skip
-
-
-class DraftStep:
-    """The operations beside the target's steps (`speculation.procedure.DraftOps`).
-
-    `position`: of the last token of the first of the slots, or where a chunk of its prompt begins.
-    """
-
-    def __init__(self, drafter: Drafter, slots: tuple[int, ...], position: int):
-        self._drafter, self._slots, self._slot, self._position = drafter, slots, slots[0], position
-        self._hidden: F32 | None = None
-        self._lead = 0 if drafter.draft.config.reads_states else 1
-        """Of a token over the draft's row for it: an independent model has its row at the token's own position."""
-
-    def waiting(self, num_rows: int) -> None:
-        drafter, newest = self._drafter, slice(num_rows - 1, num_rows)
-        if drafter.draft.block_rows:
-            drafter.see(self._rows, self._hidden)
-        else:
-            self._logits = drafter.run(self._rows, self._hidden, newest, is_first=True)
-
-    def catch_up_begin(self) -> None:
-        self._set_waiting(MAX_WAITING)
-
-    def catch_up_end(self) -> None:
-        carry = self._drafter.carry
-        if carry is not None:
-            carry[self._slot, 0] = carry[self._slot, -1]
-
-    def see(self, num_rows: int) -> None:
-        """Run the draft over all tokens that wait, of which the newest goes on waiting."""
-        self._set_waiting(num_rows)
-        self.waiting(num_rows)
-        carry = self._drafter.carry
-        if carry is not None:
-            carry[self._slot, 0] = carry[self._slot, num_rows - 1]
-
-    def chunk_begin(self, num_rows: int) -> None:
-        carry, first = self._drafter.carry, 0
-        if carry is not None:
-            # The chunk's first token needs the state before it, which a chunk before this one has left.
-            first, hidden = 1 - self._drafter.waiting.of(self._slot), self._drafter.buffers["hidden"]
-            hidden[0] = carry[self._slot, 0]
-            carry[self._slot, 0] = hidden[num_rows]
-            self._hidden = hidden[first:num_rows]
-        self._set_rows(self._position + first, num_rows - first, is_prefill=True)
-
-    def chunk(self, num_rows: int) -> None:
-        if len(self._rows.token_ids):
-            self._drafter.see(self._rows, self._hidden)
-
-    def carry(self, num_rows: int) -> None:
-        drafter = self._drafter
-        if drafter.carry is not None:
-            for row, slot in enumerate(self._slots, 1):
-                drafter.carry[slot, drafter.waiting.of(slot) - 1] = drafter.buffers["hidden"][row]
-
-    def _set_waiting(self, num_rows: int) -> None:
-        carry = self._drafter.carry
-        self._set_rows(self._position + 1 - num_rows, num_rows)
-        self._hidden = None if carry is None else carry[self._slot, :num_rows]
-
-    def _set_rows(self, first: int, count: int, *, is_prefill: bool = False) -> None:
-        """The draft's rows for the tokens at `first` and on."""
-        tokens = self._drafter.history[self._slot, first : first + count].astype(np.int64)
-        positions, slots = first - 1 + self._lead + np.arange(count), np.full(count, self._slot)
-        self._rows = Rows(tokens, positions, slots, self._drafter.block_tables, is_prefill)
-
-
-class TreeStep(DraftStep):
-    """The operations of a speculative step too (`speculation.procedure.BlockOps`)."""
-
-    def __init__(
-        self, drafter: Drafter, slot: int, running: Running, shape: TreeShape, masks: TreeMasks | None = None
-    ):
-        super().__init__(drafter, (slot,), running.position)
-        self.results: list[SlotResult] = []
-        """What each node of the accepted path gives."""
-        self._running, self._growth, self._masks = running, TreeGrowth(shape), masks
-        self._bits: Mapping[int, bytes | None] = {}
-        """What each node may sample that the masks leave."""
-
-    def begin(self, num_rows: int) -> None:
-        if num_rows:
-            self._set_waiting(num_rows)
-
-    def top_k(self, shape: TreeShape, rows: slice) -> None:
-        token_map = self._drafter.token_map
-        found = [top_k(logits, shape.top_k) for logits in self._logits]
-        ids, logprobs = (np.stack(of_rows) for of_rows in zip(*found, strict=True))
-        has_room = (self._rows.slots[rows] >= 0)[:, None]
-        self._growth.grow(ids if token_map is None else token_map[ids], np.where(has_room, logprobs, -np.inf))
-
-    def grow(self, shape: TreeShape, depth: int, rows: slice) -> None:
-        drafter, frontier = self._drafter, self._growth.frontier
-        self._hidden = None
-        if drafter.draft.config.is_eagle:
-            parents: F32 = drafter.buffers["draft.parents"][: shape.top_k]
-            parents[:] = drafter.buffers["draft.x"][rows][frontier.parent_rows]
-            self._hidden = parents
-        base = self._position + self._lead
-        self._rows = drafter.tree_rows(
-            self._slot, base, frontier.tokens, np.full(shape.top_k, base + depth - 1),
-            base + (depth - 1) * shape.top_k + np.arange(shape.top_k), frontier.masks,
-        )  # fmt: skip
-
-    def frontier(self, num_rows: int) -> None:
-        self._logits = self._drafter.run(self._rows, self._hidden, slice(num_rows), is_first=False)
-
-    def finish(self, shape: TreeShape) -> None:
-        self.nodes = self._growth.nodes(self._running.last_token)
-
-    def block(self, num_rows: int) -> None:
-        drafter, block = self._drafter, self._drafter.draft.config.block
-        assert block is not None
-        tokens = np.full(num_rows, block.mask_token_id)
-        tokens[0] = self._running.last_token
-        positions = self._position + np.arange(num_rows)
-        fits = (positions < drafter.capacities[self._slot]) & (positions < drafter.max_context)
-        self._rows = Rows(
-            tokens, np.where(fits, positions, 0), np.where(fits, self._slot, -1), drafter.block_tables, False,
-            reach=np.full(num_rows, positions[fits][-1]),
-        )  # fmt: skip
-        self._states, self._logits = drafter.run_block(self._rows)
-
-    def chain(self, shape: TreeShape) -> None:
-        num_rows = int(np.count_nonzero(self._rows.slots >= 0))
-        tokens = self._drafter.chosen(
-            self._states, self._logits, self._running.last_token, min(shape.tree_size - 1, num_rows)
-        )
-        self.nodes = chain_nodes(self._running.last_token, tokens, shape.tree_size)
-
-    def lookup(self, shape: TreeShape) -> None:
-        text = self._drafter.history[self._slot, : self._position + 1]
-        self.nodes = chain_nodes(self._running.last_token, lookup(text, shape.tree_size - 1), shape.tree_size)
-
-    def lookup_instead(self, shape: TreeShape) -> None:
-        text = self._drafter.history[self._slot, : self._position + 1]
-        found = lookup(text, shape.lookup_length, LONGEST_MATCH)
-        if found:
-            self.nodes = chain_nodes(self._running.last_token, found, len(found) + 1)
-
-    def verify(self, shape: TreeShape) -> None:
-        if self._masks is not None:
-            self._bits = self._masks.of_nodes(self.nodes.tokens.tolist(), self.nodes.parents.tolist())
-            self.nodes = without_others(self.nodes, self._bits)
-        nodes, base, numbers = self.nodes, self._position, np.arange(len(self.nodes.tokens))
-        self._rows = self._drafter.tree_rows(
-            self._slot, base, nodes.tokens, base + nodes.depths, base + numbers, nodes.masks,
-            (nodes.parents >= 0) | (numbers == 0),
-        )  # fmt: skip
-        self._logits = self._drafter.target.run(self._rows)
-
-    def sample(self, shape: TreeShape) -> None:
-        running, nodes, self._path = self._running, self.nodes, list[int]()
-        children = np.zeros(1, np.int64)
-        while len(children) and not running.finished:
-            self._path.append(int(children[0]))
-            running.position += 1
-            node = self._path[-1]
-            self.results.append(self._drafter.target.sample(self._slot, self._logits[node], self._bits.get(node)))
-            fits = (nodes.parents == self._path[-1]) & (self._rows.slots >= 0)
-            children = np.flatnonzero(fits & (nodes.tokens == running.last_token))
-
-    def accept(self, shape: TreeShape) -> None:
-        drafter, path = self._drafter, self._path
-        drafter.target.keep(self._slot, self._position, path)
-        if drafter.carry is not None:
-            drafter.carry[self._slot, : len(path)] = drafter.buffers["hidden"][1 + np.array(path)]
-        drafter.waiting.accepted(self._slot, len(path))
 
 
 def keep_path(

@@ -11,6 +11,7 @@ from typing import Any
 from cpmrt.config import EngineConfig, SpeculationConfig
 from cpmrt.config.draft import DraftConfig, Shapes, detect_method
 from cpmrt.config.dspark import read_dspark
+from cpmrt.config.eagle import read_eagle
 from cpmrt.config.speculate_argument import LOOKUP, read_speculation
 from cpmrt.errors import CheckpointError, quoted
 from cpmrt.weights import hub
@@ -58,7 +59,7 @@ class DraftFolder:
         shapes = _shapes(path) if weights else None
         quantize_config = read_json_if_there(path / "quantize_config.json")
         raw = read_json(path / "config.json")
-        read = read_dspark if wish.method == "dspark" else DraftConfig.of_eagle
+        read = read_dspark if wish.method == "dspark" else read_eagle
         return cls(path, read(raw, shapes, target.config, wish, source, quantize_config))
 
 

@@ -21,6 +21,7 @@ from draft_checkpoint import (
 
 from cpmrt.config import EngineConfig, ModelConfig, SpeculationConfig, TreeShape
 from cpmrt.config.draft import DraftConfig, detect_method
+from cpmrt.config.eagle import read_eagle
 from cpmrt.errors import CheckpointError, ConfigError, UnsupportedModelError
 from cpmrt.models.draft import Draft, tensor_specs
 from cpmrt.models.draft_weights import open_draft
@@ -36,7 +37,7 @@ SHAPE = TreeShape(2, 3, 8)
 
 def read(config, tensors, method="eagle2", target=MINICPM, **wishes):
     shapes = None if tensors is None else {name: array.shape for name, array in tensors.items()}
-    return DraftConfig.of_eagle(config, shapes, target, SpeculationConfig(method, (SHAPE,), **wishes))
+    return read_eagle(config, shapes, target, SpeculationConfig(method, (SHAPE,), **wishes))
 
 
 def sources(draft):
