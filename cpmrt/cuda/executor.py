@@ -211,6 +211,9 @@ class CudaExecutor:
     def _submit_speculate(self, step: Speculate) -> Pending:
         if self._speculation is None:
             raise ConfigError("nothing drafts", expected="Decode steps", actual="Speculate", fix="give LLM a draft")
+        if step.masks is not None:
+            what = "the CUDA executor masks no draft trees"
+            raise ConfigError(what, expected="Decode steps under a form", actual="a Speculate step with masks")
         return self._speculation.speculate(self._graphs, step, self._logprobs_of(step.slots))
 
     def prompt_logits(self, slot: int, token_ids: tuple[int, ...], block_table: tuple[int, ...] = ()) -> Iterator[F32]:
