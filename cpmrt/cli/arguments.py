@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import fields
 from difflib import get_close_matches
-from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 from cpmrt.bench.shapes import blocks_config, gptq_config, ternary_config
-from cpmrt.config import EngineConfig, SamplingParams, SparseSetting
-from cpmrt.config.engine import KEEP_ANSWERS, parse_bytes
+from cpmrt.cli.option_values import (
+    draft_vocab,
+    json_object,
+    memory_size,
+    prefix_cache,
+    sparse_setting,
+    text_of_file,
+    token_bias,
+    token_count,
+    token_limit,
+)
+from cpmrt.config import EngineConfig, SamplingParams
 from cpmrt.config.form import FORM_FIELDS
 from cpmrt.config.quantization import GROUP_SIZES
-from cpmrt.errors import ConfigError, reason_of
 
 
 class Options(Protocol):
@@ -55,83 +62,6 @@ def nearest(word: str, words: Iterable[str]) -> str:
     return f" (did you mean {found[0]}?)" if found else ""
 
 
-def memory_size(text: str) -> int:
-    """Parse the value of an option in bytes, such as 8GiB."""
-    try:
-        return parse_bytes(text)
-    except ConfigError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-
-
-def json_object(text: str) -> dict[str, Any]:
-    """Parse the value of an option that is a JSON object."""
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise argparse.ArgumentTypeError(f"not valid JSON ({error}): {text[:100]!r}") from error
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"expected a JSON object, got {text[:100]!r}")
-    return value
-
-
-def integer(low: int, high: int, what: str = "a positive integer") -> Callable[[str], int]:
-    """Return a parser for an option from `low` to `high`; its errors say that they expected `what`."""
-
-    def parsed(text: str) -> int:
-        if not (text.isascii() and text.isdigit() and low <= int(text) <= high):
-            raise argparse.ArgumentTypeError(f"expected {what}, got {text!r}")
-        return int(text)
-
-    return parsed
-
-
-def token_count(text: str) -> int:
-    """Parse the value of an option in tokens, such as 4096, 128K (of 1,024) or 1M."""
-    number = re.fullmatch(r"([0-9]{1,10})([KkMm]?)", text)
-    if not number:
-        raise argparse.ArgumentTypeError(f"expected a number of tokens such as 4096 or 128K, got {text[:100]!r}")
-    return int(number[1]) * {"": 1, "k": 2**10, "m": 2**20}[number[2].lower()]
-
-
-def _sparse_setting(text: str) -> SparseSetting:
-    return text if text in ("auto", "off") else json_object(text)
-
-
-def _token_bias(text: str) -> tuple[int, float]:
-    token, _, bias = text.partition(":")
-    try:
-        return int(token), float(bias)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected TOKEN_ID:NUMBER, got {text[:100]!r}") from None
-
-
-def _token_limit(text: str) -> int | None:
-    if text == "none":
-        return None
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected a number of tokens, or none, got {text[:100]!r}") from None
-
-
-def _prefix_cache(text: str) -> bool | str:
-    values: dict[str, bool | str] = {"on": True, "off": False, KEEP_ANSWERS: KEEP_ANSWERS}
-    if text not in values:
-        raise argparse.ArgumentTypeError(f"expected on, fast or off, got {text[:100]!r}")
-    return values[text]
-
-
-def _text_of_file(name: str) -> str:
-    try:
-        return Path(name).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise argparse.ArgumentTypeError(f"{name[:200]!r} cannot be read: {reason_of(error)}") from None
-
-
-def _vocab(text: str) -> int | str:
-    return int(text) if text.isascii() and text.isdigit() else text
-
-
 # Option -> its settings, for options that fill no field of a dataclass.
 _OPTIONS: dict[str, dict[str, Any]] = {
     "--revision": {"metavar": "REV", "help": "branch, tag or commit of a hub repository"},
@@ -139,12 +69,12 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "type": json_object, "metavar": "JSON", "help": "keys that replace those of config.json",
     },
     "--sparse": {
-        "type": _sparse_setting, "default": "auto", "metavar": "SETTING",
+        "type": sparse_setting, "default": "auto", "metavar": "SETTING",
         "help": "sparse attention: auto (as config.json says), off, or a JSON object of its fields "
         "(default: %(default)s)",
     },
     "--prefix-cache": {
-        "type": _prefix_cache, "default": True, "metavar": "on|fast|off",
+        "type": prefix_cache, "default": True, "metavar": "on|fast|off",
         "help": "reuse what an earlier prompt that began alike has computed (default: on); fast: what its answer has "
         "too, though a prefill would round it a little differently",
     },
@@ -173,15 +103,15 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "help": "end at this token; may be repeated",
     },
     "--logit-bias": {
-        "action": "append", "default": [], "type": _token_bias, "metavar": "ID:X",
+        "action": "append", "default": [], "type": token_bias, "metavar": "ID:X",
         "help": "add X to the logit of this token; may be repeated",
     },
     "--json-schema": {
-        "type": _text_of_file, "metavar": "FILE", "help": "have the answer be JSON that this schema allows",
+        "type": text_of_file, "metavar": "FILE", "help": "have the answer be JSON that this schema allows",
     },
     "--regex": {"metavar": "REGEX", "help": "have the answer match this regular expression"},
     "--grammar": {
-        "type": _text_of_file, "metavar": "FILE", "help": "have the answer obey this grammar, in Lark's syntax or GBNF",
+        "type": text_of_file, "metavar": "FILE", "help": "have the answer obey this grammar, in Lark's syntax or GBNF",
     },
     "--grammar-trigger": {
         "metavar": "TEXT", "help": "with --grammar: leave the answer free until this text, which begins the grammar",
@@ -218,7 +148,7 @@ _ENGINE_OPTIONS: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "prefix_dir": (str, "FOLDER", "keep what long system messages cost there from one start to the next"),
 }
 _SAMPLING_OPTIONS: dict[str, tuple[Callable[[str], Any], str, str]] = {
-    "max_new_tokens": (_token_limit, "N", "stop after this many tokens; none: when the context is full"),
+    "max_new_tokens": (token_limit, "N", "stop after this many tokens; none: when the context is full"),
     "temperature": (float, "T", "0 is greedy"),
     "top_k": (int, "K", "sample from the K most likely tokens; 0: all"),
     "top_p": (float, "P", "sample from the most likely tokens of this total probability"),
@@ -248,7 +178,7 @@ _DRAFT_OPTIONS: dict[str, tuple[str, Callable[[str], Any], str, str]] = {
         "min_confidence", float, "P", "end a DSpark draft's chain before a token less likely to be accepted than P"
     ),
     "--draft-vocab": (
-        "draft_vocab", _vocab, "N|FILE",
+        "draft_vocab", draft_vocab, "N|FILE",
         "cut the draft's head to the N most frequent tokens of the list that comes with it, or to those of a file that "
         "tools/gen_fr_index.py writes",
     ),

@@ -19,6 +19,7 @@ from cpmrt.bench.run import run_benchmark
 from cpmrt.bench.shapes import SHAPES, shape_config, shape_folder
 from cpmrt.bench.views import check_can_plot, plot
 from cpmrt.cli import arguments as options
+from cpmrt.cli import option_values
 from cpmrt.cli.output import note, printable, write, write_table
 from cpmrt.config import SamplingParams
 from cpmrt.errors import ConfigError, CpmrtError
@@ -28,7 +29,7 @@ from cpmrt.weights.model_folder import BUNDLED
 _PREFILL_CHUNK = 2048
 _CONTEXT_NEW = 64
 _NUM_PROMPTS, _TOGETHER = 200, 8
-_POSITIVE = options.integer(1, 2**31 - 1)
+_POSITIVE = option_values.integer(1, 2**31 - 1)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -147,7 +148,7 @@ def _long_enough(shape: str, cases: list[Case]) -> dict[str, int]:
 
 
 def _context(text: str) -> Case:
-    tokens = options.token_count(text)
+    tokens = option_values.token_count(text)
     if not 2 * _CONTEXT_NEW <= tokens <= 2**24:
         what = f"expected {2 * _CONTEXT_NEW} tokens or more, such as 1024 or 32K, got {text!r}"
         raise argparse.ArgumentTypeError(what)

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 
 from cpmrt.bench.shapes import SHAPES
 from cpmrt.cli import arguments as options
+from cpmrt.cli import option_values
 from cpmrt.cli.described_model import add_description_options, described_model
 from cpmrt.cli.output import printable, write
 from cpmrt.config import EngineConfig, ModelConfig
@@ -37,7 +38,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="such as sm_87; may be repeated (default: this machine's GPU)",
     )  # fmt: skip
     parser.add_argument(
-        "--sms", type=options.integer(1, 1024), metavar="N",
+        "--sms", type=option_values.integer(1, 1024), metavar="N",
         help="multiprocessors of that GPU (default: of the best known one)",
     )  # fmt: skip
     options.add_engine_options(parser, "dtype", "prefill_chunk", "max_sequences", "lm_head_bits", "kv_dtype")

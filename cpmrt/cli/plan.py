@@ -16,6 +16,7 @@ from typing import Any
 from cpmrt.bench.shapes import SHAPES
 from cpmrt.byte_sizes import format_bytes
 from cpmrt.cli import arguments as options
+from cpmrt.cli import option_values
 from cpmrt.cli.described_model import add_description_options, described_model
 from cpmrt.cli.output import printable, write, write_json
 from cpmrt.config import EngineConfig, ModelConfig
@@ -37,11 +38,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     options.add_model_source(parser, positional=True)
     parser.add_argument("--shape", choices=SHAPES, help="a well-known shape, instead of MODEL")
     parser.add_argument(
-        "--context", "--max-context", dest="context", type=options.token_count, metavar="TOKENS",
+        "--context", "--max-context", dest="context", type=option_values.token_count, metavar="TOKENS",
         help="of one sequence, such as 32768 or 32K (default: the model's own, or what fits)",
     )  # fmt: skip
     parser.add_argument(
-        "--gpu-memory", type=options.memory_size, metavar="SIZE", help="what the plan must fit, such as 8GiB"
+        "--gpu-memory", type=option_values.memory_size, metavar="SIZE", help="what the plan must fit, such as 8GiB"
     )
     options.add_engine_options(parser, "dtype", "max_sequences", "prefill_chunk", "lm_head_bits", "kv_dtype")
     add_description_options(parser)

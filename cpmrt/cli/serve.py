@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from cpmrt import LLM, env
 from cpmrt.cli import arguments as options
+from cpmrt.cli import option_values
 from cpmrt.cli.main import EXIT_INTERRUPTED
 from cpmrt.cli.output import complain, note
 from cpmrt.errors import ConfigError
@@ -30,8 +31,8 @@ _ENGINE_FIELDS = (
     "executor", "dtype", "max_context", "memory_budget", "load_format", "seed", "prefill_chunk", "max_sequences",
     "steps_per_launch", "kv_dtype", "prefix_dir",
 )  # fmt: skip
-_PORT = options.integer(0, 2**16 - 1, "a port, 0 to 65535")
-_COUNT = options.integer(0, 2**20 - 1, "a number of sequences")
+_PORT = option_values.integer(0, 2**16 - 1, "a port, 0 to 65535")
+_COUNT = option_values.integer(0, 2**20 - 1, "a number of sequences")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -62,7 +63,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add("--max-queue", type=_COUNT, default=64, metavar="N", help="sequences that may wait (default: %(default)s)")
     add(
-        "--max-body", type=options.memory_size, metavar="SIZE",
+        "--max-body", type=option_values.memory_size, metavar="SIZE",
         help="of a request (default: by the context, at least 1MiB)",
     )  # fmt: skip
     add("--grace", type=_seconds, default=30.0, metavar="S", help="for running requests at the end (default: 30)")

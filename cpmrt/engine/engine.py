@@ -11,24 +11,20 @@ from time import perf_counter
 from cpmrt.config.engine import KEEP_ANSWERS
 from cpmrt.engine import transitions
 from cpmrt.engine.checks import check_request, guide_of, late_form_of
+from cpmrt.engine.decode_steps import DecodeSteps
 from cpmrt.engine.flight import StepsInFlight
 from cpmrt.engine.loan import Loan
 from cpmrt.engine.prefix_cache import empty_cache
-from cpmrt.engine.repeats import RepeatedText
 from cpmrt.engine.sequence import Phase, Request, Sequence
-from cpmrt.engine.speculation import PLAIN, DraftPolicy
-from cpmrt.engine.stats import AcceptCounts
 from cpmrt.errors import RequestError
 from cpmrt.executor import (
     Admit,
-    Decode,
     Executor,
     FastForward,
     Keep,
     Prefill,
     Release,
     SlotResult,
-    Speculate,
     Step,
     StepResult,
 )
@@ -70,8 +66,6 @@ class Engine:
         has_states = self.limits.num_snapshots > 0 and not self.limits.tree_shapes
         self._keeps_answer_states = self._keeps_answers and has_states
         self.adaptive = adaptive
-        self._policy: DraftPolicy | None = None
-        """The policy of the sequence that was admitted last."""
         self.cache = empty_cache(self.limits, is_on=self._uses_cache)
         """Gives out the KV pages; None where the executor's block tables are fixed."""
         self._waiting: deque[Sequence | Loan] = deque()
@@ -81,10 +75,7 @@ class Engine:
         """The sequences that hold a slot."""
         self._free_slots = list(range(self.limits.max_sequences))[::-1]
         self._in_flight = StepsInFlight(executor)
-        self._decoding: tuple[Sequence, ...] = ()
-        """The sequences of the last decode step."""
-        self._decode_steps: dict[int, Decode | Speculate] = {}
-        """Their steps by shape, made once: mostly the same sequences take the next step too."""
+        self._decode_steps = DecodeSteps(self.limits, adaptive=adaptive)
         self._last_was_prefill = False
 
     @property
@@ -233,13 +224,7 @@ class Engine:
         )
         if not decoding or any(awaits(seq) for seq in decoding):
             return False
-        if decoding != self._decoding or any(seq.guide for seq in decoding):
-            self._decoding, self._decode_steps = decoding, {}
-        shape = transitions.next_shape(decoding[0]) if may_draft else PLAIN
-        step = self._decode_steps.get(shape)
-        if step is None:
-            step = self._decode_steps[shape] = transitions.decode_step(decoding, shape)
-        self._submit(step, decoding)
+        self._submit(self._decode_steps.next(decoding, may_draft=may_draft), decoding)
         self._keep_answers(decoding)
         return True
 
@@ -289,15 +274,9 @@ class Engine:
 
     def _begin(self, seq: Sequence, admit: Admit) -> None:
         """Submit the steps before a sequence's prefill."""
-        limits = self.limits
-        if limits.tree_shapes:
-            seq.accepts = seq.accepts or AcceptCounts(limits)
-            if self.adaptive and limits.step_seconds:
-                self._policy = seq.policy = DraftPolicy(limits.tree_shapes, limits.step_seconds, self._policy)
-                looks_up = any(shape.lookup_length for shape in limits.tree_shapes)
-                seq.repeats = RepeatedText(seq.text) if looks_up else None
+        self._decode_steps.begin(seq)
         self._guarded(admit, (seq,), ())
-        for step in transitions.recalls(seq, limits):
+        for step in transitions.recalls(seq, self.limits):
             self._guarded(step, (seq,), ())
 
     def _submit_prefill(self, seq: Sequence) -> None:
@@ -385,7 +364,7 @@ class Engine:
             self._release(seq)
             transitions.wait_again(seq)
             self._waiting.appendleft(seq)
-            self._decoding = ()  # it may get another slot
+            self._decode_steps.forget()
         else:
             self._guarded(Release(seq.slot), (), ())
             self._begin(seq, transitions.readmit(seq, self.limits))
