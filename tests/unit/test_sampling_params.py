@@ -74,9 +74,9 @@ MINICPM4 = {"architectures": ["MiniCPMForCausalLM"], "vocab_size": 73448}
         MINICPM4 | {"max_position_embeddings": 131072, "rope_scaling": {"original_max_position_embeddings": 32768}},
         (0.8, 0.8, "MiniCPM4-8B"),
     ),
-    (MINICPM5 | {"hidden_size": 4096}, (0.0, 1.0, "greedy")),
-    (MINICPM4 | {"max_position_embeddings": 4096}, (0.0, 1.0, "greedy")),
-    ({}, (0.0, 1.0, "greedy")),
+    (MINICPM5 | {"hidden_size": 4096}, (0.0, 1.0, "recommends nothing")),
+    (MINICPM4 | {"max_position_embeddings": 4096}, (0.0, 1.0, "recommends nothing")),
+    ({}, (0.0, 1.0, "recommends nothing")),
 ])  # fmt: skip
 def test_known_models_have_the_values_of_their_cards(config, expected):
     found = defaults_of({"eos_token_id": 2}, config)
