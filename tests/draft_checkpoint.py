@@ -93,7 +93,7 @@ def dspark_tensors(*, layers: int = 2, taps: int = 2, confidence: bool = True, s
     shapes: dict[str, tuple[int, ...]] = {"fc.weight": (HIDDEN, taps * HIDDEN), "hidden_norm.weight": (HIDDEN,)}
     for layer in range(layers):
         heads = {f"layers.{layer}.self_attn.{part}_norm.weight": (HEAD_DIM,) for part in "qk"}
-        shapes |= _layer(f"layers.{layer}") | heads
+        shapes |= _layer(f"layers.{layer}", inner=DSPARK["intermediate_size"]) | heads
     shapes |= {f"markov_head.markov_{part}.weight": (VOCAB, MARKOV_RANK) for part in ("w1", "w2")}
     if confidence:
         proj = "confidence_head.proj"
@@ -117,11 +117,11 @@ EAGLE3 = {key: value for key, value in DRAFT.items() if key not in ("scale_depth
 _SCALES = ("scale_emb", "scale_depth", "dim_model_base")
 DSPARK = {key: value for key, value in TARGET.items() if key not in _SCALES} | {
     "architectures": ["Qwen3DSparkModel"], "model_type": "qwen3", "num_hidden_layers": 2, "block_size": 5,
+    "intermediate_size": 64,
     "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}, "mask_token_id": 3, "markov_rank": MARKOV_RANK,
     "markov_head_type": "vanilla", "target_layer_ids": [0, 1], "num_target_layers": 3, "sample_from_anchor": True,
     "confidence_head_with_markov": True,
 }  # fmt: skip
-
 
 EAGLE_OF_VLLM = DRAFT | {"architectures": ["EagleMiniCPMForCausalLM"]}
 """As `MiniCPM4-8B-Eagle-vLLM`: the embedding is the target's, and the head counts if it is another one."""
