@@ -34,7 +34,7 @@ with LLM(*sys.argv[1:]) as llm:
     params = SamplingParams(max_new_tokens=256)
     messages = [{"role": "user", "content": "What is the weather in Beijing, today and tomorrow?"}]
     answer = llm.chat(messages, params, tools=[WEATHER]).text if sys.argv[1:] else STAND_IN
-    reader, message = ChatText(is_thinking=False, schemas=schemas_of([WEATHER])), Message()
+    reader, message = ChatText(None, schemas_of([WEATHER])), Message()
     message.add(reader.push(answer) + reader.flush())
     messages.append(message.content())
     for call in messages[-1].get("tool_calls", ()):
