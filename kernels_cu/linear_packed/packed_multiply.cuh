@@ -44,8 +44,8 @@ DEVICE void add_group(Sums& out, const float (&acc)[COUNT], int from, uint32_t u
 // The blocks of 32 k that scale group `group` lies in. Of a group of 16 half of the lanes hold the block's 8 k each, and those
 // of the others stay out: a step of 16 k has four k of every lane.
 constexpr int kGroupBlocks = SCALE_GROUP < 32 ? 1 : SCALE_GROUP / 32;
-#if SCALE_GROUP < 32
-#define UNROLLED_GROUPS _Pragma("unroll 2")   // all eight side by side would take too many registers
+#if SCALE_GROUP < 32 || (WEIGHT_BITS == 8 && LINEAR != 3 && ROWS == 64)
+#define UNROLLED_GROUPS _Pragma("unroll 2")   // more side by side would take too many registers
 #else
 #define UNROLLED_GROUPS _Pragma("unroll")
 #endif
