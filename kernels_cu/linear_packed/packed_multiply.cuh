@@ -41,14 +41,30 @@ DEVICE void add_group(Sums& out, const float (&acc)[COUNT], int from, uint32_t u
   }
 }
 
-// Operand A of 16 k, step `step` of those that begin at `words`: codes of lo and hi, two k each, then two k further.
+// The blocks of 32 k that scale group `group` lies in. Of a group of 16 half of the lanes hold the block's 8 k each, and those
+// of the others stay out: a step of 16 k has four k of every lane.
+constexpr int kGroupBlocks = SCALE_GROUP < 32 ? 1 : SCALE_GROUP / 32;
+#if SCALE_GROUP < 32 || (WEIGHT_BITS == 8 && LINEAR != 3 && ROWS == 64)
+#define UNROLLED_GROUPS _Pragma("unroll 2")   // more side by side would take too many registers
+#else
+#define UNROLLED_GROUPS _Pragma("unroll")
+#endif
+DEVICE constexpr int first_block(int group) { return group * SCALE_GROUP / 32; }
+DEVICE uint32_t group_mask(int group, const Lane& at) {
+  const uint32_t first = at.quarter < 2 ? ~0u : 0u;   // a register for all groups
+  return SCALE_GROUP >= 32 ? ~0u : group % 2 ? ~first : first;
+}
+
+// Operand A of 16 k, step `step` of those that begin at `words`: codes of lo and hi, two k each, then two k further; of the bits in
+// `mask`.
 constexpr int kLoadBlocks = 8 / WEIGHT_BITS;   // of 32 k in 16 bytes of a lane
 #if WEIGHT_BITS == 2
 using BlockCodes = uint32_t;      // of 32 k
 DEVICE BlockCodes load_codes(uint32_t unit, int block, const Lane& at) {
   return load_shared_word(unit + at.lane * 16 + block * 4);
 }
-DEVICE void split_codes(uint32_t (&a)[4], const uint32_t* words, int step) {
+DEVICE void split_codes(uint32_t (&a)[4], const uint32_t* words, int step, uint32_t) {
+  static_assert(SCALE_GROUP >= 32, "2 bits have no groups of 16");
   const int odd = step % 2 * 4, shift = SCALED_STEPS ? 0 : odd;   // with SCALED_STEPS x is as much smaller as the codes are too large
   const uint32_t lo = 0x00030003u << (SCALED_STEPS ? odd : 0), hi = lo << 2;
   const uint32_t word = words[step / 2] >> shift, high = words[step / 2] >> shift + 8;
@@ -59,26 +75,21 @@ using BlockCodes = uint2;
 DEVICE BlockCodes load_codes(uint32_t unit, int block, const Lane& at) {
   return load_shared_words(unit + block / 2 * 512 + at.lane * 16 + block % 2 * 8);
 }
-DEVICE void split_codes(uint32_t (&a)[4], const uint32_t* words, int step) {
-  const uint32_t word = words[step], high = word >> 8;
-  a[0] = word & 0x000F000Fu, a[1] = word & 0x00F000F0u, a[2] = high & 0x000F000Fu, a[3] = high & 0x00F000F0u;
+DEVICE void split_codes(uint32_t (&a)[4], const uint32_t* words, int step, uint32_t mask) {
+  const uint32_t word = words[step], high = word >> 8, lo = mask & 0x000F000Fu, hi = mask & 0x00F000F0u;
+  a[0] = word & lo, a[1] = word & hi, a[2] = high & lo, a[3] = high & hi;
 }
 #else
 using BlockCodes = uint4;
 DEVICE BlockCodes load_codes(uint32_t unit, int block, const Lane& at) {
   return load_shared(unit + block * 512 + at.lane * 16);
 }
-DEVICE void split_codes(uint32_t (&a)[4], const uint32_t* words, int step) {
-  const uint32_t lo = words[step * 2], hi = words[step * 2 + 1];
+DEVICE void split_codes(uint32_t (&a)[4], const uint32_t* words, int step, uint32_t mask) {
+  const uint32_t lo = words[step * 2] & mask, hi = words[step * 2 + 1] & mask;
   a[0] = __byte_perm(lo, 0, 0x4240), a[1] = __byte_perm(hi, 0, 0x4240);
   a[2] = __byte_perm(lo, 0, 0x4341), a[3] = __byte_perm(hi, 0, 0x4341);
 }
 #endif
-
-// The blocks of 32 k that scale group `group` lies in, and which half of its one block a group of 16 is.
-constexpr int kGroupBlocks = SCALE_GROUP < 32 ? 1 : SCALE_GROUP / 32;
-DEVICE constexpr int first_block(int group) { return group * SCALE_GROUP / 32; }
-DEVICE constexpr bool has_step(int group, int half) { return SCALE_GROUP >= 32 || half == group % 2; }
 
 // 16 k of x at `shared`: [2][token tile][8 tokens] 16 bytes. With IN_UNIFORM a shuffle tells the compiler that all lanes have the same
 // address: it then keeps this and the descriptors after it in uniform registers, and adds nothing lane by lane.
@@ -92,9 +103,9 @@ DEVICE uint64_t tokens_descriptor(uint32_t shared) {
 // the same, bit for bit; four times as many come out in the same time. All four warps of a warpgroup, whether they have a tile or not.
 template <int S>
 DEVICE void multiply_together(Sums& out, uint32_t unit, uint32_t x, const Lane& at) {
-  constexpr int kSteps = SCALE_GROUP / 16;   // of 16 k in a scale group
+  constexpr int kSteps = kGroupBlocks * 2;   // of 16 k in the blocks of a scale group
   constexpr int kHeld = NT == 8 && kThreads > 512 && kSteps > 4 ? 4 : kSteps;   // with codes in registers at a time
-#pragma unroll
+UNROLLED_GROUPS
   for (int group = 0; group < kUnitScales; group++) {
     float acc[S][NT * 4];
     uint32_t a[S][kHeld][4];
@@ -109,17 +120,17 @@ DEVICE void multiply_together(Sums& out, uint32_t unit, uint32_t x, const Lane& 
         }
 #pragma unroll
         for (int step = 0; step < kHeld; step += 2) {
-          const int first = group * kSteps + from + step;
+          const int first = first_block(group) * 2 + from + step;
           const BlockCodes codes = load_codes(unit + s * kUnitBytes, first / 2, at);
           const uint32_t* const words = reinterpret_cast<const uint32_t*>(&codes);
-          split_codes(a[s][step], words, first % 2);
-          if (kHeld > 1) split_codes(a[s][step + 1], words, 1);
+          split_codes(a[s][step], words, 0, group_mask(group, at));
+          split_codes(a[s][step + 1], words, 1, group_mask(group, at));
         }
         settle(a[s]);
         wgmma_fence();
 #pragma unroll
         for (int step = 0; step < kHeld; step++)
-          multiply_tile(acc[s], a[s][step], tokens + descriptor_step((group * kSteps + from + step) * 2 * kXWordStride), from + step > 0);
+          multiply_tile(acc[s], a[s][step], tokens + descriptor_step((first_block(group) * 2 + from + step) * 2 * kXWordStride), from + step > 0);
         wgmma_commit();
       }
     }
@@ -140,7 +151,7 @@ DEVICE void multiply_slices(Sums& out, uint32_t unit, uint32_t x, const Lane& at
   // Token tiles whose sums over a scale group are in registers together.
   constexpr int kPart = NT < 4 ? NT : kThreads < 512 ? 4 : (kThreads == 512 ? 16 : 8) / NT;
   const uint32_t x_lane = x + (ROWS == 1 ? at.quarter : at.lane) * 16;
-#pragma unroll
+UNROLLED_GROUPS
   for (int part = 0; part < kUnitScales * (NT / kPart); part++) {
     const int group = part / (NT / kPart), from = part % (NT / kPart) * kPart;
     float acc[S][kPart * 4] = {};
@@ -159,9 +170,8 @@ DEVICE void multiply_slices(Sums& out, uint32_t unit, uint32_t x, const Lane& at
       for (int half = 0; half < 2; half++)
 #pragma unroll
         for (int s = 0; s < S; s++) {
-          if (!has_step(group, half)) continue;
           uint32_t a[4];
-          split_codes(a, &words[s].x, j % kLoadBlocks * 2 + half);
+          split_codes(a, &words[s].x, j % kLoadBlocks * 2 + half, group_mask(group, at));
 #pragma unroll
           for (int i = 0; i < kPart; i++)
             mma(reinterpret_cast<float(&)[4]>(acc[s][i * 4]), a, {half ? b[s][i].z : b[s][i].x, half ? b[s][i].w : b[s][i].y});
@@ -185,7 +195,7 @@ DEVICE void multiply(Sums& out, uint32_t unit, uint32_t x, const Lane& at, bool 
 // One row: out[i] += a slice of the tile whose unit is units[i], tiles side by side, each as multiply_slices would add it.
 template <int TILES>
 DEVICE void multiply_tiles(Sums (&out)[TILES], const uint32_t (&units)[TILES], uint32_t x, const Lane& at) {
-#pragma unroll
+UNROLLED_GROUPS
   for (int group = 0; group < kUnitScales; group++) {
     float acc[TILES][4] = {};
     uint4 words[TILES];
@@ -200,9 +210,8 @@ DEVICE void multiply_tiles(Sums (&out)[TILES], const uint32_t (&units)[TILES], u
       for (int half = 0; half < 2; half++)
 #pragma unroll
         for (int i = 0; i < TILES; i++) {
-          if (!has_step(group, half)) continue;
           uint32_t a[4];
-          split_codes(a, &words[i].x, j % kLoadBlocks * 2 + half);
+          split_codes(a, &words[i].x, j % kLoadBlocks * 2 + half, group_mask(group, at));
           mma(acc[i], a, {half ? b.z : b.x, half ? b.w : b.y});
         }
     }

@@ -388,8 +388,8 @@ def make_layout(name: str, device: Device) -> PackedLayout:
     return layout_of(product, (out_features, in_features), group_size, device, **kind)
 
 
-SPILLING = {("permuted o in two rounds", 64), ("8 bits, two rounds in clusters", 64), ("8B o, 8 bits", 64)}
-"""8 bytes, in a product of 256 columns that no model has; 4 bytes on sm_90, where 8 bits have scale groups of 32."""
+SPILLING = {("permuted o in two rounds", 64)}
+"""8 bytes, in a product of 256 columns that no model has."""
 
 
 @dataclass(frozen=True)

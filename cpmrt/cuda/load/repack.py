@@ -30,7 +30,7 @@ from cpmrt.weights.safetensors import FLOATS
 
 OWN_FORMAT = "gptq"
 """The format of weights that are rounded or random."""
-CONFIRMED_TYPES = ("Q4_0", "Q4_1", "Q4_K", "TQ1_0")
+CONFIRMED_TYPES = tuple(BLOCK_TYPES)
 STAGING = "staging"
 LARGEST_STAGING_BYTES = 128 << 20
 """The most that several sources share; a larger source has what it needs."""
