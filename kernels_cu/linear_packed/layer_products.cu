@@ -10,8 +10,9 @@
 //   WEIGHT_BITS: 4. RUNS: 8, the parts of K. SCALE_GROUP: columns that share a scale: 32, 64 or 128. ZEROS: as in linear_packed.cu.
 //     All four weights have these
 //   SMEM_BYTES: dynamic shared memory of the launch. GRID: blocks, at most as many as multiprocessors, and as tiles of gate_up
+//   PORTABLE: 1 leaves the copy engine out on sm_90 and later too
 //   FATRELU: the activation is that of fatrelu.cuh; without it SiLU
-// Grid: GRID blocks, all of which must run at once; block 512; SMEM_BYTES of dynamic shared memory. Needs sm_90.
+// Grid: GRID blocks, all of which must run at once; block 512; SMEM_BYTES of dynamic shared memory.
 // Numerics: those of linear_packed.cu; a row's bits are the same, whichever kernel has computed it.
 // Oracle: NumpyOps.project_residual, gate_up, qkv.
 // Source: original; the barrier as in cooperative groups (one counter, release and acquire).
@@ -20,7 +21,8 @@
 //   add to and wait for, which takes about half as long as from one kernel to the next. The tiles of the four weights are dealt out
 //   to the blocks in turn; in a block, as in linear_packed.cu, eight warps share a tile, each has a run.
 #if !defined(IN_FEATURES) || !defined(ATTENTION) || !defined(INNER) || !defined(QKV_ROWS) || !defined(HEAD_DIM) || !defined(NEXT) || \
-    !defined(WEIGHT_BITS) || !defined(RUNS) || !defined(SCALE_GROUP) || !defined(ZEROS) || !defined(GRID) || !defined(SMEM_BYTES)
+    !defined(WEIGHT_BITS) || !defined(RUNS) || !defined(SCALE_GROUP) || !defined(ZEROS) || !defined(GRID) || !defined(SMEM_BYTES) || \
+    !defined(PORTABLE)
 #error "a constant is not defined"
 #endif
 // What the headers are told: one row, in blocks of two teams of eight warps.
@@ -38,7 +40,6 @@
 #define RECEIVED_APART 0
 #define FEEDS 0
 #define KEPT_ROUNDS 1
-#define PORTABLE 0
 #include "linear_epilogue.cuh"
 #include "packed_activations.cuh"
 #include "packed_multiply.cuh"
@@ -50,9 +51,10 @@ static_assert(WEIGHT_BITS == 4 && RUNS == 8, "weights of 4 bits in 8 runs");
 static_assert((FATRELU & 0x7F800000) != 0x7F800000, "FATRELU must be the bits of a finite threshold");
 #endif
 
-// A weight with ROWS_ rows of COLUMNS elements, whose tiles are dealt out behind DEALT others.
-template <int ROWS_, int COLUMNS, int DEALT>
+// Weight INDEX of the four, with ROWS_ rows of COLUMNS elements; its tiles are dealt out behind DEALT others.
+template <int INDEX, int ROWS_, int COLUMNS, int DEALT>
 struct Matrix {
+  static constexpr int kIndex = INDEX, kBehind = (NEXT ? 3 : 2) - INDEX;   // weights asked for after it
   static constexpr int kTiles = ROWS_ / 16, kDealt = DEALT + kTiles, kColumns = COLUMNS, kNumSlices = COLUMNS / 128;
   static constexpr int kMostTiles = (kTiles + GRID - 1) / GRID, kTeamTiles = (kMostTiles + kTeams - 1) / kTeams;   // of a block, a team
   static constexpr int kBlocks = kTiles < GRID ? kTiles : GRID;   // that have any
@@ -73,10 +75,10 @@ struct Matrix {
   }
   DEVICE static int slices(int run) { return max(0, min(kSlicesOfRun, kNumSlices - run * kSlicesOfRun)); }
 };
-using Output = Matrix<kHidden, ATTENTION, 0>;
-using GateUp = Matrix<2 * INNER, kHidden, Output::kDealt>;
-using Down = Matrix<kHidden, INNER, GateUp::kDealt>;
-using Qkv = Matrix<QKV_ROWS, kHidden, Down::kDealt>;
+using Output = Matrix<0, kHidden, ATTENTION, 0>;
+using GateUp = Matrix<1, 2 * INNER, kHidden, Output::kDealt>;
+using Down = Matrix<2, kHidden, INNER, GateUp::kDealt>;
+using Qkv = Matrix<3, QKV_ROWS, kHidden, Down::kDealt>;
 static_assert(GateUp::kTiles >= GRID, "every block has a part of gate_up: a block that has not arrived knows how far the others can be");
 
 // Shared memory.
@@ -118,22 +120,42 @@ struct GridBarrier {
   }
 };
 
-// Starts the copies of the warp's runs of its team's tiles, and lets them arrive at `barrier`.
+// The warp's barrier of a weight: it completes when the warp's runs of its team's tiles are in shared memory.
 template <class M>
-DEVICE void copy_weights(const Lane& at, const void* weight, int shared, int barrier) {
-  if (at.lane != 0) return;
+DEVICE uint32_t barrier_of(const Lane& at) { return at.shared + at.warp * 32 + M::kIndex * 8; }
+
+// Starts the copies of these runs to `to`.
+template <class M>
+DEVICE void copy_weights(const Lane& at, const void* weight, uint32_t to) {
   const int run = at.warp % RUNS, bytes = M::slices(run) * kUnitBytes;
-  const uint32_t arrived = at.shared + barrier, to = at.shared + shared + run * M::kRunStride;
   const unsigned char* const from = static_cast<const unsigned char*>(weight) + run * M::kRunStride;
   int count = 0;
 #pragma unroll
   for (int i = 0; i < M::kTeamTiles; i++) count += M::is_there(i * kTeams + at.warp / RUNS);
-  mbarrier_arrive_expect(arrived, count * bytes);
-  if (bytes == 0) return;
+  if (kCopyEngine && at.lane == 0) mbarrier_arrive_expect(barrier_of<M>(at), count * bytes);
 #pragma unroll
   for (int i = 0; i < M::kTeamTiles; i++) {
     const int place = i * kTeams + at.warp / RUNS;
-    if (M::is_there(place)) copy_bytes(to + place * RUNS * M::kRunStride, from + M::tile(place) * M::kTileStride, bytes, arrived);
+    if (!M::is_there(place) || bytes == 0) continue;
+    const uint32_t target = to + (place * RUNS + run) * M::kRunStride;
+    const unsigned char* const source = from + M::tile(place) * M::kTileStride;
+    if (!kCopyEngine) {
+      for (int b = at.lane * 16; b < bytes; b += 512) cp_async16_lines(target + b, source + b);
+    } else if (at.lane == 0) {
+      copy_bytes(target, source, bytes, barrier_of<M>(at));
+    }
+  }
+  if (!kCopyEngine) cp_async_commit();
+}
+
+// Until they are there.
+template <class M>
+DEVICE void wait_for_weights(const Lane& at) {
+  if (kCopyEngine) {
+    mbarrier_wait(barrier_of<M>(at), 0);
+  } else {
+    cp_async_wait<M::kBehind>();
+    __syncwarp();
   }
 }
 
@@ -191,15 +213,15 @@ DEVICE void multiply_run(Sums& out, uint32_t unit, uint32_t x, const Lane& at) {
 
 // The warp's run of its team's tiles; their sums to shared memory.
 template <class M>
-DEVICE void multiply_tiles_of(const Lane& at, int shared, int barrier) {
+DEVICE void multiply_tiles_of(const Lane& at, uint32_t weights) {
   const int run = at.warp % RUNS, team = at.warp / RUNS, slices = M::slices(run);
   if (!M::is_there(team) || slices == 0) return;
   Sums out[M::kTeamTiles] = {};
   uint32_t units[M::kTeamTiles];
 #pragma unroll
-  for (int i = 0; i < M::kTeamTiles; i++) units[i] = at.shared + shared + ((i * kTeams + team) * RUNS + run) * M::kRunStride;
+  for (int i = 0; i < M::kTeamTiles; i++) units[i] = weights + ((i * kTeams + team) * RUNS + run) * M::kRunStride;
   uint32_t x = at.shared + kRow + run * M::kSlicesOfRun * kXSliceBytes;
-  mbarrier_wait(at.shared + barrier, 0);
+  wait_for_weights<M>(at);
   if (M::kTeamTiles == 1 && slices == M::kSlicesOfRun) {
     multiply_run<M::kSlicesOfRun>(out[0], units[0], x, at);
   } else {
@@ -231,11 +253,11 @@ struct Product {
   DEVICE void look() {
     if (finishes()) epilogue.prefetch(0, 0, M::tile(place), row, 0);
   }
-  // `factor()`: of the sums.
+  // The block's tiles lie at `weights`; `factor()` is what the sums are multiplied by.
   template <class Factor>
-  DEVICE void multiply(const Lane& at, int shared, int barrier, Factor factor) {
+  DEVICE void multiply(const Lane& at, uint32_t weights, Factor factor) {
     __syncthreads();
-    multiply_tiles_of<M>(at, shared, barrier);
+    multiply_tiles_of<M>(at, weights);
     __syncthreads();
     if (!finishes()) return;
     float2 sum = make_float2(0.0f, 0.0f);
@@ -256,17 +278,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) KERNEL(layer_products)
     const scalar_t* __restrict__ bias, const float* __restrict__ rope, const int* positions, const int* locations, const int* slots,
     const int* __restrict__ block_tables, int num_heads, int num_kv_heads, int pages_per_sequence, int max_context) {
   const Lane at;
-  const int barriers = at.warp * 32;
-  if (at.lane == 0)
-    for (int i = 0; i < 4; i++) mbarrier_init(at.shared + barriers + i * 8, 1);
-  mbarrier_init_fence();
-  __syncwarp();
-  const int gate_up_weights = kWeights + Output::bytes(), down_weights = gate_up_weights + GateUp::bytes();
-  const int qkv_weights = down_weights + Down::bytes();
-  copy_weights<Output>(at, o, kWeights, barriers);
-  copy_weights<GateUp>(at, gate_up, gate_up_weights, barriers + 8);
-  copy_weights<Down>(at, down, down_weights, barriers + 16);
-  if (NEXT) copy_weights<Qkv>(at, qkv, qkv_weights, barriers + 24);
+  if (kCopyEngine) {
+    if (at.lane == 0)
+      for (int i = 0; i < 4; i++) mbarrier_init(at.shared + at.warp * 32 + i * 8, 1);
+    mbarrier_init_fence();
+    __syncwarp();
+  }
+  const uint32_t o_weights = at.shared + kWeights, gate_up_weights = o_weights + Output::bytes();
+  const uint32_t down_weights = gate_up_weights + GateUp::bytes(), qkv_weights = down_weights + Down::bytes();
+  copy_weights<Output>(at, o, o_weights);
+  copy_weights<GateUp>(at, gate_up, gate_up_weights);
+  copy_weights<Down>(at, down, down_weights);
+  if (NEXT) copy_weights<Qkv>(at, qkv, qkv_weights);
   __syncwarp();
   RowPieces mlp_weights, next_weights;
   mlp_weights.load_norm(mlp_norm);
@@ -289,18 +312,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) KERNEL(layer_products)
   if (Output::is_there(0)) {
     o_product.look();
     fill<ATTENTION>(at, attention);
-    o_product.multiply(at, kWeights, barriers, one);
+    o_product.multiply(at, o_weights, one);
     grid.arrive();
   }
   grid.wait(Output::kBlocks);
   fill_normalised(at, x, mlp_weights);
-  gate_up_product.multiply(at, gate_up_weights, barriers + 8, of_rms);
+  gate_up_product.multiply(at, gate_up_weights, of_rms);
   grid.arrive();
   if (Down::is_there(0)) {
     down_product.look();
     grid.wait(GateUp::kBlocks);
     fill<INNER>(at, inner);
-    down_product.multiply(at, down_weights, barriers + 16, one);
+    down_product.multiply(at, down_weights, one);
     grid.arrive();
   } else if (NEXT && threadIdx.x == 0) {
     grid.target += GateUp::kBlocks;
@@ -309,5 +332,5 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) KERNEL(layer_products)
   qkv_product.look();
   grid.wait(Down::kBlocks);
   fill_normalised(at, x, next_weights);
-  qkv_product.multiply(at, qkv_weights, barriers + 24, of_rms);
+  qkv_product.multiply(at, qkv_weights, of_rms);
 }

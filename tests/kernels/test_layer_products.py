@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from linear_cases import EPS, H200, ORIN, bits, layout_of, normals
+from linear_cases import EPS, H200, ORIN, RTX_4090, bits, layout_of, normals, older
 from packed_oracle import pack
 
 from cpmrt.cuda.build.launcher import Launcher
@@ -72,12 +72,13 @@ SHAPES = {
 class Layer:
     """One row of a layer on the device; `run` gives the bits of all that its four products write."""
 
-    def __init__(self, cuda: Any, shape: Shape, dtype: DType):
+    def __init__(self, cuda: Any, shape: Shape, dtype: DType, *, portable: bool = False):
         self.cuda, self.shape, self.dtype = cuda, shape, dtype
+        self.device = older(cuda.device) if portable else cuda.device
         rng = np.random.default_rng(shape.hidden)
         normal = normals(rng, dtype)
         self.weights, self.norms = {}, {}
-        for name, layout in shape.layouts(cuda.device).items():
+        for name, layout in shape.layouts(self.device).items():
             rows, columns = layout.out_features, layout.in_features
             codes = rng.integers(0, 16, (rows, columns)).astype(np.uint8)
             groups = rows, columns // layout.scale_group
@@ -102,7 +103,7 @@ class Layer:
         pages = [poison(PAGES, shape.kv_heads, PAGE_SIZE, shape.head_dim) for _ in range(2)]
         launcher = cuda.launcher(dtype, pdl=pdl)
         arrays = {"packed_counter": self.counter} if together else {}
-        products, one = PackedProducts(launcher, None, arrays, cuda.device), np.int32(1)
+        products, one = PackedProducts(launcher, None, arrays, self.device), np.int32(1)
         add = (None, one, np.int32(shape.hidden), SCALE)
         attention = cuda.array(self.attention, dtype)
         place, slot = (cuda.array(np.array([value], np.int32)) for value in (POSITION, 0))
@@ -126,10 +127,11 @@ class Layer:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.label)
+@pytest.mark.parametrize("portable", [False, True], ids=["", "portable"])
 @pytest.mark.parametrize("name", SHAPES)
-def test_together_they_give_the_bits_of_each_alone(cuda: Any, name: str, dtype: DType) -> None:
-    layer = Layer(cuda, SHAPES[name], dtype)
-    if plan_layer([weight.layout for weight in layer.weights.values()], cuda.device) is None:
+def test_together_they_give_the_bits_of_each_alone(cuda: Any, name: str, portable: bool, dtype: DType) -> None:
+    layer = Layer(cuda, SHAPES[name], dtype, portable=portable)
+    if plan_layer([weight.layout for weight in layer.weights.values()], layer.device) is None:
         pytest.skip("this device launches them one by one")
     alone = {follows: layer.run(together=False, follows=follows) for follows in (True, False)}
     for pdl in (False, True):
@@ -156,7 +158,9 @@ def test_layers_whose_weights_fit_are_planned_and_others_are_not() -> None:
             assert plan is not None and plan.next == (count == 4), name
             assert plan.smem_bytes <= H200.shared_bytes_per_block
             assert plan.grid <= min(H200.num_sms, layouts[1].num_tiles)
-        assert plan_layer(list(shape.layouts(ORIN).values()), ORIN) is None
+    for device, names in ((ORIN, {"demo"}), (RTX_4090, {"demo", "0.5B", "zero points, groups of 32"})):
+        fitting = {name for name, shape in SHAPES.items() if plan_layer([*shape.layouts(device).values()], device)}
+        assert fitting == names, device.name
     assert plan_layer(list(Shape(4096, 16384, 32, 2, 128).layouts(H200).values()), H200) is None
     mixed = [*SHAPES["0.5B"].layouts(H200).values()]
     mixed[2] = layout_of("residual", (1024, 4096), 32, H200)

@@ -21,7 +21,6 @@ from cpmrt.cuda.ops.linear import StepProduct
 from cpmrt.cuda.ops.linear_packed.layout import RUNS, SLICE_COLUMNS, TILE_ROWS, PackedLayout, PackedWeight, whole_lines
 from cpmrt.tensor_spec import PLAIN_HEAD_DIM
 
-_CAPABILITY = 90
 _BITS = 4
 _THREADS = 512
 _ORDER = ("residual", "gate_up", "residual", "qkv")
@@ -47,6 +46,7 @@ class LayerProductsConstants:
     zeros: int
     grid: int
     smem_bytes: int
+    portable: bool
     fatrelu: int | None = None
 
 
@@ -64,7 +64,7 @@ def plan_layer(layouts: Sequence[PackedLayout], device: Device) -> LayerProducts
     """
     o, gate_up, down, *qkv = layouts
     kinds = {(layout.bits, layout.runs, layout.scale_group, layout.zeros) for layout in layouts}
-    if device.capability < _CAPABILITY or device.is_portable or len(kinds) > 1 or (o.bits, o.runs) != (_BITS, RUNS):
+    if len(kinds) > 1 or not _starts(o):
         return None
     hidden, grid = o.out_features, min(device.num_sms, gate_up.num_tiles)
     columns = max(layout.in_features for layout in layouts)
@@ -80,6 +80,7 @@ def plan_layer(layouts: Sequence[PackedLayout], device: Device) -> LayerProducts
     return LayerProductsConstants(
         hidden, o.in_features, down.in_features, qkv[0].out_features if qkv else TILE_ROWS,
         qkv[0].head_dim if qkv else PLAIN_HEAD_DIM, bool(qkv), o.bits, o.runs, o.scale_group, o.zeros, grid, smem_bytes,
+        device.is_portable,
     )  # fmt: skip
 
 
@@ -128,7 +129,7 @@ class LayerProducts:
         if product.kind == "residual" and product.rest[0] is not None:
             return False
         if not self._held:
-            return _starts(weight.layout, self._device)
+            return _starts(weight.layout)
         (first, _), (before, _) = self._held[0], self._held[-1]
         stream = first.outputs[0]
         reads = before.outputs[0] if place == 2 else stream
@@ -164,8 +165,6 @@ class LayerProducts:
         )  # fmt: skip
 
 
-@lru_cache(maxsize=64)
-def _starts(layout: PackedLayout, device: Device) -> bool:
+def _starts(layout: PackedLayout) -> bool:
     """Whether a product with such a weight may be the first."""
-    kind = layout.bits, layout.runs
-    return device.capability >= _CAPABILITY and not device.is_portable and kind == (_BITS, RUNS)
+    return (layout.bits, layout.runs) == (_BITS, RUNS)
