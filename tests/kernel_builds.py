@@ -156,9 +156,10 @@ CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
     "linear_packed/layer_products.cu": tuple(
         {"IN_FEATURES": hidden, "ATTENTION": attention, "INNER": inner, "QKV_ROWS": rows, "HEAD_DIM": head_dim}
         | {"WEIGHT_BITS": 4, "RUNS": 8, "SCALE_GROUP": 128, "ZEROS": 0, "GRID": 132, "SMEM_BYTES": 232448}
-        | {"NEXT": follows, "PORTABLE": 0}
-        for hidden, attention, inner, rows, head_dim, follows in (
-            (1024, 1024, 4096, 1280, 64, 1), (2048, 2048, 6144, 2560, 128, 1), (1536, 2048, 4608, 16, 128, 0),
+        | {"NEXT": follows, "LATE": late, "PORTABLE": 0}
+        for hidden, attention, inner, rows, head_dim, follows, late in (
+            (1024, 1024, 4096, 1280, 64, 1, 0), (2048, 2048, 6144, 2560, 128, 1, 0), (1536, 2048, 4608, 16, 128, 0, 0),
+            (2560, 2560, 6400, 1056, 32, 1, 1),
         )
     ),
     "linear_packed/packed_gemm.cu": (

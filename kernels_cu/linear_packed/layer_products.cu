@@ -10,6 +10,7 @@
 //   WEIGHT_BITS: 4. RUNS: 8, the parts of K. SCALE_GROUP: columns that share a scale: 32, 64 or 128. ZEROS: as in linear_packed.cu.
 //     All four weights have these
 //   SMEM_BYTES: dynamic shared memory of the launch. GRID: blocks, at most as many as multiprocessors, and as tiles of gate_up
+//   LATE: 1: down and qkv take the place of o and gate_up in shared memory, once these have been used; 0: each has its own
 //   PORTABLE: 1 leaves the copy engine out on sm_90 and later too
 //   FATRELU: the activation is that of fatrelu.cuh; without it SiLU
 // Grid: GRID blocks, all of which must run at once; block 512; SMEM_BYTES of dynamic shared memory.
@@ -17,12 +18,12 @@
 // Oracle: NumpyOps.project_residual, gate_up, qkv.
 // Source: original; the barrier as in cooperative groups (one counter, release and acquire).
 // Why so: a small layer's weights fit into the shared memory of all multiprocessors together, so a block asks for all of its weights
-//   at once, before it waits for attention. What is left are dependencies: between two products a counter in memory that all blocks
+//   at once, before it waits for attention; with LATE for those of two products, and for the others as soon as there is room. What is left are dependencies: between two products a counter in memory that all blocks
 //   add to and wait for, which takes about half as long as from one kernel to the next. The tiles of the four weights are dealt out
 //   to the blocks in turn; in a block, as in linear_packed.cu, eight warps share a tile, each has a run.
 #if !defined(IN_FEATURES) || !defined(ATTENTION) || !defined(INNER) || !defined(QKV_ROWS) || !defined(HEAD_DIM) || !defined(NEXT) || \
     !defined(WEIGHT_BITS) || !defined(RUNS) || !defined(SCALE_GROUP) || !defined(ZEROS) || !defined(GRID) || !defined(SMEM_BYTES) || \
-    !defined(PORTABLE)
+    !defined(PORTABLE) || !defined(LATE)
 #error "a constant is not defined"
 #endif
 // What the headers are told: one row, in blocks of two teams of eight warps.
@@ -54,7 +55,7 @@ static_assert((FATRELU & 0x7F800000) != 0x7F800000, "FATRELU must be the bits of
 // Weight INDEX of the four, with ROWS_ rows of COLUMNS elements; its tiles are dealt out behind DEALT others.
 template <int INDEX, int ROWS_, int COLUMNS, int DEALT>
 struct Matrix {
-  static constexpr int kIndex = INDEX, kBehind = (NEXT ? 3 : 2) - INDEX;   // weights asked for after it
+  static constexpr int kIndex = INDEX, kLast = LATE && INDEX < 2 ? 1 : NEXT ? 3 : 2;   // of those asked for with it
   static constexpr int kTiles = ROWS_ / 16, kDealt = DEALT + kTiles, kColumns = COLUMNS, kNumSlices = COLUMNS / 128;
   static constexpr int kMostTiles = (kTiles + GRID - 1) / GRID, kTeamTiles = (kMostTiles + kTeams - 1) / kTeams;   // of a block, a team
   static constexpr int kBlocks = kTiles < GRID ? kTiles : GRID;   // that have any
@@ -154,7 +155,7 @@ DEVICE void wait_for_weights(const Lane& at) {
   if (kCopyEngine) {
     mbarrier_wait(barrier_of<M>(at), 0);
   } else {
-    cp_async_wait<M::kBehind>();
+    cp_async_wait<M::kLast - M::kIndex>();
     __syncwarp();
   }
 }
@@ -285,11 +286,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) KERNEL(layer_products)
     __syncwarp();
   }
   const uint32_t o_weights = at.shared + kWeights, gate_up_weights = o_weights + Output::bytes();
-  const uint32_t down_weights = gate_up_weights + GateUp::bytes(), qkv_weights = down_weights + Down::bytes();
+  const uint32_t down_weights = LATE ? o_weights : gate_up_weights + GateUp::bytes(), qkv_weights = down_weights + Down::bytes();
+  const auto copy_others = [&] {
+    copy_weights<Down>(at, down, down_weights);
+    if (NEXT) copy_weights<Qkv>(at, qkv, qkv_weights);
+  };
   copy_weights<Output>(at, o, o_weights);
   copy_weights<GateUp>(at, gate_up, gate_up_weights);
-  copy_weights<Down>(at, down, down_weights);
-  if (NEXT) copy_weights<Qkv>(at, qkv, qkv_weights);
+  if (!LATE) copy_others();
   __syncwarp();
   RowPieces mlp_weights, next_weights;
   mlp_weights.load_norm(mlp_norm);
@@ -318,6 +322,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) KERNEL(layer_products)
   grid.wait(Output::kBlocks);
   fill_normalised(at, x, mlp_weights);
   gate_up_product.multiply(at, gate_up_weights, of_rms);
+  if (LATE) copy_others();   // all warps have multiplied
   grid.arrive();
   if (Down::is_there(0)) {
     down_product.look();

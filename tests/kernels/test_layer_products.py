@@ -64,6 +64,7 @@ SHAPES = {
     "0.5B": Shape(1024, 4096, 16, 2, 64),
     "MiniCPM5-1B": Shape(1536, 4608, 16, 2, 128),
     "MiniCPM5-2B": Shape(2048, 6144, 16, 2, 128),
+    "MiniCPM3-4B": Shape(2560, 6400, 40, 4, 64),
     "S-1B": Shape(1536, 3840, 24, 8, 64, fatrelu=0.01),
     "zero points, groups of 32": Shape(512, 1408, 8, 4, 96, 32, zeros=True),
 }
@@ -157,8 +158,9 @@ def test_layers_whose_weights_fit_are_planned_and_others_are_not() -> None:
             plan = plan_layer(layouts[:count], H200)
             assert plan is not None and plan.next == (count == 4), name
             assert plan.smem_bytes <= H200.shared_bytes_per_block
+            assert plan.late == (name == "MiniCPM3-4B")
             assert plan.grid <= min(H200.num_sms, layouts[1].num_tiles)
-    for device, names in ((ORIN, {"demo"}), (RTX_4090, {"demo", "0.5B", "zero points, groups of 32"})):
+    for device, names in ((ORIN, {"demo"}), (RTX_4090, {"demo", "0.5B", "S-1B", "zero points, groups of 32"})):
         fitting = {name for name, shape in SHAPES.items() if plan_layer([*shape.layouts(device).values()], device)}
         assert fitting == names, device.name
     assert plan_layer(list(Shape(4096, 16384, 32, 2, 128).layouts(H200).values()), H200) is None

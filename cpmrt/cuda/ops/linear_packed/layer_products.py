@@ -46,6 +46,7 @@ class LayerProductsConstants:
     zeros: int
     grid: int
     smem_bytes: int
+    late: bool
     portable: bool
     fatrelu: int | None = None
 
@@ -72,7 +73,10 @@ def plan_layer(layouts: Sequence[PackedLayout], device: Device) -> LayerProducts
     row_bytes = whole_lines(
         _FIXED_BYTES + ceil(gate_up.num_tiles / grid) * _TILE_SUM_BYTES + columns // SLICE_COLUMNS * slice_bytes
     )
-    smem_bytes = row_bytes + _most_weights(layouts, grid)
+    parts = [_most_weights(layouts, grid, part) for part in (slice(2), slice(2, None))]
+    space, together = device.shared_bytes_per_block - row_bytes, _most_weights(layouts, grid, slice(None))
+    late = together > space
+    smem_bytes = row_bytes + (max(parts) if late else together)
     are_rows = all(layout.out_features % TILE_ROWS == 0 for layout in layouts)
     fits = max(map(_tiles, layouts)) == gate_up.num_tiles and smem_bytes <= device.shared_bytes_per_block
     if not (fits and are_rows and hidden == down.out_features == gate_up.in_features):
@@ -80,7 +84,7 @@ def plan_layer(layouts: Sequence[PackedLayout], device: Device) -> LayerProducts
     return LayerProductsConstants(
         hidden, o.in_features, down.in_features, qkv[0].out_features if qkv else TILE_ROWS,
         qkv[0].head_dim if qkv else PLAIN_HEAD_DIM, bool(qkv), o.bits, o.runs, o.scale_group, o.zeros, grid, smem_bytes,
-        device.is_portable,
+        late, device.is_portable,
     )  # fmt: skip
 
 
@@ -88,11 +92,11 @@ def _tiles(layout: PackedLayout) -> int:
     return layout.num_tiles
 
 
-def _most_weights(layouts: Sequence[PackedLayout], grid: int) -> int:
-    """Bytes of the weights in the block that has most of them: tiles are dealt out to the blocks in turn."""
+def _most_weights(layouts: Sequence[PackedLayout], grid: int, part: slice) -> int:
+    """Bytes of these weights in the block that has most of them: tiles of all are dealt out to the blocks in turn."""
     held, dealt = [0] * grid, 0
-    for layout in layouts:
-        for tile in range(layout.num_tiles):
+    for place, layout in enumerate(layouts):
+        for tile in range(layout.num_tiles if place in range(len(layouts))[part] else 0):
             held[(dealt + tile) % grid] += layout.runs * layout.run_bytes
         dealt += layout.num_tiles
     return max(held)
