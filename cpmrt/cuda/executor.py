@@ -60,6 +60,7 @@ LoadWeights = Callable[[Destination], None]
 _RUN_AHEAD = 4
 _ZEROED = (
     "step_context", "attention_arrivals", "slot_states", "token_counts", "chunk", "token_ids", "packed_arrivals",
+    "packed_counter",
 )  # fmt: skip
 
 
