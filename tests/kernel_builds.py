@@ -294,6 +294,7 @@ CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
     ),
     "draft/lookup.cu": ({"PORTABLE": 0}, {"PORTABLE": 1}),
     "sampling/tree_sampling.cu": ({"VOCAB": 73448, "PORTABLE": 0}, {"VOCAB": 73448, "PORTABLE": 1}),
+    "sampling/masked_tree_sampling.cu": ({"VOCAB": 73448, "PORTABLE": 0}, {"VOCAB": 151_936, "PORTABLE": 1}),
     "draft/accept.cu": ({"VOCAB": 73448},),
     "rows/embed.cu": ({"HIDDEN": 4096}, {"HIDDEN": 64}),
     "rows/norm.cu": ({"HIDDEN": 4096}, {"HIDDEN": 64}, {"HIDDEN": 8192}),

@@ -79,7 +79,7 @@ class CudaExecutor:
         self._limits = ExecutorLimits(
             plan.max_sequences, plan.max_context, self.config.chunk_of(engine.prefill_chunk),
             max(_RUN_AHEAD, 2 * engine.steps_per_launch), max_logit_bias=MAX_LOGIT_BIAS, num_pages=layout.num_pages,
-            page_size=PAGE_SIZE, tree_shapes=draft.shapes if draft else (), takes_masks=True,
+            page_size=PAGE_SIZE, tree_shapes=draft.shapes if draft else (), takes_masks=True, takes_tree_masks=True,
             num_snapshots=layout.num_snapshots, remakes_answers=True,
         )  # fmt: skip
         self.stream = cupy.cuda.Stream(non_blocking=True)
@@ -121,6 +121,8 @@ class CudaExecutor:
             self._draft, self.config, device, launcher, self._gemm, self._arrays, self._rings, self._forward,
             plan,
         )  # fmt: skip
+        if self._speculation is not None:
+            self._resources.callback(self._speculation.close)
         # What passes through the workspace while loading is gone before the tables there are filled.
         regions = {region.name: region for region in plan.regions}
         load(Destination(pointer.ptr, regions, device, Launcher(self.stream, self._modules, use_pdl=False)))
@@ -212,9 +214,6 @@ class CudaExecutor:
     def _submit_speculate(self, step: Speculate) -> Pending:
         if self._speculation is None:
             raise ConfigError("nothing drafts", expected="Decode steps", actual="Speculate", fix="give LLM a draft")
-        if step.masks is not None:
-            what = "the CUDA executor masks no draft trees"
-            raise ConfigError(what, expected="Decode steps under a form", actual="a Speculate step with masks")
         return self._speculation.speculate(self._graphs, step, self._logprobs_of(step.slots))
 
     def prompt_logits(self, slot: int, token_ids: tuple[int, ...], block_table: tuple[int, ...] = ()) -> Iterator[F32]:

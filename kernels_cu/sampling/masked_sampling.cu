@@ -2,63 +2,31 @@
 //
 //   formula   as sampling.cu, with z = -infinity for a token whose bit in the row's mask is 0; log-probabilities are those of
 //             the raw logits. count_certain: token_counts[slot][tokens[i]] += 1 for 0 < i < count; num_generated += count - 1
-//   operands  those of sampling.cu; ready (16, mask_rows) uint64 and bits (16, mask_rows, mask_words) uint32 in mapped host memory, an
-//             entry for each of the ring: ready = 4 n + 1 says that row r of command n may have any token, 4 n + 2 that
-//             its bits are there, bit t % 32 of word t / 32 for token t. Until then the row waits, at most kPatience; then
-//             it has no token, reports kNoMask and ends its sequence. chunk (4) int32: slot, start, count, is_last
+//   operands  those of sampling.cu; ready and bits as row_mask.cuh has them, in mapped host memory. Until a row's word is
+//             there it waits, at most kPatience; then it has no token, reports kNoMask and ends its sequence. chunk (4) int32: slot, start, count, is_last
 //   constants VOCAB: entries of the vocabulary. PORTABLE: 1 leaves clusters out on sm_90 and later too
 //   launch    sample_masked as sample of sampling.cu, with 25 KB of static shared memory and the bits of a block's tokens;
 //             count_certain: grid 1, block 512
 //   numerics  as sampling.cu
 //   oracle    reference/sampling.py masked, sample; reference/executor.py ReferenceExecutor._fast_forward
 //   source    original
-//   layout    one thread of a row waits, and tells the row's other blocks what it has seen. A block copies the bits of its
-//             tokens into shared memory, since the chain looks at them in every pass
+//   layout    one thread of a row waits, and tells the row's other blocks what it has seen
 #if !defined(VOCAB) || !defined(PORTABLE)
 #error "a constant is not defined"
 #endif
-#include "commands.cuh"
 #include "finish_row.cuh"
+#include "row_mask.cuh"
 
-constexpr uint64_t kPatience = 10000000000ull;  // nanoseconds
-constexpr int kMaskWords = (kBlockGroups * 4 + 31) / 32 + 1;  // that hold the bits of a block's tokens
 static_assert(sizeof(Shared) + 4 * kMaskWords < 48 * 1024, "the mask of a row does not fit shared memory");
-
-enum Readiness : uint32_t { kAny = 1, kMasked = 2, kLate = 3 };
 
 struct MaskedCounts {
   static constexpr bool kIsMasked = true;
   const uint32_t* words;
-  const uint32_t* bits;
-  int first_token;  // of `bits`
-  bool is_masked;
+  BlockMask mask;
 
   DEVICE uint32_t of(int token) const { return words[token]; }
-  DEVICE bool allows(int token) const {
-    const int at = token - first_token;
-    return !is_masked || (bits[at / 32] >> at % 32 & 1);
-  }
+  DEVICE bool allows(int token) const { return mask.allows(token); }
 };
-
-DEVICE uint64_t nanoseconds() {
-  uint64_t now;
-  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
-  return now;
-}
-
-// Waits until the host has said what the row of this command may have, and returns that.
-DEVICE uint32_t await(const uint64_t* ready, uint64_t command) {
-  const uint64_t begun = nanoseconds();
-  while (true) {
-    const uint64_t word = *reinterpret_cast<const volatile uint64_t*>(ready);
-    if (word >> 2 == command) {
-      __threadfence_system();  // the bits are read after it
-      return word & 3;
-    }
-    if (nanoseconds() - begun > kPatience) return kLate;
-    __nanosleep(200);
-  }
-}
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) ROW_BLOCKS
     KERNEL(sample_masked)(ResultRecord* __restrict__ results, SlotState* states, uint32_t* token_counts,
@@ -96,15 +64,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) ROW_BLOCKS
     }
     return;
   }
-  const int first_word = row.block * kBlockGroups * 4 / 32;
-  row.token_counts = {counts, allowed, first_word * 32, readiness == kMasked};
-  if (readiness == kMasked) {
-    const int32_t* source = reinterpret_cast<const int32_t*>(bits + entry * mask_words);
-    for (int word = threadIdx.x; word < kMaskWords && first_word + word < mask_words; word += kThreads) {
-      allowed[word] = load_host(source + first_word + word);
-    }
-    __syncthreads();
-  }
+  row.token_counts = {counts, copy_mask(allowed, bits + entry * mask_words, row.block, readiness, mask_words)};
 
   const int token = sample_row(row, top_k, top_p, log_min_p);
   report_row(results, row, state, ending, counts, sequence, token, num_logprobs);

@@ -12,7 +12,7 @@ from form_cases import REGEXES, schemas
 
 from cpmrt import LLM, FormError, SamplingParams
 from cpmrt.config import Sampling
-from cpmrt.executor import Admit, Decode, FastForward, Mask, Prefill, Release
+from cpmrt.executor import Admit, Decode, FastForward, Mask, Prefill, Release, Speculate
 
 pytestmark = pytest.mark.gpu
 PROMPT = "Here is the answer: "
@@ -54,11 +54,27 @@ def test_answers_keep_their_forms(alone):
 
 @pytest.mark.parametrize("settings", [
     {"max_sequences": 16}, {"max_sequences": 3}, {"steps_per_launch": 4}, {"cuda_graphs": False},
-    {"draft": "eagle2"}, {"draft": "lookup"}, {"prefix_cache": False},
+    {"draft": "eagle2"}, {"draft": "lookup"}, {"draft": "eagle2", "speculate": {"adaptive": False}},
+    {"draft": "eagle2", "max_sequences": 3}, {"draft": "eagle2", "cuda_graphs": False},
+    {"draft": "lookup", "steps_per_launch": 4}, {"prefix_cache": False},
 ], ids=str)  # fmt: skip
 def test_company_and_drafts_change_nothing(alone, settings):
     found = answers_of(**settings)
     assert [tokens for tokens, *_ in found] == [tokens for tokens, *_ in alone]
+
+
+@pytest.mark.parametrize("draft", ["eagle2", "lookup"])
+def test_drafts_are_accepted_under_forms(alone, draft):
+    """Nearly every step that takes no certain tokens is drafted, and saves steps."""
+    counts = {"Decode": 0, "Speculate": 0, "tokens": 0}
+
+    def note(step, result):
+        if isinstance(step, (Decode, Speculate)):
+            counts[type(step).__name__] += 1
+            counts["tokens"] += len(result.slots[0].token_ids) * isinstance(step, Speculate)
+
+    answers_of(draft=draft, on_step=note, speculate={"adaptive": False})
+    assert counts["Speculate"] > counts["Decode"] and counts["tokens"] > counts["Speculate"], counts
 
 
 def only(token: int) -> bytes:

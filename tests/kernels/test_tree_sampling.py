@@ -68,6 +68,37 @@ class Plain:
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=range(len(SAMPLINGS)))
 def test_a_node_samples_what_plain_decoding_samples(cuda: Any, sampling: Sampling, portable: bool) -> None:
     device, rng = TreeDevice(cuda, portable=portable), np.random.default_rng(2)
+    counts, nodes, logits = prepared(device, sampling, rng)
+    states_before = device.get("slot_states")
+    device.kernels.sample_tree(cuda.array(logits))
+    sampled = device.tree()["sampled"]
+    entries = device.get("tree_logprobs").reshape(64, -1)
+    plain, own = Plain(device, portable), states_before.view(ss.SLOT_STATE)[1]
+    assert nodes.depths.max() == 5
+    for node in range(64):
+        if node == PADDING:
+            assert sampled[node] == -5
+            continue
+        token, logprobs = plain.sample(own, counts[1], path_to(nodes, node), logits[node])
+        assert sampled[node] == token
+        if sampling.logprobs:
+            used = 8 + 4 * sampling.logprobs
+            assert entries[node].tobytes()[:used] == logprobs[:used]
+    np.testing.assert_array_equal(device.get("slot_states"), states_before)
+    np.testing.assert_array_equal(device.get("token_counts"), counts)
+
+
+def path_to(nodes: Nodes, node: int) -> list[int]:
+    """The tokens from the root's child to the node."""
+    return [int(nodes.tokens[other]) for other in range(1, 64) if int(nodes.masks[node]) >> other & 1]
+
+
+PADDING = 7
+"""The node whose row has no slot."""
+
+
+def prepared(device: TreeDevice, sampling: Sampling, rng: np.random.Generator) -> tuple[Any, Nodes, Any]:
+    """A sequence in slot 1 with a deep tree behind it: the words of its tokens, the nodes, and their logits."""
     running = Running(1, rng.integers(0, VOCAB, 30).tolist(), capacity=320, max_context=320)
     state = slot_state(Admit(1, sampling, 12345, 100, ()))
     counts = np.zeros((3, VOCAB), np.uint32)
@@ -82,25 +113,8 @@ def test_a_node_samples_what_plain_decoding_samples(cuda: Any, sampling: Samplin
     nodes = deep_tree(rng)
     device.set_tree(tokens=nodes.tokens, parents=nodes.parents, depths=nodes.depths)
     slots = np.full(64, 1, np.int32)
-    slots[7] = -1
+    slots[PADDING] = -1
     device.set("slots", slots)
     logits = (rng.standard_normal((64, VOCAB)) * 2).astype(np.float32)
     device.set_tree(sampled=np.full(64, -5, np.int32))
-    states_before = device.get("slot_states")
-    device.kernels.sample_tree(cuda.array(logits))
-    sampled = device.tree()["sampled"]
-    entries = device.get("tree_logprobs").reshape(64, -1)
-    plain, own = Plain(device, portable), states_before.view(ss.SLOT_STATE)[1]
-    assert nodes.depths.max() == 5
-    for node in range(64):
-        if node == 7:
-            assert sampled[node] == -5
-            continue
-        path = [int(nodes.tokens[other]) for other in range(1, 64) if int(nodes.masks[node]) >> other & 1]
-        token, logprobs = plain.sample(own, counts[1], path, logits[node])
-        assert sampled[node] == token
-        if sampling.logprobs:
-            used = 8 + 4 * sampling.logprobs
-            assert entries[node].tobytes()[:used] == logprobs[:used]
-    np.testing.assert_array_equal(device.get("slot_states"), states_before)
-    np.testing.assert_array_equal(device.get("token_counts"), counts)
+    return counts, nodes, logits

@@ -11,8 +11,9 @@ A Speculate step is
     target forward of the tree_size rows, head of them
     sample_tree(logits); accept(shape, hidden)
 
-With prompt lookup it is speculate_begin(0), lookup(shape), and the same from the target's forward on. The command is
-counted by `accept`, so every launch before it may be repeated.
+Under a form report_tree(shape) comes before the target's forward, and sample_masked_tree(logits) takes the place of
+sample_tree. With prompt lookup it is speculate_begin(0), lookup(shape), and the same from the target's forward on. The
+command is counted by `accept`, so every launch before it may be repeated.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from cpmrt.cuda.build.launcher import Launcher, Module
 from cpmrt.cuda.build.spec import KernelSpec
 from cpmrt.cuda.driver.array import DeviceArray
 from cpmrt.cuda.driver.device import Device
+from cpmrt.cuda.step.masks import TreeRing
 from cpmrt.cuda.step.rings import Rings
 from cpmrt.cuda.step.structs import CATCH_UP, SPECULATE
 from cpmrt.memory.caches import CacheLayout
@@ -47,10 +49,17 @@ CATCH_UP_END = _spec("catch_up_end", "draft/speculate.cu", "bookkeeping: the dra
 PREFILL_ROWS = _spec("prefill_rows", "draft/carry.cu", "bookkeeping: the draft's rows of a prefill chunk")
 CARRY_ROWS = _spec("carry_rows", "draft/carry.cu", "bookkeeping: hidden states for the draft's next pass")
 SAMPLE_TREE = _spec("sample_tree", "sampling/tree_sampling.cu", "the sampling chain", "VOCAB", "PORTABLE")
+REPORT_TREE = _spec(
+    "report_tree", "sampling/masked_tree_sampling.cu", "bookkeeping: the nodes that want masks", "VOCAB", "PORTABLE"
+)
+SAMPLE_MASKED_TREE = _spec(
+    "sample_masked_tree", "sampling/masked_tree_sampling.cu", "the sampling chain under masks that the host writes",
+    "VOCAB", "PORTABLE",
+)  # fmt: skip
 ACCEPT = _spec("accept", "draft/accept.cu", "bookkeeping: the end of a speculative step", "VOCAB")
 TREE_KERNELS = (
     DRAFT_TOP_K, TREE_GROW, TREE_FINISH, LOOKUP, SPECULATE_BEGIN, CATCH_UP_END, PREFILL_ROWS, CARRY_ROWS, SAMPLE_TREE,
-    ACCEPT,
+    REPORT_TREE, SAMPLE_MASKED_TREE, ACCEPT,
 )  # fmt: skip
 _ROW = ("token_ids", "positions", "slots", "locations")
 _COPY_THREADS, _ROW_THREADS, _LOOKUP_THREADS, _CHUNK_THREADS = 256, 512, 1024, 1024
@@ -63,9 +72,11 @@ def tree_modules(config: ModelConfig, device: Device, draft_vocab: int) -> tuple
     """What `TreeKernels` launches; `draft_vocab`: rows of the draft's head, 0 for prompt lookup."""
     portable = int(device.is_portable)
     head = ((DRAFT_TOP_K.file, {"VOCAB": draft_vocab, "PORTABLE": portable}),) if draft_vocab else ()
-    sampling = (SAMPLE_TREE.file, {"VOCAB": config.vocab_size, "PORTABLE": portable})
+    constants = {"VOCAB": config.vocab_size, "PORTABLE": portable}
+    sampling: tuple[Module, ...] = tuple((spec.file, constants) for spec in (SAMPLE_TREE, SAMPLE_MASKED_TREE))
     plain: tuple[Module, ...] = tuple((spec.file, {}) for spec in (TREE_GROW, SPECULATE_BEGIN, CARRY_ROWS))
-    return (*head, *plain, (LOOKUP.file, {"PORTABLE": portable}), sampling, (ACCEPT.file, {"VOCAB": config.vocab_size}))
+    lookup, accept = (LOOKUP.file, {"PORTABLE": portable}), (ACCEPT.file, {"VOCAB": config.vocab_size})
+    return (*head, *plain, lookup, *sampling, accept)
 
 
 @dataclass(frozen=True)
@@ -214,6 +225,22 @@ class TreeKernels:
         self._start(
             SAMPLE_TREE, (self._blocks_per_row, logits.shape[0]), _ROW_THREADS, s.draft_tree,
             s.tree_logprobs, s.slot_states, s.token_counts, logits, s.slots,
+        )  # fmt: skip
+
+    def report_tree(self, shape: TreeShape, ring: TreeRing) -> None:
+        """Tell the host the nodes of the tree."""
+        s = self._state
+        self._start(
+            REPORT_TREE, 1, MAX_NODES, ring.address, s.draft_tree, s.step_context, np.int32(shape.tree_size)
+        )
+
+    def sample_masked_tree(self, logits: DeviceArray, ring: TreeRing) -> None:
+        """Sample as `sample_tree` does, each node with what the host says of it, or will say."""
+        s, masks = self._state, ring.masks
+        self._start(
+            SAMPLE_MASKED_TREE, (self._blocks_per_row, logits.shape[0]), _ROW_THREADS, s.draft_tree,
+            s.tree_logprobs, s.slot_states, s.token_counts, logits, s.slots, s.step_context, *masks.addresses,
+            np.int32(masks.num_rows), np.int32(masks.num_words),
         )  # fmt: skip
 
     def accept(self, shape: TreeShape, hidden: DeviceArray | None = None, forced: float | None = None) -> None:

@@ -18,9 +18,10 @@ from cpmrt.cuda.load.tables import fill_tables
 from cpmrt.cuda.ops.gemm import Gemm
 from cpmrt.cuda.step.costs import launch_seconds
 from cpmrt.cuda.step.forward import StepForward
+from cpmrt.cuda.step.masks import MaskedTree, TreeRing
 from cpmrt.cuda.step.rings import Answer, Rings
 from cpmrt.cuda.step.structs import CATCH_UP, SPECULATE
-from cpmrt.executor import Speculate
+from cpmrt.executor import Speculate, TreeMasks
 from cpmrt.memory.plan import MemoryPlan
 from cpmrt.models.draft import Draft
 from cpmrt.models.draft import tables as draft_tables
@@ -107,6 +108,29 @@ class DraftLaunches:
         return self._hidden_states[:num_rows] if self._hidden_states is not None else None
 
 
+class MaskedDraftLaunches(DraftLaunches):
+    """The same where the nodes have masks: the host is told the tree, and looks at it while the target runs."""
+
+    def __init__(
+        self,
+        ring: TreeRing,
+        draft: Draft,
+        kernels: TreeKernels,
+        forward: DraftForward | None,
+        target: StepForward,
+        arrays: Mapping[str, Any],
+    ):
+        super().__init__(draft, kernels, forward, target, arrays)
+        self._ring = ring
+
+    def verify(self, shape: TreeShape) -> None:
+        self._kernels.report_tree(shape, self._ring)
+        super().verify(shape)
+
+    def sample(self, shape: TreeShape) -> None:
+        self._kernels.sample_masked_tree(self._logits[: shape.tree_size], self._ring)
+
+
 class Speculation:
     """The draft of a CUDA executor: its launches, its graphs, and how much it has not seen of each slot."""
 
@@ -132,8 +156,15 @@ class Speculation:
         if plan.draft_caches is not None:
             self._forward = DraftForward(draft, device, launcher, gemm, arrays, plan.draft_caches)
         self._ops = DraftLaunches(draft, self._kernels, self._forward, target, arrays)
+        self._masked_ops = partial(
+            MaskedDraftLaunches, draft=draft, kernels=self._kernels, forward=self._forward, target=target, arrays=arrays
+        )
         self._waiting = Waiting(waiting_rows(draft))
         self._max_emitted = tuple(shape.max_emitted for shape in draft.shapes)
+        self._vocab_size = config.vocab_size
+        self._masked: tuple[TreeRing, MaskedDraftLaunches] | None = None
+        """What runs steps with masks, made for the first one."""
+        self._captured = set[Hashable]()
 
     def modules(self) -> tuple[Module, ...]:
         """Return the kernels that are launched beside the forwards."""
@@ -219,10 +250,33 @@ class Speculation:
         if self._forward is not None and self._waiting.before_speculation(slot):
             self._run_catch_up(graphs, slot)
         self._rings.write_slots(SPECULATE, step.slots)
-        start = graphs.run_step(("speculate", step.shape), step.slots)
+        help_along: Callable[[], bool | None] | None
+        if step.masks is None:
+            help_along = graphs.run_step(("speculate", step.shape), step.slots)
+        else:
+            help_along = self._start_masked(graphs, step.shape, step.masks)
         emitted = self._max_emitted[step.shape]
         self._waiting.accepted(slot, emitted)
-        return self._rings.sent(emitted, num_logprobs, start)
+        return self._rings.sent(emitted, num_logprobs, help_along)
+
+    def close(self) -> None:
+        """Free the host's memory; the device must be done with it."""
+        if self._masked is not None:
+            self._masked[0].close()
+
+    def _start_masked(self, graphs: Graphs, shape: int, masks: TreeMasks) -> MaskedTree:
+        """Start a step under masks, whose graph is captured when it is first needed."""
+        if self._masked is None:
+            ring = TreeRing(self._vocab_size)
+            self._masked = ring, self._masked_ops(ring)
+        ring, ops = self._masked
+        key, rows = ("speculate under masks", shape), 0 if self._forward is None else self._waiting.step_rows
+        if key not in self._captured:
+            graphs.add(key, partial(speculate, ops, self._draft.shapes[shape], rows))
+            self._captured.add(key)
+        tree = MaskedTree(ring, self._rings.next_number, self._draft.shapes[shape].tree_size, masks)
+        graphs.run(key)
+        return tree
 
     def pass_seconds(self, shape: int) -> tuple[float, float]:
         """Time the draft's passes and the target's of a step of this shape, over the rows that the last step left."""

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from threading import Lock
+from time import perf_counter
 
 import numpy as np
 
 from cpmrt.cuda.driver.graphs import Graphs
 from cpmrt.cuda.driver.host_memory import HostBuffer
 from cpmrt.cuda.step.structs import RING_ENTRIES
-from cpmrt.executor import Mask
+from cpmrt.errors import FormError
+from cpmrt.executor import MAX_ROWS, Mask, TreeMasks
 
-_ANY, _MASKED = 1, 2
+_CUT, _ANY, _MASKED = 0, 1, 2
+_PATIENCE_S = 10.0
+"""The time after which the device ends a sequence whose nodes have no masks yet."""
 
 
 class MaskRing:
@@ -46,6 +50,14 @@ class MaskRing:
             else:
                 mask.on_fill = partial(self._write, number, row)
 
+    def write_nodes(self, number: int, num_nodes: int, left: Mapping[int, bytes | None]) -> None:
+        """Write the masks of the nodes of command `number` that are left; the others are cut."""
+        for node in range(num_nodes):
+            if node in left:
+                self._write(number, node, left[node])
+            else:
+                self._ready_words[(number - 1) % RING_ENTRIES, node] = number << 2 | _CUT
+
     def close(self) -> None:
         """Free the memory; the device must be done with it."""
         self._ready.close()
@@ -64,6 +76,71 @@ class MaskRing:
                 with self._barrier:
                     pass
         self._ready_words[entry, row] = number << 2 | (_ANY if bits is None else _MASKED)
+
+
+class TreeRing:
+    """Trees of Speculate commands, as the device reports them, and the masks of their nodes on the way back."""
+
+    def __init__(self, vocab_size: int):
+        self.masks = MaskRing(MAX_ROWS, vocab_size)
+        self._nodes = HostBuffer(RING_ENTRIES * MAX_ROWS * 8)
+        self._words = self._nodes.array(np.uint64)
+
+    @property
+    def address(self) -> np.uint64:
+        """The address of the nodes, as kernels take it."""
+        address: np.uint64 = np.uint64(self._nodes.device_address)
+        return address
+
+    def nodes(self, number: int, num_nodes: int) -> tuple[list[int], list[int]] | None:
+        """Return tokens and parents of the nodes of a command, or None if the device has not reported all yet."""
+        first = (number - 1) % RING_ENTRIES * MAX_ROWS
+        words, mark = self._words[first : first + num_nodes].tolist(), number & 0xFFFFFF
+        if any(word >> 40 != mark for word in words):
+            return None
+        parents = [word >> 32 & 0xFF for word in words]
+        return [word & 0xFFFFFFFF for word in words], [-1 if parent == 0xFF else parent for parent in parents]
+
+    def close(self) -> None:
+        """Free the memory; the device must be done with it."""
+        self.masks.close()
+        self._nodes.close()
+
+
+class MaskedTree:
+    """The tree of one command: whoever waits for the command calls it until its nodes have their masks."""
+
+    def __init__(self, ring: TreeRing, number: int, num_nodes: int, masks: TreeMasks):
+        self._ring, self._number, self._num_nodes, self._masks = ring, number, num_nodes, masks
+        self._is_written = False
+        self._called_at = perf_counter()
+        masks.on_let_go = self._let_go
+
+    def __call__(self) -> bool:
+        """Write the masks if the tree is reported by now, and tell whether it is still to come.
+
+        Raises FormError if nobody has called this for so long that the device has given up.
+        """
+        now, before = perf_counter(), self._called_at
+        self._called_at = now
+        if self._is_written:
+            return False
+        if now - before > _PATIENCE_S:
+            what = "the masks of a draft tree were not there in time"
+            raise FormError(what, expected="within 10 s", fix="look for what stops this process for so long")
+        nodes = self._ring.nodes(self._number, self._num_nodes)
+        if nodes is None:
+            return True
+        self._write(self._masks.of_nodes(*nodes))
+        return False
+
+    def _let_go(self) -> None:
+        if not self._is_written:
+            self._write({0: None})
+
+    def _write(self, left: Mapping[int, bytes | None]) -> None:
+        self._is_written = True
+        self._ring.masks.write_nodes(self._number, self._num_nodes, left)
 
 
 class MaskedGraphs:

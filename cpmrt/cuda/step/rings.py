@@ -76,15 +76,18 @@ class Rings:
             write_slots(self._entries[place], kind, slots)
             self._written[place] = kind, slots
 
-    def sent(self, num_words: int, num_logprobs: tuple[int, ...], start: Callable[[], None] | None = None) -> Answer:
+    def sent(
+        self, num_words: int, num_logprobs: tuple[int, ...], help_along: Callable[[], bool | None] | None = None
+    ) -> Answer:
         """Count the command just written, whose kernels are launched or wait to be. Returns what will answer it.
 
         `num_words` words answer it, one for each slot or all for its only one. `num_logprobs`: what each sequence
-        asked for, empty if there are no results. `start` launches the step if it still waits.
+        asked for, empty if there are no results. `help_along` is called while somebody waits, as long as it returns
+        True: it launches a step that still waits, or says what the nodes of a tree may be.
         """
         number = self._last_number = self._last_number + 1
         place = (number - 1) % RING_ENTRIES
-        self._answers[place] = answer = Answer(number, num_words, num_logprobs, *self._places[place], self, start)
+        self._answers[place] = answer = Answer(number, num_words, num_logprobs, *self._places[place], self, help_along)
         return answer
 
     def close(self) -> None:
@@ -115,7 +118,9 @@ class Rings:
 class Answer:
     """The pending result of one command, read from its place in the ring once all of its words are there."""
 
-    __slots__ = ("_num_logprobs", "_num_words", "_number", "_polls", "_record", "_result", "_rings", "_start", "_words")
+    __slots__ = (
+        "_help_along", "_num_logprobs", "_num_words", "_number", "_polls", "_record", "_result", "_rings", "_words",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -125,10 +130,10 @@ class Answer:
         words: memoryview,
         record: np.void,
         rings: Rings,
-        start: Callable[[], None] | None,
+        help_along: Callable[[], bool | None] | None,
     ):
         self._number, self._num_words, self._num_logprobs = number, num_words, num_logprobs
-        self._words, self._record, self._rings, self._start = words, record, rings, start
+        self._words, self._record, self._rings, self._help_along = words, record, rings, help_along
         self._result: StepResult | None = None
         self._polls = 0
 
@@ -152,9 +157,8 @@ class Answer:
 
     def _go_on(self) -> None:
         """See to it that the answer comes. Raises DeviceError if it never will."""
-        if self._start is not None:
-            self._start()
-            self._start = None
+        if self._help_along is not None and not self._help_along():
+            self._help_along = None
         self._polls += 1
         if self._polls % _POLLS_BETWEEN_CHECKS or not self._rings.is_idle():
             return
