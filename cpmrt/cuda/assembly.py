@@ -84,11 +84,6 @@ def _check_drafts(settings: EngineConfig) -> None:
     """Raise ConfigError for drafts that only the NumPy executor takes so far."""
     if settings.speculation is None:
         return
-    if any(shape.lookup_length for shape in settings.speculation.shapes):
-        raise ConfigError(
-            "speculate: lookup beside a model's draft runs on NumPy only so far",
-            fix="leave lookup out, or use executor='reference'",
-        )
     if settings.speculation.layer_bits is not None:
         raise ConfigError(
             "speculate: layer_bits round a draft's layers on NumPy only so far",

@@ -1,8 +1,9 @@
 // Prompt lookup: the draft is what followed the last few tokens when they came before.
 //
 //   formula   end = the most recent position before the root's where the last 3 tokens end, else 2, else 1;
-//             node i = history[end + 1 + (i - 1) % (position - end)], a chain; no such position: only the root
-//   operands  tree DraftTree; token_ids, positions, slots, locations, base (tree_size) int32 and masks (tree_size) uint64:
+//             node i = history[end + 1 + (i - 1) % (position - end)], a chain of num_drafted; where fewer than
+//             shortest_match tokens end alike: the first num_kept nodes as they are, or only the root if they are none
+//   operands  tree DraftTree; token_ids, positions, slots, locations, base (num_nodes) int32 and masks (num_nodes) uint64:
 //             the target's rows; history (B, max_context) int32
 //   constants PORTABLE: 1 leaves clusters out on sm_90 and later too
 //   launch    grid of a row's blocks, block 1024; 8 blocks, a cluster, on sm_90 and later unless PORTABLE, else 1;
@@ -50,7 +51,8 @@ DEVICE uint32_t best_match(const int32_t* history, int last) {
 extern "C" __global__ void __launch_bounds__(kThreads, 1) ROW_BLOCKS
     KERNEL(lookup)(DraftTree* tree, int32_t* __restrict__ token_ids, int32_t* __restrict__ positions,
                    int32_t* __restrict__ slots, int32_t* __restrict__ locations, uint64_t* __restrict__ masks,
-                   int32_t* __restrict__ base, const int32_t* history, int max_context, int tree_size) {
+                   int32_t* __restrict__ base, const int32_t* history, int max_context, int num_nodes,
+                   int num_drafted, int num_kept, int shortest_match) {
   __shared__ uint32_t warps[kThreads / 32];
   __shared__ uint32_t blocks[kBlocks];
   pdl_launch_dependents();
@@ -68,15 +70,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) ROW_BLOCKS
   }
   row_barrier();
   const int node = threadIdx.x;
-  if (blockIdx.x != 0 || node >= tree_size) return;
+  if (blockIdx.x != 0 || node >= num_nodes) return;
   best = blocks[0];
 #pragma unroll
   for (int block = 1; block < kBlocks; block++) best = max(best, blocks[block]);
   const int end = static_cast<int>(best & ((1u << kPositionBits) - 1));
+  const bool is_match = static_cast<int>(best >> kPositionBits) >= shortest_match;
   const Rows rows = {token_ids, positions, slots, locations, masks, base};
+  if (!is_match && node < num_kept) return;
   if (node == 0) {
     set_node(tree, rows, 0, tree->root_token, -1, 0, 1);
-  } else if (best == 0) {
+  } else if (!is_match || node > num_drafted) {
     set_node(tree, rows, node, 0, -1, 0, 0);
   } else {
     const uint64_t mask = ~0ull >> (63 - node);

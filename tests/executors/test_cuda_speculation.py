@@ -114,6 +114,43 @@ def test_tokens_and_logprobs_are_those_of_plain_decoding(open_llm, plain, draft,
     check(executor, plain, ("minicpm", False, dtype))
 
 
+BESIDE = {
+    "eagle2": [(2, 4, 6), (4, 10, 32), (1, 4, 5)], "eagle3": [(2, 10, 12), (3, 2, 8)], "model": [(3, 1, 4), (1, 1, 2)],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("draft", BESIDE)
+@pytest.mark.parametrize(("is_w4", "lookup"), [(False, 4), (False, 11), (True, 40)])
+def test_a_lookup_beside_a_draft(open_llm, plain, draft, is_w4, lookup):
+    """Over random prompts, and over one that repeats itself, where chains are long and the draft has much to see."""
+    wishes = {"shapes": BESIDE[draft], "lookup": lookup}
+    executor = open_llm("minicpm", draft, is_w4=is_w4, dtype="bfloat16", wishes=wishes).executor
+    key = ("minicpm", is_w4, "bfloat16")
+    check(executor, plain, key)
+    prompt = tuple(PROMPTS[1][:5]) * 9
+    for name, sampling in SETTINGS.items():
+        for steps in ((0,), (0, "decode", 1)):
+            assert generate(executor, prompt, sampling, steps, count=24)[0] == plain(*key, prompt, name)
+
+
+def test_the_bundled_model_edits_code_in_long_steps():
+    """The tokens are those without a draft, and a step gives more than either draft alone."""
+    source = "def read_lines(path, encoding):\n    lines = []\n    with open(path, encoding=encoding) as file:\n"
+    source += "        for line in file:\n            lines.append(line.rstrip())\n    return lines\n\n\n"
+    params, means, tokens = SamplingParams(max_new_tokens=80, ignore_eos=True), [], []
+    for given in ({}, {"draft": "lookup"}, {"draft": "eagle2"}, {"draft": "eagle2", "speculate": {"lookup": 11}}):
+        if given:
+            beside = given.get("speculate", {})
+            shape = {"num_passes": 11, "tree_size": 12} if given["draft"] == "lookup" else {"tree_size": 12}
+            given = given | {"speculate": shape | beside | {"adaptive": False}}
+        with LLM(executor="cuda", prefix_cache=False, **given) as llm:
+            answer = llm.generate(source * 3, params)
+        tokens.append(answer.token_ids)
+        means.append(answer.stats.mean_accept_length)
+    assert tokens[1:] == tokens[:1] * 3
+    assert means[3] >= max(means[1:3])
+
+
 @pytest.mark.parametrize("row", [row for row in ROWS if row != "minicpm"])
 def test_every_row_of_the_model_table(open_llm, plain, row):
     for draft in ("eagle3", "lookup"):

@@ -10,6 +10,7 @@ from speculation_oracle import Running
 from tree_device import TARGET_ROW, TreeDevice
 
 from cpmrt.config import TreeShape
+from cpmrt.config.speculation import LONGEST_MATCH
 from cpmrt.reference.draft_tree import chain_nodes, lookup
 
 pytestmark = pytest.mark.gpu
@@ -34,6 +35,29 @@ def test_what_followed_the_longest_latest_match(cuda: Any, portable: bool) -> No
             tokens = rng.integers(0, num_tokens, length).tolist()
             running = Running(int(rng.integers(3)), tokens, capacity=320, max_context=320)
             check(device, running, TreeShape.chain(int(rng.integers(1, 17))))
+
+
+@pytest.mark.parametrize("portable", [False, True], ids=["", "portable"])
+@pytest.mark.parametrize("length", [3, 11, 40])
+def test_instead_of_a_tree_only_where_three_tokens_came_before(cuda: Any, length: int, portable: bool) -> None:
+    """Else the tree's own nodes stay, and rows behind them are padding."""
+    device, rng, kinds = TreeDevice(cuda, portable=portable), np.random.default_rng(length), set[bool]()
+    for num_tokens in (2, 6, 90):
+        for count in (1, 3, 17, 64, 200):
+            tokens = rng.integers(0, num_tokens, count).tolist()
+            running = Running(int(rng.integers(3)), tokens, capacity=320, max_context=320)
+            shape, before = TreeShape(12, 1, 13, length), lookup(tokens, 12)
+            device.hold(running)
+            device.begin(running)
+            device.kernels.lookup(shape)  # a chain of twelve, as a tree that is there
+            device.kernels.lookup_instead(shape)
+            found = lookup(tokens, length, LONGEST_MATCH)
+            nodes, tree = chain_nodes(tokens[-1], found or before, shape.num_nodes), device.tree()
+            for name in ("tokens", "parents", "depths"):
+                np.testing.assert_array_equal(tree[name][: shape.num_nodes], getattr(nodes, name), name)
+            assert device.rows(TARGET_ROW, shape.num_nodes) == running.node_rows(nodes)
+            kinds.add(bool(found))
+    assert kinds == {False, True}
 
 
 def test_no_match_no_room_and_a_finished_sequence(cuda: Any) -> None:

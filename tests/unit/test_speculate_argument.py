@@ -178,19 +178,19 @@ def test_engine_settings_that_contradict_each_other(settings, message):
         EngineConfig(**settings)
 
 
-def test_a_gpu_refuses_a_lookup_beside_a_draft_and_rounded_layers():
+def test_a_gpu_refuses_rounded_layers_and_fp8_with_a_draft():
     target = CudaTarget(known_device("sm_90"))
     model = ModelConfig.from_hf({
         "architectures": ["LlamaForCausalLM"], "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1,
         "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512, "max_position_embeddings": 512,
     })  # fmt: skip
-    beside = EngineConfig(draft="d", speculation=SpeculationConfig("eagle2", (TreeShape(2, 10, 12, 11),)))
-    with pytest.raises(ConfigError, match="NumPy only so far; leave lookup out, or use executor='reference'"):
-        target.check(model, beside)
-    rounded = EngineConfig(draft="d", speculation=replace(EAGLE, layer_bits=4))
+    settings = EngineConfig(draft="d", speculation=EAGLE)
+    target.check(model, settings)
+    with pytest.raises(ConfigError, match="kv_dtype: expected auto with a draft on a GPU"):
+        target.check(model, replace(settings, kv_dtype="fp8"))
+    rounded = replace(settings, speculation=replace(EAGLE, layer_bits=4))
     with pytest.raises(ConfigError, match="layer_bits round .* on NumPy only so far; leave layer_bits out"):
         target.check(model, rounded)
-    target.check(model, replace(beside, speculation=EAGLE))
 
 
 def test_accept_lengths_up_to_what_the_tree_can_give():

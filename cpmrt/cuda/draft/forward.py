@@ -186,7 +186,7 @@ def waiting_rows(draft: Draft) -> int:
 def every_shape(draft: Draft, target: StepForward, forward: DraftForward | None, buckets: tuple[int, ...]) -> None:
     """Each forward of steps with a draft once: the target's over trees, the draft's over whatever it sees."""
     for shape in draft.shapes:
-        target.tree(shape.tree_size)
+        target.tree(shape.num_nodes)
     target.path_accepted()
     if forward is None:
         return

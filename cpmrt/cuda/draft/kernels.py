@@ -7,8 +7,8 @@ A Speculate step is
     for depth in 1 .. num_passes - 1:
         tree_grow(shape, depth, g, hidden)         g: the draft's output rows of the pass before
         draft forward of rows 0..k-1, head of them, top_k(logits, k)
-    tree_finish(shape)
-    target forward of the tree_size rows, head of them
+    tree_finish(shape); lookup_instead(shape) if the shape has a lookup
+    target forward of the num_nodes rows, head of them
     sample_tree(logits); accept(shape, hidden)
 
 Under a form report_tree(shape) comes before the target's forward, and sample_masked_tree(logits) takes the place of
@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from cpmrt.config import ModelConfig, TreeShape
-from cpmrt.config.speculation import MAX_CANDIDATES, MAX_NODES
+from cpmrt.config.speculation import LONGEST_MATCH, MAX_CANDIDATES, MAX_NODES
 from cpmrt.cuda.build.launcher import Launcher, Module
 from cpmrt.cuda.build.spec import KernelSpec
 from cpmrt.cuda.driver.array import DeviceArray
@@ -213,14 +213,24 @@ class TreeKernels:
 
     def lookup(self, shape: TreeShape) -> None:
         """Draft tree_size - 1 tokens from the sequence's own history and set up the target's rows."""
+        self._lookup(shape.tree_size, shape.tree_size - 1, num_kept=0, shortest_match=1)
+
+    def lookup_instead(self, shape: TreeShape) -> None:
+        """Set up the target's rows 0 .. num_nodes-1, which `tree_finish` has set up in part: a chain of lookup_length
+        tokens out of the history if the last tokens came before, else rows behind those of the tree that are padding.
+        """
+        self._lookup(shape.num_nodes, shape.lookup_length, num_kept=shape.tree_size, shortest_match=LONGEST_MATCH)
+
+    def _lookup(self, num_nodes: int, num_drafted: int, *, num_kept: int, shortest_match: int) -> None:
         s = self._state
+        sizes = (num_nodes, num_drafted, num_kept, shortest_match)
         self._start(
             LOOKUP, self._blocks_per_row, _LOOKUP_THREADS, s.draft_tree, *self._target_rows,
-            s.history, self._max_context, np.int32(shape.tree_size),
+            s.history, self._max_context, *map(np.int32, sizes),
         )  # fmt: skip
 
     def sample_tree(self, logits: DeviceArray) -> None:
-        """A token after every node from float32 logits [tree_size, V]; log-probabilities if the request wants some."""
+        """A token after every node from float32 logits [num_nodes, V]; log-probabilities if the request wants some."""
         s = self._state
         self._start(
             SAMPLE_TREE, (self._blocks_per_row, logits.shape[0]), _ROW_THREADS, s.draft_tree,
@@ -246,7 +256,7 @@ class TreeKernels:
     def accept(self, shape: TreeShape, hidden: DeviceArray | None = None, forced: float | None = None) -> None:
         """Accept the longest path: state, history, result, the target's KV pages; count the command.
 
-        `hidden` [tree_size, carry width]: the target's hidden states of the nodes, or None where the draft reads none.
+        `hidden` [num_nodes, carry width]: the target's hidden states of the nodes, or None where the draft reads none.
         With `forced` a deepest path counts as accepted, cut to that many tokens in the mean (for timing).
         """
         s = self._state
@@ -254,7 +264,7 @@ class TreeKernels:
         num_layers, num_pages, num_heads, _, head_dim = moved[0].shape
         columns = (len(moved) * num_layers * num_heads * head_dim + _width(hidden)) // 8
         kept = (*moved, *[None] * (_MOST_MOVED - len(moved)))
-        sizes = (shape.tree_size, shape.max_emitted, num_layers, num_pages, num_heads, head_dim)
+        sizes = (shape.num_nodes, shape.max_emitted, num_layers, num_pages, num_heads, head_dim)
         self._start(
             ACCEPT, 1 - -columns // _COPY_THREADS, _COPY_THREADS, s.draft_tree, s.slot_states,
             s.token_counts, s.history, s.carry_counts, s.carry_for(hidden), *kept,

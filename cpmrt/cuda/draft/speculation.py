@@ -75,16 +75,16 @@ class DraftLaunches:
         self._kernels.lookup(shape)
 
     def lookup_instead(self, shape: TreeShape) -> None:
-        raise AssertionError("CudaTarget.check refuses a lookup beside a model's draft")
+        self._kernels.lookup_instead(shape)
 
     def verify(self, shape: TreeShape) -> None:
-        self._target.tree(shape.tree_size)
+        self._target.tree(shape.num_nodes)
 
     def sample(self, shape: TreeShape) -> None:
-        self._kernels.sample_tree(self._logits[: shape.tree_size])
+        self._kernels.sample_tree(self._logits[: shape.num_nodes])
 
     def accept(self, shape: TreeShape) -> None:
-        self._kernels.accept(shape, self._hidden(shape.tree_size), self._draft.forced_accept)
+        self._kernels.accept(shape, self._hidden(shape.num_nodes), self._draft.forced_accept)
         self._target.path_accepted()
 
     def catch_up_begin(self) -> None:
@@ -289,7 +289,7 @@ class Speculation:
                     draft.frontier(tree.top_k)
 
         drafting = 0.0 if draft is None else launch_seconds(stream, passes)
-        return drafting, launch_seconds(stream, lambda: self._target.tree(tree.tree_size))
+        return drafting, launch_seconds(stream, lambda: self._target.tree(tree.num_nodes))
 
     def _run_catch_up(self, graphs: Graphs, slot: int) -> None:
         self._rings.write_slots(CATCH_UP, (slot,))
