@@ -61,7 +61,10 @@ CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
         {"LINEAR": 3, "IN_FEATURES": 4096, "TOKEN_TILES": 8, "GROUP": 2, "SPLIT_WARPS": 1}
         | {"HALF_TILE": 0, "CLUSTER": 1, "NORM": 0, "SMEM_BYTES": 232448},
     ),
-    "rows/route.cu": ({"HIDDEN": 2304, "EXPERTS": 8, "TOP": 2}, {"HIDDEN": 4096, "EXPERTS": 32, "TOP": 8}),
+    "rows/route.cu": (
+        {"HIDDEN": 2304, "EXPERTS": 8, "TOP": 2, "ROUTE_WARPS": 9},
+        {"HIDDEN": 4096, "EXPERTS": 32, "TOP": 8, "ROUTE_WARPS": 8},
+    ),
     "rows/combine.cu": ({"HIDDEN": 2304},),
     "experts/group_pairs.cu": ({"EXPERTS": 8}, {"EXPERTS": 32}),
     "experts/experts.cu": (

@@ -6,6 +6,7 @@ No choice here changes a bit of a result: the kernels add in the order of the co
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.ops.linear_packed.layout import SLICE_COLUMNS, PackedWeight, Weight
@@ -24,6 +25,9 @@ WARPS = 8
 """Warps of a block, but for products of few rows."""
 _AHEAD = 3
 """Turns of weights that a warp of a step has on their way in experts.cu."""
+_ROUTE_WARPS = 12
+"""The most warps that share a row which is scored: with them 2304 columns are one piece of eight for each thread."""
+_ROUTE_PIECE = 8
 _RESERVED_BYTES = 1 << 10
 """Bytes of shared memory that the device keeps for itself in each block."""
 
@@ -87,6 +91,15 @@ class DownConstants:
 def slice_columns(weight_bits: int) -> int:
     """Return the columns that kernels take of a weight at a time."""
     return SLICE_COLUMNS if weight_bits == 4 else SLICE_COLUMNS // 2
+
+
+def route_warps(hidden: int) -> int:
+    """Return the warps that share a row of so many columns where it is scored; the order of its sums follows from them.
+
+    They are as few as take no more turns than the most would.
+    """
+    pieces = hidden // _ROUTE_PIECE
+    return ceil(pieces / ceil(pieces / (32 * _ROUTE_WARPS)) / 32)
 
 
 def most_tiles(num_rows: int, top: int, num_experts: int, tokens: int) -> int:

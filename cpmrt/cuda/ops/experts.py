@@ -26,6 +26,7 @@ from cpmrt.cuda.ops.expert_plan import (
     down_constants,
     most_tiles,
     product_constants,
+    route_warps,
 )
 from cpmrt.cuda.ops.linear_packed.layout import PackedWeight, Weight
 from cpmrt.cuda.ops.rows import BLOCK, VECTOR, RowConstants, rms_norm
@@ -41,11 +42,12 @@ _SMALLEST_GROUP = 32
 
 @dataclass(frozen=True, slots=True)
 class RouteConstants:
-    """Compile-time constants of route.cu."""
+    """Compile-time constants of route.cu: `route_warps` are those that share a row."""
 
     hidden: int
     experts: int
     top: int
+    route_warps: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,10 +117,11 @@ class ExpertOps:
         """Launch the op `route`, which leaves the normalised rows."""
         sizes = check_shapes("route", experts=routing.experts, shares=routing.shares, x=x, norm=norm, router=router)
         normed = self._arrays["normed"][: len(x)]
-        constants = RouteConstants(sizes["C"], sizes["E"], sizes["A"])
+        constants = RouteConstants(sizes["C"], sizes["E"], sizes["A"], route_warps(sizes["C"]))
         outputs = routing.experts, routing.shares, normed
         given = x, norm, router, rows.slots, np.float32(eps)
-        self._launch(ROUTE, constants, len(x), BLOCK, *outputs, *given, prefers_shared=not rows.is_prefill)
+        block = 32 * constants.route_warps
+        self._launch(ROUTE, constants, len(x), block, *outputs, *given, prefers_shared=not rows.is_prefill)
         return Handoff(ExpertRows(normed))
 
     def experts_gate_up(
