@@ -80,12 +80,12 @@ class DownConstants:
     zeros: int | None = None
 
     def shared_bytes(self, num_pairs: int) -> int:
-        """Return the dynamic shared memory of a step with so many pairs: a ring for each warp, and sums."""
+        """Return the dynamic shared memory of a step with so many pairs: a ring for each warp, sums and shares."""
         tokens = 1 if self.rows == 1 else _PAIRS
         together = 2 if self.rows == 1 and not has_many_groups(self.scale_group) else 1
         row_bytes = together * slice_columns(self.weight_bits) * 2 + _PAD_BYTES
         turn_bytes = together * slot_bytes(self.weight_bits, self.scale_group, self.zeros) + tokens * row_bytes
-        return WARPS * (self.ahead * turn_bytes + 512 + 32) + num_pairs * 64
+        return WARPS * (self.ahead * turn_bytes + 512 + 32) + num_pairs * (64 + 4)
 
 
 def slice_columns(weight_bits: int) -> int:
