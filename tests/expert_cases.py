@@ -164,7 +164,7 @@ class OnDevice:
         x, held = cuda.array(case.x[rows], dtype), np.zeros(count, np.int32) if slots is None else slots
         ops, step = self.ops(pdl=pdl), Rows(None, None, cuda.array(held), None, is_prefill=False)
         after = ops.route(routing, x, self.norm, self.router, EPS, step)
-        after = ops.experts_gate_up(inner, x, self.norm, self.gate_up, EPS, routing, after)
+        after = ops.experts_gate_up(inner, x, self.norm, self.gate_up, EPS, routing, after, down=self.down)
         ops.experts_down(x, inner, self.down, SCALE, routing, after)
         found = Routing(cuda.numpy(routing.experts), cuda.numpy(routing.shares))
         return found, cuda.numpy(inner, dtype), cuda.numpy(x, dtype)

@@ -12,7 +12,7 @@ from reference.operands import EPS
 from slow_writer import SlowWriter
 
 from cpmrt.cuda.driver.device import Device
-from cpmrt.cuda.ops.expert_plan import row_constants
+from cpmrt.cuda.ops.expert_plan import bytes_ahead, row_constants
 from cpmrt.cuda.ops.linear_packed.layout import PackedLayout, PackedWeight
 from cpmrt.dtypes import DType
 from cpmrt.ops import OPS, Routing, Rows
@@ -135,12 +135,15 @@ def test_the_row_is_read_when_the_kernel_before_has_written_it(cuda: Any, name: 
         assert np.array_equal(cuda.numpy(inner, case.dtype), expected[1])
 
 
-def weight(bits: int, inner: int, experts: int, in_features: int) -> Any:
-    """A stand-in that has only a shape and a layout."""
-    rows = 2 * experts * inner
+def stand_in(bits: int, rows: int, in_features: int) -> Any:
+    """A weight that has only a shape and a layout."""
     if bits == 16:
         return np.broadcast_to(np.zeros((), np.float16), (rows, in_features))
     return PackedWeight(None, None, PackedLayout("gate_up", rows, in_features, 8, 128, False))
+
+
+def weight(bits: int, inner: int, experts: int, in_features: int) -> Any:
+    return stand_in(bits, 2 * experts * inner, in_features)
 
 
 @pytest.mark.parametrize("device", [H200, ORIN, RTX_4090], ids=["H200", "Orin", "4090"])
@@ -161,3 +164,16 @@ def test_what_the_published_model_gets() -> None:
         assert -(-1440 // built.warps) <= H200.num_sms
     assert built.ahead == built.turns == 6
     assert built.shared_bytes == 11 * 18 * 1056 + 2304 * 2 + 4 * 9 * 9
+
+
+@pytest.mark.parametrize("top", [1, 2, 3, 8])
+@pytest.mark.parametrize("bits", [16, 4])
+def test_what_is_fetched_ahead_lies_within_an_expert(bits: int, top: int) -> None:
+    """Of the published model's two experts of 26.5 MB in 16 bits 7 MiB each, in 4 bits all; in whole 16 bytes."""
+    for hidden, inner in ((2304, 5760), (64, 128), (256, 16384)):
+        down = stand_in(bits, 8 * hidden, inner)
+        expert_bytes, ahead = bytes_ahead(down, 8, top)
+        assert expert_bytes * 8 == (8 * hidden * inner * 2 if bits == 16 else down.layout.num_bytes)
+        assert 0 < ahead <= expert_bytes and ahead % 16 == expert_bytes % 16 == 0 and ahead * top <= 14 << 20
+    expert_bytes, ahead = bytes_ahead(stand_in(bits, 8 * 2304, 5760), 8, 2)
+    assert ahead == (7 << 20 if bits == 16 else expert_bytes)

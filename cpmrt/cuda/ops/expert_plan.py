@@ -21,6 +21,9 @@ _CHUNK_TILES = 8
 _STAGES = 3
 _LONG_STAGE_COLUMNS = 768
 _RESIDENT_BYTES = 40 << 10
+_BYTES_AHEAD = 14 << 20
+"""Weights for which the L2 is asked ahead of their kernel: what the memory of an H200 gives in 3 us, about the time
+from the end of one product's reads to the first reads of the next."""
 WARPS = 8
 """Warps of a block, but for products of few rows."""
 _AHEAD = 3
@@ -127,6 +130,15 @@ class DownConstants:
         row_bytes = together * slice_columns(self.weight_bits) * 2 + _PAD_BYTES
         turn_bytes = together * slot_bytes(self.weight_bits, self.scale_group, self.zeros) + tokens * row_bytes
         return WARPS * (self.ahead * turn_bytes + 512 + 32) + num_pairs * (64 + 4)
+
+
+def bytes_ahead(weight: Weight, num_experts: int, top: int) -> tuple[int, int]:
+    """Return the bytes of an expert's part of a weight, and how many of them are fetched before its kernel starts."""
+    if isinstance(weight, PackedWeight):
+        expert_bytes = weight.layout.num_bytes // num_experts
+    else:
+        expert_bytes = 2 * weight.shape[0] * weight.shape[1] // num_experts
+    return expert_bytes, min(expert_bytes, _BYTES_AHEAD // top // 16 * 16)
 
 
 def slice_columns(weight_bits: int) -> int:

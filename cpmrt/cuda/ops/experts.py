@@ -24,6 +24,7 @@ from cpmrt.cuda.ops.expert_plan import (
     DownConstants,
     GateUpRowConstants,
     ProductConstants,
+    bytes_ahead,
     down_constants,
     most_tiles,
     product_constants,
@@ -144,7 +145,7 @@ class ExpertOps:
 
     def experts_gate_up(
         self, out: DeviceArray, x: DeviceArray, norm: DeviceArray, weight: Weight, eps: float, routing: Routing,
-        after: Handoff = NOTHING, *, is_prefill: bool = False,
+        after: Handoff = NOTHING, *, down: Weight | None = None, is_prefill: bool = False,
     ) -> Handoff:  # fmt: skip
         """Launch the op `experts_gate_up`; a chunk's pairs are grouped first, one row is routed by the same kernel."""
         sizes = check_shapes(
@@ -153,7 +154,7 @@ class ExpertOps:
         inner = out.shape[1] // sizes["A"]
         num_experts = weight.shape[0] // (2 * inner)
         if isinstance(after.prepared, UnroutedRow):
-            self._routed_row(out, x, norm, weight, eps, routing, after.prepared, inner)
+            self._routed_row(out, x, norm, weight, eps, routing, after.prepared, inner, down)
             return NOTHING
         if isinstance(after.prepared, ExpertRows):
             normed = after.prepared.normed
@@ -194,14 +195,17 @@ class ExpertOps:
 
     def _routed_row(
         self, out: DeviceArray, x: DeviceArray, norm: DeviceArray, weight: Weight, eps: float, routing: Routing,
-        row: UnroutedRow, inner: int,
+        row: UnroutedRow, inner: int, down: Weight | None,
     ) -> None:  # fmt: skip
         (num_experts, _), top = row.router.shape, routing.experts.shape[1]
         constants = row_constants(weight, num_experts, top, self._device)
-        outputs, given = (out, routing.experts, routing.shares), (x, norm, row.router, data_of(weight), row.slots)
+        outputs = out, routing.experts, routing.shares
+        given = x, norm, row.router, data_of(weight), None if down is None else data_of(down), row.slots
+        expert_bytes, ahead = (0, 0) if down is None else bytes_ahead(down, num_experts, top)
+        sizes = np.int32(inner), np.int64(expert_bytes), np.int32(ahead)
         self._launch(
             EXPERTS_GATE_UP_ROW, constants, ceil(top * inner // 8 / constants.warps), 32 * constants.warps, *outputs,
-            *given, np.int32(inner), np.float32(eps), smem=constants.shared_bytes, prefers_shared=True,
+            *given, *sizes, np.float32(eps), smem=constants.shared_bytes, prefers_shared=True,
         )  # fmt: skip
 
     def _grouped(self, normed: DeviceArray, routing: Routing, num_experts: int) -> ExpertRows:
