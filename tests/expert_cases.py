@@ -13,7 +13,7 @@ from reference.operands import EPS, make_rows
 from cpmrt.cuda.ops.experts import ExpertOps
 from cpmrt.cuda.ops.linear_packed.layout import PackedWeight
 from cpmrt.dtypes import DType, from_float32, round_to
-from cpmrt.ops import NOTHING, Routing
+from cpmrt.ops import NOTHING, Routing, Rows
 from cpmrt.reference.ops import NumpyOps
 from cpmrt.tensor_spec import Product
 
@@ -151,3 +151,20 @@ class OnDevice:
             assert np.isnan(values[:guard]).all() and np.isnan(values[guard + count :]).all(), "wrote outside"
             found.append(values[held])
         return found[0], found[1]
+
+    def layer(self, rows: Any, slots: Any = None, *, pdl: bool = False) -> tuple[Routing, Any, Any]:
+        """Routing, inner rows and residual stream of a step of some rows of the case, op by op as the layer runs them.
+
+        What nothing has written of the routing and of the inner rows is -9 or NaN.
+        """
+        case, cuda, dtype = self.case, self.cuda, self.case.dtype
+        count, empty = len(rows), no_routing(len(rows), case.shape.top)
+        routing = Routing(cuda.array(empty.experts), cuda.array(empty.shares))
+        inner = cuda.array(np.full((count, case.shape.top * case.shape.inner), np.nan, np.float32), dtype)
+        x, held = cuda.array(case.x[rows], dtype), np.zeros(count, np.int32) if slots is None else slots
+        ops, step = self.ops(pdl=pdl), Rows(None, None, cuda.array(held), None, is_prefill=False)
+        after = ops.route(routing, x, self.norm, self.router, EPS, step)
+        after = ops.experts_gate_up(inner, x, self.norm, self.gate_up, EPS, routing, after, down=self.down)
+        ops.experts_down(x, inner, self.down, SCALE, routing, after)
+        found = Routing(cuda.numpy(routing.experts), cuda.numpy(routing.shares))
+        return found, cuda.numpy(inner, dtype), cuda.numpy(x, dtype)

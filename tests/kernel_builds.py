@@ -24,7 +24,7 @@ _PACKED = {
 _W16 = {"WEIGHT_BITS": 16}
 _W4 = {"WEIGHT_BITS": 4, "RUNS": 1, "SCALE_GROUP": 128, "ZEROS": 0}
 _W4_SMALL_GROUPS = _W4 | {"RUNS": 8, "SCALE_GROUP": 32, "ZEROS": 1}
-_GATE_UP = {"PRODUCT": 0, "IN_FEATURES": 2304, "ROWS": 64, "WARP_TILES": 1, "AHEAD": 3, "CHUNK": 0}
+_GATE_UP = {"PRODUCT": 0, "IN_FEATURES": 2304, "WARP_TILES": 1, "AHEAD": 3, "CHUNK": 0}
 _CHUNK = {"TOKEN_TILES": 8, "WARPS": 8, "CHUNK": 1}
 _SHORT = {"SCALE_GROUP": 128, "ZEROS": 0, "WEIGHT_BITS": 4}
 _HEAD_64, _HEAD_128 = ({**_PORTABLE_LINEAR, "HEAD_DIM": size} for size in (64, 128))
@@ -61,13 +61,13 @@ CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
         {"LINEAR": 3, "IN_FEATURES": 4096, "TOKEN_TILES": 8, "GROUP": 2, "SPLIT_WARPS": 1}
         | {"HALF_TILE": 0, "CLUSTER": 1, "NORM": 0, "SMEM_BYTES": 232448},
     ),
-    "rows/route.cu": ({"HIDDEN": 2304, "EXPERTS": 8, "TOP": 2}, {"HIDDEN": 4096, "EXPERTS": 32, "TOP": 8}),
+    "rows/route.cu": (
+        {"HIDDEN": 2304, "EXPERTS": 8, "TOP": 2, "ROUTE_WARPS": 9},
+        {"HIDDEN": 4096, "EXPERTS": 32, "TOP": 8, "ROUTE_WARPS": 8},
+    ),
     "rows/combine.cu": ({"HIDDEN": 2304},),
     "experts/group_pairs.cu": ({"EXPERTS": 8}, {"EXPERTS": 32}),
     "experts/experts.cu": (
-        _GATE_UP | _W4 | {"TOKEN_TILES": 1, "WARPS": 4, "STAGE_SLICES": 0, "ROWS": 1},
-        _GATE_UP | _W16 | {"TOKEN_TILES": 1, "WARPS": 4, "STAGE_SLICES": 0, "ROWS": 1},
-        _GATE_UP | _W4_SMALL_GROUPS | {"TOKEN_TILES": 1, "WARPS": 4, "STAGE_SLICES": 0, "ROWS": 1},
         _GATE_UP | _W4 | {"TOKEN_TILES": 1, "WARPS": 4, "STAGE_SLICES": 0},
         _GATE_UP | _W4 | {"TOKEN_TILES": 1, "WARPS": 4, "STAGE_SLICES": 6, "IN_FEATURES": 8192},
         _GATE_UP | _W4_SMALL_GROUPS | {"TOKEN_TILES": 2, "WARPS": 8, "STAGE_SLICES": 2},
@@ -80,6 +80,11 @@ CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
         _GATE_UP | _CHUNK | _W4 | {"WARP_TILES": 2, "STAGE_SLICES": 1, "PRODUCT": 1, "IN_FEATURES": 5760},
         _GATE_UP | _CHUNK | _W16 | {"WARP_TILES": 2, "STAGE_SLICES": 2, "PRODUCT": 1, "IN_FEATURES": 5760},
     ),
+    "experts/gate_up_row.cu": tuple(
+        held | {"IN_FEATURES": 2304, "EXPERTS": 8, "TOP": 2, "ROUTE_WARPS": 9, "WARPS": 11, "AHEAD": ahead}
+        for held, ahead in ((_W4, 6), (_W16, 5), (_W4_SMALL_GROUPS, 3))
+    )
+    + (_W16 | {"IN_FEATURES": 4096, "EXPERTS": 32, "TOP": 8, "ROUTE_WARPS": 8, "WARPS": 14, "AHEAD": 1},),
     "experts/experts_down.cu": tuple(
         held | {"IN_FEATURES": 5760, "ROWS": rows, "AHEAD": 4}
         for held in (_W4, _W16, _W4_SMALL_GROUPS)

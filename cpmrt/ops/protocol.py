@@ -159,10 +159,11 @@ class Ops(Protocol):
 
     def experts_gate_up(
         self, out: Any, x: Any, norm: Any, weight: Any, eps: float, routing: Routing, after: Handoff = NOTHING,
-        *, is_prefill: bool = False,
+        *, down: Any = None, is_prefill: bool = False,
     ) -> Handoff:  # fmt: skip
         """`gate_up` with each of the row's experts: out [T, A F] has the columns of the first, then of the next. Those
-        of padding are left undefined. `after`: what `route` has left."""
+        of padding are left undefined. `after`: what `route` has left. `down`: the weight of the `experts_down` behind
+        this, parts of which may be fetched ahead."""
         ...
 
     def experts_down(

@@ -330,7 +330,7 @@ class NumpyOps:
 
     def experts_gate_up(
         self, out: F32, x: F32, norm: F32, weight: Matrix, eps: float, routing: Routing, after: Handoff = NOTHING,
-        *, is_prefill: bool = False,
+        *, down: Matrix | None = None, is_prefill: bool = False,
     ) -> Handoff:  # fmt: skip
         check_shapes(
             "experts_gate_up", out=out, x=x, norm=norm, weight=weight, experts=routing.experts, shares=routing.shares

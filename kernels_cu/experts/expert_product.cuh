@@ -17,6 +17,8 @@ constexpr bool kManyGroups = false;
 static_assert(WEIGHT_BITS == 4, "WEIGHT_BITS must be 4 or 16");
 #include "packed_layout.cuh"
 constexpr bool kManyGroups = kUnitScales > 1;   // their sums are added slice by slice: only one is multiplied at a time
+// Where a slice begins in its tile; of whole rows no run has to be found.
+DEVICE int slice_offset(int slice) { return kFilledRuns == 1 ? slice * kUnitBytes : static_cast<int>(unit_offset(0, slice)); }
 #endif
 constexpr int kBlocks = kSliceColumns / 32;   // of 32 columns in a slice
 
@@ -73,7 +75,7 @@ struct WeightTile {
   }
   DEVICE void load(Slice& out, int slice) const {
     const int lane = threadIdx.x % 32;
-    const unsigned char* const unit = weight + unit_offset(0, slice);
+    const unsigned char* const unit = weight + slice_offset(slice);
 #pragma unroll
     for (int i = 0; i < 2; i++) out.words[i] = load16_streamed(unit + i * 512 + lane * 16);
     constexpr int kWords = ZEROS ? 2 : 1;
@@ -117,7 +119,7 @@ struct TileSource {
     lo = hi = static_cast<const unsigned char*>(packed) + tile * kTileBytes;
   }
   DEVICE void copy(uint32_t slot, int slice) const {
-    const unsigned char* const unit = lo + unit_offset(0, slice);
+    const unsigned char* const unit = lo + slice_offset(slice);
 #pragma unroll
     for (int i = 0; i < (kUnitBytes + 511) / 512; i++) {
       const int place = (i * 32 + threadIdx.x % 32) * 16;

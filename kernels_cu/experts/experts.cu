@@ -7,7 +7,7 @@
 //             chosen (T * top) int32, -1: of no expert; with CHUNK starts (E + 1) and order int32 of group_pairs, else null
 //   constants PRODUCT: 0 gate_up, 1 project. IN_FEATURES: K, a multiple of 64, in 4 bits of 128. WEIGHT_BITS: 16 or 4.
 //             In 4 bits RUNS: of the packed layout. SCALE_GROUP: columns that share a scale. ZEROS: 1 has zero points.
-//             TOKEN_TILES: eights of pairs that a block takes together. ROWS: 1 for steps of one row, else 64.
+//             TOKEN_TILES: eights of pairs that a block takes together.
 //             WARP_TILES: weight tiles of a warp, of a step 1. WARPS: of a block.
 //             AHEAD: turns of weights that a warp of a step has on their way
 //             STAGE_SLICES: slices of x in a stage; 0: all of it at once. CHUNK: 1 takes pairs in the order of group_pairs
@@ -23,13 +23,13 @@
 //             ahead, those of a chunk, which serve many rows, to registers. x, which all warps read, is shared
 #if !defined(PRODUCT) || !defined(IN_FEATURES) || !defined(WEIGHT_BITS) || (WEIGHT_BITS == 4 && !defined(RUNS)) || \
     (WEIGHT_BITS == 4 && !defined(SCALE_GROUP)) || (WEIGHT_BITS == 4 && !defined(ZEROS)) || !defined(TOKEN_TILES) || \
-    !defined(ROWS) || !defined(AHEAD) || !defined(WARP_TILES) || !defined(WARPS) || !defined(STAGE_SLICES) || !defined(CHUNK)
+    !defined(AHEAD) || !defined(WARP_TILES) || !defined(WARPS) || !defined(STAGE_SLICES) || !defined(CHUNK)
 #error "a constant is not defined"
 #endif
 #include "expert_product.cuh"
 #include "expert_rows.cuh"
 
-constexpr int kThreads = WARPS * 32, kTokens = ROWS == 1 ? 1 : TOKEN_TILES * 8;
+constexpr int kThreads = WARPS * 32, kTokens = TOKEN_TILES * 8;
 constexpr int kMinBlocks = CHUNK ? 1 : 512 / kThreads;
 // Slices whose products are under way together. A step has kAhead such turns of weights on their way to shared memory, a chunk
 // kHeld slices on their way to registers.
@@ -43,7 +43,6 @@ constexpr int kPitch = kStageColumns * 2 + 64;   // two rows side by side cover 
 static_assert(kResident || kStageSlices % kTogether == 0, "STAGE_SLICES must hold whole turns");
 // Copies are waited for in the order of their turns: those of a stage come two stages early.
 static_assert(CHUNK || kResident || kAhead <= 2 * kStageSlices / kTogether, "STAGE_SLICES is too small");
-static_assert(ROWS == 1 || ROWS == 64, "ROWS must be 1 or 64");
 
 // x of the block's pairs in shared memory, a stage of columns after the other.
 struct Activations {
@@ -59,7 +58,7 @@ struct Activations {
       for (int i = threadIdx.x; i < count * kPieces; i += kThreads) {
         const int token = i / kPieces, column = i % kPieces * 8, from = stage * kStageColumns + column;
         if (from < K)
-          cp_async16(shared + (stage % kStages * kTokens + token) * kPitch + column * 2, x + static_cast<int64_t>(ROWS == 1 ? 0 : rows[token]) * K + from);
+          cp_async16(shared + (stage % kStages * kTokens + token) * kPitch + column * 2, x + static_cast<int64_t>(rows[token]) * K + from);
       }
     }
   }
@@ -76,7 +75,7 @@ struct StagedRows {
   uint32_t place;
   DEVICE StagedRows(const Activations& from, int slice) {
     const int lane = threadIdx.x % 32, stage = slice / kStageSlices % kStages;
-    place = from.shared + (stage * kTokens + (ROWS == 1 ? 0 : lane / 4)) * kPitch + slice % kStageSlices * (kSliceColumns * 2) + lane % 4 * 16;
+    place = from.shared + (stage * kTokens + lane / 4) * kPitch + slice % kStageSlices * (kSliceColumns * 2) + lane % 4 * 16;
   }
   DEVICE uint4 operator()(int s, int j, int i) const {
     return load_shared(place + i * 8 * kPitch + s * (kSliceColumns * 2) + j * 64);
@@ -215,16 +214,10 @@ DEVICE void expert_product(scalar_t* out, const scalar_t* x, const void* weight,
   pdl_launch_dependents();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const uint32_t shared = shared_address(memory);
-  PairTile tile;
-  if (ROWS == 1) {
-    Activations{x, rows, 1, shared}.begin();
-    tile = {chosen[blockIdx.x], 0, 1};   // each pair has an expert of its own
-  } else {
-    int own = 0;
-    if (!CHUNK) own = count_pairs(chosen, num_pairs, num_experts);
-    else if (lane < num_experts) own = starts[lane + 1] - starts[lane];
-    tile = tile_of<kTokens>(own, blockIdx.x);
-  }
+  int own = 0;
+  if (!CHUNK) own = count_pairs(chosen, num_pairs, num_experts);
+  else if (lane < num_experts) own = starts[lane + 1] - starts[lane];
+  const PairTile tile = tile_of<kTokens>(own, blockIdx.x);
   if (tile.expert < 0) return;
 
   const int num_tiles = columns / (PRODUCT == 0 ? 8 : 16), first_tile = (blockIdx.y * WARPS + warp) * WARP_TILES;
@@ -236,9 +229,7 @@ DEVICE void expert_product(scalar_t* out, const scalar_t* x, const void* weight,
 #endif
   };
   const auto take = [&](int i, int pair) { pairs[i] = pair, rows[i] = PRODUCT == 0 ? pair / top : pair; };
-  if (ROWS == 1) {
-    if (threadIdx.x == 0) take(0, blockIdx.x);
-  } else if (warp == 0) {
+  if (warp == 0) {
     if (CHUNK) {
       const int* const listed = order + starts[tile.expert] + tile.first;
       for (int i = lane; i < tile.count; i += 32) take(i, listed[i]);
@@ -246,9 +237,9 @@ DEVICE void expert_product(scalar_t* out, const scalar_t* x, const void* weight,
       visit_pairs(chosen, num_pairs, tile, take);
     }
   }
-  if (ROWS > 1) __syncthreads();
+  __syncthreads();
   const Activations activations{x, rows, tile.count, shared};
-  if (ROWS > 1) activations.begin();
+  activations.begin();
 #if CHUNK
   Stream stream{weights};
 #else

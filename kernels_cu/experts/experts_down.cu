@@ -7,13 +7,14 @@
 //   constants IN_FEATURES: K, a multiple of 64, in 4 bits of 128. WEIGHT_BITS: 16 or 4.
 //             In 4 bits RUNS: of the packed layout. SCALE_GROUP: columns that share a scale. ZEROS: 1 has zero points.
 //             ROWS: 1 for steps of one row, else 64. AHEAD: turns of weights and x that a warp has on their way
-//   launch    grid C / 16, block 256, dynamic shared memory: 8 rings of weights and x, 4352 bytes, then 64 for each pair
+//   launch    grid C / 16, block 256, dynamic shared memory: 8 rings of weights and x, 4352 bytes, then 68 for each pair
 //   numerics  float32 sums over a slice or scale group in tensor cores, added in order within a quarter of K, then the
 //             quarters, then the experts; rounded once. A row's bits depend on its own operands only
 //   oracle    NumpyOps.experts_down
 //   source    original
 //   layout    sixteen columns are few, so K is split over four warps, which add their sums in order, and two groups of warps
-//             take every other eight pairs of an expert. The weights of its next pairs are on their way while a group adds
+//             take every other eight pairs of an expert. What is known of a group's next pairs is on its way while it adds: of
+//             many rows the weights, of one row, whose expert has to be looked up, inner
 #if !defined(IN_FEATURES) || !defined(WEIGHT_BITS) || (WEIGHT_BITS == 4 && !defined(RUNS)) || \
     (WEIGHT_BITS == 4 && !defined(SCALE_GROUP)) || (WEIGHT_BITS == 4 && !defined(ZEROS)) || !defined(ROWS) || !defined(AHEAD)
 #error "a constant is not defined"
@@ -26,6 +27,7 @@
 constexpr int kParts = 4, kGroups = 2, kWarps = kParts * kGroups, kThreads = kWarps * 32;   // parts of K
 constexpr int kPartSlices = (kSlices + kParts - 1) / kParts;
 constexpr int kTokens = ROWS == 1 ? 1 : 8;
+constexpr float kPadding = -1.0f;   // in place of a share
 // Slices whose products are under way together: a turn. So many turns of weights and x are on their way to shared memory.
 constexpr int kTogether = ROWS == 1 && !kManyGroups ? 2 : 1, kAhead = AHEAD;
 constexpr int kTurns = (kPartSlices + kTogether - 1) / kTogether;
@@ -48,7 +50,7 @@ struct Part {
       if (turn < kTurns && slice < end) weight.copy(slot(turn) + s * kSlotBytes, slice);
     }
   }
-  // And of the columns of x, of `count` pairs.
+  // And of the columns of x, of `count` pairs; of one row `inner` is the pair's own.
   DEVICE void copy_rows(const scalar_t* inner, const int* pairs, int count, int turn) const {
     constexpr int kPieces = kTurnColumns / 8;
     const int first = (begin + turn * kTogether) * kSliceColumns;
@@ -57,13 +59,17 @@ struct Part {
       const int token = i / kPieces, column = i % kPieces * 8;
       if (first + column < end * kSliceColumns)
         cp_async16(slot(turn) + kWeightBytes + token * kPitch + column * 2,
-                   inner + static_cast<int64_t>(pairs[token]) * K + first + column);
+                   inner + (ROWS == 1 ? 0 : static_cast<int64_t>(pairs[token]) * K) + first + column);
     }
   }
   // The first turns of weights, one group of copies.
   DEVICE void begin_weights(const TileSource& weight) const {
     for (int turn = 0; turn < kAhead; turn++) copy_weights(weight, turn);
     cp_async_commit();
+  }
+  // The first turns of a row, in the group of the first weights.
+  DEVICE void begin_row(const scalar_t* row) const {
+    for (int turn = 0; turn < kAhead; turn++) copy_rows(row, nullptr, 1, turn);
   }
 };
 
@@ -77,11 +83,12 @@ struct TurnRows {
   DEVICE uint4 operator()(int s, int j, int) const { return load_shared(place + s * (kSliceColumns * 2) + j * 64); }
 };
 
-// The sums of a warp's part, whose first weights are on their way.
+// The sums of a warp's part, of which the first weights, or the first columns of one row, are on their way. Then a turn is a group.
 DEVICE void accumulate(Sums (&sums)[1], const Part& part, const TileSource& weight, const scalar_t* inner, const int* pairs,
                        int count) {
   for (int turn = 0; turn < kAhead; turn++) {
-    part.copy_rows(inner, pairs, count, turn);
+    if (ROWS == 1) part.copy_weights(weight, turn);
+    else part.copy_rows(inner, pairs, count, turn);
     cp_async_commit();
   }
 #pragma unroll 1
@@ -117,6 +124,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
   float* const found = reinterpret_cast<float*>(listed + kWarps);                         // [pair][16]
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = warp / kParts, num_pairs = num_rows * top;
   const int begin = min(warp % kParts * kPartSlices, kSlices);
+  float* const held_shares = found + num_pairs * 16;                                      // [pair]
   const Part part{shared_address(memory) + warp * kRingBytes, begin, min(begin + kPartSlices, kSlices)};
   pdl_launch_dependents();
   pdl_wait();
@@ -129,21 +137,28 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
   const auto weights_of = [&](int expert) {
     return TileSource(weight, {static_cast<int64_t>(expert) * columns + blockIdx.x * 16, 8});
   };
+  const auto share_of = [&](int pair) { return chosen[pair] < 0 ? kPadding : shares[pair]; };
+  const auto row_of = [&](int index) { return inner + static_cast<int64_t>(index) * K; };
+  if (ROWS == 1 && group < num_pairs) part.begin_row(row_of(group));
   PairTile tile = tile_at(group);
-  if (tile.expert >= 0) part.begin_weights(weights_of(tile.expert));
-  // What the block's last work needs of x comes while it multiplies.
+  if (ROWS > 1 && tile.expert >= 0) part.begin_weights(weights_of(tile.expert));
+  // What the block's last work needs of x and of the routing comes while it multiplies.
   const int row = threadIdx.x / 16, column = blockIdx.x * 16 + threadIdx.x % 16;
   scalar_t before = from_float(0.0f);
   if (row < num_rows) before = x[static_cast<int64_t>(row) * columns + column];
+  const float share = threadIdx.x < num_pairs ? share_of(threadIdx.x) : kPadding;
 
   for (int index = group; tile.expert >= 0; index += kGroups) {
     if (ROWS == 1) listed[warp][0] = index;
     else visit_pairs(chosen, num_pairs, tile, [&](int i, int pair) { listed[warp][i] = pair; });
     __syncwarp();
     Sums sums[1] = {};
-    accumulate(sums, part, weights_of(tile.expert), inner, listed[warp], tile.count);
+    accumulate(sums, part, weights_of(tile.expert), ROWS == 1 ? row_of(index) : inner, listed[warp], tile.count);
     const PairTile next = tile_at(index + kGroups);
-    if (next.expert >= 0) part.begin_weights(weights_of(next.expert));
+    if (next.expert >= 0) {
+      if (ROWS == 1) part.begin_row(row_of(index + kGroups));
+      else part.begin_weights(weights_of(next.expert));
+    }
 #pragma unroll
     for (int c = 0; c < 4; c++) sums_of[warp][c * 32 + lane] = sums[0][0][c];
     barrier_wait(1 + group, kParts * 32);
@@ -156,13 +171,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
     barrier_wait(1 + group, kParts * 32);
     tile = next;
   }
+  cp_async_wait_all();   // of a row of padding nobody has waited for inner
+  if (threadIdx.x < num_pairs) held_shares[threadIdx.x] = share;
+  for (int pair = threadIdx.x + kThreads; pair < num_pairs; pair += kThreads) held_shares[pair] = share_of(pair);
   __syncthreads();
   for (int i = threadIdx.x; i < num_rows * 16; i += kThreads) {
     const int t = i / 16;
-    if (chosen[t * top] < 0) continue;
+    if (held_shares[t * top] == kPadding) continue;
     float sum = 0.0f;
     for (int place = 0; place < top; place++)
-      sum = fmaf(shares[t * top + place], found[(t * top + place) * 16 + i % 16], sum);
+      sum = fmaf(held_shares[t * top + place], found[(t * top + place) * 16 + i % 16], sum);
     scalar_t* const out = x + static_cast<int64_t>(t) * columns + column;
     *out = from_float(fmaf(scale, sum, to_float(i < kThreads ? before : *out)));
   }

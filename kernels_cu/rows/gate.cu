@@ -41,7 +41,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   for (int turn = 0; turn < kTurns; turn++) {
     const int column = (turn * kThreads + threadIdx.x) * 8;
     held[turn] = column < HIDDEN ? load16(out + start + column) : make_uint4(0, 0, 0, 0);
-    sum += squares(held[turn].x) + squares(held[turn].y) + squares(held[turn].z) + squares(held[turn].w);
+    sum += squares(held[turn]);
   }
   const bool has_norm = norm != nullptr, has_gate = gate != nullptr;
   const float scale = has_norm ? 1.0f / sqrtf(block_sum(sum, shared) / HIDDEN + eps) : 1.0f;

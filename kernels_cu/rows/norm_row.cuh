@@ -1,6 +1,7 @@
 // A row normalised by a block of 256 threads, held in registers between its only read and its only write.
 #pragma once
 #include "copy.cuh"
+#include "norm_values.cuh"
 
 constexpr int kThreads = 256;
 
@@ -15,16 +16,6 @@ DEVICE float block_sum(float value, float* shared) {
   for (int warp = 0; warp < kThreads / 32; warp++) total += shared[warp];
   __syncthreads();
   return total;
-}
-
-DEVICE float squares(uint32_t pair) {
-  const float2 v = unpack2(pair);
-  return v.x * v.x + v.y * v.y;
-}
-
-DEVICE uint32_t normalised(uint32_t pair, uint32_t weight, float scale) {
-  const float2 v = unpack2(pair), w = unpack2(weight);
-  return pack2(v.x * scale * w.x, v.y * scale * w.y);
 }
 
 // out[c] = round(x[c] / sqrt(mean(x^2) + eps) * weight[c]) for COLUMNS columns, a multiple of 8; x was written by an earlier
@@ -42,7 +33,7 @@ DEVICE void normalise_row(scalar_t* out, const scalar_t* x, const scalar_t* weig
   }
 #pragma unroll
   for (int turn = 0; turn < kTurns; turn++) {
-    sum += squares(held[turn].x) + squares(held[turn].y) + squares(held[turn].z) + squares(held[turn].w);
+    sum += squares(held[turn]);
   }
   const float scale = 1.0f / sqrtf(block_sum(sum, shared) / COLUMNS + eps);
 #pragma unroll
@@ -50,8 +41,7 @@ DEVICE void normalise_row(scalar_t* out, const scalar_t* x, const scalar_t* weig
     const int column = (turn * kThreads + threadIdx.x) * 8;
     if (column < COLUMNS) {
       const uint4 v = held[turn], w = load16(weight + column);
-      store16(out + column, make_uint4(normalised(v.x, w.x, scale), normalised(v.y, w.y, scale),
-                                       normalised(v.z, w.z, scale), normalised(v.w, w.w, scale)));
+      store16(out + column, normalised(v, w, scale));
     }
   }
 }

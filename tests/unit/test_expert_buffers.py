@@ -47,6 +47,12 @@ class Sizes:
         rows = x.shape[0]
         assert chosen.shape == shares.shape == (rows, TOP) and normed.shape == x.shape == (rows, HIDDEN)
 
+    def experts_gate_up_row(
+        self, out: Any, chosen: Any, shares: Any, x: Any, norm: Any, router: Any, weight: Any, *rest: Any
+    ) -> None:
+        assert out.shape == (1, TOP * INNER) and chosen.shape == shares.shape == (1, TOP)
+        assert x.shape == (1, HIDDEN) and norm.shape == (HIDDEN,) and router.shape == (EXPERTS, HIDDEN)
+
     def group_pairs(self, starts: Any, order: Any, chosen: Any, pairs: Any) -> None:
         assert starts.size == EXPERTS + 1 and order.size >= pairs == chosen.size
 
@@ -105,7 +111,8 @@ def test_every_plan_has_the_buffers_of_experts(monkeypatch: pytest.MonkeyPatch, 
     for chunk, sequences in product(CHUNKS, (1, 3, 64)):
         for others in OTHERS if arch == "sm_90" else OTHERS[:1]:
             found = launches(monkeypatch, arch, config, prefill_chunk=chunk, max_sequences=sequences, **others).launches
-            assert {"route", "experts_gate_up", "experts_down"} <= found.keys(), (chunk, sequences, others)
+            wanted = {"route", "experts_gate_up_row", "experts_gate_up", "experts_down"}
+            assert wanted <= found.keys(), (chunk, sequences, others)
             assert found["group_pairs"] == found["experts_project"] == found["combine"] > 0, (chunk, sequences, others)
 
 

@@ -5,7 +5,8 @@ No choice here changes a bit of a result: the kernels add in the order of the co
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import ceil
 
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.ops.linear_packed.layout import SLICE_COLUMNS, PackedWeight, Weight
@@ -20,10 +21,19 @@ _CHUNK_TILES = 8
 _STAGES = 3
 _LONG_STAGE_COLUMNS = 768
 _RESIDENT_BYTES = 40 << 10
+_BYTES_AHEAD = 14 << 20
+"""Weights for which the L2 is asked ahead of their kernel: what the memory of an H200 gives in 3 us, about the time
+from the end of one product's reads to the first reads of the next."""
 WARPS = 8
 """Warps of a block, but for products of few rows."""
 _AHEAD = 3
 """Turns of weights that a warp of a step has on their way in experts.cu."""
+_ROUTE_WARPS = 12
+"""The most warps that share a row which is scored: with them 2304 columns are one piece of eight for each thread."""
+_ROUTE_PIECE = 8
+_ROUTER_BYTES = 46 << 10
+"""A router that takes more shared memory, with its norm, is read when it is needed."""
+_MOST_ROW_WARPS = 14
 _RESERVED_BYTES = 1 << 10
 """Bytes of shared memory that the device keeps for itself in each block."""
 
@@ -36,7 +46,6 @@ class ProductConstants:
     in_features: int
     weight_bits: int
     token_tiles: int
-    rows: int
     warp_tiles: int
     warps: int
     ahead: int
@@ -49,18 +58,57 @@ class ProductConstants:
     @property
     def tokens(self) -> int:
         """The pairs that a block takes together."""
-        return 1 if self.rows == 1 else _PAIRS * self.token_tiles
+        return _PAIRS * self.token_tiles
 
     @property
     def shared_bytes(self) -> int:
         """The dynamic shared memory: stages of x, and a ring of weights for each warp of a step."""
         columns = self.stage_slices * slice_columns(self.weight_bits) or self.in_features
         stages = (_STAGES if self.stage_slices else 1) * self.tokens * (columns * 2 + _PAD_BYTES)
-        together = 3 if self.weight_bits == 4 else 2
-        if self.token_tiles > 1 or has_many_groups(self.scale_group):
-            together = 1
+        together = 1 if self.token_tiles > 1 else slices_together(self.weight_bits, self.scale_group)
         slot = slot_bytes(self.weight_bits, self.scale_group, self.zeros)
         return stages + (0 if self.chunk else self.warps * self.ahead * together * slot) + 8 * self.tokens
+
+
+@dataclass(frozen=True, slots=True)
+class GateUpRowConstants:
+    """Compile-time constants of gate_up_row.cu; the last three of weights in 4 bits only."""
+
+    in_features: int
+    experts: int
+    top: int
+    route_warps: int
+    weight_bits: int
+    warps: int
+    ahead: int
+    runs: int | None = None
+    scale_group: int | None = None
+    zeros: int | None = None
+
+    @property
+    def turn_bytes(self) -> int:
+        """The bytes of a turn in a warp's ring."""
+        slot = slot_bytes(self.weight_bits, self.scale_group, self.zeros)
+        return slices_together(self.weight_bits, self.scale_group) * slot
+
+    @property
+    def turns(self) -> int:
+        """The turns of a tile."""
+        together = slices_together(self.weight_bits, self.scale_group)
+        return ceil(self.in_features / (slice_columns(self.weight_bits) * together))
+
+    @property
+    def row_bytes(self) -> int:
+        """The bytes of the row and of its sums."""
+        return 2 * self.in_features + 4 * self.route_warps * (1 + self.experts)
+
+    @property
+    def shared_bytes(self) -> int:
+        """The dynamic shared memory: rings, in whose place norm and router are at first, and the row."""
+        threads = 32 * self.route_warps
+        router = (1 + self.experts) * ceil(self.in_features / _ROUTE_PIECE / threads) * threads * 16
+        rings = self.warps * self.ahead * self.turn_bytes
+        return max(rings, router if router <= _ROUTER_BYTES else 0) + self.row_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,17 +124,35 @@ class DownConstants:
     zeros: int | None = None
 
     def shared_bytes(self, num_pairs: int) -> int:
-        """Return the dynamic shared memory of a step with so many pairs: a ring for each warp, and sums."""
+        """Return the dynamic shared memory of a step with so many pairs: a ring for each warp, sums and shares."""
         tokens = 1 if self.rows == 1 else _PAIRS
         together = 2 if self.rows == 1 and not has_many_groups(self.scale_group) else 1
         row_bytes = together * slice_columns(self.weight_bits) * 2 + _PAD_BYTES
         turn_bytes = together * slot_bytes(self.weight_bits, self.scale_group, self.zeros) + tokens * row_bytes
-        return WARPS * (self.ahead * turn_bytes + 512 + 32) + num_pairs * 64
+        return WARPS * (self.ahead * turn_bytes + 512 + 32) + num_pairs * (64 + 4)
+
+
+def bytes_ahead(weight: Weight, num_experts: int, top: int) -> tuple[int, int]:
+    """Return the bytes of an expert's part of a weight, and how many of them are fetched before its kernel starts."""
+    if isinstance(weight, PackedWeight):
+        expert_bytes = weight.layout.num_bytes // num_experts
+    else:
+        expert_bytes = 2 * weight.shape[0] * weight.shape[1] // num_experts
+    return expert_bytes, min(expert_bytes, _BYTES_AHEAD // top // 16 * 16)
 
 
 def slice_columns(weight_bits: int) -> int:
     """Return the columns that kernels take of a weight at a time."""
     return SLICE_COLUMNS if weight_bits == 4 else SLICE_COLUMNS // 2
+
+
+def route_warps(hidden: int) -> int:
+    """Return the warps that share a row of so many columns where it is scored; the order of its sums follows from them.
+
+    They are as few as take no more turns than the most would.
+    """
+    pieces = hidden // _ROUTE_PIECE
+    return ceil(pieces / ceil(pieces / (32 * _ROUTE_WARPS)) / 32)
 
 
 def most_tiles(num_rows: int, top: int, num_experts: int, tokens: int) -> int:
@@ -100,17 +166,35 @@ def product_constants(product: int, weight: Weight, num_rows: int, *, is_chunk: 
     bits, layout = held_in(weight)
     columns = slice_columns(bits)
     tiles = _CHUNK_TILES if is_chunk else 1 if num_rows <= _PAIRS else 2 if num_rows <= 2 * _PAIRS else 4
-    in_features, rows = weight.shape[1], 1 if num_rows == 1 and not is_chunk else MAX_ROWS
+    in_features = weight.shape[1]
     # Of x: whole turns of weights, and two stages of x as long as the weights that are on their way.
     stage = _LONG_STAGE_COLUMNS if tiles == 1 else 2 * SLICE_COLUMNS if bits == 4 and not is_chunk else SLICE_COLUMNS
-    if tiles == 1 and (1 if rows == 1 else _PAIRS) * (2 * in_features + _PAD_BYTES) <= _RESIDENT_BYTES:
+    if tiles == 1 and _PAIRS * (2 * in_features + _PAD_BYTES) <= _RESIDENT_BYTES:
         stage = 0
     # Two tiles of a warp share what it reads of x; the scales of small groups leave no registers for that.
     is_wide = is_chunk and (bits == 16 or layout[1:] == (SLICE_COLUMNS, False))
     return ProductConstants(
-        product, in_features, bits, tiles, rows, 2 if is_wide else 1, 4 if tiles == 1 else WARPS, _AHEAD,
+        product, in_features, bits, tiles, 2 if is_wide else 1, 4 if tiles == 1 else WARPS, _AHEAD,
         stage // columns, is_chunk, *layout,
     )  # fmt: skip
+
+
+def row_constants(weight: Weight, num_experts: int, top: int, device: Device) -> GateUpRowConstants:
+    """Choose how gate_up_row.cu is built; no choice changes a bit of the result.
+
+    A block has so many warps that the busiest multiprocessor, which takes a block at a time, has few tiles.
+    """
+    bits, layout = held_in(weight)
+    rows, in_features = weight.shape
+    tiles, shares = top * rows // (2 * num_experts) // 8, route_warps(in_features)
+
+    def busiest(warps: int) -> int:
+        return ceil(ceil(tiles / warps) / device.num_sms) * warps
+
+    warps = min(range(shares, _MOST_ROW_WARPS + 1), key=busiest)
+    least = GateUpRowConstants(in_features, num_experts, top, shares, bits, warps, 1, *layout)
+    ring = device.shared_bytes_per_block - least.row_bytes
+    return replace(least, ahead=max(1, min(least.turns, ring // (warps * least.turn_bytes))))
 
 
 def down_constants(weight: Weight, num_rows: int, top: int, device: Device) -> DownConstants:
@@ -137,6 +221,11 @@ def held_in(weight: Weight) -> tuple[int, tuple[int | None, int | None, int | No
         return 16, (None, None, None)
     layout = weight.layout
     return layout.bits, (layout.runs, layout.scale_group, layout.zeros)
+
+
+def slices_together(weight_bits: int, scale_group: int | None) -> int:
+    """Return the slices that a warp multiplies at a time with one tile of tokens."""
+    return 1 if has_many_groups(scale_group) else 3 if weight_bits == 4 else 2
 
 
 def has_many_groups(scale_group: int | None) -> bool:

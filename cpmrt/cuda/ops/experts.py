@@ -22,10 +22,14 @@ from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.ops.expert_plan import (
     WARPS,
     DownConstants,
+    GateUpRowConstants,
     ProductConstants,
+    bytes_ahead,
     down_constants,
     most_tiles,
     product_constants,
+    route_warps,
+    row_constants,
 )
 from cpmrt.cuda.ops.linear_packed.layout import PackedWeight, Weight
 from cpmrt.cuda.ops.rows import BLOCK, VECTOR, RowConstants, rms_norm
@@ -41,11 +45,12 @@ _SMALLEST_GROUP = 32
 
 @dataclass(frozen=True, slots=True)
 class RouteConstants:
-    """Compile-time constants of route.cu."""
+    """Compile-time constants of route.cu: `route_warps` are those that share a row."""
 
     hidden: int
     experts: int
     top: int
+    route_warps: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +63,9 @@ class GroupConstants:
 ROUTE = KernelSpec("route", "rows/route.cu", "route", RouteConstants, hot=True)
 GROUP_PAIRS = KernelSpec("group_pairs", "experts/group_pairs.cu", "experts_gate_up", GroupConstants, hot=True)
 EXPERTS_GATE_UP = KernelSpec("experts_gate_up", "experts/experts.cu", "experts_gate_up", ProductConstants, hot=True)
+EXPERTS_GATE_UP_ROW = KernelSpec(
+    "experts_gate_up_row", "experts/gate_up_row.cu", "experts_gate_up", GateUpRowConstants, hot=True
+)
 EXPERTS_PROJECT = KernelSpec("experts_project", "experts/experts.cu", "experts_down", ProductConstants, hot=True)
 EXPERTS_DOWN = KernelSpec("experts_down", "experts/experts_down.cu", "experts_down", DownConstants, hot=True)
 COMBINE = KernelSpec("combine", "rows/combine.cu", "experts_down", RowConstants, hot=True)
@@ -70,6 +78,14 @@ class ExpertRows:
     normed: DeviceArray
     starts: DeviceArray | None = None
     order: DeviceArray | None = None
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class UnroutedRow:
+    """One row whose routing is left to the kernel of its first products, and what that takes."""
+
+    router: DeviceArray
+    slots: DeviceArray
 
 
 def expert_workspace(specs: Sequence[TensorSpec], config: ModelConfig, max_rows: int) -> Iterator[BufferSpec]:
@@ -112,25 +128,34 @@ class ExpertOps:
     def route(
         self, routing: Routing, x: DeviceArray, norm: DeviceArray, router: DeviceArray, eps: float, rows: Rows
     ) -> Handoff:
-        """Launch the op `route`, which leaves the normalised rows."""
+        """Launch the op `route`, which leaves the normalised rows; of a step of one row it launches nothing.
+
+        `experts_gate_up`, given what this returns, finds the routing of such a row and writes it.
+        """
         sizes = check_shapes("route", experts=routing.experts, shares=routing.shares, x=x, norm=norm, router=router)
+        if len(x) == 1 and not rows.is_prefill:
+            return Handoff(UnroutedRow(router, rows.slots))
         normed = self._arrays["normed"][: len(x)]
-        constants = RouteConstants(sizes["C"], sizes["E"], sizes["A"])
+        constants = RouteConstants(sizes["C"], sizes["E"], sizes["A"], route_warps(sizes["C"]))
         outputs = routing.experts, routing.shares, normed
         given = x, norm, router, rows.slots, np.float32(eps)
-        self._launch(ROUTE, constants, len(x), BLOCK, *outputs, *given, prefers_shared=not rows.is_prefill)
+        block = 32 * constants.route_warps
+        self._launch(ROUTE, constants, len(x), block, *outputs, *given, prefers_shared=not rows.is_prefill)
         return Handoff(ExpertRows(normed))
 
     def experts_gate_up(
         self, out: DeviceArray, x: DeviceArray, norm: DeviceArray, weight: Weight, eps: float, routing: Routing,
-        after: Handoff = NOTHING, *, is_prefill: bool = False,
+        after: Handoff = NOTHING, *, down: Weight | None = None, is_prefill: bool = False,
     ) -> Handoff:  # fmt: skip
-        """Launch the op `experts_gate_up`; a chunk's pairs are grouped first."""
+        """Launch the op `experts_gate_up`; a chunk's pairs are grouped first, one row is routed by the same kernel."""
         sizes = check_shapes(
             "experts_gate_up", out=out, x=x, norm=norm, weight=weight, experts=routing.experts, shares=routing.shares
         )
         inner = out.shape[1] // sizes["A"]
         num_experts = weight.shape[0] // (2 * inner)
+        if isinstance(after.prepared, UnroutedRow):
+            self._routed_row(out, x, norm, weight, eps, routing, after.prepared, inner, down)
+            return NOTHING
         if isinstance(after.prepared, ExpertRows):
             normed = after.prepared.normed
         else:
@@ -167,6 +192,21 @@ class ExpertOps:
         grid, counts = -(-x.size // VECTOR // BLOCK), map(np.int32, (num_rows, top))
         given = x, outputs, routing.shares, routing.experts
         self._launch(COMBINE, RowConstants(hidden), grid, BLOCK, *given, *counts, factor)
+
+    def _routed_row(
+        self, out: DeviceArray, x: DeviceArray, norm: DeviceArray, weight: Weight, eps: float, routing: Routing,
+        row: UnroutedRow, inner: int, down: Weight | None,
+    ) -> None:  # fmt: skip
+        (num_experts, _), top = row.router.shape, routing.experts.shape[1]
+        constants = row_constants(weight, num_experts, top, self._device)
+        outputs = out, routing.experts, routing.shares
+        given = x, norm, row.router, data_of(weight), None if down is None else data_of(down), row.slots
+        expert_bytes, ahead = (0, 0) if down is None else bytes_ahead(down, num_experts, top)
+        sizes = np.int32(inner), np.int64(expert_bytes), np.int32(ahead)
+        self._launch(
+            EXPERTS_GATE_UP_ROW, constants, ceil(top * inner // 8 / constants.warps), 32 * constants.warps, *outputs,
+            *given, *sizes, np.float32(eps), smem=constants.shared_bytes, prefers_shared=True,
+        )  # fmt: skip
 
     def _grouped(self, normed: DeviceArray, routing: Routing, num_experts: int) -> ExpertRows:
         starts, order = self._arrays["expert_starts"], self._arrays["expert_order"]

@@ -56,7 +56,7 @@ def run(step: Pass, bound: ExpertsWeights) -> None:
     routing = step.buffers.of(Routing)
     after = ops.route(routing, step.x, bound.norm, bound.router, step.eps, rows)
     after = ops.experts_gate_up(
-        inner, step.x, bound.norm, bound.gate_up, step.eps, routing, after, is_prefill=rows.is_prefill
+        inner, step.x, bound.norm, bound.gate_up, step.eps, routing, after, down=bound.down, is_prefill=rows.is_prefill
     )
     ops.experts_down(
         step.x, inner, bound.down, step.residual_scale, routing, after, is_prefill=rows.is_prefill

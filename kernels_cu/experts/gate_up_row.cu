@@ -1,0 +1,146 @@
+// The routing of a step of one row and its products with the first matrices of the experts, in one launch.
+//
+//   formula   chosen, shares and n as in route.cu; then with e = chosen[p], p = 0 .. TOP - 1:
+//             out[p, f] = round(silu(n . Wg[e, f]) * (n . Wu[e, f]))
+//   operands  out (TOP, columns) scalar_t; chosen (TOP) int32, ascending, -1 where slots has -1; shares (TOP) float; x (K), norm (K),
+//             router (EXPERTS, K) scalar_t; weight (2 EXPERTS columns, K), the gates of all experts and then their ups: scalar_t
+//             row-major, or packed as in packed_layout.cuh; slots (1) int32; next: the weight of the product behind this, expert_bytes
+//             an expert, or null
+//   constants IN_FEATURES: K, a multiple of 64, in 4 bits of 128. EXPERTS: 1 to 32. TOP: experts of a row, 1 to EXPERTS.
+//             ROUTE_WARPS: warps that score the row, as in route.cu. WEIGHT_BITS: 16 or 4.
+//             In 4 bits RUNS: of the packed layout. SCALE_GROUP: columns that share a scale. ZEROS: 1 has zero points.
+//             WARPS: of a block, at least ROUTE_WARPS. AHEAD: turns of weights that a warp has on their way
+//   launch    grid ceil(TOP * columns / 8 / WARPS), block 32 * WARPS, dynamic shared memory: a ring for each warp, or norm and router
+//             if they are larger; 2 K bytes; 4 ROUTE_WARPS (1 + EXPERTS) bytes
+//   numerics  the routing's as in route.cu, the products' as in experts.cu, to the bit
+//   oracle    NumpyOps.route, experts_gate_up
+//   source    original
+//   layout    every block finds the routing: that takes less time than another launch would, and weights are asked for as soon
+//             as their expert is known. A warp has a tile, through a ring of its own; a block has so many warps that tiles
+//             spread evenly over the multiprocessors, and their rings take all of its shared memory. The next
+//             weight begins to come into the L2 while last products and the start of its kernel would leave the memory idle
+#if !defined(IN_FEATURES) || !defined(EXPERTS) || !defined(TOP) || !defined(ROUTE_WARPS) || !defined(WEIGHT_BITS) || \
+    (WEIGHT_BITS == 4 && !defined(RUNS)) || (WEIGHT_BITS == 4 && !defined(SCALE_GROUP)) || \
+    (WEIGHT_BITS == 4 && !defined(ZEROS)) || !defined(WARPS) || !defined(AHEAD)
+#error "a constant is not defined"
+#endif
+#define HIDDEN IN_FEATURES
+#define TOKEN_TILES 1
+#include "expert_product.cuh"
+#include "route_row.cuh"
+
+constexpr int kThreads = 32 * WARPS, kAhead = AHEAD;
+// Slices whose products are under way together: a turn.
+constexpr int kTogether = kManyGroups ? 1 : WEIGHT_BITS == 4 ? 3 : 2, kTurns = (kSlices + kTogether - 1) / kTogether;
+constexpr int kRingBytes = kAhead * kTogether * kSlotBytes;   // of a warp
+// When nothing of the warp's own is left to be asked for, and its first weights have come.
+constexpr int kPrefetchTurn = kTurns > kAhead ? kTurns - kAhead : 0;
+constexpr int kRowOffset = WARPS * kRingBytes > kRouteBytes ? WARPS * kRingBytes : kRouteBytes;
+constexpr int kSumsOffset = kRowOffset + K * 2;
+static_assert(WARPS >= ROUTE_WARPS, "WARPS must be at least ROUTE_WARPS");
+
+// The expert at place `place` among those that are taken.
+DEVICE int expert_at(uint32_t taken, int place) {
+#pragma unroll
+  for (int i = 0; i < TOP - 1; i++)
+    if (i < place) taken &= taken - 1;
+  return __ffs(taken) - 1;
+}
+
+// The lane's columns of the row, from a slice on.
+struct RowColumns {
+  uint32_t place;
+  DEVICE RowColumns(uint32_t row, int slice) : place(row + slice * (kSliceColumns * 2) + threadIdx.x % 4 * 16) {}
+  DEVICE uint4 operator()(int s, int j, int) const { return load_shared(place + s * (kSliceColumns * 2) + j * 64); }
+};
+
+// The weight of the product behind this one: of each expert the first ahead_bytes of expert_bytes are asked for ahead of it.
+struct NextWeight {
+  const void* weight;   // null: there is none
+  int64_t expert_bytes;
+  int ahead_bytes;               // a multiple of 16
+
+  // The warp with tile `tile` of the expert's `tiles` asks for its share.
+  DEVICE void prefetch(int expert, int tile, int tiles) const {
+    const int own = (ahead_bytes + 16 * tiles - 1) / (16 * tiles) * 16, begin = tile * own;
+    if (weight != nullptr && begin < ahead_bytes && threadIdx.x % 32 == 0)
+      prefetch_l2(static_cast<const unsigned char*>(weight) + expert * expert_bytes + begin, min(own, ahead_bytes - begin));
+  }
+};
+
+// The weight tile of a warp, through a ring that nobody else touches. A turn is a group of copies.
+struct Ring {
+  const TileSource& source;
+  uint32_t shared;
+
+  DEVICE uint32_t slot(int place, int s) const { return shared + (place * kTogether + s) * kSlotBytes; }
+  DEVICE void copy(int turn, int place) const {
+#pragma unroll
+    for (int s = 0; s < kTogether; s++)
+      if (turn * kTogether + s < kSlices) source.copy(slot(place, s), turn * kTogether + s);
+    cp_async_commit();
+  }
+  DEVICE void begin() const {
+#pragma unroll
+    for (int turn = 0; turn < kAhead; turn++) copy(turn, turn);
+  }
+  // `next()` is called once, when nothing is left to copy.
+  template <class Next>
+  DEVICE void accumulate(Sums (&sums)[1], uint32_t row, const Next& next) const {
+    int place = 0;
+#pragma unroll 1
+    for (int turn = 0; turn < kTurns; turn++) {
+      const int slice = turn * kTogether;
+      cp_async_wait<kAhead - 1>();
+      __syncwarp();
+      Slice held[kTogether];
+#pragma unroll
+      for (int s = 0; s < kTogether; s++) TileSource::read(held[s], slot(place, s));
+      __syncwarp();
+      if (kAhead < kTurns) copy(turn + kAhead, place);
+      else cp_async_commit();
+      if (turn == kPrefetchTurn) next();
+      place = place + 1 == kAhead ? 0 : place + 1;
+      if (kSlices % kTogether == 0 || slice + kTogether <= kSlices) {
+        multiply<kTogether>(sums, held, RowColumns(row, slice), 1);
+      } else {
+#pragma unroll
+        for (int s = 0; s < kTogether; s++)
+          if (slice + s < kSlices) multiply<1>(sums, held + s, RowColumns(row, slice + s), 1);
+      }
+    }
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    KERNEL(experts_gate_up_row)(scalar_t* __restrict__ out, int* __restrict__ chosen, float* __restrict__ shares, const scalar_t* x,
+                                const scalar_t* __restrict__ norm, const scalar_t* __restrict__ router,
+                                const void* __restrict__ weight, const void* __restrict__ next, const int* slots, int columns,
+                                int64_t expert_bytes, int ahead_bytes, float eps) {
+  extern __shared__ __align__(128) unsigned char memory[];
+  const uint32_t shared = shared_address(memory), row = shared + kRowOffset;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int expert_tiles = columns / 8, index = blockIdx.x * WARPS + warp, place = index / expert_tiles, tile = index % expert_tiles;
+  pdl_launch_dependents();
+  const RouteWeights route_weights{norm, router, shared};
+  route_weights.begin();
+  pdl_wait();
+  const bool is_padding = slots[0] < 0;
+  const float score = score_row(*reinterpret_cast<RouteSums*>(memory + kSumsOffset), route_weights, x, eps,
+                                [&](int column, uint4 piece) { store_shared(row + column * 2, piece); });
+  const Choice choice(score);
+
+  const bool has_tile = place < TOP && !is_padding;
+  const int expert = expert_at(choice.taken, place);
+  const TileSource source(weight, {static_cast<int64_t>(expert) * columns + tile * 8, static_cast<int64_t>(EXPERTS) * columns});
+  const Ring ring{source, shared + warp * kRingBytes};
+  if (has_tile) ring.begin();
+  if (index == 0) choice.store(chosen, shares, score, is_padding);
+  if (!has_tile) return;
+  Sums sums[1] = {};
+  const NextWeight next_weight{next, expert_bytes, ahead_bytes};
+  ring.accumulate(sums, row, [&] { next_weight.prefetch(expert, tile, expert_tiles); });
+  if (lane % 4 > 0) return;   // all tokens of the tile are the row
+  const float gate = sums[0][0][0], up = sums[0][0][2];
+  out[static_cast<int64_t>(place) * columns + tile * 8 + lane / 4] = from_float(gate / (1.0f + __expf(-gate)) * up);
+}

@@ -1,0 +1,169 @@
+// A row normalised and scored against a router by a block, and the choice among the scores, which every warp makes for itself.
+//
+// The first ROUTE_WARPS warps have the row, a thread pieces of eight columns 32 * ROUTE_WARPS pieces apart. Sums go over a thread's
+// pieces in order, then over lanes, then over warps in order: scores and choice depend on HIDDEN, EXPERTS and ROUTE_WARPS alone.
+#pragma once
+#include "copy.cuh"
+#include "norm_values.cuh"
+#include "ordered_float.cuh"
+
+static_assert(HIDDEN % 8 == 0, "HIDDEN must be a multiple of 8");
+static_assert(EXPERTS >= 1 && EXPERTS <= 32 && TOP >= 1 && TOP <= EXPERTS, "EXPERTS must be 1 to 32, TOP at most as many");
+
+constexpr int kRouteThreads = 32 * ROUTE_WARPS, kRouteTurns = (HIDDEN / 8 + kRouteThreads - 1) / kRouteThreads;
+// Shared memory that holds norm and router; those of more experts are read when they are needed.
+constexpr int kAllRouteBytes = (1 + EXPERTS) * kRouteTurns * kRouteThreads * 16;
+constexpr bool kHoldsRouter = kAllRouteBytes <= 46 << 10;
+constexpr int kRouteBytes = kHoldsRouter ? kAllRouteBytes : 0;
+
+// The column of a thread's piece; past the row's end there is none.
+DEVICE int route_column(int turn) { return (turn * kRouteThreads + static_cast<int>(threadIdx.x)) * 8; }
+DEVICE bool has_piece(int turn) { return threadIdx.x < kRouteThreads && route_column(turn) < HIDDEN; }
+
+// What a thread needs of norm (line 0) and router (line 1 + e). They are weights: copies of them may start while the kernel before
+// still writes the row. Loads to registers would be moved behind the wait. A thread copies what it will read itself.
+struct RouteWeights {
+  const scalar_t *norm, *router;
+  uint32_t shared;   // kRouteBytes
+
+  DEVICE void begin() const {
+    if constexpr (kHoldsRouter) {
+#pragma unroll
+      for (int turn = 0; turn < kRouteTurns; turn++)
+#pragma unroll
+        for (int line = 0; line <= EXPERTS; line++)
+          if (has_piece(turn)) cp_async16(place(line, turn), source(line, turn));
+    }
+  }
+  DEVICE void wait() const { cp_async_wait_all(); }
+  DEVICE uint4 piece(int line, int turn) const {
+    return kHoldsRouter ? load_shared(place(line, turn)) : load16_streamed(source(line, turn));
+  }
+  DEVICE const scalar_t* source(int line, int turn) const {
+    return (line == 0 ? norm : router + (line - 1) * HIDDEN) + route_column(turn);
+  }
+  DEVICE uint32_t place(int line, int turn) const {
+    return shared + ((line * kRouteTurns + turn) * kRouteThreads + threadIdx.x) * 16;
+  }
+};
+
+// Shared memory of the sums over warps.
+struct RouteSums {
+  float squares[ROUTE_WARPS], scores[ROUTE_WARPS][EXPERTS];
+};
+
+DEVICE float dot(uint4 a, uint4 b, float sum) {
+  const uint32_t *left = &a.x, *right = &b.x;
+#pragma unroll
+  for (int word = 0; word < 4; word++) {
+    const float2 v = unpack2(left[word]), w = unpack2(right[word]);
+    sum = fmaf(v.y, w.y, fmaf(v.x, w.x, sum));
+  }
+  return sum;
+}
+
+// Adds COUNT values, a power of two, over groups of 2 * DISTANCE lanes: lane i * 2 * DISTANCE / COUNT and those behind it return the
+// sum of value i. An exchange halves what a lane has left to add; one value after the other would take five exchanges for each.
+template <int COUNT, int DISTANCE = 16>
+DEVICE float sum_of_each(const float (&values)[COUNT]) {
+  constexpr int kLeft = COUNT > 1 ? COUNT / 2 : 1;
+  float sums[kLeft];
+  const bool is_upper = COUNT > 1 && threadIdx.x & DISTANCE;
+#pragma unroll
+  for (int i = 0; i < kLeft; i++) {
+    const float other = values[COUNT > 1 ? i + kLeft : i];
+    sums[i] = (is_upper ? other : values[i]) + __shfl_xor_sync(0xFFFFFFFFu, is_upper ? values[i] : other, DISTANCE);
+  }
+  if constexpr (DISTANCE > 1) return sum_of_each<kLeft, DISTANCE / 2>(sums);
+  else return sums[0];
+}
+
+// Returns, in lane e of every warp, the score of expert e. `store(column, piece)` gets the normalised row, which all threads see
+// when this returns. All threads of the block; `weights` have begun, and the kernel before has been waited for.
+template <class Store>
+DEVICE float score_row(RouteSums& sums, const RouteWeights& weights, const scalar_t* x, float eps, const Store& store) {
+  constexpr int kTogether = EXPERTS > 4 ? 8 : EXPERTS > 2 ? 4 : EXPERTS;   // experts whose sums are exchanged together
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  uint4 held[kRouteTurns];
+  if (warp < ROUTE_WARPS) {
+#pragma unroll
+    for (int turn = 0; turn < kRouteTurns; turn++)
+      held[turn] = has_piece(turn) ? load16_written(x + route_column(turn)) : make_uint4(0, 0, 0, 0);
+    float own[1] = {};
+#pragma unroll
+    for (int turn = 0; turn < kRouteTurns; turn++) own[0] += squares(held[turn]);
+    const float sum = sum_of_each(own);
+    if (lane == 0) sums.squares[warp] = sum;
+  }
+  __syncthreads();
+  if (warp < ROUTE_WARPS) {
+    float total = 0.0f;
+#pragma unroll
+    for (int other = 0; other < ROUTE_WARPS; other++) total += sums.squares[other];
+    const float scale = 1.0f / sqrtf(total / HIDDEN + eps);
+    weights.wait();
+#pragma unroll
+    for (int turn = 0; turn < kRouteTurns; turn++) {
+      if (!has_piece(turn)) continue;
+      held[turn] = normalised(held[turn], weights.piece(0, turn), scale);
+      store(route_column(turn), held[turn]);
+    }
+#pragma unroll
+    for (int first = 0; first < EXPERTS; first += kTogether) {
+      float scores[kTogether] = {};
+#pragma unroll
+      for (int turn = 0; turn < kRouteTurns; turn++) {
+        if (!has_piece(turn)) continue;
+#pragma unroll
+        for (int i = 0; i < kTogether; i++)
+          if (first + i < EXPERTS) scores[i] = dot(held[turn], weights.piece(1 + first + i, turn), scores[i]);
+      }
+      const float sum = sum_of_each(scores);
+      const int expert = first + lane / (32 / kTogether);
+      if (lane % (32 / kTogether) == 0 && expert < EXPERTS) sums.scores[warp][expert] = sum;
+    }
+  }
+  __syncthreads();
+  float score = 0.0f;
+  if (lane < EXPERTS) {
+#pragma unroll
+    for (int other = 0; other < ROUTE_WARPS; other++) score += sums.scores[other][lane];
+  }
+  return score;
+}
+
+// What a row takes: a bit for each expert, and the highest of their scores.
+struct Choice {
+  uint32_t taken;
+  float highest;
+
+  // Among the scores of the lanes below EXPERTS: the TOP highest, of equal ones the lower lane. All lanes.
+  DEVICE explicit Choice(float score) : taken(0) {
+    const int lane = threadIdx.x % 32;
+    // As integers of the same order: not a number counts as minus infinity, which is above 0, a lane that takes no part.
+    uint32_t key = lane < EXPERTS ? ordered(score == score ? score : __int_as_float(0xFF800000)) : 0;
+#pragma unroll
+    for (int turn = 0; turn < TOP; turn++) {
+      const uint32_t best = __reduce_max_sync(0xFFFFFFFFu, key);
+      const int winner = __ffs(__ballot_sync(0xFFFFFFFFu, key == best)) - 1;
+      if (turn == 0) highest = unordered(best);
+      if (lane == winner) key = 0;
+      taken |= 1u << winner;
+    }
+  }
+
+  // Writes experts, -1 for padding, and shares. All lanes of one warp.
+  DEVICE void store(int* chosen, float* shares, float score, bool is_padding) const {
+    const int lane = threadIdx.x % 32;
+    const bool is_taken = taken >> lane & 1;
+    const float weight = is_taken ? expf(score - highest) : 0.0f;
+    float total = weight;
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) total += __shfl_xor_sync(0xFFFFFFFFu, total, distance);
+    const int place = __popc(taken & ((1u << lane) - 1));
+    if (is_taken) {
+      chosen[place] = is_padding ? -1 : lane;
+      shares[place] = weight / total;
+    }
+  }
+};
