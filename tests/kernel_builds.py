@@ -297,6 +297,7 @@ CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
         {"VOCAB": 73448, "PORTABLE": 1},
         {"VOCAB": 200_003, "PORTABLE": 0},
     ),
+    "draft/block.cu": ({"VOCAB": 130560, "PARTS": 8, "RANK": 256}, {"VOCAB": 99, "PARTS": 1, "RANK": 8}),
     "draft/lookup.cu": ({"PORTABLE": 0}, {"PORTABLE": 1}),
     "sampling/tree_sampling.cu": ({"VOCAB": 73448, "PORTABLE": 0}, {"VOCAB": 73448, "PORTABLE": 1}),
     "sampling/masked_tree_sampling.cu": ({"VOCAB": 73448, "PORTABLE": 0}, {"VOCAB": 151_936, "PORTABLE": 1}),

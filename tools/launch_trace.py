@@ -104,7 +104,7 @@ def setups() -> dict[str, Setup]:
             made[f"{name} nope"] = held, long, SPARSE | {"use_nope": True}, "lookup", 16
             made[f"{name} fp8"] = held, long | {"max_sequences": 8, "kv_dtype": "fp8"}, "auto", None, 16
             made[f"{name} fp8 sparse"] = held, long | {"kv_dtype": "fp8"}, SPARSE, None, 16
-            for draft in ("eagle2", "eagle3", "lookup"):
+            for draft in ("eagle2", "eagle3", "dspark", "lookup"):
                 for bits in (16, 4):
                     made[f"{name} {draft} {bits}"] = held, {"max_context": 4096}, "auto", draft, bits
             made[f"{name} sparse eagle2"] = held, long, SPARSE, "eagle2", 4
@@ -191,7 +191,8 @@ def trace(setup: Setup, device: Device) -> dict[str, list[Any]]:
     config_json, engine, sparse, draft_name, draft_bits = setup
     with config_folder(config_json, _draft_configs(config_json, draft_bits)) as folder:
         model = ModelFolder.open(folder, weights=False, sparse=sparse)
-        wish: Any = "auto" if draft_name is None else {"shapes": CHAINS if draft_name == "lookup" else TREES}
+        shapes = CHAINS if draft_name in ("dspark", "lookup") else TREES
+        wish: Any = "auto" if draft_name is None else {"shapes": shapes}
         if draft_name == "eagle2" and draft_bits == 4:
             wish |= {"draft_vocab": 32768, "head_bits": 4, "window": 1024}
         settings = EngineConfig(load_format="dummy", **engine)
@@ -220,6 +221,7 @@ def _draft_configs(config: Mapping[str, Any], bits: int) -> dict[str, dict[str, 
     """The drafts of the shape that `config` is made from, with weights of so many bits; EAGLE-3's for two layers."""
     shape = "minicpm4-8b" if config["hidden_size"] == BIG["hidden_size"] else "minicpm4-0.5b"
     drafts, quantised = draft_configs(shape), {"quantization_config": GPTQ} if bits == 4 else {}
+    drafts["dspark"]["target_layer_ids"] = [0]
     drafts["eagle3"]["eagle_aux_hidden_state_layer_ids"] = [0, 1, 1]
     return {name: draft | quantised for name, draft in drafts.items()}
 

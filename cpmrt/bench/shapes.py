@@ -137,20 +137,29 @@ _OF_A_LAYER = (
 )  # fmt: skip
 
 
-def draft_configs(name: str) -> dict[str, dict[str, Any]]:
-    """Return the config.json of each EAGLE draft for a shape, by the name of its folder: one layer of the same size.
+_DSPARK: dict[str, Any] = {
+    "architectures": ["Qwen3DSparkModel"], "num_hidden_layers": 5, "rope_theta": 5e6, "block_size": 7,
+    "mask_token_id": 0, "markov_rank": 256,
+}  # fmt: skip
 
-    The EAGLE-3 draft has a head of half the vocabulary, at most 32768 rows.
+
+def draft_configs(name: str) -> dict[str, dict[str, Any]]:
+    """Return the config.json of each draft for a shape, by the name of its folder, with layers of the same size.
+
+    EAGLE drafts have one layer, and EAGLE-3's has a head of half the vocabulary, at most 32768 rows. The DSpark draft
+    has five layers, which read five of the target's, and blocks of seven, as that of MiniCPM5-2B does.
     """
     target = shape_config(name)
     layer = {key: target[key] for key in _OF_A_LAYER if key in target} | {"num_hidden_layers": 1}
     depth = {}
     if "scale_depth" in target:
         depth = {"scale_depth": target["scale_depth"], "mup_denominator": target["num_hidden_layers"]}
+    count = target["num_hidden_layers"]
     head = {"draft_vocab_size": min(target["vocab_size"] // 2, 2**15)}
     return {
         "eagle2": {"architectures": ["EagleMiniCPMForCausalLM"], **layer, **depth},
         "eagle3": {"architectures": ["LlamaForCausalLMEagle3"], **layer, **head},
+        "dspark": {**layer, **_DSPARK, "target_layer_ids": [round(1 + i * (count - 4) / 4) for i in range(5)]},
     }
 
 

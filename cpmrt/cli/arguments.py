@@ -95,7 +95,8 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     },
     "--draft-weight-bits": {
         "type": int, "choices": (4, 16), "default": 16, "metavar": "BITS",
-        "help": "with --shape: of its drafts (--draft eagle2 or eagle3), 4 as --weight-bits 4 (default: %(default)s)",
+        "help": "with --shape: of its drafts (--draft eagle2, eagle3 or dspark), 4 as --weight-bits 4 (default: "
+        "%(default)s)",
     },
     "--stop": {"action": "append", "default": [], "metavar": "TEXT", "help": "end before this text; may be repeated"},
     "--stop-token-id": {

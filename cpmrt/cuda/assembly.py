@@ -84,11 +84,6 @@ def _check_drafts(settings: EngineConfig) -> None:
     """Raise ConfigError for drafts that only the NumPy executor takes so far."""
     if settings.speculation is None:
         return
-    if settings.speculation.layer_bits is not None:
-        raise ConfigError(
-            "speculate: layer_bits round a draft's layers on NumPy only so far",
-            fix="leave layer_bits out, use a 4-bit checkpoint of the draft, or executor='reference'",
-        )
     if settings.kv_dtype == FP8:
         raise ConfigError(
             "kv_dtype", expected="auto with a draft on a GPU", actual=settings.kv_dtype,

@@ -10,6 +10,7 @@ import numpy as np
 from cpmrt.config import EngineConfig, ModelConfig
 from cpmrt.cuda.build.launcher import Launcher, Module
 from cpmrt.cuda.build.modules import Modules
+from cpmrt.cuda.draft.block import block_modules, candidate_vocab
 from cpmrt.cuda.draft.forward import DraftForward, every_shape
 from cpmrt.cuda.draft.kernels import tree_modules
 from cpmrt.cuda.driver.device import Device
@@ -89,7 +90,7 @@ def modules_of(blueprint: Blueprint, device: Device) -> list[Module]:
     repacking = [module for module in repack_modules(plan.tensors, device) if module not in modules]
     found = [*modules, *repacking, *step_modules(config, device)]
     if draft is not None:
-        found += tree_modules(config, device, draft.vocab_size)
+        found += (*tree_modules(config, device, candidate_vocab(draft)), *block_modules(draft))
     return [*found, *(module for module in without_sizes if module not in found)]
 
 

@@ -31,6 +31,10 @@ DRAFTS: dict[str, dict[str, Any]] = {
     "eagle2": {"num_hidden_layers": 1, "mup_denominator": 32},
     "eagle2 of two layers": {"num_hidden_layers": 2, "mup_denominator": 32},
     "eagle3": {"num_hidden_layers": 1} | EAGLE3,
+    "dspark": {
+        "architectures": ["Qwen3DSparkModel"], "num_hidden_layers": 2, "block_size": 5, "mask_token_id": 7,
+        "markov_rank": 16, "target_layer_ids": [0], "rope_theta": 1e6,
+    },
     "model": {"num_hidden_layers": 1},
     "lookup": {},
 }
@@ -58,10 +62,12 @@ def open_llm(tmp_path_factory):
         target = write(root / f"{row}-{is_w4}", config | ({"quantization_config": W4} if is_w4 else {}))
         given = {}
         if draft is not None:
-            shapes = CHAINS if draft in ("model", "lookup") else TREES
+            shapes = CHAINS if draft in ("dspark", "model", "lookup") else TREES
             given = {"speculate": {"shapes": shapes, "adaptive": False} | (wishes or {}), "draft": "lookup"}
         if draft not in (None, "lookup"):
             own = {key: value for key, value in config.items() if draft != "eagle3" or key != "scale_depth"}
+            if draft == "dspark":  # a scale of its own layers means nothing to it, nor has it sparse attention
+                own = {key: own[key] for key in own if key not in ("scale_depth", "sparse_config", "rope_scaling")}
             if draft != "model":
                 own = {key: value for key, value in own.items() if not key.startswith("num_experts")}
             if draft.startswith("eagle2"):

@@ -153,7 +153,7 @@ RECURRENT = "minicpm-sala-9b"
 
 
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape != RECURRENT])
-@pytest.mark.parametrize("draft", ["eagle2", "eagle3", "lookup"])
+@pytest.mark.parametrize("draft", ["eagle2", "eagle3", "dspark", "lookup"])
 def test_a_draft_brings_its_modules(asked: list[Any], shape: str, draft: str) -> None:
     plain, modules = built(asked, "--shape", shape), built(asked, "--shape", shape, "--draft", draft)
     assert all(module in modules for module in plain)
@@ -163,7 +163,11 @@ def test_a_draft_brings_its_modules(asked: list[Any], shape: str, draft: str) ->
     assert {file for file, _ in more} >= TREES | {"draft/lookup.cu" if draft == "lookup" else "draft/draft_top_k.cu"}
     trees = [file for file, sizes in more if file in STEP_ATTENTION and sizes["TREE"] or file == TREE_ATTENTION]
     assert trees
-    assert ("rows/join.cu" in {file for file, _ in more}) is (draft != "lookup")
+    assert ("rows/join.cu" in {file for file, _ in more}) is draft.startswith("eagle")
+    heads = [sizes for file, sizes in more if file == "draft/draft_top_k.cu"]
+    chains = [sizes for file, sizes in more if file == "draft/block.cu"]
+    assert [chain["VOCAB"] // chain["PARTS"] for chain in chains] == [head["VOCAB"] for head in heads if chains]
+    assert bool(chains) is (draft == "dspark")
 
 
 def test_wishes_for_the_draft_decide_its_modules(asked: list[Any]) -> None:

@@ -165,18 +165,21 @@ def test_a_draft_reads_no_part_of_the_bytes_of_a_step():
     assert decode_bytes(folder.config, 9, 1, 2, tensors) == decode_bytes(folder.config, 9, 1, 2, specs)
 
 
-@pytest.mark.parametrize("method", ["eagle2", "eagle3"])
+@pytest.mark.parametrize(("method", "layers", "vocab"), [
+    ("eagle2", 1, 73448), ("eagle3", 1, 32768), ("dspark", 5, 73448),
+])  # fmt: skip
 @pytest.mark.parametrize("bits", [16, 4])
-def test_shapes_come_with_drafts(method, bits):
+def test_shapes_come_with_drafts(method, layers, vocab, bits):
     changes = {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True}}
     with shape_folder("minicpm4-8b", changes if bits == 4 else None) as model:
         folder = ModelFolder.open(model, weights=False)
         assert method_of(method, folder.path, weights=False) == method
-        settings = EngineConfig(load_format="dummy", draft=method, speculation=SpeculationConfig(method))
+        wish = SpeculationConfig(method, (TreeShape.chain(2),))
+        settings = EngineConfig(load_format="dummy", draft=method, speculation=wish)
         with open_draft(folder, settings, weight_specs(folder.config, settings)) as (_, draft):
-            assert draft.config.decoder.num_layers == 1
+            assert draft.config.decoder.num_layers == layers
             assert {spec.quant is not None for spec in draft.tensors if spec.name.endswith("qkv")} == {bits == 4}
-            assert draft.vocab_size == (73448 if method == "eagle2" else 32768)
+            assert draft.vocab_size == vocab
     assert draft_configs("minicpm4-0.5b")[method]["hidden_size"] == 1024
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from cpmrt.config import EngineConfig, ModelConfig
 from cpmrt.cuda.build.launcher import Launcher
+from cpmrt.cuda.draft.block import block_modules, block_tables
 from cpmrt.cuda.draft.memory import tree_tables
 from cpmrt.cuda.driver.array import DeviceArray
 from cpmrt.cuda.driver.device import Device
@@ -21,9 +22,9 @@ from cpmrt.cuda.ops.linear_packed.products import packed_tables
 from cpmrt.cuda.ops.products import product_workspace
 from cpmrt.cuda.step.forward import StepForward
 from cpmrt.cuda.step.memory import cuda_needs
-from cpmrt.errors import UnsupportedModelError
 from cpmrt.memory.caches import CacheLayout
 from cpmrt.models.draft import LAST_PHASE, PREFIX, Draft, DraftModel
+from cpmrt.models.drafts.dspark import MarkovWeights
 from cpmrt.models.planning import ExecutorNeeds
 from cpmrt.ops import Rows
 from cpmrt.speculation.procedure import MAX_WAITING
@@ -47,11 +48,7 @@ def executor_needs(
     needs = cuda_needs(config, engine, specs, device)
     if draft is None:
         return needs
-    if draft.block_rows:
-        raise UnsupportedModelError(
-            "DSpark drafts do not run on a GPU yet", expected="an EAGLE draft, a smaller model or lookup",
-            fix="leave the draft out (speculate='off'), or choose executor='reference'",
-        )  # fmt: skip
+    block_modules(draft)  # which raises what the kernels do not take
     return _with_draft(needs, draft, specs, device, max_sequences=engine.max_sequences)
 
 
@@ -74,7 +71,7 @@ def _with_draft(
     def tables(max_context: int) -> tuple[BufferSpec, ...]:
         own = _draft_tables(draft, counters, max_context, device)
         tree = tree_tables(max_sequences, max_context, max_rows, draft.config.hidden_width)
-        return (*needs.tables(max_context), *tree, *own)
+        return (*needs.tables(max_context), *tree, *block_tables(draft), *own)
 
     return replace(
         needs,
@@ -141,13 +138,29 @@ class DraftForward:
 
     def chunk(self, num_rows: int) -> None:
         """Run the rows of a prefill chunk; nothing is drafted."""
-        rows = self._rows(num_rows, is_prefill=True)
-        self._model.forward(self._ops, rows, self._hidden(num_rows), None, is_first=True)
+        self._model.see(self._ops, self._rows(num_rows, is_prefill=True), self._hidden(num_rows))
 
     def waiting(self, num_rows: int) -> None:
-        """Run at most 64 tokens that the draft has not seen; the logits of the last one are in row 0."""
-        last = slice(num_rows - 1, num_rows)
-        self._model.forward(self._ops, self._rows(num_rows), self._hidden(num_rows), last, is_first=True)
+        """Run at most 64 tokens that the draft has not seen; the logits of the last one are in row 0, unless the draft
+        drafts blocks."""
+        rows, hidden, last = self._rows(num_rows), self._hidden(num_rows), slice(num_rows - 1, num_rows)
+        if self._draft.block is not None:
+            self._model.see(self._ops, rows, hidden)
+        else:
+            self._model.forward(self._ops, rows, hidden, last, is_first=True)
+
+    def block(self, num_rows: int) -> None:
+        """Run the rows of a block; its outputs and their logits are `block_states` and `logits`."""
+        self._model.block(self._ops, replace(self._rows(num_rows), reach=self._arrays["draft_reach"]))
+
+    def block_states(self) -> DeviceArray:
+        """Return the normalised outputs of the last block."""
+        states: DeviceArray = self._arrays["draft.states"]
+        return states
+
+    def markov_weights(self) -> MarkovWeights:
+        """Return what chooses the tokens of a block."""
+        return self._model.markov_weights()
 
     def frontier(self, num_rows: int) -> None:
         """Run rows of a tree's newest level; all have logits."""
@@ -194,6 +207,9 @@ def every_shape(draft: Draft, target: StepForward, forward: DraftForward | None,
         forward.chunk(bucket)
     for count in (waiting_rows(draft), MAX_WAITING):
         forward.waiting(count)
+    if draft.block_rows:
+        forward.block(draft.block_rows)
+        return
     for shape in draft.shapes:
         if shape.num_passes > 1:
             forward.frontier(shape.top_k)

@@ -62,14 +62,16 @@ TREE_KERNELS = (
     REPORT_TREE, SAMPLE_MASKED_TREE, ACCEPT,
 )  # fmt: skip
 _ROW = ("token_ids", "positions", "slots", "locations")
-_COPY_THREADS, _ROW_THREADS, _LOOKUP_THREADS, _CHUNK_THREADS = 256, 512, 1024, 1024
+TARGET_ROWS = (*_ROW, "tree_masks", "tree_base")
+"""The target's rows of a tree by name, as kernels take them."""
+_COPY_THREADS, ROW_THREADS, _LOOKUP_THREADS, _CHUNK_THREADS = 256, 512, 1024, 1024
 _BEGIN_THREADS, _MOST_BEGIN_BLOCKS = 1024, 4
 _MOST_MOVED = 3
 """Caches that `accept` moves rows of, at most; all have the shape of the first."""
 
 
 def tree_modules(config: ModelConfig, device: Device, draft_vocab: int) -> tuple[Module, ...]:
-    """What `TreeKernels` launches; `draft_vocab`: rows of the draft's head, 0 for prompt lookup."""
+    """What `TreeKernels` launches; `draft_vocab`: rows of the draft's head, or of a part of it; 0 for prompt lookup."""
     portable = int(device.is_portable)
     head = ((DRAFT_TOP_K.file, {"VOCAB": draft_vocab, "PORTABLE": portable}),) if draft_vocab else ()
     constants = {"VOCAB": config.vocab_size, "PORTABLE": portable}
@@ -142,7 +144,7 @@ class TreeKernels:
         self._max_context = np.int32(self._state.history.shape[1])
         self._blocks_per_row = 8 if device.capability >= 90 else 1
         self._draft_rows = tuple(arrays[f"draft_{name}"] for name in (*_ROW, "masks", "base"))
-        self._target_rows = tuple(arrays[name] for name in (*_ROW, "tree_masks", "tree_base"))
+        self._target_rows = tuple(arrays[name] for name in TARGET_ROWS)
 
     def modules(self) -> tuple[Module, ...]:
         """Return what is launched."""
@@ -183,7 +185,7 @@ class TreeKernels:
         s, rows = self._state, logits.shape[0]
         slots = s.draft_slots[first_row : first_row + rows]
         self._start(
-            DRAFT_TOP_K, (self._blocks_per_row, rows), _ROW_THREADS, s.draft_ids, s.draft_logprobs,
+            DRAFT_TOP_K, (self._blocks_per_row, rows), ROW_THREADS, s.draft_ids, s.draft_logprobs,
             logits, slots, token_map, np.int32(k),
         )  # fmt: skip
 
@@ -233,7 +235,7 @@ class TreeKernels:
         """A token after every node from float32 logits [num_nodes, V]; log-probabilities if the request wants some."""
         s = self._state
         self._start(
-            SAMPLE_TREE, (self._blocks_per_row, logits.shape[0]), _ROW_THREADS, s.draft_tree,
+            SAMPLE_TREE, (self._blocks_per_row, logits.shape[0]), ROW_THREADS, s.draft_tree,
             s.tree_logprobs, s.slot_states, s.token_counts, logits, s.slots,
         )  # fmt: skip
 
@@ -248,7 +250,7 @@ class TreeKernels:
         """Sample as `sample_tree` does, each node with what the host says of it, or will say."""
         s, masks = self._state, ring.masks
         self._start(
-            SAMPLE_MASKED_TREE, (self._blocks_per_row, logits.shape[0]), _ROW_THREADS, s.draft_tree,
+            SAMPLE_MASKED_TREE, (self._blocks_per_row, logits.shape[0]), ROW_THREADS, s.draft_tree,
             s.tree_logprobs, s.slot_states, s.token_counts, logits, s.slots, s.step_context, *masks.addresses,
             np.int32(masks.num_rows), np.int32(masks.num_words),
         )  # fmt: skip

@@ -8,6 +8,7 @@ from typing import Any
 
 from cpmrt.config import ModelConfig, TreeShape
 from cpmrt.cuda.build.launcher import Launcher, Module
+from cpmrt.cuda.draft.block import BlockKernels, block_modules, candidate_vocab
 from cpmrt.cuda.draft.forward import SCRATCH, DraftForward, every_shape, waiting_rows
 from cpmrt.cuda.draft.kernels import TreeKernels
 from cpmrt.cuda.draft.memory import tree_tables
@@ -25,13 +26,13 @@ from cpmrt.executor import Speculate, TreeMasks
 from cpmrt.memory.plan import MemoryPlan
 from cpmrt.models.draft import Draft
 from cpmrt.models.draft import tables as draft_tables
-from cpmrt.speculation.procedure import MAX_WAITING, Waiting, after_chunk, catch_up, speculate
+from cpmrt.speculation.procedure import MAX_WAITING, Waiting, after_chunk, catch_up, speculate, speculate_block
 
 
 class DraftLaunches:
-    """The operations of the drafting procedure as launches (`speculation.procedure.TreeOps`).
+    """The operations of the drafting procedure as launches (`speculation.procedure.BlockOps`).
 
-    Which slot they are about the kernels read from the command of the step.
+    Which slot they are about the kernels read from the command of the step. `blocks`: of a draft that drafts blocks.
     """
 
     def __init__(
@@ -41,7 +42,9 @@ class DraftLaunches:
         forward: DraftForward | None,
         target: StepForward,
         arrays: Mapping[str, Any],
+        blocks: BlockKernels | None = None,
     ):
+        self._blocks = blocks
         self._draft, self._kernels, self._forward, self._target = draft, kernels, forward, target
         self._logits: DeviceArray = arrays["logits"]
         self._token_map: DeviceArray | None = arrays.get("draft.token_map")
@@ -70,6 +73,19 @@ class DraftLaunches:
 
     def finish(self, shape: TreeShape) -> None:
         self._kernels.tree_finish(shape)
+
+    def block(self, num_rows: int) -> None:
+        self._block_kernels.block_begin()
+        self._model.block(num_rows)
+
+    def chain(self, shape: TreeShape) -> None:
+        logits = self._model.logits(self._draft.block_rows)
+        self._block_kernels.markov_chain(shape, logits, self._model.block_states())
+
+    @property
+    def _block_kernels(self) -> BlockKernels:
+        assert self._blocks is not None
+        return self._blocks
 
     def lookup(self, shape: TreeShape) -> None:
         self._kernels.lookup(shape)
@@ -113,14 +129,15 @@ class MaskedDraftLaunches(DraftLaunches):
 
     def __init__(
         self,
-        ring: TreeRing,
         draft: Draft,
         kernels: TreeKernels,
         forward: DraftForward | None,
         target: StepForward,
         arrays: Mapping[str, Any],
+        blocks: BlockKernels | None,
+        ring: TreeRing,
     ):
-        super().__init__(draft, kernels, forward, target, arrays)
+        super().__init__(draft, kernels, forward, target, arrays, blocks)
         self._ring = ring
 
     def verify(self, shape: TreeShape) -> None:
@@ -150,15 +167,18 @@ class Speculation:
         self._launcher, self._max_context = launcher, plan.max_context
         self._kernels = TreeKernels(
             launcher, config, arrays, plan.caches, rings, device,
-            draft_vocab=draft.vocab_size, position_offset=int(draft.config.is_eagle),
+            draft_vocab=candidate_vocab(draft), position_offset=int(draft.config.reads_states),
         )  # fmt: skip
         self._forward = None
         if plan.draft_caches is not None:
             self._forward = DraftForward(draft, device, launcher, gemm, arrays, plan.draft_caches)
-        self._ops = DraftLaunches(draft, self._kernels, self._forward, target, arrays)
-        self._masked_ops = partial(
-            MaskedDraftLaunches, draft=draft, kernels=self._kernels, forward=self._forward, target=target, arrays=arrays
-        )
+        self._blocks = None
+        if self._forward is not None and draft.block_rows:
+            markov = self._forward.markov_weights()
+            self._blocks = BlockKernels(launcher, draft, arrays, markov, device)
+        operands = draft, self._kernels, self._forward, target, arrays, self._blocks
+        self._ops = DraftLaunches(*operands)
+        self._masked_ops = partial(MaskedDraftLaunches, *operands)
         self._waiting = Waiting(waiting_rows(draft))
         self._max_emitted = tuple(shape.max_emitted for shape in draft.shapes)
         self._vocab_size = config.vocab_size
@@ -168,7 +188,7 @@ class Speculation:
 
     def modules(self) -> tuple[Module, ...]:
         """Return the kernels that are launched beside the forwards."""
-        return self._kernels.modules()
+        return (*self._kernels.modules(), *block_modules(self._draft))
 
     def every_shape(self, buckets: tuple[int, ...]) -> None:
         """Run each forward once, on padding rows."""
@@ -177,15 +197,17 @@ class Speculation:
     def load(self) -> None:
         """Load the kernels that are not run by `every_shape`."""
         self._kernels.load()
+        if self._blocks is not None:
+            self._blocks.load()
 
     def launches(self, buckets: tuple[int, ...]) -> dict[Hashable, Callable[[], None]]:
         """Return by name of its graph what the draft does of its own accord: the speculative step of each shape, the
         draft's pass over a chunk of each bucket, catching up."""
-        rows = 0 if self._forward is None else self._waiting.step_rows
-        found: dict[Hashable, Callable[[], None]] = {
-            ("speculate", number): partial(speculate, self._ops, shape, rows)
-            for number, shape in enumerate(self._draft.shapes)
-        }
+        rows, block_rows = 0 if self._forward is None else self._waiting.step_rows, self._draft.block_rows
+        found: dict[Hashable, Callable[[], None]] = {}
+        for number, shape in enumerate(self._draft.shapes):
+            step = partial(speculate_block, block_rows=block_rows) if block_rows else speculate
+            found["speculate", number] = partial(step, self._ops, shape, rows)
         if self._forward is not None:
             found |= {("draft", bucket): partial(after_chunk, self._ops, bucket) for bucket in buckets}
             found["catch_up"] = partial(catch_up, self._ops)
@@ -285,6 +307,9 @@ class Speculation:
         def passes() -> None:
             if draft is not None:
                 draft.waiting(self._waiting.step_rows)
+                if self._draft.block_rows:
+                    draft.block(self._draft.block_rows)
+                    return
                 for _ in range(tree.num_passes - 1):
                     draft.frontier(tree.top_k)
 

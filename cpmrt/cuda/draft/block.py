@@ -1,0 +1,132 @@
+"""Launches of a DSpark draft's block: its rows, the candidates of each, and the chain of tokens chosen among them.
+
+A Speculate step of such a draft is
+
+    speculate_begin(n, hidden)                 n rows that the draft has not seen yet, the newest one last
+    draft commit of rows 0..n-1
+    block_begin()
+    draft forward of the block's rows, head of all of them
+    markov_chain(shape, logits, states)
+    target forward of the tree_size rows, head of them
+    sample_tree(logits); accept(shape, hidden)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cpmrt.config import TreeShape
+from cpmrt.cuda.build.launcher import Launcher, Module
+from cpmrt.cuda.build.spec import KernelSpec, macros_of
+from cpmrt.cuda.draft.kernels import DRAFT_TOP_K, ROW_THREADS, TARGET_ROWS
+from cpmrt.cuda.driver.array import DeviceArray
+from cpmrt.cuda.driver.device import Device
+from cpmrt.cuda.step.memory import lasting_buffer
+from cpmrt.errors import UnsupportedModelError
+from cpmrt.models.draft import Draft
+from cpmrt.models.drafts.dspark import MARKOV_CANDIDATES, MarkovWeights, markov_parts
+from cpmrt.tensor_spec import BufferSpec
+
+
+@dataclass(frozen=True)
+class BlockConstants:
+    """Tokens of the vocabulary, equal parts of them, columns of the Markov head."""
+
+    vocab: int
+    parts: int
+    rank: int
+
+
+BLOCK_BEGIN = KernelSpec(
+    "block_begin", "draft/block.cu", constants=BlockConstants, hot=True, reason="drafting: the rows of a block"
+)
+MARKOV_CHAIN = KernelSpec(
+    "markov_chain", "draft/block.cu", constants=BlockConstants, hot=True, reason="drafting: the tokens of a block"
+)
+_BEGIN_THREADS, _CHAIN_THREADS = 512, 1024
+
+
+def block_tables(draft: Draft) -> tuple[BufferSpec, ...]:
+    """Return the buffers of a block that live as long as the executor; none for other drafts."""
+    if not draft.block_rows:
+        return ()
+    num_parts = draft.block_rows * markov_parts(draft.vocab_size)
+    return (
+        lasting_buffer("draft_reach", np.int32, draft.block_rows),
+        lasting_buffer("part_slots", np.int32, num_parts),
+        lasting_buffer("part_ids", np.int32, num_parts, MARKOV_CANDIDATES),
+        lasting_buffer("part_logprobs", np.float32, num_parts, MARKOV_CANDIDATES),
+    )
+
+
+def block_modules(draft: Draft) -> tuple[Module, ...]:
+    """Return what `BlockKernels` launches beside `draft_top_k`; nothing for other drafts.
+
+    Raises UnsupportedModelError for a head of another size than the kernels take.
+    """
+    return ((BLOCK_BEGIN.file, macros_of(_constants(draft))),) if draft.block_rows else ()
+
+
+def _constants(draft: Draft) -> BlockConstants:
+    assert draft.config.block is not None
+    rank = draft.config.block.markov_rank
+    if rank % 8:
+        raise UnsupportedModelError("markov_rank of a DSpark draft on a GPU", expected="a multiple of 8", actual=rank)
+    return BlockConstants(draft.vocab_size, markov_parts(draft.vocab_size), rank)
+
+
+def candidate_vocab(draft: Draft) -> int:
+    """Return the tokens that one row of `draft_top_k` looks at: the draft's, or a part of those of a DSpark draft."""
+    return draft.vocab_size // markov_parts(draft.vocab_size) if draft.block_rows else draft.vocab_size
+
+
+class BlockKernels:
+    """The kernels of `kernels_cu/draft/block.cu` on the arena's arrays (`block_tables` and those of `TreeKernels`)."""
+
+    def __init__(
+        self, launcher: Launcher, draft: Draft, arrays: Mapping[str, Any], markov: MarkovWeights, device: Device
+    ):
+        assert draft.config.block is not None
+        self._constants = _constants(draft)
+        self._launch, self._arrays, self._markov = launcher, arrays, markov
+        self._num_rows, self._mask_token = draft.block_rows, draft.config.block.mask_token_id
+        self._min_confidence = draft.min_confidence
+        self._part = candidate_vocab(draft)
+        self._top_k = {"VOCAB": self._part, "PORTABLE": int(device.is_portable)}
+        self._blocks_per_row = 8 if device.capability >= 90 else 1
+
+    def load(self) -> None:
+        """Load every kernel without running one."""
+        for spec in (BLOCK_BEGIN, MARKOV_CHAIN):
+            self._launch.modules.kernel(spec, self._constants)
+
+    def block_begin(self) -> None:
+        """Set up the draft's rows: the newest token, and mask tokens behind it as far as there is room."""
+        a = self._arrays
+        rows = (a[f"draft_{name}"] for name in ("token_ids", "positions", "slots", "reach"))
+        self._launch(
+            BLOCK_BEGIN, self._constants, 1, _BEGIN_THREADS, a["draft_tree"], *rows, a["part_slots"],
+            np.int32(self._num_rows), np.int32(self._mask_token),
+        )  # fmt: skip
+
+    def markov_chain(self, shape: TreeShape, logits: DeviceArray, states: DeviceArray) -> None:
+        """Choose at most tree_size - 1 tokens one after another, and set up the target's rows for them.
+
+        `logits` float32 [rows, V] and `states` [rows, hidden]: of the block.
+        """
+        a, markov, weighs = self._arrays, self._markov, self._min_confidence > 0
+        num_parts, k = self._num_rows * self._constants.parts, min(MARKOV_CANDIDATES, self._part)
+        self._launch(
+            DRAFT_TOP_K, self._top_k, (self._blocks_per_row, num_parts), ROW_THREADS, a["part_ids"], a["part_logprobs"],
+            logits, a["part_slots"], None, np.int32(k),
+        )  # fmt: skip
+        self._launch(
+            MARKOV_CHAIN, self._constants, 1, _CHAIN_THREADS, a["draft_tree"], *(a[name] for name in TARGET_ROWS),
+            logits, states, a["part_ids"], a["draft_slots"], markov.first, markov.second,
+            markov.confidence if weighs else None, markov.bias if weighs else None,
+            np.float32(self._min_confidence), np.int32(states.shape[1]), np.int32(shape.tree_size),
+        )  # fmt: skip
