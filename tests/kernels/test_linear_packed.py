@@ -28,12 +28,13 @@ from packed_oracle import pack, unit_offsets, unpack_codes
 
 from cpmrt.cuda.build.spec import macros_of
 from cpmrt.cuda.driver.device import Device
-from cpmrt.cuda.ops.linear import row_bucket
-from cpmrt.cuda.ops.linear_packed.layout import MINIMUMS, PackedLayout
+from cpmrt.cuda.ops.linear import StepProduct, row_bucket
+from cpmrt.cuda.ops.linear_packed.layout import MINIMUMS, PackedLayout, PackedWeight
 from cpmrt.cuda.ops.linear_packed.plan import PREPARE_THREADS, ROW_BUCKETS, PrepareConstants, plan_packed
+from cpmrt.cuda.ops.linear_packed.products import PackedProducts
 from cpmrt.dtypes import DType, from_float32, round_to, to_float32
 from cpmrt.errors import UnsupportedModelError
-from cpmrt.ops import OPS
+from cpmrt.ops import NOTHING, OPS
 
 DTYPES = [DType.BFLOAT16, DType.FLOAT16]
 ROWS = [1, 2, 5, 8, 12, 16, 31, 32, 64]
@@ -374,6 +375,19 @@ def test_only_blocks_that_find_room_beside_each_other_prefer_shared_memory() -> 
     small = {name for name in SHAPES if plan_packed(make_layout(name, H200), 1, H200).prefers_shared}
     assert {"0.5B qkv", "0.5B gate_up", "0.5B down"} <= small
     assert not [name for name in small if name.startswith("8B")]
+
+
+@pytest.mark.parametrize("beside_others", [False, True])
+def test_products_between_kernels_that_prefer_shared_memory_prefer_it_too(beside_others: bool) -> None:
+    asked = []
+    layout = make_layout("8B o", H200)
+    weight = PackedWeight(np.zeros(layout.num_bytes, np.uint8), None, layout)
+    launch: Any = lambda *_, prefers_shared, **__: asked.append(prefers_shared)  # noqa: E731
+    gemm: Any = None
+    products = PackedProducts(launch, gemm, {}, H200, prefers_shared=beside_others)
+    x = np.zeros((1, layout.in_features), np.uint16)
+    left = products.step(StepProduct("residual", (x,), x, None, 0.0, ()), weight, NOTHING)
+    assert asked == [beside_others] == [left.prefers_shared]
 
 
 def test_no_two_blocks_of_a_small_product_that_fills_the_device_share_a_multiprocessor() -> None:
