@@ -73,6 +73,7 @@ LARGE = {
     "8B o": ("residual", 4096, 4096, 0, 0, 128, False, False),
     "8B gate_up": ("gate_up", 32768, 4096, 0, 0, 128, False, False),
     "8B down": ("residual", 4096, 16384, 0, 0, 128, False, False),
+    "MiniCPM3 gate_up": ("gate_up", 12800, 2560, 0, 0, 128, False, False),
     "8B head": ("head", 20001, 4096, 0, 0, 64, True, False),
     "EAGLE-3 qkv": ("qkv", 4608, 8192, 128, 2, 128, False, False),
     "EAGLE-3 fc": ("residual", 4096, 12288, 0, 0, 128, False, False),
@@ -390,6 +391,13 @@ def test_products_between_kernels_that_prefer_shared_memory_prefer_it_too(beside
     assert asked == [beside_others] == [left.prefers_shared]
 
 
+def test_six_tiles_a_multiprocessor_are_one_round_of_whole_rows() -> None:
+    layout = make_layout("MiniCPM3 gate_up", H200)
+    plan = plan_packed(layout, 1, H200)
+    assert layout.runs == 1 and plan.grid * plan.constants.warps == layout.num_tiles
+    assert make_layout("0.5B gate_up", H200).runs == 8, "it keeps the sums of its two rounds"
+
+
 def test_no_two_blocks_of_a_small_product_that_fills_the_device_share_a_multiprocessor() -> None:
     plan = plan_packed(make_layout("0.5B gate_up", H200), 1, H200)
     assert plan.grid == H200.num_sms
@@ -423,7 +431,8 @@ class PlanBuild:
 
 
 BUILDS = [PlanBuild(name, H200, "sm_90") for name in SHAPES] + [
-    PlanBuild(name, *device) for device in ((ORIN, "sm_87"), (RTX_4090, "sm_89")) for name in SHAPES if "8B" in name
+    PlanBuild(name, *device) for device in ((ORIN, "sm_87"), (RTX_4090, "sm_89"))
+    for name in SHAPES if "8B" in name or "MiniCPM3" in name
 ]
 """Not sm_100: there 64 rows spill up to 32 bytes, where a block has 16 warps that do not multiply together."""
 
