@@ -9,13 +9,16 @@
 // rope           [2, max_context, R / 2] scalar_t: cos, sin
 // positions      [T] int32; slots [T] int32: of a row of slot -1 the position is not read
 // constants      KV_RANK: elements of a latent, a multiple of 256. NOPE_DIM: elements of a query before those that are
-//                rotated, a multiple of 8. ROPE_DIM: those, at most 512. VALUE_DIM: elements of a value
-// grid           (heads, b): block y takes the rows y, y + b and so on; block 256; 8 * C * 4 bytes of static shared memory
+//                rotated, a multiple of 16. ROPE_DIM: those, at most 512. VALUE_DIM: elements of a value
+// grid           (heads, b), b at most T: block y takes the rows y, y + b and so on; block 256; 8 * C * 4 bytes of static shared
+//                memory
+// launched after a product that lets this kernel start behind its own wait: what a step's rows are is read before pdl_wait
 // numerics       float32: a warp's rows of up in order, then the warps in order; rounded once
 // oracle         NumpyOps.decode_latent_attention
 // source         arXiv 2405.04434
 // layout         A block holds its head's part of up in registers, read before the wait: 16 bytes of each of N / 8 rows a
-//                thread. It lets latent_attention start behind its own wait: all that goes to the pages is there then
+//                thread, past the L1, because ptxas moves reads of constants behind the wait. It lets latent_attention start
+//                behind its own wait: all that goes to the pages is there then
 #if !defined(KV_RANK) || !defined(NOPE_DIM) || !defined(ROPE_DIM) || !defined(VALUE_DIM)
 #error "a constant is not defined"
 #endif
@@ -25,7 +28,7 @@ constexpr int kThreads = 256, kWarps = 8;
 constexpr int kWarpRows = NOPE_DIM / kWarps;
 constexpr int kSpans = KV_RANK / 256;  // of 256 columns, 8 a lane
 constexpr int kHalf = ROPE_DIM / 2;
-static_assert(KV_RANK % 256 == 0 && NOPE_DIM % kWarps == 0 && kHalf <= kThreads, "sizes that the kernel does not take");
+static_assert(KV_RANK % 256 == 0 && NOPE_DIM % (2 * kWarps) == 0 && kHalf <= kThreads, "sizes that the kernel does not take");
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     KERNEL(absorb_queries)(scalar_t* __restrict__ queries, const scalar_t* q, const scalar_t* __restrict__ up,
@@ -38,19 +41,37 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 #pragma unroll
   for (int d = 0; d < kWarpRows; d++)
 #pragma unroll
-    for (int span = 0; span < kSpans; span++) weights[d][span] = load16(own + d * KV_RANK + span * 256);
+    for (int span = 0; span < kSpans; span++) weights[d][span] = load16_past_l1(own + d * KV_RANK + span * 256);
+  const auto angle_of = [&](int row) {
+    if (threadIdx.x >= kHalf) return make_float2(0.0f, 0.0f);
+    const int slot = load_now(slots + row), position = load_now(positions + row);
+    const int64_t place = static_cast<int64_t>(slot < 0 ? 0 : position) * kHalf + threadIdx.x;
+    return make_float2(to_float(load_now(rope + place)), to_float(load_now(rope + static_cast<int64_t>(max_context) * kHalf + place)));
+  };
+  float2 angle = angle_of(blockIdx.y);
   pdl_wait();
   pdl_launch_dependents();
   for (int row = blockIdx.y; row < num_rows; row += gridDim.y) {
+    if (row > static_cast<int>(blockIdx.y)) angle = angle_of(row);
     const int64_t index = static_cast<int64_t>(row) * num_heads + head;
     const scalar_t* query = q + index * (NOPE_DIM + ROPE_DIM);
     scalar_t* out = queries + index * (KV_RANK + ROPE_DIM);
+    uint32_t factors[kWarpRows / 2];
+#pragma unroll
+    for (int d = 0; d < kWarpRows / 2; d++) factors[d] = load_now(reinterpret_cast<const int*>(query + warp * kWarpRows) + d);
+    if (threadIdx.x < kHalf) {
+      const float first = to_float(load_now(query + NOPE_DIM + threadIdx.x));
+      const float second = to_float(load_now(query + NOPE_DIM + kHalf + threadIdx.x));
+      out[KV_RANK + threadIdx.x] = from_float(first * angle.x - second * angle.y);
+      out[KV_RANK + kHalf + threadIdx.x] = from_float(second * angle.x + first * angle.y);
+    }
 #pragma unroll
     for (int span = 0; span < kSpans; span++) {
       float sum[8] = {};
 #pragma unroll
       for (int d = 0; d < kWarpRows; d++) {
-        const float factor = to_float(query[warp * kWarpRows + d]);
+        const float2 two = unpack2(factors[d / 2]);
+        const float factor = d % 2 == 0 ? two.x : two.y;
         const uint4 held = packed(weights[d][span]);
         const uint32_t* pairs = &held.x;
 #pragma unroll
@@ -72,14 +93,6 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 #pragma unroll
       for (int w = 0; w < kWarps; w++) total += sums[w][column];
       out[column] = from_float(total);
-    }
-    if (threadIdx.x < kHalf) {
-      const int position = slots[row] < 0 ? 0 : positions[row];
-      const float first = to_float(query[NOPE_DIM + threadIdx.x]), second = to_float(query[NOPE_DIM + kHalf + threadIdx.x]);
-      const int64_t angle = static_cast<int64_t>(position) * kHalf + threadIdx.x;
-      const float c = to_float(rope[angle]), s = to_float(rope[static_cast<int64_t>(max_context) * kHalf + angle]);
-      out[KV_RANK + threadIdx.x] = from_float(first * c - second * s);
-      out[KV_RANK + kHalf + threadIdx.x] = from_float(second * c + first * s);
     }
     __syncthreads();
   }

@@ -213,14 +213,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, TREE ? 2 : 3)
   __shared__ int path_rows[TREE ? kMaxNodes : 1];
   const int row = blockIdx.y, first_head = blockIdx.z * kHeads, num_heads = min(HEADS - first_head, kHeads);
   const int lane = threadIdx.x % 32, quarter = threadIdx.x / 32;
-  const int slot = __ldcg(slots + row), length = slot < 0 ? 0 : __ldcg(positions + row) + 1;
+  const int length = length_of(row, positions, slots);
   const LatentCut cut(length, num_splits);
   if (static_cast<int>(blockIdx.x) >= cut.num_runs) {
     pdl_launch_dependents();
     pdl_wait();
     return;
   }
-  const int* block_table = block_tables + static_cast<int64_t>(slot) * pages_per_sequence;
+  const int* block_table = block_tables + static_cast<int64_t>(__ldcg(slots + row)) * pages_per_sequence;
   const uint64_t mask = TREE ? __ldcg(tree_masks + row) : 0;
   if (TREE) {
     look_up_path(shared_address(path_rows), block_table, mask, __ldcg(tree_base + row));

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from latent_cases import EPS, MINICPM3, LatentCase, Sizes, tree_of
 from reference.operands import make_rows
+from slow_writer import SlowWriter
 
 from cpmrt.config.layers import LatentAttention
 from cpmrt.cuda.ops.latent import LatentOps, LatentPlan
@@ -249,6 +250,54 @@ def test_append_latent(cuda: Any, dtype: DType, count: int) -> None:
     for actual, right in ((cuda.numpy(q_latent, dtype), wanted_q), (stored, wanted)):
         distance = np.linalg.norm(np.nan_to_num(actual) - np.nan_to_num(right))
         assert distance <= limit * np.linalg.norm(np.nan_to_num(right))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("slot", [0, -1])
+def test_append_latent_waits_for_the_product_before_it(cuda: Any, slot: int) -> None:
+    """Until the writer is done the latents are NaN; where rows go is read while it still runs."""
+    case = LatentCase(replace(MINICPM3, heads=3), [200], DType.BFLOAT16)
+    device, latents = LatentDevice(cuda, case), case.data(5, 1056)
+    rows = device.rows(make_rows(np.arange(120, 125), np.full(5, slot), case.tables))
+    given, after = (cuda.array(values, DType.BFLOAT16) for values in (np.full_like(latents, np.nan), latents))
+    writer = SlowWriter(cuda, [given], [given.copy()], [after])
+
+    def append(*, pdl: bool) -> tuple[Any, Any]:
+        q_latent = cuda.array(np.full((5, 768), np.nan, np.float32), DType.BFLOAT16)
+        pages = cuda.array(case.pages, DType.BFLOAT16)
+        writer.launch()
+        device.ops(pdl=pdl).append_latent(q_latent, pages, given, device.weights, device.rope, rows, EPS)
+        return cuda.numpy(q_latent), cuda.numpy(pages)
+
+    wanted = append(pdl=False)
+    for _ in range(3):
+        assert all(map(np.array_equal, append(pdl=True), wanted))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("length", [1, 64, 1000, 5000])
+def test_attention_waits_for_the_queries_and_the_newest_keys(cuda: Any, length: int) -> None:
+    """Until the writer is done the queries and the keys of the rows' own positions are NaN."""
+    case = LatentCase(sizes_of(20), [length], DType.BFLOAT16)
+    device, q = LatentDevice(cuda, case), case.queries(1)
+    rows, stale = make_rows([length - 1], [0], case.tables), case.pages.copy()
+    stale[case.tables[0, (length - 1) // PAGE_SIZE], 0, (length - 1) % PAGE_SIZE] = np.nan
+    before = [cuda.array(values, DType.BFLOAT16) for values in (np.full_like(q, np.nan), stale)]
+    after = [cuda.array(values, DType.BFLOAT16) for values in (q, case.pages)]
+    given = [array.copy() for array in before]
+    writer, held, device.pages = SlowWriter(cuda, given, before, after), device.rows(rows), given[1]
+    out = cuda.array(np.zeros((1, 20 * 64), np.float32), DType.BFLOAT16)
+
+    def attend(*, pdl: bool) -> Any:
+        writer.launch()
+        device.ops(pdl=pdl).decode_latent_attention(
+            out, given[0], device.pages, device.weights, device.rope, held, case.sizes.scale
+        )
+        return cuda.numpy(out)
+
+    wanted = attend(pdl=False)
+    for _ in range(3):
+        assert np.array_equal(attend(pdl=True), wanted)
 
 
 class Recording:

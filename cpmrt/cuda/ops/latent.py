@@ -29,8 +29,8 @@ from cpmrt.tensor_spec import BufferSpec
 
 EXPANDED_BYTES = 512 << 20
 """At most so much is expanded at a time, but for a single head."""
-_STAGES, _MOST_SPLITS = 2, 256
-_BLOCK, _ATTEND_BLOCK, _EXPAND_BLOCK, _MERGE_BLOCK, _MOST_EXPAND_BLOCKS = 256, 128, 128, 1024, 64
+_STAGES, _MOST_SPLITS, _MOST_Q_RANK = 2, 256, 2048
+_BLOCK, _ATTEND_BLOCK, _EXPAND_BLOCK, _MERGE_BLOCK, _MOST_EXPAND_BLOCKS = 256, 128, 128, 512, 64
 _ROW_BLOCKS_PER_SM, _RUNS_PER_SM = 2, 3
 """Blocks on a multiprocessor: of the small products of heads, and of runs of pages."""
 
@@ -209,7 +209,8 @@ class LatentOps:
         self._launch(
             APPEND, AppendConstants(shape.q_rank, shape.kv_rank, shape.rope_dim), (len(latents), 2), _BLOCK,
             q_latent, pages, latents, weights.q_norm, weights.kv_norm, rope, rows.positions, rows.locations,
-            rows.slots, rows.block_tables, *map(np.int32, sizes), np.float32(eps), prefers_shared=True,
+            rows.slots, rows.block_tables, *map(np.int32, sizes), np.float32(eps), np.int32(not rows.is_prefill),
+            prefers_shared=True,
         )  # fmt: skip
 
     def decode_latent_attention(
@@ -291,7 +292,8 @@ def latent_sizes(shape: LatentAttention) -> dict[str, tuple[int, bool, str]]:
     """Return the sizes that the kernels take: each as it is, whether it is taken, and what would be."""
     query, columns = shape.query_dim, shape.q_rank + shape.cached_dim
     taken = (
-        ("q_lora_rank", shape.q_rank, shape.q_rank % 64 == 0, "a multiple of 64"),
+        ("q_lora_rank", shape.q_rank, shape.q_rank % 64 == 0 and shape.q_rank <= _MOST_Q_RANK,
+         f"a multiple of 64, at most {_MOST_Q_RANK}"),
         ("kv_lora_rank", shape.kv_rank, shape.kv_rank in (256, 512, 1024), "256, 512 or 1024"),
         ("q_lora_rank + kv_lora_rank + qk_rope_head_dim", columns, columns % 16 == 0, "a multiple of 16"),
         ("qk_nope_head_dim", shape.nope_dim, shape.nope_dim % 16 == 0, "a multiple of 16"),
