@@ -29,13 +29,9 @@
 #if !defined(HEADS) || !defined(KV_RANK) || !defined(ROPE_DIM) || !defined(STAGES) || !defined(TREE)
 #error "a constant is not defined"
 #endif
-#include "latent_cut.cuh"
+#include "latent_pages.cuh"
 
-constexpr int kHeads = 16, kThreads = 128;        // of a block
-constexpr int kCached = KV_RANK + ROPE_DIM;
-constexpr int kChunks = kCached / 8;              // 16-byte chunks of a row
-constexpr int kRowBytes = kCached * 2;
-constexpr int kPageBytes = kPageTokens * kRowBytes;
+constexpr int kHeads = 16;                        // of a block
 constexpr int kCopiesAtOnce = TREE || __CUDA_ARCH__ >= 1000 ? 1 : 3;  // of a thread: more take registers from the queries
 constexpr int kSteps = kCached / 16;              // k-steps of a score
 constexpr int kColumnTiles = KV_RANK / 4 / 8;     // n-tiles of a warp's columns
@@ -49,34 +45,8 @@ DEVICE int phase_of(int row) { return (row >> 1 & 3) << 4; }
 // Bytes of a row's chunk 4 i + 2 odd + `chunk` beyond those of chunk 4 i.
 DEVICE int swizzled(int row, int chunk, int odd) { return (odd * 32 + chunk * 16) ^ phase_of(row); }
 
-// Where the keys of a row lie.
-struct Source {
-  const scalar_t* pages;
-  const int* block_table;
-  uint32_t path;  // shared int each: the row, among those of all pages, of every node of the path
-  int length, num_nodes;  // keys of the row; those of its path, the last ones
-
-  // Starts the copy of a page; rows that do not exist become zeros.
-  DEVICE void load(uint32_t to, int page) const {
-    const int first_row = block_table[page] * kPageTokens, visible = length - page * kPageTokens;
-#pragma unroll kCopiesAtOnce
-    for (int index = threadIdx.x; index < kPageTokens * kChunks; index += kThreads) {
-      const int row = index / kChunks;
-      int from = first_row + row;
-      const int node = row - visible + num_nodes;
-      if (TREE && node >= 0 && row < visible) from = load_shared_word(path + node * 4);
-      cp_async16(to + (index * 16 ^ phase_of(row)), pages + static_cast<int64_t>(from) * kCached + (index - row * kChunks) * 8,
-                 row < visible ? 16 : 0);
-    }
-  }
-};
-
-// The rows of the nodes of a path, by the first warps. A barrier must follow.
-DEVICE void look_up_path(uint32_t path, const int* block_table, uint64_t mask, int base) {
-  const int bit = threadIdx.x;
-  if (bit >= kMaxNodes || !(mask >> bit & 1)) return;
-  const int location = base + bit, row = block_table[location / kPageTokens] * kPageTokens + location % kPageTokens;
-  store_shared_word(path + __popcll(mask & ((1ull << bit) - 1)) * 4, row);
+DEVICE void load_page(const Source& source, uint32_t to, int page) {
+  source.load<kCopiesAtOnce>(page, source.block_table[page], [to](int index, int row, int) { return to + (index * 16 ^ phase_of(row)); });
 }
 
 struct WarpState {
@@ -234,7 +204,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, TREE ? 2 : 3)
     const int first = run * cut.run_pages, count = min(cut.run_pages, cut.num_pages - first);
 #pragma unroll
     for (int i = 0; i < STAGES - 1; i++) {
-      if (i < count) source.load(ring + i * kPageBytes, first + i);
+      if (i < count) load_page(source, ring + i * kPageBytes, first + i);
       cp_async_commit();
     }
     if (!has_queries) {
@@ -253,7 +223,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, TREE ? 2 : 3)
     for (int i = 0; i < count; i++) {
       cp_async_wait<STAGES - 2>();
       __syncthreads();  // the page is there, and the place of the next one is free
-      if (i + STAGES - 1 < count) source.load(ring + (i + STAGES - 1) % STAGES * kPageBytes, first + i + STAGES - 1);
+      if (i + STAGES - 1 < count) load_page(source, ring + (i + STAGES - 1) % STAGES * kPageBytes, first + i + STAGES - 1);
       cp_async_commit();
       const uint32_t page = ring + i % STAGES * kPageBytes;
       float scores[2][4];

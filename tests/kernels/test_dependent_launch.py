@@ -43,7 +43,7 @@ READ_OLD_DATA_EARLY = tuple(
     f"attention/{name}.cu"
     for name in (
         "decode_attention", "tree_attention", "selected_attention", "select_blocks", "pick_blocks", "latent_attention",
-        "absorb_queries", "merge_latents",
+        "latent_attention_wgmma", "absorb_queries", "merge_latents",
     )
 ) + ("mixers/lightning_decode.cu", "rows/append_latent.cu")
 WEIGHTS_READ_EARLY = {"attention/absorb_queries.cu": 8, "attention/merge_latents.cu": 4}

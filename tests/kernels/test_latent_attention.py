@@ -14,7 +14,7 @@ from reference.operands import make_rows
 from slow_writer import SlowWriter
 
 from cpmrt.config.layers import LatentAttention
-from cpmrt.cuda.ops.latent import LatentOps, LatentPlan
+from cpmrt.cuda.ops.latent import ATTEND_WGMMA, LatentOps, LatentPlan
 from cpmrt.cuda.precompile import known_device
 from cpmrt.dtypes import DType
 from cpmrt.memory.caches import PAGE_SIZE, CacheLayout
@@ -122,10 +122,11 @@ def test_rows_of_a_step(cuda: Any, dtype: DType, heads: int) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("capability", [86, None])
 @pytest.mark.parametrize("sms", [1, 8, 40, 264])
-def test_any_number_of_splits_and_little_shared_memory(cuda: Any, sms: int) -> None:
+def test_any_number_of_splits_and_little_shared_memory(cuda: Any, sms: int, capability: int | None) -> None:
     case, q, rows = step_case(DType.BFLOAT16, 40, [1, 700, 5000])
-    device = LatentDevice(cuda, case, sms=sms, capability=86)
+    device = LatentDevice(cuda, case, sms=sms, capability=capability)
     assert_close(device.run(q, rows), expected(case, q, rows), case.data.dtype)
 
 
@@ -327,11 +328,13 @@ def recorded(op: str, num_rows: int, arch: str = "sm_90", **plan: int) -> list[A
 
 
 def test_a_step_takes_three_launches_and_a_chunk_four_for_the_heads_that_have_room() -> None:
-    names = ["absorb_queries", "latent_attention", "merge_latents"]
-    for rows, blocks, runs in ((1, 1, 132), (8, 6, 16), (64, 6, 2)):
-        launched = recorded("decode_latent_attention", rows, max_context=32768)
-        assert [name for name, _ in launched] == names
-        assert [grid for _, grid in launched] == [(40, blocks), (runs, rows, 3), (40, blocks)]
+    newer, other = ("sm_90", "latent_attention_wgmma", 1, 132, 1), ("sm_100", "latent_attention", 3, 148, 3)
+    for arch, name, units, sms, per_sm in (newer, other):
+        for rows in (1, 8, 64):
+            launched = recorded("decode_latent_attention", rows, arch, max_context=32768)
+            assert [kernel for kernel, _ in launched] == ["absorb_queries", name, "merge_latents"]
+            blocks, runs = min(rows, 2 * sms // 40), min(sms, per_sm * sms // (rows * units))
+            assert [grid for _, grid in launched] == [(40, blocks), (runs, rows, units), (40, blocks)]
     chunk = ["expand_latents", "rotate_heads", "prefill_attention_wgmma", "gather_heads"]
     assert [name for name, _ in recorded("prefill_latent_attention", 512, max_context=32768)] == chunk
     assert [name for name, _ in recorded("prefill_latent_attention", 512, max_context=131072)] == chunk * 4
@@ -345,6 +348,7 @@ def test_a_block_has_room_for_its_pages_on_every_device(arch: str, heads: int) -
     device = known_device(arch)
     plan = plan_of(sizes_of(heads), device)
     assert plan.shared_bytes <= device.shared_bytes_per_block
-    assert plan.heads_at_once == heads and plan.units * 16 >= heads
+    assert plan.heads_at_once == heads and plan.units * (64 if plan.attend is ATTEND_WGMMA else 16) >= heads
+    assert (plan.attend is ATTEND_WGMMA) == (arch == "sm_90" and heads > 16)
     means = next(spec for spec in plan.workspace if spec.name == "latent_means")
     assert means.shape == (64, plan.num_splits, heads, 256)

@@ -9,7 +9,7 @@ costs a third of the products then. Heads go in parts whose expanded pages have 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 import numpy as np
@@ -30,6 +30,7 @@ from cpmrt.tensor_spec import BufferSpec
 EXPANDED_BYTES = 512 << 20
 """At most so much is expanded at a time, but for a single head."""
 _STAGES, _MOST_SPLITS, _MOST_Q_RANK = 2, 256, 2048
+_WGMMA_HEADS, _WGMMA_STAGES, _ALIGNED = 64, 4, 1024
 _BLOCK, _ATTEND_BLOCK, _EXPAND_BLOCK, _MERGE_BLOCK, _MOST_EXPAND_BLOCKS = 256, 128, 128, 512, 64
 _ROW_BLOCKS_PER_SM, _RUNS_PER_SM = 2, 3
 """Blocks on a multiprocessor: of the small products of heads, and of runs of pages."""
@@ -97,6 +98,9 @@ APPEND = KernelSpec("append_latent", "rows/append_latent.cu", "append_latent", A
 ABSORB = KernelSpec("absorb_queries", "attention/absorb_queries.cu", _DECODE, AbsorbConstants, hot=True)
 ATTEND = KernelSpec("latent_attention", "attention/latent_attention.cu", _DECODE, LatentConstants, hot=True)
 MERGE = KernelSpec("merge_latents", "attention/merge_latents.cu", _DECODE, MergeConstants, hot=True)
+ATTEND_WGMMA = replace(
+    ATTEND, name="latent_attention_wgmma", file="attention/latent_attention_wgmma.cu", arch="sm_90"
+)
 EXPAND = KernelSpec("expand_latents", "attention/expand_latents.cu", _PREFILL, ExpandLatentsConstants, hot=True)
 ROTATE_HEADS = KernelSpec("rotate_heads", "attention/latent_chunk.cu", _PREFILL, ChunkConstants, hot=True)
 GATHER_HEADS = KernelSpec("gather_heads", "attention/latent_chunk.cu", _PREFILL, ChunkConstants, hot=True)
@@ -107,11 +111,13 @@ class LatentPlan:
     """How layers of latent attention attend on a device.
 
     A row's pages are cut into at most `num_splits` runs: by the device and the context alone, so a row's bits do not
-    depend on the step. `units` blocks share a run, one for every 16 heads. A chunk takes `heads_at_once` heads in the
-    way of `prefill`. Steps have at most `max_rows` rows, those of no chunk `step_rows`.
+    depend on the step. `units` blocks share a run, one for every 16 heads, or with `attend` ATTEND_WGMMA for every 64.
+    A chunk takes `heads_at_once` heads in the way of `prefill`. Steps have at most `max_rows` rows, those of no chunk
+    `step_rows`.
     """
 
     shape: LatentAttention
+    attend: KernelSpec
     num_sms: int
     num_splits: int
     units: int
@@ -131,11 +137,13 @@ class LatentPlan:
         head_bytes = 2 * pages * PAGE_SIZE * shape.query_dim * 2
         most = max(1, EXPANDED_BYTES // head_bytes)
         heads = next(n for n in range(min(most, shape.num_heads), 0, -1) if shape.num_heads % n == 0)
+        attend = ATTEND_WGMMA if _takes_wgmma(shape, device) else ATTEND
         return cls(
             shape=shape,
+            attend=attend,
             num_sms=device.num_sms,
             num_splits=min(device.num_sms, pages, _MOST_SPLITS),
-            units=ceil(shape.num_heads / QUERY_TILE),
+            units=ceil(shape.num_heads / (_WGMMA_HEADS if attend is ATTEND_WGMMA else QUERY_TILE)),
             heads_at_once=heads,
             prefill=PrefillPlan.of(GroupedAttention(heads, heads, shape.query_dim), device.capability),
             num_pages=pages,
@@ -170,11 +178,21 @@ class LatentPlan:
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a block of `latent_attention`."""
-        return _STAGES * PAGE_SIZE * self.shape.cached_dim * 2 + 2560
+        row_bytes = self.shape.cached_dim * 2
+        if self.attend is ATTEND:
+            return _STAGES * PAGE_SIZE * row_bytes + 2560
+        queries = ceil(min(self.shape.num_heads, _WGMMA_HEADS) / 8) * 8 * row_bytes
+        return ceil(queries / _ALIGNED) * _ALIGNED + _WGMMA_STAGES * PAGE_SIZE * row_bytes + 256
+
+    @property
+    def stages(self) -> int:
+        """Pages in the shared memory of such a block."""
+        return _STAGES if self.attend is ATTEND else _WGMMA_STAGES
 
     def runs_at_once(self, rows: int) -> int:
         """Return the blocks that take the runs of a row in turn: what they do does not depend on their number."""
-        return min(self.num_splits, max(1, _RUNS_PER_SM * self.num_sms // (rows * self.units)))
+        per_sm = _RUNS_PER_SM if self.attend is ATTEND else 1
+        return min(self.num_splits, max(1, per_sm * self.num_sms // (rows * self.units)))
 
     def row_blocks(self, rows: int) -> int:
         """Return the blocks of a head in the small products."""
@@ -227,7 +245,7 @@ class LatentOps:
             np.int32(num_rows), np.int32(rope.shape[1]), prefers_shared=True,
         )  # fmt: skip
         self._launch(
-            ATTEND, LatentConstants(shape.num_heads, shape.kv_rank, shape.rope_dim, _STAGES, is_tree),
+            plan.attend, LatentConstants(shape.num_heads, shape.kv_rank, shape.rope_dim, plan.stages, is_tree),
             (plan.runs_at_once(num_rows), num_rows, plan.units), _ATTEND_BLOCK, *self._runs, self._queries,
             pages, rows.positions, rows.slots, rows.block_tables, rows.tree_masks, rows.tree_base,
             np.int32(plan.num_splits), np.int32(rows.block_tables.shape[1]), np.float32(scale),
@@ -277,6 +295,12 @@ class LatentOps:
 
     def _grid(self, num_rows: int, threads_per_head: int) -> int:
         return -(-num_rows * self._plan.heads_at_once * threads_per_head // _BLOCK)
+
+
+def _takes_wgmma(shape: LatentAttention, device: Device) -> bool:
+    """Whether the heads are enough, and the sizes those that `latent_attention_wgmma.cu` takes."""
+    sizes_fit = shape.kv_rank == 256 and shape.rope_dim in (32, 64)
+    return device.capability == 90 and sizes_fit and shape.num_heads > QUERY_TILE
 
 
 def _check(
