@@ -9,12 +9,14 @@
 // pages          [P, 1, 64, C + R] scalar_t
 // positions      [T] int32; slots [T] int32, slot -1: nothing is stored; block_tables [B, pages_per_sequence] int32
 // tree_masks     [T] uint64, tree_base [T] int32, read with TREE only, as in latent_attention
+// num_fresh      how many of a row's last keys absorb_queries may write
 // num_splits     into how many runs a long row's pages are cut
 // constants      HEADS: query heads. KV_RANK: elements of a latent: 256. ROPE_DIM: elements of a key behind it: 32 or 64. STAGES:
 //                pages in shared memory, at least 3. TREE: 1 reads tree_masks
 // grid           (a, T, ceil(HEADS / 64)): a row's runs x, x + a and so on, of 64 heads; block 128; shared memory
 //                kPathOffset + 256 bytes
-// launched after absorb_queries, which lets this kernel start once all before it have finished: pages are read before pdl_wait
+// launched after absorb_queries, which lets this kernel start once all before it have finished: keys that are not fresh are read before
+//                pdl_wait
 // numerics       scores, softmax and sums in float32 (exp2 with the scale folded in); the unnormalised weights are rounded
 //                to scalar_t for the product with the latents
 // oracle         NumpyOps.decode_latent_attention
@@ -59,13 +61,22 @@ DEVICE void visit_chunks(uint32_t to, Visit visit) {
   }
 }
 
-DEVICE void load_page(const Source& source, uint32_t to, int page, int number) {
+DEVICE void load_page(const Source& source, uint32_t to, int page, int number, int fresh) {
   const int visible = source.length - page * kPageTokens;
   visit_chunks<kPageTokens, TREE ? 2 : 16>(to, [&](int row, int chunk, uint32_t place) {
-    const int from = source.row_at(number * kPageTokens, row, visible);
-    cp_async16(place, source.pages + static_cast<int64_t>(from) * kCached + chunk * 8, row < visible ? 16 : 0);
+    if (row < fresh || row >= visible) source.copy(place, number * kPageTokens, row, chunk, visible);
   });
 }
+
+// The same places for any row and chunk.
+struct PageAt {
+  uint32_t place;
+  DEVICE uint32_t operator()(int row, int chunk) const {
+    if (chunk < kPanels * 8) return place + chunk / 8 * kPanelBytes + row * 128 + (chunk % 8 ^ (row & 7)) * 16;
+    const int permuted = (chunk - kPanels * 8) ^ (kTailSwizzle == 128 ? row & 7 : row >> 1 & 3);
+    return place + kPanels * kPanelBytes + row * kTailSwizzle + permuted * 16;
+  }
+};
 
 // The queries of the block's heads; zeros for heads that do not exist. A barrier must follow.
 DEVICE void load_queries(uint32_t to, const scalar_t* queries, int num_heads) {
@@ -200,7 +211,7 @@ DEVICE void store_run(const Heads& heads, float* means, float* log_sums, int num
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     KERNEL(latent_attention_wgmma)(float* means, float* log_sums, const scalar_t* queries, const scalar_t* pages,
                                    const int* positions, const int* slots, const int* block_tables, const uint64_t* tree_masks,
-                                   const int* tree_base, int num_splits, int pages_per_sequence, float scale) {
+                                   const int* tree_base, int num_fresh, int num_splits, int pages_per_sequence, float scale) {
   extern __shared__ __align__(1024) unsigned char shared[];
   const int row = blockIdx.y, first_head = blockIdx.z * kHeads, num_heads = min(HEADS - first_head, kHeads);
   // The same in all lanes: products in a branch that looks divergent would be serialised.
@@ -218,24 +229,34 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     look_up_path(path, block_table, mask, __ldcg(tree_base + row));
     __syncthreads();
   }
-  const Source source = {pages, block_table, path, length, __popcll(mask)};
+  const Source source = {pages, block_table, path, length, __popcll(mask), length - num_fresh};
   const float factor = scale * kLog2e;
   Walk ahead(cut);   // the next page to copy, and its number
   int number = load_now(block_table + ahead.page);
-  const auto copy_next = [&](int slot) {
+  const auto copy_next = [&](int slot, bool is_early) {
     if (!ahead.is_over()) {
       const int page = ahead.page, own = number;
       ahead.next();
       if (!ahead.is_over()) number = load_now(block_table + ahead.page);
-      load_page(source, ring + slot * kPageBytes, page, own);
+      load_page(source, ring + slot * kPageBytes, page, own, is_early ? source.first_fresh(page) : kPageTokens);
     }
     cp_async_commit();
   };
 #pragma unroll 1
-  for (int i = 0; i < STAGES; i++) copy_next(i);
+  for (int i = 0; i < STAGES; i++) copy_next(i, true);
   pdl_launch_dependents();
   pdl_wait();
+  // What is fresh of the pages that are on their way: of one block, but for short runs.
+  bool has_fresh = false;
+  Walk early(cut);
+#pragma unroll 1
+  for (int i = 0; i < STAGES && !early.is_over(); i++, early.next()) {
+    if (source.first_fresh(early.page) >= min(length - early.page * kPageTokens, kPageTokens)) continue;
+    source.load_fresh(early.page, load_now(block_table + early.page), PageAt{ring + i * kPageBytes});
+    has_fresh = true;
+  }
   load_queries(query_tile, queries + (static_cast<int64_t>(row) * HEADS + first_head) * kCached, num_heads);
+  if (has_fresh) cp_async_wait_all();
 
   Heads heads;
   Scores scores;
@@ -247,7 +268,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     if (turn < STAGES) cp_async_wait<STAGES - 1>(); else cp_async_wait<STAGES - 3>();
     async_proxy_fence();
     __syncthreads();
-    if (turn >= 2) copy_next(before == 0 ? STAGES - 1 : before - 1); else cp_async_commit();
+    if (turn >= 2) copy_next(before == 0 ? STAGES - 1 : before - 1, false); else cp_async_commit();
     if (turn < STAGES) turn++;
     const uint32_t page = ring + slot * kPageBytes;
     const bool begins = now.begins_run();

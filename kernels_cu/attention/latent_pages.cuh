@@ -18,23 +18,37 @@ struct Source {
   const int* block_table;
   uint32_t path;  // shared int each: the row, among those of all pages, of every node of the path
   int length, num_nodes;  // keys of the row; those of its path, the last ones
+  int settled;            // keys of the row that are older than the step; those behind them come by the kernel before this one
 
-  // The row among those of all pages of a row of a page that begins with `first_row`.
-  DEVICE int row_at(int first_row, int row, int visible) const {
+  // The first row of a page that is not settled, 0 to 64.
+  DEVICE int first_fresh(int page) const { return min(max(settled - page * kPageTokens, 0), kPageTokens); }
+
+  // Starts the copy of a chunk of a page that begins with row `first_row` of all pages, with zeros for rows from `visible` on.
+  DEVICE void copy(uint32_t place, int first_row, int row, int chunk, int visible) const {
     const int node = row - visible + num_nodes;
-    return TREE && node >= 0 && row < visible ? load_shared_word(path + node * 4) : first_row + row;
+    const int from = TREE && node >= 0 && row < visible ? load_shared_word(path + node * 4) : first_row + row;
+    cp_async16(place, pages + static_cast<int64_t>(from) * kCached + chunk * 8, row < visible ? 16 : 0);
   }
 
-  // Starts the copy of a page of the row, which has this number among all pages; rows that do not exist become zeros. COPIES: of a
-  // thread at once. place_of(index, row, chunk): the shared address of a chunk, the index-th of the page.
+  // Starts the copy of a page of the row, which has this number among all pages, but of its rows from `fresh` on; rows that do not
+  // exist become zeros. COPIES: of a thread at once. place_of(row, chunk): the shared address of a chunk.
   template <int COPIES, class Place>
-  DEVICE void load(int page, int number, Place place_of) const {
+  DEVICE void load(int page, int number, int fresh, Place place_of) const {
     const int visible = length - page * kPageTokens;
 #pragma unroll COPIES
     for (int index = threadIdx.x; index < kPageTokens * kChunks; index += kThreads) {
       const int row = index / kChunks, chunk = index - row * kChunks;
-      const int from = row_at(number * kPageTokens, row, visible);
-      cp_async16(place_of(index, row, chunk), pages + static_cast<int64_t>(from) * kCached + chunk * 8, row < visible ? 16 : 0);
+      if (row < fresh || row >= visible) copy(place_of(row, chunk), number * kPageTokens, row, chunk, visible);
+    }
+  }
+  // And of the rows that are not settled alone.
+  template <class Place>
+  DEVICE void load_fresh(int page, int number, Place place_of) const {
+    const int visible = length - page * kPageTokens, end = min(visible, kPageTokens) * kChunks;
+#pragma unroll 1
+    for (int index = first_fresh(page) * kChunks + threadIdx.x; index < end; index += kThreads) {
+      const int row = index / kChunks, chunk = index - row * kChunks;
+      copy(place_of(row, chunk), number * kPageTokens, row, chunk, visible);
     }
   }
 };

@@ -1,7 +1,8 @@
 """The ops of latent attention: `append_latent`, `decode_latent_attention`, `prefill_latent_attention`.
 
-Rows of a step attend in the space of the latents: three launches, of which the first takes queries there, the second
-leaves a result for each run of pages, and the third merges these and takes them back. For the rows of a chunk the
+Rows of a step attend in the space of the latents: three launches, of which the first takes queries there and the rows'
+own latents to the pages, the second leaves a result for each run of pages, and the third merges these and takes them
+back. For the rows of a chunk the
 latents of the sequence are expanded to keys and values of heads, which `prefill_attention` reads: a pair of tokens
 costs a third of the products then. Heads go in parts whose expanded pages have room.
 """
@@ -29,7 +30,7 @@ from cpmrt.tensor_spec import BufferSpec
 
 EXPANDED_BYTES = 512 << 20
 """At most so much is expanded at a time, but for a single head."""
-_STAGES, _MOST_SPLITS, _MOST_Q_RANK = 2, 256, 2048
+_STAGES, _MOST_SPLITS = 2, 256
 _WGMMA_HEADS, _WGMMA_STAGES, _ALIGNED = 64, 4, 1024
 _BLOCK, _ATTEND_BLOCK, _EXPAND_BLOCK, _MERGE_BLOCK, _MOST_EXPAND_BLOCKS = 256, 128, 128, 512, 64
 _ROW_BLOCKS_PER_SM, _RUNS_PER_SM = 2, 3
@@ -227,28 +228,29 @@ class LatentOps:
         self._launch(
             APPEND, AppendConstants(shape.q_rank, shape.kv_rank, shape.rope_dim), (len(latents), 2), _BLOCK,
             q_latent, pages, latents, weights.q_norm, weights.kv_norm, rope, rows.positions, rows.locations,
-            rows.slots, rows.block_tables, *map(np.int32, sizes), np.float32(eps), np.int32(not rows.is_prefill),
-            prefers_shared=True,
+            rows.slots, rows.block_tables, *map(np.int32, sizes), np.float32(eps),
         )  # fmt: skip
 
     def decode_latent_attention(
-        self, out: DeviceArray, q: DeviceArray, pages: DeviceArray, weights: LatentWeights, rope: DeviceArray,
-        rows: Rows, scale: float,
+        self, out: DeviceArray, q: DeviceArray, latents: DeviceArray | None, pages: DeviceArray, weights: LatentWeights,
+        rope: DeviceArray, rows: Rows, scale: float, eps: float,
     ) -> None:  # fmt: skip
         """Launch the op `decode_latent_attention`."""
-        _check(_DECODE, out, q, pages, weights, rope, rows)
+        _check(_DECODE, out, q, pages, weights, rope, rows, latents)
         plan, shape, num_rows = self._plan, self._plan.shape, len(q)
         small, is_tree = (shape.num_heads, plan.row_blocks(num_rows)), rows.tree_masks is not None
+        appending, fresh = ((small[0] + 1, small[1]), num_rows) if latents is not None else (small, 0)
+        sizes = map(np.int32, (num_rows, rope.shape[1], shape.q_rank, rows.block_tables.shape[1]))
         heads = AbsorbConstants(shape.kv_rank, shape.nope_dim, shape.rope_dim, shape.value_dim)
         self._launch(
-            ABSORB, heads, small, _BLOCK, self._queries, q, weights.up, rope, rows.positions, rows.slots,
-            np.int32(num_rows), np.int32(rope.shape[1]), prefers_shared=True,
+            ABSORB, heads, appending, _BLOCK, self._queries, pages, q, weights.up, rope, latents, weights.kv_norm,
+            rows.positions, rows.locations, rows.slots, rows.block_tables, *sizes, np.float32(eps), prefers_shared=True,
         )  # fmt: skip
         self._launch(
             plan.attend, LatentConstants(shape.num_heads, shape.kv_rank, shape.rope_dim, plan.stages, is_tree),
             (plan.runs_at_once(num_rows), num_rows, plan.units), _ATTEND_BLOCK, *self._runs, self._queries,
             pages, rows.positions, rows.slots, rows.block_tables, rows.tree_masks, rows.tree_base,
-            np.int32(plan.num_splits), np.int32(rows.block_tables.shape[1]), np.float32(scale),
+            np.int32(fresh), np.int32(plan.num_splits), np.int32(rows.block_tables.shape[1]), np.float32(scale),
             smem=plan.shared_bytes, prefers_shared=True,
         )  # fmt: skip
         self._launch(
@@ -304,10 +306,12 @@ def _takes_wgmma(shape: LatentAttention, device: Device) -> bool:
 
 
 def _check(
-    op: str, out: DeviceArray, q: DeviceArray, pages: DeviceArray, weights: LatentWeights, rope: DeviceArray, rows: Rows
-) -> None:
+    op: str, out: DeviceArray, q: DeviceArray, pages: DeviceArray, weights: LatentWeights, rope: DeviceArray,
+    rows: Rows, latents: DeviceArray | None = None,
+) -> None:  # fmt: skip
     check_shapes(
-        op, out=out, q=q, pages=pages, up=weights.up, rope=rope, positions=rows.positions, slots=rows.slots,
+        op, out=out, q=q, latents=latents, q_norm=weights.q_norm, kv_norm=weights.kv_norm, pages=pages, up=weights.up,
+        rope=rope, positions=rows.positions, locations=rows.locations, slots=rows.slots,
         block_tables=rows.block_tables, tree_masks=rows.tree_masks, tree_base=rows.tree_base,
     )  # fmt: skip
 
@@ -316,8 +320,7 @@ def latent_sizes(shape: LatentAttention) -> dict[str, tuple[int, bool, str]]:
     """Return the sizes that the kernels take: each as it is, whether it is taken, and what would be."""
     query, columns = shape.query_dim, shape.q_rank + shape.cached_dim
     taken = (
-        ("q_lora_rank", shape.q_rank, shape.q_rank % 64 == 0 and shape.q_rank <= _MOST_Q_RANK,
-         f"a multiple of 64, at most {_MOST_Q_RANK}"),
+        ("q_lora_rank", shape.q_rank, shape.q_rank % 64 == 0, "a multiple of 64"),
         ("kv_lora_rank", shape.kv_rank, shape.kv_rank in (256, 512, 1024), "256, 512 or 1024"),
         ("q_lora_rank + kv_lora_rank + qk_rope_head_dim", columns, columns % 16 == 0, "a multiple of 16"),
         ("qk_nope_head_dim", shape.nope_dim, shape.nope_dim % 16 == 0, "a multiple of 16"),

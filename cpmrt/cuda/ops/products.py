@@ -142,6 +142,7 @@ class Products:
     ) -> None:  # fmt: skip
         """Launch the op `project`: in a step the product `qkv`, which with null pages stores its rows as they are."""
         check_shapes("project", out=out, x=x, norm=norm, weight=weight)
+        assert x.shape[1] == weight.shape[1] or not is_prefill and x.shape[1] > weight.shape[1]
         if is_prefill:
             self._dense(out, self._normalised(x, norm, eps), weight)
             return

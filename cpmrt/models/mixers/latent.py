@@ -23,8 +23,8 @@ from cpmrt.tensor_spec import PLAIN_HEAD_DIM, BufferSpec, TensorSpec
 
 @dataclass(frozen=True, slots=True)
 class LatentBuffers:
-    """The workspace of a pass: both latents [T, q_rank + cached_dim], the queries' once more, normalised, q, attention;
-    the table."""
+    """The workspace of a pass: both latents [T, q_rank + cached_dim], in a chunk the queries' once more, normalised, q,
+    attention; the table."""
 
     latents: Any
     q_latent: Any
@@ -103,10 +103,16 @@ def run(step: Pass, layer: LayerConfig, bound: BoundLatent) -> None:
     ops, mixer, rows, scratch = step.ops, _attention(layer), step.rows, step.buffers.of(LatentBuffers)
     is_prefill, pages, weights = rows.is_prefill, bound.pages, bound.latent
     ops.project(scratch.latents, step.x, bound.norm, bound.down, step.eps, is_prefill=is_prefill)
-    ops.append_latent(scratch.q_latent, pages, scratch.latents, weights, scratch.rope, rows, mixer.norm_eps)
-    ops.project(scratch.q, scratch.q_latent, None, bound.q_up, 0.0, is_prefill=is_prefill)
-    attend = ops.prefill_latent_attention if is_prefill else ops.decode_latent_attention
-    attend(scratch.attention, scratch.q, pages, weights, scratch.rope, rows, mixer.query_dim**-0.5)
+    scale, eps = mixer.query_dim**-0.5, mixer.norm_eps
+    if is_prefill:
+        ops.append_latent(scratch.q_latent, pages, scratch.latents, weights, scratch.rope, rows, eps)
+        ops.project(scratch.q, scratch.q_latent, None, bound.q_up, 0.0, is_prefill=True)
+        ops.prefill_latent_attention(scratch.attention, scratch.q, pages, weights, scratch.rope, rows, scale)
+    else:
+        ops.project(scratch.q, scratch.latents, weights.q_norm, bound.q_up, eps)
+        ops.decode_latent_attention(
+            scratch.attention, scratch.q, scratch.latents, pages, weights, scratch.rope, rows, scale, eps
+        )  # fmt: skip
     ops.project_residual(
         step.x, scratch.attention, bound.output, None, step.residual_scale, is_prefill=is_prefill
     )  # fmt: skip

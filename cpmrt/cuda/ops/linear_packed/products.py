@@ -189,7 +189,8 @@ class PackedProducts:
             plan = _plan(weight.layout, len(x), self._device, has_norm=has_norm, is_fed=True)
             if plan.prepare == fed.constants:
                 return plan, fed.rows
-        plan = _plan(weight.layout, len(x), self._device, has_norm=has_norm, permuted=permuted)
+        pitch = product.row_pitch(weight.layout.in_features)
+        plan = _plan(weight.layout, len(x), self._device, has_norm=has_norm, permuted=permuted, row_pitch=pitch)
         if not plan.constants.prepared:
             return plan, x
         eps, rows = np.float32(product.eps), self._scratch.rows
