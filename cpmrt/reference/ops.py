@@ -260,7 +260,7 @@ class NumpyOps:
 
     def decode_latent_attention(
         self, out: F32, q: F32, latents: F32 | None, pages: F32, weights: LatentWeights, rope: F32, rows: Rows,
-        scale: float, eps: float,
+        scale: float, eps: float, upcoming: Matrix | None = None,
     ) -> None:  # fmt: skip
         query, rotated = _latent_queries("decode_latent_attention", out, q, pages, weights, rope, rows, latents)
         if latents is not None:

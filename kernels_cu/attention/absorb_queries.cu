@@ -13,10 +13,11 @@
 // latents        [T, A + C + R] scalar_t row-major, or null: then nothing goes to the pages; kv_norm [C] scalar_t
 // positions, locations (null: positions), slots [T] int32: a row of slot -1 has no position, and nothing of it goes to a page;
 //                block_tables [B, pages_per_sequence] int32
+// upcoming       weights that are read soon, of which the first upcoming_bytes, a multiple of 16, are brought to the L2
 // constants      KV_RANK: elements of a latent, a multiple of 256. NOPE_DIM: elements of a query before those that are
 //                rotated, a multiple of 16. ROPE_DIM: those, at most 512. VALUE_DIM: elements of a value
-// grid           (heads, or with latents heads + 1, b), b at most T: block y takes the rows y, y + b and so on; block 256;
-//                8 * C * 4 bytes of static shared memory
+// grid           (heads, or with latents heads + 1, and one for each 128 KiB of upcoming, b), b at most T: block y takes the rows
+//                y, y + b and so on; block 256; 8 * C * 4 bytes of static shared memory
 // launched after a product that lets this kernel start behind its own wait: what a step's rows are is read before pdl_wait
 // numerics       float32: a warp's rows of up in order, then the warps in order; of a norm a lane's squares in order, then the
 //                lanes; rounded once
@@ -24,8 +25,8 @@
 // source         arXiv 2405.04434; RMSNorm arXiv 1910.07467, RoPE arXiv 2104.09864
 // layout         A block holds its head's part of up in registers, read before the wait: 16 bytes of each of N / 8 rows a
 //                thread, past the L1, because ptxas moves reads of constants behind the wait. It lets latent_attention start
-//                behind its own wait: all that earlier steps have put into the pages is there then. The last blocks append,
-//                a warp a row
+//                behind its own wait: all that earlier steps have put into the pages is there then. A block more appends, a
+//                warp a row. While this and the next two kernels run, memory has little to do: the last blocks give it work
 #if !defined(KV_RANK) || !defined(NOPE_DIM) || !defined(ROPE_DIM) || !defined(VALUE_DIM)
 #error "a constant is not defined"
 #endif
@@ -37,6 +38,7 @@ constexpr int kSpans = KV_RANK / 256;  // of 256 columns, 8 a lane
 constexpr int kHalf = ROPE_DIM / 2;
 constexpr int kCached = KV_RANK + ROPE_DIM;
 constexpr int kAngles = (kHalf + 31) / 32;   // of a lane
+constexpr int kPieceBytes = 2048, kBlockPieces = 64;   // of what comes to the L2
 static_assert(KV_RANK % 256 == 0 && NOPE_DIM % (2 * kWarps) == 0 && kHalf <= kThreads, "sizes that the kernel does not take");
 
 // What the latents of a step's rows become, and where.
@@ -119,10 +121,17 @@ struct Append {
 extern "C" __global__ void __launch_bounds__(kThreads)
     KERNEL(absorb_queries)(scalar_t* __restrict__ queries, scalar_t* pages, const scalar_t* q, const scalar_t* __restrict__ up,
                            const scalar_t* __restrict__ rope, const scalar_t* latents, const scalar_t* __restrict__ kv_norm,
-                           const int* positions, const int* locations, const int* slots, const int* block_tables, int num_rows,
-                           int max_context, int q_rank, int pages_per_sequence, float eps) {
+                           const int* positions, const int* locations, const int* slots, const int* block_tables,
+                           const unsigned char* __restrict__ upcoming, int num_heads, int num_rows, int max_context, int q_rank,
+                           int pages_per_sequence, int upcoming_bytes, float eps) {
   __shared__ float sums[kWarps][KV_RANK];
-  const int head = blockIdx.x, num_heads = gridDim.x - (latents == nullptr ? 0 : 1);
+  const int head = blockIdx.x, beyond = head - num_heads - (latents == nullptr ? 0 : 1);
+  if (beyond >= 0) {
+    const int first = (beyond * kBlockPieces + static_cast<int>(threadIdx.x)) * kPieceBytes;
+    if (blockIdx.y == 0 && threadIdx.x < kBlockPieces && first < upcoming_bytes)
+      prefetch_to_l2(upcoming + first, min(kPieceBytes, upcoming_bytes - first));
+    return;
+  }
   if (head == num_heads) {
     Append{pages, latents, kv_norm, rope, positions, locations, slots, block_tables, num_rows, max_context, q_rank,
            pages_per_sequence, eps}.run();

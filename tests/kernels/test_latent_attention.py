@@ -186,6 +186,11 @@ def test_rows_that_append_their_latents_first(cuda: Any, dtype: DType, heads: in
     assert error <= OPS["append_latent"].tolerance[dtype]
     for _ in range(5):
         assert np.array_equal(attend(pdl=True), out)
+    device.pages, later = cuda.array(stale, dtype), cuda.array(np.zeros(300_008, np.uint16))
+    decode = device.ops(pdl=True).decode_latent_attention
+    again, given = cuda.array(np.full_like(out, np.nan), dtype), (cuda.array(values, dtype) for values in (q, latents))
+    decode(again, *given, device.pages, device.weights, device.rope, device.rows(rows), case.sizes.scale, EPS, later)
+    assert np.array_equal(cuda.numpy(again, dtype), out), "a weight that comes to the L2 meanwhile changes nothing"
     for row in range(8):  # alone, with the others' keys there
         device.pages = cuda.array(stored, dtype)
         alone = make_rows(rows.positions[[row]], rows.slots[[row]], case.tables)
@@ -362,7 +367,9 @@ class Recording:
         self.launched.append((spec.name, grid))
 
 
-def recorded(op: str, num_rows: int, arch: str = "sm_90", **plan: int) -> list[Any]:
+def recorded(
+    op: str, num_rows: int, arch: str = "sm_90", upcoming: Any | None = None, **plan: int
+) -> list[Any]:
     sizes, launcher = MINICPM3, Recording()
     made = plan_of(sizes, known_device(arch), **plan)
     specs = (*made.tables, *made.workspace, BufferSpec("chunk", (4,), 0, 0, np.int32))
@@ -376,7 +383,7 @@ def recorded(op: str, num_rows: int, arch: str = "sm_90", **plan: int) -> list[A
     if op.startswith("prefill"):
         ops.prefill_latent_attention(out, q, *rest)
     else:
-        ops.decode_latent_attention(out, q, np.zeros((num_rows, 1056), np.float32), *rest, EPS)
+        ops.decode_latent_attention(out, q, np.zeros((num_rows, 1056), np.float32), *rest, EPS, upcoming)
     return launcher.launched
 
 
@@ -393,6 +400,14 @@ def test_a_step_takes_three_launches_and_a_chunk_four_for_the_heads_that_have_ro
     assert [name for name, _ in recorded("prefill_latent_attention", 512, max_context=131072)] == chunk * 4
     older = recorded("prefill_latent_attention", 512, arch="sm_86")
     assert [name for name, _ in older] == [name.removesuffix("_wgmma") for name in chunk]
+
+
+@pytest.mark.parametrize(("arch", "brought"), [("sm_80", 0), ("sm_90", 8 << 20), ("sm_120", 8 << 20)])
+def test_a_step_brings_a_part_of_a_later_weight_to_the_l2(arch: str, brought: int) -> None:
+    for nbytes in (0, 16, 1000, 128 << 10, (128 << 10) + 16, 8 << 20, 17 << 20):
+        weight = np.zeros(nbytes, np.uint8)
+        ((_, (blocks, _)), *_) = recorded("decode_latent_attention", 8, arch, weight, max_context=8192)
+        assert blocks == 41 + -(-(min(nbytes, brought) // 16 * 16) // (128 << 10)), nbytes
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_87", "sm_90", "sm_120"])

@@ -22,6 +22,7 @@ from cpmrt.cuda.driver.array import DeviceArray
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.ops.attention import QUERY_TILE, Operands
 from cpmrt.cuda.ops.attention.prefill import PrefillPlan, attend_chunk
+from cpmrt.cuda.ops.linear_packed.layout import PackedWeight, Weight
 from cpmrt.executor import MAX_ROWS
 from cpmrt.memory.caches import PAGE_SIZE, CacheLayout
 from cpmrt.models.layers import ATTENTION, EMBED, HEAD
@@ -35,6 +36,9 @@ _WGMMA_HEADS, _WGMMA_STAGES, _ALIGNED = 64, 4, 1024
 _BLOCK, _ATTEND_BLOCK, _EXPAND_BLOCK, _MERGE_BLOCK, _MOST_EXPAND_BLOCKS = 256, 128, 128, 512, 64
 _ROW_BLOCKS_PER_SM, _RUNS_PER_SM = 2, 3
 """Blocks on a multiprocessor: of the small products of heads, and of runs of pages."""
+_UPCOMING_BYTES, _BLOCK_EARLY_BYTES = 8 << 20, 128 << 10
+"""Bytes of a later weight that memory brings to the L2 while a step attends, less than it could until the pages are
+asked for; those of a block."""
 
 
 @dataclass(frozen=True)
@@ -114,11 +118,12 @@ class LatentPlan:
     A row's pages are cut into at most `num_splits` runs: by the device and the context alone, so a row's bits do not
     depend on the step. `units` blocks share a run, one for every 16 heads, or with `attend` ATTEND_WGMMA for every 64.
     A chunk takes `heads_at_once` heads in the way of `prefill`. Steps have at most `max_rows` rows, those of no chunk
-    `step_rows`.
+    `step_rows`. With `brings_early` a step brings a part of a later weight to the L2.
     """
 
     shape: LatentAttention
     attend: KernelSpec
+    brings_early: bool
     num_sms: int
     num_splits: int
     units: int
@@ -142,6 +147,7 @@ class LatentPlan:
         return cls(
             shape=shape,
             attend=attend,
+            brings_early=device.capability >= 90,
             num_sms=device.num_sms,
             num_splits=min(device.num_sms, pages, _MOST_SPLITS),
             units=ceil(shape.num_heads / (_WGMMA_HEADS if attend is ATTEND_WGMMA else QUERY_TILE)),
@@ -184,6 +190,11 @@ class LatentPlan:
             return _STAGES * PAGE_SIZE * row_bytes + 2560
         queries = ceil(min(self.shape.num_heads, _WGMMA_HEADS) / 8) * 8 * row_bytes
         return ceil(queries / _ALIGNED) * _ALIGNED + _WGMMA_STAGES * PAGE_SIZE * row_bytes + 256
+
+    @property
+    def upcoming_bytes(self) -> int:
+        """At most so much of a weight that is read soon comes to the L2 early."""
+        return _UPCOMING_BYTES if self.brings_early else 0
 
     @property
     def stages(self) -> int:
@@ -233,18 +244,21 @@ class LatentOps:
 
     def decode_latent_attention(
         self, out: DeviceArray, q: DeviceArray, latents: DeviceArray | None, pages: DeviceArray, weights: LatentWeights,
-        rope: DeviceArray, rows: Rows, scale: float, eps: float,
+        rope: DeviceArray, rows: Rows, scale: float, eps: float, upcoming: Weight | None = None,
     ) -> None:  # fmt: skip
         """Launch the op `decode_latent_attention`."""
         _check(_DECODE, out, q, pages, weights, rope, rows, latents)
         plan, shape, num_rows = self._plan, self._plan.shape, len(q)
         small, is_tree = (shape.num_heads, plan.row_blocks(num_rows)), rows.tree_masks is not None
-        appending, fresh = ((small[0] + 1, small[1]), num_rows) if latents is not None else (small, 0)
-        sizes = map(np.int32, (num_rows, rope.shape[1], shape.q_rank, rows.block_tables.shape[1]))
+        appends, fresh = (1, num_rows) if latents is not None else (0, 0)
+        weight = upcoming.data if isinstance(upcoming, PackedWeight) else upcoming
+        early_bytes = min(weight.nbytes, plan.upcoming_bytes) // 16 * 16 if weight is not None else 0
+        sizes = shape.num_heads, num_rows, rope.shape[1], shape.q_rank, rows.block_tables.shape[1], early_bytes
         heads = AbsorbConstants(shape.kv_rank, shape.nope_dim, shape.rope_dim, shape.value_dim)
         self._launch(
-            ABSORB, heads, appending, _BLOCK, self._queries, pages, q, weights.up, rope, latents, weights.kv_norm,
-            rows.positions, rows.locations, rows.slots, rows.block_tables, *sizes, np.float32(eps), prefers_shared=True,
+            ABSORB, heads, (small[0] + appends + ceil(early_bytes / _BLOCK_EARLY_BYTES), small[1]), _BLOCK,
+            self._queries, pages, q, weights.up, rope, latents, weights.kv_norm, rows.positions, rows.locations,
+            rows.slots, rows.block_tables, weight, *map(np.int32, sizes), np.float32(eps), prefers_shared=True,
         )  # fmt: skip
         self._launch(
             plan.attend, LatentConstants(shape.num_heads, shape.kv_rank, shape.rope_dim, plan.stages, is_tree),

@@ -35,7 +35,7 @@ class LatentBuffers:
 
 @dataclass(frozen=True, slots=True)
 class BoundLatent:
-    """The weights and the pages of one layer."""
+    """The weights and the pages of one layer; `upcoming`: the first large weight of its mlp, if it has one."""
 
     norm: Any
     down: Any
@@ -43,6 +43,7 @@ class BoundLatent:
     latent: LatentWeights
     output: Any
     pages: Any
+    upcoming: Any
 
 
 def tensors(layer: LayerConfig, model: ModelConfig, names: Names) -> Iterator[TensorSpec]:
@@ -94,7 +95,7 @@ def bind(layer: LayerConfig, weights: Weights, caches: Mapping[str, Any]) -> Bou
     )  # fmt: skip
     return BoundLatent(
         weights["attention_norm"], weights["latent_down"], weights["q_up"], latent, weights["output"],
-        caches["latent_pages"],
+        caches["latent_pages"], weights["gate_up"],
     )  # fmt: skip
 
 
@@ -111,7 +112,8 @@ def run(step: Pass, layer: LayerConfig, bound: BoundLatent) -> None:
     else:
         ops.project(scratch.q, scratch.latents, weights.q_norm, bound.q_up, eps)
         ops.decode_latent_attention(
-            scratch.attention, scratch.q, scratch.latents, pages, weights, scratch.rope, rows, scale, eps
+            scratch.attention, scratch.q, scratch.latents, pages, weights, scratch.rope, rows, scale, eps,
+            bound.upcoming,
         )  # fmt: skip
     ops.project_residual(
         step.x, scratch.attention, bound.output, None, step.residual_scale, is_prefill=is_prefill
