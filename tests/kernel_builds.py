@@ -276,6 +276,11 @@ CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
         for heads in (40, 3)
         for tree in (0, 1)
     ),
+    "attention/latent_attention_wgmma.cu": tuple(
+        {"HEADS": heads, "KV_RANK": 256, "ROPE_DIM": 32, "STAGES": 4, "TREE": tree}
+        for heads in (40, 20)
+        for tree in (0, 1)
+    ),
     "attention/merge_latents.cu": ({"HEADS": 40, "KV_RANK": 256, "NOPE_DIM": 64, "VALUE_DIM": 64},),
     "attention/expand_latents.cu": (
         {"KV_RANK": 256, "NOPE_DIM": 64, "ROPE_DIM": 32, "VALUE_DIM": 64, "HEAD_DIM": 96},

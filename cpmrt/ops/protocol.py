@@ -55,7 +55,8 @@ class Ops(Protocol):
     def project(
         self, out: Any, x: Any, norm: Any | None, weight: Any, eps: float, *, is_prefill: bool = False
     ) -> None:
-        """out = norm(x) weight^T (`norm` None: x as it is), rounded."""
+        """out = norm(x) weight^T (`norm` None: x as it is), rounded; of x [T, X] as many columns as weight has, which
+        in a chunk are all."""
 
     def lightning_decode(
         self, out: Any, qkv: Any, heads: LightningHeads, state: LightningState, rows: Rows, eps: float
@@ -125,11 +126,14 @@ class Ops(Protocol):
         the last R, rotated (split halves) by the row's position, go to the pages of its slot, at its location."""
 
     def decode_latent_attention(
-        self, out: Any, q: Any, pages: Any, weights: LatentWeights, rope: Any, rows: Rows, scale: float
-    ) -> None:
+        self, out: Any, q: Any, latents: Any | None, pages: Any, weights: LatentWeights, rope: Any, rows: Rows,
+        scale: float, eps: float, upcoming: Any | None = None,
+    ) -> None:  # fmt: skip
         """softmax(scale * q k) v for each row over positions 0 .. its own, of its own slot; keys of a tree are found as
         `Rows` says. Of a head's query [N | R] the last R elements are rotated by the row's position. A token's key is
-        [up_k c | r] and its value up_v c, of what the pages hold of it, c [C] and r [R]."""
+        [up_k c | r] and its value up_v c, of what the pages hold of it, c [C] and r [R]. First the rows' own `latents`
+        go to the pages, as by `append_latent`; None: they are there. `upcoming`: a weight that a product soon reads,
+        which may be brought closer meanwhile."""
 
     def prefill_latent_attention(
         self, out: Any, q: Any, pages: Any, weights: LatentWeights, rope: Any, rows: Rows, scale: float

@@ -32,11 +32,15 @@ class OpSpec:
 _LATENT_ATTENTION = {
     "out": "T HU",
     "q": "T HNR",
+    "latents": "T ACR",
+    "q_norm": "A",
+    "kv_norm": "C",
     "pages": "P 1 S CR",
     "up": "H NU C",
     "rope": "2 M R/2",
     "positions": "T",
     "slots": "T",
+    "locations": "T",
     "block_tables": "B N",
     "tree_masks": "T",
     "tree_base": "T",
@@ -123,7 +127,7 @@ OPS = {
             "blocks": "T K W",
         }
     ),
-    "project": OpSpec({"out": "T O", "x": "T I", "norm": "I", "weight": "O I"}),
+    "project": OpSpec({"out": "T O", "x": "T X", "norm": "I", "weight": "O I"}),
     "append_latent": OpSpec(
         {
             "q_latent": "T A",

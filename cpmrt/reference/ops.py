@@ -235,7 +235,9 @@ class NumpyOps:
     def project(
         self, out: F32, x: F32, norm: F32 | None, weight: Matrix, eps: float, *, is_prefill: bool = False
     ) -> None:
-        check_shapes("project", out=out, x=x, norm=norm, weight=weight)
+        columns = check_shapes("project", out=out, x=x, norm=norm, weight=weight)["I"]
+        assert x.shape[1] == columns or not is_prefill and x.shape[1] > columns
+        x = x[:, :columns]
         out[:] = round_to(linear(self._normalised(x, norm, eps), weight, is_prefill=is_prefill), self.dtype)
 
     def append_latent(
@@ -246,17 +248,23 @@ class NumpyOps:
             kv_norm=weights.kv_norm, rope=rope, positions=rows.positions, locations=rows.locations, slots=rows.slots,
             block_tables=rows.block_tables,
         )  # fmt: skip
-        ends = sizes["A"], sizes["A"] + sizes["C"]
-        q_latent[:] = self._normalised(latents[:, : ends[0]], weights.q_norm, eps)
+        q_latent[:] = self._normalised(latents[:, : sizes["A"]], weights.q_norm, eps)
+        self._store_latents(pages, latents[:, sizes["A"] :], weights.kv_norm, rope, rows, eps)
+
+    def _store_latents(self, pages: F32, latents: F32, norm: F32, rope: F32, rows: Rows, eps: float) -> None:
+        """Store latents and shared keys [T, C + R] of rows: normalised, and rotated."""
         kept, places, offsets = _places(rows)
-        kv_latent = rms_norm(latents[kept, ends[0] : ends[1]], weights.kv_norm, eps)
-        shared = turned(latents[:, None, ends[1] :], rope, rows)[kept, 0]
+        kv_latent = rms_norm(latents[kept, : len(norm)], norm, eps)
+        shared = turned(latents[:, None, len(norm) :], rope, rows)[kept, 0]
         pages[places, 0, offsets] = round_to(np.concatenate([kv_latent, shared], axis=1), self.dtype)
 
     def decode_latent_attention(
-        self, out: F32, q: F32, pages: F32, weights: LatentWeights, rope: F32, rows: Rows, scale: float
-    ) -> None:
-        query, rotated = _latent_queries("decode_latent_attention", out, q, pages, weights, rope, rows)
+        self, out: F32, q: F32, latents: F32 | None, pages: F32, weights: LatentWeights, rope: F32, rows: Rows,
+        scale: float, eps: float, upcoming: Matrix | None = None,
+    ) -> None:  # fmt: skip
+        query, rotated = _latent_queries("decode_latent_attention", out, q, pages, weights, rope, rows, latents)
+        if latents is not None:
+            self._store_latents(pages, latents[:, len(weights.q_norm) :], weights.kv_norm, rope, rows, eps)
         out[rows.slots < 0] = 0.0
         for row in map(int, np.flatnonzero(rows.slots >= 0)):
             attended = latent.attend_row(query[row], rotated[row], pages, weights.up, rows, row, scale)
@@ -385,11 +393,12 @@ def _places(rows: Rows) -> tuple[Array, Array, Array]:
 
 
 def _latent_queries(
-    op: str, out: F32, q: F32, pages: F32, weights: LatentWeights, rope: F32, rows: Rows
+    op: str, out: F32, q: F32, pages: F32, weights: LatentWeights, rope: F32, rows: Rows, latents: F32 | None = None
 ) -> tuple[F32, F32]:
     """Return the parts of each head's query: before the rotated part [T, H, N], and that part, rotated [T, H, R]."""
     check_shapes(
-        op, out=out, q=q, pages=pages, up=weights.up, rope=rope, positions=rows.positions, slots=rows.slots,
+        op, out=out, q=q, latents=latents, q_norm=weights.q_norm, kv_norm=weights.kv_norm, pages=pages, up=weights.up,
+        rope=rope, positions=rows.positions, locations=rows.locations, slots=rows.slots,
         block_tables=rows.block_tables, tree_masks=rows.tree_masks, tree_base=rows.tree_base,
     )  # fmt: skip
     heads, rope_dim = q.reshape(len(q), len(weights.up), -1), 2 * rope.shape[2]

@@ -1,21 +1,32 @@
-// absorb_queries: queries of latent attention in the space of the latents, for the rows of a step.
+// absorb_queries: queries of latent attention in the space of the latents, for the rows of a step, whose own latents go to the pages.
 //
 // queries[t, h, :C] = q[t, h, :N] up[h, :N, :],  queries[t, h, C:] = rope(q[t, h, N:]) of the row's position (split halves),
-// C = KV_RANK, N = NOPE_DIM, R = ROPE_DIM: then queries . page = q . key for a page row [latent | rotated] of C + R elements
+// C = KV_RANK, N = NOPE_DIM, R = ROPE_DIM: then queries . page = q . key for a page row [latent | rotated] of C + R elements;
+// page[0 : C] = rms_norm(latents[t, A : A + C]) kv_norm, page[C :] = rope(latents[t, A + C :]) of the row's position, A = q_rank,
+// page being the row at location t of the pages of the row's slot
 //
 // queries        [T, heads, C + R] scalar_t row-major
+// pages          [P, 1, 64, C + R] scalar_t
 // q              [T, heads * (N + R)] scalar_t row-major
 // up             [heads, N + VALUE_DIM, C] scalar_t row-major
 // rope           [2, max_context, R / 2] scalar_t: cos, sin
-// positions      [T] int32; slots [T] int32: of a row of slot -1 the position is not read
+// latents        [T, A + C + R] scalar_t row-major, or null: then nothing goes to the pages; kv_norm [C] scalar_t
+// positions, locations (null: positions), slots [T] int32: a row of slot -1 has no position, and nothing of it goes to a page;
+//                block_tables [B, pages_per_sequence] int32
+// upcoming       weights that are read soon, of which the first upcoming_bytes, a multiple of 16, are brought to the L2
 // constants      KV_RANK: elements of a latent, a multiple of 256. NOPE_DIM: elements of a query before those that are
-//                rotated, a multiple of 8. ROPE_DIM: those, at most 512. VALUE_DIM: elements of a value
-// grid           (heads, b): block y takes the rows y, y + b and so on; block 256; 8 * C * 4 bytes of static shared memory
-// numerics       float32: a warp's rows of up in order, then the warps in order; rounded once
+//                rotated, a multiple of 16. ROPE_DIM: those, at most 512. VALUE_DIM: elements of a value
+// grid           (heads, or with latents heads + 1, and one for each 128 KiB of upcoming, b), b at most T: block y takes the rows
+//                y, y + b and so on; block 256; 8 * C * 4 bytes of static shared memory
+// launched after a product that lets this kernel start behind its own wait: what a step's rows are is read before pdl_wait
+// numerics       float32: a warp's rows of up in order, then the warps in order; of a norm a lane's squares in order, then the
+//                lanes; rounded once
 // oracle         NumpyOps.decode_latent_attention
-// source         arXiv 2405.04434
+// source         arXiv 2405.04434; RMSNorm arXiv 1910.07467, RoPE arXiv 2104.09864
 // layout         A block holds its head's part of up in registers, read before the wait: 16 bytes of each of N / 8 rows a
-//                thread. It lets latent_attention start behind its own wait: all that goes to the pages is there then
+//                thread, past the L1, because ptxas moves reads of constants behind the wait. It lets latent_attention start
+//                behind its own wait: all that earlier steps have put into the pages is there then. A block more appends, a
+//                warp a row. While this and the next two kernels run, memory has little to do: the last blocks give it work
 #if !defined(KV_RANK) || !defined(NOPE_DIM) || !defined(ROPE_DIM) || !defined(VALUE_DIM)
 #error "a constant is not defined"
 #endif
@@ -25,32 +36,144 @@ constexpr int kThreads = 256, kWarps = 8;
 constexpr int kWarpRows = NOPE_DIM / kWarps;
 constexpr int kSpans = KV_RANK / 256;  // of 256 columns, 8 a lane
 constexpr int kHalf = ROPE_DIM / 2;
-static_assert(KV_RANK % 256 == 0 && NOPE_DIM % kWarps == 0 && kHalf <= kThreads, "sizes that the kernel does not take");
+constexpr int kCached = KV_RANK + ROPE_DIM;
+constexpr int kAngles = (kHalf + 31) / 32;   // of a lane
+constexpr int kPieceBytes = 2048, kBlockPieces = 64;   // of what comes to the L2
+static_assert(KV_RANK % 256 == 0 && NOPE_DIM % (2 * kWarps) == 0 && kHalf <= kThreads, "sizes that the kernel does not take");
+
+// What the latents of a step's rows become, and where.
+struct Append {
+  scalar_t* pages;
+  const scalar_t *latents, *norm, *rope;
+  const int *positions, *locations, *slots, *block_tables;
+  int num_rows, max_context, q_rank, pages_per_sequence;
+  float eps;
+
+  // Looks up the place of a row in the pages, null if it has none, and the lane's angles.
+  DEVICE scalar_t* look_up(float2 (&angles)[kAngles], int row, int lane) const {
+    const int slot = load_now(slots + row), position = load_now(positions + row);
+    const int location = locations == nullptr ? position : load_now(locations + row);
+    if (slot < 0) return nullptr;
+    const int page = load_now(block_tables + static_cast<int64_t>(slot) * pages_per_sequence + location / kPageTokens);
+#pragma unroll
+    for (int i = 0; i < kAngles; i++) {
+      if (i * 32 + lane >= kHalf) break;
+      const scalar_t* cosine = rope + static_cast<int64_t>(position) * kHalf + i * 32 + lane;
+      angles[i] = make_float2(to_float(load_now(cosine)), to_float(load_now(cosine + static_cast<int64_t>(max_context) * kHalf)));
+    }
+    return pages + (static_cast<int64_t>(page) * kPageTokens + location % kPageTokens) * kCached;
+  }
+
+  // All lanes of a warp.
+  DEVICE void store(scalar_t* to, const uint4 (&weights)[kSpans], const float2 (&angles)[kAngles], int row, int lane) const {
+    const scalar_t* from = latents + static_cast<int64_t>(row) * (q_rank + kCached) + q_rank;
+    uint4 held[kSpans];
+    float sum = 0.0f;
+#pragma unroll
+    for (int span = 0; span < kSpans; span++) held[span] = load16_past_l1(from + span * 256 + lane * 8);
+#pragma unroll
+    for (int i = 0; i < kAngles; i++) {
+      const int pair = i * 32 + lane;
+      if (pair >= kHalf) break;
+      const float first = to_float(load_now(from + KV_RANK + pair)), second = to_float(load_now(from + KV_RANK + kHalf + pair));
+      to[KV_RANK + pair] = from_float(first * angles[i].x - second * angles[i].y);
+      to[KV_RANK + kHalf + pair] = from_float(second * angles[i].x + first * angles[i].y);
+    }
+#pragma unroll
+    for (int span = 0; span < kSpans; span++)
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        const float2 v = unpack2((&held[span].x)[e]);
+        sum += v.x * v.x + v.y * v.y;
+      }
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, distance);
+    const float scale = 1.0f / sqrtf(sum / KV_RANK + eps);
+#pragma unroll
+    for (int span = 0; span < kSpans; span++) {
+      uint4 out;
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        const float2 v = unpack2((&held[span].x)[e]), w = unpack2((&weights[span].x)[e]);
+        (&out.x)[e] = pack2(v.x * scale * w.x, v.y * scale * w.y);
+      }
+      store16(to + span * 256 + lane * 8, out);
+    }
+  }
+
+  // The rows of a block of the grid's last column.
+  DEVICE void run() const {
+    const int lane = threadIdx.x % 32, first = blockIdx.y * kWarps + threadIdx.x / 32;
+    uint4 weights[kSpans];
+    float2 angles[kAngles];
+#pragma unroll
+    for (int span = 0; span < kSpans; span++) weights[span] = load16_past_l1(norm + span * 256 + lane * 8);
+    scalar_t* to = first < num_rows ? look_up(angles, first, lane) : nullptr;
+    pdl_wait();
+    pdl_launch_dependents();
+    for (int row = first; row < num_rows; row += gridDim.y * kWarps) {
+      if (row > first) to = look_up(angles, row, lane);
+      if (to != nullptr) store(to, weights, angles, row, lane);
+    }
+  }
+};
 
 extern "C" __global__ void __launch_bounds__(kThreads)
-    KERNEL(absorb_queries)(scalar_t* __restrict__ queries, const scalar_t* q, const scalar_t* __restrict__ up,
-                           const scalar_t* __restrict__ rope, const int* positions, const int* slots, int num_rows,
-                           int max_context) {
+    KERNEL(absorb_queries)(scalar_t* __restrict__ queries, scalar_t* pages, const scalar_t* q, const scalar_t* __restrict__ up,
+                           const scalar_t* __restrict__ rope, const scalar_t* latents, const scalar_t* __restrict__ kv_norm,
+                           const int* positions, const int* locations, const int* slots, const int* block_tables,
+                           const unsigned char* __restrict__ upcoming, int num_heads, int num_rows, int max_context, int q_rank,
+                           int pages_per_sequence, int upcoming_bytes, float eps) {
   __shared__ float sums[kWarps][KV_RANK];
-  const int head = blockIdx.x, num_heads = gridDim.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int head = blockIdx.x, beyond = head - num_heads - (latents == nullptr ? 0 : 1);
+  if (beyond >= 0) {
+    const int first = (beyond * kBlockPieces + static_cast<int>(threadIdx.x)) * kPieceBytes;
+    if (blockIdx.y == 0 && threadIdx.x < kBlockPieces && first < upcoming_bytes)
+      prefetch_to_l2(upcoming + first, min(kPieceBytes, upcoming_bytes - first));
+    return;
+  }
+  if (head == num_heads) {
+    Append{pages, latents, kv_norm, rope, positions, locations, slots, block_tables, num_rows, max_context, q_rank,
+           pages_per_sequence, eps}.run();
+    return;
+  }
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const scalar_t* own = up + (static_cast<int64_t>(head) * (NOPE_DIM + VALUE_DIM) + warp * kWarpRows) * KV_RANK + lane * 8;
   uint4 weights[kWarpRows][kSpans];
 #pragma unroll
   for (int d = 0; d < kWarpRows; d++)
 #pragma unroll
-    for (int span = 0; span < kSpans; span++) weights[d][span] = load16(own + d * KV_RANK + span * 256);
+    for (int span = 0; span < kSpans; span++) weights[d][span] = load16_past_l1(own + d * KV_RANK + span * 256);
+  const auto angle_of = [&](int row) {
+    if (threadIdx.x >= kHalf) return make_float2(0.0f, 0.0f);
+    const int slot = load_now(slots + row), position = load_now(positions + row);
+    const int64_t place = static_cast<int64_t>(slot < 0 ? 0 : position) * kHalf + threadIdx.x;
+    return make_float2(to_float(load_now(rope + place)), to_float(load_now(rope + static_cast<int64_t>(max_context) * kHalf + place)));
+  };
+  float2 angle = angle_of(blockIdx.y);
   pdl_wait();
   pdl_launch_dependents();
   for (int row = blockIdx.y; row < num_rows; row += gridDim.y) {
+    if (row > static_cast<int>(blockIdx.y)) angle = angle_of(row);
     const int64_t index = static_cast<int64_t>(row) * num_heads + head;
     const scalar_t* query = q + index * (NOPE_DIM + ROPE_DIM);
     scalar_t* out = queries + index * (KV_RANK + ROPE_DIM);
+    uint32_t factors[kWarpRows / 2];
+#pragma unroll
+    for (int d = 0; d < kWarpRows / 2; d++) factors[d] = load_now(reinterpret_cast<const int*>(query + warp * kWarpRows) + d);
+    if (threadIdx.x < kHalf) {
+      const float first = to_float(load_now(query + NOPE_DIM + threadIdx.x));
+      const float second = to_float(load_now(query + NOPE_DIM + kHalf + threadIdx.x));
+      out[KV_RANK + threadIdx.x] = from_float(first * angle.x - second * angle.y);
+      out[KV_RANK + kHalf + threadIdx.x] = from_float(second * angle.x + first * angle.y);
+    }
 #pragma unroll
     for (int span = 0; span < kSpans; span++) {
       float sum[8] = {};
 #pragma unroll
       for (int d = 0; d < kWarpRows; d++) {
-        const float factor = to_float(query[warp * kWarpRows + d]);
+        const float2 two = unpack2(factors[d / 2]);
+        const float factor = d % 2 == 0 ? two.x : two.y;
         const uint4 held = packed(weights[d][span]);
         const uint32_t* pairs = &held.x;
 #pragma unroll
@@ -72,14 +195,6 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 #pragma unroll
       for (int w = 0; w < kWarps; w++) total += sums[w][column];
       out[column] = from_float(total);
-    }
-    if (threadIdx.x < kHalf) {
-      const int position = slots[row] < 0 ? 0 : positions[row];
-      const float first = to_float(query[NOPE_DIM + threadIdx.x]), second = to_float(query[NOPE_DIM + kHalf + threadIdx.x]);
-      const int64_t angle = static_cast<int64_t>(position) * kHalf + threadIdx.x;
-      const float c = to_float(rope[angle]), s = to_float(rope[static_cast<int64_t>(max_context) * kHalf + angle]);
-      out[KV_RANK + threadIdx.x] = from_float(first * c - second * s);
-      out[KV_RANK + kHalf + threadIdx.x] = from_float(second * c + first * s);
     }
     __syncthreads();
   }

@@ -10,12 +10,14 @@
 // pages          [P, 1, 64, C + R] scalar_t
 // positions      [T] int32; slots [T] int32, slot -1: nothing is stored; block_tables [B, pages_per_sequence] int32
 // tree_masks     [T] uint64, tree_base [T] int32, read with TREE only: positions[t] + 1 is tree_base[t] plus the set bits
+// num_fresh      how many of a row's last keys absorb_queries may write
 // num_splits     into how many runs a long row's pages are cut
 // constants      HEADS: query heads. KV_RANK: elements of a latent, a multiple of 128. ROPE_DIM: elements of a key behind it, a
 //                multiple of 32. STAGES: pages in shared memory, at least 2. TREE: 1 reads tree_masks
 // grid           (a, T, ceil(HEADS / 16)): a row's runs x, x + a and so on, of 16 heads; block 128; shared memory
 //                STAGES * 128 * (C + R) + 2560 bytes
-// launched after absorb_queries, which lets this kernel start once all before it have finished: pages are read before pdl_wait
+// launched after absorb_queries, which lets this kernel start once all before it have finished: keys that are not fresh are read before
+//                pdl_wait
 // numerics       scores, softmax and sums in float32 (exp2 with the scale folded in); the unnormalised weights are rounded
 //                to scalar_t for the product with the latents
 // oracle         NumpyOps.decode_latent_attention
@@ -29,13 +31,9 @@
 #if !defined(HEADS) || !defined(KV_RANK) || !defined(ROPE_DIM) || !defined(STAGES) || !defined(TREE)
 #error "a constant is not defined"
 #endif
-#include "latent_cut.cuh"
+#include "latent_pages.cuh"
 
-constexpr int kHeads = 16, kThreads = 128;        // of a block
-constexpr int kCached = KV_RANK + ROPE_DIM;
-constexpr int kChunks = kCached / 8;              // 16-byte chunks of a row
-constexpr int kRowBytes = kCached * 2;
-constexpr int kPageBytes = kPageTokens * kRowBytes;
+constexpr int kHeads = 16;                        // of a block
 constexpr int kCopiesAtOnce = TREE || __CUDA_ARCH__ >= 1000 ? 1 : 3;  // of a thread: more take registers from the queries
 constexpr int kSteps = kCached / 16;              // k-steps of a score
 constexpr int kColumnTiles = KV_RANK / 4 / 8;     // n-tiles of a warp's columns
@@ -49,34 +47,12 @@ DEVICE int phase_of(int row) { return (row >> 1 & 3) << 4; }
 // Bytes of a row's chunk 4 i + 2 odd + `chunk` beyond those of chunk 4 i.
 DEVICE int swizzled(int row, int chunk, int odd) { return (odd * 32 + chunk * 16) ^ phase_of(row); }
 
-// Where the keys of a row lie.
-struct Source {
-  const scalar_t* pages;
-  const int* block_table;
-  uint32_t path;  // shared int each: the row, among those of all pages, of every node of the path
-  int length, num_nodes;  // keys of the row; those of its path, the last ones
-
-  // Starts the copy of a page; rows that do not exist become zeros.
-  DEVICE void load(uint32_t to, int page) const {
-    const int first_row = block_table[page] * kPageTokens, visible = length - page * kPageTokens;
-#pragma unroll kCopiesAtOnce
-    for (int index = threadIdx.x; index < kPageTokens * kChunks; index += kThreads) {
-      const int row = index / kChunks;
-      int from = first_row + row;
-      const int node = row - visible + num_nodes;
-      if (TREE && node >= 0 && row < visible) from = load_shared_word(path + node * 4);
-      cp_async16(to + (index * 16 ^ phase_of(row)), pages + static_cast<int64_t>(from) * kCached + (index - row * kChunks) * 8,
-                 row < visible ? 16 : 0);
-    }
-  }
+struct PageAt {
+  uint32_t place;
+  DEVICE uint32_t operator()(int row, int chunk) const { return place + ((row * kChunks + chunk) * 16 ^ phase_of(row)); }
 };
-
-// The rows of the nodes of a path, by the first warps. A barrier must follow.
-DEVICE void look_up_path(uint32_t path, const int* block_table, uint64_t mask, int base) {
-  const int bit = threadIdx.x;
-  if (bit >= kMaxNodes || !(mask >> bit & 1)) return;
-  const int location = base + bit, row = block_table[location / kPageTokens] * kPageTokens + location % kPageTokens;
-  store_shared_word(path + __popcll(mask & ((1ull << bit) - 1)) * 4, row);
+DEVICE void load_page(const Source& source, uint32_t to, int page, int fresh) {
+  source.load<kCopiesAtOnce>(page, source.block_table[page], fresh, PageAt{to});
 }
 
 struct WarpState {
@@ -208,25 +184,25 @@ DEVICE void store_run(const WarpState& state, float* means, float* log_sums, int
 extern "C" __global__ void __launch_bounds__(kThreads, TREE ? 2 : 3)
     KERNEL(latent_attention)(float* means, float* log_sums, const scalar_t* queries, const scalar_t* pages, const int* positions,
                              const int* slots, const int* block_tables, const uint64_t* tree_masks, const int* tree_base,
-                             int num_splits, int pages_per_sequence, float scale) {
+                             int num_fresh, int num_splits, int pages_per_sequence, float scale) {
   extern __shared__ __align__(128) unsigned char shared[];
   __shared__ int path_rows[TREE ? kMaxNodes : 1];
   const int row = blockIdx.y, first_head = blockIdx.z * kHeads, num_heads = min(HEADS - first_head, kHeads);
   const int lane = threadIdx.x % 32, quarter = threadIdx.x / 32;
-  const int slot = __ldcg(slots + row), length = slot < 0 ? 0 : __ldcg(positions + row) + 1;
+  const int length = length_of(row, positions, slots);
   const LatentCut cut(length, num_splits);
   if (static_cast<int>(blockIdx.x) >= cut.num_runs) {
     pdl_launch_dependents();
     pdl_wait();
     return;
   }
-  const int* block_table = block_tables + static_cast<int64_t>(slot) * pages_per_sequence;
+  const int* block_table = block_tables + static_cast<int64_t>(__ldcg(slots + row)) * pages_per_sequence;
   const uint64_t mask = TREE ? __ldcg(tree_masks + row) : 0;
   if (TREE) {
     look_up_path(shared_address(path_rows), block_table, mask, __ldcg(tree_base + row));
     __syncthreads();
   }
-  const Source source = {pages, block_table, shared_address(path_rows), length, __popcll(mask)};
+  const Source source = {pages, block_table, shared_address(path_rows), length, __popcll(mask), length - num_fresh};
   const uint32_t ring = shared_address(shared), weights = ring + STAGES * kPageBytes, tops = weights + kWeightBytes;
   WarpState state;
   bool has_queries = false;
@@ -234,12 +210,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, TREE ? 2 : 3)
     const int first = run * cut.run_pages, count = min(cut.run_pages, cut.num_pages - first);
 #pragma unroll
     for (int i = 0; i < STAGES - 1; i++) {
-      if (i < count) source.load(ring + i * kPageBytes, first + i);
+      if (i < count) load_page(source, ring + i * kPageBytes, first + i, has_queries ? kPageTokens : source.first_fresh(first + i));
       cp_async_commit();
     }
     if (!has_queries) {
       pdl_launch_dependents();
       pdl_wait();
+      for (int i = 0; i < min(STAGES - 1, count); i++)
+        source.load_fresh(first + i, block_table[first + i], PageAt{ring + i * kPageBytes});
       const scalar_t* own = queries + (static_cast<int64_t>(row) * HEADS + first_head) * kCached;
       load_queries(state, ring + (STAGES - 1) * kPageBytes, own, num_heads, lane);
       has_queries = true;
@@ -253,7 +231,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, TREE ? 2 : 3)
     for (int i = 0; i < count; i++) {
       cp_async_wait<STAGES - 2>();
       __syncthreads();  // the page is there, and the place of the next one is free
-      if (i + STAGES - 1 < count) source.load(ring + (i + STAGES - 1) % STAGES * kPageBytes, first + i + STAGES - 1);
+      if (i + STAGES - 1 < count) load_page(source, ring + (i + STAGES - 1) % STAGES * kPageBytes, first + i + STAGES - 1, kPageTokens);
       cp_async_commit();
       const uint32_t page = ring + i % STAGES * kPageBytes;
       float scores[2][4];

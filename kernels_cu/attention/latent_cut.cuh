@@ -7,6 +7,12 @@
 #error "a constant is not defined"
 #endif
 
+// Keys that a row sees; none without a slot.
+DEVICE int length_of(int row, const int* positions, const int* slots) {
+  const int slot = load_now(slots + row), position = load_now(positions + row);
+  return slot < 0 ? 0 : position + 1;
+}
+
 struct LatentCut {
   int num_pages, run_pages, num_runs;
 

@@ -9,25 +9,31 @@
 // positions      [T] int32; slots [T] int32
 // constants      HEADS: query heads. KV_RANK: elements of a latent: 256, 512 or 1024. NOPE_DIM: rows of up before those of the
 //                values. VALUE_DIM: elements of a value, a multiple of 32
-// grid           (HEADS, b): block y takes the rows y, y + b and so on; block 1024; 4096 bytes of static shared memory
-// numerics       float32: 1024 / C groups of threads add up every so many runs in order, then the groups in order; of a
+// grid           (HEADS, b), b at most T: block y takes the rows y, y + b and so on; block 512; 8192 + 4 C bytes of static shared
+//                memory
+// launched after latent_attention, which starts once all before its own predecessor have finished: what a step's rows are is read
+//                before pdl_wait
+// numerics       float32: 2048 / C groups of threads add up every so many runs in order, then the groups in order; of a
 //                product with up a lane's columns in order, then the lanes; rounded once
 // oracle         NumpyOps.decode_latent_attention
 // source         arXiv 2405.04434; Flash-Decoding (Dao et al. 2023)
-// layout         As absorb_queries: a block holds its head's part of up in registers, read before the wait, a warp U / 32 rows.
-//                Every warp finds the shares of all runs by itself, 32 a time in its lanes, while the means are on their way
+// layout         As absorb_queries: a block holds its head's part of up in registers, read before the wait, a warp U / 16 rows.
+//                A thread has four columns of every so many runs, and asks for up to 16 of these at a time. Every warp finds the
+//                shares of all runs by itself, 32 a time in its lanes, while the first of them are on their way
 #if !defined(HEADS) || !defined(KV_RANK) || !defined(NOPE_DIM) || !defined(VALUE_DIM)
 #error "a constant is not defined"
 #endif
 #include "latent_cut.cuh"
 
-constexpr int kThreads = 1024, kWarps = 32;
-constexpr int kGroups = kThreads / KV_RANK;   // of threads that have a column each
+constexpr int kThreads = 512, kWarps = kThreads / 32;
+constexpr int kRunThreads = KV_RANK / 4;      // with four columns each
+constexpr int kGroups = kThreads / kRunThreads;
 constexpr int kWarpRows = VALUE_DIM / kWarps;
 constexpr int kSpans = KV_RANK / 256;         // of 256 columns, 8 a lane
-constexpr int kLaneRuns = 8;                  // runs of which a lane keeps the share
-constexpr int kBatch = 32 / kGroups;          // runs that a thread reads at a time
-static_assert(kThreads % KV_RANK == 0 && KV_RANK % 256 == 0 && VALUE_DIM % kWarps == 0, "sizes that the kernel does not take");
+constexpr int kMostRuns = 256, kLaneRuns = kMostRuns / 32;   // and those of which a lane keeps the share
+constexpr int kBatch = KV_RANK == 256 ? 16 : 8;  // runs that a thread reads at a time
+static_assert(kThreads % kRunThreads == 0 && kRunThreads % 32 == 0 && KV_RANK % 256 == 0 && VALUE_DIM % kWarps == 0,
+              "sizes that the kernel does not take");
 
 DEVICE float warp_max(float x) {
 #pragma unroll
@@ -40,62 +46,90 @@ DEVICE float warp_sum(float x) {
   return x;
 }
 
-// Each run's share of a head's result: share[i] of run 32 i + lane.
+// Each run's share of a head's result: share[i] of run 32 i + lane, 0 of one that does not exist.
 DEVICE void share_runs(float (&share)[kLaneRuns], const float* log_sums, int num_runs, int lane) {
   float top = kNoMaximum, sum = 0.0f;
 #pragma unroll
-  for (int i = 0; i < kLaneRuns; i++) share[i] = i * 32 + lane < num_runs ? log_sums[i * 32 + lane] : kHiddenScore;
-#pragma unroll
-  for (int i = 0; i < kLaneRuns; i++) top = fmaxf(top, share[i]);
+  for (int i = 0; i < kLaneRuns; i++) {
+    if (i * 32 >= num_runs) break;
+    share[i] = i * 32 + lane < num_runs ? log_sums[i * 32 + lane] : kHiddenScore;
+    top = fmaxf(top, share[i]);
+  }
   top = warp_max(top);
 #pragma unroll
-  for (int i = 0; i < kLaneRuns; i++) sum += share[i] = exp2_fast(share[i] - top);
+  for (int i = 0; i < kLaneRuns; i++) {
+    if (i * 32 >= num_runs) break;
+    sum += share[i] = exp2_fast(share[i] - top);
+  }
   const float inverse = 1.0f / warp_sum(sum);
 #pragma unroll
-  for (int i = 0; i < kLaneRuns; i++) share[i] *= inverse;
+  for (int i = 0; i < kLaneRuns; i++) {
+    if (i * 32 >= num_runs) break;
+    share[i] *= inverse;
+  }
+}
+
+// Asks for four columns of the runs first + group, first + group + kGroups and so on, of the last run in place of those that do
+// not exist.
+DEVICE void load_runs(float4 (&values)[kBatch], const float* results, int first, int group, int num_runs) {
+#pragma unroll
+  for (int b = 0; b < kBatch; b++) {
+    if (first + b * kGroups >= num_runs) break;
+    const int run = min(first + b * kGroups + group, num_runs - 1);
+    values[b] = load_now(reinterpret_cast<const float4*>(results + static_cast<int64_t>(run) * (HEADS * KV_RANK)));
+  }
+}
+
+// The thread's part of sum_r share_r means[r].
+DEVICE float4 merge_runs(const float* results, const float* log_sums, int group, int num_runs, int lane) {
+  float share[kLaneRuns];
+  float4 values[kBatch], sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  load_runs(values, results, 0, group, num_runs);
+  share_runs(share, log_sums, num_runs, lane);
+#pragma unroll
+  for (int turn = 0; turn < kMostRuns / kGroups; turn++) {
+    if (turn * kGroups >= num_runs) break;
+    if (turn > 0 && turn % kBatch == 0) load_runs(values, results, turn * kGroups, group, num_runs);
+    const float4 v = values[turn % kBatch];
+    const float w = __shfl_sync(0xFFFFFFFFu, share[turn * kGroups / 32], turn * kGroups % 32 + group);
+    sum.x = fmaf(w, v.x, sum.x), sum.y = fmaf(w, v.y, sum.y);
+    sum.z = fmaf(w, v.z, sum.z), sum.w = fmaf(w, v.w, sum.w);
+  }
+  return sum;
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     KERNEL(merge_latents)(scalar_t* __restrict__ out, const float* means, const float* log_sums,
                           const scalar_t* __restrict__ up, const int* positions, const int* slots, int num_rows,
                           int num_splits) {
-  __shared__ __align__(16) float latent[kThreads];
+  __shared__ __align__(16) float parts[kGroups][KV_RANK];
+  __shared__ __align__(16) float latent[KV_RANK];
   const int head = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int column = threadIdx.x % KV_RANK, group = threadIdx.x / KV_RANK;
+  const int column = threadIdx.x % kRunThreads * 4, group = threadIdx.x / kRunThreads;
   const scalar_t* own = up + (static_cast<int64_t>(head) * (NOPE_DIM + VALUE_DIM) + NOPE_DIM + warp * kWarpRows) * KV_RANK;
   uint4 weights[kWarpRows][kSpans];
 #pragma unroll
   for (int d = 0; d < kWarpRows; d++)
 #pragma unroll
-    for (int span = 0; span < kSpans; span++) weights[d][span] = load16(own + d * KV_RANK + span * 256 + lane * 8);
-  pdl_begin();
+    for (int span = 0; span < kSpans; span++)
+      weights[d][span] = load16_past_l1(own + d * KV_RANK + span * 256 + lane * 8);
+  pdl_launch_dependents();
+  int length = length_of(blockIdx.y, positions, slots);
+  pdl_wait();
   for (int row = blockIdx.y; row < num_rows; row += gridDim.y) {
-    const LatentCut cut(slots[row] < 0 ? 0 : positions[row] + 1, num_splits);
+    if (row > static_cast<int>(blockIdx.y)) length = length_of(row, positions, slots);
+    const LatentCut cut(length, num_splits);
     const float* results = means + means_of(row, num_splits) + head * KV_RANK + column;
-    float share[kLaneRuns], sum = 0.0f;
-    share_runs(share, log_sums + log_sums_of(row, head, num_splits), cut.num_runs, lane);
-#pragma unroll
-    for (int i = 0; i < kLaneRuns; i++) {
-      if (i * 32 >= cut.num_runs) break;
-      float values[kBatch];
-#pragma unroll
-      for (int b = 0; b < kBatch; b++) {
-        const int run = i * 32 + b * kGroups + group;
-        values[b] = run < cut.num_runs ? results[static_cast<int64_t>(run) * (HEADS * KV_RANK)] : 0.0f;
-      }
-#pragma unroll
-      for (int b = 0; b < kBatch; b++) sum = fmaf(__shfl_sync(0xFFFFFFFFu, share[i], b * kGroups + group), values[b], sum);
-    }
-    latent[threadIdx.x] = sum;
+    const float4 part = merge_runs(results, log_sums + log_sums_of(row, head, num_splits), group, cut.num_runs, lane);
+    *reinterpret_cast<float4*>(&parts[group][column]) = part;
     __syncthreads();
-    if (kGroups > 1) {
-      float total = latent[column];
+    for (int c = threadIdx.x; c < KV_RANK; c += kThreads) {
+      float total = parts[0][c];
 #pragma unroll
-      for (int other = 1; other < kGroups; other++) total += latent[other * KV_RANK + column];
-      __syncthreads();
-      if (group == 0) latent[column] = total;
-      __syncthreads();
+      for (int other = 1; other < kGroups; other++) total += parts[other][c];
+      latent[c] = total;
     }
+    __syncthreads();
     float sums[kWarpRows] = {};
 #pragma unroll
     for (int span = 0; span < kSpans; span++) {
@@ -120,6 +154,5 @@ extern "C" __global__ void __launch_bounds__(kThreads)
       if (lane == 0)
         out[(static_cast<int64_t>(row) * HEADS + head) * VALUE_DIM + warp * kWarpRows + d] = from_float(sums[d]);
     }
-    __syncthreads();
   }
 }

@@ -12,6 +12,24 @@ DEVICE uint4 load16_streamed(const void* source) {
   return v;
 }
 
+// Reads now, past the L1: the compiler would move a load to its first use, which may lie behind pdl_wait or behind the use of
+// another load.
+DEVICE int load_now(const int* source) {
+  int v;
+  asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(v) : "l"(source) : "memory");
+  return v;
+}
+DEVICE float4 load_now(const float4* source) {
+  float4 v;
+  asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(source) : "memory");
+  return v;
+}
+DEVICE scalar_t load_now(const scalar_t* source) {
+  unsigned short v;
+  asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(v) : "l"(source) : "memory");
+  return reinterpret_cast<const scalar_t&>(v);
+}
+
 DEVICE uint4 load16(const void* source) { return *static_cast<const uint4*>(source); }
 
 // What the kernel before this one wrote: never above pdl_wait, whatever the compiler thinks of the pointer.
@@ -81,6 +99,13 @@ DEVICE void store_shared2(uint32_t address, float a, float b) {
 DEVICE float2 load_shared2(uint32_t address) {
   const uint2 v = load_shared_words(address);
   return make_float2(__uint_as_float(v.x), __uint_as_float(v.y));
+}
+
+// Asks for bytes (a multiple of 16, at such an address) that a later kernel reads to be brought to the L2. Nothing below sm_90.
+DEVICE void prefetch_to_l2(const void* source, int bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(bytes) : "memory");
+#endif
 }
 
 // Starts a copy of 16 bytes to shared memory past L1. The bytes from `source_bytes` on (0 to 16) become zero and are

@@ -6,7 +6,8 @@
 //   the last tile of tokens has at most four. GROUP: tiles of 16 weight rows that share one pass over x. CLUSTER:
 //   blocks that split K: 1, or 2 from sm_90 on. SPLIT_WARPS: warps that share a tile and split its K: 8, or 1. NORM: 1
 //   normalises rows of x, 0 takes them as they are. SMEM_BYTES: dynamic shared memory of the launch.
-//   FATRELU: of gate_up only, its activation is that of fatrelu.cuh; without it SiLU
+//   FATRELU: of gate_up only, its activation is that of fatrelu.cuh; without it SiLU. ROW_PITCH: elements between rows of x, of
+//   whose columns the first K are taken; without it K
 // Grid: any multiple of CLUSTER up to CLUSTER * ceil(tiles / kBlockTiles) blocks, clusters take groups of tiles in turn;
 //   block 256; SMEM_BYTES of dynamic shared memory.
 // Numerics: float32 accumulation in tensor cores over 8 * CLUSTER runs of K, the runs added in order; one rounding where a
@@ -18,7 +19,7 @@
 //   combine come out in one lane.
 #if !defined(LINEAR) || (LINEAR == 0 && !defined(HEAD_DIM)) || !defined(IN_FEATURES) || !defined(TOKEN_TILES) || \
     !defined(HALF_TILE) || !defined(GROUP) || !defined(CLUSTER) || !defined(SPLIT_WARPS) || !defined(NORM) || \
-    !defined(SMEM_BYTES) || (LINEAR != 2 && defined(FATRELU))
+    !defined(SMEM_BYTES) || (LINEAR != 2 && defined(FATRELU)) || (ROW_PITCH < IN_FEATURES && defined(ROW_PITCH))
 #error "a constant is not defined, or not for this product"
 #endif
 #include "weight_stream.cuh"
@@ -40,7 +41,7 @@ struct Activations {
         remaining(lane.own_units * (kResident ? 1 : passes)) {}
 
   DEVICE const scalar_t* source(int i, int from_unit) const {
-    return x + static_cast<size_t>(min(i * 8 + at.token, T - 1)) * K + from_unit * 64;
+    return x + static_cast<size_t>(min(i * 8 + at.token, T - 1)) * kRowPitch + from_unit * 64;
   }
   DEVICE uint32_t address(int place, int i, int j) const {
     return base + place * kXUnitBytes + i * 1024 + j * (is_half(i) ? 256 : 512);

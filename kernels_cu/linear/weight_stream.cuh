@@ -16,6 +16,11 @@
 #include "mma.cuh"
 
 constexpr int K = IN_FEATURES, NT = TOKEN_TILES;
+#ifdef ROW_PITCH
+constexpr int kRowPitch = ROW_PITCH;                          // elements between rows of x
+#else
+constexpr int kRowPitch = K;
+#endif
 constexpr int kWarps = 8, kThreads = kWarps * 32;
 constexpr int kRowWarps = kWarps / SPLIT_WARPS;               // warps with tiles of their own
 constexpr int kUnits = K / 64;                                // units of 64 k in a row

@@ -32,6 +32,7 @@
 //   SMEM_BYTES: dynamic shared memory of the launch
 //   PORTABLE: 1 leaves the copy engine out on sm_90 and later too
 //   FATRELU: of gate_up only, its activation is that of fatrelu.cuh; without it SiLU
+//   ROW_PITCH: elements between rows of x, of whose columns the first K are taken; without it K
 // Grid: no more blocks than multiprocessors, with SHARED_RUN a multiple of RUNS, with CLUSTERS in clusters of RUNS; they take tiles
 //   in turn; block 32 * WARPS; SMEM_BYTES of dynamic shared memory.
 // Numerics: codes times x exactly, float32 sums over a scale group in tensor cores, groups and then RUNS runs of K added in order;
@@ -50,7 +51,7 @@
     !defined(WARPGROUPS) || !defined(SHARED_RUN) || !defined(NORM) || !defined(PREPARED) || !defined(STAGE_SLICES) \
     || !defined(STAGES) || !defined(EARLY_SLOTS) || !defined(CLUSTERS) || !defined(RECEIVED_APART) || \
     !defined(FEEDS) || !defined(TRIGGER) || !defined(KEPT_ROUNDS) || !defined(SMEM_BYTES) || !defined(PORTABLE) || \
-    (LINEAR != 2 && defined(FATRELU))
+    (LINEAR != 2 && defined(FATRELU)) || (ROW_PITCH < IN_FEATURES && defined(ROW_PITCH))
 #error "a constant is not defined, or not for this product"
 #endif
 #include "linear_epilogue.cuh"

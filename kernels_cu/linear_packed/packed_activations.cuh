@@ -49,7 +49,7 @@ struct Activations {
       for (int i = 0; i < kThreadPieces; i++) {
         const int token = b * kTeams + team;
         if (token < T && in_team && RowPieces::piece(i) < kPieces)
-          v[b][i] = load16_past_l1(x + static_cast<size_t>(token) * K + RowPieces::piece(i) * 8);
+          v[b][i] = load16_past_l1(x + static_cast<size_t>(token) * kRowPitch + RowPieces::piece(i) * 8);
       }
     RowPieces row_pieces;
     row_pieces.load_norm(norm);
@@ -87,7 +87,7 @@ struct Activations {
 #pragma unroll
       for (int i = 0; i < kThreadPieces; i++) {
         const int token = b * kWarps + at.warp, piece = at.lane + i * 32;
-        if (token < T && piece < count) v[b][i] = load16_past_l1(x + static_cast<size_t>(token) * K + (first + piece) * 8);
+        if (token < T && piece < count) v[b][i] = load16_past_l1(x + static_cast<size_t>(token) * kRowPitch + (first + piece) * 8);
       }
 #pragma unroll
     for (int i = 0; i < kThreadPieces; i++)
@@ -134,7 +134,7 @@ struct Activations {
 #pragma unroll
       for (int i = 0; i < kBatch; i++) {
         const int item = item_of(i);
-        if (is_there(item)) v[i] = load16_past_l1(x + static_cast<size_t>(item / kRowPieces) * K + (first + item % kRowPieces) * 8);
+        if (is_there(item)) v[i] = load16_past_l1(x + static_cast<size_t>(item / kRowPieces) * kRowPitch + (first + item % kRowPieces) * 8);
       }
       if (start == 0) weights.fill_ring(), look();
 #pragma unroll

@@ -42,6 +42,11 @@ constexpr float kLateFactor = 0.0625f;
 constexpr float kLateFactor = 1.0f;
 #endif
 
+#ifdef ROW_PITCH
+constexpr int kRowPitch = ROW_PITCH;                           // elements between rows of x
+#else
+constexpr int kRowPitch = IN_FEATURES;
+#endif
 constexpr int kPieces = IN_FEATURES / 8;                       // of 16 bytes in a row of x
 constexpr int kRowWarps = 8, kRowThreads = kRowWarps * 32;     // that take a row together
 constexpr int kEighthPieces = (IN_FEATURES / 128 + kRowWarps - 1) / kRowWarps * 16;

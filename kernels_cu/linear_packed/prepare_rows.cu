@@ -8,14 +8,15 @@
 // Constants: IN_FEATURES: K, the columns of W, a multiple of 128. ROWS: most rows of a step: 1, 8, 16, 32 or 64.
 //   SCALE_GROUP: columns that share a scale: 16, 32, 64 or 128. ZEROS: 1 has zero points beside the scales, 2 minimums; 0: zero
 //   points are 8, in 8 bits 128. WARPGROUPS: 1 lets four warps multiply together where the architecture can. WEIGHT_BITS: 2 for
-//   ternary weights, of others not defined
+//   ternary weights, of others not defined. ROW_PITCH: elements between rows of x, of whose columns the first K are taken;
+//   without it K
 // Grid: T blocks of 256 threads; no dynamic shared memory.
 // Numerics: float32, rounded once; the square sum in the order of linear_packed.cu's own. Padding rows are not written.
 // Oracle: rms_norm of cpmrt/reference/ops.py.
 // Source: original.
 // Why the layout: a block of the product then copies its part of x in one piece.
 #if !defined(IN_FEATURES) || !defined(ROWS) || !defined(SCALE_GROUP) || !defined(ZEROS) || !defined(WARPGROUPS) || \
-    (WEIGHT_BITS != 2 && defined(WEIGHT_BITS))
+    (WEIGHT_BITS != 2 && defined(WEIGHT_BITS)) || (ROW_PITCH < IN_FEATURES && defined(ROW_PITCH))
 #error "a constant is not defined"
 #endif
 #include "packed_rows.cuh"
@@ -34,7 +35,7 @@ extern "C" __global__ void __launch_bounds__(kRowThreads) KERNEL(prepare_rows)(
   uint4 v[kThreadPieces];
 #pragma unroll
   for (int i = 0; i < kThreadPieces; i++)
-    if (RowPieces::piece(i) < kPieces) v[i] = load16_past_l1(x + static_cast<size_t>(token) * IN_FEATURES + RowPieces::piece(i) * 8);
+    if (RowPieces::piece(i) < kPieces) v[i] = load16_past_l1(x + static_cast<size_t>(token) * kRowPitch + RowPieces::piece(i) * 8);
   float square = 0.0f;
 #pragma unroll
   for (int i = 0; i < kThreadPieces; i++) {

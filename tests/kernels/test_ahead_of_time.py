@@ -29,7 +29,9 @@ from cpmrt.weights.model_folder import BUNDLED
 ROOT = Path(__file__).resolve().parents[2]
 ARCHITECTURES = ("sm_80", "sm_86", "sm_87", "sm_89", "sm_90", "sm_100", "sm_120")
 SHAPE = ModelConfig.from_hf(shape_config("minicpm4-0.5b"))
-STEP_ATTENTION = ("attention/decode_attention.cu", "attention/latent_attention.cu")
+STEP_ATTENTION = tuple(
+    f"attention/{name}.cu" for name in ("decode_attention", "latent_attention", "latent_attention_wgmma")
+)
 LINEAR, PACKED, ROUND = "linear/linear.cu", "linear_packed/linear_packed.cu", "load/round_weights.cu"
 
 

@@ -4,7 +4,8 @@ A parameter that is `const` and `__restrict__` looks like a constant to the comp
 decode_attention reads early what is older than the kernel before it. That one must then start it only after its own
 wait, and the page that a step writes must still be read late: held on a GPU. The kernels that choose blocks read early
 what is older than the product that made their queries, and lightning_decode states that are older than its product.
-Weights never change: merge_latents has its part of them in registers before the wait.
+Weights never change: kernels of latent attention read their part of them before the wait, past the L1 too, because the
+compiler moves loads of constants behind it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,6 @@ from sparse_cases import Slots, SparseDevice, any_choice
 
 from cpmrt.config import SparseConfig
 from cpmrt.config.layers import GroupedAttention
-from cpmrt.cuda.build.source import kernels_folder
 from cpmrt.cuda.kernels import KERNELS, files
 from cpmrt.cuda.ops.attention.attention import AttentionOps
 from cpmrt.cuda.ops.linear import plan_linear
@@ -42,16 +42,18 @@ QKV = [(1152, 128, 96), (768, 128, 64), (768, 256, 64), (4608, 4096, 128)]
 READ_OLD_DATA_EARLY = tuple(
     f"attention/{name}.cu"
     for name in (
-        "decode_attention", "tree_attention", "selected_attention", "select_blocks", "pick_blocks", "latent_attention"
+        "decode_attention", "tree_attention", "selected_attention", "select_blocks", "pick_blocks", "latent_attention",
+        "latent_attention_wgmma", "absorb_queries", "merge_latents",
     )
 ) + ("mixers/lightning_decode.cu",)
 READ_WEIGHTS_EARLY = {
-    "attention/merge_latents.cu": {"up"},
     "linear_packed/layer_products.cu": {
         *("o", "mlp_norm", "gate_up", "down", "norm", "qkv", "bias", "rope", "block_tables"),
     },
 }
 """What no kernel of a step writes: these alone are `const` and `__restrict__`, so no constant load is of others."""
+WEIGHTS_READ_EARLY = {"attention/absorb_queries.cu": 8, "attention/merge_latents.cu": 4}
+"""Loads of 16 bytes a thread, with the sizes of MiniCPM3-4B."""
 READ_OLD_KEYS_EARLY = ("coarse_log_sums", "score_blocks")
 OLD_KEYS_LOADS = 16
 """By plain loads of 16 bytes, so that rows share them in the L1: at most so many of a lane, with 128 dimensions."""
@@ -117,6 +119,13 @@ def test_every_kernel_waits_before_it_reads(compiles: Compiles, file: str, const
         if name.removesuffix("_bf16") in (*BEFORE_ATTENTION, "pick_blocks"):
             starts_next = [i for i, line in enumerate(code) if "PREEXIT" in line]
             assert starts_next and min(starts_next) > wait, f"{name} starts the next kernel before its wait"
+
+
+@pytest.mark.parametrize("file", WEIGHTS_READ_EARLY)
+def test_weights_of_latent_attention_are_on_their_way_before_the_wait(compiles: Compiles, file: str) -> None:
+    cubin = compiles.module(file, "sm_90", DType.BFLOAT16, next(iter(constant_sets(file)))).cubin
+    ((_, code, wait),) = functions(cubin)
+    assert len([line for line in code[:wait] if "LDG.E.128" in line]) == WEIGHTS_READ_EARLY[file]
 
 
 @pytest.mark.parametrize(("rows", "hidden", "head_dim"), QKV)

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from latent_cases import EPS, MINICPM3, LatentCase, Sizes, tree_of
 from reference.operands import make_rows
+from slow_writer import SlowWriter
 
 from cpmrt.config.layers import LatentAttention
-from cpmrt.cuda.ops.latent import LatentOps, LatentPlan
+from cpmrt.cuda.ops.latent import ATTEND_WGMMA, LatentOps, LatentPlan
 from cpmrt.cuda.precompile import known_device
 from cpmrt.dtypes import DType
 from cpmrt.memory.caches import PAGE_SIZE, CacheLayout
@@ -75,8 +76,12 @@ class LatentDevice:
         masks = None if rows.tree_masks is None else self.cuda.array(rows.tree_masks)
         return Rows(None, positions, slots, self.tables, rows.is_prefill, locations, masks, base)
 
-    def run(self, q: Any, rows: Rows, *, pdl: bool = False, launches: int = 1, bucket: int | None = None) -> Any:
-        """The attention of rows; with `is_prefill` those of a chunk in a bucket, behind which nothing matters."""
+    def run(
+        self, q: Any, rows: Rows, *, pdl: bool = False, launches: int = 1, bucket: int | None = None,
+        latents: Any | None = None,
+    ) -> Any:  # fmt: skip
+        """The attention of rows, whose own `latents` go to the pages first; with `is_prefill` those of a chunk in a
+        bucket, behind which nothing matters."""
         count, width = len(q), self.case.sizes.heads * self.case.sizes.value
         total = bucket or count
         out = self.cuda.array(np.full(total * width + 2 * GUARD, np.nan, np.float32), self.dtype)
@@ -84,7 +89,9 @@ class LatentDevice:
         padded = np.zeros((total, q.shape[1]), np.float32)
         padded[:count] = q
         given, operand = self.rows(rows), self.cuda.array(padded, self.dtype)
-        attend = self.ops(pdl=pdl).decode_latent_attention
+        own = None if latents is None else self.cuda.array(latents, self.dtype)
+        decode = self.ops(pdl=pdl).decode_latent_attention
+        attend: Any = lambda out, q, *rest: decode(out, q, own, *rest, EPS)  # noqa: E731
         if rows.is_prefill:
             slots, positions = np.full(total, -1, np.int32), np.full(total, 10**8, np.int32)
             slots[:count], positions[:count] = rows.slots, rows.positions
@@ -101,8 +108,10 @@ class LatentDevice:
 
 def expected(case: LatentCase, q: Any, rows: Rows) -> Any:
     out, ops = np.empty((len(q), case.sizes.heads * case.sizes.value), np.float32), NumpyOps(case.data.dtype)
-    attend = ops.prefill_latent_attention if rows.is_prefill else ops.decode_latent_attention
-    attend(out, q, case.pages, case.weights, case.rope, rows, case.sizes.scale)
+    if rows.is_prefill:
+        ops.prefill_latent_attention(out, q, case.pages, case.weights, case.rope, rows, case.sizes.scale)
+    else:
+        ops.decode_latent_attention(out, q, None, case.pages, case.weights, case.rope, rows, case.sizes.scale, EPS)
     return out
 
 
@@ -121,10 +130,11 @@ def test_rows_of_a_step(cuda: Any, dtype: DType, heads: int) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("capability", [86, None])
 @pytest.mark.parametrize("sms", [1, 8, 40, 264])
-def test_any_number_of_splits_and_little_shared_memory(cuda: Any, sms: int) -> None:
+def test_any_number_of_splits_and_little_shared_memory(cuda: Any, sms: int, capability: int | None) -> None:
     case, q, rows = step_case(DType.BFLOAT16, 40, [1, 700, 5000])
-    device = LatentDevice(cuda, case, sms=sms, capability=86)
+    device = LatentDevice(cuda, case, sms=sms, capability=capability)
     assert_close(device.run(q, rows), expected(case, q, rows), case.data.dtype)
 
 
@@ -142,6 +152,70 @@ def test_a_row_does_not_depend_on_the_others(cuda: Any, heads: int) -> None:
         which = [(7 * i + count) % len(q) for i in range(count)]
         assert np.array_equal(device.run(*taken(which), pdl=count % 2 == 0), alone[which]), count
     assert np.array_equal(device.run(q, rows, launches=20, pdl=True), alone)
+
+
+@pytest.mark.gpu
+@DTYPES
+@pytest.mark.parametrize("heads", [3, 40])
+def test_rows_that_append_their_latents_first(cuda: Any, dtype: DType, heads: int) -> None:
+    """Some rows share a slot and see each other, one of padding is nowhere; old keys are read before new ones come."""
+    lengths = [1, 64, 65, 300, 2049]
+    case = LatentCase(sizes_of(heads), lengths, dtype)
+    slots, ends = np.array([0, 1, 2, 2, 2, 3, 4, 4, 0]), np.array([1, 64, 63, 64, 65, 300, 2048, 2049, 1])
+    rows, latents, q = make_rows(ends - 1, slots, case.tables), case.data(9, 128 + 288), case.queries(9)
+    rows.slots[8] = -1
+    old = case.pages.copy()
+    for slot, end in zip(slots, ends, strict=True):
+        case.pages[case.tables[slot, (end - 1) // PAGE_SIZE], 0, (end - 1) % PAGE_SIZE] = np.nan
+    device, stale = LatentDevice(cuda, case), case.pages.copy()
+    wanted = np.empty((9, heads * 64), np.float32)
+    NumpyOps(dtype).decode_latent_attention(
+        wanted, q, latents, case.pages, case.weights, case.rope, rows, case.sizes.scale, EPS
+    )
+    assert np.array_equal(np.isnan(case.pages), np.isnan(old))
+
+    def attend(*, pdl: bool) -> Any:
+        device.pages = cuda.array(stale, dtype)
+        return device.run(q, rows, pdl=pdl, latents=latents)
+
+    out = attend(pdl=False)
+    assert_close(out, wanted, dtype)
+    stored = cuda.numpy(device.pages, dtype)
+    assert np.array_equal(np.isnan(stored), np.isnan(old)), "all rows are stored, and nothing else"
+    error = np.linalg.norm(np.nan_to_num(stored - case.pages)) / np.linalg.norm(np.nan_to_num(case.pages))
+    assert error <= OPS["append_latent"].tolerance[dtype]
+    for _ in range(5):
+        assert np.array_equal(attend(pdl=True), out)
+    device.pages, later = cuda.array(stale, dtype), cuda.array(np.zeros(300_008, np.uint16))
+    decode = device.ops(pdl=True).decode_latent_attention
+    again, given = cuda.array(np.full_like(out, np.nan), dtype), (cuda.array(values, dtype) for values in (q, latents))
+    decode(again, *given, device.pages, device.weights, device.rope, device.rows(rows), case.sizes.scale, EPS, later)
+    assert np.array_equal(cuda.numpy(again, dtype), out), "a weight that comes to the L2 meanwhile changes nothing"
+    for row in range(8):  # alone, with the others' keys there
+        device.pages = cuda.array(stored, dtype)
+        alone = make_rows(rows.positions[[row]], rows.slots[[row]], case.tables)
+        assert np.array_equal(device.run(q[[row]], alone, pdl=True, latents=latents[[row]])[0], out[row]), row
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("base", [0, 60, 64, 1000])
+@pytest.mark.parametrize("heads", [3, 40])
+def test_a_tree_that_appends_its_nodes_has_the_bits_of_plain_steps(cuda: Any, base: int, heads: int) -> None:
+    masks = [1]
+    for node in range(1, 40):
+        masks.append(masks[node // 3] | 1 << node)
+    case = LatentCase(sizes_of(heads), [1, base + 64], DType.BFLOAT16, seed=base)
+    rows, paths = tree_of(case, masks, base, 1)
+    rows = replace(rows, locations=base + np.arange(len(masks)))
+    latents, q = case.data(len(masks), 128 + 288), case.queries(len(masks))
+    device = LatentDevice(cuda, case)
+    out = device.run(q, rows, pdl=True, latents=latents)
+    for row in range(0, len(masks), 7):
+        plain, nodes = LatentDevice(cuda, case), [place - base for place in paths[row][base:]]
+        for depth, node in enumerate(nodes):
+            step = make_rows([base + depth], [1], case.tables)
+            alone = plain.run(q[[node]], step, pdl=True, latents=latents[[node]])
+        assert np.array_equal(alone[0], out[row]), row
 
 
 @pytest.mark.gpu
@@ -251,6 +325,36 @@ def test_append_latent(cuda: Any, dtype: DType, count: int) -> None:
         assert distance <= limit * np.linalg.norm(np.nan_to_num(right))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("length", [1, 64, 1000, 5000])
+def test_a_step_waits_for_the_queries_and_its_latents(cuda: Any, length: int) -> None:
+    """Until the writer is done queries and latents are NaN, and so are the keys at the rows' own positions."""
+    count = min(length, 3)
+    case = LatentCase(sizes_of(20), [length], DType.BFLOAT16)
+    device, q, latents = LatentDevice(cuda, case), case.queries(count), case.data(count, 128 + 288)
+    positions, stale = np.arange(length - count, length), case.pages.copy()
+    stale[case.tables[0, positions // PAGE_SIZE], 0, positions % PAGE_SIZE] = np.nan
+    before = [cuda.array(values, DType.BFLOAT16) for values in (np.full_like(q, np.nan), np.full_like(latents, np.nan))]
+    after = [cuda.array(values, DType.BFLOAT16) for values in (q, latents)]
+    given = [array.copy() for array in before]
+    writer = SlowWriter(cuda, given, before, after)
+    held = device.rows(make_rows(positions, np.zeros(count, int), case.tables))
+    out = cuda.array(np.zeros((count, 20 * 64), np.float32), DType.BFLOAT16)
+
+    def attend(*, pdl: bool) -> Any:
+        pages = cuda.array(stale, DType.BFLOAT16)
+        writer.launch()
+        device.ops(pdl=pdl).decode_latent_attention(
+            out, given[0], given[1], pages, device.weights, device.rope, held, case.sizes.scale, EPS
+        )
+        return cuda.numpy(out)
+
+    wanted = attend(pdl=False)
+    assert np.isfinite(cuda.numpy(out, DType.BFLOAT16)).all()
+    for _ in range(3):
+        assert np.array_equal(attend(pdl=True), wanted)
+
+
 class Recording:
     """A launcher that notes the kernels and their grids."""
 
@@ -263,7 +367,9 @@ class Recording:
         self.launched.append((spec.name, grid))
 
 
-def recorded(op: str, num_rows: int, arch: str = "sm_90", **plan: int) -> list[Any]:
+def recorded(
+    op: str, num_rows: int, arch: str = "sm_90", upcoming: Any | None = None, **plan: int
+) -> list[Any]:
     sizes, launcher = MINICPM3, Recording()
     made = plan_of(sizes, known_device(arch), **plan)
     specs = (*made.tables, *made.workspace, BufferSpec("chunk", (4,), 0, 0, np.int32))
@@ -273,21 +379,35 @@ def recorded(op: str, num_rows: int, arch: str = "sm_90", **plan: int) -> list[A
     width = sizes.nope + sizes.rotated
     out, q = (np.zeros((num_rows, sizes.heads * size), np.float32) for size in (sizes.value, width))
     ops: Any = LatentOps(launcher, made, arrays)  # type: ignore[arg-type]
-    getattr(ops, op)(out, q, case.pages, case.weights, case.rope, rows, sizes.scale)
+    rest = case.pages, case.weights, case.rope, rows, sizes.scale
+    if op.startswith("prefill"):
+        ops.prefill_latent_attention(out, q, *rest)
+    else:
+        ops.decode_latent_attention(out, q, np.zeros((num_rows, 1056), np.float32), *rest, EPS, upcoming)
     return launcher.launched
 
 
 def test_a_step_takes_three_launches_and_a_chunk_four_for_the_heads_that_have_room() -> None:
-    names = ["absorb_queries", "latent_attention", "merge_latents"]
-    for rows, blocks, runs in ((1, 1, 132), (8, 6, 16), (64, 6, 2)):
-        launched = recorded("decode_latent_attention", rows, max_context=32768)
-        assert [name for name, _ in launched] == names
-        assert [grid for _, grid in launched] == [(40, blocks), (runs, rows, 3), (40, blocks)]
+    newer, other = ("sm_90", "latent_attention_wgmma", 1, 132, 1), ("sm_100", "latent_attention", 3, 148, 3)
+    for arch, name, units, sms, per_sm in (newer, other):
+        for rows in (1, 8, 64):
+            launched = recorded("decode_latent_attention", rows, arch, max_context=32768)
+            assert [kernel for kernel, _ in launched] == ["absorb_queries", name, "merge_latents"]
+            blocks, runs = min(rows, 2 * sms // 40), min(sms, per_sm * sms // (rows * units))
+            assert [grid for _, grid in launched] == [(41, blocks), (runs, rows, units), (40, blocks)]
     chunk = ["expand_latents", "rotate_heads", "prefill_attention_wgmma", "gather_heads"]
     assert [name for name, _ in recorded("prefill_latent_attention", 512, max_context=32768)] == chunk
     assert [name for name, _ in recorded("prefill_latent_attention", 512, max_context=131072)] == chunk * 4
     older = recorded("prefill_latent_attention", 512, arch="sm_86")
     assert [name for name, _ in older] == [name.removesuffix("_wgmma") for name in chunk]
+
+
+@pytest.mark.parametrize(("arch", "brought"), [("sm_80", 0), ("sm_90", 8 << 20), ("sm_120", 8 << 20)])
+def test_a_step_brings_a_part_of_a_later_weight_to_the_l2(arch: str, brought: int) -> None:
+    for nbytes in (0, 16, 1000, 128 << 10, (128 << 10) + 16, 8 << 20, 17 << 20):
+        weight = np.zeros(nbytes, np.uint8)
+        ((_, (blocks, _)), *_) = recorded("decode_latent_attention", 8, arch, weight, max_context=8192)
+        assert blocks == 41 + -(-(min(nbytes, brought) // 16 * 16) // (128 << 10)), nbytes
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_87", "sm_90", "sm_120"])
@@ -296,6 +416,7 @@ def test_a_block_has_room_for_its_pages_on_every_device(arch: str, heads: int) -
     device = known_device(arch)
     plan = plan_of(sizes_of(heads), device)
     assert plan.shared_bytes <= device.shared_bytes_per_block
-    assert plan.heads_at_once == heads and plan.units * 16 >= heads
+    assert plan.heads_at_once == heads and plan.units * (64 if plan.attend is ATTEND_WGMMA else 16) >= heads
+    assert (plan.attend is ATTEND_WGMMA) == (arch == "sm_90" and heads > 16)
     means = next(spec for spec in plan.workspace if spec.name == "latent_means")
     assert means.shape == (64, plan.num_splits, heads, 256)

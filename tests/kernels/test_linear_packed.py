@@ -28,12 +28,13 @@ from packed_oracle import pack, unit_offsets, unpack_codes
 
 from cpmrt.cuda.build.spec import macros_of
 from cpmrt.cuda.driver.device import Device
-from cpmrt.cuda.ops.linear import row_bucket
-from cpmrt.cuda.ops.linear_packed.layout import MINIMUMS, PackedLayout
+from cpmrt.cuda.ops.linear import StepProduct, row_bucket
+from cpmrt.cuda.ops.linear_packed.layout import MINIMUMS, PackedLayout, PackedWeight
 from cpmrt.cuda.ops.linear_packed.plan import PREPARE_THREADS, ROW_BUCKETS, PrepareConstants, plan_packed
+from cpmrt.cuda.ops.linear_packed.products import PackedProducts
 from cpmrt.dtypes import DType, from_float32, round_to, to_float32
 from cpmrt.errors import UnsupportedModelError
-from cpmrt.ops import OPS
+from cpmrt.ops import NOTHING, OPS
 
 DTYPES = [DType.BFLOAT16, DType.FLOAT16]
 ROWS = [1, 2, 5, 8, 12, 16, 31, 32, 64]
@@ -72,6 +73,7 @@ LARGE = {
     "8B o": ("residual", 4096, 4096, 0, 0, 128, False, False),
     "8B gate_up": ("gate_up", 32768, 4096, 0, 0, 128, False, False),
     "8B down": ("residual", 4096, 16384, 0, 0, 128, False, False),
+    "MiniCPM3 gate_up": ("gate_up", 12800, 2560, 0, 0, 128, False, False),
     "8B head": ("head", 20001, 4096, 0, 0, 64, True, False),
     "EAGLE-3 qkv": ("qkv", 4608, 8192, 128, 2, 128, False, False),
     "EAGLE-3 fc": ("residual", 4096, 12288, 0, 0, 128, False, False),
@@ -376,6 +378,26 @@ def test_only_blocks_that_find_room_beside_each_other_prefer_shared_memory() -> 
     assert not [name for name in small if name.startswith("8B")]
 
 
+@pytest.mark.parametrize("beside_others", [False, True])
+def test_products_between_kernels_that_prefer_shared_memory_prefer_it_too(beside_others: bool) -> None:
+    asked = []
+    layout = make_layout("8B o", H200)
+    weight = PackedWeight(np.zeros(layout.num_bytes, np.uint8), None, layout)
+    launch: Any = lambda *_, prefers_shared, **__: asked.append(prefers_shared)  # noqa: E731
+    gemm: Any = None
+    products = PackedProducts(launch, gemm, {}, H200, prefers_shared=beside_others)
+    x = np.zeros((1, layout.in_features), np.uint16)
+    left = products.step(StepProduct("residual", (x,), x, None, 0.0, ()), weight, NOTHING)
+    assert asked == [beside_others] == [left.prefers_shared]
+
+
+def test_six_tiles_a_multiprocessor_are_one_round_of_whole_rows() -> None:
+    layout = make_layout("MiniCPM3 gate_up", H200)
+    plan = plan_packed(layout, 1, H200)
+    assert layout.runs == 1 and plan.grid * plan.constants.warps == layout.num_tiles
+    assert make_layout("0.5B gate_up", H200).runs == 8, "it keeps the sums of its two rounds"
+
+
 def test_no_two_blocks_of_a_small_product_that_fills_the_device_share_a_multiprocessor() -> None:
     plan = plan_packed(make_layout("0.5B gate_up", H200), 1, H200)
     assert plan.grid == H200.num_sms
@@ -409,7 +431,8 @@ class PlanBuild:
 
 
 BUILDS = [PlanBuild(name, H200, "sm_90") for name in SHAPES] + [
-    PlanBuild(name, *device) for device in ((ORIN, "sm_87"), (RTX_4090, "sm_89")) for name in SHAPES if "8B" in name
+    PlanBuild(name, *device) for device in ((ORIN, "sm_87"), (RTX_4090, "sm_89"))
+    for name in SHAPES if "8B" in name or "MiniCPM3" in name
 ]
 """Not sm_100: there 64 rows spill up to 32 bytes, where a block has 16 warps that do not multiply together."""
 

@@ -24,10 +24,10 @@ DTYPES = pytest.mark.parametrize("dtype", list(DType), ids=lambda dtype: dtype.l
 SIZES = pytest.mark.parametrize("sizes", [Sizes(), MINICPM3], ids=["odd", "minicpm3"])
 
 
-def decode(case, q, rows, dtype=DType.FLOAT32):
+def decode(case, q, rows, dtype=DType.FLOAT32, latents=None):
     out = Poisoned(len(q), case.sizes.heads * case.sizes.value)
     NumpyOps(dtype).decode_latent_attention(
-        out.view, q, case.pages, case.weights, case.rope, rows, case.sizes.scale
+        out.view, q, latents, case.pages, case.weights, case.rope, rows, case.sizes.scale, EPS
     )  # fmt: skip
     return out.written()
 
@@ -66,6 +66,23 @@ def test_decode(sizes, dtype):
     check("decode_latent_attention", dtype, decode(case, q, rows, dtype), case.attention(q, rows))
     padded = decode(case, q, replace(rows, slots=np.where(np.arange(5) == 2, -1, rows.slots)), dtype)
     assert np.array_equal(padded[[0, 1, 3, 4]], decode(case, q, rows, dtype)[[0, 1, 3, 4]])
+
+
+@DTYPES
+@SIZES
+def test_decode_appends_first(sizes, dtype):
+    """Three rows of one slot see each other; one of padding is nowhere."""
+    case, positions = LatentCase(sizes, [64, 130], dtype), [63, 128, 129, 130, 9]
+    rows = make_rows(positions, [0, 1, 1, 1, -1], case.tables)
+    latents, q = case.data(5, sizes.q_rank + sizes.kv_rank + sizes.rotated), case.queries(5)
+    before, wanted = case.pages.copy(), case.appended(latents, positions)[1]
+    out = decode(case, q, rows, dtype, latents)
+    places = case.tables[rows.slots[:4], rows.positions[:4] // PAGE_SIZE], 0, rows.positions[:4] % PAGE_SIZE
+    check("append_latent", dtype, case.pages[places], wanted[:4])
+    assert np.array_equal(out, decode(case, q, rows, dtype)), "they are there already"
+    before[places] = wanted[:4]
+    case.pages, kept = before, make_rows(positions[:4], [0, 1, 1, 1], case.tables)
+    check("decode_latent_attention", dtype, out[:4], case.attention(q[:4], kept))
 
 
 @DTYPES

@@ -1,7 +1,8 @@
 """The ops of latent attention: `append_latent`, `decode_latent_attention`, `prefill_latent_attention`.
 
-Rows of a step attend in the space of the latents: three launches, of which the first takes queries there, the second
-leaves a result for each run of pages, and the third merges these and takes them back. For the rows of a chunk the
+Rows of a step attend in the space of the latents: three launches, of which the first takes queries there and the rows'
+own latents to the pages, the second leaves a result for each run of pages, and the third merges these and takes them
+back. For the rows of a chunk the
 latents of the sequence are expanded to keys and values of heads, which `prefill_attention` reads: a pair of tokens
 costs a third of the products then. Heads go in parts whose expanded pages have room.
 """
@@ -9,7 +10,7 @@ costs a third of the products then. Heads go in parts whose expanded pages have 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 import numpy as np
@@ -21,6 +22,7 @@ from cpmrt.cuda.driver.array import DeviceArray
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.ops.attention import QUERY_TILE, Operands
 from cpmrt.cuda.ops.attention.prefill import PrefillPlan, attend_chunk
+from cpmrt.cuda.ops.linear_packed.layout import PackedWeight, Weight
 from cpmrt.executor import MAX_ROWS
 from cpmrt.memory.caches import PAGE_SIZE, CacheLayout
 from cpmrt.models.layers import ATTENTION, EMBED, HEAD
@@ -30,9 +32,13 @@ from cpmrt.tensor_spec import BufferSpec
 EXPANDED_BYTES = 512 << 20
 """At most so much is expanded at a time, but for a single head."""
 _STAGES, _MOST_SPLITS = 2, 256
-_BLOCK, _ATTEND_BLOCK, _EXPAND_BLOCK, _MERGE_BLOCK, _MOST_EXPAND_BLOCKS = 256, 128, 128, 1024, 64
+_WGMMA_HEADS, _WGMMA_STAGES, _ALIGNED = 64, 4, 1024
+_BLOCK, _ATTEND_BLOCK, _EXPAND_BLOCK, _MERGE_BLOCK, _MOST_EXPAND_BLOCKS = 256, 128, 128, 512, 64
 _ROW_BLOCKS_PER_SM, _RUNS_PER_SM = 2, 3
 """Blocks on a multiprocessor: of the small products of heads, and of runs of pages."""
+_UPCOMING_BYTES, _BLOCK_EARLY_BYTES = 8 << 20, 128 << 10
+"""Bytes of a later weight that memory brings to the L2 while a step attends, less than it could until the pages are
+asked for; those of a block."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +103,9 @@ APPEND = KernelSpec("append_latent", "rows/append_latent.cu", "append_latent", A
 ABSORB = KernelSpec("absorb_queries", "attention/absorb_queries.cu", _DECODE, AbsorbConstants, hot=True)
 ATTEND = KernelSpec("latent_attention", "attention/latent_attention.cu", _DECODE, LatentConstants, hot=True)
 MERGE = KernelSpec("merge_latents", "attention/merge_latents.cu", _DECODE, MergeConstants, hot=True)
+ATTEND_WGMMA = replace(
+    ATTEND, name="latent_attention_wgmma", file="attention/latent_attention_wgmma.cu", arch="sm_90"
+)
 EXPAND = KernelSpec("expand_latents", "attention/expand_latents.cu", _PREFILL, ExpandLatentsConstants, hot=True)
 ROTATE_HEADS = KernelSpec("rotate_heads", "attention/latent_chunk.cu", _PREFILL, ChunkConstants, hot=True)
 GATHER_HEADS = KernelSpec("gather_heads", "attention/latent_chunk.cu", _PREFILL, ChunkConstants, hot=True)
@@ -107,11 +116,14 @@ class LatentPlan:
     """How layers of latent attention attend on a device.
 
     A row's pages are cut into at most `num_splits` runs: by the device and the context alone, so a row's bits do not
-    depend on the step. `units` blocks share a run, one for every 16 heads. A chunk takes `heads_at_once` heads in the
-    way of `prefill`. Steps have at most `max_rows` rows, those of no chunk `step_rows`.
+    depend on the step. `units` blocks share a run, one for every 16 heads, or with `attend` ATTEND_WGMMA for every 64.
+    A chunk takes `heads_at_once` heads in the way of `prefill`. Steps have at most `max_rows` rows, those of no chunk
+    `step_rows`. With `brings_early` a step brings a part of a later weight to the L2.
     """
 
     shape: LatentAttention
+    attend: KernelSpec
+    brings_early: bool
     num_sms: int
     num_splits: int
     units: int
@@ -131,11 +143,14 @@ class LatentPlan:
         head_bytes = 2 * pages * PAGE_SIZE * shape.query_dim * 2
         most = max(1, EXPANDED_BYTES // head_bytes)
         heads = next(n for n in range(min(most, shape.num_heads), 0, -1) if shape.num_heads % n == 0)
+        attend = ATTEND_WGMMA if _takes_wgmma(shape, device) else ATTEND
         return cls(
             shape=shape,
+            attend=attend,
+            brings_early=device.capability >= 90,
             num_sms=device.num_sms,
             num_splits=min(device.num_sms, pages, _MOST_SPLITS),
-            units=ceil(shape.num_heads / QUERY_TILE),
+            units=ceil(shape.num_heads / (_WGMMA_HEADS if attend is ATTEND_WGMMA else QUERY_TILE)),
             heads_at_once=heads,
             prefill=PrefillPlan.of(GroupedAttention(heads, heads, shape.query_dim), device.capability),
             num_pages=pages,
@@ -170,11 +185,26 @@ class LatentPlan:
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a block of `latent_attention`."""
-        return _STAGES * PAGE_SIZE * self.shape.cached_dim * 2 + 2560
+        row_bytes = self.shape.cached_dim * 2
+        if self.attend is ATTEND:
+            return _STAGES * PAGE_SIZE * row_bytes + 2560
+        queries = ceil(min(self.shape.num_heads, _WGMMA_HEADS) / 8) * 8 * row_bytes
+        return ceil(queries / _ALIGNED) * _ALIGNED + _WGMMA_STAGES * PAGE_SIZE * row_bytes + 256
+
+    @property
+    def upcoming_bytes(self) -> int:
+        """At most so much of a weight that is read soon comes to the L2 early."""
+        return _UPCOMING_BYTES if self.brings_early else 0
+
+    @property
+    def stages(self) -> int:
+        """Pages in the shared memory of such a block."""
+        return _STAGES if self.attend is ATTEND else _WGMMA_STAGES
 
     def runs_at_once(self, rows: int) -> int:
         """Return the blocks that take the runs of a row in turn: what they do does not depend on their number."""
-        return min(self.num_splits, max(1, _RUNS_PER_SM * self.num_sms // (rows * self.units)))
+        per_sm = _RUNS_PER_SM if self.attend is ATTEND else 1
+        return min(self.num_splits, max(1, per_sm * self.num_sms // (rows * self.units)))
 
     def row_blocks(self, rows: int) -> int:
         """Return the blocks of a head in the small products."""
@@ -209,27 +239,32 @@ class LatentOps:
         self._launch(
             APPEND, AppendConstants(shape.q_rank, shape.kv_rank, shape.rope_dim), (len(latents), 2), _BLOCK,
             q_latent, pages, latents, weights.q_norm, weights.kv_norm, rope, rows.positions, rows.locations,
-            rows.slots, rows.block_tables, *map(np.int32, sizes), np.float32(eps), prefers_shared=True,
+            rows.slots, rows.block_tables, *map(np.int32, sizes), np.float32(eps),
         )  # fmt: skip
 
     def decode_latent_attention(
-        self, out: DeviceArray, q: DeviceArray, pages: DeviceArray, weights: LatentWeights, rope: DeviceArray,
-        rows: Rows, scale: float,
+        self, out: DeviceArray, q: DeviceArray, latents: DeviceArray | None, pages: DeviceArray, weights: LatentWeights,
+        rope: DeviceArray, rows: Rows, scale: float, eps: float, upcoming: Weight | None = None,
     ) -> None:  # fmt: skip
         """Launch the op `decode_latent_attention`."""
-        _check(_DECODE, out, q, pages, weights, rope, rows)
+        _check(_DECODE, out, q, pages, weights, rope, rows, latents)
         plan, shape, num_rows = self._plan, self._plan.shape, len(q)
         small, is_tree = (shape.num_heads, plan.row_blocks(num_rows)), rows.tree_masks is not None
+        appends, fresh = (1, num_rows) if latents is not None else (0, 0)
+        weight = upcoming.data if isinstance(upcoming, PackedWeight) else upcoming
+        early_bytes = min(weight.nbytes, plan.upcoming_bytes) // 16 * 16 if weight is not None else 0
+        sizes = shape.num_heads, num_rows, rope.shape[1], shape.q_rank, rows.block_tables.shape[1], early_bytes
         heads = AbsorbConstants(shape.kv_rank, shape.nope_dim, shape.rope_dim, shape.value_dim)
         self._launch(
-            ABSORB, heads, small, _BLOCK, self._queries, q, weights.up, rope, rows.positions, rows.slots,
-            np.int32(num_rows), np.int32(rope.shape[1]), prefers_shared=True,
+            ABSORB, heads, (small[0] + appends + ceil(early_bytes / _BLOCK_EARLY_BYTES), small[1]), _BLOCK,
+            self._queries, pages, q, weights.up, rope, latents, weights.kv_norm, rows.positions, rows.locations,
+            rows.slots, rows.block_tables, weight, *map(np.int32, sizes), np.float32(eps), prefers_shared=True,
         )  # fmt: skip
         self._launch(
-            ATTEND, LatentConstants(shape.num_heads, shape.kv_rank, shape.rope_dim, _STAGES, is_tree),
+            plan.attend, LatentConstants(shape.num_heads, shape.kv_rank, shape.rope_dim, plan.stages, is_tree),
             (plan.runs_at_once(num_rows), num_rows, plan.units), _ATTEND_BLOCK, *self._runs, self._queries,
             pages, rows.positions, rows.slots, rows.block_tables, rows.tree_masks, rows.tree_base,
-            np.int32(plan.num_splits), np.int32(rows.block_tables.shape[1]), np.float32(scale),
+            np.int32(fresh), np.int32(plan.num_splits), np.int32(rows.block_tables.shape[1]), np.float32(scale),
             smem=plan.shared_bytes, prefers_shared=True,
         )  # fmt: skip
         self._launch(
@@ -278,11 +313,19 @@ class LatentOps:
         return -(-num_rows * self._plan.heads_at_once * threads_per_head // _BLOCK)
 
 
+def _takes_wgmma(shape: LatentAttention, device: Device) -> bool:
+    """Whether the heads are enough, and the sizes those that `latent_attention_wgmma.cu` takes."""
+    sizes_fit = shape.kv_rank == 256 and shape.rope_dim in (32, 64)
+    return device.capability == 90 and sizes_fit and shape.num_heads > QUERY_TILE
+
+
 def _check(
-    op: str, out: DeviceArray, q: DeviceArray, pages: DeviceArray, weights: LatentWeights, rope: DeviceArray, rows: Rows
-) -> None:
+    op: str, out: DeviceArray, q: DeviceArray, pages: DeviceArray, weights: LatentWeights, rope: DeviceArray,
+    rows: Rows, latents: DeviceArray | None = None,
+) -> None:  # fmt: skip
     check_shapes(
-        op, out=out, q=q, pages=pages, up=weights.up, rope=rope, positions=rows.positions, slots=rows.slots,
+        op, out=out, q=q, latents=latents, q_norm=weights.q_norm, kv_norm=weights.kv_norm, pages=pages, up=weights.up,
+        rope=rope, positions=rows.positions, locations=rows.locations, slots=rows.slots,
         block_tables=rows.block_tables, tree_masks=rows.tree_masks, tree_base=rows.tree_base,
     )  # fmt: skip
 

@@ -60,6 +60,7 @@ class LinearConstants:
     smem_bytes: int
     head_dim: int | None = None
     fatrelu: int | None = None
+    row_pitch: int | None = None
 
 
 LINEAR = {
@@ -72,7 +73,8 @@ LINEAR = {
 class StepProduct:
     """A product of a step's rows as its kernel takes it, whatever the weight is held in.
 
-    `x` [T, K] are the rows; they enter the product normalised unless `norm` is None ("residual" products have none).
+    `x` [T, K], or wider, are the rows, of which the first K columns enter the product, normalised unless `norm` is None
+    ("residual" products have none).
     `outputs` are the kernel's first arguments, `rest` those behind the weight. `head_dim` is that of a "qkv" product,
     `fatrelu` the activation of a "gate_up" product, as in `config.layers.GatedMlp`.
     """
@@ -85,6 +87,10 @@ class StepProduct:
     rest: tuple[KernelArgument, ...]
     head_dim: int = 0
     fatrelu: float | None = None
+
+    def row_pitch(self, in_features: int) -> int | None:
+        """Return the columns of rows that are wider than the product, as a compile-time constant; else None."""
+        return None if self.x.shape[1] == in_features else self.x.shape[1]
 
     def built(self, constants: C) -> C:
         """Return the constants of its plan with its activation."""
@@ -110,7 +116,8 @@ def launch_linear(launch: Launcher, product: StepProduct, weight: DeviceArray, d
     """Launch the product with a weight [N, K] in 16 bits."""
     x, has_norm = product.x, product.norm is not None
     plan = plan_linear(product.kind, weight.shape, len(x), device, has_norm=has_norm, head_dim=product.head_dim)
-    arguments, constants = product.arguments(x, (weight,)), product.built(plan.constants)
+    pitch = product.row_pitch(weight.shape[1])
+    arguments, constants = product.arguments(x, (weight,)), product.built(replace(plan.constants, row_pitch=pitch))
     launch(LINEAR[product.kind], constants, plan.grid, BLOCK_THREADS, *arguments, smem=constants.smem_bytes)
 
 

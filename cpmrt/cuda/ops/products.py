@@ -66,17 +66,19 @@ def product_workspace(
 class Products:
     """The ops of `ops.protocol.Ops` that multiply by a weight, for one model.
 
-    `arrays` holds the buffers of `product_workspace` and `packed_tables` by name.
+    `arrays` holds the buffers of `product_workspace` and `packed_tables` by name. `prefers_shared`: as that of
+    `PackedProducts`.
     """
 
     def __init__(
-        self, device: Device, launcher: Launcher, gemm: Gemm, arrays: Mapping[str, DeviceArray]
-    ):
+        self, device: Device, launcher: Launcher, gemm: Gemm, arrays: Mapping[str, DeviceArray],
+        *, prefers_shared: bool = False,
+    ):  # fmt: skip
         self._device, self._launch, self._gemm = device, launcher, gemm
         self._normed: DeviceArray = arrays["normed"]
         self._qkv: DeviceArray | None = arrays.get("qkv")
         self._gate_up: DeviceArray | None = arrays.get("gate_up")
-        self._packed = PackedProducts(launcher, gemm, arrays, device)
+        self._packed = PackedProducts(launcher, gemm, arrays, device, prefers_shared=prefers_shared)
 
     def qkv(
         self,
@@ -140,6 +142,7 @@ class Products:
     ) -> None:  # fmt: skip
         """Launch the op `project`: in a step the product `qkv`, which with null pages stores its rows as they are."""
         check_shapes("project", out=out, x=x, norm=norm, weight=weight)
+        assert x.shape[1] == weight.shape[1] or not is_prefill and x.shape[1] > weight.shape[1]
         if is_prefill:
             self._dense(out, self._normalised(x, norm, eps), weight)
             return

@@ -23,8 +23,8 @@ from cpmrt.tensor_spec import PLAIN_HEAD_DIM, BufferSpec, TensorSpec
 
 @dataclass(frozen=True, slots=True)
 class LatentBuffers:
-    """The workspace of a pass: both latents [T, q_rank + cached_dim], the queries' once more, normalised, q, attention;
-    the table."""
+    """The workspace of a pass: both latents [T, q_rank + cached_dim], in a chunk the queries' once more, normalised, q,
+    attention; the table."""
 
     latents: Any
     q_latent: Any
@@ -35,7 +35,7 @@ class LatentBuffers:
 
 @dataclass(frozen=True, slots=True)
 class BoundLatent:
-    """The weights and the pages of one layer."""
+    """The weights and the pages of one layer; `upcoming`: the first large weight of its mlp, if it has one."""
 
     norm: Any
     down: Any
@@ -43,6 +43,7 @@ class BoundLatent:
     latent: LatentWeights
     output: Any
     pages: Any
+    upcoming: Any
 
 
 def tensors(layer: LayerConfig, model: ModelConfig, names: Names) -> Iterator[TensorSpec]:
@@ -94,7 +95,7 @@ def bind(layer: LayerConfig, weights: Weights, caches: Mapping[str, Any]) -> Bou
     )  # fmt: skip
     return BoundLatent(
         weights["attention_norm"], weights["latent_down"], weights["q_up"], latent, weights["output"],
-        caches["latent_pages"],
+        caches["latent_pages"], weights["gate_up"],
     )  # fmt: skip
 
 
@@ -103,10 +104,17 @@ def run(step: Pass, layer: LayerConfig, bound: BoundLatent) -> None:
     ops, mixer, rows, scratch = step.ops, _attention(layer), step.rows, step.buffers.of(LatentBuffers)
     is_prefill, pages, weights = rows.is_prefill, bound.pages, bound.latent
     ops.project(scratch.latents, step.x, bound.norm, bound.down, step.eps, is_prefill=is_prefill)
-    ops.append_latent(scratch.q_latent, pages, scratch.latents, weights, scratch.rope, rows, mixer.norm_eps)
-    ops.project(scratch.q, scratch.q_latent, None, bound.q_up, 0.0, is_prefill=is_prefill)
-    attend = ops.prefill_latent_attention if is_prefill else ops.decode_latent_attention
-    attend(scratch.attention, scratch.q, pages, weights, scratch.rope, rows, mixer.query_dim**-0.5)
+    scale, eps = mixer.query_dim**-0.5, mixer.norm_eps
+    if is_prefill:
+        ops.append_latent(scratch.q_latent, pages, scratch.latents, weights, scratch.rope, rows, eps)
+        ops.project(scratch.q, scratch.q_latent, None, bound.q_up, 0.0, is_prefill=True)
+        ops.prefill_latent_attention(scratch.attention, scratch.q, pages, weights, scratch.rope, rows, scale)
+    else:
+        ops.project(scratch.q, scratch.latents, weights.q_norm, bound.q_up, eps)
+        ops.decode_latent_attention(
+            scratch.attention, scratch.q, scratch.latents, pages, weights, scratch.rope, rows, scale, eps,
+            bound.upcoming,
+        )  # fmt: skip
     ops.project_residual(
         step.x, scratch.attention, bound.output, None, step.residual_scale, is_prefill=is_prefill
     )  # fmt: skip

@@ -23,8 +23,9 @@ RUNS = 8
 SCALE_GROUPS = (16, 32, 64, 128)
 ZERO_POINTS, MINIMUMS = 1, 2
 """What may lie beside each scale: W = scale * (u - zero point), or W = scale * u - minimum."""
-# From so many tiles a multiprocessor on a warp takes whole rows.
-_WHOLE_ROW_TILES = 8
+# From so many tiles a multiprocessor on a warp takes whole rows: where eight warps share a tile, a block would go
+# through so many rounds that it could not keep the sums of all, and each round would end with a barrier.
+_WHOLE_ROW_TILES = 6
 
 
 class LayoutSizes(TypedDict):

@@ -75,13 +75,15 @@ class LinearPackedConstants:
     portable: bool
     head_dim: int | None = None
     fatrelu: int | None = None
+    row_pitch: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class PrepareConstants:
     """Compile-time constants of prepare_rows.cu, which fix the form of the rows that it writes.
 
-    `weight_bits` are given for ternary weights only: rows for all other widths are the same.
+    `weight_bits` are given for ternary weights only: rows for all other widths are the same. `row_pitch`: the columns
+    of the rows that it reads, where they are more.
     """
 
     in_features: int
@@ -90,6 +92,7 @@ class PrepareConstants:
     zeros: int
     warpgroups: bool
     weight_bits: int | None = None
+    row_pitch: int | None = None
 
 
 def _exchange_through_memory(macros: Mapping[str, int]) -> bool:
@@ -128,7 +131,10 @@ class PackedPlan:
         """The constants of the kernel that prepares the rows."""
         own = self.constants
         bits = own.weight_bits if own.weight_bits == TERNARY_BITS else None
-        return PrepareConstants(own.in_features, own.rows, own.scale_group, own.zeros, own.warpgroups, bits)
+        return PrepareConstants(
+            own.in_features, own.rows, own.scale_group, own.zeros, own.warpgroups, bits,
+            own.row_pitch,
+        )  # fmt: skip
 
     @property
     def prepared_bytes(self) -> int:
@@ -171,11 +177,12 @@ def plan_packed(
     permuted: bool = False,
     has_norm: bool = True,
     is_fed: bool = False,
+    row_pitch: int | None = None,
 ) -> PackedPlan:
     """Plan one product; `permuted` weights take their rows from `PREPARE`, which gathers the columns.
 
     `has_norm` False: rows enter the product as they are, as those of "residual" always do. `is_fed`: the product before
-    has prepared them.
+    has prepared them. `row_pitch`: the columns of the rows, where they are more than the product takes.
     """
     rows = row_bucket(num_rows, ROW_BUCKETS)
     work = _Work.of(layout, rows, device)
@@ -185,6 +192,7 @@ def plan_packed(
     constants = _constants(
         layout, rows, device, work, memory,
         normalises=normalises, prepared=permuted or is_fed or memory.stage_slices > 0 or from_memory,
+        row_pitch=row_pitch,
     )  # fmt: skip
     is_small, fills = _is_small(layout, device), rows == 1 and work.grid == device.num_sms
     over_half = device.shared_bytes_per_block // 2 + _OVER_HALF_BYTES
@@ -193,7 +201,8 @@ def plan_packed(
 
 
 def _constants(
-    layout: PackedLayout, rows: int, device: Device, work: _Work, memory: _Memory, *, normalises: bool, prepared: bool
+    layout: PackedLayout, rows: int, device: Device, work: _Work, memory: _Memory,
+    *, normalises: bool, prepared: bool, row_pitch: int | None,
 ) -> LinearPackedConstants:
     return LinearPackedConstants(
         **layout.sizes, rows=rows, norm=normalises, prepared=prepared, portable=device.is_portable,
@@ -202,7 +211,7 @@ def _constants(
         feeds=rows >= _FEEDING_ROWS and work.has_whole_slices(layout),
         early_slots=work.early_slots(rows, whole_rows=layout.runs == 1 and normalises and not prepared),
         received_apart=memory.received_apart, stage_slices=memory.stage_slices, stages=_stages(device),
-        smem_bytes=memory.nbytes,
+        smem_bytes=memory.nbytes, row_pitch=row_pitch,
         trigger=_AT_END if layout.product == "residual" and rows >= _LATE_TRIGGER_ROWS else _AT_ONCE,
     )  # fmt: skip
 

@@ -157,10 +157,17 @@ class Prepared:
 
 
 class PackedProducts:
-    """Launches the products with packed weights of one model; `arrays` holds the buffers of `PackedScratch` by name."""
+    """Launches the products with packed weights of one model; `arrays` holds the buffers of `PackedScratch` by name.
 
-    def __init__(self, launcher: Launcher, gemm: Gemm, arrays: Mapping[str, DeviceArray], device: Device):
-        self._launch, self._gemm, self._device = launcher, gemm, device
+    With `prefers_shared` all of them ask for as much shared memory as a multiprocessor has, as the kernels between them
+    do: a multiprocessor changes the split only while it is idle, so a block that wants another one starts late.
+    """
+
+    def __init__(
+        self, launcher: Launcher, gemm: Gemm, arrays: Mapping[str, DeviceArray], device: Device,
+        *, prefers_shared: bool = False,
+    ):  # fmt: skip
+        self._launch, self._gemm, self._device, self._prefers_shared = launcher, gemm, device, prefers_shared
         self._scratch = PackedScratch.of(arrays)
         self._layer = LayerProducts(launcher, device, self._scratch.counter, self._launch_one)
 
@@ -176,14 +183,15 @@ class PackedProducts:
     def _launch_one(self, product: StepProduct, weight: PackedWeight, after: Handoff = NOTHING) -> Handoff:
         scratch, (plan, x) = self._scratch, self._planned(product, weight, after.prepared)
         left = Prepared(scratch.fed, plan.fed) if plan.fed else None
+        prefers_shared = plan.prefers_shared or self._prefers_shared
         exchanged = (scratch.partials, scratch.arrivals) if plan.num_arrivals else (None, None)
         more = (left.rows if left else None,) if product.kind == "gate_up" else ()
         self._launch(
             LINEAR_PACKED[product.kind], product.built(plan.constants), plan.grid, plan.block,
             *product.arguments(x, (weight.data, *exchanged), more),
-            smem=plan.shared_bytes, prefers_shared=plan.prefers_shared,
+            smem=plan.shared_bytes, prefers_shared=prefers_shared,
         )  # fmt: skip
-        return Handoff(left, plan.prefers_shared)
+        return Handoff(left, prefers_shared)
 
     def _planned(
         self, product: StepProduct, weight: PackedWeight, fed: Prepared | None
@@ -195,7 +203,8 @@ class PackedProducts:
             plan = _plan(weight.layout, len(x), self._device, has_norm=has_norm, is_fed=True)
             if plan.prepare == fed.constants:
                 return plan, fed.rows
-        plan = _plan(weight.layout, len(x), self._device, has_norm=has_norm, permuted=permuted)
+        pitch = product.row_pitch(weight.layout.in_features)
+        plan = _plan(weight.layout, len(x), self._device, has_norm=has_norm, permuted=permuted, row_pitch=pitch)
         if not plan.constants.prepared:
             return plan, x
         eps, rows = np.float32(product.eps), self._scratch.rows
