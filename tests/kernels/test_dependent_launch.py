@@ -29,6 +29,7 @@ from sparse_cases import Slots, SparseDevice, any_choice
 
 from cpmrt.config import SparseConfig
 from cpmrt.config.layers import GroupedAttention
+from cpmrt.cuda.build.source import kernels_folder
 from cpmrt.cuda.kernels import KERNELS, files
 from cpmrt.cuda.ops.attention.attention import AttentionOps
 from cpmrt.cuda.ops.linear import plan_linear
