@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from packed_oracle import pack
 
 from cpmrt.cuda.build.launcher import Launcher
 from cpmrt.cuda.build.modules import Modules
+from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.ops.linear import StepProduct
 from cpmrt.cuda.ops.linear_packed.layer_products import plan_layer
 from cpmrt.cuda.ops.linear_packed.layout import PackedLayout, PackedWeight
@@ -73,9 +74,8 @@ SHAPES = {
 class Layer:
     """One row of a layer on the device; `run` gives the bits of all that its four products write."""
 
-    def __init__(self, cuda: Any, shape: Shape, dtype: DType, *, portable: bool = False):
-        self.cuda, self.shape, self.dtype = cuda, shape, dtype
-        self.device = older(cuda.device) if portable else cuda.device
+    def __init__(self, cuda: Any, shape: Shape, dtype: DType, device: Device | None = None):
+        self.cuda, self.shape, self.dtype, self.device = cuda, shape, dtype, device or cuda.device
         rng = np.random.default_rng(shape.hidden)
         normal = normals(rng, dtype)
         self.weights, self.norms = {}, {}
@@ -93,6 +93,10 @@ class Layer:
         angles = rng.random((2, PAGES * PAGE_SIZE, shape.head_dim // 2), np.float32)
         self.rope, self.counter = cuda.array(angles), cuda.array(np.zeros(1, np.uint64))
         self.table = cuda.array(rng.permutation(PAGES).astype(np.int32)[None])
+
+    @property
+    def layouts(self) -> list[PackedLayout]:
+        return [weight.layout for weight in self.weights.values()]
 
     def run(self, *, together: bool, follows: bool = True, pdl: bool = False) -> list[Any]:
         cuda, shape, dtype = self.cuda, self.shape, self.dtype
@@ -131,9 +135,32 @@ class Layer:
 @pytest.mark.parametrize("portable", [False, True], ids=["", "portable"])
 @pytest.mark.parametrize("name", SHAPES)
 def test_together_they_give_the_bits_of_each_alone(cuda: Any, name: str, portable: bool, dtype: DType) -> None:
-    layer = Layer(cuda, SHAPES[name], dtype, portable=portable)
-    if plan_layer([weight.layout for weight in layer.weights.values()], layer.device) is None:
+    layer = Layer(cuda, SHAPES[name], dtype, older(cuda.device) if portable else None)
+    if plan_layer(layer.layouts, layer.device) is None:
         pytest.skip("this device launches them one by one")
+    check_bits(layer)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("late", [False, True], ids=["", "late"])
+@pytest.mark.parametrize("portable", [False, True], ids=["", "portable"])
+@pytest.mark.parametrize(("name", "num_sms"), [("demo", 16), ("demo", 24), ("zero points, groups of 32", 40)])
+def test_blocks_with_several_tiles_of_a_weight(
+    cuda: Any, name: str, num_sms: int, portable: bool, late: bool
+) -> None:
+    device = replace(older(cuda.device) if portable else cuda.device, num_sms=num_sms, whole_clusters=0)
+    layer = Layer(cuda, SHAPES[name], DType.BFLOAT16, device)
+    plan = plan_layer(layer.layouts, device)
+    if plan is None or cuda.device.num_sms < num_sms:
+        pytest.skip("this device is too small")
+    if late:  # just too little memory for all weights at once
+        layer.device = replace(device, shared_bytes_per_block=plan.smem_bytes - 16)
+        plan = plan_layer(layer.layouts, layer.device)
+    assert plan is not None and plan.late == late
+    check_bits(layer)
+
+
+def check_bits(layer: Layer) -> None:
     alone = {follows: layer.run(together=False, follows=follows) for follows in (True, False)}
     for pdl in (False, True):
         for follows in (True, False, True, True):
@@ -184,7 +211,7 @@ class Noted(Launcher):
 
 
 class Layers:
-    """The products of one row, launched by a name for each: o, g, d, q, of the same stream; O has a bias."""
+    """The products of one row, launched by a name for each: o, g, d, q, of the same stream; O has a bias, Q no norm."""
 
     def __init__(self) -> None:
         shape, self.launcher = SHAPES["demo"], Noted()
@@ -200,6 +227,7 @@ class Layers:
             "g": (StepProduct("gate_up", (inner,), x, norm, EPS, (one, one, eps)), layouts["gate_up"]),
             "d": (StepProduct("residual", (x,), inner, None, 0.0, add), layouts["down"]),
             "q": (StepProduct("qkv", (x, x, x), x, norm, EPS, rest, 64), layouts["qkv"]),
+            "Q": (StepProduct("qkv", (x, x, x), x, None, EPS, rest, 64), layouts["qkv"]),
         }
 
     def run(self, letters: str) -> list[str]:
@@ -232,6 +260,7 @@ class Something:
         ("Ogdq", "residual gate_up residual qkv"),
         ("ogO", "residual gate_up residual"),
         ("ogd", "layer_products"),
+        ("ogdQ", "layer_products qkv"),
     ],
 )
 def test_products_are_held_back_until_all_are_there_or_something_else_comes(letters: str, kernels: str) -> None:
