@@ -113,6 +113,12 @@ def detect_method(names: Mapping[str, Any]) -> str:
     return "eagle2" if has_fc else "model"
 
 
+def check_method(shapes: Shapes | None, method: str, source: str) -> None:
+    """Raise ConfigError if the tensors, where they are known, were made for another method."""
+    if shapes is not None and (found := detect_method(shapes)) != method:
+        raise ConfigError(f"{source}: the draft", expected=method, actual=found, fix=f"use method {found!r}")
+
+
 def disagrees(source: str, name: str, expected: object, actual: object, fix: str | None = None) -> ConfigError:
     return ConfigError(
         f"{source}: {name} of the draft is not the target's",

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from cpmrt.config.draft import NOT_OF_LAYERS, ROPE_KEYS, Block, DraftConfig, Shapes, detect_method, disagrees
+from cpmrt.config.draft import NOT_OF_LAYERS, ROPE_KEYS, Block, DraftConfig, Shapes, check_method, disagrees
 from cpmrt.config.fields import Fields
 from cpmrt.config.model import ModelConfig
 from cpmrt.config.speculation import DEFAULT_SHAPES, MAX_NODES, SpeculationConfig, TreeShape
@@ -38,8 +38,7 @@ def read_dspark(
     Raises ConfigError where the config lacks something or contradicts the target, UnsupportedModelError for a variant
     that is not carried out.
     """
-    if shapes is not None and (found := detect_method(shapes)) != wish.method:
-        raise ConfigError(f"{source}: the draft", expected=wish.method, actual=found, fix=f"use method {found!r}")
+    check_method(shapes, wish.method, source)
     nested = Fields(config, source).mapping("dflash_config")
     fields = Fields({**nested, **config}, source)
     _refuse_variants(fields)

@@ -18,7 +18,7 @@ from cpmrt.config.draft import (
     WEIGHTS,
     DraftConfig,
     Shapes,
-    detect_method,
+    check_method,
     disagrees,
 )
 from cpmrt.config.fields import Fields
@@ -44,8 +44,7 @@ def read_eagle(
 
     Raises ConfigError where the config contradicts the target, CheckpointError where a tensor does.
     """
-    if shapes is not None and (found := detect_method(shapes)) != wish.method:
-        raise ConfigError(f"{source}: the draft", expected=wish.method, actual=found, fix=f"use method {found!r}")
+    check_method(shapes, wish.method, source)
     fields = Fields(config, source)
     is_mup = target.logit_divisor != 1.0 or target.scale_emb != 1.0
     decoder = _decoder(fields, target, wish, quantize_config)

@@ -112,7 +112,7 @@ class Guide:
 
     @property
     def bits(self) -> bytes | None:
-        """Those of the last step's mask, which is filled."""
+        """The bits of the last step's mask, which is filled."""
         assert self._mask is not None
         return self._mask.bits
 
