@@ -14,11 +14,6 @@ DEVICE uint32_t peer_address(uint32_t address, int rank) {
   return remote;
 }
 
-// Arrives at the barrier that lies at `barrier` in block `rank` of the cluster.
-DEVICE void arrive_at_peer(uint32_t barrier, int rank) {
-  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(peer_address(barrier, rank)) : "memory");
-}
-
 // Sends floats to a peer: `to` and `barrier`, which counts the bytes, are addresses in its memory (peer_address).
 DEVICE void send_float4(uint32_t to, uint32_t barrier, float a, float b, float c, float d) {
   asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to), "f"(a),

@@ -20,16 +20,6 @@ DEVICE void copy_box(uint32_t shared, const TensorMap& map, int row, int column,
       : "memory");
 }
 
-// The same to the first BLOCKS blocks of the cluster, at the same place in the memory of each, whose own barrier counts.
-template <int BLOCKS>
-DEVICE void copy_box_to_blocks(uint32_t shared, const TensorMap& map, int row, int column, uint32_t barrier) {
-  if (BLOCKS == 1) return copy_box(shared, map, row, column, barrier);
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;"
-      ::"r"(shared), "l"(&map), "r"(column), "r"(row), "r"(barrier), "h"(static_cast<uint16_t>((1 << BLOCKS) - 1))
-      : "memory");
-}
-
 // Starts a copy of neighbouring bytes, a multiple of 16; they count at `barrier`, which expects them. One thread.
 DEVICE void copy_bytes(uint32_t shared, const void* source, int bytes, uint32_t barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),

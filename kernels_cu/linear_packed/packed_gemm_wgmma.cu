@@ -1,27 +1,25 @@
 // Dense product of a short prefill chunk with a weight of 4 bits on sm_90, unpacked in shared memory before the tensor cores.
 //
 //   formula   as packed_gemm.cu
-//   operands  y (M, N) scalar_t, its rows `stride` elements apart; x (M, K) scalar_t row-major, as a tensor map in boxes of
-//             64 / CLUSTER rows and 64 columns; packed as packed_layout.cuh describes
+//   operands  y (M, N) scalar_t, its rows `stride` elements apart; x (M, K) scalar_t row-major, as a tensor map in boxes of 64
+//             rows and 64 columns; packed as packed_layout.cuh describes
 //   constants LINEAR: the product, 0 qkv, 1 residual, 2 gate_up, 3 head. HEAD_DIM: of qkv only, elements of a head.
 //             IN_FEATURES: K, a multiple of 128. WEIGHT_BITS: 4. RUNS: of the layout, 8 or 1. SCALE_GROUP: columns that share
 //             a scale: 32, 64 or 128. ZEROS: 1 has zero points beside the scales. TILES: packed tiles of a block: 4, 8 or 16.
 //             STAGES: slices of x and of codes in shared memory, at least 2. UNPACKED: slices of the weight in 16 bits there,
-//             at least 2. CLUSTER: blocks that bring a part of x each to all of them: 1, 2, 4 or 8
-//   launch    grid (ceil(N / 16 / TILES) or more, a multiple of CLUSTER, ceil(M / 64)), block 416, with 16 TILES 544, shared UNPACKED * TILES * 4096 + STAGES * (16384 + TILES *
+//             at least 2
+//   launch    grid (ceil(N / 16 / TILES), ceil(M / 64)), block 416, with 16 TILES 544, shared UNPACKED * TILES * 4096 + STAGES * (16384 + TILES *
 //             bytes of a unit) + 512
 //   numerics  those of packed_gemm.cu, bit for bit
 //   oracle    reference/ops.py project_residual without bias (alpha = the residual scale, beta = 1)
 //   source    original
 //   layout    four warps, or eight, multiply (operand A: 64 rows of x, operand B: rows of w), eight unpack for them, one copies for
-//             all. A lane has eight neighbouring k of a row, which are a chunk of 16 bytes as wgmma reads it. All blocks want
-//             the same lines of x at the same time, which the L2 serves one after another: a cluster reads each line once
+//             all. A lane has eight neighbouring k of a row, which are a chunk of 16 bytes as wgmma reads it.
 #if !defined(LINEAR) || (LINEAR == 0 && !defined(HEAD_DIM)) || !defined(IN_FEATURES) || !defined(WEIGHT_BITS) || \
-    !defined(RUNS) || !defined(SCALE_GROUP) || !defined(ZEROS) || !defined(TILES) || !defined(STAGES) || !defined(UNPACKED) || \
-    !defined(CLUSTER)
+    !defined(RUNS) || !defined(SCALE_GROUP) || !defined(ZEROS) || !defined(TILES) || !defined(STAGES) || !defined(UNPACKED)
 #error "a constant is not defined"
 #endif
-#include "cluster.cuh"
+#include "mbarrier.cuh"
 #include "packed_unpack.cuh"
 #include "tma.cuh"
 #include "wgmma.cuh"
@@ -32,8 +30,6 @@ constexpr int kRows = TILES * 16, kWPanel = kRows * kRowBytes, kWBytes = 2 * kWP
 constexpr int kCodes = TILES * kUnitBytes;
 constexpr int kColumns = kRows < 128 ? kRows : 128;            // of y that four warps compute together
 constexpr int kMultiplyWarps = kRows / kColumns * 4, kUnpackWarps = 8, kThreads = (kMultiplyWarps + kUnpackWarps + 1) * 32;
-constexpr int kBoxRows = kTokens / CLUSTER;                    // of x that a block brings to its cluster
-static_assert(CLUSTER == 1 || CLUSTER == 2 || CLUSTER == 4 || CLUSTER == 8, "CLUSTER");
 static_assert(TILES == 4 || TILES == 8 || TILES == 16, "TILES");
 static_assert(STAGES >= 2 && UNPACKED >= 2 && (STAGES * 4 + UNPACKED * 2) * 8 <= 512, "STAGES or UNPACKED");
 
@@ -72,7 +68,7 @@ struct Block {
   DEVICE uint32_t code_place() const { return shared + UNPACKED * kWBytes + STAGES * kXBytes + codes.place * kCodes; }
 };
 
-// All copies, by one warp: a lane copies the units of one tile, two lanes the panels of x, of which a block brings some rows.
+// All copies, by one warp: a lane copies the units of one tile, two lanes the panels of x.
 DEVICE void copy_all(Block block, const TensorMap& x, const unsigned char* packed, int num_tiles) {
   constexpr int kPadding = kRunBytes - kRunSlices * kUnitBytes, kFirst = STAGES < kSlices ? STAGES : kSlices;
   const int lane = threadIdx.x % 32;
@@ -85,17 +81,14 @@ DEVICE void copy_all(Block block, const TensorMap& x, const unsigned char* packe
     if (lane < TILES) copy_bytes(block.code_place() + lane * kUnitBytes, unit, kUnitBytes, block.codes.full());
     block.codes.next();
   };
-  const int first_row = blockIdx.x % CLUSTER * kBoxRows;
   for (int slice = 0; slice < kFirst; slice++) copy_codes(slice);
   pdl_wait();
-  if (CLUSTER > 1) cluster_wait();   // the barriers of all blocks are there
   for (int slice = 0; slice < kSlices; slice++) {
     block.x.wait_read();
     if (lane == 0) mbarrier_arrive_expect(block.x.full(), kXBytes);
     __syncwarp();
     if (lane < 2)
-      copy_box_to_blocks<CLUSTER>(block.x_place() + lane * kXPanel + first_row * kRowBytes, x, blockIdx.y * kTokens + first_row,
-                                  slice * kSliceColumns + lane * 64, block.x.full());
+      copy_box(block.x_place() + lane * kXPanel, x, blockIdx.y * kTokens, slice * kSliceColumns + lane * 64, block.x.full());
     block.x.next();
     if (slice + kFirst < kSlices) copy_codes(slice + kFirst);
   }
@@ -135,8 +128,7 @@ DEVICE void unpack_all(Block block) {
 
 // The sums of 64 rows of x and kColumns rows of the weight, by four warps.
 DEVICE void multiply_all(float (&sums)[kColumns / 2], Block block) {
-  const int first = threadIdx.x / 128 * kColumns, lane = threadIdx.x % 32;   // first of the block's rows
-  if (CLUSTER > 1) cluster_wait();
+  const int first = threadIdx.x / 128 * kColumns;   // of the block's rows
 #pragma unroll 1
   for (int slice = 0; slice < kSlices; slice++) {
     const uint32_t x_read = block.x.read(), w_read = block.unpacked.read();
@@ -151,9 +143,7 @@ DEVICE void multiply_all(float (&sums)[kColumns / 2], Block block) {
                    w + descriptor_step(step / 4 * kWPanel + step % 4 * 32), true);
     wgmma_commit();
     wgmma_wait<0>();
-    if (lane == 0) mbarrier_arrive(w_read);
-    if (CLUSTER == 1 && lane == 0) mbarrier_arrive(x_read);
-    if (CLUSTER > 1 && lane < CLUSTER) arrive_at_peer(x_read, lane);   // every block writes to this one's x
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(x_read), mbarrier_arrive(w_read);
     block.x.next(), block.unpacked.next();
   }
   settle(sums);
@@ -176,18 +166,17 @@ DEVICE void store_all(scalar_t* y, const float (&sums)[kColumns / 2], int m, int
   }
 }
 
-extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kThreads, 1)
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
     KERNEL(packed_gemm_wgmma)(scalar_t* y, const __grid_constant__ TensorMap x, const unsigned char* __restrict__ packed,
                               int m, int n, int stride, float alpha, float beta) {
   extern __shared__ __align__(1024) unsigned char shared[];
   pdl_launch_dependents();
   const Block block(shared_address(shared));
   if (threadIdx.x == 0) {
-    block.x.prepare(1, kMultiplyWarps * CLUSTER), block.codes.prepare(1, kUnpackWarps), block.unpacked.prepare(kUnpackWarps, kMultiplyWarps);
+    block.x.prepare(1, kMultiplyWarps), block.codes.prepare(1, kUnpackWarps), block.unpacked.prepare(kUnpackWarps, kMultiplyWarps);
     mbarrier_init_fence();
   }
   __syncthreads();
-  if (CLUSTER > 1) cluster_announce();   // the fence has made the barriers known
   const int warp = threadIdx.x / 32;
   if (warp < kMultiplyWarps) {
     float sums[kColumns / 2] = {};
@@ -195,10 +184,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
     // The kernel before this one, which may have written y, has ended: x has come.
     store_all(y, sums, m, n, stride, alpha, beta);
   } else if (warp < kMultiplyWarps + kUnpackWarps) {
-    if (CLUSTER > 1) cluster_wait();
     unpack_all(block);
   } else {
     copy_all(block, x, packed, (n + 15) / 16);
   }
-  if (CLUSTER > 1) cluster_announce(), cluster_wait();   // no peer sends to a block that has ended
 }

@@ -25,8 +25,6 @@ _SMALLEST_GROUP = 32
 _FEW_TOKENS, _TOKENS, _UNSHARED_TILES, _FEWEST_STAGES, _MOST_STAGES = 16, 64, 16, 3, 6
 # packed_gemm_wgmma.cu: slices on their way and unpacked, and the other sizes that its header names.
 _WGMMA_CAPABILITY, _MOST_AHEAD, _MOST_UNPACKED, _BARRIER_BYTES, _BOX_COLUMNS, _UNPACK_WARPS = 90, 8, 3, 512, 64, 8
-_ROOM = 1.5
-"""Multiprocessors a block from which on clusters of four find room beside each other; pairs always do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +52,9 @@ class WarpGemmConstants(ShortChunkConstants):
 
 @dataclass(frozen=True, slots=True)
 class WgmmaGemmConstants(ShortChunkConstants):
-    """packed_gemm_wgmma.cu has these constants: slices of the weight in 16 bits at a time, blocks of a cluster."""
+    """packed_gemm_wgmma.cu has these constants; `unpacked` slices of the weight are in 16 bits at a time."""
 
     unpacked: int = 2
-    cluster: int = 1
 
 
 PACKED_GEMM = KernelSpec(
@@ -84,9 +81,7 @@ class ShortChunkPlan:
 
     def rows(self, x: DeviceArray) -> KernelArgument:
         """Return x [M, K], which must stay where it is, as the kernel takes it."""
-        if not isinstance(self.constants, WgmmaGemmConstants):
-            return x
-        return row_boxes(x, _TOKENS // self.constants.cluster, _BOX_COLUMNS)
+        return row_boxes(x, _TOKENS, _BOX_COLUMNS) if self.kernel is PACKED_GEMM_WGMMA else x
 
 
 def takes_short_chunk(layout: PackedLayout, num_rows: int) -> bool:
@@ -123,13 +118,11 @@ def _wgmma_plan(layout: PackedLayout, num_rows: int, device: Device) -> ShortChu
     space = device.shared_bytes_per_block - _BARRIER_BYTES
     unpacked = next(count for count in (_MOST_UNPACKED, 2) if count * slice_bytes + 2 * stage_bytes <= space)
     stages = min(_MOST_AHEAD, (space - unpacked * slice_bytes) // stage_bytes)
-    blocks = ceil(layout.num_tiles / tiles)
-    cluster = 1 if blocks == 1 else 4 if blocks * _ROOM <= device.num_sms else 2
-    grid = ceil(blocks / cluster) * cluster, ceil(num_rows / _TOKENS)
+    grid = ceil(layout.num_tiles / tiles), ceil(num_rows / _TOKENS)
     multiply_warps = 4 * ceil(tiles * TILE_ROWS / 128)
     return ShortChunkPlan(
         PACKED_GEMM_WGMMA,
-        WgmmaGemmConstants(**layout.sizes, tiles=tiles, stages=stages, unpacked=unpacked, cluster=cluster), grid,
+        WgmmaGemmConstants(**layout.sizes, tiles=tiles, stages=stages, unpacked=unpacked), grid,
         32 * (multiply_warps + _UNPACK_WARPS + 1), unpacked * slice_bytes + stages * stage_bytes + _BARRIER_BYTES,
     )  # fmt: skip
 
