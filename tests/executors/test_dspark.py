@@ -30,7 +30,7 @@ TARGET: dict[str, Any] = BASE | {
 }  # fmt: skip
 DRAFT: dict[str, Any] = TARGET | {
     "architectures": ["Qwen3DSparkModel"], "num_hidden_layers": 2, "block_size": BLOCK, "mask_token_id": 7,
-    "markov_rank": RANK, "target_layer_ids": [1, 0], "rope_theta": 1e6,
+    "markov_rank": RANK, "target_layer_ids": [1, 0], "rope_theta": 1e6, "intermediate_size": 256,
 }  # fmt: skip
 SHAPES = (TreeShape.chain(5), TreeShape.chain(2))
 PROMPT = tuple(np.random.default_rng(4).integers(1, VOCAB, 75).tolist())

@@ -21,6 +21,7 @@ from cpmrt.reference.draft_tree import chain_nodes
 pytestmark = pytest.mark.gpu
 
 HIDDEN, MASK_TOKEN = 72, 5
+LONGEST = 32  # chain of tokens that a draft may have
 
 
 class BlockDevice:
@@ -33,7 +34,7 @@ class BlockDevice:
         self.cuda, self.rows, self.vocab = cuda, rows, vocab
         self.tree = TreeDevice(cuda, portable=portable, pdl=pdl)
         config = DraftConfig("dspark", draft_vocab=vocab, block=Block(rows, MASK_TOKEN, rank, True))
-        draft = Draft(config, (TreeShape.chain(rows),), min_confidence=least)
+        draft = Draft(config, (TreeShape.chain(min(rows, LONGEST)),), min_confidence=least)
         arrays = self.tree.arrays
         for spec in block_tables(draft):
             arrays[spec.name] = cuda.array(np.full(spec.shape, 0x55, spec.dtype))
@@ -96,7 +97,7 @@ def test_a_chain_is_chosen_as_the_definition_says(cuda: Any, vocab: int, rank: i
 @pytest.mark.parametrize("rows", [1, 16, 63])
 def test_blocks_of_other_sizes(cuda: Any, rows: int) -> None:
     device = BlockDevice(cuda, rows=rows, vocab=352)
-    assert device.check(running_at(100), 0.0, min(rows, 32)) == min(rows, 32)
+    assert device.check(running_at(100), 0.0, min(rows, LONGEST)) == min(rows, LONGEST)
 
 
 def test_a_chain_ends_before_a_token_of_too_little_confidence(cuda: Any) -> None:
