@@ -97,7 +97,7 @@ class DraftEvaluation:
 
     def __init__(self, options: argparse.Namespace, work: Path) -> None:
         self.options = options
-        self.model = None if options.model == "demo" else options.model
+        self.model = options.model
         self.folder = ModelFolder.open(self.model, weights=False)
         names = options.draft or (BUNDLED_DRAFTS if self.folder.is_bundled else (LOOKUP,))
         self.methods = {name: name if name == LOOKUP else method_of(name, self.folder.path) for name in names}

@@ -26,7 +26,8 @@ from cpmrt import LLM  # noqa: E402
 from cpmrt.cli.main import main as cpmrt_main  # noqa: E402
 from cpmrt.errors import CpmrtError  # noqa: E402
 from cpmrt.quantization.gguf_conversion import FILE_TYPES, to_gguf  # noqa: E402
-from cpmrt.weights.model_folder import BUNDLED, ModelFolder  # noqa: E402
+from cpmrt.weights.hub import BUNDLED  # noqa: E402
+from cpmrt.weights.model_folder import ModelFolder  # noqa: E402
 
 
 @dataclass(frozen=True)

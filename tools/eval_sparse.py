@@ -76,7 +76,7 @@ class SparseEvaluation:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
-        self.model = None if options.model == "demo" else options.model
+        self.model = options.model
         folder = ModelFolder.open(self.model, weights=False)
         self.config = folder.config
         if self.config.bos_token_id is None or not self.config.eos_token_ids:

@@ -103,7 +103,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Counts, writes the lists and prints how much of the text each covers."""
     options = _parse(arguments)
     try:
-        folder = ModelFolder.open(None if options.model == "demo" else options.model, weights=False)
+        folder = ModelFolder.open(options.model, weights=False)
         tokenizer, vocab_size = Tokenizer.open(folder.path), folder.config.vocab_size
         ends = (*tokenizer.special_ids, *tokenizer.eos_token_ids, *folder.config.eos_token_ids)
         always = frozenset(token for token in ends if token < vocab_size)

@@ -65,7 +65,7 @@ class DraftMaker:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options, self.begun = options, time.perf_counter()
-        self.folder = ModelFolder.open(None if options.model == "demo" else options.model)
+        self.folder = ModelFolder.open(options.model)
         self.config = draft_config(options, self.folder)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32

@@ -24,7 +24,7 @@ from cpmrt.cli.output import note, printable, write, write_table
 from cpmrt.config import SamplingParams
 from cpmrt.errors import ConfigError, CpmrtError
 from cpmrt.llm import LLM
-from cpmrt.weights.model_folder import BUNDLED
+from cpmrt.weights.hub import BUNDLED
 
 _PREFILL_CHUNK = 2048
 _CONTEXT_NEW = 64

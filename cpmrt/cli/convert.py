@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     made = args.to or ("gguf" if args.target.suffix == GGUF_SUFFIX else "marlin")
     if args.type is not None and made != "gguf":
         raise UsageError("--type is for --to gguf")
-    folder = ModelFolder.open(None if args.source == "demo" else args.source)
+    folder = ModelFolder.open(args.source)
     if made == "gguf":
         to_gguf(folder, args.target, args.type or "bf16")
     elif made == "safetensors":

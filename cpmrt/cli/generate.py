@@ -18,7 +18,7 @@ from cpmrt.cli.output import cost_lines, note, summary, write, write_json
 from cpmrt.cli.prompt_source import add_prompt_options, read_prompt
 from cpmrt.config import EngineConfig, SamplingParams
 from cpmrt.generation import Completion
-from cpmrt.weights.model_folder import BUNDLED
+from cpmrt.weights.hub import BUNDLED
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -26,7 +26,8 @@ from cpmrt.models.decoder import tensor_specs
 from cpmrt.text import Tokenizer
 from cpmrt.weights.check import check
 from cpmrt.weights.checkpoint import Checkpoint
-from cpmrt.weights.model_folder import BUNDLED, ModelFolder
+from cpmrt.weights.hub import BUNDLED
+from cpmrt.weights.model_folder import ModelFolder
 
 OLDEST_PYTHON = (3, 10)
 _USES = {

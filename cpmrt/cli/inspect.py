@@ -26,7 +26,7 @@ from cpmrt.weights import hub
 from cpmrt.weights.check import check
 from cpmrt.weights.checkpoint import Checkpoint
 from cpmrt.weights.model_files import read_json
-from cpmrt.weights.model_folder import BUNDLED, ModelFolder, check_kind
+from cpmrt.weights.model_folder import ModelFolder, check_kind
 from cpmrt.weights.quantised_specs import quantisation_summary
 from cpmrt.weights.repository import has_weights
 
@@ -111,7 +111,7 @@ def report(model: str | None, revision: str | None, hf_overrides: Mapping[str, A
 
     Raises CheckpointError, ConfigError where not even config.json can be read.
     """
-    path = BUNDLED if model is None else hub.resolve(model, revision=revision, weights=False)
+    path = hub.resolve(model, revision=revision, weights=False)
     check_kind(path)
     raw = read_json(path / "config.json")
     problems: list[str] = []

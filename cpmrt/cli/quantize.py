@@ -98,7 +98,7 @@ def calibration_windows(options: argparse.Namespace, folder: ModelFolder) -> lis
 
 def run(options: argparse.Namespace) -> int:
     """Quantise. Raises CpmrtError, and nothing is left of the new folder then."""
-    folder = ModelFolder.open(None if options.model == "demo" else options.model, weights=False)
+    folder = ModelFolder.open(options.model, weights=False)
     if options.method == TERNARY:
         folder.fetch_weights()
         write_ternary(folder, options.out, options.group_size)

@@ -18,8 +18,12 @@ import sys
 from pathlib import Path
 
 import cpmrt
+from cpmrt.cli.option_values import integer
 from cpmrt.errors import ConfigError
 from cpmrt.installation import pip_install, reinstall
+
+_SIZE = integer(1, 1 << 31)
+_STEPS = integer(0, 1 << 31, "0 or a positive integer")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -29,34 +33,34 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--text", type=Path, action="append", default=[], help="prompts to train on; repeatable")
     parser.add_argument("--held-out", type=Path, action="append", help="prompts to measure on; repeatable")
     sizes = parser.add_argument_group("sizes of the draft (default: those of a layer of the target)")
-    sizes.add_argument("--intermediate", type=int)
-    sizes.add_argument("--heads", type=int)
-    sizes.add_argument("--kv-heads", type=int)
-    sizes.add_argument("--draft-vocab", type=int, help="eagle3: most frequent tokens that its head knows")
+    sizes.add_argument("--intermediate", type=_SIZE)
+    sizes.add_argument("--heads", type=_SIZE)
+    sizes.add_argument("--kv-heads", type=_SIZE)
+    sizes.add_argument("--draft-vocab", type=_SIZE, help="eagle3: most frequent tokens that its head knows")
     sizes.add_argument("--taps", type=int, nargs=3, help="eagle3: layers whose inputs it reads")
-    sizes.add_argument("--layers", type=int, default=5, help="dspark: layers that run a block (default: %(default)s)")
-    sizes.add_argument("--block-size", type=int, default=7, help="dspark: tokens of a block (default: %(default)s)")
-    sizes.add_argument("--markov-rank", type=int, default=256, help="dspark: of the Markov head (default: %(default)s)")
+    sizes.add_argument("--layers", type=_SIZE, default=5, help="dspark: layers of a block (default: %(default)s)")
+    sizes.add_argument("--block-size", type=_SIZE, default=7, help="dspark: tokens of a block (default: %(default)s)")
+    sizes.add_argument("--markov-rank", type=_SIZE, default=256, help="dspark: Markov head (default: %(default)s)")
     sizes.add_argument("--target-layers", type=int, nargs="+", help="dspark: layers whose outputs it reads")
     texts = parser.add_argument_group("generated text")
     texts.add_argument("--generated", type=Path, help="file to keep the rows in; read if it is there")
-    texts.add_argument("--rows", type=int, default=4096, help="rows to train on")
-    texts.add_argument("--rows-at-once", type=int, default=256, help="rows that are generated together")
-    texts.add_argument("--length", type=int, default=512, help="tokens of a row")
-    texts.add_argument("--prompts", type=int, default=20000, help="prompts of each text")
-    texts.add_argument("--prompt-length", type=int, default=32, help="tokens of a prompt, at most")
+    texts.add_argument("--rows", type=_SIZE, default=4096, help="rows to train on")
+    texts.add_argument("--rows-at-once", type=_SIZE, default=256, help="rows that are generated together")
+    texts.add_argument("--length", type=_SIZE, default=512, help="tokens of a row")
+    texts.add_argument("--prompts", type=_SIZE, default=20000, help="prompts of each text")
+    texts.add_argument("--prompt-length", type=_SIZE, default=32, help="tokens of a prompt, at most")
     texts.add_argument("--greedy-share", type=float, default=0.25, help="of the rows; the others have T = 0.7 to 1")
     training = parser.add_argument_group("training")
     training.add_argument("--minutes", type=float, default=60.0)
-    training.add_argument("--steps", type=int, default=1_000_000, help="0: only measure the draft in OUT/METHOD")
+    training.add_argument("--steps", type=_STEPS, default=1_000_000, help="0: only measure the draft in OUT/METHOD")
     training.add_argument("--resume", action="store_true", help="go on with the draft in OUT/METHOD, in its sizes")
-    training.add_argument("--batch", type=int, default=16, help="rows of a step")
-    training.add_argument("--passes", type=int, help="drafted depths that are trained (default: 3)")
+    training.add_argument("--batch", type=_SIZE, default=16, help="rows of a step")
+    training.add_argument("--passes", type=_SIZE, help="drafted depths that are trained (default: 3)")
     training.add_argument("--learning-rate", type=float, help="at its highest (default: 0.01)")
     training.add_argument("--hidden-weight", type=float, help="eagle2: of the regression (default: 0.1)")
-    training.add_argument("--blocks", type=int, help="dspark: blocks of a row that a step trains on (default: 32)")
+    training.add_argument("--blocks", type=_SIZE, help="dspark: blocks of a row that a step trains on (default: 32)")
     training.add_argument("--seed", type=int, default=1)
-    training.add_argument("--measured-rows", type=int, default=64, help="held-out rows of each text and temperature")
+    training.add_argument("--measured-rows", type=_SIZE, default=64, help="held-out rows of each text and temperature")
 
 
 def run(args: argparse.Namespace) -> int:

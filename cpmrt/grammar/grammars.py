@@ -171,7 +171,10 @@ def _in_lark(text: str) -> str:
 def _refused(form: Form, reason: str) -> RequestError:
     names = {"json_schema": "a JSON schema", "regex": "a regular expression", "grammar": "a grammar in Lark's syntax"}
     expected = names.get(form.kind, "a list of texts") + " that can be compiled"
-    return RequestError(f"SamplingParams.{form.kind}", expected=expected, actual=" ".join(reason.split())[:300])
+    if form.kind == "regex":  # the other lines of the report are about the grammar around it
+        reason = next((line for line in reason.splitlines() if line.startswith("error: ")), reason)
+    actual = " ".join(reason.removeprefix("error: ").split())[:300]
+    return RequestError(f"SamplingParams.{form.kind}", expected=expected, actual=actual)
 
 
 def _llguidance() -> Any:

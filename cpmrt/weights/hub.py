@@ -12,19 +12,26 @@ from cpmrt.weights.hugging_face import HuggingFace
 from cpmrt.weights.modelscope import ModelScope
 from cpmrt.weights.repository import Hub, Repository, has_weights
 
+BUNDLED = Path(__file__).parent.parent / "assets" / "demo"
+"""The model that comes with cpmrt."""
 HUBS: tuple[Hub, ...] = (ModelScope(), HuggingFace())
 """The hubs, the one without a prefix last."""
 _NAME = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,94}[A-Za-z0-9_])?"
 _REPOSITORY = re.compile(f"{_NAME}/{_NAME}")
 
 
-def find(model: str | Path, *, revision: str | None = None) -> Path | Repository:
+def find(model: str | Path | None, *, revision: str | None = None) -> Path | Repository:
     """Return the folder or GGUF file that `model` names, or the repository: "org/name" of Hugging Face,
-    "modelscope:org/name", either with a GGUF file of it (`repository`).
+    "modelscope:org/name", either with a GGUF file of it (`repository`). None is the bundled model, as is "demo" where
+    no such folder is.
 
     What is local never touches the network, and a `Path` is always local. `revision` is a branch, tag or commit of a
     repository. Raises CheckpointError; ConfigError for a folder with a revision.
     """
+    if model is None or (model == BUNDLED.name and not os.path.isdir(model)):
+        if revision is not None:
+            raise ConfigError(f"the bundled model has no revision {quoted(revision)}", fix="name a model")
+        return BUNDLED
     path = os.path.expanduser(model)
     if os.path.isdir(path):
         if revision is not None:
@@ -60,7 +67,7 @@ def repository(name: str, revision: str | None = None) -> Repository:
     return Repository(hub, inner, revision, gguf or None)
 
 
-def resolve(model: str | Path, *, revision: str | None = None, weights: bool = True) -> Path:
+def resolve(model: str | Path | None, *, revision: str | None = None, weights: bool = True) -> Path:
     """Return the folder with the files of `model` (`find`), fetched if they are not here; without `weights` config
     and tokenizer only. Raises CheckpointError, ConfigError.
     """

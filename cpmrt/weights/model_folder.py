@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from cpmrt.config import ModelConfig, SamplingDefaults, SparseSetting, with_sparse_setting
-from cpmrt.errors import CheckpointError, ConfigError, quoted
+from cpmrt.errors import CheckpointError, ConfigError, listed, quoted
 from cpmrt.weights import hub
 from cpmrt.weights.gguf.folder import is_gguf
+from cpmrt.weights.hub import BUNDLED
 from cpmrt.weights.model_files import is_there, read_json, read_json_if_there
 from cpmrt.weights.repository import Repository, has_weights
-
-BUNDLED = Path(__file__).parent.parent / "assets" / "demo"
 
 
 @dataclass(frozen=True)
@@ -44,15 +43,13 @@ class ModelFolder:
         hf_overrides: Mapping[str, Any] | None = None,
         sparse: SparseSetting = "auto",
     ) -> ModelFolder:
-        """Resolve a folder or hub id (None: the bundled model) and read its config.
+        """Resolve a folder or hub id (None or "demo": the bundled model) and read its config.
 
         The weights of a hub's model are fetched after its config has been read, or, with `weights` False, not until
         `fetch_weights`. `hf_overrides` replace keys of config.json; an object is merged key by key; then `sparse`
         counts (`config.sparse`). Raises CheckpointError, ConfigError, UnsupportedModelError.
         """
-        if model is None and revision is not None:
-            raise ConfigError(f"the bundled model has no revision {quoted(revision)}", fix="name a model")
-        found = BUNDLED if model is None else hub.find(model, revision=revision)
+        found = hub.find(model, revision=revision)
         path = found if isinstance(found, Path) else found.fetch_config()
         source = path / "config.json"
         check_kind(path)
@@ -96,6 +93,12 @@ def check_kind(path: Path) -> None:
             f"{path} holds a LoRA adapter (adapter_config.json)", expected="a whole model with config.json",
             fix=f"merge it into its base model {quoted(base)} with peft: merge_and_unload(), then save_pretrained(), "
             "together with the tokenizer",
+        )  # fmt: skip
+    if not is_there(path / "config.json"):
+        raise CheckpointError(
+            f"{path} is not a model: {path}/config.json does not exist", expected="config.json beside the weights",
+            actual=listed([quoted(name) for name in sorted(os.listdir(path))]) or "an empty folder",
+            fix="name the folder that holds both, a .gguf file or a hub id such as openbmb/MiniCPM4-0.5B",
         )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from cpmrt import LLM, SamplingParams
-from cpmrt.weights.model_folder import BUNDLED
+from cpmrt.weights.hub import BUNDLED
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from form_cases import LARK_GRAMMARS, REGEXES, schemas
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from cpmrt import LLM, SamplingParams
-from cpmrt.weights.model_folder import BUNDLED
+from cpmrt.weights.hub import BUNDLED
 
 pytest.importorskip("llguidance")
 PROMPT, BRIEF_PROMPT = "Here is the answer: ", "abcabcab"

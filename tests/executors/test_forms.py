@@ -233,6 +233,16 @@ def test_hostile_forms_are_refused(llm, form):
     assert perf_counter() - begun < 4
 
 
+@pytest.mark.parametrize(
+    ("regex", "says"), [("(", "unclosed group"), ("a{3", "repetition"), ("[z-a]", "invalid character class range")]
+)
+def test_a_wrong_regex_is_told_what_is_wrong(llm, regex, says):
+    with pytest.raises(RequestError) as caught:
+        llm.generate(PROMPT, SamplingParams(regex=regex))
+    assert says in str(caught.value) and "got " + caught.value.actual in str(caught.value)
+    assert "invalid regex" not in str(caught.value) and "|" not in str(caught.value)
+
+
 def test_a_form_that_becomes_too_complex_ends_its_answer(llm):
     """Repeats of repeats compile, and what they may go on with cannot be found out in time."""
     other = llm.generate(PROMPT, SamplingParams(max_new_tokens=5))

@@ -24,7 +24,7 @@ from cpmrt.cuda.precompile import known_device, modules_of
 from cpmrt.dtypes import DType
 from cpmrt.errors import ConfigError
 from cpmrt.opening import Blueprint
-from cpmrt.weights.model_folder import BUNDLED
+from cpmrt.weights.hub import BUNDLED
 
 ROOT = Path(__file__).resolve().parents[2]
 ARCHITECTURES = ("sm_80", "sm_86", "sm_87", "sm_89", "sm_90", "sm_100", "sm_120")

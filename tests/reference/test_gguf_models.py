@@ -7,7 +7,8 @@ import pytest
 from cpmrt import LLM, SamplingParams
 from cpmrt.quantization.gguf_conversion import FILE_TYPES, to_gguf
 from cpmrt.weights.formats.blocks import BLOCK_TYPES
-from cpmrt.weights.model_folder import BUNDLED, ModelFolder
+from cpmrt.weights.hub import BUNDLED
+from cpmrt.weights.model_folder import ModelFolder
 
 PROMPT = "Every good boy deserves fudge, and so on: 1 2 3."
 

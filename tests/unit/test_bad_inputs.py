@@ -124,6 +124,8 @@ BAD_INPUTS = [
     # Drafts, shells, sizes
     Bad("draft by no method", "train-draft --model demo --out @out", ("required: --method",), USAGE),
     Bad("draft by another method", f"{TRAIN} --method medusa", ("invalid choice: 'medusa'",), USAGE),
+    Bad("draft in fewer than no steps", f"{TRAIN} --steps -1", ("expected 0 or a positive integer, got '-1'",), USAGE),
+    Bad("draft of no rows", f"{TRAIN} --rows 0", ("expected a positive integer, got '0'",), USAGE),
     Bad("draft without torch", TRAIN, ("needs torch, which is not installed", "-m pip install torch")),
     Bad("shell that is none", "completion csh", ("invalid choice: 'csh'", "bash"), USAGE),
     Bad("context in no unit", "plan @model --context 128Q", ("a number of tokens such as 4096 or 128K",), USAGE),

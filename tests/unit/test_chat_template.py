@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from cpmrt.errors import CheckpointError, CpmrtError, RequestError
 from cpmrt.text import ChatTemplate, template_allowance, template_sandbox
-from cpmrt.weights.model_folder import BUNDLED
+from cpmrt.weights.hub import BUNDLED
 
 TEMPLATES = {"chatml": CHATML, "qwen": QWEN_STYLE, "llama": LLAMA_STYLE}
 TOKENS = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "pad_token": None}

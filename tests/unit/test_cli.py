@@ -20,7 +20,7 @@ from cpmrt.config import Sampling
 from cpmrt.engine import request_seed
 from cpmrt.engine.step_log import read_steps
 from cpmrt.executor import Prefill
-from cpmrt.weights.model_folder import BUNDLED
+from cpmrt.weights.hub import BUNDLED
 
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLING = ("--temperature", "1", "--max-new-tokens", "12", "--ignore-eos")

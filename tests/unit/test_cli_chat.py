@@ -29,7 +29,7 @@ from cpmrt.cli.output import sampling_line
 from cpmrt.config import SamplingDefaults
 from cpmrt.errors import ContextLengthError
 from cpmrt.executor import Decode, Prefill, StepResult
-from cpmrt.weights.model_folder import BUNDLED
+from cpmrt.weights.hub import BUNDLED
 
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLING = ("--temperature", "1", "--ignore-eos", "--max-new-tokens", "8")

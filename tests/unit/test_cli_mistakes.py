@@ -155,7 +155,7 @@ MISTAKES = [
     Mistake("hub id while offline", ["plan", "openbmb/MiniCPM4-0.5B"], "offline mode is on"),
     Mistake("revision of a folder", [*GP, "--revision", "main"], "which has no revision"),
     Mistake("empty folder", GP, "config.json does not exist", spoil=empty),
-    Mistake("empty folder planned", ["plan", "M"], "config.json does not exist", spoil=empty),
+    Mistake("empty folder planned", ["plan", "M"], "expected config.json beside the weights", spoil=empty),
     Mistake("empty folder inspected", ["inspect", "M"], "config.json does not exist", spoil=empty),
     Mistake("config that is no JSON", GP, "config.json is not valid JSON", spoil=write("config.json", b"{")),
     Mistake("config inspected that is no JSON", ["inspect", "M"], "not valid JSON", spoil=write("config.json", b"{")),

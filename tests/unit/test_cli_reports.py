@@ -22,7 +22,7 @@ from cpmrt.cli import gpu_probes, host_probes
 from cpmrt.cli.arguments import Parser
 from cpmrt.cli.host_probes import Status
 from cpmrt.cli.main import main
-from cpmrt.weights.model_folder import BUNDLED
+from cpmrt.weights.hub import BUNDLED
 
 NO_DRIVER = gpu_probes.Driver(0, ())
 
@@ -48,6 +48,17 @@ def test_plan_is_the_table_of_the_plan(checkpoint, capsys):
     out, err = capsys.readouterr()
     with LLM(checkpoint, executor="reference") as llm:  # float32, as the config says
         assert out == f"{checkpoint}: MiniCPMForCausalLM, float32\n{llm.plan}\n" and err == ""
+
+
+def test_the_bundled_model_has_a_name(tmp_path, monkeypatch, capsys, checkpoint):
+    outputs = []
+    for line in (["plan"], ["plan", "demo"], ["inspect"], ["inspect", "demo"]):
+        assert main(line) == 0
+        outputs.append(capsys.readouterr().out.replace("the bundled model", "demo"))
+    assert outputs[0].splitlines()[1:] == outputs[1].splitlines()[1:] and outputs[2] == outputs[3]
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(checkpoint, "demo")  # a folder of that name comes first
+    assert main(["plan", "demo"]) == 0 and capsys.readouterr().out != outputs[1]
 
 
 def test_plan_needs_config_json_only(checkpoint, tmp_path, json_of):

@@ -28,7 +28,8 @@ from cpmrt.config import SpeculationConfig, TreeShape
 from cpmrt.dtypes import DType, round_to
 from cpmrt.errors import CheckpointError, ConfigError
 from cpmrt.weights.draft_folder import DraftFolder
-from cpmrt.weights.model_folder import BUNDLED, ModelFolder
+from cpmrt.weights.hub import BUNDLED
+from cpmrt.weights.model_folder import ModelFolder
 
 SIZES = DraftConfig("eagle2", 64, 96, 2, 1, 32, 259, 1e-6, 1.4 / 2**0.5)
 BUNDLED_METHODS = ("eagle2", "eagle3")

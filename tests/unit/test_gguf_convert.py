@@ -19,7 +19,8 @@ from cpmrt.quantization.plain_conversion import to_safetensors
 from cpmrt.text import ChatTemplate, Tokenizer
 from cpmrt.weights.checkpoint import Checkpoint
 from cpmrt.weights.formats.blocks import BLOCK_TYPES
-from cpmrt.weights.model_folder import BUNDLED, ModelFolder
+from cpmrt.weights.hub import BUNDLED
+from cpmrt.weights.model_folder import ModelFolder
 
 ERRORS = {
     "Q8_0": 0.006, "Q6_K": 0.02, "Q5_K": 0.039, "Q5_1": 0.038, "Q5_0": 0.043, "Q4_K": 0.076, "Q4_1": 0.075,

@@ -13,7 +13,7 @@ from cpmrt.errors import CheckpointError
 from cpmrt.text.charsmap_check import longest_replacement
 from cpmrt.text.regex_check import UnsafeRegexError, check_regex
 from cpmrt.text.tokenizer_check import check_tokenizer
-from cpmrt.weights.model_folder import BUNDLED
+from cpmrt.weights.hub import BUNDLED
 
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 CL100K = (
