@@ -16,22 +16,13 @@
 #error "a constant is not defined"
 #endif
 #include "draft_tree.cuh"
+#include "path_counts.cuh"
 #include "row_mask.cuh"
 
-struct MaskedPathCounts {
+struct MaskedPathCounts : PathCounts {
   static constexpr bool kIsMasked = true;
-  const uint32_t* words;
-  const int* path;
-  int length;
   BlockMask mask;
 
-  DEVICE uint32_t of(int token) const {
-    uint32_t word = words[token];
-    for (int i = 0; i < length; i++) {
-      if (path[i] == token) word = (word + 1) | kSeen;
-    }
-    return word;
-  }
   DEVICE bool allows(int token) const { return mask.allows(token); }
 };
 
@@ -90,7 +81,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) ROW_BLOCKS
     for (int at = node, i = depth; i > 0; at = tree->parents[at]) path[--i] = tree->tokens[at];
   }
   const uint32_t* counts = token_counts + static_cast<int64_t>(slot) * VOCAB;
-  row.token_counts = {counts, path, depth,
+  row.token_counts = {{counts, path, depth},
                       copy_mask(allowed, bits + entry * mask_words, row.block, readiness, mask_words)};
   __syncthreads();
   const int token = sample_row(row, state->top_k, state->top_p, state->log_min_p);

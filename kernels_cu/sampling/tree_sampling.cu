@@ -16,22 +16,7 @@
 #error "a constant is not defined"
 #endif
 #include "draft_tree.cuh"
-#include "sampling_chain.cuh"
-
-struct PathCounts {
-  static constexpr bool kIsMasked = false;
-  const uint32_t* words;
-  const int* path;
-  int length;
-
-  DEVICE uint32_t of(int token) const {
-    uint32_t word = words[token];
-    for (int i = 0; i < length; i++) {
-      if (path[i] == token) word = (word + 1) | kSeen;
-    }
-    return word;
-  }
-};
+#include "path_counts.cuh"
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) ROW_BLOCKS
     KERNEL(sample_tree)(DraftTree* tree, TokenLogprobs* __restrict__ node_logprobs, const SlotState* states,
