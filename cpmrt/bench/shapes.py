@@ -150,7 +150,8 @@ def draft_configs(name: str) -> dict[str, dict[str, Any]]:
     has five layers, which read five of the target's, and blocks of seven, as that of MiniCPM5-2B does.
     """
     target = shape_config(name)
-    layer = {key: target[key] for key in _OF_A_LAYER if key in target} | {"num_hidden_layers": 1}
+    layer = {"num_key_value_heads": target["num_attention_heads"], "num_hidden_layers": 1}
+    layer |= {key: target[key] for key in _OF_A_LAYER if key in target}
     depth = {}
     if "scale_depth" in target:
         depth = {"scale_depth": target["scale_depth"], "mup_denominator": target["num_hidden_layers"]}

@@ -36,7 +36,10 @@ _KNOWN_DEVICES = {
     "sm_89": ("RTX 4090", 128, _SHARED_SMALL),
     "sm_90": ("H100 and H200", 132, _SHARED_HOPPER),
     "sm_100": ("B200", 148, _SHARED_HOPPER),
+    "sm_103": ("B300", 160, _SHARED_HOPPER),
+    "sm_110": ("Jetson AGX Thor", 20, _SHARED_HOPPER),
     "sm_120": ("RTX 5090", 170, _SHARED_SMALL),
+    "sm_121": ("DGX Spark", 48, _SHARED_SMALL),
 }
 # Clusters of eight blocks, a block to a multiprocessor, of the H200 that was measured. Where there is another number,
 # a start compiles what differs.

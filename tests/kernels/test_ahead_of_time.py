@@ -27,7 +27,7 @@ from cpmrt.opening import Blueprint
 from cpmrt.weights.hub import BUNDLED
 
 ROOT = Path(__file__).resolve().parents[2]
-ARCHITECTURES = ("sm_80", "sm_86", "sm_87", "sm_89", "sm_90", "sm_100", "sm_120")
+ARCHITECTURES = ("sm_80", "sm_86", "sm_87", "sm_89", "sm_90", "sm_100", "sm_110", "sm_120", "sm_121")
 SHAPE = ModelConfig.from_hf(shape_config("minicpm4-0.5b"))
 STEP_ATTENTION = tuple(
     f"attention/{name}.cu" for name in ("decode_attention", "latent_attention", "latent_attention_wgmma")

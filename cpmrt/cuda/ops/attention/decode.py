@@ -26,7 +26,7 @@ from cpmrt.tensor_spec import BufferSpec
 SMS_OF_CLUSTER = {8: 8.8, 4: 4.4, 2: 2}
 """Size of a cluster -> multiprocessors for each one that finds room, a block on each (measured on an H200)."""
 _MOST_CLUSTERS = 32  # whose partial results one block merges for a row
-_SMALL_SHARED_MEMORY = (86, 89, 120)  # compute capabilities with 100 KB of shared memory a multiprocessor
+_SMALL_SHARED_MEMORY = (86, 89, 120, 121)  # compute capabilities with 100 KB of shared memory a multiprocessor
 
 
 @dataclass(frozen=True)
