@@ -35,6 +35,7 @@
 
 constexpr int kHeads = 16;                        // of a block
 constexpr int kCopiesAtOnce = TREE || __CUDA_ARCH__ >= 1000 ? 1 : 3;  // of a thread: more take registers from the queries
+constexpr int kBlocksAtOnce = __CUDA_ARCH__ > 1030 ? 1 : TREE ? 2 : 3;  // of a multiprocessor: sm_120 has 100 KB; sm_110 would spill
 constexpr int kSteps = kCached / 16;              // k-steps of a score
 constexpr int kColumnTiles = KV_RANK / 4 / 8;     // n-tiles of a warp's columns
 constexpr int kWeightRow = kPageTokens * 2 + 16;  // bytes, so many that no ldmatrix meets a bank twice
@@ -181,7 +182,7 @@ DEVICE void store_run(const WarpState& state, float* means, float* log_sums, int
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, TREE ? 2 : 3)
+extern "C" __global__ void __launch_bounds__(kThreads, kBlocksAtOnce)
     KERNEL(latent_attention)(float* means, float* log_sums, const scalar_t* queries, const scalar_t* pages, const int* positions,
                              const int* slots, const int* block_tables, const uint64_t* tree_masks, const int* tree_base,
                              int num_fresh, int num_splits, int pages_per_sequence, float scale) {
