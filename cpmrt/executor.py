@@ -273,6 +273,8 @@ class ExecutorLimits:
     """Tokens of a KV page."""
     takes_masks: bool = False
     """Whether rows may have a `Mask`, and answers be fast-forwarded."""
+    min_forced: int = 2
+    """The fewest certain tokens for which a FastForward step pays, with all other slots waiting for it."""
     max_drafting: int = 1
     """Slots of a Speculate step at most."""
     takes_tree_masks: bool = False

@@ -57,7 +57,7 @@ from cpmrt.models import decoder
 from cpmrt.opening import Blueprint
 
 LoadWeights = Callable[[Destination], None]
-_RUN_AHEAD = 4
+_RUN_AHEAD, _STEPS_OF_A_CHUNK = 4, 2
 _ZEROED = (
     "step_context", "attention_arrivals", "slot_states", "token_counts", "chunk", "token_ids", "packed_arrivals",
     "packed_counter",
@@ -81,6 +81,7 @@ class CudaExecutor:
             max(_RUN_AHEAD, 2 * engine.steps_per_launch), max_logit_bias=MAX_LOGIT_BIAS, num_pages=layout.num_pages,
             page_size=PAGE_SIZE, tree_shapes=draft.shapes if draft else (), takes_masks=True, takes_tree_masks=True,
             num_snapshots=layout.num_snapshots, remakes_answers=True,
+            min_forced=_STEPS_OF_A_CHUNK * plan.max_sequences,
         )  # fmt: skip
         self.stream = cupy.cuda.Stream(non_blocking=True)
         self._modules, self._dtype = Modules(device.arch, blueprint.dtype), blueprint.dtype

@@ -51,4 +51,4 @@ def _guide(matcher: Matcher, request: Request, limits: ExecutorLimits) -> Guide:
     # state beside the pages may want chunks that begin at certain positions.
     is_plain = request.sampling.logprobs or limits.num_snapshots
     max_run = 0 if is_plain else limits.prefill_chunk
-    return Guide(matcher, max_run, request.stop_token_ids)
+    return Guide(matcher, max_run, request.stop_token_ids, min_run=limits.min_forced)

@@ -3,8 +3,8 @@
 The mask of a step needs the token before it. So the last step that was submitted may have an empty mask, which is
 filled as soon as the step before it is done: the layers run meanwhile. Tokens that the grammar leaves no choice about
 are not sampled one by one. The first of such a run is still taken by a plain step, whose mask allows nothing else, and
-the rest follows as one `FastForward` step. Which tokens these are depends on the answer alone, not on what is in
-flight, so that an answer has the same bits in any company.
+the rest follows as one `FastForward` step. Which tokens these are depends on the answer and on the settings alone, not
+on what is in flight, so that an answer has the same bits in any company.
 
 A step that drafts is submitted when all tokens before it are known. Each node of its tree has what plain decoding would
 have behind the node's path, from a guide of its own, a fork of its parent's (`GuidedTree`). So a node is cut where
@@ -18,9 +18,6 @@ from typing import Protocol
 
 from cpmrt.errors import FormError
 from cpmrt.executor import Mask, Path, TreeMasks
-
-MIN_RUN = 2
-"""The fewest certain tokens that make a FastForward step."""
 
 
 class Matcher(Protocol):
@@ -49,15 +46,16 @@ class Matcher(Protocol):
 
 
 class Guide:
-    """Gives the steps of one sequence their masks. `max_run`: the most tokens of a FastForward step, 0 for none.
+    """Gives the steps of one sequence their masks. A FastForward step takes `min_run` to `max_run` tokens, so that
+    `max_run` 0 means none.
 
     A token that ends the answer (`stop_ids`) is sampled even if it is certain.
 
     Where `matcher` fails, the steps in flight may sample anything, and `failure` says why their results do not count.
     """
 
-    def __init__(self, matcher: Matcher, max_run: int, stop_ids: Sequence[int] = ()):
-        self._matcher, self._max_run, self._stop_ids = matcher, max_run, stop_ids
+    def __init__(self, matcher: Matcher, max_run: int, stop_ids: Sequence[int] = (), *, min_run: int = 2):
+        self._matcher, self._max_run, self._min_run, self._stop_ids = matcher, max_run, min_run, stop_ids
         self._mask: Mask | None = None
         """The mask of the step that was submitted last."""
         self.run: tuple[int, ...] = ()
@@ -124,7 +122,7 @@ class Guide:
         is_last = self.run or self.failure or room <= 0 or token in self._stop_ids
         if is_last or not _allows(self.bits, token):
             return None
-        fork = Guide(self._matcher.fork(), self._max_run, self._stop_ids)
+        fork = Guide(self._matcher.fork(), self._max_run, self._stop_ids, min_run=self._min_run)
         fork._ahead, fork._certain = self._ahead, self._certain
         if fork.take((token,), room + 1) or fork.is_complete:
             return None
@@ -195,7 +193,7 @@ class Guide:
             self._matcher.accept(self._certain)
         count = self._run_length(room - len(self._ahead))
         brought, self._certain = self._certain[:count], self._certain[count:]
-        self.run = brought if count >= MIN_RUN else ()
+        self.run = brought if count >= self._min_run else ()
         self._ahead += brought
         return _only(brought[0])
 
@@ -207,7 +205,7 @@ class Guide:
         longest = 0 if self._matcher.is_complete else min(room - 1, self._max_run, len(self._certain))
         stops = (at for at, token in enumerate(self._certain[:longest]) if token in self._stop_ids)
         length = next(stops, longest)
-        return length if length >= MIN_RUN else 1
+        return length if length >= self._min_run else 1
 
 
 class GuidedTree:
