@@ -94,44 +94,43 @@ struct CodeCopy {
 DEVICE void multiply_all(float (&sums)[TOKENS / 2], const Stages& stages, CodeCopy& copy, uint32_t mask) {
   const int warp = threadIdx.x / 32;
   uint32_t a[2][kHalfSteps][4];
-  HalfSlice codes, next;
+  HalfSlice codes, next;   // of the half slice after the one that is multiplied, and of the one after that
   cp_async_wait<STAGES - 1>();
   __syncwarp();
-  codes.load(stages.unit(warp, 0), 0);
-  codes.order();
+  codes.load_codes(stages.unit(warp, 0), 0), codes.load_groups(stages.unit(warp, 0), 0), codes.order();
+#pragma unroll
+  for (int step = 0; step < kHalfSteps; step++) codes.unpack(a[0][step], step, mask);
+  codes.load_codes(stages.unit(warp, 0), 1), codes.order();
   Turn turn;
-  uint32_t read_before = 0;
 #pragma unroll 1
   for (int slice = 0; slice < kSlices; slice++) {
     const int stage = turn.stage;
-    next.load(stages.unit(warp, stage), 1);
     mbarrier_wait(stages.full(stage), turn.parity);
-    turn.next();
     const uint32_t x = __shfl_sync(0xFFFFFFFFu, stages.x(stage), 0);
+    turn.next();
+    cp_async_wait<STAGES - 2>();   // the codes of the next slice, of which nothing is used after the last one
+    __syncwarp();
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-      if (half == 1) {
-        // All lanes have read the codes of this slice: those of the next one have come, and others may take their place.
-        cp_async_wait<STAGES - 2>();
-        __syncwarp();
-        next.load(stages.unit(warp, turn.stage), 0);   // not used after the last slice
-        copy.start(slice + STAGES, stage);
-      }
-#pragma unroll
-      for (int step = 0; step < kHalfSteps; step++) codes.unpack(a[half][step], step, mask);
-      settle(a[half]);
-      wgmma_fence();
+      if (half == 1) copy.start(slice + STAGES, stage);   // all lanes have this slice's codes in registers
+      codes.load_groups(stages.unit(warp, half == 0 ? stage : turn.stage), 1 - half);
+      next.load_codes(stages.unit(warp, turn.stage), half);
       const uint64_t rows = wgmma_descriptor<kRowBytes>(x + half * kPanelBytes, 0);
 #pragma unroll
-      for (int step = 0; step < kHalfSteps; step++) multiply_tile(sums, a[half][step], rows + descriptor_step(step * 32), true);
-      wgmma_commit();
+      for (int step = 0; step < kHalfSteps; step++) {
+        settle(a[half][step]);
+        wgmma_fence();
+        multiply_tile(sums, a[half][step], rows + descriptor_step(step * 32), true);
+        wgmma_commit();
+        wgmma_wait<kHalfSteps>();   // the product that used the registers written next has ended
+        settle(a[1 - half][step]);
+        codes.unpack(a[1 - half][step], step, mask);
+      }
       next.order();
       codes = next;
-      wgmma_wait<1>();   // of the half slice before this one: its registers are free, after half 0 also its stage
-      settle(a[1 - half]);
-      if (half == 0 && slice > 0 && threadIdx.x % 32 == 0) mbarrier_arrive(read_before);
+      // All products with the slice before this one have ended.
+      if (half == 0 && slice > 0 && threadIdx.x % 32 == 0) mbarrier_arrive(stages.read(stage == 0 ? STAGES - 1 : stage - 1));
     }
-    read_before = stages.read(stage);
   }
   wgmma_wait<0>();
   settle(sums);
@@ -169,7 +168,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const int warp = threadIdx.x / 32, num_tiles = (n + 15) / 16, tile = blockIdx.x * TILES + warp;
   CodeCopy copy(packed, min(tile, num_tiles - 1), stages.unit(warp, 0));
   if (warp < TILES) {
-#pragma unroll
+#pragma unroll 1
     for (int i = 0; i < STAGES; i++) copy.start(i, i);
   } else if (threadIdx.x % 32 == 0) {
     stages.prepare();

@@ -78,9 +78,11 @@ struct HalfSlice {
   uint32_t words[2][2];
   Group groups[kGroups];
 
-  DEVICE void load(uint32_t unit, int half) {
+  DEVICE void load_codes(uint32_t unit, int half) {
     const uint4 codes = load_shared(unit + half * 512 + threadIdx.x % 32 * 16);
     words[0][0] = codes.x, words[0][1] = codes.y, words[1][0] = codes.z, words[1][1] = codes.w;
+  }
+  DEVICE void load_groups(uint32_t unit, int half) {
 #pragma unroll
     for (int i = 0; i < kGroups; i++) groups[i].load(unit, (half * 64 + i * SCALE_GROUP) / SCALE_GROUP);
   }

@@ -24,7 +24,7 @@ _SMALLEST_GROUP = 32
 # packed_gemm.cu: rows of x that a block takes, and tiles from which on none is shared by two warps.
 _FEW_TOKENS, _TOKENS, _UNSHARED_TILES, _FEWEST_STAGES, _MOST_STAGES = 16, 64, 16, 3, 6
 # packed_gemm_wgmma.cu: rows of x that a block may take, slices on their way, and the other sizes that its header names.
-_WGMMA_CAPABILITY, _WGMMA_TOKENS, _MOST_AHEAD, _BARRIER_BYTES, _BOX_COLUMNS = 90, (16, 32, 64), 8, 16, 64
+_WGMMA_CAPABILITY, _WGMMA_TOKENS, _MOST_AHEAD, _BARRIER_BYTES, _BOX_COLUMNS = 90, (16, 32, 64), 28, 16, 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,16 +107,11 @@ def _warp_plan(layout: PackedLayout, num_rows: int, device: Device) -> ShortChun
 
 def _wgmma_plan(layout: PackedLayout, num_rows: int, device: Device) -> ShortChunkPlan:
     tiles = _fewest_tiles(layout, device, _TILES)
-    blocks = ceil(layout.num_tiles / tiles)
-    # The fewest rows that leave each multiprocessor at most one block, all of which unpack their part of the weight.
-    tokens = next(
-        (each for each in _WGMMA_TOKENS if num_rows <= each or blocks * ceil(num_rows / each) <= device.num_sms),
-        _WGMMA_TOKENS[-1],
-    )
+    tokens = next((each for each in _WGMMA_TOKENS if num_rows <= each), _WGMMA_TOKENS[-1])
     stage_bytes = _x_bytes(tokens) + tiles * layout.unit_bytes + _BARRIER_BYTES
     stages = min(_MOST_AHEAD, device.shared_bytes_per_block // stage_bytes)
     constants = ShortChunkConstants(**layout.sizes, tokens=tokens, tiles=tiles, stages=stages)
-    grid = blocks, ceil(num_rows / tokens)
+    grid = ceil(layout.num_tiles / tiles), ceil(num_rows / tokens)
     return ShortChunkPlan(PACKED_GEMM_WGMMA, constants, grid, 32 * (tiles + 1), stages * stage_bytes)
 
 
