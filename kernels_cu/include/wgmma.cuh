@@ -37,12 +37,6 @@ DEVICE void settle(float (&registers)[COUNT]) {
 }
 
 template <int COUNT>
-DEVICE void settle(uint32_t (&registers)[COUNT]) {
-#pragma unroll
-  for (int i = 0; i < COUNT; ++i) asm volatile("" : "+r"(registers[i])::"memory");
-}
-
-template <int COUNT>
 DEVICE void settle(uint32_t (&registers)[COUNT][4]) {
 #pragma unroll
   for (int i = 0; i < COUNT * 4; ++i) asm volatile("" : "+r"(registers[i / 4][i % 4])::"memory");

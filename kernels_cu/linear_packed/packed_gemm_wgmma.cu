@@ -5,7 +5,7 @@
 //             in boxes of TOKENS rows and 64 columns; packed as packed_layout.cuh describes
 //   constants LINEAR: the product, 0 qkv, 1 residual, 2 gate_up, 3 head. HEAD_DIM: of qkv only, elements of a head.
 //             IN_FEATURES: K, a multiple of 128. WEIGHT_BITS: 4. RUNS: of the layout, 8 or 1. SCALE_GROUP: columns that share
-//             a scale: 32, 64 or 128. ZEROS: 1 has zero points beside the scales. TOKENS: rows of x a block: 16, 32 or 64.
+//             a scale: 32, 64 or 128. ZEROS: 1 has zero points beside the scales. TOKENS: rows of x a block: 16 or 64.
 //             TILES: packed tiles of a block, a multiple of 4. STAGES: slices of x and of codes in shared memory, at least 3
 //   launch    grid (ceil(N / 16 / TILES), ceil(M / TOKENS)), block 32 * TILES + 32, shared
 //             STAGES * (TOKENS * 256 + TILES * bytes of a unit + 16)
@@ -28,7 +28,7 @@ constexpr int kThreads = TILES * 32 + 32;
 constexpr int kRowBytes = 128, kPanelBytes = TOKENS * kRowBytes;   // a panel has 64 columns of x
 constexpr int kXBytes = 2 * kPanelBytes;
 constexpr int kHalfSteps = 4;                                      // of 16 k in half a slice
-static_assert(TOKENS == 16 || TOKENS == 32 || TOKENS == 64, "TOKENS");
+static_assert(TOKENS == 16 || TOKENS == 64, "TOKENS");
 static_assert(TILES % 4 == 0, "four warps multiply together");
 static_assert(STAGES >= 3, "STAGES");
 
@@ -94,43 +94,44 @@ struct CodeCopy {
 DEVICE void multiply_all(float (&sums)[TOKENS / 2], const Stages& stages, CodeCopy& copy, uint32_t mask) {
   const int warp = threadIdx.x / 32;
   uint32_t a[2][kHalfSteps][4];
-  HalfSlice codes, next;   // of the half slice after the one that is multiplied, and of the one after that
+  HalfSlice codes, next;
   cp_async_wait<STAGES - 1>();
   __syncwarp();
   codes.load_codes(stages.unit(warp, 0), 0), codes.load_groups(stages.unit(warp, 0), 0), codes.order();
-#pragma unroll
-  for (int step = 0; step < kHalfSteps; step++) codes.unpack(a[0][step], step, mask);
-  codes.load_codes(stages.unit(warp, 0), 1), codes.order();
   Turn turn;
+  uint32_t read_before = 0;
 #pragma unroll 1
   for (int slice = 0; slice < kSlices; slice++) {
     const int stage = turn.stage;
+    next.load_codes(stages.unit(warp, stage), 1), next.load_groups(stages.unit(warp, stage), 1);
     mbarrier_wait(stages.full(stage), turn.parity);
-    const uint32_t x = __shfl_sync(0xFFFFFFFFu, stages.x(stage), 0);
     turn.next();
-    cp_async_wait<STAGES - 2>();   // the codes of the next slice, of which nothing is used after the last one
-    __syncwarp();
+    const uint32_t x = __shfl_sync(0xFFFFFFFFu, stages.x(stage), 0);   // the compiler sees that all lanes have the same
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-      if (half == 1) copy.start(slice + STAGES, stage);   // all lanes have this slice's codes in registers
-      codes.load_groups(stages.unit(warp, half == 0 ? stage : turn.stage), 1 - half);
-      next.load_codes(stages.unit(warp, turn.stage), half);
+      if (half == 1) {
+        // All lanes have read the codes of this slice: those of the next one have come, and others may take their place.
+        cp_async_wait<STAGES - 2>();
+        __syncwarp();
+        const uint32_t unit = stages.unit(warp, turn.stage);
+        next.load_codes(unit, 0), next.load_groups(unit, 0);   // not used after the last slice
+        copy.start(slice + STAGES, stage);
+      }
+#pragma unroll
+      for (int step = 0; step < kHalfSteps; step++) codes.unpack(a[half][step], step, mask);
+      settle(a[half]);
+      wgmma_fence();
       const uint64_t rows = wgmma_descriptor<kRowBytes>(x + half * kPanelBytes, 0);
 #pragma unroll
-      for (int step = 0; step < kHalfSteps; step++) {
-        settle(a[half][step]);
-        wgmma_fence();
-        multiply_tile(sums, a[half][step], rows + descriptor_step(step * 32), true);
-        wgmma_commit();
-        wgmma_wait<kHalfSteps>();   // the product that used the registers written next has ended
-        settle(a[1 - half][step]);
-        codes.unpack(a[1 - half][step], step, mask);
-      }
+      for (int step = 0; step < kHalfSteps; step++) multiply_tile(sums, a[half][step], rows + descriptor_step(step * 32), true);
+      wgmma_commit();
       next.order();
       codes = next;
-      // All products with the slice before this one have ended.
-      if (half == 0 && slice > 0 && threadIdx.x % 32 == 0) mbarrier_arrive(stages.read(stage == 0 ? STAGES - 1 : stage - 1));
+      wgmma_wait<1>();   // of the half slice before this one: its registers are free, after half 0 also its stage
+      settle(a[1 - half]);
+      if (half == 0 && slice > 0 && threadIdx.x % 32 == 0) mbarrier_arrive(read_before);
     }
+    read_before = stages.read(stage);
   }
   wgmma_wait<0>();
   settle(sums);

@@ -21,10 +21,12 @@ MOST_ROWS = 128
 # longer to read x than to multiply.
 _TILES = (4, 8, 16)
 _SMALLEST_GROUP = 32
-# packed_gemm.cu: rows of x that a block takes, and tiles from which on none is shared by two warps.
-_FEW_TOKENS, _TOKENS, _UNSHARED_TILES, _FEWEST_STAGES, _MOST_STAGES = 16, 64, 16, 3, 6
-# packed_gemm_wgmma.cu: rows of x that a block may take, slices on their way, and the other sizes that its header names.
-_WGMMA_CAPABILITY, _WGMMA_TOKENS, _MOST_AHEAD, _BARRIER_BYTES, _BOX_COLUMNS = 90, (16, 32, 64), 28, 16, 64
+_FEW_TOKENS, _TOKENS = 16, 64
+"""Rows of x that a block takes."""
+# packed_gemm.cu: tiles from which on none is shared by two warps, and how deep its pipeline may be.
+_UNSHARED_TILES, _FEWEST_STAGES, _MOST_STAGES = 16, 3, 6
+# packed_gemm_wgmma.cu: the sizes that its header names.
+_WGMMA_CAPABILITY, _BARRIER_BYTES, _BOX_COLUMNS = 90, 16, 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +92,7 @@ def plan_short_chunk(layout: PackedLayout, num_rows: int, device: Device) -> Sho
 
 
 def _warp_plan(layout: PackedLayout, num_rows: int, device: Device) -> ShortChunkPlan:
-    tokens = _FEW_TOKENS if num_rows <= _FEW_TOKENS else _TOKENS
+    tokens = _block_tokens(num_rows)
 
     def stage_bytes(tiles: int) -> int:
         return _x_bytes(tokens) + tiles * layout.unit_bytes
@@ -107,9 +109,10 @@ def _warp_plan(layout: PackedLayout, num_rows: int, device: Device) -> ShortChun
 
 def _wgmma_plan(layout: PackedLayout, num_rows: int, device: Device) -> ShortChunkPlan:
     tiles = _fewest_tiles(layout, device, _TILES)
-    tokens = next((each for each in _WGMMA_TOKENS if num_rows <= each), _WGMMA_TOKENS[-1])
+    tokens = _block_tokens(num_rows)
+    # All of the memory: a second block on the same multiprocessor would make both slower.
     stage_bytes = _x_bytes(tokens) + tiles * layout.unit_bytes + _BARRIER_BYTES
-    stages = min(_MOST_AHEAD, device.shared_bytes_per_block // stage_bytes)
+    stages = device.shared_bytes_per_block // stage_bytes
     constants = ShortChunkConstants(**layout.sizes, tokens=tokens, tiles=tiles, stages=stages)
     grid = ceil(layout.num_tiles / tiles), ceil(num_rows / tokens)
     return ShortChunkPlan(PACKED_GEMM_WGMMA, constants, grid, 32 * (tiles + 1), stages * stage_bytes)
@@ -117,6 +120,10 @@ def _wgmma_plan(layout: PackedLayout, num_rows: int, device: Device) -> ShortChu
 
 def _fewest_tiles(layout: PackedLayout, device: Device, choices: Sequence[int]) -> int:
     return next((tiles for tiles in choices if layout.num_tiles <= tiles * device.num_sms), choices[-1])
+
+
+def _block_tokens(num_rows: int) -> int:
+    return _FEW_TOKENS if num_rows <= _FEW_TOKENS else _TOKENS
 
 
 def _x_bytes(tokens: int) -> int:
