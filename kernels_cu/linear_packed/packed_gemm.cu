@@ -98,8 +98,7 @@ DEVICE void add_slice(float (&sums)[kTokenTiles * 4], uint32_t unit, uint32_t x,
   load_tokens(b[0], 0);
 #pragma unroll
   for (int step = 0; step < 2 * kHalfSteps; step++) {
-    if (step % kHalfSteps == 0)
-      codes.load_codes(unit, step / kHalfSteps), codes.load_groups(unit, step / kHalfSteps), codes.order();
+    if (step % kHalfSteps == 0) codes.load(unit, step / kHalfSteps), codes.order();
     if (step + 1 < 2 * kHalfSteps) load_tokens(b[(step + 1) % 2], step + 1);
     uint32_t a[4];
     codes.unpack(a, step % kHalfSteps, mask);

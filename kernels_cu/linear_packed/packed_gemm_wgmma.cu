@@ -97,13 +97,13 @@ DEVICE void multiply_all(float (&sums)[TOKENS / 2], const Stages& stages, CodeCo
   HalfSlice codes, next;
   cp_async_wait<STAGES - 1>();
   __syncwarp();
-  codes.load_codes(stages.unit(warp, 0), 0), codes.load_groups(stages.unit(warp, 0), 0), codes.order();
+  codes.load(stages.unit(warp, 0), 0), codes.order();
   Turn turn;
   uint32_t read_before = 0;
 #pragma unroll 1
   for (int slice = 0; slice < kSlices; slice++) {
     const int stage = turn.stage;
-    next.load_codes(stages.unit(warp, stage), 1), next.load_groups(stages.unit(warp, stage), 1);
+    next.load(stages.unit(warp, stage), 1);
     mbarrier_wait(stages.full(stage), turn.parity);
     turn.next();
     const uint32_t x = __shfl_sync(0xFFFFFFFFu, stages.x(stage), 0);   // the compiler sees that all lanes have the same
@@ -113,8 +113,7 @@ DEVICE void multiply_all(float (&sums)[TOKENS / 2], const Stages& stages, CodeCo
         // All lanes have read the codes of this slice: those of the next one have come, and others may take their place.
         cp_async_wait<STAGES - 2>();
         __syncwarp();
-        const uint32_t unit = stages.unit(warp, turn.stage);
-        next.load_codes(unit, 0), next.load_groups(unit, 0);   // not used after the last slice
+        next.load(stages.unit(warp, turn.stage), 0);   // not used after the last slice
         copy.start(slice + STAGES, stage);
       }
 #pragma unroll

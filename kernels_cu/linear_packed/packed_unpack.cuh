@@ -48,7 +48,7 @@ struct Group {
   }
 
   // Pairs of weights from a word of four k of lo and hi: lo and hi of the pair in bytes 0 and 2, then of that in 1 and 3.
-  DEVICE void unpack(uint32_t (&pairs)[4], uint32_t codes, uint32_t mask = kCodeMask) const {
+  DEVICE void unpack(uint32_t (&pairs)[4], uint32_t codes, uint32_t mask) const {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       const uint32_t bits = codes >> i * 4 & mask | kMagicBits;
@@ -78,11 +78,9 @@ struct HalfSlice {
   uint32_t words[2][2];
   Group groups[kGroups];
 
-  DEVICE void load_codes(uint32_t unit, int half) {
+  DEVICE void load(uint32_t unit, int half) {
     const uint4 codes = load_shared(unit + half * 512 + threadIdx.x % 32 * 16);
     words[0][0] = codes.x, words[0][1] = codes.y, words[1][0] = codes.z, words[1][1] = codes.w;
-  }
-  DEVICE void load_groups(uint32_t unit, int half) {
 #pragma unroll
     for (int i = 0; i < kGroups; i++) groups[i].load(unit, (half * 64 + i * SCALE_GROUP) / SCALE_GROUP);
   }
