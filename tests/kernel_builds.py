@@ -180,9 +180,9 @@ CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
         | {"HEAD_DIM": 128, "ZEROS": 1, "SCALE_GROUP": 32},
     ),
     "linear_packed/packed_gemm_wgmma.cu": (
-        {"LINEAR": 2, "IN_FEATURES": 4096, "RUNS": 1, "TILES": 16, "STAGES": 3, "UNPACKED": 2} | _SHORT,
-        {"LINEAR": 1, "IN_FEATURES": 16384, "RUNS": 8, "TILES": 4, "STAGES": 8, "UNPACKED": 3} | _SHORT,
-        {"LINEAR": 0, "IN_FEATURES": 4096, "RUNS": 8, "TILES": 8, "STAGES": 4, "UNPACKED": 3}
+        {"LINEAR": 2, "IN_FEATURES": 4096, "RUNS": 1, "TOKENS": 64, "TILES": 16, "STAGES": 6} | _SHORT,
+        {"LINEAR": 1, "IN_FEATURES": 16384, "RUNS": 8, "TOKENS": 64, "TILES": 4, "STAGES": 11} | _SHORT,
+        {"LINEAR": 0, "IN_FEATURES": 4096, "RUNS": 8, "TOKENS": 16, "TILES": 8, "STAGES": 15}
         | _SHORT
         | {"HEAD_DIM": 128, "ZEROS": 1, "SCALE_GROUP": 32},
     ),

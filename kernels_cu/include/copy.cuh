@@ -121,6 +121,13 @@ DEVICE void cp_async16_lines(uint32_t shared, const void* source) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(shared), "l"(source) : "memory");
 }
 
+// The same where `wanted`, without a branch.
+DEVICE void cp_async16_lines(uint32_t shared, const void* source, bool wanted) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.s32 p, %2, 0;\n@p cp.async.cg.shared.global.L2::128B [%0], [%1], 16;\n}" ::"r"(shared),
+               "l"(source), "r"(static_cast<int>(wanted))
+               : "memory");
+}
+
 // Asks the L2 for `bytes` of weights, which a later kernel reads; both are multiples of 16. Nothing waits for them. Nothing below sm_90.
 DEVICE void prefetch_l2(const void* source, int bytes) {
 #if __CUDA_ARCH__ >= 900

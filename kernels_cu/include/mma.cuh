@@ -31,3 +31,10 @@ DEVICE void ldmatrix_x4_transposed(uint32_t (&r)[4], uint32_t shared) {
                : "r"(shared)
                : "memory");
 }
+
+// The transpose of an 8x8 matrix of which lane i has elements 2 (i % 4), + 1 of row i / 4.
+DEVICE uint32_t transposed(uint32_t pair) {
+  uint32_t result;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(pair));
+  return result;
+}

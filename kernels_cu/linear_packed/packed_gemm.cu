@@ -23,7 +23,6 @@
     !defined(TILE_WARPS) || !defined(STAGES)
 #error "a constant is not defined"
 #endif
-#include "mma.cuh"
 #include "packed_unpack.cuh"
 
 constexpr int kWarps = TILES * TILE_WARPS, kThreads = kWarps * 32;
@@ -34,37 +33,6 @@ constexpr int kAhead = STAGES - 1;                                 // stages on 
 constexpr int kHalfSteps = 4;                                      // of 16 k in half a slice
 static_assert(kTokenTiles % 2 == 0 && TOKENS % 16 == 0, "a warp has pairs of token tiles");
 static_assert(STAGES >= 3, "STAGES");
-
-// In: lane t of a quad has the codes of k = 8 t .. 8 t + 7 of 32 (two words, four k each, as packed_layout.cuh has them). Out:
-// word f has those of k = 16 f + 2 t, + 1 (bytes 0 and 2) and k = 16 f + 8 + 2 t, + 1 (bytes 1 and 3): operand A of two mma.
-// The bits of k trade places with those of the lane in two exchanges: words with lane ^ 2, pairs of k with lane ^ 1.
-DEVICE void natural_order(uint32_t (&words)[2]) {
-  const bool upper = threadIdx.x & 2, odd = threadIdx.x & 1;
-  const uint32_t word = __shfl_xor_sync(0xFFFFFFFFu, upper ? words[0] : words[1], 2);
-  const uint32_t first = upper ? word : words[0], second = upper ? words[1] : word;
-  // Bytes 0 and 2 of a word are a pair of k, bytes 1 and 3 the pair after it.
-  const uint32_t sent = __byte_perm(first, second, odd ? 0x6420 : 0x7531);
-  const uint32_t pairs = __shfl_xor_sync(0xFFFFFFFFu, sent, 1);   // first's in the lower half
-  words[0] = __byte_perm(first, pairs, odd ? 0x3514 : 0x5240);
-  words[1] = __byte_perm(second, pairs, odd ? 0x3716 : 0x7260);
-}
-
-// Half of a slice of one tile, 64 columns: codes in natural order, a word for 16 k, with their scale groups.
-struct HalfSlice {
-  static constexpr int kGroups = SCALE_GROUP < 64 ? 64 / SCALE_GROUP : 1;
-  uint32_t words[2][2];
-  Group groups[kGroups];
-
-  DEVICE void load(uint32_t unit, int half) {
-    const uint4 codes = load_shared(unit + half * 512 + threadIdx.x % 32 * 16);
-    words[0][0] = codes.x, words[0][1] = codes.y, words[1][0] = codes.z, words[1][1] = codes.w;
-#pragma unroll
-    for (int i = 0; i < kGroups; i++) groups[i].load(unit, (half * 64 + i * SCALE_GROUP) / SCALE_GROUP);
-    natural_order(words[0]), natural_order(words[1]);
-  }
-  // Operand A of a step.
-  DEVICE void unpack(uint32_t (&a)[4], int step) const { groups[step * 16 / SCALE_GROUP].unpack(a, words[step / 2][step % 2]); }
-};
 
 // Where chunk `chunk` (16 bytes) of a row of x lies in a stage: in a panel of 64 columns, eight rows at one chunk cover all banks.
 DEVICE int token_offset(int row, int chunk) {
@@ -116,7 +84,7 @@ struct TokenCopy {
 };
 
 // Adds one slice to a warp's sums: of its tile, whose unit lies at `unit`, and its rows of x in the stage.
-DEVICE void add_slice(float (&sums)[kTokenTiles * 4], uint32_t unit, uint32_t x) {
+DEVICE void add_slice(float (&sums)[kTokenTiles * 4], uint32_t unit, uint32_t x, uint32_t mask) {
   const int warp_token = threadIdx.x / 32 % TILE_WARPS * kTokenTiles * 8, lane = threadIdx.x % 32;
   // ldmatrix takes its row addresses from the lanes: tokens 0-7 at both chunks of 16 k, then tokens 8-15.
   const uint32_t first = token_offset(warp_token + lane % 8 + lane / 16 * 8, lane / 8 % 2);
@@ -130,10 +98,10 @@ DEVICE void add_slice(float (&sums)[kTokenTiles * 4], uint32_t unit, uint32_t x)
   load_tokens(b[0], 0);
 #pragma unroll
   for (int step = 0; step < 2 * kHalfSteps; step++) {
-    if (step % kHalfSteps == 0) codes.load(unit, step / kHalfSteps);
+    if (step % kHalfSteps == 0) codes.load(unit, step / kHalfSteps), codes.order();
     if (step + 1 < 2 * kHalfSteps) load_tokens(b[(step + 1) % 2], step + 1);
     uint32_t a[4];
-    codes.unpack(a, step % kHalfSteps);
+    codes.unpack(a, step % kHalfSteps, mask);
 #pragma unroll
     for (int t = 0; t < kTokenTiles; t++)
       mma(reinterpret_cast<float(&)[4]>(sums[t * 4]), a, {b[step % 2][t / 2][t % 2 * 2], b[step % 2][t / 2][t % 2 * 2 + 1]});
@@ -177,6 +145,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   }
 
   float sums[kTokenTiles * 4] = {};
+  const uint32_t mask = held_code_mask(m);
   int stage = 0, free_stage = kAhead;
 #pragma unroll 1
   for (int slice = 0; slice < kSlices; slice++) {
@@ -186,7 +155,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     if (slice + kAhead < kSlices) weights.start(slice + kAhead, free_stage), tokens.start(slice + kAhead, free_stage);
     cp_async_commit();
     const uint32_t place = stages + stage * kStageBytes;
-    add_slice(sums, place + kXBytes + warp / TILE_WARPS * kUnitBytes, place);
+    add_slice(sums, place + kXBytes + warp / TILE_WARPS * kUnitBytes, place, mask);
     stage = stage + 1 == STAGES ? 0 : stage + 1, free_stage = free_stage + 1 == STAGES ? 0 : free_stage + 1;
   }
   if (tile < num_tiles)

@@ -1,6 +1,7 @@
-// What the products of short chunks with packed weights share: 4-bit codes to 16 bits, and what becomes of a sum.
+// What the products of short chunks with packed weights share: 4-bit codes to an operand of the tensor cores.
 #pragma once
 #include "copy.cuh"
+#include "mma.cuh"
 #include "packed_layout.cuh"
 #include "packed_tiles.cuh"
 
@@ -15,6 +16,12 @@ constexpr float kMagic = 128.0f;
 constexpr uint32_t kMagicBits = 0x64006400u;
 constexpr float kMagic = 1024.0f;
 #endif
+
+constexpr uint32_t kCodeMask = 0x000F000Fu;
+
+// The mask in a register, not a constant to the compiler, which would load it again for every instruction that already has another
+// constant. `rows`: of x, which are never below zero.
+DEVICE uint32_t held_code_mask(int rows) { return rows < 0 ? 0 : kCodeMask; }
 
 DEVICE scalar2_t twice(scalar_t value) {
   scalar2_t pair;
@@ -41,20 +48,45 @@ struct Group {
   }
 
   // Pairs of weights from a word of four k of lo and hi: lo and hi of the pair in bytes 0 and 2, then of that in 1 and 3.
-  DEVICE void unpack(uint32_t (&pairs)[4], uint32_t codes) const {
+  DEVICE void unpack(uint32_t (&pairs)[4], uint32_t codes, uint32_t mask) const {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      const uint32_t bits = codes >> i * 4 & 0x000F000Fu | kMagicBits;
+      const uint32_t bits = codes >> i * 4 & mask | kMagicBits;
       const scalar2_t value = __hmul2(__hsub2(reinterpret_cast<const scalar2_t&>(bits), zero[i % 2]), scale[i % 2]);
       pairs[i] = reinterpret_cast<const uint32_t&>(value);
     }
   }
 };
 
-// Two sums as they are stored at `place`: round(alpha * sum), then beta times what is there is added and rounded again.
-DEVICE uint32_t scaled_sum(float low, float high, float alpha, float beta, const uint32_t* place) {
-  const uint32_t product = pack2(alpha * low, alpha * high);
-  if (beta == 0.f) return product;
-  const float2 value = unpack2(product), old = unpack2(*place);
-  return pack2(fmaf(beta, old.x, value.x), fmaf(beta, old.y, value.y));
+// In: lane t of a quad has the codes of k = 8 t .. 8 t + 7 of 32 (two words, four k each, as packed_layout.cuh has them). Out:
+// word f has those of k = 16 f + 2 t, + 1 (bytes 0 and 2) and k = 16 f + 8 + 2 t, + 1 (bytes 1 and 3): operand A of two mma.
+// The bits of k trade places with those of the lane in two exchanges: words with lane ^ 2, pairs of k with lane ^ 1.
+DEVICE void natural_order(uint32_t (&words)[2]) {
+  const bool upper = threadIdx.x & 2, odd = threadIdx.x & 1;
+  const uint32_t word = __shfl_xor_sync(0xFFFFFFFFu, upper ? words[0] : words[1], 2);
+  const uint32_t first = upper ? word : words[0], second = upper ? words[1] : word;
+  // Bytes 0 and 2 of a word are a pair of k, bytes 1 and 3 the pair after it.
+  const uint32_t sent = __byte_perm(first, second, odd ? 0x6420 : 0x7531);
+  const uint32_t pairs = __shfl_xor_sync(0xFFFFFFFFu, sent, 1);   // first's in the lower half
+  words[0] = __byte_perm(first, pairs, odd ? 0x3514 : 0x5240);
+  words[1] = __byte_perm(second, pairs, odd ? 0x3716 : 0x7260);
 }
+
+// Half of a slice of one tile, 64 columns: its codes, after `order` a word for 16 k, and its scale groups.
+struct HalfSlice {
+  static constexpr int kGroups = SCALE_GROUP < 64 ? 64 / SCALE_GROUP : 1;
+  uint32_t words[2][2];
+  Group groups[kGroups];
+
+  DEVICE void load(uint32_t unit, int half) {
+    const uint4 codes = load_shared(unit + half * 512 + threadIdx.x % 32 * 16);
+    words[0][0] = codes.x, words[0][1] = codes.y, words[1][0] = codes.z, words[1][1] = codes.w;
+#pragma unroll
+    for (int i = 0; i < kGroups; i++) groups[i].load(unit, (half * 64 + i * SCALE_GROUP) / SCALE_GROUP);
+  }
+  DEVICE void order() { natural_order(words[0]), natural_order(words[1]); }
+  // Operand A of a step of 16 k.
+  DEVICE void unpack(uint32_t (&a)[4], int step, uint32_t mask) const {
+    groups[step * 16 / SCALE_GROUP].unpack(a, words[step / 2][step % 2], mask);
+  }
+};

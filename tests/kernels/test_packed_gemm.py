@@ -14,7 +14,7 @@ from cpmrt.cuda.build.spec import macros_of
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.ops.gemm import Gemm
 from cpmrt.cuda.ops.linear_packed.layout import PackedLayout
-from cpmrt.cuda.ops.linear_packed.short_chunk import MOST_ROWS, ShortChunkPlan, WarpGemmConstants, plan_short_chunk
+from cpmrt.cuda.ops.linear_packed.short_chunk import MOST_ROWS, ShortChunkPlan, plan_short_chunk
 from cpmrt.dtypes import DType, from_float32, round_to
 from cpmrt.ops import OPS
 
@@ -91,7 +91,7 @@ def test_it_has_the_bits_of_the_dense_product(cuda: Any, name: str, dtype: DType
         words = cuda.numpy(expected, dtype)
         exact = alpha * (x.astype(np.float64) @ case.weight.T.astype(np.float64)) + (0 if added is None else added)
         assert np.linalg.norm(words - exact) <= OPS["project_residual"].tolerance[dtype] * np.linalg.norm(exact)
-        for count in (1, 15, 16, 17, 63, 64, 65, 127, MOST_ROWS):
+        for count in (1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, MOST_ROWS):
             plan = plan_short_chunk(case.layout, count, cuda.device)
             part = None if added is None else added[:count]
             found = run(cuda, dtype, case, x[:count], part, alpha, plan)
@@ -116,13 +116,12 @@ def test_the_plans_of_other_devices_give_the_same_bits(cuda: Any, other: Device,
 def test_a_plan_fits_the_device_and_covers_the_product(device: Device, group_size: int) -> None:
     for product, rows, columns in (("gate_up", 32768, 4096), ("residual", 4096, 16384), ("residual", 16, 128)):
         layout = layout_of(product, (rows, columns), group_size, device, zeros=group_size == 32)
-        for count in (1, 16, 17, 64, 65, MOST_ROWS):
+        for count in (1, 16, 17, 32, 33, 64, 65, MOST_ROWS):
             plan = plan_short_chunk(layout, count, device)
             own = plan.constants
             assert plan.shared_bytes <= device.shared_bytes_per_block
             assert plan.kernel.name == ("packed_gemm_wgmma" if device.capability == 90 else "packed_gemm")
             assert plan.block <= 1024
-            assert own.stages >= 2
+            assert own.stages >= 3
             assert (plan.grid[0] - 1) * own.tiles < layout.num_tiles <= plan.grid[0] * own.tiles
-            tokens = own.tokens if isinstance(own, WarpGemmConstants) else 64
-            assert (plan.grid[1] - 1) * tokens < count <= plan.grid[1] * tokens
+            assert (plan.grid[1] - 1) * own.tokens < count <= plan.grid[1] * own.tokens

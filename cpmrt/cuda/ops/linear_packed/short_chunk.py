@@ -13,7 +13,7 @@ from math import ceil
 from cpmrt.cuda.build.spec import KernelSpec
 from cpmrt.cuda.driver.array import DeviceArray, KernelArgument, row_boxes
 from cpmrt.cuda.driver.device import Device
-from cpmrt.cuda.ops.linear_packed.layout import MINIMUMS, SLICE_COLUMNS, TILE_ROWS, PackedLayout
+from cpmrt.cuda.ops.linear_packed.layout import MINIMUMS, SLICE_COLUMNS, PackedLayout
 
 MOST_ROWS = 128
 """Rows of a chunk from which on a weight is unpacked in memory: it then serves so many that this costs less."""
@@ -21,15 +21,17 @@ MOST_ROWS = 128
 # longer to read x than to multiply.
 _TILES = (4, 8, 16)
 _SMALLEST_GROUP = 32
-# packed_gemm.cu: rows of x that a block takes, and tiles from which on none is shared by two warps.
-_FEW_TOKENS, _TOKENS, _UNSHARED_TILES, _FEWEST_STAGES, _MOST_STAGES = 16, 64, 16, 3, 6
-# packed_gemm_wgmma.cu: slices on their way and unpacked, and the other sizes that its header names.
-_WGMMA_CAPABILITY, _MOST_AHEAD, _MOST_UNPACKED, _BARRIER_BYTES, _BOX_COLUMNS, _UNPACK_WARPS = 90, 8, 3, 512, 64, 8
+_FEW_TOKENS, _TOKENS = 16, 64
+"""Rows of x that a block takes."""
+# packed_gemm.cu: tiles from which on none is shared by two warps, and how deep its pipeline may be.
+_UNSHARED_TILES, _FEWEST_STAGES, _MOST_STAGES = 16, 3, 6
+# packed_gemm_wgmma.cu: the sizes that its header names.
+_WGMMA_CAPABILITY, _BARRIER_BYTES, _BOX_COLUMNS = 90, 16, 64
 
 
 @dataclass(frozen=True, slots=True)
 class ShortChunkConstants:
-    """Compile-time constants of both kernels, which explain them."""
+    """Compile-time constants of packed_gemm_wgmma.cu, which explains them; packed_gemm.cu has all of them too."""
 
     linear: int
     in_features: int
@@ -37,6 +39,7 @@ class ShortChunkConstants:
     runs: int
     scale_group: int
     zeros: int
+    tokens: int
     tiles: int
     stages: int
     head_dim: int | None = None
@@ -44,24 +47,16 @@ class ShortChunkConstants:
 
 @dataclass(frozen=True, slots=True)
 class WarpGemmConstants(ShortChunkConstants):
-    """packed_gemm.cu has these constants; they say more of its blocks."""
+    """packed_gemm.cu has these constants: also how many warps share a tile."""
 
-    tokens: int = _TOKENS
     tile_warps: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class WgmmaGemmConstants(ShortChunkConstants):
-    """packed_gemm_wgmma.cu has these constants; `unpacked` slices of the weight are in 16 bits at a time."""
-
-    unpacked: int = 2
 
 
 PACKED_GEMM = KernelSpec(
     "packed_gemm", "linear_packed/packed_gemm.cu", "project_residual", WarpGemmConstants, hot=True
 )
 PACKED_GEMM_WGMMA = KernelSpec(
-    "packed_gemm_wgmma", "linear_packed/packed_gemm_wgmma.cu", "project_residual", WgmmaGemmConstants, hot=True,
+    "packed_gemm_wgmma", "linear_packed/packed_gemm_wgmma.cu", "project_residual", ShortChunkConstants, hot=True,
     arch="sm_90",
 )  # fmt: skip
 
@@ -81,7 +76,7 @@ class ShortChunkPlan:
 
     def rows(self, x: DeviceArray) -> KernelArgument:
         """Return x [M, K], which must stay where it is, as the kernel takes it."""
-        return row_boxes(x, _TOKENS, _BOX_COLUMNS) if self.kernel is PACKED_GEMM_WGMMA else x
+        return row_boxes(x, self.constants.tokens, _BOX_COLUMNS) if self.kernel is PACKED_GEMM_WGMMA else x
 
 
 def takes_short_chunk(layout: PackedLayout, num_rows: int) -> bool:
@@ -97,7 +92,7 @@ def plan_short_chunk(layout: PackedLayout, num_rows: int, device: Device) -> Sho
 
 
 def _warp_plan(layout: PackedLayout, num_rows: int, device: Device) -> ShortChunkPlan:
-    tokens = _FEW_TOKENS if num_rows <= _FEW_TOKENS else _TOKENS
+    tokens = _block_tokens(num_rows)
 
     def stage_bytes(tiles: int) -> int:
         return _x_bytes(tokens) + tiles * layout.unit_bytes
@@ -114,21 +109,21 @@ def _warp_plan(layout: PackedLayout, num_rows: int, device: Device) -> ShortChun
 
 def _wgmma_plan(layout: PackedLayout, num_rows: int, device: Device) -> ShortChunkPlan:
     tiles = _fewest_tiles(layout, device, _TILES)
-    slice_bytes, stage_bytes = tiles * TILE_ROWS * SLICE_COLUMNS * 2, _x_bytes(_TOKENS) + tiles * layout.unit_bytes
-    space = device.shared_bytes_per_block - _BARRIER_BYTES
-    unpacked = next(count for count in (_MOST_UNPACKED, 2) if count * slice_bytes + 2 * stage_bytes <= space)
-    stages = min(_MOST_AHEAD, (space - unpacked * slice_bytes) // stage_bytes)
-    grid = ceil(layout.num_tiles / tiles), ceil(num_rows / _TOKENS)
-    multiply_warps = 4 * ceil(tiles * TILE_ROWS / 128)
-    return ShortChunkPlan(
-        PACKED_GEMM_WGMMA,
-        WgmmaGemmConstants(**layout.sizes, tiles=tiles, stages=stages, unpacked=unpacked), grid,
-        32 * (multiply_warps + _UNPACK_WARPS + 1), unpacked * slice_bytes + stages * stage_bytes + _BARRIER_BYTES,
-    )  # fmt: skip
+    tokens = _block_tokens(num_rows)
+    # All of the memory: a second block on the same multiprocessor would make both slower.
+    stage_bytes = _x_bytes(tokens) + tiles * layout.unit_bytes + _BARRIER_BYTES
+    stages = device.shared_bytes_per_block // stage_bytes
+    constants = ShortChunkConstants(**layout.sizes, tokens=tokens, tiles=tiles, stages=stages)
+    grid = ceil(layout.num_tiles / tiles), ceil(num_rows / tokens)
+    return ShortChunkPlan(PACKED_GEMM_WGMMA, constants, grid, 32 * (tiles + 1), stages * stage_bytes)
 
 
 def _fewest_tiles(layout: PackedLayout, device: Device, choices: Sequence[int]) -> int:
     return next((tiles for tiles in choices if layout.num_tiles <= tiles * device.num_sms), choices[-1])
+
+
+def _block_tokens(num_rows: int) -> int:
+    return _FEW_TOKENS if num_rows <= _FEW_TOKENS else _TOKENS
 
 
 def _x_bytes(tokens: int) -> int:
