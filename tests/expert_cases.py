@@ -10,6 +10,7 @@ from linear_cases import layout_of
 from packed_oracle import pack
 from reference.operands import EPS, make_rows
 
+from cpmrt.cuda.ops.expert_plan import ExpertsRowConstants, experts_row_constants
 from cpmrt.cuda.ops.experts import ExpertOps
 from cpmrt.cuda.ops.linear_packed.layout import PackedWeight
 from cpmrt.dtypes import DType, from_float32, round_to
@@ -108,6 +109,7 @@ class OnDevice:
             "expert_starts": cuda.array(np.full(shape.experts + 1, -7, np.int32)),
             "expert_order": cuda.array(np.full(pairs, -7, np.int32)),
             "expert_outputs": cuda.array(poison, dtype),
+            "expert_words": cuda.array(np.zeros(2 + shape.top * shape.inner // 2, np.uint64)),
         }
 
     def _weight(self, product: Product, dense: Any) -> Any:
@@ -152,8 +154,17 @@ class OnDevice:
             found.append(values[held])
         return found[0], found[1]
 
-    def layer(self, rows: Any, slots: Any = None, *, pdl: bool = False) -> tuple[Routing, Any, Any]:
-        """Routing, inner rows and residual stream of a step of some rows of the case, op by op as the layer runs them.
+    @property
+    def row_constants(self) -> ExpertsRowConstants | None:
+        """How experts_row.cu is built for these weights; None: it does not take them."""
+        shape = self.case.shape
+        return experts_row_constants(self.gate_up, self.down, shape.experts, shape.top, self.cuda.device)
+
+    def layer(
+        self, rows: Any, slots: Any = None, *, pdl: bool = False, in_one: bool = False
+    ) -> tuple[Routing, Any, Any]:
+        """Routing, inner rows and residual stream of a step of some rows of the case, op by op as the layer runs them;
+        `in_one`: those of one row in one launch, where there is a kernel for that.
 
         What nothing has written of the routing and of the inner rows is -9 or NaN.
         """
@@ -164,7 +175,8 @@ class OnDevice:
         x, held = cuda.array(case.x[rows], dtype), np.zeros(count, np.int32) if slots is None else slots
         ops, step = self.ops(pdl=pdl), Rows(None, None, cuda.array(held), None, is_prefill=False)
         after = ops.route(routing, x, self.norm, self.router, EPS, step)
-        after = ops.experts_gate_up(inner, x, self.norm, self.gate_up, EPS, routing, after, down=self.down)
+        down = self.down if in_one or self.row_constants is None else None
+        after = ops.experts_gate_up(inner, x, self.norm, self.gate_up, EPS, routing, after, down=down)
         ops.experts_down(x, inner, self.down, SCALE, routing, after)
         found = Routing(cuda.numpy(routing.experts), cuda.numpy(routing.shares))
         return found, cuda.numpy(inner, dtype), cuda.numpy(x, dtype)

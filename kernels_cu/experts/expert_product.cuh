@@ -88,14 +88,16 @@ struct WeightTile {
 };
 
 // A weight tile on its way through slots of the warp in shared memory, which takes no registers while it is under way. In 16 bits
-// odd rows have the halves of their 128 bytes swapped: two rows side by side then cover all banks.
-struct TileSource {
-  const unsigned char *lo, *hi;
+// odd rows have the halves of their 128 bytes swapped: two rows side by side then cover all banks. The weight has COLUMNS columns,
+// packed in CUT runs.
 #if WEIGHT_BITS == 16
-  DEVICE TileSource(const void* weight, const TileRows& rows) {
+template <int COLUMNS, int CUT>
+struct TileCopies {
+  const unsigned char *lo, *hi;
+  DEVICE TileCopies(const void* weight, const TileRows& rows) {
     const int lane = threadIdx.x % 32;
-    lo = static_cast<const unsigned char*>(weight) + (rows.first + lane / 8) * (K * 2) + lane % 8 * 16;
-    hi = lo + rows.distance * (K * 2);
+    lo = static_cast<const unsigned char*>(weight) + (rows.first + lane / 8) * (COLUMNS * 2) + lane % 8 * 16;
+    hi = lo + rows.distance * (COLUMNS * 2);
   }
   // Starts the copy of a slice.
   DEVICE void copy(uint32_t slot, int slice) const {
@@ -103,7 +105,7 @@ struct TileSource {
     const uint32_t place = slot + row * 128 + (piece ^ row % 2 * 4) * 16;
 #pragma unroll
     for (int i = 0; i < 4; i++)
-      cp_async16_lines(place + i * 512, (i < 2 ? lo : hi) + slice * 128 + i % 2 * 4 * (K * 2));
+      cp_async16_lines(place + i * 512, (i < 2 ? lo : hi) + slice * 128 + i % 2 * 4 * (COLUMNS * 2));
   }
   DEVICE static void read(Slice& out, uint32_t slot) {
     const int lane = threadIdx.x % 32;
@@ -113,13 +115,28 @@ struct TileSource {
       out.lo[j] = load_shared(place), out.hi[j] = load_shared(place + 1024);
     }
   }
+};
+using TileSource = TileCopies<K, 1>;
 #else
-  DEVICE TileSource(const void* packed, const TileRows& rows) {
-    const int64_t tile = rows.distance == 8 ? rows.first / 16 : rows.first / 8;
-    lo = hi = static_cast<const unsigned char*>(packed) + tile * kTileBytes;
+template <int COLUMNS, int CUT>
+struct TileCopies {
+  static constexpr int kAll = COLUMNS / kSliceColumns, kOfRun = (kAll + CUT - 1) / CUT, kFilled = (kAll + kOfRun - 1) / kOfRun;
+  static constexpr int kStride = packed_run_bytes(kOfRun);
+  static constexpr int64_t kBytes = (kFilled - 1) * kStride + packed_run_bytes(kAll - (kFilled - 1) * kOfRun);
+  static_assert(COLUMNS % kSliceColumns == 0, "whole slices");
+
+  const unsigned char* tile;
+  DEVICE TileCopies(const void* packed, const TileRows& rows) {
+    const int64_t index = rows.distance == 8 ? rows.first / 16 : rows.first / 8;
+    tile = static_cast<const unsigned char*>(packed) + index * kBytes;
   }
+  // Of whole rows no run has to be found.
+  DEVICE static int offset(int slice) {
+    return kFilled == 1 ? slice * kUnitBytes : slice / kOfRun * kStride + slice % kOfRun * kUnitBytes;
+  }
+  // Starts the copy of a slice.
   DEVICE void copy(uint32_t slot, int slice) const {
-    const unsigned char* const unit = lo + slice_offset(slice);
+    const unsigned char* const unit = tile + offset(slice);
 #pragma unroll
     for (int i = 0; i < (kUnitBytes + 511) / 512; i++) {
       const int place = (i * 32 + threadIdx.x % 32) * 16;
@@ -136,8 +153,9 @@ struct TileSource {
       out.scales[i / kWords][i % kWords] =
           load_shared_word(slot + kCodeBytes + i / kWords * kScaleBytes + (lane / 4 * kWords + i % kWords) * 4);
   }
-#endif
 };
+using TileSource = TileCopies<K, RUNS>;
+#endif
 
 // Scales of a group of columns of rows lo + g and hi + g, and operand A of 16 of its columns: half `half` of block j.
 #if WEIGHT_BITS == 16

@@ -89,6 +89,9 @@ DEVICE uint2 load_shared_words(uint32_t address) {
 DEVICE void store_shared_word(uint32_t address, uint32_t word) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(word) : "memory");
 }
+DEVICE void store_shared_words(uint32_t address, uint32_t a, uint32_t b) {
+  asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(a), "r"(b) : "memory");
+}
 DEVICE void store_shared_float(uint32_t address, float a) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(a) : "memory");
 }

@@ -34,6 +34,10 @@ _ROUTE_PIECE = 8
 _ROUTER_BYTES = 46 << 10
 """A router that takes more shared memory, with its norm, is read when it is needed."""
 _MOST_ROW_WARPS = 14
+_DOWN_PARTS = 4
+"""Parts of a row of the last product, each a warp's."""
+_LEAST_TURNS_AHEAD, _MOST_TURNS_AHEAD = 2, 6
+"""Of experts_row.cu."""
 _RESERVED_BYTES = 1 << 10
 """Bytes of shared memory that the device keeps for itself in each block."""
 
@@ -88,8 +92,7 @@ class GateUpRowConstants:
     @property
     def turn_bytes(self) -> int:
         """The bytes of a turn in a warp's ring."""
-        slot = slot_bytes(self.weight_bits, self.scale_group, self.zeros)
-        return slices_together(self.weight_bits, self.scale_group) * slot
+        return turn_bytes(self.weight_bits, self.scale_group, self.zeros)
 
     @property
     def turns(self) -> int:
@@ -105,10 +108,46 @@ class GateUpRowConstants:
     @property
     def shared_bytes(self) -> int:
         """The dynamic shared memory: rings, in whose place norm and router are at first, and the row."""
-        threads = 32 * self.route_warps
-        router = (1 + self.experts) * ceil(self.in_features / _ROUTE_PIECE / threads) * threads * 16
         rings = self.warps * self.ahead * self.turn_bytes
-        return max(rings, router if router <= _ROUTER_BYTES else 0) + self.row_bytes
+        return max(rings, router_bytes(self.in_features, self.experts, self.route_warps)) + self.row_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsRowConstants:
+    """Compile-time constants of experts_row.cu; the last four of weights in 4 bits only."""
+
+    in_features: int
+    inner: int
+    experts: int
+    top: int
+    route_warps: int
+    weight_bits: int
+    warps: int
+    ahead: int
+    runs: int | None = None
+    down_runs: int | None = None
+    scale_group: int | None = None
+    zeros: int | None = None
+
+    @property
+    def grid(self) -> int:
+        """The blocks, all of which run at once."""
+        return ceil(self.top * self.inner // 8 / self.warps)
+
+    @property
+    def fixed_bytes(self) -> int:
+        """The dynamic shared memory without rings: the row, its sums, the warps' parts of inner, and their sums."""
+        columns = slice_columns(self.weight_bits)
+        row_sums = ceil((4 * self.route_warps * (1 + self.experts) + 4) / 16) * 16
+        parts = self.warps * ceil(self.inner // columns / _DOWN_PARTS) * columns * 2
+        tiles = ceil(self.in_features // 16 / self.grid)
+        return 2 * self.in_features + row_sums + parts + tiles * self.top * _DOWN_PARTS * 64
+
+    @property
+    def shared_bytes(self) -> int:
+        """The dynamic shared memory."""
+        rings = self.warps * self.ahead * turn_bytes(self.weight_bits, self.scale_group, self.zeros)
+        return max(rings, router_bytes(self.in_features, self.experts, self.route_warps)) + self.fixed_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +194,13 @@ def route_warps(hidden: int) -> int:
     return ceil(pieces / ceil(pieces / (32 * _ROUTE_WARPS)) / 32)
 
 
+def router_bytes(hidden: int, num_experts: int, warps: int) -> int:
+    """Return the shared memory for norm and router while so many warps score a row: none if it would be too much."""
+    threads = 32 * warps
+    needed = (1 + num_experts) * ceil(hidden / _ROUTE_PIECE / threads) * threads * 16
+    return needed if needed <= _ROUTER_BYTES else 0
+
+
 def most_tiles(num_rows: int, top: int, num_experts: int, tokens: int) -> int:
     """Return the most tiles of at most `tokens` pairs of one expert that `num_rows` rows can make."""
     used = min(num_experts, num_rows * top)
@@ -185,16 +231,44 @@ def row_constants(weight: Weight, num_experts: int, top: int, device: Device) ->
     A block has so many warps that the busiest multiprocessor, which takes a block at a time, has few tiles.
     """
     bits, layout = held_in(weight)
-    rows, in_features = weight.shape
-    tiles, shares = top * rows // (2 * num_experts) // 8, route_warps(in_features)
+    in_features, shares = weight.shape[1], route_warps(weight.shape[1])
+    warps = _row_warps(weight, num_experts, top, device)
+    least = GateUpRowConstants(in_features, num_experts, top, shares, bits, warps, 1, *layout)
+    ring = device.shared_bytes_per_block - least.row_bytes
+    return replace(least, ahead=max(1, min(least.turns, ring // (warps * least.turn_bytes))))
+
+
+def experts_row_constants(
+    gate_up: Weight, down: Weight, num_experts: int, top: int, device: Device
+) -> ExpertsRowConstants | None:
+    """Choose how experts_row.cu is built; no choice changes a bit of the result.
+
+    Returns None where its blocks could not all run at once, or would have little of their weights on the way.
+    """
+    (bits, layout), (down_bits, down_layout) = held_in(gate_up), held_in(down)
+    if (bits, layout[1:]) != (down_bits, down_layout[1:]):
+        return None
+    warps, in_features, inner = _row_warps(gate_up, num_experts, top, device), gate_up.shape[1], down.shape[1]
+    runs = layout[0], down_layout[0]
+    least = ExpertsRowConstants(
+        in_features, inner, num_experts, top, route_warps(in_features), bits, warps, 1, *runs, *layout[1:]
+    )
+    ring = device.shared_bytes_per_block - least.fixed_bytes
+    ahead = min(_MOST_TURNS_AHEAD, ring // (warps * turn_bytes(bits, *layout[1:])))
+    built = replace(least, ahead=ahead)
+    fits = ahead >= _LEAST_TURNS_AHEAD and built.shared_bytes <= device.shared_bytes_per_block
+    return built if fits and built.grid <= device.num_sms else None
+
+
+def _row_warps(gate_up: Weight, num_experts: int, top: int, device: Device) -> int:
+    """Return the warps of a block whose tiles of `gate_up`, one for each, keep the multiprocessors equally busy."""
+    rows, in_features = gate_up.shape
+    tiles = top * rows // (2 * num_experts) // 8
 
     def busiest(warps: int) -> int:
         return ceil(ceil(tiles / warps) / device.num_sms) * warps
 
-    warps = min(range(shares, _MOST_ROW_WARPS + 1), key=busiest)
-    least = GateUpRowConstants(in_features, num_experts, top, shares, bits, warps, 1, *layout)
-    ring = device.shared_bytes_per_block - least.row_bytes
-    return replace(least, ahead=max(1, min(least.turns, ring // (warps * least.turn_bytes))))
+    return min(range(route_warps(in_features), _MOST_ROW_WARPS + 1), key=busiest)
 
 
 def down_constants(weight: Weight, num_rows: int, top: int, device: Device) -> DownConstants:
@@ -231,6 +305,11 @@ def slices_together(weight_bits: int, scale_group: int | None) -> int:
 def has_many_groups(scale_group: int | None) -> bool:
     """Whether a slice of a weight has several scale groups: slices are then multiplied one at a time."""
     return scale_group is not None and scale_group < SLICE_COLUMNS
+
+
+def turn_bytes(weight_bits: int, scale_group: int | None, zeros: int | None) -> int:
+    """Return the bytes of the slices that a warp multiplies at a time with one row."""
+    return slices_together(weight_bits, scale_group) * slot_bytes(weight_bits, scale_group, zeros)
 
 
 def slot_bytes(weight_bits: int, scale_group: int | None, zeros: int | None) -> int:

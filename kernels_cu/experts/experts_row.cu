@@ -1,0 +1,198 @@
+// All that a step of one row does with its experts, in one launch: the routing, and the products with their first and last matrices.
+//
+//   formula   chosen, shares and n as in route.cu; then with e = chosen[p], p = 0 .. TOP - 1:
+//             inner[p, f] = round(silu(n . Wg[e, f]) * (n . Wu[e, f]));  x[c] = round(x[c] + scale * sum_p shares[p] * (inner[p] . Wd[e, c]))
+//   operands  x (K) scalar_t; chosen (TOP) int32, ascending, -1 where slots has -1: then x stays; shares (TOP) float; norm (K), router
+//             (EXPERTS, K) scalar_t; gate_up (2 EXPERTS INNER, K), the gates of all experts and then their ups, down (EXPERTS K, INNER):
+//             scalar_t row-major, or packed as in packed_layout.cuh; slots (1) int32; words uint64 (2 + TOP * INNER / 2), zero before
+//             the first launch: the number of launches, nothing, then inner
+//   constants IN_FEATURES: K, a multiple of 64, in 4 bits of 128. INNER: columns of down, such a multiple too. EXPERTS: 1 to 32.
+//             TOP: experts of a row, 1 to EXPERTS. ROUTE_WARPS: warps that score the row, as in route.cu. WEIGHT_BITS: 16 or 4.
+//             In 4 bits RUNS and DOWN_RUNS: of the packed layouts of gate_up and down; of both SCALE_GROUP: columns that share a scale,
+//             and ZEROS: 1 has zero points. WARPS: of a block, at least ROUTE_WARPS. AHEAD: turns of weights that a warp has on their way
+//   launch    grid ceil(TOP * INNER / 8 / WARPS), all of which must run at once, block 32 * WARPS, dynamic shared memory: a ring for each
+//             warp, or norm and router if they are larger; 2 K bytes; 4 ROUTE_WARPS (1 + EXPERTS) + 4 bytes, in whole 16; for each warp a
+//             quarter of a row of inner; 256 TOP bytes for each 16 rows of down that a block has
+//   numerics  the routing's as in route.cu, the products' as in experts.cu and experts_down.cu, to the bit
+//   oracle    NumpyOps.route, experts_gate_up, experts_down
+//   source    original
+//   layout    As in gate_up_row.cu every block finds the routing, and a warp has a tile of gate_up, through a ring of its own. Behind it the
+//             ring brings what the warp has of down: of 16 rows, which are one block's, and one expert a quarter of the columns. So the
+//             memory is never idle while inner goes from block to block: through words of eight bytes, two columns and the launch that
+//             wrote them. Who waits for a word reads it until the launch is its own; there is no flag to write after, or to read before
+#if !defined(IN_FEATURES) || !defined(INNER) || !defined(EXPERTS) || !defined(TOP) || !defined(ROUTE_WARPS) || !defined(WEIGHT_BITS) || \
+    (WEIGHT_BITS == 4 && !defined(RUNS)) || (WEIGHT_BITS == 4 && !defined(DOWN_RUNS)) || (WEIGHT_BITS == 4 && !defined(SCALE_GROUP)) || \
+    (WEIGHT_BITS == 4 && !defined(ZEROS)) || !defined(WARPS) || !defined(AHEAD)
+#error "a constant is not defined"
+#endif
+#define HIDDEN IN_FEATURES
+#define TOKEN_TILES 1
+#include "routed_row.cuh"
+#include "tagged_words.cuh"
+
+constexpr int kThreads = 32 * WARPS, kAhead = AHEAD;
+constexpr int kRingBytes = kAhead * kTurnBytes;   // of a warp
+constexpr int kTiles = INNER / 8, kDownTiles = K / 16;   // of an expert
+constexpr int kParts = 4, kDownSlices = INNER / kSliceColumns, kPartSlices = (kDownSlices + kParts - 1) / kParts;   // as in experts_down.cu
+constexpr int kPartTurns = (kPartSlices + kTogether - 1) / kTogether, kPartBytes = kPartSlices * kSliceColumns * 2;
+constexpr int kRowOffset = WARPS * kRingBytes > kRouteBytes ? WARPS * kRingBytes : kRouteBytes, kSumsOffset = kRowOffset + K * 2;
+constexpr int kTagOffset = kSumsOffset + ROUTE_WARPS * (1 + EXPERTS) * 4, kPartOffset = (kTagOffset + 4 + 15) / 16 * 16;
+constexpr int kFoundOffset = kPartOffset + WARPS * kPartBytes;
+static_assert(WARPS >= ROUTE_WARPS, "WARPS must be at least ROUTE_WARPS");
+static_assert(INNER % kSliceColumns == 0, "INNER must be whole slices");
+
+#if WEIGHT_BITS == 16
+using DownCopies = TileCopies<INNER, 1>;
+#else
+using DownCopies = TileCopies<INNER, DOWN_RUNS>;
+#endif
+
+// A warp's work on down: a quarter of the columns of one expert's sixteen rows. The block's are numbered tile by tile.
+struct Job {
+  int tile, place, begin, end;   // of the expert, among those that are taken; slices
+  DEVICE explicit Job(int index) {
+    tile = blockIdx.x + index / (kParts * TOP) * gridDim.x, place = index / kParts % TOP;
+    begin = min(index % kParts * kPartSlices, kDownSlices), end = min(begin + kPartSlices, kDownSlices);
+  }
+};
+
+// The warp's weights, through a ring that nobody else touches: turns of its tile of gate_up, then of its jobs. A turn is a group of copies.
+struct Stream {
+  TileSource first;
+  const void* down;
+  uint32_t taken, ring;
+  bool has_tile;
+  int num_jobs;         // of the block
+  int place = 0;        // of the next turn that is read
+
+  DEVICE void copy(int turn, int to) const {
+    const uint32_t slot = ring + to * kTurnBytes;
+    if (turn < kTurns) {
+#pragma unroll
+      for (int s = 0; s < kTogether; s++)
+        if (has_tile && turn * kTogether + s < kSlices) first.copy(slot + s * kSlotBytes, turn * kTogether + s);
+    } else if (const int index = threadIdx.x / 32 + (turn - kTurns) / kPartTurns * WARPS; index < num_jobs) {
+      const Job job(index);
+      const DownCopies source(down, {static_cast<int64_t>(expert_at(taken, job.place)) * K + job.tile * 16, 8});
+      const int slice = job.begin + (turn - kTurns) % kPartTurns * kTogether;
+#pragma unroll
+      for (int s = 0; s < kTogether; s++)
+        if (slice + s < job.end) source.copy(slot + s * kSlotBytes, slice + s);
+    }
+    cp_async_commit();
+  }
+  DEVICE void begin() const {
+#pragma unroll
+    for (int turn = 0; turn < kAhead; turn++) copy(turn, turn);
+  }
+  // Turn `turn` once it is there; its place is filled again.
+  DEVICE void take(Slice (&held)[kTogether], int turn) {
+    cp_async_wait<kAhead - 1>();
+    __syncwarp();
+#pragma unroll
+    for (int s = 0; s < kTogether; s++) TileSource::read(held[s], ring + place * kTurnBytes + s * kSlotBytes);
+    __syncwarp();
+    copy(turn + kAhead, place);
+    place = place + 1 == kAhead ? 0 : place + 1;
+  }
+};
+
+// The row's columns [2 from, 2 (from + kPartBytes / 4)) of inner, up to `end` words, to shared memory. All lanes.
+DEVICE void collect(const TaggedWords& words, uint32_t to, int from, int end) {
+  constexpr int kEach = (kPartBytes / 8 + 31) / 32, kBatch = kEach < 12 ? kEach : 12;   // of 16 bytes for each lane, and so many at a time
+  const int lane = threadIdx.x % 32;
+  if (from >= end) return;
+  words.wait(from + (end - from) / 8 * (lane / 4));   // of a few tiles: less is read in vain
+#pragma unroll 1
+  for (int first = 0; first < kEach; first += kBatch) {
+    uint4 held[kBatch];
+    const auto place_of = [&](int i) { return ((first + i) * 32 + lane) * 2; };
+    bool is_missing;
+    do {
+      is_missing = false;
+#pragma unroll
+      for (int i = 0; i < kBatch; i++)
+        if (from + place_of(i) < end) held[i] = words.load2(from + place_of(i));
+#pragma unroll
+      for (int i = 0; i < kBatch; i++)
+        if (from + place_of(i) < end) is_missing |= !words.has_come(held[i]);
+    } while (__any_sync(0xFFFFFFFFu, is_missing));
+#pragma unroll
+    for (int i = 0; i < kBatch; i++)
+      if (from + place_of(i) < end) store_shared_words(to + place_of(i) * 4, held[i].x, held[i].z);
+  }
+  __syncwarp();
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    KERNEL(experts_row)(scalar_t* x, int* __restrict__ chosen, float* __restrict__ shares, uint64_t* exchanged,
+                        const scalar_t* __restrict__ norm, const scalar_t* __restrict__ router, const void* __restrict__ gate_up,
+                        const void* __restrict__ down, const int* slots, float eps, float scale) {
+  extern __shared__ __align__(128) unsigned char memory[];
+  const uint32_t shared = shared_address(memory), row = shared + kRowOffset;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, index = blockIdx.x * WARPS + warp;
+  pdl_launch_dependents();
+  const RouteWeights route_weights{norm, router, shared};
+  route_weights.begin();
+  pdl_wait();
+  const bool is_padding = slots[0] < 0;
+  if (threadIdx.x == kThreads - 1) store_shared_word(shared + kTagOffset, 1 + load_now(reinterpret_cast<const int*>(exchanged)));
+  const float score = score_row(*reinterpret_cast<RouteSums*>(memory + kSumsOffset), route_weights, x, eps,
+                                [&](int column, uint4 piece) { store_shared(row + column * 2, piece); });
+  const Choice choice(score);
+  const TaggedWords words{exchanged, load_shared_word(shared + kTagOffset)};
+
+  const int place = index / kTiles, tile = index % kTiles, expert = expert_at(choice.taken, place);
+  const int own_tiles = (kDownTiles - static_cast<int>(blockIdx.x) + static_cast<int>(gridDim.x) - 1) / static_cast<int>(gridDim.x);
+  Stream stream{{gate_up, {static_cast<int64_t>(expert) * INNER + tile * 8, static_cast<int64_t>(EXPERTS) * INNER}},
+                down, choice.taken, shared + warp * kRingBytes, place < TOP, own_tiles * kParts * TOP};
+  if (!is_padding) stream.begin();
+  if (index == 0) choice.store(chosen, shares, score, is_padding);
+  if (is_padding) return;
+  const auto column_of = [&](int i) { return (blockIdx.x + i / 16 * gridDim.x) * 16 + i % 16; };   // what thread i finishes
+  const scalar_t before = static_cast<int>(threadIdx.x) < own_tiles * 16 ? load_now(x + column_of(threadIdx.x)) : from_float(0.0f);
+  const float share = choice.share(score);
+
+  Slice held[kTogether];
+  Sums first_sums[1] = {};
+#pragma unroll 1
+  for (int turn = 0; turn < kTurns; turn++) {
+    stream.take(held, turn);
+    if (stream.has_tile) multiply_turn<kSlices % kTogether == 0>(first_sums, held, row, turn * kTogether, 0, kSlices);
+  }
+  if (stream.has_tile) words.store_tile(index * 4, activated(first_sums[0]));
+
+  const uint32_t part = shared + kPartOffset + warp * kPartBytes, found = shared + kFoundOffset;
+  int turn = kTurns;
+#pragma unroll 1
+  for (int number = warp; number < stream.num_jobs; number += WARPS) {
+    const Job job(number);
+    const int row_words = job.place * (INNER / 2);
+    collect(words, part, row_words + job.begin * (kSliceColumns / 2), row_words + job.end * (kSliceColumns / 2));
+    Sums sums[1] = {};
+#pragma unroll 1
+    for (int slice = job.begin; slice < job.begin + kPartTurns * kTogether; slice += kTogether) {
+      stream.take(held, turn++);
+      multiply_turn<false>(sums, held, part, slice, job.begin, job.end);
+    }
+    if (lane % 4 == 0) {
+      store_shared_float(found + number * 64 + lane, sums[0][0][0]);
+      store_shared_float(found + number * 64 + 32 + lane, sums[0][0][2]);
+    }
+    __syncwarp();
+  }
+  __syncthreads();
+  if (index == 0 && lane == 0) words.count_launch();   // the block has all of inner, so all others know the number
+  for (int i = threadIdx.x; i < (own_tiles * 16 + 31) / 32 * 32; i += kThreads) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int p = 0; p < TOP; p++) {
+      float product = 0.0f;
+#pragma unroll
+      for (int q = 0; q < kParts; q++)
+        product += i < own_tiles * 16 ? load_shared_float(found + ((i / 16 * TOP + p) * kParts + q) * 64 + i % 16 * 4) : 0.0f;
+      sum = fmaf(__shfl_sync(0xFFFFFFFFu, share, expert_at(choice.taken, p)), product, sum);
+    }
+    if (i < own_tiles * 16) x[column_of(i)] = from_float(fmaf(scale, sum, to_float(i < kThreads ? before : x[column_of(i)])));
+  }
+}

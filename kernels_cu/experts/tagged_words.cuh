@@ -1,0 +1,35 @@
+// A row that blocks hand to each other while they run: words of two columns and the number of the launch that wrote them. A word is
+// written and read whole, so that whoever sees the number has the columns too.
+#pragma once
+#include "copy.cuh"
+
+struct TaggedWords {
+  uint64_t* words;   // the number of launches before this one, nothing, then the row
+  uint32_t tag;      // the number of this launch
+
+  DEVICE const uint64_t* at(int index) const { return words + 2 + index; }
+
+  // Of a tile of eight columns lane 4 g has column g; its words are those from `index` on. All lanes.
+  DEVICE void store_tile(int index, scalar_t value) const {
+    const uint32_t own = reinterpret_cast<const uint16_t&>(value), next = __shfl_down_sync(0xFFFFFFFFu, own, 4);
+    const int lane = threadIdx.x % 32;
+    if (lane % 8 == 0)
+      asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(at(index + lane / 8)), "l"(own | next << 16 | static_cast<uint64_t>(tag) << 32) : "memory");
+  }
+  // Until the word is this launch's. All lanes, which may have different words.
+  DEVICE void wait(int index) const {
+    uint64_t word;
+    do {
+      asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(word) : "l"(at(index)) : "memory");
+    } while (__any_sync(0xFFFFFFFFu, word >> 32 != tag));
+  }
+  // Two words, columns in x and z; `index` is even.
+  DEVICE uint4 load2(int index) const {
+    ulonglong2 v;
+    asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(v.x), "=l"(v.y) : "l"(at(index)) : "memory");
+    return make_uint4(v.x, v.x >> 32, v.y, v.y >> 32);
+  }
+  DEVICE bool has_come(const uint4& two) const { return two.y == tag && two.w == tag; }
+  // Once all blocks know the number. One thread of all.
+  DEVICE void count_launch() const { *reinterpret_cast<uint32_t*>(words) = tag; }
+};
