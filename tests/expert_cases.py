@@ -10,7 +10,7 @@ from linear_cases import layout_of
 from packed_oracle import pack
 from reference.operands import EPS, make_rows
 
-from cpmrt.cuda.ops.expert_plan import ExpertsRowConstants, experts_row_constants
+from cpmrt.cuda.ops.expert_plan import ExpertsRowConstants, experts_row_constants, row_words
 from cpmrt.cuda.ops.experts import ExpertOps
 from cpmrt.cuda.ops.linear_packed.layout import PackedWeight
 from cpmrt.dtypes import DType, from_float32, round_to
@@ -109,7 +109,7 @@ class OnDevice:
             "expert_starts": cuda.array(np.full(shape.experts + 1, -7, np.int32)),
             "expert_order": cuda.array(np.full(pairs, -7, np.int32)),
             "expert_outputs": cuda.array(poison, dtype),
-            "expert_words": cuda.array(np.zeros(2 + shape.top * shape.inner // 2, np.uint64)),
+            "expert_words": cuda.array(np.zeros(row_words(shape.hidden, shape.inner, shape.top), np.uint64)),
         }
 
     def _weight(self, product: Product, dense: Any) -> Any:

@@ -169,41 +169,40 @@ DEVICE void load_operand(uint32_t (&a)[4], const Slice& slice, int, int j, int h
   a[0] = half ? lo.z : lo.x, a[1] = half ? hi.z : hi.x, a[2] = half ? lo.w : lo.y, a[3] = half ? hi.w : hi.y;
 }
 #else
+// Four bits of a word are a subnormal number, or the smallest normal ones, in steps of 2^-133 (fp16: 2^-24), 16 times that above the
+// lowest four. What they are multiplied by makes them code * kCodeUnit, so that code - zero comes exactly.
 #ifdef CPMRT_BF16
-constexpr uint32_t kCodeBits = 0x43004300u;   // 128 in both halves: a code in the lowest bits makes 128 + code
-constexpr float kCodeBase = 128.0f;
+constexpr uint32_t kLoFactor = 0x7F007F00u, kHiFactor = 0x7D007D00u;   // 2^127, 2^123
+constexpr float kCodeUnit = 0x1p-6f;
 #else
-constexpr uint32_t kCodeBits = 0x64006400u;   // 1024
-constexpr float kCodeBase = 1024.0f;
+constexpr uint32_t kLoFactor = 0x78007800u, kHiFactor = 0x68006800u;   // 2^15, 2^11
+constexpr float kCodeUnit = 0x1p-9f;
 #endif
 
 struct Group {
-  float lo_scale, hi_scale;
-  scalar2_t lo_zero, hi_zero;   // what is added to 128 (1024) + code
+  float lo_scale, hi_scale;   // of codes in units of kCodeUnit
+  uint32_t lo_zero, hi_zero;  // what is added to a pair of them
   DEVICE Group(const Slice& slice, int group) {
     const float2 lo = unpack2(slice.scales[group][0]), hi = unpack2(slice.scales[group][ZEROS]);
-    lo_scale = lo.x, hi_scale = ZEROS ? hi.x : lo.y;
+    lo_scale = lo.x * (1.0f / kCodeUnit), hi_scale = (ZEROS ? hi.x : lo.y) * (1.0f / kCodeUnit);
     lo_zero = both(ZEROS ? lo.y : 8.0f), hi_zero = both(ZEROS ? hi.y : 8.0f);
   }
-  DEVICE static scalar2_t both(float zero) {
-    const uint32_t pair = pack2(-kCodeBase - zero, -kCodeBase - zero);
-    return reinterpret_cast<const scalar2_t&>(pair);
-  }
+  DEVICE static uint32_t both(float zero) { return pack2(-kCodeUnit * zero, -kCodeUnit * zero); }
   DEVICE void add(float& sum, float acc, int c) const { sum = fmaf(c < 2 ? lo_scale : hi_scale, acc, sum); }
 };
 
-// code - zero, exactly, of the lowest code in both halves.
-DEVICE uint32_t less_zero(uint32_t codes, scalar2_t zero) {
-  const uint32_t biased = (codes & 0x000F000Fu) | kCodeBits;
-  const scalar2_t value = __hadd2(reinterpret_cast<const scalar2_t&>(biased), zero);
+// (code - zero) * kCodeUnit of the codes of lo or hi that `codes` has alone.
+DEVICE uint32_t less_zero(uint32_t codes, uint32_t factor, uint32_t zero) {
+  const scalar2_t value = __hfma2(reinterpret_cast<const scalar2_t&>(codes), reinterpret_cast<const scalar2_t&>(factor),
+                                  reinterpret_cast<const scalar2_t&>(zero));
   return reinterpret_cast<const uint32_t&>(value);
 }
 
 DEVICE void load_operand(uint32_t (&a)[4], const Slice& slice, int group, int j, int half) {
   const Group codes(slice, group);
-  const uint32_t word = (&slice.words[j / 2].x)[j % 2 * 2 + half];
-  a[0] = less_zero(word, codes.lo_zero), a[1] = less_zero(word >> 4, codes.hi_zero);
-  a[2] = less_zero(word >> 8, codes.lo_zero), a[3] = less_zero(word >> 12, codes.hi_zero);
+  const uint32_t word = (&slice.words[j / 2].x)[j % 2 * 2 + half], high = word >> 8;
+  a[0] = less_zero(word & 0x000F000Fu, kLoFactor, codes.lo_zero), a[1] = less_zero(word & 0x00F000F0u, kHiFactor, codes.hi_zero);
+  a[2] = less_zero(high & 0x000F000Fu, kLoFactor, codes.lo_zero), a[3] = less_zero(high & 0x00F000F0u, kHiFactor, codes.hi_zero);
 }
 #endif
 

@@ -4,22 +4,23 @@
 //             inner[p, f] = round(silu(n . Wg[e, f]) * (n . Wu[e, f]));  x[c] = round(x[c] + scale * sum_p shares[p] * (inner[p] . Wd[e, c]))
 //   operands  x (K) scalar_t; chosen (TOP) int32, ascending, -1 where slots has -1: then x stays; shares (TOP) float; norm (K), router
 //             (EXPERTS, K) scalar_t; gate_up (2 EXPERTS INNER, K), the gates of all experts and then their ups, down (EXPERTS K, INNER):
-//             scalar_t row-major, or packed as in packed_layout.cuh; slots (1) int32; words uint64 (2 + TOP * INNER / 2), zero before
-//             the first launch: the number of launches, nothing, then inner
+//             scalar_t row-major, or packed as in packed_layout.cuh; slots (1) int32; words uint64 (2 + TOP * INNER / 2 + 4 TOP K), zero
+//             before the first launch: the number of launches, nothing, inner, and sums that blocks send
 //   constants IN_FEATURES: K, a multiple of 64, in 4 bits of 128. INNER: columns of down, such a multiple too. EXPERTS: 1 to 32.
 //             TOP: experts of a row, 1 to EXPERTS. ROUTE_WARPS: warps that score the row, as in route.cu. WEIGHT_BITS: 16 or 4.
 //             In 4 bits RUNS and DOWN_RUNS: of the packed layouts of gate_up and down; of both SCALE_GROUP: columns that share a scale,
 //             and ZEROS: 1 has zero points. WARPS: of a block, at least ROUTE_WARPS. AHEAD: turns of weights that a warp has on their way
 //   launch    grid ceil(TOP * INNER / 8 / WARPS), all of which must run at once, block 32 * WARPS, dynamic shared memory: a ring for each
 //             warp, or norm and router if they are larger; 2 K bytes; 4 ROUTE_WARPS (1 + EXPERTS) + 4 bytes, in whole 16; for each warp a
-//             quarter of a row of inner; 256 TOP bytes for each 16 rows of down that a block has
+//             quarter of a row of inner; 256 TOP bytes for each 16 rows of down that a block has for itself
 //   numerics  the routing's as in route.cu, the products' as in experts.cu and experts_down.cu, to the bit
 //   oracle    NumpyOps.route, experts_gate_up, experts_down
 //   source    original
 //   layout    As in gate_up_row.cu every block finds the routing, and a warp has a tile of gate_up, through a ring of its own. Behind it the
-//             ring brings what the warp has of down: of 16 rows, which are one block's, and one expert a quarter of the columns. So the
-//             memory is never idle while inner goes from block to block: through words of eight bytes, two columns and the launch that
-//             wrote them. Who waits for a word reads it until the launch is its own; there is no flag to write after, or to read before
+//             ring brings what the warp has of down: of 16 rows and one expert a quarter of the columns. So the memory is not idle while
+//             inner goes from block to block: through words of eight bytes, two columns and the launch that wrote them. Who waits for a
+//             word reads it until the launch is its own; there is no flag to write after, or to read before. Of down every block has
+//             as many whole tiles as come out even; the quarters of the others are dealt out, and their sums sent in such words
 #if !defined(IN_FEATURES) || !defined(INNER) || !defined(EXPERTS) || !defined(TOP) || !defined(ROUTE_WARPS) || !defined(WEIGHT_BITS) || \
     (WEIGHT_BITS == 4 && !defined(RUNS)) || (WEIGHT_BITS == 4 && !defined(DOWN_RUNS)) || (WEIGHT_BITS == 4 && !defined(SCALE_GROUP)) || \
     (WEIGHT_BITS == 4 && !defined(ZEROS)) || !defined(WARPS) || !defined(AHEAD)
@@ -47,12 +48,24 @@ using DownCopies = TileCopies<INNER, 1>;
 using DownCopies = TileCopies<INNER, DOWN_RUNS>;
 #endif
 
-// A warp's work on down: a quarter of the columns of one expert's sixteen rows. The block's are numbered tile by tile.
+// How the tiles of down are shared out: so many for each block alone, and those left over job by job.
+constexpr int kGrid = (TOP * kTiles + WARPS - 1) / WARPS, kOwnTiles = kDownTiles / kGrid, kLeftTiles = kDownTiles % kGrid;
+constexpr int kTileJobs = TOP * kParts, kOwnJobs = kOwnTiles * kTileJobs, kLeftJobs = kLeftTiles * kTileJobs;
+constexpr int kSumWords = TOP * INNER / 2;   // where the words of sums begin
+
+// The block's jobs, own ones and left ones.
+DEVICE int num_jobs() { return kOwnJobs + (kLeftJobs + static_cast<int>(blockIdx.x)) / kGrid; }
+
+// A warp's work on down: a quarter of the columns of one expert's sixteen rows. The block's are numbered.
 struct Job {
   int tile, place, begin, end;   // of the expert, among those that are taken; slices
+  int left;                      // its number among those of the tiles left over, or -1
   DEVICE explicit Job(int index) {
-    tile = blockIdx.x + index / (kParts * TOP) * gridDim.x, place = index / kParts % TOP;
-    begin = min(index % kParts * kPartSlices, kDownSlices), end = min(begin + kPartSlices, kDownSlices);
+    const int block = blockIdx.x;
+    left = index < kOwnJobs ? -1 : kGrid - 1 - block + (index - kOwnJobs) * kGrid;
+    tile = left < 0 ? block + index / kTileJobs * kGrid : kOwnTiles * kGrid + left / kTileJobs;
+    const int of_tile = (left < 0 ? index : left) % kTileJobs;
+    place = of_tile / kParts, begin = min(of_tile % kParts * kPartSlices, kDownSlices), end = min(begin + kPartSlices, kDownSlices);
   }
 };
 
@@ -62,7 +75,6 @@ struct Stream {
   const void* down;
   uint32_t taken, ring;
   bool has_tile;
-  int num_jobs;         // of the block
   int place = 0;        // of the next turn that is read
 
   DEVICE void copy(int turn, int to) const {
@@ -71,7 +83,7 @@ struct Stream {
 #pragma unroll
       for (int s = 0; s < kTogether; s++)
         if (has_tile && turn * kTogether + s < kSlices) first.copy(slot + s * kSlotBytes, turn * kTogether + s);
-    } else if (const int index = threadIdx.x / 32 + (turn - kTurns) / kPartTurns * WARPS; index < num_jobs) {
+    } else if (const int index = threadIdx.x / 32 + (turn - kTurns) / kPartTurns * WARPS; index < num_jobs()) {
       const Job job(index);
       const DownCopies source(down, {static_cast<int64_t>(expert_at(taken, job.place)) * K + job.tile * 16, 8});
       const int slice = job.begin + (turn - kTurns) % kPartTurns * kTogether;
@@ -143,14 +155,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const TaggedWords words{exchanged, load_shared_word(shared + kTagOffset)};
 
   const int place = index / kTiles, tile = index % kTiles, expert = expert_at(choice.taken, place);
-  const int own_tiles = (kDownTiles - static_cast<int>(blockIdx.x) + static_cast<int>(gridDim.x) - 1) / static_cast<int>(gridDim.x);
   Stream stream{{gate_up, {static_cast<int64_t>(expert) * INNER + tile * 8, static_cast<int64_t>(EXPERTS) * INNER}},
-                down, choice.taken, shared + warp * kRingBytes, place < TOP, own_tiles * kParts * TOP};
+                down, choice.taken, shared + warp * kRingBytes, place < TOP};
   if (!is_padding) stream.begin();
   if (index == 0) choice.store(chosen, shares, score, is_padding);
   if (is_padding) return;
-  const auto column_of = [&](int i) { return (blockIdx.x + i / 16 * gridDim.x) * 16 + i % 16; };   // what thread i finishes
-  const scalar_t before = static_cast<int>(threadIdx.x) < own_tiles * 16 ? load_now(x + column_of(threadIdx.x)) : from_float(0.0f);
+  const auto column_of = [&](int i) { return (blockIdx.x + i / 16 * kGrid) * 16 + i % 16; };   // what thread i finishes
+  const int finished = (kOwnTiles + (static_cast<int>(blockIdx.x) < kLeftTiles)) * 16;   // columns
+  const scalar_t before = static_cast<int>(threadIdx.x) < finished ? load_now(x + column_of(threadIdx.x)) : from_float(0.0f);
   const float share = choice.share(score);
 
   Slice held[kTogether];
@@ -165,7 +177,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const uint32_t part = shared + kPartOffset + warp * kPartBytes, found = shared + kFoundOffset;
   int turn = kTurns;
 #pragma unroll 1
-  for (int number = warp; number < stream.num_jobs; number += WARPS) {
+  for (int number = warp; number < num_jobs(); number += WARPS) {
     const Job job(number);
     const int row_words = job.place * (INNER / 2);
     collect(words, part, row_words + job.begin * (kSliceColumns / 2), row_words + job.end * (kSliceColumns / 2));
@@ -176,23 +188,34 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       multiply_turn<false>(sums, held, part, slice, job.begin, job.end);
     }
     if (lane % 4 == 0) {
-      store_shared_float(found + number * 64 + lane, sums[0][0][0]);
-      store_shared_float(found + number * 64 + 32 + lane, sums[0][0][2]);
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const float sum = sums[0][0][half * 2];
+        if (job.left < 0) store_shared_float(found + number * 64 + half * 32 + lane, sum);
+        else words.store(kSumWords + job.left * 16 + half * 8 + lane / 4, __float_as_uint(sum));
+      }
     }
     __syncwarp();
   }
   __syncthreads();
-  if (index == 0 && lane == 0) words.count_launch();   // the block has all of inner, so all others know the number
-  for (int i = threadIdx.x; i < (own_tiles * 16 + 31) / 32 * 32; i += kThreads) {
+  for (int i = threadIdx.x; i < (finished + 31) / 32 * 32; i += kThreads) {
+    const int local = i / 16, row_of = i % 16;
+    float products[kTileJobs];
+    if (local < kOwnTiles) {
+#pragma unroll
+      for (int job = 0; job < kTileJobs; job++) products[job] = load_shared_float(found + (local * kTileJobs + job) * 64 + row_of * 4);
+    } else if (i < finished) {
+      words.wait_for(products, kSumWords + (blockIdx.x * kTileJobs) * 16 + row_of, 16);
+    }
     float sum = 0.0f;
 #pragma unroll
     for (int p = 0; p < TOP; p++) {
       float product = 0.0f;
 #pragma unroll
-      for (int q = 0; q < kParts; q++)
-        product += i < own_tiles * 16 ? load_shared_float(found + ((i / 16 * TOP + p) * kParts + q) * 64 + i % 16 * 4) : 0.0f;
+      for (int part = 0; part < kParts; part++) product += products[p * kParts + part];
       sum = fmaf(__shfl_sync(0xFFFFFFFFu, share, expert_at(choice.taken, p)), product, sum);
     }
-    if (i < own_tiles * 16) x[column_of(i)] = from_float(fmaf(scale, sum, to_float(i < kThreads ? before : x[column_of(i)])));
+    if (i < finished) x[column_of(i)] = from_float(fmaf(scale, sum, to_float(i < kThreads ? before : x[column_of(i)])));
   }
+  if (index == 0 && lane == 0) words.count_launch();   // the first tile is finished: it takes all of inner, so all blocks know the number
 }

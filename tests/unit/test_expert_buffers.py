@@ -56,7 +56,7 @@ class Sizes:
     def experts_row(
         self, x: Any, chosen: Any, shares: Any, words: Any, norm: Any, router: Any, gate_up: Any, down: Any, *rest: Any
     ) -> None:
-        assert words.shape == (2 + TOP * INNER // 2,)
+        assert words.shape == (2 + TOP * INNER // 2 + TOP * 4 * HIDDEN,)
         assert chosen.shape == shares.shape == (1, TOP) and x.shape == (1, HIDDEN)
         assert norm.shape == (HIDDEN,) and router.shape == (EXPERTS, HIDDEN)
 

@@ -140,7 +140,7 @@ class ExpertsRowConstants:
         columns = slice_columns(self.weight_bits)
         row_sums = ceil((4 * self.route_warps * (1 + self.experts) + 4) / 16) * 16
         parts = self.warps * ceil(self.inner // columns / _DOWN_PARTS) * columns * 2
-        tiles = ceil(self.in_features // 16 / self.grid)
+        tiles = self.in_features // 16 // self.grid
         return 2 * self.in_features + row_sums + parts + tiles * self.top * _DOWN_PARTS * 64
 
     @property
@@ -258,6 +258,11 @@ def experts_row_constants(
     built = replace(least, ahead=ahead)
     fits = ahead >= _LEAST_TURNS_AHEAD and built.shared_bytes <= device.shared_bytes_per_block
     return built if fits and built.grid <= device.num_sms else None
+
+
+def row_words(hidden: int, inner: int, top: int) -> int:
+    """Return the words of experts_row.cu: its count of launches, two columns of inner each, sums of parts of a row."""
+    return 2 + top * inner // 2 + top * _DOWN_PARTS * hidden
 
 
 def _row_warps(gate_up: Weight, num_experts: int, top: int, device: Device) -> int:

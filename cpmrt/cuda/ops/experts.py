@@ -32,6 +32,7 @@ from cpmrt.cuda.ops.expert_plan import (
     product_constants,
     route_warps,
     row_constants,
+    row_words,
 )
 from cpmrt.cuda.ops.linear_packed.layout import PackedWeight, Weight
 from cpmrt.cuda.ops.rows import BLOCK, VECTOR, RowConstants, rms_norm
@@ -106,10 +107,10 @@ class HeldRow:
 
 
 def expert_tables(config: ModelConfig) -> Iterator[BufferSpec]:
-    """Yield what lives as long as the executor, zero at first: the words through which blocks hand on a row."""
+    """Yield what lives as long as the executor, zero at first: the words that the blocks of EXPERTS_ROW exchange."""
     mlp = config.layers[0].mlp
     if isinstance(mlp, ExpertsMlp):
-        words = 2 + mlp.experts_per_token * mlp.intermediate_size // 2
+        words = row_words(config.hidden_size, mlp.intermediate_size, mlp.experts_per_token)
         yield BufferSpec("expert_words", (words,), EMBED, HEAD, np.uint64)
 
 
