@@ -87,7 +87,9 @@ CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
     )
     + (_W16 | {"IN_FEATURES": 4096, "EXPERTS": 32, "TOP": 8, "ROUTE_WARPS": 8, "WARPS": 14, "AHEAD": 1},),
     "experts/experts_row.cu": tuple(
-        held | {"IN_FEATURES": 2304, "INNER": 5760, "EXPERTS": 8, "TOP": 2, "ROUTE_WARPS": 9, "WARPS": 11, "AHEAD": ahead}
+        held
+        | {"IN_FEATURES": 2304, "INNER": 5760, "EXPERTS": 8, "TOP": 2, "ROUTE_WARPS": 9}
+        | {"WARPS": 11, "AHEAD": ahead}
         for held, ahead in ((_W4 | _DOWN, 5), (_W16, 4), (_W4_SMALL_GROUPS | _DOWN, 6))
     )
     + (
