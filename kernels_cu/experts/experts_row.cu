@@ -4,8 +4,9 @@
 //             inner[p, f] = round(silu(n . Wg[e, f]) * (n . Wu[e, f]));  x[c] = round(x[c] + scale * sum_p shares[p] * (inner[p] . Wd[e, c]))
 //   operands  x (K) scalar_t; chosen (TOP) int32, ascending, -1 where slots has -1: then x stays; shares (TOP) float; norm (K), router
 //             (EXPERTS, K) scalar_t; gate_up (2 EXPERTS INNER, K), the gates of all experts and then their ups, down (EXPERTS K, INNER):
-//             scalar_t row-major, or packed as in packed_layout.cuh; slots (1) int32; words uint64 (2 + TOP * INNER / 2 + 4 TOP K), zero
-//             before the first launch: the number of launches, nothing, inner, and sums that blocks send
+//             scalar_t row-major, or packed as in packed_layout.cuh; next: next_bytes, a multiple of 16, of a weight that is read behind
+//             this; slots (1) int32; exchanged uint64 (2 + TOP * INNER / 2 + 4 TOP K), zero before the first launch: the number of
+//             launches, nothing, inner, and sums that blocks send
 //   constants IN_FEATURES: K, a multiple of 64, in 4 bits of 128. INNER: columns of down, such a multiple too. EXPERTS: 1 to 32.
 //             TOP: experts of a row, 1 to EXPERTS. ROUTE_WARPS: warps that score the row, as in route.cu. WEIGHT_BITS: 16 or 4.
 //             In 4 bits RUNS and DOWN_RUNS: of the packed layouts of gate_up and down; of both SCALE_GROUP: columns that share a scale,
@@ -139,7 +140,8 @@ DEVICE void collect(const TaggedWords& words, uint32_t to, int from, int end) {
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     KERNEL(experts_row)(scalar_t* x, int* __restrict__ chosen, float* __restrict__ shares, uint64_t* exchanged,
                         const scalar_t* __restrict__ norm, const scalar_t* __restrict__ router, const void* __restrict__ gate_up,
-                        const void* __restrict__ down, const int* slots, float eps, float scale) {
+                        const void* __restrict__ down, const void* __restrict__ next, int next_bytes, const int* slots, float eps,
+                        float scale) {
   extern __shared__ __align__(128) unsigned char memory[];
   const uint32_t shared = shared_address(memory), row = shared + kRowOffset;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, index = blockIdx.x * WARPS + warp;
@@ -173,6 +175,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     if (stream.has_tile) multiply_turn<kSlices % kTogether == 0>(first_sums, held, row, turn * kTogether, 0, kSlices);
   }
   if (stream.has_tile) words.store_tile(index * 4, activated(first_sums[0]));
+  // The memory has but a part of down left to bring: the block's share of what is read next.
+  constexpr int kFetches = kGrid * WARPS;
+  const int own_bytes = (next_bytes / 16 + kFetches - 1) / kFetches * 16, fetched = index * own_bytes;
+  if (lane == 0 && fetched < next_bytes)
+    prefetch_l2(static_cast<const unsigned char*>(next) + fetched, min(own_bytes, next_bytes - fetched));
 
   const uint32_t part = shared + kPartOffset + warp * kPartBytes, found = shared + kFoundOffset;
   int turn = kTurns;

@@ -54,8 +54,12 @@ class Sizes:
         assert x.shape == (1, HIDDEN) and norm.shape == (HIDDEN,) and router.shape == (EXPERTS, HIDDEN)
 
     def experts_row(
-        self, x: Any, chosen: Any, shares: Any, words: Any, norm: Any, router: Any, gate_up: Any, down: Any, *rest: Any
-    ) -> None:
+        self, x: Any, chosen: Any, shares: Any, words: Any, norm: Any, router: Any, gate_up: Any, down: Any, next: Any,
+        next_bytes: Any, *rest: Any
+    ) -> None:  # fmt: skip
+        assert next_bytes % 16 == 0 and (next is None) == (next_bytes == 0)
+        # The stand-in for a packed weight has an element for each byte, that for a matrix one for each two.
+        assert next is None or next_bytes == min(14 << 20, next.size * next.ndim)
         assert words.shape == (2 + TOP * INNER // 2 + TOP * 4 * HIDDEN,)
         assert chosen.shape == shares.shape == (1, TOP) and x.shape == (1, HIDDEN)
         assert norm.shape == (HIDDEN,) and router.shape == (EXPERTS, HIDDEN)

@@ -173,11 +173,19 @@ class DownConstants:
 
 def bytes_ahead(weight: Weight, num_experts: int, top: int) -> tuple[int, int]:
     """Return the bytes of an expert's part of a weight, and how many of them are fetched before its kernel starts."""
-    if isinstance(weight, PackedWeight):
-        expert_bytes = weight.layout.num_bytes // num_experts
-    else:
-        expert_bytes = 2 * weight.shape[0] * weight.shape[1] // num_experts
+    expert_bytes = _num_bytes(weight) // num_experts
     return expert_bytes, min(expert_bytes, _BYTES_AHEAD // top // 16 * 16)
+
+
+def fetched_bytes(weight: Weight) -> int:
+    """Return how many bytes of a weight behind experts_row.cu are fetched by it, a multiple of 16."""
+    return min(_num_bytes(weight), _BYTES_AHEAD) // 16 * 16
+
+
+def _num_bytes(weight: Weight) -> int:
+    if isinstance(weight, PackedWeight):
+        return weight.layout.num_bytes
+    return 2 * weight.shape[0] * weight.shape[1]
 
 
 def slice_columns(weight_bits: int) -> int:

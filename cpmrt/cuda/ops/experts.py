@@ -28,6 +28,7 @@ from cpmrt.cuda.ops.expert_plan import (
     bytes_ahead,
     down_constants,
     experts_row_constants,
+    fetched_bytes,
     most_tiles,
     product_constants,
     route_warps,
@@ -202,9 +203,9 @@ class ExpertOps:
 
     def experts_down(
         self, x: DeviceArray, inner: DeviceArray, weight: Weight, scale: float, routing: Routing,
-        after: Handoff = NOTHING, *, is_prefill: bool = False,
+        after: Handoff = NOTHING, *, ahead: Weight | None = None, is_prefill: bool = False,
     ) -> None:  # fmt: skip
-        """Launch the op `experts_down`."""
+        """Launch the op `experts_down`, of one row with all that it has held back."""
         sizes = check_shapes(
             "experts_down", x=x, inner=inner, weight=weight, experts=routing.experts, shares=routing.shares
         )
@@ -212,7 +213,7 @@ class ExpertOps:
         num_experts, rows = weight.shape[0] // hidden, after.prepared
         factor = np.float32(scale)
         if isinstance(rows, HeldRow):
-            self._held_row(x, weight, routing, rows, factor)
+            self._held_row(x, weight, routing, rows, factor, ahead)
             return
         if not is_prefill:
             counts = map(np.int32, (num_rows, top, num_experts, hidden))
@@ -246,11 +247,12 @@ class ExpertOps:
         )  # fmt: skip
 
     def _held_row(
-        self, x: DeviceArray, down: Weight, routing: Routing, held: HeldRow, factor: np.float32
+        self, x: DeviceArray, down: Weight, routing: Routing, held: HeldRow, factor: np.float32, ahead: Weight | None
     ) -> None:
         one = held.constants
+        fetched = (None, np.int32(0)) if ahead is None else (data_of(ahead), np.int32(fetched_bytes(ahead)))
         outputs = x, routing.experts, routing.shares, self._arrays["expert_words"]
-        given = held.norm, held.row.router, data_of(held.gate_up), data_of(down), held.row.slots
+        given = held.norm, held.row.router, data_of(held.gate_up), data_of(down), *fetched, held.row.slots
         self._launch(
             EXPERTS_ROW, one, one.grid, 32 * one.warps, *outputs, *given, np.float32(held.eps), factor,
             smem=one.shared_bytes, prefers_shared=True,
