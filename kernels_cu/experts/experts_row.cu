@@ -179,7 +179,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   constexpr int kFetches = kGrid * WARPS;
   const int own_bytes = (next_bytes / 16 + kFetches - 1) / kFetches * 16, fetched = index * own_bytes;
   if (lane == 0 && fetched < next_bytes)
-    prefetch_l2(static_cast<const unsigned char*>(next) + fetched, min(own_bytes, next_bytes - fetched));
+    prefetch_to_l2(static_cast<const unsigned char*>(next) + fetched, min(own_bytes, next_bytes - fetched));
 
   const uint32_t part = shared + kPartOffset + warp * kPartBytes, found = shared + kFoundOffset;
   int turn = kTurns;

@@ -46,7 +46,7 @@ struct NextWeight {
   DEVICE void prefetch(int expert, int tile, int tiles) const {
     const int own = (ahead_bytes + 16 * tiles - 1) / (16 * tiles) * 16, begin = tile * own;
     if (weight != nullptr && begin < ahead_bytes && threadIdx.x % 32 == 0)
-      prefetch_l2(static_cast<const unsigned char*>(weight) + expert * expert_bytes + begin, min(own, ahead_bytes - begin));
+      prefetch_to_l2(static_cast<const unsigned char*>(weight) + expert * expert_bytes + begin, min(own, ahead_bytes - begin));
   }
 };
 

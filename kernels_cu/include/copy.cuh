@@ -124,13 +124,6 @@ DEVICE void cp_async16_lines(uint32_t shared, const void* source) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(shared), "l"(source) : "memory");
 }
 
-// Asks the L2 for `bytes` of weights, which a later kernel reads; both are multiples of 16. Nothing waits for them. Nothing below sm_90.
-DEVICE void prefetch_l2(const void* source, int bytes) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(bytes) : "memory");
-#endif
-}
-
 DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 // Until all of the thread's copies are there, committed or not.
