@@ -125,8 +125,10 @@ class OnDevice:
 
         return PackedWeight(cuda.array(pack(layout, codes, words(scales), words(zeros))), None, layout)
 
-    def ops(self, *, pdl: bool = False) -> ExpertOps:
-        return ExpertOps(self.cuda.device, self.cuda.launcher(self.case.dtype, pdl=pdl), self.arrays)
+    def ops(self, *, pdl: bool = False, in_one: bool = False) -> ExpertOps:
+        """The ops; `in_one`: with what they need to run one row's in one launch."""
+        arrays = {name: array for name, array in self.arrays.items() if in_one or name != "expert_words"}
+        return ExpertOps(self.cuda.device, self.cuda.launcher(self.case.dtype, pdl=pdl), arrays)
 
     def run(
         self, routing: Routing, rows: Any = None, *, is_prefill: bool = False, pdl: bool = False, together: bool = True
@@ -173,10 +175,9 @@ class OnDevice:
         routing = Routing(cuda.array(empty.experts), cuda.array(empty.shares))
         inner = cuda.array(np.full((count, case.shape.top * case.shape.inner), np.nan, np.float32), dtype)
         x, held = cuda.array(case.x[rows], dtype), np.zeros(count, np.int32) if slots is None else slots
-        ops, step = self.ops(pdl=pdl), Rows(None, None, cuda.array(held), None, is_prefill=False)
+        ops, step = self.ops(pdl=pdl, in_one=in_one), Rows(None, None, cuda.array(held), None, is_prefill=False)
         after = ops.route(routing, x, self.norm, self.router, EPS, step)
-        down = self.down if in_one or self.row_constants is None else None
-        after = ops.experts_gate_up(inner, x, self.norm, self.gate_up, EPS, routing, after, down=down)
+        after = ops.experts_gate_up(inner, x, self.norm, self.gate_up, EPS, routing, after, down=self.down)
         ops.experts_down(x, inner, self.down, SCALE, routing, after)
         found = Routing(cuda.numpy(routing.experts), cuda.numpy(routing.shares))
         return found, cuda.numpy(inner, dtype), cuda.numpy(x, dtype)

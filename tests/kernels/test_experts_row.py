@@ -102,7 +102,7 @@ def test_the_row_is_read_when_the_kernel_before_has_written_it(cuda: Any, name: 
     stale = [cuda.array(np.full_like(case.x, np.nan), case.dtype), cuda.array(np.full(1, -1, np.int32))]
     x, slots = (array.copy() for array in stale)
     writer = SlowWriter(cuda, [x, slots], stale, [cuda.array(case.x, case.dtype), cuda.array(np.zeros(1, np.int32))])
-    ops, step = device.ops(pdl=True), Rows(None, None, slots, None, is_prefill=False)
+    ops, step = device.ops(pdl=True, in_one=True), Rows(None, None, slots, None, is_prefill=False)
     for _ in range(3):
         empty = no_routing(1, case.shape.top)
         found = Routing(cuda.array(empty.experts), cuda.array(empty.shares))
