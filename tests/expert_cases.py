@@ -10,6 +10,7 @@ from linear_cases import layout_of
 from packed_oracle import pack
 from reference.operands import EPS, make_rows
 
+from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.ops.expert_plan import ExpertsRowConstants, experts_row_constants, row_words
 from cpmrt.cuda.ops.experts import ExpertOps
 from cpmrt.cuda.ops.linear_packed.layout import PackedWeight
@@ -96,8 +97,8 @@ def no_routing(num_rows: int, top: int) -> Routing:
 class OnDevice:
     """The operands on the device, the buffers of the ops, and outputs among poison."""
 
-    def __init__(self, cuda: Any, case: Case):
-        self.cuda, self.case = cuda, case
+    def __init__(self, cuda: Any, case: Case, device: Device | None = None):
+        self.cuda, self.case, self.device = cuda, case, device or cuda.device
         shape, dtype = case.shape, case.dtype
         self.norm, self.router = cuda.array(case.norm, dtype), cuda.array(case.router, dtype)
         self.gate_up = self._weight("gate_up", case.gate_up)
@@ -128,7 +129,7 @@ class OnDevice:
     def ops(self, *, pdl: bool = False, in_one: bool = False) -> ExpertOps:
         """The ops; `in_one`: with what they need to run one row's in one launch."""
         arrays = {name: array for name, array in self.arrays.items() if in_one or name != "expert_words"}
-        return ExpertOps(self.cuda.device, self.cuda.launcher(self.case.dtype, pdl=pdl), arrays)
+        return ExpertOps(self.device, self.cuda.launcher(self.case.dtype, pdl=pdl), arrays)
 
     def run(
         self, routing: Routing, rows: Any = None, *, is_prefill: bool = False, pdl: bool = False, together: bool = True
@@ -160,7 +161,7 @@ class OnDevice:
     def row_constants(self) -> ExpertsRowConstants | None:
         """How experts_row.cu is built for these weights; None: it does not take them."""
         shape = self.case.shape
-        return experts_row_constants(self.gate_up, self.down, shape.experts, shape.top, self.cuda.device)
+        return experts_row_constants(self.gate_up, self.down, shape.experts, shape.top, self.device)
 
     def layer(
         self, rows: Any, slots: Any = None, *, pdl: bool = False, in_one: bool = False

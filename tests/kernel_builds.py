@@ -89,12 +89,15 @@ CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
     "experts/experts_row.cu": tuple(
         held
         | {"IN_FEATURES": 2304, "INNER": 5760, "EXPERTS": 8, "TOP": 2, "ROUTE_WARPS": 9}
-        | {"WARPS": 11, "AHEAD": ahead}
-        for held, ahead in ((_W4 | _DOWN, 5), (_W16, 4), (_W4_SMALL_GROUPS | _DOWN, 6))
+        | {"WARPS": 11, "AHEAD": ahead, "PORTABLE": portable}
+        for held, ahead, portable in (
+            (_W4 | _DOWN, 5, 0), (_W4 | _DOWN, 2, 1), (_W16, 4, 0), (_W4_SMALL_GROUPS | _DOWN, 6, 0)
+        )
     )
     + (
         _W16
-        | {"IN_FEATURES": 4096, "INNER": 1152, "EXPERTS": 32, "TOP": 8, "ROUTE_WARPS": 8, "WARPS": 9, "AHEAD": 4},
+        | {"IN_FEATURES": 4096, "INNER": 1152, "EXPERTS": 32, "TOP": 8, "ROUTE_WARPS": 8, "WARPS": 9, "AHEAD": 4}
+        | {"PORTABLE": 0},
     ),
     "experts/experts_down.cu": tuple(
         held | {"IN_FEATURES": 5760, "ROWS": rows, "AHEAD": 4}

@@ -6,6 +6,7 @@
 #pragma once
 #include "copy.cuh"
 #include "mma.cuh"
+#include "tma.cuh"
 
 #if WEIGHT_BITS == 16
 constexpr int K = IN_FEATURES;
@@ -142,6 +143,12 @@ struct TileCopies {
       const int place = (i * 32 + threadIdx.x % 32) * 16;
       if (place < kUnitBytes) cp_async16_lines(slot + place, unit + place);
     }
+  }
+  // Has the copy engine (sm_90) copy `count` slices, whose bytes count at `barrier`. One thread.
+  DEVICE void copy_together(uint32_t slot, int slice, int count, uint32_t barrier) const {
+    const bool are_neighbours = offset(slice + count - 1) - offset(slice) == (count - 1) * kUnitBytes;
+    const int each = are_neighbours ? count : 1;
+    for (int i = 0; i < count; i += each) copy_bytes(slot + i * kUnitBytes, tile + offset(slice + i), each * kUnitBytes, barrier);
   }
   DEVICE static void read(Slice& out, uint32_t slot) {
     const int lane = threadIdx.x % 32;

@@ -10,10 +10,11 @@
 //   constants IN_FEATURES: K, a multiple of 64, in 4 bits of 128. INNER: columns of down, such a multiple too. EXPERTS: 1 to 32.
 //             TOP: experts of a row, 1 to EXPERTS. ROUTE_WARPS: warps that score the row, as in route.cu. WEIGHT_BITS: 16 or 4.
 //             In 4 bits RUNS and DOWN_RUNS: of the packed layouts of gate_up and down; of both SCALE_GROUP: columns that share a scale,
-//             and ZEROS: 1 has zero points. WARPS: of a block, at least ROUTE_WARPS. AHEAD: turns of weights that a warp has on their way
+//             and ZEROS: 1 has zero points. WARPS: of a block, at least ROUTE_WARPS. AHEAD: turns of weights that a warp has on their way.
+//             PORTABLE: 1 leaves the copy engine out on sm_90 and later too
 //   launch    grid ceil(TOP * INNER / 8 / WARPS), all of which must run at once, block 32 * WARPS, dynamic shared memory: a ring for each
-//             warp, or norm and router if they are larger; 2 K bytes; 4 ROUTE_WARPS (1 + EXPERTS) + 4 bytes, in whole 16; for each warp a
-//             quarter of a row of inner; 256 TOP bytes for each 16 rows of down that a block has for itself
+//             warp, or norm and router if they are larger; 2 K bytes; 4 ROUTE_WARPS (1 + EXPERTS) + 4 bytes, in whole 16; for each warp
+//             8 AHEAD bytes and a quarter of a row of inner; 256 TOP bytes for each 16 rows of down that a block has for itself
 //   numerics  the routing's as in route.cu, the products' as in experts.cu and experts_down.cu, to the bit
 //   oracle    NumpyOps.route, experts_gate_up, experts_down
 //   source    original
@@ -24,11 +25,12 @@
 //             as many whole tiles as come out even; the quarters of the others are dealt out, and their sums sent in such words
 #if !defined(IN_FEATURES) || !defined(INNER) || !defined(EXPERTS) || !defined(TOP) || !defined(ROUTE_WARPS) || !defined(WEIGHT_BITS) || \
     (WEIGHT_BITS == 4 && !defined(RUNS)) || (WEIGHT_BITS == 4 && !defined(DOWN_RUNS)) || (WEIGHT_BITS == 4 && !defined(SCALE_GROUP)) || \
-    (WEIGHT_BITS == 4 && !defined(ZEROS)) || !defined(WARPS) || !defined(AHEAD)
+    (WEIGHT_BITS == 4 && !defined(ZEROS)) || !defined(WARPS) || !defined(AHEAD) || !defined(PORTABLE)
 #error "a constant is not defined"
 #endif
 #define HIDDEN IN_FEATURES
 #define TOKEN_TILES 1
+#include "mbarrier.cuh"
 #include "routed_row.cuh"
 #include "tagged_words.cuh"
 
@@ -40,6 +42,11 @@ constexpr int kPartTurns = (kPartSlices + kTogether - 1) / kTogether, kPartBytes
 constexpr int kRowOffset = WARPS * kRingBytes > kRouteBytes ? WARPS * kRingBytes : kRouteBytes, kSumsOffset = kRowOffset + K * 2;
 constexpr int kTagOffset = kSumsOffset + ROUTE_WARPS * (1 + EXPERTS) * 4, kPartOffset = (kTagOffset + 4 + 15) / 16 * 16;
 constexpr int kFoundOffset = kPartOffset + WARPS * kPartBytes;
+#if __CUDA_ARCH__ >= 900
+constexpr bool kCopyEngine = WEIGHT_BITS == 4 && !PORTABLE;   // a turn is then a copy, which one lane asks for; rows of 16 bits are apart
+#else
+constexpr bool kCopyEngine = false;
+#endif
 static_assert(WARPS >= ROUTE_WARPS, "WARPS must be at least ROUTE_WARPS");
 static_assert(INNER % kSliceColumns == 0, "INNER must be whole slices");
 
@@ -70,29 +77,45 @@ struct Job {
   }
 };
 
-// The warp's weights, through a ring that nobody else touches: turns of its tile of gate_up, then of its jobs. A turn is a group of copies.
+// The warp's weights, through a ring that nobody else touches: turns of its tile of gate_up, then of its jobs. A turn is a group of
+// copies, or one whose bytes count at the barrier of its place in the ring.
 struct Stream {
   TileSource first;
   const void* down;
-  uint32_t taken, ring;
+  uint32_t taken, ring, barriers;
   bool has_tile;
-  int place = 0;        // of the next turn that is read
+  int place = 0, parity = 0;   // of the next turn that is read
 
-  DEVICE void copy(int turn, int to) const {
-    const uint32_t slot = ring + to * kTurnBytes;
-    if (turn < kTurns) {
-#pragma unroll
-      for (int s = 0; s < kTogether; s++)
-        if (has_tile && turn * kTogether + s < kSlices) first.copy(slot + s * kSlotBytes, turn * kTogether + s);
-    } else if (const int index = threadIdx.x / 32 + (turn - kTurns) / kPartTurns * WARPS; index < num_jobs()) {
-      const Job job(index);
-      const DownCopies source(down, {static_cast<int64_t>(expert_at(taken, job.place)) * K + job.tile * 16, 8});
-      const int slice = job.begin + (turn - kTurns) % kPartTurns * kTogether;
-#pragma unroll
-      for (int s = 0; s < kTogether; s++)
-        if (slice + s < job.end) source.copy(slot + s * kSlotBytes, slice + s);
+  // Before the first copies. A barrier of the warp follows.
+  DEVICE static void prepare(uint32_t barriers) {
+    if constexpr (kCopyEngine) {
+      if (threadIdx.x % 32 > 0) return;
+      for (int i = 0; i < kAhead; i++) mbarrier_init(barriers + i * 8, 1);
+      mbarrier_init_fence();
     }
-    cp_async_commit();
+  }
+  // Slices from `slice` on, below `end`.
+  template <class Copies>
+  DEVICE void copy(const Copies& source, int slice, int end, int to) const {
+    const uint32_t slot = ring + to * kTurnBytes;
+    const int count = max(0, min(kTogether, end - slice));
+    if constexpr (kCopyEngine) {
+      mbarrier_arrive_expect(barriers + to * 8, count * kSlotBytes);
+      if (count > 0) source.copy_together(slot, slice, count, barriers + to * 8);
+    } else {
+#pragma unroll
+      for (int s = 0; s < kTogether; s++)
+        if (s < count) source.copy(slot + s * kSlotBytes, slice + s);
+      cp_async_commit();
+    }
+  }
+  DEVICE void copy(int turn, int to) const {
+    if (kCopyEngine && threadIdx.x % 32 > 0) return;
+    if (turn < kTurns) return copy(first, turn * kTogether, has_tile ? kSlices : 0, to);
+    const int index = threadIdx.x / 32 + (turn - kTurns) / kPartTurns * WARPS;
+    const Job job(index);
+    const DownCopies source(down, {static_cast<int64_t>(expert_at(taken, job.place)) * K + job.tile * 16, 8});
+    copy(source, job.begin + (turn - kTurns) % kPartTurns * kTogether, index < num_jobs() ? job.end : 0, to);
   }
   DEVICE void begin() const {
 #pragma unroll
@@ -100,13 +123,17 @@ struct Stream {
   }
   // Turn `turn` once it is there; its place is filled again.
   DEVICE void take(Slice (&held)[kTogether], int turn) {
-    cp_async_wait<kAhead - 1>();
-    __syncwarp();
+    if (kCopyEngine) {
+      mbarrier_wait(barriers + place * 8, parity);
+    } else {
+      cp_async_wait<kAhead - 1>();
+      __syncwarp();
+    }
 #pragma unroll
     for (int s = 0; s < kTogether; s++) TileSource::read(held[s], ring + place * kTurnBytes + s * kSlotBytes);
     __syncwarp();
     copy(turn + kAhead, place);
-    place = place + 1 == kAhead ? 0 : place + 1;
+    if (++place == kAhead) place = 0, parity ^= 1;
   }
 };
 
@@ -115,21 +142,22 @@ DEVICE void collect(const TaggedWords& words, uint32_t to, int from, int end) {
   constexpr int kEach = (kPartBytes / 8 + 31) / 32, kBatch = kEach < 12 ? kEach : 12;   // of 16 bytes for each lane, and so many at a time
   const int lane = threadIdx.x % 32;
   if (from >= end) return;
-  words.wait(from + (end - from) / 8 * (lane / 4));   // of a few tiles: less is read in vain
+  words.wait_for_any(from + (end - from) / 8 * (lane / 4));   // of a few tiles: the others will not be long
 #pragma unroll 1
   for (int first = 0; first < kEach; first += kBatch) {
     uint4 held[kBatch];
     const auto place_of = [&](int i) { return ((first + i) * 32 + lane) * 2; };
+#pragma unroll
+    for (int i = 0; i < kBatch; i++) held[i] = from + place_of(i) < end ? words.absent() : words.present();
     bool is_missing;
     do {
       is_missing = false;
 #pragma unroll
       for (int i = 0; i < kBatch; i++)
-        if (from + place_of(i) < end) held[i] = words.load2(from + place_of(i));
+        if (!words.has_come(held[i])) held[i] = words.load2(from + place_of(i));
 #pragma unroll
-      for (int i = 0; i < kBatch; i++)
-        if (from + place_of(i) < end) is_missing |= !words.has_come(held[i]);
-    } while (__any_sync(0xFFFFFFFFu, is_missing));
+      for (int i = 0; i < kBatch; i++) is_missing |= !words.has_come(held[i]);
+    } while (is_missing);
 #pragma unroll
     for (int i = 0; i < kBatch; i++)
       if (from + place_of(i) < end) store_shared_words(to + place_of(i) * 4, held[i].x, held[i].z);
@@ -146,6 +174,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const uint32_t shared = shared_address(memory), row = shared + kRowOffset;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, index = blockIdx.x * WARPS + warp;
   pdl_launch_dependents();
+  const uint32_t barriers = shared + kFoundOffset + kOwnJobs * 64 + warp * kAhead * 8;
+  Stream::prepare(barriers);
   const RouteWeights route_weights{norm, router, shared};
   route_weights.begin();
   pdl_wait();
@@ -158,7 +188,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 
   const int place = index / kTiles, tile = index % kTiles, expert = expert_at(choice.taken, place);
   Stream stream{{gate_up, {static_cast<int64_t>(expert) * INNER + tile * 8, static_cast<int64_t>(EXPERTS) * INNER}},
-                down, choice.taken, shared + warp * kRingBytes, place < TOP};
+                down, choice.taken, shared + warp * kRingBytes, barriers, place < TOP};
+  if (kCopyEngine) async_proxy_fence();   // norm and router, which others have read, were where copies go
   if (!is_padding) stream.begin();
   if (index == 0) choice.store(chosen, shares, score, is_padding);
   if (is_padding) return;

@@ -24,9 +24,9 @@ struct TaggedWords {
     const int lane = threadIdx.x % 32;
     if (lane % 8 == 0) store(index + lane / 8, own | next << 16);
   }
-  // Until the word is this launch's. All lanes, which may have different words.
-  DEVICE void wait(int index) const {
-    while (__any_sync(0xFFFFFFFFu, load(index) >> 32 != tag)) {
+  // Until one of the lanes' words is this launch's. All lanes.
+  DEVICE void wait_for_any(int index) const {
+    while (!__any_sync(0xFFFFFFFFu, load(index) >> 32 == tag)) {
     }
   }
   // Floats in words `distance` apart, once all are this launch's.
@@ -48,6 +48,8 @@ struct TaggedWords {
     asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(v.x), "=l"(v.y) : "l"(at(index)) : "memory");
     return make_uint4(v.x, v.x >> 32, v.y, v.y >> 32);
   }
+  DEVICE uint4 present() const { return make_uint4(0, tag, 0, tag); }
+  DEVICE uint4 absent() const { return make_uint4(0, ~tag, 0, ~tag); }
   DEVICE bool has_come(const uint4& two) const { return two.y == tag && two.w == tag; }
   // Once all blocks know the number. One thread of all.
   DEVICE void count_launch() const { *reinterpret_cast<uint32_t*>(words) = tag; }

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from expert_cases import DTYPES, SCALE, Case, OnDevice, Shape, no_routing
-from linear_cases import H200, ORIN, RTX_4090
+from linear_cases import H200, ORIN, RTX_4090, older
 from reference.operands import EPS
 from slow_writer import SlowWriter
 
@@ -55,6 +55,17 @@ def test_a_row_alone_is_the_row_in_company(cuda: Any, name: str, dtype: DType) -
             assert np.isnan(own).all(), "two launches"
             np.testing.assert_array_equal(stream[0], out[row])
     assert cuda.numpy(device.arrays["expert_words"])[0] == 3 * ROWS
+
+
+@gpu
+@pytest.mark.parametrize("name", ["4 bits", "4 bits, many columns", "8x2B in 4 bits"])
+def test_the_portable_path_has_the_same_bits(cuda: Any, name: str) -> None:
+    case = Case(SHAPES[name], DType.BFLOAT16, 2)
+    device, portable = OnDevice(cuda, case), OnDevice(cuda, case, older(cuda.device))
+    assert portable.row_constants is not None and portable.row_constants.portable
+    for row in range(2):
+        expected, found = (each.layer([row], in_one=True) for each in (device, portable))
+        np.testing.assert_array_equal(found[2], expected[2])
 
 
 @gpu

@@ -37,7 +37,8 @@ _MOST_ROW_WARPS = 14
 _DOWN_PARTS = 4
 """Parts of a row of the last product, each a warp's."""
 _LEAST_TURNS_AHEAD, _MOST_TURNS_AHEAD = 2, 6
-"""Of experts_row.cu."""
+"""Of experts_row.cu. In 4 bits, where lanes copy 16 bytes each, more would be asked for before anything is multiplied:
+5 turns took 20.4 us, 2 took 18.4."""
 _RESERVED_BYTES = 1 << 10
 """Bytes of shared memory that the device keeps for itself in each block."""
 
@@ -114,7 +115,7 @@ class GateUpRowConstants:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsRowConstants:
-    """Compile-time constants of experts_row.cu; the last four of weights in 4 bits only."""
+    """Compile-time constants of experts_row.cu, which explains them; the last four of weights in 4 bits only."""
 
     in_features: int
     inner: int
@@ -124,6 +125,7 @@ class ExpertsRowConstants:
     weight_bits: int
     warps: int
     ahead: int
+    portable: bool
     runs: int | None = None
     down_runs: int | None = None
     scale_group: int | None = None
@@ -136,12 +138,13 @@ class ExpertsRowConstants:
 
     @property
     def fixed_bytes(self) -> int:
-        """The dynamic shared memory without rings: the row, its sums, the warps' parts of inner, and their sums."""
+        """The dynamic shared memory without rings: the row, sums, parts of inner, what warps find, barriers."""
         columns = slice_columns(self.weight_bits)
         row_sums = ceil((4 * self.route_warps * (1 + self.experts) + 4) / 16) * 16
         parts = self.warps * ceil(self.inner // columns / _DOWN_PARTS) * columns * 2
         tiles = self.in_features // 16 // self.grid
-        return 2 * self.in_features + row_sums + parts + tiles * self.top * _DOWN_PARTS * 64
+        barriers = self.warps * _MOST_TURNS_AHEAD * 8
+        return 2 * self.in_features + row_sums + parts + tiles * self.top * _DOWN_PARTS * 64 + barriers
 
     @property
     def shared_bytes(self) -> int:
@@ -239,8 +242,13 @@ def row_constants(weight: Weight, num_experts: int, top: int, device: Device) ->
     A block has so many warps that the busiest multiprocessor, which takes a block at a time, has few tiles.
     """
     bits, layout = held_in(weight)
-    in_features, shares = weight.shape[1], route_warps(weight.shape[1])
-    warps = _row_warps(weight, num_experts, top, device)
+    rows, in_features = weight.shape
+    tiles, shares = top * rows // (2 * num_experts) // 8, route_warps(in_features)
+
+    def busiest(warps: int) -> int:
+        return ceil(ceil(tiles / warps) / device.num_sms) * warps
+
+    warps = min(range(shares, _MOST_ROW_WARPS + 1), key=busiest)
     least = GateUpRowConstants(in_features, num_experts, top, shares, bits, warps, 1, *layout)
     ring = device.shared_bytes_per_block - least.row_bytes
     return replace(least, ahead=max(1, min(least.turns, ring // (warps * least.turn_bytes))))
@@ -256,32 +264,23 @@ def experts_row_constants(
     (bits, layout), (down_bits, down_layout) = held_in(gate_up), held_in(down)
     if (bits, layout[1:]) != (down_bits, down_layout[1:]):
         return None
-    warps, in_features, inner = _row_warps(gate_up, num_experts, top, device), gate_up.shape[1], down.shape[1]
-    runs = layout[0], down_layout[0]
+    in_features, inner = gate_up.shape[1], down.shape[1]
+    warps = max(route_warps(in_features), ceil(top * inner // 8 / device.num_sms))
     least = ExpertsRowConstants(
-        in_features, inner, num_experts, top, route_warps(in_features), bits, warps, 1, *runs, *layout[1:]
-    )
+        in_features, inner, num_experts, top, route_warps(in_features), bits, warps, 1, device.is_portable, layout[0],
+        down_layout[0], *layout[1:],
+    )  # fmt: skip
     ring = device.shared_bytes_per_block - least.fixed_bytes
-    ahead = min(_MOST_TURNS_AHEAD, ring // (warps * turn_bytes(bits, *layout[1:])))
+    most = _LEAST_TURNS_AHEAD if bits == 4 and device.capability < 90 else _MOST_TURNS_AHEAD
+    ahead = min(most, ring // (warps * turn_bytes(bits, *layout[1:])))
     built = replace(least, ahead=ahead)
     fits = ahead >= _LEAST_TURNS_AHEAD and built.shared_bytes <= device.shared_bytes_per_block
-    return built if fits and built.grid <= device.num_sms else None
+    return built if fits and warps <= _MOST_ROW_WARPS else None
 
 
 def row_words(hidden: int, inner: int, top: int) -> int:
     """Return the words of experts_row.cu: its count of launches, two columns of inner each, sums of parts of a row."""
     return 2 + top * inner // 2 + top * _DOWN_PARTS * hidden
-
-
-def _row_warps(gate_up: Weight, num_experts: int, top: int, device: Device) -> int:
-    """Return the warps of a block whose tiles of `gate_up`, one for each, keep the multiprocessors equally busy."""
-    rows, in_features = gate_up.shape
-    tiles = top * rows // (2 * num_experts) // 8
-
-    def busiest(warps: int) -> int:
-        return ceil(ceil(tiles / warps) / device.num_sms) * warps
-
-    return min(range(route_warps(in_features), _MOST_ROW_WARPS + 1), key=busiest)
 
 
 def down_constants(weight: Weight, num_rows: int, top: int, device: Device) -> DownConstants:
