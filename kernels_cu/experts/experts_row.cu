@@ -14,7 +14,7 @@
 //             PORTABLE: 1 leaves the copy engine out on sm_90 and later too
 //   launch    grid ceil(TOP * INNER / 8 / WARPS), all of which must run at once, block 32 * WARPS, dynamic shared memory: a ring for each
 //             warp, or norm and router if they are larger; 2 K bytes; 4 ROUTE_WARPS (1 + EXPERTS) + 4 bytes, in whole 16; for each warp
-//             8 AHEAD bytes and a quarter of a row of inner; 256 TOP bytes for each 16 rows of down that a block has for itself
+//             that has a part of down a quarter of a row of inner; for each warp 8 AHEAD bytes; 256 TOP bytes for each 16 rows of down that a block has for itself
 //   numerics  the routing's as in route.cu, the products' as in experts.cu and experts_down.cu, to the bit
 //   oracle    NumpyOps.route, experts_gate_up, experts_down
 //   source    original
@@ -41,7 +41,6 @@ constexpr int kParts = 4, kDownSlices = INNER / kSliceColumns, kPartSlices = (kD
 constexpr int kPartTurns = (kPartSlices + kTogether - 1) / kTogether, kPartBytes = kPartSlices * kSliceColumns * 2;
 constexpr int kRowOffset = WARPS * kRingBytes > kRouteBytes ? WARPS * kRingBytes : kRouteBytes, kSumsOffset = kRowOffset + K * 2;
 constexpr int kTagOffset = kSumsOffset + ROUTE_WARPS * (1 + EXPERTS) * 4, kPartOffset = (kTagOffset + 4 + 15) / 16 * 16;
-constexpr int kFoundOffset = kPartOffset + WARPS * kPartBytes;
 #if __CUDA_ARCH__ >= 900
 constexpr bool kCopyEngine = WEIGHT_BITS == 4 && !PORTABLE;   // a turn is then a copy, which one lane asks for; rows of 16 bits are apart
 #else
@@ -60,6 +59,8 @@ using DownCopies = TileCopies<INNER, DOWN_RUNS>;
 constexpr int kGrid = (TOP * kTiles + WARPS - 1) / WARPS, kOwnTiles = kDownTiles / kGrid, kLeftTiles = kDownTiles % kGrid;
 constexpr int kTileJobs = TOP * kParts, kOwnJobs = kOwnTiles * kTileJobs, kLeftJobs = kLeftTiles * kTileJobs;
 constexpr int kSumWords = TOP * INNER / 2;   // where the words of sums begin
+constexpr int kMostJobs = kOwnJobs + (kLeftJobs + kGrid - 1) / kGrid, kPartWarps = kMostJobs < WARPS ? kMostJobs : WARPS;
+constexpr int kFoundOffset = kPartOffset + kPartWarps * kPartBytes;
 
 // The block's jobs, own ones and left ones.
 DEVICE int num_jobs() { return kOwnJobs + (kLeftJobs + static_cast<int>(blockIdx.x)) / kGrid; }

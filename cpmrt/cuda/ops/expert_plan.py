@@ -141,8 +141,9 @@ class ExpertsRowConstants:
         """The dynamic shared memory without rings: the row, sums, parts of inner, what warps find, barriers."""
         columns = slice_columns(self.weight_bits)
         row_sums = ceil((4 * self.route_warps * (1 + self.experts) + 4) / 16) * 16
-        parts = self.warps * ceil(self.inner // columns / _DOWN_PARTS) * columns * 2
-        tiles = self.in_features // 16 // self.grid
+        tiles, left = divmod(self.in_features // 16, self.grid)
+        jobs = tiles * self.top * _DOWN_PARTS + ceil(left * self.top * _DOWN_PARTS / self.grid)
+        parts = min(self.warps, jobs) * ceil(self.inner // columns / _DOWN_PARTS) * columns * 2
         barriers = self.warps * _MOST_TURNS_AHEAD * 8
         return 2 * self.in_features + row_sums + parts + tiles * self.top * _DOWN_PARTS * 64 + barriers
 
