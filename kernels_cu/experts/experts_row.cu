@@ -194,9 +194,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   if (!is_padding) stream.begin();
   if (index == 0) choice.store(chosen, shares, score, is_padding);
   if (is_padding) return;
-  const auto column_of = [&](int i) { return (blockIdx.x + i / 16 * kGrid) * 16 + i % 16; };   // what thread i finishes
-  const int finished = (kOwnTiles + (static_cast<int>(blockIdx.x) < kLeftTiles)) * 16;   // columns
-  const scalar_t before = static_cast<int>(threadIdx.x) < finished ? load_now(x + column_of(threadIdx.x)) : from_float(0.0f);
   const float share = choice.share(score);
 
   Slice held[kTogether];
@@ -236,6 +233,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     }
     __syncwarp();
   }
+  const auto column_of = [&](int i) { return (blockIdx.x + i / 16 * kGrid) * 16 + i % 16; };   // what thread i finishes
+  const int finished = (kOwnTiles + (static_cast<int>(blockIdx.x) < kLeftTiles)) * 16;   // columns
+  const scalar_t before = static_cast<int>(threadIdx.x) < finished ? load_now(x + column_of(threadIdx.x)) : from_float(0.0f);
   __syncthreads();
   for (int i = threadIdx.x; i < (finished + 31) / 32 * 32; i += kThreads) {
     const int local = i / 16, row_of = i % 16;
