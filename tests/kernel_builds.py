@@ -88,15 +88,13 @@ CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
     + (_W16 | {"IN_FEATURES": 4096, "EXPERTS": 32, "TOP": 8, "ROUTE_WARPS": 8, "WARPS": 14, "AHEAD": 1},),
     "experts/experts_row.cu": tuple(
         held
-        | {"IN_FEATURES": 2304, "INNER": 5760, "EXPERTS": 8, "TOP": 2, "ROUTE_WARPS": 9}
-        | {"WARPS": 11, "AHEAD": ahead, "PORTABLE": portable}
-        for held, ahead, portable in (
-            (_W4 | _DOWN, 5, 0), (_W4 | _DOWN, 2, 1), (_W16, 4, 0), (_W4_SMALL_GROUPS | _DOWN, 6, 0)
-        )
+        | {"IN_FEATURES": 2304, "INNER": 5760, "EXPERTS": 8, "TOP": 2, "ROUTE_WARPS": 9, "WARPS": 11, "AHEAD": 2}
+        | {"PORTABLE": portable}
+        for held, portable in ((_W4 | _DOWN, 0), (_W4 | _DOWN, 1), (_W16, 0), (_W4_SMALL_GROUPS | _DOWN, 0))
     )
     + (
         _W16
-        | {"IN_FEATURES": 4096, "INNER": 1152, "EXPERTS": 32, "TOP": 8, "ROUTE_WARPS": 8, "WARPS": 9, "AHEAD": 4}
+        | {"IN_FEATURES": 4096, "INNER": 1152, "EXPERTS": 32, "TOP": 8, "ROUTE_WARPS": 8, "WARPS": 9, "AHEAD": 2}
         | {"PORTABLE": 0},
     ),
     "experts/experts_down.cu": tuple(

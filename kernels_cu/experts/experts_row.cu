@@ -13,7 +13,7 @@
 //             and ZEROS: 1 has zero points. WARPS: of a block, at least ROUTE_WARPS. AHEAD: turns of weights that a warp has on their way.
 //             PORTABLE: 1 leaves the copy engine out on sm_90 and later too
 //   launch    grid ceil(TOP * INNER / 8 / WARPS), all of which must run at once, block 32 * WARPS, dynamic shared memory: a ring for each
-//             warp, or norm and router if they are larger; 2 K bytes; 4 ROUTE_WARPS (1 + EXPERTS) + 4 bytes, in whole 16; for each warp
+//             warp, or norm and router if they are larger; 2 K bytes; 4 ROUTE_WARPS (1 + EXPERTS) + 132 bytes, in whole 16; for each warp
 //             that has a part of down a quarter of a row of inner; for each warp 8 AHEAD bytes; 256 TOP bytes for each 16 rows of down that a block has for itself
 //   numerics  the routing's as in route.cu, the products' as in experts.cu and experts_down.cu, to the bit
 //   oracle    NumpyOps.route, experts_gate_up, experts_down
@@ -40,7 +40,8 @@ constexpr int kTiles = INNER / 8, kDownTiles = K / 16;   // of an expert
 constexpr int kParts = 4, kDownSlices = INNER / kSliceColumns, kPartSlices = (kDownSlices + kParts - 1) / kParts;   // as in experts_down.cu
 constexpr int kPartTurns = (kPartSlices + kTogether - 1) / kTogether, kPartBytes = kPartSlices * kSliceColumns * 2;
 constexpr int kRowOffset = WARPS * kRingBytes > kRouteBytes ? WARPS * kRingBytes : kRouteBytes, kSumsOffset = kRowOffset + K * 2;
-constexpr int kTagOffset = kSumsOffset + ROUTE_WARPS * (1 + EXPERTS) * 4, kPartOffset = (kTagOffset + 4 + 15) / 16 * 16;
+constexpr int kTagOffset = kSumsOffset + ROUTE_WARPS * (1 + EXPERTS) * 4, kSharesOffset = kTagOffset + 4;
+constexpr int kPartOffset = (kSharesOffset + 32 * 4 + 15) / 16 * 16;
 #if __CUDA_ARCH__ >= 900
 constexpr bool kCopyEngine = WEIGHT_BITS == 4 && !PORTABLE;   // a turn is then a copy, which one lane asks for; rows of 16 bits are apart
 #else
@@ -78,6 +79,15 @@ struct Job {
   }
 };
 
+// Where the weights of job `number` of the block lie.
+struct JobWeights {
+  int row, begin, end;   // of the stacked weight; slices, none where the block has no such job
+  DEVICE JobWeights(uint32_t taken, int number) {
+    const Job job(number);
+    row = expert_at(taken, job.place) * K + job.tile * 16, begin = job.begin, end = number < num_jobs() ? job.end : 0;
+  }
+};
+
 // The warp's weights, through a ring that nobody else touches: turns of its tile of gate_up, then of its jobs. A turn is a group of
 // copies, or one whose bytes count at the barrier of its place in the ring.
 struct Stream {
@@ -85,6 +95,7 @@ struct Stream {
   const void* down;
   uint32_t taken, ring, barriers;
   bool has_tile;
+  JobWeights own;              // of the warp's first job
   int place = 0, parity = 0;   // of the next turn that is read
 
   // Before the first copies. A barrier of the warp follows.
@@ -113,10 +124,11 @@ struct Stream {
   DEVICE void copy(int turn, int to) const {
     if (kCopyEngine && threadIdx.x % 32 > 0) return;
     if (turn < kTurns) return copy(first, turn * kTogether, has_tile ? kSlices : 0, to);
-    const int index = threadIdx.x / 32 + (turn - kTurns) / kPartTurns * WARPS;
-    const Job job(index);
-    const DownCopies source(down, {static_cast<int64_t>(expert_at(taken, job.place)) * K + job.tile * 16, 8});
-    copy(source, job.begin + (turn - kTurns) % kPartTurns * kTogether, index < num_jobs() ? job.end : 0, to);
+    const int later = turn - kTurns;
+    if (later < kPartTurns) return copy(DownCopies(down, {own.row, 8}), own.begin + later * kTogether, own.end, to);
+    if (kCopyEngine && kMostJobs <= WARPS) return;   // nobody has another job
+    const JobWeights job(taken, threadIdx.x / 32 + later / kPartTurns * WARPS);
+    copy(DownCopies(down, {job.row, 8}), job.begin + later % kPartTurns * kTogether, job.end, to);
   }
   DEVICE void begin() const {
 #pragma unroll
@@ -166,7 +178,7 @@ DEVICE void collect(const TaggedWords& words, uint32_t to, int from, int end) {
   __syncwarp();
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
+extern "C" __global__ void __launch_bounds__(kThreads, 2)   // registers left for the blocks of the kernel before this one
     KERNEL(experts_row)(scalar_t* x, int* __restrict__ chosen, float* __restrict__ shares, uint64_t* exchanged,
                         const scalar_t* __restrict__ norm, const scalar_t* __restrict__ router, const void* __restrict__ gate_up,
                         const void* __restrict__ down, const void* __restrict__ next, int next_bytes, const int* slots, float eps,
@@ -189,12 +201,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 
   const int place = index / kTiles, tile = index % kTiles, expert = expert_at(choice.taken, place);
   Stream stream{{gate_up, {static_cast<int64_t>(expert) * INNER + tile * 8, static_cast<int64_t>(EXPERTS) * INNER}},
-                down, choice.taken, shared + warp * kRingBytes, barriers, place < TOP};
+                down, choice.taken, shared + warp * kRingBytes, barriers, place < TOP,
+                JobWeights(choice.taken, warp)};
   if (kCopyEngine) async_proxy_fence();   // norm and router, which others have read, were where copies go
   if (!is_padding) stream.begin();
   if (index == 0) choice.store(chosen, shares, score, is_padding);
   if (is_padding) return;
-  const float share = choice.share(score);
+  if (const float share = choice.share(score); warp == 0) store_shared_float(shared + kSharesOffset + lane * 4, share);
 
   Slice held[kTogether];
   Sums first_sums[1] = {};
@@ -237,13 +250,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const int finished = (kOwnTiles + (static_cast<int>(blockIdx.x) < kLeftTiles)) * 16;   // columns
   const scalar_t before = static_cast<int>(threadIdx.x) < finished ? load_now(x + column_of(threadIdx.x)) : from_float(0.0f);
   __syncthreads();
-  for (int i = threadIdx.x; i < (finished + 31) / 32 * 32; i += kThreads) {
+  for (int i = threadIdx.x; i < finished; i += kThreads) {
     const int local = i / 16, row_of = i % 16;
     float products[kTileJobs];
     if (local < kOwnTiles) {
 #pragma unroll
       for (int job = 0; job < kTileJobs; job++) products[job] = load_shared_float(found + (local * kTileJobs + job) * 64 + row_of * 4);
-    } else if (i < finished) {
+    } else {
       words.wait_for(products, kSumWords + (blockIdx.x * kTileJobs) * 16 + row_of, 16);
     }
     float sum = 0.0f;
@@ -252,9 +265,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       float product = 0.0f;
 #pragma unroll
       for (int part = 0; part < kParts; part++) product += products[p * kParts + part];
-      sum = fmaf(__shfl_sync(0xFFFFFFFFu, share, expert_at(choice.taken, p)), product, sum);
+      sum = fmaf(load_shared_float(shared + kSharesOffset + expert_at(stream.taken, p) * 4), product, sum);
     }
-    if (i < finished) x[column_of(i)] = from_float(fmaf(scale, sum, to_float(i < kThreads ? before : x[column_of(i)])));
+    x[column_of(i)] = from_float(fmaf(scale, sum, to_float(i < kThreads ? before : x[column_of(i)])));
   }
   if (index == 0 && lane == 0) words.count_launch();   // the first tile is finished: it takes all of inner, so all blocks know the number
 }

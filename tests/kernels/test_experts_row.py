@@ -147,15 +147,15 @@ def test_every_build_finds_room_at_once(device: Device, bits: int) -> None:
             built = experts_row_constants(*weights(bits, hidden, inner, experts), experts, top, device)
             if built is not None:
                 assert built.shared_bytes <= device.shared_bytes_per_block and built.grid <= device.num_sms
-                assert built.route_warps <= built.warps <= 14 and 2 <= built.ahead <= 6
+                assert built.route_warps <= built.warps <= 14
                 assert built.grid * built.warps >= top * inner // 8 > (built.grid - 1) * built.warps
 
 
 def test_what_the_published_model_gets() -> None:
-    """On an H200 one launch, most of whose weights in 4 bits are on their way at once; a smaller GPU takes two."""
-    for bits, ahead in ((16, 4), (4, 5)):
+    """On an H200 one launch, in 4 bits beside blocks with half of the shared memory; a smaller GPU takes two."""
+    for bits, room in ((16, 227 << 10), (4, 113 << 10)):
         built = experts_row_constants(*weights(bits, 2304, 5760, 8), 8, 2, H200)
-        assert built is not None and (built.warps, built.grid, built.ahead) == (11, 131, ahead)
+        assert built is not None and (built.warps, built.grid) == (11, 131) and built.shared_bytes <= room
         assert experts_row_constants(*weights(bits, 2304, 5760, 8), 8, 2, ORIN) is None
 
 

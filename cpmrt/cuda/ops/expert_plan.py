@@ -36,9 +36,9 @@ _ROUTER_BYTES = 46 << 10
 _MOST_ROW_WARPS = 14
 _DOWN_PARTS = 4
 """Parts of a row of the last product, each a warp's."""
-_LEAST_TURNS_AHEAD, _MOST_TURNS_AHEAD = 2, 6
-"""Of experts_row.cu. In 4 bits, where lanes copy 16 bytes each, more would be asked for before anything is multiplied:
-5 turns took 20.4 us, 2 took 18.4."""
+_ROW_AHEAD = 2
+"""Turns of weights that a warp of experts_row.cu has on their way: enough for the memory, and few enough for a block to
+start beside those of the product before it. With five a warp whose lanes copy 16 bytes each multiplied late."""
 _RESERVED_BYTES = 1 << 10
 """Bytes of shared memory that the device keeps for itself in each block."""
 
@@ -140,11 +140,11 @@ class ExpertsRowConstants:
     def fixed_bytes(self) -> int:
         """The dynamic shared memory without rings: the row, sums, parts of inner, what warps find, barriers."""
         columns = slice_columns(self.weight_bits)
-        row_sums = ceil((4 * self.route_warps * (1 + self.experts) + 4) / 16) * 16
+        row_sums = ceil((4 * self.route_warps * (1 + self.experts) + 132) / 16) * 16
         tiles, left = divmod(self.in_features // 16, self.grid)
         jobs = tiles * self.top * _DOWN_PARTS + ceil(left * self.top * _DOWN_PARTS / self.grid)
         parts = min(self.warps, jobs) * ceil(self.inner // columns / _DOWN_PARTS) * columns * 2
-        barriers = self.warps * _MOST_TURNS_AHEAD * 8
+        barriers = self.warps * self.ahead * 8
         return 2 * self.in_features + row_sums + parts + tiles * self.top * _DOWN_PARTS * 64 + barriers
 
     @property
@@ -260,23 +260,18 @@ def experts_row_constants(
 ) -> ExpertsRowConstants | None:
     """Choose how experts_row.cu is built; no choice changes a bit of the result.
 
-    Returns None where its blocks could not all run at once, or would have little of their weights on the way.
+    Returns None where its blocks could not all run at once.
     """
     (bits, layout), (down_bits, down_layout) = held_in(gate_up), held_in(down)
     if (bits, layout[1:]) != (down_bits, down_layout[1:]):
         return None
     in_features, inner = gate_up.shape[1], down.shape[1]
     warps = max(route_warps(in_features), ceil(top * inner // 8 / device.num_sms))
-    least = ExpertsRowConstants(
-        in_features, inner, num_experts, top, route_warps(in_features), bits, warps, 1, device.is_portable, layout[0],
-        down_layout[0], *layout[1:],
+    built = ExpertsRowConstants(
+        in_features, inner, num_experts, top, route_warps(in_features), bits, warps, _ROW_AHEAD, device.is_portable,
+        layout[0], down_layout[0], *layout[1:],
     )  # fmt: skip
-    ring = device.shared_bytes_per_block - least.fixed_bytes
-    most = _LEAST_TURNS_AHEAD if bits == 4 and device.capability < 90 else _MOST_TURNS_AHEAD
-    ahead = min(most, ring // (warps * turn_bytes(bits, *layout[1:])))
-    built = replace(least, ahead=ahead)
-    fits = ahead >= _LEAST_TURNS_AHEAD and built.shared_bytes <= device.shared_bytes_per_block
-    return built if fits and warps <= _MOST_ROW_WARPS else None
+    return built if warps <= _MOST_ROW_WARPS and built.shared_bytes <= device.shared_bytes_per_block else None
 
 
 def row_words(hidden: int, inner: int, top: int) -> int:
