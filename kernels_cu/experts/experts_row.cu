@@ -178,7 +178,7 @@ DEVICE void collect(const TaggedWords& words, uint32_t to, int from, int end) {
   __syncwarp();
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 2)   // registers left for the blocks of the kernel before this one
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
     KERNEL(experts_row)(scalar_t* x, int* __restrict__ chosen, float* __restrict__ shares, uint64_t* exchanged,
                         const scalar_t* __restrict__ norm, const scalar_t* __restrict__ router, const void* __restrict__ gate_up,
                         const void* __restrict__ down, const void* __restrict__ next, int next_bytes, const int* slots, float eps,

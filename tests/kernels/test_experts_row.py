@@ -152,10 +152,10 @@ def test_every_build_finds_room_at_once(device: Device, bits: int) -> None:
 
 
 def test_what_the_published_model_gets() -> None:
-    """On an H200 one launch, in 4 bits beside blocks with half of the shared memory; a smaller GPU takes two."""
-    for bits, room in ((16, 227 << 10), (4, 113 << 10)):
+    """On an H200 one launch, a warp for each of 1440 tiles; a smaller GPU takes two."""
+    for bits in (16, 4):
         built = experts_row_constants(*weights(bits, 2304, 5760, 8), 8, 2, H200)
-        assert built is not None and (built.warps, built.grid) == (11, 131) and built.shared_bytes <= room
+        assert built is not None and (built.warps, built.grid) == (11, 131)
         assert experts_row_constants(*weights(bits, 2304, 5760, 8), 8, 2, ORIN) is None
 
 
