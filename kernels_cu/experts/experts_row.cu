@@ -9,8 +9,9 @@
 //             launches, nothing, inner, and sums that blocks send
 //   constants IN_FEATURES: K, a multiple of 64, in 4 bits of 128. INNER: columns of down, such a multiple too. EXPERTS: 1 to 32.
 //             TOP: experts of a row, 1 to EXPERTS. ROUTE_WARPS: warps that score the row, as in route.cu. WEIGHT_BITS: 16 or 4.
-//             In 4 bits RUNS and DOWN_RUNS: of the packed layouts of gate_up and down; of both SCALE_GROUP: columns that share a scale,
-//             and ZEROS: 1 has zero points. WARPS: of a block, at least ROUTE_WARPS. AHEAD: turns of weights that a warp has on their way.
+//             In 4 bits RUNS: of the packed layout of gate_up. DOWN_RUNS: of that of down. Of both SCALE_GROUP: columns that share a
+//             scale. ZEROS: 1 has zero points. WARPS: of a block, at least ROUTE_WARPS. AHEAD: turns of weights that a warp has on
+//             their way.
 //             PORTABLE: 1 leaves the copy engine out on sm_90 and later too
 //   launch    grid ceil(TOP * INNER / 8 / WARPS), all of which must run at once, block 32 * WARPS, dynamic shared memory: a ring for each
 //             warp, or norm and router if they are larger; 2 K bytes; 4 ROUTE_WARPS (1 + EXPERTS) + 132 bytes, in whole 16; for each warp
