@@ -37,8 +37,8 @@ _MOST_ROW_WARPS = 14
 _DOWN_PARTS = 4
 """Parts of a row of the last product, each a warp's."""
 _ROW_AHEAD = 2
-"""Turns of weights that a warp of experts_row.cu has on their way: enough for the memory. With more, warps that are done
-with their first products early would take the memory from the others."""
+"""Turns of weights that a warp of experts_row.cu has on their way: enough for the memory. With more, warps that are
+done early with their first products would take it from the others."""
 _RESERVED_BYTES = 1 << 10
 """Bytes of shared memory that the device keeps for itself in each block."""
 
