@@ -10,6 +10,8 @@ from linear_cases import layout_of
 from packed_oracle import pack
 from reference.operands import EPS, make_rows
 
+from cpmrt.cuda.driver.device import Device
+from cpmrt.cuda.ops.expert_plan import ExpertsRowConstants, experts_row_constants, row_words
 from cpmrt.cuda.ops.experts import ExpertOps
 from cpmrt.cuda.ops.linear_packed.layout import PackedWeight
 from cpmrt.dtypes import DType, from_float32, round_to
@@ -95,8 +97,8 @@ def no_routing(num_rows: int, top: int) -> Routing:
 class OnDevice:
     """The operands on the device, the buffers of the ops, and outputs among poison."""
 
-    def __init__(self, cuda: Any, case: Case):
-        self.cuda, self.case = cuda, case
+    def __init__(self, cuda: Any, case: Case, device: Device | None = None):
+        self.cuda, self.case, self.device = cuda, case, device or cuda.device
         shape, dtype = case.shape, case.dtype
         self.norm, self.router = cuda.array(case.norm, dtype), cuda.array(case.router, dtype)
         self.gate_up = self._weight("gate_up", case.gate_up)
@@ -108,6 +110,7 @@ class OnDevice:
             "expert_starts": cuda.array(np.full(shape.experts + 1, -7, np.int32)),
             "expert_order": cuda.array(np.full(pairs, -7, np.int32)),
             "expert_outputs": cuda.array(poison, dtype),
+            "expert_words": cuda.array(np.zeros(row_words(shape.hidden, shape.inner, shape.top), np.uint64)),
         }
 
     def _weight(self, product: Product, dense: Any) -> Any:
@@ -123,8 +126,10 @@ class OnDevice:
 
         return PackedWeight(cuda.array(pack(layout, codes, words(scales), words(zeros))), None, layout)
 
-    def ops(self, *, pdl: bool = False) -> ExpertOps:
-        return ExpertOps(self.cuda.device, self.cuda.launcher(self.case.dtype, pdl=pdl), self.arrays)
+    def ops(self, *, pdl: bool = False, in_one: bool = False) -> ExpertOps:
+        """The ops; `in_one`: with what they need to run one row's in one launch."""
+        arrays = {name: array for name, array in self.arrays.items() if in_one or name != "expert_words"}
+        return ExpertOps(self.device, self.cuda.launcher(self.case.dtype, pdl=pdl), arrays)
 
     def run(
         self, routing: Routing, rows: Any = None, *, is_prefill: bool = False, pdl: bool = False, together: bool = True
@@ -152,8 +157,17 @@ class OnDevice:
             found.append(values[held])
         return found[0], found[1]
 
-    def layer(self, rows: Any, slots: Any = None, *, pdl: bool = False) -> tuple[Routing, Any, Any]:
-        """Routing, inner rows and residual stream of a step of some rows of the case, op by op as the layer runs them.
+    @property
+    def row_constants(self) -> ExpertsRowConstants | None:
+        """How experts_row.cu is built for these weights; None: it does not take them."""
+        shape = self.case.shape
+        return experts_row_constants(self.gate_up, self.down, shape.experts, shape.top, self.device)
+
+    def layer(
+        self, rows: Any, slots: Any = None, *, pdl: bool = False, in_one: bool = False
+    ) -> tuple[Routing, Any, Any]:
+        """Routing, inner rows and residual stream of a step of some rows of the case, op by op as the layer runs them;
+        `in_one`: those of one row in one launch, where there is a kernel for that.
 
         What nothing has written of the routing and of the inner rows is -9 or NaN.
         """
@@ -162,7 +176,7 @@ class OnDevice:
         routing = Routing(cuda.array(empty.experts), cuda.array(empty.shares))
         inner = cuda.array(np.full((count, case.shape.top * case.shape.inner), np.nan, np.float32), dtype)
         x, held = cuda.array(case.x[rows], dtype), np.zeros(count, np.int32) if slots is None else slots
-        ops, step = self.ops(pdl=pdl), Rows(None, None, cuda.array(held), None, is_prefill=False)
+        ops, step = self.ops(pdl=pdl, in_one=in_one), Rows(None, None, cuda.array(held), None, is_prefill=False)
         after = ops.route(routing, x, self.norm, self.router, EPS, step)
         after = ops.experts_gate_up(inner, x, self.norm, self.gate_up, EPS, routing, after, down=self.down)
         ops.experts_down(x, inner, self.down, SCALE, routing, after)

@@ -24,6 +24,7 @@ _PACKED = {
 _W16 = {"WEIGHT_BITS": 16}
 _W4 = {"WEIGHT_BITS": 4, "RUNS": 1, "SCALE_GROUP": 128, "ZEROS": 0}
 _W4_SMALL_GROUPS = _W4 | {"RUNS": 8, "SCALE_GROUP": 32, "ZEROS": 1}
+_DOWN = {"DOWN_RUNS": 8}
 _GATE_UP = {"PRODUCT": 0, "IN_FEATURES": 2304, "WARP_TILES": 1, "AHEAD": 3, "CHUNK": 0}
 _CHUNK = {"TOKEN_TILES": 8, "WARPS": 8, "CHUNK": 1}
 _SHORT = {"SCALE_GROUP": 128, "ZEROS": 0, "WEIGHT_BITS": 4}
@@ -85,6 +86,17 @@ CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
         for held, ahead in ((_W4, 6), (_W16, 5), (_W4_SMALL_GROUPS, 3))
     )
     + (_W16 | {"IN_FEATURES": 4096, "EXPERTS": 32, "TOP": 8, "ROUTE_WARPS": 8, "WARPS": 14, "AHEAD": 1},),
+    "experts/experts_row.cu": tuple(
+        held
+        | {"IN_FEATURES": 2304, "INNER": 5760, "EXPERTS": 8, "TOP": 2, "ROUTE_WARPS": 9, "WARPS": 11, "AHEAD": 2}
+        | {"PORTABLE": portable}
+        for held, portable in ((_W4 | _DOWN, 0), (_W4 | _DOWN, 1), (_W16, 0), (_W4_SMALL_GROUPS | _DOWN, 0))
+    )
+    + (
+        _W16
+        | {"IN_FEATURES": 4096, "INNER": 1152, "EXPERTS": 32, "TOP": 8, "ROUTE_WARPS": 8, "WARPS": 9, "AHEAD": 2}
+        | {"PORTABLE": 0},
+    ),
     "experts/experts_down.cu": tuple(
         held | {"IN_FEATURES": 5760, "ROWS": rows, "AHEAD": 4}
         for held in (_W4, _W16, _W4_SMALL_GROUPS)

@@ -91,6 +91,8 @@ class BoundLayer:
     config: LayerConfig
     mixer: Any
     mlp: Any
+    ahead: Any
+    """The first weight of the next layer; None where that is none of q, k and v."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,8 @@ class BoundLayers:
         for number, layer in enumerate(config.layers):
             weights = Weights(arrays, f"{caches.prefix}layers.{number}.")
             mixer = MIXERS[type(layer.mixer)].bind(layer, weights, caches.of_layer(number, arrays))
-            layers.append(BoundLayer(layer, mixer, MLPS[type(layer.mlp)].bind(layer.mlp, weights)))
+            ahead = Weights(arrays, f"{caches.prefix}layers.{number + 1}.")["qkv"]
+            layers.append(BoundLayer(layer, mixer, MLPS[type(layer.mlp)].bind(layer.mlp, weights), ahead))
         row_names = frozenset(spec.name for spec in layer_buffers(config, 1)) | set(joined)
         return cls(config, tuple(layers), row_names, caches.prefix)
 
@@ -126,7 +129,7 @@ class BoundLayers:
                 if hidden is not None and tap == number:
                     ops.copy_columns(hidden, x, place * self.config.hidden_size)
             MIXERS[type(layer.config.mixer)].run(step, layer.config, layer.mixer)
-            MLPS[type(layer.config.mlp)].run(step, layer.mlp)
+            MLPS[type(layer.config.mlp)].run(replace(step, ahead=layer.ahead), layer.mlp)
 
 
 @dataclass(frozen=True)

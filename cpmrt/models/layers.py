@@ -98,6 +98,8 @@ class Pass:
     buffers: StepBuffers
     eps: float
     residual_scale: float
+    ahead: Any = None
+    """The weight that is read first behind the layer, which its last op may fetch."""
 
 
 class Mixer(Protocol):

@@ -167,15 +167,16 @@ class Ops(Protocol):
     ) -> Handoff:  # fmt: skip
         """`gate_up` with each of the row's experts: out [T, A F] has the columns of the first, then of the next. Those
         of padding are left undefined. `after`: what `route` has left. `down`: the weight of the `experts_down` behind
-        this, parts of which may be fetched ahead."""
+        this, parts of which may be fetched ahead, or which may do all the work and leave `out` undefined."""
         ...
 
     def experts_down(
         self, x: Any, inner: Any, weight: Any, scale: float, routing: Routing, after: Handoff = NOTHING,
-        *, is_prefill: bool = False,
+        *, ahead: Any = None, is_prefill: bool = False,
     ) -> None:  # fmt: skip
         """x += scale * the sum of share * (inner weight^T) over the row's experts, added in their order, in place.
-        Padding stays as it is. `after`: what `experts_gate_up` has left."""
+        Padding stays as it is. `after`: what `experts_gate_up` has left. `ahead`: a weight that is read next, parts of
+        which may be fetched."""
 
     def lm_head(self, logits: Any, x: Any, norm: Any | None, weight: Any, eps: float, divisor: float) -> None:
         """Final RMSNorm (`norm` None: x as it is) and head: float32 logits = (norm(x) weight^T) / divisor."""

@@ -351,7 +351,7 @@ class NumpyOps:
 
     def experts_down(
         self, x: F32, inner: F32, weight: Matrix, scale: float, routing: Routing, after: Handoff = NOTHING,
-        *, is_prefill: bool = False,
+        *, ahead: Matrix | None = None, is_prefill: bool = False,
     ) -> None:  # fmt: skip
         check_shapes(
             "experts_down", x=x, inner=inner, weight=weight, experts=routing.experts, shares=routing.shares

@@ -6,6 +6,7 @@
 #pragma once
 #include "copy.cuh"
 #include "mma.cuh"
+#include "tma.cuh"
 
 #if WEIGHT_BITS == 16
 constexpr int K = IN_FEATURES;
@@ -88,14 +89,16 @@ struct WeightTile {
 };
 
 // A weight tile on its way through slots of the warp in shared memory, which takes no registers while it is under way. In 16 bits
-// odd rows have the halves of their 128 bytes swapped: two rows side by side then cover all banks.
-struct TileSource {
-  const unsigned char *lo, *hi;
+// odd rows have the halves of their 128 bytes swapped: two rows side by side then cover all banks. The weight has COLUMNS columns,
+// packed in CUT runs.
 #if WEIGHT_BITS == 16
-  DEVICE TileSource(const void* weight, const TileRows& rows) {
+template <int COLUMNS, int CUT>
+struct TileCopies {
+  const unsigned char *lo, *hi;
+  DEVICE TileCopies(const void* weight, const TileRows& rows) {
     const int lane = threadIdx.x % 32;
-    lo = static_cast<const unsigned char*>(weight) + (rows.first + lane / 8) * (K * 2) + lane % 8 * 16;
-    hi = lo + rows.distance * (K * 2);
+    lo = static_cast<const unsigned char*>(weight) + (rows.first + lane / 8) * (COLUMNS * 2) + lane % 8 * 16;
+    hi = lo + rows.distance * (COLUMNS * 2);
   }
   // Starts the copy of a slice.
   DEVICE void copy(uint32_t slot, int slice) const {
@@ -103,7 +106,7 @@ struct TileSource {
     const uint32_t place = slot + row * 128 + (piece ^ row % 2 * 4) * 16;
 #pragma unroll
     for (int i = 0; i < 4; i++)
-      cp_async16_lines(place + i * 512, (i < 2 ? lo : hi) + slice * 128 + i % 2 * 4 * (K * 2));
+      cp_async16_lines(place + i * 512, (i < 2 ? lo : hi) + slice * 128 + i % 2 * 4 * (COLUMNS * 2));
   }
   DEVICE static void read(Slice& out, uint32_t slot) {
     const int lane = threadIdx.x % 32;
@@ -113,18 +116,39 @@ struct TileSource {
       out.lo[j] = load_shared(place), out.hi[j] = load_shared(place + 1024);
     }
   }
+};
+using TileSource = TileCopies<K, 1>;
 #else
-  DEVICE TileSource(const void* packed, const TileRows& rows) {
-    const int64_t tile = rows.distance == 8 ? rows.first / 16 : rows.first / 8;
-    lo = hi = static_cast<const unsigned char*>(packed) + tile * kTileBytes;
+template <int COLUMNS, int CUT>
+struct TileCopies {
+  static constexpr int kAll = COLUMNS / kSliceColumns, kOfRun = (kAll + CUT - 1) / CUT, kFilled = (kAll + kOfRun - 1) / kOfRun;
+  static constexpr int kStride = packed_run_bytes(kOfRun);
+  static constexpr int64_t kBytes = (kFilled - 1) * kStride + packed_run_bytes(kAll - (kFilled - 1) * kOfRun);
+  static_assert(COLUMNS % kSliceColumns == 0, "whole slices");
+
+  const unsigned char* tile;
+  DEVICE TileCopies(const void* packed, const TileRows& rows) {
+    const int64_t index = rows.distance == 8 ? rows.first / 16 : rows.first / 8;
+    tile = static_cast<const unsigned char*>(packed) + index * kBytes;
   }
+  // Of whole rows no run has to be found.
+  DEVICE static int offset(int slice) {
+    return kFilled == 1 ? slice * kUnitBytes : slice / kOfRun * kStride + slice % kOfRun * kUnitBytes;
+  }
+  // Starts the copy of a slice.
   DEVICE void copy(uint32_t slot, int slice) const {
-    const unsigned char* const unit = lo + slice_offset(slice);
+    const unsigned char* const unit = tile + offset(slice);
 #pragma unroll
     for (int i = 0; i < (kUnitBytes + 511) / 512; i++) {
       const int place = (i * 32 + threadIdx.x % 32) * 16;
       if (place < kUnitBytes) cp_async16_lines(slot + place, unit + place);
     }
+  }
+  // Has the copy engine (sm_90) copy `count` slices, whose bytes count at `barrier`. One thread.
+  DEVICE void copy_together(uint32_t slot, int slice, int count, uint32_t barrier) const {
+    const bool are_neighbours = offset(slice + count - 1) - offset(slice) == (count - 1) * kUnitBytes;
+    const int each = are_neighbours ? count : 1;
+    for (int i = 0; i < count; i += each) copy_bytes(slot + i * kUnitBytes, tile + offset(slice + i), each * kUnitBytes, barrier);
   }
   DEVICE static void read(Slice& out, uint32_t slot) {
     const int lane = threadIdx.x % 32;
@@ -136,8 +160,9 @@ struct TileSource {
       out.scales[i / kWords][i % kWords] =
           load_shared_word(slot + kCodeBytes + i / kWords * kScaleBytes + (lane / 4 * kWords + i % kWords) * 4);
   }
-#endif
 };
+using TileSource = TileCopies<K, RUNS>;
+#endif
 
 // Scales of a group of columns of rows lo + g and hi + g, and operand A of 16 of its columns: half `half` of block j.
 #if WEIGHT_BITS == 16
@@ -151,41 +176,40 @@ DEVICE void load_operand(uint32_t (&a)[4], const Slice& slice, int, int j, int h
   a[0] = half ? lo.z : lo.x, a[1] = half ? hi.z : hi.x, a[2] = half ? lo.w : lo.y, a[3] = half ? hi.w : hi.y;
 }
 #else
+// Four bits of a word are a subnormal number, or the smallest normal ones, in steps of 2^-133 (fp16: 2^-24), 16 times that above the
+// lowest four. What they are multiplied by makes them code * kCodeUnit, so that code - zero comes exactly.
 #ifdef CPMRT_BF16
-constexpr uint32_t kCodeBits = 0x43004300u;   // 128 in both halves: a code in the lowest bits makes 128 + code
-constexpr float kCodeBase = 128.0f;
+constexpr uint32_t kLoFactor = 0x7F007F00u, kHiFactor = 0x7D007D00u;   // 2^127, 2^123
+constexpr float kCodeUnit = 0x1p-6f;
 #else
-constexpr uint32_t kCodeBits = 0x64006400u;   // 1024
-constexpr float kCodeBase = 1024.0f;
+constexpr uint32_t kLoFactor = 0x78007800u, kHiFactor = 0x68006800u;   // 2^15, 2^11
+constexpr float kCodeUnit = 0x1p-9f;
 #endif
 
 struct Group {
-  float lo_scale, hi_scale;
-  scalar2_t lo_zero, hi_zero;   // what is added to 128 (1024) + code
+  float lo_scale, hi_scale;   // of codes in units of kCodeUnit
+  uint32_t lo_zero, hi_zero;  // what is added to a pair of them
   DEVICE Group(const Slice& slice, int group) {
     const float2 lo = unpack2(slice.scales[group][0]), hi = unpack2(slice.scales[group][ZEROS]);
-    lo_scale = lo.x, hi_scale = ZEROS ? hi.x : lo.y;
+    lo_scale = lo.x * (1.0f / kCodeUnit), hi_scale = (ZEROS ? hi.x : lo.y) * (1.0f / kCodeUnit);
     lo_zero = both(ZEROS ? lo.y : 8.0f), hi_zero = both(ZEROS ? hi.y : 8.0f);
   }
-  DEVICE static scalar2_t both(float zero) {
-    const uint32_t pair = pack2(-kCodeBase - zero, -kCodeBase - zero);
-    return reinterpret_cast<const scalar2_t&>(pair);
-  }
+  DEVICE static uint32_t both(float zero) { return pack2(-kCodeUnit * zero, -kCodeUnit * zero); }
   DEVICE void add(float& sum, float acc, int c) const { sum = fmaf(c < 2 ? lo_scale : hi_scale, acc, sum); }
 };
 
-// code - zero, exactly, of the lowest code in both halves.
-DEVICE uint32_t less_zero(uint32_t codes, scalar2_t zero) {
-  const uint32_t biased = (codes & 0x000F000Fu) | kCodeBits;
-  const scalar2_t value = __hadd2(reinterpret_cast<const scalar2_t&>(biased), zero);
+// (code - zero) * kCodeUnit of the codes of lo or hi that `codes` has alone.
+DEVICE uint32_t less_zero(uint32_t codes, uint32_t factor, uint32_t zero) {
+  const scalar2_t value = __hfma2(reinterpret_cast<const scalar2_t&>(codes), reinterpret_cast<const scalar2_t&>(factor),
+                                  reinterpret_cast<const scalar2_t&>(zero));
   return reinterpret_cast<const uint32_t&>(value);
 }
 
 DEVICE void load_operand(uint32_t (&a)[4], const Slice& slice, int group, int j, int half) {
   const Group codes(slice, group);
-  const uint32_t word = (&slice.words[j / 2].x)[j % 2 * 2 + half];
-  a[0] = less_zero(word, codes.lo_zero), a[1] = less_zero(word >> 4, codes.hi_zero);
-  a[2] = less_zero(word >> 8, codes.lo_zero), a[3] = less_zero(word >> 12, codes.hi_zero);
+  const uint32_t word = (&slice.words[j / 2].x)[j % 2 * 2 + half], high = word >> 8;
+  a[0] = less_zero(word & 0x000F000Fu, kLoFactor, codes.lo_zero), a[1] = less_zero(word & 0x00F000F0u, kHiFactor, codes.hi_zero);
+  a[2] = less_zero(high & 0x000F000Fu, kLoFactor, codes.lo_zero), a[3] = less_zero(high & 0x00F000F0u, kHiFactor, codes.hi_zero);
 }
 #endif
 

@@ -26,33 +26,15 @@
 #endif
 #define HIDDEN IN_FEATURES
 #define TOKEN_TILES 1
-#include "expert_product.cuh"
-#include "route_row.cuh"
+#include "routed_row.cuh"
 
 constexpr int kThreads = 32 * WARPS, kAhead = AHEAD;
-// Slices whose products are under way together: a turn.
-constexpr int kTogether = kManyGroups ? 1 : WEIGHT_BITS == 4 ? 3 : 2, kTurns = (kSlices + kTogether - 1) / kTogether;
-constexpr int kRingBytes = kAhead * kTogether * kSlotBytes;   // of a warp
+constexpr int kRingBytes = kAhead * kTurnBytes;   // of a warp
 // When nothing of the warp's own is left to be asked for, and its first weights have come.
 constexpr int kPrefetchTurn = kTurns > kAhead ? kTurns - kAhead : 0;
 constexpr int kRowOffset = WARPS * kRingBytes > kRouteBytes ? WARPS * kRingBytes : kRouteBytes;
 constexpr int kSumsOffset = kRowOffset + K * 2;
 static_assert(WARPS >= ROUTE_WARPS, "WARPS must be at least ROUTE_WARPS");
-
-// The expert at place `place` among those that are taken.
-DEVICE int expert_at(uint32_t taken, int place) {
-#pragma unroll
-  for (int i = 0; i < TOP - 1; i++)
-    if (i < place) taken &= taken - 1;
-  return __ffs(taken) - 1;
-}
-
-// The lane's columns of the row, from a slice on.
-struct RowColumns {
-  uint32_t place;
-  DEVICE RowColumns(uint32_t row, int slice) : place(row + slice * (kSliceColumns * 2) + threadIdx.x % 4 * 16) {}
-  DEVICE uint4 operator()(int s, int j, int) const { return load_shared(place + s * (kSliceColumns * 2) + j * 64); }
-};
 
 // The weight of the product behind this one: of each expert the first ahead_bytes of expert_bytes are asked for ahead of it.
 struct NextWeight {
@@ -64,7 +46,7 @@ struct NextWeight {
   DEVICE void prefetch(int expert, int tile, int tiles) const {
     const int own = (ahead_bytes + 16 * tiles - 1) / (16 * tiles) * 16, begin = tile * own;
     if (weight != nullptr && begin < ahead_bytes && threadIdx.x % 32 == 0)
-      prefetch_l2(static_cast<const unsigned char*>(weight) + expert * expert_bytes + begin, min(own, ahead_bytes - begin));
+      prefetch_to_l2(static_cast<const unsigned char*>(weight) + expert * expert_bytes + begin, min(own, ahead_bytes - begin));
   }
 };
 
@@ -73,7 +55,7 @@ struct Ring {
   const TileSource& source;
   uint32_t shared;
 
-  DEVICE uint32_t slot(int place, int s) const { return shared + (place * kTogether + s) * kSlotBytes; }
+  DEVICE uint32_t slot(int place, int s) const { return shared + place * kTurnBytes + s * kSlotBytes; }
   DEVICE void copy(int turn, int place) const {
 #pragma unroll
     for (int s = 0; s < kTogether; s++)
@@ -101,13 +83,7 @@ struct Ring {
       else cp_async_commit();
       if (turn == kPrefetchTurn) next();
       place = place + 1 == kAhead ? 0 : place + 1;
-      if (kSlices % kTogether == 0 || slice + kTogether <= kSlices) {
-        multiply<kTogether>(sums, held, RowColumns(row, slice), 1);
-      } else {
-#pragma unroll
-        for (int s = 0; s < kTogether; s++)
-          if (slice + s < kSlices) multiply<1>(sums, held + s, RowColumns(row, slice + s), 1);
-      }
+      multiply_turn<kSlices % kTogether == 0>(sums, held, row, slice, 0, kSlices);
     }
   }
 };
@@ -140,7 +116,5 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   Sums sums[1] = {};
   const NextWeight next_weight{next, expert_bytes, ahead_bytes};
   ring.accumulate(sums, row, [&] { next_weight.prefetch(expert, tile, expert_tiles); });
-  if (lane % 4 > 0) return;   // all tokens of the tile are the row
-  const float gate = sums[0][0][0], up = sums[0][0][2];
-  out[static_cast<int64_t>(place) * columns + tile * 8 + lane / 4] = from_float(gate / (1.0f + __expf(-gate)) * up);
+  if (lane % 4 == 0) out[static_cast<int64_t>(place) * columns + tile * 8 + lane / 4] = activated(sums[0]);
 }

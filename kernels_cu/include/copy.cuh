@@ -89,6 +89,9 @@ DEVICE uint2 load_shared_words(uint32_t address) {
 DEVICE void store_shared_word(uint32_t address, uint32_t word) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(word) : "memory");
 }
+DEVICE void store_shared_words(uint32_t address, uint32_t a, uint32_t b) {
+  asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(a), "r"(b) : "memory");
+}
 DEVICE void store_shared_float(uint32_t address, float a) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(a) : "memory");
 }
@@ -126,13 +129,6 @@ DEVICE void cp_async16_lines(uint32_t shared, const void* source, bool wanted) {
   asm volatile("{\n.reg .pred p;\nsetp.ne.s32 p, %2, 0;\n@p cp.async.cg.shared.global.L2::128B [%0], [%1], 16;\n}" ::"r"(shared),
                "l"(source), "r"(static_cast<int>(wanted))
                : "memory");
-}
-
-// Asks the L2 for `bytes` of weights, which a later kernel reads; both are multiples of 16. Nothing waits for them. Nothing below sm_90.
-DEVICE void prefetch_l2(const void* source, int bytes) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(bytes) : "memory");
-#endif
 }
 
 DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }

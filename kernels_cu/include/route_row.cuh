@@ -152,18 +152,22 @@ struct Choice {
     }
   }
 
-  // Writes experts, -1 for padding, and shares. All lanes of one warp.
-  DEVICE void store(int* chosen, float* shares, float score, bool is_padding) const {
-    const int lane = threadIdx.x % 32;
-    const bool is_taken = taken >> lane & 1;
-    const float weight = is_taken ? expf(score - highest) : 0.0f;
+  // The share of expert `lane`, 0 of one that is not taken. All lanes.
+  DEVICE float share(float score) const {
+    const float weight = taken >> threadIdx.x % 32 & 1 ? expf(score - highest) : 0.0f;
     float total = weight;
 #pragma unroll
     for (int distance = 16; distance > 0; distance /= 2) total += __shfl_xor_sync(0xFFFFFFFFu, total, distance);
-    const int place = __popc(taken & ((1u << lane) - 1));
-    if (is_taken) {
+    return weight / total;
+  }
+
+  // Writes experts, -1 for padding, and shares. All lanes of one warp.
+  DEVICE void store(int* chosen, float* shares, float score, bool is_padding) const {
+    const int lane = threadIdx.x % 32, place = __popc(taken & ((1u << lane) - 1));
+    const float own = share(score);
+    if (taken >> lane & 1) {
       chosen[place] = is_padding ? -1 : lane;
-      shares[place] = weight / total;
+      shares[place] = own;
     }
   }
 };

@@ -48,7 +48,8 @@ class CudaOps:
         self.append_latent = latent.append_latent if latent else _unplanned
         self.decode_latent_attention = latent.decode_latent_attention if latent else _unplanned
         self.prefill_latent_attention = latent.prefill_latent_attention if latent else _unplanned
-        products = Products(device, launcher, gemm, scratch, prefers_shared=latent is not None)
+        others_prefer_shared = latent is not None or "expert_words" in scratch
+        products = Products(device, launcher, gemm, scratch, prefers_shared=others_prefer_shared)
         self.qkv, self.project, self.project_residual = products.qkv, products.project, products.project_residual
         self.gate_up, self.lm_head = products.gate_up, products.lm_head
         states = LightningOps(launcher, scratch["chunk"])

@@ -34,6 +34,11 @@ _ROUTE_PIECE = 8
 _ROUTER_BYTES = 46 << 10
 """A router that takes more shared memory, with its norm, is read when it is needed."""
 _MOST_ROW_WARPS = 14
+_DOWN_PARTS = 4
+"""Parts of a row of the last product, each a warp's."""
+_ROW_AHEAD = 2
+"""Turns of weights that a warp of experts_row.cu has on their way: enough for the memory. With more, warps that are
+done early with their first products would take it from the others."""
 _RESERVED_BYTES = 1 << 10
 """Bytes of shared memory that the device keeps for itself in each block."""
 
@@ -88,8 +93,7 @@ class GateUpRowConstants:
     @property
     def turn_bytes(self) -> int:
         """The bytes of a turn in a warp's ring."""
-        slot = slot_bytes(self.weight_bits, self.scale_group, self.zeros)
-        return slices_together(self.weight_bits, self.scale_group) * slot
+        return turn_bytes(self.weight_bits, self.scale_group, self.zeros)
 
     @property
     def turns(self) -> int:
@@ -105,10 +109,49 @@ class GateUpRowConstants:
     @property
     def shared_bytes(self) -> int:
         """The dynamic shared memory: rings, in whose place norm and router are at first, and the row."""
-        threads = 32 * self.route_warps
-        router = (1 + self.experts) * ceil(self.in_features / _ROUTE_PIECE / threads) * threads * 16
         rings = self.warps * self.ahead * self.turn_bytes
-        return max(rings, router if router <= _ROUTER_BYTES else 0) + self.row_bytes
+        return max(rings, router_bytes(self.in_features, self.experts, self.route_warps)) + self.row_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsRowConstants:
+    """Compile-time constants of experts_row.cu, which explains them; the last four of weights in 4 bits only."""
+
+    in_features: int
+    inner: int
+    experts: int
+    top: int
+    route_warps: int
+    weight_bits: int
+    warps: int
+    ahead: int
+    portable: bool
+    runs: int | None = None
+    down_runs: int | None = None
+    scale_group: int | None = None
+    zeros: int | None = None
+
+    @property
+    def grid(self) -> int:
+        """The blocks, all of which run at once."""
+        return ceil(self.top * self.inner // 8 / self.warps)
+
+    @property
+    def fixed_bytes(self) -> int:
+        """The dynamic shared memory without rings: the row, sums, parts of inner, what warps find, barriers."""
+        columns = slice_columns(self.weight_bits)
+        row_sums = ceil((4 * self.route_warps * (1 + self.experts) + 132) / 16) * 16
+        tiles, left = divmod(self.in_features // 16, self.grid)
+        jobs = tiles * self.top * _DOWN_PARTS + ceil(left * self.top * _DOWN_PARTS / self.grid)
+        parts = min(self.warps, jobs) * ceil(self.inner // columns / _DOWN_PARTS) * columns * 2
+        barriers = self.warps * self.ahead * 8
+        return 2 * self.in_features + row_sums + parts + tiles * self.top * _DOWN_PARTS * 64 + barriers
+
+    @property
+    def shared_bytes(self) -> int:
+        """The dynamic shared memory."""
+        rings = self.warps * self.ahead * turn_bytes(self.weight_bits, self.scale_group, self.zeros)
+        return max(rings, router_bytes(self.in_features, self.experts, self.route_warps)) + self.fixed_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,11 +177,19 @@ class DownConstants:
 
 def bytes_ahead(weight: Weight, num_experts: int, top: int) -> tuple[int, int]:
     """Return the bytes of an expert's part of a weight, and how many of them are fetched before its kernel starts."""
-    if isinstance(weight, PackedWeight):
-        expert_bytes = weight.layout.num_bytes // num_experts
-    else:
-        expert_bytes = 2 * weight.shape[0] * weight.shape[1] // num_experts
+    expert_bytes = _num_bytes(weight) // num_experts
     return expert_bytes, min(expert_bytes, _BYTES_AHEAD // top // 16 * 16)
+
+
+def fetched_bytes(weight: Weight) -> int:
+    """Return how many bytes of a weight behind experts_row.cu are fetched by it, a multiple of 16."""
+    return min(_num_bytes(weight), _BYTES_AHEAD) // 16 * 16
+
+
+def _num_bytes(weight: Weight) -> int:
+    if isinstance(weight, PackedWeight):
+        return weight.layout.num_bytes
+    return 2 * weight.shape[0] * weight.shape[1]
 
 
 def slice_columns(weight_bits: int) -> int:
@@ -153,6 +204,13 @@ def route_warps(hidden: int) -> int:
     """
     pieces = hidden // _ROUTE_PIECE
     return ceil(pieces / ceil(pieces / (32 * _ROUTE_WARPS)) / 32)
+
+
+def router_bytes(hidden: int, num_experts: int, warps: int) -> int:
+    """Return the shared memory for norm and router while so many warps score a row: none if it would be too much."""
+    threads = 32 * warps
+    needed = (1 + num_experts) * ceil(hidden / _ROUTE_PIECE / threads) * threads * 16
+    return needed if needed <= _ROUTER_BYTES else 0
 
 
 def most_tiles(num_rows: int, top: int, num_experts: int, tokens: int) -> int:
@@ -197,6 +255,30 @@ def row_constants(weight: Weight, num_experts: int, top: int, device: Device) ->
     return replace(least, ahead=max(1, min(least.turns, ring // (warps * least.turn_bytes))))
 
 
+def experts_row_constants(
+    gate_up: Weight, down: Weight, num_experts: int, top: int, device: Device
+) -> ExpertsRowConstants | None:
+    """Choose how experts_row.cu is built; no choice changes a bit of the result.
+
+    Returns None where its blocks could not all run at once.
+    """
+    (bits, layout), (down_bits, down_layout) = held_in(gate_up), held_in(down)
+    if (bits, layout[1:]) != (down_bits, down_layout[1:]):
+        return None
+    in_features, inner = gate_up.shape[1], down.shape[1]
+    warps = max(route_warps(in_features), ceil(top * inner // 8 / device.num_sms))
+    built = ExpertsRowConstants(
+        in_features, inner, num_experts, top, route_warps(in_features), bits, warps, _ROW_AHEAD, device.is_portable,
+        layout[0], down_layout[0], *layout[1:],
+    )  # fmt: skip
+    return built if warps <= _MOST_ROW_WARPS and built.shared_bytes <= device.shared_bytes_per_block else None
+
+
+def row_words(hidden: int, inner: int, top: int) -> int:
+    """Return the words of experts_row.cu: its count of launches, two columns of inner each, sums of parts of a row."""
+    return 2 + top * inner // 2 + top * _DOWN_PARTS * hidden
+
+
 def down_constants(weight: Weight, num_rows: int, top: int, device: Device) -> DownConstants:
     """Choose how experts_down.cu is built; no choice changes a bit of the result.
 
@@ -231,6 +313,11 @@ def slices_together(weight_bits: int, scale_group: int | None) -> int:
 def has_many_groups(scale_group: int | None) -> bool:
     """Whether a slice of a weight has several scale groups: slices are then multiplied one at a time."""
     return scale_group is not None and scale_group < SLICE_COLUMNS
+
+
+def turn_bytes(weight_bits: int, scale_group: int | None, zeros: int | None) -> int:
+    """Return the bytes of the slices that a warp multiplies at a time with one row."""
+    return slices_together(weight_bits, scale_group) * slot_bytes(weight_bits, scale_group, zeros)
 
 
 def slot_bytes(weight_bits: int, scale_group: int | None, zeros: int | None) -> int:

@@ -22,19 +22,23 @@ from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.ops.expert_plan import (
     WARPS,
     DownConstants,
+    ExpertsRowConstants,
     GateUpRowConstants,
     ProductConstants,
     bytes_ahead,
     down_constants,
+    experts_row_constants,
+    fetched_bytes,
     most_tiles,
     product_constants,
     route_warps,
     row_constants,
+    row_words,
 )
 from cpmrt.cuda.ops.linear_packed.layout import PackedWeight, Weight
 from cpmrt.cuda.ops.rows import BLOCK, VECTOR, RowConstants, rms_norm
 from cpmrt.errors import UnsupportedModelError
-from cpmrt.models.layers import DOWN, GATE_UP
+from cpmrt.models.layers import DOWN, EMBED, GATE_UP, HEAD
 from cpmrt.ops import NOTHING, Handoff, Routing, Rows, check_shapes
 from cpmrt.tensor_spec import BufferSpec, TensorSpec
 
@@ -66,6 +70,10 @@ EXPERTS_GATE_UP = KernelSpec("experts_gate_up", "experts/experts.cu", "experts_g
 EXPERTS_GATE_UP_ROW = KernelSpec(
     "experts_gate_up_row", "experts/gate_up_row.cu", "experts_gate_up", GateUpRowConstants, hot=True
 )
+EXPERTS_ROW = KernelSpec(
+    "experts_row", "experts/experts_row.cu", "experts_down", ExpertsRowConstants, hot=True,
+    waits_across_blocks=lambda macros: True,
+)  # fmt: skip
 EXPERTS_PROJECT = KernelSpec("experts_project", "experts/experts.cu", "experts_down", ProductConstants, hot=True)
 EXPERTS_DOWN = KernelSpec("experts_down", "experts/experts_down.cu", "experts_down", DownConstants, hot=True)
 COMBINE = KernelSpec("combine", "rows/combine.cu", "experts_down", RowConstants, hot=True)
@@ -86,6 +94,25 @@ class UnroutedRow:
 
     router: DeviceArray
     slots: DeviceArray
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class HeldRow:
+    """One row whose first products are left to the kernel of its last ones, and what that takes."""
+
+    constants: ExpertsRowConstants
+    row: UnroutedRow
+    norm: DeviceArray
+    gate_up: Weight
+    eps: float
+
+
+def expert_tables(config: ModelConfig) -> Iterator[BufferSpec]:
+    """Yield what lives as long as the executor, zero at first: the words that the blocks of EXPERTS_ROW exchange."""
+    mlp = config.layers[0].mlp
+    if isinstance(mlp, ExpertsMlp):
+        words = row_words(config.hidden_size, mlp.intermediate_size, mlp.experts_per_token)
+        yield BufferSpec("expert_words", (words,), EMBED, HEAD, np.uint64)
 
 
 def expert_workspace(specs: Sequence[TensorSpec], config: ModelConfig, max_rows: int) -> Iterator[BufferSpec]:
@@ -119,7 +146,7 @@ def expert_workspace(specs: Sequence[TensorSpec], config: ModelConfig, max_rows:
 class ExpertOps:
     """The ops of `ops.protocol.Ops` that choose experts and multiply by their weights.
 
-    `arrays` holds the buffers of `expert_workspace` and `normed` by name.
+    `arrays` holds the buffers of `expert_workspace` and `normed` by name, and perhaps those of `expert_tables`.
     """
 
     def __init__(self, device: Device, launcher: Launcher, arrays: Mapping[str, DeviceArray]):
@@ -147,13 +174,21 @@ class ExpertOps:
         self, out: DeviceArray, x: DeviceArray, norm: DeviceArray, weight: Weight, eps: float, routing: Routing,
         after: Handoff = NOTHING, *, down: Weight | None = None, is_prefill: bool = False,
     ) -> Handoff:  # fmt: skip
-        """Launch the op `experts_gate_up`; a chunk's pairs are grouped first, one row is routed by the same kernel."""
+        """Launch the op `experts_gate_up`; a chunk's pairs are grouped first, one row is routed by the same kernel.
+
+        Given `down`, what follows may be one row's only launch: that of `experts_down`, given what this returns. Then
+        nothing is written to `out`.
+        """
         sizes = check_shapes(
             "experts_gate_up", out=out, x=x, norm=norm, weight=weight, experts=routing.experts, shares=routing.shares
         )
         inner = out.shape[1] // sizes["A"]
         num_experts = weight.shape[0] // (2 * inner)
         if isinstance(after.prepared, UnroutedRow):
+            if down is not None and "expert_words" in self._arrays:
+                one = experts_row_constants(weight, down, num_experts, sizes["A"], self._device)
+                if one is not None:
+                    return Handoff(HeldRow(one, after.prepared, norm, weight, eps))
             self._routed_row(out, x, norm, weight, eps, routing, after.prepared, inner, down)
             return NOTHING
         if isinstance(after.prepared, ExpertRows):
@@ -168,15 +203,18 @@ class ExpertOps:
 
     def experts_down(
         self, x: DeviceArray, inner: DeviceArray, weight: Weight, scale: float, routing: Routing,
-        after: Handoff = NOTHING, *, is_prefill: bool = False,
+        after: Handoff = NOTHING, *, ahead: Weight | None = None, is_prefill: bool = False,
     ) -> None:  # fmt: skip
-        """Launch the op `experts_down`."""
+        """Launch the op `experts_down`, of one row with all that it has held back."""
         sizes = check_shapes(
             "experts_down", x=x, inner=inner, weight=weight, experts=routing.experts, shares=routing.shares
         )
         (num_rows, hidden), top = x.shape, sizes["A"]
         num_experts, rows = weight.shape[0] // hidden, after.prepared
         factor = np.float32(scale)
+        if isinstance(rows, HeldRow):
+            self._held_row(x, weight, routing, rows, factor, ahead)
+            return
         if not is_prefill:
             counts = map(np.int32, (num_rows, top, num_experts, hidden))
             plan = down_constants(weight, num_rows, top, self._device)
@@ -206,6 +244,18 @@ class ExpertOps:
         self._launch(
             EXPERTS_GATE_UP_ROW, constants, ceil(top * inner // 8 / constants.warps), 32 * constants.warps, *outputs,
             *given, *sizes, np.float32(eps), smem=constants.shared_bytes, prefers_shared=True,
+        )  # fmt: skip
+
+    def _held_row(
+        self, x: DeviceArray, down: Weight, routing: Routing, held: HeldRow, factor: np.float32, ahead: Weight | None
+    ) -> None:
+        one = held.constants
+        fetched = (None, np.int32(0)) if ahead is None else (data_of(ahead), np.int32(fetched_bytes(ahead)))
+        outputs = x, routing.experts, routing.shares, self._arrays["expert_words"]
+        given = held.norm, held.row.router, data_of(held.gate_up), data_of(down), *fetched, held.row.slots
+        self._launch(
+            EXPERTS_ROW, one, one.grid, 32 * one.warps, *outputs, *given, np.float32(held.eps), factor,
+            smem=one.shared_bytes, prefers_shared=True,
         )  # fmt: skip
 
     def _grouped(self, normed: DeviceArray, routing: Routing, num_experts: int) -> ExpertRows:

@@ -112,13 +112,18 @@ class LinearPlan:
     grid: int
 
 
-def launch_linear(launch: Launcher, product: StepProduct, weight: DeviceArray, device: Device) -> None:
-    """Launch the product with a weight [N, K] in 16 bits."""
+def launch_linear(
+    launch: Launcher, product: StepProduct, weight: DeviceArray, device: Device, *, prefers_shared: bool = False
+) -> None:
+    """Launch the product with a weight [N, K] in 16 bits; `prefers_shared`: as `PackedProducts` has it."""
     x, has_norm = product.x, product.norm is not None
     plan = plan_linear(product.kind, weight.shape, len(x), device, has_norm=has_norm, head_dim=product.head_dim)
     pitch = product.row_pitch(weight.shape[1])
     arguments, constants = product.arguments(x, (weight,)), product.built(replace(plan.constants, row_pitch=pitch))
-    launch(LINEAR[product.kind], constants, plan.grid, BLOCK_THREADS, *arguments, smem=constants.smem_bytes)
+    launch(
+        LINEAR[product.kind], constants, plan.grid, BLOCK_THREADS, *arguments, smem=constants.smem_bytes,
+        prefers_shared=prefers_shared,
+    )  # fmt: skip
 
 
 def float_bits(value: float) -> int:

@@ -74,7 +74,7 @@ class Products:
         self, device: Device, launcher: Launcher, gemm: Gemm, arrays: Mapping[str, DeviceArray],
         *, prefers_shared: bool = False,
     ):  # fmt: skip
-        self._device, self._launch, self._gemm = device, launcher, gemm
+        self._device, self._launch, self._gemm, self._prefers_shared = device, launcher, gemm, prefers_shared
         self._normed: DeviceArray = arrays["normed"]
         self._qkv: DeviceArray | None = arrays.get("qkv")
         self._gate_up: DeviceArray | None = arrays.get("gate_up")
@@ -203,8 +203,8 @@ class Products:
     def _step(self, product: StepProduct, weight: Weight, after: Handoff = NOTHING) -> Handoff:
         if isinstance(weight, PackedWeight):
             return self._packed.step(product, weight, after)
-        launch_linear(self._launch, product, weight, self._device)
-        return NOTHING
+        launch_linear(self._launch, product, weight, self._device, prefers_shared=self._prefers_shared)
+        return Handoff(None, self._prefers_shared)
 
     def _dense(
         self, y: DeviceArray, x: DeviceArray, weight: Weight, *, alpha: float = 1.0, beta: float = 0.0

@@ -16,6 +16,7 @@ from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.load.repack import staging_buffers
 from cpmrt.cuda.ops.attention.attention import AttentionPlan
 from cpmrt.cuda.ops.cuda_ops import attention_plan
+from cpmrt.cuda.ops.experts import expert_tables
 from cpmrt.cuda.ops.gemm import GEMM_WORKSPACE
 from cpmrt.cuda.ops.latent import LatentPlan, latent_sizes
 from cpmrt.cuda.ops.linear_packed.products import packed_regions, packed_tables
@@ -63,6 +64,7 @@ def cuda_tables(
         lasting_buffer("token_counts", np.uint32, sequences, config.vocab_size),
         lasting_buffer("step_context", np.uint8, STEP_CONTEXT.itemsize),
         GEMM_WORKSPACE,
+        *expert_tables(config),
     )
 
 

@@ -59,5 +59,5 @@ def run(step: Pass, bound: ExpertsWeights) -> None:
         inner, step.x, bound.norm, bound.gate_up, step.eps, routing, after, down=bound.down, is_prefill=rows.is_prefill
     )
     ops.experts_down(
-        step.x, inner, bound.down, step.residual_scale, routing, after, is_prefill=rows.is_prefill
+        step.x, inner, bound.down, step.residual_scale, routing, after, ahead=step.ahead, is_prefill=rows.is_prefill
     )

@@ -1,0 +1,42 @@
+// One row among its experts: its columns in shared memory, and who its experts are.
+#pragma once
+#include "expert_product.cuh"
+#include "route_row.cuh"
+
+// Slices whose products are under way together: a turn of a warp.
+constexpr int kTogether = kManyGroups ? 1 : WEIGHT_BITS == 4 ? 3 : 2, kTurns = (kSlices + kTogether - 1) / kTogether;
+constexpr int kTurnBytes = kTogether * kSlotBytes;
+
+// The expert at place `place` among those that are taken.
+DEVICE int expert_at(uint32_t taken, int place) {
+#pragma unroll
+  for (int i = 0; i < TOP - 1; i++)
+    if (i < place) taken &= taken - 1;
+  return __ffs(taken) - 1;
+}
+
+// The lane's columns of the row, from a slice on.
+struct RowColumns {
+  uint32_t place;
+  DEVICE RowColumns(uint32_t row, int slice) : place(row + slice * (kSliceColumns * 2) + threadIdx.x % 4 * 16) {}
+  DEVICE uint4 operator()(int s, int j, int) const { return load_shared(place + s * (kSliceColumns * 2) + j * 64); }
+};
+
+// sums += a turn of the row's products: `held` has slices `slice`, slice + 1, ... of a tile, and `end` is behind its last one. IS_WHOLE:
+// no turn is cut short. The row lies at `row`, from slice `first` on.
+template <bool IS_WHOLE>
+DEVICE void multiply_turn(Sums (&sums)[1], const Slice (&held)[kTogether], uint32_t row, int slice, int first, int end) {
+  if (IS_WHOLE || slice + kTogether <= end) {
+    multiply<kTogether>(sums, held, RowColumns(row, slice - first), 1);
+  } else {
+#pragma unroll
+    for (int s = 0; s < kTogether; s++)
+      if (slice + s < end) multiply<1>(sums, held + s, RowColumns(row, slice + s - first), 1);
+  }
+}
+
+// The activation of a tile's sums: of row lane / 4.
+DEVICE scalar_t activated(const Sums& sums) {
+  const float gate = sums[0][0], up = sums[0][2];   // all tokens of the tile are the row
+  return from_float(gate / (1.0f + __expf(-gate)) * up);
+}
