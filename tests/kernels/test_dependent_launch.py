@@ -58,8 +58,9 @@ WEIGHTS_READ_EARLY = {"attention/absorb_queries.cu": 8, "attention/merge_latents
 READ_OLD_KEYS_EARLY = ("coarse_log_sums", "score_blocks")
 OLD_KEYS_LOADS = 16
 """By plain loads of 16 bytes, so that rows share them in the L1: at most so many of a lane, with 128 dimensions."""
-BEFORE_ATTENTION = sorted({spec.name for spec in KERNELS if spec.op == "qkv"} - {"compress_keys"} | {"absorb_queries"})
-"""Behind compress_keys blocks are chosen, by kernels of which the last one starts attention after its own wait."""
+BEFORE_ATTENTION = sorted({spec.name for spec in KERNELS if spec.op == "qkv"} - {"compress_keys"})
+"""Behind compress_keys blocks are chosen, by kernels of which the last one starts attention after its own wait. Latent
+attention starts while absorb_queries waits, which starts after the wait of a product like these."""
 
 
 def disassembler() -> str:
