@@ -18,8 +18,8 @@
 //                rotated, a multiple of 16. ROPE_DIM: those, at most 512. VALUE_DIM: elements of a value
 // grid           (heads, or with latents heads + 1, and one for each 128 KiB of upcoming, b), b at most T: block y takes the rows
 //                y, y + b and so on; block 256; 8 * C * 4 bytes of static shared memory
-// launched after a product that lets this kernel start behind its own wait, when all that earlier kernels have written is there: what
-//                a step's rows are is read before pdl_wait, and latent_attention starts at once and reads old keys
+// launched after two products, of which the first starts the second behind its own wait, when all that earlier kernels have written is
+//                there: what a step's rows are is read before pdl_wait, and latent_attention starts at once and reads old keys
 // numerics       float32: a warp's rows of up in order, then the warps in order; of a norm a lane's squares in order, then the
 //                lanes; rounded once
 // oracle         NumpyOps.decode_latent_attention

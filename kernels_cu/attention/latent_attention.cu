@@ -16,8 +16,8 @@
 //                multiple of 32. STAGES: pages in shared memory, at least 2. TREE: 1 reads tree_masks
 // grid           (a, T, ceil(HEADS / 16)): a row's runs x, x + a and so on, of 16 heads; block 128; shared memory
 //                STAGES * 128 * (C + R) + 2560 bytes
-// launched after absorb_queries, which starts this kernel before its own wait, and itself starts once all before the product in front
-//                of it have finished: keys that are not fresh are read before pdl_wait
+// launched after absorb_queries, which starts this kernel before its own wait, and itself starts once all before the two products in
+//                front of it have finished: keys that are not fresh are read before pdl_wait
 // numerics       scores, softmax and sums in float32 (exp2 with the scale folded in); the unnormalised weights are rounded
 //                to scalar_t for the product with the latents
 // oracle         NumpyOps.decode_latent_attention

@@ -11,8 +11,8 @@
 //                values. VALUE_DIM: elements of a value, a multiple of 32
 // grid           (HEADS, b), b at most T: block y takes the rows y, y + b and so on; block 512; 8192 + 4 C bytes of static shared
 //                memory
-// launched after latent_attention, which starts once all before the product in front of absorb_queries have finished: what a step's rows
-//                are is read before pdl_wait
+// launched after latent_attention, which starts once all before the two products in front of absorb_queries have finished: what a
+//                step's rows are is read before pdl_wait
 // numerics       float32: 2048 / C groups of threads add up every so many runs in order, then the groups in order; of a
 //                product with up a lane's columns in order, then the lanes; rounded once
 // oracle         NumpyOps.decode_latent_attention
