@@ -109,7 +109,7 @@ struct Append {
 #pragma unroll
     for (int span = 0; span < kSpans; span++) weights[span] = load16_past_l1(norm + span * 256 + lane * 8);
     scalar_t* to = first < num_rows ? look_up(angles, first, lane) : nullptr;
-    pdl_begin();
+    pdl_wait();
     for (int row = first; row < num_rows; row += gridDim.y * kWarps) {
       if (row > first) to = look_up(angles, row, lane);
       if (to != nullptr) store(to, weights, angles, row, lane);
@@ -131,6 +131,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
       prefetch_to_l2(upcoming + first, min(kPieceBytes, upcoming_bytes - first));
     return;
   }
+  pdl_launch_dependents();
   if (head == num_heads) {
     Append{pages, latents, kv_norm, rope, positions, locations, slots, block_tables, num_rows, max_context, q_rank,
            pages_per_sequence, eps}.run();
@@ -150,7 +151,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     return make_float2(to_float(load_now(rope + place)), to_float(load_now(rope + static_cast<int64_t>(max_context) * kHalf + place)));
   };
   float2 angle = angle_of(blockIdx.y);
-  pdl_begin();
+  pdl_wait();
   for (int row = blockIdx.y; row < num_rows; row += gridDim.y) {
     if (row > static_cast<int>(blockIdx.y)) angle = angle_of(row);
     const int64_t index = static_cast<int64_t>(row) * num_heads + head;

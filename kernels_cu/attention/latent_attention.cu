@@ -171,11 +171,11 @@ DEVICE void store_run(const WarpState& state, float* means, float* log_sums, int
     const float sum = ((__uint_as_float(all.x) + __uint_as_float(all.y)) + __uint_as_float(all.z)) + __uint_as_float(all.w);
     if (head >= num_heads) continue;
     const float inverse = 1.0f / sum;
-    float* out = means + head * KV_RANK + quarter * (KV_RANK / 4) + (lane % 4) * 2;
+    float* out = means + head * KV_RANK + quarter * (KV_RANK / 4) + lane % 4 * 4;
 #pragma unroll
-    for (int n = 0; n < kColumnTiles; n++) {
-      const float* pair = &state.out[n][2 * half];
-      *reinterpret_cast<float2*>(out + n * 8) = make_float2(pair[0] * inverse, pair[1] * inverse);
+    for (int n = 0; n < kColumnTiles; n += 2) {
+      const float *low = &state.out[n][2 * half], *high = &state.out[n + 1][2 * half];
+      *reinterpret_cast<float4*>(out + n * 8) = make_float4(low[0] * inverse, low[1] * inverse, high[0] * inverse, high[1] * inverse);
     }
     if (quarter == 0 && lane % 4 == 0) log_sums[static_cast<int64_t>(head) * num_splits] = state.max[half] + log2_fast(sum);
   }

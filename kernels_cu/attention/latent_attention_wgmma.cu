@@ -13,7 +13,7 @@
 // num_fresh      how many of a row's last keys absorb_queries may write
 // num_splits     into how many runs a long row's pages are cut
 // constants      HEADS: query heads. KV_RANK: elements of a latent: 256. ROPE_DIM: elements of a key behind it: 32 or 64. STAGES:
-//                pages in shared memory, at least 3. TREE: 1 reads tree_masks
+//                pages in shared memory, 3 or 4. TREE: 1 reads tree_masks
 // grid           (a, T, ceil(HEADS / 64)): a row's runs x, x + a and so on, of 64 heads; block 128; shared memory
 //                kBarrierOffset + 8 * STAGES bytes
 // launched after absorb_queries, which starts this kernel before its own wait, and itself starts once all before the two products in
@@ -45,7 +45,7 @@ constexpr int kQueryBytes = (kQueryRows * kRowBytes + 1023) / 1024 * 1024;
 constexpr int kPathOffset = kQueryBytes + STAGES * kPageBytes; // of the rows of a path's nodes
 constexpr int kBarrierOffset = kPathOffset + kMaxNodes * 4;    // one for each page in shared memory
 constexpr int kWeightSteps = kPageTokens / 16;
-static_assert(KV_RANK == 256 && (ROPE_DIM == 32 || ROPE_DIM == 64) && STAGES >= 3, "sizes that the kernel does not take");
+static_assert(KV_RANK == 256 && (ROPE_DIM == 32 || ROPE_DIM == 64) && STAGES >= 3 && STAGES <= kThreads / 32, "sizes that the kernel does not take");
 
 // Chunks of panels of ROWS rows that a thread copies. A warp has every fourth row, a lane the same chunk of each; and of the panel
 // behind, whose rows are shorter, four neighbouring lanes or eight have a row, which may be one beyond. visit(row, chunk, place) for each.
@@ -230,11 +230,11 @@ DEVICE void store_run(const Heads& heads, float* means, float* log_sums, int num
     const float sum = quad_sum(heads.sum[half]), inverse = 1.0f / sum;
     const int head = threadIdx.x / 32 * 16 + half * 8 + lane / 4;
     if (head >= num_heads) continue;
-    float* out = means + head * KV_RANK + lane % 4 * 2;
+    float* out = means + head * KV_RANK + lane % 4 * 4;
 #pragma unroll
-    for (int i = 0; i < KV_RANK / 8; i++) {
-      const float* pair = &heads.out[i / (KV_RANK / 16)][i % (KV_RANK / 16) * 4 + 2 * half];
-      *reinterpret_cast<float2*>(out + i * 8) = make_float2(pair[0] * inverse, pair[1] * inverse);
+    for (int i = 0; i < KV_RANK / 16; i++) {
+      const float* two = &heads.out[i / (KV_RANK / 32)][i % (KV_RANK / 32) * 8 + 2 * half];
+      *reinterpret_cast<float4*>(out + i * 16) = make_float4(two[0] * inverse, two[1] * inverse, two[4] * inverse, two[5] * inverse);
     }
     if (lane % 4 == 0) log_sums[static_cast<int64_t>(head) * num_splits] = heads.max[half] + log2_fast(sum);
   }
@@ -261,6 +261,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const uint32_t barriers = query_tile + kBarrierOffset;
   const uint64_t mask = TREE ? __ldcg(tree_masks + row) : 0;
   if (threadIdx.x == 0) {
+    prefetch_tensor_map(latents), prefetch_tensor_map(tails);
     for (int i = 0; i < STAGES; i++) mbarrier_init(barriers + i * 8, 1);
     mbarrier_init_fence();
   }
@@ -275,7 +276,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       const int number = numbers.at(place++);
       if (!source.is_old(ahead.page))
         load_page(source, ring + slot * kPageBytes, ahead.page, number, is_early ? source.first_fresh(ahead.page) : kPageTokens);
-      else if (threadIdx.x == 0)
+      else if (threadIdx.x == slot * 32)
         copy_page(ring + slot * kPageBytes, latents, tails, number, barriers + slot * 8);
       ahead.next();
     }
