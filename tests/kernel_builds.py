@@ -13,6 +13,7 @@ from cpmrt.weights.formats.blocks import BLOCK_TYPES
 
 _PORTABLE_LINEAR = {"HALF_TILE": 0, "CLUSTER": 1, "NORM": 1, "SMEM_BYTES": 98304}
 _NO_NORM = {"NORM": 0}
+_WIDER_ROWS = {"ROW_PITCH": 1056}
 _FATRELU = {"FATRELU": 0x3C23D70A}  # 0.01 as the bits of a float
 _PLAIN = {"TREE": 0, "WINDOW": 0, "SELECTED": 0, "FP8": 0}
 _TREE = {"STAGES": 3, "ROW_TILES": 2, "CLUSTER": 8, "WINDOW": 0}
@@ -56,6 +57,7 @@ CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
         {"LINEAR": 3, "IN_FEATURES": 4096, "TOKEN_TILES": 2, "GROUP": 3, "SPLIT_WARPS": 1} | _PORTABLE_LINEAR,
         {"LINEAR": 3, "IN_FEATURES": 1024, "TOKEN_TILES": 4, "GROUP": 5, "SPLIT_WARPS": 8} | _PORTABLE_LINEAR,
         {"LINEAR": 0, "IN_FEATURES": 8192, "TOKEN_TILES": 2, "GROUP": 3, "SPLIT_WARPS": 8} | _HEAD_128 | _NO_NORM,
+        {"LINEAR": 0, "IN_FEATURES": 768, "TOKEN_TILES": 1, "GROUP": 2, "SPLIT_WARPS": 8} | _HEAD_64 | _WIDER_ROWS,
         {"LINEAR": 2, "IN_FEATURES": 4096, "TOKEN_TILES": 2, "GROUP": 4, "SPLIT_WARPS": 8}
         | _PORTABLE_LINEAR
         | {"HALF_TILE": 1},
@@ -128,6 +130,10 @@ CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
         | _PACKED
         | _NO_NORM
         | {"HEAD_DIM": 128},
+        {"LINEAR": 0, "IN_FEATURES": 768, "RUNS": 8, "ROWS": 1, "WARPS": 16, "SHARED_RUN": 0, "PREPARED": 0}
+        | _PACKED
+        | _WIDER_ROWS
+        | {"HEAD_DIM": 16},
         {"LINEAR": 0, "IN_FEATURES": 4096, "RUNS": 8, "ROWS": 32, "WARPS": 20, "SHARED_RUN": 1, "PREPARED": 0}
         | _PACKED
         | {"HEAD_DIM": 128, "WARPGROUPS": 1, "CLUSTERS": 1, "SMEM_BYTES": 232448},

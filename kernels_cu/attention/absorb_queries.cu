@@ -18,15 +18,15 @@
 //                rotated, a multiple of 16. ROPE_DIM: those, at most 512. VALUE_DIM: elements of a value
 // grid           (heads, or with latents heads + 1, and one for each 128 KiB of upcoming, b), b at most T: block y takes the rows
 //                y, y + b and so on; block 256; 8 * C * 4 bytes of static shared memory
-// launched after a product that lets this kernel start behind its own wait: what a step's rows are is read before pdl_wait
+// launched after two products, of which the first starts the second behind its own wait, when all that earlier kernels have written is
+//                there: what a step's rows are is read before pdl_wait, and latent_attention starts at once and reads old keys
 // numerics       float32: a warp's rows of up in order, then the warps in order; of a norm a lane's squares in order, then the
 //                lanes; rounded once
 // oracle         NumpyOps.decode_latent_attention
 // source         arXiv 2405.04434; RMSNorm arXiv 1910.07467, RoPE arXiv 2104.09864
 // layout         A block holds its head's part of up in registers, read before the wait: 16 bytes of each of N / 8 rows a
-//                thread, past the L1, because ptxas moves reads of constants behind the wait. It lets latent_attention start
-//                behind its own wait: all that earlier steps have put into the pages is there then. A block more appends, a
-//                warp a row. While this and the next two kernels run, memory has little to do: the last blocks give it work
+//                thread, past the L1, because ptxas moves reads of constants behind the wait. A block more appends, a warp a
+//                row. While this and the next two kernels run, memory has little to do: the last blocks give it work
 #if !defined(KV_RANK) || !defined(NOPE_DIM) || !defined(ROPE_DIM) || !defined(VALUE_DIM)
 #error "a constant is not defined"
 #endif
@@ -110,7 +110,6 @@ struct Append {
     for (int span = 0; span < kSpans; span++) weights[span] = load16_past_l1(norm + span * 256 + lane * 8);
     scalar_t* to = first < num_rows ? look_up(angles, first, lane) : nullptr;
     pdl_wait();
-    pdl_launch_dependents();
     for (int row = first; row < num_rows; row += gridDim.y * kWarps) {
       if (row > first) to = look_up(angles, row, lane);
       if (to != nullptr) store(to, weights, angles, row, lane);
@@ -132,6 +131,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
       prefetch_to_l2(upcoming + first, min(kPieceBytes, upcoming_bytes - first));
     return;
   }
+  pdl_launch_dependents();
   if (head == num_heads) {
     Append{pages, latents, kv_norm, rope, positions, locations, slots, block_tables, num_rows, max_context, q_rank,
            pages_per_sequence, eps}.run();
@@ -152,7 +152,6 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   };
   float2 angle = angle_of(blockIdx.y);
   pdl_wait();
-  pdl_launch_dependents();
   for (int row = blockIdx.y; row < num_rows; row += gridDim.y) {
     if (row > static_cast<int>(blockIdx.y)) angle = angle_of(row);
     const int64_t index = static_cast<int64_t>(row) * num_heads + head;

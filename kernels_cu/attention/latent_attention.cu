@@ -16,8 +16,8 @@
 //                multiple of 32. STAGES: pages in shared memory, at least 2. TREE: 1 reads tree_masks
 // grid           (a, T, ceil(HEADS / 16)): a row's runs x, x + a and so on, of 16 heads; block 128; shared memory
 //                STAGES * 128 * (C + R) + 2560 bytes
-// launched after absorb_queries, which lets this kernel start once all before it have finished: keys that are not fresh are read before
-//                pdl_wait
+// launched after absorb_queries, which starts this kernel before its own wait, and itself starts once all before the two products in
+//                front of it have finished: keys that are not fresh are read before pdl_wait
 // numerics       scores, softmax and sums in float32 (exp2 with the scale folded in); the unnormalised weights are rounded
 //                to scalar_t for the product with the latents
 // oracle         NumpyOps.decode_latent_attention
@@ -172,11 +172,11 @@ DEVICE void store_run(const WarpState& state, float* means, float* log_sums, int
     const float sum = ((__uint_as_float(all.x) + __uint_as_float(all.y)) + __uint_as_float(all.z)) + __uint_as_float(all.w);
     if (head >= num_heads) continue;
     const float inverse = 1.0f / sum;
-    float* out = means + head * KV_RANK + quarter * (KV_RANK / 4) + (lane % 4) * 2;
+    float* out = means + head * KV_RANK + quarter * (KV_RANK / 4) + lane % 4 * 4;
 #pragma unroll
-    for (int n = 0; n < kColumnTiles; n++) {
-      const float* pair = &state.out[n][2 * half];
-      *reinterpret_cast<float2*>(out + n * 8) = make_float2(pair[0] * inverse, pair[1] * inverse);
+    for (int n = 0; n < kColumnTiles; n += 2) {
+      const float *low = &state.out[n][2 * half], *high = &state.out[n + 1][2 * half];
+      *reinterpret_cast<float4*>(out + n * 8) = make_float4(low[0] * inverse, low[1] * inverse, high[0] * inverse, high[1] * inverse);
     }
     if (quarter == 0 && lane % 4 == 0) log_sums[static_cast<int64_t>(head) * num_splits] = state.max[half] + log2_fast(sum);
   }

@@ -6,17 +6,18 @@
 // means          float32 workspace [T, num_splits, HEADS, C]: runs that a row does not have are left as they are
 // log_sums       float32 workspace [T, HEADS, num_splits], likewise
 // queries        [T, HEADS, C + R] scalar_t row-major, C = KV_RANK, R = ROPE_DIM: those that absorb_queries makes
-// pages          [P, 1, 64, C + R] scalar_t
+// pages          [P, 1, 64, C + R] scalar_t; latents and tails: tensor maps of it as [64 P, C + R] in boxes of 64 rows by 64 and by R
+//                columns
 // positions      [T] int32; slots [T] int32, slot -1: nothing is stored; block_tables [B, pages_per_sequence] int32
 // tree_masks     [T] uint64, tree_base [T] int32, read with TREE only, as in latent_attention
 // num_fresh      how many of a row's last keys absorb_queries may write
 // num_splits     into how many runs a long row's pages are cut
 // constants      HEADS: query heads. KV_RANK: elements of a latent: 256. ROPE_DIM: elements of a key behind it: 32 or 64. STAGES:
-//                pages in shared memory, at least 3. TREE: 1 reads tree_masks
+//                pages in shared memory, 3 or 4. TREE: 1 reads tree_masks
 // grid           (a, T, ceil(HEADS / 64)): a row's runs x, x + a and so on, of 64 heads; block 128; shared memory
-//                kPathOffset + 256 bytes
-// launched after absorb_queries, which lets this kernel start once all before it have finished: keys that are not fresh are read before
-//                pdl_wait
+//                kBarrierOffset + 8 * STAGES bytes
+// launched after absorb_queries, which starts this kernel before its own wait, and itself starts once all before the two products in
+//                front of it have finished: keys that are not fresh are read before pdl_wait
 // numerics       scores, softmax and sums in float32 (exp2 with the scale folded in); the unnormalised weights are rounded
 //                to scalar_t for the product with the latents
 // oracle         NumpyOps.decode_latent_attention
@@ -25,11 +26,13 @@
 //                them: with 16 heads a block the reads of shared memory take longer than the products. Rows of queries that do not
 //                exist are whatever lies behind those that do: nothing of them is stored. A page lies there in panels of 64
 //                columns, as keys and, with rows for columns, as values. The products of a page's scores start before those
-//                of the last page's sums, beside which the softmax runs. A block copies the pages of all its runs as one sequence
+//                of the last page's sums, beside which the softmax runs. A block copies the pages of all its runs as one sequence:
+//                whole ones of old keys with the copy engine, so that no fence waits for the pages behind; others row by row
 #if !defined(HEADS) || !defined(KV_RANK) || !defined(ROPE_DIM) || !defined(STAGES) || !defined(TREE)
 #error "a constant is not defined"
 #endif
 #include "latent_pages.cuh"
+#include "mbarrier.cuh"
 #include "tma.cuh"
 #include "wgmma.cuh"
 
@@ -40,8 +43,9 @@ constexpr int kPanelBytes = kPageTokens * 128;                 // of a page
 constexpr int kTailSwizzle = ROPE_DIM * 2;                     // bytes of a row of the panel behind them
 constexpr int kQueryBytes = (kQueryRows * kRowBytes + 1023) / 1024 * 1024;
 constexpr int kPathOffset = kQueryBytes + STAGES * kPageBytes; // of the rows of a path's nodes
+constexpr int kBarrierOffset = kPathOffset + kMaxNodes * 4;    // one for each page in shared memory
 constexpr int kWeightSteps = kPageTokens / 16;
-static_assert(KV_RANK == 256 && (ROPE_DIM == 32 || ROPE_DIM == 64) && STAGES >= 3, "sizes that the kernel does not take");
+static_assert(KV_RANK == 256 && (ROPE_DIM == 32 || ROPE_DIM == 64) && STAGES >= 3 && STAGES <= kThreads / 32, "sizes that the kernel does not take");
 
 // Chunks of panels of ROWS rows that a thread copies. A warp has every fourth row, a lane the same chunk of each; and of the panel
 // behind, whose rows are shorter, four neighbouring lanes or eight have a row, which may be one beyond. visit(row, chunk, place) for each.
@@ -66,6 +70,15 @@ DEVICE void load_page(const Source& source, uint32_t to, int page, int number, i
   visit_chunks<kPageTokens, TREE ? 2 : 16>(to, [&](int row, int chunk, uint32_t place) {
     if (row < fresh || row >= visible) source.copy(place, number * kPageTokens, row, chunk, visible);
   });
+}
+
+// A whole page of this number. One thread.
+DEVICE void copy_page(uint32_t to, const TensorMap& latents, const TensorMap& tails, int number, uint32_t barrier) {
+  mbarrier_arrive_expect(barrier, kPageBytes);
+#pragma unroll
+  for (int panel = 0; panel < kPanels; panel++)
+    copy_box(to + panel * kPanelBytes, latents, number * kPageTokens, panel * kPanelColumns, barrier);
+  copy_box(to + kPanels * kPanelBytes, tails, number * kPageTokens, KV_RANK, barrier);
 }
 
 // The same places for any row and chunk.
@@ -109,6 +122,25 @@ struct Walk {
     if (++page < end) return;
     run += gridDim.x;
     enter();
+  }
+};
+
+// The numbers among all pages of those that the block copies, in their order: 32 at a time, in the lanes of every warp.
+struct PageNumbers {
+  const LatentCut& cut;
+  const int* block_table;
+  int held;
+
+  DEVICE PageNumbers(const LatentCut& whole, const int* table) : cut(whole), block_table(table) { look_up(0); }
+  DEVICE void look_up(int first) {
+    const int place = first + threadIdx.x % 32, run = blockIdx.x + place / cut.run_pages * gridDim.x;
+    const int page = run * cut.run_pages + place % cut.run_pages;
+    held = page < cut.num_pages ? load_now(block_table + page) : 0;
+  }
+  // All lanes, for one place after the other.
+  DEVICE int at(int place) {
+    if (place > 0 && place % 32 == 0) look_up(place);
+    return __shfl_sync(0xFFFFFFFFu, held, place % 32);
   }
 };
 
@@ -198,11 +230,11 @@ DEVICE void store_run(const Heads& heads, float* means, float* log_sums, int num
     const float sum = quad_sum(heads.sum[half]), inverse = 1.0f / sum;
     const int head = threadIdx.x / 32 * 16 + half * 8 + lane / 4;
     if (head >= num_heads) continue;
-    float* out = means + head * KV_RANK + lane % 4 * 2;
+    float* out = means + head * KV_RANK + lane % 4 * 4;
 #pragma unroll
-    for (int i = 0; i < KV_RANK / 8; i++) {
-      const float* pair = &heads.out[i / (KV_RANK / 16)][i % (KV_RANK / 16) * 4 + 2 * half];
-      *reinterpret_cast<float2*>(out + i * 8) = make_float2(pair[0] * inverse, pair[1] * inverse);
+    for (int i = 0; i < KV_RANK / 16; i++) {
+      const float* two = &heads.out[i / (KV_RANK / 32)][i % (KV_RANK / 32) * 8 + 2 * half];
+      *reinterpret_cast<float4*>(out + i * 16) = make_float4(two[0] * inverse, two[1] * inverse, two[4] * inverse, two[5] * inverse);
     }
     if (lane % 4 == 0) log_sums[static_cast<int64_t>(head) * num_splits] = heads.max[half] + log2_fast(sum);
   }
@@ -210,38 +242,47 @@ DEVICE void store_run(const Heads& heads, float* means, float* log_sums, int num
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     KERNEL(latent_attention_wgmma)(float* means, float* log_sums, const scalar_t* queries, const scalar_t* pages,
+                                   const __grid_constant__ TensorMap latents, const __grid_constant__ TensorMap tails,
                                    const int* positions, const int* slots, const int* block_tables, const uint64_t* tree_masks,
                                    const int* tree_base, int num_fresh, int num_splits, int pages_per_sequence, float scale) {
   extern __shared__ __align__(1024) unsigned char shared[];
   const int row = blockIdx.y, first_head = blockIdx.z * kHeads, num_heads = min(HEADS - first_head, kHeads);
+  const int own_slot = load_now(slots + row), position = load_now(positions + row);
   // The same in all lanes: products in a branch that looks divergent would be serialised.
-  const int length = __shfl_sync(0xFFFFFFFFu, length_of(row, positions, slots), 0);
+  const int length = __shfl_sync(0xFFFFFFFFu, own_slot < 0 ? 0 : position + 1, 0);
   const LatentCut cut(length, num_splits);
   if (static_cast<int>(blockIdx.x) >= cut.num_runs) {
     pdl_launch_dependents();
     pdl_wait();
     return;
   }
-  const int* block_table = block_tables + static_cast<int64_t>(load_now(slots + row)) * pages_per_sequence;
+  const int* block_table = block_tables + static_cast<int64_t>(own_slot) * pages_per_sequence;
   const uint32_t query_tile = shared_address(shared), ring = query_tile + kQueryBytes, path = query_tile + kPathOffset;
+  const uint32_t barriers = query_tile + kBarrierOffset;
   const uint64_t mask = TREE ? __ldcg(tree_masks + row) : 0;
-  if (TREE) {
-    look_up_path(path, block_table, mask, __ldcg(tree_base + row));
-    __syncthreads();
+  if (threadIdx.x == 0) {
+    prefetch_tensor_map(latents), prefetch_tensor_map(tails);
+    for (int i = 0; i < STAGES; i++) mbarrier_init(barriers + i * 8, 1);
+    mbarrier_init_fence();
   }
+  if (TREE) look_up_path(path, block_table, mask, __ldcg(tree_base + row));
   const Source source = {pages, block_table, path, length, __popcll(mask), length - num_fresh};
   const float factor = scale * kLog2e;
-  Walk ahead(cut);   // the next page to copy, and its number
-  int number = load_now(block_table + ahead.page);
+  Walk ahead(cut);   // the next page to copy, and its place among the block's
+  int place = 0;
+  PageNumbers numbers(cut, block_table);
   const auto copy_next = [&](int slot, bool is_early) {
     if (!ahead.is_over()) {
-      const int page = ahead.page, own = number;
+      const int number = numbers.at(place++);
+      if (!source.is_old(ahead.page))
+        load_page(source, ring + slot * kPageBytes, ahead.page, number, is_early ? source.first_fresh(ahead.page) : kPageTokens);
+      else if (threadIdx.x == slot * 32)
+        copy_page(ring + slot * kPageBytes, latents, tails, number, barriers + slot * 8);
       ahead.next();
-      if (!ahead.is_over()) number = load_now(block_table + ahead.page);
-      load_page(source, ring + slot * kPageBytes, page, own, is_early ? source.first_fresh(page) : kPageTokens);
     }
     cp_async_commit();
   };
+  __syncthreads();
 #pragma unroll 1
   for (int i = 0; i < STAGES; i++) copy_next(i, true);
   pdl_launch_dependents();
@@ -257,16 +298,22 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   }
   load_queries(query_tile, queries + (static_cast<int64_t>(row) * HEADS + first_head) * kCached, num_heads);
   if (has_fresh) cp_async_wait_all();
+  async_proxy_fence();
 
   Heads heads;
   Scores scores;
   Weights weights;
   float keep[2];
   int slot = 0, before = 0, turn = 0;   // of the page and of the one before it; of the loop, up to STAGES
+  int parity = 0;                       // of the slot's barrier
   for (Walk now(cut); !now.is_over(); now.next()) {
-    // The page has come: before the first STAGES no copy was started in between, later one a page, two pages behind its place.
-    if (turn < STAGES) cp_async_wait<STAGES - 1>(); else cp_async_wait<STAGES - 3>();
-    async_proxy_fence();
+    if (source.is_old(now.page)) {
+      mbarrier_wait(barriers + slot * 8, parity);
+    } else {
+      // Before the first STAGES pages no copy was started in between, later one a page, two pages behind its place.
+      if (turn < STAGES) cp_async_wait<STAGES - 1>(); else cp_async_wait<STAGES - 3>();
+      async_proxy_fence();
+    }
     __syncthreads();
     if (turn >= 2) copy_next(before == 0 ? STAGES - 1 : before - 1, false); else cp_async_commit();
     if (turn < STAGES) turn++;
@@ -294,6 +341,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     }
     pack(weights, scores);
     before = slot, slot = slot + 1 == STAGES ? 0 : slot + 1;
+    if (slot == 0) parity ^= 1;
     if (now.ends_run()) {
       settle(heads);
       wgmma_fence();

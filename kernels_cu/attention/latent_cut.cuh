@@ -23,7 +23,8 @@ struct LatentCut {
   }
 };
 
-// Where the results of a row begin: means of latents [num_splits, HEADS, KV_RANK], and log2 of the sums of weights of a head
+// Where the results of a row begin: means of latents [num_splits, HEADS, KV_RANK], of every 16 columns 0, 1, 8, 9, 2, 3, 10 and so on,
+// as the lanes of tensor core products have them; and log2 of the sums of weights of a head
 // [num_splits].
 DEVICE int64_t means_of(int row, int num_splits) { return static_cast<int64_t>(row) * num_splits * (HEADS * KV_RANK); }
 DEVICE int64_t log_sums_of(int row, int head, int num_splits) {

@@ -23,6 +23,9 @@ struct Source {
   // The first row of a page that is not settled, 0 to 64.
   DEVICE int first_fresh(int page) const { return min(max(settled - page * kPageTokens, 0), kPageTokens); }
 
+  // Whether the page has 64 keys that are settled, and none of the path.
+  DEVICE bool is_old(int page) const { return first_fresh(page) == kPageTokens && (page + 1) * kPageTokens <= length - num_nodes; }
+
   // Starts the copy of a chunk of a page that begins with row `first_row` of all pages, with zeros for rows from `visible` on.
   DEVICE void copy(uint32_t place, int first_row, int row, int chunk, int visible) const {
     const int node = row - visible + num_nodes;

@@ -11,8 +11,8 @@
 //                values. VALUE_DIM: elements of a value, a multiple of 32
 // grid           (HEADS, b), b at most T: block y takes the rows y, y + b and so on; block 512; 8192 + 4 C bytes of static shared
 //                memory
-// launched after latent_attention, which starts once all before its own predecessor have finished: what a step's rows are is read
-//                before pdl_wait
+// launched after latent_attention, which starts once all before the two products in front of absorb_queries have finished: what a
+//                step's rows are is read before pdl_wait
 // numerics       float32: 2048 / C groups of threads add up every so many runs in order, then the groups in order; of a
 //                product with up a lane's columns in order, then the lanes; rounded once
 // oracle         NumpyOps.decode_latent_attention
@@ -31,6 +31,7 @@ constexpr int kGroups = kThreads / kRunThreads;
 constexpr int kWarpRows = VALUE_DIM / kWarps;
 constexpr int kSpans = KV_RANK / 256;         // of 256 columns, 8 a lane
 constexpr int kMostRuns = 256, kLaneRuns = kMostRuns / 32;   // and those of which a lane keeps the share
+constexpr int kFewRuns = 32;  // of a row, while whose means come the next kernel may start
 constexpr int kBatch = KV_RANK == 256 ? 16 : 8;  // runs that a thread reads at a time
 static_assert(kThreads % kRunThreads == 0 && kRunThreads % 32 == 0 && KV_RANK % 256 == 0 && VALUE_DIM % kWarps == 0,
               "sizes that the kernel does not take");
@@ -85,6 +86,7 @@ DEVICE float4 merge_runs(const float* results, const float* log_sums, int group,
   float share[kLaneRuns];
   float4 values[kBatch], sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   load_runs(values, results, 0, group, num_runs);
+  pdl_launch_dependents();
   share_runs(share, log_sums, num_runs, lane);
 #pragma unroll
   for (int turn = 0; turn < kMostRuns / kGroups; turn++) {
@@ -106,6 +108,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   __shared__ __align__(16) float latent[KV_RANK];
   const int head = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int column = threadIdx.x % kRunThreads * 4, group = threadIdx.x / kRunThreads;
+  const int first_column = column / 16 * 16 + column % 16 / 2;   // what lies at `column`: this one, the next, and both + 8
   const scalar_t* own = up + (static_cast<int64_t>(head) * (NOPE_DIM + VALUE_DIM) + NOPE_DIM + warp * kWarpRows) * KV_RANK;
   uint4 weights[kWarpRows][kSpans];
 #pragma unroll
@@ -113,15 +116,17 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int span = 0; span < kSpans; span++)
       weights[d][span] = load16_past_l1(own + d * KV_RANK + span * 256 + lane * 8);
-  pdl_launch_dependents();
   int length = length_of(blockIdx.y, positions, slots);
+  // The next kernel's weights are not to be in the way of many means.
+  if (LatentCut(length, num_splits).num_runs <= kFewRuns) pdl_launch_dependents();
   pdl_wait();
   for (int row = blockIdx.y; row < num_rows; row += gridDim.y) {
     if (row > static_cast<int>(blockIdx.y)) length = length_of(row, positions, slots);
     const LatentCut cut(length, num_splits);
     const float* results = means + means_of(row, num_splits) + head * KV_RANK + column;
     const float4 part = merge_runs(results, log_sums + log_sums_of(row, head, num_splits), group, cut.num_runs, lane);
-    *reinterpret_cast<float4*>(&parts[group][column]) = part;
+    *reinterpret_cast<float2*>(&parts[group][first_column]) = make_float2(part.x, part.y);
+    *reinterpret_cast<float2*>(&parts[group][first_column + 8]) = make_float2(part.z, part.w);
     __syncthreads();
     for (int c = threadIdx.x; c < KV_RANK; c += kThreads) {
       float total = parts[0][c];

@@ -7,7 +7,8 @@
 //   blocks that split K: 1, or 2 from sm_90 on. SPLIT_WARPS: warps that share a tile and split its K: 8, or 1. NORM: 1
 //   normalises rows of x, 0 takes them as they are. SMEM_BYTES: dynamic shared memory of the launch.
 //   FATRELU: of gate_up only, its activation is that of fatrelu.cuh; without it SiLU. ROW_PITCH: elements between rows of x, of
-//   whose columns the first K are taken; without it K
+//   whose columns the first K are taken; without it K. Such rows are those of the product before this one, which starts this one behind
+//   its own wait: so all before that one has finished, and this one may start the next at once
 // Grid: any multiple of CLUSTER up to CLUSTER * ceil(tiles / kBlockTiles) blocks, clusters take groups of tiles in turn;
 //   block 256; SMEM_BYTES of dynamic shared memory.
 // Numerics: float32 accumulation in tensor cores over 8 * CLUSTER runs of K, the runs added in order; one rounding where a
@@ -343,6 +344,9 @@ extern "C" __global__ void LINEAR_BOUNDS KERNEL(linear_qkv)(
     const float* __restrict__ rope, const int* positions, const int* locations, const int* slots,
     const int* __restrict__ block_tables, int T, int num_heads, int num_kv_heads, int pages_per_sequence, int max_context,
     float eps) {
+#ifdef ROW_PITCH
+  pdl_launch_dependents();
+#endif
   const int num_tiles = (num_heads + 2 * num_kv_heads) * kHeadTiles;
   const QkvTiles tiles{num_tiles, (num_tiles + kBlockTiles - 1) / kBlockTiles};
   QkvEpilogue<NT, kThreadPairs> epilogue{q, k_pages, v_pages, bias, rope, positions, locations, slots, block_tables, T, num_heads, num_kv_heads,

@@ -32,7 +32,9 @@
 //   SMEM_BYTES: dynamic shared memory of the launch
 //   PORTABLE: 1 leaves the copy engine out on sm_90 and later too
 //   FATRELU: of gate_up only, its activation is that of fatrelu.cuh; without it SiLU
-//   ROW_PITCH: elements between rows of x, of whose columns the first K are taken; without it K
+//   ROW_PITCH: elements between rows of x, of whose columns the first K are taken; without it K. Such rows are those of a product before
+//     this one, which starts the next kernel behind its own wait: so all before that one has finished, and this one starts the next at
+//     once
 // Grid: no more blocks than multiprocessors, with SHARED_RUN a multiple of RUNS, with CLUSTERS in clusters of RUNS; they take tiles
 //   in turn; block 32 * WARPS; SMEM_BYTES of dynamic shared memory.
 // Numerics: codes times x exactly, float32 sums over a scale group in tensor cores, groups and then RUNS runs of K added in order;
@@ -318,6 +320,9 @@ extern "C" __global__ void PACKED_BOUNDS KERNEL(linear_packed_qkv)(
     const scalar_t* __restrict__ bias, const float* __restrict__ rope, const int* positions, const int* locations, const int* slots,
     const int* __restrict__ block_tables, int T, int num_heads, int num_kv_heads, int pages_per_sequence, int max_context,
     float eps) {
+#ifdef ROW_PITCH
+  pdl_launch_dependents();
+#endif
   QkvEpilogue<NT, kThreadPairs> epilogue{q, k_pages, v_pages, bias, rope, positions, locations, slots, block_tables, T, num_heads, num_kv_heads,
                        pages_per_sequence, max_context};
   packed_product(epilogue, (num_heads + 2 * num_kv_heads) * kHeadTiles, x, norm, weight, partials, arrivals, T, eps);

@@ -178,7 +178,8 @@ def test_rows_that_append_their_latents_first(cuda: Any, dtype: DType, heads: in
         return device.run(q, rows, pdl=pdl, latents=latents)
 
     out = attend(pdl=False)
-    assert_close(out, wanted, dtype)
+    assert_close(out[:8], wanted[:8], dtype)
+    assert not out[8].any(), "of padding"
     stored = cuda.numpy(device.pages, dtype)
     assert np.array_equal(np.isnan(stored), np.isnan(old)), "all rows are stored, and nothing else"
     error = np.linalg.norm(np.nan_to_num(stored - case.pages)) / np.linalg.norm(np.nan_to_num(case.pages))

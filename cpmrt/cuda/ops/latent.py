@@ -18,7 +18,7 @@ import numpy as np
 from cpmrt.config.layers import GroupedAttention, LatentAttention
 from cpmrt.cuda.build.launcher import Launcher
 from cpmrt.cuda.build.spec import KernelSpec
-from cpmrt.cuda.driver.array import DeviceArray
+from cpmrt.cuda.driver.array import DeviceArray, KernelArgument, row_boxes
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.ops.attention import QUERY_TILE, Operands
 from cpmrt.cuda.ops.attention.prefill import PrefillPlan, attend_chunk
@@ -32,7 +32,7 @@ from cpmrt.tensor_spec import BufferSpec
 EXPANDED_BYTES = 512 << 20
 """At most so much is expanded at a time, but for a single head."""
 _STAGES, _MOST_SPLITS = 2, 256
-_WGMMA_HEADS, _WGMMA_STAGES, _ALIGNED = 64, 4, 1024
+_WGMMA_HEADS, _WGMMA_STAGES, _ALIGNED, _BOX_COLUMNS = 64, 4, 1024, 64
 _BLOCK, _ATTEND_BLOCK, _EXPAND_BLOCK, _MERGE_BLOCK, _MOST_EXPAND_BLOCKS = 256, 128, 128, 512, 64
 _ROW_BLOCKS_PER_SM, _RUNS_PER_SM = 2, 3
 """Blocks on a multiprocessor: of the small products of heads, and of runs of pages."""
@@ -189,7 +189,8 @@ class LatentPlan:
         if self.attend is ATTEND:
             return _STAGES * PAGE_SIZE * row_bytes + 2560
         queries = ceil(min(self.shape.num_heads, _WGMMA_HEADS) / 8) * 8 * row_bytes
-        return ceil(queries / _ALIGNED) * _ALIGNED + _WGMMA_STAGES * PAGE_SIZE * row_bytes + 256
+        ring = _WGMMA_STAGES * PAGE_SIZE * row_bytes
+        return ceil(queries / _ALIGNED) * _ALIGNED + ring + MAX_ROWS * 4 + _WGMMA_STAGES * 8
 
     @property
     def upcoming_bytes(self) -> int:
@@ -205,6 +206,14 @@ class LatentPlan:
         """Return the blocks that take the runs of a row in turn: what they do does not depend on their number."""
         per_sm = _RUNS_PER_SM if self.attend is ATTEND else 1
         return min(self.num_splits, max(1, per_sm * self.num_sms // (rows * self.units)))
+
+    def boxes(self, launch: Launcher, pages: DeviceArray) -> tuple[KernelArgument, ...]:
+        """Return what the kernel takes beside the pages: with wgmma tensor maps of latents and of what lies behind."""
+        if self.attend is ATTEND:
+            return ()
+        if launch.is_recording:
+            return pages, pages
+        return row_boxes(pages, PAGE_SIZE, _BOX_COLUMNS), row_boxes(pages, PAGE_SIZE, self.shape.rope_dim)
 
     def row_blocks(self, rows: int) -> int:
         """Return the blocks of a head in the small products."""
@@ -263,8 +272,9 @@ class LatentOps:
         self._launch(
             plan.attend, LatentConstants(shape.num_heads, shape.kv_rank, shape.rope_dim, plan.stages, is_tree),
             (plan.runs_at_once(num_rows), num_rows, plan.units), _ATTEND_BLOCK, *self._runs, self._queries,
-            pages, rows.positions, rows.slots, rows.block_tables, rows.tree_masks, rows.tree_base,
-            np.int32(fresh), np.int32(plan.num_splits), np.int32(rows.block_tables.shape[1]), np.float32(scale),
+            pages, *plan.boxes(self._launch, pages), rows.positions, rows.slots, rows.block_tables, rows.tree_masks,
+            rows.tree_base, np.int32(fresh), np.int32(plan.num_splits), np.int32(rows.block_tables.shape[1]),
+            np.float32(scale),
             smem=plan.shared_bytes, prefers_shared=True,
         )  # fmt: skip
         self._launch(
