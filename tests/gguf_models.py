@@ -17,7 +17,7 @@ from tiny_checkpoint import TEMPLATE, write_tokenizer
 from cpmrt.config import ModelConfig
 from cpmrt.dtypes import F32, DType, from_float32, to_float32
 from cpmrt.models.decoder import tensor_specs
-from cpmrt.weights.formats.blocks import BLOCK_TYPES
+from cpmrt.weights.formats.blocks import BLOCK_TYPES, U8, BlockType
 
 SIZES = {
     "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -123,12 +123,22 @@ def draw(kind: str, shape: tuple[int, ...], random: np.random.Generator) -> tupl
     blocks = random.integers(0, 256, (shape[0], shape[1] // row.size, row.nbytes), dtype=np.uint8)
     if kind == "TQ2_0":  # a code of 3 is none
         blocks &= blocks ^ (blocks << 1 & 0xAA) | 0x55
-    for factor in (1.0, None):
-        wanted = np.float16(factor or shape[1] ** -0.5 / row.values(blocks.reshape(shape[0], -1)).std())
-        for place in row.halves:
-            blocks[:, :, place : place + 2] = np.full((*blocks.shape[:2], 1), wanted).view(np.uint8)
+    # Offsets take the mean away: weights that all lean to one side make one large product, and attention that jumps
+    # from key to key with the last bit of its scores.
+    factors = np.ones(len(row.halves), np.float32)
+    if len(factors) == 2:
+        means = [_scaled(row, blocks, one).mean() for one in np.eye(2, dtype=np.float32)]
+        factors[1] = -means[0] / means[1]
+    _scaled(row, blocks, factors * shape[1] ** -0.5 / _scaled(row, blocks, factors).std())
     rows = blocks.reshape(shape[0], -1)
     return row.number, rows.tobytes(), row.values(rows)
+
+
+def _scaled(row: BlockType, blocks: U8, factors: F32) -> F32:
+    """Put these factors of scales, and of offsets, into all blocks [N, blocks of a row, bytes]: return the weights."""
+    for place, factor in zip(row.halves, factors, strict=True):
+        blocks[:, :, place : place + 2] = np.float16([factor]).view(np.uint8)
+    return row.values(blocks.reshape(len(blocks), -1))
 
 
 def _add_factors(settings: dict[str, Any], tensors: list[files.Described]) -> None:

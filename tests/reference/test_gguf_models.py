@@ -3,6 +3,7 @@
 import gguf_models as models
 import numpy as np
 import pytest
+from reference.golden_models import relative
 
 from cpmrt import LLM, SamplingParams
 from cpmrt.quantization.gguf_conversion import FILE_TYPES, to_gguf
@@ -40,6 +41,18 @@ def test_every_type_keeps_its_own_bits(tmp_path, kind):
     (found, tokens), (expected, expected_tokens) = logits(pair.gguf), logits(pair.folder)
     np.testing.assert_allclose(found, expected, rtol=0, atol=2e-4)
     assert tokens == expected_tokens
+
+
+@pytest.mark.parametrize("architecture", ["llama", "minicpm", "qwen3"])
+def test_rounding_changes_every_position_a_little(tmp_path, architecture):
+    """What tests of a GPU rely on: two ways of rounding to 16 bits do not make attention look at another token."""
+    path, ids = models.write_pair(tmp_path, architecture, models.mixed).gguf, list(range(3, 203, 2))
+    found = []
+    for dtype in ("float16", "float32"):
+        with LLM(path, executor="reference", dtype=dtype, max_context=256) as llm:
+            found.append(llm.logits(ids))
+    errors = [relative(*rows) for rows in zip(*found, strict=True)]
+    assert max(errors) < 5 * np.median(errors) < 0.02
 
 
 def test_config_is_that_of_the_folder(tmp_path):
