@@ -16,7 +16,8 @@ constexpr int kTokens = ROWS == 1 ? 1 : 8 * NT;
 constexpr int kXBlockBytes = ROWS == 1 ? 64 : NT * 512;        // 32 k
 // A slice of 128 k: four of those, then [128 / SCALE_GROUP][token] float, x summed over a scale group times a code 8 (ZEROS: 1).
 constexpr int kXSumOffset = 4 * kXBlockBytes;
-constexpr int kXSliceBytes = kXSumOffset + (ROWS == 1 ? (SCALE_GROUP == 16 ? 32 : 16) : 128 / SCALE_GROUP * kTokens * 4);
+// One row's slices are apart so that eight lanes read two of them from different banks.
+constexpr int kXSliceBytes = kXSumOffset + (ROWS == 1 ? 64 : 128 / SCALE_GROUP * kTokens * 4);
 constexpr int kGroupLanes = SCALE_GROUP / 8;                   // that hold a scale group together
 
 // bf16 only: x enters the products times 2^64, exactly, so that sums of codes of 2^-133 are ordinary numbers.
