@@ -19,7 +19,6 @@ from cpmrt.cuda.driver.array import DeviceArray, KernelArgument
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.ops.linear import StepProduct
 from cpmrt.cuda.ops.linear_packed.layout import RUNS, SLICE_COLUMNS, TILE_ROWS, PackedLayout, PackedWeight, whole_lines
-from cpmrt.cuda.ops.linear_packed.plan import SINGLE_ROW_SUMS
 from cpmrt.tensor_spec import PLAIN_HEAD_DIM
 
 _BITS = 4
@@ -70,7 +69,7 @@ def plan_layer(layouts: Sequence[PackedLayout], device: Device) -> LayerProducts
         return None
     hidden, grid = o.out_features, min(device.num_sms, gate_up.num_tiles)
     columns = max(layout.in_features for layout in layouts)
-    slice_bytes = SLICE_COLUMNS * 2 + SINGLE_ROW_SUMS
+    slice_bytes = SLICE_COLUMNS * 2 + max(16, SLICE_COLUMNS // o.scale_group * 4)
     row_bytes = whole_lines(
         _FIXED_BYTES + ceil(gate_up.num_tiles / grid) * _TILE_SUM_BYTES + columns // SLICE_COLUMNS * slice_bytes
     )
