@@ -215,7 +215,7 @@ DEVICE void fill_normalised(const Lane& at, const scalar_t* x, const RowPieces& 
 template <int SLICES>
 DEVICE void multiply_run(Sums& out, uint32_t unit, uint32_t x, const Lane& at) {
   constexpr int kTogether = kUnitScales > 1 ? 1 : SLICES >= 4 ? 4 : SLICES >= 2 ? 2 : 1;
-  multiply_row<kTogether>(out, unit, x, at);
+  multiply_slices<kTogether>(out, unit, x, at);
   if constexpr (SLICES > kTogether) multiply_run<SLICES - kTogether>(out, unit + kTogether * kUnitBytes, x + kTogether * kXSliceBytes, at);
 }
 

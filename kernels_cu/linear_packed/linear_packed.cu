@@ -76,11 +76,12 @@ DEVICE void accumulate(Sums& out, WeightStream& weights, Activations& x, const L
   uint32_t place = x.base() + (SHARED_RUN ? 0 : at.run * kRunSlices * kXSliceBytes);
   // Instructions bind where four warps multiply together: a chunk is straight code, its addresses parts of the instructions.
   constexpr int kUnrolled = !WGMMA_PRODUCTS || kThreads > 512 ? 1 : 4;
+  constexpr bool kAreWhole = ROWS == 1 && kSlices % kRunSlices + kRunSlices % kChunkSlices == 0;   // no chunk has fewer slices
 #pragma unroll 1
   for (int done = 0; done < at.slices; done += kChunkSlices) {
     uint32_t unit = has_tile ? weights.wait() : weights.ring;
     const int left = at.slices - done;
-    if (kSlices % kRunSlices + kRunSlices % kChunkSlices == 0 || left >= kChunkSlices) {   // the first: of every chunk
+    if (kAreWhole || left >= kChunkSlices) {
 #pragma unroll kUnrolled
       for (int i = 0; i < kChunkSlices; i += kTogether) {
         if (!kResident && (kChunkSlices % kStageSlices == 0 ? i : done + i) % kStageSlices == 0) place = x.enter_stage();

@@ -207,6 +207,7 @@ UNROLLED_GROUPS
 // others hold means nothing.
 template <int S>
 DEVICE void multiply_row(Sums& out, uint32_t unit, uint32_t x, const Lane& at) {
+  static_assert(S == 1 || S == 2 || S == 4 || S == 8, "S slices fill eight columns evenly");
   constexpr int kPairs = (S + 1) / 2, kOwn = S < 2 ? 1 : 2;   // slices whose sums one lane has
   const uint32_t x_lane = x + at.token % S * kXSliceBytes + at.quarter * 16;
   const int first = at.quarter % kPairs * kOwn;
