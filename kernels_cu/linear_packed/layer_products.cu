@@ -45,6 +45,7 @@ constexpr int kSharedBytes = SMEM_BYTES;
 #define RECEIVED_APART 0
 #define FEEDS 0
 #define KEPT_ROUNDS 1
+#define ROW_SUM_BYTES (SCALE_GROUP == 16 ? 32 : 16)   // no more than the sums: so a larger layer fits
 #include "linear_epilogue.cuh"
 #include "packed_activations.cuh"
 #include "packed_multiply.cuh"

@@ -72,17 +72,18 @@ constexpr bool kSettlesLate = !SHARED_RUN || NT < 8;              // more tiles 
 
 // The warp's run of one tile.
 DEVICE void accumulate(Sums& out, WeightStream& weights, Activations& x, const Lane& at, bool has_tile) {
-  // Slices with several scale groups come one by one: the groups' sums are added slice by slice, whatever ROWS is.
-  constexpr bool kCanJoin = kUnitScales == 1 && kChunkSlices % kTogetherSlices == 0 && (kResident || kStageSlices % kTogetherSlices == 0);
+  // Slices with several scale groups come one by one, but for one row: the groups' sums are added slice by slice, whatever ROWS is.
+  constexpr bool kCanJoin = (kUnitScales == 1 || (ROWS == 1 && SCALE_GROUP >= 32)) && kChunkSlices % kTogetherSlices == 0 && (kResident || kStageSlices % kTogetherSlices == 0);
   constexpr int kTogether = kCanJoin ? kTogetherSlices : 1;
   uint32_t place = x.base() + (SHARED_RUN ? 0 : at.run * kRunSlices * kXSliceBytes);
   // Instructions bind where four warps multiply together: a chunk is straight code, its addresses parts of the instructions.
   constexpr int kUnrolled = !WGMMA_PRODUCTS || kThreads > 512 ? 1 : 4;
+  constexpr bool kAreWhole = ROWS == 1 && kSlices % kRunSlices + kRunSlices % kChunkSlices == 0;   // no chunk has fewer slices
 #pragma unroll 1
   for (int done = 0; done < at.slices; done += kChunkSlices) {
     uint32_t unit = has_tile ? weights.wait() : weights.ring;
     const int left = at.slices - done;
-    if (left >= kChunkSlices) {
+    if (kAreWhole || left >= kChunkSlices) {
 #pragma unroll kUnrolled
       for (int i = 0; i < kChunkSlices; i += kTogether) {
         if (!kResident && (kChunkSlices % kStageSlices == 0 ? i : done + i) % kStageSlices == 0) place = x.enter_stage();

@@ -9,13 +9,9 @@
 constexpr float kZero = (1 << WEIGHT_BITS - 1) / 8.0f;            // in units of the sums of x, which are 8 times too large
 constexpr float kHiFactor = WEIGHT_BITS == 8 ? 1.0f : 1 << WEIGHT_BITS;   // of hi's codes
 
-// out += scale * (acc - zero * sums of x), with minimums scale * acc - minimum * sums of x, over scale group `group` of a slice, for token tiles `from` .. from + COUNT / 4 - 1.
-template <int COUNT>
-DEVICE void add_group(Sums& out, const float (&acc)[COUNT], int from, uint32_t unit, uint32_t x, int group,
-                      const Lane& at) {
+// Scales of lo and hi in scale group `group` of a unit, and what the sums of x are multiplied by.
+DEVICE void load_scales(float2& scale, float2& zero, uint32_t unit, int group, const Lane& at) {
   const uint32_t scales = unit + kCodeBytes + group * kScaleBytes;
-  const uint32_t sums = x + kXSumOffset + (group * kTokens + (ROWS == 1 ? 0 : at.quarter * 2)) * 4;
-  float2 scale, zero;
   if (ZEROS) {
     const uint2 pairs = load_shared_words(scales + at.token * 8);
     const float2 lo = unpack2(pairs.x), hi = unpack2(pairs.y);
@@ -23,22 +19,45 @@ DEVICE void add_group(Sums& out, const float (&acc)[COUNT], int from, uint32_t u
   } else {
     scale = unpack2(load_shared_word(scales + at.token * 4)), zero = make_float2(-kZero, -kZero * kHiFactor);
   }
+}
+
+// out += scale * (sum - zero * sum of x), with minimums scale * sum - minimum * sum of x.
+DEVICE void add_scaled(float& out, float sum, float scale, float zero, float ones) {
+  out = ZEROS == 2 ? fmaf(zero, ones, fmaf(scale, sum, out)) : fmaf(scale, fmaf(zero, ones, sum), out);
+}
+
+// The same over scale group `group` of a slice, for token tiles `from` .. from + COUNT / 4 - 1.
+template <int COUNT>
+DEVICE void add_group(Sums& out, const float (&acc)[COUNT], int from, uint32_t unit, uint32_t x, int group,
+                      const Lane& at) {
+  const uint32_t sums = x + kXSumOffset + (group * kTokens + (ROWS == 1 ? 0 : at.quarter * 2)) * 4;
+  float2 scale, zero;
+  load_scales(scale, zero, unit, group, at);
 #pragma unroll
   for (int i = 0; i < COUNT / 4; i++) {
     float2 ones;
     if (ROWS == 1) ones.x = ones.y = load_shared_float(sums);
     else ones = load_shared2(sums + (from + i) * 32);
 #pragma unroll
-    for (int c = 0; c < 4; c++) {
-      if (ZEROS == 2) {
-        out[from + i][c] = fmaf(c < 2 ? scale.x : scale.y, acc[i * 4 + c], out[from + i][c]);
-        out[from + i][c] = fmaf(c < 2 ? zero.x : zero.y, c % 2 ? ones.y : ones.x, out[from + i][c]);
-        continue;
-      }
-      const float difference = fmaf(c < 2 ? zero.x : zero.y, c % 2 ? ones.y : ones.x, acc[i * 4 + c]);
-      out[from + i][c] = fmaf(c < 2 ? scale.x : scale.y, difference, out[from + i][c]);
-    }
+    for (int c = 0; c < 4; c++)
+      add_scaled(out[from + i][c], acc[i * 4 + c], c < 2 ? scale.x : scale.y, c < 2 ? zero.x : zero.y, c % 2 ? ones.y : ones.x);
   }
+}
+
+// What a group's sums of the one row's products with a tile are scaled by.
+struct RowGroup {
+  float2 scale, zero;   // lo, hi
+  float ones;           // x summed
+  RowGroup() = default;
+  DEVICE RowGroup(uint32_t unit, uint32_t x, int group, const Lane& at) {
+    load_scales(scale, zero, unit, group, at);
+    ones = load_shared_float(x + kXSumOffset + group * kTokens * 4);
+  }
+};
+
+DEVICE void add_row_group(Sums& out, float2 sum, const RowGroup& by) {
+  add_scaled(out[0][0], sum.x, by.scale.x, by.zero.x, by.ones);
+  add_scaled(out[0][2], sum.y, by.scale.y, by.zero.y, by.ones);
 }
 
 // The blocks of 32 k that scale group `group` lies in. Of a group of 16 half of the lanes hold the block's 8 k each, and those
@@ -183,12 +202,65 @@ UNROLLED_GROUPS
   }
 }
 
+// One row: out += S slices, as multiply_slices adds them. x of slice s is column s of operand B, so one load of x serves all S products,
+// each of which has its slice's sum in that column: of lane `quarter` s / 2. Lanes of quarter 0 hold the sums before and after; what
+// others hold means nothing.
+template <int S>
+DEVICE void multiply_row(Sums& out, uint32_t unit, uint32_t x, const Lane& at) {
+  static_assert(S == 1 || S == 2 || S == 4 || S == 8, "S slices fill eight columns evenly");
+  constexpr int kPairs = (S + 1) / 2, kOwn = S < 2 ? 1 : 2;   // slices whose sums one lane has
+  const uint32_t x_lane = x + at.token % S * kXSliceBytes + at.quarter * 16;
+  const int first = at.quarter % kPairs * kOwn;
+  float2 held[S][kUnitScales];   // lo, hi: several groups of a slice come before those of the next
+UNROLLED_GROUPS
+  for (int group = 0; group < kUnitScales; group++) {
+    float acc[S][4] = {};
+    uint4 words[S];
+#pragma unroll
+    for (int j = first_block(group); j < first_block(group) + kGroupBlocks; j++) {
+      const uint4 b = load_shared(x_lane + j * kXBlockBytes);
+#pragma unroll
+      for (int s = 0; s < S; s++)
+        if (j % kLoadBlocks == 0 || j == first_block(group))
+          words[s] = load_shared(unit + s * kUnitBytes + j / kLoadBlocks * 512 + at.lane * 16);
+#pragma unroll
+      for (int half = 0; half < 2; half++)
+#pragma unroll
+        for (int s = 0; s < S; s++) {
+          uint32_t a[4];
+          split_codes(a, &words[s].x, j % kLoadBlocks * 2 + half, group_mask(group, at));
+          mma(acc[s], a, {half ? b.z : b.x, half ? b.w : b.y});
+        }
+    }
+#pragma unroll
+    for (int s = 0; s < S; s++) held[s][group] = make_float2(acc[s][s % 2], acc[s][s % 2 + 2]);
+    if constexpr (S == 1) add_row_group(out, held[0][group], RowGroup(unit, x, group, at));
+  }
+  if constexpr (S > 1) {
+    RowGroup own[2][kUnitScales];
+#pragma unroll
+    for (int odd = 0; odd < 2; odd++)
+#pragma unroll
+      for (int group = 0; group < kUnitScales; group++)
+        own[odd][group] = RowGroup(unit + (first + odd) * kUnitBytes, x + (first + odd) * kXSliceBytes, group, at);
+#pragma unroll
+    for (int s = 0; s < S; s++) {
+#pragma unroll
+      for (int group = 0; group < kUnitScales; group++) add_row_group(out, held[s][group], own[s % 2][group]);
+      if (S > 2 && s % 2 == 1)
+        for (int c = 0; c < 4; c += 2) out[0][c] = __shfl_sync(0xFFFFFFFFu, out[0][c], at.lane & 28 | s / 2);
+    }
+  }
+}
+
 template <int S>
 DEVICE void multiply(Sums& out, uint32_t unit, uint32_t x, const Lane& at, bool has_tile) {
   if constexpr (WGMMA_PRODUCTS) {
     multiply_together<S>(out, unit, x, at);
   } else {
-    if (has_tile) multiply_slices<S>(out, unit, x, at);
+    if (!has_tile) return;
+    if constexpr (ROWS == 1) multiply_row<S>(out, unit, x, at);
+    else multiply_slices<S>(out, unit, x, at);
   }
 }
 

@@ -23,8 +23,10 @@ constexpr int kOwnTiles = (kWarps + RUNS - 1) / RUNS;              // that a blo
 constexpr int kPairs = CLUSTERS ? kOwnTiles * NT * 64 : KEPT_ROUNDS * kBlockTiles * 64;
 constexpr int kThreadPairs = SHARED_RUN && !CLUSTERS ? 2 : (kPairs + kThreads - 1) / kThreads;
 
-// Slices whose products a warp has under way at a time: the products of a slice are a chain.
-constexpr int kTogetherSlices = NT == 1 ? (kThreads > 512 || WEIGHT_BITS == 8 ? 2 : 4) : NT == 2 ? 2 : 1;
+// Slices whose products a warp has under way at a time: the products of a slice are a chain. One row's share a load of x, so that
+// eight pay where their codes leave registers for it.
+constexpr bool kJoinsEight = ROWS == 1 && WEIGHT_BITS == 2 && kThreads <= 512 && kRunSlices % 8 == 0;
+constexpr int kTogetherSlices = kJoinsEight ? 8 : NT == 1 ? (kThreads > 512 || WEIGHT_BITS == 8 ? 2 : 4) : NT == 2 ? 2 : 1;
 // A chunk is a copy: slices up to a multiple of 128 bytes, or of 64 where a ring would have one chunk in 8 bits only.
 constexpr int kCopyBytes = WEIGHT_BITS == 8 && (NT > 2 || kThreads > 512) ? 64 : 128;
 constexpr int kAlignedSlices = kUnitBytes % kCopyBytes == 0 ? 1 : kUnitBytes % (kCopyBytes / 2) == 0 ? 2 : 4;

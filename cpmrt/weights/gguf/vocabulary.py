@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from cpmrt.dtypes import Array
 from cpmrt.errors import CheckpointError, UnsupportedModelError, quoted
 from cpmrt.weights.files import parse_object
+from cpmrt.weights.gguf.cuts import likely_cuts
 from cpmrt.weights.gguf.header import Value
 from cpmrt.weights.gguf.word_patterns import word_splitter
 
@@ -207,9 +208,8 @@ def _merges_of_scores(vocabulary: Vocabulary, pieces: set[int], scores: Array) -
         )  # fmt: skip
     find, ranks = ids.get, (-scores.astype(np.float64)).tolist()
     pairs = [
-        (ranks[token_id], left, right)
-        for token, token_id in ids.items()
-        for cut in range(1, len(token))
+        (ranks[ids[token]], left, right)
+        for token, cut in likely_cuts(list(ids))
         if (left := find(token[:cut])) is not None and (right := find(token[cut:])) is not None
     ]
     merges = ((vocabulary.tokens[left], vocabulary.tokens[right]) for _, left, right in sorted(pairs))

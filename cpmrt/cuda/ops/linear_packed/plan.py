@@ -17,6 +17,8 @@ from cpmrt.cuda.ops.linear_packed.layout import LINE_BYTES, RUNS, SLICE_COLUMNS,
 from cpmrt.weights.ternary import TERNARY_BITS
 
 PREPARE_THREADS = 256
+SINGLE_ROW_SUMS = 64
+"""Bytes behind a slice of one row: its sums, and room so that two slices lie in different banks."""
 ROW_BUCKETS = (1, 8, 16, 32, 64)
 # Warps of a block at most: where eight share a tile; where each has a tile; on devices with little memory.
 _MOST_WARPS, _MOST_RUN_WARPS, _FEW_WARPS = 24, 20, 8
@@ -300,7 +302,8 @@ class _Memory:
 
 def _x_slice(layout: PackedLayout, rows: int) -> int:
     """Bytes of a slice of x, with its sums."""
-    return SLICE_COLUMNS * 2 * rows + max(16, SLICE_COLUMNS // layout.scale_group * rows * 4)
+    sums = SLICE_COLUMNS // layout.scale_group * rows * 4
+    return SLICE_COLUMNS * 2 * rows + (SINGLE_ROW_SUMS if rows == 1 else sums)
 
 
 def _stages(device: Device) -> int:
@@ -319,7 +322,8 @@ class _Ring:
         are_small = layout.bits == 8 and (rows > _LARGE_CHUNK_ROWS or warps > _LARGE_CHUNK_WARPS)
         copied = LINE_BYTES // 2 if are_small else LINE_BYTES
         aligned = next(slices for slices in (1, 2, 4) if slices * layout.unit_bytes % copied == 0)
-        together = 2 if rows == 16 or layout.bits == 8 else 4 if rows <= 8 else 1
+        joins_eight = rows == 1 and layout.bits == TERNARY_BITS and warps <= 16 and layout.run_slices % 8 == 0
+        together = 8 if joins_eight else 2 if rows == 16 or layout.bits == 8 else 4 if rows <= 8 else 1
         chunk_slices = min(max(aligned, together), layout.run_slices)
         level = warps * whole_lines(chunk_slices * layout.unit_bytes)
         slots = min(_MAX_SLOTS, rounds * ceil(layout.run_slices / chunk_slices))
