@@ -8,6 +8,7 @@
 // Numerics: scale, product and sum are rounded to float32 as in NumPy, the weight once more, to nearest.
 // Oracle: BlockType.values of cpmrt/weights/formats/blocks.py.
 // Source: original; formats as in ggml.
+// Why so: eight weights share a block and a scale, and are one store.
 #if !defined(FORMAT)
 #error "a constant is not defined"
 #endif
