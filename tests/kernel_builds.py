@@ -217,6 +217,7 @@ CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
         | {"FORMAT": row.number}
         for row in BLOCK_TYPES.values()
     ),
+    "linear_packed/unpack_blocks.cu": tuple({"FORMAT": row.number} for row in BLOCK_TYPES.values()),
     "attention/decode_attention.cu": (
         {"HEAD_DIM": 128, "GROUP": 16, "STAGES": 3, "PORTABLE": 0} | _PLAIN,
         {"HEAD_DIM": 128, "GROUP": 16, "STAGES": 3, "PORTABLE": 1} | _PLAIN,

@@ -28,6 +28,7 @@ __host__ __device__ constexpr BlockSizes block_sizes() {
 }
 constexpr BlockSizes kBlock = block_sizes();
 constexpr int kMiddle = kBlock.middle;
+constexpr bool kHasOffsets = FORMAT == 3 || FORMAT == 7 || FORMAT == 10 || FORMAT == 12 || FORMAT == 13;
 static_assert(kBlock.weights > 0, "FORMAT must be the number of a block type");
 
 using Bytes = const unsigned char*;

@@ -65,8 +65,10 @@ def test_matrices_in_16_bits_beside_others(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_a_request_alone_gives_the_same_tokens(tmp_path: Path) -> None:
-    path = write_pair(tmp_path, "llama", mixed).gguf
+@pytest.mark.parametrize("kind", ["mixed", "Q4_0", "Q4_K", "Q2_K", "Q3_K"])
+def test_a_request_alone_gives_the_same_tokens(tmp_path: Path, kind: str) -> None:
+    """A row alone takes a layer's products in one launch, if their weights are of one kind of 4 bits."""
+    path = write_pair(tmp_path, "llama", mixed if kind == "mixed" else lambda name: kind).gguf
     prompts = [LONG[start : start + length] for start, length in ((0, 5), (9, 64), (20, 65), (40, 140))]
     with LLM(path, executor="cuda", max_sequences=8, dtype="bfloat16", **SETTINGS) as llm:
         streams = [llm.stream(prompt, SAMPLED) for prompt in prompts]

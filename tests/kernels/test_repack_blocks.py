@@ -99,6 +99,33 @@ def test_every_block_type(cuda: Any, kind: BlockType, is_mixed: bool, dtype: DTy
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT16], ids=lambda dtype: dtype.label)
+@pytest.mark.parametrize("kind", TYPES, ids=lambda kind: kind.name)
+def test_every_block_type_in_16_bits(cuda: Any, kind: BlockType, dtype: DType) -> None:
+    rows, columns = random_rows(kind, 9, 1024, 1), 1024
+    found, flag = unpacked(cuda, kind, rows, columns, dtype)
+    np.testing.assert_array_equal(found, from_float32(kind.values(rows), dtype))
+    assert flag == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", [BLOCK_TYPES[name] for name in ("Q8_0", "Q4_K")], ids=lambda kind: kind.name)
+def test_a_weight_beyond_float16_is_flagged(cuda: Any, kind: BlockType) -> None:
+    rows = random_rows(kind, 9, 1024, 1)
+    rows[8, -kind.nbytes + kind.halves[0] :][:2] = np.float16([60000]).view(np.uint8)
+    assert unpacked(cuda, kind, rows, 1024, DType.FLOAT16)[1] == 1
+    assert unpacked(cuda, kind, rows, 1024, DType.BFLOAT16)[1] == 0
+
+
+def unpacked(cuda: Any, kind: BlockType, rows: Any, columns: int, dtype: DType) -> tuple[Any, int]:
+    """The words that the device makes of rows of blocks, and the fault word."""
+    out = cuda.array(np.full((len(rows), columns), np.nan, np.float32), dtype)
+    fault, count = cuda.array(np.zeros(1, np.uint32)), np.int64(len(rows) * columns // 8)
+    cuda.kernel("unpack_blocks", dtype, FORMAT=kind.number)(3, BLOCK, out, fault, cuda.array(rows), count)
+    return cuda.numpy(out), int(cuda.numpy(fault)[0])
+
+
+@pytest.mark.gpu
 def test_rows_of_heads_that_lie_in_pairs(cuda: Any) -> None:
     kind, counts, columns, head_dim = BLOCK_TYPES["Q4_K"], (256, 128, 128), 512, 64
     layout = replace(layout_of("qkv", (sum(counts), columns), 32, H200, head_dim=head_dim), zeros=MINIMUMS)

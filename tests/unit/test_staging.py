@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gguf_models import write_pair
 from reference.quantised_models import CASES, raw_tensors, write_quantised, write_safetensors
 
 from cpmrt.config import EngineConfig
@@ -21,6 +22,7 @@ from cpmrt.models.planning import weight_specs
 from cpmrt.tensor_spec import Packing, Quantization, Source, TensorSpec
 from cpmrt.weights.checkpoint import Checkpoint
 from cpmrt.weights.formats import format_of
+from cpmrt.weights.gguf.specs import without_blocks
 from cpmrt.weights.model_folder import ModelFolder
 from cpmrt.weights.quantised import check_values, read_codes, read_scales
 from cpmrt.weights.safetensors import FLOATS
@@ -149,3 +151,25 @@ def test_pieces_do_not_overlap_and_a_large_source_goes_alone() -> None:
         assert all(a.end_byte <= b.codes for a, b in zip(wave, wave[1:], strict=False))
         assert all(place % 256 == 0 for place in sum(places, ()))
     assert staging_bytes([]) == 0 == len(list(waves([], 0)))
+
+
+def test_blocks_that_become_16_bits_are_staged_some_rows_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(repack, "ROUNDED_BYTES", 40_000)
+    monkeypatch.setattr(repack, "LARGEST_STAGING_BYTES", 1 << 14)
+    folder = ModelFolder.open(write_pair(tmp_path, "llama", lambda name: "Q6_K").gguf)
+    with Checkpoint.open(folder.path) as checkpoint:
+        specs = without_blocks(weight_specs(folder.config, EngineConfig(), checkpoint), {"embed_tokens"})
+        embedding = next(spec for spec in specs if spec.name == "embed_tokens")
+        stored, found = checkpoint.view(embedding.sources[0].name), []
+        target = HostTarget(BASE + staging_bytes([embedding]), DType.BFLOAT16)
+        for wave in waves([embedding], staging_bytes([embedding])):
+            read_all([job for piece in wave for job in piece_reads(piece, checkpoint, BASE, target.dtype)], target)
+            for piece in wave:
+                assert piece.first_row == len(found)
+                place = BASE + piece.codes
+                rows = target.arena[place : place + piece.num_rows * piece.row_bytes].reshape(piece.num_rows, -1)
+                found += list(rows.copy())
+        np.testing.assert_array_equal(np.array(found), stored)
+    assert staging_bytes([embedding]) < stored.nbytes

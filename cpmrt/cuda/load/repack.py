@@ -39,6 +39,8 @@ ROUNDED_BYTES = 16 << 20
 _ITEM_BYTES = 2
 _BLOCK = 256
 _BLOCKS_PER_SM = 8
+_RUN = 8
+"""Weights that a thread of `UNPACK_BLOCKS` writes."""
 _REPACK, _REPACK_BLOCKS = "linear_packed/repack.cu", "linear_packed/repack_blocks.cu"
 REPACK_CODES, REPACK_SCALES = (
     KernelSpec(name, _REPACK, constants=RepackConstants, reason="loading: 4-bit weights")
@@ -48,6 +50,10 @@ REPACK_BLOCK_CODES, REPACK_BLOCK_SCALES = (
     KernelSpec(name, _REPACK_BLOCKS, constants=RepackConstants, reason="loading: blocks of GGUF files")
     for name in ("repack_block_codes", "repack_block_scales")
 )
+UNPACK_BLOCKS = KernelSpec(
+    "unpack_blocks", "linear_packed/unpack_blocks.cu", constants=("FORMAT",),
+    reason="loading: blocks of GGUF files to 16 bits",
+)  # fmt: skip
 ROUND = KernelSpec(
     "round_weights", "load/round_weights.cu", constants=("WEIGHT_BITS",), reason="loading: 16 bits to 2, 4 or 8"
 )
@@ -136,8 +142,15 @@ class Piece:
         return self.values + _aligned(rows_bytes)
 
 
+def is_unpacked(spec: TensorSpec) -> bool:
+    """Whether the device unpacks a weight to 16 bits: one in blocks of GGUF whose rows keep their order."""
+    in_blocks = all(source.packing and source.packing.row_bytes and not source.rows for source in spec.sources)
+    return spec.quant is None and in_blocks
+
+
 def waves(specs: Sequence[TensorSpec], nbytes: int) -> Iterator[list[Piece]]:
-    """Yield the sources of all `specs` with a `quant`, as many at a time as fit `nbytes` together."""
+    """Yield the sources of all `specs` that pass through the staging area, as many at a time as fit `nbytes` together.
+    """
     wave, end = list[Piece](), 0
     for piece in _pieces(specs):
         if wave and end + piece.end_byte > nbytes:
@@ -162,11 +175,12 @@ def staging_buffers(specs: Iterable[TensorSpec]) -> Iterator[BufferSpec]:
 
 
 def _pieces(specs: Iterable[TensorSpec]) -> Iterator[Piece]:
-    """Yield the pieces of all `specs` with a `quant`, each at the beginning of the staging area."""
+    """Yield the pieces of all `specs` with a `quant`, or unpacked, each at the beginning of the staging area."""
     for spec in specs:
-        for source, rows in spec.parts() if spec.quant else ():
+        for source, rows in spec.parts() if spec.quant or is_unpacked(spec) else ():
             num_rows, num_columns = source.shape
-            step = num_rows if source.packing else max(ROUNDED_BYTES // (_ITEM_BYTES * num_columns) // 64, 1) * 64
+            whole = source.packing is not None and spec.quant is not None
+            step = num_rows if whole else max(ROUNDED_BYTES // (_ITEM_BYTES * num_columns) // 64, 1) * 64
             for begin in range(0, num_rows, step):
                 yield Piece(spec, source, begin, min(begin + step, num_rows), rows.start + begin)
 
@@ -198,7 +212,8 @@ def piece_reads(piece: Piece, checkpoint: Checkpoint, staging: int, dtype: DType
         yield from reads_of(entries[source.name], staging + piece.values, dtype, elements)
         return
     if piece.row_bytes:
-        yield from reads_of(entries[source.name], staging + piece.codes, None)
+        rows = range(piece.begin * piece.row_bytes, piece.end * piece.row_bytes)
+        yield from reads_of(entries[source.name], staging + piece.codes, None, [rows])
         return
     row = format_of(source)
     yield from reads_of(entries[row.codes.of(source.name)], staging + piece.codes, None)
@@ -214,17 +229,20 @@ def repack_modules(specs: Iterable[TensorSpec], device: Device) -> list[Module]:
     """Return the modules that loading these weights launches, each once."""
     found: list[Module] = []
     for spec in specs:
-        for source in spec.sources if spec.quant else ():
-            layout, packing = packed_layout(spec, device), source.packing
-            used: list[Module]
-            if packing is not None and packing.row_bytes:
-                used = [(_REPACK_BLOCKS, macros_of(_block_constants(layout, packing)))]
-            else:
-                used = [(_REPACK, macros_of(_constants(layout, source)))]
-            if packing is None:
-                used.append((ROUND.file, {"WEIGHT_BITS": layout.bits}))
-            found += [module for module in used if module not in found]
+        for source in spec.sources:
+            found += [module for module in _modules(spec, source, device) if module not in found]
     return found
+
+
+def _modules(spec: TensorSpec, source: Source, device: Device) -> list[Module]:
+    packing = source.packing
+    if spec.quant is None:
+        return [_unpacking(packing)] if packing is not None and is_unpacked(spec) else []
+    layout = packed_layout(spec, device)
+    if packing is not None and packing.row_bytes:
+        return [(_REPACK_BLOCKS, macros_of(_block_constants(layout, packing)))]
+    rounding: list[Module] = [(ROUND.file, {"WEIGHT_BITS": layout.bits})] if packing is None else []
+    return [(_REPACK, macros_of(_constants(layout, source))), *rounding]
 
 
 def round_rows(piece: Piece, to: Destination, fault: np.uint64) -> None:
@@ -263,6 +281,19 @@ def repack_blocks(piece: Piece, to: Destination, fault: np.uint64) -> None:
     grid = _grid(to)
     to.launch(REPACK_BLOCK_CODES, constants, grid, _BLOCK, packed, blocks, *map(np.int32, counts))
     to.launch(REPACK_BLOCK_SCALES, constants, grid, _BLOCK, packed, fault, blocks, *map(np.int32, counts))
+
+
+def unpack_blocks(piece: Piece, to: Destination, fault: np.uint64) -> None:
+    """Write staged blocks as 16-bit weights; sets the word at address `fault` where one is beyond float16."""
+    assert piece.source.packing is not None, piece.source.name
+    constants, row_bytes = _unpacking(piece.source.packing)[1], piece.num_columns * _ITEM_BYTES
+    out, blocks = to.address(piece.spec.name, piece.first_row * row_bytes), to.address(STAGING, piece.codes)
+    count = np.int64(piece.num_rows * piece.num_columns // _RUN)
+    to.launch(UNPACK_BLOCKS, constants, _grid(to), _BLOCK, out, fault, blocks, count)
+
+
+def _unpacking(packing: Packing) -> Module:
+    return UNPACK_BLOCKS.file, {"FORMAT": BLOCK_TYPES[packing.format].number}
 
 
 def _grid(to: Destination) -> int:

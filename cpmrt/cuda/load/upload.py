@@ -20,6 +20,7 @@ from cpmrt.dtypes import Array, DType
 from cpmrt.errors import CheckpointError, quoted
 from cpmrt.memory.plan import Region
 from cpmrt.tensor_spec import Source, TensorSpec
+from cpmrt.weights.block_rows import check_scales
 from cpmrt.weights.checkpoint import Checkpoint
 from cpmrt.weights.formats import format_of
 from cpmrt.weights.pack import pack_blocks
@@ -39,16 +40,18 @@ _FIXES = {_BEYOND: "use dtype bfloat16", NOT_TERNARY: KEEP_16_BITS}
 
 
 def load_checkpoint(specs: Sequence[TensorSpec], checkpoint: Checkpoint, to: Destination) -> None:
-    """Fill the regions of `specs`, those with a `quant` by way of the region STAGING, and wait.
+    """Fill the regions of `specs`, those with a `quant` or in blocks of GGUF by way of the region STAGING, and wait.
 
     Page-locks up to 64 MiB meanwhile. Raises CheckpointError if a file cannot be read to its end or a value is not
     finite or beyond the range of float16, MemoryPlanError if the host cannot page-lock the ring.
     """
     held = [spec for spec in specs if spec.quant is not None]
-    dequantised = [spec for spec in specs if spec.quant is None and any(source.packing for source in spec.sources)]
-    plain = [spec for spec in specs if spec.quant is None and spec not in dequantised]
+    unpacked = [spec for spec in specs if repack.is_unpacked(spec)]
+    packed = [spec for spec in specs if any(source.packing for source in spec.sources)]
+    dequantised = [spec for spec in packed if spec.quant is None and spec not in unpacked]
+    plain = [spec for spec in specs if spec.quant is None and spec not in packed]
     jobs = plan_reads(plain, checkpoint, to.regions, to.dtype)
-    staged = _staged(held, checkpoint, to) if held else []
+    staged = _staged([*unpacked, *held], checkpoint, to) if unpacked or held else []
     everything = [*jobs, *(job for _, wave_jobs in staged for job in wave_jobs)]
     faults = {
         (_odd(spec, source), source.name): checkpoint.folder
@@ -56,16 +59,17 @@ def load_checkpoint(specs: Sequence[TensorSpec], checkpoint: Checkpoint, to: Des
         for source in spec.sources
         if source.packing is None or source.packing.row_bytes
     }
+    faults |= {(_BEYOND, source.name): checkpoint.folder for spec in unpacked for source in spec.sources}
     with Upload(to, everything, faults) as upload, ThreadPoolExecutor(1) as pool:
-        checks = pool.submit(_check, [*held, *dequantised], checkpoint, to.dtype)
+        checks = pool.submit(_check, [*held, *dequantised, *unpacked], checkpoint, to.dtype)
         read_all(jobs, upload, drop_page_cache=to.device.is_unified)
         for spec in dequantised:
             offset = to.regions[spec.name].offset
             for block in pack_blocks(spec, checkpoint, to.dtype):
                 upload.put(offset, block)
                 offset += block.nbytes
-        if held:
-            _prepare(held, checkpoint, upload, to)
+        if staged:
+            _prepare([*unpacked, *held], checkpoint, upload, to)
         for wave, wave_jobs in staged:
             read_all(wave_jobs, upload, drop_page_cache=to.device.is_unified)
             for piece in wave:
@@ -77,7 +81,7 @@ def load_checkpoint(specs: Sequence[TensorSpec], checkpoint: Checkpoint, to: Des
 def _staged(
     specs: Sequence[TensorSpec], checkpoint: Checkpoint, to: Destination
 ) -> list[tuple[list[Piece], list[ReadJob]]]:
-    """Return the waves of quantised weights, each with its reads."""
+    """Return the waves of weights that pass through the staging area, each with its reads."""
     staging, found = to.regions[STAGING], []
     for wave in repack.waves(specs, staging.nbytes):
         jobs = (job for piece in wave for job in repack.piece_reads(piece, checkpoint, staging.offset, to.dtype))
@@ -89,7 +93,8 @@ def _prepare(specs: Sequence[TensorSpec], checkpoint: Checkpoint, upload: Upload
     """Compile what repacks, clear the packed weights (no source fills their padding), bring the orders of columns."""
     to.launch.modules.compile(repack.repack_modules(specs, to.device))
     for spec in specs:
-        upload.clear(to.regions[f"{spec.name}.codes"])
+        if spec.quant:
+            upload.clear(to.regions[f"{spec.name}.codes"])
     for spec in specs:
         if spec.quant and spec.quant.permuted:
             order = read_order(spec.sources[0], checkpoint)  # the same in all sources
@@ -100,6 +105,9 @@ def _prepare(specs: Sequence[TensorSpec], checkpoint: Checkpoint, upload: Upload
 def _repack(piece: Piece, checkpoint: Checkpoint, upload: Upload, to: Destination) -> None:
     """Launch what brings a staged piece into its packed weight."""
     source, stored = piece.source, to.dtype
+    if piece.spec.quant is None:
+        repack.unpack_blocks(piece, to, upload.fault(_BEYOND, source.name))
+        return
     if piece.row_bytes:
         repack.repack_blocks(piece, to, upload.fault(_SCALES, source.name))
         return
@@ -125,6 +133,8 @@ def _check(specs: Sequence[TensorSpec], checkpoint: Checkpoint, dtype: DType) ->
         for source in spec.sources:
             if source.packing is not None and not source.packing.row_bytes:
                 check_values(source, checkpoint, dtype)
+            elif spec.quant is None and repack.is_unpacked(spec):
+                check_scales(source, checkpoint)
 
 
 class Upload:
