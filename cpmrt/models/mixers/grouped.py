@@ -75,14 +75,14 @@ def tensors(layer: LayerConfig, model: ModelConfig, names: Names) -> Iterator[Te
 def caches(mixer: GroupedAttention, kv_dtype: str) -> tuple[CacheSpec, ...]:
     """Return the pages of keys and values [K, 64, D], in fp8 with a scale for each head, and the compressed keys.
 
-    Beside fp8 pages the nodes of a draft tree have rows [K, D] and scales [K] of their own until they are accepted.
+    Beside fp8 pages the nodes of a draft tree have codes [K, D] and scales [K] of their own until they are accepted.
     """
     shape = (mixer.num_kv_heads, PAGE_SIZE, mixer.head_dim)
     if kv_dtype == FP8:
         kept: dict[str, Any] = {"scope": "chain", "on_accept": "encode"}
         found = [CacheSpec(f"{part}_codes", shape, np.uint8, on_accept="encode") for part in "kv"]
         found += [CacheSpec(f"{part}_scales", shape[:1], np.float32, on_accept="encode") for part in "kv"]
-        found += [CacheSpec(f"{part}_nodes", (mixer.num_kv_heads, mixer.head_dim), **kept) for part in "kv"]
+        found += [CacheSpec(f"{part}_nodes", (mixer.num_kv_heads, mixer.head_dim), np.uint8, **kept) for part in "kv"]
         found += [CacheSpec(f"{part}_node_scales", shape[:1], np.float32, **kept) for part in "kv"]
     else:
         found = [CacheSpec(f"{part}_pages", shape) for part in "kv"]
