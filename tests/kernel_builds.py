@@ -221,6 +221,12 @@ CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
         {"HEAD_DIM": 128, "GROUP": 16, "STAGES": 3, "PORTABLE": 0} | _PLAIN | {"FP8": 1, "SELECTED": 1},
         {"HEAD_DIM": 96, "GROUP": 20, "STAGES": 3, "PORTABLE": 0} | _PLAIN | {"FP8": 1},
         {"HEAD_DIM": 64, "GROUP": 8, "STAGES": 3, "PORTABLE": 0} | _PLAIN | {"FP8": 1},
+        {"HEAD_DIM": 128, "GROUP": 16, "STAGES": 3, "PORTABLE": 0} | _PLAIN | {"FP8": 1, "TREE": 1},
+        {"HEAD_DIM": 128, "GROUP": 16, "STAGES": 2, "PORTABLE": 1} | _PLAIN | {"FP8": 1, "TREE": 1},
+        {"HEAD_DIM": 96, "GROUP": 20, "STAGES": 3, "PORTABLE": 0} | _PLAIN | {"FP8": 1, "TREE": 1},
+        {"HEAD_DIM": 64, "GROUP": 8, "STAGES": 3, "PORTABLE": 1} | _PLAIN | {"FP8": 1, "TREE": 1},
+        {"HEAD_DIM": 128, "GROUP": 16, "STAGES": 3, "PORTABLE": 0} | _PLAIN | {"FP8": 1, "TREE": 1, "SELECTED": 1},
+        {"HEAD_DIM": 64, "GROUP": 1, "STAGES": 2, "PORTABLE": 1} | _PLAIN | {"FP8": 1, "TREE": 1, "SELECTED": 1},
     ),
     "attention/tree_attention.cu": (
         {"HEAD_DIM": 128, "GROUP": 16} | _TREE,

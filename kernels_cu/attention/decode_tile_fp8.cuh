@@ -45,6 +45,7 @@ constexpr float kOutputUnit = 1.0f / (kWeightUnit * kCodeUnit);
 struct PageScales {
   const float *k_scales, *v_scales;  // of page 0
   int stride;
+  const float *k_node_scales, *v_node_scales;  // of node 0, with TREE only
   int step;  // that is attended to
   float next_k[kAtOnce], next_v[kAtOnce], k[kAtOnce], v[kAtOnce];
 
@@ -53,6 +54,11 @@ struct PageScales {
     if (page_id < 0) return;
     next_k[i] = __ldcg(k_scales + static_cast<int64_t>(page_id) * stride);
     next_v[i] = __ldcg(v_scales + static_cast<int64_t>(page_id) * stride);
+  }
+  // `node`: its number times the stride.
+  DEVICE void load_node(int i, int64_t node) {
+    next_k[i] = __ldcg(k_node_scales + node);
+    next_v[i] = __ldcg(v_node_scales + node);
   }
   DEVICE void attend() {
     if (step % 32 != 0) return;
