@@ -252,7 +252,11 @@ CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
         {"HEAD_DIM": 96, "GROUP": 5, "TREE": 1},
         {"HEAD_DIM": 64, "GROUP": 8, "TREE": 0},
         {"HEAD_DIM": 64, "GROUP": 1, "TREE": 1},
+        {"HEAD_DIM": 128, "GROUP": 16, "TREE": 1, "FP8": 1},
+        {"HEAD_DIM": 96, "GROUP": 20, "TREE": 1, "FP8": 1},
+        {"HEAD_DIM": 64, "GROUP": 8, "TREE": 1, "FP8": 1},
     ),
+    "attention/accept_nodes.cu": tuple({"HEAD_DIM": size} for size in (128, 96, 64)),
     "attention/score_chunk.cu": tuple({"HEAD_DIM": size, "GROUP": 16} for size in (128, 96, 64)),
     "attention/prefill_attention.cu": (
         {"HEAD_DIM": 128, "GROUP": 16, "WINDOW": 0},
@@ -322,7 +326,9 @@ CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
     "rows/norm.cu": ({"HIDDEN": 4096}, {"HIDDEN": 64}, {"HIDDEN": 8192}),
     "rows/join.cu": ({"A_COLUMNS": 4096, "B_COLUMNS": 4096}, {"A_COLUMNS": 1024, "B_COLUMNS": 12288}),
     "attention/rope_append.cu": tuple({"HEAD_DIM": size, "FP8": fp8} for fp8 in (0, 1) for size in (128, 96, 64))
-    + tuple({"HEAD_DIM": 128, "FP8": fp8, "NO_ROPE": 1} for fp8 in (0, 1)),
+    + tuple({"HEAD_DIM": 128, "FP8": fp8, "NO_ROPE": 1} for fp8 in (0, 1))
+    + tuple({"HEAD_DIM": size, "FP8": 1, "TREE": 1} for size in (128, 96, 64))
+    + ({"HEAD_DIM": 128, "FP8": 1, "TREE": 1, "NO_ROPE": 1},),
     "mixers/lightning_decode.cu": (
         {"HEAD_DIM": 128, "CHAIN": 1},
         {"HEAD_DIM": 128, "CHAIN": 0},

@@ -101,7 +101,8 @@ def accept_nodes(pages: Fp8Pages, block_table: Array, base: int, path: Sequence[
 
 def values_of_nodes(pages: Fp8Pages, path: Sequence[int]) -> F32:
     """Return what nodes stand for as float32: [number of nodes, K, D]."""
-    return e4m3_values(pages.nodes[path]) * pages.node_scales[path][..., None]
+    scales: F32 = pages.node_scales[path]
+    return e4m3_values(pages.nodes[path]) * scales[..., None]
 
 
 def path_of(mask: int) -> list[int]:

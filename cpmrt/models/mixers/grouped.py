@@ -116,20 +116,24 @@ def tables(mixer: GroupedAttention, model: ModelConfig, max_context: int, limit:
     yield Table(spec, lambda: rope_pieces(model, mixer.head_dim, max_context, limit))
 
 
-def bind(layer: LayerConfig, weights: Weights, caches: Mapping[str, Any]) -> BoundAttention:
-    """Return weights and pages as `run` takes them."""
-    mixer, norm = _attention(layer), None if layer.reads_joined else weights["attention_norm"]
-    qkv = QkvWeights(norm, weights["qkv"], weights["qkv_bias"], weights["q_norm"], weights["k_norm"])
+def kv_pages(caches: Mapping[str, Any]) -> KVPages:
+    """Return the pages of one layer, or of all layers together, out of their arrays by the names of caches."""
     if "k_codes" in caches:
         parts = ("codes", "scales", "nodes", "node_scales")
         k, v = (Fp8Pages(*(caches.get(f"{name}_{part}") for part in parts)) for name in "kv")
     else:
         k, v = caches["k_pages"], caches["v_pages"]
     compressed = None
-    if mixer.sparse is not None:
+    if "k1_pages" in caches:
         compressed = CompressedKeys(caches["k1_pages"], caches["k2_pages"], caches.get("nope_pages"))
-    pages = KVPages(k, v, compressed)
-    return BoundAttention(qkv, weights["output_gate"], weights["output"], weights["output_bias"], pages)
+    return KVPages(k, v, compressed)
+
+
+def bind(layer: LayerConfig, weights: Weights, caches: Mapping[str, Any]) -> BoundAttention:
+    """Return weights and pages as `run` takes them."""
+    norm = None if layer.reads_joined else weights["attention_norm"]
+    qkv = QkvWeights(norm, weights["qkv"], weights["qkv_bias"], weights["q_norm"], weights["k_norm"])
+    return BoundAttention(qkv, weights["output_gate"], weights["output"], weights["output_bias"], kv_pages(caches))
 
 
 def run(step: Pass, layer: LayerConfig, bound: BoundAttention) -> None:

@@ -17,7 +17,7 @@ from cpmrt.cuda.build.spec import KernelSpec
 from cpmrt.cuda.driver.array import DeviceArray
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.ops.attention import QUERY_TILE, HeadConstants, Operands
-from cpmrt.cuda.ops.kv import codes_of, scales_of
+from cpmrt.cuda.ops.kv import codes_of, nodes_of, scales_of
 from cpmrt.executor import MAX_ROWS
 from cpmrt.memory.caches import PAGE_SIZE, pages_for
 from cpmrt.models.layers import EMBED, HEAD
@@ -174,5 +174,6 @@ def attend_rows(
         one.kernel, one.constants, one.grid, one.threads,
         given.out, scratch.partials, scratch.arrivals, given.q, codes_of(kv.k), codes_of(kv.v), rows.positions,
         rows.slots, rows.block_tables, rows.tree_masks, rows.tree_base, *map(np.int32, one.sizes), *given.sizes,
-        *chosen, *scales_of(kv.k, kv.v), smem=one.shared_bytes, prefers_shared=prefers_shared,
+        *chosen, *scales_of(kv.k, kv.v), *(nodes_of(kv.k, kv.v) if rows.tree_masks is not None else ()),
+        smem=one.shared_bytes, prefers_shared=prefers_shared,
     )  # fmt: skip
