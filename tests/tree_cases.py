@@ -10,6 +10,8 @@ from attention_cases import AttentionDevice, Case, assert_close, make_case, orac
 
 from cpmrt.dtypes import DType
 from cpmrt.memory.caches import PAGE_SIZE
+from cpmrt.ops import Fp8Pages, Rows
+from cpmrt.reference.fp8_pages import path_of, store, store_nodes
 
 Tree = tuple[int, list[int]]
 """The base, and the mask of each node."""
@@ -40,11 +42,42 @@ def make_trees(dtype: DType, group: int, kv_heads: int, head_dim: int, trees: li
     return replace(plain, slots=np.array(slots, np.int32), **columns), plain
 
 
+def make_fp8_tree(
+    dtype: DType, group: int, kv_heads: int, head_dim: int, tree: Tree, nodes_of_array: int = 64
+) -> tuple[Case, Case]:
+    """The same with keys and values in fp8, of tokens of very different sizes; what nobody stored is NaN."""
+    base, masks = tree
+    rng = np.random.default_rng(base)
+    case = make_case(dtype, group, kv_heads, head_dim, [base + 64, *(base + mask.bit_count() for mask in masks)])
+    plain = case.take(list(range(1, len(masks) + 1)))
+    columns = {"tree_masks": np.array(masks, np.uint64), "tree_base": np.full(len(masks), base, np.int32)}
+    rows = Rows(
+        np.zeros(len(masks), np.int32), plain.positions, np.zeros(len(masks), np.int32), case.block_tables, False, None,
+        **columns,
+    )  # fmt: skip
+    parts = []
+    for pages in (case.k_pages, case.v_pages):
+        scales, node_scales = (np.full((count, kv_heads), np.nan, np.float32) for count in (len(pages), nodes_of_array))
+        nodes = np.full((nodes_of_array, kv_heads, head_dim), 0x7F, np.uint8)
+        part = Fp8Pages(np.full(pages.shape, 0x7F, np.uint8), scales, nodes, node_scales)
+        heads = rng.standard_normal((base + len(masks), kv_heads, head_dim), np.float32)
+        heads *= 2.0 ** rng.integers(-3, 3, (len(heads), 1, 1)).astype(np.float32)
+        for slot, path in enumerate([[], *(path_of(mask) for mask in masks)]):
+            places = np.arange(base + len(path))
+            store(part, case.block_tables[slot, places // PAGE_SIZE], places % PAGE_SIZE,
+                  np.concatenate([heads[:base], heads[base:][path]]))  # fmt: skip
+        store_nodes(part, rows, heads[base:])
+        parts.append(part)
+    plain = replace(plain, k_pages=parts[0], v_pages=parts[1])
+    return replace(plain, slots=rows.slots, **columns), plain
+
+
 def assert_same_bits(
-    cuda: Any, tree: Case, plain: Case, *, portable: bool = False, window: int = 0, counts: tuple[int, ...] = ()
-) -> None:
+    cuda: Any, tree: Case, plain: Case, *, portable: bool = False, window: int = 0, counts: tuple[int, ...] = (),
+    sms: int = 132,
+) -> None:  # fmt: skip
     """Of all rows together, and of the first few."""
-    launcher = AttentionDevice(cuda, tree, portable=portable)
+    launcher = AttentionDevice(cuda, tree, portable=portable, sms=sms)
     expected = launcher.run(plain, window=window)
     assert_close(expected, oracle(plain, window), plain.dtype)
     for count in (len(tree.q), *counts):
