@@ -96,8 +96,9 @@ extern "C" __global__ void __launch_bounds__(HEAD_DIM / 2)
   }
 }
 
-// The windows that end within the path that a speculative step accepted, in every layer, once its keys have moved.
-extern "C" __global__ void __launch_bounds__(HEAD_DIM / 2)
+// The windows that end within the path that a speculative step accepted, in every layer, once its keys have moved. Of blocks
+// on a multiprocessor ptxas would like so many that it spills.
+extern "C" __global__ void __launch_bounds__(HEAD_DIM / 2, 8)
     KERNEL(compress_path)(scalar_t* k1_pages, scalar_t* k2_pages, const page_t* k_pages, const DraftTree* tree,
                           const int32_t* block_tables, int num_pages, int num_kv_heads, int pages_per_sequence
 #if FP8
@@ -116,9 +117,9 @@ extern "C" __global__ void __launch_bounds__(HEAD_DIM / 2)
   const int end = (root / stride + 1 + window) * stride - 1;
   if (end >= past) return;
   const int layer = blockIdx.x / num_kv_heads, kv_head = blockIdx.x % num_kv_heads;
-  const int64_t rows = static_cast<int64_t>(layer) * num_pages * num_kv_heads * HEAD_DIM;  // a row a page and head
+  const int64_t heads = static_cast<int64_t>(layer) * num_pages * num_kv_heads, rows = heads * HEAD_DIM;
   const int32_t* table = block_tables + static_cast<int64_t>(slot) * pages_per_sequence;
-  const Keys keys(k_pages + rows * kPageTokens, table, num_kv_heads, kv_head, k_scales + rows / HEAD_DIM);
+  const Keys keys(k_pages + rows * kPageTokens, table, num_kv_heads, kv_head, k_scales + heads);
   if (is_coarse) {
     compress<kCoarse>(k2_pages + rows, keys, num_kv_heads, kv_head, end);
   } else {
