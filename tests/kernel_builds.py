@@ -15,7 +15,7 @@ _PORTABLE_LINEAR = {"HALF_TILE": 0, "CLUSTER": 1, "NORM": 1, "SMEM_BYTES": 98304
 _NO_NORM = {"NORM": 0}
 _FATRELU = {"FATRELU": 0x3C23D70A}  # 0.01 as the bits of a float
 _PLAIN = {"TREE": 0, "WINDOW": 0, "SELECTED": 0, "FP8": 0}
-_TREE = {"STAGES": 3, "ROW_TILES": 2, "CLUSTER": 8, "WINDOW": 0}
+_TREE = {"STAGES": 3, "ROW_TILES": 2, "CLUSTER": 8, "WINDOW": 0, "FP8": 0}
 _PACKED = {
     **{"SCALE_GROUP": 128, "ZEROS": 0, "WEIGHT_BITS": 4, "NORM": 1, "WARPGROUPS": 0, "STAGE_SLICES": 0, "STAGES": 4},
     **{"EARLY_SLOTS": 1, "CLUSTERS": 0, "RECEIVED_APART": 0, "FEEDS": 0, "TRIGGER": 0, "KEPT_ROUNDS": 1},
@@ -236,6 +236,12 @@ CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
         {"HEAD_DIM": 64, "GROUP": 8} | _TREE,
         {"HEAD_DIM": 64, "GROUP": 1} | _TREE | {"CLUSTER": 4, "WINDOW": 1000},
         {"HEAD_DIM": 96, "GROUP": 20} | _TREE | {"CLUSTER": 2, "WINDOW": 512},
+        {"HEAD_DIM": 128, "GROUP": 16} | _TREE | {"FP8": 1},
+        # Not three tiles with codes: 20 registers are spilled.
+        {"HEAD_DIM": 128, "GROUP": 16} | _TREE | {"FP8": 1, "CLUSTER": 2},
+        {"HEAD_DIM": 128, "GROUP": 4} | _TREE | {"FP8": 1},
+        {"HEAD_DIM": 64, "GROUP": 8} | _TREE | {"FP8": 1},
+        {"HEAD_DIM": 96, "GROUP": 20} | _TREE | {"FP8": 1, "CLUSTER": 4},
     ),
     "attention/selected_attention.cu": (
         {"HEAD_DIM": 128, "GROUP": 16, "STAGES": 3, "TREE": 0},

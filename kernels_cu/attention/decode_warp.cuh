@@ -1,55 +1,9 @@
 // One warp of decode_attention: where the keys of a row lie, and a warp's 16 keys of each page through its own ring.
 #pragma once
-#include "decode_cut.cuh"
+#include "page_tiles.cuh"
 
-// Pages, and what a warp does with tiles of them: 16 keys, 16 values.
-#if FP8
-#include "decode_tile_fp8.cuh"
-typedef uint8_t page_t;
-
-DEVICE int copied_place(int row, int chunk) { return swizzled_codes(row, chunk); }
-#else
-#include "decode_tile.cuh"
-typedef scalar_t page_t;
-constexpr int kTileBytes = kKeys * kRowBytes;
-constexpr int kAtOnce = 1;  // pages
-
-// Keys and values are what they are.
-struct PageScales {
-  DEVICE void load(int, int) {}
-  DEVICE void load_node(int, int64_t) {}
-  DEVICE void attend() {}
-  DEVICE float of_keys(int) const { return 1.0f; }
-  DEVICE float of_values(int) const { return 1.0f; }
-  DEVICE void next() {}
-};
-
-DEVICE int copied_place(int row, int chunk) { return swizzled(row, chunk); }
-
-DEVICE void load_query(WarpState& state, uint32_t tile) {
-  const int lane = threadIdx.x & 31;
-#pragma unroll
-  for (int step = 0; step < kDimSteps; ++step) {
-    ldmatrix_x4(state.q[step], tile + swizzled(lane_row_a(lane), 2 * step + lane_chunk_a(lane)));
-  }
-}
-
-DEVICE void score_keys(float (&scores)[2][4], const WarpState& state, uint32_t k_tile, float) {
-  score_tile(scores, state, TileRow(k_tile, lane_row_b(threadIdx.x & 31)));
-}
-
-DEVICE void softmax_at_once(float (&scores)[1][2][4], WarpState& state, float factor) {
-  softmax_tile(scores[0], state, factor);
-}
-
-DEVICE void accumulate_values(WarpState& state, const float (&weights)[2][4], uint32_t v_tile, float) {
-  accumulate_tile(state, weights, TileRow(v_tile, lane_row_a(threadIdx.x & 31)));
-}
-#endif
 constexpr int kHalfPlace = kAtOnce * kTileBytes;  // keys, then values, of the pages that are taken at once
 constexpr int kStageBytes = 2 * kHalfPlace;
-constexpr int kCopiedChunks = HEAD_DIM * sizeof(page_t) / 16;  // of a row in a page
-constexpr int kChunkElements = 16 / sizeof(page_t);
 constexpr int kAllKeys = 0x7FFFFFFF;
 
 struct PathNode {

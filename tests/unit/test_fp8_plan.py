@@ -77,7 +77,7 @@ def test_blocks_find_room_together(arch, portable):
     assert one.shared_bytes <= device.shared_bytes_per_block and resident >= (2 if arch >= 90 and arch != 120 else 1)
     assert wide.num_splits == narrow.num_splits and wide.launch(1, wide.constants).shared_bytes == one.shared_bytes
     assert blocks <= resident * device.num_sms
-    assert narrow.constants.fp8 and not narrow.has_own_kernels
+    assert narrow.constants.fp8 and not narrow.has_selected_kernel
 
 
 @pytest.mark.parametrize("arch", ["sm_87", "sm_90"])
