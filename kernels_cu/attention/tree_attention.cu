@@ -18,7 +18,8 @@
 // num_rows       T, at most 64; num_splits: into how many runs a long row's pages are cut, a multiple of 8
 // constants      HEAD_DIM: elements of a head: 64, 96 or 128. GROUP: query heads of a KV head. STAGES: depth of the
 //                ring in pages, at least 2. ROW_TILES: tiles of 16 query rows of a block. CLUSTER: blocks that share
-//                eight runs: 2, 4 or 8. WINDOW: how many of a row's last keys it sees, 0 for all. FP8: 1 reads codes
+//                eight runs: 2, 4 or 8. WINDOW: how many of a row's last keys it sees, 0 for all. FP8: if it is
+//                defined, 1: reads codes
 // grid           (CLUSTER, units, n): n clusters of each unit take turns with groups of rows and their clusters of runs;
 //                block 128 * ROW_TILES in clusters of CLUSTER along x; shared memory (STAGES * 128 + max(128 + 16 *
 //                ROW_TILES, 96 * ROW_TILES)) * D * 2 + ROW_TILES * (16 * D * 32 / CLUSTER + 512) bytes
@@ -36,10 +37,13 @@
 //                slice twice. A block takes 8 / CLUSTER runs: small clusters where many groups would otherwise wait for
 //                a turn. In an accumulator a lane holds the same elements in all four slices, which exchange them so
 #if !defined(HEAD_DIM) || !defined(GROUP) || !defined(STAGES) || !defined(ROW_TILES) || !defined(CLUSTER) || \
-    !defined(WINDOW) || !defined(FP8)
+    !defined(WINDOW)
 #error "a constant is not defined"
 #endif
 static_assert(STAGES >= 2, "the page before may still be read when one is loaded");
+#ifdef FP8
+static_assert(ROW_TILES == 2, "three tiles of rows over codes spill registers");
+#endif
 
 #include "tree_merge.cuh"
 

@@ -49,6 +49,7 @@ def test_rows_over_fp8_pages_have_two_tiles() -> None:
     assert [launch.kernel.name for launch in chosen] == ["decode_attention"] + ["tree_attention"] * 4
     assert [blocks(launch) for launch in chosen[1:]] == [(2, 4), (2, 4), (2, 2), (2, 2)]
     assert all(macros_of(launch.constants)["FP8"] == 1 for launch in chosen)
+    assert "FP8" not in macros_of(step_launch(plan(32, 2, 128), 64, is_tree=True).constants)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ class TreeConstants(HeadConstants):
     row_tiles: int
     cluster: int
     window: int
-    fp8: bool = False
+    fp8: bool | None = None
 
 
 TREE_ATTENTION = KernelSpec(
@@ -52,7 +52,7 @@ def tree_launch(plan: DecodePlan, rows: int, window: int) -> AttentionLaunch:
     received = plan.cluster * (QUERY_TILE * head_dim * 4 // cluster + QUERY_TILE * 4)
     return AttentionLaunch(
         kernel=TREE_ATTENTION,
-        constants=TreeConstants(head_dim, group, stages, row_tiles, cluster, window, plan.constants.fp8),
+        constants=TreeConstants(head_dim, group, stages, row_tiles, cluster, window, plan.constants.fp8 or None),
         grid=(cluster, plan.units, max(groups, most)),
         threads=row_tiles * 128,
         shared_bytes=stages * page + max(page + row_tiles * query, row_tiles * exchange) + row_tiles * received,
