@@ -101,8 +101,9 @@ DEVICE void rotate(Halves& h, const float* cos_row, const float* sin_row) {
 #pragma unroll
   for (int i = 0; i < 8; i++) {
     const float a = h.first[i], b = h.second[i];
-    h.first[i] = a * cosine[i] - b * sine[i];
-    h.second[i] = b * cosine[i] + a * sine[i];
+    // Said in full: a node has the bits of the plain row, which another build stores.
+    h.first[i] = __fmaf_rn(a, cosine[i], -__fmul_rn(b, sine[i]));
+    h.second[i] = __fmaf_rn(a, sine[i], __fmul_rn(b, cosine[i]));
   }
 }
 

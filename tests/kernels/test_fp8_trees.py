@@ -43,7 +43,8 @@ def test_nodes_are_stored_as_plain_rows_of_their_path_would_be(
     masks = random_tree(rng, count, keep=0.2)
     store = Store(cuda, dtype, head_dim)
     before = list(range(base))
-    store.append(before, before, [1] * base)
+    if before:
+        store.append(before, before, [1] * base)
     pages = store.pages()
     queries, nodes = store.append_tree(list(range(base, base + count)), masks, slot=1, base=base)
     for part, kept in zip(store.pages(), pages, strict=True):
