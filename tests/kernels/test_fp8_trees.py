@@ -76,22 +76,22 @@ def test_bases_around_page_edges(
     assert_same_bits(cuda, tree, plain, portable=portable, counts=(1, 5))
 
 
-@pytest.mark.parametrize(("group", "head_dim"), [(16, 128), (8, 64), (5, 96), (20, 128)])
-@pytest.mark.parametrize("base", [0, 63, 510, 1020, 2044])
+@pytest.mark.parametrize(("group", "head_dim"), [(16, 128), (8, 64), (5, 96)])
+@pytest.mark.parametrize("base", [63, 510, 1020, 2044])
 def test_trees_of_64_nodes(cuda: Any, group: int, head_dim: int, base: int) -> None:
     """Runs become longer from 9 and from 17 pages on, and are more than eight, and of several clusters, from 33."""
     masks = random_tree(np.random.default_rng(base), 63, keep=0.1)
     tree, plain = make_fp8_tree(DType.BFLOAT16, group, 2, head_dim, (base, [*masks, 2**64 - 1]))
-    assert_same_bits(cuda, tree, plain, counts=(2, 8, 12, 16, 24, 32))
+    assert_same_bits(cuda, tree, plain, counts=(2, 8, 12, 16, 24, 32), oracle_every=16)
 
 
 @pytest.mark.parametrize(("portable", "sms"), [(False, 132), (False, 8), (True, 2)])
-@pytest.mark.parametrize("base", [2048, 4990, 8127])
+@pytest.mark.parametrize("base", [2048, 8127])
 def test_long_contexts(cuda: Any, base: int, portable: bool, sms: int) -> None:
     """With few splits a run has more pages than a warp looks up at a time, with few multiprocessors rows take turns."""
     masks = random_tree(np.random.default_rng(base), 20, keep=0.1)
     tree, plain = make_fp8_tree(DType.FLOAT16, 16, 2, 64, (base, masks))
-    assert_same_bits(cuda, tree, plain, portable=portable, sms=sms, counts=(1, 3, 12))
+    assert_same_bits(cuda, tree, plain, portable=portable, sms=sms, counts=(1, 3, 12), oracle_every=8)
 
 
 def test_rows_do_not_read_what_other_branches_hold(cuda: Any) -> None:
