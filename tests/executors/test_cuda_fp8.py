@@ -78,6 +78,26 @@ def test_the_bundled_model_scores_as_on_the_reference(settings):
         np.testing.assert_allclose(llm.score(ids).mean(), reference.score(ids).mean(), atol=1e-2)
 
 
+def test_drafts_leave_the_pages_of_plain_decoding(checkpoint):
+    """Codes of all positions and scales of all pages, of a text that repeats itself over three borders of pages."""
+    prompt, found = [5 + i * i % 89 for i in range(30)] * 2, []
+    wishes = {"shapes": [(5, 1, 6)], "adaptive": False}
+    for settings in ({}, {"draft": "lookup", "speculate": wishes}, {"draft": str(checkpoint), "speculate": wishes}):
+        with open_llm(checkpoint, prefix_cache=False, **settings) as llm:
+            answer = llm.generate(prompt, replace(SAMPLED, temperature=0.0, max_new_tokens=150))
+            arrays, count = llm.executor._arrays, len(prompt) + len(answer.token_ids) - 1
+            table = arrays["block_tables"].get()[0, : -(-count // 64)]
+            parts = [arrays[f"{part}_{name}"].get()[:, table] for part in "kv" for name in ("codes", "scales")]
+        num_layers, _, num_heads, _, head_dim = parts[0].shape
+        codes = [part.swapaxes(2, 3).reshape(num_layers, -1, num_heads, head_dim)[:, :count] for part in parts[::2]]
+        found.append((answer.token_ids, *codes, *parts[1::2]))
+    assert answer.stats.mean_accept_length > 1.5 and count > 192
+    for other in found[1:]:
+        assert other[0] == found[0][0]
+        for actual, expected in zip(other[1:], found[0][1:], strict=True):
+            np.testing.assert_array_equal(actual, expected)
+
+
 # ---- sparse attention ----
 
 SPARSE = {"init_blocks": 1, "window_size": 64, "topk": 3, "dense_len": -1}
