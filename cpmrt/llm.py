@@ -51,7 +51,7 @@ class LLM:
     (the checkpoint's), "bfloat16", "float16", "float32". `max_context` in tokens and `memory_budget` in bytes (or
     such as "8GiB") bound the memory plan (None: the model's own context, what is free). `lm_head_bits` 8 or 4
     rounds the output head to that many bits.
-    `kv_dtype="fp8"` keeps keys and values in 8 bits (`ops.Fp8Pages`); with a draft on NumPy only so far.
+    `kv_dtype="fp8"` keeps keys and values in 8 bits (`ops.Fp8Pages`), those of a draft's own layers in 16.
     `prefix_cache` spares a prompt what an earlier one that began alike has computed already, and changes no bit.
     "fast" reuses what decode steps have written too, so that the next turn of a chat computes only its new part; a
     prefill would round that a little differently. `prefix_dir` is a folder that keeps what long system messages have

@@ -113,6 +113,12 @@ def workspace(cuda: Any, plan: AttentionPlan) -> dict[str, Any]:
     return {name: cuda.array(values) for name, values in arrays.items()}
 
 
+def uploaded(cuda: Any, pages: Fp8Pages) -> Fp8Pages:
+    """Pages in fp8 on the device, and the nodes beside them if there are any."""
+    parts = pages.codes, pages.scales, pages.nodes, pages.node_scales
+    return Fp8Pages(*(None if part is None else cuda.array(part) for part in parts))
+
+
 class AttentionDevice:
     """Uploads a case's pages once, or `pages` in fp8; `run` gives the output rows, checks guards and counters."""
 
@@ -130,12 +136,14 @@ class AttentionDevice:
         self.cuda = cuda
         heads = GroupedAttention(case.num_heads, case.num_kv_heads, case.head_dim)
         device = planned_device(cuda, sms=sms, portable=portable, capability=capability)
+        if isinstance(case.k_pages, Fp8Pages):
+            pages = case.k_pages, case.v_pages
         self.plan = plan_of(heads, device, max_context, is_fp8=pages is not None)
         self.arrays, self.block_tables = workspace(cuda, self.plan), cuda.array(case.block_tables)
         if pages is None:
             self.kv = KVPages(*(cuda.array(values, case.dtype) for values in (case.k_pages, case.v_pages)))
         else:
-            self.kv = KVPages(*(Fp8Pages(cuda.array(part.codes), cuda.array(part.scales)) for part in pages))
+            self.kv = KVPages(*(uploaded(cuda, part) for part in pages))
 
     def attention(self, out: Any, case: Case, *, pdl: bool = False, window: int = 0) -> Callable[[], None]:
         """The op on rows that are uploaded now, to be launched any number of times; `out` on the device."""

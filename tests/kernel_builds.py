@@ -240,6 +240,12 @@ CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
         {"HEAD_DIM": 128, "GROUP": 16, "STAGES": 3, "PORTABLE": 0} | _PLAIN | {"FP8": 1, "SELECTED": 1},
         {"HEAD_DIM": 96, "GROUP": 20, "STAGES": 3, "PORTABLE": 0} | _PLAIN | {"FP8": 1},
         {"HEAD_DIM": 64, "GROUP": 8, "STAGES": 3, "PORTABLE": 0} | _PLAIN | {"FP8": 1},
+        {"HEAD_DIM": 128, "GROUP": 16, "STAGES": 3, "PORTABLE": 0} | _PLAIN | {"FP8": 1, "TREE": 1},
+        {"HEAD_DIM": 128, "GROUP": 16, "STAGES": 2, "PORTABLE": 1} | _PLAIN | {"FP8": 1, "TREE": 1},
+        {"HEAD_DIM": 96, "GROUP": 20, "STAGES": 3, "PORTABLE": 0} | _PLAIN | {"FP8": 1, "TREE": 1},
+        {"HEAD_DIM": 64, "GROUP": 8, "STAGES": 3, "PORTABLE": 1} | _PLAIN | {"FP8": 1, "TREE": 1},
+        {"HEAD_DIM": 128, "GROUP": 16, "STAGES": 3, "PORTABLE": 0} | _PLAIN | {"FP8": 1, "TREE": 1, "SELECTED": 1},
+        {"HEAD_DIM": 64, "GROUP": 1, "STAGES": 2, "PORTABLE": 1} | _PLAIN | {"FP8": 1, "TREE": 1, "SELECTED": 1},
     ),
     "attention/tree_attention.cu": (
         {"HEAD_DIM": 128, "GROUP": 16} | _TREE,
@@ -249,6 +255,12 @@ CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
         {"HEAD_DIM": 64, "GROUP": 8} | _TREE,
         {"HEAD_DIM": 64, "GROUP": 1} | _TREE | {"CLUSTER": 4, "WINDOW": 1000},
         {"HEAD_DIM": 96, "GROUP": 20} | _TREE | {"CLUSTER": 2, "WINDOW": 512},
+        {"HEAD_DIM": 128, "GROUP": 16} | _TREE | {"FP8": 1},
+        # Not three tiles with codes: 20 registers are spilled.
+        {"HEAD_DIM": 128, "GROUP": 16} | _TREE | {"FP8": 1, "CLUSTER": 2},
+        {"HEAD_DIM": 128, "GROUP": 4} | _TREE | {"FP8": 1},
+        {"HEAD_DIM": 64, "GROUP": 8} | _TREE | {"FP8": 1},
+        {"HEAD_DIM": 96, "GROUP": 20} | _TREE | {"FP8": 1, "CLUSTER": 4},
     ),
     "attention/selected_attention.cu": (
         {"HEAD_DIM": 128, "GROUP": 16, "STAGES": 3, "TREE": 0},
@@ -265,7 +277,11 @@ CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
         {"HEAD_DIM": 96, "GROUP": 5, "TREE": 1},
         {"HEAD_DIM": 64, "GROUP": 8, "TREE": 0},
         {"HEAD_DIM": 64, "GROUP": 1, "TREE": 1},
+        {"HEAD_DIM": 128, "GROUP": 16, "TREE": 1, "FP8": 1},
+        {"HEAD_DIM": 96, "GROUP": 20, "TREE": 1, "FP8": 1},
+        {"HEAD_DIM": 64, "GROUP": 8, "TREE": 1, "FP8": 1},
     ),
+    "attention/accept_nodes.cu": tuple({"HEAD_DIM": size} for size in (128, 96, 64)),
     "attention/score_chunk.cu": tuple({"HEAD_DIM": size, "GROUP": 16} for size in (128, 96, 64)),
     "attention/prefill_attention.cu": (
         {"HEAD_DIM": 128, "GROUP": 16, "WINDOW": 0},
@@ -335,7 +351,9 @@ CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
     "rows/norm.cu": ({"HIDDEN": 4096}, {"HIDDEN": 64}, {"HIDDEN": 8192}),
     "rows/join.cu": ({"A_COLUMNS": 4096, "B_COLUMNS": 4096}, {"A_COLUMNS": 1024, "B_COLUMNS": 12288}),
     "attention/rope_append.cu": tuple({"HEAD_DIM": size, "FP8": fp8} for fp8 in (0, 1) for size in (128, 96, 64))
-    + tuple({"HEAD_DIM": 128, "FP8": fp8, "NO_ROPE": 1} for fp8 in (0, 1)),
+    + tuple({"HEAD_DIM": 128, "FP8": fp8, "NO_ROPE": 1} for fp8 in (0, 1))
+    + tuple({"HEAD_DIM": size, "FP8": 1, "TREE": 1} for size in (128, 96, 64))
+    + ({"HEAD_DIM": 128, "FP8": 1, "TREE": 1, "NO_ROPE": 1},),
     "mixers/lightning_decode.cu": (
         {"HEAD_DIM": 128, "CHAIN": 1},
         {"HEAD_DIM": 128, "CHAIN": 0},

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from attention_cases import fp8_of, plan_of, planned_device, workspace
+from attention_cases import fp8_of, plan_of, planned_device, uploaded, workspace
 from reference import sparse_brute_force as brute
 
 from cpmrt.config import SparseConfig
@@ -125,7 +125,7 @@ class SparseDevice:
         names = ("k_pages", "v_pages", "k1", "k2")
         self.pages: dict[str, Any] = {name: cuda.array(getattr(slots, name), slots.dtype) for name in names}
         for name, pages in (slots.pages or {}).items():
-            self.pages[f"{name}_pages"] = Fp8Pages(cuda.array(pages.codes), cuda.array(pages.scales))
+            self.pages[f"{name}_pages"] = uploaded(cuda, pages)
             expanded = np.full((slots.tables.shape[1], *pages.shape[1:]), np.nan, np.float32)
             self.scratch[f"expanded_{name}"] = cuda.array(expanded, slots.dtype)
         identity = np.broadcast_to(np.arange(slots.tables.shape[1], dtype=np.int32), slots.tables.shape)

@@ -144,7 +144,7 @@ _ENGINE_OPTIONS: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "prefill_chunk": (token_count, "TOKENS", "most prompt tokens of one step"),
     "max_sequences": (int, "N", "sequences that decode together"),
     "steps_per_launch": (int, "N", "decode steps of one launch on a GPU, which a new request then waits for"),
-    "kv_dtype": (str, "TYPE", "of keys and values: auto (as --dtype) or fp8 (8 bits; no draft on a GPU)"),
+    "kv_dtype": (str, "TYPE", "of keys and values: auto (as --dtype) or fp8 (8 bits)"),
     "lm_head_bits": (int, "BITS", "round the output head to 8 or 4 bits (default: leave it as it is)"),
     "prefix_dir": (str, "FOLDER", "keep what long system messages cost there from one start to the next"),
 }

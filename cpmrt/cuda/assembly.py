@@ -9,7 +9,6 @@ from functools import partial
 
 from cpmrt import opening
 from cpmrt.config import EngineConfig, ModelConfig
-from cpmrt.config.engine import FP8
 from cpmrt.cuda.draft.forward import executor_needs
 from cpmrt.cuda.driver.device import Device, open_device
 from cpmrt.cuda.driver.graphs import check_loops
@@ -51,9 +50,8 @@ class CudaTarget:
         return DType.BFLOAT16
 
     def check(self, config: ModelConfig, settings: EngineConfig) -> None:
-        """Raise UnsupportedModelError for a shape that the kernels do not take, ConfigError for a draft they do not."""
+        """Raise UnsupportedModelError for a shape that the kernels do not take."""
         check_supported(config)
-        _check_drafts(settings)
 
     def held(
         self, specs: tuple[TensorSpec, ...], checkpoint: Checkpoint | None = None, dtype: DType | None = None
@@ -75,20 +73,8 @@ class CudaTarget:
     def needs(
         self, config: ModelConfig, settings: EngineConfig, specs: Sequence[TensorSpec], draft: Draft | None
     ) -> ExecutorNeeds:
-        """Return the buffers of steps, ops and drafting. Raises ConfigError as `check` does."""
-        _check_drafts(settings)
+        """Return the buffers of steps, ops and drafting."""
         return executor_needs(config, settings, specs, draft, self.device)
-
-
-def _check_drafts(settings: EngineConfig) -> None:
-    """Raise ConfigError for drafts that only the NumPy executor takes so far."""
-    if settings.speculation is None:
-        return
-    if settings.kv_dtype == FP8:
-        raise ConfigError(
-            "kv_dtype", expected="auto with a draft on a GPU", actual=settings.kv_dtype,
-            fix="leave the draft out (speculate='off') or kv_dtype, or use executor='reference'",
-        )  # fmt: skip
 
 
 def fetch_weights(folder: ModelFolder, settings: EngineConfig) -> None:

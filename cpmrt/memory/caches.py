@@ -38,8 +38,8 @@ class CacheSpec:
     `dtype` None means the executor's type of activations. `on_accept` says what happens when a path of a draft tree is
     accepted: `move` its rows (tokens are the dimension before the last) to the positions of the path, `recompute` what
     is made of moved rows, `restore` a recurrent state, which verification leaves alone, from what it kept of the rows
-    of a chain, `encode` in 8 bits what it kept of the path; None: a draft cannot be used with this cache. `part` is its
-    row in the table of the memory plan.
+    of a chain, `encode` takes in the 8-bit codes that were kept of the path; None: a draft cannot be used with this
+    cache. `part` is its row in the table of the memory plan.
     """
 
     name: str

@@ -141,8 +141,8 @@ class Fp8Pages:
     costs no precision: three bits of mantissa are kept down to 1 / (2^6 * 448 / FP8_HEADROOM) of that magnitude.
 
     Nodes of a draft tree have no place in pages, whose scales are of other tokens: until they are accepted, `nodes`
-    [N, K, D] has the values that codes of theirs would stand for, and `node_scales` float32 [N, K] the scales, each of
-    the page that the node's path would give its position. Both are None where nothing drafts.
+    uint8 [N, K, D] has their codes, and `node_scales` float32 [N, K] the scales, each of the page that the node's path
+    would give its position. Both are None where nothing drafts.
     """
 
     codes: Any

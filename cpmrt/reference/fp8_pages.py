@@ -87,16 +87,22 @@ def store_nodes(pages: Fp8Pages, rows: Rows, heads: F32) -> None:
         else:
             scales = pages.scales[rows.block_tables[rows.slots[node], first // PAGE_SIZE]]
         pages.node_scales[node] = scales
-        pages.nodes[node] = e4m3_values(e4m3_codes(heads[node] / scales[:, None])) * scales[:, None]
+        pages.nodes[node] = e4m3_codes(heads[node] / scales[:, None])
 
 
 def accept_nodes(pages: Fp8Pages, block_table: Array, base: int, path: Sequence[int]) -> None:
-    """Store the path's nodes at positions `base` and on; their values are those of codes, so nothing is rounded."""
+    """Store the path's nodes at positions `base` and on: their codes, and the scales of pages that begin with one."""
     for position, node in enumerate(path, base):
         page, offset = block_table[position // PAGE_SIZE], position % PAGE_SIZE
         if offset == 0:
             pages.scales[page] = pages.node_scales[node]
-        pages.codes[page, :, offset] = e4m3_codes(pages.nodes[node] / pages.scales[page][:, None])
+        pages.codes[page, :, offset] = pages.nodes[node]
+
+
+def values_of_nodes(pages: Fp8Pages, path: Sequence[int]) -> F32:
+    """Return what nodes stand for as float32: [number of nodes, K, D]."""
+    scales: F32 = pages.node_scales[path]
+    return e4m3_values(pages.nodes[path]) * scales[..., None]
 
 
 def path_of(mask: int) -> list[int]:

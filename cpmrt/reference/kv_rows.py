@@ -7,7 +7,7 @@ import numpy as np
 from cpmrt.dtypes import F32, Array
 from cpmrt.memory.caches import PAGE_SIZE
 from cpmrt.ops import Fp8Pages, Rows
-from cpmrt.reference.fp8_pages import path_of, values_of
+from cpmrt.reference.fp8_pages import path_of, values_of, values_of_nodes
 
 
 def gather(pages: F32 | Fp8Pages, block_table: Array, length: int) -> F32:
@@ -24,7 +24,7 @@ def gather_row(pages: F32 | Fp8Pages, rows: Rows, row: int, window: int) -> F32:
     if rows.tree_masks is not None:
         base, path = int(rows.tree_base[row]), path_of(int(rows.tree_masks[row]))
         if isinstance(pages, Fp8Pages):
-            of_path = pages.nodes[path]
+            of_path = values_of_nodes(pages, path)
         else:
             locations = base + np.array(path)
             of_path = pages[block_table[locations // PAGE_SIZE], :, locations % PAGE_SIZE]

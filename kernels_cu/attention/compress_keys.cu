@@ -4,7 +4,8 @@
 //             k1_pages[p, head, e % 64 / 16] = mean of the keys of e - 31 .. e, if 16 divides e + 1 and e >= 31
 //             k2_pages[p, head] = mean of the keys of e - 127 .. e, if 64 divides e + 1 and e >= 127
 //   operands  k1_pages (P, K, 4, D), k2_pages (P, K, D), k_pages (P, K, 64, D) scalar_t, compress_path: (layers, P, ...),
-//             the keys before RoPE where the config wants them; with FP8 uint8 codes, k_scales (P, K) float32;
+//             the keys before RoPE where the config wants them; with FP8 uint8 codes, k_scales (P, K) float32, of
+//             compress_path (layers, P, K);
 //             positions, slots (T) int32; block_tables (B, pages_per_sequence) int32. A row of slot -1 stores nothing
 //   constants HEAD_DIM: elements of a head: 64, 96 or 128. FP8: 1 reads codes and scales
 //   launch    compress_keys: grid (T / rows_per_block rounded up, K, 2: k1 and k2), block D / 2; compress_path: grid
@@ -22,9 +23,7 @@
 #include "window_mean.cuh"
 
 constexpr int kFine = 16, kCoarse = kPageTokens;  // tokens between windows; a window is two of these long
-#if !FP8
 constexpr int kPathWindows = 4;                   // of k1 that end among at most 64 positions
-#endif
 
 #if FP8
 typedef uint8_t page_t;
@@ -49,9 +48,7 @@ struct Keys {
     const int page = block_table[position / kPageTokens];
     const page_t* key = first + page * page_stride + position % kPageTokens * HEAD_DIM;
 #if FP8
-    const uint32_t codes = *reinterpret_cast<const uint16_t*>(key);
-    const int exponent = exponent_of(scales[static_cast<int64_t>(page) * scale_stride]);
-    return times2(spread_codes(__byte_perm(codes, 0, 0x1404)), power2(exponent + kCodeShift));
+    return expand2(*reinterpret_cast<const uint16_t*>(key), scales[static_cast<int64_t>(page) * scale_stride]);
 #else
     return *reinterpret_cast<const uint32_t*>(key);
 #endif
@@ -99,11 +96,18 @@ extern "C" __global__ void __launch_bounds__(HEAD_DIM / 2)
   }
 }
 
-#if !FP8  // drafts want 16 bits
-// The windows that end within the path that a speculative step accepted, in every layer, once its keys have moved.
-extern "C" __global__ void __launch_bounds__(HEAD_DIM / 2)
-    KERNEL(compress_path)(scalar_t* k1_pages, scalar_t* k2_pages, const scalar_t* k_pages, const DraftTree* tree,
-                          const int32_t* block_tables, int num_pages, int num_kv_heads, int pages_per_sequence) {
+// The windows that end within the path that a speculative step accepted, in every layer, once its keys have moved. Of blocks
+// on a multiprocessor ptxas would like so many that it spills.
+extern "C" __global__ void __launch_bounds__(HEAD_DIM / 2, 8)
+    KERNEL(compress_path)(scalar_t* k1_pages, scalar_t* k2_pages, const page_t* k_pages, const DraftTree* tree,
+                          const int32_t* block_tables, int num_pages, int num_kv_heads, int pages_per_sequence
+#if FP8
+                          , const float* k_scales
+#endif
+) {
+#if !FP8
+  constexpr const float* k_scales = nullptr;
+#endif
   pdl_wait();
   pdl_launch_dependents();
   const int slot = tree->slot, root = tree->position, past = root + tree->path_length;
@@ -113,13 +117,12 @@ extern "C" __global__ void __launch_bounds__(HEAD_DIM / 2)
   const int end = (root / stride + 1 + window) * stride - 1;
   if (end >= past) return;
   const int layer = blockIdx.x / num_kv_heads, kv_head = blockIdx.x % num_kv_heads;
-  const int64_t rows = static_cast<int64_t>(layer) * num_pages * num_kv_heads * HEAD_DIM;  // a row a page and head
+  const int64_t heads = static_cast<int64_t>(layer) * num_pages * num_kv_heads, rows = heads * HEAD_DIM;
   const int32_t* table = block_tables + static_cast<int64_t>(slot) * pages_per_sequence;
-  const Keys keys(k_pages + rows * kPageTokens, table, num_kv_heads, kv_head);
+  const Keys keys(k_pages + rows * kPageTokens, table, num_kv_heads, kv_head, k_scales + heads);
   if (is_coarse) {
     compress<kCoarse>(k2_pages + rows, keys, num_kv_heads, kv_head, end);
   } else {
     compress<kFine>(k1_pages + rows * (kPageTokens / kFine), keys, num_kv_heads, kv_head, end);
   }
 }
-#endif

@@ -2,8 +2,8 @@
 //
 // out[t, h, :] = sum_j softmax_j(scale * q[t, h, :] . k[j, h / GROUP, :]) v[j, h / GROUP, :],  j = 0 .. positions[t],
 // or with WINDOW the last WINDOW of these. k[j], v[j] lie at location j of the pages of the row's slot, with TREE only for
-// j < tree_base[t]: k[tree_base[t] + n] lies at location tree_base[t] + i, i being the n-th set bit of tree_masks[t].
-// With SELECTED a row with positions[t] >= dense_context sees, per KV head, only j in its blocks of 64.
+// j < tree_base[t]: k[tree_base[t] + n] lies at location tree_base[t] + i, i being the n-th set bit of tree_masks[t], with
+// FP8 at node i of k_nodes. With SELECTED a row with positions[t] >= dense_context sees, per KV head, only j in its blocks of 64.
 //
 // out            [T, H*D] scalar_t row-major; a row of slot -1 becomes zeros
 // partials       float32 workspace, T * units * (num_splits / kCluster) * kHeads * D * 5 / 4 elements, where units is
@@ -12,6 +12,8 @@
 // q              [T, H*D] scalar_t row-major
 // k_pages        [P, K heads, 64, D] scalar_t, or e4m3 codes with FP8; v_pages likewise
 // k_scales       [P, K heads] float32, powers of two that codes are multiplied by, with FP8 only; v_scales likewise
+// k_nodes        [N, K heads, D] e4m3 codes of the nodes of the one tree, with FP8 and TREE only; v_nodes likewise
+// k_node_scales  [N, K heads] float32: the scale of the page that the node's path gives it; v_node_scales likewise
 // positions      [T] int32; slots [T] int32; block_tables [B, pages_per_sequence] int32
 // tree_masks     [T] uint64, tree_base [T] int32, read with TREE only: positions[t] + 1 is tree_base[t] plus the set bits;
 //                many rows that see all their keys are left to tree_attention where it is compiled
@@ -46,7 +48,6 @@
 #endif
 #include "attention.cuh"
 
-static_assert(!FP8 || !TREE, "nodes that move would change their scales");
 static_assert(!SELECTED || WINDOW == 0, "a row chooses among all its blocks");
 static_assert(STAGES >= 2, "a warp's ring also holds its float32 output");
 
@@ -100,6 +101,10 @@ extern "C" __global__ void CLUSTER_LAUNCH __launch_bounds__(kThreads, 2)
 #if FP8
                          , const float* k_scales, const float* v_scales
 #endif
+#if FP8 && TREE
+                         , const page_t* k_nodes, const page_t* v_nodes, const float* k_node_scales,
+                         const float* v_node_scales
+#endif
 ) {
   extern __shared__ __align__(128) unsigned char shared[];
   __shared__ float log_sums[kWarps][16];
@@ -141,7 +146,10 @@ extern "C" __global__ void CLUSTER_LAUNCH __launch_bounds__(kThreads, 2)
   const int64_t page_stride = (int64_t)num_kv_heads * kPageTokens * HEAD_DIM;
   const int* block_table = block_tables + (int64_t)slot * pages_per_sequence;
   __shared__ int64_t path_table[kMaxNodes];
-  const Path path = {path_table, base, base - skipped, mask};
+  Path path = {path_table, base, base - skipped, mask};
+#if FP8 && TREE
+  path.k_nodes = k_nodes + kv_head * HEAD_DIM, path.v_nodes = v_nodes + kv_head * HEAD_DIM;
+#endif
   const int64_t unit = blockIdx.y;
   Target target = {out, partials + unit * (num_splits / kCluster) * kVectors * 5, first_cluster, cut.clusters()};
   const int turns = divided(target.used_clusters - first_cluster + num_clusters - 1, num_clusters);
@@ -162,6 +170,9 @@ extern "C" __global__ void CLUSTER_LAUNCH __launch_bounds__(kThreads, 2)
                    cut.num_pages};
 #if FP8
   stream.scales = {k_scales + kv_head, v_scales + kv_head, num_kv_heads};
+#if TREE
+  stream.scales.k_node_scales = k_node_scales + kv_head, stream.scales.v_node_scales = v_node_scales + kv_head;
+#endif
 #endif
   WarpState state;
   if (stream.count > 0) {
@@ -201,8 +212,8 @@ extern "C" __global__ void CLUSTER_LAUNCH __launch_bounds__(kThreads, 2)
 #endif
     if (is_last) break;
     __syncthreads();  // the results have been read
-    stream.load(room.k_tile, stream.k_rows, room, keys.length);
-    stream.load(room.k_tile + kHalfPlace, stream.v_rows, room, keys.length);
+    stream.load(room.k_tile, false, room, keys.length);
+    stream.load(room.k_tile + kHalfPlace, true, room, keys.length);
   }
   if (target.used_clusters > 1 && arrives_last(arrivals + unit * kCluster + rank, target.used_clusters, turns)) {
     target.merge_clusters(heads, rank);

@@ -18,6 +18,17 @@ DEVICE int swizzled_codes(int row, int chunk) {
   const int pair = HEAD_DIM == 128 ? row & 3 : HEAD_DIM == 64 ? row >> 1 & 1 : 0;
   return row * HEAD_DIM + ((chunk ^ (pair << 1) ^ (row >> 2 & 1)) << 4);
 }
+DEVICE int copied_place(int row, int chunk) { return swizzled_codes(row, chunk); }
+
+// A row of codes of keys or values that a lane reads.
+struct CodeRow {
+  uint32_t start;
+  int phase;
+
+  DEVICE CodeRow(uint32_t tile, int row)
+      : start(tile + row * HEAD_DIM), phase((swizzled_codes(row, 0) - row * HEAD_DIM) >> 4) {}
+  DEVICE uint32_t chunk(int index) const { return start + ((index ^ phase) << 4); }
+};
 
 // Splits four codes in a word into the even and the odd ones, as pairs of fp16 times kCodeUnit.
 #if __CUDA_ARCH__ >= 890
@@ -40,11 +51,16 @@ DEVICE void split_codes(uint32_t& even, uint32_t& odd, uint32_t codes) {
 constexpr float kWeightUnit = 256.0f;
 constexpr float kOutputUnit = 1.0f / (kWeightUnit * kCodeUnit);
 
+// What scores are multiplied by, and weights, of keys and values with these scales.
+DEVICE float key_factor(float scale) { return scale / kCodeUnit; }
+DEVICE float value_factor(float scale) { return scale * kWeightUnit; }
+
 // Scales of a KV head, of 32 consecutive steps of a block, one a lane: of those located last, and of those attended to.
 // They are read long before they are needed, past the L1, which may hold what was there before this step.
 struct PageScales {
   const float *k_scales, *v_scales;  // of page 0
   int stride;
+  const float *k_node_scales, *v_node_scales;  // of node 0, with TREE only
   int step;  // that is attended to
   float next_k[kAtOnce], next_v[kAtOnce], k[kAtOnce], v[kAtOnce];
 
@@ -54,13 +70,18 @@ struct PageScales {
     next_k[i] = __ldcg(k_scales + static_cast<int64_t>(page_id) * stride);
     next_v[i] = __ldcg(v_scales + static_cast<int64_t>(page_id) * stride);
   }
+  // `node`: its number times the stride.
+  DEVICE void load_node(int i, int64_t node) {
+    next_k[i] = __ldcg(k_node_scales + node);
+    next_v[i] = __ldcg(v_node_scales + node);
+  }
   DEVICE void attend() {
     if (step % 32 != 0) return;
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) k[i] = next_k[i], v[i] = next_v[i];
   }
-  DEVICE float of_keys(int i) const { return __shfl_sync(0xFFFFFFFFu, k[i], step % 32) / kCodeUnit; }
-  DEVICE float of_values(int i) const { return __shfl_sync(0xFFFFFFFFu, v[i], step % 32) * kWeightUnit; }
+  DEVICE float of_keys(int i) const { return key_factor(__shfl_sync(0xFFFFFFFFu, k[i], step % 32)); }
+  DEVICE float of_values(int i) const { return value_factor(__shfl_sync(0xFFFFFFFFu, v[i], step % 32)); }
   DEVICE void next() { ++step; }
 };
 
@@ -106,15 +127,22 @@ DEVICE void load_query(WarpState& state, uint32_t tile) {
   }
 }
 
-DEVICE void score_keys(float (&scores)[2][4], const WarpState& state, uint32_t k_tile, float k_scale) {
+// The rows of 16 keys that a lane reads; find(key): the row of one of them.
+struct KeyRows {
+  CodeRow rows[2];
+
+  template <typename Find>
+  DEVICE explicit KeyRows(Find find) : rows{find((threadIdx.x & 31) / 4), find(8 + (threadIdx.x & 31) / 4)} {}
+};
+
+DEVICE void score_rows(float (&scores)[2][4], const WarpState& state, const KeyRows& keys, float k_scale) {
   const int lane = threadIdx.x & 31;
   float parts[2][2][4] = {};
 #pragma unroll
   for (int unit = 0; unit < kDimSteps / 2; ++unit) {
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
-      const uint2 words =
-          load_shared_words(k_tile + swizzled_codes(n * 8 + lane / 4, 2 * unit + (lane >> 1 & 1)) + (lane & 1) * 8);
+      const uint2 words = load_shared_words(keys.rows[n].chunk(2 * unit + (lane >> 1 & 1)) + (lane & 1) * 8);
       const uint32_t codes[2] = {words.x, words.y};
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
@@ -162,7 +190,7 @@ DEVICE void softmax_at_once(float (&scores)[kAtOnce][2][4], WarpState& state, fl
 }
 
 // Output tile 2 c has the even dimensions of chunk c, tile 2 c + 1 the odd ones.
-DEVICE void accumulate_values(WarpState& state, const float (&weights)[2][4], uint32_t v_tile, float v_scale) {
+DEVICE void accumulate_row(WarpState& state, const float (&weights)[2][4], const CodeRow& v_row, float v_scale) {
   const int lane = threadIdx.x & 31;
   uint32_t a[4];
 #pragma unroll
@@ -172,7 +200,7 @@ DEVICE void accumulate_values(WarpState& state, const float (&weights)[2][4], ui
 #pragma unroll
   for (int pair = 0; pair < kCodeChunks / 2; ++pair) {
     uint32_t codes[4];
-    ldmatrix_x4_transposed(codes, v_tile + swizzled_codes(lane_row_a(lane), 2 * pair + lane_chunk_a(lane)));
+    ldmatrix_x4_transposed(codes, v_row.chunk(2 * pair + lane_chunk_a(lane)));
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       float (&even)[4] = state.out[2 * (2 * pair + i)], (&odd)[4] = state.out[2 * (2 * pair + i) + 1];
@@ -185,15 +213,24 @@ DEVICE void accumulate_values(WarpState& state, const float (&weights)[2][4], ui
   }
 }
 
+// Four elements of a query row that a lane holds in tiles 2 pair and 2 pair + 1 of the output: two from first_element() on,
+// and the two kSecondElements further on.
+constexpr int kSecondElements = 2;
+DEVICE int first_element(int pair, int lane) { return pair * 16 + lane % 4 * 4; }
+DEVICE float4 output_vector(const WarpState& state, int pair, int half, float inverse) {
+  const float *even = &state.out[2 * pair][2 * half], *odd = &state.out[2 * pair + 1][2 * half];
+  const float factor = inverse * kOutputUnit;
+  return make_float4(even[0] * factor, odd[0] * factor, even[1] * factor, odd[1] * factor);
+}
+
 // A half of the lane's rows: two dimensions of each tile, so that tiles 2 c and 2 c + 1 give four neighbours.
 template <typename To>
 DEVICE void publish_row(const WarpState& state, int half, float inverse, To to) {
-  const float factor = inverse * kOutputUnit;
 #pragma unroll
   for (int c = 0; c < kCodeChunks; ++c) {
-    const float *even = &state.out[2 * c][2 * half], *odd = &state.out[2 * c + 1][2 * half];
-    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to(4 * c + static_cast<int>(threadIdx.x & 3))),
-                 "f"(even[0] * factor), "f"(odd[0] * factor), "f"(even[1] * factor), "f"(odd[1] * factor)
+    const float4 v = output_vector(state, c, half, inverse);
+    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to(4 * c + static_cast<int>(threadIdx.x & 3))), "f"(v.x),
+                 "f"(v.y), "f"(v.z), "f"(v.w)
                  : "memory");
   }
 }

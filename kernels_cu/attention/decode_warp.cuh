@@ -1,54 +1,9 @@
 // One warp of decode_attention: where the keys of a row lie, and a warp's 16 keys of each page through its own ring.
 #pragma once
-#include "decode_cut.cuh"
+#include "page_tiles.cuh"
 
-// Pages, and what a warp does with tiles of them: 16 keys, 16 values.
-#if FP8
-#include "decode_tile_fp8.cuh"
-typedef uint8_t page_t;
-
-DEVICE int copied_place(int row, int chunk) { return swizzled_codes(row, chunk); }
-#else
-#include "decode_tile.cuh"
-typedef scalar_t page_t;
-constexpr int kTileBytes = kKeys * kRowBytes;
-constexpr int kAtOnce = 1;  // pages
-
-// Keys and values are what they are.
-struct PageScales {
-  DEVICE void load(int, int) {}
-  DEVICE void attend() {}
-  DEVICE float of_keys(int) const { return 1.0f; }
-  DEVICE float of_values(int) const { return 1.0f; }
-  DEVICE void next() {}
-};
-
-DEVICE int copied_place(int row, int chunk) { return swizzled(row, chunk); }
-
-DEVICE void load_query(WarpState& state, uint32_t tile) {
-  const int lane = threadIdx.x & 31;
-#pragma unroll
-  for (int step = 0; step < kDimSteps; ++step) {
-    ldmatrix_x4(state.q[step], tile + swizzled(lane_row_a(lane), 2 * step + lane_chunk_a(lane)));
-  }
-}
-
-DEVICE void score_keys(float (&scores)[2][4], const WarpState& state, uint32_t k_tile, float) {
-  score_tile(scores, state, TileRow(k_tile, lane_row_b(threadIdx.x & 31)));
-}
-
-DEVICE void softmax_at_once(float (&scores)[1][2][4], WarpState& state, float factor) {
-  softmax_tile(scores[0], state, factor);
-}
-
-DEVICE void accumulate_values(WarpState& state, const float (&weights)[2][4], uint32_t v_tile, float) {
-  accumulate_tile(state, weights, TileRow(v_tile, lane_row_a(threadIdx.x & 31)));
-}
-#endif
 constexpr int kHalfPlace = kAtOnce * kTileBytes;  // keys, then values, of the pages that are taken at once
 constexpr int kStageBytes = 2 * kHalfPlace;
-constexpr int kCopiedChunks = HEAD_DIM * sizeof(page_t) / 16;  // of a row in a page
-constexpr int kChunkElements = 16 / sizeof(page_t);
 constexpr int kAllKeys = 0x7FFFFFFF;
 
 struct PathNode {
@@ -56,20 +11,25 @@ struct PathNode {
 };
 
 // The keys of a row from place `base` on: node i of the tree is at location first + i, and the path goes through the set
-// bits of `mask`. Elements from the first token of a KV head in page 0 to each, in shared memory.
+// bits of `mask`. Elements from the first token of a KV head in page 0 to each, in shared memory. In fp8 nodes lie in arrays
+// of their own, in their own order: elements from node 0.
 struct Path {
   int64_t* offsets;
   int first, base;
   uint64_t mask;
+  const page_t *k_nodes, *v_nodes;  // of the KV head, with FP8 only
 
   // Finds where the nodes lie; all threads of the block call it, each for a node.
   DEVICE PathNode look_up(const int* block_table) const {
     const int node = threadIdx.x, location = first + node;
     if (node >= kMaxNodes || !(mask >> node & 1)) return {-1, 0, 0};
-    return {__popcll(mask & ((1ull << node) - 1)), __ldcg(block_table + location / kPageTokens), location % kPageTokens};
+    const int step = __popcll(mask & ((1ull << node) - 1));
+    if (FP8) return {step, 0, node};
+    return {step, __ldcg(block_table + location / kPageTokens), location % kPageTokens};
   }
   DEVICE void keep(const PathNode& node, int64_t page_stride) const {
-    if (node.step >= 0) offsets[node.step] = node.page * page_stride + node.token * HEAD_DIM;
+    const int64_t token_stride = FP8 ? page_stride / kPageTokens : HEAD_DIM;  // a node has all KV heads
+    if (node.step >= 0) offsets[node.step] = node.page * page_stride + node.token * token_stride;
     __syncthreads();
   }
 };
@@ -95,15 +55,15 @@ DEVICE void load_tile(uint32_t dst, const page_t* rows, int valid, int old) {
   }
 }
 
-// Loads a tile that begins at position `before` and has rows from the base on. `head`: the first token of page 0.
+// Loads a tile that begins at position `before` and has rows from the base on. `head`: what offsets of nodes count from.
 DEVICE void load_path_tile(uint32_t dst, const page_t* rows, const page_t* head, const Path& path, int before,
                            int valid, int old) {
 #pragma unroll 1
-  for (int index = threadIdx.x & 31; index < kKeys * kRowChunks; index += 32) {
-    const int row = index / kRowChunks, chunk = index % kRowChunks, step = before + row - path.base;
-    const page_t* source = rows + index * 8;
-    if (step >= 0 && row < valid) source = head + path.offsets[step] + chunk * 8;
-    if (row < old || row >= valid) cp_async16(dst + swizzled(row, chunk), source, row < valid ? 16 : 0);
+  for (int index = threadIdx.x & 31; index < kKeys * kCopiedChunks; index += 32) {
+    const int row = index / kCopiedChunks, chunk = index % kCopiedChunks, step = before + row - path.base;
+    const page_t* source = rows + index * kChunkElements;
+    if (step >= 0 && row < valid) source = head + path.offsets[step] + chunk * kChunkElements;
+    if (row < old || row >= valid) cp_async16(dst + copied_place(row, chunk), source, row < valid ? 16 : 0);
   }
 }
 
@@ -209,14 +169,23 @@ struct Stream {
     }
   }
 #endif
-  // Loads the scales of the 32 steps located last. It comes after pdl_wait: a page whose first token is new has a new scale.
+  // Loads the scales of the 32 steps located last. It comes after pdl_wait: a page whose first token is new has a new scale,
+  // on a path that of the node which is its first token.
   DEVICE void load_scales() {
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) scales.load(i, ids[i]);
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int first_node = (numbers + i) * kPageTokens - path.base;
+      if (FP8 && TREE && first_node >= 0 && first_node < __popcll(path.mask)) {
+        scales.load_node(i, path.offsets[first_node] / HEAD_DIM);
+      } else {
+        scales.load(i, ids[i]);
+      }
+    }
   }
 
-  // `rows`: all keys or all values. Rows from `old` on are left out.
-  DEVICE void load(uint32_t tile, const page_t* rows, const Place& from, int length, int old = kAllKeys) const {
+  // All keys or all values. Rows from `old` on are left out.
+  DEVICE void load(uint32_t tile, bool is_v, const Place& from, int length, int old = kAllKeys) const {
+    const page_t* rows = is_v ? v_rows : k_rows;
     const int valid = length - from.before;
     if (from.is_page) {
       if constexpr (FP8) {
@@ -224,8 +193,13 @@ struct Stream {
         for (int i = 0; i < kAtOnce; ++i) {
           const bool exists = from.offset[i] >= 0;  // what does not becomes zeros
           const page_t* source = rows + (exists ? from.offset[i] : 0);
-          const int skipped = i * kPageTokens;
-          load_tile(tile + i * kTileBytes, source, exists ? valid - skipped : 0, old - from.before - skipped);
+          const int skipped = i * kPageTokens, before = from.before + skipped;
+          if (TREE && exists && min(before + kKeys, old) > path.base) {
+            const page_t* head = is_v ? path.v_nodes : path.k_nodes;
+            load_path_tile(tile + i * kTileBytes, source, head, path, before, valid - skipped, old - before);
+          } else {
+            load_tile(tile + i * kTileBytes, source, exists ? valid - skipped : 0, old - from.before - skipped);
+          }
         }
       } else if (TREE && min(from.before + kKeys, old) > path.base) {
         const page_t* head = rows - (threadIdx.x >> 5) * (kKeys * HEAD_DIM);
@@ -243,8 +217,8 @@ struct Stream {
 #pragma unroll 1
     for (int i = 0; i < STAGES; ++i) {
       const Place place = advance();
-      load(place.k_tile, k_rows, place, keys.length, keys.old);
-      load(place.k_tile + kHalfPlace, v_rows, place, keys.length, keys.old);
+      load(place.k_tile, false, place, keys.length, keys.old);
+      load(place.k_tile + kHalfPlace, true, place, keys.length, keys.old);
     }
   }
 
@@ -283,7 +257,11 @@ struct Stream {
     for (int row = first; row < end; ++row) {
       const page_t* source = rows + row * HEAD_DIM;
       const int step = TREE ? before + row - path.base : -1;
-      if (step >= 0) source = rows - offset - (threadIdx.x >> 5) * (kKeys * HEAD_DIM) + path.offsets[step];
+      if (FP8 && step >= 0) {
+        source = (is_v ? path.v_nodes : path.k_nodes) + chunk * kChunkElements + path.offsets[step];
+      } else if (step >= 0) {
+        source = rows - offset - (threadIdx.x >> 5) * (kKeys * HEAD_DIM) + path.offsets[step];
+      }
       cp_async16(tile + (is_v ? kHalfPlace : 0) + copied_place(row, chunk), source);
     }
   }
@@ -305,7 +283,7 @@ DEVICE void attend(WarpState& state, Stream& stream, const Keys& keys, int page,
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) score_keys(scores[i], state, k_tile + i * kTileBytes, stream.scales.of_keys(i));
     __syncwarp();
-    stream.load(k_tile, stream.k_rows, next, keys.length);
+    stream.load(k_tile, false, next, keys.length);
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       const int first = first_key + i * kPageTokens;
@@ -318,7 +296,7 @@ DEVICE void attend(WarpState& state, Stream& stream, const Keys& keys, int page,
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) accumulate_values(state, scores[i], v_tile + i * kTileBytes, stream.scales.of_values(i));
     __syncwarp();
-    stream.load(v_tile, stream.v_rows, next, keys.length);
+    stream.load(v_tile, true, next, keys.length);
     stream.scales.next();
     if (page == first_page) after_first();
   }

@@ -58,3 +58,8 @@ DEVICE uint32_t power2(int exponent) {
   return static_cast<uint32_t>(exponent + 15) * 0x04000400u;
 #endif
 }
+
+// Two neighbouring codes times their scale.
+DEVICE uint32_t expand2(uint32_t codes, float scale) {
+  return times2(spread_codes(__byte_perm(codes, 0, 0x1404)), power2(exponent_of(scale) + kCodeShift));
+}

@@ -4,14 +4,19 @@
 //             then out[d] = h[d] cos - h[d+D/2] sin, out[d+D/2] = h[d+D/2] cos + h[d] sin of position t;
 //             q[t, head] = out; k_pages, v_pages at (block_tables[slots[t]][l / 64], kv head, l % 64) = out, l = locations[t],
 //             with FP8 the e4m3 code of out / scale: page_scale() of the largest magnitude of the page's first token;
+//             with TREE row t is node t of a draft tree, and codes and scales go to k_pages[t], node_scales[t] instead,
+//             the page's first token being that of the node's path: node i, i the n-th set bit of tree_masks[t], is at
+//             position tree_base[t] + n;
 //             q_nope, nope_pages at the places of q and keys = h
 //   operands  q (T, H*D) scalar_t; k_pages, v_pages (P, K, 64, D) scalar_t; q_nope, nope_pages like q and k_pages, or
 //             null; qkv (T, (H + 2K) * D) scalar_t: q, k, v heads; bias ((H + 2K) * D), q_norm, k_norm (D) scalar_t or null; rope (2, M, D/2) float32: cos, sin;
 //             positions, slots (T) int32; locations (T) int32 or null: positions; block_tables (B, pages_per_sequence)
 //             int32. A row with slot -1 stores q and q_nope only, as of position 0. With FP8 k_pages, v_pages are uint8,
-//             k_scales, v_scales (P, K) float32: stored with a first token, else read; locations are null
+//             k_scales, v_scales (P, K) float32: stored with a first token, else read; locations are null. With TREE too
+//             k_pages, v_pages (T, K, D) uint8, k_node_scales, v_node_scales (T, K) float32, tree_masks (T) uint64,
+//             tree_base (T) int32; k_scales, v_scales are only read, locations are those of nope_pages
 //   constants HEAD_DIM: elements of a head: 64, 96 or 128. FP8: 1 stores codes and scales. NO_ROPE: if it is defined,
-//             nothing is rotated and rope is null
+//             nothing is rotated and rope is null. TREE: if it is defined, with FP8, rows are nodes of a draft tree
 //   launch    grid ceil(T * (H + 2K) * LANES / 256) with LANES = 4 for D = 64, else 8; block 256; no shared memory
 //   numerics  float32, squares summed a lane's in order, then over lanes; each value rounded once
 //   oracle    NumpyOps.qkv after its product
@@ -26,6 +31,9 @@
 #include "e4m3.cuh"
 
 static_assert(HEAD_DIM == 64 || HEAD_DIM == 96 || HEAD_DIM == 128, "HEAD_DIM must be 64, 96 or 128");
+#if defined(TREE) && !FP8
+#error "nodes have no place of their own beside pages in 16 bits"
+#endif
 
 constexpr int kHalf = HEAD_DIM / 2;
 constexpr int kLanes = HEAD_DIM == 64 ? 4 : 8;
@@ -93,8 +101,9 @@ DEVICE void rotate(Halves& h, const float* cos_row, const float* sin_row) {
 #pragma unroll
   for (int i = 0; i < 8; i++) {
     const float a = h.first[i], b = h.second[i];
-    h.first[i] = a * cosine[i] - b * sine[i];
-    h.second[i] = b * cosine[i] + a * sine[i];
+    // Said in full: a node has the bits of the plain row, which another build stores.
+    h.first[i] = __fmaf_rn(a, cosine[i], -__fmul_rn(b, sine[i]));
+    h.second[i] = __fmaf_rn(a, sine[i], __fmul_rn(b, cosine[i]));
   }
 }
 
@@ -117,6 +126,14 @@ DEVICE float largest_of(const Halves& h, bool works) {
   return largest;
 }
 
+#ifdef TREE
+// The number of the set bit of `mask` that has `before` set bits below it.
+DEVICE int node_of(uint64_t mask, int before) {
+  for (int i = 0; i < before; i++) mask &= mask - 1;
+  return __ffsll(static_cast<int64_t>(mask)) - 1;
+}
+#endif
+
 // What an earlier kernel of the step wrote is not __restrict__: the compiler may move a load that it takes for one of
 // a constant before pdl_wait. The next kernel may start only after the wait: decode_attention reads early what is older
 // than this launch.
@@ -129,6 +146,9 @@ extern "C" __global__ void __launch_bounds__(256)
                         int num_rows, int num_heads, int num_kv_heads, int pages_per_sequence, int max_context, float eps
 #if FP8
                         , float* k_scales, float* v_scales
+#endif
+#ifdef TREE
+                        , float* k_node_scales, float* v_node_scales, const uint64_t* tree_masks, const int32_t* tree_base
 #endif
 ) {
   pdl_wait();
@@ -171,9 +191,15 @@ extern "C" __global__ void __launch_bounds__(256)
   Halves h = head_of(row);
   const int slot = slots[row], position = slot < 0 ? 0 : positions[row];
 #if FP8
+#ifdef TREE
+  const int first_step = position / kPageTokens * kPageTokens - tree_base[row];
+  const bool has_first = slot >= 0 && first_step >= 0;
+  const int first_row = has_first ? node_of(tree_masks[row], first_step) : -1;
+#else
   // In a launch rows of one slot are consecutive positions.
   const int first_row = row - position % kPageTokens;
   const bool has_first = slot >= 0 && first_row >= 0 && slots[max(first_row, 0)] == slot;
+#endif
   Halves first = head_of(has_first ? first_row : row);
   rotate_to(first, has_first ? position / kPageTokens * kPageTokens : position);
   const float first_scale = page_scale(largest_of(first, works));
@@ -188,18 +214,35 @@ extern "C" __global__ void __launch_bounds__(256)
   }
   if (slot < 0) return;
   const int location = locations ? locations[row] : position;
-  const int page = block_tables[static_cast<int64_t>(slot) * pages_per_sequence + location / kPageTokens];
-  const int64_t page_of_head = static_cast<int64_t>(page) * num_kv_heads + (head - num_heads) % num_kv_heads;
+  const auto page_of_head_at = [&](int at) {
+    const int page = block_tables[static_cast<int64_t>(slot) * pages_per_sequence + at / kPageTokens];
+    return static_cast<int64_t>(page) * num_kv_heads + (head - num_heads) % num_kv_heads;
+  };
+  const int64_t page_of_head = page_of_head_at(location);
   const int64_t place = (page_of_head * kPageTokens + location % kPageTokens) * HEAD_DIM + offset;
   if (is_key && nope_pages) store_halves(nope_pages + place, h);
   rotate_to(h, position);
 #if FP8
-  float* scale_of_page = (is_key ? k_scales : v_scales) + page_of_head;
+#ifdef TREE
+  const int64_t scaled_page = page_of_head_at(position);  // a node's location says nothing about its page
+#else
+  const int64_t scaled_page = page_of_head;
+#endif
+  float* scale_of_page = (is_key ? k_scales : v_scales) + scaled_page;
   const float scale = has_first ? first_scale : *scale_of_page;
+#ifdef TREE
+  const int64_t node = static_cast<int64_t>(row) * num_kv_heads + (head - num_heads) % num_kv_heads;
+  if (offset == 0) (is_key ? k_node_scales : v_node_scales)[node] = scale;
+#else
   if (first_row == row && offset == 0) *scale_of_page = scale;
+#endif
   const float inverse = 1.0f / scale;   // exact, as the products with it: powers of two
 #pragma unroll
   for (int i = 0; i < 8; i++) h.first[i] *= inverse, h.second[i] *= inverse;
 #endif
+#ifdef TREE
+  store_halves((is_key ? k_pages : v_pages) + node * HEAD_DIM + offset, h);
+#else
   store_halves((is_key ? k_pages : v_pages) + place, h);
+#endif
 }

@@ -9,9 +9,10 @@
 //             float32 workspace (T, K, pages_per_sequence, 2); q (T, H*D) scalar_t; k1_pages (P, K, 4, D), k2_pages
 //             (P, K, D) scalar_t: entry e of K1 is row e % 4 of page e / 4 of the slot, of K2 page e; positions, slots
 //             (T) int32; block_tables (B, pages_per_sequence) int32; with TREE k_pages (P, K, 64, D) scalar_t, tree_masks
-//             (T) uint64, tree_base (T) int32: entry tree_base[t] / 64 of K2 is the mean of keys of the row's path
+//             (T) uint64, tree_base (T) int32: entry tree_base[t] / 64 of K2 is the mean of keys of the row's path; with
+//             FP8 k_pages and k_nodes (N, K, D) are e4m3 codes, k_scales (P, K) and k_node_scales (N, K) float32
 //   constants HEAD_DIM: elements of a head: 64, 96 or 128. GROUP: query heads of a KV head. TREE: 1 reads tree_masks
-//             and tree_base
+//             and tree_base. FP8: if it is defined, with TREE, keys are codes, and those of nodes lie in k_nodes
 //   launch    grid (any, T / rows_per_block rounded up, K); block rows_per_block * 32 or more, at most 128; no dynamic shared
 //             memory. is_chunk: rows of a prefill chunk, which may not be all of it
 //   numerics  products, sums and scores in float32, each in an order of its own entry alone; scores are 2^24 times as large,
@@ -28,7 +29,14 @@
 #error "a constant is not defined"
 #endif
 #include "attention.cuh"
+#include "e4m3.cuh"
 #include "window_mean.cuh"
+
+#ifdef FP8
+typedef uint8_t page_t;
+#else
+typedef scalar_t page_t;
+#endif
 
 constexpr int kMostWarps = 4;
 constexpr int kThreads = kMostWarps * 32;
@@ -137,21 +145,47 @@ struct KeyTile {
 // ---- the normaliser
 
 #if TREE
-// A warp stores the mean of positions first .. first + 127 of a row of a tree, into shared memory. `keys`: of the KV head in
-// page 0. Behind `base` the path goes through the set bits of `mask`.
-DEVICE void mean_of_path(scalar_t* mean, const scalar_t* keys, const int* block_table, int64_t page_stride, int first,
-                         int base, uint64_t mask) {
+// The keys of one KV head by their location in the pages of a slot: `pages` begins with page 0, tokens of a page of all heads
+// take `page_stride` elements. In fp8 those from location `base` on are nodes of a tree, in arrays of their own.
+struct TreeKeys {
+  const page_t* pages;
+  const int* block_table;
+  int64_t page_stride;
+  int base;
+#ifdef FP8
+  const page_t* nodes;
+  const float *scales, *node_scales;
+  int num_kv_heads;
+#endif
+
+  // Two neighbouring elements of a key.
+  DEVICE uint32_t at(int location, int word) const {
+    const int page = block_table[location / kPageTokens];
+    const page_t* key = pages + page * page_stride + location % kPageTokens * HEAD_DIM;
+#ifdef FP8
+    const int node = (location - base) * num_kv_heads;
+    if (node >= 0) key = nodes + node * HEAD_DIM;
+    const float* scale = node >= 0 ? node_scales + node : scales + static_cast<int64_t>(page) * num_kv_heads;
+    return expand2(reinterpret_cast<const uint16_t*>(key)[word], *scale);
+#else
+    return reinterpret_cast<const uint32_t*>(key)[word];
+#endif
+  }
+};
+
+// A warp stores the mean of positions first .. first + 127 of a row of a tree, into shared memory. Behind the base the path
+// goes through the set bits of `mask`.
+DEVICE void mean_of_path(scalar_t* mean, const TreeKeys& keys, int first, uint64_t mask) {
 #pragma unroll 1
   for (int word = threadIdx.x & 31; word < HEAD_DIM / 2; word += 32) {
     uint64_t left = mask;
     reinterpret_cast<uint32_t*>(mean)[word] = window_mean<2 * kPageTokens>([&](int i) {
       int location = first + i;
-      if (location >= base) {
-        location = base + __ffsll(static_cast<int64_t>(left)) - 1;
+      if (location >= keys.base) {
+        location = keys.base + __ffsll(static_cast<int64_t>(left)) - 1;
         left &= left - 1;
       }
-      const scalar_t* page = keys + block_table[location / kPageTokens] * page_stride;
-      return reinterpret_cast<const uint32_t*>(page + location % kPageTokens * HEAD_DIM)[word];
+      return keys.at(location, word);
     });
   }
 }
@@ -175,10 +209,14 @@ DEVICE float log_sum(const float (&scores)[kKeyTiles][4], int half, float factor
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
-    KERNEL(coarse_log_sums)(float* log_sums, const scalar_t* q, const scalar_t* k2_pages, const scalar_t* k_pages,
+    KERNEL(coarse_log_sums)(float* log_sums, const scalar_t* q, const scalar_t* k2_pages, const page_t* k_pages,
                             const int* positions, const int* slots, const int* block_tables,
                             const uint64_t* tree_masks, const int* tree_base, int num_rows, int rows_per_block,
-                            int is_chunk, int pages_per_sequence, int num_tiles, int dense_context, float scale) {
+                            int is_chunk, int pages_per_sequence, int num_tiles, int dense_context, float scale
+#ifdef FP8
+                            , const float* k_scales, const page_t* k_nodes, const float* k_node_scales
+#endif
+) {
   pdl_launch_dependents();
   const Work work(positions, slots, num_rows, rows_per_block, dense_context);
   if (work.row < 0) return pdl_wait();
@@ -204,8 +242,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
   const int ahead = of_path / kKeys - work.first;
   if (of_path <= last && ahead >= 0 && ahead % work.stride == 0) {  // it is this warp's
     const int64_t page_stride = static_cast<int64_t>(num_kv_heads) * (kPageTokens * HEAD_DIM);
-    mean_of_path(path_mean, k_pages + kv_head * (kPageTokens * HEAD_DIM), block_table, page_stride,
-                 (of_path - 1) * kPageTokens, base, tree_masks[work.row]);
+    TreeKeys path_keys = {k_pages + kv_head * (kPageTokens * HEAD_DIM), block_table, page_stride, base};
+#ifdef FP8
+    path_keys.nodes = k_nodes + kv_head * HEAD_DIM, path_keys.num_kv_heads = num_kv_heads;
+    path_keys.scales = k_scales + kv_head, path_keys.node_scales = k_node_scales + kv_head;
+#endif
+    mean_of_path(path_mean, path_keys, (of_path - 1) * kPageTokens, tree_masks[work.row]);
     __syncwarp();
   }
   const auto row_of = [&](int entry) { return entry == of_path ? path_mean : row_in(block_table[entry]); };

@@ -141,8 +141,8 @@ KERNEL(selected_attention)(scalar_t* __restrict__ out, float* partials, int* arr
     if (turn + 1 == turns) break;
     __syncthreads();  // the results have been read
     if (run >= cut.num_runs) continue;
-    stream.load(room.k_tile, stream.k_rows, room, keys.length);
-    stream.load(room.k_tile + kHalfPlace, stream.v_rows, room, keys.length);
+    stream.load(room.k_tile, false, room, keys.length);
+    stream.load(room.k_tile + kHalfPlace, true, room, keys.length);
   }
   settle(turns - 1);
   if (!stream.is_listed) pdl_wait();  // for the kernels after this one, which wait for it alone

@@ -2,20 +2,24 @@
 //
 // out[t, h, :] = sum_j softmax_j(scale * q[t, h, :] . k[j, h / GROUP, :]) v[j, h / GROUP, :],  j = 0 .. positions[t],
 // or with WINDOW the last WINDOW of these. For j < tree_base[t] k[j], v[j] lie at location j of the pages of the row's
-// slot; k[tree_base[t] + n] lies at location tree_base[t] + i, i being the n-th set bit of tree_masks[t].
+// slot; k[tree_base[t] + n] lies at location tree_base[t] + i, i being the n-th set bit of tree_masks[t], with FP8 at node i
+// of k_nodes.
 //
 // out            [T, H*D] scalar_t row-major; a row of slot -1 becomes zeros
 // partials       float32 workspace, T * units * (num_splits / 8) * (8 or 16) * D * 5 / 4 elements: 8 where units have at
 //                most 8 heads, units being K heads * kTiles
 // arrivals       int32 workspace, T * units * 8, zero before the first launch and after every launch
 // q              [T, H*D] scalar_t row-major
-// k_pages        [P, K heads, 64, D] scalar_t; v_pages likewise
+// k_pages        [P, K heads, 64, D] scalar_t, or e4m3 codes with FP8; v_pages likewise
+// k_scales       [P, K heads] float32, k_nodes [N, K heads, D] codes, k_node_scales [N, K heads] float32 with FP8 only, as
+//                decode_attention takes them; v_scales, v_nodes, v_node_scales likewise
 // positions      [T] int32; slots [T] int32; block_tables [B, pages_per_sequence] int32
 // tree_masks     [T] uint64, tree_base [T] int32: positions[t] + 1 is tree_base[t] plus the set bits
 // num_rows       T, at most 64; num_splits: into how many runs a long row's pages are cut, a multiple of 8
 // constants      HEAD_DIM: elements of a head: 64, 96 or 128. GROUP: query heads of a KV head. STAGES: depth of the
 //                ring in pages, at least 2. ROW_TILES: tiles of 16 query rows of a block. CLUSTER: blocks that share
-//                eight runs: 2, 4 or 8. WINDOW: how many of a row's last keys it sees, 0 for all
+//                eight runs: 2, 4 or 8. WINDOW: how many of a row's last keys it sees, 0 for all. FP8: if it is
+//                defined, 1: reads codes
 // grid           (CLUSTER, units, n): n clusters of each unit take turns with groups of rows and their clusters of runs;
 //                block 128 * ROW_TILES in clusters of CLUSTER along x; shared memory (STAGES * 128 + max(128 + 16 *
 //                ROW_TILES, 96 * ROW_TILES)) * D * 2 + ROW_TILES * (16 * D * 32 / CLUSTER + 512) bytes
@@ -37,6 +41,9 @@
 #error "a constant is not defined"
 #endif
 static_assert(STAGES >= 2, "the page before may still be read when one is loaded");
+#ifdef FP8
+static_assert(ROW_TILES == 2, "three tiles of rows over codes spill registers");
+#endif
 
 #include "tree_merge.cuh"
 
@@ -53,6 +60,7 @@ struct TileRows {
   Keys keys[2];
   const uint8_t* path[2];
   int row[2];
+  float k_scale[2], v_scale[2];  // of the page that begins on the path
 
   DEVICE TileRows(const Members& members, int tile) {
 #pragma unroll
@@ -61,6 +69,7 @@ struct TileRows {
       row[half] = members.row[place];
       keys[half] = {members.length[place], 0};
       path[half] = members.path[place];
+      k_scale[half] = members.k_scale[place], v_scale[half] = members.v_scale[place];
     }
   }
   DEVICE int length() const { return max(keys[0].length, keys[1].length); }
@@ -69,40 +78,66 @@ struct TileRows {
   }
 };
 
-// Keys (`offset` 0) or values (kTileBytes) of one page in shared memory.
+// The pages of a step in shared memory, of a run that ends before page `run_end`.
 struct Sources {
   uint32_t stage, nodes, zeros;
-  int base;
+  int base, run_end;
 
-  // Finds key `key` of a row. What no row sees counts as zero: memory that was never written may hold NaN.
-  DEVICE TileRow find(const TileRows& rows, int half, int key, int offset) const {
-    if (key < base) return TileRow(stage + offset, key % kPageTokens);
-    if (key < rows.keys[half].length) return TileRow(nodes + offset, rows.path[half][key - base]);
-    return TileRow(zeros, 0);
+  // Finds key `key` of a row, in page i of the step. What no row sees counts as zero, and a page that there is not:
+  // memory that was never written may hold NaN.
+  DEVICE PageRow find(const TileRows& rows, int half, int key, int i, bool is_v) const {
+    if (kAtOnce > 1 && key / kPageTokens >= run_end) return PageRow(zeros, 0);
+    if (key < base) return PageRow(stage + (is_v * kAtOnce + i) * kPageBytes, key % kPageTokens);
+    if (key < rows.keys[half].length) return PageRow(nodes + is_v * kPageBytes, rows.path[half][key - base]);
+    return PageRow(zeros, 0);
+  }
+  DEVICE KeyRows find_keys(const TileRows& rows, int half, int first_key, int i) const {
+    return KeyRows([&](int key) { return find(rows, half, first_key + key, i, false); });
   }
 };
 
-// Attends to a slice of a page for all rows of the tile.
-DEVICE void attend_slice(WarpState& state, const Sources& sources, const TileRows& rows, int first_key, float factor) {
-  const int lane = threadIdx.x & 31, k_key = first_key + lane_row_b(lane), v_key = first_key + lane_row_a(lane);
-  const bool is_apart = kPacked == 2 && first_key + kKeys > sources.base;  // two rows' keys differ
-  float scores[2][4];
-  score_tile(scores, state, sources.find(rows, 0, k_key, 0));
-  if (is_apart) {
-    float other[2][4];
-    score_tile(other, state, sources.find(rows, 1, k_key, 0));
+// Attends to a slice of each page of a step for all rows of the tile.
+DEVICE void attend_slice(WarpState& state, const Sources& sources, const TileRows& rows, const PageScales& scales,
+                         int first_key, float factor) {
+  const int v_key = first_key + lane_row_a(threadIdx.x & 31);
+  float scores[kAtOnce][2][4];
 #pragma unroll
-    for (int n = 0; n < 2; ++n) scores[n][2] = other[n][2], scores[n][3] = other[n][3];
+  for (int i = 0; i < kAtOnce; ++i) {
+    const int first = first_key + i * kPageTokens, page = first / kPageTokens;
+    const bool begins_on_path = page * kPageTokens >= sources.base, exists = kAtOnce == 1 || page < sources.run_end;
+    const bool is_apart = kPacked == 2 && first + kKeys > sources.base;  // two rows' keys differ
+    const float scale = scales.of_keys(i);
+    score_rows(scores[i], state, sources.find_keys(rows, 0, first, i), begins_on_path ? key_factor(rows.k_scale[0]) : scale);
+    if (is_apart) {
+      float other[2][4];
+      score_rows(other, state, sources.find_keys(rows, 1, first, i), begins_on_path ? key_factor(rows.k_scale[1]) : scale);
+#pragma unroll
+      for (int n = 0; n < 2; ++n) scores[i][n][2] = other[n][2], scores[i][n][3] = other[n][3];
+    }
+    if (!exists) {
+      mask_tile(scores[i], first, {Keys{0, 0}, Keys{0, 0}});
+    } else if (!rows.all_visible(first)) {
+      mask_tile(scores[i], first, rows.keys);
+    }
   }
-  if (!rows.all_visible(first_key)) mask_tile(scores, first_key, rows.keys);
-  softmax_tile(scores, state, factor);
-  const TileRow v_row = sources.find(rows, 0, v_key, kTileBytes);
-  if (is_apart) {
-    accumulate_tile(state, {{scores[0][0], scores[0][1], 0, 0}, {scores[1][0], scores[1][1], 0, 0}}, v_row);
-    accumulate_tile(state, {{0, 0, scores[0][2], scores[0][3]}, {0, 0, scores[1][2], scores[1][3]}},
-                    sources.find(rows, 1, v_key, kTileBytes));
-  } else {
-    accumulate_tile(state, scores, v_row);
+  softmax_at_once(scores, state, factor);
+#pragma unroll
+  for (int i = 0; i < kAtOnce; ++i) {
+    const int first = first_key + i * kPageTokens;
+    const bool begins_on_path = first / kPageTokens * kPageTokens >= sources.base;
+    const bool is_apart = kPacked == 2 && first + kKeys > sources.base;
+    const float scale = scales.of_values(i), first_scale = begins_on_path ? value_factor(rows.v_scale[0]) : scale;
+    const float (&weights)[2][4] = scores[i];
+    const PageRow v_row = sources.find(rows, 0, v_key + i * kPageTokens, i, true);
+    if (is_apart) {
+      accumulate_row(state, {{weights[0][0], weights[0][1], 0, 0}, {weights[1][0], weights[1][1], 0, 0}}, v_row,
+                     first_scale);
+      accumulate_row(state, {{0, 0, weights[0][2], weights[0][3]}, {0, 0, weights[1][2], weights[1][3]}},
+                     sources.find(rows, 1, v_key + i * kPageTokens, i, true),
+                     begins_on_path ? value_factor(rows.v_scale[1]) : scale);
+    } else {
+      accumulate_row(state, weights, v_row, first_scale);
+    }
   }
 }
 
@@ -137,13 +172,14 @@ DEVICE void load_queries(unsigned char* queries, const scalar_t* q, const TileRo
 // All runs of the block in one cluster of runs, its ring filled, the queries on their way.
 DEVICE void attend_runs(unsigned char* shared, Pages& pages, Sources sources, const TileRows& rows,
                         const Exchange& exchange, int num_nodes, int first_tail, float scale) {
-  const int lane = threadIdx.x & 31, slice = threadIdx.x / 32 % kSlices, tile = threadIdx.x / 128;
+  const int slice = threadIdx.x / 32 % kSlices, tile = threadIdx.x / 128;
   WarpState state;
   begin_run(state);
-  int page = pages.page_of(0), page_of_run = 0, member = pages.first_run % kCluster;
+  int page = pages.page_of(0), step_of_run = 0, member = pages.first_run % kCluster;
   for (int step = 0; step < pages.count; ++step) {
     // The fill of the ring, the nodes and one group a step: so many are younger than those of this page.
-    const bool is_tail = (page + 1) * kPageTokens > pages.base;
+    const bool is_tail = (page + kAtOnce) * kPageTokens > pages.base;
+    pages.scales.attend();
     if (is_tail) {
       cp_async_wait_all();
     } else if (step < STAGES) {
@@ -154,10 +190,7 @@ DEVICE void attend_runs(unsigned char* shared, Pages& pages, Sources sources, co
     __syncthreads();
     if (step == 0) {
       const uint32_t queries = shared_address(shared) + kQueryOffset + tile * kQueryBytes;
-#pragma unroll
-      for (int i = 0; i < kDimSteps; ++i) {
-        ldmatrix_x4(state.q[i], queries + swizzled(lane_row_a(lane), 2 * i + lane_chunk_a(lane)));
-      }
+      load_query(state, queries);
     } else {
       pages.load(step - 1 + STAGES);
       if (step == first_tail) pages.load_nodes(sources.nodes, num_nodes);
@@ -168,15 +201,17 @@ DEVICE void attend_runs(unsigned char* shared, Pages& pages, Sources sources, co
       __syncthreads();
     }
     sources.stage = pages.stage(step);
+    if (kAtOnce > 1) sources.run_end = pages.run_end(step);
     const int first_key = page * kPageTokens + slice * kKeys;
-    if (first_key < rows.length()) attend_slice(state, sources, rows, first_key, scale * kLog2e);
-    ++page;
-    if (++page_of_run < pages.run_pages && step + 1 < pages.count) continue;
+    if (first_key < rows.length()) attend_slice(state, sources, rows, pages.scales, first_key, scale * kLog2e);
+    pages.scales.next();
+    page += kAtOnce;
+    if (++step_of_run < pages.run_steps() && step + 1 < pages.count) continue;
     __syncthreads();  // nodes and queries have been read: the exchange takes their place
     exchange.finish_run(state, member);
     begin_run(state);
-    page += (CLUSTER - 1) * pages.run_pages;
-    page_of_run = 0;
+    page += CLUSTER * pages.run_pages - pages.run_steps() * kAtOnce;
+    step_of_run = 0;
     member += CLUSTER;
   }
 }
@@ -191,7 +226,7 @@ struct Output {
   DEVICE void store(int row, const VectorPlace& place, float4 value) const {
     scalar_t* to = out + heads.offset(row, kPacked == 2 ? place.lane / 4 : place.query()) + place.element();
     *reinterpret_cast<uint32_t*>(to) = pack2(value.x, value.y);
-    *reinterpret_cast<uint32_t*>(to + 8) = pack2(value.z, value.w);
+    *reinterpret_cast<uint32_t*>(to + kSecondElements) = pack2(value.z, value.w);
   }
   DEVICE RowPartials of_row(int row, int num_clusters) const {
     return {partials + ((int64_t)row * units + unit) * most_clusters * kRowVectors * 5, num_clusters};
@@ -218,9 +253,14 @@ struct Output {
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kThreads, 1)
 KERNEL(tree_attention)(scalar_t* __restrict__ out, float* partials, int* arrivals,
-                       const scalar_t* q, const scalar_t* k_pages, const scalar_t* v_pages, const int* positions,
+                       const scalar_t* q, const page_t* k_pages, const page_t* v_pages, const int* positions,
                        const int* slots, const int* block_tables, const uint64_t* tree_masks, const int* tree_base,
-                       int num_rows, int num_splits, int num_kv_heads, int pages_per_sequence, float scale) {
+                       int num_rows, int num_splits, int num_kv_heads, int pages_per_sequence, float scale
+#if FP8
+                       , const float* k_scales, const float* v_scales, const page_t* k_nodes, const page_t* v_nodes,
+                       const float* k_node_scales, const float* v_node_scales
+#endif
+) {
   extern __shared__ __align__(128) unsigned char shared[];
   __shared__ Members members;
   __shared__ float log_sums[ROW_TILES][kSlices][16];
@@ -257,10 +297,16 @@ KERNEL(tree_attention)(scalar_t* __restrict__ out, float* partials, int* arrival
     pages.block_table = block_tables + (int64_t)group.slot * pages_per_sequence;
     pages.ring = memory;
     pages.base = group.base;
+#if FP8
+    pages.scales = {k_scales + heads.kv_head, v_scales + heads.kv_head, num_kv_heads};
+    pages.nodes = {k_nodes + heads.kv_head * HEAD_DIM, v_nodes + heads.kv_head * HEAD_DIM,
+                   k_node_scales + heads.kv_head, v_node_scales + heads.kv_head, num_kv_heads};
+#endif
     if (threadIdx.x < 32) group.describe(step_rows, members);
     if (group.is_old) pages.fill();
     pdl_launch_dependents();
     pdl_wait();
+    if (FP8 && threadIdx.x < 32) group.load_scales(members, pages.nodes);
     if (!group.is_old) pages.fill();
     const int first_tail = pages.first_tail();
     if (first_tail == 0) pages.load_nodes(memory + kScratchOffset, group.num_nodes);
@@ -271,8 +317,8 @@ KERNEL(tree_attention)(scalar_t* __restrict__ out, float* partials, int* arrival
     const TileRows rows(members, tile);
     load_queries(shared + kQueryOffset + tile * kQueryBytes, q, rows, heads);
     if (turn == 0) cluster_wait();  // the peers' barriers exist
-    attend_runs(shared, pages, {memory, memory + kScratchOffset, shared_address(zeros), group.base}, rows, exchange,
-                group.num_nodes, first_tail, scale);
+    const Sources sources = {memory, memory + kScratchOffset, shared_address(zeros), group.base, 0};
+    attend_runs(shared, pages, sources, rows, exchange, group.num_nodes, first_tail, scale);
     mbarrier_wait(barrier, turn & 1);
     const int num_clusters = cut.clusters();
     output.each_vector(members, rank, [&](int tile_of, int index, const VectorPlace& place, int row) {

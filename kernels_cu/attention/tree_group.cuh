@@ -1,7 +1,7 @@
 // Rows of a step whose pages a block of tree_attention reads for all of them: which ones, where each one's path goes, and
 // their pages, which come one after another through a ring. The nodes of the tree lie in the order of the nodes.
 #pragma once
-#include "decode_tile.cuh"
+#include "page_tiles.cuh"
 
 // The block's shape.
 constexpr int kTiles = (GROUP + 15) / 16;  // blocks that share a KV head
@@ -9,8 +9,8 @@ constexpr int kHeads = (GROUP + kTiles - 1) / kTiles;
 constexpr int kPacked = kHeads <= 8 ? 2 : 1;  // rows of a tile
 constexpr int kRows = ROW_TILES * kPacked;    // of a group, at most
 constexpr int kThreads = 128 * ROW_TILES;
-constexpr int kTileBytes = kPageTokens * kRowBytes;  // of a page
-constexpr int kStageBytes = 2 * kTileBytes;
+constexpr int kPageBytes = kPageTokens * HEAD_DIM * static_cast<int>(sizeof(page_t));  // of keys, or of values
+constexpr int kStageBytes = 2 * kAtOnce * kPageBytes;  // keys, then values, of the pages of a step
 
 constexpr uint32_t kAllLanes = 0xFFFFFFFFu;
 
@@ -59,6 +59,14 @@ struct StepRows {
 struct Members {
   int row[kRows], length[kRows];
   uint8_t path[kRows][kMaxNodes];  // the nodes from the root on
+  float k_scale[kRows], v_scale[kRows];  // with FP8: of the page that begins on the path, if one does
+};
+
+// Nodes in fp8, which have codes and scales in arrays of their own: of a KV head, from node 0 on.
+struct Nodes {
+  const page_t *k, *v;
+  const float *k_scales, *v_scales;
+  int num_kv_heads;
 };
 
 // Rows of one slot and base whose pages are cut into the same runs, and one cluster of these runs.
@@ -92,7 +100,7 @@ struct Group {
   // One warp writes the group to `members`, where the whole block reads it.
   DEVICE void describe(const StepRows& all, Members& members) const {
     const int lane = threadIdx.x & 31;
-    if (lane < kRows) members.row[lane] = -1, members.length[lane] = 0;
+    if (lane < kRows) members.row[lane] = -1, members.length[lane] = 0, members.k_scale[lane] = members.v_scale[lane] = 1.0f;
     __syncwarp();
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -102,6 +110,16 @@ struct Group {
       int step = 0;
       for (uint64_t left = all.path[i]; left; left &= left - 1) members.path[place][step++] = __ffsll(left) - 1;
     }
+    __syncwarp();
+  }
+
+  // The same warp looks up scales; it comes after pdl_wait.
+  DEVICE void load_scales(Members& members, const Nodes& nodes) const {
+    const int place = threadIdx.x & 31, step = (base + kPageTokens - 1) / kPageTokens * kPageTokens - base;
+    if (place >= kRows || base + step >= members.length[place]) return;
+    const int node = members.path[place][step] * nodes.num_kv_heads;
+    members.k_scale[place] = __ldcg(nodes.k_scales + node);
+    members.v_scale[place] = __ldcg(nodes.v_scales + node);
   }
 
  private:
@@ -126,34 +144,40 @@ struct Group {
   }
 };
 
-// The pages of a block's runs of one cluster of runs: every CLUSTER-th of these runs.
+// The pages of a block's runs of one cluster of runs: every CLUSTER-th of these runs, kAtOnce pages of a run at a time.
 struct Pages {
-  const scalar_t *k_pages, *v_pages;  // of this KV head in page 0
+  const page_t *k_pages, *v_pages;  // of this KV head in page 0
   int page_stride;
   const int* block_table;  // of the slot
   uint32_t ring;
   int base;  // keys from here on are nodes
-  int first_page, first_run, run_pages;
-  int count;
-  int numbers, ids;  // of 32 consecutive steps, one a lane: the page of the row, its place in memory
+  int first_page, end_page, first_run, run_pages;
+  int count;  // of steps
+  // Of 32 consecutive steps, one a lane: the first page of the row, the places in memory (-1: the run has no such page).
+  int numbers, ids[kAtOnce];
+  PageScales scales = {};
+  Nodes nodes = {};
 
   DEVICE Pages(const Cut& cut, int cluster, int rank) {
     run_pages = cut.run_pages;
-    first_page = cut.first_page;
+    first_page = cut.first_page, end_page = cut.first_page + cut.num_pages;
     first_run = cluster * kCluster + rank;
     const int end = min(cut.num_runs, (cluster + 1) * kCluster), runs = (end - first_run + CLUSTER - 1) / CLUSTER;
     const int last_run = first_run + (runs - 1) * CLUSTER;
-    count = runs > 0 ? (runs - 1) * run_pages + min(run_pages, cut.num_pages - last_run * run_pages) : 0;
+    const int last_pages = min(run_pages, cut.num_pages - last_run * run_pages);
+    count = runs > 0 ? (runs - 1) * run_steps() + (last_pages + kAtOnce - 1) / kAtOnce : 0;
   }
-  DEVICE int page_of(int step) const {
-    return first_page + (first_run + step / run_pages * CLUSTER) * run_pages + step % run_pages;
-  }
+  DEVICE int run_steps() const { return (run_pages + kAtOnce - 1) / kAtOnce; }
+  // The first page of the run that a step belongs to, and the page behind its last one.
+  DEVICE int run_begin(int step) const { return first_page + (first_run + step / run_steps() * CLUSTER) * run_pages; }
+  DEVICE int run_end(int step) const { return min(run_begin(step) + run_pages, end_page); }
+  DEVICE int page_of(int step) const { return run_begin(step) + step % run_steps() * kAtOnce; }
   DEVICE uint32_t stage(int step) const { return ring + step % STAGES * kStageBytes; }
 
   // The first step of the run in which the base lies or which begins behind it.
   DEVICE int first_tail() const {
     const int run = max(base / kPageTokens - first_page, 0) / run_pages;
-    return max(run - first_run + CLUSTER - 1, 0) / CLUSTER * run_pages;
+    return max(run - first_run + CLUSTER - 1, 0) / CLUSTER * run_steps();
   }
 
   // The ring's first pages, a group each.
@@ -164,38 +188,56 @@ struct Pages {
       cp_async_commit();
     }
   }
-  // Loads the page of a step, its keys before the base. All threads call it, for steps in ascending order.
+  // Loads the pages of a step, their keys before the base. All threads call it, for steps in ascending order.
   DEVICE void load(int step) {
-    if (step % 32 == 0) {
-      const int own = step + (threadIdx.x & 31);
-      numbers = page_of(own);
-      ids = own < count ? __ldcg(block_table + numbers) : 0;
+    if (step % 32 == 0) locate(step + (threadIdx.x & 31));
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int valid = base - (__shfl_sync(0xFFFFFFFFu, numbers, step % 32) + i) * kPageTokens;
+      const int64_t id = __shfl_sync(0xFFFFFFFFu, ids[i], step % 32), offset = id * page_stride;
+      const bool exists = step < count && valid > 0 && (i == 0 || id >= 0);
+      if (exists) copy(stage(step) + i * kPageBytes, k_pages + offset, v_pages + offset, valid);
     }
-    const int valid = base - __shfl_sync(0xFFFFFFFFu, numbers, step % 32) * kPageTokens;
-    const int64_t offset = (int64_t)__shfl_sync(0xFFFFFFFFu, ids, step % 32) * page_stride;
-    if (step < count && valid > 0) copy(stage(step), k_pages + offset, v_pages + offset, valid);
   }
 
   // Loads the nodes, which may go on in the page after that of the base. All threads call it.
-  DEVICE void load_nodes(uint32_t nodes, int num_nodes) const {
-    for (int index = threadIdx.x; index < num_nodes * kRowChunks; index += kThreads) {
-      const int node = index / kRowChunks, chunk = index % kRowChunks, location = base + node;
+  DEVICE void load_nodes(uint32_t memory, int num_nodes) const {
+    for (int index = threadIdx.x; index < num_nodes * kCopiedChunks; index += kThreads) {
+      const int node = index / kCopiedChunks, chunk = index % kCopiedChunks;
+#if FP8
+      const int64_t source = static_cast<int64_t>(node) * nodes.num_kv_heads * HEAD_DIM + chunk * kChunkElements;
+      const page_t *keys = nodes.k + source, *values = nodes.v + source;
+#else
+      const int location = base + node;
       const int64_t page = __ldcg(block_table + location / kPageTokens);
-      const int64_t source = page * page_stride + location % kPageTokens * HEAD_DIM + chunk * 8;
-      cp_async16(nodes + swizzled(node, chunk), k_pages + source);
-      cp_async16(nodes + kTileBytes + swizzled(node, chunk), v_pages + source);
+      const int64_t source = page * page_stride + location % kPageTokens * HEAD_DIM + chunk * kChunkElements;
+      const page_t *keys = k_pages + source, *values = v_pages + source;
+#endif
+      cp_async16(memory + copied_place(node, chunk), keys);
+      cp_async16(memory + kPageBytes + copied_place(node, chunk), values);
     }
   }
 
  private:
-  DEVICE void copy(uint32_t tile, const scalar_t* keys, const scalar_t* values, int valid) const {
+  // Looks up a step's pages, and the scales of those that begin before the base.
+  DEVICE void locate(int step) {
+    numbers = page_of(step);
 #pragma unroll
-    for (int i = 0; i < (kPageTokens * kRowChunks + kThreads - 1) / kThreads; ++i) {
-      const int index = threadIdx.x + i * kThreads, row = index / kRowChunks, chunk = index % kRowChunks;
-      if (kPageTokens * kRowChunks % kThreads != 0 && row >= kPageTokens) continue;
-      const int source_bytes = row < valid ? 16 : 0;
-      cp_async16(tile + swizzled(row, chunk), keys + index * 8, source_bytes);
-      cp_async16(tile + kTileBytes + swizzled(row, chunk), values + index * 8, source_bytes);
+    for (int i = 0; i < kAtOnce; ++i) {
+      const bool exists = step < count && (i == 0 || numbers + i < run_end(step));
+      ids[i] = exists ? __ldcg(block_table + numbers + i) : -(i > 0);
+      scales.load(i, exists && (numbers + i) * kPageTokens < base ? ids[i] : -1);
+    }
+  }
+
+  DEVICE void copy(uint32_t tile, const page_t* keys, const page_t* values, int valid) const {
+#pragma unroll
+    for (int i = 0; i < (kPageTokens * kCopiedChunks + kThreads - 1) / kThreads; ++i) {
+      const int index = threadIdx.x + i * kThreads, row = index / kCopiedChunks, chunk = index % kCopiedChunks;
+      if (kPageTokens * kCopiedChunks % kThreads != 0 && row >= kPageTokens) continue;
+      const int source_bytes = row < valid ? 16 : 0, place = copied_place(row, chunk);
+      cp_async16(tile + place, keys + index * kChunkElements, source_bytes);
+      cp_async16(tile + kAtOnce * kPageBytes + place, values + index * kChunkElements, source_bytes);
     }
   }
 };

@@ -1,8 +1,7 @@
 // Merging the partial results of a block's tiles: of four slices by an exchange in the layout of accumulators, of the
 // runs of a cluster by sending each block what belongs to its slice of the output, of clusters through the workspace.
 //
-// A vector is four elements of one query row that a lane holds: of pair p of accumulator tiles elements 16 p + 2 (lane % 4)
-// and the next, and the two that are 8 further on.
+// A vector is four elements of one query row that a lane holds of a pair of accumulator tiles (output_vector).
 #pragma once
 #include "partials.cuh"
 #include "tree_group.cuh"
@@ -23,7 +22,7 @@ struct VectorPlace {
 
   DEVICE explicit VectorPlace(int vector) : pair(vector / 64), half(vector / 32 % 2), lane(vector % 32) {}
   DEVICE int query() const { return lane / 4 + 8 * half; }
-  DEVICE int element() const { return pair * 16 + lane % 4 * 2; }
+  DEVICE int element() const { return first_element(pair, lane); }
   DEVICE int of_row() const { return kPacked == 2 ? pair * 32 + lane : pair * 64 + half * 32 + lane; }
 };
 
@@ -45,9 +44,7 @@ struct Exchange {
       }
 #pragma unroll
       for (int pair = 0; pair < kPairs; ++pair) {
-        const float *first = &state.out[2 * pair][2 * half], *second = &state.out[2 * pair + 1][2 * half];
-        const float4 vector =
-          make_float4(first[0] * inverse, first[1] * inverse, second[0] * inverse, second[1] * inverse);
+        const float4 vector = output_vector(state, pair, half, inverse);
         if (slice == pair % 4) {
           own[pair / 4][half] = vector;
         } else {

@@ -1,5 +1,7 @@
 """Keys and values in fp8 on a GPU: near the reference, and to the bit however tokens are grouped into steps."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from executors.cuda_models import BASE, ROWS, write_model
@@ -7,7 +9,6 @@ from executors.reuse_cases import BRANCHING_CACHED, branching, cached, texts
 from reference.golden_models import relative
 
 from cpmrt import LLM, SamplingParams
-from cpmrt.errors import ConfigError
 
 pytestmark = pytest.mark.gpu
 
@@ -77,9 +78,24 @@ def test_the_bundled_model_scores_as_on_the_reference(settings):
         np.testing.assert_allclose(llm.score(ids).mean(), reference.score(ids).mean(), atol=1e-2)
 
 
-def test_a_draft_is_refused():
-    with pytest.raises(ConfigError, match="kv_dtype: expected auto with a draft on a GPU"):
-        LLM(executor="cuda", kv_dtype="fp8", draft="eagle2")
+def test_drafts_leave_the_pages_of_plain_decoding(checkpoint):
+    """Codes of all positions and scales of all pages, of a text that repeats itself over three borders of pages."""
+    prompt, found = [5 + i * i % 89 for i in range(30)] * 2, []
+    wishes = {"shapes": [(5, 1, 6)], "adaptive": False}
+    for settings in ({}, {"draft": "lookup", "speculate": wishes}, {"draft": str(checkpoint), "speculate": wishes}):
+        with open_llm(checkpoint, prefix_cache=False, **settings) as llm:
+            answer = llm.generate(prompt, replace(SAMPLED, temperature=0.0, max_new_tokens=150))
+            arrays, count = llm.executor._arrays, len(prompt) + len(answer.token_ids) - 1
+            table = arrays["block_tables"].get()[0, : -(-count // 64)]
+            parts = [arrays[f"{part}_{name}"].get()[:, table] for part in "kv" for name in ("codes", "scales")]
+        num_layers, _, num_heads, _, head_dim = parts[0].shape
+        codes = [part.swapaxes(2, 3).reshape(num_layers, -1, num_heads, head_dim)[:, :count] for part in parts[::2]]
+        found.append((answer.token_ids, *codes, *parts[1::2]))
+    assert answer.stats.mean_accept_length > 1.5 and count > 192
+    for other in found[1:]:
+        assert other[0] == found[0][0]
+        for actual, expected in zip(other[1:], found[0][1:], strict=True):
+            np.testing.assert_array_equal(actual, expected)
 
 
 # ---- sparse attention ----
@@ -109,6 +125,19 @@ def test_sparse_logits_are_those_of_the_reference(sparse_checkpoint, chunk):
     found, apart = ([relative(*rows) for rows in zip(logits, expected, strict=True)] for logits in (actual, dense))
     assert np.median(found[256:]) < np.median(apart[256:]) / 2
     assert max(found[:256]) < 6e-2 and np.median(found[256:]) < 3e-2
+
+
+@pytest.mark.parametrize("settings", [{}, {"dtype": "float16"}, {"cuda_graphs": False}], ids=str)
+def test_sparse_drafts_change_no_token(sparse_checkpoint, settings):
+    """Of a text that repeats itself, so that lookups find something; blocks are left out from the first token on."""
+    prompt, wishes = LONG[:40] * 9, {"shapes": [(5, 1, 6), (3, 1, 4)], "adaptive": False}
+    with open_llm(sparse_checkpoint, max_context=1024, **settings) as llm:
+        plain = [llm.generate(prompt, params).logprobs for params in (SAMPLED, replace(SAMPLED, temperature=0.0))]
+    for draft in ("lookup", str(sparse_checkpoint)):
+        with open_llm(sparse_checkpoint, max_context=1024, draft=draft, speculate=wishes, **settings) as llm:
+            found = [llm.generate(prompt, params) for params in (SAMPLED, replace(SAMPLED, temperature=0.0))]
+        assert [answer.logprobs for answer in found] == plain, draft
+        assert max(answer.stats.mean_accept_length for answer in found) > 1, draft
 
 
 @pytest.mark.parametrize("settings", [{"prefill_chunk": 1}, {"prefill_chunk": 50}, {"cuda_graphs": False}], ids=str)

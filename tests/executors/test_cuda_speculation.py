@@ -20,8 +20,8 @@ pytestmark = pytest.mark.gpu
 
 TREES = [(2, 4, 6), (3, 2, 8), (1, 4, 5), (4, 10, 32)]
 CHAINS = [(4, 1, 5), (1, 1, 2), (3, 1, 3)]
-WIDE = ", wide"
-"""Behind a row's name: in the sizes of 4-bit weights."""
+WIDE, FP8 = ", wide", ", fp8"
+"""Behind a row's name: in the sizes of 4-bit weights; with keys and values in fp8."""
 W4 = {"bits": 4, "group_size": 64, "quant_method": "gptq", "desc_act": False, "sym": True}
 RANDOM = np.random.default_rng(11)
 PROMPTS = [tuple(RANDOM.integers(3, 99, count).tolist()) for count in (1, 40, 64, 131)]
@@ -53,6 +53,8 @@ def open_llm(tmp_path_factory):
     root, opened = tmp_path_factory.mktemp("models"), []
 
     def open_one(row, draft=None, *, is_w4=False, is_draft_w4=None, wishes=None, **settings):
+        if row.endswith(FP8):
+            row, settings = row.removesuffix(FP8), {"kv_dtype": "fp8"} | settings
         config = BASE | ROWS[row.removesuffix(WIDE)]
         if is_w4 or row.endswith(WIDE):
             config |= {"hidden_size": 256, "intermediate_size": 256}
@@ -118,6 +120,36 @@ def check(executor, plain, key):
 def test_tokens_and_logprobs_are_those_of_plain_decoding(open_llm, plain, draft, dtype):
     executor = open_llm("minicpm", draft, dtype=dtype).executor
     check(executor, plain, ("minicpm", False, dtype))
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_with_keys_and_values_in_fp8(open_llm, plain, draft, dtype):
+    """Prompts end so that trees begin pages at the root or among their nodes."""
+    executor = open_llm(f"minicpm{FP8}", draft, dtype=dtype).executor
+    check(executor, plain, (f"minicpm{FP8}", False, dtype))
+
+
+@pytest.mark.parametrize(("row", "is_w4", "settings"), [
+    ("qwen3", False, {}), ("minicpm", True, {}), ("minicpm", False, {"cuda_graphs": False}),
+    ("minicpm", False, {"dependent_launch": False}),
+], ids=str)  # fmt: skip
+def test_other_models_and_settings_in_fp8(open_llm, plain, row, is_w4, settings):
+    for draft in ("eagle3", "lookup"):
+        executor = open_llm(row + FP8, draft, is_w4=is_w4, dtype="bfloat16", **settings).executor
+        check(executor, plain, (row + FP8, is_w4, "bfloat16"))
+
+
+def test_a_bundled_model_in_fp8_is_drafted_for_as_one_in_16_bits():
+    """Its own draft, and itself with pages of 16 bits: nearly every token is accepted, over three borders of pages."""
+    demo, greedy = str(ModelFolder.open(None).path), Sampling()
+    with LLM(executor="cuda", kv_dtype="fp8") as llm:
+        expected = generate(llm.executor, PROMPTS[1], greedy, count=200)
+    for draft, shapes, least in ((demo, CHAINS, 3.5), ("eagle2", TREES, 1.2)):
+        wishes = {"shapes": shapes, "adaptive": False}
+        with LLM(executor="cuda", kv_dtype="fp8", draft=draft, speculate=wishes) as llm:
+            found, lengths = generate(llm.executor, PROMPTS[1], greedy, (0,), count=200)
+        assert found == expected[0] and np.mean(lengths) > least, draft
 
 
 BESIDE = {
@@ -223,10 +255,10 @@ def test_many_plain_steps_between():
 
 
 @pytest.mark.parametrize("draft", ["eagle2", "eagle3", "lookup"])
-@pytest.mark.parametrize("max_context", [128, 134])
-def test_up_to_the_last_position_of_the_context(open_llm, draft, max_context):
+@pytest.mark.parametrize(("max_context", "kv_dtype"), [(128, "auto"), (134, "auto"), (128, "fp8"), (134, "fp8")])
+def test_up_to_the_last_position_of_the_context(open_llm, draft, max_context, kv_dtype):
     """No keys are written past the pages of the slot: its neighbour's text stays what it was."""
-    settings = {"max_context": max_context, "max_sequences": 2, "dtype": "bfloat16"}
+    settings = {"max_context": max_context, "max_sequences": 2, "dtype": "bfloat16", "kv_dtype": kv_dtype}
     prompt, other = (PROMPTS[3] * 2)[: max_context - 20], PROMPTS[1]
     count = max_context - len(prompt)
     results = [
@@ -286,12 +318,13 @@ def test_long_steps_are_few_in_flight():
         assert llm.executor.limits.run_ahead == 8
 
 
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
 @pytest.mark.parametrize("draft", ["eagle2", "eagle3"])
-def test_the_draft_is_the_reference_executors(draft):
+def test_the_draft_is_the_reference_executors(draft, kv_dtype):
     """As good: what is accepted on the bundled model, step by step, hardly ever differs."""
     lengths = {}
     for executor in ("cuda", "reference"):
-        with LLM(executor=executor, draft=draft, dtype="float16", max_context=512, prefill_chunk=64,
+        with LLM(executor=executor, draft=draft, dtype="float16", max_context=512, prefill_chunk=64, kv_dtype=kv_dtype,
                  speculate={"adaptive": False, "shapes": [(2, 10, 12)]}) as llm:  # fmt: skip
             ids = llm.tokenizer.encode('def parse(text):\n    """Split the text into words and count them."""\n' * 5)
             tokens, lengths[executor] = generate(llm.executor, tuple(ids), Sampling(), (0,), count=60)

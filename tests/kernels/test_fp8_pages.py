@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
 from attention_cases import AttentionDevice, Case, assert_close, fp8_of, make_case, oracle
+from fp8_store import HEADS, KV_HEADS, POISON, Store
 from slow_writer import SlowWriter
 
-from cpmrt.dtypes import DType, round_to, to_float32
+from cpmrt.dtypes import DType, to_float32
 from cpmrt.memory.caches import PAGE_SIZE
 from cpmrt.ops import Fp8Pages
 from cpmrt.reference.fp8_pages import e4m3_codes, e4m3_values, page_scales, values_of
@@ -20,52 +20,9 @@ pytestmark = pytest.mark.gpu
 
 DTYPES = [DType.BFLOAT16, DType.FLOAT16]
 LENGTHS = [1, 2, 63, 64, 65, 127, 128, 300, 1000, 2048, 2049, 5000]
-HEADS, KV_HEADS, POISON = 6, 2, 2.0**5
-MAX_CONTEXT, PAGES = 400, 21
 
 
 # ---- storing ----
-
-
-@dataclass
-class Store:
-    """Rows for `rope_append`, on pages that hold what an earlier sequence left."""
-
-    cuda: Any
-    dtype: DType
-    head_dim: int
-
-    def __post_init__(self) -> None:
-        random = np.random.default_rng(self.head_dim)
-        self.shape = (PAGES, KV_HEADS, PAGE_SIZE, self.head_dim)
-        self.qkv = random.standard_normal((300, (HEADS + 2 * KV_HEADS) * self.head_dim), np.float32)
-        # Tokens of very different sizes, zeros among them.
-        self.qkv = round_to(self.qkv * 10.0 ** random.integers(-3, 3, (300, 1)).astype(np.float32), self.dtype)
-        self.qkv[128] = 0
-        self.table = random.permutation(PAGES).reshape(3, 7).astype(np.int32)
-        angles = np.outer(np.arange(MAX_CONTEXT), 1e4 ** -(np.arange(self.head_dim // 2) / (self.head_dim // 2)))
-        self.rope = np.stack([np.cos(angles), np.sin(angles)]).astype(np.float32)
-        self.before = random.integers(0, 256, (2, *self.shape), np.uint8)
-        self.codes = [self.cuda.array(codes) for codes in self.before]
-        self.scales = [self.cuda.array(np.full(self.shape[:2], POISON, np.float32)) for _ in "kv"]
-        self.kernel = self.cuda.kernel("rope_append", self.dtype, HEAD_DIM=self.head_dim, FP8=1)
-
-    def append(self, rows: list[int], positions: list[int], slots: list[int]) -> None:
-        """Rows of `qkv` at these positions of slots."""
-        qkv = self.cuda.array(self.qkv[rows], self.dtype)
-        q = self.cuda.array(np.zeros((len(rows), HEADS * self.head_dim), np.float32), self.dtype)
-        places = [self.cuda.array(np.array(values, np.int32)) for values in (positions, slots)]
-        lanes = 4 if self.head_dim == 64 else 8
-        grid = -(-len(rows) * (HEADS + 2 * KV_HEADS) * lanes // 256)
-        numbers = [np.int32(n) for n in (len(rows), HEADS, KV_HEADS, self.table.shape[1], MAX_CONTEXT)]
-        self.kernel(
-            grid, 256, q, *self.codes, None, None, qkv, None, None, None, self.cuda.array(self.rope), places[0], None,
-            places[1], self.cuda.array(self.table), *numbers, np.float32(1e-5), *self.scales,
-        )  # fmt: skip
-
-    def pages(self) -> list[Fp8Pages]:
-        parts = zip(self.codes, self.scales, strict=True)
-        return [Fp8Pages(self.cuda.numpy(codes), self.cuda.numpy(scales)) for codes, scales in parts]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

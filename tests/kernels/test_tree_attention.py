@@ -24,10 +24,12 @@ EVERY_BLOCK = (16, 24, 32, 64)
 """Rows with two units (2 KV heads of 16 heads): tiles and clusters (3, 8), (2, 4), (3, 4), (2, 2)."""
 
 
-def plan(num_heads: int, kv_heads: int, head_dim: int, arch: int = 90, portable: bool = False) -> DecodePlan:
+def plan(
+    num_heads: int, kv_heads: int, head_dim: int, arch: int = 90, portable: bool = False, is_fp8: bool = False
+) -> DecodePlan:
     device = known_device(f"sm_{arch}", num_sms=132)
     device = replace(device, capability=86) if portable else device
-    return DecodePlan.of(GroupedAttention(num_heads, kv_heads, head_dim), device, max_context=4096)
+    return DecodePlan.of(GroupedAttention(num_heads, kv_heads, head_dim), device, max_context=4096, is_fp8=is_fp8)
 
 
 def blocks(launch: AttentionLaunch) -> tuple[int, int]:
@@ -40,6 +42,14 @@ def test_many_rows_of_a_tree_share_pages() -> None:
     assert [launch.kernel.name for launch in chosen] == ["decode_attention"] * 2 + ["tree_attention"] * 4
     assert [blocks(launch) for launch in chosen[2:]] == [(3, 8), (2, 4), (3, 4), (2, 2)]
     assert all(macros_of(launch.constants)["TREE"] == 1 for launch in chosen[:2])
+
+
+def test_rows_over_fp8_pages_have_two_tiles() -> None:
+    chosen = [step_launch(plan(32, 2, 128, is_fp8=True), rows, is_tree=True) for rows in (12, *EVERY_BLOCK)]
+    assert [launch.kernel.name for launch in chosen] == ["decode_attention"] + ["tree_attention"] * 4
+    assert [blocks(launch) for launch in chosen[1:]] == [(2, 4), (2, 4), (2, 2), (2, 2)]
+    assert all(macros_of(launch.constants)["FP8"] == 1 for launch in chosen)
+    assert "FP8" not in macros_of(step_launch(plan(32, 2, 128), 64, is_tree=True).constants)
 
 
 @pytest.mark.parametrize(
@@ -58,8 +68,9 @@ def test_other_rows_and_devices_do_not(arch: int, portable: bool, is_tree: bool,
 
 @pytest.mark.parametrize(("group", "kv_heads"), [(1, 36), (5, 8), (8, 2), (16, 2), (20, 1), (24, 4)])
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
-def test_every_launch_fits(group: int, kv_heads: int, head_dim: int) -> None:
-    decode = plan(group * kv_heads, kv_heads, head_dim)
+@pytest.mark.parametrize("is_fp8", [False, True])
+def test_every_launch_fits(group: int, kv_heads: int, head_dim: int, is_fp8: bool) -> None:
+    decode = plan(group * kv_heads, kv_heads, head_dim, is_fp8=is_fp8)
     heads = -(-group // -(-group // 16))
     row_elements = (8 if heads <= 8 else 16) * head_dim
     assert decode.tables[0].num_elements >= 64 * decode.units * (decode.num_splits // 8) * row_elements * 5 // 4

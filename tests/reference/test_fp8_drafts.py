@@ -89,7 +89,7 @@ def pages_of(seed):
     """Pages that another sequence has left."""
     random = np.random.default_rng(seed)
     codes = random.integers(0, 126, (NUM_PAGES, KV_HEADS, 64, HEAD_DIM), np.uint8)
-    nodes, scales = np.empty((64, KV_HEADS, HEAD_DIM), np.float32), np.empty((64, KV_HEADS), np.float32)
+    nodes, scales = np.empty((64, KV_HEADS, HEAD_DIM), np.uint8), np.empty((64, KV_HEADS), np.float32)
     return Fp8Pages(codes, np.full((NUM_PAGES, KV_HEADS), 8.0, np.float32), nodes, scales)
 
 

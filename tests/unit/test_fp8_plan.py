@@ -7,10 +7,13 @@ from dataclasses import replace
 import pytest
 
 from cpmrt.bench.work import decode_bytes
-from cpmrt.config import EngineConfig, ModelConfig
+from cpmrt.config import EngineConfig, ModelConfig, TreeShape
+from cpmrt.config.draft import DraftConfig
 from cpmrt.cuda.assembly import CudaTarget
 from cpmrt.cuda.ops.attention.decode import DecodePlan
 from cpmrt.cuda.precompile import known_device, modules_of
+from cpmrt.models.decoder import tensor_specs
+from cpmrt.models.draft import Draft
 from cpmrt.opening import Blueprint
 
 MODEL = ModelConfig.from_hf({
@@ -19,6 +22,12 @@ MODEL = ModelConfig.from_hf({
 })  # fmt: skip
 SHARED_OF_SM = {80: 164, 87: 164, 90: 228, 100: 228, 86: 100, 89: 100, 120: 100}
 """KiB, of which a block takes one more than it asks for (CUDA C++ Programming Guide, "Compute Capabilities")."""
+
+
+LOOKUP = Blueprint(
+    MODEL, EngineConfig(kv_dtype="fp8"), CudaTarget(known_device("sm_90")), tensor_specs(MODEL),
+    Draft(DraftConfig.lookup(), (TreeShape.chain(5), TreeShape.chain(11))),
+)  # fmt: skip
 
 
 def plan(kv_dtype: str, max_context: int = 4096):
@@ -35,6 +44,14 @@ def test_pages_take_half_and_one_sequence_of_a_layer_is_expanded():
     assert narrow.region("expanded_k").shape == (64, 2, 64, 128)
     assert narrow.part_bytes["workspace"] <= wide.part_bytes["workspace"], "it shares the memory of the MLP"
     assert not {"k_codes", "k_scales", "expanded_k"} & {region.name for region in wide.regions}
+
+
+def test_nodes_of_a_draft_have_codes_and_scales_of_their_own():
+    drafted = LOOKUP.plan(4096)
+    for part in "kv":
+        nodes, scales = drafted.region(f"{part}_nodes"), drafted.region(f"{part}_node_scales")
+        assert (nodes.shape, nodes.nbytes) == ((3, 12, 2, 128), 3 * 12 * 2 * 128) and scales.shape == (3, 12, 2)
+    assert not any(region.name == "k_nodes" for region in plan("fp8").regions)
 
 
 def test_a_long_context_needs_room_to_expand_it():
@@ -60,7 +77,7 @@ def test_blocks_find_room_together(arch, portable):
     assert one.shared_bytes <= device.shared_bytes_per_block and resident >= (2 if arch >= 90 and arch != 120 else 1)
     assert wide.num_splits == narrow.num_splits and wide.launch(1, wide.constants).shared_bytes == one.shared_bytes
     assert blocks <= resident * device.num_sms
-    assert narrow.constants.fp8 and not narrow.has_own_kernels
+    assert narrow.constants.fp8 and not narrow.has_selected_kernel
 
 
 @pytest.mark.parametrize("arch", ["sm_87", "sm_90"])
@@ -72,3 +89,10 @@ def test_modules_of_a_start(arch):
     assert len(attention) == 1 and attention[0]["FP8"] == 1
     assert ("attention/expand_pages.cu", {"HEAD_DIM": 128}) in modules
     assert [sizes for file, sizes in modules if file == "attention/rope_append.cu"] == [{"HEAD_DIM": 128, "FP8": 1}]
+
+
+def test_modules_of_a_start_with_a_draft():
+    modules = modules_of(LOOKUP, known_device("sm_90"))
+    stored = [sizes for file, sizes in modules if file == "attention/rope_append.cu"]
+    assert {"HEAD_DIM": 128, "FP8": 1, "TREE": 1} in stored and {"HEAD_DIM": 128, "FP8": 1} in stored
+    assert ("attention/accept_nodes.cu", {"HEAD_DIM": 128}) in modules

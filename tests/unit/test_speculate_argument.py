@@ -8,11 +8,9 @@ from pathlib import Path
 import pytest
 
 from cpmrt.cli.arguments import Parser, add_draft_options, draft_arguments
-from cpmrt.config import EngineConfig, ModelConfig, SpeculationConfig, TreeShape
+from cpmrt.config import EngineConfig, SpeculationConfig, TreeShape
 from cpmrt.config.speculate_argument import read_speculation
 from cpmrt.config.speculation import DEFAULT_SHAPES, DRAFT_METHODS
-from cpmrt.cuda.assembly import CudaTarget
-from cpmrt.cuda.precompile import known_device
 from cpmrt.errors import ConfigError
 
 
@@ -176,18 +174,6 @@ EAGLE = SpeculationConfig("eagle2")
 def test_engine_settings_that_contradict_each_other(settings, message):
     with pytest.raises(ConfigError, match=message):
         EngineConfig(**settings)
-
-
-def test_a_gpu_refuses_fp8_with_a_draft():
-    target = CudaTarget(known_device("sm_90"))
-    model = ModelConfig.from_hf({
-        "architectures": ["LlamaForCausalLM"], "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512, "max_position_embeddings": 512,
-    })  # fmt: skip
-    settings = EngineConfig(draft="d", speculation=EAGLE)
-    target.check(model, settings)
-    with pytest.raises(ConfigError, match="kv_dtype: expected auto with a draft on a GPU"):
-        target.check(model, replace(settings, kv_dtype="fp8"))
 
 
 def test_accept_lengths_up_to_what_the_tree_can_give():

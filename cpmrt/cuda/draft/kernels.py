@@ -263,7 +263,7 @@ class TreeKernels:
         """
         s = self._state
         moved = self._moved
-        num_layers, num_pages, num_heads, _, head_dim = moved[0].shape
+        num_layers, num_pages, num_heads, _, head_dim = moved[0].shape if moved else (0,) * 5
         columns = (len(moved) * num_layers * num_heads * head_dim + _width(hidden)) // 8
         kept = (*moved, *[None] * (_MOST_MOVED - len(moved)))
         sizes = (shape.num_nodes, shape.max_emitted, num_layers, num_pages, num_heads, head_dim)

@@ -29,6 +29,10 @@ class PageConstants:
 
 COMPRESS_KEYS = KernelSpec("compress_keys", "attention/compress_keys.cu", "qkv", PageConstants, hot=True)
 COMPRESS_PATH = replace(COMPRESS_KEYS, name="compress_path", op="", reason="an accepted path")
+ACCEPT_NODES = KernelSpec(
+    "accept_nodes", "attention/accept_nodes.cu", constants=("HEAD_DIM",), hot=True, reason="an accepted path"
+)
+_COPY_THREADS = 64
 
 
 def is_fp8(caches: CacheLayout) -> bool:
@@ -44,6 +48,28 @@ def codes_of(pages: DeviceArray | Fp8Pages | None) -> DeviceArray | None:
 def scales_of(*pages: DeviceArray | Fp8Pages) -> tuple[DeviceArray, ...]:
     """Return the arguments that a kernel compiled for fp8 pages takes last; none for pages in 16 bits."""
     return tuple(part.scales for part in pages if isinstance(part, Fp8Pages))
+
+
+def nodes_of(*pages: DeviceArray | Fp8Pages) -> tuple[DeviceArray, ...]:
+    """Return codes, then scales, of the nodes of a draft tree beside fp8 pages; none for pages in 16 bits."""
+    beside = [part for part in pages if isinstance(part, Fp8Pages)]
+    return (*(part.nodes for part in beside), *(part.node_scales for part in beside))
+
+
+def accept_nodes(launch: Launcher, kv: KVPages, tree: DeviceArray, block_tables: DeviceArray) -> None:
+    """Store the nodes of the accepted path of the draft `tree` in fp8 pages.
+
+    The arrays of `kv` are those of all layers [L, P, ...]. Pages in 16 bits have the path already.
+    """
+    if not isinstance(kv.k, Fp8Pages):
+        return
+    num_layers, num_pages, num_kv_heads, _, head_dim = kv.k.shape
+    sizes = num_pages, kv.k.nodes.shape[1], num_kv_heads, block_tables.shape[1]
+    launch(
+        ACCEPT_NODES, {"HEAD_DIM": head_dim}, (num_layers * num_kv_heads, 2), _COPY_THREADS,
+        codes_of(kv.k), codes_of(kv.v), *scales_of(kv.k, kv.v), *nodes_of(kv.k, kv.v), tree, block_tables,
+        *map(np.int32, sizes),
+    )  # fmt: skip
 
 
 def compress_keys(launch: Launcher, kv: KVPages, rows: Rows) -> None:
@@ -67,9 +93,11 @@ def compress_path(launch: Launcher, kv: KVPages, tree: DeviceArray, block_tables
     The arrays of `kv` are those of all layers [L, P, ...]; the keys of the path lie at their positions already.
     """
     assert kv.compressed is not None, "planned without sparse attention"
-    num_layers, num_pages, num_kv_heads, _, head_dim = kv.scored_keys.shape
+    keys = kv.scored_keys
+    num_layers, num_pages, num_kv_heads, _, head_dim = keys.shape
+    constants = PageConstants(head_dim, isinstance(keys, Fp8Pages))
     launch(
-        COMPRESS_PATH, PageConstants(head_dim, fp8=False), (num_layers * num_kv_heads, _PATH_WINDOWS), head_dim // 2,
-        kv.compressed.k1, kv.compressed.k2, kv.scored_keys, tree, block_tables,
-        *map(np.int32, (num_pages, num_kv_heads, block_tables.shape[1])),
+        COMPRESS_PATH, constants, (num_layers * num_kv_heads, _PATH_WINDOWS), head_dim // 2,
+        kv.compressed.k1, kv.compressed.k2, codes_of(keys), tree, block_tables,
+        *map(np.int32, (num_pages, num_kv_heads, block_tables.shape[1])), *scales_of(keys),
     )  # fmt: skip

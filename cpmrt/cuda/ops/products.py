@@ -19,7 +19,7 @@ from cpmrt.cuda.driver.array import DeviceArray, KernelArgument
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.ops.experts import expert_workspace
 from cpmrt.cuda.ops.gemm import Gemm
-from cpmrt.cuda.ops.kv import PageConstants, codes_of, compress_keys, scales_of
+from cpmrt.cuda.ops.kv import PageConstants, codes_of, compress_keys, nodes_of, scales_of
 from cpmrt.cuda.ops.linear import StepProduct, float_bits, launch_linear
 from cpmrt.cuda.ops.linear_packed.layout import PackedWeight, Weight
 from cpmrt.cuda.ops.linear_packed.products import PackedProducts, packed_workspace
@@ -39,9 +39,11 @@ class ActivationConstants:
 
 @dataclass(frozen=True)
 class RopeConstants(PageConstants):
-    """Compile-time constants of rope_append.cu; `no_rope`: heads are stored as they are."""
+    """Compile-time constants of rope_append.cu; `no_rope`: heads are stored as they are; `tree`: rows are nodes of a
+    draft tree, beside fp8 pages."""
 
     no_rope: bool | None = None
+    tree: bool | None = None
 
 
 ROPE_APPEND = KernelSpec("rope_append", "attention/rope_append.cu", "qkv", RopeConstants, hot=True)
@@ -112,28 +114,34 @@ class Products:
         raw, left = self._qkv[: len(x)], NOTHING
         if rows.is_prefill:
             self._dense(raw, self._normalised(x, weights.norm, eps), weights.weight)
-            self._append(q, kv, raw, weights.bias, weights, (q_nope, nope), rest)
+            self._append(q, kv, raw, weights.bias, weights, (q_nope, nope), rest, rows)
         elif rope is not None and weights.q_norm is None and q_nope is None and not isinstance(kv.k, Fp8Pages):
             left = project(q, kv.k, kv.v)
         else:  # with null pages the kernel stores the projection as it is, the bias added
             left = project(raw, None, None)
-            self._append(q, kv, raw, None, weights, (q_nope, nope), rest)
+            self._append(q, kv, raw, None, weights, (q_nope, nope), rest, rows)
         if kv.compressed is not None and rows.tree_masks is None:
             compress_keys(self._launch, kv, rows)
         return left
 
     def _append(
         self, q: DeviceArray, kv: KVPages, raw: DeviceArray, bias: DeviceArray | None, weights: QkvWeights,
-        nope: tuple[DeviceArray | None, DeviceArray | None], rest: tuple[KernelArgument, ...],
+        nope: tuple[DeviceArray | None, DeviceArray | None], rest: tuple[KernelArgument, ...], rows: Rows,
     ) -> None:  # fmt: skip
-        """Store q, k and v of a projection [T, QKV]: bias, the norms of heads, RoPE (`rest[0]` is its table), pages."""
-        head_dim = kv.k.shape[3]
-        constants = RopeConstants(head_dim, isinstance(kv.k, Fp8Pages), None if rest[0] is not None else True)
+        """Store q, k and v of a projection [T, QKV]: bias, the norms of heads, RoPE (`rest[0]` is its table), pages, or
+        beside fp8 pages the nodes of a tree."""
+        head_dim, is_fp8 = kv.k.shape[3], isinstance(kv.k, Fp8Pages)
+        keeps_nodes = is_fp8 and rows.tree_masks is not None
+        constants = RopeConstants(head_dim, is_fp8, None if rest[0] is not None else True, keeps_nodes or None)
+        targets: tuple[DeviceArray | None, ...] = codes_of(kv.k), codes_of(kv.v)
+        scales = scales_of(kv.k, kv.v)
+        if keeps_nodes:
+            nodes = nodes_of(kv.k, kv.v)
+            targets, scales = nodes[:2], (*scales, *nodes[2:], rows.tree_masks, rows.tree_base)
         grid = -(-len(raw) * (raw.shape[1] // head_dim) * (4 if head_dim == 64 else 8) // BLOCK)
         self._launch(
             ROPE_APPEND, constants, grid, BLOCK,
-            q, codes_of(kv.k), codes_of(kv.v), *nope, raw, bias, weights.q_norm, weights.k_norm, *rest,
-            *scales_of(kv.k, kv.v),
+            q, *targets, *nope, raw, bias, weights.q_norm, weights.k_norm, *rest, *scales,
         )  # fmt: skip
 
     def project(

@@ -22,15 +22,16 @@ from cpmrt.cuda.ops.kv import codes_of
 from cpmrt.executor import MAX_ROWS
 from cpmrt.memory.caches import pages_for
 from cpmrt.models.layers import EMBED, HEAD
-from cpmrt.ops import Rows
+from cpmrt.ops import Fp8Pages, Rows
 from cpmrt.tensor_spec import BufferSpec
 
 
 @dataclass(frozen=True)
 class ScoreConstants(HeadConstants):
-    """`tree`: rows of draft trees."""
+    """`tree`: rows of draft trees; `fp8`: keys of their paths are codes."""
 
     tree: bool
+    fp8: bool | None = None
 
 
 COARSE_LOG_SUMS = KernelSpec(
@@ -162,14 +163,18 @@ class BlockChoice:
     def _score(self, given: Operands, sparse: SparseConfig) -> None:
         plan, rows, keys, num_rows = self._plan, given.rows, given.kv.compressed, len(given.q)
         assert keys is not None
-        constants = ScoreConstants(plan.heads.head_dim, plan.heads.group, tree=rows.tree_masks is not None)
+        is_tree, scored = rows.tree_masks is not None, given.kv.scored_keys
+        # Rows of trees alone read keys themselves.
+        has_codes = is_tree and isinstance(scored, Fp8Pages)
+        constants = ScoreConstants(plan.heads.head_dim, plan.heads.group, tree=is_tree, fp8=has_codes or None)
+        codes = (scored.scales, scored.nodes, scored.node_scales) if has_codes else ()
         _, pages, scale = given.sizes
         sizes = num_rows, plan.rows_per_block(num_rows), int(rows.is_prefill), int(pages), plan.coarse_tiles
         counts, dense_context = tuple(map(np.int32, sizes)), np.int32(sparse.dense_context)
         self._launch(
             COARSE_LOG_SUMS, constants, *plan.shape(num_rows, plan.coarse_tiles),
-            self._log_sums, given.q, keys.k2, codes_of(given.kv.scored_keys), rows.positions, rows.slots,
-            rows.block_tables, rows.tree_masks, rows.tree_base, *counts, dense_context, scale,
+            self._log_sums, given.q, keys.k2, codes_of(scored), rows.positions, rows.slots,
+            rows.block_tables, rows.tree_masks, rows.tree_base, *counts, dense_context, scale, *codes,
         )  # fmt: skip
         self._launch(
             SCORE_BLOCKS, constants, *plan.shape(num_rows, plan.fine_tiles),

@@ -10,11 +10,12 @@ from cpmrt.cuda.build.launcher import Launcher
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.ops.cuda_ops import CudaOps, attention_plan
 from cpmrt.cuda.ops.gemm import Gemm
-from cpmrt.cuda.ops.kv import compress_path
+from cpmrt.cuda.ops.kv import accept_nodes, compress_path
 from cpmrt.cuda.ops.lightning import accept_chain
 from cpmrt.memory.caches import CacheLayout
 from cpmrt.models.decoder import Decoder
-from cpmrt.ops import CompressedKeys, KVPages, Rows
+from cpmrt.models.mixers.grouped import kv_pages
+from cpmrt.ops import Rows
 
 
 class StepForward:
@@ -60,13 +61,14 @@ class StepForward:
         self._layers(num_rows, slice(None), *places)
 
     def path_accepted(self) -> None:
-        """Take in the path of a tree, once its keys and values are at their positions: what sparse attention keeps of
-        it, and recurrent states."""
+        """Take in the path of a tree, whose keys and values are at their positions in pages of 16 bits: codes in fp8,
+        what sparse attention keeps of them, and recurrent states."""
         a = self._arrays
-        if "k1_pages" in a:
-            compressed = CompressedKeys(a["k1_pages"], a["k2_pages"], a.get("nope_pages"))
-            pages = KVPages(a["k_pages"], a["v_pages"], compressed)
-            compress_path(self._launch, pages, a["draft_tree"], a["block_tables"])
+        if "k_pages" in a or "k_codes" in a:
+            pages, tree = kv_pages(a), (a["draft_tree"], a["block_tables"])
+            accept_nodes(self._launch, pages, *tree)
+            if pages.compressed is not None:
+                compress_path(self._launch, pages, *tree)
         if "lightning_chain" in a:
             states, chain, decay = (a[f"lightning_{name}"] for name in ("states", "chain", "decay"))
             accept_chain(self._launch, states, chain, decay, a["draft_tree"])

@@ -75,14 +75,14 @@ def tensors(layer: LayerConfig, model: ModelConfig, names: Names) -> Iterator[Te
 def caches(mixer: GroupedAttention, kv_dtype: str) -> tuple[CacheSpec, ...]:
     """Return the pages of keys and values [K, 64, D], in fp8 with a scale for each head, and the compressed keys.
 
-    Beside fp8 pages the nodes of a draft tree have rows [K, D] and scales [K] of their own until they are accepted.
+    Beside fp8 pages the nodes of a draft tree have codes [K, D] and scales [K] of their own until they are accepted.
     """
     shape = (mixer.num_kv_heads, PAGE_SIZE, mixer.head_dim)
     if kv_dtype == FP8:
         kept: dict[str, Any] = {"scope": "chain", "on_accept": "encode"}
         found = [CacheSpec(f"{part}_codes", shape, np.uint8, on_accept="encode") for part in "kv"]
         found += [CacheSpec(f"{part}_scales", shape[:1], np.float32, on_accept="encode") for part in "kv"]
-        found += [CacheSpec(f"{part}_nodes", (mixer.num_kv_heads, mixer.head_dim), **kept) for part in "kv"]
+        found += [CacheSpec(f"{part}_nodes", (mixer.num_kv_heads, mixer.head_dim), np.uint8, **kept) for part in "kv"]
         found += [CacheSpec(f"{part}_node_scales", shape[:1], np.float32, **kept) for part in "kv"]
     else:
         found = [CacheSpec(f"{part}_pages", shape) for part in "kv"]
@@ -116,20 +116,24 @@ def tables(mixer: GroupedAttention, model: ModelConfig, max_context: int, limit:
     yield Table(spec, lambda: rope_pieces(model, mixer.head_dim, max_context, limit))
 
 
-def bind(layer: LayerConfig, weights: Weights, caches: Mapping[str, Any]) -> BoundAttention:
-    """Return weights and pages as `run` takes them."""
-    mixer, norm = _attention(layer), None if layer.reads_joined else weights["attention_norm"]
-    qkv = QkvWeights(norm, weights["qkv"], weights["qkv_bias"], weights["q_norm"], weights["k_norm"])
+def kv_pages(caches: Mapping[str, Any]) -> KVPages:
+    """Return the pages of one layer, or of all layers together, out of their arrays by the names of caches."""
     if "k_codes" in caches:
         parts = ("codes", "scales", "nodes", "node_scales")
         k, v = (Fp8Pages(*(caches.get(f"{name}_{part}") for part in parts)) for name in "kv")
     else:
         k, v = caches["k_pages"], caches["v_pages"]
     compressed = None
-    if mixer.sparse is not None:
+    if "k1_pages" in caches:
         compressed = CompressedKeys(caches["k1_pages"], caches["k2_pages"], caches.get("nope_pages"))
-    pages = KVPages(k, v, compressed)
-    return BoundAttention(qkv, weights["output_gate"], weights["output"], weights["output_bias"], pages)
+    return KVPages(k, v, compressed)
+
+
+def bind(layer: LayerConfig, weights: Weights, caches: Mapping[str, Any]) -> BoundAttention:
+    """Return weights and pages as `run` takes them."""
+    norm = None if layer.reads_joined else weights["attention_norm"]
+    qkv = QkvWeights(norm, weights["qkv"], weights["qkv_bias"], weights["q_norm"], weights["k_norm"])
+    return BoundAttention(qkv, weights["output_gate"], weights["output"], weights["output_bias"], kv_pages(caches))
 
 
 def run(step: Pass, layer: LayerConfig, bound: BoundAttention) -> None:

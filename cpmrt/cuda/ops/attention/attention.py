@@ -64,7 +64,7 @@ def step_launch(
     plan: DecodePlan, rows: int, *, is_tree: bool, window: int = 0, is_selected: bool = False
 ) -> AttentionLaunch:
     """Choose the kernel for so many rows of a step: of trees or not, that see all keys or chose blocks."""
-    if is_selected and plan.has_own_kernels:
+    if is_selected and plan.has_selected_kernel:
         return selected_launch(plan, rows, is_tree=is_tree)
     if is_tree and not is_selected and shares_pages(plan, rows):
         return tree_launch(plan, rows, window)

@@ -17,7 +17,7 @@ from cpmrt.cuda.build.spec import KernelSpec
 from cpmrt.cuda.driver.array import DeviceArray
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.ops.attention import QUERY_TILE, HeadConstants, Operands
-from cpmrt.cuda.ops.kv import codes_of, scales_of
+from cpmrt.cuda.ops.kv import codes_of, nodes_of, scales_of
 from cpmrt.executor import MAX_ROWS
 from cpmrt.memory.caches import PAGE_SIZE, pages_for
 from cpmrt.models.layers import EMBED, HEAD
@@ -66,10 +66,10 @@ class DecodePlan:
     """How the keys of a row are split over `num_splits` runs of pages; the blocks of a cluster take `cluster` of them
     and merge their results.
 
-    With `has_own_kernels`, many rows of trees that see all keys are left to `tree_attention`, and rows that chose
-    blocks to `selected_attention`, which have the same workspace. A tile has `heads` query heads of a KV head, and a
-    row of a tree takes `tree_heads` rows of it, a half or all of them. `units` blocks share a run of pages: one for
-    each tile of each KV head.
+    With `has_tree_kernel` many rows of trees that see all keys are left to `tree_attention`, with `has_selected_kernel`
+    rows that chose blocks to `selected_attention`, which have the same workspace. A tile has `heads` query heads of a
+    KV head, and a row of a tree takes `tree_heads` rows of it, a half or all of them. `units` blocks share a run of
+    pages: one for each tile of each KV head.
     """
 
     constants: DecodeConstants
@@ -78,7 +78,8 @@ class DecodePlan:
     num_sms: int
     heads: int
     units: int
-    has_own_kernels: bool
+    has_tree_kernel: bool
+    has_selected_kernel: bool
 
     @classmethod
     def of(cls, shape: GroupedAttention, device: Device, max_context: int, *, is_fp8: bool = False) -> DecodePlan:
@@ -96,7 +97,8 @@ class DecodePlan:
             constants=replace(one.constants, portable=device.is_portable, selected=0, fp8=is_fp8),
             num_splits=max(1, wanted // cluster) * cluster,
             cluster=cluster,
-            has_own_kernels=device.capability == 90 and not is_fp8,
+            has_tree_kernel=device.capability == 90,
+            has_selected_kernel=device.capability == 90 and not is_fp8,
         )
 
     @classmethod
@@ -113,7 +115,8 @@ class DecodePlan:
             num_sms=device.num_sms,
             heads=ceil(group / tiles),
             units=shape.num_kv_heads * tiles,
-            has_own_kernels=False,
+            has_tree_kernel=False,
+            has_selected_kernel=False,
         )
 
     @property
@@ -124,7 +127,7 @@ class DecodePlan:
     def tables(self) -> tuple[BufferSpec, BufferSpec]:
         """The workspace, which lives as long as the executor: the results that clusters leave for the block that merges
         them, and counters of the blocks that have left theirs, which begin and end as zeros."""
-        heads, clusters = self.tree_heads if self.has_own_kernels else self.heads, self.num_splits // self.cluster
+        heads, clusters = self.tree_heads if self.has_tree_kernel else self.heads, self.num_splits // self.cluster
         partials = MAX_ROWS * self.units * clusters * heads * self.constants.head_dim * 5 // 4
         return (
             BufferSpec("attention_partials", (partials,), EMBED, HEAD, np.float32),
@@ -174,5 +177,6 @@ def attend_rows(
         one.kernel, one.constants, one.grid, one.threads,
         given.out, scratch.partials, scratch.arrivals, given.q, codes_of(kv.k), codes_of(kv.v), rows.positions,
         rows.slots, rows.block_tables, rows.tree_masks, rows.tree_base, *map(np.int32, one.sizes), *given.sizes,
-        *chosen, *scales_of(kv.k, kv.v), smem=one.shared_bytes, prefers_shared=prefers_shared,
+        *chosen, *scales_of(kv.k, kv.v), *(nodes_of(kv.k, kv.v) if rows.tree_masks is not None else ()),
+        smem=one.shared_bytes, prefers_shared=prefers_shared,
     )  # fmt: skip

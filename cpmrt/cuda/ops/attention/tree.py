@@ -13,12 +13,14 @@ from cpmrt.memory.caches import PAGE_SIZE
 
 @dataclass(frozen=True)
 class TreeConstants(HeadConstants):
-    """`stages` of the ring of pages, tiles of query rows of a block, blocks of a cluster, `window` in keys (0: all)."""
+    """`stages` of the ring of pages, tiles of query rows of a block, blocks of a cluster, `window` in keys (0: all),
+    `fp8` pages."""
 
     stages: int
     row_tiles: int
     cluster: int
     window: int
+    fp8: bool | None = None
 
 
 TREE_ATTENTION = KernelSpec(
@@ -31,13 +33,14 @@ _BLOCKS = ((2, 8), (3, 8), (2, 4), (3, 4), (2, 2))
 
 def shares_pages(plan: DecodePlan, rows: int) -> bool:
     """Return whether rows of trees together are faster: where a cluster for each row is there at once, they are not."""
-    return plan.has_own_kernels and rows >= _FEWEST_ROWS and rows * plan.units > plan.clusters_at_once
+    return plan.has_tree_kernel and rows >= _FEWEST_ROWS and rows * plan.units > plan.clusters_at_once
 
 
 def tree_launch(plan: DecodePlan, rows: int, window: int) -> AttentionLaunch:
     """Launch all groups of rows at once, as far as they find room."""
     head_dim, group, stages = plan.constants.head_dim, plan.constants.group, plan.constants.stages
-    for row_tiles, cluster in _BLOCKS:
+    # Three tiles of rows over codes would spill registers.
+    for row_tiles, cluster in (block for block in _BLOCKS if block[0] == 2 or not plan.constants.fp8):
         groups = ceil(rows / (row_tiles * (QUERY_TILE // plan.tree_heads)))
         resident = int(plan.num_sms / SMS_OF_CLUSTER[cluster])
         if groups * plan.units <= resident:
@@ -49,7 +52,7 @@ def tree_launch(plan: DecodePlan, rows: int, window: int) -> AttentionLaunch:
     received = plan.cluster * (QUERY_TILE * head_dim * 4 // cluster + QUERY_TILE * 4)
     return AttentionLaunch(
         kernel=TREE_ATTENTION,
-        constants=TreeConstants(head_dim, group, stages, row_tiles, cluster, window),
+        constants=TreeConstants(head_dim, group, stages, row_tiles, cluster, window, plan.constants.fp8 or None),
         grid=(cluster, plan.units, max(groups, most)),
         threads=row_tiles * 128,
         shared_bytes=stages * page + max(page + row_tiles * query, row_tiles * exchange) + row_tiles * received,
