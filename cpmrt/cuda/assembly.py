@@ -10,6 +10,7 @@ from functools import partial
 from cpmrt import opening
 from cpmrt.config import EngineConfig, ModelConfig
 from cpmrt.config.engine import FP8
+from cpmrt.config.speculate_argument import LOOKUP
 from cpmrt.cuda.draft.forward import executor_needs
 from cpmrt.cuda.driver.device import Device, open_device
 from cpmrt.cuda.driver.graphs import check_loops
@@ -88,6 +89,12 @@ def _check_drafts(settings: EngineConfig) -> None:
         raise ConfigError(
             "kv_dtype", expected="auto with a draft on a GPU", actual=settings.kv_dtype,
             fix="leave the draft out (speculate='off') or kv_dtype, or use executor='reference'",
+        )  # fmt: skip
+    if settings.speculation.inner is not None:
+        raise ConfigError(
+            "speculate: inner", expected="nothing on a GPU, where a small model drafts alone",
+            actual=settings.speculation.inner.draft or LOOKUP,
+            fix="leave inner out, name an EAGLE or DSpark draft of the model itself, or use executor='reference'",
         )  # fmt: skip
 
 

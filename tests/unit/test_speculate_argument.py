@@ -17,10 +17,10 @@ from cpmrt.errors import ConfigError
 
 
 def read(draft, speculate, method="eagle2"):
-    return read_speculation(draft, speculate, lambda: method)
+    return read_speculation(draft, speculate, lambda inner: method)
 
 
-def not_asked():
+def not_asked(inner):
     pytest.fail("there is no draft to look into")
 
 
