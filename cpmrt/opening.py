@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any, Protocol
 
 from cpmrt.config import EngineConfig, ModelConfig
-from cpmrt.config.speculate_argument import LOOKUP
+from cpmrt.config.speculate_argument import named_drafts
 from cpmrt.dtypes import DType
 from cpmrt.memory.plan import MemoryPlan
 from cpmrt.models.draft import Draft
@@ -193,9 +193,11 @@ def described(
             specs = target.held(specs, checkpoint, target.dtype(folder.config, settings))
     else:
         specs = weight_specs(folder.config, settings)
-    is_model = draft not in (None, LOOKUP) and speculate != "off"
-    if is_model and not has_weights(resolve(str(draft), folder.path, weights=False)):
-        settings = replace(settings, load_format="dummy")
+    path = folder.path
+    for name in named_drafts(draft, speculate):
+        path = resolve(name, path, weights=False)
+        if not has_weights(path):
+            settings = replace(settings, load_format="dummy")
     settings = with_speculation(settings, folder, draft, speculate)
     with open_draft(folder, settings, specs) as (_, found):
         return Blueprint(folder.config, settings, target, specs, found and _held(found, target))

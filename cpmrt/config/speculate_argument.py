@@ -7,7 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 from cpmrt.config.fields import Fields
-from cpmrt.config.speculation import CHAIN_METHODS, DEFAULT_SHAPES, InnerDraft, SpeculationConfig, TreeShape
+from cpmrt.config.speculation import (
+    CHAIN_METHODS,
+    DEFAULT_SHAPES,
+    InnerDraft,
+    SpeculationConfig,
+    TreeShape,
+    means_nothing,
+)
 from cpmrt.errors import ConfigError, quoted
 
 LOOKUP = "lookup"
@@ -57,14 +64,23 @@ def read_speculation(
         wishes.get("simulate_accept"),
         wishes.get("min_confidence"),
         wishes.get("layer_bits"),
-        _inner(wishes.get("inner"), method_of_draft),
+        None if wishes.get("inner") is None else _inner(wishes["inner"], method, method_of_draft),
     )
 
 
-def _inner(wish: object, method_of_draft: Callable[[str | None], str]) -> InnerDraft | None:
+def named_drafts(draft: str | None, speculate: object) -> tuple[str, ...]:
+    """Return the names of the drafts that have files, an inner draft's last; what they should do is not checked."""
+    if draft in (None, LOOKUP) or speculate == "off":
+        return ()
+    wish = speculate.get("inner") if isinstance(speculate, Mapping) else None
+    inner = wish.get("draft") if isinstance(wish, Mapping) else wish
+    return (str(draft), *(str(name) for name in (inner,) if name not in (None, LOOKUP)))
+
+
+def _inner(wish: object, method: str, method_of_draft: Callable[[str | None], str]) -> InnerDraft:
     """The draft of a small model: its name, or an object with that as `draft` and keys as `speculate` has them."""
-    if wish is None:
-        return None
+    if method != "model":
+        raise means_nothing("inner", method)
     given = dict(wish) if isinstance(wish, Mapping) else {"draft": wish}
     draft = given.pop("draft", None)
     name = str(draft) if hasattr(draft, "__fspath__") else draft

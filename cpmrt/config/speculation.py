@@ -112,6 +112,11 @@ _FOREIGN = {
 }
 
 
+def means_nothing(name: str, method: str) -> ConfigError:
+    """Return the error for an option that a method has no use for."""
+    return ConfigError(f"speculate: {name} means nothing to method {method}", fix="leave it out")
+
+
 @dataclass(frozen=True)
 class InnerDraft:
     """The draft of a small model that drafts: a folder, a hub id or a folder within the small model's own.
@@ -178,7 +183,7 @@ class SpeculationConfig:
         self._check_forced()
         for name in _FOREIGN[self.method]:
             if getattr(self, name) is not None:
-                raise ConfigError(f"speculate: {name} means nothing to method {self.method}", fix="leave it out")
+                raise means_nothing(name, self.method)
 
     def _check_draft(self) -> None:
         for name, bits in (("head_bits", self.head_bits), ("layer_bits", self.layer_bits)):

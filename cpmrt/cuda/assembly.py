@@ -17,7 +17,7 @@ from cpmrt.cuda.driver.graphs import check_loops
 from cpmrt.cuda.load.repack import Destination, takes_blocks
 from cpmrt.cuda.step.memory import check_supported
 from cpmrt.dtypes import DType
-from cpmrt.errors import ConfigError
+from cpmrt.errors import ConfigError, quoted
 from cpmrt.executor import Executor
 from cpmrt.memory.plan import MemoryPlan
 from cpmrt.models.draft import Draft
@@ -93,7 +93,7 @@ def _check_drafts(settings: EngineConfig) -> None:
     if settings.speculation.inner is not None:
         raise ConfigError(
             "speculate: inner", expected="nothing on a GPU, where a small model drafts alone",
-            actual=settings.speculation.inner.draft or LOOKUP,
+            actual=quoted(settings.speculation.inner.draft or LOOKUP),
             fix="leave inner out, name an EAGLE or DSpark draft of the model itself, or use executor='reference'",
         )  # fmt: skip
 

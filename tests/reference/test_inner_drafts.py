@@ -134,6 +134,25 @@ def test_the_small_model_takes_the_passes_that_it_takes_as_a_target(root, execut
     assert saved > 0, "no token of the inner draft was ever accepted, so nothing was tested"
 
 
+@pytest.mark.parametrize("draft", ["vllm", "eagle3", "dspark", "model"])
+def test_its_keys_and_values_are_those_of_a_draft_of_a_target(root, executors, draft):
+    """Of every token of the text, after prompts in chunks, plain steps, forced tokens and steps with chains."""
+    executor = executors(draft)
+    text = [*PROMPTS[2], *prefill(executor, 0, PROMPTS[2], SETTINGS["sampled"], count=160).token_ids]
+    steps = [Speculate((0,))] * 3 + [Decode((0,))] * 70 + [Speculate((0,))] * 2 + ["forced"] + [Speculate((0,))] * 2
+    chains(executor, text, [*steps, "forced", Decode((0,))])
+    as_target = own_target(root, draft)
+    prefill(as_target, 0, tuple(text), SETTINGS["greedy"], count=99)
+    as_target.proposed(0, INNER[draft][1])
+    for name in ("k_pages", "v_pages"):
+        found, expected = (
+            pages.swapaxes(2, 3).reshape(len(pages), -1, *pages.shape[2::2])[:, : len(text) - 1]
+            for pages in (executor.array(f"draft.draft.{name}"), as_target.array(f"draft.{name}"))
+        )
+        assert expected.any(axis=(0, 2, 3)).all()
+        np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-4)
+
+
 def test_an_inner_draft_that_is_the_small_model_itself_is_always_right(executors):
     """Chains of 7 take the first pass, then steps of 4 tokens and 2."""
     executor = executors("target")
