@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
 from itertools import accumulate
 
@@ -16,7 +17,8 @@ from speculation_steps import SETTINGS, beside_a_neighbour, generate, prefill
 
 from cpmrt.config import EngineConfig, SpeculationConfig, TreeShape
 from cpmrt.executor import Decode, FastForward, Speculate
-from cpmrt.reference.assembly import open_executor
+from cpmrt.opening import described
+from cpmrt.reference.assembly import ReferenceTarget, open_executor
 from cpmrt.weights.model_folder import ModelFolder
 
 LENGTH = 7
@@ -220,3 +222,31 @@ def test_a_new_sequence_knows_nothing_of_the_one_before(root):
         generate(executor, PROMPTS[3], SETTINGS["greedy"], (0,), count=40)
         counts.append(executor.num_draft_passes - begun)
     assert counts[0] == counts[1]
+
+
+def test_random_weights(root):
+    """Beside config.json nothing is read, of none of the three."""
+    settings = {"load_format": "dummy", "prefill_chunk": 16, "max_context": 128}
+    drafted = open_small(root, inner("eagle2", TreeShape(2, 4, 6), "vllm"), (TreeShape.chain(4),), **settings)
+    plain = open_with(root, **settings)
+    found, lengths = generate(drafted, PROMPTS[1], SETTINGS["greedy"], (0,))
+    assert found == generate(plain, PROMPTS[1], SETTINGS["greedy"])[0]
+    assert drafted.num_draft_passes >= 2 * len(lengths)
+
+
+def test_a_plan_needs_no_weights(root, tmp_path):
+    """All three have a token's keys and values in the plan, by their config.json alone."""
+    for source, place in (("target", "target"), ("model", "target/small"), ("vllm", "target/small/draft")):
+        (tmp_path / place).mkdir()
+        config = json.loads((root / source / "config.json").read_text())
+        if source == "vllm":
+            config["architectures"] = ["EagleMiniCPMForCausalLM"]
+        (tmp_path / place / "config.json").write_text(json.dumps(config))
+    folder = ModelFolder.open(tmp_path / "target", weights=False)
+    settings, target = EngineConfig("reference", max_context=128), ReferenceTarget()
+    parts, alone = (
+        described(folder, settings, target, "small", {"num_passes": 3} | wish).plan(128).part_bytes
+        for wish in ({"inner": "draft"}, {})
+    )
+    assert parts["KV pages"] == 3 * alone["draft KV"] and parts["draft KV"] == 2 * alone["draft KV"]
+    assert parts["draft"] > alone["draft"] and parts["layers"] == alone["layers"]
