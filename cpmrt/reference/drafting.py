@@ -35,9 +35,6 @@ from cpmrt.speculation.procedure import (
     propose,
     propose_block,
     propose_chain,
-    speculate,
-    speculate_block,
-    speculate_chain,
     verify,
 )
 from cpmrt.tensor_spec import BufferSpec
@@ -162,25 +159,25 @@ class Drafter:
         self, slot: int, running: Tip, shape: TreeShape, masks: TreeMasks | None = None
     ) -> list[SlotResult]:
         """Carry out a speculative step; return what each node of the accepted path gives."""
-        step, num_waiting = TreeStep(self, slot, running, shape, masks), self._num_waiting(slot)
-        if self.draft.block_rows:
-            speculate_block(step, shape, num_waiting, self.draft.block_rows)
-        elif self.chains is not None:
-            speculate_chain(step, shape, num_waiting)
-        else:
-            speculate(step, shape, num_waiting)
+        step = TreeStep(self, slot, running, shape, masks)
+        self._propose(step, slot, shape)
+        verify(step, shape)
         return step.results
 
     def proposed(self, slot: int, running: Tip, shape: TreeShape) -> Nodes:
         """Return the tree that a speculative step would verify."""
-        step, num_waiting = TreeStep(self, slot, running, shape), self._num_waiting(slot)
+        step = TreeStep(self, slot, running, shape)
+        self._propose(step, slot, shape)
+        return step.nodes
+
+    def _propose(self, step: TreeStep, slot: int, shape: TreeShape) -> None:
+        num_waiting = self._num_waiting(slot)
         if self.draft.block_rows:
             propose_block(step, shape, num_waiting, self.draft.block_rows)
         elif self.chains is not None:
             propose_chain(step, shape, num_waiting)
         else:
             propose(step, shape, num_waiting)
-        return step.nodes
 
     def step_alone(self, slot: int, running: Tip, shape: TreeShape) -> None:
         """Carry out a step in which nothing is drafted."""

@@ -133,12 +133,6 @@ def speculate_block(ops: BlockOps, shape: TreeShape, num_waiting: int, block_row
     verify(ops, shape)
 
 
-def speculate_chain(ops: ChainOps, shape: TreeShape, num_waiting: int) -> None:
-    """Draft a chain by the steps of a small model that has a draft of its own, and go on as `speculate` does."""
-    propose_chain(ops, shape, num_waiting)
-    verify(ops, shape)
-
-
 def verify(ops: TreeOps, shape: TreeShape) -> None:
     """Run the target over what was drafted, and accept what plain decoding would have given."""
     ops.verify(shape)
@@ -174,7 +168,8 @@ def propose_block(ops: BlockOps, shape: TreeShape, num_waiting: int, block_rows:
 
 
 def propose_chain(ops: ChainOps, shape: TreeShape, num_waiting: int) -> None:
-    """Draft a chain as `speculate_chain` does; nothing has come of it that the next step does not overwrite."""
+    """Draft a chain by the steps of a small model that has a draft of its own; nothing has come of it that the next
+    step does not overwrite."""
     ops.begin(num_waiting)
     ops.waiting(num_waiting)
     ops.inner_steps(shape)
