@@ -61,7 +61,8 @@ class LLM:
     model with the same tokenizer, the name of a folder within the model's own, or "lookup", which needs no model.
     `speculate`: "auto" (a few tree shapes, of which the engine takes the one that pays off, or none), "off", or an
     object with any of num_passes, top_k, tree_size (one tree), shapes (a list of those three), lookup (tokens that
-    followed the last three where they came before, in place of a draft's tree), adaptive, draft_vocab (FR-Spec: how
+    followed the last three where they came before, in place of a draft's tree), inner (of a small model that drafts:
+    its own draft, by name or as an object with draft and such keys; on NumPy only), adaptive, draft_vocab (FR-Spec: how
     many tokens, or a file that lists them), window, head_bits, layer_bits, residual_scale, min_confidence (DSpark: how
     likely to be accepted a drafted token must be), method (`config.speculate_argument`) and simulate_accept, for
     benchmarks on random weights: a draft step then gives that many tokens on average, and the text means nothing.

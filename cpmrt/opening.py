@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any, Protocol
 
 from cpmrt.config import EngineConfig, ModelConfig
-from cpmrt.config.speculate_argument import LOOKUP
+from cpmrt.config.speculate_argument import named_drafts
 from cpmrt.dtypes import DType
 from cpmrt.memory.plan import MemoryPlan
 from cpmrt.models.draft import Draft
@@ -133,14 +133,30 @@ def open_blueprint(folder: ModelFolder, settings: EngineConfig, target: Target) 
     with ExitStack() as stack:
         checkpoint, specs = stack.enter_context(open_weights(folder, settings))
         specs = target.held(specs, checkpoint, dtype)
-        draft_checkpoint, draft = stack.enter_context(open_draft(folder, settings, specs))
+        checkpoints, draft = stack.enter_context(open_draft(folder, settings, specs))
         draft = draft and _held(draft, target)
         parts: Parts = ((specs, checkpoint),)
         if draft is not None:
-            parts += ((draft.specs, draft_checkpoint), ((draft.head,) if draft.head else (), checkpoint))
-            if draft.config.decoder is not None:
-                target.check(draft.config.decoder, settings)
+            parts += tuple(_draft_parts(draft, (checkpoint, *checkpoints)))
+            _check_layers(draft, settings, target)
         yield Blueprint(folder.config, settings, target, specs, draft, parts)
+
+
+def _draft_parts(
+    draft: Draft, checkpoints: tuple[Checkpoint | None, ...]
+) -> Iterator[tuple[tuple[TensorSpec, ...], Checkpoint | None]]:
+    """Yield the weights of a draft and of its inner draft; `checkpoints` begin with the target's."""
+    targets, own, *_ = checkpoints
+    yield draft.specs, own
+    yield (draft.head,) if draft.head else (), targets
+    if draft.inner is not None:
+        yield from _draft_parts(draft.inner, checkpoints[1:])
+
+
+def _check_layers(draft: Draft, settings: EngineConfig, target: Target) -> None:
+    for one in (draft, draft.inner):
+        if one is not None and one.config.decoder is not None:
+            target.check(one.config.decoder, settings)
 
 
 def _warn_of_lists(config: ModelConfig, limit: int) -> None:
@@ -177,9 +193,11 @@ def described(
             specs = target.held(specs, checkpoint, target.dtype(folder.config, settings))
     else:
         specs = weight_specs(folder.config, settings)
-    is_model = draft not in (None, LOOKUP) and speculate != "off"
-    if is_model and not has_weights(resolve(str(draft), folder.path, weights=False)):
-        settings = replace(settings, load_format="dummy")
+    path = folder.path
+    for name in named_drafts(draft, speculate):
+        path = resolve(name, path, weights=False)
+        if not has_weights(path):
+            settings = replace(settings, load_format="dummy")
     settings = with_speculation(settings, folder, draft, speculate)
     with open_draft(folder, settings, specs) as (_, found):
         return Blueprint(folder.config, settings, target, specs, found and _held(found, target))
@@ -188,4 +206,5 @@ def described(
 def _held(draft: Draft, target: Target) -> Draft:
     """Return the draft with its weights as the target can hold them."""
     head = target.held((draft.head,)) if draft.head else ()
-    return replace(draft, specs=target.held(draft.specs), head=head[0] if head else None)
+    inner = draft.inner and _held(draft.inner, target)
+    return replace(draft, specs=target.held(draft.specs), head=head[0] if head else None, inner=inner)

@@ -6,7 +6,8 @@
 The model continues prompts without a draft, then with each one, greedily and sampled with fixed seeds; tokens that
 differ are an error. Without --text the prompts come from what the bundled model was not trained on: functions and
 docstrings of this Python's own sources, edits of such functions, and questions. A second table shows what smaller heads
-cost an EAGLE-2 draft: cut to frequent tokens (FR-Spec), or in fewer bits. Runs on a GPU, or without one on NumPy.
+cost an EAGLE-2 draft: cut to frequent tokens (FR-Spec), or in fewer bits. With --inner another one shows the passes of
+a small model that drafts, alone and with that draft of its own. Runs on a GPU, or without one on NumPy.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from draft_evaluation.measurement import (  # noqa: E402
     draft_table,
     head_table,
     measure,
+    pass_table,
     plain_tokens,
     records,
     shape_label,
@@ -60,6 +62,11 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         "--lookup", type=_count, metavar="N", action="append", default=[],
         help="also each draft with layers beside a lookup of N tokens; repeatable",
     )
+    parser.add_argument(
+        "--inner", metavar="DRAFT", action="append", default=[],
+        help="also each small model with this draft of its own, or lookup (NumPy only); repeatable",
+    )  # fmt: skip
+    parser.add_argument("--layer-bits", type=int, choices=HEAD_BITS, help="round the drafts' layers")
     parser.add_argument("--text", type=Path, action="append", help="prompts: .jsonl, text or a folder; repeatable")
     parser.add_argument("--prompts", type=_count, default=10, help="of each text")
     parser.add_argument("--prompt-length", type=_count, default=32, help="tokens of a prompt out of a text")
@@ -112,7 +119,8 @@ class DraftEvaluation:
         """Yields Markdown as soon as it is known; writes --json at the end."""
         yield self._settings()
         outcomes = [
-            self._measured(Variant(name, shape)) for name in self.methods for shape in self._shapes_of(name)
+            self._measured(Variant(name, shape, layer_bits=self.options.layer_bits))
+            for name in self.methods for shape in self._shapes_of(name)
         ]
         yield "\n".join(draft_table(outcomes))
         first = {outcome.variant.draft: outcome for outcome in reversed(outcomes)}
@@ -121,6 +129,13 @@ class DraftEvaluation:
             yield f"The head of {name}, {shape_label(first[name].variant.shape)}:"
             yield "\n".join(head_table([first[name], *heads]))
             outcomes += heads
+        for name in (name for name, method in self.methods.items() if method == "model" and self.options.inner):
+            alone = [outcome for outcome in outcomes if outcome.variant.draft == name]
+            variants = [replace(one.variant, inner=inner) for one in alone for inner in self.options.inner]
+            nested = [self._measured(variant) for variant in variants]
+            yield f"Tokens and passes of {name}, a step:"
+            yield "\n".join(pass_table([*alone, *nested]))
+            outcomes += nested
         if self.options.json is not None:
             facts = {"model": self.options.model, "executor": self.executor, "settings": self._settings()}
             results = [entry for outcome in outcomes for entry in records(outcome)]

@@ -7,7 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 from cpmrt.config.fields import Fields
-from cpmrt.config.speculation import CHAIN_METHODS, DEFAULT_SHAPES, SpeculationConfig, TreeShape
+from cpmrt.config.speculation import (
+    CHAIN_METHODS,
+    DEFAULT_SHAPES,
+    InnerDraft,
+    SpeculationConfig,
+    TreeShape,
+    means_nothing,
+)
 from cpmrt.errors import ConfigError, quoted
 
 LOOKUP = "lookup"
@@ -15,18 +22,19 @@ LOOKUP = "lookup"
 _SHAPE_KEYS = ("num_passes", "top_k", "tree_size")
 _KEYS = (
     "method", *_SHAPE_KEYS, "shapes", "lookup", "adaptive", "draft_vocab", "window", "head_bits", "residual_scale",
-    "simulate_accept", "min_confidence", "layer_bits",
+    "simulate_accept", "min_confidence", "layer_bits", "inner",
 )  # fmt: skip
 
 
 def read_speculation(
-    draft: str | None, speculate: object, method_of_draft: Callable[[], str]
+    draft: str | None, speculate: object, method_of_draft: Callable[[str | None], str]
 ) -> SpeculationConfig | None:
     """The settings that `LLM(draft=..., speculate=...)` asks for; None: plain decoding.
 
-    `method_of_draft` reads the draft's own files; it is only called where there is a draft to load. Without a draft
-    "auto" means no speculation. An object names what should differ from the defaults of the method; with the numbers
-    of one tree in it nothing is adaptive unless it says so. Raises ConfigError, and what `method_of_draft` raises.
+    `method_of_draft` reads a draft's own files, the given inner draft's or (None) those of the draft itself; it is only
+    called where there is a draft to load. Without a draft "auto" means no speculation. An object names what should
+    differ from the defaults of the method; with the numbers of one tree in it nothing is adaptive unless it says so.
+    Raises ConfigError, and what `method_of_draft` raises.
     """
     if speculate == "off":
         return None
@@ -39,7 +47,7 @@ def read_speculation(
     if draft is None and isinstance(speculate, str):
         return None
     fields = Fields(wishes, "speculate")
-    method = _method(draft, fields.text("method", None), method_of_draft)
+    method = _method(draft, fields.text("method", None), lambda: method_of_draft(None))
     shapes, is_one = _shapes(fields, method)
     lookup_length = fields.integer("lookup", None)
     if lookup_length is not None:
@@ -56,7 +64,35 @@ def read_speculation(
         wishes.get("simulate_accept"),
         wishes.get("min_confidence"),
         wishes.get("layer_bits"),
+        None if wishes.get("inner") is None else _inner(wishes["inner"], method, method_of_draft),
     )
+
+
+def named_drafts(draft: str | None, speculate: object) -> tuple[str, ...]:
+    """Return the names of the drafts that have files, an inner draft's last; what they should do is not checked."""
+    if draft in (None, LOOKUP) or speculate == "off":
+        return ()
+    wish = speculate.get("inner") if isinstance(speculate, Mapping) else None
+    inner = wish.get("draft") if isinstance(wish, Mapping) else wish
+    return (str(draft), *(str(name) for name in (inner,) if name not in (None, LOOKUP)))
+
+
+def _inner(wish: object, method: str, method_of_draft: Callable[[str | None], str]) -> InnerDraft:
+    """The draft of a small model: its name, or an object with that as `draft` and keys as `speculate` has them."""
+    if method != "model":
+        raise means_nothing("inner", method)
+    given = dict(wish) if isinstance(wish, Mapping) else {"draft": wish}
+    draft = given.pop("draft", None)
+    name = str(draft) if hasattr(draft, "__fspath__") else draft
+    if not isinstance(name, str):
+        expected = f"a folder, a hub id or {LOOKUP}, or an object with one of these as draft"
+        raise ConfigError("speculate: inner", expected=expected, actual=quoted(wish))
+    if foreign := given.keys() & {"inner", "adaptive"}:
+        raise ConfigError(f"speculate: inner: {min(foreign)} means nothing to an inner draft", fix="leave it out")
+    found = read_speculation(name, given, lambda _: method_of_draft(name))
+    assert found is not None
+    shapes = found.shapes if "shapes" in given else found.shapes[:1]
+    return InnerDraft(None if found.method == LOOKUP else name, replace(found, shapes=shapes, is_adaptive=False))
 
 
 def _method(draft: str | None, wanted: str | None, method_of_draft: Callable[[], str]) -> str:

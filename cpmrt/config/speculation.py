@@ -104,12 +104,38 @@ DEFAULT_SHAPES: dict[str, tuple[TreeShape, ...]] = {
 }
 # The options that a method has no use for.
 _FOREIGN = {
-    "eagle2": ("min_confidence",),
-    "eagle3": ("draft_vocab", "min_confidence"),
-    "dspark": ("draft_vocab", "window"),
+    "eagle2": ("min_confidence", "inner"),
+    "eagle3": ("draft_vocab", "min_confidence", "inner"),
+    "dspark": ("draft_vocab", "window", "inner"),
     "model": ("draft_vocab", "window", "min_confidence"),
-    "lookup": ("draft_vocab", "window", "head_bits", "min_confidence", "layer_bits"),
+    "lookup": ("draft_vocab", "window", "head_bits", "min_confidence", "layer_bits", "inner"),
 }
+
+
+def means_nothing(name: str, method: str) -> ConfigError:
+    """Return the error for an option that a method has no use for."""
+    return ConfigError(f"speculate: {name} means nothing to method {method}", fix="leave it out")
+
+
+@dataclass(frozen=True)
+class InnerDraft:
+    """The draft of a small model that drafts: a folder, a hub id or a folder within the small model's own.
+
+    `draft` None: the method lookup. Every step of the small model has the one shape of `speculation`. Raises
+    ConfigError.
+    """
+
+    draft: str | None
+    speculation: SpeculationConfig
+
+    def __post_init__(self) -> None:
+        wish = self.speculation
+        if (wish.method == "lookup") != (self.draft is None):
+            raise ConfigError("speculate: inner", expected="a draft and its method", actual=quoted(self.draft))
+        if len(wish.shapes) != 1:
+            raise ConfigError("speculate: inner: shapes", expected="one tree shape", actual=len(wish.shapes))
+        if wish.forced_accept is not None:
+            raise ConfigError("speculate: inner: simulate_accept", expected="nothing", actual=wish.forced_accept)
 
 
 @dataclass(frozen=True)
@@ -120,9 +146,9 @@ class SpeculationConfig:
     them and plain decoding. `draft_vocab` cuts the draft's head to frequent tokens (FR-Spec, arXiv 2502.14856): how
     many, of the list that comes with the draft, or the path of a list; `window`: tokens that the draft's attention
     looks back at; `head_bits` and `layer_bits` 8 or 4 round the draft's head and layers; `min_confidence`: a DSpark
-    draft's chain ends before the first token that its confidence head gives less. `forced_accept`, for benchmarks on
-    random weights: tokens that a Speculate step of the first shape gives on average, right or wrong. Raises
-    ConfigError.
+    draft's chain ends before the first token that its confidence head gives less. `inner` drafts for a small model
+    that drafts. `forced_accept`, for benchmarks on random weights: tokens that a Speculate step of the first shape
+    gives on average, right or wrong. Raises ConfigError.
     """
 
     method: str
@@ -136,6 +162,7 @@ class SpeculationConfig:
     forced_accept: float | None = None
     min_confidence: float | None = None
     layer_bits: int | None = None
+    inner: InnerDraft | None = None
 
     def __post_init__(self) -> None:
         if self.method not in DRAFT_METHODS:
@@ -156,7 +183,7 @@ class SpeculationConfig:
         self._check_forced()
         for name in _FOREIGN[self.method]:
             if getattr(self, name) is not None:
-                raise ConfigError(f"speculate: {name} means nothing to method {self.method}", fix="leave it out")
+                raise means_nothing(name, self.method)
 
     def _check_draft(self) -> None:
         for name, bits in (("head_bits", self.head_bits), ("layer_bits", self.layer_bits)):

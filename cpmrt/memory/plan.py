@@ -50,6 +50,8 @@ class MemoryPlan:
     """What the workspace would take without sharing."""
     caches: CacheLayout
     draft_caches: CacheLayout | None = None
+    inner_caches: CacheLayout | None = None
+    """Of the draft of a small model that drafts."""
     tensors: tuple[TensorSpec, ...] = ()
     """The weights. A quantised one has several regions, `name.codes`, `name.scales` and so on, a mapped one none."""
 
@@ -71,9 +73,11 @@ class MemoryPlan:
         return sizes
 
     def paged(self, arrays: Mapping[str, T]) -> dict[str, T]:
-        """Return the arrays of all pages by name, those of a draft too: [layers, pages, ...]."""
+        """Return the arrays of all pages by name, those of drafts too: [layers, pages, ...]."""
         found = self.caches.paged(arrays)
-        return found if self.draft_caches is None else found | self.draft_caches.paged(arrays)
+        for caches in filter(None, (self.draft_caches, self.inner_caches)):
+            found |= caches.paged(arrays)
+        return found
 
     def __str__(self) -> str:
         details = {
@@ -94,11 +98,13 @@ def make_plan(
     itemsize: int,
     packed: PackedRegions = canonical_regions,
     draft_caches: CacheLayout | None = None,
+    inner_caches: CacheLayout | None = None,
 ) -> MemoryPlan:
     """Lay out one arena; `itemsize` = bytes of a stored weight, key, value or activation element: 2, held as words of
     16 bits, or 4, held as float32.
 
-    `packed` is the executor's layout of quantised weights; `draft_caches` are those of a draft.
+    `packed` is the executor's layout of quantised weights; `draft_caches` are those of a draft, `inner_caches` those of
+    its inner draft.
     """
     layout, tensors = _Layout(np.dtype(np.uint16 if itemsize == 2 else np.float32)), tuple(tensors)
     for tensor in tensors:
@@ -115,9 +121,9 @@ def make_plan(
         layout.add(spec.name, spec.part, shape, spec.dtype)
     for name, spec, shape in caches.snapshots():
         layout.add(name, "snapshots", shape, spec.dtype)
-    if draft_caches is not None:
-        for spec, shape in draft_caches.arrays():
-            layout.add(f"{draft_caches.prefix}{spec.name}", "draft KV", shape, spec.dtype)
+    for drafts in filter(None, (draft_caches, inner_caches)):
+        for spec, shape in drafts.arrays():
+            layout.add(f"{drafts.prefix}{spec.name}", "draft KV", shape, spec.dtype)
     unshared = layout.add_shared(WORKSPACE, workspace)
     return MemoryPlan(
         regions=tuple(layout.regions),
@@ -128,6 +134,7 @@ def make_plan(
         workspace_unshared_bytes=unshared,
         caches=caches,
         draft_caches=draft_caches,
+        inner_caches=inner_caches,
         tensors=tensors,
     )
 

@@ -34,7 +34,8 @@ class Draft:
     `specs` are made of the draft's checkpoint, `head` of the target's: all of its head in fewer bits, or the rows
     `token_map`. The draft's head without a weight `draft.lm_head` is the target's. `token_map` gives the target's id of
     each row of the head; None: they are the same. `forced_accept`: tokens that a step gives on average, whatever was
-    sampled; None: those that the target agrees with. `min_confidence`: see `SpeculationConfig`.
+    sampled; None: those that the target agrees with. `min_confidence`: see `SpeculationConfig`. `inner` is the draft of
+    a small model that drafts, whose target that one is; its arrays are called as those of any draft, behind `draft.`.
     """
 
     config: DraftConfig
@@ -44,10 +45,12 @@ class Draft:
     token_map: tuple[int, ...] | None = None
     forced_accept: float | None = None
     min_confidence: float = 0.0
+    inner: Draft | None = None
 
     @property
     def tensors(self) -> tuple[TensorSpec, ...]:
-        return self.specs if self.head is None else (*self.specs, self.head)
+        own = self.specs if self.head is None else (*self.specs, self.head)
+        return own if self.inner is None else (*own, *self.inner.tensors)
 
     @property
     def vocab_size(self) -> int:
@@ -57,6 +60,8 @@ class Draft:
     @property
     def max_logit_rows(self) -> int:
         """The most rows of a pass that reach the draft's head."""
+        if self.inner is not None:
+            return self.inner.max_tree_size
         return self.block_rows or max(shape.top_k for shape in self.shapes)
 
     @property
@@ -74,6 +79,11 @@ class Draft:
         if self.config.decoder is None:
             return None
         return decoder.cache_layout(self.config.decoder, max_context, max_sequences, prefix=PREFIX)
+
+    def inner_cache_layout(self, max_context: int, max_sequences: int) -> CacheLayout | None:
+        """Return the caches of the inner draft; None: there are none."""
+        layout = None if self.inner is None else self.inner.cache_layout(max_context, max_sequences)
+        return layout and replace(layout, prefix=PREFIX + layout.prefix)
 
 
 def prefixed(specs: Iterable[TensorSpec]) -> tuple[TensorSpec, ...]:
@@ -106,6 +116,8 @@ def buffer_specs(draft: Draft, max_rows: int) -> tuple[BufferSpec, ...]:
         made += eagle.buffer_specs(draft.config, max_rows)
     if draft.config.block is not None:
         made += dspark.buffer_specs(draft.config, max_rows)
+    if draft.inner is not None:
+        made += buffer_specs(draft.inner, max_rows)
     ours = [replace(spec, name=PREFIX + spec.name, first=spec.first + _LATER, last=spec.last + _LATER) for spec in made]
     if draft.config.hidden_width:
         ours.append(BufferSpec("hidden", (max_rows + 1, draft.config.hidden_width), EMBED, LAST_PHASE))
@@ -123,6 +135,8 @@ def tables(draft: Draft, max_context: int, limit: int) -> tuple[Table, ...]:
             yield np.array(token_map, np.int32)
 
         found.append(Table(spec, pieces))
+    if draft.inner is not None:
+        found += tables(draft.inner, max_context, limit)
     return tuple(
         replace(table, spec=replace(table.spec, name=PREFIX + table.spec.name, last=LAST_PHASE)) for table in found
     )
@@ -137,27 +151,34 @@ class DraftModel:
 
     @classmethod
     def bind(
-        cls, draft: DraftConfig, arrays: Mapping[str, Any], caches: CacheLayout, halves: tuple[Any, ...] = ()
+        cls,
+        draft: DraftConfig,
+        arrays: Mapping[str, Any],
+        caches: CacheLayout,
+        halves: tuple[Any, ...] = (),
+        taps: tuple[int, ...] = (),
     ) -> DraftModel:
-        """Find the weights and caches by name; `halves` are those of a split fc of EAGLE-2, or empty."""
+        """Find the weights and caches by name; `halves` are those of a split fc of EAGLE-2, or empty. `taps` are the
+        layers of a small model whose inputs its own draft reads."""
         if draft.is_eagle:
             return cls(Eagle.bind(draft, arrays, caches, halves), arrays)
         if draft.block is not None:
             return cls(DSpark.bind(draft, arrays, caches), arrays)
-        return cls(Decoder.bind(draft.layers_config, arrays, caches), arrays)
+        return cls(Decoder.bind(draft.layers_config, arrays, caches, taps), arrays)
 
     def forward(
         self, ops: Ops, rows: Rows, hidden: Any | None, logit_rows: slice | None, *, is_first: bool
     ) -> tuple[Any, Any]:
         """Run rows through the draft; return x, its output, and the logits of `logit_rows` of them (None: of none).
 
-        An independent model takes no `hidden`; see `Eagle.forward`. A DSpark draft has `see` and `block` instead.
+        `hidden` is what an EAGLE draft reads (`Eagle.forward`), or where an independent model leaves what its own draft
+        reads (`Decoder.forward`). A DSpark draft has `see` and `block` instead.
         """
         assert not isinstance(self.model, DSpark)
         if isinstance(self.model, Eagle):
             x = self.model.forward(ops, self.arrays, rows, hidden, is_first=is_first)
         else:
-            x = self.model.forward(ops, self.arrays, rows)
+            x = self.model.forward(ops, self.arrays, rows, hidden)
         chosen = x[:0] if logit_rows is None else x[logit_rows]
         logits = self.arrays[f"{PREFIX}logits"][: len(chosen)]
         if logit_rows is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,44 +31,62 @@ _COMPARED_ROWS = 64
 @contextmanager
 def open_draft(
     folder: ModelFolder, engine: EngineConfig, specs: Sequence[TensorSpec]
-) -> Iterator[tuple[Checkpoint | None, Draft | None]]:
-    """The draft's checkpoint (None: it has none, or random weights) and the draft; no draft without speculation.
+) -> Iterator[tuple[tuple[Checkpoint | None, ...], Draft | None]]:
+    """The checkpoints of the draft and of its inner draft (None: without one, or random weights), and the draft; no
+    draft without speculation.
 
     `specs`: the target's weights (`planning.weight_specs`). Raises CheckpointError, ConfigError,
     UnsupportedModelError.
     """
     wish = engine.speculation
     if wish is None:
-        yield None, None
+        yield (), None
         return
     if wish.method == "lookup" or engine.draft is None:
-        yield None, Draft(DraftConfig.lookup(), wish.shapes, forced_accept=wish.forced_accept)
+        yield (None,), Draft(DraftConfig.lookup(), wish.shapes, forced_accept=wish.forced_accept)
         return
     is_dummy = engine.load_format == "dummy"
-    draft = DraftFolder.open(engine.draft, folder, wish, weights=not is_dummy)
-    if is_dummy:
-        yield None, _draft(draft, None, folder, wish, specs)
-        return
-    with Checkpoint.open(draft.path) as checkpoint:
-        yield checkpoint, _draft(draft, checkpoint, folder, wish, specs)
+    own = DraftFolder.open(engine.draft, folder, wish, weights=not is_dummy)
+    with ExitStack() as stack:
+        checkpoint = None if is_dummy else stack.enter_context(Checkpoint.open(own.path))
+        own_specs = _own_specs(own.config, checkpoint, wish)
+        draft = _draft(own, own_specs, checkpoint, folder, wish, specs)
+        if wish.inner is None:
+            yield (checkpoint,), draft
+            return
+        small = ModelFolder.open(own.path, weights=not is_dummy)
+        inside = replace(engine, draft=wish.inner.draft, speculation=wish.inner.speculation)
+        checkpoints, inner = stack.enter_context(open_draft(small, inside, own_specs))
+        yield (checkpoint, *checkpoints), replace(draft, inner=inner and _within(inner))
+
+
+def _within(inner: Draft) -> Draft:
+    """Return a draft with its weights under the names that an inner draft's have."""
+    head = None if inner.head is None else prefixed((inner.head,))[0]
+    return replace(inner, specs=prefixed(inner.specs), head=head)
+
+
+def _own_specs(config: DraftConfig, checkpoint: Checkpoint | None, wish: SpeculationConfig) -> tuple[TensorSpec, ...]:
+    """Return the weights of the draft's checkpoint as they are to be held, without the prefix."""
+    specs = quantised_specs(tensor_specs(config), config.layers_config.quantization, checkpoint)
+    specs = round_layers(specs, wish.layer_bits)
+    if config.method in ("eagle3", "model"):
+        specs = quantise_head(specs, config.head_bits)
+    if checkpoint is not None:
+        check(specs, checkpoint, ignore=DRAFT_LEFTOVERS if config.reads_states else LEFTOVERS)
+    return specs
 
 
 def _draft(
     folder: DraftFolder,
+    own_specs: tuple[TensorSpec, ...],
     checkpoint: Checkpoint | None,
     target: ModelFolder,
     wish: SpeculationConfig,
     target_specs: Sequence[TensorSpec],
 ) -> Draft:
     config, vocab_size = folder.config, target.config.vocab_size
-    assert config.decoder is not None
-    specs = quantised_specs(tensor_specs(config), config.decoder.quantization, checkpoint)
-    specs = round_layers(specs, wish.layer_bits)
-    if config.method in ("eagle3", "model"):
-        specs = quantise_head(specs, config.head_bits)
-    if checkpoint is not None:
-        check(specs, checkpoint, ignore=DRAFT_LEFTOVERS if config.reads_states else LEFTOVERS)
-    specs, token_map, head, shapes = prefixed(specs), None, None, wish.shapes
+    specs, token_map, head, shapes = prefixed(own_specs), None, None, wish.shapes
     if config.method == "eagle3":
         token_map = _from_offsets(config, checkpoint, vocab_size)
     elif config.method == "eagle2":

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from cpmrt.config import EngineConfig, ModelConfig
 from cpmrt.config.speculation import MAX_NODES
 from cpmrt.errors import ConfigError
-from cpmrt.memory.caches import PAGE_SIZE
+from cpmrt.memory.caches import PAGE_SIZE, CacheLayout
 from cpmrt.memory.packed_regions import PackedRegions, canonical_regions
 from cpmrt.memory.plan import MemoryPlan, check_budget, largest_context, make_plan
 from cpmrt.models import decoder
@@ -113,16 +113,15 @@ def plan_model(
     tables += needs.tables(max_context)
     chain_rows = draft.max_tree_size if draft else 0
     sizes = max_context, engine.max_sequences, engine.kv_dtype
-    caches, draft_caches = decoder.cache_layout(config, *sizes, chain_rows=chain_rows), None
+    caches, of_drafts = decoder.cache_layout(config, *sizes, chain_rows=chain_rows), dict[str, CacheLayout | None]()
     if draft is not None:
         caches.check_draft(has_chains_only=all(shape.is_chain for shape in draft.shapes))
         specs = (*specs, *draft.tensors)
         workspace += drafts.buffer_specs(draft, rows)
         tables += (table.spec for table in drafts.tables(draft, max_context, max_context))
-        draft_caches = draft.cache_layout(max_context, engine.max_sequences)
-    return make_plan(
-        specs, tables, workspace, caches, itemsize=itemsize, packed=needs.packed, draft_caches=draft_caches
-    )
+        slots = max_context, engine.max_sequences
+        of_drafts = {"draft_caches": draft.cache_layout(*slots), "inner_caches": draft.inner_cache_layout(*slots)}
+    return make_plan(specs, tables, workspace, caches, itemsize=itemsize, packed=needs.packed, **of_drafts)
 
 
 def fit_model(

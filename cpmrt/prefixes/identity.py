@@ -49,7 +49,10 @@ def _parts(folder: ModelFolder, settings: EngineConfig, plan: MemoryPlan) -> Ite
         return
     yield from _files(folder.path)
     if settings.draft is not None:
-        yield from _files(resolve(settings.draft, folder.path))
+        yield from _files(small := resolve(settings.draft, folder.path))
+        inner = settings.speculation and settings.speculation.inner
+        if inner and inner.draft is not None:
+            yield from _files(resolve(inner.draft, small))
 
 
 def _files(folder: Path) -> Iterator[bytes]:

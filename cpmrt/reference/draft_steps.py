@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -13,11 +13,22 @@ from cpmrt.dtypes import F32
 from cpmrt.executor import SlotResult, TreeMasks
 from cpmrt.ops import Rows
 from cpmrt.reference.draft_tree import TreeGrowth, chain_nodes, lookup, top_k, without_others
-from cpmrt.reference.running import Running
 from cpmrt.speculation.procedure import MAX_WAITING
 
 if TYPE_CHECKING:
     from cpmrt.reference.drafting import Drafter
+
+
+class Tip(Protocol):
+    """The end of a sequence that is drafted for: its last token stands at `position`, and is not cached yet."""
+
+    position: int
+
+    @property
+    def last_token(self) -> int: ...
+
+    @property
+    def finished(self) -> bool: ...
 
 
 class DraftStep:
@@ -46,6 +57,7 @@ class DraftStep:
         carry = self._drafter.carry
         if carry is not None:
             carry[self._slot, 0] = carry[self._slot, -1]
+        self._show_inner()
 
     def see(self, num_rows: int) -> None:
         """Run the draft over all tokens that wait, of which the newest goes on waiting."""
@@ -54,6 +66,7 @@ class DraftStep:
         carry = self._drafter.carry
         if carry is not None:
             carry[self._slot, 0] = carry[self._slot, num_rows - 1]
+        self._show_inner()
 
     def chunk_begin(self, num_rows: int) -> None:
         carry, first = self._drafter.carry, 0
@@ -68,12 +81,18 @@ class DraftStep:
     def chunk(self, num_rows: int) -> None:
         if len(self._rows.token_ids):
             self._drafter.see(self._rows, self._hidden)
+        self._show_inner()
 
     def carry(self, num_rows: int) -> None:
         drafter = self._drafter
         if drafter.carry is not None:
             for row, slot in enumerate(self._slots, 1):
                 drafter.carry[slot, drafter.waiting.of(slot) - 1] = drafter.buffers["hidden"][row]
+
+    def _show_inner(self) -> None:
+        """Show a small model's own draft the tokens that the small model has just run."""
+        if self._drafter.chains is not None:
+            self._drafter.chains.see(self._rows)
 
     def _set_waiting(self, num_rows: int) -> None:
         carry = self._drafter.carry
@@ -88,11 +107,9 @@ class DraftStep:
 
 
 class TreeStep(DraftStep):
-    """The operations of a speculative step too (`speculation.procedure.BlockOps`)."""
+    """The operations of a speculative step too (`speculation.procedure.BlockOps` and `ChainOps`)."""
 
-    def __init__(
-        self, drafter: Drafter, slot: int, running: Running, shape: TreeShape, masks: TreeMasks | None = None
-    ):
+    def __init__(self, drafter: Drafter, slot: int, running: Tip, shape: TreeShape, masks: TreeMasks | None = None):
         super().__init__(drafter, (slot,), running.position)
         self.results: list[SlotResult] = []
         """What each node of the accepted path gives."""
@@ -149,6 +166,19 @@ class TreeStep(DraftStep):
             self._states, self._logits, self._running.last_token, min(shape.tree_size - 1, num_rows)
         )
         self.nodes = chain_nodes(self._running.last_token, tokens, shape.tree_size)
+
+    def inner_steps(self, shape: TreeShape) -> None:
+        chains = self._drafter.chains
+        assert chains is not None
+        # The inner draft's passes are where the logits are.
+        logits = self._logits[0].copy()
+        self._show_inner()
+        tokens = chains.chain(self._slot, self._position, logits, shape.tree_depth)
+        self.nodes = chain_nodes(self._running.last_token, tokens, shape.tree_size)
+
+    def root_alone(self) -> None:
+        """Draft nothing."""
+        self.nodes = chain_nodes(self._running.last_token, (), 1)
 
     def lookup(self, shape: TreeShape) -> None:
         text = self._drafter.history[self._slot, : self._position + 1]

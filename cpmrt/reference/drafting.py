@@ -9,23 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from cpmrt.config import TreeShape
 from cpmrt.dtypes import F32, Array, DType
 from cpmrt.executor import SlotResult, TreeMasks
-from cpmrt.memory.caches import PAGE_SIZE, pages_for
-from cpmrt.models.draft import Draft, DraftModel
+from cpmrt.memory.caches import PAGE_SIZE, CacheLayout, pages_for
+from cpmrt.models.draft import PREFIX, Draft, DraftModel
 from cpmrt.models.layers import EMBED, HEAD
 from cpmrt.ops import Fp8Pages, KVPages, Ops, Rows
 from cpmrt.reference.blas_threads import BlasThreads
 from cpmrt.reference.draft_block import choose_block
-from cpmrt.reference.draft_steps import DraftStep, TreeStep
+from cpmrt.reference.draft_steps import DraftStep, Tip, TreeStep
 from cpmrt.reference.draft_tree import Nodes
 from cpmrt.reference.fp8_pages import accept_nodes
-from cpmrt.reference.running import Running
+from cpmrt.reference.quantized import Matrix, rows_of
 from cpmrt.reference.sparse_attention import append_compressed
 from cpmrt.speculation.procedure import (
     MAX_WAITING,
@@ -34,20 +34,25 @@ from cpmrt.speculation.procedure import (
     catch_up,
     propose,
     propose_block,
-    speculate,
-    speculate_block,
+    propose_chain,
+    verify,
 )
 from cpmrt.tensor_spec import BufferSpec
+
+if TYPE_CHECKING:
+    from cpmrt.reference.inner_draft import ChainDrafter
 
 _UNKNOWN = -1
 
 
 def drafting_tables(draft: Draft, max_context: int, max_sequences: int) -> tuple[BufferSpec, ...]:
     """Return the buffers that live as long as the executor: `history`, int32, the token at each position of a slot, and
-    `carry`, the target's hidden states of the tokens that wait."""
+    `carry`, the target's hidden states of the tokens that wait; `draft.carry` are a small model's, for its own draft.
+    """
     tables = [BufferSpec("history", (max_sequences, pages_for(max_context) * PAGE_SIZE), EMBED, HEAD, np.int32)]
-    if draft.config.hidden_width:
-        tables.append(BufferSpec("carry", (max_sequences, MAX_WAITING, draft.config.hidden_width), EMBED, HEAD))
+    for name, one in (("carry", draft), (f"{PREFIX}carry", draft.inner)):
+        if one is not None and one.config.hidden_width:
+            tables.append(BufferSpec(name, (max_sequences, MAX_WAITING, one.config.hidden_width), EMBED, HEAD))
     return tuple(tables)
 
 
@@ -62,6 +67,19 @@ class Target:
     run: Callable[[Rows], F32]
     sample: Callable[[int, F32, bytes | None], SlotResult]
     keep: Callable[[int, int, Sequence[int]], None]
+
+
+def bound_model(
+    draft: Draft, arrays: Mapping[str, Any], caches: CacheLayout | None, taps: tuple[int, ...] = ()
+) -> DraftModel | None:
+    """Bind the passes of a draft to its arrays; None: it has none. `taps` as in `DraftModel.bind`."""
+    if caches is None:
+        return None
+    whole, halves = arrays.get(f"{PREFIX}fc_halves"), list[Matrix]()
+    if whole is not None:
+        hidden = draft.config.layers_config.hidden_size
+        halves = [rows_of(whole, slice(first, first + hidden)) for first in (0, hidden)]
+    return DraftModel.bind(draft.config, arrays, caches, tuple(halves), taps)
 
 
 class Drafter:
@@ -87,6 +105,10 @@ class Drafter:
         self.token_map: Array | None = arrays.get("draft.token_map")
         self.draft = draft
         self.waiting = Waiting(MAX_WAITING)
+        self.chains: ChainDrafter | None = None
+        """Of a small model with a draft of its own."""
+        self.num_passes = 0
+        """How many passes of the draft have given logits so far."""
         self._num_recalled = [0] * len(block_tables)
 
     def admit(self, slot: int) -> None:
@@ -94,6 +116,8 @@ class Drafter:
         self.history[slot] = _UNKNOWN
         self.waiting.admitted(slot)
         self._num_recalled[slot] = 0
+        if self.chains is not None:
+            self.chains.admit(slot)
 
     def recall(self, slot: int, token_ids: Sequence[int]) -> None:
         """Take in the next tokens of a prompt that is in the pages already."""
@@ -132,24 +156,40 @@ class Drafter:
             DraftStep(self, slots, 0).carry(len(slots))
 
     def speculate(
-        self, slot: int, running: Running, shape: TreeShape, masks: TreeMasks | None = None
+        self, slot: int, running: Tip, shape: TreeShape, masks: TreeMasks | None = None
     ) -> list[SlotResult]:
         """Carry out a speculative step; return what each node of the accepted path gives."""
-        step, num_waiting = TreeStep(self, slot, running, shape, masks), self._num_waiting(slot)
-        if self.draft.block_rows:
-            speculate_block(step, shape, num_waiting, self.draft.block_rows)
-        else:
-            speculate(step, shape, num_waiting)
+        step = TreeStep(self, slot, running, shape, masks)
+        self._propose(step, slot, shape)
+        verify(step, shape)
         return step.results
 
-    def proposed(self, slot: int, running: Running, shape: TreeShape) -> Nodes:
+    def proposed(self, slot: int, running: Tip, shape: TreeShape) -> Nodes:
         """Return the tree that a speculative step would verify."""
-        step, num_waiting = TreeStep(self, slot, running, shape), self._num_waiting(slot)
+        step = TreeStep(self, slot, running, shape)
+        self._propose(step, slot, shape)
+        return step.nodes
+
+    def _propose(self, step: TreeStep, slot: int, shape: TreeShape) -> None:
+        num_waiting = self._num_waiting(slot)
         if self.draft.block_rows:
             propose_block(step, shape, num_waiting, self.draft.block_rows)
+        elif self.chains is not None:
+            propose_chain(step, shape, num_waiting)
         else:
             propose(step, shape, num_waiting)
-        return step.nodes
+
+    def step_alone(self, slot: int, running: Tip, shape: TreeShape) -> None:
+        """Carry out a step in which nothing is drafted."""
+        step = TreeStep(self, slot, running, shape)
+        step.root_alone()
+        verify(step, shape)
+
+    def beside(self, draft: Draft, model: DraftModel | None, target: Target, arrays: Mapping[str, Any]) -> Drafter:
+        """Return a drafter of another draft and target for the same slots."""
+        return Drafter(
+            draft, model, target, self._ops, arrays, self.block_tables, self.capacities, self.max_context, self._threads
+        )
 
     def _num_waiting(self, slot: int) -> int:
         return 0 if self.model is None else self.waiting.of(slot)
@@ -157,12 +197,15 @@ class Drafter:
     def see(self, rows: Rows, hidden: F32 | None) -> None:
         """Run rows of the draft that nothing is drafted after."""
         assert self.model is not None
+        hidden = self.chains.states(len(rows.token_ids)) if self.chains else hidden
         with self._threads.for_step():
             self.model.see(self._ops, rows, hidden)
 
     def run(self, rows: Rows, hidden: F32 | None, logit_rows: slice, *, is_first: bool) -> F32:
         """Run a pass of the draft; return the logits of `logit_rows`."""
         assert self.model is not None
+        self.num_passes += 1
+        hidden = self.chains.states(len(rows.token_ids)) if self.chains else hidden
         with self._threads.for_step():
             _, logits = self.model.forward(self._ops, rows, hidden, logit_rows, is_first=is_first)
         found: F32 = logits
@@ -194,19 +237,21 @@ class Drafter:
         )  # fmt: skip
 
 
-def keep_path(
-    moved: Iterable[F32], pages: Iterable[KVPages], block_table: Array, base: int, path: Sequence[int], dtype: DType
-) -> None:
-    """Move what the caches `moved` [layers, P, ..., 64, D] hold of the path's nodes to the positions of the path.
-
-    In `pages`, one a layer, what is in 8 bits takes the path in, and windows of sparse attention that end within it are
-    compressed then.
-    """
+def move_path(moved: Iterable[F32], block_table: Array, base: int, path: Sequence[int]) -> None:
+    """Move what the caches `moved` [layers, P, ..., 64, D] hold of the path's nodes to the positions of the path."""
     for cache in moved:
         for position, node in enumerate(path):
             if position != node:
                 to, source = (divmod(base + place, PAGE_SIZE) for place in (position, node))
                 cache[:, block_table[to[0]], :, to[1]] = cache[:, block_table[source[0]], :, source[1]]
+
+
+def keep_path(
+    moved: Iterable[F32], pages: Iterable[KVPages], block_table: Array, base: int, path: Sequence[int], dtype: DType
+) -> None:
+    """Move the path as `move_path` does. In `pages`, one a layer, what is in 8 bits takes the path in, and windows of
+    sparse attention that end within it are compressed then."""
+    move_path(moved, block_table, base, path)
     for kv in pages:
         for part in (kv.k, kv.v):
             if isinstance(part, Fp8Pages):

@@ -34,15 +34,16 @@ from cpmrt.memory.plan import MemoryPlan
 from cpmrt.models import decoder
 from cpmrt.models import draft as drafts
 from cpmrt.models.decoder import Decoder
-from cpmrt.models.draft import PREFIX, Draft, DraftModel
+from cpmrt.models.draft import Draft
 from cpmrt.models.layers import Table
 from cpmrt.ops import MappedWeight, Rows
 from cpmrt.reference.blas_threads import BlasThreads
 from cpmrt.reference.draft_tree import Nodes
-from cpmrt.reference.drafting import Drafter, Target, keep_path
+from cpmrt.reference.drafting import Drafter, Target, bound_model, keep_path
+from cpmrt.reference.inner_draft import ChainDrafter
 from cpmrt.reference.lightning import accept_chain
 from cpmrt.reference.ops import NumpyOps
-from cpmrt.reference.quantized import Matrix, quantized_arrays, rows_of
+from cpmrt.reference.quantized import Matrix, quantized_arrays
 from cpmrt.reference.running import Running
 from cpmrt.reference.sampling import is_usable, masked
 
@@ -112,24 +113,23 @@ class ReferenceExecutor:
         self._drafter: Drafter | None = None
         if draft is not None:
             self._fill(drafts.tables(draft, plan.max_context, position_limit))
-            self._drafter = Drafter(
-                draft, self._draft_model(draft), Target(self._tree_logits, self._sample, self._keep), self.ops,
-                self._arrays, self.block_tables, self._capacities, plan.max_context, self._threads,
-            )  # fmt: skip
+            self._drafter = self._make_drafter(draft)
 
     def _fill(self, tables: Iterable[Table]) -> None:
         for table in tables:
             for part, values in table.parts(self._arrays[table.spec.name], partial(round_to, dtype=self.ops.dtype)):
                 part[:] = values
 
-    def _draft_model(self, draft: Draft) -> DraftModel | None:
-        if self.plan.draft_caches is None:
-            return None
-        whole, halves = self._arrays.get(f"{PREFIX}fc_halves"), list[Matrix]()
-        if whole is not None:
-            hidden = self.config.hidden_size
-            halves = [rows_of(whole, slice(first, first + hidden)) for first in (0, hidden)]
-        return DraftModel.bind(draft.config, self._arrays, self.plan.draft_caches, tuple(halves))
+    def _make_drafter(self, draft: Draft) -> Drafter:
+        arrays, caches = self._arrays, self.plan.draft_caches
+        taps = draft.inner.config.taps if draft.inner else ()
+        drafter = Drafter(
+            draft, bound_model(draft, arrays, caches, taps), Target(self._tree_logits, self._sample, self._keep),
+            self.ops, arrays, self.block_tables, self._capacities, self.plan.max_context, self._threads,
+        )  # fmt: skip
+        if draft.inner is not None and caches is not None:
+            drafter.chains = ChainDrafter(drafter, caches, self.plan.inner_caches)
+        return drafter
 
     @property
     def limits(self) -> ExecutorLimits:
@@ -144,6 +144,11 @@ class ReferenceExecutor:
         """Return the tree that a speculative step of an admitted slot would verify now, for tests that look inside."""
         assert self._drafter is not None
         return self._drafter.proposed(slot, self._running[slot], shape)
+
+    @property
+    def num_draft_passes(self) -> int:
+        """How many passes of the draft have given logits so far, without those of an inner draft."""
+        return 0 if self._drafter is None else self._drafter.num_passes
 
     def submit(self, step: Step) -> Pending:
         """Carry out the step; the result is ready. Raises NoDeviceError after `close`."""

@@ -109,22 +109,32 @@ class BlockOps(TreeOps, Protocol):
         ...
 
 
+class ChainOps(TreeOps, Protocol):
+    """The operations of a speculative step in which a small model with a draft of its own drafts a chain."""
+
+    def inner_steps(self, shape: TreeShape) -> None:
+        """Draft a chain behind the newest token, which the small model has run, by its own speculative steps, and set
+        up the target's rows for it."""
+        ...
+
+
 def speculate(ops: TreeOps, shape: TreeShape, num_waiting: int) -> None:
     """Draft a tree, run the target over it, and accept what plain decoding would have given.
 
     `num_waiting`: rows of the first draft pass; 0: no model drafts, the text is looked up.
     """
     propose(ops, shape, num_waiting)
-    _verify(ops, shape)
+    verify(ops, shape)
 
 
 def speculate_block(ops: BlockOps, shape: TreeShape, num_waiting: int, block_rows: int) -> None:
     """Draft a chain in one pass of `block_rows` rows, and go on as `speculate` does."""
     propose_block(ops, shape, num_waiting, block_rows)
-    _verify(ops, shape)
+    verify(ops, shape)
 
 
-def _verify(ops: TreeOps, shape: TreeShape) -> None:
+def verify(ops: TreeOps, shape: TreeShape) -> None:
+    """Run the target over what was drafted, and accept what plain decoding would have given."""
     ops.verify(shape)
     ops.sample(shape)
     ops.accept(shape)
@@ -154,6 +164,15 @@ def propose_block(ops: BlockOps, shape: TreeShape, num_waiting: int, block_rows:
     ops.waiting(num_waiting)
     ops.block(block_rows)
     ops.chain(shape)
+    _look_up_instead(ops, shape)
+
+
+def propose_chain(ops: ChainOps, shape: TreeShape, num_waiting: int) -> None:
+    """Draft a chain by the steps of a small model that has a draft of its own; nothing has come of it that the next
+    step does not overwrite."""
+    ops.begin(num_waiting)
+    ops.waiting(num_waiting)
+    ops.inner_steps(shape)
     _look_up_instead(ops, shape)
 
 

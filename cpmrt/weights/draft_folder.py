@@ -32,7 +32,13 @@ def with_speculation(
     """
     name = None if draft is None else str(draft)
     has_weights = settings.load_format != "dummy"
-    wish = read_speculation(name, speculate, lambda: method_of(str(name), folder.path, weights=has_weights))
+
+    def method(inner: str | None) -> str:
+        if inner is None:
+            return method_of(str(name), folder.path, weights=has_weights)
+        return method_of(inner, resolve(str(name), folder.path, weights=has_weights), weights=has_weights)
+
+    wish = read_speculation(name, speculate, method)
     needs_files = wish is not None and wish.method != LOOKUP
     return replace(settings, draft=name if needs_files else None, speculation=wish)
 

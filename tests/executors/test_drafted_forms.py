@@ -23,6 +23,7 @@ DRAFTS = {
     "eagle2": ("vllm", TREE), "of cpm.cu": ("cpmcu", TREE), "classic": ("classic", CHAIN),
     "frequent tokens": ("frequent", TREE), "eagle3": ("eagle3", TREE), "a small model": ("model", CHAIN),
     "the model itself": ("target", CHAIN),
+    "itself, with eagle2": ("target", CHAIN | {"inner": {"draft": "../vllm", "top_k": 4}}),
     "eagle2, or a lookup": ("vllm", TREE | {"lookup": 9}),
     "lookup": ("lookup", {"method": "lookup", "num_passes": 3, "adaptive": False}),
 }  # fmt: skip
@@ -93,7 +94,7 @@ def test_the_forms_hold(plain):
     assert len({text for *_, text, _ in plain}) > len(plain) / 2
 
 
-RARE = ("eagle2, or a lookup", "of cpm.cu", "classic", "frequent tokens", "a small model")
+RARE = ("eagle2, or a lookup", "of cpm.cu", "classic", "frequent tokens", "a small model", "itself, with eagle2")
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,8 @@ def run(checkpoint, steps=None, **settings):
     {"speculate": {"method": "lookup", "num_passes": 4}},
     {"draft": "small"},
     {"draft": "small", "speculate": {"shapes": [(6, 1, 7), (2, 1, 3)], "adaptive": False}},
+    {"draft": "small", "speculate": {"num_passes": 6, "inner": "lookup"}},
+    {"draft": "small", "speculate": {"inner": {"draft": "../itself", "num_passes": 2}}},
 ], ids=str)  # fmt: skip
 def test_a_draft_changes_no_token(checkpoint, settings):
     plain, drafted = run(checkpoint), run(checkpoint, **settings)
@@ -51,9 +53,10 @@ def test_a_draft_that_is_the_model_itself_is_always_right(checkpoint):
     assert stats.mean_accept_length == 4
 
 
-def test_no_token_comes_after_the_one_that_completes_a_stop_string(checkpoint):
+@pytest.mark.parametrize("wishes", [{}, {"inner": "lookup"}], ids=str)
+def test_no_token_comes_after_the_one_that_completes_a_stop_string(checkpoint, wishes):
     """Steps of four tokens: the stop string ends in each place of one, and in some across two."""
-    draft = {"draft": checkpoint / "itself", "speculate": {"num_passes": 3, "adaptive": False}}
+    draft = {"draft": checkpoint / "itself", "speculate": {"num_passes": 3, "adaptive": False} | wishes}
     params = SamplingParams(max_new_tokens=25, logprobs=1, ignore_eos=True)
     with LLM(checkpoint, executor="reference") as plain, LLM(checkpoint, executor="reference", **draft) as drafted:
         free = plain.generate(PROMPT, params)
@@ -76,6 +79,7 @@ def test_no_token_comes_after_the_one_that_completes_a_stop_string(checkpoint):
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
 @pytest.mark.parametrize(("draft", "wishes"), [
     ("small", {}), ("itself", {}), ("itself", {"lookup": 6}), ("lookup", {"num_passes": 5}),
+    ("itself", {"inner": {"draft": "lookup", "num_passes": 2}}),
 ])  # fmt: skip
 def test_several_prompts_together_are_drafted_for(checkpoint, draft, wishes, kv_dtype):
     """With stop strings, penalties, logprobs and ends of their own; and alone again when the others are done."""
@@ -110,6 +114,8 @@ def test_off_leaves_the_draft_out(checkpoint):
     ({"speculate": "yes"}, ConfigError, "auto | off | an object"),
     ({"speculate": {"simulate_accept": 2.0}}, ConfigError, "speculate needs a draft"),
     ({"draft": "lookup", "speculate": {"simulate_accept": 2.0}}, ConfigError, "NumPy"),
+    ({"draft": "small", "speculate": {"inner": "absent"}}, CheckpointError, "draft 'absent'"),
+    ({"draft": "lookup", "speculate": {"inner": "small"}}, ConfigError, "inner means nothing to method lookup"),
 ], ids=str)  # fmt: skip
 def test_what_cannot_be(checkpoint, settings, error, says):
     with pytest.raises(error, match=says):

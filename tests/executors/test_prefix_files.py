@@ -94,6 +94,28 @@ def test_a_draft_has_pages_of_its_own(folder: Path, tmp_path: Path) -> None:
         llm.load_prefix(path)
 
 
+def test_so_has_the_draft_of_a_small_model(folder: Path, tmp_path: Path) -> None:
+    path, chain = tmp_path / "x.prefix", {"num_passes": 3}
+    settings = {"draft": folder, "speculate": chain | {"inner": chain | {"draft": str(folder)}}}
+    passes = []
+    for reads in (False, True):
+        with open_model(folder, **settings) as llm:
+            if reads:
+                llm.load_prefix(path)
+            else:
+                llm.save_prefix(path, IDS)
+            completion = llm.generate(IDS, GREEDY)
+            assert completion.stats.accept_rates == (1.0, 1.0, 1.0)
+            passes.append(llm.executor.num_draft_passes)  # type: ignore[attr-defined]
+    steps = completion.stats.speculative_steps
+    assert passes == [2 * steps, 2 * steps], "a pass for the first token, one for the two behind it"
+    other = shutil.copytree(folder, tmp_path / "other", copy_function=shutil.copy)  # of another time
+    for inner in ({}, {"inner": "lookup"}, {"inner": chain | {"draft": str(other)}}):
+        settings = {"draft": folder, "speculate": chain | inner}
+        with open_model(folder, **settings) as llm, pytest.raises(PrefixError, match="made by another model"):
+            llm.load_prefix(path)
+
+
 @pytest.mark.parametrize("change", [
     {"dtype": "bfloat16"}, {"kv_dtype": "fp8"}, {"hf_overrides": {"rope_theta": 9999.0}}, "weights",
     {"hf_overrides": {"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "max_context": 4096},

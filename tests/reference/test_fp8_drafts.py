@@ -18,7 +18,7 @@ from cpmrt.reference.kv_rows import gather_row
 KV_HEADS, HEAD_DIM, NUM_PAGES = 2, 8, 4
 PROMPTS = [tuple(np.random.default_rng(length).integers(3, VOCAB, length).tolist()) for length in (3, 59, 62, 63, 64)]
 """Most end so that trees begin pages: at the root, or among their nodes."""
-FP8_DRAFTS = ("vllm", "eagle3", "dspark", "itself", "lookup", "vllm or lookup")
+FP8_DRAFTS = ("vllm", "eagle3", "dspark", "itself", "lookup", "vllm or lookup", "model with vllm")
 
 
 @pytest.fixture(scope="module")

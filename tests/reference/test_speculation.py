@@ -14,12 +14,20 @@ from hypothesis import strategies as st
 from speculation_steps import SETTINGS, beside_a_neighbour, generate, joined, prefill
 
 from cpmrt.config import EngineConfig, SpeculationConfig, TreeShape
+from cpmrt.config.speculation import InnerDraft
 from cpmrt.executor import Admit, Decode, SlotResult, Speculate
 from cpmrt.reference.assembly import open_executor
 from cpmrt.weights.model_folder import ModelFolder
 
 TREES = (TreeShape(2, 4, 6), TreeShape(3, 2, 8), TreeShape(1, 4, 5), TreeShape.chain(3), TreeShape(4, 2, 9))
 CHAINS = (TreeShape.chain(4), TreeShape.chain(1), TreeShape(3, 1, 3))
+
+
+def inner(method, shape, name=None, **wishes):
+    """The draft of a small model; `name`: as in DRAFTS, whose folders stand side by side."""
+    return {"inner": InnerDraft(name and f"../{name}", SpeculationConfig(method, (shape,), **wishes))}
+
+
 DRAFTS: dict[str, tuple[str | None, dict[str, Any]]] = {
     "vllm": ("vllm", {}),
     "cpmcu": ("cpmcu", {"window": 5}),
@@ -40,6 +48,12 @@ DRAFTS: dict[str, tuple[str | None, dict[str, Any]]] = {
     "vllm or lookup": ("vllm", {"shapes": (TreeShape(2, 4, 6, 4), TreeShape(3, 2, 8, 11))}),
     "eagle3 or lookup": ("eagle3", {"shapes": (TreeShape(2, 4, 6, 9), TreeShape.chain(3))}),
     "model or lookup": ("model", {"shapes": (TreeShape(3, 1, 4, 8), TreeShape(1, 1, 2, 1))}),
+    "model with vllm": ("model", inner("eagle2", TreeShape(2, 4, 6), "vllm")),
+    "model with frequent": ("model", inner("eagle2", TreeShape(2, 4, 6), "frequent", head_bits=4, draft_vocab=12)),
+    "model head 8 with lookup": ("model", {"head_bits": 8} | inner("lookup", TreeShape.chain(3))),
+    "itself with eagle3": ("target", inner("eagle3", TreeShape(3, 2, 8, 5), "eagle3", window=20)),
+    "itself with dspark": ("target", inner("dspark", TreeShape.chain(4), "dspark")),
+    "itself with model": ("target", inner("model", TreeShape.chain(2), "model")),
 }
 RANDOM = np.random.default_rng(11)
 PROMPTS = [tuple(RANDOM.integers(3, VOCAB, count).tolist()) for count in (1, 7, 17, 40, 70)]
@@ -81,7 +95,7 @@ def test_tokens_and_logprobs_are_those_of_plain_decoding(root, plain, draft):
     """Over 200 prompts and settings over all drafts."""
     executor = open_with(root, draft)
     num_shapes, accepted, case = len(executor.limits.tree_shapes), [], 0
-    for prompt in PROMPTS[3:] if "head" in draft else PROMPTS:
+    for prompt in PROMPTS[3:] if "head" in draft or "with" in draft else PROMPTS:
         for name, sampling in SETTINGS.items():
             mixed = (*range(num_shapes), "decode") if case % 3 else (case % num_shapes,)
             found, lengths = generate(executor, prompt, sampling, mixed)

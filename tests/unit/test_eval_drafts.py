@@ -237,6 +237,18 @@ def test_the_command(folders, tmp_path, capsys):
     assert f"{draft} (2, 4, 6), head of 12 tokens" in progress
 
 
+def test_a_small_model_alone_and_with_drafts_of_its_own(folders, capsys):
+    """The small model is the target itself: of the same tokens, its own draft takes fewer passes."""
+    command = command_of(folders, "--prompts=2", "--prompt-length=12", "--tokens=13", f"--draft={folders / 'target'}")
+    assert eval_drafts.main([*command, "--shape=5,1,6", "--inner=../target", "--inner=lookup"]) == 0
+    shown = capsys.readouterr().out.split("Tokens and passes of")[1]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in shown.splitlines() if line.startswith("|")]
+    assert [row[:2] for row in rows[2:]] == [["5", "-"], ["5", "../target"], ["5", "lookup"]]
+    tokens, passes = zip(*(map(float, row[2].split(", ")) for row in rows[2:]), strict=True)
+    assert tokens == (6, 6, 6)
+    assert passes[:2] == (5, 2) and passes[2] <= 5
+
+
 @pytest.mark.parametrize(("arguments", "says"), [
     (["--model", "absent/folder"], "absent/folder"),
     (["--draft", "absent/draft"], "absent/draft"),

@@ -8,17 +8,19 @@ from pathlib import Path
 import pytest
 
 from cpmrt.cli.arguments import Parser, add_draft_options, draft_arguments
-from cpmrt.config import EngineConfig, SpeculationConfig, TreeShape
-from cpmrt.config.speculate_argument import read_speculation
-from cpmrt.config.speculation import DEFAULT_SHAPES, DRAFT_METHODS
+from cpmrt.config import EngineConfig, ModelConfig, SpeculationConfig, TreeShape
+from cpmrt.config.speculate_argument import named_drafts, read_speculation
+from cpmrt.config.speculation import DEFAULT_SHAPES, DRAFT_METHODS, InnerDraft
+from cpmrt.cuda.assembly import CudaTarget
+from cpmrt.cuda.precompile import known_device
 from cpmrt.errors import ConfigError
 
 
 def read(draft, speculate, method="eagle2"):
-    return read_speculation(draft, speculate, lambda: method)
+    return read_speculation(draft, speculate, lambda inner: method)
 
 
-def not_asked():
+def not_asked(inner):
     pytest.fail("there is no draft to look into")
 
 
@@ -80,6 +82,57 @@ def test_a_lookup_beside_every_tree():
     assert found.is_adaptive
     found = read("folder", {"lookup": 8, "num_passes": 3}, "model")
     assert found == SpeculationConfig("model", (TreeShape(3, 1, 4, 8),), is_adaptive=False)
+
+
+INNER_EAGLE = SpeculationConfig("eagle2", (TreeShape(),), is_adaptive=False)
+
+
+@pytest.mark.parametrize(("wish", "expected"), [
+    ("e", InnerDraft("e", INNER_EAGLE)),
+    (Path("e"), InnerDraft("e", INNER_EAGLE)),
+    ({"draft": "e"}, InnerDraft("e", INNER_EAGLE)),
+    ({"draft": Path("e"), "num_passes": 1, "window": 9, "head_bits": 4},
+     InnerDraft("e", SpeculationConfig("eagle2", (TreeShape(1, 10, 11),), is_adaptive=False, window=9, head_bits=4))),
+    ({"draft": "e", "shapes": [(3, 2, 6)], "lookup": 5}, InnerDraft(
+        "e", replace(INNER_EAGLE, shapes=(TreeShape(3, 2, 6, 5),)))),
+    ("lookup", InnerDraft(None, SpeculationConfig("lookup", (TreeShape.chain(5),), is_adaptive=False))),
+    ({"draft": "lookup", "num_passes": 3},
+     InnerDraft(None, SpeculationConfig("lookup", (TreeShape.chain(3),), is_adaptive=False))),
+])  # fmt: skip
+def test_the_draft_of_a_small_model(wish, expected):
+    methods = {None: "model", "e": "eagle2"}
+    found = read_speculation("small", {"num_passes": 6, "inner": wish}, methods.__getitem__)
+    assert found == SpeculationConfig("model", (TreeShape.chain(6),), is_adaptive=False, inner=expected)
+
+
+@pytest.mark.parametrize(("wish", "message"), [
+    (3, "speculate: inner: expected a folder, a hub id or lookup, or an object with one of these as draft, got 3"),
+    ({"num_passes": 3}, "an object with one of these as draft"),
+    ({"draft": "e", "inner": "e"}, "inner: inner means nothing to an inner draft; leave it out"),
+    ({"draft": "e", "adaptive": True}, "inner: adaptive means nothing to an inner draft"),
+    ({"draft": "e", "shapes": [(1, 4, 5), (2, 4, 5)]}, "inner: shapes: expected one tree shape, got 2"),
+    ({"draft": "e", "simulate_accept": 2.0}, "inner: simulate_accept: expected nothing"),
+    ({"draft": "lookup", "window": 3}, "window means nothing to method lookup"),
+    ({"draft": "e", "depth": 3}, "unknown keys"),
+])  # fmt: skip
+def test_drafts_of_a_small_model_that_cannot_be(wish, message):
+    methods = {None: "model", "e": "eagle2"}
+    with pytest.raises(ConfigError, match=message):
+        read_speculation("small", {"inner": wish}, methods.__getitem__)
+
+
+@pytest.mark.parametrize("method", ["eagle2", "eagle3", "dspark"])
+def test_only_a_small_model_has_a_draft_of_its_own(method):
+    with pytest.raises(ConfigError, match=f"inner means nothing to method {method}"):
+        read("d", {"inner": "lookup"}, method)
+
+
+@pytest.mark.parametrize(("draft", "speculate", "names"), [
+    (None, "auto", ()), ("lookup", {"inner": "e"}, ()), ("d", "off", ()), ("d", "auto", ("d",)),
+    ("d", {"inner": "lookup"}, ("d",)), ("d", {"inner": "e"}, ("d", "e")), ("d", {"inner": {"draft": "e"}}, ("d", "e")),
+])  # fmt: skip
+def test_the_drafts_that_have_files(draft, speculate, names):
+    assert named_drafts(draft, speculate) == names
 
 
 @pytest.mark.parametrize("vocab", [32768, "some/freq_32768.json", Path("some/freq_32768.json")])
@@ -153,6 +206,7 @@ def test_wishes_that_the_method_cannot_fulfil(method, wishes):
     ("--draft e --draft-vocab 8192 --draft-window 512 --draft-head-bits 8",
      {"draft": "e", "speculate": {"draft_vocab": 8192, "window": 512, "head_bits": 8}}),
     ("--draft e --draft-lookup 15", {"draft": "e", "speculate": {"lookup": 15}}),
+    ("--draft e --draft-inner lookup", {"draft": "e", "speculate": {"inner": "lookup"}}),
     ("--draft e --draft-min-confidence 0.5 --draft-layer-bits 4",
      {"draft": "e", "speculate": {"min_confidence": 0.5, "layer_bits": 4}}),
     ("--draft e --draft-vocab a/freq_9.json", {"draft": "e", "speculate": {"draft_vocab": "a/freq_9.json"}}),
@@ -174,6 +228,28 @@ EAGLE = SpeculationConfig("eagle2")
 def test_engine_settings_that_contradict_each_other(settings, message):
     with pytest.raises(ConfigError, match=message):
         EngineConfig(**settings)
+
+
+@pytest.mark.parametrize(("draft", "wish"), [
+    (None, INNER_EAGLE), ("d", SpeculationConfig("lookup", (TreeShape.chain(3),))),
+])  # fmt: skip
+def test_an_inner_draft_and_its_method_belong_together(draft, wish):
+    with pytest.raises(ConfigError, match="inner: expected a draft and its method"):
+        InnerDraft(draft, wish)
+
+
+def test_a_gpu_refuses_what_only_numpy_takes():
+    target = CudaTarget(known_device("sm_90"))
+    model = ModelConfig.from_hf({
+        "architectures": ["LlamaForCausalLM"], "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512, "max_position_embeddings": 512,
+    })  # fmt: skip
+    settings = EngineConfig(draft="d", speculation=EAGLE)
+    target.check(model, settings)
+    target.check(model, replace(settings, kv_dtype="fp8"))
+    nested = SpeculationConfig("model", (TreeShape.chain(3),), inner=InnerDraft("e", INNER_EAGLE))
+    with pytest.raises(ConfigError, match="inner: expected nothing on a GPU.*got .e.; leave inner out, name an EAGLE"):
+        target.check(model, replace(settings, speculation=nested))
 
 
 def test_accept_lengths_up_to_what_the_tree_can_give():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -14,6 +14,7 @@ from cpmrt.config import TreeShape
 from cpmrt.engine.stats import AcceptCounts
 from cpmrt.errors import CpmrtError
 from cpmrt.memory.packed_regions import canonical_regions
+from cpmrt.reference.executor import ReferenceExecutor
 from draft_evaluation.prompts import FrequentTokens, Prompts
 
 Cell = tuple[str, float]
@@ -29,26 +30,31 @@ class ChangedTokensError(CpmrtError):
 
 @dataclass(frozen=True)
 class Variant:
-    """A draft and its settings. `index` are the tokens that its head is cut to; None: as the draft has it."""
+    """A draft and its settings. `index` are the tokens that its head is cut to; None: as the draft has it. `inner` is
+    the draft of a small model that drafts."""
 
     draft: str
     shape: TreeShape
     index: FrequentTokens | None = None
     head_bits: int | None = None
+    layer_bits: int | None = None
+    inner: str | None = None
 
     def arguments(self) -> dict[str, Any]:
         """Returns keyword arguments of LLM."""
         wishes: dict[str, Any] = {"shapes": [self.shape], "adaptive": False}
         if self.index is not None:
             wishes["draft_vocab"] = str(self.index.path)
-        if self.head_bits is not None:
-            wishes["head_bits"] = self.head_bits
+        for name in ("head_bits", "layer_bits", "inner"):
+            if (value := getattr(self, name)) is not None:
+                wishes[name] = value
         return {"draft": self.draft, "speculate": wishes}
 
     def __str__(self) -> str:
         size = [] if self.index is None else [f"head of {len(self.index.token_ids)} tokens"]
         bits = [] if self.head_bits is None else [f"head in {self.head_bits} bits"]
-        return ", ".join([f"{self.draft} ({shape_label(self.shape)})", *size, *bits])
+        inner = [] if self.inner is None else [f"with {self.inner}"]
+        return ", ".join([f"{self.draft} ({shape_label(self.shape)})", *size, *bits, *inner])
 
 
 @dataclass(frozen=True)
@@ -56,7 +62,7 @@ class Outcome:
     """The result of one variant: the counts of each cell, and of its head the rows, bits and bytes that a pass reads.
 
     These are 0 for a draft without a head. `covered` is the share of the tokens the model says without a draft that are
-    in the head; None: not known.
+    in the head; None: not known. `passes` counts the passes of the draft, without an inner draft's, in NumPy.
     """
 
     variant: Variant
@@ -65,6 +71,7 @@ class Outcome:
     head_bits: int
     head_bytes: int
     covered: float | None
+    passes: Mapping[Cell, int] = field(default_factory=dict)
 
 
 def shape_label(shape: TreeShape) -> str:
@@ -90,20 +97,24 @@ def measure(
     llm: LLM, variant: Variant, texts: Mapping[str, Prompts], plain: Mapping[Cell, list[TokenIds]], num_tokens: int
 ) -> Outcome:
     """Continues the same prompts with a draft. Raises ChangedTokensError where a token differs from `plain`."""
-    counts = {}
+    counts, passes = {}, {}
     for (name, temperature), expected in plain.items():
-        total = AcceptCounts(llm.engine.limits)
+        total, before = AcceptCounts(llm.engine.limits), _num_passes(llm)
         continued = _continued(llm, texts[name], temperature, num_tokens)
         for number, (wanted, (tokens, accepts)) in enumerate(zip(expected, continued, strict=True)):
             where = f"{variant}: prompt {number} of {name} at temperature {temperature:g}"
             _check(where, tokens, wanted)
             if accepts is not None:
                 total.merge(accepts)
-        counts[name, temperature] = total
+        counts[name, temperature], passes[name, temperature] = total, _num_passes(llm) - before
     rows, bits, num_bytes = _head(llm)
     known = range(llm.config.vocab_size if rows == llm.config.vocab_size else 0)
     share = _share(plain, known if variant.index is None else set(variant.index.token_ids))
-    return Outcome(variant, counts, rows, bits, num_bytes, share)
+    return Outcome(variant, counts, rows, bits, num_bytes, share, passes)
+
+
+def _num_passes(llm: LLM) -> int:
+    return llm.executor.num_draft_passes if isinstance(llm.executor, ReferenceExecutor) else 0
 
 
 def _continued(
@@ -165,6 +176,17 @@ def head_table(outcomes: Sequence[Outcome]) -> Iterator[str]:
         yield _row(first, outcome, with_rates=False)
 
 
+def pass_table(outcomes: Sequence[Outcome]) -> Iterator[str]:
+    """Yields a row for each chain and draft of the small model; a cell has tokens a step, then passes a step."""
+    yield from _rows("| chain of | its own draft |", outcomes[0].counts)
+    for outcome in outcomes:
+        means = (
+            f"{counts.num_tokens / counts.num_steps:.2f}, {outcome.passes[cell] / counts.num_steps:.2f}"
+            for cell, counts in outcome.counts.items()
+        )
+        yield f"| {outcome.variant.shape.num_passes} | {outcome.variant.inner or '-'} | {' | '.join(means)} |"
+
+
 def records(outcome: Outcome) -> list[dict[str, Any]]:
     """Returns an object for each cell, for JSON."""
     variant = outcome.variant
@@ -175,6 +197,7 @@ def records(outcome: Outcome) -> list[dict[str, Any]]:
         "head_bits": outcome.head_bits,
         "head_bytes": outcome.head_bytes,
         "covered": outcome.covered,
+        "inner": variant.inner,
     }
     return [
         common
@@ -186,6 +209,7 @@ def records(outcome: Outcome) -> list[dict[str, Any]]:
             "mean_accept_length": counts.figures.get("mean_accept_length"),
             "accept_rates": counts.rates,
             "accept_histogram": counts.histogram,
+            "passes": outcome.passes.get((text, temperature)),
         }
         for (text, temperature), counts in outcome.counts.items()
     ]
