@@ -184,11 +184,6 @@ CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
             (1024, 1024, 4096, 1280, 64, 1, 0), (2048, 2048, 6144, 2560, 128, 1, 0), (1536, 2048, 4608, 16, 128, 0, 0),
             (2560, 2560, 6400, 1056, 32, 1, 1),
         )
-    )
-    + (
-        {"IN_FEATURES": 256, "ATTENTION": 512, "INNER": 640, "QKV_ROWS": 768, "HEAD_DIM": 64, "GRID": 80}
-        | {"WEIGHT_BITS": 4, "RUNS": 8, "SCALE_GROUP": 128, "ZEROS": 0, "SMEM_BYTES": 20992}
-        | {"NEXT": 1, "LATE": 0, "PORTABLE": 0},
     ),
     "linear_packed/packed_gemm.cu": (
         {"LINEAR": 2, "IN_FEATURES": 4096, "RUNS": 1, "TOKENS": 64, "TILES": 16, "TILE_WARPS": 1, "STAGES": 6} | _SHORT,

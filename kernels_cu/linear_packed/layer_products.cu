@@ -18,19 +18,15 @@
 // Oracle: NumpyOps.project_residual, gate_up, qkv.
 // Source: original; the barrier as in cooperative groups (one counter, release and acquire).
 // Why so: a small layer's weights fit into the shared memory of all multiprocessors together, so a block asks for all of its weights
-//   at once, before it waits for attention; with LATE for those of two products, and for the others as soon as there is room. What is
-//   left are dependencies: between two products a counter in memory that all blocks add to and wait for, which takes about half as
-//   long as from one kernel to the next. The tiles of the four weights are dealt out to the blocks in turn; in a block, as in
-//   linear_packed.cu, eight warps share a tile, each has a run.
+//   at once, before it waits for attention; with LATE for those of two products, and for the others as soon as there is room. What is left are dependencies: between two products a counter in memory that all blocks
+//   add to and wait for, which takes about half as long as from one kernel to the next. The tiles of the four weights are dealt out
+//   to the blocks in turn; in a block, as in linear_packed.cu, eight warps share a tile, each has a run.
 #if !defined(IN_FEATURES) || !defined(ATTENTION) || !defined(INNER) || !defined(QKV_ROWS) || !defined(HEAD_DIM) || !defined(NEXT) || \
     !defined(WEIGHT_BITS) || !defined(RUNS) || !defined(SCALE_GROUP) || !defined(ZEROS) || !defined(GRID) || !defined(SMEM_BYTES) || \
     !defined(PORTABLE) || !defined(LATE)
 #error "a constant is not defined"
 #endif
-constexpr int kSharedBytes = SMEM_BYTES;
-// What the headers are told: one row, in blocks of two teams of eight warps, and room for a ring of weights, which is not used here.
-#undef SMEM_BYTES
-#define SMEM_BYTES (1 << 20)
+// What the headers are told: one row, in blocks of two teams of eight warps.
 #define LINEAR 0
 #define ROWS 1
 #define WARPS 16
@@ -92,10 +88,8 @@ constexpr int kMostColumns = INNER > ATTENTION ? (INNER > kHidden ? INNER : kHid
 constexpr int kSquares = kWarps * 4 * 8, kPlace = kSquares + kRowWarps * 4, kSums = kPlace + 32;
 constexpr int kRow = kSums + GateUp::kMostTiles * RUNS * 64;
 constexpr int kWeights = (kRow + kMostColumns / 128 * kXSliceBytes + 127) / 128 * 128;   // of the four products, one behind the other
-static_assert(kWeights + Output::kMostTiles * RUNS * Output::kRunStride <= kSharedBytes, "SMEM_BYTES is too small");
 static_assert(Qkv::kMostTiles <= GateUp::kMostTiles && Down::kMostTiles <= GateUp::kMostTiles, "sums of gate_up take the most room");
 static_assert(Output::kMostTiles <= GateUp::kMostTiles, "sums of gate_up take the most room");
-static_assert(GateUp::kMostTiles * 8 <= kThreads, "a thread finishes one pair of a product's outputs");
 
 // A counter that blocks add to, and wait for: its value before this launch is a multiple of what a launch adds.
 struct GridBarrier {
@@ -227,15 +221,13 @@ DEVICE void multiply_tiles_of(const Lane& at, uint32_t weights) {
   Sums out[M::kTeamTiles] = {};
   uint32_t units[M::kTeamTiles];
 #pragma unroll
-  for (int i = 0; i < M::kTeamTiles; i++) {
-    const int place = i * kTeams + team;
-    units[i] = weights + ((M::is_there(place) ? place : team) * RUNS + run) * M::kRunStride;   // none is there: the first again
-  }
+  for (int i = 0; i < M::kTeamTiles; i++) units[i] = weights + ((i * kTeams + team) * RUNS + run) * M::kRunStride;
   uint32_t x = at.shared + kRow + run * M::kSlicesOfRun * kXSliceBytes;
   wait_for_weights<M>(at);
   if (M::kTeamTiles == 1 && slices == M::kSlicesOfRun) {
     multiply_run<M::kSlicesOfRun>(out[0], units[0], x, at);
   } else {
+    // Sums of a tile that does not exist mean nothing.
 #pragma unroll 1
     for (int slice = 0; slice < slices; slice++) {
       multiply_tiles(out, units, x, at);

@@ -132,8 +132,7 @@ class LayerProducts:
         place = len(self._held)
         if product.kind != _ORDER[place] or weight.perm is not None:
             return False
-        has_bias, normalises = product.rest[0] is not None, product.norm is not None
-        if has_bias if product.kind == "residual" else not normalises:
+        if product.kind == "residual" and product.rest[0] is not None:
             return False
         if not self._held:
             return _starts(weight.layout)
@@ -159,7 +158,7 @@ class LayerProducts:
         assert constants is not None
         (o, o_weight), (gate_up, gate_up_weight), (down, down_weight) = held[:_NEEDED]
         factor, eps = o.rest[-1], np.float32(gate_up.eps)
-        assert factor == down.rest[-1] and all(product.eps == gate_up.eps for product, _ in held[_NEEDED:])
+        assert factor == down.rest[-1]
         after: tuple[KernelArgument, ...] = (*(None,) * 11, *(np.int32(0),) * 4)
         if constants.next:
             (qkv, qkv_weight) = held[_NEEDED]
