@@ -176,15 +176,6 @@ CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
         {"IN_FEATURES": 4096, "ROWS": 64, "SCALE_GROUP": 128, "ZEROS": 0, "WARPGROUPS": 1},
         {"IN_FEATURES": 4096, "ROWS": 64, "SCALE_GROUP": 128, "ZEROS": 0, "WARPGROUPS": 1, "WEIGHT_BITS": 2},
     ),
-    "linear_packed/layer_products.cu": tuple(
-        {"IN_FEATURES": hidden, "ATTENTION": attention, "INNER": inner, "QKV_ROWS": rows, "HEAD_DIM": head_dim}
-        | {"WEIGHT_BITS": 4, "RUNS": 8, "SCALE_GROUP": 128, "ZEROS": 0, "GRID": 132, "SMEM_BYTES": 232448}
-        | {"NEXT": follows, "LATE": late, "PORTABLE": 0}
-        for hidden, attention, inner, rows, head_dim, follows, late in (
-            (1024, 1024, 4096, 1280, 64, 1, 0), (2048, 2048, 6144, 2560, 128, 1, 0), (1536, 2048, 4608, 16, 128, 0, 0),
-            (2560, 2560, 6400, 1056, 32, 1, 1),
-        )
-    ),
     "linear_packed/packed_gemm.cu": (
         {"LINEAR": 2, "IN_FEATURES": 4096, "RUNS": 1, "TOKENS": 64, "TILES": 16, "TILE_WARPS": 1, "STAGES": 6} | _SHORT,
         {"LINEAR": 1, "IN_FEATURES": 16384, "RUNS": 8, "TOKENS": 64, "TILES": 4, "TILE_WARPS": 2, "STAGES": 6} | _SHORT,

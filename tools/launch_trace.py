@@ -158,7 +158,6 @@ class TracingLauncher(Launcher):
         self, spec: KernelSpec, constants: Constants, grid: Any, block: int, *args: Any, smem: int = 0,
         prefers_shared: bool = False,
     ) -> None:  # fmt: skip
-        self.release()
         sizes = tuple(map(int, (grid,) if isinstance(grid, (int, np.integer)) else grid))
         chosen = sorted((key, int(value)) for key, value in macros_of(constants).items())
         launch = [spec.name, chosen, (*sizes, 1, 1)[:3], int(block), int(smem), bool(prefers_shared)]
@@ -213,7 +212,6 @@ def trace(setup: Setup, device: Device) -> dict[str, list[Any]]:
     for name, launch in launches.items():
         launcher.begin(name.replace("_", " ") if isinstance(name, str) else "{} {}".format(*name))
         launch()
-        launcher.release()
     return launcher.graphs
 
 

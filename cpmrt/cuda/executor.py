@@ -60,7 +60,6 @@ LoadWeights = Callable[[Destination], None]
 _RUN_AHEAD, _STEPS_OF_A_CHUNK = 4, 2
 _ZEROED = (
     "step_context", "attention_arrivals", "slot_states", "token_counts", "chunk", "token_ids", "packed_arrivals",
-    "packed_counter",
 )  # fmt: skip
 
 

@@ -17,10 +17,7 @@ constexpr int kXBlockBytes = ROWS == 1 ? 64 : NT * 512;        // 32 k
 // A slice of 128 k: four of those, then [128 / SCALE_GROUP][token] float, x summed over a scale group times a code 8 (ZEROS: 1).
 constexpr int kXSumOffset = 4 * kXBlockBytes;
 // Of one row so many bytes are behind a slice that eight lanes read two slices from different banks.
-#ifndef ROW_SUM_BYTES
-#define ROW_SUM_BYTES 64
-#endif
-constexpr int kXSliceBytes = kXSumOffset + (ROWS == 1 ? ROW_SUM_BYTES : 128 / SCALE_GROUP * kTokens * 4);
+constexpr int kXSliceBytes = kXSumOffset + (ROWS == 1 ? 64 : 128 / SCALE_GROUP * kTokens * 4);
 constexpr int kGroupLanes = SCALE_GROUP / 8;                   // that hold a scale group together
 
 // bf16 only: x enters the products times 2^64, exactly, so that sums of codes of 2^-133 are ordinary numbers.

@@ -29,7 +29,6 @@ from sparse_cases import Slots, SparseDevice, any_choice
 
 from cpmrt.config import SparseConfig
 from cpmrt.config.layers import GroupedAttention
-from cpmrt.cuda.build.source import kernels_folder
 from cpmrt.cuda.kernels import KERNELS, files
 from cpmrt.cuda.ops.attention.attention import AttentionOps
 from cpmrt.cuda.ops.linear import plan_linear
@@ -47,18 +46,12 @@ READ_OLD_DATA_EARLY = tuple(
         "latent_attention_wgmma", "absorb_queries", "merge_latents",
     )
 ) + ("mixers/lightning_decode.cu",)
-READ_WEIGHTS_EARLY = {
-    "linear_packed/layer_products.cu": {
-        *("o", "mlp_norm", "gate_up", "down", "norm", "qkv", "bias", "rope", "block_tables"),
-    },
-}
-"""What no kernel of a step writes: these alone are `const` and `__restrict__`, so no constant load is of others."""
 WEIGHTS_READ_EARLY = {"attention/absorb_queries.cu": 8, "attention/merge_latents.cu": 4}
 """Loads of 16 bytes a thread, with the sizes of MiniCPM3-4B."""
 READ_OLD_KEYS_EARLY = ("coarse_log_sums", "score_blocks")
 OLD_KEYS_LOADS = 16
 """By plain loads of 16 bytes, so that rows share them in the L1: at most so many of a lane, with 128 dimensions."""
-BEFORE_ATTENTION = sorted({spec.name for spec in KERNELS if spec.op == "qkv"} - {"compress_keys"} | {"layer_products"})
+BEFORE_ATTENTION = sorted({spec.name for spec in KERNELS if spec.op == "qkv"} - {"compress_keys"})
 """Behind compress_keys blocks are chosen, by kernels of which the last one starts attention after its own wait. Latent
 attention starts early behind two products of which the first one does so; the second has ROW_PITCH."""
 
@@ -91,11 +84,6 @@ def early_accesses(file: str, cubin: Path) -> list[str]:
     wrong = r"\b(STG?|LD|LDG)\."
     if file in READ_OLD_DATA_EARLY:
         wrong = r"\bSTG?\.|\bLDG?\.(?!.*STRONG\.GPU)"
-    elif file in READ_WEIGHTS_EARLY:
-        wrong = r"\bSTG?\.|\bLDG?\.(?!.*CONSTANT)"
-    if file in READ_WEIGHTS_EARLY:
-        constants = re.findall(r"const \w+\* __restrict__ (\w+)", (kernels_folder() / file).read_text())
-        assert set(constants) == READ_WEIGHTS_EARLY[file]
     found = []
     for name, code, wait in functions(cubin):
         early = [line for line in code[:wait] if re.search(wrong, line)]

@@ -235,9 +235,8 @@ class Speculation:
         # A window may leave out some keys of a page only, with weight 0: they must be numbers.
         for name in ("draft.k_pages", "draft.v_pages", f"{SCRATCH}attention_arrivals"):
             a[name].fill(0)
-        for name in (f"{SCRATCH}packed_arrivals", f"{SCRATCH}packed_counter"):
-            if name in a:
-                a[name].fill(0)
+        if f"{SCRATCH}packed_arrivals" in a:
+            a[f"{SCRATCH}packed_arrivals"].fill(0)
         fill_tables(draft_tables(draft, self._max_context, position_limit), a, self._launcher.modules.dtype)
 
     def admitted(self, slot: int) -> None:

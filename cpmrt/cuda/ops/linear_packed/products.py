@@ -18,7 +18,6 @@ from cpmrt.cuda.driver.array import DeviceArray
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.ops.gemm import Gemm
 from cpmrt.cuda.ops.linear import StepProduct
-from cpmrt.cuda.ops.linear_packed.layer_products import LayerProducts
 from cpmrt.cuda.ops.linear_packed.layout import PackedWeight, RepackConstants, packed_layout
 from cpmrt.cuda.ops.linear_packed.plan import (
     LINEAR_PACKED,
@@ -32,7 +31,7 @@ from cpmrt.cuda.ops.linear_packed.plan import (
 from cpmrt.cuda.ops.linear_packed.short_chunk import plan_short_chunk, takes_short_chunk
 from cpmrt.memory.packed_regions import PackedRegion
 from cpmrt.models.layers import DOWN, EMBED, GATE_UP, HEAD, QKV
-from cpmrt.ops import NOTHING, Handoff
+from cpmrt.ops import Handoff
 from cpmrt.tensor_spec import BufferSpec, TensorSpec
 
 UNPACKED_BYTES = 64 << 20
@@ -74,7 +73,6 @@ class PackedScratch:
     `rows` are prepared for one product, `fed` by one product for the next; blocks exchange `partials` and count them in
     `arrivals`, which is zero between launches. A chunk's products unpack a part of the weight to `unpacked`, and put
     the columns of their rows into the weight's order in `permuted`, or `permuted_inner` [T, intermediate_size].
-    Blocks of the products of a whole layer count in `counter` how far they are.
     """
 
     rows: DeviceArray | None = None
@@ -84,7 +82,6 @@ class PackedScratch:
     unpacked: DeviceArray | None = None
     permuted: DeviceArray | None = None
     permuted_inner: DeviceArray | None = None
-    counter: DeviceArray | None = None
 
     @classmethod
     def of(cls, arrays: Mapping[str, DeviceArray]) -> PackedScratch:
@@ -93,11 +90,9 @@ class PackedScratch:
 
 
 def packed_tables(specs: Iterable[TensorSpec], device: Device) -> tuple[BufferSpec, ...]:
-    """Return what lives as long as the executor, zero at first: the arrival counters, which every product leaves at
-    zero, and the one that the products of a layer add to."""
+    """Return what lives as long as the executor: the arrival counters, which every product leaves at zero."""
     counts = [plan.num_arrivals for plan in _plans(specs, device)]
-    arrivals = (BufferSpec("packed_arrivals", (max(counts),), EMBED, HEAD, np.int32),) if any(counts) else ()
-    return (*arrivals, BufferSpec("packed_counter", (1,), EMBED, HEAD, np.uint64)) if counts else ()
+    return (BufferSpec("packed_arrivals", (max(counts),), EMBED, HEAD, np.int32),) if any(counts) else ()
 
 
 def packed_workspace(
@@ -169,18 +164,9 @@ class PackedProducts:
     ):  # fmt: skip
         self._launch, self._gemm, self._device, self._prefers_shared = launcher, gemm, device, prefers_shared
         self._scratch = PackedScratch.of(arrays)
-        self._layer = LayerProducts(launcher, device, self._scratch.counter, self._launch_one)
 
     def step(self, product: StepProduct, weight: PackedWeight, after: Handoff) -> Handoff:
-        """Launch a product of 1 to 64 rows, fused as with a weight in 16 bits; `after`: what its rows' op has left.
-
-        Those of one row may wait for the next ones, to be launched together with them.
-        """
-        if self._layer.takes(product, weight):
-            return Handoff(None, prefers_shared=True)
-        return self._launch_one(product, weight, after)
-
-    def _launch_one(self, product: StepProduct, weight: PackedWeight, after: Handoff = NOTHING) -> Handoff:
+        """Launch a product of 1 to 64 rows, fused as with a weight in 16 bits; `after`: what its rows' op has left."""
         scratch, (plan, x) = self._scratch, self._planned(product, weight, after.prepared)
         left = Prepared(scratch.fed, plan.fed) if plan.fed else None
         prefers_shared = plan.prefers_shared or self._prefers_shared
