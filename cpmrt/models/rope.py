@@ -6,11 +6,7 @@ LongRoPE (arXiv 2402.13753); Llama 3.1's frequency bands; with the defaults of t
 
 from __future__ import annotations
 
-import os
-from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from itertools import islice
 from math import ceil, floor, log, pi, sqrt
 
 import numpy as np
@@ -22,7 +18,6 @@ from cpmrt.dtypes import F32
 F64 = NDArray[np.float64]
 PIECE = 4096
 """Positions that are computed at a time: their float64 angles take 2 MiB for heads of 128."""
-_MAX_THREADS = 8
 
 
 def rope_table(config: ModelConfig, head_dim: int, num_positions: int, limit: int) -> F32:
@@ -35,30 +30,14 @@ def rope_table(config: ModelConfig, head_dim: int, num_positions: int, limit: in
 
 
 def rope_pieces(config: ModelConfig, head_dim: int, num_positions: int, limit: int) -> Iterator[F32]:
-    """Yield the values of `rope_table` in the order of memory: float32 [at most PIECE, head_dim / 2] at a time.
-
-    Threads compute a few pieces ahead.
-    """
-    pieces = (
-        (function, range(start, min(start + PIECE, positions.stop)), inv_freq, attention_factor)
-        for function in (np.cos, np.sin)
-        for positions, inv_freq, attention_factor in _stretches(config, head_dim, num_positions, limit)
-        for start in range(positions.start, positions.stop, PIECE)
-    )
-    threads = min(_MAX_THREADS, os.cpu_count() or 1)
-    with ThreadPoolExecutor(threads, thread_name_prefix="cpmrt-rope") as pool:
-        pending = deque(pool.submit(_piece, *each) for each in islice(pieces, 2 * threads))
-        while pending:
-            piece = pending.popleft().result()
-            pending.extend(pool.submit(_piece, *each) for each in islice(pieces, 1))
-            yield piece
-
-
-def _piece(function: np.ufunc, positions: range, inv_freq: F64, attention_factor: float) -> F32:
-    some = np.arange(positions.start, positions.stop, dtype=np.float64)
-    piece: F32 = function(some[:, None] * inv_freq[None, :]).astype(np.float32)
-    piece *= np.float32(attention_factor)
-    return piece
+    """Yield the values of `rope_table` in the order of memory: float32 [at most PIECE, head_dim / 2] at a time."""
+    for function in (np.cos, np.sin):
+        for positions, inv_freq, attention_factor in _stretches(config, head_dim, num_positions, limit):
+            for start in range(positions.start, positions.stop, PIECE):
+                some = np.arange(start, min(start + PIECE, positions.stop), dtype=np.float64)
+                piece: F32 = function(some[:, None] * inv_freq[None, :]).astype(np.float32)
+                piece *= np.float32(attention_factor)
+                yield piece
 
 
 def _stretches(
