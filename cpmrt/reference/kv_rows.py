@@ -1,4 +1,4 @@
-"""Keys and values out of their pages, in the order of positions."""
+"""Keys and values out of their pages, in the order of positions, and where those of new rows go."""
 
 from __future__ import annotations
 
@@ -30,3 +30,10 @@ def gather_row(pages: F32 | Fp8Pages, rows: Rows, row: int, window: int) -> F32:
             of_path = pages[block_table[locations // PAGE_SIZE], :, locations % PAGE_SIZE]
         tokens[:, base:] = of_path.transpose(1, 0, 2)
     return tokens[:, max(length - window, 0) if window else 0 :]
+
+
+def places_of(rows: Rows) -> tuple[Array, Array, Array]:
+    """Return which rows are no padding, and for each of these the page and the token in it where it is stored."""
+    kept = rows.slots >= 0
+    locations = (rows.positions if rows.locations is None else rows.locations)[kept]
+    return kept, rows.block_tables[rows.slots[kept], locations // PAGE_SIZE], locations % PAGE_SIZE

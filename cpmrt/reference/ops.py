@@ -34,7 +34,7 @@ from cpmrt.reference import experts, lightning
 from cpmrt.reference import latent_attention as latent
 from cpmrt.reference import sparse_attention as sparse
 from cpmrt.reference.fp8_pages import store, store_nodes
-from cpmrt.reference.kv_rows import gather, gather_row
+from cpmrt.reference.kv_rows import gather, gather_row, places_of
 from cpmrt.reference.quantized import Matrix, dequantized, picked_rows
 from cpmrt.reference.tiles import KEY_TILE, PREFILL_TILE, STEP_TILE, attend, key_tiles, product, softmax, tiles_of
 
@@ -144,7 +144,7 @@ class NumpyOps:
         if weights.q_norm is not None and weights.k_norm is not None:
             q_heads, k_heads = rms_norm(q_heads, weights.q_norm, eps), rms_norm(k_heads, weights.k_norm, eps)
         q[:] = round_to(turned(q_heads, rope, rows), self.dtype).reshape(q.shape)
-        kept, pages, offsets = _places(rows)
+        kept, pages, offsets = places_of(rows)
         for part, part_heads in ((kv.k, turned(k_heads, rope, rows)), (kv.v, v_heads)):
             if isinstance(part, Fp8Pages) and rows.tree_masks is not None:
                 store_nodes(part, rows, part_heads)
@@ -253,7 +253,7 @@ class NumpyOps:
 
     def _store_latents(self, pages: F32, latents: F32, norm: F32, rope: F32, rows: Rows, eps: float) -> None:
         """Store latents and shared keys [T, C + R] of rows: normalised, and rotated."""
-        kept, places, offsets = _places(rows)
+        kept, places, offsets = places_of(rows)
         kv_latent = rms_norm(latents[kept, : len(norm)], norm, eps)
         shared = turned(latents[:, None, len(norm) :], rope, rows)[kept, 0]
         pages[places, 0, offsets] = round_to(np.concatenate([kv_latent, shared], axis=1), self.dtype)
@@ -383,13 +383,6 @@ class NumpyOps:
     def clear(self, out: F32) -> None:
         check_shapes("clear", out=out)
         out[:] = 0.0
-
-
-def _places(rows: Rows) -> tuple[Array, Array, Array]:
-    """Return which rows are no padding, and for each of these the page and the token in it where it is stored."""
-    kept = rows.slots >= 0
-    locations = (rows.positions if rows.locations is None else rows.locations)[kept]
-    return kept, rows.block_tables[rows.slots[kept], locations // PAGE_SIZE], locations % PAGE_SIZE
 
 
 def _latent_queries(
