@@ -12,7 +12,6 @@ import numpy as np
 
 from cpmrt.config import SparseConfig
 from cpmrt.dtypes import F32, Array, DType, round_to
-from cpmrt.memory.caches import PAGE_SIZE
 from cpmrt.ops import (
     NOTHING,
     BlockWeight,
