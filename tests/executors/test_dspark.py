@@ -18,7 +18,7 @@ from speculation_steps import SETTINGS, generate, prefill
 
 from cpmrt.config import EngineConfig, ModelConfig, SpeculationConfig, TreeShape
 from cpmrt.config.dspark import read_dspark
-from cpmrt.executor import Decode, Speculate
+from cpmrt.executor import Decode, Release, Speculate, TreeMasks
 from cpmrt.executor_choice import on_executor
 from cpmrt.models.decoder import tensor_specs
 from cpmrt.models.draft import tensor_specs as draft_tensor_specs
@@ -91,6 +91,22 @@ def test_a_draft_that_knows_what_follows_is_always_right(opened, executor, wishe
     assert lengths == [6, 3] * 4
     first = tokens[0][0]
     assert list(tokens[0]) == [(first + step) % VOCAB for step in range(37)]
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_blocks_under_masks(opened, executor):
+    """The chain of a block is cut where a mask leaves its path out, and as long as ever where none does."""
+    one = opened(executor)
+    (first,) = prefill(one, 0, PROMPT, SETTINGS["greedy"], count=40, table=(0, 1)).token_ids
+    emitted, lengths = [first], []
+    for kept in (5, 5, 2, 0):
+        masks = TreeMasks(find=lambda paths, kept=kept: {path: None for path in ((), *paths) if len(path) <= kept})
+        (result,) = one.submit(Speculate((0,), 0, masks)).wait().slots
+        emitted += result.token_ids
+        lengths.append(len(result.token_ids))
+    one.submit(Release(0)).wait()
+    assert lengths == [6, 6, 3, 1]
+    assert emitted == [(first + step) % VOCAB for step in range(len(emitted))]
 
 
 def pages_after(executor, steps):

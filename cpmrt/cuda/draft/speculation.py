@@ -33,6 +33,7 @@ class DraftLaunches:
     """The operations of the drafting procedure as launches (`speculation.procedure.BlockOps`).
 
     Which slot they are about the kernels read from the command of the step. `blocks`: of a draft that drafts blocks.
+    With `ring` nodes have masks: the host is told the tree, and looks at it while the target runs.
     """
 
     def __init__(
@@ -43,8 +44,9 @@ class DraftLaunches:
         target: StepForward,
         arrays: Mapping[str, Any],
         blocks: BlockKernels | None = None,
+        ring: TreeRing | None = None,
     ):
-        self._blocks = blocks
+        self._blocks, self._ring = blocks, ring
         self._draft, self._kernels, self._forward, self._target = draft, kernels, forward, target
         self._logits: DeviceArray = arrays["logits"]
         self._token_map: DeviceArray | None = arrays.get("draft.token_map")
@@ -94,10 +96,15 @@ class DraftLaunches:
         self._kernels.lookup_instead(shape)
 
     def verify(self, shape: TreeShape) -> None:
+        if self._ring is not None:
+            self._kernels.report_tree(shape, self._ring)
         self._target.tree(shape.num_nodes)
 
     def sample(self, shape: TreeShape) -> None:
-        self._kernels.sample_tree(self._logits[: shape.num_nodes])
+        if self._ring is not None:
+            self._kernels.sample_masked_tree(self._logits[: shape.tree_size], self._ring)
+        else:
+            self._kernels.sample_tree(self._logits[: shape.num_nodes])
 
     def accept(self, shape: TreeShape) -> None:
         self._kernels.accept(shape, self._hidden(shape.num_nodes), self._draft.forced_accept)
@@ -122,30 +129,6 @@ class DraftLaunches:
     def _hidden(self, num_rows: int) -> DeviceArray | None:
         """The target's states that the draft reads; None where it reads none."""
         return self._hidden_states[:num_rows] if self._hidden_states is not None else None
-
-
-class MaskedDraftLaunches(DraftLaunches):
-    """The same where the nodes have masks: the host is told the tree, and looks at it while the target runs."""
-
-    def __init__(
-        self,
-        draft: Draft,
-        kernels: TreeKernels,
-        forward: DraftForward | None,
-        target: StepForward,
-        arrays: Mapping[str, Any],
-        blocks: BlockKernels | None,
-        ring: TreeRing,
-    ):
-        super().__init__(draft, kernels, forward, target, arrays, blocks)
-        self._ring = ring
-
-    def verify(self, shape: TreeShape) -> None:
-        self._kernels.report_tree(shape, self._ring)
-        super().verify(shape)
-
-    def sample(self, shape: TreeShape) -> None:
-        self._kernels.sample_masked_tree(self._logits[: shape.tree_size], self._ring)
 
 
 class Speculation:
@@ -178,11 +161,11 @@ class Speculation:
             self._blocks = BlockKernels(launcher, draft, arrays, markov, device)
         operands = draft, self._kernels, self._forward, target, arrays, self._blocks
         self._ops = DraftLaunches(*operands)
-        self._masked_ops = partial(MaskedDraftLaunches, *operands)
+        self._masked_ops = partial(DraftLaunches, *operands)
         self._waiting = Waiting(waiting_rows(draft))
         self._max_emitted = tuple(shape.max_emitted for shape in draft.shapes)
         self._vocab_size = config.vocab_size
-        self._masked: tuple[TreeRing, MaskedDraftLaunches] | None = None
+        self._masked: tuple[TreeRing, DraftLaunches] | None = None
         """What runs steps with masks, made for the first one."""
         self._captured = set[Hashable]()
 
@@ -203,15 +186,20 @@ class Speculation:
     def launches(self, buckets: tuple[int, ...]) -> dict[Hashable, Callable[[], None]]:
         """Return by name of its graph what the draft does of its own accord: the speculative step of each shape, the
         draft's pass over a chunk of each bucket, catching up."""
-        rows, block_rows = 0 if self._forward is None else self._waiting.step_rows, self._draft.block_rows
-        found: dict[Hashable, Callable[[], None]] = {}
-        for number, shape in enumerate(self._draft.shapes):
-            step = partial(speculate_block, block_rows=block_rows) if block_rows else speculate
-            found["speculate", number] = partial(step, self._ops, shape, rows)
+        found: dict[Hashable, Callable[[], None]] = {
+            ("speculate", number): self._step(self._ops, shape) for number, shape in enumerate(self._draft.shapes)
+        }
         if self._forward is not None:
             found |= {("draft", bucket): partial(after_chunk, self._ops, bucket) for bucket in buckets}
             found["catch_up"] = partial(catch_up, self._ops)
         return found
+
+    def _step(self, ops: DraftLaunches, shape: TreeShape) -> Callable[[], None]:
+        """Return what launches a speculative step of this shape."""
+        rows, block_rows = 0 if self._forward is None else self._waiting.step_rows, self._draft.block_rows
+        if block_rows:
+            return partial(speculate_block, ops, shape, rows, block_rows)
+        return partial(speculate, ops, shape, rows)
 
     def add_graphs(self, graphs: Graphs, buckets: tuple[int, ...], loop_end: Callable[..., None]) -> None:
         """Capture the `launches`; `loop_end` is that of `StepKernels`. The first row of the target is the root."""
@@ -289,11 +277,11 @@ class Speculation:
         """Start a step under masks, whose graph is captured when it is first needed."""
         if self._masked is None:
             ring = TreeRing(self._vocab_size)
-            self._masked = ring, self._masked_ops(ring)
+            self._masked = ring, self._masked_ops(ring=ring)
         ring, ops = self._masked
-        key, rows = ("speculate under masks", shape), 0 if self._forward is None else self._waiting.step_rows
+        key = "speculate under masks", shape
         if key not in self._captured:
-            graphs.add(key, partial(speculate, ops, self._draft.shapes[shape], rows))
+            graphs.add(key, self._step(ops, self._draft.shapes[shape]))
             self._captured.add(key)
         tree = MaskedTree(ring, self._rings.next_number, self._draft.shapes[shape].tree_size, masks)
         graphs.run(key)
