@@ -18,7 +18,7 @@ from cpmrt.ops.operands import (
     Selection,
 )
 from cpmrt.ops.protocol import Ops
-from cpmrt.ops.spec import OPS, OpSpec, check_shapes
+from cpmrt.ops.spec import OPS, OpSpec, check_latent_shapes, check_shapes
 
 __all__ = [
     "NOTHING",
@@ -39,5 +39,6 @@ __all__ = [
     "Routing",
     "Rows",
     "Selection",
+    "check_latent_shapes",
     "check_shapes",
 ]

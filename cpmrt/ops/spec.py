@@ -177,3 +177,14 @@ def check_shapes(op: str, **operands: Any) -> dict[str, int]:
             if known != size:
                 raise ValueError(f"{op}: {name} has shape {operand.shape}, expected {expected}")
     return sizes
+
+
+def check_latent_shapes(
+    op: str, out: Any, q: Any, pages: Any, weights: Any, rope: Any, rows: Any, latents: Any | None = None
+) -> None:
+    """Check the operands of an op of latent attention as `check_shapes` does: its `LatentWeights` and `Rows` too."""
+    check_shapes(
+        op, out=out, q=q, latents=latents, q_norm=weights.q_norm, kv_norm=weights.kv_norm, pages=pages, up=weights.up,
+        rope=rope, positions=rows.positions, locations=rows.locations, slots=rows.slots,
+        block_tables=rows.block_tables, tree_masks=rows.tree_masks, tree_base=rows.tree_base,
+    )  # fmt: skip

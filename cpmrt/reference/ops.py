@@ -27,6 +27,7 @@ from cpmrt.ops import (
     Routing,
     Rows,
     Selection,
+    check_latent_shapes,
     check_shapes,
 )
 from cpmrt.reference import experts, lightning
@@ -388,10 +389,6 @@ def _latent_queries(
     op: str, out: F32, q: F32, pages: F32, weights: LatentWeights, rope: F32, rows: Rows, latents: F32 | None = None
 ) -> tuple[F32, F32]:
     """Return the parts of each head's query: before the rotated part [T, H, N], and that part, rotated [T, H, R]."""
-    check_shapes(
-        op, out=out, q=q, latents=latents, q_norm=weights.q_norm, kv_norm=weights.kv_norm, pages=pages, up=weights.up,
-        rope=rope, positions=rows.positions, locations=rows.locations, slots=rows.slots,
-        block_tables=rows.block_tables, tree_masks=rows.tree_masks, tree_base=rows.tree_base,
-    )  # fmt: skip
+    check_latent_shapes(op, out, q, pages, weights, rope, rows, latents)
     heads, rope_dim = q.reshape(len(q), len(weights.up), -1), 2 * rope.shape[2]
     return heads[..., :-rope_dim], turned(heads[..., -rope_dim:], rope, rows)

@@ -133,7 +133,7 @@ def _check(specs: Sequence[TensorSpec], checkpoint: Checkpoint, dtype: DType) ->
         for source in spec.sources:
             if source.packing is not None and not source.packing.row_bytes:
                 check_values(source, checkpoint, dtype)
-            elif spec.quant is None and repack.is_unpacked(spec):
+            elif repack.is_unpacked(spec):
                 check_scales(source, checkpoint)
 
 

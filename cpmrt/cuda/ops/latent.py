@@ -26,7 +26,7 @@ from cpmrt.cuda.ops.linear_packed.layout import PackedWeight, Weight
 from cpmrt.executor import MAX_ROWS
 from cpmrt.memory.caches import PAGE_SIZE, CacheLayout
 from cpmrt.models.layers import ATTENTION, EMBED, HEAD
-from cpmrt.ops import KVPages, LatentWeights, Rows, check_shapes
+from cpmrt.ops import KVPages, LatentWeights, Rows, check_latent_shapes, check_shapes
 from cpmrt.tensor_spec import BufferSpec
 
 EXPANDED_BYTES = 512 << 20
@@ -256,7 +256,7 @@ class LatentOps:
         rope: DeviceArray, rows: Rows, scale: float, eps: float, upcoming: Weight | None = None,
     ) -> None:  # fmt: skip
         """Launch the op `decode_latent_attention`."""
-        _check(_DECODE, out, q, pages, weights, rope, rows, latents)
+        check_latent_shapes(_DECODE, out, q, pages, weights, rope, rows, latents)
         plan, shape, num_rows = self._plan, self._plan.shape, len(q)
         small, is_tree = (shape.num_heads, plan.row_blocks(num_rows)), rows.tree_masks is not None
         appends, fresh = (1, num_rows) if latents is not None else (0, 0)
@@ -288,7 +288,7 @@ class LatentOps:
         rows: Rows, scale: float,
     ) -> None:  # fmt: skip
         """Launch the op `prefill_latent_attention`."""
-        _check(_PREFILL, out, q, pages, weights, rope, rows)
+        check_latent_shapes(_PREFILL, out, q, pages, weights, rope, rows)
         shape, num_rows = self._plan.shape, len(q)
         constants = ChunkConstants(shape.nope_dim, shape.rope_dim, shape.value_dim)
         queries, attended = self._head_queries[:num_rows], self._head_attention[:num_rows]
@@ -327,17 +327,6 @@ def _takes_wgmma(shape: LatentAttention, device: Device) -> bool:
     """Whether the heads are enough, and the sizes those that `latent_attention_wgmma.cu` takes."""
     sizes_fit = shape.kv_rank == 256 and shape.rope_dim in (32, 64)
     return device.capability == 90 and sizes_fit and shape.num_heads > QUERY_TILE
-
-
-def _check(
-    op: str, out: DeviceArray, q: DeviceArray, pages: DeviceArray, weights: LatentWeights, rope: DeviceArray,
-    rows: Rows, latents: DeviceArray | None = None,
-) -> None:  # fmt: skip
-    check_shapes(
-        op, out=out, q=q, latents=latents, q_norm=weights.q_norm, kv_norm=weights.kv_norm, pages=pages, up=weights.up,
-        rope=rope, positions=rows.positions, locations=rows.locations, slots=rows.slots,
-        block_tables=rows.block_tables, tree_masks=rows.tree_masks, tree_base=rows.tree_base,
-    )  # fmt: skip
 
 
 def latent_sizes(shape: LatentAttention) -> dict[str, tuple[int, bool, str]]:
