@@ -27,10 +27,6 @@ from cpmrt.installation import check_extra
 if TYPE_CHECKING:
     from cpmrt.server.service import ServerSettings
 
-_ENGINE_FIELDS = (
-    "executor", "dtype", "max_context", "memory_budget", "load_format", "seed", "prefill_chunk", "max_sequences",
-    "steps_per_launch", "kv_dtype", "prefix_dir",
-)  # fmt: skip
 _PORT = option_values.integer(0, 2**16 - 1, "a port, 0 to 65535")
 _COUNT = option_values.integer(0, 2**20 - 1, "a number of sequences")
 
@@ -69,7 +65,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--grace", type=_seconds, default=30.0, metavar="S", help="for running requests at the end (default: 30)")
     add("--log-prompts", action="store_true", help="write the prompts into the log, 16 KiB of each")
     model = parser.add_argument_group("model")
-    options.add_engine_options(model, *_ENGINE_FIELDS)
+    options.add_engine_options(model, *options.MODEL_FIELDS, "prefill_chunk", "max_sequences", "prefix_dir")
     options.add_options(model, "--hf-overrides", "--sparse", "--prefix-cache", "--no-prefix-cache")
     options.add_draft_options(parser)
     parser.set_defaults(max_sequences=8)

@@ -14,6 +14,7 @@ from tiny_checkpoint import write_checkpoint
 
 import cpmrt
 from cpmrt import LLM, SamplingParams
+from cpmrt.cli.arguments import MODEL_FIELDS
 from cpmrt.cli.main import COMMANDS, main
 from cpmrt.cli.output import printable, write_json, write_table
 from cpmrt.config import Sampling
@@ -140,6 +141,13 @@ def test_every_sampling_field_has_an_option(generate, capsys):
             continue
         option = "stop-token-id" if field.name == "stop_token_ids" else field.name.replace("_", "-")
         assert f"--{option} " in shown or f"--{option}\n" in shown
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "serve", "bench"])
+def test_what_loads_a_model_has_an_option_for_each_of_its_fields(command, capsys):
+    main([command, "--help"])
+    shown = capsys.readouterr().out
+    assert [name for name in MODEL_FIELDS if f"--{name.replace('_', '-')} " not in shown] == []
 
 
 def test_options_reach_the_request(generate, tmp_path):
