@@ -10,7 +10,7 @@ the same results.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from cpmrt.config import Sampling, TreeShape
@@ -226,6 +226,8 @@ class StepResult:
     """One entry for each slot of the step, in its order (`Admit`, `Keep`, `Recall` and `Release` have none)."""
 
     slots: tuple[SlotResult, ...] = ()
+    num_rescored: int | None = field(default=None, compare=False)
+    """Of a step whose output head was screened, the tokens whose logits were computed exactly; else None."""
 
 
 class Pending(Protocol):

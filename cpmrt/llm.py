@@ -50,7 +50,8 @@ class LLM:
     demo model. `executor`: "auto", "cuda" or "reference" (NumPy). `dtype` of weights, KV and activations: "auto"
     (the checkpoint's), "bfloat16", "float16", "float32". `max_context` in tokens and `memory_budget` in bytes (or
     such as "8GiB") bound the memory plan (None: the model's own context, what is free). `lm_head_bits` 8 or 4
-    rounds the output head to that many bits.
+    rounds the output head to that many bits; with `lm_head_screen` a GPU reads an 8-bit copy of it and few rows of its
+    own, for the same tokens.
     `kv_dtype="fp8"` keeps keys and values in 8 bits (`ops.Fp8Pages`), those of a draft's own layers in 16.
     `prefix_cache` spares a prompt what an earlier one that began alike has computed already, and changes no bit.
     "fast" reuses what decode steps have written too, so that the next turn of a chat computes only its new part; a
@@ -99,6 +100,7 @@ class LLM:
         dependent_launch: bool = True,
         steps_per_launch: int = 1,
         lm_head_bits: int | None = None,
+        lm_head_screen: bool = False,
         prefix_cache: bool | str = True,
         kv_dtype: str = "auto",
         prefix_dir: str | Path | None = None,
@@ -111,7 +113,7 @@ class LLM:
         settings = EngineConfig(
             executor, dtype, max_context, budget, load_format, seed, prefill_chunk, max_sequences,
             cuda_graphs, dependent_launch, steps_per_launch, lm_head_bits, prefix_cache, kv_dtype=kv_dtype,
-            prefix_dir=str(prefix_dir) if isinstance(prefix_dir, Path) else prefix_dir,
+            prefix_dir=str(prefix_dir) if isinstance(prefix_dir, Path) else prefix_dir, lm_head_screen=lm_head_screen,
         )  # fmt: skip
         is_dummy = load_format == "dummy"
         folder = ModelFolder.open(model, revision=revision, weights=False, hf_overrides=hf_overrides, sparse=sparse)

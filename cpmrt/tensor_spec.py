@@ -56,6 +56,10 @@ class Quantization:
         return 1 << self.bits - 1
 
 
+SCREEN = Quantization(8, 128)
+"""How the copy is held that screens an output head in 16 bits."""
+
+
 @dataclass(frozen=True, slots=True)
 class Source:
     """One matrix or vector of the checkpoint: its shape, and the Hugging Face name of its tensor.

@@ -29,6 +29,7 @@ _DOWN = {"DOWN_RUNS": 8}
 _GATE_UP = {"PRODUCT": 0, "IN_FEATURES": 2304, "WARP_TILES": 1, "AHEAD": 3, "CHUNK": 0}
 _CHUNK = {"TOKEN_TILES": 8, "WARPS": 8, "CHUNK": 1}
 _SHORT = {"SCALE_GROUP": 128, "ZEROS": 0, "WEIGHT_BITS": 4}
+_RESCORE = {"IN_FEATURES": 4096, "VOCAB": 73448, "BLOCKS": 132}
 _HEAD_64, _HEAD_128 = ({**_PORTABLE_LINEAR, "HEAD_DIM": size} for size in (64, 128))
 
 CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
@@ -63,6 +64,16 @@ CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
         | {"HALF_TILE": 1},
         {"LINEAR": 3, "IN_FEATURES": 4096, "TOKEN_TILES": 8, "GROUP": 2, "SPLIT_WARPS": 1}
         | {"HALF_TILE": 0, "CLUSTER": 1, "NORM": 0, "SMEM_BYTES": 232448},
+    ),
+    "screened_head/head_rows.cu": ({"IN_FEATURES": 4096, "OWNERS": 8}, {"IN_FEATURES": 320, "OWNERS": 16}),
+    "screened_head/rescore.cu": (
+        _RESCORE | {"ROWS": 1, "CLUSTER": 1},
+        _RESCORE | {"ROWS": 8, "CLUSTER": 2, "IN_FEATURES": 320},
+        _RESCORE | {"ROWS": 8, "CLUSTER": 1, "VOCAB": 151936, "BLOCKS": 16},
+    ),
+    "screened_head/screen_head.cu": tuple(
+        {"IN_FEATURES": size, "RUNS": runs, "SCALE_GROUP": 128, "WEIGHT_BITS": 8, "ZEROS": 0, "STEPS": 32}
+        for size, runs in ((4096, 1), (1024, 8))
     ),
     "rows/route.cu": (
         {"HIDDEN": 2304, "EXPERTS": 8, "TOP": 2, "ROUTE_WARPS": 9},

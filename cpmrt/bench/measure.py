@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from math import ceil
 from operator import attrgetter
 from os import sched_yield
-from statistics import median
+from statistics import mean, median
 from time import perf_counter
 
 from cpmrt.bench.samples import Span
@@ -66,6 +66,8 @@ class Measurement:
     draft_ms: float | None = None
     verify_ms: float | None = None
     rest_ms: float | None = None
+    mean_rescored: float | None = None
+    """Tokens whose logits a step with a screened head computed exactly; None: the whole head was read."""
     step_ms: list[float] = field(default_factory=list, repr=False)
     prefill_spans: list[Span] = field(default_factory=list, repr=False)
     decode_spans: list[Span] = field(default_factory=list, repr=False)
@@ -106,9 +108,11 @@ def measure(
         accepts.merge(counts)
     vars(result).update(accepts.figures)
     result.is_simulated = simulated and result.mean_accept_length is not None
+    rescored = [count for run in runs for count in run.rescored]
+    result.mean_rescored = mean(rescored) if rescored else None
     runs = [run for run in runs if run.step_s]
     if runs:
-        held = (case.sequences, itemsize, tensors, kv_bytes)
+        held = (case.sequences, itemsize, tensors, kv_bytes, result.mean_rescored)
         _add_decode(result, runs, lambda run: decode_bytes(config, run.mean_context, *held))
     return result
 
@@ -145,6 +149,7 @@ class _Run:
         self._times, self._waited_before = _TimedExecutor(executor), 0.0
         engine = Engine(self._times, self._note, adaptive=adaptive)
         self.prefill_s, self.step_s, self.host_s = 0.0, list[float](), list[float]()
+        self.rescored: list[int] = []
         self._decodes = False
         self.started = self._last = perf_counter()
         sequences = [engine.add(request) for request in requests]
@@ -176,6 +181,8 @@ class _Run:
         elif self._decodes and isinstance(step, (Decode, Speculate)):
             self.step_s.append(now - self._last)
             self.host_s.append(now - self._last - (self._times.waited_s - self._waited_before))
+            if result.num_rescored is not None:
+                self.rescored.append(result.num_rescored)
         self._last, self._waited_before = now, self._times.waited_s
 
 

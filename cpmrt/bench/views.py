@@ -63,8 +63,9 @@ def line(case: CaseReport) -> str:
     share = "" if case.read_share is None else f" ({case.read_share:.1%} of the read bandwidth)"
     return (
         f"{result.case}: prefill {result.prefill_tokens_per_s:,.0f} tok/s {result.prefill_tflops:.0f} TFLOP/s, "
-        f"decode {result.decode_tokens_per_s:.1f} tok/s{_with_accept(case)}, step {result.step_ms_p50:.3f} ms p99 "
-        f"{result.step_ms_p99:.3f}, {result.decode_gb_per_s:.0f} GB/s{share}, host {result.host_us_per_step:.1f} us"
+        f"decode {result.decode_tokens_per_s:.1f} tok/s{_with_accept(case)}{_screened(case)}, "
+        f"step {result.step_ms_p50:.3f} ms p99 {result.step_ms_p99:.3f}, "
+        f"{result.decode_gb_per_s:.0f} GB/s{share}, host {result.host_us_per_step:.1f} us"
     )
 
 
@@ -75,6 +76,11 @@ def _accept(case: CaseReport) -> str:
 
 def _with_accept(case: CaseReport) -> str:
     return "" if case.measurement.mean_accept_length is None else f" at accept length {_accept(case)}"
+
+
+def _screened(case: CaseReport) -> str:
+    rescored = case.measurement.mean_rescored
+    return "" if rescored is None else f" with {rescored:,.0f} tokens of a screened head a step"
 
 
 def _number(value: float | None, digits: int = 0) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from math import prod
 
 from cpmrt.config import EngineConfig, ModelConfig, SparseConfig
@@ -11,7 +12,7 @@ from cpmrt.memory.caches import PAGE_SIZE
 from cpmrt.models.decoder import cache_layout, tensor_specs
 from cpmrt.models.draft import PREFIX
 from cpmrt.models.planning import weight_specs
-from cpmrt.tensor_spec import TensorSpec
+from cpmrt.tensor_spec import SCREEN, TensorSpec
 
 _STATE_BYTES = 4
 """The bytes of an element of a recurrent state, which is float32 everywhere."""
@@ -24,6 +25,7 @@ def decode_bytes(
     itemsize: int,
     tensors: Iterable[TensorSpec] | None = None,
     kv_bytes: int | None = None,
+    mean_rescored: float | None = None,
 ) -> int:
     """Return the bytes that a decode step of `rows` sequences reads: every weight, each sequence's keys and values, and
     each state twice, since it is written too.
@@ -31,12 +33,18 @@ def decode_bytes(
     With sparse attention these are the keys and values of the chosen blocks, and every compressed key. The embedding
     table counts only where it is also the head; its few rows and all activations are left out. Of experts count as many
     as `rows` rows can choose. `tensors` are the weights as they are held (None: as config.json says); those of a draft
-    do not count. `kv_bytes` are those of a token's keys and values (None: `itemsize` an element).
+    do not count. `kv_bytes` are those of a token's keys and values (None: `itemsize` an element). Of a screened head
+    count its copy with a bound for each row, and `mean_rescored` rows (None: the whole head is read).
     """
     specs = tensors or weight_specs(config, EngineConfig())
     held = [spec for spec in specs if not spec.name.startswith(PREFIX)]
     sizes = {spec.name: _taken(config, spec, spec.num_bytes(itemsize), rows) for spec in held}
-    if "lm_head" in sizes:
+    head = "lm_head" if "lm_head" in sizes else "embed_tokens"
+    if mean_rescored is not None:
+        copy = next(replace(spec, quant=SCREEN) for spec in held if spec.name == head)
+        num_rows, num_columns = copy.shape
+        sizes[head] = copy.num_bytes(itemsize) + 4 * num_rows + round(mean_rescored * num_columns * itemsize)
+    if head == "lm_head":
         del sizes["embed_tokens"]
     layout, seen = cache_layout(config, 1, 1), _seen_tokens(config, context)
     per_token = layout.bytes_per_token(1)

@@ -81,6 +81,11 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "--no-prefix-cache": {
         "dest": "prefix_cache", "action": "store_false", "help": "the same as --prefix-cache off",
     },
+    "--lm-head-screen": {
+        "action": "store_true",
+        "help": "read an 8-bit copy of the output head, and of the head itself what a step may choose: faster on a GPU "
+        "where the head is in 16 bits, for greedy, top-k and min-p decoding; the same tokens",
+    },
     "--weight-bits": {
         "type": int, "choices": (2, 4, 16), "metavar": "BITS",
         "help": "as if the linear layers were quantised to 4 bits, symmetric, or ternary, in 2 (default: the model's "
@@ -148,6 +153,7 @@ _ENGINE_OPTIONS: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "lm_head_bits": (int, "BITS", "round the output head to 8 or 4 bits (default: leave it as it is)"),
     "prefix_dir": (str, "FOLDER", "keep what long system messages cost there from one start to the next"),
 }
+_ENGINE_FIELDS = (*_ENGINE_OPTIONS, "lm_head_screen")
 _SAMPLING_OPTIONS: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "max_new_tokens": (token_limit, "N", "stop after this many tokens; none: when the context is full"),
     "temperature": (float, "T", "0 is greedy"),
@@ -246,7 +252,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model")
     add_model_source(group)
     add_engine_options(group, *MODEL_FIELDS)
-    add_options(group, "--hf-overrides", "--sparse", "--prefix-cache", "--no-prefix-cache")
+    add_options(group, "--lm-head-screen", "--hf-overrides", "--sparse", "--prefix-cache", "--no-prefix-cache")
     add_draft_options(parser)
 
 
@@ -285,12 +291,12 @@ def naming_options(message: str) -> str:
 
 def engine_config(args: argparse.Namespace, **others: Any) -> EngineConfig:
     """Return the settings that the options ask for, with `others` besides. Raises ConfigError."""
-    return EngineConfig(**_given(args, *_ENGINE_OPTIONS), **others)
+    return EngineConfig(**_given(args, *_ENGINE_FIELDS), **others)
 
 
 def llm_arguments(args: argparse.Namespace) -> dict[str, Any]:
     """Return the keyword arguments of `LLM` that the options ask for."""
-    return _given(args, "model", "revision", "hf_overrides", "sparse", "prefix_cache", *_ENGINE_OPTIONS) | (
+    return _given(args, "model", "revision", "hf_overrides", "sparse", "prefix_cache", *_ENGINE_FIELDS) | (
         draft_arguments(args)
     )
 

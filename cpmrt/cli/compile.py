@@ -42,6 +42,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="multiprocessors of that GPU (default: of the best known one)",
     )  # fmt: skip
     options.add_engine_options(parser, "dtype", "prefill_chunk", "max_sequences", "lm_head_bits", "kv_dtype")
+    options.add_options(parser, "--lm-head-screen")
     add_description_options(parser)
 
 

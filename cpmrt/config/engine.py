@@ -35,12 +35,14 @@ class EngineConfig:
     `steps_per_launch` equal decode steps are one launch of a graph that loops, where so many are wanted and nothing
     comes between them; twice as many are then submitted before their results are read, which a new request has to wait
     for. None of it changes a bit of the output. `lm_head_bits` 8 or 4 rounds the output head to that many bits while it
-    is loaded (None: it stays as it is). `prefix_cache` keeps the KV pages of prompts, as far as nothing needs their
-    room, for later prompts that begin alike; "fast" keeps those of answers too, whose bits differ a little from those
-    that a prefill of the same text makes. `speculation` says how the model in `draft` (a folder, a hub id or a
-    folder within the model's own; None for the method lookup) is put to use. `kv_dtype` "fp8" keeps keys and values in
-    8 bits (e4m3, a scale for each page and head) instead of in `dtype` ("auto"). `prefix_dir` is a folder that keeps
-    the KV pages of chats' system parts from one start to the next (`cpmrt.prefixes`).
+    is loaded (None: it stays as it is). With `lm_head_screen` a GPU keeps an 8-bit copy of a head in 16 bits, of which
+    a step reads all, and then only those rows of the head that it may choose; the tokens are the same. `prefix_cache`
+    keeps the KV pages of prompts, as far as nothing needs their room, for later prompts that begin alike; "fast" keeps
+    those of answers too, whose bits differ a little from those that a prefill of the same text makes. `speculation`
+    says how the model in `draft` (a folder, a hub id or a folder within the model's own; None for the method lookup) is
+    put to use. `kv_dtype` "fp8" keeps keys and values in 8 bits (e4m3, a scale for each page and head) instead of in
+    `dtype` ("auto"). `prefix_dir` is a folder that keeps the KV pages of chats' system parts from one start to the next
+    (`cpmrt.prefixes`).
     """
 
     executor: str = "auto"
@@ -60,6 +62,7 @@ class EngineConfig:
     speculation: SpeculationConfig | None = None
     kv_dtype: str = "auto"
     prefix_dir: str | None = None
+    lm_head_screen: bool = False
 
     def __post_init__(self) -> None:
         _one_of("executor", self.executor, ("auto", "cuda", "reference"))
@@ -74,6 +77,13 @@ class EngineConfig:
             raise ConfigError("prefix_dir", expected="nothing without the prefix cache", actual=quoted(self.prefix_dir))
         if self.lm_head_bits not in (None, 4, 8) or isinstance(self.lm_head_bits, float):
             raise ConfigError("lm_head_bits", expected="4 | 8, or nothing", actual=quoted(self.lm_head_bits))
+        if not isinstance(self.lm_head_screen, bool):
+            raise ConfigError("lm_head_screen", expected="True | False", actual=quoted(self.lm_head_screen))
+        if self.lm_head_screen and self.lm_head_bits is not None:
+            raise ConfigError(
+                "lm_head_screen", expected="a head in 16 bits", actual=f"lm_head_bits={self.lm_head_bits}",
+                fix="leave one of the two out: with lm_head_bits the whole head is as small as the copy",
+            )  # fmt: skip
         for name, low, high in (
             ("max_context", 1, 2**31 - 1),
             ("memory_budget", 1, 2**63),

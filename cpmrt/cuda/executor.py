@@ -26,6 +26,7 @@ from cpmrt.cuda.load.tables import fill_tables
 from cpmrt.cuda.ops.cuda_ops import CudaOps
 from cpmrt.cuda.ops.gemm import Gemm
 from cpmrt.cuda.ops.lightning import SlotStates
+from cpmrt.cuda.ops.screened_head import can_screen
 from cpmrt.cuda.step.costs import measured_limits
 from cpmrt.cuda.step.forward import StepForward
 from cpmrt.cuda.step.kernels import StepKernels, step_modules
@@ -60,6 +61,7 @@ LoadWeights = Callable[[Destination], None]
 _RUN_AHEAD, _STEPS_OF_A_CHUNK = 4, 2
 _ZEROED = (
     "step_context", "attention_arrivals", "slot_states", "token_counts", "chunk", "token_ids", "packed_arrivals",
+    "screen_counters",
 )  # fmt: skip
 
 
@@ -86,6 +88,8 @@ class CudaExecutor:
         self._modules, self._dtype = Modules(device.arch, blueprint.dtype), blueprint.dtype
         self._buckets, self._row_counts = buckets(engine.prefill_chunk), row_counts(engine.max_sequences)
         self._num_logprobs: dict[int, int] = {}
+        self._screened: set[int] = set()
+        """Slots of sequences for which it pays to screen the head."""
         self._closed, self._resources = False, ExitStack()
         self._threads = local()
         """What each calling thread knows: whether the device is current there."""
@@ -114,7 +118,9 @@ class CudaExecutor:
         self._gemm = Gemm(device, launcher, self._arrays["gemm_workspace"], use_library=not device.is_portable)
         self._resources.callback(self._gemm.close)
         taps = self._draft.config.taps if self._draft else ()
-        self._forward = StepForward(self.config, device, launcher, self._gemm, self._arrays, plan.caches, taps)
+        self._forward = StepForward(
+            self.config, device, launcher, self._gemm, self._arrays, plan.caches, taps, self._rings.addresses[1]
+        )
         self._slot_states = SlotStates(launcher, plan.caches.states(self._arrays))
         self._steps = StepKernels(launcher, self.config, self._arrays, self._rings, device)
         self._speculation = None if self._draft is None else Speculation(
@@ -150,8 +156,9 @@ class CudaExecutor:
             self._rings.write_slots(DECODE, slots)
             if any(step.masks):
                 return self._submit_masked(step)
-            start = self._graphs.run_step(("decode", _at_least(len(slots), self._row_counts)), slots)
-            return self._rings.sent(len(slots), self._logprobs_of(slots), start)
+            graph = self._decode_graph(slots)
+            start = self._graphs.run_step(graph, slots)
+            return self._rings.sent(len(slots), self._logprobs_of(slots), start, is_screened=graph[0] == "screened")
         if isinstance(step, FastForward):
             return self._submit_fast_forward(step)
         if isinstance(step, Speculate):
@@ -162,6 +169,7 @@ class CudaExecutor:
             self._num_logprobs.pop(step.slot, None)
             if step.sampling.logprobs:
                 self._num_logprobs[step.slot] = step.sampling.logprobs
+            (self._screened.add if can_screen(step.sampling) else self._screened.discard)(step.slot)
             self._graphs.run("admit")
             self._slot_states.begin(step.slot, step.snapshot)
             if self._speculation is not None:
@@ -177,6 +185,12 @@ class CudaExecutor:
             self._graphs.flush()
             self._slot_states.keep(step.slot, step.snapshot)
         return Nothing()
+
+    def _decode_graph(self, slots: tuple[int, ...]) -> tuple[str, int]:
+        """Return which graph decodes these slots without masks."""
+        num_rows = _at_least(len(slots), self._row_counts)
+        is_screened = self._forward.screens(num_rows) and self._screened.issuperset(slots)
+        return "screened" if is_screened else "decode", num_rows
 
     def _submit_masked(self, step: Decode) -> Pending:
         """Start a decode step whose command is written."""
@@ -336,11 +350,11 @@ class CudaExecutor:
         graphs, steps = self._graphs, self._steps
         after_decode = None if self._speculation is None else self._speculation.after_decode
         launches = step_launches(steps, self._forward, self._buckets, self._row_counts, after_decode)
-        decodes = {rows: launches.pop(("decode", rows)) for rows in self._row_counts}
         for name, launch in launches.items():
-            graphs.add(name, launch)
-        for rows, launch in decodes.items():
-            graphs.add_step(("decode", rows), launch, partial(steps.loop_end, rows, rows))
+            if isinstance(name, tuple) and name[0] in ("decode", "screened"):
+                graphs.add_step(name, launch, partial(steps.loop_end, name[1], name[1]))
+            else:
+                graphs.add(name, launch)
         if self._speculation is not None:
             self._speculation.add_graphs(graphs, self._buckets, steps.loop_end)
         self.stream.synchronize()

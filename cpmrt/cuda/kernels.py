@@ -10,7 +10,7 @@ from cpmrt.cuda.build.spec import KernelSpec
 from cpmrt.cuda.draft import block as block_kernels
 from cpmrt.cuda.draft import kernels as draft_kernels
 from cpmrt.cuda.load import random, repack, upload
-from cpmrt.cuda.ops import experts, gemm, kv, latent, lightning, linear, products, rows, selection
+from cpmrt.cuda.ops import experts, gemm, kv, latent, lightning, linear, products, rows, screened_head, selection
 from cpmrt.cuda.ops.attention import decode, prefill, selected, tree
 from cpmrt.cuda.ops.linear_packed import products as packed_products
 from cpmrt.cuda.ops.linear_packed import short_chunk
@@ -19,7 +19,7 @@ from cpmrt.cuda.step import kernels as step_kernels
 _MODULES = (
     *(random, repack, upload, bandwidth, rows, linear, products, packed_products, short_chunk, gemm),
     *(kv, selection, experts, latent, lightning, decode, tree, selected, prefill, step_kernels, draft_kernels),
-    block_kernels,
+    *(block_kernels, screened_head),
 )
 
 

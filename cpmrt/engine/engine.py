@@ -322,6 +322,9 @@ class Engine:
             if isinstance(step, Prefill) and self.cache and seq.pages:
                 self.cache.keep(seq.pages, seq.text, min(seq.num_computed, len(seq.request.prompt_ids)))
             if gained.token_ids:
+                if result.num_rescored is not None:
+                    seq.screened_steps += 1
+                    seq.num_rescored += result.num_rescored
                 if not seq.first_token_at:
                     seq.first_token_at = now
                 seq.last_token_at = now

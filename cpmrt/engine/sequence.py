@@ -103,6 +103,9 @@ class Sequence:
     """The error of the step that ended it."""
     accepts: AcceptCounts | None = None
     """What its draft steps gave; None where the executor only decodes."""
+    screened_steps: int = 0
+    num_rescored: int = 0
+    """Tokens that these steps computed exactly."""
     policy: DraftPolicy | None = None
     """Chooses the tree shape of its steps while it decodes alone; None: always the first shape."""
     repeats: RepeatedText | None = None
@@ -156,5 +159,7 @@ class Sequence:
             prefill_s=self.first_token_at - self.added_at if started else 0.0,
             decode_s=self.last_token_at - self.first_token_at if started else 0.0,
             cached_tokens=self.num_cached,
+            screened_steps=self.screened_steps,
+            mean_rescored=self.num_rescored / self.screened_steps if self.screened_steps else None,
             **(self.accepts.figures if self.accepts else {}),
         )

@@ -108,6 +108,10 @@ class GenerationStats:
     draft_ms: float | None = None
     verify_ms: float | None = None
     rest_ms: float | None = None
+    screened_steps: int = 0
+    """Decode steps that did not read the whole output head (`lm_head_screen`)."""
+    mean_rescored: float | None = None
+    """Tokens whose logits such a step computed exactly, on average, those of sequences beside this one too."""
 
     @property
     def prefill_tokens_per_s(self) -> float:

@@ -68,6 +68,19 @@ def test_an_answer_is_there_once_all_its_words_are(device):
     assert answer.is_done() and answer.wait().slots == (SlotResult((7,)), SlotResult())
 
 
+def test_an_answer_of_a_screened_step_has_its_count_of_tokens_too(device):
+    device.rings.write_slots(DECODE, (1,))
+    answer = device.rings.sent(1, (0,), is_screened=True)
+    device.answer(1, 7)
+    assert not answer.is_done(), "the count is not there"
+    device.words[0][-1] = 1 << 32 | 29
+    assert answer.wait().slots == (SlotResult((7,)),) and answer.wait().num_rescored == 29
+    device.rings.write_slots(DECODE, (1,))
+    plain = device.rings.sent(1, (0,))
+    device.answer(2, 8)
+    assert plain.wait().num_rescored is None
+
+
 def test_who_asks_for_a_step_that_waits_launches_it_and_nothing_behind_a_launched_one(device):
     launched = []
     queue = LaunchQueue(lambda key, count: launched.append((key, count)), 4)

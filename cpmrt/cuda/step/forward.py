@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
+
 from cpmrt.config import ModelConfig
 from cpmrt.cuda.build.launcher import Launcher
 from cpmrt.cuda.driver.device import Device
@@ -12,6 +14,7 @@ from cpmrt.cuda.ops.cuda_ops import CudaOps, attention_plan
 from cpmrt.cuda.ops.gemm import Gemm
 from cpmrt.cuda.ops.kv import accept_nodes, compress_path
 from cpmrt.cuda.ops.lightning import accept_chain
+from cpmrt.cuda.ops.screened_head import COPY, MOST_ROWS, ScreenedHead, ScreenPlan
 from cpmrt.memory.caches import CacheLayout
 from cpmrt.models.decoder import Decoder
 from cpmrt.models.mixers.grouped import kv_pages
@@ -22,7 +25,8 @@ class StepForward:
     """Launches the model's layers and head on `arrays`: the regions of a memory plan with `caches`, by name.
 
     While `launcher` records they may be stand-ins that have only shapes. With a buffer `hidden` among them every pass
-    leaves in it what a draft reads: what enters the layers `taps`, or without taps the final norm's output.
+    leaves in it what a draft reads: what enters the layers `taps`, or without taps the final norm's output. `results`:
+    the address of the ring in which a screened head reports what it computed.
     """
 
     def __init__(
@@ -34,31 +38,58 @@ class StepForward:
         arrays: Mapping[str, Any],
         caches: CacheLayout,
         taps: tuple[int, ...] = (),
+        results: np.uint64 | None = None,
     ):
         self._model, self._arrays = Decoder.bind(config, arrays, caches, taps), arrays
         plan = attention_plan(config, device, caches, max_rows=len(arrays["x"]))
         self._launch, self.ops = launcher, CudaOps(device, launcher, gemm, arrays, plan)
+        self.screen: ScreenedHead | None = None
+        if f"{COPY}.codes" in arrays:
+            head = self._model.head
+            screen_plan = ScreenPlan.of(head.shape, device)
+            self.screen = ScreenedHead(launcher, self.ops.lm_head, screen_plan, arrays, head, results)
 
     def every_shape(self, buckets: Iterable[int], row_counts: Iterable[int]) -> None:
-        """Each shape once: chunks of the buckets, decode steps of the row counts, and the head of a first token."""
+        """Each shape once: chunks of the buckets, decode steps of the row counts, and the head of a first token.
+
+        The weights must be there: a screen of the head is made of it.
+        """
+        if self.screen is not None:
+            self.screen.fill()
         for bucket in buckets:
             self.chunk(bucket)
         for count in row_counts:
             self.decode(count)
+            if self.screens(count):
+                self.decode(count, is_screened=True)
         self.head_of_first_row()
 
     def chunk(self, num_rows: int) -> None:
         """The rows of a prefill chunk through every layer; their states begin in row 1 of `hidden`."""
-        self._layers(num_rows, None, first_state=1, is_prefill=True)
+        self._layers(num_rows, first_state=1, is_prefill=True)
 
-    def decode(self, num_rows: int) -> None:
-        """Rows of at most MAX_ROWS sequences through every layer and the head."""
-        self._layers(num_rows, slice(None))
+    def screens(self, num_rows: int) -> bool:
+        """Whether the head of a decode step of so many rows can be screened."""
+        return self.screen is not None and num_rows <= MOST_ROWS
+
+    def decode(self, num_rows: int, *, is_screened: bool = False) -> None:
+        """Rows of at most MAX_ROWS sequences through every layer and the head.
+
+        `is_screened`: logits of tokens that no row can choose are -infinity.
+        """
+        x = self._layers(num_rows)
+        logits = self._arrays["logits"][:num_rows]
+        if is_screened:
+            assert self.screen is not None, "planned without a screen"
+            config = self._model.config
+            self.screen(logits, x, self._model.norm, config.rms_norm_eps, config.logit_divisor)
+        else:
+            self.head(logits, x)
 
     def tree(self, num_rows: int) -> None:
         """The nodes of a draft tree through every layer and the head."""
         places = (self._arrays[name][:num_rows] for name in ("locations", "tree_masks", "tree_base"))
-        self._layers(num_rows, slice(None), *places)
+        self.head(self._arrays["logits"][:num_rows], self._layers(num_rows, *places))
 
     def path_accepted(self) -> None:
         """Take in the path of a tree, whose keys and values are at their positions in pages of 16 bits: codes in fp8,
@@ -73,17 +104,13 @@ class StepForward:
             states, chain, decay = (a[f"lightning_{name}"] for name in ("states", "chain", "decay"))
             accept_chain(self._launch, states, chain, decay, a["draft_tree"])
 
-    def _layers(
-        self, num_rows: int, logit_rows: slice | None, *places: Any, first_state: int = 0, is_prefill: bool = False
-    ) -> None:
-        """The rows at the front of the buffers."""
+    def _layers(self, num_rows: int, *places: Any, first_state: int = 0, is_prefill: bool = False) -> Any:
+        """The rows at the front of the buffers; returns the last layer's outputs."""
         arrays = self._arrays
         tokens, positions, slots = (arrays[name][:num_rows] for name in ("token_ids", "positions", "slots"))
         rows = Rows(tokens, positions, slots, arrays["block_tables"], is_prefill, *places)
         hidden = arrays["hidden"][first_state : first_state + num_rows] if "hidden" in arrays else None
-        x = self._model.forward(self.ops, arrays, rows, hidden)
-        if logit_rows is not None:
-            self.head(arrays["logits"][:num_rows], x)
+        return self._model.forward(self.ops, arrays, rows, hidden)
 
     def head_of_first_row(self) -> None:
         """Logits of row 0."""

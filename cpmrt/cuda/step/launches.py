@@ -18,7 +18,8 @@ def step_launches(
     after_decode: Callable[[int], None] | None,
 ) -> dict[Hashable, Callable[[], None]]:
     """Return by name of its graph what admits a sequence, recalls cached tokens, prefills a chunk of each bucket, gives
-    its first token, and decodes each number of rows. `after_decode(rows)` ends a decode step, unless it is None."""
+    its first token, and decodes each number of rows, with the head screened ("screened") too where it can be.
+    `after_decode(rows)` ends a decode step, unless it is None."""
 
     def first() -> None:
         steps.first_begin()
@@ -30,16 +31,18 @@ def step_launches(
         forward.chunk(bucket)
         steps.prefill_end()
 
-    def decode(num_rows: int) -> None:
+    def decode(num_rows: int, *, is_screened: bool = False) -> None:
         steps.step_begin(num_rows)
-        forward.decode(num_rows)
+        forward.decode(num_rows, is_screened=is_screened)
         steps.sample(num_rows)
         if after_decode is not None:
             after_decode(num_rows)
 
     plain: dict[Hashable, Callable[[], None]] = {"admit": steps.admit, "recall": steps.recall, "first": first}
     chunks = {("prefill", bucket): partial(prefill, bucket) for bucket in buckets}
-    return plain | chunks | {("decode", rows): partial(decode, rows) for rows in row_counts}
+    decodes = {("decode", rows): partial(decode, rows) for rows in row_counts}
+    few = [rows for rows in row_counts if forward.screens(rows)]
+    return plain | chunks | decodes | {("screened", rows): partial(decode, rows, is_screened=True) for rows in few}
 
 
 def masked_launches(

@@ -21,6 +21,7 @@ from cpmrt.cuda.ops.gemm import GEMM_WORKSPACE
 from cpmrt.cuda.ops.latent import LatentPlan, latent_sizes
 from cpmrt.cuda.ops.linear_packed.products import packed_regions, packed_tables
 from cpmrt.cuda.ops.products import product_workspace
+from cpmrt.cuda.ops.screened_head import ScreenPlan, copy_spec, screened_spec
 from cpmrt.cuda.step.structs import SLOT_STATE, STEP_CONTEXT
 from cpmrt.dtypes import ElementType
 from cpmrt.errors import UnsupportedModelError
@@ -94,19 +95,23 @@ def lasting_buffer(name: str, dtype: ElementType, *shape: int) -> BufferSpec:
 def cuda_needs(
     config: ModelConfig, engine: EngineConfig, specs: Sequence[TensorSpec], device: Device
 ) -> ExecutorNeeds:
-    """Return what the executor needs in the arena without a draft. Raises UnsupportedModelError."""
-    max_rows, counters = most_rows(engine), packed_tables(specs, device)
-    products = product_workspace(specs, config, max_rows, device)
+    """Return what the executor needs in the arena without a draft. Raises UnsupportedModelError, ConfigError."""
+    max_rows, screened = most_rows(engine), screened_spec(specs) if engine.lm_head_screen else None
+    screen = None if screened is None else ScreenPlan.of(screened.shape, device)
+    products_of = specs if screened is None else (*specs, copy_spec(screened.shape))
+    counters = packed_tables(products_of, device)
+    products = product_workspace(products_of, config, max_rows, device)
 
     def attention(max_context: int) -> tuple[BufferSpec, ...]:
         return _attention(config, engine, max_context, device).workspace
 
     def tables(max_context: int) -> tuple[BufferSpec, ...]:
-        return (*cuda_tables(config, engine, max_context, device), *counters)
+        of_screen = () if screen is None else screen.tables()
+        return (*cuda_tables(config, engine, max_context, device), *counters, *of_screen)
 
     return ExecutorNeeds(
         tables=tables,
-        workspace=(*row_buffers(max_rows), *products, *staging_buffers(specs)),
+        workspace=(*row_buffers(max_rows), *products, *staging_buffers(specs), *(screen.workspace() if screen else ())),
         context_workspace=attention,
         max_rows=max_rows,
         logit_rows=MAX_ROWS,

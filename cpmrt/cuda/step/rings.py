@@ -77,17 +77,20 @@ class Rings:
             self._written[place] = kind, slots
 
     def sent(
-        self, num_words: int, num_logprobs: tuple[int, ...], help_along: Callable[[], bool | None] | None = None
-    ) -> Answer:
+        self, num_words: int, num_logprobs: tuple[int, ...], help_along: Callable[[], bool | None] | None = None,
+        *, is_screened: bool = False,
+    ) -> Answer:  # fmt: skip
         """Count the command just written, whose kernels are launched or wait to be. Returns what will answer it.
 
         `num_words` words answer it, one for each slot or all for its only one. `num_logprobs`: what each sequence
         asked for, empty if there are no results. `help_along` is called while somebody waits, as long as it returns
-        True: it launches a step that still waits, or says what the nodes of a tree may be.
+        True: it launches a step that still waits, or says what the nodes of a tree may be. `is_screened`: the last word
+        of the record says how many tokens a screened head computed exactly.
         """
         number = self._last_number = self._last_number + 1
         place = (number - 1) % RING_ENTRIES
-        self._answers[place] = answer = Answer(number, num_words, num_logprobs, *self._places[place], self, help_along)
+        answer = Answer(number, num_words, num_logprobs, *self._places[place], self, help_along, is_screened)
+        self._answers[place] = answer
         return answer
 
     def close(self) -> None:
@@ -119,7 +122,8 @@ class Answer:
     """The pending result of one command, read from its place in the ring once all of its words are there."""
 
     __slots__ = (
-        "_help_along", "_num_logprobs", "_num_words", "_number", "_polls", "_record", "_result", "_rings", "_words",
+        "_help_along", "_is_screened", "_num_logprobs", "_num_words", "_number", "_polls", "_record", "_result",
+        "_rings", "_words",
     )  # fmt: skip
 
     def __init__(
@@ -131,7 +135,9 @@ class Answer:
         record: np.void,
         rings: Rings,
         help_along: Callable[[], bool | None] | None,
+        is_screened: bool,
     ):
+        self._is_screened = is_screened
         self._number, self._num_words, self._num_logprobs = number, num_words, num_logprobs
         self._words, self._record, self._rings, self._help_along = words, record, rings, help_along
         self._result: StepResult | None = None
@@ -140,10 +146,12 @@ class Answer:
     def is_done(self) -> bool:
         if self._result is None:
             tokens = answered_tokens(self._words, self._number, self._num_words)
-            if tokens is None:
+            rescored = answered_tokens(self._words[-1:], self._number, 1) if self._is_screened else []
+            if tokens is None or rescored is None:
                 self._go_on()
                 return False
             self._result = step_result(tokens, self._record, self._num_logprobs)
+            self._result.num_rescored = rescored[0] if rescored else None
         return True
 
     def wait(self) -> StepResult:
