@@ -23,7 +23,8 @@ class Automaton:
     """
 
     def __init__(self, number, fails_at=None):
-        self.number, self.fails_at, self.tokens, self.num_asked = number, fails_at, [], 0
+        self.number, self.fails_at, self.tokens = number, fails_at, []
+        self.prepared_at = None
 
     def _following(self, tokens):
         draw = random.Random(crc32(repr((self.number, tokens)).encode()))
@@ -34,6 +35,12 @@ class Automaton:
     def following(self):
         return self._following(self.tokens)
 
+    def prepare(self, others):
+        """What is found together is asked for next, before any of these goes on."""
+        for each in (self, *others):
+            assert each.prepared_at is None, "a matcher is prepared twice"
+            each.prepared_at = len(each.tokens)
+
     def forced(self):
         tokens = list(self.tokens)
         while len(following := self._following(tokens)) == 1 and following != [END]:
@@ -43,6 +50,8 @@ class Automaton:
         return tokens[len(self.tokens) :]
 
     def allowed(self):
+        assert self.prepared_at in (None, len(self.tokens)), "a matcher is prepared, and goes on before it is asked"
+        self.prepared_at = None
         if self.fails_at is not None and len(self.tokens) >= self.fails_at:
             raise FormError("nothing is allowed")
         bits = bytearray(7)

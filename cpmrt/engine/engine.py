@@ -332,6 +332,9 @@ class Engine:
             if was_running and seq.finish_reason is not None:
                 self._release(seq)
             self.on_news(seq)
+        for seq in transitions.fill_masks(sequences):
+            self._release(seq)
+            self.on_news(seq)
 
     def _end(self, seq: Sequence, reason: str) -> None:
         if seq.phase is Phase.FINISHED:

@@ -13,7 +13,7 @@ plain decoding would not take a decode step: behind an end, or behind the first 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from cpmrt.errors import FormError
@@ -25,6 +25,10 @@ class Matcher(Protocol):
 
     def allowed(self) -> bytes | None:
         """Return which tokens may come next, as `Mask.bits` has them."""
+        ...
+
+    def prepare(self, others: Sequence[Matcher]) -> None:
+        """Find what `allowed` will return, of this matcher and of others, at the same time where that is quicker."""
         ...
 
     def forced(self) -> Sequence[int]:
@@ -157,15 +161,7 @@ class Guide:
 
         `room`: for how many more tokens there is room, behind those that are taken.
         """
-        if self._mask is None or self._mask.is_filled:
-            return
-        bits: bytes | None = None
-        try:
-            if self.failure is None:
-                bits = self._next_bits(room)
-        except FormError as error:
-            self.failure = error
-        self._mask.fill(bits)
+        fill_masks([(self, room)])
 
     def let_go(self) -> None:
         """Have the steps in flight, whose results do not count, sample anything."""
@@ -185,12 +181,41 @@ class Guide:
         else:
             self._matcher, self.run, self._ahead, self._certain = node._matcher, node.run, node._ahead, node._certain
 
-    def _next_bits(self, room: int) -> bytes | None:
+    def _begin_fill(self, room: int) -> bool:
+        """Fill an empty mask that needs nothing of the matcher, and tell whether it is still to be filled."""
+        if self._mask is None or self._mask.is_filled:
+            return False
+        bits: bytes | None = None
+        try:
+            if self.failure is None:
+                if not self._knows_certain():
+                    return True
+                bits = self._next_certain(room)
+        except FormError as error:
+            self.failure = error
+        self._mask.fill(bits)
+        return False
+
+    def _end_fill(self) -> None:
+        """Fill the mask with what the matcher allows."""
+        assert self._mask is not None
+        bits: bytes | None = None
+        try:
+            bits = self._matcher.allowed()
+        except FormError as error:
+            self.failure = error
+        self._mask.fill(bits)
+
+    def _knows_certain(self) -> bool:
+        """Tell whether a certain token comes next, after asking the matcher if none is known."""
         if not self._certain:
             self._certain = tuple(self._matcher.forced())
-            if not self._certain:
-                return self._matcher.allowed()
-            self._matcher.accept(self._certain)
+            if self._certain:
+                self._matcher.accept(self._certain)
+        return bool(self._certain)
+
+    def _next_certain(self, room: int) -> bytes:
+        """Return the bits of the next certain token, and note those that the steps up to the next `run` will bring."""
         count = self._run_length(room - len(self._ahead))
         brought, self._certain = self._certain[:count], self._certain[count:]
         self.run = brought if count >= self._min_run else ()
@@ -206,6 +231,18 @@ class Guide:
         stops = (at for at, token in enumerate(self._certain[:longest]) if token in self._stop_ids)
         length = next(stops, longest)
         return length if length >= self._min_run else 1
+
+
+def fill_masks(guides: Iterable[tuple[Guide, int]]) -> None:
+    """Fill the masks of the last steps of several sequences, as `Guide.fill` does for one; with the `room` of each.
+
+    The matchers that leave a choice are asked together.
+    """
+    choosing = [guide for guide, room in guides if guide._begin_fill(room)]
+    if len(choosing) > 1:
+        choosing[0]._matcher.prepare([guide._matcher for guide in choosing[1:]])
+    for guide in choosing:
+        guide._end_fill()
 
 
 class GuidedTree:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from cpmrt.engine.guide import Guide
+from cpmrt.engine.guide import fill_masks as fill_masks_of
 from cpmrt.engine.loops import LoopGuard
 from cpmrt.engine.prefix_cache import HeldPages
 from cpmrt.engine.sequence import Phase, Request, Sequence
@@ -170,7 +171,7 @@ def submitted(seq: Sequence, step: Step) -> None:
 
 
 def apply(seq: Sequence, step: Step, result: SlotResult) -> SlotResult:
-    """Add a result to the sequence and return what it gained (nothing once it has finished).
+    """Add a result to the sequence and return what it gained (nothing once it has finished); `fill_masks` comes then.
 
     The executor stops at end tokens and at the limit by itself. Tokens are cut off here too, so that an executor that
     accepts several tokens a step can never push one past the end.
@@ -202,18 +203,19 @@ def apply(seq: Sequence, step: Step, result: SlotResult) -> SlotResult:
         finish(seq, "cancelled")
     if isinstance(step, Speculate) and kept:
         _count(seq, step.shape, min(kept, len(tokens)), is_lookup=is_lookup)
-    if seq.guide:
-        _go_on(seq, seq.guide)
+    if seq.guide and seq.phase is not Phase.DECODE:
+        seq.guide.let_go()
     return result
 
 
-def _go_on(seq: Sequence, guide: Guide) -> None:
-    """Give the last step in flight its mask, or have it sample anything if its result will not count."""
-    if seq.phase is not Phase.DECODE:
-        guide.let_go()
-    elif seq.num_in_flight == 1:
-        guide.fill(seq.room)
-        _has_failed(seq)
+def fill_masks(sequences: Iterable[Sequence]) -> list[Sequence]:
+    """Give the last steps in flight their masks, now that the results before them are applied.
+
+    Returns the sequences whose grammar has failed there; they are finished.
+    """
+    waiting = [seq for seq in sequences if seq.guide and seq.phase is Phase.DECODE and seq.num_in_flight == 1]
+    fill_masks_of([(seq.guide, seq.room) for seq in waiting if seq.guide])
+    return [seq for seq in waiting if _has_failed(seq)]
 
 
 def _has_failed(seq: Sequence) -> bool:

@@ -9,10 +9,13 @@ from concurrent.futures import Future, TimeoutError
 from dataclasses import replace
 from functools import cached_property
 from threading import BoundedSemaphore, Lock, Thread
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from cpmrt.config.form import JSON_STYLE, Form
 from cpmrt.errors import RequestError
+from cpmrt.grammar.compiled_form import CompiledForm
+from cpmrt.grammar.mask_threads import MaskThreads, default_num_threads
 from cpmrt.grammar.matcher import AnswerMatcher, Thought, Vocabulary
 from cpmrt.grammar.trigger import GrammarTrigger
 from cpmrt.installation import install_extra, missing_packages
@@ -27,22 +30,35 @@ MAX_KEPT = 64
 """Compiled grammars that are kept for further requests."""
 _MAX_COMPILING = 2
 """Grammars that are compiled at a time."""
+_QUICK_S = 0.1
+"""A form that takes longer to compile is compiled once, however many answers have it."""
 _LIMITS = {
     "initial_lexer_fuel": 200_000, "step_lexer_fuel": 100_000, "max_items_in_row": 10_000, "max_grammar_size": 100_000,
     "verbose_errors": False,
 }  # fmt: skip
 """llguidance's limits: with these a mask takes at most some ten milliseconds, or its answer ends with an error."""
 
+_IN_A_STRING = r"""[^"\\\x00-\x1F\x7F]"""
+_SLICES = (
+    r"[\x20\x0A\x0D\x09]+", *(f"{_IN_A_STRING}{{1,{n}}}" for n in (2, 4, 6, 8, 12, 16, 30)), f"{_IN_A_STRING}+",
+)  # fmt: skip
+"""Kinds of tokens of which llguidance takes all or none at once: white space, and text of JSON by its length.
+
+With more lengths than its own two (10 and 30) masks within a string of limited length take half the time.
+"""
+
 
 class Grammars:
     """Makes the matchers of answers. `end_ids` are the tokens that end an answer. For any thread.
 
-    The first use reads the vocabulary, which takes a second or two.
+    The first use reads the vocabulary, which takes a second or two. Masks of several answers are computed in so many
+    threads.
     """
 
-    def __init__(self, tokenizer: Tokenizer, end_ids: Sequence[int]):
+    def __init__(self, tokenizer: Tokenizer, end_ids: Sequence[int], *, num_threads: int | None = None):
         self._tokenizer, self._end_ids = tokenizer, sorted(set(end_ids))
-        self._compiled: OrderedDict[Form, LLMatcher | RequestError] = OrderedDict()
+        self._num_threads = default_num_threads() if num_threads is None else num_threads
+        self._compiled: OrderedDict[Form, CompiledForm | RequestError] = OrderedDict()
         self._lock, self._vocabulary_lock = Lock(), Lock()
         self._compiling = BoundedSemaphore(_MAX_COMPILING)
 
@@ -51,22 +67,21 @@ class Grammars:
 
         Raises RequestError for a form that is none, takes too long or is too large, and without llguidance.
         """
-        first, vocabulary = self._first(form)
-        return lambda: AnswerMatcher(first.deep_copy(), vocabulary, thought)
+        compiled, vocabulary = self._compiled_form(form)
+        return lambda: AnswerMatcher(compiled, vocabulary, thought)
 
     def trigger(self, form: Form, thought: Thought) -> Callable[[], GrammarTrigger]:
         """Return what makes, for each answer, what finds where this form begins to bind it. Raises as `matcher`."""
-        first, vocabulary = self._first(form)
-        return lambda: GrammarTrigger(form.trigger.encode(), first, vocabulary, thought)
+        compiled, vocabulary = self._compiled_form(form)
+        return lambda: GrammarTrigger(form.trigger.encode(), compiled, vocabulary, thought)
 
-    def _first(self, form: Form) -> tuple[LLMatcher, Vocabulary]:
-        """Return a matcher of this form in its first state, which nobody may change."""
+    def _compiled_form(self, form: Form) -> tuple[CompiledForm, Vocabulary]:
         form = replace(form, trigger="")
         with self._vocabulary_lock:
             vocabulary = self._vocabulary
         found = self._known(form)
         if found is None:
-            found = self._kept(form, self._within_limits(form))
+            found = self._kept(form, self._compile_first(form))
         if isinstance(found, RequestError):
             raise RequestError(found.what, expected=found.expected, actual=found.actual)
         return found, vocabulary
@@ -83,7 +98,7 @@ class Grammars:
         if not ends:
             fix = "a form needs a tokenizer with eos_token, or config.json with eos_token_id"
             raise RequestError("the model has no end token", fix=fix)
-        found: LLTokenizer = llguidance.LLTokenizer(self._tokenizer.serialized(), eos_token=ends)
+        found: LLTokenizer = llguidance.LLTokenizer(self._tokenizer.serialized(), eos_token=ends, slices=list(_SLICES))
         return found
 
     @cached_property
@@ -92,24 +107,47 @@ class Grammars:
         for token in self._end_ids:
             if token < library.vocab_size:
                 bits[token // 8] &= ~(1 << token % 8)
-        return Vocabulary(self._tokenizer.written_bytes, library.tokenize_bytes, bytes(bits))
+        threads = MaskThreads(self._num_threads, library.vocab_size)
+        return Vocabulary(self._tokenizer.written_bytes, library.tokenize_bytes, bytes(bits), threads)
 
-    def _known(self, form: Form) -> LLMatcher | RequestError | None:
+    def _known(self, form: Form) -> CompiledForm | RequestError | None:
         with self._lock:
             found = self._compiled.get(form)
             if found is not None:
                 self._compiled.move_to_end(form)
             return found
 
-    def _kept(self, form: Form, compiled: LLMatcher | RequestError) -> LLMatcher | RequestError:
+    def _kept(self, form: Form, compiled: CompiledForm | RequestError) -> CompiledForm | RequestError:
         with self._lock:
             self._compiled[form] = compiled
             while len(self._compiled) > MAX_KEPT:
                 self._compiled.popitem(last=False)
         return compiled
 
-    def _within_limits(self, form: Form) -> LLMatcher | RequestError:
-        """Compile in a thread of its own, which cannot be stopped: it may go on when nobody waits for it any more."""
+    def _compile_first(self, form: Form) -> CompiledForm | RequestError:
+        """Compile within the limits of time, or return what is wrong with the form."""
+        begun = perf_counter()
+        if not self._compiling.acquire(timeout=MAX_COMPILE_S):
+            raise RequestError("other grammars are being compiled", fix="ask again later")
+        try:
+            found = self._in_a_thread(form, daemon=True).result(MAX_COMPILE_S)
+        except TimeoutError:
+            raise _refused(form, f"one that was not compiled within {MAX_COMPILE_S:g} s") from None
+        if isinstance(found, RequestError):
+            return found
+        most = self._num_threads if perf_counter() - begun < _QUICK_S else 1
+        return CompiledForm(found, most, lambda: self._compile_beside(form))
+
+    def _compile_beside(self, form: Form) -> Future[LLMatcher | RequestError] | None:
+        """Begin to compile a form once more, unless others are being compiled. The process ends after that is done."""
+        return self._in_a_thread(form, daemon=False) if self._compiling.acquire(blocking=False) else None
+
+    def _in_a_thread(self, form: Form, *, daemon: bool) -> Future[LLMatcher | RequestError]:
+        """Compile in a thread of its own, which cannot be stopped: it may go on when nobody waits for it any more.
+
+        `_compiling` is acquired, and the thread releases it. A process that ends while a `daemon` is within llguidance
+        may crash.
+        """
         future: Future[LLMatcher | RequestError] = Future()
 
         def work() -> None:
@@ -120,13 +158,8 @@ class Grammars:
             finally:
                 self._compiling.release()
 
-        if not self._compiling.acquire(timeout=MAX_COMPILE_S):
-            raise RequestError("other grammars are being compiled", fix="ask again later")
-        Thread(target=work, name="cpmrt-grammar", daemon=True).start()
-        try:
-            return future.result(MAX_COMPILE_S)
-        except TimeoutError:
-            raise _refused(form, f"one that was not compiled within {MAX_COMPILE_S:g} s") from None
+        Thread(target=work, name="cpmrt-grammar", daemon=daemon).start()
+        return future
 
     def _compile(self, form: Form) -> LLMatcher | RequestError:
         """Return a matcher in its first state, whose first mask has been computed, or what is wrong with the form."""

@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
+from cpmrt.engine.guide import Matcher
 from cpmrt.errors import FormError
+from cpmrt.grammar.compiled_form import CompiledForm, Origin
+from cpmrt.grammar.mask_threads import MaskThreads
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -27,33 +31,55 @@ class Thought:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What a matcher knows of tokens: the bytes of each, the tokens of bytes, and the bits of all but end tokens."""
+    """What a matcher knows of tokens: the bytes of each, the tokens of bytes, and the bits of all but end tokens.
+
+    `threads` compute the masks of several answers.
+    """
 
     bytes_of: Callable[[int], bytes]
     tokens_of: Callable[[bytes], list[int]]
     not_ends: bytes
+    threads: MaskThreads
 
 
 class AnswerMatcher:
-    """Tells the engine which tokens may come next in one answer: an `engine.guide.Matcher`.
+    """Tells the engine which tokens may come next in one answer of this form: an `engine.guide.Matcher`."""
 
-    `matcher` is the grammar's, which no other answer uses and which has taken in no token yet.
-    """
-
-    def __init__(self, matcher: LLMatcher, vocabulary: Vocabulary, thought: Thought):
-        self._matcher, self._vocabulary = matcher, vocabulary
+    def __init__(self, form: CompiledForm, vocabulary: Vocabulary, thought: Thought):
+        self._form, self._vocabulary = form, vocabulary
         self._closing, self._openings = thought.closing, dict(thought.openings)
         """`_closing`: what ends the thought that is open, b"" if none is. `_openings`: empty behind the first token."""
         self._held = b""
         """The end of the thought so far, where its marker may have begun."""
         self._in_gap = False
         """Whether nothing but a thought, and white space that the grammar does not take, has come."""
+        self._prepared: bytes | None = None
+        """What the grammar allows here, if that was computed with the masks of other answers."""
+
+    @cached_property
+    def _origin(self) -> Origin:
+        """Where the grammar's matcher is from. An answer that still waits for its turn needs none."""
+        return self._form.origin()
+
+    @cached_property
+    def _matcher(self) -> LLMatcher:
+        """The grammar's matcher, which no other answer uses."""
+        return self._origin.copy_for(self)
+
+    def prepare(self, others: Sequence[Matcher]) -> None:
+        """Compute what the grammars of this answer and of others allow, at the same time."""
+        asked = [each for each in (self, *others) if isinstance(each, AnswerMatcher) and not each._closing]
+        if self._vocabulary.threads.pay(len(asked)):
+            asked.sort(key=lambda each: id(each._origin))
+            masks = self._vocabulary.threads.masks([each._matcher for each in asked])
+            for each, bits in zip(asked, masks, strict=True):
+                each._prepared = bits
 
     def allowed(self) -> bytes:
         """Return the bits of the tokens that may come next. Raises FormError if there are none."""
         if self._closing:
             return self._vocabulary.not_ends
-        bits = self._matcher.compute_bitmask()
+        bits, self._prepared = self._prepared or self._matcher.compute_bitmask(), None
         self._check()
         if self._openings:
             bits = _with_tokens(bits, self._openings)
@@ -67,6 +93,7 @@ class AnswerMatcher:
 
     def accept(self, token_ids: Sequence[int]) -> None:
         """Go on behind these tokens. Raises FormError for one that is not allowed."""
+        self._prepared = None
         for number, token in enumerate(token_ids):
             if not self._think(token):
                 if not self._matcher.consume_tokens(list(token_ids[number:])):

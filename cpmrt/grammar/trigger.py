@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from contextlib import suppress
 
 from cpmrt.engine.late_form import Bound
+from cpmrt.errors import FormError
+from cpmrt.grammar.compiled_form import CompiledForm
 from cpmrt.grammar.matcher import AnswerMatcher, Thought, Vocabulary
-
-if TYPE_CHECKING:
-    from llguidance import LLMatcher
 
 
 class GrammarTrigger:
     """The engine's trigger (`engine.late_form.Trigger`) of one answer.
 
-    `text` is what the grammar begins with, `matcher` in its first state. What a thought says at the beginning of the
-    answer does not count.
+    `text` is what the grammar of `form` begins with. What a thought says at the beginning of the answer does not count.
     """
 
-    def __init__(self, text: bytes, matcher: LLMatcher, vocabulary: Vocabulary, thought: Thought):
-        self._text, self._matcher, self._vocabulary = text, matcher, vocabulary
+    def __init__(self, text: bytes, form: CompiledForm, vocabulary: Vocabulary, thought: Thought):
+        self._text, self._form, self._vocabulary = text, form, vocabulary
         self._closing, self._openings = thought.closing, dict(thought.openings)
         self._thought = b""
         """The end of the thought so far, where its marker may have begun."""
@@ -73,7 +71,8 @@ class GrammarTrigger:
             tokens = self._vocabulary.tokens_of(written[start:])
             before = self._vocabulary.tokens_of(written[start : max(len(written) - last, start)])
         for taken, is_kept in ((tokens, True), (before, False)):
-            matcher = self._matcher.deep_copy()
-            if not taken or matcher.consume_tokens(list(taken)):
-                return Bound(AnswerMatcher(matcher, self._vocabulary, Thought()), is_kept)
+            matcher = AnswerMatcher(self._form, self._vocabulary, Thought())
+            with suppress(FormError):
+                matcher.accept(taken)
+                return Bound(matcher, is_kept)
         return None

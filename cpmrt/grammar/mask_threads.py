@@ -1,0 +1,50 @@
+"""Computes the masks of several answers at the same time, in threads of llguidance, which need no Python."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher
+
+_MOST_THREADS = 8
+_FEWEST_MASKS = 4
+"""To wake the threads takes as long as a mask or two."""
+
+
+def default_num_threads() -> int:
+    """Return half the number of cores that this process may use, at most 8: the rest of the engine needs some too."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores // 2, _MOST_THREADS)
+
+
+class MaskThreads:
+    """So many threads, for masks of `vocab_size` tokens. With fewer than two nothing is computed at the same time."""
+
+    def __init__(self, num_threads: int, vocab_size: int):
+        self._num_threads, self._vocab_size = num_threads, vocab_size
+
+    def pay(self, num_masks: int) -> bool:
+        """Tell whether so many masks are sooner there than one after the other."""
+        return self._num_threads > 1 and num_masks >= _FEWEST_MASKS
+
+    def masks(self, matchers: Sequence[LLMatcher]) -> list[bytes]:
+        """Return the bits of the tokens that may come next, as `LLMatcher.compute_bitmask` does for one.
+
+        Those of a matcher that fails mean nothing. Neighbours in the list should be of one origin: they go to the same
+        thread.
+        """
+        from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
+
+        bits = allocate_token_bitmask(len(matchers), self._vocab_size)
+        fill_next_token_bitmask_par(self._executor, [(matcher, row) for row, matcher in enumerate(matchers)], bits)
+        return [row.tobytes() for row in bits]
+
+    @cached_property
+    def _executor(self) -> LLExecutor:
+        from llguidance import LLExecutor
+
+        return LLExecutor(self._num_threads)

@@ -1,0 +1,223 @@
+"""Masks of several answers that are computed at a time: those of each alone, whatever the forms, and who fails fails."""
+
+from __future__ import annotations
+
+import gc
+from concurrent.futures import Future
+
+import pytest
+from form_cases import LARK_GRAMMARS, REGEXES, schemas
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cpmrt import SamplingParams
+from cpmrt.errors import FormError, RequestError
+from cpmrt.grammar import Grammars, Thought, mask_threads
+from cpmrt.grammar.compiled_form import CompiledForm
+from cpmrt.text import Tokenizer
+from cpmrt.weights.model_folder import ModelFolder
+
+llguidance = pytest.importorskip("llguidance")
+FORMS = [
+    *[SamplingParams(json_schema=schema).form for schema in schemas(24, seed=4)],
+    *[SamplingParams(regex=regex).form for regex in REGEXES[::12]],
+    *[SamplingParams(grammar=grammar).form for grammar in LARK_GRAMMARS[::4]],
+]
+FAILS = SamplingParams(regex="(" * 3 + "a" + "{1,50})" * 3 + "b").form
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer.open(ModelFolder.open(None).path)
+
+
+def grammars_of(tokenizer, num_threads):
+    return Grammars(tokenizer, tokenizer.eos_token_ids, num_threads=num_threads)
+
+
+@pytest.fixture(scope="module")
+def threaded(tokenizer):
+    return grammars_of(tokenizer, 3)
+
+
+@pytest.fixture(scope="module")
+def serial(tokenizer):
+    return grammars_of(tokenizer, 1)
+
+
+def allowed_by(matcher):
+    """Return the bits of what a matcher allows, up to the last that is set."""
+    return matcher.allowed().rstrip(b"\0")
+
+
+def tokens_in(bits):
+    return [token for token in range(8 * len(bits)) if bits[token // 8] >> token % 8 & 1]
+
+
+def follow(matchers, drawn):
+    """Yield the masks of each round, every answer going on with tokens that are drawn; None where one has ended."""
+    for choice in drawn:
+        for matcher in matchers:
+            while not matcher.is_complete and (certain := matcher.forced()):
+                matcher.accept(certain)
+        asked = [matcher for matcher in matchers if not matcher.is_complete]
+        if len(asked) > 1:
+            asked[0].prepare(asked[1:])
+        yield [None if matcher.is_complete else allowed_by(matcher) for matcher in matchers], choice
+
+
+def go_on(matchers, masks, choice):
+    for number, (matcher, bits) in enumerate(zip(matchers, masks, strict=True)):
+        if bits is not None:
+            allowed = tokens_in(bits)
+            matcher.accept([allowed[(choice + number) % len(allowed)]])
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(st.sampled_from(range(len(FORMS))), min_size=1, max_size=64),
+    st.lists(st.integers(0, 10**6), min_size=1, max_size=6),
+)
+def test_masks_computed_together_are_those_of_each_alone(threaded, serial, numbers, drawn):
+    together = [threaded.matcher(FORMS[number], Thought())() for number in numbers]
+    alone = [serial.matcher(FORMS[number], Thought())() for number in numbers]
+    for (found, choice), (expected, _) in zip(follow(together, drawn), follow(alone, drawn), strict=True):
+        assert found == expected
+        go_on(together, found, choice)
+        go_on(alone, expected, choice)
+
+
+def test_any_number_of_rows_of_one_form(threaded, serial):
+    """From 1 to 64 answers, each a token further than the one before."""
+    form = SamplingParams(json_schema={"type": "string", "maxLength": 70}).form
+    expected, matcher = [], serial.matcher(form, Thought())()
+    letter = next(token for token in range(4096) if threaded._tokenizer.written_bytes(token) == b"q")
+    quote = next(token for token in range(4096) if threaded._tokenizer.written_bytes(token) == b'"')
+    matcher.accept([quote])
+    for _ in range(64):
+        expected.append(allowed_by(matcher))
+        matcher.accept([letter])
+    assert len(set(expected)) > 8, "masks differ"
+    for count in range(1, 65):
+        answers = [threaded.matcher(form, Thought())() for _ in range(count)]
+        for number, answer in enumerate(answers):
+            answer.accept([quote, *[letter] * number])
+        answers[0].prepare(answers[1:])
+        assert [allowed_by(answer) for answer in answers] == expected[:count]
+
+
+def test_who_fails_fails_alone(threaded, serial):
+    """An answer that cannot go on raises what it raises alone; the masks of the others are right."""
+    numbers = range(6)
+    answers = [threaded.matcher(FORMS[number], Thought())() for number in numbers]
+    expected = [allowed_by(serial.matcher(FORMS[number], Thought())()) for number in numbers]
+    broken = []
+    for number in (1, 4):
+        matcher = threaded.matcher(FORMS[number], Thought())()
+        with pytest.raises(FormError):
+            matcher.accept([tokens_in(bytes(~byte & 255 for byte in matcher.allowed()))[0]])
+        broken.append(matcher)
+    mixed = [answers[0], broken[0], *answers[1:4], broken[1], *answers[4:]]
+    mixed[0].prepare(mixed[1:])
+    for matcher in broken:
+        with pytest.raises(FormError, match="cannot be followed"):
+            matcher.allowed()
+    assert [allowed_by(answer) for answer in answers] == expected
+
+
+def test_a_thought_is_free_among_answers_that_are_not(threaded, serial):
+    thinking = threaded.matcher(FORMS[0], Thought(closing=b"</think>"))()
+    answers = [threaded.matcher(form, Thought())() for form in FORMS[1:6]]
+    answers[0].prepare([thinking, *answers[1:]])
+    assert len(tokens_in(thinking.allowed())) > 4000
+    expected = [allowed_by(serial.matcher(form, Thought())()) for form in FORMS[1:6]]
+    assert [allowed_by(answer) for answer in answers] == expected
+
+
+def test_what_was_prepared_does_not_outlive_a_token(threaded, serial):
+    """An answer that goes on without being asked has the mask of its new place, and so has its fork."""
+    form = SamplingParams(regex="ab?c{3}").form
+    answers = [threaded.matcher(form, Thought())() for _ in range(5)]
+    answers[0].prepare(answers[1:])
+    token = tokens_in(answers[1].allowed())[0]
+    for answer in answers:
+        answer.accept([token])
+    expected = serial.matcher(form, Thought())()
+    expected.accept([token])
+    forks = [answer.fork() for answer in answers]
+    assert {allowed_by(each) for each in (*forks, *answers)} == {allowed_by(expected)}
+
+
+def test_slices_change_no_mask(tokenizer, serial):
+    """The lengths of text that are taken at once only save time: masks are those of a library without any."""
+    plain = grammars_of(tokenizer, 1)
+    plain.__dict__["_library"] = llguidance.LLTokenizer(tokenizer.serialized(), eos_token=plain._end_ids, slices=[])
+    both = [[each.matcher(form, Thought())() for form in FORMS[:12]] for each in (serial, plain)]
+    for (found, choice), (expected, _) in zip(*[follow(each, range(7, 4007, 400)) for each in both], strict=True):
+        assert found == expected
+        go_on(both[0], found, choice)
+        go_on(both[1], expected, choice)
+
+
+class User:
+    """Whoever keeps a matcher."""
+
+
+class Copied:
+    """A matcher that can only be copied."""
+
+    def deep_copy(self):
+        return Copied()
+
+
+def test_answers_of_one_form_share_it_out():
+    """One after the other they use one compiled form; together as many as are allowed, and the idle one first."""
+    coming = []
+
+    def compile_beside():
+        coming.append(Future())
+        return coming[-1]
+
+    form, users = CompiledForm(Copied(), 3, compile_beside), [User() for _ in range(9)]
+    first = form.origin()
+    first.copy_for(User())
+    gc.collect()
+    assert form.origin() is first and not coming, "nobody uses it now"
+    first.copy_for(users[0])
+    assert form.origin() is first and len(coming) == 1, "another one is on its way"
+    assert form.origin() is first and len(coming) == 1, "and only one"
+    coming[0].set_result(Copied())
+    second = form.origin()
+    assert second is not first and second.num_users == 0
+    second.copy_for(users[1])
+    assert form.origin() in (first, second)
+    coming[1].set_result(Copied())
+    third = form.origin()
+    third.copy_for(users[2])
+    assert len({first, second, third}) == 3 and form.origin() and len(coming) == 2
+    users[1] = None
+    gc.collect()
+    assert form.origin() is second
+
+
+@pytest.mark.parametrize("outcome", [RequestError("too large"), MemoryError()])
+def test_a_form_that_compiles_once_only_stays_alone(outcome):
+    coming, user = Future(), User()
+    begun = []
+    form = CompiledForm(Copied(), 4, lambda: begun.append(coming) or coming)
+    first = form.origin()
+    first.copy_for(user)
+    assert form.origin() is first and len(begun) == 1
+    if isinstance(outcome, RequestError):
+        coming.set_result(outcome)
+    else:
+        coming.set_exception(outcome)
+    assert [form.origin(), form.origin()] == [first, first] and len(begun) == 1, "it is not tried again"
+
+
+@pytest.mark.parametrize(("cores", "threads"), [(1, 0), (2, 1), (4, 2), (16, 8), (128, 8)])
+def test_threads_leave_half_of_the_cores_to_others(monkeypatch, cores, threads):
+    monkeypatch.setattr(mask_threads.os, "sched_getaffinity", lambda process: range(cores))
+    assert mask_threads.default_num_threads() == threads
+    pays = mask_threads.MaskThreads(threads, 64).pay(64)
+    assert pays == (threads > 1)
