@@ -3,11 +3,13 @@
     python tools/eval_forms.py
     python tools/eval_forms.py --shape minicpm4-8b --tokenizer tokenizer.json
     python tools/eval_forms.py --shape minicpm4-8b --tokenizer tokenizer.json --sequences 32
-    python tools/eval_forms.py --shape minicpm4-8b --tokenizer tokenizer.json --draft eagle2
+    python tools/eval_forms.py --shape minicpm4-8b --tokenizer tokenizer.json --draft eagle2 --simulate-accept 2.5
 
 Without a shape it takes the bundled model. A shape has random weights in 4 bits; its tokenizer must have the shape's
-vocabulary. With a draft, whose tokens are random too, no form has its share of accepted ones: what counts is the time
-of a step, under an expression that allows nearly every token and so leaves nearly every node its mask.
+vocabulary. A draft's tokens are random too, and what few of them are accepted depends on the form: with
+`--simulate-accept` draft steps give as many tokens in the mean under every form, as far as it allows what is drafted.
+The forms that are measured with a draft allow nearly every token, so nearly every node has a mask. Without simulation
+steps are counted. `--repeats 1 --tokens 100` ends within seconds of the model's start.
 """
 
 from __future__ import annotations
@@ -48,7 +50,10 @@ FORMS: dict[str, dict[str, Any]] = {
     "free": {},
     "text": {"regex": "[a-zA-Z ,.0-9]+"},
     "schema": {"json_schema": {"type": "array", "minItems": 400, "items": _ITEM}},
+    "strings": {"json_schema": {"type": "array", "minItems": 400, "items": {"type": "string"}}},
 }
+_PLAIN, _DRAFTED = ("free", "text", "schema"), ("free", "text", "strings")
+_TREE = {"num_passes": 2, "top_k": 10, "tree_size": 12}
 TOOL_CALL = {
     "type": "object",
     "properties": {
@@ -64,7 +69,6 @@ TOOL_CALL = {
     },
     "required": ["name", "arguments"], "additionalProperties": False,
 }  # fmt: skip
-_REPEATS = 3
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -74,7 +78,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--tokenizer", type=Path, help="the tokenizer.json of a shape")
     parser.add_argument("--sequences", type=int, default=1, help="how many decode together")
     parser.add_argument("--draft", choices=("eagle2", "eagle3", "lookup"))
+    parser.add_argument("--simulate-accept", type=float, metavar="TOKENS", help="that a draft step gives in the mean")
     parser.add_argument("--tokens", type=int, default=400, help="of each answer")
+    parser.add_argument("--repeats", type=int, default=3, help="of which the fastest counts")
+    parser.add_argument("--forms", nargs="+", choices=FORMS, help="the first is what the others are compared with")
     parser.add_argument("--executor", default="auto")
     wish = parser.parse_args(arguments)
     if wish.shape and not wish.tokenizer:
@@ -86,10 +93,11 @@ def main(arguments: list[str] | None = None) -> int:
 
     try:
         with _model(wish) as (model, draft):
-            drafting = {"draft": draft, "speculate": {"adaptive": False}} if draft else {}
-            settings = {"executor": wish.executor, "max_context": 2048, "max_sequences": wish.sequences, **drafting}
+            settings = {"executor": wish.executor, "max_context": 2048, "max_sequences": wish.sequences}
             source = {"load_format": "dummy"} if wish.shape else {}
-            with LLM(model, on_step=note, **source, **settings) as llm:
+            begun = perf_counter()
+            with LLM(model, on_step=note, **source, **settings, **_drafting(draft, wish)) as llm:
+                print(f"ready after {perf_counter() - begun:.1f} s", flush=True)
                 _report(llm, counts, wish)
     except CpmrtError as error:
         print(f"eval_forms.py: {error}", file=sys.stderr)
@@ -109,16 +117,24 @@ def _model(wish: argparse.Namespace) -> Iterator[tuple[str | None, str | None]]:
         yield folder, wish.draft if wish.draft in (None, "lookup") else str(Path(folder, wish.draft))
 
 
+def _drafting(draft: str | None, wish: argparse.Namespace) -> dict[str, Any]:
+    """Return the settings of drafts: of a draft with layers one tree, which saves most of the kernels."""
+    if draft is None:
+        return {}
+    speculate = {"adaptive": False} | (_TREE if wish.draft != "lookup" else {})
+    if wish.simulate_accept is not None:
+        speculate["simulate_accept"] = wish.simulate_accept
+    return {"draft": draft, "speculate": speculate}
+
+
 def _report(llm: LLM, counts: Counter[str], wish: argparse.Namespace) -> None:
     name = f"{wish.shape or 'demo'}, {wish.sequences} together, draft {wish.draft or 'none'}"
     if wish.sequences == 1 and wish.draft is None:
         _first_masks(llm)
         _saved_steps(llm, counts)
     free = 0.0
-    for form, fields in FORMS.items():
-        if wish.draft and form == "schema":
-            continue
-        rate, unit = _best_rate(llm, counts, fields, wish)
+    for form in wish.forms or (_DRAFTED if wish.draft else _PLAIN):
+        rate, unit = _best_rate(llm, counts, FORMS[form], wish)
         free = free or rate
         print(f"{name}, {form}: {rate:.1f} {unit}, {rate / free:.3f} of free", flush=True)
 
@@ -126,9 +142,9 @@ def _report(llm: LLM, counts: Counter[str], wish: argparse.Namespace) -> None:
 def _best_rate(
     llm: LLM, counts: Counter[str], fields: dict[str, Any], wish: argparse.Namespace
 ) -> tuple[float, str]:
-    """Return tokens a second, or steps where drafts are made, of the fastest of some runs."""
-    rates = []
-    for repeat in range(_REPEATS):
+    """Return tokens a second, or steps where what drafts are worth is left to chance, of the fastest of some runs."""
+    rates, counts_steps = [], wish.draft is not None and wish.simulate_accept is None
+    for repeat in range(wish.repeats):
         counts.clear()
         shared = SamplingParams(**fields, temperature=1.0, max_new_tokens=wish.tokens, ignore_eos=True)
         params = [replace(shared, seed=100 * repeat + number) for number in range(wish.sequences)]
@@ -136,8 +152,8 @@ def _best_rate(
         seconds = max(answer.stats.decode_s for answer in answers)
         steps = counts["Speculate"] + counts["Decode"] + counts["FastForward"]
         tokens = sum(len(answer.token_ids) - 1 for answer in answers)
-        rates.append((steps if wish.draft else tokens) / seconds)
-    return max(rates), "steps/s" if wish.draft else "tok/s"
+        rates.append((steps if counts_steps else tokens) / seconds)
+    return max(rates), "steps/s" if counts_steps else "tok/s"
 
 
 def _first_masks(llm: LLM) -> None:

@@ -2,7 +2,7 @@
 //
 //   formula   path: from the root to the child whose token is the one sampled, and so on; it ends at a stop id or at
 //             max_new_tokens too, and before a node where none could be sampled. Its tokens are those sampled at its
-//             nodes, `length` of them: words = them, then kNonFinite if it ended so, then kNoToken; state = after them; history[slot][P + 1 + j] = token j; token_counts += them;
+//             nodes, `length` of them (where its length is simulated, those drafted behind all but the last): words = them, then kNonFinite if it ended so, then kNoToken; state = after them; history[slot][P + 1 + j] = token j; token_counts += them;
 //             pages[P + j] = pages[P + path[j]] in every layer, of every cache;
 //             carry_hidden[slot][j] = hidden[path[j]], carry_counts[slot] = length
 //   operands  tree DraftTree; states (B) SlotState; token_counts (B, VOCAB) uint32; history (B, max_context) and
@@ -58,13 +58,13 @@ struct LaneNodes {
     return low ? __ffs(low) - 1 : high ? __ffs(high) + 31 : -1;
   }
 
-  // The first of the deepest nodes that there is room for.
+  // The first of the deepest nodes that there is room for and that no form has cut.
   DEVICE int deepest() const {
     uint32_t best = 0;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       const uint32_t node = threadIdx.x + 32 * half;
-      if (parent[half] >= 0) best = max(best, static_cast<uint32_t>(depth[half]) * kMaxNodes + kMaxNodes - 1 - node);
+      if (parent[half] >= 0 && token[half] >= 0) best = max(best, static_cast<uint32_t>(depth[half]) * kMaxNodes + kMaxNodes - 1 - node);
     }
     best = __reduce_max_sync(0xFFFFFFFFu, best);
     return best ? kMaxNodes - 1 - best % kMaxNodes : 0;
@@ -83,8 +83,9 @@ DEVICE void find_path(Path& path, int* line, const DraftTree* tree, const SlotSt
   const int lane = threadIdx.x, num_left = state->max_new_tokens - tree->num_generated;
   const int num_stop_ids = state->num_stop_ids, stop_id = state->stop_ids[lane];
   const LaneNodes nodes(tree, tree_size);
+  const bool is_simulated = simulate_accept > 0.0f;
   int most = kMaxNodes;
-  if (simulate_accept > 0.0f) {
+  if (is_simulated) {
     const int deepest = nodes.deepest(), depth = tree->depths[deepest];
     most = min(max(simulated_length(tree, simulate_accept), 1), depth + 1);
     if (lane == 0) {
@@ -95,13 +96,16 @@ DEVICE void find_path(Path& path, int* line, const DraftTree* tree, const SlotSt
   int node = 0, length = 0;
   bool ends = false, non_finite = false;
   do {
-    const int token = tree->sampled[node];
-    non_finite = token < 0;
+    const int sampled = tree->sampled[node];
+    non_finite = sampled < 0;
     if (non_finite) break;
+    // Under a form the host finds the path among the drafts: a simulated one has their tokens.
+    const int drafted = is_simulated && length + 1 < most ? line[length + 1] : -1;
+    const int token = drafted >= 0 ? tree->tokens[drafted] : sampled;
     if (lane == 0) path.nodes[length] = node, path.tokens[length] = token;
     length++;
     ends = __any_sync(0xFFFFFFFFu, lane < num_stop_ids && stop_id == token) || length == num_left;
-    node = simulate_accept <= 0.0f ? nodes.child(node, token) : length < most ? line[length] : -1;
+    node = is_simulated ? drafted : nodes.child(node, token);
   } while (!ends && node >= 0);
   if (lane == 0) path.length = length, path.finished = ends || non_finite, path.non_finite = non_finite;
 }

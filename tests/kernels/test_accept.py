@@ -190,7 +190,31 @@ def test_simulated_lengths_have_their_mean(cuda: Any, mean: float) -> None:
         sampled = rng.integers(0, VOCAB, 32).tolist()
         deepest = int(np.argmax(nodes.depths))
         line = [node for node in range(32) if int(nodes.masks[deepest]) >> node & 1]
-        wanted = max(1, floor((step + 1) * mean) - floor(step * mean))
-        path = running.take(line[:wanted], sampled, np.zeros((32, 64), np.uint16))
+        wanted = line[: max(1, floor((step + 1) * mean) - floor(step * mean))]
+        told = as_drafted(nodes, wanted, sampled)
+        path = running.take(wanted, told, np.zeros((32, 64), np.uint16))
         assert stepper.step(nodes, sampled, rng, simulate=mean) == path
-        stepper.check(path, sampled, root)
+        stepper.check(path, told, root)
+
+
+def as_drafted(nodes: Nodes, line: list[int], sampled: list[int]) -> list[int]:
+    """Return what the nodes of a simulated path tell: each but the last the token that was drafted behind it."""
+    told = list(sampled)
+    for node, after in zip(line, line[1:], strict=False):
+        told[node] = int(nodes.tokens[after])
+    return told
+
+
+def test_a_simulated_path_leaves_out_what_a_form_has_cut(cuda: Any) -> None:
+    """The sampling kernel leaves token -1 in a node that is cut, and in all behind it."""
+    rng, shape = np.random.default_rng(10), TreeShape.chain(6)
+    running = Running(1, [5, 6], capacity=320, max_context=320)
+    stepper = Stepper(TreeDevice(cuda), running, shape)
+    for num_left in (7, 4, 1, 2):
+        root, nodes = running.position, chain_nodes(running.tokens[-1], [*range(20, 26)], 7)
+        nodes.tokens[num_left:] = -1
+        sampled, line = rng.integers(0, VOCAB, 7).tolist(), list(range(min(num_left, 5)))
+        told = as_drafted(nodes, line, sampled)
+        path = running.take(line, told, np.zeros((7, 64), np.uint16))
+        assert stepper.step(nodes, sampled, rng, simulate=5.0) == path
+        stepper.check(path, told, root)

@@ -23,7 +23,8 @@ def tool(monkeypatch):
 
 def test_every_figure_is_printed(tool, capsys):
     assert tool.main(["--executor", "reference", "--tokens", "4"]) == 0
-    first, saved, *rates = capsys.readouterr().out.splitlines()
+    ready, first, saved, *rates = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"ready after [\d.]+ s", ready)
     assert re.fullmatch(r"first mask of 300 schemas, 4096 tokens: median [\d.]+ ms, 90 % within [\d.]+", first)
     assert int(re.search(r"(\d+)% of the steps saved", saved)[1]) >= 25
     assert [re.search(r", (\w+): [\d.]+ tok/s", line)[1] for line in rates] == ["free", "text", "schema"]
@@ -31,9 +32,20 @@ def test_every_figure_is_printed(tool, capsys):
 
 def test_drafts_are_timed_by_the_step(tool, capsys):
     assert tool.main(["--executor", "reference", "--tokens", "4", "--draft", "lookup"]) == 0
-    assert [re.search(r", (\w+): [\d.]+ steps/s", line)[1] for line in capsys.readouterr().out.splitlines()] == [
-        "free", "text"
-    ]  # fmt: skip
+    _, *rates = capsys.readouterr().out.splitlines()
+    assert [re.search(r", (\w+): [\d.]+ steps/s", line)[1] for line in rates] == ["free", "text", "strings"]
+
+
+def test_the_draft_of_the_bundled_model_drafts_one_tree(tool, capsys):
+    line = ["--executor", "reference", "--tokens", "4", "--draft", "eagle2", "--repeats", "1", "--forms", "free", "text"]
+    assert tool.main(line) == 0
+    assert capsys.readouterr().out.splitlines()[2].endswith(" of free")
+
+
+def test_a_simulation_wants_a_gpu(tool, capsys):
+    line = ["--executor", "reference", "--draft", "lookup", "--simulate-accept", "2"]
+    assert tool.main(line) == 2
+    assert "simulate_accept: expected nothing: the NumPy executor" in capsys.readouterr().err
 
 
 def test_a_shape_wants_its_tokenizer(tool, capsys):
