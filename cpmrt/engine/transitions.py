@@ -21,7 +21,6 @@ from cpmrt.executor import (
     ExecutorLimits,
     FastForward,
     Keep,
-    Mask,
     Prefill,
     Recall,
     SlotResult,
@@ -150,13 +149,12 @@ def decode_step(sequences: tuple[Sequence, ...], shape: int) -> Decode | Specula
     if shape != PLAIN:
         guide, room = sequences[0].guide, sequences[0].room
         return Speculate(slots, shape, guide.tree_masks(room) if guide else None)
-    if any(seq.guide for seq in sequences):
-        return Decode(slots, tuple(_next_mask(seq) for seq in sequences))
-    return Decode(slots)
-
-
-def _next_mask(seq: Sequence) -> Mask | None:
-    return seq.guide.next_mask(seq.room, is_known=not seq.num_in_flight) if seq.guide else None
+    guided = [seq for seq in sequences if seq.guide]
+    if not guided:
+        return Decode(slots)
+    masks = tuple([seq.guide.next_mask(seq.room, is_known=False) if seq.guide else None for seq in sequences])
+    fill_masks_of([(seq.guide, seq.room) for seq in guided if seq.guide and not seq.num_in_flight])
+    return Decode(slots, masks)
 
 
 def submitted(seq: Sequence, step: Step) -> None:

@@ -1,4 +1,4 @@
-"""Keeps a form compiled, several times where several answers have it: copies of one compiled form wait for each other."""
+"""Keeps a form compiled: several times where several answers have it, since copies of one wait for each other."""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ from form_cases import LARK_GRAMMARS, REGEXES, schemas
 from cpmrt import LLM, FormError, RequestError, SamplingParams
 from cpmrt.config import Sampling
 from cpmrt.grammar import grammars
+from cpmrt.grammar.mask_threads import MaskThreads
 from cpmrt.reference.sampling import masked, sample
 
 pytest.importorskip("llguidance")
@@ -251,6 +252,29 @@ def test_a_form_that_becomes_too_complex_ends_its_answer(llm):
         llm.generate(PROMPT, SamplingParams(regex="(" * 50 + "a" + "{1,50})" * 50))
     assert perf_counter() - begun < 4
     assert llm.generate(PROMPT, SamplingParams(max_new_tokens=5)).token_ids == other.token_ids
+
+
+def test_masks_at_the_same_time_change_no_answer_and_no_error(llm, monkeypatch):
+    """Of sixteen answers that decode together one becomes too complex; the others are what they are alone."""
+    forms = [{"regex": f"[a-z ]{{{20 + number},60}}"} for number in range(9)]
+    forms += [{"json_schema": schema} for schema in schemas(6, seed=3)]
+    wanted = [SamplingParams(**form, temperature=1.0, max_new_tokens=40, seed=seed) for seed, form in enumerate(forms)]
+    alone = [llm.generate(PROMPT, params) for params in wanted]
+    failing = SamplingParams(regex="((a|b|c){1,60}x?){3,60}", temperature=1.0)
+    monkeypatch.setattr(grammars, "default_num_threads", lambda: 3)
+    monkeypatch.setitem(grammars._LIMITS, "step_lexer_fuel", 5000)
+    rows, masks = [], MaskThreads.masks
+    monkeypatch.setattr(MaskThreads, "masks", lambda self, found: rows.append(len(found)) or masks(self, found))
+    with LLM(executor="reference", max_sequences=16, max_context=512) as own:
+        for params in wanted:
+            own.maker.grammars.matcher(params.form, grammars.Thought())
+        failed = own.stream(PROMPT, failing)
+        streams = [own.stream(PROMPT, params) for params in wanted]
+        with pytest.raises(FormError, match="cannot be followed"):
+            failed.finish()
+        assert failed.completion.token_ids, "its first mask, which it has alone, was there"
+        assert [stream.finish().token_ids for stream in streams] == [answer.token_ids for answer in alone]
+    assert max(rows) > 8
 
 
 def test_a_slow_form_holds_nobody_up(llm):

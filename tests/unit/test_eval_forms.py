@@ -37,8 +37,8 @@ def test_drafts_are_timed_by_the_step(tool, capsys):
 
 
 def test_the_draft_of_the_bundled_model_drafts_one_tree(tool, capsys):
-    line = ["--executor", "reference", "--tokens", "4", "--draft", "eagle2", "--repeats", "1", "--forms", "free", "text"]
-    assert tool.main(line) == 0
+    forms = ["--forms", "free", "text"]
+    assert tool.main(["--executor", "reference", "--tokens", "4", "--draft", "eagle2", "--repeats", "1", *forms]) == 0
     assert capsys.readouterr().out.splitlines()[2].endswith(" of free")
 
 
