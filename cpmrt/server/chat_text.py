@@ -34,13 +34,22 @@ class ChatText:
         self._thinking, self._bound = _ThinkingSplitter(thought_end), bound
         self._tools = None if schemas is None else CallFinder(schemas)
         self._calls = CallDeltas(one_call=one_call)
+        self._num_before_text = 0
+        """Tokens of pieces that came before any text was certain."""
+
+    @property
+    def num_thought_tokens(self) -> int:
+        """The number of tokens that the thought took, with its markers; the one that ends it may hold text too."""
+        return self._num_before_text if self._thinking.has_thought else 0
 
     @property
     def has_calls(self) -> bool:
         return self._calls.num_calls > 0
 
-    def push(self, piece: str) -> list[Delta]:
-        """Return the deltas that this piece completes."""
+    def push(self, piece: str, num_tokens: int = 0) -> list[Delta]:
+        """Return the deltas that this piece of so many tokens completes."""
+        if not self._thinking.is_done:
+            self._num_before_text += num_tokens
         thoughts, text = self._thinking.push(piece)
         if self._tools is None and not thoughts:
             return [{"content": text}] if text else []
@@ -109,21 +118,23 @@ class _ThinkingSplitter:
     def __init__(self, thought_end: str | None):
         self._end = thought_end or ""
         """The marker that ends the open thought; "" outside of one."""
-        self._is_done = False
+        self.has_thought = bool(thought_end)
+        self.is_done = False
+        """Whether a thought has ended, or none has begun."""
         self._held = ""
         self._trims = True
 
     def push(self, piece: str) -> tuple[str, str]:
         """Return the thoughts and the text that this piece completes."""
-        if self._is_done and not self._trims:
+        if self.is_done and not self._trims:
             return "", piece
         self._held += piece
         thoughts = ""
-        if not self._is_done and not self._end:
+        if not self.is_done and not self._end:
             self._look_for_start()
         if self._end:
             thoughts = self._take_thoughts()
-        return thoughts, self._take_text() if self._is_done else ""
+        return thoughts, self._take_text() if self.is_done else ""
 
     def flush(self) -> tuple[str, str]:
         """Return what is still held back, now that no more will come."""
@@ -134,17 +145,17 @@ class _ThinkingSplitter:
         text = self._held.lstrip()
         for start, end in THINKING_PAIRS.items():
             if text.startswith(start):
-                self._end, self._held = end, text[len(start) :]
+                self._end, self._held, self.has_thought = end, text[len(start) :], True
                 return
         if text and not any(start.startswith(text) for start in THINKING_PAIRS):
-            self._is_done, self._trims = True, False
+            self.is_done, self._trims = True, False
 
     def _take_thoughts(self) -> str:
         self._trim_start()
         before, end, after = self._held.partition(self._end)
         if end:
             self._end, self._held = "", after
-            self._is_done = self._trims = True
+            self.is_done = self._trims = True
             return before.rstrip()
         shown = self._held[: len(self._held) - held_back(self._held, (self._end,))].rstrip()
         self._held = self._held[len(shown) :]

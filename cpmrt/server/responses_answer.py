@@ -74,7 +74,7 @@ class ResponsesFormat:
         part = item[1]
         if isinstance(part, Ended):
             self._ended = part
-        for delta in self._text.flush() if isinstance(part, Ended) else self._text.push(part.text):
+        for delta in self._text.flush() if isinstance(part, Ended) else self._text.push(part.text, len(part.token_ids)):
             yield self._grow(delta)
 
     def _grow(self, delta: Delta) -> str:
@@ -152,7 +152,7 @@ class ResponsesFormat:
             "status": status,
             "incomplete_details": {"reason": reason} if status == "incomplete" else None,
             "output": self._items,
-            "usage": usage and _usage(usage),
+            "usage": usage and _usage(usage, self._text.num_thought_tokens),
         }
 
     def _event(self, kind: str, **fields: Any) -> str:
@@ -166,11 +166,11 @@ def _part(kind: str) -> dict[str, Any]:
     return {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
 
 
-def _usage(usage: dict[str, Any]) -> dict[str, Any]:
+def _usage(usage: dict[str, Any], num_thought_tokens: int) -> dict[str, Any]:
     return {
         "input_tokens": usage["prompt_tokens"],
         "input_tokens_details": {"cached_tokens": usage["prompt_tokens_details"]["cached_tokens"]},
         "output_tokens": usage["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": num_thought_tokens},
         "total_tokens": usage["total_tokens"],
     }

@@ -84,6 +84,18 @@ def test_thoughts_are_items(client):
     assert (thought.type, thought.content[0].text, text.content[0].text) == ("reasoning", "hm", "yes")
 
 
+@pytest.mark.parametrize(("said", "count"), [
+    ("<think>hm</think>yes", 17), (" <think>größer</think>\n\nyes", 24), ("<think>on and on", 16 + 1),
+    ("yes <think>hm</think>", 0), ("<thinner", 0), ("", 0),
+])  # fmt: skip
+def test_tokens_of_thoughts_are_counted(client, said, count):
+    """The model that says what it is told takes a token for each byte, and one for the end."""
+    for stream in (False, True):
+        answer = client.responses.create(model="says", input=f"say({said})yas", stream=stream)
+        usage = (list(answer)[-1].response if stream else answer).usage
+        assert usage.output_tokens_details.reasoning_tokens == count <= usage.output_tokens
+
+
 @pytest.mark.parametrize(("fields", "param"), [
     ({"input": []}, "input"), ({"input": 5}, "input"), ({"input": [5]}, "input[0].type"),
     ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
