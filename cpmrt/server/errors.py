@@ -11,6 +11,7 @@ from cpmrt.errors import (
     ContextLengthError,
     CpmrtError,
     DeviceError,
+    FormError,
     NoDeviceError,
     RequestError,
 )
@@ -71,6 +72,8 @@ def as_api_error(error: BaseException) -> ApiError:
         return ApiError(400, str(error), code="context_length_exceeded")
     if isinstance(error, RequestError):
         return ApiError(400, _renamed(str(error)), param=_field_of(error.what), code="invalid_value")
+    if isinstance(error, FormError):
+        return ApiError(400, str(error), code="form_failed")
     if isinstance(error, CheckpointError):
         message = "the chat template does with these messages what no template may; see the server's log"
         return ApiError(400, message, code="template_refused")

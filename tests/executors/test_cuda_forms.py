@@ -65,6 +65,33 @@ def test_company_and_drafts_change_nothing(alone, settings):
     assert [tokens for tokens, *_ in found] == [tokens for tokens, *_ in expected]
 
 
+@pytest.mark.all
+def test_300_schemas():
+    """At temperature 1 every answer that has ended validates; 16 at a time and drafted it is what it is alone."""
+    pytest.importorskip("llguidance")
+    wanted = schemas(300, seed=1)
+    params = [
+        SamplingParams(json_schema=schema, temperature=1.0, seed=seed, max_new_tokens=160)
+        for seed, schema in enumerate(wanted)
+    ]
+    found = {}
+    for name, together, settings in (
+        ("alone", False, {"max_sequences": 16}), ("together", True, {"max_sequences": 16}),
+        ("drafted", False, {"max_sequences": 16, "draft": "eagle2"}),
+    ):  # fmt: skip
+        with LLM(executor="cuda", max_context=512, **settings) as llm:
+            groups = [params] if together else [[one] for one in params]
+            found[name] = [answer for group in groups for answer in llm.generate([PROMPT] * len(group), group)]
+    alone = [answer.token_ids for answer in found["alone"]]
+    for name in ("together", "drafted"):
+        assert [answer.token_ids for answer in found[name]] == alone, name
+    ended = [number for number, answer in enumerate(found["alone"]) if answer.finish_reason == "stop"]
+    for number in ended:
+        text = found["alone"][number].text
+        jsonschema.validate(json.loads(text), wanted[number], jsonschema.Draft202012Validator)
+    assert len(ended) > 270
+
+
 @pytest.mark.parametrize("draft", ["eagle2", "lookup"])
 def test_drafts_are_accepted_under_forms(draft):
     """Nearly every step that takes no certain tokens is drafted, and saves steps."""

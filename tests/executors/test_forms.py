@@ -160,6 +160,28 @@ def test_classes_are_schemas(llm):
     assert Place(**json.loads(answer.text)).name in ("here", "there")
 
 
+def test_models_of_pydantic_are_schemas(llm):
+    pydantic = pytest.importorskip("pydantic")
+
+    class Trip(pydantic.BaseModel):
+        days: int = pydantic.Field(ge=1, le=9)
+        unit: Literal["celsius", "kelvin"]
+
+    answer = llm.generate(PROMPT, SamplingParams(json_schema=Trip, temperature=1.0, max_new_tokens=60))
+    assert 1 <= Trip.model_validate_json(answer.text).days <= 9
+
+
+def test_a_prompt_that_is_cached_begins_its_form_anew(llm):
+    """Two forms behind one prompt of some pages, each twice, are what they are where nothing is reused."""
+    prompt = "To whom it may concern: " * 12 + PROMPT
+    forms = [{"json_schema": schemas(3, seed=6)[2]}, {"regex": "[a-z]{4,9}-[0-9]{2}"}] * 2
+    params = [SamplingParams(**form, temperature=1.0, seed=5, max_new_tokens=60) for form in forms]
+    found = [llm.generate(prompt, one) for one in params]
+    assert all(answer.stats.cached_tokens > 64 for answer in found[1:])
+    with LLM(executor="reference", max_context=512, prefix_cache=False) as own:
+        assert [own.generate(prompt, one).token_ids for one in params] == [answer.token_ids for answer in found]
+
+
 def test_certain_tokens_save_steps(llm):
     """A call of a tool with three arguments: at least a quarter of the steps of plain decoding are saved."""
     schema = {
@@ -301,6 +323,31 @@ def test_compiling_ends_at_its_limit(llm, monkeypatch):
         with pytest.raises(RequestError, match=problem):
             own.matcher(SamplingParams(regex=f"a{number}").form, grammars.Thought())
     released.set()
+
+
+def test_a_form_is_compiled_once(llm, monkeypatch):
+    """Forms, and what is wrong with one, are kept; the one used least recently goes first."""
+    own, compiled = grammars.Grammars(llm.tokenizer, llm.tokenizer.eos_token_ids), []
+    compile_form = grammars.Grammars._compile
+
+    def noted(self, form):
+        compiled.append(form)
+        return compile_form(self, form)
+
+    monkeypatch.setattr(grammars.Grammars, "_compile", noted)
+    monkeypatch.setattr(grammars, "MAX_KEPT", 2)
+
+    def ask(regex):
+        own.matcher(SamplingParams(regex=regex).form, grammars.Thought())()
+
+    for regex in ("a", "b", "a", "c", "a"):
+        ask(regex)
+    assert [form.text for form in compiled] == ["a", "b", "c"]
+    ask("b")
+    for _ in range(2):
+        with pytest.raises(RequestError, match="unclosed group"):
+            ask("(")
+    assert [form.text for form in compiled] == ["a", "b", "c", "b", "("]
 
 
 def test_without_the_package_the_error_names_it(llm, monkeypatch):

@@ -102,6 +102,18 @@ def test_a_form_that_cannot_be_had_is_refused(demo, fields, param):
     assert answer.status_code == 400 and error["param"] == param and "\n" not in error["message"], error
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_form_that_becomes_too_complex_is_the_requests_fault(demo, stream):
+    """Repeats of repeats compile; that the answer cannot go on is found out within it. The next request is answered."""
+    regex = "a" + "(" * 50 + "a" + "{1,50})" * 50
+    answer = demo.client.post("/v1/completions", json={"prompt": "x", "guided_regex": regex, "stream": stream})
+    events = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: {")]
+    error = json.loads(events[-1] if stream and answer.status_code == 200 else answer.text)["error"]
+    assert (error["code"], error["type"]) == ("form_failed", "invalid_request_error") and "\n" not in error["message"]
+    assert stream or answer.status_code == 400
+    assert re.fullmatch("[ab]{3}", answer_of(demo, guided_regex="[ab]{3}"))
+
+
 @pytest.mark.all
 def test_slow_forms_hold_nobody_up(demo):
     """A schema that takes long to compile gets its 400, and another answer comes meanwhile."""

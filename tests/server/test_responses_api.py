@@ -121,6 +121,8 @@ def test_structured_text(demo):
     wanted = {"type": "json_schema", "name": "w", "schema": {"enum": ["rain", "sun"]}}
     answer = client.responses.create(model="demo", input="?", text={"format": wanted}, temperature=1)
     assert json.loads(answer.output_text) in ("rain", "sun")
+    with client.responses.stream(model="demo", input="?", text_format=Weather, max_output_tokens=60) as stream:
+        assert stream.get_final_response().output_parsed == parsed.output_parsed
 
 
 def test_a_tool_that_must_be_called(tmp_path):

@@ -113,6 +113,16 @@ def test_a_schema_leaves_room_for_calls(client, server):
     assert firsts == {b"<", b'"'}
 
 
+def test_a_form_binds_behind_the_thought(server):
+    """The template opens a thought, whose budget closes it; what stands in it is free."""
+    wanted = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"enum": ["rain", "sun"]}}}
+    fields = {"chat_template_kwargs": {"enable_thinking": True}, "max_thinking_tokens": 12, **SAMPLED}
+    message = server.chat("Weather?", response_format=wanted, **fields).json()["choices"][0]["message"]
+    assert message["reasoning_content"] and json.loads(message["content"]) in ("rain", "sun")
+    free = server.chat("Weather?", **fields | {"max_tokens": 12}).json()["choices"][0]["message"]
+    assert free["reasoning_content"] == message["reasoning_content"]
+
+
 def test_python_has_the_calls_too(server):
     llm, messages = server.engine.llm, [{"role": "user", "content": "Weather?"}]
     answer = llm.chat(messages, SamplingParams(max_new_tokens=400, seed=2), tools=TOOLS, tool_choice="get_weather")

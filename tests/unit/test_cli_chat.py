@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import select
 import signal
 import stat
@@ -84,6 +85,14 @@ def test_piped_lines_are_turns(chat, checkpoint, capsys):
     assert chat("one\n\ntwo\nthree", *SAMPLING) == 0
     out = capsys.readouterr().out
     assert out == "".join(f"{text}\n" for text in answers(checkpoint, ["one", "two", "three"]))
+
+
+def test_every_turn_has_the_form_that_options_give(monkeypatch, capsys):
+    pytest.importorskip("llguidance")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"one\ntwo\n")))
+    assert main(["chat", "--executor", "reference", "--regex", "[xy]{3}!", "--temperature", "1"]) == 0
+    turns = capsys.readouterr().out.splitlines()
+    assert len(turns) == 2 and all(re.fullmatch("[xy]{3}!", turn) for turn in turns)
 
 
 def test_an_answer_that_loops_is_ended_by_default(chat, capsys):

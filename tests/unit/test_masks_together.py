@@ -14,6 +14,7 @@ from cpmrt import SamplingParams
 from cpmrt.errors import FormError, RequestError
 from cpmrt.grammar import Grammars, Thought, mask_threads
 from cpmrt.grammar.compiled_form import CompiledForm
+from cpmrt.grammar.matcher import AnswerMatcher
 from cpmrt.text import Tokenizer
 from cpmrt.weights.model_folder import ModelFolder
 
@@ -23,6 +24,17 @@ FORMS = [
     *[SamplingParams(regex=regex).form for regex in REGEXES[::12]],
     *[SamplingParams(grammar=grammar).form for grammar in LARK_GRAMMARS[::4]],
 ]
+
+
+class User:
+    """Whoever keeps a matcher."""
+
+
+class Copied:
+    """A matcher that can only be copied."""
+
+    def deep_copy(self):
+        return Copied()
 
 
 @pytest.fixture(scope="module")
@@ -133,6 +145,25 @@ def test_a_thought_is_free_among_answers_that_are_not(threaded, serial):
     assert [allowed_by(answer) for answer in answers] == expected
 
 
+@pytest.mark.parametrize("together", [False, True])
+def test_a_mask_that_allows_nothing_is_an_error(threaded, together):
+    class Nothing(Copied):
+        def deep_copy(self):
+            return self
+
+        def compute_bitmask(self):
+            return bytes(512)
+
+        def is_error(self):
+            return False
+
+    matcher = AnswerMatcher(CompiledForm(Nothing(), 1, lambda: None), threaded._vocabulary, Thought())
+    if together:
+        matcher._prepared = bytes(512)
+    with pytest.raises(FormError, match="allows no token here"):
+        matcher.allowed()
+
+
 def test_what_was_prepared_does_not_outlive_a_token(threaded, serial):
     """An answer that goes on without being asked has the mask of its new place, and so has its fork."""
     form = SamplingParams(regex="ab?c{3}").form
@@ -156,17 +187,6 @@ def test_slices_change_no_mask(tokenizer, serial):
         assert found == expected
         go_on(both[0], found, choice)
         go_on(both[1], expected, choice)
-
-
-class User:
-    """Whoever keeps a matcher."""
-
-
-class Copied:
-    """A matcher that can only be copied."""
-
-    def deep_copy(self):
-        return Copied()
 
 
 def test_answers_of_one_form_share_it_out():
