@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
 
 _MOST_THREADS = 8
-_FEWEST_MASKS = 4
-"""To wake the threads takes as long as a mask or two."""
+_FEWEST_MASKS = 8
+"""To wake the threads takes as long as some masks, and a step of few rows has time for them all."""
 
 
 def default_num_threads() -> int:
