@@ -46,6 +46,7 @@
     !defined(WINDOW) || !defined(SELECTED) || !defined(FP8)
 #error "a constant is not defined"
 #endif
+#define ROW_HALVES (GROUP <= 8 && !FP8 ? 1 : 2)
 #include "attention.cuh"
 
 static_assert(!SELECTED || WINDOW == 0, "a row chooses among all its blocks");
@@ -73,13 +74,15 @@ DEVICE void begin(WarpState& state, unsigned char* shared, const scalar_t* q, co
     pdl_wait();
     query.read(q, heads, load16_written);
   }
-  stream.fill(keys);
+  const Stream::NewRow added = stream.fill(keys);
   pdl_launch_dependents();  // now: a row's few pages would wait 3 us and more behind the next kernel's weights
   if (TREE) stream.path.keep(node, stream.page_stride);
-  if (is_early) pdl_wait();
+  if (is_early) {
+    pdl_wait();
+    query.read(q, heads, load16_written);
+  }
   stream.load_scales();
-  const bool has_new = (TREE || is_early) && stream.fill_new(keys);
-  if (is_early) query.read(q, heads, load16_written);
+  const bool has_new = TREE ? stream.fill_new(keys) : added.copy();
   query.store(shared);
   if (has_new) cp_async_wait_all();
   __syncthreads();

@@ -70,7 +70,7 @@ DEVICE int published_offset(int row, int vector) {
 DEVICE void publish_warp(const WarpState& state, uint32_t out, float* log_sums) {
   const int lane = threadIdx.x & 31;
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
+  for (int half = 0; half < ROW_HALVES; ++half) {
     const float sum = quad_sum(state.sum[half]), inverse = sum > 0.0f ? reciprocal_fast(sum) : 0.0f;
     const int row = lane / 4 + half * 8;
     if (lane % 4 == 0) log_sums[row] = sum > 0.0f ? state.max[half] + log2_fast(sum) : kNoMaximum;

@@ -13,6 +13,9 @@
 #ifndef FP8
 #define FP8 0
 #endif
+#ifndef ROW_HALVES
+#define ROW_HALVES 2  // 1: rows 8 to 15 of a tile of queries are empty, and nothing but products is done for them
+#endif
 #ifndef LISTED_LATE
 #define LISTED_LATE 0  // 1: the list of blocks comes after pdl_wait, pages that are known without it are read before
 #endif

@@ -59,14 +59,22 @@ DEVICE void mask_tile(float (&scores)[2][4], int first_key, const Keys (&keys)[2
   }
 }
 
-// Scores become weights 2^(factor * score - max); output and sums are brought to the new maximum.
-DEVICE void softmax_tile(float (&scores)[2][4], WarpState& state, float factor) {
-  float keep[2];
+// Of the tile's rows 0 to 7 and 8 to 15, the lane's part.
+DEVICE void find_tops(float* tops, const float (&scores)[2][4]) {
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
+  for (int half = 0; half < ROW_HALVES; ++half) {
     const int i = 2 * half;
-    const float top = fmaxf(fmaxf(scores[0][i], scores[0][i + 1]), fmaxf(scores[1][i], scores[1][i + 1]));
-    const float max = fmaxf(state.max[half], quad_max(top) * factor);
+    tops[half] = fmaxf(fmaxf(scores[0][i], scores[0][i + 1]), fmaxf(scores[1][i], scores[1][i + 1]));
+  }
+}
+
+// Scores become weights 2^(factor * score - max), `tops` being the largest scores of the rows; sums are brought to the new
+// maximum, to which the output comes with `keep`.
+DEVICE void weigh_tile(float (&scores)[2][4], float* keep, WarpState& state, const float* tops, float factor) {
+#pragma unroll
+  for (int half = 0; half < ROW_HALVES; ++half) {
+    const int i = 2 * half;
+    const float max = fmaxf(state.max[half], tops[half] * factor);
     keep[half] = exp2_fast(state.max[half] - max);
     state.max[half] = max;
 #pragma unroll
@@ -77,10 +85,44 @@ DEVICE void softmax_tile(float (&scores)[2][4], WarpState& state, float factor) 
     state.sum[half] = state.sum[half] * keep[half] +
                           ((scores[0][i] + scores[0][i + 1]) + (scores[1][i] + scores[1][i + 1]));
   }
+}
+
+DEVICE void scale_output(WarpState& state, const float* keep) {
 #pragma unroll
   for (int n = 0; n < kDimTiles; ++n)
 #pragma unroll
-    for (int i = 0; i < 4; ++i) state.out[n][i] *= keep[i / 2];
+    for (int i = 0; i < 2 * ROW_HALVES; ++i) state.out[n][i] *= keep[i / 2];
+}
+
+// Weights of a tile, and the output brought to the new maximum.
+DEVICE void softmax_tile(float (&scores)[2][4], WarpState& state, float factor) {
+  float tops[ROW_HALVES], keep[ROW_HALVES];
+  find_tops(tops, scores);
+  quad_maxima(tops);
+  weigh_tile(scores, keep, state, tops, factor);
+  scale_output(state, keep);
+}
+
+// 16 values as operands of products. A lane reads its row lane_row_a of v.
+struct Values {
+  uint32_t b[kDimSteps][4];
+
+  DEVICE void load(const TileRow& v_row) {
+    const int lane = threadIdx.x & 31;
+#pragma unroll
+    for (int pair = 0; pair < kDimSteps; ++pair) ldmatrix_x4_transposed(b[pair], v_row.chunk(2 * pair + lane_chunk_a(lane)));
+  }
+};
+
+// out += weights v.
+DEVICE void accumulate_values(WarpState& state, const float (&weights)[2][4], const Values& v) {
+  const uint32_t a[4] = {pack2(weights[0][0], weights[0][1]), pack2(weights[0][2], weights[0][3]),
+                         pack2(weights[1][0], weights[1][1]), pack2(weights[1][2], weights[1][3])};
+#pragma unroll
+  for (int pair = 0; pair < kDimSteps; ++pair) {
+    mma(state.out[2 * pair], a, {v.b[pair][0], v.b[pair][1]});
+    mma(state.out[2 * pair + 1], a, {v.b[pair][2], v.b[pair][3]});
+  }
 }
 
 // out += weights v. A lane reads its row lane_row_a of v.

@@ -211,14 +211,41 @@ struct Stream {
     cp_async_commit();
   }
 
+  // A lane's chunk of the key and the value at keys.old, if the warp has them: where it will lie, and its place in the ring.
+  struct NewRow {
+    const page_t* source;
+    uint32_t target;
+
+    // True if there is one: then cp_async_wait_all must follow.
+    DEVICE bool copy() const {
+      if (source != nullptr) cp_async16(target, source);
+      return source != nullptr;
+    }
+  };
+
   // The ring's first pages but for keys from keys.old on: all that is older than the kernel before this one, which lets
   // this one start only after its own pdl_wait. The loops stay loops: short code starts soon.
-  DEVICE void fill(const Keys& keys) {
+  DEVICE NewRow fill(const Keys& keys) {
+    NewRow added = {};
 #pragma unroll 1
     for (int i = 0; i < STAGES; ++i) {
       const Place place = advance();
       load(place.k_tile, false, place, keys.length, keys.old);
       load(place.k_tile + kHalfPlace, true, place, keys.length, keys.old);
+      if (!TREE && place.is_page && keys.old < keys.length) find_new(added, place, keys.old - place.before);
+    }
+    return added;
+  }
+
+  // `row`: of the first page of the place.
+  DEVICE void find_new(NewRow& added, const Place& place, int row) const {
+    const int lane = threadIdx.x & 31, chunk = lane % kCopiedChunks;
+    const bool is_v = lane >= kCopiedChunks;
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i, row -= kPageTokens) {
+      if (row < 0 || row >= kKeys || lane >= 2 * kCopiedChunks) continue;
+      added.source = (is_v ? v_rows : k_rows) + place.offset[i] + row * HEAD_DIM + chunk * kChunkElements;
+      added.target = place.k_tile + i * kTileBytes + (is_v ? kHalfPlace : 0) + copied_place(row, chunk);
     }
   }
 
@@ -302,23 +329,38 @@ DEVICE void attend(WarpState& state, Stream& stream, const Keys& keys, int page,
   }
 }
 
-// Attends to a run whose pages all came with fill(), where no other run follows. The scores come first, which do not wait
-// for each other: those of places without a page mean nothing. The order of what follows is that of attend().
+// Attends to a run whose pages all came with fill(), where no other run follows. Scores and weights come first, those of
+// one page beside those of the others; a place without a page has hidden keys, whose weights are 0 and change nothing. The
+// values, sums and products are those of attend().
 DEVICE void attend_filled(WarpState& state, const Stream& stream, const Keys& keys, int page, int num_pages,
                           float factor) {
   const int lane = threadIdx.x & 31;
-  float scores[STAGES][2][4];
+  float scores[STAGES][2][4] = {}, tops[STAGES * ROW_HALVES], keep[STAGES][ROW_HALVES];
+  Values values[2];
   cp_async_wait_all();
   __syncwarp();
 #pragma unroll
-  for (int i = 0; i < STAGES; ++i) score_tile(scores[i], state, TileRow(stream.ring + i * kStageBytes, lane_row_b(lane)));
+  for (int i = 0; i < STAGES; ++i) {
+    if (i + 1 == STAGES && num_pages < STAGES) break;  // a test for each page would keep one from starting beside another
+    score_tile(scores[i], state, TileRow(stream.ring + i * kStageBytes, lane_row_b(lane)));
+  }
+  values[0].load(TileRow(stream.ring + kHalfPlace, lane_row_a(lane)));
+#pragma unroll
+  for (int i = 0; i < STAGES; ++i) {
+    const int first_key = stream.first_key(page + i);
+    const Keys seen = i < num_pages ? keys : Keys{0, 0};
+    if (!seen.all_visible(first_key)) mask_tile(scores[i], first_key, {seen, seen});
+    find_tops(tops + i * ROW_HALVES, scores[i]);
+  }
+  quad_maxima(tops);
+#pragma unroll
+  for (int i = 0; i < STAGES; ++i) weigh_tile(scores[i], keep[i], state, tops + i * ROW_HALVES, factor);
 #pragma unroll
   for (int i = 0; i < STAGES; ++i) {
     if (i >= num_pages) break;
-    const int first_key = stream.first_key(page + i);
-    if (!keys.all_visible(first_key)) mask_tile(scores[i], first_key, {keys, keys});
-    softmax_tile(scores[i], state, factor);
-    accumulate_tile(state, scores[i], TileRow(stream.ring + i * kStageBytes + kHalfPlace, lane_row_a(lane)));
+    if (i + 1 < STAGES) values[(i + 1) % 2].load(TileRow(stream.ring + (i + 1) * kStageBytes + kHalfPlace, lane_row_a(lane)));
+    if (i > 0) scale_output(state, keep[i]);  // before the first page it is zero
+    accumulate_values(state, scores[i], values[i % 2]);
   }
   __syncwarp();
 }

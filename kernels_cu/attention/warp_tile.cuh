@@ -35,6 +35,14 @@ DEVICE float quad_max(float x) {
   return fmaxf(x, __shfl_xor_sync(0xFFFFFFFFu, x, 2));
 }
 
+template <int COUNT>
+DEVICE void quad_maxima(float (&x)[COUNT]) {
+#pragma unroll
+  for (int distance = 1; distance <= 2; distance *= 2)
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) x[i] = fmaxf(x[i], __shfl_xor_sync(0xFFFFFFFFu, x[i], distance));
+}
+
 DEVICE float quad_sum(float x) {
   x += __shfl_xor_sync(0xFFFFFFFFu, x, 1);
   return x + __shfl_xor_sync(0xFFFFFFFFu, x, 2);
