@@ -15,24 +15,34 @@
 
 static_assert(HIDDEN % 8 == 0, "HIDDEN must be a multiple of 8");
 
+constexpr int kThreads = 128;
+
 DEVICE uint32_t scaled(uint32_t pair, float scale) {
   const float2 v = unpack2(pair);
   return pack2(v.x * scale, v.y * scale);
 }
 
-extern "C" __global__ void __launch_bounds__(128)
+extern "C" __global__ void __launch_bounds__(kThreads)
     KERNEL(embed)(scalar_t* __restrict__ x, const int32_t* token_ids, const int32_t* slots,
                   const scalar_t* __restrict__ table, float scale) {
   pdl_begin();
   const int64_t row = blockIdx.x;
-  const bool used = slots[row] >= 0;
-  const scalar_t* source = table + static_cast<int64_t>(used ? token_ids[row] : 0) * HIDDEN;
-  for (int column = threadIdx.x * 8; column < HIDDEN; column += 128 * 8) {
-    uint4 v = make_uint4(0, 0, 0, 0);
-    if (used) {
-      v = load16_streamed(source + column);
-      v = make_uint4(scaled(v.x, scale), scaled(v.y, scale), scaled(v.z, scale), scaled(v.w, scale));
-    }
-    store16(x + row * HIDDEN + column, v);
+  const int slot = load_now(slots + row), token = load_now(token_ids + row);  // neither waits for the other
+  const bool used = slot >= 0;
+  const scalar_t* source = table + static_cast<int64_t>(used ? token : 0) * HIDDEN;
+  constexpr int kPieces = (HIDDEN / 8 + kThreads - 1) / kThreads;
+  uint4 pieces[kPieces];  // all asked for before one is stored: each comes from memory
+#pragma unroll
+  for (int i = 0; i < kPieces; i++) {
+    const int column = (threadIdx.x + i * kThreads) * 8;
+    pieces[i] = make_uint4(0, 0, 0, 0);
+    if (used && column < HIDDEN) pieces[i] = load16_streamed(source + column);
+  }
+#pragma unroll
+  for (int i = 0; i < kPieces; i++) {
+    const int column = (threadIdx.x + i * kThreads) * 8;
+    const uint4 v = pieces[i];
+    if (column >= HIDDEN) continue;
+    store16(x + row * HIDDEN + column, make_uint4(scaled(v.x, scale), scaled(v.y, scale), scaled(v.z, scale), scaled(v.w, scale)));
   }
 }
