@@ -13,6 +13,10 @@ constexpr int kBlocks = 1;
 DEVICE void row_arrive() {
   if constexpr (kBlocks > 1) asm volatile("barrier.cluster.arrive.release;" ::: "memory");
 }
+// Arrives with nothing written that a peer will read: no fence.
+DEVICE void row_announce() {
+  if constexpr (kBlocks > 1) asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
+}
 DEVICE void row_wait() {
   if constexpr (kBlocks == 1) {
     __syncthreads();
@@ -51,5 +55,15 @@ DEVICE void store_peer(uint64_t* local, int block, uint64_t value) {
     *local = value;
   } else {
     asm volatile("st.shared::cluster.u64 [%0], %1;" ::"r"(peer_address(local, block)), "l"(value) : "memory");
+  }
+}
+// Sends a value to block `block`, whose `barrier` counts its bytes: `local` and `barrier` are addresses of this block.
+DEVICE void send_peer(const uint64_t* local, uint32_t barrier, int block, uint64_t value) {
+  if constexpr (kBlocks > 1) {
+    uint32_t remote;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(barrier), "r"(block));
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.u64 [%0], %1, [%2];" ::"r"(peer_address(local, block)),
+                 "l"(value), "r"(remote)
+                 : "memory");
   }
 }

@@ -23,13 +23,14 @@ DEVICE void finish_row(ResultRecord* results, SlotState* state, const Ending& en
     publish(results, sequence, row, token, false);
     return;
   }
-  const uint32_t count = token_counts[token];
   const int num_generated = ending.num_generated + 1;
   state->num_generated = num_generated;
   state->last_token = token;
   state->finished = stops || num_generated == ending.max_new_tokens;
   publish(results, sequence, row, token, has_logprobs);
-  token_counts[token] = kSeen | (count + 1);
+  // Nobody waits for the word, which may come from far.
+  atomicAdd(&token_counts[token], 1u);
+  atomicOr(&token_counts[token], kSeen);
 }
 
 struct SlotCounts {

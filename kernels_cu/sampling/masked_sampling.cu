@@ -36,15 +36,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) ROW_BLOCKS
   __shared__ uint32_t allowed[kMaskWords];
   __shared__ uint32_t readiness;
   pdl_launch_dependents();
-  row_arrive();  // No block writes into another's shared memory before that one runs.
+  announce_block(shared);
   pdl_wait();
   row_wait();
+  Row<MaskedCounts> row;
+  HeldLogits held = begin_row(row, logits);
   const int slot = slots[blockIdx.y];
   if (slot < 0) return;
   SlotState* state = states + slot;
   uint32_t* counts = token_counts + static_cast<int64_t>(slot) * VOCAB;
-  Row<MaskedCounts> row;
-  row.logits = logits + static_cast<int64_t>(blockIdx.y) * VOCAB;
   set_request(row, state, &shared);
 
   const int top_k = state->top_k, num_logprobs = state->num_logprobs;
@@ -66,7 +66,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) ROW_BLOCKS
   }
   row.token_counts = {counts, copy_mask(allowed, bits + entry * mask_words, row.block, readiness, mask_words)};
 
-  const int token = sample_row(row, top_k, top_p, log_min_p);
+  const int token = sample_row(row, held, top_k, top_p, log_min_p);
   report_row(results, row, state, ending, counts, sequence, token, num_logprobs);
 }
 

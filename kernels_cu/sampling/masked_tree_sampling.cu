@@ -51,14 +51,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) ROW_BLOCKS
   __shared__ uint32_t allowed[kMaskWords];
   __shared__ uint32_t readiness;
   pdl_launch_dependents();
-  row_arrive();  // No block writes into another's shared memory before that one runs.
+  announce_block(shared);
   pdl_wait();
   row_wait();
+  Row<MaskedPathCounts> row;
+  HeldLogits held = begin_row(row, logits);
   const int node = blockIdx.y, slot = slots[node];
   if (slot < 0) return;
   const SlotState* state = states + slot;
-  Row<MaskedPathCounts> row;
-  row.logits = logits + static_cast<int64_t>(node) * VOCAB;
   set_request(row, state, &shared);
   const int depth = tree->depths[node];
   row.position = tree->position + 1 + depth;
@@ -84,7 +84,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) ROW_BLOCKS
   row.token_counts = {{counts, path, depth},
                       copy_mask(allowed, bits + entry * mask_words, row.block, readiness, mask_words)};
   __syncthreads();
-  const int token = sample_row(row, state->top_k, state->top_p, state->log_min_p);
+  const int token = sample_row(row, held, state->top_k, state->top_p, state->log_min_p);
   if (state->num_logprobs > 0 && token >= 0) write_logprobs(node_logprobs + node, row, token, state->num_logprobs);
   if (row.block == 0 && threadIdx.x == 0) tree->sampled[node] = token;
 }

@@ -28,15 +28,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) ROW_BLOCKS
                    const int32_t* slots, const StepContext* context) {
   __shared__ Shared shared;
   pdl_launch_dependents();
-  row_arrive();  // No block writes into another's shared memory before that one runs.
+  announce_block(shared);
   pdl_wait();
   row_wait();
+  Row<SlotCounts> row;
+  HeldLogits held = begin_row(row, logits);
   const int slot = slots[blockIdx.y];
   if (slot < 0) return;
   SlotState* state = states + slot;
   uint32_t* counts = token_counts + static_cast<int64_t>(slot) * VOCAB;
-  Row<SlotCounts> row;
-  row.logits = logits + static_cast<int64_t>(blockIdx.y) * VOCAB;
   row.token_counts.words = counts;
   set_request(row, state, &shared);
 
@@ -45,6 +45,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) ROW_BLOCKS
   const uint64_t sequence = context->sequence;
   const Ending ending(state);
 
-  const int token = sample_row(row, top_k, top_p, log_min_p);
+  const int token = sample_row(row, held, top_k, top_p, log_min_p);
   report_row(results, row, state, ending, counts, sequence, token, num_logprobs);
 }

@@ -1,5 +1,7 @@
 // The sampling chain over one row of logits, for the kernels of sampling.cu and tree_sampling.cu; see the first of them.
 #pragma once
+#include "copy.cuh"
+#include "mbarrier.cuh"
 #include "ordered_float.cuh"
 #include "philox.cuh"
 #include "row_blocks.cuh"
@@ -24,7 +26,8 @@ struct Shared {
   uint32_t row_counts[kBins];                                 // of the row
   uint64_t row_masses[kBins];
   uint64_t exchange[2][kBlocks];
-  uint64_t warps[kWarps];
+  uint64_t received[2];  // count the bytes that peers send to exchange
+  uint64_t warps[2][kWarps];
   uint64_t found_before;
   uint32_t found_count;
   int found_digit;
@@ -32,15 +35,49 @@ struct Shared {
 
 struct Larger {
   DEVICE static uint64_t of(uint64_t a, uint64_t b) { return a > b ? a : b; }
+  DEVICE static uint64_t of_warp(uint64_t value) {
+    const uint32_t high = value >> 32, top = __reduce_max_sync(0xFFFFFFFFu, high);
+    return static_cast<uint64_t>(top) << 32 | __reduce_max_sync(0xFFFFFFFFu, high == top ? static_cast<uint32_t>(value) : 0u);
+  }
 };
 struct Sum {
   DEVICE static uint64_t of(uint64_t a, uint64_t b) { return a + b; }
+  DEVICE static uint64_t of_warp(uint64_t value) {
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) value += __shfl_xor_sync(0xFFFFFFFFu, value, distance);
+    return value;
+  }
 };
 
 // What a filter keeps: tokens of a lower first digit, and of the same one those with at least this key.
 struct Cut {
   int step;
   uint32_t key;
+};
+
+// Logits of a thread's first groups, all asked for before one is looked at, and before the request is known.
+struct HeldLogits {
+  static constexpr int kThreadGroups = (kBlockGroups + kThreads - 1) / kThreads, kHeld = kThreadGroups < 8 ? kThreadGroups : 8;
+  float values[kHeld][4];
+
+  // From group `first` of the row on, before group `end`. What lies behind that counts as a token that nobody takes.
+  DEVICE void read(const float* logits, int first, int end) {
+#pragma unroll
+    for (int i = 0; i < kHeld; i++) {
+      const int group = first + i * kThreads;
+#pragma unroll
+      for (int j = 0; j < 4; j++) values[i][j] = __uint_as_float(0xFF800000u);
+      if (group >= end) continue;
+      if (VOCAB % 4 == 0) {
+        const uint4 v = load16_written(logits + group * 4);
+        values[i][0] = __uint_as_float(v.x), values[i][1] = __uint_as_float(v.y);
+        values[i][2] = __uint_as_float(v.z), values[i][3] = __uint_as_float(v.w);
+      } else {
+#pragma unroll
+        for (int j = 0; j < 4; j++) if (group * 4 + j < VOCAB) values[i][j] = logits[group * 4 + j];
+      }
+    }
+  }
 };
 
 // One row as one block of it sees it. `Counts` gives the word of token_counts that holds for a token in this row, and, if
@@ -54,13 +91,18 @@ struct Row {
   uint64_t seed;
   float temperature, repetition_penalty, presence_penalty, frequency_penalty;
   float maximum;  // of z
-  int position, block, parity;
+  int position, block, turn;  // turn: values combined so far
   bool is_adjusted;  // by penalties or biases
 
+  DEVICE int first_group() const { return block * kBlockGroups + threadIdx.x; }
   DEVICE int end_group() const { return min((block + 1) * kBlockGroups, kGroups); }
 
   // z of a token: the oracle's operations one by one.
-  DEVICE float adjust(float logit, int token) const {
+  DEVICE float adjust(float logit, int token) const { return scale(penalise(logit, token)); }
+  DEVICE float scale(float logit) const {
+    return temperature == 1.0f || temperature == 0.0f ? logit : __fdiv_rn(logit, temperature);
+  }
+  DEVICE float penalise(float logit, int token) const {
     if constexpr (Counts::kIsMasked) {
       if (!token_counts.allows(token)) return __uint_as_float(0xFF800000u);
     }
@@ -73,15 +115,15 @@ struct Row {
       logit = __fsub_rn(logit, count ? presence_penalty : 0.0f);
       logit = __fsub_rn(logit, __fmul_rn(frequency_penalty, static_cast<float>(count)));
     }
-    return temperature == 1.0f || temperature == 0.0f ? logit : __fdiv_rn(logit, temperature);
+    return logit;
   }
 
-  // visit(value, token) for the block's tokens: raw logits, or z. The first pass finds them in L2 and needs several
-  // loads in flight; later ones find them in L1, and short code serves them better.
-  template <bool RAW, int UNROLL = 1, typename Visit>
+  // visit(value, token) for the block's tokens: raw logits, or z. The first pass found them in L2 and had several loads in
+  // flight; these find them in L1, and short code serves them better.
+  template <bool RAW, typename Visit>
   DEVICE void for_each(Visit visit) const {
-#pragma unroll UNROLL
-    for (int group = block * kBlockGroups + threadIdx.x; group < end_group(); group += kThreads) {
+#pragma unroll 1
+    for (int group = first_group(); group < end_group(); group += kThreads) {
       float values[4];
       load_logits<VOCAB>(values, logits, group);
 #pragma unroll
@@ -95,20 +137,20 @@ struct Row {
   // The values of all threads of the row in one; everyone gets it. Integers, so no order matters.
   template <typename Operation>
   DEVICE uint64_t combine(uint64_t value) {
-#pragma unroll
-    for (int distance = 16; distance > 0; distance /= 2) {
-      value = Operation::of(value, __shfl_xor_sync(0xFFFFFFFFu, value, distance));
-    }
-    if (threadIdx.x % 32 == 0) shared->warps[threadIdx.x / 32] = value;
+    value = Operation::of_warp(value);
+    const int set = turn & 1;  // two in turns: a warp, or a block, may be here again while another still reads
+    if (threadIdx.x % 32 == 0) shared->warps[set][threadIdx.x / 32] = value;
     __syncthreads();
-    value = shared->warps[0];
-    for (int warp = 1; warp < kWarps; warp++) value = Operation::of(value, shared->warps[warp]);
-    // Two sets in turns: a block may be here again while another still reads.
-    if (threadIdx.x < kBlocks) store_peer(&shared->exchange[parity][block], threadIdx.x, value);
-    row_barrier();
-    value = shared->exchange[parity][0];
-    for (int peer = 1; peer < kBlocks; peer++) value = Operation::of(value, shared->exchange[parity][peer]);
-    parity ^= 1;
+    value = Operation::of_warp(threadIdx.x % 32 < kWarps ? shared->warps[set][threadIdx.x % 32] : 0);
+    if constexpr (kBlocks > 1) {
+      const uint32_t barrier = shared_address(&shared->received[set]);
+      if (threadIdx.x == 0) mbarrier_arrive_expect(barrier, sizeof(shared->exchange[0]));
+      if (threadIdx.x < kBlocks) send_peer(&shared->exchange[set][block], barrier, threadIdx.x, value);
+      mbarrier_wait(barrier, turn >> 1 & 1);
+      value = shared->exchange[set][0];
+      for (int peer = 1; peer < kBlocks; peer++) value = Operation::of(value, shared->exchange[set][peer]);
+    }
+    turn++;
     return value;
   }
 
@@ -181,12 +223,13 @@ DEVICE Digit find_digit(Shared* shared, uint64_t& goal, float share) {
     const uint64_t other = __shfl_up_sync(0xFFFFFFFFu, sum, distance);
     if (lane >= distance) sum += other;
   }
-  if (lane == 31) shared->warps[warp] = sum;
+  uint64_t(&warps)[kWarps] = shared->warps[0];
+  if (lane == 31) warps[warp] = sum;
   __syncthreads();
   uint64_t before = sum - a - b, total = 0;
   for (int other = 0; other < kWarps; other++) {
     if (other == warp) before += total;
-    total += shared->warps[other];
+    total += warps[other];
   }
   if (share > 0.0f) {
     const uint64_t wanted = static_cast<uint64_t>(ceil(static_cast<double>(share) * static_cast<double>(total)));
@@ -260,7 +303,7 @@ DEVICE int draw(Row<Counts>& row, Cut cut, float log_min_p) {
   const float minus_infinity = __uint_as_float(0xFF800000u), least = __fadd_rn(row.maximum, log_min_p);
   uint64_t best = 0;
 #pragma unroll 1
-  for (int group = row.block * kBlockGroups + threadIdx.x; group < row.end_group(); group += kThreads) {
+  for (int group = row.first_group(); group < row.end_group(); group += kThreads) {
     float values[4];
     load_logits<VOCAB>(values, row.logits, group);
     const uint4 random = philox(group, row.position, row.seed);
@@ -306,6 +349,28 @@ DEVICE void write_logprobs(TokenLogprobs* out, Row<Counts>& row, int chosen, int
   }
 }
 
+// Before row_wait: no block sends to another before that one runs and its barriers exist.
+DEVICE void announce_block(Shared& shared) {
+  if constexpr (kBlocks > 1) {
+    if (threadIdx.x == 0) {
+      for (uint64_t& barrier : shared.received) mbarrier_init(shared_address(&barrier), 1);
+      mbarrier_init_fence();
+    }
+    __syncwarp();
+    row_announce();
+  }
+}
+
+// What is known without the request, so that nothing waits for it.
+template <typename Counts>
+DEVICE HeldLogits begin_row(Row<Counts>& row, const float* logits) {
+  row.logits = logits + static_cast<int64_t>(blockIdx.y) * VOCAB;
+  row.block = blockIdx.x;
+  HeldLogits held;
+  held.read(row.logits, row.first_group(), row.end_group());
+  return held;
+}
+
 template <typename Counts>
 DEVICE void set_request(Row<Counts>& row, const SlotState* state, Shared* shared) {
   row.state = state;
@@ -316,28 +381,62 @@ DEVICE void set_request(Row<Counts>& row, const SlotState* state, Shared* shared
   row.presence_penalty = state->presence_penalty;
   row.frequency_penalty = state->frequency_penalty;
   row.position = state->position;
-  row.block = blockIdx.x;
-  row.parity = 0;
+  row.turn = 0;
   row.is_adjusted = row.repetition_penalty != 1.0f || row.presence_penalty != 0.0f ||
                     row.frequency_penalty != 0.0f || state->num_logit_biases > 0;
+}
+
+constexpr uint64_t kUnusable = ~0ull;  // larger than any candidate
+
+// The best of the block's tokens that this thread looks at by their raw logits: the group of four first, then the token.
+DEVICE uint64_t best_raw(HeldLogits& held, const float* logits, int first, int end) {
+  constexpr int kRounds = (HeldLogits::kThreadGroups + HeldLogits::kHeld - 1) / HeldLogits::kHeld;
+  const float infinity = __uint_as_float(0x7F800000u);
+  float best = -infinity;
+  int best_group = first;
+  bool is_usable = true;
+#pragma unroll 1
+  for (int round = 0; round < kRounds; round++, first += HeldLogits::kHeld * kThreads) {
+    if (round > 0) held.read(logits, first, end);
+#pragma unroll
+    for (int i = 0; i < HeldLogits::kHeld; i++) {
+      const float(&v)[4] = held.values[i];
+#pragma unroll
+      for (int j = 0; j < 4; j++) is_usable = is_usable && v[j] < infinity;  // not true of NaN either
+      const float top = fmaxf(fmaxf(v[0], v[1]), fmaxf(v[2], v[3]));
+      if (top > best) best = top, best_group = first + i * kThreads;
+    }
+  }
+  if (!is_usable) return kUnusable;
+  if (best == -infinity) return 0;
+  float values[4];
+  load_logits<VOCAB>(values, logits, best_group);
+  int token = 3;
+#pragma unroll
+  for (int j = 2; j >= 0; j--) token = values[j] == best ? j : token;
+  return candidate(best, best_group * 4 + token);
 }
 
 // The row's token, or kNonFinite. It ends with a barrier of the row: every block has read the state, none is read from
 // any more.
 template <typename Counts>
-DEVICE int sample_row(Row<Counts>& row, int top_k, float top_p, float log_min_p) {
-  constexpr uint64_t kUnusable = ~0ull;  // larger than any candidate
+DEVICE int sample_row(Row<Counts>& row, HeldLogits& held, int top_k, float top_p, float log_min_p) {
   const float infinity = __uint_as_float(0x7F800000u);
   uint64_t best = 0;
-  row.template for_each<true, 4>([&](float logit, int token) {
-    // Not true of NaN either.
-    best = Larger::of(best, logit < infinity ? candidate(row.adjust(logit, token), token) : kUnusable);
-  });
+  if (Counts::kIsMasked || row.is_adjusted) {
+    row.template for_each<true>([&](float logit, int token) {
+      best = Larger::of(best, logit < infinity ? candidate(row.penalise(logit, token), token) : kUnusable);
+    });
+  } else {
+    best = best_raw(held, row.logits, row.first_group(), row.end_group());
+  }
   best = row.template combine<Larger>(best);
-  if (best == kUnusable || best >> 32 == ordered(-infinity)) return static_cast<int>(kNonFinite);
+  if (best == kUnusable) return static_cast<int>(kNonFinite);
+  // The larger of two logits has the larger z, too.
+  row.maximum = row.scale(unordered(static_cast<uint32_t>(best >> 32)));
+  if (best == 0 || row.maximum == -infinity) return static_cast<int>(kNonFinite);
   int token = token_of(best);
   if (row.temperature != 0.0f) {
-    row.maximum = unordered(static_cast<uint32_t>(best >> 32));
     token = draw(row, filter(row, top_k, top_p), log_min_p);
   }
   return token;

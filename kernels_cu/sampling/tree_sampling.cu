@@ -24,14 +24,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) ROW_BLOCKS
   __shared__ Shared shared;
   __shared__ int path[kMaxNodes];
   pdl_launch_dependents();
-  row_arrive();  // No block writes into another's shared memory before that one runs.
+  announce_block(shared);
   pdl_wait();
   row_wait();
+  Row<PathCounts> row;
+  HeldLogits held = begin_row(row, logits);
   const int node = blockIdx.y, slot = slots[node];
   if (slot < 0) return;
   const SlotState* state = states + slot;
-  Row<PathCounts> row;
-  row.logits = logits + static_cast<int64_t>(node) * VOCAB;
   set_request(row, state, &shared);
   const int depth = tree->depths[node];
   row.position = tree->position + 1 + depth;
@@ -42,7 +42,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) ROW_BLOCKS
     for (int at = node, i = depth; i > 0; at = tree->parents[at]) path[--i] = tree->tokens[at];
   }
   __syncthreads();
-  const int token = sample_row(row, state->top_k, state->top_p, state->log_min_p);
+  const int token = sample_row(row, held, state->top_k, state->top_p, state->log_min_p);
   if (state->num_logprobs > 0 && token >= 0) write_logprobs(node_logprobs + node, row, token, state->num_logprobs);
   if (row.block == 0 && threadIdx.x == 0) tree->sampled[node] = token;
 }
