@@ -365,6 +365,8 @@ def test_plans_fit_the_device(name: str, device: Device) -> None:
         assert plan.shared_bytes <= device.shared_bytes_per_block
         assert plan.prefers_shared == plan_packed(layout, 1, device).prefers_shared
         assert plan.grid % (layout.runs if constants.shared_run else 1) == 0
+        if rows == 1 and plan.grid == device.num_sms:
+            assert plan.shared_bytes > device.shared_bytes_per_block / 2, "two blocks may share a multiprocessor"
         exchanges = constants.shared_run and layout.runs > 1
         assert bool(plan.num_arrivals) == bool(plan.partial_bytes) == (exchanges and not constants.clusters)
         assert bool(plan.fed_bytes) == bool(plan.fed) == (name in FEEDING[device] and rows > 8), rows
@@ -372,10 +374,14 @@ def test_plans_fit_the_device(name: str, device: Device) -> None:
             assert exchanges and plan.grid <= 8 * device.whole_clusters
 
 
-def test_only_blocks_that_find_room_beside_each_other_prefer_shared_memory() -> None:
-    small = {name for name in SHAPES if plan_packed(make_layout(name, H200), 1, H200).prefers_shared}
-    assert {"0.5B qkv", "0.5B gate_up", "0.5B down"} <= small
-    assert not [name for name in small if name.startswith("8B")]
+@pytest.mark.parametrize(("model", "prefers_shared"), [("0.5B", True), ("8B", False)])
+def test_all_products_of_a_model_prefer_the_same_memory_in_all_widths_of_codes(
+    model: str, prefers_shared: bool
+) -> None:
+    layouts = {name: make_layout(name, H200) for name in SHAPES if model in name.split()}
+    assert {4, 2} <= {layout.bits for layout in layouts.values()}
+    preferring = {name for name, layout in layouts.items() if plan_packed(layout, 1, H200).prefers_shared}
+    assert preferring == (set(layouts) if prefers_shared else set())
 
 
 @pytest.mark.parametrize("beside_others", [False, True])

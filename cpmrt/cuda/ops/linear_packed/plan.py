@@ -42,9 +42,11 @@ _EARLY_BYTES, _EARLY_SPLIT_BYTES, _SINGLE_ROW_RING = 70_000, 102_000, 139_264
 _LATE_WEIGHTS_ROWS = 8
 # When the next kernel may start (TRIGGER). At 64 rows that is prepare_rows, whose blocks take registers from the next.
 _AT_ONCE, _AT_END, _LATE_TRIGGER_ROWS = 0, 1, 64
-# Up to this share of a multiprocessor's shared memory for one row, blocks of a whole layer find room beside each other:
-# one of each kernel, since a grid of as many blocks as multiprocessors asks for so much that no two of it share one.
-_SMALL_SHARE, _OVER_HALF_BYTES = 4, 1024
+# Up to this width of a model all of its products ask for as much shared memory as a multiprocessor has, else none does:
+# it changes the split only while it is idle, so a block that wants another one than its neighbours starts late.
+_NARROW_WIDTH = 2048
+# For one row a grid of as many blocks as multiprocessors takes so much over half of the memory that no two share one.
+_OVER_HALF_BYTES = 1024
 # Chunks of whole lines copy faster; in 8 bits they are so large that many rows, or many warps, leave room for one only.
 _LARGE_CHUNK_ROWS, _LARGE_CHUNK_WARPS = 16, 16
 
@@ -117,8 +119,9 @@ PREPARE = KernelSpec("prepare_rows", "linear_packed/prepare_rows.cu", "gate_up",
 class PackedPlan:
     """How one product is launched: `grid` blocks of `block` threads, each block with `shared_bytes` of memory.
 
-    `prefers_shared` is the same for any number of rows. With `constants.prepared` the kernel reads its rows from a
-    buffer of `prepared_bytes`, which `PREPARE` writes with one block of `PREPARE_THREADS` threads a row.
+    `prefers_shared` is the same for any number of rows, and for all products of a model. With `constants.prepared` the
+    kernel reads its rows from a buffer of `prepared_bytes`, which `PREPARE` writes with one block of `PREPARE_THREADS`
+    threads a row.
     """
 
     layout: PackedLayout
@@ -196,10 +199,10 @@ def plan_packed(
         normalises=normalises, prepared=permuted or is_fed or memory.stage_slices > 0 or from_memory,
         row_pitch=row_pitch,
     )  # fmt: skip
-    is_small, fills = _is_small(layout, device), rows == 1 and work.grid == device.num_sms
-    over_half = device.shared_bytes_per_block // 2 + _OVER_HALF_BYTES
-    shared_bytes = over_half if is_small and fills else memory.nbytes
-    return PackedPlan(layout, constants, work.grid, work.warps * 32, shared_bytes, is_small)
+    fills = rows == 1 and work.grid == device.num_sms
+    over_half = device.shared_bytes_per_block // 2 + _OVER_HALF_BYTES if fills else 0
+    shared_bytes, is_narrow = max(memory.nbytes, over_half), _width(layout) <= _NARROW_WIDTH
+    return PackedPlan(layout, constants, work.grid, work.warps * 32, shared_bytes, is_narrow)
 
 
 def _constants(
@@ -218,9 +221,9 @@ def _constants(
     )  # fmt: skip
 
 
-def _is_small(layout: PackedLayout, device: Device) -> bool:
-    one_row = _Memory.of(layout, 1, device, _Work.of(layout, 1, device), is_fed=False)
-    return one_row.nbytes * _SMALL_SHARE <= device.shared_bytes_per_block
+def _width(layout: PackedLayout) -> int:
+    """Return the columns of the residual stream, which a product reads or adds to."""
+    return layout.out_features if layout.product == "residual" else layout.in_features
 
 
 @dataclass(frozen=True)
