@@ -10,7 +10,7 @@ from typing import Any, NoReturn, TypeVar, cast, overload
 
 import numpy as np
 
-from cpmrt.config import EngineConfig, ModelConfig, SamplingDefaults, SamplingParams, SparseSetting
+from cpmrt.config import EngineConfig, SamplingParams, SparseSetting
 from cpmrt.config.engine import parse_bytes
 from cpmrt.dtypes import F32
 from cpmrt.engine import Engine, Request
@@ -51,12 +51,11 @@ class LLM:
     (the checkpoint's), "bfloat16", "float16", "float32". `max_context` in tokens and `memory_budget` in bytes (or
     such as "8GiB") bound the memory plan (None: the model's own context, what is free). `lm_head_bits` 8 or 4
     rounds the output head to that many bits; with `lm_head_screen` a GPU reads an 8-bit copy of it and few rows of its
-    own, for the same tokens.
-    `kv_dtype="fp8"` keeps keys and values in 8 bits (`ops.Fp8Pages`), those of a draft's own layers in 16.
-    `prefix_cache` spares a prompt what an earlier one that began alike has computed already, and changes no bit.
-    "fast" reuses what decode steps have written too, so that the next turn of a chat computes only its new part; a
-    prefill would round that a little differently. `prefix_dir` is a folder that keeps what long system messages have
-    cost from one start to the next (`cpmrt.prefixes`).
+    own, for the same tokens. `kv_dtype="fp8"` keeps keys and values in 8 bits (`ops.Fp8Pages`), those of a draft's own
+    layers in 16. `prefix_cache` spares a prompt what an earlier one that began alike has computed already, and changes
+    no bit. "fast" reuses what decode steps have written too, so that the next turn of a chat computes only its new
+    part; a prefill would round that a little differently. `prefix_dir` is a folder that keeps what long system messages
+    have cost from one start to the next (`cpmrt.prefixes`).
 
     `draft` makes decoding faster and changes no token: a folder or hub id of an EAGLE or DSpark draft or of a smaller
     model with the same tokenizer, the name of a folder within the model's own, or "lookup", which needs no model.
@@ -70,8 +69,8 @@ class LLM:
 
     `load_format="dummy"` fills the config with seeded random weights. `hf_overrides` replace keys of config.json.
     `sparse`: "auto" (block-sparse attention if config.json has a sparse_config), "off", or fields of it that replace
-    those of config.json or the defaults, such as {"topk": 32}, {} (`config.sparse`).
-    `on_step` is called with every step and its result (`engine.step_log.StepLog` writes them).
+    those of config.json or the defaults, such as {"topk": 32}, {} (`config.sparse`). `on_step` is called with every
+    step and its result (`engine.step_log.StepLog` writes them).
 
         >>> llm = LLM()                                              # the bundled model
         >>> llm = LLM("openbmb/MiniCPM4-0.5B", max_sequences=4)      # of the hub, four sequences together
@@ -121,8 +120,7 @@ class LLM:
         if folder.lacks_weights and not is_dummy:
             on_executor(folder, settings, lambda assembly: assembly.fetch_weights(folder, settings))
         settings = with_speculation(settings, folder, draft, speculate)
-        self.config: ModelConfig = folder.config
-        self.sampling_defaults: SamplingDefaults = folder.sampling
+        self.config, self.sampling_defaults = folder.config, folder.sampling
         self._seed, self._name = seed, "the bundled model" if model is None else str(model)
         self.chat_template = ChatTemplate.open(folder.path)
         self._executor, self._plan = on_executor(
