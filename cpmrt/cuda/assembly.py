@@ -116,7 +116,7 @@ def open_executor(folder: ModelFolder, settings: EngineConfig) -> tuple[Executor
         from cpmrt.cuda.executor import CudaExecutor
 
         if settings.steps_per_launch > 1:
-            check_loops(device)
+            check_loops(device, "steps_per_launch", "leave steps_per_launch at 1")
 
         return CudaExecutor(blueprint, plan, device, partial(load, blueprint)), plan
 

@@ -123,5 +123,5 @@ def test_a_driver_without_loops_is_refused():
     pytest.importorskip("cupy")
     from cpmrt.cuda.driver.graphs import check_loops
 
-    with pytest.raises(ConfigError, match="conditional graph nodes"):
-        check_loops(known_device("sm_90"))
+    with pytest.raises(ConfigError, match="inner: the driver has no conditional graph nodes.*, or leave inner out"):
+        check_loops(known_device("sm_90"), "speculate: inner", "leave inner out")

@@ -15,7 +15,7 @@ from cpmrt.errors import ConfigError
 
 if TYPE_CHECKING:
     from cuda.bindings import driver
-    from cupy.cuda import Graph, Stream
+    from cupy.cuda import Stream
 
 _MOST_STEPS_PER_PASS = 4
 """A WHILE node needs about 5 us to pass its body once more."""
@@ -33,8 +33,11 @@ class Graphs:
         from cupy.cuda.runtime import CUDARuntimeError
 
         self._stream, self._enabled, self._steps_per_launch = stream, enabled, steps_per_launch
-        self._captured: dict[Hashable, Graph] = {}
+        self._captured: dict[Hashable, list[Callable[[], None]]] = {}
+        self._parts: list[Callable[[], None]] | None = None
+        """What launches the graphs of the sequence that is being captured."""
         self._loops: dict[Hashable, LoopGraph] = {}
+        self._loops_within: list[LoopGraph] = []
         self._sequences: dict[Hashable, Callable[[], None]] = {}
         self._queue = LaunchQueue(self._start, steps_per_launch)
         self._error: type[Exception] = CUDARuntimeError
@@ -44,14 +47,43 @@ class Graphs:
         self._sequences[key] = launches
         if not self._enabled:
             return
+        parts: list[Callable[[], None]] = []
+        self._captured[key] = self._parts = parts
         with self._stream:
             self._stream.begin_capture()
             try:
                 launches()
             finally:
-                graph = self._stream.end_capture()
+                self._end_part(parts)
+                self._parts = None
+
+    def loop(self, body: Callable[[], None], goes_on: Callable[[np.uint64], None], at_most: int) -> None:
+        """Launch `body` as long as `goes_on` wants it, at least once; called by the launches of a sequence.
+
+        In a graph it is a WHILE node, whose handle `goes_on` gets: what is captured before and behind it are other
+        graphs, which start one after another without the host. Launch by launch the body runs `at_most` times, and has
+        to see to it that nothing comes of what is too much; the handle is 0.
+        """
+        if self._parts is None:
+            for _ in range(at_most):
+                body()
+                goes_on(np.uint64(0))
+            return
+
+        def turn(handle: np.uint64) -> None:
+            body()
+            goes_on(handle)
+
+        self._end_part(self._parts)
+        loop = LoopGraph(self._stream, turn)
+        self._loops_within.append(loop)
+        self._parts.append(loop.launch)
+        self._stream.begin_capture()
+
+    def _end_part(self, parts: list[Callable[[], None]]) -> None:
+        graph = self._stream.end_capture()
         graph.upload(self._stream)
-        self._captured[key] = graph
+        parts.append(partial(graph.launch, self._stream))
 
     def add_step(self, key: Hashable, launches: Callable[[], None], loop_end: Callable[..., None]) -> None:
         """Capture a step, alone and in a loop of several if several are one launch.
@@ -88,9 +120,10 @@ class Graphs:
 
     def close(self) -> None:
         """Free the graphs."""
-        for loop in self._loops.values():
+        for loop in (*self._loops.values(), *self._loops_within):
             loop.close()
         self._loops.clear()
+        self._loops_within.clear()
         self._captured.clear()
         self._sequences.clear()
 
@@ -102,7 +135,8 @@ class Graphs:
             if num_steps > 1:
                 self._loops[key].launch()
             else:
-                self._captured[key].launch(self._stream)
+                for launch in self._captured[key]:
+                    launch()
         except self._error as error:
             raise device_fault(error) from error
 
@@ -207,12 +241,12 @@ def _add_while_node(
     return node.conditional.phGraph_out[0]
 
 
-def check_loops(device: Device) -> None:
-    """Raises ConfigError if the driver has no WHILE nodes."""
+def check_loops(device: Device, setting: str, otherwise: str) -> None:
+    """Raise ConfigError if the driver has no WHILE nodes, which `setting` needs; `otherwise`: what does without."""
     if device.driver_version < _FIRST_WITH_LOOPS:
         raise ConfigError(
-            "steps_per_launch: the driver has no conditional graph nodes",
+            f"{setting}: the driver has no conditional graph nodes",
             expected="CUDA {}.{} or newer".format(*_FIRST_WITH_LOOPS),
             actual="CUDA {}.{}".format(*device.driver_version),
-            fix="update the driver, or leave steps_per_launch at 1",
+            fix=f"update the driver, or {otherwise}",
         )
