@@ -62,10 +62,10 @@ class LLM:
     `speculate`: "auto" (a few tree shapes, of which the engine takes the one that pays off, or none), "off", or an
     object with any of num_passes, top_k, tree_size (one tree), shapes (a list of those three), lookup (tokens that
     followed the last three where they came before, in place of a draft's tree), inner (of a small model that drafts:
-    its own draft, by name or as an object with draft and such keys; on NumPy only), adaptive, draft_vocab (FR-Spec: how
-    many tokens, or a file that lists them), window, head_bits, layer_bits, residual_scale, min_confidence (DSpark: how
-    likely to be accepted a drafted token must be), method (`config.speculate_argument`) and simulate_accept, for
-    benchmarks on random weights: a draft step then gives that many tokens on average, and the text means nothing.
+    its own draft, by name or as an object with draft and such keys), adaptive, draft_vocab (FR-Spec: how many tokens,
+    or a file that lists them), window, head_bits, layer_bits, residual_scale, min_confidence (DSpark: how likely to be
+    accepted a drafted token must be), method (`config.speculate_argument`) and simulate_accept, for benchmarks on
+    random weights: a draft step then gives that many tokens on average, and the text means nothing.
 
     `load_format="dummy"` fills the config with seeded random weights. `hf_overrides` replace keys of config.json.
     `sparse`: "auto" (block-sparse attention if config.json has a sparse_config), "off", or fields of it that replace

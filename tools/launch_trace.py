@@ -54,6 +54,7 @@ from cpmrt.cuda.build.modules import Modules  # noqa: E402
 from cpmrt.cuda.build.spec import KernelSpec, macros_of  # noqa: E402
 from cpmrt.cuda.draft.speculation import Speculation  # noqa: E402
 from cpmrt.cuda.driver.device import Device  # noqa: E402
+from cpmrt.cuda.driver.graphs import Graphs  # noqa: E402
 from cpmrt.cuda.ops.gemm import Gemm  # noqa: E402
 from cpmrt.cuda.precompile import known_device  # noqa: E402
 from cpmrt.cuda.step.forward import StepForward  # noqa: E402
@@ -204,8 +205,9 @@ def trace(setup: Setup, device: Device) -> dict[str, list[Any]]:
     gemm = Gemm(device, launcher, arrays["gemm_workspace"], use_library=False)
     forward = StepForward(config, device, launcher, gemm, arrays, plan.caches, draft.config.taps if draft else ())
     rings: Any = Rings()
+    looped = Graphs(launcher.stream, enabled=False).loop
     steps = StepKernels(launcher, config, arrays, rings, device)
-    drafting = draft and Speculation(draft, config, device, launcher, gemm, arrays, rings, forward, plan)
+    drafting = draft and Speculation(draft, config, device, launcher, gemm, arrays, rings, forward, plan, looped)
     chunks, rows = buckets(settings.prefill_chunk), row_counts(settings.max_sequences)
     launches = step_launches(steps, forward, chunks, rows, drafting.after_decode if drafting else None)
     launches["loop"] = partial(steps.loop_end, 1, 1, np.uint64(7), 2, 4)

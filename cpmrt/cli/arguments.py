@@ -178,7 +178,7 @@ _DRAFT_OPTIONS: dict[str, tuple[str, Callable[[str], Any], str, str]] = {
         "lookup", int, "N",
         "where the last three tokens came before, verify N tokens that followed them in place of the draft's",
     ),
-    "--draft-inner": ("inner", str, "DRAFT", "a draft of the small model that drafts, or lookup (not on a GPU)"),
+    "--draft-inner": ("inner", str, "DRAFT", "a draft of the small model that drafts, or lookup"),
     "--draft-window": ("window", token_count, "TOKENS", "that the draft's attention looks back at (default: all)"),
     "--draft-head-bits": ("head_bits", int, "BITS", "round the draft's head to 8 or 4 bits"),
     "--draft-layer-bits": ("layer_bits", int, "BITS", "round the draft's layers to 8 or 4 bits"),

@@ -9,14 +9,13 @@ from functools import partial
 
 from cpmrt import opening
 from cpmrt.config import EngineConfig, ModelConfig
-from cpmrt.config.speculate_argument import LOOKUP
 from cpmrt.cuda.draft.forward import executor_needs
 from cpmrt.cuda.driver.device import Device, open_device
 from cpmrt.cuda.driver.graphs import check_loops
 from cpmrt.cuda.load.repack import Destination, takes_blocks
 from cpmrt.cuda.step.memory import check_supported
 from cpmrt.dtypes import DType
-from cpmrt.errors import ConfigError, quoted
+from cpmrt.errors import ConfigError
 from cpmrt.executor import Executor
 from cpmrt.memory.plan import MemoryPlan
 from cpmrt.models.draft import Draft
@@ -51,9 +50,8 @@ class CudaTarget:
         return DType.BFLOAT16
 
     def check(self, config: ModelConfig, settings: EngineConfig) -> None:
-        """Raise UnsupportedModelError for a shape that the kernels do not take, ConfigError for a draft they do not."""
+        """Raise UnsupportedModelError for a shape that the kernels do not take."""
         check_supported(config)
-        _check_drafts(settings)
 
     def held(
         self, specs: tuple[TensorSpec, ...], checkpoint: Checkpoint | None = None, dtype: DType | None = None
@@ -75,19 +73,8 @@ class CudaTarget:
     def needs(
         self, config: ModelConfig, settings: EngineConfig, specs: Sequence[TensorSpec], draft: Draft | None
     ) -> ExecutorNeeds:
-        """Return the buffers of steps, ops and drafting. Raises ConfigError as `check` does."""
-        _check_drafts(settings)
+        """Return the buffers of steps, ops and drafting. Raises UnsupportedModelError."""
         return executor_needs(config, settings, specs, draft, self.device)
-
-
-def _check_drafts(settings: EngineConfig) -> None:
-    """Raise ConfigError for drafts that only the NumPy executor takes so far."""
-    if settings.speculation is not None and settings.speculation.inner is not None:
-        raise ConfigError(
-            "speculate: inner", expected="nothing on a GPU, where a small model drafts alone",
-            actual=quoted(settings.speculation.inner.draft or LOOKUP),
-            fix="leave inner out, name an EAGLE or DSpark draft of the model itself, or use executor='reference'",
-        )  # fmt: skip
 
 
 def fetch_weights(folder: ModelFolder, settings: EngineConfig) -> None:
@@ -117,7 +104,8 @@ def open_executor(folder: ModelFolder, settings: EngineConfig) -> tuple[Executor
 
         if settings.steps_per_launch > 1:
             check_loops(device, "steps_per_launch", "leave steps_per_launch at 1")
-
+        if settings.speculation is not None and settings.speculation.inner is not None:
+            check_loops(device, "speculate: inner", "leave inner out")
         return CudaExecutor(blueprint, plan, device, partial(load, blueprint)), plan
 
 

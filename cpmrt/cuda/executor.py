@@ -125,7 +125,7 @@ class CudaExecutor:
         self._steps = StepKernels(launcher, self.config, self._arrays, self._rings, device)
         self._speculation = None if self._draft is None else Speculation(
             self._draft, self.config, device, launcher, self._gemm, self._arrays, self._rings, self._forward,
-            plan,
+            plan, self._graphs.loop,
         )  # fmt: skip
         if self._speculation is not None:
             self._resources.callback(self._speculation.close)

@@ -8,6 +8,7 @@ from types import ModuleType
 from cpmrt.cuda import bandwidth
 from cpmrt.cuda.build.spec import KernelSpec
 from cpmrt.cuda.draft import block as block_kernels
+from cpmrt.cuda.draft import inner as chain_kernels
 from cpmrt.cuda.draft import kernels as draft_kernels
 from cpmrt.cuda.load import random, repack, upload
 from cpmrt.cuda.ops import experts, gemm, kv, latent, lightning, linear, products, rows, screened_head, selection
@@ -19,7 +20,7 @@ from cpmrt.cuda.step import kernels as step_kernels
 _MODULES = (
     *(random, repack, upload, bandwidth, rows, linear, products, packed_products, short_chunk, gemm),
     *(kv, selection, experts, latent, lightning, decode, tree, selected, prefill, step_kernels, draft_kernels),
-    *(block_kernels, screened_head),
+    *(block_kernels, chain_kernels, screened_head),
 )
 
 

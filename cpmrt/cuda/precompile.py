@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,9 @@ from cpmrt.config import EngineConfig, ModelConfig
 from cpmrt.cuda.build.launcher import Launcher, Module
 from cpmrt.cuda.build.modules import Modules
 from cpmrt.cuda.draft.block import block_modules, candidate_vocab
-from cpmrt.cuda.draft.forward import DraftForward, every_shape
+from cpmrt.cuda.draft.forward import draft_forward, every_inner_shape, every_shape
 from cpmrt.cuda.draft.kernels import tree_modules
+from cpmrt.cuda.draft.memory import as_target
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.kernels import KERNELS, files
 from cpmrt.cuda.load.repack import repack_modules
@@ -23,7 +25,7 @@ from cpmrt.cuda.step.kernels import step_modules
 from cpmrt.cuda.step.memory import buckets, row_counts
 from cpmrt.errors import ConfigError
 from cpmrt.memory.plan import MemoryPlan
-from cpmrt.models.draft import Draft
+from cpmrt.models.draft import PREFIX, Draft
 from cpmrt.opening import Blueprint
 
 _SHARED_SMALL, _SHARED_AMPERE, _SHARED_HOPPER = 101_376, 166_912, 232_448
@@ -93,7 +95,8 @@ def modules_of(blueprint: Blueprint, device: Device) -> list[Module]:
     repacking = [module for module in repack_modules(plan.tensors, device) if module not in modules]
     found = [*modules, *repacking, *step_modules(config, device)]
     if draft is not None:
-        found += (*tree_modules(config, device, candidate_vocab(draft)), *block_modules(draft))
+        for one in filter(None, (draft, draft.inner)):
+            found += (*tree_modules(config, device, candidate_vocab(one)), *block_modules(one))
     return [*found, *(module for module in without_sizes if module not in found)]
 
 
@@ -112,6 +115,9 @@ def _record(
     forward = StepForward(config, device, launcher, gemm, arrays, plan.caches, taps)
     forward.every_shape(chunks, row_counts(settings.max_sequences))
     if draft is not None:
-        caches = plan.draft_caches
-        own = None if caches is None else DraftForward(draft, device, launcher, gemm, arrays, caches)
+        own = draft_forward(draft, plan.draft_caches, device, launcher, gemm, arrays)
         every_shape(draft, forward, own, chunks)
+        if draft.inner is not None and own is not None:
+            caches = plan.inner_caches and replace(plan.inner_caches, prefix=PREFIX)
+            inner = draft_forward(draft.inner, caches, device, launcher, gemm, as_target(arrays))
+            every_inner_shape(draft, own, inner, chunks)

@@ -133,6 +133,12 @@ def speculate_block(ops: BlockOps, shape: TreeShape, num_waiting: int, block_row
     verify(ops, shape)
 
 
+def speculate_chain(ops: ChainOps, shape: TreeShape, num_waiting: int) -> None:
+    """Draft a chain by a small model's own speculative steps, and go on as `speculate` does."""
+    propose_chain(ops, shape, num_waiting)
+    verify(ops, shape)
+
+
 def verify(ops: TreeOps, shape: TreeShape) -> None:
     """Run the target over what was drafted, and accept what plain decoding would have given."""
     ops.verify(shape)

@@ -9,7 +9,8 @@
 //             carry_counts (B) int32; carry_hidden (B, 64, width) and hidden (tree_size, width) scalar_t, or null;
 //             k_pages (layers, num_pages, kv_heads, 64, head_dim) scalar_t; v_pages, nope_pages alike, or null;
 //             block_tables (B, pages_per_sequence) int32; node_logprobs (64) TokenLogprobs; results (16) ResultRecord in mapped host
-//             memory; context StepContext
+//             memory; context StepContext. Of a small model's own step results and token_counts are null: nobody is
+//             told, and no command is counted
 //   constants VOCAB: entries of the vocabulary
 //   launch    grid 1 + ceil((n * layers * kv_heads * head_dim + width) / 8 / 256), n caches; block 256; 2 KB of
 //             static shared memory
@@ -127,7 +128,7 @@ DEVICE void finish_step(const Path& path, DraftTree* tree, SlotState* states, ui
     __threadfence_system();
   }
   __syncthreads();
-  if (i < num_words) {
+  if (results && i < num_words) {
     const uint32_t none = slot >= 0 && path.non_finite && i == length ? kNonFinite : kNoToken;
     publish(results, sequence, i, i < length ? path.tokens[i] : none, has_logprobs);
   }
@@ -135,13 +136,14 @@ DEVICE void finish_step(const Path& path, DraftTree* tree, SlotState* states, ui
     const int token = path.tokens[i], position = tree->position + 1 + i;
     tree->path[i] = path.nodes[i];
     if (position < tree->max_context) history[static_cast<int64_t>(slot) * tree->max_context + position] = token;
-    uint32_t* count = token_counts + static_cast<int64_t>(slot) * VOCAB + token;
-    atomicAdd(count, 1u);
-    atomicOr(count, kSeen);
+    if (token_counts) {
+      uint32_t* count = token_counts + static_cast<int64_t>(slot) * VOCAB + token;
+      atomicAdd(count, 1u);
+      atomicOr(count, kSeen);
+    }
   }
   if (i != 0) return;
-  context->next_entry = sequence;
-  context->sequence = sequence;
+  if (results) context->next_entry = context->sequence = sequence;
   tree->path_length = length;
   if (slot < 0) return;
   SlotState* state = states + slot;

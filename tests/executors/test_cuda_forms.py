@@ -14,6 +14,7 @@ from form_cases import REGEXES, schemas
 from cpmrt import LLM, FormError, SamplingParams
 from cpmrt.config import Sampling
 from cpmrt.executor import Admit, Decode, FastForward, Mask, Prefill, Release, Speculate
+from cpmrt.weights.model_folder import ModelFolder
 
 pytestmark = pytest.mark.gpu
 PROMPT = "Here is the answer: "
@@ -59,6 +60,7 @@ def test_answers_keep_their_forms(alone):
     {"draft": "eagle2"}, {"draft": "lookup"}, {"draft": "eagle2", "speculate": {"adaptive": False}},
     {"draft": "eagle2", "max_sequences": 3}, {"draft": "eagle2", "cuda_graphs": False},
     {"draft": "lookup", "steps_per_launch": 4}, {"prefix_cache": False},
+    {"draft": str(ModelFolder.open(None).path), "speculate": {"num_passes": 5, "inner": "eagle2"}},
 ], ids=str)  # fmt: skip
 def test_company_and_drafts_change_nothing(alone, settings):
     found, expected = answers_of(**settings), alone(settings.get("max_sequences", 1))

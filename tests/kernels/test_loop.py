@@ -1,4 +1,4 @@
-"""loop.cu as the end of a WHILE node's body: how often the body runs, and what answers the commands that it leaves."""
+"""WHILE nodes: how often loop.cu has the body run, what answers the commands that it leaves; a loop amid a sequence."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kernels.test_chain import NUM_ROWS, POSITION, SLOT, ChainDevice
 
 from cpmrt.cuda.step import structs as ss
 from cpmrt.dtypes import DType
@@ -22,6 +23,13 @@ extern "C" __global__ void step(unsigned long long* context, char* states, int* 
   context[1] = context[0];
   for (int slot = 0; slot < 4; slot++)
     if (steps >= end_after[slot]) *reinterpret_cast<int*>(states + slot * stride + offset) = 1;
+}
+"""
+# Writes down that it has run, and goes a position on as long as the sequence has not ended.
+NOTE = """
+extern "C" __global__ void note(int* log, int* length, int* position, const int* finished, int mark) {
+  log[(*length)++] = mark;
+  if (mark == 2 && !*finished) (*position)++;
 }
 """
 
@@ -106,3 +114,37 @@ def test_more_words_than_rows(cuda: Any) -> None:
     for number in range(3, 9):
         assert loop.words()[number - 1][:7].tolist() == [*[number << 32 | ss.NO_TOKEN] * 6, 0]
     loop.graph.close()
+
+
+@pytest.mark.parametrize(("enabled", "expected"), [(True, [1, 2, 2, 2, 3]), (False, [1, *[2] * 6, 3])])
+def test_a_loop_runs_between_what_is_before_and_behind_it(cuda: Any, enabled: bool, expected: list[int]) -> None:
+    """In a graph as often as there is room, launch by launch as often as it may be."""
+    from cpmrt.cuda.driver.graphs import Graphs
+
+    device, graphs = ChainDevice(cuda, used=2, room=POSITION + 4), Graphs(cuda.stream, enabled=enabled)
+    log, length = cuda.array(np.zeros(16, np.int32)), cuda.array(np.zeros(1, np.int32))
+    offsets = (SLOT * ss.SLOT_STATE.itemsize + ss.SLOT_STATE.fields[name][1] for name in ("position", "finished"))
+    state = [device.inner["slot_states"][offset : offset + 4].view(np.int32) for offset in offsets]
+    note = cuda.cupy.RawKernel(NOTE, "note")
+
+    def mark(number: int) -> None:
+        note((1,), (1,), (log, length, *state, np.int32(number)))
+
+    def launches() -> None:
+        mark(1)
+        graphs.loop(lambda: mark(2), device.kernels.goes_on, 6)
+        mark(3)
+
+    device.tree.set("draft_ids", [17])
+    device.kernels.begin(NUM_ROWS, 9)
+    with cuda.stream:
+        mark(0)  # which loads it
+        device.kernels.goes_on(np.uint64(0))
+        graphs.add("all", launches)
+        for turn in (1, 2):
+            device.kernels.begin(NUM_ROWS, 9)
+            length.fill(0)
+            graphs.run("all")
+            cuda.sync()
+            assert cuda.numpy(log)[: int(cuda.numpy(length)[0])].tolist() == expected, turn
+    graphs.close()

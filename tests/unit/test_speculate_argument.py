@@ -8,11 +8,9 @@ from pathlib import Path
 import pytest
 
 from cpmrt.cli.arguments import Parser, add_draft_options, draft_arguments
-from cpmrt.config import EngineConfig, ModelConfig, SpeculationConfig, TreeShape
+from cpmrt.config import EngineConfig, SpeculationConfig, TreeShape
 from cpmrt.config.speculate_argument import named_drafts, read_speculation
 from cpmrt.config.speculation import DEFAULT_SHAPES, DRAFT_METHODS, InnerDraft
-from cpmrt.cuda.assembly import CudaTarget
-from cpmrt.cuda.precompile import known_device
 from cpmrt.errors import ConfigError
 
 
@@ -236,20 +234,6 @@ def test_engine_settings_that_contradict_each_other(settings, message):
 def test_an_inner_draft_and_its_method_belong_together(draft, wish):
     with pytest.raises(ConfigError, match="inner: expected a draft and its method"):
         InnerDraft(draft, wish)
-
-
-def test_a_gpu_refuses_what_only_numpy_takes():
-    target = CudaTarget(known_device("sm_90"))
-    model = ModelConfig.from_hf({
-        "architectures": ["LlamaForCausalLM"], "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512, "max_position_embeddings": 512,
-    })  # fmt: skip
-    settings = EngineConfig(draft="d", speculation=EAGLE)
-    target.check(model, settings)
-    target.check(model, replace(settings, kv_dtype="fp8"))
-    nested = SpeculationConfig("model", (TreeShape.chain(3),), inner=InnerDraft("e", INNER_EAGLE))
-    with pytest.raises(ConfigError, match="inner: expected nothing on a GPU.*got .e.; leave inner out, name an EAGLE"):
-        target.check(model, replace(settings, speculation=nested))
 
 
 def test_accept_lengths_up_to_what_the_tree_can_give():

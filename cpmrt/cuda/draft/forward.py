@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from cpmrt.config import EngineConfig, ModelConfig
 from cpmrt.cuda.build.launcher import Launcher
 from cpmrt.cuda.draft.block import block_modules, block_tables
-from cpmrt.cuda.draft.memory import tree_tables
+from cpmrt.cuda.draft.memory import chain_tables, is_inner, tree_tables
 from cpmrt.cuda.driver.array import DeviceArray
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.load.repack import STAGING, staging_buffers
@@ -20,7 +20,6 @@ from cpmrt.cuda.ops.gemm import Gemm
 from cpmrt.cuda.ops.linear_packed.layout import PackedWeight
 from cpmrt.cuda.ops.linear_packed.products import packed_tables
 from cpmrt.cuda.ops.products import product_workspace
-from cpmrt.cuda.step.forward import StepForward
 from cpmrt.cuda.step.memory import cuda_needs
 from cpmrt.memory.caches import CacheLayout
 from cpmrt.models.draft import LAST_PHASE, PREFIX, Draft, DraftModel
@@ -48,8 +47,10 @@ def executor_needs(
     needs = cuda_needs(config, engine, specs, device)
     if draft is None:
         return needs
-    block_modules(draft)  # which raises what the kernels do not take
-    return _with_draft(needs, draft, specs, device, max_sequences=engine.max_sequences)
+    for one in filter(None, (draft, draft.inner)):
+        block_modules(one)  # which raises what the kernels do not take
+    needs = _with_draft(needs, draft, specs, device, max_sequences=engine.max_sequences)
+    return _with_inner(needs, draft, device, max_sequences=engine.max_sequences) if draft.inner else needs
 
 
 def _with_draft(
@@ -78,6 +79,30 @@ def _with_draft(
         tables=tables,
         workspace=(*workspace, *_draft_workspace(draft, specs, max_rows, device)),
     )
+
+
+def _with_inner(needs: ExecutorNeeds, draft: Draft, device: Device, *, max_sequences: int) -> ExecutorNeeds:
+    """Add what a small model's own draft needs to `needs`: what a draft needs whose target is the small model."""
+    assert draft.inner is not None
+    head, width = draft.inner.head, draft.inner.config.hidden_width
+    inner = replace(draft.inner, specs=_as_targets(draft.inner.specs), head=head and _as_targets((head,))[0])
+    alone = ExecutorNeeds(max_rows=needs.max_rows)
+    found = _with_draft(alone, inner, _as_targets(draft.specs), device, max_sequences=max_sequences)
+
+    def tables(max_context: int) -> tuple[BufferSpec, ...]:
+        own = (*filter(is_inner, found.tables(max_context)), *chain_tables(max_sequences, width))
+        return (*needs.tables(max_context), *(replace(spec, name=PREFIX + spec.name) for spec in own))
+
+    # The passes of an inner draft come after those of the small model.
+    workspace = (
+        replace(spec, name=PREFIX + spec.name, last=2 * LAST_PHASE) for spec in found.workspace if spec.name != STAGING
+    )
+    return replace(needs, tables=tables, workspace=(*needs.workspace, *workspace))
+
+
+def _as_targets(specs: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
+    """Return weights of a small model, or of its draft, under the names that those of a target, or its draft, have."""
+    return tuple(replace(spec, name=spec.name.removeprefix(PREFIX)) for spec in specs)
 
 
 def _weights(draft: Draft, specs: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
@@ -130,7 +155,10 @@ class DraftForward:
     ):
         config = draft.config.layers_config
         self._draft, self._arrays = draft.config, arrays
-        self._model = DraftModel.bind(draft.config, arrays, caches, _fc_halves(arrays))
+        taps = draft.inner.config.taps if draft.inner else ()
+        self._model = DraftModel.bind(draft.config, arrays, caches, _fc_halves(arrays), taps)
+        self._left: DeviceArray | None = arrays.get(f"{PREFIX}hidden")
+        """Where a small model leaves the states that its own draft reads."""
         scratch = {name.removeprefix(SCRATCH): array for name, array in arrays.items() if name.startswith(SCRATCH)}
         scratch |= {"slots": arrays["draft_slots"], "chunk": arrays["draft_chunk"]}
         plan = AttentionPlan.of(config.attention, device, caches, max_rows=len(arrays["draft.x"]))
@@ -143,11 +171,15 @@ class DraftForward:
     def waiting(self, num_rows: int) -> None:
         """Run at most 64 tokens that the draft has not seen; the logits of the last one are in row 0, unless the draft
         drafts blocks."""
-        rows, hidden, last = self._rows(num_rows), self._hidden(num_rows), slice(num_rows - 1, num_rows)
         if self._draft.block is not None:
-            self._model.see(self._ops, rows, hidden)
-        else:
-            self._model.forward(self._ops, rows, hidden, last, is_first=True)
+            self.see(num_rows)
+            return
+        last = slice(num_rows - 1, num_rows)
+        self._model.forward(self._ops, self._rows(num_rows), self._hidden(num_rows), last, is_first=True)
+
+    def see(self, num_rows: int) -> None:
+        """Run at most 64 tokens that the draft has not seen; nothing is drafted."""
+        self._model.see(self._ops, self._rows(num_rows), self._hidden(num_rows))
 
     def block(self, num_rows: int) -> None:
         """Run the rows of a block; its outputs and their logits are `block_states` and `logits`."""
@@ -166,8 +198,16 @@ class DraftForward:
         """Run rows of a tree's newest level; all have logits."""
         a = self._arrays
         places = (a[name][:num_rows] for name in ("draft_locations", "draft_masks", "draft_base"))
-        parents = a["draft.parents"][:num_rows] if self._draft.is_eagle else None
-        self._model.forward(self._ops, self._rows(num_rows, *places), parents, slice(num_rows), is_first=False)
+        left = None if self._left is None else self._left[:num_rows]
+        hidden = a["draft.parents"][:num_rows] if self._draft.is_eagle else left
+        self._model.forward(self._ops, self._rows(num_rows, *places), hidden, slice(num_rows), is_first=False)
+
+    def tree(self, num_rows: int) -> None:
+        """Run the nodes of a tree that was drafted for a small model; all have logits."""
+        self.frontier(num_rows)
+
+    def path_accepted(self) -> None:
+        """Do nothing: a small model's keys and values are in 16 bits, and those of the path are at their positions."""
 
     def outputs(self, rows: slice) -> DeviceArray | None:
         """Return rows of the last pass' output, which a later pass continues; None where it does not."""
@@ -183,6 +223,9 @@ class DraftForward:
         return logits[:num_rows]
 
     def _hidden(self, num_rows: int) -> DeviceArray | None:
+        """Return the states that the rows read, or where a small model leaves what its own draft reads, a row down."""
+        if self._left is not None:
+            return self._left[1 : num_rows + 1]
         return self._arrays["hidden"][:num_rows] if self._draft.hidden_width else None
 
     def _rows(self, num_rows: int, *places: DeviceArray, is_prefill: bool = False) -> Rows:
@@ -191,12 +234,36 @@ class DraftForward:
         return Rows(tokens, positions, slots, a["block_tables"], is_prefill, *places)
 
 
+def draft_forward(
+    draft: Draft,
+    caches: CacheLayout | None,
+    device: Device,
+    launcher: Launcher,
+    gemm: Gemm,
+    arrays: Mapping[str, Any],
+) -> DraftForward | None:
+    """Bind the passes of a draft to its arrays; None: it has no layers."""
+    return None if caches is None else DraftForward(draft, device, launcher, gemm, arrays, caches)
+
+
 def waiting_rows(draft: Draft) -> int:
     """Tokens that the draft has not seen when a speculative step begins, at most: what a step before may have given."""
     return max(shape.max_emitted for shape in draft.shapes)
 
 
-def every_shape(draft: Draft, target: StepForward, forward: DraftForward | None, buckets: tuple[int, ...]) -> None:
+class TreeForward(Protocol):
+    """The target's part in a speculative step."""
+
+    def tree(self, num_rows: int) -> None:
+        """Run the nodes of a draft tree; all have logits."""
+        ...
+
+    def path_accepted(self) -> None:
+        """Take in the path of a tree, whose keys and values are at their positions."""
+        ...
+
+
+def every_shape(draft: Draft, target: TreeForward, forward: DraftForward | None, buckets: tuple[int, ...]) -> None:
     """Each forward of steps with a draft once: the target's over trees, the draft's over whatever it sees."""
     for shape in draft.shapes:
         target.tree(shape.num_nodes)
@@ -213,6 +280,17 @@ def every_shape(draft: Draft, target: StepForward, forward: DraftForward | None,
     for shape in draft.shapes:
         if shape.num_passes > 1:
             forward.frontier(shape.top_k)
+
+
+def every_inner_shape(
+    draft: Draft, small: DraftForward, forward: DraftForward | None, buckets: tuple[int, ...]
+) -> None:
+    """Each forward of the steps of a small model with a draft of its own, `forward`, once."""
+    assert draft.inner is not None
+    every_shape(draft.inner, small, forward, buckets)
+    if forward is not None:
+        for count in (waiting_rows(draft), MAX_WAITING):
+            forward.see(count)
 
 
 def _fc_halves(arrays: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -100,9 +100,10 @@ class DraftState:
     slot_states: DeviceArray
     slots: DeviceArray
     step_context: DeviceArray
-    token_counts: DeviceArray
     token_ids: DeviceArray
     tree_logprobs: DeviceArray
+    token_counts: DeviceArray | None = None
+    """None: of a small model that drafts, whose tokens nobody counts."""
     carry_hidden: DeviceArray | None = None
     """The target's states of the tokens that wait; None where the draft reads none."""
 
@@ -121,7 +122,8 @@ class TreeKernels:
     (`draft.memory.tree_tables` and those of `StepKernels`).
 
     `position_offset`: 1 if the draft's row at a position holds the token of the next one (EAGLE), 0 for an independent
-    model. Rows of hidden states, target's and draft's, are arrays of 16-bit words [T, width], width a multiple of 8.
+    model. Without `reports` the host is told of no step, and no command is counted. Rows of hidden states, target's and
+    draft's, are arrays of 16-bit words [T, width], width a multiple of 8.
     """
 
     def __init__(
@@ -135,9 +137,11 @@ class TreeKernels:
         *,
         draft_vocab: int,
         position_offset: int = 1,
+        reports: bool = True,
     ):
         self._launch, self._state, self._moved = launcher, DraftState.of(arrays), caches.moved(arrays)
-        commands, self._results = rings.addresses
+        commands, results = rings.addresses
+        self._results = results if reports else None
         self._in = commands, np.int32(rings.command_bytes)
         self._modules = dict(tree_modules(config, device, draft_vocab))
         self._offset = np.int32(position_offset)

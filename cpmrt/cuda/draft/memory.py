@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 
 from cpmrt.config.speculation import MAX_NODES
 from cpmrt.cuda.draft.structs import DRAFT_TREE, MAX_TOP_K
 from cpmrt.cuda.step.memory import lasting_buffer
-from cpmrt.cuda.step.structs import TOKEN_LOGPROBS
+from cpmrt.cuda.step.structs import SLOT_STATE, TOKEN_LOGPROBS
+from cpmrt.models.draft import PREFIX
 from cpmrt.models.layers import EMBED, HEAD
 from cpmrt.tensor_spec import BufferSpec
+
+_SHARED = ("block_tables", "capacities", "history", "step_context", "tree_logprobs")
+_ROWS = {name: f"draft_{name}" for name in ("token_ids", "positions", "slots", "locations", "chunk")} | {
+    "tree_masks": "draft_masks", "tree_base": "draft_base",
+}  # fmt: skip
+"""Of a target's rows by name: the array that has those of a small model."""
 
 
 def tree_tables(max_sequences: int, max_context: int, max_rows: int, carry_width: int) -> tuple[BufferSpec, ...]:
@@ -39,3 +49,21 @@ def tree_tables(max_sequences: int, max_context: int, max_rows: int, carry_width
         lasting_buffer("draft_ids", np.int32, MAX_TOP_K, MAX_TOP_K),
         lasting_buffer("draft_logprobs", np.float32, MAX_TOP_K, MAX_TOP_K),
     )
+
+
+def chain_tables(max_sequences: int, carry_width: int) -> tuple[BufferSpec, ...]:
+    """Buffers of a small model's chains, as `tree_tables`: the state of each slot's, and the row of the small model's
+    states that its draft goes on from in the next step."""
+    states = lasting_buffer("slot_states", np.uint8, max_sequences, SLOT_STATE.itemsize)
+    return (states, BufferSpec("carry_kept", (carry_width,), EMBED, HEAD)) if carry_width else (states,)
+
+
+def is_inner(spec: BufferSpec) -> bool:
+    """Tell whether an inner draft has a buffer of its own for this one of a draft's."""
+    return spec.name not in _SHARED and spec.name not in _ROWS
+
+
+def as_target(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arrays of a small model and its draft under the names that a target's and its draft's have."""
+    own = {name.removeprefix(PREFIX): array for name, array in arrays.items() if name.startswith(PREFIX)}
+    return own | {name: arrays[name] for name in _SHARED} | {name: arrays[row] for name, row in _ROWS.items()}
