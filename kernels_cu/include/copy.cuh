@@ -19,6 +19,11 @@ DEVICE int load_now(const int* source) {
   asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(v) : "l"(source) : "memory");
   return v;
 }
+DEVICE float load_now(const float* source) {
+  float v;
+  asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(source) : "memory");
+  return v;
+}
 DEVICE float4 load_now(const float4* source) {
   float4 v;
   asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(source) : "memory");

@@ -3,7 +3,8 @@
 // An epilogue gives prefetch(nt, i, tile, row, token) for each output that a thread will finish, where there is time for it;
 // settle(), with a barrier before the first store; and store(nt, i, tile, row, token, lo, hi). With LINEAR 0 it also has
 // prepare(shared), publish() and look_up(), which come first in this order. NT: tiles of 8 tokens; PAIRS: outputs (lo row,
-// hi row, token) of a token tile that one thread finishes.
+// hi row, token) of a token tile that one thread finishes. GUESSES, of one row: guess() and guess_angle() come before pdl_wait,
+// and in rounds after the first forget_guess() before prefetch().
 #pragma once
 #include "copy.cuh"
 #include "fatrelu.cuh"
@@ -19,7 +20,7 @@ struct QkvTiles {
   DEVICE int hi(int tile, int row) const { return lo(tile, row) + kHalf; }
 };
 
-template <int NT, int PAIRS>
+template <int NT, int PAIRS, bool GUESSES = false>
 struct QkvEpilogue {
   scalar_t *q, *k_pages, *v_pages;
   const scalar_t* bias;
@@ -28,11 +29,25 @@ struct QkvEpilogue {
   int T, num_heads, num_kv_heads, pages_per_sequence, max_context;
   uint32_t place;   // shared int2 per token: position, its place among all pages' tokens (-1: not stored)
   int slot, position, location, stored;   // of the token that this thread looks up
+  int guessed_slot, guessed_position, guessed_location, page;
   // Angles are read a whole product early, but for NT = 8, which has no registers left for them.
   static constexpr bool kEarly = NT < 8;
   float cosine[kEarly ? NT : 1][PAIRS], sine[kEarly ? NT : 1][PAIRS];
 
   DEVICE bool looks_up() const { return k_pages != nullptr && threadIdx.x < T; }
+  // Where the row is, or where that of the step before was: in the first layer this step's may not be written yet. What is
+  // read for it before the wait counts only if `prepare` then finds the row there.
+  DEVICE void guess() {
+    if (k_pages == nullptr) return;
+    const int slot = load_now(slots), position = load_now(positions);
+    const int location = locations == nullptr ? position : load_now(locations);
+    const bool is_used = slot >= 0;
+    guessed_slot = is_used ? slot : 0, guessed_position = is_used ? position : 0, guessed_location = is_used ? location : 0;
+  }
+  DEVICE void guess_angle(int i, int tile, int row) {
+    if (k_pages != nullptr && tile / kHeadTiles < num_heads + num_kv_heads) read_angle(0, i, tile, row, guessed_position);
+  }
+  DEVICE void forget_guess() { guessed_position = -1; }
   // Starts the next kernel, after the wait: decode_attention reads early what is older than this launch.
   DEVICE void prepare(uint32_t shared) {
     pdl_launch_dependents();
@@ -41,6 +56,7 @@ struct QkvEpilogue {
     slot = read_now(slots + threadIdx.x);
     position = read_now(positions + threadIdx.x);
     location = read_now((locations == nullptr ? positions : locations) + threadIdx.x);
+    if (GUESSES) page = read_now(page_entry(guessed_slot, guessed_location));
   }
   // Reads now, not later as the compiler would.
   DEVICE static int read_now(const int* source) {
@@ -56,8 +72,11 @@ struct QkvEpilogue {
   DEVICE void look_up() {
     stored = -1;
     if (!looks_up() || slot < 0) return;
-    const int page = block_tables[static_cast<int64_t>(slot) * pages_per_sequence + location / kPageTokens];
+    if (!GUESSES || slot != guessed_slot || location != guessed_location) page = *page_entry(slot, location);
     stored = page * kPageTokens + location % kPageTokens;
+  }
+  DEVICE const int* page_entry(int slot, int location) const {
+    return block_tables + static_cast<int64_t>(slot) * pages_per_sequence + location / kPageTokens;
   }
   DEVICE void settle() const {
     if (looks_up()) store_shared_word(place + threadIdx.x * 8 + 4, stored);
@@ -67,13 +86,18 @@ struct QkvEpilogue {
     return make_int2(v.x, v.y);
   }
   DEVICE void prefetch(int nt, int i, int tile, int row, int token) {
-    if (kEarly) read_angle(nt, i, tile, row, token);
+    if (kEarly) find_angle(nt, i, tile, row, token);
   }
-  DEVICE void read_angle(int nt, int i, int tile, int row, int token) {
+  DEVICE void find_angle(int nt, int i, int tile, int row, int token) {
     if (k_pages == nullptr || tile / kHeadTiles >= num_heads + num_kv_heads) return;
-    const int64_t angle = static_cast<int64_t>(position_and_place(token).x) * kHalf + QkvTiles::dimension(tile, row);
-    cosine[nt][i] = __ldg(rope + angle);
-    sine[nt][i] = __ldg(rope + static_cast<int64_t>(max_context) * kHalf + angle);
+    const int at = position_and_place(token).x;
+    if (!GUESSES || at != guessed_position) read_angle(nt, i, tile, row, at);
+  }
+  DEVICE void read_angle(int nt, int i, int tile, int row, int at) {
+    const float* angle = rope + static_cast<int64_t>(at) * kHalf + QkvTiles::dimension(tile, row);
+    cosine[nt][i] = GUESSES ? load_now(angle) : __ldg(angle);
+    angle += static_cast<int64_t>(max_context) * kHalf;
+    sine[nt][i] = GUESSES ? load_now(angle) : __ldg(angle);
   }
   DEVICE void store(int nt, int i, int tile, int row, int token, float lo, float hi) {
     const int head = tile / kHeadTiles, d = QkvTiles::dimension(tile, row);
@@ -84,7 +108,7 @@ struct QkvEpilogue {
     } else {
       if (head < num_heads + num_kv_heads) {
         const int kept = kEarly ? nt : 0;
-        if (!kEarly) read_angle(kept, i, tile, row, token);
+        if (!kEarly) find_angle(kept, i, tile, row, token);
         const float c = cosine[kept][i], s = sine[kept][i], first = lo;
         // One way to round, whatever the compiler would contract: a row's bits do not depend on TOKEN_TILES.
         lo = fmaf(first, c, -__fmul_rn(hi, s));

@@ -68,6 +68,7 @@
 #endif
 
 constexpr bool kLooksLate = LINEAR == 0;                          // `look` reads what `publish` wrote before a barrier
+constexpr bool kGuesses = LINEAR == 0 && ROWS == 1 && !SHARED_RUN;   // where the row is, before the wait
 constexpr bool kSettlesLate = !SHARED_RUN || NT < 8;              // more tiles leave no registers for what is read before the products
 
 // The warp's run of one tile.
@@ -251,6 +252,10 @@ DEVICE void packed_product(Epilogue& epilogue, int num_tiles, const scalar_t* x,
     activations.last = rounds * ((at.slices + kStageSlices - 1) / kStageSlices);
     activations.prepare_stages();
   }
+  if constexpr (kGuesses) {
+    epilogue.guess();
+    visit_pairs(0, 0, num_tiles, T, [&](int i, int tile, int row, int, int) { epilogue.guess_angle(i, tile, row); });
+  }
   pdl_wait();
   if (!kResident) activations.start_stages();
   if constexpr (CLUSTERS) cluster_wait();
@@ -291,6 +296,7 @@ DEVICE void packed_product(Epilogue& epilogue, int num_tiles, const scalar_t* x,
 #pragma unroll 1
   for (int round = 0; round < (kJoinsRounds ? 0 : rounds); round++) {
     const int tile = at.tile(round);
+    if constexpr (kGuesses) if (round > 0) epilogue.forget_guess();
     if (round == 0 ? PREPARED || kLooksLate : KEPT_ROUNDS == 1) look(round);
     if (CLUSTERS && kLooksEarly) exchange.look(epilogue, round);
     Sums out = {};
@@ -324,7 +330,7 @@ extern "C" __global__ void PACKED_BOUNDS KERNEL(linear_packed_qkv)(
 #ifdef ROW_PITCH
   pdl_launch_dependents();
 #endif
-  QkvEpilogue<NT, kThreadPairs> epilogue{q, k_pages, v_pages, bias, rope, positions, locations, slots, block_tables, T, num_heads, num_kv_heads,
+  QkvEpilogue<NT, kThreadPairs, kGuesses> epilogue{q, k_pages, v_pages, bias, rope, positions, locations, slots, block_tables, T, num_heads, num_kv_heads,
                        pages_per_sequence, max_context};
   packed_product(epilogue, (num_heads + 2 * num_kv_heads) * kHeadTiles, x, norm, weight, partials, arrivals, T, eps);
 }

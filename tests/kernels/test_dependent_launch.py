@@ -45,7 +45,7 @@ READ_OLD_DATA_EARLY = tuple(
         "decode_attention", "tree_attention", "selected_attention", "select_blocks", "pick_blocks", "latent_attention",
         "latent_attention_wgmma", "absorb_queries", "merge_latents",
     )
-) + ("mixers/lightning_decode.cu",)
+) + ("mixers/lightning_decode.cu", "linear_packed/linear_packed.cu")
 WEIGHTS_READ_EARLY = {"attention/absorb_queries.cu": 8, "attention/merge_latents.cu": 4}
 """Loads of 16 bytes a thread, with the sizes of MiniCPM3-4B."""
 READ_OLD_KEYS_EARLY = ("coarse_log_sums", "score_blocks")

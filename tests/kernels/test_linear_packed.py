@@ -25,6 +25,7 @@ from linear_cases import (
     stored_rows,
 )
 from packed_oracle import pack, unit_offsets, unpack_codes
+from slow_writer import SlowWriter
 
 from cpmrt.cuda.build.spec import macros_of
 from cpmrt.cuda.driver.device import Device
@@ -339,6 +340,21 @@ def test_a_row_does_not_see_the_others(cuda: Any, name: str) -> None:
     before = Launcher(cuda, case).run(12)
     case.arrays["x"][1:] = np.nan
     assert np.array_equal(bits(Launcher(cuda, case).run(12)[0]), bits(before[0]))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("stale", ["positions", "slots", "block_tables"])
+@pytest.mark.parametrize("name", ["0.5B qkv", "two rounds of qkv", "uneven qkv", "permuted qkv", "ternary qkv"])
+def test_where_a_row_was_is_not_taken_for_where_it_is(
+    cuda: Any, monkeypatch: pytest.MonkeyPatch, name: str, stale: str
+) -> None:
+    """Until the kernel before is done, a row's position, slot or pages are those of another."""
+    launcher = Launcher(cuda, make_case(name, DType.BFLOAT16))
+    expected, held = launcher.run(1), launcher.arrays[stale]
+    writer, wait = SlowWriter(cuda, [held], [held[::-1].copy()], [held.copy()]), launcher.wait
+    monkeypatch.setattr(launcher, "wait", lambda: (wait(), writer.launch()))
+    for _ in range(3):
+        assert np.array_equal(bits(launcher.run(1, pdl=True)), bits(expected))
 
 
 @pytest.mark.gpu
