@@ -8,8 +8,9 @@
 Without a shape it takes the bundled model. A shape has random weights in 4 bits; its tokenizer must have the shape's
 vocabulary. A draft's tokens are random too, and what few of them are accepted depends on the form: with
 `--simulate-accept` draft steps give as many tokens in the mean under every form, as far as it allows what is drafted.
-The forms that are measured with a draft allow nearly every token, so nearly every node has a mask. Without simulation
-steps are counted. `--repeats 1 --tokens 100` ends within seconds of the model's start.
+`any` and `strings` allow nearly every token, so nearly every node has a mask; `text` does not allow half of what such a
+draft gives, so its steps give fewer tokens. Without simulation steps are counted. `--repeats 1
+--tokens 100` ends within seconds of the model's start.
 """
 
 from __future__ import annotations
@@ -48,11 +49,12 @@ _ITEM = {
 }  # fmt: skip
 FORMS: dict[str, dict[str, Any]] = {
     "free": {},
+    "any": {"regex": r"(.|\n)+"},
     "text": {"regex": "[a-zA-Z ,.0-9]+"},
     "schema": {"json_schema": {"type": "array", "minItems": 400, "items": _ITEM}},
     "strings": {"json_schema": {"type": "array", "minItems": 400, "items": {"type": "string"}}},
 }
-_PLAIN, _DRAFTED = ("free", "text", "schema"), ("free", "text", "strings")
+_PLAIN, _DRAFTED = ("free", "text", "schema"), ("free", "any", "text", "strings")
 _TREE = {"num_passes": 2, "top_k": 10, "tree_size": 12}
 TOOL_CALL = {
     "type": "object",
@@ -134,16 +136,19 @@ def _report(llm: LLM, counts: Counter[str], wish: argparse.Namespace) -> None:
         _saved_steps(llm, counts)
     free = 0.0
     for form in wish.forms or (_DRAFTED if wish.draft else _PLAIN):
-        rate, unit = _best_rate(llm, counts, FORMS[form], wish)
+        rate, unit, step = _best_rate(llm, counts, FORMS[form], wish)
         free = free or rate
-        print(f"{name}, {form}: {rate:.1f} {unit}, {rate / free:.3f} of free", flush=True)
+        print(f"{name}, {form}: {rate:.1f} {unit}, {rate / free:.3f} of free; {step}", flush=True)
 
 
 def _best_rate(
     llm: LLM, counts: Counter[str], fields: dict[str, Any], wish: argparse.Namespace
-) -> tuple[float, str]:
-    """Return tokens a second, or steps where what drafts are worth is left to chance, of the fastest of some runs."""
-    rates, counts_steps = [], wish.draft is not None and wish.simulate_accept is None
+) -> tuple[float, str, str]:
+    """Return tokens a second, or steps where what drafts are worth is left to chance, of the fastest of some runs.
+
+    The last value tells what its mean step gave and took.
+    """
+    runs, counts_steps = [], wish.draft is not None and wish.simulate_accept is None
     for repeat in range(wish.repeats):
         counts.clear()
         shared = SamplingParams(**fields, temperature=1.0, max_new_tokens=wish.tokens, ignore_eos=True)
@@ -152,8 +157,9 @@ def _best_rate(
         seconds = max(answer.stats.decode_s for answer in answers)
         steps = counts["Speculate"] + counts["Decode"] + counts["FastForward"]
         tokens = sum(len(answer.token_ids) - 1 for answer in answers)
-        rates.append((steps if counts_steps else tokens) / seconds)
-    return max(rates), "steps/s" if counts_steps else "tok/s"
+        step = f"{tokens / steps:.2f} tokens and {1e3 * seconds / steps:.3f} ms a step"
+        runs.append(((steps if counts_steps else tokens) / seconds, "steps/s" if counts_steps else "tok/s", step))
+    return max(runs)
 
 
 def _first_masks(llm: LLM) -> None:
