@@ -116,6 +116,10 @@ CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
         for rows in (1, 64)
     ),
     "linear_packed/linear_packed.cu": (
+        {"LINEAR": 4, "IN_FEATURES": 768, "RUNS": 8, "ROWS": 1, "WARPS": 16, "SHARED_RUN": 0, "PREPARED": 0}
+        | _PACKED
+        | _WIDER_ROWS
+        | {"KEPT_ROUNDS": 3, "SMEM_BYTES": 83200, "KV_RANK": 256, "NOPE_DIM": 64, "ROPE_DIM": 32, "VALUE_DIM": 64},
         {"LINEAR": 1, "IN_FEATURES": 4096, "RUNS": 8, "ROWS": 1, "WARPS": 8, "SHARED_RUN": 0, "PREPARED": 0}
         | _PACKED
         | _NO_NORM,

@@ -127,13 +127,14 @@ class Ops(Protocol):
 
     def decode_latent_attention(
         self, out: Any, q: Any, latents: Any | None, pages: Any, weights: LatentWeights, rope: Any, rows: Rows,
-        scale: float, eps: float, upcoming: Any | None = None,
+        scale: float, eps: float, upcoming: Any | None = None, q_up: Any | None = None,
     ) -> None:  # fmt: skip
         """softmax(scale * q k) v for each row over positions 0 .. its own, of its own slot; keys of a tree are found as
         `Rows` says. Of a head's query [N | R] the last R elements are rotated by the row's position. A token's key is
         [up_k c | r] and its value up_v c, of what the pages hold of it, c [C] and r [R]. First the rows' own `latents`
-        go to the pages, as by `append_latent`; None: they are there. `upcoming`: a weight that a product soon reads,
-        which may be brought closer meanwhile."""
+        go to the pages, as by `append_latent`; None: they are there. With `q_up` [H (N + R), A] queries are its product
+        with the RMSNorm of the first A columns of these latents, and q is room for them. `upcoming`: a weight that a
+        product soon reads, which may be brought closer meanwhile."""
 
     def prefill_latent_attention(
         self, out: Any, q: Any, pages: Any, weights: LatentWeights, rope: Any, rows: Rows, scale: float

@@ -260,8 +260,11 @@ class NumpyOps:
 
     def decode_latent_attention(
         self, out: F32, q: F32, latents: F32 | None, pages: F32, weights: LatentWeights, rope: F32, rows: Rows,
-        scale: float, eps: float, upcoming: Matrix | None = None,
+        scale: float, eps: float, upcoming: Matrix | None = None, q_up: Matrix | None = None,
     ) -> None:  # fmt: skip
+        if q_up is not None:
+            assert latents is not None, "q_up makes queries of latents"
+            self.project(q, latents, weights.q_norm, q_up, eps)
         query, rotated = _latent_queries("decode_latent_attention", out, q, pages, weights, rope, rows, latents)
         if latents is not None:
             self._store_latents(pages, latents[:, len(weights.q_norm) :], weights.kv_norm, rope, rows, eps)

@@ -13,10 +13,9 @@
 // latents        [T, A + C + R] scalar_t row-major, or null: then nothing goes to the pages; kv_norm [C] scalar_t
 // positions, locations (null: positions), slots [T] int32: a row of slot -1 has no position, and nothing of it goes to a page;
 //                block_tables [B, pages_per_sequence] int32
-// upcoming       weights that are read soon, of which the first upcoming_bytes, a multiple of 16, are brought to the L2
 // constants      KV_RANK: elements of a latent, a multiple of 256. NOPE_DIM: elements of a query before those that are
 //                rotated, a multiple of 16. ROPE_DIM: those, at most 512. VALUE_DIM: elements of a value
-// grid           (heads, or with latents heads + 1, and one for each 128 KiB of upcoming, b), b at most T: block y takes the rows
+// grid           (heads, or with latents heads + 1, b), b at most T: block y takes the rows
 //                y, y + b and so on; block 256; 8 * C * 4 bytes of static shared memory
 // launched after two products, of which the first starts the second behind its own wait, when all that earlier kernels have written is
 //                there: what a step's rows are is read before pdl_wait, and latent_attention starts at once and reads old keys
@@ -26,115 +25,29 @@
 // source         arXiv 2405.04434; RMSNorm arXiv 1910.07467, RoPE arXiv 2104.09864
 // layout         A block holds its head's part of up in registers, read before the wait: 16 bytes of each of N / 8 rows a
 //                thread, past the L1, because ptxas moves reads of constants behind the wait. A block more appends, a warp a
-//                row. While this and the next two kernels run, memory has little to do: the last blocks give it work
+//                row
 #if !defined(KV_RANK) || !defined(NOPE_DIM) || !defined(ROPE_DIM) || !defined(VALUE_DIM)
 #error "a constant is not defined"
 #endif
-#include "copy.cuh"
+#include "append_latents.cuh"
 
 constexpr int kThreads = 256, kWarps = 8;
 constexpr int kWarpRows = NOPE_DIM / kWarps;
 constexpr int kSpans = KV_RANK / 256;  // of 256 columns, 8 a lane
 constexpr int kHalf = ROPE_DIM / 2;
-constexpr int kCached = KV_RANK + ROPE_DIM;
-constexpr int kAngles = (kHalf + 31) / 32;   // of a lane
-constexpr int kPieceBytes = 2048, kBlockPieces = 64;   // of what comes to the L2
 static_assert(KV_RANK % 256 == 0 && NOPE_DIM % (2 * kWarps) == 0 && kHalf <= kThreads, "sizes that the kernel does not take");
-
-// What the latents of a step's rows become, and where.
-struct Append {
-  scalar_t* pages;
-  const scalar_t *latents, *norm, *rope;
-  const int *positions, *locations, *slots, *block_tables;
-  int num_rows, max_context, q_rank, pages_per_sequence;
-  float eps;
-
-  // Looks up the place of a row in the pages, null if it has none, and the lane's angles.
-  DEVICE scalar_t* look_up(float2 (&angles)[kAngles], int row, int lane) const {
-    const int slot = load_now(slots + row), position = load_now(positions + row);
-    const int location = locations == nullptr ? position : load_now(locations + row);
-    if (slot < 0) return nullptr;
-    const int page = load_now(block_tables + static_cast<int64_t>(slot) * pages_per_sequence + location / kPageTokens);
-#pragma unroll
-    for (int i = 0; i < kAngles; i++) {
-      if (i * 32 + lane >= kHalf) break;
-      const scalar_t* cosine = rope + static_cast<int64_t>(position) * kHalf + i * 32 + lane;
-      angles[i] = make_float2(to_float(load_now(cosine)), to_float(load_now(cosine + static_cast<int64_t>(max_context) * kHalf)));
-    }
-    return pages + (static_cast<int64_t>(page) * kPageTokens + location % kPageTokens) * kCached;
-  }
-
-  // All lanes of a warp.
-  DEVICE void store(scalar_t* to, const uint4 (&weights)[kSpans], const float2 (&angles)[kAngles], int row, int lane) const {
-    const scalar_t* from = latents + static_cast<int64_t>(row) * (q_rank + kCached) + q_rank;
-    uint4 held[kSpans];
-    float sum = 0.0f;
-#pragma unroll
-    for (int span = 0; span < kSpans; span++) held[span] = load16_past_l1(from + span * 256 + lane * 8);
-#pragma unroll
-    for (int i = 0; i < kAngles; i++) {
-      const int pair = i * 32 + lane;
-      if (pair >= kHalf) break;
-      const float first = to_float(load_now(from + KV_RANK + pair)), second = to_float(load_now(from + KV_RANK + kHalf + pair));
-      to[KV_RANK + pair] = from_float(first * angles[i].x - second * angles[i].y);
-      to[KV_RANK + kHalf + pair] = from_float(second * angles[i].x + first * angles[i].y);
-    }
-#pragma unroll
-    for (int span = 0; span < kSpans; span++)
-#pragma unroll
-      for (int e = 0; e < 4; e++) {
-        const float2 v = unpack2((&held[span].x)[e]);
-        sum += v.x * v.x + v.y * v.y;
-      }
-#pragma unroll
-    for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, distance);
-    const float scale = 1.0f / sqrtf(sum / KV_RANK + eps);
-#pragma unroll
-    for (int span = 0; span < kSpans; span++) {
-      uint4 out;
-#pragma unroll
-      for (int e = 0; e < 4; e++) {
-        const float2 v = unpack2((&held[span].x)[e]), w = unpack2((&weights[span].x)[e]);
-        (&out.x)[e] = pack2(v.x * scale * w.x, v.y * scale * w.y);
-      }
-      store16(to + span * 256 + lane * 8, out);
-    }
-  }
-
-  // The rows of a block of the grid's last column.
-  DEVICE void run() const {
-    const int lane = threadIdx.x % 32, first = blockIdx.y * kWarps + threadIdx.x / 32;
-    uint4 weights[kSpans];
-    float2 angles[kAngles];
-#pragma unroll
-    for (int span = 0; span < kSpans; span++) weights[span] = load16_past_l1(norm + span * 256 + lane * 8);
-    scalar_t* to = first < num_rows ? look_up(angles, first, lane) : nullptr;
-    pdl_wait();
-    for (int row = first; row < num_rows; row += gridDim.y * kWarps) {
-      if (row > first) to = look_up(angles, row, lane);
-      if (to != nullptr) store(to, weights, angles, row, lane);
-    }
-  }
-};
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     KERNEL(absorb_queries)(scalar_t* __restrict__ queries, scalar_t* pages, const scalar_t* q, const scalar_t* __restrict__ up,
                            const scalar_t* __restrict__ rope, const scalar_t* latents, const scalar_t* __restrict__ kv_norm,
                            const int* positions, const int* locations, const int* slots, const int* block_tables,
-                           const unsigned char* __restrict__ upcoming, int num_heads, int num_rows, int max_context, int q_rank,
-                           int pages_per_sequence, int upcoming_bytes, float eps) {
+                           int num_heads, int num_rows, int max_context, int q_rank, int pages_per_sequence, float eps) {
   __shared__ float sums[kWarps][KV_RANK];
-  const int head = blockIdx.x, beyond = head - num_heads - (latents == nullptr ? 0 : 1);
-  if (beyond >= 0) {
-    const int first = (beyond * kBlockPieces + static_cast<int>(threadIdx.x)) * kPieceBytes;
-    if (blockIdx.y == 0 && threadIdx.x < kBlockPieces && first < upcoming_bytes)
-      prefetch_to_l2(upcoming + first, min(kPieceBytes, upcoming_bytes - first));
-    return;
-  }
+  const int head = blockIdx.x;
   pdl_launch_dependents();
   if (head == num_heads) {
     Append{pages, latents, kv_norm, rope, positions, locations, slots, block_tables, num_rows, max_context, q_rank,
-           pages_per_sequence, eps}.run();
+           pages_per_sequence, eps}.run(blockIdx.y * kWarps, gridDim.y * kWarps);
     return;
   }
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -163,8 +76,9 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     if (threadIdx.x < kHalf) {
       const float first = to_float(load_now(query + NOPE_DIM + threadIdx.x));
       const float second = to_float(load_now(query + NOPE_DIM + kHalf + threadIdx.x));
-      out[KV_RANK + threadIdx.x] = from_float(first * angle.x - second * angle.y);
-      out[KV_RANK + kHalf + threadIdx.x] = from_float(second * angle.x + first * angle.y);
+      const float2 turned = rotated(first, second, angle);
+      out[KV_RANK + threadIdx.x] = from_float(turned.x);
+      out[KV_RANK + kHalf + threadIdx.x] = from_float(turned.y);
     }
 #pragma unroll
     for (int span = 0; span < kSpans; span++) {

@@ -10,6 +10,7 @@
 // pages          [P, 1, 64, C + R] scalar_t
 // positions      [T] int32; slots [T] int32, slot -1: nothing is stored; block_tables [B, pages_per_sequence] int32
 // tree_masks     [T] uint64, tree_base [T] int32, read with TREE only: positions[t] + 1 is tree_base[t] plus the set bits
+// upcoming       weights that are read soon, of which the first upcoming_bytes, a multiple of 16, are brought to the L2
 // num_fresh      how many of a row's last keys absorb_queries may write
 // num_splits     into how many runs a long row's pages are cut
 // constants      HEADS: query heads. KV_RANK: elements of a latent, a multiple of 128. ROPE_DIM: elements of a key behind it, a
@@ -185,7 +186,8 @@ DEVICE void store_run(const WarpState& state, float* means, float* log_sums, int
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocksAtOnce)
     KERNEL(latent_attention)(float* means, float* log_sums, const scalar_t* queries, const scalar_t* pages, const int* positions,
                              const int* slots, const int* block_tables, const uint64_t* tree_masks, const int* tree_base,
-                             int num_fresh, int num_splits, int pages_per_sequence, float scale) {
+                             const unsigned char* __restrict__ upcoming, int num_fresh, int num_splits, int pages_per_sequence,
+                             int upcoming_bytes, float scale) {
   extern __shared__ __align__(128) unsigned char shared[];
   __shared__ int path_rows[TREE ? kMaxNodes : 1];
   const int row = blockIdx.y, first_head = blockIdx.z * kHeads, num_heads = min(HEADS - first_head, kHeads);
@@ -194,6 +196,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksAtOnce)
   const LatentCut cut(length, num_splits);
   if (static_cast<int>(blockIdx.x) >= cut.num_runs) {
     pdl_launch_dependents();
+    bring_upcoming(upcoming, upcoming_bytes);
     pdl_wait();
     return;
   }
@@ -216,6 +219,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksAtOnce)
     }
     if (!has_queries) {
       pdl_launch_dependents();
+      bring_upcoming(upcoming, upcoming_bytes);
       pdl_wait();
       for (int i = 0; i < min(STAGES - 1, count); i++)
         source.load_fresh(first + i, block_table[first + i], PageAt{ring + i * kPageBytes});

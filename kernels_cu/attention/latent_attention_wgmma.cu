@@ -10,6 +10,7 @@
 //                columns
 // positions      [T] int32; slots [T] int32, slot -1: nothing is stored; block_tables [B, pages_per_sequence] int32
 // tree_masks     [T] uint64, tree_base [T] int32, read with TREE only, as in latent_attention
+// upcoming       weights that are read soon, of which the first upcoming_bytes, a multiple of 16, are brought to the L2
 // num_fresh      how many of a row's last keys absorb_queries may write
 // num_splits     into how many runs a long row's pages are cut
 // constants      HEADS: query heads. KV_RANK: elements of a latent: 256. ROPE_DIM: elements of a key behind it: 32 or 64. STAGES:
@@ -244,7 +245,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     KERNEL(latent_attention_wgmma)(float* means, float* log_sums, const scalar_t* queries, const scalar_t* pages,
                                    const __grid_constant__ TensorMap latents, const __grid_constant__ TensorMap tails,
                                    const int* positions, const int* slots, const int* block_tables, const uint64_t* tree_masks,
-                                   const int* tree_base, int num_fresh, int num_splits, int pages_per_sequence, float scale) {
+                                   const int* tree_base, const unsigned char* __restrict__ upcoming, int num_fresh, int num_splits,
+                                   int pages_per_sequence, int upcoming_bytes, float scale) {
   extern __shared__ __align__(1024) unsigned char shared[];
   const int row = blockIdx.y, first_head = blockIdx.z * kHeads, num_heads = min(HEADS - first_head, kHeads);
   const int own_slot = load_now(slots + row), position = load_now(positions + row);
@@ -253,6 +255,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const LatentCut cut(length, num_splits);
   if (static_cast<int>(blockIdx.x) >= cut.num_runs) {
     pdl_launch_dependents();
+    bring_upcoming(upcoming, upcoming_bytes);
     pdl_wait();
     return;
   }
@@ -286,6 +289,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll 1
   for (int i = 0; i < STAGES; i++) copy_next(i, true);
   pdl_launch_dependents();
+  bring_upcoming(upcoming, upcoming_bytes);
   pdl_wait();
   // What is fresh of the pages that are on their way: of one block, but for short runs.
   bool has_fresh = false;

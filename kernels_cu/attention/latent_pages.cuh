@@ -12,6 +12,16 @@ constexpr int kChunks = kCached / 8;              // 16-byte chunks of a row
 constexpr int kRowBytes = kCached * 2;
 constexpr int kPageBytes = kPageTokens * kRowBytes;
 
+// Brings the block's part of the first `bytes` (a multiple of 16) of weights that are read soon to the L2: once the pages are asked for,
+// memory has little to do until the next kernels have run.
+DEVICE void bring_upcoming(const unsigned char* weights, int bytes) {
+  constexpr int kPieceBytes = 2048;
+  if (blockIdx.y + blockIdx.z > 0) return;
+  const int step = gridDim.x * kThreads * kPieceBytes;
+  for (int first = (threadIdx.x * gridDim.x + blockIdx.x) * kPieceBytes; first < bytes; first += step)
+    prefetch_to_l2(weights + first, min(kPieceBytes, bytes - first));
+}
+
 // Where the keys of a row lie.
 struct Source {
   const scalar_t* pages;

@@ -7,7 +7,8 @@
 //   SHARED_RUN = 1, RUNS = 8 and CLUSTERS = 0, else null; prepared with FEEDS what prepare_rows makes of out, else null; others as
 //   in linear.cu.
 // Constants:
-//   LINEAR: the product, 0 qkv, 1 residual, 2 gate_up, 3 head
+//   LINEAR: the product, 0 qkv, 1 residual, 2 gate_up, 3 head, 4 latent_queries, which has one row
+//   KV_RANK: NOPE_DIM: ROPE_DIM: VALUE_DIM: of latent_queries only, as in absorb_queries.cu
 //   HEAD_DIM: of qkv only, elements of a head
 //   IN_FEATURES: K, the columns of W, a multiple of 128
 //   WEIGHT_BITS: 4, or 8 with ZEROS 0 or 2, or 2 with ZEROS 0
@@ -53,8 +54,12 @@
     !defined(WARPGROUPS) || !defined(SHARED_RUN) || !defined(NORM) || !defined(PREPARED) || !defined(STAGE_SLICES) \
     || !defined(STAGES) || !defined(EARLY_SLOTS) || !defined(CLUSTERS) || !defined(RECEIVED_APART) || \
     !defined(FEEDS) || !defined(TRIGGER) || !defined(KEPT_ROUNDS) || !defined(SMEM_BYTES) || !defined(PORTABLE) || \
-    (LINEAR != 2 && defined(FATRELU)) || (ROW_PITCH < IN_FEATURES && defined(ROW_PITCH))
+    (LINEAR == 4 && !defined(KV_RANK)) || (LINEAR == 4 && !defined(NOPE_DIM)) || (LINEAR == 4 && !defined(ROPE_DIM)) || \
+    (LINEAR == 4 && !defined(VALUE_DIM)) || (LINEAR != 2 && defined(FATRELU)) || (ROW_PITCH < IN_FEATURES && defined(ROW_PITCH))
 #error "a constant is not defined, or not for this product"
+#endif
+#if LINEAR == 4
+#include "absorb_head.cuh"
 #endif
 #include "linear_epilogue.cuh"
 #include "packed_activations.cuh"
@@ -256,6 +261,7 @@ DEVICE void packed_product(Epilogue& epilogue, int num_tiles, const scalar_t* x,
     epilogue.guess();
     visit_pairs(0, 0, num_tiles, T, [&](int i, int tile, int row, int, int) { epilogue.guess_angle(i, tile, row); });
   }
+  if constexpr (LINEAR == 4) epilogue.look_up();
   pdl_wait();
   if (!kResident) activations.start_stages();
   if constexpr (CLUSTERS) cluster_wait();
@@ -366,5 +372,29 @@ extern "C" __global__ void PACKED_BOUNDS KERNEL(linear_packed_head)(
   if (TRIGGER == 0) pdl_launch_dependents();
   HeadEpilogue epilogue{logits, V, divisor};
   packed_product(epilogue, (V + 15) / 16, x, norm, weight, partials, arrivals, T, eps);
+}
+#endif
+
+#if LINEAR == 4
+static_assert(ROWS == 1 && !SHARED_RUN && kWarps == 16 && kHeadTiles == KEPT_ROUNDS * kBlockTiles, "a block takes a head of one row");
+static_assert(QueryEpilogue::kSumBytes <= kPartialBytes, "the partial sums have no room for those of a head");
+
+// What absorb_queries makes of the row of q = n Wq^T / rms, rounded, in the same bits: a block makes a head of q, and keeps it. Operands and
+// grid as there; x (1, ROW_PITCH) are the latents, of which the first IN_FEATURES make q.
+extern "C" __global__ void PACKED_BOUNDS KERNEL(linear_packed_latent_queries)(
+    scalar_t* __restrict__ queries, scalar_t* pages, const scalar_t* x, const scalar_t* __restrict__ norm, const void* __restrict__ weight,
+    const scalar_t* __restrict__ up, const scalar_t* __restrict__ rope, const scalar_t* __restrict__ kv_norm, const int* positions,
+    const int* locations, const int* slots, const int* block_tables, int num_heads, int max_context, int pages_per_sequence, float norm_eps) {
+  __shared__ float query[NOPE_DIM + ROPE_DIM];
+  const int head = blockIdx.x;
+  pdl_launch_dependents();
+  if (head == num_heads) {
+    Append{pages, x, kv_norm, rope, positions, locations, slots, block_tables, 1, max_context, IN_FEATURES, pages_per_sequence, norm_eps}.run(0, kWarps);
+    return;
+  }
+  QueryEpilogue epilogue{query, up, rope, positions, slots, head, max_context};
+  packed_product(epilogue, (head + 1) * kHeadTiles, x, norm, weight, nullptr, nullptr, 1, norm_eps);
+  __syncthreads();
+  epilogue.absorb(queries + head * kCached, Lane().shared + kPartialOffset);
 }
 #endif

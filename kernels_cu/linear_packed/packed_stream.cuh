@@ -90,6 +90,7 @@ struct Lane {
   DEVICE int tile(int round) const { return tile(round, SHARED_RUN ? warp : warp / RUNS); }
   DEVICE static int tile(int round, int place) {
     const int block = SHARED_RUN ? blockIdx.x / RUNS : blockIdx.x, blocks = SHARED_RUN ? gridDim.x / RUNS : gridDim.x;
+    if (LINEAR == 4) return block * (kBlockTiles * KEPT_ROUNDS) + round * kBlockTiles + place;
     return FEEDS ? (round * blocks + block) * kBlockTiles + place : (round * kBlockTiles + place) * blocks + block;
   }
 };

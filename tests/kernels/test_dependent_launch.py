@@ -46,8 +46,11 @@ READ_OLD_DATA_EARLY = tuple(
         "latent_attention_wgmma", "absorb_queries", "merge_latents",
     )
 ) + ("mixers/lightning_decode.cu", "linear_packed/linear_packed.cu")
-WEIGHTS_READ_EARLY = {"attention/absorb_queries.cu": 8, "attention/merge_latents.cu": 4}
-"""Loads of 16 bytes a thread, with the sizes of MiniCPM3-4B."""
+WEIGHTS_READ_EARLY = {
+    "attention/absorb_queries.cu": ("128", 8), "attention/merge_latents.cu": ("128", 4),
+    "linear_packed/linear_packed.cu": ("64", 8),
+}  # fmt: skip
+"""Bits and number of a thread's loads, in the first build, with the sizes of MiniCPM3-4B."""
 READ_OLD_KEYS_EARLY = ("coarse_log_sums", "score_blocks")
 OLD_KEYS_LOADS = 16
 """By plain loads of 16 bytes, so that rows share them in the L1: at most so many of a lane, with 128 dimensions."""
@@ -116,7 +119,8 @@ def test_every_kernel_waits_before_it_reads(compiles: Compiles, file: str, const
 def test_weights_of_latent_attention_are_on_their_way_before_the_wait(compiles: Compiles, file: str) -> None:
     cubin = compiles.module(file, "sm_90", DType.BFLOAT16, next(iter(constant_sets(file)))).cubin
     ((_, code, wait),) = functions(cubin)
-    assert len([line for line in code[:wait] if "LDG.E.128" in line]) == WEIGHTS_READ_EARLY[file]
+    bits, count = WEIGHTS_READ_EARLY[file]
+    assert len([line for line in code[:wait] if f"LDG.E.{bits}" in line]) == count
 
 
 @pytest.mark.parametrize(("rows", "hidden", "head_dim"), QKV)

@@ -10,18 +10,22 @@ import attention_cases
 import numpy as np
 import pytest
 from latent_cases import EPS, MINICPM3, LatentCase, Sizes, tree_of
+from linear_cases import layout_of
+from packed_oracle import pack
 from reference.operands import make_rows
 from slow_writer import SlowWriter
 
 from cpmrt.config.layers import LatentAttention
 from cpmrt.cuda.ops.latent import ATTEND_WGMMA, LatentOps, LatentPlan
+from cpmrt.cuda.ops.linear_packed.layout import PackedWeight
+from cpmrt.cuda.ops.products import Products
 from cpmrt.cuda.precompile import known_device
-from cpmrt.dtypes import DType
+from cpmrt.dtypes import DType, from_float32, round_to, to_float32
 from cpmrt.memory.caches import PAGE_SIZE, CacheLayout
 from cpmrt.models.mixers import latent
 from cpmrt.ops import OPS, LatentWeights, Rows
 from cpmrt.reference.ops import NumpyOps
-from cpmrt.tensor_spec import BufferSpec
+from cpmrt.tensor_spec import PLAIN_HEAD_DIM, BufferSpec
 
 DTYPES = pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT16], ids=lambda dtype: dtype.label)
 ALL_HEADS = [3, 16, 20, 40, 50]
@@ -355,21 +359,80 @@ def test_a_step_waits_for_the_queries_and_its_latents(cuda: Any, length: int) ->
         assert np.array_equal(attend(pdl=True), wanted)
 
 
+def packed_queries(cuda: Any, sizes: Sizes, dtype: DType) -> tuple[PackedWeight, Any]:
+    """The weight that makes queries of latents, in 4 bits, and as float32."""
+    shape, rng = (sizes.heads * (sizes.nope + sizes.rotated), sizes.q_rank), np.random.default_rng(5)
+    layout = layout_of("qkv", shape, 128, cuda.device, head_dim=PLAIN_HEAD_DIM)
+    codes = rng.integers(0, 16, shape).astype(np.uint8)
+    scales = round_to(rng.uniform(0.1, 0.3, (shape[0], shape[1] // 128)).astype(np.float32) * shape[1] ** -0.5, dtype)
+    weight = (codes - np.float32(8)) * np.repeat(scales, 128, axis=1)
+    return PackedWeight(cuda.array(pack(layout, codes, from_float32(scales, dtype), None)), None, layout), weight
+
+
+@pytest.mark.gpu
+@DTYPES
+@pytest.mark.parametrize(("heads", "q_rank"), [(40, 768), (3, 128), (17, 1024)])
+def test_queries_of_one_row_are_made_where_they_are_absorbed(
+    cuda: Any, dtype: DType, heads: int, q_rank: int
+) -> None:
+    """In the bits of the product and of `absorb_queries` behind it, which other numbers of rows take."""
+    sizes = replace(sizes_of(heads), q_rank=q_rank)
+    case = LatentCase(sizes, [1, 65, 700, 300], dtype)
+    device, (packed, weight) = LatentDevice(cuda, case), packed_queries(cuda, sizes, dtype)
+    slots, ends = np.array([0, 1, 2, -1]), np.array([1, 65, 700, 1])
+    latents, stale = case.data(4, q_rank + 288), cuda.array(case.pages, dtype)
+    wanted, of_product = np.empty((4, heads * 64), np.float32), np.empty((4, heads * 96), np.float32)
+    rows = make_rows(ends - 1, slots, case.tables)
+    rest = case.weights, case.rope, rows, sizes.scale, EPS
+    NumpyOps(dtype).decode_latent_attention(wanted, of_product, latents, case.pages, *rest, None, weight)
+
+    def attend(which: list[int], *, q_up: Any = packed, pdl: bool = False) -> list[Any]:
+        launcher = cuda.launcher(dtype, pdl=pdl)
+        project = Products(cuda.device, launcher, None, {"normed": None}).project  # type: ignore[arg-type, dict-item]
+        ops = LatentOps(launcher, device.plan, device.arrays, project)
+        out, q = (cuda.array(np.full((len(which), heads * size), np.nan, np.float32), dtype) for size in (64, 96))
+        with cuda.stream:
+            device.arrays["latent_queries"][:] = 0x7FC1
+            device.pages = stale.copy()
+        given = cuda.array(latents[which], dtype)
+        if q_up is None:
+            project(q, given, device.weights.q_norm, packed, EPS)
+        held = device.rows(make_rows(ends[which] - 1, slots[which], case.tables))
+        rest = device.weights, device.rope, held, sizes.scale, EPS, None, q_up
+        ops.decode_latent_attention(out, q, given, device.pages, *rest)
+        queries = device.arrays["latent_queries"][: len(which)]
+        assert np.isnan(cuda.numpy(q, dtype)).all() == (len(which) == 1 and q_up is not None), "made in one kernel"
+        return [cuda.numpy(array).view(np.uint16) for array in (queries, out, device.pages)]  # NaN differs from itself
+
+    together = attend([0, 1, 2, 3])
+    assert_close(to_float32(together[1].view(dtype.storage), dtype)[:3], wanted[:3], dtype)
+    for row in range(4):
+        alone = attend([row])
+        for made, held in zip(alone, attend([row], q_up=None), strict=True):
+            assert np.array_equal(made, held), row
+        assert np.array_equal(alone[1][0], together[1][row]), row
+        for _ in range(3):
+            for made, held in zip(attend([row], pdl=True), alone, strict=True):
+                assert np.array_equal(made, held), row
+
+
 class Recording:
-    """A launcher that notes the kernels and their grids."""
+    """A launcher that notes the kernels, their grids and what they are given."""
 
     is_recording = True
 
     def __init__(self) -> None:
         self.launched: list[tuple[str, Any]] = []
+        self.given: list[tuple[Any, ...]] = []
 
-    def __call__(self, spec: Any, constants: Any, grid: Any, *rest: Any, **options: Any) -> None:
+    def __call__(self, spec: Any, constants: Any, grid: Any, block: Any, *given: Any, **options: Any) -> None:
         self.launched.append((spec.name, grid))
+        self.given.append(given)
 
 
 def recorded(
     op: str, num_rows: int, arch: str = "sm_90", upcoming: Any | None = None, **plan: int
-) -> list[Any]:
+) -> Recording:
     sizes, launcher = MINICPM3, Recording()
     made = plan_of(sizes, known_device(arch), **plan)
     specs = (*made.tables, *made.workspace, BufferSpec("chunk", (4,), 0, 0, np.int32))
@@ -384,21 +447,21 @@ def recorded(
         ops.prefill_latent_attention(out, q, *rest)
     else:
         ops.decode_latent_attention(out, q, np.zeros((num_rows, 1056), np.float32), *rest, EPS, upcoming)
-    return launcher.launched
+    return launcher
 
 
 def test_a_step_takes_three_launches_and_a_chunk_four_for_the_heads_that_have_room() -> None:
     newer, other = ("sm_90", "latent_attention_wgmma", 1, 132, 1), ("sm_100", "latent_attention", 3, 148, 3)
     for arch, name, units, sms, per_sm in (newer, other):
         for rows in (1, 8, 64):
-            launched = recorded("decode_latent_attention", rows, arch, max_context=32768)
+            launched = recorded("decode_latent_attention", rows, arch, max_context=32768).launched
             assert [kernel for kernel, _ in launched] == ["absorb_queries", name, "merge_latents"]
             blocks, runs = min(rows, 2 * sms // 40), min(sms, per_sm * sms // (rows * units))
             assert [grid for _, grid in launched] == [(41, blocks), (runs, rows, units), (40, blocks)]
     chunk = ["expand_latents", "rotate_heads", "prefill_attention_wgmma", "gather_heads"]
-    assert [name for name, _ in recorded("prefill_latent_attention", 512, max_context=32768)] == chunk
-    assert [name for name, _ in recorded("prefill_latent_attention", 512, max_context=131072)] == chunk * 4
-    older = recorded("prefill_latent_attention", 512, arch="sm_86")
+    assert [name for name, _ in recorded("prefill_latent_attention", 512, max_context=32768).launched] == chunk
+    assert [name for name, _ in recorded("prefill_latent_attention", 512, max_context=131072).launched] == chunk * 4
+    older = recorded("prefill_latent_attention", 512, arch="sm_86").launched
     assert [name for name, _ in older] == [name.removesuffix("_wgmma") for name in chunk]
 
 
@@ -406,8 +469,9 @@ def test_a_step_takes_three_launches_and_a_chunk_four_for_the_heads_that_have_ro
 def test_a_step_brings_a_part_of_a_later_weight_to_the_l2(arch: str, brought: int) -> None:
     for nbytes in (0, 16, 1000, 128 << 10, (128 << 10) + 16, 8 << 20, 17 << 20):
         weight = np.zeros(nbytes, np.uint8)
-        ((_, (blocks, _)), *_) = recorded("decode_latent_attention", 8, arch, weight, max_context=8192)
-        assert blocks == 41 + -(-(min(nbytes, brought) // 16 * 16) // (128 << 10)), nbytes
+        _, given, _ = recorded("decode_latent_attention", 8, arch, weight, max_context=8192).given
+        assert any(array is weight for array in given)
+        assert given[-2] == min(nbytes, brought) // 16 * 16, nbytes
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_87", "sm_90", "sm_120"])

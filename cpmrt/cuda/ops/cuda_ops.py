@@ -37,9 +37,13 @@ class CudaOps:
         self.rms_norm, self.join = partial(row_ops.rms_norm, launcher), partial(row_ops.join, launcher)
         self.copy_columns, self.clear = partial(row_ops.copy_columns, launcher), partial(row_ops.clear, launcher)
         self.gate_rows = partial(row_ops.gate_rows, launcher)
+        others_prefer_shared = isinstance(plan, LatentPlan) or "expert_words" in scratch
+        products = Products(device, launcher, gemm, scratch, prefers_shared=others_prefer_shared)
+        self.qkv, self.project, self.project_residual = products.qkv, products.project, products.project_residual
+        self.gate_up, self.lm_head = products.gate_up, products.lm_head
         attention = latent = None
         if isinstance(plan, LatentPlan):
-            latent = LatentOps(launcher, plan, scratch)
+            latent = LatentOps(launcher, plan, scratch, self.project)
         else:
             attention = AttentionOps(launcher, plan, scratch)
         self.select_blocks = attention.select_blocks if attention else _unplanned
@@ -48,10 +52,6 @@ class CudaOps:
         self.append_latent = latent.append_latent if latent else _unplanned
         self.decode_latent_attention = latent.decode_latent_attention if latent else _unplanned
         self.prefill_latent_attention = latent.prefill_latent_attention if latent else _unplanned
-        others_prefer_shared = latent is not None or "expert_words" in scratch
-        products = Products(device, launcher, gemm, scratch, prefers_shared=others_prefer_shared)
-        self.qkv, self.project, self.project_residual = products.qkv, products.project, products.project_residual
-        self.gate_up, self.lm_head = products.gate_up, products.lm_head
         states = LightningOps(launcher, scratch["chunk"])
         self.lightning_decode, self.lightning_prefill = states.decode, states.prefill
         experts = ExpertOps(device, launcher, scratch)

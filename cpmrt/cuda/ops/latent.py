@@ -9,8 +9,9 @@ costs a third of the products then. Heads go in parts whose expanded pages have 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from math import ceil
 
 import numpy as np
@@ -23,6 +24,7 @@ from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.ops.attention import QUERY_TILE, Operands
 from cpmrt.cuda.ops.attention.prefill import PrefillPlan, attend_chunk
 from cpmrt.cuda.ops.linear_packed.layout import PackedWeight, Weight
+from cpmrt.cuda.ops.linear_packed.plan import LATENT_QUERIES, latent_queries, plan_heads
 from cpmrt.executor import MAX_ROWS
 from cpmrt.memory.caches import PAGE_SIZE, CacheLayout
 from cpmrt.models.layers import ATTENTION, EMBED, HEAD
@@ -36,9 +38,8 @@ _WGMMA_HEADS, _WGMMA_STAGES, _ALIGNED, _BOX_COLUMNS = 64, 4, 1024, 64
 _BLOCK, _ATTEND_BLOCK, _EXPAND_BLOCK, _MERGE_BLOCK, _MOST_EXPAND_BLOCKS = 256, 128, 128, 512, 64
 _ROW_BLOCKS_PER_SM, _RUNS_PER_SM = 2, 3
 """Blocks on a multiprocessor: of the small products of heads, and of runs of pages."""
-_UPCOMING_BYTES, _BLOCK_EARLY_BYTES = 8 << 20, 128 << 10
-"""Bytes of a later weight that memory brings to the L2 while a step attends, less than it could until the pages are
-asked for; those of a block."""
+_UPCOMING_BYTES = 8 << 20
+"""Bytes of a later weight that memory brings to the L2 while a step attends, behind the pages."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,9 @@ class ChunkConstants:
     value_dim: int
 
 
+Project = Callable[[DeviceArray, DeviceArray, DeviceArray, Weight, float], None]
+"""The op `project`."""
+_plan_heads = lru_cache(maxsize=64)(plan_heads)
 _DECODE, _PREFILL = "decode_latent_attention", "prefill_latent_attention"
 APPEND = KernelSpec("append_latent", "rows/append_latent.cu", "append_latent", AppendConstants, hot=True)
 ABSORB = KernelSpec("absorb_queries", "attention/absorb_queries.cu", _DECODE, AbsorbConstants, hot=True)
@@ -133,6 +137,7 @@ class LatentPlan:
     max_sequences: int
     max_rows: int
     step_rows: int
+    device: Device
 
     @classmethod
     def of(
@@ -157,6 +162,7 @@ class LatentPlan:
             max_sequences=caches.max_sequences,
             max_rows=max_rows,
             step_rows=step_rows,
+            device=device,
         )
 
     @property
@@ -226,7 +232,10 @@ class LatentOps:
     `arrays` holds the plan's buffers by name, and `chunk`: slot, start and count of a prefill chunk.
     """
 
-    def __init__(self, launcher: Launcher, plan: LatentPlan, arrays: Mapping[str, DeviceArray]):
+    def __init__(
+        self, launcher: Launcher, plan: LatentPlan, arrays: Mapping[str, DeviceArray], project: Project | None = None
+    ):
+        self._project = project
         self._launch, self._plan, self._chunk = launcher, plan, arrays["chunk"]
         self._queries: DeviceArray = arrays["latent_queries"]
         self._runs = arrays["latent_means"], arrays["latent_log_sums"]
@@ -254,33 +263,58 @@ class LatentOps:
     def decode_latent_attention(
         self, out: DeviceArray, q: DeviceArray, latents: DeviceArray | None, pages: DeviceArray, weights: LatentWeights,
         rope: DeviceArray, rows: Rows, scale: float, eps: float, upcoming: Weight | None = None,
+        q_up: Weight | None = None,
     ) -> None:  # fmt: skip
         """Launch the op `decode_latent_attention`."""
         check_latent_shapes(_DECODE, out, q, pages, weights, rope, rows, latents)
+        self._absorb(q, latents, pages, weights, rope, rows, eps, q_up)
         plan, shape, num_rows = self._plan, self._plan.shape, len(q)
-        small, is_tree = (shape.num_heads, plan.row_blocks(num_rows)), rows.tree_masks is not None
-        appends, fresh = (1, num_rows) if latents is not None else (0, 0)
+        is_tree, fresh = rows.tree_masks is not None, num_rows if latents is not None else 0
         weight = upcoming.data if isinstance(upcoming, PackedWeight) else upcoming
         early_bytes = min(weight.nbytes, plan.upcoming_bytes) // 16 * 16 if weight is not None else 0
-        sizes = shape.num_heads, num_rows, rope.shape[1], shape.q_rank, rows.block_tables.shape[1], early_bytes
-        heads = AbsorbConstants(shape.kv_rank, shape.nope_dim, shape.rope_dim, shape.value_dim)
-        self._launch(
-            ABSORB, heads, (small[0] + appends + ceil(early_bytes / _BLOCK_EARLY_BYTES), small[1]), _BLOCK,
-            self._queries, pages, q, weights.up, rope, latents, weights.kv_norm, rows.positions, rows.locations,
-            rows.slots, rows.block_tables, weight, *map(np.int32, sizes), np.float32(eps), prefers_shared=True,
-        )  # fmt: skip
+        sizes = fresh, plan.num_splits, rows.block_tables.shape[1], early_bytes
         self._launch(
             plan.attend, LatentConstants(shape.num_heads, shape.kv_rank, shape.rope_dim, plan.stages, is_tree),
             (plan.runs_at_once(num_rows), num_rows, plan.units), _ATTEND_BLOCK, *self._runs, self._queries,
             pages, *plan.boxes(self._launch, pages), rows.positions, rows.slots, rows.block_tables, rows.tree_masks,
-            rows.tree_base, np.int32(fresh), np.int32(plan.num_splits), np.int32(rows.block_tables.shape[1]),
-            np.float32(scale),
+            rows.tree_base, weight, *map(np.int32, sizes), np.float32(scale),
             smem=plan.shared_bytes, prefers_shared=True,
         )  # fmt: skip
         self._launch(
-            MERGE, MergeConstants(shape.num_heads, shape.kv_rank, shape.nope_dim, shape.value_dim), small,
-            _MERGE_BLOCK, out, *self._runs, weights.up, rows.positions, rows.slots, np.int32(num_rows),
-            np.int32(plan.num_splits), prefers_shared=True,
+            MERGE, MergeConstants(shape.num_heads, shape.kv_rank, shape.nope_dim, shape.value_dim),
+            (shape.num_heads, plan.row_blocks(num_rows)), _MERGE_BLOCK, out, *self._runs, weights.up, rows.positions,
+            rows.slots, np.int32(num_rows), np.int32(plan.num_splits), prefers_shared=True,
+        )  # fmt: skip
+
+    def _absorb(
+        self, q: DeviceArray, latents: DeviceArray | None, pages: DeviceArray, weights: LatentWeights,
+        rope: DeviceArray, rows: Rows, eps: float, q_up: Weight | None,
+    ) -> None:  # fmt: skip
+        """Take queries to the space of the latents, and the rows' own latents to the pages: of one row in the product
+        that makes the queries, where that is one."""
+        plan, shape, num_rows = self._plan, self._plan.shape, len(q)
+        heads = AbsorbConstants(shape.kv_rank, shape.nope_dim, shape.rope_dim, shape.value_dim)
+        places = rows.positions, rows.locations, rows.slots, rows.block_tables
+        if isinstance(q_up, PackedWeight) and q_up.perm is None and num_rows == 1:
+            assert latents is not None, "q_up makes queries of latents"
+            pitch = shape.q_rank + shape.cached_dim
+            if (made := _plan_heads(q_up.layout, shape.num_heads, plan.device, pitch)) is not None:
+                sizes = shape.num_heads, rope.shape[1], rows.block_tables.shape[1]
+                self._launch(
+                    LATENT_QUERIES, latent_queries(made, **asdict(heads)), shape.num_heads + 1, made.block,
+                    self._queries, pages, latents, weights.q_norm, q_up.data, weights.up, rope, weights.kv_norm,
+                    *places, *map(np.int32, sizes), np.float32(eps),
+                    smem=made.shared_bytes, prefers_shared=True,
+                )  # fmt: skip
+                return
+        if q_up is not None:
+            assert self._project is not None and latents is not None, "q_up makes queries of latents, by a product"
+            self._project(q, latents, weights.q_norm, q_up, eps)
+        counts = shape.num_heads, num_rows, rope.shape[1], shape.q_rank, rows.block_tables.shape[1]
+        blocks = shape.num_heads + (latents is not None), plan.row_blocks(num_rows)
+        self._launch(
+            ABSORB, heads, blocks, _BLOCK, self._queries, pages, q, weights.up, rope, latents, weights.kv_norm, *places,
+            *map(np.int32, counts), np.float32(eps), prefers_shared=True,
         )  # fmt: skip
 
     def prefill_latent_attention(

@@ -110,10 +110,9 @@ def run(step: Pass, layer: LayerConfig, bound: BoundLatent) -> None:
         ops.project(scratch.q, scratch.q_latent, None, bound.q_up, 0.0, is_prefill=True)
         ops.prefill_latent_attention(scratch.attention, scratch.q, pages, weights, scratch.rope, rows, scale)
     else:
-        ops.project(scratch.q, scratch.latents, weights.q_norm, bound.q_up, eps)
         ops.decode_latent_attention(
             scratch.attention, scratch.q, scratch.latents, pages, weights, scratch.rope, rows, scale, eps,
-            bound.upcoming,
+            bound.upcoming, bound.q_up,
         )  # fmt: skip
     ops.project_residual(
         step.x, scratch.attention, bound.output, None, step.residual_scale, is_prefill=is_prefill

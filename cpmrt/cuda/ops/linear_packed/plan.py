@@ -7,7 +7,7 @@ may follow from the number of rows (row invariance).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from math import ceil
 
 from cpmrt.cuda.build.spec import KernelSpec
@@ -22,6 +22,8 @@ SINGLE_ROW_SUMS = 64
 ROW_BUCKETS = (1, 8, 16, 32, 64)
 # Warps of a block at most: where eight share a tile; where each has a tile; on devices with little memory.
 _MOST_WARPS, _MOST_RUN_WARPS, _FEW_WARPS = 24, 20, 8
+# And where it makes a head of the queries of latent attention.
+_HEAD_WARPS = 16
 _WARPGROUP = 4
 # From so many rows on they are normalised once, by prepare_rows, and not again in every block; a gate_up product whose
 # blocks have whole slices of the rows that it writes spares the next product prepare_rows; and four warps multiply
@@ -99,6 +101,17 @@ class PrepareConstants:
     row_pitch: int | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class LatentQueriesConstants(LinearPackedConstants):
+    """And of the product that makes queries of latent attention: elements of a latent, of a query's two parts, of a
+    value."""
+
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+
+
 def _exchange_through_memory(macros: Mapping[str, int]) -> bool:
     """Whether blocks wait for each other's sums, and are not those of one cluster."""
     return bool(macros["SHARED_RUN"] and macros["RUNS"] > 1 and not macros["CLUSTERS"])
@@ -112,6 +125,10 @@ LINEAR_PACKED = {
     )
     for product, op in OPS.items()
 }  # fmt: skip
+LATENT_QUERIES = KernelSpec(
+    "linear_packed_latent_queries", _FILE, "decode_latent_attention", LatentQueriesConstants, hot=True
+)
+_LATENT_QUERIES = 4
 PREPARE = KernelSpec("prepare_rows", "linear_packed/prepare_rows.cu", "gate_up", PrepareConstants, hot=True)
 
 
@@ -203,6 +220,34 @@ def plan_packed(
     over_half = device.shared_bytes_per_block // 2 + _OVER_HALF_BYTES if fills else 0
     shared_bytes, is_narrow = max(memory.nbytes, over_half), _width(layout) <= _NARROW_WIDTH
     return PackedPlan(layout, constants, work.grid, work.warps * 32, shared_bytes, is_narrow)
+
+
+def latent_queries(
+    plan: PackedPlan, *, kv_rank: int, nope_dim: int, rope_dim: int, value_dim: int
+) -> LatentQueriesConstants:
+    """Return the constants of the product with this plan as queries of latent attention."""
+    held = {field.name: getattr(plan.constants, field.name) for field in fields(plan.constants)}
+    held |= {"linear": _LATENT_QUERIES, "head_dim": None}
+    return LatentQueriesConstants(
+        **held, kv_rank=kv_rank, nope_dim=nope_dim, rope_dim=rope_dim, value_dim=value_dim
+    )  # fmt: skip
+
+
+def plan_heads(layout: PackedLayout, num_heads: int, device: Device, row_pitch: int) -> PackedPlan | None:
+    """Plan a product of one row, normalised, of whose output a block makes a head; None where it does not fit."""
+    tiles, at_once = layout.num_tiles // num_heads, _HEAD_WARPS // RUNS
+    rounds = ceil(tiles / at_once)
+    is_large = device.shared_bytes_per_block >= LARGE_SHARED_BYTES
+    fits = layout.runs == RUNS and layout.run_slices == 1 and rounds * at_once == tiles and rounds <= _MOST_KEPT_ROUNDS
+    if layout.out_features != num_heads * tiles * TILE_ROWS or not fits or not is_large:
+        return None
+    ring = _Ring.of(layout, 1, _HEAD_WARPS, rounds)
+    work = _Work(False, False, False, _HEAD_WARPS, num_heads, rounds, rounds, ring)
+    memory = _Memory.of(layout, 1, device, work, is_fed=False)
+    constants = _constants(
+        layout, 1, device, work, memory, normalises=True, prepared=False, row_pitch=row_pitch
+    )  # fmt: skip
+    return PackedPlan(layout, constants, num_heads, _HEAD_WARPS * 32, memory.nbytes, prefers_shared=True)
 
 
 def _constants(
