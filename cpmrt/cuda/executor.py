@@ -27,7 +27,7 @@ from cpmrt.cuda.ops.cuda_ops import CudaOps
 from cpmrt.cuda.ops.gemm import Gemm
 from cpmrt.cuda.ops.lightning import SlotStates
 from cpmrt.cuda.ops.screened_head import can_screen
-from cpmrt.cuda.step.costs import measured_limits
+from cpmrt.cuda.step.costs import measured_limits, min_forced
 from cpmrt.cuda.step.forward import StepForward
 from cpmrt.cuda.step.kernels import StepKernels, step_modules
 from cpmrt.cuda.step.launches import masked_launches, step_launches
@@ -58,7 +58,7 @@ from cpmrt.models import decoder
 from cpmrt.opening import Blueprint
 
 LoadWeights = Callable[[Destination], None]
-_RUN_AHEAD, _STEPS_OF_A_CHUNK = 4, 2
+_RUN_AHEAD = 4
 _ZEROED = (
     "step_context", "attention_arrivals", "slot_states", "token_counts", "chunk", "token_ids", "packed_arrivals",
     "screen_counters",
@@ -82,7 +82,9 @@ class CudaExecutor:
             max(_RUN_AHEAD, 2 * engine.steps_per_launch), max_logit_bias=MAX_LOGIT_BIAS, num_pages=layout.num_pages,
             page_size=PAGE_SIZE, tree_shapes=draft.shapes if draft else (), takes_masks=True, takes_tree_masks=True,
             num_snapshots=layout.num_snapshots, remakes_answers=True,
-            min_forced=_STEPS_OF_A_CHUNK * plan.max_sequences,
+            min_forced=min_forced(
+                is_packed=self.config.quantization is not None, max_sequences=plan.max_sequences
+            ),
         )  # fmt: skip
         self.stream = cupy.cuda.Stream(non_blocking=True)
         self._modules, self._dtype = Modules(device.arch, blueprint.dtype), blueprint.dtype

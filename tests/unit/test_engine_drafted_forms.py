@@ -46,7 +46,7 @@ SHAPED = st.builds(
     ),
     st.sampled_from(TREE_SHAPES), st.sampled_from([(), (1.1, 1.2, 1.3), (3.0, 2.0, 1.5)]),
     run_ahead=st.integers(1, 5), max_sequences=st.integers(1, 3), prefill_chunk=st.integers(2, 9),
-    num_pages=st.sampled_from([0, 3 * 32]), page_size=st.just(4),
+    num_pages=st.sampled_from([0, 3 * 32]), page_size=st.just(4), min_forced=st.integers(2, 5),
 )  # fmt: skip
 WANTED = st.tuples(
     st.lists(st.integers(0, 48), min_size=1, max_size=20),
@@ -89,14 +89,15 @@ def test_every_tree_gives_the_masked_continuation(limits, wanted, accuracy, draf
     assert executor.most_in_flight <= limits.run_ahead
 
 
+@pytest.mark.parametrize("min_forced", [2, 3, 4])
 @pytest.mark.parametrize("num_steady", [0, 4])
 @pytest.mark.parametrize("run_ahead", [1, 4])
 @pytest.mark.parametrize("shapes", TREE_SHAPES)
-def test_chunks_are_those_of_plain_decoding(run_ahead, shapes, num_steady):
+def test_chunks_are_those_of_plain_decoding(run_ahead, shapes, num_steady, min_forced):
     """Keys of a chunk may have other bits than those of a row, so drafts must not change which tokens make one."""
 
     def chunks(number, **others):
-        executor = drafting(limits(run_ahead, **others), {1: number}, accuracy=0.9)
+        executor = drafting(limits(run_ahead, min_forced=min_forced, **others), {1: number}, accuracy=0.9)
         engine = Engine(executor, prefix_cache=False)
         tokens_of(engine, engine.add(request([1, 2, 3], number, seed=1)))
         found = [(step.position, step.token_ids) for step in executor.steps if isinstance(step, FastForward)]
@@ -108,8 +109,26 @@ def test_chunks_are_those_of_plain_decoding(run_ahead, shapes, num_steady):
         with steady(num_steady):
             drafted, speculative = chunks(number, tree_shapes=shapes, takes_tree_masks=True)
         assert drafted == plain and speculative and not none
+        assert all(len(tokens) >= min_forced for _, tokens in plain)
         num_chunks += len(plain)
-    assert num_chunks > 10
+    assert num_chunks > {2: 10, 3: 5, 4: 2}[min_forced]
+
+
+def test_drafts_take_certain_tokens_of_which_there_are_too_few_for_a_chunk():
+    """Nodes at the beginning of such a run are not cut: right drafts give as many tokens a step as a free answer's."""
+
+    def steps(number, min_forced):
+        made = limits(4, min_forced=min_forced, tree_shapes=(TreeShape.chain(3),), takes_tree_masks=True)
+        executor = drafting(made, {1: number}, accuracy=1.0)
+        engine = Engine(executor, prefix_cache=False)
+        found = tokens_of(engine, engine.add(request([1, 2, 3], number, seed=1)))
+        assert found == masked_continuation([1, 2, 3], number, 1, 40)[0]
+        return len(found), [step for step in executor.steps if isinstance(step, (Decode, FastForward, Speculate))]
+
+    for number in range(6):
+        num_tokens, found = steps(number, 40)
+        assert not any(isinstance(step, FastForward) for step in found)
+        assert len(found) <= num_tokens // 4 + 2, (number, num_tokens)
 
 
 def test_drafts_save_steps_under_a_grammar():

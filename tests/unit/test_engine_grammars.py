@@ -17,7 +17,7 @@ from cpmrt.executor import Admit, Decode, ExecutorLimits, FastForward, Mask, Pre
 
 LIMITS = st.builds(
     limits, st.integers(1, 5), st.integers(1, 4), st.integers(2, 9),
-    num_pages=st.sampled_from([0, 4 * 32]), page_size=st.just(4),
+    num_pages=st.sampled_from([0, 4 * 32]), page_size=st.just(4), min_forced=st.integers(2, 5),
 )  # fmt: skip
 WANTED = st.tuples(
     st.lists(st.integers(0, 48), min_size=1, max_size=20),
