@@ -6,25 +6,18 @@ are not sampled one by one. The first of such a run is still taken by a plain st
 the rest follows as one `FastForward` step. Which tokens these are depends on the answer and on the settings alone, not
 on what is in flight, so that an answer has the same bits in any company.
 
-Each node of the tree of a step that drafts has what plain decoding would have behind the node's path, from a guide of
-its own, a fork of its parent's (`GuidedTree`). So a node is cut where plain decoding would not take a decode step:
-behind an end, or behind the first of a run of certain tokens. Where another tree may be submitted behind it, that one
-takes the first token of a run: a node that would is cut too.
+A step that drafts is submitted when all tokens before it are known. Each node of its tree has what plain decoding would
+have behind the node's path, from a guide of its own, a fork of its parent's (`GuidedTree`). So a node is cut where
+plain decoding would not take a decode step: behind an end, or behind the first of a run of certain tokens.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Sequence
-from copy import copy
 from typing import Protocol
 
 from cpmrt.errors import FormError
 from cpmrt.executor import Mask, Path, TreeMasks
-
-_STEADY_STEPS = 4
-"""So many steps without a run let another tree be drafted before it is known whether a run comes. Where one does, the
-tree was in vain, which costs as much as several times waiting to know."""
 
 
 class Matcher(Protocol):
@@ -71,12 +64,10 @@ class Guide:
         """The mask of the step that was submitted last."""
         self.run: tuple[int, ...] = ()
         """Certain tokens to fast-forward over, behind the step that was submitted last, which samples the first."""
-        self._trees: deque[GuidedTree] = deque()
-        """Of the steps in flight that draft, until their results are taken."""
-        self._num_without_run = 0
-        """The number of results since the last run."""
+        self._tree: GuidedTree | None = None
+        """Of that step, if it drafts, until its result is taken."""
         self._is_early = False
-        """Whether `_mask`, which may be empty, is that of a step that is still to be submitted."""
+        """Whether `_mask` is that of a step that is still to be submitted."""
         self.failure: FormError | None = None
         self._ahead: tuple[int, ...] = ()
         """Certain tokens that submitted steps and `run` will bring."""
@@ -86,21 +77,7 @@ class Guide:
     @property
     def is_ready(self) -> bool:
         """Whether another step may be submitted."""
-        return self._mask is None or self._mask.is_filled
-
-    @property
-    def has_trees(self) -> bool:
-        """Whether steps in flight draft, so that the executor may ask what their nodes may be."""
-        return bool(self._trees)
-
-    @property
-    def may_draft_ahead(self) -> bool:
-        """Whether a tree may be submitted behind the steps in flight: no run of certain tokens is expected there."""
-        return self._is_steady and all(tree.leaves_runs for tree in self._trees)
-
-    @property
-    def _is_steady(self) -> bool:
-        return self._num_without_run >= _STEADY_STEPS
+        return self._tree is None and (self._mask is None or self._mask.is_filled)
 
     @property
     def num_ahead(self) -> int:
@@ -114,29 +91,26 @@ class Guide:
 
     def next_mask(self, room: int, *, is_known: bool) -> Mask:
         """Return the mask of the next step, filled if all tokens before it are known; `room` as for `fill`."""
-        mask = self._empty_mask()
+        if self._is_early and self._mask is not None:
+            self._is_early = False
+            return self._mask
+        self._mask, self.run = Mask(), ()
         if is_known:
             self.fill(room)
-        return mask
+        return self._mask
 
     def begins_run(self, room: int) -> bool:
         """Tell whether a FastForward step comes behind the next step, before which nothing is in flight."""
         if not self._is_early:
-            self._empty_mask()
-            self._begin_fill(room)
+            self.next_mask(room, is_known=True)
             self._is_early = True
         return bool(self.run)
 
-    def tree_masks(self, room: int, *, is_known: bool) -> TreeMasks:
-        """Return the masks of the next step, which drafts; arguments as for `next_mask`.
-
-        The root's own is found with those of the nodes, unless another tree may follow this one.
-        """
-        if self._trees:
-            self._trees[-1].follow()
-        self.next_mask(room, is_known=is_known and self._is_steady)
-        self._trees.append(GuidedTree(self, room, leaves_runs=self._is_steady))
-        return self._trees[-1].masks
+    def tree_masks(self, room: int) -> TreeMasks:
+        """Return the masks of the next step, which drafts; nothing is in flight. `room` as for `fill`."""
+        self.next_mask(room, is_known=True)
+        self._tree = GuidedTree(self, room)
+        return self._tree.masks
 
     @property
     def bits(self) -> bytes | None:
@@ -159,14 +133,13 @@ class Guide:
         fork.next_mask(room, is_known=True)
         return None if fork.failure else fork
 
-    def take(self, token_ids: Sequence[int], room: int, *, is_drafted: bool = False) -> tuple[int, ...]:
+    def take(self, token_ids: Sequence[int], room: int) -> tuple[int, ...]:
         """Note the tokens that a step has brought, and return certain ones behind them with which the answer ends.
 
         Mostly there are none. `room`: for how many tokens there was room before these.
         """
-        self._num_without_run += 1
-        if is_drafted:
-            self._go_along(self._trees.popleft(), tuple(token_ids[:-1]))
+        if self._tree is not None:
+            self._go_along(self._tree, tuple(token_ids[:-1]))
             token_ids, room = token_ids[-1:], room - len(token_ids[:-1])
         known = len(self._ahead)
         if tuple(token_ids[:known]) != self._ahead[: len(token_ids)]:
@@ -194,34 +167,24 @@ class Guide:
         """Have the steps in flight, whose results do not count, sample anything."""
         if self._mask is not None and not self._mask.is_filled:
             self._mask.fill(None)
-        for tree in self._trees:
-            tree.masks.let_go()
-        self._trees.clear()
-        self._mask, self._is_early, self.run = None, False, ()
+        if self._tree is not None:
+            self._tree.masks.let_go()
+        self._mask, self._tree, self._is_early, self.run = None, None, False, ()
         self._ahead, self._certain = (), (*self._ahead, *self._certain)
 
     def _go_along(self, tree: GuidedTree, path: Path) -> None:
         """Take over the state of a node of the tree, which the next token was sampled at."""
         node = tree.guides.get(path)
+        self._tree = None
         if node is None:
             self.failure = FormError("a draft was accepted that is cut", fix="report this")
-        elif path:
+        else:
             self._matcher, self.run, self._ahead, self._certain = node._matcher, node.run, node._ahead, node._certain
-            self._num_without_run *= not node.run
-
-    def _empty_mask(self) -> Mask:
-        """Return the next step's mask, which is not empty any more only if `begins_run` has found a certain token."""
-        if self._mask is None or not self._is_early:
-            self._mask, self.run = Mask(), ()
-        self._is_early = False
-        return self._mask
 
     def _begin_fill(self, room: int) -> bool:
         """Fill an empty mask that needs nothing of the matcher, and tell whether it is still to be filled."""
         if self._mask is None or self._mask.is_filled:
             return False
-        if self._trees:
-            self._trees[-1].know(room)
         bits: bytes | None = None
         try:
             if self.failure is None:
@@ -256,7 +219,6 @@ class Guide:
         count = self._run_length(room - len(self._ahead))
         brought, self._certain = self._certain[:count], self._certain[count:]
         self.run = brought if count >= self._min_run else ()
-        self._num_without_run *= not self.run
         self._ahead += brought
         return _only(brought[0])
 
@@ -287,30 +249,19 @@ class GuidedTree:
     """The guides of a drafted tree's nodes by their paths, and so the tree's masks.
 
     `root` has the mask of the root; `room`: for how many tokens there is room, behind those that are taken.
-    With `leaves_runs` the step behind this one takes the first token of each run, so that it may be another tree.
     """
 
-    def __init__(self, root: Guide, room: int, *, leaves_runs: bool):
+    def __init__(self, root: Guide, room: int):
         self.guides: dict[Path, Guide] = {(): root}
         self.masks = TreeMasks(find=self._find)
-        self.leaves_runs = leaves_runs
-        self._room = room
-
-    def follow(self) -> None:
-        """Note that the root's guide goes on to another tree, which is submitted before what comes of this is known."""
-        self.guides[()] = copy(self.guides[()])
-
-    def know(self, room: int) -> None:
-        """Note for how many tokens there is room, now that those before the tree are taken."""
         self._room = room
 
     def _find(self, paths: Sequence[Path]) -> dict[Path, bytes | None]:
         """Return what is left of paths, of which each comes behind the one that it goes on with."""
-        self.guides[()].fill(self._room)
         for path in paths:
             parent = self.guides.get(path[:-1])
             guide = parent.behind(path[-1], self._room - len(path)) if path and parent else None
-            if guide is not None and not (self.leaves_runs and guide.run):
+            if guide is not None:
                 self.guides[path] = guide
         return {path: guide.bits for path, guide in self.guides.items()}
 

@@ -85,18 +85,15 @@ def wants_decode(seq: Sequence) -> bool:
     return is_wanted and not (seq.guide and seq.guide.run)
 
 
-def awaits_mask(seq: Sequence, *, may_draft: bool, is_lending: bool, is_alone: bool, num_awaited: int) -> bool:
+def awaits_mask(seq: Sequence, *, may_draft: bool, is_lending: bool, num_awaited: int) -> bool:
     """Tell whether a sequence that decodes cannot take a further step yet. `num_awaited`: all steps in flight.
 
     Mostly the last step but one must be done. If a slot is lent, all of the sequence's own must be: the next mask is
-    known then. If the next step drafts, or the last one did, all steps must be: who waits for it tells the executor
-    what its nodes may be. But a tree may follow the last step if it `is_alone`: nothing else runs, waits, is in flight.
+    known then. If the next step drafts, all steps must be: who waits for it tells the executor what its nodes may be.
     """
     if seq.guide is None:
         return False
-    will_draft = may_draft and (seq.policy is None or seq.policy.will_draft(seq.room - seq.num_in_flight))
-    may_follow = will_draft and is_alone and seq.guide.may_draft_ahead
-    if (will_draft or seq.guide.has_trees) and not may_follow:
+    if may_draft and (seq.policy is None or seq.policy.will_draft(seq.room - seq.num_in_flight)):
         return num_awaited > 0
     return not seq.guide.is_ready or (is_lending and seq.num_in_flight > 0)
 
@@ -106,13 +103,12 @@ def have_empty_mask(sequences: Iterable[Sequence]) -> bool:
 
     A loan is for such waiting, and so are the many steps that an admission may take.
     """
-    return any(seq.guide is not None and (seq.guide.has_trees or not seq.guide.is_ready) for seq in sequences)
+    return any(seq.guide is not None and not seq.guide.is_ready for seq in sequences)
 
 
 def wants_fast_forward(seq: Sequence) -> bool:
     """Tell whether the next tokens of the sequence are certain, and are to be run as a chunk."""
-    guide = seq.guide
-    return guide is not None and bool(guide.run) and not guide.has_trees and seq.phase is Phase.DECODE
+    return seq.guide is not None and bool(seq.guide.run) and seq.phase is Phase.DECODE
 
 
 def fast_forward(seq: Sequence) -> FastForward:
@@ -151,9 +147,8 @@ def next_shape(seq: Sequence) -> int:
 def decode_step(sequences: tuple[Sequence, ...], shape: int) -> Decode | Speculate:
     slots = tuple(seq.slot for seq in sequences)
     if shape != PLAIN:
-        seq = sequences[0]
-        is_known = not seq.num_in_flight
-        return Speculate(slots, shape, seq.guide.tree_masks(seq.room, is_known=is_known) if seq.guide else None)
+        guide, room = sequences[0].guide, sequences[0].room
+        return Speculate(slots, shape, guide.tree_masks(room) if guide else None)
     guided = [seq for seq in sequences if seq.guide]
     if not guided:
         return Decode(slots)
@@ -187,7 +182,7 @@ def apply(seq: Sequence, step: Step, result: SlotResult) -> SlotResult:
     if seq.phase in (Phase.FINISHED, Phase.PAUSED) or not (result.token_ids or result.non_finite):
         return _NOTHING
     tokens, loops, guide = _watch(seq, result.token_ids)
-    rest = seq.guide.take(tokens, seq.room, is_drafted=isinstance(step, Speculate)) if seq.guide else ()
+    rest = seq.guide.take(tokens, seq.room) if seq.guide else ()
     if _has_failed(seq):
         return _NOTHING
     new = (*tokens, *rest)
