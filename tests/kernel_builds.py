@@ -170,7 +170,11 @@ CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
         | _FATRELU,
         {"LINEAR": 2, "IN_FEATURES": 4096, "RUNS": 1, "ROWS": 1, "WARPS": 16, "SHARED_RUN": 1, "PREPARED": 0}
         | _PACKED
-        | {"WEIGHT_BITS": 2, "SMEM_BYTES": 149376},
+        | {"WEIGHT_BITS": 2, "SMEM_BYTES": 149376, "EARLY_WARPS": 8},
+        {"LINEAR": 1, "IN_FEATURES": 16384, "RUNS": 8, "ROWS": 1, "WARPS": 16, "SHARED_RUN": 0, "PREPARED": 0}
+        | _PACKED
+        | _NO_NORM
+        | {"WEIGHT_BITS": 2, "KEPT_ROUNDS": 2, "SMEM_BYTES": 182400, "EARLY_WARPS": 8, "OWN_RUNS": 1},
         {"LINEAR": 1, "IN_FEATURES": 4096, "RUNS": 8, "ROWS": 8, "WARPS": 16, "SHARED_RUN": 0, "PREPARED": 0}
         | _PACKED
         | _NO_NORM

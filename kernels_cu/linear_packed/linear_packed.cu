@@ -25,8 +25,7 @@
 //   STAGES: of x in shared memory: 3 or more, or with STAGE_SLICES 0 any
 //   EARLY_SLOTS: chunks of a warp that are copied before x is asked for
 //   CLUSTERS: 1: the eight blocks with the runs of the same tiles are a cluster, which needs sm_90
-//   RECEIVED_APART: 1: what the peers of a cluster send has its own memory; 0: that of weights and x, and all blocks
-//     take tiles once
+//   RECEIVED_APART: 1: what the peers of a cluster send has its own memory; 0: that of weights and x, and all blocks take tiles once
 //   FEEDS: 1: a gate_up product also writes what prepare_rows would make of its rows for the product after it
 //   TRIGGER: the next kernel may start 0 as soon as this one, 1 at its end
 //   KEPT_ROUNDS: with SHARED_RUN 0 and one row, rounds whose sums over runs come after the products of all; else 1
@@ -34,8 +33,9 @@
 //   PORTABLE: 1 leaves the copy engine out on sm_90 and later too
 //   FATRELU: of gate_up only, its activation is that of fatrelu.cuh; without it SiLU
 //   ROW_PITCH: elements between rows of x, of whose columns the first K are taken; without it K. Such rows are those of a product before
-//     this one, which starts the next kernel behind its own wait: so all before that one has finished, and this one starts the next at
-//     once
+//     this one, which starts the next kernel behind its own wait: all before that one has finished, so this one starts the next at once
+//   EARLY_WARPS: the first warps of a block, which alone do what EARLY_SLOTS says; without it all warps
+//   OWN_RUNS: 1: with one row and SHARED_RUN, NORM and PREPARED 0 warps that share a run of x wait for each other alone; else all for all
 // Grid: no more blocks than multiprocessors, with SHARED_RUN a multiple of RUNS, with CLUSTERS in clusters of RUNS; they take tiles
 //   in turn; block 32 * WARPS; SMEM_BYTES of dynamic shared memory.
 // Numerics: codes times x exactly, float32 sums over a scale group in tensor cores, groups and then RUNS runs of K added in order;
@@ -50,10 +50,10 @@
 //   bits hi's sums are 16 times too large until the end, in 2 bits 4 times. K is cut into RUNS runs that are added in order: by eight warps of a
 //   block, or, with RUNS = 8 and SHARED_RUN = 1, by eight blocks that read an eighth of x each and exchange sums.
 #if !defined(LINEAR) || (LINEAR == 0 && !defined(HEAD_DIM)) || !defined(IN_FEATURES) || !defined(WEIGHT_BITS) || \
-    !defined(RUNS) || !defined(SCALE_GROUP) || !defined(ZEROS) || !defined(ROWS) || !defined(WARPS) || \
-    !defined(WARPGROUPS) || !defined(SHARED_RUN) || !defined(NORM) || !defined(PREPARED) || !defined(STAGE_SLICES) \
-    || !defined(STAGES) || !defined(EARLY_SLOTS) || !defined(CLUSTERS) || !defined(RECEIVED_APART) || \
-    !defined(FEEDS) || !defined(TRIGGER) || !defined(KEPT_ROUNDS) || !defined(SMEM_BYTES) || !defined(PORTABLE) || \
+    !defined(RUNS) || !defined(SCALE_GROUP) || !defined(ZEROS) || !defined(ROWS) || !defined(WARPS) || !defined(WARPGROUPS) || \
+    !defined(SHARED_RUN) || !defined(NORM) || !defined(PREPARED) || !defined(STAGE_SLICES) || !defined(STAGES) || !defined(EARLY_SLOTS) || \
+    !defined(CLUSTERS) || !defined(RECEIVED_APART) || !defined(FEEDS) || !defined(TRIGGER) || !defined(KEPT_ROUNDS) || \
+    !defined(SMEM_BYTES) || !defined(PORTABLE) || (EARLY_WARPS > WARPS && defined(EARLY_WARPS)) || (ROWS > 1 && defined(OWN_RUNS)) || \
     (LINEAR == 4 && !defined(KV_RANK)) || (LINEAR == 4 && !defined(NOPE_DIM)) || (LINEAR == 4 && !defined(ROPE_DIM)) || \
     (LINEAR == 4 && !defined(VALUE_DIM)) || (LINEAR != 2 && defined(FATRELU)) || (ROW_PITCH < IN_FEATURES && defined(ROW_PITCH))
 #error "a constant is not defined, or not for this product"
@@ -288,8 +288,8 @@ DEVICE void packed_product(Epilogue& epilogue, int num_tiles, const scalar_t* x,
   if (!kSettlesLate) epilogue.settle(), scale.keep(prepared_scale, T);
   if (PREPARED && kResident) cp_async_wait<kCopyEngine ? 0 : kSlots - kEarlySlots>();
   if constexpr (WGMMA_PRODUCTS) async_proxy_fence();
-  if (kOwnRuns && !kLooksLate) __syncwarp();
-  else __syncthreads();
+  if (!kOwnRuns || kLooksLate) __syncthreads();
+  else activations.wait_for_run();
   if constexpr (kJoinsRounds) {
     if (PREPARED || kLooksLate) look(0);
     Sums out[KEPT_ROUNDS] = {};

@@ -118,16 +118,22 @@ struct Activations {
     }
   }
 
+  // Waits, with kOwnRuns, until the warps that share a run have brought it.
+  DEVICE void wait_for_run() const {
+    if constexpr (kRunWarps > 1) barrier_wait(1 + at.run, kRunWarps * 32);
+    else __syncwarp();
+  }
+
   // The block's part of x, as it is in memory. Before a barrier. `look()` comes while it is on its way.
   template <class Look>
   DEVICE void fill(const scalar_t* x, WeightStream& weights, int T, Look look) const {
     constexpr int kRowPieces = kBlockSlices * 16;   // of a token
     constexpr int kNeeded = (ROWS * kRowPieces + kThreads - 1) / kThreads;
-    constexpr int kBatch = kOwnRuns ? kThreadPieces : kNeeded <= 2 ? kNeeded : kNeeded <= 4 ? 4 : 8;
+    constexpr int kBatch = kOwnRuns ? (kThreadPieces + kRunWarps - 1) / kRunWarps : kNeeded <= 2 ? kNeeded : kNeeded <= 4 ? 4 : 8;
     const int first = SHARED_RUN ? at.run * kRowPieces : 0, pieces = SHARED_RUN ? at.slices * 16 : kPieces;
 #pragma unroll 1
     for (int start = 0; start < kRowPieces * T; start += kOwnRuns ? kRowPieces : kBatch * kThreads) {
-      const auto item_of = [&](int i) { return kOwnRuns ? RowPieces::piece(i) : start + i * kThreads + static_cast<int>(threadIdx.x); };
+      const auto item_of = [&](int i) { return kOwnRuns ? RowPieces::piece(kRunWarps > 1 ? at.warp / RUNS * kBatch + i : i) : start + i * kThreads + static_cast<int>(threadIdx.x); };
       const auto is_there = [&](int item) { return item < kRowPieces * T && (item % kRowPieces < pieces || kSlices % RUNS == 0); };
       uint4 v[kBatch];
       float sums[kBatch];

@@ -39,8 +39,14 @@ constexpr int kPartialBytes = SHARED_RUN ? 0 : KEPT_ROUNDS * kWarps * 512;
 constexpr int kSquareBytes = (kTokens * (kRowWarps + 1) * 4 + 15) / 16 * 16;
 constexpr int kEpilogueBytes = kTokens * 8;
 constexpr int kStages = STAGES;
-// Each warp brings just what it reads of x: its run of one row. Then no other waits for it.
-constexpr bool kOwnRuns = ROWS == 1 && !SHARED_RUN && !PREPARED && kWarps == RUNS;
+// The warps of a run bring just what they read of x: their run of one row. Then no other waits for them.
+constexpr int kRunWarps = SHARED_RUN ? 1 : kWarps / RUNS;
+#ifdef OWN_RUNS
+constexpr bool kOwnRuns = true;
+static_assert(ROWS == 1 && !SHARED_RUN && !NORM && !PREPARED && OWN_RUNS == 1, "OWN_RUNS needs one row, as it is in memory");
+#else
+constexpr bool kOwnRuns = ROWS == 1 && !SHARED_RUN && !PREPARED && kRunWarps == 1;
+#endif
 constexpr int kBarrierBytes = (kWarps * kMaxSlots * 8 + kStages * 16 + 16 + 127) / 128 * 128;
 constexpr int kReceivedBytes = CLUSTERS ? kOwnTiles * kFilledRuns * NT * 512 : 0;
 constexpr int kFixedBytes = kBarrierBytes + (RECEIVED_APART ? kReceivedBytes : 0) + (kPartialBytes + kSquareBytes + kEpilogueBytes + 127) / 128 * 128;
@@ -95,6 +101,13 @@ struct Lane {
   }
 };
 
+// Chunks that the warp copies before x: a constant where all warps copy as many.
+#ifdef EARLY_WARPS
+#define EARLY_CHUNKS early_slots()
+#else
+#define EARLY_CHUNKS kEarlySlots
+#endif
+
 // The warp's chunks: its tiles, for each the slices of its run.
 struct WeightStream {
   const Lane& at;
@@ -114,11 +127,14 @@ struct WeightStream {
       mbarrier_init_fence();
       __syncwarp();
     }
-    for (int i = 0; i < kEarlySlots; i++) copy_next();
+    for (int i = 0; i < EARLY_CHUNKS; i++) copy_next();
   }
+#ifdef EARLY_WARPS
+  DEVICE int early_slots() const { return EARLY_WARPS == kWarps || at.warp < EARLY_WARPS ? kEarlySlots : 0; }
+#endif
   // The rest of the ring, behind the loads of x.
   DEVICE void fill_ring() {
-    for (int i = kEarlySlots; i < kSlots; i++) copy_next();
+    for (int i = EARLY_CHUNKS; i < kSlots; i++) copy_next();
   }
 
   // Starts the copy of the next chunk into the slot that was read last.

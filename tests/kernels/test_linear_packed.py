@@ -101,11 +101,12 @@ TWO_BITS = {
     "ternary, long down, groups of 32": ("residual", 48, 8192, 0, 0, 32, False, False),
     "ternary 0.5B gate_up": ("gate_up", 8192, 1024, 0, 0, 128, False, False),
     "ternary 0.5B down": SMALL["0.5B down"],
+    "ternary gate_up, half of the warps early": ("gate_up", 2 * 128 * 128, 1024, 0, 0, 128, False, False),
 }
 TWO_BITS |= {
     f"ternary, {name}": SMALL[name]
     for name in (
-        "one slice", "odd head", "wide gate_up", "feeding gate_up", "uneven qkv", "two rounds in clusters",
+        "one slice", "odd head", "wide gate_up", "feeding gate_up", "uneven qkv", "uneven o", "two rounds in clusters",
         "empty run in clusters", "long down",
     )
 }  # fmt: skip
@@ -145,7 +146,8 @@ FEEDING = {
     H200: {
         "8B gate_up, minimums", "8B gate_up, 8 bits", "minimums, feeding gate_up", "8 bits, feeding gate_up",
         "8B gate_up", "ternary 8B gate_up", "ternary, feeding gate_up", "feeding gate_up",
-        "feeding gate_up, groups of 64", "feeding gate_up, groups of 32",
+        "ternary gate_up, half of the warps early", "feeding gate_up, groups of 64",
+        "feeding gate_up, groups of 32",
     },  # fmt: skip
     ORIN: set(),
     RTX_4090: set(),
@@ -424,6 +426,23 @@ def test_no_two_blocks_of_a_small_product_that_fills_the_device_share_a_multipro
     plan = plan_packed(make_layout("0.5B gate_up", H200), 1, H200)
     assert plan.grid == H200.num_sms
     assert plan.constants.smem_bytes * 2 <= H200.shared_bytes_per_block < plan.shared_bytes * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "early_warps", "own_runs"),
+    [
+        ("ternary 8B gate_up", 1, 8, None), ("ternary gate_up, half of the warps early", 1, 8, None),
+        ("ternary 8B down", 1, 8, True), ("ternary 8B o", 1, 16, True), ("ternary 8B down", 8, None, None),
+        ("ternary 8B qkv", 1, None, None), ("8B gate_up", 1, None, None), ("8B down", 1, None, None),
+        ("8B o", 1, None, None),
+    ],
+)  # fmt: skip
+def test_only_one_row_of_ternary_weights_lets_some_warps_begin_before_others(
+    name: str, rows: int, early_warps: int | None, own_runs: bool | None
+) -> None:
+    constants = plan_packed(make_layout(name, H200), rows, H200).constants
+    assert constants.early_slots > 0
+    assert (constants.early_warps, constants.own_runs) == (early_warps, own_runs)
 
 
 def make_layout(name: str, device: Device) -> PackedLayout:

@@ -13,7 +13,8 @@ from math import ceil
 from cpmrt.cuda.build.spec import KernelSpec
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.ops.linear import LARGE_SHARED_BYTES, OPS, row_bucket
-from cpmrt.cuda.ops.linear_packed.layout import LINE_BYTES, RUNS, SLICE_COLUMNS, TILE_ROWS, PackedLayout, whole_lines
+from cpmrt.cuda.ops.linear_packed.layout import RUNS, SLICE_COLUMNS, TILE_ROWS, PackedLayout, whole_lines
+from cpmrt.cuda.ops.linear_packed.ring import MAX_SLOTS, Ring
 from cpmrt.weights.ternary import TERNARY_BITS
 
 PREPARE_THREADS = 256
@@ -32,16 +33,18 @@ _PREPARED_ROWS, _FEEDING_ROWS, _WARPGROUP_ROWS, _LATE_WARPGROUP_ROWS, _WARPGROUP
 # A block that reads more of x than this shares it out: it takes one run of K, and exchanges sums with others.
 _LARGEST_WHOLE_X = 98_304
 # Rounds whose sums one row keeps (KEPT_ROUNDS): so few that a thread finishes one output of all of them.
-_MAX_SLOTS, _STAGES, _MOST_KEPT_ROUNDS = 8, 4, 4
+_STAGES, _MOST_KEPT_ROUNDS = 4, 4
 # Eight blocks exchange their sums inside a cluster where that is faster than through memory. Clusters leave a tenth of
 # the multiprocessors without work: it pays for short runs of K, and where products take less time than the exchange.
 _CLUSTER_ROWS, _CLUSTER_SLICES = 32, 8
 # One of the stages of x, as a share of a block's memory.
 _STAGE_SHARE = 0.08
 # Bytes of weights on their way before x is asked for, which queues behind them: more where eight warps share a tile, so
-# that each has a chunk; none before eight rows that every block normalises. And at most for one row.
-_EARLY_BYTES, _EARLY_SPLIT_BYTES, _SINGLE_ROW_RING = 70_000, 102_000, 139_264
+# that each has a chunk; none before eight rows that every block normalises.
+_EARLY_BYTES, _EARLY_SPLIT_BYTES = 70_000, 102_000
 _LATE_WEIGHTS_ROWS = 8
+# Half of the warps alone do so (EARLY_WARPS) where a chunk for each would be more than this.
+_HALF_EARLY_LEVEL = 65_536
 # When the next kernel may start (TRIGGER). At 64 rows that is prepare_rows, whose blocks take registers from the next.
 _AT_ONCE, _AT_END, _LATE_TRIGGER_ROWS = 0, 1, 64
 # Up to this width of a model all of its products ask for as much shared memory as a multiprocessor has, else none does:
@@ -49,8 +52,6 @@ _AT_ONCE, _AT_END, _LATE_TRIGGER_ROWS = 0, 1, 64
 _NARROW_WIDTH = 2048
 # For one row a grid of as many blocks as multiprocessors takes so much over half of the memory that no two share one.
 _OVER_HALF_BYTES = 1024
-# Chunks of whole lines copy faster; in 8 bits they are so large that many rows, or many warps, leave room for one only.
-_LARGE_CHUNK_ROWS, _LARGE_CHUNK_WARPS = 16, 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +83,8 @@ class LinearPackedConstants:
     head_dim: int | None = None
     fatrelu: int | None = None
     row_pitch: int | None = None
+    early_warps: int | None = None
+    own_runs: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +244,7 @@ def plan_heads(layout: PackedLayout, num_heads: int, device: Device, row_pitch: 
     fits = layout.runs == RUNS and layout.run_slices == 1 and rounds * at_once == tiles and rounds <= _MOST_KEPT_ROUNDS
     if layout.out_features != num_heads * tiles * TILE_ROWS or not fits or not is_large:
         return None
-    ring = _Ring.of(layout, 1, _HEAD_WARPS, rounds)
+    ring = Ring.of(layout, 1, _HEAD_WARPS, rounds)
     work = _Work(False, False, False, _HEAD_WARPS, num_heads, rounds, rounds, ring)
     memory = _Memory.of(layout, 1, device, work, is_fed=False)
     constants = _constants(
@@ -254,12 +257,18 @@ def _constants(
     layout: PackedLayout, rows: int, device: Device, work: _Work, memory: _Memory,
     *, normalises: bool, prepared: bool, row_pitch: int | None,
 ) -> LinearPackedConstants:
+    # The instructions of one row's ternary products take as long as memory, so their first warps should begin soon:
+    # EARLY_WARPS and OWN_RUNS. Products of more bits wait for memory, qkv for a row's place; they were not measured so.
+    is_ternary_row = rows == 1 and layout.bits == TERNARY_BITS and layout.product != "qkv"
+    shares_runs = layout.product == "residual" and not prepared and work.shares_runs
     return LinearPackedConstants(
         **layout.sizes, rows=rows, norm=normalises, prepared=prepared, portable=device.is_portable,
         warps=work.warps, shared_run=work.shared_run, clusters=work.in_clusters, kept_rounds=work.kept_rounds,
         warpgroups=work.multiplies_together(rows) and not device.is_portable,
         feeds=rows >= _FEEDING_ROWS and work.has_whole_slices(layout),
         early_slots=work.early_slots(rows, whole_rows=layout.runs == 1 and normalises and not prepared),
+        early_warps=work.early_warps if is_ternary_row else None,
+        own_runs=True if is_ternary_row and shares_runs else None,
         received_apart=memory.received_apart, stage_slices=memory.stage_slices, stages=_stages(device),
         smem_bytes=memory.nbytes, row_pitch=row_pitch,
         trigger=_AT_END if layout.product == "residual" and rows >= _LATE_TRIGGER_ROWS else _AT_ONCE,
@@ -282,7 +291,7 @@ class _Work:
     grid: int
     rounds: int
     kept_rounds: int
-    ring: _Ring
+    ring: Ring
 
     @classmethod
     def of(cls, layout: PackedLayout, rows: int, device: Device) -> _Work:
@@ -298,13 +307,23 @@ class _Work:
         grid = copies * min(groups, layout.num_tiles if in_clusters else ceil(layout.num_tiles / tiles))
         rounds = ceil(layout.num_tiles * copies / grid / tiles)
         kept = rounds if rows == 1 and not shared_run and rounds <= _MOST_KEPT_ROUNDS else 1
-        return cls(shared_run, in_clusters, exchanges, warps, grid, rounds, kept, _Ring.of(layout, rows, warps, rounds))
+        return cls(shared_run, in_clusters, exchanges, warps, grid, rounds, kept, Ring.of(layout, rows, warps, rounds))
 
     def early_slots(self, rows: int, *, whole_rows: bool) -> int:
         """Chunks of a warp that are copied before x is asked for; `whole_rows`: each block normalises all of x."""
         if self.shared_run and whole_rows and rows == _LATE_WEIGHTS_ROWS:
             return 0
         return (_EARLY_BYTES if self.shared_run else _EARLY_SPLIT_BYTES) // self.ring.level
+
+    @property
+    def early_warps(self) -> int:
+        """Warps of a block that copy those chunks, so that what comes first is what some warps can begin with."""
+        return self.warps // 2 if self.ring.level > _HALF_EARLY_LEVEL else self.warps
+
+    @property
+    def shares_runs(self) -> bool:
+        """Whether several warps of a block read the same run of x, and not all of them."""
+        return not self.shared_run and self.warps > RUNS
 
     def multiplies_together(self, rows: int) -> bool:
         """Whether four warps share a tensor core product; not of few rows where many warps leave each few registers."""
@@ -328,7 +347,7 @@ class _Memory:
     @classmethod
     def of(cls, layout: PackedLayout, rows: int, device: Device, work: _Work, *, is_fed: bool) -> _Memory:
         x_slice, ring, warps = _x_slice(layout, rows), work.ring, work.warps
-        barriers = whole_lines(warps * _MAX_SLOTS * 8 + _STAGES * 16 + 16)
+        barriers = whole_lines(warps * MAX_SLOTS * 8 + _STAGES * 16 + 16)
         received = ceil(warps / layout.runs) * layout.runs * ceil(rows / 8) * 512 if work.in_clusters else 0
         partial = 0 if work.shared_run else work.kept_rounds * warps * 512
         finishing = whole_lines(partial + whole_lines(rows * 36) + rows * 8)
@@ -356,26 +375,6 @@ def _x_slice(layout: PackedLayout, rows: int) -> int:
 
 def _stages(device: Device) -> int:
     return _STAGES if device.shared_bytes_per_block >= LARGE_SHARED_BYTES else _STAGES - 1
-
-
-@dataclass(frozen=True)
-class _Ring:
-    """The weights in a block's shared memory: `slots` chunks a warp would do; `level` bytes for one of every warp."""
-
-    slots: int
-    level: int
-
-    @classmethod
-    def of(cls, layout: PackedLayout, rows: int, warps: int, rounds: int) -> _Ring:
-        are_small = layout.bits == 8 and (rows > _LARGE_CHUNK_ROWS or warps > _LARGE_CHUNK_WARPS)
-        copied = LINE_BYTES // 2 if are_small else LINE_BYTES
-        aligned = next(slices for slices in (1, 2, 4) if slices * layout.unit_bytes % copied == 0)
-        joins_eight = rows == 1 and layout.bits == TERNARY_BITS and warps <= 16 and layout.run_slices % 8 == 0
-        together = 8 if joins_eight else 2 if rows == 16 or layout.bits == 8 else 4 if rows <= 8 else 1
-        chunk_slices = min(max(aligned, together), layout.run_slices)
-        level = warps * whole_lines(chunk_slices * layout.unit_bytes)
-        slots = min(_MAX_SLOTS, rounds * ceil(layout.run_slices / chunk_slices))
-        return cls(slots if rows > 1 else max(1, min(slots, _SINGLE_ROW_RING // level)), level)
 
 
 def _block_warps(num_tiles: int, groups: int, device: Device, shared_run: bool) -> int:
