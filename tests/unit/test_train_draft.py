@@ -221,6 +221,16 @@ def block_draft(target):
     return draft
 
 
+def test_blocks_train_behind_a_target_in_bfloat16_as_behind_one_in_float32(folder, block_draft):
+    """As on a GPU."""
+    short = DSpark(block_draft.config, Target(ModelFolder.open(folder), CPU, torch.bfloat16, 64))
+    short.load_state_dict(block_draft.state_dict())
+    tokens, roots = torch.randint(0, 259, (2, 17)), torch.tensor([[1, 8], [3, 9]])
+    (loss, entropies), (wanted, exact) = short.losses(tokens, roots), block_draft.losses(tokens, roots)
+    assert float(loss.detach()) == pytest.approx(float(wanted.detach()), rel=0.05)
+    assert torch.allclose(entropies, exact, rtol=0.1)
+
+
 def test_blocks_are_those_that_the_reference_executor_drafts(folder, block_draft, target, tmp_path):
     """The file is read back, so both have weights rounded to 16 bits."""
     draft, shape = block_draft, TreeShape.chain(4)

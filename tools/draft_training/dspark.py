@@ -108,7 +108,7 @@ class DSpark(Draft):
     def confidence(self, states: Tensor, previous: Tensor) -> Tensor:
         """Returns the logits of the confidences [...]."""
         embedded = self.markov_head["markov_w1"](previous)
-        return self.confidence_head["proj"](torch.cat((states, embedded.to(states.dtype)), dim=-1)).squeeze(-1)
+        return self.confidence_head["proj"](torch.cat((states.float(), embedded), dim=-1)).squeeze(-1)
 
     def losses(self, tokens: Tensor, roots: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the loss to minimise and the cross entropy of each place of the blocks behind `roots` [B, A]."""
