@@ -22,7 +22,7 @@ def default_num_threads() -> int:
 
 
 class MaskThreads:
-    """So many threads, for masks of `vocab_size` tokens. With fewer than two nothing is computed at the same time."""
+    """Runs masks of `vocab_size` tokens in `num_threads` threads; fewer than two compute nothing at the same time."""
 
     def __init__(self, num_threads: int, vocab_size: int):
         self._num_threads, self._vocab_size = num_threads, vocab_size

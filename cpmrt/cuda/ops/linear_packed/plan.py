@@ -106,8 +106,10 @@ class PrepareConstants:
 
 @dataclass(frozen=True, kw_only=True)
 class LatentQueriesConstants(LinearPackedConstants):
-    """And of the product that makes queries of latent attention: elements of a latent, of a query's two parts, of a
-    value."""
+    """Compile-time constants of the product that makes queries of latent attention.
+
+    Beside those of every packed product: the elements of a latent, of a query's two parts and of a value.
+    """
 
     kv_rank: int
     nope_dim: int
