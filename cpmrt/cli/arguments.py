@@ -81,11 +81,6 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "--no-prefix-cache": {
         "dest": "prefix_cache", "action": "store_false", "help": "the same as --prefix-cache off",
     },
-    "--lm-head-screen": {
-        "action": "store_true",
-        "help": "read an 8-bit copy of the output head, and of the head itself what a step may choose: faster on a GPU "
-        "where the head is in 16 bits, for greedy, top-k and min-p decoding; the same tokens",
-    },
     "--weight-bits": {
         "type": int, "choices": (2, 4, 16), "metavar": "BITS",
         "help": "as if the linear layers were quantised to 4 bits, symmetric, or ternary, in 2 (default: the model's "
@@ -151,9 +146,13 @@ _ENGINE_OPTIONS: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "steps_per_launch": (int, "N", "decode steps of one launch on a GPU, which a new request then waits for"),
     "kv_dtype": (str, "TYPE", "of keys and values: auto (as --dtype) or fp8 (8 bits)"),
     "lm_head_bits": (int, "BITS", "round the output head to 8 or 4 bits (default: leave it as it is)"),
+    "lm_head_screen": (
+        bool, "",
+        "read an 8-bit copy of the output head, and of the head itself what a step may choose: faster on a GPU where "
+        "the head is in 16 bits, for greedy, top-k and min-p decoding; the same tokens",
+    ),
     "prefix_dir": (str, "FOLDER", "keep what long system messages cost there from one start to the next"),
-}
-_ENGINE_FIELDS = (*_ENGINE_OPTIONS, "lm_head_screen")
+}  # fmt: skip
 _SAMPLING_OPTIONS: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "max_new_tokens": (token_limit, "N", "stop after this many tokens; none: when the context is full"),
     "temperature": (float, "T", "0 is greedy"),
@@ -193,7 +192,7 @@ _DRAFT_OPTIONS: dict[str, tuple[str, Callable[[str], Any], str, str]] = {
 }  # fmt: skip
 MODEL_FIELDS = (
     "executor", "dtype", "max_context", "memory_budget", "load_format", "seed", "steps_per_launch", "lm_head_bits",
-    "kv_dtype",
+    "lm_head_screen", "kv_dtype",
 )  # fmt: skip
 """Fields of EngineConfig that every command which loads a model has options for."""
 
@@ -252,7 +251,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model")
     add_model_source(group)
     add_engine_options(group, *MODEL_FIELDS)
-    add_options(group, "--lm-head-screen", "--hf-overrides", "--sparse", "--prefix-cache", "--no-prefix-cache")
+    add_options(group, "--hf-overrides", "--sparse", "--prefix-cache", "--no-prefix-cache")
     add_draft_options(parser)
 
 
@@ -291,12 +290,12 @@ def naming_options(message: str) -> str:
 
 def engine_config(args: argparse.Namespace, **others: Any) -> EngineConfig:
     """Return the settings that the options ask for, with `others` besides. Raises ConfigError."""
-    return EngineConfig(**_given(args, *_ENGINE_FIELDS), **others)
+    return EngineConfig(**_given(args, *_ENGINE_OPTIONS), **others)
 
 
 def llm_arguments(args: argparse.Namespace) -> dict[str, Any]:
     """Return the keyword arguments of `LLM` that the options ask for."""
-    return _given(args, "model", "revision", "hf_overrides", "sparse", "prefix_cache", *_ENGINE_FIELDS) | (
+    return _given(args, "model", "revision", "hf_overrides", "sparse", "prefix_cache", *_ENGINE_OPTIONS) | (
         draft_arguments(args)
     )
 
@@ -341,10 +340,15 @@ def _given(args: argparse.Namespace, *names: str) -> dict[str, Any]:
 
 
 def _add_fields(parser: Options, owner: Any, options: dict[str, tuple[Callable[[str], Any], str, str]]) -> None:
+    """A field of kind bool is a switch that turns it on."""
     defaults = {field.name: field.default for field in fields(owner)}
     for name, (kind, metavar, described) in options.items():
+        option = f"--{name.replace('_', '-')}"
+        if kind is bool:
+            parser.add_argument(option, action="store_true", help=described)
+            continue
         default = defaults[name]
         shown = described if default is None else f"{described} (default: %(default)s)"
         if name in MODELS_OWN:
             shown = f"{described} (default: the model's own)"
-        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=default, metavar=metavar, help=shown)
+        parser.add_argument(option, type=kind, default=default, metavar=metavar, help=shown)

@@ -64,7 +64,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--no-graphs", action="store_true", help="launch kernel by kernel")
     parser.add_argument("--no-pdl", action="store_true", help="no kernel starts before the one before it has ended")
-    options.add_options(parser, "--lm-head-screen", "--hf-overrides", "--sparse")
+    options.add_options(parser, "--hf-overrides", "--sparse")
     options.add_draft_options(parser)
     parser.add_argument(
         "--simulate-accept", type=float, metavar="TOKENS",

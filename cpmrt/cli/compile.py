@@ -41,8 +41,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--sms", type=option_values.integer(1, 1024), metavar="N",
         help="multiprocessors of that GPU (default: of the best known one)",
     )  # fmt: skip
-    options.add_engine_options(parser, "dtype", "prefill_chunk", "max_sequences", "lm_head_bits", "kv_dtype")
-    options.add_options(parser, "--lm-head-screen")
+    options.add_engine_options(
+        parser, "dtype", "prefill_chunk", "max_sequences", "lm_head_bits", "lm_head_screen", "kv_dtype",
+    )  # fmt: skip
     add_description_options(parser)
 
 

@@ -44,8 +44,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--gpu-memory", type=option_values.memory_size, metavar="SIZE", help="what the plan must fit, such as 8GiB"
     )
-    options.add_engine_options(parser, "dtype", "max_sequences", "prefill_chunk", "lm_head_bits", "kv_dtype")
-    options.add_options(parser, "--lm-head-screen")
+    options.add_engine_options(
+        parser, "dtype", "max_sequences", "prefill_chunk", "lm_head_bits", "lm_head_screen", "kv_dtype",
+    )  # fmt: skip
     add_description_options(parser)
     parser.add_argument("--json", action="store_true", help="write one JSON object")
 

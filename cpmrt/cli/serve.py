@@ -66,7 +66,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--log-prompts", action="store_true", help="write the prompts into the log, 16 KiB of each")
     model = parser.add_argument_group("model")
     options.add_engine_options(model, *options.MODEL_FIELDS, "prefill_chunk", "max_sequences", "prefix_dir")
-    options.add_options(model, "--lm-head-screen", "--hf-overrides", "--sparse", "--prefix-cache", "--no-prefix-cache")
+    options.add_options(model, "--hf-overrides", "--sparse", "--prefix-cache", "--no-prefix-cache")
     options.add_draft_options(parser)
     parser.set_defaults(max_sequences=8)
 
